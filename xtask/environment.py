@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PIP = ["-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+PIP = ["-m", "pip", "install", "--no-compile", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
 # Written last, so that an environment without it is incomplete. Each use sets its time.
 RECORD = "complete"
 # An environment of other requirements is removed when it has not been used for this long.

@@ -1,4 +1,4 @@
-//! Which archives a path names.
+//! Search for archives in directories.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,9 @@ use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::{address, is_stream};
 
-/// The file itself, or stdin; or all archives in and below a directory, in the order of their names.
+/// Returns the path itself if it is a file or stdin, else all archives in and below the directory.
+///
+/// The archives are sorted by path.
 pub(crate) fn archives_in(path: &Path) -> Result<Vec<PathBuf>> {
     if !is_directory(path)? {
         return Ok(vec![path.to_owned()]);
@@ -22,7 +24,7 @@ pub(crate) fn archives_in(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(archives)
 }
 
-/// Whether a path is that of a directory; stdin is none.
+/// Returns whether a path is a directory. Stdin and objects in buckets are not directories.
 pub(crate) fn is_directory(path: &Path) -> Result<bool> {
     if is_stream(path) || address(path).is_some() {
         return Ok(false);
@@ -31,42 +33,42 @@ pub(crate) fn is_directory(path: &Path) -> Result<bool> {
     Ok(metadata.is_dir())
 }
 
-/// There is nothing to look at.
+/// Creates the failure for a directory without archives.
 pub(crate) fn none_in(directory: &Path) -> Failure {
     let message = format_args!("there is no .tssd file in {}", directory.display());
     Failure::new(Exit::NotFound, message).help("check the path")
 }
 
-/// What is in a directory and below it.
+/// Archives in and below a directory.
 #[derive(Default)]
 pub(crate) struct Found {
-    /// The archives, in the order of their names.
+    /// The archives, sorted by path.
     pub(crate) archives: Vec<PathBuf>,
-    /// The directories of which not all is known, and why.
+    /// Directories that could not be listed completely, with the reason.
     pub(crate) unreadable: Vec<(PathBuf, Failure)>,
 }
 
 impl Found {
     pub(crate) fn below(directory: &Path) -> Self {
         let mut found = Self::default();
-        found.collect(directory);
+        found.add_directory(directory);
         found.archives.sort();
         found
     }
 
-    fn collect(&mut self, directory: &Path) {
-        if let Err(error) = self.collect_all(directory) {
+    fn add_directory(&mut self, directory: &Path) {
+        if let Err(error) = self.add_entries(directory) {
             self.unreadable.push((directory.to_owned(), Failure::io("read", directory, error)));
         }
     }
 
-    /// Links to directories are not followed: they may lead in circles.
-    fn collect_all(&mut self, directory: &Path) -> io::Result<()> {
+    /// Adds all archives. Links to directories are not followed, because they may form cycles.
+    fn add_entries(&mut self, directory: &Path) -> io::Result<()> {
         for entry in directory.read_dir()? {
             let entry = entry?;
             let path = entry.path();
             if entry.file_type()?.is_dir() {
-                self.collect(&path);
+                self.add_directory(&path);
             } else if path.extension().is_some_and(|extension| extension == "tssd") {
                 self.archives.push(path);
             }

@@ -1,5 +1,6 @@
-//! Where words go: results to stdout, progress to stderr. If a file goes to stdout, all words go to
-//! stderr.
+//! Output of the commands: results on stdout, progress on stderr.
+//!
+//! If the output file is stdout, all text goes to stderr.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -13,14 +14,14 @@ use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::is_stream;
 
-/// Where results go.
+/// The standard stream that receives results.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Stream {
     Stdout,
     Stderr,
 }
 
-/// Prints results. A reader who has seen enough and closed the pipe is no error.
+/// Prints results to stdout. A closed pipe is not an error.
 pub(crate) fn print(text: impl fmt::Display) -> Result<()> {
     Stream::Stdout.print(text)
 }
@@ -45,37 +46,38 @@ fn write_all(mut stream: impl Write, text: impl fmt::Display) -> io::Result<()> 
     stream.flush()
 }
 
-/// Prints one JSON document.
+/// Prints one JSON document to stdout.
 pub(crate) fn print_json(json: &Json) -> Result<()> {
     print(format_args!("{json:#}\n"))
 }
 
-/// How much a command says, and in which form.
+/// Verbosity and format of the output of a command.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Console {
-    /// Results are JSON, for programs.
+    /// Print results as JSON.
     pub(crate) json: bool,
-    /// No progress, and no summary of what is visible anyway.
+    /// Print no progress and no summaries.
     pub(crate) quiet: bool,
-    /// Details too.
+    /// Print details.
     pub(crate) verbose: bool,
-    /// Where [`Console::report`] prints.
+    /// The stream that [`Console::report`] prints to.
     pub(crate) results: Stream,
 }
 
 impl Console {
-    /// The console of a command that writes a file: `-` takes stdout from the words.
+    /// Returns the console of a command that writes a file. If that is stdout, reports go to stderr.
     pub(crate) fn beside(self, output: &Path) -> Self {
         if is_stream(output) { Self { results: Stream::Stderr, ..self } } else { self }
     }
 
-    /// Prints an answer, which is the point of the command, as a line of text or of JSON.
+    /// Prints one result to stdout, as a line of text or of JSON.
     pub(crate) fn result(self, line: impl fmt::Display, json: &Json) -> Result<()> {
         if self.json { print(format_args!("{json}\n")) } else { print(format_args!("{line}\n")) }
     }
 
-    /// Prints what was done: as JSON, as a line, as a line with details, or
-    /// not at all.
+    /// Prints a report on a completed operation: as JSON, or as a line, with details if verbose.
+    ///
+    /// Prints nothing if the console is quiet, unless the format is JSON.
     pub(crate) fn report(self, line: impl fmt::Display, json: &Json) -> Result<()> {
         match self {
             Self { json: true, .. } => self.results.print(format_args!("{json:#}\n")),
@@ -89,27 +91,27 @@ impl Console {
         }
     }
 
-    /// A bar on stderr that counts bytes; invisible where nobody looks at it.
-    pub(crate) fn bytes_bar(self, what: &str, bytes: u64) -> ProgressBar {
-        let bar = ProgressBar::with_draw_target(Some(bytes), self.target());
+    /// Creates a progress bar on stderr that counts bytes. It is hidden if stderr is not a terminal.
+    pub(crate) fn bytes_bar(self, label: &str, bytes: u64) -> ProgressBar {
+        let bar = ProgressBar::with_draw_target(Some(bytes), self.draw_target());
         let style = "{msg:<12} {bar:32} {decimal_bytes:>10} of {decimal_total_bytes}  \
                      {decimal_bytes_per_sec}";
-        bar.set_style(style_of(style));
-        bar.set_message(what.to_owned());
+        bar.set_style(progress_style(style));
+        bar.set_message(label.to_owned());
         bar.with_finish(ProgressFinish::AndClear)
     }
 
-    /// A line on stderr that says what is going on while nothing can be counted.
-    pub(crate) fn spinner(self, what: &str) -> ProgressBar {
-        let spinner = ProgressBar::with_draw_target(None, self.target());
-        spinner.set_style(style_of("{spinner} {msg}"));
-        spinner.set_message(what.to_owned());
+    /// Creates a spinner on stderr, for an operation of unknown length.
+    pub(crate) fn spinner(self, label: &str) -> ProgressBar {
+        let spinner = ProgressBar::with_draw_target(None, self.draw_target());
+        spinner.set_style(progress_style("{spinner} {msg}"));
+        spinner.set_message(label.to_owned());
         spinner.enable_steady_tick(Duration::from_millis(100));
         spinner.with_finish(ProgressFinish::AndClear)
     }
 
-    /// Indicatif itself hides what does not go to a terminal.
-    fn target(self) -> ProgressDrawTarget {
+    /// Returns where progress is drawn. Indicatif hides it if stderr is not a terminal.
+    fn draw_target(self) -> ProgressDrawTarget {
         if self.quiet || self.json {
             ProgressDrawTarget::hidden()
         } else {
@@ -118,7 +120,7 @@ impl Console {
     }
 }
 
-fn style_of(template: &str) -> ProgressStyle {
+fn progress_style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template)
         .expect("the templates of this file are well-formed")
         .progress_chars("━╸─")

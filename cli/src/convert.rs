@@ -1,4 +1,4 @@
-//! `tssd convert`: an archive is stored otherwise, and means the same.
+//! `tssd convert`: rewrites an archive with other storage options and the same content.
 
 mod torch;
 
@@ -44,7 +44,7 @@ pub(crate) struct Args {
         num_args = 0..=1,
         require_equals = true,
         default_missing_value = "1",
-        value_parser = clap::value_parser!(i32).range(LEVELS),
+        value_parser = clap::value_parser!(i32).range(ZSTD_LEVELS),
     )]
     zstd: Option<i32>,
     /// Compress these leaves and no others: fqns, with * for any text; repeat it for more
@@ -71,29 +71,31 @@ pub(crate) struct Args {
     /// Chunks, each with a checksum, of storages that are not compressed: of so many bytes, a power of two from 4KiB to
     /// 1MiB, or `fine` ones, by the length of each storage, so that slices are read from a bucket with little beside
     /// them. Without it, as the input has them
-    #[arg(long, value_name = "BYTES", value_parser = chunks)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_chunks)]
     chunks: Option<Chunks>,
 }
 
-fn chunks(text: &str) -> std::result::Result<Chunks, String> {
+fn parse_chunks(text: &str) -> std::result::Result<Chunks, String> {
     if text == "fine" {
         return Ok(Chunks::Fine);
     }
     let size = text.parse().ok().and_then(|Size(bytes)| ChunkSize::from_bytes(bytes));
-    let wrong = || format!("`{text}` is neither `fine` nor a power of two from 4KiB to 1MiB");
-    size.map(Chunks::Of).ok_or_else(wrong)
+    let malformed = || format!("`{text}` is neither `fine` nor a power of two from 4KiB to 1MiB");
+    size.map(Chunks::Of).ok_or_else(malformed)
 }
 
-/// The levels of zstd, fast ones among them.
-const LEVELS: std::ops::RangeInclusive<i64> = -50..=22;
+/// Levels of zstd. Negative levels are fast modes.
+const ZSTD_LEVELS: std::ops::RangeInclusive<i64> = -50..=22;
 
-/// All of it in memory once, and what is compressed once more. What torch has written is beside the
-/// output as an archive first.
+/// Converts the input.
+///
+/// Memory holds the whole state dict, and the compressed storages in addition. A checkpoint of torch
+/// is first converted to an archive in a scratch directory next to the output.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let console = console.beside(&args.output);
-    let pickled = torch::read(&args.input, &args.output, console)?;
-    let (document, before, _scratch) =
-        if let Some(Pickled { document, file_len, scratch }) = pickled {
+    let checkpoint = torch::read(&args.input, &args.output, console)?;
+    let (document, file_len_before, _scratch) =
+        if let Some(Pickled { document, file_len, scratch }) = checkpoint {
             (document, file_len, Some(scratch))
         } else {
             let document = Document::open(&args.input)?;
@@ -104,21 +106,21 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         let message = format_args!("{} is a safetensors file", document.path().display());
         return Err(Failure::new(Exit::Refused, message).help("`tssd pack` makes an archive of it"));
     };
-    refuse_divergent(archive)?;
+    reject_divergent(archive)?;
     let options = args.options(archive)?;
     let bar = console.bytes_bar("writing", 0);
     let mut output = Output::create(&args.output, bar.clone())?;
 
-    // With new checksums, damage would look whole.
+    // Verify first: new checksums would hide damage.
     let damage = verify::errors(archive, true, console);
     if let Some(error) = damage.into_iter().min_by_key(tssd_format::Error::offset) {
         return Err(Failure::format(document.path(), &error));
     }
     let dict = document.to_state_dict()?;
-    let refused = |error| Failure::format(shown(&args.output), &error);
-    let layout = encode::plan(&dict, &options, console).map_err(refused)?;
+    let format_failure = |error| Failure::format(shown(&args.output), &error);
+    let layout = encode::plan(&dict, &options, console).map_err(format_failure)?;
     bar.set_length(layout.file_len());
-    layout.write_to(&mut output).map_err(refused)?;
+    layout.write_to(&mut output).map_err(format_failure)?;
     let file_len = output.commit()?;
 
     let raw = (0..archive.storage_count()).map(|number| archive.storage(number).len).sum();
@@ -128,19 +130,19 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         shown(&args.output).display(),
         count(leaves, "leaf"),
         Size(raw),
-        Size(before),
+        Size(file_len_before),
         Size(file_len),
     );
     let json = json!({
         "output": args.output, "leaves": leaves, "raw_bytes": raw,
-        "file_len_before": before, "file_len": file_len,
+        "file_len_before": file_len_before, "file_len": file_len,
     });
     console.report(line, &json)?;
     Ok(Exit::Ok)
 }
 
 impl Args {
-    /// What the archive records, but for what is asked for.
+    /// Returns the options that the archive records, overridden by the arguments.
     fn options(&self, archive: &Archive) -> Result<Options> {
         let mut options = Options::recorded(archive);
         if !archive.shards().is_empty() {
@@ -155,14 +157,14 @@ impl Args {
             options = options.without_digests();
         }
         if let Some(Size(bytes)) = self.align {
-            let usage = |error| Failure::new(Exit::Usage, format_args!("--align: {error}"));
-            options = options.align(bytes).map_err(usage)?;
+            let usage_failure = |error| Failure::new(Exit::Usage, format_args!("--align: {error}"));
+            options = options.align(bytes).map_err(usage_failure)?;
         }
         if let Some(chunks) = self.chunks {
             options = options.chunks(chunks);
         }
         if self.raw {
-            // Nothing has a level any more.
+            // No storage is compressed, so the level has no meaning.
             return Ok(options.without_attr(ZSTD_LEVEL_ATTR).compress(Compression::None));
         }
         if self.zstd.is_some() || !self.zstd_only.is_empty() {
@@ -170,30 +172,32 @@ impl Args {
         } else if !(self.shuffle || self.no_shuffle) {
             return Ok(options);
         }
-        let choices = self.choices(archive)?;
-        Ok(options.compress_leaves(move |path, _| choices.get(path).copied().unwrap_or_default()))
+        let compression_by_leaf = self.compression_by_leaf(archive)?;
+        Ok(options.compress_leaves(move |path, _| {
+            compression_by_leaf.get(path).copied().unwrap_or_default()
+        }))
     }
 
-    /// The leaves to compress, and how.
-    fn choices(&self, archive: &Archive) -> Result<BTreeMap<ObjectPath, Compression>> {
+    /// Returns the leaves to compress, with their compression.
+    fn compression_by_leaf(&self, archive: &Archive) -> Result<BTreeMap<ObjectPath, Compression>> {
         let mut is_used = vec![false; self.zstd_only.len()];
-        let mut choices = BTreeMap::new();
+        let mut compression_by_leaf = BTreeMap::new();
         for (path, node) in archive.leaves() {
-            let mut wanted = self.zstd.is_some() && self.zstd_only.is_empty();
+            let mut compress = self.zstd.is_some() && self.zstd_only.is_empty();
             let fqn = path.fqn();
             for (pattern, is_used) in self.zstd_only.iter().zip(&mut is_used) {
                 let matches = pattern.matches(&fqn);
                 *is_used |= matches;
-                wanted |= matches;
+                compress |= matches;
             }
             if self.zstd.is_none() && self.zstd_only.is_empty() {
                 let mut storages = node.storages().map(|number| archive.storage(number));
-                wanted = storages.any(|storage| storage.packing.is_some());
+                compress = storages.any(|storage| storage.packing.is_some());
             }
-            if wanted {
+            if compress {
                 let zstd =
                     if self.no_shuffle { Compression::Zstd } else { Compression::ShuffledZstd };
-                choices.insert(path, zstd);
+                compression_by_leaf.insert(path, zstd);
             }
         }
         if let Some(unused) = is_used.iter().position(|is_used| !is_used) {
@@ -202,16 +206,16 @@ impl Args {
                 Failure::new(Exit::NotFound, message).help("`tssd inspect` lists the leaves")
             );
         }
-        if choices.is_empty() && self.zstd.is_none() {
+        if compression_by_leaf.is_empty() && self.zstd.is_none() {
             let message = "nothing in the archive is compressed, so nothing is shuffled";
             return Err(Failure::new(Exit::Usage, message).help("add --zstd"));
         }
-        Ok(choices)
+        Ok(compression_by_leaf)
     }
 }
 
-/// Only a manifest holds what writers disagree on.
-fn refuse_divergent(archive: &Archive) -> Result<()> {
+/// Rejects an archive whose writers hold different values, because only a manifest can store them.
+fn reject_divergent(archive: &Archive) -> Result<()> {
     fn find(node: &Node, path: &ObjectPath) -> Option<ObjectPath> {
         let Node::Container(container, children) = node else { return None };
         if *container == Container::Divergent {

@@ -1,7 +1,7 @@
-//! `tssd demo`: what the store is for, on this machine, with proof.
+//! `tssd demo`: demonstrates put, reshard and get on this machine, and checks every byte.
 //!
-//! Trainers shard a model one way and put it; generators shard it another way and pull it; every byte
-//! that is read is compared with the source.
+//! Trainers put a model with one sharding. Generators get it with another sharding. The demo compares
+//! every byte that they read with the source.
 
 #[cfg(target_os = "linux")]
 mod daemon;
@@ -26,7 +26,7 @@ use crate::size::{Size, gigabytes_per_second};
 use crate::store::failure;
 use crate::table::{Align, Table};
 
-/// How many versions are put and pulled.
+/// Number of versions that each store receives.
 const VERSIONS: u64 = 3;
 
 /// Put, reshard and pull a model on this machine, and compare every byte.
@@ -44,7 +44,7 @@ pub(crate) struct Args {
     model: Option<PathBuf>,
 }
 
-/// Measures, prints a table, and fails if a byte differs.
+/// Runs the demo on all stores and prints a table. A byte that differs makes it fail.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let spinner = console.spinner("making the model");
     let model = match &args.model {
@@ -61,8 +61,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
 
     let mut results = Vec::new();
     {
-        let make = || tempfile::Builder::new().prefix("tssd-demo-").tempdir();
-        let (_removed_by_ctrl_c, directory) = Unfinished::make(make).map_err(|error| {
+        let create = || tempfile::Builder::new().prefix("tssd-demo-").tempdir();
+        let (_cleanup, directory) = Unfinished::make(create).map_err(|error| {
             Failure::new(Exit::Refused, format_args!("cannot make a temporary directory: {error}"))
         })?;
         let store = Store::directory(directory.path()).map_err(|error| failure(&error))?;
@@ -96,16 +96,16 @@ fn report(
     memcpy: &machine::Memcpy,
     results: &[(&str, Vec<Measured>)],
 ) -> Result<Exit> {
-    let measured = || results.iter().flat_map(|(_, measured)| measured);
-    let mismatches: Vec<&String> = measured().flat_map(|each| &each.mismatches).collect();
-    let compared: u64 = measured().map(|each| each.compared).sum();
+    let measurements = || results.iter().flat_map(|(_, measurements)| measurements);
+    let mismatches: Vec<&String> = measurements().flat_map(|each| &each.mismatches).collect();
+    let compared: u64 = measurements().map(|each| each.compared).sum();
     let exit = if mismatches.is_empty() { Exit::Ok } else { Exit::Differs };
     if console.json {
         print_json(&json!({
             "model": model.to_string(),
             "memcpy_gb_per_s": memcpy.speed,
             "rows": results.iter().flat_map(|(store, rows)| {
-                rows.iter().map(|row| json_of(store, row))
+                rows.iter().map(|row| measurement_json(store, row))
             }).collect::<Vec<_>>(),
             "bytes_compared": compared,
             "mismatches": mismatches,
@@ -140,12 +140,12 @@ fn table(memcpy: &machine::Memcpy, results: &[(&str, Vec<Measured>)]) -> Table {
         ("VERSIONS", Align::Left),
     ]);
     for (store, rows) in results {
-        for (place, row) in rows.iter().enumerate() {
+        for (position, row) in rows.iter().enumerate() {
             let speed = gigabytes_per_second(row.bytes, row.seconds());
             let ratio = row.ratio().map_or_else(String::new, |ratio| format!("{ratio:.2}"));
             let versions: Vec<String> = row.versions.iter().map(ToString::to_string).collect();
             table.row([
-                if place == 0 { (*store).to_owned() } else { String::new() },
+                if position == 0 { (*store).to_owned() } else { String::new() },
                 row.operation.clone(),
                 row.tensors.to_string(),
                 Size(row.bytes).to_string(),
@@ -160,7 +160,7 @@ fn table(memcpy: &machine::Memcpy, results: &[(&str, Vec<Measured>)]) -> Table {
     table
 }
 
-fn json_of(store: &str, row: &Measured) -> Json {
+fn measurement_json(store: &str, row: &Measured) -> Json {
     json!({
         "store": store,
         "operation": row.operation,

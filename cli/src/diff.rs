@@ -1,4 +1,4 @@
-//! `tssd diff`: how two files differ.
+//! `tssd diff`: compares two files.
 
 mod elements;
 mod storing;
@@ -31,14 +31,17 @@ pub(crate) struct Args {
     values: bool,
 }
 
-/// Says every difference; the exit code says whether there is one.
+/// Prints every difference. The exit code says whether there is one.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let (a, b) = (Document::open(&args.a)?, Document::open(&args.b)?);
-    let Findings { found, leaves, stored } = compare(&a, &b, args.values, console)?;
+    let Findings { found, leaves, storage_diff } = compare(&a, &b, args.values, console)?;
     let equal = found.is_empty();
     if console.json {
         let differences: Vec<Json> = found.iter().map(Difference::json).collect();
-        let json = json!({ "equal": equal, "leaves_in_both": leaves, "differences": differences, "stored": stored.json() });
+        let json = json!({
+            "equal": equal, "leaves_in_both": leaves, "differences": differences,
+            "stored": storage_diff.json(),
+        });
         print_json(&json)?;
     } else if !console.quiet {
         let width = found.iter().map(|each| each.path.chars().count()).max().unwrap_or(0);
@@ -46,10 +49,12 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
             print(format_args!("{}\n", each.line(width)))?;
         }
         let summary = if equal {
-            let what = format!("{}, {}", count(leaves, "leaf"), Size(a.file_len()));
-            match stored.describe() {
-                Some(stored) => format!("equal in meaning: {what}; stored otherwise: {stored}"),
-                None => format!("equal: {what}"),
+            let content = format!("{}, {}", count(leaves, "leaf"), Size(a.file_len()));
+            match storage_diff.describe() {
+                Some(storage_diff) => {
+                    format!("equal in meaning: {content}; stored otherwise: {storage_diff}")
+                }
+                None => format!("equal: {content}"),
             }
         } else {
             let common = count(leaves, "leaf");
@@ -60,16 +65,16 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     Ok(if equal { Exit::Ok } else { Exit::Differs })
 }
 
-/// What a comparison has found.
+/// Result of a comparison.
 pub(crate) struct Findings {
-    /// All ways in which the files do not mean the same.
+    /// Differences in meaning.
     pub(crate) found: Vec<Difference>,
-    /// How many leaves are in both files.
+    /// Number of leaves that are in both files.
     leaves: u64,
-    stored: Storing,
+    storage_diff: Storing,
 }
 
-/// Compares two files leaf by leaf, so that memory holds two of them at a time.
+/// Compares two files leaf by leaf. Memory holds two leaves at a time.
 pub(crate) fn compare(
     a: &Document,
     b: &Document,
@@ -78,7 +83,7 @@ pub(crate) fn compare(
 ) -> Result<Findings> {
     let (mut left, mut right) = (a.structure(), b.structure());
     if values_only {
-        (left, right) = (flat(left), flat(right));
+        (left, right) = (flatten(left), flatten(right));
     }
     let mut comparison = Comparison {
         a,
@@ -87,44 +92,44 @@ pub(crate) fn compare(
         bar: console.bytes_bar("comparing", a.file_len()),
         found: Vec::new(),
         leaves: 0,
-        stored: Storing::of(a.archive(), b.archive()),
+        storage_diff: Storing::of(a.archive(), b.archive()),
         tensors: Vec::new(),
     };
     if !values_only {
-        comparison.attributes();
+        comparison.compare_attributes();
     }
-    comparison.nodes(&left, &right, &ObjectPath::root())?;
+    comparison.compare_nodes(&left, &right, &ObjectPath::root())?;
     if !values_only {
-        comparison.ties();
+        comparison.compare_ties();
     }
     comparison.bar.finish_and_clear();
-    let Comparison { found, leaves, stored, .. } = comparison;
-    Ok(Findings { found, leaves, stored })
+    let Comparison { found, leaves, storage_diff, .. } = comparison;
+    Ok(Findings { found, leaves, storage_diff })
 }
 
-/// All leaves by fqn, side by side.
-fn flat(node: Node) -> Node {
+/// Flattens a tree into one dict of all leaves by fqn.
+fn flatten(node: Node) -> Node {
     let leaves = node.into_leaves().into_iter();
     let leaves = leaves.map(|(path, leaf)| (Step::Key(Key::from(path.fqn())), leaf));
     Node::Container(Container::Dict, leaves.collect())
 }
 
-/// One way in which the files differ.
+/// One difference between two files.
 pub(crate) struct Difference {
-    what: &'static str,
+    kind: &'static str,
     path: String,
-    how: String,
+    detail: String,
     elements: Option<elements::Delta>,
 }
 
 impl Difference {
-    /// The same on one line.
+    /// Returns the difference as one line. `width` is the width of the path column in characters.
     pub(crate) fn line(&self, width: usize) -> String {
-        format!("{:9}  {:width$}  {}", self.what, self.path, self.how)
+        format!("{:9}  {:width$}  {}", self.kind, self.path, self.detail)
     }
 
     fn json(&self) -> Json {
-        let mut json = json!({ "what": self.what, "leaf": self.path, "how": self.how });
+        let mut json = json!({ "what": self.kind, "leaf": self.path, "how": self.detail });
         if let Some(delta) = &self.elements {
             json["elements"] = json!(delta.differing);
             json["max_abs_difference"] = json!(delta.max_abs);
@@ -140,21 +145,21 @@ struct Comparison<'a> {
     values_only: bool,
     bar: ProgressBar,
     found: Vec<Difference>,
-    /// How many are in both files.
+    /// Number of leaves that are in both files.
     leaves: u64,
-    stored: Storing,
-    /// The tensors that both files have alike, in the order of the first.
+    storage_diff: Storing,
+    /// Path and references of the tensors with equal dtype and shape in both files, in the order of `a`.
     tensors: Vec<(String, TensorReference, TensorReference)>,
 }
 
 impl Comparison<'_> {
-    fn differ(&mut self, what: &'static str, path: &ObjectPath, how: impl Into<String>) {
+    fn add_difference(&mut self, kind: &'static str, path: &ObjectPath, detail: impl Into<String>) {
         let path = if path.steps().is_empty() { "(all)".into() } else { path.fqn() };
-        self.found.push(Difference { what, path, how: how.into(), elements: None });
+        self.found.push(Difference { kind, path, detail: detail.into(), elements: None });
     }
 
-    /// What is said of the files as wholes.
-    fn attributes(&mut self) {
+    /// Compares the attributes of the files.
+    fn compare_attributes(&mut self) {
         let (a, b) = if self.a.is_set() || self.b.is_set() {
             (self.a.own_attrs(), self.b.own_attrs())
         } else {
@@ -162,31 +167,35 @@ impl Comparison<'_> {
         };
         let names: BTreeSet<&String> = a.keys().chain(b.keys()).collect();
         for name in names.into_iter().filter(|name| a.get(*name) != b.get(*name)) {
-            let shown =
+            let display =
                 |value: Option<&AttrValue>| value.map_or_else(|| "nothing".into(), value::of_attr);
-            let how = format!("{} -> {}", shown(a.get(name)), shown(b.get(name)));
+            let detail = format!("{} -> {}", display(a.get(name)), display(b.get(name)));
             let path = format!("(attribute) {name}");
-            self.found.push(Difference { what: "value", path, how, elements: None });
+            self.found.push(Difference { kind: "value", path, detail, elements: None });
         }
     }
 
-    fn nodes(&mut self, a: &Node, b: &Node, path: &ObjectPath) -> Result<()> {
+    fn compare_nodes(&mut self, a: &Node, b: &Node, path: &ObjectPath) -> Result<()> {
         match (a, b) {
-            (Node::Container(kind, children), Node::Container(other, others)) => {
-                if kind != other {
-                    self.differ("type", path, format!("{} -> {}", describe(a), describe(b)));
+            (Node::Container(kind, children), Node::Container(other_kind, other_children)) => {
+                if kind != other_kind {
+                    self.add_difference(
+                        "type",
+                        path,
+                        format!("{} -> {}", describe(a), describe(b)),
+                    );
                 }
-                return self.children(children, others, path);
+                return self.compare_children(children, other_children, path);
             }
             (Node::Tensors(a), Node::Tensors(b)) => {
                 self.leaves += 1;
-                return self.tensors(a, b, path);
+                return self.compare_shards(a, b, path);
             }
             _ => {}
         }
         self.leaves += 1;
         if let (Node::Stored(_, one), Node::Stored(_, other)) = (a, b) {
-            self.storages(*one, *other);
+            self.compare_storages(*one, *other);
         }
         let equal = match (a, b) {
             (Node::Leaf(a), Node::Leaf(b)) => a == b,
@@ -196,83 +205,87 @@ impl Comparison<'_> {
             _ => false,
         };
         if !equal {
-            self.differ("value", path, format!("{} -> {}", describe(a), describe(b)));
+            self.add_difference("value", path, format!("{} -> {}", describe(a), describe(b)));
         }
         Ok(())
     }
 
-    /// How both files store one leaf.
-    fn storages(&mut self, one: u32, other: u32) {
+    /// Counts how the files store one leaf differently.
+    fn compare_storages(&mut self, one: u32, other: u32) {
         if let (Some(a), Some(b)) = (self.a.archive(), self.b.archive()) {
-            self.stored.count(&a.storage(one), &b.storage(other));
+            self.storage_diff.count(&a.storage(one), &b.storage(other));
         }
     }
 
-    /// Tensors that share bytes in one file, and not in the same way in the other.
-    fn ties(&mut self) {
+    /// Finds tensors that share bytes in one file, but not in the same way in the other.
+    fn compare_ties(&mut self) {
         let tensors = std::mem::take(&mut self.tensors);
         let a = ties::groups(&tensors.iter().map(|(_, a, _)| a).collect::<Vec<_>>());
         let b = ties::groups(&tensors.iter().map(|(.., b)| b).collect::<Vec<_>>());
         for (at, (path, ..)) in tensors.iter().enumerate().filter(|(at, _)| a[*at] != b[*at]) {
-            let [a, b] = [a[at], b[at]].map(|(first, apart)| match (&tensors[first].0, apart) {
-                _ if first == at => "bytes of its own".to_owned(),
-                (first, 0) => format!("tied to {first}"),
-                (first, apart) => format!("tied to {first}, {apart} bytes further"),
-            });
-            let (path, how) = (path.clone(), format!("{a} -> {b}"));
-            self.found.push(Difference { what: "ties", path, how, elements: None });
+            let [a, b] =
+                [a[at], b[at]].map(|(first, distance)| match (&tensors[first].0, distance) {
+                    _ if first == at => "bytes of its own".to_owned(),
+                    (first, 0) => format!("tied to {first}"),
+                    (first, distance) => format!("tied to {first}, {distance} bytes further"),
+                });
+            let (path, detail) = (path.clone(), format!("{a} -> {b}"));
+            self.found.push(Difference { kind: "ties", path, detail, elements: None });
         }
     }
 
-    fn children(
+    fn compare_children(
         &mut self,
-        children: &[(Step, Node)],
-        others: &[(Step, Node)],
+        left_children: &[(Step, Node)],
+        right_children: &[(Step, Node)],
         path: &ObjectPath,
     ) -> Result<()> {
-        let by_step: BTreeMap<&Step, (usize, &Node)> =
-            others.iter().enumerate().map(|(place, (step, node))| (step, (place, node))).collect();
-        let mut last = None;
+        let right_by_step: BTreeMap<&Step, (usize, &Node)> = right_children
+            .iter()
+            .enumerate()
+            .map(|(position, (step, node))| (step, (position, node)))
+            .collect();
+        let mut last_position = None;
         let mut in_order = true;
-        for (step, child) in children {
+        for (step, child) in left_children {
             let path = path.clone().step(step.clone());
-            let Some((place, other)) = by_step.get(step) else {
-                self.differ("only in A", &path, describe(child));
+            let Some((position, other)) = right_by_step.get(step) else {
+                self.add_difference("only in A", &path, describe(child));
                 continue;
             };
-            in_order &= last < Some(*place);
-            last = Some(*place);
-            self.nodes(child, other, &path)?;
+            in_order &= last_position < Some(*position);
+            last_position = Some(*position);
+            self.compare_nodes(child, other, &path)?;
         }
-        let own: BTreeSet<&Step> = children.iter().map(|(step, _)| step).collect();
-        for (step, other) in others {
-            if !own.contains(step) {
-                self.differ("only in B", &path.clone().step(step.clone()), describe(other));
+        let left_steps: BTreeSet<&Step> = left_children.iter().map(|(step, _)| step).collect();
+        for (step, other) in right_children {
+            if !left_steps.contains(step) {
+                self.add_difference("only in B", &path.clone().step(step.clone()), describe(other));
             }
         }
         if !in_order && !self.values_only {
-            self.differ("order", path, "the same keys, in another order");
+            self.add_difference("order", path, "the same keys, in another order");
         }
         Ok(())
     }
 
-    fn tensors(
+    fn compare_shards(
         &mut self,
         a: &[TensorReference],
         b: &[TensorReference],
         path: &ObjectPath,
     ) -> Result<()> {
         if a.len() != b.len() {
-            self.differ("shards", path, format!("{} -> {}", a.len(), b.len()));
+            self.add_difference("shards", path, format!("{} -> {}", a.len(), b.len()));
             return Ok(());
         }
         for (a, b) in a.iter().zip(b) {
-            self.tensor(a, b, path)?;
+            self.compare_tensor(a, b, path)?;
         }
         Ok(())
     }
 
-    fn tensor(
+    fn compare_tensor(
         &mut self,
         a: &TensorReference,
         b: &TensorReference,
@@ -280,32 +293,36 @@ impl Comparison<'_> {
     ) -> Result<()> {
         self.bar.inc(a.meta.span_bytes());
         if a.meta.dtype() != b.meta.dtype() {
-            let how = format!("{} -> {}", a.meta.dtype(), b.meta.dtype());
-            self.differ("dtype", path, how);
+            let detail = format!("{} -> {}", a.meta.dtype(), b.meta.dtype());
+            self.add_difference("dtype", path, detail);
         }
         if a.meta.shape() != b.meta.shape() {
-            self.differ("shape", path, format!("{:?} -> {:?}", a.meta.shape(), b.meta.shape()));
+            self.add_difference(
+                "shape",
+                path,
+                format!("{:?} -> {:?}", a.meta.shape(), b.meta.shape()),
+            );
         }
         if a.meta.dtype() != b.meta.dtype() || a.meta.shape() != b.meta.shape() {
             return Ok(());
         }
         if let (Some(one), Some(other)) = (a.storage, b.storage) {
-            self.storages(one, other);
+            self.compare_storages(one, other);
         }
         self.tensors.push((path.fqn(), a.clone(), b.clone()));
         if a.place != b.place {
-            let box_of = |each: &TensorReference| {
-                let region = each.place.as_ref().map(|place| place.slice().region().to_string());
+            let region_of = |tensor: &TensorReference| {
+                let region = tensor.place.as_ref().map(|place| place.slice().region().to_string());
                 region.unwrap_or_else(|| "whole".into())
             };
-            self.differ("slice", path, format!("{} -> {}", box_of(a), box_of(b)));
+            self.add_difference("slice", path, format!("{} -> {}", region_of(a), region_of(b)));
         }
         if !self.values_only && a.meta.strides() != b.meta.strides() {
-            let how = format!("{:?} -> {:?}", a.meta.strides(), b.meta.strides());
-            self.differ("strides", path, how);
+            let detail = format!("{:?} -> {:?}", a.meta.strides(), b.meta.strides());
+            self.add_difference("strides", path, detail);
         }
         if !self.values_only && a.meta.flags() != b.meta.flags() {
-            self.differ("flags", path, "the same tensor as another kind of object");
+            self.add_difference("flags", path, "the same tensor as another kind of object");
         }
         let (left, right) = (self.a.tensor(a)?, self.b.tensor(b)?);
         let (left, right) = (left.view(), right.view());
@@ -313,8 +330,8 @@ impl Comparison<'_> {
             return Ok(());
         }
         let delta = elements::compare(&left, &right);
-        let how = delta.describe(a.meta.numel());
-        self.differ("values", path, how);
+        let detail = delta.describe(a.meta.numel());
+        self.add_difference("values", path, detail);
         if let Some(last) = self.found.last_mut() {
             last.elements = Some(delta);
         }
@@ -331,9 +348,9 @@ fn describe(node: &Node) -> String {
         Node::Stored(Stored::Str, _) => "a long str".into(),
         Node::Stored(Stored::Bytes, _) => "long bytes".into(),
         Node::Stored(Stored::Opaque(media), _) => format!("opaque {media}"),
-        Node::Tensors(run) => match run.as_slice() {
+        Node::Tensors(shards) => match shards.as_slice() {
             [only] => format!("{} {:?}", only.meta.dtype(), only.meta.shape()),
-            run => format!("{} shards", run.len()),
+            shards => format!("{} shards", shards.len()),
         },
         Node::Container(container, children) => {
             let kind = match container {

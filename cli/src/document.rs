@@ -1,4 +1,4 @@
-//! Files that hold a state dict: archives, and safetensors files seen as such.
+//! Files that hold a state dict: archives and safetensors files, with one interface.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::{is_shard_set, open, open_archive, shown};
 
-/// An opened file. Its structure is proven; its tensors are read one by one, when they are asked for.
+/// An open file whose structure has been verified. Each tensor is read on demand.
 pub(crate) struct Document {
     path: PathBuf,
     source: Source,
@@ -27,14 +27,16 @@ enum Source {
 }
 
 impl Document {
-    /// Opens a file, whatever it is: its first bytes tell. A directory with a manifest is a shard set.
+    /// Opens a file, and detects its format from the first bytes.
+    ///
+    /// A directory with a manifest is opened as a shard set.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         if is_shard_set(path) {
             return Ok(Self::of(path, open_archive(path)?));
         }
         let file = open(path)?;
         let path = shown(path);
-        let refused = |error| Failure::format(path, &error);
+        let format_failure = |error| Failure::format(path, &error);
         if looks_like_torch(&*file) {
             let message = format_args!("{} is a file of torch.save", path.display());
             return Err(Failure::new(Exit::Refused, message).help(
@@ -42,20 +44,20 @@ impl Document {
             ));
         }
         let source = if looks_like_safetensors(&*file) {
-            let header = Header::read(&*file).map_err(refused)?;
+            let header = Header::read(&*file).map_err(format_failure)?;
             Source::Safetensors(file, header)
         } else {
-            Source::Archive(Archive::from_blob(file).map_err(refused)?)
+            Source::Archive(Archive::from_blob(file).map_err(format_failure)?)
         };
         Ok(Self { path: path.to_owned(), source })
     }
 
-    /// An archive that is open already.
+    /// Wraps an archive that is already open.
     pub(crate) fn of(path: &Path, archive: Archive) -> Self {
         Self { path: path.to_owned(), source: Source::Archive(archive) }
     }
 
-    /// The archive, unless it is a safetensors file.
+    /// Returns the archive, or `None` for a safetensors file.
     pub(crate) fn archive(&self) -> Option<&Archive> {
         match &self.source {
             Source::Archive(archive) => Some(archive),
@@ -63,12 +65,12 @@ impl Document {
         }
     }
 
-    /// Where it is.
+    /// Returns the path, for messages.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its length in bytes; of a shard set that of all of its files.
+    /// Returns the length of the file in bytes, or of all files of a shard set.
     pub(crate) fn file_len(&self) -> u64 {
         match &self.source {
             Source::Archive(archive) if archive.is_manifest_alone() => archive.file_len(),
@@ -80,7 +82,7 @@ impl Document {
         }
     }
 
-    /// What is said of it as a whole; without what is there for `unpack` or for zstd alone.
+    /// Returns the attributes of the file, except those that only `unpack` or zstd uses.
     pub(crate) fn attrs(&self) -> Attrs {
         let mut attrs = match &self.source {
             Source::Archive(archive) => archive.attrs(),
@@ -95,19 +97,21 @@ impl Document {
         attrs
     }
 
-    /// Whether it is a shard set, or the manifest of one.
+    /// Returns whether the file is a shard set, or the manifest of one.
     pub(crate) fn is_set(&self) -> bool {
         self.archive().is_some_and(|archive| !archive.shards().is_empty())
     }
 
-    /// The same without what a store says of a version.
+    /// Returns [`attrs`](Self::attrs) without those that a store adds to a version.
     pub(crate) fn own_attrs(&self) -> Attrs {
         let mut attrs = self.attrs();
         attrs.retain(|name, _| !VERSION_ATTRS.contains(&name.as_str()));
         attrs
     }
 
-    /// Its tree. The storages of a safetensors file are its tensors, in the order of the header.
+    /// Returns the tree of nodes.
+    ///
+    /// The storages of a safetensors file are its tensors, in the order of the header.
     pub(crate) fn structure(&self) -> Node {
         match &self.source {
             Source::Archive(archive) => archive.structure(),
@@ -126,7 +130,7 @@ impl Document {
         }
     }
 
-    /// The bytes of a storage of its structure.
+    /// Reads the bytes of a storage of the structure.
     pub(crate) fn storage(&self, number: u32) -> Result<Bytes> {
         match &self.source {
             Source::Archive(archive) => {
@@ -142,7 +146,7 @@ impl Document {
         }
     }
 
-    /// A tensor of its structure. No more of its storage is read than it spans.
+    /// Reads a tensor of the structure. Of its storage, only the bytes that the tensor spans are read.
     pub(crate) fn tensor(&self, reference: &TensorReference) -> Result<Tensor> {
         let tensor = match &self.source {
             Source::Archive(archive) => archive.tensor_of(reference),
@@ -155,7 +159,7 @@ impl Document {
         tensor.map_err(|error| Failure::format(&self.path, &error))
     }
 
-    /// All of it, in memory.
+    /// Reads the whole state dict into memory.
     pub(crate) fn to_state_dict(&self) -> Result<StateDict> {
         match &self.source {
             Source::Archive(archive) => {
@@ -174,7 +178,9 @@ impl Document {
     }
 }
 
-/// Safetensors files have no magic: they begin with the length of a JSON object.
+/// Returns whether a file looks like safetensors: the length of a JSON object, then the object.
+///
+/// Safetensors files have no magic number.
 pub(crate) fn looks_like_safetensors(file: &dyn Blob) -> bool {
     let mut start = [0; 9];
     let Ok(()) = file.read_exact_at(&mut start, 0) else { return false };
@@ -182,11 +188,13 @@ pub(crate) fn looks_like_safetensors(file: &dyn Blob) -> bool {
     brace == b'{' && file.size().is_ok_and(|size| u64::from_le_bytes(len) <= size)
 }
 
-/// Files of torch.save are zip files, or begin with a number that is pickled in a protocol from 2 on.
+/// Returns whether a file looks like the output of torch.save.
+///
+/// These files are zip files, or begin with a magic number, pickled with protocol 2 or later.
 pub(crate) fn looks_like_torch(file: &dyn Blob) -> bool {
-    const NUMBER: [u8; 10] = [0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19];
+    const MAGIC: [u8; 10] = [0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19];
     let mut start = [0; 32];
     let Ok(()) = file.read_exact_at(&mut start, 0) else { return false };
     start.starts_with(b"PK\x03\x04")
-        || start[0] == 0x80 && start.windows(NUMBER.len()).any(|window| window == NUMBER)
+        || start[0] == 0x80 && start.windows(MAGIC.len()).any(|window| window == MAGIC)
 }

@@ -1,4 +1,4 @@
-//! Elements of tensors as numbers.
+//! Conversion of tensor elements to numbers.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -6,21 +6,21 @@ use std::fmt;
 use half::{bf16, f16};
 use tssd_format::Dtype;
 
-/// A number without loss.
+/// The exact value of an element.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Number {
     Int(i128),
-    /// Its value, and its place among all floats of its dtype: neighbours are one apart.
+    /// The value, and its ordinal among all floats of the dtype. Ordinals of adjacent floats differ by 1.
     Float(f64, i64),
 }
 
 impl Number {
-    /// The distance of two numbers of one dtype.
+    /// Returns the absolute difference of two numbers of the same dtype.
     #[expect(clippy::cast_precision_loss, reason = "a distance is shown, not computed with")]
     pub(crate) fn apart(self, other: Self) -> f64 {
         match (self, other) {
             (Self::Int(a), Self::Int(b)) => a.abs_diff(b) as f64,
-            // Equal infinities and the two zeros are no distance apart.
+            // The difference of equal infinities, and of the two zeros, is 0.
             (Self::Float(a, _), Self::Float(b, _))
                 if a.partial_cmp(&b) == Some(Ordering::Equal) =>
             {
@@ -31,7 +31,9 @@ impl Number {
         }
     }
 
-    /// How many floats further the other is, of two floats of one dtype that are numbers.
+    /// Returns the distance of two floats of the same dtype in ULPs.
+    ///
+    /// Returns `None` for integers, and if one of the floats is NaN.
     pub(crate) fn ulps(self, other: Self) -> Option<u64> {
         match (self, other) {
             (Self::Float(a, _), Self::Float(b, _)) if a.is_nan() || b.is_nan() => None,
@@ -41,7 +43,7 @@ impl Number {
     }
 }
 
-/// Floats as Rust writes them, with a point.
+/// Displays floats in the debug format of Rust, such as `1.0`.
 impl fmt::Display for Number {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -51,16 +53,16 @@ impl fmt::Display for Number {
     }
 }
 
-/// How elements of a dtype are read.
+/// Decoder for the elements of a dtype.
 #[derive(Clone, Copy)]
 pub(crate) struct Reader {
     read: fn(&[u8]) -> Number,
-    /// Bytes of one number: half an element of the complex dtypes.
+    /// Bytes of one number, which is half an element for complex dtypes.
     size: usize,
 }
 
 impl Reader {
-    /// The reader of a dtype; `None` if its elements are packed or quantized, and so no numbers.
+    /// Returns the decoder of a dtype, or `None` if the elements are packed or quantized.
     pub(crate) fn of(dtype: Dtype) -> Option<Self> {
         let part = match dtype {
             Dtype::Complex32 => Dtype::Float16,
@@ -70,89 +72,93 @@ impl Reader {
             dtype => dtype,
         };
         let size = usize::try_from(part.itemsize()).expect("at most 8");
-        number_of(part).map(|read| Self { read, size })
+        decode_fn(part).map(|read| Self { read, size })
     }
 
-    /// The number of an element; the two of a complex one.
+    /// Returns the number of an element, or both numbers of a complex element.
     pub(crate) fn numbers(self, item: &[u8]) -> impl Iterator<Item = Number> {
         item.chunks_exact(self.size).map(self.read)
     }
 }
 
-fn number_of(dtype: Dtype) -> Option<fn(&[u8]) -> Number> {
+fn decode_fn(dtype: Dtype) -> Option<fn(&[u8]) -> Number> {
     Some(match dtype {
-        Dtype::Uint8 | Dtype::Bool => |item| Number::Int(u8::from_le_bytes(array(item)).into()),
-        Dtype::Int8 => |item| Number::Int(i8::from_le_bytes(array(item)).into()),
-        Dtype::Uint16 => |item| Number::Int(u16::from_le_bytes(array(item)).into()),
-        Dtype::Int16 => |item| Number::Int(i16::from_le_bytes(array(item)).into()),
-        Dtype::Uint32 => |item| Number::Int(u32::from_le_bytes(array(item)).into()),
-        Dtype::Int32 => |item| Number::Int(i32::from_le_bytes(array(item)).into()),
-        Dtype::Uint64 => |item| Number::Int(u64::from_le_bytes(array(item)).into()),
-        Dtype::Int64 => |item| Number::Int(i64::from_le_bytes(array(item)).into()),
+        Dtype::Uint8 | Dtype::Bool => |item| Number::Int(u8::from_le_bytes(to_array(item)).into()),
+        Dtype::Int8 => |item| Number::Int(i8::from_le_bytes(to_array(item)).into()),
+        Dtype::Uint16 => |item| Number::Int(u16::from_le_bytes(to_array(item)).into()),
+        Dtype::Int16 => |item| Number::Int(i16::from_le_bytes(to_array(item)).into()),
+        Dtype::Uint32 => |item| Number::Int(u32::from_le_bytes(to_array(item)).into()),
+        Dtype::Int32 => |item| Number::Int(i32::from_le_bytes(to_array(item)).into()),
+        Dtype::Uint64 => |item| Number::Int(u64::from_le_bytes(to_array(item)).into()),
+        Dtype::Int64 => |item| Number::Int(i64::from_le_bytes(to_array(item)).into()),
         Dtype::Float16 => |item| {
-            let half = f16::from_le_bytes(array(item));
-            Number::Float(half.into(), place(u64::from(half.to_bits()), 16))
+            let half = f16::from_le_bytes(to_array(item));
+            Number::Float(half.into(), float_ordinal(u64::from(half.to_bits()), 16))
         },
         Dtype::Bfloat16 => |item| {
-            let half = bf16::from_le_bytes(array(item));
-            Number::Float(half.into(), place(u64::from(half.to_bits()), 16))
+            let half = bf16::from_le_bytes(to_array(item));
+            Number::Float(half.into(), float_ordinal(u64::from(half.to_bits()), 16))
         },
         Dtype::Float32 => |item| {
-            let float = f32::from_le_bytes(array(item));
-            Number::Float(float.into(), place(float.to_bits().into(), 32))
+            let float = f32::from_le_bytes(to_array(item));
+            Number::Float(float.into(), float_ordinal(float.to_bits().into(), 32))
         },
         Dtype::Float64 => |item| {
-            let float = f64::from_le_bytes(array(item));
-            Number::Float(float, place(float.to_bits(), 64))
+            let float = f64::from_le_bytes(to_array(item));
+            Number::Float(float, float_ordinal(float.to_bits(), 64))
         },
-        Dtype::Float8E5m2 => |item| small(item, minifloat(item, 2, 15, Special::Ieee)),
-        Dtype::Float8E4m3fn => |item| small(item, minifloat(item, 3, 7, Special::Finite)),
-        Dtype::Float8E5m2fnuz => |item| small(item, minifloat(item, 2, 16, Special::Unsigned)),
-        Dtype::Float8E4m3fnuz => |item| small(item, minifloat(item, 3, 8, Special::Unsigned)),
+        Dtype::Float8E5m2 => |item| float8(item, minifloat(item, 2, 15, SpecialValues::Ieee)),
+        Dtype::Float8E4m3fn => |item| float8(item, minifloat(item, 3, 7, SpecialValues::Finite)),
+        Dtype::Float8E5m2fnuz => {
+            |item| float8(item, minifloat(item, 2, 16, SpecialValues::UnsignedZero))
+        }
+        Dtype::Float8E4m3fnuz => {
+            |item| float8(item, minifloat(item, 3, 8, SpecialValues::UnsignedZero))
+        }
         Dtype::Float8E8m0fnu => {
-            |item| Number::Float(power_of_two(item), u8::from_le_bytes(array(item)).into())
+            |item| Number::Float(power_of_two(item), u8::from_le_bytes(to_array(item)).into())
         }
         _ => return None,
     })
 }
 
-/// The place of a float among those of its dtype, given its bits: both zeros are at 0.
-fn place(bits: u64, width: u32) -> i64 {
+/// Returns the ordinal of a float among those of its dtype, from its bits. Both zeros have ordinal 0.
+fn float_ordinal(bits: u64, width: u32) -> i64 {
     let magnitude = (bits & !(1 << (width - 1))).cast_signed();
     if bits >> (width - 1) == 0 { magnitude } else { -magnitude }
 }
 
-fn small(item: &[u8], value: f64) -> Number {
-    Number::Float(value, place(u8::from_le_bytes(array(item)).into(), 8))
+fn float8(item: &[u8], value: f64) -> Number {
+    Number::Float(value, float_ordinal(u8::from_le_bytes(to_array(item)).into(), 8))
 }
 
-fn array<const N: usize>(item: &[u8]) -> [u8; N] {
+fn to_array<const N: usize>(item: &[u8]) -> [u8; N] {
     item.try_into().expect("an element has the size of its dtype")
 }
 
-/// What the 8-bit floats do with the bit patterns at the end of their range.
+/// Encoding of infinities and NaN in an 8-bit float format.
 #[derive(Clone, Copy, PartialEq)]
-enum Special {
-    /// Infinities and NaNs, as in larger floats.
+enum SpecialValues {
+    /// Infinities and NaNs as in IEEE 754.
     Ieee,
-    /// No infinity; NaN is all ones (`fn`).
+    /// No infinities. All bits but the sign are 1 in NaN (`fn`).
     Finite,
-    /// No infinity; NaN is where -0 would be (`fnuz`).
-    Unsigned,
+    /// No infinities and no -0. NaN has the bits of -0 (`fnuz`).
+    UnsignedZero,
 }
 
-/// An 8-bit float with this many bits of mantissa.
-fn minifloat(item: &[u8], mantissa_bits: i32, bias: i32, special: Special) -> f64 {
-    let byte = u8::from_le_bytes(array(item));
+/// Decodes an 8-bit float with `mantissa_bits` bits of mantissa.
+fn minifloat(item: &[u8], mantissa_bits: i32, bias: i32, special: SpecialValues) -> f64 {
+    let byte = u8::from_le_bytes(to_array(item));
     let magnitude = i32::from(byte & 0x7F);
     let exponent = magnitude >> mantissa_bits;
     let mantissa = magnitude & ((1 << mantissa_bits) - 1);
     let top = (1 << (7 - mantissa_bits)) - 1;
     match special {
-        Special::Finite if magnitude == 0x7F => return f64::NAN,
-        Special::Unsigned if byte == 0x80 => return f64::NAN,
-        Special::Ieee if exponent == top && mantissa != 0 => return f64::NAN,
-        Special::Ieee if exponent == top => {
+        SpecialValues::Finite if magnitude == 0x7F => return f64::NAN,
+        SpecialValues::UnsignedZero if byte == 0x80 => return f64::NAN,
+        SpecialValues::Ieee if exponent == top && mantissa != 0 => return f64::NAN,
+        SpecialValues::Ieee if exponent == top => {
             return if byte < 0x80 { f64::INFINITY } else { f64::NEG_INFINITY };
         }
         _ => {}
@@ -165,9 +171,9 @@ fn minifloat(item: &[u8], mantissa_bits: i32, bias: i32, special: Special) -> f6
     if byte < 0x80 { value } else { -value }
 }
 
-/// A scale of 8 bits, all of them exponent.
+/// Decodes an 8-bit scale without sign and mantissa (E8M0).
 fn power_of_two(item: &[u8]) -> f64 {
-    match u8::from_le_bytes(array(item)) {
+    match u8::from_le_bytes(to_array(item)) {
         0xFF => f64::NAN,
         exponent => 2_f64.powi(i32::from(exponent) - 127),
     }
@@ -175,31 +181,31 @@ fn power_of_two(item: &[u8]) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::{Reader, Special, minifloat, power_of_two};
+    use super::{Reader, SpecialValues, minifloat, power_of_two};
 
-    /// The extremes, as the OCP and ONNX tables have them.
+    /// Checks extreme values from the tables of OCP and ONNX.
     #[test]
-    fn small_floats_are_read_right() {
+    fn minifloat_decodes_extreme_values() {
         for (byte, mantissa_bits, bias, special, value) in [
-            (0x7E, 3, 7, Special::Finite, 448.0),
-            (0x01, 3, 7, Special::Finite, 2_f64.powi(-9)),
-            (0x08, 3, 7, Special::Finite, 2_f64.powi(-6)),
-            (0xB8, 3, 7, Special::Finite, -1.0),
-            (0x7B, 2, 15, Special::Ieee, 57344.0),
-            (0xFC, 2, 15, Special::Ieee, f64::NEG_INFINITY),
-            (0x7F, 3, 8, Special::Unsigned, 240.0),
-            (0x7F, 2, 16, Special::Unsigned, 57344.0),
+            (0x7E, 3, 7, SpecialValues::Finite, 448.0),
+            (0x01, 3, 7, SpecialValues::Finite, 2_f64.powi(-9)),
+            (0x08, 3, 7, SpecialValues::Finite, 2_f64.powi(-6)),
+            (0xB8, 3, 7, SpecialValues::Finite, -1.0),
+            (0x7B, 2, 15, SpecialValues::Ieee, 57344.0),
+            (0xFC, 2, 15, SpecialValues::Ieee, f64::NEG_INFINITY),
+            (0x7F, 3, 8, SpecialValues::UnsignedZero, 240.0),
+            (0x7F, 2, 16, SpecialValues::UnsignedZero, 57344.0),
         ] {
             assert_eq!(minifloat(&[byte], mantissa_bits, bias, special).to_bits(), value.to_bits());
         }
-        assert!(minifloat(&[0xFF], 3, 7, Special::Finite).is_nan());
-        assert!(minifloat(&[0x7D], 2, 15, Special::Ieee).is_nan());
-        assert!(minifloat(&[0x80], 3, 8, Special::Unsigned).is_nan());
+        assert!(minifloat(&[0xFF], 3, 7, SpecialValues::Finite).is_nan());
+        assert!(minifloat(&[0x7D], 2, 15, SpecialValues::Ieee).is_nan());
+        assert!(minifloat(&[0x80], 3, 8, SpecialValues::UnsignedZero).is_nan());
         assert_eq!(power_of_two(&[128]).to_bits(), 2.0_f64.to_bits());
     }
 
     #[test]
-    fn neighbours_are_one_ulp_apart() {
+    fn ulps_counts_steps_between_floats() {
         use tssd_format::Dtype;
         for (dtype, a, b, ulps) in [
             (Dtype::Float32, &1.0_f32.to_le_bytes()[..], &(1.0_f32).next_up().to_le_bytes()[..], 1),

@@ -1,25 +1,25 @@
-//! The one table of exit codes.
+//! Exit codes of the command.
 
 use std::fmt::Write;
 use std::process::ExitCode;
 
-/// How a command ended. Scripts match on the number, so a number never changes its meaning.
+/// Exit code of a command. Scripts match on the numbers, so their meaning never changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Exit {
-    /// All went well.
+    /// Success.
     Ok = 0,
-    /// The answer is no: files differ, bytes are damaged, a comparison failed.
+    /// Files differ, bytes are damaged, or a comparison failed.
     Differs = 1,
-    /// The command line makes no sense; clap exits with this number too.
+    /// The command line is invalid. clap exits with the same number.
     Usage = 2,
-    /// A file, key or version is not there.
+    /// A file, key or version does not exist.
     NotFound = 3,
-    /// Nobody answers at the store's address.
+    /// The store is unreachable at its address.
     Unreachable = 4,
-    /// The input, the store or the system said no; nothing was changed.
+    /// The input, the store or the system rejected the operation. Nothing was changed.
     Refused = 5,
-    /// Ctrl-C, or the signal that `kill` sends.
+    /// Interrupted by Ctrl-C (SIGINT), SIGTERM or SIGHUP.
     Interrupted = 130,
 }
 
@@ -34,12 +34,12 @@ impl Exit {
         (Self::Interrupted, "interrupted"),
     ];
 
-    /// The number.
+    /// Returns the number that the process exits with.
     pub(crate) const fn code(self) -> u8 {
         self as u8
     }
 
-    /// The table for `--help`.
+    /// Returns the table of exit codes for `--help`.
     pub(crate) fn help() -> String {
         let mut text = String::from("Exit codes:\n");
         for (exit, meaning) in Self::TABLE {

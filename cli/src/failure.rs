@@ -1,4 +1,4 @@
-//! What a command says when it fails: what went wrong, where, and what to do about it.
+//! The error type of the commands, and how it is printed.
 
 use std::error::Error;
 use std::fmt;
@@ -13,10 +13,12 @@ use tssd_format::ErrorKind;
 
 use crate::exit::Exit;
 
-/// The result of everything that a command does.
+/// Result of a command, with [`Failure`] as the default error.
 pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
 
-/// The one error type of the command. It is for people; programs have the exit code.
+/// Error of a command: an exit code and a message, optionally with a rule, help and a cause.
+///
+/// The text is for people. Programs use the exit code.
 #[derive(Debug)]
 pub(crate) struct Failure(Box<Inner>);
 
@@ -30,7 +32,7 @@ struct Inner {
 }
 
 impl Failure {
-    /// A failure with its exit code, and what went wrong where.
+    /// Creates a failure from an exit code and a message, which names the operation and the object.
     pub(crate) fn new(exit: Exit, message: impl fmt::Display) -> Self {
         Self(Box::new(Inner {
             exit,
@@ -41,57 +43,57 @@ impl Failure {
         }))
     }
 
-    /// The system refused to do something with a file.
-    pub(crate) fn io(what: &str, path: &Path, source: io::Error) -> Self {
-        let (exit, help) = of_io(source.kind());
-        let mut failure = Self::new(exit, format_args!("cannot {what} {}", path.display()));
+    /// Creates a failure from an I/O error on a file. `action` completes the message "cannot …".
+    pub(crate) fn io(action: &str, path: &Path, source: io::Error) -> Self {
+        let (exit, help) = exit_and_help_of_io(source.kind());
+        let mut failure = Self::new(exit, format_args!("cannot {action} {}", path.display()));
         failure.0.help = help.map(Into::into);
         failure.0.source = Some(source.into());
         failure
     }
 
-    /// The format refused a file, or something to be put into one.
+    /// Creates a failure from a format error on a file that is read or written.
     pub(crate) fn format(path: &Path, error: &tssd_format::Error) -> Self {
         let io = error.source().and_then(|source| source.downcast_ref::<io::Error>());
         if let (ErrorKind::Io, Some(io)) = (error.kind(), io) {
-            return Self::io("read or write", path, copy_of(io));
+            return Self::io("read or write", path, copy_io_error(io));
         }
         let kind = error.kind();
-        let (exit, help) = of_format(kind);
+        let (exit, help) = exit_and_help_of_format(kind);
         let mut failure = Self::new(exit, format_args!("{}: {error}", path.display()));
         failure.0.code = Some(Self::code_of(kind));
         failure.0.help = help.map(Into::into);
         failure
     }
 
-    /// The rule that is broken, with its name.
+    /// Returns the rule that an error kind breaks, followed by the name of the kind.
     pub(crate) fn code_of(kind: ErrorKind) -> String {
         format!("{} {}", kind.rule(), kind.name())
     }
 
-    /// The same with advice.
+    /// Sets the help line.
     #[must_use]
     pub(crate) fn help(mut self, help: impl fmt::Display) -> Self {
         self.0.help = Some(help.to_string());
         self
     }
 
-    /// The same with the name of the broken rule.
+    /// Sets the broken rule, which text output prints in brackets.
     #[must_use]
     pub(crate) fn code(mut self, code: impl fmt::Display) -> Self {
         self.0.code = Some(code.to_string());
         self
     }
 
-    /// Prints it to stderr: as JSON, or as text, in color on a terminal.
+    /// Prints the failure to stderr: as JSON, or as text, in color on a terminal.
     pub(crate) fn print(&self, json: bool) {
         let mut stderr = AutoStream::auto(io::stderr());
         let text = if json { format!("{}\n", self.json()) } else { self.text() };
-        // If stderr is closed, the exit code still tells.
-        let _unread = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
+        // If stderr is closed, the exit code still reports the failure.
+        let _ignored = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
     }
 
-    /// `error[CODE]: message: cause`, and a line with advice.
+    /// Returns `error[CODE]: message: cause`, and the help on a second line.
     fn text(&self) -> String {
         const ERROR: Style = AnsiColor::Red.on_default().bold();
         const HELP: Style = AnsiColor::Cyan.on_default().bold();
@@ -117,26 +119,26 @@ impl Failure {
         object
     }
 
-    /// The texts of the errors below this one.
+    /// Returns the messages of the causes, from the direct cause to the root cause.
     fn causes(&self) -> impl Iterator<Item = String> {
         iter::successors(self.source(), |cause| (*cause).source()).map(ToString::to_string)
     }
 
-    /// What the process ends with.
+    /// Returns the exit code of the process.
     pub(crate) fn exit(&self) -> Exit {
         self.0.exit
     }
 }
 
-/// `io::Error` cannot be cloned.
-fn copy_of(error: &io::Error) -> io::Error {
+/// Copies an `io::Error`, which does not implement `Clone`.
+fn copy_io_error(error: &io::Error) -> io::Error {
     error.raw_os_error().map_or_else(
         || io::Error::new(error.kind(), error.to_string()),
         io::Error::from_raw_os_error,
     )
 }
 
-fn of_io(kind: io::ErrorKind) -> (Exit, Option<&'static str>) {
+fn exit_and_help_of_io(kind: io::ErrorKind) -> (Exit, Option<&'static str>) {
     match kind {
         io::ErrorKind::NotFound => (Exit::NotFound, Some("check the path")),
         io::ErrorKind::PermissionDenied => {
@@ -149,7 +151,7 @@ fn of_io(kind: io::ErrorKind) -> (Exit, Option<&'static str>) {
     }
 }
 
-fn of_format(kind: ErrorKind) -> (Exit, Option<&'static str>) {
+fn exit_and_help_of_format(kind: ErrorKind) -> (Exit, Option<&'static str>) {
     match kind {
         ErrorKind::NotTssd => {
             (Exit::Differs, Some("`tssd pack` makes an archive of a safetensors file"))

@@ -1,4 +1,4 @@
-//! What commands read: files, shard sets, and stdin where they say `-`.
+//! Input of the commands: files, shard sets, objects in buckets, and stdin (`-`).
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Read, StdinLock};
@@ -13,17 +13,19 @@ use tssd_store::ErrorKind as StoreErrorKind;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 
-/// True if a command is to read stdin, or to write stdout.
+/// Returns whether a path is `-`, which stands for stdin or stdout.
 pub(crate) fn is_stream(path: &Path) -> bool {
     path.as_os_str() == "-"
 }
 
-/// What people are told that they read.
+/// Returns an input path for messages: `<stdin>` instead of `-`.
 pub(crate) fn shown(path: &Path) -> &Path {
     if is_stream(path) { Path::new("<stdin>") } else { path }
 }
 
-/// Opens a regular file, in which every byte has its place. Stdin is read to its end: what archives are is said there.
+/// Opens a regular file or an object in a bucket for reads at any offset.
+///
+/// Stdin is read to its end into memory, because the index of an archive is at the end.
 pub(crate) fn open(path: &Path) -> Result<Arc<dyn Blob>> {
     if is_stream(path) {
         let mut bytes = Vec::new();
@@ -44,9 +46,9 @@ pub(crate) fn open(path: &Path) -> Result<Arc<dyn Blob>> {
             Failure::new(exit, error).help(help)
         });
     }
-    let failed = |error| Failure::io("read", path, error);
-    // Opening a pipe would wait for its writer.
-    let metadata = path.metadata().map_err(failed)?;
+    let io_failure = |error| Failure::io("read", path, error);
+    // Check the type first: opening a pipe would block until a writer opens it.
+    let metadata = path.metadata().map_err(io_failure)?;
     if metadata.is_dir() {
         return Err(Failure::new(Exit::Refused, format_args!("{} is a directory", path.display()))
             .help("name a file, or a directory with a manifest.tssd"));
@@ -56,25 +58,28 @@ pub(crate) fn open(path: &Path) -> Result<Arc<dyn Blob>> {
         return Err(Failure::new(Exit::Refused, message)
             .help("name a file, or `-` and pipe the file into the command"));
     }
-    Ok(Arc::new(File::open(path).map_err(failed)?))
+    Ok(Arc::new(File::open(path).map_err(io_failure)?))
 }
 
-/// The address of an object in a bucket, if it is one and no path.
+/// Returns the URL of an object in a bucket, or `None` if the path is an ordinary path.
 pub(crate) fn address(path: &Path) -> Option<&str> {
     path.to_str().filter(|url| tssd_store::file::is_object(url))
 }
 
-/// Whether a path is a directory with a manifest.
+/// Returns whether a path is a directory with a manifest.
 pub(crate) fn is_shard_set(path: &Path) -> bool {
     !is_stream(path) && path.is_dir() && path.join(MANIFEST).symlink_metadata().is_ok()
 }
 
-/// Opens the shard set of a directory as one archive. What the system refuses is a failure, whatever
-/// is wrong with the set is for the caller to judge.
+/// Opens the shard set of a directory as one archive.
+///
+/// # Errors
+///
+/// The outer error is an I/O failure. The inner error is a defect of the set, which the caller judges.
 pub(crate) fn open_set(directory: &Path) -> Result<Result<Archive, Error>> {
     match tssd_format::open_shard_set(directory) {
         Err(error) if error.kind() == ErrorKind::Io => {
-            // The file of the set is more to the point.
+            // Name the file of the set that failed, not the directory.
             Err(Failure::format(error.path().map_or(directory, Path::new), &error))
         }
         opened => Ok(opened),
@@ -89,7 +94,11 @@ pub(crate) fn open_archive(path: &Path) -> Result<Archive> {
     Archive::from_blob(open(path)?).map_err(|error| Failure::format(shown(path), &error))
 }
 
-/// Stdin, which there is once.
+/// Locks stdin.
+///
+/// # Errors
+///
+/// Fails if this process has locked stdin before, or if stdin is a terminal.
 pub(crate) fn stdin() -> Result<StdinLock<'static>> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::Relaxed) {

@@ -1,4 +1,4 @@
-//! `tssd inspect`: what is in a file.
+//! `tssd inspect`: shows the content of a file.
 
 mod digests;
 mod hex;
@@ -30,7 +30,7 @@ pub(crate) struct Args {
     hex: bool,
 }
 
-/// A directory gives one line per archive, a file gives its tree.
+/// Prints the tree of a file, or one line per archive of a directory.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     if args.hex {
         return hex::run(&args.path);
@@ -44,7 +44,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     for path in &files {
         let document = Document::open(path)?;
         if console.json {
-            let view = json_of(&document)?;
+            let view = document_json(&document)?;
             if !is_directory {
                 print_json(&view)?;
                 return Ok(Exit::Ok);
@@ -67,8 +67,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     Ok(Exit::Ok)
 }
 
-/// The JSON view of the format without the elements: inspecting is not reading.
-fn json_of(document: &Document) -> Result<Json> {
+/// Returns the JSON view of a document without the elements of tensors, which are not read.
+fn document_json(document: &Document) -> Result<Json> {
     let Some(archive) = document.archive() else {
         return Ok(safetensors_json(document));
     };
@@ -76,12 +76,12 @@ fn json_of(document: &Document) -> Result<Json> {
         .map_err(|error| Failure::format(document.path(), &error))
 }
 
-/// The same for a file without index: name, dtype and shape of each tensor.
+/// Returns the JSON view of a safetensors file: name, dtype and shape of each tensor.
 fn safetensors_json(document: &Document) -> Json {
     let leaves = document.structure().into_leaves();
     let tensors = leaves.iter().filter_map(|(path, node)| {
-        let tssd_format::Node::Tensors(run) = node else { return None };
-        let meta = &run.first()?.meta;
+        let tssd_format::Node::Tensors(shards) = node else { return None };
+        let meta = &shards.first()?.meta;
         let tensor = json!({ "dtype": meta.dtype().name(), "shape": meta.shape() });
         Some(json!([{ "str": path.fqn() }, { "tensor": tensor }]))
     });

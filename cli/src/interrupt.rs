@@ -1,4 +1,4 @@
-//! Ctrl-C: whatever lies half-written on the disk goes away first.
+//! Signal handling: on Ctrl-C, incomplete files are removed before the process exits.
 
 use std::fs::File;
 use std::io;
@@ -9,19 +9,19 @@ use std::time::{Duration, Instant};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 
-/// What is to be removed if the process is interrupted now.
-static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+/// Files and directories that the signal handler removes.
+static CLEANUP_PATHS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
-    // A list of paths is whole after every step, so a panic elsewhere does not spoil it.
-    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock_cleanup_paths() -> MutexGuard<'static, Vec<PathBuf>> {
+    // Each operation leaves the list consistent, so a poisoned lock is still usable.
+    CLEANUP_PATHS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Makes Ctrl-C and the signals that end a process remove what is unfinished.
+/// Installs a handler that removes incomplete files on Ctrl-C, SIGTERM or SIGHUP, then exits.
 pub(crate) fn install() -> Result<()> {
     ctrlc::set_handler(|| {
-        // The lock is kept until the end, so that nothing else is begun.
-        let paths = unfinished();
+        // Hold the lock until the process exits, so that no other path is registered.
+        let paths = lock_cleanup_paths();
         for path in paths.iter() {
             remove(path);
         }
@@ -30,11 +30,12 @@ pub(crate) fn install() -> Result<()> {
     .map_err(|error| Failure::new(Exit::Refused, format_args!("cannot catch Ctrl-C: {error}")))
 }
 
-/// Ends the process at once: while others tidied up, threads that still run could make something again.
+/// Ends the process without exit handlers: while they ran, other threads could create files again.
 #[cfg(unix)]
 #[expect(unsafe_code, reason = "the standard library tidies up before it ends a process")]
 fn exit(exit: Exit) -> ! {
-    // SAFETY: this is how POSIX declares it.
+    // SAFETY: POSIX declares `void _exit(int)`, which does not return. It has no preconditions and
+    // touches no memory of the process, so the declaration can be `safe`.
     unsafe extern "C" {
         safe fn _exit(code: std::ffi::c_int) -> !;
     }
@@ -46,58 +47,63 @@ fn exit(exit: Exit) -> ! {
     std::process::exit(exit.code().into())
 }
 
-/// What hears of Ctrl-C and of the signals that end a process, in place of [`install`]: the process
-/// then ends itself.
+/// Returns a receiver that completes on Ctrl-C, SIGTERM or SIGHUP.
+///
+/// The daemon uses it instead of [`install`], because it shuts down by itself.
 #[cfg(target_os = "linux")]
 pub(crate) fn notified() -> Result<tokio::sync::oneshot::Receiver<()>> {
-    let (stop, stopped) = tokio::sync::oneshot::channel();
-    let mut stop = Some(stop);
-    ctrlc::set_handler(move || drop(stop.take())).map_err(|error| {
+    let (sender, receiver) = tokio::sync::oneshot::channel();
+    let mut sender = Some(sender);
+    ctrlc::set_handler(move || drop(sender.take())).map_err(|error| {
         Failure::new(Exit::Refused, format_args!("cannot catch Ctrl-C: {error}"))
     })?;
-    Ok(stopped)
+    Ok(receiver)
 }
 
-/// For how long something is removed that others make again.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long [`remove`] retries while other threads recreate the directory.
+const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Other threads may still be writing into a directory while it is removed, or make it again: a file in
-/// its place makes them fail, and goes last.
+/// Removes a file or a directory.
+///
+/// Other threads may still write into the directory, or create it again. A file in its place makes
+/// their calls fail. That file is removed last.
 fn remove(path: &Path) {
     let started = Instant::now();
-    // What is left in the end is in a temporary place.
-    while path.is_dir() && started.elapsed() < PATIENCE {
-        // What was made meanwhile is removed the next time.
+    // After the timeout, the rest stays behind under its temporary name.
+    while path.is_dir() && started.elapsed() < REMOVE_TIMEOUT {
+        // If another thread added a file or recreated the directory, try again.
         if std::fs::remove_dir_all(path).is_ok() && File::create_new(path).is_ok() {
             std::thread::sleep(Duration::from_millis(5));
             break;
         }
         std::thread::sleep(Duration::from_millis(1));
     }
-    // It may be gone already.
+    // The file may not exist.
     let _ = std::fs::remove_file(path);
 }
 
-/// A file or directory that must not outlive an interrupt, as long as this lives.
+/// Guard of a file or directory: while it lives, an interrupt removes the path.
 #[derive(Debug)]
 pub(crate) struct Unfinished(PathBuf);
 
 impl Unfinished {
-    /// Makes something that has a path: an interrupt comes before that, or finds it in the list.
-    /// What is made comes second, so that it is dropped first.
+    /// Creates a file or a directory with `make`, and registers its path.
+    ///
+    /// The list is locked meanwhile: an interrupt comes before the creation, or finds the path in the
+    /// list. The file is the second element, so that it is dropped before the guard.
     pub(crate) fn make<T: AsRef<Path>>(
         make: impl FnOnce() -> io::Result<T>,
     ) -> io::Result<(Self, T)> {
-        let mut paths = unfinished();
-        let made = make()?;
-        let path = made.as_ref().to_owned();
+        let mut paths = lock_cleanup_paths();
+        let file = make()?;
+        let path = file.as_ref().to_owned();
         paths.push(path.clone());
-        Ok((Self(path), made))
+        Ok((Self(path), file))
     }
 }
 
 impl Drop for Unfinished {
     fn drop(&mut self) {
-        unfinished().retain(|path| *path != self.0);
+        lock_cleanup_paths().retain(|path| *path != self.0);
     }
 }

@@ -1,9 +1,10 @@
-//! The command `tssd`: pack, inspect, verify, compare, convert, store and demonstrate TSSD archives.
+//! The command `tssd`, which works on TSSD archives and stores.
 //!
-//! The command translates between people and the libraries; what decides is in `tssd-format` and
-//! `tssd-store`. One file per command.
+//! Its subcommands pack, inspect, verify, compare, convert, store and demonstrate archives. This crate
+//! parses arguments and prints results. The logic is in `tssd-format` and `tssd-store`. Each command
+//! has one file.
 
-// How a command is asked, answers and ends.
+// Arguments, output and exit codes.
 mod console;
 mod exit;
 mod failure;
@@ -15,7 +16,7 @@ mod size;
 mod table;
 mod value;
 
-// Files.
+// Input and output files.
 mod archives;
 mod document;
 mod element;
@@ -115,12 +116,12 @@ enum Command {
     Demo(demo::Args),
 }
 
-/// Runs the command that the arguments of this process name, and returns its exit code.
+/// Parses the arguments of this process, runs the command, and returns its exit code.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
     if let Some(level) = cli.log {
         let log = tracing_subscriber::fmt().with_max_level(level).with_target(false);
-        // Whoever reads a log may be a program, and no terminal shows it better.
+        // No ANSI colors: a program may read the log.
         log.with_ansi(false).with_writer(std::io::stderr).init();
     }
     match run(&cli) {

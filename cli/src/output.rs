@@ -1,4 +1,4 @@
-//! Output files: whole or not at all; and stdout where a command says `-`.
+//! Output files, which are written atomically, and stdout (`-`).
 
 mod directory;
 mod scratch;
@@ -17,9 +17,10 @@ use crate::interrupt::Unfinished;
 pub(crate) use directory::{OutputDirectory, OutputFile};
 pub(crate) use scratch::Scratch;
 
-/// A file that appears under its name once it is complete and on the disk. Until then it has a
-/// temporary name beside it; whatever had the name before is there until then, and stays after an
-/// error or an interrupt. What goes to stdout is there at once.
+/// A file that appears under its name once it is complete and on the disk.
+///
+/// Until then, it has a temporary name in the same directory. A file that had the name before stays
+/// until then, and stays after an error or an interrupt. Output to stdout is not atomic.
 #[derive(Debug)]
 pub(crate) struct Output {
     sink: Sink,
@@ -32,50 +33,50 @@ enum Sink {
     File {
         target: PathBuf,
         stream: BufWriter<Replacement>,
-        // Dropped after the file, so that its path is known for as long as it exists.
-        unfinished: Unfinished,
+        // Dropped after the file, so that the path is registered for as long as the file exists.
+        cleanup: Unfinished,
     },
     Stdout(BufWriter<StdoutLock<'static>>),
 }
 
-/// Writes to the disk and to pipes are of this many bytes.
+/// Size of write buffers, in bytes (1 MiB).
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// What people are told that is written.
+/// Returns an output path for messages: `<stdout>` instead of `-`.
 pub(crate) fn shown(target: &Path) -> &Path {
     if is_stream(target) { Path::new("<stdout>") } else { target }
 }
 
 impl Output {
-    /// Begins the file that will be at `target`, which `bar` shows growing.
+    /// Creates a file that [`commit`](Self::commit) moves to `target`. `bar` advances with each write.
     pub(crate) fn create(target: &Path, bar: ProgressBar) -> Result<Self> {
         if is_stream(target) {
             return Ok(Self { sink: Sink::stdout()?, written: 0, bar });
         }
-        let failed = |error| Failure::io("write", target, error);
+        let io_failure = |error| Failure::io("write", target, error);
         if target.metadata().is_ok_and(|old| !old.is_file()) {
             let message = format_args!("{} is no regular file", target.display());
             return Err(Failure::new(Exit::Refused, message)
                 .help("name a file, which is replaced once the new one is complete"));
         }
-        let make = || Replacement::create(target, true);
-        let (unfinished, file) = Unfinished::make(make).map_err(failed)?;
+        let create = || Replacement::create(target, true);
+        let (cleanup, file) = Unfinished::make(create).map_err(io_failure)?;
         let stream = BufWriter::with_capacity(BUFFER_BYTES, file);
         Ok(Self {
-            sink: Sink::File { target: target.to_owned(), stream, unfinished },
+            sink: Sink::File { target: target.to_owned(), stream, cleanup },
             written: 0,
             bar,
         })
     }
 
-    /// Lets the file appear, and returns its length in bytes.
+    /// Makes the file appear under its name, and returns its length in bytes.
     pub(crate) fn commit(self) -> Result<u64> {
         match self.sink {
-            Sink::File { target, stream, unfinished } => {
-                let failed = |error| Failure::io("write", &target, error);
-                let file = stream.into_inner().map_err(|error| failed(error.into_error()))?;
-                file.commit().map_err(failed)?;
-                drop(unfinished);
+            Sink::File { target, stream, cleanup } => {
+                let io_failure = |error| Failure::io("write", &target, error);
+                let file = stream.into_inner().map_err(|error| io_failure(error.into_error()))?;
+                file.commit().map_err(io_failure)?;
+                drop(cleanup);
             }
             Sink::Stdout(mut stream) => stream
                 .flush()
@@ -87,7 +88,11 @@ impl Output {
 }
 
 impl Sink {
-    /// A terminal is no place for tensors.
+    /// Locks stdout.
+    ///
+    /// # Errors
+    ///
+    /// Fails if stdout is a terminal, because the output is binary.
     fn stdout() -> Result<Self> {
         let stdout = io::stdout();
         if stdout.is_terminal() {
@@ -118,7 +123,7 @@ impl Write for Output {
     }
 }
 
-/// A link stays a link: what it points to is replaced.
+/// Resolves a link, so that the output replaces the target of the link and keeps the link.
 fn resolve(target: &Path) -> io::Result<PathBuf> {
     match target.canonicalize() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(target.to_owned()),
@@ -133,7 +138,7 @@ fn directory_of(target: &Path) -> &Path {
     }
 }
 
-/// A rename is on the disk only once its directory is.
+/// Syncs a directory. A rename is durable only after that.
 #[cfg(unix)]
 fn sync_directory(directory: &Path) -> io::Result<()> {
     std::fs::File::open(directory)?.sync_all()

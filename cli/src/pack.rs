@@ -1,4 +1,4 @@
-//! `tssd pack`: safetensors files, and the directories of models, become an archive.
+//! `tssd pack`: converts a safetensors file, or the directory of a model, to an archive.
 
 mod directory;
 mod folder;
@@ -37,7 +37,7 @@ pub(crate) struct Args {
     follow_links: bool,
 }
 
-/// Tensor by tensor, and file by file, so that memory holds one of them at a time.
+/// Packs tensor by tensor, then file by file. Memory holds one of them at a time.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let console = console.beside(&args.output);
     let input = &*args.input;
@@ -52,17 +52,17 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let output = Output::create(&args.output, bar)?;
 
     let target = shown(&args.output);
-    let refused = |error| Failure::format(target, &error);
+    let format_failure = |error| Failure::format(target, &error);
     let Source { attrs, files, others, left_alone } = source;
     let options =
         attrs.into_iter().fold(Options::new(), |options, (name, value)| options.attr(name, value));
-    let mut writer = ArchiveWriter::new(output, options).map_err(refused)?;
-    Source::read(files, &mut |name, tensor| writer.insert(name, tensor).map_err(refused))?;
+    let mut writer = ArchiveWriter::new(output, options).map_err(format_failure)?;
+    Source::read(files, &mut |name, tensor| writer.insert(name, tensor).map_err(format_failure))?;
     for other in &others {
         let content = Bytes::from(other.read()?);
-        writer.insert_into(FILES_KEY, other.name.as_str(), content).map_err(refused)?;
+        writer.insert_into(FILES_KEY, other.name.as_str(), content).map_err(format_failure)?;
     }
-    let mut output = writer.finish().map_err(refused)?;
+    let mut output = writer.finish().map_err(format_failure)?;
     output.flush().map_err(|error| Failure::io("write", target, error))?;
     let file_len = output.commit()?;
 

@@ -1,4 +1,4 @@
-//! Jobs on all cores.
+//! Parallel execution of jobs on all cores.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -6,15 +6,16 @@ use std::thread;
 
 use crate::console::Console;
 
-/// Runs all jobs, each on one thread, while a bar grows by the bytes of each; what they return comes in
-/// any order.
+/// Runs all jobs on all cores, and returns their results in any order.
+///
+/// A progress bar with the message `label` advances by `len` bytes after each job.
 pub(crate) fn map<J: Sync, R: Send>(
     jobs: &[J],
-    (console, doing): (Console, &'static str),
+    (console, label): (Console, &'static str),
     len: impl Fn(&J) -> u64 + Sync,
     run: impl Fn(&J) -> R + Sync,
 ) -> Vec<R> {
-    let bar = console.bytes_bar(doing, jobs.iter().map(&len).sum());
+    let bar = console.bytes_bar(label, jobs.iter().map(&len).sum());
     let next = AtomicUsize::new(0);
     let results = Mutex::new(Vec::with_capacity(jobs.len()));
     let threads = thread::available_parallelism().map_or(1, usize::from).min(jobs.len());

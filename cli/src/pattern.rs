@@ -1,9 +1,11 @@
-//! Patterns that name leaves.
+//! Patterns that select leaves.
 
 use std::convert::Infallible;
 use std::str::FromStr;
 
-/// A pattern for fqns: `*` stands for any text; a pattern without one also names all leaves below it.
+/// A pattern for fqns.
+///
+/// `*` matches any text. A pattern without `*` also matches all leaves below the fqn.
 #[derive(Clone, Debug)]
 pub(crate) struct Pattern(String);
 
@@ -22,21 +24,22 @@ impl std::fmt::Display for Pattern {
 }
 
 impl Pattern {
-    /// Whether a leaf is named.
+    /// Returns whether the pattern matches the fqn of a leaf.
     pub(crate) fn matches(&self, fqn: &str) -> bool {
         let Some((first, rest)) = self.0.split_once('*') else {
-            let below = fqn.strip_prefix(&self.0);
-            return below.is_some_and(|below| below.is_empty() || below.starts_with('.'));
+            let suffix = fqn.strip_prefix(&self.0);
+            return suffix.is_some_and(|suffix| suffix.is_empty() || suffix.starts_with('.'));
         };
         let (middle, last) = rest.rsplit_once('*').unwrap_or(("", rest));
-        let Some(mut open) = fqn.strip_prefix(first).and_then(|open| open.strip_suffix(last))
+        let Some(mut unmatched) =
+            fqn.strip_prefix(first).and_then(|unmatched| unmatched.strip_suffix(last))
         else {
             return false;
         };
-        // What comes first is best taken first: more is left for the others.
-        middle.split('*').all(|part| match open.split_once(part) {
-            Some((_, behind)) => {
-                open = behind;
+        // Match each part at its first occurrence: this leaves the most text for the later parts.
+        middle.split('*').all(|part| match unmatched.split_once(part) {
+            Some((_, after)) => {
+                unmatched = after;
                 true
             }
             None => false,
@@ -49,7 +52,7 @@ mod tests {
     use super::Pattern;
 
     #[test]
-    fn patterns_name_leaves() {
+    fn pattern_matches_fqns() {
         for (pattern, fqn, matches) in [
             ("optimizer", "optimizer", true),
             ("optimizer", "optimizer.state.0", true),

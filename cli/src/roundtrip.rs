@@ -1,4 +1,4 @@
-//! `tssd roundtrip`: what is read from a file and written anew is the same file.
+//! `tssd roundtrip`: checks that reading and rewriting a file loses nothing.
 
 mod packed;
 mod same;
@@ -23,7 +23,7 @@ use crate::failure::{Failure, Result};
 use crate::input::{open, open_set, shown};
 use crate::verify;
 
-/// More than this is not worth more lines.
+/// Maximum number of reasons that are printed for a file. Further reasons are counted.
 const REASONS_MAX: usize = 10;
 
 /// Read archives into state dicts, write those anew, and compare: nothing is lost.
@@ -38,7 +38,7 @@ pub(crate) struct Args {
     paths: Vec<PathBuf>,
 }
 
-/// How much of a file survives.
+/// Result of rewriting a file.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Outcome {
     Identical,
@@ -55,13 +55,13 @@ impl Outcome {
     }
 }
 
-/// What became of one file, and why it is not the same.
+/// Outcome for one file, with the reasons why it is not identical.
 struct Verdict {
     outcome: Outcome,
     reasons: Vec<String>,
 }
 
-/// One line per file. All files are looked at, whatever becomes of the first.
+/// Checks all files and prints one line per file. A lossy file does not stop the command.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let mut files = Vec::new();
     for path in &args.paths {
@@ -75,7 +75,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         }
         results.push((path, verdict));
     }
-    let of = |outcome| results.iter().filter(|(_, each)| each.outcome == outcome).count();
+    let count = |outcome| results.iter().filter(|(_, each)| each.outcome == outcome).count();
     if console.json {
         let json = |(path, verdict): &(&PathBuf, Verdict)| {
             json!({
@@ -84,10 +84,10 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         };
         print_json(&results.iter().map(json).collect::<Vec<Json>>().into())?;
     } else if !console.quiet {
-        let parts = Outcome::ALL.map(|(outcome, name)| format!("{} {name}", of(outcome)));
+        let parts = Outcome::ALL.map(|(outcome, name)| format!("{} {name}", count(outcome)));
         print(format_args!("{}\n", parts.join(", ")))?;
     }
-    Ok(if of(Outcome::Lossy) == 0 { Exit::Ok } else { Exit::Differs })
+    Ok(if count(Outcome::Lossy) == 0 { Exit::Ok } else { Exit::Differs })
 }
 
 impl Verdict {
@@ -103,8 +103,8 @@ impl Verdict {
         Self { outcome: Outcome::Lossy, reasons: reasons.into_iter().collect() }
     }
 
-    /// The same with something to know about it.
-    fn note(mut self, note: &str) -> Self {
+    /// Adds a note to the reasons.
+    fn with_note(mut self, note: &str) -> Self {
         self.reasons.push(note.to_owned());
         self
     }
@@ -125,7 +125,7 @@ impl Verdict {
     }
 }
 
-/// What is wrong with a file is a verdict; what is wrong with the system is a failure.
+/// Converts a format error to a verdict. An I/O error is a failure of the command.
 fn verdict_of(path: &Path, error: &Error) -> Result<Verdict> {
     let rule = error.kind().rule();
     if error.kind().rule() == "io" {
@@ -147,31 +147,31 @@ fn check(path: &Path, console: Console) -> Result<Verdict> {
     if archive.is_manifest_alone() {
         return check_manifest(path, &archive, &*file, console);
     }
-    let layout = match anew(&archive, console) {
+    let layout = match reencode(&archive, console) {
         Ok(layout) => layout,
         Err(error) => return verdict_of(path, &error),
     };
-    let mut same = Same::to(&*file);
-    match layout.write_to(&mut same) {
-        Ok(()) if same.is_whole() => return Ok(Verdict::identical()),
-        Err(error) if same.difference().is_none() => return Err(Failure::format(path, &error)),
+    let mut comparer = Same::to(&*file);
+    match layout.write_to(&mut comparer) {
+        Ok(()) if comparer.is_whole() => return Ok(Verdict::identical()),
+        Err(error) if comparer.difference().is_none() => return Err(Failure::format(path, &error)),
         _ => {}
     }
-    compare(path, archive, layout, note_of(&same), console)
+    compare(path, archive, layout, note_of(&comparer), console)
 }
 
-/// The archive of the state dict of an archive.
-fn anew(archive: &Archive, console: Console) -> Result<Layout, Error> {
+/// Plans an archive of the state dict of an archive.
+fn reencode(archive: &Archive, console: Console) -> Result<Layout, Error> {
     encode::plan(&archive.to_state_dict()?, &Options::recorded(archive), console)
 }
 
-/// Where the bytes differ.
-fn note_of(same: &Same<'_>) -> String {
-    let at = same.difference().map(|at| format!("other bytes from byte {at} on"));
+/// Returns the first difference as text.
+fn note_of(comparer: &Same<'_>) -> String {
+    let at = comparer.difference().map(|at| format!("other bytes from byte {at} on"));
     at.unwrap_or_else(|| "it ends earlier".into())
 }
 
-/// Whether an archive that was written anew means what the old one means.
+/// Checks whether a rewritten archive has the same meaning as the original.
 fn compare(
     path: &Path,
     archive: Archive,
@@ -179,7 +179,7 @@ fn compare(
     note: String,
     console: Console,
 ) -> Result<Verdict> {
-    // With new checksums, damage would look whole.
+    // Verify first: new checksums would hide damage.
     let mut damage = verify::errors(&archive, true, console);
     damage.sort_by_key(Error::offset);
     if !damage.is_empty() {
@@ -187,12 +187,12 @@ fn compare(
         return Ok(Verdict::lossy(damage.iter().map(reason)));
     }
     let mut bytes = Vec::with_capacity(usize::try_from(layout.file_len()).unwrap_or_default());
-    let failed = |error| Failure::format(path, &error);
-    layout.write_to(&mut bytes).map_err(failed)?;
+    let format_failure = |error| Failure::format(path, &error);
+    layout.write_to(&mut bytes).map_err(format_failure)?;
     drop(layout);
-    let again = Archive::from_bytes(bytes).map_err(failed)?;
-    let attrs_differ = attrs_of(&archive) != attrs_of(&again);
-    let [old, new] = [archive, again].map(|archive| Document::of(path, archive));
+    let rewritten = Archive::from_bytes(bytes).map_err(format_failure)?;
+    let attrs_differ = attrs_without_level(&archive) != attrs_without_level(&rewritten);
+    let [old, new] = [archive, rewritten].map(|archive| Document::of(path, archive));
     let found = diff::compare(&old, &new, false, console)?.found;
     let mut reasons: Vec<String> = found.iter().map(|each| each.line(0)).collect();
     if attrs_differ && reasons.is_empty() {
@@ -201,39 +201,43 @@ fn compare(
     Ok(if reasons.is_empty() { Verdict::equal(note) } else { Verdict::lossy(reasons) })
 }
 
-/// What is said of an archive as a whole, but for how it is compressed.
-fn attrs_of(archive: &Archive) -> Attrs {
+/// Returns the attributes of an archive, except the compression level.
+fn attrs_without_level(archive: &Archive) -> Attrs {
     let mut attrs = archive.attrs();
     attrs.remove(ZSTD_LEVEL_ATTR);
     attrs
 }
 
-/// The index of a manifest is written anew from what it says; what the archives hold together, as
-/// one archive.
+/// Checks a manifest: rewrites its index, then joins its archives and rewrites the result.
 fn check_manifest(
     path: &Path,
-    alone: &Archive,
+    archive: &Archive,
     file: &dyn Blob,
     console: Console,
 ) -> Result<Verdict> {
-    let storages: Vec<_> = (0..alone.storage_count()).map(|number| alone.storage(number)).collect();
-    let bytes = manifest(&alone.structure(), &storages, &alone.attrs(), &alone.shards());
+    let storages: Vec<_> =
+        (0..archive.storage_count()).map(|number| archive.storage(number)).collect();
+    let bytes = manifest(&archive.structure(), &storages, &archive.attrs(), &archive.shards());
     let bytes = match bytes {
         Ok(bytes) => bytes,
         Err(error) => return verdict_of(path, &error),
     };
-    let mut same = Same::to(file);
-    let index = match same.write_all(&bytes) {
-        Ok(()) if same.is_whole() => Verdict::identical(),
-        Err(error) if same.difference().is_none() => return Err(Failure::io("read", path, error)),
+    let mut comparer = Same::to(file);
+    let index = match comparer.write_all(&bytes) {
+        Ok(()) if comparer.is_whole() => Verdict::identical(),
+        Err(error) if comparer.difference().is_none() => {
+            return Err(Failure::io("read", path, error));
+        }
         _ => {
-            let again =
+            let rewritten =
                 Archive::from_bytes(bytes).map_err(|error| Failure::format(path, &error))?;
-            let is_equal = again.structure() == alone.structure()
-                && (again.attrs(), again.shards()) == (alone.attrs(), alone.shards())
-                && (0..).zip(&storages).all(|(number, storage)| again.storage(number) == *storage);
+            let is_equal = rewritten.structure() == archive.structure()
+                && (rewritten.attrs(), rewritten.shards()) == (archive.attrs(), archive.shards())
+                && (0..)
+                    .zip(&storages)
+                    .all(|(number, storage)| rewritten.storage(number) == *storage);
             if is_equal {
-                Verdict::equal(note_of(&same))
+                Verdict::equal(note_of(&comparer))
             } else {
                 Verdict::lossy(["the index means something else".to_owned()])
             }
@@ -244,21 +248,21 @@ fn check_manifest(
         return Ok(index);
     }
     if path.file_name().is_none_or(|name| name != MANIFEST) {
-        return Ok(index.note("the index alone, not what it names"));
+        return Ok(index.with_note("the index alone, not what it names"));
     }
     let directory = if directory == Path::new("") { Path::new(".") } else { directory };
     let set = match open_set(directory)? {
         Ok(set) => set,
         Err(error) => return verdict_of(path, &error),
     };
-    match anew(&set, console) {
+    match reencode(&set, console) {
         Ok(layout) => {
             let whole = compare(path, set, layout, String::new(), console)?;
             Ok(if whole.outcome == Outcome::Lossy { whole } else { index })
         }
-        // Nothing but a manifest can hold what writers disagree on; all of it was read.
+        // Only a manifest can store values that differ between writers. All values have been read.
         Err(error) if error.kind() == ErrorKind::ShardTable => {
-            Ok(index.note("not joined, as its writers hold different values"))
+            Ok(index.with_note("not joined, as its writers hold different values"))
         }
         Err(error) => verdict_of(path, &error),
     }

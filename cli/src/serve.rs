@@ -1,4 +1,4 @@
-//! `tssd serve`: a daemon, in the foreground.
+//! `tssd serve`: runs a daemon in the foreground.
 
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
@@ -86,12 +86,12 @@ pub(crate) struct Args {
     linger: Option<u64>,
 }
 
-/// One line when it is ready, none when all is well.
+/// Runs the daemon until it stops. Prints one line when it is ready.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     if args.linger.is_some() {
-        // Signals to the client's terminal are not for us. Who leads a session already may go on.
+        // Do not receive signals of the client's terminal. A session leader keeps its session.
         let _ = rustix::process::setsid();
-        // Nor does its directory have to stay.
+        // Do not keep the working directory of the client in use.
         let _ = std::env::set_current_dir("/");
     }
     let stop = interrupt::notified()?;
@@ -104,7 +104,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     options.root.clone_from(&args.root);
     options.keep = args.keep;
     options.allow_uids.clone_from(&args.allow_uid);
-    options.socket_group = args.socket_group.as_deref().map(group).transpose()?;
+    options.socket_group = args.socket_group.as_deref().map(group_id).transpose()?;
     options.metrics = args.metrics;
     options.listen = args.listen;
     options.controller.clone_from(&args.controller);
@@ -121,8 +121,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         options.memory_limit = limit;
     }
     let (keep, limit) = (u64::from(args.keep.get()), options.memory_limit);
-    // One more than is kept is being written, or still read.
-    let model = limit / (keep + 1);
+    // Besides the kept versions, one version is being written or still read.
+    let model_limit = limit / (keep + 1);
     let daemon = Daemon::bind(options).map_err(|error| match error.kind() {
         ErrorKind::Unreachable => Failure::new(Exit::Unreachable, error)
             .help("check the address of --controller, --meta or --bucket, and whether it is there"),
@@ -135,7 +135,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
          kept",
         env!("CARGO_PKG_VERSION"),
         Size(limit),
-        Size(model),
+        Size(model_limit),
         keep,
     );
     if let Some(meta) = &args.meta {
@@ -156,7 +156,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         "version": env!("CARGO_PKG_VERSION"),
         "memory_limit": limit,
         "keep": keep,
-        "model_limit": model,
+        "model_limit": model_limit,
         "address": address,
         "metrics": metrics.map(|address| address.to_string()),
     });
@@ -164,23 +164,23 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     notify("READY=1")
         .map_err(|error| Failure::new(Exit::Refused, format_args!("NOTIFY_SOCKET: {error}")))?;
     daemon.serve(stop).map_err(|error| failure(&error))?;
-    // The daemon has ended; nobody needs to hear of it.
+    // The daemon has stopped, so a failed notification has no effect.
     let _ = notify("STOPPING=1");
     Ok(Exit::Ok)
 }
 
-/// The number of a group.
-fn group(name: &str) -> Result<u32> {
-    if let Ok(number) = name.parse() {
-        return Ok(number);
+/// Returns the ID of a group, from its name or number.
+fn group_id(name: &str) -> Result<u32> {
+    if let Ok(id) = name.parse() {
+        return Ok(id);
     }
     let path = Path::new("/etc/group");
     let groups = std::fs::read_to_string(path).map_err(|error| Failure::io("read", path, error))?;
-    let number = groups.lines().find_map(|line| {
+    let id = groups.lines().find_map(|line| {
         let mut fields = line.split(':');
         (fields.next() == Some(name)).then(|| fields.nth(1)?.parse().ok())?
     });
-    number.ok_or_else(|| {
+    id.ok_or_else(|| {
         Failure::new(Exit::Usage, format_args!("no group `{name}` in {}", path.display()))
             .help("a group from elsewhere has a number too: `getent group NAME` prints it")
     })

@@ -1,9 +1,9 @@
-//! Sizes, counts and names as people write and read them.
+//! Sizes, counts and lists of names as text.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// A number of bytes: written `500MB`, `1.5GiB` or `4096`; shown as `1.21 GB`.
+/// A number of bytes: parsed from `500MB`, `1.5GiB` or `4096`, displayed as `1.21 GB`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Size(pub(crate) u64);
 
@@ -39,15 +39,15 @@ impl FromStr for Size {
         if whole.is_empty() && fraction.is_empty() || fraction.len() > 9 {
             return Err(malformed());
         }
-        // Exact, so that 0.1GB is 100,000,000 bytes and not one less.
+        // Integers, not floats, so that 0.1GB is exactly 100,000,000 bytes.
         let digits: u128 = format!("{whole}{fraction}").parse().map_err(|_| malformed())?;
-        let tens = 10_u128.pow(u32::try_from(fraction.len()).map_err(|_| malformed())?);
-        let bytes = digits.checked_mul(u128::from(scale)).ok_or_else(malformed)? / tens;
+        let divisor = 10_u128.pow(u32::try_from(fraction.len()).map_err(|_| malformed())?);
+        let bytes = digits.checked_mul(u128::from(scale)).ok_or_else(malformed)? / divisor;
         u64::try_from(bytes).map(Self).map_err(|_| malformed())
     }
 }
 
-/// Three digits are enough to compare by; the exact number is in the JSON view.
+/// Displays three significant digits. The JSON output has the exact number.
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let decimal = UNITS[..4].iter().rev().find(|(_, scale)| self.0 >= *scale);
@@ -66,13 +66,13 @@ impl fmt::Display for Size {
     }
 }
 
-/// Gigabytes per second, the unit that memory and disks are sold in.
+/// Returns the throughput in GB/s (1e9 bytes per second).
 #[expect(clippy::cast_precision_loss, reason = "three digits of it are shown")]
 pub(crate) fn gigabytes_per_second(bytes: u64, seconds: f64) -> f64 {
     bytes as f64 / seconds.max(1e-9) / 1e9
 }
 
-/// The same as text; files too small for it are measured in megabytes.
+/// Returns the throughput as text, in GB/s, or in MB/s below 0.1 GB/s.
 pub(crate) fn speed(bytes: u64, seconds: f64) -> String {
     match gigabytes_per_second(bytes, seconds) {
         speed if speed < 0.1 => format!("{:.1} MB/s", speed * 1000.0),
@@ -81,17 +81,17 @@ pub(crate) fn speed(bytes: u64, seconds: f64) -> String {
     }
 }
 
-/// How many of something: `1 tensor`, `2 tensors`.
-pub(crate) fn count(number: impl TryInto<u64>, what: &str) -> String {
+/// Returns a number with its noun: `1 tensor`, `2 tensors`.
+pub(crate) fn count(number: impl TryInto<u64>, noun: &str) -> String {
     let number = number.try_into().unwrap_or(u64::MAX);
-    let plural = match what.strip_suffix("leaf") {
+    let plural = match noun.strip_suffix("leaf") {
         Some(kind) => format!("{kind}leaves"),
-        None => format!("{what}s"),
+        None => format!("{noun}s"),
     };
-    if number == 1 { format!("1 {what}") } else { format!("{number} {plural}") }
+    if number == 1 { format!("1 {noun}") } else { format!("{number} {plural}") }
 }
 
-/// A few names are enough to know which.
+/// Joins the first four names with commas, and adds the number of the others.
 pub(crate) fn listed(names: &[impl AsRef<str>]) -> String {
     const SHOWN_MAX: usize = 4;
     let shown: Vec<&str> = names.iter().take(SHOWN_MAX).map(AsRef::as_ref).collect();
@@ -107,7 +107,7 @@ mod tests {
     use super::Size;
 
     #[test]
-    fn sizes_are_exact() {
+    fn size_parses_exactly() {
         for (text, bytes) in [
             ("4096", 4096),
             ("0", 0),
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_shown_with_three_digits() {
+    fn size_displays_three_digits() {
         for (bytes, text) in [
             (0, "0 B"),
             (999, "999 B"),

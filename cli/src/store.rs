@@ -1,4 +1,4 @@
-//! The commands on a store.
+//! Commands on a store.
 
 pub(crate) mod get;
 pub(crate) mod head;
@@ -36,14 +36,14 @@ pub(crate) struct Address {
 }
 
 impl Address {
-    /// Connects to it: there must be one.
+    /// Connects to an existing store.
     pub(crate) fn connect(&self) -> Result<Store> {
-        Store::connect_with(&self.url, &self.options()).map_err(|error| unreachable(&error))
+        Store::connect_with(&self.url, &self.options()).map_err(|error| connect_failure(&error))
     }
 
-    /// Connects to it, and makes it if it is not there.
+    /// Connects to a store, and creates it if it does not exist.
     pub(crate) fn create(&self) -> Result<Store> {
-        Store::create_with(&self.url, &self.options()).map_err(|error| unreachable(&error))
+        Store::create_with(&self.url, &self.options()).map_err(|error| connect_failure(&error))
     }
 
     fn options(&self) -> ConnectOptions {
@@ -56,14 +56,14 @@ impl Address {
     }
 }
 
-fn unreachable(error: &Error) -> Failure {
+fn connect_failure(error: &Error) -> Failure {
     match error.kind() {
         ErrorKind::Invalid => Failure::new(Exit::Usage, error),
         _ => failure(error),
     }
 }
 
-/// What the store says, with advice.
+/// Creates the failure for an error of a store, with help.
 pub(crate) fn failure(error: &Error) -> Failure {
     let (exit, help) = match error.kind() {
         ErrorKind::NotFound => {

@@ -1,17 +1,17 @@
-//! Tables for people: columns as wide as they need to be, and nothing but spaces between them.
+//! Text tables with aligned columns.
 
 use std::fmt::{self, Write};
 
-/// To which side the cells of a column stand.
+/// Alignment of the cells of a column.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Align {
-    /// Words.
+    /// For text.
     Left,
-    /// Numbers.
+    /// For numbers.
     Right,
 }
 
-/// Rows under a header.
+/// A header and rows.
 #[derive(Debug)]
 pub(crate) struct Table {
     columns: Vec<Align>,
@@ -19,7 +19,7 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// A table with these columns and no row yet.
+    /// Creates a table with these columns and no rows.
     pub(crate) fn new(columns: &[(&str, Align)]) -> Self {
         Self {
             columns: columns.iter().map(|(_, align)| *align).collect(),
@@ -27,7 +27,7 @@ impl Table {
         }
     }
 
-    /// Appends a row; missing cells at its end are empty.
+    /// Appends a row. Missing cells at its end are empty.
     pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = String>) {
         self.rows.push(cells.into_iter().collect());
     }

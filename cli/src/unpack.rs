@@ -1,4 +1,4 @@
-//! `tssd unpack`: an archive becomes a safetensors file, or a directory of them.
+//! `tssd unpack`: converts an archive to a safetensors file, or to a directory of them.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ pub(crate) struct Args {
     shard_size: Option<Size>,
 }
 
-/// Storage by storage, so that memory holds one of them at a time.
+/// Unpacks storage by storage. Memory holds one storage at a time.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let console = console.beside(&args.output);
     if args.shard_size.is_some_and(|size| size.0 == 0) {
@@ -41,75 +41,78 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
             .help("name a new or empty directory, or leave out --shard-size"));
     }
     let archive = open_archive(&args.input)?;
-    let refused = |error| Failure::format(shown(&args.input), &error);
-    let export = Export::of_archive(&archive).map_err(refused)?;
-    let others = export.others().map(|other| other.file_len());
-    let others = others.fold(0, u64::saturating_add);
-    if names_directory(args) {
+    let format_failure = |error| Failure::format(shown(&args.input), &error);
+    let export = Export::of_archive(&archive).map_err(format_failure)?;
+    let other_bytes = export.others().map(|other| other.file_len());
+    let other_bytes = other_bytes.fold(0, u64::saturating_add);
+    if is_directory_output(args) {
         let directory = match args.shard_size {
             Some(Size(max)) => export.shards(max),
             None => export.directory(),
         };
-        let bar = console.bytes_bar("unpacking", export.nbytes().saturating_add(others));
+        let bar = console.bytes_bar("unpacking", export.nbytes().saturating_add(other_bytes));
         let mut output = OutputDirectory::create(&args.output, bar)?;
-        let (names, len) = write(args, &directory.map_err(refused)?, &mut output)?;
+        let (names, len) = write_files(args, &directory.map_err(format_failure)?, &mut output)?;
         output.commit()?;
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         report(args, console, &export, &names, len)?;
     } else {
-        let file = export.file().map_err(refused)?;
+        let file = export.file().map_err(format_failure)?;
         let bar = console.bytes_bar("unpacking", export.nbytes());
         let mut output = Output::create(&args.output, bar)?;
-        file.write_to(&mut output).map_err(|error| failure(args, &args.output, &error))?;
+        file.write_to(&mut output).map_err(|error| unpack_failure(args, &args.output, &error))?;
         report(args, console, &export, &[], output.commit()?)?;
     }
     Ok(Exit::Ok)
 }
 
-fn names_directory(args: &Args) -> bool {
-    let is_named_so = args.output.as_os_str().as_encoded_bytes().ends_with(b"/");
-    args.shard_size.is_some() || is_named_so || !is_stream(&args.output) && args.output.is_dir()
+fn is_directory_output(args: &Args) -> bool {
+    let has_trailing_slash = args.output.as_os_str().as_encoded_bytes().ends_with(b"/");
+    args.shard_size.is_some()
+        || has_trailing_slash
+        || !is_stream(&args.output) && args.output.is_dir()
 }
 
-/// Writes all files, the index last, as one with an index is taken for a whole one; returns their names,
-/// and how many bytes they have together.
-fn write(
+/// Writes all files, and returns their names and their total length in bytes.
+///
+/// The index is written last, because readers take a directory with an index for a complete one.
+fn write_files(
     args: &Args,
     directory: &Directory<'_>,
     output: &mut OutputDirectory,
 ) -> Result<(Vec<String>, u64)> {
     let (mut names, mut len) = (Vec::new(), 0);
-    let mut write = |name: &str, content: Content<'_>| {
+    let mut write_file = |name: &str, write_content: WriteContent<'_>| {
         let path = args.output.join(name);
-        let failed = |error| Failure::io("write", &path, error);
-        let mut stream = output.file(name).map_err(failed)?;
-        content(&mut stream).map_err(|error| failure(args, &path, &error))?;
-        len += stream.finish().map_err(failed)?;
+        let io_failure = |error| Failure::io("write", &path, error);
+        let mut stream = output.file(name).map_err(io_failure)?;
+        write_content(&mut stream).map_err(|error| unpack_failure(args, &path, &error))?;
+        len += stream.finish().map_err(io_failure)?;
         names.push(name.to_owned());
         Ok(())
     };
     for other in &directory.others {
-        write(other.name(), &|stream| other.write_to(stream))?;
+        write_file(other.name(), &|stream| other.write_to(stream))?;
     }
     for file in &directory.files {
-        write(file.name(), &|stream| file.write_to(stream))?;
+        write_file(file.name(), &|stream| file.write_to(stream))?;
     }
     if let Some(index) = &directory.index {
-        write(INDEX_NAME, &|stream| Ok(stream.write_all(index.as_bytes())?))?;
+        write_file(INDEX_NAME, &|stream| Ok(stream.write_all(index.as_bytes())?))?;
     }
     Ok((names, len))
 }
 
-/// What writes a file.
-type Content<'a> = &'a dyn Fn(&mut OutputFile) -> Result<(), Error>;
+/// A function that writes the content of a file.
+type WriteContent<'a> = &'a dyn Fn(&mut OutputFile) -> Result<(), Error>;
 
-/// What the system refuses is about the output, what the format refuses about the input.
-fn failure(args: &Args, output: &Path, error: &Error) -> Failure {
+/// Creates the failure for an error: I/O errors name the output, format errors name the input.
+fn unpack_failure(args: &Args, output: &Path, error: &Error) -> Failure {
     let is_io = error.kind() == ErrorKind::Io;
     Failure::format(if is_io { shown_output(output) } else { shown(&args.input) }, error)
 }
 
-/// The names are those of the files of a directory.
+/// Prints the report. `names` are the files of an output directory, and empty for a single file.
 fn report(
     args: &Args,
     console: Console,
@@ -133,13 +136,14 @@ fn report(
         "output": args.output, "tensors": tensors, "bytes": bytes, "file_len": file_len,
     });
     if names.is_empty() {
-        let left_alone: Vec<&str> = export.others().map(|other| other.name()).collect();
-        if !left_alone.is_empty() {
-            let others = count(left_alone.len(), "other file");
-            let names = listed(&left_alone);
-            line = format!("{line}\nleft alone: {others} ({names}); `-o NAME/` writes them too");
+        let skipped: Vec<&str> = export.others().map(|other| other.name()).collect();
+        if !skipped.is_empty() {
+            let other_files = count(skipped.len(), "other file");
+            let names = listed(&skipped);
+            line =
+                format!("{line}\nleft alone: {other_files} ({names}); `-o NAME/` writes them too");
         }
-        json["left_alone"] = json!(left_alone);
+        json["left_alone"] = json!(skipped);
     } else {
         json["files"] = json!(names);
     }

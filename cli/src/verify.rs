@@ -1,4 +1,4 @@
-//! `tssd verify`: every byte of an archive is proven.
+//! `tssd verify`: verifies every byte of archives.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error as _;
@@ -17,8 +17,8 @@ use crate::parallel;
 use crate::size::{Size, count};
 use crate::store::failure;
 
-/// A file with more damage than this is not worth more lines.
-const SHOWN_MAX: usize = 10;
+/// Maximum number of defects that are printed for a file. Further defects are counted.
+const DEFECTS_MAX: usize = 10;
 
 /// Prove archives: the index by opening them, the payload by reading every byte. Of the directory of a store its
 /// ledgers too: which files are lost, or others.
@@ -33,31 +33,35 @@ pub(crate) struct Args {
     deep: bool,
 }
 
-/// One line per file. All files are looked at, whatever is found in the first.
+/// Verifies all files and prints one line per file. A damaged file does not stop the command.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let mut suspects = Vec::new();
+    let mut inputs = Vec::new();
     for path in &args.paths {
-        suspects.extend(suspects_of(path)?);
+        inputs.extend(list_inputs(path)?);
     }
     let mut exit = Exit::Ok;
     let mut results = Vec::new();
     let mut damaged = BTreeSet::new();
-    for Suspect { path, is_listed, known, is_archive } in &mut suspects {
+    for Input { path, is_from_directory, known_damage, is_archive } in &mut inputs {
         let path = &*path;
         let mut verdict = Verdict::default();
         if *is_archive {
             verdict = match verify(path, args.deep, &damaged, console) {
-                // It was deleted meanwhile.
+                // The file was deleted after the directory was listed.
                 Err(failure)
-                    if *is_listed && failure.exit() == Exit::NotFound && known.is_empty() =>
+                    if *is_from_directory
+                        && failure.exit() == Exit::NotFound
+                        && known_damage.is_empty() =>
                 {
                     continue;
                 }
-                Err(failure) if *is_listed => Verdict::of(Damage::unread(&failure)),
+                Err(failure) if *is_from_directory => {
+                    Verdict::from_damage(Damage::from_failure(&failure))
+                }
                 verdict => verdict?,
             };
         }
-        verdict.damage.append(known);
+        verdict.damage.append(known_damage);
         if !verdict.damage.is_empty() {
             damaged.insert(path.clone());
         }
@@ -65,9 +69,9 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         if !is_whole {
             exit = Exit::Differs;
         }
-        // Damage is never kept quiet.
-        let is_fine = is_whole && verdict.warnings.is_empty();
-        if !(console.json || is_fine && console.quiet) {
+        // Damage and warnings are printed even with `--quiet`.
+        let is_clean = is_whole && verdict.warnings.is_empty();
+        if !(console.json || is_clean && console.quiet) {
             print(verdict.lines(path))?;
         }
         let damage: Vec<Json> = verdict.damage.iter().map(Damage::json).collect();
@@ -81,59 +85,62 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     Ok(exit)
 }
 
-/// A file to look at.
-struct Suspect {
+/// A file to verify, or a path with known damage.
+struct Input {
     path: PathBuf,
-    /// Whether nobody has named it: it is in a directory.
-    is_listed: bool,
-    /// Whether it is an archive, and not a file of a ledger, or a folder.
+    /// Whether the file was found in a directory, not named on the command line.
+    is_from_directory: bool,
+    /// Whether the path is an archive, not a file of a ledger or a folder.
     is_archive: bool,
-    /// What is known to be wrong with it before it is opened.
-    known: Vec<Damage>,
+    /// Damage that is known before the file is opened.
+    known_damage: Vec<Damage>,
 }
 
-/// The file itself; or all archives in and below a directory, and what a store there lacks.
-fn suspects_of(path: &Path) -> Result<Vec<Suspect>> {
+/// Lists the inputs of a path: the file itself, or all archives in and below a directory.
+///
+/// In the directory of a store, the files with defects that the ledgers reveal are listed too.
+fn list_inputs(path: &Path) -> Result<Vec<Input>> {
     if !is_directory(path)? {
-        let (path, known) = (path.to_owned(), Vec::new());
-        return Ok(vec![Suspect { path, is_listed: false, is_archive: true, known }]);
+        let (path, known_damage) = (path.to_owned(), Vec::new());
+        return Ok(vec![Input { path, is_from_directory: false, is_archive: true, known_damage }]);
     }
     let Found { archives, unreadable } = Found::below(path);
-    let mut suspects: BTreeMap<PathBuf, Suspect> = BTreeMap::new();
-    let suspect = |path: &Path, is_archive| Suspect {
+    let mut inputs: BTreeMap<PathBuf, Input> = BTreeMap::new();
+    let input = |path: &Path, is_archive| Input {
         path: path.to_owned(),
-        is_listed: true,
+        is_from_directory: true,
         is_archive,
-        known: Vec::new(),
+        known_damage: Vec::new(),
     };
     for archive in archives {
-        suspects.insert(archive.clone(), suspect(&archive, true));
+        inputs.insert(archive.clone(), input(&archive, true));
     }
     let defects = tssd_store::scrub(path).map_err(|error| failure(&error))?;
-    let known = defects.into_iter().map(|defect| {
+    let store_damage = defects.into_iter().map(|defect| {
         let message = defect.error.to_string();
         (defect.path, Damage { rule: "store", message, leaf: None, byte: None })
     });
-    let unread = unreadable.into_iter().map(|(path, failure)| (path, Damage::unread(&failure)));
-    for (path, damage) in known.chain(unread) {
-        let entry = suspects.entry(path.clone()).or_insert_with(|| suspect(&path, false));
-        entry.known.push(damage);
+    let unreadable_damage =
+        unreadable.into_iter().map(|(path, failure)| (path, Damage::from_failure(&failure)));
+    for (path, damage) in store_damage.chain(unreadable_damage) {
+        let entry = inputs.entry(path.clone()).or_insert_with(|| input(&path, false));
+        entry.known_damage.push(damage);
     }
-    if suspects.is_empty() {
+    if inputs.is_empty() {
         return Err(none_in(path));
     }
-    Ok(suspects.into_values().collect())
+    Ok(inputs.into_values().collect())
 }
 
-/// What was found in one file.
+/// Result of verifying one file.
 #[derive(Default)]
 struct Verdict {
-    what: String,
+    summary: String,
     damage: Vec<Damage>,
     warnings: Vec<String>,
 }
 
-/// One place that is not as it was written.
+/// One defect of a file.
 struct Damage {
     rule: &'static str,
     message: String,
@@ -142,24 +149,24 @@ struct Damage {
 }
 
 impl Verdict {
-    fn of(damage: Damage) -> Self {
+    fn from_damage(damage: Damage) -> Self {
         Self { damage: vec![damage], ..Self::default() }
     }
 
     fn lines(&self, path: &Path) -> String {
         let path = shown(path).display();
         if self.damage.is_empty() {
-            let mut lines = format!("ok       {path}  {}\n", self.what);
+            let mut lines = format!("ok       {path}  {}\n", self.summary);
             for warning in &self.warnings {
                 writeln!(lines, "         warning  {warning}").expect("a String takes any text");
             }
             return lines;
         }
         let mut lines = format!("DAMAGED  {path}\n");
-        for Damage { rule, message, .. } in self.damage.iter().take(SHOWN_MAX) {
+        for Damage { rule, message, .. } in self.damage.iter().take(DEFECTS_MAX) {
             writeln!(lines, "         {rule}  {message}").expect("a String takes any text");
         }
-        if let Some(more) = self.damage.len().checked_sub(SHOWN_MAX).filter(|more| *more > 0) {
+        if let Some(more) = self.damage.len().checked_sub(DEFECTS_MAX).filter(|more| *more > 0) {
             writeln!(lines, "         and {more} more").expect("a String takes any text");
         }
         lines
@@ -167,8 +174,8 @@ impl Verdict {
 }
 
 impl Damage {
-    /// That a file cannot be read is as bad, if nobody has named it.
-    fn unread(failure: &Failure) -> Self {
+    /// Converts a failure to read a file to damage. Used for files that were found in a directory.
+    fn from_failure(failure: &Failure) -> Self {
         let source = failure.source().map(|source| format!(": {source}")).unwrap_or_default();
         Self { rule: "io", message: format!("{failure}{source}"), leaf: None, byte: None }
     }
@@ -180,7 +187,7 @@ impl Damage {
     }
 }
 
-/// A broken rule of the format is damage, any other error is none.
+/// A broken rule of the format is damage. Other errors are returned unchanged.
 impl TryFrom<Error> for Damage {
     type Error = Error;
 
@@ -194,54 +201,59 @@ impl TryFrom<Error> for Damage {
     }
 }
 
-/// Damage is a verdict; a file that cannot be read is a failure.
+/// Verifies a file. Damage is part of the verdict, an unreadable file is an error.
 fn verify(
     path: &Path,
     deep: bool,
     damaged: &BTreeSet<PathBuf>,
     console: Console,
 ) -> Result<Verdict> {
-    let failed = |error| Failure::format(shown(path), &error);
+    let format_failure = |error| Failure::format(shown(path), &error);
     let archive = match open(path, damaged)? {
         Ok(archive) => archive,
-        Err(error) => return Ok(Verdict::of(error.try_into().map_err(failed)?)),
+        Err(error) => return Ok(Verdict::from_damage(error.try_into().map_err(format_failure)?)),
     };
     let damage = errors(&archive, deep, console).into_iter().map(Damage::try_from);
-    let mut damage = damage.collect::<Result<Vec<_>, _>>().map_err(failed)?;
+    let mut damage = damage.collect::<Result<Vec<_>, _>>().map_err(format_failure)?;
     damage.sort_by_key(|each| each.byte);
-    let mut what = Size(archive.file_len()).to_string();
+    let mut summary = Size(archive.file_len()).to_string();
     match archive.shards().len() {
         0 => {}
         files if archive.is_manifest_alone() => {
-            write!(what, ", manifest of {} that are not looked at", count(files, "file"))
+            write!(summary, ", manifest of {} that are not looked at", count(files, "file"))
                 .expect("a String takes any text");
         }
         files => {
-            write!(what, ", manifest of {}", count(files, "file"))
+            write!(summary, ", manifest of {}", count(files, "file"))
                 .expect("a String takes any text");
         }
     }
-    // What is damaged is not looked at for anything else.
-    let warnings =
-        if deep && damage.is_empty() { odd_bools(&archive).map_err(failed)? } else { Vec::new() };
-    Ok(Verdict { what, damage, warnings })
+    // Damaged files are not searched for warnings.
+    let warnings = if deep && damage.is_empty() {
+        invalid_bool_warnings(&archive).map_err(format_failure)?
+    } else {
+        Vec::new()
+    };
+    Ok(Verdict { summary, damage, warnings })
 }
 
-/// A manifest is opened with the archives that it names; under another name it is a file alone. So it is if one of
-/// them is known to be damaged: that is not said twice.
+/// Opens a file. A file with the name of a manifest is opened with the archives that it names.
+///
+/// The manifest is opened alone if one of its archives is known to be damaged, so that the damage is
+/// reported once.
 fn open(path: &Path, damaged: &BTreeSet<PathBuf>) -> Result<Result<Archive, Error>> {
-    let alone = Archive::from_blob(input::open(path)?);
-    let Ok(archive) = &alone else { return Ok(alone) };
+    let archive_alone = Archive::from_blob(input::open(path)?);
+    let Ok(archive) = &archive_alone else { return Ok(archive_alone) };
     let is_damaged = |name: String| damaged.contains(&path.with_file_name(name));
     let names = archive.shards().into_iter().map(|shard| shard.name);
     if path.file_name().is_none_or(|name| name != MANIFEST) || names.into_iter().any(is_damaged) {
-        return Ok(alone);
+        return Ok(archive_alone);
     }
     let directory = path.parent().filter(|parent| *parent != Path::new(""));
     open_set(directory.unwrap_or(Path::new(".")))
 }
 
-/// Everything that is wrong with the payload of an archive, in any order.
+/// Returns all defects in the payload of an archive, in any order.
 pub(crate) fn errors(archive: &Archive, deep: bool, console: Console) -> Vec<Error> {
     let mut jobs = archive.verify_jobs();
     if deep {
@@ -251,43 +263,49 @@ pub(crate) fn errors(archive: &Archive, deep: bool, console: Console) -> Vec<Err
     results.into_iter().filter_map(Result::err).collect()
 }
 
-/// Bools are bytes; what is neither 0 nor 1 is no damage, but readers may take it for either.
-fn odd_bools(archive: &Archive) -> Result<Vec<String>, Error> {
+/// Returns a warning for each leaf with bools other than 0 and 1.
+///
+/// Such bytes are not damage, but readers may disagree on their value.
+fn invalid_bool_warnings(archive: &Archive) -> Result<Vec<String>, Error> {
     let mut warnings = Vec::new();
     if archive.is_manifest_alone() {
         return Ok(warnings);
     }
     for (path, node) in archive.leaves() {
-        let Node::Tensors(run) = node else { continue };
-        let mut odd = 0;
-        for reference in run.iter().filter(|each| each.meta.dtype() == Dtype::Bool) {
+        let Node::Tensors(shards) = node else { continue };
+        let mut invalid_count = 0;
+        for reference in shards.iter().filter(|each| each.meta.dtype() == Dtype::Bool) {
             let tensor = archive.tensor_of(reference)?;
             let bytes = tensor.view().span();
-            let is_odd = |byte: &&u8| **byte > 1;
-            let Some(elements) = elements(&reference.meta) else {
-                odd += bytes.iter().filter(is_odd).count();
+            let is_invalid = |byte: &&u8| **byte > 1;
+            let Some(elements) = distinct_elements(&reference.meta) else {
+                invalid_count += bytes.iter().filter(is_invalid).count();
                 continue;
             };
             elements.for_each(|start, _, len| {
-                let index = |at| usize::try_from(at).expect("it is in memory");
-                odd += bytes[index(start)..index(start + len)].iter().filter(is_odd).count();
+                let to_usize = |at| usize::try_from(at).expect("it is in memory");
+                invalid_count +=
+                    bytes[to_usize(start)..to_usize(start + len)].iter().filter(is_invalid).count();
             });
         }
-        if odd > 0 {
-            let bools = count(odd, "bool");
+        if invalid_count > 0 {
+            let bools = count(invalid_count, "bool");
             warnings.push(format!("`{}` has {bools} other than 0 and 1", path.fqn()));
         }
     }
     Ok(warnings)
 }
 
-/// The elements of a tensor of bytes; those that are repeated are looked at once. `None` if strides
-/// make more elements than there are bytes: then all bytes are looked at.
-fn elements(meta: &TensorMeta) -> Option<Runs> {
+/// Returns the elements of a tensor of bytes, with each repeated element once.
+///
+/// Returns `None` if the strides make more elements than there are bytes. The caller then checks all
+/// bytes of the span.
+fn distinct_elements(meta: &TensorMeta) -> Option<Runs> {
     let strides = meta.strides();
-    let once = |(size, stride): (&u64, &u64)| if *stride == 0 { (*size).min(1) } else { *size };
-    let shape: Vec<u64> = meta.shape().iter().zip(&strides).map(once).collect();
+    let distinct_size =
+        |(size, stride): (&u64, &u64)| if *stride == 0 { (*size).min(1) } else { *size };
+    let shape: Vec<u64> = meta.shape().iter().zip(&strides).map(distinct_size).collect();
     let count = shape.iter().fold(1, |count: u64, size| count.saturating_mul(*size));
-    let is_once = count <= meta.span_bytes();
-    is_once.then(|| Runs::to_row_major(meta.dtype().itemsize(), &shape, &strides))
+    let fits_span = count <= meta.span_bytes();
+    fits_span.then(|| Runs::to_row_major(meta.dtype().itemsize(), &shape, &strides))
 }

@@ -1,5 +1,7 @@
-//! A reader as `spec/conformance.py` wants it: the JSON view of an archive on stdout, or the kind of
-//! the error as the first word of the last line on stderr.
+//! The reference reader for `spec/conformance.py`.
+//!
+//! Prints the JSON view of an archive to stdout. On failure, the last line on stderr begins with the
+//! kind of the error.
 //!
 //! ```text
 //! python3 spec/conformance.py -- cargo run -q -p tssd-format --features json --example conformance {file}
@@ -15,7 +17,7 @@ fn main() -> ExitCode {
         eprintln!("usage: conformance FILE|DIRECTORY");
         return ExitCode::from(2);
     };
-    match view(path.as_ref()) {
+    match json_view(path.as_ref()) {
         Ok(view) => {
             println!("{view}");
             ExitCode::SUCCESS
@@ -27,7 +29,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn view(path: &Path) -> Result<String, Error> {
+fn json_view(path: &Path) -> Result<String, Error> {
     let archive = if path.is_dir() { open_shard_set(path)? } else { Archive::open(path)? };
     archive.verify_deep()?;
     Ok(to_json(&archive)?.to_string())

@@ -1,4 +1,4 @@
-//! Which bytes share a storage, and where each storage goes.
+//! Storage allocation: which leaves share a storage, and where each storage lies in the blob.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -24,63 +24,67 @@ use crate::structure::{Item, Trail, Tree, structure_of, walk};
 use crate::table::number;
 use crate::views::native;
 
-/// Storages of fewer bytes than this are not compressed: their records would take what is won.
-const MIN_PACKED: u64 = 512;
+/// Smallest storage that is compressed, in bytes. Below it, the chunk records outweigh the gain.
+const COMPRESS_MIN_BYTES: u64 = 512;
 
-/// Arranges leaves in storages, and storages in the blob; remembers how far the blob reaches.
+/// Allocator of storages: assigns leaves to storages, and storages to offsets in the file.
 #[derive(Debug)]
 pub(crate) struct Arranger {
+    /// End of the allocated part of the blob, as a file offset in bytes.
     cursor: u64,
-    /// Storages that have numbers but no places yet.
-    pending: Vec<Pending>,
-    /// Whether a storage is to be compressed.
-    compresses: bool,
+    /// Storages that have a number but no offset yet.
+    pending: Vec<PendingStorage>,
+    /// Whether any storage is a candidate for compression.
+    any_compressed: bool,
     pub(crate) sources: Vec<Source>,
     pub(crate) storages: StorageTables,
 }
 
-/// A storage that waits for its place, which depends on how much it can be compressed.
+/// A storage without an offset: offsets depend on the results of compression.
 #[derive(Debug)]
-struct Pending {
+struct PendingStorage {
     raw: RawBytes,
-    /// The width of the byte shuffle, if it is to be compressed.
+    /// Width of the byte shuffle in bytes (0: no shuffle); `None` if the storage stays raw.
     shuffle: Option<u8>,
 }
 
-/// Bytes of one leaf: their addresses, and what their first byte must be aligned to.
+/// The bytes of one leaf: their address range, owner and alignment.
 struct Span<'a> {
     start: u64,
     end: u64,
     owner: Owner<'a>,
+    /// Required alignment of the first byte in the storage, in bytes.
     align: u8,
+    /// Whether this is the content of a str, bytes or opaque leaf.
     is_content: bool,
-    /// The width of the byte shuffle, if it is to be compressed.
+    /// Width of the byte shuffle in bytes (0: no shuffle); `None` if the leaf stays raw.
     shuffle: Option<u8>,
-    /// Its component; `NONE` as long as it has none, and always if it has no bytes.
+    /// Number of its component; `NONE` until one is assigned, and always for an empty span.
     component: u32,
 }
 
-/// Whose bytes a span is of, and the address that they begin at.
+/// The memory or blob that a span is a part of.
 #[derive(Clone, Copy)]
 enum Owner<'a> {
     Memory(&'a Bytes),
-    Elsewhere(&'a Arc<dyn Blob>, u64),
+    /// A blob outside memory, and the address assigned to its first byte.
+    Blob(&'a Arc<dyn Blob>, u64),
 }
 
-/// Addresses for what is not in this process's memory: no memory has them, and no two blobs the same.
-struct Addresses {
+/// Address ranges for blobs outside this process's memory, disjoint from memory and from each other.
+struct BlobAddresses {
     next: u64,
     blobs: BTreeMap<usize, u64>,
 }
 
-impl Addresses {
+impl BlobAddresses {
     fn new() -> Self {
-        // Memory of a process is in the lower half.
+        // The memory of a process lies in the lower half of the address space.
         Self { next: 1 << 63, blobs: BTreeMap::new() }
     }
 
-    /// Where a blob of so many bytes begins.
-    fn of(&mut self, blob: &Arc<dyn Blob>, len: u64) -> Result<u64> {
+    /// Returns the start address of a blob of `len` bytes; the same address for the same blob.
+    fn start_of(&mut self, blob: &Arc<dyn Blob>, len: u64) -> Result<u64> {
         let identity = Arc::as_ptr(blob).cast::<()>().addr();
         if let Some(start) = self.blobs.get(&identity) {
             return Ok(*start);
@@ -92,19 +96,21 @@ impl Addresses {
     }
 }
 
-fn address(bytes: &Bytes) -> u64 {
+fn address_of(bytes: &Bytes) -> u64 {
     u64::try_from(bytes.as_ptr().addr()).expect("usize is at most 64 bits")
 }
 
-/// Spans that overlap, directly or through others: one storage.
+/// Spans that overlap, directly or transitively, and so share one storage.
 struct Component {
     start: u64,
     end: u64,
-    /// Its spans: a range of the order that [`components`] returns.
+    /// Its spans: a range of the order that [`find_components`] returns.
     spans: Range<u32>,
-    /// Zeros in front that bring every tensor to its alignment, once they are known. One alone needs none.
-    lead: Option<u8>,
-    /// Its number, once it has a place.
+    /// Number of zero bytes before the first span that align every tensor; `None` until computed.
+    ///
+    /// A component of one span needs none.
+    leading_zeros: Option<u8>,
+    /// The number of its storage, once one is added.
     storage: Option<u32>,
 }
 
@@ -113,19 +119,20 @@ impl Arranger {
         Self {
             cursor: DATA_START,
             pending: Vec::new(),
-            compresses: false,
+            any_compressed: false,
             sources: Vec::new(),
             storages: StorageTables::default(),
         }
     }
 
-    /// How far the blob reaches.
+    /// Returns the end of the allocated part of the blob, as a file offset in bytes.
     pub(crate) fn cursor(&self) -> u64 {
         self.cursor
     }
 
-    /// Gives everything in `value` a storage behind what is placed already, and returns its structure.
-    /// Tensors are tied if their bytes overlap now; earlier calls are not looked at.
+    /// Allocates storages for everything in `value` after the existing ones, and returns its structure.
+    ///
+    /// Tensors whose bytes overlap share a storage. Values of earlier calls are not considered.
     pub(crate) fn arrange<'a>(
         &mut self,
         value: &'a Value,
@@ -133,19 +140,20 @@ impl Arranger {
         options: &Options,
     ) -> Result<Tree<'a>> {
         let mut spans = Vec::new();
-        let mut addresses = Addresses::new();
+        let mut addresses = BlobAddresses::new();
         walk(value, &Trail::Start(path), options.allow_opaque, &mut |path, item| {
-            spans.push(Span::of(&item, path, options, &mut addresses)?);
+            spans.push(Span::from_item(&item, path, options, &mut addresses)?);
             Ok(())
         })?;
-        let (order, mut components) = components(&mut spans)?;
-        // All that can be refused is refused before anything has its place.
+        let (order, mut components) = find_components(&mut spans)?;
+        // Reject misaligned tensors before any storage is added.
         for (ordinal, span) in spans.iter().enumerate() {
             let Some(component) = components.get_mut(native(span.component)) else { continue };
-            if component.lead.is_none() {
-                let lead = lead_of(&component.spans(&order, &spans));
-                component.lead =
-                    Some(lead.map_err(|error| error.at(path_of(value, path, options, ordinal)))?);
+            if component.leading_zeros.is_none() {
+                let zeros = leading_zeros_for(&component.spans(&order, &spans));
+                component.leading_zeros = Some(
+                    zeros.map_err(|error| error.at(item_path(value, path, options, ordinal)))?,
+                );
             }
         }
         self.pending.reserve(components.len());
@@ -153,64 +161,68 @@ impl Arranger {
             let Some(component) = components.get_mut(native(span.component)) else { continue };
             if component.storage.is_none() {
                 let storage = self
-                    .store(component, component.spans(&order, &spans), span.shuffle)
-                    .map_err(|error| error.at(path_of(value, path, options, ordinal)))?;
+                    .add_storage(component, component.spans(&order, &spans), span.shuffle)
+                    .map_err(|error| error.at(item_path(value, path, options, ordinal)))?;
                 component.storage = Some(storage);
             }
         }
-        let mut places = spans.iter().map(|span| {
+        let mut locations = spans.iter().map(|span| {
             let Some(component) = components.get(native(span.component)) else { return (None, 0) };
-            let lead = u64::from(component.lead.expect("found above"));
-            (component.storage, span.start - component.start + lead)
+            let zeros = u64::from(component.leading_zeros.expect("found above"));
+            (component.storage, span.start - component.start + zeros)
         });
-        Ok(structure_of(value, &mut places))
+        Ok(structure_of(value, &mut locations))
     }
 
-    /// Makes a storage of the spans of a component, and returns its number.
-    fn store<'s>(
+    /// Adds a pending storage for the spans of a component, and returns its number.
+    fn add_storage<'s>(
         &mut self,
         component: &Component,
         spans: impl Iterator<Item = &'s Span<'s>>,
         shuffle: Option<u8>,
     ) -> Result<u32> {
         let number = number(self.storages.len() + self.pending.len())?;
-        let lead = component.lead.expect("found above").into();
-        let raw = RawBytes { lead, segments: segments(spans) };
-        let shuffle = shuffle.filter(|_| raw.len() >= MIN_PACKED);
-        self.compresses |= shuffle.is_some();
-        self.pending.push(Pending { raw, shuffle });
+        let lead = component.leading_zeros.expect("found above").into();
+        let raw = RawBytes { lead, segments: component_segments(spans) };
+        let shuffle = shuffle.filter(|_| raw.len() >= COMPRESS_MIN_BYTES);
+        self.any_compressed |= shuffle.is_some();
+        self.pending.push(PendingStorage { raw, shuffle });
         Ok(number)
     }
 
-    /// The jobs that compress what has no place yet.
+    /// Returns the jobs that compress the pending storages.
     pub(crate) fn jobs(&self, options: &Options) -> Vec<Pack> {
         let mut jobs = Vec::new();
-        for (number, Pending { raw, shuffle }) in self.pending.iter().enumerate() {
+        for (number, PendingStorage { raw, shuffle }) in self.pending.iter().enumerate() {
             let Some(shuffle) = *shuffle else { continue };
             jobs.extend(Pack::jobs(number, raw, shuffle, options.zstd_level, options.digests));
         }
         jobs
     }
 
-    /// Appends what has no place yet to the blob, given what its jobs have made.
+    /// Appends the pending storages to the blob, given the results of all compression jobs.
+    ///
+    /// # Errors
+    ///
+    /// `Unfilled` if the result of a job is missing; `TooLarge` if offsets or tables overflow.
     pub(crate) fn place(
         &mut self,
-        packed: impl IntoIterator<Item = Packed>,
+        compression_results: impl IntoIterator<Item = Packed>,
         options: &Options,
     ) -> Result<()> {
-        let mut packed: Vec<Packed> = packed.into_iter().collect();
-        packed.sort_by_key(|packed| packed.place);
-        let mut packed = packed.into_iter().peekable();
+        let mut results: Vec<Packed> = compression_results.into_iter().collect();
+        results.sort_by_key(|result| result.place);
+        let mut results = results.into_iter().peekable();
         self.sources.reserve(self.pending.len());
         self.storages.reserve(self.pending.len());
         let pending = std::mem::take(&mut self.pending).into_iter();
-        for (number, Pending { raw, shuffle }) in pending.enumerate() {
+        for (number, PendingStorage { raw, shuffle }) in pending.enumerate() {
             let mut chunks = Vec::new();
-            while let Some(part) = packed.next_if(|part| part.place.0 == number) {
-                chunks.extend(part.chunks);
+            while let Some(result) = results.next_if(|result| result.place.0 == number) {
+                chunks.extend(result.chunks);
             }
             match shuffle {
-                Some(shuffle) => self.append_packed(raw, shuffle, chunks, options)?,
+                Some(shuffle) => self.append_compressed(raw, shuffle, chunks, options)?,
                 None => self.append_raw(raw, options)?,
             }
         }
@@ -219,7 +231,7 @@ impl Arranger {
 
     fn append_raw(&mut self, raw: RawBytes, options: &Options) -> Result<()> {
         let len = raw.len();
-        // Sums are found out on the way into the file.
+        // The write jobs compute the checksums.
         let storage = StorageReference {
             len,
             chunk_size: options.chunks.size(len),
@@ -232,7 +244,7 @@ impl Arranger {
         self.append(storage, body)
     }
 
-    fn append_packed(
+    fn append_compressed(
         &mut self,
         raw: RawBytes,
         shuffle: u8,
@@ -272,7 +284,7 @@ impl Arranger {
         self.append(storage, Body::Packed(parts))
     }
 
-    /// Appends a storage to the blob.
+    /// Appends a storage to the blob at the next offset of its alignment.
     fn append(&mut self, mut storage: StorageReference, body: Body) -> Result<()> {
         let offset = self.cursor.checked_next_multiple_of(1 << storage.align_log2);
         storage.offset = offset.ok_or_else(too_large)?;
@@ -283,15 +295,15 @@ impl Arranger {
         self.storages.push(&storage)
     }
 
-    /// Where the index begins, once all storages have their places.
+    /// Returns the file offset of the index, once all storages are placed.
     pub(crate) fn index_off(&self) -> Result<u64> {
         self.cursor.checked_next_multiple_of(INDEX_ALIGN).ok_or_else(too_large)
     }
 
-    /// The attributes of the options, and what of these the tables do not tell.
+    /// Returns the attributes of the options, and the zstd level if any storage was tried for compression.
     pub(crate) fn attrs(&self, options: &Options) -> Attrs {
         let mut attrs = options.attrs.clone();
-        if self.compresses {
+        if self.any_compressed {
             attrs.insert(ZSTD_LEVEL_ATTR.to_owned(), AttrValue::Int(options.zstd_level.into()));
         }
         attrs
@@ -303,11 +315,11 @@ fn too_large() -> Error {
 }
 
 impl<'a> Span<'a> {
-    fn of(
+    fn from_item(
         item: &Item<'a>,
         path: &Trail<'_>,
         options: &Options,
-        addresses: &mut Addresses,
+        addresses: &mut BlobAddresses,
     ) -> Result<Self> {
         let shuffle = |meta, itemsize| match options.compression(path, meta) {
             Compression::None => None,
@@ -319,11 +331,11 @@ impl<'a> Span<'a> {
                 let shuffle = shuffle(Some(meta), meta.dtype().itemsize());
                 let storage = tensor.storage();
                 let (base, owner) = match (storage.bytes(), storage.blob()) {
-                    (Some(bytes), _) => (address(bytes), Owner::Memory(bytes)),
+                    (Some(bytes), _) => (address_of(bytes), Owner::Memory(bytes)),
                     (None, blob) => {
                         let blob = blob.expect("what is not in memory is elsewhere");
-                        let base = addresses.of(blob, storage.len())?;
-                        (base, Owner::Elsewhere(blob, base))
+                        let base = addresses.start_of(blob, storage.len())?;
+                        (base, Owner::Blob(blob, base))
                     }
                 };
                 let start = base + tensor.byte_offset();
@@ -332,7 +344,7 @@ impl<'a> Span<'a> {
                 Self { start, end, owner, align, is_content: false, shuffle, component: NONE }
             }
             Item::Content(bytes) => {
-                let start = address(bytes);
+                let start = address_of(bytes);
                 let (end, shuffle) = (start + length(bytes), shuffle(None, 1));
                 let owner = Owner::Memory(bytes);
                 Self { start, end, owner, align: 1, is_content: true, shuffle, component: NONE }
@@ -341,26 +353,31 @@ impl<'a> Span<'a> {
     }
 }
 
-/// The numbers of the spans that have bytes, in order of their starts; their components.
-fn components(spans: &mut [Span<'_>]) -> Result<(Vec<u32>, Vec<Component>)> {
+/// Groups spans into components.
+///
+/// Returns the numbers of the non-empty spans, sorted by start address with content last, and the components.
+/// The content of a leaf always has a component of its own.
+fn find_components(spans: &mut [Span<'_>]) -> Result<(Vec<u32>, Vec<Component>)> {
     let mut order = Vec::with_capacity(spans.len());
     let count = number(spans.len())?;
-    order.extend((0..count).filter(|at| spans[native(*at)].len() > 0));
-    order.sort_by_key(|at| (spans[native(*at)].is_content, spans[native(*at)].start, *at));
+    order.extend((0..count).filter(|index| spans[native(*index)].len() > 0));
+    order.sort_by_key(|index| {
+        (spans[native(*index)].is_content, spans[native(*index)].start, *index)
+    });
     let mut components: Vec<Component> = Vec::with_capacity(order.len());
-    for (place, at) in (0..).zip(&order) {
-        let span = &mut spans[native(*at)];
+    for (position, index) in (0..).zip(&order) {
+        let span = &mut spans[native(*index)];
         match components.last_mut() {
             Some(last) if !span.is_content && span.start < last.end => {
                 last.end = last.end.max(span.end);
-                last.spans.end = place + 1;
-                last.lead = None;
+                last.spans.end = position + 1;
+                last.leading_zeros = None;
             }
             _ => components.push(Component {
                 start: span.start,
                 end: span.end,
-                spans: place..place + 1,
-                lead: Some(0),
+                spans: position..position + 1,
+                leading_zeros: Some(0),
                 storage: None,
             }),
         }
@@ -370,26 +387,34 @@ fn components(spans: &mut [Span<'_>]) -> Result<(Vec<u32>, Vec<Component>)> {
 }
 
 impl Component {
-    /// Its spans, in order of their starts.
+    /// Returns its spans, sorted by start address.
     fn spans<'s, 'a>(
         &self,
         order: &'s [u32],
         spans: &'s [Span<'a>],
     ) -> impl Iterator<Item = &'s Span<'a>> + Clone {
-        order[native(self.spans.start)..native(self.spans.end)].iter().map(|at| &spans[native(*at)])
+        order[native(self.spans.start)..native(self.spans.end)]
+            .iter()
+            .map(|index| &spans[native(*index)])
     }
 }
 
-/// How many zeros in front bring every tensor of a component to its alignment.
-fn lead_of<'s, 'a: 's>(spans: &(impl Iterator<Item = &'s Span<'a>> + Clone)) -> Result<u8> {
+/// Returns the number of leading zeros that aligns every tensor of a component.
+///
+/// # Errors
+///
+/// `Misaligned` if no number of zeros aligns all of them.
+fn leading_zeros_for<'s, 'a: 's>(
+    spans: &(impl Iterator<Item = &'s Span<'a>> + Clone),
+) -> Result<u8> {
     let start = spans.clone().next().map_or(0, |span| span.start);
-    let fits = |lead: &u8| {
+    let aligns_all = |zeros: &u8| {
         spans
             .clone()
-            .all(|span| (span.start - start + u64::from(*lead)).is_multiple_of(span.align.into()))
+            .all(|span| (span.start - start + u64::from(*zeros)).is_multiple_of(span.align.into()))
     };
     // Elements have at most 16 bytes.
-    (0..16).find(fits).ok_or_else(|| {
+    (0..16).find(aligns_all).ok_or_else(|| {
         Error::new(ErrorKind::Misaligned)
             .note("it overlaps other tensors at odd offsets: copy it first")
     })
@@ -401,51 +426,51 @@ impl Span<'_> {
     }
 }
 
-/// The bytes of a component: from one owner where one has them all, else from several in turn.
-fn segments<'s, 'a: 's>(mut spans: impl Iterator<Item = &'s Span<'a>>) -> Segments {
+/// Returns the bytes of a component as segments: one if one owner has all bytes, else several in order.
+fn component_segments<'s, 'a: 's>(mut spans: impl Iterator<Item = &'s Span<'a>>) -> Segments {
     let slice = |owner: &Bytes, start: u64, end: u64| {
-        let base = address(owner);
-        let index = |at: u64| usize::try_from(at - base).expect("it is in memory");
+        let base = address_of(owner);
+        let index = |address: u64| usize::try_from(address - base).expect("it is in memory");
         owner.slice(index(start)..index(end))
     };
     let first = spans.next().expect("a component has a span");
     let (mut start, mut end) = (first.start, first.end);
     let mut owner = match first.owner {
         Owner::Memory(bytes) => bytes,
-        Owner::Elsewhere(blob, base) => {
+        Owner::Blob(blob, base) => {
             let end = spans.fold(end, |end, span| end.max(span.end));
             return Segments::One(Segment::elsewhere(blob.clone(), start - base..end - base));
         }
     };
-    let mut before = Vec::new();
+    let mut segments = Vec::new();
     for span in spans {
         if let Owner::Memory(bytes) = span.owner
-            && span.end > address(owner) + length(owner)
+            && span.end > address_of(owner) + length(owner)
         {
-            before.push(Segment::from(slice(owner, start, end)));
+            segments.push(Segment::from(slice(owner, start, end)));
             (owner, start) = (bytes, end);
         }
         end = end.max(span.end);
     }
     let last = Segment::from(slice(owner, start, end));
-    if before.is_empty() {
+    if segments.is_empty() {
         return Segments::One(last);
     }
-    before.push(last);
-    Segments::Many(before)
+    segments.push(last);
+    Segments::Many(segments)
 }
 
-/// The path of the item with this number, for errors.
-fn path_of(value: &Value, path: &ObjectPath, options: &Options, ordinal: usize) -> ObjectPath {
-    let mut found = ObjectPath::root();
+/// Returns the path of item number `ordinal` of a value, for error messages.
+fn item_path(value: &Value, path: &ObjectPath, options: &Options, ordinal: usize) -> ObjectPath {
+    let mut item_path = ObjectPath::root();
     let mut next = 0;
     let walked = walk(value, &Trail::Start(path), options.allow_opaque, &mut |path, _| {
         if next == ordinal {
-            found = path.to_path();
+            item_path = path.to_path();
         }
         next += 1;
         Ok(())
     });
     walked.expect("it was walked before");
-    found
+    item_path
 }

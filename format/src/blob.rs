@@ -1,4 +1,4 @@
-//! Where the bytes of an archive are: in memory, or somewhere that can be read at any place.
+//! Blobs: random-access bytes of an archive, in memory or outside it.
 
 use std::any::Any;
 use std::io;
@@ -6,58 +6,67 @@ use std::ops::Range;
 
 use bytes::Bytes;
 
-/// Bytes that can be read at any place, from any thread, and do not change.
+/// Immutable bytes with random access from any thread.
 pub trait Blob: Send + Sync {
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     ///
     /// # Errors
     ///
-    /// Whatever the system says.
+    /// The error of the operating system.
     fn size(&self) -> io::Result<u64>;
 
-    /// Fills `target` from `offset` on.
+    /// Reads the bytes from `offset` on into `target`, and fills it completely.
     ///
     /// # Errors
     ///
-    /// Whatever the system says; `UnexpectedEof` if there are not so many bytes.
+    /// The error of the operating system; `UnexpectedEof` if the blob ends before `target` is full.
     fn read_exact_at(&self, target: &mut [u8], offset: u64) -> io::Result<()>;
 
-    /// All of it, if it is in this process's memory: views of it cost nothing.
+    /// Returns all bytes if they are in this process's memory, so that views of them need no copy.
     fn bytes(&self) -> Option<&Bytes>;
 
-    /// What it is, for those who can do more with one of its kind than read it, such as a GPU with memory of its own.
+    /// Returns the concrete type for downcasting, if the type has uses beyond reading.
+    ///
+    /// For example, code for GPUs recognizes blobs in device memory.
     fn kind(&self) -> Option<&dyn Any> {
         None
     }
 
-    /// A range of it, aligned to 8 bytes, in memory that nothing outside this process can change:
-    /// what is proven of these bytes stays true. They are copied, unless they lie so already.
+    /// Returns a range of the blob in memory that no other process can change, aligned to 8 bytes.
+    ///
+    /// Once validated, these bytes stay valid. They are copied, unless they already lie in such memory.
+    ///
+    /// The caller must check that the range lies in the blob, because its memory is allocated before the
+    /// read.
     ///
     /// # Errors
     ///
-    /// As [`Blob::read_exact_at`]. The range must be known to lie in the blob: it is allocated first.
+    /// As [`Blob::read_exact_at`].
     fn stable(&self, range: Range<u64>) -> io::Result<Bytes> {
-        copied(self, range)
+        read_aligned(self, range)
     }
 }
 
-fn copied(blob: &(impl Blob + ?Sized), range: Range<u64>) -> io::Result<Bytes> {
+/// Reads a range into newly allocated memory that is aligned to 8 bytes.
+fn read_aligned(blob: &(impl Blob + ?Sized), range: Range<u64>) -> io::Result<Bytes> {
     let len = usize::try_from(range.end - range.start).map_err(io::Error::other)?;
-    let mut words = Words(vec![0; len.div_ceil(size_of::<u64>())]);
-    blob.read_exact_at(&mut bytemuck::cast_slice_mut(&mut words.0)[..len], range.start)?;
-    Ok(Bytes::from_owner(words).slice(..len))
+    let mut buffer = AlignedBuffer(vec![0; len.div_ceil(size_of::<u64>())]);
+    blob.read_exact_at(&mut bytemuck::cast_slice_mut(&mut buffer.0)[..len], range.start)?;
+    Ok(Bytes::from_owner(buffer).slice(..len))
 }
 
-/// Aligned memory, as bytes.
-struct Words(Vec<u64>);
+/// Memory aligned to 8 bytes, viewed as bytes.
+struct AlignedBuffer(Vec<u64>);
 
-impl AsRef<[u8]> for Words {
+impl AsRef<[u8]> for AlignedBuffer {
     fn as_ref(&self) -> &[u8] {
         bytemuck::cast_slice(&self.0)
     }
 }
 
-/// A file is read, never mapped: whatever happens to it meanwhile is an error, not a crash.
+/// Reads the file and never maps it.
+///
+/// If another process truncates the file, reads return an error. A map would crash this process.
 impl Blob for std::fs::File {
     fn size(&self) -> io::Result<u64> {
         Ok(self.metadata()?.len())
@@ -73,9 +82,9 @@ impl Blob for std::fs::File {
         while !target.is_empty() {
             match std::os::windows::fs::FileExt::seek_read(self, target, offset) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(read) => {
-                    target = &mut target[read..];
-                    offset += u64::try_from(read).map_err(io::Error::other)?;
+                Ok(count) => {
+                    target = &mut target[count..];
+                    offset += u64::try_from(count).map_err(io::Error::other)?;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
@@ -107,11 +116,11 @@ impl Blob for Bytes {
     }
 
     fn stable(&self, range: Range<u64>) -> io::Result<Bytes> {
-        let index = |at| usize::try_from(at).map_err(io::Error::other);
+        let index = |offset| usize::try_from(offset).map_err(io::Error::other);
         let bytes = self.slice(index(range.start)?..index(range.end)?);
         if bytes.as_ptr().addr().is_multiple_of(size_of::<u64>()) {
             return Ok(bytes);
         }
-        copied(self, range)
+        read_aligned(self, range)
     }
 }

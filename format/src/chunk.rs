@@ -1,40 +1,46 @@
-//! The pieces in which bytes are proven. Spec: section 6.
+//! Chunks: the units in which bytes are checksummed and verified. Spec: section 6.
 
 use std::ops::Range;
 
-/// Storages are checksummed, and compressed, in pieces of this many raw bytes, or if they are raw in smaller ones: see
-/// [`ChunkSize`].
-pub const CHUNK_BYTES: u64 = 1 << LARGEST;
+/// Largest chunk size in raw bytes (1 MiB), and the only one of compressed storages.
+///
+/// The chunks of raw storages may be smaller: see [`ChunkSize`].
+pub const CHUNK_BYTES: u64 = 1 << MAX_LOG2;
 
-/// log2 of what a chunk has at least, and at most.
-const SMALLEST: u8 = 12;
-const LARGEST: u8 = 20;
+/// log2 of the smallest chunk size in bytes.
+const MIN_LOG2: u8 = 12;
 
-/// Into how many chunks a storage is cut at most, as long as they are larger than the smallest, so that who reads a
-/// slice reads little beside it: 5 % of a storage have 13 chunks or more.
-const FINE: u64 = 512;
+/// log2 of the largest chunk size in bytes.
+const MAX_LOG2: u8 = 20;
 
-/// How many raw bytes a chunk of a storage has, if it is not the last: a power of two from 4 KiB to 1 MiB.
+/// Largest number of chunks of a finely chunked storage, as long as its chunks are smaller than 1 MiB.
+///
+/// A reader of a slice reads whole chunks. With 256 to 512 chunks, 5 % of a storage span at least 13 chunks, so that
+/// the reader reads few bytes that do not belong to the slice.
+const FINE_MAX_CHUNKS: u64 = 512;
+
+/// Number of raw bytes in each chunk of a storage but the last: a power of two from 4 KiB to 1 MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkSize {
     log2: u8,
 }
 
 impl Default for ChunkSize {
-    /// 1 MiB.
+    /// Returns 1 MiB.
     fn default() -> Self {
-        Self { log2: LARGEST }
+        Self { log2: MAX_LOG2 }
     }
 }
 
 impl ChunkSize {
-    /// The size of this logarithm, if chunks can have it (F-063).
+    /// Returns the size with this log2, or `None` if it is not from 12 to 20 (F-063).
     pub fn from_log2(log2: u8) -> Option<Self> {
-        (SMALLEST..=LARGEST).contains(&log2).then_some(Self { log2 })
+        (MIN_LOG2..=MAX_LOG2).contains(&log2).then_some(Self { log2 })
     }
 
-    /// That of a storage of `len` bytes of which slices are read: a 512th to a 256th of it, as far as there is such a
-    /// size.
+    /// Returns the chunk size for a storage of `len` bytes from which readers read slices.
+    ///
+    /// The size is from `len / 512` to `len / 256`, but at least 4 KiB and at most 1 MiB.
     ///
     /// ```
     /// use tssd_format::ChunkSize;
@@ -44,19 +50,20 @@ impl ChunkSize {
     /// assert_eq!(ChunkSize::fine(1 << 40).bytes(), 1 << 20);
     /// ```
     pub fn fine(len: u64) -> Self {
-        let bytes = len.div_ceil(FINE).clamp(1 << SMALLEST, 1 << LARGEST).next_power_of_two();
+        let bytes =
+            len.div_ceil(FINE_MAX_CHUNKS).clamp(1 << MIN_LOG2, 1 << MAX_LOG2).next_power_of_two();
         Self { log2: u8::try_from(bytes.trailing_zeros()).expect("it is below 64") }
     }
 
-    /// The size of so many bytes, if chunks can have it: a power of two from 4 KiB to 1 MiB.
+    /// Returns the size of `bytes` bytes, or `None` unless that is a power of two from 4 KiB to 1 MiB.
     ///
     /// ```
     /// use tssd_format::ChunkSize;
     ///
     /// assert_eq!(ChunkSize::from_bytes(64 << 10), ChunkSize::from_log2(16));
     /// assert_eq!(ChunkSize::from_bytes(1 << 20), Some(ChunkSize::default()));
-    /// for none in [0, 1, 2 << 10, (64 << 10) + 1, 2 << 20, u64::MAX] {
-    ///     assert_eq!(ChunkSize::from_bytes(none), None);
+    /// for invalid in [0, 1, 2 << 10, (64 << 10) + 1, 2 << 20, u64::MAX] {
+    ///     assert_eq!(ChunkSize::from_bytes(invalid), None);
     /// }
     /// ```
     pub fn from_bytes(bytes: u64) -> Option<Self> {
@@ -64,48 +71,50 @@ impl ChunkSize {
         Self::from_log2(log2).filter(|size| size.bytes() == bytes)
     }
 
-    /// log2 of it.
+    /// Returns log2 of the size in bytes.
     pub fn log2(self) -> u8 {
         self.log2
     }
 
-    /// In bytes.
+    /// Returns the size in bytes.
     pub fn bytes(self) -> u64 {
         1 << self.log2
     }
 
-    /// How many chunks bytes have.
+    /// Returns the number of chunks of `len` raw bytes.
     pub(crate) fn count(self, len: u64) -> u64 {
         (len >> self.log2) + u64::from(len & (self.bytes() - 1) != 0)
     }
 
-    /// Where a chunk of so many bytes lies in them.
+    /// Returns the byte range of chunk `number` of `len` raw bytes.
     pub(crate) fn range(self, number: u64, len: u64) -> Range<u64> {
         let start = number.saturating_mul(self.bytes()).min(len);
         start..start.saturating_add(self.bytes()).min(len)
     }
 }
 
-/// How a writer cuts storages that are not compressed into chunks.
+/// How a writer splits raw storages into chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Chunks {
-    /// All of one size.
+    /// One chunk size for all storages.
     Of(ChunkSize),
-    /// Each by its own length, as [`ChunkSize::fine`] says, so that who reads a slice from far away reads little beside
-    /// it to prove it. The index is longer: by 1 to 2 KiB for each storage of 2 MiB or more.
+    /// A chunk size by the length of each storage: see [`ChunkSize::fine`].
+    ///
+    /// A reader that fetches a slice over the network then fetches few additional bytes to verify it. The index
+    /// grows by 1 to 2 KiB for each storage of 2 MiB or more.
     Fine,
 }
 
 impl Default for Chunks {
-    /// Of 1 MiB.
+    /// Returns chunks of 1 MiB for all storages.
     fn default() -> Self {
         Self::Of(ChunkSize::default())
     }
 }
 
 impl Chunks {
-    /// What chunks of a storage of `len` bytes have.
+    /// Returns the chunk size of a storage of `len` bytes.
     pub fn size(self, len: u64) -> ChunkSize {
         match self {
             Self::Of(size) => size,
@@ -113,11 +122,14 @@ impl Chunks {
         }
     }
 
-    /// How storages were cut, given the length and the chunks of each. Where another writer had a way of its own, fine.
+    /// Infers how storages were split, from the length and the chunk size of each.
+    ///
+    /// Returns `Fine` if another writer chose sizes that no variant gives.
     pub(crate) fn recorded(storages: &[(u64, ChunkSize)]) -> Self {
         let first = storages.first().map(|(_, size)| Self::Of(*size)).unwrap_or_default();
-        let is_so = |chunks: &Self| storages.iter().all(|(len, size)| chunks.size(*len) == *size);
-        [Self::default(), Self::Fine, first].into_iter().find(is_so).unwrap_or(Self::Fine)
+        let fits_all =
+            |chunks: &Self| storages.iter().all(|(len, size)| chunks.size(*len) == *size);
+        [Self::default(), Self::Fine, first].into_iter().find(fits_all).unwrap_or(Self::Fine)
     }
 }
 
@@ -139,14 +151,14 @@ mod tests {
     }
 
     #[test]
-    fn how_storages_were_cut_is_found() {
+    fn recorded_infers_chunks_from_storages() {
         let of = |log2| ChunkSize::from_log2(log2).unwrap();
         let large = 6 << 20;
         for (storages, expected) in [
             (vec![], Chunks::default()),
             (vec![(100, of(20)), (large, of(20))], Chunks::default()),
             (vec![(100, of(12)), (large, of(14))], Chunks::Fine),
-            // Both ways lead to it; by the length is what was meant if there are others.
+            // Both variants give this size. `Fine` is preferred: it fits storages of other lengths too.
             (vec![(100, of(12))], Chunks::Fine),
             (vec![(100, of(16)), (large, of(16))], Chunks::Of(of(16))),
             (vec![(100, of(12)), (large, of(12))], Chunks::Of(of(12))),

@@ -1,18 +1,18 @@
-//! One chunk as it is stored: shuffled, then one zstd frame. Spec: section 6 and F-093.
+//! Codec of one chunk: byte shuffle, then one zstd frame. Spec: section 6 and F-093.
 
 use crate::chunk::CHUNK_BYTES;
 use crate::error::{Error, ErrorKind, Result};
 
-/// A chunk that would not lose this part of its length, in percent, stays raw.
+/// Smallest saving of a compressed chunk, in percent of its length. Below it, the chunk stays raw.
 #[cfg(feature = "zstd")]
 const MIN_GAIN_PERCENT: usize = 3;
 
-/// Whether elements of this many bytes can be shuffled.
+/// Returns whether the byte shuffle supports elements of this many bytes.
 pub(crate) fn is_width(bytes: u8) -> bool {
     matches!(bytes, 2 | 4 | 8 | 16)
 }
 
-/// Compresses chunks; keeps its working memory from one to the next.
+/// Compressor of chunks. Reuses its working memory for every chunk.
 #[cfg(feature = "zstd")]
 pub(crate) struct Encoder {
     zstd: zstd::bulk::Compressor<'static>,
@@ -25,7 +25,9 @@ impl Encoder {
         Ok(Self { zstd: zstd::bulk::Compressor::new(level)?, shuffled: Vec::new() })
     }
 
-    /// The frame of a chunk; `None` if it is not worth it.
+    /// Compresses a chunk into a frame; `None` if that saves less than `MIN_GAIN_PERCENT`.
+    ///
+    /// `shuffle` is the width of the byte shuffle in bytes, 0 for none.
     pub(crate) fn encode(&mut self, raw: &[u8], shuffle: u8) -> Result<Option<Vec<u8>>> {
         let source = if shuffle == 0 {
             raw
@@ -41,7 +43,7 @@ impl Encoder {
     }
 }
 
-/// Stands in for it in a build without zstd, where there is none.
+/// Placeholder in a build without zstd. It has no values.
 #[cfg(not(feature = "zstd"))]
 pub(crate) enum Encoder {}
 
@@ -56,7 +58,7 @@ impl Encoder {
     }
 }
 
-/// Decodes chunks; keeps its working memory from one to the next.
+/// Decompressor of chunks. Reuses its working memory for every chunk.
 pub(crate) struct Decoder {
     #[cfg(feature = "zstd")]
     zstd: zstd::bulk::Decompressor<'static>,
@@ -76,21 +78,23 @@ impl Decoder {
         Ok(Self {})
     }
 
-    /// Fills `target` with the chunk of this frame; nothing is written that the header of the frame
-    /// does not promise.
+    /// Decodes a frame into `target`, which must have the length of the chunk.
+    ///
+    /// The header of the frame is checked first, so that decoding never writes more bytes than the chunk has.
     ///
     /// # Errors
     ///
     /// `FrameCorrupt` (F-093); `FeatureMissing` in a build without zstd.
     pub(crate) fn decode(&mut self, frame: &[u8], shuffle: u8, target: &mut [u8]) -> Result<()> {
         check_header(frame, target.len())?;
-        self.decode_proven(frame, shuffle, target)
+        self.decode_frame(frame, shuffle, target)
     }
 
+    /// Decodes a frame whose header has been checked.
     #[cfg(feature = "zstd")]
-    fn decode_proven(&mut self, frame: &[u8], shuffle: u8, target: &mut [u8]) -> Result<()> {
-        let whole = zstd::zstd_safe::find_frame_compressed_size(frame);
-        if whole != Ok(frame.len()) {
+    fn decode_frame(&mut self, frame: &[u8], shuffle: u8, target: &mut [u8]) -> Result<()> {
+        let frame_len = zstd::zstd_safe::find_frame_compressed_size(frame);
+        if frame_len != Ok(frame.len()) {
             return Err(corrupt("not one whole frame"));
         }
         let plain = if shuffle == 0 {
@@ -111,7 +115,7 @@ impl Decoder {
 
     #[cfg(not(feature = "zstd"))]
     #[expect(clippy::unused_self, reason = "as with the feature")]
-    fn decode_proven(&mut self, _: &[u8], _: u8, _: &mut [u8]) -> Result<()> {
+    fn decode_frame(&mut self, _: &[u8], _: u8, _: &mut [u8]) -> Result<()> {
         Err(Error::new(ErrorKind::FeatureMissing).note("zstd"))
     }
 }
@@ -120,7 +124,7 @@ fn corrupt(note: impl std::fmt::Display) -> Error {
     Error::new(ErrorKind::FrameCorrupt).note(note)
 }
 
-/// Proves the header of a frame that must decode to `len` bytes (RFC 8878, section 3.1.1.1).
+/// Checks the header of a frame that must decode to `len` bytes (RFC 8878, section 3.1.1.1).
 fn check_header(frame: &[u8], len: usize) -> Result<()> {
     let mut rest = frame;
     let mut take = |count: usize| {
@@ -158,36 +162,38 @@ fn check_header(frame: &[u8], len: usize) -> Result<()> {
     Ok(())
 }
 
-/// Byte 0 of every element, then byte 1 of every element, and so on; the rest as it is.
+/// Writes byte 0 of every element, then byte 1 of every element, and so on.
+///
+/// The bytes after the last whole element are copied unchanged.
 #[cfg(feature = "zstd")]
 fn shuffle_bytes(plain: &[u8], width: u8, shuffled: &mut [u8]) {
     match width {
-        2 => split::<2>(plain, shuffled),
-        4 => split::<4>(plain, shuffled),
-        8 => split::<8>(plain, shuffled),
-        16 => split::<16>(plain, shuffled),
+        2 => split_planes::<2>(plain, shuffled),
+        4 => split_planes::<4>(plain, shuffled),
+        8 => split_planes::<8>(plain, shuffled),
+        16 => split_planes::<16>(plain, shuffled),
         _ => unreachable!("`is_width` knows no other"),
     }
 }
 
-/// The inverse.
+/// Inverts [`shuffle_bytes`].
 #[cfg(feature = "zstd")]
 fn unshuffle_bytes(shuffled: &[u8], width: u8, plain: &mut [u8]) {
     match width {
-        2 => join::<2>(shuffled, plain),
-        4 => join::<4>(shuffled, plain),
-        8 => join::<8>(shuffled, plain),
-        16 => join::<16>(shuffled, plain),
+        2 => join_planes::<2>(shuffled, plain),
+        4 => join_planes::<4>(shuffled, plain),
+        8 => join_planes::<8>(shuffled, plain),
+        16 => join_planes::<16>(shuffled, plain),
         _ => unreachable!("`is_width` knows no other"),
     }
 }
 
-/// Elements that are shuffled at a time: few enough that their planes stay in the nearest cache.
+/// Elements that are unshuffled at a time, few enough that their planes stay in the L1 cache.
 #[cfg(feature = "zstd")]
-const BLOCK: usize = 256;
+const BLOCK_ELEMENTS: usize = 256;
 
 #[cfg(feature = "zstd")]
-fn split<const W: usize>(plain: &[u8], shuffled: &mut [u8]) {
+fn split_planes<const W: usize>(plain: &[u8], shuffled: &mut [u8]) {
     let (elements, rest) = plain.as_chunks::<W>();
     let (planes, tail) = shuffled.split_at_mut(elements.len() * W);
     tail.copy_from_slice(rest);
@@ -202,14 +208,14 @@ fn split<const W: usize>(plain: &[u8], shuffled: &mut [u8]) {
 }
 
 #[cfg(feature = "zstd")]
-fn join<const W: usize>(shuffled: &[u8], plain: &mut [u8]) {
+fn join_planes<const W: usize>(shuffled: &[u8], plain: &mut [u8]) {
     let (elements, rest) = plain.as_chunks_mut::<W>();
     let (planes, tail) = shuffled.split_at(elements.len() * W);
     rest.copy_from_slice(tail);
     let count = elements.len();
-    for (number, block) in elements.chunks_mut(BLOCK).enumerate() {
-        let start = number * BLOCK;
-        // All planes have the length of the block, which the compiler then knows as well.
+    for (number, block) in elements.chunks_mut(BLOCK_ELEMENTS).enumerate() {
+        let start = number * BLOCK_ELEMENTS;
+        // Slicing all planes to the length of the block lets the compiler omit bounds checks.
         let planes: [&[u8]; W] =
             std::array::from_fn(|byte| &planes[byte * count + start..][..block.len()]);
         for (at, element) in block.iter_mut().enumerate() {
@@ -223,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_shuffle_is_its_definition_and_back() {
+    fn shuffle_matches_its_definition_and_is_inverted() {
         let plain: Vec<u8> = (0..4099_u32).map(|i| i.wrapping_mul(37).to_le_bytes()[0]).collect();
         for width in [2_u8, 4, 8, 16] {
             for len in [0, 1, 15, 16, 17, 255, 4096, 4099] {
@@ -245,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_that_does_not_shrink_stays_raw() {
+    fn encoder_leaves_a_chunk_raw_if_it_saves_too_little() {
         let mut encoder = Encoder::new(1).unwrap();
         let noise: Vec<u8> = (0..10_000_u64)
             .scan(1_u64, |state, _| {
@@ -254,7 +260,7 @@ mod tests {
             })
             .collect();
         assert_eq!(encoder.encode(&noise, 0).unwrap(), None);
-        // All but 3 % of it noise: just too little, and with some more just enough.
+        // 2.5 % of zeros save just too little, 4.5 % just enough.
         for (zeros, shrinks) in [(250, false), (450, true)] {
             let mut mixed = noise.clone();
             mixed[..zeros].fill(0);

@@ -1,7 +1,7 @@
-//! The kernel: copies bytes and checksums them in one pass over memory.
+//! Copy kernels: copy bytes and compute their CRC-32 in one pass over memory.
 //!
-//! Long copies go past the cache, where the processor can, so that the target is not read first and does not
-//! push the source out.
+//! Long copies use non-temporal stores, which bypass the cache, where the processor has them. Such stores do not
+//! read the target first, and do not evict the source from the cache.
 
 #[cfg(target_arch = "x86_64")]
 mod fold;
@@ -16,24 +16,30 @@ use crate::runs::Runs;
 #[cfg(target_arch = "x86_64")]
 use self::stream::Stream;
 
-/// Shorter copies stay in the cache: their reader is likely to be near.
-const STREAM_MIN: usize = 32 << 10;
+/// Shortest copy that bypasses the cache, in bytes. Shorter copies are likely to be read again soon.
+const STREAM_MIN_BYTES: usize = 32 << 10;
 
-/// Shorter runs are not worth it to go past the cache: their first and last lines do not.
-const STREAM_RUN_MIN: u64 = 1 << 10;
+/// Shortest run that bypasses the cache, in bytes.
+///
+/// The first and the last line of a run never bypass the cache, so a shorter run gains nothing.
+const STREAM_MIN_RUN_BYTES: u64 = 1 << 10;
 
-/// Runs that have fewer bytes together stay in the cache: their reader is likely to be near.
-const STREAM_ALL_MIN: u64 = 1 << 20;
+/// Smallest total of the runs of a box that bypass the cache, in bytes.
+///
+/// Smaller boxes are likely to be read again soon.
+const STREAM_MIN_TOTAL_BYTES: u64 = 1 << 20;
 
-/// What is checksummed and then copied while it is in an L1.
+/// Block size in bytes: a block is checksummed, then copied while it is in the L1 cache.
 const BLOCK: usize = 32 << 10;
 
-/// Copies bytes to memory of the same length, and returns the CRC-32 of what `crc` is of, followed by them: one
-/// pass over memory for both. Nothing has the CRC-32 0. Long copies go past the cache.
+/// Copies bytes to memory of the same length and extends a CRC-32 by them, in one pass over memory.
+///
+/// `crc` is the CRC-32 of the preceding bytes, 0 if there are none. Returns the CRC-32 of these bytes followed by
+/// `source`. Long copies bypass the cache.
 ///
 /// # Panics
 ///
-/// If the lengths differ.
+/// Panics if the lengths differ.
 ///
 /// # Examples
 ///
@@ -48,13 +54,15 @@ pub fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: u32) -> u32 {
     Kernel::for_len(source.len()).copy_and_checksum(source, target, crc)
 }
 
-/// Copies chunks of `size` bytes, of which the last can have fewer, to memory of the same length: one pass over memory
-/// for that and the checksums. `see` is called with each chunk and its CRC-32. Long copies go past the cache, of
-/// however small chunks. Others see the copies when this has returned.
+/// Copies bytes to memory of the same length, and computes the CRC-32 of each chunk.
+///
+/// A chunk has `size` bytes; the last one may be shorter. `on_chunk` is called with each chunk and its CRC-32. The copy
+/// and the checksums take one pass over memory. Long copies bypass the cache, however small the chunks are. The copied
+/// bytes are visible to other threads only after this function has returned.
 ///
 /// # Panics
 ///
-/// If the lengths differ, or `size` is 0.
+/// Panics if the lengths differ, or if `size` is 0.
 ///
 /// # Examples
 ///
@@ -64,34 +72,41 @@ pub fn copy_and_checksum(source: &[u8], target: &mut [u8], crc: u32) -> u32 {
 /// assert_eq!(&target, b"123456789");
 /// assert_eq!(crcs, [&b"1234"[..], b"5678", b"9"].map(tssd_format::checksum));
 /// ```
-pub fn copy_chunks(source: &[u8], target: &mut [u8], size: usize, mut see: impl FnMut(&[u8], u32)) {
+pub fn copy_chunks(
+    source: &[u8],
+    target: &mut [u8],
+    size: usize,
+    mut on_chunk: impl FnMut(&[u8], u32),
+) {
     assert_same_len(source, target);
     let kernel = Kernel::for_len(source.len());
     for (source, target) in source.chunks(size).zip(target.chunks_mut(size)) {
-        see(source, kernel.copy_and_checksum(source, target, 0));
+        on_chunk(source, kernel.copy_and_checksum(source, target, 0));
     }
 }
 
-/// Copies bytes to memory of the same length; long copies go past the cache.
+/// Copies bytes to memory of the same length. Long copies bypass the cache.
 ///
 /// # Panics
 ///
-/// If the lengths differ.
+/// Panics if the lengths differ.
 pub fn copy(source: &[u8], target: &mut [u8]) {
     assert_same_len(source, target);
     Kernel::for_len(source.len()).copy(source, target);
 }
 
-/// Copies the runs of a box, past the cache if they are many bytes. `prove` is called with the place of each run
-/// in `source`, in bytes, before it is copied.
+/// Copies the runs of a box from one strided memory to another.
+///
+/// Before each run is copied, `verify` is called with its byte range in `source`. Runs of at least 1 KiB bypass the
+/// cache if they have at least 1 MiB in total.
 ///
 /// # Errors
 ///
-/// What `prove` returns: then no more is copied.
+/// The first error of `verify`. That run and the runs after it are not copied.
 ///
 /// # Panics
 ///
-/// If a run does not lie in `source` or `target`.
+/// Panics if a run does not lie in `source` or `target`.
 ///
 /// # Examples
 ///
@@ -108,65 +123,68 @@ pub fn copy_runs<E>(
     runs: &Runs,
     source: &[u8],
     target: &mut [u8],
-    mut prove: impl FnMut(Range<u64>) -> Result<(), E>,
+    mut verify: impl FnMut(Range<u64>) -> Result<(), E>,
 ) -> Result<(), E> {
-    let is_long = runs.run_bytes() >= STREAM_RUN_MIN && runs.total_bytes() >= STREAM_ALL_MIN;
-    let kernel = Kernel::past_cache(is_long);
-    let mut outcome = Ok(());
+    let is_long =
+        runs.run_bytes() >= STREAM_MIN_RUN_BYTES && runs.total_bytes() >= STREAM_MIN_TOTAL_BYTES;
+    let kernel = Kernel::new(is_long);
+    let mut result = Ok(());
     runs.for_each(|from, to, bytes| {
-        if outcome.is_err() {
+        if result.is_err() {
             return;
         }
-        outcome = prove(from..from + bytes);
-        if outcome.is_ok() {
-            let (source, target) = (&source[part(from, bytes)], &mut target[part(to, bytes)]);
+        result = verify(from..from + bytes);
+        if result.is_ok() {
+            let (source, target) =
+                (&source[byte_range(from, bytes)], &mut target[byte_range(to, bytes)]);
             kernel.copy(source, target);
         }
     });
-    outcome
+    result
 }
 
-fn part(start: u64, bytes: u64) -> Range<usize> {
-    let place = |at: u64| usize::try_from(at).expect("a place in memory");
-    place(start)..place(start + bytes)
+fn byte_range(start: u64, len: u64) -> Range<usize> {
+    let index = |offset: u64| usize::try_from(offset).expect("a place in memory");
+    index(start)..index(start + len)
 }
 
 fn assert_same_len(source: &[u8], target: &[u8]) {
     assert_eq!(source.len(), target.len(), "a copy is as long as its source");
 }
 
-/// How bytes are copied.
+/// Method of copying bytes.
 enum Kernel {
-    /// The target stays in the cache.
-    Near,
+    /// Stores through the cache.
+    Cached,
+    /// Non-temporal stores, which bypass the cache.
     #[cfg(target_arch = "x86_64")]
-    Past(Stream),
+    Streaming(Stream),
 }
 
 impl Kernel {
-    fn past_cache(is_worth_it: bool) -> Self {
-        match is_worth_it {
+    fn new(bypass_cache: bool) -> Self {
+        match bypass_cache {
             #[cfg(target_arch = "x86_64")]
-            true => Self::Past(Stream::begin()),
-            _ => Self::Near,
+            true => Self::Streaming(Stream::begin()),
+            _ => Self::Cached,
         }
     }
 
     fn for_len(len: usize) -> Self {
-        Self::past_cache(len >= STREAM_MIN)
+        Self::new(len >= STREAM_MIN_BYTES)
     }
 
     fn copy(&self, source: &[u8], target: &mut [u8]) {
         match self {
-            Self::Near => target.copy_from_slice(source),
+            Self::Cached => target.copy_from_slice(source),
             #[cfg(target_arch = "x86_64")]
-            Self::Past(stream) => stream.copy(source, target),
+            Self::Streaming(stream) => stream.copy(source, target),
         }
     }
 
     fn copy_and_checksum(&self, source: &[u8], target: &mut [u8], mut crc: u32) -> u32 {
         match self {
-            Self::Near => {
+            Self::Cached => {
                 for (source, target) in source.chunks(BLOCK).zip(target.chunks_mut(BLOCK)) {
                     crc = checksum_after(crc, source);
                     target.copy_from_slice(source);
@@ -174,7 +192,7 @@ impl Kernel {
                 crc
             }
             #[cfg(target_arch = "x86_64")]
-            Self::Past(stream) => stream.copy_and_checksum(source, target, crc),
+            Self::Streaming(stream) => stream.copy_and_checksum(source, target, crc),
         }
     }
 }
@@ -184,9 +202,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runs_of_any_length_are_copied() {
+    fn copy_runs_copies_runs_of_any_length() {
         let source: Vec<u8> =
-            (0..3_000_000_u32).map(|at| at.wrapping_mul(31).to_le_bytes()[1]).collect();
+            (0..3_000_000_u32).map(|index| index.wrapping_mul(31).to_le_bytes()[1]).collect();
         for (run, count) in
             [(1, 5), (1023, 1100), (1024, 1100), (1031, 1030), (40_000, 30), (700, 1)]
         {
@@ -195,34 +213,34 @@ mod tests {
             let len = usize::try_from(run * count).unwrap();
             for shift in [0, 3] {
                 let mut target = vec![0xAA; len + shift + 1];
-                let mut proven = Vec::new();
+                let mut verified = Vec::new();
                 let copied = copy_runs(&runs, &source, &mut target[shift..shift + len], |run| {
-                    proven.push(run);
+                    verified.push(run);
                     Ok::<(), ()>(())
                 });
                 assert_eq!(copied, Ok(()));
-                let mut wanted = Vec::new();
-                for (row, proven) in (0..count).zip(&proven) {
-                    assert_eq!(*proven, 2 * run * row..2 * run * row + run);
-                    wanted.extend_from_slice(&source[part(2 * run * row, run)]);
+                let mut expected = Vec::new();
+                for (row, range) in (0..count).zip(&verified) {
+                    assert_eq!(*range, 2 * run * row..2 * run * row + run);
+                    expected.extend_from_slice(&source[byte_range(2 * run * row, run)]);
                 }
-                assert!(target[shift..shift + len] == wanted, "{run} x {count}");
+                assert!(target[shift..shift + len] == expected, "{run} x {count}");
                 assert_eq!(target[shift + len], 0xAA, "nothing is written behind the target");
             }
         }
     }
 
     #[test]
-    fn what_is_not_proven_is_not_copied() {
+    fn copy_runs_stops_at_the_first_unverified_run() {
         let runs = Runs::new(1, &[4, 2], &[4, 1], &[2, 1]);
         let mut target = [0xAA; 8];
-        let proven = |run: Range<u64>| if run.start < 8 { Ok(()) } else { Err(run.start) };
-        assert_eq!(copy_runs(&runs, &[1; 16], &mut target, proven), Err(8));
+        let verify = |run: Range<u64>| if run.start < 8 { Ok(()) } else { Err(run.start) };
+        assert_eq!(copy_runs(&runs, &[1; 16], &mut target, verify), Err(8));
         assert_eq!(target, [1, 1, 1, 1, 0xAA, 0xAA, 0xAA, 0xAA]);
     }
 
     #[test]
-    fn copies_and_checksums_at_every_alignment() {
+    fn copy_and_checksum_supports_every_alignment() {
         let source: Vec<u8> =
             (0..700_001_u32).map(|i| i.wrapping_mul(31).to_le_bytes()[1]).collect();
         for (skip, len) in [(0, 700_001), (1, 700_000), (3, 262_144), (7, 262_143), (15, 0), (2, 5)]
@@ -239,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_of_any_size_are_copied_and_checksummed() {
+    fn copy_chunks_supports_chunks_of_any_size() {
         let source: Vec<u8> =
             (0..300_001_u32).map(|i| i.wrapping_mul(31).to_le_bytes()[1]).collect();
         for (len, size) in [
@@ -257,9 +275,9 @@ mod tests {
                 copy_chunks(source, &mut target[shift..shift + len], size, |chunk, crc| {
                     seen.push((chunk.to_vec(), crc));
                 });
-                let wanted: Vec<_> =
+                let expected: Vec<_> =
                     source.chunks(size).map(|it| (it.to_vec(), crc32fast::hash(it))).collect();
-                assert!(seen == wanted, "{len} bytes in chunks of {size}");
+                assert!(seen == expected, "{len} bytes in chunks of {size}");
                 assert_eq!(&target[shift..shift + len], source);
                 assert_eq!(target[shift + len], 0xAA, "nothing is written behind the target");
             }

@@ -1,4 +1,4 @@
-//! The tables of an index to a structure.
+//! Decoding of validated index tables into a structure or a value.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,45 +20,48 @@ use crate::tensor::{Tensor, TensorFlags, TensorMeta};
 use crate::text::Text;
 use crate::views::{Views, native};
 
-/// Everything below a node of proven tables.
+/// Decodes the subtree at a node of validated tables.
 ///
-/// Strings and bytes are slices of `heap`, which is that of the tables.
+/// `heap` is the heap of these tables. Strings and bytes of the result are slices of it.
 pub(crate) fn decode(views: &Views<'_>, heap: Bytes, node: usize) -> Node {
-    Reader::new(views, heap).node(node)
+    TableReader::new(views, heap).node(node)
 }
 
-/// As [`decode`], with bytes in place of references to storages.
+/// Decodes the value at a node, with bytes in place of references to storages.
+///
+/// Otherwise as [`decode`]. `storage` returns the raw bytes of a storage by its number.
 ///
 /// # Errors
 ///
-/// What `storage` returns; `NotText` for a str in a storage that is none.
+/// The errors of `storage`; `NotText` if the storage of a `str` is not text.
 pub(crate) fn value(
     views: &Views<'_>,
     heap: Bytes,
     node: usize,
     storage: &mut impl FnMut(u32) -> Result<Bytes>,
 ) -> Result<Value> {
-    Reader::new(views, heap).value(node, storage)
+    TableReader::new(views, heap).value(node, storage)
 }
 
-/// Reads proven tables into owned values.
-struct Reader<'a> {
+/// Reader of validated tables into owned values.
+struct TableReader<'a> {
     views: &'a Views<'a>,
-    /// Slices are shared by many tensors; so are their meshes.
-    places: BTreeMap<u32, ShardPlace>,
+    /// Cache by slice number: many tensors share a slice.
+    shard_places: BTreeMap<u32, ShardPlace>,
+    /// Cache by start of the mesh in dims: many slices share a mesh.
     meshes: BTreeMap<u32, Arc<DeviceMesh>>,
     heap: Bytes,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> TableReader<'a> {
     fn new(views: &'a Views<'a>, heap: Bytes) -> Self {
-        Self { views, places: BTreeMap::new(), meshes: BTreeMap::new(), heap }
+        Self { views, shard_places: BTreeMap::new(), meshes: BTreeMap::new(), heap }
     }
 
-    /// At most 64 levels deep, as the validator has proven.
+    /// Reads the subtree at a node. The recursion has at most 64 levels: the validator checks the depth.
     fn node(&mut self, number: usize) -> Node {
         let record = &self.views.nodes[number];
-        if let Some(storage) = stored(record) {
+        if let Some(storage) = content_storage(record) {
             let kind = match record.kind {
                 kind::STR => Stored::Str,
                 kind::BYTES => Stored::Bytes,
@@ -68,12 +71,12 @@ impl<'a> Reader<'a> {
         }
         match record.kind {
             kind::TENSOR => Node::Tensors(
-                self.run(record).iter().map(|tensor| self.reference(tensor)).collect(),
+                self.tensor_run(record).iter().map(|tensor| self.reference(tensor)).collect(),
             ),
             kind if kind::is_container(kind) => {
                 let container = self.container(record);
                 let children = self.views.children(number).enumerate();
-                let child = |(place, child)| (self.step(kind, child, place), self.node(child));
+                let child = |(index, child)| (self.step(kind, child, index), self.node(child));
                 Node::Container(container, children.map(child).collect())
             }
             _ => Node::Leaf(self.leaf(record)),
@@ -86,7 +89,7 @@ impl<'a> Reader<'a> {
         storage: &mut impl FnMut(u32) -> Result<Bytes>,
     ) -> Result<Value> {
         let record = &self.views.nodes[number];
-        if let Some(number) = stored(record) {
+        if let Some(number) = content_storage(record) {
             let bytes = storage(number)?;
             return Ok(match record.kind {
                 kind::STR => Value::Str(Text::from_generalized_utf8(bytes)?),
@@ -95,13 +98,14 @@ impl<'a> Reader<'a> {
             });
         }
         Ok(match record.kind {
-            kind::TENSOR => match self.run(record) {
+            kind::TENSOR => match self.tensor_run(record) {
                 [record] if record.slice == NONE => Value::Tensor(self.tensor(record, storage)?),
                 run => Value::Shards(
                     run.iter()
                         .map(|record| {
                             let tensor = self.tensor(record, storage)?;
-                            let place = self.place(record.slice.to_native(), tensor.meta().shape());
+                            let place =
+                                self.shard_place(record.slice.to_native(), tensor.meta().shape());
                             Shard::new(tensor, place)
                         })
                         .collect::<Result<_>>()?,
@@ -128,7 +132,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// The value of a leaf that is neither a tensor nor in a storage.
+    /// Reads the value of a leaf that is neither a tensor nor in a storage.
     fn leaf(&self, record: &record::Node) -> Value {
         let views = self.views;
         let (a, b) = (record.a.to_native(), record.b.to_native());
@@ -165,27 +169,27 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The records of a tensor leaf.
-    fn run(&self, record: &record::Node) -> &'a [record::Tensor] {
+    /// Returns the tensor records of a tensor leaf.
+    fn tensor_run(&self, record: &record::Node) -> &'a [record::Tensor] {
         let first = usize::try_from(record.a.to_native()).expect("proven to be in tensors");
         &self.views.tensors[first..first + native(record.count.to_native())]
     }
 
     fn reference(&mut self, tensor: &record::Tensor) -> TensorReference {
         let meta = self.meta(tensor);
-        let place =
-            (tensor.slice != NONE).then(|| self.place(tensor.slice.to_native(), meta.shape()));
+        let place = (tensor.slice != NONE)
+            .then(|| self.shard_place(tensor.slice.to_native(), meta.shape()));
         let byte_offset = tensor.byte_offset.to_native();
-        TensorReference { meta, storage: storage_of(tensor), byte_offset, place }
+        TensorReference { meta, storage: tensor_storage(tensor), byte_offset, place }
     }
 
-    /// A tensor, sharing the bytes of its storage.
+    /// Reads a tensor, which shares the bytes of its storage.
     fn tensor(
         &self,
         tensor: &record::Tensor,
         storage: &mut impl FnMut(u32) -> Result<Bytes>,
     ) -> Result<Tensor> {
-        let bytes = storage_of(tensor).map(storage).transpose()?.unwrap_or_default();
+        let bytes = tensor_storage(tensor).map(storage).transpose()?.unwrap_or_default();
         Tensor::new(self.meta(tensor), bytes.into(), tensor.byte_offset.to_native())
     }
 
@@ -204,36 +208,36 @@ impl<'a> Reader<'a> {
         meta.with_strides(strides).expect("proven to be in limits")
     }
 
-    fn place(&mut self, number: u32, local_shape: &[u64]) -> ShardPlace {
-        let cached = self.places.get(&number);
+    fn shard_place(&mut self, number: u32, local_shape: &[u64]) -> ShardPlace {
+        let cached = self.shard_places.get(&number);
         if let Some(place) = cached.filter(|place| place.slice().local_shape() == local_shape) {
             return place.clone();
         }
-        let place = self.read_place(&self.views.slices[native(number)], local_shape);
-        self.places.insert(number, place.clone());
+        let place = self.read_shard_place(&self.views.slices[native(number)], local_shape);
+        self.shard_places.insert(number, place.clone());
         place
     }
 
-    fn read_place(&mut self, record: &record::Slice, local_shape: &[u64]) -> ShardPlace {
+    fn read_shard_place(&mut self, record: &record::Slice, local_shape: &[u64]) -> ShardPlace {
         let views = self.views;
         let (rank, mesh_rank) = (usize::from(record.rank), usize::from(record.mesh_rank));
-        let vector = |start: rend::u32_le, len| {
+        let dims_range = |start: rend::u32_le, len| {
             (start != NONE).then(|| views.dims_proven(start.to_native(), len))
         };
         let offsets = views.dims_proven(record.offsets.to_native(), rank);
         let global_shape = views.dims_proven(record.global_shape.to_native(), rank);
         let mut slice =
             TensorSlice::new(offsets, local_shape, global_shape).expect("proven to be inside");
-        let Some(mesh_shape) = vector(record.mesh, mesh_rank) else {
+        let Some(mesh_shape) = dims_range(record.mesh, mesh_rank) else {
             return ShardPlace::new(slice);
         };
         slice = slice
-            .on_mesh(mesh_shape, vector(record.coordinates, mesh_rank))
+            .on_mesh(mesh_shape, dims_range(record.coordinates, mesh_rank))
             .expect("proven to be inside the mesh");
         let mut place = ShardPlace::new(slice);
         if record.ranks != NONE {
             let mut mesh = self.mesh(record, mesh_shape);
-            if let Some(names) = vector(record.names, mesh_rank) {
+            if let Some(names) = dims_range(record.names, mesh_rank) {
                 let names = names.iter().map(|name| self.text(*name).to_string()).collect();
                 let named = DeviceMesh::clone(&mesh).with_dim_names(names);
                 mesh = named.expect("one name per dimension").into();
@@ -248,7 +252,7 @@ impl<'a> Reader<'a> {
         place
     }
 
-    /// A mesh with its ranks; one object for all slices on it.
+    /// Returns the mesh of a slice with its ranks; all slices on a mesh share one object.
     fn mesh(&mut self, record: &record::Slice, shape: &[u64]) -> Arc<DeviceMesh> {
         let views = self.views;
         let mesh = self.meshes.entry(record.mesh.to_native()).or_insert_with(|| {
@@ -261,7 +265,7 @@ impl<'a> Reader<'a> {
         mesh.clone()
     }
 
-    /// A string of the heap, without a copy of its own.
+    /// Returns a string of the heap without copying it.
     fn text(&self, range: u64) -> Text {
         Text::from_proven(self.bytes(range))
     }
@@ -271,14 +275,15 @@ impl<'a> Reader<'a> {
         if len == 0 { Bytes::new() } else { self.heap.slice(native(offset)..native(offset + len)) }
     }
 
-    fn step(&self, container: u8, child: usize, place: usize) -> Step {
+    /// Returns the step from a container of this kind to its child number `index`.
+    fn step(&self, container: u8, child: usize, index: usize) -> Step {
         if kind::is_keyed(container) {
             return Step::Key(self.key(child));
         }
-        Step::Index(u32::try_from(place).expect("fewer than 2^32 records"))
+        Step::Index(u32::try_from(index).expect("fewer than 2^32 records"))
     }
 
-    /// The common kinds of keys share the heap; the others are read as they are checked.
+    /// Reads the key of a node. Keys of the common kinds are slices of the heap; the others are copied.
     #[inline]
     fn key(&self, node: usize) -> Key {
         let node = &self.views.nodes[node];
@@ -294,13 +299,13 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// The storage that a tensor lies in, if it has elements.
-fn storage_of(tensor: &record::Tensor) -> Option<u32> {
+/// Returns the storage of a tensor; `None` if the tensor has no elements.
+fn tensor_storage(tensor: &record::Tensor) -> Option<u32> {
     (tensor.storage != NONE).then(|| tensor.storage.to_native())
 }
 
-/// The storage that holds the content of a leaf, if one does.
-fn stored(record: &record::Node) -> Option<u32> {
+/// Returns the storage that holds the content of a leaf, if the content is not in the index.
+fn content_storage(record: &record::Node) -> Option<u32> {
     let number = || u32::try_from(record.a.to_native()).expect("proven to be in storages");
     (record.flags == STORED).then(number)
 }

@@ -1,7 +1,7 @@
-//! BLAKE3 of storages, put together from those of their chunks, and of whole files. Spec: section 8.
+//! BLAKE3 digests of storages and of whole files. Spec: section 8.
 //!
-//! BLAKE3 is a tree, and a chunk, a power of two of bytes, is a subtree of it: so chunks are hashed by independent
-//! jobs, like their checksums.
+//! The digest of a storage is merged from the digests of its chunks. BLAKE3 is a tree hash, and the size of a chunk is
+//! a power of two, so a chunk is a subtree. Independent jobs hash the chunks of a storage, as they compute checksums.
 
 use blake3::hazmat::{
     HasherExt, Mode, left_subtree_len, merge_subtrees_non_root, merge_subtrees_root,
@@ -12,27 +12,27 @@ use crate::chunk::ChunkSize;
 /// A BLAKE3 digest.
 pub type Digest = [u8; 32];
 
-/// Hashes one chunk of a storage.
+/// Hasher of one chunk of a storage.
 pub(crate) struct ChunkHasher {
     hasher: blake3::Hasher,
-    is_whole: bool,
+    is_only_chunk: bool,
 }
 
 impl ChunkHasher {
-    /// For a chunk of a storage of `len` bytes, whose chunks have this size.
+    /// Creates the hasher for chunk number `chunk` of a storage of `len` bytes with chunks of `size`.
     pub(crate) fn new(chunk: u64, (len, size): (u64, ChunkSize)) -> Self {
         let mut hasher = blake3::Hasher::new();
         hasher.set_input_offset(chunk * size.bytes());
-        Self { hasher, is_whole: len <= size.bytes() }
+        Self { hasher, is_only_chunk: len <= size.bytes() }
     }
 
     pub(crate) fn update(&mut self, bytes: &[u8]) {
         self.hasher.update(bytes);
     }
 
-    /// What [`merge`] needs of it.
+    /// Returns the digest of the chunk, an input of [`merge`].
     pub(crate) fn finish(&self) -> Digest {
-        if self.is_whole {
+        if self.is_only_chunk {
             *self.hasher.finalize().as_bytes()
         } else {
             self.hasher.finalize_non_root()
@@ -40,12 +40,12 @@ impl ChunkHasher {
     }
 }
 
-/// The digest of a storage of `len` bytes, given what was found out about its chunks of this size.
+/// Merges the digests of all chunks of a storage of `len` bytes into the digest of the storage.
 pub(crate) fn merge((len, size): (u64, ChunkSize), chunks: &[Digest]) -> Digest {
     fn halves(len: u64, size: ChunkSize, chunks: &[Digest]) -> (Digest, Digest) {
         let left_len = left_subtree_len(len);
-        let at = usize::try_from(left_len / size.bytes()).unwrap_or(chunks.len());
-        let (left, right) = chunks.split_at(at);
+        let left_chunks = usize::try_from(left_len / size.bytes()).unwrap_or(chunks.len());
+        let (left, right) = chunks.split_at(left_chunks);
         (subtree(left_len, size, left), subtree(len - left_len, size, right))
     }
 
@@ -57,14 +57,14 @@ pub(crate) fn merge((len, size): (u64, ChunkSize), chunks: &[Digest]) -> Digest 
         merge_subtrees_non_root(&left, &right, Mode::Hash)
     }
 
-    if let [whole] = chunks {
-        return *whole;
+    if let [chunk] = chunks {
+        return *chunk;
     }
     let (left, right) = halves(len, size, chunks);
     *merge_subtrees_root(&left, &right, Mode::Hash).as_bytes()
 }
 
-/// The digest of these parts in a row.
+/// Returns the digest of the concatenation of `parts`.
 pub(crate) fn hash(parts: &[&[u8]]) -> Digest {
     let mut hasher = blake3::Hasher::new();
     for part in parts {
@@ -78,13 +78,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn chunks_merge_to_the_digest_of_the_whole() {
+    fn merge_matches_the_digest_of_the_whole() {
         for log2 in [12, 13, 20] {
-            merge_as_the_whole(ChunkSize::from_log2(log2).unwrap());
+            assert_merge_matches_whole(ChunkSize::from_log2(log2).unwrap());
         }
     }
 
-    fn merge_as_the_whole(size: ChunkSize) {
+    fn assert_merge_matches_whole(size: ChunkSize) {
         let chunk = usize::try_from(size.bytes()).unwrap();
         let bytes: Vec<u8> =
             (0..5 * chunk + 77).map(|i| (i % 251).to_string().as_bytes()[0]).collect();

@@ -1,8 +1,8 @@
-//! The element types: torch's 47 dtypes, from one table.
+//! Element types: the 47 dtypes of torch, generated from one table.
 
 use std::fmt;
 
-/// One row of the dtype table, which is also `spec/dtypes.json`.
+/// One row of the dtype table. `spec/dtypes.json` has the same rows.
 struct Row {
     name: &'static str,
     itemsize: u8,
@@ -12,7 +12,7 @@ struct Row {
 
 macro_rules! dtypes {
     ($($code:literal $variant:ident $name:literal $itemsize:literal $bits:literal $safetensors:expr;)*) => {
-        /// The type of a tensor's elements. The code of each is torch's `ScalarType` number.
+        /// The type of the elements of a tensor. The code of a dtype is its `ScalarType` number in torch.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[non_exhaustive]
         #[repr(u16)]
@@ -24,13 +24,13 @@ macro_rules! dtypes {
             /// All dtypes, in the order of their codes.
             pub const ALL: &[Self] = &[$(Self::$variant,)*];
 
-            /// The dtype with this code, if there is one.
+            /// Returns the dtype with this code, if there is one.
             #[inline]
             pub const fn from_code(code: u16) -> Option<Self> {
                 match code { $($code => Some(Self::$variant),)* _ => None }
             }
 
-            /// The code in files: torch's `ScalarType` number.
+            /// Returns the code in files, which is the `ScalarType` number of torch.
             pub const fn code(self) -> u16 {
                 match self { $(Self::$variant => $code,)* }
             }
@@ -99,36 +99,37 @@ dtypes! {
 }
 
 impl Dtype {
-    /// The name without the `torch.` in front, such as `bfloat16`.
+    /// Returns the name without the prefix `torch.`, such as `bfloat16`.
     pub const fn name(self) -> &'static str {
         self.row().name
     }
 
-    /// Size of one element in bytes, as torch reports it: 1 for all types of less than a byte.
+    /// Returns the size of one element in bytes as torch reports it: 1 for types of less than 8 bits.
     #[inline]
     pub const fn itemsize(self) -> u64 {
         // A widening cast: `u64::from` is not const.
         self.row().itemsize as u64
     }
 
-    /// How many bits of an element carry its value: 4 for `int4`, 8 for `float4_e2m1fn_x2` (two
-    /// values of 4 bits).
+    /// Returns the number of bits of an element that carry its value.
+    ///
+    /// This is 4 for `int4`, and 8 for `float4_e2m1fn_x2` (two values of 4 bits).
     pub const fn bits(self) -> u8 {
         self.row().bits
     }
 
-    /// The name of the type in safetensors, if it has it.
+    /// Returns the name of the type in safetensors, if safetensors has the type.
     pub const fn safetensors(self) -> Option<&'static str> {
         self.row().safetensors
     }
 
-    /// The dtype of this name, such as `bfloat16` or `torch.bfloat16`.
+    /// Returns the dtype with this name, such as `bfloat16` or `torch.bfloat16`.
     pub fn from_name(name: &str) -> Option<Self> {
         let name = name.strip_prefix("torch.").unwrap_or(name);
         Self::ALL.iter().copied().find(|dtype| dtype.name() == name)
     }
 
-    /// The dtype that safetensors calls by this name, such as `BF16`.
+    /// Returns the dtype with this name in safetensors, such as `BF16`.
     pub fn from_safetensors(name: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|dtype| dtype.safetensors() == Some(name))
     }

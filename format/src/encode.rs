@@ -1,4 +1,4 @@
-//! A structure to the tables of an index. Spec: sections 3 to 7.
+//! Encoding of a structure into the tables of an index. Spec: sections 3 to 7.
 
 use std::hash::BuildHasher;
 
@@ -21,10 +21,10 @@ use crate::table::{Tables, number};
 use crate::text::Text;
 use crate::views::{Views, native};
 
-/// Something said of an archive as a whole.
+/// Value of an attribute of an archive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AttrValue {
-    /// An int.
+    /// A 64-bit integer.
     Int(i64),
     /// Text.
     Text(Text),
@@ -32,157 +32,161 @@ pub enum AttrValue {
     Bytes(Box<[u8]>),
 }
 
-/// Attributes by name.
+/// Attributes of an archive by name.
 pub type Attrs = std::collections::BTreeMap<String, AttrValue>;
 
-/// An archive that holds storages of a manifest.
+/// Record of a manifest about an archive that holds some of its storages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShardFile {
     /// Base name of the file.
     pub name: String,
-    /// Its length in bytes.
+    /// Length of the file in bytes.
     pub file_len: u64,
-    /// Where its index begins.
+    /// Offset of the index in the file, in bytes.
     pub index_off: u64,
-    /// The CRC-32 of its index.
+    /// CRC-32 of the index of the file.
     pub index_crc32: u32,
-    /// The writer that wrote it.
+    /// Number of the writer that wrote the file.
     pub writer: u32,
-    /// Its root digest, if it has one.
+    /// Root digest of the file, if the manifest records one.
     pub digest: Option<Digest>,
 }
 
 impl ShardFile {
-    /// How many bytes its index has.
+    /// Returns the length of the index of the file in bytes.
     pub(crate) fn index_len(&self) -> u64 {
         self.file_len.saturating_sub(self.index_off + 64)
     }
 }
 
-/// Encodes a structure.
+/// Encodes a structure into tables.
 ///
 /// # Errors
 ///
-/// Whatever a reader would refuse: duplicate keys, keys that are equal in Python, NaN keys,
-/// tables that grow too large.
+/// Any violation that a reader would reject, such as duplicate keys, keys that are equal in Python, NaN keys,
+/// and tables that are too large.
 pub(crate) fn encode(root: &Tree<'_>, attrs: &Attrs, shards: &[ShardFile]) -> Result<Tables> {
-    let mut encoder = Encoder::default();
-    encoder.nodes(root)?;
+    let mut encoder = TableEncoder::default();
+    encoder.encode_nodes(root)?;
     let tensors = std::mem::take(&mut encoder.tensors);
     encoder.tables.tensors.reserve(tensors.len());
     for tensor in tensors {
-        encoder.tensor(tensor)?;
+        encoder.encode_tensor(tensor)?;
     }
-    encoder.slices()?;
-    encoder.attrs(attrs)?;
-    encoder.shards(shards)?;
+    encoder.encode_slices()?;
+    encoder.encode_attrs(attrs)?;
+    encoder.encode_shards(shards)?;
     Ok(encoder.tables)
 }
 
+/// Encoder of a structure into tables.
 #[derive(Default)]
-struct Encoder<'a> {
+struct TableEncoder<'a> {
     tables: Tables,
-    heap: Known,
-    dims: Known,
-    slices: Numbers<&'a ShardPlace>,
-    placements: Numbers<&'a [Placement]>,
-    /// The tensors of all nodes that have their records, in order.
+    heap: Interner,
+    dims: Interner,
+    slices: RecordNumbers<&'a ShardPlace>,
+    placements: RecordNumbers<&'a [Placement]>,
+    /// The tensors of all encoded nodes, in the order of their records.
     tensors: Vec<&'a Placed<'a>>,
 }
 
-/// What is in a table already, and where. No bytes depend on the hash.
-type Numbers<T> = IndexMap<T, u32, foldhash::fast::RandomState>;
+/// Record numbers of the entries of a table. The encoded bytes do not depend on the hash.
+type RecordNumbers<T> = IndexMap<T, u32, foldhash::fast::RandomState>;
 
-/// Where the runs of a table are that are in it once: start and length of each.
+/// Interner of runs of elements in a table: stores each run once.
 #[derive(Default)]
-struct Known {
+struct Interner {
+    /// Start and length of each run.
     runs: HashTable<(u32, u32)>,
-    /// The one that was asked for last: tensors next to each other often have one shape.
+    /// The most recent result. Adjacent tensors often have the same shape.
     last: (u32, u32),
     hasher: foldhash::fast::RandomState,
 }
 
-impl Known {
+impl Interner {
+    /// Reserves memory for `runs` more runs.
     fn reserve<T: Pod>(&mut self, runs: usize, table: &[T]) {
-        self.runs.reserve(runs, |known| self.hasher.hash_one(run(table, *known)));
+        self.runs.reserve(runs, |range| self.hasher.hash_one(run_bytes(table, *range)));
     }
 
-    /// Where a run is in the table, to which it is added if it is not there.
-    fn place<T: Pod>(&mut self, new: &[T], table: &mut Vec<T>) -> Result<u32> {
+    /// Returns the start of a run in the table, and adds the run if the table does not have it.
+    fn intern<T: Pod>(&mut self, new: &[T], table: &mut Vec<T>) -> Result<u32> {
         let bytes: &[u8] = bytemuck::cast_slice(new);
-        if run(table, self.last) == bytes {
+        if run_bytes(table, self.last) == bytes {
             return Ok(self.last.0);
         }
         let hash = |bytes| self.hasher.hash_one(bytes);
-        let is_same = |known: &(u32, u32)| run(table, *known) == bytes;
-        if let Some(known) = self.runs.find(hash(bytes), is_same) {
-            self.last = *known;
-            return Ok(known.0);
+        let is_same = |range: &(u32, u32)| run_bytes(table, *range) == bytes;
+        if let Some(range) = self.runs.find(hash(bytes), is_same) {
+            self.last = *range;
+            return Ok(range.0);
         }
-        let place = (number(table.len())?, number(new.len())?);
+        let range = (number(table.len())?, number(new.len())?);
         table.extend_from_slice(new);
-        self.runs.insert_unique(hash(bytes), place, |known| hash(run(table, *known)));
-        self.last = place;
-        Ok(place.0)
+        self.runs.insert_unique(hash(bytes), range, |range| hash(run_bytes(table, *range)));
+        self.last = range;
+        Ok(range.0)
     }
 }
 
-/// The bytes of a part of a table.
-fn run<T: Pod>(table: &[T], (start, len): (u32, u32)) -> &[u8] {
+/// Returns the bytes of a run of elements of a table.
+fn run_bytes<T: Pod>(table: &[T], (start, len): (u32, u32)) -> &[u8] {
     bytemuck::cast_slice(&table[native(start)..][..native(len)])
 }
 
-/// A container whose children wait for their turn: breadth first, so that their records follow each
-/// other in the order of the queue.
-struct Queued<'a> {
+/// A container of the breadth-first queue.
+struct QueuedContainer<'a> {
     children: &'a [(Branch<'a>, Tree<'a>)],
-    /// The number of the container above it in the queue, and the step from there; none for the root.
-    above: Option<(usize, Branch<'a>)>,
+    /// The position of its parent in the queue, and the step from the parent; `None` for the root.
+    parent: Option<(usize, Branch<'a>)>,
 }
 
-/// The queue, and how many nodes have been queued with it.
+/// The breadth-first queue of containers. The records of their children lie in the order of the queue.
 struct Queue<'a> {
-    containers: Vec<Queued<'a>>,
-    nodes: usize,
+    containers: Vec<QueuedContainer<'a>>,
+    /// Number of nodes queued so far: the root and the children of all queued containers.
+    node_count: usize,
 }
 
 impl<'a> Queue<'a> {
-    fn push(&mut self, node: &'a Tree<'a>, above: Option<(usize, Branch<'a>)>) {
+    /// Adds a node to the queue if it is a container.
+    fn push(&mut self, node: &'a Tree<'a>, parent: Option<(usize, Branch<'a>)>) {
         if let Tree::Container(_, children) = node {
-            self.containers.push(Queued { children, above });
-            self.nodes += children.len();
+            self.containers.push(QueuedContainer { children, parent });
+            self.node_count += children.len();
         }
     }
 
-    /// The path of a queued container, for errors.
+    /// Returns the path of a queued container, for error messages.
     fn path_of(&self, mut container: usize) -> ObjectPath {
         let mut steps = Vec::new();
-        while let Some((above, step)) = self.containers[container].above {
+        while let Some((parent, step)) = self.containers[container].parent {
             steps.push(step.to_step());
-            container = above;
+            container = parent;
         }
         steps.into_iter().rev().collect()
     }
 }
 
-impl<'a> Encoder<'a> {
-    /// Fills `nodes` and `by_key`, and finds all tensors.
-    fn nodes(&mut self, root: &'a Tree<'a>) -> Result<()> {
-        let mut queue = Queue { containers: Vec::new(), nodes: 1 };
-        let record = self.node(root, queue.nodes)?;
+impl<'a> TableEncoder<'a> {
+    /// Encodes the tables `nodes` and `by_key`, and collects all tensors.
+    fn encode_nodes(&mut self, root: &'a Tree<'a>) -> Result<()> {
+        let mut queue = Queue { containers: Vec::new(), node_count: 1 };
+        let record = self.node_record(root, queue.node_count)?;
         self.tables.nodes.push(record);
         self.tables.by_key.push(0.into());
         queue.push(root, None);
         let mut next = 0;
         while next < queue.containers.len() {
-            self.children(&mut queue, next)?;
+            self.encode_children(&mut queue, next)?;
             next += 1;
         }
         Ok(())
     }
 
-    /// The records of the children of a container, and their order.
-    fn children(&mut self, queue: &mut Queue<'a>, container: usize) -> Result<()> {
+    /// Encodes the records of the children of a container, and their key order.
+    fn encode_children(&mut self, queue: &mut Queue<'a>, container: usize) -> Result<()> {
         let children = queue.containers[container].children;
         self.tables.nodes.reserve(children.len());
         self.tables.by_key.reserve(children.len());
@@ -190,7 +194,7 @@ impl<'a> Encoder<'a> {
         let first = self.tables.nodes.len();
         for (branch, child) in children {
             let record = self
-                .keyed(*branch, child, queue.nodes)
+                .keyed_node_record(*branch, child, queue.node_count)
                 .map_err(|error| error.at(queue.path_of(container).step(branch.to_step())))?;
             self.tables.nodes.push(record);
             queue.push(child, Some((container, *branch)));
@@ -204,13 +208,13 @@ impl<'a> Encoder<'a> {
             let (branch, _) = &children[native(child) - first];
             queue.path_of(container).step(branch.to_step())
         };
-        let order = by_key(&self.tables.views(), range, path)?;
+        let order = sort_by_key(&self.tables.views(), range, path)?;
         self.tables.by_key.extend(order);
         Ok(())
     }
 
-    /// The record of a node with its key.
-    fn keyed(
+    /// Returns the record of a node with its key.
+    fn keyed_node_record(
         &mut self,
         branch: Branch<'a>,
         node: &'a Tree<'a>,
@@ -227,15 +231,15 @@ impl<'a> Encoder<'a> {
                 (kind, word)
             }
         };
-        let record = self.node(node, first_child)?;
+        let record = self.node_record(node, first_child)?;
         Ok(record::Node { key_kind, key: key.into(), ..record })
     }
 
-    /// The record of a node, without its key.
-    fn node(&mut self, node: &'a Tree<'a>, first_child: usize) -> Result<record::Node> {
+    /// Returns the record of a node without its key.
+    fn node_record(&mut self, node: &'a Tree<'a>, first_child: usize) -> Result<record::Node> {
         let mut record: record::Node = bytemuck::Zeroable::zeroed();
         let (kind, count, a, b) = match node {
-            Tree::Leaf(value) => self.leaf(value)?,
+            Tree::Leaf(value) => self.leaf_fields(value)?,
             Tree::Stored(stored, storage) => {
                 record.flags = STORED.into();
                 let (kind, b) = match stored {
@@ -247,12 +251,12 @@ impl<'a> Encoder<'a> {
             }
             Tree::Tensor(placed) => {
                 self.tensors.push(placed);
-                (kind::TENSOR, 1, word(self.tensors.len() - 1)?, 0)
+                (kind::TENSOR, 1, to_word(self.tensors.len() - 1)?, 0)
             }
             Tree::Shards(run) => {
                 let first = self.tensors.len();
                 self.tensors.extend(run);
-                (kind::TENSOR, run.len(), word(first)?, 0)
+                (kind::TENSOR, run.len(), to_word(first)?, 0)
             }
             Tree::Container(container, children) => {
                 let (kind, b) = match container {
@@ -265,7 +269,7 @@ impl<'a> Encoder<'a> {
                     }
                     Container::Divergent => (kind::DIVERGENT, 0),
                 };
-                (kind, children.len(), word(first_child)?, b)
+                (kind, children.len(), to_word(first_child)?, b)
             }
         };
         record.kind = kind;
@@ -275,8 +279,8 @@ impl<'a> Encoder<'a> {
         Ok(record)
     }
 
-    /// Kind, count, `a` and `b` of a leaf that lies in the index.
-    fn leaf(&mut self, value: &'a Value) -> Result<(u8, usize, u64, u64)> {
+    /// Returns kind, count, `a` and `b` of a leaf that lies in the index.
+    fn leaf_fields(&mut self, value: &'a Value) -> Result<(u8, usize, u64, u64)> {
         Ok(match value {
             Value::None => (kind::NONE, 0, 0, 0),
             Value::Bool(bool) => (kind::BOOL, 0, u64::from(*bool), 0),
@@ -295,7 +299,7 @@ impl<'a> Encoder<'a> {
             }
             Value::Size(sizes) => {
                 let words: Vec<u64> = sizes.iter().map(|size| size.cast_unsigned()).collect();
-                (kind::SIZE, sizes.len(), u64::from(self.vector(&words)?), 0)
+                (kind::SIZE, sizes.len(), u64::from(self.intern_dims(&words)?), 0)
             }
             Value::Device(name) => (kind::DEVICE, 0, self.intern(name.as_bytes())?, 0),
             Value::Opaque { media, bytes } => {
@@ -317,10 +321,11 @@ impl<'a> Encoder<'a> {
         })
     }
 
-    fn tensor(&mut self, tensor: &Placed<'a>) -> Result<()> {
+    fn encode_tensor(&mut self, tensor: &Placed<'a>) -> Result<()> {
         let Placed { meta, storage, byte_offset, place } = *tensor;
-        let shape = self.vector(meta.shape())?;
-        let strides = meta.explicit_strides().map(|strides| self.vector(strides)).transpose()?;
+        let shape = self.intern_dims(meta.shape())?;
+        let strides =
+            meta.explicit_strides().map(|strides| self.intern_dims(strides)).transpose()?;
         let slice = place.map(|place| {
             let next = self.slices.len();
             number(next).map(|next| *self.slices.entry(place).or_insert(next))
@@ -339,29 +344,31 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    fn slices(&mut self) -> Result<()> {
+    fn encode_slices(&mut self) -> Result<()> {
         let places: Vec<&ShardPlace> = self.slices.keys().copied().collect();
         for place in places {
             let slice = place.slice();
             let mesh_shape = slice.mesh_shape();
-            let offsets = self.vector(slice.offsets())?;
-            let global_shape = self.vector(slice.global_shape())?;
+            let offsets = self.intern_dims(slice.offsets())?;
+            let global_shape = self.intern_dims(slice.global_shape())?;
             let has_mesh = !mesh_shape.is_empty();
-            let known = place.mesh().filter(|_| has_mesh);
-            // Shape and ranks are one vector, so that a mesh is in dims once.
-            let ranks = known.into_iter().flat_map(|mesh| mesh.ranks().iter().copied());
+            let ranked_mesh = place.mesh().filter(|_| has_mesh);
+            // Shape and ranks form one vector, so that dims holds each mesh once.
+            let ranks = ranked_mesh.into_iter().flat_map(|mesh| mesh.ranks().iter().copied());
             let mesh: Vec<u64> = mesh_shape.iter().copied().chain(ranks.map(u64::from)).collect();
-            let mesh = if has_mesh { self.vector(&mesh)? } else { NONE };
+            let mesh = if has_mesh { self.intern_dims(&mesh)? } else { NONE };
             let mesh_rank = rank(mesh_shape)?;
-            let ranks = known.map_or(NONE, |_| mesh + u32::from(mesh_rank));
+            let ranks = ranked_mesh.map_or(NONE, |_| mesh + u32::from(mesh_rank));
             let coordinates = match slice.coordinates() {
-                Some(coordinates) if has_mesh => self.vector(coordinates)?,
+                Some(coordinates) if has_mesh => self.intern_dims(coordinates)?,
                 _ => NONE,
             };
-            let names = known.and_then(DeviceMesh::dim_names).map(|names| self.names(names));
+            let names =
+                ranked_mesh.and_then(DeviceMesh::dim_names).map(|names| self.intern_names(names));
             let names = names.transpose()?.unwrap_or(NONE);
             let placements = place.placements().filter(|_| has_mesh);
-            let placements = placements.map(|placements| self.placed(placements)).transpose()?;
+            let placements =
+                placements.map(|placements| self.intern_placements(placements)).transpose()?;
             self.tables.slices.push(record::Slice {
                 offsets: offsets.into(),
                 global_shape: global_shape.into(),
@@ -378,14 +385,15 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    /// Mesh dimension names are a vector of heap ranges.
-    fn names(&mut self, names: &'a [String]) -> Result<u32> {
+    /// Interns the names of mesh dimensions as a vector of heap ranges, and returns its start in dims.
+    fn intern_names(&mut self, names: &'a [String]) -> Result<u32> {
         let ranges = names.iter().map(|name| self.intern(name.as_bytes()));
         let ranges: Vec<u64> = ranges.collect::<Result<_>>()?;
-        self.vector(&ranges)
+        self.intern_dims(&ranges)
     }
 
-    fn placed(&mut self, placements: &'a [Placement]) -> Result<u32> {
+    /// Interns the placements of a slice, and returns the number of the first.
+    fn intern_placements(&mut self, placements: &'a [Placement]) -> Result<u32> {
         if let Some(first) = self.placements.get(placements) {
             return Ok(*first);
         }
@@ -410,7 +418,7 @@ impl<'a> Encoder<'a> {
         Ok(first)
     }
 
-    fn attrs(&mut self, attrs: &'a Attrs) -> Result<()> {
+    fn encode_attrs(&mut self, attrs: &'a Attrs) -> Result<()> {
         for (name, value) in attrs {
             let name = self.intern(name.as_bytes())?;
             let (kind, value) = match value {
@@ -428,7 +436,7 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    fn shards(&mut self, shards: &'a [ShardFile]) -> Result<()> {
+    fn encode_shards(&mut self, shards: &'a [ShardFile]) -> Result<()> {
         for shard in shards {
             let name = self.intern(shard.name.as_bytes())?;
             self.tables.shards.push(record::Shard {
@@ -443,97 +451,103 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    /// The heap range of these bytes, which are in the heap once.
+    /// Interns bytes in the heap, and returns their heap range.
     fn intern(&mut self, bytes: &[u8]) -> Result<u64> {
         if bytes.is_empty() {
             return Ok(0);
         }
         let len = number(bytes.len())?;
-        // What is long may not be shared.
+        // Long content must not be shared (F-030).
         if record::is_inline(bytes.len()) {
-            return Ok(heap_range(self.heap.place(bytes, &mut self.tables.heap)?, len));
+            return Ok(heap_range(self.heap.intern(bytes, &mut self.tables.heap)?, len));
         }
         let start = number(self.tables.heap.len())?;
         self.tables.heap.extend_from_slice(bytes);
         Ok(heap_range(start, len))
     }
 
-    /// Where these words are in dims, once.
-    fn vector(&mut self, words: &[u64]) -> Result<u32> {
+    /// Interns a vector of words in dims, and returns its start.
+    fn intern_dims(&mut self, words: &[u64]) -> Result<u32> {
         if words.is_empty() {
             return Ok(0);
         }
         // This crate compiles for little-endian hosts only.
-        self.dims.place(bytemuck::cast_slice(words), &mut self.tables.dims)
+        self.dims.intern(bytemuck::cast_slice(words), &mut self.tables.dims)
     }
 }
 
-/// The children of a keyed container in the order of their keys, which are proven to differ, in Python
-/// as well.
-fn by_key(
+/// Returns the children of a keyed container in the order of their keys.
+///
+/// # Errors
+///
+/// `DuplicateKey` if two keys are the same; `KeysCollide` if two keys are equal in Python.
+fn sort_by_key(
     views: &Views<'_>,
     children: std::ops::Range<u32>,
     path: impl Fn(u32) -> ObjectPath,
 ) -> Result<Vec<u32_le>> {
     let key = |child: u32| views.key_proven(native(child));
-    let shared = shared_prefix(children.clone().map(key));
+    let prefix_len = common_prefix_len(children.clone().map(key));
     let mut order: Vec<_> =
-        children.clone().map(|child| (abbreviated(key(child), shared), child)).collect();
-    order.sort_by(|(one, left), (other, right)| {
-        one.cmp(other).then_with(|| key(*left).cmp(&key(*right)))
+        children.clone().map(|child| (abbreviate(key(child), prefix_len), child)).collect();
+    order.sort_by(|(left_key, left), (right_key, right)| {
+        left_key.cmp(right_key).then_with(|| key(*left).cmp(&key(*right)))
     });
-    let is_same =
-        |pair: &&[(Abbreviated, u32)]| pair[0].0 == pair[1].0 && key(pair[0].1) == key(pair[1].1);
+    let is_same = |pair: &&[(AbbreviatedKey, u32)]| {
+        pair[0].0 == pair[1].0 && key(pair[0].1) == key(pair[1].1)
+    };
     if let Some(pair) = order.windows(2).find(is_same) {
         return Err(Error::new(ErrorKind::DuplicateKey).at(path(pair[1].1)));
     }
     let highest = order.last().map_or(0, |((kind, _), _)| *kind);
     let order: Vec<u32_le> = order.into_iter().map(|(_, child)| child.into()).collect();
-    // Only bools and floats have twins, and what comes last in key order is of the highest kind.
+    // Only keys of kind bool or float can equal others in Python. The last key in order has the highest kind.
     if highest < crate::key::kind::BOOL {
         return Ok(order);
     }
     for child in order.iter().map(|child| child.to_native()) {
         let (kind, _, word) = key(child);
         for twin in python_twins(kind, word) {
-            if let Ok(at) = views.search(&order, twin.order()) {
+            if let Ok(position) = views.search(&order, twin.order()) {
                 return Err(Error::new(ErrorKind::KeysCollide)
                     .at(path(child))
-                    .note(path(order[at].to_native())));
+                    .note(path(order[position].to_native())));
             }
         }
     }
     Ok(order)
 }
 
-/// How many bytes all keys begin with alike.
-fn shared_prefix<'a>(mut keys: impl Iterator<Item = KeyOrder<'a>>) -> usize {
-    let (_, mut shared, _) = keys.next().unwrap_or_default();
+/// Returns the length of the longest common prefix of the keys, in bytes.
+fn common_prefix_len<'a>(mut keys: impl Iterator<Item = KeyOrder<'a>>) -> usize {
+    let (_, mut prefix, _) = keys.next().unwrap_or_default();
     for (_, bytes, _) in keys {
-        if !bytes.starts_with(shared) {
-            let same = shared.iter().zip(bytes).take_while(|(one, other)| one == other).count();
-            shared = &shared[..same];
+        if !bytes.starts_with(prefix) {
+            let len = prefix.iter().zip(bytes).take_while(|(left, right)| left == right).count();
+            prefix = &prefix[..len];
         }
     }
-    shared.len()
+    prefix.len()
 }
 
-/// The kind of a key and three words, ordered as the key is as far as they tell it from others.
-type Abbreviated = (u8, [u64; 3]);
+/// Kind of a key and its first 24 bytes after the common prefix, as words that sort as the bytes do.
+///
+/// A key that is a word is represented by the first word.
+type AbbreviatedKey = (u8, [u64; 3]);
 
-/// A key without the bytes that all keys begin with: of names that differ, few have the same one.
-fn abbreviated((kind, bytes, word): KeyOrder<'_>, shared: usize) -> Abbreviated {
+/// Abbreviates a key for sorting. Different names rarely have the same abbreviation.
+fn abbreviate((kind, bytes, word): KeyOrder<'_>, prefix_len: usize) -> AbbreviatedKey {
     if !crate::key::kind::is_heap(kind) {
         return (kind, [word, 0, 0]);
     }
-    let mut first = [[0; 8]; 3];
-    let rest = &bytes[shared..];
+    let mut words = [[0; 8]; 3];
+    let rest = &bytes[prefix_len..];
     let len = rest.len().min(24);
-    first.as_flattened_mut()[..len].copy_from_slice(&rest[..len]);
-    (kind, first.map(u64::from_be_bytes))
+    words.as_flattened_mut()[..len].copy_from_slice(&rest[..len]);
+    (kind, words.map(u64::from_be_bytes))
 }
 
-fn word(count: usize) -> Result<u64> {
+fn to_word(count: usize) -> Result<u64> {
     number(count).map(u64::from)
 }
 
@@ -542,7 +556,7 @@ fn rank(shape: &[u64]) -> Result<u8> {
 }
 
 impl Key {
-    /// The key of a writer's value in a divergent node.
+    /// Returns the key of a writer's value in a divergent node.
     pub fn writer(writer: u32) -> Self {
         Self::Int(i64::from(writer).into())
     }

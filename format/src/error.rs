@@ -1,17 +1,15 @@
-//! What can be wrong, and where: one kind per rule of `spec/format.md`.
+//! Errors: one kind for each rule of `spec/format.md`, and the location of the violation.
 
 use std::fmt::{self, Write};
 
-use crate::region::Region;
-
-/// The result of every fallible call of this crate.
+/// Result of the fallible functions of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// One broken rule, and the place where it is broken.
+/// Violation of one rule, and its location.
 ///
-/// The kind is what callers match on; the message is for people and is no part of the API. It reads
-/// `<what is wrong>: <the values> (in <fqn or path>, at byte <offset>, region <box>)`, with the
-/// parts that are known.
+/// Callers match on the kind. The message is for people and not part of the API. Its form is
+/// `<what is wrong>: <the values> (in <fqn or path>, at byte <offset>, region <box>)`, without the parts that
+/// are unknown.
 pub struct Error(Box<Inner>);
 
 struct Inner {
@@ -19,12 +17,12 @@ struct Inner {
     note: Option<String>,
     path: Option<String>,
     offset: Option<u64>,
-    region: Option<Region>,
+    region: Option<(Box<[u64]>, Box<[u64]>)>,
     source: Option<std::io::Error>,
 }
 
 impl Error {
-    /// An error of one kind, without a place yet.
+    /// Creates an error of one kind, without a location.
     pub fn new(kind: ErrorKind) -> Self {
         Self(Box::new(Inner {
             kind,
@@ -36,22 +34,23 @@ impl Error {
         }))
     }
 
-    /// An error of the system below: reading or writing failed.
+    /// Creates an error of kind `Io` from an error of the operating system.
     pub fn io(source: std::io::Error) -> Self {
         let mut error = Self::new(ErrorKind::Io);
         error.0.source = Some(source);
         error
     }
 
-    /// Adds the values that broke the rule, such as `expected 3, found 4`.
+    /// Sets the values that violate the rule, such as `expected 3, found 4`.
     #[must_use]
     pub fn note(mut self, note: impl fmt::Display) -> Self {
         self.0.note = Some(note.to_string());
         self
     }
 
-    /// Adds the fqn or path of the leaf, the key of the table, or the name of the file. The
-    /// innermost place wins: one that is already there stays.
+    /// Sets the fqn or path of the leaf, the name of the table, or the name of the file.
+    ///
+    /// An error that already has one keeps it, so that the innermost location is reported.
     #[must_use]
     pub fn at(mut self, path: impl fmt::Display) -> Self {
         if self.0.path.is_none() {
@@ -60,38 +59,39 @@ impl Error {
         self
     }
 
-    /// Adds the byte offset in the file.
+    /// Sets the byte offset in the file.
     #[must_use]
     pub fn byte(mut self, offset: u64) -> Self {
         self.0.offset = Some(offset);
         self
     }
 
-    /// Adds the region of the global tensor.
+    /// Sets the region of the global tensor, in elements.
     #[must_use]
-    pub fn in_region(mut self, region: Region) -> Self {
-        self.0.region = Some(region);
+    pub fn with_region(mut self, offsets: &[u64], shape: &[u64]) -> Self {
+        self.0.region = Some((offsets.into(), shape.into()));
         self
     }
 
-    /// Which rule is broken.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
-    /// The fqn or path that the error is about, if it is about one.
+    /// Returns the fqn or path where the error occurred, if it is known.
     pub fn path(&self) -> Option<&str> {
         self.0.path.as_deref()
     }
 
-    /// The byte offset in the file that the error is about, if it is about one.
+    /// Returns the byte offset in the file where the error occurred, if it is known.
     pub fn offset(&self) -> Option<u64> {
         self.0.offset
     }
 
-    /// The region of the global tensor that the error is about, if it is about one.
-    pub fn region(&self) -> Option<&Region> {
-        self.0.region.as_ref()
+    /// Returns the region of the global tensor where the error occurred, if it is known: its offsets and its shape, in
+    /// elements.
+    pub fn region(&self) -> Option<(&[u64], &[u64])> {
+        self.0.region.as_ref().map(|(offsets, shape)| (&**offsets, &**shape))
     }
 }
 
@@ -106,28 +106,45 @@ impl fmt::Display for Error {
             write!(f, ": {source}")?;
         }
         let mut separator = " (";
-        let mut place = |f: &mut fmt::Formatter<'_>, text: fmt::Arguments<'_>| {
+        let mut write_location = |f: &mut fmt::Formatter<'_>, text: fmt::Arguments<'_>| {
             write!(f, "{separator}{text}")?;
             separator = ", ";
             fmt::Result::Ok(())
         };
         if let Some(path) = path {
-            place(f, format_args!("in `{}`", Plain(path)))?;
+            write_location(f, format_args!("in `{}`", Escaped(path)))?;
         }
         if let Some(offset) = offset {
-            place(f, format_args!("at byte {offset}"))?;
+            write_location(f, format_args!("at byte {offset}"))?;
         }
-        if let Some(region) = region {
-            place(f, format_args!("region {region}"))?;
+        if let Some((offsets, shape)) = region {
+            write_location(f, format_args!("region {}", RegionText { offsets, shape }))?;
         }
         if separator == ", " { f.write_str(")") } else { Ok(()) }
     }
 }
 
-/// Text from a file, with control characters escaped: they would move the cursor of a terminal.
-struct Plain<'a>(&'a str);
+/// A region as text, such as `[0:2, 4:8]`.
+pub(crate) struct RegionText<'a> {
+    pub(crate) offsets: &'a [u64],
+    pub(crate) shape: &'a [u64],
+}
 
-impl fmt::Display for Plain<'_> {
+impl fmt::Display for RegionText<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("[")?;
+        for (dim, (start, size)) in self.offsets.iter().zip(self.shape).enumerate() {
+            let separator = if dim == 0 { "" } else { ", " };
+            write!(f, "{separator}{start}:{}", start.saturating_add(*size))?;
+        }
+        f.write_str("]")
+    }
+}
+
+/// Text from a file with escaped control characters, which would move the cursor of a terminal.
+struct Escaped<'a>(&'a str);
+
+impl fmt::Display for Escaped<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for char in self.0.chars() {
             if char.is_control() {
@@ -160,10 +177,10 @@ impl From<std::io::Error> for Error {
 
 macro_rules! kinds {
     ($($rule:literal $kind:ident $message:literal,)*) => {
-        /// Every way in which bytes, a state dict or a request can be wrong.
+        /// Kind of an [`Error`]: a way in which bytes, a state dict or a request can be invalid.
         ///
-        /// A kind with a rule number belongs to that rule of `spec/format.md`: a reader that finds
-        /// it broken refuses the file with this kind.
+        /// A kind with a rule number belongs to that rule of `spec/format.md`. A reader rejects a file that
+        /// violates the rule with this kind.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[non_exhaustive]
         pub enum ErrorKind {
@@ -174,18 +191,19 @@ macro_rules! kinds {
             /// All kinds, in the order of their rules.
             pub const ALL: &[Self] = &[$(Self::$kind,)*];
 
-            /// The name of the variant, as vectors and the CLI spell it.
+            /// Returns the name of the variant, as used in the test vectors and in the CLI.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$kind => stringify!($kind),)* }
             }
 
-            /// The rule of `spec/format.md` that the kind belongs to, such as `F-013`; a kind that
-            /// no file can cause has a word in its place.
+            /// Returns the rule of `spec/format.md` that the kind belongs to, such as `F-013`.
+            ///
+            /// A kind that no file can cause returns a word such as `write` or `read`.
             pub const fn rule(self) -> &'static str {
                 match self { $(Self::$kind => $rule,)* }
             }
 
-            /// What is wrong, in lower case and without the place.
+            /// Returns the description of the violation, in lower case and without the location.
             pub const fn message(self) -> &'static str {
                 match self { $(Self::$kind => $message,)* }
             }
@@ -259,7 +277,7 @@ kinds! {
     "F-092" PaddingNotZero "padding between storages is not zero",
     "F-093" FrameCorrupt "compressed chunk is no zstd frame of its bytes",
     "F-094" DigestMismatch "bytes of the storage do not match their digest",
-    // What only a writer or a request can do
+    // Writers and requests
     "write" UntypedLeaf "object is no typed leaf and cannot be stored",
     "write" ShapeMismatch "shape, strides and bytes do not fit together",
     "write" SliceMismatch "local shape of the slice is not the shape of the tensor",

@@ -1,4 +1,4 @@
-//! Jobs that write the bytes of an archive, each its own part, in any order and on any thread.
+//! Write jobs: each writes its own range of an archive. Jobs run in any order and on any thread.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -14,34 +14,34 @@ use crate::copy::copy_and_checksum;
 use crate::digest::{ChunkHasher, Digest};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Jobs are cut at the first chunk that ends beyond this many bytes.
+/// A job ends at the first chunk that ends at least this many bytes (4 MiB) after the start of the job.
 const JOB_BYTES: u64 = 4 << 20;
 
-/// What is looked at twice is looked at in blocks of this many bytes, which the cache holds.
+/// Block size in bytes (256 KiB) for passes that read bytes twice: a block fits into the cache.
 const BLOCK: usize = 256 << 10;
 
-/// The raw bytes of a storage, wherever they are.
+/// The raw bytes of a storage, in memory or in blobs.
 #[derive(Clone, Debug)]
 pub(crate) struct RawBytes {
-    /// Zeros in front, which bring its tensors to their alignment.
+    /// Number of zero bytes in front, which bring the tensors of the storage to their alignment.
     pub(crate) lead: u64,
-    /// The rest of it, in order.
+    /// The bytes after the zeros, in order.
     pub(crate) segments: Segments,
 }
 
-/// Bytes of one owner, as nearly always, or of several in turn.
+/// One segment, as in nearly every storage, or several segments in order.
 #[derive(Clone, Debug)]
 pub(crate) enum Segments {
     One(Segment),
     Many(Vec<Segment>),
 }
 
-/// Bytes that are in memory, or that are read when they are written.
+/// Bytes of one owner: in memory, or in a blob that is read when the bytes are written.
 #[derive(Clone, Debug)]
 pub(crate) enum Segment {
     Memory(Bytes),
-    // In a box: tensors in memory are the many.
-    Elsewhere(Box<Elsewhere>),
+    // Boxed to keep the enum small: nearly all segments are in memory.
+    Blob(Box<Elsewhere>),
 }
 
 #[derive(Clone)]
@@ -58,10 +58,10 @@ impl fmt::Debug for Elsewhere {
 
 /// A part of a segment.
 #[derive(Clone, Copy)]
-enum Part<'a> {
+enum SegmentSlice<'a> {
     Memory(&'a [u8]),
-    /// That many bytes of a blob, from an offset on.
-    Elsewhere(&'a dyn Blob, u64, u64),
+    /// A blob, then the offset and the length of the part in bytes.
+    Blob(&'a dyn Blob, u64, u64),
 }
 
 impl std::ops::Deref for Segments {
@@ -83,42 +83,46 @@ impl From<Bytes> for Segment {
 
 impl Segment {
     pub(crate) fn elsewhere(blob: Arc<dyn Blob>, range: Range<u64>) -> Self {
-        Self::Elsewhere(Elsewhere { blob, range }.into())
+        Self::Blob(Elsewhere { blob, range }.into())
     }
 
     fn len(&self) -> u64 {
         match self {
             Self::Memory(bytes) => length(bytes),
-            Self::Elsewhere(it) => it.range.end - it.range.start,
+            Self::Blob(it) => it.range.end - it.range.start,
         }
     }
 
-    fn slice(&self, part: Range<u64>) -> Self {
+    fn slice(&self, range: Range<u64>) -> Self {
         match self {
-            Self::Memory(bytes) => Self::Memory(bytes.slice(native(part.start)..native(part.end))),
-            Self::Elsewhere(it) => {
+            Self::Memory(bytes) => {
+                Self::Memory(bytes.slice(to_usize(range.start)..to_usize(range.end)))
+            }
+            Self::Blob(it) => {
                 let start = it.range.start;
-                Self::elsewhere(it.blob.clone(), start + part.start..start + part.end)
+                Self::elsewhere(it.blob.clone(), start + range.start..start + range.end)
             }
         }
     }
 
-    fn part(&self, part: Range<u64>) -> Part<'_> {
+    fn slice_ref(&self, range: Range<u64>) -> SegmentSlice<'_> {
         match self {
-            Self::Memory(bytes) => Part::Memory(&bytes[native(part.start)..native(part.end)]),
-            Self::Elsewhere(it) => {
-                Part::Elsewhere(&*it.blob, it.range.start + part.start, part.end - part.start)
+            Self::Memory(bytes) => {
+                SegmentSlice::Memory(&bytes[to_usize(range.start)..to_usize(range.end)])
+            }
+            Self::Blob(it) => {
+                SegmentSlice::Blob(&*it.blob, it.range.start + range.start, range.end - range.start)
             }
         }
     }
 }
 
-/// A storage and its place in the file.
+/// A storage and its position in the file.
 #[derive(Clone, Debug)]
 pub(crate) struct Source {
-    /// Where it begins in the file.
+    /// Offset in the file of the first stored byte, in bytes.
     pub(crate) offset: u64,
-    /// Its first entry of the checksum table.
+    /// Index of its first entry in the checksum table.
     pub(crate) first_crc: usize,
     pub(crate) body: Body,
 }
@@ -126,55 +130,55 @@ pub(crate) struct Source {
 /// The stored bytes of a storage.
 #[derive(Clone, Debug)]
 pub(crate) enum Body {
-    /// Its raw bytes, in chunks of what size, with or without a digest of them.
+    /// The raw bytes. `digest` says whether jobs compute a digest for each chunk.
     Raw { bytes: RawBytes, chunk_size: ChunkSize, digest: bool },
-    /// Chunks that are compressed, or not worth it.
+    /// One entry for each chunk: a zstd frame, or the raw bytes if the chunk does not compress well.
     Packed(Vec<RawBytes>),
 }
 
-/// One job: a range of the file, and what belongs there.
+/// A write job: one range of the file and the bytes that belong there.
 ///
 /// The jobs of a [`Layout`](crate::Layout) tile the file from its first byte to the index.
 #[derive(Clone, Debug)]
 pub struct Fill {
     range: Range<u64>,
-    /// What the file begins with, if that is in the range.
+    /// The head of the file, if the range contains it.
     head: Option<Bytes>,
-    /// All storages of the layout. What lies between them is zero.
+    /// All storages of the layout. The bytes between them are zero.
     sources: Arc<Vec<Source>>,
-    /// Its stored chunks: from this one on, that many.
-    first: Place,
-    count: usize,
+    /// The first stored chunk of the job; the job has `chunk_count` consecutive chunks.
+    first_chunk: ChunkPosition,
+    chunk_count: usize,
 }
 
-/// A stored chunk, by the numbers of its source and of itself in there.
+/// The position of a stored chunk: index of its source, and index of the chunk in that source.
 #[derive(Clone, Copy, Debug, Default)]
-struct Place {
+struct ChunkPosition {
     source: usize,
     chunk: usize,
 }
 
-/// What a job has found out: checksums, to be given to [`Layout::seal`](crate::Layout::seal).
+/// The checksums that a job computed, for [`Layout::seal`](crate::Layout::seal).
 #[derive(Debug)]
 #[must_use = "the index needs the checksums of all jobs"]
 pub struct Filled {
-    /// The entry of the checksum table that the first is for.
+    /// Index in the checksum table of the first checksum.
     pub(crate) first: usize,
     pub(crate) sums: Vec<Sum>,
 }
 
-/// Bytes that a job writes, in one piece.
+/// A contiguous range of bytes that a job writes.
 #[derive(Clone, Copy)]
 pub enum Piece<'a> {
-    /// They are in this process's memory.
+    /// Bytes in the memory of this process.
     Memory(&'a [u8]),
-    /// So many bytes of a blob, from an offset on.
+    /// Bytes of a blob.
     Elsewhere {
-        /// Whose they are.
+        /// The blob.
         blob: &'a dyn Blob,
-        /// Their first byte.
+        /// Offset in the blob of the first byte, in bytes.
         offset: u64,
-        /// How many bytes.
+        /// Number of bytes.
         len: u64,
     },
 }
@@ -188,77 +192,82 @@ impl fmt::Debug for Piece<'_> {
     }
 }
 
-/// What is known of the stored bytes of a chunk.
+/// The checksum and the digest of one stored chunk.
 #[derive(Clone, Debug)]
 pub(crate) struct Sum {
     pub(crate) crc: u32,
-    /// Its part of the digest of its storage, if there is to be one.
+    /// The chunk's part of the digest of its storage, if the storage gets a digest.
     pub(crate) digest: Option<Box<Digest>>,
 }
 
-/// Sums in the making.
+/// Computes the checksum and the digest of one chunk.
 #[derive(Default)]
-struct Summing {
+struct ChecksumBuilder {
     crc: u32,
-    digest: Option<Box<ChunkHasher>>,
-    /// Whether some of the bytes were not seen: then nothing is known.
-    is_unknown: bool,
+    hasher: Option<Box<ChunkHasher>>,
+    /// Whether some bytes of the chunk were skipped. Then the checksum is unknown and recorded as 0.
+    has_unseen_bytes: bool,
 }
 
-impl Summing {
+impl ChecksumBuilder {
     fn copy(&mut self, bytes: &[u8], target: &mut [u8]) {
-        let Some(digest) = &mut self.digest else {
+        let Some(hasher) = &mut self.hasher else {
             self.crc = copy_and_checksum(bytes, target, self.crc);
             return;
         };
         for (bytes, target) in bytes.chunks(BLOCK).zip(target.chunks_mut(BLOCK)) {
-            digest.update(bytes);
+            hasher.update(bytes);
             self.crc = copy_and_checksum(bytes, target, self.crc);
         }
     }
 
     fn update(&mut self, bytes: &[u8]) {
         self.crc = checksum_after(self.crc, bytes);
-        if let Some(digest) = &mut self.digest {
-            digest.update(bytes);
+        if let Some(hasher) = &mut self.hasher {
+            hasher.update(bytes);
         }
     }
 
     fn finish(self) -> Sum {
-        let digest = self.digest.map(|digest| digest.finish().into());
-        Sum { crc: if self.is_unknown { 0 } else { self.crc }, digest }
+        let digest = self.hasher.map(|hasher| hasher.finish().into());
+        Sum { crc: if self.has_unseen_bytes { 0 } else { self.crc }, digest }
     }
 }
 
 impl Fill {
-    /// The range of the file that the job writes, in bytes.
+    /// Returns the range of the file that the job writes, in bytes.
     pub fn range(&self) -> Range<u64> {
         self.range.clone()
     }
 
-    /// Writes the range into memory, whatever was there before: one copy, checksums on the way.
+    /// Writes the range to `target` and computes its checksums, in one copy.
+    ///
+    /// The previous content of `target` does not matter.
     ///
     /// # Errors
     ///
-    /// `TargetSize` if the memory is not as long as the range.
+    /// `TargetSize` if `target` does not have the length of the range; `Io` if a blob cannot be read.
     pub fn run(&self, target: &mut [u8]) -> Result<Filled> {
         self.write(target, |blob, offset, target| blob.read_exact_at(target, offset))
     }
 
-    /// The same where whoever calls this has written what [`Fill::elsewhere`] says: that is only looked at.
+    /// Completes a range whose blob bytes the caller has already written to `target`.
+    ///
+    /// The caller writes the ranges that [`Fill::elsewhere`] lists. This method writes the rest, and reads the
+    /// ranges of the caller to compute their checksums.
     ///
     /// # Errors
     ///
-    /// As [`Fill::run`].
+    /// `TargetSize` if `target` does not have the length of the range.
     pub fn complete(&self, target: &mut [u8]) -> Result<Filled> {
         self.write(target, |_, _, _| Ok(()))
     }
 
-    /// Writes the range into memory, and lets `bring` write what is elsewhere.
+    /// Writes the range to `target`; `read_blob` fills the parts that belong to blobs.
     fn write(
         &self,
         target: &mut [u8],
-        bring: impl Fn(&dyn Blob, u64, &mut [u8]) -> io::Result<()>,
+        read_blob: impl Fn(&dyn Blob, u64, &mut [u8]) -> io::Result<()>,
     ) -> Result<Filled> {
         if u64::try_from(target.len()) != Ok(self.range.end - self.range.start) {
             return Err(Error::new(ErrorKind::TargetSize).note(format_args!(
@@ -268,15 +277,15 @@ impl Fill {
             )));
         }
         let mut rest = target;
-        self.each(&mut |part, summing| {
-            let (target, tail) = std::mem::take(&mut rest).split_at_mut(native(part.len()));
-            match (part, summing) {
-                (Part::Memory(bytes), Some(summing)) => summing.copy(bytes, target),
-                (Part::Memory(bytes), None) => target.copy_from_slice(bytes),
-                (Part::Elsewhere(blob, offset, _), summing) => {
-                    bring(blob, offset, target)?;
-                    if let Some(summing) = summing {
-                        summing.update(target);
+        self.for_each_slice(&mut |part, builder| {
+            let (target, tail) = std::mem::take(&mut rest).split_at_mut(to_usize(part.len()));
+            match (part, builder) {
+                (SegmentSlice::Memory(bytes), Some(builder)) => builder.copy(bytes, target),
+                (SegmentSlice::Memory(bytes), None) => target.copy_from_slice(bytes),
+                (SegmentSlice::Blob(blob, offset, _), builder) => {
+                    read_blob(blob, offset, target)?;
+                    if let Some(builder) = builder {
+                        builder.update(target);
                     }
                 }
             }
@@ -285,158 +294,185 @@ impl Fill {
         })
     }
 
-    /// Gives what is in no memory, piece by piece in order: the place in the file, and which bytes of which blob belong
-    /// there.
-    pub fn elsewhere<'a>(&'a self, mut put: impl FnMut(u64, &'a dyn Blob, Range<u64>)) {
+    /// Calls `visit` for each part of the range that is in a blob, in order.
+    ///
+    /// The arguments are the offset in the file, the blob, and the range in the blob, in bytes.
+    pub fn elsewhere<'a>(&'a self, mut visit: impl FnMut(u64, &'a dyn Blob, Range<u64>)) {
         let mut at = self.range.start;
-        let walked = self.each(&mut |part, _| {
-            if let Part::Elsewhere(blob, offset, len) = part {
-                put(at, blob, offset..offset + len);
+        let result = self.for_each_slice(&mut |part, _| {
+            if let SegmentSlice::Blob(blob, offset, len) = part {
+                visit(at, blob, offset..offset + len);
             }
             at += part.len();
             Ok(())
         });
-        let _ = walked.expect("nothing is refused");
+        let _ = result.expect("nothing is refused");
     }
 
-    /// Writes the range to `writer`, checksums on the way.
+    /// Writes the range to `writer` and computes its checksums.
     ///
     /// # Errors
     ///
-    /// `Io` if the writer fails, or what is elsewhere cannot be read.
+    /// `Io` if the writer fails or a blob cannot be read.
     pub fn write_to(&self, writer: &mut impl Write) -> Result<Filled> {
-        let mut memory = Vec::new();
-        self.each(&mut |part, mut summing| {
-            part.blocks(&mut memory, &mut |block| {
-                if let Some(summing) = &mut summing {
-                    summing.update(block);
+        let mut buffer = Vec::new();
+        self.for_each_slice(&mut |part, mut builder| {
+            part.for_each_block(&mut buffer, &mut |block| {
+                if let Some(builder) = &mut builder {
+                    builder.update(block);
                 }
                 Ok(writer.write_all(block)?)
             })
         })
     }
 
-    /// The checksums alone.
+    /// Computes the checksums without writing anything.
     ///
     /// # Errors
     ///
-    /// `Io` if what is elsewhere cannot be read.
+    /// `Io` if a blob cannot be read.
     pub fn sum(&self) -> Result<Filled> {
-        let mut memory = Vec::new();
-        self.each(&mut |part, summing| {
-            let Some(summing) = summing else { return Ok(()) };
-            part.blocks(&mut memory, &mut |block| {
-                summing.update(block);
+        let mut buffer = Vec::new();
+        self.for_each_slice(&mut |part, builder| {
+            let Some(builder) = builder else { return Ok(()) };
+            part.for_each_block(&mut buffer, &mut |block| {
+                builder.update(block);
                 Ok(())
             })
         })
     }
 
-    /// Gives the range, piece by piece with its place in the file, to whoever copies it without looking, such as to the
-    /// memory of a GPU. Checksums are those of what is in this process's memory: of a chunk with bytes that are
-    /// elsewhere the checksum is 0, and its digest that of what was seen.
+    /// Calls `visit` with each piece of the range and its offset in the file, in order.
+    ///
+    /// For callers that copy the bytes without reading them, such as into the memory of a GPU. Only bytes in the memory
+    /// of this process are checksummed. If a chunk has bytes in a blob, its checksum is 0, and its digest covers only
+    /// its bytes in memory.
     ///
     /// # Errors
     ///
-    /// `Io` if `put` fails.
-    pub fn pieces(&self, mut put: impl FnMut(u64, Piece<'_>) -> io::Result<()>) -> Result<Filled> {
+    /// `Io` if `visit` fails.
+    pub fn pieces(
+        &self,
+        mut visit: impl FnMut(u64, Piece<'_>) -> io::Result<()>,
+    ) -> Result<Filled> {
         let mut at = self.range.start;
-        self.each(&mut |part, summing| {
+        self.for_each_slice(&mut |part, builder| {
             let piece = match part {
-                Part::Memory(bytes) => {
-                    if let Some(summing) = summing {
-                        summing.update(bytes);
+                SegmentSlice::Memory(bytes) => {
+                    if let Some(builder) = builder {
+                        builder.update(bytes);
                     }
                     Piece::Memory(bytes)
                 }
-                Part::Elsewhere(blob, offset, len) => {
-                    if let Some(summing) = summing {
-                        summing.is_unknown = true;
+                SegmentSlice::Blob(blob, offset, len) => {
+                    if let Some(builder) = builder {
+                        builder.has_unseen_bytes = true;
                     }
                     Piece::Elsewhere { blob, offset, len }
                 }
             };
-            put(at, piece)?;
+            visit(at, piece)?;
             at += part.len();
             Ok(())
         })
     }
 
-    /// Calls `put` with all bytes of the range in order; with sums where they are wanted.
-    fn each<'a>(
+    /// Calls `visit` with all bytes of the range in order, and with the checksum builder of their chunk.
+    ///
+    /// The builder is `None` for bytes outside of chunks, which have no checksum.
+    fn for_each_slice<'a>(
         &'a self,
-        put: &mut impl FnMut(Part<'a>, Option<&mut Summing>) -> Result<()>,
+        visit: &mut impl FnMut(SegmentSlice<'a>, Option<&mut ChecksumBuilder>) -> Result<()>,
     ) -> Result<Filled> {
         let mut at = self.range.start;
         if let Some(head) = &self.head {
-            put(Part::Memory(head), None)?;
+            visit(SegmentSlice::Memory(head), None)?;
             at += length(head);
         }
-        let mut sums = Vec::with_capacity(self.count);
+        let mut sums = Vec::with_capacity(self.chunk_count);
         for (source, chunk) in self.chunks() {
             if chunk == 0 {
-                zeros(source.offset - at, &mut |zeros| put(Part::Memory(zeros), None))?;
+                for_each_zero_block(source.offset - at, &mut |zeros| {
+                    visit(SegmentSlice::Memory(zeros), None)
+                })?;
                 at = source.offset;
             }
-            let mut summing = source.summing(chunk);
-            let (bytes, range) = source.chunk(chunk);
-            zeros(bytes.zeros(&range), &mut |zeros| put(Part::Memory(zeros), Some(&mut summing)))?;
-            for (segment, part) in bytes.cut(&range) {
-                put(segment.part(part), Some(&mut summing))?;
+            let mut builder = source.checksum_builder(chunk);
+            let (bytes, range) = source.locate_chunk(chunk);
+            for_each_zero_block(bytes.zeros_in(&range), &mut |zeros| {
+                visit(SegmentSlice::Memory(zeros), Some(&mut builder))
+            })?;
+            for (segment, part) in bytes.segments_in(&range) {
+                visit(segment.slice_ref(part), Some(&mut builder))?;
             }
             at += range.end - range.start;
-            sums.push(summing.finish());
+            sums.push(builder.finish());
         }
-        zeros(self.range.end - at, &mut |zeros| put(Part::Memory(zeros), None))?;
-        let first = self.sources.get(self.first.source);
-        Ok(Filled { first: first.map_or(0, |source| source.first_crc + self.first.chunk), sums })
+        for_each_zero_block(self.range.end - at, &mut |zeros| {
+            visit(SegmentSlice::Memory(zeros), None)
+        })?;
+        let first = self.sources.get(self.first_chunk.source);
+        Ok(Filled {
+            first: first.map_or(0, |source| source.first_crc + self.first_chunk.chunk),
+            sums,
+        })
     }
 
-    /// Its stored chunks, each with its number in its source.
+    /// Returns the stored chunks of the job: for each its source, and its index in that source.
     fn chunks(&self) -> impl Iterator<Item = (&Source, usize)> {
-        let Place { source: first, chunk } = self.first;
+        let ChunkPosition { source: first, chunk } = self.first_chunk;
         let sources = self.sources[first..].iter().enumerate();
         let chunks = sources.flat_map(move |(number, source)| {
             let from = if number == 0 { chunk } else { 0 };
-            (from..source.chunks()).map(move |chunk| (source, chunk))
+            (from..source.chunk_count()).map(move |chunk| (source, chunk))
         });
-        chunks.take(self.count)
+        chunks.take(self.chunk_count)
     }
 }
 
-/// Calls `put` with that many zeros.
-fn zeros(mut count: u64, put: &mut impl FnMut(&'static [u8]) -> Result<()>) -> Result<()> {
+/// Calls `visit` with blocks of zeros, `count` bytes in total.
+fn for_each_zero_block(
+    mut count: u64,
+    visit: &mut impl FnMut(&'static [u8]) -> Result<()>,
+) -> Result<()> {
     static ZEROS: [u8; 4096] = [0; 4096];
     while count > 0 {
         let part = usize::try_from(count).unwrap_or(ZEROS.len()).min(ZEROS.len());
-        put(&ZEROS[..part])?;
+        visit(&ZEROS[..part])?;
         count -= length(&ZEROS[..part]);
     }
     Ok(())
 }
 
-/// The jobs that write `start..end` of a file, given the head if it is in there, and the storages.
+/// Returns the jobs that write `range` of a file.
+///
+/// `head` is the head of the file, if the range contains it.
 pub(crate) fn jobs(
     range: Range<u64>,
     head: Option<Bytes>,
     sources: &Arc<Vec<Source>>,
 ) -> Vec<Fill> {
     let mut jobs = Vec::new();
-    let mut next =
-        Fill { range, head, sources: sources.clone(), first: Place::default(), count: 0 };
+    let mut next = Fill {
+        range,
+        head,
+        sources: sources.clone(),
+        first_chunk: ChunkPosition::default(),
+        chunk_count: 0,
+    };
     for (number, source) in sources.iter().enumerate() {
         let mut end = source.offset;
-        for chunk in 0..source.chunks() {
-            let (_, chunk_range) = source.chunk(chunk);
+        for chunk in 0..source.chunk_count() {
+            let (_, chunk_range) = source.locate_chunk(chunk);
             end += chunk_range.end - chunk_range.start;
-            next.count += 1;
+            next.chunk_count += 1;
             if end - next.range.start >= JOB_BYTES {
-                let first = Place { source: number, chunk: chunk + 1 };
+                let first_chunk = ChunkPosition { source: number, chunk: chunk + 1 };
                 let rest = Fill {
                     range: end..next.range.end,
                     head: None,
-                    first,
-                    count: 0,
+                    first_chunk,
+                    chunk_count: 0,
                     ..next.clone()
                 };
                 jobs.push(Fill {
@@ -452,63 +488,67 @@ pub(crate) fn jobs(
     jobs
 }
 
-/// What [`jobs`] write, in order and in pieces as large as can be; none if some of it is elsewhere.
+/// Returns the bytes that the write jobs of a file write, in order, as a list of slices.
+///
+/// Returns `None` if some of the bytes are in a blob.
 pub(crate) fn parts<'a>(end: u64, head: &'a [u8], sources: &'a [Source]) -> Option<Vec<&'a [u8]>> {
-    let is_here = |bytes: &RawBytes| {
+    let is_in_memory = |bytes: &RawBytes| {
         bytes.segments.iter().all(|segment| matches!(segment, Segment::Memory(_)))
     };
-    if !sources.iter().flat_map(Source::pieces).all(is_here) {
+    if !sources.iter().flat_map(Source::stored_bytes).all(is_in_memory) {
         return None;
     }
     let mut parts = vec![head];
     let mut at = length(head);
-    let mut put = |bytes: &'a [u8]| {
+    let mut push = |bytes: &'a [u8]| {
         parts.push(bytes);
         Ok(())
     };
-    let mut fill = || {
+    let mut collect = || {
         for source in sources {
-            zeros(source.offset - at, &mut |zeros| put(zeros))?;
+            for_each_zero_block(source.offset - at, &mut |zeros| push(zeros))?;
             at = source.offset;
-            for bytes in source.pieces() {
+            for bytes in source.stored_bytes() {
                 let whole = 0..bytes.len();
-                zeros(bytes.zeros(&whole), &mut |zeros| put(zeros))?;
-                bytes.cut(&whole).try_for_each(|(segment, part)| match segment.part(part) {
-                    Part::Memory(bytes) => put(bytes),
-                    Part::Elsewhere(..) => Ok(()),
+                for_each_zero_block(bytes.zeros_in(&whole), &mut |zeros| push(zeros))?;
+                bytes.segments_in(&whole).try_for_each(|(segment, part)| {
+                    match segment.slice_ref(part) {
+                        SegmentSlice::Memory(bytes) => push(bytes),
+                        SegmentSlice::Blob(..) => Ok(()),
+                    }
                 })?;
                 at += bytes.len();
             }
         }
-        zeros(end - at, &mut |zeros| put(zeros))
+        for_each_zero_block(end - at, &mut |zeros| push(zeros))
     };
-    fill().expect("nothing is refused");
+    collect().expect("nothing is refused");
     Some(parts)
 }
 
-impl Part<'_> {
+impl SegmentSlice<'_> {
     fn len(self) -> u64 {
         match self {
             Self::Memory(bytes) => length(bytes),
-            Self::Elsewhere(_, _, len) => len,
+            Self::Blob(_, _, len) => len,
         }
     }
 
-    /// Gives its bytes block by block; what is elsewhere comes into `memory`.
-    fn blocks(
+    /// Calls `visit` with the bytes, block by block. Bytes of a blob are read into `buffer`.
+    fn for_each_block(
         self,
-        memory: &mut Vec<u8>,
-        take: &mut impl FnMut(&[u8]) -> Result<()>,
+        buffer: &mut Vec<u8>,
+        visit: &mut impl FnMut(&[u8]) -> Result<()>,
     ) -> Result<()> {
         match self {
-            Self::Memory(bytes) => bytes.chunks(BLOCK).try_for_each(take),
-            Self::Elsewhere(blob, offset, len) => {
-                memory.resize(BLOCK, 0);
+            Self::Memory(bytes) => bytes.chunks(BLOCK).try_for_each(visit),
+            Self::Blob(blob, offset, len) => {
+                buffer.resize(BLOCK, 0);
                 let end = offset + len;
                 (offset..end).step_by(BLOCK).try_for_each(|at| {
-                    let block = &mut memory[..native(end - at).min(BLOCK)];
+                    let block = &mut buffer[..to_usize(end - at).min(BLOCK)];
                     blob.read_exact_at(block, at)?;
-                    take(block)
+                    visit(block)
                 })
             }
         }
@@ -516,26 +556,26 @@ impl Part<'_> {
 }
 
 impl Source {
-    /// Its stored bytes: all at once, or its chunks.
-    fn pieces(&self) -> &[RawBytes] {
+    /// Returns the stored bytes: one entry for a raw storage, one entry per chunk for a compressed one.
+    fn stored_bytes(&self) -> &[RawBytes] {
         match &self.body {
             Body::Raw { bytes, .. } => std::slice::from_ref(bytes),
             Body::Packed(chunks) => chunks,
         }
     }
 
-    /// The blobs that its bytes are of, where they are in no memory.
+    /// Returns the blobs that contain bytes of the storage, once for each segment.
     pub(crate) fn elsewhere(&self) -> impl Iterator<Item = &dyn Blob> {
-        self.pieces().iter().flat_map(|bytes| bytes.segments.iter()).filter_map(|segment| {
+        self.stored_bytes().iter().flat_map(|bytes| bytes.segments.iter()).filter_map(|segment| {
             match segment {
                 Segment::Memory(_) => None,
-                Segment::Elsewhere(it) => Some(&*it.blob),
+                Segment::Blob(it) => Some(&*it.blob),
             }
         })
     }
 
-    /// How many stored chunks it has.
-    fn chunks(&self) -> usize {
+    /// Returns the number of stored chunks.
+    fn chunk_count(&self) -> usize {
         match &self.body {
             Body::Raw { bytes, chunk_size, .. } => {
                 usize::try_from(chunk_size.count(bytes.len())).expect("it is in memory")
@@ -544,25 +584,25 @@ impl Source {
         }
     }
 
-    /// A stored chunk, as a range of bytes.
-    fn chunk(&self, number: usize) -> (&RawBytes, Range<u64>) {
+    /// Returns the bytes that contain a stored chunk, and the range of the chunk in them.
+    fn locate_chunk(&self, number: usize) -> (&RawBytes, Range<u64>) {
         match &self.body {
             Body::Raw { bytes, chunk_size, .. } => {
-                (bytes, chunk_size.range(wide(number), bytes.len()))
+                (bytes, chunk_size.range(to_u64(number), bytes.len()))
             }
             Body::Packed(chunks) => (&chunks[number], 0..chunks[number].len()),
         }
     }
 
-    /// What is wanted to be known of a stored chunk.
-    fn summing(&self, chunk: usize) -> Summing {
-        let digest = match &self.body {
+    /// Returns the checksum builder of a stored chunk. It computes a digest if the body asks for one.
+    fn checksum_builder(&self, chunk: usize) -> ChecksumBuilder {
+        let hasher = match &self.body {
             Body::Raw { bytes, chunk_size, digest: true } => {
-                Some(ChunkHasher::new(wide(chunk), (bytes.len(), *chunk_size)).into())
+                Some(ChunkHasher::new(to_u64(chunk), (bytes.len(), *chunk_size)).into())
             }
             _ => None,
         };
-        Summing { digest, ..Summing::default() }
+        ChecksumBuilder { hasher, ..ChecksumBuilder::default() }
     }
 }
 
@@ -571,19 +611,19 @@ impl RawBytes {
         self.lead + self.segments.iter().map(Segment::len).sum::<u64>()
     }
 
-    /// The part of it that lies in `range`.
+    /// Returns the part of the bytes in `range`.
     pub(crate) fn part(&self, range: &Range<u64>) -> Self {
-        let segments = self.cut(range).map(|(segment, part)| segment.slice(part));
-        Self { lead: self.zeros(range), segments: segments.collect::<Vec<_>>().into() }
+        let segments = self.segments_in(range).map(|(segment, part)| segment.slice(part));
+        Self { lead: self.zeros_in(range), segments: segments.collect::<Vec<_>>().into() }
     }
 
-    /// How many of its zeros lie in `range`.
-    fn zeros(&self, range: &Range<u64>) -> u64 {
+    /// Returns how many of the leading zeros lie in `range`.
+    fn zeros_in(&self, range: &Range<u64>) -> u64 {
         self.lead.clamp(range.start, range.end) - range.start
     }
 
-    /// The segments that have bytes in `range`, and where in them.
-    fn cut(&self, range: &Range<u64>) -> impl Iterator<Item = (&Segment, Range<u64>)> {
+    /// Returns the segments that have bytes in `range`, each with the range of these bytes in the segment.
+    fn segments_in(&self, range: &Range<u64>) -> impl Iterator<Item = (&Segment, Range<u64>)> {
         let mut end = self.lead;
         self.segments.iter().filter_map(move |segment| {
             let start = end;
@@ -593,32 +633,34 @@ impl RawBytes {
         })
     }
 
-    /// What of it lies in `range` in one piece, in `gathered` if it is not so already.
+    /// Returns the bytes in `range` as one slice.
+    ///
+    /// Bytes that are not contiguous in memory are gathered in `buffer`.
     pub(crate) fn contiguous<'a>(
         &'a self,
         range: &Range<u64>,
-        gathered: &'a mut Vec<u8>,
+        buffer: &'a mut Vec<u8>,
     ) -> Result<&'a [u8]> {
-        let zeros = self.zeros(range);
-        let mut parts = self.cut(range).map(|(segment, part)| segment.part(part));
+        let zeros = self.zeros_in(range);
+        let mut parts = self.segments_in(range).map(|(segment, part)| segment.slice_ref(part));
         if zeros == 0
-            && let (Some(Part::Memory(only)), None) = (parts.next(), parts.next())
+            && let (Some(SegmentSlice::Memory(only)), None) = (parts.next(), parts.next())
         {
             return Ok(only);
         }
-        gathered.clear();
-        gathered.resize(native(zeros), 0);
-        for (segment, part) in self.cut(range) {
-            match segment.part(part) {
-                Part::Memory(bytes) => gathered.extend_from_slice(bytes),
-                Part::Elsewhere(blob, offset, len) => {
-                    let start = gathered.len();
-                    gathered.resize(start + native(len), 0);
-                    blob.read_exact_at(&mut gathered[start..], offset)?;
+        buffer.clear();
+        buffer.resize(to_usize(zeros), 0);
+        for (segment, part) in self.segments_in(range) {
+            match segment.slice_ref(part) {
+                SegmentSlice::Memory(bytes) => buffer.extend_from_slice(bytes),
+                SegmentSlice::Blob(blob, offset, len) => {
+                    let start = buffer.len();
+                    buffer.resize(start + to_usize(len), 0);
+                    blob.read_exact_at(&mut buffer[start..], offset)?;
                 }
             }
         }
-        Ok(gathered)
+        Ok(buffer)
     }
 }
 
@@ -641,14 +683,14 @@ impl From<Vec<Segment>> for Segments {
 }
 
 pub(crate) fn length(bytes: &[u8]) -> u64 {
-    wide(bytes.len())
+    to_u64(bytes.len())
 }
 
-/// A length of what is in memory, or a place in it.
-fn native(bytes: u64) -> usize {
+/// Converts a length or an offset of bytes in memory.
+fn to_usize(bytes: u64) -> usize {
     usize::try_from(bytes).expect("what is in memory fits usize")
 }
 
-fn wide(count: usize) -> u64 {
+fn to_u64(count: usize) -> u64 {
     u64::try_from(count).expect("usize is at most 64 bits")
 }

@@ -1,4 +1,4 @@
-//! The head and the trailer: the fixed bytes around blob and index. Spec: section 2.
+//! The fixed-size head and trailer of a file, around blob and index. Spec: section 2.
 
 use bytemuck::{Pod, Zeroable};
 use rend::{u16_le, u32_le, u64_le};
@@ -7,13 +7,13 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::record::Fields;
 use crate::table::MAX_INDEX_BYTES;
 
-/// Where the blob begins, in bytes.
+/// Offset in the file of the blob, in bytes.
 pub const DATA_START: u64 = 4096;
 
-/// Length of head and trailer, in bytes.
+/// Length of the head, and of the trailer, in bytes.
 pub(crate) const FRAME_LEN: usize = 64;
 
-/// The index begins at a multiple of this.
+/// Alignment of the index in the file, in bytes.
 pub(crate) const INDEX_ALIGN: u64 = 64;
 
 pub(crate) const MAGIC: [u8; 8] = *b"\x89TSD\r\n\x1a\n";
@@ -22,10 +22,10 @@ const MAJOR: u16 = 1;
 const INDEX_CODEC: u16 = 1;
 const MIN_FILE_LEN: u64 = DATA_START + 104 + 64;
 
-/// The feature bit of files from before version 1 was declared.
+/// Feature bit of files written before version 1 of the format is declared.
 pub(crate) const DRAFT: u64 = 1 << 63;
 
-/// The head and the trailer by the names that the spec has for them.
+/// Fields of the head and of the trailer, under the names that the spec uses.
 pub(crate) const FRAMES: &[(&str, Fields)] =
     &[("Head", Head::FIELDS), ("Trailer", Trailer::FIELDS)];
 
@@ -95,7 +95,7 @@ impl Trailer {
     }
 }
 
-/// The head of every file that this crate writes.
+/// Returns the head that this crate writes: it is the same for every file.
 pub(crate) fn head() -> [u8; FRAME_LEN] {
     let mut head = Head {
         magic: MAGIC,
@@ -108,7 +108,7 @@ pub(crate) fn head() -> [u8; FRAME_LEN] {
     bytemuck::cast(head)
 }
 
-/// Where the index of a file is.
+/// The location of the index in a file, as the trailer records it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct IndexPlace {
     pub(crate) index_off: u64,
@@ -123,7 +123,7 @@ impl IndexPlace {
         self.index_off + self.index_len + 64
     }
 
-    /// The trailer that says so.
+    /// Returns the trailer that records this location.
     pub(crate) fn trailer(&self) -> [u8; FRAME_LEN] {
         let mut trailer = Trailer {
             index_off: self.index_off.into(),
@@ -141,7 +141,7 @@ impl IndexPlace {
     }
 }
 
-/// Proves that a file is long enough to have head and trailer.
+/// Checks that a file is long enough for a head, a trailer and the smallest index.
 pub(crate) fn check_len(file_len: u64) -> Result<()> {
     if file_len < MIN_FILE_LEN {
         return Err(Error::new(ErrorKind::TooShort)
@@ -150,15 +150,15 @@ pub(crate) fn check_len(file_len: u64) -> Result<()> {
     Ok(())
 }
 
-/// Proves a head.
+/// Validates a head.
 pub(crate) fn parse_head(bytes: &[u8; FRAME_LEN]) -> Result<()> {
     let head: Head = bytemuck::pod_read_unaligned(bytes);
-    let wrong = |kind, offset| Err(Error::new(kind).byte(offset));
+    let fail = |kind, offset| Err(Error::new(kind).byte(offset));
     if head.magic != MAGIC {
-        return wrong(ErrorKind::NotTssd, 0);
+        return fail(ErrorKind::NotTssd, 0);
     }
     if head.crc32 != head.crc() {
-        return wrong(ErrorKind::HeadCorrupt, 60);
+        return fail(ErrorKind::HeadCorrupt, 60);
     }
     if head.major != MAJOR {
         return Err(Error::new(ErrorKind::UnsupportedVersion)
@@ -172,54 +172,55 @@ pub(crate) fn parse_head(bytes: &[u8; FRAME_LEN]) -> Result<()> {
             .byte(16));
     }
     if u64::from(head.data_start.to_native()) != DATA_START {
-        return wrong(ErrorKind::DataStart, 12);
+        return fail(ErrorKind::DataStart, 12);
     }
     if head.index_off != 0 || head.index_len != 0 || head.flags != 0 {
-        return wrong(ErrorKind::ReservedNotZero, 40);
+        return fail(ErrorKind::ReservedNotZero, 40);
     }
     Ok(())
 }
 
-/// Proves a trailer, given the length of its file.
+/// Validates a trailer, given the length of its file in bytes, and returns the location of the index.
 pub(crate) fn parse_trailer(bytes: &[u8; FRAME_LEN], file_len: u64) -> Result<IndexPlace> {
     let trailer: Trailer = bytemuck::pod_read_unaligned(bytes);
     let at = file_len - 64;
-    let wrong = |kind, field: u64| Error::new(kind).byte(at + field);
+    let error_at = |kind, field: u64| Error::new(kind).byte(at + field);
     if trailer.end_magic != END_MAGIC {
-        return Err(wrong(ErrorKind::NoTrailer, 56));
+        return Err(error_at(ErrorKind::NoTrailer, 56));
     }
     if trailer.crc32 != trailer.crc() {
-        return Err(wrong(ErrorKind::TrailerCorrupt, 52));
+        return Err(error_at(ErrorKind::TrailerCorrupt, 52));
     }
     if trailer.file_len != file_len {
-        return Err(wrong(ErrorKind::LengthMismatch, 40)
+        return Err(error_at(ErrorKind::LengthMismatch, 40)
             .note(format_args!("{file_len} bytes, recorded {}", trailer.file_len)));
     }
     if trailer.flags != 0 || trailer.prev_trailer_off != 0 || trailer.generation != 0 {
-        return Err(wrong(ErrorKind::ReservedNotZero, 30));
+        return Err(error_at(ErrorKind::ReservedNotZero, 30));
     }
     if trailer.index_codec != INDEX_CODEC {
-        return Err(wrong(ErrorKind::IndexCodec, 28).note(trailer.index_codec));
+        return Err(error_at(ErrorKind::IndexCodec, 28).note(trailer.index_codec));
     }
-    let place = IndexPlace {
+    let location = IndexPlace {
         index_off: trailer.index_off.to_native(),
         index_len: trailer.index_len.to_native(),
         root_off: trailer.root_off.to_native(),
         root_len: trailer.root_len.to_native(),
         index_crc32: trailer.index_crc32.to_native(),
     };
-    if place.index_len > MAX_INDEX_BYTES {
-        return Err(wrong(ErrorKind::IndexTooLarge, 8).note(place.index_len));
+    if location.index_len > MAX_INDEX_BYTES {
+        return Err(error_at(ErrorKind::IndexTooLarge, 8).note(location.index_len));
     }
-    let end = place.index_off.checked_add(place.index_len).and_then(|end| end.checked_add(64));
-    if place.index_off < DATA_START
-        || !place.index_off.is_multiple_of(INDEX_ALIGN)
+    let end =
+        location.index_off.checked_add(location.index_len).and_then(|end| end.checked_add(64));
+    if location.index_off < DATA_START
+        || !location.index_off.is_multiple_of(INDEX_ALIGN)
         || end != Some(file_len)
     {
-        return Err(wrong(ErrorKind::IndexRange, 0)
-            .note(format_args!("{} bytes at {}", place.index_len, place.index_off)));
+        return Err(error_at(ErrorKind::IndexRange, 0)
+            .note(format_args!("{} bytes at {}", location.index_len, location.index_off)));
     }
-    Ok(place)
+    Ok(location)
 }
 
 #[cfg(test)]
@@ -227,13 +228,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_index_may_be_as_large_as_the_limit() {
+    fn parse_trailer_accepts_indexes_up_to_the_size_limit() {
         let parse = |index_len| {
             let (root_off, root_len, index_crc32) = (0, 104, 0);
-            let place =
+            let location =
                 IndexPlace { index_off: DATA_START, index_len, root_off, root_len, index_crc32 };
-            let parsed = parse_trailer(&place.trailer(), place.file_len());
-            parsed.map(|parsed| assert_eq!(parsed, place)).map_err(|error| error.kind())
+            let parsed = parse_trailer(&location.trailer(), location.file_len());
+            parsed.map(|parsed| assert_eq!(parsed, location)).map_err(|error| error.kind())
         };
         assert_eq!(parse(MAX_INDEX_BYTES), Ok(()));
         assert_eq!(parse(MAX_INDEX_BYTES + 1), Err(ErrorKind::IndexTooLarge));

@@ -1,4 +1,4 @@
-//! The index of an archive: proven tables, and what they say.
+//! The index of an archive: validated tables, and access to their contents.
 
 use std::sync::OnceLock;
 
@@ -19,28 +19,29 @@ use crate::table::{self, TableMap};
 use crate::validate::validate;
 use crate::views::{Views, native};
 
-/// The tables of one archive, proven: every rule of the spec up to F-082 holds.
+/// The validated tables of one archive: every rule of the spec up to F-082 holds.
 #[derive(Debug)]
 pub(crate) struct Index {
-    /// Aligned as the records are, and nothing changes them.
+    /// Aligned for the records, and immutable.
     bytes: Bytes,
     map: TableMap,
-    place: IndexPlace,
-    /// By storage the first leaf in it, once an error has asked.
+    location: IndexPlace,
+    /// For each storage the path of the first leaf in it; computed when the first error needs it.
     first_leaves: OnceLock<Vec<ObjectPath>>,
 }
 
 impl Index {
-    /// Proves an index, given where the trailer says that it is.
-    pub(crate) fn parse(bytes: Bytes, place: IndexPlace) -> Result<Self> {
-        if checksum(&bytes) != place.index_crc32 {
-            return Err(Error::new(ErrorKind::IndexCorrupt).byte(place.index_off));
+    /// Validates an index, given its location from the trailer.
+    pub(crate) fn parse(bytes: Bytes, location: IndexPlace) -> Result<Self> {
+        if checksum(&bytes) != location.index_crc32 {
+            return Err(Error::new(ErrorKind::IndexCorrupt).byte(location.index_off));
         }
         let size = |len: u32| usize::try_from(len).unwrap_or(usize::MAX);
-        let root = size(place.root_off)..size(place.root_off).saturating_add(size(place.root_len));
+        let root = size(location.root_off)
+            ..size(location.root_off).saturating_add(size(location.root_len));
         let map = table::map(&bytes, root)?;
-        validate(&map.views(&bytes), place.index_off)?;
-        Ok(Self { bytes, map, place, first_leaves: OnceLock::new() })
+        validate(&map.views(&bytes), location.index_off)?;
+        Ok(Self { bytes, map, location, first_leaves: OnceLock::new() })
     }
 
     pub(crate) fn views(&self) -> Views<'_> {
@@ -52,16 +53,17 @@ impl Index {
     }
 
     pub(crate) fn place(&self) -> IndexPlace {
-        self.place
+        self.location
     }
 
-    /// The whole tree.
+    /// Returns the whole tree.
     pub(crate) fn structure(&self) -> Node {
         self.node(&self.views(), 0)
     }
 
-    /// By storage the path of the first leaf in it. Found once for all errors: a file may be damaged
-    /// everywhere.
+    /// Returns for each storage the path of the first leaf in it.
+    ///
+    /// Computed once for all errors, because a damaged file may cause an error for each storage.
     pub(crate) fn first_leaves(&self) -> &[ObjectPath] {
         self.first_leaves.get_or_init(|| {
             let mut first = vec![None; self.storages().len()];
@@ -70,17 +72,17 @@ impl Index {
                     first[native(number)].get_or_insert_with(|| path.clone());
                 }
             }
-            // Proven: each storage is named.
+            // Validated (F-062): a leaf refers to each storage.
             first.into_iter().map(Option::unwrap_or_default).collect()
         })
     }
 
-    /// Everything below one node; `views` are these tables.
+    /// Returns the subtree of a node; `views` must be the views of this index.
     pub(crate) fn node(&self, views: &Views<'_>, number: usize) -> Node {
         decode(views, self.bytes.slice(self.map.heap.clone()), number)
     }
 
-    /// As [`Index::node`], with bytes in place of references to storages.
+    /// Does the same as [`Index::node`], but reads the bytes of each referenced storage through `storage`.
     pub(crate) fn value(
         &self,
         views: &Views<'_>,
@@ -98,7 +100,7 @@ impl Index {
         u32::try_from(self.storages().len()).expect("tables have fewer than 2^32 records")
     }
 
-    /// A storage by number.
+    /// Returns a storage by number.
     pub(crate) fn storage(&self, number: u32) -> StorageReference {
         let views = self.views();
         let storage = &views.storages[native(number)];
@@ -129,18 +131,18 @@ impl Index {
         }
     }
 
-    /// How many raw bytes a storage has.
+    /// Returns the number of raw bytes of a storage.
     pub(crate) fn storage_len(&self, number: u32) -> u64 {
         self.storages()[native(number)].raw_len.to_native()
     }
 
-    /// Shard and offset of a storage that is stored as it is.
+    /// Returns shard and offset (in bytes) of a storage that is not compressed.
     pub(crate) fn raw_place(&self, number: u32) -> Option<(u32, u64)> {
         let storage = &self.storages()[native(number)];
         (storage.codec == 0).then(|| (storage.shard.to_native(), storage.offset.to_native()))
     }
 
-    /// The storages that are strs.
+    /// Returns the numbers of the storages that hold the content of a `str` leaf.
     pub(crate) fn stored_texts(&self) -> Vec<u32> {
         let nodes = self.views().nodes.iter();
         let texts = nodes.filter(|node| node.kind == kind::STR && node.flags == STORED);

@@ -16,40 +16,43 @@ use crate::structure::{Container, Node, Stored, TensorReference};
 use crate::tensor::{TensorFlags, TensorView};
 use crate::text::Text;
 
-/// Elements of more bytes than this are left out.
-const DATA_MAX: u64 = 65_536;
+/// Tensors of more bytes than this (64 KiB) are shown without their elements.
+const MAX_DATA_BYTES: u64 = 65_536;
 
-/// The JSON view of an archive, elements of small tensors included.
+/// Returns the JSON view of an archive, with the elements of small tensors.
+///
+/// Elements are included for tensors of at most 65,536 bytes.
 ///
 /// # Errors
 ///
-/// `Io` if the file cannot be read; `NotText` for a long str that is none.
+/// `Io` if the file cannot be read; `NotText` if a long `str` is not valid text.
 pub fn to_json(archive: &Archive) -> Result<Json> {
-    view_of(archive, Elements::OfSmallTensors)
+    build_view(archive, ElementFilter::SmallTensors)
 }
 
-/// The JSON view of an archive without the elements of tensors, which are not read. It takes no more
-/// memory than a few times that of the structure, whatever tensors share.
+/// Returns the JSON view of an archive without the elements of tensors, which are not read.
+///
+/// Memory use is at most a few times the memory of the structure, even if many tensors share one storage.
 ///
 /// # Errors
 ///
 /// As [`to_json`].
 pub fn to_json_without_elements(archive: &Archive) -> Result<Json> {
-    view_of(archive, Elements::LeftOut)
+    build_view(archive, ElementFilter::None)
 }
 
-/// Which tensors are shown with their elements.
+/// Selects the tensors that are shown with their elements.
 #[derive(Clone, Copy, PartialEq)]
-enum Elements {
-    OfSmallTensors,
-    LeftOut,
+enum ElementFilter {
+    SmallTensors,
+    None,
 }
 
-fn view_of(archive: &Archive, elements: Elements) -> Result<Json> {
+fn build_view(archive: &Archive, elements: ElementFilter) -> Result<Json> {
     let attrs = archive.attrs().into_iter().map(|(name, value)| {
         let value = match value {
             AttrValue::Int(int) => json!({ "int": int.to_string() }),
-            AttrValue::Text(value) => text("str", &value),
+            AttrValue::Text(value) => text_to_json("str", &value),
             AttrValue::Bytes(bytes) => json!({ "bytes": hex(&bytes) }),
         };
         json!([name, value])
@@ -99,33 +102,35 @@ fn view_of(archive: &Archive, elements: Elements) -> Result<Json> {
         };
         view["shards"] = shards.iter().map(shard).collect();
     }
-    view["root"] = node(archive, &archive.structure(), elements)?;
+    view["root"] = node_to_json(archive, &archive.structure(), elements)?;
     Ok(view)
 }
 
-fn node(archive: &Archive, each: &Node, elements: Elements) -> Result<Json> {
-    Ok(match each {
-        Node::Leaf(value) => leaf(value),
+fn node_to_json(archive: &Archive, node: &Node, elements: ElementFilter) -> Result<Json> {
+    Ok(match node {
+        Node::Leaf(value) => leaf_to_json(value),
         Node::Stored(stored, storage) => {
             if archive.is_manifest_alone() {
                 return Ok(match stored {
                     Stored::Str => json!({ "str": null }),
                     Stored::Bytes => json!({ "bytes": null }),
                     Stored::Opaque(media) => {
-                        json!({ "opaque": { "media": string(media), "bytes": null } })
+                        json!({ "opaque": { "media": string_to_json(media), "bytes": null } })
                     }
                 });
             }
             let bytes = archive.storage_bytes(*storage)?;
             match stored {
-                Stored::Str => text("str", &Text::from_generalized_utf8(bytes)?),
+                Stored::Str => text_to_json("str", &Text::from_generalized_utf8(bytes)?),
                 Stored::Bytes => json!({ "bytes": hex(&bytes) }),
-                Stored::Opaque(media) => opaque(media, &bytes),
+                Stored::Opaque(media) => opaque_to_json(media, &bytes),
             }
         }
         Node::Tensors(run) => {
-            let views: Vec<Json> =
-                run.iter().map(|each| tensor(archive, each, elements)).collect::<Result<_>>()?;
+            let views: Vec<Json> = run
+                .iter()
+                .map(|reference| tensor_to_json(archive, reference, elements))
+                .collect::<Result<_>>()?;
             match run.as_slice() {
                 [TensorReference { place: None, .. }] => json!({ "tensor": views[0] }),
                 _ => json!({ "shard": views }),
@@ -134,74 +139,78 @@ fn node(archive: &Archive, each: &Node, elements: Elements) -> Result<Json> {
         Node::Container(container, children) => {
             let children = children
                 .iter()
-                .map(|(step, child)| Ok((step, node(archive, child, elements)?)))
+                .map(|(step, child)| Ok((step, node_to_json(archive, child, elements)?)))
                 .collect::<Result<Vec<_>>>()?;
-            let pairs = |key: &dyn Fn(&Key) -> Json| -> Vec<Json> {
+            let pairs = |convert: &dyn Fn(&Key) -> Json| -> Vec<Json> {
                 let pair = |(step, child): &(&Step, Json)| match step {
-                    Step::Key(each) => json!([key(each), child]),
+                    Step::Key(key) => json!([convert(key), child]),
                     Step::Index(_) => child.clone(),
                 };
                 children.iter().map(pair).collect()
             };
             match container {
-                Container::Dict => json!({ "dict": pairs(&key) }),
-                Container::OrderedDict => json!({ "ordered_dict": pairs(&key) }),
-                Container::Divergent => json!({ "divergent": pairs(&key) }),
-                Container::List => json!({ "list": pairs(&key) }),
-                Container::Tuple => json!({ "tuple": pairs(&key) }),
+                Container::Dict => json!({ "dict": pairs(&key_to_json) }),
+                Container::OrderedDict => json!({ "ordered_dict": pairs(&key_to_json) }),
+                Container::Divergent => json!({ "divergent": pairs(&key_to_json) }),
+                Container::List => json!({ "list": pairs(&key_to_json) }),
+                Container::Tuple => json!({ "tuple": pairs(&key_to_json) }),
                 Container::NamedTuple(name) => json!({
-                    "namedtuple": { "name": string(name), "fields": pairs(&field) }
+                    "namedtuple": { "name": string_to_json(name), "fields": pairs(&field_to_json) }
                 }),
             }
         }
     })
 }
 
-fn leaf(value: &Value) -> Json {
+fn leaf_to_json(value: &Value) -> Json {
     match value {
         Value::None => json!({ "none": null }),
         Value::Bool(bool) => json!({ "bool": bool }),
         Value::Int(int) => json!({ "int": int.to_string() }),
-        Value::Float(float) => json!({ "float": bits(*float) }),
-        Value::Complex(re, im) => json!({ "complex": [bits(*re), bits(*im)] }),
-        Value::Str(value) => text("str", value),
+        Value::Float(float) => json!({ "float": float_bits(*float) }),
+        Value::Complex(re, im) => json!({ "complex": [float_bits(*re), float_bits(*im)] }),
+        Value::Str(value) => text_to_json("str", value),
         Value::Bytes(bytes) => json!({ "bytes": hex(bytes) }),
         Value::Dtype(dtype) => json!({ "dtype": dtype.name() }),
         Value::Size(sizes) => {
             json!({ "size": sizes.iter().map(ToString::to_string).collect::<Vec<_>>() })
         }
-        Value::Device(name) => json!({ "device": string(name) }),
-        Value::Opaque { media, bytes } => opaque(media, bytes),
+        Value::Device(name) => json!({ "device": string_to_json(name) }),
+        Value::Opaque { media, bytes } => opaque_to_json(media, bytes),
         _ => unreachable!("the other values are other nodes"),
     }
 }
 
-fn key(key: &Key) -> Json {
+fn key_to_json(key: &Key) -> Json {
     match key {
-        Key::Str(value) => text("str", value),
+        Key::Str(value) => text_to_json("str", value),
         Key::Int(int) => json!({ "int": int.to_string() }),
         Key::Bool(bool) => json!({ "bool": bool }),
-        Key::Float(float) => json!({ "float": bits(*float) }),
+        Key::Float(float) => json!({ "float": float_bits(*float) }),
         Key::None => json!({ "none": null }),
         Key::Bytes(bytes) => json!({ "bytes": hex(bytes) }),
-        Key::Tuple(keys) => json!({ "tuple": keys.iter().map(self::key).collect::<Vec<_>>() }),
+        Key::Tuple(keys) => json!({ "tuple": keys.iter().map(key_to_json).collect::<Vec<_>>() }),
     }
 }
 
-/// The fields of namedtuples are strs.
-fn field(key: &Key) -> Json {
+/// Returns a field name of a namedtuple as JSON. Field names are always `str`.
+fn field_to_json(key: &Key) -> Json {
     match key {
-        Key::Str(name) => string(name),
+        Key::Str(name) => string_to_json(name),
         other => json!(other.to_string()),
     }
 }
 
-fn opaque(media: &Text, bytes: &[u8]) -> Json {
-    json!({ "opaque": { "media": string(media), "bytes": hex(bytes) } })
+fn opaque_to_json(media: &Text, bytes: &[u8]) -> Json {
+    json!({ "opaque": { "media": string_to_json(media), "bytes": hex(bytes) } })
 }
 
-fn tensor(archive: &Archive, each: &TensorReference, elements: Elements) -> Result<Json> {
-    let meta = &each.meta;
+fn tensor_to_json(
+    archive: &Archive,
+    reference: &TensorReference,
+    elements: ElementFilter,
+) -> Result<Json> {
+    let meta = &reference.meta;
     let mut view = Map::new();
     view.insert("dtype".into(), json!(meta.dtype().name()));
     view.insert("shape".into(), json!(meta.shape()));
@@ -213,23 +222,23 @@ fn tensor(archive: &Archive, each: &TensorReference, elements: Elements) -> Resu
     if !flags.is_empty() {
         view.insert("flags".into(), json!(flags));
     }
-    view.insert("storage".into(), json!(each.storage));
-    view.insert("byte_offset".into(), json!(each.byte_offset));
-    let is_shown = elements == Elements::OfSmallTensors && meta.nbytes() <= DATA_MAX;
-    if is_shown && !archive.is_manifest_alone() {
-        let tensor = archive.tensor_of(each)?;
+    view.insert("storage".into(), json!(reference.storage));
+    view.insert("byte_offset".into(), json!(reference.byte_offset));
+    let includes_data = elements == ElementFilter::SmallTensors && meta.nbytes() <= MAX_DATA_BYTES;
+    if includes_data && !archive.is_manifest_alone() {
+        let tensor = archive.tensor_of(reference)?;
         view.insert(
             "data".into(),
-            json!(hex(&TensorView::to_contiguous(&tensor.view(), DATA_MAX)?)),
+            json!(hex(&TensorView::to_contiguous(&tensor.view(), MAX_DATA_BYTES)?)),
         );
     }
-    if let Some(place) = &each.place {
-        view.insert("slice".into(), slice(place));
+    if let Some(place) = &reference.place {
+        view.insert("slice".into(), slice_to_json(place));
     }
     Ok(Json::Object(view))
 }
 
-fn slice(place: &ShardPlace) -> Json {
+fn slice_to_json(place: &ShardPlace) -> Json {
     let slice = place.slice();
     let mut view = Map::new();
     view.insert("offsets".into(), json!(slice.offsets()));
@@ -244,7 +253,7 @@ fn slice(place: &ShardPlace) -> Json {
         view.insert("ranks".into(), json!(mesh.ranks()));
     }
     if let Some(placements) = place.placements() {
-        let spelled = placements.iter().map(|placement| match placement {
+        let names = placements.iter().map(|placement| match placement {
             Placement::Replicate => "Replicate()".to_string(),
             Placement::Shard { dim } => format!("Shard({dim})"),
             Placement::StridedShard { dim, split_factor } => {
@@ -252,7 +261,7 @@ fn slice(place: &ShardPlace) -> Json {
             }
             Placement::Partial { .. } => unreachable!("no file holds a Partial placement"),
         });
-        view.insert("placements".into(), spelled.collect());
+        view.insert("placements".into(), names.collect());
     }
     if let Some(names) = place.mesh().and_then(crate::mesh::DeviceMesh::dim_names) {
         view.insert("dim_names".into(), json!(names));
@@ -260,20 +269,20 @@ fn slice(place: &ShardPlace) -> Json {
     Json::Object(view)
 }
 
-/// `{"str": "…"}`, or its bytes where JSON has no such string.
-fn text(member: &str, value: &Text) -> Json {
+/// Returns `{"str": "…"}`, or the bytes in hexadecimal if the text contains surrogates.
+fn text_to_json(member: &str, value: &Text) -> Json {
     match value.as_str() {
         Some(value) => json!({ member: value }),
         None => json!({ "str_hex": hex(value.as_bytes()) }),
     }
 }
 
-/// `"…"`, or the object with its bytes.
-fn string(value: &Text) -> Json {
+/// Returns `"…"`, or an object with the bytes in hexadecimal if the text contains surrogates.
+fn string_to_json(value: &Text) -> Json {
     value.as_str().map_or_else(|| json!({ "str_hex": hex(value.as_bytes()) }), Json::from)
 }
 
-fn bits(float: Float) -> String {
+fn float_bits(float: Float) -> String {
     format!("{:016x}", float.to_bits())
 }
 

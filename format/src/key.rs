@@ -1,4 +1,4 @@
-//! Dict keys, and paths of them.
+//! Keys of dicts, and paths of keys.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::number::{Float, Int, is_shortest_big};
 use crate::text::{Text, is_text};
 
-/// A key of a dict, with its Python type: `1`, `"1"` and `True` are three keys.
+/// A key of a dict, with its Python type: `1`, `"1"` and `True` are three different keys.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Key {
@@ -19,7 +19,7 @@ pub enum Key {
     Int(Int),
     /// A `bool`.
     Bool(bool),
-    /// A `float`; NaN is no key.
+    /// A `float`. NaN cannot be a key.
     Float(Float),
     /// `None`.
     None,
@@ -47,7 +47,7 @@ impl From<i64> for Key {
     }
 }
 
-/// As Python's `str(key)`, which is how torch spells keys in an fqn.
+/// Formats the key as Python's `str(key)`, which is how torch writes keys in an fqn.
 impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -60,8 +60,8 @@ impl fmt::Display for Key {
             Self::Bytes(bytes) => write!(f, "b\"{}\"", bytes.escape_ascii()),
             Self::Tuple(keys) => {
                 f.write_str("(")?;
-                for (place, key) in keys.iter().enumerate() {
-                    let comma = if place > 0 { ", " } else { "" };
+                for (index, key) in keys.iter().enumerate() {
+                    let comma = if index > 0 { ", " } else { "" };
                     match key {
                         Self::Str(text) => write!(f, "{comma}{text:?}")?,
                         other => write!(f, "{comma}{other}")?,
@@ -73,16 +73,16 @@ impl fmt::Display for Key {
     }
 }
 
-/// One step from a container to a child.
+/// One step of a path: from a container to a child.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Step {
-    /// Into a list or tuple, by place.
+    /// Into a list or tuple, by index.
     Index(u32),
     /// Into a dict or ordered dict by key, or into a namedtuple by field name.
     Key(Key),
 }
 
-/// The index, or the key as Python's `str` spells it.
+/// Formats the index, or the key as Python's `str` does.
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -92,7 +92,7 @@ impl fmt::Display for Step {
     }
 }
 
-/// The exact path of a value in a state dict. Unlike an fqn it keeps the type of each key.
+/// The exact path of a value in a state dict. Unlike an fqn, it keeps the type of each key.
 ///
 /// # Examples
 ///
@@ -106,43 +106,43 @@ impl fmt::Display for Step {
 pub struct ObjectPath(Vec<Step>);
 
 impl ObjectPath {
-    /// The path of the state dict itself.
+    /// Returns the path of the state dict itself.
     pub fn root() -> Self {
         Self::default()
     }
 
-    /// The path of the child with this key.
+    /// Returns the path of the child with this key.
     #[must_use]
     pub fn key(mut self, key: impl Into<Key>) -> Self {
         self.0.push(Step::Key(key.into()));
         self
     }
 
-    /// The path of the child at this place of a list or tuple.
+    /// Returns the path of the child at this index of a list or tuple.
     #[must_use]
     pub fn index(mut self, index: u32) -> Self {
         self.0.push(Step::Index(index));
         self
     }
 
-    /// The path of the child that a step leads to.
+    /// Returns the path extended by one step.
     #[must_use]
     pub fn step(mut self, step: Step) -> Self {
         self.0.push(step);
         self
     }
 
-    /// The steps from the root.
+    /// Returns the steps from the root.
     pub fn steps(&self) -> &[Step] {
         &self.0
     }
 
-    /// The dotted name, as torch spells it; two paths may have the same one.
+    /// Returns the dotted name that torch uses. Different paths may have the same fqn.
     pub fn fqn(&self) -> String {
         let mut fqn = String::new();
-        for (place, step) in self.0.iter().enumerate() {
+        for (index, step) in self.0.iter().enumerate() {
             use fmt::Write;
-            let dot = if place > 0 { "." } else { "" };
+            let dot = if index > 0 { "." } else { "" };
             write!(fqn, "{dot}{step}").expect("writing to a String does not fail");
         }
         fqn
@@ -163,7 +163,7 @@ impl FromIterator<Step> for ObjectPath {
     }
 }
 
-/// As Python would index: `["state"][0]`.
+/// Formats the path as Python indexing: `["state"][0]`.
 impl fmt::Display for ObjectPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for step in &self.0 {
@@ -177,7 +177,7 @@ impl fmt::Display for ObjectPath {
     }
 }
 
-/// Key kinds as files number them (`spec/format.md`, section 5).
+/// Key kinds, with their numbers in files. Spec: section 5.
 pub(crate) mod kind {
     pub(crate) const INDEX: u8 = 0;
     pub(crate) const STR: u8 = 1;
@@ -189,25 +189,25 @@ pub(crate) mod kind {
     pub(crate) const BYTES: u8 = 7;
     pub(crate) const TUPLE: u8 = 8;
 
-    /// True for the kinds whose keys are in the heap.
+    /// Returns whether keys of this kind are stored in the heap.
     pub(crate) const fn is_heap(kind: u8) -> bool {
         matches!(kind, STR | BIGINT | BYTES | TUPLE)
     }
 }
 
-/// The longest content of a key, in bytes as files hold it.
+/// Maximum length of the encoded content of a key, in bytes.
 pub(crate) const MAX_KEY_BYTES: usize = 4096;
 
-/// How many elements a tuple in a key may have, those of tuples in it included.
-const TUPLE_ELEMENTS: usize = 64;
+/// Maximum number of elements of a tuple in a key, including the elements of nested tuples.
+const MAX_TUPLE_ELEMENTS: usize = 64;
 
-/// How deep tuples may nest in a key.
-const TUPLE_DEPTH: u8 = 8;
+/// Maximum nesting depth of tuples in a key.
+const MAX_TUPLE_DEPTH: u8 = 8;
 
-/// What keys are ordered by: their kind, then their bytes in the heap, or their word.
+/// The sort order of keys in `by_key`: kind, then bytes in the heap, then word.
 pub(crate) type KeyOrder<'a> = (u8, &'a [u8], u64);
 
-/// A key as files hold it: its kind, and a word or bytes. Ordered as `by_key` is.
+/// A key as it is stored in files: its kind, and a word or bytes. Sorted like `by_key`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FileKey<'a> {
     pub(crate) kind: u8,
@@ -241,7 +241,7 @@ impl<'a> FileKey<'a> {
         Self { kind, content: Content::Heap(bytes.into()) }
     }
 
-    /// What it is ordered by.
+    /// Returns the sort order of this key.
     pub(crate) fn order(&self) -> KeyOrder<'_> {
         match &self.content {
             Content::Word(word) => (self.kind, &[], *word),
@@ -249,11 +249,12 @@ impl<'a> FileKey<'a> {
         }
     }
 
-    /// The key in the form of the file.
+    /// Encodes a key.
     ///
     /// # Errors
     ///
-    /// `KeyKind` for NaN, for tuples that nest deeper than files allow, and for longer keys.
+    /// `KeyKind` for NaN, for tuples with more than 64 elements or more than 8 levels, and for keys of more than
+    /// [`MAX_KEY_BYTES`].
     pub(crate) fn of(key: &'a Key) -> Result<Self> {
         let file_key = match key {
             Key::Str(text) => Self::heap(kind::STR, text.as_bytes()),
@@ -269,9 +270,9 @@ impl<'a> FileKey<'a> {
             Key::None => Self::word(kind::NONE, 0),
             Key::Bytes(bytes) => Self::heap(kind::BYTES, &**bytes),
             Key::Tuple(keys) => {
-                let mut packed = Vec::new();
-                pack(keys, TUPLE_DEPTH, &mut { TUPLE_ELEMENTS }, &mut packed)?;
-                Self::heap(kind::TUPLE, packed)
+                let mut encoded = Vec::new();
+                encode_tuple(keys, MAX_TUPLE_DEPTH, &mut { MAX_TUPLE_ELEMENTS }, &mut encoded)?;
+                Self::heap(kind::TUPLE, encoded)
             }
         };
         match &file_key.content {
@@ -283,11 +284,11 @@ impl<'a> FileKey<'a> {
         }
     }
 
-    /// The inverse of [`FileKey::of`], which also proves that the key is well-formed.
+    /// Decodes and validates the key: the inverse of [`FileKey::of`].
     ///
     /// # Errors
     ///
-    /// `KeyKind`, `NotText` and `NonCanonicalInt`, as the spec says.
+    /// `KeyKind`, `NotText` and `NonCanonicalInt`, as the spec defines them.
     pub(crate) fn to_key(&self) -> Result<Key> {
         let malformed = || Error::new(ErrorKind::KeyKind);
         Ok(match (self.kind, &self.content) {
@@ -304,7 +305,7 @@ impl<'a> FileKey<'a> {
             (kind::BYTES, Content::Heap(bytes)) => Key::Bytes(Bytes::copy_from_slice(bytes)),
             (kind::TUPLE, Content::Heap(bytes)) => {
                 let mut rest = &**bytes;
-                let keys = unpack(&mut rest, TUPLE_DEPTH, &mut { TUPLE_ELEMENTS });
+                let keys = decode_tuple(&mut rest, MAX_TUPLE_DEPTH, &mut { MAX_TUPLE_ELEMENTS });
                 let keys = keys.and_then(Result::ok).ok_or_else(malformed)?;
                 if !rest.is_empty() {
                     return Err(malformed());
@@ -315,7 +316,7 @@ impl<'a> FileKey<'a> {
         })
     }
 
-    /// As [`FileKey::to_key`], but proves only, and allocates nothing for the common kinds.
+    /// Validates the key like [`FileKey::to_key`], but does not allocate for the common kinds.
     pub(crate) fn check(&self) -> Result<()> {
         match (self.kind, &self.content) {
             (kind::STR, Content::Heap(bytes)) if !is_text(bytes) => {
@@ -331,84 +332,94 @@ impl<'a> FileKey<'a> {
     }
 }
 
-/// The other keys that are equal to this one in Python (F-045): `True == 1 == 1.0`, `-0.0 == 0.0`.
+/// Returns the other keys that Python treats as equal (F-045): `True == 1 == 1.0`, `-0.0 == 0.0`.
 pub(crate) fn python_twins(kind: u8, word: u64) -> Vec<FileKey<'static>> {
     #[expect(
         clippy::cast_possible_truncation,
         reason = "in this range, a float without fraction is taken to an int exactly"
     )]
-    let int_of = |float: f64| {
-        // -2^63 is exact, 2^63 is the first float out of range.
+    let to_int = |float: f64| {
+        // -2^63 is a float; 2^63 is the first float out of range.
         let in_range = (-9_223_372_036_854_775_808.0..9_223_372_036_854_775_808.0).contains(&float);
         (in_range && float.fract() == 0.0).then_some(float as i64)
     };
-    let mut twins = Vec::new();
+    let mut equal_keys = Vec::new();
     match kind {
         kind::BOOL => {
-            twins.push(FileKey::word(kind::INT, word));
-            twins.push(FileKey::word(kind::FLOAT, if word == 0 { 0 } else { 1.0_f64.to_bits() }));
+            equal_keys.push(FileKey::word(kind::INT, word));
+            equal_keys
+                .push(FileKey::word(kind::FLOAT, if word == 0 { 0 } else { 1.0_f64.to_bits() }));
             if word == 0 {
-                twins.push(FileKey::word(kind::FLOAT, (-0.0_f64).to_bits()));
+                equal_keys.push(FileKey::word(kind::FLOAT, (-0.0_f64).to_bits()));
             }
         }
         kind::FLOAT => {
             let float = f64::from_bits(word);
-            if let Some(int) = int_of(float) {
-                twins.push(FileKey::word(kind::INT, int.cast_unsigned()));
+            if let Some(int) = to_int(float) {
+                equal_keys.push(FileKey::word(kind::INT, int.cast_unsigned()));
             }
             if float == 0.0 {
-                twins.push(FileKey::word(kind::FLOAT, (-float).to_bits()));
+                equal_keys.push(FileKey::word(kind::FLOAT, (-float).to_bits()));
             }
         }
         _ => {}
     }
-    twins
+    equal_keys
 }
 
-fn pack(keys: &[Key], depth: u8, left: &mut usize, packed: &mut Vec<u8>) -> Result<()> {
+fn encode_tuple(
+    keys: &[Key],
+    depth: u8,
+    remaining: &mut usize,
+    encoded: &mut Vec<u8>,
+) -> Result<()> {
     let Some(depth) = depth.checked_sub(1) else {
         return Err(Error::new(ErrorKind::KeyKind).note("tuples nest deeper than 8"));
     };
     let length = |len: usize| {
         u32::try_from(len).map_err(|_| Error::new(ErrorKind::TooLarge)).map(u32::to_le_bytes)
     };
-    *left = left
+    *remaining = remaining
         .checked_sub(keys.len())
         .ok_or_else(|| Error::new(ErrorKind::KeyKind).note("tuple of more than 64 elements"))?;
-    packed.extend(length(keys.len())?);
+    encoded.extend(length(keys.len())?);
     for key in keys {
         if let Key::Tuple(keys) = key {
-            packed.push(kind::TUPLE);
-            pack(keys, depth, left, packed)?;
+            encoded.push(kind::TUPLE);
+            encode_tuple(keys, depth, remaining, encoded)?;
             continue;
         }
         let FileKey { kind, content } = FileKey::of(key)?;
-        packed.push(kind);
+        encoded.push(kind);
         match content {
             Content::Heap(bytes) => {
-                packed.extend(length(bytes.len())?);
-                packed.extend_from_slice(&bytes);
+                encoded.extend(length(bytes.len())?);
+                encoded.extend_from_slice(&bytes);
             }
             Content::Word(word) => match kind {
                 kind::NONE => {}
-                kind::BOOL => packed.extend(word.to_le_bytes().first()),
-                _ => packed.extend(word.to_le_bytes()),
+                kind::BOOL => encoded.extend(word.to_le_bytes().first()),
+                _ => encoded.extend(word.to_le_bytes()),
             },
         }
     }
     Ok(())
 }
 
-/// `None` if the bytes end too early or nest too deep.
-fn unpack(rest: &mut &[u8], depth: u8, left: &mut usize) -> Option<Result<Vec<Key>>> {
+/// Decodes the elements of a packed tuple.
+///
+/// Returns `None` if the bytes end early, or if the tuple exceeds a limit.
+fn decode_tuple(rest: &mut &[u8], depth: u8, remaining: &mut usize) -> Option<Result<Vec<Key>>> {
     let depth = depth.checked_sub(1)?;
     let count = take_u32(rest)?;
-    *left = left.checked_sub(usize::try_from(count).ok()?)?;
+    *remaining = remaining.checked_sub(usize::try_from(count).ok()?)?;
     let mut keys = Vec::new();
     for _ in 0..count {
-        let [kind] = take(rest)?;
+        let [kind] = take_array(rest)?;
         let key = match kind {
-            kind::TUPLE => unpack(rest, depth, left)?.map(|keys| Key::Tuple(keys.into())),
+            kind::TUPLE => {
+                decode_tuple(rest, depth, remaining)?.map(|keys| Key::Tuple(keys.into()))
+            }
             kind::STR | kind::BYTES | kind::BIGINT => {
                 let len = usize::try_from(take_u32(rest)?).ok()?;
                 let (bytes, tail) = rest.split_at_checked(len)?;
@@ -417,10 +428,10 @@ fn unpack(rest: &mut &[u8], depth: u8, left: &mut usize) -> Option<Result<Vec<Ke
             }
             kind::NONE => Ok(Key::None),
             kind::BOOL => {
-                let [byte] = take(rest)?;
+                let [byte] = take_array(rest)?;
                 FileKey::word(kind, u64::from(byte)).to_key()
             }
-            _ => FileKey::word(kind, u64::from_le_bytes(take(rest)?)).to_key(),
+            _ => FileKey::word(kind, u64::from_le_bytes(take_array(rest)?)).to_key(),
         };
         match key {
             Ok(key) => keys.push(key),
@@ -430,12 +441,12 @@ fn unpack(rest: &mut &[u8], depth: u8, left: &mut usize) -> Option<Result<Vec<Ke
     Some(Ok(keys))
 }
 
-fn take<const N: usize>(rest: &mut &[u8]) -> Option<[u8; N]> {
+fn take_array<const N: usize>(rest: &mut &[u8]) -> Option<[u8; N]> {
     let (bytes, tail) = rest.split_first_chunk::<N>()?;
     *rest = tail;
     Some(*bytes)
 }
 
 fn take_u32(rest: &mut &[u8]) -> Option<u32> {
-    take(rest).map(u32::from_le_bytes)
+    take_array(rest).map(u32::from_le_bytes)
 }

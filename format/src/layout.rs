@@ -1,4 +1,4 @@
-//! Where everything goes: an archive planned from metadata alone, compressed if that is wanted, then filled.
+//! Archive layout: planned from metadata, optionally compressed, then written by independent jobs.
 
 use std::io::Write;
 use std::sync::{Arc, LazyLock};
@@ -20,9 +20,9 @@ use crate::storage::StorageReference;
 use crate::structure::Node;
 use crate::table::{ROOT_LEN, Tables, Views};
 
-/// An archive in the making, whose storages are yet to be compressed.
+/// A planned archive whose storages have no offsets yet, because they may still be compressed.
 ///
-/// [`Layout::plan`] does the same in one step on one thread.
+/// [`Layout::plan`] does the same in one step, on one thread.
 ///
 /// # Examples
 ///
@@ -34,11 +34,11 @@ use crate::table::{ROOT_LEN, Tables, Views};
 ///
 /// let draft = Draft::new(&dict, &Options::new().compress(Compression::Zstd))?;
 /// let jobs = draft.jobs();
-/// let packed = std::thread::scope(|scope| {
+/// let compressed = std::thread::scope(|scope| {
 ///     let threads: Vec<_> = jobs.iter().map(|job| scope.spawn(|| job.run())).collect();
 ///     threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Result<Vec<_>, _>>()
 /// })?;
-/// let layout = draft.place(packed)?;
+/// let layout = draft.place(compressed)?;
 /// assert!(layout.file_len() < 10_000);
 /// # let mut file = Vec::new();
 /// # layout.write_to(&mut file)?;
@@ -48,48 +48,48 @@ use crate::table::{ROOT_LEN, Tables, Views};
 /// ```
 #[derive(Debug)]
 pub struct Draft {
-    arranger: Arranger,
-    /// All but those of storages.
+    allocator: Arranger,
+    /// All tables except those of the storages.
     tables: Tables,
     options: Options,
 }
 
 impl Draft {
-    /// Arranges a state dict; touches none of its tensors.
+    /// Assigns the leaves of a state dict to storages, without reading any tensor byte.
     ///
     /// # Errors
     ///
     /// As [`Layout::plan`].
     pub fn new(dict: &StateDict, options: &Options) -> Result<Self> {
-        let mut arranger = Arranger::new();
-        let root = arranger.arrange(dict.as_value(), &ObjectPath::root(), options)?;
-        let tables = encode(&root, &arranger.attrs(options), &[])?;
-        Ok(Self { arranger, tables, options: options.clone() })
+        let mut allocator = Arranger::new();
+        let root = allocator.arrange(dict.as_value(), &ObjectPath::root(), options)?;
+        let tables = encode(&root, &allocator.attrs(options), &[])?;
+        Ok(Self { allocator, tables, options: options.clone() })
     }
 
-    /// The jobs that compress what is to be compressed; none without compression.
+    /// Returns the jobs that compress storages; none if the options ask for no compression.
     pub fn jobs(&self) -> Vec<Pack> {
-        self.arranger.jobs(&self.options)
+        self.allocator.jobs(&self.options)
     }
 
-    /// The layout, once all jobs have run.
+    /// Assigns an offset to each storage and returns the layout, given the results of all jobs.
     ///
     /// # Errors
     ///
-    /// `Unfilled` if a job has not; else as [`Layout::plan`].
-    pub fn place(self, packed: impl IntoIterator<Item = Packed>) -> Result<Layout> {
-        let Self { mut arranger, tables, options } = self;
-        arranger.place(packed, &options)?;
-        let index_len = arranger.storages.views(&tables).index_len()?;
-        let index_off = arranger.index_off()?;
+    /// `Unfilled` if the result of a job is missing; otherwise as [`Layout::plan`].
+    pub fn place(self, compressed: impl IntoIterator<Item = Packed>) -> Result<Layout> {
+        let Self { mut allocator, tables, options } = self;
+        allocator.place(compressed, &options)?;
+        let index_len = allocator.storages.views(&tables).index_len()?;
+        let index_off = allocator.index_off()?;
         let end = index_off.checked_add(index_len).and_then(|end| end.checked_add(64));
         end.ok_or_else(|| Error::new(ErrorKind::TooLarge))?;
-        let Arranger { sources, storages, .. } = arranger;
+        let Arranger { sources, storages, .. } = allocator;
         Ok(Layout { tables, storages, sources: Arc::new(sources), index_off, index_len })
     }
 }
 
-/// The place of every byte of an archive, before any of them is copied.
+/// The position of every byte of an archive, known before any byte is copied.
 ///
 /// # Examples
 ///
@@ -99,14 +99,14 @@ impl Draft {
 /// dict.insert("weight", Tensor::from_slice(&[1.0_f32; 1000], &[10, 100])?);
 ///
 /// let layout = Layout::plan(&dict, &Options::new())?;
-/// let mut file = vec![0xFF; usize::try_from(layout.file_len())?]; // or shared memory, or a map
+/// let mut file = vec![0xFF; usize::try_from(layout.file_len())?]; // or shared memory, or a memory map
 /// layout.write_into(&mut file)?;
 /// assert_eq!(Archive::from_bytes(file)?.to_state_dict()?, dict);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 pub struct Layout {
-    /// All but those of storages.
+    /// All tables except those of the storages.
     tables: Tables,
     storages: StorageTables,
     sources: Arc<Vec<Source>>,
@@ -115,73 +115,77 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Plans the archive of a state dict. The result depends on the state dict and the options alone,
-    /// and on the version of zstd if it compresses. Without compression, no tensor byte is touched.
+    /// Plans the archive of a state dict.
+    ///
+    /// The result depends only on the state dict, the options and, if they ask for compression, the version of zstd.
+    /// Without compression, no tensor byte is read.
     ///
     /// # Errors
     ///
-    /// What cannot be stored, with its path: `TooDeep`, `UntypedLeaf`, `DuplicateKey`, `KeysCollide`,
-    /// `KeyKind`, `PartialPlacement`, `TensorRun`, `TooLarge`; `Misaligned` for tensors that overlap
-    /// in memory at offsets that no alignment fits.
+    /// If a value cannot be stored, the error names its path: `TooDeep`, `UntypedLeaf`, `DuplicateKey`, `KeysCollide`,
+    /// `KeyKind`, `PartialPlacement`, `TensorRun`, `TooLarge`; `Misaligned` if tensors overlap in memory and no common
+    /// offset aligns them all.
     pub fn plan(dict: &StateDict, options: &Options) -> Result<Self> {
         let draft = Draft::new(dict, options)?;
-        let packed: Vec<Packed> = draft.jobs().iter().map(Pack::run).collect::<Result<_>>()?;
-        draft.place(packed)
+        let compressed: Vec<Packed> = draft.jobs().iter().map(Pack::run).collect::<Result<_>>()?;
+        draft.place(compressed)
     }
 
-    /// The exact length of the file in bytes.
+    /// Returns the exact length of the file in bytes.
     pub fn file_len(&self) -> u64 {
         self.index_off + self.index_len + 64
     }
 
-    /// The jobs that write everything in front of the index. They are independent of each other, and
-    /// together they write every byte up to [`Layout::index_off`].
+    /// Returns the jobs that write all bytes before the index, up to [`Layout::index_off`].
+    ///
+    /// The jobs are independent of each other.
     pub fn jobs(&self) -> Vec<Fill> {
         jobs(0..self.index_off, Some(head()), &self.sources)
     }
 
-    /// Everything in front of the index in order, where it lies, in pieces as large as can be: for a
-    /// caller who writes it in one go, and takes the checksums from [`Fill::sum`]. None if some of it is not in this
-    /// process's memory.
+    /// Returns all bytes before the index in order, as slices of the memory that contains them.
+    ///
+    /// For a caller that writes them sequentially and gets the checksums from [`Fill::sum`]. Returns `None` if some of
+    /// the bytes are not in the memory of this process.
     pub fn parts(&self) -> Option<Vec<&[u8]>> {
         static HEAD: LazyLock<[u8; FRAME_LEN]> = LazyLock::new(frame::head);
         parts(self.index_off, &*HEAD, &self.sources)
     }
 
-    /// What of it is not in this process's memory: the blobs of its storages, once for each piece of them.
+    /// Returns the blobs that contain bytes outside the memory of this process, once for each segment.
     pub fn elsewhere(&self) -> impl Iterator<Item = &dyn Blob> {
         self.sources.iter().flat_map(Source::elsewhere)
     }
 
-    /// Where the bytes that [`Layout::seal`] returns belong.
+    /// Returns the offset of the index in the file, in bytes: where the result of [`Layout::seal`] belongs.
     pub fn index_off(&self) -> u64 {
         self.index_off
     }
 
-    /// The index and the trailer, once all jobs have run.
+    /// Returns the index and the trailer, given the checksums of all jobs.
     ///
     /// # Errors
     ///
-    /// `Unfilled` if a job has not.
-    pub fn seal(&self, filled: impl IntoIterator<Item = Filled>) -> Result<Vec<u8>> {
+    /// `Unfilled` if the checksums of a job are missing.
+    pub fn seal(&self, checksums: impl IntoIterator<Item = Filled>) -> Result<Vec<u8>> {
         let len = usize::try_from(self.file_len() - self.index_off).expect("at most 1 GiB");
         let mut tail = Vec::with_capacity(len);
-        self.seal_to(filled, &mut tail)?;
+        self.seal_to(checksums, &mut tail)?;
         Ok(tail)
     }
 
     fn seal_to(
         &self,
-        filled: impl IntoIterator<Item = Filled>,
+        checksums: impl IntoIterator<Item = Filled>,
         writer: &mut impl Write,
     ) -> Result<()> {
-        let mut filled: Vec<Filled> = filled.into_iter().collect();
-        filled.sort_by_key(|filled| filled.first);
+        let mut checksums: Vec<Filled> = checksums.into_iter().collect();
+        checksums.sort_by_key(|job| job.first);
         let mut sums = Vec::with_capacity(self.storages.crc_count());
-        for filled in filled {
-            // A job that has run twice has found the same twice.
-            if filled.first == sums.len() {
-                sums.extend(filled.sums);
+        for job in checksums {
+            // A job may have run twice: both runs computed the same checksums.
+            if job.first == sums.len() {
+                sums.extend(job.sums);
             }
         }
         if sums.len() != self.storages.crc_count() {
@@ -192,11 +196,11 @@ impl Layout {
         write_tail(&storages.views(&self.tables), self.index_off, writer)
     }
 
-    /// Writes the archive into memory of its exact length.
+    /// Writes the archive to `target`.
     ///
     /// # Errors
     ///
-    /// `TargetSize` if the memory has another length.
+    /// `TargetSize` if `target` does not have the length of the file; `Io` if a blob cannot be read.
     pub fn write_into(&self, target: &mut [u8]) -> Result<()> {
         if length(target) != self.file_len() {
             return Err(Error::new(ErrorKind::TargetSize).note(format_args!(
@@ -206,34 +210,35 @@ impl Layout {
             )));
         }
         let mut rest = target;
-        let mut filled = Vec::new();
+        let mut checksums = Vec::new();
         for job in self.jobs() {
             let len = usize::try_from(job.range().end - job.range().start).unwrap_or(rest.len());
             let (part, tail) = rest.split_at_mut(len);
-            filled.push(job.run(part)?);
+            checksums.push(job.run(part)?);
             rest = tail;
         }
-        self.seal_to(filled, &mut rest)
+        self.seal_to(checksums, &mut rest)
     }
 
     /// Writes the archive to a stream.
     ///
     /// # Errors
     ///
-    /// `Io` if the stream fails.
+    /// `Io` if the stream fails or a blob cannot be read.
     pub fn write_to(&self, writer: &mut impl Write) -> Result<()> {
-        let filled: Vec<Filled> =
+        let checksums: Vec<Filled> =
             self.jobs().iter().map(|job| job.write_to(writer)).collect::<Result<_>>()?;
-        self.seal_to(filled, writer)
+        self.seal_to(checksums, writer)
     }
 }
 
-/// The bytes of a manifest: an archive without a blob, whose storages lie in the given files beside
-/// it. Storages must be in the order of (shard, offset).
+/// Returns the bytes of a manifest: an archive without a blob, whose storages are in other files.
+///
+/// `shards` names these files, which must be beside the manifest. `storages` must be sorted by (shard, offset).
 ///
 /// # Errors
 ///
-/// What the keys of the tree can break, as in [`Layout::plan`]; `TooLarge`.
+/// As [`Layout::plan`] for the keys of the tree; `TooLarge`.
 pub fn manifest(
     root: &Node,
     storages: &[StorageReference],
@@ -252,11 +257,11 @@ fn head() -> Bytes {
     Bytes::copy_from_slice(&frame::head())
 }
 
-/// Writes index and trailer.
+/// Writes the index and the trailer.
 ///
 /// # Errors
 ///
-/// `TooLarge` if the index would exceed the limit; `Io` if the stream fails.
+/// `TooLarge` if the index would exceed 1 GiB; `Io` if the stream fails.
 pub(crate) fn write_tail(views: &Views<'_>, index_off: u64, writer: &mut impl Write) -> Result<()> {
     let root_len = u32::try_from(ROOT_LEN).expect("104");
     let index_len = views.index_len()?;
@@ -265,12 +270,12 @@ pub(crate) fn write_tail(views: &Views<'_>, index_off: u64, writer: &mut impl Wr
         crc.update(bytes);
         Ok(writer.write_all(bytes)?)
     })?;
-    let place = IndexPlace {
+    let location = IndexPlace {
         index_off,
         index_len,
         root_off: u32::try_from(index_len).expect("at most 1 GiB") - root_len,
         root_len,
         index_crc32: crc.finalize(),
     };
-    Ok(writer.write_all(&place.trailer())?)
+    Ok(writer.write_all(&location.trailer())?)
 }

@@ -1,9 +1,8 @@
-//! The TSSD format: a nested, sharded PyTorch state dict as one flat, checked, zero-copy archive.
+//! The TSSD format: a nested, sharded PyTorch state dict as one flat, checksummed, zero-copy archive.
 //!
-//! This crate is pure: it turns a [`StateDict`] into bytes and bytes into a [`StateDict`], and knows no
-//! sockets, threads or clocks. Where work can be done in parallel it hands out independent jobs
-//! ([`Layout::jobs`], [`Archive::verify_jobs`]), and the caller brings the threads. The bytes are
-//! specified in `spec/format.md`; an error names the rule that is broken, and where.
+//! This crate converts a [`StateDict`] to bytes and bytes to a [`StateDict`]. It uses no sockets, threads or clocks.
+//! Parallel work is returned as independent jobs ([`Layout::jobs`], [`Archive::verify_jobs`]), which the caller runs
+//! on its own threads. `spec/format.md` specifies the bytes. An error names the broken rule and its location.
 //!
 //! ```
 //! use tssd_format::{Archive, Dict, StateDict, Tensor, TorchStoreStateDict, Value};
@@ -13,8 +12,8 @@
 //! dict.insert("optimizer", Dict::from_iter([(0_i64, Value::from(1000_i64))])); // int keys stay ints
 //!
 //! let encoded = TorchStoreStateDict::from_state_dict(&dict)?;
-//! let archive = Archive::from_bytes(encoded.as_bytes().clone())?; // proves the index
-//! archive.verify()?; // proves the payload
+//! let archive = Archive::from_bytes(encoded.as_bytes().clone())?; // validates the index
+//! archive.verify()?; // verifies the payload
 //! assert_eq!(archive.tensor("layer.weight")?.view().as_slice::<f32>()?, [1.0, -0.0, 2.5, 4.0]);
 //! assert_eq!(archive.to_state_dict()?, dict);
 //! # Ok::<(), tssd_format::Error>(())
@@ -26,7 +25,7 @@ compile_error!(
     "tensors are little-endian in files and in memory; big-endian hosts need a swap that is not written yet"
 );
 
-// What values are.
+// Values.
 mod chunk;
 mod dtype;
 mod key;
@@ -34,7 +33,7 @@ mod number;
 mod state_dict;
 mod text;
 
-// What tensors are, and how they are cut.
+// Tensors and shards.
 mod mesh;
 mod placement;
 mod region;
@@ -45,19 +44,19 @@ mod slice;
 mod storage;
 mod tensor;
 
-// Bytes in memory: got, moved and summed.
+// Memory: allocation, copies, checksums.
 mod checksum;
 mod copy;
 mod fetch;
 mod memory;
 
-// What files are.
+// The structure of a file.
 mod frame;
 mod record;
 mod structure;
 mod table;
 
-// Writing them.
+// Writers.
 mod arrange;
 mod codec;
 mod digest;
@@ -69,7 +68,7 @@ mod pack;
 mod seal;
 mod writer;
 
-// Reading them.
+// Readers.
 mod archive;
 mod blob;
 mod decode;
@@ -85,7 +84,7 @@ mod validate;
 mod verify;
 mod views;
 
-// Other files.
+// Other file formats.
 #[cfg(feature = "safetensors")]
 pub mod safetensors;
 
@@ -129,8 +128,9 @@ pub use tssd::{FlatLeaf, TorchStoreStateDict};
 pub use verify::Verify;
 pub use writer::ArchiveWriter;
 
-/// The records of the format with name, offset and size of each field, under the names that
-/// `spec/format.md` has for them: so that a test can compare the two.
+/// Returns the records of the format: name, offset and size of each field.
+///
+/// Names are those of `spec/format.md`, so that a test can compare the two.
 #[doc(hidden)]
 #[expect(clippy::type_complexity, reason = "a table of tables")]
 pub fn record_tables() -> Vec<(&'static str, &'static [(&'static str, usize, usize)])> {

@@ -1,13 +1,15 @@
-//! New memory that somebody fills and hands on.
+//! Allocation of large, zeroed buffers.
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// So many bytes of new memory, all zero. From 4 MiB on it is in huge pages where the system has them: then it costs
-/// one fault for each 2 MiB to touch it first, not one for each 4 KiB, which takes longer than the copy that fills it.
+/// Allocates `len` bytes of memory, all zero.
+///
+/// Buffers of at least 4 MiB use huge pages where the system supports them. First access then costs one page fault
+/// for each 2 MiB. With pages of 4 KiB the faults take longer than the copy that fills the buffer.
 ///
 /// # Errors
 ///
-/// `TooLarge` if the system does not give so many.
+/// `TooLarge` if the memory cannot be allocated.
 ///
 /// # Examples
 ///
@@ -16,39 +18,41 @@ use crate::error::{Error, ErrorKind, Result};
 /// # Ok::<(), tssd_format::Error>(())
 /// ```
 pub fn zeroed(len: usize) -> Result<Vec<u8>> {
-    // Refused before the allocator would give up.
+    // Returns an error if the allocation fails; `vec!` would abort the process.
     Vec::<u8>::new().try_reserve_exact(len).map_err(|error| {
         Error::new(ErrorKind::TooLarge).note(format_args!("{len} bytes of memory: {error}"))
     })?;
     #[cfg_attr(not(target_os = "linux"), expect(unused_mut, reason = "nobody is advised"))]
     let mut memory = vec![0; len];
     #[cfg(target_os = "linux")]
-    huge::ask_for(&mut memory);
+    huge_pages::advise(&mut memory);
     Ok(memory)
 }
 
 #[cfg(target_os = "linux")]
 #[expect(unsafe_code, reason = "advice on memory is a system call that takes an address")]
-mod huge {
+mod huge_pages {
     use rustix::mm::{Advice, madvise};
 
-    /// Less is likely to be memory that the allocator has had before.
-    const MIN: usize = 4 << 20;
+    /// Smaller buffers are likely to reuse memory of the allocator that is already mapped.
+    const MIN_BYTES: usize = 4 << 20;
 
-    /// A huge page of processors with pages of 4 KiB.
-    const PAGE: usize = 2 << 20;
+    /// Size of a huge page on processors with pages of 4 KiB, in bytes.
+    const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-    /// Asks for huge pages where they fit in as a whole: the rest of one would be memory that nobody counts.
-    pub(super) fn ask_for(memory: &mut [u8]) {
-        if memory.len() < MIN {
+    /// Requests huge pages for the part of `memory` that consists of whole huge pages.
+    ///
+    /// A huge page that is only partly in `memory` would use memory that is not accounted for.
+    pub(super) fn advise(memory: &mut [u8]) {
+        if memory.len() < MIN_BYTES {
             return;
         }
-        let start = memory.as_ptr().align_offset(PAGE);
-        let pages = memory.len().saturating_sub(start) / PAGE;
-        let Some(memory) = memory.get_mut(start..start + pages * PAGE) else { return };
-        // SAFETY: the range is memory that we borrow mutably, and begins with a page. `MADV_HUGEPAGE` changes no byte of
-        // it nor what may be done with it, only by how large pages the system maps it. A system that has none fails,
-        // which is as good but for the time that small ones take.
+        let start = memory.as_ptr().align_offset(HUGE_PAGE_BYTES);
+        let pages = memory.len().saturating_sub(start) / HUGE_PAGE_BYTES;
+        let Some(memory) = memory.get_mut(start..start + pages * HUGE_PAGE_BYTES) else { return };
+        // SAFETY: the range is memory that this function borrows mutably, and it begins at a page boundary.
+        // `MADV_HUGEPAGE` changes neither the content nor the protection of the range, only the size of the pages that
+        // back it. A system without huge pages returns an error, which only costs time and is ignored.
         let _ = unsafe { madvise(memory.as_mut_ptr().cast(), memory.len(), Advice::LinuxHugepage) };
     }
 }
@@ -58,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn new_memory_is_zero_and_stays_what_it_was_filled_with() {
+    fn zeroed_memory_is_zero_and_keeps_writes() {
         for len in [0, 1, (4 << 20) - 1, 4 << 20, (5 << 20) + 7, 40 << 20] {
             let mut memory = zeroed(len).unwrap();
             assert_eq!(memory.len(), len);
@@ -71,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn too_much_is_refused() {
+    fn zeroed_rejects_sizes_that_cannot_be_allocated() {
         for len in [usize::MAX, usize::MAX >> 1, usize::MAX >> 4] {
             assert_eq!(zeroed(len).unwrap_err().kind(), ErrorKind::TooLarge, "{len}");
         }

@@ -1,30 +1,30 @@
-//! Device meshes as pure data: which global rank stands at which coordinates.
+//! Device meshes as plain data: the global rank at each coordinate.
 
 use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::region::check_rank;
 
-/// The device mesh of a `DTensor`: its shape in devices, the global rank at each of its coordinates
-/// in row-major order, and optionally a name for each dimension.
+/// The device mesh of a `DTensor`: shape, global ranks and optional dimension names.
 ///
-/// The ranks are distinct, and there is at least one.
+/// The shape is in devices. The ranks are in row-major order of the coordinates. They are distinct, and there is at
+/// least one.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DeviceMesh {
     shape: Box<[u64]>,
-    /// Shared: a state dict has one mesh and thousands of tensors on it.
+    /// Shared, because thousands of tensors of a state dict have the same mesh.
     ranks: Arc<[u32]>,
     dim_names: Option<Box<[String]>>,
 }
 
 impl DeviceMesh {
-    /// The mesh of `shape`, in devices, with the global `ranks` in row-major order.
+    /// Creates the mesh of `shape`, in devices, with the global `ranks` in row-major order.
     ///
     /// # Errors
     ///
     /// - [`ErrorKind::RankTooLarge`] if the mesh has more than 64 dimensions.
-    /// - [`ErrorKind::MeshMismatch`] if the mesh has no device, the number of ranks is not the
-    ///   number of devices, or a rank is there twice.
+    /// - [`ErrorKind::MeshMismatch`] if the mesh has no device, if the number of ranks is not the number of devices, or
+    ///   if a rank occurs twice.
     pub fn new(shape: &[u64], ranks: &[u32]) -> Result<Self> {
         let count = device_count(shape)?;
         if u64::try_from(ranks.len()).ok() != Some(count) {
@@ -36,7 +36,7 @@ impl DeviceMesh {
         Ok(Self { shape: shape.into(), ranks: ranks.into(), dim_names: None })
     }
 
-    /// The mesh of `shape`, in devices, whose ranks are 0, 1, 2 and so on in row-major order.
+    /// Creates the mesh of `shape`, in devices, with the ranks 0, 1, 2 and so on in row-major order.
     ///
     /// # Errors
     ///
@@ -52,8 +52,8 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::MeshMismatch`] if there is not one name per dimension, or a name is there
-    /// twice.
+    /// [`ErrorKind::MeshMismatch`] if there is not one name per dimension, if a name occurs twice, or if a name has
+    /// more than 256 bytes.
     pub fn with_dim_names(mut self, names: Vec<String>) -> Result<Self> {
         if names.len() != self.shape.len() {
             let note = format!("{} dimensions, {} names", self.shape.len(), names.len());
@@ -69,22 +69,22 @@ impl DeviceMesh {
         Ok(self)
     }
 
-    /// The number of devices along each dimension.
+    /// Returns the number of devices along each dimension.
     pub fn shape(&self) -> &[u64] {
         &self.shape
     }
 
-    /// The global ranks in row-major order.
+    /// Returns the global ranks in row-major order.
     pub fn ranks(&self) -> &[u32] {
         &self.ranks
     }
 
-    /// The names of the dimensions, if they have names.
+    /// Returns the names of the dimensions, if they have names.
     pub fn dim_names(&self) -> Option<&[String]> {
         self.dim_names.as_deref()
     }
 
-    /// Where the global `rank` stands; `None` if it is not in the mesh.
+    /// Returns the coordinates of the global `rank`; `None` if it is not in the mesh.
     pub fn coordinates_of(&self, rank: u32) -> Option<Vec<u64>> {
         let (mut index, _) = (0_u64..).zip(self.ranks.iter()).find(|&(_, &other)| other == rank)?;
         let mut coordinates = vec![0; self.shape.len()];
@@ -95,7 +95,7 @@ impl DeviceMesh {
         Some(coordinates)
     }
 
-    /// The global rank at `coordinates`; `None` if they are not in the mesh.
+    /// Returns the global rank at `coordinates`; `None` if they are not in the mesh.
     pub fn rank_at(&self, coordinates: &[u64]) -> Option<u32> {
         check_coordinates(&self.shape, coordinates).ok()?;
         let row_major = |index, (size, coordinate): (&u64, &u64)| index * size + coordinate;
@@ -104,7 +104,7 @@ impl DeviceMesh {
     }
 }
 
-/// Refuses coordinates that are not in a mesh of `mesh_shape`.
+/// Checks that coordinates are in a mesh of `mesh_shape`.
 pub(crate) fn check_coordinates(mesh_shape: &[u64], coordinates: &[u64]) -> Result<()> {
     if coordinates.len() != mesh_shape.len() {
         let (dims, count) = (mesh_shape.len(), coordinates.len());
@@ -119,7 +119,7 @@ pub(crate) fn check_coordinates(mesh_shape: &[u64], coordinates: &[u64]) -> Resu
     Ok(())
 }
 
-/// The number of devices in a mesh of `shape`: at least one.
+/// Returns the number of devices in a mesh of `shape`, which must be at least 1.
 pub(crate) fn device_count(shape: &[u64]) -> Result<u64> {
     check_rank(shape)?;
     if shape.contains(&0) {

@@ -1,4 +1,4 @@
-//! Archives as memory maps.
+//! Memory-mapped archives.
 #![expect(
     unsafe_code,
     reason = "a map is as safe as the file is unchanged, which its opener vouches for"
@@ -14,12 +14,13 @@ use crate::archive::Archive;
 use crate::blob::Blob;
 use crate::error::Result;
 
-/// A memory map, such as of a file, which lives as long as the last slice of its bytes.
+/// A memory map, for example of a file. It is unmapped when the last slice of its bytes is dropped.
 #[derive(Clone, Debug)]
 pub struct Map(Bytes);
 
-/// What is stable is a copy: whoever breaks the promise to leave the file as it is must not change
-/// what was proven.
+/// [`Blob::stable`] copies the bytes.
+///
+/// If a caller breaks the contract and changes the file, validated bytes must not change.
 impl Blob for Map {
     fn size(&self) -> io::Result<u64> {
         self.0.size()
@@ -34,32 +35,34 @@ impl Blob for Map {
     }
 }
 
-/// Bytes of a map that somebody else made, such as of memory that another process wrote.
+/// Wraps the bytes of an existing map, for example of memory that another process has written.
 impl From<Bytes> for Map {
     fn from(bytes: Bytes) -> Self {
         Self(bytes)
     }
 }
 
-/// Maps a file.
+/// Maps a file into memory.
 ///
 /// # Errors
 ///
-/// Whatever the system says.
+/// The error of the system call.
 ///
 /// # Safety
 ///
-/// Nobody may change or truncate the file while the map lives, in this process or another.
+/// No process may change or truncate the file while the map exists.
 pub unsafe fn map_file(file: &File) -> io::Result<Map> {
-    // SAFETY: the caller vouches that the file does not change while the map lives; the map belongs
-    // to the `Bytes`, which live as long as any slice of them.
+    // SAFETY: the caller guarantees that the file does not change while the map exists. The `Bytes` own the map, and
+    // unmap it when the last slice of them is dropped.
     let map = unsafe { memmap2::Mmap::map(file)? };
     Ok(Map(Bytes::from_owner(map)))
 }
 
 impl Archive {
-    /// Opens a file as a memory map. The index is copied and proven as always; tensors are views of
-    /// the map, and their pages are read when they are touched.
+    /// Opens a file as a memory map.
+    ///
+    /// The index is copied and validated, as for every archive. Tensors are views of the map; their pages are read on
+    /// first access.
     ///
     /// # Errors
     ///
@@ -67,10 +70,9 @@ impl Archive {
     ///
     /// # Safety
     ///
-    /// Nobody may change or truncate the file while the archive or a tensor of it lives, in this
-    /// process or another: a change would alter memory that Rust takes for immutable, and reading
-    /// behind a new end kills the process. Use [`Archive::open`] for files that are not under your
-    /// control, or that lie on a network.
+    /// No process may change or truncate the file while the archive, or a tensor of it, exists. A change would alter
+    /// memory that Rust treats as immutable. A read beyond a new end of the file kills the process. Use
+    /// [`Archive::open`] for files that other users can change, and for files on a network file system.
     ///
     /// # Examples
     ///
@@ -78,14 +80,15 @@ impl Archive {
     /// # use tssd_format::{Archive, StateDict, TorchStoreStateDict};
     /// # let path = std::env::temp_dir().join(format!("tssd-map-{}.tssd", std::process::id()));
     /// # std::fs::write(&path, TorchStoreStateDict::from_state_dict(&StateDict::new())?.as_bytes())?;
-    /// // SAFETY: this process alone knows the file, and does not write it again.
+    /// // SAFETY: only this process knows the file, and it does not write the file again.
     /// let archive = unsafe { Archive::map(&std::fs::File::open(&path)?)? };
     /// archive.verify()?;
     /// # std::fs::remove_file(&path)?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub unsafe fn map(file: &File) -> Result<Self> {
-        // SAFETY: the caller vouches for the same.
+        // SAFETY: the caller guarantees that the file does not change while the archive or a tensor of it exists. Both
+        // hold the map, so this is the contract of `map_file`.
         Self::from_blob(Arc::new(unsafe { map_file(file)? }))
     }
 }

@@ -1,4 +1,4 @@
-//! Numbers as Python has them: ints of any size, floats bit for bit.
+//! Python numbers: ints of any size, and floats that are compared bit for bit.
 
 use std::fmt;
 
@@ -20,7 +20,9 @@ use crate::error::{Error, ErrorKind, Result};
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Int(Repr);
 
-/// Invariant: `Big` holds no number that fits an `i64`, so equal numbers have equal forms.
+/// The representation of an int. Invariant: `Big` holds only numbers outside the `i64` range.
+///
+/// Equal numbers therefore have equal representations.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Repr {
     Small(i64),
@@ -28,7 +30,7 @@ enum Repr {
 }
 
 impl Int {
-    /// The number, if it fits.
+    /// Returns the number if it fits into an `i64`.
     pub fn as_i64(&self) -> Option<i64> {
         match self.0 {
             Repr::Small(small) => Some(small),
@@ -36,7 +38,7 @@ impl Int {
         }
     }
 
-    /// The number, whatever its size.
+    /// Returns the number as a `BigInt`.
     pub fn to_bigint(&self) -> BigInt {
         match &self.0 {
             Repr::Small(small) => BigInt::from(*small),
@@ -44,7 +46,7 @@ impl Int {
         }
     }
 
-    /// Two's complement, little-endian, as short as it can be; for numbers that need it.
+    /// Returns the shortest little-endian two's complement; `None` for numbers that fit into an `i64`.
     pub(crate) fn big_bytes(&self) -> Option<Vec<u8>> {
         match &self.0 {
             Repr::Small(_) => None,
@@ -52,7 +54,7 @@ impl Int {
         }
     }
 
-    /// The inverse of [`Int::big_bytes`].
+    /// Decodes the result of [`Int::big_bytes`].
     pub(crate) fn from_big_bytes(bytes: &[u8]) -> Result<Self> {
         if is_shortest_big(bytes) {
             Ok(Self(Repr::Big(Box::new(BigInt::from_signed_bytes_le(bytes)))))
@@ -62,9 +64,9 @@ impl Int {
     }
 }
 
-/// True if the bytes are the shortest two's complement of a number outside the `i64` range.
+/// Returns whether the bytes are the shortest two's complement of a number outside the `i64` range.
 pub(crate) fn is_shortest_big(bytes: &[u8]) -> bool {
-    // With nine bytes or more, a number is outside the range unless its last byte is mere sign.
+    // A number of nine or more bytes is outside the range unless its last byte only repeats the sign bit.
     match bytes {
         [.., below, last] if bytes.len() > 8 => {
             !(*last == 0 && below & 0x80 == 0 || *last == 0xFF && below & 0x80 != 0)
@@ -114,22 +116,24 @@ impl fmt::Debug for Int {
     }
 }
 
-/// A Python `float`, equal to another only bit for bit: NaN payloads and -0.0 count.
+/// A Python `float`. Two floats are equal if all their bits are equal.
+///
+/// The bits include NaN payloads and the sign of zero.
 #[derive(Clone, Copy)]
 pub struct Float(f64);
 
 impl Float {
-    /// The number.
+    /// Returns the number.
     pub fn get(self) -> f64 {
         self.0
     }
 
-    /// Its IEEE 754 bits.
+    /// Returns the IEEE 754 bits.
     pub fn to_bits(self) -> u64 {
         self.0.to_bits()
     }
 
-    /// The number with these bits.
+    /// Creates the number with these IEEE 754 bits.
     pub fn from_bits(bits: u64) -> Self {
         Self(f64::from_bits(bits))
     }
@@ -155,7 +159,7 @@ impl PartialOrd for Float {
     }
 }
 
-/// The order of the bits: total, and that of `by_key` in files.
+/// Orders floats by their bits: a total order, and the order of `by_key` in files.
 impl Ord for Float {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         self.to_bits().cmp(&other.to_bits())

@@ -1,4 +1,4 @@
-//! What a writer may choose.
+//! Options of writers.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,18 +12,19 @@ use crate::key::ObjectPath;
 use crate::structure::Trail;
 use crate::tensor::TensorMeta;
 
-/// The attribute with the level of all frames: it says how an archive is compressed, and nothing of what it
-/// means.
+/// Name of the attribute that records the zstd level of all frames.
+///
+/// It describes how an archive is compressed, and does not affect its meaning.
 pub const ZSTD_LEVEL_ATTR: &str = "tssd.zstd_level";
 
-/// The levels that zstd has.
-const LEVELS: std::ops::RangeInclusive<i32> = -(1 << 17)..=22;
+/// The compression levels that zstd supports.
+const ZSTD_LEVELS: std::ops::RangeInclusive<i32> = -(1 << 17)..=22;
 
-/// What a writer may choose: attributes, compression, digests, alignment, chunks.
+/// Options of a writer: attributes, compression, digests, alignment, chunks.
 ///
 /// # Examples
 ///
-/// Optimizer state is kept small, weights stay as they are, so that they can be mapped:
+/// Compresses the optimizer state, and stores the weights uncompressed, so that they can be memory-mapped:
 ///
 /// ```
 /// # #[cfg(feature = "zstd")] {
@@ -55,24 +56,24 @@ pub struct Options {
     pub(crate) align_log2: Option<u8>,
     pub(crate) chunks: Chunks,
     pub(crate) zstd_level: i32,
-    compression: Choice,
+    compression: CompressionPolicy,
 }
 
-/// How the storage of a leaf is stored.
+/// The compression of a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Compression {
-    /// As it is, so that it can be mapped and copied from in one step.
+    /// Uncompressed: the bytes can be memory-mapped, and copied without decoding.
     #[default]
     None,
-    /// In zstd frames of 1 MiB of raw bytes each.
+    /// One zstd frame for each 1 MiB of raw bytes.
     Zstd,
-    /// The same after a byte shuffle by the element size, which suits floats.
+    /// As [`Compression::Zstd`], after a byte shuffle by the element size, which suits floats.
     ShuffledZstd,
 }
 
 impl Compression {
-    /// The width of the byte shuffle for elements of this many bytes; 0 for none.
+    /// Returns the width of the byte shuffle, in bytes, for elements of `itemsize` bytes; 0 for none.
     pub(crate) fn shuffle(self, itemsize: u64) -> u8 {
         let width = u8::try_from(itemsize).ok().filter(|width| is_width(*width));
         width.filter(|_| self == Self::ShuffledZstd).unwrap_or(0)
@@ -80,13 +81,13 @@ impl Compression {
 }
 
 #[derive(Clone)]
-enum Choice {
-    All(Compression),
-    Each(Arc<ChooseLeaf>),
+enum CompressionPolicy {
+    Uniform(Compression),
+    PerLeaf(Arc<CompressionFn>),
 }
 
-/// The compression of a leaf, given its path and, if it is a tensor, what it is.
-type ChooseLeaf = dyn Fn(&ObjectPath, Option<&TensorMeta>) -> Compression + Send + Sync;
+/// Returns the compression of a leaf, given its path and, for a tensor, its metadata.
+type CompressionFn = dyn Fn(&ObjectPath, Option<&TensorMeta>) -> Compression + Send + Sync;
 
 impl Default for Options {
     fn default() -> Self {
@@ -95,7 +96,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// No attributes, no opaque leaves, no compression, no digests.
+    /// Creates options without attributes, opaque leaves, compression or digests.
     pub fn new() -> Self {
         Self {
             attrs: Attrs::new(),
@@ -104,17 +105,19 @@ impl Options {
             align_log2: None,
             chunks: Chunks::default(),
             zstd_level: 1,
-            compression: Choice::All(Compression::None),
+            compression: CompressionPolicy::Uniform(Compression::None),
         }
     }
 
-    /// The options that an archive records: with them, its state dict becomes the same bytes again,
-    /// if this writer wrote it with this version of zstd. How storages were cut that are compressed, had they been raw,
-    /// nothing says: the chunks of those that are raw are taken for them too.
+    /// Returns the options that an archive was written with, as far as it records them.
+    ///
+    /// With these options, its state dict encodes to the same bytes, if this writer wrote the archive with this version
+    /// of zstd. The archive does not record the chunk size that its compressed storages would have uncompressed: the
+    /// chunk sizes of the raw storages are taken instead.
     pub fn recorded(archive: &Archive) -> Self {
         let mut options = Self::new().allow_opaque();
         options.attrs = archive.attrs();
-        // The attribute stays, also if nothing was worth compressing.
+        // The writer sets the attribute even if no chunk was worth compressing.
         if let Some(AttrValue::Int(level)) = options.attrs.get(ZSTD_LEVEL_ATTR) {
             let level = i32::try_from(*level).unwrap_or(options.zstd_level);
             options = options.zstd_level(level);
@@ -122,14 +125,14 @@ impl Options {
         let storages: Vec<_> =
             (0..archive.storage_count()).map(|number| archive.storage(number)).collect();
         options.digests = storages.first().is_some_and(|storage| storage.digest.is_some());
-        // One alignment for all that is not the usual one was asked for.
-        let is_unusual = |storage: &&crate::storage::StorageReference| {
-            storage.align_log2 != usual_align_log2(storage.stored_len())
+        // A storage without the default alignment shows that the options set one alignment for all storages.
+        let is_non_default = |storage: &&crate::storage::StorageReference| {
+            storage.align_log2 != default_align_log2(storage.stored_len())
         };
-        options.align_log2 = storages.iter().find(is_unusual).map(|storage| storage.align_log2);
+        options.align_log2 = storages.iter().find(is_non_default).map(|storage| storage.align_log2);
         let raw = storages.iter().filter(|storage| storage.packing.is_none());
-        let cut: Vec<_> = raw.map(|storage| (storage.len, storage.chunk_size)).collect();
-        options.chunks = Chunks::recorded(&cut);
+        let chunk_sizes: Vec<_> = raw.map(|storage| (storage.len, storage.chunk_size)).collect();
+        options.chunks = Chunks::recorded(&chunk_sizes);
         let mut choices = std::collections::BTreeMap::new();
         for (path, node) in archive.leaves() {
             let Some(number) = node.storages().next() else { continue };
@@ -144,29 +147,30 @@ impl Options {
         options.compress_leaves(move |path, _| choices.get(path).copied().unwrap_or_default())
     }
 
-    /// Says something of the archive as a whole.
+    /// Sets an attribute of the archive.
     #[must_use]
     pub fn attr(mut self, name: impl Into<String>, value: AttrValue) -> Self {
         self.attrs.insert(name.into(), value);
         self
     }
 
-    /// Says no longer what an attribute of this name said.
+    /// Removes an attribute.
     #[must_use]
     pub fn without_attr(mut self, name: &str) -> Self {
         self.attrs.remove(name);
         self
     }
 
-    /// Allows leaves that are no typed values ([`Value::Opaque`](crate::Value::Opaque)).
+    /// Allows opaque leaves ([`Value::Opaque`](crate::Value::Opaque)).
     #[must_use]
     pub fn allow_opaque(mut self) -> Self {
         self.allow_opaque = true;
         self
     }
 
-    /// Writes a BLAKE3 for each storage, and so gives the archive a
-    /// [root digest](Archive::root_digest).
+    /// Writes a BLAKE3 digest for each storage.
+    ///
+    /// The digests give the archive a [root digest](Archive::root_digest).
     #[must_use]
     pub fn digests(mut self) -> Self {
         self.digests = true;
@@ -180,12 +184,13 @@ impl Options {
         self
     }
 
-    /// Aligns all storages to this many bytes, in place of 4096 for those of at least 64 KiB and 256
-    /// for the others.
+    /// Aligns all storages to `bytes`.
+    ///
+    /// The default is 4096 bytes for storages of at least 64 KiB, and 256 bytes for the others.
     ///
     /// # Errors
     ///
-    /// `Alignment` if it is no power of two from 64 to 2 MiB.
+    /// `Alignment` if `bytes` is not a power of two from 64 to 2 MiB.
     pub fn align(mut self, bytes: u64) -> Result<Self> {
         let log2 = u8::try_from(bytes.trailing_zeros()).unwrap_or(u8::MAX);
         if !bytes.is_power_of_two() || !(6..=21).contains(&log2) {
@@ -196,64 +201,68 @@ impl Options {
         Ok(self)
     }
 
-    /// Cuts storages that are not compressed into such chunks, in place of those of 1 MiB. Each is proven by a CRC of its
-    /// own; those of compressed storages have 1 MiB always.
+    /// Sets how uncompressed storages are divided into chunks; the default is chunks of 1 MiB.
+    ///
+    /// Each chunk has its own CRC. Chunks of compressed storages always have 1 MiB.
     #[must_use]
     pub fn chunks(mut self, chunks: Chunks) -> Self {
         self.chunks = chunks;
         self
     }
 
-    /// Compresses the storages of all leaves. Where it does not shrink a chunk by 3 %, the chunk
-    /// stays as it is.
+    /// Compresses the storages of all leaves. A chunk that shrinks by less than 3 % stays uncompressed.
     #[must_use]
     pub fn compress(mut self, compression: Compression) -> Self {
-        self.compression = Choice::All(compression);
+        self.compression = CompressionPolicy::Uniform(compression);
         self
     }
 
-    /// Compresses storages leaf by leaf. Leaves that are tied share the choice of the first.
+    /// Chooses the compression of each leaf. Tied leaves get the compression of the first of them.
     #[must_use]
     pub fn compress_leaves(
         mut self,
         choose: impl Fn(&ObjectPath, Option<&TensorMeta>) -> Compression + Send + Sync + 'static,
     ) -> Self {
-        self.compression = Choice::Each(Arc::new(choose));
+        self.compression = CompressionPolicy::PerLeaf(Arc::new(choose));
         self
     }
 
-    /// The level of zstd, 1 if it is not given: higher ones take longer, and seldom gain much on
-    /// shuffled floats. The levels of zstd end at 22; the ones below 0 are its fast ones.
+    /// Sets the zstd level; the default is 1.
+    ///
+    /// Higher levels take longer, and rarely compress shuffled floats much better. The highest level is 22. Levels
+    /// below 0 are the fast levels of zstd.
     #[must_use]
     pub fn zstd_level(mut self, level: i32) -> Self {
-        self.zstd_level = level.clamp(*LEVELS.start(), *LEVELS.end());
+        self.zstd_level = level.clamp(*ZSTD_LEVELS.start(), *ZSTD_LEVELS.end());
         self
     }
 
     pub(crate) fn compression(&self, path: &Trail<'_>, meta: Option<&TensorMeta>) -> Compression {
         match &self.compression {
-            Choice::All(compression) => *compression,
-            Choice::Each(choose) => choose(&path.to_path(), meta),
+            CompressionPolicy::Uniform(compression) => *compression,
+            CompressionPolicy::PerLeaf(choose) => choose(&path.to_path(), meta),
         }
     }
 
-    /// log2 of the alignment of a storage of this many stored bytes.
+    /// Returns log2 of the alignment of a storage of `len` stored bytes.
     pub(crate) fn align_log2(&self, len: u64) -> u8 {
-        self.align_log2.unwrap_or_else(|| usual_align_log2(len))
+        self.align_log2.unwrap_or_else(|| default_align_log2(len))
     }
 }
 
-/// Pages for large storages, so that they can be mapped and read directly; what GPUs and vector units
-/// like for the others.
-fn usual_align_log2(len: u64) -> u8 {
+/// Returns log2 of the default alignment of a storage of `len` stored bytes.
+///
+/// Large storages are aligned to pages, so that they can be mapped and read directly. Others get the alignment that
+/// suits GPUs and vector units.
+fn default_align_log2(len: u64) -> u8 {
     if len >= 64 << 10 { 12 } else { 8 }
 }
 
 impl fmt::Debug for Options {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let compression: &dyn fmt::Debug = match &self.compression {
-            Choice::All(compression) => compression,
-            Choice::Each(_) => &"each leaf its own",
+            CompressionPolicy::Uniform(compression) => compression,
+            CompressionPolicy::PerLeaf(_) => &"each leaf its own",
         };
         f.debug_struct("Options")
             .field("attrs", &self.attrs)

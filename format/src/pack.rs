@@ -1,4 +1,4 @@
-//! Jobs that compress storages, each some chunks, in any order and on any thread.
+//! Compression jobs: each compresses some chunks of a storage. Jobs run in any order and on any thread.
 
 use bytes::Bytes;
 
@@ -9,10 +9,10 @@ use crate::digest::{ChunkHasher, Digest};
 use crate::error::Result;
 use crate::fill::RawBytes;
 
-/// Jobs have at most this many chunks.
+/// Maximum number of chunks of a job.
 const JOB_CHUNKS: u64 = 4;
 
-/// One job: some chunks of a storage that is to be compressed.
+/// A compression job: some consecutive chunks of one storage.
 ///
 /// The jobs of a [`Draft`](crate::Draft) are independent of each other.
 #[derive(Clone, Debug)]
@@ -25,28 +25,28 @@ pub struct Pack {
     digest: bool,
 }
 
-/// What a job has made: stored chunks, to be given to [`Draft::place`](crate::Draft::place).
+/// The stored chunks that a job produced, for [`Draft::place`](crate::Draft::place).
 #[derive(Debug)]
 #[must_use = "the layout needs the chunks of all jobs"]
 pub struct Packed {
-    /// The storage, and its chunk, that the first is.
+    /// The first chunk: index of its storage, and index of the chunk in that storage.
     pub(crate) place: (usize, u64),
     pub(crate) chunks: Vec<StoredChunk>,
 }
 
-/// A chunk as it will be stored, and what is known of its raw bytes.
+/// A chunk as it will be stored, with the checksum and the digest of its raw bytes.
 #[derive(Debug)]
 pub(crate) struct StoredChunk {
-    /// The frame; `None` if the chunk stays raw.
+    /// The zstd frame; `None` if the chunk stays uncompressed.
     pub(crate) frame: Option<Bytes>,
     /// CRC-32 of the raw bytes.
     pub(crate) crc: u32,
-    /// Their part of the digest, if it is wanted.
+    /// The chunk's part of the digest of its storage, if the archive gets digests.
     pub(crate) digest: Option<Digest>,
 }
 
 impl Pack {
-    /// The jobs that compress one storage.
+    /// Returns the jobs that compress one storage.
     pub(crate) fn jobs(
         storage: usize,
         raw: &RawBytes,
@@ -65,30 +65,31 @@ impl Pack {
         })
     }
 
-    /// How many raw bytes the job reads.
+    /// Returns the number of raw bytes that the job reads.
     pub fn len(&self) -> u64 {
         let start = |chunk: u64| ChunkSize::default().range(chunk, self.raw.len()).start;
         start(self.chunks.end) - start(self.chunks.start)
     }
 
-    /// True if the job reads nothing; no job does.
+    /// Returns whether the job reads no bytes, which is never the case.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Compresses its chunks.
+    /// Compresses the chunks of the job.
     ///
     /// # Errors
     ///
-    /// `Io` if zstd fails, which it does only without memory, or what is elsewhere cannot be read; `FeatureMissing` in a build without zstd.
+    /// `Io` if zstd fails (only if it cannot allocate memory) or a blob cannot be read; `FeatureMissing` in a build
+    /// without zstd.
     pub fn run(&self) -> Result<Packed> {
         let mut encoder = Encoder::new(self.level)?;
-        let mut gathered = Vec::new();
+        let mut buffer = Vec::new();
         let mut chunks = Vec::new();
         for number in self.chunks.clone() {
             let (size, len) = (ChunkSize::default(), self.raw.len());
             let range = size.range(number, len);
-            let raw = self.raw.contiguous(&range, &mut gathered)?;
+            let raw = self.raw.contiguous(&range, &mut buffer)?;
             let digest = self.digest.then(|| {
                 let mut hasher = ChunkHasher::new(number, (len, size));
                 hasher.update(raw);

@@ -9,41 +9,44 @@ use crate::region::{Region, check_rank};
 
 /// How one dimension of a device mesh divides a tensor.
 ///
-/// Displayed as torch's `repr` spells it, such as `Shard(dim=0)`.
+/// Displayed like torch's `repr`, for example `Shard(dim=0)`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Placement {
-    /// Each rank holds all of the tensor.
+    /// Each rank holds the whole tensor.
     Replicate,
-    /// Each rank holds one chunk of a tensor dimension, by the rule of `torch.chunk`: chunks are as
-    /// large as the first, except for the last ones, which may be smaller or empty.
+    /// Each rank holds one chunk of a tensor dimension, as `torch.chunk` divides it.
+    ///
+    /// All chunks have the size of the first one, except the last ones, which may be smaller or empty.
     Shard {
-        /// The tensor dimension, counted from the first.
+        /// The tensor dimension, counted from 0.
         dim: u32,
     },
-    /// Each rank holds one chunk of each of several pieces of a tensor dimension: torch's
-    /// `_StridedShard`, which FSDP over tensor parallelism uses to shard from right to left.
+    /// Each rank holds one chunk of each of several pieces of a tensor dimension.
+    ///
+    /// This is torch's `_StridedShard`. FSDP over tensor parallelism uses it to shard from right to left.
     StridedShard {
-        /// The tensor dimension, counted from the first.
+        /// The tensor dimension, counted from 0.
         dim: u32,
         /// The number of pieces, at least 1.
         split_factor: u64,
     },
-    /// Each rank holds a term of the tensor, still to be reduced. It has no region.
+    /// Each rank holds a term of the tensor, which must still be reduced. It has no region.
     Partial {
-        /// The name of the reduction, such as `sum`.
+        /// The name of the reduction, for example `sum`.
         reduce_op: String,
     },
 }
 
 impl Placement {
-    /// The boxes of the global tensor that the rank at `coordinates` holds, in the order in which
-    /// its local tensor stores them: where a dimension has several runs of indices, the boxes are
-    /// their product, with the last dimension running fastest.
+    /// Returns the boxes of the global tensor that the rank at `coordinates` holds.
     ///
-    /// There is one box for any combination of placements, unless a `_StridedShard` leaves pieces
-    /// that do not join up. A rank that holds nothing has one empty box, which starts, as in torch,
-    /// at the end of the dimension in which it is empty. Shapes and offsets are in elements.
+    /// The order is that in which the local tensor stores them. If a dimension has several runs of indices, the boxes
+    /// are the product of the runs of all dimensions, in row-major order.
+    ///
+    /// There is one box for any combination of placements, unless a `_StridedShard` leaves pieces that are not
+    /// adjacent. A rank that holds no elements has one empty box. As in torch, it starts at the end of the dimension in
+    /// which it is empty. Shapes and offsets are in elements.
     ///
     /// # Errors
     ///
@@ -53,7 +56,7 @@ impl Placement {
     /// - [`ErrorKind::UnknownPlacement`] if the tensor does not have the dimension that a placement
     ///   names, or a split factor is 0.
     /// - [`ErrorKind::RankTooLarge`] if the tensor or the mesh has more than 64 dimensions.
-    /// - [`ErrorKind::NotABox`] if the pieces would be more than 65,536.
+    /// - [`ErrorKind::NotABox`] if there would be more than 65,536 pieces in a dimension, or boxes.
     pub fn local_regions(
         global_shape: &[u64],
         mesh_shape: &[u64],
@@ -68,21 +71,24 @@ impl Placement {
             let note = format!("{dims} mesh dimensions, {count} placements");
             return Err(Error::new(ErrorKind::MeshMismatch).note(note));
         }
-        let mut held: Vec<Held> = global_shape.iter().map(|&size| Held::all(size)).collect();
+        let mut held: Vec<HeldIndices> =
+            global_shape.iter().map(|&size| HeldIndices::all(size)).collect();
         for ((placement, &parts), &part) in placements.iter().zip(mesh_shape).zip(coordinates) {
             if let Some((dim, split_factor)) = placement.division(held.len())? {
                 held[dim].split(split_factor, parts, part)?;
             }
         }
-        product(&held)
+        cartesian_product(&held)
     }
 
-    /// The tensor dimension that the placement divides, and into how many pieces it cuts it first;
-    /// `None` if it replicates.
+    /// Returns the tensor dimension that the placement divides, and the split factor (1 for `Shard`).
+    ///
+    /// Returns `None` for [`Placement::Replicate`].
     ///
     /// # Errors
     ///
-    /// `PartialPlacement`, and `UnknownPlacement` for a tensor of this rank.
+    /// `PartialPlacement` for [`Placement::Partial`]; `UnknownPlacement` if a tensor of this rank does not have the
+    /// dimension, or if the split factor is 0.
     pub(crate) fn division(&self, rank: usize) -> Result<Option<(usize, u64)>> {
         let (dim, split_factor) = match *self {
             Self::Replicate => return Ok(None),
@@ -99,11 +105,11 @@ impl Placement {
             .ok_or_else(|| Error::new(ErrorKind::UnknownPlacement).note(self))
     }
 
-    /// The one box of the global tensor that the rank at `coordinates` holds.
+    /// Returns the only box of the global tensor that the rank at `coordinates` holds.
     ///
     /// # Errors
     ///
-    /// Those of [`Self::local_regions`], and [`ErrorKind::NotABox`] if there are several boxes.
+    /// As [`Self::local_regions`], and [`ErrorKind::NotABox`] if there are several boxes.
     pub fn local_region(
         global_shape: &[u64],
         mesh_shape: &[u64],
@@ -116,8 +122,9 @@ impl Placement {
             .map_err(|boxes| not_a_box(format!("{} boxes", boxes.len())))
     }
 
-    /// True if the rank at `coordinates` holds the first of the replicas of its shard: its
-    /// coordinate is 0 in each mesh dimension that replicates.
+    /// Returns whether the rank at `coordinates` holds the first replica of its shard.
+    ///
+    /// This is the rank whose coordinate is 0 in each mesh dimension that replicates.
     pub fn is_first_replica(coordinates: &[u64], placements: &[Self]) -> bool {
         let mut dims = coordinates.iter().zip(placements);
         dims.all(|(&coordinate, placement)| coordinate == 0 || *placement != Self::Replicate)
@@ -137,35 +144,39 @@ impl fmt::Display for Placement {
     }
 }
 
-/// The most boxes of one rank, and the most pieces of one dimension. Split factors are counts of
-/// devices; the limit keeps one that is not from taking memory without bound.
+/// Maximum number of boxes of a rank, and of pieces of a dimension.
+///
+/// A split factor normally is a number of devices. The limit bounds the memory that other values would take.
 const MAX_PIECES: u64 = 1 << 16;
 
-/// The indices of one tensor dimension that a rank holds, as runs that are increasing, not empty
-/// and not adjacent.
-struct Held {
+/// The indices of one tensor dimension that a rank holds.
+///
+/// The runs are increasing, not empty and not adjacent.
+struct HeldIndices {
     size: u64,
     runs: Vec<Range<u64>>,
 }
 
-impl Held {
+impl HeldIndices {
     fn all(size: u64) -> Self {
         let runs = std::iter::once(0..size).filter(|run| !run.is_empty());
         Self { size, runs: runs.collect() }
     }
 
-    /// The number of indices.
+    /// Returns the number of indices.
     fn len(&self) -> u64 {
         self.runs.iter().map(|run| run.end - run.start).sum()
     }
 
-    /// Cuts the indices into `split_factor` pieces and keeps chunk `part` of `parts` of each, with
-    /// the pieces and the chunks cut by the rule of `torch.chunk`. With one piece this is `Shard`.
+    /// Divides the indices into `split_factor` pieces, and keeps one chunk of each piece.
+    ///
+    /// Each piece has `parts` chunks, of which chunk `part` is kept. Pieces and chunks have the sizes that
+    /// `torch.chunk` gives them. With one piece this is `Shard`.
     fn split(&mut self, split_factor: u64, parts: u64, part: u64) -> Result<()> {
         let len = self.len();
         let piece = len.div_ceil(split_factor);
-        // The first chunk of each piece is all of it: there is one part, or pieces of one index.
-        // Otherwise no chunk joins up with that of the next piece.
+        // The first chunk of each piece is the whole piece: there is one part, or each piece has one index.
+        // Otherwise no chunk is adjacent to the chunk of the next piece.
         if piece.div_ceil(parts) == piece {
             if part > 0 {
                 self.runs.clear();
@@ -184,41 +195,43 @@ impl Held {
             let to = from.saturating_add(chunk).min(piece);
             start + from..start + to
         });
-        self.keep(chunks);
+        self.retain_positions(chunks);
         Ok(())
     }
 
-    /// Keeps the indices at `positions`: increasing ranges below `self.len()` that do not touch.
-    fn keep(&mut self, positions: impl Iterator<Item = Range<u64>>) {
+    /// Keeps the indices at `positions`: increasing, non-adjacent ranges below `self.len()`.
+    fn retain_positions(&mut self, positions: impl Iterator<Item = Range<u64>>) {
         let runs = std::mem::take(&mut self.runs);
         let mut runs = runs.into_iter();
-        // A run, the position of its first index, and the position behind its last.
-        let (mut run, mut first, mut behind) = (0..0, 0, 0);
+        // The current run, the position of its first index, and the position after its last index.
+        let (mut run, mut start_position, mut end_position) = (0..0, 0, 0);
         for Range { start, end } in positions {
             loop {
-                let shared = start.max(first)..end.min(behind);
+                let shared = start.max(start_position)..end.min(end_position);
                 if !shared.is_empty() {
-                    self.runs
-                        .push(run.start + (shared.start - first)..run.start + (shared.end - first));
+                    self.runs.push(
+                        run.start + (shared.start - start_position)
+                            ..run.start + (shared.end - start_position),
+                    );
                 }
-                if end <= behind {
+                if end <= end_position {
                     break;
                 }
                 let Some(next) = runs.next() else { return };
-                (first, run) = (behind, next);
-                behind += run.end - run.start;
+                (start_position, run) = (end_position, next);
+                end_position += run.end - run.start;
             }
         }
     }
 }
 
-/// The boxes that the held indices of all dimensions span.
-fn product(dims: &[Held]) -> Result<Vec<Region>> {
+/// Returns the boxes that the runs of all dimensions span.
+fn cartesian_product(dims: &[HeldIndices]) -> Result<Vec<Region>> {
     if dims.iter().any(|dim| dim.runs.is_empty()) {
-        // Nothing is held: one empty box, whose other sides are as long as the local tensor's.
-        let start = |dim: &Held| dim.runs.first().map_or(dim.size, |run| run.start);
+        // The rank holds no elements: one empty box, whose other sides have the lengths of the local tensor.
+        let start = |dim: &HeldIndices| dim.runs.first().map_or(dim.size, |run| run.start);
         let offsets: Vec<u64> = dims.iter().map(start).collect();
-        let shape: Vec<u64> = dims.iter().map(Held::len).collect();
+        let shape: Vec<u64> = dims.iter().map(HeldIndices::len).collect();
         return Ok(vec![Region::new(&offsets, &shape)?]);
     }
     let count = dims.iter().try_fold(1_u64, |count, dim| {

@@ -1,15 +1,15 @@
-//! The records of the index tables, byte for byte as `spec/format.md` lists them.
+//! Records of the index tables, byte for byte as `spec/format.md` defines them.
 //!
-//! They are plain old data of little-endian integers without padding, so one type serves the writer,
-//! the rkyv reader and any reader that casts bytes.
+//! Records consist of little-endian integers without padding. The writer, the rkyv reader and readers that cast bytes
+//! therefore use the same types.
 
 use bytemuck::{Pod, Zeroable};
 use rend::{u16_le, u32_le, u64_le};
 
-/// In place of a reference that is not there.
+/// Marks an absent reference.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// Name, offset and size of each field: what the tables of the spec are compared with.
+/// Name, offset and size in bytes of each field, for the test that compares them with the spec.
 pub(crate) type Fields = &'static [(&'static str, usize, usize)];
 
 macro_rules! record {
@@ -45,7 +45,7 @@ record! {
 }
 
 record! {
-    /// A tensor, or one slice of one. Spec: section 6.
+    /// A tensor, or one slice of a tensor. Spec: section 6.
     Tensor 32 {
         storage: u32_le,
         dtype: u16_le,
@@ -60,7 +60,7 @@ record! {
 }
 
 record! {
-    /// A run of bytes that tensors lie in. Spec: section 6.
+    /// A range of bytes that contains tensors. Spec: section 6.
     Storage 48 {
         offset: u64_le,
         stored_len: u64_le,
@@ -87,7 +87,7 @@ record! {
 }
 
 record! {
-    /// Where a tensor lies in a global one. Spec: section 7.
+    /// The position of a tensor in a global tensor. Spec: section 7.
     Slice 32 {
         offsets: u32_le,
         global_shape: u32_le,
@@ -113,7 +113,7 @@ record! {
 }
 
 record! {
-    /// Something said of the archive as a whole. Spec: section 7.
+    /// An attribute of the archive. Spec: section 7.
     Attr 24 {
         name: u64_le,
         value: u64_le,
@@ -123,7 +123,7 @@ record! {
 }
 
 record! {
-    /// Another archive that holds storages of this one. Spec: section 7.
+    /// Another archive that contains storages of this one. Spec: section 7.
     Shard 64 {
         name: u64_le,
         file_len: u64_le,
@@ -134,7 +134,7 @@ record! {
     }
 }
 
-/// Node kinds (spec: section 5).
+/// Node kinds. Spec: section 5.
 pub(crate) mod kind {
     pub(crate) const NONE: u8 = 0;
     pub(crate) const BOOL: u8 = 1;
@@ -156,34 +156,34 @@ pub(crate) mod kind {
     pub(crate) const NAMEDTUPLE: u8 = 36;
     pub(crate) const DIVERGENT: u8 = 37;
 
-    /// True for the kinds that have children.
+    /// Returns whether nodes of this kind have children.
     pub(crate) const fn is_container(kind: u8) -> bool {
         matches!(kind, DICT..=DIVERGENT)
     }
 
-    /// True for the containers whose children have keys.
+    /// Returns whether the children of a container of this kind have keys.
     pub(crate) const fn is_keyed(kind: u8) -> bool {
         matches!(kind, DICT | ORDERED_DICT | NAMEDTUPLE | DIVERGENT)
     }
 }
 
-/// Node flag: the content of a str, bytes or opaque leaf is a storage.
+/// Node flag: the content of a `str`, `bytes` or opaque leaf is in a storage.
 pub(crate) const STORED: u16 = 1;
 
-/// Content longer than this is a storage, in bytes.
+/// Maximum length in bytes of content in the index. Longer content is in a storage.
 pub(crate) const INLINE_MAX: u64 = 4096;
 
-/// True if content of this many bytes lies in the index.
+/// Returns whether content of `len` bytes is in the index.
 pub(crate) fn is_inline(len: usize) -> bool {
     u64::try_from(len).is_ok_and(|len| len <= INLINE_MAX)
 }
 
-/// A range of the heap as records hold it: offset in the low half, length in the high half.
+/// Encodes a range of the heap: offset in the low 32 bits, length in the high 32 bits, both in bytes.
 pub(crate) fn heap_range(offset: u32, len: u32) -> u64 {
     u64::from(len) << 32 | u64::from(offset)
 }
 
-/// Offset and length of a heap range.
+/// Decodes a heap range into offset and length, both in bytes.
 pub(crate) fn split_heap_range(range: u64) -> (u32, u32) {
     let [o0, o1, o2, o3, l0, l1, l2, l3] = range.to_le_bytes();
     (u32::from_le_bytes([o0, o1, o2, o3]), u32::from_le_bytes([l0, l1, l2, l3]))

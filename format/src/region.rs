@@ -1,12 +1,12 @@
-//! Boxes in a global shape, and the proof that a set of boxes tiles one.
+//! Boxes in a global shape, and the check that a set of boxes tiles one.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, RegionText, Result};
 
-/// The largest number of dimensions of a tensor or of a mesh.
+/// Maximum number of dimensions of a tensor or of a mesh.
 pub(crate) const MAX_RANK: usize = 64;
 
 /// A box in a global shape: per dimension the half-open range `offset..offset + size`, in elements.
@@ -20,7 +20,7 @@ pub struct Region {
 }
 
 impl Region {
-    /// The box that starts at `offsets` and has `shape`, both in elements.
+    /// Creates the box that starts at `offsets` and has `shape`, both in elements.
     ///
     /// # Errors
     ///
@@ -42,37 +42,37 @@ impl Region {
         Ok(Self { offsets: offsets.into(), shape: shape.into() })
     }
 
-    /// All of a tensor of `shape`, in elements.
+    /// Creates the box of a whole tensor of `shape`, in elements.
     pub fn whole(shape: &[u64]) -> Self {
         Self { offsets: vec![0; shape.len()].into(), shape: shape.into() }
     }
 
-    /// Where the box starts in each dimension, in elements.
+    /// Returns the start of the box in each dimension, in elements.
     pub fn offsets(&self) -> &[u64] {
         &self.offsets
     }
 
-    /// The size of the box in each dimension, in elements.
+    /// Returns the size of the box in each dimension, in elements.
     pub fn shape(&self) -> &[u64] {
         &self.shape
     }
 
-    /// The number of dimensions.
+    /// Returns the number of dimensions.
     pub fn rank(&self) -> usize {
         self.shape.len()
     }
 
-    /// The number of elements, `u64::MAX` if there are more. A box of rank 0 has one.
+    /// Returns the number of elements, or `u64::MAX` if there are more. A box of rank 0 has one element.
     pub fn numel(&self) -> u64 {
         self.shape.iter().fold(1, |product, &size| product.saturating_mul(size))
     }
 
-    /// True if the box has no element.
+    /// Returns whether the box has no elements.
     pub fn is_empty(&self) -> bool {
         self.shape.contains(&0)
     }
 
-    /// The elements that both boxes have; `None` if they share none or differ in rank.
+    /// Returns the elements that both boxes contain; `None` if there are none, or if the ranks differ.
     pub fn intersect(&self, other: &Self) -> Option<Self> {
         if !self.overlaps(other) {
             return None;
@@ -85,8 +85,9 @@ impl Region {
         Some(shared)
     }
 
-    /// True if `other` has the same rank and lies within the bounds of this box. An empty box has
-    /// bounds too: `[4:4]` lies within `[0:4]` and not within `[0:3]`.
+    /// Returns whether `other` has the same rank and lies within the bounds of this box.
+    ///
+    /// An empty box has bounds too: `[4:4]` lies within `[0:4]`, but not within `[0:3]`.
     pub fn contains(&self, other: &Self) -> bool {
         self.rank() == other.rank()
             && (0..self.rank()).all(|dim| {
@@ -95,8 +96,9 @@ impl Region {
             })
     }
 
-    /// The elements of this box that `other` does not have, as disjoint boxes: at most two per
-    /// dimension, and none that is empty.
+    /// Returns the elements of this box that `other` does not contain, as disjoint, non-empty boxes.
+    ///
+    /// There are at most two boxes per dimension.
     pub fn subtract(&self, other: &Self) -> Vec<Self> {
         if self.is_empty() {
             return Vec::new();
@@ -104,7 +106,7 @@ impl Region {
         let Some(shared) = self.intersect(other) else {
             return vec![self.clone()];
         };
-        // Cut off what lies before and behind `other`, one dimension after the other.
+        // Split off the parts before and after `other`, dimension by dimension.
         let mut parts = Vec::new();
         let mut rest = self.clone();
         for dim in 0..self.rank() {
@@ -119,7 +121,7 @@ impl Region {
         parts
     }
 
-    /// The same box with its offsets counted from the start of `outer`.
+    /// Returns the same box with offsets relative to the start of `outer`.
     ///
     /// # Panics
     ///
@@ -131,33 +133,33 @@ impl Region {
         Self { offsets: offsets.collect(), shape: self.shape.clone() }
     }
 
-    /// Proves that `boxes` tile this region: that each of its elements lies in exactly one box.
+    /// Verifies that `boxes` tile this region: each of its elements is in exactly one box.
     ///
-    /// Equal boxes are replicas of each other and count once; empty boxes count for nothing. Takes
-    /// O(n log n) for n boxes that repeated straight cuts through the region can produce, such as
-    /// shards, experts and grids, and O(n^2) in the worst case; the memory is always O(n).
+    /// Equal boxes are replicas of each other and count once. Empty boxes are ignored. The check takes O(n log n) time
+    /// if repeated straight cuts through the region can separate the n boxes, as with shards, experts and grids, and
+    /// O(n^2) time in the worst case. It takes O(n) memory.
     ///
     /// # Errors
     ///
-    /// - [`ErrorKind::OutsideGlobal`] with the box, if one has another rank or leaves the region.
-    /// - [`ErrorKind::Uncovered`] with a region that no box touches.
-    /// - [`ErrorKind::Overlap`] with a region that two different boxes have.
-    /// - [`ErrorKind::ShapeOverflow`] if the region has 2^128 elements or more and straight cuts do
-    ///   not decide.
+    /// - [`ErrorKind::OutsideGlobal`] with a box that has another rank, or is not inside the region.
+    /// - [`ErrorKind::Uncovered`] with a region that no box covers.
+    /// - [`ErrorKind::Overlap`] with a region that is in two different boxes.
+    /// - [`ErrorKind::ShapeOverflow`] if the region has 2^128 elements or more, and straight cuts do not separate the
+    ///   boxes.
     ///
-    /// Of several holes and overlaps one is named.
+    /// If there are several errors, one is returned.
     pub fn prove_tiled<'a>(&self, boxes: impl IntoIterator<Item = &'a Self>) -> Result<()> {
         let mut boxes: Vec<_> = boxes.into_iter().filter(|part| !part.is_empty()).collect();
         if let Some(&outside) = boxes.iter().find(|part| !self.contains(part)) {
             let error = Error::new(ErrorKind::OutsideGlobal).note(format!("not in {self}"));
-            return Err(error.in_region(outside.clone()));
+            return Err(error.with_region(&outside.offsets, &outside.shape));
         }
         if self.is_empty() {
             return Ok(());
         }
         boxes.sort_unstable();
         boxes.dedup();
-        prove_by_cuts(self, &mut boxes, MAX_CUTS)
+        verify_by_cuts(self, &mut boxes, MAX_CUTS)
     }
 
     fn overlaps(&self, other: &Self) -> bool {
@@ -168,7 +170,7 @@ impl Region {
             })
     }
 
-    /// Where the box lies in one dimension.
+    /// Returns the range of the box in one dimension.
     fn range(&self, dim: usize) -> Range<u64> {
         self.offsets[dim]..self.offsets[dim] + self.shape[dim]
     }
@@ -184,31 +186,26 @@ impl Region {
         narrowed
     }
 
-    /// The number of elements that share one index in all dimensions before `dim`; `None` if it
-    /// exceeds `u128::MAX`.
-    fn checked_section(&self, dim: usize) -> Option<u128> {
+    /// Returns the number of elements of a cross-section: one index in each dimension before `dim`.
+    ///
+    /// Returns `None` if the number exceeds `u128::MAX`.
+    fn checked_cross_section(&self, dim: usize) -> Option<u128> {
         self.shape[dim..].iter().try_fold(1_u128, |product, &size| product.checked_mul(size.into()))
     }
 
-    /// [`Self::checked_section`] of a box that has no empty side and a volume that is known to fit.
-    fn section(&self, dim: usize) -> u128 {
+    /// Returns [`Self::checked_cross_section`] of a non-empty box whose volume fits into a `u128`.
+    fn cross_section(&self, dim: usize) -> u128 {
         self.shape[dim..].iter().map(|&size| u128::from(size)).product()
     }
 }
 
 impl fmt::Display for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("[")?;
-        for dim in 0..self.rank() {
-            let Range { start, end } = self.range(dim);
-            let separator = if dim == 0 { "" } else { ", " };
-            write!(f, "{separator}{start}:{end}")?;
-        }
-        f.write_str("]")
+        RegionText { offsets: &self.offsets, shape: &self.shape }.fmt(f)
     }
 }
 
-/// Refuses more than 64 dimensions.
+/// Checks that there are at most 64 dimensions.
 pub(crate) fn check_rank(shape: &[u64]) -> Result<()> {
     if shape.len() > MAX_RANK {
         return Err(Error::new(ErrorKind::RankTooLarge).note(format!("rank {}", shape.len())));
@@ -216,51 +213,53 @@ pub(crate) fn check_rank(shape: &[u64]) -> Result<()> {
     Ok(())
 }
 
-/// How many cuts may lie around each other. Every tiling that devices produce needs one per
-/// dimension; the limit bounds the stack and keeps a tiling whose cuts each split off one box from
-/// costing a sort per box.
+/// Maximum nesting depth of cuts.
+///
+/// A tiling by devices needs one level per dimension. The limit bounds the stack. It also bounds the cost of a
+/// tiling in which each cut splits off only one box: otherwise the boxes would be sorted again for each box.
 const MAX_CUTS: u32 = 64;
 
-/// Proves that distinct, non-empty `boxes` inside the non-empty `region` tile it, by cutting it
-/// wherever a straight cut touches no box and proving each piece by itself.
+/// Verifies that distinct, non-empty `boxes` inside the non-empty `region` tile it, by straight cuts.
 ///
-/// Sorted by where they start in one dimension, boxes fall into runs that overlap without a break
-/// in that dimension. Between two runs is either a cut or a hole.
-fn prove_by_cuts(region: &Region, boxes: &mut [&Region], cuts_left: u32) -> Result<()> {
+/// Cuts the region where a straight cut touches no box, and verifies each piece by itself. If boxes are sorted by
+/// their start in one dimension, they form runs that overlap without a gap in that dimension. Between two runs is
+/// either a cut or a hole.
+fn verify_by_cuts(region: &Region, boxes: &mut [&Region], cuts_left: u32) -> Result<()> {
     if boxes.is_empty() {
         return Err(uncovered(region.clone()));
     }
     for dim in 0..region.rank() {
         boxes.sort_unstable_by_key(|part| part.offsets[dim]);
-        let runs = unbroken_runs(region, boxes, dim)?;
+        let runs = group_into_runs(region, boxes, dim)?;
         if runs.len() > 1 && cuts_left > 0 {
             let mut rest = boxes;
             for (count, range) in runs {
-                let (run, behind) = rest.split_at_mut(count);
-                prove_by_cuts(&region.narrowed(dim, range), run, cuts_left - 1)?;
-                rest = behind;
+                let (run, tail) = rest.split_at_mut(count);
+                verify_by_cuts(&region.narrowed(dim, range), run, cuts_left - 1)?;
+                rest = tail;
             }
             return Ok(());
         }
     }
-    // A single box that leaves no hole in any dimension is the region.
-    if boxes.len() == 1 { Ok(()) } else { prove_by_volume(region, boxes) }
+    // A single box that leaves no hole in any dimension is the whole region.
+    if boxes.len() == 1 { Ok(()) } else { verify_by_volume(region, boxes) }
 }
 
-/// The runs of `boxes`, sorted by where they start in `dim`: how many boxes, and where they lie.
-/// A hole between two runs, or at one end of the region, is an error.
-fn unbroken_runs(
+/// Returns the runs that `boxes` form in `dim`: for each the number of boxes and the range.
+///
+/// `boxes` must be sorted by their start in `dim`. A hole between two runs, or at an end of the region, is an error.
+fn group_into_runs(
     region: &Region,
     boxes: &[&Region],
     dim: usize,
 ) -> Result<Vec<(usize, Range<u64>)>> {
     let Range { start, end } = region.range(dim);
     let mut runs: Vec<(usize, Range<u64>)> = Vec::new();
-    let mut reached = start;
+    let mut covered_end = start;
     for part in boxes {
         let range = part.range(dim);
-        if reached < range.start {
-            return Err(uncovered(region.narrowed(dim, reached..range.start)));
+        if covered_end < range.start {
+            return Err(uncovered(region.narrowed(dim, covered_end..range.start)));
         }
         match runs.last_mut() {
             Some((count, run)) if range.start < run.end => {
@@ -269,58 +268,66 @@ fn unbroken_runs(
             }
             _ => runs.push((1, range.clone())),
         }
-        reached = reached.max(range.end);
+        covered_end = covered_end.max(range.end);
     }
-    if reached < end {
-        return Err(uncovered(region.narrowed(dim, reached..end)));
+    if covered_end < end {
+        return Err(uncovered(region.narrowed(dim, covered_end..end)));
     }
     Ok(runs)
 }
 
-/// Proves the same where no straight cut helps (a pinwheel, or boxes that overlap): boxes that are
-/// disjoint and together as large as the region leave no hole.
-fn prove_by_volume(region: &Region, boxes: &mut [&Region]) -> Result<()> {
-    refuse_overlap(boxes)?;
-    let volume = region.checked_section(0).ok_or_else(|| Error::new(ErrorKind::ShapeOverflow))?;
-    let covered: u128 = boxes.iter().map(|part| part.section(0)).sum();
+/// Verifies by volume that `boxes` tile `region`.
+///
+/// For boxes that no straight cut separates, such as a pinwheel, or boxes that overlap. Disjoint boxes that together
+/// are as large as the region leave no hole.
+fn verify_by_volume(region: &Region, boxes: &mut [&Region]) -> Result<()> {
+    check_disjoint(boxes)?;
+    let volume =
+        region.checked_cross_section(0).ok_or_else(|| Error::new(ErrorKind::ShapeOverflow))?;
+    let covered: u128 = boxes.iter().map(|part| part.cross_section(0)).sum();
     if covered == volume { Ok(()) } else { Err(uncovered(find_hole(region, boxes.to_vec()))) }
 }
 
-/// Compares all pairs that overlap in one dimension: in the one where these are fewest.
-fn refuse_overlap(boxes: &mut [&Region]) -> Result<()> {
+/// Checks that no two boxes overlap.
+///
+/// Compares all pairs that overlap in one dimension: the dimension with the fewest such pairs.
+fn check_disjoint(boxes: &mut [&Region]) -> Result<()> {
     let rank = boxes.first().map_or(0, |part| part.rank());
-    let behind = |boxes: &[&Region], index: usize, dim: usize| {
+    let overlap_count = |boxes: &[&Region], index: usize, dim: usize| {
         let end = boxes[index].range(dim).end;
         boxes[index + 1..].partition_point(|part| part.offsets[dim] < end)
     };
-    let pairs = |dim: &usize| -> usize {
+    let pair_count = |dim: &usize| -> usize {
         boxes.sort_unstable_by_key(|part| part.offsets[*dim]);
-        (0..boxes.len()).map(|index| behind(boxes, index, *dim)).sum()
+        (0..boxes.len()).map(|index| overlap_count(boxes, index, *dim)).sum()
     };
-    let Some(dim) = (0..rank).min_by_key(pairs) else {
+    let Some(dim) = (0..rank).min_by_key(pair_count) else {
         return Ok(());
     };
     boxes.sort_unstable_by_key(|part| part.offsets[dim]);
     for (index, part) in boxes.iter().enumerate() {
-        for other in &boxes[index + 1..][..behind(boxes, index, dim)] {
+        for other in &boxes[index + 1..][..overlap_count(boxes, index, dim)] {
             if let Some(shared) = part.intersect(other) {
                 let note = format!("{part} and {other}");
-                return Err(Error::new(ErrorKind::Overlap).note(note).in_region(shared));
+                return Err(Error::new(ErrorKind::Overlap)
+                    .note(note)
+                    .with_region(&shared.offsets, &shared.shape));
             }
         }
     }
     Ok(())
 }
 
-/// A hole that disjoint `boxes` leave in `region`, whose volume they do not fill: dimension by
-/// dimension, narrows the region to the first slab that the boxes do not fill.
+/// Returns a hole that disjoint `boxes` leave in `region`, given that they do not fill its volume.
+///
+/// Narrows the region, dimension by dimension, to the first slab that the boxes do not fill.
 fn find_hole(region: &Region, mut boxes: Vec<&Region>) -> Region {
     let mut hole = region.clone();
     for dim in 0..region.rank() {
         if boxes.is_empty() {
             break;
         }
-        if let Some(slab) = first_thin_slab(&hole, &boxes, dim) {
+        if let Some(slab) = first_underfilled_slab(&hole, &boxes, dim) {
             boxes.retain(|part| part.range(dim).contains(&slab.start));
             hole.narrow(dim, slab);
         }
@@ -328,17 +335,17 @@ fn find_hole(region: &Region, mut boxes: Vec<&Region>) -> Region {
     hole
 }
 
-/// The first range of `dim` in which the cross-sections of `boxes` do not add up to the region's.
-fn first_thin_slab(region: &Region, boxes: &[&Region], dim: usize) -> Option<Range<u64>> {
+/// Returns the first range of `dim` in which the boxes do not fill the cross-section of the region.
+fn first_underfilled_slab(region: &Region, boxes: &[&Region], dim: usize) -> Option<Range<u64>> {
     let Range { start, end } = region.range(dim);
-    // Where the covered cross-section changes: what ends there, and what starts.
+    // Positions where the covered cross-section changes: the size that ends there, and the size that starts there.
     let mut changes = BTreeMap::from([(start, (0, 0)), (end, (0, 0))]);
     for part in boxes {
         let Range { start, end } = part.range(dim);
-        changes.entry(start).or_default().1 += part.section(dim + 1);
-        changes.entry(end).or_default().0 += part.section(dim + 1);
+        changes.entry(start).or_default().1 += part.cross_section(dim + 1);
+        changes.entry(end).or_default().0 += part.cross_section(dim + 1);
     }
-    let full = region.section(dim + 1);
+    let full = region.cross_section(dim + 1);
     let mut covered: u128 = 0;
     let ends = changes.keys().skip(1);
     changes.iter().zip(ends).find_map(|((&from, (ending, starting)), &to)| {
@@ -348,5 +355,5 @@ fn first_thin_slab(region: &Region, boxes: &[&Region], dim: usize) -> Option<Ran
 }
 
 fn uncovered(region: Region) -> Error {
-    Error::new(ErrorKind::Uncovered).in_region(region)
+    Error::new(ErrorKind::Uncovered).with_region(&region.offsets, &region.shape)
 }

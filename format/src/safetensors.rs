@@ -1,8 +1,9 @@
-//! Safetensors files, and the directories of them that Hugging Face models are.
+//! Import and export of safetensors files and of Hugging Face model directories.
 //!
-//! A file comes back byte for byte: where its header is not the one that [`Export`] writes anyway, an
-//! attribute remembers it. The rules of safetensors are checked by the `safetensors` crate. Nothing
-//! here opens files: a caller brings bytes, a [`Blob`](crate::Blob) or a stream.
+//! A round trip reproduces a file byte for byte. If its header is not in the canonical form that
+//! [`Export`] writes, an attribute stores the header. The `safetensors` crate checks the rules of
+//! safetensors. This module opens no files: the caller passes bytes, a [`Blob`](crate::Blob) or a
+//! stream.
 //!
 //! ```
 //! use bytes::Bytes;
@@ -14,8 +15,8 @@
 //! let mut file = Vec::new();
 //! Export::of_state_dict(&dict, &Default::default())?.file()?.write_to(&mut file)?;
 //!
-//! let (again, attrs) = import(Bytes::from(file))?; // its tensors are views of the file
-//! assert_eq!((again, attrs.len()), (dict, 0));
+//! let (imported, attrs) = import(Bytes::from(file))?; // the tensors are views of the file
+//! assert_eq!((imported, attrs.len()), (dict, 0));
 //! # Ok::<(), tssd_format::Error>(())
 //! ```
 
@@ -23,6 +24,7 @@ mod export;
 mod header;
 mod index;
 mod other;
+mod source;
 
 use bytes::Bytes;
 
@@ -35,31 +37,32 @@ pub use header::{Entry, Header};
 pub use index::Index;
 pub use other::{OtherFile, is_other_name};
 
-/// The attribute with the header of a file, where it is not the one that would be written anew.
+/// The attribute that stores the header of a file if the header is not in canonical form.
 pub const HEADER_ATTR: &str = "tssd.safetensors_header";
 
-/// The attribute with the index of a directory, and with what else its files need to come back.
+/// The attribute that stores the index of a directory and the non-canonical headers of its files.
 pub const INDEX_ATTR: &str = "tssd.safetensors_index";
 
-/// The name of the only file of a directory, and the beginning of the names of several.
+/// The name of a single tensor file, and the stem of the names of several.
 pub const FILE_NAME: &str = "model.safetensors";
 
 /// The name of the index of a directory with several files.
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
 
-/// The key of the dict with the other files of a directory, such as its `config.json`: bytes by name.
+/// The key of the dict that maps the names of auxiliary files, such as `config.json`, to bytes.
 pub const FILES_KEY: &str = ".files";
 
-/// The state dict of a file that is in memory, and what the file says of itself.
+/// Reads the state dict and the attributes of a file in memory.
 ///
-/// Its tensors are views of these bytes, in the order of the header. They are aligned in memory as
-/// they are in the file: where [`TensorView::as_slice`](crate::TensorView::as_slice) says
-/// `Misaligned`, the bytes are there all the same, and an archive that is made of them is aligned.
+/// The tensors are views of these bytes, in the order of the header. Their alignment in memory is
+/// that of the file, so [`TensorView::as_slice`](crate::TensorView::as_slice) can return
+/// `Misaligned`. An archive made from these tensors is aligned.
 ///
 /// # Errors
 ///
-/// `NotSafetensors`; `NotImportable` for a tensor that torch has no dtype for, or whose name is
-/// [`FILES_KEY`].
+/// - `NotSafetensors` if the file is not valid.
+/// - `NotImportable` for a tensor whose dtype or shape torch cannot represent or whose name is
+///   [`FILES_KEY`], and for metadata whose name begins with `tssd.`.
 pub fn import(bytes: impl Into<Bytes>) -> Result<(StateDict, Attrs)> {
     let bytes = bytes.into();
     let header = Header::read(&bytes)?;

@@ -1,4 +1,4 @@
-//! The tables of storages: made before the sums of their stored chunks are known, sealed with them.
+//! The tables of storages. A writer adds the checksums after it has written the stored chunks.
 
 use crc32fast::Hasher;
 use rend::u32_le;
@@ -12,7 +12,7 @@ use crate::storage::{PackedChunk, StorageReference};
 use crate::table::{Tables, Views, number};
 use crate::views::native;
 
-/// The tables that storages fill.
+/// The index tables that describe storages.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct StorageTables {
     storages: Vec<record::Storage>,
@@ -22,12 +22,12 @@ pub(crate) struct StorageTables {
 }
 
 impl StorageTables {
-    /// How many storages there are.
+    /// Returns the number of storages.
     pub(crate) fn len(&self) -> usize {
         self.storages.len()
     }
 
-    /// How many stored chunks they have.
+    /// Returns the number of stored chunks of all storages.
     pub(crate) fn crc_count(&self) -> usize {
         self.crcs.len()
     }
@@ -37,7 +37,7 @@ impl StorageTables {
         self.crcs.reserve(storages);
     }
 
-    /// Adds a storage, whose number is the next one. The sums of its stored chunks are left open.
+    /// Appends a storage. Its number is the previous count; the CRCs of its stored chunks are set to 0.
     #[inline]
     pub(crate) fn push(&mut self, storage: &StorageReference) -> Result<()> {
         let crcs = number(self.crcs.len())?;
@@ -69,14 +69,14 @@ impl StorageTables {
         number(self.storages.len()).map(drop)
     }
 
-    /// The tables of storages whose sums are known, in the order of their numbers.
+    /// Builds the tables of storages whose checksums are known, in the order of their numbers.
     pub(crate) fn of(storages: &[StorageReference]) -> Result<Self> {
         let mut tables = Self::default();
         for storage in storages {
             let first = tables.crcs.len();
             tables.push(storage)?;
-            for (slot, crc) in tables.crcs[first..].iter_mut().zip(&storage.crcs) {
-                *slot = (*crc).into();
+            for (entry, crc) in tables.crcs[first..].iter_mut().zip(&storage.crcs) {
+                *entry = (*crc).into();
             }
         }
         // A file has digests of all its storages or of none.
@@ -86,41 +86,41 @@ impl StorageTables {
         Ok(tables)
     }
 
-    /// Puts in what is known of all stored chunks, in their order.
+    /// Sets the checksums and digests of all storages, given those of all stored chunks in order.
     pub(crate) fn seal(&mut self, sums: &[Sum]) {
-        for (slot, sum) in self.crcs.iter_mut().zip(sums) {
-            *slot = sum.crc.into();
+        for (entry, sum) in self.crcs.iter_mut().zip(sums) {
+            *entry = sum.crc.into();
         }
         for (number, storage) in self.storages.iter_mut().enumerate() {
-            // What is compressed is known already.
+            // Compression has already computed the checksum and digest of the raw bytes.
             if storage.codec != 0 {
                 continue;
             }
             let len = storage.raw_len.to_native();
             let first = native(storage.crcs.to_native());
             let size = ChunkSize::from_log2(storage.chunk_log2).expect("it was one");
-            let own = &sums[first..first + chunk_count(len, size)];
-            storage.crc32 = combine((len, size), own.iter().map(|sum| sum.crc)).into();
+            let chunk_sums = &sums[first..first + chunk_count(len, size)];
+            storage.crc32 = combine((len, size), chunk_sums.iter().map(|sum| sum.crc)).into();
             if let Some(digest) = self.digests.get_mut(number) {
-                let parts = own.iter().filter_map(|sum| sum.digest.as_deref().copied());
+                let parts = chunk_sums.iter().filter_map(|sum| sum.digest.as_deref().copied());
                 *digest = digest::merge((len, size), &parts.collect::<Vec<_>>());
             }
         }
     }
 
-    /// These and the other tables of an index.
+    /// Returns views of these tables and of all other tables of an index.
     pub(crate) fn views<'a>(&'a self, others: &'a Tables) -> Views<'a> {
         let Self { storages, chunks, crcs, digests } = self;
         Views { storages, chunks, crcs, digests, ..others.views() }
     }
 }
 
-/// The number of chunks of a storage that is in memory, or in tables that are.
+/// Returns the number of chunks of a storage whose checksums are in memory.
 fn chunk_count(len: u64, size: ChunkSize) -> usize {
     usize::try_from(size.count(len)).expect("it is in memory")
 }
 
-/// The CRC-32 of `len` bytes, given that of each of their chunks of this size.
+/// Combines the CRC-32s of chunks of this size into the CRC-32 of all `len` bytes.
 pub(crate) fn combine((len, size): (u64, ChunkSize), crcs: impl IntoIterator<Item = u32>) -> u32 {
     let mut crcs = crcs.into_iter();
     let first_len = len.min(size.bytes());
@@ -128,12 +128,12 @@ pub(crate) fn combine((len, size): (u64, ChunkSize), crcs: impl IntoIterator<Ite
     if first_len == len {
         return first;
     }
-    let mut whole = Hasher::new_with_initial_len(first, first_len);
-    let mut rest = len - first_len;
+    let mut combined = Hasher::new_with_initial_len(first, first_len);
+    let mut remaining = len - first_len;
     for crc in crcs {
-        let chunk = rest.min(size.bytes());
-        whole.combine(&Hasher::new_with_initial_len(crc, chunk));
-        rest -= chunk;
+        let chunk = remaining.min(size.bytes());
+        combined.combine(&Hasher::new_with_initial_len(crc, chunk));
+        remaining -= chunk;
     }
-    whole.finalize()
+    combined.finalize()
 }

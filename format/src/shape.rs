@@ -1,4 +1,4 @@
-//! Shapes and strides: how elements lie in memory.
+//! Shapes and strides: the layout of elements in memory.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -9,23 +9,25 @@ use crate::error::{Error, ErrorKind, Result};
 /// The largest rank of a tensor or mesh.
 pub const MAX_RANK: usize = 64;
 
-/// Sizes and strides in a file stay below this, so that sums of a few of them cannot overflow.
+/// The exclusive upper limit of sizes and strides in a file.
+///
+/// It keeps sums of a few of them from overflowing.
 pub(crate) const SIZE_LIMIT: u64 = 1 << 63;
 
-/// The sizes of a tensor. Those of a vector or a matrix, as nearly all are, take no memory of their own.
+/// The sizes of a tensor. Shapes of at most two dimensions, the common case, need no allocation.
 #[derive(Clone)]
 pub(crate) enum Sizes {
-    Few(u8, [u64; 2]),
-    Many(Box<[u64]>),
+    Inline(u8, [u64; 2]),
+    Heap(Box<[u64]>),
 }
 
 impl From<&[u64]> for Sizes {
     fn from(sizes: &[u64]) -> Self {
         match *sizes {
-            [] => Self::Few(0, [0; 2]),
-            [only] => Self::Few(1, [only, 0]),
-            [rows, columns] => Self::Few(2, [rows, columns]),
-            _ => Self::Many(sizes.into()),
+            [] => Self::Inline(0, [0; 2]),
+            [only] => Self::Inline(1, [only, 0]),
+            [rows, columns] => Self::Inline(2, [rows, columns]),
+            _ => Self::Heap(sizes.into()),
         }
     }
 }
@@ -36,8 +38,8 @@ impl Deref for Sizes {
     #[inline]
     fn deref(&self) -> &[u64] {
         match self {
-            Self::Few(rank, sizes) => &sizes[..usize::from(*rank)],
-            Self::Many(sizes) => sizes,
+            Self::Inline(rank, sizes) => &sizes[..usize::from(*rank)],
+            Self::Heap(sizes) => sizes,
         }
     }
 }
@@ -62,7 +64,7 @@ impl fmt::Debug for Sizes {
     }
 }
 
-/// The strides of a contiguous tensor of this shape, in elements, as torch gives them.
+/// Returns the strides of a contiguous tensor of this shape, in elements, as torch computes them.
 pub fn row_major_strides(shape: &[u64]) -> Vec<u64> {
     let mut strides = vec![1; shape.len()];
     let mut stride = 1_u64;
@@ -73,8 +75,9 @@ pub fn row_major_strides(shape: &[u64]) -> Vec<u64> {
     strides
 }
 
-/// How many elements a tensor of this shape has; 1 for a shape without dimensions. Saturates at
-/// `u64::MAX`, which no checked shape reaches.
+/// Returns the number of elements of a tensor of this shape; 1 for a shape without dimensions.
+///
+/// Saturates at `u64::MAX`, which no checked shape reaches.
 #[inline]
 pub fn numel(shape: &[u64]) -> u64 {
     if shape.contains(&0) {
@@ -83,7 +86,12 @@ pub fn numel(shape: &[u64]) -> u64 {
     shape.iter().fold(1, |numel, size| numel.saturating_mul(*size))
 }
 
-/// Proves that a shape is within the limits of the format, and says how many bytes a contiguous tensor of it has.
+/// Checks a shape against the limits of the format, and returns the size of its elements in bytes.
+///
+/// # Errors
+///
+/// `RankTooLarge` over 64 dimensions, `ShapeOverflow` if a size, or the product of `itemsize` and all
+/// sizes that are not 0, is 2^63 or more.
 #[inline]
 pub(crate) fn check_shape(itemsize: u64, shape: &[u64]) -> Result<u64> {
     if shape.len() > MAX_RANK {
@@ -105,8 +113,13 @@ fn shape_overflow(shape: &[u64]) -> Error {
     Error::new(ErrorKind::ShapeOverflow).note(format_args!("shape {shape:?}"))
 }
 
-/// How many bytes lie between the first byte of the first element and the last byte of the last
-/// one; 0 for a tensor without elements.
+/// Returns the number of bytes from the first element to the end of the last element.
+///
+/// It is 0 for a tensor without elements. Without strides, the tensor is contiguous.
+///
+/// # Errors
+///
+/// `ShapeOverflow` if a stride or the span is 2^63 or more.
 #[inline]
 pub(crate) fn span_bytes(itemsize: u64, shape: &[u64], strides: Option<&[u64]>) -> Result<u64> {
     if strides.is_some_and(|strides| strides.iter().any(|stride| *stride >= SIZE_LIMIT)) {

@@ -1,4 +1,4 @@
-//! Shards: local tensors, and where they belong in a global one.
+//! Shards: local tensors and the boxes of global tensors that they hold.
 
 use std::sync::Arc;
 
@@ -10,14 +10,14 @@ use crate::shape::check_shape;
 use crate::slice::TensorSlice;
 use crate::tensor::Tensor;
 
-/// One box of a global tensor: the local tensor of a DTensor, and where it belongs.
+/// One box of a global tensor: the local tensor of a DTensor, and its shard spec.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shard<T = Tensor> {
     tensor: T,
     place: ShardPlace,
 }
 
-/// Where a shard belongs: its slice of the global tensor, and what is known of the mesh.
+/// The spec of a shard: its slice of the global tensor and, if known, its mesh and placements.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ShardPlace {
     slice: TensorSlice,
@@ -26,12 +26,12 @@ pub struct ShardPlace {
 }
 
 impl ShardPlace {
-    /// Only the slice is known.
+    /// Creates a spec without mesh and placements.
     pub fn new(slice: TensorSlice) -> Self {
         Self { slice, mesh: None, placements: None }
     }
 
-    /// The same with the mesh.
+    /// Sets the mesh.
     ///
     /// # Errors
     ///
@@ -45,17 +45,18 @@ impl ShardPlace {
                 self.slice.mesh_shape()
             )));
         }
-        // A mesh without dimensions is none.
+        // A mesh without dimensions counts as no mesh.
         self.mesh = Some(mesh).filter(|mesh| !mesh.shape().is_empty());
         Ok(self)
     }
 
-    /// The same with the placements, one per mesh dimension.
+    /// Sets the placements, one per mesh dimension.
     ///
     /// # Errors
     ///
-    /// `PartialPlacement` if one is Partial, `UnknownPlacement` if one names a dimension that the
-    /// tensor lacks, `MeshMismatch` if they are not one per mesh dimension.
+    /// - `PartialPlacement` if a placement is Partial.
+    /// - `UnknownPlacement` if a placement names a dimension that the tensor does not have.
+    /// - `MeshMismatch` if there is not one placement per mesh dimension.
     pub fn placed(mut self, placements: impl Into<Arc<[Placement]>>) -> Result<Self> {
         let placements = placements.into();
         if placements.len() != self.slice.mesh_shape().len() {
@@ -73,7 +74,9 @@ impl ShardPlace {
         Ok(self)
     }
 
-    /// The place of a box of the local tensor, in elements of that: on the same mesh, with the same placements.
+    /// Returns the spec of a box of the local tensor, with the same mesh and placements.
+    ///
+    /// Offsets and shape of the box are in elements of the local tensor.
     ///
     /// # Errors
     ///
@@ -91,16 +94,19 @@ impl ShardPlace {
     /// ```
     pub fn part(&self, region: &Region) -> Result<Self> {
         let own = &self.slice;
-        // As if the local tensor were all.
-        let within = TensorSlice::new(region.offsets(), region.shape(), own.local_shape())?;
-        let offsets = own.offsets().iter().zip(within.offsets()).map(|(own, more)| own + more);
+        // Checks the box against the local shape, as if the local tensor were the global one.
+        let local_slice = TensorSlice::new(region.offsets(), region.shape(), own.local_shape())?;
+        let offsets =
+            own.offsets().iter().zip(local_slice.offsets()).map(|(own, inner)| own + inner);
         let offsets: Vec<u64> = offsets.collect();
         let slice = TensorSlice::new(&offsets, region.shape(), own.global_shape())?
             .on_mesh(own.mesh_shape(), own.coordinates())?;
         Ok(Self { slice, ..self.clone() })
     }
 
-    /// Whether the rank has the first replica of the shard, as far as is known: see [`Placement::is_first_replica`].
+    /// Returns true if the rank holds the first replica of the shard, or if that is unknown.
+    ///
+    /// See [`Placement::is_first_replica`].
     pub fn is_first_replica(&self) -> bool {
         let (Some(at), Some(placements)) = (self.slice.coordinates(), self.placements()) else {
             return true;
@@ -108,46 +114,46 @@ impl ShardPlace {
         Placement::is_first_replica(at, placements)
     }
 
-    /// The slice of the global tensor.
+    /// Returns the slice of the global tensor.
     pub fn slice(&self) -> &TensorSlice {
         &self.slice
     }
 
-    /// The mesh with its ranks, if it is known.
+    /// Returns the mesh with its ranks, if known.
     pub fn mesh(&self) -> Option<&DeviceMesh> {
         self.mesh.as_deref()
     }
 
-    /// The placements, if they are known.
+    /// Returns the placements, if known.
     pub fn placements(&self) -> Option<&[Placement]> {
         self.placements.as_deref()
     }
 }
 
 impl<T> Shard<T> {
-    /// The local tensor.
+    /// Returns the local tensor.
     pub fn tensor(&self) -> &T {
         &self.tensor
     }
 
-    /// Where it belongs.
+    /// Returns the spec of the shard.
     pub fn place(&self) -> &ShardPlace {
         &self.place
     }
 
-    /// The slice of the global tensor.
+    /// Returns the slice of the global tensor.
     pub fn slice(&self) -> &TensorSlice {
         &self.place.slice
     }
 }
 
 impl Shard<Tensor> {
-    /// A local tensor and where it belongs.
+    /// Creates a shard from a local tensor and its spec.
     ///
     /// # Errors
     ///
     /// `SliceMismatch` if the slice has another shape than the tensor, `ShapeOverflow` if the global
-    /// tensor would be 2^63 bytes or more.
+    /// tensor would have 2^63 bytes or more.
     pub fn new(tensor: Tensor, place: ShardPlace) -> Result<Self> {
         if place.slice.local_shape() != tensor.meta().shape() {
             return Err(Error::new(ErrorKind::SliceMismatch).note(format_args!(

@@ -9,16 +9,20 @@ use crate::archive::Archive;
 use crate::blob::Blob;
 use crate::error::{Error, ErrorKind, Result};
 
-/// The name of a manifest in its directory.
+/// The file name of a manifest in its directory.
 pub const MANIFEST: &str = "manifest.tssd";
 
-/// Opens the shard set of a directory, to be read as one archive: `manifest.tssd`, and the archives
-/// that it names beside it. Links are not followed, so nothing outside of the directory is read. (If
-/// `manifest.tssd` names none, it is an archive like any other.)
+/// Opens the shard set of a directory as one archive: `manifest.tssd` and the archives that it names.
+///
+/// Does not follow symbolic links, so no file outside the directory is read. If `manifest.tssd` names
+/// no archives, it is opened as an ordinary archive.
 ///
 /// # Errors
 ///
-/// As [`Archive::from_shard_set`]; `Io` if a file is not there, or is no regular file.
+/// - `Io` if the manifest is missing or no regular file, or if a file cannot be read.
+/// - `ShardMismatch` (F-083) if an archive is missing, is no regular file, or is not the one that the
+///   manifest names.
+/// - The other errors of [`Archive::from_shard_set`].
 ///
 /// # Examples
 ///
@@ -37,7 +41,7 @@ pub fn open_shard_set(directory: impl AsRef<Path>) -> Result<Archive> {
     let set = Archive::from_shard_set(Arc::new(manifest), |shard| -> Result<Arc<dyn Blob>> {
         match directory.open_file(&shard.name) {
             Ok(file) => Ok(Arc::new(file)),
-            Err(error) if is_of_the_system(&error) => Err(at(Error::io(error), &shard.name)),
+            Err(error) if is_system_error(&error) => Err(at(Error::io(error), &shard.name)),
             Err(error) => Err(at(Error::new(ErrorKind::ShardMismatch).note(error), &shard.name)),
         }
     });
@@ -55,12 +59,12 @@ impl Directory {
         Ok(Self(rustix::fs::open(path, flags, Mode::empty())?))
     }
 
-    /// Opens a regular file of this directory, whatever its path is by now.
+    /// Opens a regular file of this directory, even if the path of the directory has changed.
     fn open_file(&self, name: &str) -> io::Result<File> {
         use rustix::fs::{Mode, OFlags};
-        // A pipe would be waited for.
+        // Without `NONBLOCK`, opening a FIFO blocks until a writer opens it.
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        regular(File::from(rustix::fs::openat(&self.0, name, flags, Mode::empty())?))
+        require_regular(File::from(rustix::fs::openat(&self.0, name, flags, Mode::empty())?))
     }
 }
 
@@ -78,24 +82,26 @@ impl Directory {
         if path.symlink_metadata()?.is_symlink() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is a link"));
         }
-        regular(File::open(path)?)
+        require_regular(File::open(path)?)
     }
 }
 
-/// Whether the file may be what it should be, and only cannot be read; else it is not there, a link, a
-/// directory.
-fn is_of_the_system(error: &io::Error) -> bool {
-    // A link, a socket, a device without a driver.
+/// Returns true if opening failed for a reason of the system, such as missing permissions.
+///
+/// Returns false if the file is missing or of another kind, such as a symbolic link or a directory.
+/// Only these cases break F-083.
+fn is_system_error(error: &io::Error) -> bool {
+    // In this order: a symbolic link, a socket or FIFO, a device without a driver.
     #[cfg(unix)]
     let is_special = [rustix::io::Errno::LOOP, rustix::io::Errno::NXIO, rustix::io::Errno::NODEV]
         .iter()
-        .any(|special| error.raw_os_error() == Some(special.raw_os_error()));
+        .any(|errno| error.raw_os_error() == Some(errno.raw_os_error()));
     #[cfg(not(unix))]
     let is_special = false;
     !is_special && !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidInput)
 }
 
-fn regular(file: File) -> io::Result<File> {
+fn require_regular(file: File) -> io::Result<File> {
     if file.metadata()?.is_file() {
         return Ok(file);
     }

@@ -1,14 +1,14 @@
-//! Tensor slices: which part of a global tensor one rank has.
+//! Tensor slices: the part of a global tensor that one rank holds.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::mesh::{DeviceMesh, check_coordinates, device_count};
 use crate::placement::Placement;
 use crate::region::{Region, check_rank};
 
-/// One rank's part of a global tensor, as torchstore describes it: a box, and where the rank that
-/// has it stands in its device mesh.
+/// One rank's part of a global tensor, as torchstore describes it.
 ///
-/// The box lies inside the global shape, and the coordinates inside the mesh.
+/// It is a box of the global tensor and the coordinates of the rank in its device mesh. The box lies
+/// inside the global shape, and the coordinates inside the mesh.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct TensorSlice {
     region: Region,
@@ -18,16 +18,17 @@ pub struct TensorSlice {
 }
 
 impl TensorSlice {
-    /// The part of a tensor of `global_shape` that starts at `offsets` and has `local_shape`, all
-    /// in elements. It belongs to no mesh: its mesh shape has no dimension, and it has no
-    /// coordinates.
+    /// Creates a slice of a tensor of `global_shape` that starts at `offsets` and has `local_shape`.
+    ///
+    /// All three are in elements. The slice has no mesh: its mesh shape has no dimensions, and it has
+    /// no coordinates.
     ///
     /// # Errors
     ///
-    /// - [`ErrorKind::SliceMismatch`] if the three have different lengths.
+    /// - [`ErrorKind::SliceMismatch`] if the three arguments have different lengths.
     /// - [`ErrorKind::RankTooLarge`] if there are more than 64 dimensions.
     /// - [`ErrorKind::ShapeOverflow`] if an offset plus its size exceeds `u64::MAX`.
-    /// - [`ErrorKind::OutsideGlobal`] if the part does not lie inside the global shape.
+    /// - [`ErrorKind::OutsideGlobal`] if the slice does not lie inside the global shape.
     pub fn new(offsets: &[u64], local_shape: &[u64], global_shape: &[u64]) -> Result<Self> {
         let region = Region::new(offsets, local_shape)?;
         if region.rank() != global_shape.len() {
@@ -36,7 +37,9 @@ impl TensorSlice {
         }
         if !Region::whole(global_shape).contains(&region) {
             let note = format!("global shape {global_shape:?}");
-            return Err(Error::new(ErrorKind::OutsideGlobal).note(note).in_region(region));
+            return Err(Error::new(ErrorKind::OutsideGlobal)
+                .note(note)
+                .with_region(region.offsets(), region.shape()));
         }
         Ok(Self {
             region,
@@ -46,8 +49,10 @@ impl TensorSlice {
         })
     }
 
-    /// The parts of a tensor of `global_shape`, in elements, that the global `rank` of `mesh` has:
-    /// one per box, in the order of [`Placement::local_regions`].
+    /// Returns the slices of a tensor of `global_shape` that the global `rank` of `mesh` holds.
+    ///
+    /// `global_shape` is in elements. There is one slice per box, in the order of
+    /// [`Placement::local_regions`].
     ///
     /// # Errors
     ///
@@ -64,26 +69,26 @@ impl TensorSlice {
         })?;
         Placement::local_regions(global_shape, mesh.shape(), &coordinates, placements)?
             .iter()
-            .map(|part| {
-                Self::new(part.offsets(), part.shape(), global_shape)?
+            .map(|region| {
+                Self::new(region.offsets(), region.shape(), global_shape)?
                     .on_mesh(mesh.shape(), Some(&coordinates))
             })
             .collect()
     }
 
-    /// Says which mesh the rank belongs to, as its shape in devices, and where in it the rank
-    /// stands, if that is known.
+    /// Sets the mesh of the rank, as its shape in devices, and the coordinates of the rank, if known.
     ///
     /// # Errors
     ///
     /// - [`ErrorKind::RankTooLarge`] if the mesh has more than 64 dimensions.
-    /// - [`ErrorKind::MeshMismatch`] if the coordinates are not in the mesh.
+    /// - [`ErrorKind::MeshMismatch`] if the coordinates are not in the mesh, or the mesh has no device
+    ///   or at least 2^32 devices.
     pub fn on_mesh(mut self, mesh_shape: &[u64], coordinates: Option<&[u64]>) -> Result<Self> {
         if device_count(mesh_shape)? >= 1 << 32 {
             let note = format!("mesh {mesh_shape:?} has 2^32 devices or more");
             return Err(Error::new(ErrorKind::MeshMismatch).note(note));
         }
-        // A mesh without dimensions is none, and has no coordinates.
+        // A mesh without dimensions counts as no mesh and has no coordinates.
         let coordinates = coordinates.filter(|_| !mesh_shape.is_empty());
         check_rank(mesh_shape)?;
         if let Some(coordinates) = coordinates {
@@ -94,32 +99,32 @@ impl TensorSlice {
         Ok(self)
     }
 
-    /// Where the part starts in the global tensor, in elements.
+    /// Returns the start of the slice in the global tensor, in elements.
     pub fn offsets(&self) -> &[u64] {
         self.region.offsets()
     }
 
-    /// The shape of the part, in elements.
+    /// Returns the shape of the slice, in elements.
     pub fn local_shape(&self) -> &[u64] {
         self.region.shape()
     }
 
-    /// The shape of the global tensor, in elements.
+    /// Returns the shape of the global tensor, in elements.
     pub fn global_shape(&self) -> &[u64] {
         &self.global_shape
     }
 
-    /// Where the rank stands in its mesh, if that is known.
+    /// Returns the coordinates of the rank in its mesh, if known.
     pub fn coordinates(&self) -> Option<&[u64]> {
         self.coordinates.as_deref()
     }
 
-    /// The shape of the mesh, in devices; no dimension if there is no mesh.
+    /// Returns the shape of the mesh, in devices; it has no dimensions if there is no mesh.
     pub fn mesh_shape(&self) -> &[u64] {
         &self.mesh_shape
     }
 
-    /// The part as a box of the global tensor.
+    /// Returns the slice as a box of the global tensor.
     pub fn region(&self) -> Region {
         self.region.clone()
     }

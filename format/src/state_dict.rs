@@ -15,7 +15,7 @@ use crate::shard::Shard;
 use crate::tensor::Tensor;
 use crate::text::Text;
 
-/// How many containers a value may lie in, the state dict itself included.
+/// The maximum number of nested containers, the state dict itself included.
 pub const MAX_DEPTH: usize = 64;
 
 /// Any value of a state dict.
@@ -28,7 +28,7 @@ pub enum Value {
     Bool(bool),
     /// An `int` of any size.
     Int(Int),
-    /// A `float`, bit for bit.
+    /// A `float`; its bits are preserved.
     Float(Float),
     /// A `complex`: real and imaginary part.
     Complex(Float, Float),
@@ -44,12 +44,13 @@ pub enum Value {
     Device(Text),
     /// A tensor.
     Tensor(Tensor),
-    /// The boxes of one global tensor that this dict holds: one for most `DTensor`s.
+    /// The shards of one global tensor that this dict holds; most `DTensor`s have one.
     Shards(Vec<Shard>),
-    /// An object that is no typed leaf, as bytes that some other library made. Refused unless
-    /// [`Options::allow_opaque`](crate::Options::allow_opaque) is set.
+    /// An object of any other type, serialized to bytes by another library.
+    ///
+    /// Writers reject it unless [`Options::allow_opaque`](crate::Options::allow_opaque) is set.
     Opaque {
-        /// What the bytes are, such as `application/x-python-pickle`.
+        /// The media type of the bytes, such as `application/x-python-pickle`.
         media: Text,
         /// The bytes.
         bytes: Bytes,
@@ -62,9 +63,9 @@ pub enum Value {
     List(Vec<Value>),
     /// A `tuple`.
     Tuple(Vec<Value>),
-    /// A `collections.namedtuple` instance: the name of its type, and its fields.
+    /// A `collections.namedtuple` instance: its type name and its fields.
     NamedTuple(Text, Dict),
-    /// What several writers hold for one leaf, keyed by writer; only in merged versions.
+    /// The differing values of several writers for one leaf, keyed by writer; only in merged versions.
     Divergent(Dict),
 }
 
@@ -92,92 +93,92 @@ impl From<Shard> for Value {
 #[derive(Clone, Default)]
 pub struct Dict {
     entries: Vec<(Key, Value)>,
-    /// Made when a key is looked up for the first time: who goes through all entries needs none.
-    places: OnceLock<Places>,
+    /// Built at the first lookup of a key, because iteration does not need it.
+    index: OnceLock<KeyIndex>,
 }
 
-/// Where the entry of each key is.
+/// A hash index from each key to the position of its entry.
 ///
-/// Keys come from foreign files: the hash has a seed of its own in each process.
+/// The hash has a random seed per process, because untrusted files choose the keys.
 #[derive(Clone, Default)]
-struct Places {
+struct KeyIndex {
     table: HashTable<usize>,
     hasher: foldhash::fast::RandomState,
 }
 
-impl Places {
-    fn of(entries: &[(Key, Value)]) -> Self {
+impl KeyIndex {
+    fn new(entries: &[(Key, Value)]) -> Self {
         let table = HashTable::with_capacity(entries.len());
-        let mut places = Self { table, ..Self::default() };
-        for place in 0..entries.len() {
-            places.add(entries, place);
+        let mut index = Self { table, ..Self::default() };
+        for position in 0..entries.len() {
+            index.insert(entries, position);
         }
-        places
+        index
     }
 
     fn find(&self, entries: &[(Key, Value)], key: &Key) -> Option<usize> {
-        self.table.find(self.hasher.hash_one(key), |place| entries[*place].0 == *key).copied()
+        self.table.find(self.hasher.hash_one(key), |position| entries[*position].0 == *key).copied()
     }
 
-    /// Adds an entry whose key no other entry has.
-    fn add(&mut self, entries: &[(Key, Value)], place: usize) {
-        let hash = |place: &usize| self.hasher.hash_one(&entries[*place].0);
-        self.table.insert_unique(hash(&place), place, hash);
+    /// Adds the entry at `position`, whose key must not be in the index yet.
+    fn insert(&mut self, entries: &[(Key, Value)], position: usize) {
+        let hash = |position: &usize| self.hasher.hash_one(&entries[*position].0);
+        self.table.insert_unique(hash(&position), position, hash);
     }
 }
 
 impl Dict {
-    /// A dict without entries.
+    /// Creates a dict without entries.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A dict of entries whose keys are proven to differ.
+    /// Creates a dict from entries. The caller guarantees that all keys differ.
     pub(crate) fn from_proven(entries: Vec<(Key, Value)>) -> Self {
-        Self { entries, places: OnceLock::new() }
+        Self { entries, index: OnceLock::new() }
     }
 
     fn find(&self, key: &Key) -> Option<usize> {
-        self.places.get_or_init(|| Places::of(&self.entries)).find(&self.entries, key)
+        self.index.get_or_init(|| KeyIndex::new(&self.entries)).find(&self.entries, key)
     }
 
-    /// Sets an entry; a key that is there keeps its place. Returns the value that was there.
+    /// Sets an entry and returns the previous value. An existing key keeps its position.
     pub fn insert(&mut self, key: impl Into<Key>, value: impl Into<Value>) -> Option<Value> {
         let (key, value) = (key.into(), value.into());
-        if let Some(place) = self.find(&key) {
-            return Some(std::mem::replace(&mut self.entries[place].1, value));
+        if let Some(position) = self.find(&key) {
+            return Some(std::mem::replace(&mut self.entries[position].1, value));
         }
         self.entries.push((key, value));
-        let places = self.places.get_mut().expect("just looked at");
-        places.add(&self.entries, self.entries.len() - 1);
+        let index = self.index.get_mut().expect("just looked at");
+        index.insert(&self.entries, self.entries.len() - 1);
         None
     }
 
-    /// The value of a key.
+    /// Returns the value of a key.
     pub fn get(&self, key: impl Into<Key>) -> Option<&Value> {
-        self.at(&key.into())
+        self.get_by_key(&key.into())
     }
 
-    fn at(&self, key: &Key) -> Option<&Value> {
-        self.find(key).map(|place| &self.entries[place].1)
+    fn get_by_key(&self, key: &Key) -> Option<&Value> {
+        self.find(key).map(|position| &self.entries[position].1)
     }
 
-    /// The value of a key, to be changed.
+    /// Returns the value of a key as a mutable reference.
     pub fn get_mut(&mut self, key: impl Into<Key>) -> Option<&mut Value> {
-        self.find(&key.into()).map(|place| &mut self.entries[place].1)
+        self.find(&key.into()).map(|position| &mut self.entries[position].1)
     }
 
-    /// The entries in insertion order.
+    /// Iterates over the entries in insertion order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&Key, &Value)> + Clone {
         self.entries.iter().map(|(key, value)| (key, value))
     }
 
-    /// How many entries.
+    /// Returns the number of entries.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// True if there are none.
+    /// Returns true if there are no entries.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
@@ -202,7 +203,7 @@ impl IntoIterator for Dict {
     }
 }
 
-/// Equal only in the same order.
+/// Two dicts are equal if they have equal entries in the same order.
 impl PartialEq for Dict {
     fn eq(&self, other: &Self) -> bool {
         self.iter().eq(other.iter())
@@ -215,8 +216,7 @@ impl fmt::Debug for Dict {
     }
 }
 
-/// A state dict: what `module.state_dict()` and `optimizer.state_dict()` return, and any dict of
-/// such things.
+/// A state dict, as `module.state_dict()` and `optimizer.state_dict()` return, or any nesting of them.
 ///
 /// # Examples
 ///
@@ -238,17 +238,17 @@ impl Default for StateDict {
 }
 
 impl StateDict {
-    /// An empty `dict`.
+    /// Creates an empty `dict`.
     pub fn new() -> Self {
         Self(Value::Dict(Dict::new()))
     }
 
-    /// An empty `OrderedDict`, which is what torch's modules return.
+    /// Creates an empty `OrderedDict`, the type that torch modules return.
     pub fn ordered() -> Self {
         Self(Value::OrderedDict(Dict::new()))
     }
 
-    /// A state dict from a value.
+    /// Creates a state dict from a value.
     ///
     /// # Errors
     ///
@@ -260,17 +260,17 @@ impl StateDict {
         }
     }
 
-    /// The dict or ordered dict that it is.
+    /// Returns the underlying dict or ordered dict.
     pub fn as_value(&self) -> &Value {
         &self.0
     }
 
-    /// The dict or ordered dict that it is.
+    /// Converts into the underlying dict or ordered dict.
     pub fn into_value(self) -> Value {
         self.0
     }
 
-    /// Its entries.
+    /// Returns the entries.
     pub fn entries(&self) -> &Dict {
         match &self.0 {
             Value::Dict(dict) | Value::OrderedDict(dict) => dict,
@@ -278,7 +278,7 @@ impl StateDict {
         }
     }
 
-    /// Its entries, to be changed.
+    /// Returns the entries as a mutable reference.
     pub fn entries_mut(&mut self) -> &mut Dict {
         match &mut self.0 {
             Value::Dict(dict) | Value::OrderedDict(dict) => dict,
@@ -286,26 +286,27 @@ impl StateDict {
         }
     }
 
-    /// Sets an entry; a key that is there keeps its place. Returns the value that was there.
+    /// Sets an entry and returns the previous value. An existing key keeps its position.
     pub fn insert(&mut self, key: impl Into<Key>, value: impl Into<Value>) -> Option<Value> {
         self.entries_mut().insert(key, value)
     }
 
-    /// All leaves with their paths, in insertion order, depth first. Containers are no leaves, so
-    /// an empty one is not listed.
+    /// Returns all leaves with their paths, in insertion order, depth first.
+    ///
+    /// Containers are not leaves, so an empty container does not appear.
     pub fn leaves(&self) -> Vec<(ObjectPath, &Value)> {
         let mut leaves = Vec::new();
-        visit(&mut ObjectPath::root(), &self.0, &mut |path, value| {
+        visit_leaves(&mut ObjectPath::root(), &self.0, &mut |path, value| {
             leaves.push((path.clone(), value));
         });
         leaves
     }
 
-    /// The value at a path.
+    /// Returns the value at a path.
     ///
     /// # Errors
     ///
-    /// `NotFound`.
+    /// `NotFound` if there is no such value.
     pub fn at(&self, path: &ObjectPath) -> Result<&Value> {
         let mut value = &self.0;
         for step in path.steps() {
@@ -314,11 +315,13 @@ impl StateDict {
         Ok(value)
     }
 
-    /// The leaf with an fqn. All leaves are looked at: who wants many goes through [`StateDict::leaves`].
+    /// Returns the leaf with an fqn.
+    ///
+    /// Each call visits all leaves. To find many leaves, use [`StateDict::leaves`].
     ///
     /// # Errors
     ///
-    /// `NotFound`; `AmbiguousFqn` if two leaves have it.
+    /// `NotFound` if no leaf has the fqn; `AmbiguousFqn` if two leaves have it.
     pub fn leaf(&self, fqn: &str) -> Result<&Value> {
         let mut found = self.leaves().into_iter().filter(|(path, _)| path.fqn() == fqn);
         match (found.next(), found.next()) {
@@ -331,7 +334,7 @@ impl StateDict {
     }
 }
 
-fn visit<'a>(
+fn visit_leaves<'a>(
     path: &mut ObjectPath,
     value: &'a Value,
     leaf: &mut impl FnMut(&ObjectPath, &'a Value),
@@ -343,14 +346,14 @@ fn visit<'a>(
         | Value::Divergent(dict) => {
             for (key, value) in dict.iter() {
                 path.push(Step::Key(key.clone()));
-                visit(path, value, leaf);
+                visit_leaves(path, value, leaf);
                 path.pop();
             }
         }
         Value::List(values) | Value::Tuple(values) => {
             for (index, value) in (0..).zip(values) {
                 path.push(Step::Index(index));
-                visit(path, value, leaf);
+                visit_leaves(path, value, leaf);
                 path.pop();
             }
         }
@@ -366,7 +369,7 @@ fn child<'a>(value: &'a Value, step: &Step) -> Option<&'a Value> {
             | Value::NamedTuple(_, dict)
             | Value::Divergent(dict),
             Step::Key(key),
-        ) => dict.at(key),
+        ) => dict.get_by_key(key),
         (Value::List(values) | Value::Tuple(values), Step::Index(index)) => {
             values.get(usize::try_from(*index).ok()?)
         }

@@ -1,4 +1,4 @@
-//! Storages: runs of bytes that tensors lie in, and how they are stored. Spec: section 6.
+//! Storages: byte ranges that hold tensors, and their stored form. Spec: section 6.
 
 use std::ops::Range;
 
@@ -10,96 +10,100 @@ use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::zeroed;
 
-/// One storage: a run of bytes of the blob, or of another file of the shard set.
+/// One storage: a byte range of the blob, or of another file of the shard set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StorageReference {
-    /// Where its stored bytes begin in their file.
+    /// Offset of the stored bytes in their file, in bytes.
     pub offset: u64,
-    /// How many raw bytes it has.
+    /// Number of raw bytes.
     pub len: u64,
     /// The CRC-32 of the raw bytes.
     pub crc32: u32,
-    /// How many raw bytes its chunks have.
+    /// Number of raw bytes per chunk.
     pub chunk_size: ChunkSize,
     /// The CRC-32 of each stored chunk.
     pub crcs: Vec<u32>,
-    /// log2 of its alignment.
+    /// Log2 of the alignment, in bytes.
     pub align_log2: u8,
-    /// The number of its shard; 0 in a file without shards.
+    /// The number of the shard that holds the storage; 0 in a file without shards.
     pub shard: u32,
-    /// How its chunks are compressed; `None` if the stored bytes are the raw bytes.
+    /// The compressed chunks; `None` if the stored bytes are the raw bytes.
     pub packing: Option<Packing>,
     /// The BLAKE3 of the raw bytes, if the file has digests.
     pub digest: Option<Digest>,
 }
 
-/// How the chunks of a compressed storage are stored.
+/// The stored chunks of a compressed storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Packing {
-    /// Width of the byte shuffle in bytes; 0 for none.
+    /// Width of the byte shuffle, in bytes; 0 for no shuffle.
     pub shuffle: u8,
-    /// The stored chunks, one after the other.
+    /// The stored chunks in order, without gaps.
     pub chunks: Vec<PackedChunk>,
 }
 
 /// One stored chunk of a compressed storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PackedChunk {
-    /// Where it begins in the stored bytes of its storage.
+    /// Offset in the stored bytes of the storage, in bytes.
     pub offset: u64,
-    /// How many stored bytes it has.
+    /// Number of stored bytes.
     pub len: u32,
-    /// Whether it is a zstd frame; otherwise it is its raw bytes.
+    /// True if the chunk is a zstd frame; false if it is stored raw.
     pub is_zstd: bool,
 }
 
 impl StorageReference {
-    /// Whether both are stored alike, at the same place of their files.
+    /// Returns true if both have the same stored form at the same offset of their files.
+    ///
+    /// Ignores shard numbers, and digests unless both have one.
     pub(crate) fn same_bytes(&self, other: &Self) -> bool {
-        // A manifest leaves digests out if not all of its archives have them.
-        let digests = self.digest.is_none() || other.digest.is_none();
+        // A manifest omits digests unless all of its archives have them.
+        let ignores_digest = self.digest.is_none() || other.digest.is_none();
         *self == Self { shard: self.shard, digest: self.digest, ..other.clone() }
-            && (digests || self.digest == other.digest)
+            && (ignores_digest || self.digest == other.digest)
     }
 
-    /// Proves the CRC-32 of the stored bytes of a chunk.
+    /// Checks the CRC-32 of the stored bytes of a chunk against the recorded one.
     ///
     /// # Errors
     ///
-    /// `ChunkCorrupt` (F-090) if it is another one.
+    /// `ChunkCorrupt` (F-090) if they differ.
     pub fn prove_chunk(&self, number: u64, crc: u32) -> Result<()> {
         let expected = usize::try_from(number).ok().and_then(|number| self.crcs.get(number));
         if expected == Some(&crc) {
             return Ok(());
         }
-        let place = self.stored_chunk(number);
-        let len = place.end - place.start;
+        let range = self.stored_chunk(number);
+        let len = range.end - range.start;
         Err(Error::new(ErrorKind::ChunkCorrupt).note(format_args!("{len} bytes")))
     }
 
-    /// How many bytes it takes in its file.
+    /// Returns the number of bytes that the storage occupies in its file.
     pub fn stored_len(&self) -> u64 {
         self.packing.as_ref().map_or(self.len, |packing| {
             packing.chunks.last().map_or(0, |chunk| chunk.offset + u64::from(chunk.len))
         })
     }
 
-    /// Where its stored bytes are in its file.
+    /// Returns the byte range of the storage in its file.
     pub fn stored_range(&self) -> Range<u64> {
         self.offset..self.offset + self.stored_len()
     }
 
-    /// Where a chunk lies in the raw bytes.
+    /// Returns the range of a chunk in the raw bytes.
     pub fn chunk(&self, number: u64) -> Range<u64> {
         self.chunk_size.range(number, self.len)
     }
 
-    /// The chunks that these raw bytes touch.
+    /// Returns the numbers of the chunks that a range of raw bytes touches.
     pub fn chunks(&self, range: &Range<u64>) -> Range<u64> {
         range.start >> self.chunk_size.log2()..self.chunk_size.count(range.end)
     }
 
-    /// The part of these raw bytes that is whole chunks; nothing, from their end on, if they have none.
+    /// Returns the part of a range of raw bytes that consists of whole chunks.
+    ///
+    /// If the range contains no whole chunk, the result is empty and starts at the end of the range.
     ///
     /// ```
     /// use tssd_format::{CHUNK_BYTES, StorageReference};
@@ -110,79 +114,79 @@ impl StorageReference {
     /// assert_eq!(storage.whole_chunks(&(7..9)), 9..9);
     /// ```
     pub fn whole_chunks(&self, range: &Range<u64>) -> Range<u64> {
-        let within = self.chunk_size.bytes() - 1;
-        let start = range.start.checked_add(within).map_or(range.end, |start| start & !within);
-        let end = if range.end == self.len { range.end } else { range.end & !within };
+        let mask = self.chunk_size.bytes() - 1;
+        let start = range.start.checked_add(mask).map_or(range.end, |start| start & !mask);
+        let end = if range.end == self.len { range.end } else { range.end & !mask };
         if start < end { start..end } else { range.end..range.end }
     }
 
-    /// Where a chunk is in the file of the storage.
+    /// Returns the byte range of a stored chunk in the file of the storage.
     ///
     /// # Panics
     ///
-    /// If the storage has no such chunk.
+    /// Panics if the storage is compressed and has no such chunk.
     pub fn stored_chunk(&self, number: u64) -> Range<u64> {
-        let within = match &self.packing {
+        let range = match &self.packing {
             None => self.chunk(number),
             Some(packing) => {
-                let chunk = &packing.chunks[place(number)];
+                let chunk = &packing.chunks[to_usize(number)];
                 chunk.offset..chunk.offset + u64::from(chunk.len)
             }
         };
-        self.offset + within.start..self.offset + within.end
+        self.offset + range.start..self.offset + range.end
     }
 }
 
-/// Raw bytes of a compressed storage, decoded from the chunks that they touch.
+/// Decodes a range of raw bytes of a storage from the stored chunks that it touches.
 ///
-/// The memory has exactly the length of the range; it and one chunk of 1 MiB are all that decoding
-/// takes, whatever a frame claims.
+/// Decoding allocates exactly the length of the range and at most one chunk of 1 MiB, regardless of
+/// the sizes that a frame claims.
 pub struct Unpack<'a> {
     reader: ChunkReader<'a>,
     range: Range<u64>,
     bytes: Vec<u8>,
-    /// How many of them have been added.
+    /// Number of bytes decoded so far.
     filled: usize,
 }
 
 impl<'a> Unpack<'a> {
-    /// For a range of the raw bytes, which must lie in the storage.
+    /// Creates a decoder for a range of raw bytes, which must lie in the storage.
     ///
     /// # Errors
     ///
-    /// `TooLarge` if it does not fit into memory; `Io` if zstd has no memory.
+    /// `TooLarge` if the range does not fit into memory; `Io` if zstd fails to allocate.
     pub fn new(storage: &'a StorageReference, range: Range<u64>) -> Result<Self> {
         let len = usize::try_from(range.end - range.start);
         let bytes = zeroed(len.map_err(|_| Error::new(ErrorKind::TooLarge))?)?;
         Ok(Self { reader: ChunkReader::new(storage)?, range, bytes, filled: 0 })
     }
 
-    /// Adds a chunk, given its stored bytes; chunks come in order.
+    /// Decodes a chunk from its stored bytes. The caller must add all chunks of the range in order.
     ///
     /// # Errors
     ///
-    /// `FrameCorrupt`; `FeatureMissing` in a build without zstd.
+    /// `FrameCorrupt` if the chunk does not decode; `FeatureMissing` in a build without zstd.
     pub fn add(&mut self, number: u64, stored: &[u8]) -> Result<()> {
         let chunk = self.reader.storage.chunk(number);
         let part = chunk.start.max(self.range.start)..chunk.end.min(self.range.end);
-        let within = place(part.start - chunk.start)..place(part.end - chunk.start);
-        let target = &mut self.bytes[self.filled..][..within.len()];
+        let local = to_usize(part.start - chunk.start)..to_usize(part.end - chunk.start);
+        let target = &mut self.bytes[self.filled..][..local.len()];
         if part == chunk {
             self.reader.read_into(number, stored, target)?;
         } else {
-            target.copy_from_slice(&self.reader.read(number, stored)?[within]);
+            target.copy_from_slice(&self.reader.read(number, stored)?[local]);
         }
         self.filled += target.len();
         Ok(())
     }
 
-    /// The bytes, once all chunks are added.
+    /// Returns the decoded bytes.
     pub fn finish(self) -> Bytes {
         Bytes::from(self.bytes).slice(..self.filled)
     }
 }
 
-/// Decodes chunks of a storage; keeps its working memory from one to the next.
+/// Decodes chunks of a storage, reusing its buffer and decoder between chunks.
 pub(crate) struct ChunkReader<'a> {
     storage: &'a StorageReference,
     decoder: Decoder,
@@ -194,16 +198,16 @@ impl<'a> ChunkReader<'a> {
         Ok(Self { storage, decoder: Decoder::new()?, chunk: Vec::new() })
     }
 
-    /// The raw bytes of a chunk, given its stored ones.
+    /// Returns the raw bytes of a chunk, given its stored bytes.
     pub(crate) fn read<'b>(&'b mut self, number: u64, stored: &'b [u8]) -> Result<&'b [u8]> {
         let Some(shuffle) = self.shuffle(number) else { return Ok(stored) };
         let chunk = self.storage.chunk(number);
-        self.chunk.resize(place(chunk.end - chunk.start), 0);
+        self.chunk.resize(to_usize(chunk.end - chunk.start), 0);
         self.decoder.decode(stored, shuffle, &mut self.chunk)?;
         Ok(&self.chunk)
     }
 
-    /// As [`Self::read`], into memory of their length.
+    /// Decodes a chunk into `target`, which must have the length of its raw bytes.
     fn read_into(&mut self, number: u64, stored: &[u8], target: &mut [u8]) -> Result<()> {
         if let Some(shuffle) = self.shuffle(number) {
             return self.decoder.decode(stored, shuffle, target);
@@ -212,14 +216,14 @@ impl<'a> ChunkReader<'a> {
         Ok(())
     }
 
-    /// How a chunk is shuffled, if it is compressed.
+    /// Returns the shuffle width of a chunk, if the chunk is a zstd frame.
     fn shuffle(&self, number: u64) -> Option<u8> {
         let packing = self.storage.packing.as_ref()?;
-        packing.chunks[place(number)].is_zstd.then_some(packing.shuffle)
+        packing.chunks[to_usize(number)].is_zstd.then_some(packing.shuffle)
     }
 }
 
-/// Places in one chunk, and chunk numbers that were compared with tables in memory.
-fn place(number: u64) -> usize {
+/// Converts an offset in a chunk, or a chunk number that indexes a table in memory.
+fn to_usize(number: u64) -> usize {
     usize::try_from(number).expect("a place in memory fits usize")
 }

@@ -1,7 +1,7 @@
 //! The structure of an archive: its tree, with references in place of tensor bytes.
 //!
-//! It is what the index says, as owned values. A writer makes one from a state dict and encodes it; a
-//! reader decodes one; a store merges those of several writers.
+//! The structure is the content of the index as owned values. A writer builds it from a state dict
+//! and encodes it, a reader decodes it, and a store merges the structures of several writers.
 
 use bytes::Bytes;
 
@@ -13,48 +13,48 @@ use crate::state_dict::{Dict, MAX_DEPTH, Value};
 use crate::tensor::{Tensor, TensorMeta};
 use crate::text::Text;
 
-/// One tensor leaf, or one slice of one: what it is, and which bytes it has.
+/// One tensor leaf, or one slice of one: its metadata and the location of its bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct TensorReference {
     /// Dtype, shape, strides and flags.
     pub meta: TensorMeta,
-    /// The number of its storage; `None` if it has no elements.
+    /// The number of the storage; `None` if the tensor has no elements.
     pub storage: Option<u32>,
-    /// Where its element 0 is in the raw bytes of the storage, in bytes.
+    /// Offset of element 0 in the raw bytes of the storage, in bytes.
     pub byte_offset: u64,
-    /// Where it belongs in a global tensor; `None` for a plain tensor.
+    /// The shard spec; `None` for a plain tensor.
     pub place: Option<ShardPlace>,
 }
 
 /// A node of the tree.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Node {
-    /// A leaf that lies in the index: any [`Value`] but containers, tensors and shards.
+    /// A leaf that is stored in the index: any [`Value`] except containers, tensors and shards.
     Leaf(Value),
-    /// A leaf whose content is a storage.
+    /// A leaf whose content is a storage, with the number of the storage.
     Stored(Stored, u32),
-    /// A tensor (one reference without place) or the shards of one (each with its place).
+    /// A plain tensor (one reference without shard spec) or the shards of one global tensor.
     Tensors(Vec<TensorReference>),
-    /// A container and its children, in insertion order.
+    /// A container with its children in insertion order.
     Container(Container, Vec<(Step, Node)>),
 }
 
 impl Node {
-    /// Every node that is no container with its path, in insertion order, depth first.
+    /// Returns all nodes except containers with their paths, in insertion order, depth first.
     pub fn into_leaves(self) -> Vec<(ObjectPath, Self)> {
         let mut leaves = Vec::new();
         self.collect(&mut ObjectPath::root(), &mut leaves);
         leaves
     }
 
-    /// The numbers of the storages that the content or the tensors of a leaf lie in.
+    /// Returns the numbers of the storages that hold the content or the tensors of a leaf.
     pub fn storages(&self) -> impl Iterator<Item = u32> {
-        let (stored, run) = match self {
+        let (content, run) = match self {
             Self::Stored(_, storage) => (Some(*storage), [].as_slice()),
             Self::Tensors(run) => (None, run.as_slice()),
             Self::Leaf(_) | Self::Container(..) => (None, [].as_slice()),
         };
-        stored.into_iter().chain(run.iter().filter_map(|each| each.storage))
+        content.into_iter().chain(run.iter().filter_map(|each| each.storage))
     }
 
     fn collect(self, path: &mut ObjectPath, leaves: &mut Vec<(ObjectPath, Self)>) {
@@ -71,7 +71,7 @@ impl Node {
     }
 }
 
-/// What kind of leaf a storage is the content of.
+/// The kind of a leaf whose content is a storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stored {
     /// A `str`.
@@ -93,15 +93,14 @@ pub enum Container {
     List,
     /// A `tuple`.
     Tuple,
-    /// A namedtuple of a type with this name.
+    /// A namedtuple, with its type name.
     NamedTuple(Text),
-    /// What several writers hold for one leaf, keyed by writer.
+    /// The differing values of several writers for one leaf, keyed by writer.
     Divergent,
 }
 
 impl Container {
-    /// The value of a container of this kind: with these entries, or, for lists and tuples, these
-    /// values.
+    /// Builds a container of this kind from `values` for lists and tuples, otherwise from `entries`.
     pub fn value(&self, entries: Dict, values: Vec<Value>) -> Value {
         match self {
             Self::Dict => Value::Dict(entries),
@@ -114,15 +113,17 @@ impl Container {
     }
 }
 
-/// A leaf of a value, as [`walk`] meets it.
+/// A part of a value whose bytes are stored in the blob, as [`walk`] visits it.
 pub(crate) enum Item<'a> {
-    /// A tensor, plain or the local one of a shard.
+    /// A plain tensor, or the local tensor of a shard.
     Tensor(&'a Tensor),
-    /// Content too long for the index.
+    /// The content of a str, bytes or opaque leaf that is too long for the index.
     Content(&'a Bytes),
 }
 
-/// The path of a value that [`walk`] is at: steps that are borrowed, for it is seldom asked for.
+/// The path of the value that [`walk`] visits, as a linked list of borrowed steps.
+///
+/// Most paths are never read, so `walk` allocates none.
 pub(crate) enum Trail<'a> {
     Start(&'a ObjectPath),
     Key(&'a Self, &'a Key),
@@ -133,26 +134,31 @@ impl Trail<'_> {
     pub(crate) fn to_path(&self) -> ObjectPath {
         match self {
             Self::Start(path) => ObjectPath::clone(path),
-            Self::Key(above, key) => above.to_path().key(Key::clone(key)),
-            Self::Index(above, index) => above.to_path().index(*index),
+            Self::Key(parent, key) => parent.to_path().key(Key::clone(key)),
+            Self::Index(parent, index) => parent.to_path().index(*index),
         }
     }
 
-    /// How many steps it has.
+    /// Returns the number of steps.
     fn len(&self) -> usize {
         match self {
             Self::Start(path) => path.steps().len(),
-            Self::Key(above, _) | Self::Index(above, _) => above.len() + 1,
+            Self::Key(parent, _) | Self::Index(parent, _) => parent.len() + 1,
         }
     }
 }
 
-/// Calls `item` for everything of `value` that has bytes in the blob, depth first in insertion
-/// order, and proves depth and leaf types.
+/// Calls `item` for each part of `value` that has bytes in the blob, and validates the value.
+///
+/// Visits depth first in insertion order. Validates depth, leaf types and shards.
 ///
 /// # Errors
 ///
-/// `TooDeep`, `UntypedLeaf`; whatever `item` refuses.
+/// - `TooDeep` for containers nested deeper than [`MAX_DEPTH`].
+/// - `UntypedLeaf` for an opaque leaf unless `allow_opaque` is set.
+/// - `TensorRun` and `MixedRun` for shards that are empty or disagree on dtype or global shape.
+/// - `ShardTable` for a divergent value, `KeyKind` for a namedtuple field that is no str.
+/// - The errors of `item`.
 pub(crate) fn walk<'a>(
     value: &'a Value,
     path: &Trail<'_>,
@@ -167,10 +173,10 @@ pub(crate) fn walk<'a>(
                     .at(path.to_path())
                     .note("no shard at all"));
             }
-            let what = |shard: &Shard| {
+            let dtype_and_shape = |shard: &Shard| {
                 (shard.tensor().meta().dtype(), shard.slice().global_shape().to_vec())
             };
-            if shards.iter().any(|shard| what(shard) != what(&shards[0])) {
+            if shards.iter().any(|shard| dtype_and_shape(shard) != dtype_and_shape(&shards[0])) {
                 return Err(Error::new(ErrorKind::MixedRun).at(path.to_path()));
             }
             shards.iter().try_for_each(|shard| item(path, Item::Tensor(shard.tensor())))
@@ -215,7 +221,7 @@ pub(crate) fn walk<'a>(
     }
 }
 
-/// A container at this path would be the 65th level.
+/// Rejects a container at this path if it would exceed [`MAX_DEPTH`] levels.
 fn check_depth(path: &Trail<'_>) -> Result<()> {
     if path.len() >= MAX_DEPTH {
         return Err(Error::new(ErrorKind::TooDeep).at(path.to_path()));
@@ -223,11 +229,12 @@ fn check_depth(path: &Trail<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Where the bytes of an item of [`walk`] went: storage and byte offset in it.
-type Place = (Option<u32>, u64);
+/// The location of the bytes of an item of [`walk`]: storage number and byte offset in the storage.
+type StorageLocation = (Option<u32>, u64);
 
-/// A [`Node`] that borrows: what is encoded. A state dict of many tensors makes one for each plan, and
-/// most of what it would own would be copied again.
+/// A borrowed [`Node`], the input of the encoder.
+///
+/// Each plan builds one. Borrowing avoids copies that the encoder would make again.
 pub(crate) enum Tree<'a> {
     Leaf(&'a Value),
     Stored(Stored, u32),
@@ -236,7 +243,7 @@ pub(crate) enum Tree<'a> {
     Container(Container, Vec<(Branch<'a>, Tree<'a>)>),
 }
 
-/// A [`TensorReference`] that borrows.
+/// A borrowed [`TensorReference`].
 #[derive(Clone, Copy)]
 pub(crate) struct Placed<'a> {
     pub(crate) meta: &'a TensorMeta,
@@ -245,7 +252,7 @@ pub(crate) struct Placed<'a> {
     pub(crate) place: Option<&'a ShardPlace>,
 }
 
-/// A [`Step`] that borrows.
+/// A borrowed [`Step`].
 #[derive(Clone, Copy)]
 pub(crate) enum Branch<'a> {
     Index(u32),
@@ -265,7 +272,7 @@ impl Node {
     pub(crate) fn as_tree(&self) -> Tree<'_> {
         match self {
             Self::Leaf(value) => Tree::Leaf(value),
-            Self::Stored(stored, storage) => Tree::Stored(stored.clone(), *storage),
+            Self::Stored(kind, storage) => Tree::Stored(kind.clone(), *storage),
             Self::Tensors(references) => Tree::Shards(
                 references
                     .iter()
@@ -297,10 +304,10 @@ impl Tree<'_> {
     pub(crate) fn to_node(&self) -> Node {
         match self {
             Self::Leaf(value) => Node::Leaf(Value::clone(value)),
-            Self::Stored(stored, storage) => Node::Stored(stored.clone(), *storage),
-            Self::Tensor(placed) => Node::Tensors(vec![placed.to_reference()]),
+            Self::Stored(kind, storage) => Node::Stored(kind.clone(), *storage),
+            Self::Tensor(tensor) => Node::Tensors(vec![tensor.to_reference()]),
             Self::Shards(run) => {
-                Node::Tensors(run.iter().map(|placed| placed.to_reference()).collect())
+                Node::Tensors(run.iter().map(|tensor| tensor.to_reference()).collect())
             }
             Self::Container(container, children) => {
                 let child = |(step, child): &(Branch<'_>, Self)| (step.to_step(), child.to_node());
@@ -321,61 +328,67 @@ impl Placed<'_> {
     }
 }
 
-/// The structure of a value that [`walk`] has been through, given where its items went.
+/// Returns the structure of a value that [`walk`] has visited, given the location of each item.
 pub(crate) fn structure_of<'a>(
     value: &'a Value,
-    places: &mut impl Iterator<Item = Place>,
+    locations: &mut impl Iterator<Item = StorageLocation>,
 ) -> Tree<'a> {
-    let mut place = || places.next().expect("walk and structure_of meet the same items");
+    let mut next_location = || locations.next().expect("walk and structure_of meet the same items");
     match value {
-        Value::Tensor(tensor) => Tree::Tensor(placed(tensor, None, place())),
+        Value::Tensor(tensor) => Tree::Tensor(tensor_leaf(tensor, None, next_location())),
         Value::Shards(shards) => Tree::Shards(
             shards
                 .iter()
-                .map(|shard| placed(shard.tensor(), Some(shard.place()), place()))
+                .map(|shard| tensor_leaf(shard.tensor(), Some(shard.place()), next_location()))
                 .collect(),
         ),
-        Value::Bytes(bytes) if !is_inline(bytes.len()) => stored(Stored::Bytes, place()),
-        Value::Opaque { media, bytes } if !is_inline(bytes.len()) => {
-            stored(Stored::Opaque(media.clone()), place())
+        Value::Bytes(bytes) if !is_inline(bytes.len()) => {
+            content_leaf(Stored::Bytes, next_location())
         }
-        Value::Str(text) if text.long_bytes().is_some() => stored(Stored::Str, place()),
-        Value::Dict(dict) => keyed(Container::Dict, dict, places),
-        Value::OrderedDict(dict) => keyed(Container::OrderedDict, dict, places),
-        Value::NamedTuple(name, dict) => keyed(Container::NamedTuple(name.clone()), dict, places),
-        Value::Divergent(dict) => keyed(Container::Divergent, dict, places),
-        Value::List(values) => listed(Container::List, values, places),
-        Value::Tuple(values) => listed(Container::Tuple, values, places),
+        Value::Opaque { media, bytes } if !is_inline(bytes.len()) => {
+            content_leaf(Stored::Opaque(media.clone()), next_location())
+        }
+        Value::Str(text) if text.long_bytes().is_some() => {
+            content_leaf(Stored::Str, next_location())
+        }
+        Value::Dict(dict) => keyed_container(Container::Dict, dict, locations),
+        Value::OrderedDict(dict) => keyed_container(Container::OrderedDict, dict, locations),
+        Value::NamedTuple(name, dict) => {
+            keyed_container(Container::NamedTuple(name.clone()), dict, locations)
+        }
+        Value::Divergent(dict) => keyed_container(Container::Divergent, dict, locations),
+        Value::List(values) => indexed_container(Container::List, values, locations),
+        Value::Tuple(values) => indexed_container(Container::Tuple, values, locations),
         leaf => Tree::Leaf(leaf),
     }
 }
 
-fn placed<'a>(
+fn tensor_leaf<'a>(
     tensor: &'a Tensor,
     place: Option<&'a ShardPlace>,
-    (storage, byte_offset): Place,
+    (storage, byte_offset): StorageLocation,
 ) -> Placed<'a> {
     Placed { meta: tensor.meta(), storage, byte_offset, place }
 }
 
-fn stored(kind: Stored, (storage, _): Place) -> Tree<'static> {
+fn content_leaf(kind: Stored, (storage, _): StorageLocation) -> Tree<'static> {
     Tree::Stored(kind, storage.expect("content that is not inline is not empty"))
 }
 
-fn keyed<'a>(
+fn keyed_container<'a>(
     container: Container,
     dict: &'a Dict,
-    places: &mut impl Iterator<Item = Place>,
+    locations: &mut impl Iterator<Item = StorageLocation>,
 ) -> Tree<'a> {
-    let child = |(key, value)| (Branch::Key(key), structure_of(value, places));
+    let child = |(key, value)| (Branch::Key(key), structure_of(value, locations));
     Tree::Container(container, dict.iter().map(child).collect())
 }
 
-fn listed<'a>(
+fn indexed_container<'a>(
     container: Container,
     values: &'a [Value],
-    places: &mut impl Iterator<Item = Place>,
+    locations: &mut impl Iterator<Item = StorageLocation>,
 ) -> Tree<'a> {
-    let child = |(index, value)| (Branch::Index(index), structure_of(value, places));
+    let child = |(index, value)| (Branch::Index(index), structure_of(value, locations));
     Tree::Container(container, (0..).zip(values).map(child).collect())
 }

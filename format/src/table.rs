@@ -1,8 +1,8 @@
-//! The order of the tables in the index, and the root that says where they are.
+//! The order of the tables in the index, and the root that locates them. Spec: section 3.
 //!
-//! Spec: section 3. The place of every table follows from the counts alone, so there is one legal
-//! layout; a file that differs is refused before rkyv sees it, and what rkyv then sees must be the same
-//! tables. A build without rkyv lacks that last proof and nothing else.
+//! The position of every table follows from the record counts, so each index has exactly one valid
+//! layout. The reader rejects any other layout, then validates the index with rkyv and checks that
+//! rkyv finds the same tables. A build without rkyv omits only that last check.
 
 use std::ops::Range;
 
@@ -16,14 +16,14 @@ use crate::record::{self, Fields};
 /// The largest index, in bytes.
 pub(crate) const MAX_INDEX_BYTES: u64 = 1 << 30;
 
-/// The length of the root of this version, in bytes.
+/// The length of the root in this version of the format, in bytes.
 pub(crate) const ROOT_LEN: usize = 104;
 
 const ROOT_ALIGN: usize = 4;
 
 macro_rules! tables {
     ($($name:ident: $ty:ty,)*) => {
-        /// All tables, owned: what a writer fills.
+        /// All tables, owned, as a writer builds them.
         #[derive(Clone, Debug, Default)]
         pub(crate) struct Tables { $(pub(crate) $name: Vec<$ty>,)* }
 
@@ -31,14 +31,14 @@ macro_rules! tables {
         #[derive(Clone, Copy, Debug)]
         pub(crate) struct Views<'a> { $(pub(crate) $name: &'a [$ty],)* }
 
-        /// The root.
+        /// The root: one field for each table.
         #[derive(Clone, Copy, Pod, Zeroable)]
         #[repr(C)]
         struct Root { $($name: TableRef,)* }
 
         const _: () = assert!(size_of::<Root>() == ROOT_LEN);
 
-        /// The root as rkyv sees it.
+        /// The root as an rkyv type.
         #[cfg(feature = "rkyv")]
         #[derive(rkyv::Portable, rkyv::bytecheck::CheckBytes)]
         #[bytecheck(crate = rkyv::bytecheck)]
@@ -50,8 +50,8 @@ macro_rules! tables {
 
         #[cfg(feature = "rkyv")]
         impl ArchivedRoot {
-            /// Whether these are the tables that it has.
-            fn has(&self, views: &Views<'_>) -> bool {
+            /// Returns true if the root locates exactly these tables.
+            fn has_tables(&self, views: &Views<'_>) -> bool {
                 $(std::ptr::eq(self.$name.as_slice(), views.$name) &&)* true
             }
         }
@@ -72,13 +72,13 @@ macro_rules! tables {
         }
 
         impl Root {
-            /// Fields of the root with their places in it.
+            /// Name, offset and size of each field of the root.
             const FIELDS: Fields = &[
                 $((stringify!($name), std::mem::offset_of!(Root, $name), size_of::<TableRef>()),)*
             ];
         }
 
-        /// Where the tables of an index are, proven: in bounds and aligned.
+        /// The validated byte ranges of the tables of an index: in bounds and aligned.
         #[derive(Clone, Debug)]
         pub(crate) struct TableMap { $(pub(crate) $name: Range<usize>,)* }
 
@@ -88,7 +88,7 @@ macro_rules! tables {
                 Self { $($name,)* }
             }
 
-            /// The tables of the index that this map was proven for.
+            /// Returns the tables of the index that this map was validated for.
             pub(crate) fn views<'a>(&self, index: &'a [u8]) -> Views<'a> {
                 Views { $($name: records(index, &self.$name),)* }
             }
@@ -114,7 +114,7 @@ tables! {
     shards: record::Shard,
 }
 
-/// Records and fields by the names that the spec has for them.
+/// Records and their fields, by the names that the spec uses.
 pub(crate) const RECORDS: &[(&str, Fields)] = &[
     ("Root", Root::FIELDS),
     ("Node", record::Node::FIELDS),
@@ -127,7 +127,7 @@ pub(crate) const RECORDS: &[(&str, Fields)] = &[
     ("Shard", record::Shard::FIELDS),
 ];
 
-/// One field of the root.
+/// One field of the root: the position and length of a table.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 struct TableRef {
@@ -136,15 +136,16 @@ struct TableRef {
 }
 
 impl Views<'_> {
-    /// Length of the index in bytes.
+    /// Returns the length of the index in bytes.
     ///
     /// # Errors
     ///
-    /// `TooLarge` if it would exceed the limit.
+    /// `TooLarge` if it exceeds [`MAX_INDEX_BYTES`].
     pub(crate) fn index_len(&self) -> Result<u64> {
         let counts = self.parts().map(|(count, _)| count);
-        // Where the root begins.
-        let len = place(&counts).and_then(|(_, end)| end.checked_next_multiple_of(ROOT_ALIGN));
+        // The root begins at the next multiple of its alignment.
+        let len =
+            table_starts(&counts).and_then(|(_, end)| end.checked_next_multiple_of(ROOT_ALIGN));
         len.and_then(|root| u64::try_from(root + ROOT_LEN).ok())
             .filter(|len| *len <= MAX_INDEX_BYTES)
             .ok_or_else(|| Error::new(ErrorKind::TooLarge).note("the index would exceed 1 GiB"))
@@ -154,43 +155,43 @@ impl Views<'_> {
     ///
     /// # Errors
     ///
-    /// `TooLarge` if the index would exceed the limit; what `put` refuses.
+    /// `TooLarge` if an offset or a count does not fit into the root; the errors of `put`.
     pub(crate) fn each_part(&self, mut put: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let too_large = || Error::new(ErrorKind::TooLarge);
         let parts = self.parts();
         let counts = parts.map(|(count, _)| count);
-        let (starts, tables_end) = place(&counts).ok_or_else(too_large)?;
+        let (starts, tables_end) = table_starts(&counts).ok_or_else(too_large)?;
         let root = tables_end.checked_next_multiple_of(ROOT_ALIGN).ok_or_else(too_large)?;
         let mut end = 0;
         let mut fields = [TableRef::zeroed(); TABLES];
         for ((number, field), ((count, bytes), start)) in
             fields.iter_mut().enumerate().zip(parts.into_iter().zip(starts))
         {
-            put(gap(end..start))?;
+            put(zero_gap(end..start))?;
             put(bytes)?;
             end = start + bytes.len();
-            let from = i32::try_from(root + number * size_of::<TableRef>());
-            let from = from.map_err(|_| too_large())?;
+            let field_off = i32::try_from(root + number * size_of::<TableRef>());
+            let field_off = field_off.map_err(|_| too_large())?;
             let start = i32::try_from(start).map_err(|_| too_large())?;
             let len = u32::try_from(count).map_err(|_| too_large())?;
-            *field = TableRef { rel: (start - from).into(), len: len.into() };
+            *field = TableRef { rel: (start - field_off).into(), len: len.into() };
         }
-        put(gap(end..root))?;
+        put(zero_gap(end..root))?;
         put(bytemuck::cast_slice(&fields))
     }
 }
 
-/// The zeros between two tables.
-fn gap(range: Range<usize>) -> &'static [u8] {
-    // Tables are aligned to 8 bytes at most.
+/// Returns the zero bytes between two tables.
+fn zero_gap(range: Range<usize>) -> &'static [u8] {
+    // Tables are aligned to at most 8 bytes, so a gap has at most 7.
     &[0; 8][..range.len()]
 }
 
-/// The number of a record or of an entry.
+/// Converts a count to the number of a record or entry.
 ///
 /// # Errors
 ///
-/// `TooLarge` if records have no room for it.
+/// `TooLarge` if the count does not fit into 32 bits, or equals [`record::NONE`].
 #[inline]
 pub(crate) fn number(count: usize) -> Result<u32> {
     u32::try_from(count).ok().filter(|number| *number != record::NONE).ok_or_else(|| {
@@ -198,8 +199,8 @@ pub(crate) fn number(count: usize) -> Result<u32> {
     })
 }
 
-/// Where each table starts, and where the last one ends; `None` if that overflows.
-fn place(counts: &[usize; TABLES]) -> Option<([usize; TABLES], usize)> {
+/// Returns the start of each table and the end of the last one; `None` if an offset overflows.
+fn table_starts(counts: &[usize; TABLES]) -> Option<([usize; TABLES], usize)> {
     let mut end = 0_usize;
     let mut starts = [0; TABLES];
     for ((start, count), (size, align)) in starts.iter_mut().zip(counts).zip(Tables::RECORDS) {
@@ -209,17 +210,16 @@ fn place(counts: &[usize; TABLES]) -> Option<([usize; TABLES], usize)> {
     Some((starts, end))
 }
 
-/// One table of the index that its range was proven for: less work than all of them.
+/// Returns one table of an index, given its validated range. Cheaper than viewing all tables.
 pub(crate) fn records<'a, T: Pod>(index: &'a [u8], range: &Range<usize>) -> &'a [T] {
     bytemuck::cast_slice(&index[range.clone()])
 }
 
-/// Proves that the root and the tables of an index are where they must be (F-020, F-021), and that
-/// it is a valid rkyv archive (F-022).
+/// Validates the layout of root and tables (F-020, F-021), and the index as an rkyv archive (F-022).
 ///
 /// # Errors
 ///
-/// `RootRange`, `TableLayout`, `IndexEncoding`.
+/// `RootRange`, `TableLayout` and `IndexEncoding`, one for each of these rules.
 pub(crate) fn map(index: &[u8], root: Range<usize>) -> Result<TableMap> {
     let root_range = || Error::new(ErrorKind::RootRange).note(format_args!("{root:?}"));
     if root.end != index.len()
@@ -231,38 +231,38 @@ pub(crate) fn map(index: &[u8], root: Range<usize>) -> Result<TableMap> {
     let fields = index.get(root.start..root.start + ROOT_LEN).ok_or_else(root_range)?;
     let fields: &[TableRef] = bytemuck::try_cast_slice(fields)
         .map_err(|error| Error::new(ErrorKind::RootRange).note(error))?;
-    let wrong = |table: &str| Error::new(ErrorKind::TableLayout).at(table);
+    let layout_error = |table: &str| Error::new(ErrorKind::TableLayout).at(table);
 
     let mut counts = [0; TABLES];
     for (count, field) in counts.iter_mut().zip(fields) {
         *count = usize::try_from(field.len.to_native()).unwrap_or(usize::MAX);
     }
-    let (starts, end) = place(&counts).ok_or_else(|| wrong("root"))?;
+    let (starts, end) = table_starts(&counts).ok_or_else(|| layout_error("root"))?;
     for (number, (field, start)) in fields.iter().zip(starts).enumerate() {
-        let from = i64::try_from(root.start + number * size_of::<TableRef>()).ok();
+        let field_off = i64::try_from(root.start + number * size_of::<TableRef>()).ok();
         let rel = i64::from(field.rel.to_native());
-        if from.map(|from| from + rel) != i64::try_from(start).ok() {
-            return Err(wrong(Tables::NAMES[number]));
+        if field_off.map(|field_off| field_off + rel) != i64::try_from(start).ok() {
+            return Err(layout_error(Tables::NAMES[number]));
         }
     }
-    let gaps_end = end.checked_next_multiple_of(ROOT_ALIGN).ok_or_else(|| wrong("root"))?;
-    let this_version = root.len() == ROOT_LEN;
-    if gaps_end > root.start || (this_version && gaps_end != root.start) {
-        return Err(wrong("root"));
+    let gaps_end = end.checked_next_multiple_of(ROOT_ALIGN).ok_or_else(|| layout_error("root"))?;
+    let is_current_version = root.len() == ROOT_LEN;
+    if gaps_end > root.start || (is_current_version && gaps_end != root.start) {
+        return Err(layout_error("root"));
     }
     let mut table_end = 0;
     for ((start, count), (size, _)) in starts.iter().zip(counts).zip(Tables::RECORDS) {
         check_gap(index, table_end..*start)?;
         table_end = start + count * size;
     }
-    if this_version {
+    if is_current_version {
         check_gap(index, table_end..root.start)?;
     }
     let ends = starts.iter().zip(counts).zip(Tables::RECORDS);
     let mut ranges = ends.map(|((start, count), (size, _))| *start..start + count * size);
     let map = TableMap::new(std::array::from_fn(|_| ranges.next().expect("one range for each")));
     #[cfg(feature = "rkyv")]
-    prove_archive(index, root.start, &map.views(index))?;
+    validate_rkyv(index, root.start, &map.views(index))?;
     Ok(map)
 }
 
@@ -274,10 +274,11 @@ fn check_gap(index: &[u8], gap: Range<usize>) -> Result<()> {
     }
 }
 
-/// Lets rkyv check the index (F-022). With fixed-size records only, that takes the same time for any
-/// number of them.
+/// Validates the index with rkyv (F-022) and checks that rkyv finds the same tables.
+///
+/// All records have a fixed size, so the time is independent of their number.
 #[cfg(feature = "rkyv")]
-fn prove_archive(index: &[u8], root_off: usize, views: &Views<'_>) -> Result<()> {
+fn validate_rkyv(index: &[u8], root_off: usize, views: &Views<'_>) -> Result<()> {
     use rkyv::validation::Validator;
     use rkyv::validation::archive::ArchiveValidator;
 
@@ -288,7 +289,7 @@ fn prove_archive(index: &[u8], root_off: usize, views: &Views<'_>) -> Result<()>
         &mut validator,
     )
     .map_err(|error| Error::new(ErrorKind::IndexEncoding).note(error))?;
-    if root.has(views) {
+    if root.has_tables(views) {
         return Ok(());
     }
     Err(Error::new(ErrorKind::IndexEncoding).note("rkyv finds other tables"))

@@ -1,4 +1,4 @@
-//! Tensors: metadata, and bytes that several of them may share.
+//! Tensors: metadata, and storages that several tensors may share.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::runs::Runs;
 use crate::shape::{Sizes, check_shape, numel, row_major_strides, span_bytes};
 
-/// What a tensor is, apart from its elements.
+/// The metadata of a tensor: dtype, shape, strides and flags.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct TensorMeta {
     dtype: Dtype,
@@ -21,18 +21,18 @@ pub struct TensorMeta {
 }
 
 impl TensorMeta {
-    /// A contiguous tensor of this shape (elements).
+    /// Creates the metadata of a contiguous tensor. The shape is in elements.
     ///
     /// # Errors
     ///
-    /// `RankTooLarge` over 64 dimensions, `ShapeOverflow` if it would be 2^63 bytes or more.
+    /// `RankTooLarge` over 64 dimensions, `ShapeOverflow` if the tensor would have 2^63 bytes or more.
     #[inline]
     pub fn new(dtype: Dtype, shape: &[u64]) -> Result<Self> {
         check_shape(dtype.itemsize(), shape)?;
         Ok(Self { dtype, shape: shape.into(), strides: None, flags: TensorFlags::default() })
     }
 
-    /// The same with these strides (elements). Row-major ones are dropped: they are the default.
+    /// Sets the strides, in elements. Row-major strides are not stored, because they are the default.
     ///
     /// # Errors
     ///
@@ -51,29 +51,29 @@ impl TensorMeta {
         Ok(self)
     }
 
-    /// The same with these flags.
+    /// Sets the flags.
     #[must_use]
     pub fn with_flags(mut self, flags: TensorFlags) -> Self {
         self.flags = flags;
         self
     }
 
-    /// The type of the elements.
+    /// Returns the type of the elements.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// The shape, in elements.
+    /// Returns the shape, in elements.
     pub fn shape(&self) -> &[u64] {
         &self.shape
     }
 
-    /// The strides, in elements; row-major unless they were given.
+    /// Returns the strides, in elements; they are row-major unless set.
     pub fn strides(&self) -> Vec<u64> {
         self.strides.as_deref().map_or_else(|| row_major_strides(&self.shape), <[u64]>::to_vec)
     }
 
-    /// True if the elements lie row-major without gaps.
+    /// Returns true if the elements are row-major without gaps.
     pub fn is_contiguous(&self) -> bool {
         self.strides.is_none() || self.numel() == 0
     }
@@ -82,23 +82,25 @@ impl TensorMeta {
         self.strides.as_deref()
     }
 
-    /// What else torch or numpy need to know to make the object again.
+    /// Returns the flags that torch and numpy need to recreate the object.
     pub fn flags(&self) -> TensorFlags {
         self.flags
     }
 
-    /// How many elements it has.
+    /// Returns the number of elements.
     #[inline]
     pub fn numel(&self) -> u64 {
         numel(&self.shape)
     }
 
-    /// Length of the elements laid out, in bytes. A tensor with a stride of 0 spans less.
+    /// Returns the size of all elements, in bytes.
+    ///
+    /// The span of a tensor with a stride of 0 can be smaller.
     pub fn nbytes(&self) -> u64 {
         self.numel().saturating_mul(self.dtype.itemsize())
     }
 
-    /// From the first byte of the first element to the last byte of the last one, in bytes.
+    /// Returns the number of bytes from the first element to the end of the last element.
     #[inline]
     pub fn span_bytes(&self) -> u64 {
         span_bytes(self.dtype.itemsize(), &self.shape, self.explicit_strides())
@@ -106,7 +108,7 @@ impl TensorMeta {
     }
 }
 
-/// Bits that say which object a tensor came from. Spec: section 6.
+/// Flags that identify the kind of object that a tensor was created from. Spec: section 6.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct TensorFlags(u8);
 
@@ -119,7 +121,7 @@ impl TensorFlags {
     pub const NDARRAY: Self = Self(4);
     /// A numpy scalar, such as `numpy.float32(1)`.
     pub const SCALAR: Self = Self(8);
-    /// The flags with their names in the JSON view.
+    /// All flags with their names in the JSON view.
     pub const NAMES: [(Self, &'static str); 4] = [
         (Self::REQUIRES_GRAD, "requires_grad"),
         (Self::PARAMETER, "parameter"),
@@ -127,85 +129,89 @@ impl TensorFlags {
         (Self::SCALAR, "scalar"),
     ];
 
-    /// The flags with these bits, if all of them are known.
+    /// Returns the flags with these bits; `None` if a bit is unknown.
     pub const fn from_bits(bits: u8) -> Option<Self> {
         if bits < 16 { Some(Self(bits)) } else { None }
     }
 
-    /// The bits.
+    /// Returns the bits.
     pub const fn bits(self) -> u8 {
         self.0
     }
 
-    /// These and those.
+    /// Returns the union of both sets of flags.
     #[must_use]
     pub const fn union(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
 
-    /// True if all of `other` are among these.
+    /// Returns true if `self` has all flags of `other`.
     pub const fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
 }
 
-/// Bytes that tensors lie in, shared and immutable. Two tensors whose bytes overlap in memory are
-/// tied: they are stored once, and come back overlapping.
+/// Shared, immutable bytes that hold the elements of tensors.
+///
+/// Two tensors whose bytes overlap in memory are tied: an archive stores the bytes once, and the
+/// loaded tensors overlap again.
 #[derive(Clone)]
-pub struct Storage(Place);
+pub struct Storage(Location);
 
 #[derive(Clone)]
-enum Place {
+enum Location {
     Memory(Bytes),
-    Elsewhere(Arc<dyn Blob>, u64),
+    Blob(Arc<dyn Blob>, u64),
 }
 
 impl Storage {
-    /// Bytes that belong to `owner`, such as a memory map or another library's buffer.
+    /// Creates a storage from bytes that `owner` holds, such as a memory map or a foreign buffer.
     pub fn from_owner(owner: impl AsRef<[u8]> + Send + 'static) -> Self {
-        Self(Place::Memory(Bytes::from_owner(owner)))
+        Self(Location::Memory(Bytes::from_owner(owner)))
     }
 
-    /// Bytes that are not in this process's memory, such as a GPU's: they are read when they are written to an
-    /// archive. Two tensors are tied if they overlap in one blob.
+    /// Creates a storage from a blob outside this process's memory, such as memory of a GPU.
+    ///
+    /// The bytes are read when they are written to an archive. Two tensors are tied if they overlap
+    /// in one blob. A blob in memory becomes a storage in memory.
     ///
     /// # Errors
     ///
-    /// `Io` if its length cannot be had.
+    /// `Io` if the blob cannot report its length.
     pub fn elsewhere(blob: Arc<dyn Blob>) -> Result<Self> {
         if let Some(bytes) = blob.bytes() {
             return Ok(bytes.clone().into());
         }
         let len = blob.size()?;
-        Ok(Self(Place::Elsewhere(blob, len)))
+        Ok(Self(Location::Blob(blob, len)))
     }
 
-    /// How many bytes there are.
+    /// Returns the length in bytes.
     pub fn len(&self) -> u64 {
         match &self.0 {
-            Place::Memory(bytes) => u64::try_from(bytes.len()).unwrap_or(u64::MAX),
-            Place::Elsewhere(_, len) => *len,
+            Location::Memory(bytes) => u64::try_from(bytes.len()).unwrap_or(u64::MAX),
+            Location::Blob(_, len) => *len,
         }
     }
 
-    /// Whether there are none.
+    /// Returns true if the storage has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The bytes, if they are in this process's memory.
+    /// Returns the bytes, if they are in this process's memory.
     pub fn bytes(&self) -> Option<&Bytes> {
         match &self.0 {
-            Place::Memory(bytes) => Some(bytes),
-            Place::Elsewhere(..) => None,
+            Location::Memory(bytes) => Some(bytes),
+            Location::Blob(..) => None,
         }
     }
 
-    /// Where the bytes are, if that is elsewhere.
+    /// Returns the blob with the bytes, if they are not in this process's memory.
     pub fn blob(&self) -> Option<&Arc<dyn Blob>> {
         match &self.0 {
-            Place::Memory(_) => None,
-            Place::Elsewhere(blob, _) => Some(blob),
+            Location::Memory(_) => None,
+            Location::Blob(blob, _) => Some(blob),
         }
     }
 }
@@ -218,7 +224,7 @@ impl Default for Storage {
 
 impl From<Bytes> for Storage {
     fn from(bytes: Bytes) -> Self {
-        Self(Place::Memory(bytes))
+        Self(Location::Memory(bytes))
     }
 }
 
@@ -228,7 +234,7 @@ impl From<Vec<u8>> for Storage {
     }
 }
 
-/// Elements are given in native memory order, which must be little-endian.
+/// Copies elements in native byte order, which is little-endian on all supported hosts.
 impl<T: Element> From<&[T]> for Storage {
     fn from(elements: &[T]) -> Self {
         Bytes::copy_from_slice(bytemuck::cast_slice(elements)).into()
@@ -242,7 +248,7 @@ impl fmt::Debug for Storage {
     }
 }
 
-/// A tensor in this process's memory, or elsewhere. Cloning one clones no bytes.
+/// A tensor. Its storage is in this process's memory or in a blob. Cloning copies no elements.
 #[derive(Clone, Debug)]
 pub struct Tensor {
     meta: TensorMeta,
@@ -251,11 +257,11 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor whose element 0 is `byte_offset` bytes into `storage`.
+    /// Creates a tensor whose element 0 is at `byte_offset` of `storage`, in bytes.
     ///
     /// # Errors
     ///
-    /// `ShapeMismatch` if the elements do not all lie in the storage.
+    /// `ShapeMismatch` if an element lies outside the storage.
     #[inline]
     pub fn new(meta: TensorMeta, storage: Storage, byte_offset: u64) -> Result<Self> {
         let end = byte_offset.checked_add(meta.span_bytes());
@@ -271,7 +277,7 @@ impl Tensor {
         Ok(Self { meta, storage, byte_offset })
     }
 
-    /// A contiguous tensor with these elements.
+    /// Creates a contiguous tensor with a copy of these elements.
     ///
     /// # Errors
     ///
@@ -294,26 +300,28 @@ impl Tensor {
         Self::new(meta, elements.into(), 0)
     }
 
-    /// What it is, apart from its elements.
+    /// Returns the metadata.
     pub fn meta(&self) -> &TensorMeta {
         &self.meta
     }
 
-    /// The bytes it lies in.
+    /// Returns the storage.
     pub fn storage(&self) -> &Storage {
         &self.storage
     }
 
-    /// Where its element 0 is in the storage, in bytes.
+    /// Returns the offset of element 0 in the storage, in bytes.
     pub fn byte_offset(&self) -> u64 {
         self.byte_offset
     }
 
-    /// The same tensor in this process's memory: a copy of what it spans, unless it is there.
+    /// Returns the tensor in this process's memory.
+    ///
+    /// Copies the span of the tensor if it is in a blob; otherwise clones the tensor.
     ///
     /// # Errors
     ///
-    /// `Io` if what is elsewhere cannot be read.
+    /// `Io` if the blob cannot be read.
     pub fn to_memory(&self) -> Result<Self> {
         let Some(blob) = self.storage.blob() else { return Ok(self.clone()) };
         let span = self.byte_offset..self.byte_offset + self.meta.span_bytes();
@@ -321,11 +329,11 @@ impl Tensor {
         Self::new(self.meta.clone(), bytes.into(), 0)
     }
 
-    /// Its elements.
+    /// Returns a view of the elements.
     ///
     /// # Panics
     ///
-    /// If they are not in this process's memory: [`Tensor::to_memory`] brings them there.
+    /// Panics if the elements are not in this process's memory. Call [`Tensor::to_memory`] first.
     pub fn view(&self) -> TensorView<'_> {
         let bytes = self.storage.bytes().expect("its elements are in this process's memory");
         let start = usize::try_from(self.byte_offset).unwrap_or(bytes.len()).min(bytes.len());
@@ -334,8 +342,9 @@ impl Tensor {
     }
 }
 
-/// Equal if metadata and elements are, bit for bit, wherever they lie in this process's memory; what is elsewhere
-/// is only equal to itself.
+/// Two tensors in memory are equal if their metadata and the bits of their elements are equal.
+///
+/// Tensors outside this process's memory are equal only if they have the same blob, offset and metadata.
 impl PartialEq for Tensor {
     fn eq(&self, other: &Self) -> bool {
         if self.meta != other.meta {
@@ -351,7 +360,7 @@ impl PartialEq for Tensor {
     }
 }
 
-/// A look at the elements of a tensor: no copy, no ownership.
+/// A borrowed view of the elements of a tensor.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
     meta: &'a TensorMeta,
@@ -359,22 +368,23 @@ pub struct TensorView<'a> {
 }
 
 impl<'a> TensorView<'a> {
-    /// What the tensor is.
+    /// Returns the metadata of the tensor.
     pub fn meta(&self) -> &'a TensorMeta {
         self.meta
     }
 
-    /// The bytes from its first element to its last, gaps and all.
+    /// Returns the bytes from the first element to the end of the last one, gaps included.
     pub fn span(&self) -> &'a [u8] {
         self.bytes
     }
 
-    /// The elements of a contiguous tensor.
+    /// Returns the elements of a contiguous tensor.
     ///
     /// # Errors
     ///
-    /// `WrongType` if its dtype is not `T`'s, `NotContiguous` if there are gaps or another order,
-    /// `Misaligned` if the memory is not aligned for `T`.
+    /// - `WrongType` if the dtype is not that of `T`.
+    /// - `NotContiguous` if the elements have gaps or another order.
+    /// - `Misaligned` if the memory is not aligned for `T`.
     pub fn as_slice<T: Element>(&self) -> Result<&'a [T]> {
         if self.meta.dtype != T::DTYPE {
             return Err(Error::new(ErrorKind::WrongType).note(format_args!(
@@ -390,11 +400,11 @@ impl<'a> TensorView<'a> {
             .map_err(|error| Error::new(ErrorKind::Misaligned).note(error))
     }
 
-    /// The bytes of the elements of a contiguous tensor.
+    /// Returns the bytes of the elements of a contiguous tensor.
     ///
     /// # Errors
     ///
-    /// `NotContiguous` if there are gaps or another order.
+    /// `NotContiguous` if the elements have gaps or another order.
     pub fn contiguous(&self) -> Result<&'a [u8]> {
         if self.meta.is_contiguous() {
             Ok(self.bytes)
@@ -404,12 +414,12 @@ impl<'a> TensorView<'a> {
         }
     }
 
-    /// The elements laid out row-major, in new memory.
+    /// Copies the elements to new memory in row-major order.
     ///
     /// # Errors
     ///
-    /// `LimitExceeded` if they are more than `limit_bytes`: a tensor with a stride of 0 can be of any
-    /// size, however short the file.
+    /// `LimitExceeded` if the elements need more than `limit_bytes`. A tensor with a stride of 0 can
+    /// have any size, even in a short file.
     pub fn to_contiguous(&self, limit_bytes: u64) -> Result<Vec<u8>> {
         let nbytes = self.meta.nbytes();
         let len =
@@ -421,48 +431,49 @@ impl<'a> TensorView<'a> {
         let strides = self.meta.strides();
         Runs::to_row_major(self.meta.dtype.itemsize(), &self.meta.shape, &strides).for_each(
             |source, _, run| {
-                // Row-major order of the target is the order of the calls.
-                elements.extend_from_slice(part(self.bytes, source, run));
+                // The calls are in row-major order of the target, so appending is correct.
+                elements.extend_from_slice(subslice(self.bytes, source, run));
             },
         );
         Ok(elements)
     }
 
-    /// True if both have the same elements in the same order, bit for bit.
+    /// Returns true if both have the same dtype, shape and element bits.
     pub fn elements_equal(&self, other: &Self) -> bool {
         if self.meta.shape != other.meta.shape || self.meta.dtype != other.meta.dtype {
             return false;
         }
         let (own, others) = (self.meta.strides(), other.meta.strides());
-        // Strides can make any number of elements of the same bytes.
+        // Strides of 0 allow any number of elements, so equal strides compare the bytes of the span instead.
         if own == others && self.bytes == other.bytes {
             return true;
         }
-        // What is repeated on both sides is compared once.
+        // A dimension with stride 0 on both sides repeats the same elements, so one index is enough.
         let mut shape = self.meta.shape.to_vec();
         for ((size, own), other) in shape.iter_mut().zip(&own).zip(&others) {
             if (*own, *other) == (0, 0) {
                 *size = (*size).min(1);
             }
         }
-        let mut equal = true;
+        let mut are_equal = true;
         Runs::new(self.meta.dtype.itemsize(), &shape, &own, &others).for_each(
             |left, right, run| {
-                equal = equal && part(self.bytes, left, run) == part(other.bytes, right, run);
+                are_equal = are_equal
+                    && subslice(self.bytes, left, run) == subslice(other.bytes, right, run);
             },
         );
-        equal
+        are_equal
     }
 }
 
-fn part(bytes: &[u8], start: u64, len: u64) -> &[u8] {
+fn subslice(bytes: &[u8], start: u64, len: u64) -> &[u8] {
     let index = |value| usize::try_from(value).expect("runs lie inside the span");
     &bytes[index(start)..][..index(len)]
 }
 
-/// A Rust type that is the element of a dtype.
+/// A Rust type whose values are the elements of a dtype.
 pub trait Element: bytemuck::Pod + private::Sealed {
-    /// The dtype.
+    /// The dtype of the elements.
     const DTYPE: Dtype;
 }
 

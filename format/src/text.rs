@@ -1,4 +1,4 @@
-//! Strings as Python has them.
+//! Python strings.
 
 use std::fmt;
 
@@ -8,17 +8,17 @@ use crate::error::{Error, ErrorKind, Result};
 
 /// A Python `str`: any sequence of code points, lone surrogates included.
 ///
-/// It is kept as generalized UTF-8, which is UTF-8 except that surrogates are encoded too, three
-/// bytes each (Python's `surrogatepass`). Spec: section 4.
+/// It is stored as generalized UTF-8: UTF-8 that also encodes surrogates, as three bytes each
+/// (Python's `surrogatepass`). Spec: section 4.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Text(Bytes);
 
 impl Text {
-    /// Takes generalized UTF-8.
+    /// Creates a text from generalized UTF-8.
     ///
     /// # Errors
     ///
-    /// `NotText` if the bytes are none.
+    /// `NotText` if the bytes are not generalized UTF-8.
     ///
     /// # Examples
     ///
@@ -34,23 +34,23 @@ impl Text {
         if is_text(&bytes) { Ok(Self(bytes)) } else { Err(Error::new(ErrorKind::NotText)) }
     }
 
-    /// Takes generalized UTF-8 that is proven to be such.
+    /// Creates a text from bytes that have been validated as generalized UTF-8.
     pub(crate) fn from_proven(bytes: Bytes) -> Self {
         debug_assert!(is_text(&bytes));
         Self(bytes)
     }
 
-    /// The generalized UTF-8.
+    /// Returns the generalized UTF-8.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
 
-    /// The generalized UTF-8, if it is too long to lie in the index of an archive.
+    /// Returns the generalized UTF-8 if it is too long for the index of an archive.
     pub(crate) fn long_bytes(&self) -> Option<&Bytes> {
         (!crate::record::is_inline(self.0.len())).then_some(&self.0)
     }
 
-    /// The string, unless it holds surrogates.
+    /// Returns the string; `None` if it contains surrogates.
     pub fn as_str(&self) -> Option<&str> {
         std::str::from_utf8(&self.0).ok()
     }
@@ -68,14 +68,14 @@ impl From<String> for Text {
     }
 }
 
-/// Surrogates are written as Python's `repr` does: `\ud800`.
+/// Writes surrogates as Python's `repr` does: `\ud800`.
 impl fmt::Display for Text {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for part in parts(&self.0) {
             match part {
                 Part::Str(text) => f.write_str(text)?,
                 Part::Surrogate(code) => write!(f, "\\u{code:04x}")?,
-                Part::Bad => f.write_str("\u{fffd}")?,
+                Part::Invalid => f.write_str("\u{fffd}")?,
             }
         }
         Ok(())
@@ -88,18 +88,18 @@ impl fmt::Debug for Text {
     }
 }
 
-/// True if the bytes are generalized UTF-8.
+/// Returns true if the bytes are generalized UTF-8.
 pub(crate) fn is_text(bytes: &[u8]) -> bool {
-    parts(bytes).all(|part| !matches!(part, Part::Bad))
+    parts(bytes).all(|part| !matches!(part, Part::Invalid))
 }
 
 enum Part<'a> {
     Str(&'a str),
     Surrogate(u32),
-    Bad,
+    Invalid,
 }
 
-/// Cuts bytes into runs of UTF-8 and single surrogates; ends at the first byte that is neither.
+/// Splits bytes into UTF-8 strings and single surrogates. Stops at the first invalid byte.
 fn parts(mut bytes: &[u8]) -> impl Iterator<Item = Part<'_>> {
     std::iter::from_fn(move || {
         if bytes.is_empty() {
@@ -123,6 +123,6 @@ fn parts(mut bytes: &[u8]) -> impl Iterator<Item = Part<'_>> {
             return Some(Part::Surrogate(code));
         }
         bytes = &[];
-        Some(Part::Bad)
+        Some(Part::Invalid)
     })
 }

@@ -1,4 +1,4 @@
-//! A state dict as one value: flattened map and tensor blob.
+//! A state dict as one value: a flattened state dict and a tensor blob.
 
 use bytes::Bytes;
 
@@ -11,9 +11,9 @@ use crate::options::Options;
 use crate::state_dict::StateDict;
 use crate::structure::{Node, TensorReference};
 
-/// The encoded pair: a flattened state dict of references, and the tensor blob that they refer to.
+/// An encoded state dict: a flattened state dict of references, and the tensor blob that they address.
 ///
-/// It is an [`Archive`] in memory; its bytes are what a file, an arena segment or a network peer gets.
+/// It is an [`Archive`] in memory. Files, arena segments and network peers receive exactly its bytes.
 ///
 /// # Examples
 ///
@@ -37,10 +37,10 @@ pub struct TorchStoreStateDict {
     archive: Archive,
 }
 
-/// What a leaf of the flattened state dict is.
+/// A leaf of the flattened state dict.
 #[derive(Clone, Debug, PartialEq)]
 pub enum FlatLeaf {
-    /// The references of a tensor: one, or one for each slice.
+    /// The references of a tensor: one for a plain tensor, else one for each slice.
     Tensor(Vec<TensorReference>),
     /// Any other leaf: its node.
     Object(Node),
@@ -56,7 +56,7 @@ impl TorchStoreStateDict {
         Self::with_options(dict, &Options::new())
     }
 
-    /// Encodes a state dict as the options say.
+    /// Encodes a state dict with these options.
     ///
     /// # Errors
     ///
@@ -69,7 +69,7 @@ impl TorchStoreStateDict {
         Self::from_bytes(bytes)
     }
 
-    /// Takes bytes that another writer encoded.
+    /// Opens the bytes of an encoded archive.
     ///
     /// # Errors
     ///
@@ -79,7 +79,7 @@ impl TorchStoreStateDict {
         Ok(Self { archive: Archive::from_bytes(bytes.clone())?, bytes })
     }
 
-    /// The state dict. Its tensors are views of the encoded bytes.
+    /// Returns the state dict. Tensors that are not compressed are views of the encoded bytes.
     ///
     /// # Errors
     ///
@@ -88,7 +88,9 @@ impl TorchStoreStateDict {
         self.archive.to_state_dict()
     }
 
-    /// The leaves by path, in insertion order; [`ObjectPath::fqn`] is the dotted name of each.
+    /// Returns the leaves with their paths, in insertion order.
+    ///
+    /// [`ObjectPath::fqn`] returns the dotted name of a path.
     pub fn flattened_state_dict(&self) -> Vec<(ObjectPath, FlatLeaf)> {
         let leaf = |node| match node {
             Node::Tensors(references) => FlatLeaf::Tensor(references),
@@ -98,12 +100,14 @@ impl TorchStoreStateDict {
         leaves.into_iter().map(|(path, node)| (path, leaf(node))).collect()
     }
 
-    /// The stored bytes of all tensors: what lies between the head of the archive and its index.
+    /// Returns the blob: all stored bytes between the head of the archive and its index.
+    ///
+    /// It ends with the last storage, without the padding before the index.
     pub fn tensor_blob(&self) -> Bytes {
         let end = usize::try_from(self.archive.index_range().start).expect("it is in memory");
-        // The storages of a manifest lie elsewhere.
-        let own = self.archive.storage_count().checked_sub(1);
-        let last = own.filter(|_| self.archive.shards().is_empty());
+        // The storages of a manifest are in other files.
+        let last = self.archive.storage_count().checked_sub(1);
+        let last = last.filter(|_| self.archive.shards().is_empty());
         let end = last.map_or(4096, |last| {
             let storage = self.archive.storage(last);
             usize::try_from(storage.stored_range().end).unwrap_or(end)
@@ -111,17 +115,17 @@ impl TorchStoreStateDict {
         self.bytes.slice(4096..end)
     }
 
-    /// The encoded bytes.
+    /// Returns the encoded bytes.
     pub fn as_bytes(&self) -> &Bytes {
         &self.bytes
     }
 
-    /// The archive that they are.
+    /// Returns the archive.
     pub fn archive(&self) -> &Archive {
         &self.archive
     }
 
-    /// The exact number of bytes that a state dict will take, found without touching its tensors.
+    /// Returns the exact encoded length of a state dict in bytes, without reading its tensors.
     ///
     /// # Errors
     ///

@@ -1,9 +1,11 @@
-//! The one validator: proves that the tables of an index mean something. Spec: sections 4 to 7.
+//! The validator of index tables. Spec: sections 4 to 7.
 //!
-//! The work is linear in the size of the index, whatever it holds: ranges that could be long are the
-//! same or disjoint, so each byte of them is looked at once, and all others have at most 64 entries
-//! or 4096 bytes. So is its memory: two bits for each byte of the heap, a byte for each storage, a few
-//! words for each mesh, divergent node and shard; never more than the index itself.
+//! Time is linear in the size of the index for every input. Ranges that can be long are equal or
+//! disjoint, so each of their bytes is read once. All other ranges have at most 64 entries or 4096
+//! bytes.
+//!
+//! Memory is linear too, and never exceeds the size of the index: two bits for each byte of the heap,
+//! one byte for each storage, and a few words for each mesh, divergent node and shard.
 
 mod claims;
 mod files;
@@ -22,7 +24,7 @@ use crate::record::split_heap_range;
 use crate::text::is_text;
 use crate::views::{Views, native, outside_dims, outside_heap};
 
-/// Proves the tables of a file whose index begins at `index_off`.
+/// Validates the tables of a file whose index begins at `index_off`, in bytes.
 ///
 /// # Errors
 ///
@@ -55,14 +57,15 @@ struct Validator<'a> {
     views: &'a Views<'a>,
     heap: HeapClaims,
     dims: Claims,
-    /// Meshes with ranks: the start of each, and its length.
+    /// Meshes with ranks: the length of each range in dims, by its start.
     meshes: std::collections::BTreeMap<u64, u64>,
-    /// Nodes inside divergent nodes, as ranges of children in table order.
+    /// Ranges of nodes inside divergent nodes, in table order.
     divergent: Vec<std::ops::Range<usize>>,
+    /// The use of each storage, by number.
     uses: Vec<Use>,
 }
 
-/// What names a storage.
+/// The kind of record that refers to a storage.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Use {
     None,
@@ -82,7 +85,7 @@ impl<'a> Validator<'a> {
         self.text(range, bytes)
     }
 
-    /// Claims a range that lies in the heap.
+    /// Claims a range that the caller has checked to lie in the heap.
     #[expect(clippy::inline_always, reason = "for each name; a hint alone is taken by chance")]
     #[inline(always)]
     fn claim(&mut self, range: u64) -> Result<()> {
@@ -94,7 +97,7 @@ impl<'a> Validator<'a> {
         }
     }
 
-    /// Proves that the bytes of a claimed range are text.
+    /// Checks that the bytes of a claimed range are text.
     #[expect(clippy::inline_always, reason = "for each name; a hint alone is taken by chance")]
     #[inline(always)]
     fn text(&mut self, range: u64, bytes: &[u8]) -> Result<()> {
@@ -121,7 +124,7 @@ fn dtype(code: u64) -> Option<Dtype> {
     u16::try_from(code).ok().and_then(Dtype::from_code)
 }
 
-/// Indexes that were compared with the length of a table in memory.
+/// Converts an index that has been checked against the length of a table in memory.
 fn narrow(index: u64) -> usize {
     usize::try_from(index).expect("the index lies in a table in memory")
 }

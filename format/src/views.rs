@@ -1,4 +1,4 @@
-//! Looking at the tables of an index: ranges, keys, children.
+//! Lookups in the tables of an index: ranges, keys and children.
 
 use std::cmp::Ordering;
 use std::ops::Range;
@@ -13,10 +13,12 @@ use crate::text::Text;
 
 pub(crate) use crate::table::Views;
 
-/// So few children are looked at one by one: they lie side by side, and their order lies elsewhere.
+/// The largest number of children to search linearly.
+///
+/// Children are adjacent in memory, while a search in `by_key` reads another table.
 pub(crate) const FEW: usize = 4;
 
-/// Looks at tables that are in bounds, or says what is not.
+/// Lookups that return a `Result` also accept unvalidated tables; all others expect validated tables.
 impl<'a> Views<'a> {
     #[inline]
     pub(crate) fn heap_at(&self, range: u64) -> Result<&'a [u8]> {
@@ -39,7 +41,7 @@ impl<'a> Views<'a> {
             .ok_or_else(|| outside_dims(start.into(), len))
     }
 
-    /// The key of a node that has one.
+    /// Returns the key of a node that has one.
     pub(crate) fn file_key(&self, node: &record::Node) -> Result<FileKey<'a>> {
         let key = node.key.to_native();
         Ok(if key::kind::is_heap(node.key_kind) {
@@ -49,7 +51,7 @@ impl<'a> Views<'a> {
         })
     }
 
-    /// What the key of a node is ordered by, as [`FileKey::order`] says.
+    /// Returns the sort key of a node in its container, as [`FileKey::order`] defines it.
     #[inline]
     pub(crate) fn key_order(&self, node: &record::Node) -> Result<KeyOrder<'a>> {
         let key = node.key.to_native();
@@ -60,32 +62,32 @@ impl<'a> Views<'a> {
         })
     }
 
-    /// The child of a container, if it has it.
+    /// Returns the child of a container that a step leads to, if it exists.
     pub(crate) fn child(&self, container: usize, step: &Step) -> Option<usize> {
         let node = &self.nodes[container];
         let children = self.children(container);
         match (kind::is_keyed(node.kind), step) {
             (false, Step::Index(index)) => children.clone().nth(native(*index)),
-            // A key that no file can hold is in none.
+            // A key that files cannot hold is in no container.
             (true, Step::Key(key)) => self.child_with(children, &FileKey::of(key).ok()?),
             _ => None,
         }
     }
 
-    /// The one of these children of a keyed container that has this key.
+    /// Returns the child with this key among these children of a keyed container.
     pub(crate) fn child_with(&self, children: Range<usize>, key: &FileKey<'_>) -> Option<usize> {
         if children.len() <= FEW {
             return children.into_iter().find(|child| self.key_proven(*child) == key.order());
         }
         let order = &self.by_key[children];
         let found = self.search(order, key.order());
-        found.ok().map(|place| native(order[place].to_native()))
+        found.ok().map(|position| native(order[position].to_native()))
     }
 
-    /// Where a key is in a part of `by_key`, or where it would be.
+    /// Returns the position of a key in a part of `by_key`, or the position to insert it at.
     ///
-    /// Each step is a branch, which processors guess: so they fetch the next key before they have
-    /// compared this one. The standard library's search has no branches, and takes 1.6 times as long.
+    /// Each step is a branch, so the processor predicts it and loads the next key before it has compared
+    /// the current one. The branchless search of the standard library takes 1.6 times as long.
     pub(crate) fn search(&self, order: &[u32_le], key: KeyOrder<'_>) -> Result<usize, usize> {
         let (mut low, mut high) = (0, order.len());
         while low < high {
@@ -128,19 +130,20 @@ impl<'a> Views<'a> {
     }
 }
 
-/// The path of a node, for errors; works on tables that are not proven yet, as far as they make
-/// sense.
+/// Returns the path of a node, for errors.
+///
+/// Also accepts tables that are not validated yet. A key that cannot be read becomes an index.
 pub(crate) fn path_of(views: &Views<'_>, mut node: usize) -> ObjectPath {
     let mut steps = Vec::new();
     while let Some(parent) = (0..node).find(|parent| views.children(*parent).contains(&node)) {
-        let place = node - views.children(parent).start;
+        let position = node - views.children(parent).start;
         let step = if kind::is_keyed(views.nodes[parent].kind) {
             match views.file_key(&views.nodes[node]).and_then(|key| key.to_key()) {
                 Ok(key) => Step::Key(key),
-                Err(_) => Step::Index(u32::try_from(place).unwrap_or(NONE)),
+                Err(_) => Step::Index(u32::try_from(position).unwrap_or(NONE)),
             }
         } else {
-            Step::Index(u32::try_from(place).unwrap_or(NONE))
+            Step::Index(u32::try_from(position).unwrap_or(NONE))
         };
         steps.push(step);
         node = parent;
@@ -148,21 +151,23 @@ pub(crate) fn path_of(views: &Views<'_>, mut node: usize) -> ObjectPath {
     steps.into_iter().rev().collect()
 }
 
-/// A range of the heap that is not one: by value and out of the way, like all errors of what is proven for each tensor.
-/// Who formats a number where it is computed keeps it in memory.
+/// Returns the error of a range outside the heap.
+///
+/// Takes the range by value and is cold, like all errors of checks that run for each tensor. Formatting
+/// a number in place would take its address and so force it from a register into memory.
 #[cold]
 pub(crate) fn outside_heap(range: u64) -> Error {
     let (offset, len) = split_heap_range(range);
     Error::new(ErrorKind::HeapRange).note(format_args!("{len} bytes at {offset}"))
 }
 
-/// A range of dims that is not one.
+/// Returns the error of a range outside dims.
 #[cold]
 pub(crate) fn outside_dims(start: u64, len: u64) -> Error {
     Error::new(ErrorKind::DimsRange).note(format_args!("{len} entries at {start}"))
 }
 
-/// Numbers of records, on machines where `usize` has 32 bits at least.
+/// Converts a record number to `usize`, which has at least 32 bits on all supported hosts.
 pub(crate) fn native(number: u32) -> usize {
     usize::try_from(number).expect("usize has at least 32 bits")
 }

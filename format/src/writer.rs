@@ -1,4 +1,4 @@
-//! Archives that are written as their tensors come, sizes unknown ahead.
+//! Streaming writer of archives, for entries whose number and sizes are not known in advance.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
@@ -18,9 +18,9 @@ use crate::structure::{Container, Node, Tree, branch};
 
 /// Writes one archive to a stream, entry by entry.
 ///
-/// The bytes of an entry go to the stream at once, so they need not stay in memory; only what the
-/// index says of them does. Tensors are tied within one entry, not across entries, because the memory
-/// of an earlier one may have been used again.
+/// The writer writes the bytes of an entry immediately, so only its index data stays in memory.
+/// Tensors are tied within one entry but not across entries, because the memory of an earlier entry may
+/// have been reused.
 ///
 /// # Examples
 ///
@@ -40,20 +40,20 @@ pub struct ArchiveWriter<W> {
     options: Options,
     arranger: Arranger,
     children: Vec<(Step, Node)>,
-    /// The places of the children of the root.
-    places: BTreeMap<Key, usize>,
-    /// The keys of those that grow.
-    growing: BTreeMap<usize, BTreeSet<Key>>,
-    /// How much of the file is written.
+    /// The positions of the children of the root, by key.
+    positions: BTreeMap<Key, usize>,
+    /// The keys of the dicts that [`ArchiveWriter::insert_into`] has created, by position.
+    open_dicts: BTreeMap<usize, BTreeSet<Key>>,
+    /// Number of bytes of the file that are written.
     written: u64,
     sums: Vec<Sum>,
     attrs: Attrs,
-    /// An entry was not written to its end.
-    is_broken: bool,
+    /// True if writing an entry has failed.
+    has_failed: bool,
 }
 
 impl<W: Write> ArchiveWriter<W> {
-    /// Begins an archive whose root is a dict.
+    /// Creates a writer of an archive whose root is a dict, and writes the head.
     ///
     /// # Errors
     ///
@@ -67,11 +67,11 @@ impl<W: Write> ArchiveWriter<W> {
             options,
             arranger: Arranger::new(),
             children: Vec::new(),
-            places: BTreeMap::new(),
-            growing: BTreeMap::new(),
+            positions: BTreeMap::new(),
+            open_dicts: BTreeMap::new(),
             written: 64,
             sums: Vec::new(),
-            is_broken: false,
+            has_failed: false,
         })
     }
 
@@ -79,12 +79,13 @@ impl<W: Write> ArchiveWriter<W> {
     ///
     /// # Errors
     ///
-    /// `DuplicateKey` if the key is there; else as [`Layout::plan`](crate::Layout::plan); `Io` if the
-    /// stream fails, after which the archive cannot be finished.
+    /// - `DuplicateKey` if the root already has the key.
+    /// - The errors of [`Layout::plan`](crate::Layout::plan).
+    /// - `Io` if the stream fails. The archive cannot be finished after that.
     pub fn insert(&mut self, key: impl Into<Key>, value: impl Into<Value>) -> Result<()> {
         let key = key.into();
         let path = ObjectPath::root().key(key.clone());
-        if self.places.contains_key(&key) {
+        if self.positions.contains_key(&key) {
             return Err(Error::new(ErrorKind::DuplicateKey).at(path));
         }
         let node = self.write(&path, &value.into())?;
@@ -92,8 +93,10 @@ impl<W: Write> ArchiveWriter<W> {
         Ok(())
     }
 
-    /// Appends an entry to a dict of the root, and writes its bytes. The first entry makes the dict;
-    /// one that [`ArchiveWriter::insert`] has written does not grow.
+    /// Appends an entry to a dict of the root, and writes its bytes.
+    ///
+    /// The first entry creates the dict. A dict that [`ArchiveWriter::insert`] has written cannot be
+    /// extended.
     ///
     /// # Errors
     ///
@@ -106,69 +109,73 @@ impl<W: Write> ArchiveWriter<W> {
     ) -> Result<()> {
         let (dict, key) = (dict.into(), key.into());
         let path = ObjectPath::root().key(dict.clone()).key(key.clone());
-        let place = self.places.get(&dict).copied();
-        let is_free = place
-            .is_none_or(|place| self.growing.get(&place).is_some_and(|keys| !keys.contains(&key)));
-        if !is_free {
+        let position = self.positions.get(&dict).copied();
+        let is_available = position.is_none_or(|position| {
+            self.open_dicts.get(&position).is_some_and(|keys| !keys.contains(&key))
+        });
+        if !is_available {
             return Err(Error::new(ErrorKind::DuplicateKey).at(path));
         }
         let node = self.write(&path, &value.into())?;
-        let place = place.unwrap_or_else(|| {
+        let position = position.unwrap_or_else(|| {
             let empty = Node::Container(Container::Dict, Vec::new());
             self.append(dict, empty)
         });
-        if let Node::Container(_, children) = &mut self.children[place].1 {
-            self.growing.entry(place).or_default().insert(key.clone());
+        if let Node::Container(_, children) = &mut self.children[position].1 {
+            self.open_dicts.entry(position).or_default().insert(key.clone());
             children.push((Step::Key(key), node));
         }
         Ok(())
     }
 
     fn append(&mut self, key: Key, node: Node) -> usize {
-        let place = self.children.len();
-        self.places.insert(key.clone(), place);
+        let position = self.children.len();
+        self.positions.insert(key.clone(), position);
         self.children.push((Step::Key(key), node));
-        place
+        position
     }
 
-    /// Writes the bytes of a value that is to be at `path`.
+    /// Writes the bytes of the value at `path`, and returns its node.
     fn write(&mut self, path: &ObjectPath, value: &Value) -> Result<Node> {
-        if self.is_broken {
+        if self.has_failed {
             return Err(Error::new(ErrorKind::Io).note("an earlier write has failed"));
         }
-        check(path, value, &self.options)?;
+        check_encodable(path, value, &self.options)?;
         let node = self.arranger.arrange(value, path, &self.options)?.to_node();
-        // What has a number by now is written or not: if it is not, nothing after it can be.
-        self.is_broken = true;
+        // Storages have numbers from here on. If one of them is not written, no later one can be.
+        self.has_failed = true;
         let packed: Vec<Packed> =
             self.arranger.jobs(&self.options).iter().map(Pack::run).collect::<Result<_>>()?;
         self.arranger.place(packed, &self.options)?;
         let sources = Arc::new(std::mem::take(&mut self.arranger.sources));
-        // An entry without bytes leaves the end of the head unwritten for now.
+        // An entry without bytes does not write the padding after the head yet.
         let end = if sources.is_empty() { self.written } else { self.arranger.cursor() };
         let written = std::mem::replace(&mut self.written, end);
         for job in jobs(written..end, None, &sources) {
-            // Jobs are in order, and so are their entries of the checksum table.
+            // Jobs are in file order, which is the order of the checksum table.
             let filled = job.write_to(&mut self.stream)?;
             self.sums.extend(filled.sums);
         }
-        self.is_broken = false;
+        self.has_failed = false;
         Ok(node)
     }
 
-    /// Says something of the archive as a whole.
+    /// Sets an attribute of the archive. An earlier value with the same name is replaced.
     pub fn attr(&mut self, name: impl Into<String>, value: AttrValue) {
         self.attrs.insert(name.into(), value);
     }
 
-    /// Writes the index and returns the stream. Dropping a writer instead leaves bytes that no reader
-    /// takes for an archive.
+    /// Writes the index and the trailer, and returns the stream.
+    ///
+    /// If the writer is dropped instead, no reader accepts the bytes as an archive.
     ///
     /// # Errors
     ///
-    /// `KeysCollide` and what else the keys of the root can break; `TooLarge`; `Io`.
+    /// - `KeysCollide` and other errors in the keys of the root.
+    /// - `TooLarge` if the index exceeds its limit.
+    /// - `Io` if the stream fails, or an earlier write has failed.
     pub fn finish(mut self) -> Result<W> {
-        if self.is_broken {
+        if self.has_failed {
             return Err(Error::new(ErrorKind::Io).note("an earlier write has failed"));
         }
         let root = Node::Container(Container::Dict, self.children);
@@ -186,8 +193,8 @@ impl<W: Write> ArchiveWriter<W> {
     }
 }
 
-/// Refuses an entry whose keys could not be written at the end. It is encoded as if it were alone.
-fn check(path: &ObjectPath, value: &Value, options: &Options) -> Result<()> {
+/// Rejects an entry that [`ArchiveWriter::finish`] could not encode, by encoding it alone.
+fn check_encodable(path: &ObjectPath, value: &Value, options: &Options) -> Result<()> {
     let entry = Arranger::new().arrange(value, path, options)?;
     let root =
         path.steps().iter().rev().fold(entry, |child, step| {

@@ -1,4 +1,4 @@
-"""A word there and back through a bare socket, to another process: what any call costs that asks somebody else."""
+"""A round trip of one message through a plain socket to another process: the minimum cost of any remote call."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 NAME = "bare socket, there and back"
-WORD = b"01234567" * 8
-ECHO = """
+MESSAGE = b"01234567" * 8
+ECHO_SCRIPT = """
 import socket, sys
 with socket.socket(fileno=int(sys.argv[1])) as other:
     while word := other.recv(4096):
@@ -18,14 +18,14 @@ with socket.socket(fileno=int(sys.argv[1])) as other:
 
 
 class Bare:
-    """The process at the other end lives as long as this."""
+    """A process that echoes messages, and a socket to it. The process exits when the block ends."""
 
     def __enter__(self) -> Bare:
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-S", "-c", ECHO, str(theirs.fileno())]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        # Once, so that it has started.
+        self.socket, peer_socket = socket.socketpair()
+        with peer_socket:
+            command = [sys.executable, "-S", "-c", ECHO_SCRIPT, str(peer_socket.fileno())]
+            self.process = subprocess.Popen(command, pass_fds=[peer_socket.fileno()])
+        # After the first round trip, the process has started.
         self.there_and_back()
         return self
 
@@ -34,6 +34,7 @@ class Bare:
         self.process.wait()
 
     def there_and_back(self) -> None:
-        self.socket.sendall(WORD)
-        if self.socket.recv(4096) != WORD:
+        """Sends a message and waits for its echo."""
+        self.socket.sendall(MESSAGE)
+        if self.socket.recv(4096) != MESSAGE:
             raise AssertionError("another word came back")

@@ -1,4 +1,4 @@
-"""What one does who wants a compressed file and has no TSSD: the bytes of safetensors through libzstd, in one call."""
+"""A peer for compressed files, without TSSD: the bytes of safetensors, compressed by one call to libzstd."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from model import State
 LEVEL = 1
 
 
-class Library:
-    """That of the system."""
+class Zstd:
+    """The libzstd of the system."""
 
     def __init__(self, path: str) -> None:
         self.library = ctypes.CDLL(path)
@@ -24,37 +24,37 @@ class Library:
 
     def compress(self, raw: bytes) -> memoryview:
         size = ctypes.c_size_t(len(raw))
-        room = new(self.library.ZSTD_compressBound(size))
-        count = self.library.ZSTD_compress(room, ctypes.c_size_t(len(room)), raw, size, ctypes.c_int(LEVEL))
-        return memoryview(room)[:count]
+        target = allocate(self.library.ZSTD_compressBound(size))
+        length = self.library.ZSTD_compress(target, ctypes.c_size_t(len(target)), raw, size, ctypes.c_int(LEVEL))
+        return memoryview(target)[:length]
 
     def decompress(self, compressed: bytes) -> bytes:
         size = ctypes.c_size_t(len(compressed))
-        room = new(self.library.ZSTD_getFrameContentSize(compressed, size))
-        count = self.library.ZSTD_decompress(room, ctypes.c_size_t(len(room)), compressed, size)
-        if count != len(room):
+        target = allocate(self.library.ZSTD_getFrameContentSize(compressed, size))
+        length = self.library.ZSTD_decompress(target, ctypes.c_size_t(len(target)), compressed, size)
+        if length != len(target):
             raise AssertionError("libzstd refuses what it has made")
-        return room
+        return target
 
 
-def new(size: int) -> bytes:
-    """So many bytes that nobody clears before they are filled, as a binding of C would do it."""
-    make = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)
-    made: bytes = make(("PyBytes_FromStringAndSize", ctypes.pythonapi))(None, size)
-    return made
+def allocate(size: int) -> bytes:
+    """Allocates `bytes` of this size without clearing them, as a binding in C would do."""
+    constructor = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)
+    buffer: bytes = constructor(("PyBytes_FromStringAndSize", ctypes.pythonapi))(None, size)
+    return buffer
 
 
 def formats() -> Iterator[Format]:
-    """None where the system has no libzstd."""
+    """Yields the format. Yields nothing if the system has no libzstd."""
     path = ctypes.util.find_library("zstd")
     if path is None:
         return
-    library = Library(path)
+    zstd = Zstd(path)
 
     def save(state: State, path: Path) -> None:
-        path.write_bytes(library.compress(safetensors.torch.save(state)))
+        path.write_bytes(zstd.compress(safetensors.torch.save(state)))
 
     def load(path: Path, _: State) -> State:
-        return safetensors.torch.load(library.decompress(path.read_bytes()))
+        return safetensors.torch.load(zstd.decompress(path.read_bytes()))
 
     yield Format("safetensors in zstd", "peer", save, load)

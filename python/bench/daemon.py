@@ -1,4 +1,4 @@
-"""A daemon of this run's own: TSSD_BIN is the command, else the one that PATH has."""
+"""A daemon that serves one run. The command is TSSD_BIN; without it, the `tssd` on PATH."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @contextmanager
 def daemon(memory: int) -> Iterator[str]:
-    """Its URL. It may hold so many bytes."""
+    """Runs a daemon and yields its URL. `memory` is its memory limit, in bytes."""
     folder = Path(tempfile.mkdtemp())
     socket = folder / "socket"
     command = [os.environ.get("TSSD_BIN", "tssd"), "serve", "--memory-limit", str(memory)]

@@ -1,7 +1,7 @@
-"""Files beside those of others: what is saved and loaded, of one state dict, in turns.
+"""Compares saving and loading one state dict in files of tssd and of other libraries.
 
-Each save makes a new file; synced means that it is on the disk when the save returns, else nobody waits for
-it. A load counts until one byte of each page was touched, or every byte read; ours proves all checksums.
+Each save creates a new file. A synced save returns when the file is on the disk; any other does not wait for the disk.
+A load ends when one byte of each page was touched, or every byte was read. tssd verifies all checksums.
 """
 
 from __future__ import annotations
@@ -24,153 +24,158 @@ from race import Role, Rounds, Runner, ours, race, timed
 from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
-OTHERS = (SAFETENSORS, TORCH, DCP)
-#: The machine's own speed.
+PEERS = (SAFETENSORS, TORCH, DCP)
+#: The speed limits of the machine.
 WRITE = "plain write"
 READ = "plain read"
-#: Less than that is read by one thread: to ask another takes longer.
-LEAST = 1 << 20
-READERS = ThreadPoolExecutor(torch.get_num_threads())
+#: Fewer bytes than this are read by one thread: starting another one takes longer.
+MIN_PART_BYTES = 1 << 20
+READ_POOL = ThreadPoolExecutor(torch.get_num_threads())
 
 
 class Files:
-    """The same state dict in the files of all."""
+    """One state dict, in a file of each format."""
 
     def __init__(self, folder: Path, model: Model, rounds: Rounds) -> None:
         self.folder, self.model, self.rounds = folder, model, rounds
         self.state = model.state
         self.buffer = warm(model.nbytes)
-        self.touched, self.read = touch(self.state), read(self.state)
+        self.page_sum, self.word_sum = touch(self.state), sum_words(self.state)
         self.is_saved = False
 
-    def at(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
         return self.folder / name
 
-    def race(self, case: str, what: str, *runners: Runner, model: Model | None = None) -> None:
-        race(case, what, *runners, model=model or self.model, rounds=self.rounds)
+    def race(self, case: str, description: str, *runners: Runner, model: Model | None = None) -> None:
+        race(case, description, *runners, model=model or self.model, rounds=self.rounds)
 
     def save(self) -> None:
-        """Into new files."""
+        """Measures saves to new files, not synced and synced."""
         for fsync in (False, True):
 
-            def run(save: Callable[[], object], *, synced: bool = fsync) -> Callable[[], float]:
-                def saved() -> None:
+            def time_save(save: Callable[[], object], *, synced: bool = fsync) -> Callable[[], float]:
+                def save_and_sync() -> None:
                     save()
                     if synced:
-                        sync(self.folder)
+                        sync_directory(self.folder)
 
-                return timed(saved, before=self.clear)
+                return timed(save_and_sync, before=self.clear)
 
             self.race(
                 "save, synced" if fsync else "save",
                 "on the disk when it returns" if fsync else "a new file, nobody waits for the disk",
                 ours(
                     timed(
-                        partial(tssd.save_file, self.state, self.at("tssd"), fsync=fsync),
+                        partial(tssd.save_file, self.state, self.path("tssd"), fsync=fsync),
                         before=self.clear,
                     ),
                     partial(self.expect_saved, TSSD),
                 ),
                 *(
                     Runner(
-                        each.name,
-                        run(partial(each.save, self.state, self.at(each.name))),
-                        target=each.target,
-                        check=partial(self.expect_saved, each),
+                        file_format.name,
+                        time_save(partial(file_format.save, self.state, self.path(file_format.name))),
+                        target=file_format.target,
+                        check=partial(self.expect_saved, file_format),
                     )
-                    for each in OTHERS
+                    for file_format in PEERS
                 ),
-                Runner(WRITE, run(partial(write, self.buffer, self.at("plain"))), "limit"),
+                Runner(WRITE, time_save(partial(write, self.buffer, self.path("plain"))), "limit"),
             )
         self.is_saved = False
 
     def load(self) -> None:
-        """All of it, each page touched."""
+        """Measures loads of the whole file, with each page touched, and with every byte read."""
         self.save_all()
-        also: dict[str, Callable[[], State]] = {
-            "tssd, verify off": lambda: tssd.load_file(self.at("tssd"), verify="off"),
-            "tssd, pread": lambda: tssd.load_file(self.at("tssd"), backend="pread"),
+        variants: dict[str, Callable[[], State]] = {
+            "tssd, verify off": lambda: tssd.load_file(self.path("tssd"), verify="off"),
+            "tssd, pread": lambda: tssd.load_file(self.path("tssd"), backend="pread"),
         }
         self.race(
             "load",
             "all of it, checksums proven, each page touched",
-            ours(timed(partial(self.touched_by, partial(self.loaded, TSSD))), self.expect),
+            ours(timed(partial(self.load_and_touch, partial(self.load_format, TSSD))), self.expect),
             *(
                 Runner(
-                    each.loader,
-                    timed(partial(self.touched_by, partial(self.loaded, each))),
-                    target=each.target,
+                    file_format.loader,
+                    timed(partial(self.load_and_touch, partial(self.load_format, file_format))),
+                    target=file_format.target,
                     check=self.expect,
                 )
-                for each in OTHERS
+                for file_format in PEERS
             ),
-            Runner("torch.load, mmap", timed(partial(self.touched_by, self.mapped)), "peer", check=self.expect),
+            Runner(
+                "torch.load, mmap",
+                timed(partial(self.load_and_touch, self.load_torch_mmap)),
+                "peer",
+                check=self.expect,
+            ),
             *(
-                Runner(name, timed(partial(self.touched_by, load)), "also", check=self.expect)
-                for name, load in also.items()
+                Runner(name, timed(partial(self.load_and_touch, load)), "also", check=self.expect)
+                for name, load in variants.items()
             ),
             self.plain_read(self.model.nbytes),
         )
-        everything: dict[str, tuple[Callable[[], State], Role]] = {
-            "tssd": (partial(self.loaded, TSSD), "ours"),
-            "tssd, verify off": (also["tssd, verify off"], "also"),
-            "safetensors": (partial(self.loaded, SAFETENSORS), "peer"),
-            "torch.load, mmap": (self.mapped, "peer"),
+        loads: dict[str, tuple[Callable[[], State], Role]] = {
+            "tssd": (partial(self.load_format, TSSD), "ours"),
+            "tssd, verify off": (variants["tssd, verify off"], "also"),
+            "safetensors": (partial(self.load_format, SAFETENSORS), "peer"),
+            "torch.load, mmap": (self.load_torch_mmap, "peer"),
         }
         self.race(
             "load, read",
             "all of it, checksums proven, every byte read once",
             *(
-                Runner(name, timed(partial(self.read_by, load)), role, check=self.expect)
-                for name, (load, role) in everything.items()
+                Runner(name, timed(partial(self.load_and_read, load)), role, check=self.expect)
+                for name, (load, role) in loads.items()
             ),
             self.plain_read(self.model.nbytes),
         )
 
     def tensor(self) -> None:
-        """One tensor of all."""
+        """Measures loads of one tensor."""
         name = sorted(self.state, key=lambda name: self.state[name].nbytes)[-2]
-        self.of_one("one", f"one tensor of {self.model.count:,}, {name}", name, None)
+        self.race_one_tensor("one", f"one tensor of {self.model.count:,}, {name}", name, None)
 
     def part(self) -> None:
-        """A part of the greatest tensor."""
+        """Measures loads of a slice of the largest tensor."""
         name = max(self.state, key=lambda name: int(self.state[name].nbytes))
         rows = self.state[name].shape[0]
         part = slice(rows * 2 // 5, rows * 2 // 5 + max(1, rows // 20))
-        self.of_one("slice", f"5 % of the rows of one tensor, {name}", name, part)
+        self.race_one_tensor("slice", f"5 % of the rows of one tensor, {name}", name, part)
 
-    def of_one(self, case: str, what: str, name: str, part: slice | None) -> None:
+    def race_one_tensor(self, case: str, description: str, name: str, part: slice | None) -> None:
         self.save_all()
         source = self.state[name] if part is None else self.state[name][part]
 
-        def lazily(opened: Any) -> torch.Tensor:
+        def read_lazily(opened: Any) -> torch.Tensor:
             with opened as file:
                 tensor: torch.Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[part]
                 return tensor
 
-        def by_torch() -> torch.Tensor:
-            tensor: torch.Tensor = self.mapped()[name]
+        def read_with_torch() -> torch.Tensor:
+            tensor: torch.Tensor = self.load_torch_mmap()[name]
             return tensor if part is None else tensor[part]
 
-        def by_dcp() -> torch.Tensor:
-            # A plain tensor has no parts there: all of it is read.
+        def read_with_dcp() -> torch.Tensor:
+            # DCP cannot read a part of a plain tensor: it reads the whole tensor.
             state = {name: torch.empty_like(self.state[name])}
-            load_dcp(state, checkpoint_id=str(self.at(DCP.name)), no_dist=True)
+            load_dcp(state, checkpoint_id=str(self.path(DCP.name)), no_dist=True)
             return state[name] if part is None else state[name][part]
 
         loads: dict[str, tuple[Callable[[], torch.Tensor], Role]] = {
-            "tssd": (lambda: lazily(tssd.safe_open(self.at("tssd"), "pt")), "ours"),
-            "safetensors": (lambda: lazily(safe_open(self.at(SAFETENSORS.name), "pt")), "peer"),
-            "torch.load, mmap": (by_torch, "peer"),
-            "DCP": (by_dcp, "peer"),
+            "tssd": (lambda: read_lazily(tssd.safe_open(self.path("tssd"), "pt")), "ours"),
+            "safetensors": (lambda: read_lazily(safe_open(self.path(SAFETENSORS.name), "pt")), "peer"),
+            "torch.load, mmap": (read_with_torch, "peer"),
+            "DCP": (read_with_dcp, "peer"),
         }
         self.race(
             case,
-            f"{what}, of a file, each page touched",
+            f"{description}, of a file, each page touched",
             *(
                 Runner(
                     runner,
-                    timed(partial(_touch, load)),
+                    timed(partial(load_and_touch_tensor, load)),
                     role,
                     check=lambda found: expect_same(found, source),
                 )
@@ -181,27 +186,27 @@ class Files:
         )
 
     def verify(self) -> None:
-        """All checksums of a file."""
+        """Measures the verification of all checksums of a file."""
         self.save_all()
         self.race(
             "verify",
             "all checksums of a file",
-            ours(timed(partial(tssd.verify, self.at(TSSD.name)))),
+            ours(timed(partial(tssd.verify, self.path(TSSD.name)))),
             self.plain_read(self.model.nbytes),
         )
 
     def zstd(self) -> None:
-        """Compressed, beside what libzstd makes of safetensors."""
-        path = self.at("zstd")
+        """Measures compressed files, in comparison with safetensors compressed by libzstd."""
+        path = self.path("zstd")
 
         def load() -> State:
-            found: State = tssd.load_file(path)
-            return found
+            state: State = tssd.load_file(path)
+            return state
 
         def save() -> None:
             tssd.save_file(self.state, path, compression="zstd", fsync=False)
 
-        others = list(compressed.formats())
+        peers = list(compressed.formats())
         self.clear()
         self.race(
             "save, zstd",
@@ -209,82 +214,86 @@ class Files:
             ours(timed(save, before=self.clear), lambda _: self.expect(load())),
             *(
                 Runner(
-                    each.name,
-                    timed(partial(each.save, self.state, self.at(each.name)), before=self.clear),
-                    check=partial(self.expect_saved, each),
+                    file_format.name,
+                    timed(partial(file_format.save, self.state, self.path(file_format.name)), before=self.clear),
+                    check=partial(self.expect_saved, file_format),
                 )
-                for each in others
+                for file_format in peers
             ),
             Runner("tssd, not compressed", timed(self.save_tssd, before=self.clear), "also"),
-            Runner(WRITE, timed(partial(write, self.buffer, self.at("plain")), before=self.clear), "limit"),
+            Runner(WRITE, timed(partial(write, self.buffer, self.path("plain")), before=self.clear), "limit"),
         )
         self.clear()
         save()
         self.save_tssd()
-        found = {"bytes stored / raw": self.stored(path)}
-        for each in others:
-            each.save(self.state, self.at(each.name))
-            found[f"bytes stored / raw, {each.name}"] = self.stored(self.at(each.name))
-        print(*(f"  {what}: {ratio:.3f}" for what, ratio in found.items()), "", sep="\n")
-        records.write("count", {"operation": "save, zstd", "counts": found})
+        ratios = {"bytes stored / raw": self.stored_ratio(path)}
+        for file_format in peers:
+            file_format.save(self.state, self.path(file_format.name))
+            ratios[f"bytes stored / raw, {file_format.name}"] = self.stored_ratio(self.path(file_format.name))
+        print(*(f"  {label}: {ratio:.3f}" for label, ratio in ratios.items()), "", sep="\n")
+        records.write("count", {"operation": "save, zstd", "counts": ratios})
         self.race(
             "load, zstd",
             "compressed, checksums proven, each page touched",
-            ours(timed(partial(self.touched_by, load)), self.expect),
+            ours(timed(partial(self.load_and_touch, load)), self.expect),
             *(
                 Runner(
-                    each.name,
-                    timed(partial(self.touched_by, partial(self.loaded, each))),
+                    file_format.name,
+                    timed(partial(self.load_and_touch, partial(self.load_format, file_format))),
                     check=self.expect,
                 )
-                for each in others
+                for file_format in peers
             ),
-            Runner("tssd, not compressed", timed(partial(self.touched_by, partial(self.loaded, TSSD))), "also"),
+            Runner(
+                "tssd, not compressed",
+                timed(partial(self.load_and_touch, partial(self.load_format, TSSD))),
+                "also",
+            ),
             self.plain_read(self.model.nbytes),
         )
         self.is_saved = False
 
-    def stored(self, path: Path) -> float:
+    def stored_ratio(self, path: Path) -> float:
         return path.stat().st_size / self.model.nbytes
 
     def plain_read(self, nbytes: int) -> Runner:
-        """The bytes of a file without compression, into memory that is there."""
-        return Runner(READ, timed(partial(read_whole, self.at(TSSD.name), self.buffer[:nbytes])), "limit")
+        """Returns the runner that reads the bytes of an uncompressed file into resident memory."""
+        return Runner(READ, timed(partial(read_whole, self.path(TSSD.name), self.buffer[:nbytes])), "limit")
 
     def expect(self, found: State) -> None:
         expect_same(found, self.state)
 
-    def expect_saved(self, each: Format, _: object) -> None:
-        self.expect(self.loaded(each))
+    def expect_saved(self, file_format: Format, _: object) -> None:
+        self.expect(self.load_format(file_format))
 
-    def mapped(self) -> State:
-        state: State = torch.load(self.at(TORCH.name), mmap=True)
+    def load_torch_mmap(self) -> State:
+        state: State = torch.load(self.path(TORCH.name), mmap=True)
         return state
 
     def save_tssd(self) -> None:
-        TSSD.save(self.state, self.at("tssd"))
+        TSSD.save(self.state, self.path("tssd"))
 
     def save_all(self) -> None:
-        """What is loaded, once for all cases."""
+        """Writes the files that are loaded, once for all cases."""
         if not self.is_saved:
             self.clear()
-            for each in (TSSD, *OTHERS):
-                each.save(self.state, self.at(each.name))
+            for file_format in (TSSD, *PEERS):
+                file_format.save(self.state, self.path(file_format.name))
             os.sync()
         self.is_saved = True
 
-    def loaded(self, each: Format) -> State:
-        return each.load(self.at(each.name), self.state)
+    def load_format(self, file_format: Format) -> State:
+        return file_format.load(self.path(file_format.name), self.state)
 
-    def touched_by(self, load: Callable[[], State]) -> State:
+    def load_and_touch(self, load: Callable[[], State]) -> State:
         state = load()
-        if touch(state) != self.touched:
+        if touch(state) != self.page_sum:
             raise AssertionError("other bytes than were saved")
         return state
 
-    def read_by(self, load: Callable[[], State]) -> State:
+    def load_and_read(self, load: Callable[[], State]) -> State:
         state = load()
-        if read(state) != self.read:
+        if sum_words(state) != self.word_sum:
             raise AssertionError("other bytes than were saved")
         return state
 
@@ -293,14 +302,17 @@ class Files:
 
 
 def clear(folder: Path) -> None:
-    """What replaces a file waits for the file system to part with the old one, and for what others wrote."""
+    """Empties a directory, and flushes all pending writes to the disk.
+
+    Otherwise a save would wait until the file system has freed the old file and written the data of other runners.
+    """
     for old in folder.iterdir():
         shutil.rmtree(old) if old.is_dir() else old.unlink()
     os.sync()
 
 
-def sync(folder: Path) -> None:
-    """All files in it, and their names."""
+def sync_directory(folder: Path) -> None:
+    """Flushes all files in a directory, and the directory itself, to the disk."""
     for path in [*folder.rglob("*"), folder]:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -308,15 +320,15 @@ def sync(folder: Path) -> None:
 
 
 def touch(value: Any) -> int:
-    """One byte of each page."""
+    """Touches one byte of each page. Returns the sum of these bytes."""
     total = 0
     for tensor in tensors(value):
         total += int(tensor.detach().view(torch.uint8).flatten()[::4096].sum(dtype=torch.int64))
     return total
 
 
-def read(value: Any) -> int:
-    """Every byte, as many at once as fit in a number."""
+def sum_words(value: Any) -> int:
+    """Reads each tensor in words of 8 bytes, without a shorter rest. Returns the sum of the words."""
     total = 0
     for tensor in tensors(value):
         words = tensor.detach().view(torch.uint8).flatten()
@@ -324,37 +336,40 @@ def read(value: Any) -> int:
     return total
 
 
-def _touch(load: Callable[[], torch.Tensor]) -> torch.Tensor:
+def load_and_touch_tensor(load: Callable[[], torch.Tensor]) -> torch.Tensor:
     tensor = load()
     touch(tensor)
     return tensor
 
 
 def warm(nbytes: int) -> memoryview:
-    """Not of zeros, whose memory would not be there yet; in huge pages, if torch has them."""
+    """Returns a buffer in resident memory, in huge pages if torch uses them.
+
+    A buffer of zeros would not be resident yet.
+    """
     return torch.ones(nbytes, dtype=torch.uint8).numpy().data
 
 
 def write(buffer: memoryview, path: Path) -> None:
-    """As fast as a file can be written: memory that is there, in few calls."""
+    """Writes a buffer to a file in few calls, as fast as possible."""
     with open(path, "wb", buffering=0) as file:
         while buffer:
             buffer = buffer[file.write(buffer) :]
 
 
-def read_whole(path: Path, room: memoryview) -> None:
-    """As much as there is room for, into memory that is there: one part for each thread."""
-    part = max(LEAST, -(-len(room) // torch.get_num_threads()))
+def read_whole(path: Path, target: memoryview) -> None:
+    """Fills a buffer from a file, with one part for each thread."""
+    part = max(MIN_PART_BYTES, -(-len(target) // torch.get_num_threads()))
     with open(path, "rb", buffering=0) as file:
-        others = [
-            READERS.submit(read_at, file.fileno(), room[start : start + part], start)
-            for start in range(part, len(room), part)
+        futures = [
+            READ_POOL.submit(read_at, file.fileno(), target[start : start + part], start)
+            for start in range(part, len(target), part)
         ]
-        read_at(file.fileno(), room[:part], 0)
-        for other in others:
-            other.result()
+        read_at(file.fileno(), target[:part], 0)
+        for future in futures:
+            future.result()
 
 
-def read_at(fd: int, left: memoryview, at: int) -> None:
-    while left and (count := os.preadv(fd, [left], at)):
-        left, at = left[count:], at + count
+def read_at(fd: int, target: memoryview, offset: int) -> None:
+    while target and (count := os.preadv(fd, [target], offset)):
+        target, offset = target[count:], offset + count

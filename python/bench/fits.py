@@ -1,4 +1,4 @@
-"""What an operation costs by itself, for each tensor and for each byte: points from which that is computed."""
+"""Measured points for the cost model of an operation: a fixed cost, a cost per tensor, and a cost per byte."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import peer
 import records
-from files import clear, touch
+from file_operations import clear, touch
 from formats import DCP, SAFETENSORS, TORCH, TSSD, Format
 from model import Model, State, expect_same, like, named
 from pair import Pair
 from peer import NEW, REUSED, RPC, Peer
-from race import Role, Rounds, Runner, measure, ours, timed
+from measure_all import Role, Rounds, Runner, measure, ours, timed
 from store import COPY
 
 COUNTS = (100, 1_500)
@@ -33,8 +33,8 @@ OPERATIONS = {
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A way of torchstore's to put and get, beside which ours does."""
+class TorchstoreCase:
+    """A way to put and get with torchstore, which is measured together with tssd."""
 
     name: str
     peer: Peer | None
@@ -44,118 +44,122 @@ class Beside:
     counts: tuple[int, ...] = COUNTS
 
 
-#: Its name, what is done before, and who does it.
+#: The name of an operation, its preparation, and its runners.
 Operation = tuple[str, Callable[[], object], list[Runner]]
-#: The seconds that an operation took somebody, by tensors and bytes.
+#: Times in seconds, by operation, by runner, and by the number of tensors and bytes.
 Points = dict[str, dict[str, dict[tuple[int, int], list[float]]]]
 
 
-def fits(folder: Path, rounds: Rounds, near: Peer | None, far: Peer | None, size: int | None) -> None:
-    """Puts, gets, saves and loads of few and many tensors, small and great."""
+def fits(folder: Path, rounds: Rounds, shm_peer: Peer | None, rpc_peer: Peer | None, size: int | None) -> None:
+    """Measures puts, gets, saves and loads of few and many tensors, small and large."""
     points: Points = {operation: {} for operation in OPERATIONS}
     roles: dict[str, Role] = {}
-    others = [Beside(REUSED, near, Peer.put_same, Peer.get_same, rounds)]
-    if near:
-        # A put of 400 MB in 1,500 tensors takes 11 GB of memory that is new, which takes 10 s.
-        others.append(Beside(NEW, near, Peer.put_new, Peer.get_new, rounds, (100, 400)))
-    if far:
-        # By RPC a turn takes seconds.
-        others.append(Beside(RPC, far, Peer.put_same, Peer.get_same, rounds.at_most(1)))
+    cases = [TorchstoreCase(REUSED, shm_peer, Peer.put_same, Peer.get_same, rounds)]
+    if shm_peer:
+        # A put of 400 MB in 1,500 tensors allocates 11 GB of new memory, which takes 10 s.
+        cases.append(TorchstoreCase(NEW, shm_peer, Peer.put_new, Peer.get_new, rounds, (100, 400)))
+    if rpc_peer:
+        # A round by RPC takes seconds.
+        cases.append(TorchstoreCase(RPC, rpc_peer, Peer.put_same, Peer.get_same, rounds.at_most(1)))
 
-    def race(model: Model, every: list[Operation], rounds: Rounds) -> None:
-        for operation, prepare, runners in every:
+    def measure_all(model: Model, operations: list[Operation], rounds: Rounds) -> None:
+        for operation, prepare, runners in operations:
             prepare()
             times = measure(runners, rounds)
             for runner in runners:
                 roles[runner.name] = runner.role
-                own = points[operation].setdefault(runner.name, {})
-                own.setdefault((model.count, model.nbytes), []).extend(times[runner.name])
+                times_by_size = points[operation].setdefault(runner.name, {})
+                times_by_size.setdefault((model.count, model.nbytes), []).extend(times[runner.name])
 
     sizes = [min(nbytes, size or nbytes) for nbytes in BYTES]
-    for count in sorted({count for other in others for count in other.counts}):
+    for count in sorted({count for case in cases for count in case.counts}):
         for nbytes in sizes:
             model = named(f"uniform:{count}:{nbytes}")
             if count in COUNTS:
-                race(model, files(folder, model), rounds)
-            # torchstore takes 11 GB (shared memory) and 13 GB (RPC) for 400 MB in 1,500 tensors: not both at once.
-            for other in others:
-                if count in other.counts:
+                measure_all(model, file_operations(folder, model), rounds)
+            # For 400 MB in 1,500 tensors, torchstore uses 11 GB (shared memory) or 13 GB (RPC). So only one runs at a
+            # time.
+            for case in cases:
+                if count in case.counts:
                     with ExitStack() as stack:
-                        race(model, stores(stack, model, other), other.rounds)
+                        measure_all(model, store_operations(stack, model, case), case.rounds)
             gc.collect()
-    for operation, what in OPERATIONS.items():
-        print(f"fit {operation}: {what} (medians in ms)")
-        runners_of = []
-        for name, own in points[operation].items():
+    for operation, description in OPERATIONS.items():
+        print(f"fit {operation}: {description} (medians in ms)")
+        runner_records = []
+        for name, times_by_size in points[operation].items():
             row = "  ".join(
                 f"{tensors:,} x {nbytes / tensors / 1e3:,.0f} kB: {statistics.median(seconds) * 1e3:.2f}"
-                for (tensors, nbytes), seconds in own.items()
+                for (tensors, nbytes), seconds in times_by_size.items()
             )
             print(f"  {name:<30} {row}", flush=True)
-            every = [
+            rows = [
                 {"tensors": tensors, "bytes": nbytes, "seconds": seconds}
-                for (tensors, nbytes), seconds in own.items()
+                for (tensors, nbytes), seconds in times_by_size.items()
             ]
-            runners_of.append({"name": name, "role": roles[name], "points": every})
+            runner_records.append({"name": name, "role": roles[name], "points": rows})
         print()
-        records.write("fit", {"operation": operation, "what": what, "runners": runners_of})
+        records.write("fit", {"operation": operation, "what": description, "runners": runner_records})
 
 
-def stores(stack: ExitStack, model: Model, other: Beside) -> list[Operation]:
-    """Puts and gets, ours beside those of a torchstore."""
-    own = stack.enter_context(Pair(model, like(model.state)))
+def store_operations(stack: ExitStack, model: Model, case: TorchstoreCase) -> list[Operation]:
+    """Returns the puts and gets of tssd and of torchstore."""
+    pair = stack.enter_context(Pair(model, like(model.state)))
 
     def copy() -> None:
         for name, tensor in model.state.items():
-            own.into[name].copy_(tensor)
+            pair.into[name].copy_(tensor)
 
-    if other.peer is not None:
-        stack.callback(other.peer.end)
-        other.peer.use(model, None)
+    if case.peer is not None:
+        stack.callback(case.peer.end)
+        case.peer.use(model, None)
     limit = Runner(COPY, timed(copy, before=copy), "limit")
     puts = [
-        ours(timed(own.put), own.expect_put),
-        *peer.runners(other.peer, Peer.expect_put, (other.name, other.put, None)),
+        ours(timed(pair.put), pair.expect_put),
+        *peer.runners(case.peer, Peer.expect_put, (case.name, case.put, None)),
         limit,
     ]
     gets = [
-        ours(timed(own.get_into, before=own.put_anew), own.expect_filled),
-        *peer.runners(other.peer, Peer.expect_got, (other.name, other.get, None)),
+        ours(timed(pair.get_into, before=pair.put_anew), pair.expect_filled),
+        *peer.runners(case.peer, Peer.expect_got, (case.name, case.get, None)),
         limit,
     ]
-    return [("put", own.warm, puts), ("get", own.warm, gets)]
+    return [("put", pair.warm, puts), ("get", pair.warm, gets)]
 
 
-def files(folder: Path, model: Model) -> list[Operation]:
-    """Saves and loads."""
+def file_operations(folder: Path, model: Model) -> list[Operation]:
+    """Returns the saves and loads of all formats."""
 
-    def save(each: Format) -> None:
-        each.save(model.state, folder / each.name)
+    def save(file_format: Format) -> None:
+        file_format.save(model.state, folder / file_format.name)
 
-    def load(each: Format) -> State:
-        state = each.load(folder / each.name, model.state)
+    def load(file_format: Format) -> State:
+        state = file_format.load(folder / file_format.name, model.state)
         touch(state)
         return state
 
     def save_all() -> None:
         clear(folder)
-        for each in FORMATS:
-            save(each)
+        for file_format in FORMATS:
+            save(file_format)
 
     def expect(found: State) -> None:
         expect_same(found, model.state)
 
-    def expect_saved(each: Format, _: object) -> None:
-        expect(load(each))
+    def expect_saved(file_format: Format, _: object) -> None:
+        expect(load(file_format))
 
     saves = [
         Runner(
-            each.name,
-            timed(partial(save, each), before=partial(clear, folder)),
-            each.role,
-            check=partial(expect_saved, each),
+            file_format.name,
+            timed(partial(save, file_format), before=partial(clear, folder)),
+            file_format.role,
+            check=partial(expect_saved, file_format),
         )
-        for each in FORMATS
+        for file_format in FORMATS
     ]
-    loads = [Runner(each.loader, timed(partial(load, each)), each.role, check=expect) for each in FORMATS]
+    loads = [
+        Runner(file_format.loader, timed(partial(load, file_format)), file_format.role, check=expect)
+        for file_format in FORMATS
+    ]
     return [("save", save_all, saves), ("load", save_all, loads)]

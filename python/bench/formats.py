@@ -1,4 +1,4 @@
-"""State dicts in files: how we save and load them, and how others do. Nobody waits for the disk here."""
+"""File formats of state dicts, with their save and load functions. None of them waits for the disk."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 @dataclass(frozen=True)
 class Format:
-    """One way to keep a state dict."""
+    """A file format for state dicts."""
 
     name: str
     role: Role
-    #: Saves it under a path that is new.
+    #: Saves a state dict to a new path.
     save: Callable[[State, Path], object]
-    #: What is there, which is like this one.
+    #: Loads the state dict at a path. The second argument is a state dict of the same structure and shapes.
     load: Callable[[Path, State], State]
-    #: How many times as fast ours must be.
+    #: The required speed of tssd, as a multiple of the speed of this format.
     target: float | None = None
-    #: What loads it, if that has another name.
+    #: The name of the load function, if it differs from `name`.
     load_name: str = ""
 
     @property
@@ -37,7 +37,7 @@ class Format:
 
     @property
     def both(self) -> str:
-        """What saves it, and loads it."""
+        """The names of the save function and the load function."""
         return f"{self.name}, {self.load_name}" if self.load_name else self.name
 
 

@@ -1,4 +1,4 @@
-"""How a state dict lies on the ranks that have it, before and after."""
+"""Shardings of a state dict: the layout on the ranks of the writers, and on those of the readers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Mesh = list[int] | list[list[int]]
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh of ranks, and what each of its dimensions does to a tensor."""
+    """A mesh of ranks, with the placement of tensors in each of its dimensions."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
@@ -32,7 +32,7 @@ HSDP = Layout([[0, 1], [2, 3]], (Replicate(), Shard(0)))
 TP2 = Layout([0, 1], (Shard(1),))
 FSDP3 = Layout([0, 1, 2], (Shard(0),))
 
-#: Writers, then readers.
+#: By name: a description, the layout of the writers, and the layout of the readers.
 RESHARDS = {
     "fsdp4-tp2": ("FSDP on 4 ranks to TP on 2", FSDP4, TP2),
     "hsdp2x2-tp2": ("HSDP on 2 x 2 ranks to TP on 2", HSDP, TP2),
@@ -41,7 +41,7 @@ RESHARDS = {
 
 
 def wholes(nbytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Square matrices that together have so many bytes, one at a time: all ranks make the same."""
+    """Yields square matrices of about `nbytes` in total, one at a time. All ranks generate the same values."""
     normal = Normal()
     count = max(1, nbytes // (2048 * 2048 * 2))
     side = 2048 if count > 1 else 512
@@ -50,5 +50,5 @@ def wholes(nbytes: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def placed(whole: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
-    """This rank's part, which no other rank sends."""
+    """Returns the DTensor of a whole tensor. Each rank takes its part locally: no rank sends data."""
     return distribute_tensor(whole, mesh, layout.placements, src_data_rank=None)

@@ -1,7 +1,7 @@
-"""Races of the Python package, as a user has it, with what they would use without it.
+"""Compares the installed Python package with the libraries that a user would use without it.
 
-A table is printed for each race; a figure is the median of its rounds, a ratio says how many times as fast ours
-was. Whoever takes part does so in turns, so that what else the machine does slows all alike.
+Each case prints a table. A figure is the median of the rounds; a ratio is the speed of tssd as a multiple of that of
+the runner. All runners take turns in each round, so that other load on the machine slows all of them alike.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ CASES = {
     "reshard": "from some ranks to others with another sharding",
     "fits": "what an operation costs by itself, for each tensor and each byte",
 }
-SHAPE = "shape:qwen3-0.6b"
+DEFAULT_MODEL = "shape:qwen3-0.6b"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-#: So much of the model is in files, unless another model or size is named.
-FILES = 600_000_000
-#: Of an optimizer's state dict the weights are a fifth.
-NESTED = 100_000_000
-#: To compress takes a second for each so many bytes.
-ZSTD = 60_000_000
+#: Bytes of the model that is written to files, unless another model or size is given.
+FILE_BYTES = 600_000_000
+#: Bytes of the model for `nested`. The weights are a fifth of a state dict with optimizer state.
+NESTED_BYTES = 100_000_000
+#: Bytes of the model for `zstd`. Compressing them takes a second.
+ZSTD_BYTES = 60_000_000
 
 
 def main() -> None:
-    options = parsed()
+    options = parse_arguments()
     warnings.simplefilter("ignore")
     rounds = Rounds(options.iterations, options.warmup)
-    chosen = [case for case in CASES if wants(options.cases, case)]
-    if not chosen:
+    selected = [case for case in CASES if is_selected(options.cases, case)]
+    if not selected:
         print(f"python: no case has {' or '.join(options.cases)} in its name, only {', '.join(CASES)}")
         return
     versions = {
@@ -74,50 +74,50 @@ def main() -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "safetensors": safetensors.__version__,
-        "torchstore": version_of_torchstore(),
+        "torchstore": torchstore_version(),
     }
-    asked = {name: getattr(options, name) for name in ("model", "iterations", "warmup", "size")}
-    records.write("suite", {"name": "python", "versions": versions, "options": asked})
+    recorded_options = {name: getattr(options, name) for name in ("model", "iterations", "warmup", "size")}
+    records.write("suite", {"name": "python", "versions": versions, "options": recorded_options})
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
     print(f"{torch.get_num_threads()} threads\n")
     start = time.monotonic()
-    if "reshard" in chosen:
-        # Many processes: before this one and its peers have memory of their own.
+    if "reshard" in selected:
+        # It starts many processes. So it runs first, before this process and its peers allocate memory.
         reshard.reshard(rounds, options.size)
     with torchstore() as peer:
-        in_the_store(options, chosen, rounds, peer)
-    # Files want memory too: what is written waits for the disk sooner where others have it.
-    in_files(options, chosen, rounds)
+        run_store_cases(options, selected, rounds, peer)
+    # The peer has exited: page cache needs memory too, and with less of it, writes wait for the disk earlier.
+    run_file_cases(options, selected, rounds)
     with torchstore() as peer:
-        in_both(options, chosen, rounds, peer)
+        run_mixed_cases(options, selected, rounds, peer)
     print(f"{time.monotonic() - start:.0f} seconds")
 
 
-def in_the_store(
-    options: argparse.Namespace, chosen: list[str], rounds: Rounds, peer: Peer | None
+def run_store_cases(
+    options: argparse.Namespace, selected: list[str], rounds: Rounds, peer: Peer | None
 ) -> None:
     cases = {"put": Stores.put, "get": Stores.get, "views": Stores.view}
-    firsts = {"put": Stores.first_put, "get": Stores.first_get}
-    words = [options.model]
-    if options.model == SHAPE:
-        words.append(f"uniform:400:{min(536_870_912, options.size or 536_870_912)}")
-    for word in words if set(cases) & set(chosen) else []:
-        model = named(word, options.size)
+    first_cases = {"put": Stores.first_put, "get": Stores.first_get}
+    model_specs = [options.model]
+    if options.model == DEFAULT_MODEL:
+        model_specs.append(f"uniform:400:{min(536_870_912, options.size or 536_870_912)}")
+    for spec in model_specs if set(cases) & set(selected) else []:
+        model = named(spec, options.size)
         with ExitStack() as stack:
             pair = stack.enter_context(Pair(model, like(model.state)))
-            # What goes by RPC takes long: the last model is enough.
-            far = stack.enter_context(torchstore("MonarchRPC")) if word == words[-1] else None
-            stores = Stores(pair, rounds, (peer, far), options.size)
-            for case in chosen:
+            # RPC is slow: it is measured with the last model only.
+            rpc_peer = stack.enter_context(torchstore("MonarchRPC")) if spec == model_specs[-1] else None
+            stores = Stores(pair, rounds, (peer, rpc_peer), options.size)
+            for case in selected:
                 if case in cases:
                     cases[case](stores)
-                if case in firsts:
-                    firsts[case](stores)
-    if "single" in chosen:
+                if case in first_cases:
+                    first_cases[case](stores)
+    if "single" in selected:
         store.single(rounds, peer)
 
 
-def in_files(options: argparse.Namespace, chosen: list[str], rounds: Rounds) -> None:
+def run_file_cases(options: argparse.Namespace, selected: list[str], rounds: Rounds) -> None:
     cases = {
         "save": Files.save,
         "load": Files.load,
@@ -125,39 +125,39 @@ def in_files(options: argparse.Namespace, chosen: list[str], rounds: Rounds) -> 
         "slice": Files.part,
         "verify": Files.verify,
     }
-    if set(cases) & set(chosen):
-        with folder() as at:
-            most = FILES if options.model == SHAPE else None
-            files = Files(at, named(options.model, options.size or most), rounds)
-            for case in chosen:
+    if set(cases) & set(selected):
+        with temporary_directory() as directory:
+            default_size = FILE_BYTES if options.model == DEFAULT_MODEL else None
+            files = Files(directory, named(options.model, options.size or default_size), rounds)
+            for case in selected:
                 if case in cases:
                     cases[case](files)
-    if "zstd" in chosen:
-        with folder() as at:
-            Files(at, named(options.model, min(ZSTD, options.size or ZSTD)), rounds).zstd()
+    if "zstd" in selected:
+        with temporary_directory() as directory:
+            Files(directory, named(options.model, min(ZSTD_BYTES, options.size or ZSTD_BYTES)), rounds).zstd()
 
 
-def in_both(
-    options: argparse.Namespace, chosen: list[str], rounds: Rounds, peer: Peer | None
+def run_mixed_cases(
+    options: argparse.Namespace, selected: list[str], rounds: Rounds, peer: Peer | None
 ) -> None:
-    with folder() as at:
-        if "nested" in chosen:
-            size = min(NESTED, options.size or NESTED)
+    with temporary_directory() as directory:
+        if "nested" in selected:
+            size = min(NESTED_BYTES, options.size or NESTED_BYTES)
             model = named(f"adamw:{options.model}", size)
-            nested.files(at, model, rounds)
+            nested.files(directory, model, rounds)
             nested.store(model, rounds, peer, size)
-        if "tiny" in chosen:
-            tiny.files(at, rounds)
+        if "tiny" in selected:
+            tiny.files(directory, rounds)
             tiny.store(rounds, peer)
-        if "fits" in chosen:
-            # Four points each, of which a line is made: fewer rounds are enough.
-            with torchstore("MonarchRPC") as far:
-                fits.fits(at, rounds.at_most(3), peer, far, options.size)
+        if "fits" in selected:
+            # Four points determine each fit, so fewer rounds are enough.
+            with torchstore("MonarchRPC") as rpc_peer:
+                fits.fits(directory, rounds.at_most(3), peer, rpc_peer, options.size)
 
 
 @contextmanager
-def folder() -> Iterator[Path]:
-    """A new one, where TMPDIR says."""
+def temporary_directory() -> Iterator[Path]:
+    """Yields a new temporary directory, in TMPDIR."""
     path = Path(tempfile.mkdtemp())
     try:
         yield path
@@ -165,8 +165,8 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(path)
 
 
-def version_of_torchstore() -> str:
-    """That of its package, and the commit if it was installed from a clone."""
+def torchstore_version() -> str:
+    """Returns the version of the torchstore package, and its commit if it was installed from a clone."""
     python = os.environ.get(TORCHSTORE)
     if not python:
         return "not importable"
@@ -186,12 +186,12 @@ def version_of_torchstore() -> str:
     return done.stdout.strip() if done.returncode == 0 else "not importable"
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="cases:\n"
-        + "\n".join(f"  {name:<10} {what}" for name, what in CASES.items())
+        + "\n".join(f"  {name:<10} {description}" for name, description in CASES.items())
         + f"""
 
 environment:
@@ -202,7 +202,7 @@ environment:
     )
     parser.add_argument(
         "--model",
-        default=SHAPE,
+        default=DEFAULT_MODEL,
         metavar="DIR|shape:NAME",
         help="a folder of *.safetensors, or a model of tests/shapes.json (%(default)s)",
     )
@@ -215,9 +215,9 @@ environment:
     return parser.parse_args()
 
 
-def wants(words: list[str], case: str) -> bool:
-    """As in the suites in Rust."""
-    return not words or any(word in case for word in words)
+def is_selected(filters: list[str], case: str) -> bool:
+    """Returns whether a case is selected, by the rule of the benchmark suites in Rust."""
+    return not filters or any(filter_word in case for filter_word in filters)
 
 
 def positive(text: str) -> int:
@@ -227,11 +227,11 @@ def positive(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """1,000 bytes are a kilobyte."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMG]B)?", text.upper())
-    if found is None:
+    """Parses a number of bytes. A kilobyte is 1,000 bytes."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMG]B)?", text.upper())
+    if match is None:
         raise ValueError(text)
-    return int(float(found[1]) * UNITS[found[2] or ""])
+    return int(float(match[1]) * UNITS[match[2] or ""])
 
 
 if __name__ == "__main__":

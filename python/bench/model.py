@@ -1,12 +1,12 @@
-"""State dicts to be measured: in the shapes of models that exist, read from files, or made up.
+"""State dicts for benchmarks: in the shapes of existing models, read from files, or generated.
 
-A word names each, so that a peer in a process of its own makes the same one:
+A spec in text form identifies each, so that a peer in another process can create the same one:
 
     shape:NAME        one of tests/shapes.json, filled with N(0, 0.02)
-    uniform:N:BYTES   N tensors of bfloat16 of the same size, together so many bytes
+    uniform:N:BYTES   N tensors of bfloat16 of the same size, with this number of bytes in total
     tiny:N            N tensors of one element
-    adamw:WORD        what a training with AdamW saves: the weights that WORD names, nested, and their moments
-    DIR               a folder of *.safetensors, whose tensors are read
+    adamw:SPEC        the checkpoint of a training with AdamW: the weights of SPEC, nested, and their moments
+    DIR               the tensors in the *.safetensors files of a folder
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Model:
-    """A state dict, what it is called beside how many tensors it has, and the word that names it."""
+    """A state dict with its name, its spec, and its sizes."""
 
     name: str
-    word: str
+    spec: str
     state: State
     nbytes: int
     count: int
@@ -57,81 +57,84 @@ class Model:
         return f"{self.name}, {self.nbytes / 1e6:,.1f} MB in {self.count:,} tensors"
 
 
-def named(word: str, size: int | None = None) -> Model:
-    """The state dict of this word, cut to this size."""
-    give_back()
-    kind, _, rest = word.partition(":")
+def named(spec: str, size: int | None = None) -> Model:
+    """Creates the state dict of a spec, cut to `size` bytes if it is given."""
+    release_memory()
+    kind, _, rest = spec.partition(":")
     if kind == "shape":
-        return model(rest, word, shaped(rest, size))
+        return model(rest, spec, from_shape(rest, size))
     if kind == "uniform":
         tensors, _, nbytes = rest.partition(":")
-        return model("of one size", word, uniform(int(tensors), int(nbytes)))
+        return model("of one size", spec, make_uniform(int(tensors), int(nbytes)))
     if kind == "tiny":
-        return model("tiny", word, tiny(int(rest)))
+        return model("tiny", spec, make_tiny(int(rest)))
     if kind == "adamw":
         weights = named(rest, size)
-        return model(f"{weights.name} with AdamW", word, adamw(weights.state))
-    return model(Path(word).name, word, read(Path(word), size))
+        return model(f"{weights.name} with AdamW", spec, make_adamw(weights.state))
+    return model(Path(spec).name, spec, read_safetensors(Path(spec), size))
 
 
-def give_back() -> None:
-    """What the models before had: the allocator would keep it, and there is not room for all."""
+def release_memory() -> None:
+    """Returns the memory of previous models to the system. The allocator would keep it, and all do not fit."""
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def model(name: str, word: str, state: State) -> Model:
-    each = list(tensors(state))
-    return Model(name, word, state, sum(tensor.nbytes for tensor in each), len(each))
+def model(name: str, spec: str, state: State) -> Model:
+    all_tensors = list(tensors(state))
+    return Model(name, spec, state, sum(tensor.nbytes for tensor in all_tensors), len(all_tensors))
 
 
-def shaped(name: str, size: int | None) -> State:
+def from_shape(name: str, size: int | None) -> State:
     with open(SHAPES, encoding="utf-8") as file:
         shapes = json.load(file)
     if name not in shapes:
         raise SystemExit(f"there is no shape {name}, only {', '.join(shapes)}")
-    about = shapes[name]
-    dtype = getattr(torch, about["dtype"])
-    every = dict(expanded(about))
-    kept = cut({name: math.prod(shape) * dtype.itemsize for name, shape in every.items()}, size)
+    config = shapes[name]
+    dtype = getattr(torch, config["dtype"])
+    shapes_by_name = dict(expand_tensors(config))
+    kept = cut_to_size({name: math.prod(shape) * dtype.itemsize for name, shape in shapes_by_name.items()}, size)
     normal = Normal()
-    return {name: normal.fill(torch.empty(every[name], dtype=dtype)) for name in kept}
+    return {name: normal.fill(torch.empty(shapes_by_name[name], dtype=dtype)) for name in kept}
 
 
-def expanded(about: State) -> Iterator[tuple[str, list[int]]]:
-    """Each tensor of a model, layer by layer: a name with {layer} is in all layers, or in those from one up to
-    another that are given with it; one with {expert} is there for each expert."""
+def expand_tensors(config: State) -> Iterator[tuple[str, list[int]]]:
+    """Yields the name and shape of each tensor of a model, layer by layer.
+
+    A name with {layer} stands for a tensor in each layer, or in each layer of the range that follows the shape. A name
+    with {expert} stands for a tensor of each expert.
+    """
     layers_done = False
-    for name, shape, *_ in about["tensors"]:
+    for name, shape, *_ in config["tensors"]:
         if "{layer}" not in name:
             yield name, shape
         elif not layers_done:
             layers_done = True
-            for layer in range(about["layers"]):
-                yield from layer_of(about, layer)
+            for layer in range(config["layers"]):
+                yield from expand_layer(config, layer)
 
 
-def layer_of(about: State, layer: int) -> Iterator[tuple[str, list[int]]]:
-    for name, shape, *limits in about["tensors"]:
-        first, end = limits[0] if limits else (0, about["layers"])
+def expand_layer(config: State, layer: int) -> Iterator[tuple[str, list[int]]]:
+    for name, shape, *limits in config["tensors"]:
+        first, end = limits[0] if limits else (0, config["layers"])
         if "{layer}" in name and first <= layer < end:
-            for expert in range(about["experts"] if "{expert}" in name else 1):
+            for expert in range(config["experts"] if "{expert}" in name else 1):
                 yield name.replace("{layer}", str(layer)).replace("{expert}", str(expert)), shape
 
 
-def cut(sizes: dict[str, int], size: int | None) -> list[str]:
-    """Names that together have this size: a layer is kept whole or not at all. What no longer fits is left out."""
+def cut_to_size(sizes: dict[str, int], size: int | None) -> list[str]:
+    """Returns names of tensors with a total of at most `size` bytes. Keeps or drops each layer as a whole."""
     units: dict[str, list[str]] = {}
     for name in sizes:
-        found = LAYER.search(name)
-        units.setdefault(f"layer {found[1]}" if found else name, []).append(name)
+        match = LAYER.search(name)
+        units.setdefault(f"layer {match[1]}" if match else name, []).append(name)
     left = math.inf if size is None else size
     kept = []
     for unit, names in units.items():
-        wanted = sum(sizes[name] for name in names)
-        if wanted <= left:
-            left -= wanted
+        unit_bytes = sum(sizes[name] for name in names)
+        if unit_bytes <= left:
+            left -= unit_bytes
             kept.append(unit)
     layers = [unit for unit in units if unit.startswith("layer ")] or list(units)
     if not set(layers) & set(kept):
@@ -140,32 +143,32 @@ def cut(sizes: dict[str, int], size: int | None) -> list[str]:
     return [name for unit in kept for name in units[unit]]
 
 
-def read(folder: Path, size: int | None) -> State:
-    """The tensors of all files, read without a library: not every Python that runs this has one."""
+def read_safetensors(folder: Path, size: int | None) -> State:
+    """Reads the tensors of all files, without the safetensors library, which not every Python here has."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise SystemExit(f"there is no *.safetensors in {folder}")
-    stored = {name: tensor for path in paths for name, tensor in mapped(path)}
-    # A copy: else the tensors are maps of the file, and their first use reads it.
-    return {name: stored[name].clone() for name in cut({name: t.nbytes for name, t in stored.items()}, size)}
+    stored = {name: tensor for path in paths for name, tensor in map_safetensors(path)}
+    # Clone them: otherwise the tensors are maps of the file, and their first use reads it.
+    return {name: stored[name].clone() for name in cut_to_size({name: t.nbytes for name, t in stored.items()}, size)}
 
 
-def mapped(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def map_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)[8 + length :]
     header.pop("__metadata__", None)
-    for name, about in header.items():
-        start, end = about["data_offsets"]
-        # Copied if it does not begin where its dtype may.
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        # A part that is not aligned for its dtype is copied.
         part = data[start:end]
-        dtype = DTYPES[about["dtype"]]
+        dtype = DTYPES[entry["dtype"]]
         aligned = part if part.data_ptr() % dtype.itemsize == 0 else part.clone()
-        yield name, aligned.view(dtype).view(about["shape"])
+        yield name, aligned.view(dtype).view(entry["shape"])
 
 
-def uniform(count: int, nbytes: int) -> State:
+def make_uniform(count: int, nbytes: int) -> State:
     normal = Normal()
     elements = nbytes // count // 2
     return {
@@ -174,12 +177,12 @@ def uniform(count: int, nbytes: int) -> State:
     }
 
 
-def tiny(count: int) -> State:
+def make_tiny(count: int) -> State:
     return {f"a.{number}": torch.tensor(float(number)) for number in range(count)}
 
 
-def adamw(weights: State) -> State:
-    """As torch.optim.AdamW and a scheduler give it: keys that are numbers, None, tuples and all."""
+def make_adamw(weights: State) -> State:
+    """Returns a state dict as torch.optim.AdamW and a scheduler create it, with int keys, None and tuples."""
     normal = Normal()
     moments = {
         number: {
@@ -209,7 +212,7 @@ def adamw(weights: State) -> State:
 
 
 class Normal:
-    """Numbers of N(0, 0.02), other ones for each tensor, and made as fast as they are copied."""
+    """A generator of N(0, 0.02) values at the speed of a copy. Each tensor gets different values."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -230,18 +233,20 @@ class Normal:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All of them, however deep."""
+    """Yields all tensors in nested containers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
-        inside: Iterable[Any] = value.values() if isinstance(value, dict) else value
-        for each in inside:
+        children: Iterable[Any] = value.values() if isinstance(value, dict) else value
+        for each in children:
             yield from tensors(each)
 
 
 def like(value: Any, *, warm: bool = True) -> Any:
-    """The same with other tensors. Warm ones are of zeros that are there: no page of them is new when they are
-    filled."""
+    """Returns a copy with other tensors of the same shapes.
+
+    Warm tensors are zeros in resident memory: filling them causes no page faults.
+    """
     if isinstance(value, torch.Tensor):
         return torch.empty_like(value).zero_() if warm else torch.empty_like(value)
     if isinstance(value, dict):
@@ -252,13 +257,13 @@ def like(value: Any, *, warm: bool = True) -> Any:
 
 
 def clear(value: Any) -> None:
-    """Zeros in all tensors, so that a get that brings nothing is seen."""
+    """Fills all tensors with zeros, so that a check detects a get that writes nothing."""
     for tensor in tensors(value):
         tensor.zero_()
 
 
 def expect_same(found: Any, source: Any, path: str = "") -> None:
-    """Fails unless both hold the same, types of keys and values included."""
+    """Raises an error unless both values are equal, including the types of keys and values."""
     same: object = type(found) is type(source)
     if same and isinstance(source, torch.Tensor):
         same = found.dtype == source.dtype and torch.equal(found, source)

@@ -1,4 +1,4 @@
-"""What a training saves: nested, with keys that are numbers, None and tuples, and tensors of several dtypes."""
+"""Cases with the checkpoint of a training: a nested dict with int keys, None, tuples, and several dtypes."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from store import Stores
 
 
 def files(folder: Path, model: Model, rounds: Rounds) -> None:
-    """Saved and loaded. safetensors takes no nested state dict."""
+    """Measures saves and loads. safetensors does not support nested state dicts."""
 
-    def save(each: Format) -> None:
-        each.save(model.state, folder / each.name)
+    def save(file_format: Format) -> None:
+        file_format.save(model.state, folder / file_format.name)
 
-    def load(each: Format) -> State:
-        return each.load(folder / each.name, model.state)
+    def load(file_format: Format) -> State:
+        return file_format.load(folder / file_format.name, model.state)
 
     def expect(found: State) -> None:
         expect_same(found, model.state)
 
-    def expect_saved(each: Format, _: object) -> None:
-        expect(load(each))
+    def expect_saved(file_format: Format, _: object) -> None:
+        expect(load(file_format))
 
-    buffer, anew = warm(model.nbytes), partial(clear, folder)
+    buffer, clear_folder = warm(model.nbytes), partial(clear, folder)
     race(
         "nested save",
         "a new file, nobody waits for the disk",
         *(
             Runner(
-                each.name,
-                timed(partial(save, each), before=anew),
-                each.role,
-                check=partial(expect_saved, each),
+                file_format.name,
+                timed(partial(save, file_format), before=clear_folder),
+                file_format.role,
+                check=partial(expect_saved, file_format),
             )
-            for each in (TSSD, TORCH, DCP)
+            for file_format in (TSSD, TORCH, DCP)
         ),
-        Runner(WRITE, timed(partial(write, buffer, folder / "plain"), before=anew), "limit"),
+        Runner(WRITE, timed(partial(write, buffer, folder / "plain"), before=clear_folder), "limit"),
         model=model,
         rounds=rounds,
     )
     clear(folder)
-    for each in (TSSD, TORCH, DCP):
-        save(each)
+    for file_format in (TSSD, TORCH, DCP):
+        save(file_format)
     race(
         "nested load",
         "all of it, by each one's default",
         *(
-            Runner(each.loader, timed(partial(load, each)), each.role, check=expect)
-            for each in (TSSD, TORCH, DCP)
+            Runner(file_format.loader, timed(partial(load, file_format)), file_format.role, check=expect)
+            for file_format in (TSSD, TORCH, DCP)
         ),
         Runner(READ, timed(partial(read_whole, folder / TSSD.name, buffer)), "limit"),
         model=model,
@@ -63,7 +63,7 @@ def files(folder: Path, model: Model, rounds: Rounds) -> None:
 
 
 def store(model: Model, rounds: Rounds, other: Peer | None, size: int | None) -> None:
-    """Put and got."""
+    """Measures puts and gets."""
     with Pair(model, like(model.state)) as pair:
         stores = Stores(pair, rounds, (other, None), size)
         stores.put_and_get("nested")

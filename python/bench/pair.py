@@ -1,4 +1,4 @@
-"""A client that puts a model and one that gets it, with a daemon of their own."""
+"""A client that puts a model, and a client that gets it, with a separate daemon."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from peer import KEY
 
 
 class Pair:
-    """Writer and reader, each with a connection: they are there from start to stop."""
+    """A writer and a reader, each with its own connection, from `start` to `stop`."""
 
     def __init__(self, model: Model, into: State) -> None:
         self.model, self.into = model, into
-        #: What was got last as views of the store.
+        #: The result of the last get, as views of the store.
         self.views: State = {}
 
     def __enter__(self) -> Pair:
@@ -28,14 +28,14 @@ class Pair:
 
     def start(self) -> None:
         with ExitStack() as stack:
-            # More than what is there at any time: no limit is measured here.
+            # More memory than ever needed: the limit must not affect the measurement.
             url = stack.enter_context(daemon(8 * self.model.nbytes + (256 << 20)))
             self.writer = stack.enter_context(tssd.Store(url))
             self.reader = stack.enter_context(tssd.Store(url))
             self.stack = stack.pop_all()
 
     def restart(self) -> None:
-        """With a daemon that is new."""
+        """Stops, and starts with a new daemon."""
         self.stop()
         self.start()
 
@@ -53,7 +53,7 @@ class Pair:
         self.views = self.reader.get_state_dict(KEY, verify=verify)
 
     def drop(self) -> None:
-        """Views of a version keep it: else three versions would be there at the next put."""
+        """Drops the views, which retain their version. Otherwise three versions would exist at the next put."""
         self.views = {}
 
     def put_and_get_into(self) -> None:
@@ -65,25 +65,25 @@ class Pair:
         self.get_views()
 
     def warm(self) -> None:
-        """Two versions are there at once: from the third on all memory is warm."""
+        """Puts three versions. Two exist at a time, so from the third on, all memory is warm."""
         for _ in range(3):
             self.put_and_get_into()
 
     def put_anew(self) -> None:
-        """And nothing is left in the tensors that a get fills."""
+        """Clears the tensors that a get fills, and puts a new version."""
         clear(self.into)
         self.put()
 
     def expect_filled(self, *_: object) -> None:
-        """Fails unless the last get in place has brought what was put."""
+        """Raises an error unless the last get in place returned the values that were put."""
         expect_same(self.into, self.model.state)
 
     def expect_viewed(self, *_: object) -> None:
-        """Fails unless the last views are of what was put."""
+        """Raises an error unless the last views have the values that were put."""
         expect_same(self.views, self.model.state)
 
     def expect_put(self, *_: object) -> None:
-        """Fails unless what was put last can be got."""
+        """Raises an error unless a get returns the values of the last put."""
         clear(self.into)
         self.get_into()
         self.expect_filled()

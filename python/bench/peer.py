@@ -1,4 +1,4 @@
-"""torchstore in a process of its own, by its own clock: a daemon of its own, one client that puts, one that gets."""
+"""torchstore in another process, which measures its own times: a daemon, a client that puts, a client that gets."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ TORCHSTORE = "TSSD_BENCH_TORCHSTORE"
 KEY = "model"
 REUSED = "torchstore, key reused: torn"
 NEW = "torchstore, a new key per version"
-#: Where hosts share no memory.
+#: The transport between hosts without shared memory.
 RPC = "torchstore by RPC"
 
 
 class Peer:
-    """What is asked of it, line by line."""
+    """A process of torchstore_peer.py. It is controlled by lines of text."""
 
     def __init__(self, python: str, transport: str) -> None:
         self.python, self.transport = python, transport
-        #: Started by what is first asked of it.
+        #: The process. The first command starts it.
         self.process: subprocess.Popen[str] | None = None
         self.versions = count()
-        #: The last of those that have one version each, and what was put last.
+        #: The last key that was created for one version, and the key of the last put.
         self.key = self.last = ""
 
-    def __call__(self, what: str, argument: str = KEY) -> float:
-        if what == "put":
+    def __call__(self, command: str, argument: str = KEY) -> float:
+        if command == "put":
             self.last = argument
-        return self.ask(what, argument)[0]
+        return self.ask(command, argument)[0]
 
-    def ask(self, what: str, argument: str) -> list[float]:
+    def ask(self, command: str, argument: str) -> list[float]:
         if self.process is None:
-            command = [self.python, str(Path(__file__).parent / "torchstore_peer.py"), self.transport]
+            arguments = [self.python, str(Path(__file__).parent / "torchstore_peer.py"), self.transport]
             pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
-            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, text=True)
+            self.process = subprocess.Popen(arguments, stdin=pipe, stdout=pipe, stderr=quiet, text=True)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print(what, argument, file=self.process.stdin, flush=True)
+        print(command, argument, file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"torchstore_peer.py has ended at {what}: run it by {TORCHSTORE} to see why")
+            raise RuntimeError(f"torchstore_peer.py has ended at {command}: run it by {TORCHSTORE} to see why")
         return [float(each) for each in answer.split()]
 
     def end(self) -> None:
-        """Its process ends and gives back its memory; what is asked next starts another."""
+        """Stops the process, which frees its memory. The next command starts another process."""
         if self.process is not None:
             self.process.communicate()
             self.process = None
 
     def use(self, model: Model, size: int | None) -> None:
-        """From now on it puts and gets this one, and what it had is deleted."""
+        """Selects the model for the next puts and gets. Deletes all keys of the previous one."""
         self.key = ""
         self("use", f"{size or 0} {model.word}")
 
     def put_new(self) -> float:
-        """A version in a key that it alone has: the only way in which no reader sees a mix."""
+        """Puts a version under a new key. Only in this way, no reader sees a mix of two versions."""
         if self.key:
             self("delete", self.key)
         self.key = f"model.{next(self.versions)}"
@@ -73,7 +73,7 @@ class Peer:
         return self("get", self.key)
 
     def get_first(self) -> float:
-        """The first get of a reader."""
+        """Measures the first get of a new reader."""
         self.put_new()
         return self("first", self.key)
 
@@ -91,17 +91,18 @@ class Peer:
         return self.put_same() + self("get")
 
     def expect_got(self) -> None:
-        """Fails unless the last get has brought what was put."""
+        """Raises an error unless the last get returned the values that were put."""
         self("check", self.last)
 
     def expect_put(self) -> None:
-        """Fails unless what was put last can be got."""
+        """Raises an error unless a get returns the values of the last put."""
         self("get", self.last)
         self.expect_got()
 
 
 @contextmanager
 def torchstore(transport: str = "SharedMemory") -> Iterator[Peer | None]:
+    """Yields a peer that runs torchstore; None if TSSD_BENCH_TORCHSTORE is not set."""
     python = os.environ.get(TORCHSTORE)
     if not python:
         print(f"torchstore is left out: {TORCHSTORE} names no Python that has it (docs/performance.md)\n")
@@ -117,12 +118,12 @@ def torchstore(transport: str = "SharedMemory") -> Iterator[Peer | None]:
 def runners(
     peer: Peer | None,
     check: Callable[[Peer], object],
-    *named: tuple[str, Callable[[Peer], float], float | None],
+    *runs: tuple[str, Callable[[Peer], float], float | None],
 ) -> list[Runner]:
-    """Those of torchstore: nobody where it does not take part."""
+    """Returns the runners of torchstore. Empty if it does not take part."""
     if peer is None:
         return []
     return [
-        Runner(name, partial(turn, peer), target=target, check=lambda _: check(peer))
-        for name, turn, target in named
+        Runner(name, partial(run, peer), target=target, check=lambda _: check(peer))
+        for name, run, target in runs
     ]

@@ -1,7 +1,8 @@
-"""Races: ours and others take turns in one process, so that what else the machine does slows all alike.
+"""Comparison of runners, which take turns in each round, so that other load on the machine slows all of them alike.
 
-A figure is the median of its rounds, a ratio the median of the ratios within rounds: how many times as fast
-ours was. Above 1 ours is faster; a target is what the ratio must reach, or the milliseconds it may take.
+A figure is the median of the rounds. A ratio is the median of the ratios within the rounds: the speed of tssd as a
+multiple of that of the runner. Above 1, tssd is faster. A target is the minimum of the ratio, or the maximum of the
+time in milliseconds.
 """
 
 from __future__ import annotations
@@ -18,38 +19,39 @@ from typing import Any, Literal
 import records
 from model import Model
 
-#: Ours, what a user would pick instead, what the machine itself takes, or a reference that is none of them.
+#: "ours": tssd; "peer": a library that a user would use instead; "limit": the limit of the machine; "also": any other
+#: reference.
 Role = Literal["ours", "peer", "limit", "also"]
 Times = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often all take their turn: what is counted, and before that, what is not."""
+    """The number of rounds: `iterations` that count, after `warmup` rounds that do not."""
 
     iterations: int
     warmup: int
 
     def at_most(self, iterations: int) -> Rounds:
-        """The same, but not more often than that."""
+        """Returns a copy with at most this number of iterations."""
         return replace(self, iterations=min(self.iterations, iterations))
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Something that is timed: it runs once and says how many seconds that took."""
+    """A measured operation. `run` executes it once and returns its time in seconds."""
 
     name: str
     run: Callable[[], float]
     role: Role = "peer"
-    #: How many times as fast ours must be.
+    #: The required speed of tssd, as a multiple of the speed of this runner.
     target: float | None = None
-    #: Fails unless its last turn has brought what it should. It is given what the work has returned.
+    #: Raises an error unless the last run had the right result. Its argument is the return value of the work.
     check: Callable[[Any], object] | None = None
 
 
 class Timed:
-    """Work that is timed here. What it returns lives until the clock has stopped, and somebody takes it."""
+    """A function that is timed in this process. Its result stays alive until `take`, so its drop is not timed."""
 
     def __init__(
         self,
@@ -58,12 +60,12 @@ class Timed:
         after: Callable[[], object] | None = None,
     ) -> None:
         self.work, self.before, self.after = work, before, after
-        #: The page faults of each turn that needed no disk.
+        #: The number of minor page faults of each run.
         self.faults: list[int] = []
         self.result: object = None
 
     def __call__(self) -> float:
-        """Its seconds; what happens before and after takes none."""
+        """Runs the function and returns its time in seconds, without `before` and `after`."""
         if self.before is not None:
             self.before()
         faults = minor_faults()
@@ -76,7 +78,7 @@ class Timed:
         return seconds
 
     def take(self) -> object:
-        """What was returned last: from now on only the caller has it."""
+        """Returns the last result, and drops it here."""
         result, self.result = self.result, None
         return result
 
@@ -99,23 +101,26 @@ def ours(run: Callable[[], float], check: Callable[[Any], object] | None = None)
 
 def race(
     case: str,
-    what: str,
+    description: str,
     *runners: Runner,
     model: Model,
     rounds: Rounds,
     milliseconds: float | None = None,
 ) -> None:
-    """Lets all take turns, and says how each did. The first runner is ours."""
+    """Measures all runners and reports their times. The first runner must be that of tssd."""
     times = measure(runners, rounds)
-    report(case, what, *runners, times=times, model=model, milliseconds=milliseconds)
+    report(case, description, *runners, times=times, model=model, milliseconds=milliseconds)
 
 
 def measure(runners: Sequence[Runner], rounds: Rounds) -> Times:
-    """The seconds of each, round by round. What each has read last is looked at before another turn can change it."""
+    """Returns the times of each runner, in seconds, by round.
+
+    The result of the last run of each runner is checked before another run can change it.
+    """
     times: Times = {runner.name: [] for runner in runners}
     last = rounds.warmup + rounds.iterations - 1
     for number in range(last + 1):
-        # Nobody always comes after the same one.
+        # The order is random, so that no runner always follows the same one.
         for runner in random.Random(number).sample(runners, len(runners)):
             gc.collect()
             seconds = runner.run()
@@ -130,30 +135,30 @@ def measure(runners: Sequence[Runner], rounds: Rounds) -> Times:
 
 def report(
     case: str,
-    what: str,
+    description: str,
     *runners: Runner,
     times: Times,
     model: Model,
     milliseconds: float | None = None,
 ) -> None:
-    """Prints the row of each, and records them."""
-    mine = times[runners[0].name]
-    # Where a time is asked for, or there are few bytes, bytes per second say nothing.
+    """Prints a row for each runner, and records the rows."""
+    our_times = times[runners[0].name]
+    # Bytes per second have no meaning if the target is a time, or if there are few bytes.
     is_rate = milliseconds is None and model.nbytes > 1e7
-    print(f"{case}: {what}, {model} ({len(mine)} rounds, interleaved; medians)")
+    print(f"{case}: {description}, {model} ({len(our_times)} rounds, interleaved; medians)")
     targets: list[dict[str, Any]] = []
     if milliseconds is not None:
         targets.append({"milliseconds": milliseconds})
     rows = []
     for runner in runners:
-        own = times[runner.name]
-        median = statistics.median(own)
-        line = f"  {runner.name:<38} {median * 1e3:>9.3f} ms ({min(own) * 1e3:.1f}..{max(own) * 1e3:.1f})"
+        times_of_runner = times[runner.name]
+        median = statistics.median(times_of_runner)
+        line = f"  {runner.name:<38} {median * 1e3:>9.3f} ms ({min(times_of_runner) * 1e3:.1f}..{max(times_of_runner) * 1e3:.1f})"
         if is_rate:
             line += f"{model.nbytes / 1e9 / median:>8.2f} GB/s"
-        row: dict[str, Any] = {"name": runner.name, "role": runner.role, "seconds": own}
+        row: dict[str, Any] = {"name": runner.name, "role": runner.role, "seconds": times_of_runner}
         if runner.role != "ours":
-            ratio = statistics.median(theirs / each for theirs, each in zip(own, mine, strict=True))
+            ratio = statistics.median(their_seconds / our_seconds for their_seconds, our_seconds in zip(times_of_runner, our_times, strict=True))
             line += f"   ratio {ratio:>7.3f}"
             if runner.target is not None:
                 targets.append({"of": runner.name, "speed": runner.target})
@@ -161,13 +166,13 @@ def report(
         elif milliseconds is not None:
             line += f"   target {milliseconds:g} ms: {verdict(median * 1e3 <= milliseconds)}"
         if isinstance(runner.run, Timed):
-            row["counts"] = {"minor faults": round(statistics.median(runner.run.faults[-len(own) :]))}
+            row["counts"] = {"minor faults": round(statistics.median(runner.run.faults[-len(times_of_runner) :]))}
         rows.append(row)
         print(line, flush=True)
     print()
     rows[0]["targets"] = targets
     size = {"bytes": model.nbytes if is_rate else None, "tensors": model.count}
-    records.write("race", {"case": case, "what": what, "state_dict": model.name, **size, "runners": rows})
+    records.write("race", {"case": case, "what": description, "state_dict": model.name, **size, "runners": rows})
 
 
 def verdict(is_met: bool) -> str:

@@ -1,4 +1,4 @@
-"""One rank of reshard.py: its part of each layout, and the ways by which that gets to others."""
+"""One rank of reshard.py: its part of each layout, and the methods that transfer it to other ranks."""
 
 from __future__ import annotations
 
@@ -15,67 +15,69 @@ from torch.distributed.device_mesh import DeviceMesh
 State = dict[str, Any]
 
 
-class Way(Protocol):
-    """How a state dict gets from writers to readers. The ranks are those that call it."""
+class TransferMethod(Protocol):
+    """A method that transfers a state dict from writers to readers. `ranks` are the ranks that call it."""
 
     async def put(self, state: State, key: str, ranks: list[int]) -> None: ...
     async def get(self, key: str, into: State, ranks: list[int]) -> None: ...
 
 
 class Rank:
-    """It has the tensors of one layout at a time."""
+    """A rank, with the tensors of one layout at a time."""
 
-    def __init__(self, folder: Path, rank: int, nbytes: int, ways: dict[str, Way]) -> None:
-        self.folder, self.rank, self.nbytes, self.ways = folder, rank, nbytes, ways
+    def __init__(self, folder: Path, rank: int, nbytes: int, methods: dict[str, TransferMethod]) -> None:
+        self.folder, self.rank, self.nbytes, self.methods = folder, rank, nbytes, methods
         self.meshes: dict[str, DeviceMesh] = {}
         self.layout = ""
         self.source: State = {}
         self.into: State = {}
 
-    async def answer(self, way: str, what: str, name: str) -> float:
-        """The seconds that a put, a get or a check of what the last get has brought took here, 0 if this rank
-        has no part in it. All ranks begin together."""
-        self.use(name)
+    async def answer(self, method: str, command: str, name: str) -> float:
+        """Runs a put, a get, or a check of the last get. Returns its time in seconds.
+
+        The time is 0 if this rank does not take part. All ranks begin at the same time.
+        """
+        self.select_layout(name)
         _, writers, readers = RESHARDS[name]
-        layout = writers if what == "put" else readers
-        if what == "put" and self.rank == 0:
-            shutil.rmtree(self.folder / way / name, ignore_errors=True)
-        if what == "put":
-            # Before the put, whose bytes take their place in the cache.
+        layout = writers if command == "put" else readers
+        if command == "put" and self.rank == 0:
+            shutil.rmtree(self.folder / method / name, ignore_errors=True)
+        if command == "put":
+            # Cleared before the put, whose bytes then replace these in the cache.
             clear(self.into)
         dist.barrier()
         if self.rank not in layout.ranks:
             return 0
         start = time.perf_counter()
-        if what == "put":
-            await self.ways[way].put(self.source, name, layout.ranks)
-        elif what == "get":
-            await self.ways[way].get(name, self.into, layout.ranks)
+        if command == "put":
+            await self.methods[method].put(self.source, name, layout.ranks)
+        elif command == "get":
+            await self.methods[method].get(name, self.into, layout.ranks)
         else:
             self.check(readers)
         return time.perf_counter() - start
 
     def check(self, layout: Layout) -> None:
-        for tensor, wanted in self.state(layout).items():
-            if not torch.equal(self.into[tensor].to_local(), wanted.to_local()):
+        for tensor, expected in self.make_state(layout).items():
+            if not torch.equal(self.into[tensor].to_local(), expected.to_local()):
                 raise AssertionError(f"{tensor} is not what was put")
 
-    def use(self, name: str) -> None:
+    def select_layout(self, name: str) -> None:
         if name != self.layout:
             self.layout = name
             self.source, self.into = {}, {}
             _, writers, readers = RESHARDS[name]
-            self.source, self.into = self.state(writers), self.state(readers)
+            self.source, self.into = self.make_state(writers), self.make_state(readers)
             clear(self.into)
 
-    def state(self, layout: Layout) -> State:
+    def make_state(self, layout: Layout) -> State:
         mesh = self.mesh(layout)
         if self.rank not in layout.ranks:
             return {}
         return {name: placed(whole, mesh, layout) for name, whole in wholes(self.nbytes)}
 
     def mesh(self, layout: Layout) -> DeviceMesh:
-        """All ranks make it, whether they are inside or not."""
+        """Returns the mesh of a layout. All ranks must create it, even those outside it."""
         name = str(layout.mesh)
         if name not in self.meshes:
             self.meshes[name] = DeviceMesh("cpu", layout.mesh)
@@ -88,6 +90,6 @@ def clear(state: State) -> None:
 
 
 def join(folder: Path, rank: int, ranks: int) -> None:
-    """The others."""
+    """Initializes the process group, which connects this rank to the others."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", world_size=ranks, rank=rank)

@@ -1,5 +1,7 @@
-"""What is measured, as JSON lines at the end of the file that TSSD_BENCH_RECORDS names. The page and its
-plots are made from them."""
+"""Records of results: JSON lines, appended to the file that TSSD_BENCH_RECORDS names.
+
+The performance page and its plots are generated from them.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,19 @@ FILE = "TSSD_BENCH_RECORDS"
 
 
 def write(kind: str, record: dict[str, Any]) -> None:
-    """One line: the record under its kind. Without a file to write to, nothing happens."""
+    """Appends a record as one line, under its kind. Does nothing if no file is set."""
     path = os.environ.get(FILE)
     if path:
         with open(path, "a", encoding="utf-8") as file:
-            print(json.dumps({kind: rounded(record)}), file=file)
+            print(json.dumps({kind: round_floats(record)}), file=file)
 
 
-def rounded(value: Any) -> Any:
-    """The same with six digits in each number: more would be noise."""
+def round_floats(value: Any) -> Any:
+    """Returns a value with all floats rounded to six significant digits: more would be noise."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
+        return {key: round_floats(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(each) for each in value]
+        return [round_floats(each) for each in value]
     return value

@@ -1,4 +1,4 @@
-//! Memory of GPUs that objects of Python lie in.
+//! GPU memory that holds the elements of Python tensors.
 #![expect(unsafe_code, reason = "the memory of tensors belongs to Python")]
 
 use std::collections::BTreeMap;
@@ -6,48 +6,51 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use tssd_format::{Blob, Storage, Tensor};
-use tssd_store::{BlobCopy, BlobMut, Copied, DeviceMemory, Moments, Stream, UnderWay};
+use tssd_gpu::{CopyStats, DeviceMemory, Stream, StreamFences};
+use tssd_store::device::{BlobCopy, BlobMut, CopyBatch};
 
 use crate::error::Result;
 
-/// The memory of GPUs that was found in one call, and how bytes went.
+/// GPU memory regions that one call uses, with statistics of the copies from and to them.
 #[derive(Default)]
 pub(crate) struct Devices {
-    found: Mutex<Found>,
-    /// What all of it waits for.
-    moments: Moments,
-    copied: Copies,
+    table: Mutex<MemoryTable>,
+    /// Stream fences that the regions of this call wait for.
+    fences: StreamFences,
+    copy_stats: Copies,
 }
 
-/// How bytes of devices went until now, without the memory.
+/// Statistics of the device copies so far, shared with [`Devices`]. Does not keep the memory alive.
 #[derive(Clone, Default)]
-pub(crate) struct Copies(Arc<Mutex<Copied>>);
+pub(crate) struct Copies(Arc<Mutex<CopyStats>>);
 
 impl Copies {
-    /// None if there were none.
-    pub(crate) fn copied(&self) -> Option<Copied> {
-        Some(self.locked().clone()).filter(|copied| *copied != Copied::default())
+    /// Returns a snapshot of the statistics; `None` if nothing was copied.
+    pub(crate) fn copied(&self) -> Option<CopyStats> {
+        Some(self.lock().clone()).filter(|stats| *stats != CopyStats::default())
     }
 
-    fn locked(&self) -> MutexGuard<'_, Copied> {
+    fn lock(&self) -> MutexGuard<'_, CopyStats> {
         self.0.lock().expect("nothing panics that holds it")
     }
 }
 
 #[derive(Default)]
-struct Found {
-    /// By where it begins, and its length.
-    known: BTreeMap<(u64, u64), Arc<DeviceMemory>>,
-    /// Where each begins, by where it is itself.
-    starts: BTreeMap<usize, (u64, u64)>,
+struct MemoryTable {
+    /// Regions by start address and length in bytes.
+    by_range: BTreeMap<(u64, u64), Arc<DeviceMemory>>,
+    /// Start address and length of each region, by the address of its [`DeviceMemory`].
+    range_by_blob: BTreeMap<usize, (u64, u64)>,
 }
 
 impl Devices {
-    fn found(&self) -> MutexGuard<'_, Found> {
-        self.found.lock().expect("nothing panics that holds it")
+    fn lock_table(&self) -> MutexGuard<'_, MemoryTable> {
+        self.table.lock().expect("nothing panics that holds it")
     }
 
-    /// So many bytes of a GPU from a pointer on, as a stream leaves them: the same storage again, if it is known.
+    /// Returns a range of GPU memory as a storage. An equal range returns the same memory.
+    ///
+    /// The range has `len` bytes from the address `start`. Accesses wait for the work that `stream` has queued so far.
     ///
     /// # Errors
     ///
@@ -62,50 +65,51 @@ impl Devices {
         stream: Stream,
         owner: impl Send + Sync + 'static,
     ) -> Result<Storage> {
-        let found = &mut *self.found();
-        let memory = if let Some(memory) = found.known.get(&(start, len)) {
+        let table = &mut *self.lock_table();
+        let memory = if let Some(memory) = table.by_range.get(&(start, len)) {
             memory.clone()
         } else {
-            // SAFETY: as the caller says.
-            let memory = unsafe { self.moments.memory(start, len, stream, owner)? };
-            let memory = Arc::new(memory.counted(&self.copied.0));
-            found.known.insert((start, len), memory.clone());
-            found.starts.insert(Arc::as_ptr(&memory).addr(), (start, len));
+            // SAFETY: the caller upholds the contract of `DeviceMemory::new`.
+            let memory =
+                unsafe { DeviceMemory::with_fences(&self.fences, start, len, stream, owner)? };
+            let memory = Arc::new(memory.with_stats(&self.copy_stats.0));
+            table.by_range.insert((start, len), memory.clone());
+            table.range_by_blob.insert(Arc::as_ptr(&memory).addr(), (start, len));
             memory
         };
         Ok(Storage::elsewhere(memory)?)
     }
 
-    /// So many bytes are copied from or to a device by torch.
+    /// Counts bytes that torch copied from or to a device, and records why.
     pub(crate) fn paged(&self, bytes: u64, why: &str) {
-        self.copied.locked().paged(bytes, format!("torch has copied them: {why}"));
+        self.copy_stats.lock().count_pageable(bytes, format!("torch has copied them: {why}"));
     }
 
-    /// Where a tensor's elements are, if that is on a GPU.
+    /// Returns the GPU memory that a tensor spans; `None` if its storage is none of these regions.
     pub(crate) fn window(&self, tensor: &Tensor) -> Option<Window> {
-        let blob = Arc::as_ptr(tensor.storage().blob()?).addr();
-        let found = self.found();
-        let place = found.starts.get(&blob)?;
-        let memory = found.known.get(place)?.clone();
+        let blob_addr = Arc::as_ptr(tensor.storage().blob()?).addr();
+        let table = self.lock_table();
+        let range = table.range_by_blob.get(&blob_addr)?;
+        let memory = table.by_range.get(range)?.clone();
         let (offset, len) = (tensor.byte_offset(), tensor.meta().span_bytes());
-        Some(Window { start: place.0 + offset, offset, len, memory })
+        Some(Window { start: range.0 + offset, offset, len, memory })
     }
 
-    /// Lets go of the memory.
+    /// Drops all regions.
     pub(crate) fn release(&self) {
-        *self.found() = Found::default();
+        *self.lock_table() = MemoryTable::default();
     }
 
-    /// How bytes went, and will.
+    /// Returns the copy statistics. Later copies update them.
     pub(crate) fn copies(&self) -> &Copies {
-        &self.copied
+        &self.copy_stats
     }
 }
 
-/// A part of a GPU's memory that a get fills.
+/// A span of GPU memory that a get fills.
 #[derive(Debug)]
 pub(crate) struct Window {
-    /// Where it is: in no other memory of this process, of whatever device.
+    /// Address of the first byte. No other memory of this process, on the host or on a device, has it.
     pub(crate) start: u64,
     offset: u64,
     len: u64,
@@ -113,7 +117,7 @@ pub(crate) struct Window {
 }
 
 impl Window {
-    /// The GPU, by its UUID.
+    /// Returns the UUID of the GPU.
     pub(crate) fn device(&self) -> String {
         self.memory.device().uuid()
     }
@@ -131,15 +135,15 @@ impl BlobMut for Window {
         self.memory.write_all_at(bytes, self.offset + offset)
     }
 
-    fn takes(&self, source: &dyn Blob) -> bool {
-        self.memory.takes(source)
+    fn can_copy_from(&self, source: &dyn Blob) -> bool {
+        self.memory.can_copy_from(source)
     }
 
     fn begin_copy<'a>(
         &'a self,
         source: &'a dyn Blob,
         copies: &[BlobCopy<'_>],
-        under_way: &mut UnderWay<'a>,
+        batch: &mut CopyBatch<'a>,
     ) -> io::Result<()> {
         let is_within = |copy: &BlobCopy<'_>| {
             let end = copy.target.checked_add(copy.runs.target_span());
@@ -153,6 +157,6 @@ impl BlobMut for Window {
             BlobCopy { target, ..*copy }
         });
         let copies: Vec<BlobCopy<'_>> = copies.collect();
-        self.memory.begin_copy(source, &copies, under_way)
+        self.memory.begin_copy(source, &copies, batch)
     }
 }

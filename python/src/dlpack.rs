@@ -1,4 +1,6 @@
-//! DLPack: how frameworks take each other's memory, and say when they are done with it.
+//! DLPack: the protocol by which frameworks share tensor memory.
+//!
+//! The consumer of a tensor calls its deleter when it is done with the memory.
 
 mod borrow;
 mod lend;
@@ -10,7 +12,7 @@ use tssd_format::Dtype;
 pub(crate) use self::borrow::{Borrowed, borrow};
 pub(crate) use self::lend::capsule;
 
-/// `DLDataTypeCode` and the bits of an element of each dtype that DLPack has.
+/// Dtypes of DLPack, each with its `DLDataTypeCode` and the bits of an element.
 const TYPES: [(Dtype, u8, u8); 21] = [
     (Dtype::Int8, 0, 8),
     (Dtype::Int16, 0, 16),
@@ -35,7 +37,7 @@ const TYPES: [(Dtype, u8, u8); 21] = [
     (Dtype::Float8E8m0fnu, 14, 8),
 ];
 
-/// So many of them torch has known from its first DLPack on.
+/// Number of leading entries of [`TYPES`] that every torch with DLPack supports.
 const OLD: usize = 12;
 
 /// `kDLCPU`, `kDLCUDA` and `kDLCUDAManaged`.

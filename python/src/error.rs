@@ -1,5 +1,6 @@
-//! One error for everything that this crate does. Which class of Python it becomes, and what advice goes
-//! with it, is a table in `tssd/_errors.py`, by kind.
+//! The error type of this crate.
+//!
+//! A table in `tssd/_errors.py` maps each kind of error to its Python exception class and its advice.
 
 use std::error::Error as _;
 use std::io;
@@ -8,25 +9,25 @@ use std::path::{Path, PathBuf};
 use pyo3::prelude::*;
 use tssd_format::{Error, ErrorKind, ObjectPath};
 
-/// The result of everything here that can fail.
+/// Result of the fallible functions of this crate.
 pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
 
-/// What went wrong.
+/// An error of this crate.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// A rule of the format is broken, or the system failed.
+    /// A rule of the format is violated, or the operating system reported an error.
     Format(Error),
-    /// The same in a file.
+    /// As [`Failure::Format`], in a file.
     InFile(Error, PathBuf),
-    /// What Python raised.
+    /// An exception that Python raised.
     Python(PyErr),
-    /// Something that this package refuses.
+    /// A request that this package rejects.
     Refused(Box<Refusal>),
-    /// What a store says of a key.
+    /// An error of a store, with the key and the version if they are known.
     Store(Box<tssd_store::Error>, Option<String>, Option<u64>),
 }
 
-/// Why something is refused, in terms of Python.
+/// A rejected request, in terms of Python.
 #[derive(Debug)]
 pub(crate) struct Refusal {
     kind: &'static str,
@@ -38,9 +39,9 @@ pub(crate) struct Refusal {
 }
 
 impl Refusal {
-    /// An object that is no typed leaf: what it is, and what to do about it.
-    pub(crate) fn leaf(what: impl Into<String>, advice: impl Into<String>) -> Self {
-        Self::new("UntypedLeaf", what).advice(advice)
+    /// Creates the error for an object that is not a typed leaf: what it is, and what to do about it.
+    pub(crate) fn leaf(message: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self::new("UntypedLeaf", message).advice(advice)
     }
 
     pub(crate) fn new(kind: &'static str, message: impl Into<String>) -> Self {
@@ -64,12 +65,12 @@ impl Refusal {
 }
 
 impl Failure {
-    /// The same with the path of the leaf, if it has none.
+    /// Adds the path of the leaf, unless the error has one.
     pub(crate) fn at(self, path: &ObjectPath) -> Self {
         self.of(&path.fqn())
     }
 
-    /// The same with the fqn of the leaf.
+    /// Adds the fqn of the leaf, unless the error has one.
     pub(crate) fn of(self, fqn: &str) -> Self {
         match self {
             Self::Format(error) => Self::Format(error.at(fqn)),
@@ -80,7 +81,7 @@ impl Failure {
 }
 
 impl Failure {
-    /// The same with the leaf that is hurt.
+    /// Adds the fqn of the damaged leaf to a format error that has none.
     pub(crate) fn at_leaf(self, leaf: impl FnOnce() -> String) -> Self {
         match self {
             Self::Format(error) if error.path().is_none() => Self::Format(error.at(leaf())),
@@ -88,7 +89,7 @@ impl Failure {
         }
     }
 
-    /// The same with the file that it is about.
+    /// Adds the file to a format error.
     pub(crate) fn in_file(self, path: &Path) -> Self {
         match self {
             Self::Format(error) => Self::InFile(error, path.to_owned()),
@@ -98,12 +99,12 @@ impl Failure {
 }
 
 impl Failure {
-    /// Whether something has not happened in time.
+    /// Returns whether a timeout expired.
     pub(crate) fn is_timeout(&self) -> bool {
         matches!(self, Self::Refused(refusal) if refusal.kind == "timeout")
     }
 
-    /// The same with the key that it is about, and the version.
+    /// Adds the key and the version to an error of a store or a rejected request.
     pub(crate) fn of_key(self, key: &str, version: Option<u64>) -> Self {
         match self {
             Self::Store(error, ..) => Self::Store(error, Some(key.to_owned()), version),
@@ -168,29 +169,43 @@ impl From<Failure> for PyErr {
     fn from(failure: Failure) -> Self {
         Python::attach(|py| match failure {
             Failure::Python(error) => error,
-            Failure::Format(error) => of_format(py, &error, None),
-            Failure::InFile(error, path) => of_format(py, &error, Some(&path)),
+            Failure::Format(error) => format_error(py, &error, None),
+            Failure::InFile(error, path) => format_error(py, &error, Some(&path)),
             Failure::Refused(refusal) => {
                 let Refusal { kind, message, advice, fqn, key, version } = *refusal;
-                let parts = Parts { fqn, advice, key, version, ..Parts::new(kind, "", message) };
-                make(py, parts)
+                let args = ExceptionArgs {
+                    fqn,
+                    advice,
+                    key,
+                    version,
+                    ..ExceptionArgs::new(kind, "", message)
+                };
+                new_exception(py, args)
             }
-            Failure::Store(error, key, version) => of_store(py, &error, key, version),
+            Failure::Store(error, key, version) => store_error(py, &error, key, version),
         })
     }
 }
 
-fn of_format(py: Python<'_>, error: &Error, file: Option<&Path>) -> PyErr {
+fn format_error(py: Python<'_>, error: &Error, file: Option<&Path>) -> PyErr {
     let errno = error
         .source()
         .and_then(|source| source.downcast_ref::<io::Error>())
         .and_then(io::Error::raw_os_error);
     let file = file.map(|file| file.display().to_string());
     let (kind, fqn) = (error.kind(), error.path().map(ToOwned::to_owned));
-    make(py, Parts { fqn, file, errno, ..Parts::new(kind.name(), kind.rule(), error.to_string()) })
+    new_exception(
+        py,
+        ExceptionArgs {
+            fqn,
+            file,
+            errno,
+            ..ExceptionArgs::new(kind.name(), kind.rule(), error.to_string())
+        },
+    )
 }
 
-fn of_store(
+fn store_error(
     py: Python<'_>,
     error: &tssd_store::Error,
     key: Option<String>,
@@ -198,16 +213,16 @@ fn of_store(
 ) -> PyErr {
     let (message, format) = (error.to_string(), error.format_error());
     let fqn = format.and_then(Error::path).map(ToOwned::to_owned);
-    // What is wrong with a state dict is so whether it goes to a store or a file.
-    let parts = match format.filter(|_| error.kind() == tssd_store::ErrorKind::Invalid) {
-        Some(format) => Parts::new(format.kind().name(), format.kind().rule(), message),
-        None => Parts::new(error.kind().name(), "", message),
+    // An invalid state dict raises the same exception for a store as for a file.
+    let args = match format.filter(|_| error.kind() == tssd_store::ErrorKind::Invalid) {
+        Some(format) => ExceptionArgs::new(format.kind().name(), format.kind().rule(), message),
+        None => ExceptionArgs::new(error.kind().name(), "", message),
     };
-    make(py, Parts { fqn, key, version, ..parts })
+    new_exception(py, ExceptionArgs { fqn, key, version, ..args })
 }
 
-/// The arguments of `_errors.make`.
-struct Parts {
+/// Arguments of `_errors.make`.
+struct ExceptionArgs {
     kind: &'static str,
     rule: &'static str,
     message: String,
@@ -219,21 +234,21 @@ struct Parts {
     version: Option<u64>,
 }
 
-impl Parts {
+impl ExceptionArgs {
     fn new(kind: &'static str, rule: &'static str, message: String) -> Self {
         let (fqn, advice, file, errno, key, version) = (None, None, None, None, None, None);
         Self { kind, rule, message, fqn, advice, file, errno, key, version }
     }
 }
 
-fn make(py: Python<'_>, parts: Parts) -> PyErr {
-    let Parts { kind, rule, message, fqn, advice, file, errno, key, version } = parts;
+fn new_exception(py: Python<'_>, args: ExceptionArgs) -> PyErr {
+    let ExceptionArgs { kind, rule, message, fqn, advice, file, errno, key, version } = args;
     let arguments = (kind, rule, message, fqn, advice, file, errno, key, version);
-    let make = || py.import("tssd._errors")?.getattr("make")?.call1(arguments);
-    make().map_or_else(|error| error, PyErr::from_value)
+    let call = || py.import("tssd._errors")?.getattr("make")?.call1(arguments);
+    call().map_or_else(|error| error, PyErr::from_value)
 }
 
-/// All kinds of the format: name, rule, and what is wrong.
+/// Returns all error kinds of the format: name, rule and message.
 #[pyfunction(name = "_kinds")]
 pub(crate) fn kinds() -> Vec<(&'static str, &'static str, &'static str)> {
     ErrorKind::ALL.iter().map(|kind| (kind.name(), kind.rule(), kind.message())).collect()

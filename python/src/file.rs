@@ -1,4 +1,4 @@
-//! Files: saved, loaded, opened, proven.
+//! Saving, loading, opening and verifying files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -26,53 +26,55 @@ use crate::object::{Framework, METADATA_ATTR, Maker, Source, spans};
 use crate::torch::Torch;
 use crate::value::{Taken, take};
 
-/// Shorter ranges are read rather than mapped: a system has only so many maps for a process.
-const MAPPED_MIN: u64 = 64 << 10;
+/// Minimum length of a mapped range, in bytes.
+///
+/// Shorter ranges are read, because the system limits the number of mappings of a process.
+const MMAP_MIN_BYTES: u64 = 64 << 10;
 
-/// How bytes of a file come to memory.
+/// How the bytes of a file get into memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Backend {
     Mmap,
     Pread,
 }
 
-/// How many bytes are taken at once of what Python lends.
-const PIECE: usize = 4 << 20;
+/// Bytes that one step copies from a Python buffer.
+const COPY_CHUNK_BYTES: usize = 4 << 20;
 
-/// When bytes are proven.
+/// When checksums are verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Proof {
+enum VerifyMode {
     Eager,
     Lazy,
     Off,
 }
 
 impl Backend {
-    fn of(name: &str) -> Result<Self> {
+    fn parse(name: &str) -> Result<Self> {
         match name {
             "mmap" => Ok(Self::Mmap),
             "pread" => Ok(Self::Pread),
-            other => Err(choice("backend", other, "\"mmap\" or \"pread\"")),
+            other => Err(invalid_choice("backend", other, "\"mmap\" or \"pread\"")),
         }
     }
 }
 
-impl Proof {
-    fn of(name: &str) -> Result<Self> {
+impl VerifyMode {
+    fn parse(name: &str) -> Result<Self> {
         match name {
             "eager" => Ok(Self::Eager),
             "lazy" => Ok(Self::Lazy),
             "off" => Ok(Self::Off),
-            other => Err(choice("verify", other, "\"eager\", \"lazy\" or \"off\"")),
+            other => Err(invalid_choice("verify", other, "\"eager\", \"lazy\" or \"off\"")),
         }
     }
 }
 
-fn choice(argument: &str, found: &str, choices: &str) -> Failure {
+fn invalid_choice(argument: &str, found: &str, choices: &str) -> Failure {
     PyValueError::new_err(format!("{argument} is {choices}, not {found:?}")).into()
 }
 
-fn options(
+fn save_options(
     metadata: Option<&Bound<'_, PyDict>>,
     compression: Option<&str>,
     level: i32,
@@ -84,13 +86,13 @@ fn options(
         Some("zstd") => options.compress(Compression::ShuffledZstd),
         Some("zstd-plain") => options.compress(Compression::Zstd),
         Some(other) => {
-            return Err(choice("compression", other, "None, \"zstd\" or \"zstd-plain\""));
+            return Err(invalid_choice("compression", other, "None, \"zstd\" or \"zstd-plain\""));
         }
     };
     options = match digest {
         None => options,
         Some("blake3") => options.digests(),
-        Some(other) => return Err(choice("digest", other, "None or \"blake3\"")),
+        Some(other) => return Err(invalid_choice("digest", other, "None or \"blake3\"")),
     };
     for (name, value) in metadata::attrs(metadata)? {
         options = options.attr(name, value);
@@ -98,7 +100,7 @@ fn options(
     Ok(options)
 }
 
-/// A state dict, planned: what is kept of it shares its tensors.
+/// A state dict with the layout of its archive. Its tensors share the memory of the Python tensors.
 pub(crate) struct Planned {
     pub(crate) layout: Layout,
     pub(crate) interrupt: Interrupt,
@@ -120,28 +122,28 @@ pub(crate) fn planned(
     Ok(Planned { layout, interrupt, taken })
 }
 
-/// Saves a state dict as a file.
+/// Saves a state dict to a file.
 ///
-/// The same nested dict comes back: its order, the types of its keys and containers, ties between
-/// tensors, strides, Parameters. The file appears under its name once it is complete; whatever had the
-/// name before is there until then, and after an error or Ctrl-C. Tensors must not be written to
-/// meanwhile.
+/// Loading the file restores the nested dict: its order, the types of its keys and containers, ties
+/// between tensors, strides, and Parameters. The file is replaced atomically: it appears under its name
+/// once it is complete. Until then, and after an error or Ctrl-C, a previous file of that name remains
+/// unchanged. The tensors must not be written to during the call.
 ///
 /// Args:
 ///     state_dict: a dict or OrderedDict of tensors, numpy arrays, numbers, strs, and nested containers.
-///     filename: where to save it.
-///     metadata: a dict of strs to what JSON has, or bytes, which `safe_open(...).metadata()` gives back.
-///     compression: None; "zstd": zstd after a byte shuffle; "zstd-plain": without it.
-///     level: of zstd, from -131072 to 22.
-///     digest: None; "blake3": one for each storage, so that the file can be signed.
-///     fsync: whether the file is on the disk once this returns.
-///     allow_pickle: whether objects that are no typed leaves are pickled, with cloudpickle if it is
+///     filename: the path of the file.
+///     metadata: a dict from strs to JSON values or bytes. `safe_open(...).metadata()` returns it.
+///     compression: None; "zstd": zstd after a byte shuffle; "zstd-plain": zstd without the shuffle.
+///     level: the zstd level, from -131072 to 22.
+///     digest: None; "blake3": a BLAKE3 digest of each storage, so that the file can be signed.
+///     fsync: whether the file is flushed to the disk before this function returns.
+///     allow_pickle: whether objects that are not typed leaves are pickled, with cloudpickle if it is
 ///         installed. They are loaded only with `allow_pickle=True`.
 ///
 /// Raises:
-///     TssdTypeError: an object is no typed leaf; `fqn` says where it is.
-///     TssdValueError: the state dict breaks a rule of the format, such as containers 64 deep.
-///     TssdOSError: the system failed.
+///     TssdTypeError: an object is not a typed leaf; `fqn` names the leaf.
+///     TssdValueError: the state dict violates a rule of the format, such as containers 64 deep.
+///     TssdOSError: the operating system reported an error.
 #[pyfunction]
 #[pyo3(signature = (state_dict, filename, metadata=None, *, compression=None, level=1, digest=None, fsync=true, allow_pickle=false))]
 #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python function")]
@@ -156,7 +158,7 @@ pub(crate) fn save_file(
     fsync: bool,
     allow_pickle: bool,
 ) -> Result<()> {
-    let options = options(metadata, compression, level, digest)?;
+    let options = save_options(metadata, compression, level, digest)?;
     let Planned { layout, interrupt, .. } = &planned(state_dict, options, allow_pickle)?;
     state_dict.py().detach(|| {
         let write = || {
@@ -168,16 +170,16 @@ pub(crate) fn save_file(
     })
 }
 
-/// As [`file::settle`].
+/// Waits for the deferred drops of files and mappings: see [`file::settle`].
 #[cfg(unix)]
 #[pyfunction]
 pub(crate) fn settle(py: Python<'_>) {
     py.detach(file::settle);
 }
 
-/// Saves a state dict as bytes: those that `save_file` would write.
+/// Saves a state dict as bytes: the content of the file that `save_file` would write.
 ///
-/// Args and errors are those of `save_file`.
+/// The arguments and errors are those of `save_file`.
 #[pyfunction]
 #[pyo3(signature = (state_dict, metadata=None, *, compression=None, level=1, digest=None, allow_pickle=false))]
 pub(crate) fn save<'py>(
@@ -189,7 +191,7 @@ pub(crate) fn save<'py>(
     allow_pickle: bool,
 ) -> Result<Bound<'py, PyBytes>> {
     let py = state_dict.py();
-    let options = options(metadata, compression, level, digest)?;
+    let options = save_options(metadata, compression, level, digest)?;
     let Planned { layout, interrupt, .. } = &planned(state_dict, options, allow_pickle)?;
     let len = usize::try_from(layout.file_len()).map_err(io::Error::other)?;
     Ok(PyBytes::new_with(py, len, |target| {
@@ -197,33 +199,33 @@ pub(crate) fn save<'py>(
     })?)
 }
 
-/// Loads what `save_file` has written.
+/// Loads a state dict from a file that `save_file` wrote.
 ///
-/// With "mmap", tensors are views of a private map of the file: pages are read when they are touched, and
-/// a write into a tensor changes this process's memory alone. The map ends with the last tensor. Nobody
-/// may truncate or change the file while it is mapped; replacing it, as `save_file` does, is fine. Use
-/// "pread" for files that others write to, or that lie on a network.
+/// With "mmap", tensors are views of a copy-on-write mapping of the file. Pages are read on first access.
+/// A write to a tensor changes only the memory of this process. The mapping lives as long as the last
+/// tensor. The file must not be truncated or changed while it is mapped; replacing it, as `save_file`
+/// does, is safe. Use "pread" for files that other processes write to, or on a network file system.
 ///
 /// Args:
-///     filename: the file.
-///     device: where the tensors shall be, as torch names it.
-///     framework: "torch" or "numpy"; None: torch, or numpy where torch is not installed. What was an
-///         array of numpy is one again. Arrays of a mapped file are read-only.
-///     backend: "mmap", or "pread" into memory of its own.
-///     verify: "eager": every byte of the file is proven before this returns; "lazy": each tensor is
-///         when it is handed out, which for this function is the same; "off": only the index is proven.
-///     allow_pickle: whether objects that were pickled are unpickled, which executes code that the file
-///         holds.
+///     filename: the path of the file.
+///     device: the device of the tensors, as torch names it.
+///     framework: "torch" or "numpy"; None: torch, or numpy if torch is not installed. A numpy array that
+///         was saved is loaded as a numpy array. Arrays of a mapped file are read-only.
+///     backend: "mmap", or "pread" into new memory.
+///     verify: when checksums are verified. "eager": every byte of the file before this function returns;
+///         "lazy": each tensor when it is returned, which is the same for this function; "off": only the
+///         index.
+///     allow_pickle: whether pickled objects are unpickled, which executes code from the file.
 ///
 /// Returns:
-///     The state dict. Shards of DTensors come as `TensorShard`. Of what `tssd pack` made of a model's
-///     directory, ".files" is a dict of the files without tensors, bytes by name: `state_dict.pop(".files")`
-///     leaves what `load_state_dict` takes.
+///     The state dict. Shards of DTensors are returned as `TensorShard`. In an archive that `tssd pack`
+///     made from a model directory, ".files" is a dict from the names of the files without tensors to
+///     their bytes. `state_dict.pop(".files")` leaves a dict that `load_state_dict` accepts.
 ///
 /// Raises:
-///     TssdCorruptError: the file is damaged, or no archive.
-///     TssdTypeError: the file holds a pickled object, and `allow_pickle` is False.
-///     TssdOSError: the system failed.
+///     TssdCorruptError: the file is damaged, or is not an archive.
+///     TssdTypeError: the file contains a pickled object, and `allow_pickle` is False.
+///     TssdOSError: the operating system reported an error.
 #[pyfunction]
 #[pyo3(
     signature = (filename, device=None, *, framework=None, backend="mmap", verify="eager", allow_pickle=false),
@@ -239,7 +241,7 @@ pub(crate) fn load_file<'py>(
     verify: &str,
     allow_pickle: bool,
 ) -> Result<Bound<'py, PyAny>> {
-    let (backend, proof) = (Backend::of(backend)?, Proof::of(verify)?);
+    let (backend, verify_mode) = (Backend::parse(backend)?, VerifyMode::parse(verify)?);
     let framework = Framework::of(py, framework)?;
     let interrupt = Interrupt::new();
     let load = || {
@@ -249,13 +251,13 @@ pub(crate) fn load_file<'py>(
             Backend::Mmap => Memory::of_file(&file, 0..len)?.0,
             Backend::Pread => {
                 let file: Arc<File> = Arc::new(file);
-                // What is no archive is not read.
+                // Rejects a file that is not an archive before reading it.
                 Archive::from_blob(file.clone())?;
                 let len = usize::try_from(len).map_err(io::Error::other)?;
                 Memory::filled(len, |target| file::read(&*file, 0, target, || interrupt.check()))?
             }
         };
-        Whole::new(memory, proof, &interrupt)
+        Whole::new(memory, verify_mode, &interrupt)
     };
     let whole = py.detach(|| load().map_err(|error| error.in_file(&filename)))?;
     Maker::new(py, &whole.archive, &whole, framework)
@@ -265,10 +267,10 @@ pub(crate) fn load_file<'py>(
         .map_err(|error| error.in_file(&filename))
 }
 
-/// Loads what `save` has returned.
+/// Loads a state dict from bytes that `save` returned.
 ///
-/// Tensors of torch lie in memory of their own, arrays of numpy are read-only views of `data`. Args and
-/// errors are those of `load_file`.
+/// The bytes are copied: torch tensors can be written to, numpy arrays are read-only views of the copy.
+/// The arguments and errors are those of `load_file`.
 #[pyfunction]
 #[pyo3(
     signature = (data, device=None, *, framework=None, verify="eager", allow_pickle=false),
@@ -283,44 +285,47 @@ pub(crate) fn load<'py>(
 ) -> Result<Bound<'py, PyAny>> {
     let py = data.py();
     let framework = Framework::of(py, framework)?;
-    let (proof, interrupt) = (Proof::of(verify)?, Interrupt::new());
+    let (verify_mode, interrupt) = (VerifyMode::parse(verify)?, Interrupt::new());
     let memory = copied(data, &interrupt)?;
-    let whole = py.detach(|| Whole::new(memory, proof, &interrupt))?;
+    let whole = py.detach(|| Whole::new(memory, verify_mode, &interrupt))?;
     Maker::new(py, &whole.archive, &whole, framework)
         .on_device(device)?
         .allow_pickle(allow_pickle)
         .state_dict()
 }
 
-/// A copy of bytes, or of what another object lends as bytes.
+/// Copies bytes, or the buffer of another object, to new memory.
 pub(crate) fn copied(data: &Bound<'_, PyAny>, interrupt: &Interrupt) -> Result<Memory> {
     let py = data.py();
     if let Ok(bytes) = data.cast::<PyBytes>() {
         let bytes = bytes.as_bytes();
         return py.detach(|| {
             Memory::filled(bytes.len(), |target| {
-                file::read(&Slice(bytes), 0, target, || interrupt.check())
+                file::read(&SliceBlob(bytes), 0, target, || interrupt.check())
             })
         });
     }
     let class = data.get_type();
-    let no_bytes = |error: PyErr| {
+    let buffer_error = |error: PyErr| {
         let message = format!("data is bytes, or another object with a buffer, not {class}");
         if error.is_instance_of::<PyTypeError>(py) { PyTypeError::new_err(message) } else { error }
     };
-    let view = PyMemoryView::from(data).map_err(no_bytes)?;
+    let view = PyMemoryView::from(data).map_err(buffer_error)?;
     let Ok(view) = view.call_method1("cast", ("B",)) else {
-        // What has gaps is put together first.
+        // A buffer with gaps is made contiguous first.
         return copied(&view.call_method0("tobytes")?, interrupt);
     };
     let len = view.len()?;
     Memory::filled(len, |target| {
-        for (at, part) in (0..len).step_by(PIECE).zip(target.chunks_mut(PIECE)) {
-            // The bytes of others are looked at with the GIL alone, which others get between two pieces: whoever computes
-            // all the time gives it back after 5 ms.
-            let slice = PySlice::new(py, at.cast_signed(), (at + part.len()).cast_signed(), 1);
-            let piece = view.get_item(slice)?.call_method0("tobytes")?.cast_into::<PyBytes>()?;
-            let bytes = piece.as_bytes();
+        for (start, part) in
+            (0..len).step_by(COPY_CHUNK_BYTES).zip(target.chunks_mut(COPY_CHUNK_BYTES))
+        {
+            // A foreign buffer is read only with the GIL held. Other threads can take it between two chunks; a busy
+            // thread returns it after 5 ms.
+            let slice =
+                PySlice::new(py, start.cast_signed(), (start + part.len()).cast_signed(), 1);
+            let chunk = view.get_item(slice)?.call_method0("tobytes")?.cast_into::<PyBytes>()?;
+            let bytes = chunk.as_bytes();
             py.detach(|| interrupt.check().map(|()| tssd_format::copy(bytes, part)))?;
         }
         Ok(())
@@ -328,9 +333,9 @@ pub(crate) fn copied(data: &Bound<'_, PyAny>, interrupt: &Interrupt) -> Result<M
 }
 
 /// Borrowed bytes as a blob.
-struct Slice<'a>(&'a [u8]);
+struct SliceBlob<'a>(&'a [u8]);
 
-impl tssd_format::Blob for Slice<'_> {
+impl tssd_format::Blob for SliceBlob<'_> {
     fn size(&self) -> io::Result<u64> {
         u64::try_from(self.0.len()).map_err(io::Error::other)
     }
@@ -358,73 +363,76 @@ fn open(filename: &PathBuf) -> Result<File> {
     Ok(file)
 }
 
-/// What Linux and all BSDs call it.
+/// `EISDIR` on Linux and all BSDs.
 const EISDIR: i32 = 21;
 
-/// An archive that lies in memory as a whole, proven as far as it was asked for.
+/// An archive whose bytes are all in memory, verified according to the [`VerifyMode`].
 pub(crate) struct Whole {
     pub(crate) archive: Archive,
     memory: Memory,
-    /// Storages that are compressed, raw.
-    unpacked: Mutex<BTreeMap<u32, Block>>,
+    /// Decompressed bytes of compressed storages, by storage number.
+    decompressed: Mutex<BTreeMap<u32, Block>>,
 }
 
 impl Whole {
-    fn new(memory: Memory, proof: Proof, interrupt: &Interrupt) -> Result<Self> {
-        // The index is copied: what was proven stays, whoever writes into the file.
+    fn new(memory: Memory, verify_mode: VerifyMode, interrupt: &Interrupt) -> Result<Self> {
+        // `Map` makes the archive copy the index: a later write to the file cannot change the verified bytes.
         let archive = Archive::from_blob(Arc::new(Map::from(memory.bytes())))?;
         if archive.is_manifest_alone() {
             return Err(Error::new(ErrorKind::BlobElsewhere).into());
         }
-        if proof != Proof::Off {
+        if verify_mode != VerifyMode::Off {
             file::verify(archive.verify_jobs(), || interrupt.check())?;
         }
-        let unpacked = Mutex::new(unpack(&archive, interrupt)?);
-        Ok(Self { archive, memory, unpacked })
+        let decompressed = Mutex::new(decompress_tensor_storages(&archive, interrupt)?);
+        Ok(Self { archive, memory, decompressed })
     }
 
-    /// The same of memory that was proven before.
+    /// Opens an archive in memory that was verified before.
     pub(crate) fn proven(memory: Memory) -> Result<Self> {
-        Self::new(memory, Proof::Off, &Interrupt::new())
+        Self::new(memory, VerifyMode::Off, &Interrupt::new())
     }
 }
 
 impl Source for Whole {
     fn block(&self, number: u32) -> Result<(Block, u64)> {
-        let mut unpacked = self.unpacked.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(block) = unpacked.remove(&number) {
+        let mut decompressed = self.decompressed.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(block) = decompressed.remove(&number) {
             return Ok((block, 0));
         }
         let range = self.archive.storage(number).stored_range();
-        let place = |at: u64| usize::try_from(at).map_err(io::Error::other);
-        Ok((self.memory.block(place(range.start)?..place(range.end)?), 0))
+        let to_usize = |at: u64| usize::try_from(at).map_err(io::Error::other);
+        Ok((self.memory.block(to_usize(range.start)?..to_usize(range.end)?), 0))
     }
 }
 
-/// The raw bytes of all storages of tensors that are compressed.
-fn unpack(archive: &Archive, interrupt: &Interrupt) -> Result<BTreeMap<u32, Block>> {
-    let packed = |number: &u32| archive.storage(*number).packing.is_some();
-    if !(0..archive.storage_count()).any(|number| packed(&number)) {
+/// Decompresses all compressed storages of tensors. Returns their bytes by storage number.
+fn decompress_tensor_storages(
+    archive: &Archive,
+    interrupt: &Interrupt,
+) -> Result<BTreeMap<u32, Block>> {
+    let is_compressed = |number: &u32| archive.storage(*number).packing.is_some();
+    if !(0..archive.storage_count()).any(|number| is_compressed(&number)) {
         return Ok(BTreeMap::new());
     }
-    let tensors: BTreeSet<u32> = archive
+    let numbers: BTreeSet<u32> = archive
         .leaves()
         .iter()
         .filter(|(_, node)| matches!(node, Node::Tensors(_)))
         .flat_map(|(_, node)| node.storages().collect::<Vec<_>>())
-        .filter(packed)
+        .filter(is_compressed)
         .collect();
     let mut blocks = BTreeMap::new();
-    for number in tensors {
+    for number in numbers {
         let len = archive.storage(number).len;
-        let memory = unpacked(archive, number, 0..len, interrupt)?;
+        let memory = decompress_range(archive, number, 0..len, interrupt)?;
         blocks.insert(number, memory.block(0..usize::try_from(len).map_err(io::Error::other)?));
     }
     Ok(blocks)
 }
 
-/// A range of the raw bytes of a storage, in memory of its own.
-fn unpacked(
+/// Copies a range of the raw bytes of a storage to new memory, decompressed if necessary.
+fn decompress_range(
     archive: &Archive,
     number: u32,
     range: Range<u64>,
@@ -438,35 +446,35 @@ fn unpacked(
 
 /// Opens a file to read some of its tensors.
 ///
-/// Only the index is read now. It is a context manager; tensors stay valid after it.
+/// Opening reads only the index. The object is a context manager; tensors stay valid after it exits.
 ///
 /// Args:
-///     filename: the file.
+///     filename: the path of the file.
 ///     framework: "torch" (or "pt"), or "numpy" (or "np").
-///     device: where tensors shall be, as torch names it.
-///     backend: "mmap": each tensor is a private map of its part of the file; "pread": it is read into
-///         memory of its own.
-///     verify: "eager": every byte of the file is proven now; "lazy": what a tensor touches is, when it
-///         is first asked for; "off": only the index is proven.
+///     device: the device of the tensors, as torch names it.
+///     backend: "mmap": each tensor is a copy-on-write mapping of its part of the file; "pread": each
+///         tensor is read into new memory.
+///     verify: when checksums are verified. "eager": every byte of the file on opening; "lazy": the bytes
+///         of a tensor when it is first read; "off": only the index.
 ///
 /// Raises:
-///     TssdCorruptError: the file is damaged, or no archive.
-///     TssdOSError: the system failed.
+///     TssdCorruptError: the file is damaged, or is not an archive.
+///     TssdOSError: the operating system reported an error.
 #[pyclass(frozen, name = "safe_open", module = "tssd")]
 pub(crate) struct SafeOpen {
-    opened: Mutex<Option<Arc<Opened>>>,
+    open_file: Mutex<Option<Arc<OpenFile>>>,
     framework: Framework,
     device: Option<Py<PyAny>>,
 }
 
-struct Opened {
+struct OpenFile {
     archive: Archive,
     file: Arc<File>,
     filename: PathBuf,
     backend: Backend,
-    proof: Proof,
-    /// Chunks by storage and number.
-    proven: Mutex<BTreeSet<(u32, u64)>>,
+    verify_mode: VerifyMode,
+    /// Chunks that were verified: storage number and chunk number.
+    verified_chunks: Mutex<BTreeSet<(u32, u64)>>,
 }
 
 #[pymethods]
@@ -484,7 +492,7 @@ impl SafeOpen {
         backend: &str,
         verify: &str,
     ) -> Result<Self> {
-        let (backend, proof) = (Backend::of(backend)?, Proof::of(verify)?);
+        let (backend, verify_mode) = (Backend::parse(backend)?, VerifyMode::parse(verify)?);
         let framework = Framework::of(py, Some(framework))?;
         let interrupt = Interrupt::new();
         let open = || {
@@ -493,17 +501,18 @@ impl SafeOpen {
             if archive.is_manifest_alone() {
                 return Err(Error::new(ErrorKind::BlobElsewhere).into());
             }
-            if proof == Proof::Eager {
+            if verify_mode == VerifyMode::Eager {
                 file::verify(archive.verify_jobs(), || interrupt.check())?;
             }
             Ok((archive, file))
         };
         let (archive, file) =
             py.detach(|| open().map_err(|error: Failure| error.in_file(&filename)))?;
-        let proof = if proof == Proof::Eager { Proof::Off } else { proof };
-        let proven = Mutex::default();
-        let opened = Opened { archive, file, filename, backend, proof, proven };
-        Ok(Self { opened: Mutex::new(Some(Arc::new(opened))), framework, device })
+        let verify_mode =
+            if verify_mode == VerifyMode::Eager { VerifyMode::Off } else { verify_mode };
+        let verified_chunks = Mutex::default();
+        let open_file = OpenFile { archive, file, filename, backend, verify_mode, verified_chunks };
+        Ok(Self { open_file: Mutex::new(Some(Arc::new(open_file))), framework, device })
     }
 
     fn __enter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
@@ -512,58 +521,58 @@ impl SafeOpen {
 
     #[pyo3(signature = (*_exception))]
     fn __exit__(&self, _exception: &Bound<'_, PyTuple>) {
-        self.opened.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.open_file.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
-    /// The fqns of all tensors, in the order of the state dict.
+    /// Returns the fqns of all tensors, in the order of the state dict.
     fn keys(&self) -> Result<Vec<String>> {
-        let opened = self.opened()?;
-        Ok(tensors(&opened.archive).into_iter().map(|(fqn, _)| fqn).collect())
+        let open_file = self.open_file()?;
+        Ok(tensor_references(&open_file.archive).into_iter().map(|(fqn, _)| fqn).collect())
     }
 
-    /// The fqns of all tensors, in the order of their bytes in the file.
+    /// Returns the fqns of all tensors, in the order of their bytes in the file.
     fn offset_keys(&self) -> Result<Vec<String>> {
-        let opened = self.opened()?;
-        let mut tensors = tensors(&opened.archive);
-        tensors.sort_by_key(|(_, run)| {
-            let first = run.first();
+        let open_file = self.open_file()?;
+        let mut tensors = tensor_references(&open_file.archive);
+        tensors.sort_by_key(|(_, references)| {
+            let first = references.first();
             first.map(|reference| (reference.storage, reference.byte_offset))
         });
         Ok(tensors.into_iter().map(|(fqn, _)| fqn).collect())
     }
 
-    /// What was given as `metadata` when the file was saved; None if nothing was.
+    /// Returns the `metadata` that the file was saved with; None if there was none.
     fn metadata<'py>(&self, py: Python<'py>) -> Result<Option<Bound<'py, PyDict>>> {
-        metadata::given(py, &self.opened()?.archive.attrs())
+        metadata::given(py, &self.open_file()?.archive.attrs())
     }
 
-    /// The tensor with an fqn, in memory of its own: a write into it changes no other tensor. A shard of
-    /// a DTensor comes as a `TensorShard`.
+    /// Returns the tensor with this fqn, in separate memory: a write to it changes no other tensor. A
+    /// shard of a DTensor is returned as a `TensorShard`.
     ///
     /// Raises:
-    ///     TssdKeyError: there is no such tensor.
-    ///     TssdTypeError: the leaf is none.
-    ///     TssdCorruptError: its bytes are damaged.
+    ///     TssdKeyError: there is no tensor with this fqn.
+    ///     TssdTypeError: the leaf is not a tensor.
+    ///     TssdCorruptError: the bytes of the tensor are damaged.
     fn get_tensor<'py>(&self, py: Python<'py>, name: &str) -> Result<Bound<'py, PyAny>> {
-        let opened = self.opened()?;
-        let run = opened.tensor(name)?;
-        let source = opened.part(py, spans(&run));
-        self.maker(py, &opened, &source)?
-            .tensors(&run)
-            .map_err(|error| error.in_file(&opened.filename))
+        let open_file = self.open_file()?;
+        let references = open_file.references(name)?;
+        let source = open_file.span_source(py, spans(&references));
+        self.builder(py, &open_file, &source)?
+            .tensors(&references)
+            .map_err(|error| error.in_file(&open_file.filename))
     }
 
-    /// The tensor with an fqn, to be read in parts: `get_slice(name)[0:2, 5]`.
+    /// Returns a handle that reads parts of the tensor with this fqn: `get_slice(name)[0:2, 5]`.
     ///
     /// Raises:
-    ///     TssdKeyError: there is no such tensor.
-    ///     TssdTypeError: the leaf is none, or a shard.
+    ///     TssdKeyError: there is no tensor with this fqn.
+    ///     TssdTypeError: the leaf is not a tensor, or is a shard.
     fn get_slice(&self, name: &str) -> Result<SafeSlice> {
-        let opened = self.opened()?;
-        let run = opened.tensor(name)?;
-        match run.as_slice() {
+        let open_file = self.open_file()?;
+        let references = open_file.references(name)?;
+        match references.as_slice() {
             [reference] if reference.place.is_none() => Ok(SafeSlice {
-                opened: opened.clone(),
+                open_file: open_file.clone(),
                 reference: reference.clone(),
                 framework: self.framework,
                 device: self
@@ -579,114 +588,126 @@ impl SafeOpen {
 }
 
 impl SafeOpen {
-    fn opened(&self) -> Result<Arc<Opened>> {
-        let opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
-        opened.clone().ok_or_else(|| PyValueError::new_err("the file is closed").into())
+    fn open_file(&self) -> Result<Arc<OpenFile>> {
+        let open_file = self.open_file.lock().unwrap_or_else(PoisonError::into_inner);
+        open_file.clone().ok_or_else(|| PyValueError::new_err("the file is closed").into())
     }
 
-    fn maker<'py, 'a>(
+    fn builder<'py, 'a>(
         &self,
         py: Python<'py>,
-        opened: &'a Opened,
-        source: &'a Part<'py, 'a>,
+        open_file: &'a OpenFile,
+        source: &'a SpanSource<'py, 'a>,
     ) -> Result<Maker<'py, 'a>> {
         let device = self.device.as_ref().map(|device| device.bind(py).clone());
-        Maker::new(py, &opened.archive, source, self.framework).on_device(device)
+        Maker::new(py, &open_file.archive, source, self.framework).on_device(device)
     }
 }
 
-/// The tensors of an archive: fqns and references.
-fn tensors(archive: &Archive) -> Vec<(String, Vec<TensorReference>)> {
+/// Returns the fqn and the references of each tensor of an archive.
+fn tensor_references(archive: &Archive) -> Vec<(String, Vec<TensorReference>)> {
     let leaves = archive.leaves().into_iter();
     leaves
         .filter_map(|(path, node)| match node {
-            Node::Tensors(run) => Some((path.fqn(), run)),
+            Node::Tensors(references) => Some((path.fqn(), references)),
             _ => None,
         })
         .collect()
 }
 
-impl Opened {
-    fn tensor(&self, fqn: &str) -> Result<Vec<TensorReference>> {
+impl OpenFile {
+    fn references(&self, fqn: &str) -> Result<Vec<TensorReference>> {
         match self.archive.node(fqn)? {
-            Node::Tensors(run) => Ok(run),
+            Node::Tensors(references) => Ok(references),
             _ => Err(Error::new(ErrorKind::NotATensor).at(fqn).into()),
         }
     }
 
-    fn part<'py, 'a>(&'a self, py: Python<'py>, spans: BTreeMap<u32, Range<u64>>) -> Part<'py, 'a> {
-        Part { py, opened: self, spans }
+    fn span_source<'py, 'a>(
+        &'a self,
+        py: Python<'py>,
+        spans: BTreeMap<u32, Range<u64>>,
+    ) -> SpanSource<'py, 'a> {
+        SpanSource { py, open_file: self, spans }
     }
 
-    /// A range of the raw bytes of a storage, proven if it is to be.
+    /// Reads a range of the raw bytes of a storage.
+    ///
+    /// Verifies the chunks that were not verified before, unless the mode is [`VerifyMode::Off`]. Decompression
+    /// always verifies.
     fn read(&self, number: u32, span: &Range<u64>, interrupt: &Interrupt) -> Result<Block> {
         let storage = self.archive.storage(number);
         let size = |bytes: u64| usize::try_from(bytes).map_err(io::Error::other);
         let len = size(span.end - span.start)?;
         if storage.packing.is_some() {
-            // Decoding proves each chunk.
-            let memory = unpacked(&self.archive, number, span.clone(), interrupt)?;
+            // Decompression verifies each chunk.
+            let memory = decompress_range(&self.archive, number, span.clone(), interrupt)?;
             return Ok(memory.block(0..len));
         }
         let chunks = storage.chunks(span);
-        let unproven: Vec<u64> = {
-            let proven = self.proven.lock().unwrap_or_else(PoisonError::into_inner);
-            let is_unproven = |chunk: &u64| !proven.contains(&(number, *chunk));
-            chunks.clone().filter(|_| self.proof != Proof::Off).filter(is_unproven).collect()
+        let unverified: Vec<u64> = {
+            let verified_chunks =
+                self.verified_chunks.lock().unwrap_or_else(PoisonError::into_inner);
+            let is_unverified = |chunk: &u64| !verified_chunks.contains(&(number, *chunk));
+            chunks
+                .clone()
+                .filter(|_| self.verify_mode != VerifyMode::Off)
+                .filter(is_unverified)
+                .collect()
         };
-        // Only whole chunks can be proven.
-        let mut cover = span.clone();
-        if let (Some(first), Some(last)) = (unproven.first(), unproven.last()) {
-            cover.start = cover.start.min(storage.chunk(*first).start);
-            cover.end = cover.end.max(storage.chunk(*last).end);
+        // A checksum covers a whole chunk.
+        let mut chunk_span = span.clone();
+        if let (Some(first), Some(last)) = (unverified.first(), unverified.last()) {
+            chunk_span.start = chunk_span.start.min(storage.chunk(*first).start);
+            chunk_span.end = chunk_span.end.max(storage.chunk(*last).end);
         }
-        let stored = storage.offset + cover.start..storage.offset + cover.end;
-        let mapped = if self.backend == Backend::Mmap && span.end - span.start >= MAPPED_MIN {
-            // A process that has too many maps reads.
-            Memory::of_file(&self.file, stored.clone()).ok()
+        let file_range = storage.offset + chunk_span.start..storage.offset + chunk_span.end;
+        let mapping = if self.backend == Backend::Mmap && span.end - span.start >= MMAP_MIN_BYTES {
+            // If mapping fails, as at the limit of mappings of a process, the range is read.
+            Memory::of_file(&self.file, file_range.clone()).ok()
         } else {
             None
         };
-        let (memory, lead) = if let Some(mapped) = mapped {
-            mapped
+        let (memory, offset) = if let Some(mapping) = mapping {
+            mapping
         } else {
-            let read = Memory::filled(size(cover.end - cover.start)?, |target| {
-                file::read(&*self.file, stored.start, target, || interrupt.check())
+            let buffer = Memory::filled(size(chunk_span.end - chunk_span.start)?, |target| {
+                file::read(&*self.file, file_range.start, target, || interrupt.check())
             })?;
-            (read, 0)
+            (buffer, 0)
         };
-        let bytes = &memory.as_ref()[lead..];
-        file::prove(&storage, &unproven, cover.start, bytes, || interrupt.check())
+        let bytes = &memory.as_ref()[offset..];
+        file::prove(&storage, &unverified, chunk_span.start, bytes, || interrupt.check())
             .map_err(|error: Failure| error.at_leaf(|| self.archive.leaf_in(number)))?;
-        self.proven
+        self.verified_chunks
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .extend(unproven.into_iter().map(|chunk| (number, chunk)));
-        let start = lead + size(span.start - cover.start)?;
+            .extend(unverified.into_iter().map(|chunk| (number, chunk)));
+        let start = offset + size(span.start - chunk_span.start)?;
         Ok(memory.block(start..start + len))
     }
 }
 
-/// The bytes that some tensors span.
-struct Part<'py, 'a> {
+/// Source of the bytes that some tensors span, by storage number.
+struct SpanSource<'py, 'a> {
     py: Python<'py>,
-    opened: &'a Opened,
+    open_file: &'a OpenFile,
     spans: BTreeMap<u32, Range<u64>>,
 }
 
-impl Source for Part<'_, '_> {
+impl Source for SpanSource<'_, '_> {
     fn block(&self, number: u32) -> Result<(Block, u64)> {
         let span = &self.spans[&number];
         let interrupt = Interrupt::new();
-        let block = self.py.detach(|| self.opened.read(number, span, &interrupt))?;
+        let block = self.py.detach(|| self.open_file.read(number, span, &interrupt))?;
         Ok((block, span.start))
     }
 }
 
-/// A tensor of a file that is read in parts.
+/// A tensor of a file that can be read in parts.
 #[pyclass(frozen, module = "tssd")]
 pub(crate) struct SafeSlice {
-    opened: Arc<Opened>,
+    open_file: Arc<OpenFile>,
     reference: TensorReference,
     framework: Framework,
     device: Option<Py<PyAny>>,
@@ -694,18 +715,18 @@ pub(crate) struct SafeSlice {
 
 #[pymethods]
 impl SafeSlice {
-    /// The shape of the whole tensor, in elements.
+    /// Returns the shape of the whole tensor, in elements.
     fn get_shape(&self) -> Vec<u64> {
         self.reference.meta.shape().into()
     }
 
-    /// The dtype, as torch calls it: "bfloat16".
+    /// Returns the name of the dtype in torch: "bfloat16".
     fn get_dtype(&self) -> &'static str {
         self.reference.meta.dtype().name()
     }
 
-    /// Part of the tensor, by ints, slices and `...`. Only what lies between its first and its last
-    /// element is read.
+    /// Reads the part of the tensor that ints, slices and `...` select. Reads only the bytes from the
+    /// first selected element to the last one.
     ///
     /// Raises:
     ///     IndexError: an index is out of range.
@@ -719,14 +740,14 @@ impl SafeSlice {
             Framework::Torch => Torch::import(py)?.index(meta, index.whole())?,
             Framework::Numpy => Numpy::import(py)?.index(meta, index.whole())?,
         };
-        // In elements from the first of the tensor on.
+        // Offsets in elements from element 0 of the tensor.
         let (mut low, mut high) = (first, first);
         for (size, stride) in shape.iter().zip(&strides) {
             let reach = i64::try_from(*size).map_err(io::Error::other)?.saturating_sub(1) * stride;
             (low, high) = (low + reach.min(0), high + reach.max(0));
         }
         let itemsize = meta.dtype().itemsize();
-        let place = |element: i64| {
+        let byte_position = |element: i64| {
             let element = u64::try_from(element).map_err(io::Error::other)?;
             Ok::<_, Failure>(self.reference.byte_offset + element * itemsize)
         };
@@ -734,28 +755,28 @@ impl SafeSlice {
         let mut spans = BTreeMap::new();
         match reference.storage {
             Some(number) if !shape.contains(&0) => {
-                spans.insert(number, place(low)?..place(high)? + itemsize);
+                spans.insert(number, byte_position(low)?..byte_position(high)? + itemsize);
             }
             _ => reference.storage = None,
         }
-        let first = if reference.storage.is_some() { place(first)? } else { 0 };
-        let source = self.opened.part(py, spans);
+        let first = if reference.storage.is_some() { byte_position(first)? } else { 0 };
+        let source = self.open_file.span_source(py, spans);
         let device = self.device.as_ref().map(|device| device.bind(py).clone());
-        Maker::new(py, &self.opened.archive, &source, self.framework)
+        Maker::new(py, &self.open_file.archive, &source, self.framework)
             .on_device(device)?
             .view(&reference, &shape, &strides, first)
-            .map_err(|error| error.in_file(&self.opened.filename))
+            .map_err(|error| error.in_file(&self.open_file.filename))
     }
 }
 
-/// Proves a file: every stored byte, and what compressed bytes decode to.
+/// Verifies a file: every stored byte, and the decompressed content of compressed storages.
 ///
 /// Args:
-///     filename: the file.
+///     filename: the path of the file.
 ///
 /// Raises:
-///     TssdCorruptError: it is damaged, or no archive; `kind` names the rule.
-///     TssdOSError: the system failed.
+///     TssdCorruptError: the file is damaged, or is not an archive; `kind` names the violated rule.
+///     TssdOSError: the operating system reported an error.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "what Python gives is owned")]
 pub(crate) fn verify(py: Python<'_>, filename: PathBuf) -> Result<()> {
@@ -768,17 +789,17 @@ pub(crate) fn verify(py: Python<'_>, filename: PathBuf) -> Result<()> {
     py.detach(|| verify().map_err(|error: Failure| error.in_file(&filename)))
 }
 
-/// What is in a file, without its elements.
+/// Describes the content of a file, without the elements of its tensors.
 ///
 /// Args:
-///     filename: the file.
+///     filename: the path of the file.
 ///
 /// Returns:
-///     The JSON view of section 9 of the specification, as Python's objects.
+///     The JSON view of section 9 of the specification, as Python objects.
 ///
 /// Raises:
-///     TssdCorruptError: the file is damaged, or no archive.
-///     TssdOSError: the system failed.
+///     TssdCorruptError: the file is damaged, or is not an archive.
+///     TssdOSError: the operating system reported an error.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "what Python gives is owned")]
 pub(crate) fn inspect(py: Python<'_>, filename: PathBuf) -> Result<Bound<'_, PyAny>> {

@@ -1,4 +1,4 @@
-//! Indices that make a view: ints, slices and `...`.
+//! Basic indices of Python: ints, slices and `...`.
 
 use pyo3::exceptions::{PyIndexError, PyTypeError};
 use pyo3::prelude::*;
@@ -8,7 +8,9 @@ use tssd_format::Region;
 use crate::error::Result;
 use crate::value::name_of;
 
-/// An index, with `...` at its end, so that it never makes a scalar.
+/// An index of ints, slices and `...`.
+///
+/// If it has no `...`, one is appended, so that the result is never a scalar.
 pub(crate) struct Index<'py>(Bound<'py, PyTuple>);
 
 impl<'py> Index<'py> {
@@ -37,36 +39,38 @@ impl<'py> Index<'py> {
         &self.0
     }
 
-    /// The smallest box of a tensor of this shape that has all of what is meant, and what is meant of the box.
+    /// Returns the smallest box that contains the selection, and the selection as an index into the box.
+    ///
+    /// `shape` is the shape of the tensor, in elements.
     pub(crate) fn region(&self, shape: &[u64]) -> Result<(Region, Bound<'py, PyTuple>)> {
         let py = self.0.py();
-        let given = self.0.len() - 1;
+        let index_count = self.0.len() - 1;
         let ellipses = self.0.iter().filter(is_ellipsis).count();
-        if given > shape.len() || ellipses > 1 {
+        if index_count > shape.len() || ellipses > 1 {
             let text = format!("too many indices for a tensor of {} dimensions", shape.len());
             return Err(PyIndexError::new_err(text).into());
         }
-        let (mut offsets, mut sizes, mut rest) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut offsets, mut sizes, mut relative) = (Vec::new(), Vec::new(), Vec::new());
         for part in self.0.iter() {
             let dim = sizes.len();
             if is_ellipsis(&part) {
-                let skipped = &shape[dim..dim + shape.len() - given];
-                offsets.extend(skipped.iter().map(|_| 0));
-                sizes.extend(skipped);
-                rest.push(part);
+                let skipped_sizes = &shape[dim..dim + shape.len() - index_count];
+                offsets.extend(skipped_sizes.iter().map(|_| 0));
+                sizes.extend(skipped_sizes);
+                relative.push(part);
             } else if let Ok(slice) = part.cast::<PySlice>() {
                 let size = isize::try_from(shape[dim]).map_err(std::io::Error::other)?;
-                let found = slice.indices(size)?;
-                let last = found.start + found.step * (isize::try_from(found.slicelength)? - 1);
-                let (low, high) = if found.slicelength == 0 {
+                let bounds = slice.indices(size)?;
+                let last = bounds.start + bounds.step * (isize::try_from(bounds.slicelength)? - 1);
+                let (low, high) = if bounds.slicelength == 0 {
                     (0, 0)
                 } else {
-                    (found.start.min(last), found.start.max(last) + 1)
+                    (bounds.start.min(last), bounds.start.max(last) + 1)
                 };
                 offsets.push(u64::try_from(low)?);
                 sizes.push(u64::try_from(high - low)?);
-                let step = (py.None(), py.None(), found.step);
-                rest.push(py.get_type::<PySlice>().call1(step)?);
+                let step = (py.None(), py.None(), bounds.step);
+                relative.push(py.get_type::<PySlice>().call1(step)?);
             } else {
                 let at: i64 = part.extract()?;
                 let size = i64::try_from(shape[dim])?;
@@ -77,10 +81,10 @@ impl<'py> Index<'py> {
                 }
                 offsets.push(u64::try_from(from_start)?);
                 sizes.push(1);
-                rest.push(0_u8.into_pyobject(py).map_err(PyErr::from)?.into_any());
+                relative.push(0_u8.into_pyobject(py).map_err(PyErr::from)?.into_any());
             }
         }
-        Ok((Region::new(&offsets, &sizes)?, PyTuple::new(py, rest)?))
+        Ok((Region::new(&offsets, &sizes)?, PyTuple::new(py, relative)?))
     }
 }
 

@@ -1,4 +1,4 @@
-//! Ctrl-C, and cancelled tasks, in long work.
+//! Interruption of long calls by signals, such as Ctrl-C, and by cancelled tasks.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,29 +10,41 @@ use pyo3::prelude::*;
 
 use crate::error::Result;
 
-/// How often signals are looked for: to take the GIL can take as long as another thread wants.
+/// Minimum interval between signal checks.
+///
+/// A check acquires the GIL, which takes as long as another thread holds it.
 pub(crate) const EVERY: Duration = Duration::from_millis(50);
 
 thread_local! {
-    /// What cancels the call that this thread is in.
-    static CANCEL: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
+    /// Cancellation flag of the call that this thread runs.
+    static CANCEL_FLAG: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
 }
 
-/// Looks for signals now and then, on the thread that made it: Python handles them on its main thread
-/// alone. And whether the call is cancelled that it was made in.
+/// Check for pending signals and for cancellation of the call that created it.
+///
+/// It acts only on the thread that created it, because Python handles signals only on its main thread. It looks for
+/// signals at most once every [`EVERY`].
 pub(crate) struct Interrupt {
     thread: ThreadId,
-    due: Mutex<Instant>,
+    next_check: Mutex<Instant>,
     cancelled: Option<Arc<AtomicBool>>,
 }
 
 impl Interrupt {
     pub(crate) fn new() -> Self {
-        let cancelled = CANCEL.with_borrow(Clone::clone);
-        Self { thread: thread::current().id(), due: Mutex::new(Instant::now() + EVERY), cancelled }
+        let cancelled = CANCEL_FLAG.with_borrow(Clone::clone);
+        Self {
+            thread: thread::current().id(),
+            next_check: Mutex::new(Instant::now() + EVERY),
+            cancelled,
+        }
     }
 
-    /// What the handler of a signal raises, such as `KeyboardInterrupt`; `CancelledError`.
+    /// Returns an error if the call must end.
+    ///
+    /// # Errors
+    ///
+    /// `CancelledError` if the call is cancelled; the exception of a signal handler, such as `KeyboardInterrupt`.
     #[expect(clippy::redundant_closure_for_method_calls, reason = "the method has one lifetime")]
     pub(crate) fn check(&self) -> Result<()> {
         if thread::current().id() != self.thread {
@@ -46,18 +58,18 @@ impl Interrupt {
             return Err(Python::attach(error)?.into());
         }
         {
-            let mut due = self.due.lock().expect("nothing panics that holds it");
-            if Instant::now() < *due {
+            let mut next_check = self.next_check.lock().expect("nothing panics that holds it");
+            if Instant::now() < *next_check {
                 return Ok(());
             }
-            *due = Instant::now() + EVERY;
+            *next_check = Instant::now() + EVERY;
         }
-        // An interpreter that is at its end has no more signals.
+        // An interpreter that is shutting down delivers no signals.
         Ok(Python::try_attach(|py| py.check_signals()).unwrap_or(Ok(()))?)
     }
 }
 
-/// Ends a call on another thread: see `aio.py`.
+/// Cancels a call on another thread: see `aio.py`.
 #[pyclass(frozen, name = "_Cancel", module = "tssd")]
 pub(crate) struct Cancel(Arc<AtomicBool>);
 
@@ -68,21 +80,23 @@ impl Cancel {
         Self(Arc::default())
     }
 
-    /// The call, whichever it is in, raises `concurrent.futures.CancelledError`.
+    /// Makes the call that `run` executes raise `concurrent.futures.CancelledError`.
     fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 
-    /// Calls something that can be cancelled.
+    /// Runs a call that `cancel` can end.
     fn run<'py>(&self, call: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let before = CANCEL.replace(Some(self.0.clone()));
+        let previous = CANCEL_FLAG.replace(Some(self.0.clone()));
         let result = call.call0();
-        CANCEL.set(before);
+        CANCEL_FLAG.set(previous);
         result
     }
 }
 
-/// Raises what a signal, or the end of the task, has to raise: between calls that are short.
+/// Raises `concurrent.futures.CancelledError` if the current call is cancelled.
+///
+/// For use between short calls.
 #[pyfunction]
 pub(crate) fn _interrupted() -> Result<()> {
     Interrupt::new().check()

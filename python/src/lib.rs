@@ -1,49 +1,50 @@
-//! The extension module of the Python package `tssd`: Python's types to the format's and back.
+//! The extension module of the Python package `tssd`.
 //!
-//! It decides nothing about bytes. The format lays out and proves, the store's `file` module brings the
-//! threads; the GIL is released around both.
+//! It converts between Python objects and the types of the format. It makes no decision about bytes: the format crate
+//! lays out and verifies archives, and the `file` module of the store crate runs that work on several threads. The GIL
+//! is released around both.
 
 #![expect(clippy::doc_markdown, reason = "docstrings are Python's")]
 
 use pyo3::prelude::*;
 
-/// Memory of GPUs that Python's objects lie in.
+/// GPU memory that holds the elements of Python tensors.
 mod device;
-/// DLPack: how frameworks take each other's memory.
+/// DLPack: the protocol by which frameworks share tensor memory.
 mod dlpack;
-/// DTensors of torch, taken apart.
+/// Conversion of torch DTensors.
 mod dtensor;
-/// What goes wrong, as Python's exceptions.
+/// Errors, and their conversion to Python exceptions.
 mod error;
-/// Files: saved, loaded, opened, proven.
+/// Saving, loading, opening and verifying files.
 mod file;
-/// Indices that make a view.
+/// Basic indices: ints, slices and `...`.
 mod index;
-/// Ctrl-C, and cancelled tasks, in long work.
+/// Interruption of long calls by signals and cancelled tasks.
 mod interrupt;
-/// Plain tensors and arrays on their way into a store, or when they are filled.
+/// Import of plain tensors and arrays, to be stored or to be filled.
 mod local;
-/// Memory that Python's tensors lie in.
+/// Private memory that holds the elements of Python tensors.
 mod memory;
-/// What a caller says of a state dict as a whole.
+/// Metadata of a state dict.
 mod metadata;
-/// numpy's arrays to tensors and back.
+/// Conversion between numpy arrays and tensors.
 mod numpy;
-/// What an archive holds, as Python's objects.
+/// Construction of Python objects from the nodes of an archive.
 mod object;
-/// Python's garbage collector, at rest.
+/// A pause of Python's garbage collector.
 mod pause;
 /// Tensor slices and shards.
 mod slice;
 /// A store of state dicts.
 mod store;
-/// Tensors of either framework.
+/// Tensors whose memory a framework owns.
 mod tensor;
-/// torch's tensors to tensors and back.
+/// Conversion between torch tensors and tensors.
 mod torch;
-/// State dicts that are encoded in memory.
+/// State dicts encoded in memory.
 mod tssd;
-/// Python's objects as values of the format.
+/// Import of Python objects as values of the format.
 mod value;
 
 #[pymodule]
@@ -70,9 +71,10 @@ mod _tssd {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        tssd_gpu::register();
         #[cfg(unix)]
         {
-            // What is forked would have open what is being let go.
+            // A forked child would inherit the files and mappings whose drop is deferred, and keep them open.
             let hooks = PyDict::new(module.py());
             hooks.set_item("before", wrap_pyfunction!(crate::file::settle, module)?)?;
             module.py().import("os")?.call_method("register_at_fork", (), Some(&hooks))?;

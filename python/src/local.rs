@@ -1,4 +1,4 @@
-//! Plain tensors and arrays: what becomes of them on their way into a store, or when they are filled.
+//! Import of plain tensors and arrays, to be stored or to be filled.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -7,7 +7,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use tssd_format::{Dtype, Region, Storage, Tensor, TensorFlags};
-use tssd_store::{Stream, pieces};
+use tssd_gpu::Stream;
+use tssd_store::pieces;
 
 use crate::device::Devices;
 use crate::dlpack::Borrowed;
@@ -17,68 +18,80 @@ use crate::slice::{Local, index_of};
 use crate::tensor::{Copies, borrowed};
 use crate::torch::Torch;
 
-/// What plain tensors are taken for.
+/// Purpose for which plain tensors are imported.
 pub(crate) enum Purpose<'py> {
-    /// They are stored, some of them as another dtype.
+    /// The tensors are stored. With a [`Transfer`], some of them are stored as another dtype.
     Store(Option<Transfer<'py>>),
-    /// They are filled.
+    /// The tensors are filled.
     Fill(Filling<'py>),
 }
 
-/// The dtype that floating tensors are stored as, and which are not.
+/// Rule for casting floating tensors: the dtype that they are stored as, and which tensors are exempt.
 pub(crate) struct Transfer<'py> {
     dtype: Dtype,
-    keeps: Bound<'py, PyAny>,
-    /// What is wanted of each object; none: all of it.
+    keep_matcher: Bound<'py, PyAny>,
+    /// Part of each object that is imported; `None`: all of it.
     part: Option<Part>,
-    /// What was cast: tied tensors stay tied.
-    cast: Copies<'py>,
+    /// Tensors that were cast, so that tied tensors stay tied.
+    cast_cache: Copies<'py>,
 }
 
-/// Some of the local tensors that an object has.
+/// A selection of the local tensors of an object.
 #[derive(Clone)]
 pub(crate) struct Part {
-    /// Which of them.
+    /// Indices of the selected local tensors.
     pub(crate) locals: Range<usize>,
-    /// The box that is wanted, where it is one of them; none: all of each.
+    /// Box of the tensor, if one tensor is selected; `None`: all of each tensor.
     pub(crate) region: Option<Region>,
 }
 
 impl Part {
-    /// The first element of a box; else the part itself.
+    /// Returns the part with only the first element of its box, or unchanged if it has no box.
     pub(crate) fn least(&self) -> Result<Self> {
-        let one = |box_: &Region| Region::new(box_.offsets(), &vec![1; box_.shape().len()]);
-        Ok(Self { locals: self.locals.clone(), region: self.region.as_ref().map(one).transpose()? })
+        let first_element =
+            |region: &Region| Region::new(region.offsets(), &vec![1; region.shape().len()]);
+        Ok(Self {
+            locals: self.locals.clone(),
+            region: self.region.as_ref().map(first_element).transpose()?,
+        })
     }
 }
 
 impl<'py> Transfer<'py> {
-    /// To a dtype of torch or numpy, or of that name, but for what these patterns name.
+    /// Creates a rule from a dtype of torch or numpy, or from its name.
+    ///
+    /// A tensor whose fqn matches a pattern in `keep` is exempt.
+    ///
+    /// # Errors
+    ///
+    /// `WrongType` if the dtype is not a floating dtype.
     pub(crate) fn new(dtype: &Bound<'py, PyAny>, keep: Option<&Bound<'py, PyAny>>) -> Result<Self> {
         let py = dtype.py();
-        // numpy's are classes too, such as `numpy.float16`.
+        // A dtype of numpy can be a class, such as `numpy.float16`.
         let name = dtype.getattr_opt("__name__")?.map_or_else(|| dtype.str(), |name| name.str())?;
         let name = name.to_string();
         let name = name.strip_prefix("torch.").unwrap_or(&name);
-        let found = Dtype::from_name(name).filter(|dtype| is_floating(*dtype));
-        let dtype = found.ok_or_else(|| {
+        let floating = Dtype::from_name(name).filter(|dtype| is_floating(*dtype));
+        let dtype = floating.ok_or_else(|| {
             let text =
                 format!("transfer_dtype is a floating dtype, such as \"bfloat16\", not {name}");
             Refusal::new("WrongType", text)
         })?;
         let keep = keep.cloned().unwrap_or_else(|| PyTuple::empty(py).into_any());
-        let keeps = py.import("tssd._names")?.call_method1("matcher", (keep,))?;
-        Ok(Self { dtype, keeps, part: None, cast: Copies::default() })
+        let keep_matcher = py.import("tssd._names")?.call_method1("matcher", (keep,))?;
+        Ok(Self { dtype, keep_matcher, part: None, cast_cache: Copies::default() })
     }
 
-    /// The same of a part of each object alone.
+    /// Returns the same rule for one part of each object.
     pub(crate) fn of_part(&self, part: Part) -> Self {
-        let keeps = self.keeps.clone();
-        Self { dtype: self.dtype, keeps, part: Some(part), cast: Copies::default() }
+        let keep_matcher = self.keep_matcher.clone();
+        Self { dtype: self.dtype, keep_matcher, part: Some(part), cast_cache: Copies::default() }
     }
 
-    /// The parts that an object is cast in, if it is a tensor, or shards of one, that has more than so many bytes as the
-    /// other dtype.
+    /// Splits a large object into parts that are cast one after another; `None` if it is not split.
+    ///
+    /// An object is split if it is a tensor, or shards of one, that is cast and has more than `limit` bytes in the
+    /// target dtype.
     pub(crate) fn parts(
         &self,
         object: &Bound<'py, PyAny>,
@@ -90,7 +103,7 @@ impl<'py> Transfer<'py> {
         let tensors = local.tensors();
         let mut shapes: Vec<Vec<u64>> = Vec::with_capacity(tensors.len());
         for tensor in &tensors {
-            // Whoever takes it says what is wrong with it.
+            // The import of the object reports the error.
             let Ok(shape) = tensor.getattr(intern!(py, "shape")).and_then(|shape| shape.extract())
             else {
                 return Ok(None);
@@ -103,39 +116,42 @@ impl<'py> Transfer<'py> {
         if shapes.iter().map(bytes_of).fold(0, u64::saturating_add) <= limit {
             return Ok(None);
         }
-        let mut cast = Vec::with_capacity(tensors.len());
+        let mut cast_bytes = Vec::with_capacity(tensors.len());
         for (tensor, shape) in tensors.iter().zip(&shapes) {
-            let Some(stored) = elements_stored(tensor)? else { return Ok(None) };
-            if !self.is_cast(Some(stored.dtype), || fqn.to_owned())? {
+            let Some(info) = storage_info(tensor)? else { return Ok(None) };
+            if !self.should_cast(Some(info.dtype), || fqn.to_owned())? {
                 return Ok(None);
             }
-            // What is expanded is cast as it lies.
-            cast.push(bytes_of(shape).min(stored.elements.saturating_mul(itemsize)));
+            // An expanded tensor is cast as it is stored: a repeated element counts once.
+            cast_bytes.push(bytes_of(shape).min(info.elements.saturating_mul(itemsize)));
         }
-        let is_small = cast.iter().fold(0, |all: u64, bytes| all.saturating_add(*bytes)) <= limit;
-        // What has no dimensions has no boxes: a part of it is a scalar, or it itself.
+        let is_small =
+            cast_bytes.iter().fold(0, |all: u64, bytes| all.saturating_add(*bytes)) <= limit;
+        // A tensor without dimensions has no boxes: indexing it gives a scalar, or the tensor itself.
         if is_small || shapes.iter().any(Vec::is_empty) || !local.fits(&shapes[0])? {
             return Ok(None);
         }
-        self.pack(&shapes, &cast, limit).map(Some)
+        self.pack_parts(&shapes, &cast_bytes, limit).map(Some)
     }
 
-    /// Local tensors of these shapes, and of so many bytes: what is small is in one part with what comes next.
-    fn pack(&self, shapes: &[Vec<u64>], bytes: &[u64], limit: u64) -> Result<Vec<Part>> {
+    /// Groups local tensors into parts of at most `limit` bytes. Consecutive small tensors share a part.
+    ///
+    /// A tensor of more than `limit` bytes is cut into boxes, one part each. `bytes` are the sizes of the tensors.
+    fn pack_parts(&self, shapes: &[Vec<u64>], bytes: &[u64], limit: u64) -> Result<Vec<Part>> {
         let mut parts = Vec::new();
-        let (mut start, mut packed) = (0, 0_u64);
-        for (number, (shape, bytes)) in shapes.iter().zip(bytes).enumerate() {
-            if packed.saturating_add(*bytes) > limit && start < number {
-                parts.push(Part { locals: start..number, region: None });
-                (start, packed) = (number, 0);
+        let (mut start, mut packed_bytes) = (0, 0_u64);
+        for (index, (shape, bytes)) in shapes.iter().zip(bytes).enumerate() {
+            if packed_bytes.saturating_add(*bytes) > limit && start < index {
+                parts.push(Part { locals: start..index, region: None });
+                (start, packed_bytes) = (index, 0);
             }
             if *bytes > limit {
                 let regions = pieces(shape, self.dtype, limit)?.into_iter();
-                let part = |region| Part { locals: number..number + 1, region: Some(region) };
+                let part = |region| Part { locals: index..index + 1, region: Some(region) };
                 parts.extend(regions.map(part));
-                (start, packed) = (number + 1, 0);
+                (start, packed_bytes) = (index + 1, 0);
             } else {
-                packed += *bytes;
+                packed_bytes += *bytes;
             }
         }
         if start < shapes.len() {
@@ -148,55 +164,64 @@ impl<'py> Transfer<'py> {
         self.part.as_ref()?.region.as_ref()
     }
 
-    fn is_cast(&self, dtype: Option<Dtype>, fqn: impl FnOnce() -> String) -> Result<bool> {
-        // What has fewer bits has its scale elsewhere.
+    fn should_cast(&self, dtype: Option<Dtype>, fqn: impl FnOnce() -> String) -> Result<bool> {
+        // The scale of a dtype with fewer than 16 bits is stored elsewhere.
         let is_wide = dtype.is_some_and(|dtype| is_floating(dtype) && dtype.bits() >= 16);
-        Ok(is_wide && dtype != Some(self.dtype) && self.keeps.call1((fqn(),))?.is_none())
+        Ok(is_wide && dtype != Some(self.dtype) && self.keep_matcher.call1((fqn(),))?.is_none())
     }
 
-    /// A tensor of torch as the other dtype. What shares a storage, as tied and expanded tensors do, shares one
-    /// still: all of it is cast, unless little of it is wanted.
-    fn torch(&self, torch: &Torch<'py>, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+    /// Casts a torch tensor to the target dtype.
+    ///
+    /// Tensors that share a storage, such as tied and expanded tensors, share one after the cast: the whole storage is
+    /// cast, unless the tensor uses little of it.
+    fn cast_torch(
+        &self,
+        torch: &Torch<'py>,
+        tensor: &Bound<'py, PyAny>,
+    ) -> Result<Bound<'py, PyAny>> {
         let target = torch.dtype(self.dtype)?;
         let plain = tensor.call_method0("detach")?;
         if let Some(region) = self.region() {
-            return Ok(of_region(&plain, region)?.call_method1("to", (target,))?);
+            return Ok(region_view(&plain, region)?.call_method1("to", (target,))?);
         }
         let storage = plain.call_method0("untyped_storage")?;
         let itemsize: u64 = plain.call_method0("element_size")?.extract()?;
-        let stored: u64 = storage.call_method0("nbytes")?.extract()?;
-        let wanted = plain.call_method0("numel")?.extract::<u64>()?.saturating_mul(itemsize);
-        // Of several chunks in one storage each is cast alone: no two have an element in common.
-        let most = if self.part.is_some() { wanted } else { wanted.saturating_mul(2) };
-        if !stored.is_multiple_of(itemsize) || stored > most {
+        let storage_bytes: u64 = storage.call_method0("nbytes")?.extract()?;
+        let tensor_bytes = plain.call_method0("numel")?.extract::<u64>()?.saturating_mul(itemsize);
+        // Chunks in one storage are cast one by one: no two of them share an element.
+        let max_bytes =
+            if self.part.is_some() { tensor_bytes } else { tensor_bytes.saturating_mul(2) };
+        if !storage_bytes.is_multiple_of(itemsize) || storage_bytes > max_bytes {
             let cast = || Ok(plain.call_method1("to", (target,))?);
-            return self.cast.once(&plain, Torch::place_of(&plain)?, cast);
+            return self.cast_cache.once(&plain, Torch::place_of(&plain)?, cast);
         }
         let offset = plain.call_method0("storage_offset")?;
-        let place = format!(
+        let key = format!(
             "{} {} {}",
             plain.getattr("device")?,
             storage.call_method0("data_ptr")?,
             plain.getattr("dtype")?
         );
         let cast = || {
-            let flat = plain.call_method1("as_strided", ((stored / itemsize,), (1,), 0))?;
+            let flat = plain.call_method1("as_strided", ((storage_bytes / itemsize,), (1,), 0))?;
             Ok(flat.call_method1("to", (target,))?)
         };
-        let flat = self.cast.once(&plain, place, cast)?;
+        let flat = self.cast_cache.once(&plain, key, cast)?;
         let (shape, strides) = (plain.getattr("shape")?, plain.call_method0("stride")?);
         Ok(flat.call_method1("as_strided", (shape, strides, offset))?)
     }
 }
 
-/// How many elements lie in memory where a tensor or an array does.
-struct Stored {
+/// Dtype of a tensor or an array, and the number of elements in its storage.
+struct StorageInfo {
     dtype: Dtype,
     elements: u64,
 }
 
-/// None of what cannot be stored, and of arrays of other frameworks.
-fn elements_stored(object: &Bound<'_, PyAny>) -> Result<Option<Stored>> {
+/// Returns `None` for objects that cannot be stored, and for arrays of other frameworks.
+///
+/// The number of elements in the storage of a numpy array is unknown: `u64::MAX`.
+fn storage_info(object: &Bound<'_, PyAny>) -> Result<Option<StorageInfo>> {
     let py = object.py();
     if let Some(torch) = Torch::imported(py)?
         && torch.is_plain(object)?
@@ -204,42 +229,42 @@ fn elements_stored(object: &Bound<'_, PyAny>) -> Result<Option<Stored>> {
         let Ok(object) = torch.storable(object) else { return Ok(None) };
         let dtype = torch.dtype_of(&object.getattr(intern!(py, "dtype"))?);
         let bytes = Torch::storage_bytes(&object)?;
-        return Ok(dtype.map(|dtype| Stored { dtype, elements: bytes / dtype.itemsize() }));
+        return Ok(dtype.map(|dtype| StorageInfo { dtype, elements: bytes / dtype.itemsize() }));
     }
     Ok(match Numpy::imported(py)? {
         Some(numpy) if numpy.is_array(object) => {
             let dtype = numpy.dtype_of(&object.getattr(intern!(py, "dtype"))?).ok();
-            dtype.map(|dtype| Stored { dtype, elements: u64::MAX })
+            dtype.map(|dtype| StorageInfo { dtype, elements: u64::MAX })
         }
         _ => None,
     })
 }
 
-/// A box of a tensor or an array, as a view.
-fn of_region<'py>(object: &Bound<'py, PyAny>, region: &Region) -> Result<Bound<'py, PyAny>> {
+/// Returns a view of a box of a tensor or an array.
+fn region_view<'py>(object: &Bound<'py, PyAny>, region: &Region) -> Result<Bound<'py, PyAny>> {
     Ok(object.get_item(index_of(object.py(), region.offsets(), region.shape())?)?)
 }
 
-/// Whether it is a real number with a fraction.
+/// Returns whether the dtype is a real floating-point type.
 pub(crate) fn is_floating(dtype: Dtype) -> bool {
     dtype.name().starts_with("float") || dtype == Dtype::Bfloat16
 }
 
-/// How tensors are filled.
+/// State of an import of tensors that are filled.
 pub(crate) struct Filling<'py> {
-    /// As what they are stored.
-    stored: Dtype,
-    /// What cannot be filled as it is, with what is filled in its place.
+    /// Dtype in which the tensors are stored.
+    stored_dtype: Dtype,
+    /// Objects that cannot be filled directly, each with the staging memory that is filled instead.
     pub(crate) staged: RefCell<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>>,
 }
 
 impl<'py> Filling<'py> {
-    pub(crate) fn new(stored: Dtype) -> Self {
-        Self { stored, staged: RefCell::default() }
+    pub(crate) fn new(stored_dtype: Dtype) -> Self {
+        Self { stored_dtype, staged: RefCell::default() }
     }
 
-    /// New memory of this dtype that is filled in place of an object.
-    fn stage(
+    /// Allocates staging memory of this dtype, which is filled instead of the object.
+    fn allocate_staging(
         &self,
         module: &Bound<'py, PyModule>,
         object: &Bound<'py, PyAny>,
@@ -256,7 +281,7 @@ impl<'py> Filling<'py> {
 }
 
 impl<'py> Purpose<'py> {
-    /// What is wanted of each object; none: all of it.
+    /// Returns the part of each object that is imported; `None`: all of it.
     pub(crate) fn part(&self) -> Option<&Part> {
         match self {
             Self::Store(Some(transfer)) => transfer.part.as_ref(),
@@ -264,7 +289,7 @@ impl<'py> Purpose<'py> {
         }
     }
 
-    /// A plain tensor of torch.
+    /// Imports a plain torch tensor.
     pub(crate) fn torch(
         &self,
         torch: &Torch<'py>,
@@ -278,33 +303,33 @@ impl<'py> Purpose<'py> {
             Self::Store(None) => torch.take(tensor, flags, devices),
             Self::Store(Some(transfer)) => {
                 let dtype = torch.dtype_of(&tensor.getattr(intern!(py, "dtype"))?);
-                if !transfer.is_cast(dtype, fqn)? {
+                if !transfer.should_cast(dtype, fqn)? {
                     return torch.take(tensor, flags, devices);
                 }
                 let tensor = torch.storable(tensor)?;
-                torch.share(&transfer.torch(torch, &tensor)?, flags, devices)
+                torch.share(&transfer.cast_torch(torch, &tensor)?, flags, devices)
             }
             Self::Fill(filling) => {
                 let dtype = torch.dtype_of(&tensor.getattr(intern!(py, "dtype"))?);
                 Torch::prove_fillable(tensor)?;
                 let options = PyDict::new(py);
                 match torch.see(tensor, flags, devices)? {
-                    Ok(seen) if dtype == Some(filling.stored) => return Ok(seen),
-                    // It is cast where it is.
+                    Ok(shared) if dtype == Some(filling.stored_dtype) => return Ok(shared),
+                    // The cast runs on the device of the tensor.
                     Ok(_) => options.set_item("device", tensor.getattr("device")?)?,
-                    Err(why) => {
-                        devices.paged(tensor.getattr("nbytes")?.extract()?, &why);
+                    Err(reason) => {
+                        devices.paged(tensor.getattr("nbytes")?.extract()?, &reason);
                         options.set_item("device", "cpu")?;
                     }
                 }
-                let dtype = torch.dtype(filling.stored)?;
-                let staged = filling.stage(&torch.module, tensor, dtype, &options)?;
+                let dtype = torch.dtype(filling.stored_dtype)?;
+                let staged = filling.allocate_staging(&torch.module, tensor, dtype, &options)?;
                 torch.take(&staged, flags, devices)
             }
         }
     }
 
-    /// An array of another framework.
+    /// Imports an array of another framework.
     pub(crate) fn other(
         &self,
         devices: &Devices,
@@ -319,7 +344,7 @@ impl<'py> Purpose<'py> {
         match self {
             Self::Store(None) => {}
             Self::Store(Some(transfer)) => {
-                if transfer.is_cast(Some(dtype), fqn)? {
+                if transfer.should_cast(Some(dtype), fqn)? {
                     return refuse("transfer_dtype casts tensors of torch and arrays of numpy");
                 }
             }
@@ -327,15 +352,15 @@ impl<'py> Purpose<'py> {
                 if !borrowed.is_writable {
                     return refuse("its framework does not say that it may be written to");
                 }
-                if dtype != filling.stored {
+                if dtype != filling.stored_dtype {
                     return refuse("what is cast is a tensor of torch or an array of numpy");
                 }
             }
         }
-        taken(devices, borrowed)
+        import_borrowed(devices, borrowed)
     }
 
-    /// A plain array of numpy.
+    /// Imports a plain numpy array.
     pub(crate) fn numpy(
         &self,
         numpy: &Numpy<'py>,
@@ -347,44 +372,46 @@ impl<'py> Purpose<'py> {
             Self::Store(None) => numpy.take(array, flags),
             Self::Store(Some(transfer)) => {
                 let dtype = numpy.dtype_of(&array.getattr("dtype")?).ok();
-                if !transfer.is_cast(dtype, fqn)? {
+                if !transfer.should_cast(dtype, fqn)? {
                     return numpy.take(array, flags);
                 }
                 let target = numpy.dtype(transfer.dtype)?;
                 if let Some(region) = transfer.region() {
-                    let cast = of_region(array, region)?.call_method1("astype", (target,))?;
+                    let cast = region_view(array, region)?.call_method1("astype", (target,))?;
                     return numpy.take(&cast, flags);
                 }
                 let cast = || Ok(array.call_method1("astype", (target,))?);
-                numpy.take(&transfer.cast.once(array, Numpy::place_of(array)?, cast)?, flags)
+                numpy.take(&transfer.cast_cache.once(array, Numpy::place_of(array)?, cast)?, flags)
             }
             Self::Fill(filling) => {
                 let dtype = numpy.dtype_of(&array.getattr("dtype")?)?;
                 Numpy::prove_fillable(array)?;
-                if dtype == filling.stored {
+                if dtype == filling.stored_dtype {
                     return numpy.take(array, flags);
                 }
-                let dtype = numpy.dtype(filling.stored)?;
+                let dtype = numpy.dtype(filling.stored_dtype)?;
                 let options = PyDict::new(array.py());
-                numpy.take(&filling.stage(&numpy.module, array, &dtype, &options)?, flags)
+                numpy
+                    .take(&filling.allocate_staging(&numpy.module, array, &dtype, &options)?, flags)
             }
         }
     }
 }
 
-/// What another framework has lent.
+/// Converts a tensor that was imported through DLPack. The memory is shared.
 #[expect(unsafe_code, reason = "the memory belongs to the framework")]
-fn taken(devices: &Devices, lent: Borrowed) -> Result<Tensor> {
-    let Borrowed { meta, start, is_cuda, owner, .. } = lent;
+fn import_borrowed(devices: &Devices, imported: Borrowed) -> Result<Tensor> {
+    let Borrowed { meta, start, is_cuda, owner, .. } = imported;
     if meta.numel() == 0 {
         return Ok(Tensor::new(meta, Storage::default(), 0)?);
     }
     if !is_cuda {
-        // SAFETY: the framework says that the tensor is there, as long as the owner.
+        // SAFETY: the producer guarantees that the memory of the tensor is valid while `owner` lives.
         return unsafe { borrowed(meta, start, owner) };
     }
-    let place = (u64::try_from(start)?, meta.span_bytes());
-    // SAFETY: as above; what is to be done to it comes before what is on the default stream, as the framework was asked.
-    let storage = unsafe { devices.storage(place, Stream::default(), owner)? };
+    let range = (u64::try_from(start)?, meta.span_bytes());
+    // SAFETY: as above. The producer was asked to order its pending work on the memory before later work on the default
+    // stream.
+    let storage = unsafe { devices.storage(range, Stream::default(), owner)? };
     Ok(Tensor::new(meta, storage, 0)?)
 }

@@ -1,8 +1,7 @@
-//! Memory that Python's tensors lie in: pages of this process alone, which live as long as the last
-//! tensor.
+//! Private memory that holds the elements of Python tensors. It lives as long as the last tensor.
 //!
-//! torch has no read-only tensors. So a file is mapped copy-on-write: whoever writes into a tensor gets
-//! pages of his own, and the file never sees it.
+//! torch has no read-only tensors, so files are mapped copy-on-write: a write to a tensor changes a private copy of
+//! the page, never the file.
 #![expect(unsafe_code, reason = "memory is shared with Python, which Rust cannot look into")]
 
 use std::fs::File;
@@ -18,15 +17,17 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tssd_store::Private;
 
-/// What systems with large pages have as well: only whole ones are given back.
-const PAGE: usize = 64 << 10;
+/// Page size in bytes that also suits systems with large pages.
+///
+/// Only whole pages are returned to the system.
+const PAGE_BYTES: usize = 64 << 10;
 
-/// Pages that this process alone sees.
+/// A private mapping of this process: anonymous memory, or a copy-on-write view of a file.
 #[derive(Clone, Debug)]
 pub(crate) struct Memory(Arc<MmapRaw>);
 
 impl Memory {
-    /// New memory, filled by `fill`.
+    /// Allocates `len` bytes, and initialises them with `fill`.
     pub(crate) fn filled<E: From<io::Error>>(
         len: usize,
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
@@ -36,115 +37,123 @@ impl Memory {
         Ok(Self(Arc::new(map.into())))
     }
 
-    /// A range of a file, copy-on-write; and where in the memory the range begins.
+    /// Maps a range of a file copy-on-write.
+    ///
+    /// Returns the memory, and the offset of the range in it, in bytes.
     pub(crate) fn of_file(file: &File, range: Range<u64>) -> io::Result<(Self, usize)> {
-        // So that pages of the memory are pages of the system.
-        let lead = range.start % PAGE as u64;
+        // The mapping must start at a page boundary of the system.
+        let lead = range.start % PAGE_BYTES as u64;
         let size = |bytes: u64| usize::try_from(bytes).map_err(io::Error::other);
         let mut options = MmapOptions::new();
         options.offset(range.start - lead).len(size(range.end - range.start + lead)?);
-        // What nobody writes to takes no memory.
+        // Pages that are never written to need no reserved swap.
         options.no_reserve_swap();
-        // SAFETY: a map is as safe as its file is unchanged. Like every reader that maps files we ask
-        // our caller for that: the docstrings of what loads files say so, and offer `backend="pread"`.
+        // SAFETY: a mapping is sound while its file does not change. Like every reader that maps files, this crate
+        // requires that of its caller: the docstrings of the loading functions say so, and offer `backend="pread"`.
         let map = unsafe { options.map_copy(file)? };
         Ok((Self(Arc::new(map.into())), size(lead)?))
     }
 
-    /// All of it, as bytes.
+    /// Returns all of the memory as bytes.
     ///
-    /// They must not be looked at any more once a [`Block`] of them was given to Python, which may
-    /// write there.
+    /// The bytes must not be read after a [`Block`] of them was given to Python, which may write to it.
     pub(crate) fn bytes(&self) -> Bytes {
         Bytes::from_owner(self.clone())
     }
 
-    /// A range of it, for Python, which nobody else looks at: its pages go back with it.
+    /// Returns a range for Python that has no other user. Dropping it returns its pages to the system.
     pub(crate) fn block(&self, range: Range<usize>) -> Block {
-        self.part(range, true)
+        self.range_block(range, true)
     }
 
-    /// A range of it, for Python, which others look at too.
+    /// Returns a range for Python that has other users too.
     pub(crate) fn view(&self, range: Range<usize>) -> Block {
-        self.part(range, false)
+        self.range_block(range, false)
     }
 
-    fn part(&self, range: Range<usize>, is_alone: bool) -> Block {
+    fn range_block(&self, range: Range<usize>, is_exclusive: bool) -> Block {
         assert!(range.start <= range.end && range.end <= self.0.len(), "a range of the memory");
-        Block(Kept::Part(Part { memory: self.clone(), range, is_alone }))
+        Block(BlockMemory::Mapped(MappedRange { memory: self.clone(), range, is_exclusive }))
     }
 }
 
 impl AsRef<[u8]> for Memory {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: the map has that many bytes, which are initialised, and lives as long as `self`. That
-        // nobody writes to them meanwhile: see `Memory::bytes`.
+        // SAFETY: the mapping has that many initialised bytes, and lives as long as `self`. They are not written to
+        // meanwhile: see `Memory::bytes`.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr(), self.0.len()) }
     }
 }
 
-/// A range of memory that Python gets, and which keeps the memory.
+/// A range of memory for Python. It keeps the memory alive.
 #[derive(Debug)]
-pub(crate) struct Block(Kept);
+pub(crate) struct Block(BlockMemory);
 
 #[derive(Debug)]
-enum Kept {
-    Part(Part),
+enum BlockMemory {
+    Mapped(MappedRange),
     /// A storage of a store.
     Private(Private),
 }
 
 #[derive(Debug)]
-struct Part {
+struct MappedRange {
     memory: Memory,
     range: Range<usize>,
     #[cfg_attr(not(unix), expect(dead_code, reason = "pages go with their memory there"))]
-    is_alone: bool,
+    is_exclusive: bool,
 }
 
 impl Block {
     pub(crate) fn start(&self) -> *mut u8 {
         match &self.0 {
-            Kept::Part(part) => part.memory.0.as_mut_ptr().wrapping_add(part.range.start),
-            Kept::Private(private) => private.as_mut_ptr(),
+            BlockMemory::Mapped(mapped) => {
+                mapped.memory.0.as_mut_ptr().wrapping_add(mapped.range.start)
+            }
+            BlockMemory::Private(private) => private.as_mut_ptr(),
         }
     }
 
     pub(crate) fn len(&self) -> usize {
         match &self.0 {
-            Kept::Part(part) => part.range.len(),
-            Kept::Private(private) => private.len(),
+            BlockMemory::Mapped(mapped) => mapped.range.len(),
+            BlockMemory::Private(private) => private.len(),
         }
     }
 }
 
 impl From<Private> for Block {
     fn from(private: Private) -> Self {
-        Self(Kept::Private(private))
+        Self(BlockMemory::Private(private))
     }
 }
 
-/// Pages that nobody can reach any more go back at once, though other blocks keep their memory. On Windows they go with
-/// the memory.
+/// Returns the pages of an exclusive range to the system at once.
+///
+/// It does so even if other blocks keep the mapping alive. On Windows the pages are freed with the mapping.
 #[cfg(unix)]
-impl Drop for Part {
+impl Drop for MappedRange {
     fn drop(&mut self) {
-        let from = self.range.start.next_multiple_of(PAGE);
-        let to = self.range.end / PAGE * PAGE;
-        if !self.is_alone || from >= to || Arc::strong_count(&self.memory.0) == 1 {
+        let page_start = self.range.start.next_multiple_of(PAGE_BYTES);
+        let page_end = self.range.end / PAGE_BYTES * PAGE_BYTES;
+        if !self.is_exclusive || page_start >= page_end || Arc::strong_count(&self.memory.0) == 1 {
             return;
         }
-        // SAFETY: the range lies in the map. What it holds is lost, or is what the file has again: it
-        // was this block's alone, and nobody else looks there.
-        let given_back = unsafe {
-            self.memory.0.unchecked_advise_range(UncheckedAdvice::DontNeed, from, to - from)
+        // SAFETY: the range is in the mapping. Its content is lost, or becomes that of the file again, which no code
+        // observes: the range belonged to this block exclusively.
+        let advised = unsafe {
+            self.memory.0.unchecked_advise_range(
+                UncheckedAdvice::DontNeed,
+                page_start,
+                page_end - page_start,
+            )
         };
-        // If the system does not want them now, it gets them with the memory.
-        drop(given_back);
+        // If the call fails, the pages are freed with the mapping.
+        drop(advised);
     }
 }
 
-/// Memory, as numpy takes it: `numpy.asarray(buffer)` is a read-only view of its bytes.
+/// A range of memory for numpy: `numpy.asarray(buffer)` is a read-only view of its bytes.
 #[pyclass(frozen, name = "_Buffer")]
 pub(crate) struct Buffer(Block);
 

@@ -1,4 +1,4 @@
-//! What a caller says of a state dict as a whole: a dict of Python, attributes of the format.
+//! Metadata of a state dict: a dict in Python, attributes in the format.
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -9,19 +9,21 @@ use crate::error::Result;
 use crate::object::string;
 use crate::value::text;
 
-/// The attribute with what no attribute can say: a JSON object.
+/// Attribute with the values that have no attribute type: a JSON object.
 const JSON_ATTR: &str = "tssd.json";
 
-/// Names that a caller may not give.
+/// Prefix of the names that a caller must not use.
 const RESERVED: &str = "tssd.";
 
-/// What a caller gives, as attributes.
+/// Converts the metadata of a caller to attributes.
 pub(crate) fn attrs(metadata: Option<&Bound<'_, PyDict>>) -> Result<Attrs> {
     let mut attrs = Attrs::new();
     let Some(metadata) = metadata else { return Ok(attrs) };
-    let others = PyDict::new(metadata.py());
+    let json_values = PyDict::new(metadata.py());
     for (name, value) in metadata.iter() {
-        let Ok(known) = name.extract::<String>() else { return Err(not_metadata("a key").into()) };
+        let Ok(known) = name.extract::<String>() else {
+            return Err(invalid_metadata("a key").into());
+        };
         if known.starts_with(RESERVED) {
             let message =
                 format!("metadata {known:?}: names that begin with `{RESERVED}` are reserved");
@@ -35,33 +37,35 @@ pub(crate) fn attrs(metadata: Option<&Bound<'_, PyDict>>) -> Result<Attrs> {
         } else if let Ok(bytes) = value.cast_exact::<PyBytes>() {
             attrs.insert(known, AttrValue::Bytes(bytes.as_bytes().into()));
         } else {
-            others.set_item(name, value)?;
+            json_values.set_item(name, value)?;
         }
     }
-    if !others.is_empty() {
+    if !json_values.is_empty() {
         let json = metadata.py().import("json")?;
         let options = PyDict::new(metadata.py());
-        // JSON has neither infinities nor what is no number.
+        // JSON has neither infinities nor NaN.
         options.set_item("allow_nan", false)?;
-        let written = json.call_method("dumps", (&others,), Some(&options));
-        let written = written.map_err(|error| not_metadata(&error.to_string()))?;
-        // What comes back otherwise, such as a tuple, would be lost unnoticed.
-        if !json.call_method1("loads", (&written,))?.eq(&others)? {
-            return Err(not_metadata("a value").into());
+        let json_text = json.call_method("dumps", (&json_values,), Some(&options));
+        let json_text = json_text.map_err(|error| invalid_metadata(&error.to_string()))?;
+        // A value that JSON changes, such as a tuple, is an error: it would be lost without notice.
+        if !json.call_method1("loads", (&json_text,))?.eq(&json_values)? {
+            return Err(invalid_metadata("a value").into());
         }
-        attrs.insert(JSON_ATTR.to_owned(), AttrValue::Text(text(&written)?));
+        attrs.insert(JSON_ATTR.to_owned(), AttrValue::Text(text(&json_text)?));
     }
     Ok(attrs)
 }
 
-/// The same, as the caller gave it; none if nothing was given.
+/// Converts attributes back to the caller's metadata; `None` if there was none.
 pub(crate) fn given<'py>(py: Python<'py>, attrs: &Attrs) -> Result<Option<Bound<'py, PyDict>>> {
     let metadata = PyDict::new(py);
     if let Some(AttrValue::Text(json)) = attrs.get(JSON_ATTR) {
-        let others = py.import("json")?.call_method1("loads", (string(py, json.as_bytes())?,));
-        // The attribute is the package's, the file is not.
-        if let Ok(others) = others.and_then(|others| Ok(others.cast_into::<PyDict>()?)) {
-            metadata.update(others.as_mapping())?;
+        let json_values = py.import("json")?.call_method1("loads", (string(py, json.as_bytes())?,));
+        // Another writer may have made the file, so an invalid attribute is ignored.
+        if let Ok(json_values) =
+            json_values.and_then(|json_values| Ok(json_values.cast_into::<PyDict>()?))
+        {
+            metadata.update(json_values.as_mapping())?;
         }
     }
     for (name, value) in attrs.iter().filter(|(name, _)| !name.starts_with(RESERVED)) {
@@ -74,7 +78,7 @@ pub(crate) fn given<'py>(py: Python<'py>, attrs: &Attrs) -> Result<Option<Bound<
     Ok(Some(metadata).filter(|metadata| !metadata.is_empty()))
 }
 
-fn not_metadata(what: &str) -> PyErr {
+fn invalid_metadata(what: &str) -> PyErr {
     let text = "metadata is a dict of strs to what JSON has: strs, numbers, bools, None, lists and dicts; or bytes";
     PyTypeError::new_err(format!("{text} ({what})"))
 }

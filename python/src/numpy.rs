@@ -1,4 +1,4 @@
-//! numpy's arrays to tensors and back, without a copy.
+//! Conversion between numpy arrays and tensors, without a copy.
 #![expect(unsafe_code, reason = "the memory of arrays belongs to numpy")]
 
 use std::cell::RefCell;
@@ -13,18 +13,18 @@ use crate::error::{Refusal, Result};
 use crate::memory::{Block, Buffer};
 use crate::tensor::borrowed;
 
-/// The module numpy, and what of it is needed again and again.
+/// The module numpy, with cached attributes.
 pub(crate) struct Numpy<'py> {
     pub(crate) module: Bound<'py, PyModule>,
     array: Bound<'py, PyAny>,
     memmap: Bound<'py, PyAny>,
     scalar: Bound<'py, PyAny>,
-    /// Dtypes of numpy that were met, with ours.
-    dtypes: RefCell<Vec<(Bound<'py, PyAny>, Dtype)>>,
+    /// Dtypes of numpy that were converted, each with the dtype of the format.
+    dtype_cache: RefCell<Vec<(Bound<'py, PyAny>, Dtype)>>,
 }
 
-/// What numpy and `ml_dtypes` have, under the names that torch has for them.
-fn is_of_numpy(dtype: Dtype) -> bool {
+/// Returns whether numpy has this dtype, under the name that torch has for it.
+fn numpy_has(dtype: Dtype) -> bool {
     matches!(
         dtype,
         Dtype::Uint8
@@ -44,7 +44,8 @@ fn is_of_numpy(dtype: Dtype) -> bool {
     )
 }
 
-fn is_of_ml_dtypes(dtype: Dtype) -> bool {
+/// Returns whether `ml_dtypes` has this dtype, under the name that torch has for it.
+fn ml_dtypes_has(dtype: Dtype) -> bool {
     matches!(
         dtype,
         Dtype::Bfloat16
@@ -61,7 +62,7 @@ fn is_of_ml_dtypes(dtype: Dtype) -> bool {
 }
 
 impl<'py> Numpy<'py> {
-    /// numpy, if this process has imported it: else no object is one of its.
+    /// Returns numpy if this process has imported it. If it has not, no object is a numpy array.
     pub(crate) fn imported(py: Python<'py>) -> Result<Option<Self>> {
         let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
         let Some(module) = modules.get_item("numpy")? else { return Ok(None) };
@@ -69,30 +70,30 @@ impl<'py> Numpy<'py> {
         if !module.hasattr("ndarray")? || !module.hasattr("memmap")? {
             return Ok(None);
         }
-        Self::of(module).map(Some)
+        Self::from_module(module).map(Some)
     }
 
     pub(crate) fn import(py: Python<'py>) -> Result<Self> {
-        Self::of(py.import("numpy")?)
+        Self::from_module(py.import("numpy")?)
     }
 
-    fn of(module: Bound<'py, PyModule>) -> Result<Self> {
+    fn from_module(module: Bound<'py, PyModule>) -> Result<Self> {
         Ok(Self {
             array: module.getattr("ndarray")?,
             memmap: module.getattr("memmap")?,
             scalar: module.getattr("generic")?,
-            dtypes: RefCell::default(),
+            dtype_cache: RefCell::default(),
             module,
         })
     }
 
-    /// Whether it is an array of numpy's own class.
+    /// Returns whether the class of the object is `ndarray` or `memmap`.
     pub(crate) fn is_array(&self, object: &Bound<'py, PyAny>) -> bool {
         let class = object.get_type();
         class.is(&self.array) || class.is(&self.memmap)
     }
 
-    /// Whether it is an array of any class.
+    /// Returns whether the object is an `ndarray` or an instance of a subclass.
     pub(crate) fn is_any_array(&self, object: &Bound<'py, PyAny>) -> Result<bool> {
         Ok(object.is_instance(&self.array)?)
     }
@@ -101,13 +102,13 @@ impl<'py> Numpy<'py> {
         Ok(object.is_instance(&self.scalar)?)
     }
 
-    /// A scalar as a tensor without dimensions.
+    /// Imports a numpy scalar as a tensor without dimensions.
     pub(crate) fn take_scalar(&self, scalar: &Bound<'py, PyAny>) -> Result<Tensor> {
         let array = self.module.call_method1("asarray", (scalar,))?;
         self.take(&array, TensorFlags::SCALAR)
     }
 
-    /// An array, whose memory is shared.
+    /// Imports an array. The memory is shared, unless byte order or strides require a copy.
     pub(crate) fn take(&self, array: &Bound<'py, PyAny>, flags: TensorFlags) -> Result<Tensor> {
         let py = array.py();
         let mut array = array.clone();
@@ -118,31 +119,31 @@ impl<'py> Numpy<'py> {
         }
         let dtype = self.dtype_of(&array.getattr(intern!(py, "dtype"))?)?;
         let itemsize = dtype.itemsize();
-        let in_elements = |array: &Bound<'py, PyAny>| -> Result<Option<Vec<u64>>> {
+        let element_strides = |array: &Bound<'py, PyAny>| -> Result<Option<Vec<u64>>> {
             let strides: Vec<i64> = array.getattr(intern!(py, "strides"))?.extract()?;
-            let of_bytes =
+            let to_elements =
                 |stride: i64| u64::try_from(stride).ok().filter(|it| it.is_multiple_of(itemsize));
-            let strides: Option<Vec<u64>> = strides.into_iter().map(of_bytes).collect();
+            let strides: Option<Vec<u64>> = strides.into_iter().map(to_elements).collect();
             Ok(strides.map(|strides| strides.into_iter().map(|it| it / itemsize).collect()))
         };
         let shape: Vec<u64> = array.getattr(intern!(py, "shape"))?.extract()?;
-        let strides = if let Some(strides) = in_elements(&array)? {
+        let strides = if let Some(strides) = element_strides(&array)? {
             strides
         } else {
-            // Backwards, or between elements: the format has no such strides.
+            // The format has no negative strides, nor strides that are no multiple of the element size.
             array = array.call_method1("copy", ("C",))?;
-            in_elements(&array)?.expect("a copy is contiguous")
+            element_strides(&array)?.expect("a copy is contiguous")
         };
         let meta = TensorMeta::new(dtype, &shape)?.with_strides(&strides)?.with_flags(flags);
         let interface = array.getattr(intern!(py, "__array_interface__"))?;
         let data = interface.get_item(intern!(py, "data"))?;
         let start: usize = data.get_item(0)?.extract()?;
-        // SAFETY: an array has the bytes that its shape and strides say, from its data on, and keeps
-        // them; numpy does not resize an array that somebody else has a reference to.
+        // SAFETY: an array keeps the bytes that its shape and strides span from its data pointer. numpy does not resize
+        // an array that has another reference.
         unsafe { borrowed(meta, start, array.unbind()) }
     }
 
-    /// Refuses what must not be written to, or would be filled in a copy.
+    /// Rejects arrays that are read-only, or that could be filled only through a copy.
     pub(crate) fn prove_fillable(array: &Bound<'py, PyAny>) -> Result<()> {
         let refuse = |text: &str| Err(Refusal::leaf(text, "give a copy of it").into());
         if !array.getattr("flags")?.getattr("writeable")?.is_truthy()? {
@@ -160,38 +161,41 @@ impl<'py> Numpy<'py> {
         Ok(())
     }
 
-    /// Says which memory an array is, in which way.
+    /// Returns a key of the memory of an array, and of its dtype, shape and strides.
     pub(crate) fn place_of(array: &Bound<'py, PyAny>) -> Result<String> {
         let interface = array.getattr(intern!(array.py(), "__array_interface__"))?;
         Ok(format!("{interface} {}", array.getattr("dtype")?))
     }
 
     pub(crate) fn dtype_of(&self, dtype: &Bound<'py, PyAny>) -> Result<Dtype> {
-        let mut known = self.dtypes.borrow_mut();
-        if let Some((_, ours)) = known.iter().find(|(theirs, _)| theirs.is(dtype)) {
-            return Ok(*ours);
+        let mut cache = self.dtype_cache.borrow_mut();
+        if let Some((_, format_dtype)) = cache.iter().find(|(numpy_dtype, _)| numpy_dtype.is(dtype))
+        {
+            return Ok(*format_dtype);
         }
         let name: String = dtype.getattr("name")?.extract()?;
         let found = Dtype::from_name(&name)
-            .filter(|dtype| is_of_numpy(*dtype) || is_of_ml_dtypes(*dtype))
+            .filter(|dtype| numpy_has(*dtype) || ml_dtypes_has(*dtype))
             .ok_or_else(|| {
                 Refusal::leaf(
                     format!("the format has no numpy dtype {name}"),
                     "convert the array to a dtype that torch has as well",
                 )
             })?;
-        known.push((dtype.clone(), found));
+        cache.push((dtype.clone(), found));
         Ok(found)
     }
 
-    /// What numpy calls a dtype.
+    /// Returns the numpy dtype for a dtype of the format.
     pub(crate) fn dtype(&self, dtype: Dtype) -> Result<Bound<'py, PyAny>> {
-        if let Some((theirs, _)) = self.dtypes.borrow().iter().find(|(_, ours)| *ours == dtype) {
-            return Ok(theirs.clone());
+        if let Some((numpy_dtype, _)) =
+            self.dtype_cache.borrow().iter().find(|(_, format_dtype)| *format_dtype == dtype)
+        {
+            return Ok(numpy_dtype.clone());
         }
-        let theirs = if is_of_numpy(dtype) {
+        let numpy_dtype = if numpy_has(dtype) {
             self.module.call_method1("dtype", (dtype.name(),))?
-        } else if is_of_ml_dtypes(dtype) {
+        } else if ml_dtypes_has(dtype) {
             let module = self.module.py().import("ml_dtypes").map_err(|_| {
                 Refusal::new("FeatureMissing", format!("numpy alone has no {dtype}"))
                     .advice("install ml_dtypes, or load it with torch")
@@ -202,17 +206,17 @@ impl<'py> Numpy<'py> {
                 .advice("load it with torch")
                 .into());
         };
-        self.dtypes.borrow_mut().push((theirs.clone(), dtype));
-        Ok(theirs)
+        self.dtype_cache.borrow_mut().push((numpy_dtype.clone(), dtype));
+        Ok(numpy_dtype)
     }
 
-    /// Memory as a read-only array of bytes.
+    /// Returns memory as a read-only array of bytes.
     pub(crate) fn bytes(&self, block: Block) -> Result<Bound<'py, PyAny>> {
         let buffer = Bound::new(self.module.py(), Buffer::new(block))?;
         Ok(self.module.call_method1("asarray", (buffer,))?)
     }
 
-    /// An array of elements in memory; none if it has no elements.
+    /// Creates an array over the bytes of a storage. `storage` is `None` if the array has no elements.
     pub(crate) fn make(
         &self,
         reference: &TensorReference,
@@ -232,7 +236,7 @@ impl<'py> Numpy<'py> {
         Ok(array)
     }
 
-    /// An array whose element 0 is `first` bytes into memory, with strides in elements.
+    /// Creates an array whose element 0 is at byte `first` of the storage. `strides` are in elements.
     pub(crate) fn view(
         &self,
         dtype: Dtype,
@@ -256,19 +260,20 @@ impl<'py> Numpy<'py> {
         Ok(self.array.call((), Some(&options))?)
     }
 
-    /// What basic indexing makes of an array of this shape: shape and strides in elements, and where
-    /// element 0 is. No memory is looked at.
+    /// Applies a basic index to an array of this shape. Does not read any memory.
+    ///
+    /// Returns the shape, the strides, and the offset of element 0, all in elements.
     pub(crate) fn index(
         &self,
         meta: &TensorMeta,
         index: &Bound<'py, PyTuple>,
     ) -> Result<(Vec<u64>, Vec<i64>, i64)> {
         let py = self.module.py();
-        let one = self.module.call_method1("empty", (1, "u1"))?;
+        let byte = self.module.call_method1("empty", (1, "u1"))?;
         let strides = PyTuple::new(py, meta.strides())?;
         let shape = PyTuple::new(py, meta.shape())?;
         let tricks = py.import("numpy.lib.stride_tricks")?;
-        let whole = tricks.call_method1("as_strided", (one, shape, strides))?;
+        let whole = tricks.call_method1("as_strided", (byte, shape, strides))?;
         let part = whole.get_item(index)?;
         let start = |array: &Bound<'py, PyAny>| -> PyResult<i64> {
             array.getattr("__array_interface__")?.get_item("data")?.get_item(0)?.extract()

@@ -1,4 +1,4 @@
-//! What an archive holds, as Python's objects.
+//! Construction of Python objects from the nodes of an archive.
 
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
@@ -25,13 +25,13 @@ use crate::slice::{TensorShard, index_of, local_offsets};
 use crate::torch::Torch;
 use crate::value::PICKLE;
 
-/// The attribute with the `_metadata` of ordered dicts: a JSON object by their paths.
+/// Attribute with the `_metadata` of ordered dicts: a JSON object whose keys are their paths.
 pub(crate) const METADATA_ATTR: &str = "tssd.module_metadata";
 
-/// How often signals are looked for, in leaves.
-const LEAVES: u32 = 1024;
+/// Number of leaves between two signal checks.
+const SIGNAL_CHECK_LEAVES: u32 = 1024;
 
-/// Whose tensors are made.
+/// Framework of the tensors that are created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Framework {
     Torch,
@@ -39,7 +39,7 @@ pub(crate) enum Framework {
 }
 
 impl Framework {
-    /// The one of this name; without a name torch, or numpy where torch is not installed.
+    /// Parses the name of a framework. Without a name: torch, or numpy if torch is not installed.
     pub(crate) fn of(py: Python<'_>, name: Option<&str>) -> Result<Self> {
         match name {
             Some("pt" | "torch" | "pytorch") => Ok(Self::Torch),
@@ -57,41 +57,41 @@ impl Framework {
     }
 }
 
-/// Whether the slices are all that the placements give to the rank that has them. Of a version that was published in
-/// parts an archive has some of that, and of a replica that another rank stores none.
-fn is_all_of_its_rank(
-    first: &TensorSlice,
-    placements: &[Placement],
-    slices: &[TensorSlice],
-) -> bool {
-    let Some(at) = first.coordinates() else {
+/// Returns whether the slices are all regions that the placements assign to their rank.
+///
+/// An archive of a version that was published in parts has some of them. It has none of a replica that another rank
+/// stores.
+fn covers_rank(first: &TensorSlice, placements: &[Placement], slices: &[TensorSlice]) -> bool {
+    let Some(coordinates) = first.coordinates() else {
         return slices.iter().all(|slice| slice.region().is_empty());
     };
     let (global, mesh) = (first.global_shape(), first.mesh_shape());
-    Placement::local_regions(global, mesh, at, placements)
-        .is_ok_and(|all| all.into_iter().eq(slices.iter().map(TensorSlice::region)))
+    Placement::local_regions(global, mesh, coordinates, placements)
+        .is_ok_and(|regions| regions.into_iter().eq(slices.iter().map(TensorSlice::region)))
 }
 
-/// The path of a leaf.
-fn whole(path: &[&Step]) -> ObjectPath {
+/// Returns the path of a leaf.
+fn object_path(path: &[&Step]) -> ObjectPath {
     path.iter().copied().cloned().collect()
 }
 
-/// Where the bytes of storages are.
+/// Source of the bytes of storages.
 pub(crate) trait Source {
-    /// Memory with bytes of a storage, and where in the storage it begins. It is asked once for each.
+    /// Returns a block of a storage, and the offset of the block in the storage, in bytes.
+    ///
+    /// It is called at most once per storage.
     fn block(&self, storage: u32) -> Result<(Block, u64)>;
 }
 
-/// What objects are made of.
+/// Contents from which Python objects are built.
 pub(crate) trait Contents {
-    /// The tree.
+    /// Returns the tree.
     fn structure(&self) -> Arc<Node>;
 
-    /// What is said of it as a whole.
+    /// Returns the attributes of the whole.
     fn attrs(&self) -> Attrs;
 
-    /// The bytes of a leaf that is no tensor.
+    /// Returns the bytes of a leaf that is not a tensor.
     fn stored(&self, storage: u32) -> Result<Bytes>;
 }
 
@@ -109,7 +109,7 @@ impl Contents for Archive {
     }
 }
 
-/// Makes objects of the nodes of an archive. Tensors of one storage share their memory.
+/// Builder of Python objects from the nodes of an archive. Tensors of one storage share memory.
 pub(crate) struct Maker<'py, 'a> {
     py: Python<'py>,
     contents: &'a dyn Contents,
@@ -121,26 +121,26 @@ pub(crate) struct Maker<'py, 'a> {
     device_mesh: Option<Bound<'py, PyAny>>,
     allow_pickle: bool,
     metadata: serde_json::Map<String, Json>,
-    storages: BTreeMap<u32, Storage<'py>>,
+    storages: BTreeMap<u32, CachedStorage<'py>>,
     named_tuples: Vec<(Text, Vec<Text>, Bound<'py, PyAny>)>,
-    leaves: u32,
+    leaf_count: u32,
 }
 
-/// Bytes of a storage that were handed out before.
-struct Storage<'py> {
-    /// Where it begins in the storage of the archive.
+/// Bytes of a storage that were loaded before.
+struct CachedStorage<'py> {
+    /// Offset of the bytes in the storage of the archive.
     start: u64,
-    /// An array of numpy or a tensor of torch, on the host, that has all of it.
-    whole: Bound<'py, PyAny>,
-    /// The same on the device, if that is another.
-    on_device: Option<Bound<'py, PyAny>>,
+    /// A numpy array or torch tensor on the host that spans all of the bytes.
+    host: Bound<'py, PyAny>,
+    /// Copy on the device, if the device is not the host.
+    device_copy: Option<Bound<'py, PyAny>>,
 }
 
-impl<'py> Storage<'py> {
-    /// As torch's tensors take it.
+impl<'py> CachedStorage<'py> {
+    /// Returns the storage for torch tensors: on the device if there is a copy, else on the host.
     fn untyped(&self) -> Result<Bound<'py, PyAny>> {
-        let whole = self.on_device.as_ref().unwrap_or(&self.whole);
-        Ok(whole.call_method0(intern!(whole.py(), "untyped_storage"))?)
+        let tensor = self.device_copy.as_ref().unwrap_or(&self.host);
+        Ok(tensor.call_method0(intern!(tensor.py(), "untyped_storage"))?)
     }
 }
 
@@ -164,11 +164,11 @@ impl<'py, 'a> Maker<'py, 'a> {
             metadata: serde_json::Map::new(),
             storages: BTreeMap::new(),
             named_tuples: Vec::new(),
-            leaves: 0,
+            leaf_count: 0,
         }
     }
 
-    /// On another device than the host.
+    /// Sets the device of the tensors; `None` or "cpu": the host.
     pub(crate) fn on_device(mut self, device: Option<Bound<'py, PyAny>>) -> Result<Self> {
         let Some(device) = device else { return Ok(self) };
         if device.str()?.to_str()? == "cpu" {
@@ -182,7 +182,7 @@ impl<'py, 'a> Maker<'py, 'a> {
         Ok(self)
     }
 
-    /// Shards become DTensors on this mesh.
+    /// Sets the mesh on which shards become DTensors.
     pub(crate) fn on_mesh(mut self, mesh: Option<Bound<'py, PyAny>>) -> Self {
         self.device_mesh = mesh;
         self
@@ -193,17 +193,17 @@ impl<'py, 'a> Maker<'py, 'a> {
         self
     }
 
-    /// All of it.
+    /// Builds the state dict.
     pub(crate) fn state_dict(mut self) -> Result<Bound<'py, PyAny>> {
         if let Some(AttrValue::Text(text)) = self.contents.attrs().get(METADATA_ATTR) {
-            // What is no such object says nothing: the attribute is the package's, the file is not.
+            // Another writer may have made the file, so an invalid attribute is ignored.
             if let Ok(Json::Object(metadata)) = serde_json::from_slice(text.as_bytes()) {
                 self.metadata = metadata;
             }
         }
         let structure = self.contents.structure();
         let _pause = Pause::new(self.py)?;
-        self.object(&mut Vec::new(), &structure)
+        self.build(&mut Vec::new(), &structure)
     }
 
     fn torch(&self) -> Result<&Torch<'py>> {
@@ -222,41 +222,41 @@ impl<'py, 'a> Maker<'py, 'a> {
         Ok(self.numpy.get_or_init(|| numpy))
     }
 
-    /// What a node is, to which this path leads.
-    fn object<'n>(
-        &mut self,
-        path: &mut Vec<&'n Step>,
-        node: &'n Node,
-    ) -> Result<Bound<'py, PyAny>> {
+    /// Builds the object of the node at this path.
+    fn build<'n>(&mut self, path: &mut Vec<&'n Step>, node: &'n Node) -> Result<Bound<'py, PyAny>> {
         let (container, children) = match node {
             Node::Container(container, children) => (container, children),
             leaf => {
-                self.leaves += 1;
-                if self.leaves.is_multiple_of(LEAVES) {
+                self.leaf_count += 1;
+                if self.leaf_count.is_multiple_of(SIGNAL_CHECK_LEAVES) {
                     self.py.check_signals()?;
                 }
-                return self.leaf(leaf).map_err(|error| error.at(&whole(path)));
+                return self.leaf(leaf).map_err(|error| error.at(&object_path(path)));
             }
         };
         match container {
             Container::Dict | Container::Divergent => {
                 let dict = PyDict::new(self.py);
                 for (step, child) in children {
-                    let (key, value) = self.entry(path, step, child)?;
+                    let (key, value) = self.build_entry(path, step, child)?;
                     dict.set_item(key, value)?;
                 }
                 Ok(dict.into_any())
             }
             Container::OrderedDict => self.ordered_dict(path, children),
-            Container::List => Ok(PyList::new(self.py, self.values(path, children)?)?.into_any()),
-            Container::Tuple => Ok(PyTuple::new(self.py, self.values(path, children)?)?.into_any()),
+            Container::List => {
+                Ok(PyList::new(self.py, self.build_values(path, children)?)?.into_any())
+            }
+            Container::Tuple => {
+                Ok(PyTuple::new(self.py, self.build_values(path, children)?)?.into_any())
+            }
             Container::NamedTuple(name) => {
                 let mut fields = Vec::with_capacity(children.len());
                 for (step, _) in children {
                     let Step::Key(Key::Str(field)) = step else { continue };
                     fields.push(field.clone());
                 }
-                let values = self.values(path, children)?;
+                let values = self.build_values(path, children)?;
                 let class = self.named_tuple(name, fields)?;
                 Ok(class.call1(PyTuple::new(self.py, values)?)?)
             }
@@ -271,7 +271,7 @@ impl<'py, 'a> Maker<'py, 'a> {
         let collections = self.py.import(intern!(self.py, "collections"))?;
         let dict = collections.getattr(intern!(self.py, "OrderedDict"))?.call0()?;
         if !self.metadata.is_empty()
-            && let Some(metadata) = self.metadata.get(&whole(path).to_string())
+            && let Some(metadata) = self.metadata.get(&object_path(path).to_string())
         {
             let json = self.py.import("json")?;
             let options = PyDict::new(self.py);
@@ -280,95 +280,99 @@ impl<'py, 'a> Maker<'py, 'a> {
             dict.setattr("_metadata", metadata)?;
         }
         for (step, child) in children {
-            let (key, value) = self.entry(path, step, child)?;
+            let (key, value) = self.build_entry(path, step, child)?;
             dict.set_item(key, value)?;
         }
         Ok(dict)
     }
 
-    fn entry<'n>(
+    fn build_entry<'n>(
         &mut self,
         path: &mut Vec<&'n Step>,
         step: &'n Step,
         child: &'n Node,
     ) -> Result<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let key = match step {
-            Step::Key(key) => self.key(key)?,
+            Step::Key(key) => self.py_key(key)?,
             Step::Index(index) => index.into_pyobject(self.py).map_err(PyErr::from)?.into_any(),
         };
         path.push(step);
-        let value = self.object(path, child)?;
+        let value = self.build(path, child)?;
         path.pop();
         Ok((key, value))
     }
 
-    fn values<'n>(
+    fn build_values<'n>(
         &mut self,
         path: &mut Vec<&'n Step>,
         children: &'n [(Step, Node)],
     ) -> Result<Vec<Bound<'py, PyAny>>> {
-        children.iter().map(|(step, child)| Ok(self.entry(path, step, child)?.1)).collect()
+        children.iter().map(|(step, child)| Ok(self.build_entry(path, step, child)?.1)).collect()
     }
 
-    /// Namedtuples of one name and the same fields are of one class.
+    /// Returns the class for a namedtuple. Namedtuples with equal names and fields share one class.
     fn named_tuple(&mut self, name: &Text, fields: Vec<Text>) -> Result<Bound<'py, PyAny>> {
-        let known = self.named_tuples.iter().find(|known| known.0 == *name && known.1 == fields);
-        if let Some((_, _, class)) = known {
+        let cached =
+            self.named_tuples.iter().find(|cached| cached.0 == *name && cached.1 == fields);
+        if let Some((_, _, class)) = cached {
             return Ok(class.clone());
         }
-        let make = self.py.import("collections")?.getattr("namedtuple")?;
-        let spelled = fields.iter().map(|field| self.text(field)).collect::<Result<Vec<_>>>()?;
-        let make = |renames: bool| {
+        let namedtuple = self.py.import("collections")?.getattr("namedtuple")?;
+        let field_names =
+            fields.iter().map(|field| self.py_str(field)).collect::<Result<Vec<_>>>()?;
+        let create = |renames: bool| {
             let options = PyDict::new(self.py);
             options.set_item("rename", renames)?;
-            make.call((self.text(name)?, &spelled), Some(&options)).map_err(Failure::from)
+            namedtuple
+                .call((self.py_str(name)?, &field_names), Some(&options))
+                .map_err(Failure::from)
         };
-        // A class that was made so may have fields such as `_1`. Others are not given other names.
-        let renamed = make(true)?;
-        let is_same = renamed.getattr("_fields")?.eq(PyTuple::new(self.py, &spelled)?)?;
-        let class = if is_same { renamed } else { make(false)? };
+        // A class that was created with `rename=True` can have fields such as `_1`. All other names must not change.
+        let renamed = create(true)?;
+        let is_same = renamed.getattr("_fields")?.eq(PyTuple::new(self.py, &field_names)?)?;
+        let class = if is_same { renamed } else { create(false)? };
         self.named_tuples.push((name.clone(), fields, class.clone()));
         Ok(class)
     }
 
-    fn text(&self, text: &Text) -> Result<Bound<'py, PyAny>> {
+    fn py_str(&self, text: &Text) -> Result<Bound<'py, PyAny>> {
         string(self.py, text.as_bytes())
     }
 
-    fn key(&self, key: &Key) -> Result<Bound<'py, PyAny>> {
+    fn py_key(&self, key: &Key) -> Result<Bound<'py, PyAny>> {
         let py = self.py;
         Ok(match key {
-            Key::Str(text) => self.text(text)?,
-            Key::Int(int) => integer(py, int)?,
+            Key::Str(text) => self.py_str(text)?,
+            Key::Int(int) => py_int(py, int)?,
             Key::Bool(value) => value.into_pyobject(py).map_err(PyErr::from)?.to_owned().into_any(),
             Key::Float(float) => PyFloat::new(py, float.get()).into_any(),
             Key::None => py.None().into_bound(py),
             Key::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
             Key::Tuple(keys) => {
-                let keys = keys.iter().map(|key| self.key(key)).collect::<Result<Vec<_>>>()?;
+                let keys = keys.iter().map(|key| self.py_key(key)).collect::<Result<Vec<_>>>()?;
                 PyTuple::new(py, keys)?.into_any()
             }
-            _ => return Err(unknown().into()),
+            _ => return Err(unsupported_value().into()),
         })
     }
 
     pub(crate) fn leaf(&mut self, node: &Node) -> Result<Bound<'py, PyAny>> {
         match node {
-            Node::Tensors(run) => self.tensors(run),
+            Node::Tensors(references) => self.tensors(references),
             Node::Leaf(value) => self.value(value),
             Node::Stored(stored, storage) => {
                 let bytes = self.contents.stored(*storage)?;
                 match stored {
                     Stored::Str => string(self.py, &bytes),
                     Stored::Bytes => Ok(PyBytes::new(self.py, &bytes).into_any()),
-                    Stored::Opaque(media) => self.opaque(media, &bytes),
+                    Stored::Opaque(media) => self.unpickle(media, &bytes),
                 }
             }
             Node::Container(..) => unreachable!("a leaf is no container"),
         }
     }
 
-    /// A leaf that lies in the index.
+    /// Builds a leaf whose value is in the index.
     pub(crate) fn value(&self, value: &Value) -> Result<Bound<'py, PyAny>> {
         let py = self.py;
         Ok(match value {
@@ -376,29 +380,29 @@ impl<'py, 'a> Maker<'py, 'a> {
             Value::Bool(value) => {
                 value.into_pyobject(py).map_err(PyErr::from)?.to_owned().into_any()
             }
-            Value::Int(int) => integer(py, int)?,
+            Value::Int(int) => py_int(py, int)?,
             Value::Float(float) => PyFloat::new(py, float.get()).into_any(),
             Value::Complex(real, imag) => {
                 PyComplex::from_doubles(py, real.get(), imag.get()).into_any()
             }
-            Value::Str(text) => self.text(text)?,
+            Value::Str(text) => self.py_str(text)?,
             Value::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
-            Value::Dtype(dtype) => self.of_torch("torch.dtype")?.dtype(*dtype)?.clone(),
+            Value::Dtype(dtype) => self.require_torch("torch.dtype")?.dtype(*dtype)?.clone(),
             Value::Size(sizes) => {
-                let size = self.of_torch("torch.Size")?.module.getattr("Size")?;
+                let size = self.require_torch("torch.Size")?.module.getattr("Size")?;
                 size.call1((PyTuple::new(py, sizes)?,))?
             }
             Value::Device(device) => {
-                let class = self.of_torch("torch.device")?.module.getattr("device")?;
-                class.call1((self.text(device)?,))?
+                let class = self.require_torch("torch.device")?.module.getattr("device")?;
+                class.call1((self.py_str(device)?,))?
             }
-            Value::Opaque { media, bytes } => self.opaque(media, bytes)?,
-            _ => return Err(unknown().into()),
+            Value::Opaque { media, bytes } => self.unpickle(media, bytes)?,
+            _ => return Err(unsupported_value().into()),
         })
     }
 
-    /// torch, for a leaf that only torch has.
-    fn of_torch(&self, class: &str) -> Result<&Torch<'py>> {
+    /// Returns torch, for a leaf of a class that only torch has.
+    fn require_torch(&self, class: &str) -> Result<&Torch<'py>> {
         self.torch().map_err(|_| {
             Refusal::new("FeatureMissing", format!("a {class} needs torch"))
                 .advice("install torch, or read the tensors alone with safe_open")
@@ -406,7 +410,7 @@ impl<'py, 'a> Maker<'py, 'a> {
         })
     }
 
-    fn opaque(&self, media: &Text, bytes: &[u8]) -> Result<Bound<'py, PyAny>> {
+    fn unpickle(&self, media: &Text, bytes: &[u8]) -> Result<Bound<'py, PyAny>> {
         if !self.allow_pickle {
             return Err(Refusal::leaf(
                 format!("it is an opaque object ({media}), which is not unpickled"),
@@ -422,20 +426,22 @@ impl<'py, 'a> Maker<'py, 'a> {
         Ok(pickle.call_method1("loads", (PyBytes::new(self.py, bytes),))?)
     }
 
-    /// A tensor, or the shards of one.
-    pub(crate) fn tensors(&mut self, run: &[TensorReference]) -> Result<Bound<'py, PyAny>> {
-        let [first, others @ ..] = run else { return Err(unknown().into()) };
+    /// Builds a tensor, or the shards of one.
+    pub(crate) fn tensors(&mut self, references: &[TensorReference]) -> Result<Bound<'py, PyAny>> {
+        let [first, others @ ..] = references else { return Err(unsupported_value().into()) };
         let Some(place) = &first.place else { return self.tensor(first) };
-        let slices: Vec<TensorSlice> =
-            run.iter().filter_map(|each| Some(each.place.as_ref()?.slice().clone())).collect();
+        let slices: Vec<TensorSlice> = references
+            .iter()
+            .filter_map(|reference| Some(reference.place.as_ref()?.slice().clone()))
+            .collect();
         let local = if others.is_empty() {
             self.tensor(first)?
         } else if let Some((shape, offsets)) = local_offsets(&slices) {
-            self.assembled(run, &shape, &offsets)?
+            self.assemble(references, &shape, &offsets)?
         } else {
-            // Boxes that no one local tensor has: each for itself.
+            // The boxes do not form one local tensor: each box becomes a shard.
             let shards = PyList::empty(self.py);
-            for (reference, slice) in run.iter().zip(slices) {
+            for (reference, slice) in references.iter().zip(slices) {
                 let local = self.tensor(reference)?.unbind();
                 shards.append(TensorShard::of(self.py, local, vec![slice])?)?;
             }
@@ -447,7 +453,7 @@ impl<'py, 'a> Maker<'py, 'a> {
             let coordinates =
                 place.slice().coordinates().map(|at| PyTuple::new(self.py, at)).transpose()?;
             helper.call_method1("prove_mesh", (mesh, mesh_shape, coordinates))?;
-            if is_all_of_its_rank(place.slice(), placements, &slices) {
+            if covers_rank(place.slice(), placements, &slices) {
                 let placements: Vec<_> = placements.iter().map(spelled).collect();
                 let global_shape = PyTuple::new(self.py, place.slice().global_shape())?;
                 let arguments = (local, mesh, placements, global_shape);
@@ -458,30 +464,30 @@ impl<'py, 'a> Maker<'py, 'a> {
         Ok(Bound::new(self.py, shard)?.into_any())
     }
 
-    /// One local tensor of several boxes, copied together.
-    fn assembled(
+    /// Copies several boxes into one local tensor.
+    fn assemble(
         &mut self,
-        run: &[TensorReference],
+        references: &[TensorReference],
         shape: &[u64],
         offsets: &[Vec<u64>],
     ) -> Result<Bound<'py, PyAny>> {
-        let meta = &run[0].meta;
-        let plain = |reference: &TensorReference| {
+        let meta = &references[0].meta;
+        let without_torch_flags = |reference: &TensorReference| {
             let flags = reference.meta.flags();
             let kept = TensorFlags::from_bits(flags.bits() & TensorFlags::NDARRAY.bits());
             let meta = reference.meta.clone().with_flags(kept.unwrap_or_default());
             TensorReference { meta, ..reference.clone() }
         };
-        let whole = TensorReference {
+        let target = TensorReference {
             meta: tssd_format::TensorMeta::new(meta.dtype(), shape)?
-                .with_flags(plain(&run[0]).meta.flags()),
+                .with_flags(without_torch_flags(&references[0]).meta.flags()),
             storage: None,
             byte_offset: 0,
             place: None,
         };
-        let local = self.tensor(&whole)?;
-        for (reference, offsets) in run.iter().zip(offsets) {
-            let part = self.tensor(&plain(reference))?;
+        let local = self.tensor(&target)?;
+        for (reference, offsets) in references.iter().zip(offsets) {
+            let part = self.tensor(&without_torch_flags(reference))?;
             let index = index_of(self.py, offsets, reference.meta.shape())?;
             local.set_item(index, part)?;
         }
@@ -491,39 +497,44 @@ impl<'py, 'a> Maker<'py, 'a> {
         self.torch()?.with_flags(local, meta.flags())
     }
 
-    /// A plain tensor, or the local one of a shard.
+    /// Builds a plain tensor, or the local tensor of a shard.
     fn tensor(&mut self, reference: &TensorReference) -> Result<Bound<'py, PyAny>> {
         let flags = reference.meta.flags();
         let is_array = flags.contains(TensorFlags::NDARRAY) || flags.contains(TensorFlags::SCALAR);
         if self.framework == Framework::Torch
             && !is_array
-            && let Some(tensor) = self.sole(reference)?
+            && let Some(tensor) = self.whole_storage_tensor(reference)?
         {
             return Ok(tensor);
         }
         let mut reference = reference.clone();
         if let Some(number) = reference.storage {
-            self.prepare(number)?;
+            self.load_storage(number)?;
             reference.byte_offset -= self.storages[&number].start;
         }
         let storage = reference.storage.map(|number| &self.storages[&number]);
         if self.framework == Framework::Numpy {
-            return self.numpy()?.make(&reference, storage.map(|storage| &storage.whole));
+            return self.numpy()?.make(&reference, storage.map(|storage| &storage.host));
         }
         if is_array {
             let bytes = storage.map(|storage| {
-                let bytes = self.torch()?.array_of(&storage.whole)?;
+                let bytes = self.torch()?.array_of(&storage.host)?;
                 bytes.call_method1("setflags", (false,))?;
                 Ok::<_, Failure>(bytes)
             });
             return self.numpy()?.make(&reference, bytes.transpose()?.as_ref());
         }
-        let untyped = storage.map(Storage::untyped).transpose()?;
+        let untyped = storage.map(CachedStorage::untyped).transpose()?;
         self.torch()?.make(&reference, untyped.as_ref(), self.device.as_ref())
     }
 
-    /// A tensor of torch that is all of a storage, met for the first time: the shortest way. None otherwise.
-    fn sole(&mut self, reference: &TensorReference) -> Result<Option<Bound<'py, PyAny>>> {
+    /// Builds a torch tensor that spans a whole storage that is not loaded yet. This is the fast path.
+    ///
+    /// Returns `None` for any other tensor.
+    fn whole_storage_tensor(
+        &mut self,
+        reference: &TensorReference,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
         let Some(number) = reference.storage.filter(|number| !self.storages.contains_key(number))
         else {
             return Ok(None);
@@ -533,36 +544,37 @@ impl<'py, 'a> Maker<'py, 'a> {
         }
         let (block, start) = self.source.block(number)?;
         let torch = self.torch()?;
-        let (whole, is_sole) = match torch.view(block, &reference.meta)? {
+        let (host, is_whole_storage) = match torch.view(block, &reference.meta)? {
             Ok(tensor) => (tensor, true),
             Err(block) => (torch.bytes(block)?, false),
         };
-        let tensor = whole.clone();
-        self.storages.insert(number, Storage { start, whole, on_device: None });
-        if !is_sole {
+        let tensor = host.clone();
+        self.storages.insert(number, CachedStorage { start, host, device_copy: None });
+        if !is_whole_storage {
             return Ok(None);
         }
         self.torch()?.with_flags(tensor, reference.meta.flags()).map(Some)
     }
 
-    /// Has the bytes of a storage at hand.
-    fn prepare(&mut self, number: u32) -> Result<()> {
+    /// Loads the bytes of a storage, unless they are loaded already.
+    fn load_storage(&mut self, number: u32) -> Result<()> {
         if self.storages.contains_key(&number) {
             return Ok(());
         }
         let (block, start) = self.source.block(number)?;
-        let whole = match self.framework {
+        let host = match self.framework {
             Framework::Numpy => self.numpy()?.bytes(block)?,
             Framework::Torch => self.torch()?.bytes(block)?,
         };
-        let to = |device: &Bound<'py, PyAny>| whole.call_method1("to", (device,));
-        let on_device = self.device.as_ref().map(to).transpose()?;
-        self.storages.insert(number, Storage { start, whole, on_device });
+        let to_device = |device: &Bound<'py, PyAny>| host.call_method1("to", (device,));
+        let device_copy = self.device.as_ref().map(to_device).transpose()?;
+        self.storages.insert(number, CachedStorage { start, host, device_copy });
         Ok(())
     }
 
-    /// A view of part of a tensor: `range` of the bytes of its storage, from `start` on of the tensor's
-    /// first byte.
+    /// Builds a view of part of a tensor, whose element 0 is at byte `first` of the storage.
+    ///
+    /// `shape` and `strides` are in elements.
     pub(crate) fn view(
         &mut self,
         reference: &TensorReference,
@@ -572,7 +584,7 @@ impl<'py, 'a> Maker<'py, 'a> {
     ) -> Result<Bound<'py, PyAny>> {
         let storage = match reference.storage {
             Some(number) => {
-                self.prepare(number)?;
+                self.load_storage(number)?;
                 Some(&self.storages[&number])
             }
             None => None,
@@ -580,10 +592,10 @@ impl<'py, 'a> Maker<'py, 'a> {
         let first = first - storage.map_or(0, |storage| storage.start);
         let dtype = reference.meta.dtype();
         if self.framework == Framework::Numpy {
-            let bytes = storage.map(|storage| &storage.whole);
+            let bytes = storage.map(|storage| &storage.host);
             return self.numpy()?.view(dtype, shape, strides, first, bytes);
         }
-        let untyped = storage.map(Storage::untyped).transpose()?;
+        let untyped = storage.map(CachedStorage::untyped).transpose()?;
         let strides: Vec<u64> =
             strides.iter().map(|stride| u64::try_from(*stride).unwrap_or_default()).collect();
         let reference = TensorReference {
@@ -595,12 +607,12 @@ impl<'py, 'a> Maker<'py, 'a> {
     }
 }
 
-fn unknown() -> Refusal {
+fn unsupported_value() -> Refusal {
     Refusal::new("FeatureMissing", "this version of the package does not know such a value")
         .advice("use a newer one")
 }
 
-/// A str of generalized UTF-8.
+/// Decodes generalized UTF-8 to a str.
 pub(crate) fn string<'py>(py: Python<'py>, bytes: &[u8]) -> Result<Bound<'py, PyAny>> {
     if let Ok(text) = std::str::from_utf8(bytes) {
         return Ok(PyString::new(py, text).into_any());
@@ -609,17 +621,17 @@ pub(crate) fn string<'py>(py: Python<'py>, bytes: &[u8]) -> Result<Bound<'py, Py
     Ok(bytes.call_method1("decode", ("utf-8", "surrogatepass"))?)
 }
 
-fn integer<'py>(py: Python<'py>, int: &tssd_format::Int) -> Result<Bound<'py, PyAny>> {
+fn py_int<'py>(py: Python<'py>, int: &tssd_format::Int) -> Result<Bound<'py, PyAny>> {
     Ok(match int.as_i64() {
         Some(small) => small.into_pyobject(py).map_err(PyErr::from)?.into_any(),
         None => int.to_bigint().into_pyobject(py)?.into_any(),
     })
 }
 
-/// What lies between the first and the last byte of references, by storage.
-pub(crate) fn spans(run: &[TensorReference]) -> BTreeMap<u32, Range<u64>> {
+/// Returns the range from the first to the last byte of the references, by storage.
+pub(crate) fn spans(references: &[TensorReference]) -> BTreeMap<u32, Range<u64>> {
     let mut spans: BTreeMap<u32, Range<u64>> = BTreeMap::new();
-    for reference in run {
+    for reference in references {
         let Some(number) = reference.storage else { continue };
         let (start, end) =
             (reference.byte_offset, reference.byte_offset + reference.meta.span_bytes());

@@ -13,25 +13,25 @@ use crate::dtensor::{self, Chunks, DTensor, Meshes, Parts};
 use crate::error::{Failure, Refusal, Result};
 use crate::torch::Torch;
 
-/// Which part of a global tensor a rank has: a box, and where the rank stands in its mesh.
+/// The part of a global tensor that a rank has: a box, and the coordinates of the rank in its mesh.
 ///
-/// All numbers are elements, or devices of the mesh.
+/// Offsets and tensor shapes are in elements; coordinates and mesh shapes are in devices.
 ///
 /// Args:
-///     offsets: where the part begins in the global tensor, one number per dimension.
-///     coordinates: where the rank stands in its mesh, one number per mesh dimension; None if that is
-///         not known, or there is no mesh.
+///     offsets: the start of the part in the global tensor, one number per dimension.
+///     coordinates: the position of the rank in its mesh, one number per mesh dimension; None if it is
+///         unknown, or there is no mesh.
 ///     global_shape: the shape of the global tensor.
 ///     local_shape: the shape of the part.
 ///     mesh_shape: the shape of the mesh; () or None if there is none.
 ///
 /// Raises:
-///     TssdValueError: the part does not lie in the global tensor, or the coordinates not in the mesh.
+///     TssdValueError: the part is not inside the global tensor, or the coordinates are not in the mesh.
 #[pyclass(frozen, eq, hash, module = "tssd")]
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct TensorSlice(pub(crate) Slice);
 
-type SliceArguments = (Vec<u64>, Option<Vec<u64>>, Vec<u64>, Vec<u64>, Vec<u64>);
+type TensorSliceArgs = (Vec<u64>, Option<Vec<u64>>, Vec<u64>, Vec<u64>, Vec<u64>);
 
 #[pymethods]
 impl TensorSlice {
@@ -50,11 +50,11 @@ impl TensorSlice {
         Ok(Self(slice.on_mesh(&mesh_shape, coordinates.as_deref())?))
     }
 
-    /// The slice of the local tensor of a DTensor.
+    /// Returns the slice of the local tensor of a DTensor.
     ///
     /// Raises:
-    ///     TssdValueError: the local tensor is several boxes, as `_StridedShard` can leave them, or
-    ///         Partial.
+    ///     TssdValueError: the local tensor consists of several boxes, as with `_StridedShard`, or the
+    ///         DTensor is Partial.
     #[classmethod]
     fn from_dtensor(_class: &Bound<'_, PyType>, t: &Bound<'_, PyAny>) -> Result<Self> {
         let Parts::DTensor(parts) = dtensor::parts(t)? else {
@@ -72,13 +72,13 @@ impl TensorSlice {
         }
     }
 
-    /// Where the part begins in the global tensor, in elements.
+    /// The start of the part in the global tensor, in elements.
     #[getter]
     fn offsets<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.0.offsets())
     }
 
-    /// Where the rank stands in its mesh; None if that is not known.
+    /// The position of the rank in its mesh; None if it is unknown.
     #[getter]
     fn coordinates<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyTuple>>> {
         self.0.coordinates().map(|coordinates| PyTuple::new(py, coordinates)).transpose()
@@ -117,7 +117,7 @@ impl TensorSlice {
         ))
     }
 
-    fn __getnewargs__(&self) -> SliceArguments {
+    fn __getnewargs__(&self) -> TensorSliceArgs {
         let slice = &self.0;
         (
             slice.offsets().into(),
@@ -129,16 +129,16 @@ impl TensorSlice {
     }
 }
 
-/// A local tensor and where it belongs in a global one: the leaf for shards that are no DTensors.
+/// A local tensor and its place in a global tensor: the leaf for shards that are not DTensors.
 ///
 /// Args:
-///     local: a tensor of torch or an array of numpy.
-///     tensor_slice: its slice; or a list of slices, if it is several boxes of the global tensor, as a
-///         local tensor of `_StridedShard` can be. Then the boxes are in row-major order.
-///     primary: whether a put stores it. False: another writer has the same, and stores it.
+///     local: a torch tensor or a numpy array.
+///     tensor_slice: the slice of the tensor; or a list of slices, in row-major order, if the tensor
+///         consists of several boxes of the global tensor, as with `_StridedShard`.
+///     primary: whether a put stores the tensor. False: another writer has the same tensor and stores it.
 ///
 /// Raises:
-///     TssdValueError: the shape of `local` is not that of the slices.
+///     TssdValueError: the shape of `local` does not match the slices.
 #[pyclass(frozen, generic, module = "tssd")]
 pub(crate) struct TensorShard {
     local: Py<PyAny>,
@@ -155,16 +155,16 @@ impl TensorShard {
         self.slices.iter().map(|slice| slice.bind(py).get().0.clone()).collect()
     }
 
-    /// Where its boxes belong, and which of the replicas they are.
+    /// Returns the place of each box in the global tensor, and which replica the boxes are.
     pub(crate) fn places(&self, py: Python<'_>) -> Result<Vec<ShardPlace>> {
-        let place = |slice: Slice| {
+        let to_shard_place = |slice: Slice| {
             if self.primary {
                 return Ok(ShardPlace::new(slice));
             }
-            // How the ranks are arranged is not known: there is a first replica, and this one.
+            // The arrangement of the ranks is unknown: assume a first replica, and this one as the second.
             ShardPlace::new(slice.on_mesh(&[2], Some(&[1]))?).placed([Placement::Replicate])
         };
-        Ok(self.slices(py).into_iter().map(place).collect::<Result<_, Error>>()?)
+        Ok(self.slices(py).into_iter().map(to_shard_place).collect::<Result<_, Error>>()?)
     }
 
     pub(crate) fn of(py: Python<'_>, local: Py<PyAny>, slices: Vec<Slice>) -> PyResult<Self> {
@@ -173,17 +173,17 @@ impl TensorShard {
     }
 }
 
-/// Where the elements of a tensor are that are here: in the tensor itself, or in the local ones of shards.
+/// Local tensors of an object: the tensor itself, or the local tensors of its shards.
 pub(crate) enum Local<'py> {
     Whole(Bound<'py, PyAny>),
     Shard(Bound<'py, TensorShard>),
     DTensor(DTensor<'py>),
-    /// Each has its own place.
+    /// Each local tensor has its own place.
     Chunks(Chunks<'py>),
 }
 
 impl<'py> Local<'py> {
-    /// None of what cannot be stored: whoever takes it says what is wrong with it.
+    /// Returns `None` for an object that cannot be stored: the import of the object reports the error.
     pub(crate) fn of(object: &Bound<'py, PyAny>) -> Result<Option<Self>> {
         if let Ok(shard) = object.cast::<TensorShard>() {
             return Ok(Some(Self::Shard(shard.clone())));
@@ -214,23 +214,25 @@ impl<'py> Local<'py> {
         }
     }
 
-    /// Whether what is one tensor, of this shape, is all of a global one, or the boxes of it that it is said to be.
+    /// Returns whether a local tensor of this shape matches its slices.
+    ///
+    /// A whole tensor always matches; so do chunks, as each has its own place.
     pub(crate) fn fits(&self, shape: &[u64]) -> Result<bool> {
         let slices = match self {
             Self::Whole(_) | Self::Chunks(_) => return Ok(true),
             Self::Shard(shard) => shard.get().slices(shard.py()),
             Self::DTensor(parts) => {
                 let mesh = Meshes::default().of(&parts.mesh)?;
-                // None of what is Partial, which is refused by its name.
+                // A Partial DTensor has no slices here. Its import reports the placement.
                 parts.slices(&mesh).map(|(_, slices)| slices).unwrap_or_default()
             }
         };
-        Ok(grid(&slices).is_some_and(|grid| local_shape(&grid) == shape))
+        Ok(run_grid(&slices).is_some_and(|grid| grid_shape(&grid) == shape))
     }
 }
 
 #[derive(FromPyObject)]
-enum Slices {
+enum OneOrManySlices {
     One(Py<TensorSlice>),
     Many(Vec<Py<TensorSlice>>),
 }
@@ -239,11 +241,11 @@ enum Slices {
 impl TensorShard {
     #[new]
     #[pyo3(signature = (local, tensor_slice, primary=true))]
-    fn new(local: &Bound<'_, PyAny>, tensor_slice: Slices, primary: bool) -> Result<Self> {
+    fn new(local: &Bound<'_, PyAny>, tensor_slice: OneOrManySlices, primary: bool) -> Result<Self> {
         let py = local.py();
         let slices = match tensor_slice {
-            Slices::One(slice) => vec![slice],
-            Slices::Many(slices) => slices,
+            OneOrManySlices::One(slice) => vec![slice],
+            OneOrManySlices::Many(slices) => slices,
         };
         if slices.is_empty() {
             return Err(PyValueError::new_err("a shard has a slice").into());
@@ -253,7 +255,7 @@ impl TensorShard {
             Refusal::leaf("the local part of a TensorShard has no shape", "give it a tensor")
         })?;
         let shard = Self { local: local.clone().unbind(), slices, primary };
-        let fits = grid(&shard.slices(py)).is_some_and(|grid| local_shape(&grid) == shape);
+        let fits = run_grid(&shard.slices(py)).is_some_and(|grid| grid_shape(&grid) == shape);
         if fits {
             return Ok(shard);
         }
@@ -261,22 +263,25 @@ impl TensorShard {
         Err(Error::new(ErrorKind::SliceMismatch).note(note).into())
     }
 
-    /// A `ShardedTensor` of Megatron, or what has the same attributes: `data`, `global_shape`, `global_offset`
-    /// and `replica_id`. Its memory is shared, so it is filled as `into` as well.
+    /// Converts a `ShardedTensor` of Megatron to a shard that shares its memory.
     ///
-    /// A put says `writer=` and `writers=`, and stores the replicas whose `replica_id` is 0 in all its parts.
+    /// Any object with the same attributes is accepted: `data`, `global_shape`, `global_offset` and
+    /// `replica_id`. As the memory is shared, the shard can also be filled, as `into`.
+    ///
+    /// A put of such shards needs `writer=` and `writers=`. It stores the replicas whose `replica_id` is
+    /// 0 in all its parts.
     ///
     /// Raises:
-    ///     TssdTypeError: it has no data, or only a flat part of it, as a distributed optimizer has.
-    ///     TssdValueError: the data does not fit the shape, or the offset.
+    ///     TssdTypeError: the object has no data, or only a flattened part, as in a distributed optimizer.
+    ///     TssdValueError: the data does not match the shape or the offset.
     #[classmethod]
     fn from_megatron<'py>(
         _class: &Bound<'py, PyType>,
         sharded_tensor: &Bound<'py, PyAny>,
     ) -> Result<Self> {
         let py = sharded_tensor.py();
-        let flat = sharded_tensor.getattr_opt("flattened_range")?;
-        if flat.is_some_and(|range| !range.is_none()) {
+        let flattened_range = sharded_tensor.getattr_opt("flattened_range")?;
+        if flattened_range.is_some_and(|range| !range.is_none()) {
             let advice = "give the tensor that it is a part of";
             return Err(
                 Refusal::leaf("a flattened part of a tensor is no box of it", advice).into()
@@ -293,8 +298,8 @@ impl TensorShard {
         };
         let ints = |name: &str| -> Result<Vec<u64>> {
             let ints = attribute(name)?;
-            let one = || ints.extract().map(|int| vec![int]);
-            Ok(ints.extract().or_else(|_: PyErr| one()).map_err(|_: PyErr| {
+            let single = || ints.extract().map(|int| vec![int]);
+            Ok(ints.extract().or_else(|_: PyErr| single()).map_err(|_: PyErr| {
                 Refusal::leaf(format!("its `{name}` is {ints:?}"), "give it an int, or ints")
             })?)
         };
@@ -308,15 +313,22 @@ impl TensorShard {
         let shape = shape.ok_or_else(|| {
             Refusal::leaf("it is no ShardedTensor: its `data` has no shape", "give it a tensor")
         })?;
-        // Layers that are stacked in the global tensor have a dimension more there.
-        let stacked =
+        // Layers that are stacked in the global tensor have additional leading dimensions there.
+        let leading_dims =
             vec![py.None().into_bound(py); global_shape.len().saturating_sub(shape.len())];
-        let local_shape = [vec![1; stacked.len()], shape].concat();
-        let local =
-            if stacked.is_empty() { data } else { data.get_item(PyTuple::new(py, stacked)?)? };
+        let local_shape = [vec![1; leading_dims.len()], shape].concat();
+        let local = if leading_dims.is_empty() {
+            data
+        } else {
+            data.get_item(PyTuple::new(py, leading_dims)?)?
+        };
         let slice = TensorSlice(Slice::new(&offsets, &local_shape, &global_shape)?);
         let replica = ints("replica_id")?;
-        Self::new(&local, Slices::One(Py::new(py, slice)?), replica.iter().all(|part| *part == 0))
+        Self::new(
+            &local,
+            OneOrManySlices::One(Py::new(py, slice)?),
+            replica.iter().all(|part| *part == 0),
+        )
     }
 
     /// The local tensor.
@@ -325,7 +337,7 @@ impl TensorShard {
         self.local.bind(py)
     }
 
-    /// Where it belongs: a slice, or a list of slices if it is several boxes.
+    /// The slice of the local tensor, or a list of slices if it consists of several boxes.
     #[getter]
     fn tensor_slice<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         match self.slices.as_slice() {
@@ -334,7 +346,7 @@ impl TensorShard {
         }
     }
 
-    /// Whether a put stores it.
+    /// Whether a put stores the local tensor.
     #[getter]
     fn primary(&self) -> bool {
         self.primary
@@ -357,111 +369,115 @@ impl TensorShard {
     }
 }
 
-/// A run of indices of one dimension, of the global tensor.
-struct Run {
+/// A range of indices of one dimension of the global tensor.
+struct IndexRun {
     offset: u64,
     size: u64,
-    /// Where it begins in the local tensor.
+    /// First index in the local tensor.
     start: u64,
 }
 
-/// The runs of each dimension whose product a list of boxes is; none if they are no such product, with the last
-/// dimension running fastest.
-fn grid(slices: &[Slice]) -> Option<Vec<Vec<Run>>> {
+/// Returns the runs of each dimension whose product is the list of boxes, in row-major order.
+///
+/// Returns `None` if the boxes are not such a product.
+fn run_grid(slices: &[Slice]) -> Option<Vec<Vec<IndexRun>>> {
     let rank = slices.first()?.offsets().len();
-    let mut seen = vec![BTreeSet::new(); rank];
-    let mut grid: Vec<Vec<Run>> = (0..rank).map(|_| Vec::new()).collect();
+    let mut seen_runs = vec![BTreeSet::new(); rank];
+    let mut grid: Vec<Vec<IndexRun>> = (0..rank).map(|_| Vec::new()).collect();
     for slice in slices {
         if slice.offsets().len() != rank {
             return None;
         }
         for (dim, (&offset, &size)) in slice.offsets().iter().zip(slice.local_shape()).enumerate() {
-            if seen[dim].insert((offset, size)) {
+            if seen_runs[dim].insert((offset, size)) {
                 let start =
                     grid[dim].last().map_or(Some(0), |last| last.start.checked_add(last.size))?;
-                grid[dim].push(Run { offset, size, start });
+                grid[dim].push(IndexRun { offset, size, start });
             }
         }
     }
     let count = grid.iter().try_fold(1_usize, |count, runs| count.checked_mul(runs.len()))?;
     let is_product = count == slices.len()
-        && slices.iter().enumerate().all(|(number, slice)| {
-            let place = place(&grid, number);
-            let own = slice.offsets().iter().zip(slice.local_shape());
-            let mut dims = grid.iter().zip(&place).zip(own);
-            dims.all(|((runs, place), (offset, size))| {
-                (runs[*place].offset, runs[*place].size) == (*offset, *size)
+        && slices.iter().enumerate().all(|(index, slice)| {
+            let position = grid_position(&grid, index);
+            let box_dims = slice.offsets().iter().zip(slice.local_shape());
+            let mut dims = grid.iter().zip(&position).zip(box_dims);
+            dims.all(|((runs, position), (offset, size))| {
+                (runs[*position].offset, runs[*position].size) == (*offset, *size)
             })
         });
     is_product.then_some(grid)
 }
 
-/// Which runs a box of a grid is made of.
-fn place(grid: &[Vec<Run>], mut number: usize) -> Vec<usize> {
-    let mut place = vec![0; grid.len()];
-    for (slot, runs) in place.iter_mut().zip(grid).rev() {
-        *slot = number % runs.len();
-        number /= runs.len();
+/// Returns the number of the run of each dimension that a box of a grid consists of.
+fn grid_position(grid: &[Vec<IndexRun>], mut index: usize) -> Vec<usize> {
+    let mut position = vec![0; grid.len()];
+    for (run_index, runs) in position.iter_mut().zip(grid).rev() {
+        *run_index = index % runs.len();
+        index /= runs.len();
     }
-    place
+    position
 }
 
-fn local_shape(grid: &[Vec<Run>]) -> Vec<u64> {
+fn grid_shape(grid: &[Vec<IndexRun>]) -> Vec<u64> {
     grid.iter()
         .map(|runs| runs.last().map_or(0, |last| last.start.saturating_add(last.size)))
         .collect()
 }
 
-/// Cuts a local tensor into the boxes that it is: views of it.
+/// Splits a local tensor into its boxes. The boxes are views of the tensor.
 pub(crate) fn cut(local: &Tensor, slices: &[Slice]) -> Result<Vec<Tensor>> {
     let meta = local.meta();
-    let grid = grid(slices).filter(|grid| local_shape(grid) == meta.shape()).ok_or_else(|| {
-        let note = format!("{} boxes, tensor of shape {:?}", slices.len(), meta.shape());
-        Error::new(ErrorKind::SliceMismatch).note(note)
-    })?;
+    let grid =
+        run_grid(slices).filter(|grid| grid_shape(grid) == meta.shape()).ok_or_else(|| {
+            let note = format!("{} boxes, tensor of shape {:?}", slices.len(), meta.shape());
+            Error::new(ErrorKind::SliceMismatch).note(note)
+        })?;
     if slices.len() == 1 {
         return Ok(vec![local.clone()]);
     }
     let strides = meta.strides();
-    let part = |(number, slice): (usize, &Slice)| {
-        let begins = grid.iter().zip(place(&grid, number)).zip(&strides);
-        let offset: u64 = begins.map(|((runs, run), stride)| runs[run].start * stride).sum();
-        let part = TensorMeta::new(meta.dtype(), slice.local_shape())?
+    let to_view = |(index, slice): (usize, &Slice)| {
+        let run_starts = grid.iter().zip(grid_position(&grid, index)).zip(&strides);
+        let offset: u64 = run_starts.map(|((runs, run), stride)| runs[run].start * stride).sum();
+        let box_meta = TensorMeta::new(meta.dtype(), slice.local_shape())?
             .with_strides(&strides)?
             .with_flags(meta.flags());
         let offset = local.byte_offset() + offset * meta.dtype().itemsize();
-        Ok(Tensor::new(part, local.storage().clone(), offset)?)
+        Ok(Tensor::new(box_meta, local.storage().clone(), offset)?)
     };
-    slices.iter().enumerate().map(part).collect()
+    slices.iter().enumerate().map(to_view).collect()
 }
 
-/// Where each box of a local tensor begins in it; none if the boxes are no local tensor.
+/// Returns the shape of the local tensor, and the offsets of each box in it, in elements.
+///
+/// Returns `None` if the boxes do not form a local tensor.
 pub(crate) fn local_offsets(slices: &[Slice]) -> Option<(Vec<u64>, Vec<Vec<u64>>)> {
-    let grid = grid(slices)?;
-    let offsets = (0..slices.len()).map(|number| {
-        grid.iter().zip(place(&grid, number)).map(|(runs, run)| runs[run].start).collect()
+    let grid = run_grid(slices)?;
+    let offsets = (0..slices.len()).map(|index| {
+        grid.iter().zip(grid_position(&grid, index)).map(|(runs, run)| runs[run].start).collect()
     });
-    Some((local_shape(&grid), offsets.collect()))
+    Some((grid_shape(&grid), offsets.collect()))
 }
 
-/// Of the boxes of a local tensor what a box of that has of each.
-pub(crate) fn parts(places: &[ShardPlace], part: &Region) -> Result<Vec<ShardPlace>> {
+/// Intersects a region of a local tensor with its boxes. Returns the places of the intersections.
+pub(crate) fn parts(places: &[ShardPlace], region: &Region) -> Result<Vec<ShardPlace>> {
     let slices: Vec<Slice> = places.iter().map(|place| place.slice().clone()).collect();
     let (_, offsets) = local_offsets(&slices).ok_or_else(|| {
         let note = format!("{} boxes that are no local tensor", slices.len());
         Error::new(ErrorKind::SliceMismatch).note(note)
     })?;
-    let mut parts = Vec::new();
+    let mut selected = Vec::new();
     for (place, offsets) in places.iter().zip(offsets) {
-        let own = Region::new(&offsets, place.slice().local_shape())?;
-        if let Some(both) = own.intersect(part) {
-            parts.push(place.part(&both.relative_to(&own))?);
+        let local_box = Region::new(&offsets, place.slice().local_shape())?;
+        if let Some(overlap) = local_box.intersect(region) {
+            selected.push(place.part(&overlap.relative_to(&local_box))?);
         }
     }
-    Ok(parts)
+    Ok(selected)
 }
 
-/// What a box is taken by, of a tensor or an array.
+/// Returns the index that selects a box of a tensor or an array.
 pub(crate) fn index_of<'py>(
     py: Python<'py>,
     offsets: &[u64],

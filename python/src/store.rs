@@ -1,4 +1,4 @@
-//! A store of state dicts: put in one sharding, got in another.
+//! The Python class `Store`: state dicts are put in one sharding and read in another.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -8,35 +8,36 @@ use std::time::Duration;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyIterator, PyString, PyTuple};
-use tssd_format::{Key as Name, Node, Step};
+use tssd_format::{Key as MapKey, Node, Step};
 use tssd_store::{ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Opened, Residency};
 
-/// A store, and the threads of this process that wait for it.
+/// The connection of this process to a store.
 mod connected;
-/// The caller's own tensors, which a get fills.
+/// Reads into the caller's tensors.
 mod into;
-/// A version that stays there while it is read.
+/// An open version, leased while it is read.
 mod lease;
+/// Extraction of version numbers and writer ranks from Python arguments.
 mod number;
-/// What a version holds, without the bytes of its tensors.
+/// The state dict of a version on torch's "meta" device, without tensor bytes.
 mod outline;
-/// A put that goes on by itself.
+/// A put that continues in the background.
 mod pending;
-/// A label that holds a version.
+/// A version pinned under a label.
 mod pin;
 /// A version that is put tensor by tensor.
 mod publish;
-/// How state dicts are put.
+/// Options of a put.
 mod put;
-/// Tensors that are filled with versions of a ring.
+/// A receiver that fills tensors with the versions of a ring.
 mod receiver;
-/// What was done.
+/// Reports of puts and gets, as Python dataclasses.
 mod report;
-/// Which leaves are wanted.
+/// Selection of leaves by name.
 mod select;
-/// The versions of a key as they come.
+/// An iterator over the versions of a key as they become visible.
 mod subscription;
-/// What a get without `into` reads.
+/// Reads without `into`: views of stored bytes, and copies.
 mod version;
 
 use self::connected::{Connected, Patience, seconds};
@@ -58,30 +59,32 @@ use crate::object::{Framework, Maker};
 use crate::slice::{TensorShard, TensorSlice};
 use crate::tssd::TorchStoreStateDict;
 
-/// State dicts by key, in immutable versions.
+/// A store of state dicts by key, in immutable versions.
 ///
 /// Args:
-///     url: a directory that is there; "unix:PATH" or "unix:NAME", a daemon of this host, of which one of that
-///         name is started if there is none; "tls://HOST:PORT", of another host; "s3://BUCKET/PREFIX",
-///         "gs:", "az:", a bucket, with what the environment says of keys; "memory:", in this process.
-///         None: what TSSD_STORE names, else "unix:default".
-///     ca, cert, key_file: for "tls:", files in PEM: the certificate of the authority that is believed,
-///         one's own, and one's key. None: what TSSD_CA, TSSD_CERT and TSSD_KEY name.
-///     connect_timeout: for how many seconds an answer is waited for at first.
+///     url: the address of the store: a directory, which is created if it does not exist; "unix:PATH" or
+///         "unix:NAME", a daemon of this host (if no daemon of that name runs, one is started);
+///         "tls://HOST:PORT", a daemon of another host; "s3://BUCKET/PREFIX", "gs:" or "az:", a bucket, with
+///         credentials from the environment; "memory:", the memory of this process.
+///         None: the value of TSSD_STORE, else "unix:default".
+///     ca, cert, key_file: for "tls:", PEM files: the certificate of the trusted authority, the certificate of
+///         this client, and its private key. None: the files that TSSD_CA, TSSD_CERT and TSSD_KEY name.
+///     connect_timeout: how many seconds to wait for the first answer.
 ///
 /// Raises:
 ///     TssdConnectionError: the store cannot be reached.
-///     TssdValueError: there is no such kind of address, or a file is not what it should be.
-///     TssdUnsupportedError: the address of a daemon, off Linux.
+///     TssdValueError: the kind of address is unknown, or a file is invalid.
+///     TssdUnsupportedError: the address is that of a daemon, and this system is not Linux.
 #[pyclass(frozen, module = "tssd")]
 pub(crate) struct Store {
     url: String,
     credentials: Option<(String, String, String)>,
     connect_timeout: f64,
-    connected: Mutex<Option<Arc<Connected>>>,
+    connection: Mutex<Option<Arc<Connected>>>,
 }
 
-fn key_of(key: &Bound<'_, PyAny>) -> Result<Key> {
+/// Converts a Python `str` to a [`Key`].
+fn extract_key(key: &Bound<'_, PyAny>) -> Result<Key> {
     let key: String = key.extract().map_err(|_| {
         let class = key.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string());
         PyTypeError::new_err(format!(
@@ -92,24 +95,24 @@ fn key_of(key: &Bound<'_, PyAny>) -> Result<Key> {
     Ok(Key::new(key)?)
 }
 
-/// Keys; a str is one, not several.
-fn several<'py>(keys: &Bound<'py, PyAny>) -> Result<Bound<'py, PyIterator>> {
+/// Returns an iterator over keys. A single `str` is an error, as it would yield its characters.
+fn iter_keys<'py>(keys: &Bound<'py, PyAny>) -> Result<Bound<'py, PyIterator>> {
     if keys.is_instance_of::<PyString>() {
         return Err(PyTypeError::new_err("several keys are a list of strs, this is one str").into());
     }
     Ok(keys.try_iter()?)
 }
 
-/// Which version of a key is meant.
-enum Which<'py> {
+/// The version of a key that a call refers to.
+enum VersionSelector<'py> {
     Newest,
-    /// One that is held.
+    /// A version that the caller has open.
     Lease(Bound<'py, OpenVersion>),
     Number(u64),
 }
 
-impl<'py> Which<'py> {
-    fn of(version: Option<&Bound<'py, PyAny>>) -> Result<Self> {
+impl<'py> VersionSelector<'py> {
+    fn extract(version: Option<&Bound<'py, PyAny>>) -> Result<Self> {
         let Some(version) = version else { return Ok(Self::Newest) };
         if let Ok(lease) = version.cast::<OpenVersion>() {
             return Ok(Self::Lease(lease.clone()));
@@ -118,24 +121,25 @@ impl<'py> Which<'py> {
     }
 }
 
-/// How a version is read.
-struct Get<'py, 'a> {
-    version: Which<'py>,
+/// A version to read, and how to read it.
+struct ReadRequest<'py, 'a> {
+    version: VersionSelector<'py>,
     writer: Option<u32>,
     verify: bool,
     require: Option<&'a str>,
     timeout: Option<f64>,
 }
 
-impl Get<'_, '_> {
+impl ReadRequest<'_, '_> {
+    /// Returns the version number, if the caller gave one.
     fn number(&self) -> Option<u64> {
         match self.version {
-            Which::Number(number) => Some(number),
+            VersionSelector::Number(number) => Some(number),
             _ => None,
         }
     }
 
-    fn open(&self, py: Python<'_>, own: &Connected, key: &Key) -> Result<Arc<Opened>> {
+    fn open(&self, py: Python<'_>, connection: &Connected, key: &Key) -> Result<Arc<Opened>> {
         let options = GetOptions {
             version: self.number(),
             writer: self.writer,
@@ -143,19 +147,22 @@ impl Get<'_, '_> {
             require: self.require.map(str::parse).transpose()?,
             ..GetOptions::default()
         };
-        if let Which::Lease(lease) = &self.version {
+        if let VersionSelector::Lease(lease) = &self.version {
             return Ok(Arc::new(lease.get().of_key(key)?.with(&options)?));
         }
-        Ok(Arc::new(own.run(py, self.timeout, own.store.open(key, &options))?))
+        Ok(Arc::new(connection.run(py, self.timeout, connection.store.open(key, &options))?))
     }
 }
 
 impl Store {
-    fn connected(&self, py: Python<'_>) -> Result<Arc<Connected>> {
+    /// Returns the connection to the store. Connects if there is none, or if it is unusable.
+    fn connect(&self, py: Python<'_>) -> Result<Arc<Connected>> {
         py.detach(|| {
-            let usable = |own: &Option<Arc<Connected>>| own.clone().filter(|own| own.is_usable());
-            if let Some(own) = usable(&self.own()) {
-                return Ok(own);
+            let usable = |slot: &Option<Arc<Connected>>| {
+                slot.clone().filter(|connection| connection.is_usable())
+            };
+            if let Some(connection) = usable(&self.lock_connection()) {
+                return Ok(connection);
             }
             let mut options = ConnectOptions::from_environment();
             options.timeout = seconds(self.connect_timeout)?;
@@ -163,30 +170,30 @@ impl Store {
                 let (ca, cert, key) = (ca.into(), cert.into(), key.into());
                 options.credentials = Some(Credentials { ca, cert, key });
             }
-            // Nobody has the lock meanwhile: the handler of a signal may want it.
+            // The lock is not held while connecting: a signal handler may acquire it.
             let new = Connected::new(&self.url, &options)?;
-            let mut own = self.own();
-            // Somebody else may have connected too.
-            Ok(usable(&own).unwrap_or_else(|| own.insert(new).clone()))
+            let mut slot = self.lock_connection();
+            // Another thread may have connected in the meantime.
+            Ok(usable(&slot).unwrap_or_else(|| slot.insert(new).clone()))
         })
     }
 
-    fn own(&self) -> MutexGuard<'_, Option<Arc<Connected>>> {
-        self.connected.lock().expect("nothing panics that holds it")
+    fn lock_connection(&self) -> MutexGuard<'_, Option<Arc<Connected>>> {
+        self.connection.lock().expect("nothing panics that holds it")
     }
 
-    /// The store, and a key that is one.
-    fn of(&self, key: &Bound<'_, PyAny>) -> Result<(Arc<Connected>, Key)> {
-        let name = key_of(key)?;
-        Ok((self.connected(key.py())?, name))
+    /// Converts `key` and connects, in that order: an invalid key is reported without a connection.
+    fn connect_for_key(&self, key: &Bound<'_, PyAny>) -> Result<(Arc<Connected>, Key)> {
+        let name = extract_key(key)?;
+        Ok((self.connect(key.py())?, name))
     }
 }
 
-/// Whether what was put as one value is a list or another container, and no leaf.
-fn is_container(root: &Node) -> bool {
+/// Returns whether a state dict is one value that was put by itself and is a container, such as a list.
+fn is_single_container(root: &Node) -> bool {
     match root {
         Node::Container(_, children) => children.iter().any(|(step, child)| {
-            matches!(step, Step::Key(Name::Str(name)) if name.as_bytes().is_empty())
+            matches!(step, Step::Key(MapKey::Str(name)) if name.as_bytes().is_empty())
                 && matches!(child, Node::Container(..))
         }),
         _ => false,
@@ -206,11 +213,11 @@ impl Store {
         connect_timeout: f64,
     ) -> Result<Self> {
         let store = Self::_unconnected(url, ca, cert, key_file, connect_timeout)?;
-        store.connected(py)?;
+        store.connect(py)?;
         Ok(store)
     }
 
-    /// One that the first call connects.
+    /// Creates a store that connects at its first call.
     #[staticmethod]
     fn _unconnected(
         url: Option<String>,
@@ -219,8 +226,8 @@ impl Store {
         key_file: Option<String>,
         connect_timeout: f64,
     ) -> Result<Self> {
-        let named = std::env::var("TSSD_STORE").ok().filter(|url| !url.is_empty());
-        let url = url.or(named).unwrap_or_else(|| "unix:default".to_owned());
+        let from_environment = std::env::var("TSSD_STORE").ok().filter(|url| !url.is_empty());
+        let url = url.or(from_environment).unwrap_or_else(|| "unix:default".to_owned());
         let credentials = match (ca, cert, key_file) {
             (None, None, None) => None,
             (Some(ca), Some(cert), Some(key)) => Some((ca, cert, key)),
@@ -229,58 +236,65 @@ impl Store {
                 return Err(PyValueError::new_err(text).into());
             }
         };
-        Ok(Self { url, credentials, connect_timeout, connected: Mutex::default() })
+        Ok(Self { url, credentials, connect_timeout, connection: Mutex::default() })
     }
 
-    /// Where it is.
+    /// The address of the store.
     #[getter]
     fn url(&self) -> &str {
         &self.url
     }
 
-    /// Puts this process's part of a state dict: a version of its own, or a contribution to one that becomes
-    /// visible, in one step, when all writers have put theirs.
+    /// Puts this process's part of a state dict.
+    ///
+    /// The part is a version of its own, or a contribution to a version of several writers. That version becomes
+    /// visible in one step, when all its writers have committed.
     ///
     /// Args:
     ///     state_dict: a dict of tensors, DTensors, TensorShards, arrays, numbers, strs and containers.
     ///     key: the name, at most 1024 bytes.
-    ///     version: its number, such as the training step; None: the highest + 1.
-    ///     writers: all who contribute: how many, a list of global ranks, or a ProcessGroup. None: the ranks
-    ///         of the meshes of the DTensors, or this process alone.
-    ///     writer: this process's global rank. None: that of torch.distributed, where it is needed.
-    ///     job: the run: the same in all writers, another one after a restart. None: agreed through
-    ///         torch.distributed, else the launcher's.
-    ///     divergent: what becomes of a plain leaf that writers hold differently: "error", "lowest" (that of the
-    ///         lowest writer) or "keep" (each writer's own; a get says `writer=`).
-    ///     replicas: "primary" stores each replicated shard once, "all" as often as it is there.
-    ///     durability: "memory"; "disk": it outlives the daemon, and is on the disk when this returns; or "object":
-    ///         it outlives the host, is visible as soon as it is in memory, and in the daemon's bucket when this
-    ///         returns.
-    ///     wait: False: returns a PendingPut as soon as the tensors may be written to again. The put goes on as
-    ///         long as this process does.
-    ///     metadata: a dict about the state dict as a whole, as JSON has them, of at most 64 KiB: `head` and
-    ///         `open` give it back.
-    ///     transfer_dtype: the dtype that floating tensors are stored as, such as torch.bfloat16: a copy of
-    ///         them. Those of fewer than 16 bits stay, and all others.
-    ///     keep_dtype: fqns, or patterns of them, of floating tensors that stay as well: "*.norm.weight".
-    ///     require: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls": any other way is an error.
-    ///     rewind: whether a version that is not above the highest gives up those from it on.
+    ///     version: the version number, such as the training step. None: the highest number + 1.
+    ///     writers: all processes that contribute: a count, a list of global ranks, or a ProcessGroup. None: the
+    ///         ranks of the meshes of the DTensors, or this process alone.
+    ///     writer: the global rank of this process. None: its rank in torch.distributed, if a rank is needed.
+    ///     job: the name of the run: the same in all writers, and a new one after a restart. None: agreed through
+    ///         torch.distributed, else set by the launcher.
+    ///     divergent: how to handle a plain leaf whose values differ between writers: "error" rejects the version;
+    ///         "lowest" stores the value of the lowest writer; "keep" stores the value of each writer, and a get
+    ///         selects one with `writer=`.
+    ///     replicas: "primary" stores each replicated shard once, "all" stores every replica.
+    ///     durability: "memory"; "disk": the version survives the daemon, and is on disk when this returns;
+    ///         "object": the version survives the host. It is visible as soon as it is in memory, and in the
+    ///         daemon's bucket when this returns.
+    ///     wait: False: returns a PendingPut as soon as the tensors may be written to again. The put continues in
+    ///         the background as long as this process runs.
+    ///     metadata: a dict of JSON values about the state dict as a whole, at most 64 KiB. `head` and `open`
+    ///         give it back.
+    ///     transfer_dtype: the dtype in which floating tensors are stored, such as torch.bfloat16. A cast copy is
+    ///         stored. Floating tensors of fewer than 16 bits per element, and all other tensors, keep their dtype.
+    ///     keep_dtype: floating tensors that also keep their dtype: fqns, or patterns such as "*.norm.weight".
+    ///     require: the required transport: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls". Any
+    ///         other transport is an error.
+    ///     rewind: whether the number may be at or below the highest one. Existing versions from that number on
+    ///         are then retired when this version becomes visible.
     ///     allow_pickle: as for `save_file`.
-    ///     timeout: for how many seconds others, and memory, are waited for. None: 60.
-    ///     residency: "host": tensors of GPUs are put to the host's memory; "device": they stay in that of their
-    ///         GPU, in a copy that does not change, which readers of the same GPU copy from. Nobody looks at the bytes:
-    ///         there are no checksums of them. Where that cannot be, they go to the host's: `why` says it,
-    ///         `require="cuda_ipc"` makes it an error. "ring", or a tssd.Ring: they go bucket by bucket to whoever has
-    ///         a `receiver` of the key, and stay nowhere: the put returns when all of them have it. "lent": the same, but
-    ///         receivers copy right from where tensors of a GPU are, if the driver lets them. A ring brings tensors alone.
+    ///     timeout: how many seconds to wait for other processes and for memory. None: 60.
+    ///     residency: where the tensors are after the put. "host": tensors of GPUs are copied to the host's memory.
+    ///         "device": they stay in the memory of their GPU, in an immutable copy, from which readers of the same
+    ///         GPU copy. Their bytes are not read, so they have no checksums. Where this is not possible, they are
+    ///         copied to the host's memory: the report's `why` gives the reason, and `require="cuda_ipc"` makes it
+    ///         an error. "ring", or a tssd.Ring: the tensors are sent bucket by bucket to all processes that have a
+    ///         `receiver` of the key, and are not retained. The put returns when all of these have received them.
+    ///         "lent": as "ring", but receivers copy directly from tensors in the memory of a GPU, if the driver
+    ///         allows it. Through a ring, only tensors are sent.
     ///
     /// Returns:
-    ///     A PutReport: the version, whether it is visible, else whose contributions are missing.
+    ///     A PutReport: the version, whether it is visible, and if not, the writers whose contributions are missing.
     ///
     /// Raises:
-    ///     TssdTypeError, TssdValueError: as `save_file`; the store does not allow it, or the contributions do
-    ///         not fit together.
-    ///     TssdTimeoutError: others were in the way, or had the memory.
+    ///     TssdTypeError, TssdValueError: as `save_file`; or the store does not allow the put, or the contributions
+    ///         are inconsistent.
+    ///     TssdTimeoutError: another process blocked the put, or memory was not free in time.
     #[pyo3(signature = (state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent="error", replicas="primary", durability="memory", wait=true, metadata=None, transfer_dtype=None, keep_dtype=None, require=None, rewind=false, allow_pickle=false, timeout=None, residency=None), text_signature = "($self, state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent='error', replicas='primary', durability='memory', wait=True, metadata=None, transfer_dtype=None, keep_dtype=(), require=None, rewind=False, allow_pickle=False, timeout=None, residency='host')")]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
     fn put_state_dict<'py>(
@@ -305,7 +319,7 @@ impl Store {
         residency: Option<Bound<'py, PyAny>>,
     ) -> Result<Bound<'py, PyAny>> {
         let py = state_dict.py();
-        let name = key_of(key)?;
+        let name = extract_key(key)?;
         let put = Put {
             version,
             writers,
@@ -319,66 +333,67 @@ impl Store {
             rewind,
             timeout,
         };
-        let own = self.connected(py)?;
-        let about = |error: Failure| error.of_key(name.as_str(), version);
-        let ready = || {
+        let connection = self.connect(py)?;
+        let with_key = |error: Failure| error.of_key(name.as_str(), version);
+        let prepare = || {
             let transfer = transfer_dtype.map(|dtype| Transfer::new(dtype, keep_dtype));
-            let taken = taken(state_dict, allow_pickle, transfer.transpose()?)?;
-            let options = put.options(py, metadata, Some(&taken))?;
-            Ok::<_, Failure>((taken, options))
+            let imported = taken(state_dict, allow_pickle, transfer.transpose()?)?;
+            let options = put.options(py, metadata, Some(&imported))?;
+            Ok::<_, Failure>((imported, options))
         };
-        let (taken, options) = match ready() {
-            Ok(ready) => ready,
+        let (imported, options) = match prepare() {
+            Ok(prepared) => prepared,
             Err(error) => {
+                // Puts without a version number are matched by their count in each writer: count this one too.
                 if let Some(options) = put.forgone(state_dict)? {
-                    own.store.forgo(&name, &options);
+                    connection.store.skip_put(&name, &options);
                 }
-                return Err(about(error));
+                return Err(with_key(error));
             }
         };
-        let copies = taken.devices.copies().clone();
+        let copies = imported.devices.copies().clone();
         if wait {
-            let put = own.store.put_state_dict(&name, &taken.dict, &options);
-            let report = own.run(py, None, put).map_err(about)?;
+            let put = connection.store.put_state_dict(&name, &imported.dict, &options);
+            let report = connection.run(py, None, put).map_err(with_key)?;
             return put_report(py, &report, copies.copied());
         }
-        let put = own.store.put_state_dict_later(&name, &taken.dict, &options);
-        let pending = own.run(py, None, put).map_err(about)?;
-        Ok(Bound::new(py, Pending::new(own, name, pending, copies))?.into_any())
+        let put = connection.store.put_state_dict_later(&name, &imported.dict, &options);
+        let pending = connection.run(py, None, put).map_err(with_key)?;
+        Ok(Bound::new(py, Pending::new(connection, name, pending, copies))?.into_any())
     }
 
-    /// Gets a version of a state dict, whole, or into the caller's tensors in whatever sharding they have.
+    /// Gets a version of a state dict: whole, or into the caller's tensors, in any sharding.
     ///
     /// Args:
     ///     key: the name.
     ///     into: tensors to fill in place: a nested dict of tensors, views, DTensors of any mesh and placement,
-    ///         TensorShards or writable arrays, by the fqns of the leaves. Other leaves of its dicts and lists become
-    ///         what is stored of that fqn; those that were pickled only with `allow_pickle`. None: whole tensors,
-    ///         which are views of what is stored where one stored slice has all of a tensor. A view is
-    ///         copy-on-write: who writes into it changes no one else's, and it holds the version as long as it
-    ///         lives. Views of numpy are read-only. A process that is forked has its parent's views as long as the
-    ///         parent has.
-    ///     version: the number of the version, or what `open` or `wait_for_version` gave; None: the newest.
-    ///     writer: whose values to take where writers hold different ones.
-    ///     names: without `into`: the fqns of the leaves that are wanted, or of what they are in, or patterns
-    ///         such as "model.layers.*.bias". Lists and tuples come whole, if anything in them is wanted.
-    ///     strict: with `into`: whether it must have the tensors that are stored, no more and no fewer; else
-    ///         the report names `missing_keys` and `unexpected_keys`. Shapes must always be the same.
-    ///     cast: with `into`: whether floating tensors may be of another dtype than is stored.
-    ///     copy: without `into`: whether all tensors get memory of their own.
-    ///     verify: whether bytes are compared with their checksums.
+    ///         TensorShards or writable arrays, matched by the fqns of the leaves. Other leaves in its dicts and
+    ///         lists are replaced by the stored leaf of that fqn; by a pickled one only with `allow_pickle`.
+    ///         None: whole tensors. A tensor is a view of the stored bytes if one stored slice contains all of it.
+    ///         A view is copy-on-write: a write to it changes the data of no other reader. It retains the version
+    ///         as long as it is alive. Views that are arrays of numpy are read-only. A forked process has the views
+    ///         of its parent only as long as the parent has them.
+    ///     version: the version number, or the result of `open` or `wait_for_version`. None: the newest version.
+    ///     writer: the writer whose values to read where writers have different ones.
+    ///     names: without `into`: the leaves to read: their fqns, the fqns of containers, or patterns such as
+    ///         "model.layers.*.bias". Lists and tuples are read whole if anything in them is selected.
+    ///     strict: with `into`: whether it must have exactly the tensors that are stored. False: the report lists
+    ///         `missing_keys` and `unexpected_keys`. Shapes must always be equal.
+    ///     cast: with `into`: whether the dtypes of floating tensors may differ from the stored ones.
+    ///     copy: without `into`: whether every tensor gets memory of its own.
+    ///     verify: whether bytes are verified against their checksums.
     ///     require: as for `put_state_dict`.
-    ///     return_report: whether a GetReport comes as well.
+    ///     return_report: whether a GetReport is returned as well.
     ///     allow_pickle: as for `load_file`.
-    ///     timeout: for how many seconds the store's answer is waited for, and bytes that are elsewhere.
+    ///     timeout: how many seconds to wait for the store's answer, and for bytes that are not on this host.
     ///
     /// Returns:
-    ///     The state dict, or `into`; with `return_report` a pair of that and the report.
+    ///     The state dict, or `into`. With `return_report`, a pair of that and the report.
     ///
     /// Raises:
-    ///     TssdKeyError: there is no such key, version or leaf.
-    ///     TssdKeyError, TssdTypeError, TssdValueError: names, dtypes or shapes differ; the message has all that
-    ///         differs, and nothing was written.
+    ///     TssdKeyError: the key, version or leaf does not exist.
+    ///     TssdKeyError, TssdTypeError, TssdValueError: names, dtypes or shapes differ. Nothing was written. The
+    ///         message lists the differences: the first 10, and the number of the others.
     ///     TssdCorruptError: bytes are damaged.
     #[pyo3(signature = (key, into=None, *, version=None, writer=None, names=None, strict=true, cast=false, copy=false, verify=true, require=None, return_report=false, allow_pickle=false, timeout=None))]
     #[expect(
@@ -402,12 +417,12 @@ impl Store {
         allow_pickle: bool,
         timeout: Option<f64>,
     ) -> Result<Bound<'py, PyAny>> {
-        let (py, (own, name)) = (key.py(), self.of(key)?);
-        let version = Which::of(version)?;
-        let get = Get { version, writer, verify, require, timeout };
-        let (number, patience) = (get.number(), Patience::new(timeout)?);
+        let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
+        let version = VersionSelector::extract(version)?;
+        let request = ReadRequest { version, writer, verify, require, timeout };
+        let (number, deadline) = (request.number(), Patience::new(timeout)?);
         let read = || {
-            let opened = get.open(py, &own, &name)?;
+            let reader = request.open(py, &connection, &name)?;
             if let Some(into) = into {
                 if names.is_some() {
                     return Err(
@@ -415,27 +430,27 @@ impl Store {
                     );
                 }
                 let (filled, differences) = fill_all(
-                    &own,
-                    &opened,
+                    &connection,
+                    &reader,
                     into,
                     Allowed { strict, cast, pickle: allow_pickle },
-                    (timeout, &patience),
+                    (timeout, &deadline),
                 )?;
                 let Filled { report, copied } = filled;
                 let report = || get_report(py, &report, 0, &differences, copied);
                 return Ok((into.clone(), return_report.then(report).transpose()?));
             }
             let root = match names {
-                Some(names) => select(py, &opened, names)?,
-                None => opened.structure().clone(),
+                Some(names) => select(py, &reader, names)?,
+                None => reader.structure().clone(),
             };
-            let version = Version::read(py, &own, &opened, root, Reading { copy, timeout })?;
+            let version = Version::read(py, &connection, &reader, root, Reading { copy, timeout })?;
             let framework = Framework::of(py, None)?;
-            let made = Maker::new(py, &version, &version, framework).allow_pickle(allow_pickle);
-            let same = Differences::default();
-            let report = || get_report(py, &version.report, version.viewed, &same, None);
+            let maker = Maker::new(py, &version, &version, framework).allow_pickle(allow_pickle);
+            let no_differences = Differences::default();
+            let report = || get_report(py, &version.report, version.viewed, &no_differences, None);
             let report = return_report.then(report).transpose()?;
-            Ok::<_, Failure>((made.state_dict()?, report))
+            Ok::<_, Failure>((maker.state_dict()?, report))
         };
         let (value, report) = read().map_err(|error| error.of_key(name.as_str(), number))?;
         Ok(match report {
@@ -444,7 +459,9 @@ impl Store {
         })
     }
 
-    /// Puts one value, as a state dict that has nothing else: see `put_state_dict` for the arguments.
+    /// Puts one value, as a state dict that contains nothing else.
+    ///
+    /// See `put_state_dict` for the arguments.
     #[pyo3(signature = (key, value, **options))]
     fn put<'py>(
         slf: &Bound<'py, Self>,
@@ -465,13 +482,15 @@ impl Store {
         Ok(slf.call_method("put_state_dict", (dict, key), options)?)
     }
 
-    /// Puts several values, each under its key, one after the other: see `put_state_dict` for the arguments.
+    /// Puts several values, each under its own key, one after the other.
+    ///
+    /// See `put_state_dict` for the other arguments.
     ///
     /// Args:
     ///     values: a dict of keys to values.
     ///
     /// Returns:
-    ///     A list of their PutReports.
+    ///     A list of PutReports, one for each value.
     #[pyo3(signature = (values, **options))]
     fn put_batch<'py>(
         slf: &Bound<'py, Self>,
@@ -481,10 +500,12 @@ impl Store {
         values.iter().map(|(key, value)| Self::put(slf, &key, &value, options)).collect()
     }
 
-    /// Gets several values: see `get` for the arguments.
+    /// Gets several values.
+    ///
+    /// See `get` for the other arguments.
     ///
     /// Args:
-    ///     keys: the names; or a dict of names to tensors that are filled, or None.
+    ///     keys: the names; or a dict of names to tensors to fill in place, or to None.
     ///
     /// Returns:
     ///     A dict of names to values.
@@ -496,7 +517,7 @@ impl Store {
     ) -> Result<Bound<'py, PyDict>> {
         let py = slf.py();
         let values = PyDict::new(py);
-        for key in several(keys)? {
+        for key in iter_keys(keys)? {
             let key = key?;
             let into = match keys.cast::<PyDict>() {
                 Ok(keys) => keys.get_item(&key)?,
@@ -507,26 +528,28 @@ impl Store {
         Ok(values)
     }
 
-    /// Deletes all versions of several keys; says how many there were. A key that has none is no error.
+    /// Deletes all versions of several keys, and returns the number of versions deleted.
+    ///
+    /// A key without versions is not an error.
     fn delete_batch(&self, keys: &Bound<'_, PyAny>) -> Result<u64> {
         let mut count = 0;
-        for key in several(keys)? {
+        for key in iter_keys(keys)? {
             count += self.delete(&key?, None)?;
         }
         Ok(count)
     }
 
-    /// Gets one value that was `put`, or one tensor of a state dict.
+    /// Gets one value that was put with `put`, or one leaf of a state dict.
     ///
     /// Args:
     ///     key: the name.
     ///     into: a tensor to fill in place.
-    ///     fqn: the leaf of the state dict; None: what was put as one value.
-    ///     tensor_slice: which part of the tensor; None: all of it, or what `into` says.
+    ///     fqn: the leaf of the state dict. None: the value that was put with `put`.
+    ///     tensor_slice: the part of the tensor. None: the whole tensor, or the part that `into` describes.
     ///     version, writer, verify, require, timeout: as for `get_state_dict`.
     ///
     /// Raises:
-    ///     TssdKeyError: there is no such key, version or leaf.
+    ///     TssdKeyError: the key, version or leaf does not exist.
     #[pyo3(signature = (key, into=None, *, fqn=None, tensor_slice=None, version=None, writer=None, verify=true, require=None, timeout=None))]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
     fn get<'py>(
@@ -541,15 +564,15 @@ impl Store {
         require: Option<&str>,
         timeout: Option<f64>,
     ) -> Result<Bound<'py, PyAny>> {
-        let (py, (own, name)) = (key.py(), self.of(key)?);
-        let version = Which::of(version)?;
-        let get = Get { version, writer, verify, require, timeout };
-        let (number, fqn) = (get.number(), fqn.unwrap_or_default());
-        let patience = Patience::new(timeout)?;
+        let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
+        let version = VersionSelector::extract(version)?;
+        let request = ReadRequest { version, writer, verify, require, timeout };
+        let (number, fqn) = (request.number(), fqn.unwrap_or_default());
+        let deadline = Patience::new(timeout)?;
         let read = || {
-            let opened = get.open(py, &own, &name)?;
+            let reader = request.open(py, &connection, &name)?;
             if let Some(into) = into {
-                let whole = match tensor_slice {
+                let target = match tensor_slice {
                     Some(slice) => {
                         let slices = vec![slice.get().0.clone()];
                         let shard = TensorShard::of(py, into.clone().unbind(), slices)?;
@@ -557,31 +580,34 @@ impl Store {
                     }
                     None => into.clone(),
                 };
-                fill_one(&own, &opened, &whole, fqn, &patience)?;
+                fill_one(&connection, &reader, &target, fqn, &deadline)?;
                 return Ok(into.clone());
             }
             let slice = tensor_slice.map(|slice| &slice.get().0);
-            let reading = Reading { timeout, ..Reading::default() };
-            if fqn.is_empty() && slice.is_none() && is_container(opened.structure()) {
-                let root = opened.structure().clone();
-                let version = Version::read(py, &own, &opened, root, reading)?;
+            let read_options = Reading { timeout, ..Reading::default() };
+            if fqn.is_empty() && slice.is_none() && is_single_container(reader.structure()) {
+                let root = reader.structure().clone();
+                let version = Version::read(py, &connection, &reader, root, read_options)?;
                 let framework = Framework::of(py, None)?;
-                let made = Maker::new(py, &version, &version, framework).state_dict()?;
-                return Ok(made.get_item("")?);
+                let dict = Maker::new(py, &version, &version, framework).state_dict()?;
+                return Ok(dict.get_item("")?);
             }
-            let version = Version::read_leaf(py, &own, &opened, fqn, slice, reading)?;
+            let version = Version::read_leaf(py, &connection, &reader, fqn, slice, read_options)?;
             version.object(py)
         };
         read().map_err(|error: Failure| error.of_key(name.as_str(), number))
     }
 
-    /// Puts a version tensor by tensor: `with store.publish(key) as p: p.put(name, tensor)`. It is visible, in
-    /// one step, when the block has ended; if the block raises, nothing is left of it.
+    /// Puts a version tensor by tensor: `with store.publish(key) as p: p.put(name, tensor)`.
+    ///
+    /// The version becomes visible in one step, when the block has ended. If the block raises, nothing of the
+    /// version remains.
     ///
     /// Args:
-    ///     bucket_bytes: tensors are written when so many bytes of them have come, with `transfer_dtype` half as many;
-    ///         larger ones are cast and written in parts, but for what is in a container.
-    ///         Ranks that have the same box, with `replicas="all"` or in tensors that name their own offsets, say the same.
+    ///     bucket_bytes: tensors are written when this many bytes of them are pending; half as many with
+    ///         `transfer_dtype`. Larger tensors are cast and written in parts, except those in a container.
+    ///         Ranks that have the same box must pass the same value if `replicas="all"`, or if the tensors name
+    ///         their own offsets.
     ///     key, version, writers, writer, job, divergent, replicas, durability, metadata, transfer_dtype,
     ///         keep_dtype, require, rewind, allow_pickle, timeout, residency: as for `put_state_dict`.
     ///
@@ -622,32 +648,36 @@ impl Store {
             rewind,
             timeout,
         };
-        let (py, (own, name)) = (key.py(), self.of(key)?);
+        let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
         let names_writers = put.writers.is_some();
         let options = put.options(py, metadata, None)?;
-        let owned = |object: &Bound<'py, PyAny>| object.clone().unbind();
+        let unbind = |object: &Bound<'py, PyAny>| object.clone().unbind();
         let transfer = transfer_dtype.map(|dtype| {
-            // What is wrong with it is said now.
-            Transfer::new(dtype, keep_dtype).map(|_| (owned(dtype), keep_dtype.map(owned)))
+            // Invalid arguments are an error now, not at the first tensor.
+            Transfer::new(dtype, keep_dtype).map(|_| (unbind(dtype), keep_dtype.map(unbind)))
         });
         let transfer = transfer.transpose()?;
-        // What is cast is there beside what waits in the bucket: each gets a half.
-        let halves =
+        // The copies that are being cast take memory beside the pending tensors: each gets half of the bucket.
+        let buffers =
             if transfer.is_some() && matches!(options.residency, Residency::Host) { 2 } else { 1 };
-        let cast_bytes = bucket_bytes.div_ceil(halves);
-        let taking = Taking { allow_pickle, names_writers, transfer, cast_bytes };
-        Publishing::new(own, name, &options, cast_bytes, taking)
+        let cast_bytes = bucket_bytes.div_ceil(buffers);
+        let import_options = Taking { allow_pickle, names_writers, transfer, cast_bytes };
+        Publishing::new(connection, name, &options, cast_bytes, import_options)
     }
 
-    /// Opens a version to read it tensor by tensor: it stays there, whatever is put, as long as what this
-    /// returns is open, or a tensor of it lives.
+    /// Opens a version to read it tensor by tensor.
+    ///
+    /// Later puts do not remove the version while the returned object is open, or while a tensor of it is alive.
     ///
     /// Args:
-    ///     names: the fqns of the tensors that are gone through, or patterns of them; None: all.
+    ///     names: the tensors to iterate over: their fqns, or patterns of fqns. None: all tensors.
     ///     key, version, writer, verify, require, timeout: as for `get_state_dict`.
     ///
+    /// Returns:
+    ///     An OpenVersion.
+    ///
     /// Raises:
-    ///     TssdKeyError: there is no such key or version.
+    ///     TssdKeyError: the key or version does not exist.
     #[pyo3(signature = (key, *, version=None, names=None, writer=None, verify=true, require=None, timeout=None))]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
     fn open<'py>(
@@ -660,36 +690,39 @@ impl Store {
         require: Option<&str>,
         timeout: Option<f64>,
     ) -> Result<OpenVersion> {
-        let (py, (own, name)) = (key.py(), self.of(key)?);
-        let version = Which::of(version)?;
-        let get = Get { version, writer, verify, require, timeout };
+        let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
+        let version = VersionSelector::extract(version)?;
+        let request = ReadRequest { version, writer, verify, require, timeout };
         let open = || {
-            let opened = get.open(py, &own, &name)?;
-            OpenVersion::new(py, own.clone(), name.clone(), opened, names)
+            let reader = request.open(py, &connection, &name)?;
+            OpenVersion::new(py, connection.clone(), name.clone(), reader, names)
         };
-        open().map_err(|error| error.of_key(name.as_str(), get.number()))
+        open().map_err(|error| error.of_key(name.as_str(), request.number()))
     }
 
-    /// The versions of a key as they become visible, from the newest on; those that were replaced before
-    /// they were asked for are passed over.
+    /// Iterates over the versions of a key as they become visible, starting with the newest.
+    ///
+    /// A version that is replaced before the iterator reaches it is skipped.
     fn subscribe(&self, key: &Bound<'_, PyAny>) -> Result<Subscribed> {
-        Ok(Subscribed::new(self.connected(key.py())?, &key_of(key)?))
+        Ok(Subscribed::new(self.connect(key.py())?, &extract_key(key)?))
     }
 
-    /// Receives what is put to a key with `residency="ring"` or "lent" from now on, into the caller's tensors: on one GPU,
-    /// or all in the host's memory. Such puts wait for it until it is closed.
+    /// Receives versions that are put to a key with `residency="ring"` or "lent" from now on.
+    ///
+    /// The receiver fills the caller's tensors, which are all on one GPU or all in the host's memory. Such puts wait
+    /// for the receiver until it is closed.
     ///
     /// Args:
-    ///     into: tensors to fill in place, as for `get_state_dict`, in whatever sharding they have: each `receive` fills
-    ///         them with the next version. Dtypes are those that are put. What else is put is passed over.
-    ///     verify: whether bytes that come through the host's memory are compared with their checksums.
-    ///     require: as for `put_state_dict`: another way is an error.
+    ///     into: tensors to fill in place, as for `get_state_dict`, in any sharding. Each `receive` fills them with
+    ///         the next version. Their dtypes must be those of the put. Other tensors of the version are skipped.
+    ///     verify: whether bytes that pass through the host's memory are verified against their checksums.
+    ///     require: as for `put_state_dict`: any other transport is an error.
     ///
     /// Returns:
     ///     A Receiver: `receive(timeout=None)`, `close()`, and a context manager.
     ///
     /// Raises:
-    ///     TssdUnsupportedError: the store has no daemon, or one that does not decide alone.
+    ///     TssdUnsupportedError: the store has no daemon, or its daemon is not the only controller of the store.
     #[pyo3(signature = (key, into, *, verify=true, require=None))]
     fn receiver(
         &self,
@@ -700,80 +733,86 @@ impl Store {
     ) -> Result<Receiving> {
         let require = require.map(str::parse).transpose()?;
         let options = GetOptions { unverified: !verify, require, ..GetOptions::default() };
-        Receiving::new(self.connected(key.py())?, key_of(key)?, into, options)
+        Receiving::new(self.connect(key.py())?, extract_key(key)?, into, options)
     }
 
-    /// The keys that have a visible version and begin with `prefix`, sorted.
+    /// Returns the keys that have a visible version and begin with `prefix`, sorted.
     #[pyo3(signature = (prefix=""))]
     fn keys(&self, py: Python<'_>, prefix: &str) -> Result<Vec<String>> {
-        let own = self.connected(py)?;
-        let keys = own.run(py, None, own.store.keys(Some(prefix)))?;
+        let connection = self.connect(py)?;
+        let keys = connection.run(py, None, connection.store.keys(Some(prefix)))?;
         Ok(keys.iter().map(ToString::to_string).collect())
     }
 
-    /// Whether a version of a key is visible; any version, if none is given.
+    /// Returns whether a version of a key is visible. Without `version`, whether any version is.
     #[pyo3(signature = (key, version=None))]
     fn exists(
         &self,
         key: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = number::version)] version: Option<u64>,
     ) -> Result<bool> {
-        let (own, name) = self.of(key)?;
-        own.run(key.py(), None, own.store.exists(&name, version))
+        let (connection, name) = self.connect_for_key(key)?;
+        connection.run(key.py(), None, connection.store.exists(&name, version))
     }
 
-    /// The visible versions of a key, oldest first, as VersionInfo; none for a key that was never put.
+    /// Returns the visible versions of a key as a list of VersionInfo, oldest first.
+    ///
+    /// The list is empty for a key that was never put.
     fn versions<'py>(&self, key: &Bound<'py, PyAny>) -> Result<Vec<Bound<'py, PyAny>>> {
-        let (own, name) = self.of(key)?;
-        let versions = own.run(key.py(), None, own.store.versions(&name))?;
+        let (connection, name) = self.connect_for_key(key)?;
+        let versions = connection.run(key.py(), None, connection.store.versions(&name))?;
         versions.iter().map(|info| version_info(key.py(), info)).collect()
     }
 
-    /// The newest visible version of a key, as VersionInfo with its `metadata`; None for a key that has none.
+    /// Returns the newest visible version of a key as VersionInfo, with its `metadata`.
+    ///
+    /// None if the key has no visible version.
     fn head<'py>(&self, key: &Bound<'py, PyAny>) -> Result<Option<Bound<'py, PyAny>>> {
-        let (py, (own, name)) = (key.py(), self.of(key)?);
-        let head = own.run(py, None, async {
+        let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
+        let head = connection.run(py, None, async {
             loop {
-                let opened = match own.store.open(&name, &GetOptions::default()).await {
+                let reader = match connection.store.open(&name, &GetOptions::default()).await {
                     Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-                    opened => opened?,
+                    result => result?,
                 };
-                let mut versions = own.store.versions(&name).await?.into_iter();
-                // It may be gone since.
-                if let Some(info) = versions.find(|info| info.id == opened.id()) {
-                    return Ok(Some((info, opened)));
+                let mut versions = connection.store.versions(&name).await?.into_iter();
+                // The version may have been removed since it was opened: then the newest one is opened again.
+                if let Some(info) = versions.find(|info| info.id == reader.id()) {
+                    return Ok(Some((info, reader)));
                 }
             }
         });
         let head = head.map_err(|error| error.of_key(name.as_str(), None))?;
-        head.map(|(info, opened)| report::head(py, &info, opened.attrs())).transpose()
+        head.map(|(info, reader)| report::head(py, &info, reader.attrs())).transpose()
     }
 
-    /// Deletes a version of a key, or all; says how many there were. Who has one open keeps it.
+    /// Deletes a version of a key, or all versions, and returns the number of versions deleted.
+    ///
+    /// A reader that has a version open can still read it.
     #[pyo3(signature = (key, version=None))]
     fn delete(
         &self,
         key: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = number::version)] version: Option<u64>,
     ) -> Result<u64> {
-        let (own, name) = self.of(key)?;
-        own.run(key.py(), None, own.store.delete(&name, version))
+        let (connection, name) = self.connect_for_key(key)?;
+        connection.run(key.py(), None, connection.store.delete(&name, version))
     }
 
-    /// How many of the newest versions of a key are kept from now on; at first one.
+    /// Sets how many of the newest versions of a key are retained from now on. The default is 1.
     fn retain(&self, key: &Bound<'_, PyAny>, keep: NonZeroU32) -> Result<()> {
-        let (own, name) = self.of(key)?;
-        own.run(key.py(), None, own.store.retain(&name, keep))
+        let (connection, name) = self.connect_for_key(key)?;
+        connection.run(key.py(), None, connection.store.retain(&name, keep))
     }
 
-    /// Waits until a version is visible whose number is `version` or higher, and opens the newest.
+    /// Waits until a version whose number is `version` or higher is visible, and opens the newest version.
     ///
     /// Returns:
-    ///     What `open` returns: the version stays there, whatever is put, while it is open. It is an int where
-    ///     one is wanted, and `version=` of every get.
+    ///     An OpenVersion, as `open` returns it: later puts do not remove the version while it is open. It
+    ///     converts to an int, the version number, and every get accepts it as `version=`.
     ///
     /// Raises:
-    ///     TssdTimeoutError: there is none after `timeout` seconds.
+    ///     TssdTimeoutError: no such version is visible after `timeout` seconds.
     #[pyo3(signature = (key, version, timeout=None))]
     fn wait_for_version(
         &self,
@@ -781,37 +820,39 @@ impl Store {
         #[pyo3(from_py_with = number::number)] version: u64,
         timeout: Option<f64>,
     ) -> Result<OpenVersion> {
-        let (py, (own, name)) = (key.py(), self.of(key)?);
+        let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
         let forever = Duration::from_secs(u64::from(u32::MAX));
-        let patience = timeout.map_or(Ok(forever), seconds)?;
-        let opened = own.run(py, None, async {
+        let timeout = timeout.map_or(Ok(forever), seconds)?;
+        let result = connection.run(py, None, async {
             loop {
-                let waited = own.store.wait_for_version(&name, version, patience).await;
-                if let Err(error) = &waited
+                let info = connection.store.wait_for_version(&name, version, timeout).await;
+                if let Err(error) = &info
                     && error.kind() == ErrorKind::NotFound
                 {
                     return Ok(Err(Refusal::new("timeout", error.to_string())));
                 }
-                waited?;
-                // Meanwhile it may be deleted, or the key rewound.
-                match own.store.open(&name, &GetOptions::default()).await {
+                info?;
+                // In the meantime the version may have been deleted, or the key rewound.
+                match connection.store.open(&name, &GetOptions::default()).await {
                     Err(error) if error.kind() == ErrorKind::NotFound => {}
-                    Ok(opened) if opened.version() < version => {}
-                    opened => return opened.map(Ok),
+                    Ok(reader) if reader.version() < version => {}
+                    result => return result.map(Ok),
                 }
             }
         });
-        let opened = opened.and_then(|opened| opened.map_err(Failure::from));
-        let opened = opened.map_err(|error| error.of_key(name.as_str(), Some(version)))?;
-        OpenVersion::new(py, own, name, Arc::new(opened), None)
+        let result = result.and_then(|reader| reader.map_err(Failure::from));
+        let reader = result.map_err(|error| error.of_key(name.as_str(), Some(version)))?;
+        OpenVersion::new(py, connection, name, Arc::new(reader), None)
     }
 
-    /// Lets a label hold a version, the newest if none is given: it stays, whatever is put. What the label held
-    /// before, it holds no longer.
+    /// Pins a version under a label. Without `version`, the newest is pinned.
+    ///
+    /// Later puts do not remove a pinned version. A label pins one version of a key at a time: it no longer pins
+    /// the version that it pinned before.
     ///
     /// Returns:
-    ///     A Pin: the number of the version, as an int where one is wanted. As a context manager, it ends with
-    ///     its block; else `unpin` ends it, in any process.
+    ///     A Pin, which converts to an int, the version number. As a context manager, it unpins the version when
+    ///     its block ends. Otherwise `unpin` does so, in any process.
     #[pyo3(signature = (key, label, version=None))]
     fn pin(
         &self,
@@ -819,25 +860,28 @@ impl Store {
         label: &str,
         #[pyo3(from_py_with = number::version)] version: Option<u64>,
     ) -> Result<Pinned> {
-        let (own, name) = self.of(key)?;
-        let pinned = own.run(key.py(), None, own.store.pin(&name, version, label));
+        let (connection, name) = self.connect_for_key(key)?;
+        let pinned = connection.run(key.py(), None, connection.store.pin(&name, version, label));
         let version = pinned.map_err(|error| error.of_key(name.as_str(), version))?;
-        Ok(Pinned::new(own, name, label.to_owned(), version))
+        Ok(Pinned::new(connection, name, label.to_owned(), version))
     }
 
-    /// Lets a label hold its version no longer.
+    /// Removes a label, so that it no longer pins its version.
     fn unpin(&self, key: &Bound<'_, PyAny>, label: &str) -> Result<()> {
-        let (own, name) = self.of(key)?;
-        own.run(key.py(), None, own.store.unpin(&name, label))
+        let (connection, name) = self.connect_for_key(key)?;
+        connection.run(key.py(), None, connection.store.unpin(&name, label))
     }
 
-    /// The labels of a key, each with the number of the version that it holds.
+    /// Returns the labels of a key, each with the number of the version that it pins.
     fn pins(&self, key: &Bound<'_, PyAny>) -> Result<BTreeMap<String, u64>> {
-        let (own, name) = self.of(key)?;
-        own.run(key.py(), None, own.store.pins(&name))
+        let (connection, name) = self.connect_for_key(key)?;
+        connection.run(key.py(), None, connection.store.pins(&name))
     }
 
-    /// Brings a version into the memory of this host's daemon ahead of a get of the number that is returned.
+    /// Copies a version into the memory of this host's daemon, ahead of a get.
+    ///
+    /// Returns:
+    ///     The version number, for the get.
     #[pyo3(signature = (key, *, version=None, timeout=None))]
     fn prefetch(
         &self,
@@ -845,16 +889,17 @@ impl Store {
         #[pyo3(from_py_with = number::version)] version: Option<u64>,
         timeout: Option<f64>,
     ) -> Result<u64> {
-        let (own, name) = self.of(key)?;
+        let (connection, name) = self.connect_for_key(key)?;
         let options = GetOptions { version, ..GetOptions::default() };
-        let fetched = own.run(key.py(), timeout, own.store.prefetch(&name, &[], &options));
+        let fetched =
+            connection.run(key.py(), timeout, connection.store.prefetch(&name, &[], &options));
         Ok(fetched.map_err(|error| error.of_key(name.as_str(), version))?.version)
     }
 
-    /// Ends the connection. What was got stays; another call connects again.
+    /// Closes the connection. State dicts that were read stay valid; the next call connects again.
     fn close(&self, py: Python<'_>) {
-        let own = py.detach(|| self.own().take());
-        py.detach(|| drop(own));
+        let connection = py.detach(|| self.lock_connection().take());
+        py.detach(|| drop(connection));
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -871,12 +916,12 @@ impl Store {
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> Result<(Bound<'py, PyAny>, (Py<PyAny>,))> {
-        let (py, own) = (slf.py(), slf.get());
-        let (ca, cert, key) = match &own.credentials {
+        let (py, this) = (slf.py(), slf.get());
+        let (ca, cert, key) = match &this.credentials {
             Some((ca, cert, key)) => (Some(ca), Some(cert), Some(key)),
             None => (None, None, None),
         };
-        let state = (&own.url, ca, cert, key, own.connect_timeout).into_pyobject(py)?;
+        let state = (&this.url, ca, cert, key, this.connect_timeout).into_pyobject(py)?;
         Ok((py.import("tssd._ranks")?.getattr("connect")?, (state.into_any().unbind(),)))
     }
 }

@@ -1,4 +1,4 @@
-//! Tensors of either framework.
+//! Tensors whose memory a framework owns.
 #![expect(unsafe_code, reason = "the memory of tensors belongs to Python")]
 
 use std::cell::RefCell;
@@ -10,30 +10,30 @@ use tssd_format::{Storage, Tensor, TensorMeta};
 
 use crate::error::Result;
 
-/// Memory that an object of Python keeps: a storage of torch, an array of numpy.
-struct Borrowed<T> {
+/// Memory that a Python object keeps alive: a torch storage or a numpy array.
+struct ForeignMemory<T> {
     start: *const u8,
     len: usize,
     _owner: T,
 }
 
-// SAFETY: memory has no thread of its own, and the owner may be sent.
-unsafe impl<T: Send> Send for Borrowed<T> {}
+// SAFETY: the memory is not bound to a thread, and the owner is `Send`.
+unsafe impl<T: Send> Send for ForeignMemory<T> {}
 
-impl<T> AsRef<[u8]> for Borrowed<T> {
+impl<T> AsRef<[u8]> for ForeignMemory<T> {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: whoever made this vouches that the owner has these bytes (see `borrowed`).
+        // SAFETY: the caller of `borrowed` guarantees that the owner keeps these bytes.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 }
 
-/// A tensor whose elements lie at `start`, in memory that `owner` keeps.
+/// Creates a tensor whose elements are at the address `start`, in memory that `owner` keeps alive.
 ///
 /// # Safety
 ///
-/// From `start` on there are as many bytes as the tensor spans, for as long as `owner` lives. They may be
-/// written to meanwhile by other threads of Python only as in any program with a race: the docstrings of
-/// what saves say that tensors must rest.
+/// While `owner` lives, the memory from `start` has at least as many bytes as the tensor spans. No code writes to them
+/// meanwhile. A Python thread that does so is a race in the caller's program: the docstrings of the saving functions
+/// require that tensors do not change.
 pub(crate) unsafe fn borrowed(
     meta: TensorMeta,
     start: usize,
@@ -44,34 +44,34 @@ pub(crate) unsafe fn borrowed(
         return Ok(Tensor::new(meta, Storage::default(), 0)?);
     }
     let start = std::ptr::with_exposed_provenance(start);
-    let bytes = Bytes::from_owner(Borrowed { start, len, _owner: owner });
+    let bytes = Bytes::from_owner(ForeignMemory { start, len, _owner: owner });
     Ok(Tensor::new(meta, bytes.into(), 0)?)
 }
 
-/// What was made of tensors, by where they lie: of the same memory it is made once.
+/// Cache of objects made from tensors, by the location of the tensor: one object for equal memory.
 #[derive(Default)]
-pub(crate) struct Copies<'py>(RefCell<BTreeMap<String, Copied<'py>>>);
+pub(crate) struct Copies<'py>(RefCell<BTreeMap<String, CacheEntry<'py>>>);
 
-struct Copied<'py> {
+struct CacheEntry<'py> {
     copy: Bound<'py, PyAny>,
-    /// Without it, its address might be another's.
+    /// Keeps the source alive, so that no other tensor gets its address.
     _source: Bound<'py, PyAny>,
 }
 
 impl<'py> Copies<'py> {
-    /// What was made of the tensor at this place, or is now.
+    /// Returns the object made from the tensor at this location, or makes it now.
     pub(crate) fn once(
         &self,
         source: &Bound<'py, PyAny>,
-        place: String,
+        key: String,
         make: impl FnOnce() -> Result<Bound<'py, PyAny>>,
     ) -> Result<Bound<'py, PyAny>> {
-        if let Some(known) = self.0.borrow().get(&place) {
-            return Ok(known.copy.clone());
+        if let Some(entry) = self.0.borrow().get(&key) {
+            return Ok(entry.copy.clone());
         }
         let copy = make()?;
-        let copied = Copied { copy: copy.clone(), _source: source.clone() };
-        self.0.borrow_mut().insert(place, copied);
+        let entry = CacheEntry { copy: copy.clone(), _source: source.clone() };
+        self.0.borrow_mut().insert(key, entry);
         Ok(copy)
     }
 }

@@ -1,4 +1,4 @@
-//! torch's tensors to tensors and back, without a copy.
+//! Conversion between torch tensors and tensors, without a copy.
 #![expect(unsafe_code, reason = "the memory of tensors belongs to torch")]
 
 use std::cell::OnceCell;
@@ -7,7 +7,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyType};
 use tssd_format::{Dtype, Storage, Tensor, TensorFlags, TensorMeta, TensorReference};
-use tssd_store::{ErrorKind, Stream};
+use tssd_gpu::Stream;
+use tssd_store::ErrorKind;
 
 use crate::device::Devices;
 use crate::dlpack::capsule;
@@ -15,44 +16,44 @@ use crate::error::{Failure, Refusal, Result};
 use crate::memory::Block;
 use crate::tensor::{Copies, borrowed};
 
-/// The module torch, and what of it is needed again and again.
+/// The module torch, with cached attributes.
 pub(crate) struct Torch<'py> {
     pub(crate) module: Bound<'py, PyModule>,
     tensor: Bound<'py, PyAny>,
     parameter: OnceCell<Bound<'py, PyType>>,
     from_dlpack: OnceCell<Bound<'py, PyAny>>,
     strided: Bound<'py, PyAny>,
-    /// By code, those that were asked for; none that this torch lacks.
-    dtypes: [OnceCell<Option<Bound<'py, PyAny>>>; Dtype::ALL.len()],
-    /// What was copied from devices.
-    copies: Copies<'py>,
+    /// Dtypes of torch that were looked up, by code; `None` for those that this torch lacks.
+    dtype_cache: [OnceCell<Option<Bound<'py, PyAny>>>; Dtype::ALL.len()],
+    /// Tensors that were copied from devices to the host.
+    host_copies: Copies<'py>,
 }
 
 impl<'py> Torch<'py> {
-    /// torch, if this process has imported it: else no object is one of its.
+    /// Returns torch if this process has imported it. If it has not, no object is a torch tensor.
     pub(crate) fn imported(py: Python<'py>) -> Result<Option<Self>> {
         let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
         let Some(module) = modules.get_item("torch")? else { return Ok(None) };
         let Ok(module) = module.cast_into::<PyModule>() else { return Ok(None) };
-        // While it is being imported, it has nothing yet.
+        // The module is incomplete while it is being imported.
         if !module.hasattr("Tensor")? || !module.hasattr("strided")? {
             return Ok(None);
         }
-        Self::of(module).map(Some)
+        Self::from_module(module).map(Some)
     }
 
     pub(crate) fn import(py: Python<'py>) -> Result<Self> {
-        Self::of(py.import("torch")?)
+        Self::from_module(py.import("torch")?)
     }
 
-    fn of(module: Bound<'py, PyModule>) -> Result<Self> {
+    fn from_module(module: Bound<'py, PyModule>) -> Result<Self> {
         Ok(Self {
             tensor: module.getattr("Tensor")?,
             parameter: OnceCell::new(),
             from_dlpack: OnceCell::new(),
             strided: module.getattr("strided")?,
-            dtypes: [const { OnceCell::new() }; Dtype::ALL.len()],
-            copies: Copies::default(),
+            dtype_cache: [const { OnceCell::new() }; Dtype::ALL.len()],
+            host_copies: Copies::default(),
             module,
         })
     }
@@ -69,34 +70,40 @@ impl<'py> Torch<'py> {
         Ok(self.is_plain(object)? || object.is_instance(&self.tensor)?)
     }
 
-    /// Whether its class is torch's own.
+    /// Returns whether the class of the object is `torch.Tensor` or `Parameter`.
     pub(crate) fn is_plain(&self, object: &Bound<'py, PyAny>) -> Result<bool> {
         let class = object.get_type();
         Ok(class.is(&self.tensor) || class.is(self.parameter()?))
     }
 
-    /// The dtype of an object that is one.
+    /// Returns the dtype for an object that is a torch dtype; `None` for any other object.
     pub(crate) fn dtype_of(&self, object: &Bound<'py, PyAny>) -> Option<Dtype> {
-        let is_it = |dtype: &Dtype| self.known(*dtype).is_some_and(|it| it.is(object));
-        Dtype::ALL.iter().copied().find(is_it)
+        let matches = |dtype: &Dtype| {
+            self.lookup_dtype(*dtype).is_some_and(|torch_dtype| torch_dtype.is(object))
+        };
+        Dtype::ALL.iter().copied().find(matches)
     }
 
-    /// What this torch calls a dtype, if it has it.
-    fn known(&self, dtype: Dtype) -> Option<&Bound<'py, PyAny>> {
-        let asked = || self.module.getattr(dtype.name()).ok();
-        self.dtypes[usize::from(dtype.code())].get_or_init(asked).as_ref()
+    /// Returns the torch dtype for a dtype; `None` if this torch lacks it.
+    fn lookup_dtype(&self, dtype: Dtype) -> Option<&Bound<'py, PyAny>> {
+        let lookup = || self.module.getattr(dtype.name()).ok();
+        self.dtype_cache[usize::from(dtype.code())].get_or_init(lookup).as_ref()
     }
 
-    /// What torch calls a dtype.
+    /// Returns the torch dtype for a dtype.
+    ///
+    /// # Errors
+    ///
+    /// `FeatureMissing` if this torch lacks it.
     pub(crate) fn dtype(&self, dtype: Dtype) -> Result<&Bound<'py, PyAny>> {
-        self.known(dtype).ok_or_else(|| {
+        self.lookup_dtype(dtype).ok_or_else(|| {
             Refusal::new("FeatureMissing", format!("this torch has no dtype {dtype}"))
                 .advice("read it with a newer torch")
                 .into()
         })
     }
 
-    /// What a tensor is besides its elements.
+    /// Returns the flags of a tensor: whether it requires a gradient, and whether it is a parameter.
     pub(crate) fn flags(&self, tensor: &Bound<'py, PyAny>) -> Result<TensorFlags> {
         let mut flags = TensorFlags::default();
         if tensor.getattr(intern!(tensor.py(), "requires_grad"))?.is_truthy()? {
@@ -109,19 +116,20 @@ impl<'py> Torch<'py> {
         Ok(flags)
     }
 
-    /// A tensor of torch's own class, whose memory is shared: the host's, and that of GPUs if there is a driver. What is
-    /// on other devices is copied.
+    /// Imports a tensor whose class is `torch.Tensor` or `Parameter`.
+    ///
+    /// Host memory is shared, and GPU memory if there is a driver. A tensor on another device is copied to the host.
     pub(crate) fn take(
         &self,
         tensor: &Bound<'py, PyAny>,
         flags: TensorFlags,
         devices: &Devices,
     ) -> Result<Tensor> {
-        self.prove_strided(tensor)?;
-        self.share(&Self::present(tensor)?, flags, devices)
+        self.check_strided(tensor)?;
+        self.share(&Self::resolve_lazy(tensor)?, flags, devices)
     }
 
-    /// The same of one that is storable, or was made of one.
+    /// As [`Torch::take`], for a tensor that [`Torch::storable`] returned or that was made from one.
     pub(crate) fn share(
         &self,
         tensor: &Bound<'py, PyAny>,
@@ -129,19 +137,21 @@ impl<'py> Torch<'py> {
         devices: &Devices,
     ) -> Result<Tensor> {
         match self.see(tensor, flags, devices)? {
-            Ok(seen) => Ok(seen),
-            Err(why) => {
+            Ok(shared) => Ok(shared),
+            Err(reason) => {
                 let copy = self.copy_to_host(tensor)?;
-                devices.paged(tensor.getattr("nbytes")?.extract()?, &why);
+                devices.paged(tensor.getattr("nbytes")?.extract()?, &reason);
                 Ok(self.see(&copy, flags, devices)?.expect("it is the host's"))
             }
         }
     }
 
-    /// A tensor that has its elements in memory, for whoever works on it before it is taken. Refuses what `take` would.
+    /// Returns the tensor with all elements in memory, for work on it before the import.
+    ///
+    /// Rejects the tensors that [`Torch::take`] rejects.
     pub(crate) fn storable(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
-        self.prove_strided(tensor)?;
-        let tensor = Self::present(tensor)?;
+        self.check_strided(tensor)?;
+        let tensor = Self::resolve_lazy(tensor)?;
         let py = tensor.py();
         let shape: Vec<u64> = tensor.getattr(intern!(py, "shape"))?.extract()?;
         let strides: Vec<u64> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
@@ -149,35 +159,40 @@ impl<'py> Torch<'py> {
         let itemsize: u64 = tensor.call_method0(intern!(py, "element_size"))?.extract()?;
         let steps = shape.iter().zip(&strides);
         let steps = steps.map(|(size, stride)| size.saturating_sub(1).saturating_mul(*stride));
-        let last = steps.fold(offset, u64::saturating_add);
-        let end = last.saturating_add(1).saturating_mul(itemsize);
+        let last_element = steps.fold(offset, u64::saturating_add);
+        let end = last_element.saturating_add(1).saturating_mul(itemsize);
         let len = Self::storage_bytes(&tensor)?;
-        if end > len && !shape.contains(&0) { Err(freed(end, len).into()) } else { Ok(tensor) }
+        if end > len && !shape.contains(&0) {
+            Err(storage_too_small(end, len).into())
+        } else {
+            Ok(tensor)
+        }
     }
 
-    /// What torch would conjugate, negate or make zeros of when it is read, as elements that are there; any other tensor
-    /// as it is.
-    fn present(tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+    /// Materializes a tensor that torch conjugates, negates or zeros lazily.
+    ///
+    /// Returns any other tensor unchanged.
+    fn resolve_lazy(tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let mut tensor = tensor.clone();
-        for (has, without) in
+        for (is_lazy, resolve) in
             [("is_conj", "resolve_conj"), ("is_neg", "resolve_neg"), ("_is_zerotensor", "clone")]
         {
-            if tensor.call_method0(has)?.is_truthy()? {
-                tensor = tensor.call_method0("detach")?.call_method0(without)?;
+            if tensor.call_method0(is_lazy)?.is_truthy()? {
+                tensor = tensor.call_method0("detach")?.call_method0(resolve)?;
             }
         }
         Ok(tensor)
     }
 
-    /// The bytes of the storage that a tensor is in.
+    /// Returns the size of the storage of a tensor, in bytes.
     pub(crate) fn storage_bytes(tensor: &Bound<'py, PyAny>) -> Result<u64> {
         let py = tensor.py();
         let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
         Ok(storage.call_method0(intern!(py, "nbytes"))?.extract()?)
     }
 
-    /// Refuses what has no elements that lie in memory by strides.
-    fn prove_strided(&self, tensor: &Bound<'py, PyAny>) -> Result<()> {
+    /// Rejects tensors that have no strided elements in memory.
+    fn check_strided(&self, tensor: &Bound<'py, PyAny>) -> Result<()> {
         let py = tensor.py();
         let is = |name: &Bound<'py, _>| tensor.getattr(name)?.is_truthy();
         if !tensor.getattr(intern!(py, "layout"))?.is(&self.strided) {
@@ -212,7 +227,9 @@ impl<'py> Torch<'py> {
         Ok(())
     }
 
-    /// A tensor whose memory can be reached as it is: the host's, and that of GPUs if there is a driver. Else why not.
+    /// Imports a tensor without a copy: from host memory, or from GPU memory if there is a driver.
+    ///
+    /// If the memory cannot be shared, the inner `Err` is the reason.
     pub(crate) fn see(
         &self,
         tensor: &Bound<'py, PyAny>,
@@ -236,21 +253,22 @@ impl<'py> Torch<'py> {
         let offset: u64 = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
         let end = offset.saturating_mul(dtype.itemsize()).saturating_add(meta.span_bytes());
         if meta.numel() > 0 && end > len {
-            return Err(freed(end, len).into());
+            return Err(storage_too_small(end, len).into());
         }
         if meta.numel() == 0 {
             return Ok(Ok(Tensor::new(meta, Storage::default(), 0)?));
         }
         if is_cpu {
             let start: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-            // SAFETY: proven above that the storage, which is kept, has the bytes from there on that the
-            // tensor spans: `data_ptr` is that of the storage plus the offset.
+            // SAFETY: `data_ptr` is the start of the storage plus the offset. The check above ensures that the storage
+            // has the bytes that the tensor spans from there. The owner keeps the storage alive.
             return unsafe { borrowed(meta, start, storage.unbind()) }.map(Ok);
         }
         let start: u64 = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let stream = self.stream(&tensor.getattr(intern!(py, "device"))?)?;
-        // SAFETY: the storage has so many bytes from there on, and is kept. Whoever gives tensors away lets them rest,
-        // as the docstrings say; what was to be done to them is on the stream that is the device's current one.
+        // SAFETY: the storage has `len` bytes from `start`, and the owner keeps it alive. The docstrings require that
+        // the caller does not change the tensors meanwhile. Earlier work on them is queued on the current stream of
+        // the device.
         let storage = unsafe { devices.storage((start, len), stream, storage.unbind()) };
         Ok(match storage {
             Ok(storage) => Ok(Tensor::new(meta, storage, offset * dtype.itemsize())?),
@@ -261,14 +279,14 @@ impl<'py> Torch<'py> {
         })
     }
 
-    /// The stream of a GPU that is the current one.
+    /// Returns the current stream of a GPU.
     fn stream(&self, device: &Bound<'py, PyAny>) -> Result<Stream> {
         let cuda = self.module.getattr(intern!(self.module.py(), "cuda"))?;
         let stream = cuda.call_method1(intern!(self.module.py(), "current_stream"), (device,))?;
         Ok(Stream(stream.getattr("cuda_stream")?.extract()?))
     }
 
-    /// Says which memory a tensor is, in which way.
+    /// Returns a key of the memory of a tensor, and of its dtype, shape and strides.
     pub(crate) fn place_of(tensor: &Bound<'py, PyAny>) -> Result<String> {
         Ok(format!(
             "{} {} {} {} {}",
@@ -280,7 +298,7 @@ impl<'py> Torch<'py> {
         ))
     }
 
-    /// Refuses what has no memory, or would be filled in a copy.
+    /// Rejects tensors that have no memory, or that cannot be filled in place.
     pub(crate) fn prove_fillable(tensor: &Bound<'py, PyAny>) -> Result<()> {
         if tensor.getattr(intern!(tensor.py(), "is_meta"))?.is_truthy()? {
             let text = "a tensor on the meta device has no memory";
@@ -292,8 +310,8 @@ impl<'py> Torch<'py> {
             let text = "an expanded tensor has elements that share memory";
             return Err(Refusal::leaf(text, "give a copy of it: `.contiguous()`").into());
         }
-        for has in ["is_conj", "is_neg"] {
-            if tensor.call_method0(has)?.is_truthy()? {
+        for is_lazy in ["is_conj", "is_neg"] {
+            if tensor.call_method0(is_lazy)?.is_truthy()? {
                 let text = "a view that conjugates or negates cannot be filled";
                 return Err(Refusal::leaf(text, "resolve it first").into());
             }
@@ -301,32 +319,35 @@ impl<'py> Torch<'py> {
         Ok(())
     }
 
-    /// A tensor of another device as one of the host. Equal views of one storage become one copy.
+    /// Copies a tensor from a device to the host. Equal views of one storage become one copy.
     fn copy_to_host(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let copy = || Ok(tensor.call_method0("detach")?.call_method0("cpu")?);
-        self.copies.once(tensor, Self::place_of(tensor)?, copy)
+        self.host_copies.once(tensor, Self::place_of(tensor)?, copy)
     }
 
-    /// Memory as a tensor of bytes.
+    /// Returns memory as a tensor of bytes.
     pub(crate) fn bytes(&self, block: Block) -> Result<Bound<'py, PyAny>> {
         let len = u64::try_from(block.len()).map_err(std::io::Error::other)?;
         let meta = TensorMeta::new(Dtype::Uint8, &[len])?;
         self.view(block, &meta)?.map_err(|_| Refusal::new("FeatureMissing", "no bytes").into())
     }
 
-    /// Memory as this tensor, if it is all of its storage; else the memory again.
+    /// Returns memory as a tensor that spans all of it.
+    ///
+    /// The inner `Err` returns the memory if the tensor does not span exactly its bytes, or if an old torch may not
+    /// support the dtype.
     pub(crate) fn view(
         &self,
         block: Block,
         meta: &TensorMeta,
     ) -> Result<Result<Bound<'py, PyAny>, Block>> {
         Ok(match capsule(self.module.py(), block, meta) {
-            Ok(capsule) => Ok(self.dlpack()?.call1((capsule?,))?),
+            Ok(capsule) => Ok(self.capsule_importer()?.call1((capsule?,))?),
             Err(block) => Err(block),
         })
     }
 
-    /// The storage of a tensor of the host as an array of bytes.
+    /// Returns the storage of a host tensor as a numpy array of bytes.
     pub(crate) fn array_of(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let py = self.module.py();
         let untyped = tensor.call_method0(intern!(py, "untyped_storage"))?;
@@ -337,8 +358,8 @@ impl<'py> Torch<'py> {
         Ok(bytes.call_method0(intern!(py, "numpy"))?)
     }
 
-    /// The function that takes a capsule; the public one looks for more.
-    fn dlpack(&self) -> Result<&Bound<'py, PyAny>> {
+    /// Returns the function that imports a DLPack capsule. The public one does additional checks.
+    fn capsule_importer(&self) -> Result<&Bound<'py, PyAny>> {
         if let Some(function) = self.from_dlpack.get() {
             return Ok(function);
         }
@@ -350,7 +371,7 @@ impl<'py> Torch<'py> {
         Ok(self.from_dlpack.get_or_init(|| function))
     }
 
-    /// A tensor of elements in a storage; none if it has no elements.
+    /// Creates a tensor over a storage. `storage` is `None` if the tensor has no elements.
     pub(crate) fn make(
         &self,
         reference: &TensorReference,
@@ -361,7 +382,7 @@ impl<'py> Torch<'py> {
         let meta = &reference.meta;
         let options = PyDict::new(py);
         options.set_item(intern!(py, "dtype"), self.dtype(meta.dtype())?)?;
-        // Not the default one, which somebody may have changed.
+        // The default device may have been changed.
         match device {
             Some(device) => options.set_item(intern!(py, "device"), device)?,
             None => options.set_item(intern!(py, "device"), intern!(py, "cpu"))?,
@@ -383,8 +404,9 @@ impl<'py> Torch<'py> {
         self.with_flags(tensor, meta.flags())
     }
 
-    /// What basic indexing makes of a tensor of this shape: shape and strides in elements, and where
-    /// element 0 is. No memory is looked at.
+    /// Applies a basic index to a tensor of this shape. Does not read any memory.
+    ///
+    /// Returns the shape, the strides, and the offset of element 0, all in elements.
     pub(crate) fn index(
         &self,
         meta: &TensorMeta,
@@ -405,7 +427,7 @@ impl<'py> Torch<'py> {
         ))
     }
 
-    /// The same tensor as what the flags say.
+    /// Applies the flags to a tensor: makes it a parameter, or makes it require a gradient.
     pub(crate) fn with_flags(
         &self,
         tensor: Bound<'py, PyAny>,
@@ -422,8 +444,8 @@ impl<'py> Torch<'py> {
     }
 }
 
-/// A storage that has not what its tensor needs.
-fn freed(end: u64, len: u64) -> Refusal {
+/// Creates the error for a storage that is smaller than the span of its tensor, in bytes.
+fn storage_too_small(end: u64, len: u64) -> Refusal {
     Refusal::leaf(
         format!("the tensor spans {end} bytes and its storage has {len}"),
         "its memory was freed or resized, as FSDP does: gather it first",

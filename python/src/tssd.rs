@@ -1,4 +1,4 @@
-//! State dicts that are encoded in memory.
+//! State dicts encoded in memory.
 
 use std::io;
 
@@ -22,18 +22,18 @@ use crate::value::Taken;
 
 /// A state dict as one value: a flattened dict of references, and the tensor blob that they refer to.
 ///
-/// It is what a file holds, in memory. Make one with `from_state_dict` or `from_bytes`.
+/// It is the content of a file, in memory. Create one with `from_state_dict` or `from_bytes`.
 #[pyclass(frozen, module = "tssd")]
 pub(crate) struct TorchStoreStateDict {
     encoded: Encoded,
     memory: Memory,
-    /// As `Taken` has it: bytes do not say so.
-    lacks: bool,
+    /// As in [`Taken`]. The encoded bytes do not record it.
+    omits_tensors: bool,
 }
 
 #[pymethods]
 impl TorchStoreStateDict {
-    /// Encodes a state dict: its tensors are copied once.
+    /// Encodes a state dict. The tensors are copied once.
     ///
     /// Args:
     ///     state_dict: as for `save_file`.
@@ -50,39 +50,41 @@ impl TorchStoreStateDict {
     ) -> Result<Self> {
         let options = Options::new().allow_opaque();
         let Planned { layout, interrupt, taken } = &planned(state_dict, options, allow_pickle)?;
-        let (len, lacks) = (layout.file_len(), taken.lacks);
+        let (len, omits_tensors) = (layout.file_len(), taken.lacks);
         let len = usize::try_from(len).map_err(io::Error::other)?;
         state_dict.py().detach(|| {
             let memory =
                 Memory::filled(len, |target| file::fill(layout, target, || interrupt.check()))?;
-            Ok(Self { lacks, ..Self::of(memory)? })
+            Ok(Self { omits_tensors, ..Self::from_memory(memory)? })
         })
     }
 
-    /// Takes bytes that `to_bytes`, `save` or another writer made. They are copied, and every byte is proven.
+    /// Decodes bytes that `to_bytes`, `save` or another writer made. The bytes are copied, and every byte
+    /// is verified.
     ///
     /// Raises:
-    ///     TssdCorruptError: they are no archive, or damaged.
+    ///     TssdCorruptError: the bytes are not an archive, or are damaged.
     #[classmethod]
     fn from_bytes(_class: &Bound<'_, PyType>, data: &Bound<'_, PyAny>) -> Result<Self> {
         let interrupt = Interrupt::new();
-        let taken = Self::of(copied(data, &interrupt)?)?;
-        let jobs = taken.encoded.archive().verify_jobs();
+        let state_dict = Self::from_memory(copied(data, &interrupt)?)?;
+        let jobs = state_dict.encoded.archive().verify_jobs();
         data.py().detach(|| file::verify(jobs, || interrupt.check()))?;
-        Ok(taken)
+        Ok(state_dict)
     }
 
-    /// The state dict, as `load` gives it: tensors of torch in memory of their own, or read-only arrays of
-    /// numpy where torch is not installed.
+    /// Decodes the state dict, as `load` does: to torch tensors in new memory, or to read-only numpy arrays
+    /// if torch is not installed.
     ///
     /// Args:
-    ///     device_mesh: if it is given, shards whose placements are known become DTensors on it. What is not all
-    ///         that its rank has, as a version has shards in parts and one replica of each, stays a `TensorShard`.
+    ///     device_mesh: the mesh on which shards with known placements become DTensors. Shards that are
+    ///         not all that their rank has stay a `TensorShard`: a version can have the shards in parts,
+    ///         and has one replica of each.
     ///     allow_pickle: as for `load_file`.
     ///
     /// Raises:
-    ///     TssdValueError: the mesh has another shape than the one that the shards are of, or this rank
-    ///         stands elsewhere in it.
+    ///     TssdValueError: the shape of the mesh differs from that of the mesh of the shards, or this rank
+    ///         has other coordinates in it.
     #[pyo3(signature = (device_mesh=None, *, allow_pickle=false))]
     fn to_state_dict<'py>(
         &self,
@@ -91,16 +93,16 @@ impl TorchStoreStateDict {
         allow_pickle: bool,
     ) -> Result<Bound<'py, PyAny>> {
         let framework = Framework::of(py, None)?;
-        let make = |source: &dyn Source| {
+        let build = |source: &dyn Source| {
             Maker::new(py, self.encoded.archive(), source, framework)
                 .on_mesh(device_mesh)
                 .allow_pickle(allow_pickle)
                 .state_dict()
         };
         if framework == Framework::Numpy {
-            return make(self);
+            return build(self);
         }
-        // A tensor of torch can be written to, and these bytes stay as they are.
+        // A torch tensor can be written to, and the encoded bytes must not change.
         let interrupt = Interrupt::new();
         let whole = py.detach(|| {
             let bytes = self.encoded.as_bytes();
@@ -109,11 +111,11 @@ impl TorchStoreStateDict {
             })?;
             Whole::proven(copy)
         })?;
-        make(&whole)
+        build(&whole)
     }
 
     /// The leaves by fqn: a `TensorReference` for a tensor, a list of them for shards in several boxes,
-    /// and every other leaf as it is.
+    /// and the value of any other leaf. A pickled object is given as bytes.
     ///
     /// Raises:
     ///     TssdValueError: two leaves have the same fqn.
@@ -122,7 +124,7 @@ impl TorchStoreStateDict {
         let class = py.import("tssd._reference")?.getattr("TensorReference")?;
         let reference = |reference: &TensorReference| -> Result<Bound<'py, PyAny>> {
             let meta = &reference.meta;
-            let offset = self.offset_of(reference);
+            let offset = self.blob_offset(reference);
             let slice = reference.place.as_ref().map(|place| TensorSlice(place.slice().clone()));
             Ok(class.call1((
                 meta.dtype().name(),
@@ -134,21 +136,22 @@ impl TorchStoreStateDict {
             ))?)
         };
         let archive = self.encoded.archive();
-        let maker = Maker::new(py, archive, self, Framework::of(py, None)?);
+        let builder = Maker::new(py, archive, self, Framework::of(py, None)?);
         let object = |leaf: &Value| match leaf {
-            // It is shown, and not unpickled.
+            // A pickled object is returned as bytes.
             Value::Opaque { bytes, .. } => Ok(PyBytes::new(py, bytes).into_any()),
-            leaf => maker.value(leaf),
+            leaf => builder.value(leaf),
         };
         let flattened = PyDict::new(py);
         for (path, leaf) in self.encoded.flattened_state_dict() {
             let fqn = path.fqn();
             let leaf = match leaf {
-                FlatLeaf::Tensor(run) => match run.as_slice() {
-                    [only] => reference(only)?,
-                    run => {
-                        let run = run.iter().map(reference).collect::<Result<Vec<_>>>()?;
-                        run.into_pyobject(py)?.into_any()
+                FlatLeaf::Tensor(references) => match references.as_slice() {
+                    [single] => reference(single)?,
+                    references => {
+                        let references =
+                            references.iter().map(reference).collect::<Result<Vec<_>>>()?;
+                        references.into_pyobject(py)?.into_any()
                     }
                 },
                 FlatLeaf::Object(Node::Leaf(leaf)) => object(&leaf)?,
@@ -167,27 +170,27 @@ impl TorchStoreStateDict {
         Ok(flattened)
     }
 
-    /// The stored bytes of all tensors, as a tensor of uint8 (an array where torch is not installed). It
-    /// is no copy: it must not be written to.
+    /// The stored bytes of all tensors, as a uint8 tensor (an array if torch is not installed). It shares
+    /// memory with this object, and must not be written to.
     #[getter]
     fn tensor_blob<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         let start = self.encoded.as_bytes().as_ptr().addr();
         let blob = self.encoded.tensor_blob();
-        let at = if blob.is_empty() { 0 } else { blob.as_ptr().addr() - start };
-        let block = self.memory.view(at..at + blob.len());
+        let offset = if blob.is_empty() { 0 } else { blob.as_ptr().addr() - start };
+        let block = self.memory.view(offset..offset + blob.len());
         match Framework::of(py, None)? {
             Framework::Torch => Torch::import(py)?.bytes(block),
             Framework::Numpy => Numpy::import(py)?.bytes(block),
         }
     }
 
-    /// How many bytes it is, exactly.
+    /// The exact size in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.encoded.archive().file_len()
     }
 
-    /// The encoded bytes: what `save_file` writes.
+    /// Returns the encoded bytes: the content of the file that `save_file` writes.
     fn to_bytes<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyBytes>> {
         let bytes = self.encoded.as_bytes();
         let interrupt = Interrupt::new();
@@ -210,25 +213,26 @@ impl TorchStoreStateDict {
 }
 
 impl TorchStoreStateDict {
-    fn of(memory: Memory) -> Result<Self> {
-        Ok(Self { encoded: Encoded::from_bytes(memory.bytes())?, memory, lacks: false })
+    fn from_memory(memory: Memory) -> Result<Self> {
+        Ok(Self { encoded: Encoded::from_bytes(memory.bytes())?, memory, omits_tensors: false })
     }
 
-    /// The state dict that it was made of: its tensors share the memory.
+    /// Returns the state dict that was encoded. Its tensors share the memory.
     pub(crate) fn taken(&self) -> Result<Taken> {
         let metadata = match self.encoded.archive().attrs().remove(METADATA_ATTR) {
             Some(AttrValue::Text(text)) => serde_json::from_slice(text.as_bytes()),
             _ => Ok(serde_json::Map::new()),
         };
-        // As when it is read: what is no object says nothing.
+        // As on loading, an attribute that is not a JSON object is ignored.
         let metadata = metadata.unwrap_or_default();
-        let (devices, lacks) = (Devices::default(), self.lacks);
+        let (devices, lacks) = (Devices::default(), self.omits_tensors);
         Ok(Taken { dict: self.encoded.to_state_dict()?, metadata, devices, lacks })
     }
 
-    /// Where element 0 of a tensor is in the tensor blob; none if it has no elements, or its storage is
-    /// compressed.
-    fn offset_of(&self, reference: &TensorReference) -> Option<u64> {
+    /// Returns the offset of element 0 of a tensor in the tensor blob, in bytes.
+    ///
+    /// Returns `None` if the tensor has no elements, or its storage is compressed.
+    fn blob_offset(&self, reference: &TensorReference) -> Option<u64> {
         let storage = self.encoded.archive().storage(reference.storage?);
         let is_raw = storage.packing.is_none();
         is_raw.then(|| storage.offset - tssd_format::DATA_START + reference.byte_offset)
@@ -239,7 +243,7 @@ impl Source for TorchStoreStateDict {
     fn block(&self, number: u32) -> Result<(Block, u64)> {
         let archive = self.encoded.archive();
         let storage = archive.storage(number);
-        let place = |at: u64| usize::try_from(at).map_err(io::Error::other);
+        let to_usize = |at: u64| usize::try_from(at).map_err(io::Error::other);
         if storage.packing.is_some() {
             let raw = archive.storage_bytes(number)?;
             let memory = Memory::filled(raw.len(), |target| {
@@ -249,6 +253,6 @@ impl Source for TorchStoreStateDict {
             return Ok((memory.block(0..raw.len()), 0));
         }
         let range = storage.stored_range();
-        Ok((self.memory.view(place(range.start)?..place(range.end)?), 0))
+        Ok((self.memory.view(to_usize(range.start)?..to_usize(range.end)?), 0))
     }
 }

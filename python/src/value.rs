@@ -1,4 +1,4 @@
-//! Python's objects as values of the format.
+//! Import of Python objects as values of the format.
 
 use bytes::Bytes;
 use num_bigint::BigInt;
@@ -24,32 +24,33 @@ use crate::numpy::Numpy;
 use crate::slice::{self, TensorShard};
 use crate::torch::Torch;
 
-/// The media tag of what pickle made.
+/// Media tag of pickled objects.
 pub(crate) const PICKLE: &str = "application/x-python-pickle";
 
-/// How often signals are looked for, in leaves.
-const LEAVES: u32 = 1024;
+/// Number of leaves between two signal checks.
+const SIGNAL_CHECK_LEAVES: u32 = 1024;
 
-/// A state dict of Python, taken over.
+/// A state dict imported from Python.
 pub(crate) struct Taken {
     pub(crate) dict: StateDict,
-    /// The `_metadata` of ordered dicts, by path.
+    /// The `_metadata` of the ordered dicts, by path.
     pub(crate) metadata: serde_json::Map<String, Json>,
-    /// The GPUs' memory among it.
+    /// The GPU memory of its tensors.
     pub(crate) devices: Devices,
-    /// Whether shards were left out, as this rank has nothing of their tensors.
+    /// Whether tensors were omitted because this rank has no shard of them.
     pub(crate) lacks: bool,
 }
 
-/// Takes a state dict over. Its tensors are shared, not copied; containers are looked at once, so that
-/// who changes them meanwhile is either seen or not.
+/// Imports a state dict. The memory of its tensors is shared, not copied.
+///
+/// Each container is read once, so that a concurrent change of it is either seen or not.
 pub(crate) fn take<'py>(
     object: &Bound<'py, PyAny>,
     allow_pickle: bool,
     transfer: Option<Transfer<'py>>,
 ) -> Result<Taken> {
-    let mut taker = Taker::new(object.py(), allow_pickle, Purpose::Store(transfer))?;
-    let value = taker.value(object)?;
+    let mut importer = ValueImporter::new(object.py(), allow_pickle, Purpose::Store(transfer))?;
+    let value = importer.import_value(object)?;
     let dict = StateDict::from_value(value).map_err(|_| {
         let class = name_of(&object.get_type());
         Refusal::leaf(
@@ -57,62 +58,68 @@ pub(crate) fn take<'py>(
             "put it into a dict, or pass what its `.state_dict()` returns",
         )
     })?;
-    Ok(Taken { dict, metadata: taker.metadata, devices: taker.devices, lacks: taker.lacks })
+    Ok(Taken {
+        dict,
+        metadata: importer.metadata,
+        devices: importer.devices,
+        lacks: importer.omits_tensors,
+    })
 }
 
 impl Taken {
-    /// The attribute that has the `_metadata`; none if there is none.
+    /// Returns the attribute with the `_metadata`; `None` if there is no `_metadata`.
     pub(crate) fn modules(&self) -> Option<AttrValue> {
         let text = || Json::Object(self.metadata.clone()).to_string();
         (!self.metadata.is_empty()).then(|| AttrValue::Text(text().into()))
     }
 }
 
-/// How the class of an object is called.
+/// Returns the fully qualified name of a class; "?" if it has none.
 pub(crate) fn name_of(class: &Bound<'_, PyType>) -> String {
     class.fully_qualified_name().map_or_else(|_| "?".to_owned(), |name| name.to_string())
 }
 
-/// A tensor that may be filled, and which part of a global tensor it is, if it is one.
-pub(crate) type Lent = (Tensor, Option<ShardPlace>);
+/// A tensor to fill, and its place in a global tensor if it is a shard.
+pub(crate) type FillTarget = (Tensor, Option<ShardPlace>);
 
-/// Tensors that are filled in place of others, with those.
+/// Objects that cannot be filled directly, each with the staging memory that is filled instead.
 pub(crate) type Staged<'py> = Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>;
 
-/// Lends tensors of Python's objects, to be filled.
-pub(crate) struct Lender<'py>(Taker<'py>);
+/// Importer of the tensors of Python objects that a get fills.
+pub(crate) struct Lender<'py>(ValueImporter<'py>);
 
 impl<'py> Lender<'py> {
     pub(crate) fn new(py: Python<'py>) -> Result<Self> {
-        Taker::new(py, false, Purpose::Store(None)).map(Self)
+        ValueImporter::new(py, false, Purpose::Store(None)).map(Self)
     }
 
-    /// The dtype of an object, if there is anything to fill, and its shape as a whole. None if it is no tensor.
+    /// Returns the dtype and the global shape of an object; `None` if it is not a tensor.
+    ///
+    /// The dtype is `None` if this rank has nothing to fill. Rejects tensors that cannot be filled.
     pub(crate) fn look(
         &self,
         object: &Bound<'py, PyAny>,
     ) -> Result<Option<(Option<Dtype>, Vec<u64>)>> {
-        let own = &self.0;
+        let importer = &self.0;
         let (local, shape) = if let Ok(shard) = object.cast::<TensorShard>() {
-            let slices = shard.get().slices(own.py);
-            (shard.get().local().bind(own.py).clone(), slices[0].global_shape().to_vec())
+            let slices = shard.get().slices(importer.py);
+            (shard.get().local().bind(importer.py).clone(), slices[0].global_shape().to_vec())
         } else {
-            let is_torch = match &own.torch {
+            let is_torch = match &importer.torch {
                 Some(torch) => torch.is_tensor(object)?,
                 None => false,
             };
-            if !is_torch && !own.numpy.as_ref().is_some_and(|numpy| numpy.is_array(object)) {
-                let other = own.borrow(object)?;
-                return Ok(
-                    other.map(|other| (Some(other.meta.dtype()), other.meta.shape().to_vec()))
-                );
+            if !is_torch && !importer.numpy.as_ref().is_some_and(|numpy| numpy.is_array(object)) {
+                let foreign = importer.import_dlpack(object)?;
+                return Ok(foreign
+                    .map(|foreign| (Some(foreign.meta.dtype()), foreign.meta.shape().to_vec())));
             }
             let shape = object.getattr("shape")?.extract()?;
             if is_torch
                 && dtensor::has_chunks(object)?
                 && let Parts::Chunks(chunks) = dtensor::parts(object)?
             {
-                // What is around them has a dtype that need not be theirs.
+                // The dtype of the outer tensor can differ from that of its local tensors.
                 match chunks.locals.into_iter().next() {
                     Some((first, _)) => (first, shape),
                     None => return Ok(Some((None, shape))),
@@ -121,11 +128,11 @@ impl<'py> Lender<'py> {
                 (object.clone(), shape)
             }
         };
-        if let Some(other) = own.borrow(&local)? {
-            return Ok(Some((Some(other.meta.dtype()), shape)));
+        if let Some(foreign) = importer.import_dlpack(&local)? {
+            return Ok(Some((Some(foreign.meta.dtype()), shape)));
         }
         let dtype = local.getattr("dtype")?;
-        let known = match (&own.torch, &own.numpy) {
+        let format_dtype = match (&importer.torch, &importer.numpy) {
             (Some(torch), _) if torch.is_tensor(&local)? => {
                 Torch::prove_fillable(&local)?;
                 torch.dtype_of(&dtype)
@@ -136,49 +143,50 @@ impl<'py> Lender<'py> {
             }
             _ => None,
         };
-        let known = known.ok_or_else(|| {
+        let format_dtype = format_dtype.ok_or_else(|| {
             Refusal::leaf(format!("the format has no {dtype}"), "fill a tensor of another dtype")
         })?;
-        Ok(Some((Some(known), shape)))
+        Ok(Some((Some(format_dtype), shape)))
     }
 
-    /// The tensors that an object is, which may be filled as this dtype. What cannot be filled as it is has
-    /// another one in its place.
+    /// Returns the tensors of an object, to be filled with elements of the stored dtype.
+    ///
+    /// A tensor that cannot be filled directly is replaced by staging memory.
     pub(crate) fn lend(
         &mut self,
         object: &Bound<'py, PyAny>,
         stored: Dtype,
-    ) -> Result<(Vec<Lent>, Staged<'py>)> {
+    ) -> Result<(Vec<FillTarget>, Staged<'py>)> {
         self.0.purpose = Purpose::Fill(Filling::new(stored));
-        let lent = self.0.lent(object)?.ok_or_else(|| {
+        let targets = self.0.import_targets(object)?.ok_or_else(|| {
             Refusal::leaf("`into` is no tensor", "give a tensor, a TensorShard or an array")
         })?;
         let Purpose::Fill(filling) = &self.0.purpose else { unreachable!("it was just made") };
-        Ok((lent, filling.staged.take()))
+        Ok((targets, filling.staged.take()))
     }
 
-    /// The GPUs' memory among what was lent.
+    /// Returns the GPU memory of the tensors to fill.
     pub(crate) fn devices(&self) -> &Devices {
         &self.0.devices
     }
 }
 
-struct Taker<'py> {
+struct ValueImporter<'py> {
     py: Python<'py>,
     torch: Option<Torch<'py>>,
     numpy: Option<Numpy<'py>>,
     ordered_dict: Bound<'py, PyAny>,
     allow_pickle: bool,
     path: Vec<Step>,
-    leaves: u32,
+    leaf_count: u32,
     metadata: serde_json::Map<String, Json>,
     meshes: Meshes<'py>,
     purpose: Purpose<'py>,
     devices: Devices,
-    lacks: bool,
+    omits_tensors: bool,
 }
 
-impl<'py> Taker<'py> {
+impl<'py> ValueImporter<'py> {
     fn new(py: Python<'py>, allow_pickle: bool, purpose: Purpose<'py>) -> Result<Self> {
         Ok(Self {
             py,
@@ -187,55 +195,55 @@ impl<'py> Taker<'py> {
             ordered_dict: py.import("collections")?.getattr("OrderedDict")?,
             allow_pickle,
             path: Vec::new(),
-            leaves: 0,
+            leaf_count: 0,
             metadata: serde_json::Map::new(),
             meshes: Meshes::default(),
             purpose,
             devices: Devices::default(),
-            lacks: false,
+            omits_tensors: false,
         })
     }
 
-    fn here(&self) -> ObjectPath {
+    fn current_path(&self) -> ObjectPath {
         self.path.iter().cloned().collect()
     }
 
-    fn value(&mut self, object: &Bound<'py, PyAny>) -> Result<Value> {
-        if let Some(container) = self.container(object)? {
+    fn import_value(&mut self, object: &Bound<'py, PyAny>) -> Result<Value> {
+        if let Some(container) = self.import_container(object)? {
             return Ok(container);
         }
-        self.leaves += 1;
-        if self.leaves.is_multiple_of(LEAVES) {
+        self.leaf_count += 1;
+        if self.leaf_count.is_multiple_of(SIGNAL_CHECK_LEAVES) {
             self.py.check_signals()?;
         }
-        self.leaf(object).map_err(|error| error.at(&self.here()))
+        self.import_leaf(object).map_err(|error| error.at(&self.current_path()))
     }
 
-    fn container(&mut self, object: &Bound<'py, PyAny>) -> Result<Option<Value>> {
+    fn import_container(&mut self, object: &Bound<'py, PyAny>) -> Result<Option<Value>> {
         let class = object.get_type();
         let value = if let Ok(dict) = object.cast_exact::<PyDict>() {
-            self.deeper()?;
-            // A copy: who changes the dict meanwhile does not change what is gone through.
-            Value::Dict(self.dict(&dict.items())?)
+            self.check_depth()?;
+            // A copy of the items, which a concurrent change of the dict does not affect.
+            Value::Dict(self.import_dict(&dict.items())?)
         } else if class.is(&self.ordered_dict) {
-            self.deeper()?;
-            self.take_metadata(object)?;
-            // Its order is not that of the dict that it is.
+            self.check_depth()?;
+            self.import_metadata(object)?;
+            // The order of an `OrderedDict` differs from that of the underlying dict.
             let items = object.call_method0(intern!(self.py, "items"))?;
             let items = self.py.get_type::<PyList>().call1((items,))?;
-            Value::OrderedDict(self.dict(items.cast()?)?)
+            Value::OrderedDict(self.import_dict(items.cast()?)?)
         } else if let Ok(list) = object.cast_exact::<PyList>() {
-            self.deeper()?;
-            Value::List(self.values(list.to_tuple().iter())?)
+            self.check_depth()?;
+            Value::List(self.import_values(list.to_tuple().iter())?)
         } else if let Ok(tuple) = object.cast_exact::<PyTuple>() {
-            self.deeper()?;
-            Value::Tuple(self.values(tuple.iter())?)
+            self.check_depth()?;
+            Value::Tuple(self.import_values(tuple.iter())?)
         } else if let Some(fields) = fields_of(object)? {
-            self.deeper()?;
+            self.check_depth()?;
             let values = object.cast::<PyTuple>()?;
             let mut dict = Dict::new();
             for (field, value) in fields.iter().zip(values.iter()) {
-                let value = self.element(Step::Key(Key::Str(field.clone())), &value)?;
+                let value = self.import_element(Step::Key(Key::Str(field.clone())), &value)?;
                 dict.insert(Key::Str(field.clone()), value);
             }
             Value::NamedTuple(text(class.name()?.as_any())?, dict)
@@ -245,96 +253,101 @@ impl<'py> Taker<'py> {
         Ok(Some(value))
     }
 
-    /// Refuses what lies too deep, before it is gone into: a dict may contain itself.
-    fn deeper(&self) -> Result<()> {
+    /// Rejects containers that are nested too deep, before recursing: a dict can contain itself.
+    fn check_depth(&self) -> Result<()> {
         if self.path.len() < MAX_DEPTH {
             return Ok(());
         }
         let note = "does a container hold itself?";
-        Err(Error::new(ErrorKind::TooDeep).at(self.here().fqn()).note(note).into())
+        Err(Error::new(ErrorKind::TooDeep).at(self.current_path().fqn()).note(note).into())
     }
 
-    /// What lies in a container. None if it is a tensor of which this rank has nothing, as of tables that name their own
-    /// offsets: not even its dtype is known.
-    fn child(&mut self, step: Step, object: &Bound<'py, PyAny>) -> Result<Option<Value>> {
+    /// Imports an object in a container; `None` for a tensor of which this rank has no shard.
+    ///
+    /// Tables that declare their own offsets can be such tensors. Not even their dtype is known.
+    fn import_child(&mut self, step: Step, object: &Bound<'py, PyAny>) -> Result<Option<Value>> {
         self.path.push(step);
-        let value = self.value(object)?;
+        let value = self.import_value(object)?;
         self.path.pop();
-        let is_nothing = matches!(&value, Value::Shards(shards) if shards.is_empty());
-        self.lacks |= is_nothing;
-        Ok((!is_nothing).then_some(value))
+        let is_empty = matches!(&value, Value::Shards(shards) if shards.is_empty());
+        self.omits_tensors |= is_empty;
+        Ok((!is_empty).then_some(value))
     }
 
-    /// What lies in a container that has places for all.
-    fn element(&mut self, step: Step, object: &Bound<'py, PyAny>) -> Result<Value> {
-        let value = self.child(step.clone(), object)?;
+    /// Imports an object in a container that cannot omit an entry.
+    fn import_element(&mut self, step: Step, object: &Bound<'py, PyAny>) -> Result<Value> {
+        let value = self.import_child(step.clone(), object)?;
         value.ok_or_else(|| {
             self.path.push(step);
             let text = "a tensor of which this rank has nothing leaves a gap in what it lies in";
-            let refusal = Refusal::leaf(text, "put it into a dict").at(&self.here());
+            let refusal = Refusal::leaf(text, "put it into a dict").at(&self.current_path());
             self.path.pop();
             refusal.into()
         })
     }
 
-    fn dict(&mut self, items: &Bound<'py, PyList>) -> Result<Dict> {
+    fn import_dict(&mut self, items: &Bound<'py, PyList>) -> Result<Dict> {
         let mut dict = Dict::new();
         for item in items.iter() {
             let (key, value) = (item.get_item(0)?, item.get_item(1)?);
-            let key = key_of(&key, MAX_DEPTH).map_err(|error| error.at(&self.here()))?;
-            if let Some(value) = self.child(Step::Key(key.clone()), &value)? {
+            let key = key_of(&key, MAX_DEPTH).map_err(|error| error.at(&self.current_path()))?;
+            if let Some(value) = self.import_child(Step::Key(key.clone()), &value)? {
                 dict.insert(key, value);
             }
         }
         Ok(dict)
     }
 
-    fn values(&mut self, objects: impl Iterator<Item = Bound<'py, PyAny>>) -> Result<Vec<Value>> {
+    fn import_values(
+        &mut self,
+        objects: impl Iterator<Item = Bound<'py, PyAny>>,
+    ) -> Result<Vec<Value>> {
         (0..)
             .zip(objects)
-            .map(|(index, object)| self.element(Step::Index(index), &object))
+            .map(|(index, object)| self.import_element(Step::Index(index), &object))
             .collect()
     }
 
-    /// Keeps the `_metadata` that torch's modules hang on their state dicts.
-    fn take_metadata(&mut self, dict: &Bound<'py, PyAny>) -> Result<()> {
+    /// Imports the `_metadata` that torch modules attach to their state dicts.
+    fn import_metadata(&mut self, dict: &Bound<'py, PyAny>) -> Result<()> {
         let Some(metadata) = dict.getattr_opt(intern!(self.py, "_metadata"))? else {
             return Ok(());
         };
         let json = self.py.import("json")?;
-        let unlike = |_| {
+        let invalid_metadata = |_| {
             Refusal::leaf(
                 "its `_metadata` is no JSON",
                 "make it one of strs, numbers, bools, None, lists and dicts with str keys",
             )
-            .at(&self.here())
+            .at(&self.current_path())
         };
-        let written = json.call_method1("dumps", (&metadata,)).map_err(unlike)?;
-        let read = json.call_method1("loads", (&written,))?;
-        if !read.eq(&metadata)? {
-            return Err(unlike(PyTypeError::new_err(())).into());
+        let json_text = json.call_method1("dumps", (&metadata,)).map_err(invalid_metadata)?;
+        let parsed = json.call_method1("loads", (&json_text,))?;
+        if !parsed.eq(&metadata)? {
+            return Err(invalid_metadata(PyTypeError::new_err(())).into());
         }
-        let json = serde_json::from_str(written.cast::<PyString>()?.to_str()?);
-        let json = json.map_err(|error| unlike(PyTypeError::new_err(error.to_string())))?;
-        self.metadata.insert(self.here().to_string(), json);
+        let json = serde_json::from_str(json_text.cast::<PyString>()?.to_str()?);
+        let json =
+            json.map_err(|error| invalid_metadata(PyTypeError::new_err(error.to_string())))?;
+        self.metadata.insert(self.current_path().to_string(), json);
         Ok(())
     }
 
-    fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Result<Value> {
+    fn import_leaf(&mut self, object: &Bound<'py, PyAny>) -> Result<Value> {
         if let Some(torch) = &self.torch
             && torch.is_plain(object)?
         {
-            return Ok(Value::Tensor(self.local(torch, object, torch.flags(object)?)?));
+            return Ok(Value::Tensor(self.import_torch(torch, object, torch.flags(object)?)?));
         }
-        if let Some(value) = plain(object)? {
+        if let Some(value) = import_plain(object)? {
             return Ok(value);
         }
-        if let Some(value) = self.of_torch(object)? {
+        if let Some(value) = self.import_torch_object(object)? {
             return Ok(value);
         }
         if let Some(numpy) = &self.numpy {
             if numpy.is_array(object) {
-                return Ok(Value::Tensor(self.array(numpy, object)?));
+                return Ok(Value::Tensor(self.import_numpy(numpy, object)?));
             }
             if numpy.is_scalar(object)? {
                 return Ok(Value::Tensor(numpy.take_scalar(object)?));
@@ -349,16 +362,16 @@ impl<'py> Taker<'py> {
             }
         }
         if let Ok(shard) = object.cast::<TensorShard>() {
-            return self.shard(shard.get());
+            return self.import_shard(shard.get());
         }
-        match self.borrow(object)? {
-            Some(other) => Ok(Value::Tensor(self.other(other)?)),
-            None => self.opaque(object),
+        match self.import_dlpack(object)? {
+            Some(other) => Ok(Value::Tensor(self.import_foreign(other)?)),
+            None => self.import_opaque(object),
         }
     }
 
-    /// An array of neither torch nor numpy.
-    fn borrow(&self, object: &Bound<'py, PyAny>) -> Result<Option<Borrowed>> {
+    /// Imports an array of a third framework through DLPack; `None` for any other object.
+    fn import_dlpack(&self, object: &Bound<'py, PyAny>) -> Result<Option<Borrowed>> {
         let is_tensor = self.torch.as_ref().map(|torch| torch.is_tensor(object)).transpose()?;
         let is_array = self.numpy.as_ref().map(|numpy| numpy.is_any_array(object)).transpose()?;
         if is_tensor == Some(true) || is_array == Some(true) {
@@ -367,30 +380,30 @@ impl<'py> Taker<'py> {
         dlpack::borrow(object)
     }
 
-    /// An array of another framework.
-    fn other(&self, borrowed: Borrowed) -> Result<Tensor> {
-        self.purpose.other(&self.devices, borrowed, || self.here().fqn())
+    /// Imports an array of another framework, to be stored or filled.
+    fn import_foreign(&self, borrowed: Borrowed) -> Result<Tensor> {
+        self.purpose.other(&self.devices, borrowed, || self.current_path().fqn())
     }
 
-    /// A plain tensor of torch.
-    fn local(
+    /// Imports a plain torch tensor.
+    fn import_torch(
         &self,
         torch: &Torch<'py>,
         tensor: &Bound<'py, PyAny>,
         flags: TensorFlags,
     ) -> Result<Tensor> {
-        self.purpose.torch(torch, &self.devices, tensor, flags, || self.here().fqn())
+        self.purpose.torch(torch, &self.devices, tensor, flags, || self.current_path().fqn())
     }
 
-    /// A plain array of numpy.
-    fn array(&self, numpy: &Numpy<'py>, array: &Bound<'py, PyAny>) -> Result<Tensor> {
-        self.purpose.numpy(numpy, array, || self.here().fqn())
+    /// Imports a plain numpy array.
+    fn import_numpy(&self, numpy: &Numpy<'py>, array: &Bound<'py, PyAny>) -> Result<Tensor> {
+        self.purpose.numpy(numpy, array, || self.current_path().fqn())
     }
 
-    fn of_torch(&mut self, object: &Bound<'py, PyAny>) -> Result<Option<Value>> {
+    fn import_torch_object(&mut self, object: &Bound<'py, PyAny>) -> Result<Option<Value>> {
         let Some(torch) = &self.torch else { return Ok(None) };
         if torch.is_tensor(object)? {
-            return self.tensor_subclass(object).map(Some);
+            return self.import_tensor_subclass(object).map(Some);
         }
         if let Some(dtype) = torch.dtype_of(object) {
             return Ok(Some(Value::Dtype(dtype)));
@@ -405,28 +418,28 @@ impl<'py> Taker<'py> {
         Ok(None)
     }
 
-    /// A tensor whose class is not torch's own.
-    fn tensor_subclass(&mut self, object: &Bound<'py, PyAny>) -> Result<Value> {
+    /// Imports a tensor whose class is neither `torch.Tensor` nor `Parameter`.
+    fn import_tensor_subclass(&mut self, object: &Bound<'py, PyAny>) -> Result<Value> {
         let torch = self.torch.as_ref().expect("it is a tensor");
         let object = dtensor::waited(object)?;
         let flags = torch.flags(&object)?;
         if torch.is_plain(&object)? {
-            return Ok(Value::Tensor(self.local(torch, &object, flags)?));
+            return Ok(Value::Tensor(self.import_torch(torch, &object, flags)?));
         }
         let shards = match dtensor::parts(&object)? {
             Parts::Chunks(chunks) => {
                 let part = self.purpose.part();
                 let mut shards = Vec::new();
-                for (number, (local, mut offsets)) in chunks.locals.into_iter().enumerate() {
+                for (index, (local, mut offsets)) in chunks.locals.into_iter().enumerate() {
                     if let Some(part) = part {
-                        if !part.locals.contains(&number) {
+                        if !part.locals.contains(&index) {
                             continue;
                         }
-                        let inside = part.region.iter().flat_map(Region::offsets);
-                        let offsets = offsets.iter_mut().zip(inside);
-                        offsets.for_each(|(at, more)| *at = at.saturating_add(*more));
+                        let box_offsets = part.region.iter().flat_map(Region::offsets);
+                        let offsets = offsets.iter_mut().zip(box_offsets);
+                        offsets.for_each(|(start, by)| *start = start.saturating_add(*by));
                     }
-                    let tensor = self.local(torch, &local, flags)?;
+                    let tensor = self.import_torch(torch, &local, flags)?;
                     let shape = tensor.meta().shape();
                     let slice = TensorSlice::new(&offsets, shape, &chunks.global_shape)?;
                     shards.push(Shard::new(tensor, ShardPlace::new(slice))?);
@@ -435,20 +448,21 @@ impl<'py> Taker<'py> {
             }
             Parts::DTensor(parts) => {
                 let places = parts.places(&self.meshes.of(&parts.mesh)?)?;
-                let mut local = self.local(torch, &parts.local, flags)?;
+                let mut local = self.import_torch(torch, &parts.local, flags)?;
                 if !parts.is_in_mesh() {
-                    // torch gives it one dimension, whatever the global tensor has.
-                    let nothing = places[0].slice().local_shape();
-                    let meta = TensorMeta::new(local.meta().dtype(), nothing)?.with_flags(flags);
+                    // torch gives the local tensor one dimension, regardless of the global tensor.
+                    let local_shape = places[0].slice().local_shape();
+                    let meta =
+                        TensorMeta::new(local.meta().dtype(), local_shape)?.with_flags(flags);
                     local = Tensor::new(meta, Storage::default(), 0)?;
                 }
-                self.shards(&local, places)?
+                self.split_shards(&local, places)?
             }
         };
         Ok(Value::Shards(shards))
     }
 
-    fn lent(&mut self, object: &Bound<'py, PyAny>) -> Result<Option<Vec<Lent>>> {
+    fn import_targets(&mut self, object: &Bound<'py, PyAny>) -> Result<Option<Vec<FillTarget>>> {
         let is_torch = match &self.torch {
             Some(torch) => torch.is_tensor(object)?,
             None => false,
@@ -458,30 +472,31 @@ impl<'py> Taker<'py> {
         if !is_torch && !is_array && !is_shard && !object.hasattr("__dlpack__")? {
             return Ok(None);
         }
-        Ok(Some(match self.leaf(object)? {
+        Ok(Some(match self.import_leaf(object)? {
             Value::Tensor(tensor) => vec![(tensor, None)],
             Value::Shards(shards) => {
-                let part = |shard: Shard| (shard.tensor().clone(), Some(shard.place().clone()));
-                shards.into_iter().map(part).collect()
+                let to_target =
+                    |shard: Shard| (shard.tensor().clone(), Some(shard.place().clone()));
+                shards.into_iter().map(to_target).collect()
             }
             _ => return Ok(None),
         }))
     }
 
-    fn shard(&self, shard: &TensorShard) -> Result<Value> {
+    fn import_shard(&self, shard: &TensorShard) -> Result<Value> {
         let local = shard.local().bind(self.py);
-        let tensor = self.plain_tensor(local)?.ok_or_else(|| {
+        let tensor = self.import_plain_tensor(local)?.ok_or_else(|| {
             let class = name_of(&local.get_type());
             Refusal::leaf(
                 format!("the local part of a TensorShard is a {class}"),
                 "give it a plain tensor of torch or an array of numpy",
             )
         })?;
-        Ok(Value::Shards(self.shards(&tensor, shard.places(self.py)?)?))
+        Ok(Value::Shards(self.split_shards(&tensor, shard.places(self.py)?)?))
     }
 
-    /// A local tensor, or what is wanted of it, as the boxes that it is.
-    fn shards(&self, local: &Tensor, mut places: Vec<ShardPlace>) -> Result<Vec<Shard>> {
+    /// Splits a local tensor, or the part of it that is imported, into its boxes.
+    fn split_shards(&self, local: &Tensor, mut places: Vec<ShardPlace>) -> Result<Vec<Shard>> {
         if let Some(region) = self.purpose.part().and_then(|part| part.region.as_ref()) {
             places = slice::parts(&places, region)?;
         }
@@ -491,22 +506,22 @@ impl<'py> Taker<'py> {
         Ok(shards.map(|(local, place)| Shard::new(local, place)).collect::<Result<_, Error>>()?)
     }
 
-    fn plain_tensor(&self, object: &Bound<'py, PyAny>) -> Result<Option<Tensor>> {
+    fn import_plain_tensor(&self, object: &Bound<'py, PyAny>) -> Result<Option<Tensor>> {
         if let Some(torch) = &self.torch
             && torch.is_plain(object)?
         {
-            return self.local(torch, object, torch.flags(object)?).map(Some);
+            return self.import_torch(torch, object, torch.flags(object)?).map(Some);
         }
         if let Some(numpy) = &self.numpy
             && numpy.is_array(object)
         {
-            return self.array(numpy, object).map(Some);
+            return self.import_numpy(numpy, object).map(Some);
         }
-        self.borrow(object)?.map(|other| self.other(other)).transpose()
+        self.import_dlpack(object)?.map(|other| self.import_foreign(other)).transpose()
     }
 
-    /// What is no typed leaf: pickled if the caller allows it.
-    fn opaque(&self, object: &Bound<'py, PyAny>) -> Result<Value> {
+    /// Imports an object that is not a typed leaf: pickles it if the caller allows that.
+    fn import_opaque(&self, object: &Bound<'py, PyAny>) -> Result<Value> {
         if !self.allow_pickle {
             let class = name_of(&object.get_type());
             return Err(Refusal::leaf(
@@ -523,12 +538,12 @@ impl<'py> Taker<'py> {
     }
 }
 
-/// A key whose tuples nest no deeper than that; the format then has a limit of its own.
+/// Converts a key whose tuples are nested at most `depth` deep. The format has a limit of its own.
 pub(crate) fn key_of(object: &Bound<'_, PyAny>, depth: usize) -> Result<Key> {
     Ok(if object.is_exact_instance_of::<PyString>() {
         Key::Str(text(object)?)
     } else if object.is_exact_instance_of::<PyInt>() {
-        Key::Int(int(object)?)
+        Key::Int(to_int(object)?)
     } else if let Ok(value) = object.cast_exact::<PyBool>() {
         Key::Bool(value.is_true())
     } else if let Ok(value) = object.cast_exact::<PyFloat>() {
@@ -552,7 +567,7 @@ pub(crate) fn key_of(object: &Bound<'_, PyAny>, depth: usize) -> Result<Key> {
     })
 }
 
-/// The field names of a namedtuple; none if it is another object.
+/// Returns the field names of a namedtuple; `None` for any other object.
 pub(crate) fn fields_of(object: &Bound<'_, PyAny>) -> Result<Option<Vec<Text>>> {
     let Ok(tuple) = object.cast::<PyTuple>() else { return Ok(None) };
     let Some(fields) = object.getattr_opt(intern!(object.py(), "_fields"))? else {
@@ -565,14 +580,14 @@ pub(crate) fn fields_of(object: &Bound<'_, PyAny>) -> Result<Option<Vec<Text>>> 
     fields.iter().map(|field| text(&field)).collect::<Result<_>>().map(Some)
 }
 
-/// A leaf of Python's own types.
-fn plain(object: &Bound<'_, PyAny>) -> Result<Option<Value>> {
+/// Imports a leaf of a builtin Python type; `None` for any other object.
+fn import_plain(object: &Bound<'_, PyAny>) -> Result<Option<Value>> {
     Ok(Some(if object.is_none() {
         Value::None
     } else if let Ok(value) = object.cast_exact::<PyBool>() {
         Value::Bool(value.is_true())
     } else if object.is_exact_instance_of::<PyInt>() {
-        Value::Int(int(object)?)
+        Value::Int(to_int(object)?)
     } else if let Ok(value) = object.cast_exact::<PyFloat>() {
         Value::Float(value.value().into())
     } else if object.is_exact_instance_of::<PyString>() {
@@ -586,14 +601,14 @@ fn plain(object: &Bound<'_, PyAny>) -> Result<Option<Value>> {
     }))
 }
 
-fn int(object: &Bound<'_, PyAny>) -> Result<tssd_format::Int> {
+fn to_int(object: &Bound<'_, PyAny>) -> Result<tssd_format::Int> {
     match object.extract::<i64>() {
         Ok(small) => Ok(small.into()),
         Err(_) => Ok(object.extract::<BigInt>()?.into()),
     }
 }
 
-/// A str; lone surrogates are kept.
+/// Converts a str. Lone surrogates are kept.
 pub(crate) fn text(object: &Bound<'_, PyAny>) -> Result<Text> {
     let text = object.cast::<PyString>()?;
     if let Ok(text) = text.to_str() {

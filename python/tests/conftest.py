@@ -1,4 +1,4 @@
-"""What the tests share. Those that need torch are left out where it is not installed."""
+"""Fixtures of all tests. Tests that need torch are not collected if torch is not installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from s3 import HAS_SERVER, server
+from s3 import HAS_MOTO, server
 
 __all__ = ["server"]
 
@@ -26,7 +26,7 @@ collect_ignore = (
         "test_torch.py",
         "test_torchstore.py",
     ]
-) + ([] if HAS_SERVER else ["test_bucket.py"])
+) + ([] if HAS_MOTO else ["test_bucket.py"])
 
 
 @pytest.fixture
@@ -35,15 +35,15 @@ def path(tmp_path: Path) -> Path:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Ends with the counts, as the project's other checks do."""
+    """Prints the counts last, in the format of the project's other checks."""
     stats = config.pluginmanager.get_plugin("terminalreporter").stats
     failed = len(stats.get("failed", [])) + len(stats.get("error", []))
     print(f"{len(stats.get('passed', []))} passed, {failed} failed")
 
 
 @pytest.fixture(autouse=True)
-def interrupts() -> Iterator[None]:
-    """Ctrl-C raises, though a shell that runs the tests in the background has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def sigint_raises() -> Iterator[None]:
+    """Makes SIGINT raise `KeyboardInterrupt`: a shell that runs the tests in the background ignores the signal."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, previous)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharding import SHAPES, distributed
+from sharding import SHAPES, distribute
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -28,12 +28,12 @@ def main() -> None:
         for rows, columns in SHAPES:
             name = f"{placements} {rows} {columns}"
             full[name] = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
-            state[name] = distributed(full[name], mesh, placements)
-    rest = {"step": 7, "list": [torch.ones(3), {"name": "run"}]}
+            state[name] = distribute(full[name], mesh, placements)
+    plain = {"step": 7, "list": [torch.ones(3), {"name": "run"}]}
     writer = dcp.FileSystemWriter(PATH, thread_count=2)
-    dcp.save({"sharded": state, "rest": rest}, storage_writer=writer)
+    dcp.save({"sharded": state, "rest": plain}, storage_writer=writer)
     if RANK == 0:
-        torch.save({"sharded": full, "rest": rest}, FOLDER / "full.pt")
+        torch.save({"sharded": full, "rest": plain}, FOLDER / "full.pt")
     dist.destroy_process_group()
 
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tssd
 from same import same
-from sharding import distributed
+from sharding import distribute
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
-from training import local, mesh, trained
+from training import make_mesh, make_trained_state, to_local
 from tssd.dcp import TssdReader, TssdWriter
 
 FOLDER, RANKS, RANK, PATH = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -26,107 +26,108 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/meet", world_size=RANKS, rank=RANK)
     groups: dict[int, Any] = {size: dist.new_group(list(range(size))) for size in (2, 4, 8)}
     shapes = [((2,), (4,)), ((4,), (2,)), ((2, 2), (4,)), ((2,), (2, 4)), ((4, 2), (2, 4)), ((4, 2), (2, 2))]
-    for number, (one, other) in enumerate(shapes):
-        meshes = [mesh(shape) for shape in (one, other)]
-        resharded(number, meshes[0], meshes[1], groups)
-    several_boxes_on_a_rank(mesh((RANKS,)))
-    in_the_background(mesh((RANKS,)))
-    a_rank_that_fails(mesh((RANKS,)))
-    each_for_itself()
+    for number, (save_shape, load_shape) in enumerate(shapes):
+        meshes = [make_mesh(shape) for shape in (save_shape, load_shape)]
+        check_resharding(number, meshes[0], meshes[1], groups)
+    check_several_boxes_per_rank(make_mesh((RANKS,)))
+    check_async_save(make_mesh((RANKS,)))
+    check_failing_rank(make_mesh((RANKS,)))
+    check_save_without_collectives()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def resharded(number: int, one: DeviceMesh, other: DeviceMesh, groups: dict[int, Any]) -> None:
-    """What is saved on one mesh and loaded on another is what DCP's own files give there."""
+def check_resharding(number: int, save_mesh: DeviceMesh, load_mesh: DeviceMesh, groups: dict[int, Any]) -> None:
+    """Saves on one mesh and loads on another. The result equals that of the files which DCP itself writes."""
     files = FOLDER / f"files{number}"
-    if one.get_coordinate() is not None:
-        state, group = trained(one, number), groups[one.size()]
+    if save_mesh.get_coordinate() is not None:
+        state, group = make_trained_state(save_mesh, number), groups[save_mesh.size()]
         dcp.save(state, storage_writer=TssdWriter(PATH), process_group=group)
         dcp.save(state, checkpoint_id=files, process_group=group)
     dist.barrier()
-    if other.get_coordinate() is not None:
-        group = groups[other.size()]
-        mine, theirs = trained(other, 100), trained(other, 200)
-        assert not same(local(mine), local(theirs))
-        dcp.load(mine, storage_reader=TssdReader(PATH), process_group=group)
-        dcp.load(theirs, checkpoint_id=files, process_group=group)
-        assert same(local(mine), local(theirs)), (one, other)
-        assert mine["nested"]["step"] == number
+    if load_mesh.get_coordinate() is not None:
+        group = groups[load_mesh.size()]
+        actual, expected = make_trained_state(load_mesh, 100), make_trained_state(load_mesh, 200)
+        assert not same(to_local(actual), to_local(expected))
+        dcp.load(actual, storage_reader=TssdReader(PATH), process_group=group)
+        dcp.load(expected, checkpoint_id=files, process_group=group)
+        assert same(to_local(actual), to_local(expected)), (save_mesh, load_mesh)
+        assert actual["nested"]["step"] == number
     with tssd.Store(PATH) as store:
         whole = store.get("checkpoint", fqn="uneven.(10, 3)")
         assert torch.equal(whole, torch.arange(30.0).reshape(10, 3) + number)
     dist.barrier()
 
 
-def several_boxes_on_a_rank(where: DeviceMesh) -> None:
-    """Local tensors that name their own offsets, as those of embedding tables do; loaded into others."""
+def check_several_boxes_per_rank(mesh: DeviceMesh) -> None:
+    """Local tensors declare their own offsets, like those of embedding tables. The load splits them differently."""
     rows, whole = 3 * RANKS, torch.arange(6.0 * RANKS).reshape(3 * RANKS, 2)
 
-    def table(offsets: list[int], sizes: list[int], fill: float | None) -> DTensor:
+    def make_table(offsets: list[int], sizes: list[int], fill: float | None) -> DTensor:
         parts = [whole[at : at + size].clone() for at, size in zip(offsets, sizes)]
         if fill is not None:
             parts = [torch.full_like(part, fill) for part in parts]
         wrapped = LocalShardsWrapper(parts, [(at, 0) for at in offsets])
         return DTensor.from_local(
-            wrapped, where, [Shard(0)], run_check=False, shape=torch.Size((rows, 2)), stride=(2, 1)
+            wrapped, mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, 2)), stride=(2, 1)
         )
 
-    saved = {"table": table([RANK * 3, RANK * 3 + 2], [2, 1], None)}
+    saved = {"table": make_table([RANK * 3, RANK * 3 + 2], [2, 1], None)}
     dcp.save(saved, storage_writer=TssdWriter(PATH, "table"))
-    into = {"table": table([RANK, RANKS + 2 * RANK], [1, 2], -1.0)}
+    into = {"table": make_table([RANK, RANKS + 2 * RANK], [1, 2], -1.0)}
     dcp.load(into, storage_reader=TssdReader(PATH, "table"))
-    found = into["table"].to_local().local_shards()
-    assert torch.equal(found[0], whole[RANK : RANK + 1])
-    assert torch.equal(found[1], whole[RANKS + 2 * RANK : RANKS + 2 * RANK + 2])
+    shards = into["table"].to_local().local_shards()
+    assert torch.equal(shards[0], whole[RANK : RANK + 1])
+    assert torch.equal(shards[1], whole[RANKS + 2 * RANK : RANKS + 2 * RANK + 2])
     dist.barrier()
 
 
-def numbered(where: DeviceMesh, number: int) -> dict[str, Any]:
-    return {"w": distributed(torch.full((10, 3), float(number)), where, (Shard(0),)), "number": number}
+def make_numbered_state(mesh: DeviceMesh, number: int) -> dict[str, Any]:
+    return {"w": distribute(torch.full((10, 3), float(number)), mesh, (Shard(0),)), "number": number}
 
 
-def check(where: DeviceMesh, key: str, number: int) -> None:
-    state = numbered(where, -1)
+def check_stored_number(mesh: DeviceMesh, key: str, number: int) -> None:
+    state = make_numbered_state(mesh, -1)
     dcp.load(state, storage_reader=TssdReader(PATH, key))
-    assert same(local(state), local(numbered(where, number))), state
+    assert same(to_local(state), to_local(make_numbered_state(mesh, number))), state
     dist.barrier()
 
 
-def in_the_background(where: DeviceMesh) -> None:
-    """Tensors may be written to as soon as async_save has returned."""
+def check_async_save(mesh: DeviceMesh) -> None:
+    """The caller may write to tensors as soon as `async_save` has returned."""
     writer = TssdWriter(PATH, "background")
     for number in range(2):
-        state = numbered(where, number)
+        state = make_numbered_state(mesh, number)
         saving = dcp.async_save(state, storage_writer=writer)
         state["w"].to_local().fill_(7)
         saving.result()
         dist.barrier()
-        check(where, "background", number)
+        check_stored_number(mesh, "background", number)
 
 
-class Failing(dcp.DefaultSavePlanner):
+class FailingPlanner(dcp.DefaultSavePlanner):
     def resolve_data(self, write_item: Any) -> Any:
         if RANK == 1:
             raise RuntimeError("no data")
         return super().resolve_data(write_item)
 
 
-def a_rank_that_fails(where: DeviceMesh) -> None:
-    """The version before stays, and the next save is not in its way."""
+def check_failing_rank(mesh: DeviceMesh) -> None:
+    """A save that fails on one rank leaves the previous version in place. The next save succeeds."""
     writer = TssdWriter(PATH, "failing")
-    dcp.save(numbered(where, 1), storage_writer=writer)
+    dcp.save(make_numbered_state(mesh, 1), storage_writer=writer)
     try:
-        dcp.save(numbered(where, 2), storage_writer=writer, planner=Failing())
+        dcp.save(make_numbered_state(mesh, 2), storage_writer=writer, planner=FailingPlanner())
         raise AssertionError("what one rank lacks was saved")
     except dcp.CheckpointException as error:
         assert "no data" in str(error)
-    check(where, "failing", 1)
-    dcp.save(numbered(where, 3), storage_writer=TssdWriter(PATH, "failing"))
-    check(where, "failing", 3)
+    check_stored_number(mesh, "failing", 1)
+    dcp.save(make_numbered_state(mesh, 3), storage_writer=TssdWriter(PATH, "failing"))
+    check_stored_number(mesh, "failing", 3)
 
 
-def each_for_itself() -> None:
+def check_save_without_collectives() -> None:
+    """Each rank saves and loads a state dict of its own."""
     state = {"w": torch.full((3,), float(RANK)), "rank": RANK}
     dcp.save(state, storage_writer=TssdWriter(PATH, "alone"), use_collectives=False)
     into = {"w": torch.zeros(3), "rank": -1}

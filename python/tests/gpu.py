@@ -1,4 +1,4 @@
-"""A framework whose arrays are in a GPU's memory: NVIDIA's driver, or the one without a GPU, and DLPack."""
+"""Arrays in GPU memory with DLPack, on the CUDA driver of NVIDIA or on the fake driver of the tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _capsule.restype = ctypes.py_object
 _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
-class _Tensor(ctypes.Structure):
+class _DLTensor(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("kind", ctypes.c_int32),
@@ -33,23 +33,23 @@ class _Tensor(ctypes.Structure):
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-class _Managed(ctypes.Structure):
-    _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
+class _DLManagedTensor(ctypes.Structure):
+    _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
 
 
-class _Versioned(ctypes.Structure):
+class _DLManagedTensorVersioned(ctypes.Structure):
     _fields_ = [
         ("major", ctypes.c_uint32),
         ("minor", ctypes.c_uint32),
         ("context", ctypes.c_void_p),
         ("deleter", _Deleter),
         ("flags", ctypes.c_uint64),
-        ("tensor", _Tensor),
+        ("tensor", _DLTensor),
     ]
 
 
 class Driver:
-    """The driver's library, with a context that is current, and a stream."""
+    """The CUDA driver library, with a current context and a stream."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so")
@@ -70,7 +70,7 @@ class Driver:
         return pointer.value
 
     def write(self, pointer: int, data: bytes) -> bytes:
-        """Gives the stream bytes to write, which it does later: they must stay until then."""
+        """Enqueues a copy of bytes to the device. Returns the bytes, which must live until the stream has copied them."""
         source, size = ctypes.c_char_p(data), ctypes.c_size_t(len(data))
         self.call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(pointer), source, size, self.stream)
         return data
@@ -85,10 +85,10 @@ class Driver:
     def wait(self) -> None:
         self.call("cuStreamSynchronize", self.stream)
 
-    def order(self, other: int) -> None:
-        """Another stream, by its number in the array API, goes on when this one has done what it was given."""
+    def make_stream_wait(self, other: int) -> None:
+        """Makes another stream wait for all work that this stream has now. Streams are numbered as in the array API."""
         event = ctypes.c_void_p()
-        # Of this thread, whichever it is.
+        # The current context belongs to a thread, and any thread may call this.
         self.call("cuCtxSetCurrent", self.context)
         self.call("cuEventCreate", ctypes.byref(event), 2)
         self.call("cuEventRecord", event, self.stream)
@@ -97,17 +97,17 @@ class Driver:
         self.call("cuEventDestroy_v2", event)
 
 
-# What is lent, by its address, until it is given back.
-lent: dict[int, Any] = {}
+# Exported tensors by address, until the consumer calls the deleter.
+exported: dict[int, Any] = {}
 
 
 @_Deleter
-def _give_back(address: int) -> None:
-    del lent[address]
+def _release_export(address: int) -> None:
+    del exported[address]
 
 
 class Array:
-    """Elements in memory of a GPU, or of the host, that are lent by DLPack."""
+    """An array in GPU or host memory that DLPack exports."""
 
     def __init__(
         self,
@@ -147,16 +147,16 @@ class Array:
             raise TypeError("max_version came later")
         if self.driver is not None:
             assert stream is not None
-            self.driver.order(stream)
+            self.driver.make_stream_wait(stream)
         ndim = len(self.shape)
         dims = ctypes.c_int64 * ndim
         shape, strides = dims(*self.shape), dims(*self.strides) if self.strides else None
         code, bits = TYPES[self.dtype]
-        tensor = _Tensor(self.pointer, self.kind, 0, ndim, code, bits, self.lanes, shape, strides, 0)
+        tensor = _DLTensor(self.pointer, self.kind, 0, ndim, code, bits, self.lanes, shape, strides, 0)
         name = b"dltensor" if self.version is None else b"dltensor_versioned"
-        managed: Any = _Managed(tensor, None, _give_back)
+        managed: Any = _DLManagedTensor(tensor, None, _release_export)
         if self.version is not None:
-            managed = _Versioned(self.version, 0, None, _give_back, int(not self.is_writable), tensor)
+            managed = _DLManagedTensorVersioned(self.version, 0, None, _release_export, int(not self.is_writable), tensor)
         address = ctypes.addressof(managed)
-        lent[address] = (self, managed, shape, strides, name)
+        exported[address] = (self, managed, shape, strides, name)
         return _capsule(address, name, None)

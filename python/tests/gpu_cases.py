@@ -1,6 +1,6 @@
-"""What is in a GPU's memory is put and got as what is in the host's.
+"""Puts and gets of arrays in GPU memory.
 
-`pytest python/tests/gpu_cases.py` on a machine with a GPU; `test_gpu.py` runs it on a driver without one.
+Run `pytest python/tests/gpu_cases.py` on a machine with a GPU. `test_gpu.py` runs it on the fake CUDA driver.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import gpu
 import numpy as np
 import pytest
 import tssd
-from test_store import daemon
+from test_store import Daemon
 
 try:
     import torch
@@ -43,63 +43,63 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tssd.Store
     elif request.param == "directory":
         yield tssd.Store(str(tmp_path / "store"))
     else:
-        with daemon(tmp_path / "socket") as url, tssd.Store(url) as store:
+        with Daemon(tmp_path / "socket") as url, tssd.Store(url) as store:
             yield store
 
 
 @pytest.fixture(autouse=True)
-def everything_is_given_back() -> Iterator[None]:
+def all_exports_are_released() -> Iterator[None]:
     yield
     gc.collect()
-    assert not gpu.lent
+    assert not gpu.exported
 
 
-def bytes_of(value: Any) -> bytes:
-    """The elements of what came back, whatever framework it is of."""
+def element_bytes(value: Any) -> bytes:
+    """Returns the bytes of the elements of a result of any framework, in row-major order."""
     if not isinstance(value, np.ndarray):
         value = value.contiguous().view(torch.uint8).numpy()
     return bytes(np.ascontiguousarray(value).tobytes())
 
 
-def test_arrays_are_put_and_got(driver: gpu.Driver, store: tssd.Store) -> None:
+def test_arrays_roundtrip(driver: gpu.Driver, store: tssd.Store) -> None:
     weight, half = gpu.Array(driver, MATRIX), gpu.Array(driver, (MATRIX % 2048).astype(np.float16))
     brain = gpu.Array(driver, np.arange(600, dtype=np.uint16).reshape(20, 30), "bfloat16")
-    turned = gpu.Array(driver, MATRIX, strides=(1, 512))
+    transposed = gpu.Array(driver, MATRIX, strides=(1, 512))
     scalar, empty = gpu.Array(driver, np.int64(7)), gpu.Array(driver, np.zeros((0, 3), np.int8))
     host, old = gpu.Array(None, MATRIX[:3]), gpu.Array(driver, MATRIX[:5], version=None)
-    state = {"model": {"weight": weight, "tied": weight, "half": half, "brain": brain, "turned": turned}}
+    state = {"model": {"weight": weight, "tied": weight, "half": half, "brain": brain, "turned": transposed}}
     state |= {"scalar": scalar, "empty": empty, "host": host, "old": old, "name": "policy"}
     for step in range(3):
-        # The stream is still at it when it is put, and goes on with the next step when that has returned.
+        # The stream still writes when the put begins, and writes again as soon as the put has returned.
         weight.write(MATRIX + step)
         report = store.put_state_dict(state, "policy")
         weight.write(MATRIX - 1)
         copies = report.device_copies
         assert copies is not None
-        assert copies.pinned + copies.pageable >= weight.size + half.size + turned.size
+        assert copies.pinned + copies.pageable >= weight.size + half.size + transposed.size
         assert (report.transport == "arena") == (copies.pinned > 0)
-        found = store.get_state_dict("policy")
-        model = found["model"]
-        assert bytes_of(model["weight"]) == (MATRIX + step).tobytes() == bytes_of(model["tied"])
-        assert bytes_of(model["half"]) == half.read() and bytes_of(model["brain"]) == brain.read()
+        loaded = store.get_state_dict("policy")
+        model = loaded["model"]
+        assert element_bytes(model["weight"]) == (MATRIX + step).tobytes() == element_bytes(model["tied"])
+        assert element_bytes(model["half"]) == half.read() and element_bytes(model["brain"]) == brain.read()
         assert model["turned"].shape == (512, 1024)
-        assert bytes_of(model["turned"]) == MATRIX.reshape(1024, 512).T.tobytes()
-        assert bytes_of(found["host"]) == host.read() and bytes_of(found["old"]) == old.read()
-        assert int(found["scalar"]) == 7 and found["empty"].shape == (0, 3) and found["name"] == "policy"
+        assert element_bytes(model["turned"]) == MATRIX.reshape(1024, 512).T.tobytes()
+        assert element_bytes(loaded["host"]) == host.read() and element_bytes(loaded["old"]) == old.read()
+        assert int(loaded["scalar"]) == 7 and loaded["empty"].shape == (0, 3) and loaded["name"] == "policy"
         driver.wait()
 
 
-def test_what_is_put_later_may_be_written_at_once(driver: gpu.Driver, store: tssd.Store) -> None:
+def test_arrays_may_be_modified_after_put_without_wait(driver: gpu.Driver, store: tssd.Store) -> None:
     weight = gpu.Array(driver, MATRIX)
     pending = store.put_state_dict({"weight": weight}, "policy", wait=False)
     weight.write(MATRIX + 1)
     report = pending.result()
     assert report.device_copies is not None
-    assert bytes_of(store.get_state_dict("policy")["weight"]) == MATRIX.tobytes()
+    assert element_bytes(store.get_state_dict("policy")["weight"]) == MATRIX.tobytes()
     driver.wait()
 
 
-def test_arrays_are_put_one_by_one(driver: gpu.Driver, store: tssd.Store) -> None:
+def test_arrays_are_published_one_by_one(driver: gpu.Driver, store: tssd.Store) -> None:
     weight = gpu.Array(driver, MATRIX)
     with store.publish("policy", bucket_bytes=1 << 20) as publisher:
         for number in range(4):
@@ -108,15 +108,15 @@ def test_arrays_are_put_one_by_one(driver: gpu.Driver, store: tssd.Store) -> Non
             publisher.flush()
     copies = publisher.report.device_copies
     assert copies is not None and copies.pinned + copies.pageable == 4 * weight.size
-    found = store.get_state_dict("policy")
+    loaded = store.get_state_dict("policy")
     for number in range(4):
-        assert bytes_of(found[f"layers.{number}"]) == (MATRIX + number).tobytes()
+        assert element_bytes(loaded[f"layers.{number}"]) == (MATRIX + number).tobytes()
 
 
 def test_arrays_are_filled(driver: gpu.Driver, store: tssd.Store) -> None:
     store.put_state_dict({"weight": MATRIX, "bias": MATRIX[0], "step": 3}, "policy")
     whole, bias = gpu.Array(driver, MATRIX * 0), gpu.Array(driver, MATRIX[0] * 0)
-    # What the stream still does is over before a byte of it is filled.
+    # The fill waits for the pending write of the stream.
     whole.write(MATRIX + 9)
     into = {"weight": whole, "bias": bias}
     filled, report = store.get_state_dict("policy", into, return_report=True)
@@ -125,8 +125,8 @@ def test_arrays_are_filled(driver: gpu.Driver, store: tssd.Store) -> None:
     assert copies is not None and copies.pinned + copies.pageable == whole.size + bias.size
     assert (copies.why is None) == (copies.pageable == 0)
     part = gpu.Array(driver, np.zeros((100, 300), np.float32))
-    piece = tssd.TensorSlice((200, 500), (), (512, 1024), (100, 300), ())
-    shard = tssd.TensorShard(part, piece)
+    box = tssd.TensorSlice((200, 500), (), (512, 1024), (100, 300), ())
+    shard = tssd.TensorShard(part, box)
     store.get_state_dict("policy", {"weight": shard}, strict=False)
     assert part.read() == MATRIX[200:300, 500:800].tobytes()
     host = gpu.Array(None, MATRIX * 0)
@@ -137,11 +137,11 @@ def test_arrays_are_filled(driver: gpu.Driver, store: tssd.Store) -> None:
     assert transposed.read() == np.ascontiguousarray(MATRIX.T).tobytes()
 
 
-def test_shards_of_arrays_are_put_and_got_in_others(driver: gpu.Driver, store: tssd.Store) -> None:
+def test_shards_of_arrays_are_resharded(driver: gpu.Driver, store: tssd.Store) -> None:
     for rank in range(2):
         local = gpu.Array(driver, MATRIX[rank * 256 : rank * 256 + 256])
-        piece = tssd.TensorSlice((rank * 256, 0), (rank,), (512, 1024), (256, 1024), (2,))
-        shard = {"weight": tssd.TensorShard(local, piece)}
+        box = tssd.TensorSlice((rank * 256, 0), (rank,), (512, 1024), (256, 1024), (2,))
+        shard = {"weight": tssd.TensorShard(local, box)}
         store.put_state_dict(shard, "policy", version=1, writer=rank, writers=[0, 1], job="run")
     part = gpu.Array(driver, np.zeros((512, 512), np.float32))
     shard = tssd.TensorShard(part, tssd.TensorSlice((0, 512), (1,), (512, 1024), (512, 512), (2,)))
@@ -149,10 +149,10 @@ def test_shards_of_arrays_are_put_and_got_in_others(driver: gpu.Driver, store: t
     assert part.read() == np.ascontiguousarray(MATRIX[:, 512:]).tobytes()
 
 
-def test_arrays_stay_on_their_device(driver: gpu.Driver, tmp_path: Path) -> None:
+def test_device_residency_keeps_arrays_on_device(driver: gpu.Driver, tmp_path: Path) -> None:
     weight, half = gpu.Array(driver, MATRIX), gpu.Array(driver, (MATRIX % 2048).astype(np.float16))
     state = {"model": {"weight": weight, "half": half}, "step": 3}
-    with daemon(tmp_path / "socket") as url, tssd.Store(url) as writer, tssd.Store(url) as reader:
+    with Daemon(tmp_path / "socket") as url, tssd.Store(url) as writer, tssd.Store(url) as reader:
         for step in range(4):
             weight.write(MATRIX + step)
             report = writer.put_state_dict(state, "policy", residency="device", require="cuda_ipc")
@@ -162,16 +162,16 @@ def test_arrays_stay_on_their_device(driver: gpu.Driver, tmp_path: Path) -> None
             assert (copies.device, copies.pinned, copies.pageable) == (weight.size + half.size, 0, 0)
             into = gpu.Array(driver, MATRIX * 0)
             part = gpu.Array(driver, np.zeros((100, 300), np.float32))
-            wanted = {"model": {"weight": into}}
-            _, got = reader.get_state_dict("policy", wanted, strict=False, return_report=True)
+            into_state = {"model": {"weight": into}}
+            _, got = reader.get_state_dict("policy", into_state, strict=False, return_report=True)
             assert into.read() == (MATRIX + step).tobytes() and got.transport == "cuda_ipc"
             assert got.device_copies is not None and got.device_copies.device == into.size
-            piece = tssd.TensorSlice((200, 500), (), (512, 1024), (100, 300), ())
-            reader.get_state_dict("policy", {"model.weight": tssd.TensorShard(part, piece)}, strict=False)
+            box = tssd.TensorSlice((200, 500), (), (512, 1024), (100, 300), ())
+            reader.get_state_dict("policy", {"model.weight": tssd.TensorShard(part, box)}, strict=False)
             assert part.read() == (MATRIX + step)[200:300, 500:800].tobytes()
-            found = reader.get_state_dict("policy", require="cuda_ipc")
-            assert bytes_of(found["model"]["weight"]) == (MATRIX + step).tobytes() and found["step"] == 3
-            assert bytes_of(found["model"]["half"]) == half.read()
+            loaded = reader.get_state_dict("policy", require="cuda_ipc")
+            assert element_bytes(loaded["model"]["weight"]) == (MATRIX + step).tobytes() and loaded["step"] == 3
+            assert element_bytes(loaded["model"]["half"]) == half.read()
             driver.wait()
         with writer.publish("policy", bucket_bytes=1 << 20, residency="device", require="cuda_ipc") as publisher:
             weight.write(MATRIX + 9)
@@ -179,7 +179,7 @@ def test_arrays_stay_on_their_device(driver: gpu.Driver, tmp_path: Path) -> None
             publisher.flush()
             weight.write(MATRIX)
         assert publisher.report.device_copies.device == weight.size
-        assert bytes_of(reader.get("policy", fqn="model.weight")) == (MATRIX + 9).tobytes()
+        assert element_bytes(reader.get("policy", fqn="model.weight")) == (MATRIX + 9).tobytes()
         assert report.digest != writer.put_state_dict(state, "policy", residency="device").digest
         with pytest.raises(tssd.TssdValueError, match="residency=host"):
             writer.put_state_dict(state, "policy", residency="device", durability="disk")
@@ -190,15 +190,15 @@ def test_arrays_stay_on_their_device(driver: gpu.Driver, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("residency", ["ring", "lent", tssd.Ring(bucket_bytes=300 << 10, buckets=3)])
-def test_arrays_go_through_a_ring(driver: gpu.Driver, tmp_path: Path, residency: Any) -> None:
+def test_arrays_are_sent_through_ring(driver: gpu.Driver, tmp_path: Path, residency: Any) -> None:
     weight, half = gpu.Array(driver, MATRIX), gpu.Array(driver, (MATRIX % 2048).astype(np.float16))
     state = {"model": {"weight": weight, "half": half}}
     part = gpu.Array(driver, np.zeros((100, 300), np.float32))
     into = {"half": gpu.Array(driver, np.zeros(MATRIX.shape, np.float16)), "weight": gpu.Array(driver, MATRIX * 0)}
-    piece = tssd.TensorSlice((200, 500), (), (512, 1024), (100, 300), ())
-    with daemon(tmp_path / "socket") as url, tssd.Store(url) as writer, tssd.Store(url) as reader:
+    box = tssd.TensorSlice((200, 500), (), (512, 1024), (100, 300), ())
+    with Daemon(tmp_path / "socket") as url, tssd.Store(url) as writer, tssd.Store(url) as reader:
         whole = reader.receiver("policy", {"model": into}, require="cuda_ipc" if residency != "lent" else None)
-        sliced = reader.receiver("policy", {"model.weight": tssd.TensorShard(part, piece)})
+        sliced = reader.receiver("policy", {"model.weight": tssd.TensorShard(part, box)})
         with whole, sliced, ThreadPoolExecutor() as pool:
             for step in range(3):
                 weight.write(MATRIX + step)
@@ -215,7 +215,7 @@ def test_arrays_go_through_a_ring(driver: gpu.Driver, tmp_path: Path, residency:
                 assert copies is not None and copies.device == weight.size + half.size
         with pytest.raises(ValueError, match="closed"):
             whole.receive()
-        # Whoever has answered this has heard before that the receivers are closed.
+        # The daemon handles the close of the receivers before it answers this request.
         assert not reader.exists("policy")
         with pytest.raises(tssd.TssdTimeoutError, match="open a receiver"):
             writer.put_state_dict(state, "policy", residency=residency, timeout=0.1)
@@ -229,12 +229,12 @@ def test_arrays_are_saved(driver: gpu.Driver, tmp_path: Path) -> None:
     weight = gpu.Array(driver, MATRIX)
     tssd.save_file({"a": weight, "b": weight}, tmp_path / "x.tssd", compression="zstd", digest="blake3")
     loaded = tssd.load_file(tmp_path / "x.tssd")
-    assert bytes_of(loaded["a"]) == MATRIX.tobytes() == bytes_of(loaded["b"])
+    assert element_bytes(loaded["a"]) == MATRIX.tobytes() == element_bytes(loaded["b"])
     assert (tmp_path / "x.tssd").stat().st_size < 2 * MATRIX.nbytes
     assert tssd.save({"a": weight}) == tssd.save({"a": gpu.Array(None, MATRIX)})
 
 
-def test_what_cannot_be_put_or_filled_is_refused(driver: gpu.Driver) -> None:
+def test_unsupported_arrays_are_rejected(driver: gpu.Driver) -> None:
     store = tssd.Store("memory:")
     for wrong, text in [
         (gpu.Array(driver, MATRIX, strides=(-1024, 1)), "backwards"),
@@ -261,17 +261,17 @@ def test_what_cannot_be_put_or_filled_is_refused(driver: gpu.Driver) -> None:
         store.get_state_dict("policy", half, strict=False, cast=True)
     with pytest.raises(tssd.TssdTypeError, match="is float16, stored float32"):
         store.get_state_dict("policy", half, strict=False)
-    lost = gpu.Array(driver, MATRIX)
-    lost.pointer = 4096
+    invalid = gpu.Array(driver, MATRIX)
+    invalid.pointer = 4096
     with pytest.raises(tssd.TssdError, match="no memory of a GPU"):
-        store.put_state_dict({"weight": lost}, "policy")
+        store.put_state_dict({"weight": invalid}, "policy")
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="torch sees no GPU")
 class TestTensors:
-    """torch's own."""
+    """Tensors of torch in GPU memory."""
 
-    def test_they_are_put_and_got(self, store: tssd.Store) -> None:
+    def test_tensors_roundtrip(self, store: tssd.Store) -> None:
         matrix = torch.from_numpy(MATRIX)
         linear = torch.nn.Linear(64, 32).cuda()
         state = {
@@ -293,14 +293,14 @@ class TestTensors:
                 state["weight"].zero_()
             copies = report.device_copies
             assert copies is not None and (copies.pageable == 0) == (report.transport == "arena")
-            found = store.get_state_dict("policy")
-            assert torch.equal(found["weight"], matrix + step) and torch.equal(found["turned"], found["weight"].T)
-            assert found["part"].untyped_storage().data_ptr() == found["weight"].untyped_storage().data_ptr()
-            assert isinstance(found["parameter"], torch.nn.Parameter)
+            loaded = store.get_state_dict("policy")
+            assert torch.equal(loaded["weight"], matrix + step) and torch.equal(loaded["turned"], loaded["weight"].T)
+            assert loaded["part"].untyped_storage().data_ptr() == loaded["weight"].untyped_storage().data_ptr()
+            assert isinstance(loaded["parameter"], torch.nn.Parameter)
             for name in ("parameter", "half", "eight", "conjugate", "empty"):
-                assert bytes_of(found[name].detach()) == bytes_of(state[name].detach().resolve_conj().cpu()), name
+                assert element_bytes(loaded[name].detach()) == element_bytes(state[name].detach().resolve_conj().cpu()), name
 
-    def test_they_are_filled(self, store: tssd.Store) -> None:
+    def test_tensors_are_filled(self, store: tssd.Store) -> None:
         matrix = torch.from_numpy(MATRIX)
         store.put_state_dict({"weight": matrix, "bias": matrix[0]}, "policy")
         weight, bias = torch.zeros(512, 1024, device="cuda"), torch.zeros(1024, device="cuda", dtype=torch.bfloat16)
@@ -315,6 +315,6 @@ class TestTensors:
         assert torch.equal(weight.cpu(), matrix) and torch.equal(doubled.cpu(), matrix * 2)
         assert torch.equal(bias.cpu(), matrix[0].to(torch.bfloat16))
         assert report.device_copies.pinned + report.device_copies.pageable == 4 * (matrix.numel() + 1024)
-        turned = torch.zeros(1024, 512, device="cuda").T
-        store.get("policy", turned, fqn="weight")
-        assert torch.equal(turned.cpu(), matrix)
+        transposed = torch.zeros(1024, 512, device="cuda").T
+        store.get("policy", transposed, fqn="weight")
+        assert torch.equal(transposed.cpu(), matrix)

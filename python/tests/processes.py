@@ -1,4 +1,4 @@
-"""Ranks as processes, over gloo."""
+"""Runs the ranks of a test as processes that communicate over gloo."""
 
 from __future__ import annotations
 
@@ -17,56 +17,59 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# What torch says when its own connections between the ranks have failed, as they do at times on a busy machine.
-UNCONNECTED = "Gloo connectFullMesh failed"
+# Error text of torch if gloo cannot connect the ranks. This happens occasionally on a busy machine.
+GLOO_CONNECT_ERROR = "Gloo connectFullMesh failed"
 
 
-def reconnects(job: Callable[P, T]) -> Callable[P, T]:
-    """What begins once more where torch has not connected its ranks."""
+def retry_on_gloo_failure(function: Callable[P, T]) -> Callable[P, T]:
+    """Wraps a function so that it runs a second time if gloo cannot connect the ranks."""
 
-    @functools.wraps(job)
-    def once_more(*args: P.args, **kwargs: P.kwargs) -> T:
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return job(*args, **kwargs)
+            return function(*args, **kwargs)
         except AssertionError as error:
-            if UNCONNECTED not in str(error):
+            if GLOO_CONNECT_ERROR not in str(error):
                 raise
-            return job(*args, **kwargs)
+            return function(*args, **kwargs)
 
-    return once_more
+    return wrapper
 
 
-@reconnects
-def run(script: str, count: int, folder: Path, *arguments: str) -> None:
-    """Runs a script in so many processes, which meet in a file; each exits with 0 if all its checks hold."""
+@retry_on_gloo_failure
+def run_ranks(script: str, count: int, folder: Path, *arguments: str) -> None:
+    """Runs a script in `count` processes, which rendezvous through a file.
+
+    A rank exits with 0 if all its checks hold.
+    """
     (folder / "meet").unlink(missing_ok=True)
     path = Path(__file__).with_name(script)
     command = [sys.executable, "-W", "ignore", str(path), str(folder), str(count)]
     logs = [folder / f"{rank}.log" for rank in range(count)]
-    ranks = []
+    processes = []
     try:
         for rank, log in enumerate(logs):
             with log.open("w") as output:
-                ranks.append(
+                processes.append(
                     subprocess.Popen([*command, str(rank), *arguments], stdout=output, stderr=subprocess.STDOUT)
                 )
-        end = time.monotonic() + 300
-        while any(rank.poll() is None for rank in ranks):
-            # The others of one that has failed would wait for it.
-            failed = [log.read_text() for rank, log in zip(ranks, logs) if rank.poll() not in (None, 0)]
-            assert not failed, failed[0]
-            assert time.monotonic() < end, [log.read_text()[-2000:] for log in logs]
+        deadline = time.monotonic() + 300
+        while any(process.poll() is None for process in processes):
+            # The other ranks would wait for a failed rank until the deadline.
+            failed_logs = [log.read_text() for process, log in zip(processes, logs) if process.poll() not in (None, 0)]
+            assert not failed_logs, failed_logs[0]
+            assert time.monotonic() < deadline, [log.read_text()[-2000:] for log in logs]
             time.sleep(0.1)
-        assert [rank.returncode for rank in ranks] == [0] * count, [log.read_text() for log in logs]
+        assert [process.returncode for process in processes] == [0] * count, [log.read_text() for log in logs]
     finally:
-        for each in ranks:
-            each.kill()
-            each.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
-def stop_daemons(runtime: Path) -> int:
-    """Ends the daemons that stores have started whose runtime directory this is; says how many there were."""
-    paths = list(runtime.glob("tssd/*.sock"))
+def stop_daemons(runtime_dir: Path) -> int:
+    """Terminates the daemons with a socket in a runtime directory. Returns the number of daemons."""
+    paths = list(runtime_dir.glob("tssd/*.sock"))
     for path in paths:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(path))

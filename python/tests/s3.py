@@ -1,4 +1,4 @@
-"""A server that speaks S3, in a process of its own."""
+"""An S3 server in a separate process, for the tests of stores in a bucket."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ import pytest
 
 BUCKET = "tssd-tests"
 
-HAS_SERVER = importlib.util.find_spec("moto") is not None
+HAS_MOTO = importlib.util.find_spec("moto") is not None
 
 
 class Server:
-    """moto on a port of its own, with one bucket."""
+    """A moto server on a free port, with one bucket."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.prefixes = 0
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.port = listener.getsockname()[1]
+        self.prefix_count = 0
         arguments = ["-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-        quiet = subprocess.DEVNULL
-        self.process = subprocess.Popen([sys.executable, *arguments], stdout=quiet, stderr=quiet)
+        devnull = subprocess.DEVNULL
+        self.process = subprocess.Popen([sys.executable, *arguments], stdout=devnull, stderr=devnull)
         self.client.create_bucket(Bucket=BUCKET)
 
     @property
     def client(self):  # type: ignore[no-untyped-def]
-        """Amazon's own client."""
+        """A boto3 client. Waits up to 60 s until the server listens."""
         import boto3
         from botocore.config import Config
 
@@ -54,6 +54,7 @@ class Server:
 
     @property
     def environment(self) -> dict[str, str]:
+        """The environment variables with which a store finds this server."""
         return {
             "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test",
@@ -62,24 +63,24 @@ class Server:
             "AWS_ALLOW_HTTP": "true",
         }
 
-    def url(self) -> str:
-        """A prefix that nobody else uses."""
-        self.prefixes += 1
-        return f"s3://{BUCKET}/runs/{self.prefixes}"
+    def new_url(self) -> str:
+        """Returns the URL of a store at an unused prefix."""
+        self.prefix_count += 1
+        return f"s3://{BUCKET}/runs/{self.prefix_count}"
 
-    def names(self, url: str) -> list[str]:
-        """The objects of a store, below its prefix."""
+    def object_names(self, url: str) -> list[str]:
+        """Returns the names of a store's objects, relative to its prefix."""
         prefix = url.removeprefix(f"s3://{BUCKET}/") + "/"
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
-        found = [each["Key"] for page in pages for each in page.get("Contents", [])]
-        return [name.removeprefix(prefix) for name in found]
+        keys = [each["Key"] for page in pages for each in page.get("Contents", [])]
+        return [name.removeprefix(prefix) for name in keys]
 
-    def read(self, url: str, name: str) -> bytes:
+    def read_object(self, url: str, name: str) -> bytes:
         prefix = url.removeprefix(f"s3://{BUCKET}/")
         return self.client.get_object(Bucket=BUCKET, Key=f"{prefix}/{name}")["Body"].read()
 
-    def uploads(self) -> int:
-        """How many uploads are neither complete nor given up."""
+    def count_pending_uploads(self) -> int:
+        """Returns the number of multipart uploads that are neither completed nor aborted."""
         return len(self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []))
 
     def stop(self) -> None:
@@ -90,10 +91,10 @@ class Server:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     server = Server()
-    before = {name: os.environ.get(name) for name in server.environment}
+    previous = {name: os.environ.get(name) for name in server.environment}
     os.environ.update(server.environment)
     yield server
-    for name, value in before.items():
+    for name, value in previous.items():
         if value is None:
             os.environ.pop(name, None)
         else:

@@ -1,4 +1,4 @@
-"""Equality as a file must keep it: types, order, bits."""
+"""Equality of state dicts as an archive must preserve it: types, order and bits."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values of a state dict are the same, bit for bit."""
+    """Returns whether two values of a state dict are equal bit for bit."""
     if hasattr(left, "_fields"):
-        names = type(left).__name__ == type(right).__name__ and left._fields == right._fields
-        return names and same(tuple(left), tuple(right))
+        same_type = type(left).__name__ == type(right).__name__ and left._fields == right._fields
+        return same_type and same(tuple(left), tuple(right))
     if type(left) is not type(right):
         return False
     if isinstance(left, dict):
@@ -34,15 +34,15 @@ def same(left: Any, right: Any) -> bool:
 
 
 def same_tensor(left: Any, right: Any) -> bool:
-    about = [
+    properties = [
         (t.dtype, t.shape, t.stride() if t.numel() else None, t.requires_grad, t.device)
         for t in (left, right)
     ]
-    return about[0] == about[1] and bits(left) == bits(right)
+    return properties[0] == properties[1] and element_bytes(left) == element_bytes(right)
 
 
-def bits(tensor: Any) -> bytes:
-    """The elements of a tensor of any dtype, row-major."""
+def element_bytes(tensor: Any) -> bytes:
+    """Returns the bytes of the elements of a tensor of any dtype, in row-major order."""
     import torch
 
     tensor = tensor.detach()

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint in stores, beside its own files."""
+"""torch.distributed.checkpoint (DCP) on stores, compared with the files that DCP writes itself."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import tssd
-from processes import run
+from processes import run_ranks
 from same import same
-from test_store import daemon
+from test_store import Daemon
 from tssd.dcp import TssdReader, TssdWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage")
 
 
-def test_what_ranks_save_others_load_in_their_sharding(tmp_path: Path) -> None:
-    run("dcp_ranks.py", 8, tmp_path, str(tmp_path / "store"))
+def test_ranks_load_in_another_sharding(tmp_path: Path) -> None:
+    run_ranks("dcp_ranks.py", 8, tmp_path, str(tmp_path / "store"))
 
 
-def test_what_users_of_dcp_save_and_load(tmp_path: Path) -> None:
-    with daemon(tmp_path / "socket") as url:
-        run("dcp_round_trips.py", 4, tmp_path, url)
+def test_dcp_use_cases_roundtrip(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "socket") as url:
+        run_ranks("dcp_round_trips.py", 4, tmp_path, url)
 
 
-def state(seed: int) -> dict[str, Any]:
+def make_state(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.Linear(10, 5))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -57,36 +57,36 @@ def path(tmp_path: Path) -> str:
     return str(tmp_path / "not" / "yet" / "there")
 
 
-def test_one_process_loads_what_its_own_files_would_give(path: str, tmp_path: Path) -> None:
-    saved, mine, theirs = state(1), state(2), state(2)
+def test_load_equals_load_of_dcp_files(path: str, tmp_path: Path) -> None:
+    saved, actual, expected = make_state(1), make_state(2), make_state(2)
     dcp.save(saved, storage_writer=TssdWriter(path))
     dcp.save(saved, checkpoint_id=tmp_path / "files")
-    dcp.load(mine, storage_reader=TssdReader(path))
-    dcp.load(theirs, checkpoint_id=tmp_path / "files")
-    assert same(mine, theirs)
-    assert same(mine["model"], saved["model"]) and mine["bytes"] == saved["bytes"]
+    dcp.load(actual, storage_reader=TssdReader(path))
+    dcp.load(expected, checkpoint_id=tmp_path / "files")
+    assert same(actual, expected)
+    assert same(actual["model"], saved["model"]) and actual["bytes"] == saved["bytes"]
 
 
-def test_a_checkpoint_is_built_from_its_metadata(path: str) -> None:
-    """Without tensors to fill, which takes the paths that the planner noted."""
+def test_checkpoint_is_rebuilt_from_its_metadata(path: str) -> None:
+    """Loads by name without tensors to fill. DCP then needs the paths in the planner data."""
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-    saved = state(1)
+    saved = make_state(1)
     dcp.save(saved, storage_writer=TssdWriter(path))
     found = _load_state_dict_from_keys({"model", "nested"}, storage_reader=TssdReader(path))
     assert list(found) == ["model", "nested"]
     assert same(found["model"], dict(saved["model"])) and same(found["nested"], saved["nested"])
 
 
-def test_metadata_is_that_of_dcp_but_for_chunks(path: str, tmp_path: Path) -> None:
-    saved = state(1)
+def test_metadata_equals_that_of_dcp_files(path: str, tmp_path: Path) -> None:
+    saved = make_state(1)
     dcp.save(saved, storage_writer=TssdWriter(path))
     dcp.save(saved, checkpoint_id=tmp_path / "files")
-    mine, theirs = TssdReader(path).read_metadata(), dcp.FileSystemReader(tmp_path / "files").read_metadata()
-    assert mine.planner_data == theirs.planner_data
-    assert set(mine.state_dict_metadata) == set(theirs.state_dict_metadata)
-    for name, entry in theirs.state_dict_metadata.items():
-        found = mine.state_dict_metadata[name]
+    actual, expected = TssdReader(path).read_metadata(), dcp.FileSystemReader(tmp_path / "files").read_metadata()
+    assert actual.planner_data == expected.planner_data
+    assert set(actual.state_dict_metadata) == set(expected.state_dict_metadata)
+    for name, entry in expected.state_dict_metadata.items():
+        found = actual.state_dict_metadata[name]
         assert type(found) is type(entry), name
         if isinstance(entry, dcp.TensorStorageMetadata):
             assert isinstance(found, dcp.TensorStorageMetadata)
@@ -94,34 +94,34 @@ def test_metadata_is_that_of_dcp_but_for_chunks(path: str, tmp_path: Path) -> No
             assert found.chunks == entry.chunks
 
 
-def test_checkpoint_ids_say_where(tmp_path: Path) -> None:
+def test_checkpoint_id_selects_store(tmp_path: Path) -> None:
     writer, reader = TssdWriter(tmp_path / "never"), TssdReader(tmp_path / "never")
     for number in (1, 2):
-        where = tmp_path / str(number)
-        dcp.save({"w": torch.full((2,), number)}, checkpoint_id=where, storage_writer=writer)
-        assert writer.checkpoint_id == str(where)
+        path = tmp_path / str(number)
+        dcp.save({"w": torch.full((2,), number)}, checkpoint_id=path, storage_writer=writer)
+        assert writer.checkpoint_id == str(path)
     for number in (1, 2):
         into = {"w": torch.zeros(2, dtype=torch.int64)}
         dcp.load(into, checkpoint_id=tmp_path / str(number), storage_reader=reader)
         assert into["w"].tolist() == [number, number]
     assert not (tmp_path / "never").exists()
-    for place in (TssdWriter, TssdReader):
-        assert all(place.validate_checkpoint_id(it) for it in ("unix:default", "s3://bucket/x", tmp_path / "x"))
-        assert not place.validate_checkpoint_id("http://host/x")
+    for cls in (TssdWriter, TssdReader):
+        assert all(cls.validate_checkpoint_id(id_) for id_ in ("unix:default", "s3://bucket/x", tmp_path / "x"))
+        assert not cls.validate_checkpoint_id("http://host/x")
 
 
-def test_a_daemon_has_checkpoints(tmp_path: Path) -> None:
-    with daemon(tmp_path / "socket") as url:
+def test_daemon_stores_checkpoints(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "socket") as url:
         with pytest.raises(dcp.CheckpointException, match="in memory"):
-            dcp.save(state(1), storage_writer=TssdWriter(url))
-        dcp.save(state(1), storage_writer=TssdWriter(url, durability="memory"))
-        into = state(2)
+            dcp.save(make_state(1), storage_writer=TssdWriter(url))
+        dcp.save(make_state(1), storage_writer=TssdWriter(url, durability="memory"))
+        into = make_state(2)
         dcp.load(into, storage_reader=TssdReader(url))
-        assert same(into["model"], state(1)["model"])
+        assert same(into["model"], make_state(1)["model"])
 
 
-def test_what_a_store_has_dcp_loads(path: str) -> None:
-    """Tensors of a put; and the other way round."""
+def test_dcp_and_store_read_each_other(path: str) -> None:
+    """DCP loads the tensors of a put, and a get returns the tensors of a DCP save."""
     saved = {"model": {"weight": torch.rand(3, 2), "bias": torch.rand(3)}, "step": 7}
     with tssd.Store(path) as store:
         store.put_state_dict(saved, "policy")
@@ -134,39 +134,39 @@ def test_what_a_store_has_dcp_loads(path: str) -> None:
         assert set(found) == {"model.weight", "model.bias", "step", ".metadata"}
 
 
-def test_the_command_shows_it(path: str) -> None:
+def test_inspect_command_shows_checkpoint(path: str) -> None:
     dcp.save({"model": {"weight": torch.rand(3, 2)}}, storage_writer=TssdWriter(path))
     folder = next(Path(path).glob("checkpoint/*/manifest.tssd")).parent
     command = [os.environ.get("TSSD_BIN", "tssd"), "inspect", str(folder)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "model.weight" in shown.stdout and "[3, 2]" in shown.stdout
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "model.weight" in result.stdout and "[3, 2]" in result.stdout
 
 
-def test_an_older_version_is_read_by_its_number(path: str) -> None:
+def test_reader_loads_older_version_by_number(path: str) -> None:
     with tssd.Store(path) as store:
         store.retain("checkpoint", 2)
     for number in (1, 2):
         dcp.save({"w": torch.full((2,), number)}, storage_writer=TssdWriter(path))
-    for version, wanted in ((1, 1), (2, 2), (None, 2)):
+    for version, expected in ((1, 1), (2, 2), (None, 2)):
         into = {"w": torch.zeros(2, dtype=torch.int64)}
         dcp.load(into, storage_reader=TssdReader(path, version=version))
-        assert into["w"].tolist() == [wanted, wanted]
+        assert into["w"].tolist() == [expected, expected]
 
 
-def test_a_version_that_is_read_stays(path: str) -> None:
+def test_version_is_retained_during_load(path: str) -> None:
     dcp.save({"w": torch.ones(2)}, storage_writer=TssdWriter(path))
 
-    class Overtaken(dcp.DefaultLoadPlanner):
+    class SaveDuringLoadPlanner(dcp.DefaultLoadPlanner):
         def finish_plan(self, new_plan: dcp.LoadPlan) -> dcp.LoadPlan:
             dcp.save({"w": torch.zeros(2), "more": 1}, storage_writer=TssdWriter(path))
             return super().finish_plan(new_plan)
 
     into = {"w": torch.full((2,), -1.0)}
-    dcp.load(into, storage_reader=TssdReader(path), planner=Overtaken())
+    dcp.load(into, storage_reader=TssdReader(path), planner=SaveDuringLoadPlanner())
     assert into["w"].tolist() == [1, 1]
 
 
-def test_ranks_that_opened_different_versions_are_refused(path: str) -> None:
+def test_ranks_with_different_versions_are_rejected(path: str) -> None:
     reader = TssdReader(path)
     plans = [dcp.LoadPlan([], storage_data=version) for version in (3, 4)]
     with pytest.raises(ValueError, match=r"versions \[3, 4\]"):
@@ -174,9 +174,9 @@ def test_ranks_that_opened_different_versions_are_refused(path: str) -> None:
     assert reader.prepare_global_plan(plans[:1]) == plans[:1]
 
 
-def test_what_is_not_there_is_an_error(path: str, tmp_path: Path) -> None:
+def test_missing_data_is_an_error(path: str, tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointException, match="No such file or directory.*not/yet/there"):
-        dcp.load(state(1), storage_reader=TssdReader(path))
+        dcp.load(make_state(1), storage_reader=TssdReader(path))
     assert not (tmp_path / "not").exists()
     dcp.save({"w": torch.ones(2), "i": torch.ones(2, dtype=torch.int8)}, storage_writer=TssdWriter(path))
     with pytest.raises(dcp.CheckpointException, match="Missing key in checkpoint state_dict: b"):
@@ -193,19 +193,19 @@ def test_what_is_not_there_is_an_error(path: str, tmp_path: Path) -> None:
         TssdReader(tmp_path / "nowhere").read_metadata()
 
 
-def test_damage_is_found(path: str) -> None:
+def test_damage_is_detected(path: str) -> None:
     dcp.save({"w": torch.ones(1000)}, storage_writer=TssdWriter(path))
     archive = max(Path(path).glob("checkpoint/*/0-*.tssd"), key=lambda file: file.stat().st_size)
     archive.chmod(0o644)
     data = bytearray(archive.read_bytes())
-    at = data.index(torch.ones(4).numpy().tobytes())
-    data[at] ^= 1
+    offset = data.index(torch.ones(4).numpy().tobytes())
+    data[offset] ^= 1
     archive.write_bytes(data)
     with pytest.raises(dcp.CheckpointException, match="Corrupt"):
         dcp.load({"w": torch.zeros(1000)}, storage_reader=TssdReader(path))
 
 
-def test_planners_that_keep_their_plans_are_refused(path: str) -> None:
+def test_planners_with_plan_caching_are_rejected(path: str) -> None:
     def save(number: int) -> None:
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         dcp.save({"w": torch.full((2,), number)}, storage_writer=TssdWriter(path), planner=planner)
@@ -218,7 +218,7 @@ def test_planners_that_keep_their_plans_are_refused(path: str) -> None:
     assert into["w"].tolist() == [1, 1]
 
 
-def test_the_one_name_that_is_taken_is_refused(path: str) -> None:
+def test_reserved_name_is_rejected(path: str) -> None:
     for value in (torch.ones(2), "text"):
         with pytest.raises(dcp.CheckpointException, match="another name"):
             dcp.save({"w": torch.ones(2), ".metadata": value}, storage_writer=TssdWriter(path))

@@ -1,4 +1,7 @@
-"""DTensors of several processes, over gloo. The ranks run `ranks.py`; what they wrote is looked at here."""
+"""Archives of DTensors that several ranks wrote.
+
+The ranks run `ranks.py` over gloo. The tests read the files of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,60 +11,63 @@ from typing import Any
 import pytest
 import torch
 import tssd
-from processes import run
+from processes import run_ranks
 from same import same
 
 RANKS = 4
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the ranks wrote: `N.tssd` and `full.pt`. That they exit with 0 says that all checks held."""
+def rank_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs the ranks. Returns the folder of their files: `N.tssd` and `full.pt`.
+
+    A rank exits with 0 only if all its checks hold.
+    """
     folder = tmp_path_factory.mktemp("ranks")
-    run("ranks.py", RANKS, folder)
+    run_ranks("ranks.py", RANKS, folder)
     return folder
 
 
-def shards(value: Any) -> list[tssd.TensorShard]:
+def as_list(value: Any) -> list[tssd.TensorShard]:
     return value if isinstance(value, list) else [value]
 
 
-def test_the_shards_of_all_ranks_are_the_tensor(written: Path) -> None:
-    full: dict[str, torch.Tensor] = torch.load(written / "full.pt")
-    files = [tssd.load_file(written / f"{rank}.tssd") for rank in range(RANKS)]
+def test_shards_of_all_ranks_cover_the_tensor(rank_folder: Path) -> None:
+    full: dict[str, torch.Tensor] = torch.load(rank_folder / "full.pt")
+    files = [tssd.load_file(rank_folder / f"{rank}.tssd") for rank in range(RANKS)]
     assert len(full) > 50
-    for name, wanted in full.items():
-        found = torch.full_like(wanted, -1)
-        seen = torch.zeros(wanted.shape, dtype=torch.int32)
+    for name, expected in full.items():
+        restored = torch.full_like(expected, -1)
+        coverage = torch.zeros(expected.shape, dtype=torch.int32)
         for file in files:
             if name not in file:
                 continue
             shard = file[name]
             slices = shard.tensor_slice if isinstance(shard.tensor_slice, list) else [shard.tensor_slice]
-            grid = tssd.load(tssd.save({"x": shard}))["x"]
-            assert grid.tensor_slice == shard.tensor_slice
-            for part, slice_ in boxes(shard.local, slices):
-                assert slice_.global_shape == tuple(wanted.shape), name
+            reloaded = tssd.load(tssd.save({"x": shard}))["x"]
+            assert reloaded.tensor_slice == shard.tensor_slice
+            for part, slice_ in split_boxes(shard.local, slices):
+                assert slice_.global_shape == tuple(expected.shape), name
                 index = tuple(slice(o, o + n) for o, n in zip(slice_.offsets, slice_.local_shape))
-                found[index] = part
-                seen[index] += 1
-        assert torch.equal(found, wanted), name
-        assert (seen > 0).all(), name
+                restored[index] = part
+                coverage[index] += 1
+        assert torch.equal(restored, expected), name
+        assert (coverage > 0).all(), name
 
 
-def boxes(
+def split_boxes(
     local: torch.Tensor, slices: list[tssd.TensorSlice]
 ) -> list[tuple[torch.Tensor, tssd.TensorSlice]]:
-    """A local tensor cut along its first dimension, in which alone these tests have several boxes."""
+    """Splits a local tensor into its boxes. In these tests, boxes differ in the first dimension only."""
     if len(slices) == 1:
         return [(local, slices[0])]
     parts = local.split([each.local_shape[0] for each in slices])
     return list(zip(parts, slices))
 
 
-def test_equal_shards_are_equal_files(written: Path) -> None:
-    file = tssd.load_file(written / "0.tssd")
-    again = tssd.load(tssd.save(file))
+def test_loaded_shards_roundtrip(rank_folder: Path) -> None:
+    file = tssd.load_file(rank_folder / "0.tssd")
+    reloaded = tssd.load(tssd.save(file))
     for name, value in file.items():
-        for one, other in zip(shards(value), shards(again[name])):
+        for one, other in zip(as_list(value), as_list(reloaded[name])):
             assert one.tensor_slice == other.tensor_slice and same(one.local, other.local)

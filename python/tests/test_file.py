@@ -1,4 +1,4 @@
-"""Files, with numpy alone."""
+"""Archives in files, without torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load(path: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
-def test_a_nested_dict_comes_back_as_it_was(path: Path, backend: str) -> None:
+def test_nested_dict_roundtrips(path: Path, backend: str) -> None:
     ordered = OrderedDict(b=1, a=2)
     ordered.move_to_end("b")
     state = {
@@ -64,7 +64,7 @@ def test_a_nested_dict_comes_back_as_it_was(path: Path, backend: str) -> None:
     assert same(tssd.load(tssd.save(state), framework="numpy"), state)
 
 
-def test_an_empty_dict_is_legal(path: Path) -> None:
+def test_empty_dict_roundtrips(path: Path) -> None:
     tssd.save_file({}, path)
     assert load(path) == {}
     assert type(tssd.load(tssd.save(OrderedDict()), framework="numpy")) is OrderedDict
@@ -75,7 +75,7 @@ DTYPES = "uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 float32 floa
 
 @pytest.mark.parametrize("name", DTYPES.split())
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
-def test_arrays_of_each_dtype(path: Path, name: str, backend: str) -> None:
+def test_arrays_of_every_dtype_roundtrip(path: Path, name: str, backend: str) -> None:
     array = np.arange(24).astype(name).reshape(2, 3, 4)
     state = {
         "plain": array,
@@ -90,11 +90,11 @@ def test_arrays_of_each_dtype(path: Path, name: str, backend: str) -> None:
     tssd.save_file(state, path)
     loaded = load(path, backend=backend)
     assert list(loaded) == list(state)
-    for key, wanted in state.items():
-        found = loaded[key]
-        assert type(found) is type(wanted), key
-        assert found.dtype == wanted.dtype.newbyteorder("="), key
-        np.testing.assert_array_equal(found, wanted)
+    for key, expected in state.items():
+        actual = loaded[key]
+        assert type(actual) is type(expected), key
+        assert actual.dtype == expected.dtype.newbyteorder("="), key
+        np.testing.assert_array_equal(actual, expected)
     assert loaded["expanded"].strides[0] == 0
     assert loaded["turned"].strides == state["turned"].strides
 
@@ -103,7 +103,7 @@ def test_arrays_of_each_dtype(path: Path, name: str, backend: str) -> None:
     "name",
     "bfloat16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz float8_e8m0fnu int4 uint4".split(),
 )
-def test_arrays_of_ml_dtypes(path: Path, name: str) -> None:
+def test_arrays_of_ml_dtypes_roundtrip(path: Path, name: str) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     array = np.array([1, 2, 0, 1]).astype(getattr(ml_dtypes, name))
     tssd.save_file({"a": array}, path)
@@ -111,7 +111,7 @@ def test_arrays_of_ml_dtypes(path: Path, name: str) -> None:
     assert same(tssd.load(tssd.save({"a": array}), framework="numpy")["a"], array)
 
 
-def test_arrays_that_share_memory_share_it_again(path: Path) -> None:
+def test_arrays_that_share_memory_share_it_after_load(path: Path) -> None:
     base = np.arange(12, dtype=np.float32)
     tssd.save_file({"all": base, "part": base[4:8].reshape(2, 2), "other": base.copy()}, path)
     loaded = load(path)
@@ -131,7 +131,7 @@ def test_loaded_arrays_are_read_only_and_outlive_the_file(path: Path, options: d
     np.testing.assert_array_equal(loaded, array)
 
 
-def test_what_is_replaced_while_it_is_mapped_stays(path: Path) -> None:
+def test_loaded_arrays_survive_replacement_of_file(path: Path) -> None:
     tssd.save_file({"a": np.zeros(100_000)}, path)
     loaded = load(path)["a"]
     tssd.save_file({"a": np.ones(100_000)}, path)
@@ -141,7 +141,7 @@ def test_what_is_replaced_while_it_is_mapped_stays(path: Path) -> None:
 
 @pytest.mark.parametrize("compression", ["zstd", "zstd-plain"])
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
-def test_compressed_files(path: Path, compression: str, backend: str) -> None:
+def test_compressed_files_roundtrip(path: Path, compression: str, backend: str) -> None:
     array = np.arange(1_000_000, dtype=np.float32)
     state = {"a": array, "part": array[10:20], "text": "x" * 100_000, "bytes": b"y" * 100_000}
     tssd.save_file(state, path, compression=compression, level=3, digest="blake3")
@@ -152,23 +152,23 @@ def test_compressed_files(path: Path, compression: str, backend: str) -> None:
         np.testing.assert_array_equal(file.get_slice("a")[500_000:500_010], array[500_000:500_010])
 
 
-def test_the_same_bytes_every_time(path: Path) -> None:
+def test_save_is_deterministic(path: Path) -> None:
     state = {"a": np.arange(1000), "b": LEAVES}
     tssd.save_file(state, path, {"b": "2", "a": "1"}, fsync=False)
     assert path.read_bytes() == tssd.save(state, {"a": "1", "b": "2"})
 
 
-def test_metadata(path: Path) -> None:
+def test_metadata_roundtrips(path: Path) -> None:
     tssd.save_file({}, path, metadata={"format": "pt", "step": 3, "raw": b"\0"})
     with tssd.safe_open(path, "np") as file:
         assert file.metadata() == {"format": "pt", "step": 3, "raw": b"\0"}
     tssd.save_file({}, path)
     with tssd.safe_open(path, "np") as file:
         assert file.metadata() is None
-    told = {"lr": 1.5, "a": [1, {"b": None}], "big": 2**70, "yes": True, "raw": b"\0", "step": 3}
-    tssd.save_file({}, path, metadata=told)
+    metadata = {"lr": 1.5, "a": [1, {"b": None}], "big": 2**70, "yes": True, "raw": b"\0", "step": 3}
+    tssd.save_file({}, path, metadata=metadata)
     with tssd.safe_open(path, "np") as file:
-        assert file.metadata() == told
+        assert file.metadata() == metadata
     for bad in ({"a": (1,)}, {1: "a"}, {"a": object()}, {"a": {1: 2}}):
         with pytest.raises(TypeError, match="metadata"):
             tssd.save_file({}, path, metadata=bad)  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ class Masked(np.ndarray[Any, Any]):
     pass
 
 
-BAD: list[tuple[Any, str]] = [
+UNTYPED_LEAVES: list[tuple[Any, str]] = [
     (object(), "object"),
     ({1, 2}, "set"),
     (defaultdict(int), "defaultdict"),
@@ -202,8 +202,8 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "name"), BAD, ids=[name for _, name in BAD])
-def test_what_is_no_typed_leaf_is_refused_with_its_path(path: Path, bad: Any, name: str) -> None:
+@pytest.mark.parametrize(("bad", "name"), UNTYPED_LEAVES, ids=[name for _, name in UNTYPED_LEAVES])
+def test_save_rejects_untyped_leaf_with_its_path(path: Path, bad: Any, name: str) -> None:
     path.write_bytes(b"old")
     with pytest.raises(TypeError) as caught:
         tssd.save_file({"a": [{}, {"b": bad}]}, path)
@@ -217,33 +217,33 @@ def test_what_is_no_typed_leaf_is_refused_with_its_path(path: Path, bad: Any, na
 
 
 @pytest.mark.parametrize("key", [frozenset(), (1, object()), np.int64(1), Colour.RED])
-def test_keys_that_the_format_lacks(key: Any) -> None:
+def test_save_rejects_unsupported_keys(key: Any) -> None:
     with pytest.raises(TypeError, match="key") as caught:
         tssd.save({"a": {key: 1}})
     assert caught.value.fqn == "a"  # type: ignore[attr-defined]
 
 
-def test_a_nan_key() -> None:
+def test_save_rejects_nan_key() -> None:
     with pytest.raises(ValueError, match="NaN") as caught:
         tssd.save({"a": {float("nan"): 1}})
     assert caught.value.kind == "KeyKind"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("root", [[], None, 1, np.zeros(2), (), "x"])
-def test_a_state_dict_is_a_dict(root: Any) -> None:
+def test_save_rejects_root_that_is_not_a_dict(root: Any) -> None:
     with pytest.raises(TypeError, match="dict"):
         tssd.save(root)
 
 
-def test_nesting_is_limited_and_never_kills() -> None:
+def test_deep_nesting_is_rejected_without_crash() -> None:
     nested: list[Any] = []
     for _ in range(10_000):
         nested = [nested]
-    itself: dict[str, Any] = {}
-    itself["a"] = itself
-    twice: list[Any] = []
-    twice += [twice, twice]
-    for bad in (nested, itself, twice):
+    cyclic_dict: dict[str, Any] = {}
+    cyclic_dict["a"] = cyclic_dict
+    cyclic_list: list[Any] = []
+    cyclic_list += [cyclic_list, cyclic_list]
+    for bad in (nested, cyclic_dict, cyclic_list):
         with pytest.raises(ValueError, match="64 levels") as caught:
             tssd.save({"x": bad})
         assert caught.value.kind == "TooDeep"  # type: ignore[attr-defined]
@@ -267,7 +267,7 @@ class Opaque:
 
 
 @pytest.mark.parametrize("size", [1, 10_000])
-def test_pickled_objects_are_only_for_who_asks(path: Path, size: int) -> None:
+def test_pickled_objects_require_allow_pickle(path: Path, size: int) -> None:
     state = {"a": {"b": Opaque(1), "c": {1, 2}, "d": frozenset(range(size))}, "e": np.arange(3)}
     tssd.save_file(state, path, allow_pickle=True)
     with pytest.raises(TypeError, match="allow_pickle") as caught:
@@ -280,7 +280,7 @@ def test_pickled_objects_are_only_for_who_asks(path: Path, size: int) -> None:
         tssd.load(data, framework="numpy")
 
 
-def test_the_file_is_the_system_s_business(path: Path, tmp_path: Path) -> None:
+def test_file_errors_are_os_errors(path: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as missing:
         load(path)
     assert isinstance(missing.value, tssd.TssdError)
@@ -297,7 +297,7 @@ def test_the_file_is_the_system_s_business(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", ["mmap", "pread", "safe_open", "verify", "inspect"])
-def test_what_is_no_archive(path: Path, read: str) -> None:
+def test_load_rejects_files_that_are_not_archives(path: Path, read: str) -> None:
     whole = tssd.save({"a": np.arange(1000)})
     for data in (b"", b"x", b"PK\3\4" + bytes(10_000), whole[:-1], whole + b"\0", bytes(5000)):
         path.write_bytes(data)
@@ -312,37 +312,37 @@ def test_what_is_no_archive(path: Path, read: str) -> None:
         assert str(path) in str(caught.value)
     with pytest.raises(tssd.TssdCorruptError):
         tssd.load(whole[:-1], framework="numpy")
-    for not_bytes in (3, "x", None, [1, 2], {1: 2}):
+    for invalid in (3, "x", None, [1, 2], {1: 2}):
         with pytest.raises(TypeError, match="another object with a buffer"):
-            tssd.load(not_bytes)  # type: ignore[arg-type]
+            tssd.load(invalid)  # type: ignore[arg-type]
 
 
-def test_whatever_lends_bytes_is_loaded() -> None:
+def test_load_accepts_any_buffer() -> None:
     from array import array
 
     state = {"a": np.arange(1_000_000.0), "b": "x"}
     data = tssd.save(state)
-    # Its length is a multiple of eight, and more than one piece.
+    # The length is a multiple of 8 bytes and exceeds `COPY_CHUNK_BYTES` (4 MiB).
     assert len(data) % 8 == 0 and len(data) > 4 << 20
     words = np.frombuffer(data, np.uint64)
     with_gaps = np.zeros((len(data), 2), np.uint8)
     with_gaps[:, 1] = np.frombuffer(data, np.uint8)
-    for lent in (
+    for buffer in (
         bytearray(data),
         memoryview(data),
         array("Q", data),
         words.reshape(1, -1, 1),
-        # What `memoryview` knows no elements of.
+        # `memoryview` does not support this element format.
         words.view(">u8"),
         with_gaps[:, 1],
     ):
-        assert same(tssd.load(lent, framework="numpy"), state), lent
-        assert tssd.TorchStoreStateDict.from_bytes(lent).to_bytes() == data
+        assert same(tssd.load(buffer, framework="numpy"), state), buffer
+        assert tssd.TorchStoreStateDict.from_bytes(buffer).to_bytes() == data
     with pytest.raises(tssd.TssdCorruptError):
         tssd.load(bytearray(), framework="numpy")
 
 
-def test_damage_is_found_when_bytes_are_taken() -> None:
+def test_from_bytes_detects_damage() -> None:
     state = {"a": np.ones(100_000)}
     data = bytearray(tssd.save(state))
     data[data.index(np.float64(1).tobytes()) + 8 * 99_999] ^= 1
@@ -351,7 +351,7 @@ def test_damage_is_found_when_bytes_are_taken() -> None:
     assert caught.value.fqn == "a"
 
 
-def test_a_flipped_byte_is_found_when_it_is_asked_for(path: Path) -> None:
+def test_flipped_byte_is_detected_when_read(path: Path) -> None:
     state = {"a": np.zeros(400_000), "b": np.ones(400_000)}
     tssd.save_file(state, path)
     with tssd.safe_open(path, "np") as file:
@@ -372,7 +372,7 @@ def test_a_flipped_byte_is_found_when_it_is_asked_for(path: Path) -> None:
             with pytest.raises(tssd.TssdCorruptError) as caught:
                 file.get_tensor("b")
             assert caught.value.fqn == "b"
-            # The damage lies in another chunk.
+            # The damage is in another chunk.
             np.testing.assert_array_equal(file.get_slice("b")[:1000], state["b"][:1000])
             with pytest.raises(tssd.TssdCorruptError):
                 file.get_slice("b")[-1:]
@@ -381,7 +381,7 @@ def test_a_flipped_byte_is_found_when_it_is_asked_for(path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
-def test_a_flipped_byte_of_a_compressed_file(path: Path, backend: str) -> None:
+def test_flipped_byte_of_compressed_file_is_detected(path: Path, backend: str) -> None:
     tssd.save_file({"a": np.arange(1_000_000)}, path, compression="zstd")
     data = bytearray(path.read_bytes())
     data[4096 + 1000] ^= 1
@@ -397,7 +397,7 @@ def test_a_flipped_byte_of_a_compressed_file(path: Path, backend: str) -> None:
         assert file.get_slice("a")[-1] == 999_999
 
 
-def test_padding_is_proven_too(path: Path) -> None:
+def test_load_verifies_padding(path: Path) -> None:
     tssd.save_file({"a": np.zeros(3), "b": np.ones(3)}, path)
     data = bytearray(path.read_bytes())
     data[4096 + 100] = 1
@@ -408,7 +408,7 @@ def test_padding_is_proven_too(path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
-def test_safe_open_reads_parts(path: Path, backend: str) -> None:
+def test_safe_open_reads_tensors_and_slices(path: Path, backend: str) -> None:
     big = np.arange(300_000, dtype=np.int32).reshape(100, 3000)
     state = {"z": big, "a": {"b": np.arange(3), 0: np.float32(2)}, "text": "x", "e": np.zeros((0, 3))}
     tssd.save_file(state, path)
@@ -435,21 +435,21 @@ def test_safe_open_reads_parts(path: Path, backend: str) -> None:
         assert (missing.value.kind, missing.value.fqn) == ("NotFound", "a.c")  # type: ignore[attr-defined]
         with pytest.raises(TypeError):
             file.get_tensor("text")
-        kept = file.get_tensor("z")
+        tensor = file.get_tensor("z")
     with pytest.raises(ValueError, match="closed"):
         file.keys()
     path.unlink()
-    assert same(kept, big)
+    assert same(tensor, big)
 
 
-def test_an_fqn_that_two_leaves_have(path: Path) -> None:
+def test_safe_open_rejects_ambiguous_fqn(path: Path) -> None:
     tssd.save_file({"a.b": np.zeros(1), "a": {"b": np.ones(1)}}, path)
     with tssd.safe_open(path, "np") as file, pytest.raises(ValueError, match="more than one") as caught:
         file.get_tensor("a.b")
     assert caught.value.kind == "AmbiguousFqn"  # type: ignore[attr-defined]
 
 
-def test_choices_are_checked(path: Path) -> None:
+def test_invalid_options_are_rejected(path: Path) -> None:
     tssd.save_file({}, path)
     for options in ({"backend": "x"}, {"verify": True}, {"verify": "x"}, {"framework": "jax"}):
         with pytest.raises((ValueError, TypeError)):
@@ -461,7 +461,7 @@ def test_choices_are_checked(path: Path) -> None:
             tssd.save({}, **options)  # type: ignore[arg-type]
 
 
-def test_a_link_stays_a_link_and_permissions_stay(path: Path, tmp_path: Path) -> None:
+def test_save_preserves_symlink_and_permissions(path: Path, tmp_path: Path) -> None:
     path.write_bytes(b"old")
     path.chmod(0o600)
     link = tmp_path / "link"
@@ -472,7 +472,7 @@ def test_a_link_stays_a_link_and_permissions_stay(path: Path, tmp_path: Path) ->
     assert load(path) == {"a": 1}
 
 
-def test_a_dict_that_another_thread_changes_is_saved_as_it_was_at_some_time() -> None:
+def test_save_of_concurrently_modified_dict_is_consistent() -> None:
     state: dict[str, Any] = {f"{i}": np.full(10, i) for i in range(300)}
     ordered: OrderedDict[str, int] = OrderedDict((f"{i}", i) for i in range(300))
     state["ordered"] = ordered
@@ -497,15 +497,15 @@ def test_a_dict_that_another_thread_changes_is_saved_as_it_was_at_some_time() ->
         thread.join()
 
 
-INTERRUPTED = """
+INTERRUPT_SCRIPT = """
 import os, signal, sys, threading, time
 import numpy as np, tssd
-state = {str(i): np.zeros(1 << 24) for i in range(10)}  # no memory, and long to write
+state = {str(i): np.zeros(1 << 24) for i in range(10)}  # zero pages use no memory, and the write takes long
 names = set(os.listdir(sys.argv[1]))
-def strike():
+def interrupt():
     while set(os.listdir(sys.argv[1])) == names: time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGINT)
-threading.Thread(target=strike).start()
+threading.Thread(target=interrupt).start()
 try:
     tssd.save_file(state, sys.argv[1] + "/x.tssd")
 except KeyboardInterrupt:
@@ -513,34 +513,34 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_ends_it_and_leaves_no_half_file(path: Path) -> None:
+def test_ctrl_c_interrupts_save_and_leaves_no_partial_file(path: Path) -> None:
     path.write_bytes(b"old")
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, str(path.parent)], capture_output=True, text=True, timeout=120
+    result = subprocess.run(
+        [sys.executable, "-c", INTERRUPT_SCRIPT, str(path.parent)], capture_output=True, text=True, timeout=120
     )
-    assert done.stdout == "interrupted\n", done.stderr
+    assert result.stdout == "interrupted\n", result.stderr
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     assert path.read_bytes() == b"old"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
-def test_a_fork_keeps_what_was_open(path: Path, backend: str) -> None:
+def test_forked_child_reads_open_files(path: Path, backend: str) -> None:
     array = np.arange(400_000)
     tssd.save_file({"a": array, "b": array * 2}, path)
     loaded = load(path, backend=backend)
     file = tssd.safe_open(path, "np", backend=backend)
     child = os.fork()
     if child == 0:
-        fine = same(loaded["a"], array) and same(file.get_tensor("b"), array * 2)
-        fine = fine and same(tssd.load(tssd.save({"a": array}), framework="numpy")["a"], array)
-        os._exit(0 if fine else 1)
+        ok = same(loaded["a"], array) and same(file.get_tensor("b"), array * 2)
+        ok = ok and same(tssd.load(tssd.save({"a": array}), framework="numpy")["a"], array)
+        os._exit(0 if ok else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert same(file.get_tensor("a"), array)
     assert same(loaded["b"], array * 2)
 
 
-def test_threads_read_one_file(path: Path) -> None:
+def test_threads_read_one_file_concurrently(path: Path) -> None:
     state = {f"{i}": np.full(50_000, i) for i in range(16)}
     tssd.save_file(state, path)
     wrong: list[str] = []
@@ -559,14 +559,14 @@ def test_threads_read_one_file(path: Path) -> None:
     assert not wrong
 
 
-def test_inspect_shows_the_tree(path: Path) -> None:
+def test_inspect_returns_tree(path: Path) -> None:
     tssd.save_file({"a": np.zeros((2, 3), np.float32), "b": [1]}, path, {"k": "v"})
     view = tssd.inspect(path)
     assert view["root"]["dict"][0][0] == {"str": "a"}
     assert view["root"]["dict"][0][1]["tensor"]["dtype"] == "float32"
 
 
-def test_files_beside_tensors_are_no_tensors(path: Path) -> None:
+def test_stored_files_are_not_listed_as_tensors(path: Path) -> None:
     files = {"config.json": b"{}", "sub/empty": b"", "long": bytes(range(256)) * 100}
     tssd.save_file({"a": np.zeros(3, np.float32), ".files": files}, path)
     state_dict = tssd.load_file(path, framework="numpy")
@@ -578,7 +578,7 @@ def test_files_beside_tensors_are_no_tensors(path: Path) -> None:
             file.get_tensor(".files.config.json")
 
 
-def test_every_kind_has_a_class_and_no_other() -> None:
+def test_every_error_kind_has_a_class() -> None:
     from tssd import _errors, _tssd
 
     kinds = {name: rule for name, rule, _ in _tssd._kinds()}
@@ -594,14 +594,14 @@ def test_every_kind_has_a_class_and_no_other() -> None:
     assert issubclass(tssd.TssdConnectionError, ConnectionError)
 
 
-def test_slices() -> None:
+def test_tensor_slice_validates_and_pickles() -> None:
     import pickle
 
     one = tssd.TensorSlice((2, 0), (1,), (4, 3), (2, 3), (2,))
     assert one.offsets == (2, 0) and one.coordinates == (1,) and one.mesh_shape == (2,)
     assert one.global_shape == (4, 3) and one.local_shape == (2, 3)
-    again = eval(repr(one), {"TensorSlice": tssd.TensorSlice})
-    assert again == one and hash(again) == hash(one) and pickle.loads(pickle.dumps(one)) == one
+    restored = eval(repr(one), {"TensorSlice": tssd.TensorSlice})
+    assert restored == one and hash(restored) == hash(one) and pickle.loads(pickle.dumps(one)) == one
     assert one != tssd.TensorSlice((0, 0), (0,), (4, 3), (2, 3), (2,))
     for bad in (
         ((3, 0), None, (4, 3), (2, 3), ()),
@@ -614,7 +614,7 @@ def test_slices() -> None:
         tssd.TensorSlice((-1,), None, (4,), (2,), ())
 
 
-def test_shards_of_arrays(path: Path) -> None:
+def test_shards_of_arrays_roundtrip(path: Path) -> None:
     local = np.arange(6, dtype=np.float32).reshape(2, 3)
     place = tssd.TensorSlice((2, 0), (1,), (4, 3), (2, 3), (2,))
     tssd.save_file({"w": tssd.TensorShard(local, place), "empty": tssd.TensorShard(local[:0], tssd.TensorSlice((4, 0), (1,), (4, 3), (0, 3), (2,)))}, path)
@@ -631,7 +631,7 @@ def test_shards_of_arrays(path: Path) -> None:
         tssd.TensorShard([1, 2], place)  # type: ignore[type-var]
 
 
-def test_a_shard_of_several_boxes(path: Path) -> None:
+def test_shard_of_several_boxes_roundtrips(path: Path) -> None:
     whole = np.arange(8 * 6).reshape(8, 6)
     rows, columns = [(0, 2), (4, 2)], [(1, 1), (3, 2)]
     local = np.concatenate([whole[r : r + n] for r, n in rows])
@@ -645,7 +645,7 @@ def test_a_shard_of_several_boxes(path: Path) -> None:
     np.testing.assert_array_equal(loaded.local, local)
     with pytest.raises(ValueError):
         tssd.TensorShard(local, slices[:3])
-    # As many as there are rows and columns of them, and no box has the last row.
+    # As many boxes as a grid of two rows and two columns has, but these do not form a grid.
     sizes = [(2, 1), (3, 4), (2, 1), (2, 1)]
     with pytest.raises(ValueError):
         tssd.TensorShard(np.zeros((5, 5)), [tssd.TensorSlice((0, 0), None, (5, 5), size, ()) for size in sizes])
@@ -653,15 +653,15 @@ def test_a_shard_of_several_boxes(path: Path) -> None:
         tssd.TensorShard(local, [])
 
 
-def test_a_state_dict_in_memory() -> None:
+def test_in_memory_state_dict_roundtrips() -> None:
     import pickle
 
     state = {"a": np.arange(6.0).reshape(2, 3), "b": {"c": 1, "d": "x" * 10_000}}
     encoded = tssd.TorchStoreStateDict.from_state_dict(state)
     assert encoded.nbytes == len(encoded.to_bytes()) == len(tssd.save(state))
     assert encoded.to_bytes() == tssd.save(state)
-    for again in (tssd.TorchStoreStateDict.from_bytes(encoded.to_bytes()), pickle.loads(pickle.dumps(encoded))):
-        assert again.to_bytes() == encoded.to_bytes()
+    for restored in (tssd.TorchStoreStateDict.from_bytes(encoded.to_bytes()), pickle.loads(pickle.dumps(encoded))):
+        assert restored.to_bytes() == encoded.to_bytes()
     flat = encoded.flattened_state_dict
     assert list(flat) == ["a", "b.c", "b.d"]
     reference = flat["a"]
@@ -677,7 +677,7 @@ def test_a_state_dict_in_memory() -> None:
         tssd.TorchStoreStateDict.from_bytes(b"x")
 
 
-def test_the_signal_handler_s_own_error_comes_out(path: Path) -> None:
+def test_save_raises_error_of_signal_handler(path: Path) -> None:
     class Stop(Exception):
         pass
 

@@ -1,4 +1,4 @@
-"""The package without torch, without numpy, and without either."""
+"""Use of the package without torch, without numpy, and without both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-BLOCK = """
+BLOCKER = """
 import sys
 class Blocker:
     def find_spec(self, name, path=None, target=None):
@@ -19,18 +19,18 @@ path = os.path.join(tempfile.mkdtemp(), "x.tssd")
 """
 
 
-def run(blocked: tuple[str, ...], code: str) -> subprocess.CompletedProcess[str]:
-    code = BLOCK.format(blocked=blocked) + code
+def run_without(blocked: tuple[str, ...], code: str) -> subprocess.CompletedProcess[str]:
+    code = BLOCKER.format(blocked=blocked) + code
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
-def test_importing_it_imports_neither_torch_nor_numpy() -> None:
-    done = run((), "print({'torch', 'numpy', 'ml_dtypes', 'cloudpickle'} & sys.modules.keys())")
-    assert done.stdout.strip() == "set()", done.stderr
+def test_import_loads_neither_torch_nor_numpy() -> None:
+    result = run_without((), "print({'torch', 'numpy', 'ml_dtypes', 'cloudpickle'} & sys.modules.keys())")
+    assert result.stdout.strip() == "set()", result.stderr
 
 
-def test_without_both_it_keeps_what_is_no_tensor() -> None:
-    done = run(
+def test_plain_values_roundtrip_without_torch_and_numpy() -> None:
+    result = run_without(
         ("torch", "numpy"),
         """
 tssd.save_file({"a": [1, None], 2: {}}, path)
@@ -39,23 +39,23 @@ assert tssd.load(tssd.save({})) == {}
 print(tssd.TorchStoreStateDict.from_state_dict({"a": 1}).to_state_dict())
 """,
     )
-    assert done.stdout.strip() == "{'a': 1}", done.stderr
+    assert result.stdout.strip() == "{'a': 1}", result.stderr
 
 
 @pytest.mark.parametrize("framework", ["'torch'", "'numpy'", "None"])
-def test_a_tensor_without_both_is_an_error_that_names_what_is_missing(framework: str) -> None:
+def test_error_names_missing_framework(framework: str) -> None:
     pytest.importorskip("numpy")
-    make = "import numpy; tssd.save_file({'a': numpy.ones(3)}, sys.argv[1])"
+    save = "import numpy; tssd.save_file({'a': numpy.ones(3)}, sys.argv[1])"
     code = (
-        f"import subprocess; subprocess.run([sys.executable, '-c', {'import sys, tssd; ' + make!r}, path], check=True)\n"
+        f"import subprocess; subprocess.run([sys.executable, '-c', {'import sys, tssd; ' + save!r}, path], check=True)\n"
         f"tssd.load_file(path, framework={framework})"
     )
-    done = run(("torch", "numpy"), code)
-    wanted = "torch" if "torch" in framework else "numpy"
-    assert "ModuleNotFoundError" in done.stderr and f"'{wanted}'" in done.stderr, done.stderr
+    result = run_without(("torch", "numpy"), code)
+    expected = "torch" if "torch" in framework else "numpy"
+    assert "ModuleNotFoundError" in result.stderr and f"'{expected}'" in result.stderr, result.stderr
 
 
-def test_without_torch_leaves_of_torch_are_named() -> None:
+def test_error_names_torch_leaf_without_torch() -> None:
     pytest.importorskip("torch")
     code = """
 import subprocess
@@ -66,11 +66,11 @@ try:
 except TypeError as error:
     print(error.kind, error.fqn)
 """
-    done = run(("torch",), code)
-    assert done.stdout.strip() == "FeatureMissing a.dtype", done.stderr
+    result = run_without(("torch",), code)
+    assert result.stdout.strip() == "FeatureMissing a.dtype", result.stderr
 
 
-def test_bf16_without_ml_dtypes_is_an_error_that_names_it() -> None:
+def test_error_names_missing_ml_dtypes() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     assert ml_dtypes
     code = """
@@ -82,12 +82,12 @@ try:
 except TypeError as error:
     print(error.fqn, "ml_dtypes" in str(error))
 """
-    done = run(("torch", "ml_dtypes"), code)
-    assert done.stdout.strip() == "a True", done.stderr
+    result = run_without(("torch", "ml_dtypes"), code)
+    assert result.stdout.strip() == "a True", result.stderr
 
 
-def test_without_torch_what_torch_has_written_is_not_read() -> None:
-    """The command says so by the last line."""
-    done = run(("torch",), "import tssd.convert")
-    last = done.stderr.splitlines()[-1]
-    assert last == "ModuleNotFoundError: No module named 'torch'", done.stderr
+def test_convert_without_torch_names_torch() -> None:
+    """`tssd convert` takes its message from the last line of stderr."""
+    result = run_without(("torch",), "import tssd.convert")
+    last = result.stderr.splitlines()[-1]
+    assert last == "ModuleNotFoundError: No module named 'torch'", result.stderr

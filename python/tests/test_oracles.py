@@ -1,4 +1,4 @@
-"""What others say of the same state dicts: torch.save, safetensors, DCP."""
+"""Comparison with reference implementations: torch.save, safetensors and DCP."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from same import same
 from torch import nn
 
 
-def model() -> nn.Module:
+def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.TransformerEncoderLayer(32, 4, 64).to(torch.bfloat16)
 
 
-def test_what_torch_save_keeps_is_kept(path: Path, tmp_path: Path) -> None:
-    state: dict[str, Any] = {"model": model().state_dict(), "step": 3, "lrs": [1e-3, (2, None)]}
+def test_load_equals_torch_load(path: Path, tmp_path: Path) -> None:
+    state: dict[str, Any] = {"model": make_model().state_dict(), "step": 3, "lrs": [1e-3, (2, None)]}
     state["tied"] = state["model"]["linear1.weight"].t()
     torch.save(state, tmp_path / "x.pt")
     tssd.save_file(state, path)
-    theirs = torch.load(tmp_path / "x.pt")
-    ours = tssd.load_file(path)
-    assert same(ours, theirs)
-    for loaded in (ours, theirs):
+    expected = torch.load(tmp_path / "x.pt")
+    actual = tssd.load_file(path)
+    assert same(actual, expected)
+    for loaded in (actual, expected):
         weight = loaded["model"]["linear1.weight"]
         assert weight.untyped_storage().data_ptr() == loaded["tied"].untyped_storage().data_ptr()
 
 
-def test_safetensors_reads_the_same(path: Path, tmp_path: Path) -> None:
-    state = dict(model().state_dict())
+def test_load_equals_safetensors_load(path: Path, tmp_path: Path) -> None:
+    state = dict(make_model().state_dict())
     safetensors.torch.save_file(state, tmp_path / "x.safetensors", {"a": "b"})
     tssd.save_file(state, path, {"a": "b"})
-    theirs = safetensors.torch.load_file(tmp_path / "x.safetensors")
-    ours = tssd.load_file(path)
-    assert same({key: ours[key] for key in theirs}, theirs)
+    expected = safetensors.torch.load_file(tmp_path / "x.safetensors")
+    actual = tssd.load_file(path)
+    assert same({key: actual[key] for key in expected}, expected)
     with (
         tssd.safe_open(path, framework="pt", device="cpu") as a,
         safetensors.safe_open(tmp_path / "x.safetensors", framework="pt", device="cpu") as b,
@@ -46,24 +46,24 @@ def test_safetensors_reads_the_same(path: Path, tmp_path: Path) -> None:
         assert a.metadata() == b.metadata()
         for key in b.keys():
             assert same(a.get_tensor(key), b.get_tensor(key))
-            one, other = a.get_slice(key), b.get_slice(key)
-            assert one.get_shape() == other.get_shape()
-            assert torch.equal(one[2:20], other[2:20])
+            a_slice, b_slice = a.get_slice(key), b.get_slice(key)
+            assert a_slice.get_shape() == b_slice.get_shape()
+            assert torch.equal(a_slice[2:20], b_slice[2:20])
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_dcp_reads_the_same(path: Path, tmp_path: Path) -> None:
+def test_load_equals_dcp_load(path: Path, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    state = {"model": dict(model().state_dict()), "step": torch.tensor(3)}
+    state = {"model": dict(make_model().state_dict()), "step": torch.tensor(3)}
     dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     tssd.save_file(state, path)
-    theirs = {"model": {key: torch.zeros_like(t) for key, t in state["model"].items()}, "step": torch.tensor(0)}
-    dcp.load(theirs, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-    assert same(tssd.load_file(path), theirs)
+    expected = {"model": {key: torch.zeros_like(t) for key, t in state["model"].items()}, "step": torch.tensor(0)}
+    dcp.load(expected, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert same(tssd.load_file(path), expected)
 
 
-def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = Path(__file__).parents[2] / "README.md"
     example = readme.read_text().split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)

@@ -1,17 +1,17 @@
-"""A store between processes: DTensors of every sharding to every other, over gloo and a daemon."""
+"""A store that several processes share. The ranks run `store_ranks.py` over gloo."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from processes import run
-from test_store import daemon
+from processes import run_ranks
+from test_store import Daemon
 
 
 @pytest.mark.parametrize("place", ["daemon", "directory"])
-def test_what_is_put_in_one_sharding_is_got_in_every_other(tmp_path: Path, place: str) -> None:
+def test_dtensors_are_resharded_between_processes(tmp_path: Path, place: str) -> None:
     if place == "directory":
-        return run("store_ranks.py", 8, tmp_path, str(tmp_path / "store"))
-    with daemon(tmp_path / "socket") as url:
-        run("store_ranks.py", 8, tmp_path, url)
+        return run_ranks("store_ranks.py", 8, tmp_path, str(tmp_path / "store"))
+    with Daemon(tmp_path / "socket") as url:
+        run_ranks("store_ranks.py", 8, tmp_path, url)

@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts, on what stands in for torchstore: torchrun torchstore_ranks.py FOLDER."""
+"""One rank of `tssd.torchstore` under torchrun: torchrun torchstore_ranks.py FOLDER."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tssd.torchstore as ts
 from same import same
-from sharding import distributed
+from sharding import distribute
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from training import local, mesh, trained
+from training import make_mesh, make_trained_state, to_local
 
 FOLDER = Path(sys.argv[1])
 RANKS = 8
@@ -28,16 +28,16 @@ async def main() -> None:
     await ts.initialize_spmd(strategy=ts.LocalRankStrategy())
     groups: dict[int, Any] = {size: dist.new_group(list(range(size))) for size in (2, 4, 8)}
     shapes = [((2,), (4,)), ((4,), (2,)), ((2, 2), (4,)), ((2,), (2, 4)), ((4, 2), (2, 4))]
-    for number, (one, other) in enumerate(shapes):
-        await resharded(number, mesh(one), mesh(other), groups)
-    await every_placement()
-    await snapshots(mesh((RANKS,)))
-    await one_version(mesh((RANKS,)))
-    await ranks_that_differ(mesh((RANKS,)))
-    await a_put_that_fails(mesh((RANKS,)))
+    for number, (put_shape, get_shape) in enumerate(shapes):
+        await check_resharding(number, make_mesh(put_shape), make_mesh(get_shape), groups)
+    await check_every_placement()
+    await check_direct_rdma_snapshots(make_mesh((RANKS,)))
+    await check_gets_of_one_version(make_mesh((RANKS,)))
+    await check_differing_values(make_mesh((RANKS,)))
+    await check_failing_put(make_mesh((RANKS,)))
     await ts.shutdown()
-    assert not await exists_anew()
-    # A store of the same name can be had again.
+    assert not await exists_after_shutdown()
+    # A store of the same name can be initialized again.
     dist.barrier()
     await ts.initialize_spmd(strategy=ts.HostStrategy())
     if dist.get_rank() == 0:
@@ -49,57 +49,57 @@ async def main() -> None:
     dist.destroy_process_group()
 
 
-async def exists_anew() -> bool:
+async def exists_after_shutdown() -> bool:
     try:
         return await ts.exists("w")
     except AssertionError:
         return False
 
 
-async def resharded(number: int, one: DeviceMesh, other: DeviceMesh, groups: dict[int, Any]) -> None:
-    """What is put on one mesh and got on another is what DCP loads there, buffers included."""
+async def check_resharding(number: int, put_mesh: DeviceMesh, get_mesh: DeviceMesh, groups: dict[int, Any]) -> None:
+    """Puts on one mesh and gets on another. The result equals what DCP loads there, buffers included."""
     key, files = f"v{number}", FOLDER / f"files{number}"
-    if one.get_coordinate() is not None:
-        state = trained(one, number)
+    if put_mesh.get_coordinate() is not None:
+        state = make_trained_state(put_mesh, number)
         await ts.put_state_dict(state, key)
-        dcp.save(state, checkpoint_id=files, process_group=groups[one.size()])
+        dcp.save(state, checkpoint_id=files, process_group=groups[put_mesh.size()])
     dist.barrier()
-    if other.get_coordinate() is not None:
-        mine, theirs = trained(other, 100), trained(other, 200)
-        assert not same(local(mine), local(theirs))
-        got = await ts.get_state_dict(key, mine)
-        dcp.load(theirs, checkpoint_id=files, process_group=groups[other.size()])
-        # Tensors are filled in place; everything else is in what is returned.
-        assert got["model"]["scale"] is mine["model"]["scale"]
-        assert same(local(got), local(theirs)), (one, other)
-        again = await ts.get(f"{key}/model.scale", mine["model"]["scale"])
-        assert again is mine["model"]["scale"]
+    if get_mesh.get_coordinate() is not None:
+        into, expected = make_trained_state(get_mesh, 100), make_trained_state(get_mesh, 200)
+        assert not same(to_local(into), to_local(expected))
+        got = await ts.get_state_dict(key, into)
+        dcp.load(expected, checkpoint_id=files, process_group=groups[get_mesh.size()])
+        # Tensors are filled in place. The returned dict has all other values.
+        assert got["model"]["scale"] is into["model"]["scale"]
+        assert same(to_local(got), to_local(expected)), (put_mesh, get_mesh)
+        again = await ts.get(f"{key}/model.scale", into["model"]["scale"])
+        assert again is into["model"]["scale"]
     dist.barrier()
 
 
-async def every_placement() -> None:
-    """Single DTensors, of every placement that a mesh of two dimensions has, into every other."""
-    where = mesh((2, 4))
+async def check_every_placement() -> None:
+    """Puts a DTensor in every placement on a mesh of two dimensions. Gets it in every other."""
+    mesh = make_mesh((2, 4))
     placements = [
         (Shard(0), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(1)), (Shard(1), Shard(0)),
         (Replicate(), Shard(0)), (Shard(1), Replicate()), (_StridedShard(0, split_factor=4), Shard(0)),
     ]
     whole = torch.arange(70.0).reshape(10, 7)
     for number, placement in enumerate(placements):
-        await ts.put(f"p.{number}", distributed(whole, where, placement))
+        await ts.put(f"p.{number}", distribute(whole, mesh, placement))
     dist.barrier()
     for number in range(len(placements)):
         for placement in placements:
-            into = distributed(torch.zeros(10, 7), where, placement)
+            into = distribute(torch.zeros(10, 7), mesh, placement)
             assert await ts.get(f"p.{number}", into) is into
-            assert torch.equal(into.to_local(), distributed(whole, where, placement).to_local())
+            assert torch.equal(into.to_local(), distribute(whole, mesh, placement).to_local())
         assert torch.equal(await ts.get(f"p.{number}"), whole)
     dist.barrier()
 
 
-async def snapshots(where: DeviceMesh) -> None:
-    """What `direct_rdma` publishes is what the tensors were at that moment, however often."""
-    state = {"w": distributed(torch.zeros(16, 2), where, (Shard(0),)), "n": torch.tensor([123457])}
+async def check_direct_rdma_snapshots(mesh: DeviceMesh) -> None:
+    """A put with `direct_rdma` stores the values of the tensors at the time of each put."""
+    state = {"w": distribute(torch.zeros(16, 2), mesh, (Shard(0),)), "n": torch.tensor([123457])}
     await ts.put_state_dict(state, "live", direct_rdma=True, transfer_dtype=torch.bfloat16)
     dist.barrier()
     into = {"w": torch.full((16, 2), 9.0), "n": torch.tensor([0])}
@@ -107,7 +107,7 @@ async def snapshots(where: DeviceMesh) -> None:
         state["w"].to_local().fill_(step)
         dist.barrier()
         assert await ts.get_state_dict("live", into, direct_rdma=True) is into
-        # What was put is what is got, though the tensors have gone on.
+        # The get returns the values of the put, although the tensors have changed since.
         assert torch.equal(into["w"], torch.full((16, 2), step - 1.0)) and into["n"].item() == 123457
         dist.barrier()
         await ts.put_state_dict(None, "live", direct_rdma=True)
@@ -123,13 +123,13 @@ async def snapshots(where: DeviceMesh) -> None:
     dist.barrier()
 
 
-async def one_version(where: DeviceMesh) -> None:
-    """Ranks that put again and again while others get: what is got is of one put."""
-    half = DeviceMesh("cpu", [0, 1, 2, 3])
+async def check_gets_of_one_version(mesh: DeviceMesh) -> None:
+    """Some ranks put repeatedly while others get. Each get returns the values of one put."""
+    writer_mesh = DeviceMesh("cpu", [0, 1, 2, 3])
     if dist.get_rank() < 4:
         for number in range(20):
             value = torch.full((64, 64), float(number))
-            await ts.put_state_dict({"w": distributed(value, half, (Shard(0),)), "number": number}, "same")
+            await ts.put_state_dict({"w": distribute(value, writer_mesh, (Shard(0),)), "number": number}, "same")
     else:
         seen = set()
         while 19 not in seen:
@@ -142,19 +142,19 @@ async def one_version(where: DeviceMesh) -> None:
     dist.barrier()
 
 
-async def ranks_that_differ(where: DeviceMesh) -> None:
-    """Plain values that are another on each rank: those of the lowest are stored."""
-    state = {"w": distributed(torch.ones(8, 1), where, (Shard(0),)), "seed": dist.get_rank()}
+async def check_differing_values(mesh: DeviceMesh) -> None:
+    """Plain values differ by rank. The store has those of the lowest rank."""
+    state = {"w": distribute(torch.ones(8, 1), mesh, (Shard(0),)), "seed": dist.get_rank()}
     await ts.put_state_dict(state, "differ")
     dist.barrier()
     assert (await ts.get_state_dict("differ"))["seed"] == 0
     dist.barrier()
 
 
-async def a_put_that_fails(where: DeviceMesh) -> None:
-    """A put that fails on one rank, or ends there before its time, is not taken for a later one."""
+async def check_failing_put(mesh: DeviceMesh) -> None:
+    """A put fails, or times out, on one rank. The store does not mix it with a later put."""
     for number in range(1, 9):
-        state: dict[str, Any] = {"w": distributed(torch.full((8, 1), float(number)), where, (Shard(0),))}
+        state: dict[str, Any] = {"w": distribute(torch.full((8, 1), float(number)), mesh, (Shard(0),))}
         if number in (2, 5) and dist.get_rank() == 1:
             state["x"] = object()
         put = ts.put_state_dict(state, "fails")

@@ -1,10 +1,10 @@
-"""TSSD: PyTorch state dicts as files that keep everything, checked and zero-copy.
+"""TSSD: lossless, checksummed, zero-copy files for PyTorch state dicts, and a store for them.
 
     import tssd
     tssd.save_file({"model": model.state_dict(), "step": 3}, "checkpoint.tssd")
     checkpoint = tssd.load_file("checkpoint.tssd")
 
-torch and numpy are looked for when they are needed.
+torch and numpy are imported only when they are needed.
 """
 
 from ._errors import (

@@ -1,4 +1,4 @@
-"""What torch must know of tensors that were filled behind its back."""
+"""Notifies torch's autograd of tensors that were filled in place."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from ._tssd import TensorShard
 
 
 def filled(objects: Iterable[Any]) -> None:
-    """Counts a change of each tensor, so that a backward pass through what it was before is an error."""
+    """Increments the autograd version of each tensor.
+
+    A backward pass that needs the values from before the fill then raises an error.
+    """
     torch = sys.modules.get("torch")
     graph = getattr(getattr(torch, "autograd", None), "graph", None)
     increment = getattr(graph, "increment_version", None)
     if torch is None or increment is None:
         return
-    for each in objects:
-        tensor = each.local if isinstance(each, TensorShard) else each
+    for target in objects:
+        tensor = target.local if isinstance(target, TensorShard) else target
         tensor = getattr(tensor, "_local_tensor", tensor)
         if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
             increment(tensor)

@@ -1,4 +1,4 @@
-"""What goes wrong: one table from the kinds of errors to classes and advice."""
+"""Exception classes, and the tables that map error kinds to classes and advice."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 
 
 class TssdError(Exception):
-    """Every error of this package, except for arguments of a wrong type.
+    """Base class of the errors of this package. An argument of a wrong type raises a plain `TypeError`.
 
     Attributes:
-        kind: what is wrong, as the format or the store calls it: "ChunkCorrupt".
-        fqn: the leaf that it is about, if it is about one.
-        key: the key in a store, if it is about one.
-        version: the version of that key, if it is about one.
-        advice: what to do about it, if there is something.
+        kind: the error kind of the format or the store, such as "ChunkCorrupt".
+        fqn: the fqn of the leaf; None if the error is not about a leaf.
+        key: the key in a store; None if the error is not about a key.
+        version: the version number of that key; None if the error is not about a version.
+        advice: how to fix the error; None if there is no advice.
     """
 
     kind: str = ""
@@ -23,70 +23,70 @@ class TssdError(Exception):
     advice: str | None = None
 
     def __str__(self) -> str:
-        # A KeyError would show the repr of its message.
+        # `KeyError.__str__` returns the repr of the message.
         return str(self.args[0]) if self.args else ""
 
 
 class TssdKeyError(TssdError, KeyError):
-    """There is no such leaf, key or version."""
+    """The leaf, key or version does not exist."""
 
 
 class TssdTypeError(TssdError, TypeError):
-    """An object, or a leaf, is not of a kind that can be used here."""
+    """An object or a leaf has a type that is not supported here."""
 
 
 class TssdValueError(TssdError, ValueError):
-    """A state dict or a request breaks a rule."""
+    """A state dict or a request violates a rule."""
 
 
 class TssdCorruptError(TssdValueError):
-    """Bytes are damaged, or no archive."""
+    """The bytes are damaged, or are not an archive."""
 
 
 class TssdTimeoutError(TssdError, TimeoutError):
-    """It has not happened in time."""
+    """The operation did not complete in time."""
 
 
 class TssdConnectionError(TssdError, ConnectionError):
-    """A store cannot be reached."""
+    """The store cannot be reached."""
 
 
 class TssdUnsupportedError(TssdError, RuntimeError):
-    """This machine lacks what it takes, such as a GPU."""
+    """This machine lacks a required feature, such as a GPU."""
 
 
 class TssdMemoryError(TssdError, MemoryError):
-    """There is not so much memory."""
+    """There is not enough memory."""
 
 
 class TssdOSError(TssdError, OSError):
-    """The system failed: `errno` and `filename` say how."""
+    """The operating system reported an error. `errno` and `filename` give details."""
 
     def __str__(self) -> str:
         return OSError.__str__(self)
 
 
 class TssdFileNotFoundError(TssdOSError, FileNotFoundError):
-    """There is no such file."""
+    """The file does not exist."""
 
 
 class TssdFileExistsError(TssdOSError, FileExistsError):
-    """There is such a file."""
+    """The file already exists."""
 
 
 class TssdPermissionError(TssdOSError, PermissionError):
-    """It is not permitted."""
+    """Permission was denied."""
 
 
-_DAMAGED = "take another copy of the file"
-_NEWER = "the file was written by a newer tssd: read it with that one"
+_DAMAGED_ADVICE = "take another copy of the file"
+_NEWER_ADVICE = "the file was written by a newer tssd: read it with that one"
 
-# What is not here is damage if it can be in a file, else a wrong value.
+# Error kinds of the format, each with its class and default advice. `class_of` has the rule for all other kinds.
 _KINDS: dict[str, tuple[type[TssdError], str | None]] = {
     "NotTssd": (TssdCorruptError, "`tssd pack` makes an archive of a safetensors file"),
-    "UnsupportedVersion": (TssdCorruptError, _NEWER),
-    "UnknownIncompat": (TssdCorruptError, _NEWER),
-    "IndexCodec": (TssdCorruptError, _NEWER),
+    "UnsupportedVersion": (TssdCorruptError, _NEWER_ADVICE),
+    "UnknownIncompat": (TssdCorruptError, _NEWER_ADVICE),
+    "IndexCodec": (TssdCorruptError, _NEWER_ADVICE),
     "UntypedLeaf": (TssdTypeError, None),
     "NotATensor": (TssdTypeError, "load_file gives every leaf"),
     "WrongType": (TssdTypeError, None),
@@ -108,8 +108,8 @@ _KINDS: dict[str, tuple[type[TssdError], str | None]] = {
     "BlobElsewhere": (TssdValueError, "it is a shard set: `tssd convert SET -o FILE` joins its archives"),
 }
 
-# What a store says, as its protocol calls it.
-_STORE: dict[str, tuple[type[TssdError], str | None]] = {
+# Error kinds of the store protocol, each with its class and default advice.
+_STORE_KINDS: dict[str, tuple[type[TssdError], str | None]] = {
     "not_found": (TssdKeyError, None),
     "invalid": (TssdValueError, None),
     "refused": (TssdValueError, None),
@@ -131,10 +131,14 @@ _OS_ERRORS: tuple[type[TssdOSError], ...] = (
 
 
 def class_of(kind: str, rule: str) -> type[TssdError]:
-    """The class for errors of a kind, given its rule in the specification."""
-    known = _KINDS.get(kind) or _STORE.get(kind)
-    if known is not None:
-        return known[0]
+    """Returns the class for an error kind, given the number of its rule in the specification.
+
+    A kind that is in neither table is corruption if its rule is one of the file format, "F-...". Otherwise it is an
+    invalid value.
+    """
+    entry = _KINDS.get(kind) or _STORE_KINDS.get(kind)
+    if entry is not None:
+        return entry[0]
     return TssdCorruptError if rule.startswith("F-") else TssdValueError
 
 
@@ -149,7 +153,7 @@ def make(
     key: str | None = None,
     version: int | None = None,
 ) -> TssdError:
-    """The exception for an error of the extension module."""
+    """Creates the exception for an error of the extension module, or of a module of this package."""
     error: TssdError
     if kind == "Io" and errno is not None:
         builtin = type(OSError(errno, ""))
@@ -160,13 +164,13 @@ def make(
     else:
         cls = class_of(kind, rule)
         if advice is None:
-            _, advice = _KINDS.get(kind) or _STORE.get(kind) or (None, None)
+            _, advice = _KINDS.get(kind) or _STORE_KINDS.get(kind) or (None, None)
         if advice is None and cls is TssdCorruptError:
-            advice = _DAMAGED
-        where = f"{file}: " if file is not None else ""
-        place = f" (in `{fqn}`)" if fqn is not None and f"`{fqn}`" not in message else ""
-        hint = f"; {advice}" if advice is not None else ""
-        error = cls(f"{where}{message}{place}{hint}")
+            advice = _DAMAGED_ADVICE
+        file_prefix = f"{file}: " if file is not None else ""
+        fqn_suffix = f" (in `{fqn}`)" if fqn is not None and f"`{fqn}`" not in message else ""
+        advice_suffix = f"; {advice}" if advice is not None else ""
+        error = cls(f"{file_prefix}{message}{fqn_suffix}{advice_suffix}")
     error.kind, error.fqn, error.advice = kind, fqn, advice
     error.key, error.version = key, version
     return error

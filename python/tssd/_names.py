@@ -1,4 +1,4 @@
-"""Patterns of names: those that a shell has for files."""
+"""Selection of leaves by name, with the patterns that shells use for file names."""
 
 from __future__ import annotations
 
@@ -11,39 +11,43 @@ from ._errors import TssdKeyError, make
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], Any]:
-    """What says whether an fqn matches one of the patterns: `*` stands for dots too."""
+    """Returns a function that tests whether an fqn matches any of the patterns. `*` also matches dots."""
     if isinstance(patterns, str):
         patterns = [patterns]
     return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)").match
 
 
 def chosen(fqns: list[str], names: Sequence[str]) -> list[bool]:
-    """Which fqns are named: as they are, by what they are in, or by a pattern.
+    """Returns for each fqn whether a name selects it.
+
+    A name selects the fqn that equals it. If there is none, it selects all fqns below it. If there are none of these
+    either, the name is a pattern: it selects all fqns that it matches, and all fqns below them.
 
     Raises:
-        TssdKeyError: a name is that of none.
+        TssdKeyError: a name selects no fqn.
+        TypeError: a name is not a str.
     """
     names = [names] if isinstance(names, str) else list(names)
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"a name is a str, not {name!r}")
-    known = set(fqns)
-    exact = known.intersection(names)
-    inside: list[str] = []
+    fqn_set = set(fqns)
+    exact = fqn_set.intersection(names)
+    prefixes: list[str] = []
     patterns: list[str] = []
     for name in names:
         if name in exact:
             continue
         if any(fqn.startswith(f"{name}.") for fqn in fqns):
-            inside.append(f"{name}.")
+            prefixes.append(f"{name}.")
             continue
-        # What is in something that a pattern names is named, too.
-        both = [name, f"{name}.*"]
-        if not any(map(matcher(both), fqns)):
+        # A pattern that matches a container selects everything in it.
+        name_and_below = [name, f"{name}.*"]
+        if not any(map(matcher(name_and_below), fqns)):
             advice = "`open(key).keys()` lists the tensors"
             error = make("NotFound", "F-015", f"nothing is named {name!r}", name, advice, None, None)
             assert isinstance(error, TssdKeyError)
             raise error
-        patterns += both
-    matches, starts = matcher(patterns), tuple(inside)
-    return [fqn in exact or fqn.startswith(starts) or matches(fqn) is not None for fqn in fqns]
+        patterns += name_and_below
+    matches, prefix_tuple = matcher(patterns), tuple(prefixes)
+    return [fqn in exact or fqn.startswith(prefix_tuple) or matches(fqn) is not None for fqn in fqns]

@@ -1,4 +1,4 @@
-"""Where the bytes of a tensor are."""
+"""References to tensors in a tensor blob."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ._tssd import TensorSlice
 
 @dataclass(frozen=True)
 class TensorReference:
-    """A tensor of a `TorchStoreStateDict`: what it is, and which bytes of the tensor blob it has.
+    """A tensor of a `TorchStoreStateDict`: its metadata, and the place of its bytes in the tensor blob.
 
     Attributes:
-        dtype: as torch calls it: "bfloat16".
-        shape: in elements.
-        strides: in elements.
-        offset: where element 0 is in the tensor blob, in bytes; None if the tensor has no elements, or
+        dtype: the dtype by its name in torch, such as "bfloat16".
+        shape: the shape, in elements.
+        strides: the strides, in elements.
+        offset: the offset of element 0 in the tensor blob, in bytes; None if the tensor has no elements, or
             its bytes are compressed.
-        nbytes: from the first byte of the first element to the last byte of the last one.
-        tensor_slice: where a shard belongs in its global tensor; None for a plain tensor.
+        nbytes: the length from the first byte of the first element to the last byte of the last one.
+        tensor_slice: the place of a shard in its global tensor; None for a plain tensor.
     """
 
     dtype: str

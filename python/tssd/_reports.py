@@ -1,4 +1,4 @@
-"""What puts and gets have done, and what versions there are."""
+"""Reports of puts, gets and receives, and descriptions of versions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DeviceCopies:
-    """How bytes came from GPUs and other devices, or went there.
+    """How bytes were copied from or to GPUs and other devices.
 
     Attributes:
-        pinned: how many bytes were copied straight from or to page-locked memory, at the speed of the bus.
-        pageable: how many were copied once more on their way.
-        device: how many stayed on a GPU: they were copied from its memory to its memory.
-        why: why some were copied once more, the last time; None if none were.
+        pinned: bytes copied directly from or to page-locked memory, at the speed of the bus.
+        pageable: bytes that took an additional copy, through pageable memory.
+        device: bytes copied within the memory of a GPU.
+        why: the reason for the last additional copy; None if there was none.
     """
 
     pinned: int
@@ -25,24 +25,26 @@ class DeviceCopies:
 
 @dataclass(frozen=True)
 class PutReport:
-    """What a put has done.
+    """The report of a put.
 
     Attributes:
-        version: the number of the version.
-        epoch: how often the key had been rewound.
+        version: the version number.
+        epoch: the number of rewinds of the key before this version.
         id: the identity of the version, 32 hex digits.
-        digest: what this put contains, 32 hex digits: equal digests are equal contents.
-        visible: whether readers see it.
-        missing: the writers whose contributions it waits for.
-        stored: whether all of the version is in the bucket, with durability="object".
-        bytes: how many bytes this put has stored.
-        transport: how they went: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls".
-        why: why that way.
-        phases: where the time went, in seconds: "arrange" until every byte had its place, "begin" until
-            there was room for it (others may have been waited for; what is small is written before, goes
-            along, and may be committed then), "write" to copy and to checksum, "commit", "store" until it was in the bucket, if it was to be.
-        seconds: how long it took.
-        device_copies: how bytes of devices came; None if there were none.
+        digest: the digest of this contribution, 32 hex digits. Equal digests mean equal contents.
+        visible: whether the version is visible to readers.
+        missing: the writers whose contributions are missing.
+        stored: whether the whole version is in the bucket, with durability="object".
+        bytes: the number of bytes that this put stored.
+        transport: the transport of the bytes: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls".
+        why: why this transport was used.
+        phases: the time of each phase, in seconds. "arrange": computing the layout of the archive. "begin":
+            beginning the contribution, which may wait for other writers and for memory. A small archive is written
+            before that; it is sent in the same request, and may be committed by it. "write": copying and
+            checksumming. "commit": committing the contribution. "store": waiting until the contribution is in the
+            bucket, if it must be there.
+        seconds: the time of the put, in seconds.
+        device_copies: how bytes of devices were copied; None if there were none.
     """
 
     version: int
@@ -62,27 +64,27 @@ class PutReport:
 
 @dataclass(frozen=True)
 class GetReport:
-    """What a get has done.
+    """The report of a get.
 
     Attributes:
-        version: the number of the version.
-        epoch: how often the key had been rewound.
+        version: the version number.
+        epoch: the number of rewinds of the key before this version.
         id: the identity of the version, 32 hex digits.
-        digest: what the version contains, 32 hex digits; of one writer, the digest of its put.
-        bytes_needed: how many bytes of tensors were asked for.
-        bytes_transferred: how many were copied, or are seen through views.
-        bytes_viewed: how many of these are seen through views.
-        bytes_received: how many came over a connection, from another host or a bucket: more than were asked for where
-            whole chunks are needed to prove parts of them.
-        bytes_verified: how many were compared with their checksums.
-        transport: how they came: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls".
-        why: why that way.
-        plan_seconds: how long it took to find out what to copy.
-        seconds: how long the copy took.
+        digest: the digest of the version, 32 hex digits. If the version has one writer, it is the digest of its put.
+        bytes_needed: the number of tensor bytes that were requested.
+        bytes_transferred: the number of tensor bytes that were copied, or are seen through views.
+        bytes_viewed: the number of these bytes that are seen through views.
+        bytes_received: the number of bytes received over a connection, from another host or a bucket. It exceeds the
+            number of requested bytes if parts of chunks are requested: only whole chunks can be verified.
+        bytes_verified: the number of bytes that were verified against their checksums.
+        transport: the transport of the bytes: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls".
+        why: why this transport was used.
+        plan_seconds: the time of planning the copies, in seconds.
+        seconds: the time of the copies, in seconds.
         missing_keys: fqns in `into` that are not stored.
-        unexpected_keys: fqns of tensors that are stored and not in `into`.
-        cast: fqns in `into` of another dtype than is stored.
-        device_copies: how bytes went to devices; None if `into` has no tensor of one.
+        unexpected_keys: fqns of stored tensors that are not in `into`.
+        cast: fqns of tensors in `into` whose dtype differs from the stored one.
+        device_copies: how bytes were copied to devices; None if `into` has no tensor on a device.
     """
 
     version: int
@@ -106,16 +108,16 @@ class GetReport:
 
 @dataclass(frozen=True)
 class ReceiveReport:
-    """What came through a ring.
+    """The report of a version that was received through a ring.
 
     Attributes:
-        version: the number of the version.
-        buckets: in how many buckets it came.
-        bytes: how many bytes of tensors were copied.
-        transport: how they came: "arena" or "cuda_ipc".
-        why: why that way.
-        seconds: how long it took, from when its first bucket was there.
-        device_copies: how bytes went to GPUs; None if no tensor is on one.
+        version: the version number.
+        buckets: the number of buckets of the version.
+        bytes: the number of tensor bytes that were copied.
+        transport: the transport of the bytes: "arena" or "cuda_ipc".
+        why: why this transport was used.
+        seconds: the time since the first bucket arrived, in seconds.
+        device_copies: how bytes were copied to GPUs; None if no tensor is on a GPU.
     """
 
     version: int
@@ -129,15 +131,15 @@ class ReceiveReport:
 
 @dataclass(frozen=True)
 class VersionInfo:
-    """A visible version: an int where one is wanted.
+    """A visible version. It converts to an int, the version number.
 
     Attributes:
-        version: its number.
-        epoch: how often the key had been rewound.
-        id: its identity, 32 hex digits.
-        bytes: how many bytes its archives have.
+        version: the version number.
+        epoch: the number of rewinds of the key before this version.
+        id: the identity of the version, 32 hex digits.
+        bytes: the total length of its archives, in bytes.
         writers: the global ranks that wrote it.
-        metadata: what was given with it when it was put, if `head` tells of it.
+        metadata: the `metadata` of the put. Only `head` sets it; otherwise it is None.
     """
 
     version: int

@@ -1,4 +1,4 @@
-"""How versions go through a ring."""
+"""Options of a ring."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ring:
-    """How versions go through a ring, for `residency=` of a put.
+    """The ring of buckets that a version is streamed through, for `residency=` of a put.
 
     Attributes:
-        bucket_bytes: how many bytes a bucket has; larger tensors are cut.
-        buckets: how many there are: while readers copy from one, another one is filled.
-        readers: how many receivers must be there when a put begins.
-        lent: whether readers copy right from where tensors of GPUs are, where the driver lets them, as with
+        bucket_bytes: the size of a bucket, in bytes. Larger tensors are split.
+        buckets: the number of buckets: one is filled while readers copy from the others.
+        readers: the number of receivers that must be present when a put begins.
+        lent: whether receivers copy directly from tensors in the memory of a GPU, if the driver allows it, as with
             residency="lent".
     """
 

@@ -1,4 +1,4 @@
-"""Tensors of torch whose class is not torch's own. Imported only where torch is."""
+"""Decomposition of tensors whose class is neither `torch.Tensor` nor `Parameter`. Imports torch."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ from torch.distributed.tensor.placement_types import _StridedShard
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# The name of a placement's class, or of the reduction that is still to be made; dimension; split factor.
-Spelled = tuple[str, int, int]
+# An encoded placement: the name of its class, or of the pending reduction of a Partial; dimension; split factor.
+_EncodedPlacement = tuple[str, int, int]
 
 
 class DTensorParts(NamedTuple):
-    """A DTensor, taken apart."""
+    """The components of a DTensor."""
 
     local: torch.Tensor
     mesh: DeviceMesh
     global_shape: tuple[int, ...]
     coordinates: list[int] | None
-    placements: list[Spelled]
+    placements: list[_EncodedPlacement]
 
 
 class Chunks(NamedTuple):
-    """The local tensors of a checkpointable tensor, each with its offsets: none on a rank that has nothing of it."""
+    """The local tensors of a tensor with the chunk protocol of DCP, each with its offsets in elements.
+
+    A rank that has no part of the tensor has no local tensors.
+    """
 
     locals: list[tuple[torch.Tensor, list[int]]]
     global_shape: tuple[int, ...]
 
 
-class Refused(NamedTuple):
-    """Why a tensor cannot be stored, and what to do about it."""
+class _Unsupported(NamedTuple):
+    """The reason why a tensor cannot be stored, and advice."""
 
-    what: str
+    message: str
     advice: str
 
 
@@ -51,49 +54,49 @@ _ADVICE = {
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that an asynchronous collective gives, once it is there; any other as it is."""
+    """Waits for an asynchronous collective and returns its result. Returns any other tensor unchanged."""
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         result: torch.Tensor = tensor.wait()  # type: ignore[attr-defined]
         return result
     return tensor
 
 
-def parts(tensor: torch.Tensor) -> DTensorParts | Chunks | Refused:
-    """What a tensor is made of whose class is not torch's own."""
+def parts(tensor: torch.Tensor) -> DTensorParts | Chunks | _Unsupported:
+    """Decomposes a tensor whose class is neither `torch.Tensor` nor `Parameter`."""
     if isinstance(tensor, DTensor):
         local = waited(tensor._local_tensor)
         if hasattr(local, "__create_chunk_list__"):
-            return _chunks(local, tuple(tensor.shape))
+            return _decompose_chunks(local, tuple(tensor.shape))
         if type(local) not in (torch.Tensor, torch.nn.Parameter):
-            return _refused(local, "a DTensor whose local tensor is")
-        spelled = [_spelled(placement, tensor.ndim) for placement in tensor.placements]
-        if None in spelled:
+            return _unsupported(local, "a DTensor whose local tensor is")
+        encoded = [_encode_placement(placement, tensor.ndim) for placement in tensor.placements]
+        if None in encoded:
             names = ", ".join(map(str, tensor.placements))
-            return Refused(f"a DTensor with placements {names} cannot be stored", "redistribute it")
+            return _Unsupported(f"a DTensor with placements {names} cannot be stored", "redistribute it")
         coordinates = tensor.device_mesh.get_coordinate()
         return DTensorParts(
             local,
             tensor.device_mesh,
             tuple(tensor.shape),
             None if coordinates is None else list(coordinates),
-            [each for each in spelled if each is not None],
+            [each for each in encoded if each is not None],
         )
     if hasattr(tensor, "__create_chunk_list__"):
-        return _chunks(tensor, tuple(tensor.shape))
-    return _refused(tensor, "a tensor of class")
+        return _decompose_chunks(tensor, tuple(tensor.shape))
+    return _unsupported(tensor, "a tensor of class")
 
 
-def _refused(tensor: torch.Tensor, what: str, advice: str | None = None) -> Refused:
+def _unsupported(tensor: torch.Tensor, prefix: str, advice: str | None = None) -> _Unsupported:
     cls = type(tensor)
     advice = advice or _ADVICE.get(cls.__name__)
     if advice is None and cls.__module__.partition(".")[0] == "torchao":
         advice = "store the tensors that `__tensor_flatten__` names, or `.dequantize()`"
     if advice is None:
         advice = "convert it to a plain tensor, such as with `.as_subclass(torch.Tensor)`"
-    return Refused(f"{what} {cls.__module__}.{cls.__qualname__} cannot be stored", advice)
+    return _Unsupported(f"{prefix} {cls.__module__}.{cls.__qualname__} cannot be stored", advice)
 
 
-def _chunks(local: Any, global_shape: tuple[int, ...]) -> Chunks | Refused:
+def _decompose_chunks(local: Any, global_shape: tuple[int, ...]) -> Chunks | _Unsupported:
     chunks = local.__create_chunk_list__()
     advice = "store its local tensors as `tssd.TensorShard`s"
     if hasattr(local, "local_shards"):
@@ -101,19 +104,19 @@ def _chunks(local: Any, global_shape: tuple[int, ...]) -> Chunks | Refused:
     elif len(chunks) == 1:
         tensors = [local.as_subclass(torch.Tensor)]
     else:
-        return _refused(local, "a tensor with several chunks, of class", advice)
+        return _unsupported(local, "a tensor with several chunks, of class", advice)
     if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
-        return _refused(local, "a tensor with chunks that are no plain tensors, of class")
-    # A rank that has nothing names a chunk without elements, whose dimensions need not be the tensor's.
+        return _unsupported(local, "a tensor with chunks that are no plain tensors, of class")
+    # A rank without a part of the tensor declares an empty chunk, whose dimensions may differ from the tensor's.
     sizes = [tuple(chunk.sizes) for chunk in chunks if tensors or math.prod(chunk.sizes)]
     if sizes != [tuple(tensor.shape) for tensor in tensors]:
-        return _refused(local, "a tensor whose chunks have other sizes than its local tensors, of class", advice)
+        return _unsupported(local, "a tensor whose chunks have other sizes than its local tensors, of class", advice)
     if len({tensor.dtype for tensor in tensors}) > 1:
-        return _refused(local, "a tensor whose local tensors have several dtypes, of class", advice)
+        return _unsupported(local, "a tensor whose local tensors have several dtypes, of class", advice)
     return Chunks([(tensor, list(chunk.offsets)) for tensor, chunk in zip(tensors, chunks)], global_shape)
 
 
-def _spelled(placement: Placement, ndim: int) -> Spelled | None:
+def _encode_placement(placement: Placement, ndim: int) -> _EncodedPlacement | None:
     if isinstance(placement, _StridedShard):
         split_factor = int(placement.split_factor)
         return ("_StridedShard", placement.dim % max(ndim, 1), split_factor)
@@ -127,37 +130,37 @@ def _spelled(placement: Placement, ndim: int) -> Spelled | None:
 
 
 def prove_mesh(device_mesh: DeviceMesh, mesh_shape: tuple[int, ...], coordinates: tuple[int, ...] | None) -> None:
-    """Proves that this rank stands in a mesh of that shape where a shard says that it did.
+    """Checks that a mesh has the shape, and this rank the coordinates, that were stored with a shard.
 
     Raises:
-        TssdValueError: the mesh has another shape, or this rank stands elsewhere in it.
+        TssdValueError: the mesh has another shape, or this rank has other coordinates in it.
     """
-    here = device_mesh.get_coordinate()
-    if tuple(device_mesh.shape) != mesh_shape or (None if here is None else tuple(here)) != coordinates:
+    own = device_mesh.get_coordinate()
+    if tuple(device_mesh.shape) != mesh_shape or (None if own is None else tuple(own)) != coordinates:
         from ._errors import make
 
         stored = f"mesh {mesh_shape} at {coordinates}"
-        message = f"the shard is of a {stored}, this rank of mesh {tuple(device_mesh.shape)} at {here}"
+        message = f"the shard is of a {stored}, this rank of mesh {tuple(device_mesh.shape)} at {own}"
         raise make("MeshMismatch", "F-071", message, None, None, None, None)
 
 
 def dtensor(
-    local: torch.Tensor, device_mesh: DeviceMesh, placements: list[Spelled], global_shape: tuple[int, ...]
+    local: torch.Tensor, device_mesh: DeviceMesh, placements: list[_EncodedPlacement], global_shape: tuple[int, ...]
 ) -> DTensor:
-    """The DTensor that a shard was cut from."""
-    made: list[Placement] = []
+    """Returns the DTensor with this local tensor, from the encoded placements of a shard."""
+    torch_placements: list[Placement] = []
     for name, dim, split_factor in placements:
         if name == "_StridedShard":
-            made.append(_StridedShard(dim, split_factor=split_factor))
+            torch_placements.append(_StridedShard(dim, split_factor=split_factor))
         else:
-            made.append(Shard(dim) if name == "Shard" else Replicate())
+            torch_placements.append(Shard(dim) if name == "Shard" else Replicate())
     strides = torch.empty(global_shape, device="meta").stride()
     is_parameter = isinstance(local, torch.nn.Parameter)
     requires_grad = local.requires_grad
     result: DTensor = DTensor.from_local(
         local.detach(),
         device_mesh,
-        made,
+        torch_placements,
         run_check=False,
         shape=torch.Size(global_shape),
         stride=strides,

@@ -1,12 +1,12 @@
-"""Stores for asyncio: what `tssd.Store` has, awaitable.
+"""Stores for asyncio: the API of `tssd.Store`, with awaitable methods.
 
     async with tssd.aio.Store() as store:
         await store.put_state_dict(state_dict, "policy")
         async for info in store.subscribe("policy"):
             ...
 
-Each call waits on a thread of its own. A task that is cancelled ends its call: what it would have filled is left
-alone when the await has ended, and a put that was not committed leaves nothing.
+Each call runs on its own thread. Cancelling a task ends its call. Once the await has ended, the call no longer writes
+to the tensors that it was filling, and nothing remains of a put that was not committed.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ _Wrapped = TypeVar("_Wrapped")
 _Opened = TypeVar("_Opened")
 
 
-
 async def _run(call: Callable[[], _R]) -> _R:
+    """Runs a blocking call on its own thread. Ends the call if the task is cancelled."""
     cancel = _tssd._Cancel()
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_R] = loop.create_future()
 
-    def settle(result: Any, error: BaseException | None) -> None:
-        # What it still has it lets go of now: a thread that has tensors of torch when the interpreter ends aborts the
-        # process.
+    def finish(result: Any, error: BaseException | None) -> None:
+        # After the join, the thread holds no references. A thread that holds torch tensors when the interpreter exits
+        # aborts the process.
         thread.join()
         if error is None:
             future.set_result(result)
         else:
             future.set_exception(error)
 
-    def work() -> None:
+    def run_call() -> None:
         result, error = None, None
         try:
             result = cancel.run(call)
         except BaseException as raised:
             error = raised
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(finish, result, error)
 
-    # A pool would be full of calls that wait, and the one that they wait for would not run.
-    thread = threading.Thread(target=work, name="tssd", daemon=True)
+    # Not a thread pool: blocked calls could fill it, and the call that they wait for would never run.
+    thread = threading.Thread(target=run_call, name="tssd", daemon=True)
     thread.start()
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
         cancel.cancel()
-        # The thread may still have the caller's tensors, however often the task is cancelled.
+        # The thread may still use the caller's tensors, so wait for it even if the task is cancelled again.
         while not future.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([future])
@@ -68,14 +68,14 @@ async def _run(call: Callable[[], _R]) -> _R:
         raise
 
 
-def _bare(options: dict[str, Any]) -> dict[str, Any]:
-    """A lease that is given as a version is the one in it."""
+def _unwrap_version(options: dict[str, Any]) -> dict[str, Any]:
+    """Replaces an `OpenVersion` that is passed as `version=` by the `tssd.OpenVersion` that it wraps."""
     version = options.get("version")
     return {**options, "version": version._wrapped} if isinstance(version, OpenVersion) else options
 
 
 class _Wrapper(Generic[_Wrapped]):
-    """Something whose calls may wait."""
+    """Base class of wrappers around objects with blocking methods."""
 
     def __init__(self, wrapped: _Wrapped) -> None:
         self._wrapped = wrapped
@@ -84,30 +84,32 @@ class _Wrapper(Generic[_Wrapped]):
 def _awaitable(
     method: Callable[Concatenate[_Wrapped, _P], _R],
 ) -> Callable[Concatenate[_Wrapper[_Wrapped], _P], Coroutine[Any, Any, _R]]:
-    async def call(own: _Wrapper[_Wrapped], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        bare: dict[str, Any] = _bare(kwargs)
-        result: Any = await _run(lambda: method(own._wrapped, *args, **bare))
-        return _of(result)  # type: ignore[no-any-return]
+    """Returns the async version of a blocking method."""
+
+    async def call(wrapper: _Wrapper[_Wrapped], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        options: dict[str, Any] = _unwrap_version(kwargs)
+        result: Any = await _run(lambda: method(wrapper._wrapped, *args, **options))
+        return _wrap_result(result)  # type: ignore[no-any-return]
 
     functools.update_wrapper(call, method)
     return call
 
 
-def _of(result: Any) -> Any:
+def _wrap_result(result: Any) -> Any:
     if isinstance(result, list):
-        return [_of(each) for each in result]
+        return [_wrap_result(each) for each in result]
     return PendingPut(result) if isinstance(result, _tssd.PendingPut) else result
 
 
-class _Opening(Generic[_R]):
-    """What is opened: await it, or enter it."""
+class _OpenContext(Generic[_R]):
+    """An object that is being opened: await it, or use it as an async context manager."""
 
-    def __init__(self, opening: Coroutine[Any, Any, _R]) -> None:
-        self._opening = opening
+    def __init__(self, coroutine: Coroutine[Any, Any, _R]) -> None:
+        self._coroutine = coroutine
         self._opened: Any = None
 
     def __await__(self) -> Generator[Any, None, _R]:
-        return self._opening.__await__()
+        return self._coroutine.__await__()
 
     async def __aenter__(self) -> _R:
         self._opened = await self
@@ -118,36 +120,38 @@ class _Opening(Generic[_R]):
         await self._opened.__aexit__(*error)
 
 
-def _opens(
-    method: Callable[Concatenate[_Wrapped, _P], _R], of: Callable[[_R], _Opened]
-) -> Callable[Concatenate[_Wrapper[_Wrapped], _P], _Opening[_Opened]]:
-    def call(own: _Wrapper[_Wrapped], /, *args: _P.args, **kwargs: _P.kwargs) -> _Opening[_Opened]:
-        async def opening() -> _Opened:
-            bare: dict[str, Any] = _bare(kwargs)
-            return of(await _run(lambda: method(own._wrapped, *args, **bare)))
+def _awaitable_open(
+    method: Callable[Concatenate[_Wrapped, _P], _R], wrapper_class: Callable[[_R], _Opened]
+) -> Callable[Concatenate[_Wrapper[_Wrapped], _P], _OpenContext[_Opened]]:
+    """Returns the async version of a blocking method that opens an object."""
 
-        return _Opening(opening())
+    def call(wrapper: _Wrapper[_Wrapped], /, *args: _P.args, **kwargs: _P.kwargs) -> _OpenContext[_Opened]:
+        async def open_wrapped() -> _Opened:
+            options: dict[str, Any] = _unwrap_version(kwargs)
+            return wrapper_class(await _run(lambda: method(wrapper._wrapped, *args, **options)))
+
+        return _OpenContext(open_wrapped())
 
     functools.update_wrapper(call, method)
     return call
 
 
 class VersionSlice(_Wrapper[_tssd.VersionSlice]):
-    """A tensor of a version, of which parts are read: see `tssd.VersionSlice`."""
+    """A tensor of an open version, which is read in parts: see `tssd.VersionSlice`."""
 
     def get_shape(self) -> list[int]:
-        """The shape of the whole tensor, in elements."""
+        """Returns the shape of the whole tensor, in elements."""
         return self._wrapped.get_shape()
 
     def get_dtype(self) -> str:
-        """The dtype, as safetensors names it."""
+        """Returns the dtype by its name in torch, such as "bfloat16"."""
         return self._wrapped.get_dtype()
 
     __getitem__ = _awaitable(_tssd.VersionSlice.__getitem__)
 
 
 class OpenVersion(_Wrapper[_tssd.OpenVersion]):
-    """A version that is read tensor by tensor: see `tssd.OpenVersion`."""
+    """An open version, which is read tensor by tensor: see `tssd.OpenVersion`."""
 
     @property
     def key(self) -> str:
@@ -156,15 +160,15 @@ class OpenVersion(_Wrapper[_tssd.OpenVersion]):
 
     @property
     def version(self) -> int:
-        """The number of the version."""
+        """The version number. It stays available after `close`."""
         return self._wrapped.version
 
     def keys(self) -> list[str]:
-        """The fqns of the tensors, in the order of the state dict."""
+        """Returns the fqns of the tensors, in the order of the state dict."""
         return self._wrapped.keys()
 
     def metadata(self) -> dict[str, Any] | None:
-        """What was given as `metadata` when it was put; None if nothing was."""
+        """Returns the `metadata` of the put. None if there was none."""
         return self._wrapped.metadata()
 
     get_tensor = _awaitable(_tssd.OpenVersion.get_tensor)
@@ -172,11 +176,11 @@ class OpenVersion(_Wrapper[_tssd.OpenVersion]):
     close = _awaitable(_tssd.OpenVersion.close)
 
     def get_slice(self, name: str) -> VersionSlice:
-        """One tensor, to be read in parts: `await opened.get_slice(name)[0:2, 5]`."""
+        """Returns a handle that reads parts of one tensor: `await opened.get_slice(name)[0:2, 5]`."""
         return VersionSlice(self._wrapped.get_slice(name))
 
     async def items(self) -> AsyncIterator[tuple[str, Any]]:
-        """The tensors, each with its fqn, one after the other as they are asked for."""
+        """Iterates over the tensors, each with its fqn. Each tensor is read when the iterator reaches it."""
         for name in self.keys():
             yield name, await self.get_tensor(name)
 
@@ -197,11 +201,11 @@ class OpenVersion(_Wrapper[_tssd.OpenVersion]):
 
 
 class Pin(_Wrapper[_tssd.Pin]):
-    """A version that a label holds: see `tssd.Pin`."""
+    """A version that is pinned under a label: see `tssd.Pin`."""
 
     @property
     def version(self) -> int:
-        """The number of the version."""
+        """The version number."""
         return self._wrapped.version
 
     @property
@@ -225,7 +229,7 @@ class Pin(_Wrapper[_tssd.Pin]):
 
 
 class PendingPut(_Wrapper[_tssd.PendingPut]):
-    """A put that goes on by itself: see `tssd.PendingPut`."""
+    """A put that continues in the background: see `tssd.PendingPut`."""
 
     visible = _awaitable(_tssd.PendingPut.visible)
     result = _awaitable(_tssd.PendingPut.result)
@@ -239,7 +243,7 @@ class Publisher(_Wrapper[_tssd.Publisher]):
 
     @property
     def report(self) -> PutReport | None:
-        """What has been put, once the block has ended."""
+        """The PutReport, once the block has ended; None before."""
         return self._wrapped.report
 
     async def __aenter__(self) -> Publisher:
@@ -250,7 +254,7 @@ class Publisher(_Wrapper[_tssd.Publisher]):
 
 
 class Receiver(_Wrapper[_tssd.Receiver]):
-    """Tensors that are filled with versions of a ring: see `tssd.Receiver`."""
+    """A receiver that fills tensors with the versions of a ring: see `tssd.Receiver`."""
 
     receive = _awaitable(_tssd.Receiver.receive)
     close = _awaitable(_tssd.Receiver.close)
@@ -263,7 +267,7 @@ class Receiver(_Wrapper[_tssd.Receiver]):
 
 
 class Subscription:
-    """The versions of a key as they become visible: see `tssd.Store.subscribe`."""
+    """An iterator over the versions of a key as they become visible: see `tssd.Store.subscribe`."""
 
     def __init__(self, store: _tssd.Store, key: str) -> None:
         self._store, self._key = store, key
@@ -279,25 +283,25 @@ class Subscription:
         if self._subscription is None:
             self._subscription = await _run(lambda: self._store.subscribe(self._key))
         subscription = self._subscription
-        # A StopIteration cannot leave a thread.
+        # A future cannot hold a StopIteration: None stands for the end.
         info = await _run(lambda: next(subscription, None))
         if info is None:
             raise StopAsyncIteration
         return info
 
     def close(self) -> None:
-        """It ends, for who waits for it too."""
+        """Ends the iteration, also for a task that waits for the next version."""
         self._is_closed = True
         if self._subscription is not None:
             self._subscription.close()
 
 
 class Store(_Wrapper[_tssd.Store]):
-    """State dicts by key, in immutable versions: what `tssd.Store` is, for asyncio.
+    """A store of state dicts by key, in immutable versions: `tssd.Store` for asyncio.
 
     The first call connects.
 
-    Args and errors are those of `tssd.Store`.
+    The arguments and errors are those of `tssd.Store`.
     """
 
     def __init__(
@@ -313,7 +317,7 @@ class Store(_Wrapper[_tssd.Store]):
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The address of the store."""
         return self._wrapped.url
 
     put_state_dict = _awaitable(_tssd.Store.put_state_dict)
@@ -334,15 +338,15 @@ class Store(_Wrapper[_tssd.Store]):
     prefetch = _awaitable(_tssd.Store.prefetch)
     close = _awaitable(_tssd.Store.close)
 
-    # Await them, or enter them: `async with store.open(key) as opened`.
-    publish = _opens(_tssd.Store.publish, Publisher)
-    open = _opens(_tssd.Store.open, OpenVersion)
-    wait_for_version = _opens(_tssd.Store.wait_for_version, OpenVersion)
-    pin = _opens(_tssd.Store.pin, Pin)
-    receiver = _opens(_tssd.Store.receiver, Receiver)
+    # Await these, or use them as async context managers: `async with store.open(key) as opened`.
+    publish = _awaitable_open(_tssd.Store.publish, Publisher)
+    open = _awaitable_open(_tssd.Store.open, OpenVersion)
+    wait_for_version = _awaitable_open(_tssd.Store.wait_for_version, OpenVersion)
+    pin = _awaitable_open(_tssd.Store.pin, Pin)
+    receiver = _awaitable_open(_tssd.Store.receiver, Receiver)
 
     def subscribe(self, key: str) -> Subscription:
-        """As `tssd.Store.subscribe`: `async for info in store.subscribe(key)`."""
+        """Iterates over versions, as `tssd.Store.subscribe`: `async for info in store.subscribe(key)`."""
         return Subscription(self._wrapped, key)
 
     async def __aenter__(self) -> Store:

@@ -1,10 +1,10 @@
-"""What torch pickles, read without running what it says: `tssd convert` calls this module.
+"""Reads checkpoints that torch pickled, without executing code in them: `tssd convert` runs this module.
 
     state_dict = load_torch("checkpoint.pt")  # a file of torch.save
     state_dict = load_dcp("checkpoint/")  # a directory of torch.distributed.checkpoint
 
-Nothing but tensors, containers and plain values is unpickled: `torch.load(weights_only=True)` reads the
-files, and a table says what DCP's `.metadata` may name.
+Only tensors, containers and plain values are unpickled: `torch.load(weights_only=True)` reads the files, and a
+table lists the classes that DCP's `.metadata` may name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ADVICE = (
 
 
 def convert(old: _Path, new: _Path) -> None:
-    """Writes a .tssd file with what a file of torch.save or a directory of DCP holds.
+    """Writes the content of a file of torch.save, or of a directory of DCP, to a .tssd file.
 
     Raises:
         TssdError: as `load_torch`, `load_dcp` and `tssd.save_file`.
@@ -54,21 +54,22 @@ def convert(old: _Path, new: _Path) -> None:
 
 
 def load_torch(path: _Path) -> dict[Any, Any]:
-    """The state dict in a file of torch.save. Tensors are private views of the file, if it is a zip file, else
-    in memory.
+    """Returns the state dict in a file of torch.save.
+
+    If the file is a zip file, the tensors are copy-on-write views of it. Otherwise they are in memory.
 
     Raises:
-        TssdFileNotFoundError: there is no such file.
-        TssdValueError: it holds what is no tensor, container or plain value, or is no dict.
-        TssdCorruptError: it is damaged.
+        TssdFileNotFoundError: the file does not exist.
+        TssdValueError: an object in the file is not a tensor, container or plain value, or the root is not a dict.
+        TssdCorruptError: the file is damaged.
     """
     try:
         with open(path, "rb") as file:
-            # Only these can be mapped.
+            # torch can map only zip files.
             is_zip = file.read(4) == b"PK\x03\x04"
     except OSError as error:
         raise _os_error(error, path) from error
-    loaded = _unpickled(os.fspath(path), path, is_mapped=is_zip)
+    loaded = _unpickle(os.fspath(path), path, is_mapped=is_zip)
     if not isinstance(loaded, dict):
         advice = "save it under a name: {'name': ...}"
         raise make("refused", "", f"it holds a {type(loaded).__name__}, no dict", None, advice, str(path), None)
@@ -76,50 +77,54 @@ def load_torch(path: _Path) -> dict[Any, Any]:
 
 
 def load_dcp(path: _Path) -> dict[str, Any]:
-    """The state dict in a directory of torch.distributed.checkpoint, whole, however many ranks wrote it. It is
-    in memory once.
+    """Returns the state dict in a directory of torch.distributed.checkpoint.
+
+    The tensors are whole, whatever the number of ranks that wrote them. They are in memory once.
 
     Raises:
-        TssdFileNotFoundError: there is no `.metadata` in the directory, or a file is missing.
-        TssdValueError: it holds what is no tensor, container or plain value.
-        TssdCorruptError: it is damaged.
-        TssdMemoryError: its tensors do not fit into memory.
+        TssdFileNotFoundError: the directory has no `.metadata`, or a file is missing.
+        TssdValueError: an object in the checkpoint is not a tensor, container or plain value.
+        TssdCorruptError: the checkpoint is damaged.
+        TssdMemoryError: the tensors do not fit into memory.
     """
-    metadata = _metadata(path)
+    metadata = _read_metadata(path)
     try:
-        flat = _rooms(metadata, path)
+        flat = _allocate_targets(metadata, path)
         load(flat, storage_reader=_Reader(path, metadata), planner=_Planner(path), no_dist=True)
-        return _nested(flat, metadata.planner_data or {})
+        return _unflatten(flat, metadata.planner_data or {})
     except CheckpointException as failed:
         error, _ = failed.failures[0]
         if isinstance(error, TssdError):
             raise error from None
         if isinstance(error, OSError):
             raise _os_error(error, path) from error
-        raise _damaged(path, error) from error
+        raise _corrupt(path, error) from error
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise _damaged(path, error) from error
+        raise _corrupt(path, error) from error
 
 
-def _rooms(metadata: Metadata, path: _Path) -> dict[str, Any]:
-    """A tensor to be filled for each one; None for what is unpickled."""
-    rooms: dict[str, Any] = {}
+def _allocate_targets(metadata: Metadata, path: _Path) -> dict[str, Any]:
+    """Returns a zeroed tensor to fill for each stored tensor, and None for each entry that is unpickled."""
+    targets: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
-        rooms[name] = None
+        targets[name] = None
         if isinstance(entry, TensorStorageMetadata):
-            stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if stored != entry.size.numel():
-                raise _damaged(path, f"its files have {stored} elements of {entry.size.numel()}", name)
+            element_count = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if element_count != entry.size.numel():
+                raise _corrupt(path, f"its files have {element_count} elements of {entry.size.numel()}", name)
             try:
-                rooms[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+                targets[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
             except RuntimeError as error:
-                said = str(error).partition("\n")[0]
-                raise make("LimitExceeded", "", said, name, None, str(path), None) from error
-    return rooms
+                reason = str(error).partition("\n")[0]
+                raise make("LimitExceeded", "", reason, name, None, str(path), None) from error
+    return targets
 
 
-def _nested(flat: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:
-    """What DCP has flattened, as it was. Only `paths` are in the order in which it was saved, if ranks did."""
+def _unflatten(flat: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:
+    """Restores the nesting that DCP flattened.
+
+    If several ranks saved the checkpoint, only `paths` is in the order of the saved state dict.
+    """
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
     names = dict.fromkeys([*(name for name in paths if name in flat), *flat])
@@ -128,7 +133,7 @@ def _nested(flat: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Reader(FileSystemReader):
-    """DCP's own, which would unpickle whatever `.metadata` says."""
+    """A `FileSystemReader` with given metadata. The base class would unpickle any class that `.metadata` names."""
 
     def __init__(self, path: _Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -139,7 +144,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """DCP's own, which would unpickle whatever byte items say."""
+    """A `DefaultLoadPlanner` with safe byte items. The base class would unpickle any class that they name."""
 
     def __init__(self, path: _Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -147,109 +152,109 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        self.state_dict[name] = _unpickled(value, self._path, name)
+        self.state_dict[name] = _unpickle(value, self._path, name)
 
 
-def _unpickled(
+def _unpickle(
     source: str | IO[bytes], path: _Path, fqn: str | None = None, *, is_mapped: bool = False
 ) -> Any:
-    """What torch.save has written, if it is tensors, containers and plain values."""
+    """Returns the object that torch.save wrote, if it contains only tensors, containers and plain values."""
     try:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
     except OSError as error:
         raise _os_error(error, path) from error
     except pickle.UnpicklingError as error:
-        # What torch says is a page, with advice that would run the file.
-        found = re.search(r"[Uu]nsupported (?:global: GLOBAL|GLOBAL|class) (\S+)", str(error))
-        if found is None:
-            said = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
-            message = f"it is no pickle that torch reads without running it: {said}"
+        # torch's message is a page long, and its advice would execute code in the file.
+        match = re.search(r"[Uu]nsupported (?:global: GLOBAL|GLOBAL|class) (\S+)", str(error))
+        if match is None:
+            reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+            message = f"it is no pickle that torch reads without running it: {reason}"
             raise make("refused", "", message, fqn, _ADVICE, str(path), None) from error
-        raise _refused(path, found[1], fqn) from error
+        raise _disallowed(path, match[1], fqn) from error
     except Exception as error:
         if "TorchScript" in str(error):
             message, advice = "it is a TorchScript archive", "tssd.save_file torch.jit.load(...).state_dict()"
             raise make("refused", "", message, fqn, advice, str(path), None) from error
-        raise _damaged(path, error, fqn) from error
+        raise _corrupt(path, error, fqn) from error
 
 
-# What DCP's `.metadata` is made of, by the module that its versions name.
-_DCP = "torch.distributed.checkpoint.metadata"
-_OLD_DCP = "torch.distributed._shard.sharded_tensor.metadata"
-_CLASSES = {
-    (_DCP, "BytesStorageMetadata"),
-    (_DCP, "ChunkStorageMetadata"),
-    (_DCP, "Metadata"),
-    (_DCP, "MetadataIndex"),
-    (_DCP, "StorageMeta"),
-    (_DCP, "TensorProperties"),
-    (_DCP, "TensorStorageMetadata"),
-    (_DCP, "_MEM_FORMAT_ENCODING"),
-    (_OLD_DCP, "MEM_FORMAT_ENCODING"),
-    (_OLD_DCP, "TensorProperties"),
+# The classes that DCP's `.metadata` may name, each with its module. Versions of DCP name different modules.
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_OLD_METADATA_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
+_ALLOWED_CLASSES = {
+    (_METADATA_MODULE, "BytesStorageMetadata"),
+    (_METADATA_MODULE, "ChunkStorageMetadata"),
+    (_METADATA_MODULE, "Metadata"),
+    (_METADATA_MODULE, "MetadataIndex"),
+    (_METADATA_MODULE, "StorageMeta"),
+    (_METADATA_MODULE, "TensorProperties"),
+    (_METADATA_MODULE, "TensorStorageMetadata"),
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
+    (_OLD_METADATA_MODULE, "MEM_FORMAT_ENCODING"),
+    (_OLD_METADATA_MODULE, "TensorProperties"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
 }
-# Where a checkpoint was is in it as a path, whose module depends on the version of Python.
-_PATHS = {"PosixPath": pathlib.PurePosixPath, "WindowsPath": pathlib.PureWindowsPath}
+# The metadata contains the path of the checkpoint. The module of its class depends on the version of Python.
+_PATH_CLASSES = {"PosixPath": pathlib.PurePosixPath, "WindowsPath": pathlib.PureWindowsPath}
 
 
-class _Foreign(Exception):
-    """What `.metadata` must not name."""
+class _DisallowedClass(Exception):
+    """The `.metadata` names a class that is not allowed."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes what `.metadata` may have, and refuses to look for anything else."""
+    """Unpickles `.metadata`. Rejects all classes but the allowed ones, without importing their modules."""
 
     def find_class(self, module: str, name: str, /) -> Any:
-        if (module, name) in _CLASSES:
+        if (module, name) in _ALLOWED_CLASSES:
             return super().find_class(module, name)
         if module == "torch":
             found = getattr(torch, name, None)
             if isinstance(found, torch.dtype) or found is torch.Size:
                 return found
-        if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return _PATHS[name]
+        if module in ("pathlib", "pathlib._local") and name in _PATH_CLASSES:
+            return _PATH_CLASSES[name]
         if (module, name) == ("collections", "OrderedDict"):
             return collections.OrderedDict
-        raise _Foreign(f"{module}.{name}")
+        raise _DisallowedClass(f"{module}.{name}")
 
 
-def _metadata(path: _Path) -> Metadata:
+def _read_metadata(path: _Path) -> Metadata:
     file = os.path.join(path, ".metadata")
     try:
         with open(file, "rb") as opened:
             metadata = _MetadataUnpickler(opened).load()
     except OSError as error:
         raise _os_error(error, file) from error
-    except _Foreign as error:
-        raise _refused(file, str(error)) from error
+    except _DisallowedClass as error:
+        raise _disallowed(file, str(error)) from error
     except Exception as error:
-        raise _damaged(file, error) from error
+        raise _corrupt(file, error) from error
     if not isinstance(metadata, Metadata):
-        raise _damaged(file, f"it holds a {type(metadata).__name__}, no Metadata of DCP")
+        raise _corrupt(file, f"it holds a {type(metadata).__name__}, no Metadata of DCP")
     try:
-        outside = [
-            each.relative_path
-            for each in metadata.storage_data.values()
-            if os.path.basename(each.relative_path) != each.relative_path
+        misplaced = [
+            storage.relative_path
+            for storage in metadata.storage_data.values()
+            if os.path.basename(storage.relative_path) != storage.relative_path
         ]
     except (AttributeError, TypeError) as error:
-        raise _damaged(file, error) from error
-    if outside:
-        raise _damaged(file, f"it names a file elsewhere, {outside[0]}")
+        raise _corrupt(file, error) from error
+    if misplaced:
+        raise _corrupt(file, f"it names a file elsewhere, {misplaced[0]}")
     return metadata
 
 
-def _refused(path: _Path, what: str, fqn: str | None = None) -> TssdError:
-    message = f"{what} is no tensor, container or plain value, and is not unpickled"
+def _disallowed(path: _Path, class_name: str, fqn: str | None = None) -> TssdError:
+    message = f"{class_name} is no tensor, container or plain value, and is not unpickled"
     return make("refused", "", message, fqn, _ADVICE, str(path), None)
 
 
-def _damaged(path: _Path, error: BaseException | str, fqn: str | None = None) -> TssdError:
-    # Some of torch's messages are pages.
-    said = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
-    message = said if isinstance(error, str) else f"{type(error).__name__}: {said}".removesuffix(": ")
+def _corrupt(path: _Path, error: BaseException | str, fqn: str | None = None) -> TssdError:
+    # Some messages of torch are a page long.
+    text = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+    message = text if isinstance(error, str) else f"{type(error).__name__}: {text}".removesuffix(": ")
     return make("corrupt", "", message, fqn, "take another copy of it", str(path), None)
 
 
@@ -259,14 +264,14 @@ def _os_error(error: OSError, path: _Path) -> TssdError:
 
 @dataclasses.dataclass(frozen=True)
 class _Reply:
-    """What the command is told: nothing if all went well."""
+    """The reply to the command if the conversion failed. After a success there is no reply."""
 
     message: str
     advice: str | None = None
     is_damage: bool = False
 
     @staticmethod
-    def of(error: Exception) -> _Reply:
+    def from_error(error: Exception) -> _Reply:
         if isinstance(error, TssdError):
             message, advice = str(error), error.advice
             return _Reply(message.removesuffix(f"; {advice}"), advice, isinstance(error, TssdCorruptError))
@@ -274,18 +279,21 @@ class _Reply:
 
 
 def main() -> None:
-    """What `tssd convert` runs, with the old and the new path as arguments. It ends with whoever started it."""
-    threading.Thread(target=_end_with_the_command, daemon=True).start()
+    """Runs a conversion for `tssd convert`, with the old and the new path as arguments.
+
+    The process exits when its stdin is closed, which happens when the command exits.
+    """
+    threading.Thread(target=_exit_on_closed_stdin, daemon=True).start()
     old, new = sys.argv[1:]
     try:
         convert(old, new)
     except Exception as error:
-        reply = dataclasses.asdict(_Reply.of(error))
-        # Names of files may be no Unicode.
+        reply = dataclasses.asdict(_Reply.from_error(error))
+        # A file name may not be valid Unicode.
         print(json.dumps(reply).encode(errors="replace").decode())
 
 
-def _end_with_the_command() -> None:
+def _exit_on_closed_stdin() -> None:
     while os.read(0, 1):
         pass
     os._exit(1)

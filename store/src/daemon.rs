@@ -2,9 +2,9 @@
 
 mod counters;
 mod delegate;
-mod elsewhere;
+pub(crate) mod elsewhere;
 mod hosts;
-mod house;
+pub(crate) mod house;
 mod http;
 mod lost;
 mod metrics;
@@ -13,11 +13,9 @@ mod place;
 mod reading;
 mod registry;
 mod replicas;
-#[cfg(feature = "shuttle")]
-pub(crate) mod schedules;
 mod session;
 mod spare;
-mod tiers;
+pub(crate) mod tiers;
 
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
@@ -35,11 +33,11 @@ use self::place::listen;
 use self::session::Guest;
 use self::spare::Spare;
 use crate::credentials::Credentials;
-use crate::disk::{self, CLAIM, Lock};
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::{Endpoint, Identity};
-use crate::socket::{beside, socket_of};
-use crate::sync::boxed;
+use crate::io::disk::{self, CLAIM, FileLock};
+use crate::io::sync::boxed;
+use crate::net::socket::{beside, socket_of};
+use crate::net::tls::{Endpoint, Identity};
 
 /// How many connections there are at most from this host, and as many from elsewhere.
 const MAX_PEERS: usize = 1024;
@@ -105,7 +103,7 @@ pub struct Daemon {
     identity: Identity,
     options: Arc<DaemonOptions>,
     /// Held as long as the daemon lives, however it ends.
-    _locks: Vec<Lock>,
+    _locks: Vec<FileLock>,
 }
 
 impl DaemonOptions {
@@ -367,7 +365,7 @@ async fn listen_far(address: SocketAddr, identity: &Identity) -> Result<TcpListe
 }
 
 /// Takes a directory for this daemon alone, and says in it where the daemon is.
-fn claim(root: &Path, socket: &Path) -> Result<Lock> {
+fn claim(root: &Path, socket: &Path) -> Result<FileLock> {
     let at = |error| Error::io(root.display(), error);
     let lock = disk::lock(&root.join(CLAIM)).map_err(at)?;
     let lock = lock.ok_or_else(|| {

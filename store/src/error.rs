@@ -68,13 +68,13 @@ impl ErrorKind {
 }
 
 impl Error {
-    pub(crate) fn new(kind: ErrorKind, text: impl fmt::Display) -> Self {
+    /// An error of a kind. The text says what failed, on which object, and why.
+    pub fn new(kind: ErrorKind, text: impl fmt::Display) -> Self {
         Self(Box::new(Inner { kind, text: text.to_string(), target_modified: false, source: None }))
     }
 
-    /// An error of the system while it did something to something.
-    /// What was an error of the store before, it is again.
-    pub(crate) fn io(doing: impl fmt::Display, source: std::io::Error) -> Self {
+    /// An I/O error. The text names the operation or the object. An error of the store inside `source` is returned as it is.
+    pub fn io(doing: impl fmt::Display, source: std::io::Error) -> Self {
         let source = match source.downcast::<Self>() {
             Ok(error) => return error,
             Err(source) => source,
@@ -101,8 +101,8 @@ impl Error {
         error
     }
 
-    /// The caller's own state dict or request breaks a rule of the format.
-    pub(crate) fn request(name: impl fmt::Display, source: tssd_format::Error) -> Self {
+    /// An error of the format about the caller's state dict or request, which `name` names.
+    pub fn request(name: impl fmt::Display, source: tssd_format::Error) -> Self {
         let mut error = Self::format(name, source);
         if error.kind() == ErrorKind::Corrupt {
             error.0.kind = ErrorKind::Invalid;
@@ -177,7 +177,12 @@ impl fmt::Display for Error {
     }
 }
 
-impl std::error::Error for Error {}
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        let source: &(dyn std::error::Error + 'static) = self.0.source.as_deref()?;
+        Some(source)
+    }
+}
 
 /// What the store has said to the format, as the reason why bytes could not be read.
 fn of_store(error: &tssd_format::Error) -> Option<&Error> {

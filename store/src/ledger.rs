@@ -17,24 +17,26 @@
 mod begin;
 mod command;
 mod commit;
+mod durability;
 mod identity;
 mod place;
 mod reading;
 mod refusal;
 mod retention;
+mod selector;
 mod state;
 #[cfg(test)]
-mod stories;
+mod tests;
 mod version;
 mod writers;
 
-pub use command::{Begin, Command, Commit, Effect, Outcome, Selection, Selector};
+pub use command::{Begin, Command, Commit, Effect, Outcome};
+pub use durability::Durability;
 pub use identity::{Digest, InvalidHexadecimal, JobId, LeaseId, SessionId, Timestamp, VersionId};
 pub use refusal::{Reason, Refusal};
+pub use selector::{Selection, Selector};
 pub use state::{Lease, State};
-pub use version::{
-    ArchiveReference, Contribution, Durability, Fate, ManifestReference, Status, Version,
-};
+pub use version::{ArchiveReference, Contribution, Fate, ManifestReference, Status, Version};
 pub use writers::{InvalidWriterSet, WriterSet};
 
 use std::time::Duration;

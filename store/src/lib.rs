@@ -13,87 +13,51 @@
     allow(dead_code, reason = "daemons use it, and there are daemons on Linux alone")
 )]
 
-// What is decided.
+mod api;
+mod blob;
+mod control;
+mod credentials;
+#[cfg(target_os = "linux")]
+mod daemon;
+pub mod device;
+mod engine;
+mod error;
+mod io;
 mod key;
 pub mod ledger;
 mod merge;
-pub mod plan;
-
-// Where things are.
-mod address;
-#[cfg(target_os = "linux")]
-mod arena;
-#[cfg(feature = "object")]
-mod bucket;
-mod credentials;
-#[cfg_attr(not(all(target_os = "linux", feature = "cuda")), path = "cuda/absent.rs")]
-mod cuda;
-mod disk;
-mod environment;
-mod ledgers;
-mod meta;
-mod volume;
-
-// Between processes.
-#[cfg(target_os = "linux")]
-mod daemon;
-#[cfg(target_os = "linux")]
-mod link;
+mod metadata;
 #[cfg(target_os = "linux")]
 mod net;
-#[cfg(target_os = "linux")]
-mod remote;
-#[cfg(target_os = "linux")]
-mod socket;
-#[cfg(target_os = "linux")]
-mod wire;
-mod work;
-
-// What is done.
-mod controller;
-#[cfg(test)]
-mod crash;
-mod follow;
-mod get;
-mod opened;
-mod parallel;
-mod parting;
-mod private;
-mod publish;
-mod put;
-mod ring;
+pub mod plan;
 mod route;
-mod scrub;
+#[cfg(target_os = "linux")]
+mod shm;
 mod status;
-mod version;
+#[cfg(any(test, feature = "shuttle"))]
+mod testing;
 
-pub mod blocking;
-mod error;
-pub mod file;
-#[cfg(all(target_os = "linux", feature = "shuttle"))]
-pub mod schedules;
-mod store;
-mod sync;
-
-pub use controller::VersionInfo;
+pub use api::{
+    ConnectOptions, Defect, Follower, Opened, Parts, PrefetchReport, Publisher, Store,
+    Subscription, blocking, file, scrub,
+};
+pub use control::VersionInfo;
 pub use credentials::Credentials;
-pub use cuda::{Copied, Device, DeviceMemory, Moments, Stream};
 #[cfg(target_os = "linux")]
 pub use daemon::{Daemon, DaemonOptions, default_memory_limit};
-pub use disk::Replacement;
+pub use engine::get::{GetOptions, GetReport, Target, TargetMemory};
+pub use engine::put::{
+    PendingPut, PutOptions, PutPhases, PutReport, Replicas, Residency, Ring, pieces,
+};
+pub use engine::ring::{ReceiveReport, Receiver};
+pub use engine::version::VERSION_ATTRS;
 pub use error::{Error, ErrorKind, Result};
-pub use follow::Follower;
-pub use get::{BlobCopy, BlobMut, Coming, GetOptions, GetReport, Target, TargetMemory, UnderWay};
+pub use io::cow_map::Private;
+pub use io::disk::Replacement;
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
 pub use ledger::{Digest, Durability, JobId, Refusal, VersionId, WriterSet};
 pub use merge::Divergent;
-pub use opened::Opened;
-pub use private::Private;
-pub use publish::{Parts, Publisher, pieces};
-pub use put::{PendingPut, PutOptions, PutPhases, PutReport, Replicas, Residency};
-pub use ring::{ReceiveReport, Receiver, Ring};
 pub use route::Transport;
-pub use scrub::{Defect, scrub};
 pub use status::{DaemonStatus, HostStatus, LeaseStatus, Memory, PeerStatus, UploadStatus};
-pub use store::{ConnectOptions, PrefetchReport, Store, Subscription};
-pub use version::VERSION_ATTRS;
+#[cfg(all(target_os = "linux", feature = "shuttle"))]
+pub use testing::schedules;

@@ -16,6 +16,9 @@ use crate::plan::fingerprint;
 /// What torch has hung on state dicts of modules: spec, format.md, section 7.
 const MODULE_METADATA_ATTR: &str = "tssd.module_metadata";
 
+/// The attribute of an archive that says how its writer wants divergent leaves to be merged.
+pub(crate) const DIVERGENT_ATTR: &str = "tssd.divergent";
+
 /// What one writer has committed.
 pub(crate) struct Contribution {
     pub(crate) writer: u32,

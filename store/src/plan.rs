@@ -52,7 +52,8 @@ pub fn plan(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<Copy>> {
         holes = holes.iter().flat_map(|hole| hole.subtract(&held)).collect();
     }
     let hole = holes.into_iter().find(|hole| !hole.is_empty());
-    Err(Error::new(ErrorKind::Uncovered).in_region(hole.unwrap_or_else(|| wanted.region.clone())))
+    let hole = hole.as_ref().unwrap_or(&wanted.region);
+    Err(Error::new(ErrorKind::Uncovered).with_region(hole.offsets(), hole.shape()))
 }
 
 /// What of a reader's box these slices of a stored leaf hold, be it all of it, a part or nothing.
@@ -62,7 +63,8 @@ pub fn plan(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<Copy>> {
 /// As [`plan`], but for `Uncovered` of what no slice holds.
 pub(crate) fn shared(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<Copy>> {
     let Some(first) = stored.first() else {
-        return Err(Error::new(ErrorKind::Uncovered).in_region(wanted.region.clone()));
+        return Err(Error::new(ErrorKind::Uncovered)
+            .with_region(wanted.region.offsets(), wanted.region.shape()));
     };
     let (dtype, found) = (wanted.meta.dtype(), first.meta.dtype());
     if dtype != found {
@@ -78,7 +80,8 @@ pub(crate) fn shared(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<
         )));
     }
     if !Region::whole(&global_shape).contains(&wanted.region) {
-        return Err(Error::new(ErrorKind::OutsideGlobal).in_region(wanted.region.clone()));
+        return Err(Error::new(ErrorKind::OutsideGlobal)
+            .with_region(wanted.region.offsets(), wanted.region.shape()));
     }
     let target_strides = wanted.meta.strides();
     let itemsize = dtype.itemsize();

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use tssd_format::{Dtype, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice};
+use tssd_gpu::DeviceMemory;
 use tssd_store::blocking::Store;
-use tssd_store::{DeviceMemory, ErrorKind, GetOptions, JobId, PutOptions, Target, TargetMemory};
+use tssd_store::{ErrorKind, GetOptions, JobId, PutOptions, Target, TargetMemory};
 use tssd_tests::caller::{Allocation, Caller, devices};
 use tssd_tests::served::Served;
 
@@ -164,7 +165,7 @@ fn tensors_are_filled_in_any_sharding_from_anywhere() {
                         let found = caller.read(&wanted.allocation);
                         assert!(found == wanted.expected(step), "{:?}, step {step}", wanted.part);
                         // Whatever its strides are: no byte went through other memory.
-                        let copied = wanted.target.copied();
+                        let copied = wanted.target.stats();
                         let bytes = wanted.part[2] * wanted.part[3] * 2;
                         if *is_pinned {
                             assert_eq!((copied.pinned, copied.pageable), (bytes, 0), "{copied:?}");

@@ -19,7 +19,8 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
 use tssd_format::{StateDict, Value};
-use tssd_store::{Device, ErrorKind, Key};
+use tssd_gpu::Device;
+use tssd_store::{ErrorKind, Key};
 use tssd_tests::command::library;
 
 fn key() -> Key {
@@ -144,7 +145,6 @@ fn what_is_missing_is_an_error() {
     // The same again, and for tensors.
     assert_eq!(Device::all().unwrap_err().to_string(), error.to_string());
     // SAFETY: nothing is read: there is no driver.
-    let memory =
-        unsafe { tssd_store::DeviceMemory::new(4096, 1, tssd_store::Stream::default(), ()) };
+    let memory = unsafe { tssd_gpu::DeviceMemory::new(4096, 1, tssd_gpu::Stream::default(), ()) };
     assert_eq!(memory.unwrap_err().kind(), ErrorKind::Unsupported);
 }

@@ -7,10 +7,9 @@ use tssd_format::{
     Compression, Dtype, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice,
     Value,
 };
+use tssd_gpu::{DeviceMemory, Stream};
 use tssd_store::blocking::Store;
-use tssd_store::{
-    DeviceMemory, ErrorKind, GetOptions, PutOptions, Residency, Stream, Target, TargetMemory,
-};
+use tssd_store::{ErrorKind, GetOptions, PutOptions, Residency, Target, TargetMemory};
 use tssd_tests::caller::{Allocation, Caller, devices};
 use tssd_tests::served::Served;
 
@@ -376,7 +375,7 @@ fn memory_of_a_daemon_is_pinned() {
             let into = TargetMemory::Elsewhere(&target);
             let wanted = Target { fqn: "weight".to_owned(), place: None, meta, memory: into };
             store.get_state_dict_into(&key(), &mut [wanted], &GetOptions::default()).unwrap();
-            for copied in [memory.copied(), target.copied()] {
+            for copied in [memory.stats(), target.stats()] {
                 let found = [copied.pinned, copied.pageable];
                 assert_eq!(found, if is_near { [LEN as u64, 0] } else { [0, LEN as u64] });
                 assert_eq!(copied.why.is_some(), !is_near, "{copied:?}");

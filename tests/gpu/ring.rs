@@ -7,10 +7,11 @@ use std::thread;
 use std::time::Duration;
 
 use tssd_format::{AttrValue, Dtype, StateDict, Tensor, TensorMeta, Value};
+use tssd_gpu::{Device, DeviceMemory};
 use tssd_store::blocking::{Receiver, Store};
 use tssd_store::{
-    Device, DeviceMemory, ErrorKind, GetOptions, Key, PutOptions, PutReport, ReceiveReport,
-    Residency, Ring, Target, TargetMemory, Transport,
+    ErrorKind, GetOptions, Key, PutOptions, PutReport, ReceiveReport, Residency, Ring, Target,
+    TargetMemory, Transport,
 };
 use tssd_tests::caller::{Allocation, Caller, devices};
 use tssd_tests::served::Served;
@@ -117,7 +118,7 @@ fn receive(
     for (at, ((name, _, allocation), memory)) in (0..).zip(tensors.iter().zip(&memories)) {
         let expected = &pattern(version * 10 + at, TENSORS[at as usize].2)[..allocation.len];
         assert!(caller.read(allocation) == expected, "{name} of version {version}");
-        assert!(memory.copied().device >= allocation.len as u64);
+        assert!(memory.stats().device >= allocation.len as u64);
     }
     Ok(report)
 }

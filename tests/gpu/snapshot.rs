@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 use tssd_format::{
     Dtype, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice, Value,
 };
+use tssd_gpu::Device;
 use tssd_store::blocking::Store;
 use tssd_store::{
-    Device, Divergent, Durability, ErrorKind, GetOptions, JobId, PutOptions, PutReport, Residency,
-    Target, TargetMemory, Transport,
+    Divergent, Durability, ErrorKind, GetOptions, JobId, PutOptions, PutReport, Residency, Target,
+    TargetMemory, Transport,
 };
 use tssd_tests::caller::{Allocation, Caller, devices};
 use tssd_tests::raw::{Raw, frame};
@@ -115,7 +116,7 @@ fn tensors_are_filled_within_the_memory_of_the_device_in_any_sharding() {
                 assert_eq!(report.bytes_needed, report.bytes_transferred);
                 for wanted in &wanted {
                     assert!(caller.read(&wanted.allocation) == wanted.expected(step));
-                    let copied = wanted.target.copied();
+                    let copied = wanted.target.stats();
                     let bytes = wanted.part[2] * wanted.part[3] * 2;
                     assert_eq!(
                         (copied.device, copied.pinned, copied.pageable),
@@ -172,7 +173,7 @@ fn what_is_published_in_buckets_stays_on_its_device() {
             };
             reader.get_state_dict_into(&key(), &mut [wanted], &GetOptions::default()).unwrap();
             assert!(caller.read(&target) == pattern(step, LEN));
-            assert_eq!(memory.copied().device, LEN as u64);
+            assert_eq!(memory.stats().device, LEN as u64);
             let (all, _) = reader.get_state_dict(&key(), &GetOptions::default()).unwrap();
             assert_eq!(all.leaf("host").unwrap(), &Value::from(host.clone()));
         }

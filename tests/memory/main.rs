@@ -1,5 +1,6 @@
-//! How much memory foreign bytes can make a reader take: measured by an allocator that counts, over every
-//! vector and everything that fuzzing has found.
+//! Peak memory of a reader of untrusted files.
+//!
+//! A counting allocator measures it over every vector and over the fuzz corpora.
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
 use std::path::{Path, PathBuf};
@@ -18,10 +19,10 @@ use tssd_tests::vectors;
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-/// What a call needs whatever the file is: errors, names, the tables of zstd, one chunk and its shuffle.
-const CONSTANT: usize = 4 << 20;
+/// Bytes that a call may allocate for any file: errors, names, zstd tables, one chunk and its shuffle.
+const FIXED_BYTES: usize = 4 << 20;
 
-/// The most memory that was in use at once during `work`, beyond what was in use before, in bytes.
+/// Runs `work` and returns its result with its peak memory, in bytes above the usage before the call.
 fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();
@@ -33,7 +34,7 @@ fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name)
 }
 
-/// The files of a folder, by path.
+/// Returns the files of a folder with their contents, sorted by path.
 fn files(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     let paths = folder.read_dir().unwrap().map(|entry| entry.unwrap().path());
     let mut paths: Vec<PathBuf> = paths.filter(|path| path.is_file()).collect();
@@ -42,7 +43,7 @@ fn files(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
 }
 
 #[test]
-fn memory_is_bounded_by_the_file() {
+fn memory_is_bounded_by_file_length() {
     let mut inputs = files(&folder("spec/vectors/valid"));
     inputs.extend(files(&folder("spec/vectors/invalid")));
     inputs.extend(files(vectors::generated()));
@@ -62,25 +63,24 @@ fn memory_is_bounded_by_the_file() {
         let Ok(archive) = archive else { continue };
         opened += 1;
         let (_, verify) = peak(|| archive.verify_deep());
-        // The content of a str is looked at in one piece.
-        let texts = 32_768 * file.len();
-        let limit = CONSTANT + if archive.storage_count() == 0 { 0 } else { texts };
+        // The verifier decodes the content of a `str` in one piece.
+        let max_str_bytes = 32_768 * file.len();
+        let limit = FIXED_BYTES + if archive.storage_count() == 0 { 0 } else { max_str_bytes };
         assert!(verify <= limit, "{name}: verifying {} bytes took {verify}", file.len());
         let index = archive.index_bytes().len();
         let (_, structure) = peak(|| archive.structure());
         assert!(
             structure <= 400 * index,
-            "{name}: what an index of {index} bytes says took {structure}"
+            "{name}: the structure of an index of {index} bytes took {structure}"
         );
     }
     assert!(opened > 80, "only {opened} files could be opened");
     chunks_are_decoded_one_by_one();
-    damage_is_found_before_memory_is_taken();
-    other_files_are_held_one_by_one();
+    damage_is_found_before_allocation();
+    other_files_are_buffered_one_by_one();
 }
 
-/// 64 MiB of zeros in a file of some kilobytes: verified with the memory of a chunk; and a range of it read
-/// with the memory of the range.
+/// Verifying compressed zeros takes the memory of one chunk; reading a range, that of the range.
 fn chunks_are_decoded_one_by_one() {
     let mut dict = StateDict::new();
     let zeros = Tensor::from_slice(&vec![0_u64; 8 << 20], &[8 << 20]).unwrap();
@@ -92,17 +92,17 @@ fn chunks_are_decoded_one_by_one() {
     let archive = Archive::from_bytes(file).unwrap();
     let (verified, verify) = peak(|| archive.verify_deep());
     verified.unwrap();
-    assert!(verify <= CONSTANT, "verifying took {verify}");
+    assert!(verify <= FIXED_BYTES, "verifying took {verify}");
     let range = (20 << 20) + 5..(22 << 20) + 7;
     let (bytes, read) = peak(|| archive.storage_range(0, range.clone()).unwrap());
     assert_eq!(u64::try_from(bytes.len()).unwrap(), range.end - range.start);
-    assert!(read <= bytes.len() + CONSTANT, "reading 2 MiB took {read}");
+    assert!(read <= bytes.len() + FIXED_BYTES, "reading 2 MiB took {read}");
     let (whole, read) = peak(|| archive.storage_bytes(0).unwrap());
-    assert!(read <= whole.len() + CONSTANT, "reading 64 MiB took {read}");
+    assert!(read <= whole.len() + FIXED_BYTES, "reading 64 MiB took {read}");
 }
 
-/// A file that claims an index of a gigabyte, and one that claims to be a frame of a mebibyte.
-fn damage_is_found_before_memory_is_taken() {
+/// A trailer that claims an index of 1 GiB is rejected without an allocation of that size.
+fn damage_is_found_before_allocation() {
     let mut file =
         TorchStoreStateDict::from_state_dict(&StateDict::new()).unwrap().as_bytes().to_vec();
     let trailer = file.len() - 64;
@@ -110,12 +110,11 @@ fn damage_is_found_before_memory_is_taken() {
     tssd_tests::damage::repair(&mut file);
     let (opened, open) = peak(|| Archive::from_bytes(Bytes::from(file)));
     assert!(opened.is_err());
-    assert!(open < 64 << 10, "{open} bytes for a file that is refused");
+    assert!(open < 64 << 10, "rejecting the file took {open}");
 }
 
-/// Four files of 16 MiB under one key: while they are written into an archive, memory has one of them;
-/// while they come out of it, a piece of one.
-fn other_files_are_held_one_by_one() {
+/// Writing four files of 16 MiB takes the memory of one; unpacking them, of a piece of one.
+fn other_files_are_buffered_one_by_one() {
     const LEN: usize = 16 << 20;
     let file = tempfile::tempfile().unwrap();
     let (written, write) = peak(|| {
@@ -127,12 +126,12 @@ fn other_files_are_held_one_by_one() {
         writer.finish().map(drop)
     });
     written.unwrap();
-    assert!(write <= LEN + CONSTANT, "writing took {write}");
+    assert!(write <= LEN + FIXED_BYTES, "writing took {write}");
     let archive = Archive::from_blob(Arc::new(file)).unwrap();
     let export = Export::of_archive(&archive).unwrap();
     for other in export.others() {
         let (read, unpack) = peak(|| other.write_to(&mut std::io::sink()));
         read.unwrap();
-        assert!(unpack <= CONSTANT, "unpacking took {unpack}");
+        assert!(unpack <= FIXED_BYTES, "unpacking took {unpack}");
     }
 }

@@ -1,4 +1,4 @@
-//! Writers and readers: this program again, in another role, until it is killed.
+//! Writer and reader processes: this program in another role. They run until they are killed.
 
 use std::collections::VecDeque;
 use std::fmt::Display;
@@ -23,34 +23,34 @@ use crate::contents::Contents;
 const ROLE: &str = "TSSD_RELIABILITY_ROLE";
 const URL: &str = "TSSD_RELIABILITY_URL";
 const FOLDER: &str = "TSSD_RELIABILITY_FOLDER";
-/// Whether what is to last goes to a bucket.
-const BUCKETED: &str = "TSSD_RELIABILITY_BUCKETED";
+/// Environment variable: whether durable versions go to a bucket.
+const USE_BUCKET: &str = "TSSD_RELIABILITY_BUCKETED";
 
-/// For how many milliseconds an actor rests after each call.
-const REST: &str = "TSSD_RELIABILITY_REST";
-/// How many milliseconds a put may take.
-const TIMEOUT: &str = "TSSD_RELIABILITY_TIMEOUT";
+/// Environment variable: milliseconds that a process pauses after each call.
+const PAUSE_MILLIS: &str = "TSSD_RELIABILITY_REST";
+/// Environment variable: timeout of a put in milliseconds.
+const TIMEOUT_MILLIS: &str = "TSSD_RELIABILITY_TIMEOUT";
 
-/// What is written, each by a writer of its own but the last, which two write together.
+/// Keys. Each has a writer of its own, except the last one, which two writers share.
 pub(crate) const KEYS: [&str; 5] = ["durable", "mixed", "streamed", "passing", "shared"];
 
-/// Roles of the writers: the index of a key, and the rank.
+/// Writers: the index of the key, and the rank.
 pub(crate) const WRITERS: [(usize, u32); 6] = [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (4, 1)];
 
-/// Elements of a tensor: 32 KiB of them.
+/// Elements of a tensor (32 KiB).
 const ELEMENTS: u64 = 4096;
 
-/// What is published goes in buckets of one or two tensors.
+/// Size of a bucket of published tensors: one or two tensors fit.
 const BUCKET: u64 = 50_000;
 
-/// How fast actors are, and how patient.
+/// Pause between calls and timeout of puts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pace {
     pub(crate) rest: Duration,
     pub(crate) timeout: Duration,
 }
 
-/// A process; it is killed with this.
+/// A writer or reader process. Killed on drop.
 pub(crate) struct Actor(Child);
 
 impl Actor {
@@ -66,9 +66,9 @@ impl Actor {
             .env(ROLE, role.to_string())
             .env(URL, url)
             .env(FOLDER, folder)
-            .env(BUCKETED, (durability == Durability::Object).to_string())
-            .env(REST, pace.rest.as_millis().to_string())
-            .env(TIMEOUT, pace.timeout.as_millis().to_string())
+            .env(USE_BUCKET, (durability == Durability::Object).to_string())
+            .env(PAUSE_MILLIS, pace.rest.as_millis().to_string())
+            .env(TIMEOUT_MILLIS, pace.timeout.as_millis().to_string())
             .stdout(std::process::Stdio::null())
             .spawn();
         Self(child.unwrap())
@@ -78,7 +78,7 @@ impl Actor {
         self.0.try_wait().unwrap().is_none()
     }
 
-    /// It is dying when this returns, and no call of it begins any more.
+    /// Sends SIGKILL. The process begins no call after this returns.
     pub(crate) fn kill(&self) {
         send(&self.0, Signal::KILL);
     }
@@ -94,7 +94,7 @@ pub(crate) fn contents(key: &str, version: u64, writers: u32) -> Contents<'_> {
     Contents { key, version, writers, elements: ELEMENTS }
 }
 
-/// Proves that a visible version is whole; says how many tensors that were.
+/// Checks that a visible version is complete. Returns the number of tensors compared.
 pub(crate) fn check(key: &Key, info: &VersionInfo, dict: &StateDict) -> u64 {
     let writers = u32::try_from(info.writers.len()).unwrap();
     contents(key.as_str(), info.number, writers).check(dict)
@@ -112,38 +112,38 @@ fn process() {
     }
 }
 
-/// What an actor was told.
-fn millis(name: &str) -> Duration {
+/// Returns the duration in an environment variable.
+fn duration_var(name: &str) -> Duration {
     Duration::from_millis(std::env::var(name).unwrap().parse().unwrap())
 }
 
-fn rest() {
-    std::thread::sleep(millis(REST));
+fn pause() {
+    std::thread::sleep(duration_var(PAUSE_MILLIS));
 }
 
-/// For how long is waited before what has failed is tried again.
-const PAUSE: Duration = Duration::from_millis(20);
+/// Delay before the retry of a failed call.
+const RETRY_DELAY: Duration = Duration::from_millis(20);
 
-/// A store, as soon as there is one.
+/// Connects to a store. Retries until the store is reachable.
 fn connect(url: &str) -> Store {
     loop {
         match Store::connect(url) {
             Ok(store) => return store,
             Err(error) => assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}"),
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(RETRY_DELAY);
     }
 }
 
-/// Puts version after version, and writes down which were acknowledged.
+/// Puts one version after another, and logs those that were acknowledged.
 fn write(url: &str, folder: &Path, (key, rank): (usize, u32)) {
     let mut acknowledged = File::options().append(true).open(folder.join(ACKNOWLEDGED)).unwrap();
     let (mut store, name) = (connect(url), KEYS[key]);
     let key = Key::new(name).unwrap();
-    // The highest number that was ever visible, be it lost.
+    // The highest number that was ever visible, even if that version was lost.
     let mut highest = 0;
     loop {
-        rest();
+        pause();
         let error = match put(&store, &key, rank, highest) {
             Ok(Some((version, durability))) => {
                 let line = format!("{name} {version} {durability:?}\n");
@@ -153,12 +153,13 @@ fn write(url: &str, folder: &Path, (key, rank): (usize, u32)) {
             Ok(None) => continue,
             Err(error) => error,
         };
-        complain(folder, &format!("writer {rank} of {name}"), &error);
+        write_error(folder, &format!("writer {rank} of {name}"), &error);
         match error.kind() {
             ErrorKind::Unreachable => store = connect(url),
-            // The other writer is a version ahead, or was killed: look again.
+            // The other writer is one version ahead, or was killed: read the head again.
             ErrorKind::Busy | ErrorKind::Overtaken => {}
-            // It was put before by whoever was killed, and its host has ended with it.
+            // A killed predecessor of this process put this version, and the version was lost with
+            // its host.
             ErrorKind::NotFound => match error.refusal().unwrap() {
                 Refusal::Dropped { reason: Reason::Lost { .. }, number } => {
                     highest = highest.max(*number);
@@ -172,17 +173,17 @@ fn write(url: &str, folder: &Path, (key, rank): (usize, u32)) {
             },
             kind => panic!("{name} of {rank}: {kind:?}: {error}"),
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(RETRY_DELAY);
     }
 }
 
-/// For whoever looks for the cause of a failure.
-fn complain(folder: &Path, who: &str, error: &Error) {
+/// Keeps the last error of a writer for diagnosis.
+fn write_error(folder: &Path, name: &str, error: &Error) {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64();
-    std::fs::write(folder.join(format!("{who}.last")), format!("{since:.1}: {error}")).unwrap();
+    std::fs::write(folder.join(format!("{name}.last")), format!("{since:.1}: {error}")).unwrap();
 }
 
-/// What every writer that has failed complained of last.
+/// Returns the last error of each writer.
 pub(crate) fn complaints(folder: &Path) -> String {
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let mut all: Vec<String> = files
@@ -193,18 +194,18 @@ pub(crate) fn complaints(folder: &Path) -> String {
     all.join("\n")
 }
 
-/// Puts the next version; says which it was if it is visible.
+/// Puts the next version. Returns its number and durability if it is visible.
 fn put(store: &Store, key: &Key, rank: u32, highest: u64) -> Result<Option<(u64, Durability)>> {
     let version = 1 + highest.max(store.head(key)?.map_or(0, |head| head.number));
     let writers = if key.as_str() == "shared" { 2 } else { 1 };
-    let lasting = match std::env::var(BUCKETED).as_deref() {
+    let durable = match std::env::var(USE_BUCKET).as_deref() {
         Ok("true") => Durability::Object,
         _ => Durability::Disk,
     };
     let durability = match key.as_str() {
         "passing" => Durability::Memory,
         "mixed" if version % 2 == 0 => Durability::Memory,
-        _ => lasting,
+        _ => durable,
     };
     let options = PutOptions {
         version: Some(version),
@@ -212,7 +213,7 @@ fn put(store: &Store, key: &Key, rank: u32, highest: u64) -> Result<Option<(u64,
         writers: Some((0..writers).collect()),
         job: (writers > 1).then(|| JobId("job".into())),
         durability,
-        timeout: millis(TIMEOUT),
+        timeout: duration_var(TIMEOUT_MILLIS),
         ..PutOptions::default()
     };
     let contents = contents(key.as_str(), version, writers);
@@ -226,29 +227,28 @@ fn put(store: &Store, key: &Key, rank: u32, highest: u64) -> Result<Option<(u64,
         store.put_state_dict(key, &contents.part(rank), &options)?
     };
     if writers > 1 && !report.visible {
-        // The other one has its turn.
+        // Let the other writer put its part.
         let _ = store.wait_for_version(key, version, Duration::from_millis(50));
     }
     let is_done = report.visible && (report.stored || durability != Durability::Object);
     Ok(is_done.then_some((version, durability)))
 }
 
-/// Reads all keys again and again, and holds what it has read for a while; writes down how many tensors it
-/// has compared.
+/// Reads all keys in a loop and retains recent results. Logs the number of tensors compared.
 fn read(url: &str, folder: &Path, role: &str) {
     let mut checked = File::options().append(true).open(folder.join(CHECKED)).unwrap();
     let mut store = connect(url);
-    let mut held: VecDeque<(Key, VersionInfo, StateDict)> = VecDeque::new();
+    let mut retained: VecDeque<(Key, VersionInfo, StateDict)> = VecDeque::new();
     for turn in 0.. {
         let key = Key::new(KEYS[turn % KEYS.len()]).unwrap();
         match get(&store, &key) {
             Ok(None) => {}
             Ok(Some((info, dict))) => {
                 let mut tensors = check(&key, &info, &dict);
-                held.push_back((key, info, dict));
-                // What was read before is still what it was.
-                if held.len() > 8 {
-                    let (key, info, dict) = held.pop_front().unwrap();
+                retained.push_back((key, info, dict));
+                // A result must not change after later versions replace it.
+                if retained.len() > 8 {
+                    let (key, info, dict) = retained.pop_front().unwrap();
                     tensors += check(&key, &info, &dict);
                 }
                 checked.write_all(format!("{tensors}\n").as_bytes()).unwrap();
@@ -259,7 +259,7 @@ fn read(url: &str, folder: &Path, role: &str) {
                 kind => panic!("{role}: {kind:?}: {error}"),
             },
         }
-        rest();
+        pause();
     }
 }
 

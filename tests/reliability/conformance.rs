@@ -1,23 +1,24 @@
-//! The store does what its model does: random operations are played against both, and all answers compared.
+//! Conformance of a store to its model.
 //!
-//! A sequence that finds a difference is shrunk, and printed with its seed. `TSSD_RELIABILITY_SEED` plays the
-//! sequences of a seed again.
+//! Both run the same random operations, and every outcome is compared. A sequence that finds a
+//! difference is shrunk and printed with its seed. `TSSD_RELIABILITY_SEED` repeats the sequences of
+//! a seed.
 
-/// Whether the parts of all writers fit together, element by element.
+/// Merge of the contributions of all writers, element by element.
 mod fit;
-/// Stores in memory, in directories, at daemons.
+/// Backends: stores in memory, in directories, and behind daemons.
 mod home;
-/// Between the words of the model and those of the store.
+/// Conversion between model types and store types.
 mod interpreter;
-/// What a store promises, as the simplest program that keeps it.
+/// Reference model of a store.
 mod model;
-/// What is asked of a store and of its model.
+/// Operations of a store and of its model, and random sequences of them.
 mod operations;
-/// One version of the model.
+/// One version in the model.
 mod version;
-/// What writers and readers say, in the words of the model.
+/// Plain types of the model.
 mod words;
-/// A store and its model side by side.
+/// Runs a store and its model side by side.
 mod world;
 
 use std::cell::RefCell;
@@ -31,8 +32,8 @@ use self::home::{Home, Kind};
 use self::operations::{NAMES, Operation, sequences};
 use self::world::{Deviation, Tally, World};
 
-/// How many sequences CI plays of each kind of store.
-const WANTED: [(Kind, u64); 5] = [
+/// Number of sequences that CI runs, by kind of store.
+const SEQUENCES_PER_KIND: [(Kind, u64); 5] = [
     (Kind::Memory, 6800),
     (Kind::Directory, 2500),
     (Kind::Daemon, 200),
@@ -40,9 +41,11 @@ const WANTED: [(Kind, u64); 5] = [
     (Kind::Process, 300),
 ];
 
-/// Errors that must have occurred, in the model's words. (To commit what another try of the same writer has taken
-/// back, `NotBegun`, needs luck.)
-const FAULTS: [&str; 20] = [
+/// Model errors that a run must produce at least once.
+///
+/// `NotBegun` is not among them. It occurs only if a writer commits a contribution that its own
+/// retry has withdrawn, which a run may miss.
+const EXPECTED_ERRORS: [&str; 20] = [
     "Busy",
     "Differs",
     "Dropped Aborted",
@@ -65,20 +68,20 @@ const FAULTS: [&str; 20] = [
     "WritersDisagree",
 ];
 
-/// A seed that nobody has had before.
+/// Returns a random seed and prints it.
 #[expect(clippy::print_stdout, reason = "whoever plays it again needs it")]
-fn fresh(number: u64) -> u64 {
+fn random_seed(number: u64) -> u64 {
     let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), number);
     println!("{SEED}={seed}");
     seed
 }
 
-/// How many sequences have one seed, and one daemon.
-const BATCH: u32 = 25;
+/// Number of sequences that share one seed and one daemon.
+const BATCH_SEQUENCES: u32 = 25;
 
 const SEED: &str = "TSSD_RELIABILITY_SEED";
 
-/// A batch of sequences: what went wrong, if something did.
+/// A batch of sequences of one kind of store.
 struct Batch {
     kind: Kind,
     seed: u64,
@@ -86,8 +89,8 @@ struct Batch {
 }
 
 impl Batch {
-    fn play(&self, count: u32, tally: &RefCell<Tally>) -> Result<(), String> {
-        // What was planted is found, not explained.
+    fn run_batch(&self, count: u32, tally: &RefCell<Tally>) -> Result<(), String> {
+        // A planted bug need only be detected. Shrinking its sequence takes time.
         let max_shrink_iters = if self.deviation.is_some() { 0 } else { 2000 };
         let plain = Config::with_cases(count);
         let config = Config { failure_persistence: None, max_shrink_iters, ..plain };
@@ -96,18 +99,18 @@ impl Batch {
         let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
         let mut runner = TestRunner::new_with_rng(config, rng);
         let shared = RefCell::new(self.kind.is_shared().then(|| Home::of(self.kind)));
-        let played = runner.run(&sequences(self.kind == Kind::Process), |operations| {
+        let outcome = runner.run(&sequences(self.kind == Kind::Process), |operations| {
             let home = shared.borrow_mut().take().unwrap_or_else(|| Home::of(self.kind));
             let mut world = World::new(self.kind, home, self.deviation);
-            let played = world.play(&operations, &mut tally.borrow_mut());
+            let outcome = world.play(&operations, &mut tally.borrow_mut());
             let home = world.end();
             if self.kind.is_shared() {
                 *shared.borrow_mut() = Some(home);
             }
             tally.borrow_mut().sequences += 1;
-            played.map_err(TestCaseError::fail)
+            outcome.map_err(TestCaseError::fail)
         });
-        played.map_err(|error| match error {
+        outcome.map_err(|error| match error {
             TestError::Fail(reason, operations) => self.describe(&reason.to_string(), &operations),
             TestError::Abort(reason) => format!("given up: {reason}"),
         })
@@ -120,43 +123,45 @@ impl Batch {
     }
 }
 
-/// Plays sequences of all kinds, as many as are wanted or as long as is wanted.
+/// Runs sequences of all kinds until their number and the time limit are reached.
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
-fn the_store_does_what_its_model_does() {
+fn store_matches_model() {
     let proof = Proof::begin("model");
-    let said = std::env::var(SEED).ok().map(|seed| seed.parse().unwrap());
+    let fixed_seed = std::env::var(SEED).ok().map(|seed| seed.parse().unwrap());
     let tally = RefCell::new(Tally::default());
-    let mut played: BTreeMap<Kind, u64> = BTreeMap::new();
-    let wanted: u64 = WANTED.iter().map(|(_, wanted)| wanted).sum();
-    let (mut done, mut turn) = (0, 0);
+    let mut sequences_by_kind: BTreeMap<Kind, u64> = BTreeMap::new();
+    let wanted: u64 = SEQUENCES_PER_KIND.iter().map(|(_, wanted)| wanted).sum();
+    let (mut done, mut pass) = (0, 0);
     while proof.goes_on(done, wanted) {
-        for (kind, wanted) in WANTED {
-            // Each kind has its share of every turn: a hundredth of what is wanted, in batches.
+        for (kind, wanted) in SEQUENCES_PER_KIND {
+            // Each pass runs a hundredth of the sequences of each kind, in batches.
             let share = wanted.div_ceil(100);
             let mut left = share;
             while left > 0 {
-                let count = left.min(BATCH.into());
-                let number = turn * 1000 + left;
-                let seed = said.unwrap_or_else(|| if turn < 100 { number } else { fresh(number) });
+                let count = left.min(BATCH_SEQUENCES.into());
+                let number = pass * 1000 + left;
+                let seed = fixed_seed
+                    .unwrap_or_else(|| if pass < 100 { number } else { random_seed(number) });
                 let batch = Batch { kind, seed, deviation: None };
                 let count = u32::try_from(count).unwrap();
-                batch.play(count, &tally).unwrap_or_else(|difference| panic!("{difference}"));
+                batch.run_batch(count, &tally).unwrap_or_else(|difference| panic!("{difference}"));
                 left -= u64::from(count);
                 done += u64::from(count);
-                *played.entry(kind).or_default() += u64::from(count);
+                *sequences_by_kind.entry(kind).or_default() += u64::from(count);
             }
         }
-        turn += 1;
+        pass += 1;
     }
     let tally = tally.into_inner();
     let sequences: BTreeMap<&str, u64> =
-        played.iter().map(|(kind, count)| (kind.name(), *count)).collect();
+        sequences_by_kind.iter().map(|(kind, count)| (kind.name(), *count)).collect();
     for name in NAMES {
-        assert!(tally.operations.contains_key(name), "nobody asked to {name}");
+        assert!(tally.operations.contains_key(name), "operation `{name}` never occurred");
     }
-    let untold: Vec<_> = FAULTS.iter().filter(|name| !tally.faults.contains_key(**name)).collect();
-    assert!(untold.is_empty(), "nobody was told {untold:?}, only {:?}", tally.faults);
+    let missing: Vec<_> =
+        EXPECTED_ERRORS.iter().filter(|name| !tally.faults.contains_key(**name)).collect();
+    assert!(missing.is_empty(), "errors {missing:?} never occurred, only {:?}", tally.faults);
     proof.end(json!({
         "sequences": done,
         "by kind": sequences,
@@ -168,11 +173,11 @@ fn the_store_does_what_its_model_does() {
     }));
 }
 
-/// What is wrong with the model is found, each in a few hundred sequences at most.
+/// Each planted bug of the model is detected within `MAX_SEQUENCES` sequences.
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
-fn a_model_that_is_wrong_is_found_out() {
-    const MOST: u64 = 400;
+fn planted_model_bugs_are_detected() {
+    const MAX_SEQUENCES: u64 = 400;
     let proof = Proof::begin("model: wrong rules");
     let mut found = BTreeMap::new();
     for (deviation, kind) in [
@@ -191,11 +196,11 @@ fn a_model_that_is_wrong_is_found_out() {
         let mut seed = 0;
         loop {
             let batch = Batch { kind, seed, deviation: Some(deviation) };
-            if batch.play(5, &tally).is_err() {
+            if batch.run_batch(5, &tally).is_err() {
                 break;
             }
             seed += 1;
-            assert!(tally.borrow().sequences < MOST, "{deviation:?} is not found");
+            assert!(tally.borrow().sequences < MAX_SEQUENCES, "{deviation:?} is not detected");
         }
         found.insert(format!("{deviation:?}"), tally.into_inner().sequences);
     }

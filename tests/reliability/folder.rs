@@ -1,4 +1,4 @@
-//! The folder of a store, from outside: copied, compared, and whether all in it is something.
+//! Inspection of the directory of a store: copies, fingerprints, and files that belong to no version.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use tssd_tests::layout;
 
-/// Copies a folder and all that is below it.
+/// Copies a directory recursively.
 pub(crate) fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
@@ -20,7 +20,7 @@ pub(crate) fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// All names below a folder, sorted; those of folders end with a slash.
+/// Returns all names below a directory, sorted. Names of directories end with a slash.
 fn names(folder: &Path) -> Vec<String> {
     let mut names = Vec::new();
     let mut folders = vec![PathBuf::new()];
@@ -37,16 +37,16 @@ fn names(folder: &Path) -> Vec<String> {
     names
 }
 
-/// What tells folders apart but for what is another each time: identities, moments, processes.
+/// Returns a text that is equal for directories that differ only in ids, times and processes.
 pub(crate) fn print(folder: &Path) -> String {
     let mut print = String::new();
     for name in names(folder) {
-        print += &without_identities(&name);
+        print += &normalize_ids(&name);
         if !name.ends_with('/') {
             let bytes = fs::read(folder.join(&name)).unwrap();
             print.extend([" ", &bytes.len().to_string()]);
-            if is(&name, "json") {
-                print += &without_identities(&String::from_utf8_lossy(&bytes));
+            if has_extension(&name, "json") {
+                print += &normalize_ids(&String::from_utf8_lossy(&bytes));
             }
         }
         print.push('\n');
@@ -54,32 +54,34 @@ pub(crate) fn print(folder: &Path) -> String {
     print
 }
 
-/// Whether a file is of this kind.
-fn is(name: &str, extension: &str) -> bool {
+/// Returns whether a file name has this extension.
+fn has_extension(name: &str, extension: &str) -> bool {
     Path::new(name).extension().is_some_and(|found| found == extension)
 }
 
-/// Long numbers become one sign, as do those of temporary names.
-fn without_identities(text: &str) -> String {
+/// Replaces long numbers by `#`, and cuts the suffixes of temporary names.
+fn normalize_ids(text: &str) -> String {
     let text = text.split(".tmp-").next().unwrap();
     let mut out = String::new();
-    for word in text.split_inclusive(|sign: char| !sign.is_ascii_hexdigit()) {
-        let digits = word.trim_end_matches(|sign: char| !sign.is_ascii_hexdigit());
+    for word in text.split_inclusive(|letter: char| !letter.is_ascii_hexdigit()) {
+        let digits = word.trim_end_matches(|letter: char| !letter.is_ascii_hexdigit());
         out += if digits.len() > 8 { "#" } else { digits };
         out += &word[digits.len()..];
     }
     out
 }
 
-/// What is in the folder of a store that has these versions of these keys, by number and bytes, and is no part
-/// of them; and what of them is missing.
+/// Returns what is wrong in the directory of a store that has these versions, by number and bytes.
+///
+/// That is: each file that belongs to no version, each missing file, and surplus records and
+/// sessions.
 pub(crate) fn strangers(root: &Path, keys: &[(&str, Vec<(u64, u64)>)]) -> Vec<String> {
-    let mut strange = Vec::new();
+    let mut problems = Vec::new();
     let mut found = names(root);
-    // Who has ended leaves his lock behind until another one begins.
+    // An ended session leaves its lock file until another session begins.
     let sessions = found.extract_if(.., |name| name.starts_with(".sessions/")).count();
     if sessions > 2 {
-        strange.push(format!("{} sessions", sessions - 1));
+        problems.push(format!("{} sessions", sessions - 1));
     }
     found.retain(|name| name != ".daemon");
     for (key, versions) in keys {
@@ -95,24 +97,24 @@ pub(crate) fn strangers(root: &Path, keys: &[(&str, Vec<(u64, u64)>)]) -> Vec<St
             let len = |name: &String| fs::metadata(root.join(name)).unwrap().len();
             let len: u64 = archives.iter().map(len).sum();
             if len != *bytes {
-                strange.push(format!("{len} bytes of archives in {folder}, not {bytes}"));
+                problems.push(format!("{len} bytes of archives in {folder}, not {bytes}"));
             }
             expected.extend([format!("{folder}/"), format!("{folder}/manifest.tssd")]);
             expected.extend(archives);
         }
         let ledger = format!("{key}/.ledger/");
         found.retain(|name| {
-            let is_record = name.starts_with(&ledger) && is(name, "json");
+            let is_record = name.starts_with(&ledger) && has_extension(name, "json");
             records += usize::from(is_record);
             !is_record && !expected.remove(name)
         });
         if records > 2 {
-            strange.push(format!("{records} records of {key}"));
+            problems.push(format!("{records} records of {key}"));
         }
-        // A daemon needs no locks.
+        // A daemon needs no lock files.
         expected.retain(|name| !name.ends_with("/.lock"));
-        strange.extend(expected.into_iter().map(|name| format!("no {name}")));
+        problems.extend(expected.into_iter().map(|name| format!("no {name}")));
     }
-    strange.extend(found);
-    strange
+    problems.extend(found);
+    problems
 }

@@ -1,4 +1,4 @@
-//! A daemon, writers and readers as processes: killed at any moment, and started again.
+//! A daemon, writers and readers as processes, which are killed at random and started again.
 
 mod troupe;
 
@@ -18,37 +18,37 @@ use tssd_tests::served::Served;
 
 use self::troupe::{Counts, Home, Troupe};
 
-/// How many rounds CI wants.
+/// Number of rounds in CI.
 const ROUNDS: u64 = 100;
 
-/// Rounds of one root: then all are sent home, and nothing may be left.
-const SESSION: u64 = 10;
+/// Rounds with one root. After them all processes end, and no foreign file may be left.
+const ROUNDS_PER_ROOT: u64 = 10;
 
-/// How many versions are opened again.
+/// Number of versions of a store that is reopened.
 const VERSIONS: u64 = 10_000;
 
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
-fn whoever_is_killed_takes_nothing_along_that_was_durable() {
-    let proof = Proof::begin("kills");
-    let (mut dice, mut counts, mut rounds) = (Dice::new(0x5EED), Counts::default(), 0);
+fn durable_versions_survive_process_kills() {
+    let campaign = Proof::begin("kills");
+    let (mut rng, mut counts, mut rounds) = (Dice::new(0x5EED), Counts::default(), 0);
     let mut growth = Growth::default();
     for session in 0_usize.. {
-        if !proof.goes_on(rounds, ROUNDS) {
+        if !campaign.goes_on(rounds, ROUNDS) {
             break;
         }
-        let home = [Home::Root, Home::Bucket, Home::Root, Home::Directory][session % 4];
-        let mut troupe = Troupe::new(home);
+        let storage = [Home::Root, Home::Bucket, Home::Root, Home::Directory][session % 4];
+        let mut cluster = Troupe::new(storage);
         growth.begin();
-        for _ in 0..SESSION {
-            troupe.round(&mut dice);
-            troupe.sample(&mut growth);
+        for _ in 0..ROUNDS_PER_ROOT {
+            cluster.round(&mut rng);
+            cluster.sample(&mut growth);
             rounds += 1;
         }
-        counts = counts.and(&troupe.end());
+        counts = counts.and(&cluster.end());
     }
     assert!(counts.resident < 128 << 20, "{} bytes", counts.resident);
-    proof.end(json!({
+    campaign.end(json!({
         "rounds": rounds, "killed": counts.killed, "daemons": counts.restarts,
         "durable versions acknowledged": counts.durable, "versions acknowledged": counts.acknowledged,
         "tensors read": counts.tensors, "lost": 0, "left behind": 0,
@@ -57,9 +57,10 @@ fn whoever_is_killed_takes_nothing_along_that_was_durable() {
     }));
 }
 
-/// A root of so many durable versions, of so many keys; and how long it takes to open it again, by a daemon
-/// and by none.
-fn reopen(keys: u64, versions: u64) -> [Duration; 2] {
+/// Measures how long it takes to reopen a root with `versions` durable versions of `keys` keys.
+///
+/// Returns the time of a daemon and that of a store without a daemon.
+fn measure_reopen(keys: u64, versions: u64) -> [Duration; 2] {
     let folder = quick_folder();
     let root = folder.path().join("root");
     let keep = u32::try_from(versions / keys).unwrap();
@@ -80,47 +81,47 @@ fn reopen(keys: u64, versions: u64) -> [Duration; 2] {
             }
         }
     }
-    let check = |store: &Store| {
+    let check_newest = |store: &Store| {
         let (key, last) = (names.last().unwrap(), i64::from(keep));
         let (dict, report) = store.get_state_dict(key, &GetOptions::default()).unwrap();
         assert_eq!(report.version, u64::from(keep));
         assert_eq!(dict.leaf("number").unwrap(), &tssd_format::Value::from(last));
     };
-    let all = |store: &Store| {
+    let check_count = |store: &Store| {
         let found = names.iter().map(|key| store.versions(key).unwrap().len() as u64);
         assert_eq!(found.sum::<u64>(), versions);
     };
     let started = Instant::now();
     let serve = Serve::start(folder.path(), &["--root", root.to_str().unwrap()]);
     let store = serve.connect();
-    check(&store);
+    check_newest(&store);
     let by_daemon = started.elapsed();
-    all(&store);
+    check_count(&store);
     drop((store, serve));
     let started = Instant::now();
     let store = Store::directory(&root).unwrap();
-    check(&store);
-    let by_none = started.elapsed();
-    all(&store);
-    [by_daemon, by_none]
+    check_newest(&store);
+    let by_directory = started.elapsed();
+    check_count(&store);
+    [by_daemon, by_directory]
 }
 
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
-fn ten_thousand_versions_are_opened_again_soon() {
-    let proof = Proof::begin("kills: reopening");
+fn ten_thousand_versions_reopen_within_ten_seconds() {
+    let campaign = Proof::begin("kills: reopening");
     let mut figures = BTreeMap::new();
-    // Each put writes the record of its key anew: those of one key take as long as the square of their number.
+    // Each put rewrites the record of its key, so the versions of one key take quadratic time.
     for (keys, versions) in [(100, VERSIONS), (VERSIONS, VERSIONS), (1, VERSIONS / 5)] {
-        let [by_daemon, by_none] = reopen(keys, versions);
-        for took in [by_daemon, by_none] {
-            // The figure is below two seconds; on a machine that does something else too, above.
-            assert!(took < Duration::from_secs(10), "{keys} keys: {took:?}");
+        let [by_daemon, by_directory] = measure_reopen(keys, versions);
+        for elapsed in [by_daemon, by_directory] {
+            // The time is below 2 s on an idle machine. The limit leaves room for a busy one.
+            assert!(elapsed < Duration::from_secs(10), "{keys} keys: {elapsed:?}");
         }
-        for (by, took) in [("a daemon", by_daemon), ("a directory", by_none)] {
-            let what = format!("ms for {versions} versions of {keys} keys by {by}");
-            figures.insert(what, took.as_millis());
+        for (by, elapsed) in [("a daemon", by_daemon), ("a directory", by_directory)] {
+            let name = format!("ms for {versions} versions of {keys} keys by {by}");
+            figures.insert(name, elapsed.as_millis());
         }
     }
-    proof.end(json!(figures));
+    campaign.end(json!(figures));
 }

@@ -1,5 +1,7 @@
-//! What a store does where something ends: room on the disk, memory, descriptors, the patience of others; what it does
-//! with peers that lie, with files that rot, are lost or are no files, and with a clock that jumps.
+//! Behaviour of a store at its limits.
+//!
+//! Exhausted disks, memory and descriptors; slow or malicious peers; damaged, lost and foreign
+//! files; a clock that jumps.
 
 mod crowd;
 mod descriptors;

@@ -1,40 +1,56 @@
-//! Linearizability: what processes see of a key has an order.
+//! Linearizability of the history of each key.
 //!
-//! Of one key, and of clients anywhere, all that is asked and answered is as if each call had been done at
-//! one moment between its asking and its answer, one after the other, by a store that does this:
+//! The calls of all clients to a key, and their responses, are as if a sequential store had
+//! executed each call at one moment between its invocation and its response. That store does the
+//! following:
 //!
-//! - A **put** makes the state dict a version above all that were ever visible; then it is the newest. It
-//!   displaces the oldest version if there are more than are kept. A put that is refused or overtaken is never
-//!   seen.
-//! - A **get** or **head** of the newest finds the highest number that is visible, and a get of a number finds
-//!   that one or nothing. What is found is all of one put, under the one number that the put was told.
-//! - A **wait** for a number finds the newest, when that number or a higher one is visible; it finds nothing
-//!   when its time is over, and not before.
-//! - A **delete** of a number takes it away, and says whether it was there. The number does not come back.
-//! - A **part** of a version that several processes put together is there; the version is visible with the last one.
-//!   Whoever is told to wait puts before that, and whoever is told that it is visible after it.
-//! - A **pin** of a number holds it under a label if it is there: it is not displaced until the label is taken away.
-//! - A put that **rewinds** makes a version of a lower number in a new epoch, which is above all versions of the
-//!   epochs before. (Here one version of such a key is kept; it displaces all others.)
+//! - A **put** makes the state dict a version above all that were ever visible. It is then the
+//!   newest version, and displaces the oldest one if more versions exist than retention keeps. A
+//!   put that is refused or overtaken is never observed.
+//! - A **get** or **head** of the newest version finds the highest visible number. A get of a
+//!   number finds that version or nothing. A get returns the contents of one put, under the number
+//!   that the put has returned.
+//! - A **wait** for a number finds the newest version once that number or a higher one is visible.
+//!   It finds nothing when its timeout ends, and not before.
+//! - A **delete** of a number removes the version, and returns whether it existed. The number is
+//!   not used again.
+//! - A **part** contributes to a version of several writers. The version is visible with its last
+//!   part. A part whose response is that others are missing comes before that. A part whose
+//!   response is that the version is visible comes after it.
+//! - A **pin** of a number puts a label on the version, if it exists. The version is not displaced
+//!   until the label is removed.
+//! - A put that **rewinds** makes a version of a lower number in a new epoch. All its versions are
+//!   above those of earlier epochs. (Here one version of such a key is kept, so it displaces all
+//!   others.)
 //!
-//! What is put with `durability="disk"` has one such history, whoever is killed. What is put in memory has one
-//! for each life of its daemon: it ends with it, and its numbers may come again. When a call is not answered,
-//! because its client or the daemon was killed or the connection cut, it is done at one moment in that life of
-//! the daemon, or never. Where ledgers are shared, in etcd, a directory or a bucket, each key has one history.
+//! Durable versions (`durability="disk"`) have one such history, across all kills. Versions in
+//! memory have one history for each life of their daemon: the history ends with the daemon, and its
+//! numbers may be used again. A call has no response if its client or the daemon is killed, or its
+//! connection cut. It took effect at one moment in that life of the daemon, or never. Where daemons
+//! or clients share ledgers in etcd, a directory or a bucket, each key has one history.
 //!
-//! Not part of this: calls of several keys, which have no common order; jobs that fence others; what a rewind
-//! leaves of several versions that are kept; whether a part that waits is lost with its daemon; the delete of a
-//! number that is still open, which may drop that put or come before it. A key of which several versions are kept
-//! is not deleted from here: then the order of the changes would not be known, and `checker` needs it.
+//! The following is not checked:
 //!
-//! # How it is proven
+//! - Calls of several keys, which have no common order.
+//! - Jobs that fence others.
+//! - What a rewind leaves of several versions that are kept.
+//! - Whether a part of an incomplete version is lost with its daemon.
+//! - The delete of a number that is still open, which may abort that put or precede it.
 //!
-//! Clients (`client`) are processes with several threads, at the socket and, through a `proxy`, at the TCP
-//! address of `tssd serve`. Each thread writes down (`history`) what it asks and when. A `nemesis` kills, stops,
-//! delays and cuts, as `shared` does where there is no daemon or several of them. `checker` then looks for an
-//! order; `random` and `planted` show that it finds one where there is one, that it agrees with a checker that tries
-//! everything (`oracle`), and that stores with bugs (`toy`) are found. `cuts` cuts a session after each of its bytes,
-//! at the address and at the socket.
+//! Clients do not delete versions of a key of which several are kept. The order of its changes
+//! would be unknown, and `checker` needs it.
+//!
+//! # How the histories are made and checked
+//!
+//! Clients (`client`) are processes with several threads. They use the socket and, through a
+//! `proxy`, the TCP address of `tssd serve`. Each thread logs its calls and their times
+//! (`history`). A `nemesis` kills, stops, delays and disconnects processes; `shared` does so where
+//! there is no daemon, or several.
+//!
+//! `checker` then looks for an order. `random` and `planted` test the checker: it finds an order
+//! where one exists, it agrees with an exhaustive search (`oracle`), and it detects the bugs of
+//! faulty stores (`toy`). `cuts` cuts a session after each of its bytes, at the address and at the
+//! socket.
 
 mod checker;
 mod client;
@@ -76,91 +92,91 @@ use self::object::{KEYS, objects};
 #[cfg(feature = "object")]
 use self::shared::Commons;
 
-/// How long clients are tormented before their history is checked.
-const ROUND: Duration = Duration::from_secs(10);
+/// Time during which faults are injected before the histories are checked.
+const ROUND_DURATION: Duration = Duration::from_secs(10);
 
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
-fn what_processes_see_of_a_key_has_an_order() {
-    let proof = Proof::begin("histories");
-    let (mut dice, mut checked, mut growth) =
-        (Dice::new(0x5EED), Checked::default(), Growth::default());
-    while proof.goes_on(checked.operations, 100_000) || checked.lacks_puts() {
-        let mut stage = Stage::new();
-        // Every second daemon lives long enough to be seen growing.
-        let faults = stage.torment(&mut dice, ROUND, checked.rounds % 2 == 0, &mut growth);
-        let (operations, ends) = stage.end();
+fn histories_at_a_daemon_are_linearizable() {
+    let campaign = Proof::begin("histories");
+    let (mut rng, mut checked, mut growth) =
+        (Dice::new(0x5EED), CheckedHistories::default(), Growth::default());
+    while campaign.goes_on(checked.operations, 100_000) || checked.lacks_versions() {
+        let mut setup = Stage::new();
+        // Every second daemon is not killed, so that its resource usage can be measured over time.
+        let faults = setup.torment(&mut rng, ROUND_DURATION, checked.rounds % 2 == 0, &mut growth);
+        let (operations, ends) = setup.end();
         checked.add(operations, &ends, faults);
     }
     let mut figures = checked.figures();
     figures["daemon"] = growth.end(50);
-    proof.end(figures);
+    campaign.end(figures);
 }
 
 #[cfg(feature = "etcd")]
 #[cfg(feature = "object")]
-fn prove_shared(name: &'static str, home: Home, wanted: u64) {
-    let proof = Proof::begin(name);
-    let (mut dice, mut checked) = (Dice::new(0x5EED), Checked::default());
-    while proof.goes_on(checked.operations, wanted) || checked.lacks_puts() {
-        let mut commons = Commons::new(home);
-        let faults = commons.torment(&mut dice, ROUND);
-        let (operations, ends) = commons.end();
+fn check_shared(name: &'static str, home: Home, wanted: u64) {
+    let campaign = Proof::begin(name);
+    let (mut rng, mut checked) = (Dice::new(0x5EED), CheckedHistories::default());
+    while campaign.goes_on(checked.operations, wanted) || checked.lacks_versions() {
+        let mut setup = Commons::new(home);
+        let faults = setup.torment(&mut rng, ROUND_DURATION);
+        let (operations, ends) = setup.end();
         checked.add(operations, &ends, faults);
     }
-    proof.end(checked.figures());
+    campaign.end(checked.figures());
 }
 
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 #[cfg(feature = "etcd")]
 #[cfg(feature = "object")]
-fn what_daemons_over_etcd_tell_of_a_key_has_an_order() {
-    prove_shared("histories: etcd", Home::Etcd, 5000);
+fn histories_over_etcd_are_linearizable() {
+    check_shared("histories: etcd", Home::Etcd, 5000);
 }
 
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 #[cfg(feature = "etcd")]
 #[cfg(feature = "object")]
-fn what_processes_see_in_a_directory_has_an_order() {
-    prove_shared("histories: directory", Home::Directory, 10_000);
+fn histories_in_a_directory_are_linearizable() {
+    check_shared("histories: directory", Home::Directory, 10_000);
 }
 
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 #[cfg(feature = "etcd")]
 #[cfg(feature = "object")]
-fn what_processes_see_in_a_bucket_has_an_order() {
-    prove_shared("histories: bucket", Home::Bucket, 1000);
+fn histories_in_a_bucket_are_linearizable() {
+    check_shared("histories: bucket", Home::Bucket, 1000);
 }
 
-/// Histories that have an order.
+/// Counts of histories that are linearizable.
 #[derive(Default)]
-struct Checked {
+struct CheckedHistories {
     operations: u64,
     histories: u64,
     rounds: u64,
-    /// The keys of which versions have become visible.
-    put: BTreeSet<u8>,
+    /// Keys with at least one visible version.
+    visible_keys: BTreeSet<u8>,
     calls: BTreeMap<&'static str, u64>,
     faults: Vec<Faults>,
 }
 
-impl Checked {
-    /// Checks those of a round.
+impl CheckedHistories {
+    /// Checks the histories of a round.
     fn add(&mut self, operations: Vec<Operation>, ends: &[u64], faults: Faults) {
         self.operations += operations.len() as u64;
         for operation in &operations {
-            *self.calls.entry(name(operation)).or_default() += 1;
+            *self.calls.entry(call_name(operation)).or_default() += 1;
         }
         let puts = operations.iter().filter(|it| matches!(it.answer, Some(Answer::Put(_))));
-        self.put.extend(puts.map(|it| it.key));
+        self.visible_keys.extend(puts.map(|it| it.key));
         for (keep, object) in objects(operations, ends) {
             if let Err(violation) = check(keep, &object) {
                 let Violation { rule, operation } = &violation;
-                let (around, round) = (near(operation, &object), self.rounds);
-                panic!("round {round}, lives end at {ends:?}: {rule}: {operation:?}\n{around}");
+                let (context, round) = (context(operation, &object), self.rounds);
+                panic!("round {round}, lives end at {ends:?}: {rule}: {operation:?}\n{context}");
             }
             self.histories += 1;
         }
@@ -168,13 +184,17 @@ impl Checked {
         self.faults.push(faults);
     }
 
-    /// Whether nobody was quick enough yet to put some key.
-    fn lacks_puts(&self) -> bool {
-        self.put.len() < usize::from(KEYS) && self.rounds < 100
+    /// Returns whether some key has no version yet.
+    fn lacks_versions(&self) -> bool {
+        self.visible_keys.len() < usize::from(KEYS) && self.rounds < 100
     }
 
     fn figures(&self) -> Value {
-        assert!(self.put.iter().copied().eq(0..KEYS), "of {KEYS} keys were put {:?}", self.put);
+        assert!(
+            self.visible_keys.iter().copied().eq(0..KEYS),
+            "of {KEYS} keys only these have versions: {:?}",
+            self.visible_keys
+        );
         let sum = |fault: fn(&Faults) -> u64| self.faults.iter().map(fault).sum::<u64>();
         json!({
             "operations": self.operations,
@@ -193,8 +213,8 @@ impl Checked {
     }
 }
 
-/// What an operation is counted as.
-fn name(operation: &Operation) -> &'static str {
+/// Returns the name under which an operation is counted.
+fn call_name(operation: &Operation) -> &'static str {
     match (operation.call, operation.answer) {
         (Call::Put(_), None) => "puts of unknown outcome",
         (Call::Put(_), Some(Answer::Failed)) => "puts refused",
@@ -212,14 +232,14 @@ fn name(operation: &Operation) -> &'static str {
     }
 }
 
-/// What happened around an operation, for whoever looks for the cause of a violation.
-fn near(operation: &Operation, object: &[Operation]) -> String {
+/// Returns the operations at about the same time, as the context of a violation.
+fn context(operation: &Operation, object: &[Operation]) -> String {
     let slack = 20_000_000;
-    let is_near = |it: &&Operation| {
+    let is_concurrent = |it: &&Operation| {
         it.asked < operation.answered.saturating_add(slack)
             && it.answered.saturating_add(slack) > operation.asked
     };
-    let mut around: Vec<&Operation> = object.iter().filter(is_near).collect();
-    around.sort_unstable_by_key(|it| it.asked);
-    around.iter().map(|it| serde_json::to_string(it).unwrap() + "\n").collect()
+    let mut concurrent: Vec<&Operation> = object.iter().filter(is_concurrent).collect();
+    concurrent.sort_unstable_by_key(|it| it.asked);
+    concurrent.iter().map(|it| serde_json::to_string(it).unwrap() + "\n").collect()
 }

@@ -1,36 +1,37 @@
-//! What the store promises (`docs/guarantees.md`), under faults: `cargo xtask reliability` runs this.
+//! Tests of the guarantees of the store (`docs/guarantees.md`) under faults.
 //!
-//! Every test here is a proof that takes long: it ends with figures, and `cargo test` leaves it out.
+//! Each test is a long campaign that ends with a line of figures. `cargo xtask reliability` runs
+//! them, `cargo test` does not.
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
-/// What was acknowledged to whom.
+/// Logs of acknowledged versions.
 #[cfg(target_os = "linux")]
 mod acknowledged;
-/// Writers and readers that are processes.
+/// Writer and reader processes.
 #[cfg(target_os = "linux")]
 mod actor;
-/// The store does what its model does, wherever it is and whoever dies.
+/// Random operations against a store and its model.
 #[cfg(target_os = "linux")]
 mod conformance;
-/// State dicts that say whose they are.
+/// State dicts whose elements identify their key, version and writer.
 #[cfg(target_os = "linux")]
 mod contents;
-/// The folder of a store, from outside.
+/// Inspection of the directory of a store.
 #[cfg(target_os = "linux")]
 mod folder;
-/// Hosts are killed and cut off, with etcd and the bucket that they share.
+/// Killed and disconnected hosts that share etcd and a bucket.
 #[cfg(target_os = "linux")]
 #[cfg(feature = "etcd")]
 mod hosts;
-/// Daemons, writers and readers are killed under load; large stores are opened again.
+/// Killed daemons, writers and readers under load; reopening of large stores.
 #[cfg(target_os = "linux")]
 mod kill;
-/// Disks, memory and descriptors that end, files that rot, peers that lie.
+/// Exhausted disks, memory and descriptors, damaged files, malicious peers.
 #[cfg(target_os = "linux")]
 mod limits;
-/// What processes see of a key has an order, whatever happens to them.
+/// Linearizability of the history of each key under faults.
 #[cfg(target_os = "linux")]
 mod linear;
-/// Every system call fails, or is the last one of its process.
+/// Failure or kill at every system call.
 #[cfg(target_os = "linux")]
 mod syscalls;

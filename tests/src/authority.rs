@@ -5,18 +5,18 @@ use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, 
 use tempfile::TempDir;
 use tssd_store::Credentials;
 
-/// An authority, whose certificates are in a folder.
+/// A certificate authority. Its certificates are in a temporary directory.
 pub struct Authority {
     folder: TempDir,
     issuer: Issuer<'static, KeyPair>,
 }
 
 impl Authority {
-    /// One that nobody knows yet.
+    /// Creates an authority with a new key.
     ///
     /// # Panics
     ///
-    /// If there is no room for folders.
+    /// If the directory cannot be created.
     #[expect(clippy::new_without_default, reason = "each is another")]
     pub fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
@@ -28,11 +28,13 @@ impl Authority {
         Self { issuer: Issuer::new(params, key), folder }
     }
 
-    /// A certificate for a host of this name.
+    /// Issues a certificate for a host name, into the files `file.pem` and `file.key`.
+    ///
+    /// `change` adjusts the parameters of the certificate before it is signed.
     ///
     /// # Panics
     ///
-    /// If there is no such name.
+    /// If the name is invalid.
     pub fn issue(
         &self,
         file: &str,

@@ -1,5 +1,6 @@
-//! What the benches share: options, state dicts of known shapes, races, and the records of which
-//! `cargo xtask bench` makes `docs/performance.md`.
+//! Support for the benches: options, state dicts of known shapes, races, and records.
+//!
+//! `cargo xtask bench` makes `docs/performance.md` from the records.
 #![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
 
 mod curve;
@@ -30,17 +31,17 @@ pub use crate::bench::options::{Options, refuse};
 pub use crate::bench::race::{Race, Role, Runner, Target};
 pub use crate::bench::shapes::{shapes_of, stacked_shapes};
 
-/// One run of a suite: how much of it is wanted, and where the records go.
+/// One run of a suite, with its options and its records.
 pub struct Bench {
-    /// What the command line says.
+    /// Options of the command line.
     pub options: Options,
     records: Records,
 }
 
-/// A case of a suite, by name.
+/// A case of a suite, with its name.
 pub type Case = (&'static str, fn(&mut Bench));
 
-/// A suite, as its record has it.
+/// A suite, as it is recorded.
 pub struct Suite<'a> {
     name: &'a str,
     model: &'a str,
@@ -49,24 +50,24 @@ pub struct Suite<'a> {
 }
 
 impl<'a> Suite<'a> {
-    /// A suite of this name, whose model is a small one unless the command line says otherwise.
+    /// Creates a suite. Its default model is a small one.
     pub fn new(name: &'a str) -> Self {
         Self { name, model: "shape:qwen3-0.6b", size: None, versions: BTreeMap::new() }
     }
 
-    /// The same with another model, of so many bytes at most.
+    /// Sets the default model and its maximum size in bytes.
     #[must_use]
     pub fn of(self, model: &'a str, size: u64) -> Self {
         Self { model, size: Some(size), ..self }
     }
 
-    /// The same with crates that it measures against, in the versions that it was built with.
+    /// Records the versions of crates that the suite compares with, from `Cargo.lock`.
     #[must_use]
     pub fn against(self, crates: &[&str]) -> Self {
         Self { versions: versions::of(crates), ..self }
     }
 
-    /// The same on something that has a version.
+    /// Records the version of another component.
     #[must_use]
     pub fn on(mut self, name: impl Into<String>, version: impl Into<String>) -> Self {
         self.versions.insert(name.into(), version.into());
@@ -75,7 +76,7 @@ impl<'a> Suite<'a> {
 }
 
 impl Bench {
-    /// Runs the cases of a suite: those whose names have one of the command line's words in them, or all.
+    /// Runs the cases of a suite that the command line selects by name, or all.
     pub fn run(suite: Suite<'_>, cases: &[Case]) {
         let Suite { name, model, size, versions } = suite;
         let options = Options::from_args(name, model, size);
@@ -90,7 +91,7 @@ impl Bench {
         }
     }
 
-    /// Records what was counted, and prints it.
+    /// Records and prints counts.
     #[expect(clippy::print_stdout, reason = "a bench prints its result")]
     pub fn count(&mut self, operation: &str, counts: &[(&str, f64)]) {
         println!("{operation}");

@@ -1,4 +1,4 @@
-//! The caller's side: memory of a device, filled on a stream of the caller's.
+//! Device memory of the caller of a store, filled on a stream of the caller.
 #![expect(unsafe_code, reason = "the caller's tensors are made here")]
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
@@ -8,9 +8,9 @@ use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 use tssd_format::Storage;
-use tssd_store::{Device, DeviceMemory, Moments, Stream};
+use tssd_gpu::{Device, DeviceMemory, Stream, StreamFences};
 
-/// The devices; none, and said so, where there are none.
+/// Returns the devices. If there are none, prints the reason.
 #[expect(clippy::print_stdout, reason = "tests say what they leave out")]
 pub fn devices() -> Vec<Device> {
     match Device::all() {
@@ -22,112 +22,117 @@ pub fn devices() -> Vec<Device> {
     }
 }
 
-/// A device's primary context, current on this thread as long as this is there, and a stream of it.
+/// The primary context of a device, which is current on this thread, and a stream of it.
 pub struct Caller {
     stream: sys::CUstream,
 }
 
 impl Caller {
-    /// On the device of this number.
+    /// Creates a context and a stream on the device of this number.
     pub fn new(ordinal: usize) -> Self {
+        tssd_gpu::register();
         let device = result::device::get(i32::try_from(ordinal).unwrap()).unwrap();
-        // SAFETY: the device was given by the driver.
+        // SAFETY: the driver has returned this device.
         let context = unsafe { result::primary_ctx::retain(device) }.unwrap();
-        // SAFETY: the context was retained.
+        // SAFETY: the context is retained by the call above, and never released.
         unsafe { result::ctx::set_current(context) }.unwrap();
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
         Self { stream }
     }
 
-    /// The stream, for the store.
+    /// Returns the stream, for the store.
     pub fn stream(&self) -> Stream {
         Stream(self.stream.addr())
     }
 
-    /// New memory, zero.
+    /// Allocates zeroed device memory.
     pub fn allocate(&self, len: usize) -> Arc<Allocation> {
-        // SAFETY: it is freed once, when nobody has it any more.
+        // SAFETY: `Allocation` frees the pointer once, when its last reference is dropped.
         let pointer = unsafe { result::malloc_sync(len.max(1)) }.unwrap();
-        let allocation = Arc::new(Allocation { pointer, len, origin: Origin::Own });
+        let allocation = Arc::new(Allocation { pointer, len, origin: Origin::Allocated });
         self.clear(&allocation);
         self.wait();
         allocation
     }
 
-    /// Memory of another process, by its handle, and as many bytes of it as that says.
+    /// Opens memory of another process by its handle, with this length in bytes.
     pub fn open(&self, handle: Handle, len: usize) -> Arc<Allocation> {
         let bytes = handle.iter().flat_map(|word| word.to_le_bytes());
         let bytes: Vec<c_char> = bytes.map(|byte| c_char::from_le_bytes([byte])).collect();
         let handle = sys::CUipcMemHandle { reserved: bytes.try_into().unwrap() };
         let (mut pointer, flags) =
             (0, sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32);
-        // SAFETY: there is room for a pointer; the driver refuses what is no handle.
+        // SAFETY: `pointer` is writable for the result; the driver rejects an invalid handle.
         unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut pointer, handle, flags) }.result().unwrap();
         Arc::new(Allocation { pointer, len, origin: Origin::Opened })
     }
 
-    /// Memory of the host that the driver copies to and from at the speed of the bus.
+    /// Allocates host memory and registers it with the driver, for copies at the speed of the bus.
     pub fn pinned(&self, len: usize) -> Pinned {
         let mut bytes = vec![0; len.max(1)].into_boxed_slice();
-        // SAFETY: there are so many bytes, which stay where they are.
+        // SAFETY: the box has `bytes.len()` bytes, and does not move them while `Pinned` keeps it.
         unsafe { sys::cuMemHostRegister_v2(bytes.as_mut_ptr().cast(), bytes.len(), 0) }
             .result()
             .unwrap();
         Pinned(bytes)
     }
 
-    /// How many bytes of the device's memory nobody has.
+    /// Returns the number of free bytes of the device.
     pub fn free(&self) -> u64 {
         result::mem_get_info().unwrap().0 as u64
     }
 
-    /// Gives the stream zeros to write, which it does later.
+    /// Enqueues writing zeros on the stream.
     pub fn clear(&self, allocation: &Allocation) {
         if allocation.len > 0 {
             let (pointer, len) = (allocation.pointer, allocation.len);
-            // SAFETY: there is memory for so many bytes.
+            // SAFETY: the allocation has `len` bytes at `pointer`.
             unsafe { result::memset_d8_async(pointer, 0, len, self.stream) }.unwrap();
         }
     }
 
-    /// Gives the stream bytes to write, which it does later.
+    /// Enqueues writing bytes on the stream.
     ///
     /// # Panics
     ///
-    /// If they are not as many as the memory has.
+    /// If their number differs from the length of the allocation.
     pub fn fill(&self, allocation: &Allocation, bytes: Vec<u8>) {
         assert_eq!(bytes.len(), allocation.len);
-        // The stream may read it at any time.
+        // Leaked, because the stream may read the bytes at any later time.
         let bytes: &'static [u8] = bytes.leak();
-        // SAFETY: there is memory for so many bytes, and the source stays.
+        // SAFETY: the allocation has as many bytes as asserted, and the source is never freed.
         unsafe { result::memcpy_htod_async(allocation.pointer, bytes, self.stream) }.unwrap();
     }
 
-    /// Writes bytes, and waits until they are there.
+    /// Writes bytes and waits until they are written.
     ///
     /// # Panics
     ///
-    /// If they are more than the memory has.
+    /// If the bytes exceed the allocation.
     pub fn write(&self, allocation: &Allocation, bytes: &[u8]) {
-        assert!(bytes.len() <= allocation.len, "there is memory for so many bytes");
-        // SAFETY: as asserted, and the source is waited for.
+        assert!(bytes.len() <= allocation.len, "the bytes fit in the allocation");
+        // SAFETY: the allocation has enough bytes as asserted; `wait` ends the copy before the
+        // borrow ends.
         unsafe { result::memcpy_htod_async(allocation.pointer, bytes, self.stream) }.unwrap();
         self.wait();
     }
 
-    /// Gives the stream bytes of one memory to copy to another, which it does later.
+    /// Enqueues copying bytes between allocations, each with an offset, on the stream.
     ///
     /// # Panics
     ///
-    /// If the ranges do not lie there.
+    /// If a range exceeds its allocation.
     pub fn copy(&self, to: (&Allocation, usize), from: (&Allocation, usize), len: usize) {
-        assert!(to.1 + len <= to.0.len && from.1 + len <= from.0.len, "ranges of the memory");
+        assert!(
+            to.1 + len <= to.0.len && from.1 + len <= from.0.len,
+            "the ranges are inside the allocations"
+        );
         let (to, from) = (to.0.pointer + to.1 as u64, from.0.pointer + from.1 as u64);
-        // SAFETY: both ranges are there.
+        // SAFETY: both ranges are inside their allocations, as asserted.
         unsafe { result::memcpy_dtod_async(to, from, len, self.stream) }.unwrap();
     }
 
-    /// Gives the stream work that takes a while and changes nothing.
+    /// Enqueues work that takes a while and changes nothing.
     pub fn stall(&self, allocation: &Allocation) {
         let half = allocation.len / 2;
         for _ in 0..if half > 0 { 64 } else { 0 } {
@@ -135,38 +140,39 @@ impl Caller {
         }
     }
 
-    /// Until the stream has done what it was given.
+    /// Waits until the stream has executed all enqueued work.
     ///
     /// # Panics
     ///
-    /// If that fails.
+    /// If the work fails.
     pub fn wait(&self) {
-        // SAFETY: the stream is there.
+        // SAFETY: `new` has created the stream, which is never destroyed.
         unsafe { result::stream::synchronize(self.stream) }.unwrap();
     }
 
-    /// The same as a blob, as it is when the stream has done what it was given.
+    /// Returns the allocation as a blob, as it is after the work that is enqueued now.
     pub fn memory(&self, allocation: &Arc<Allocation>) -> DeviceMemory {
         let (pointer, len) = (allocation.pointer, allocation.len as u64);
-        // SAFETY: it is memory as long as the allocation is there, and tests use it when its blob is gone, or before.
+        // SAFETY: the blob keeps the allocation, which owns the memory. Tests write to the memory
+        // only before the blob exists or after it is dropped.
         unsafe { DeviceMemory::new(pointer, len, self.stream(), allocation.clone()) }.unwrap()
     }
 
-    /// Several, which wait for one moment.
+    /// Returns several allocations as blobs, which share one stream event.
     pub fn memories<'a>(
         &self,
         allocations: impl IntoIterator<Item = &'a Arc<Allocation>>,
     ) -> Vec<DeviceMemory> {
-        let moments = Moments::default();
+        let fences = StreamFences::default();
         let memory = |allocation: &Arc<Allocation>| {
             let (pointer, len) = (allocation.pointer, allocation.len as u64);
-            // SAFETY: as above.
-            unsafe { moments.memory(pointer, len, self.stream(), allocation.clone()) }.unwrap()
+            // SAFETY: as in `memory`.
+            unsafe { DeviceMemory::with_fences(&fences, pointer, len, self.stream(), allocation.clone()) }.unwrap()
         };
         allocations.into_iter().map(memory).collect()
     }
 
-    /// The same as storages.
+    /// Returns several allocations as storages.
     pub fn storages<'a>(
         &self,
         allocations: impl IntoIterator<Item = &'a Arc<Allocation>>,
@@ -175,60 +181,64 @@ impl Caller {
         memories.map(|memory| Storage::elsewhere(Arc::new(memory)).unwrap()).collect()
     }
 
-    /// The same as a storage.
+    /// Returns the allocation as a storage.
     pub fn storage(&self, allocation: &Arc<Allocation>) -> Storage {
         Storage::elsewhere(Arc::new(self.memory(allocation))).unwrap()
     }
 
-    /// What is there when the stream has done what it was given.
+    /// Returns the bytes after the work that is enqueued now.
     pub fn read(&self, allocation: &Allocation) -> Vec<u8> {
         let mut bytes = vec![0; allocation.len];
         self.read_into(allocation, &mut bytes);
         bytes
     }
 
-    /// The same into memory that is there: the first bytes, as many as fit.
+    /// Reads the first bytes after the work that is enqueued now, as many as `bytes` has.
     pub fn read_into(&self, allocation: &Allocation, bytes: &mut [u8]) {
-        assert!(bytes.len() <= allocation.len, "there are so many bytes");
-        // SAFETY: as asserted, and they are waited for here.
+        assert!(bytes.len() <= allocation.len, "the allocation has enough bytes");
+        // SAFETY: the allocation has enough bytes as asserted; `wait` ends the copy before the
+        // borrow ends.
         unsafe { result::memcpy_dtoh_async(bytes, allocation.pointer, self.stream) }.unwrap();
         self.wait();
     }
 }
 
-/// Memory of a device.
+/// Device memory.
 pub struct Allocation {
-    /// Where it is, for the driver.
+    /// Device pointer.
     pub pointer: u64,
-    /// In bytes.
+    /// Length in bytes.
     pub len: usize,
     origin: Origin,
 }
 
 enum Origin {
-    Own,
-    /// It is another process's.
+    Allocated,
+    /// Opened memory of another process.
     Opened,
-    /// It is a part of this one.
+    /// A part of this allocation.
     Part(Arc<Allocation>),
 }
 
-/// What other processes open memory by: the 64 bytes of the driver.
+/// Handle by which other processes open memory: the 64 bytes of the driver.
 pub type Handle = [u64; 8];
 
 impl Allocation {
-    /// A part of it, which keeps it.
+    /// Returns a part of the allocation, which keeps the whole.
     ///
     /// # Panics
     ///
-    /// If it has no such range.
+    /// If the range exceeds the allocation.
     pub fn part(self: &Arc<Self>, range: Range<usize>) -> Arc<Self> {
-        assert!(range.start <= range.end && range.end <= self.len, "a range of the memory");
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "the range is inside the allocation"
+        );
         let pointer = self.pointer + range.start as u64;
         Arc::new(Self { pointer, len: range.len(), origin: Origin::Part(self.clone()) })
     }
 
-    /// What was allocated at once, and where in it this begins.
+    /// Returns the whole allocation, and the offset of this part in it.
     pub fn whole(&self) -> (&Self, usize) {
         match &self.origin {
             Origin::Part(whole) => (whole, usize::try_from(self.pointer - whole.pointer).unwrap()),
@@ -236,10 +246,10 @@ impl Allocation {
         }
     }
 
-    /// What other processes open it by, if it is no part.
+    /// Returns the handle by which other processes open the allocation. It must not be a part.
     pub fn handle(&self) -> Handle {
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
-        // SAFETY: there is room for a handle.
+        // SAFETY: `handle` is writable for the result.
         unsafe { sys::cuIpcGetMemHandle(&raw mut handle, self.pointer) }.result().unwrap();
         let bytes = handle.reserved.map(|byte| byte.to_le_bytes()[0]);
         let (words, _) = bytes.as_chunks::<8>();
@@ -250,12 +260,12 @@ impl Allocation {
 impl Drop for Allocation {
     fn drop(&mut self) {
         match self.origin {
-            Origin::Own => {
-                // SAFETY: it was allocated, and nobody has it any more.
+            Origin::Allocated => {
+                // SAFETY: the driver has allocated the memory, and this is its last reference.
                 let _ = unsafe { result::free_sync(self.pointer) };
             }
             Origin::Opened => {
-                // SAFETY: it was opened, and nobody has it any more.
+                // SAFETY: the driver has opened the memory, and this is its last reference.
                 let _ = unsafe { sys::cuIpcCloseMemHandle(self.pointer) };
             }
             Origin::Part(_) => {}
@@ -263,11 +273,11 @@ impl Drop for Allocation {
     }
 }
 
-/// Memory of the host that is registered with the driver.
+/// Host memory that is registered with the driver.
 pub struct Pinned(Box<[u8]>);
 
 impl Pinned {
-    /// The bytes.
+    /// Returns the bytes.
     pub fn bytes(&mut self) -> &mut [u8] {
         &mut self.0
     }
@@ -275,7 +285,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        // SAFETY: it was registered, and what was begun with it was waited for.
+        // SAFETY: the bytes are registered, and all copies that use them have been waited for.
         let _ = unsafe { sys::cuMemHostUnregister(self.0.as_mut_ptr().cast()) };
     }
 }

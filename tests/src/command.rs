@@ -1,4 +1,4 @@
-//! The `tssd` command, as a process; where it runs.
+//! The `tssd` command as a process, and the files that it needs.
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
 use std::path::{Path, PathBuf};
@@ -11,43 +11,43 @@ pub use self::serve::{Serve, end, send};
 #[cfg(target_os = "linux")]
 mod serve;
 
-/// The binary: `TSSD_BIN`, or where cargo puts it beside this test.
+/// Returns the path of the `tssd` binary: `TSSD_BIN`, or where cargo puts it next to this test.
 ///
 /// # Panics
 ///
-/// If it is not there.
+/// If the file does not exist.
 pub fn binary() -> PathBuf {
-    let path = std::env::var_os("TSSD_BIN").map_or_else(beside_this_test, PathBuf::from);
+    let path = std::env::var_os("TSSD_BIN").map_or_else(default_binary, PathBuf::from);
     assert!(path.is_file(), "no {}: run `cargo build -p tssd`, or set TSSD_BIN", path.display());
     path
 }
 
-fn beside_this_test() -> PathBuf {
-    built(&format!("tssd{}", std::env::consts::EXE_SUFFIX))
+fn default_binary() -> PathBuf {
+    target_file(&format!("tssd{}", std::env::consts::EXE_SUFFIX))
 }
 
-/// Where cargo puts what it builds beside this test.
-fn built(file: &str) -> PathBuf {
+/// Returns the path of a file that cargo builds next to this test.
+fn target_file(file: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
     test.parent().and_then(Path::parent).unwrap().join(file)
 }
 
-/// A library of this package that processes load, which cargo has put beside this test.
+/// Returns the path of a library of this workspace that processes preload.
 ///
 /// # Panics
 ///
-/// If it is not there.
+/// If the file does not exist.
 pub fn library(package: &str) -> PathBuf {
-    let path = built(&format!("lib{}.so", package.replace('-', "_")));
+    let path = target_file(&format!("lib{}.so", package.replace('-', "_")));
     assert!(path.is_file(), "no {}: run `cargo build -p {package}`", path.display());
     path
 }
 
-/// A directory in memory, where the system has such.
+/// Creates a directory in memory, if the system has such a file system.
 ///
 /// # Panics
 ///
-/// If there is no room.
+/// If it cannot be created.
 pub fn quick_folder() -> TempDir {
     let memory = Path::new("/dev/shm");
     if memory.is_dir() { TempDir::new_in(memory) } else { TempDir::new() }.unwrap()

@@ -1,25 +1,25 @@
-//! The corpora of the fuzz targets, `fuzz/corpus/TARGET.tar.zst`.
+//! Corpora of the fuzz targets, `fuzz/corpus/TARGET.tar.zst`.
 //!
-//! `cargo fuzz` works on folders: [`unpack`] makes `fuzz/corpus/TARGET/`, which git ignores, and
+//! `cargo fuzz` uses directories. [`unpack`] creates `fuzz/corpus/TARGET/`, which git ignores, and
 //! [`pack`] writes the archive from it.
 
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// The zstd level of the archives.
+/// zstd level of the archives.
 const LEVEL: i32 = 19;
 
-/// One input of a target.
+/// An input of a target.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Input {
-    /// Its file name within the corpus.
+    /// File name in the corpus.
     pub name: String,
-    /// Its bytes.
+    /// Contents.
     pub bytes: Vec<u8>,
 }
 
-/// Reads the archive of a target: its inputs by name.
+/// Reads the archive of a target. Returns its inputs by name.
 ///
 /// # Errors
 ///
@@ -38,7 +38,7 @@ pub fn inputs(target: &str) -> io::Result<Vec<Input>> {
     Ok(inputs)
 }
 
-/// Writes the inputs of a target to its folder.
+/// Writes the inputs of a target to its directory.
 ///
 /// # Errors
 ///
@@ -52,11 +52,11 @@ pub fn unpack(target: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Replaces the archive of a target by the inputs in its folder: equal folders make equal bytes.
+/// Replaces the archive of a target by the inputs in its directory. The result is deterministic.
 ///
 /// # Errors
 ///
-/// If there is no such folder, or a file cannot be read or written.
+/// If the directory does not exist, or a file cannot be read or written.
 pub fn pack(target: &str) -> io::Result<()> {
     let entries = folder(target).read_dir()?.collect::<io::Result<Vec<_>>>()?;
     let mut paths: Vec<PathBuf> = entries.iter().map(std::fs::DirEntry::path).collect();
@@ -75,7 +75,7 @@ pub fn pack(target: &str) -> io::Result<()> {
     std::fs::write(archive(target), builder.into_inner()?.finish()?)
 }
 
-/// The folder of a target, for `cargo fuzz`.
+/// Returns the directory of a target for `cargo fuzz`.
 pub fn folder(target: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target)
 }

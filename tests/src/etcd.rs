@@ -1,4 +1,4 @@
-//! Members of etcd, for tests.
+//! etcd clusters for tests.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -13,20 +13,20 @@ use tempfile::TempDir;
 
 use super::host::Host;
 
-/// Names the program, if it is not on the path.
+/// Environment variable: the program, if it is not in the path.
 const PROGRAM: &str = "TSSD_ETCD";
 
-/// How long members have until they answer.
-const PATIENCE: Duration = Duration::from_mins(1);
+/// Time within which members must answer.
+const STARTUP_TIMEOUT: Duration = Duration::from_mins(1);
 
-/// How long somebody is known who has named himself once, in seconds.
+/// Lifetime of an authentication token in seconds.
 const TOKEN_SECONDS: &str = "1";
 
-/// Members that make one cluster. They end with this, however the process ends.
+/// The members of one cluster. They end on drop, and when this process ends.
 pub struct Etcd {
     members: Vec<Member>,
-    /// What they prove themselves with, and whom they believe, if not everybody may listen.
-    guard: Vec<OsString>,
+    /// TLS arguments of the members, if they authenticate clients.
+    tls_args: Vec<OsString>,
     folder: TempDir,
 }
 
@@ -34,7 +34,7 @@ struct Member {
     host: Host,
     client: SocketAddr,
     peer: SocketAddr,
-    /// Where it says how it is, to everybody.
+    /// Address of its metrics and health, which needs no authentication.
     metrics: SocketAddr,
     process: Option<Child>,
 }
@@ -46,44 +46,46 @@ impl Member {
 }
 
 impl Etcd {
-    /// So many members on this machine, which answer.
+    /// Starts a cluster on this machine, and waits until all members answer.
     ///
     /// # Panics
     ///
-    /// If there is no etcd, or it does not answer.
+    /// If etcd is missing or does not answer.
     pub fn start(members: usize) -> Self {
         let host = Host::default();
         let member = |_| Member::new(host.clone(), [(); 3].map(|()| host.free_address()));
-        Self::of((0..members).map(member).collect())
+        Self::from_members((0..members).map(member).collect())
     }
 
-    /// A member on each of several hosts; they answer.
+    /// Starts a cluster with one member on each host, and waits until all members answer.
     ///
     /// # Panics
     ///
-    /// If there is no etcd, or it does not answer.
+    /// If etcd is missing or does not answer.
     pub fn on(hosts: &[Host]) -> Self {
         let member = |host: &Host| {
             let addresses = [2379, 2380, 2381].map(|port| (host.address, port).into());
             Member::new(host.clone(), addresses)
         };
-        Self::of(hosts.iter().map(member).collect())
+        Self::from_members(hosts.iter().map(member).collect())
     }
 
-    fn of(members: Vec<Member>) -> Self {
+    fn from_members(members: Vec<Member>) -> Self {
         let folder = tempfile::tempdir().expect("there is room for folders");
-        let mut etcd = Self { members, guard: Vec::new(), folder };
+        let mut etcd = Self { members, tls_args: Vec::new(), folder };
         (0..etcd.members.len()).for_each(|member| etcd.launch(member));
         etcd.wait();
         etcd
     }
 
-    /// From now on a member answers only who has a certificate of the same authority, and names himself: `root` may
-    /// everything, `tssd` what is below `tssd/`. The password is the name.
+    /// Restarts the only member with authentication of clients.
+    ///
+    /// A client needs a certificate of the same authority, and a user name. `root` may access all
+    /// keys, `tssd` those below `tssd/`. The password equals the name.
     ///
     /// # Panics
     ///
-    /// If it does not take that.
+    /// If etcd refuses a request.
     pub fn guard(&mut self, ca: &Path, cert: &Path, key: &Path) {
         let member = &self.members[0];
         for (path, body) in [
@@ -93,44 +95,45 @@ impl Etcd {
             ("role/add", r#"{"name": "tssd"}"#),
             (
                 "role/grant",
-                // From `tssd/` to `tssd0`, the next one after all that begin so.
+                // The range ends at `tssd0`, the first key after all that begin with `tssd/`.
                 r#"{"name": "tssd", "perm": {"permType": 2, "key": "dHNzZC8=", "range_end": "dHNzZDA="}}"#,
             ),
             ("user/grant", r#"{"user": "tssd", "role": "tssd"}"#),
             ("enable", "{}"),
         ] {
             let path = format!("/v3/auth/{path}");
-            let said = member.host.within(|| post(member.client, &path, body));
-            let said = said.expect("it answers");
-            assert!(said.starts_with("HTTP/1.0 200"), "{path} {body}: {said}");
+            let response = member.host.within(|| http_post(member.client, &path, body));
+            let response = response.expect("it answers");
+            assert!(response.starts_with("HTTP/1.0 200"), "{path} {body}: {response}");
         }
         let files = [("--trusted-ca-file", ca), ("--cert-file", cert), ("--key-file", key)];
         let files = files.into_iter().flat_map(|(flag, path)| [flag.into(), path.into()]);
-        self.guard = files.chain(["--client-cert-auth".into()]).collect();
+        self.tls_args = files.chain(["--client-cert-auth".into()]).collect();
         self.kill(0);
         self.launch(0);
         self.wait();
     }
 
-    /// Their address, as stores and daemons take it.
+    /// Returns the URL of the cluster for stores and daemons.
     pub fn url(&self) -> String {
         let hosts: Vec<_> = self.members.iter().map(|member| member.client.to_string()).collect();
         format!("etcd://{}", hosts.join(","))
     }
 
-    /// How many requests the first member has answered that read or write keys.
+    /// Returns the number of requests of the key-value service that the first member has answered.
     ///
     /// # Panics
     ///
-    /// If it does not say so.
+    /// If it does not report this metric.
     pub fn requests(&self) -> u64 {
         let member = &self.members[0];
-        let said = member.host.within(|| ask(member.metrics, "/metrics")).expect("it answers");
+        let response =
+            member.host.within(|| http_get(member.metrics, "/metrics")).expect("it answers");
         let is_counted = |line: &&str| {
             line.starts_with("grpc_server_handled_total{grpc_code=\"OK\"")
                 && line.contains("grpc_service=\"etcdserverpb.KV\"")
         };
-        let counts = said.lines().filter(is_counted).filter_map(|line| line.rsplit(' ').next());
+        let counts = response.lines().filter(is_counted).filter_map(|line| line.rsplit(' ').next());
         counts.map(|count| count.parse::<u64>().expect("it is a number")).sum()
     }
 
@@ -138,27 +141,31 @@ impl Etcd {
     ///
     /// # Panics
     ///
-    /// If it was killed already.
+    /// If it is not running.
     pub fn kill(&mut self, member: usize) {
         let mut process = self.members[member].process.take().expect("it runs");
         process.kill().and_then(|()| process.wait()).expect("it is ours");
     }
 
-    /// Starts a member over what it has written before.
+    /// Starts a member with the data that it has.
     pub fn launch(&mut self, member: usize) {
-        let of = |member: usize, peer: SocketAddr| format!("m{member}=http://{peer}");
-        let cluster: Vec<_> =
-            self.members.iter().enumerate().map(|(number, it)| of(number, it.peer)).collect();
+        let peer_argument = |member: usize, peer: SocketAddr| format!("m{member}=http://{peer}");
+        let cluster: Vec<_> = self
+            .members
+            .iter()
+            .enumerate()
+            .map(|(number, it)| peer_argument(number, it.peer))
+            .collect();
         let Member { host, client, peer, metrics, .. } = &self.members[member];
-        let scheme = if self.guard.is_empty() { "http" } else { "https" };
+        let scheme = if self.tls_args.is_empty() { "http" } else { "https" };
         let folder = self.folder.path();
         let log = File::create(folder.join(format!("m{member}.log"))).expect("there is room");
         let program =
             std::env::var_os(PROGRAM).map_or_else(|| PathBuf::from("etcd"), PathBuf::from);
-        let by = host.enter();
-        let mut command = Command::new(&by[0]);
+        let prefix = host.enter();
+        let mut command = Command::new(&prefix[0]);
         command
-            .args(&by[1..])
+            .args(&prefix[1..])
             .arg(&program)
             .arg(format!("--name=m{member}"))
             .arg(format!("--data-dir={}", folder.join(format!("m{member}")).display()))
@@ -169,10 +176,10 @@ impl Etcd {
             .arg(format!("--listen-peer-urls=http://{peer}"))
             .arg(format!("--initial-advertise-peer-urls=http://{peer}"))
             .arg(format!("--initial-cluster={}", cluster.join(",")))
-            // A leader that is lost is missed soon.
+            // A lost leader is detected early.
             .args(["--heartbeat-interval=50", "--election-timeout=500", "--pre-vote"])
             .args(["--logger=zap", "--log-level=warn"])
-            .args(&self.guard)
+            .args(&self.tls_args)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log);
@@ -181,11 +188,11 @@ impl Etcd {
         self.members[member].process = Some(process);
     }
 
-    /// Waits until all that run answer.
+    /// Waits until all running members answer.
     ///
     /// # Panics
     ///
-    /// If one does not within a minute, with what it has said.
+    /// If one does not answer within a minute. The message has its log.
     pub fn wait(&mut self) {
         let started = Instant::now();
         let folder = self.folder.path();
@@ -193,7 +200,7 @@ impl Etcd {
             let Some(process) = &mut member.process else { continue };
             while !member.host.within(|| is_healthy(member.metrics)) {
                 let has_ended = process.try_wait().expect("it is ours").is_some();
-                if has_ended || started.elapsed() > PATIENCE {
+                if has_ended || started.elapsed() > STARTUP_TIMEOUT {
                     let log = std::fs::read_to_string(folder.join(format!("m{number}.log")));
                     panic!(
                         "etcd does not answer; it is `etcd` of the PATH, or what {PROGRAM} names:\n{}",
@@ -215,21 +222,21 @@ impl Drop for Etcd {
     }
 }
 
-/// Whether a member answers and knows a leader.
+/// Returns whether a member answers and knows a leader.
 fn is_healthy(address: SocketAddr) -> bool {
-    ask(address, "/health").is_ok_and(|answer| answer.contains("\"health\":\"true\""))
+    http_get(address, "/health").is_ok_and(|answer| answer.contains("\"health\":\"true\""))
 }
 
-fn ask(address: SocketAddr, path: &str) -> std::io::Result<String> {
-    send(address, &format!("GET {path} HTTP/1.0\r\n\r\n"))
+fn http_get(address: SocketAddr, path: &str) -> std::io::Result<String> {
+    http_request(address, &format!("GET {path} HTTP/1.0\r\n\r\n"))
 }
 
-fn post(address: SocketAddr, path: &str, body: &str) -> std::io::Result<String> {
+fn http_post(address: SocketAddr, path: &str, body: &str) -> std::io::Result<String> {
     let len = body.len();
-    send(address, &format!("POST {path} HTTP/1.0\r\nContent-Length: {len}\r\n\r\n{body}"))
+    http_request(address, &format!("POST {path} HTTP/1.0\r\nContent-Length: {len}\r\n\r\n{body}"))
 }
 
-fn send(address: SocketAddr, request: &str) -> std::io::Result<String> {
+fn http_request(address: SocketAddr, request: &str) -> std::io::Result<String> {
     let mut stream = TcpStream::connect(address)?;
     stream.set_read_timeout(Some(Duration::from_secs(2)))?;
     stream.write_all(request.as_bytes())?;

@@ -1,5 +1,6 @@
-//! What the fuzzers run, as plain functions: `fuzz/` feeds them new inputs, the suite the ones that it
-//! has found.
+//! Fuzz targets as plain functions.
+//!
+//! `fuzz/` runs them on new inputs, the suite on the inputs of the corpora.
 
 mod compact;
 mod dict;
@@ -16,7 +17,7 @@ use tssd_format::{
 pub use self::compact::{compacted, expanded};
 pub use self::readers::{Verdict, python_differs, readers_agree};
 
-/// A fuzz target: a name, which is that of its corpus, and what it does with an input.
+/// A fuzz target: its name, which is that of its corpus, and its function.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
@@ -30,17 +31,17 @@ pub const TARGETS: &[Target] = &[
     ("reshard_plan", reshard_plan),
 ];
 
-/// Takes any bytes for an archive.
+/// Reads the input as an archive.
 pub fn parse(data: &[u8]) {
     read(data.to_vec());
 }
 
-/// Takes the input for blob and index of an archive whose checksums are right.
+/// Reads an archive with valid checksums whose blob and index come from the input.
 pub fn index(data: &[u8]) {
     read(expanded(data));
 }
 
-/// Opens an archive, and uses all of it if it is one.
+/// Opens a file, and uses everything in it if it is an archive.
 fn read(file: Vec<u8>) {
     let Ok(archive) = Archive::from_bytes(file) else { return };
     let _ = archive.verify_deep();
@@ -50,27 +51,27 @@ fn read(file: Vec<u8>) {
     }
     let is_manifest = !archive.shards().is_empty();
     if let Some(dict) = archive.to_state_dict().ok().filter(|_| !is_manifest) {
-        // What was read can be written, and then means the same.
-        let again = encode(&dict, &Options::recorded(&archive)).expect("what was read is legal");
-        let again = Archive::from_bytes(again).expect("what is written is legal");
-        assert_eq!(again.to_state_dict().expect("it lies in memory"), dict);
+        // An archive that was read can be written again, with the same meaning.
+        let encoded = encode(&dict, &Options::recorded(&archive)).expect("what was read is legal");
+        let reread = Archive::from_bytes(encoded).expect("what is written is legal");
+        assert_eq!(reread.to_state_dict().expect("it lies in memory"), dict);
     }
     let _ = tssd_format::to_json(&archive);
 }
 
-/// Writes a state dict of any make, and reads it.
+/// Writes a state dict, and reads it.
 ///
 /// # Panics
 ///
-/// If it comes back other than it was, or becomes other bytes.
+/// If it changes, or if the recorded options lead to other bytes.
 pub fn roundtrip(data: &[u8]) {
     let Some((dict, options)) = dict::of(data) else { return };
     let Ok(file) = encode(&dict, &options) else { return };
     let archive = Archive::from_bytes(file.clone()).expect("what is written is legal");
     archive.verify_deep().expect("what is written is whole");
     assert_eq!(archive.to_state_dict().expect("it lies in memory"), dict);
-    let again = encode(&dict, &Options::recorded(&archive)).expect("it was written before");
-    assert_eq!(again, file, "the recorded options lead to other bytes");
+    let encoded = encode(&dict, &Options::recorded(&archive)).expect("it was written before");
+    assert_eq!(encoded, file, "the recorded options lead to other bytes");
 }
 
 fn encode(dict: &StateDict, options: &Options) -> tssd_format::Result<Vec<u8>> {
@@ -79,7 +80,7 @@ fn encode(dict: &StateDict, options: &Options) -> tssd_format::Result<Vec<u8>> {
     Ok(file)
 }
 
-/// Has all readers read an archive whose checksums are right.
+/// Reads an archive with valid checksums with all readers.
 ///
 /// # Panics
 ///
@@ -88,11 +89,11 @@ pub fn readers(data: &[u8]) {
     readers::compare(&expanded(data));
 }
 
-/// Takes the input for a frame, and for bytes to compress.
+/// Decodes the input as a compressed frame, and compresses the input.
 ///
 /// # Panics
 ///
-/// If what is compressed comes back other than it was, or a part of it is not the part of the whole.
+/// If decompression changes the bytes, or a range differs from that range of the whole.
 pub fn chunk(data: &[u8]) {
     let Some(([choice, short, long], bytes)) = data.split_first_chunk::<3>() else { return };
     let shuffle = [0, 2, 4, 8, 16][usize::from(choice % 5)];
@@ -126,13 +127,13 @@ pub fn chunk(data: &[u8]) {
         let place = |at: u64| usize::try_from(at).expect("at most 1 MiB");
         assert_eq!(part, whole[place(len / 3)..place(len / 2)]);
     }
-    // Compressing takes long: some inputs must do.
+    // Compression is slow, so only some inputs run it.
     if choice & 0x70 == 0 {
         compress(bytes, *choice);
     }
 }
 
-/// Bytes repeated to some length, as a tensor whose element size gives the shuffle.
+/// Compresses repeated bytes as a tensor, whose element size determines the shuffle.
 fn compress(bytes: &[u8], choice: u8) {
     use tssd_format::{Dtype, Storage, Tensor, TensorMeta};
     let repeated = bytes.repeat(usize::from(choice) + 1);
@@ -150,7 +151,7 @@ fn compress(bytes: &[u8], choice: u8) {
     assert_eq!(archive.to_state_dict().expect("it lies in memory"), dict);
 }
 
-/// Opens shard sets of which some bytes are changed, with good checksums.
+/// Opens shard sets with some bytes changed, and valid checksums.
 ///
 /// # Panics
 ///
@@ -159,11 +160,11 @@ pub fn shard_set(data: &[u8]) {
     set::open_changed(data);
 }
 
-/// Plans a box of a tensor that lies in any boxes.
+/// Plans the read of a box of a tensor that is stored as arbitrary boxes.
 ///
 /// # Panics
 ///
-/// If an element comes from the wrong place, twice or not at all, or a hole is not named.
+/// If an element is copied from the wrong place, twice or never, or a gap is not reported.
 pub fn reshard_plan(data: &[u8]) {
     plan::check(data);
 }

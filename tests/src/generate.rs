@@ -1,4 +1,4 @@
-//! Random state dicts: every kind of leaf, key, alias and stride.
+//! Random state dicts with every kind of leaf, key, alias and stride.
 
 use bytes::Bytes;
 use num_bigint::BigInt;
@@ -8,7 +8,7 @@ use tssd_format::{
     Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
 };
 
-/// Any Python string: ASCII, other planes, lone surrogates.
+/// Generates Python strings: ASCII, other planes, lone surrogates.
 pub fn text() -> impl Strategy<Value = Text> {
     let surrogates = proptest::collection::vec(
         prop_oneof![
@@ -25,7 +25,7 @@ pub fn text() -> impl Strategy<Value = Text> {
     ]
 }
 
-/// Any int, most of them small, some around the ends of `i64`, some huge.
+/// Generates ints: most are small, some near the limits of `i64`, some are huge.
 pub fn int() -> impl Strategy<Value = Int> {
     prop_oneof![
         (-3_i64..3).prop_map(Int::from),
@@ -38,7 +38,7 @@ pub fn int() -> impl Strategy<Value = Int> {
     ]
 }
 
-/// Any float, NaN payloads and signed zeros among them.
+/// Generates floats, including NaN payloads and signed zeros.
 pub fn float() -> impl Strategy<Value = Float> {
     prop_oneof![
         any::<u64>().prop_map(Float::from_bits),
@@ -47,7 +47,7 @@ pub fn float() -> impl Strategy<Value = Float> {
     ]
 }
 
-/// Any key that a dict may have.
+/// Generates keys of a dict.
 pub fn key() -> impl Strategy<Value = Key> {
     let leaf = prop_oneof![
         4 => text().prop_map(Key::Str),
@@ -62,7 +62,7 @@ pub fn key() -> impl Strategy<Value = Key> {
     })
 }
 
-/// Whether two keys are one in a Python dict, as far as the format looks.
+/// Returns whether two keys are equal in a Python dict, as far as the format checks this.
 fn same_in_python(left: &Key, right: &Key) -> bool {
     let number = |key: &Key| match key {
         Key::Bool(bool) => Some(Int::from(i64::from(*bool))),
@@ -75,7 +75,7 @@ fn same_in_python(left: &Key, right: &Key) -> bool {
     left == right || number(left).is_some_and(|left| number(right) == Some(left))
 }
 
-/// The int that a whole float is equal to, by its decimal form.
+/// Returns the int that equals a whole float, by its decimal form.
 fn int_of(float: f64) -> Option<Int> {
     format!("{float:.0}").parse().ok()
 }
@@ -100,7 +100,7 @@ fn flags() -> impl Strategy<Value = TensorFlags> {
     (0_u8..16).prop_map(|bits| TensorFlags::from_bits(bits).expect("four bits"))
 }
 
-/// A tensor over a few shared storages, so that many overlap; any strides that fit.
+/// Generates tensors over a few shared storages, so that many overlap, with any strides that fit.
 fn tensor(pool: Vec<Storage>) -> impl Strategy<Value = Tensor> {
     let strided = (
         dtype(),
@@ -152,7 +152,7 @@ fn shard() -> impl Strategy<Value = Shard> {
     )
 }
 
-/// Any value, at most a few levels deep.
+/// Generates values with a few levels of nesting.
 pub fn value() -> impl Strategy<Value = Value> {
     let pools = proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..200), 3)
         .prop_map(|pools| pools.iter().map(|bytes| aligned(bytes)).collect::<Vec<_>>());
@@ -188,7 +188,7 @@ pub fn value() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Torch aligns storages to 64 bytes; so do these.
+/// Copies bytes into a storage that is aligned to 64 bytes, as torch does.
 fn aligned(bytes: &[u8]) -> Storage {
     let mut padded = vec![0_u8; bytes.len() + 64];
     let start = padded.as_ptr().align_offset(64);
@@ -197,7 +197,7 @@ fn aligned(bytes: &[u8]) -> Storage {
     Storage::from(Bytes::from(padded).slice(start..end))
 }
 
-/// Any state dict.
+/// Generates state dicts.
 pub fn state_dict() -> impl Strategy<Value = StateDict> {
     (any::<bool>(), dict(value())).prop_map(|(ordered, dict)| {
         let value = if ordered { Value::OrderedDict(dict) } else { Value::Dict(dict) };

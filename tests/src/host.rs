@@ -1,4 +1,4 @@
-//! A host of a network, or this machine.
+//! Hosts of a test network, or this machine.
 
 use std::fs::File;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -9,46 +9,48 @@ use std::sync::atomic::{AtomicU16, Ordering};
 
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
-/// Ports from which no connection goes out: what is free there is not taken before its server listens.
+/// Ports below the range of outgoing connections.
+///
+/// So a free one stays free until its server listens.
 const PORTS: Range<u16> = 10_000..30_000;
 
-/// How many were tried by this process.
+/// Number of ports tried by this process.
 static TRIED: AtomicU16 = AtomicU16::new(0);
 
-/// Where something runs.
+/// Host on which a process runs.
 #[derive(Clone, Debug)]
 pub struct Host {
-    /// Its address.
+    /// Address of the host.
     pub address: Ipv4Addr,
-    /// Its network, if it is not that of this machine.
+    /// Its network namespace, if it is not that of this machine.
     pub namespace: Option<PathBuf>,
 }
 
 impl Default for Host {
-    /// This machine as it is.
+    /// Returns this machine.
     fn default() -> Self {
         Self { address: Ipv4Addr::LOCALHOST, namespace: None }
     }
 }
 
 impl Host {
-    /// What comes before a program's name, for it to run there, and to end whatever ends this process.
+    /// Returns the command prefix that runs a program on this host, and ends it together with this process.
     pub fn enter(&self) -> Vec<String> {
-        let into = |namespace: &PathBuf| {
+        let enter_namespace = |namespace: &PathBuf| {
             vec!["nsenter".to_owned(), format!("--net={}", namespace.display())]
         };
-        let mut words = self.namespace.as_ref().map(into).unwrap_or_default();
+        let mut words = self.namespace.as_ref().map(enter_namespace).unwrap_or_default();
         words.extend(["setpriv", "--pdeathsig", "KILL"].map(str::to_owned));
         words
     }
 
-    /// An address at which a server may listen there.
+    /// Returns an address on which a server can listen.
     ///
     /// # Panics
     ///
-    /// If there is none.
+    /// If no port is free.
     pub fn free_address(&self) -> SocketAddr {
-        // Processes that look at once begin at different ones.
+        // Concurrent processes begin at different ports.
         let process = u16::try_from(std::process::id() * 61 % u32::from(u16::MAX)).unwrap_or(0);
         let Range { start, end } = PORTS;
         let free = (start..end).find_map(|_| {
@@ -60,12 +62,12 @@ impl Host {
         free.expect("there are ports")
     }
 
-    /// Does something there, such as to connect.
+    /// Runs a closure on this host, for example to connect.
     ///
     /// # Panics
     ///
-    /// If there is no such host any more, or it does.
-    pub fn within<T: Send>(&self, what: impl FnOnce() -> T + Send) -> T {
+    /// If the host does not exist any longer, or the closure panics.
+    pub fn within<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         let enter = || {
             if let Some(namespace) = &self.namespace {
                 let namespace =
@@ -75,10 +77,10 @@ impl Host {
                     .expect("a host is there as long as its network");
             }
         };
-        // A thread that has gone there does not come back.
+        // A thread cannot leave the namespace, so it is used once.
         let thread = || {
             enter();
-            what()
+            work()
         };
         std::thread::scope(|scope| scope.spawn(thread).join())
             .expect("it panics as its caller would")

@@ -1,5 +1,7 @@
-//! What the suite, the benches and the fuzzers share: generators of state dicts, naive oracles, the
-//! vectors.
+//! Test support that the suite, the benches and the fuzzers share.
+//!
+//! It has generators of state dicts, simple oracles, the test vectors, and daemons and servers as
+//! processes.
 
 #[cfg(target_os = "linux")]
 pub mod authority;
@@ -35,7 +37,7 @@ pub mod sharding;
 pub mod steps;
 pub mod vectors;
 
-/// The example of the README is a test.
+/// Compiles the examples of the README as doc tests.
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
 pub struct Readme;

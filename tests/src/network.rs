@@ -1,7 +1,7 @@
-//! Hosts on this machine: network namespaces with an address each, on one switch. They can be cut off, lose packets
-//! and be slow.
+//! Hosts on this machine: network namespaces with an address each, on one bridge.
 //!
-//! A namespace ends with the process that holds it, and that one with this: nothing is left behind, however it ends.
+//! They can be disconnected, lose packets, or be slow. A namespace ends with the process that holds
+//! it, and that process ends with this one, so nothing is left.
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
 use std::io::{BufRead, BufReader};
@@ -12,44 +12,44 @@ use std::process::{Child, Command, Stdio};
 use crate::command::end;
 use crate::host::Host;
 
-/// What may be wrong with a host's connection.
+/// A fault of the connection of a host.
 #[derive(Clone, Copy, Debug)]
 pub enum Trouble {
-    /// Nothing comes in, and nothing goes out.
+    /// All packets are dropped.
     Cut,
-    /// Nothing comes in.
+    /// Incoming packets are dropped.
     Deaf,
-    /// Nothing goes out.
+    /// Outgoing packets are dropped.
     Mute,
-    /// So many of a hundred packets are lost on their way out.
+    /// This percentage of outgoing packets is dropped.
     Lossy(u8),
-    /// At most so many megabits go out in a second.
+    /// Outgoing data is limited to this number of megabits per second.
     Slow(u32),
 }
 
-/// The table in which a host drops packets.
+/// The nftables table in which a host drops packets.
 const TABLE: &str = "inet trouble";
 
-/// Some hosts that reach each other.
+/// A network of hosts that reach each other.
 pub struct Network {
     hosts: Vec<Namespace>,
     _switch: Namespace,
 }
 
 struct Namespace {
-    /// Whoever holds it.
+    /// The process that holds the namespace.
     holder: Child,
     host: Host,
 }
 
 impl Network {
-    /// So many hosts.
+    /// Creates a network with this number of hosts.
     ///
     /// # Errors
     ///
-    /// Why there can be none: the user may not make them, or `unshare`, `ip`, `nft` or `tc` is missing.
+    /// The reason, if the user lacks permission, or `unshare`, `ip`, `nft` or `tc` is missing.
     pub fn new(hosts: u8) -> Result<Self, String> {
-        let switch = Namespace::at(Ipv4Addr::UNSPECIFIED)?;
+        let switch = Namespace::create(Ipv4Addr::UNSPECIFIED)?;
         let all = |namespace: &Namespace, commands: &[&str]| {
             commands.iter().try_for_each(|command| run(&namespace.host, command))
         };
@@ -57,28 +57,28 @@ impl Network {
         let mut namespaces = Vec::new();
         for host in 0..hosts {
             let address = Ipv4Addr::new(10, 77, 0, host + 1);
-            let own = Namespace::at(address)?;
-            let (here, there) = (own.holder.id(), switch.holder.id());
+            let namespace = Namespace::create(address)?;
+            let (host_pid, switch_pid) = (namespace.holder.id(), switch.holder.id());
             let cable = format!(
-                "ip link add name eth0 netns {here} type veth peer name port{host} netns {there}"
+                "ip link add name eth0 netns {host_pid} type veth peer name port{host} netns {switch_pid}"
             );
             all(&switch, &[&cable])?;
             all(&switch, &[&format!("ip link set port{host} master switch up")])?;
             let address = format!("ip address add {address}/24 dev eth0");
             let up = ["ip link set lo up", "ip link set eth0 up"];
-            all(&own, &[&address, up[0], up[1]])?;
-            all(&own, &["tc qdisc replace dev eth0 root pfifo"])?;
-            all(&own, &[&format!("nft add table {TABLE}")])?;
-            for way in ["input", "output"] {
-                let hook = format!("{{ type filter hook {way} priority 0 ; }}");
-                all(&own, &[&format!("nft add chain {TABLE} {way} {hook}")])?;
+            all(&namespace, &[&address, up[0], up[1]])?;
+            all(&namespace, &["tc qdisc replace dev eth0 root pfifo"])?;
+            all(&namespace, &[&format!("nft add table {TABLE}")])?;
+            for chain in ["input", "output"] {
+                let hook = format!("{{ type filter hook {chain} priority 0 ; }}");
+                all(&namespace, &[&format!("nft add chain {TABLE} {chain} {hook}")])?;
             }
-            namespaces.push(own);
+            namespaces.push(namespace);
         }
         Ok(Self { hosts: namespaces, _switch: switch })
     }
 
-    /// All of them.
+    /// Returns all hosts.
     pub fn hosts(&self) -> Vec<Host> {
         self.hosts.iter().map(|namespace| namespace.host.clone()).collect()
     }
@@ -87,15 +87,15 @@ impl Network {
         &self.hosts[host].host
     }
 
-    /// Something is wrong with a host's connection, until it is healed.
+    /// Injects a fault into the connection of a host, until it is healed.
     ///
     /// # Panics
     ///
-    /// If the system says no.
+    /// If a command fails.
     pub fn trouble(&self, host: usize, trouble: Trouble) {
-        let drop = |way: &str, what: &str| {
-            let device = if way == "input" { "iifname" } else { "oifname" };
-            format!("nft add rule {TABLE} {way} {device} eth0 {what} drop")
+        let drop = |chain: &str, condition: &str| {
+            let device = if chain == "input" { "iifname" } else { "oifname" };
+            format!("nft add rule {TABLE} {chain} {device} eth0 {condition} drop")
         };
         let commands = match trouble {
             Trouble::Cut => vec![drop("input", ""), drop("output", "")],
@@ -114,11 +114,11 @@ impl Network {
         }
     }
 
-    /// Nothing is wrong with a host's connection any more.
+    /// Removes the fault of the connection of a host.
     ///
     /// # Panics
     ///
-    /// If the system says no.
+    /// If a command fails.
     pub fn heal(&self, host: usize) {
         run(self.host(host), &format!("nft flush table {TABLE}")).unwrap();
         run(self.host(host), "tc qdisc replace dev eth0 root pfifo").unwrap();
@@ -126,7 +126,7 @@ impl Network {
 }
 
 impl Namespace {
-    fn at(address: Ipv4Addr) -> Result<Self, String> {
+    fn create(address: Ipv4Addr) -> Result<Self, String> {
         let mut holder = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "unshare", "--net", "sh", "-c"])
             .arg("echo there; exec sleep infinity")
@@ -135,11 +135,11 @@ impl Namespace {
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| format!("setpriv: {error}"))?;
-        let mut said = String::new();
+        let mut first_line = String::new();
         let output = holder.stdout.take().unwrap();
-        BufReader::new(output).read_line(&mut said).map_err(|error| error.to_string())?;
+        BufReader::new(output).read_line(&mut first_line).map_err(|error| error.to_string())?;
         let namespace = PathBuf::from(format!("/proc/{}/ns/net", holder.id()));
-        if said == "there\n" {
+        if first_line == "there\n" {
             return Ok(Self { holder, host: Host { address, namespace: Some(namespace) } });
         }
         let output = holder.wait_with_output().map_err(|error| error.to_string())?;
@@ -153,14 +153,14 @@ impl Drop for Namespace {
     }
 }
 
-/// Runs a command on a host that says nothing.
-fn run(host: &Host, words: &str) -> Result<(), String> {
+/// Runs a command on a host.
+fn run(host: &Host, command: &str) -> Result<(), String> {
     let enter = host.enter();
-    let words: Vec<&str> =
-        enter.iter().map(String::as_str).chain(words.split_whitespace()).collect();
-    let failed = |why: &dyn std::fmt::Display| format!("{}: {why}", words.join(" "));
-    let output = Command::new(words[0]).args(&words[1..]).stdin(Stdio::null()).output();
+    let command: Vec<&str> =
+        enter.iter().map(String::as_str).chain(command.split_whitespace()).collect();
+    let failed = |reason: &dyn std::fmt::Display| format!("{}: {reason}", command.join(" "));
+    let output = Command::new(command[0]).args(&command[1..]).stdin(Stdio::null()).output();
     let output = output.map_err(|error| failed(&error))?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    if output.status.success() { Ok(()) } else { Err(failed(&said.trim())) }
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    if output.status.success() { Ok(()) } else { Err(failed(&stderr.trim())) }
 }

@@ -1,43 +1,45 @@
-//! What `cargo xtask reliability` runs: how much of a proof is wanted, and the figures that it ends with.
+//! Campaigns of `cargo xtask reliability`: how long they run, and the figures that they print.
 #![expect(clippy::print_stdout, reason = "cargo xtask reliability reads them")]
 
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// Names for how many seconds each proof goes on, if it has enough sooner.
+/// Environment variable: minimum duration of each campaign in seconds.
 const SECONDS: &str = "TSSD_RELIABILITY_SECONDS";
 
-/// A proof in progress.
+/// A campaign that is running.
 pub struct Proof {
     name: &'static str,
     started: Instant,
-    lasts: Duration,
+    min_duration: Duration,
 }
 
 impl Proof {
-    /// Begins one; its name says what is promised.
+    /// Begins a campaign. Its name says what it checks.
     ///
     /// # Panics
     ///
-    /// If the seconds that are wanted are no number.
+    /// If the environment variable is not a number.
     pub fn begin(name: &'static str) -> Self {
         let seconds = std::env::var(SECONDS).map_or(0, |seconds| {
             seconds.parse().unwrap_or_else(|_| panic!("{SECONDS}={seconds} is no number"))
         });
-        Self { name, started: Instant::now(), lasts: Duration::from_secs(seconds) }
+        Self { name, started: Instant::now(), min_duration: Duration::from_secs(seconds) }
     }
 
-    /// Whether it goes on: until as much is done as CI wants, and as long as its time is not over.
+    /// Returns whether the campaign continues.
+    ///
+    /// It continues until `done` reaches `wanted`, and at least for its minimum duration.
     pub fn goes_on(&self, done: u64, wanted: u64) -> bool {
-        done < wanted || self.started.elapsed() < self.lasts
+        done < wanted || self.started.elapsed() < self.min_duration
     }
 
-    /// Ends it: what was counted goes into `target/reliability.json`.
+    /// Ends the campaign and prints its figures. They are stored in `target/reliability.json`.
     ///
     /// # Panics
     ///
-    /// If the figures are no object.
+    /// If the figures are not an object.
     pub fn end(self, mut figures: Value) {
         figures["seconds"] = json!(self.started.elapsed().as_secs_f64().round());
         println!("\nreliability {}", json!({ self.name: figures }));

@@ -1,4 +1,4 @@
-//! Connections that say what they like to a daemon, byte for byte.
+//! Connections to a daemon that send any bytes.
 #![expect(clippy::missing_panics_doc, clippy::unwrap_used, reason = "tests fail by panicking")]
 
 use std::io::{IoSlice, IoSliceMut, Read, Write};
@@ -17,7 +17,7 @@ use serde_json::Value;
 /// The first request of a client.
 pub const HELLO: &str = r#"{"op":"hello","protocol":{"major":1,"minor":0},"client":"test"}"#;
 
-/// A frame, byte for byte as `spec/protocol.md` has it.
+/// Encodes a frame as in `spec/protocol.md`.
 pub fn frame(kind: u8, number: u64, head: &str, data: &[u8]) -> Vec<u8> {
     let mut bytes = b"TSSD".to_vec();
     bytes.extend([kind, 0, 0, 0]);
@@ -29,18 +29,18 @@ pub fn frame(kind: u8, number: u64, head: &str, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A connection that says what it likes.
+/// A connection that sends any bytes.
 pub struct Raw(pub UnixStream);
 
 impl Raw {
-    /// One to the daemon at a socket.
+    /// Connects to the socket of a daemon.
     pub fn connect(socket: &Path) -> Self {
         let stream = UnixStream::connect(socket).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         Self(stream)
     }
 
-    /// One that has said hello.
+    /// Connects to the socket of a daemon, and sends hello.
     pub fn greet(socket: &Path) -> Self {
         let mut raw = Self::connect(socket);
         raw.send(&frame(1, 1, HELLO, b""));
@@ -52,11 +52,11 @@ impl Raw {
 
     /// Sends bytes.
     pub fn send(&mut self, bytes: &[u8]) {
-        // Whoever is turned away cannot say everything.
+        // The daemon may have closed the connection.
         let _ = self.0.write_all(bytes);
     }
 
-    /// Sends bytes, with descriptors; says whether the system took them.
+    /// Sends bytes with descriptors. Returns whether the system call succeeded.
     pub fn send_with(&mut self, bytes: &[u8], fds: &[impl AsFd]) -> bool {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -66,14 +66,14 @@ impl Raw {
         rustix::net::sendmsg(&self.0, &parts, &mut control, SendFlags::NOSIGNAL).is_ok()
     }
 
-    /// The number and head of the next frame; none if the other side has ended the connection.
+    /// Receives a frame. Returns its number and head, or `None` if the daemon has closed the connection.
     pub fn receive(&mut self) -> Option<(u64, Value)> {
         let (number, head, data) = self.receive_with_data()?;
         assert_eq!(data, b"", "no reply has data");
         Some((number, head))
     }
 
-    /// The same with its data.
+    /// Receives a frame. Returns its number, head and data.
     pub fn receive_with_data(&mut self) -> Option<(u64, Value, Vec<u8>)> {
         let mut header = [0; 24];
         self.0.read_exact(&mut header).ok()?;
@@ -85,15 +85,15 @@ impl Raw {
         Some((word(16).into(), serde_json::from_slice(&head).unwrap(), data))
     }
 
-    /// The next frame: its kind and head, and the descriptors that come with its first bytes.
+    /// Receives a frame. Returns its kind and head, and the descriptors sent with its first bytes.
     pub fn receive_with_descriptors(&mut self) -> (u8, Value, Vec<OwnedFd>) {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut header = [0; 24];
         let into = &mut [IoSliceMut::new(&mut header)];
         let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL;
-        let come = rustix::net::recvmsg(&self.0, into, &mut control, flags).unwrap();
-        assert_eq!(come.bytes, 24);
+        let message_info = rustix::net::recvmsg(&self.0, into, &mut control, flags).unwrap();
+        assert_eq!(message_info.bytes, 24);
         let mut fds = Vec::new();
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(more) = message {
@@ -107,7 +107,7 @@ impl Raw {
         (header[4], serde_json::from_slice(&head).unwrap(), fds)
     }
 
-    /// The reply to a request.
+    /// Sends a request. Returns the response.
     pub fn ask(&mut self, number: u64, head: &str) -> Value {
         self.send(&frame(1, number, head, b""));
         let (answered, head) = self.receive().unwrap();
@@ -115,7 +115,7 @@ impl Raw {
         head
     }
 
-    /// The reply to a request, with what comes along.
+    /// Sends a request. Returns the response and its descriptors.
     pub fn ask_for_descriptors(&mut self, head: &str) -> (Value, Vec<OwnedFd>) {
         self.send(&frame(1, 5, head, b""));
         let (kind, head, fds) = self.receive_with_descriptors();
@@ -123,7 +123,7 @@ impl Raw {
         (head, fds)
     }
 
-    /// Whether the other side ends the connection.
+    /// Returns whether the daemon closes the connection.
     pub fn is_ended(&mut self) -> bool {
         self.receive().is_none()
     }

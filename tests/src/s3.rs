@@ -1,4 +1,4 @@
-//! A server that speaks S3, for tests: moto behind a journal (`tests/s3/server.py`), so that it can be killed.
+//! An S3 server for tests: moto with a journal (`tests/s3/server.py`), so that it survives a kill.
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
 use std::net::{SocketAddr, TcpStream};
@@ -11,17 +11,17 @@ use tempfile::TempDir;
 use crate::command::end;
 use crate::host::Host;
 
-/// Names the Python that has moto.
+/// Environment variable: a Python that has moto.
 const PYTHON: &str = "TSSD_S3_PYTHON";
 
 const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/s3/server.py");
 
 const BUCKET: &str = "models";
 
-/// How long it has until it listens.
-const PATIENCE: Duration = Duration::from_mins(1);
+/// Time within which the server must listen.
+const STARTUP_TIMEOUT: Duration = Duration::from_mins(1);
 
-/// The server. It ends with this, however the process ends.
+/// The server. It ends on drop, and when this process ends.
 pub struct S3 {
     host: Host,
     address: SocketAddr,
@@ -30,11 +30,11 @@ pub struct S3 {
 }
 
 impl S3 {
-    /// Starts one on a host, with one bucket.
+    /// Starts a server on a host, with one bucket.
     ///
     /// # Panics
     ///
-    /// If there is no moto, or it does not listen.
+    /// If moto is missing, or the server does not listen.
     pub fn start(host: Host) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let address = host.free_address();
@@ -43,16 +43,16 @@ impl S3 {
         server
     }
 
-    /// Starts it with the objects that it had, and waits until it listens.
+    /// Starts the server with the objects of its journal, and waits until it listens.
     ///
     /// # Panics
     ///
-    /// If it does not.
+    /// If it does not listen.
     pub fn launch(&mut self) {
-        let by = self.host.enter();
+        let prefix = self.host.enter();
         let python = std::env::var_os(PYTHON).unwrap_or_else(|| "python3".into());
-        let mut process = Command::new(&by[0])
-            .args(&by[1..])
+        let mut process = Command::new(&prefix[0])
+            .args(&prefix[1..])
             .arg(python)
             .arg(SCRIPT)
             .arg(self.address.ip().to_string())
@@ -66,7 +66,7 @@ impl S3 {
         let started = Instant::now();
         while !self.host.within(|| TcpStream::connect(self.address).is_ok()) {
             assert!(
-                process.try_wait().unwrap().is_none() && started.elapsed() < PATIENCE,
+                process.try_wait().unwrap().is_none() && started.elapsed() < STARTUP_TIMEOUT,
                 "no S3 server; {PYTHON} names a Python with moto"
             );
             sleep(Duration::from_millis(20));
@@ -74,21 +74,21 @@ impl S3 {
         self.process = Some(process);
     }
 
-    /// Kills it.
+    /// Kills the server.
     ///
     /// # Panics
     ///
-    /// If it was killed already.
+    /// If it is not running.
     pub fn kill(&mut self) {
         end(&mut self.process.take().unwrap());
     }
 
-    /// The address of a store in its bucket.
+    /// Returns the URL of a store in its bucket.
     pub fn url(&self) -> String {
         format!("s3://{BUCKET}/runs")
     }
 
-    /// What a process must have in its environment to reach it.
+    /// Returns the environment variables that a process needs to reach the server.
     pub fn environment(&self) -> Vec<(String, String)> {
         let endpoint = format!("http://{}", self.address);
         let all = [

@@ -1,4 +1,4 @@
-//! A daemon for tests and benches, on threads of its own.
+//! A daemon for tests and benches, on threads of this process.
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
 use std::io::{Read, Write};
@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use tssd_store::blocking::{Daemon, Store};
 use tssd_store::{Credentials, DaemonOptions};
 
-/// A daemon, which ends with this.
+/// A daemon. It ends on drop.
 pub struct Served {
     folder: TempDir,
     metrics: SocketAddr,
@@ -21,55 +21,55 @@ pub struct Served {
 }
 
 impl Served {
-    /// A daemon that keeps one version and takes at most so many bytes of memory.
+    /// Starts a daemon that keeps one version, with a memory limit in bytes.
     pub fn new(memory_limit: u64) -> Self {
-        Self::with(memory_limit, None)
+        Self::with_limit_and_root(memory_limit, None)
     }
 
-    /// The same, which keeps in a directory what must last.
+    /// Starts a daemon with a directory for durable versions.
     pub fn over(root: &Path) -> Self {
-        Self::with(1 << 30, Some(root.to_owned()))
+        Self::with_limit_and_root(1 << 30, Some(root.to_owned()))
     }
 
-    /// A daemon that proves who it is.
+    /// Starts a daemon with TLS credentials.
     pub fn proven(credentials: Credentials) -> Self {
         Self::bound(1 << 30, |options| options.credentials = Some(credentials))
     }
 
-    /// A daemon for which another one decides.
+    /// Starts a daemon with another daemon as its controller.
     pub fn under(controller: &Self) -> Self {
         Self::bound(1 << 30, |options| options.controller = Some(controller.address.clone()))
     }
 
-    fn with(memory_limit: u64, root: Option<PathBuf>) -> Self {
+    fn with_limit_and_root(memory_limit: u64, root: Option<PathBuf>) -> Self {
         Self::bound(memory_limit, |options| options.root = root)
     }
 
-    /// A daemon of which more is said.
-    pub fn bound(memory_limit: u64, say: impl FnOnce(&mut DaemonOptions)) -> Self {
+    /// Starts a daemon with more options.
+    pub fn bound(memory_limit: u64, configure: impl FnOnce(&mut DaemonOptions)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (stop, stopped) = oneshot::channel();
         let mut options = DaemonOptions::at(folder.path().join("socket"), memory_limit);
         options.metrics = Some((Ipv4Addr::LOCALHOST, 0).into());
         options.listen = Some((Ipv4Addr::LOCALHOST, 0).into());
-        say(&mut options);
+        configure(&mut options);
         let daemon = Daemon::bind(options).unwrap();
         let (metrics, address) = (daemon.metrics().unwrap(), daemon.address().unwrap());
         let thread = thread::spawn(move || daemon.serve(stopped).unwrap());
         Self { folder, metrics, address, stop: Some(stop), thread: Some(thread) }
     }
 
-    /// Where it listens.
+    /// Returns the path of its socket.
     pub fn socket(&self) -> PathBuf {
         self.folder.path().join("socket")
     }
 
-    /// Where it answers over HTTP.
+    /// Returns the address of its metrics (HTTP).
     pub fn metrics(&self) -> SocketAddr {
         self.metrics
     }
 
-    /// What it has counted, by the name of the metric and its labels.
+    /// Returns the value of a metric, by its name and labels.
     pub fn metric(&self, name: &str) -> f64 {
         let mut stream = TcpStream::connect(self.metrics).unwrap();
         let request = "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
@@ -80,22 +80,22 @@ impl Served {
         value.unwrap_or_else(|| panic!("{page}")).parse().unwrap()
     }
 
-    /// Its address.
+    /// Returns the URL of its socket.
     pub fn url(&self) -> String {
         format!("unix:{}", self.socket().display())
     }
 
-    /// Its address by TCP.
+    /// Returns its TCP address.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// A store over a connection of its own that shares no memory.
+    /// Connects over TCP, without shared memory.
     pub fn connect_far(&self) -> Store {
         Store::connect(&self.address).unwrap()
     }
 
-    /// A store over a connection of its own.
+    /// Connects to the socket, on a new connection.
     pub fn connect(&self) -> Store {
         Store::connect(&self.url()).unwrap()
     }
@@ -106,7 +106,7 @@ impl Drop for Served {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
             let ended = thread.join();
-            assert!(ended.is_ok() || thread::panicking(), "the daemon ends well");
+            assert!(ended.is_ok() || thread::panicking(), "the daemon thread panicked");
         }
     }
 }

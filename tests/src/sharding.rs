@@ -1,21 +1,22 @@
-//! Global tensors cut into shards, and put together again, one element at a time: the oracle of all
-//! resharding.
+//! Global tensors that are split into shards and merged, one element at a time.
+//!
+//! This is the oracle of all resharding.
 
 use tssd_format::{
     DeviceMesh, Dtype, Placement, Region, Shard, ShardPlace, Tensor, TensorMeta, TensorSlice,
 };
 
-/// A global tensor of `u32`s whose elements tell where they are.
+/// Returns the elements of a global `u32` tensor, which identify their positions.
 pub fn counting(shape: &[u64], seed: u32) -> Vec<u32> {
     let numel: u64 = shape.iter().product();
-    (0..numel).map(|at| seed.wrapping_mul(0x9E37_79B9).wrapping_add(low(at))).collect()
+    (0..numel).map(|at| seed.wrapping_mul(0x9E37_79B9).wrapping_add(low_32_bits(at))).collect()
 }
 
-fn low(value: u64) -> u32 {
+fn low_32_bits(value: u64) -> u32 {
     u32::try_from(value & 0xFFFF_FFFF).expect("32 bits")
 }
 
-/// The elements of a box of a global tensor, looked up one by one.
+/// Returns the elements of a box of a global tensor, one by one.
 pub fn elements_of(global: &[u32], shape: &[u64], region: &Region) -> Vec<u32> {
     let mut elements = Vec::new();
     let mut index = vec![0_u64; shape.len()];
@@ -44,12 +45,12 @@ pub fn elements_of(global: &[u32], shape: &[u64], region: &Region) -> Vec<u32> {
     }
 }
 
-/// The box of a global tensor as a tensor.
+/// Returns a box of a global tensor as a tensor.
 pub fn tensor_of(global: &[u32], shape: &[u64], region: &Region) -> Tensor {
     Tensor::from_slice(&elements_of(global, shape, region), region.shape()).expect("as many")
 }
 
-/// Dtype and shape of what is at a place.
+/// Returns dtype and shape of the local tensor of a shard.
 ///
 /// # Panics
 ///
@@ -58,7 +59,7 @@ pub fn meta_of(dtype: Dtype, place: &ShardPlace) -> TensorMeta {
     TensorMeta::new(dtype, place.slice().local_shape()).expect("a shape of the dtype")
 }
 
-/// The shards that a rank holds of a global tensor.
+/// Returns the shards of a global tensor that a rank holds.
 ///
 /// # Panics
 ///
@@ -79,7 +80,7 @@ pub fn shards_of(
     slices.into_iter().map(shard).collect()
 }
 
-/// What a rank wants of a global tensor, as the places of its shards.
+/// Returns the places of the shards of a global tensor that a rank wants.
 ///
 /// # Panics
 ///
@@ -94,18 +95,18 @@ pub fn places_of(
     slices.into_iter().map(ShardPlace::new).collect()
 }
 
-/// The elements of a tensor, row-major, as numbers.
+/// Returns the elements of a `u32` tensor in row-major order.
 ///
 /// # Panics
 ///
-/// If it is no tensor of `u32`.
+/// If the tensor has another dtype.
 pub fn numbers(tensor: &Tensor) -> Vec<u32> {
     assert_eq!(tensor.meta().dtype(), Dtype::Uint32);
     let bytes = tensor.view().to_contiguous(1 << 30).expect("small");
     bytes.chunks(4).map(|each| u32::from_le_bytes(each.try_into().expect("4 bytes"))).collect()
 }
 
-/// Metadata of a `u32` tensor whose memory has holes: every stride is twice what it need be.
+/// Returns metadata of a `u32` tensor with gaps in memory: each stride is twice the contiguous one.
 ///
 /// # Panics
 ///

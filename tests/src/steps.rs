@@ -1,4 +1,4 @@
-//! What trainers put in a step, and what readers must find of it.
+//! Steps of a training run: what trainers put, and what readers must get.
 #![expect(clippy::missing_panics_doc, clippy::unwrap_used, reason = "tests fail by panicking")]
 
 use std::time::{Duration, Instant};
@@ -7,16 +7,16 @@ use tssd_format::{Shard, ShardPlace, StateDict, Tensor, TensorSlice, Value};
 use tssd_store::blocking::Store;
 use tssd_store::{Durability, Error, GetOptions, JobId, Key, PutOptions, PutReport};
 
-/// Rows of a tensor that a writer has, and elements of a row.
+/// Rows of the tensor of one writer, and elements of a row.
 const ROWS: u64 = 64;
 const COLUMNS: u64 = 4096;
 
-/// The key of the steps.
+/// Returns the key of the steps.
 pub fn key() -> Key {
     Key::new("policy").unwrap()
 }
 
-/// What one of several writers has in a step: its rows.
+/// Returns what one of several writers puts in a step: its rows.
 pub fn part(step: u64, writer: u32, writers: u32) -> StateDict {
     let elements: Vec<u64> = (0..ROWS * COLUMNS).map(|at| element(step, writer, at)).collect();
     let rows = Tensor::from_slice(&elements, &[ROWS, COLUMNS]).unwrap();
@@ -33,7 +33,7 @@ fn element(step: u64, writer: u32, at: u64) -> u64 {
     (step << 40 | u64::from(writer) << 32 | at).wrapping_mul(0x9E37_79B9_7F4A_7C15)
 }
 
-/// How a writer of several puts a step.
+/// Returns the put options of one of several writers in a step.
 pub fn options(step: u64, writer: u32, writers: u32) -> PutOptions {
     PutOptions {
         writer: Some(writer),
@@ -48,12 +48,12 @@ pub fn options(step: u64, writer: u32, writers: u32) -> PutOptions {
     }
 }
 
-/// Each host's trainer puts its part.
+/// Puts a step in memory. Each store is one writer.
 pub fn publish(stores: &[Store], step: u64) {
     publish_as(stores, step, Durability::Memory);
 }
 
-/// The same, as durable as is said; what each has heard.
+/// Puts a step with this durability. Returns the report of each writer.
 pub fn publish_as(stores: &[Store], step: u64, durability: Durability) -> Vec<PutReport> {
     let writers = u32::try_from(stores.len()).unwrap();
     std::thread::scope(|scope| {
@@ -63,8 +63,8 @@ pub fn publish_as(stores: &[Store], step: u64, durability: Durability) -> Vec<Pu
                 let options = PutOptions { durability, ..options(step, writer, writers) };
                 let part = part(step, writer, writers);
                 let put = || store.put_state_dict(&key(), &part, &options);
-                // Where etcd is lost between a request and its answer nobody may know what has become of it: who puts
-                // again hears.
+                // If etcd is lost during a request, its outcome is unknown. A second put returns
+                // it.
                 let put = put().or_else(|error| {
                     if error.to_string().contains("nobody knows") { put() } else { Err(error) }
                 });
@@ -76,7 +76,7 @@ pub fn publish_as(stores: &[Store], step: u64, durability: Durability) -> Vec<Pu
     })
 }
 
-/// Reads a version, or the newest, and proves that it is whole; says which it is.
+/// Reads a version, or the newest one, and checks its contents. Returns the step.
 ///
 /// # Errors
 ///
@@ -97,7 +97,7 @@ pub fn read(store: &Store, version: Option<u64>, writers: u32) -> Result<u64, Er
     Ok(step)
 }
 
-/// Waits until something is so.
+/// Waits until a condition holds.
 pub fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     let started = Instant::now();
     while !is_so() {

@@ -1,4 +1,6 @@
-//! The good vectors: archives that show one thing each, as this project's writer writes them.
+//! The valid test vectors: archives that each show one feature.
+//!
+//! They are written by the writer of this project.
 
 mod future;
 mod limits;
@@ -14,18 +16,18 @@ use std::sync::LazyLock;
 
 use tssd_format::{Dict, Dtype, Key, Layout, Options, StateDict, Tensor, TensorMeta, Value};
 
-/// One vector.
+/// A test vector.
 #[derive(Debug)]
 pub struct Vector {
-    /// A number and a few words, which are the name of its file.
+    /// Number and short description. Also the file name.
     pub name: &'static str,
-    /// What it shows.
+    /// The feature that it shows.
     pub about: &'static str,
-    /// Its bytes.
+    /// Contents.
     pub content: Content,
 }
 
-/// The bytes of a vector.
+/// Contents of a vector.
 #[derive(Debug)]
 pub enum Content {
     /// An archive.
@@ -34,7 +36,7 @@ pub enum Content {
     Set(Vec<(String, Vec<u8>)>),
 }
 
-/// All of them, in the order of their numbers.
+/// Returns all vectors by number.
 pub fn vectors() -> Vec<Vector> {
     let mut vectors = values::vectors();
     vectors.extend(tensors::vectors());
@@ -47,7 +49,9 @@ pub fn vectors() -> Vec<Vector> {
     vectors
 }
 
-/// The folder of the invalid vectors that are not under version control: writes them on the first call.
+/// Returns the directory of the invalid vectors that are not under version control.
+///
+/// The first call writes them.
 ///
 /// # Panics
 ///
@@ -67,7 +71,7 @@ fn file(name: &'static str, about: &'static str, bytes: Vec<u8>) -> Vector {
     Vector { name, about, content: Content::File(bytes) }
 }
 
-/// The archive of a state dict.
+/// Encodes a state dict as an archive.
 fn encode(dict: &StateDict, options: &Options) -> Vec<u8> {
     let layout = Layout::plan(dict, options).expect("vectors are legal");
     let mut file = Vec::new();
@@ -91,19 +95,19 @@ fn f32s(values: &[f32], shape: &[u64]) -> Tensor {
     Tensor::from_slice(values, shape).expect("shapes of vectors fit")
 }
 
-/// Bytes 0, 1, 0, 1 … as a tensor of any dtype.
+/// Returns a tensor of any dtype with the bytes 0, 1, 0, 1, …
 fn counting(dtype: Dtype, shape: &[u64]) -> Tensor {
     of_bytes(dtype, shape, |byte| byte.to_le_bytes()[0] & 1)
 }
 
-/// A tensor whose bytes are given by their places.
+/// Returns a tensor whose bytes are functions of their offsets.
 fn of_bytes(dtype: Dtype, shape: &[u64], byte: impl Fn(u64) -> u8) -> Tensor {
     let meta = TensorMeta::new(dtype, shape).expect("shapes of vectors fit");
     let bytes: Vec<u8> = (0..meta.nbytes()).map(byte).collect();
     Tensor::new(meta, bytes.into(), 0).expect("there are as many bytes as it has")
 }
 
-/// The byte of a noise that is the same everywhere.
+/// Returns a byte of deterministic noise.
 fn noise(place: u64) -> u8 {
     let mixed = (place + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

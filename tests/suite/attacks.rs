@@ -1,4 +1,4 @@
-//! What others have tried in order to break the store, each by the name of what it did.
+//! Edge cases found by adversarial testing of the store.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -22,14 +22,16 @@ fn dict(entries: Vec<(&str, Value)>) -> StateDict {
     StateDict::from_value(Value::Dict(Dict::from_iter(entries))).unwrap()
 }
 
-fn number(value: i64) -> StateDict {
+/// A state dict whose step and tensor elements are all `value`.
+fn uniform_dict(value: i64) -> StateDict {
     dict(vec![
         ("step", value.into()),
         ("t", Tensor::from_slice(&[value; 64], &[64]).unwrap().into()),
     ])
 }
 
-fn of_two(writer: u32) -> PutOptions {
+/// Options of one of two writers of the job `job`.
+fn two_writer_options(writer: u32) -> PutOptions {
     PutOptions {
         writer: Some(writer),
         writers: Some((0..2).collect()),
@@ -38,7 +40,7 @@ fn of_two(writer: u32) -> PutOptions {
     }
 }
 
-fn at(version: u64) -> PutOptions {
+fn version_options(version: u64) -> PutOptions {
     PutOptions { version: Some(version), ..PutOptions::default() }
 }
 
@@ -46,14 +48,14 @@ fn put(store: &Store, dict: &StateDict, options: &PutOptions) -> Result<bool, ts
     store.put_state_dict(&key(), dict, options).map(|report| report.visible)
 }
 
-/// A put of a job that says neither who it is nor which version it means cannot be matched.
+/// A put of a job that names neither its writer nor a version cannot be matched with the puts of other writers.
 #[test]
-fn a_call_that_nobody_can_count_is_refused() {
+fn puts_of_a_job_need_version_or_writer_and_failed_puts_count() {
     let store = Store::memory().unwrap();
-    let nameless = PutOptions { writer: None, ..of_two(0) };
-    let error = put(&store, &number(1), &nameless).unwrap_err();
+    let anonymous = PutOptions { writer: None, ..two_writer_options(0) };
+    let error = put(&store, &uniform_dict(1), &anonymous).unwrap_err();
     assert!(error.to_string().contains("say version= or writer="), "{error}");
-    // A put that fails before it begins is a call all the same: steps are never mixed.
+    // A put that fails before it begins still counts as a put of its writer, so steps are never mixed.
     let mesh = DeviceMesh::from_shape(&[2]).unwrap();
     let row = |rank: u32, step: f32| {
         let place = [Placement::Shard { dim: 0 }];
@@ -62,24 +64,25 @@ fn a_call_that_nobody_can_count_is_refused() {
         Value::from(Shard::new(local, ShardPlace::new(slice)).unwrap())
     };
     let opaque = Value::Opaque { media: "x/y".into(), bytes: vec![1].into() };
-    put(&store, &dict(vec![("m", row(0, 1.0))]), &of_two(0)).unwrap();
-    put(&store, &dict(vec![("m", row(1, 1.0)), ("bad", opaque)]), &of_two(1)).unwrap_err();
-    put(&store, &dict(vec![("m", row(0, 2.0))]), &of_two(0)).unwrap();
-    assert!(put(&store, &dict(vec![("m", row(1, 2.0))]), &of_two(1)).unwrap());
+    put(&store, &dict(vec![("m", row(0, 1.0))]), &two_writer_options(0)).unwrap();
+    put(&store, &dict(vec![("m", row(1, 1.0)), ("bad", opaque)]), &two_writer_options(1))
+        .unwrap_err();
+    put(&store, &dict(vec![("m", row(0, 2.0))]), &two_writer_options(0)).unwrap();
+    assert!(put(&store, &dict(vec![("m", row(1, 2.0))]), &two_writer_options(1)).unwrap());
     let whole = store.get(&key(), "m", &GetOptions::default()).unwrap();
     assert_eq!(whole.view().as_slice::<f32>().unwrap(), [2.0, 2.0]);
 }
 
 #[test]
-fn plans_are_those_of_the_writer_that_was_asked_for() {
+fn cached_plans_are_specific_to_the_requested_writer() {
     let store = Store::memory().unwrap();
-    let own = |writer: i64| {
+    let writer_dict = |writer: i64| {
         let tensor = Tensor::from_slice(&[10 * writer + 1, 10 * writer + 2], &[2]).unwrap();
         dict(vec![("a", tensor.into()), ("same", 1_i64.into())])
     };
     for writer in 0..2 {
-        let options = PutOptions { divergent: Divergent::Keep, ..of_two(writer) };
-        put(&store, &own(writer.into()), &options).unwrap();
+        let options = PutOptions { divergent: Divergent::Keep, ..two_writer_options(writer) };
+        put(&store, &writer_dict(writer.into()), &options).unwrap();
     }
     let part = TensorSlice::new(&[0], &[2], &[2]).unwrap();
     for writer in [0_u32, 1, 0] {
@@ -87,8 +90,8 @@ fn plans_are_those_of_the_writer_that_was_asked_for() {
         let options = GetOptions { writer: Some(writer), ..GetOptions::default() };
         let whole = store.get(&key(), "a", &options).unwrap();
         assert_eq!(whole.view().as_slice::<i64>().unwrap(), expected);
-        let box_ = Region::new(&[1], &[1]).unwrap();
-        let slice = store.get_slice(&key(), "a", &box_, &options).unwrap();
+        let region = Region::new(&[1], &[1]).unwrap();
+        let slice = store.get_slice(&key(), "a", &region, &options).unwrap();
         assert_eq!(slice.view().as_slice::<i64>().unwrap(), &expected[1..]);
         let slices = BTreeMap::from([("a".to_owned(), vec![ShardPlace::new(part.clone())])]);
         let (got, _) =
@@ -106,21 +109,21 @@ fn plans_are_those_of_the_writer_that_was_asked_for() {
 }
 
 #[test]
-fn the_head_can_be_rewound_to() {
+fn rewind_to_head_version_opens_new_epoch() {
     let store = Store::memory().unwrap();
-    put(&store, &number(5), &at(5)).unwrap();
+    put(&store, &uniform_dict(5), &version_options(5)).unwrap();
     for (epoch, value) in [(1, 50), (2, 51), (3, 51)] {
-        let back = PutOptions { rewind: true, ..at(5) };
-        let report = store.put_state_dict(&key(), &number(value), &back).unwrap();
+        let rewind = PutOptions { rewind: true, ..version_options(5) };
+        let report = store.put_state_dict(&key(), &uniform_dict(value), &rewind).unwrap();
         assert_eq!((report.epoch, report.version, report.visible), (epoch, 5, true));
         let (got, _) = store.get_state_dict(&key(), &GetOptions::default()).unwrap();
-        assert_eq!(got, number(value));
+        assert_eq!(got, uniform_dict(value));
     }
 }
 
-/// A put that others may overtake is visible, or it is told that a newer one was first.
-fn prove_fared(fared: Result<bool, tssd_store::Error>) {
-    match fared {
+/// Asserts that a put that races with others is visible, or failed because a newer version superseded it.
+fn assert_visible_or_superseded(result: Result<bool, tssd_store::Error>) {
+    match result {
         Ok(visible) => assert!(visible),
         Err(error) => {
             let refusal = error.refusal();
@@ -131,18 +134,18 @@ fn prove_fared(fared: Result<bool, tssd_store::Error>) {
     }
 }
 
-/// A put is acknowledged, or it is told that a newer one was first: it is never told that it is gone.
+/// A put is acknowledged, or fails because a newer version superseded it. It is never reported as deleted.
 #[test]
-fn puts_that_overtake_each_other_know_how_they_fared() {
+fn concurrent_puts_end_visible_or_superseded() {
     let folder = tempfile::tempdir().unwrap();
     for store in [Store::memory().unwrap(), Store::directory(folder.path()).unwrap()] {
         std::thread::scope(|scope| {
-            for putter in 0..3 {
+            for thread in 0..3 {
                 let store = &store;
                 scope.spawn(move || {
                     for step in 0..15 {
-                        let dict = number(100 * putter + step);
-                        prove_fared(put(store, &dict, &PutOptions::default()));
+                        let dict = uniform_dict(100 * thread + step);
+                        assert_visible_or_superseded(put(store, &dict, &PutOptions::default()));
                     }
                 });
             }
@@ -153,7 +156,7 @@ fn puts_that_overtake_each_other_know_how_they_fared() {
 }
 
 #[test]
-fn few_threads_are_enough_for_many_puts() {
+fn concurrent_puts_complete_with_two_blocking_threads() {
     let folder = tempfile::tempdir().unwrap();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
@@ -166,26 +169,26 @@ fn few_threads_are_enough_for_many_puts() {
         let store = store.clone();
         runtime.spawn(async move {
             let options = PutOptions { timeout: Duration::MAX, ..PutOptions::default() };
-            let put = store.put_state_dict(&key, &number(step), &options).await;
+            let put = store.put_state_dict(&key, &uniform_dict(step), &options).await;
             put.map(|report| report.visible)
         })
     };
-    let apart: Vec<_> =
+    let separate_keys: Vec<_> =
         (0..8).map(|step| put(Key::new(format!("k{step}")).unwrap(), step)).collect();
-    for put in apart {
+    for put in separate_keys {
         assert!(runtime.block_on(put).unwrap().unwrap());
     }
-    // Of one key, some wait for others, and some are overtaken.
-    let together: Vec<_> = (0..8).map(|step| put(key(), step)).collect();
-    for put in together {
-        prove_fared(runtime.block_on(put).unwrap());
+    // Puts under one key wait for each other, and newer ones supersede older ones.
+    let same_key: Vec<_> = (0..8).map(|step| put(key(), step)).collect();
+    for put in same_key {
+        assert_visible_or_superseded(runtime.block_on(put).unwrap());
     }
     let head = runtime.block_on(store.head(&key())).unwrap();
     assert_eq!(head.unwrap().number, 8);
 }
 
 #[test]
-fn a_put_that_is_dropped_withdraws_itself() {
+fn dropped_put_future_withdraws_its_version() {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let store = tssd_store::Store::memory();
@@ -200,15 +203,15 @@ fn a_put_that_is_dropped_withdraws_itself() {
             let _ = tokio::time::timeout(Duration::from_millis(2), put).await;
         }
         let options = PutOptions { timeout: Duration::from_secs(20), ..PutOptions::default() };
-        assert!(store.put_state_dict(&key(), &number(1), &options).await.unwrap().visible);
+        assert!(store.put_state_dict(&key(), &uniform_dict(1), &options).await.unwrap().visible);
     });
 }
 
 #[test]
-fn what_does_not_belong_there_is_in_nobodys_way() {
+fn directory_store_ignores_foreign_files() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::directory(folder.path()).unwrap();
-    put(&store, &number(1), &PutOptions::default()).unwrap();
+    put(&store, &uniform_dict(1), &PutOptions::default()).unwrap();
     std::fs::write(folder.path().join("README"), "").unwrap();
     std::fs::create_dir(folder.path().join(".git")).unwrap();
     let ledger = folder.path().join("k/.ledger");
@@ -217,30 +220,30 @@ fn what_does_not_belong_there_is_in_nobodys_way() {
     let version = tssd_tests::layout::version(&folder.path().join("k"), "0-1");
     std::fs::create_dir(version.join(".ipynb_checkpoints")).unwrap();
     for step in 2..5 {
-        assert!(put(&store, &number(step), &PutOptions::default()).unwrap());
+        assert!(put(&store, &uniform_dict(step), &PutOptions::default()).unwrap());
     }
     assert_eq!(store.keys(None).unwrap(), [key()]);
-    assert_eq!(store.get_state_dict(&key(), &GetOptions::default()).unwrap().0, number(4));
+    assert_eq!(store.get_state_dict(&key(), &GetOptions::default()).unwrap().0, uniform_dict(4));
 
-    // A record number at its end is an error, not a panic.
+    // A record number that cannot be incremented is an error, not a panic.
     let newest =
         std::fs::read_dir(&ledger).unwrap().map(|entry| entry.unwrap().path()).max().unwrap();
     std::fs::copy(newest, ledger.join(format!("{}.json", u64::MAX))).unwrap();
     assert_eq!(
-        put(&store, &number(9), &PutOptions::default()).unwrap_err().kind(),
+        put(&store, &uniform_dict(9), &PutOptions::default()).unwrap_err().kind(),
         ErrorKind::Corrupt
     );
 }
 
 #[test]
-fn nothing_is_left_of_a_superseded_put() {
+fn superseded_put_leaves_no_files() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::directory(folder.path()).unwrap();
-    // One writer of two commits version 1; version 2 overtakes it; the other writer comes late.
-    let late = |writer| PutOptions { version: Some(1), ..of_two(writer) };
-    put(&store, &number(1), &late(0)).unwrap();
-    put(&store, &number(2), &at(2)).unwrap();
-    let error = put(&store, &number(1), &late(1)).unwrap_err();
+    // One of two writers commits version 1. Version 2 supersedes it before the other writer commits.
+    let superseded = |writer| PutOptions { version: Some(1), ..two_writer_options(writer) };
+    put(&store, &uniform_dict(1), &superseded(0)).unwrap();
+    put(&store, &uniform_dict(2), &version_options(2)).unwrap();
+    let error = put(&store, &uniform_dict(1), &superseded(1)).unwrap_err();
     assert!(error.to_string().contains("superseded"), "{error}");
     store.delete(&key(), None).unwrap();
     let names: Vec<_> = std::fs::read_dir(folder.path().join("k"))
@@ -252,7 +255,7 @@ fn nothing_is_left_of_a_superseded_put() {
 }
 
 #[test]
-fn targets_without_elements_are_filled_at_once() {
+fn reads_into_empty_target_with_huge_stride_succeed() {
     let store = Store::memory().unwrap();
     let empty = Tensor::from_slice::<f32>(&[], &[0, 5]).unwrap();
     put(&store, &dict(vec![("e", empty.into())]), &PutOptions::default()).unwrap();
@@ -264,9 +267,9 @@ fn targets_without_elements_are_filled_at_once() {
     assert!(whole.view().as_slice::<f32>().unwrap().is_empty());
 }
 
-/// Two shards of a petabyte each, of which four bytes are stored.
+/// Two shards of a pebibyte each, each backed by a storage of one byte.
 #[test]
-fn what_does_not_fit_into_memory_is_an_error() {
+fn tensor_larger_than_memory_is_an_error() {
     let store = Store::memory().unwrap();
     let shard = |row: u64| {
         let size = 1 << 50;
@@ -285,9 +288,9 @@ fn what_does_not_fit_into_memory_is_an_error() {
     assert_eq!(error.kind(), ErrorKind::Invalid);
 }
 
-/// Reading a small view of a large storage proves what it reads, and no more.
+/// Reading a small view of a large storage copies only the bytes of the view.
 #[test]
-fn a_view_costs_what_it_shows() {
+fn small_view_of_large_storage_reads_only_its_bytes() {
     let store = Store::memory().unwrap();
     let storage = Storage::from(vec![3_u8; 64 << 20]);
     let view = |len: u64| {
@@ -302,9 +305,9 @@ fn a_view_costs_what_it_shows() {
     assert_eq!(few.storage().len(), 16);
 }
 
-/// A writer set said by one and found by another is the same set.
+/// A writer set parsed from text equals the set collected from the same ranks.
 #[test]
-fn writer_sets_are_compared_by_what_they_hold() {
-    let said: WriterSet = "0-1".parse().unwrap();
-    assert_eq!(said, (0..2).collect());
+fn parsed_and_collected_writer_sets_are_equal() {
+    let parsed: WriterSet = "0-1".parse().unwrap();
+    assert_eq!(parsed, (0..2).collect());
 }

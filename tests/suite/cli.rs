@@ -1,4 +1,4 @@
-//! The `tssd` command as people and scripts meet it: files, stdout, stderr and exit codes.
+//! The `tssd` command: files, stdout, stderr and exit codes.
 
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
@@ -12,7 +12,7 @@ use tssd_format::{
 };
 use tssd_tests::command::{binary, quick_folder};
 
-/// A directory in which the command runs.
+/// A temporary directory in which the `tssd` command runs.
 pub(crate) struct Place(TempDir);
 
 impl Place {
@@ -20,7 +20,7 @@ impl Place {
         Self(TempDir::new().unwrap())
     }
 
-    /// One in memory, where the system has such: for laws, which sync thousands of files.
+    /// Creates the directory on tmpfs if available, for property tests that sync thousands of files.
     pub(crate) fn quick() -> Self {
         Self(quick_folder())
     }
@@ -40,14 +40,14 @@ impl Place {
         self.command().args(args.split_whitespace()).output().unwrap()
     }
 
-    /// Runs the command, which must end with this code; returns what it said, results first.
+    /// Runs the command, asserts its exit code, and returns stdout followed by stderr.
     #[track_caller]
     pub(crate) fn expect(&self, code: i32, args: &str) -> String {
         let output = self.run(args);
-        let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
-        let said = said.concat();
-        assert_eq!(output.status.code(), Some(code), "tssd {args}\n{said}");
-        said
+        let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+        let text = text.concat();
+        assert_eq!(output.status.code(), Some(code), "tssd {args}\n{text}");
+        text
     }
 
     pub(crate) fn read(&self, name: &str) -> Vec<u8> {
@@ -62,7 +62,7 @@ impl Place {
         self.write(name, TorchStoreStateDict::from_state_dict(dict).unwrap().as_bytes());
     }
 
-    /// The names of all files, to see that nothing temporary stays.
+    /// Returns the sorted names of all files, so that a test can check that no temporary file remains.
     pub(crate) fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.0.path()).unwrap();
         let mut names: Vec<String> =
@@ -72,20 +72,20 @@ impl Place {
     }
 }
 
-/// A file as the safetensors library writes it, with a tensor of each dtype that torch has too.
+/// A file written by the safetensors library, with tensors of each dtype that torch supports too.
 pub(crate) fn library_file(metadata: Option<&[(&str, &str)]>) -> Vec<u8> {
     let bytes: Vec<u8> = (0..=255).cycle().take(4096).collect();
     let mut tensors = Vec::new();
     for dtype in Dtype::ALL.iter().filter_map(|dtype| dtype.safetensors()) {
         let dtype: safetensors::Dtype = serde_json::from_value(dtype.into()).unwrap();
-        for (place, shape) in
+        for (index, shape) in
             [vec![], vec![0, 4], vec![3, 2], vec![2, 1, 4]].into_iter().enumerate()
         {
             let bits = shape.iter().product::<usize>() * dtype.bitsize();
             if bits.is_multiple_of(8) {
-                let data = &bytes[place..place + bits / 8];
+                let data = &bytes[index..index + bits / 8];
                 let view = TensorView::new(dtype, shape, data).unwrap();
-                tensors.push((format!("{place}.{dtype}"), view));
+                tensors.push((format!("{index}.{dtype}"), view));
             }
         }
     }
@@ -107,26 +107,26 @@ fn dict() -> StateDict {
 }
 
 #[test]
-fn safetensors_files_come_back_byte_for_byte() {
-    let several = [("z", "1"), ("format", "pt"), ("é", "\"\n"), ("", "")];
-    for metadata in [None, Some(&[][..]), Some(&[("format", "pt")]), Some(&several)] {
-        let place = Place::new();
-        place.write("in.safetensors", &library_file(metadata));
-        place.expect(0, "pack in.safetensors -o mid.tssd");
-        place.expect(0, "verify mid.tssd");
-        place.expect(0, "unpack mid.tssd -o out.safetensors");
-        assert_eq!(place.read("out.safetensors"), place.read("in.safetensors"), "{metadata:?}");
-        place.expect(0, "diff in.safetensors mid.tssd");
-        assert_eq!(place.names(), ["in.safetensors", "mid.tssd", "out.safetensors"]);
+fn pack_and_unpack_restore_safetensors_byte_for_byte() {
+    let several_entries = [("z", "1"), ("format", "pt"), ("é", "\"\n"), ("", "")];
+    for metadata in [None, Some(&[][..]), Some(&[("format", "pt")]), Some(&several_entries)] {
+        let sandbox = Place::new();
+        sandbox.write("in.safetensors", &library_file(metadata));
+        sandbox.expect(0, "pack in.safetensors -o mid.tssd");
+        sandbox.expect(0, "verify mid.tssd");
+        sandbox.expect(0, "unpack mid.tssd -o out.safetensors");
+        assert_eq!(sandbox.read("out.safetensors"), sandbox.read("in.safetensors"), "{metadata:?}");
+        sandbox.expect(0, "diff in.safetensors mid.tssd");
+        assert_eq!(sandbox.names(), ["in.safetensors", "mid.tssd", "out.safetensors"]);
     }
 }
 
 #[test]
-fn packing_keeps_dtypes_shapes_and_metadata() {
-    let place = Place::new();
-    place.write("in.safetensors", &library_file(Some(&[("format", "pt")])));
-    place.expect(0, "pack in.safetensors -o mid.tssd");
-    let archive = Archive::open(place.path("mid.tssd")).unwrap();
+fn pack_keeps_dtypes_shapes_and_metadata() {
+    let sandbox = Place::new();
+    sandbox.write("in.safetensors", &library_file(Some(&[("format", "pt")])));
+    sandbox.expect(0, "pack in.safetensors -o mid.tssd");
+    let archive = Archive::open(sandbox.path("mid.tssd")).unwrap();
     let meta = archive.tensor("3.F4").unwrap().meta().clone();
     assert_eq!((meta.dtype(), meta.shape()), (Dtype::Float4E2m1fnX2, &[2, 1, 2][..]));
     assert_eq!(archive.tensor("0.C64").unwrap().meta().dtype(), Dtype::Complex64);
@@ -134,34 +134,33 @@ fn packing_keeps_dtypes_shapes_and_metadata() {
 }
 
 #[test]
-fn what_torch_lacks_is_not_packed() {
-    let place = Place::new();
+fn pack_rejects_unsupported_tensors_and_duplicate_names() {
+    let sandbox = Place::new();
     let f6 = TensorView::new(safetensors::Dtype::F6_E2M3, vec![4], &[1, 2, 3]).unwrap();
-    place.write("f6.safetensors", &safetensors::serialize([("a.b", f6)], None).unwrap());
+    sandbox.write("f6.safetensors", &safetensors::serialize([("a.b", f6)], None).unwrap());
     let f4 = TensorView::new(safetensors::Dtype::F4, vec![2, 1], &[1]).unwrap();
-    place.write("odd.safetensors", &safetensors::serialize([("a.b", f4)], None).unwrap());
-    let twice = r#"{"a.b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a.b":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}}"#;
-    let header = u64::try_from(twice.len()).unwrap().to_le_bytes();
-    place.write("twice.safetensors", &[&header, twice.as_bytes(), &[7]].concat());
+    sandbox.write("odd.safetensors", &safetensors::serialize([("a.b", f4)], None).unwrap());
+    let duplicate = r#"{"a.b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a.b":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}}"#;
+    let header = u64::try_from(duplicate.len()).unwrap().to_le_bytes();
+    sandbox.write("twice.safetensors", &[&header, duplicate.as_bytes(), &[7]].concat());
     for (code, file) in [(5, "f6"), (5, "odd"), (1, "twice")] {
-        let said = place.expect(code, &format!("pack {file}.safetensors -o out.tssd"));
-        assert!(said.contains("`a.b`"), "{said}");
-        assert!(!place.path("out.tssd").exists());
+        let output = sandbox.expect(code, &format!("pack {file}.safetensors -o out.tssd"));
+        assert!(output.contains("`a.b`"), "{output}");
+        assert!(!sandbox.path("out.tssd").exists());
     }
 }
 
 #[test]
-fn what_safetensors_lacks_is_not_unpacked() {
-    let one = || Value::from(tensor(&[1.0], &[1]));
+fn unpack_rejects_values_that_safetensors_lacks() {
+    let one_element = || Value::from(tensor(&[1.0], &[1]));
     let cases: [(&str, Value); 5] = [
         (r#"["a"]["step"]"#, Dict::from_iter([("step", 1_i64)]).into()),
         (r#"["a"][0]"#, Value::List(vec!["text".into()])),
         (r#"["a"]["empty"]"#, Dict::from_iter([("empty", Value::List(vec![]))]).into()),
         (
             r#"["a"]["0"]"#,
-            Value::from(Dict::from_iter(
-                [(0.into(), one()), ("0".into(), one())] as [(tssd_format::Key, _); 2]
-            )),
+            Value::from(Dict::from_iter([(0.into(), one_element()), ("0".into(), one_element())]
+                as [(tssd_format::Key, _); 2])),
         ),
         (r#"["a"]["c"]"#, {
             let meta = TensorMeta::new(Dtype::Complex32, &[1]).unwrap();
@@ -170,20 +169,20 @@ fn what_safetensors_lacks_is_not_unpacked() {
         }),
     ];
     for (path, value) in cases {
-        let place = Place::new();
+        let sandbox = Place::new();
         let mut dict = StateDict::new();
         dict.insert("a", value);
-        place.write_dict("in.tssd", &dict);
-        place.write("out.safetensors", b"old");
-        let said = place.expect(5, "unpack in.tssd -o out.safetensors");
-        assert!(said.contains(path), "{said}");
-        assert_eq!(place.read("out.safetensors"), b"old");
+        sandbox.write_dict("in.tssd", &dict);
+        sandbox.write("out.safetensors", b"old");
+        let output = sandbox.expect(5, "unpack in.tssd -o out.safetensors");
+        assert!(output.contains(path), "{output}");
+        assert_eq!(sandbox.read("out.safetensors"), b"old");
     }
 }
 
 #[test]
-fn strides_and_ties_are_written_out() {
-    let place = Place::new();
+fn unpack_materializes_strides_and_ties() {
+    let sandbox = Place::new();
     let tied = tensor(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3]);
     let meta = TensorMeta::new(Dtype::Float32, &[3, 2]).unwrap().with_strides(&[1, 3]).unwrap();
     let transposed = Tensor::new(meta, tied.storage().clone(), 0).unwrap();
@@ -191,9 +190,9 @@ fn strides_and_ties_are_written_out() {
     let nested = [("weight", tied.clone()), ("transposed", transposed)];
     dict.insert("layers", Value::List(vec![Dict::from_iter(nested).into()]));
     dict.insert("head", tied);
-    place.write_dict("in.tssd", &dict);
-    place.expect(0, "unpack in.tssd -o out.safetensors");
-    let file = place.read("out.safetensors");
+    sandbox.write_dict("in.tssd", &dict);
+    sandbox.expect(0, "unpack in.tssd -o out.safetensors");
+    let file = sandbox.read("out.safetensors");
     let tensors = SafeTensors::deserialize(&file).unwrap();
     let elements = |name: &str| -> Vec<f32> {
         let bytes = tensors.tensor(name).unwrap().data().to_vec();
@@ -202,43 +201,43 @@ fn strides_and_ties_are_written_out() {
     assert_eq!(elements("head"), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     assert_eq!(elements("layers.0.weight"), elements("head"));
     assert_eq!(elements("layers.0.transposed"), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
-    place.expect(1, "diff in.tssd out.safetensors");
-    place.expect(0, "diff --values in.tssd out.safetensors");
+    sandbox.expect(1, "diff in.tssd out.safetensors");
+    sandbox.expect(0, "diff --values in.tssd out.safetensors");
 }
 
 #[test]
-fn damage_is_named() {
-    let place = Place::new();
-    place.write_dict("good.tssd", &dict());
-    let mut bytes = place.read("good.tssd");
-    let archive = Archive::open(place.path("good.tssd")).unwrap();
+fn verify_reports_damaged_leaf_and_byte() {
+    let sandbox = Place::new();
+    sandbox.write_dict("good.tssd", &dict());
+    let mut bytes = sandbox.read("good.tssd");
+    let archive = Archive::open(sandbox.path("good.tssd")).unwrap();
     let byte = archive.storage(1).offset + (1 << 20) + 5;
     bytes[usize::try_from(byte).unwrap()] ^= 1;
-    place.write("bad.tssd", &bytes);
-    let said = place.expect(1, "verify good.tssd bad.tssd");
-    assert!(said.contains("ok       good.tssd"), "{said}");
-    assert!(said.contains("DAMAGED  bad.tssd"), "{said}");
+    sandbox.write("bad.tssd", &bytes);
+    let output = sandbox.expect(1, "verify good.tssd bad.tssd");
+    assert!(output.contains("ok       good.tssd"), "{output}");
+    assert!(output.contains("DAMAGED  bad.tssd"), "{output}");
     let chunk = archive.storage(1).offset + (1 << 20);
-    assert!(said.contains(&format!("F-090  stored bytes do not match their checksum: 151424 bytes (in `large`, at byte {chunk})")), "{said}");
-    // A directory is all of its archives; -q names the damaged ones only.
-    let said = place.expect(1, "verify -q .");
-    assert_eq!(said.lines().next(), Some("DAMAGED  ./bad.tssd"), "{said}");
+    assert!(output.contains(&format!("F-090  stored bytes do not match their checksum: 151424 bytes (in `large`, at byte {chunk})")), "{output}");
+    // A directory argument stands for all of its archives. `-q` lists only the damaged ones.
+    let output = sandbox.expect(1, "verify -q .");
+    assert_eq!(output.lines().next(), Some("DAMAGED  ./bad.tssd"), "{output}");
     let json: serde_json::Value =
-        serde_json::from_str(&place.expect(1, "verify --json .")).unwrap();
+        serde_json::from_str(&sandbox.expect(1, "verify --json .")).unwrap();
     assert_eq!(json[0]["damage"][0]["leaf"], "large");
     assert_eq!(json[1]["ok"], true);
 
     bytes.truncate(bytes.len() - 1);
-    place.write("bad.tssd", &bytes);
-    let said = place.expect(1, "verify bad.tssd");
-    assert!(said.contains("F-007"), "{said}");
-    let said = place.expect(1, "inspect bad.tssd");
-    assert!(said.contains("bad.tssd: file does not end with the TSSD magic"), "{said}");
+    sandbox.write("bad.tssd", &bytes);
+    let output = sandbox.expect(1, "verify bad.tssd");
+    assert!(output.contains("F-007"), "{output}");
+    let output = sandbox.expect(1, "inspect bad.tssd");
+    assert!(output.contains("bad.tssd: file does not end with the TSSD magic"), "{output}");
 }
 
 #[test]
-fn a_file_is_shown_as_a_tree() {
-    let place = Place::new();
+fn inspect_prints_file_as_tree() {
+    let sandbox = Place::new();
     let tied = tensor(&[0.0; 6], &[2, 3]);
     let mut state = Dict::new();
     state.insert(0, Dict::from_iter([("step", Value::from(1000_i64))]));
@@ -250,7 +249,7 @@ fn a_file_is_shown_as_a_tree() {
     dict.insert("state", state);
     dict.insert("betas", Value::Tuple(vec![0.9.into(), 0.999.into()]));
     dict.insert("note", "hello");
-    place.write_dict("model.tssd", &dict);
+    sandbox.write_dict("model.tssd", &dict);
     let expected = r#"model.tssd  ordered dict
 ├─ embed.weight    float32  [2, 3]  24 B  align 256 B
 ├─ lm_head.weight  float32  [2, 3]  24 B  align 256 B  tied to embed.weight
@@ -265,48 +264,48 @@ fn a_file_is_shown_as_a_tree() {
 └─ note            str      "hello"
 
 3 tensors (1 tied), 28 B, 5 other leaves"#;
-    let said = place.expect(0, "inspect model.tssd");
-    assert!(said.starts_with(expected), "{said}");
+    let output = sandbox.expect(0, "inspect model.tssd");
+    assert!(output.starts_with(expected), "{output}");
     let json: serde_json::Value =
-        serde_json::from_str(&place.expect(0, "inspect --json model.tssd")).unwrap();
+        serde_json::from_str(&sandbox.expect(0, "inspect --json model.tssd")).unwrap();
     let tensor = &json["root"]["ordered_dict"][0][1]["tensor"];
     assert_eq!(tensor["dtype"], "float32");
     assert!(tensor.get("data").is_none(), "{tensor}");
 }
 
-/// What many tensors share would be there many times: a look at the tree reads no element.
+/// `inspect` reads no tensor data: shared storages would otherwise be read once per tensor.
 #[test]
-fn a_tree_is_shown_without_its_tensors() {
-    let place = Place::new();
+fn inspect_reads_no_tensor_data() {
+    let sandbox = Place::new();
     let mut dict = StateDict::new();
     dict.insert("weight", tensor(&[1.0; 4000], &[4000]));
     let options = Options::new().compress(Compression::Zstd);
     let mut file = TorchStoreStateDict::with_options(&dict, &options).unwrap().as_bytes().to_vec();
     file[4096] ^= 1;
-    place.write("hurt.tssd", &file);
-    place.expect(1, "verify hurt.tssd");
-    assert!(place.expect(0, "inspect --json hurt.tssd").contains("4000"));
-    assert!(place.expect(1, "pack hurt.tssd -o out.tssd").contains("it is a TSSD archive"));
+    sandbox.write("hurt.tssd", &file);
+    sandbox.expect(1, "verify hurt.tssd");
+    assert!(sandbox.expect(0, "inspect --json hurt.tssd").contains("4000"));
+    assert!(sandbox.expect(1, "pack hurt.tssd -o out.tssd").contains("it is a TSSD archive"));
 }
 
 /// A pipe has no length, and opening one waits for its writer.
 #[cfg(unix)]
 #[test]
-fn what_is_no_file_is_refused() {
-    let place = Place::new();
-    let made = Command::new("mkfifo").arg(place.path("pipe.tssd")).status().unwrap();
-    assert!(made.success());
+fn commands_reject_named_pipes() {
+    let sandbox = Place::new();
+    let status = Command::new("mkfifo").arg(sandbox.path("pipe.tssd")).status().unwrap();
+    assert!(status.success());
     for command in ["inspect", "verify", "unpack -o out", "diff /dev/null"] {
-        let said = place.expect(5, &format!("{command} pipe.tssd"));
-        assert!(said.contains("is no regular file"), "{said}");
+        let output = sandbox.expect(5, &format!("{command} pipe.tssd"));
+        assert!(output.contains("is no regular file"), "{output}");
     }
-    assert_eq!(place.names(), ["pipe.tssd"]);
+    assert_eq!(sandbox.names(), ["pipe.tssd"]);
 }
 
 #[test]
-fn differences_are_counted() {
-    let place = Place::new();
-    place.write_dict("a.tssd", &dict());
+fn diff_counts_differences() {
+    let sandbox = Place::new();
+    sandbox.write_dict("a.tssd", &dict());
     let mut other = StateDict::new();
     let mut large = vec![0.5; 300_000];
     large[7] = 0.25;
@@ -314,28 +313,28 @@ fn differences_are_counted() {
     other.insert("large", tensor(&large, &[300_000]));
     other.insert("small", tensor(&[1.0, 2.0, 3.0, 4.0], &[4]));
     other.insert("more", 1_i64);
-    place.write_dict("b.tssd", &other);
-    place.expect(0, "diff a.tssd a.tssd");
-    let said = place.expect(1, "diff a.tssd b.tssd");
+    sandbox.write_dict("b.tssd", &other);
+    sandbox.expect(0, "diff a.tssd a.tssd");
+    let output = sandbox.expect(1, "diff a.tssd b.tssd");
     assert_eq!(
-        said,
+        output,
         "shape      small  [2, 2] -> [4]\n\
          values     large  2 of 300000 elements differ, max |a - b| 0.2500, max 8388608 ulp, 1 with NaN\n\
          only in B  more   int 1\n\
          order      (all)  the same keys, in another order\n\
          4 differences; 2 leaves in both files\n"
     );
-    assert_eq!(place.expect(1, "diff -q a.tssd b.tssd"), "");
+    assert_eq!(sandbox.expect(1, "diff -q a.tssd b.tssd"), "");
     let json: serde_json::Value =
-        serde_json::from_str(&place.expect(1, "diff --json a.tssd b.tssd")).unwrap();
+        serde_json::from_str(&sandbox.expect(1, "diff --json a.tssd b.tssd")).unwrap();
     assert_eq!(json["differences"][1]["elements"], 2);
 }
 
 #[test]
-fn exit_codes_are_those_of_the_table() {
-    let place = Place::new();
-    place.write_dict("a.tssd", &dict());
-    place.write("zip.tssd", b"PK\x03\x04 and so on, and so on");
+fn exit_codes_match_help_table() {
+    let sandbox = Place::new();
+    sandbox.write_dict("a.tssd", &dict());
+    sandbox.write("zip.tssd", b"PK\x03\x04 and so on, and so on");
     for (code, args) in [
         (0, "--help"),
         (0, "--version"),
@@ -367,55 +366,55 @@ fn exit_codes_are_those_of_the_table() {
         (5, "unpack a.tssd -o ."),
         (5, "put --store store key@3 ."),
     ] {
-        let said = place.expect(code, args);
-        assert!(!said.contains("panicked"), "tssd {args}\n{said}");
+        let output = sandbox.expect(code, args);
+        assert!(!output.contains("panicked"), "tssd {args}\n{output}");
     }
-    assert!(!place.path("out.tssd").exists());
-    let help = place.expect(0, "--help");
+    assert!(!sandbox.path("out.tssd").exists());
+    let help = sandbox.expect(0, "--help");
     for line in ["    0  success", "  130  interrupted"] {
         assert!(help.contains(line), "{help}");
     }
-    // Errors say what to do, and are JSON where results are.
-    assert!(place.expect(3, "inspect missing.tssd").contains("help: check the path"));
-    let json = place.expect(3, "inspect --json missing.tssd");
+    // Errors have a help line. With `--json`, errors are JSON too.
+    assert!(sandbox.expect(3, "inspect missing.tssd").contains("help: check the path"));
+    let json = sandbox.expect(3, "inspect --json missing.tssd");
     let json: serde_json::Value = serde_json::from_str(json.trim()).unwrap();
     assert_eq!(json["message"], "cannot read missing.tssd");
 }
 
 #[test]
-fn a_version_is_put_listed_got_and_removed() {
-    let place = Place::new();
-    place.write_dict("a.tssd", &dict());
-    place.write("b.safetensors", &library_file(None));
+fn store_commands_put_list_get_and_remove_versions() {
+    let sandbox = Place::new();
+    sandbox.write_dict("a.tssd", &dict());
+    sandbox.write("b.safetensors", &library_file(None));
     let store = "--store store";
-    place.expect(0, &format!("put {store} team/policy a.tssd --keep 2"));
-    place.expect(0, &format!("put {store} team/policy@7 b.safetensors"));
-    place.expect(5, &format!("put {store} team/policy@7 a.tssd"));
-    let listed = place.expect(0, &format!("ls {store} --json"));
+    sandbox.expect(0, &format!("put {store} team/policy a.tssd --keep 2"));
+    sandbox.expect(0, &format!("put {store} team/policy@7 b.safetensors"));
+    sandbox.expect(5, &format!("put {store} team/policy@7 a.tssd"));
+    let listed = sandbox.expect(0, &format!("ls {store} --json"));
     let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
     assert_eq!((&listed[0]["key"], &listed[0]["version"]), (&"team/policy".into(), &7.into()));
-    let listed = place.expect(0, &format!("ls {store} team/policy"));
+    let listed = sandbox.expect(0, &format!("ls {store} team/policy"));
     assert_eq!(listed.lines().count(), 3, "{listed}");
 
-    place.expect(0, &format!("get {store} team/policy@1 -o one.tssd"));
-    place.expect(0, &format!("get {store} team/policy -o newest.tssd"));
-    place.expect(0, "diff a.tssd one.tssd");
-    place.expect(0, "diff b.safetensors newest.tssd");
-    place.expect(0, "verify store");
+    sandbox.expect(0, &format!("get {store} team/policy@1 -o one.tssd"));
+    sandbox.expect(0, &format!("get {store} team/policy -o newest.tssd"));
+    sandbox.expect(0, "diff a.tssd one.tssd");
+    sandbox.expect(0, "diff b.safetensors newest.tssd");
+    sandbox.expect(0, "verify store");
 
-    place.expect(0, &format!("rm {store} team/policy@1"));
-    place.expect(3, &format!("get {store} team/policy@1 -o one.tssd"));
-    place.expect(0, "diff a.tssd one.tssd");
-    place.expect(0, &format!("rm {store} team/policy"));
-    assert_eq!(place.expect(0, &format!("ls {store}")), "");
+    sandbox.expect(0, &format!("rm {store} team/policy@1"));
+    sandbox.expect(3, &format!("get {store} team/policy@1 -o one.tssd"));
+    sandbox.expect(0, "diff a.tssd one.tssd");
+    sandbox.expect(0, &format!("rm {store} team/policy"));
+    assert_eq!(sandbox.expect(0, &format!("ls {store}")), "");
 }
 
 #[test]
-fn the_demo_compares_every_byte() {
-    let place = Place::new();
-    place.write("model.safetensors", &library_file(None));
+fn demo_compares_every_byte() {
+    let sandbox = Place::new();
+    sandbox.write("model.safetensors", &library_file(None));
     for args in ["demo --size 1MB --json", "demo --model model.safetensors --json"] {
-        let json: serde_json::Value = serde_json::from_str(&place.expect(0, args)).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&sandbox.expect(0, args)).unwrap();
         let rows = json["rows"].as_array().unwrap();
         assert_eq!(rows.len(), 12, "{json:#}");
         for row in rows {
@@ -424,14 +423,14 @@ fn the_demo_compares_every_byte() {
         }
         assert_eq!(json["mismatches"], serde_json::json!([]));
     }
-    assert_eq!(place.names(), ["model.safetensors"]);
+    assert_eq!(sandbox.names(), ["model.safetensors"]);
 }
 
 #[test]
-fn a_closed_pipe_is_no_error() {
-    let place = Place::new();
-    place.write_dict("a.tssd", &dict());
-    let mut command = place.command();
+fn closed_stdout_pipe_is_not_an_error() {
+    let sandbox = Place::new();
+    sandbox.write_dict("a.tssd", &dict());
+    let mut command = sandbox.command();
     let command = command.args(["inspect", "a.tssd"]).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     drop(child.stdout.take());
@@ -440,44 +439,44 @@ fn a_closed_pipe_is_no_error() {
     assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
 }
 
-/// A limit on the size of files looks to a writer as a full disk does.
+/// A file size limit (`ulimit -f`) makes writes fail as they do on a full disk.
 #[cfg(unix)]
 #[test]
-fn a_full_disk_leaves_the_old_file() {
-    let place = Place::new();
-    place.write_dict("a.tssd", &dict());
-    place.expect(0, "unpack a.tssd -o a.safetensors");
-    for (args, output) in [
+fn full_disk_leaves_old_output_file() {
+    let sandbox = Place::new();
+    sandbox.write_dict("a.tssd", &dict());
+    sandbox.expect(0, "unpack a.tssd -o a.safetensors");
+    for (args, file) in [
         ("pack a.safetensors -o out.tssd", "out.tssd"),
         ("unpack a.tssd -o out.safetensors", "out.safetensors"),
     ] {
-        place.write(output, b"old");
+        sandbox.write(file, b"old");
         let script = format!("trap '' XFSZ; ulimit -f 100; exec \"$TSSD\" {args}");
         let mut command = Command::new("sh");
-        command.args(["-c", &script]).env("TSSD", binary()).current_dir(place.0.path());
-        let output_of = command.output().unwrap();
-        let said = String::from_utf8(output_of.stderr).unwrap();
-        assert_eq!(output_of.status.code(), Some(5), "{said}");
-        assert!(said.contains("the old file is untouched"), "{said}");
-        assert_eq!(place.read(output), b"old");
+        command.args(["-c", &script]).env("TSSD", binary()).current_dir(sandbox.0.path());
+        let output = command.output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(5), "{stderr}");
+        assert!(stderr.contains("the old file is untouched"), "{stderr}");
+        assert_eq!(sandbox.read(file), b"old");
     }
-    assert_eq!(place.names(), ["a.safetensors", "a.tssd", "out.safetensors", "out.tssd"]);
+    assert_eq!(sandbox.names(), ["a.safetensors", "a.tssd", "out.safetensors", "out.tssd"]);
 }
 
 #[cfg(unix)]
 #[test]
-fn an_interrupt_leaves_nothing_behind() {
-    let place = Place::new();
-    let mut command = place.command();
+fn interrupted_demo_removes_its_files() {
+    let sandbox = Place::new();
+    let mut command = sandbox.command();
     let command = command.args(["demo", "--size", "20MB"]).stdout(Stdio::null());
     let mut child = command.spawn().unwrap();
-    // As soon as its directory is there, whatever it is doing then.
-    while place.names().is_empty() {
-        assert!(child.try_wait().unwrap().is_none(), "the demo has ended");
+    // Interrupt the demo as soon as its directory exists.
+    while sandbox.names().is_empty() {
+        assert!(child.try_wait().unwrap().is_none(), "the demo exited before it was interrupted");
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
     let pid = child.id().to_string();
     assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
     assert_eq!(child.wait().unwrap().code(), Some(130));
-    assert_eq!(place.names(), [""; 0]);
+    assert_eq!(sandbox.names(), [""; 0]);
 }

@@ -1,5 +1,5 @@
-//! `convert`, `roundtrip`, `verify --deep`, `inspect --digest` and `--hex`, and what `diff` and `put`
-//! know of compression and digests.
+//! `convert`, `roundtrip`, `verify --deep`, `inspect --digest` and `--hex`, and how `diff` and `put`
+//! handle compression and digests.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -21,20 +21,20 @@ fn encoded(dict: &StateDict, options: &Options) -> Vec<u8> {
     TorchStoreStateDict::with_options(dict, options).unwrap().as_bytes().to_vec()
 }
 
-fn open(place: &Place, name: &str) -> Archive {
-    Archive::open(place.path(name)).unwrap()
+fn open(sandbox: &Place, name: &str) -> Archive {
+    Archive::open(sandbox.path(name)).unwrap()
 }
 
-fn json_of(said: &str) -> Json {
-    serde_json::from_str(said).unwrap_or_else(|error| panic!("{error}: {said}"))
+fn parse_json(text: &str) -> Json {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
 }
 
 fn floats(len: u16) -> Tensor {
-    let elements: Vec<f32> = (0..len).map(|at| f32::from(at % 251) * 0.5).collect();
+    let elements: Vec<f32> = (0..len).map(|index| f32::from(index % 251) * 0.5).collect();
     Tensor::from_slice(&elements, &[len.into()]).unwrap()
 }
 
-/// Weights, a bias that ties to them, and optimizer state.
+/// A weight, a second entry tied to it, optimizer state, and a long string.
 fn model() -> StateDict {
     let weight = floats(5000);
     let optimizer = Dict::from_iter([("exp_avg", floats(3000)), ("exp_avg_sq", floats(2000))]);
@@ -46,8 +46,8 @@ fn model() -> StateDict {
     dict
 }
 
-/// How each leaf is stored: shuffle if it is compressed, alignment, whether it has a digest.
-fn stored(archive: &Archive) -> Vec<(String, Option<u8>, u8, bool)> {
+/// Returns for each leaf: fqn, shuffle width if compressed, log2 of the alignment, whether it has a digest.
+fn storage_options(archive: &Archive) -> Vec<(String, Option<u8>, u8, bool)> {
     let leaves = archive.leaves().into_iter().map(|(path, node)| {
         let storage = archive.storage(node.storages().next().unwrap());
         let shuffle = storage.packing.map(|packing| packing.shuffle);
@@ -56,8 +56,8 @@ fn stored(archive: &Archive) -> Vec<(String, Option<u8>, u8, bool)> {
     leaves.collect()
 }
 
-/// Command lines, the options that they ask for, and those that a file may have before.
-fn ask() -> impl Strategy<Value = String> {
+/// Flags of a `convert` command line.
+fn convert_flags() -> impl Strategy<Value = String> {
     let zstd = prop_oneof![
         Just(""),
         Just("--raw"),
@@ -73,7 +73,8 @@ fn ask() -> impl Strategy<Value = String> {
         .prop_map(|(zstd, digest, align, chunks)| format!("{zstd} {digest} {align} {chunks}"))
 }
 
-fn before() -> impl Strategy<Value = Options> {
+/// Options that the source file is written with.
+fn source_options() -> impl Strategy<Value = Options> {
     let compression = prop_oneof![
         Just(Compression::None),
         Just(Compression::Zstd),
@@ -101,39 +102,39 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
-    fn converting_keeps_what_is_meant(
+    fn convert_preserves_contents_ties_and_attrs(
         dict in generate::state_dict(),
-        before in before(),
-        ask in ask(),
+        options in source_options(),
+        flags in convert_flags(),
     ) {
-        let place = Place::quick();
+        let sandbox = Place::quick();
         let mut dict = dict;
-        // So that every pattern names something, and something is worth compressing.
+        // Makes every `--zstd-only` pattern match a leaf, and gives compression something to do.
         dict.insert("a", floats(3000));
-        place.write("in.tssd", &encoded(&dict, &before));
-        place.expect(0, &format!("convert in.tssd -o out.tssd {ask}"));
-        let archive = open(&place, "out.tssd");
+        sandbox.write("in.tssd", &encoded(&dict, &options));
+        sandbox.expect(0, &format!("convert in.tssd -o out.tssd {flags}"));
+        let archive = open(&sandbox, "out.tssd");
         archive.verify_deep().unwrap();
         let back = archive.to_state_dict().unwrap();
         prop_assert_eq!(&back, &dict);
         prop_assert_eq!(ties(&back), ties(&dict));
         prop_assert_eq!(archive.attrs().remove("user"), Some(AttrValue::Int(-7)));
-        place.expect(0, "verify --deep out.tssd");
-        place.expect(0, "diff in.tssd out.tssd");
-        let said = place.expect(0, "roundtrip in.tssd out.tssd");
-        prop_assert!(said.ends_with("2 identical, 0 equal, 0 lossy\n"), "{}", said);
-        // Nothing asked for is nothing changed.
-        place.expect(0, "convert out.tssd -o again.tssd");
-        prop_assert_eq!(place.read("again.tssd"), place.read("out.tssd"));
+        sandbox.expect(0, "verify --deep out.tssd");
+        sandbox.expect(0, "diff in.tssd out.tssd");
+        let output = sandbox.expect(0, "roundtrip in.tssd out.tssd");
+        prop_assert!(output.ends_with("2 identical, 0 equal, 0 lossy\n"), "{}", output);
+        // Without flags, `convert` changes nothing.
+        sandbox.expect(0, "convert out.tssd -o again.tssd");
+        prop_assert_eq!(sandbox.read("again.tssd"), sandbox.read("out.tssd"));
     }
 }
 
 #[test]
-fn raw_storages_are_cut_as_is_asked_for() {
-    let place = Place::new();
+fn convert_applies_requested_chunk_size() {
+    let sandbox = Place::new();
     let mut dict = model();
     dict.insert("large", Tensor::from_slice(&vec![0.5_f32; 1 << 20], &[1 << 20]).unwrap());
-    place.write(
+    sandbox.write(
         "in.tssd",
         &encoded(
             &dict,
@@ -144,87 +145,87 @@ fn raw_storages_are_cut_as_is_asked_for() {
         ),
     );
     let sizes = |name: &str| -> Vec<u64> {
-        let archive = open(&place, name);
+        let archive = open(&sandbox, name);
         archive.verify_deep().unwrap();
         let storages = (0..archive.storage_count()).map(|number| archive.storage(number));
         let raw = storages.filter(|storage| storage.packing.is_none());
         raw.map(|storage| storage.chunk_size.bytes()).collect()
     };
     assert!(sizes("in.tssd").iter().all(|bytes| *bytes == 1 << 20));
-    place.expect(0, "convert in.tssd -o fine.tssd --chunks fine");
+    sandbox.expect(0, "convert in.tssd -o fine.tssd --chunks fine");
     let fine = sizes("fine.tssd");
     assert!(fine.contains(&(8 << 10)) && fine.contains(&(4 << 10)), "{fine:?}");
-    place.expect(0, "convert fine.tssd -o same.tssd");
-    assert_eq!(place.read("same.tssd"), place.read("fine.tssd"));
-    // The one that is compressed has its own.
-    let said = place.expect(0, "diff in.tssd fine.tssd");
-    assert!(said.ends_with("stored otherwise: chunk size of 5 leaves\n"), "{said}");
+    sandbox.expect(0, "convert fine.tssd -o same.tssd");
+    assert_eq!(sandbox.read("same.tssd"), sandbox.read("fine.tssd"));
+    // The compressed leaf keeps its chunk size.
+    let output = sandbox.expect(0, "diff in.tssd fine.tssd");
+    assert!(output.ends_with("stored otherwise: chunk size of 5 leaves\n"), "{output}");
     assert_eq!(
-        json_of(&place.expect(0, "diff --json in.tssd fine.tssd"))["stored"]["chunk_size"],
+        parse_json(&sandbox.expect(0, "diff --json in.tssd fine.tssd"))["stored"]["chunk_size"],
         5
     );
-    place.expect(0, "convert fine.tssd -o middle.tssd --chunks 64KiB");
+    sandbox.expect(0, "convert fine.tssd -o middle.tssd --chunks 64KiB");
     assert!(sizes("middle.tssd").iter().all(|bytes| *bytes == 64 << 10));
-    place.expect(0, "convert middle.tssd -o again.tssd");
-    assert_eq!(place.read("again.tssd"), place.read("middle.tssd"));
-    place.expect(0, "convert middle.tssd -o large.tssd --chunks 1MiB");
-    assert_eq!(place.read("large.tssd"), place.read("in.tssd"));
+    sandbox.expect(0, "convert middle.tssd -o again.tssd");
+    assert_eq!(sandbox.read("again.tssd"), sandbox.read("middle.tssd"));
+    sandbox.expect(0, "convert middle.tssd -o large.tssd --chunks 1MiB");
+    assert_eq!(sandbox.read("large.tssd"), sandbox.read("in.tssd"));
     for wrong in ["2KiB", "2MiB", "5000", "coarse"] {
-        let said = place.expect(2, &format!("convert in.tssd -o out.tssd --chunks {wrong}"));
-        let what = format!("`{wrong}` is neither `fine` nor a power of two from 4KiB to 1MiB");
-        assert!(said.contains("for '--chunks <BYTES>'") && said.contains(&what), "{said}");
+        let output = sandbox.expect(2, &format!("convert in.tssd -o out.tssd --chunks {wrong}"));
+        let reason = format!("`{wrong}` is neither `fine` nor a power of two from 4KiB to 1MiB");
+        assert!(output.contains("for '--chunks <BYTES>'") && output.contains(&reason), "{output}");
     }
 }
 
 #[test]
-fn what_is_asked_for_is_done_and_the_rest_stays() {
-    let place = Place::new();
-    place.write("in.tssd", &encoded(&model(), &Options::new().align(512).unwrap()));
+fn convert_changes_only_requested_options() {
+    let sandbox = Place::new();
+    sandbox.write("in.tssd", &encoded(&model(), &Options::new().align(512).unwrap()));
     let rows = |name: &str| -> Vec<(Option<u8>, u8, bool)> {
-        let rows = stored(&open(&place, name)).into_iter();
+        let rows = storage_options(&open(&sandbox, name)).into_iter();
         rows.map(|(_, shuffle, align, digest)| (shuffle, align, digest)).collect()
     };
-    let (raw, four, none) = (None, Some(4), Some(0));
-    for (from, asked, shuffles, align, digests) in [
+    let (raw, shuffled, plain) = (None, Some(4), Some(0));
+    for (from, flags, shuffles, align, digests) in [
         ("in", "", [raw, raw, raw, raw, raw], 9, false),
-        ("in", "--zstd", [four, four, four, four, none], 9, false),
-        ("out", "--digest", [four, four, four, four, none], 9, true),
-        ("out", "--no-shuffle", [none, none, none, none, none], 9, true),
-        ("out", "--shuffle --align 64", [four, four, four, four, none], 6, true),
-        ("out", "--zstd-only optimizer", [raw, raw, four, four, raw], 6, true),
+        ("in", "--zstd", [shuffled, shuffled, shuffled, shuffled, plain], 9, false),
+        ("out", "--digest", [shuffled, shuffled, shuffled, shuffled, plain], 9, true),
+        ("out", "--no-shuffle", [plain, plain, plain, plain, plain], 9, true),
+        ("out", "--shuffle --align 64", [shuffled, shuffled, shuffled, shuffled, plain], 6, true),
+        ("out", "--zstd-only optimizer", [raw, raw, shuffled, shuffled, raw], 6, true),
         ("out", "--raw --no-digest", [raw, raw, raw, raw, raw], 6, false),
         (
             "out",
             "--zstd-only optimizer.*_sq --zstd-only note",
-            [raw, raw, raw, four, none],
+            [raw, raw, raw, shuffled, plain],
             6,
             false,
         ),
-        // Tied leaves share the choice of the first.
+        // Tied leaves take the choice made for the first of them.
         ("in", "--zstd-only tied", [raw, raw, raw, raw, raw], 9, false),
     ] {
-        place.expect(0, &format!("convert {from}.tssd -o out.tssd {asked}"));
+        sandbox.expect(0, &format!("convert {from}.tssd -o out.tssd {flags}"));
         let expected: Vec<_> =
             shuffles.into_iter().map(|shuffle| (shuffle, align, digests)).collect();
-        assert_eq!(rows("out.tssd"), expected, "{asked}");
-        assert_eq!(open(&place, "out.tssd").to_state_dict().unwrap(), model());
+        assert_eq!(rows("out.tssd"), expected, "{flags}");
+        assert_eq!(open(&sandbox, "out.tssd").to_state_dict().unwrap(), model());
     }
-    place.expect(0, "convert in.tssd -o level.tssd --zstd=5");
-    let level = open(&place, "level.tssd").attrs().remove("tssd.zstd_level");
+    sandbox.expect(0, "convert in.tssd -o level.tssd --zstd=5");
+    let level = open(&sandbox, "level.tssd").attrs().remove("tssd.zstd_level");
     assert_eq!(level, Some(AttrValue::Int(5)));
-    place.expect(0, "convert level.tssd -o out.tssd --raw");
-    assert_eq!(place.read("out.tssd"), place.read("in.tssd"));
-    assert_eq!(place.names(), ["in.tssd", "level.tssd", "out.tssd"]);
+    sandbox.expect(0, "convert level.tssd -o out.tssd --raw");
+    assert_eq!(sandbox.read("out.tssd"), sandbox.read("in.tssd"));
+    assert_eq!(sandbox.names(), ["in.tssd", "level.tssd", "out.tssd"]);
 }
 
 #[test]
-fn sizes_before_and_after_are_told() {
-    let place = Place::new();
-    place.write_dict("in.tssd", &model());
-    let said = place.expect(0, "convert in.tssd -o out.tssd --zstd");
-    assert!(said.starts_with("out.tssd: 5 leaves, 45.0 kB raw, file 5"), "{said}");
-    let json = json_of(&place.expect(0, "convert in.tssd -o out.tssd --zstd --json"));
-    let len = |name: &str| place.read(name).len();
+fn convert_reports_file_sizes() {
+    let sandbox = Place::new();
+    sandbox.write_dict("in.tssd", &model());
+    let output = sandbox.expect(0, "convert in.tssd -o out.tssd --zstd");
+    assert!(output.starts_with("out.tssd: 5 leaves, 45.0 kB raw, file 5"), "{output}");
+    let json = parse_json(&sandbox.expect(0, "convert in.tssd -o out.tssd --zstd --json"));
+    let len = |name: &str| sandbox.read(name).len();
     assert_eq!(
         json,
         json!({
@@ -236,16 +237,16 @@ fn sizes_before_and_after_are_told() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() {
-    let place = Place::new();
-    place.write_dict("in.tssd", &model());
+fn convert_rejects_invalid_arguments() {
+    let sandbox = Place::new();
+    sandbox.write_dict("in.tssd", &model());
     let mut flat = StateDict::new();
     flat.insert("w", floats(10));
-    place.write_dict("flat.tssd", &flat);
-    place.expect(0, "unpack flat.tssd -o flat.safetensors");
-    place.write("out.tssd", b"old");
-    std::fs::create_dir(place.path("empty")).unwrap();
-    for (code, args, says) in [
+    sandbox.write_dict("flat.tssd", &flat);
+    sandbox.expect(0, "unpack flat.tssd -o flat.safetensors");
+    sandbox.write("out.tssd", b"old");
+    std::fs::create_dir(sandbox.path("empty")).unwrap();
+    for (code, args, message) in [
         (2, "in.tssd", "--output"),
         (2, "in.tssd -o out.tssd --raw --zstd", "cannot be used with"),
         (2, "in.tssd -o out.tssd --shuffle --no-shuffle", "cannot be used with"),
@@ -259,33 +260,35 @@ fn what_makes_no_sense_is_refused() {
         (5, "flat.safetensors -o out.tssd", "`tssd pack` makes an archive of it"),
         (5, "empty -o out.tssd", "empty is a directory"),
     ] {
-        let said = place.expect(code, &format!("convert {args}"));
-        assert!(said.contains(says), "convert {args}: {said}");
-        assert_eq!(place.read("out.tssd"), b"old");
+        let output = sandbox.expect(code, &format!("convert {args}"));
+        assert!(output.contains(message), "convert {args}: {output}");
+        assert_eq!(sandbox.read("out.tssd"), b"old");
     }
 }
 
-/// New checksums would make damage look whole.
+/// `convert` verifies its input: new checksums would hide the damage.
 #[test]
-fn damage_is_not_converted() {
-    let place = Place::new();
-    place.write("in.tssd", &encoded(&model(), &Options::new()));
-    place.expect(0, "convert in.tssd -o packed.tssd --zstd");
+fn convert_rejects_damaged_files() {
+    let sandbox = Place::new();
+    sandbox.write("in.tssd", &encoded(&model(), &Options::new()));
+    sandbox.expect(0, "convert in.tssd -o packed.tssd --zstd");
     for name in ["in.tssd", "packed.tssd"] {
-        let mut bytes = place.read(name);
+        let mut bytes = sandbox.read(name);
         bytes[4100] ^= 1;
-        place.write(name, &bytes);
-        let said = place.expect(1, &format!("convert {name} -o out.tssd"));
-        assert!(said.contains("F-090 ChunkCorrupt"), "{said}");
-        assert!(!place.path("out.tssd").exists());
-        let said = place.expect(1, &format!("roundtrip {name}"));
-        assert!(said.starts_with(&format!("lossy      {name}\n           F-090  ")), "{said}");
+        sandbox.write(name, &bytes);
+        let output = sandbox.expect(1, &format!("convert {name} -o out.tssd"));
+        assert!(output.contains("F-090 ChunkCorrupt"), "{output}");
+        assert!(!sandbox.path("out.tssd").exists());
+        let output = sandbox.expect(1, &format!("roundtrip {name}"));
+        assert!(output.starts_with(&format!("lossy      {name}\n           F-090  ")), "{output}");
     }
 }
 
-/// A matrix whose rows two writers have, and what both have; in a store in `store`.
-fn put_two_writers(place: &Place, compression: Compression) -> String {
-    let store = Store::directory(place.path("store")).unwrap();
+/// Puts one version from two writers into the store `store`: halves of a matrix, and a model that both have.
+///
+/// Returns the relative path of the version.
+fn put_two_writers(sandbox: &Place, compression: Compression) -> String {
+    let store = Store::directory(sandbox.path("store")).unwrap();
     for writer in 0..2_u8 {
         let slice = TensorSlice::new(&[u64::from(writer) * 300, 0], &[300, 4], &[600, 4]).unwrap();
         let rows = Tensor::from_slice(&[f32::from(writer); 1200], &[300, 4]).unwrap();
@@ -302,17 +305,18 @@ fn put_two_writers(place: &Place, compression: Compression) -> String {
         };
         store.put_state_dict(&Key::new("key").unwrap(), &dict, &options).unwrap();
     }
-    version_of(place)
+    first_version_path(sandbox)
 }
 
-/// The first version of the key `key` of the store in `store`.
-fn version_of(place: &Place) -> String {
-    let version = tssd_tests::layout::version(&place.path("store/key"), "0-1");
+/// Returns the relative path of the first version of `key` in the store `store`.
+fn first_version_path(sandbox: &Place) -> String {
+    let version = tssd_tests::layout::version(&sandbox.path("store/key"), "0-1");
     format!("store/key/{}", version.file_name().unwrap().to_str().unwrap())
 }
 
-fn files_of(place: &Place, directory: &str) -> Vec<String> {
-    let entries = std::fs::read_dir(place.path(directory)).unwrap();
+/// Returns the sorted relative paths of the files in a directory.
+fn list_files(sandbox: &Place, directory: &str) -> Vec<String> {
+    let entries = std::fs::read_dir(sandbox.path(directory)).unwrap();
     let mut names: Vec<String> = entries
         .map(|entry| format!("{directory}/{}", entry.unwrap().file_name().to_str().unwrap()))
         .collect();
@@ -321,34 +325,36 @@ fn files_of(place: &Place, directory: &str) -> Vec<String> {
 }
 
 #[test]
-fn a_shard_set_is_one_archive() {
+fn commands_treat_shard_set_as_one_archive() {
     for compression in [Compression::None, Compression::ShuffledZstd] {
-        let place = Place::new();
-        let set = put_two_writers(&place, compression);
-        let said = place.expect(0, &format!("verify --deep {set}"));
-        assert_eq!(said.lines().filter(|line| line.starts_with("ok ")).count(), 3, "{said}");
-        assert!(said.contains("manifest of 2 files"), "{said}");
-        let said = place.expect(0, &format!("roundtrip {set}"));
-        assert!(said.ends_with("3 identical, 0 equal, 0 lossy\n"), "{said}");
+        let sandbox = Place::new();
+        let set = put_two_writers(&sandbox, compression);
+        let output = sandbox.expect(0, &format!("verify --deep {set}"));
+        assert_eq!(output.lines().filter(|line| line.starts_with("ok ")).count(), 3, "{output}");
+        assert!(output.contains("manifest of 2 files"), "{output}");
+        let output = sandbox.expect(0, &format!("roundtrip {set}"));
+        assert!(output.ends_with("3 identical, 0 equal, 0 lossy\n"), "{output}");
 
-        place.expect(0, &format!("convert {set} -o joined.tssd"));
-        let (joined, whole) =
-            (open(&place, "joined.tssd"), tssd_format::open_shard_set(place.path(&set)).unwrap());
+        sandbox.expect(0, &format!("convert {set} -o joined.tssd"));
+        let (joined, whole) = (
+            open(&sandbox, "joined.tssd"),
+            tssd_format::open_shard_set(sandbox.path(&set)).unwrap(),
+        );
         assert_eq!(joined.to_state_dict().unwrap(), whole.to_state_dict().unwrap());
         let attrs: Vec<String> = joined.attrs().into_keys().collect();
         let level = (compression != Compression::None).then_some("tssd.zstd_level");
         assert_eq!(attrs, ["format"].into_iter().chain(level).collect::<Vec<_>>());
         let Value::Shards(rows) = joined.leaf("rows").unwrap() else { panic!() };
         assert_eq!(rows.len(), 2);
-        let said = place.expect(0, &format!("diff {set} joined.tssd"));
-        assert!(said.starts_with("equal: 6 leaves"), "{said}");
-        let shown = place.expect(0, &format!("inspect {set}"));
-        assert!(shown.contains("rows           2 shards"), "{shown}");
-        assert!(shown.contains("manifest of 2 files"), "{shown}");
-        // The storages have the same digests, the sets do not.
+        let output = sandbox.expect(0, &format!("diff {set} joined.tssd"));
+        assert!(output.starts_with("equal: 6 leaves"), "{output}");
+        let listing = sandbox.expect(0, &format!("inspect {set}"));
+        assert!(listing.contains("rows           2 shards"), "{listing}");
+        assert!(listing.contains("manifest of 2 files"), "{listing}");
+        // The storages have equal digests. The root digests differ.
         let digests = |path: &str| -> Vec<String> {
-            let said = place.expect(0, &format!("inspect --digest {path}"));
-            said.lines().map(ToOwned::to_owned).collect()
+            let output = sandbox.expect(0, &format!("inspect --digest {path}"));
+            output.lines().map(ToOwned::to_owned).collect()
         };
         let (set, joined) = (digests(&set), digests("joined.tssd"));
         assert_eq!(set[1..], joined[1..]);
@@ -357,48 +363,51 @@ fn a_shard_set_is_one_archive() {
     }
 }
 
-/// F-083.
+/// Rule F-083 of the format.
 #[test]
-fn a_shard_set_with_another_file_is_damaged() {
-    let place = Place::new();
-    let set = put_two_writers(&place, Compression::None);
-    let files = files_of(&place, &set);
+fn shard_set_with_wrong_file_is_damaged() {
+    let sandbox = Place::new();
+    let set = put_two_writers(&sandbox, Compression::None);
+    let files = list_files(&sandbox, &set);
     let (archive, manifest) = (&files[0], &files[2]);
-    let own = place.read(archive);
-    let says = |what: &str| {
+    let original = sandbox.read(archive);
+    let assert_damaged = |reason: &str| {
         for path in [&set, manifest] {
-            let said = place.expect(1, &format!("verify {path}"));
-            assert!(said.contains(&format!("DAMAGED  {manifest}\n         F-083  ")), "{said}");
-            assert!(said.contains(what), "{said}");
-            let json = json_of(&place.expect(1, &format!("verify --json {path}")));
+            let output = sandbox.expect(1, &format!("verify {path}"));
+            assert!(output.contains(&format!("DAMAGED  {manifest}\n         F-083  ")), "{output}");
+            assert!(output.contains(reason), "{output}");
+            let json = parse_json(&sandbox.expect(1, &format!("verify --json {path}")));
             let last = json.as_array().unwrap().last().unwrap();
             assert_eq!(last["damage"][0]["rule"], "F-083");
         }
-        let said = place.expect(1, &format!("roundtrip {manifest}"));
-        assert!(said.starts_with(&format!("lossy      {manifest}\n           F-083  ")), "{said}");
-        let said = place.expect(1, &format!("inspect {set}"));
-        assert!(said.contains("F-083 ShardMismatch"), "{said}");
+        let output = sandbox.expect(1, &format!("roundtrip {manifest}"));
+        assert!(
+            output.starts_with(&format!("lossy      {manifest}\n           F-083  ")),
+            "{output}"
+        );
+        let output = sandbox.expect(1, &format!("inspect {set}"));
+        assert!(output.contains("F-083 ShardMismatch"), "{output}");
     };
-    std::fs::remove_file(place.path(archive)).unwrap();
-    says("No such file");
-    place.write_dict(archive, &model());
-    says("file is not the one that its manifest names");
-    place.write(archive, &own);
-    place.expect(0, &format!("verify {set}"));
+    std::fs::remove_file(sandbox.path(archive)).unwrap();
+    assert_damaged("No such file");
+    sandbox.write_dict(archive, &model());
+    assert_damaged("file is not the one that its manifest names");
+    sandbox.write(archive, &original);
+    sandbox.expect(0, &format!("verify {set}"));
     #[cfg(unix)]
     {
-        place.write("elsewhere.tssd", &own);
-        std::fs::remove_file(place.path(archive)).unwrap();
-        std::os::unix::fs::symlink(place.path("elsewhere.tssd"), place.path(archive)).unwrap();
-        let said = place.expect(1, &format!("verify {set}"));
-        assert!(said.contains("F-083"), "{said}");
+        sandbox.write("elsewhere.tssd", &original);
+        std::fs::remove_file(sandbox.path(archive)).unwrap();
+        std::os::unix::fs::symlink(sandbox.path("elsewhere.tssd"), sandbox.path(archive)).unwrap();
+        let output = sandbox.expect(1, &format!("verify {set}"));
+        assert!(output.contains("F-083"), "{output}");
     }
 }
 
 #[test]
-fn what_writers_disagree_on_is_not_joined() {
-    let place = Place::new();
-    let store = Store::directory(place.path("store")).unwrap();
+fn convert_rejects_divergent_writers() {
+    let sandbox = Place::new();
+    let store = Store::directory(sandbox.path("store")).unwrap();
     for writer in 0..2_u32 {
         let dict = Dict::from_iter([("seed", i64::from(writer))]);
         let options = PutOptions {
@@ -411,129 +420,132 @@ fn what_writers_disagree_on_is_not_joined() {
         let dict = StateDict::from_value(Value::Dict(dict)).unwrap();
         store.put_state_dict(&Key::new("key").unwrap(), &dict, &options).unwrap();
     }
-    let said = place.expect(5, &format!("convert {} -o out.tssd", version_of(&place)));
-    assert!(said.contains(r#"the writers hold each their own value of ["seed"]"#), "{said}");
-    assert!(said.contains("tssd get --writer"), "{said}");
-    let said = place.expect(0, "roundtrip store");
-    assert!(said.contains("manifest.tssd  not joined, as its writers hold different values"));
+    let output =
+        sandbox.expect(5, &format!("convert {} -o out.tssd", first_version_path(&sandbox)));
+    assert!(output.contains(r#"the writers hold each their own value of ["seed"]"#), "{output}");
+    assert!(output.contains("tssd get --writer"), "{output}");
+    let output = sandbox.expect(0, "roundtrip store");
+    assert!(output.contains("manifest.tssd  not joined, as its writers hold different values"));
 }
 
-/// Where a field of a record is in a file, as `inspect --hex` says.
-fn place_of(place: &Place, name: &str, record: &str, field: &str) -> usize {
-    let dump = place.expect(0, &format!("inspect --hex {name}"));
-    let (_, behind) = dump.split_once(&format!("\n{record}\n")).expect(record);
-    let line = behind.lines().find(|line| line.split("  ").last().unwrap().starts_with(field));
+/// Returns the byte offset of a field of a record, as printed by `inspect --hex`.
+fn field_offset(sandbox: &Place, name: &str, record: &str, field: &str) -> usize {
+    let dump = sandbox.expect(0, &format!("inspect --hex {name}"));
+    let (_, rest) = dump.split_once(&format!("\n{record}\n")).expect(record);
+    let line = rest.lines().find(|line| line.split("  ").last().unwrap().starts_with(field));
     line.expect(field).split(':').next().unwrap().trim().parse().unwrap()
 }
 
-/// Gives the index of a changed file its checksums again.
-fn seal(bytes: &mut [u8]) {
-    let word = |bytes: &[u8], at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+/// Recomputes the checksums of the index and the trailer of a changed file.
+fn repair_checksums(bytes: &mut [u8]) {
+    let word = |bytes: &[u8], offset: usize| {
+        u64::from_le_bytes(bytes[offset..offset + 8].try_into().unwrap())
+    };
     let trailer = bytes.len() - 64;
     let start = word(bytes, trailer) as usize;
     let crc = crc32fast::hash(&bytes[start..trailer]);
     bytes[trailer + 24..trailer + 28].copy_from_slice(&crc.to_le_bytes());
-    let ends = [&bytes[trailer..trailer + 52], &bytes[trailer + 56..]].concat();
-    let crc = crc32fast::hash(&ends);
+    let parts = [&bytes[trailer..trailer + 52], &bytes[trailer + 56..]].concat();
+    let crc = crc32fast::hash(&parts);
     bytes[trailer + 52..trailer + 56].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// Another writer's file, whose two storages lie in another order.
+/// A file whose two storages are in a different order, as another writer may write it.
 #[test]
-fn another_layout_is_equal() {
-    let place = Place::new();
+fn roundtrip_reports_reordered_storages_as_equal() {
+    let sandbox = Place::new();
     let mut dict = StateDict::new();
     dict.insert("a", Tensor::from_slice(&[1.0_f32; 100], &[100]).unwrap());
     dict.insert("b", Tensor::from_slice(&[2.0_f32; 100], &[100]).unwrap());
-    place.write_dict("own.tssd", &dict);
-    let mut bytes = place.read("own.tssd");
-    let mut swap = |one: usize, other: usize, len: usize| {
-        let (low, high) = bytes.split_at_mut(other);
-        low[one..one + len].swap_with_slice(&mut high[..len]);
+    sandbox.write_dict("own.tssd", &dict);
+    let mut bytes = sandbox.read("own.tssd");
+    let mut swap = |first: usize, second: usize, len: usize| {
+        let (low, high) = bytes.split_at_mut(second);
+        low[first..first + len].swap_with_slice(&mut high[..len]);
     };
-    let archive = open(&place, "own.tssd");
+    let archive = open(&sandbox, "own.tssd");
     swap(archive.storage(0).offset as usize, archive.storage(1).offset as usize, 400);
-    let field = |record: &str, field: &str| place_of(&place, "own.tssd", record, field);
+    let field = |record: &str, field: &str| field_offset(&sandbox, "own.tssd", record, field);
     swap(field("tensors[0]", "storage"), field("tensors[1]", "storage"), 4);
     swap(field("storages[0]", "crc32"), field("storages[1]", "crc32"), 4);
     swap(field("crcs", "crcs[0]"), field("crcs", "crcs[1]"), 4);
-    seal(&mut bytes);
-    place.write("other.tssd", &bytes);
-    place.expect(0, "verify --deep other.tssd");
-    let said = place.expect(0, "roundtrip own.tssd other.tssd");
-    let lines: Vec<&str> = said.lines().collect();
+    repair_checksums(&mut bytes);
+    sandbox.write("other.tssd", &bytes);
+    sandbox.expect(0, "verify --deep other.tssd");
+    let output = sandbox.expect(0, "roundtrip own.tssd other.tssd");
+    let lines: Vec<&str> = output.lines().collect();
     assert_eq!(lines[0], "identical  own.tssd");
-    // The first two bytes of 1 and 2 are alike.
+    // The first two bytes of 1.0 and 2.0 are equal.
     let expected = format!("other bytes from byte {} on", archive.storage(0).offset + 2);
     assert_eq!(lines[1], format!("equal      other.tssd  {expected}"));
     assert_eq!(lines[2], "1 identical, 1 equal, 0 lossy");
-    let json = json_of(&place.expect(0, "roundtrip --json other.tssd"));
+    let json = parse_json(&sandbox.expect(0, "roundtrip --json other.tssd"));
     assert_eq!(json, json!([{ "path": "other.tssd", "result": "equal", "reasons": [expected] }]));
-    // Whoever converts it gets the usual order.
-    place.expect(0, "convert other.tssd -o again.tssd");
-    assert_eq!(place.read("again.tssd"), place.read("own.tssd"));
+    // `convert` restores the order of this writer.
+    sandbox.expect(0, "convert other.tssd -o again.tssd");
+    assert_eq!(sandbox.read("again.tssd"), sandbox.read("own.tssd"));
 }
 
-/// Another version of zstd makes other frames; another level does so too.
+/// Another version of zstd compresses to different frames. A different level stands in for it here.
 #[test]
-fn other_frames_are_equal() {
-    let place = Place::new();
+fn roundtrip_reports_different_zstd_frames_as_equal() {
+    let sandbox = Place::new();
     let options = Options::new().compress(Compression::Zstd).zstd_level(19);
-    place.write("in.tssd", &encoded(&model(), &options));
-    place.expect(0, "roundtrip in.tssd");
-    let mut bytes = place.read("in.tssd");
-    let at = place_of(&place, "in.tssd", "attrs[0]", "value: 19");
-    bytes[at] = 1;
-    seal(&mut bytes);
-    place.write("in.tssd", &bytes);
-    let said = place.expect(0, "roundtrip in.tssd");
-    assert!(said.starts_with("equal      in.tssd  other bytes from byte 4"), "{said}");
+    sandbox.write("in.tssd", &encoded(&model(), &options));
+    sandbox.expect(0, "roundtrip in.tssd");
+    let mut bytes = sandbox.read("in.tssd");
+    let offset = field_offset(&sandbox, "in.tssd", "attrs[0]", "value: 19");
+    bytes[offset] = 1;
+    repair_checksums(&mut bytes);
+    sandbox.write("in.tssd", &bytes);
+    let output = sandbox.expect(0, "roundtrip in.tssd");
+    assert!(output.starts_with("equal      in.tssd  other bytes from byte 4"), "{output}");
 }
 
 #[test]
-fn a_round_trip_of_many_files_ends_with_a_summary() {
-    let place = Place::new();
-    place.write_dict("a.tssd", &model());
-    place.write("b.tssd", b"no archive at all");
-    let said = place.expect(1, "roundtrip .");
+fn roundtrip_of_several_files_prints_summary() {
+    let sandbox = Place::new();
+    sandbox.write_dict("a.tssd", &model());
+    sandbox.write("b.tssd", b"no archive at all");
+    let output = sandbox.expect(1, "roundtrip .");
     let expected = "identical  ./a.tssd\nlossy      ./b.tssd\n           F-002  file does not begin \
                     with the TSSD magic\n1 identical, 0 equal, 1 lossy\n";
-    assert_eq!(said, expected);
-    assert_eq!(place.expect(0, "roundtrip -q a.tssd"), "");
-    place.expect(3, "roundtrip missing.tssd");
-    place.expect(2, "roundtrip");
+    assert_eq!(output, expected);
+    assert_eq!(sandbox.expect(0, "roundtrip -q a.tssd"), "");
+    sandbox.expect(3, "roundtrip missing.tssd");
+    sandbox.expect(2, "roundtrip");
 }
 
 #[test]
-fn safetensors_files_make_the_round_trip() {
-    let place = Place::new();
+fn roundtrip_accepts_safetensors_files() {
+    let sandbox = Place::new();
     let mut flat = StateDict::new();
     flat.insert("w", floats(1000));
-    place.write_dict("flat.tssd", &flat);
-    place.expect(0, "unpack flat.tssd -o flat.safetensors");
-    let said = place.expect(0, "roundtrip flat.safetensors flat.tssd");
-    assert!(said.starts_with("identical  flat.safetensors\nidentical  flat.tssd\n"), "{said}");
+    sandbox.write_dict("flat.tssd", &flat);
+    sandbox.expect(0, "unpack flat.tssd -o flat.safetensors");
+    let output = sandbox.expect(0, "roundtrip flat.safetensors flat.tssd");
+    assert!(output.starts_with("identical  flat.safetensors\nidentical  flat.tssd\n"), "{output}");
     // A version in a store is unpacked as one archive.
-    place.expect(0, "put --store store key flat.tssd");
-    place.expect(0, &format!("unpack {} -o again.safetensors", version_of(&place)));
-    assert_eq!(place.read("again.safetensors"), place.read("flat.safetensors"));
-    std::fs::remove_file(place.path("again.safetensors")).unwrap();
-    std::fs::remove_dir_all(place.path("store")).unwrap();
-    // What is no safetensors file is not kept, and the others are looked at.
-    let whole = place.read("flat.safetensors");
-    place.write("cut.safetensors", &whole[..whole.len() - 1]);
-    let said = place.expect(1, "roundtrip cut.safetensors flat.safetensors");
-    assert!(said.starts_with("lossy      cut.safetensors\n           safetensors  "), "{said}");
-    assert!(said.ends_with("1 identical, 0 equal, 1 lossy\n"), "{said}");
-    assert_eq!(place.names(), ["cut.safetensors", "flat.safetensors", "flat.tssd"]);
+    sandbox.expect(0, "put --store store key flat.tssd");
+    sandbox.expect(0, &format!("unpack {} -o again.safetensors", first_version_path(&sandbox)));
+    assert_eq!(sandbox.read("again.safetensors"), sandbox.read("flat.safetensors"));
+    std::fs::remove_file(sandbox.path("again.safetensors")).unwrap();
+    std::fs::remove_dir_all(sandbox.path("store")).unwrap();
+    // A truncated file is reported as lossy, leaves no output, and does not stop the check of the other files.
+    let complete = sandbox.read("flat.safetensors");
+    sandbox.write("cut.safetensors", &complete[..complete.len() - 1]);
+    let output = sandbox.expect(1, "roundtrip cut.safetensors flat.safetensors");
+    assert!(output.starts_with("lossy      cut.safetensors\n           safetensors  "), "{output}");
+    assert!(output.ends_with("1 identical, 0 equal, 1 lossy\n"), "{output}");
+    assert_eq!(sandbox.names(), ["cut.safetensors", "flat.safetensors", "flat.tssd"]);
 }
 
-/// All good vectors; so the reader and the writer lose nothing that the format has.
+/// The reader and the writer lose nothing of any valid vector, and so of any feature of the format.
 #[test]
-fn good_vectors_make_the_round_trip() {
-    let place = Place::new();
+fn roundtrip_of_valid_vectors_is_lossless() {
+    let sandbox = Place::new();
     let valid = Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec/vectors/valid");
-    let json = json_of(&place.expect(0, &format!("roundtrip --json {}", valid.display())));
+    let json = parse_json(&sandbox.expect(0, &format!("roundtrip --json {}", valid.display())));
     assert!(json.as_array().unwrap().len() >= 24);
     for file in json.as_array().unwrap() {
         assert_ne!(file["result"], "lossy", "{file}");
@@ -541,29 +553,29 @@ fn good_vectors_make_the_round_trip() {
 }
 
 #[test]
-fn only_a_deep_look_finds_what_decodes_to_other_bytes() {
-    let place = Place::new();
+fn only_deep_verify_detects_mismatch_of_decoded_bytes() {
+    let sandbox = Place::new();
     let options = Options::new().compress(Compression::ShuffledZstd).digests();
-    place.write("in.tssd", &encoded(&model(), &options));
-    place.expect(0, "verify --deep in.tssd");
+    sandbox.write("in.tssd", &encoded(&model(), &options));
+    sandbox.expect(0, "verify --deep in.tssd");
     for (record, field, rule) in
         [("storages[0]", "crc32", "F-091"), ("digests", "digests[1]", "F-094")]
     {
-        let mut bytes = place.read("in.tssd");
-        bytes[place_of(&place, "in.tssd", record, field)] ^= 1;
-        seal(&mut bytes);
-        place.write("bad.tssd", &bytes);
-        place.expect(0, "verify bad.tssd");
-        let json = json_of(&place.expect(1, "verify --deep --json bad.tssd"));
+        let mut bytes = sandbox.read("in.tssd");
+        bytes[field_offset(&sandbox, "in.tssd", record, field)] ^= 1;
+        repair_checksums(&mut bytes);
+        sandbox.write("bad.tssd", &bytes);
+        sandbox.expect(0, "verify bad.tssd");
+        let json = parse_json(&sandbox.expect(1, "verify --deep --json bad.tssd"));
         assert_eq!(json[0]["damage"][0]["rule"], rule, "{json}");
-        place.expect(1, "convert bad.tssd -o out.tssd");
-        place.expect(1, "roundtrip bad.tssd");
+        sandbox.expect(1, "convert bad.tssd -o out.tssd");
+        sandbox.expect(1, "roundtrip bad.tssd");
     }
 }
 
 #[test]
-fn odd_bools_are_a_warning() {
-    let place = Place::new();
+fn deep_verify_warns_about_invalid_bools() {
+    let sandbox = Place::new();
     let bools = |bytes: &[u8], shape: &[u64], strides: &[u64]| {
         let meta = TensorMeta::new(Dtype::Bool, shape).unwrap().with_strides(strides).unwrap();
         Tensor::new(meta, Storage::from(bytes.to_vec()), 0).unwrap()
@@ -571,16 +583,16 @@ fn odd_bools_are_a_warning() {
     let mut dict = StateDict::new();
     dict.insert("good", bools(&[0, 1, 1], &[3], &[1]));
     dict.insert("odd", bools(&[0, 1, 2, 255], &[4], &[1]));
-    // Between its elements there may be anything; one that is there often is one.
+    // Bytes between the elements are ignored. A repeated element counts once.
     dict.insert("strided", bools(&[1, 7, 0, 7, 1], &[1 << 40, 3], &[0, 2]));
     dict.insert("repeated", bools(&[3], &[1 << 40], &[0]));
-    // More elements than anyone could look at, in few bytes.
+    // More elements than can be visited one by one, in few bytes.
     dict.insert("overlapping", bools(&[5; 3 << 10], &[1 << 10; 3], &[1, 1, 1]));
     dict.insert("overlaps", bools(&vec![1; 5 << 20], &[1 << 20; 3], &[1, 1, 1]));
-    place.write_dict("in.tssd", &dict);
-    assert!(!place.expect(0, "verify in.tssd").contains("warning"));
-    let said = place.expect(0, "verify --deep in.tssd");
-    let warnings: Vec<&str> = said.lines().skip(1).collect();
+    sandbox.write_dict("in.tssd", &dict);
+    assert!(!sandbox.expect(0, "verify in.tssd").contains("warning"));
+    let output = sandbox.expect(0, "verify --deep in.tssd");
+    let warnings: Vec<&str> = output.lines().skip(1).collect();
     assert_eq!(
         warnings,
         [
@@ -589,28 +601,28 @@ fn odd_bools_are_a_warning() {
             "         warning  `overlapping` has 3070 bools other than 0 and 1",
         ]
     );
-    assert_eq!(place.expect(0, "verify --deep -q in.tssd"), said);
-    assert!(place.expect(0, "diff in.tssd in.tssd").starts_with("equal: 6 leaves"));
-    let json = json_of(&place.expect(0, "verify --deep --json in.tssd"));
+    assert_eq!(sandbox.expect(0, "verify --deep -q in.tssd"), output);
+    assert!(sandbox.expect(0, "diff in.tssd in.tssd").starts_with("equal: 6 leaves"));
+    let json = parse_json(&sandbox.expect(0, "verify --deep --json in.tssd"));
     assert_eq!((&json[0]["ok"], json[0]["warnings"].as_array().unwrap().len()), (&json!(true), 3));
 }
 
 #[test]
-fn digests_are_lines_that_can_be_compared() {
-    let place = Place::new();
+fn inspect_digest_prints_comparable_lines() {
+    let sandbox = Place::new();
     let mut dict = model();
     dict.insert("two\nlines", floats(10));
-    place.write("in.tssd", &encoded(&dict, &Options::new().digests()));
+    sandbox.write("in.tssd", &encoded(&dict, &Options::new().digests()));
     let hex = |digest: [u8; 32]| {
         digest.iter().fold(String::new(), |mut text, byte| {
             write!(text, "{byte:02x}").unwrap();
             text
         })
     };
-    let archive = open(&place, "in.tssd");
+    let archive = open(&sandbox, "in.tssd");
     let digest = |number| hex(archive.storage(number).digest.unwrap());
-    let said = place.expect(0, "inspect --digest in.tssd");
-    let lines: Vec<&str> = said.lines().collect();
+    let output = sandbox.expect(0, "inspect --digest in.tssd");
+    let lines: Vec<&str> = output.lines().collect();
     let expected = [
         format!("blake3:{}  root", hex(archive.root_digest().unwrap())),
         format!("{}  weight", digest(0)),
@@ -621,66 +633,66 @@ fn digests_are_lines_that_can_be_compared() {
         format!("\\{}  two\\nlines", digest(4)),
     ];
     assert_eq!(lines, expected);
-    let json = json_of(&place.expect(0, "inspect --digest --json in.tssd"));
+    let json = parse_json(&sandbox.expect(0, "inspect --digest --json in.tssd"));
     assert_eq!(json["root"], hex(archive.root_digest().unwrap()));
     assert_eq!(json["leaves"][5], json!(["two\nlines", digest(4)]));
 
-    place.expect(0, "convert in.tssd -o none.tssd --no-digest");
-    let said = place.expect(5, "inspect --digest none.tssd");
-    assert!(said.contains("none.tssd has no digests"), "{said}");
-    assert!(said.contains("`tssd convert --digest`"), "{said}");
-    // The same bytes have the same digests, however they are stored.
-    place.expect(0, "convert none.tssd -o packed.tssd --digest --zstd --align 64");
-    let packed = place.expect(0, "inspect --digest packed.tssd");
+    sandbox.expect(0, "convert in.tssd -o none.tssd --no-digest");
+    let output = sandbox.expect(5, "inspect --digest none.tssd");
+    assert!(output.contains("none.tssd has no digests"), "{output}");
+    assert!(output.contains("`tssd convert --digest`"), "{output}");
+    // Codec and alignment do not change the digests.
+    sandbox.expect(0, "convert none.tssd -o packed.tssd --digest --zstd --align 64");
+    let packed = sandbox.expect(0, "inspect --digest packed.tssd");
     assert_eq!(packed.lines().skip(1).collect::<Vec<_>>(), lines[1..]);
 }
 
 #[test]
-fn compression_is_shown() {
-    let place = Place::new();
+fn inspect_shows_compression() {
+    let sandbox = Place::new();
     let options = Options::new().compress(Compression::ShuffledZstd).digests();
-    place.write("in.tssd", &encoded(&model(), &options));
-    let said = place.expect(0, "inspect in.tssd");
-    let archive = open(&place, "in.tssd");
+    sandbox.write("in.tssd", &encoded(&model(), &options));
+    let output = sandbox.expect(0, "inspect in.tssd");
+    let archive = open(&sandbox, "in.tssd");
     let storage = archive.storage(0);
     let ratio = storage.len as f64 / storage.stored_len() as f64;
-    let line = said.lines().find(|line| line.contains(" weight")).unwrap();
-    assert!(line.contains("zstd shuffle 4 20.0 kB -> "), "{said}");
-    assert!(line.ends_with(&format!("(x {ratio:.2})")), "{said}");
-    // What is tied is stored once.
-    let line = said.lines().find(|line| line.contains(" tied ")).unwrap();
-    assert!(line.ends_with("tied to weight"), "{said}");
-    assert!(said.contains("compressed 45.0 kB -> "), "{said}");
-    assert!(said.contains(", digests, "), "{said}");
+    let line = output.lines().find(|line| line.contains(" weight")).unwrap();
+    assert!(line.contains("zstd shuffle 4 20.0 kB -> "), "{output}");
+    assert!(line.ends_with(&format!("(x {ratio:.2})")), "{output}");
+    // Tied leaves share one storage.
+    let line = output.lines().find(|line| line.contains(" tied ")).unwrap();
+    assert!(line.ends_with("tied to weight"), "{output}");
+    assert!(output.contains("compressed 45.0 kB -> "), "{output}");
+    assert!(output.contains(", digests, "), "{output}");
 }
 
-/// Reads a dump back: which bytes it shows, and that it leaves none out.
-fn check_dump(name: &str, dump: &str, file: &[u8]) {
-    let mut at = 0;
+/// Parses a dump, and asserts that it prints every byte of the file.
+fn assert_dump_is_complete(name: &str, dump: &str, file: &[u8]) {
+    let mut position = 0;
     for line in dump.lines() {
         let Some((offset, rest)) = line.split_once(": ") else { continue };
         let Ok(offset) = offset.trim().parse::<usize>() else { continue };
-        assert_eq!(offset, at, "{name}: {line}");
+        assert_eq!(offset, position, "{name}: {line}");
         let bytes = rest.split("  ").next().unwrap();
-        let shown = match bytes.split_once(" * ") {
+        let tokens = match bytes.split_once(" * ") {
             Some(("..", count)) => {
-                at += count.parse::<usize>().unwrap();
+                position += count.parse::<usize>().unwrap();
                 continue;
             }
             Some((byte, count)) => vec![byte; count.parse().unwrap()],
             None => bytes.split(' ').collect(),
         };
-        for byte in shown {
-            assert_eq!(u8::from_str_radix(byte, 16), Ok(file[at]), "{name}: {line}");
-            at += 1;
+        for byte in tokens {
+            assert_eq!(u8::from_str_radix(byte, 16), Ok(file[position]), "{name}: {line}");
+            position += 1;
         }
     }
-    assert_eq!(at, file.len(), "{name}");
+    assert_eq!(position, file.len(), "{name}");
 }
 
 #[test]
-fn a_dump_leaves_no_byte_out() {
-    let place = Place::new();
+fn inspect_hex_prints_every_byte() {
+    let sandbox = Place::new();
     let vectors = tssd_tests::vectors::generated().parent().unwrap();
     let archives = |folder: &str| {
         let entries = std::fs::read_dir(vectors.join(folder)).unwrap();
@@ -688,21 +700,22 @@ fn a_dump_leaves_no_byte_out() {
         paths.filter(|path| path.extension().is_some_and(|extension| extension == "tssd"))
     };
     let mut files: Vec<_> = archives("valid").collect();
-    // What is padding by its place is shown as it is, too.
-    let is_padded = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().starts_with("092");
-    files.extend(archives("invalid").chain(archives("generated")).filter(is_padded));
+    // Invalid vectors whose padding is not zero: the dump shows the actual bytes.
+    let has_bad_padding =
+        |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().starts_with("092");
+    files.extend(archives("invalid").chain(archives("generated")).filter(has_bad_padding));
     let options = Options::new().compress(Compression::ShuffledZstd).digests();
-    place.write("packed.tssd", &encoded(&model(), &options.attr("n", AttrValue::Int(-1))));
-    files.push(place.path("packed.tssd"));
-    let set = put_two_writers(&place, Compression::Zstd);
-    files.push(place.path(&format!("{set}/manifest.tssd")));
+    sandbox.write("packed.tssd", &encoded(&model(), &options.attr("n", AttrValue::Int(-1))));
+    files.push(sandbox.path("packed.tssd"));
+    let set = put_two_writers(&sandbox, Compression::Zstd);
+    files.push(sandbox.path(&format!("{set}/manifest.tssd")));
     for file in files {
         let name = file.display().to_string();
-        let dump = place.expect(0, &format!("inspect --hex {name}"));
-        check_dump(&name, &dump, &std::fs::read(&file).unwrap());
+        let dump = sandbox.expect(0, &format!("inspect --hex {name}"));
+        assert_dump_is_complete(&name, &dump, &std::fs::read(&file).unwrap());
     }
-    let dump = place.expect(0, "inspect --hex packed.tssd");
-    for shown in [
+    let dump = sandbox.expect(0, "inspect --hex packed.tssd");
+    for text in [
         "storage 0, chunk 0: zstd frame, ",
         "shuffle: 4, elements of as many bytes",
         "codec: 1, zstd",
@@ -713,32 +726,32 @@ fn a_dump_leaves_no_byte_out() {
         "a: storage 3",
         "digests[3]: of storage 3",
     ] {
-        assert!(dump.contains(shown), "{shown}\n{dump}");
+        assert!(dump.contains(text), "{text}\n{dump}");
     }
-    // A directory with a manifest is its manifest.
-    let manifest = place.expect(0, &format!("inspect --hex {set}"));
+    // A directory with a manifest stands for the manifest.
+    let manifest = sandbox.expect(0, &format!("inspect --hex {set}"));
     assert!(manifest.contains("digest: root digest of the file"), "{manifest}");
-    place.expect(2, "inspect --hex --json packed.tssd");
-    place.write("text.tssd", b"text");
-    place.expect(1, "inspect --hex text.tssd");
+    sandbox.expect(2, "inspect --hex --json packed.tssd");
+    sandbox.write("text.tssd", b"text");
+    sandbox.expect(1, "inspect --hex text.tssd");
 }
 
-/// The worked example of the spec is what the command prints.
+/// The worked example of `spec/format.md` equals the output of the command.
 #[test]
-fn the_worked_example_is_the_dump() {
+fn spec_worked_example_matches_hex_dump() {
     let spec = Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec");
     let text = std::fs::read_to_string(spec.join("format.md")).unwrap();
     let (_, section) = text.split_once("\n## 10. ").unwrap();
-    let shown = section.split("```text\n").nth(1).unwrap().split("```").next().unwrap();
+    let example = section.split("```text\n").nth(1).unwrap().split("```").next().unwrap();
     let vector = spec.join("vectors/valid/003-one-tensor.tssd");
     let dump = Place::new().expect(0, &format!("inspect --hex {}", vector.display()));
-    assert_eq!(dump, shown);
+    assert_eq!(dump, example);
 }
 
-/// The bits of 1 and of the next float, of each dtype.
+/// Compares 1.0 with the next larger value, for each float dtype.
 #[test]
-fn floats_are_compared_by_what_they_are_and_by_ulps() {
-    let place = Place::new();
+fn diff_reports_absolute_and_ulp_difference_of_floats() {
+    let sandbox = Place::new();
     let cases: [(Dtype, u64, f64); 9] = [
         (Dtype::Float64, 0x3FF0_0000_0000_0000, f64::EPSILON),
         (Dtype::Float32, 0x3F80_0000, f64::from(f32::EPSILON)),
@@ -759,79 +772,84 @@ fn floats_are_compared_by_what_they_are_and_by_ulps() {
             let meta = TensorMeta::new(dtype, &[2]).unwrap();
             dict.insert(dtype.name(), Tensor::new(meta, Storage::from(bytes), 0).unwrap());
         }
-        place.write_dict(name, &dict);
+        sandbox.write_dict(name, &dict);
     }
-    let json = json_of(&place.expect(1, "diff --json a.tssd b.tssd"));
-    for (found, (dtype, _, apart)) in json["differences"].as_array().unwrap().iter().zip(cases) {
-        assert_eq!(found["leaf"], dtype.name());
-        assert_eq!(found["elements"], 1);
-        assert_eq!(found["max_abs_difference"], apart, "{dtype}");
-        assert_eq!(found["max_ulp_difference"], 1, "{dtype}");
+    let json = parse_json(&sandbox.expect(1, "diff --json a.tssd b.tssd"));
+    for (difference, (dtype, _, distance)) in
+        json["differences"].as_array().unwrap().iter().zip(cases)
+    {
+        assert_eq!(difference["leaf"], dtype.name());
+        assert_eq!(difference["elements"], 1);
+        assert_eq!(difference["max_abs_difference"], distance, "{dtype}");
+        assert_eq!(difference["max_ulp_difference"], 1, "{dtype}");
     }
-    let said = place.expect(1, "diff a.tssd b.tssd");
+    let output = sandbox.expect(1, "diff a.tssd b.tssd");
     let line = "1 of 2 elements differ, max |a - b| 0.0078, max 1 ulp\n";
-    assert!(said.contains(line), "{said}");
-    assert_eq!(said.lines().count(), cases.len() + 1);
+    assert!(output.contains(line), "{output}");
+    assert_eq!(output.lines().count(), cases.len() + 1);
 }
 
 #[test]
-fn another_storage_is_no_difference() {
-    let place = Place::new();
-    place.write_dict("a.tssd", &model());
-    place.expect(0, "convert a.tssd -o b.tssd --zstd --digest --align 64");
-    let said = place.expect(0, "diff a.tssd b.tssd");
-    assert!(said.starts_with("equal in meaning: 5 leaves"), "{said}");
+fn diff_ignores_codec_alignment_and_digest() {
+    let sandbox = Place::new();
+    sandbox.write_dict("a.tssd", &model());
+    sandbox.expect(0, "convert a.tssd -o b.tssd --zstd --digest --align 64");
+    let output = sandbox.expect(0, "diff a.tssd b.tssd");
+    assert!(output.starts_with("equal in meaning: 5 leaves"), "{output}");
     let stored = "stored otherwise: codec of 5 leaves, alignment of 5 leaves, digest of 5 leaves\n";
-    assert!(said.ends_with(stored), "{said}");
-    let json = json_of(&place.expect(0, "diff --json a.tssd b.tssd"));
+    assert!(output.ends_with(stored), "{output}");
+    let json = parse_json(&sandbox.expect(0, "diff --json a.tssd b.tssd"));
     assert_eq!(json["equal"], true);
     assert_eq!(json["stored"]["codec"], 5);
-    place.expect(0, "convert b.tssd -o c.tssd --zstd=4");
-    let said = place.expect(0, "diff b.tssd c.tssd");
-    assert!(said.ends_with("stored otherwise: zstd level 1 -> 4\n"), "{said}");
+    sandbox.expect(0, "convert b.tssd -o c.tssd --zstd=4");
+    let output = sandbox.expect(0, "diff b.tssd c.tssd");
+    assert!(output.ends_with("stored otherwise: zstd level 1 -> 4\n"), "{output}");
 }
 
 #[test]
-fn ties_are_compared() {
-    let place = Place::new();
-    place.write_dict("tied.tssd", &model());
+fn diff_compares_ties() {
+    let sandbox = Place::new();
+    sandbox.write_dict("tied.tssd", &model());
     let mut dict = model();
     dict.insert("tied", floats(5000));
-    place.write_dict("loose.tssd", &dict);
-    let said = place.expect(1, "diff tied.tssd loose.tssd");
-    assert!(said.starts_with("ties       tied  tied to weight -> bytes of its own\n"), "{said}");
-    place.expect(0, "diff --values tied.tssd loose.tssd");
+    sandbox.write_dict("loose.tssd", &dict);
+    let output = sandbox.expect(1, "diff tied.tssd loose.tssd");
+    assert!(
+        output.starts_with("ties       tied  tied to weight -> bytes of its own\n"),
+        "{output}"
+    );
+    sandbox.expect(0, "diff --values tied.tssd loose.tssd");
 }
 
 #[test]
-fn a_put_compresses_and_digests() {
-    let place = Place::new();
-    place.write_dict("in.tssd", &model());
-    place.expect(0, "put --store store key in.tssd --zstd --digest");
-    let version = version_of(&place);
-    let files = files_of(&place, &version);
-    let archive = open(&place, &files[0]);
+fn put_compresses_and_writes_digests() {
+    let sandbox = Place::new();
+    sandbox.write_dict("in.tssd", &model());
+    sandbox.expect(0, "put --store store key in.tssd --zstd --digest");
+    let version = first_version_path(&sandbox);
+    let files = list_files(&sandbox, &version);
+    let archive = open(&sandbox, &files[0]);
     assert!(archive.root_digest().is_some());
-    assert!(stored(&archive).iter().all(|(_, shuffle, ..)| shuffle.is_some()));
-    place.expect(0, "verify --deep store");
-    // Who gets it gets it as it was.
-    place.expect(0, "get --store store key -o out.tssd");
-    place.expect(0, "diff in.tssd out.tssd");
-    assert_eq!(open(&place, "out.tssd").attrs(), open(&place, "in.tssd").attrs());
-    // A version is put again as the shard set that it is.
-    place.expect(0, &format!("put --store store copy {version}"));
-    place.expect(0, "get --store store copy -o copy.tssd");
-    place.expect(0, "diff in.tssd copy.tssd");
+    assert!(storage_options(&archive).iter().all(|(_, shuffle, ..)| shuffle.is_some()));
+    sandbox.expect(0, "verify --deep store");
+    // `get` returns the original contents and attributes.
+    sandbox.expect(0, "get --store store key -o out.tssd");
+    sandbox.expect(0, "diff in.tssd out.tssd");
+    assert_eq!(open(&sandbox, "out.tssd").attrs(), open(&sandbox, "in.tssd").attrs());
+    // `put` of a version directory puts its shard set.
+    sandbox.expect(0, &format!("put --store store copy {version}"));
+    sandbox.expect(0, "get --store store copy -o copy.tssd");
+    sandbox.expect(0, "diff in.tssd copy.tssd");
 }
 
-/// A layout that is planned by hand is what the command writes.
+/// The command writes the same bytes as a layout planned through the library.
 #[test]
-fn the_command_writes_what_the_library_writes() {
-    let place = Place::new();
-    place.write_dict("in.tssd", &model());
-    place.expect(0, "convert in.tssd -o out.tssd --zstd=2 --digest");
+fn convert_writes_same_bytes_as_library() {
+    let sandbox = Place::new();
+    sandbox.write_dict("in.tssd", &model());
+    sandbox.expect(0, "convert in.tssd -o out.tssd --zstd=2 --digest");
     let options = Options::new().compress(Compression::ShuffledZstd).zstd_level(2).digests();
     let mut bytes = Vec::new();
     Layout::plan(&model(), &options).unwrap().write_to(&mut bytes).unwrap();
-    assert_eq!(place.read("out.tssd"), bytes);
+    assert_eq!(sandbox.read("out.tssd"), bytes);
 }

@@ -1,4 +1,4 @@
-//! The daemon: memory that is shared and recycled, peers that are lost, peers that are hostile.
+//! The daemon: shared and recycled memory, lost peers, hostile peers.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -25,7 +25,7 @@ fn key() -> Key {
     Key::new("policy").unwrap()
 }
 
-/// One tensor of so many MiB, all of whose bytes are the step.
+/// A state dict with a tensor of `mib` MiB whose bytes all equal `step`.
 fn model(step: u8, mib: u64) -> StateDict {
     let meta = TensorMeta::new(tssd_format::Dtype::Uint8, &[mib, MIB]).unwrap();
     let bytes = vec![step; usize::try_from(mib * MIB).unwrap()];
@@ -43,113 +43,116 @@ fn get(store: &Store) -> StateDict {
     store.get_state_dict(&key(), &GetOptions::default()).unwrap().0
 }
 
-/// Waits until something is so that others are doing now.
-fn eventually(is_so: impl Fn() -> bool) {
+/// Polls a condition every 10 ms, for at most 10 seconds.
+fn eventually(condition: impl Fn() -> bool) {
     assert!((0..1000).any(|_| {
         std::thread::sleep(Duration::from_millis(10));
-        is_so()
+        condition()
     }));
 }
 
-/// The step that all bytes have.
+/// Returns the step of a model, and asserts that all its bytes belong to that step.
 fn step_of(dict: &StateDict) -> u8 {
     let Value::Tensor(tensor) = dict.leaf("weight").unwrap() else { panic!("a tensor") };
     let bytes = tensor.view().span();
     let step = bytes[0];
-    assert!(bytes.iter().all(|byte| *byte == step), "bytes of one version");
+    assert!(bytes.iter().all(|byte| *byte == step), "the tensor mixes bytes of several versions");
     assert_eq!(dict.leaf("step").unwrap(), &Value::from(i64::from(step)));
     step
 }
 
 #[test]
-fn a_view_never_changes_and_its_memory_comes_back() {
-    let served = Served::new(1 << 30);
-    let (writer, reader) = (served.connect(), served.connect());
+fn view_stays_unchanged_and_its_memory_is_recycled() {
+    let daemon = Served::new(1 << 30);
+    let (writer, reader) = (daemon.connect(), daemon.connect());
     put(&writer, 1, 4);
-    let held = get(&reader);
+    let view = get(&reader);
     for step in 2..=6 {
         put(&writer, step, 4);
         assert_eq!(step_of(&get(&reader)), step);
     }
-    assert_eq!(step_of(&held), 1, "what is held is what was got");
-    drop(held);
-    // One version is kept and one is written, whatever the readers see: nothing else is made.
-    let settled = reader.status().unwrap().memory;
+    assert_eq!(step_of(&view), 1, "the view stays unchanged");
+    drop(view);
+    // One version is retained and one is written. From here on the pool creates no further segments.
+    let baseline = reader.status().unwrap().memory;
     for step in 7..=12 {
         put(&writer, step, 4);
         assert_eq!(step_of(&get(&reader)), step);
     }
     let memory = reader.status().unwrap().memory;
-    assert_eq!(memory.created_bytes, settled.created_bytes, "no fresh pages: {memory:?}");
-    assert_eq!(memory.retired_bytes, 0, "everything was handed back");
+    assert_eq!(memory.created_bytes, baseline.created_bytes, "no new pages: {memory:?}");
+    assert_eq!(memory.retired_bytes, 0, "the readers released all leases");
     assert!(memory.recycled >= 9, "{memory:?}");
 }
 
 #[test]
-fn a_put_waits_for_memory_and_says_who_has_it() {
-    // Two versions of 8 MiB fit, and what the daemon writes itself.
-    let served = Served::new(26 * MIB);
-    let (writer, reader) = (served.connect(), served.connect());
+fn put_waits_for_memory_and_names_its_holder() {
+    // Room for two versions of 8 MiB and for the daemon's own manifests.
+    let daemon = Served::new(26 * MIB);
+    let (writer, reader) = (daemon.connect(), daemon.connect());
     put(&writer, 1, 8);
-    let held = get(&reader);
+    let view = get(&reader);
     put(&writer, 2, 8);
     let options = PutOptions { timeout: Duration::from_millis(50), ..PutOptions::default() };
     let error = writer.put_state_dict(&key(), &model(3, 8), &options).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy);
     let text = error.to_string();
-    let reader_is_named = format!("process {} (`policy` version 1", std::process::id());
-    assert!(text.contains(&reader_is_named), "{text}");
-    // Nobody sees what did not fit, and it goes on as soon as there is room.
+    let holder = format!("process {} (`policy` version 1", std::process::id());
+    assert!(text.contains(&holder), "{text}");
+    // Readers do not see the failed put. The next put proceeds as soon as memory is free.
     assert_eq!(step_of(&get(&writer)), 2);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(50));
-            drop(held);
+            drop(view);
         });
         put(&writer, 3, 8);
     });
     assert_eq!(step_of(&get(&reader)), 3);
     let error = writer.put_state_dict(&key(), &model(4, 32), &options).unwrap_err();
-    assert!(error.to_string().contains("memory"), "it never fits: {error}");
+    assert!(error.to_string().contains("memory"), "the put exceeds the memory limit: {error}");
 }
 
 #[test]
-fn memory_of_who_is_lost_is_not_written_again() {
-    let served = Served::new(1 << 30);
-    let writer = served.connect();
-    let reader = served.connect();
+fn memory_of_disconnected_reader_is_not_recycled() {
+    let daemon = Served::new(1 << 30);
+    let writer = daemon.connect();
+    let reader = daemon.connect();
     put(&writer, 1, 4);
-    let held = get(&reader);
-    // The connection goes with the store, without a word about the view.
+    let view = get(&reader);
+    // Dropping the store closes the connection while the view is still mapped.
     drop(reader);
-    let reader = served.connect();
+    let reader = daemon.connect();
     for step in 2..=5 {
         put(&writer, step, 4);
         assert_eq!(step_of(&get(&reader)), step);
     }
-    assert_eq!(step_of(&held), 1);
+    assert_eq!(step_of(&view), 1);
     let memory = writer.status().unwrap().memory;
-    assert!(memory.retired >= 4 * MIB, "it counts until the process is gone: {memory:?}");
+    assert!(
+        memory.retired >= 4 * MIB,
+        "retired memory counts until the reader process ends: {memory:?}"
+    );
 }
 
 #[test]
-fn versions_outlive_their_writer() {
-    let served = Served::new(1 << 30);
-    put(&served.connect(), 1, 4);
-    let reader = served.connect();
+fn version_outlives_its_writer() {
+    let daemon = Served::new(1 << 30);
+    put(&daemon.connect(), 1, 4);
+    let reader = daemon.connect();
     assert_eq!(step_of(&get(&reader)), 1);
-    put(&served.connect(), 2, 4);
+    put(&daemon.connect(), 2, 4);
     assert_eq!(step_of(&get(&reader)), 2);
 }
 
 #[test]
-fn writers_of_one_version_may_be_many() {
-    let served = Served::new(1 << 30);
-    let reader = served.connect();
+fn several_writers_contribute_to_one_version() {
+    let daemon = Served::new(1 << 30);
+    let reader = daemon.connect();
     for step in 1..=3_u8 {
         std::thread::scope(|scope| {
             for rank in 0..4_u32 {
-                let served = &served;
+                let daemon = &daemon;
                 scope.spawn(move || {
                     let options = PutOptions {
                         version: Some(step.into()),
@@ -163,7 +166,7 @@ fn writers_of_one_version_may_be_many() {
                         format!("rank{rank}"),
                         Tensor::from_slice(&[step; 7], &[7]).unwrap(),
                     );
-                    served.connect().put_state_dict(&key(), &dict, &options).unwrap();
+                    daemon.connect().put_state_dict(&key(), &dict, &options).unwrap();
                 });
             }
         });
@@ -173,9 +176,9 @@ fn writers_of_one_version_may_be_many() {
 }
 
 #[test]
-fn in_place_reads_take_what_is_asked_for() {
-    let served = Served::new(1 << 30);
-    let (writer, reader) = (served.connect(), served.connect());
+fn in_place_reads_fill_targets_and_can_skip_verification() {
+    let daemon = Served::new(1 << 30);
+    let (writer, reader) = (daemon.connect(), daemon.connect());
     for step in 1..=3 {
         put(&writer, step, 4);
         let mut memory = vec![0; usize::try_from(4 * MIB).unwrap()];
@@ -191,45 +194,45 @@ fn in_place_reads_take_what_is_asked_for() {
 }
 
 #[test]
-fn a_daemon_that_is_gone_is_an_error_and_views_stay() {
-    let served = Served::new(1 << 30);
-    let store = served.connect();
+fn daemon_exit_fails_requests_and_keeps_views() {
+    let daemon = Served::new(1 << 30);
+    let store = daemon.connect();
     put(&store, 1, 4);
-    let held = get(&store);
+    let view = get(&store);
     assert!(store.is_connected());
-    drop(served);
+    drop(daemon);
     let error = store.head(&key()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unreachable);
     assert!(!store.is_connected());
     let error = store.put_state_dict(&key(), &model(2, 4), &PutOptions::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unreachable);
-    assert_eq!(step_of(&held), 1);
+    assert_eq!(step_of(&view), 1);
 }
 
 #[test]
-fn one_daemon_serves_a_socket() {
-    let served = Served::new(1 << 30);
-    let error = Daemon::bind(DaemonOptions::at(served.socket(), MIB)).unwrap_err();
+fn second_daemon_on_socket_is_refused() {
+    let daemon = Served::new(1 << 30);
+    let error = Daemon::bind(DaemonOptions::at(daemon.socket(), MIB)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy);
     assert!(error.to_string().contains(&format!("process {}", std::process::id())), "{error}");
 }
 
-/// Files of a folder in memory have seals, as segments do, and not those of segments.
+/// Files on tmpfs support seals as segments do, but lack the seals that the daemon sets on segments.
 #[test]
-fn what_is_durable_in_a_folder_in_memory_is_read_after_a_restart() {
+fn durable_version_on_tmpfs_is_read_after_restart() {
     let folder = quick_folder();
-    let served = Served::over(folder.path());
-    served.connect().put_state_dict(&key(), &model(1, 1), &durable()).unwrap();
-    drop(served);
-    let served = Served::over(folder.path());
-    assert_eq!(step_of(&get(&served.connect())), 1);
+    let daemon = Served::over(folder.path());
+    daemon.connect().put_state_dict(&key(), &model(1, 1), &durable()).unwrap();
+    drop(daemon);
+    let daemon = Served::over(folder.path());
+    assert_eq!(step_of(&get(&daemon.connect())), 1);
 }
 
 #[test]
-fn what_a_killed_daemon_leaves_is_taken_over() {
+fn daemon_takes_over_socket_of_killed_daemon() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("socket");
-    // A socket that nobody listens to any more.
+    // A stale socket: no process listens on it.
     drop(UnixListener::bind(&socket).unwrap());
     assert!(socket.exists());
     let daemon = Daemon::bind(DaemonOptions::at(&socket, MIB));
@@ -239,10 +242,10 @@ fn what_a_killed_daemon_leaves_is_taken_over() {
     assert!(store.keys(None).unwrap().is_empty());
     drop(stop);
     thread.join().unwrap();
-    assert!(!socket.exists(), "a daemon that ends takes its socket along");
+    assert!(!socket.exists(), "the daemon removes its socket when it ends");
 }
 
-/// A request of one writer.
+/// Returns a `begin` request of a single writer.
 fn begin(key: &str, len: usize) -> String {
     format!(
         r#"{{"op":"begin","key":"{key}","proposal":{{"writer":0,"writers":"0","file_len":{len},
@@ -252,7 +255,7 @@ fn begin(key: &str, len: usize) -> String {
 
 const DIGEST: &str = "00000000000000000000000000000000";
 
-/// A request that commits what has begun.
+/// Returns a `commit` request for the contribution of a `begun` response.
 fn commit(begun: &serde_json::Value) -> String {
     let contribution = &begun["begun"]["contribution"];
     format!(r#"{{"op":"commit","contribution":{contribution},"digest":"{DIGEST}"}}"#)
@@ -260,13 +263,13 @@ fn commit(begun: &serde_json::Value) -> String {
 
 const LOCATE: &str = r#"{"op":"locate","key":"policy","selector":"newest"}"#;
 
-/// A notice that hands a lease back.
+/// Returns a `release` notice for the lease of a `leased` response.
 fn release(leased: &serde_json::Value) -> Vec<u8> {
     let lease = &leased["leased"]["lease"];
     frame(4, 0, &format!(r#"{{"op":"release","lease":{lease}}}"#), b"")
 }
 
-/// Puts an archive that is not inline; returns its segment, and its memory if that came along.
+/// Puts an archive through a segment. Returns the name of the segment, and its memory if the daemon sent a descriptor.
 fn put_raw(
     raw: &mut Raw,
     archive: &[u8],
@@ -274,21 +277,21 @@ fn put_raw(
 ) -> (serde_json::Value, Option<File>) {
     let (begun, fds) = raw.ask_for_descriptors(&begin("policy", archive.len()));
     let room = &begun["begun"]["room"]["segment"];
-    let come = fds.into_iter().next().map(File::from);
-    let file = come.as_ref().or(memory).expect("memory that is not there yet comes");
+    let received = fds.into_iter().next().map(File::from);
+    let file = received.as_ref().or(memory).expect("a new segment comes with a descriptor");
     assert_eq!(file.metadata().unwrap().len(), room["capacity"].as_u64().unwrap());
-    if come.is_some() {
+    if received.is_some() {
         file.write_all_at(archive, 0).unwrap();
     }
     let progress = raw.ask(6, &commit(&begun));
     assert_eq!(progress["progress"], serde_json::json!({"visible": true, "missing": ""}));
-    (room["segment"].clone(), come)
+    (room["segment"].clone(), received)
 }
 
 #[test]
-fn who_breaks_the_protocol_is_turned_away_and_nobody_else() {
-    let served = Served::new(1 << 30);
-    let store = served.connect();
+fn protocol_violation_closes_only_that_connection() {
+    let daemon = Served::new(1 << 30);
+    let store = daemon.connect();
     put(&store, 1, 1);
     let header = |kind: u8, head: u32, data: u32, fds: u8| {
         let mut bytes = frame(kind, 1, "", b"");
@@ -303,37 +306,40 @@ fn who_breaks_the_protocol_is_turned_away_and_nobody_else() {
         ("a head over the limit", header(1, (64 << 10) + 1, 0, 0)),
         ("data over the limit", header(1, 2, (256 << 10) + 1, 0)),
         ("lengths that overflow", header(1, u32::MAX, u32::MAX, 0)),
-        ("a descriptor, though it does not come", [header(1, 2, 0, 1), b"{}".to_vec()].concat()),
+        (
+            "a descriptor that is announced and not sent",
+            [header(1, 2, 0, 1), b"{}".to_vec()].concat(),
+        ),
         ("two descriptors", header(1, 2, 0, 2)),
         ("an unknown kind of frame", header(9, 2, 0, 0)),
         ("a part", frame(2, 1, HELLO, b"")),
         ("a reply", frame(3, 1, HELLO, b"")),
     ];
-    for (what, bytes) in &garbage {
-        let mut raw = Raw::connect(&served.socket());
+    for (label, bytes) in &garbage {
+        let mut raw = Raw::connect(&daemon.socket());
         raw.send(bytes);
-        assert!(raw.is_ended(), "{what}");
-        let mut raw = Raw::greet(&served.socket());
+        assert!(raw.is_ended(), "{label}");
+        let mut raw = Raw::greet(&daemon.socket());
         raw.send(bytes);
-        assert!(raw.is_ended(), "{what}, after hello");
+        assert!(raw.is_ended(), "{label}, after hello");
     }
-    // Who has not said hello has less.
+    // Before `hello`, the limits are lower.
     for bytes in [header(1, (4 << 10) + 1, 0, 0), header(1, 2, 1, 0), frame(4, 1, HELLO, b"")] {
-        let mut raw = Raw::connect(&served.socket());
+        let mut raw = Raw::connect(&daemon.socket());
         raw.send(&bytes);
         assert!(raw.is_ended(), "{bytes:?}");
     }
-    // Descriptors that nobody has announced.
-    let mut raw = Raw::greet(&served.socket());
+    // A descriptor that no frame header announces.
+    let mut raw = Raw::greet(&daemon.socket());
     raw.send_with(&frame(1, 2, r#"{"op":"status"}"#, b""), &[std::io::stdin()]);
     assert!(raw.is_ended());
     assert_eq!(step_of(&get(&store)), 1);
 }
 
 #[test]
-fn requests_that_cannot_be_met_are_answered() {
-    let served = Served::new(1 << 30);
-    let mut raw = Raw::greet(&served.socket());
+fn invalid_requests_are_answered_with_errors() {
+    let daemon = Served::new(1 << 30);
+    let mut raw = Raw::greet(&daemon.socket());
     let long = "k".repeat(1025);
     let requests = [
         (r#"{"op":"dance"}"#.to_owned(), "invalid", "not understood"),
@@ -358,10 +364,10 @@ fn requests_that_cannot_be_met_are_answered() {
         assert_eq!(head["failed"]["kind"], kind, "{request}: {head}");
         assert!(head["failed"]["text"].as_str().unwrap().contains(text), "{request}: {head}");
     }
-    // A field that is not known is passed over.
+    // An unknown field is ignored.
     raw.send(&frame(1, 99, r#"{"op":"keys","prefix":"","fashion":null}"#, b""));
     assert_eq!(raw.receive().unwrap().1["keys"]["keys"], serde_json::json!([]));
-    // An archive that is not as long as it was said to be.
+    // An archive whose length differs from the announced one.
     let begin = r#"{"op":"begin","key":"k","proposal":{"writer":0,"writers":"0","file_len":100,
         "timeout":{"secs":1,"nanos":0}}}"#;
     raw.send(&frame(1, 100, begin, b""));
@@ -373,7 +379,7 @@ fn requests_that_cannot_be_met_are_answered() {
     raw.send(&frame(1, 101, &commit, b"too short"));
     let (_, failed) = raw.receive().unwrap();
     assert_eq!(failed["failed"]["kind"], "invalid", "{failed}");
-    // And one that is no archive.
+    // Bytes of the announced length that are not an archive.
     raw.send(&frame(1, 102, begin, b""));
     let (_, begun) = raw.receive().unwrap();
     let contribution = &begun["begun"]["contribution"];
@@ -383,29 +389,29 @@ fn requests_that_cannot_be_met_are_answered() {
     raw.send(&frame(1, 103, &commit, &[7; 100]));
     let (_, failed) = raw.receive().unwrap();
     assert_eq!(failed["failed"]["kind"], "rejected", "{failed}");
-    assert!(served.connect().versions(&Key::new("k").unwrap()).unwrap().is_empty());
+    assert!(daemon.connect().versions(&Key::new("k").unwrap()).unwrap().is_empty());
 }
 
-/// A request for room in the memory of a GPU.
-fn begin_on_gpu(len: u64, device: u64, durability: &str) -> String {
+/// Returns a `begin` request for an archive of `len` bytes whose first `device_len` bytes lie in GPU memory.
+fn begin_on_gpu(len: u64, device_len: u64, durability: &str) -> String {
     format!(
         r#"{{"op":"begin","key":"policy","proposal":{{"writer":0,"writers":"0","file_len":{len},
-        "durability":"{durability}","device":{{"uuid":"GPU-1","len":{device}}},
+        "durability":"{durability}","device":{{"uuid":"GPU-1","len":{device_len}}},
         "timeout":{{"secs":1,"nanos":0}}}}}}"#
     )
 }
 
-/// No GPU and no driver is needed to keep its memory: what stands for that here is a file.
+/// The daemon needs neither GPU nor driver to hold GPU memory, so a memfd stands in for it here.
 #[test]
-fn memory_of_gpus_is_taken_only_as_it_must_be() {
-    let served = Served::new(1 << 30);
-    let mut raw = Raw::greet(&served.socket());
+fn daemon_validates_attached_gpu_memory() {
+    let daemon = Served::new(1 << 30);
+    let mut raw = Raw::greet(&daemon.socket());
     let dict = model(7, 1);
     let layout = tssd_format::Layout::plan(&dict, &tssd_format::Options::new()).unwrap();
     let archive = TorchStoreStateDict::from_state_dict(&dict).unwrap();
     let archive = archive.as_bytes();
     let (index_off, len) = (layout.index_off(), layout.file_len());
-    let shell = [&archive[..4096], &archive[index_off as usize..]].concat();
+    let host_part = [&archive[..4096], &archive[index_off as usize..]].concat();
     let memory = || rustix::fs::memfd_create("GPU", MemfdFlags::CLOEXEC).unwrap();
     let with_descriptors = |number: u64, head: &str, count: u8| {
         let mut bytes = frame(1, number, head, b"");
@@ -413,62 +419,62 @@ fn memory_of_gpus_is_taken_only_as_it_must_be() {
         bytes
     };
     let digest = "00000000000000000000000000000000";
-    // What it is told to unmap comes in between.
-    let answer = |raw: &mut Raw, number: u64| {
+    // `unmap` notices may arrive before the response.
+    let response = |raw: &mut Raw, number: u64| {
         std::iter::from_fn(|| raw.receive()).find(|(answered, _)| *answered == number).unwrap().1
     };
-    let ask = |raw: &mut Raw, number: u64, request: &str, data: &[u8]| {
-        raw.send(&frame(1, number, request, data));
-        answer(raw, number)
+    let call = |raw: &mut Raw, number: u64, head: &str, data: &[u8]| {
+        raw.send(&frame(1, number, head, data));
+        response(raw, number)
     };
-    for (number, (len, device, durability)) in (10..).zip([
+    for (number, (len, device_len, durability)) in (10..).zip([
         (len, 4095, "memory"),
         (len, len + 1, "memory"),
         (u64::MAX, u64::MAX, "memory"),
         (1 << 63, 1 << 63, "memory"),
         (len, index_off, "disk"),
     ]) {
-        let reply = ask(&mut raw, number, &begin_on_gpu(len, device, durability), b"");
-        assert_eq!(reply["failed"]["kind"], "invalid", "{device}: {reply}");
+        let reply = call(&mut raw, number, &begin_on_gpu(len, device_len, durability), b"");
+        assert_eq!(reply["failed"]["kind"], "invalid", "{device_len}: {reply}");
     }
     let long = begin_on_gpu(len, index_off, "memory").replace("GPU-1", &"G".repeat(65));
-    assert_eq!(ask(&mut raw, 19, &long, b"")["failed"]["kind"], "invalid");
+    assert_eq!(call(&mut raw, 19, &long, b"")["failed"]["kind"], "invalid");
     let begin = begin_on_gpu(len, index_off, "memory");
-    let bring = |segment: &serde_json::Value| format!(r#"{{"op":"bring","segment":{segment}}}"#);
+    let attach = |segment: &serde_json::Value| format!(r#"{{"op":"bring","segment":{segment}}}"#);
     let commit = |begun: &serde_json::Value| {
         let contribution = &begun["contribution"];
         format!(r#"{{"op":"commit","contribution":{contribution},"digest":"{digest}"}}"#)
     };
-    // Without its memory it is no archive.
-    let begun = ask(&mut raw, 20, &begin, b"")["begun"].clone();
+    // A commit without the device memory is refused.
+    let begun = call(&mut raw, 20, &begin, b"")["begun"].clone();
     assert_eq!((&begun["room"], &begun["device"]["device"]), (&"inline".into(), &"GPU-1".into()));
     assert!(begun["device"]["capacity"].as_u64().unwrap() >= index_off);
-    let reply = ask(&mut raw, 21, &commit(&begun), &shell);
+    let reply = call(&mut raw, 21, &commit(&begun), &host_part);
     assert!(reply["failed"]["text"].as_str().unwrap().contains("has not come"), "{reply}");
-    // It comes as one descriptor, for what was lent; who was interrupted brings it again.
-    let first = ask(&mut raw, 22, &begin, b"")["begun"].clone();
-    let lent = &first["device"]["segment"];
-    assert_eq!(ask(&mut raw, 23, &bring(lent), b"")["failed"]["kind"], "invalid");
-    for (number, segment, is_taken) in
-        [(24, &999.into(), false), (25, lent, true), (26, lent, true)]
+    // `bring` sends one descriptor for the assigned segment. A client that was interrupted may send it again.
+    let first = call(&mut raw, 22, &begin, b"")["begun"].clone();
+    let assigned = &first["device"]["segment"];
+    assert_eq!(call(&mut raw, 23, &attach(assigned), b"")["failed"]["kind"], "invalid");
+    for (number, segment, is_accepted) in
+        [(24, &999.into(), false), (25, assigned, true), (26, assigned, true)]
     {
-        assert!(raw.send_with(&with_descriptors(number, &bring(segment), 1), &[memory()]));
-        assert_eq!(answer(&mut raw, number) == "done", is_taken, "{number}");
+        assert!(raw.send_with(&with_descriptors(number, &attach(segment), 1), &[memory()]));
+        assert_eq!(response(&mut raw, number) == "done", is_accepted, "{number}");
     }
     let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
-    assert!(raw.send_with(&with_descriptors(18, &bring(lent), 1), &[socket]));
-    assert_eq!(answer(&mut raw, 18)["failed"]["kind"], "invalid");
-    assert_eq!(ask(&mut raw, 29, &commit(&first), &shell[1..])["failed"]["kind"], "invalid");
-    // What was given up is not lent again: who was interrupted may not know what has become of it.
-    let begun = ask(&mut raw, 30, &begin, b"")["begun"].clone();
+    assert!(raw.send_with(&with_descriptors(18, &attach(assigned), 1), &[socket]));
+    assert_eq!(response(&mut raw, 18)["failed"]["kind"], "invalid");
+    assert_eq!(call(&mut raw, 29, &commit(&first), &host_part[1..])["failed"]["kind"], "invalid");
+    // A segment of a failed contribution is not assigned again: an interrupted client may not know that it failed.
+    let begun = call(&mut raw, 30, &begin, b"")["begun"].clone();
     let segment = &begun["device"]["segment"];
-    assert_ne!(segment, lent);
-    assert!(raw.send_with(&with_descriptors(31, &bring(segment), 1), &[memory()]));
-    assert_eq!(answer(&mut raw, 31), "done");
-    assert_eq!(ask(&mut raw, 32, &commit(&begun), &shell)["progress"]["visible"], true);
-    // Who knows of such memory gets it, nobody else does, and nobody here can look at it.
+    assert_ne!(segment, assigned);
+    assert!(raw.send_with(&with_descriptors(31, &attach(segment), 1), &[memory()]));
+    assert_eq!(response(&mut raw, 31), "done");
+    assert_eq!(call(&mut raw, 32, &commit(&begun), &host_part)["progress"]["visible"], true);
+    // Only a client that asks for `devices` gets the memory. Readers without a GPU get `unsupported`.
     let locate = r#"{"op":"locate","key":"policy","selector":"newest""#;
-    let mut reader = Raw::greet(&served.socket());
+    let mut reader = Raw::greet(&daemon.socket());
     assert_eq!(reader.ask(2, &format!("{locate}}}"))["failed"]["kind"], "unsupported");
     let (reply, fds) = reader.ask_for_descriptors(&format!(r#"{locate},"devices":true}}"#));
     let (_, archive) = reply["leased"]["archives"].as_object().unwrap().iter().next().unwrap();
@@ -476,41 +482,44 @@ fn memory_of_gpus_is_taken_only_as_it_must_be() {
     let segments = reply["leased"]["segments"].as_array().unwrap();
     let at = segments.iter().position(|each| each["device"] == "GPU-1").unwrap();
     assert_eq!((fds.len(), segments.len()), (2, 2));
-    let brought = std::fs::read_link(format!("/proc/self/fd/{}", fds[at].as_raw_fd())).unwrap();
-    assert!(brought.to_str().unwrap().starts_with("/memfd:GPU"));
-    let error = served.connect().get_state_dict(&key(), &GetOptions::default()).unwrap_err();
+    let target = std::fs::read_link(format!("/proc/self/fd/{}", fds[at].as_raw_fd())).unwrap();
+    assert!(target.to_str().unwrap().starts_with("/memfd:GPU"));
+    let error = daemon.connect().get_state_dict(&key(), &GetOptions::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-    let error = served.connect_far().get_state_dict(&key(), &GetOptions::default()).unwrap_err();
+    let error = daemon.connect_far().get_state_dict(&key(), &GetOptions::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-    // More than one descriptor is none that a client sends.
+    // A second descriptor in one frame ends the connection.
     let fds = [memory(), memory()];
-    reader.send_with(&with_descriptors(9, &bring(segment), 2), &fds);
+    reader.send_with(&with_descriptors(9, &attach(segment), 2), &fds);
     assert!(reader.is_ended());
-    // Who was lost while it read may look at it still: it is not lent again.
+    // The reader that was cut off may still have the segment mapped, so the daemon does not assign it again.
     for number in [40, 50, 60] {
-        let begun = ask(&mut raw, number, &begin, b"")["begun"].clone();
-        let lent = &begun["device"]["segment"];
-        assert_ne!(lent, segment);
-        // The third one has the memory of the first.
+        let begun = call(&mut raw, number, &begin, b"")["begun"].clone();
+        let assigned = &begun["device"]["segment"];
+        assert_ne!(assigned, segment);
+        // The third put reuses the memory of the first.
         if number < 60 {
-            let bytes = with_descriptors(number + 1, &bring(lent), 1);
+            let bytes = with_descriptors(number + 1, &attach(assigned), 1);
             assert!(raw.send_with(&bytes, &[memory()]));
-            assert_eq!(answer(&mut raw, number + 1), "done");
+            assert_eq!(response(&mut raw, number + 1), "done");
         }
-        assert_eq!(ask(&mut raw, number + 2, &commit(&begun), &shell)["progress"]["visible"], true);
+        assert_eq!(
+            call(&mut raw, number + 2, &commit(&begun), &host_part)["progress"]["visible"],
+            true
+        );
     }
 }
 
 #[test]
-fn a_writer_that_goes_in_the_middle_leaves_no_half() {
-    let served = Served::new(1 << 30);
-    let mut raw = Raw::greet(&served.socket());
+fn writer_disconnect_during_put_discards_its_version() {
+    let daemon = Served::new(1 << 30);
+    let mut raw = Raw::greet(&daemon.socket());
     let begin = r#"{"op":"begin","key":"policy","proposal":{"writer":0,"writers":"0",
         "file_len":1000,"timeout":{"secs":1,"nanos":0}}}"#;
     raw.send(&frame(1, 2, begin, b""));
     assert!(raw.receive().unwrap().1["begun"].is_object());
     drop(raw);
-    let store = served.connect();
+    let store = daemon.connect();
     for step in 1..=3 {
         put(&store, step, 1);
     }
@@ -523,37 +532,37 @@ fn durable() -> PutOptions {
 }
 
 #[test]
-fn what_is_durable_outlives_the_daemon() {
+fn durable_versions_survive_daemon_restart() {
     let folder = tempfile::tempdir().unwrap();
-    let (lasting, passing) = (Key::new("lasting").unwrap(), Key::new("passing").unwrap());
-    let served = Served::over(folder.path());
-    let store = served.connect();
+    let (durable_key, memory_key) = (Key::new("lasting").unwrap(), Key::new("passing").unwrap());
+    let daemon = Served::over(folder.path());
+    let store = daemon.connect();
     for step in 1..=2 {
-        store.put_state_dict(&lasting, &model(step, 1), &durable()).unwrap();
+        store.put_state_dict(&durable_key, &model(step, 1), &durable()).unwrap();
     }
-    store.pin(&lasting, None, "best").unwrap();
-    // The newest of this key is in memory alone, and goes with it.
-    store.put_state_dict(&lasting, &model(3, 1), &PutOptions::default()).unwrap();
-    store.put_state_dict(&passing, &model(1, 1), &PutOptions::default()).unwrap();
+    store.pin(&durable_key, None, "best").unwrap();
+    // The newest version of this key is only in memory, and ends with the daemon.
+    store.put_state_dict(&durable_key, &model(3, 1), &PutOptions::default()).unwrap();
+    store.put_state_dict(&memory_key, &model(1, 1), &PutOptions::default()).unwrap();
     drop(store);
-    drop(served);
+    drop(daemon);
 
-    let served = Served::over(folder.path());
-    let store = served.connect();
-    assert_eq!(store.keys(None).unwrap(), std::slice::from_ref(&lasting));
-    let (dict, report) = store.get_state_dict(&lasting, &GetOptions::default()).unwrap();
+    let daemon = Served::over(folder.path());
+    let store = daemon.connect();
+    assert_eq!(store.keys(None).unwrap(), std::slice::from_ref(&durable_key));
+    let (dict, report) = store.get_state_dict(&durable_key, &GetOptions::default()).unwrap();
     assert_eq!((step_of(&dict), report.version), (2, 2));
-    assert_eq!(store.pins(&lasting).unwrap()["best"], 2);
+    assert_eq!(store.pins(&durable_key).unwrap()["best"], 2);
     let error = store
-        .put_state_dict(&lasting, &model(2, 1), &PutOptions { version: Some(1), ..durable() })
+        .put_state_dict(&durable_key, &model(2, 1), &PutOptions { version: Some(1), ..durable() })
         .unwrap_err();
     assert!(matches!(error.refusal(), Some(Refusal::VersionNotNewer { .. })), "{error}");
-    store.unpin(&lasting, "best").unwrap();
-    store.put_state_dict(&lasting, &model(4, 1), &durable()).unwrap();
-    assert_eq!(step_of(&dict), 2, "a view of a file that is deleted stays");
+    store.unpin(&durable_key, "best").unwrap();
+    store.put_state_dict(&durable_key, &model(4, 1), &durable()).unwrap();
+    assert_eq!(step_of(&dict), 2, "a view of a deleted file stays valid");
     drop(dict);
-    // The daemon hears of it before it answers what comes next.
-    store.head(&lasting).unwrap();
+    // The daemon receives the release before it answers the next request.
+    store.head(&durable_key).unwrap();
     let mut folders: Vec<_> = std::fs::read_dir(folder.path().join("lasting"))
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -561,27 +570,27 @@ fn what_is_durable_outlives_the_daemon() {
     folders.sort();
     let third = tssd_tests::layout::version(&folder.path().join("lasting"), "0-3");
     let third = third.file_name().unwrap().to_str().unwrap();
-    assert_eq!(folders, [".ledger", third], "the third is what readers had seen last: {folders:?}");
-    // What it wrote is a store in a directory like any other.
+    assert_eq!(folders, [".ledger", third], "only the newest version remains: {folders:?}");
+    // The daemon's directory is an ordinary directory store.
     drop(store);
-    drop(served);
+    drop(daemon);
     let store = Store::connect(folder.path().to_str().unwrap()).unwrap();
-    let (dict, _) = store.get_state_dict(&lasting, &GetOptions::default()).unwrap();
+    let (dict, _) = store.get_state_dict(&durable_key, &GetOptions::default()).unwrap();
     assert_eq!(step_of(&dict), 4);
 }
 
-/// The files of such a directory answer as memory does, and were taken for memory that is not sealed.
+/// Regression test: a daemon took files on tmpfs for segments without seals, and rejected them.
 #[test]
-fn a_directory_in_memory_is_read_after_a_restart() {
+fn directory_on_tmpfs_is_read_after_restart() {
     let folder = quick_folder();
     Served::over(folder.path()).connect().put_state_dict(&key(), &model(1, 1), &durable()).unwrap();
     assert_eq!(step_of(&get(&Served::over(folder.path()).connect())), 1);
 }
 
 #[test]
-fn writers_agree_on_durability_and_a_daemon_without_a_directory_has_none() {
+fn put_rejects_mixed_or_unsupported_durability() {
     let folder = tempfile::tempdir().unwrap();
-    let served = Served::over(folder.path());
+    let daemon = Served::over(folder.path());
     let options = |writer, durability| PutOptions {
         version: Some(1),
         writer: Some(writer),
@@ -590,7 +599,7 @@ fn writers_agree_on_durability_and_a_daemon_without_a_directory_has_none() {
         durability,
         ..PutOptions::default()
     };
-    let store = served.connect();
+    let store = daemon.connect();
     let mut dict = StateDict::new();
     dict.insert("step", 1_i64);
     store.put_state_dict(&key(), &dict, &options(0, Durability::Disk)).unwrap();
@@ -605,7 +614,7 @@ fn writers_agree_on_durability_and_a_daemon_without_a_directory_has_none() {
 }
 
 #[test]
-fn a_directory_has_one_daemon_or_none() {
+fn directory_has_one_daemon_or_direct_writers() {
     let folder = tempfile::tempdir().unwrap();
     let direct = Store::directory(folder.path()).unwrap();
     put(&direct, 1, 1);
@@ -614,34 +623,34 @@ fn a_directory_has_one_daemon_or_none() {
         ..DaemonOptions::at(folder.path().join(socket), 1 << 30)
     };
     let error = Daemon::bind(options("one")).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Busy, "somebody writes it directly: {error}");
+    assert_eq!(error.kind(), ErrorKind::Busy, "a store writes the directory directly: {error}");
     drop(direct);
-    let served = Served::over(folder.path());
+    let daemon = Served::over(folder.path());
     let error = Daemon::bind(options("two")).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
-    // Whoever opens it directly may read; who writes is told where the daemon is.
+    // A store that opens the directory directly may read. Its puts fail and name the daemon's address.
     let direct = Store::directory(folder.path()).unwrap();
     assert_eq!(step_of(&get(&direct)), 1);
     let error = direct.put_state_dict(&key(), &model(2, 1), &PutOptions::default()).unwrap_err();
-    assert!(error.to_string().contains(&served.url()), "{error}");
-    // By its address it is the daemon's.
+    assert!(error.to_string().contains(&daemon.url()), "{error}");
+    // `connect` with the path of the directory reaches the daemon.
     let store = Store::connect(folder.path().to_str().unwrap()).unwrap();
     store.put_state_dict(&key(), &model(2, 1), &durable()).unwrap();
-    assert_eq!(step_of(&get(&served.connect())), 2);
+    assert_eq!(step_of(&get(&daemon.connect())), 2);
 }
 
 #[test]
-fn who_does_not_say_hello_first_is_told_so() {
-    let served = Served::new(1 << 30);
+fn connection_without_valid_hello_is_refused() {
+    let daemon = Served::new(1 << 30);
     let newer = HELLO.replace(r#""major":1"#, r#""major":2"#);
-    let first = [
+    let cases = [
         (newer.as_str(), "refused", "protocol 2 is not spoken here, only 1"),
         (r#"{"op":"status"}"#, "invalid", "hello comes first"),
         (r#"{"op":"dance"}"#, "invalid", "not understood"),
         ("hello", "invalid", "not understood"),
     ];
-    for (head, kind, text) in first {
-        let mut raw = Raw::connect(&served.socket());
+    for (head, kind, text) in cases {
+        let mut raw = Raw::connect(&daemon.socket());
         let failed = &raw.ask(7, head)["failed"];
         assert_eq!(failed["kind"], kind, "{head}: {failed}");
         assert!(failed["text"].as_str().unwrap().contains(text), "{head}: {failed}");
@@ -650,27 +659,27 @@ fn who_does_not_say_hello_first_is_told_so() {
 }
 
 #[test]
-fn minor_versions_understand_each_other() {
-    let served = Served::new(1 << 30);
-    let mut raw = Raw::connect(&served.socket());
-    // A later one says more, an earlier one less.
+fn minor_protocol_versions_are_compatible() {
+    let daemon = Served::new(1 << 30);
+    let mut raw = Raw::connect(&daemon.socket());
+    // A later minor version sends more fields, an earlier one fewer.
     let later = r#"{"op":"hello","protocol":{"major":1,"minor":7,"patch":2},"client":"",
         "wants":["everything"]}"#;
     let welcome = &raw.ask(1, later)["welcome"];
     assert_eq!(welcome["protocol"], serde_json::json!({"major": 1, "minor": 0}));
     assert_eq!(welcome["pid"], std::process::id());
     assert_eq!(welcome["inline"], 256 << 10);
-    let mut raw = Raw::connect(&served.socket());
+    let mut raw = Raw::connect(&daemon.socket());
     let earlier = r#"{"op":"hello","protocol":{"major":1,"minor":0}}"#;
     assert!(raw.ask(1, earlier)["welcome"].is_object());
-    // A notice that is not known is passed over; so are unknown fields.
+    // Unknown notices and unknown fields are ignored.
     raw.send(&frame(4, 0, r#"{"op":"yawn","how":"widely"}"#, b""));
     raw.send(&frame(4, 0, r#"{"op":"unmap","segments":[9],"why":null}"#, b""));
     let lease = "00112233445566778899aabbccddeeff";
     raw.send(&frame(4, 0, &format!(r#"{{"op":"release","lease":"{lease}","x":1}}"#), b""));
     let keys = &raw.ask(2, r#"{"op":"keys","prefix":"","from":7}"#)["keys"]["keys"];
     assert_eq!(keys, &serde_json::json!([]));
-    // What is absent, none or empty.
+    // Absent, `null` and empty fields are distinct.
     let newer = |seen: &str| {
         format!(r#"{{"op":"newer","key":"",{seen}"patience":{{"secs":0,"nanos":1}}}}"#)
     };
@@ -684,20 +693,20 @@ fn minor_versions_understand_each_other() {
 }
 
 #[test]
-fn who_waits_and_goes_is_forgotten() {
-    let served = Served::new(1 << 30);
-    let store = served.connect();
+fn disconnect_cancels_pending_requests_and_releases_leases() {
+    let daemon = Served::new(1 << 30);
+    let store = daemon.connect();
     put(&store, 1, 1);
     let waiting = [
         r#"{"op":"newer","key":"none","patience":{"secs":3600,"nanos":0}}"#,
-        // Two versions are open: this one waits for its turn.
+        // Two versions are open, so this one waits until one of them is closed.
         r#"{"op":"begin","key":"busy","proposal":{"writer":0,"writers":"0-1","job":"j","number":3,
             "file_len":9,"timeout":{"secs":3600,"nanos":0}}}"#,
-        // It never gets so much while the others are there.
+        // The memory limit has no room for this length while the other versions exist.
         r#"{"op":"begin","key":"large","proposal":{"writer":0,"writers":"0","file_len":1072693248,
             "timeout":{"secs":3600,"nanos":0}}}"#,
     ];
-    let mut other = Raw::greet(&served.socket());
+    let mut other = Raw::greet(&daemon.socket());
     for number in [1, 2] {
         let begin = format!(
             r#"{{"op":"begin","key":"busy","proposal":{{"writer":0,"writers":"0-1","job":"j",
@@ -706,27 +715,27 @@ fn who_waits_and_goes_is_forgotten() {
         assert!(other.ask(number, &begin)["begun"].is_object());
     }
     for request in waiting {
-        let mut raw = Raw::greet(&served.socket());
+        let mut raw = Raw::greet(&daemon.socket());
         let lease = raw.ask(2, r#"{"op":"locate","key":"policy","selector":"newest"}"#);
         assert!(lease["leased"].is_object(), "{lease}");
         raw.send(&frame(1, 3, request, b""));
-        // It has come: requests are taken in turn.
+        // The daemon reads requests in order, so it has received the one above.
         assert!(raw.ask(4, r#"{"op":"status"}"#)["status"].is_object());
     }
-    let is_alone = || {
+    let is_cleaned_up = || {
         let status = store.status().unwrap();
         status.peers.len() == 2 && status.leases.is_empty()
     };
-    eventually(is_alone);
+    eventually(is_cleaned_up);
 }
 
 #[test]
-fn readers_of_one_connection_share_what_comes_once() {
-    let served = Served::new(1 << 30);
-    let writer = served.connect();
+fn readers_on_one_connection_share_received_descriptors() {
+    let daemon = Served::new(1 << 30);
+    let writer = daemon.connect();
     for step in 1..=8 {
         put(&writer, step, 1);
-        let reader = served.connect();
+        let reader = daemon.connect();
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| assert_eq!(step_of(&get(&reader)), step));
@@ -736,9 +745,9 @@ fn readers_of_one_connection_share_what_comes_once() {
 }
 
 #[test]
-fn lengths_that_no_memory_has_are_refused() {
-    let served = Served::new(1 << 30);
-    let mut raw = Raw::greet(&served.socket());
+fn begin_rejects_length_above_memory_limit() {
+    let daemon = Served::new(1 << 30);
+    let mut raw = Raw::greet(&daemon.socket());
     for len in [u64::MAX, u64::MAX - (2 << 20), 1 << 62, (1 << 30) + 1] {
         let begin = format!(
             r#"{{"op":"begin","key":"k","proposal":{{"writer":0,"writers":"0","file_len":{len},
@@ -747,14 +756,14 @@ fn lengths_that_no_memory_has_are_refused() {
         let failed = &raw.ask(2, &begin)["failed"];
         assert_eq!(failed["kind"], "busy", "{len}: {failed}");
     }
-    put(&served.connect(), 1, 1);
+    put(&daemon.connect(), 1, 1);
 }
 
 #[test]
-fn an_answer_that_is_too_long_is_an_error() {
-    let served = Served::new(1 << 30);
-    let mut raw = Raw::greet(&served.socket());
-    put(&served.connect(), 1, 1);
+fn response_above_frame_limit_is_an_error() {
+    let daemon = Served::new(1 << 30);
+    let mut raw = Raw::greet(&daemon.socket());
+    put(&daemon.connect(), 1, 1);
     let label = "l".repeat(60 << 10);
     for number in 2..20 {
         let label = format!("{number}{label}");
@@ -763,14 +772,14 @@ fn an_answer_that_is_too_long_is_an_error() {
     }
     let failed = &raw.ask(20, r#"{"op":"pins","key":"policy"}"#)["failed"];
     assert_eq!(failed["kind"], "invalid", "{failed}");
-    assert!(raw.ask(21, r#"{"op":"status"}"#)["status"].is_object(), "the connection goes on");
+    assert!(raw.ask(21, r#"{"op":"status"}"#)["status"].is_object(), "the connection stays open");
 }
 
 #[test]
-fn keys_come_in_pages() {
-    let served = Served::new(1 << 30);
-    let store = served.connect();
-    // Backslashes are two characters in JSON, and the keys far more than one head together.
+fn keys_are_listed_in_pages() {
+    let daemon = Served::new(1 << 30);
+    let store = daemon.connect();
+    // JSON escapes each backslash to two characters. All keys together exceed one frame head by far.
     let name = |number: u32| format!("{}{number:04}", r"\".repeat(300));
     let mut dict = StateDict::new();
     dict.insert("step", 1_i64);
@@ -780,26 +789,26 @@ fn keys_come_in_pages() {
     }
     assert_eq!(store.keys(None).unwrap(), keys);
     assert_eq!(store.keys(Some("none")).unwrap(), []);
-    let mut raw = Raw::greet(&served.socket());
+    let mut raw = Raw::greet(&daemon.socket());
     let after = serde_json::json!({"op": "keys", "prefix": "", "after": name(2990)}).to_string();
     let page = raw.ask(7, &after);
     assert_eq!(page["keys"]["keys"].as_array().unwrap().len(), 9);
     assert_eq!(page["keys"]["more"], false);
 }
 
-/// An archive of a few hundred KiB, in words.
+/// The bytes of an archive of slightly more than 1 MiB.
 fn archive(step: u8) -> Vec<u8> {
     TorchStoreStateDict::from_state_dict(&model(step, 1)).unwrap().as_bytes().to_vec()
 }
 
 #[test]
-fn memory_comes_once_sealed_and_comes_back() {
-    let served = Served::new(1 << 30);
-    let (mut writer, mut reader) = (Raw::greet(&served.socket()), Raw::greet(&served.socket()));
+fn segments_are_sent_once_sealed_and_recycled_after_release() {
+    let daemon = Served::new(1 << 30);
+    let (mut writer, mut reader) = (Raw::greet(&daemon.socket()), Raw::greet(&daemon.socket()));
     let archive = archive(1);
     let (segment, memory) = put_raw(&mut writer, &archive, None);
     let memory = memory.unwrap();
-    // What is committed cannot be changed, not by its writer either.
+    // Committed memory cannot be changed, not even by its writer.
     assert!(memory.write_all_at(b"x", 0).is_err());
     assert!(memory.set_len(0).is_err() && memory.set_len(1 << 30).is_err());
 
@@ -809,7 +818,10 @@ fn memory_comes_once_sealed_and_comes_back() {
     let archives = leased["leased"]["archives"].as_object().unwrap();
     let spans: Vec<_> = archives.values().chain([&leased["leased"]["manifest"]]).collect();
     for ((shared, fd), span) in leased_segments.iter().zip(&fds).zip(spans) {
-        assert_eq!(shared["segment"], span["segment"], "in the order of the descriptors");
+        assert_eq!(
+            shared["segment"], span["segment"],
+            "segments are listed in the order of the descriptors"
+        );
         let seals = rustix::fs::fcntl_get_seals(fd).unwrap();
         let all = SealFlags::FUTURE_WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         assert!(seals.contains(all), "{seals:?}");
@@ -826,7 +838,7 @@ fn memory_comes_once_sealed_and_comes_back() {
     assert_eq!((again["leased"]["segments"].as_array().unwrap().len(), fds.len()), (0, 0));
     assert_ne!(again["leased"]["lease"], leased["leased"]["lease"]);
 
-    // A version takes another segment while the first is read, and that one when it is handed back.
+    // A new version uses another segment while the first is leased, and reuses it after its release.
     let (second, memory) = put_raw(&mut writer, &archive, None);
     assert!(second != segment && memory.is_some());
     let (third, memory) = put_raw(&mut writer, &archive, None);
@@ -839,9 +851,9 @@ fn memory_comes_once_sealed_and_comes_back() {
 }
 
 #[test]
-fn more_memory_than_a_frame_has_comes_in_parts() {
-    let served = Served::new(1 << 30);
-    let store = served.connect();
+fn descriptors_above_frame_limit_arrive_in_parts() {
+    let daemon = Served::new(1 << 30);
+    let store = daemon.connect();
     let count = 70_u32;
     for rank in 0..count {
         let options = PutOptions {
@@ -856,15 +868,15 @@ fn more_memory_than_a_frame_has_comes_in_parts() {
         dict.insert(format!("rank{rank}"), tensor);
         store.put_state_dict(&key(), &dict, &options).unwrap();
     }
-    let mut raw = Raw::greet(&served.socket());
+    let mut raw = Raw::greet(&daemon.socket());
     raw.send(&frame(1, 2, LOCATE, b""));
     let (kind, part, fds) = raw.receive_with_descriptors();
     assert_eq!((kind, fds.len()), (2, 64));
     assert_eq!(part["segments"].as_array().unwrap().len(), 64);
     let (kind, leased, fds) = raw.receive_with_descriptors();
-    assert_eq!((kind, fds.len()), (3, 7), "those of the others, and of the manifest");
+    assert_eq!((kind, fds.len()), (3, 7), "the other archives and the manifest");
     assert_eq!(leased["leased"]["segments"].as_array().unwrap().len(), 7);
-    let (dict, _) = served.connect().get_state_dict(&key(), &GetOptions::default()).unwrap();
+    let (dict, _) = daemon.connect().get_state_dict(&key(), &GetOptions::default()).unwrap();
     for rank in 0..count {
         let Value::Tensor(tensor) = dict.leaf(&format!("rank{rank}")).unwrap() else { panic!() };
         assert!(tensor.view().as_slice::<u32>().unwrap().iter().all(|each| *each == rank));
@@ -872,16 +884,16 @@ fn more_memory_than_a_frame_has_comes_in_parts() {
 }
 
 #[test]
-fn what_is_retired_counts_until_it_is_unmapped() {
-    let served = Served::new(1 << 30);
-    let (mut writer, mut reader) = (Raw::greet(&served.socket()), Raw::greet(&served.socket()));
+fn retired_memory_counts_until_unmapped() {
+    let daemon = Served::new(1 << 30);
+    let (mut writer, mut reader) = (Raw::greet(&daemon.socket()), Raw::greet(&daemon.socket()));
     let (segment, _) = put_raw(&mut writer, &archive(1), None);
     let (leased, _) = reader.ask_for_descriptors(LOCATE);
     reader.send(&release(&leased));
-    // Its writer has gone and has nothing mapped: the segment lasts as long as the version.
+    // The writer disconnects with nothing mapped: the segment is retired together with its version.
     writer.send(&frame(4, 0, r#"{"op":"goodbye"}"#, b""));
     assert!(writer.is_ended());
-    let store = served.connect();
+    let store = daemon.connect();
     put(&store, 2, 1);
     let notice = reader.receive().unwrap();
     assert_eq!(notice, (0, serde_json::json!({"op": "unmap", "segments": [segment]})));
@@ -891,9 +903,9 @@ fn what_is_retired_counts_until_it_is_unmapped() {
 }
 
 #[test]
-fn a_contribution_is_decided_once() {
-    let served = Served::new(1 << 30);
-    let mut raw = Raw::greet(&served.socket());
+fn contribution_is_committed_or_withdrawn_once() {
+    let daemon = Served::new(1 << 30);
+    let mut raw = Raw::greet(&daemon.socket());
     for len in [9, 1 << 20] {
         let begun = raw.ask(1, &begin("policy", len));
         let withdraw = commit(&begun).replace("commit", "withdraw");
@@ -901,24 +913,24 @@ fn a_contribution_is_decided_once() {
         assert_eq!(raw.ask(3, &withdraw)["failed"]["kind"], "invalid");
         assert_eq!(raw.ask(4, &commit(&begun))["failed"]["kind"], "invalid");
     }
-    // Nobody else's are.
+    // A connection cannot commit a contribution of another connection.
     let begun = raw.ask(1, &begin("policy", 9));
-    let failed = &Raw::greet(&served.socket()).ask(1, &commit(&begun))["failed"];
+    let failed = &Raw::greet(&daemon.socket()).ask(1, &commit(&begun))["failed"];
     assert_eq!(failed["kind"], "invalid", "{failed}");
 }
 
-/// The same request with the archive along.
+/// Adds a digest to a `begin` request, which declares the data of its frame to be the archive.
 fn with_archive(begin: &str, digest: &str) -> String {
-    let (rest, end) = begin.split_at(begin.len() - 1);
-    format!(r#"{rest},"digest":"{digest}"{end}"#)
+    let (fields, brace) = begin.split_at(begin.len() - 1);
+    format!(r#"{fields},"digest":"{digest}"{brace}"#)
 }
 
 #[test]
-fn what_is_small_comes_with_its_begin() {
-    let served = Served::new(1 << 30);
-    let store = served.connect();
+fn small_archive_is_sent_with_begin() {
+    let daemon = Served::new(1 << 30);
+    let store = daemon.connect();
     let small = TorchStoreStateDict::from_state_dict(&model(1, 0)).unwrap().as_bytes().to_vec();
-    let mut raw = Raw::greet(&served.socket());
+    let mut raw = Raw::greet(&daemon.socket());
     let mut ask = |number: u64, begin: &str, digest: &str, data: &[u8]| {
         raw.send(&frame(1, number, &with_archive(begin, digest), data));
         raw.receive().unwrap().1
@@ -928,10 +940,10 @@ fn what_is_small_comes_with_its_begin() {
     let begun = &ask(2, &whole, DIGEST, &small)["begun"];
     assert_eq!((&begun["progress"], &begun["room"]), (&visible, &"inline".into()));
     assert_eq!(get(&store), model(1, 0));
-    // It is decided.
-    let asked = ask(3, &commit(&serde_json::json!({"begun": begun})), DIGEST, b"");
-    assert_eq!(asked["failed"]["kind"], "invalid", "{asked}");
-    // What is not as long as was said, or no archive, leaves nothing behind.
+    // The contribution is committed already.
+    let again = ask(3, &commit(&serde_json::json!({"begun": begun})), DIGEST, b"");
+    assert_eq!(again["failed"]["kind"], "invalid", "{again}");
+    // Data of the wrong length, or that is not an archive, leaves nothing behind.
     let versions = || store.versions(&key()).unwrap().len();
     for (data, kind) in
         [(&small[1..], "invalid"), (b"", "invalid"), (&vec![7; small.len()], "rejected")]
@@ -940,7 +952,7 @@ fn what_is_small_comes_with_its_begin() {
         assert_eq!(failed["kind"], kind, "{failed}");
         assert_eq!((get(&store), versions()), (model(1, 0), 1));
     }
-    // A try that was not answered is made again, and is another put if it is another digest.
+    // A retry with the same digest succeeds. A retry with another digest is refused.
     let shared = whole.replace(r#""writers":"0""#, r#""writers":"0-1","job":"j","number":5"#);
     let missing = serde_json::json!({"visible": false, "missing": "1"});
     for _ in 0..2 {
@@ -948,11 +960,11 @@ fn what_is_small_comes_with_its_begin() {
     }
     let failed = &ask(6, &shared, "11111111111111111111111111111111", &small)["failed"];
     assert_eq!(failed["refusal"]["contribution_differs"]["committed"], DIGEST, "{failed}");
-    // What waits for others is not committed by itself.
-    let of = |number: u64| shared.replace(r#""number":5"#, &format!(r#""number":{number}"#));
-    let patient = of(7).replace(r#""secs":1"#, r#""secs":60"#);
-    assert!(ask(7, &of(6), DIGEST, &small)["begun"]["progress"].is_object());
-    let mut other = Raw::greet(&served.socket());
+    // A `begin` that had to wait does not commit the archive in its frame.
+    let numbered = |number: u64| shared.replace(r#""number":5"#, &format!(r#""number":{number}"#));
+    let patient = numbered(7).replace(r#""secs":1"#, r#""secs":60"#);
+    assert!(ask(7, &numbered(6), DIGEST, &small)["begun"]["progress"].is_object());
+    let mut other = Raw::greet(&daemon.socket());
     other.send(&frame(1, 8, &with_archive(&patient, DIGEST), &small));
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!(
@@ -963,36 +975,36 @@ fn what_is_small_comes_with_its_begin() {
     assert_eq!((number, &head["begun"]["progress"]), (8, &serde_json::Value::Null), "{head}");
     other.send(&frame(1, 10, &commit(&head), &small));
     assert_eq!(other.receive().unwrap().1["progress"], missing);
-    // What is not inline is not taken along.
+    // The daemon ignores the data of an archive that is above the inline limit.
     let begun = &ask(7, &begin("large", 1 << 20), DIGEST, &small)["begun"];
     assert_eq!(begun["progress"], serde_json::Value::Null);
     assert!(begun["room"]["segment"].is_object(), "{begun}");
 }
 
 #[test]
-fn who_takes_a_put_back_is_not_seen_to_put() {
-    let served = Served::new(1 << 30);
+fn cancelled_begin_commits_nothing() {
+    let daemon = Served::new(1 << 30);
     let small = TorchStoreStateDict::from_state_dict(&model(1, 0)).unwrap().as_bytes().to_vec();
-    let mut raw = Raw::greet(&served.socket());
-    let of = |number: u64| {
+    let mut raw = Raw::greet(&daemon.socket());
+    let numbered = |number: u64| {
         let begin = begin("policy", small.len()).replace(r#""secs":1"#, r#""secs":3600"#);
         let writers = format!(r#""writers":"0-1","job":"j","number":{number}"#);
         begin.replace(r#""writers":"0""#, &writers)
     };
-    // Two versions are open: the next one waits for its turn.
-    let first = raw.ask(1, &of(1));
-    assert!(raw.ask(2, &of(2))["begun"].is_object());
-    for (number, request) in [(3, of(3)), (4, with_archive(&of(3), DIGEST))] {
+    // Two versions are open, so the next `begin` waits.
+    let first = raw.ask(1, &numbered(1));
+    assert!(raw.ask(2, &numbered(2))["begun"].is_object());
+    for (number, request) in [(3, numbered(3)), (4, with_archive(&numbered(3), DIGEST))] {
         raw.send(&frame(1, number, &request, &small));
         raw.send(&frame(4, 0, &format!(r#"{{"op":"cancel","request":{number}}}"#), b""));
         let (answered, head) = raw.receive().unwrap();
         assert_eq!((answered, &head["failed"]["kind"]), (number, &"busy".into()), "{head}");
     }
-    // Now it would be its turn, if it were wanted.
+    // The cancelled `begin` could proceed from here on.
     assert_eq!(raw.ask(5, &commit(&first).replace("commit", "withdraw")), "done");
-    let again = raw.ask(6, &of(3));
+    let again = raw.ask(6, &numbered(3));
     assert_eq!(again["begun"]["committed"], serde_json::Value::Null, "{again}");
-    // Who has been answered, and who never asked, takes nothing back.
+    // Cancelling an answered or an unknown request has no effect.
     for request in [6, 99] {
         raw.send(&frame(4, 0, &format!(r#"{{"op":"cancel","request":{request}}}"#), b""));
     }
@@ -1002,24 +1014,24 @@ fn who_takes_a_put_back_is_not_seen_to_put() {
 }
 
 #[test]
-fn who_waits_is_in_nobodys_way() {
-    let served = Served::new(1 << 30);
+fn pending_requests_do_not_block_connection() {
+    let daemon = Served::new(1 << 30);
     let small = TorchStoreStateDict::from_state_dict(&model(1, 0)).unwrap().as_bytes().to_vec();
-    let mut raw = Raw::greet(&served.socket());
-    let of = |key: &str, number: u64| {
+    let mut raw = Raw::greet(&daemon.socket());
+    let numbered = |key: &str, number: u64| {
         let begin = begin(key, small.len()).replace(r#""secs":1"#, r#""secs":3600"#);
         let writers = format!(r#""writers":"0-1","job":"j","number":{number}"#);
         begin.replace(r#""writers":"0""#, &writers)
     };
-    // Whoever waits for a turn, or for a version, may wait for what is asked next on the connection.
+    // A request that waits may depend on a later request of the same connection.
     let mut begun = Vec::new();
     for key in 0..100 {
         let key = format!("key {key}");
-        begun.push(raw.ask(1, &of(&key, 1)));
-        assert!(raw.ask(2, &of(&key, 2))["begun"].is_object());
+        begun.push(raw.ask(1, &numbered(&key, 1)));
+        assert!(raw.ask(2, &numbered(&key, 2))["begun"].is_object());
     }
     for key in 0..100 {
-        let third = with_archive(&of(&format!("key {key}"), 3), DIGEST);
+        let third = with_archive(&numbered(&format!("key {key}"), 3), DIGEST);
         raw.send(&frame(1, 100 + key, &third, &small));
         let newer = r#"{"op":"newer","key":"none","patience":{"secs":3600,"nanos":0}}"#;
         raw.send(&frame(1, 1000 + key, newer, b""));
@@ -1036,44 +1048,44 @@ fn who_waits_is_in_nobodys_way() {
     for number in 100..200 {
         let begun = &answered[&number]["begun"];
         assert!(begun["id"].is_string(), "{begun}");
-        // Who waited has nothing any more that could be committed by itself.
+        // A request that waited did not commit the archive in its frame.
         waited += usize::from(begun["progress"].is_null());
         assert_eq!(answered[&(number + 9900)], "done");
     }
-    // Where the first turn was given up, no more than 63 of the 200 that were asked for before had not begun to wait.
+    // At the first `withdraw`, at most 63 of the 200 earlier requests had not yet begun to wait.
     assert!(waited >= 37, "{waited}");
-    // Those that wait for a version are left; one that is taken back ends.
+    // The requests that wait for a version are still pending. Cancelling one of them ends it.
     raw.send(&frame(4, 0, r#"{"op":"cancel","request":1042}"#, b""));
     assert_eq!(raw.receive().unwrap(), (1042, serde_json::json!({"newer": null})));
-    // 99 wait, and as many more as there are places for; the next ones are worked on, as long as there are some left.
+    // 99 requests wait. 925 more reach the limit of 1024 waiting requests, and 63 more use all but one active slot.
     for number in 2000..2000 + 925 + 63 {
         let newer = r#"{"op":"newer","key":"none","patience":{"secs":3600,"nanos":0}}"#;
         raw.send(&frame(1, number, newer, b""));
     }
     assert!(raw.ask(3, r#"{"op":"status"}"#)["status"].is_object());
-    // What is taken back then gives its place to others.
+    // Cancelling one of them frees its slot.
     raw.send(&frame(4, 0, r#"{"op":"cancel","request":2900}"#, b""));
     assert_eq!(raw.receive().unwrap(), (2900, serde_json::json!({"newer": null})));
 }
 
 #[test]
-fn a_daemon_that_takes_nothing_along_is_written_to() {
-    let lent = SealFlags::SHRINK | SealFlags::GROW;
+fn client_writes_archive_if_daemon_ignores_inline_data() {
+    let seals = SealFlags::SHRINK | SealFlags::GROW;
     for (room, fds) in [
         (r#""inline""#, vec![]),
-        (r#"{"segment":{"segment":3,"capacity":1048576}}"#, memory(1 << 20, lent, false)),
+        (r#"{"segment":{"segment":3,"capacity":1048576}}"#, sealed_memfd(1 << 20, seals, false)),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
         let is_inline = fds.is_empty();
-        let kept = fds.first().map(|memory| memory.try_clone().unwrap());
+        let segment = fds.first().map(|memory| memory.try_clone().unwrap());
         let daemon = std::thread::spawn(move || {
             let mut raw = Raw(listener.accept().unwrap().0);
             let welcome =
                 r#"{"welcome":{"protocol":{"major":1,"minor":0},"pid":1,"inline":262144}}"#;
             let (number, _, _) = raw.receive_with_data().unwrap();
             raw.send(&frame(3, number, welcome, b""));
-            let (number, begin, along) = raw.receive_with_data().unwrap();
+            let (number, begin, inline_data) = raw.receive_with_data().unwrap();
             assert!(begin["digest"].is_string(), "{begin}");
             let begun = format!(
                 r#"{{"begun":{{"contribution":7,"id":"{DIGEST}","epoch":0,"number":4,"room":{room}}}}}"#
@@ -1088,19 +1100,19 @@ fn a_daemon_that_takes_nothing_along_is_written_to() {
             let (number, commit, data) = raw.receive_with_data().unwrap();
             assert_eq!((&commit["op"], &commit["contribution"]), (&"commit".into(), &7.into()));
             assert_eq!(commit["digest"], begin["digest"]);
-            let written = match kept {
+            let written = match segment {
                 Some(memory) => {
                     assert_eq!(data, b"");
-                    let mut written = vec![0; along.len()];
+                    let mut written = vec![0; inline_data.len()];
                     File::from(memory).read_exact_at(&mut written, 0).unwrap();
                     written
                 }
                 None => data,
             };
-            assert!(written == along, "what is written is what came along");
+            assert!(written == inline_data, "the archive that is written equals the inline data");
             let progress = r#"{"progress":{"visible":true,"missing":""}}"#;
             raw.send(&frame(3, number, progress, b""));
-            along
+            inline_data
         });
         let url = format!("unix:{}", folder.path().join("socket").display());
         let store = Store::connect(&url).unwrap();
@@ -1113,9 +1125,9 @@ fn a_daemon_that_takes_nothing_along_is_written_to() {
 }
 
 #[test]
-fn a_contribution_may_have_several_archives() {
-    let served = Served::new(1 << 30);
-    let mut raw = Raw::greet(&served.socket());
+fn contribution_accepts_several_archives() {
+    let daemon = Served::new(1 << 30);
+    let mut raw = Raw::greet(&daemon.socket());
     let archives: Vec<Vec<u8>> = (0..3_u8)
         .map(|part| {
             let mut dict = StateDict::new();
@@ -1143,16 +1155,16 @@ fn a_contribution_may_have_several_archives() {
     assert_eq!(raw.ask(4, &commit(&begun))["progress"]["visible"], true);
     let leased = raw.ask(5, LOCATE);
     assert_eq!(leased["leased"]["archives"].as_object().unwrap().len(), 3);
-    let dict = get(&served.connect());
+    let dict = get(&daemon.connect());
     assert_eq!(dict.entries().len(), 3);
     assert_eq!(dict.leaf("part1").unwrap(), &Value::from(1_i64));
 }
 
 #[test]
-fn a_contribution_that_waits_for_room_can_be_withdrawn() {
-    // Room for the second archive and what the daemon writes, but not for the first one too.
-    let served = Served::new(20 * MIB);
-    let mut raw = Raw::greet(&served.socket());
+fn contribution_waiting_for_memory_can_be_withdrawn() {
+    // Room for the second archive and the daemon's manifest, but not for the first archive too.
+    let daemon = Served::new(20 * MIB);
+    let mut raw = Raw::greet(&daemon.socket());
     let long = begin("policy", 1 << 20).replace(r#""secs":1"#, r#""secs":3600"#);
     let begun = raw.ask(1, &long);
     let contribution = &begun["begun"]["contribution"];
@@ -1165,22 +1177,22 @@ fn a_contribution_that_waits_for_room_can_be_withdrawn() {
     assert_eq!(withdrawn.unwrap().1, "done");
     raw.send(&frame(4, 0, r#"{"op":"goodbye"}"#, b""));
     while !raw.is_ended() {}
-    put(&served.connect(), 1, 1);
+    put(&daemon.connect(), 1, 1);
 }
 
 #[test]
-fn who_has_lost_an_answer_asks_again() {
-    let served = Served::new(1 << 30);
+fn writer_resumes_put_after_lost_response() {
+    let daemon = Served::new(1 << 30);
     let begin = r#"{"op":"begin","key":"k","proposal":{"writer":0,"writers":"0-1","job":"j","number":5,
         "file_len":9,"timeout":{"secs":1,"nanos":0}}}"#;
-    let mut raw = Raw::greet(&served.socket());
+    let mut raw = Raw::greet(&daemon.socket());
     let begun = raw.ask(1, begin);
     assert_eq!(begun["begun"]["committed"], serde_json::Value::Null);
     raw.send(&frame(1, 2, &commit(&begun), b"nine more"));
     let missing = serde_json::json!({"visible": false, "missing": "1"});
     assert_eq!(raw.receive().unwrap().1["progress"], missing);
     drop(raw);
-    let mut raw = Raw::greet(&served.socket());
+    let mut raw = Raw::greet(&daemon.socket());
     let again = raw.ask(1, begin);
     assert_eq!(again["begun"]["id"], begun["begun"]["id"]);
     assert_eq!(again["begun"]["committed"], DIGEST);
@@ -1192,7 +1204,7 @@ fn who_has_lost_an_answer_asks_again() {
 }
 
 #[test]
-fn a_socket_is_open_to_others_only_if_they_are_allowed() {
+fn socket_is_private_unless_other_users_are_allowed() {
     let folder = tempfile::tempdir().unwrap();
     for (allow_uids, mode) in [(vec![], 0o600), (vec![12345], 0o666)] {
         let daemon = Daemon::bind(DaemonOptions {
@@ -1205,8 +1217,8 @@ fn a_socket_is_open_to_others_only_if_they_are_allowed() {
     }
 }
 
-/// A daemon that answers hello, then one request as it likes, with descriptors.
-fn pretend(head: String, fds: Vec<OwnedFd>) -> (tempfile::TempDir, Store) {
+/// A fake daemon that answers `hello`, and then one request with the given head and descriptors.
+fn fake_daemon(head: String, fds: Vec<OwnedFd>) -> (tempfile::TempDir, Store) {
     let folder = tempfile::tempdir().unwrap();
     let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
     std::thread::spawn(move || {
@@ -1228,8 +1240,8 @@ fn pretend(head: String, fds: Vec<OwnedFd>) -> (tempfile::TempDir, Store) {
     (folder, Store::connect(&url).unwrap())
 }
 
-/// Anonymous memory of so many bytes with these seals, to read or to write.
-fn memory(len: u64, seals: SealFlags, is_read_only: bool) -> Vec<OwnedFd> {
+/// Creates a memfd of `len` bytes with the given seals, and opens it read-only or for writing.
+fn sealed_memfd(len: u64, seals: SealFlags, is_read_only: bool) -> Vec<OwnedFd> {
     let memory = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&memory, len).unwrap();
     rustix::fs::fcntl_add_seals(&memory, seals).unwrap();
@@ -1241,7 +1253,7 @@ fn memory(len: u64, seals: SealFlags, is_read_only: bool) -> Vec<OwnedFd> {
 }
 
 #[test]
-fn who_is_lost_again_and_again_takes_one_descriptor() {
+fn repeated_disconnects_leak_no_descriptors() {
     let folder = quick_folder();
     let serve = Serve::start(folder.path(), &[]);
     let store = serve.connect();
@@ -1252,7 +1264,7 @@ fn who_is_lost_again_and_again_takes_one_descriptor() {
     };
     let before = descriptors();
     for _ in 0..50 {
-        // It has memory, and goes without a word.
+        // The client receives memory, and disconnects without `goodbye`.
         let mut raw = Raw::greet(&folder.path().join("socket"));
         let (_, fds) = raw.ask_for_descriptors(LOCATE);
         assert!(!fds.is_empty());
@@ -1262,20 +1274,20 @@ fn who_is_lost_again_and_again_takes_one_descriptor() {
 }
 
 #[test]
-fn who_cuts_the_memory_that_it_is_lent_harms_nobody() {
-    let served = Served::new(1 << 30);
-    let mut raw = Raw::greet(&served.socket());
+fn writer_cannot_resize_its_segment() {
+    let daemon = Served::new(1 << 30);
+    let mut raw = Raw::greet(&daemon.socket());
     let (begun, fds) = raw.ask_for_descriptors(&begin("policy", 1 << 20));
     let [memory] = fds.as_slice() else { panic!("{begun}") };
-    // If it could, the daemon would read behind its end.
+    // Otherwise the daemon would read past the end of the memory.
     assert!(rustix::fs::ftruncate(memory, 0).is_err());
     assert!(rustix::fs::ftruncate(memory, 1 << 30).is_err());
     assert_eq!(raw.ask(6, &commit(&begun))["failed"]["kind"], "rejected");
-    put(&served.connect(), 1, 1);
+    put(&daemon.connect(), 1, 1);
 }
 
 #[test]
-fn a_daemon_that_lies_is_found_out() {
+fn client_rejects_invalid_daemon_responses() {
     let leased = |len: u64, segments: &str| {
         format!(
             r#"{{"leased":{{"lease":"{DIGEST}","id":"{DIGEST}","archives":{{}},"segments":{segments},
@@ -1286,35 +1298,35 @@ fn a_daemon_that_lies_is_found_out() {
     let all = SealFlags::FUTURE_WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
     let pipe: OwnedFd = std::io::pipe().unwrap().0.into();
     let cases = [
-        ("not sealed", leased(8192, shared), memory(8192, SealFlags::SHRINK, true)),
-        ("open for writing", leased(8192, shared), memory(8192, all, false)),
-        ("4096 bytes in place of 8192", leased(8192, shared), memory(4096, all, true)),
+        ("not sealed", leased(8192, shared), sealed_memfd(8192, SealFlags::SHRINK, true)),
+        ("open for writing", leased(8192, shared), sealed_memfd(8192, all, false)),
+        ("4096 bytes in place of 8192", leased(8192, shared), sealed_memfd(4096, all, true)),
         ("neither memory nor a file", leased(8192, shared), vec![pipe]),
-        ("beyond its segment", leased(8193, shared), memory(8192, all, true)),
+        ("beyond its segment", leased(8193, shared), sealed_memfd(8192, all, true)),
         ("never sent", leased(8192, "[]"), vec![]),
         ("never sent", leased(8192, shared), vec![]),
         ("is gone", leased(8192, r#"[{"segment":"three"}]"#), vec![]),
         ("is gone", r#"{"surprise":{}}"#.to_owned(), vec![]),
         ("something else", r#""done""#.to_owned(), vec![]),
-        // What is there is sealed and is no manifest.
-        ("manifest", leased(8192, shared), memory(8192, all, true)),
+        // The memory is sealed, but holds no manifest.
+        ("manifest", leased(8192, shared), sealed_memfd(8192, all, true)),
     ];
     for (text, head, fds) in cases {
-        let (_folder, store) = pretend(head, fds);
+        let (_folder, store) = fake_daemon(head, fds);
         let error = store.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
         assert!(error.to_string().contains(text), "{text}: {error}");
     }
 }
 
-/// What is answered over HTTP: the number, and the body.
-fn http(served: &Served, request: &str) -> (u16, String) {
-    let mut stream = TcpStream::connect(served.metrics()).unwrap();
-    // Whoever is turned away may be so before all has been said, or all that was said has been read.
+/// Sends an HTTP request. Returns the status code and the body.
+fn http_request(daemon: &Served, request: &str) -> (u16, String) {
+    let mut stream = TcpStream::connect(daemon.metrics()).unwrap();
+    // The daemon may reject a request before it is sent or read completely.
     let _ = stream.write_all(request.as_bytes());
-    answer(stream)
+    read_response(stream)
 }
 
-fn answer(mut stream: TcpStream) -> (u16, String) {
+fn read_response(mut stream: TcpStream) -> (u16, String) {
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     let mut text = String::new();
     let _ = stream.read_to_string(&mut text);
@@ -1322,27 +1334,27 @@ fn answer(mut stream: TcpStream) -> (u16, String) {
     (head[9..12].parse().unwrap(), body.to_owned())
 }
 
-fn ask(served: &Served, path: &str) -> (u16, String) {
-    http(served, &format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n"))
+fn http_get(daemon: &Served, path: &str) -> (u16, String) {
+    http_request(daemon, &format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n"))
 }
 
-/// The samples of a page, each by its name and labels.
-fn samples(page: &str) -> BTreeMap<&str, f64> {
+/// Parses a metrics page into samples, keyed by name and labels.
+fn parse_samples(page: &str) -> BTreeMap<&str, f64> {
     let lines = page.lines().filter(|line| !line.starts_with('#'));
     let samples = lines.map(|line| line.rsplit_once(' ').unwrap());
     samples.map(|(name, value)| (name, value.parse().unwrap())).collect()
 }
 
 #[test]
-fn a_put_is_one_request_or_two_and_a_get_is_one() {
-    let served = Served::new(1 << 30);
-    let (writer, reader) = (served.connect(), served.connect());
+fn put_takes_at_most_two_requests_and_get_takes_one() {
+    let daemon = Served::new(1 << 30);
+    let (writer, reader) = (daemon.connect(), daemon.connect());
     let requests = || -> u64 {
-        let (_, page) = ask(&served, "/metrics");
+        let (_, page) = http_get(&daemon, "/metrics");
         let lines = page.lines().filter(|line| line.starts_with("tssd_requests_total{"));
         lines.map(|line| line.rsplit_once(' ').unwrap().1.parse::<u64>().unwrap()).sum()
     };
-    // An archive of at most 256 KiB comes with its begin: 300 tensors of a byte are one, with their index, and 700 are not.
+    // An archive of at most 256 KiB is sent with `begin`. With its index, 300 tensors of one byte fit, and 700 do not.
     for (count, len, puts) in [(1, 1, 1), (1, 300_000, 2), (300, 1, 1), (700, 1, 2)] {
         let mut dict = StateDict::new();
         for number in 0..count {
@@ -1358,20 +1370,20 @@ fn a_put_is_one_request_or_two_and_a_get_is_one() {
 }
 
 #[test]
-fn metrics_say_what_a_daemon_has_done() {
-    let served = Served::new(1 << 30);
-    let (writer, reader) = (served.connect(), served.connect());
+fn metrics_count_daemon_activity() {
+    let daemon = Served::new(1 << 30);
+    let (writer, reader) = (daemon.connect(), daemon.connect());
     put(&writer, 1, 4);
-    let held = get(&reader);
+    let view = get(&reader);
     put(&writer, 2, 4);
     put(&writer, 3, 4);
     let odd = Key::new(r#"a "b"\c"#).unwrap();
     writer.put_state_dict(&odd, &model(1, 1), &PutOptions::default()).unwrap();
     assert!(reader.get(&Key::new("none").unwrap(), "w", &GetOptions::default()).is_err());
 
-    let (status, page) = ask(&served, "/metrics");
+    let (status, page) = http_get(&daemon, "/metrics");
     assert_eq!(status, 200);
-    let samples = samples(&page);
+    let samples = parse_samples(&page);
     for (name, value) in [
         ("tssd_connections", 2.0),
         ("tssd_connections_total", 2.0),
@@ -1404,7 +1416,7 @@ fn metrics_say_what_a_daemon_has_done() {
     let lag = page.lines().find(|line| line.starts_with("tssd_reader_lag_versions{"));
     let pid = format!(r#"pid="{}""#, std::process::id());
     assert!(lag.is_some_and(|lag| lag.contains(&pid) && lag.ends_with(" 2")), "{page}");
-    // Each sample stands below the help and the type of its family.
+    // Each sample follows the HELP and TYPE lines of its family.
     let mut family = "";
     for line in page.lines() {
         match line.strip_prefix("# TYPE ") {
@@ -1413,47 +1425,50 @@ fn metrics_say_what_a_daemon_has_done() {
             None => assert_eq!(line.split(['{', ' ']).next().unwrap(), family),
         }
     }
-    drop(held);
+    drop(view);
 }
 
 #[test]
-fn who_watches_over_http_does_no_harm() {
-    let served = Served::new(1 << 30);
-    assert_eq!(ask(&served, "/healthz").0, 200);
-    assert_eq!(ask(&served, "/readyz").0, 200);
-    assert_eq!(ask(&served, "/etc/passwd").0, 404);
-    assert_eq!(http(&served, "POST /metrics HTTP/1.1\r\nHost: x\r\n\r\n").0, 405);
-    assert_eq!(http(&served, "\0\0\0\0garbage\r\n\r\n").0, 400);
+fn http_clients_cannot_disturb_daemon() {
+    let daemon = Served::new(1 << 30);
+    assert_eq!(http_get(&daemon, "/healthz").0, 200);
+    assert_eq!(http_get(&daemon, "/readyz").0, 200);
+    assert_eq!(http_get(&daemon, "/etc/passwd").0, 404);
+    assert_eq!(http_request(&daemon, "POST /metrics HTTP/1.1\r\nHost: x\r\n\r\n").0, 405);
+    assert_eq!(http_request(&daemon, "\0\0\0\0garbage\r\n\r\n").0, 400);
     let long = format!("GET /{} HTTP/1.1\r\n\r\n", "a".repeat(1 << 20));
-    assert!(matches!(http(&served, &long).0, 0 | 414 | 431), "a request over the limit");
-    // More than are served at once, who say nothing, or half of it.
+    assert!(matches!(http_request(&daemon, &long).0, 0 | 414 | 431), "a request over the limit");
+    // More connections than are served at once, each with half a request.
     let idle: Vec<TcpStream> = (0..20)
         .map(|_| {
-            let mut stream = TcpStream::connect(served.metrics()).unwrap();
+            let mut stream = TcpStream::connect(daemon.metrics()).unwrap();
             stream.write_all(b"GET /metr").unwrap();
             stream
         })
         .collect();
-    let store = served.connect();
+    let store = daemon.connect();
     put(&store, 1, 1);
     assert_eq!(step_of(&get(&store)), 1);
     for stream in idle {
-        answer(stream);
+        read_response(stream);
     }
-    assert_eq!(ask(&served, "/healthz").0, 200, "they were cut off");
+    assert_eq!(http_get(&daemon, "/healthz").0, 200, "the daemon closed the idle connections");
 }
 
 #[test]
-fn who_cannot_ask_whoever_decides_is_not_ready() {
+fn daemon_is_not_ready_while_controller_is_unreachable() {
     let controller = Served::new(1 << 30);
-    let delegate = Served::under(&controller);
-    assert_eq!(ask(&delegate, "/readyz").0, 200);
+    let proxy_daemon = Served::under(&controller);
+    assert_eq!(http_get(&proxy_daemon, "/readyz").0, 200);
     drop(controller);
-    assert_eq!((ask(&delegate, "/readyz").0, ask(&delegate, "/healthz").0), (503, 200));
+    assert_eq!(
+        (http_get(&proxy_daemon, "/readyz").0, http_get(&proxy_daemon, "/healthz").0),
+        (503, 200)
+    );
 }
 
 #[test]
-fn metrics_are_for_this_host_alone() {
+fn metrics_on_public_address_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let options = DaemonOptions {
         metrics: Some("0.0.0.0:0".parse().unwrap()),
@@ -1465,7 +1480,7 @@ fn metrics_are_for_this_host_alone() {
 }
 
 #[test]
-fn a_daemon_that_ends_is_alive_and_not_ready() {
+fn stopped_daemon_is_alive_but_not_ready() {
     let folder = tempfile::tempdir().unwrap();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let options = DaemonOptions {
@@ -1475,21 +1490,21 @@ fn a_daemon_that_ends_is_alive_and_not_ready() {
     let daemon = runtime.block_on(tssd_store::Daemon::bind(options)).unwrap();
     let address = daemon.metrics().unwrap();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-    let served = runtime.spawn(daemon.serve(async { drop(stopped.await) }));
-    // Who has begun to ask is answered after the end.
+    let server_task = runtime.spawn(daemon.serve(async { drop(stopped.await) }));
+    // Requests that began before the shutdown are answered after it.
     let begin = |path: &str| {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.write_all(format!("GET {path} HTTP/1.1\r\n").as_bytes()).unwrap();
         stream
     };
-    let end = |mut stream: TcpStream| {
+    let finish = |mut stream: TcpStream| {
         stream.write_all(b"Host: localhost\r\n\r\n").unwrap();
-        answer(stream).0
+        read_response(stream).0
     };
     let (ready, alive) = (begin("/readyz"), begin("/healthz"));
-    // Connections are accepted in turn: those two are.
-    assert_eq!(end(begin("/readyz")), 200);
+    // Connections are accepted in order, so the two above are accepted.
+    assert_eq!(finish(begin("/readyz")), 200);
     drop(stop);
-    runtime.block_on(served).unwrap().unwrap();
-    assert_eq!((end(ready), end(alive)), (503, 200));
+    runtime.block_on(server_task).unwrap().unwrap();
+    assert_eq!((finish(ready), finish(alive)), (503, 200));
 }

@@ -1,4 +1,4 @@
-//! The inputs that fuzzing has found: every target takes all of them, in every build.
+//! The fuzz corpora: every fuzz target runs all of its inputs, in every build.
 
 use std::path::Path;
 
@@ -12,20 +12,20 @@ fn inputs(target: &str) -> Vec<Input> {
 }
 
 #[test]
-fn every_target_takes_its_corpus() {
+fn fuzz_targets_accept_their_corpora() {
     for (name, run) in TARGETS {
         let inputs = inputs(name);
         assert!(inputs.len() > 10, "{name} has {} inputs", inputs.len());
         for input in inputs {
-            let caught = std::panic::catch_unwind(|| run(&input.bytes));
-            assert!(caught.is_ok(), "{} makes {name} panic", input.name);
+            let result = std::panic::catch_unwind(|| run(&input.bytes));
+            assert!(result.is_ok(), "{} makes {name} panic", input.name);
         }
     }
 }
 
-/// The third reader says the same of what fuzzing has found, value and error kind.
+/// The Python reader returns the same values and error kinds for the corpora.
 #[test]
-fn reader_py_says_the_same_of_the_corpora() {
+fn python_reader_agrees_on_corpora() {
     let mut differences = Vec::new();
     let mut count = 0;
     for input in inputs("index").into_iter().chain(inputs("readers")) {
@@ -36,13 +36,13 @@ fn reader_py_says_the_same_of_the_corpora() {
     }
     assert!(
         differences.is_empty(),
-        "{} of {count}:\n{}",
+        "{} of {count} inputs differ:\n{}",
         differences.len(),
         differences.join("\n")
     );
 }
 
-/// `cargo fuzz` works on folders.
+/// Unpacks the corpora into folders, as `cargo fuzz` expects.
 #[test]
 #[ignore = "writes fuzz/corpus/TARGET/"]
 fn corpora_to_folders() {
@@ -59,7 +59,7 @@ fn corpora_to_archives() {
     }
 }
 
-/// What fuzzing begins with: the vectors.
+/// Writes the initial corpora: inputs from the test vectors, and noise.
 #[test]
 #[ignore = "writes fuzz/corpus/TARGET/"]
 fn write_seeds() {
@@ -87,7 +87,7 @@ fn write_seeds() {
             write("index", &name, &compact);
             write("readers", &name, &compact);
         }
-        if let Some(compact) = fine(&bytes).as_deref().and_then(compacted) {
+        if let Some(compact) = with_fine_chunks(&bytes).as_deref().and_then(compacted) {
             write("index", &format!("{name}.fine"), &compact);
             write("readers", &format!("{name}.fine"), &compact);
         }
@@ -96,8 +96,8 @@ fn write_seeds() {
         ["roundtrip", "chunk", "shard_set", "reshard_plan"].into_iter().zip(0_u64..)
     {
         for number in 0..40_u64 {
-            let noise = |at: u64| {
-                let mixed = (seed << 40 | number << 20 | at).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+            let noise = |index: u64| {
+                let mixed = (seed << 40 | number << 20 | index).wrapping_mul(0x9E37_79B9_7F4A_7C15);
                 (mixed ^ mixed >> 29).to_le_bytes()[5]
             };
             let bytes: Vec<u8> = (0..number * 12).map(noise).collect();
@@ -106,8 +106,8 @@ fn write_seeds() {
     }
 }
 
-/// The same state dict in fine chunks, if it has storages.
-fn fine(bytes: &[u8]) -> Option<Vec<u8>> {
+/// Re-encodes a file with fine chunks. Returns `None` for files without storages, or with shards.
+fn with_fine_chunks(bytes: &[u8]) -> Option<Vec<u8>> {
     let archive = Archive::from_bytes(bytes.to_vec()).ok()?;
     if archive.storage_count() == 0 || !archive.shards().is_empty() {
         return None;

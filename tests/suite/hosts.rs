@@ -1,4 +1,4 @@
-//! Daemons of several hosts that share their ledgers in etcd: none of them decides for the others.
+//! Daemons of several hosts that share their ledgers in etcd. None of them is the controller of the others.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -15,14 +15,15 @@ use tssd_tests::etcd::Etcd;
 use tssd_tests::served::Served;
 use tssd_tests::steps::{eventually, key, options, part, publish, publish_as, read};
 
-/// A daemon that has its ledgers in etcd.
-fn host(etcd: &Etcd) -> Served {
+/// Starts a daemon that stores its ledgers in etcd, and retains 2 versions.
+fn start_host(etcd: &Etcd) -> Served {
     Served::bound(1 << 30, |options| {
         options.meta = Some(etcd.url());
         options.keep = 2.try_into().unwrap();
     })
 }
 
+/// Returns the writers whose archives were lost, if that is why a version was dropped.
 fn lost_writers(error: &tssd_store::Error) -> Option<String> {
     match error.refusal() {
         Some(Refusal::Dropped { reason: Reason::Lost { writers, .. }, .. }) => {
@@ -33,47 +34,47 @@ fn lost_writers(error: &tssd_store::Error) -> Option<String> {
 }
 
 #[test]
-fn what_is_put_on_several_hosts_is_one_version_on_all() {
+fn puts_from_several_hosts_form_one_version() {
     let mut etcd = Etcd::start(1);
-    let hosts = [host(&etcd), host(&etcd), host(&etcd)];
+    let hosts = [start_host(&etcd), start_host(&etcd), start_host(&etcd)];
     let stores = hosts.each_ref().map(Served::connect);
     for (host, store) in hosts.iter().zip(&stores) {
-        assert_eq!(found(store), (hosts.each_ref().map(address).into(), vec![address(host)]));
+        assert_eq!(known_hosts(store), (hosts.each_ref().map(address).into(), vec![address(host)]));
     }
-    let far = hosts[2].connect_far();
-    let waiting = hosts[2].connect();
+    let remote = hosts[2].connect_far();
+    let waiting_store = hosts[2].connect();
     let waiter = std::thread::spawn(move || {
-        waiting.wait_for_version(&key(), 6, Duration::from_mins(1)).unwrap()
+        waiting_store.wait_for_version(&key(), 6, Duration::from_mins(1)).unwrap()
     });
     for step in 1..=6 {
         publish(&stores[..2], step);
-        for store in stores.iter().chain([&far]) {
+        for store in stores.iter().chain([&remote]) {
             assert_eq!(read(store, None, 2).unwrap(), step);
         }
     }
     waiter.join().unwrap();
-    assert_eq!(read(&stores[2], Some(5), 2).unwrap(), 5, "two are kept");
+    assert_eq!(read(&stores[2], Some(5), 2).unwrap(), 5, "two versions are retained");
     let error = read(&stores[2], Some(4), 2).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
-    // Who keeps them is told what nobody needs.
+    // The daemons that store the archives learn which ones are no longer needed.
     for store in &stores {
-        eventually("memory is written again", || {
+        eventually("the daemons free the memory of retired versions", || {
             let memory = store.status().unwrap().memory;
             memory.used - memory.warm < 28 << 20
         });
     }
-    // What is said of a key is said to all.
+    // Pins and deletions apply on all hosts.
     stores[0].pin(&key(), Some(5), "best").unwrap();
     assert_eq!(stores[1].pins(&key()).unwrap()["best"], 5);
     assert_eq!(stores[2].delete(&key(), None).unwrap(), 2);
     assert_eq!(stores[0].keys(None).unwrap(), [] as [Key; 0]);
     for store in &stores {
-        eventually("what was read is not kept either", || {
+        eventually("the daemons free replicas of deleted versions", || {
             let memory = store.status().unwrap().memory;
             memory.used - memory.warm < 12 << 20
         });
     }
-    // How a daemon is can be asked whatever becomes of etcd.
+    // `status` works while etcd is unreachable.
     etcd.kill(0);
     let status = stores[0].status().unwrap();
     assert_eq!(status.hosts, []);
@@ -84,92 +85,94 @@ fn address(host: &Served) -> String {
     host.address().to_owned()
 }
 
-/// All daemons that one finds, and those of them that it says it is.
-fn found(store: &Store) -> (BTreeSet<String>, Vec<String>) {
+/// Returns the addresses of all daemons in the status of a store, and those that it marks as its own.
+fn known_hosts(store: &Store) -> (BTreeSet<String>, Vec<String>) {
     let hosts = store.status().unwrap().hosts;
     let own = hosts.iter().filter(|host| host.is_own).map(|host| host.address.clone()).collect();
     (hosts.into_iter().map(|host| host.address).collect(), own)
 }
 
 #[test]
-fn what_a_host_kept_alone_is_lost_with_it_and_nothing_else() {
+fn host_loss_loses_only_data_without_replicas() {
     let etcd = Etcd::start(1);
-    let [first, second, third] = [host(&etcd), host(&etcd), host(&etcd)];
+    let [first, second, third] = [start_host(&etcd), start_host(&etcd), start_host(&etcd)];
     let stores = [first.connect(), second.connect()];
     let reader = third.connect();
-    let own = Key::new("own").unwrap();
-    reader.put_state_dict(&own, &part(1, 0, 1), &PutOptions::default()).unwrap();
+    let reader_key = Key::new("own").unwrap();
+    reader.put_state_dict(&reader_key, &part(1, 0, 1), &PutOptions::default()).unwrap();
     publish(&stores[..1], 1);
-    // The last one makes the manifest, by which it is known what is lost.
+    // Writer 0 commits last, so its host, which survives, stores the manifest. The manifest tells what is lost.
     for writer in [1, 0] {
         let store = &stores[usize::try_from(writer).unwrap()];
         store.put_state_dict(&key(), &part(2, writer, 2), &options(2, writer, 2)).unwrap();
     }
     assert_eq!(reader.wait_for_version(&key(), 2, Duration::ZERO).unwrap().number, 2);
     drop(second);
-    let mut last = String::new();
-    // Until it is known that it has ended, it cannot be reached.
-    eventually("a host that has ended is missed", || {
+    let mut last_error = String::new();
+    // Until its session expires, the host is only unreachable.
+    eventually("the version of the lost host is dropped", || {
         let error = read(&reader, Some(2), 2).unwrap_err();
-        last = error.to_string();
+        last_error = error.to_string();
         assert!(matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Unreachable), "{error}");
         lost_writers(&error).as_deref() == Some("1")
     });
-    assert_eq!(found(&reader).0, [address(&first), address(&third)].into());
-    let said = "the hosts that kept the archives of writers 1 have ended, and with them weight[64:128, 0:4096]";
-    assert!(last.contains(said), "{last}");
-    // The one before is there, and so is what others keep.
+    assert_eq!(known_hosts(&reader).0, [address(&first), address(&third)].into());
+    let expected = "the hosts that kept the archives of writers 1 have ended, and with them weight[64:128, 0:4096]";
+    assert!(last_error.contains(expected), "{last_error}");
+    // The previous version and the data of other hosts are still readable.
     assert_eq!(read(&reader, None, 1).unwrap(), 1);
-    assert!(reader.get_state_dict(&own, &GetOptions::default()).is_ok());
-    // It goes on.
+    assert!(reader.get_state_dict(&reader_key, &GetOptions::default()).is_ok());
+    // Further puts succeed.
     publish(&stores[..1], 3);
     assert_eq!(read(&reader, None, 1).unwrap(), 3);
 }
 
-/// A daemon as a process.
-fn process(etcd: &Etcd, folder: &Path, more: &[&str]) -> Serve {
+/// Starts a daemon with its ledgers in etcd as a separate process.
+fn start_process(etcd: &Etcd, folder: &Path, extra: &[&str]) -> Serve {
     let meta = etcd.url();
     let args = ["--meta", &meta, "--listen", "127.0.0.1:0", "--keep", "2"];
-    Serve::start(folder, &[&args, more].concat())
+    Serve::start(folder, &[&args, extra].concat())
 }
 
 #[test]
-fn who_was_killed_or_stopped_is_missed_and_who_comes_back_is_told() {
+fn lost_hosts_are_detected_and_resumed_host_sees_dropped_version() {
     let mut etcd = Etcd::start(3);
     let folders: Vec<_> = (0..3).map(|_| tempfile::tempdir().unwrap()).collect();
     let [first, stopped, killed] =
-        [0, 1, 2].map(|host: usize| process(&etcd, folders[host].path(), &[]));
+        [0, 1, 2].map(|host: usize| start_process(&etcd, folders[host].path(), &[]));
     let stores = [&first, &stopped, &killed].map(Serve::connect);
     let other = Key::new("other").unwrap();
     let get = |store: &Store, key: &Key| store.get_state_dict(key, &GetOptions::default());
     publish(&stores[..2], 1);
-    // Who reads is lost too, and holds nothing then.
-    let held = Key::new("held").unwrap();
+    // The killed host also holds a lease as a reader, which ends with it.
+    let leased_key = Key::new("held").unwrap();
     let mut large = StateDict::new();
     large.insert("weight", Tensor::from_slice(&vec![7_u64; 2 << 20], &[2 << 20]).unwrap());
-    stores[0].put_state_dict(&held, &large, &PutOptions::default()).unwrap();
-    let seen = get(&stores[2], &held).unwrap();
+    stores[0].put_state_dict(&leased_key, &large, &PutOptions::default()).unwrap();
+    let view = get(&stores[2], &leased_key).unwrap();
     for _ in 0..2 {
-        stores[0].put_state_dict(&held, &part(1, 0, 1), &PutOptions::default()).unwrap();
+        stores[0].put_state_dict(&leased_key, &part(1, 0, 1), &PutOptions::default()).unwrap();
     }
     stores[2].put_state_dict(&other, &part(1, 0, 1), &options(1, 0, 1)).unwrap();
     assert_eq!(read(&stores[2], None, 2).unwrap(), 1);
-    // What is being put there when it is lost is not waited for.
-    let begun = options(2, 1, 2);
+    // Other writers do not wait for the put that is in flight on the stopped host.
+    let put_options = options(2, 1, 2);
     stopped.signal(Signal::STOP);
     killed.signal(Signal::KILL);
     etcd.kill(0);
     std::thread::scope(|scope| {
-        let late = scope.spawn(|| stores[1].put_state_dict(&key(), &part(2, 1, 2), &begun));
-        eventually("both are missed", || {
-            let lost = [read(&stores[0], Some(1), 2).map(drop), get(&stores[0], &other).map(drop)];
-            let mut lost = lost.into_iter().map(Result::err);
-            lost.all(|error| error.is_some_and(|error| lost_writers(&error).is_some()))
+        let delayed_put =
+            scope.spawn(|| stores[1].put_state_dict(&key(), &part(2, 1, 2), &put_options));
+        eventually("the versions of both lost hosts are dropped", || {
+            let results =
+                [read(&stores[0], Some(1), 2).map(drop), get(&stores[0], &other).map(drop)];
+            let mut errors = results.into_iter().map(Result::err);
+            errors.all(|error| error.is_some_and(|error| lost_writers(&error).is_some()))
         });
         publish(&stores[..1], 3);
         stopped.signal(Signal::CONT);
-        // It is told what has become of its version, and goes on.
-        let error = late.join().unwrap().unwrap_err();
+        // The resumed host learns that its version was dropped, and continues.
+        let error = delayed_put.join().unwrap().unwrap_err();
         assert!(error.refusal().is_some(), "{error}");
     });
     assert_eq!(read(&stores[1], None, 1).unwrap(), 3);
@@ -178,65 +181,65 @@ fn who_was_killed_or_stopped_is_missed_and_who_comes_back_is_told() {
     publish(&stores[..2], 4);
     assert_eq!(read(&stores[0], None, 2).unwrap(), 4);
     for store in &stores[..2] {
-        eventually("it keeps nothing of what is lost or was read by who is", || {
+        eventually("the daemons free lost versions and leases of lost readers", || {
             let memory = store.status().unwrap().memory;
             memory.used - memory.warm < 28 << 20
         });
     }
-    drop(seen);
+    drop(view);
 }
 
 #[test]
-fn a_version_takes_few_requests_of_etcd() {
+fn put_takes_at_most_ten_etcd_requests() {
     let etcd = Etcd::start(1);
-    let served = Served::bound(1 << 30, |options| {
+    let daemon = Served::bound(1 << 30, |options| {
         options.meta = Some(etcd.url());
         options.keep = 100.try_into().unwrap();
     });
-    let store = served.connect();
-    let mut least = u64::MAX;
+    let store = daemon.connect();
+    let mut fewest = u64::MAX;
     for step in 1..=8 {
         let before = etcd.requests();
         store.put_state_dict(&key(), &part(step, 0, 1), &options(step, 0, 1)).unwrap();
-        // Now and then the daemon looks after its keys meanwhile.
-        least = least.min(etcd.requests() - before);
+        // The minimum excludes the requests of the periodic maintenance, which may run during a put.
+        fewest = fewest.min(etcd.requests() - before);
     }
-    assert!(least <= 10, "{least} requests");
+    assert!(fewest <= 10, "{fewest} requests");
 }
 
 #[test]
-fn what_is_in_the_bucket_outlasts_the_hosts() {
+fn versions_in_bucket_outlive_hosts() {
     let (etcd, bucket) = (Etcd::start(1), tempfile::tempdir().unwrap());
     let url = format!("file:{}", bucket.path().display());
-    let host = || {
+    let start_host = || {
         Served::bound(1 << 30, |options| {
             options.meta = Some(etcd.url());
             options.bucket = Some(url.clone());
         })
     };
-    let [first, second, third] = [host(), host(), host()];
+    let [first, second, third] = [start_host(), start_host(), start_host()];
     let trainers = [first.connect(), second.connect()];
     let generator = third.connect();
-    // Whoever is the last to be there says so.
+    // The put that completes the upload reports `stored`.
     let reports = publish_as(&trainers, 1, Durability::Object);
     assert!(reports.iter().any(|report| report.stored), "{reports:?}");
     publish(&trainers, 2);
     drop(second);
-    // It was killed before that was in the bucket: the one before is whole.
-    eventually("a host that has ended is missed", || {
+    // The host was lost before version 2 was in the bucket. Version 1 is complete.
+    eventually("the version of the lost host is dropped", || {
         read(&generator, Some(2), 2)
             .is_err_and(|error| lost_writers(&error).as_deref() == Some("1"))
     });
     assert_eq!(read(&generator, None, 2).unwrap(), 1);
     assert!(third.metric(r#"tssd_restored_bytes_total{why="alone"}"#) > 0.0);
     drop((first, trainers, generator, third));
-    // Nobody of them is left, nor what they had in etcd.
-    let other = Etcd::start(1);
-    let served = Served::bound(1 << 30, |options| {
-        options.meta = Some(other.url());
+    // All hosts and their ledgers in etcd are lost.
+    let new_etcd = Etcd::start(1);
+    let daemon = Served::bound(1 << 30, |options| {
+        options.meta = Some(new_etcd.url());
         options.bucket = Some(url.clone());
     });
-    let store = served.connect();
+    let store = daemon.connect();
     assert_eq!(store.keys(None).unwrap(), [key()]);
     assert_eq!(read(&store, None, 2).unwrap(), 1);
     publish_as(std::slice::from_ref(&store), 2, Durability::Object);
@@ -244,35 +247,35 @@ fn what_is_in_the_bucket_outlasts_the_hosts() {
 }
 
 #[test]
-fn who_does_not_answer_is_passed_over_if_the_bucket_has_the_same() {
+fn reads_fall_back_to_bucket_if_host_does_not_respond() {
     let (etcd, bucket) = (Etcd::start(1), tempfile::tempdir().unwrap());
     let url = format!("file:{}", bucket.path().display());
     let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let [first, stopped] =
-        folders.each_ref().map(|folder| process(&etcd, folder.path(), &["--bucket", &url]));
-    let reading = Served::bound(1 << 30, |options| {
+        folders.each_ref().map(|folder| start_process(&etcd, folder.path(), &["--bucket", &url]));
+    let reader = Served::bound(1 << 30, |options| {
         options.meta = Some(etcd.url());
         options.bucket = Some(url.clone());
     });
     let trainers = [first.connect(), stopped.connect()];
-    let generator = reading.connect();
+    let generator = reader.connect();
     publish_as(&trainers, 1, Durability::Object);
     assert_eq!(read(&generator, None, 2).unwrap(), 1);
-    // From the hosts, as long as they answer.
+    // As long as the hosts respond, the bytes come from them.
     let restored =
-        |why: &str| reading.metric(&format!("tssd_restored_bytes_total{{why=\"{why}\"}}"));
-    assert!(reading.metric(r#"tssd_leased_bytes_total{source="origin"}"#) > 0.0);
+        |why: &str| reader.metric(&format!("tssd_restored_bytes_total{{why=\"{why}\"}}"));
+    assert!(reader.metric(r#"tssd_leased_bytes_total{source="origin"}"#) > 0.0);
     assert!(restored("unanswered") + restored("alone") < 1.0);
     publish_as(&trainers, 2, Durability::Object);
     stopped.signal(Signal::STOP);
-    // It is there until its session ends, and says nothing.
+    // Until its session expires, the stopped host is listed but does not respond.
     assert_eq!(read(&generator, None, 2).unwrap(), 2);
     assert!(restored("unanswered") > 0.0);
     assert!(restored("alone") < 1.0);
     stopped.signal(Signal::CONT);
     publish_as(&trainers, 3, Durability::Object);
     assert_eq!(read(&generator, None, 2).unwrap(), 3);
-    // Who is about to read what is killed has it from there, too.
+    // A reader that opened the version before the host was killed continues from the bucket.
     publish_as(&trainers, 4, Durability::Object);
     let before = restored("unanswered");
     let opened = generator.open(&key(), &GetOptions::default()).unwrap();
@@ -284,27 +287,31 @@ fn who_does_not_answer_is_passed_over_if_the_bucket_has_the_same() {
 }
 
 #[test]
-fn etcd_that_is_guarded_is_reached_with_certificates_and_passwords() {
-    let (authority, stranger) = (Authority::new(), Authority::new());
+fn daemons_authenticate_to_etcd_with_certificates_and_passwords() {
+    let (authority, foreign_authority) = (Authority::new(), Authority::new());
     let member = authority.issue("etcd", "127.0.0.1", |_| {});
-    // A name in the certificate would be another way to name oneself.
-    let nameless = |params: &mut rcgen::CertificateParams| {
+    // etcd would take a common name in the certificate as the user name.
+    let without_name = |params: &mut rcgen::CertificateParams| {
         params.distinguished_name = rcgen::DistinguishedName::new();
     };
-    let own = authority.issue("host", "host", nameless);
-    let other = stranger.issue("other", "host", nameless);
+    let trusted = authority.issue("host", "host", without_name);
+    let untrusted = foreign_authority.issue("other", "host", without_name);
     let mut etcd = Etcd::start(1);
     etcd.guard(&member.ca, &member.cert, &member.key);
 
     let variable = |name: &str, path: &Path| format!("ETCDCTL_{name}={}", path.display());
-    let certified = |by: &Credentials, believed: &Path| {
-        vec![variable("CACERT", believed), variable("CERT", &by.cert), variable("KEY", &by.key)]
+    let with_certificate = |credentials: &Credentials, ca: &Path| {
+        vec![
+            variable("CACERT", ca),
+            variable("CERT", &credentials.cert),
+            variable("KEY", &credentials.key),
+        ]
     };
-    let named = |user: &str, mut variables: Vec<String>| {
+    let with_user = |user: &str, mut variables: Vec<String>| {
         variables.push(format!("ETCDCTL_USER={user}"));
         variables
     };
-    let whole = || certified(&own, &own.ca);
+    let complete = || with_certificate(&trusted, &trusted.ca);
     let serve = |environment: &[String], meta: &str| {
         let output = std::process::Command::new("timeout")
             .args(["60", "env"])
@@ -318,41 +325,52 @@ fn etcd_that_is_guarded_is_reached_with_certificates_and_passwords() {
         (output.status.code(), String::from_utf8(output.stderr).unwrap())
     };
     let url = etcd.url();
-    let elsewhere = format!("{url}/elsewhere");
-    let refused = [
+    let other_prefix = format!("{url}/elsewhere");
+    let cases = [
         (vec![], &url, 4, "transport error: "),
-        (whole(), &url, 5, "permission denied"),
-        (named("tssd:wrong", whole()), &url, 5, "authentication failed"),
-        (named("tssd:tssd", whole()), &elsewhere, 5, "permission denied"),
-        (named("tssd:tssd", certified(&other, &own.ca)), &url, 4, "transport error: "),
-        (named("tssd:tssd", certified(&own, &other.ca)), &url, 4, "certificate"),
-        (named("tssd", whole()), &url, 5, "ETCDCTL_USER without `:PASSWORD`"),
-        (whole().split_off(1)[..1].to_vec(), &url, 5, "only one of ETCDCTL_CERT and ETCDCTL_KEY"),
+        (complete(), &url, 5, "permission denied"),
+        (with_user("tssd:wrong", complete()), &url, 5, "authentication failed"),
+        (with_user("tssd:tssd", complete()), &other_prefix, 5, "permission denied"),
+        (
+            with_user("tssd:tssd", with_certificate(&untrusted, &trusted.ca)),
+            &url,
+            4,
+            "transport error: ",
+        ),
+        (with_user("tssd:tssd", with_certificate(&trusted, &untrusted.ca)), &url, 4, "certificate"),
+        (with_user("tssd", complete()), &url, 5, "ETCDCTL_USER without `:PASSWORD`"),
+        (
+            complete().split_off(1)[..1].to_vec(),
+            &url,
+            5,
+            "only one of ETCDCTL_CERT and ETCDCTL_KEY",
+        ),
     ];
-    // Who is not understood is asked again for a while: all at once.
+    // The daemon retries some of these errors for a while, so the cases run in parallel.
     std::thread::scope(|scope| {
-        for (environment, meta, code, says) in &refused {
+        for (environment, meta, code, message) in &cases {
             scope.spawn(move || {
-                let (ended, said) = serve(environment, meta);
-                assert_eq!(ended, Some(*code), "{environment:?} {meta}: {said}");
-                assert!(said.contains(says), "{environment:?} {meta}: {said}");
+                let (exit_code, stderr) = serve(environment, meta);
+                assert_eq!(exit_code, Some(*code), "{environment:?} {meta}: {stderr}");
+                assert!(stderr.contains(message), "{environment:?} {meta}: {stderr}");
             });
         }
     });
 
-    let environment = named("tssd:tssd", whole());
-    let by: Vec<&str> = ["env"].into_iter().chain(environment.iter().map(String::as_str)).collect();
+    let environment = with_user("tssd:tssd", complete());
+    let command: Vec<&str> =
+        ["env"].into_iter().chain(environment.iter().map(String::as_str)).collect();
     let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let arguments = ["--memory-limit", "64MB", "--listen", "127.0.0.1:0", "--meta", &url];
-    let hosts = folders.each_ref().map(|folder| Serve::under(&by, folder.path(), &arguments));
+    let hosts = folders.each_ref().map(|folder| Serve::under(&command, folder.path(), &arguments));
     let [first, second] = hosts.each_ref().map(Serve::connect);
     for step in 1..=3 {
         publish(&[first.clone(), second.clone()], step);
         assert_eq!(read(&second, None, 2).unwrap(), step);
-        // Longer than somebody is known who has named himself once.
+        // Longer than the lifetime of an authentication token (1 second).
         std::thread::sleep(Duration::from_millis(2500));
     }
-    // Sessions are renewed as well: a lease lives for ten seconds.
+    // The daemons renew their sessions too: the lease of a session lasts 10 seconds.
     std::thread::sleep(Duration::from_secs(10));
     publish(&[first.clone(), second.clone()], 4);
     assert_eq!(read(&first, None, 2).unwrap(), 4);

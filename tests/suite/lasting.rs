@@ -1,5 +1,5 @@
-//! Versions that go on from memory to a bucket, and come back from there. The bucket is a directory that all have:
-//! with an object store the same is in `store/src/daemon/mirror/faults.rs` and `python/tests/test_buckets.py`.
+//! Replication of versions from memory to a bucket, and their restore. The bucket is a shared directory here.
+//! `store/src/daemon/mirror/faults.rs` and `python/tests/test_buckets.py` test the same with an object store.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -14,31 +14,32 @@ use tssd_tests::steps::{eventually, key, options, part, publish, publish_as, rea
 
 const OBJECT: Durability = Durability::Object;
 
-fn bucket_of(folder: &Path) -> String {
+fn bucket_url(folder: &Path) -> String {
     format!("file:{}", folder.display())
 }
 
-/// A daemon whose versions go to a directory.
-fn over(bucket: &Path, keep: u32) -> Served {
+/// Starts a daemon that replicates to the bucket `bucket`, and retains `keep` versions.
+fn daemon_with_bucket(bucket: &Path, keep: u32) -> Served {
     Served::bound(1 << 30, |options| {
-        options.bucket = Some(bucket_of(bucket));
+        options.bucket = Some(bucket_url(bucket));
         options.keep = keep.try_into().unwrap();
     })
 }
 
+/// Returns epoch and number of each visible version.
 fn versions(store: &Store) -> Vec<(u32, u64)> {
     let versions = store.versions(&key()).unwrap();
     versions.iter().map(|version| (version.epoch, version.number)).collect()
 }
 
-fn durable(step: u64) -> PutOptions {
+fn object_options(step: u64) -> PutOptions {
     PutOptions { durability: OBJECT, ..options(step, 0, 1) }
 }
 
 #[test]
-fn what_is_in_the_bucket_outlasts_the_daemon() {
+fn versions_in_bucket_outlive_daemon() {
     let [bucket, socket] = [(); 2].map(|()| tempfile::tempdir().unwrap());
-    let args = ["--bucket", &bucket_of(bucket.path())];
+    let args = ["--bucket", &bucket_url(bucket.path())];
     {
         let daemon = Serve::start(socket.path(), &args);
         let stores = [daemon.connect(), daemon.connect()];
@@ -47,67 +48,69 @@ fn what_is_in_the_bucket_outlasts_the_daemon() {
         assert!(reports.iter().any(|report| report.stored), "{reports:?}");
         assert!(reports.iter().any(|report| report.phases.store > 0.0), "{reports:?}");
         publish(&stores, 3);
-        // The newest, and the newest that lasts.
+        // Retained: the newest version, and the newest one in the bucket.
         assert_eq!(versions(&stores[0]), [(0, 2), (0, 3)]);
         daemon.signal(Signal::KILL);
     }
     let daemon = Serve::start(socket.path(), &args);
     let store = daemon.connect();
     assert_eq!(read(&store, None, 2).unwrap(), 2);
-    // What was in memory alone is gone, and so are its number and its writers.
-    let report = store.put_state_dict(&key(), &part(3, 0, 1), &durable(3)).unwrap();
+    // Version 3 was only in memory. Its number is free again, and its writer set no longer applies.
+    let report = store.put_state_dict(&key(), &part(3, 0, 1), &object_options(3)).unwrap();
     assert!(report.stored);
-    // Who has nothing else finds it in the bucket.
-    let elsewhere = Store::connect(&bucket_of(bucket.path())).unwrap();
-    assert_eq!(read(&elsewhere, None, 1).unwrap(), 3);
-    assert_eq!(elsewhere.versions(&key()).unwrap()[0].id, report.id);
+    // A store on another host, with access to the bucket only, reads the version.
+    let bucket_store = Store::connect(&bucket_url(bucket.path())).unwrap();
+    assert_eq!(read(&bucket_store, None, 1).unwrap(), 3);
+    assert_eq!(bucket_store.versions(&key()).unwrap()[0].id, report.id);
 }
 
 #[test]
-fn a_version_comes_back_once_for_all_who_read_it() {
+fn version_is_restored_once_for_concurrent_readers() {
     let bucket = tempfile::tempdir().unwrap();
     {
-        let served = over(bucket.path(), 1);
-        publish_as(&[served.connect(), served.connect()], 1, OBJECT);
+        let daemon = daemon_with_bucket(bucket.path(), 1);
+        publish_as(&[daemon.connect(), daemon.connect()], 1, OBJECT);
     }
-    let served = over(bucket.path(), 1);
-    let stores: Vec<Store> = (0..4).map(|_| served.connect()).collect();
+    let daemon = daemon_with_bucket(bucket.path(), 1);
+    let stores: Vec<Store> = (0..4).map(|_| daemon.connect()).collect();
     std::thread::scope(|scope| {
-        for store in stores.iter().chain([&served.connect_far()]) {
+        for store in stores.iter().chain([&daemon.connect_far()]) {
             let store = store.clone();
             scope.spawn(move || assert_eq!(read(&store, None, 2).unwrap(), 1));
         }
     });
-    let restored = served.metric(r#"tssd_restored_bytes_total{why="alone"}"#);
+    let restored = daemon.metric(r#"tssd_restored_bytes_total{why="alone"}"#);
     let bytes = stores[0].versions(&key()).unwrap()[0].bytes as f64;
-    let manifest = 16e3;
-    assert!(restored > bytes && restored < bytes + manifest, "{restored} for {bytes}");
-    // It stays until another one comes.
+    let max_manifest_bytes = 16e3;
+    assert!(restored > bytes && restored < bytes + max_manifest_bytes, "{restored} for {bytes}");
+    // The restored version stays in memory until a newer one replaces it.
     drop(stores);
-    assert_eq!(read(&served.connect(), None, 2).unwrap(), 1);
-    assert!(served.metric(r#"tssd_restored_bytes_total{why="alone"}"#) <= restored);
+    assert_eq!(read(&daemon.connect(), None, 2).unwrap(), 1);
+    assert!(daemon.metric(r#"tssd_restored_bytes_total{why="alone"}"#) <= restored);
 }
 
 #[test]
-fn the_bucket_keeps_what_is_kept_and_forgets_what_is_deleted() {
+fn bucket_follows_retention_pins_and_deletions() {
     let bucket = tempfile::tempdir().unwrap();
-    let served = over(bucket.path(), 2);
-    let (store, there) = (served.connect(), Store::connect(&bucket_of(bucket.path())).unwrap());
-    let put = |step| store.put_state_dict(&key(), &part(step, 0, 1), &durable(step)).unwrap();
+    let daemon = daemon_with_bucket(bucket.path(), 2);
+    let (store, bucket_store) =
+        (daemon.connect(), Store::connect(&bucket_url(bucket.path())).unwrap());
+    let put =
+        |step| store.put_state_dict(&key(), &part(step, 0, 1), &object_options(step)).unwrap();
     for step in 1..=4 {
         assert!(put(step).stored);
         if step == 2 {
             store.pin(&key(), Some(2), "best").unwrap();
         }
     }
-    assert_eq!(versions(&there), [(0, 2), (0, 3), (0, 4)]);
-    assert_eq!(there.pins(&key()).unwrap()["best"], 2);
+    assert_eq!(versions(&bucket_store), [(0, 2), (0, 3), (0, 4)]);
+    assert_eq!(bucket_store.pins(&key()).unwrap()["best"], 2);
     store.unpin(&key(), "best").unwrap();
-    assert_eq!(versions(&there), [(0, 3), (0, 4)]);
+    assert_eq!(versions(&bucket_store), [(0, 3), (0, 4)]);
     store.retain(&key(), 1.try_into().unwrap()).unwrap();
-    assert_eq!(versions(&there), [(0, 4)]);
-    // Back, with a number that the bucket has had.
-    let rewound = PutOptions { version: Some(3), rewind: true, ..durable(3) };
+    assert_eq!(versions(&bucket_store), [(0, 4)]);
+    // Rewinds to a number that the bucket has stored before.
+    let rewound = PutOptions { version: Some(3), rewind: true, ..object_options(3) };
     store
         .put_state_dict(
             &key(),
@@ -116,80 +119,82 @@ fn the_bucket_keeps_what_is_kept_and_forgets_what_is_deleted() {
         )
         .unwrap();
     put(4);
-    assert_eq!(versions(&there), [(1, 4)]);
-    assert_eq!(read(&there, None, 1).unwrap(), 4);
+    assert_eq!(versions(&bucket_store), [(1, 4)]);
+    assert_eq!(read(&bucket_store, None, 1).unwrap(), 4);
     assert_eq!(store.delete(&key(), None).unwrap(), 1);
-    assert_eq!(versions(&there), []);
-    // Nothing comes back.
-    drop(served);
-    let served = over(bucket.path(), 2);
-    assert_eq!(served.connect().keys(None).unwrap(), []);
+    assert_eq!(versions(&bucket_store), []);
+    // A new daemon restores nothing.
+    drop(daemon);
+    let daemon = daemon_with_bucket(bucket.path(), 2);
+    assert_eq!(daemon.connect().keys(None).unwrap(), []);
     assert_eq!(
-        served.connect().put_state_dict(&key(), &part(5, 0, 1), &durable(5)).unwrap().epoch,
+        daemon.connect().put_state_dict(&key(), &part(5, 0, 1), &object_options(5)).unwrap().epoch,
         1
     );
 }
 
 #[test]
-fn a_bucket_that_is_away_delays_what_is_to_be_there_and_nothing_else() {
+fn unavailable_bucket_delays_only_object_durability() {
     let folder = tempfile::tempdir().unwrap();
     let [bucket, away] = ["bucket", "away"].map(|name| folder.path().join(name));
     std::fs::create_dir(&bucket).unwrap();
-    let served = over(&bucket, 1);
-    let store = served.connect();
+    let daemon = daemon_with_bucket(&bucket, 1);
+    let store = daemon.connect();
     let put = |step, options: &PutOptions| store.put_state_dict(&key(), &part(step, 0, 1), options);
-    assert!(put(1, &durable(1)).unwrap().stored);
+    assert!(put(1, &object_options(1)).unwrap().stored);
     std::fs::rename(&bucket, &away).unwrap();
-    let soon = |step| PutOptions { timeout: Duration::from_millis(300), ..durable(step) };
-    let error = put(2, &soon(2)).unwrap_err();
+    let short_timeout =
+        |step| PutOptions { timeout: Duration::from_millis(300), ..object_options(step) };
+    let error = put(2, &short_timeout(2)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     assert!(error.to_string().contains("in memory, and not in the bucket"), "{error}");
     assert_eq!(read(&store, None, 1).unwrap(), 2);
-    let mut pending = store.put_state_dict_later(&key(), &part(3, 0, 1), &durable(3)).unwrap();
+    let mut pending =
+        store.put_state_dict_later(&key(), &part(3, 0, 1), &object_options(3)).unwrap();
     assert!(pending.committed().unwrap().visible);
     assert_eq!(read(&store, None, 1).unwrap(), 3);
-    // Two are on their way: another one waits, one in memory does not.
-    let error = put(4, &soon(4)).unwrap_err();
+    // Two uploads are pending. A third put with durability `object` waits, a put to memory does not.
+    let error = put(4, &short_timeout(4)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     assert!(error.to_string().contains("is behind: `policy` version 2"), "{error}");
-    put(4, &PutOptions { durability: Durability::Memory, ..soon(4) }).unwrap();
+    put(4, &PutOptions { durability: Durability::Memory, ..short_timeout(4) }).unwrap();
     let status = store.status().unwrap();
     assert_eq!(status.uploads.iter().map(|upload| upload.version).collect::<Vec<_>>(), [2, 3]);
-    eventually("it is tried and fails", || {
+    eventually("the upload reports its error", || {
         store.status().unwrap().uploads[0]
             .error
             .as_ref()
             .is_some_and(|error| error.contains("bucket"))
     });
-    // None of them is let go of, and the one that lasts is the one that is in the bucket.
+    // No pending version is evicted. Version 1 is retained as the newest one in the bucket.
     assert_eq!(versions(&store), [(0, 1), (0, 2), (0, 3), (0, 4)]);
     std::fs::rename(&away, &bucket).unwrap();
     assert!(pending.wait().unwrap().stored);
     assert_eq!(versions(&store), [(0, 3), (0, 4)]);
     assert_eq!(store.status().unwrap().uploads, []);
-    assert!(put(5, &durable(5)).unwrap().stored);
-    eventually("memory comes back", || {
+    assert!(put(5, &object_options(5)).unwrap().stored);
+    eventually("the daemon frees the memory of retired versions", || {
         let memory = store.status().unwrap().memory;
         memory.used - memory.warm < 10_000_000
     });
 }
 
 #[test]
-fn who_is_asked_to_end_brings_there_what_is_on_its_way() {
+fn daemon_finishes_pending_uploads_on_sigterm() {
     let [bucket, socket] = [(); 2].map(|()| tempfile::tempdir().unwrap());
-    let url = bucket_of(bucket.path());
-    // Two megabytes take two seconds after the first part.
+    let url = bucket_url(bucket.path());
+    // At 2 MB/s, the uploads of two versions of 2 MiB take more than one second.
     let args = ["--bucket", &url, "--bucket-rate", "2MB"];
     let mut daemon = Serve::start(socket.path(), &args);
     let store = daemon.connect();
     let started = Instant::now();
     let pending = [1, 2].map(|step| {
         let mut pending =
-            store.put_state_dict_later(&key(), &part(step, 0, 1), &durable(step)).unwrap();
+            store.put_state_dict_later(&key(), &part(step, 0, 1), &object_options(step)).unwrap();
         assert!(pending.committed().unwrap().visible);
         pending
     });
-    assert!(!store.status().unwrap().uploads.is_empty(), "they are on their way");
+    assert!(!store.status().unwrap().uploads.is_empty(), "the uploads are pending");
     daemon.signal(Signal::TERM);
     for pending in pending {
         assert!(pending.wait().unwrap().stored);
@@ -200,24 +205,24 @@ fn who_is_asked_to_end_brings_there_what_is_on_its_way() {
 }
 
 #[test]
-fn who_has_no_bucket_says_so() {
-    let served = Served::new(1 << 30);
+fn object_durability_without_bucket_is_refused() {
+    let daemon = Served::new(1 << 30);
     let folder = tempfile::tempdir().unwrap();
     let stores =
-        [served.connect(), Store::memory().unwrap(), Store::directory(folder.path()).unwrap()];
+        [daemon.connect(), Store::memory().unwrap(), Store::directory(folder.path()).unwrap()];
     for store in stores {
-        let error = store.put_state_dict(&key(), &part(1, 0, 1), &durable(1)).unwrap_err();
+        let error = store.put_state_dict(&key(), &part(1, 0, 1), &object_options(1)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
         assert!(error.to_string().contains("bucket"), "{error}");
     }
-    // Where another one decides, it is that one's.
-    let delegate = Served::under(&served);
+    // A proxy daemon refuses durable puts, and names the address of its controller.
+    let proxy_daemon = Served::under(&daemon);
     for durability in [Durability::Disk, OBJECT] {
         let options = PutOptions { durability, ..options(1, 0, 1) };
         let error =
-            delegate.connect().put_state_dict(&key(), &part(1, 0, 1), &options).unwrap_err();
+            proxy_daemon.connect().put_state_dict(&key(), &part(1, 0, 1), &options).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
-        assert!(error.to_string().contains(served.address()), "{error}");
+        assert!(error.to_string().contains(daemon.address()), "{error}");
     }
     for wrong in ["tcp://127.0.0.1:1", "memory:", "unix:default", "elsewhere"] {
         let bound = std::panic::catch_unwind(|| {
@@ -228,22 +233,23 @@ fn who_has_no_bucket_says_so() {
 }
 
 #[test]
-fn what_is_deleted_on_its_way_does_not_come_there() {
+fn deleted_version_is_not_uploaded() {
     let folder = tempfile::tempdir().unwrap();
     let [bucket, away] = ["bucket", "away"].map(|name| folder.path().join(name));
     std::fs::create_dir(&bucket).unwrap();
-    let (url, served) = (bucket_of(&bucket), over(&bucket, 2));
-    let store = served.connect();
-    let put = |step| store.put_state_dict(&key(), &part(step, 0, 1), &durable(step)).unwrap();
+    let (url, daemon) = (bucket_url(&bucket), daemon_with_bucket(&bucket, 2));
+    let store = daemon.connect();
+    let put =
+        |step| store.put_state_dict(&key(), &part(step, 0, 1), &object_options(step)).unwrap();
     assert!(put(1).stored);
     std::fs::rename(&bucket, &away).unwrap();
-    let later = |step| store.put_state_dict_later(&key(), &part(step, 0, 1), &durable(step));
+    let later = |step| store.put_state_dict_later(&key(), &part(step, 0, 1), &object_options(step));
     let pending = [2, 3].map(|step| {
         let mut pending = later(step).unwrap();
         assert!(pending.committed().unwrap().visible);
         pending
     });
-    // It is deleted here; the bucket has not heard of it.
+    // The version is deleted in memory. The deletion in the bucket fails.
     let error = store.delete(&key(), None).unwrap_err();
     assert!(error.to_string().contains("is gone"), "{error}");
     assert_eq!(versions(&store), []);
@@ -255,38 +261,39 @@ fn what_is_deleted_on_its_way_does_not_come_there() {
         assert_eq!(error.kind(), ErrorKind::Overtaken, "{error}");
     }
     assert_eq!(versions(&Store::connect(&url).unwrap()), []);
-    drop(served);
-    assert_eq!(over(&bucket, 2).connect().keys(None).unwrap(), []);
+    drop(daemon);
+    assert_eq!(daemon_with_bucket(&bucket, 2).connect().keys(None).unwrap(), []);
 }
 
 #[test]
-fn a_label_goes_with_its_version() {
+fn pin_is_replicated_with_its_version() {
     let folder = tempfile::tempdir().unwrap();
     let [bucket, away] = ["bucket", "away"].map(|name| folder.path().join(name));
     std::fs::create_dir(&bucket).unwrap();
-    let (url, served) = (bucket_of(&bucket), over(&bucket, 1));
-    let store = served.connect();
+    let (url, daemon) = (bucket_url(&bucket), daemon_with_bucket(&bucket, 1));
+    let store = daemon.connect();
     std::fs::rename(&bucket, &away).unwrap();
-    let mut pending = store.put_state_dict_later(&key(), &part(1, 0, 1), &durable(1)).unwrap();
+    let mut pending =
+        store.put_state_dict_later(&key(), &part(1, 0, 1), &object_options(1)).unwrap();
     assert!(pending.committed().unwrap().visible);
     store.pin(&key(), Some(1), "best").unwrap();
     assert_eq!(store.pins(&key()).unwrap()["best"], 1);
     std::fs::rename(&away, &bucket).unwrap();
     assert!(pending.wait().unwrap().stored);
-    store.put_state_dict(&key(), &part(2, 0, 1), &durable(2)).unwrap();
-    let there = Store::connect(&url).unwrap();
-    assert_eq!(there.pins(&key()).unwrap()["best"], 1);
-    assert_eq!(versions(&there), [(0, 1), (0, 2)]);
+    store.put_state_dict(&key(), &part(2, 0, 1), &object_options(2)).unwrap();
+    let bucket_store = Store::connect(&url).unwrap();
+    assert_eq!(bucket_store.pins(&key()).unwrap()["best"], 1);
+    assert_eq!(versions(&bucket_store), [(0, 1), (0, 2)]);
 }
 
 #[test]
-fn what_comes_back_needs_room() {
+fn restore_fails_without_enough_memory() {
     let bucket = tempfile::tempdir().unwrap();
     let put = |store: &Store| publish_as(&[store.clone(), store.clone()], 1, OBJECT);
-    put(&over(bucket.path(), 1).connect());
-    // Of two archives of two megabytes one fits.
-    let served = Served::bound(7 << 20, |options| options.bucket = Some(bucket_of(bucket.path())));
-    let store = served.connect();
+    put(&daemon_with_bucket(bucket.path(), 1).connect());
+    // Room for one of the two archives of 2 MiB.
+    let daemon = Served::bound(7 << 20, |options| options.bucket = Some(bucket_url(bucket.path())));
+    let store = daemon.connect();
     let read = std::thread::spawn({
         let store = store.clone();
         move || read(&store, None, 2).unwrap_err()
@@ -296,23 +303,23 @@ fn what_comes_back_needs_room() {
     assert!(error.to_string().contains("no memory for a version of `policy`"), "{error}");
 }
 
-/// What is put in memory goes on although what lasts has filled it.
+/// Puts to memory continue after durable versions have filled the memory limit.
 #[test]
-fn memory_of_what_lasts_elsewhere_is_let_go_of_when_it_is_needed() {
+fn memory_of_durable_versions_is_evicted_on_demand() {
     const LEN: usize = 8 << 20;
     let large = |step: u8| {
         let mut dict = StateDict::new();
         dict.insert("weight", Tensor::from_slice(&vec![step; LEN], &[LEN as u64]).unwrap());
         dict
     };
-    for lasts in [Durability::Object, Durability::Disk] {
+    for durability in [Durability::Object, Durability::Disk] {
         let folder = tempfile::tempdir().unwrap();
-        // For two versions, not for three.
-        let served = Served::bound(24 << 20, |options| match lasts {
-            Durability::Object => options.bucket = Some(bucket_of(folder.path())),
+        // Room for two versions, not for three.
+        let daemon = Served::bound(24 << 20, |options| match durability {
+            Durability::Object => options.bucket = Some(bucket_url(folder.path())),
             _ => options.root = Some(folder.path().to_owned()),
         });
-        let store = served.connect();
+        let store = daemon.connect();
         let put = |step: u8, durability| {
             let timeout = Duration::from_secs(10);
             let options = PutOptions {
@@ -323,7 +330,7 @@ fn memory_of_what_lasts_elsewhere_is_let_go_of_when_it_is_needed() {
             };
             store.put_state_dict(&key(), &large(step), &options).unwrap();
         };
-        put(1, lasts);
+        put(1, durability);
         for step in 2..5 {
             put(step, Durability::Memory);
         }
@@ -333,7 +340,7 @@ fn memory_of_what_lasts_elsewhere_is_let_go_of_when_it_is_needed() {
             store.get(&key(), "weight", &options).unwrap()
         };
         for step in [4, 1] {
-            assert!(weight(step).view().span().iter().all(|byte| *byte == step), "{lasts:?}");
+            assert!(weight(step).view().span().iter().all(|byte| *byte == step), "{durability:?}");
         }
         store.delete(&key(), None).unwrap();
     }

@@ -1,5 +1,6 @@
-//! The ledger under random commands: several writers and jobs, commands lost, repeated and out of
-//! order, effects carried out late, twice or never.
+//! The ledger under random commands of several writers and jobs.
+//!
+//! Commands are lost, repeated and reordered. Effects run late, twice or never.
 #![expect(clippy::unwrap_used, reason = "this is a test, though clippy sees its helpers alone")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,63 +19,74 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(1000) })]
 
     #[test]
-    fn no_sequence_of_commands_breaks_a_rule(moves in prop::collection::vec(any_move(), 1..120)) {
-        let mut world = World::default();
-        for next in moves {
-            world.play(next);
+    fn random_commands_keep_all_invariants(actions in prop::collection::vec(any_action(), 1..120)) {
+        let mut model = LedgerModel::default();
+        for action in actions {
+            model.run(action);
         }
-        world.end();
+        model.finish();
     }
 }
 
-/// What happens next. Versions are named by how many began after them; numbers and calls count from
-/// a little below the highest.
+/// One random action.
+///
+/// `nth_newest` selects a version by the number of versions that began after it. Numbers and calls are relative to a
+/// little below the highest one.
 #[derive(Clone, Debug)]
-enum Move {
-    /// One command, however senseless.
-    Give(Command),
-    /// A writer begins; a repetition has the identity of the last begin.
+enum Action {
+    /// One arbitrary command, which may make no sense.
+    Apply(Command),
+    /// A writer begins. A repeated begin has the version id of the last one.
     Begin { begin: Begin, repeats: bool },
-    /// A writer commits, by default under the job of the version; a process keeps it, or all do.
-    Commit { back: usize, writer: u32, job: Option<JobId>, contents: u8, keeper: Option<SessionId> },
-    /// All writers of a version that are missing commit.
-    Complete { back: usize, keeper: Option<SessionId> },
-    /// A command about the version.
-    About { back: usize, about: About },
-    /// Somebody carries out everything that is owed.
-    Settle,
+    /// A writer commits, by default under the job of the version. With `replica`, only that session has the archive.
+    Commit {
+        nth_newest: usize,
+        writer: u32,
+        job: Option<JobId>,
+        contents: u8,
+        replica: Option<SessionId>,
+    },
+    /// All missing writers of a version commit.
+    Complete { nth_newest: usize, replica: Option<SessionId> },
+    /// A command that names a version.
+    OnVersion { nth_newest: usize, action: VersionAction },
+    /// Runs all pending effects.
+    RunPendingEffects,
 }
 
+/// A command that names a version, without the id.
 #[derive(Clone, Debug)]
-enum About {
+enum VersionAction {
     Abort(u32),
     Proved(bool),
     Rejected,
     Reclaimed,
     Delete,
     Lease(u128),
-    Keep(WriterSet, SessionId),
-    LetGo(u32, SessionId),
+    PublishReplicas(WriterSet, SessionId),
+    ReleaseReplica(u32, SessionId),
     Stored,
     NotStored,
     Abandon,
 }
 
-fn any_move() -> impl Strategy<Value = Move> {
-    let back = 0..4_usize;
-    let keeper = || prop::option::weighted(0.4, any_session());
+fn any_action() -> impl Strategy<Value = Action> {
+    let nth_newest = 0..4_usize;
+    let replica = || prop::option::weighted(0.4, any_session());
     let job = prop::option::weighted(0.2, any_job());
-    let commit = (back.clone(), 0..4_u32, job, 0..3_u8, keeper());
+    let commit = (nth_newest.clone(), 0..4_u32, job, 0..3_u8, replica());
     prop_oneof![
         8 => (any_begin(), prop::bool::weighted(0.1))
-            .prop_map(|(begin, repeats)| Move::Begin { begin, repeats }),
-        4 => commit.prop_map(|(back, writer, job, contents, keeper)| {
-            Move::Commit { back, writer, job, contents, keeper }
+            .prop_map(|(begin, repeats)| Action::Begin { begin, repeats }),
+        4 => commit.prop_map(|(nth_newest, writer, job, contents, replica)| {
+            Action::Commit { nth_newest, writer, job, contents, replica }
         }),
-        6 => (back.clone(), keeper()).prop_map(|(back, keeper)| Move::Complete { back, keeper }),
-        3 => (back, any_about()).prop_map(|(back, about)| Move::About { back, about }),
-        5 => Just(Move::Settle),
-        5 => any_command().prop_map(Move::Give),
+        6 => (nth_newest.clone(), replica())
+            .prop_map(|(nth_newest, replica)| Action::Complete { nth_newest, replica }),
+        3 => (nth_newest, any_version_action())
+            .prop_map(|(nth_newest, action)| Action::OnVersion { nth_newest, action }),
+        5 => Just(Action::RunPendingEffects),
+        5 => any_command().prop_map(Action::Apply),
     ]
 }
 
@@ -126,7 +138,7 @@ fn any_session() -> impl Strategy<Value = SessionId> {
     (0..3_u128).prop_map(SessionId)
 }
 
-/// Mostly the newest job, so that versions become complete.
+/// Selects the newest job most of the time, so that versions become complete.
 fn any_job() -> impl Strategy<Value = JobId> {
     let name = prop_oneof![40 => Just(NEWEST), 1 => Just(NEWER), 3 => Just(OLDER)];
     name.prop_map(|name| JobId(name.to_owned()))
@@ -140,20 +152,23 @@ fn any_digest() -> impl Strategy<Value = Digest> {
     (0..3_u8).prop_map(|contents| Digest([contents; 16]))
 }
 
-fn any_about() -> impl Strategy<Value = About> {
+fn any_version_action() -> impl Strategy<Value = VersionAction> {
     prop_oneof![
-        3 => (0..4_u32).prop_map(About::Abort),
-        2 => prop::bool::weighted(0.2).prop_map(About::Proved),
-        1 => Just(About::Rejected),
-        1 => Just(About::Reclaimed),
-        1 => Just(About::Delete),
-        2 => (0..4_u128).prop_map(About::Lease),
+        3 => (0..4_u32).prop_map(VersionAction::Abort),
+        2 => prop::bool::weighted(0.2).prop_map(VersionAction::Proved),
+        1 => Just(VersionAction::Rejected),
+        1 => Just(VersionAction::Reclaimed),
+        1 => Just(VersionAction::Delete),
+        2 => (0..4_u128).prop_map(VersionAction::Lease),
         2 => (prop::collection::vec(0..3_u32, 1..3), any_session())
-            .prop_map(|(writers, keeper)| About::Keep(writers.into_iter().collect(), keeper)),
-        1 => (0..2_u32, any_session()).prop_map(|(writer, keeper)| About::LetGo(writer, keeper)),
-        3 => Just(About::Stored),
-        1 => Just(About::NotStored),
-        1 => Just(About::Abandon),
+            .prop_map(|(writers, session)| {
+                VersionAction::PublishReplicas(writers.into_iter().collect(), session)
+            }),
+        1 => (0..2_u32, any_session())
+            .prop_map(|(writer, session)| VersionAction::ReleaseReplica(writer, session)),
+        3 => Just(VersionAction::Stored),
+        1 => Just(VersionAction::NotStored),
+        1 => Just(VersionAction::Abandon),
     ]
 }
 
@@ -176,7 +191,7 @@ fn any_command() -> impl Strategy<Value = Command> {
         4 => (selector.clone(), 0..4_u128, 0..2_u8).prop_map(lease),
         2 => (0..4_u128).prop_map(|lease| Command::Release { lease: LeaseId(lease) }),
         1 => (0..2_u8).prop_map(|holder| Command::HolderGone { holder: holder.to_string() }),
-        2 => any_session().prop_map(ended),
+        2 => any_session().prop_map(session_ended),
         2 => (selector, label()).prop_map(|(selector, label)| Command::Pin { selector, label }),
         2 => label().prop_map(|label| Command::Unpin { label }),
         2 => (keep, ttl).prop_map(|(keep, ttl)| Command::Retain { keep, ttl }),
@@ -184,65 +199,65 @@ fn any_command() -> impl Strategy<Value = Command> {
     ]
 }
 
-fn ended(session: SessionId) -> Command {
+fn session_ended(session: SessionId) -> Command {
     Command::SessionEnded { session, slices: BTreeMap::new() }
 }
 
-/// The ledger, and what an observer has seen of it.
+/// The ledger, and everything that an observer of it has recorded.
 #[derive(Default)]
-struct World {
+struct LedgerModel {
     state: State,
     now: u64,
     keep: Option<NonZeroU32>,
-    /// The versions that were begun, oldest first.
+    /// All versions that have begun, oldest first.
     begun: Vec<VersionId>,
-    /// What was said of each version when it opened.
+    /// Each version as it was when it opened.
     opened: BTreeMap<VersionId, Version>,
-    /// What each version was when it became visible.
-    shown: BTreeMap<VersionId, Version>,
+    /// Each version as it was when it became visible.
+    made_visible: BTreeMap<VersionId, Version>,
     committed: BTreeMap<(VersionId, u32), Digest>,
     calls: BTreeMap<(JobId, u64), VersionId>,
     last_call: u64,
     jobs: u32,
-    fenced: BTreeSet<JobId>,
-    fates: BTreeMap<VersionId, Fate>,
-    proposed: u128,
+    fenced_jobs: BTreeSet<JobId>,
+    outcomes: BTreeMap<VersionId, Fate>,
+    begin_count: u128,
 }
 
-impl World {
-    fn play(&mut self, next: Move) {
-        match next {
-            Move::Give(command) => {
-                let command = self.dated(command);
-                self.give(&command)
+impl LedgerModel {
+    fn run(&mut self, action: Action) {
+        match action {
+            Action::Apply(command) => {
+                let command = self.resolve(command);
+                self.apply(&command)
             }
-            Move::Begin { begin, repeats } => {
-                self.proposed += u128::from(!repeats);
-                let (id, now) = (VersionId(self.proposed), Timestamp(self.now));
+            Action::Begin { begin, repeats } => {
+                self.begin_count += u128::from(!repeats);
+                let (id, now) = (VersionId(self.begin_count), Timestamp(self.now));
                 let number = begin.number.map(|number| self.lowest() + number);
                 let call = begin.call.map(|call| self.last_call.saturating_sub(1) + call);
                 let job = begin.job.map(|job| self.job(&job));
-                self.give(&Command::Begin(Begin { id, now, number, call, job, ..begin }))
+                self.apply(&Command::Begin(Begin { id, now, number, call, job, ..begin }))
             }
-            Move::Commit { back, writer, job, contents, keeper } => {
-                let Some(id) = self.back(back) else {
+            Action::Commit { nth_newest, writer, job, contents, replica } => {
+                let Some(id) = self.nth_newest(nth_newest) else {
                     return;
                 };
-                let of_version = self.opened[&id].job.clone();
-                let job = job.map(|job| self.job(&job)).or(of_version);
-                self.commit(id, writer, job, contents, keeper)
+                let version_job = self.opened[&id].job.clone();
+                let job = job.map(|job| self.job(&job)).or(version_job);
+                self.commit(id, writer, job, contents, replica)
             }
-            Move::Complete { back, keeper } => {
-                let Some(id) = self.back(back) else { return };
-                self.complete(id, keeper);
+            Action::Complete { nth_newest, replica } => {
+                let Some(id) = self.nth_newest(nth_newest) else { return };
+                self.complete(id, replica);
                 return;
             }
-            Move::About { back, about } => {
-                let Some(id) = self.back(back) else { return };
-                self.give(&self.about(id, about))
+            Action::OnVersion { nth_newest, action } => {
+                let Some(id) = self.nth_newest(nth_newest) else { return };
+                self.apply(&self.version_command(id, action))
             }
-            Move::Settle => {
-                self.settle();
+            Action::RunPendingEffects => {
+                self.run_pending_effects();
                 return;
             }
         }
@@ -254,13 +269,13 @@ impl World {
         JobId((self.jobs - u32::from(name.0 == OLDER && self.jobs > 0)).to_string())
     }
 
-    /// The number that a move calls 0.
+    /// Returns the number that actions and commands refer to as 0.
     fn lowest(&self) -> u64 {
         self.state.highest().unwrap_or(0).saturating_sub(3)
     }
 
-    /// A command with the numbers and the moment that it means. Time passes by what an expiry says.
-    fn dated(&mut self, mut command: Command) -> Command {
+    /// Replaces relative numbers and timestamps of a command by absolute ones. `Expire` advances the clock.
+    fn resolve(&mut self, mut command: Command) -> Command {
         let lowest = self.lowest();
         match &mut command {
             Command::Expire { now } => {
@@ -279,8 +294,8 @@ impl World {
         command
     }
 
-    fn back(&self, back: usize) -> Option<VersionId> {
-        self.begun.iter().rev().nth(back).copied()
+    fn nth_newest(&self, nth_newest: usize) -> Option<VersionId> {
+        self.begun.iter().rev().nth(nth_newest).copied()
     }
 
     fn commit(
@@ -289,15 +304,23 @@ impl World {
         writer: u32,
         job: Option<JobId>,
         contents: u8,
-        keeper: Option<SessionId>,
+        replica: Option<SessionId>,
     ) -> Result<Outcome, Refusal> {
         let archives =
             vec![ArchiveReference { name: format!("{id}.{writer}"), file_len: 9, bytes: 8 }];
         let (digest, now) = (Digest([contents; 16]), Timestamp(self.now));
-        self.give(&Command::Commit(Commit { id, writer, job, digest, archives, keeper, now }))
+        self.apply(&Command::Commit(Commit {
+            id,
+            writer,
+            job,
+            digest,
+            archives,
+            keeper: replica,
+            now,
+        }))
     }
 
-    fn complete(&mut self, id: VersionId, keeper: Option<SessionId>) {
+    fn complete(&mut self, id: VersionId, replica: Option<SessionId>) {
         let Version { number, job, writers, durability, .. } = self.opened[&id].clone();
         for writer in writers.iter() {
             let begin = Begin {
@@ -311,33 +334,37 @@ impl World {
                 durability,
                 digest: None,
                 session: None,
-                id: VersionId(u128::MAX - self.proposed),
+                id: VersionId(u128::MAX - self.begin_count),
                 epoch: None,
                 now: Timestamp(self.now),
             };
-            self.proposed += 1;
-            self.give(&Command::Begin(begin)).ok();
-            self.commit(id, writer, job.clone(), 1, keeper).ok();
+            self.begin_count += 1;
+            self.apply(&Command::Begin(begin)).ok();
+            self.commit(id, writer, job.clone(), 1, replica).ok();
         }
     }
 
-    fn about(&self, id: VersionId, about: About) -> Command {
+    fn version_command(&self, id: VersionId, action: VersionAction) -> Command {
         let now = Timestamp(self.now);
-        match about {
-            About::Abort(writer) => Command::Abort { id, writer },
-            About::Proved(other) => {
-                let manifest = if other { manifest(VersionId(0)) } else { manifest(id) };
+        match action {
+            VersionAction::Abort(writer) => Command::Abort { id, writer },
+            VersionAction::Proved(is_other) => {
+                let manifest = if is_other { manifest(VersionId(0)) } else { manifest(id) };
                 Command::Proved { id, manifest, now }
             }
-            About::Rejected => Command::Rejected { id, reason: "hole".repeat(400) },
-            About::Reclaimed => Command::Reclaimed { id },
-            About::Delete => Command::Delete { selection: Selection::Id(id) },
-            About::Keep(writers, session) => Command::Keep { id, writers, session },
-            About::LetGo(writer, session) => Command::LetGo { id, writer, session },
-            About::Stored => Command::Stored { id },
-            About::NotStored => Command::NotStored { id },
-            About::Abandon => Command::Abandon { id },
-            About::Lease(lease) => {
+            VersionAction::Rejected => Command::Rejected { id, reason: "hole".repeat(400) },
+            VersionAction::Reclaimed => Command::Reclaimed { id },
+            VersionAction::Delete => Command::Delete { selection: Selection::Id(id) },
+            VersionAction::PublishReplicas(writers, session) => {
+                Command::Keep { id, writers, session }
+            }
+            VersionAction::ReleaseReplica(writer, session) => {
+                Command::LetGo { id, writer, session }
+            }
+            VersionAction::Stored => Command::Stored { id },
+            VersionAction::NotStored => Command::NotStored { id },
+            VersionAction::Abandon => Command::Abandon { id },
+            VersionAction::Lease(lease) => {
                 let (selector, lease) = (Selector::Id(id), LeaseId(lease));
                 let (holder, ttl) = ("0".to_owned(), Duration::from_mins(2));
                 Command::Lease { selector, lease, holder, ttl, now }
@@ -345,11 +372,12 @@ impl World {
         }
     }
 
-    /// Carries out what is owed, and proves that twice is as good as once.
-    fn settle(&mut self) {
+    /// Runs all pending effects, and checks that running an effect twice equals running it once.
+    fn run_pending_effects(&mut self) {
         for _ in 0..1000 {
-            let owed = pending(&self.state);
-            let commands: Vec<_> = owed.iter().map(|effect| self.carried_out(*effect)).collect();
+            let effects = pending(&self.state);
+            let commands: Vec<_> =
+                effects.iter().map(|effect| self.effect_result(*effect)).collect();
             let mut twice = self.state.clone();
             for command in commands.iter().chain(&commands) {
                 if let Ok(step) = step(&twice, command.clone()) {
@@ -357,40 +385,43 @@ impl World {
                 }
             }
             for command in &commands {
-                self.give(command).ok();
+                self.apply(command).ok();
             }
             assert_eq!(self.state, twice);
-            if owed.is_empty() {
+            if effects.is_empty() {
                 return;
             }
         }
-        panic!("effects are owed for ever");
+        panic!("effects never run out");
     }
 
-    fn carried_out(&self, effect: Effect) -> Command {
+    /// Returns the command that reports an effect as done.
+    fn effect_result(&self, effect: Effect) -> Command {
         match effect {
-            Effect::Prove { id } if id.0 % 8 == 7 => self.about(id, About::Rejected),
-            Effect::Prove { id } => self.about(id, About::Proved(false)),
+            Effect::Prove { id } if id.0 % 8 == 7 => {
+                self.version_command(id, VersionAction::Rejected)
+            }
+            Effect::Prove { id } => self.version_command(id, VersionAction::Proved(false)),
             Effect::Delete { id, .. } => Command::Reclaimed { id },
             _ => unreachable!("{effect:?}"),
         }
     }
 
-    /// When all is said and done nothing is open, and only what retention keeps is left.
-    fn end(&mut self) {
-        self.settle();
+    /// Ends all open versions, leases, pins and uploads. Then only retained versions remain.
+    fn finish(&mut self) {
+        self.run_pending_effects();
         self.now += u64::try_from(OPEN_LIMIT.as_millis()).unwrap();
-        self.give(&Command::Expire { now: Timestamp(self.now) }).unwrap();
+        self.apply(&Command::Expire { now: Timestamp(self.now) }).unwrap();
         for holder in ["0", "1"] {
-            self.give(&Command::HolderGone { holder: holder.to_owned() }).unwrap();
+            self.apply(&Command::HolderGone { holder: holder.to_owned() }).unwrap();
         }
         for label in ["0", "1", "2"] {
-            self.give(&Command::Unpin { label: label.to_owned() }).unwrap();
+            self.apply(&Command::Unpin { label: label.to_owned() }).unwrap();
         }
         for id in self.begun.clone() {
-            self.give(&Command::NotStored { id }).unwrap();
+            self.apply(&Command::NotStored { id }).unwrap();
         }
-        self.settle();
+        self.run_pending_effects();
         assert!(self.state.versions().all(Version::is_visible));
         assert!(self.state.visible().count() <= 3 * self.keep());
         let ended = &serde_json::to_value(&self.state).unwrap()["ended"];
@@ -404,11 +435,11 @@ impl World {
         usize::try_from(self.keep.unwrap_or(NonZeroU32::MIN).get()).unwrap()
     }
 
-    /// Gives a command, repeats it, and checks every rule.
-    fn give(&mut self, command: &Command) -> Result<Outcome, Refusal> {
+    /// Applies a command, applies it again, and checks every invariant.
+    fn apply(&mut self, command: &Command) -> Result<Outcome, Refusal> {
         let before = self.state.clone();
         let result = step(&before, command.clone());
-        assert_eq!(result, step(&before, command.clone()), "not deterministic");
+        assert_eq!(result, step(&before, command.clone()), "`step` is not deterministic");
         self.check_fenced(command, &result);
         let Step { state, outcome, effects } = result?;
         if let Ok(again) = step(&state, command.clone()) {
@@ -423,16 +454,16 @@ impl World {
         self.check_versions(command);
         self.check_progress(&before, command);
         self.check_retention(&before, command);
-        self.check_fates();
+        self.check_outcomes();
         self.check_size();
         self.check_durable(&before);
-        self.check_stored(&before);
+        self.check_serialization(&before);
         self.check_sessions(command);
-        self.check_keepers(&before, command);
+        self.check_replicas(&before, command);
         Ok(outcome)
     }
 
-    /// Who has begun and not committed has a session, and nothing of one that has ended is open.
+    /// Only contributions that have begun and not committed have a session. No version of an ended session is open.
     fn check_sessions(&self, command: &Command) {
         for version in self.state.versions() {
             for (writer, session) in &version.sessions {
@@ -444,36 +475,36 @@ impl World {
         }
     }
 
-    /// What a process kept alone is lost with it, and nothing else; what is lost nobody reads or holds.
-    fn check_keepers(&mut self, before: &State, command: &Command) {
+    /// A contribution is lost exactly if its last replica ends. A lost version is neither readable nor leased.
+    fn check_replicas(&mut self, before: &State, command: &Command) {
         for version in before.versions() {
             let now = self.state.versions().find(|now| now.id == version.id);
             let Some(now) = now else { continue };
-            let mut alone = BTreeSet::new();
+            let mut lost_writers = BTreeSet::new();
             for (writer, contribution) in &version.contributions {
-                let keepers: Vec<_> = contribution.keepers().collect();
-                let left = now.contributions.get(writer).map(|now| now.keepers().collect());
-                let mut wanted = keepers.clone();
+                let replicas: Vec<_> = contribution.keepers().collect();
+                let remaining = now.contributions.get(writer).map(|now| now.keepers().collect());
+                let mut expected = replicas.clone();
                 match command {
                     Command::SessionEnded { session, .. } => {
-                        wanted.retain(|keeper| keeper != session);
-                        if keepers == [*session] && !version.stored {
-                            alone.insert(*writer);
+                        expected.retain(|replica| replica != session);
+                        if replicas == [*session] && !version.stored {
+                            lost_writers.insert(*writer);
                         }
                     }
                     Command::Keep { id, writers, session }
                         if *id == version.id
                             && writers.contains(*writer)
                             && version.is_visible()
-                            && !keepers.is_empty()
-                            && !keepers.contains(session) =>
+                            && !replicas.is_empty()
+                            && !replicas.contains(session) =>
                     {
-                        wanted.push(*session);
+                        expected.push(*session);
                     }
                     Command::LetGo { id, writer: of, session }
-                        if (id, of) == (&version.id, writer) && keepers != [*session] =>
+                        if (id, of) == (&version.id, writer) && replicas != [*session] =>
                     {
-                        wanted.retain(|keeper| keeper != session);
+                        expected.retain(|replica| replica != session);
                     }
                     Command::Commit(Commit { id, writer: of, .. })
                         if (id, of) == (&version.id, writer)
@@ -483,26 +514,29 @@ impl World {
                     }
                     _ => {}
                 }
-                assert!(left.is_none_or(|left: Vec<_>| left == wanted), "{command:?}");
+                assert!(
+                    remaining.is_none_or(|remaining: Vec<_>| remaining == expected),
+                    "{command:?}"
+                );
             }
-            let was_there = version.is_open() || version.is_visible();
+            let was_live = version.is_open() || version.is_visible();
             let reason = match &now.status {
                 Status::Dropped { reason: Reason::Lost { writers, .. } } => Some(writers.clone()),
                 _ => None,
             };
-            // It has begun more in that version, and that is said first.
+            // If the session also has an uncommitted contribution, the version is dropped as aborted instead.
             let is_aborted = version.is_open()
                 && matches!(&now.status, Status::Dropped { reason: Reason::Aborted { .. } });
-            if was_there && !alone.is_empty() && !is_aborted {
-                assert_eq!(reason, Some(alone.into_iter().collect()), "{command:?}");
+            if was_live && !lost_writers.is_empty() && !is_aborted {
+                assert_eq!(reason, Some(lost_writers.into_iter().collect()), "{command:?}");
                 assert!(!self.state.is_held(now.id));
                 let number = now.number;
-                let said = self.state.found(Selector::Id(now.id)).err();
-                let is_said = |said: &Refusal| matches!(said, Refusal::Dropped { number: of, reason: Reason::Lost { .. } } if *of == number);
-                assert!(said.as_ref().is_some_and(is_said), "{said:?}");
-                self.fates.insert(now.id, now.fate());
-                self.shown.remove(&now.id);
-            } else if was_there {
+                let refusal = self.state.found(Selector::Id(now.id)).err();
+                let is_lost = |refusal: &Refusal| matches!(refusal, Refusal::Dropped { number: of, reason: Reason::Lost { .. } } if *of == number);
+                assert!(refusal.as_ref().is_some_and(is_lost), "{refusal:?}");
+                self.outcomes.insert(now.id, now.fate());
+                self.made_visible.remove(&now.id);
+            } else if was_live {
                 assert_eq!(reason, None, "{command:?}");
             }
         }
@@ -515,7 +549,7 @@ impl World {
             _ => None,
         };
         let newest = self.state.job().cloned();
-        let is_fenced = job.is_some_and(|job| self.fenced.contains(job));
+        let is_fenced = job.is_some_and(|job| self.fenced_jobs.contains(job));
         let is_incomplete =
             matches!(result, Err(Refusal::NotAWriter { .. } | Refusal::CallRequired { .. }));
         if let Some(by) = newest.clone().filter(|_| is_fenced && !is_incomplete) {
@@ -525,27 +559,27 @@ impl World {
             && step.state.job() != Some(&newest)
         {
             assert!(matches!(command, Command::Begin(_)));
-            self.fenced.insert(newest);
+            self.fenced_jobs.insert(newest);
         }
     }
 
-    /// Effects are what is owed from now on; what is held is not deleted; what is owed stays owed
-    /// until it is done.
+    /// A step returns the effects that become pending. Data in use is never deleted. An effect stays pending until it
+    /// is done.
     fn check_effects(&self, before: &State, effects: &[Effect]) {
-        let (earlier, owed) = (pending(before), pending(&self.state));
-        let arisen: Vec<_> = owed.iter().filter(|it| !earlier.contains(it)).copied().collect();
-        assert_eq!(effects, arisen);
-        for effect in &owed {
+        let (previous, current) = (pending(before), pending(&self.state));
+        let new: Vec<_> = current.iter().filter(|it| !previous.contains(it)).copied().collect();
+        assert_eq!(effects, new);
+        for effect in &current {
             if let Effect::Delete { id, epoch, number } = *effect {
                 let version = self.state.versions().find(|version| version.id == id).unwrap();
                 assert_eq!((version.epoch, version.number), (epoch, number));
                 assert!(!self.state.is_held(id) && !version.is_open() && !version.is_visible());
             }
         }
-        for effect in earlier {
+        for effect in previous {
             if let Effect::Delete { id, .. } = effect {
                 let is_known = self.state.versions().any(|version| version.id == id);
-                assert!(owed.contains(&effect) || !is_known, "{effect:?} is owed no more");
+                assert!(current.contains(&effect) || !is_known, "{effect:?} is no longer pending");
             }
         }
     }
@@ -568,34 +602,35 @@ impl World {
             }
             (Command::Commit(commit), Outcome::Committed { missing, .. }) => {
                 let Commit { id, writer, digest, .. } = commit;
-                assert_eq!(commit.job, self.opened[id].job, "jobs are mixed");
+                assert_eq!(commit.job, self.opened[id].job, "the version mixes jobs");
                 assert!(self.opened[id].writers.contains(*writer) && !missing.contains(*writer));
                 let committed = self.committed.entry((*id, *writer)).or_insert(*digest);
-                assert_eq!(committed, digest, "a contribution changed");
+                assert_eq!(committed, digest, "the contribution changed");
             }
             _ => {}
         }
     }
 
-    /// A call is one version, and calls open in their order.
+    /// A call opens one version, and the calls of a job open in order.
     fn check_call(&mut self, job: &JobId, call: u64, id: VersionId) {
-        let is_later = |(of, later): &(JobId, u64)| of == job && *later > call;
+        let is_later =
+            |(other_job, other_call): &(JobId, u64)| other_job == job && *other_call > call;
         match self.calls.get(&(job.clone(), call)) {
-            Some(of_call) => assert_eq!(*of_call, id, "one call opened two versions"),
-            None => assert!(!self.calls.keys().any(is_later), "an early call opened late"),
+            Some(opened) => assert_eq!(*opened, id, "one call opened two versions"),
+            None => assert!(!self.calls.keys().any(is_later), "a call opened after a later one"),
         }
         self.calls.insert((job.clone(), call), id);
         self.last_call = self.last_call.max(call);
     }
 
     fn check_versions(&mut self, command: &Command) {
-        let mut places = BTreeSet::new();
+        let mut names = BTreeSet::new();
         for version in self.state.versions() {
             let opened = self.opened.entry(version.id).or_insert_with(|| version.clone());
-            let said = |it: &Version| (it.epoch, it.number, it.call, it.rewinds);
-            assert_eq!(said(opened), said(version));
+            let identity = |it: &Version| (it.epoch, it.number, it.call, it.rewinds);
+            assert_eq!(identity(opened), identity(version));
             assert_eq!((&opened.job, &opened.writers), (&version.job, &version.writers));
-            assert!(places.insert((version.epoch, version.number)), "a place is taken twice");
+            assert!(names.insert((version.epoch, version.number)), "two versions have one name");
             for (writer, contribution) in &version.contributions {
                 assert!(version.writers.contains(*writer));
                 if let Contribution::Committed { digest, .. } = contribution {
@@ -603,27 +638,28 @@ impl World {
                 }
             }
             if version.manifest().is_some() {
-                let shown = self.shown.entry(version.id).or_insert_with(|| {
+                let visible_version = self.made_visible.entry(version.id).or_insert_with(|| {
                     let is_proof = |command: &Command| match command {
                         Command::Proved { id, manifest, .. } => {
                             *id == version.id && Some(manifest) == version.manifest()
                         }
                         _ => false,
                     };
-                    assert!(is_proof(command), "visible without a proof");
-                    assert!(version.missing().is_empty(), "visible without a contribution");
+                    assert!(is_proof(command), "visible without a valid manifest");
+                    assert!(version.missing().is_empty(), "visible with a missing contribution");
                     version.clone()
                 });
-                assert!(shown.contributions.keys().eq(version.contributions.keys()));
+                assert!(visible_version.contributions.keys().eq(version.contributions.keys()));
                 let archives = |of: &Version| {
                     let all = of.contributions.values().map(Contribution::archives);
                     all.map(<[_]>::to_vec).collect::<Vec<_>>()
                 };
-                assert_eq!(archives(shown), archives(version));
-                assert_eq!(shown.manifest(), version.manifest());
+                assert_eq!(archives(visible_version), archives(version));
+                assert_eq!(visible_version.manifest(), version.manifest());
             }
             if version.is_open() {
-                let is_fenced = version.job.as_ref().is_some_and(|job| self.fenced.contains(job));
+                let is_fenced =
+                    version.job.as_ref().is_some_and(|job| self.fenced_jobs.contains(job));
                 assert!(!is_fenced, "a fenced job has an open version");
                 let is_proving = matches!(version.status, Status::Proving { .. });
                 assert_eq!(is_proving, version.missing().is_empty());
@@ -632,67 +668,68 @@ impl World {
         assert!(self.state.open().count() <= MAX_OPEN);
     }
 
-    /// Versions become visible in the order of their places; nothing but deletion and age takes
-    /// the head back.
+    /// Versions become visible in the order of epoch and number. Only deletion, expiry and the end of a session move
+    /// the head backwards.
     fn check_progress(&self, before: &State, command: &Command) {
-        let reached = |state: &State| (state.epoch(), state.highest());
-        let place = |version: &Version| (version.epoch, version.number);
-        assert!(reached(before) <= reached(&self.state));
+        let highest = |state: &State| (state.epoch(), state.highest());
+        let name = |version: &Version| (version.epoch, version.number);
+        assert!(highest(before) <= highest(&self.state));
         for version in self.state.visible() {
             let is_new = before.version(Selector::Id(version.id)).is_none();
             if is_new {
-                let (epoch, number) = place(version);
-                assert!((epoch, Some(number)) > reached(before));
-                assert_eq!((epoch, Some(number)), reached(&self.state));
-                assert!(self.state.open().all(|open| place(open) > (epoch, number)));
+                let (epoch, number) = name(version);
+                assert!((epoch, Some(number)) > highest(before));
+                assert_eq!((epoch, Some(number)), highest(&self.state));
+                assert!(self.state.open().all(|open| name(open) > (epoch, number)));
             }
         }
         if !matches!(
             command,
             Command::Delete { .. } | Command::Expire { .. } | Command::SessionEnded { .. }
         ) {
-            assert!(before.head().map(place) <= self.state.head().map(place));
+            assert!(before.head().map(name) <= self.state.head().map(name));
         }
     }
 
-    /// The newest K, of what is durable the newest K, what is on its way to a bucket and the pinned stay visible, no
-    /// more and no less; what is held has its data.
+    /// Exactly these versions stay visible: the newest K, the newest K durable ones, those that are being uploaded to a
+    /// bucket, and pinned ones. Pinned and leased versions have their data.
     fn check_retention(&self, before: &State, command: &Command) {
         let visible = |state: &State| state.visible().map(|it| it.id).collect::<Vec<_>>();
         if !matches!(command, Command::Delete { .. } | Command::Expire { .. }) {
-            let fresh =
+            let new =
                 self.state.visible().filter(|it| before.version(Selector::Id(it.id)).is_none());
-            let fresh: Vec<_> = fresh.collect();
-            let is_taken_back = |version: &&Version| {
-                let from = fresh.first().and_then(|it| it.rewinds.map(|from| (it.epoch, from)));
+            let new: Vec<_> = new.collect();
+            let is_rewound = |version: &&Version| {
+                let from = new.first().and_then(|it| it.rewinds.map(|from| (it.epoch, from)));
                 from.is_some_and(|(epoch, from)| version.epoch < epoch && version.number >= from)
             };
             let is_lost = |version: &&Version| {
-                let mut keepers = version.contributions.values().map(Contribution::keepers);
+                let mut replicas = version.contributions.values().map(Contribution::keepers);
                 match command {
                     Command::SessionEnded { session, .. } => {
                         !version.stored
-                            && keepers.any(|keepers| keepers.collect::<Vec<_>>() == [*session])
+                            && replicas.any(|replicas| replicas.collect::<Vec<_>>() == [*session])
                     }
                     _ => false,
                 }
             };
-            let stay = before.visible().filter(|it| !is_taken_back(it) && !is_lost(it));
-            let stay = stay.chain(fresh.iter().copied());
-            let mut stay: Vec<_> = stay.map(|version| version.id).collect();
+            let expected = before.visible().filter(|it| !is_rewound(it) && !is_lost(it));
+            let expected = expected.chain(new.iter().copied());
+            let mut expected: Vec<_> = expected.map(|version| version.id).collect();
             let now = |id: &VersionId| self.state.versions().find(|version| version.id == *id);
-            let of = |stored: bool| {
-                let is_it =
+            let newest_durable = |stored: bool| {
+                let is_match =
                     move |version: &Version| version.is_durable() && version.stored == stored;
-                let durable = stay.iter().rev().filter(move |id| now(id).is_some_and(is_it));
+                let durable = expected.iter().rev().filter(move |id| now(id).is_some_and(is_match));
                 durable.take(self.keep()).copied()
             };
-            let mut kept: BTreeSet<VersionId> = of(false).chain(of(true)).collect();
-            kept.extend(stay.iter().rev().take(self.keep()));
-            kept.extend(self.state.pins().map(|(_, id)| id));
-            let coming = |id: &VersionId| now(id).is_some_and(Version::is_to_be_stored);
-            stay.retain(|id| kept.contains(id) || coming(id));
-            assert_eq!(visible(&self.state), stay, "{command:?}");
+            let mut retained: BTreeSet<VersionId> =
+                newest_durable(false).chain(newest_durable(true)).collect();
+            retained.extend(expected.iter().rev().take(self.keep()));
+            retained.extend(self.state.pins().map(|(_, id)| id));
+            let is_uploading = |id: &VersionId| now(id).is_some_and(Version::is_to_be_stored);
+            expected.retain(|id| retained.contains(id) || is_uploading(id));
+            assert_eq!(visible(&self.state), expected, "{command:?}");
         }
         let has_data = |id| self.state.versions().any(|version| version.id == id);
         assert!(self.state.pins().all(|(_, id)| has_data(id)));
@@ -700,15 +737,15 @@ impl World {
         assert!(leases.into_iter().all(|lease| has_data(lease.version)));
     }
 
-    /// What was said to one who waits is never taken back, only forgotten.
-    fn check_fates(&mut self) {
+    /// The outcome of a version, once known, never changes. The ledger may only forget it.
+    fn check_outcomes(&mut self) {
         for id in self.opened.keys() {
-            let (known, now) = (self.fates.get(id), self.state.outcome_of(*id));
+            let (known, now) = (self.outcomes.get(id), self.state.outcome_of(*id));
             match (known, now) {
                 (Some(Fate::Pending { .. }) | None, Some(now)) => {
-                    self.fates.insert(*id, now);
+                    self.outcomes.insert(*id, now);
                 }
-                // What is lost was visible before.
+                // A visible version may be lost later.
                 (Some(Fate::Visible), Some(Fate::Dropped(Reason::Lost { .. }))) => {}
                 (Some(known), Some(now)) => assert_eq!(known, &now),
                 (known, None) => assert!(!matches!(known, Some(Fate::Pending { .. }))),
@@ -716,31 +753,32 @@ impl World {
         }
     }
 
-    /// What is in a bucket stays there; what is left when all processes have ended is durable, and all that is.
+    /// A version that is stored in a bucket stays stored. After all sessions have ended, only durable
+    /// versions remain, and all of them.
     fn check_durable(&self, before: &State) {
         for version in before.versions().filter(|version| version.stored) {
             let now = self.state.versions().find(|now| now.id == version.id);
             assert!(now.is_none_or(|now| now.stored && now.is_durable()));
         }
         let durable = self.state.durable();
-        let left = self.state.versions().filter(|version| version.is_durable());
-        let is_kept = |version: &Version| {
+        let remaining = self.state.versions().filter(|version| version.is_durable());
+        let is_retained = |version: &Version| {
             version.is_visible() || self.state.pins().any(|(_, id)| id == version.id)
         };
-        let left = left.map(|version| {
+        let remaining = remaining.map(|version| {
             let mut version = version.clone();
-            // A call means no version that is about to be deleted.
-            version.call = version.call.filter(|_| is_kept(&version));
+            // A version that is about to be deleted loses its call.
+            version.call = version.call.filter(|_| is_retained(&version));
             version
         });
-        assert!(durable.versions().cloned().eq(left));
+        assert!(durable.versions().cloned().eq(remaining));
         let newest = durable.versions().map(|version| (version.epoch, version.number)).max();
         assert!(newest <= durable.highest().map(|number| (durable.epoch(), number)));
         assert_eq!(durable.durable(), durable);
     }
 
-    /// A state is itself again after it was a record.
-    fn check_stored(&self, before: &State) {
+    /// Every state survives serialization to JSON.
+    fn check_serialization(&self, before: &State) {
         if self.state != *before {
             let text = serde_json::to_vec(&self.state).unwrap();
             assert_eq!(serde_json::from_slice::<State>(&text).unwrap(), self.state);
@@ -748,10 +786,12 @@ impl World {
     }
 
     fn check_size(&self) {
-        let coming = self.state.versions().filter(|version| version.is_to_be_stored()).count();
-        let held = self.state.pins().count() + 4 + coming;
-        let kept = 3 * self.keep();
-        assert!(self.state.versions().count() <= 2 * MAX_OPEN + kept + held + MAX_DELETIONS + 4);
+        let uploading = self.state.versions().filter(|version| version.is_to_be_stored()).count();
+        let in_use = self.state.pins().count() + 4 + uploading;
+        let retained = 3 * self.keep();
+        assert!(
+            self.state.versions().count() <= 2 * MAX_OPEN + retained + in_use + MAX_DELETIONS + 4
+        );
     }
 }
 

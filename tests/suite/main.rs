@@ -1,4 +1,4 @@
-//! Everything that crosses crates, in one test binary.
+//! Tests that span several crates, in one test binary.
 #![expect(
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,
@@ -6,65 +6,65 @@
     reason = "tests count small things, and fail by panicking"
 )]
 
-/// What others have tried in order to break the store, and must not work again.
+/// Edge cases found by adversarial testing of the store.
 mod attacks;
-/// The `tssd` command as its users run it.
+/// The `tssd` command: files, stdout, stderr and exit codes.
 mod cli;
-/// The commands that store archives otherwise, and those that prove that nothing is lost.
+/// `convert`, `roundtrip`, deep verification, hex dumps, and digests.
 mod convert;
-/// The daemon: shared memory, lost peers, hostile peers.
+/// The daemon: shared and recycled memory, lost peers, hostile peers.
 #[cfg(target_os = "linux")]
 mod daemon;
-/// Foreign and damaged bytes: every change is found, nothing panics.
+/// Damaged and foreign files: verification detects every change, and no reader panics.
 mod damage;
-/// Daemons of other hosts: by TCP and TLS, one that decides for others, versions that are fetched.
+/// Daemons of other hosts: ranged reads over TCP, TLS authentication, and proxy daemons.
 #[cfg(target_os = "linux")]
 mod far;
-/// What fuzzing has found, taken by every target again.
+/// The fuzz corpora: every fuzz target runs all of its inputs.
 mod fuzz;
-/// Meshes, placements and boxes against naive index sets.
+/// Regions, meshes and placements, compared with naive oracles.
 mod geometry;
-/// Daemons that share their ledgers in etcd.
+/// Daemons of several hosts that share their ledgers in etcd.
 #[cfg(all(target_os = "linux", feature = "etcd"))]
 mod hosts;
-/// Versions that go on from memory to a bucket, and come back from there.
+/// Replication of versions from memory to a bucket, and their restore.
 #[cfg(target_os = "linux")]
 mod lasting;
-/// The ledger of one key over random commands and crashes.
+/// The ledger of one key under random commands and crashes.
 mod ledger;
-/// Daemons that clients start, that end by themselves, that serve a group.
+/// Lifecycle of daemons: started by clients, ended when idle, shared by a group.
 #[cfg(target_os = "linux")]
 mod operation;
-/// Whole directories of models: what is no tensor is packed too.
+/// Directories of models, whose files other than tensors are packed too.
 mod packed_files;
-/// Compression, digests, alignment: whatever a writer chooses.
+/// Compression, digests and alignment, under all options of a writer.
 mod packing;
-/// What torch pickles, by the command, where Python is another's.
+/// `tssd convert` of files pickled by torch, with Python as a separate process.
 #[cfg(target_os = "linux")]
 mod pickled;
-/// The reader with rkyv and the one without: they say the same of every file.
+/// The readers with and without rkyv return equal results for every file.
 mod readers;
-/// The documents: what they name is there, what they say of stores holds.
+/// The documents: names and links resolve, and statements about stores hold.
 mod readme;
-/// What hosts keep because it was read there.
+/// Replicas on hosts that have read a version.
 #[cfg(all(target_os = "linux", feature = "etcd"))]
 mod replicas;
-/// What N writers put and M readers get, element by element.
+/// Resharding from N writers to M readers, compared element by element.
 mod reshard;
 #[cfg(target_os = "linux")]
 mod ring;
-/// State dicts to bytes and back.
+/// Round trips of state dicts through bytes.
 mod roundtrip;
-/// Safetensors files and directories of them, in memory and by the command, byte for byte.
+/// Round trips of safetensors files and directories, in memory and through the command.
 mod safetensors;
-/// The good vectors in words, as snapshots.
+/// Snapshots of the hex dumps of the valid vectors.
 mod shown;
-/// The byte tables of the spec, its rules, and the vectors as the reader takes them.
+/// The spec against the code: byte tables, rules, dtypes, vectors.
 mod spec;
 /// Versions, refusals, damage, several processes, crashes.
 mod store;
-/// The daemon, its writers and its readers as processes: overwritten, killed, stopped, attacked.
+/// A daemon, writers and readers as processes under load: killed, stopped, attacked.
 #[cfg(target_os = "linux")]
 mod torture;
-/// The good vectors as the writer writes them.
+/// The writer reproduces the valid vectors byte for byte.
 mod vectors;

@@ -1,5 +1,4 @@
-//! Daemons as they are operated: started by whoever comes first, ended when nobody needs them, open to
-//! a group.
+//! Daemons in operation: clients start them, idle ones exit, and a group of users can share one.
 
 use std::fs::Permissions;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -15,12 +14,12 @@ use tssd_store::{DaemonOptions, Durability, ErrorKind, GetOptions, Key, PutOptio
 use tssd_tests::command::{Serve, binary};
 use tssd_tests::steps::{eventually, key, options, part, read};
 
-/// A user's runtime directory, whose daemon ends with it.
-struct Runtime(tempfile::TempDir);
+/// A user's runtime directory. Dropping it stops the daemon whose socket is there.
+struct RuntimeDir(tempfile::TempDir);
 
-impl Runtime {
-    /// A file to put.
-    fn model(&self) -> PathBuf {
+impl RuntimeDir {
+    /// Writes a file to put and returns its path.
+    fn write_model(&self) -> PathBuf {
         let model = self.0.path().join("model.tssd");
         let mut dict = StateDict::new();
         dict.insert("step", 1_i64);
@@ -33,7 +32,7 @@ impl Runtime {
         Self(tempfile::tempdir().unwrap())
     }
 
-    /// A command on the store `unix:shared`, whose daemon is this program.
+    /// Returns a command on the store `unix:shared`. The command starts `program` as the daemon.
     fn command(&self, program: &Path, arguments: &[&str]) -> Command {
         let mut command = Command::new(binary());
         command
@@ -51,24 +50,25 @@ impl Runtime {
         self.command(&binary(), arguments).output().unwrap()
     }
 
-    fn beside_socket(&self, extension: &str) -> PathBuf {
+    /// Returns the path of the socket with `extension` appended.
+    fn socket_path(&self, extension: &str) -> PathBuf {
         self.0.path().join(format!("tssd/shared.sock{extension}"))
     }
 
-    /// The process that has the socket, if there is one.
+    /// Returns the daemon that serves the socket, if any.
     fn pid(&self) -> Option<Pid> {
-        let is_served = self.beside_socket("").exists();
-        let pid = std::fs::read_to_string(self.beside_socket(".lock")).ok()?;
+        let is_served = self.socket_path("").exists();
+        let pid = std::fs::read_to_string(self.socket_path(".lock")).ok()?;
         Pid::from_raw(pid.trim().parse().ok()?).filter(|_| is_served)
     }
 }
 
-impl Drop for Runtime {
+impl Drop for RuntimeDir {
     fn drop(&mut self) {
         if let Some(pid) = self.pid() {
             rustix::process::kill_process(pid, Signal::TERM).unwrap();
-            // The folder is not removed before.
-            while self.beside_socket("").exists() {
+            // The temporary folder must outlive the socket.
+            while self.socket_path("").exists() {
                 std::thread::yield_now();
             }
         }
@@ -80,8 +80,8 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn the_first_of_several_clients_starts_the_daemon_of_a_name() {
-    let runtime = Runtime::new();
+fn concurrent_clients_start_one_daemon() {
+    let runtime = RuntimeDir::new();
     let clients: Vec<_> = (0..8)
         .map(|_| runtime.command(&binary(), &["status", "--json"]).spawn().unwrap())
         .collect();
@@ -95,16 +95,16 @@ fn the_first_of_several_clients_starts_the_daemon_of_a_name() {
         })
         .collect();
     let pid = runtime.pid().unwrap();
-    assert!(pids.iter().all(|each| *each == pid.as_raw_nonzero().get()), "{pid:?}: {pids:?}");
-    // It is nobody's child, and in a session of its own.
+    assert!(pids.iter().all(|other| *other == pid.as_raw_nonzero().get()), "{pid:?}: {pids:?}");
+    // The daemon leads its own session.
     assert_eq!(rustix::process::getsid(Some(pid)).unwrap(), pid);
-    assert_eq!(text(&std::fs::read(runtime.beside_socket(".log")).unwrap()), "");
+    assert_eq!(text(&std::fs::read(runtime.socket_path(".log")).unwrap()), "");
 }
 
 #[test]
 fn a_version_outlives_the_client_that_started_the_daemon() {
-    let runtime = Runtime::new();
-    let model = runtime.model();
+    let runtime = RuntimeDir::new();
+    let model = runtime.write_model();
     let put = runtime.run(&["put", "policy", model.to_str().unwrap()]);
     assert!(put.status.success(), "{}", text(&put.stderr));
     let keys = runtime.run(&["ls"]);
@@ -112,8 +112,8 @@ fn a_version_outlives_the_client_that_started_the_daemon() {
 }
 
 #[test]
-fn why_a_daemon_could_not_be_started_is_told() {
-    let runtime = Runtime::new();
+fn client_reports_why_daemon_did_not_start() {
+    let runtime = RuntimeDir::new();
     let program = runtime.0.path().join("program");
     std::fs::write(&program, "#!/bin/sh\necho 'the moon is full' >&2\nexit 5\n").unwrap();
     std::fs::set_permissions(&program, Permissions::from_mode(0o755)).unwrap();
@@ -127,13 +127,13 @@ fn why_a_daemon_could_not_be_started_is_told() {
     let output = runtime.command(Path::new("/nowhere/tssd"), &["ls"]).output().unwrap();
     assert_eq!(output.status.code(), Some(4));
     assert!(text(&output.stderr).contains("TSSD_BIN"), "{}", text(&output.stderr));
-    // Nothing is in the way of one that can be started.
+    // The failed starts do not block a program that works.
     assert!(runtime.run(&["ls"]).status.success());
 }
 
 #[test]
-fn a_runtime_folder_that_is_not_there_is_told() {
-    let runtime = Runtime::new();
+fn client_reports_missing_runtime_folder() {
+    let runtime = RuntimeDir::new();
     let mut command = runtime.command(&binary(), &["ls"]);
     let output = command.env("XDG_RUNTIME_DIR", runtime.0.path().join("gone")).output().unwrap();
     let error = text(&output.stderr);
@@ -142,7 +142,7 @@ fn a_runtime_folder_that_is_not_there_is_told() {
 }
 
 #[test]
-fn a_daemon_that_lingers_ends_when_nobody_is_there_and_nothing_would_be_lost() {
+fn daemon_exits_after_linger_without_clients_and_versions() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("socket");
     let linger = Duration::from_millis(50);
@@ -157,11 +157,11 @@ fn a_daemon_that_lingers_ends_when_nobody_is_there_and_nothing_would_be_lost() {
     dict.insert("step", 1_i64);
     store.put_state_dict(&key, &dict, &PutOptions::default()).unwrap();
     std::thread::sleep(linger * 4);
-    assert_eq!(store.versions(&key).unwrap().len(), 1, "somebody is there");
+    assert_eq!(store.versions(&key).unwrap().len(), 1, "the daemon serves a connected client");
     drop(store);
     std::thread::sleep(linger * 4);
     let store = Store::connect(&url).unwrap();
-    assert_eq!(store.versions(&key).unwrap().len(), 1, "the version would be lost");
+    assert_eq!(store.versions(&key).unwrap().len(), 1, "the daemon keeps a version in memory");
     store.delete(&key, None).unwrap();
     drop(store);
     daemon.join().unwrap();
@@ -170,7 +170,7 @@ fn a_daemon_that_lingers_ends_when_nobody_is_there_and_nothing_would_be_lost() {
 }
 
 #[test]
-fn a_socket_is_its_users_alone_unless_it_is_a_groups() {
+fn socket_is_private_to_user_unless_group_is_set() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("socket");
     let mode = |path: &Path| path.metadata().unwrap().mode() & 0o7777;
@@ -181,21 +181,21 @@ fn a_socket_is_its_users_alone_unless_it_is_a_groups() {
         || DaemonOptions { socket_group: Some(group), ..DaemonOptions::at(&socket, 1 << 20) };
     std::fs::set_permissions(&folder, Permissions::from_mode(0o700)).unwrap();
     let error = Daemon::bind(options()).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Invalid, "a folder that nobody else may enter: {error}");
+    assert_eq!(error.kind(), ErrorKind::Invalid, "the group cannot enter the folder: {error}");
     std::fs::set_permissions(&folder, Permissions::from_mode(0o750)).unwrap();
     drop(Daemon::bind(options()).unwrap());
     assert_eq!((mode(&socket), socket.metadata().unwrap().gid()), (0o660, group));
     assert_eq!(mode(folder.path()), 0o750);
 
-    let runtime = Runtime::new();
+    let runtime = RuntimeDir::new();
     let output = runtime.run(&["serve", "--socket-group", "no such group"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(text(&output.stderr).contains("no such group"), "{}", text(&output.stderr));
 }
 
-/// Only root can be several users: others have nothing to ask here.
+/// Only root can run clients as other users. For other users the test does nothing.
 #[test]
-fn members_of_the_sockets_group_are_served_and_nobody_else() {
+fn daemon_serves_only_members_of_socket_group() {
     const GROUP: u32 = 12345;
     const MEMBER: u32 = 54321;
     if !rustix::process::geteuid().is_root() {
@@ -205,7 +205,7 @@ fn members_of_the_sockets_group_are_served_and_nobody_else() {
     std::fs::set_permissions(&folder, Permissions::from_mode(0o755)).unwrap();
     let program = folder.path().join("tssd");
     std::fs::copy(binary(), &program).unwrap();
-    let ask = |allow_uids: &[u32], user: u32, group: u32| {
+    let list_keys = |allow_uids: &[u32], user: u32, group: u32| {
         let socket = folder.path().join("socket");
         let daemon = Daemon::bind(DaemonOptions {
             socket_group: Some(GROUP),
@@ -222,19 +222,19 @@ fn members_of_the_sockets_group_are_served_and_nobody_else() {
         daemon.join().unwrap();
         (output.status.success(), text(&output.stderr))
     };
-    assert_eq!(ask(&[], MEMBER, GROUP), (true, String::new()));
-    assert!(!ask(&[], MEMBER, MEMBER).0, "it is not of the group");
-    assert!(ask(&[MEMBER], MEMBER, GROUP).0);
-    let (is_served, error) = ask(&[MEMBER + 1], MEMBER, GROUP);
-    assert!(!is_served && error.contains("--allow-uid"), "it is not named: {error}");
+    assert_eq!(list_keys(&[], MEMBER, GROUP), (true, String::new()));
+    assert!(!list_keys(&[], MEMBER, MEMBER).0, "the client is not in the group");
+    assert!(list_keys(&[MEMBER], MEMBER, GROUP).0);
+    let (is_served, error) = list_keys(&[MEMBER + 1], MEMBER, GROUP);
+    assert!(!is_served && error.contains("--allow-uid"), "the uid is not allowed: {error}");
 }
 
-/// Containers have PID namespaces of their own, and share the socket.
+/// Like a client in a container: it has its own PID namespace and shares the socket.
 #[test]
-fn clients_that_a_daemon_does_not_see_are_served() {
+fn daemon_serves_clients_of_other_pid_namespaces() {
     let unshare = ["unshare", "--pid", "--fork", "--kill-child"];
-    let tried = Command::new(unshare[0]).args(&unshare[1..]).arg("true").output();
-    if !tried.is_ok_and(|tried| tried.status.success()) {
+    let probe = Command::new(unshare[0]).args(&unshare[1..]).arg("true").output();
+    if !probe.is_ok_and(|probe| probe.status.success()) {
         println!("left out: PID namespaces are not permitted here");
         return;
     }
@@ -245,31 +245,31 @@ fn clients_that_a_daemon_does_not_see_are_served() {
         store.put_state_dict(&key(), &part(step, 0, 1), &options(step, 0, 1)).unwrap();
         assert_eq!(read(&daemon.connect(), None, 1).unwrap(), step);
     }
-    let held = store.open(&key(), &GetOptions::default()).unwrap();
+    let opened = store.open(&key(), &GetOptions::default()).unwrap();
     let status = store.status().unwrap();
     assert_eq!((status.pid, status.peers[0].pid, status.leases[0].pid), (1, 0, 0));
     assert!(status.leases[0].to_string().contains("another PID namespace"), "{status:?}");
     let output = Command::new(binary()).args(["status", "--store", &daemon.url]).output().unwrap();
-    let shown = text(&output.stdout);
-    assert_eq!(shown.matches("other PID namespace").count(), 3, "{shown}");
-    drop(held);
+    let table = text(&output.stdout);
+    assert_eq!(table.matches("other PID namespace").count(), 3, "{table}");
+    drop(opened);
 }
 
 #[test]
-fn who_is_asked_to_end_lets_puts_end_and_begins_none() {
+fn daemon_completes_open_puts_and_rejects_new_ones_on_sigterm() {
     let [root, socket] = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let args = ["--root", root.path().to_str().unwrap()];
     let mut daemon = Serve::start(socket.path(), &args);
     let (store, other) = (daemon.connect(), daemon.connect());
-    let lasting = PutOptions { durability: Durability::Disk, ..PutOptions::default() };
-    let mut publisher = store.publish(&key(), &lasting, 1 << 20).unwrap();
+    let durable = PutOptions { durability: Durability::Disk, ..PutOptions::default() };
+    let mut publisher = store.publish(&key(), &durable, 1 << 20).unwrap();
     let leaf = |step: u8| Tensor::from_slice(&vec![step; 2 << 20], &[2 << 20]).unwrap();
     publisher.add("first", leaf(1)).unwrap();
     publisher.flush().unwrap();
     daemon.signal(Signal::TERM);
-    let another = Key::new("another").unwrap();
-    eventually("nothing begins any more", || {
-        match other.put_state_dict(&another, &part(1, 0, 1), &options(1, 0, 1)) {
+    let other_key = Key::new("another").unwrap();
+    eventually("the daemon rejects new puts", || {
+        match other.put_state_dict(&other_key, &part(1, 0, 1), &options(1, 0, 1)) {
             Ok(_) => false,
             Err(error) => {
                 assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
@@ -290,9 +290,9 @@ fn who_is_asked_to_end_lets_puts_end_and_begins_none() {
 }
 
 #[test]
-fn what_a_store_does_is_logged_if_it_is_asked_for() {
-    let runtime = Runtime::new();
-    let model = runtime.model();
+fn log_option_enables_events_of_put_and_get() {
+    let runtime = RuntimeDir::new();
+    let model = runtime.write_model();
     let put = ["put", "policy", model.to_str().unwrap()];
     let silent = runtime.run(&[&put[..], &["--quiet"]].concat());
     assert_eq!(text(&silent.stderr), "");

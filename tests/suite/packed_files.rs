@@ -1,4 +1,4 @@
-//! The directory of a model to one archive and back: every file, byte for byte, and nothing beside it.
+//! Packing the directory of a model into one archive and unpacking it, byte for byte.
 
 use std::path::Path;
 
@@ -14,8 +14,8 @@ use tssd_tests::damage::repair;
 use crate::cli::{Place, library_file};
 use crate::safetensors::{Files, small_directory};
 
-/// Writes files into a directory and its folders.
-fn write(place: &Place, directory: &str, files: &Files) {
+/// Writes files into a directory and its subdirectories.
+fn write_files(place: &Place, directory: &str, files: &Files) {
     for (name, bytes) in files {
         let path = place.path(directory).join(name);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -23,8 +23,8 @@ fn write(place: &Place, directory: &str, files: &Files) {
     }
 }
 
-/// All files of a directory and its folders; a link or anything else that is no file is a failure.
-fn read(directory: &Path) -> Files {
+/// Reads all files of a directory and its subdirectories. Panics on a link or a special file.
+fn read_files(directory: &Path) -> Files {
     let mut files = Files::new();
     let mut folders = vec![directory.to_owned()];
     while let Some(folder) = folders.pop() {
@@ -42,7 +42,7 @@ fn read(directory: &Path) -> Files {
     files
 }
 
-/// Which files differ: their bytes would fill screens.
+/// Asserts that both sets of files are equal. Prints only the names of files that differ.
 #[track_caller]
 fn assert_same(found: &Files, expected: &Files) {
     let names = found.keys().chain(expected.keys());
@@ -51,8 +51,8 @@ fn assert_same(found: &Files, expected: &Files) {
     assert_eq!(different, Vec::<&String>::new());
 }
 
-/// What models come with, and what they might.
-fn others() -> Files {
+/// Returns files that models have besides tensors, and files with unusual names and contents.
+fn other_files() -> Files {
     let long = [&"n".repeat(255)[..]; 3].join("/");
     let big = (0..3_000_001_u32).map(|number| number.to_le_bytes()[number as usize % 3]).collect();
     [
@@ -81,78 +81,78 @@ fn others() -> Files {
     .collect()
 }
 
-fn with(mut files: Files, more: Files) -> Files {
+fn merge(mut files: Files, more: Files) -> Files {
     files.extend(more);
     files
 }
 
-fn archive(place: &Place, name: &str) -> Archive {
+fn open_archive(place: &Place, name: &str) -> Archive {
     Archive::from_bytes(place.read(name)).unwrap()
 }
 
 #[test]
-fn a_whole_directory_comes_back() {
+fn directory_roundtrips_byte_for_byte() {
     let one = Files::from([(FILE_NAME.to_owned(), library_file(None))]);
     for weights in [one, small_directory()] {
         let place = Place::new();
-        let files = with(weights.clone(), others());
-        write(&place, "model", &files);
+        let files = merge(weights.clone(), other_files());
+        write_files(&place, "model", &files);
         let json: Json =
             serde_json::from_str(&place.expect(0, "pack model -o a.tssd --json")).unwrap();
-        let names: Vec<String> = others().into_keys().collect();
+        let names: Vec<String> = other_files().into_keys().collect();
         assert_eq!(json["files"], json!(names));
         assert_eq!(json["left_alone"], json!([]));
         place.expect(0, "verify --deep a.tssd");
         assert!(place.expect(0, "roundtrip a.tssd").starts_with("identical"));
 
-        // The tensors come first, as if they were alone.
-        let packed = archive(&place, "a.tssd").to_state_dict().unwrap();
-        write(&place, "weights", &weights);
+        // The tensors come first, as in an archive without other files.
+        let packed = open_archive(&place, "a.tssd").to_state_dict().unwrap();
+        write_files(&place, "weights", &weights);
         place.expect(0, "pack weights -o weights.tssd");
-        let alone = archive(&place, "weights.tssd").to_state_dict().unwrap();
-        let mut expected = alone.entries().clone();
+        let weights_only = open_archive(&place, "weights.tssd").to_state_dict().unwrap();
+        let mut expected = weights_only.entries().clone();
         let entry = |(name, bytes): (String, Vec<u8>)| (name, Value::Bytes(bytes.into()));
-        expected.insert(FILES_KEY, others().into_iter().map(entry).collect::<Dict>());
+        expected.insert(FILES_KEY, other_files().into_iter().map(entry).collect::<Dict>());
         assert!(packed.entries() == &expected);
 
         std::fs::create_dir(place.path("empty")).unwrap();
         for target in ["new/", "empty"] {
             let json = place.expect(0, &format!("unpack a.tssd -o {target} --json"));
             let json: Json = serde_json::from_str(&json).unwrap();
-            assert_same(&read(&place.path(target)), &files);
+            assert_same(&read_files(&place.path(target)), &files);
             let len: usize = files.values().map(Vec::len).sum();
             assert_eq!(json["file_len"], len);
             assert_eq!(json["files"].as_array().unwrap().len(), files.len());
         }
-        let said = place.expect(5, "unpack a.tssd -o new");
-        assert!(said.contains("new is not empty"), "{said}");
-        // What comes back is packed as before.
+        let message = place.expect(5, "unpack a.tssd -o new");
+        assert!(message.contains("new is not empty"), "{message}");
+        // Packing the unpacked directory writes the same archive.
         place.expect(0, "pack new -o again.tssd");
         assert!(place.read("again.tssd") == place.read("a.tssd"));
 
-        // Other weights, the same other files.
+        // Another shard size changes the tensor files only.
         place.expect(0, "unpack a.tssd -o split --shard-size 40");
-        let split = read(&place.path("split"));
+        let split = read_files(&place.path("split"));
         assert!(split.contains_key(INDEX_NAME));
-        for (name, bytes) in others() {
+        for (name, bytes) in other_files() {
             assert!(split[&name] == bytes, "{name}");
         }
-        // As one file it is the tensors, and says what it is not.
-        let said = place.expect(0, "unpack a.tssd -o one.safetensors");
-        assert!(said.contains("left alone: 19 other files ( , --json, "), "{said}");
+        // A single safetensors file has the tensors only. The command names the files that it leaves out.
+        let message = place.expect(0, "unpack a.tssd -o one.safetensors");
+        assert!(message.contains("left alone: 19 other files ( , --json, "), "{message}");
         let json = place.expect(0, "unpack a.tssd -o one.safetensors --json");
         let json: Json = serde_json::from_str(&json).unwrap();
         assert_eq!(json["left_alone"], json!(names));
         let (dict, _) = import(place.read("one.safetensors")).unwrap();
-        assert_eq!(dict.entries().len(), alone.entries().len());
+        assert_eq!(dict.entries().len(), weights_only.entries().len());
 
-        // A store keeps them as it keeps anything; how tensors were cut into files, it does not.
+        // A store keeps the other files, but not how the tensors were split into files.
         place.expect(0, "put --store store key a.tssd");
         place.expect(0, "get --store store key -o got.tssd");
         place.expect(0, "unpack got.tssd -o got/");
-        let mut got = read(&place.path("got"));
+        let mut got = read_files(&place.path("got"));
         assert!(got.remove(FILE_NAME).is_some());
-        assert_same(&got, &others());
+        assert_same(&got, &other_files());
         let names = place.names();
         assert!(names.iter().all(|name| !name.starts_with('.')), "{names:?}");
     }
@@ -160,20 +160,20 @@ fn a_whole_directory_comes_back() {
 
 #[cfg(unix)]
 #[test]
-fn what_is_no_file_of_a_model_is_left_alone() {
+fn pack_skips_hidden_folders_links_and_special_files() {
     use std::os::unix::fs::symlink;
     let place = Place::new();
     let files = small_directory();
-    write(&place, "model", &files);
+    write_files(&place, "model", &files);
     let hidden =
         [".git/config", ".cache/huggingface/x.metadata", "sub/.ipynb_checkpoints/x", "sub/.git"];
-    write(&place, "model", &hidden.map(|name| (name.to_owned(), b"x".to_vec())).into());
+    write_files(&place, "model", &hidden.map(|name| (name.to_owned(), b"x".to_vec())).into());
     symlink(place.path("model"), place.path("model/circle")).unwrap();
     symlink("..", place.path("model/sub/up")).unwrap();
     let pipe = place.path("model/p\u{1b}[2J");
     assert!(std::process::Command::new("mkfifo").arg(pipe).status().unwrap().success());
     std::fs::create_dir(place.path("model/nothing")).unwrap();
-    // An archive does not have itself.
+    // The archive leaves itself out.
     place.expect(0, "pack model -o model/all.tssd");
     let first = place.read("model/all.tssd");
     let json = place.expect(0, "pack model -o model/all.tssd --json");
@@ -191,21 +191,25 @@ fn what_is_no_file_of_a_model_is_left_alone() {
     ];
     assert_eq!(json["left_alone"], json!(left_alone));
     assert_eq!(json["files"], json!([]));
-    let said = place.expect(0, "pack model -o a.tssd");
-    assert!(said.contains("1 other file, "), "{said}");
-    assert!(said.contains("left alone: .cache, .git, circle, p\u{fffd}[2J and 3 more"), "{said}");
+    let message = place.expect(0, "pack model -o a.tssd");
+    assert!(message.contains("1 other file, "), "{message}");
+    assert!(
+        message.contains("left alone: .cache, .git, circle, p\u{fffd}[2J and 3 more"),
+        "{message}"
+    );
     place.expect(0, "unpack model/all.tssd -o out/");
-    assert_same(&read(&place.path("out")), &files);
+    assert_same(&read_files(&place.path("out")), &files);
 }
 
-/// The cache of Hugging Face is links from snapshots to blobs. Links that lead anywhere else are not
-/// followed unasked: whoever made a directory could mean any file of whoever packs it.
+/// `pack` follows links inside the directory, and from a Hugging Face snapshot to its blobs.
+///
+/// Other links need `--follow-links`: the author of a directory could link to any file of the user.
 #[cfg(unix)]
 #[test]
-fn links_lead_no_farther_than_the_cache() {
+fn pack_follows_links_only_inside_directory_and_cache() {
     use std::os::unix::fs::symlink;
     let place = Place::new();
-    let files = with(small_directory(), others());
+    let files = merge(small_directory(), other_files());
     std::fs::create_dir_all(place.path("hub/blobs")).unwrap();
     for (number, (name, bytes)) in files.iter().enumerate() {
         place.write(&format!("hub/blobs/{number}"), bytes);
@@ -219,51 +223,54 @@ fn links_lead_no_farther_than_the_cache() {
         place.expect(0, &format!("pack {name} -o a.tssd"));
         std::fs::create_dir(place.path("out")).unwrap();
         place.expect(0, "unpack a.tssd -o out");
-        assert_same(&read(&place.path("out")), &files);
+        assert_same(&read_files(&place.path("out")), &files);
         std::fs::remove_dir_all(place.path("out")).unwrap();
     }
-    // Blobs that are elsewhere are not those of a cache, nor is what lies beside them.
+    // A blobs folder that is a link does not belong to the cache. Neither do files next to it.
     place.write("hub/secret", b"secret");
     std::fs::rename(place.path("hub/blobs"), place.path("moved")).unwrap();
     symlink("../moved", place.path("hub/blobs")).unwrap();
-    let said = place.expect(5, "pack hub/snapshots/rev -o b.tssd");
-    assert!(said.contains("a link that leads out of the directory"), "{said}");
+    let message = place.expect(5, "pack hub/snapshots/rev -o b.tssd");
+    assert!(message.contains("a link that leads out of the directory"), "{message}");
 
-    write(&place, "model", &small_directory());
+    write_files(&place, "model", &small_directory());
     symlink("part_0.safetensors", place.path("model/same")).unwrap();
     place.expect(0, "pack model -o c.tssd");
     place.expect(0, "unpack c.tssd -o c/");
-    assert_eq!(read(&place.path("c"))["same"], small_directory()["part_0.safetensors"]);
+    assert_eq!(read_files(&place.path("c"))["same"], small_directory()["part_0.safetensors"]);
     symlink("../hub/secret", place.path("model/config.json")).unwrap();
-    let said = place.expect(5, "pack model -o b.tssd");
-    assert!(said.contains("config.json is a link") && said.contains("--follow-links"), "{said}");
+    let message = place.expect(5, "pack model -o b.tssd");
+    assert!(
+        message.contains("config.json is a link") && message.contains("--follow-links"),
+        "{message}"
+    );
     place.expect(0, "pack model -o d.tssd --follow-links");
     place.expect(0, "unpack d.tssd -o d/");
-    assert_eq!(read(&place.path("d"))["config.json"], b"secret");
+    assert_eq!(read_files(&place.path("d"))["config.json"], b"secret");
     std::fs::remove_file(place.path("hub/secret")).unwrap();
-    let said = place.expect(3, "pack model -o b.tssd");
-    assert!(said.contains("config.json"), "{said}");
+    let message = place.expect(3, "pack model -o b.tssd");
+    assert!(message.contains("config.json"), "{message}");
     assert!(!place.path("b.tssd").exists());
 }
 
 #[cfg(unix)]
 #[test]
-fn names_that_no_archive_has_are_refused() {
+fn pack_rejects_invalid_file_names() {
     use std::ffi::OsStr;
     use std::os::unix::ffi::OsStrExt;
     for name in [&b"a\nb"[..], b"a\\b", b"\xff", b"\xed\xa0\x80", b"\xc2\x85", b"Model.safetensors"]
     {
         let place = Place::new();
-        write(&place, "model", &small_directory());
+        write_files(&place, "model", &small_directory());
         std::fs::write(place.path("model").join(OsStr::from_bytes(name)), b"x").unwrap();
-        let said = place.expect(5, "pack model -o a.tssd");
-        assert!(said.contains("a name that no archive has"), "{said}");
+        let message = place.expect(5, "pack model -o a.tssd");
+        assert!(message.contains("a name that no archive has"), "{message}");
         assert_eq!(place.names(), ["model"]);
     }
 }
 
-/// Names that lead out of a directory, or that mean something to those who look into it.
-const LYING: &[&str] = &[
+/// Names that lead out of a directory, or that have a meaning in it, such as `.git` and tensor files.
+const INVALID_NAMES: &[&str] = &[
     "",
     "/",
     "/abs",
@@ -294,24 +301,24 @@ const LYING: &[&str] = &[
 ];
 
 #[test]
-fn names_are_plain_relative_paths() {
-    for name in LYING {
+fn names_of_other_files_are_plain_relative_paths() {
+    for name in INVALID_NAMES {
         assert!(!is_other_name(name), "{name:?}");
     }
-    for name in others().keys() {
+    for name in other_files().keys() {
         assert!(is_other_name(name), "{name:?}");
     }
-    for (name, is_taken) in [
+    for (name, is_valid) in [
         ("a".repeat(255), true),
         ("a".repeat(256), false),
         (["a"; 512].join("/"), true),
         (["a"; 513].join("/"), false),
     ] {
-        assert_eq!(is_other_name(&name), is_taken);
+        assert_eq!(is_other_name(&name), is_valid);
     }
 }
 
-/// A state dict with a tensor and these other files.
+/// Returns a state dict with a tensor, and with `files` as its other files.
 fn forged(files: impl Into<Value>) -> StateDict {
     let mut dict = StateDict::new();
     dict.insert("a", Tensor::from_slice(&[1_u8], &[1]).unwrap());
@@ -319,21 +326,22 @@ fn forged(files: impl Into<Value>) -> StateDict {
     dict
 }
 
-fn named(names: &[&str]) -> StateDict {
+/// Returns a state dict with a tensor, and with other files of these names.
+fn with_names(names: &[&str]) -> StateDict {
     let entries = names.iter().map(|name| (*name, Value::Bytes(b"x".to_vec().into())));
     forged(entries.collect::<Dict>())
 }
 
 #[test]
-fn archives_that_lie_are_not_unpacked() {
+fn unpack_rejects_forged_other_files() {
     let tensor = || Value::from(Tensor::from_slice(&[1_u8], &[1]).unwrap());
     let bytes = || Value::Bytes(b"x".to_vec().into());
     let mut cases: Vec<(StateDict, &str)> =
-        LYING.iter().map(|name| (named(&[name]), "no plain relative path")).collect();
+        INVALID_NAMES.iter().map(|name| (with_names(&[name]), "no plain relative path")).collect();
     cases.extend([
-        (named(&["a", "a/b"]), "the name of its folder"),
-        (named(&["a/b/c", "a/b"]), "the name of its folder"),
-        (named(&["model.safetensors/x"]), "the name of its folder"),
+        (with_names(&["a", "a/b"]), "the name of its folder"),
+        (with_names(&["a/b/c", "a/b"]), "the name of its folder"),
+        (with_names(&["model.safetensors/x"]), "the name of its folder"),
         (forged(tensor()), "it is no dict"),
         (forged(bytes()), "it is no dict"),
         (forged(Value::None), "it is no dict"),
@@ -350,24 +358,24 @@ fn archives_that_lie_are_not_unpacked() {
         place.write_dict("in.tssd", &dict);
         std::fs::create_dir(place.path("empty")).unwrap();
         for target in ["new/", "empty/", "split --shard-size 1GB"] {
-            let said = place.expect(5, &format!("unpack in.tssd -o {target}"));
-            assert!(said.contains(words) && said.contains(".files"), "{words}: {said}");
-            assert!(said.contains("safetensors OtherFile"), "{said}");
-            assert!(!said.contains('\u{1b}'), "{said:?}");
+            let message = place.expect(5, &format!("unpack in.tssd -o {target}"));
+            assert!(message.contains(words) && message.contains(".files"), "{words}: {message}");
+            assert!(message.contains("safetensors OtherFile"), "{message}");
+            assert!(!message.contains('\u{1b}'), "{message:?}");
         }
         assert_eq!(place.names(), ["empty", "in.tssd"]);
-        assert_same(&read(&place.path("empty")), &Files::new());
-        let refused = Export::of_state_dict(&dict, &Attrs::new())
+        assert_same(&read_files(&place.path("empty")), &Files::new());
+        let error = Export::of_state_dict(&dict, &Attrs::new())
             .and_then(|export| export.directory().map(drop))
             .unwrap_err();
-        assert_eq!(refused.kind(), ErrorKind::OtherFile);
+        assert_eq!(error.kind(), ErrorKind::OtherFile);
     }
 }
 
 #[test]
-fn a_name_that_is_there_twice_is_damage() {
+fn unpack_rejects_duplicate_names() {
     let place = Place::new();
-    let mut file = TorchStoreStateDict::from_state_dict(&named(&["name-1", "name-2"]))
+    let mut file = TorchStoreStateDict::from_state_dict(&with_names(&["name-1", "name-2"]))
         .unwrap()
         .as_bytes()
         .to_vec();
@@ -375,56 +383,56 @@ fn a_name_that_is_there_twice_is_damage() {
     file[at + 5] = b'1';
     repair(&mut file);
     place.write("in.tssd", &file);
-    let said = place.expect(1, "unpack in.tssd -o out/");
-    assert!(said.contains("F-044 DuplicateKey"), "{said}");
+    let message = place.expect(1, "unpack in.tssd -o out/");
+    assert!(message.contains("F-044 DuplicateKey"), "{message}");
     assert_eq!(place.names(), ["in.tssd"]);
 }
 
-/// Files that were not in the way of what was packed can be in that of what is asked for.
+/// A name that was free in the packed directory can be that of a tensor file of `unpack`.
 #[test]
-fn files_of_tensors_keep_their_names() {
+fn unpack_rejects_other_file_with_name_of_tensor_file() {
     let place = Place::new();
-    write(&place, "model", &small_directory());
+    write_files(&place, "model", &small_directory());
     place.write("model/model-00001-of-00002.safetensors", b"stale");
     place.expect(0, "pack model -o a.tssd");
     place.expect(0, "unpack a.tssd -o out/");
-    let said = place.expect(5, "unpack a.tssd -o split --shard-size 40");
-    assert!(said.contains("a file with tensors has this name"), "{said}");
-    assert!(said.contains("model-00001-of-00002.safetensors"), "{said}");
+    let message = place.expect(5, "unpack a.tssd -o split --shard-size 40");
+    assert!(message.contains("a file with tensors has this name"), "{message}");
+    assert!(message.contains("model-00001-of-00002.safetensors"), "{message}");
     place.expect(0, "unpack a.tssd -o whole --shard-size 5GB");
-    assert_eq!(read(&place.path("whole")).len(), 2);
+    assert_eq!(read_files(&place.path("whole")).len(), 2);
     assert_eq!(place.names(), ["a.tssd", "model", "out", "whole"]);
 }
 
 #[test]
-fn no_tensor_has_the_name_of_the_files() {
+fn pack_rejects_tensor_with_reserved_name() {
     let header = r#"{".files":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#;
     let len = (header.len() as u64).to_le_bytes();
     let file = [&len[..], header.as_bytes(), &[7]].concat();
     assert_eq!(import(file.clone()).unwrap_err().kind(), ErrorKind::NotImportable);
     let place = Place::new();
-    write(&place, "one", &[(FILE_NAME.to_owned(), file.clone())].into());
+    write_files(&place, "one", &[(FILE_NAME.to_owned(), file.clone())].into());
     let index = json!({ "weight_map": { ".files": "x.safetensors" } }).to_string();
     let files = [("x.safetensors".to_owned(), file), (INDEX_NAME.to_owned(), index.into())];
-    write(&place, "several", &files.into());
+    write_files(&place, "several", &files.into());
     for name in ["one", "several", "one/model.safetensors"] {
-        let said = place.expect(5, &format!("pack {name} -o out.tssd"));
-        assert!(said.contains("the name is reserved"), "{said}");
+        let message = place.expect(5, &format!("pack {name} -o out.tssd"));
+        assert!(message.contains("the name is reserved"), "{message}");
     }
     assert_eq!(place.names(), ["one", "several"]);
 }
 
-/// Compressed or not, in memory or in a file: what is written is what was packed.
+/// The unpacked file equals the packed one: compressed or raw, from memory or from a file.
 #[test]
-fn files_are_written_in_pieces() {
+fn other_file_is_written_in_pieces() {
     let content: Vec<u8> =
         (0..20_000_003_u32).map(|number| (number >> 7).to_le_bytes()[0]).collect();
     let place = Place::new();
-    write(&place, "model", &small_directory());
+    write_files(&place, "model", &small_directory());
     place.write("model/big.bin", &content);
     place.expect(0, "pack model -o a.tssd");
     place.expect(0, "convert a.tssd -o packed.tssd --zstd --digest");
-    let written = |file: OtherFile<'_>| {
+    let content_of = |file: OtherFile<'_>| {
         let mut bytes = Vec::new();
         file.write_to(&mut bytes).unwrap();
         assert_eq!(file.file_len(), bytes.len() as u64);
@@ -436,15 +444,15 @@ fn files_are_written_in_pieces() {
         let dict = stored.to_state_dict().unwrap();
         for export in [
             Export::of_archive(&stored).unwrap(),
-            Export::of_archive(&archive(&place, name)).unwrap(),
+            Export::of_archive(&open_archive(&place, name)).unwrap(),
             Export::of_state_dict(&dict, &stored.attrs()).unwrap(),
         ] {
-            assert!(export.others().map(written).eq(expected.clone()));
+            assert!(export.others().map(content_of).eq(expected.clone()));
             let directory = export.directory().unwrap();
-            assert!(directory.others.into_iter().map(written).eq(expected.clone()));
+            assert!(directory.others.into_iter().map(content_of).eq(expected.clone()));
         }
     }
-    // No other files are no entry.
+    // An empty dict of other files exports no file.
     let dict = forged(Dict::new());
     let export = Export::of_state_dict(&dict, &Attrs::new()).unwrap();
     assert_eq!((export.others().len(), export.len()), (0, 1));

@@ -1,4 +1,4 @@
-//! Whatever a writer chooses, a state dict stays what it is: compression, digests, alignment.
+//! Options of writers: compression, digests, chunk sizes and alignment never change the state dict.
 
 use std::io;
 use std::sync::{Arc, LazyLock};
@@ -22,7 +22,7 @@ fn chunks() -> impl Strategy<Value = Chunks> {
     prop_oneof![Just(Chunks::Fine), size]
 }
 
-/// Options of every kind; a leaf is compressed or not by the length of its path.
+/// Generates options of every kind. The length of a leaf's path selects its compression.
 fn options() -> impl Strategy<Value = Options> {
     let align = prop::option::of((6_u32..15).prop_map(|log2| 1_u64 << log2));
     (compression(), compression(), any::<bool>(), chunks(), align, -3_i32..6).prop_map(
@@ -46,7 +46,7 @@ fn encode(dict: &StateDict, options: &Options) -> TorchStoreStateDict {
     TorchStoreStateDict::with_options(dict, options).unwrap()
 }
 
-/// Bytes without a pattern, made once: made anew for each case they would take most of its time.
+/// Bytes without a pattern. Generated once, since generating them per case would take most of its time.
 static NOISE: LazyLock<Vec<u8>> = LazyLock::new(|| {
     let noise = |at: u64| {
         let mixed = at.wrapping_mul(0x9E37_79B9_7F4A_7C15);
@@ -55,8 +55,8 @@ static NOISE: LazyLock<Vec<u8>> = LazyLock::new(|| {
     (0..1_000_000).map(noise).collect()
 });
 
-/// A storage of some chunks: runs of one byte, noise, or both in turn.
-fn large() -> impl Strategy<Value = (Tensor, Vec<u8>)> {
+/// Generates a tensor of several chunks, of runs of one byte and of noise, with its bytes.
+fn large_tensor() -> impl Strategy<Value = (Tensor, Vec<u8>)> {
     let parts = proptest::collection::vec((any::<u8>(), any::<bool>(), 1_usize..900_000), 1..5);
     let dtypes = prop::sample::select(vec![Dtype::Uint8, Dtype::Bfloat16, Dtype::Float32]);
     (parts, dtypes).prop_map(|(parts, dtype)| {
@@ -78,9 +78,9 @@ fn large() -> impl Strategy<Value = (Tensor, Vec<u8>)> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// The same state dict; the same bytes again by the options that the archive records.
+    /// The state dict roundtrips, and the options that the archive records write the same bytes again.
     #[test]
-    fn options_change_no_meaning(dict in generate::state_dict(), options in options()) {
+    fn options_preserve_state_dict(dict in generate::state_dict(), options in options()) {
         let encoded = encode(&dict, &options);
         encoded.archive().verify_deep().unwrap();
         prop_assert_eq!(&encoded.to_state_dict().unwrap(), &dict);
@@ -88,9 +88,9 @@ proptest! {
         prop_assert_eq!(again.as_bytes(), encoded.as_bytes());
     }
 
-    /// What one thread writes in order while others sum is what jobs write.
+    /// The parts in order, with checksums from separate jobs, make the same file as the write jobs.
     #[test]
-    fn parts_and_sums_make_the_same_file(dict in generate::state_dict(), options in options()) {
+    fn parts_and_checksums_make_same_file(dict in generate::state_dict(), options in options()) {
         let layout = Layout::plan(&dict, &options).unwrap();
         let mut file = layout.parts().unwrap().concat();
         let jobs = layout.jobs();
@@ -99,9 +99,9 @@ proptest! {
         prop_assert_eq!(encoded.as_bytes(), &file);
     }
 
-    /// Two ways of writing, one archive of the same storages.
+    /// An archive that is written entry by entry holds the same state dict.
     #[test]
-    fn a_stream_is_packed_alike(dict in generate::state_dict(), options in options()) {
+    fn streaming_writer_preserves_state_dict(dict in generate::state_dict(), options in options()) {
         let mut writer = ArchiveWriter::new(Vec::new(), options).unwrap();
         let mut expected = StateDict::new();
         for (key, value) in dict.entries().iter() {
@@ -117,10 +117,12 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// A range of a storage of several chunks is that part of the whole, and its digest is BLAKE3's.
+    /// A range read of a storage of several chunks returns that slice.
+    ///
+    /// The digest of the storage is the BLAKE3 of all its bytes.
     #[test]
-    fn ranges_are_parts_of_the_whole(
-        (tensor, bytes) in large(),
+    fn range_reads_return_slices_of_storage(
+        (tensor, bytes) in large_tensor(),
         compression in compression(),
         cuts in proptest::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 8),
     ) {
@@ -143,10 +145,10 @@ proptest! {
     }
 }
 
-/// Bytes that are read and not seen, or cannot be read.
-struct Elsewhere(Result<Vec<u8>, u64>);
+/// A blob whose bytes are not in memory: its content, or its length if every read fails.
+struct TestBlob(Result<Vec<u8>, u64>);
 
-impl Blob for Elsewhere {
+impl Blob for TestBlob {
     fn size(&self) -> io::Result<u64> {
         Ok(self.0.as_ref().map_or_else(|len| *len, |bytes| bytes.len() as u64))
     }
@@ -162,11 +164,11 @@ impl Blob for Elsewhere {
     }
 }
 
-/// Which part of which storage a tensor is, from one byte to another.
-type Part = (usize, usize, usize);
+/// Position of a tensor: index of its storage, first byte, end byte.
+type Extent = (usize, usize, usize);
 
-/// Tensors of some storages, that may overlap, with the storages' bytes.
-fn shared() -> impl Strategy<Value = (Vec<Vec<u8>>, Vec<Part>)> {
+/// Generates the bytes of three storages, and the positions of tensors in them, which may overlap.
+fn shared_storages() -> impl Strategy<Value = (Vec<Vec<u8>>, Vec<Extent>)> {
     let storage =
         (any::<u8>(), 1_usize..3_000_000, any::<bool>()).prop_map(|(seed, len, is_noise)| {
             if is_noise {
@@ -175,20 +177,20 @@ fn shared() -> impl Strategy<Value = (Vec<Vec<u8>>, Vec<Part>)> {
                 vec![seed; len]
             }
         });
-    let part = (any::<prop::sample::Index>(), any::<prop::sample::Index>());
-    let tensors = proptest::collection::vec((0_usize..3, part), 1..8);
+    let bounds = (any::<prop::sample::Index>(), any::<prop::sample::Index>());
+    let tensors = proptest::collection::vec((0_usize..3, bounds), 1..8);
     (proptest::collection::vec(storage, 3), tensors).prop_map(|(storages, tensors)| {
-        let part = |(at, (one, other)): (usize, (prop::sample::Index, prop::sample::Index))| {
+        let extent = |(at, (one, other)): (usize, (prop::sample::Index, prop::sample::Index))| {
             let len = storages[at].len() + 1;
             let (one, other) = (one.index(len), other.index(len));
             (at, one.min(other), one.max(other))
         };
-        let tensors = tensors.into_iter().map(part).collect();
+        let tensors = tensors.into_iter().map(extent).collect();
         (storages, tensors)
     })
 }
 
-fn dict_of(storages: &[Storage], tensors: &[Part]) -> StateDict {
+fn dict_of(storages: &[Storage], tensors: &[Extent]) -> StateDict {
     let mut dict = StateDict::new();
     for (number, (at, start, end)) in tensors.iter().enumerate() {
         let meta = TensorMeta::new(Dtype::Uint8, &[(end - start) as u64]).unwrap();
@@ -201,19 +203,19 @@ fn dict_of(storages: &[Storage], tensors: &[Part]) -> StateDict {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// Where bytes are makes no difference to what is written, in any of the ways in which it is.
+    /// Every way to write makes the same file from storages in a blob as from storages in memory.
     #[test]
-    fn what_is_elsewhere_is_written_as_if_it_were_here(
-        (storages, tensors) in shared(),
+    fn storages_in_blobs_make_same_file_as_storages_in_memory(
+        (storages, tensors) in shared_storages(),
         options in options(),
     ) {
-        let here: Vec<Storage> = storages.iter().map(|bytes| Storage::from(bytes.clone())).collect();
-        let there = |bytes: &Vec<u8>| Storage::elsewhere(Arc::new(Elsewhere(Ok(bytes.clone())))).unwrap();
-        let there: Vec<Storage> = storages.iter().map(there).collect();
-        let (here, there) = (dict_of(&here, &tensors), dict_of(&there, &tensors));
-        let expected = encode(&here, &options);
-        let layout = Layout::plan(&there, &options).unwrap();
-        // What is compressed was read before.
+        let in_memory: Vec<Storage> = storages.iter().map(|bytes| Storage::from(bytes.clone())).collect();
+        let from_blob = |bytes: &Vec<u8>| Storage::elsewhere(Arc::new(TestBlob(Ok(bytes.clone())))).unwrap();
+        let in_blobs: Vec<Storage> = storages.iter().map(from_blob).collect();
+        let (in_memory, in_blobs) = (dict_of(&in_memory, &tensors), dict_of(&in_blobs, &tensors));
+        let expected = encode(&in_memory, &options);
+        let layout = Layout::plan(&in_blobs, &options).unwrap();
+        // `None` if raw bytes are in a blob. Compressed storages were read into memory by the plan.
         if let Some(parts) = layout.parts() {
             prop_assert!(expected.as_bytes().starts_with(&parts.concat()));
         }
@@ -225,17 +227,17 @@ proptest! {
         prop_assert!(stream == *expected.as_bytes());
         let sums = layout.jobs().iter().map(|job| job.sum().unwrap()).collect::<Vec<_>>();
         prop_assert!(expected.as_bytes().ends_with(&layout.seal(sums).unwrap()));
-        let Value::Tensor(tensor) = there.leaf("tensor.0").unwrap() else { panic!("a tensor") };
-        prop_assert_eq!(&Value::Tensor(tensor.to_memory().unwrap()), here.leaf("tensor.0").unwrap());
+        let Value::Tensor(tensor) = in_blobs.leaf("tensor.0").unwrap() else { panic!("a tensor") };
+        prop_assert_eq!(&Value::Tensor(tensor.to_memory().unwrap()), in_memory.leaf("tensor.0").unwrap());
     }
 }
 
-/// What cannot be read is an error of each way to write it, and of nothing before.
+/// A blob that cannot be read fails every way to write it. Earlier steps succeed.
 #[test]
-fn what_is_elsewhere_and_lost_is_an_error() {
+fn unreadable_blob_fails_every_way_to_write() {
     for compression in [Compression::None, Compression::Zstd] {
-        let lost = Storage::elsewhere(Arc::new(Elsewhere(Err(5_000_000)))).unwrap();
-        let dict = dict_of(&[lost], &[(0, 0, 5_000_000)]);
+        let unreadable = Storage::elsewhere(Arc::new(TestBlob(Err(5_000_000)))).unwrap();
+        let dict = dict_of(&[unreadable], &[(0, 0, 5_000_000)]);
         let options = Options::new().compress(compression);
         let draft = Draft::new(&dict, &options).unwrap();
         if compression != Compression::None {
@@ -258,7 +260,7 @@ fn what_is_elsewhere_and_lost_is_an_error() {
     }
 }
 
-/// A dict with a tensor of two chunks of zeros.
+/// Returns a dict with one tensor: two chunks of zeros.
 fn zeros() -> StateDict {
     let mut dict = StateDict::new();
     let len = CHUNK_BYTES + 1000;
@@ -267,14 +269,14 @@ fn zeros() -> StateDict {
 }
 
 #[test]
-fn jobs_may_end_in_any_order_but_all_must() {
+fn compress_jobs_finish_in_any_order_and_none_may_be_missing() {
     let options = Options::new().compress(Compression::Zstd);
     let mut dict = zeros();
     let large = Tensor::from_slice(&vec![1_u64; 1 << 20], &[1 << 20]).unwrap();
     dict.insert("large", large);
     let draft = || Draft::new(&dict, &options).unwrap();
     let mut packed: Vec<_> = draft().jobs().iter().map(|job| job.run().unwrap()).collect();
-    assert_eq!(packed.len(), 3, "one of two chunks, two of eight");
+    assert_eq!(packed.len(), 3, "one job for two chunks, two jobs for eight");
     packed.reverse();
     let mut file = Vec::new();
     draft().place(packed).unwrap().write_to(&mut file).unwrap();
@@ -286,19 +288,19 @@ fn jobs_may_end_in_any_order_but_all_must() {
 }
 
 #[test]
-fn a_frame_is_proven_before_it_is_decoded() {
+fn frame_is_verified_before_decoding() {
     let encoded = encode(&zeros(), &Options::new().compress(Compression::Zstd));
     let storage = encoded.archive().storage(0);
     for chunk in 0..2 {
-        let place = storage.stored_chunk(chunk);
-        for at in place.start..place.end {
+        let frame = storage.stored_chunk(chunk);
+        for at in frame.start..frame.end {
             let mut bad = encoded.as_bytes().to_vec();
             bad[at as usize] ^= 4;
             let archive = Archive::from_bytes(bad).unwrap();
             let error = archive.to_state_dict().unwrap_err();
             assert_eq!(error.kind(), ErrorKind::ChunkCorrupt);
-            assert_eq!((error.path(), error.offset()), (Some("zeros"), Some(place.start)));
-            // The other chunk can be read all the same.
+            assert_eq!((error.path(), error.offset()), (Some("zeros"), Some(frame.start)));
+            // The other chunk stays readable.
             let other = storage.chunk(1 - chunk);
             archive.storage_range(0, other).unwrap();
             archive.storage_range(0, storage.chunk(chunk)).unwrap_err();
@@ -307,7 +309,7 @@ fn a_frame_is_proven_before_it_is_decoded() {
 }
 
 #[test]
-fn digests_name_content_whatever_the_codec() {
+fn digest_depends_on_content_and_not_on_codec() {
     let mut dict = zeros();
     dict.insert("again", Tensor::from_slice(&vec![0_u8; 1_049_576], &[1_049_576]).unwrap());
     let digest = |options: Options| {
@@ -322,13 +324,13 @@ fn digests_name_content_whatever_the_codec() {
     assert_eq!(raw, packed);
     assert_ne!(raw_root, packed_root);
     assert_eq!(encode(&dict, &Options::new()).archive().root_digest(), None);
-    // One attribute more is another archive.
+    // An additional attribute changes the root digest.
     let attr = Options::new().attr("step", AttrValue::Int(1));
     assert_ne!(digest(attr).1, raw_root);
 }
 
 #[test]
-fn levels_and_alignments_have_bounds() {
+fn alignment_is_validated_and_level_is_clamped() {
     for bytes in [0, 1, 32, 63, 65, 3 << 10, 4 << 20, 1 << 63] {
         assert_eq!(
             Options::new().align(bytes).unwrap_err().kind(),
@@ -347,7 +349,7 @@ fn levels_and_alignments_have_bounds() {
 }
 
 #[test]
-fn a_leaf_of_a_compressed_storage_costs_its_own_chunks() {
+fn leaf_read_decodes_only_its_own_chunks() {
     let mut dict = StateDict::new();
     let storage = Storage::from(vec![3_u8; 5 << 20]);
     let row = |number: u64| {
@@ -362,7 +364,7 @@ fn a_leaf_of_a_compressed_storage_costs_its_own_chunks() {
     dict.insert("row", row(4));
     let encoded = encode(&dict, &Options::new().compress(Compression::Zstd));
     assert_eq!(encoded.archive().storage_count(), 1);
-    // The first chunk is hurt; the row lies in the last one.
+    // Corrupts the first chunk. The row is in the last one.
     let mut bad = encoded.as_bytes().to_vec();
     bad[encoded.archive().storage(0).stored_chunk(0).start as usize] ^= 1;
     let archive = Archive::from_bytes(bad).unwrap();

@@ -1,4 +1,4 @@
 #!/bin/sh
-# Stands for Python where tests need none: does what AS_PYTHON says with the paths old and new.
+# Stands in for Python in tests: runs the shell script in AS_PYTHON, which uses the paths $old and $new.
 old=$3 new=$4
 eval "$AS_PYTHON"

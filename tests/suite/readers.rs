@@ -1,5 +1,6 @@
-//! Two readers of this project, with rkyv and without: they say the same of every file.
-//! `spec/conformance.py` has the third say it too.
+//! The reader with rkyv and the reader without it agree on every file.
+//!
+//! `spec/conformance.py` compares the third reader, which is in Python.
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -8,7 +9,7 @@ use proptest::prelude::*;
 use serde_json::{Value as Json, json};
 use tssd_tests::vectors::Content;
 
-/// What a reader says of a file, or of the shard set of a directory: its JSON view, or the kind of error.
+/// Reads a file, or a directory as a shard set. Evaluates to its JSON view or the kind of error.
 macro_rules! verdict {
     ($reader:ident, $path:expr) => {{
         let path: &Path = $path;
@@ -25,7 +26,7 @@ macro_rules! verdict {
     }};
 }
 
-/// The files and shard sets of the vectors.
+/// Returns the paths of all vectors: files and shard sets.
 fn vectors() -> Vec<PathBuf> {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../spec/vectors");
     let mut found = Vec::new();
@@ -42,7 +43,7 @@ fn vectors() -> Vec<PathBuf> {
 }
 
 #[test]
-fn both_say_the_same_of_every_vector() {
+fn readers_agree_on_every_vector() {
     let vectors = vectors();
     assert!(vectors.len() > 300);
     for path in vectors {
@@ -51,24 +52,28 @@ fn both_say_the_same_of_every_vector() {
     }
 }
 
-/// The small vectors.
+/// Vectors of less than 20,000 bytes.
 static SMALL: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
-    let of = |vector: tssd_tests::vectors::Vector| match vector.content {
+    let small_file = |vector: tssd_tests::vectors::Vector| match vector.content {
         Content::File(bytes) if bytes.len() < 20_000 => Some(bytes),
         _ => None,
     };
-    tssd_tests::vectors::vectors().into_iter().filter_map(of).collect()
+    tssd_tests::vectors::vectors().into_iter().filter_map(small_file).collect()
 });
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// An index that is damaged and has the right checksum again.
+    /// Replaces one byte of a small vector, then repairs the checksums.
     #[test]
-    fn both_say_the_same_of_damage(which in any::<prop::sample::Index>(), place in any::<prop::sample::Index>(), byte in any::<u8>()) {
-        let mut file = which.get(&SMALL).clone();
-        let place = place.index(file.len());
-        file[place] = byte;
+    fn readers_agree_on_damaged_files(
+        vector in any::<prop::sample::Index>(),
+        position in any::<prop::sample::Index>(),
+        byte in any::<u8>(),
+    ) {
+        let mut file = vector.get(&SMALL).clone();
+        let position = position.index(file.len());
+        file[position] = byte;
         tssd_tests::damage::repair(&mut file);
         tssd_tests::fuzz::readers_agree(&file);
     }

@@ -1,5 +1,6 @@
-//! The documents against the repository: what they name is there, and what `spec/reshard.md` says of
-//! stores and no other test proves.
+//! The documents name only files, tests and links that exist.
+//!
+//! Also tests the rules of `spec/reshard.md` on stores that no other test covers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -31,13 +32,13 @@ fn read(path: &str) -> String {
     std::fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// What stands in backticks.
-fn code(text: &str) -> impl Iterator<Item = &str> {
+/// Returns the code spans of a text.
+fn code_spans(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2)
 }
 
 #[test]
-fn links_lead_somewhere() {
+fn links_resolve() {
     for document in DOCUMENTS {
         let folder = root().join(document);
         let folder = folder.parent().unwrap();
@@ -49,10 +50,10 @@ fn links_lead_somewhere() {
 }
 
 #[test]
-fn tests_and_files_that_are_named_exist() {
+fn named_tests_and_files_exist() {
     for document in DOCUMENTS {
         let text = read(document);
-        for name in code(&text) {
+        for name in code_spans(&text) {
             if let Some((path, test)) = name.split_once(".rs::") {
                 let source = read(&format!("{path}.rs"));
                 assert!(source.contains(&format!("fn {test}(")), "{document}: {name}");
@@ -67,16 +68,16 @@ fn tests_and_files_that_are_named_exist() {
     }
 }
 
-/// The module tables of ARCHITECTURE.md have every file at the top of a crate, and no other.
+/// The module tables of ARCHITECTURE.md list exactly the top-level files of each crate.
 #[test]
-fn the_code_map_is_the_code() {
+fn module_tables_match_source_files() {
     let text = read("ARCHITECTURE.md");
     for package in ["format", "store", "cli", "python"] {
         let heading = format!("### {package}");
         let (_, section) = text.split_once(&heading).expect(&heading);
         let section = section.split("\n##").next().unwrap();
         let rows = section.lines().filter_map(|line| line.strip_prefix("| `"));
-        let named: BTreeSet<&str> = rows.flat_map(code_of_row).collect();
+        let named: BTreeSet<&str> = rows.flat_map(modules_of_row).collect();
         let files = std::fs::read_dir(root().join(package).join("src")).unwrap();
         let files: Vec<String> =
             files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
@@ -88,48 +89,48 @@ fn the_code_map_is_the_code() {
     }
 }
 
-/// The modules that a row names in its first cell.
-fn code_of_row(row: &str) -> impl Iterator<Item = &str> {
+/// Returns the modules in the first cell of a row.
+fn modules_of_row(row: &str) -> impl Iterator<Item = &str> {
     let cell = row.split('|').next().unwrap();
     cell.split(['`', ',', ' ']).filter(|name| !name.is_empty())
 }
 
 #[test]
-fn every_rule_of_resharding_and_of_the_protocol_names_a_test() {
+fn every_reshard_and_protocol_rule_names_a_test() {
     for (document, letter) in [("spec/reshard.md", 'R'), ("spec/protocol.md", 'P')] {
         let text = read(document);
         let mut numbers = Vec::new();
         for rule in text.split(&format!("\n- **{letter}-")).skip(1) {
             let rule = rule.split("\n\n").next().unwrap();
             numbers.push(rule.get(..3).unwrap().parse::<u32>().unwrap());
-            assert!(code(rule).any(|name| name.contains(".rs::")), "{letter}-{rule}");
+            assert!(code_spans(rule).any(|name| name.contains(".rs::")), "{letter}-{rule}");
         }
         assert!(numbers.is_sorted_by(|one, next| one < next), "{numbers:?}");
         assert!(numbers.len() > 35, "{numbers:?}");
     }
 }
 
-/// The tests that a text names, each with its file.
-fn tests(text: &str) -> impl Iterator<Item = (&str, &str)> {
-    code(text).filter_map(|name| name.split_once("::"))
+/// Returns the (file, test) pairs that a text names.
+fn named_tests(text: &str) -> impl Iterator<Item = (&str, &str)> {
+    code_spans(text).filter_map(|name| name.split_once("::"))
 }
 
 #[test]
-fn every_promise_names_tests_that_are_there() {
+fn every_guarantee_names_existing_tests() {
     let text = read("docs/guarantees.md");
-    for (file, test) in tests(&text) {
+    for (file, test) in named_tests(&text) {
         let lines = [format!("fn {test}("), format!("def {test}(")];
         let source = read(file);
         assert!(lines.iter().any(|line| source.contains(line)), "{file}: {test}");
     }
-    let promises = || text.lines().filter(|row| row.starts_with("| S") || row.starts_with("| F"));
-    assert_eq!(promises().count(), 12 + 8);
-    assert!(promises().all(|promise| tests(promise).next().is_some()));
+    let guarantees = || text.lines().filter(|row| row.starts_with("| S") || row.starts_with("| F"));
+    assert_eq!(guarantees().count(), 12 + 8);
+    assert!(guarantees().all(|guarantee| named_tests(guarantee).next().is_some()));
 }
 
-/// The table of SECURITY.md has every file with unsafe code, and how often.
+/// The table of SECURITY.md lists every file with unsafe code and counts its unsafe places.
 #[test]
-fn the_table_of_unsafe_code_is_the_code() {
+fn unsafe_code_table_matches_source_files() {
     let mut found = BTreeMap::new();
     for package in ["format", "store", "cli", "python", FAKE_DRIVER, SHORT_CALLS] {
         let mut folders = vec![PathBuf::from(package).join("src")];
@@ -147,9 +148,9 @@ fn the_table_of_unsafe_code_is_the_code() {
                 let places: usize = code
                     .map(|line| kinds.map(|kind| line.matches(kind).count()).iter().sum::<usize>())
                     .sum();
-                // That is one thing, and none that anybody but tests loads.
-                let is_whole = [FAKE_DRIVER, SHORT_CALLS].contains(&package);
-                let row = if is_whole { Path::new(package) } else { &path };
+                // A library that only tests load has one row.
+                let is_test_library = [FAKE_DRIVER, SHORT_CALLS].contains(&package);
+                let row = if is_test_library { Path::new(package) } else { &path };
                 if places > 0 {
                     *found.entry(row.to_str().unwrap().to_owned()).or_default() += places;
                 }
@@ -165,17 +166,17 @@ fn the_table_of_unsafe_code_is_the_code() {
     let sum = |is_counted: &dyn Fn(&str) -> bool| -> usize {
         named.iter().filter(|(path, _)| is_counted(path)).map(|(_, places)| places).sum()
     };
-    let is_gpus =
+    let is_for_gpus =
         |path: &str| path.starts_with("store/src/cuda/") || path == "python/src/device.rs";
-    let (gpus, all) = (sum(&is_gpus), sum(&|path| !path.starts_with("tests/")));
-    let said = format!("Of the {all} places that are not for tests, {gpus} are for GPUs");
-    assert!(text.contains(&said), "{said}");
+    let (for_gpus, total) = (sum(&is_for_gpus), sum(&|path| !path.starts_with("tests/")));
+    let sentence = format!("Of the {total} places that are not for tests, {for_gpus} are for GPUs");
+    assert!(text.contains(&sentence), "{sentence}");
 }
 
-/// A driver without a GPU.
+/// The fake CUDA driver, for tests without a GPU.
 const FAKE_DRIVER: &str = "tests/libcuda";
 
-/// Reads and writes that do half.
+/// The library whose reads and writes transfer half of what they could.
 const SHORT_CALLS: &str = "tests/libshort";
 
 #[test]
@@ -201,58 +202,60 @@ fn put(
     store.put_state_dict(&Key::new("policy/actor").unwrap(), &dict, &options)
 }
 
-fn half(writer: u32, local: &Tensor) -> Value {
+/// Returns the half of `writer` of a tensor of four elements.
+fn half_shard(writer: u32, local: &Tensor) -> Value {
     let slice = TensorSlice::new(&[u64::from(writer) * 2], &[2], &[4]).unwrap();
     Shard::new(local.clone(), ShardPlace::new(slice)).unwrap().into()
 }
 
-///
+/// Rules.
 #[test]
-fn contributions_that_collide_are_rejected() {
+fn put_rejects_colliding_contributions() {
     let store = Store::memory().unwrap();
     put(&store, 0, Divergent::Error, [(1_i64.into(), Value::None)]).unwrap();
-    let collide =
+    let collision =
         put(&store, 1, Divergent::Error, [(DictKey::Bool(true), Value::None)]).unwrap_err();
-    assert_eq!(collide.kind(), ErrorKind::Rejected);
-    assert!(collide.to_string().contains("equal in Python"), "{collide}");
+    assert_eq!(collision.kind(), ErrorKind::Rejected);
+    assert!(collision.to_string().contains("equal in Python"), "{collision}");
 
     put(&store, 0, Divergent::Keep, [("seed".into(), Value::from(1_i64))]).unwrap();
     let seed = [("seed".into(), Value::from(2_i64))];
-    let disagree = put(&store, 1, Divergent::Lowest, seed).unwrap_err();
-    assert_eq!(disagree.kind(), ErrorKind::Rejected);
-    assert!(disagree.to_string().contains("divergent="), "{disagree}");
+    let divergence = put(&store, 1, Divergent::Lowest, seed).unwrap_err();
+    assert_eq!(divergence.kind(), ErrorKind::Rejected);
+    assert!(divergence.to_string().contains("divergent="), "{divergence}");
 }
 
-///
+/// Rule R-033.
 #[test]
-fn ties_of_sharded_leaves_survive_if_all_writers_have_them() {
+fn sharded_leaves_stay_tied_if_all_writers_tie_them() {
     for is_tied in [true, false] {
         let store = Store::memory().unwrap();
         for writer in 0..2 {
             let local = || Tensor::from_slice(&[1.0_f32, 2.0], &[2]).unwrap();
             let a = local();
             let b = if is_tied || writer == 0 { a.clone() } else { local() };
-            let entries = [("a".into(), half(writer, &a)), ("b".into(), half(writer, &b))];
+            let entries =
+                [("a".into(), half_shard(writer, &a)), ("b".into(), half_shard(writer, &b))];
             put(&store, writer, Divergent::Error, entries).unwrap();
         }
         let key = Key::new("policy/actor").unwrap();
         let (dict, _) = store.get_state_dict(&key, &GetOptions::default()).unwrap();
-        let at = |fqn| match dict.leaf(fqn).unwrap() {
+        let address_of = |fqn| match dict.leaf(fqn).unwrap() {
             Value::Tensor(tensor) => tensor.view().span().as_ptr(),
             other => panic!("{other:?}"),
         };
-        assert_eq!(at("a") == at("b"), is_tied);
+        assert_eq!(address_of("a") == address_of("b"), is_tied);
     }
 }
 
-///
+/// Rules.
 #[test]
-fn a_version_on_disk_lies_as_it_is_described() {
+fn version_on_disk_has_described_layout() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::directory(folder.path()).unwrap();
     let entries = |writer| {
         let local = Tensor::from_slice(&[1.0_f32, 2.0], &[2]).unwrap();
-        [("w".into(), half(writer, &local))]
+        [("w".into(), half_shard(writer, &local))]
     };
     put(&store, 0, Divergent::Error, entries(0)).unwrap();
     let id = put(&store, 1, Divergent::Error, entries(1)).unwrap().id.to_string();
@@ -267,10 +270,10 @@ fn a_version_on_disk_lies_as_it_is_described() {
     assert_eq!(names("policy%2Factor"), set([folder_name, ".ledger", ".lock"]));
     let files: Vec<String> = names(&version).into_iter().collect();
     let [first, second, manifest] = files.as_slice() else { panic!("{files:?}") };
-    let is_try = |name: &str| name.len() == 32 && u128::from_str_radix(name, 16).is_ok();
+    let is_attempt_id = |name: &str| name.len() == 32 && u128::from_str_radix(name, 16).is_ok();
     for (file, writer) in [(first, "0-"), (second, "1-")] {
         let name = file.strip_prefix(writer).and_then(|rest| rest.strip_suffix(".tssd"));
-        assert!(name.is_some_and(is_try), "{file}");
+        assert!(name.is_some_and(is_attempt_id), "{file}");
     }
     assert_eq!(manifest, "manifest.tssd");
     let records = names("policy%2Factor/.ledger");

@@ -1,4 +1,6 @@
-//! Resharding: what N writers put in one sharding, M readers get in another, element by element.
+//! Resharding: N writers put a tensor in one sharding, and M readers get it in another.
+//!
+//! The tests compare every element.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,15 +18,15 @@ use tssd_tests::command::quick_folder;
 use tssd_tests::served::Served;
 use tssd_tests::sharding::{counting, elements_of, meta_of, numbers, places_of, shards_of, spread};
 
-/// A mesh, and how a tensor lies on it.
+/// A mesh, and the placements of a tensor on it.
 #[derive(Clone, Debug)]
 struct Sharding {
     mesh: DeviceMesh,
     placements: Vec<Placement>,
 }
 
-/// A mesh of up to so many dimensions of up to so many devices.
-fn sharding(rank: usize, most: u64) -> impl Strategy<Value = Sharding> {
+/// Generates a sharding over a mesh of at most `max` dimensions, each of at most `max` devices.
+fn sharding(rank: usize, max: u64) -> impl Strategy<Value = Sharding> {
     let dim = 0..u32::try_from(rank).expect("small");
     let placement = prop_oneof![
         2 => dim.clone().prop_map(|dim| Placement::Shard { dim }),
@@ -33,22 +35,22 @@ fn sharding(rank: usize, most: u64) -> impl Strategy<Value = Sharding> {
             Placement::StridedShard { dim, split_factor }
         }),
     ];
-    proptest::collection::vec((1..=most, placement), 1..=most as usize).prop_map(|dims| {
+    proptest::collection::vec((1..=max, placement), 1..=max as usize).prop_map(|dims| {
         let (shape, placements): (Vec<u64>, Vec<Placement>) = dims.into_iter().unzip();
         Sharding { mesh: DeviceMesh::from_shape(&shape).expect("small"), placements }
     })
 }
 
-/// A global shape with a sharding to put it in and one to get it in.
-fn case(most: u64) -> impl Strategy<Value = (Vec<u64>, Sharding, Sharding)> {
+/// Generates a global shape, a sharding of the writers and one of the readers.
+fn case(max: u64) -> impl Strategy<Value = (Vec<u64>, Sharding, Sharding)> {
     proptest::collection::vec(0_u64..9, 1..4).prop_flat_map(move |shape| {
-        let sharding = || sharding(shape.len(), most);
+        let sharding = || sharding(shape.len(), max);
         (Just(shape.clone()), sharding(), sharding())
     })
 }
 
-/// The references that a manifest has for a tensor: all boxes of all ranks, replicas once.
-fn stored(shape: &[u64], sharding: &Sharding) -> Vec<TensorReference> {
+/// Returns the references of a manifest to a tensor: all boxes of all ranks, each replica once.
+fn stored_references(shape: &[u64], sharding: &Sharding) -> Vec<TensorReference> {
     let mut boxes: BTreeMap<Region, TensorReference> = BTreeMap::new();
     for rank in sharding.mesh.ranks() {
         let slices =
@@ -70,10 +72,10 @@ fn stored(shape: &[u64], sharding: &Sharding) -> Vec<TensorReference> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// Every element of the target comes from its own place in some stored box, once.
+    /// The plan copies every element of the target once, from its position in a stored box.
     #[test]
-    fn plans_are_exact((shape, put, get) in case(3)) {
-        let stored = stored(&shape, &put);
+    fn plan_copies_every_element_once((shape, put, get) in case(3)) {
+        let stored = stored_references(&shape, &put);
         let global = counting(&shape, 1);
         let mut memories: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
         for reference in &stored {
@@ -96,13 +98,13 @@ proptest! {
                 for copy in &copies {
                     moved += copy.runs.total_bytes();
                     copy.runs.for_each(|from, to, bytes| {
-                        for each in 0..bytes / 4 {
+                        for offset in 0..bytes / 4 {
                             let from = usize::try_from(copy.source + from).unwrap() / 4;
                             let to = usize::try_from(copy.target + to).unwrap() / 4;
-                            let each = usize::try_from(each).unwrap();
-                            let slot = &mut target[to + each];
+                            let offset = usize::try_from(offset).unwrap();
+                            let slot = &mut target[to + offset];
                             assert!(slot.is_none(), "an element is written twice");
-                            *slot = Some(memories[&copy.storage][from + each]);
+                            *slot = Some(memories[&copy.storage][from + offset]);
                         }
                     });
                 }
@@ -110,8 +112,8 @@ proptest! {
                 let mut found = Vec::new();
                 let strides = wanted.meta.strides();
                 tssd_format::Runs::to_row_major(1, region.shape(), &strides).for_each(|from, _, run| {
-                    for each in 0..run {
-                        found.push(target[usize::try_from(from + each).unwrap()].unwrap());
+                    for offset in 0..run {
+                        found.push(target[usize::try_from(from + offset).unwrap()].unwrap());
                     }
                 });
                 prop_assert_eq!(found, elements_of(&global, &shape, &region));
@@ -119,12 +121,12 @@ proptest! {
         }
     }
 
-    /// A box that is missing is named, whatever is wanted of it.
+    /// The error of a plan over a missing box has a region inside that box.
     #[test]
-    fn holes_are_named((shape, put, _) in case(3), lost in any::<prop::sample::Index>()) {
-        let mut stored = stored(&shape, &put);
-        let lost = stored.remove(lost.index(stored.len()));
-        let region = lost.place.unwrap().slice().region();
+    fn plan_reports_missing_box((shape, put, _) in case(3), index in any::<prop::sample::Index>()) {
+        let mut stored = stored_references(&shape, &put);
+        let missing = stored.remove(index.index(stored.len()));
+        let region = missing.place.unwrap().slice().region();
         prop_assume!(!region.is_empty());
         let wanted = Wanted {
             meta: TensorMeta::new(Dtype::Uint32, &shape).unwrap(),
@@ -133,11 +135,12 @@ proptest! {
         };
         let error = plan(&stored, &wanted).unwrap_err();
         prop_assert_eq!(error.kind(), tssd_format::ErrorKind::Uncovered);
-        prop_assert!(region.contains(error.region().unwrap()));
+        let (offsets, shape) = error.region().unwrap();
+        prop_assert!(region.contains(&Region::new(offsets, shape).unwrap()));
     }
 }
 
-/// Puts two tensors from all ranks, one thread each.
+/// Puts a sharded tensor and a step from every rank, on one thread each. Returns the version.
 fn put_all(store: &Store, key: &Key, shape: &[u64], put: &Sharding, seed: u32, job: &str) -> u64 {
     let report = std::thread::scope(|scope| {
         let ranks: Vec<_> = put
@@ -154,7 +157,7 @@ fn put_all(store: &Store, key: &Key, shape: &[u64], put: &Sharding, seed: u32, j
                     let options = PutOptions {
                         writer: Some(*rank),
                         job: Some(JobId(job.to_owned())),
-                        // How a version is stored is no matter to its readers.
+                        // Readers must get the same from every way to store a version.
                         compression: if seed.is_multiple_of(2) {
                             Compression::ShuffledZstd
                         } else {
@@ -169,13 +172,13 @@ fn put_all(store: &Store, key: &Key, shape: &[u64], put: &Sharding, seed: u32, j
             .collect();
         let reports: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
         let visible = reports.iter().filter(|report| report.visible).count();
-        assert!(visible >= 1, "the last of them makes the version visible");
+        assert!(visible >= 1, "the last put makes the version visible");
         reports.into_iter().next().unwrap()
     });
     report.version
 }
 
-/// Everything about what the ranks of a mesh get: as new tensors, and in place.
+/// Checks what every rank of a mesh gets, as new tensors and in place.
 fn check_get(store: &Store, key: &Key, shape: &[u64], get: &Sharding, seed: u32) {
     let global = counting(shape, seed);
     for rank in get.mesh.ranks() {
@@ -203,9 +206,9 @@ fn check_get(store: &Store, key: &Key, shape: &[u64], get: &Sharding, seed: u32)
                 store.get_state_dict_into(key, &mut [target], &GetOptions::default()).unwrap();
             assert_eq!(report.bytes_transferred, report.bytes_needed);
             assert_eq!(report.bytes_needed, place.slice().region().numel() * 4);
-            let filled = tssd_format::Tensor::new(meta, memory.into(), 0).unwrap();
+            let received = tssd_format::Tensor::new(meta, memory.into(), 0).unwrap();
             let expected = elements_of(&global, shape, &place.slice().region());
-            assert_eq!(numbers(&filled), expected);
+            assert_eq!(numbers(&received), expected);
         }
     }
     let whole = store.get(key, "sharded", &GetOptions::default()).unwrap();
@@ -216,7 +219,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
-    fn what_is_put_in_one_sharding_is_got_in_another((shape, put, get) in case(3)) {
+    fn readers_get_any_sharding_of_what_writers_put((shape, put, get) in case(3)) {
         let store = Store::memory().unwrap();
         let key = Key::new("policy").unwrap();
         for seed in 1..3 {
@@ -230,32 +233,32 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
-    fn a_directory_does_the_same((shape, put, get) in case(2)) {
+    fn directory_store_reshards_like_memory((shape, put, get) in case(2)) {
         let folder = quick_folder();
         let store = Store::directory(folder.path()).unwrap();
         let key = Key::new("policy").unwrap();
         for seed in 1..3 {
             put_all(&store, &key, &shape, &put, seed, "job");
-            // Another process sees what is in the directory and nothing else.
+            // Like another process, a new store sees only what is in the directory.
             check_get(&Store::directory(folder.path()).unwrap(), &key, &shape, &get, seed);
         }
     }
 }
 
-/// Those of many keys in daemons of their own: what is got in the open is got in ranges.
+/// Puts to two daemons and reads from both. A store without shared memory reads ranges.
 #[test]
-fn daemons_of_other_hosts_do_the_same() {
+fn daemons_of_two_hosts_reshard_like_memory() {
     let controller = Served::new(1 << 30);
-    let keeper = Served::under(&controller);
-    let (far, near) = (controller.connect_far(), keeper.connect());
+    let member = Served::under(&controller);
+    let (remote, local) = (controller.connect_far(), member.connect());
     let mut runner = TestRunner::new(ProptestConfig::with_cases(1000));
     let counted = std::cell::Cell::new(0);
     runner
         .run(&case(3), |(shape, put, get)| {
             counted.set(counted.get() + 1);
             let key = Key::new(format!("policy-{}", counted.get())).unwrap();
-            // Every other version is put on the host that does not decide.
-            let stores = if counted.get() % 2 == 0 { [&far, &near] } else { [&near, &far] };
+            // Every second key is put to the daemon without the controller.
+            let stores = if counted.get() % 2 == 0 { [&remote, &local] } else { [&local, &remote] };
             for seed in 1..3 {
                 put_all(stores[0], &key, &shape, &put, seed, "job");
                 for store in stores {
@@ -268,7 +271,7 @@ fn daemons_of_other_hosts_do_the_same() {
         .unwrap();
 }
 
-/// The `tssd.layout` of the one version that a store keeps.
+/// Returns the `tssd.layout` attribute of the only version of a store.
 fn recorded_layout(folder: &Path) -> AttrValue {
     let versions = folder.join("policy").read_dir().unwrap();
     let manifests = versions.map(|version| version.unwrap().path().join(MANIFEST));
@@ -278,7 +281,7 @@ fn recorded_layout(folder: &Path) -> AttrValue {
 }
 
 #[test]
-fn an_unchanged_layout_is_planned_once() {
+fn layout_attribute_changes_only_with_sharding() {
     let shape = [64, 33];
     let folder = quick_folder();
     let store = Store::directory(folder.path()).unwrap();
@@ -293,15 +296,16 @@ fn an_unchanged_layout_is_planned_once() {
         check_get(&store, &key, &shape, &sharding(1), seed);
         layouts.push(recorded_layout(folder.path()));
     }
-    // Another layout under the same key is planned anew, even for those who want the same.
+    // A version with another layout needs a new plan, although the readers ask for the same boxes.
     assert!(layouts[0] == layouts[1] && layouts[1] == layouts[2] && layouts[2] != layouts[3]);
 }
 
-/// Each of 20 readers takes a twentieth of what four writers have put, by rows: of matrices as models have them, and of
-/// tensors so small that they hardly count. What proves their bytes comes along.
+/// Four writers put large matrices and a small bias; each of 20 readers gets a twentieth of the rows.
+///
+/// The bytes received include the checksums that verify the rows: at most 10 % more than the bytes needed.
 #[cfg(feature = "object")]
 #[test]
-fn a_slice_out_of_a_bucket_is_little_more_than_its_bytes() {
+fn bucket_slice_transfers_little_more_than_its_bytes() {
     let bucket = std::sync::Arc::new(object_store::memory::InMemory::new());
     let store = Store::in_bucket(bucket, "").unwrap();
     let [writers, readers] = [4, 20].map(|ranks| DeviceMesh::from_shape(&[ranks]).unwrap());

@@ -1,4 +1,4 @@
-//! Versions that go to their readers through a few buckets; and keys that are followed.
+//! Versions that pass to their readers through a ring of buckets, and followers of a key.
 
 use std::num::NonZeroU32;
 use std::thread;
@@ -19,13 +19,13 @@ use tssd_tests::steps::{eventually, key};
 const ROWS: u64 = 300;
 const COLUMNS: u64 = 200;
 
-/// Buckets that hold the third part of the large tensor.
+/// A ring of two buckets, each of which holds a third of the large tensor.
 const RING: Ring = {
     let buckets = NonZeroU32::new(2).unwrap();
     Ring { bucket_bytes: 80 << 10, buckets, readers: 1 }
 };
 
-const SOON: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn element(version: u64, tensor: u64, at: u64) -> u8 {
     ((version << 40 | tensor << 32 | at).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8
@@ -35,7 +35,7 @@ fn elements(version: u64, tensor: u64, count: u64) -> Vec<u8> {
     (0..count).map(|at| element(version, tensor, at)).collect()
 }
 
-/// One tensor larger than a bucket, one of its rows apart, and many that fit.
+/// Returns a model with one tensor larger than a bucket, and 22 that fit into one.
 fn model(version: u64) -> StateDict {
     let bytes = |tensor, shape: &[u64]| {
         let meta = TensorMeta::new(Dtype::Uint8, shape).unwrap();
@@ -58,22 +58,22 @@ fn tensor(bytes: &[u8]) -> Tensor {
 
 fn put(store: &Store, version: Option<u64>, dict: &StateDict) -> tssd_store::Result<PutReport> {
     let residency = Residency::Ring(RING);
-    let options = PutOptions { version, residency, timeout: SOON, ..PutOptions::default() };
+    let options = PutOptions { version, residency, timeout: TIMEOUT, ..PutOptions::default() };
     store.put_state_dict(&key(), dict, &options)
 }
 
-/// What a reader wants: a band of columns of the large tensor, and others whole.
-struct Wanted {
+/// Memory of a reader: some columns of the large tensor, and all layers.
+struct ReadTargets {
     columns: std::ops::Range<u64>,
     large: Vec<u8>,
-    others: Vec<(u64, Vec<u8>)>,
+    layers: Vec<(u64, Vec<u8>)>,
 }
 
-impl Wanted {
+impl ReadTargets {
     fn new(columns: std::ops::Range<u64>) -> Self {
         let large = vec![0; (ROWS * 4 * (columns.end - columns.start)) as usize];
-        let others = (0..20).map(|layer| (layer, vec![0; (ROWS * COLUMNS / 4) as usize])).collect();
-        Self { columns, large, others }
+        let layers = (0..20).map(|layer| (layer, vec![0; (ROWS * COLUMNS / 4) as usize])).collect();
+        Self { columns, large, layers }
     }
 
     fn targets(&mut self) -> Vec<Target<'_>> {
@@ -84,7 +84,7 @@ impl Wanted {
         let place = Some(ShardPlace::new(slice.unwrap()));
         let memory = (&mut self.large).into();
         let mut targets = vec![Target { fqn: "large".to_owned(), place, meta, memory }];
-        for (layer, bytes) in &mut self.others {
+        for (layer, bytes) in &mut self.layers {
             let meta = TensorMeta::new(Dtype::Uint8, &[ROWS, COLUMNS / 4]).unwrap();
             let fqn = format!("layers.{layer}");
             targets.push(Target { fqn, place: None, meta, memory: bytes.into() });
@@ -93,24 +93,26 @@ impl Wanted {
     }
 
     fn receive(&mut self, receiver: &mut Receiver) -> tssd_store::Result<ReceiveReport> {
-        receiver.receive(&mut self.targets(), &GetOptions::default(), SOON)
+        receiver.receive(&mut self.targets(), &GetOptions::default(), TIMEOUT)
     }
 
-    fn expect(&self, version: u64) {
+    fn check(&self, version: u64) {
         let width = self.columns.end - self.columns.start;
         for (at, found) in (0..).zip(&self.large) {
             let place = at / width * COLUMNS + self.columns.start + at % width;
             assert_eq!(*found, element(version, 2, place), "version {version}, element {at}");
         }
-        for (layer, bytes) in &self.others {
+        for (layer, bytes) in &self.layers {
             assert!(*bytes == elements(version, 3 + layer, ROWS * COLUMNS / 4), "layer {layer}");
         }
     }
 }
 
-/// Every reader gets every version, in its own sharding; the memory is that of the buckets, however many there are.
+/// Every reader gets every version in its own sharding.
+///
+/// The memory stays that of the buckets for any number of versions.
 #[test]
-fn all_readers_get_all_versions_in_the_memory_of_the_buckets() {
+fn every_reader_gets_every_version_in_memory_of_ring() {
     let served = Served::new(1 << 30);
     let writer = served.connect();
     let readers: Vec<Store> = (0..3).map(|_| served.connect()).collect();
@@ -121,12 +123,12 @@ fn all_readers_get_all_versions_in_the_memory_of_the_buckets() {
         for (number, mut receiver) in receivers.into_iter().enumerate() {
             let (start, versions) = (number as u64 * 60, versions.clone());
             scope.spawn(move || {
-                let mut wanted = Wanted::new(start..start + 70);
+                let mut targets = ReadTargets::new(start..start + 70);
                 for version in versions {
-                    let report = wanted.receive(&mut receiver).unwrap();
+                    let report = targets.receive(&mut receiver).unwrap();
                     assert_eq!(report.version, version);
                     assert!(report.buckets > 6, "{report:?}");
-                    wanted.expect(version);
+                    targets.check(version);
                 }
             });
         }
@@ -136,20 +138,20 @@ fn all_readers_get_all_versions_in_the_memory_of_the_buckets() {
             assert_eq!(report.version, version);
             assert!(report.why.contains("3 readers"), "{report:?}");
             let created = writer.status().unwrap().memory.created_bytes;
-            // The first ones make the buckets.
+            // The first versions allocate the buckets.
             if version > 3 {
                 assert_eq!(*memory.get_or_insert(created), created, "version {version}");
             }
         }
     });
-    // Nothing of it can be read later.
+    // No version can be read later.
     assert!(writer.versions(&key()).unwrap().is_empty());
     let error = writer.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound);
 }
 
 #[test]
-fn nobody_there_and_old_numbers_are_refused() {
+fn ring_put_rejects_missing_reader_and_old_number() {
     let served = Served::new(1 << 30);
     let (writer, reader) = (served.connect(), served.connect());
     let residency = Residency::Ring(RING);
@@ -161,10 +163,10 @@ fn nobody_there_and_old_numbers_are_refused() {
     let mut receiver = reader.receiver(&key(), None).unwrap();
     thread::scope(|scope| {
         scope.spawn(|| {
-            let mut wanted = Wanted::new(0..COLUMNS);
+            let mut targets = ReadTargets::new(0..COLUMNS);
             for version in [7, 8] {
-                assert_eq!(wanted.receive(&mut receiver).unwrap().version, version);
-                wanted.expect(version);
+                assert_eq!(targets.receive(&mut receiver).unwrap().version, version);
+                targets.check(version);
             }
         });
         put(&writer, Some(7), &model(7)).unwrap();
@@ -173,7 +175,7 @@ fn nobody_there_and_old_numbers_are_refused() {
         assert_eq!(error.refusal(), Some(&refusal), "{error}");
         put(&writer, None, &model(8)).unwrap();
     });
-    // What cannot go through it is refused before anybody is waited for.
+    // An unsupported put is rejected before it waits for readers.
     let mut dict = model(9);
     dict.insert("step", 3_i64);
     let mut twice = StateDict::new();
@@ -185,12 +187,12 @@ fn nobody_there_and_old_numbers_are_refused() {
     let place = ShardPlace::new(slice).on_mesh(mesh).unwrap();
     sharded.insert("w", Value::Shards(vec![Shard::new(tensor(&[1]), place).unwrap()]));
     let ring = PutOptions { residency: Residency::Ring(RING), ..PutOptions::default() };
-    let lasting = PutOptions { durability: Durability::Disk, ..ring.clone() };
+    let durable = PutOptions { durability: Durability::Disk, ..ring.clone() };
     for (dict, options, text) in [
         (&dict, &ring, "`step` is no tensor"),
         (&twice, &ring, "a.b"),
         (&sharded, &ring, "one writer"),
-        (&model(9), &lasting, "residency=host"),
+        (&model(9), &durable, "residency=host"),
     ] {
         let error = writer.put_state_dict(&key(), dict, options).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
@@ -198,22 +200,23 @@ fn nobody_there_and_old_numbers_are_refused() {
     }
 }
 
-/// What is in the host's memory is lent by nobody, and goes through the ring; so does what is published, and what is put
-/// while the caller does something else.
+/// Tensors in host memory cannot stay in place, so `Residency::Lent` sends them through the ring, too.
+/// `publish` and `put_state_dict_later` also use the ring.
 #[test]
-fn every_way_to_put_goes_through_the_ring() {
+fn every_kind_of_put_uses_the_ring() {
     let served = Served::new(1 << 30);
     let (writer, reader) = (served.connect(), served.connect());
     let mut receiver = reader.receiver(&key(), None).unwrap();
     thread::scope(|scope| {
         scope.spawn(|| {
-            let mut wanted = Wanted::new(20..COLUMNS);
+            let mut targets = ReadTargets::new(20..COLUMNS);
             for version in 1..=4 {
-                assert_eq!(wanted.receive(&mut receiver).unwrap().version, version);
-                wanted.expect(version);
+                assert_eq!(targets.receive(&mut receiver).unwrap().version, version);
+                targets.check(version);
             }
         });
-        let options = |residency| PutOptions { residency, timeout: SOON, ..PutOptions::default() };
+        let options =
+            |residency| PutOptions { residency, timeout: TIMEOUT, ..PutOptions::default() };
         let report =
             writer.put_state_dict(&key(), &model(1), &options(Residency::Lent(RING))).unwrap();
         assert!(
@@ -238,9 +241,9 @@ fn every_way_to_put_goes_through_the_ring() {
     });
 }
 
-/// What is wanted and does not come is an error, once all that there is has come.
+/// A target that no bucket contains fails the receive, after the last bucket.
 #[test]
-fn what_no_bucket_has_is_named() {
+fn receive_names_target_that_no_bucket_contains() {
     let served = Served::new(1 << 30);
     let (writer, reader) = (served.connect(), served.connect());
     let mut receiver = reader.receiver(&key(), None).unwrap();
@@ -250,7 +253,8 @@ fn what_no_bucket_has_is_named() {
             let meta = TensorMeta::new(Dtype::Uint8, &[10]).unwrap();
             let fqn = "missing".to_owned();
             let target = Target { fqn, place: None, meta, memory: (&mut bytes).into() };
-            let error = receiver.receive(&mut [target], &GetOptions::default(), SOON).unwrap_err();
+            let error =
+                receiver.receive(&mut [target], &GetOptions::default(), TIMEOUT).unwrap_err();
             assert!(error.to_string().contains("missing"), "{error}");
             assert!(!error.is_target_modified(), "{error}");
         });
@@ -258,9 +262,9 @@ fn what_no_bucket_has_is_named() {
     });
 }
 
-/// Shards go as they are: whoever wants what they hold together gets it.
+/// The ring carries shards unchanged. A reader can receive the whole tensor from them.
 #[test]
-fn shards_come_where_they_belong() {
+fn reader_receives_whole_tensor_from_shards() {
     let served = Served::new(1 << 30);
     let (writer, reader) = (served.connect(), served.connect());
     let mut receiver = reader.receiver(&key(), None).unwrap();
@@ -281,54 +285,54 @@ fn shards_come_where_they_belong() {
             let meta = TensorMeta::new(Dtype::Uint8, &[ROWS, COLUMNS]).unwrap();
             let fqn = "weight".to_owned();
             let target = Target { fqn, place: None, meta, memory: (&mut bytes).into() };
-            receiver.receive(&mut [target], &GetOptions::default(), SOON).unwrap();
+            receiver.receive(&mut [target], &GetOptions::default(), TIMEOUT).unwrap();
             assert!(bytes == all);
         });
         put(&writer, None, &dict).unwrap();
     });
 }
 
-/// A reader that goes away in the middle holds nobody up, and one that comes late begins with the next version.
+/// A reader that disconnects does not block the others. A late one starts with the next version.
 #[test]
-fn readers_come_and_go() {
+fn readers_join_and_leave_a_ring() {
     let served = Served::new(1 << 30);
-    let (writer, stays) = (served.connect(), served.connect());
-    let mut receiver = stays.receiver(&key(), None).unwrap();
+    let (writer, reader) = (served.connect(), served.connect());
+    let mut receiver = reader.receiver(&key(), None).unwrap();
     thread::scope(|scope| {
         scope.spawn(|| {
-            let mut wanted = Wanted::new(10..90);
+            let mut targets = ReadTargets::new(10..90);
             for version in 1..=3 {
-                assert_eq!(wanted.receive(&mut receiver).unwrap().version, version);
-                wanted.expect(version);
+                assert_eq!(targets.receive(&mut receiver).unwrap().version, version);
+                targets.check(version);
             }
         });
         let served = &served;
         scope.spawn(move || {
-            // It takes nothing; its connection ends while the writer waits for it.
-            let gone = served.connect();
-            let _receiver = gone.receiver(&key(), None).unwrap();
+            // Receives nothing. Its connection ends while the writer waits for it.
+            let store = served.connect();
+            let _receiver = store.receiver(&key(), None).unwrap();
             thread::sleep(Duration::from_millis(300));
         });
         thread::sleep(Duration::from_millis(100));
         put(&writer, None, &model(1)).unwrap();
         let late = served.connect();
         let mut late = late.receiver(&key(), None).unwrap();
-        let reader = scope.spawn(move || {
-            let mut wanted = Wanted::new(0..5);
+        let late_reader = scope.spawn(move || {
+            let mut targets = ReadTargets::new(0..5);
             for version in 2..=3 {
-                assert_eq!(wanted.receive(&mut late).unwrap().version, version);
-                wanted.expect(version);
+                assert_eq!(targets.receive(&mut late).unwrap().version, version);
+                targets.check(version);
             }
         });
         put(&writer, None, &model(2)).unwrap();
         put(&writer, None, &model(3)).unwrap();
-        reader.join().unwrap();
+        late_reader.join().unwrap();
     });
 }
 
-/// A key that is followed: each version is held until it is read, however many come meanwhile.
+/// The store retains each version for a follower until it is read, for any number of newer versions.
 #[test]
-fn who_follows_a_key_misses_no_version() {
+fn follower_misses_no_version() {
     let served = Served::new(1 << 30);
     let (writer, reader) = (served.connect(), served.connect());
     let mut follower = reader.follow(&key()).unwrap();
@@ -336,23 +340,24 @@ fn who_follows_a_key_misses_no_version() {
         writer.put_state_dict(&key(), &model(version), &PutOptions::default()).unwrap();
     }
     for version in 1..=30 {
-        let opened = follower.next(&GetOptions::default(), SOON).unwrap().unwrap();
+        let opened = follower.next(&GetOptions::default(), TIMEOUT).unwrap().unwrap();
         assert_eq!(opened.version(), version);
         let tensor = opened.tensor("small", None).unwrap();
         assert_eq!(tensor.view().span(), elements(version, 1, 10));
     }
     assert!(follower.next(&GetOptions::default(), Duration::ZERO).unwrap().is_none());
     drop(follower);
-    // What is read is let go.
-    eventually("one version is left", || writer.status().unwrap().leases.is_empty());
+    // The follower releases what it has read.
+    eventually("the follower holds no lease", || writer.status().unwrap().leases.is_empty());
     let error = Store::memory().unwrap().follow(&key()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
 }
 
-/// Writers that make versions visible side by side: the follower has each of them, in order, though only the newest is
-/// kept.
+/// Independent writers make versions visible concurrently.
+///
+/// The follower gets each of them in order, although only the newest is retained.
 #[test]
-fn versions_of_writers_that_know_nothing_of_each_other_are_all_told() {
+fn follower_gets_versions_of_independent_writers_in_order() {
     let served = Served::new(1 << 30);
     let reader = served.connect();
     reader.retain(&key(), NonZeroU32::MIN).unwrap();
@@ -372,10 +377,10 @@ fn versions_of_writers_that_know_nothing_of_each_other_are_all_told() {
         let visible = writers.into_iter().flat_map(|writer| -> Vec<u64> { writer.join().unwrap() });
         visible.collect::<std::collections::BTreeSet<_>>()
     });
-    let mut told = Vec::new();
+    let mut followed = Vec::new();
     while let Some(opened) = follower.next(&GetOptions::default(), Duration::ZERO).unwrap() {
-        told.push(opened.version());
+        followed.push(opened.version());
     }
     assert!(visible.len() > 100, "{visible:?}");
-    assert_eq!(told, Vec::from_iter(visible));
+    assert_eq!(followed, Vec::from_iter(visible));
 }

@@ -1,4 +1,4 @@
-//! State dicts to bytes and back: bit for bit, ties kept, the same bytes every time.
+//! State dicts roundtrip bit for bit, with their ties, and encode to the same bytes every time.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ fn encode(dict: &StateDict) -> Vec<u8> {
     TorchStoreStateDict::from_state_dict(dict).unwrap().as_bytes().to_vec()
 }
 
-/// Which tensors overlap which, and by how many bytes.
+/// Returns the pairs of tensors that overlap, each with the distance of their first bytes.
 pub(crate) fn ties(dict: &StateDict) -> Vec<(usize, usize, isize)> {
     let tensors: Vec<&Tensor> = dict
         .leaves()
@@ -31,8 +31,8 @@ pub(crate) fn ties(dict: &StateDict) -> Vec<(usize, usize, isize)> {
             let (one, other) =
                 (one.view().span().as_ptr_range(), other.view().span().as_ptr_range());
             if one.start < other.end && other.start < one.end {
-                let apart = other.start.addr().cast_signed() - one.start.addr().cast_signed();
-                ties.push((left, right, apart));
+                let distance = other.start.addr().cast_signed() - one.start.addr().cast_signed();
+                ties.push((left, right, distance));
             }
         }
     }
@@ -43,14 +43,14 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
-    fn every_state_dict_comes_back(dict in generate::state_dict()) {
+    fn state_dict_roundtrips_bit_for_bit(dict in generate::state_dict()) {
         let bytes = encode(&dict);
         let archive = Archive::from_bytes(bytes.clone()).unwrap();
         archive.verify().unwrap();
         let back = archive.to_state_dict().unwrap();
         prop_assert_eq!(&back, &dict);
         prop_assert_eq!(ties(&back), ties(&dict));
-        // What came back is the same state dict, so it is the same bytes.
+        // The decoded state dict encodes to the same bytes.
         prop_assert_eq!(encode(&back), &bytes[..]);
         prop_assert_eq!(TorchStoreStateDict::encoded_len(&dict).unwrap(), bytes.len() as u64);
     }
@@ -67,21 +67,21 @@ proptest! {
         if reverse {
             jobs.reverse();
         }
-        let filled: Vec<_> = jobs.iter().map(|job| {
+        let checksums: Vec<_> = jobs.iter().map(|job| {
             let range = job.range().start as usize..job.range().end as usize;
             job.run(&mut file[range]).unwrap()
         }).collect();
-        let tail = layout.seal(filled).unwrap();
+        let tail = layout.seal(checksums).unwrap();
         file[layout.index_off() as usize..].copy_from_slice(&tail);
         prop_assert_eq!(file, encode(&dict));
     }
 
     #[test]
-    fn a_stream_holds_the_same_values(dict in generate::state_dict()) {
+    fn streaming_writer_keeps_values(dict in generate::state_dict()) {
         let mut writer = ArchiveWriter::new(Vec::new(), Options::new()).unwrap();
         for (key, value) in dict.entries().iter() {
             match value {
-                // Entry by entry it is the same dict.
+                // Inserting the entries one by one makes the same dict.
                 Value::Dict(entries) if !entries.is_empty() => {
                     for (inner, value) in entries.iter() {
                         writer.insert_into(key.clone(), inner.clone(), value.clone()).unwrap();
@@ -97,28 +97,28 @@ proptest! {
     }
 
     #[test]
-    fn every_leaf_is_found(dict in generate::state_dict()) {
+    fn every_leaf_is_found_by_path_and_fqn(dict in generate::state_dict()) {
         let archive = Archive::from_bytes(encode(&dict)).unwrap();
         let leaves = dict.leaves();
         for (path, leaf) in &leaves {
             prop_assert_eq!(&archive.value(path).unwrap(), *leaf);
             let fqn = path.fqn();
-            let same = leaves.iter().filter(|(other, _)| other.fqn() == fqn).count();
-            // A key with surrogates has the exact path only: an fqn is a string without them.
-            let is_spelled = path.steps().iter().all(|step| match step {
+            let same_fqn = leaves.iter().filter(|(other, _)| other.fqn() == fqn).count();
+            // A key with surrogates is found only by its path, since an fqn has no surrogates.
+            let has_fqn = path.steps().iter().all(|step| match step {
                 Step::Key(key) => !has_surrogate(key),
                 Step::Index(_) => true,
             });
             match archive.leaf(&fqn) {
                 Ok(found) => {
-                    let has_name = |(other, leaf): &(ObjectPath, &Value)| {
+                    let is_match = |(other, leaf): &(ObjectPath, &Value)| {
                         other.fqn() == fqn && **leaf == found
                     };
-                    prop_assert!(leaves.iter().any(has_name));
+                    prop_assert!(leaves.iter().any(is_match));
                 }
                 Err(error) => prop_assert!(
-                    error.kind() == ErrorKind::AmbiguousFqn && same > 1
-                        || error.kind() == ErrorKind::NotFound && !is_spelled
+                    error.kind() == ErrorKind::AmbiguousFqn && same_fqn > 1
+                        || error.kind() == ErrorKind::NotFound && !has_fqn
                 ),
             }
         }
@@ -138,7 +138,7 @@ fn tensor(len: u8) -> Tensor {
 }
 
 #[track_caller]
-fn refused(dict: &StateDict, kind: ErrorKind, path: &str) {
+fn assert_rejected(dict: &StateDict, kind: ErrorKind, path: &str) {
     let error = Layout::plan(dict, &Options::new()).unwrap_err();
     assert_eq!((error.kind(), error.path()), (kind, Some(path)), "{error}");
 }
@@ -160,9 +160,9 @@ fn keys_keep_their_types() {
     assert_eq!(archive.value(&exact).unwrap(), Value::from(tensor(1)));
 }
 
-/// Lists have places, dicts have keys, of which some are ints.
+/// A list has indices. A dict has keys, and a key may be an int.
 #[test]
-fn steps_are_of_the_kind_of_their_container() {
+fn path_steps_match_kind_of_container() {
     let list = || Value::List((7_i64..10).map(Value::from).collect());
     let mut dict = StateDict::new();
     dict.insert("a", Dict::from_iter([("b", list())]));
@@ -179,9 +179,9 @@ fn steps_are_of_the_kind_of_their_container() {
     assert!(error.contains(r#"["a.b"][2] and ["a"]["b"][2]"#), "{error}");
 }
 
-/// Readers prove the order, so the writer must find it whatever keys have in common.
+/// Readers verify the order of keys, so the writer must sort keys with a common prefix of any length.
 #[test]
-fn keys_are_ordered_wherever_they_differ() {
+fn keys_with_common_prefix_are_sorted() {
     for shared in [0, 1, 23, 24, 25, 4000] {
         let texts = ["", "\0", "\0\0", "a", "a\0", "b", "a23456789012345678901234", "\u{10ffff}"];
         let longer = texts.map(|text| format!("a23456789012345678901234{text}"));
@@ -201,7 +201,7 @@ fn keys_are_ordered_wherever_they_differ() {
 }
 
 #[test]
-fn a_dict_that_was_loaded_can_be_changed() {
+fn loaded_dict_is_mutable() {
     let dict = Dict::from_iter([("a", 0), ("b", 1)]);
     let bytes = encode(&StateDict::from_value(dict.clone().into()).unwrap());
     let mut loaded = Archive::from_bytes(bytes).unwrap().to_state_dict().unwrap();
@@ -216,7 +216,7 @@ fn a_dict_that_was_loaded_can_be_changed() {
 }
 
 #[test]
-fn what_cannot_be_stored_is_named() {
+fn writer_rejects_unsupported_value_by_path() {
     let mut dict = StateDict::new();
     let mut inner = Dict::new();
     inner.insert(
@@ -224,15 +224,15 @@ fn what_cannot_be_stored_is_named() {
         Value::Opaque { media: "application/x-python-pickle".into(), bytes: vec![1].into() },
     );
     dict.insert("state", inner);
-    refused(&dict, ErrorKind::UntypedLeaf, r#"["state"]["rng"]"#);
+    assert_rejected(&dict, ErrorKind::UntypedLeaf, r#"["state"]["rng"]"#);
 
     let mut dict = StateDict::new();
     dict.insert("a", Dict::from_iter([(Key::Bool(true), 1_i64), (Key::Int(1.into()), 2)]));
-    refused(&dict, ErrorKind::KeysCollide, r#"["a"][True]"#);
+    assert_rejected(&dict, ErrorKind::KeysCollide, r#"["a"][True]"#);
 
     let mut dict = StateDict::new();
     dict.insert(Key::Float(Float::from(f64::NAN)), 1_i64);
-    refused(&dict, ErrorKind::KeyKind, "[NaN]");
+    assert_rejected(&dict, ErrorKind::KeyKind, "[NaN]");
 
     let mut dict = StateDict::new();
     dict.insert("k".repeat(4097), 1_i64);
@@ -248,11 +248,11 @@ fn what_cannot_be_stored_is_named() {
     let mut dict = StateDict::new();
     dict.insert("even", view(0));
     dict.insert("odd", view(1));
-    refused(&dict, ErrorKind::Misaligned, r#"["even"]"#);
+    assert_rejected(&dict, ErrorKind::Misaligned, r#"["even"]"#);
 }
 
 #[test]
-fn nesting_ends_at_64_levels() {
+fn nesting_is_limited_to_64_levels() {
     let nested = |levels| {
         let mut value = Value::from(1_i64);
         for _ in 1..levels {
@@ -270,7 +270,7 @@ fn nesting_ends_at_64_levels() {
 }
 
 #[test]
-fn shards_must_fit() {
+fn shard_must_match_its_slice() {
     let slice = |offset| TensorSlice::new(&[offset], &[4], &[8]);
     assert_eq!(slice(5).unwrap_err().kind(), ErrorKind::OutsideGlobal);
     let place = ShardPlace::new(slice(4).unwrap());
@@ -278,7 +278,7 @@ fn shards_must_fit() {
 }
 
 #[test]
-fn views_are_typed_and_bounded() {
+fn views_check_dtype_and_size() {
     let meta = TensorMeta::new(tssd_format::Dtype::Float32, &[1 << 40]).unwrap();
     let expanded = meta.with_strides(&[0]).unwrap();
     let storage = Storage::from(&[1.5_f32][..]);
@@ -292,12 +292,12 @@ fn views_are_typed_and_bounded() {
     let mut dict = StateDict::new();
     dict.insert("expanded", tensor);
     let archive = Archive::from_bytes(encode(&dict)).unwrap();
-    assert!(archive.file_len() < 8192, "an expanded tensor is stored once");
+    assert!(archive.file_len() < 8192, "the file stores the span of an expanded tensor");
     assert_eq!(archive.tensor("expanded").unwrap().meta().shape(), [1 << 40]);
 }
 
 #[test]
-fn a_view_does_not_drag_its_storage_along() {
+fn view_is_stored_without_rest_of_its_storage() {
     let storage = Storage::from(vec![9_u8; 1 << 20]);
     let meta = TensorMeta::new(tssd_format::Dtype::Uint8, &[10]).unwrap();
     let mut dict = StateDict::new();
@@ -305,9 +305,10 @@ fn a_view_does_not_drag_its_storage_along() {
     assert!(encode(&dict).len() < 8192);
 }
 
-/// Dicts of dicts whose keys are made of the same few parts and dots: there are many ways to read
-/// an fqn, and many that lead nowhere.
-fn dotted() -> impl Strategy<Value = StateDict> {
+/// Generates nested dicts whose keys consist of a few parts and dots.
+///
+/// An fqn then splits into keys in many ways, most of which name no leaf.
+fn dotted_dict() -> impl Strategy<Value = StateDict> {
     let key = proptest::collection::vec(
         prop_oneof![Just("a"), Just("b"), Just("1"), Just("."), Just("-")],
         0..5,
@@ -328,7 +329,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
-    fn every_way_to_read_an_fqn_is_tried(dict in dotted()) {
+    fn fqn_lookup_tries_every_split_into_keys(dict in dotted_dict()) {
         let archive = Archive::from_bytes(encode(&dict)).unwrap();
         let fqns: Vec<String> = dict.leaves().iter().map(|(path, _)| path.fqn()).collect();
         let prefixes = fqns.iter().flat_map(|fqn| (0..=fqn.len()).map(|end| &fqn[..end]));
@@ -344,7 +345,7 @@ proptest! {
 }
 
 #[test]
-fn an_archive_may_lie_anywhere_in_memory() {
+fn archive_opens_at_any_alignment_in_memory() {
     let dict = StateDict::from_value(Dict::from_iter([("a", Value::from(tensor(5)))]).into());
     let dict = dict.unwrap();
     let file = encode(&dict);
@@ -355,20 +356,20 @@ fn an_archive_may_lie_anywhere_in_memory() {
         (shift, memory, archive)
     });
     for (shift, memory, archive) in opened {
-        let lies_inside = memory.as_ptr_range().contains(&archive.index_bytes().as_ptr());
+        let is_inside = memory.as_ptr_range().contains(&archive.index_bytes().as_ptr());
         let is_aligned = (memory.as_ptr().addr() + shift).is_multiple_of(8);
-        assert_eq!(lies_inside, is_aligned, "what is aligned is not copied");
-        // What is in memory, but may change, is copied.
-        let archive = Archive::from_blob(Arc::new(Shared(memory.slice(shift..)))).unwrap();
+        assert_eq!(is_inside, is_aligned, "an aligned index is not copied");
+        // An index in memory that may change is copied.
+        let archive = Archive::from_blob(Arc::new(SharedBlob(memory.slice(shift..)))).unwrap();
         assert!(!memory.as_ptr_range().contains(&archive.index_bytes().as_ptr()));
         assert_eq!(archive.to_state_dict().unwrap(), dict);
     }
 }
 
-/// Memory that others may write.
-struct Shared(Bytes);
+/// A blob in memory that may change.
+struct SharedBlob(Bytes);
 
-impl Blob for Shared {
+impl Blob for SharedBlob {
     fn size(&self) -> std::io::Result<u64> {
         self.0.size()
     }
@@ -383,13 +384,13 @@ impl Blob for Shared {
 }
 
 #[test]
-fn a_writer_that_fails_says_so() {
-    struct Full(usize);
-    impl std::io::Write for Full {
+fn write_to_full_disk_fails_with_io_error() {
+    struct LimitedWriter(usize);
+    impl std::io::Write for LimitedWriter {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            let room = self.0.min(bytes.len());
-            self.0 -= room;
-            if room == 0 { Err(std::io::ErrorKind::StorageFull.into()) } else { Ok(room) }
+            let written = self.0.min(bytes.len());
+            self.0 -= written;
+            if written == 0 { Err(std::io::ErrorKind::StorageFull.into()) } else { Ok(written) }
         }
         fn flush(&mut self) -> std::io::Result<()> {
             Ok(())
@@ -399,15 +400,15 @@ fn a_writer_that_fails_says_so() {
     dict.insert("weight", tensor(200));
     let layout = Layout::plan(&dict, &Options::new()).unwrap();
     let whole = usize::try_from(layout.file_len()).unwrap();
-    for room in (0..whole).step_by(97) {
-        let error = layout.write_to(&mut Full(room)).unwrap_err();
+    for capacity in (0..whole).step_by(97) {
+        let error = layout.write_to(&mut LimitedWriter(capacity)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Io);
     }
-    layout.write_to(&mut Full(whole)).unwrap();
+    layout.write_to(&mut LimitedWriter(whole)).unwrap();
 }
 
 #[test]
-fn text_that_is_long_lies_in_the_blob() {
+fn long_str_is_stored_in_blob() {
     let long = Text::from_generalized_utf8([&b"\xED\xA0\x80"[..], &[b'x'; 5000]].concat()).unwrap();
     let mut dict = StateDict::new();
     dict.insert("long", Value::Str(long));
@@ -416,17 +417,17 @@ fn text_that_is_long_lies_in_the_blob() {
     assert_eq!(archive.to_state_dict().unwrap(), dict);
 }
 
-/// What a plan accepts, a reader opens: so a plan refuses what a reader would.
+/// Readers open every archive that a plan accepts, so a plan rejects what readers reject.
 #[test]
-fn what_no_reader_opens_is_not_planned() {
+fn plan_rejects_what_readers_reject() {
     let divergent = Dict::from_iter([(0_i64, 1_i64)]);
     let mut dict = StateDict::new();
     dict.insert("d", Value::Divergent(divergent));
-    refused(&dict, ErrorKind::ShardTable, r#"["d"]"#);
+    assert_rejected(&dict, ErrorKind::ShardTable, r#"["d"]"#);
 
     let mut dict = StateDict::new();
     dict.insert("p", Value::NamedTuple("P".into(), Dict::from_iter([(1_i64, 2_i64)])));
-    refused(&dict, ErrorKind::KeyKind, r#"["p"]"#);
+    assert_rejected(&dict, ErrorKind::KeyKind, r#"["p"]"#);
 
     let shard = |global: u64, elements: &[f32]| {
         let slice = TensorSlice::new(&[0], &[elements.len() as u64], &[global]).unwrap();
@@ -435,27 +436,27 @@ fn what_no_reader_opens_is_not_planned() {
     };
     let mut dict = StateDict::new();
     dict.insert("s", Value::Shards(vec![shard(4, &[1.0]), shard(5, &[1.0])]));
-    refused(&dict, ErrorKind::MixedRun, r#"["s"]"#);
+    assert_rejected(&dict, ErrorKind::MixedRun, r#"["s"]"#);
 
     let mut dict = StateDict::new();
     dict.insert("size", Value::Size(vec![1; 65].into()));
-    refused(&dict, ErrorKind::RankTooLarge, r#"["size"]"#);
+    assert_rejected(&dict, ErrorKind::RankTooLarge, r#"["size"]"#);
 
     let slice = TensorSlice::new(&[0], &[1], &[1]).unwrap();
     for mesh in [&[0][..], &[1 << 40], &[1 << 40, 1 << 40]] {
         let error = slice.clone().on_mesh(mesh, None).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::MeshMismatch);
     }
-    // A tensor without elements is nowhere.
+    // The offset of a tensor without elements has no meaning.
     let meta = TensorMeta::new(tssd_format::Dtype::Uint8, &[0]).unwrap();
     let mut dict = StateDict::new();
     dict.insert("empty", Tensor::new(meta, Storage::default(), u64::MAX).unwrap());
     assert_eq!(Archive::from_bytes(encode(&dict)).unwrap().to_state_dict().unwrap(), dict);
 }
 
-/// A stream whose third write fails, and no other.
-struct Once(u32);
-impl std::io::Write for Once {
+/// A stream whose third write fails. Other writes succeed.
+struct FailsThirdWrite(u32);
+impl std::io::Write for FailsThirdWrite {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         self.0 += 1;
         if self.0 == 3 { Err(std::io::ErrorKind::StorageFull.into()) } else { Ok(bytes.len()) }
@@ -466,7 +467,7 @@ impl std::io::Write for Once {
 }
 
 #[test]
-fn a_stream_goes_on_after_a_refusal_and_ends_after_a_failure() {
+fn streaming_writer_survives_rejected_entries_but_not_io_errors() {
     let mut writer = ArchiveWriter::new(Vec::new(), Options::new()).unwrap();
     let storage = Storage::from(vec![0_u8; 40]);
     let view = |dtype, offset| {
@@ -487,18 +488,18 @@ fn a_stream_goes_on_after_a_refusal_and_ends_after_a_failure() {
         let nan = writer.insert_into(dict, key, 1_i64).unwrap_err();
         assert_eq!(nan.kind(), ErrorKind::KeyKind);
     }
-    // Dicts grow while others come; what is whole does not.
+    // `insert_into` extends a dict while other entries are inserted. A value of `insert` is complete.
     writer.insert_into("one", "a", tensor(1)).unwrap();
     writer.insert_into("other", "a", tensor(2)).unwrap();
     writer.insert_into("one", "b", vec![7_i64.into()]).unwrap();
     writer.insert("whole", Dict::from_iter([("a", Value::from(1_i64))])).unwrap();
-    for refused in [
+    for result in [
         writer.insert_into("one", "a", 1_i64),
         writer.insert_into("whole", "b", 1_i64),
         writer.insert_into("good", "b", 1_i64),
         writer.insert("one", 1_i64),
     ] {
-        assert_eq!(refused.unwrap_err().kind(), ErrorKind::DuplicateKey);
+        assert_eq!(result.unwrap_err().kind(), ErrorKind::DuplicateKey);
     }
     let archive = Archive::from_bytes(writer.finish().unwrap()).unwrap();
     archive.verify().unwrap();
@@ -507,15 +508,15 @@ fn a_stream_goes_on_after_a_refusal_and_ends_after_a_failure() {
     assert_eq!(names, ["good", "one.a", "one.b.0", "other.a", "whole.a"]);
     assert_eq!(archive.tensor("other.a").unwrap(), tensor(2));
 
-    let mut writer = ArchiveWriter::new(Once(0), Options::new()).unwrap();
+    let mut writer = ArchiveWriter::new(FailsThirdWrite(0), Options::new()).unwrap();
     assert_eq!(writer.insert("a", tensor(9)).unwrap_err().kind(), ErrorKind::Io);
     assert_eq!(writer.insert("a", tensor(9)).unwrap_err().kind(), ErrorKind::Io);
     assert!(writer.finish().is_err());
 }
 
-/// A tensor with more elements than could ever be looked at is compared by what is stored.
+/// A tensor of 3 * 2^60 elements is compared by its stored bytes: comparing elements would take years.
 #[test]
-fn expanded_tensors_are_compared_at_once() {
+fn expanded_tensors_are_compared_by_stored_bytes() {
     let expanded = || {
         let meta = TensorMeta::new(tssd_format::Dtype::Uint8, &[1 << 60, 3]).unwrap();
         let meta = meta.with_strides(&[0, 1]).unwrap();
@@ -525,7 +526,7 @@ fn expanded_tensors_are_compared_at_once() {
 }
 
 #[test]
-fn an_fqn_may_be_longer_than_a_key() {
+fn fqn_may_be_longer_than_any_key() {
     let value = (0..50).fold(Value::from(7_i64), |value, _| {
         Value::Dict(Dict::from_iter([("k".repeat(100), value)]))
     });

@@ -1,5 +1,6 @@
-//! Safetensors files and directories of them, both ways: byte for byte, without a second copy, and
-//! nothing that lies.
+//! Import and export of safetensors files and directories.
+//!
+//! They roundtrip byte for byte, import makes no copy, and forged input is rejected.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -22,21 +23,24 @@ use tssd_tests::command::binary;
 
 use crate::cli::{Place, library_file};
 
-// ---- Files that others have written --------------------------------------------------------------
+// ---- Generated files -----------------------------------------------------------------------------
 
 /// Name, dtype and shape of a tensor.
-type Spec = (String, Dtype, Vec<usize>);
+type TensorSpec = (String, Dtype, Vec<usize>);
 
-/// The metadata of a file.
-type Texts = BTreeMap<String, String>;
+/// Metadata of a file.
+type Metadata = BTreeMap<String, String>;
 
-/// Dtypes that torch and safetensors have; but not the packed one, whose last dimension is special.
+/// Returns the dtypes of both torch and safetensors, without the packed one.
+///
+/// The last dimension of the packed one is special.
 fn dtypes() -> Vec<Dtype> {
-    let has = |dtype: &Dtype| dtype.safetensors().is_some() && *dtype != Dtype::Float4E2m1fnX2;
-    Dtype::ALL.iter().copied().filter(has).collect()
+    let is_common =
+        |dtype: &Dtype| dtype.safetensors().is_some() && *dtype != Dtype::Float4E2m1fnX2;
+    Dtype::ALL.iter().copied().filter(is_common).collect()
 }
 
-fn specs() -> impl Strategy<Value = Vec<Spec>> {
+fn specs() -> impl Strategy<Value = Vec<TensorSpec>> {
     let spec = (
         prop::sample::select(dtypes()),
         prop::collection::vec(prop_oneof![1 => 0..1_usize, 9 => 1..5_usize], 0..4),
@@ -52,49 +56,49 @@ fn specs() -> impl Strategy<Value = Vec<Spec>> {
         .prop_shuffle()
 }
 
-fn metadata() -> impl Strategy<Value = Option<Texts>> {
+fn metadata() -> impl Strategy<Value = Option<Metadata>> {
     prop::option::of(prop::collection::btree_map("[a-z\u{e9}]{0,6}", "[ -~\n]{0,9}", 0..3))
 }
 
-/// As the library writes it.
-fn serialize(specs: &[Spec], metadata: Option<&Texts>) -> Vec<u8> {
+/// Serializes tensors with the safetensors library.
+fn serialize(specs: &[TensorSpec], metadata: Option<&Metadata>) -> Vec<u8> {
     let bytes: Vec<u8> = (0..=255).cycle().take(1 << 14).collect();
-    let view = |(place, (name, dtype, shape)): (usize, &Spec)| {
+    let view = |(index, (name, dtype, shape)): (usize, &TensorSpec)| {
         let dtype: ::safetensors::Dtype =
             serde_json::from_value(dtype.safetensors().into()).unwrap();
         let len = shape.iter().product::<usize>() * dtype.bitsize() / 8;
-        (name.clone(), TensorView::new(dtype, shape.clone(), &bytes[place..][..len]).unwrap())
+        (name.clone(), TensorView::new(dtype, shape.clone(), &bytes[index..][..len]).unwrap())
     };
-    // Of no tensors with empty metadata, version 0.8 of the library writes what is no JSON.
+    // Version 0.8 of the library writes invalid JSON if there are no tensors and the metadata is empty.
     let metadata = metadata.filter(|metadata| specs.len() + metadata.len() > 0);
     let metadata = metadata.map(|metadata| metadata.clone().into_iter().collect());
     ::safetensors::serialize(specs.iter().enumerate().map(view), metadata).unwrap()
 }
 
-/// How another library might write the same: entries in this order, so much space around them.
+/// Style of a header: order of its entries, pretty-printed or not, and spaces at its end.
 #[derive(Clone, Debug)]
 struct Style {
     order: Vec<usize>,
-    is_spacious: bool,
+    is_pretty: bool,
     padding: usize,
 }
 
 fn style() -> impl Strategy<Value = Style> {
     (prop::collection::vec(0..10_usize, 10), any::<bool>(), 0..9_usize)
-        .prop_map(|(order, is_spacious, padding)| Style { order, is_spacious, padding })
+        .prop_map(|(order, is_pretty, padding)| Style { order, is_pretty, padding })
 }
 
-/// The same tensors under a header of another style; the library takes it too.
+/// Rewrites the header of a file in another style. Asserts that the library still accepts the file.
 fn restyle(file: &[u8], style: &Style) -> Vec<u8> {
     let (header, data) = split(file);
     let Json::Object(members) = serde_json::from_str(header.trim_end()).unwrap() else { panic!() };
     let mut members: Vec<(String, Json)> = members.into_iter().collect();
-    for (place, other) in style.order.iter().enumerate().take(members.len()) {
+    for (index, other) in style.order.iter().enumerate().take(members.len()) {
         let other = other % members.len();
-        members.swap(place, other);
+        members.swap(index, other);
     }
     let header = Json::Object(members.into_iter().collect());
-    let mut text = if style.is_spacious { format!("{header:#}") } else { header.to_string() };
+    let mut text = if style.is_pretty { format!("{header:#}") } else { header.to_string() };
     text.extend(std::iter::repeat_n(' ', style.padding));
     let file = join(&text, data);
     SafeTensors::deserialize(&file).unwrap();
@@ -113,7 +117,7 @@ fn join(header: &str, data: &[u8]) -> Vec<u8> {
 
 // ---- In memory -----------------------------------------------------------------------------------
 
-fn archive(dict: &StateDict, attrs: &Attrs) -> Archive {
+fn write_archive(dict: &StateDict, attrs: &Attrs) -> Archive {
     let options = attrs
         .iter()
         .fold(Options::new(), |options, (name, value)| options.attr(name.as_str(), value.clone()));
@@ -124,7 +128,7 @@ fn archive(dict: &StateDict, attrs: &Attrs) -> Archive {
     archive
 }
 
-fn written(export: &Export) -> Vec<u8> {
+fn exported_bytes(export: &Export) -> Vec<u8> {
     let file = export.file().unwrap();
     let mut bytes = Vec::new();
     file.write_to(&mut bytes).unwrap();
@@ -142,21 +146,21 @@ fn tensors(dict: &StateDict) -> Vec<(String, &Tensor)> {
         .collect()
 }
 
-fn lies_in(part: &[u8], whole: &[u8]) -> bool {
+fn is_within(part: &[u8], whole: &[u8]) -> bool {
     let (part, whole) = (part.as_ptr_range(), whole.as_ptr_range());
     whole.start <= part.start && part.end <= whole.end
 }
 
-/// Remembers which of the slices that it is given lie in these bytes.
-struct Witness<'a> {
+/// A sink that counts the bytes of slices within `source`.
+struct SourceCounter<'a> {
     source: &'a [u8],
-    bytes_of_it: usize,
+    bytes_from_source: usize,
 }
 
-impl Write for Witness<'_> {
+impl Write for SourceCounter<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if lies_in(bytes, self.source) {
-            self.bytes_of_it += bytes.len();
+        if is_within(bytes, self.source) {
+            self.bytes_from_source += bytes.len();
         }
         Ok(bytes.len())
     }
@@ -169,10 +173,10 @@ impl Write for Witness<'_> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// Whatever the header looks like and wherever the data begins: the tensors are those that the
-    /// library finds, they are views of the file, and the file comes back.
+    /// For any style of the header and any start of the data, import finds the tensors that the library
+    /// finds, as views of the file, and export restores the file.
     #[test]
-    fn a_file_comes_back_without_a_copy(
+    fn file_roundtrips_without_copy(
         specs in specs(),
         metadata in metadata(),
         style in prop::option::of(style()),
@@ -190,31 +194,31 @@ proptest! {
             let bytes = tensor.view().contiguous().unwrap();
             prop_assert_eq!(bytes, expected.data());
             prop_assert!(bytes.is_empty() || bytes.as_ptr() == expected.data().as_ptr());
-            prop_assert!(bytes.is_empty() || lies_in(bytes, &file));
+            prop_assert!(bytes.is_empty() || is_within(bytes, &file));
             let shape: Vec<usize> =
                 tensor.meta().shape().iter().map(|size| *size as usize).collect();
             prop_assert_eq!(&shape, expected.shape());
         }
-        let texts = metadata.unwrap_or_default().into_iter();
-        let texts = texts.map(|(name, text)| (name, AttrValue::Text(text.into()))).collect();
-        let mut said = attrs.clone();
-        said.retain(|name, _| !name.starts_with("tssd."));
-        prop_assert_eq!(said, texts);
+        let expected = metadata.unwrap_or_default().into_iter();
+        let expected = expected.map(|(name, text)| (name, AttrValue::Text(text.into()))).collect();
+        let mut own_attrs = attrs.clone();
+        own_attrs.retain(|name, _| !name.starts_with("tssd."));
+        prop_assert_eq!(own_attrs, expected);
 
         let export = Export::of_state_dict(&dict, &attrs).unwrap();
-        prop_assert_eq!(&written(&export), &file);
-        let mut witness = Witness { source: &file, bytes_of_it: 0 };
-        export.file().unwrap().write_to(&mut witness).unwrap();
-        prop_assert_eq!(witness.bytes_of_it as u64, export.nbytes());
+        prop_assert_eq!(&exported_bytes(&export), &file);
+        let mut counter = SourceCounter { source: &file, bytes_from_source: 0 };
+        export.file().unwrap().write_to(&mut counter).unwrap();
+        prop_assert_eq!(counter.bytes_from_source as u64, export.nbytes());
 
-        let archive = archive(&dict, &attrs);
+        let archive = write_archive(&dict, &attrs);
         prop_assert_eq!(&archive.to_state_dict().unwrap(), &dict);
-        prop_assert_eq!(&written(&Export::of_archive(&archive).unwrap()), &file);
+        prop_assert_eq!(&exported_bytes(&Export::of_archive(&archive).unwrap()), &file);
     }
 
-    /// A stream gives what the file gives.
+    /// Reading from a stream returns the tensors of the file, if they are in order.
     #[test]
-    fn a_stream_is_read_in_order(specs in specs(), metadata in metadata(), style in style()) {
+    fn stream_returns_tensors_of_file(specs in specs(), metadata in metadata(), style in style()) {
         let file = Bytes::from(restyle(&serialize(&specs, metadata.as_ref()), &style));
         let whole = Header::read(&file).unwrap();
         let mut stream = &file[..];
@@ -235,10 +239,9 @@ proptest! {
         }
     }
 
-    /// However short a file is cut, and whatever follows it, it is refused: as a file, and as a
-    /// stream.
+    /// A file that is cut, or that has bytes after its end, is rejected: as a file and as a stream.
     #[test]
-    fn a_file_of_another_length_is_refused(
+    fn file_of_wrong_length_is_rejected(
         specs in specs(),
         cut in any::<prop::sample::Index>(),
         more in 1..9_usize,
@@ -246,8 +249,8 @@ proptest! {
         let file = serialize(&specs, None);
         let longer = [&file[..], &vec![0; more]].concat();
         for bytes in [&file[..cut.index(file.len())], &longer] {
-            let refused = import(Bytes::copy_from_slice(bytes)).unwrap_err();
-            prop_assert_eq!(refused.kind(), ErrorKind::NotSafetensors);
+            let error = import(Bytes::copy_from_slice(bytes)).unwrap_err();
+            prop_assert_eq!(error.kind(), ErrorKind::NotSafetensors);
             let mut stream = bytes;
             let read = Header::read_from(&mut stream).and_then(|header| {
                 for entry in header.tensors() {
@@ -259,16 +262,16 @@ proptest! {
         }
     }
 
-    /// What is split is all of it, in order, in files of the size that was asked for, under an index
-    /// that describes them.
+    /// Shards hold all tensors in order, in files of at most `max` bytes or of one tensor, and the index
+    /// describes them.
     #[test]
-    fn shards_have_everything_once(specs in specs(), max in 1..200_u64) {
+    fn shards_hold_every_tensor_once(specs in specs(), max in 1..200_u64) {
         let (dict, attrs) = import(serialize(&specs, None)).unwrap();
         let export = Export::of_state_dict(&dict, &attrs).unwrap();
         let directory = export.shards(max).unwrap();
-        let files = files_of(&directory);
+        let files = directory_files(&directory);
         if directory.files.len() == 1 {
-            prop_assert_eq!(&files[FILE_NAME], &written(&export));
+            prop_assert_eq!(&files[FILE_NAME], &exported_bytes(&export));
             prop_assert_eq!(files.len(), 1);
             return Ok(());
         }
@@ -282,35 +285,35 @@ proptest! {
         }
         let index: Json = serde_json::from_slice(&files[INDEX_NAME]).unwrap();
         prop_assert_eq!(&index["metadata"]["total_size"], export.nbytes());
-        let again = pack(&files);
-        let total: BTreeMap<String, Tensor> =
+        let packed = pack(&files);
+        let expected: BTreeMap<String, Tensor> =
             tensors(&dict).into_iter().map(|(name, tensor)| (name, tensor.clone())).collect();
-        let back = again.to_state_dict().unwrap();
-        let back: BTreeMap<String, Tensor> =
-            tensors(&back).into_iter().map(|(name, tensor)| (name, tensor.clone())).collect();
-        prop_assert_eq!(back, total);
-        prop_assert_eq!(files_of(&Export::of_archive(&again).unwrap().directory().unwrap()), files);
+        let found = packed.to_state_dict().unwrap();
+        let found: BTreeMap<String, Tensor> =
+            tensors(&found).into_iter().map(|(name, tensor)| (name, tensor.clone())).collect();
+        prop_assert_eq!(found, expected);
+        prop_assert_eq!(directory_files(&Export::of_archive(&packed).unwrap().directory().unwrap()), files);
     }
 
-    /// Files of any style and with any metadata come back as they were, and so does their index.
+    /// A directory roundtrips with its index, for files of any style and with any metadata.
     #[test]
-    fn a_directory_comes_back(
+    fn directory_roundtrips(
         parts in prop::collection::vec((specs(), metadata(), prop::option::of(style())), 1..4),
         common in metadata(),
     ) {
         let files = directory(&parts, common.as_ref());
         let archive = pack(&files);
         let export = Export::of_archive(&archive).unwrap();
-        prop_assert_eq!(files_of(&export.directory().unwrap()), files);
-        // As one file it has what all of them have in common.
-        let (dict, _) = import(written(&export)).unwrap();
+        prop_assert_eq!(directory_files(&export.directory().unwrap()), files);
+        // Exported as one file, it has the tensors of all files.
+        let (dict, _) = import(exported_bytes(&export)).unwrap();
         prop_assert_eq!(dict.entries().len(), archive.to_state_dict().unwrap().entries().len());
     }
 }
 
 pub(crate) type Files = BTreeMap<String, Vec<u8>>;
 
-fn files_of(directory: &Directory<'_>) -> Files {
+fn directory_files(directory: &Directory<'_>) -> Files {
     let mut files = Files::new();
     for file in &directory.files {
         let mut bytes = Vec::new();
@@ -321,13 +324,16 @@ fn files_of(directory: &Directory<'_>) -> Files {
     files
 }
 
-/// A directory with an index and these files; each has the common metadata and its own.
-fn directory(parts: &[(Vec<Spec>, Option<Texts>, Option<Style>)], common: Option<&Texts>) -> Files {
+/// Generates a directory with an index. Each file has its own metadata and the common metadata.
+fn directory(
+    parts: &[(Vec<TensorSpec>, Option<Metadata>, Option<Style>)],
+    common: Option<&Metadata>,
+) -> Files {
     let (mut files, mut weight_map) = (Files::new(), serde_json::Map::new());
     for (number, (specs, own, style)) in parts.iter().enumerate() {
         let file = format!("part_{number}.safetensors");
-        // No name is in two files.
-        let specs: Vec<Spec> = specs
+        // The number makes names unique across files.
+        let specs: Vec<TensorSpec> = specs
             .iter()
             .map(|(name, dtype, shape)| (format!("{name}{number}"), *dtype, shape.clone()))
             .collect();
@@ -348,7 +354,7 @@ fn directory(parts: &[(Vec<Spec>, Option<Texts>, Option<Style>)], common: Option
     files
 }
 
-/// An archive of a directory, as the command makes it.
+/// Packs a directory into an archive, as the command does.
 fn pack(files: &Files) -> Archive {
     let index = Index::parse(String::from_utf8(files[INDEX_NAME].clone()).unwrap()).unwrap();
     let mut dict = StateDict::new();
@@ -361,40 +367,40 @@ fn pack(files: &Files) -> Archive {
         }
     }
     let headers = headers.iter().map(|(name, header)| (*name, header)).collect();
-    archive(&dict, &index.attrs(&headers).unwrap())
+    write_archive(&dict, &index.attrs(&headers).unwrap())
 }
 
 #[test]
-fn what_lies_askew_is_a_view_all_the_same() {
+fn misaligned_tensor_is_imported_as_view() {
     let header = r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[1,9]},"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#;
     let data: Vec<u8> = [&[7][..], &1.5_f32.to_le_bytes(), &(-2.0_f32).to_le_bytes()].concat();
     for padding in 0..4 {
         let file = Bytes::from(join(&format!("{header}{}", " ".repeat(padding)), &data));
         let (dict, attrs) = import(file.clone()).unwrap();
         let Value::Tensor(tensor) = dict.leaf("a").unwrap() else { panic!() };
-        assert!(lies_in(tensor.view().span(), &file));
+        assert!(is_within(tensor.view().span(), &file));
         let is_aligned = tensor.view().span().as_ptr().addr().is_multiple_of(4);
         let elements = tensor.view().as_slice::<f32>().map_err(|error| error.kind());
         assert_eq!(elements.is_ok(), is_aligned);
         assert!(is_aligned || elements == Err(ErrorKind::Misaligned));
-        // An archive of it is aligned.
-        let archive = archive(&dict, &attrs);
+        // Storages in an archive are aligned.
+        let archive = write_archive(&dict, &attrs);
         assert!(archive.storage(0).offset.is_multiple_of(256));
         let stored = archive.tensor("a").unwrap();
         assert_eq!(stored.view().contiguous().unwrap(), &data[1..]);
-        assert_eq!(written(&Export::of_archive(&archive).unwrap()), file);
+        assert_eq!(exported_bytes(&Export::of_archive(&archive).unwrap()), file);
     }
 }
 
 #[test]
-fn a_state_dict_that_has_changed_gets_a_new_header() {
-    let style = Style { order: vec![], is_spacious: true, padding: 3 };
+fn changed_state_dict_gets_new_header() {
+    let style = Style { order: vec![], is_pretty: true, padding: 3 };
     let specs = [("a".to_owned(), Dtype::Float32, vec![2]), ("b".to_owned(), Dtype::Uint8, vec![])];
     let file = restyle(&serialize(&specs, None), &style);
     let (dict, attrs) = import(file.clone()).unwrap();
     assert_eq!(attrs.keys().collect::<Vec<_>>(), ["tssd.safetensors_header"]);
     let rewritten = |dict: &StateDict, attrs: &Attrs| {
-        let bytes = written(&Export::of_state_dict(dict, attrs).unwrap());
+        let bytes = exported_bytes(&Export::of_state_dict(dict, attrs).unwrap());
         let header = split(&bytes).0.to_owned();
         assert!(!header.contains('\n'), "{header}");
         import(bytes).unwrap().0
@@ -408,51 +414,50 @@ fn a_state_dict_that_has_changed_gets_a_new_header() {
     let mut more = attrs.clone();
     more.insert("format".into(), AttrValue::Text("pt".into()));
     assert_eq!(rewritten(&dict, &more), dict);
-    // Other elements are no other header.
+    // Changed elements keep the header.
     let mut other = dict.clone();
     other.insert("b", Tensor::from_slice(&[9_u8], &[]).unwrap());
-    let bytes = written(&Export::of_state_dict(&other, &attrs).unwrap());
+    let bytes = exported_bytes(&Export::of_state_dict(&other, &attrs).unwrap());
     assert_eq!(split(&bytes).0, split(&file).0);
 }
 
 #[test]
-fn expanded_tensors_do_not_fill_a_disk() {
+fn export_rejects_expanded_tensor_of_a_tebibyte() {
     let meta = TensorMeta::new(Dtype::Uint8, &[1 << 40]).unwrap().with_strides(&[0]).unwrap();
     let mut dict = StateDict::new();
     dict.insert("a", Tensor::new(meta, Storage::from(vec![0]), 0).unwrap());
-    let refused = Export::of_state_dict(&dict, &Attrs::new()).unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::LimitExceeded);
+    let error = Export::of_state_dict(&dict, &Attrs::new()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded);
 }
 
 #[test]
-fn shards_are_cut_as_hugging_face_does() {
+fn shards_are_split_as_in_hugging_face() {
     let sizes = [("a", 3), ("b", 3), ("big", 20), ("c", 2), ("d", 5), ("e", 5)];
     let mut dict = StateDict::new();
     for (name, size) in sizes {
         dict.insert(name, Tensor::from_slice(&vec![1_u8; size], &[size as u64]).unwrap());
     }
     let export = Export::of_state_dict(&dict, &Attrs::new()).unwrap();
-    let cut = |max| -> Vec<String> {
+    let split_at = |max| -> Vec<String> {
         let directory = export.shards(max).unwrap();
         directory.files.iter().map(|file| file.tensors().collect::<Vec<_>>().join(" ")).collect()
     };
-    assert_eq!(cut(8), ["big", "a b c", "d", "e"]);
-    assert_eq!(cut(10), ["big", "a b c", "d e"]);
-    assert_eq!(cut(20), ["a b", "big", "c d e"]);
-    assert_eq!(cut(38), ["a b big c d e"]);
-    assert_eq!(cut(1), ["a", "b", "big", "c", "d", "e"]);
+    assert_eq!(split_at(8), ["big", "a b c", "d", "e"]);
+    assert_eq!(split_at(10), ["big", "a b c", "d e"]);
+    assert_eq!(split_at(20), ["a b", "big", "c d e"]);
+    assert_eq!(split_at(38), ["a b big c d e"]);
+    assert_eq!(split_at(1), ["a", "b", "big", "c", "d", "e"]);
 }
 
-/// What a stranger put into the attribute leads to no file that the index of a directory could not
-/// name, and to no tensor that is not there.
+/// A forged attribute is ignored if it names a missing tensor or an invalid file name.
 #[test]
-fn a_forged_index_is_not_believed() {
+fn forged_index_attribute_is_ignored() {
     let mut dict = StateDict::new();
     dict.insert("a", Tensor::from_slice(&[1_u8], &[1]).unwrap());
     let header = r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}"#;
     let index = |file: &str| json!({ "weight_map": { "a": file } }).to_string();
     let good = json!({ "index": index("x.safetensors"), "headers": {} });
-    for (packed, is_believed) in [
+    for (packed, is_used) in [
         (good, true),
         (json!({ "index": index("../x"), "headers": {} }), false),
         (json!({ "index": index("/tmp/x"), "headers": {} }), false),
@@ -469,8 +474,8 @@ fn a_forged_index_is_not_believed() {
         let attrs = Attrs::from([(INDEX_ATTR.to_owned(), text)]);
         let export = Export::of_state_dict(&dict, &attrs).unwrap();
         let directory = export.directory().unwrap();
-        assert_eq!(directory.index.is_some(), is_believed, "{packed}");
-        let name = if is_believed { "x.safetensors" } else { FILE_NAME };
+        assert_eq!(directory.index.is_some(), is_used, "{packed}");
+        let name = if is_used { "x.safetensors" } else { FILE_NAME };
         assert_eq!(directory.files[0].name(), name);
     }
 }
@@ -490,7 +495,7 @@ fn read_directory(path: &Path) -> Files {
     entries.map(|entry| (entry.file_name().into_string().unwrap(), read(&entry.path()))).collect()
 }
 
-fn spec(name: &str, dtype: Dtype, shape: &[usize]) -> Spec {
+fn spec(name: &str, dtype: Dtype, shape: &[usize]) -> TensorSpec {
     (name.to_owned(), dtype, shape.to_vec())
 }
 
@@ -503,7 +508,7 @@ pub(crate) fn small_directory() -> Files {
 }
 
 #[test]
-fn a_directory_is_packed_and_unpacked() {
+fn command_roundtrips_directory() {
     let place = Place::new();
     let files = small_directory();
     write_directory(&place, "model", &files);
@@ -511,12 +516,12 @@ fn a_directory_is_packed_and_unpacked() {
     place.expect(0, "verify a.tssd");
     place.expect(0, "unpack a.tssd -o out/");
     assert_eq!(read_directory(&place.path("out")), files);
-    // A directory that is there is written into if it is empty; the shell may stand in it.
+    // An existing empty directory is filled, not replaced: it may be the working directory of a shell.
     std::fs::create_dir(place.path("empty")).unwrap();
     place.expect(0, "unpack a.tssd -o empty");
     assert_eq!(read_directory(&place.path("empty")), files);
-    let said = place.expect(5, "unpack a.tssd -o out");
-    assert!(said.contains("out is not empty"), "{said}");
+    let message = place.expect(5, "unpack a.tssd -o out");
+    assert!(message.contains("out is not empty"), "{message}");
     place.write("file", b"");
     place.expect(5, "unpack a.tssd -o file --shard-size 5GB");
     place.expect(2, "unpack a.tssd -o new --shard-size 0");
@@ -526,7 +531,7 @@ fn a_directory_is_packed_and_unpacked() {
     place.expect(0, "unpack a.tssd -o whole --shard-size 5GB");
     let whole = read_directory(&place.path("whole"));
     assert_eq!(whole.keys().collect::<Vec<_>>(), [FILE_NAME]);
-    // A directory with one file is a model too, and comes back as one.
+    // A directory with one file is a model too, and unpacks to one file.
     place.expect(0, "pack whole -o b.tssd");
     place.expect(0, "unpack b.tssd -o again/");
     assert_eq!(read_directory(&place.path("again")), whole);
@@ -546,7 +551,7 @@ fn a_directory_is_packed_and_unpacked() {
     assert!(names.iter().all(|name| !name.starts_with('.')), "{names:?}");
 }
 
-/// Replaces text in the index.
+/// Returns the files with a text in the index replaced.
 fn edited(files: &Files, from: &str, to: &str) -> Files {
     let mut files = files.clone();
     let index = String::from_utf8(files[INDEX_NAME].clone()).unwrap();
@@ -556,7 +561,7 @@ fn edited(files: &Files, from: &str, to: &str) -> Files {
 }
 
 #[test]
-fn a_directory_that_does_not_fit_its_index_is_refused() {
+fn pack_rejects_directory_that_contradicts_its_index() {
     let good = small_directory();
     let without = |name: &str| {
         let mut files = good.clone();
@@ -611,18 +616,18 @@ fn a_directory_that_does_not_fit_its_index_is_refused() {
     for (code, files, words) in cases {
         let place = Place::new();
         write_directory(&place, "model", &files);
-        let said = place.expect(code, "pack model -o out.tssd");
+        let message = place.expect(code, "pack model -o out.tssd");
         for word in words {
-            assert!(said.contains(word), "{word}: {said}");
+            assert!(message.contains(word), "{word}: {message}");
         }
         assert_eq!(place.names(), ["model"]);
     }
 }
 
-/// A directory from elsewhere must not lead to the files of whoever packs it.
+/// A downloaded directory must not make `pack` read other files of the user.
 #[cfg(unix)]
 #[test]
-fn links_of_a_directory_are_not_followed() {
+fn pack_rejects_links_out_of_directory() {
     use std::os::unix::fs::symlink;
     for name in ["part_0.safetensors", INDEX_NAME] {
         let place = Place::new();
@@ -630,14 +635,14 @@ fn links_of_a_directory_are_not_followed() {
         let file = place.path("model").join(name);
         std::fs::rename(&file, place.path("secret")).unwrap();
         symlink(place.path("secret"), &file).unwrap();
-        let said = place.expect(5, "pack model -o out.tssd");
-        assert!(said.contains(&format!("{name} is a link that leads out")), "{said}");
-        // A pipe is not waited for.
+        let message = place.expect(5, "pack model -o out.tssd");
+        assert!(message.contains(&format!("{name} is a link that leads out")), "{message}");
+        // A pipe is rejected, without waiting for its writer.
         std::fs::remove_file(&file).unwrap();
         assert!(Command::new("mkfifo").arg(&file).status().unwrap().success());
-        let said = place.expect(5, "pack model -o out.tssd");
-        assert!(said.contains(&format!("{name} is no regular file")), "{said}");
-        // The directory itself may be named by a link.
+        let message = place.expect(5, "pack model -o out.tssd");
+        assert!(message.contains(&format!("{name} is no regular file")), "{message}");
+        // The path of the directory itself may be a link.
         std::fs::remove_file(&file).unwrap();
         std::fs::rename(place.path("secret"), &file).unwrap();
         symlink(place.path("model"), place.path("link")).unwrap();
@@ -647,7 +652,7 @@ fn links_of_a_directory_are_not_followed() {
 
 #[cfg(unix)]
 #[test]
-fn a_directory_that_does_not_fit_on_the_disk_is_not_there() {
+fn failed_unpack_leaves_no_directory() {
     let place = Place::new();
     let large = Tensor::from_slice(&vec![0.5_f32; 100_000], &[100_000]).unwrap();
     let mut dict = StateDict::new();
@@ -662,9 +667,9 @@ fn a_directory_that_does_not_fit_on_the_disk_is_not_there() {
         command.args(["-c", &script]).env("TSSD", binary());
         command.current_dir(place.path("."));
         let output = command.output().unwrap();
-        let said = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(5), "{said}");
-        assert!(said.contains("model-00001-of-00002.safetensors"), "{said}");
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(5), "{stderr}");
+        assert!(stderr.contains("model-00001-of-00002.safetensors"), "{stderr}");
     }
     assert_eq!(place.names(), ["a.tssd", "empty"]);
     assert_eq!(read_directory(&place.path("empty")), Files::new());
@@ -677,44 +682,46 @@ fn pipe(place: &Place, args: &str, stdin: &[u8]) -> Output {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut pipe = child.stdin.take().unwrap();
     let bytes = stdin.to_vec();
-    // A command that has seen enough closes the pipe.
+    // A command that exits early closes the pipe.
     let writer = std::thread::spawn(move || drop(pipe.write_all(&bytes)));
     let output = child.wait_with_output().unwrap();
     writer.join().unwrap();
     output
 }
 
-/// The same, of a command that succeeds; returns stdout and stderr.
+/// Runs the command with these bytes on stdin. Asserts success; returns stdout and stderr.
 #[track_caller]
-fn piped(place: &Place, args: &str, stdin: &[u8]) -> (Vec<u8>, String) {
+fn pipe_successfully(place: &Place, args: &str, stdin: &[u8]) -> (Vec<u8>, String) {
     let output = pipe(place, args, stdin);
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(0), "tssd {args}\n{said}");
-    (output.stdout, said)
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "tssd {args}\n{stderr}");
+    (output.stdout, stderr)
 }
 
 #[test]
-fn pipes_carry_files_and_nothing_else() {
+fn pipes_carry_only_contents_of_files() {
     let place = Place::new();
     let in_order = library_file(Some(&[("format", "pt")]));
     let order = vec![1; 10];
-    let out_of_order = restyle(&in_order, &Style { order, is_spacious: false, padding: 1 });
+    let out_of_order = restyle(&in_order, &Style { order, is_pretty: false, padding: 1 });
     assert!(Header::read(&Bytes::from(in_order.clone())).unwrap().is_in_order());
     assert!(!Header::read(&Bytes::from(out_of_order.clone())).unwrap().is_in_order());
     for file in [in_order, out_of_order] {
         place.write("a.safetensors", &file);
         place.expect(0, "pack a.safetensors -o a.tssd");
         let archive = place.read("a.tssd");
-        let (packed, said) = piped(&place, "pack - -o -", &file);
+        let (packed, message) = pipe_successfully(&place, "pack - -o -", &file);
         assert_eq!(packed, archive);
-        assert!(said.starts_with("<stdout>: "), "{said}");
-        let (unpacked, said) = piped(&place, "unpack - -o - --json", &packed);
+        assert!(message.starts_with("<stdout>: "), "{message}");
+        let (unpacked, message) = pipe_successfully(&place, "unpack - -o - --json", &packed);
         assert_eq!(unpacked, file);
-        let json: Json = serde_json::from_str(&said).unwrap();
+        let json: Json = serde_json::from_str(&message).unwrap();
         assert_eq!((&json["output"], &json["file_len"]), (&"-".into(), &file.len().into()));
-        assert_eq!(piped(&place, "pack - -o - -q", &file).1, "");
+        assert_eq!(pipe_successfully(&place, "pack - -o - -q", &file).1, "");
 
-        let text = |args, stdin: &[u8]| String::from_utf8(piped(&place, args, stdin).0).unwrap();
+        let text = |args, stdin: &[u8]| {
+            String::from_utf8(pipe_successfully(&place, args, stdin).0).unwrap()
+        };
         assert!(text("inspect -", &archive).starts_with("<stdin>  dict\n"));
         assert!(text("inspect -", &file).starts_with("<stdin>  dict\n"));
         assert!(text("verify -", &archive).starts_with("ok       <stdin>  "));
@@ -724,15 +731,16 @@ fn pipes_carry_files_and_nothing_else() {
             assert!(text("roundtrip -", stdin).starts_with("identical  <stdin>\n"));
         }
         assert!(text("inspect --hex -", &archive).starts_with("HEAD\n"));
-        let (converted, said) = piped(&place, "convert - -o - --zstd --digest", &archive);
-        assert!(said.starts_with("<stdout>: "), "{said}");
+        let (converted, message) =
+            pipe_successfully(&place, "convert - -o - --zstd --digest", &archive);
+        assert!(message.starts_with("<stdout>: "), "{message}");
         assert!(text("verify --deep -", &converted).starts_with("ok       <stdin>  "));
         assert!(text("diff a.tssd -", &converted).starts_with("equal in meaning: "));
         assert!(text("inspect --digest -", &converted).starts_with("blake3:"));
-        assert_eq!(piped(&place, "unpack - -o -", &converted).0, file);
-        piped(&place, "put --store store key -", &archive);
-        let (got, said) = piped(&place, "get --store store key -o -", b"");
-        assert!(said.starts_with("<stdout>: key@"), "{said}");
+        assert_eq!(pipe_successfully(&place, "unpack - -o -", &converted).0, file);
+        pipe_successfully(&place, "put --store store key -", &archive);
+        let (got, message) = pipe_successfully(&place, "get --store store key -o -", b"");
+        assert!(message.starts_with("<stdout>: key@"), "{message}");
         place.write("got.tssd", &got);
         place.expect(0, "diff a.tssd got.tssd");
         std::fs::remove_dir_all(place.path("store")).unwrap();
@@ -740,7 +748,7 @@ fn pipes_carry_files_and_nothing_else() {
 }
 
 #[test]
-fn what_comes_out_of_a_pipe_is_not_trusted() {
+fn piped_input_is_validated() {
     let place = Place::new();
     let file = library_file(None);
     let huge = [&(1_u64 << 40).to_le_bytes()[..], b"{}"].concat();
@@ -754,15 +762,15 @@ fn what_comes_out_of_a_pipe_is_not_trusted() {
         (b"not at all a safetensors file", "are allowed"),
     ] {
         let output = pipe(&place, "pack - -o out.tssd", bytes);
-        let said = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{said}");
-        assert!(said.contains("<stdin>") && said.contains(word), "{word}: {said}");
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        assert!(stderr.contains("<stdin>") && stderr.contains(word), "{word}: {stderr}");
     }
-    // Whether there is memory for what the header claims, or not: it is not there, and no panic.
+    // The header claims 1 TiB. The command fails without a panic, whether or not it can allocate that much.
     let output = pipe(&place, "pack - -o out.tssd", &join(far, b"abc"));
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert!(matches!(output.status.code(), Some(1 | 5)), "{said}");
-    assert!(said.contains("`a`") || said.contains("<stdin>"), "{said}");
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(matches!(output.status.code(), Some(1 | 5)), "{stderr}");
+    assert!(stderr.contains("`a`") || stderr.contains("<stdin>"), "{stderr}");
 
     for (code, args) in [
         (1, "unpack - -o out.safetensors"),
@@ -772,8 +780,8 @@ fn what_comes_out_of_a_pipe_is_not_trusted() {
         (1, "put --store store key -"),
     ] {
         let output = pipe(&place, args, b"neither the one nor the other");
-        let said = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(code), "tssd {args}\n{said}");
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "tssd {args}\n{stderr}");
     }
     let output = pipe(&place, "diff - -", &file);
     assert_eq!(output.status.code(), Some(2));

@@ -1,16 +1,15 @@
-//! What `tssd inspect --hex` prints for each good vector. `cargo insta review` accepts a change.
+//! Snapshots of `tssd inspect --hex` for each valid vector. `cargo insta review` accepts a change.
 
 use std::fmt::Write;
 use std::path::Path;
 
 use crate::cli::Place;
 
-/// The vectors whose output is kept in full: containers, shards, a manifest, chunks. For the others, a
-/// digest is kept.
-const IN_FULL: [&str; 4] = ["004-containers", "015-shard", "023-manifest", "064-three-chunks"];
+/// Vectors with a complete snapshot: containers, shards, a manifest, chunks. The others have a digest.
+const COMPLETE: [&str; 4] = ["004-containers", "015-shard", "023-manifest", "064-three-chunks"];
 
 #[test]
-fn inspect_hex_describes_every_vector_as_before() {
+fn inspect_hex_matches_snapshots_of_every_vector() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec/vectors/valid");
     let mut paths: Vec<_> = folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
     paths.sort();
@@ -24,7 +23,7 @@ fn inspect_hex_describes_every_vector_as_before() {
         place.write("vector.tssd", &std::fs::read(path).unwrap());
         let hex = place.expect(0, "inspect --hex vector.tssd");
         writeln!(digests, "{name} {}", blake3::hash(hex.as_bytes())).unwrap();
-        if IN_FULL.contains(&name) {
+        if COMPLETE.contains(&name) {
             settings.bind(|| insta::assert_snapshot!(name, hex));
         }
     }

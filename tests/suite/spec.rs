@@ -1,4 +1,4 @@
-//! The spec against the code: byte tables, rules, dtypes, vectors.
+//! The specification agrees with the code: byte tables, rules, dtypes and vectors.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,14 +12,14 @@ fn spec(path: &str) -> PathBuf {
 
 fn read_json(path: &str) -> Json {
     let text = std::fs::read(spec(path)).unwrap();
-    // 64 levels of containers are more levels of JSON than serde_json takes unasked.
+    // The JSON of 64 levels of containers exceeds the default recursion limit of serde_json.
     let mut parser = serde_json::Deserializer::from_slice(&text);
     parser.disable_recursion_limit();
     serde::Deserialize::deserialize(&mut parser).unwrap()
 }
 
 #[test]
-fn byte_tables_are_those_of_the_code() {
+fn byte_tables_match_code() {
     let text = std::fs::read_to_string(spec("format.md")).unwrap();
     let mut tables: BTreeMap<&str, Vec<(String, usize, usize)>> = BTreeMap::new();
     let mut record = None;
@@ -45,10 +45,10 @@ fn byte_tables_are_those_of_the_code() {
 }
 
 #[test]
-fn every_rule_has_a_kind_and_every_kind_a_rule() {
+fn every_rule_has_an_error_kind_and_vice_versa() {
     let text = std::fs::read_to_string(spec("format.md")).unwrap();
     let mut rules: BTreeSet<(String, String)> = BTreeSet::new();
-    // A rule runs from its number to the next blank line or rule; it names its kind in backticks last.
+    // A rule extends from its number to the next blank line or rule. It ends with its kind in backticks.
     for part in text.split("\n- **").skip(1) {
         let part = part.split("\n\n").next().unwrap();
         let (Some(rule), true) = (part.get(..5), part.starts_with("F-")) else { continue };
@@ -63,7 +63,7 @@ fn every_rule_has_a_kind_and_every_kind_a_rule() {
 }
 
 #[test]
-fn dtypes_are_those_of_the_table() {
+fn dtypes_match_table() {
     let rows = Dtype::ALL.iter().map(|dtype| {
         serde_json::json!({
             "code": dtype.code(), "name": dtype.name(), "itemsize": dtype.itemsize(),
@@ -86,7 +86,7 @@ fn open(file: &str) -> Result<Archive, tssd_format::Error> {
 }
 
 #[test]
-fn good_vectors_are_read() {
+fn valid_vectors_are_accepted() {
     let manifest = read_json("vectors/manifest.json");
     let valid = manifest["valid"].as_array().unwrap();
     assert!(valid.len() >= 60);
@@ -104,27 +104,33 @@ fn good_vectors_are_read() {
 }
 
 #[test]
-fn bad_vectors_are_refused_for_their_reason() {
+fn invalid_vectors_are_rejected_with_listed_error() {
     let manifest = read_json("vectors/manifest.json");
     let invalid = manifest["invalid"].as_array().unwrap();
     assert!(invalid.len() >= 150);
-    let mut wrong = Vec::new();
+    let mut mismatches = Vec::new();
     for vector in invalid {
         let name = vector["name"].as_str().unwrap();
-        let refused =
+        let verified =
             open(vector["file"].as_str().unwrap()).and_then(|archive| archive.verify_deep());
-        let found = refused.map_err(|error| (error.kind().rule(), error.kind().name()));
+        let found = verified.map_err(|error| (error.kind().rule(), error.kind().name()));
         let expected = (vector["rule"].as_str().unwrap(), vector["kind"].as_str().unwrap());
         if found != Err(expected) {
-            wrong.push(format!("{name}: expected {expected:?}, found {found:?}"));
+            mismatches.push(format!("{name}: expected {expected:?}, found {found:?}"));
         }
     }
-    assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), invalid.len(), wrong.join("\n"));
+    assert!(
+        mismatches.is_empty(),
+        "{} of {}:\n{}",
+        mismatches.len(),
+        invalid.len(),
+        mismatches.join("\n")
+    );
 }
 
-/// In files of several tensors, one of which is wrong.
+/// Each file has several tensors, one of which is invalid.
 #[test]
-fn refusals_name_the_leaf() {
+fn errors_name_invalid_leaf() {
     for (name, path) in [
         ("generated/053-lie-tensors-shape", r#"["1"]"#),
         ("invalid/054-empty-with-storage", r#"["3"]"#),
@@ -135,16 +141,16 @@ fn refusals_name_the_leaf() {
     }
 }
 
-/// Every line is where it says it is, the lines leave no byte out, and the bytes are those of the vector.
+/// The lines of the dump have the right offsets, cover all bytes, and show the bytes of the vector.
 #[test]
-fn the_worked_example_is_the_vector() {
+fn worked_example_matches_vector() {
     let text = std::fs::read_to_string(spec("format.md")).unwrap();
     let (_, section) = text.split_once("\n## 10. ").unwrap();
     let dump = section.split("```").nth(1).unwrap();
     let file = std::fs::read(spec("vectors/valid/003-one-tensor.tssd")).unwrap();
     let mut shown: Vec<u8> = Vec::new();
     for line in dump.lines() {
-        // OFFSET: BYTES, two spaces, what they are. What has no offset is a heading.
+        // OFFSET: BYTES, two spaces, description. A line without an offset is a heading.
         let Some((offset, rest)) = line.split_once(": ") else { continue };
         assert_eq!(offset.trim().parse(), Ok(shown.len()), "{line}");
         let bytes = rest.split("  ").next().unwrap();

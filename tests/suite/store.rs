@@ -1,4 +1,4 @@
-//! The store: versions, refusals, damage, several processes, crashes.
+//! The store: versions, rejected puts, damage, several processes, crashes.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -29,7 +29,7 @@ fn dict(entries: Vec<(&str, Value)>) -> StateDict {
     StateDict::from_value(Value::Dict(Dict::from_iter(entries))).unwrap()
 }
 
-/// A row of a matrix of `rows`.
+/// Returns a row of a matrix of `rows` rows, as a shard.
 fn row(row: u64, rows: u64, values: &[f32]) -> Value {
     let columns = values.len().try_into().unwrap();
     let slice = TensorSlice::new(&[row, 0], &[1, columns], &[rows, columns]).unwrap();
@@ -37,10 +37,11 @@ fn row(row: u64, rows: u64, values: &[f32]) -> Value {
     Shard::new(local, ShardPlace::new(slice)).unwrap().into()
 }
 
-fn as_writer(writer: u32, of: u32) -> PutOptions {
+/// Returns the options of one of several writers of the same job.
+fn writer_options(writer: u32, writers: u32) -> PutOptions {
     PutOptions {
         writer: Some(writer),
-        writers: Some((0..of).collect()),
+        writers: Some((0..writers).collect()),
         job: Some(JobId("run-1".into())),
         ..PutOptions::default()
     }
@@ -50,53 +51,53 @@ fn put(store: &Store, dict: &StateDict, options: &PutOptions) -> Result<PutRepor
     store.put_state_dict(&key(), dict, options)
 }
 
-fn got(store: &Store) -> StateDict {
+fn get(store: &Store) -> StateDict {
     store.get_state_dict(&key(), &GetOptions::default()).unwrap().0
 }
 
-/// What keeps a store alive.
-enum Place {
+/// Backend of a store, with the folder or daemon that keeps it alive.
+enum Backend {
     Memory,
     Directory(tempfile::TempDir),
     Daemon(Served),
     /// A daemon that shares no memory with the store.
-    Host(Served),
+    RemoteDaemon(Served),
 }
 
-impl Place {
+impl Backend {
     fn folder(&self) -> Option<&Path> {
         match self {
             Self::Directory(folder) => Some(folder.path()),
-            Self::Memory | Self::Daemon(_) | Self::Host(_) => None,
+            Self::Memory | Self::Daemon(_) | Self::RemoteDaemon(_) => None,
         }
     }
 
-    /// A store of another process, or of what it would see.
-    fn other(&self, store: &Store) -> Store {
+    /// Opens the store as another process would.
+    fn reopen(&self, store: &Store) -> Store {
         match self {
             Self::Memory => store.clone(),
             Self::Directory(folder) => Store::directory(folder.path()).unwrap(),
             Self::Daemon(served) => served.connect(),
-            Self::Host(served) => served.connect_far(),
+            Self::RemoteDaemon(served) => served.connect_far(),
         }
     }
 }
 
-/// All kinds of store.
-fn stores() -> Vec<(Store, Place)> {
+/// Returns a store of every backend.
+fn stores() -> Vec<(Store, Backend)> {
     let folder = tempfile::tempdir().unwrap();
-    let (served, host) = (Served::new(1 << 30), Served::new(1 << 30));
+    let (served, remote) = (Served::new(1 << 30), Served::new(1 << 30));
     vec![
-        (Store::memory().unwrap(), Place::Memory),
-        (Store::directory(folder.path()).unwrap(), Place::Directory(folder)),
-        (served.connect(), Place::Daemon(served)),
-        (host.connect_far(), Place::Host(host)),
+        (Store::memory().unwrap(), Backend::Memory),
+        (Store::directory(folder.path()).unwrap(), Backend::Directory(folder)),
+        (served.connect(), Backend::Daemon(served)),
+        (remote.connect_far(), Backend::RemoteDaemon(remote)),
     ]
 }
 
 #[test]
-fn one_writer_makes_versions() {
-    for (store, _place) in stores() {
+fn single_writer_makes_versions() {
+    for (store, _backend) in stores() {
         assert_eq!(store.head(&key()).unwrap(), None);
         let missing = store.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
         assert_eq!(missing.kind(), ErrorKind::NotFound);
@@ -108,7 +109,7 @@ fn one_writer_makes_versions() {
             let report = put(&store, &dict, &PutOptions::default()).unwrap();
             assert!(report.visible && report.missing.is_empty());
             assert_eq!(report.version, step);
-            assert_eq!(got(&store), dict);
+            assert_eq!(get(&store), dict);
         }
         let versions = store.versions(&key()).unwrap();
         assert_eq!(versions.iter().map(|version| version.number).collect::<Vec<_>>(), [3]);
@@ -118,29 +119,29 @@ fn one_writer_makes_versions() {
         assert_eq!(store.delete(&key(), None).unwrap(), 1);
         assert_eq!(store.delete(&key(), None).unwrap(), 0);
         assert_eq!(store.keys(None).unwrap(), []);
-        // Numbers are never used again.
+        // A version number is never reused.
         let report = put(&store, &dict(vec![]), &PutOptions::default()).unwrap();
         assert_eq!(report.version, 4);
     }
 }
 
 #[test]
-fn a_reader_keeps_the_version_that_it_has() {
-    for (store, _place) in stores() {
+fn reader_keeps_its_version_while_newer_ones_appear() {
+    for (store, _backend) in stores() {
         let first = dict(vec![("w", tensor(&[1.0; 1000]).into())]);
         put(&store, &first, &PutOptions::default()).unwrap();
-        let held = got(&store);
+        let read = get(&store);
         for step in 0_u16..5 {
             let next = dict(vec![("w", tensor(&[f32::from(step); 1000]).into())]);
             put(&store, &next, &PutOptions::default()).unwrap();
         }
-        assert_eq!(held, first);
+        assert_eq!(read, first);
     }
 }
 
 #[test]
-fn retention_keeps_what_it_says() {
-    for (store, place) in stores() {
+fn retention_keeps_newest_versions() {
+    for (store, backend) in stores() {
         store.retain(&key(), NonZeroU32::new(2).unwrap()).unwrap();
         for step in 1..=5_i64 {
             put(&store, &dict(vec![("step", step.into())]), &PutOptions::default()).unwrap();
@@ -152,7 +153,7 @@ fn retention_keeps_what_it_says() {
         let error = store.get_state_dict(&key(), &options).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);
         assert!(error.to_string().contains("the newest is 5"), "{error}");
-        if let Some(folder) = place.folder() {
+        if let Some(folder) = backend.folder() {
             let key_folder = folder.join("policy%2Factor");
             let mut folders: Vec<_> = std::fs::read_dir(key_folder)
                 .unwrap()
@@ -162,14 +163,14 @@ fn retention_keeps_what_it_says() {
             folders.sort();
             let numbers: Vec<_> =
                 folders.iter().map(|name| name.rsplit_once('-').unwrap().0).collect();
-            assert_eq!(numbers, ["0-4", "0-5"], "the data of the others is deleted");
+            assert_eq!(numbers, ["0-4", "0-5"], "the data of older versions is deleted");
         }
     }
 }
 
 #[test]
-fn labels_hold_versions() {
-    for (store, place) in stores() {
+fn pins_retain_versions() {
+    for (store, backend) in stores() {
         let step = |step: i64| {
             put(&store, &dict(vec![("step", step.into())]), &PutOptions::default()).unwrap();
         };
@@ -178,7 +179,7 @@ fn labels_hold_versions() {
         assert_eq!(store.pin(&key(), None, "best").unwrap(), 1);
         assert_eq!(store.pin(&key(), Some(1), "first").unwrap(), 1);
         (2..=4).for_each(step);
-        let other = place.other(&store);
+        let other = backend.reopen(&store);
         let numbers = || -> Vec<u64> {
             other.versions(&key()).unwrap().iter().map(|version| version.number).collect()
         };
@@ -186,7 +187,7 @@ fn labels_hold_versions() {
         let pins = BTreeMap::from([("best".to_owned(), 1), ("first".to_owned(), 1)]);
         assert_eq!(other.pins(&key()).unwrap(), pins);
         assert_eq!(store.pin(&key(), None, "best").unwrap(), 4);
-        assert_eq!(numbers(), [1, 4], "one label is enough");
+        assert_eq!(numbers(), [1, 4], "one pin retains the version");
         store.unpin(&key(), "first").unwrap();
         store.unpin(&key(), "never").unwrap();
         assert_eq!(numbers(), [4]);
@@ -194,7 +195,7 @@ fn labels_hold_versions() {
 }
 
 #[test]
-fn what_is_published_in_buckets_is_one_version() {
+fn publish_in_buckets_makes_one_version() {
     let tensor = |first: u16, rows: u64, columns: u64| {
         let elements: Vec<u16> = (0..rows * columns).map(|at| first + at as u16).collect();
         Tensor::from_slice(&elements, &[rows, columns]).unwrap()
@@ -211,8 +212,8 @@ fn what_is_published_in_buckets_is_one_version() {
             ("name", "policy".into()),
         ]
     };
-    for (store, place) in stores() {
-        // From a bucket for each element or two to one for all.
+    for (store, backend) in stores() {
+        // From buckets of one or two elements to one bucket for all tensors.
         for bucket in [3, 64, 1000, 4096, 1 << 20] {
             let mut publisher = store.publish(&key(), &PutOptions::default(), bucket).unwrap();
             for (name, value) in entries() {
@@ -224,9 +225,9 @@ fn what_is_published_in_buckets_is_one_version() {
             let before = store.head(&key()).unwrap().map(|head| head.number);
             let report = publisher.finish().unwrap();
             assert!(report.visible && Some(report.version) > before, "visible at the end");
-            let other = place.other(&store);
-            assert_eq!(got(&other), dict(entries()), "buckets of {bucket} bytes");
-            // And read leaf by leaf, while newer versions come.
+            let other = backend.reopen(&store);
+            assert_eq!(get(&other), dict(entries()), "buckets of {bucket} bytes");
+            // An open version can be read leaf by leaf while newer versions appear.
             let opened = other.open(&key(), &GetOptions::default()).unwrap();
             assert_eq!(opened.version(), report.version);
             put(&store, &dict(vec![("newer", 1_i64.into())]), &PutOptions::default()).unwrap();
@@ -244,28 +245,28 @@ fn what_is_published_in_buckets_is_one_version() {
 }
 
 #[test]
-fn a_put_may_go_on_by_itself() {
-    for (store, _place) in stores() {
-        let numbers = |step: i64| dict(vec![("step", step.into())]);
+fn put_later_completes_in_background() {
+    for (store, _backend) in stores() {
+        let step_dict = |step: i64| dict(vec![("step", step.into())]);
         let options = PutOptions::default();
-        let pending = store.put_state_dict_later(&key(), &numbers(1), &options).unwrap();
+        let pending = store.put_state_dict_later(&key(), &step_dict(1), &options).unwrap();
         assert!(pending.wait().unwrap().visible);
-        // Nobody waits for this one.
-        drop(store.put_state_dict_later(&key(), &numbers(2), &options).unwrap());
-        let long = Duration::from_mins(1);
-        assert_eq!(store.wait_for_version(&key(), 2, long).unwrap().number, 2);
-        assert_eq!(got(&store), numbers(2));
+        // Dropping the pending put does not cancel it.
+        drop(store.put_state_dict_later(&key(), &step_dict(2), &options).unwrap());
+        let timeout = Duration::from_mins(1);
+        assert_eq!(store.wait_for_version(&key(), 2, timeout).unwrap().number, 2);
+        assert_eq!(get(&store), step_dict(2));
         let twice = PutOptions { version: Some(1), ..PutOptions::default() };
-        // As long as the first is not deleted, this may be a retry of it until its contents are known.
-        let put = store.put_state_dict_later(&key(), &numbers(3), &twice);
+        // Until version 1 is deleted, this put may be a retry of it. The contents tell the difference.
+        let put = store.put_state_dict_later(&key(), &step_dict(3), &twice);
         let error = put.and_then(PendingPut::wait).unwrap_err();
         assert!(error.refusal().is_some(), "{error}");
     }
 }
 
 #[test]
-fn what_is_not_finished_leaves_nothing() {
-    for (store, place) in stores() {
+fn unfinished_publish_leaves_nothing() {
+    for (store, backend) in stores() {
         put(&store, &dict(vec![("step", 1_i64.into())]), &PutOptions::default()).unwrap();
         let add = || {
             let mut publisher = store.publish(&key(), &PutOptions::default(), 64).unwrap();
@@ -276,25 +277,25 @@ fn what_is_not_finished_leaves_nothing() {
             publisher
         };
         drop(add());
-        // One that cannot be stored ends the version, and says why.
+        // An unsupported value aborts the version. `finish` returns the reason.
         let mut publisher = add();
         let opaque = Value::Opaque { media: "x/y".into(), bytes: vec![1].into() };
         publisher.add("opaque", opaque).unwrap();
         let error = publisher.finish().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
-        assert_eq!(got(&store), dict(vec![("step", 1_i64.into())]));
-        // What is left is withdrawn in the background; then the folders are gone too.
+        assert_eq!(get(&store), dict(vec![("step", 1_i64.into())]));
+        // The store aborts the versions in the background and then deletes their folders.
         put(&store, &dict(vec![("step", 2_i64.into())]), &PutOptions::default()).unwrap();
         assert_eq!(store.versions(&key()).unwrap().len(), 1);
-        if let Some(folder) = place.folder() {
+        if let Some(folder) = backend.folder() {
             let folder = folder.join("policy%2Factor");
             let versions = || {
                 let names = std::fs::read_dir(&folder).unwrap();
                 let names = names.map(|entry| entry.unwrap().file_name());
                 names.filter(|name| !name.to_string_lossy().starts_with('.')).count()
             };
-            let patience = std::time::Instant::now();
-            while versions() > 1 && patience.elapsed() < Duration::from_secs(20) {
+            let started = std::time::Instant::now();
+            while versions() > 1 && started.elapsed() < Duration::from_secs(20) {
                 std::thread::sleep(Duration::from_millis(5));
             }
             assert_eq!(versions(), 1);
@@ -302,12 +303,12 @@ fn what_is_not_finished_leaves_nothing() {
     }
 }
 
-/// In a directory the files of the slow try were swept when the version became visible, and its commit failed.
+/// Regression: a directory store deleted the files of the slow attempt when the version became visible.
 #[test]
-fn a_try_that_its_own_repetition_has_overtaken_succeeds() {
-    for (store, _place) in stores() {
+fn attempt_overtaken_by_its_retry_succeeds() {
+    for (store, _backend) in stores() {
         let of = |writer: u32| dict(vec![("m", row(writer.into(), 2, &[1.0, 2.0]))]);
-        let first = PutOptions { version: Some(1), ..as_writer(0, 2) };
+        let first = PutOptions { version: Some(1), ..writer_options(0, 2) };
         let start = || {
             let mut slow = store.publish(&key(), &first, 1 << 20).unwrap();
             slow.add("m", row(0, 2, &[1.0, 2.0])).unwrap();
@@ -316,7 +317,7 @@ fn a_try_that_its_own_repetition_has_overtaken_succeeds() {
         };
         let (slow, slower) = (start(), start());
         put(&store, &of(0), &first).unwrap();
-        put(&store, &of(1), &PutOptions { version: Some(1), ..as_writer(1, 2) }).unwrap();
+        put(&store, &of(1), &PutOptions { version: Some(1), ..writer_options(1, 2) }).unwrap();
         assert!(slow.finish().unwrap().visible);
         put(&store, &dict(vec![]), &PutOptions::default()).unwrap();
         let error = slower.finish().unwrap_err();
@@ -325,23 +326,23 @@ fn a_try_that_its_own_repetition_has_overtaken_succeeds() {
 }
 
 #[test]
-fn versions_are_waited_for() {
-    for (store, place) in stores() {
+fn wait_and_subscription_return_newest_version() {
+    for (store, backend) in stores() {
         let error = store.wait_for_version(&key(), 1, Duration::from_millis(30)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);
         assert!(error.to_string().contains("there is none"), "{error}");
         let mut subscription = store.subscribe(&key());
-        let writer = place.other(&store);
+        let writer = backend.reopen(&store);
         let writing = std::thread::spawn(move || {
             for step in 1..=3_i64 {
                 std::thread::sleep(Duration::from_millis(20));
                 put(&writer, &dict(vec![("step", step.into())]), &PutOptions::default()).unwrap();
             }
         });
-        let long = Duration::from_mins(1);
-        assert_eq!(store.wait_for_version(&key(), 3, long).unwrap().number, 3);
+        let timeout = Duration::from_mins(1);
+        assert_eq!(store.wait_for_version(&key(), 3, timeout).unwrap().number, 3);
         writing.join().unwrap();
-        assert_eq!(store.wait_for_version(&key(), 2, long).unwrap().number, 3, "3 is newer");
+        assert_eq!(store.wait_for_version(&key(), 2, timeout).unwrap().number, 3, "3 is newer");
         assert_eq!(subscription.next().unwrap().unwrap().number, 3, "the newest comes first");
         let error = store.wait_for_version(&key(), 4, Duration::from_millis(10)).unwrap_err();
         assert!(error.to_string().contains("the newest is 3"), "{error}");
@@ -351,8 +352,8 @@ fn versions_are_waited_for() {
 }
 
 #[test]
-fn a_version_of_several_writers_appears_when_the_last_has_put() {
-    for (store, _place) in stores() {
+fn version_becomes_visible_when_last_writer_puts() {
+    for (store, _backend) in stores() {
         let of = |writer: u32| {
             dict(vec![
                 ("m", row(writer.into(), 3, &[f32::from(u8::try_from(writer).unwrap()); 2])),
@@ -360,13 +361,13 @@ fn a_version_of_several_writers_appears_when_the_last_has_put() {
             ])
         };
         for writer in [2, 0] {
-            let report = put(&store, &of(writer), &as_writer(writer, 3)).unwrap();
+            let report = put(&store, &of(writer), &writer_options(writer, 3)).unwrap();
             assert!(!report.visible && report.missing.contains(1));
             assert_eq!(store.head(&key()).unwrap(), None);
         }
-        let report = put(&store, &of(1), &as_writer(1, 3)).unwrap();
+        let report = put(&store, &of(1), &writer_options(1, 3)).unwrap();
         assert!(report.visible);
-        let whole = got(&store);
+        let whole = get(&store);
         let matrix = Tensor::from_slice(&[0.0_f32, 0.0, 1.0, 1.0, 2.0, 2.0], &[3, 2]).unwrap();
         assert_eq!(whole, dict(vec![("m", matrix.into()), ("buffer", tensor(&[5.0]).into())]));
         let region = Region::new(&[1, 1], &[2, 1]).unwrap();
@@ -375,42 +376,39 @@ fn a_version_of_several_writers_appears_when_the_last_has_put() {
     }
 }
 
-/// Puts all dicts as one version; what the last put says.
-fn put_together(
-    store: &Store,
-    dicts: &[StateDict],
-    divergent: Divergent,
-) -> Result<PutReport, Error> {
+/// Puts all dicts as one version, one per writer. Returns the report of the last put.
+fn put_all(store: &Store, dicts: &[StateDict], divergent: Divergent) -> Result<PutReport, Error> {
     let of = u32::try_from(dicts.len()).unwrap();
     let mut last = None;
     for (writer, dict) in (0..).zip(dicts) {
-        let options = PutOptions { divergent, ..as_writer(writer, of) };
+        let options = PutOptions { divergent, ..writer_options(writer, of) };
         last = Some(put(store, dict, &options)?);
     }
     Ok(last.unwrap())
 }
 
+/// Asserts that a version of these dicts is rejected, with an error that contains `parts`.
 #[track_caller]
-fn rejected(dicts: &[StateDict], says: &[&str]) {
-    for (store, _place) in stores() {
+fn assert_rejected(dicts: &[StateDict], parts: &[&str]) {
+    for (store, _backend) in stores() {
         let before = dict(vec![("before", 1_i64.into())]);
         put(&store, &before, &PutOptions { version: Some(1), ..PutOptions::default() }).unwrap();
-        let error = put_together(&store, dicts, Divergent::Error).unwrap_err();
+        let error = put_all(&store, dicts, Divergent::Error).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Rejected, "{error}");
-        for part in says {
+        for part in parts {
             assert!(error.to_string().contains(part), "`{part}` is not in: {error}");
         }
-        assert_eq!(got(&store), before, "what was visible stays so");
+        assert_eq!(get(&store), before, "the visible version stays visible");
         let versions = store.versions(&key()).unwrap();
         assert_eq!(versions.len(), 1);
-        // The next version of the same job is none the worse for it.
+        // The rejected version does not affect the next one of the same job.
         let good = [dict(vec![("a", 1_i64.into())]), dict(vec![("b", 2_i64.into())])];
-        assert!(put_together(&store, &good, Divergent::Error).unwrap().visible);
+        assert!(put_all(&store, &good, Divergent::Error).unwrap().visible);
     }
 }
 
 #[test]
-fn contributions_that_do_not_fit_are_rejected() {
+fn put_rejects_inconsistent_contributions() {
     let one = |value: Value| dict(vec![("layers", Value::from(Dict::from_iter([("w", value)])))]);
     let bytes = |row: u64| {
         let slice = TensorSlice::new(&[row, 0], &[1, 2], &[2, 2]).unwrap();
@@ -423,40 +421,46 @@ fn contributions_that_do_not_fit_are_rejected() {
         Value::from(Shard::new(local, ShardPlace::new(slice)).unwrap())
     };
     let f32 = |at| row(at, 2, &[1.0, 2.0]);
-    // A hole, and where it is.
-    rejected(
+    // A hole. The error names its region.
+    assert_rejected(
         &[one(row(0, 3, &[1.0])), one(row(2, 3, &[1.0]))],
         &["`layers.w`", "[1:2, 0:1]", "0-1"],
     );
     // Slices that overlap without being equal.
-    rejected(&[one(wide(0)), one(wide(1))], &["`layers.w`", "overlap", "[1:2, 0:1]"]);
+    assert_rejected(&[one(wide(0)), one(wide(1))], &["`layers.w`", "overlap", "[1:2, 0:1]"]);
     // Dtype, global shape.
-    rejected(&[one(f32(0)), one(bytes(1))], &["`layers.w`", "float32", "uint8", "writer 1"]);
-    rejected(&[one(f32(0)), one(row(1, 3, &[1.0, 2.0]))], &["[2, 2]", "[3, 2]", "writer 1"]);
-    // A slice and a whole tensor, a container and a leaf, lists of two lengths, two kinds of dict.
-    rejected(&[one(f32(0)), one(tensor(&[1.0]).into())], &["`layers.w`", "slices"]);
-    rejected(&[one(1_i64.into()), one(Value::List(vec![]))], &["`layers.w`", "container"]);
-    rejected(
+    assert_rejected(&[one(f32(0)), one(bytes(1))], &["`layers.w`", "float32", "uint8", "writer 1"]);
+    assert_rejected(&[one(f32(0)), one(row(1, 3, &[1.0, 2.0]))], &["[2, 2]", "[3, 2]", "writer 1"]);
+    // A slice and a whole tensor, a container and a leaf, lists of different lengths, different kinds of dict.
+    assert_rejected(&[one(f32(0)), one(tensor(&[1.0]).into())], &["`layers.w`", "slices"]);
+    assert_rejected(&[one(1_i64.into()), one(Value::List(vec![]))], &["`layers.w`", "container"]);
+    assert_rejected(
         &[one(Value::List(vec![Value::None])), one(Value::List(vec![]))],
         &["`layers.w`", "numbers of elements"],
     );
-    rejected(
+    assert_rejected(
         &[one(Value::from(Dict::new())), one(Value::OrderedDict(Dict::new()))],
         &["`layers.w`", "different kinds"],
     );
     // Leaves that differ.
-    rejected(&[one(1_i64.into()), one(2_i64.into())], &["`layers.w`", "writers 0-1", "divergent="]);
-    rejected(&[one(tensor(&[1.0]).into()), one(tensor(&[-1.0]).into())], &["different values"]);
+    assert_rejected(
+        &[one(1_i64.into()), one(2_i64.into())],
+        &["`layers.w`", "writers 0-1", "divergent="],
+    );
+    assert_rejected(
+        &[one(tensor(&[1.0]).into()), one(tensor(&[-1.0]).into())],
+        &["different values"],
+    );
 }
 
 #[test]
-fn divergent_leaves_are_kept_if_that_is_wanted() {
-    for (store, _place) in stores() {
+fn divergent_option_keeps_lowest_or_all_leaves() {
+    for (store, _backend) in stores() {
         let of =
             |seed: i64| dict(vec![("seed", seed.into()), ("t", tensor(&[seed as f32]).into())]);
-        put_together(&store, &[of(1), of(2)], Divergent::Lowest).unwrap();
-        assert_eq!(got(&store), of(1));
-        put_together(&store, &[of(1), of(2)], Divergent::Keep).unwrap();
+        put_all(&store, &[of(1), of(2)], Divergent::Lowest).unwrap();
+        assert_eq!(get(&store), of(1));
+        put_all(&store, &[of(1), of(2)], Divergent::Keep).unwrap();
         for (writer, seed) in [(0, 1), (1, 2)] {
             let options = GetOptions { writer: Some(writer), ..GetOptions::default() };
             assert_eq!(store.get_state_dict(&key(), &options).unwrap().0, of(seed));
@@ -466,39 +470,39 @@ fn divergent_leaves_are_kept_if_that_is_wanted() {
     }
 }
 
-/// What one version has read must not answer for another one, or for a leaf of the same name.
+/// A cached plan must not serve another version, or another leaf of the same fqn.
 #[test]
-fn plans_are_of_leaves_and_not_of_names() {
+fn plan_cache_distinguishes_leaves_of_same_name() {
     let float = || TensorMeta::new(Dtype::Float32, &[1]).unwrap();
-    let fill = |store: &Store, fqn: &str, writer| {
+    let read_into = |store: &Store, fqn: &str, writer| {
         let mut memory = [0; 4];
         let mut targets =
             [Target { fqn: fqn.into(), place: None, meta: float(), memory: (&mut memory).into() }];
         let options = GetOptions { writer, ..GetOptions::default() };
-        let filled = store.get_state_dict_into(&key(), &mut targets, &options);
-        filled.map(|_| memory)
+        let result = store.get_state_dict_into(&key(), &mut targets, &options);
+        result.map(|_| memory)
     };
-    for (store, _place) in stores() {
-        // A dict of writers, and each writer's own: the same tree, but for whose it is.
+    for (store, _backend) in stores() {
+        // A dict with a key per writer, and a leaf that diverges by writer, have the same tree.
         let of = |key: i64, value: f32| {
             let inner = Dict::from_iter([(key, Value::from(tensor(&[value])))]);
             dict(vec![("w", inner.into())])
         };
-        put_together(&store, &[of(0, 1.0), of(1, 2.0)], Divergent::Error).unwrap();
-        assert_eq!(fill(&store, "w.0", None).unwrap(), 1.0_f32.to_le_bytes());
+        put_all(&store, &[of(0, 1.0), of(1, 2.0)], Divergent::Error).unwrap();
+        assert_eq!(read_into(&store, "w.0", None).unwrap(), 1.0_f32.to_le_bytes());
         let own = |value: f32| dict(vec![("w", tensor(&[value]).into())]);
-        put_together(&store, &[own(1.0), own(2.0)], Divergent::Keep).unwrap();
-        assert_eq!(fill(&store, "w.0", None).unwrap_err().kind(), ErrorKind::NotFound);
-        assert_eq!(fill(&store, "w", Some(1)).unwrap(), 2.0_f32.to_le_bytes());
-        put_together(&store, &[of(0, 1.0), of(1, 2.0)], Divergent::Error).unwrap();
-        assert_eq!(fill(&store, "w", Some(1)).unwrap_err().kind(), ErrorKind::NotFound);
+        put_all(&store, &[own(1.0), own(2.0)], Divergent::Keep).unwrap();
+        assert_eq!(read_into(&store, "w.0", None).unwrap_err().kind(), ErrorKind::NotFound);
+        assert_eq!(read_into(&store, "w", Some(1)).unwrap(), 2.0_f32.to_le_bytes());
+        put_all(&store, &[of(0, 1.0), of(1, 2.0)], Divergent::Error).unwrap();
+        assert_eq!(read_into(&store, "w", Some(1)).unwrap_err().kind(), ErrorKind::NotFound);
 
-        // Two leaves of one fqn, each of two writers.
+        // Two leaves of the same fqn, each with a row of each writer.
         let rows = |at: u64, one: f32, other: f32| {
             let inner = Dict::from_iter([("b", row(at, 2, &[other]))]);
             dict(vec![("a.b", row(at, 2, &[one])), ("a", inner.into())])
         };
-        put_together(&store, &[rows(0, 1.0, 5.0), rows(1, 2.0, 6.0)], Divergent::Error).unwrap();
+        put_all(&store, &[rows(0, 1.0, 5.0), rows(1, 2.0, 6.0)], Divergent::Error).unwrap();
         let mut read = Vec::new();
         for leaf in store.open(&key(), &GetOptions::default()).unwrap() {
             let (_, Value::Tensor(tensor)) = leaf.unwrap() else { panic!("a tensor") };
@@ -516,31 +520,31 @@ fn plans_are_of_leaves_and_not_of_names() {
 }
 
 #[test]
-fn trees_are_united_by_writer_and_ties_survive() {
-    for (store, _place) in stores() {
+fn trees_merge_in_order_of_writers_and_keep_ties() {
+    for (store, _backend) in stores() {
         let (one, other) = (tensor(&[1.0, 2.0]), tensor(&[3.0]));
         let first = dict(vec![("b", one.clone().into()), ("a", one.clone().into())]);
         let second = dict(vec![("c", other.into()), ("a", one.clone().into())]);
-        put_together(&store, &[first, second], Divergent::Error).unwrap();
-        let whole = got(&store);
+        put_all(&store, &[first, second], Divergent::Error).unwrap();
+        let whole = get(&store);
         let keys: Vec<String> = whole.entries().iter().map(|(key, _)| key.to_string()).collect();
         assert_eq!(keys, ["b", "a", "c"]);
-        let at = |fqn: &str| match whole.leaf(fqn).unwrap() {
+        let address_of = |fqn: &str| match whole.leaf(fqn).unwrap() {
             Value::Tensor(tensor) => tensor.view().span().as_ptr(),
             _ => panic!("a tensor"),
         };
-        assert_eq!(at("a"), at("b"), "the only writer that holds both ties them");
+        assert_eq!(address_of("a"), address_of("b"), "the only writer that has both ties them");
 
-        // A second writer holds both, and does not tie them.
-        let apart = dict(vec![("a", one.clone().into()), ("b", tensor(&[1.0, 2.0]).into())]);
+        // A second writer has both, and does not tie them.
+        let untied = dict(vec![("a", one.clone().into()), ("b", tensor(&[1.0, 2.0]).into())]);
         let tied = dict(vec![("b", one.clone().into()), ("a", one.into())]);
-        put_together(&store, &[tied, apart], Divergent::Error).unwrap();
-        let whole = got(&store);
-        let at = |fqn: &str| match whole.leaf(fqn).unwrap() {
+        put_all(&store, &[tied, untied], Divergent::Error).unwrap();
+        let whole = get(&store);
+        let address_of = |fqn: &str| match whole.leaf(fqn).unwrap() {
             Value::Tensor(tensor) => tensor.view().span().as_ptr(),
             _ => panic!("a tensor"),
         };
-        assert_ne!(at("a"), at("b"));
+        assert_ne!(address_of("a"), address_of("b"));
     }
 }
 
@@ -553,7 +557,7 @@ fn replicas_are_stored_once() {
         let shards = tssd_tests::sharding::shards_of(&global, &[4096], &mesh, rank, &placements);
         dict(vec![("w", Value::Shards(shards))])
     };
-    for (store, _place) in stores() {
+    for (store, _backend) in stores() {
         for (replicas, copies) in [(Replicas::Primary, 1), (Replicas::All, 2)] {
             let mut stored = 0;
             for rank in 0..4 {
@@ -577,39 +581,39 @@ fn replicas_are_stored_once() {
 }
 
 #[test]
-fn attributes_come_back() {
+fn attributes_of_writers_are_merged() {
     const MODULES: &str = "tssd.module_metadata";
     let text = |modules: &[String]| {
         tssd_format::AttrValue::Text(format!(r#"{{"[]":{{{}}}}}"#, modules.join(",")).into())
     };
-    for (store, _place) in stores() {
+    for (store, _backend) in stores() {
         let module = |writer: u32| format!(r#""{writer}":{{"version":1}}"#);
-        let saying = |writer: u32, format: &str| PutOptions {
+        let with_attrs = |writer: u32, format: &str| PutOptions {
             attrs: tssd_format::Attrs::from([
                 ("format".to_owned(), tssd_format::AttrValue::Text(format.into())),
                 (MODULES.to_owned(), text(&[module(writer)])),
                 (format!("writer {writer}"), tssd_format::AttrValue::Int(writer.into())),
             ]),
-            ..as_writer(writer, 2)
+            ..writer_options(writer, 2)
         };
         let some = dict(vec![("a", 1_i64.into())]);
-        put(&store, &some, &saying(0, "pt")).unwrap();
-        put(&store, &some, &saying(1, "pt")).unwrap();
+        put(&store, &some, &with_attrs(0, "pt")).unwrap();
+        put(&store, &some, &with_attrs(1, "pt")).unwrap();
         let (_, report) = store.get_state_dict(&key(), &GetOptions::default()).unwrap();
         let names: Vec<&str> = report.attrs.keys().map(String::as_str).collect();
         assert_eq!(names, ["format", MODULES, "writer 0", "writer 1"]);
-        // Each has said what its modules are.
+        // The module metadata of both writers is merged.
         assert_eq!(report.attrs[MODULES], text(&[module(0), module(1)]));
 
-        put(&store, &some, &saying(0, "pt")).unwrap();
-        let error = put(&store, &some, &saying(1, "tf")).unwrap_err();
+        put(&store, &some, &with_attrs(0, "pt")).unwrap();
+        let error = put(&store, &some, &with_attrs(1, "tf")).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Rejected);
         assert!(error.to_string().contains("`format`"), "{error}");
     }
 }
 
 #[test]
-fn a_store_that_is_not_there_is_not_made_by_looking() {
+fn connect_does_not_create_missing_store() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("typo");
     let error = Store::connect(path.to_str().unwrap()).unwrap_err();
@@ -623,10 +627,10 @@ fn a_store_that_is_not_there_is_not_made_by_looking() {
 }
 
 #[test]
-fn the_systems_reason_is_in_the_error() {
+fn io_error_includes_reason_of_system() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::directory(folder.path()).unwrap();
-    // A file is where the key's folder would be.
+    // A file has the path of the key's folder.
     std::fs::write(folder.path().join("policy%2Factor"), "").unwrap();
     let error = put(&store, &dict(vec![]), &PutOptions::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Io);
@@ -634,8 +638,8 @@ fn the_systems_reason_is_in_the_error() {
 }
 
 #[test]
-fn what_the_ledger_refuses_is_said() {
-    for (store, _place) in stores() {
+fn put_reports_refusals_of_ledger() {
+    for (store, _backend) in stores() {
         let some = dict(vec![("a", 1_i64.into())]);
         let numbered = |version| PutOptions { version: Some(version), ..PutOptions::default() };
         put(&store, &some, &numbered(7)).unwrap();
@@ -648,47 +652,47 @@ fn what_the_ledger_refuses_is_said() {
             ),
             "{error}"
         );
-        // The same once more is a retry, and succeeds.
+        // The same put again is a retry and succeeds.
         assert!(put(&store, &some, &numbered(7)).unwrap().visible);
         let error = put(&store, &some, &numbered(3)).unwrap_err();
         assert!(
             matches!(error.refusal(), Some(Refusal::VersionNotNewer { highest: 7, .. })),
             "{error}"
         );
-        let back = PutOptions { rewind: true, ..numbered(3) };
-        assert_eq!(put(&store, &some, &back).unwrap().epoch, 1);
+        let rewind = PutOptions { rewind: true, ..numbered(3) };
+        assert_eq!(put(&store, &some, &rewind).unwrap().epoch, 1);
         assert_eq!(store.head(&key()).unwrap().unwrap().number, 3);
 
-        let without_job = PutOptions { job: None, ..as_writer(0, 2) };
+        let without_job = PutOptions { job: None, ..writer_options(0, 2) };
         let error = put(&store, &some, &without_job).unwrap_err();
         assert!(error.to_string().contains("say job="), "{error}");
-        let error = put(&store, &some, &as_writer(5, 2)).unwrap_err();
+        let error = put(&store, &some, &writer_options(5, 2)).unwrap_err();
         assert!(error.to_string().contains("writers="), "{error}");
 
-        put(&store, &some, &as_writer(0, 2)).unwrap();
+        put(&store, &some, &writer_options(0, 2)).unwrap();
         let other_set =
-            PutOptions { writers: Some((0..3).collect::<WriterSet>()), ..as_writer(1, 2) };
+            PutOptions { writers: Some((0..3).collect::<WriterSet>()), ..writer_options(1, 2) };
         let error = put(&store, &some, &other_set).unwrap_err();
         assert!(matches!(error.refusal(), Some(Refusal::WritersDisagree { .. })), "{error}");
 
-        // A new run takes the key over; the old one is fenced, and its half is never completed.
-        let newer = PutOptions { job: Some(JobId("run-2".into())), ..as_writer(0, 2) };
+        // A new run takes over the key. The old one is fenced, and its version is never completed.
+        let newer = PutOptions { job: Some(JobId("run-2".into())), ..writer_options(0, 2) };
         put(&store, &some, &newer).unwrap();
-        let error = put(&store, &some, &as_writer(1, 2)).unwrap_err();
+        let error = put(&store, &some, &writer_options(1, 2)).unwrap_err();
         assert!(matches!(error.refusal(), Some(Refusal::Fenced { .. })), "{error}");
     }
 }
 
 #[test]
-fn what_cannot_be_stored_leaves_no_trace() {
-    for (store, place) in stores() {
+fn unsupported_value_leaves_no_trace() {
+    for (store, backend) in stores() {
         let opaque =
             Value::Opaque { media: "application/x-python-pickle".into(), bytes: vec![1].into() };
         let error = put(&store, &dict(vec![("rng", opaque)]), &PutOptions::default()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid);
         assert!(error.to_string().contains(r#"["rng"]"#), "{error}");
         assert!(store.versions(&key()).unwrap().is_empty());
-        if let Some(folder) = place.folder() {
+        if let Some(folder) = backend.folder() {
             assert_eq!(std::fs::read_dir(folder).unwrap().count(), 0);
         }
     }
@@ -699,8 +703,8 @@ fn what_cannot_be_stored_leaves_no_trace() {
 }
 
 #[test]
-fn targets_are_checked_before_they_are_touched() {
-    for (store, _place) in stores() {
+fn targets_are_validated_before_they_are_written() {
+    for (store, _backend) in stores() {
         put(
             &store,
             &dict(vec![("w", tensor(&[1.0, 2.0, 3.0, 4.0]).into())]),
@@ -716,7 +720,7 @@ fn targets_are_checked_before_they_are_touched() {
         };
         let meta = |dtype, shape: &[u64]| TensorMeta::new(dtype, shape).unwrap();
         let overlapping = meta(Dtype::Float32, &[4]).with_strides(&[0]).unwrap();
-        for (fqn, bad, len, says) in [
+        for (fqn, bad, len, part) in [
             ("w", overlapping, 16, "overlap"),
             ("w", meta(Dtype::Float32, &[4]), 12, "12 bytes, needed 16"),
             ("w", meta(Dtype::Float64, &[4]), 32, "wanted float64, stored float32"),
@@ -725,7 +729,7 @@ fn targets_are_checked_before_they_are_touched() {
         ] {
             let (result, memory) = try_into(fqn, bad, len);
             let error = result.unwrap_err();
-            assert!(error.to_string().contains(says), "`{says}` is not in: {error}");
+            assert!(error.to_string().contains(part), "`{part}` is not in: {error}");
             assert!(!error.is_target_modified() && memory.iter().all(|byte| *byte == 0xEE));
         }
         let (result, memory) = try_into("w", meta(Dtype::Float32, &[4]), 16);
@@ -734,7 +738,7 @@ fn targets_are_checked_before_they_are_touched() {
     }
 }
 
-/// All files below a folder.
+/// Returns the paths of all files below a folder.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).unwrap() {
@@ -745,11 +749,11 @@ fn files(folder: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn a_version_on_disk_is_a_shard_set_of_ordinary_files() {
+fn version_on_disk_is_a_shard_set_of_ordinary_files() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::directory(folder.path()).unwrap();
     let of = |writer: u64| dict(vec![("m", row(writer, 2, &[1.0, 2.0]))]);
-    put_together(&store, &[of(0), of(1)], Divergent::Error).unwrap();
+    put_all(&store, &[of(0), of(1)], Divergent::Error).unwrap();
     let mut archives = 0;
     for path in files(folder.path()) {
         if path.extension().is_some_and(|extension| extension == "tssd") {
@@ -762,7 +766,7 @@ fn a_version_on_disk_is_a_shard_set_of_ordinary_files() {
 }
 
 #[test]
-fn damage_on_disk_is_found_and_named() {
+fn damaged_file_is_reported_with_its_leaf() {
     let folder = tempfile::tempdir().unwrap();
     let whole = dict(vec![("w", tensor(&[1.0; 4096]).into())]);
     put(&Store::directory(folder.path()).unwrap(), &whole, &PutOptions::default()).unwrap();
@@ -804,7 +808,7 @@ fn damage_on_disk_is_found_and_named() {
     assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
 }
 
-/// This test binary as another process, which runs one ignored test with these variables.
+/// Starts a process of this test binary that runs one ignored test with these variables.
 fn spawn(test: &str, folder: &Path, variables: &BTreeMap<&str, String>) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args([test, "--exact", "--ignored", "--nocapture"])
@@ -820,7 +824,7 @@ fn variable(name: &str) -> String {
 }
 
 #[test]
-fn several_processes_make_one_version() {
+fn writers_in_several_processes_make_one_version() {
     let folder = tempfile::tempdir().unwrap();
     let child = |writer: u32| {
         spawn(
@@ -843,29 +847,28 @@ fn several_processes_make_one_version() {
 }
 
 #[test]
-#[ignore = "a process of several_processes_make_one_version"]
+#[ignore = "a process of writers_in_several_processes_make_one_version"]
 fn child_writer() {
     let store = Store::directory(variable("TSSD_TEST_FOLDER")).unwrap();
     let writer: u8 = variable("TSSD_TEST_WRITER").parse().unwrap();
     for step in 1_u8..=5 {
         let dict = dict(vec![("m", row(writer.into(), 4, &[f32::from(writer), f32::from(step)]))]);
-        put(&store, &dict, &as_writer(writer.into(), 4)).unwrap();
+        put(&store, &dict, &writer_options(writer.into(), 4)).unwrap();
     }
 }
 
-/// Kills a writer again and again: what is visible is always one whole version, and the next writer
-/// goes on.
+/// Kills a writer repeatedly. The visible version is always complete, and the next writer succeeds.
 #[test]
-fn a_killed_writer_loses_nothing_and_leaves_no_half() {
+fn killed_writer_leaves_no_partial_version() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::directory(folder.path()).unwrap();
     let head = || store.head(&key()).unwrap();
     let mut newest = 0;
     for round in 0..25_u64 {
         let mut child = spawn("store::child_to_be_killed", folder.path(), &BTreeMap::new());
-        // Some are killed before they have put anything, one after the other: nobody waits for them.
+        // Only every fifth round waits for a put. In the others the child may die before it puts anything.
         while round % 5 == 0 && head().is_none_or(|head| head.number <= newest) {
-            assert!(child.try_wait().unwrap().is_none(), "the child has ended by itself");
+            assert!(child.try_wait().unwrap().is_none(), "the child exited by itself");
             std::thread::sleep(Duration::from_millis(1));
         }
         std::thread::sleep(Duration::from_millis(round * 7 % 60));
@@ -873,7 +876,7 @@ fn a_killed_writer_loses_nothing_and_leaves_no_half() {
         child.wait().unwrap();
         let store = Store::directory(folder.path()).unwrap();
         let head = store.head(&key()).unwrap().unwrap();
-        assert!(head.number >= newest, "what was visible stays so");
+        assert!(head.number >= newest, "the visible version stays visible");
         newest = head.number;
         let (dict, report) = store.get_state_dict(&key(), &GetOptions::default()).unwrap();
         let Value::Int(step) = dict.leaf("step").unwrap() else { panic!("an int") };
@@ -890,11 +893,11 @@ fn a_killed_writer_loses_nothing_and_leaves_no_half() {
     put(&store, &dict(vec![]), &PutOptions::default()).unwrap();
     assert_eq!(store.versions(&key()).unwrap().len(), 1);
     let sessions = std::fs::read_dir(folder.path().join(".sessions")).unwrap();
-    assert_eq!(sessions.count(), 1, "only this process's is left");
+    assert_eq!(sessions.count(), 1, "only the session of this process is left");
 }
 
 #[test]
-#[ignore = "a process of a_killed_writer_loses_nothing_and_leaves_no_half"]
+#[ignore = "a process of killed_writer_leaves_no_partial_version"]
 fn child_to_be_killed() {
     let store = Store::directory(variable("TSSD_TEST_FOLDER")).unwrap();
     let first = store.head(&key()).unwrap().map_or(0, |head| head.number);
@@ -908,13 +911,13 @@ fn child_to_be_killed() {
 }
 
 #[test]
-fn a_full_disk_is_an_error_and_no_more() {
+fn full_disk_fails_put_and_keeps_older_version() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::directory(folder.path()).unwrap();
     let before = dict(vec![("before", 1_i64.into())]);
     put(&store, &before, &PutOptions::default()).unwrap();
-    // No file of the child may grow beyond 64 blocks of 512 bytes, and the signal is ignored. What it says goes to
-    // a pipe: the file that all tests write to may be longer.
+    // `ulimit` limits files of the child to 64 blocks of 512 bytes; the child ignores SIGXFSZ. Its output goes to a
+    // pipe, since the stdout of this process may be a larger file.
     let child = Command::new("sh")
         .args(["-c", r#"trap "" XFSZ; ulimit -f 64; exec "$0" "$@""#])
         .arg(std::env::current_exe().unwrap())
@@ -923,24 +926,24 @@ fn a_full_disk_is_an_error_and_no_more() {
         .output()
         .unwrap();
     assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stdout));
-    assert_eq!(got(&store), before);
+    assert_eq!(get(&store), before);
     assert!(files(folder.path()).iter().all(|path| !path.to_str().unwrap().contains(".tmp-")));
 }
 
 #[test]
-#[ignore = "a process of a_full_disk_is_an_error_and_no_more"]
+#[ignore = "a process of full_disk_fails_put_and_keeps_older_version"]
 fn child_on_a_full_disk() {
     let store = Store::directory(variable("TSSD_TEST_FOLDER")).unwrap();
     let error =
         put(&store, &dict(vec![("w", tensor(&[1.0; 100_000]).into())]), &PutOptions::default())
             .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Io, "{error}");
-    assert!(got(&store).leaf("before").is_ok());
+    assert!(get(&store).leaf("before").is_ok());
 }
 
-/// A version's folder that is a link is no version's folder: what it leads to stays.
+/// The store ignores a link in place of a version's folder, and leaves its target unchanged.
 #[test]
-fn what_lies_outside_is_not_reached_by_links() {
+fn store_follows_no_link_out_of_its_directory() {
     use std::os::unix::fs::symlink;
     let (folder, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let archive = outside.path().join(format!("0-{:032x}.tssd", 1));
@@ -951,29 +954,29 @@ fn what_lies_outside_is_not_reached_by_links() {
     let of = |step: i64| dict(vec![("step", step.into())]);
     put(&Store::directory(folder.path()).unwrap(), &of(1), &PutOptions::default()).unwrap();
     symlink(outside.path(), folder.path().join("policy%2Factor/0-7-0123456789abcdef")).unwrap();
-    // Whoever comes next sweeps what no ledger knows.
+    // The next store deletes version folders that are not in the ledger.
     let store = Store::directory(folder.path()).unwrap();
     put(&store, &of(2), &PutOptions::default()).unwrap();
     store.delete(&key(), None).unwrap();
-    // A key has files made in it, and a claim is written to.
+    // The store makes files in the folder of a key, and writes to the claim file `.daemon`.
     symlink(outside.path(), folder.path().join("linked")).unwrap();
     let linked = Key::new("linked").unwrap();
-    let is_refused = |store: &Store, key: &Key| {
+    let put_is_rejected = |store: &Store, key: &Key| {
         let error = store.put_state_dict(key, &of(1), &PutOptions::default()).unwrap_err();
         assert!(error.to_string().contains("is a link"), "{error}");
     };
-    is_refused(&store, &linked);
+    put_is_rejected(&store, &linked);
     drop(store);
     std::fs::remove_file(folder.path().join(".daemon")).unwrap();
     symlink(outside.path().join("text"), folder.path().join(".daemon")).unwrap();
-    is_refused(&Store::directory(folder.path()).unwrap(), &key());
+    put_is_rejected(&Store::directory(folder.path()).unwrap(), &key());
     for path in precious {
         assert_eq!(std::fs::read(path).unwrap(), b"precious");
     }
 }
 
 #[test]
-fn a_record_that_has_rotted_is_found() {
+fn damaged_ledger_record_is_detected() {
     let folder = tempfile::tempdir().unwrap();
     let other = Key::new("other").unwrap();
     let of = dict(vec![("step", 1_i64.into())]);
@@ -996,7 +999,7 @@ fn a_record_that_has_rotted_is_found() {
             bad
         })
         .collect();
-    // That of another key says nothing of this one.
+    // A record of another key is not valid for this key.
     damaged.push(std::fs::read(records("other").pop().unwrap()).unwrap());
     for (number, bad) in damaged.into_iter().enumerate() {
         std::fs::write(&newest, bad).unwrap();
@@ -1007,26 +1010,27 @@ fn a_record_that_has_rotted_is_found() {
     let defects = tssd_store::scrub(folder.path()).unwrap();
     let paths: Vec<_> = defects.iter().map(|defect| defect.path.as_path()).collect();
     assert_eq!(paths, [newest.as_path()]);
-    // A daemon serves the other key all the same, and this one as soon as it can.
+    // A daemon still serves the other key, and this one after its record is restored.
     let served = Served::over(folder.path());
     let store = served.connect();
     assert_eq!(store.get_state_dict(&other, &GetOptions::default()).unwrap().0, of);
     assert_eq!(store.versions(&key()).unwrap_err().kind(), ErrorKind::Corrupt);
     std::fs::write(&newest, good).unwrap();
-    assert_eq!(got(&store), of);
+    assert_eq!(get(&store), of);
 }
 
-/// Tied leaves that begin at one place, and go through their storage in other orders.
+/// Tied leaves that start at the same byte and have different strides.
 #[test]
-fn slices_of_tied_leaves_are_those_of_each() {
+fn tied_leaves_of_different_strides_are_sliced_separately() {
     let all: Vec<f32> = (0..16_u8).map(f32::from).collect();
     let whole = Tensor::from_slice(&all, &[4, 4]).unwrap();
-    let turned = TensorMeta::new(Dtype::Float32, &[4, 4]).unwrap().with_strides(&[1, 4]).unwrap();
-    let turned = Tensor::new(turned, whole.storage().clone(), 0).unwrap();
+    let transposed =
+        TensorMeta::new(Dtype::Float32, &[4, 4]).unwrap().with_strides(&[1, 4]).unwrap();
+    let transposed = Tensor::new(transposed, whole.storage().clone(), 0).unwrap();
     let store = Store::memory().unwrap();
     put(
         &store,
-        &dict(vec![("w", whole.into()), ("turned", turned.into())]),
+        &dict(vec![("w", whole.into()), ("turned", transposed.into())]),
         &PutOptions::default(),
     )
     .unwrap();
@@ -1037,9 +1041,9 @@ fn slices_of_tied_leaves_are_those_of_each() {
         let (found, _) = store.get_state_dict(&key(), &options).unwrap();
         let Value::Shards(shards) = found.leaf(fqn).unwrap() else { panic!("a slice") };
         let bytes = shards[0].tensor().view().to_contiguous(64).unwrap();
-        bytes.chunks(4).map(|it| f32::from_le_bytes(it.try_into().unwrap())).collect::<Vec<_>>()
+        bytes.chunks(4).map(|item| f32::from_le_bytes(item.try_into().unwrap())).collect::<Vec<_>>()
     };
-    // What was planned for one is not taken for the other.
+    // The plan of one leaf is not reused for the other.
     for _ in 0..2 {
         assert_eq!(first_row("w"), [0.0, 1.0, 2.0, 3.0]);
         assert_eq!(first_row("turned"), [0.0, 4.0, 8.0, 12.0]);

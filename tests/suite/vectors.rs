@@ -1,4 +1,4 @@
-//! The good vectors: that the writer still writes them byte for byte.
+//! The writer writes the valid vectors byte for byte.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ fn folder() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../spec/vectors")
 }
 
-/// Its files, with their paths below `valid`.
+/// Returns the files of a vector, with their paths below `valid`.
 fn files(vector: Vector) -> Vec<(String, Vec<u8>)> {
     let name = vector.name;
     match vector.content {
@@ -22,27 +22,28 @@ fn files(vector: Vector) -> Vec<(String, Vec<u8>)> {
 }
 
 #[test]
-fn the_writer_writes_the_vectors() {
+fn writer_reproduces_valid_vectors() {
     let mut expected = std::collections::BTreeSet::new();
     for (path, bytes) in vectors().into_iter().flat_map(files) {
         let committed = std::fs::read(folder().join("valid").join(&path));
         let committed = committed.unwrap_or_else(|error| panic!("{path}: {error}"));
-        assert!(committed == bytes, "{path}: the writer writes other bytes now");
+        assert!(committed == bytes, "{path}: the writer writes other bytes");
         expected.insert(path);
     }
-    let archives = walk(&folder().join("valid"));
+    let archives = list_files(&folder().join("valid"));
     let is_json = |path: &String| Path::new(path).extension() == Some("json".as_ref());
     let found = archives.into_iter().filter(|path| !is_json(path)).collect();
-    assert_eq!(expected, found, "there are files of no vector");
+    assert_eq!(expected, found, "files without a vector");
 }
 
-/// The files in a directory and those below it.
-fn walk(directory: &Path) -> Vec<String> {
+/// Returns the relative paths of all files below a directory.
+fn list_files(directory: &Path) -> Vec<String> {
     let mut files = Vec::new();
     for entry in directory.read_dir().unwrap().map(Result::unwrap) {
         let name = entry.file_name().into_string().unwrap();
         if entry.path().is_dir() {
-            files.extend(walk(&entry.path()).into_iter().map(|file| format!("{name}/{file}")));
+            files
+                .extend(list_files(&entry.path()).into_iter().map(|file| format!("{name}/{file}")));
         } else {
             files.push(name);
         }
@@ -50,7 +51,7 @@ fn walk(directory: &Path) -> Vec<String> {
     files
 }
 
-/// Blesses the vectors: after a change of the format only, in a commit that says why.
+/// Writes the vectors anew. Run it only after a change of the format, in a commit that says why.
 #[test]
 #[ignore = "writes spec/vectors/valid"]
 fn write_vectors() {

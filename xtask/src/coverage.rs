@@ -34,7 +34,7 @@ const MODULES: [&str; 16] = [
 ];
 
 /// What of these modules only tests have.
-const TESTS: [&str; 2] = ["store/src/disk/simulated.rs", "store/src/ledger/stories"];
+const TESTS: [&str; 2] = ["store/src/testing/simulated_disk.rs", "store/src/ledger/stories"];
 
 const SUITES: &str =
     "--package tssd-format --package tssd-store --package tssd-tests --all-features";
@@ -94,7 +94,7 @@ fn steps(folder: &Folder) -> Vec<Step> {
         .argument("--")
         // A daemon of another user may not write what it has counted.
         .argument("--skip")
-        .argument("members_of_the_sockets_group");
+        .argument("daemon_serves_only_members_of_socket_group");
     vec![
         counted(Step::cargo("build with counters", &build)).worth(Worth::Nothing),
         tests.worth(Worth::Tests),
@@ -200,9 +200,9 @@ mod tests {
         let export = json!({ "data": [{ "files": [
             file("/tssd/store/src/ledger.rs", 10, 9),
             file("/tssd/store/src/ledger/begin.rs", 20, 20),
-            file("/tssd/store/src/ledger/stories/jobs.rs", 50, 50),
-            file("/tssd/store/src/ledgers.rs", 5, 1),
-            file("/tssd/store/src/put.rs", 7, 7),
+            file("/tssd/store/src/ledger/tests/jobs.rs", 50, 50),
+            file("/tssd/store/src/metadata.rs", 5, 1),
+            file("/tssd/store/src/engine/put.rs", 7, 7),
             file("/others/store/src/plan.rs", 7, 7),
         ] }] });
         let found = modules(Path::new("/tssd"), &export);

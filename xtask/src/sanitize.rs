@@ -24,11 +24,11 @@ const PACKAGES: &str = "--workspace --exclude tssd-python --exclude tssd-store-s
 /// not what measures memory, of which a sanitizer takes its share.
 const SUITES: &str = "--lib --test suite --no-fail-fast -- --skip crash:: --skip convert:: --skip geometry:: \
                       --skip ledger:: --skip packed_files:: --skip packing:: --skip pickled:: --skip safetensors:: \
-                      --skip damage_of_small_files --skip hostile_connections_cost_little";
+                      --skip damage_of_small_files --skip hostile_connections_use_little_memory";
 
 /// Nor, with the thread sanitizer, what counts the descriptors of daemons, of which it takes two, and what sends a
 /// signal to one whose threads wait in calls that it does not know: it holds the signal back until they return.
-const NOT_ITS: &str = "--skip torture:: --skip who_is_asked_to_end_lets_puts_end";
+const NOT_ITS: &str = "--skip torture:: --skip daemon_completes_open_puts";
 
 /// Checks that the compiler puts beside every access to memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

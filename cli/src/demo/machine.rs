@@ -1,4 +1,4 @@
-//! What the machine could do at best.
+//! Memory bandwidth of the machine, as the upper bound for the store.
 
 use std::hint::black_box;
 use std::thread;
@@ -6,20 +6,21 @@ use std::time::Instant;
 
 use crate::size::gigabytes_per_second;
 
-/// How fast memory is copied to memory.
+/// Measured speed of memory copies.
 #[derive(Debug)]
 pub(super) struct Memcpy {
-    /// GB/s of all threads together.
+    /// Total of all threads, in GB/s.
     pub(super) speed: f64,
     pub(super) threads: usize,
 }
 
-/// Copies about this many bytes on all cores, several times, and takes the best: from and to memory
-/// that has been touched, which is what a store in steady state has.
+/// Measures the best speed of several parallel copies of about `bytes` bytes on all cores.
+///
+/// Source and target are touched before, as the memory of a store in steady state is.
 pub(super) fn memcpy(bytes: u64) -> Memcpy {
     const ROUNDS: usize = 5;
     let threads = thread::available_parallelism().map_or(1, usize::from);
-    // More than any cache holds, and no more than is needed to see that.
+    // Larger than the caches, and small enough for a short measurement.
     let bytes = usize::try_from(bytes.clamp(64 << 20, 512 << 20)).expect("at most 512 MiB");
     let len = bytes / threads;
     let mut pairs: Vec<(Vec<u8>, Vec<u8>)> =

@@ -1,4 +1,4 @@
-//! The model of the demo: a state dict as a training job has it, of any size, in any version.
+//! The model of the demo: the state dict of a training job, of any size and version.
 
 use std::fmt;
 use std::path::Path;
@@ -11,16 +11,16 @@ use crate::failure::{Failure, Result};
 use crate::input::shown;
 use crate::size::{Size, count};
 
-/// Elements of `head_dim` in all Qwen3 models.
+/// Value of `head_dim` in all Qwen3 models, in elements.
 const HEAD_DIM: u64 = 128;
 
-/// Few enough for uneven shards: 4 trainers get 3, 3, 3 and 1.
+/// Number of experts, small enough for uneven shards: 4 trainers get 3, 3, 3 and 1.
 const EXPERTS: u64 = 10;
 
-/// How many parameters have optimizer state; that of all would be four times the model.
-const OPTIMIZED: usize = 4;
+/// Number of parameters with optimizer state. The state of all would be four times the model.
+const OPTIMIZED_PARAMETERS: usize = 4;
 
-/// Tensors by name, and how their elements come about.
+/// Parameters by name, with the source of their elements.
 #[derive(Debug)]
 pub(super) struct Model {
     title: String,
@@ -36,26 +36,28 @@ struct Parameter {
 
 #[derive(Debug)]
 enum Content {
-    /// Elements are made up.
-    Made,
-    /// Those of a file.
-    Given(Storage, u64),
-    /// The tensor with this number, under another name.
+    /// Pseudorandom elements.
+    Generated,
+    /// A storage of a file, and the byte offset of the tensor in it.
+    FromFile(Storage, u64),
+    /// The same tensor as the parameter with this index.
     TiedTo(usize),
 }
 
 impl Model {
-    /// A model shaped as Qwen3 is, of about this size: hidden size and number of layers come from a
-    /// row of powers of two, the vocabulary makes up the rest.
+    /// Creates a model with the shapes of Qwen3 and about this size.
+    ///
+    /// The hidden size is a power of two, the number of layers follows from it, and the size of the
+    /// vocabulary makes up the rest.
     pub(super) fn of_size(size: Size) -> Result<Self> {
         let parameters = size.0 / 2;
-        // Attention takes 6 h^2, the MLP 9 h^2, as in Qwen3-0.6B.
+        // Attention has 6 h^2 parameters and the MLP 9 h^2, as in Qwen3-0.6B.
         let layer = |hidden: u64| 15 * hidden * hidden;
         let fits = |hidden: &u64| 10 * layer(*hidden) <= parameters;
         let hidden = (6..14).map(|log2| 1_u64 << log2).rev().find(fits).unwrap_or(64);
         let layers = (parameters * 4 / 5 / layer(hidden)).clamp(1, 64);
         let rest = parameters.saturating_sub(layers * layer(hidden));
-        // Odd, so that no number of ranks divides it.
+        // Odd, so that an even number of ranks does not divide it.
         let vocab = (rest / hidden) | 1;
         if vocab < 16 || size.0 > 1 << 40 {
             let message = format_args!("a model of {size} makes no demo");
@@ -97,17 +99,21 @@ impl Model {
         ] {
             self.add(&format!("{layer}.{name}.weight"), bf16, shape)?;
         }
-        // A router stays in fp32 when everything else is bf16: mixed dtypes break packed buckets.
+        // The router is fp32 while all other parameters are bf16: mixed dtypes break packed buckets.
         self.add(&format!("{layer}.mlp.gate.weight"), Dtype::Float32, &[EXPERTS, hidden])
     }
 
     fn add(&mut self, name: &str, dtype: Dtype, shape: &[u64]) -> Result<()> {
-        let meta = meta(dtype, shape)?;
-        self.parameters.push(Parameter { name: name.to_owned(), meta, content: Content::Made });
+        let meta = new_meta(dtype, shape)?;
+        self.parameters.push(Parameter {
+            name: name.to_owned(),
+            meta,
+            content: Content::Generated,
+        });
         Ok(())
     }
 
-    /// The tensors of a file.
+    /// Creates a model from the contiguous tensors of a file.
     pub(super) fn from_file(path: &Path) -> Result<Self> {
         let dict = Document::open(path)?.to_state_dict()?;
         let mut parameters: Vec<Parameter> = Vec::new();
@@ -116,7 +122,7 @@ impl Model {
             if !tensor.meta().is_contiguous() {
                 continue;
             }
-            let content = Content::Given(tensor.storage().clone(), tensor.byte_offset());
+            let content = Content::FromFile(tensor.storage().clone(), tensor.byte_offset());
             parameters.push(Parameter { name: path.fqn(), meta: tensor.meta().clone(), content });
         }
         if parameters.is_empty() {
@@ -126,21 +132,25 @@ impl Model {
         Ok(Self { title: shown(path).display().to_string(), parameters })
     }
 
-    /// Bytes of all parameters, tied ones once.
+    /// Returns the size of all parameters in bytes. Tied parameters count once.
     pub(super) fn bytes(&self) -> u64 {
-        let own = self.parameters.iter().filter(|each| !matches!(each.content, Content::TiedTo(_)));
-        own.map(|each| each.meta.nbytes()).sum()
+        let untied =
+            self.parameters.iter().filter(|each| !matches!(each.content, Content::TiedTo(_)));
+        untied.map(|each| each.meta.nbytes()).sum()
     }
 
-    /// The state dict of a version: model, optimizer and what else a checkpoint has. No two versions
-    /// have a tensor in common.
+    /// Returns the state dict of a version: the model, the optimizer and the step.
+    ///
+    /// No tensor is the same in two versions.
     pub(super) fn version(&self, version: u64) -> Result<StateDict> {
         let mut tensors: Vec<Tensor> = Vec::with_capacity(self.parameters.len());
         for (seed, each) in (0..).zip(&self.parameters) {
             let tensor = match &each.content {
                 Content::TiedTo(number) => tensors[*number].clone(),
-                Content::Made => made(each.meta.clone(), seed, version)?,
-                Content::Given(storage, offset) => changed(&each.meta, storage, *offset, version)?,
+                Content::Generated => generate_tensor(each.meta.clone(), seed, version)?,
+                Content::FromFile(storage, offset) => {
+                    file_tensor_version(&each.meta, storage, *offset, version)?
+                }
             };
             tensors.push(tensor);
         }
@@ -155,25 +165,25 @@ impl Model {
         Ok(dict)
     }
 
-    /// As `torch.optim.AdamW.state_dict()` has it: its keys are ints.
+    /// Returns an optimizer state like that of `torch.optim.AdamW.state_dict()`, with ints as keys.
     fn optimizer(&self, version: u64) -> Result<Dict> {
         let mut state = Dict::new();
         let limit = self.bytes() / 64;
-        let small = self.parameters.iter().enumerate().filter(|(_, each)| {
+        let candidates = self.parameters.iter().enumerate().filter(|(_, each)| {
             let is_float = matches!(each.meta.dtype(), Dtype::Bfloat16 | Dtype::Float32);
             is_float && each.meta.nbytes() <= limit && !each.name.ends_with("inv_freq")
         });
-        let mut numbers = Vec::new();
-        for (number, each) in small.take(OPTIMIZED) {
-            let number = i64::try_from(number).unwrap_or(i64::MAX);
-            let seed = number.unsigned_abs().wrapping_mul(1 << 20);
-            let moment = meta(Dtype::Float32, each.meta.shape())?;
+        let mut indices = Vec::new();
+        for (index, each) in candidates.take(OPTIMIZED_PARAMETERS) {
+            let index = i64::try_from(index).unwrap_or(i64::MAX);
+            let seed = index.unsigned_abs().wrapping_mul(1 << 20);
+            let moment = new_meta(Dtype::Float32, each.meta.shape())?;
             let mut entry = Dict::new();
-            entry.insert("step", made(meta(Dtype::Float32, &[])?, 0, version)?);
-            entry.insert("exp_avg", made(moment.clone(), seed + 1, version)?);
-            entry.insert("exp_avg_sq", made(moment, seed + 2, version)?);
-            state.insert(number, entry);
-            numbers.push(Value::from(number));
+            entry.insert("step", generate_tensor(new_meta(Dtype::Float32, &[])?, 0, version)?);
+            entry.insert("exp_avg", generate_tensor(moment.clone(), seed + 1, version)?);
+            entry.insert("exp_avg_sq", generate_tensor(moment, seed + 2, version)?);
+            state.insert(index, entry);
+            indices.push(Value::from(index));
         }
         let mut group = Dict::new();
         group.insert("lr", 3e-4);
@@ -182,7 +192,7 @@ impl Model {
         group.insert("weight_decay", 0.1);
         group.insert("amsgrad", false);
         group.insert("foreach", Value::None);
-        group.insert("params", numbers);
+        group.insert("params", indices);
         let mut optimizer = Dict::new();
         optimizer.insert("state", state);
         optimizer.insert("param_groups", vec![Value::from(group)]);
@@ -202,13 +212,17 @@ impl fmt::Display for Model {
     }
 }
 
-fn meta(dtype: Dtype, shape: &[u64]) -> Result<TensorMeta> {
+fn new_meta(dtype: Dtype, shape: &[u64]) -> Result<TensorMeta> {
     TensorMeta::new(dtype, shape)
         .map_err(|error| Failure::new(Exit::Usage, format_args!("--size is too large: {error}")))
 }
 
-/// Memory for a tensor, or the news that there is none.
-fn memory(meta: &TensorMeta) -> Result<Vec<u8>> {
+/// Allocates memory for a tensor.
+///
+/// # Errors
+///
+/// Fails if there is not enough memory.
+fn allocate(meta: &TensorMeta) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let len = usize::try_from(meta.nbytes()).unwrap_or(usize::MAX);
     bytes.try_reserve_exact(len).map_err(|_| {
@@ -218,14 +232,14 @@ fn memory(meta: &TensorMeta) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn tensor(meta: TensorMeta, bytes: Vec<u8>) -> Result<Tensor> {
+fn new_tensor(meta: TensorMeta, bytes: Vec<u8>) -> Result<Tensor> {
     Tensor::new(meta, bytes.into(), 0)
         .map_err(|error| Failure::new(Exit::Refused, format_args!("the model: {error}")))
 }
 
-/// Bits without a pattern, the same in every run: `SplitMix64`.
-fn made(meta: TensorMeta, seed: u64, version: u64) -> Result<Tensor> {
-    let mut bytes = memory(&meta)?;
+/// Generates a tensor of pseudorandom bits (`SplitMix64`), which are the same in every run.
+fn generate_tensor(meta: TensorMeta, seed: u64, version: u64) -> Result<Tensor> {
+    let mut bytes = allocate(&meta)?;
     let len = bytes.capacity();
     let mut state = (seed << 8 | version).wrapping_mul(0xD129_0ED9_5B35_4F1B);
     for _ in 0..len.div_ceil(8) {
@@ -236,16 +250,23 @@ fn made(meta: TensorMeta, seed: u64, version: u64) -> Result<Tensor> {
         let word = (word ^ word >> 31).to_le_bytes();
         bytes.extend_from_slice(&word[..(len - bytes.len()).min(8)]);
     }
-    tensor(meta, bytes)
+    new_tensor(meta, bytes)
 }
 
-/// The first version is the file as it is; in each later one every byte differs from it.
-fn changed(meta: &TensorMeta, storage: &Storage, offset: u64, version: u64) -> Result<Tensor> {
-    let mut bytes = memory(meta)?;
+/// Returns the tensor of a file in a version.
+///
+/// Version 1 has the bytes of the file. In later versions, every byte differs from the file.
+fn file_tensor_version(
+    meta: &TensorMeta,
+    storage: &Storage,
+    offset: u64,
+    version: u64,
+) -> Result<Tensor> {
+    let mut bytes = allocate(meta)?;
     let start = usize::try_from(offset).expect("it is in memory");
     let mask = u8::try_from(version - 1).expect("there are few versions");
     let source = storage.bytes().expect("it is in memory");
     let source = source.iter().skip(start).take(bytes.capacity());
     bytes.extend(source.map(|byte| byte ^ mask));
-    tensor(meta.clone(), bytes)
+    new_tensor(meta.clone(), bytes)
 }

@@ -1,4 +1,4 @@
-//! How the ranks of the demo cut the model: trainers one way, generators another.
+//! Sharding of the model in the demo: FSDP for trainers, tensor parallel for generators.
 
 use std::sync::Arc;
 
@@ -7,22 +7,29 @@ use tssd_format::{
     Storage, Tensor, TensorMeta, TensorSlice, Value,
 };
 
-/// Ranks that train, and ranks that generate.
+/// Number of ranks that train.
 pub(super) const TRAINERS: u32 = 4;
+/// Number of ranks that generate.
 pub(super) const GENERATORS: u32 = 2;
 
-/// What one trainer has of a state dict, as FSDP shards it: a part of the first dimension of every
-/// tensor. Its shards are views of the source, as large as their part.
+/// Returns the shards of one trainer: a part of the first dimension of every tensor, as in FSDP.
+///
+/// The shards are views of the source, which span only their part.
 pub(super) fn of_trainer(whole: &StateDict, rank: u32) -> Result<StateDict> {
-    let mesh = mesh(TRAINERS, "fsdp")?;
-    StateDict::from_value(trained(whole.as_value(), &ObjectPath::root(), &mesh, rank)?)
+    let mesh = mesh_1d(TRAINERS, "fsdp")?;
+    StateDict::from_value(shard_value(whole.as_value(), &ObjectPath::root(), &mesh, rank)?)
 }
 
-fn trained(value: &Value, path: &ObjectPath, mesh: &Arc<DeviceMesh>, rank: u32) -> Result<Value> {
+fn shard_value(
+    value: &Value,
+    path: &ObjectPath,
+    mesh: &Arc<DeviceMesh>,
+    rank: u32,
+) -> Result<Value> {
     let dict = |dict: &Dict| -> Result<Dict> {
         let entry = |(key, value): (&_, &_)| {
             let path = path.clone().step(Step::Key(Clone::clone(key)));
-            Ok((Clone::clone(key), trained(value, &path, mesh, rank)?))
+            Ok((Clone::clone(key), shard_value(value, &path, mesh, rank)?))
         };
         dict.iter().map(entry).collect()
     };
@@ -30,11 +37,11 @@ fn trained(value: &Value, path: &ObjectPath, mesh: &Arc<DeviceMesh>, rank: u32) 
         Value::Dict(entries) => Value::Dict(dict(entries)?),
         Value::OrderedDict(entries) => Value::OrderedDict(dict(entries)?),
         Value::Tensor(tensor) if !tensor.meta().shape().is_empty() => {
-            // Buffers are whole on every rank.
+            // Buffers are replicated on every rank.
             let is_buffer = path.fqn().ends_with("inv_freq");
             let placement =
                 if is_buffer { Placement::Replicate } else { Placement::Shard { dim: 0 } };
-            let place = place(tensor.meta().shape(), mesh, rank, placement)?;
+            let place = shard_place(tensor.meta().shape(), mesh, rank, placement)?;
             let local = cut(tensor, &place.slice().region())?;
             Value::from(Shard::new(local, place)?)
         }
@@ -43,26 +50,29 @@ fn trained(value: &Value, path: &ObjectPath, mesh: &Arc<DeviceMesh>, rank: u32) 
     })
 }
 
-/// Which part of a parameter one generator wants, as Megatron and vLLM cut it; none is all of it.
+/// Returns the part of a parameter that one generator reads, as in Megatron and vLLM.
+///
+/// Returns `None` if the generator reads the whole parameter.
 pub(super) fn of_generator(fqn: &str, shape: &[u64], rank: u32) -> Result<Option<ShardPlace>> {
     const COLUMNS: [&str; 7] =
         ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"];
     const ROWS: [&str; 2] = ["o_proj", "down_proj"];
-    let is = |names: &[&str]| names.iter().any(|name| fqn.ends_with(&format!("{name}.weight")));
+    let has_suffix =
+        |names: &[&str]| names.iter().any(|name| fqn.ends_with(&format!("{name}.weight")));
     let dim = match shape.len() {
-        2 if is(&COLUMNS) => 0,
-        2 if is(&ROWS) => 1,
+        2 if has_suffix(&COLUMNS) => 0,
+        2 if has_suffix(&ROWS) => 1,
         _ => return Ok(None),
     };
-    place(shape, &mesh(GENERATORS, "tp")?, rank, Placement::Shard { dim }).map(Some)
+    shard_place(shape, &mesh_1d(GENERATORS, "tp")?, rank, Placement::Shard { dim }).map(Some)
 }
 
-fn mesh(ranks: u32, name: &str) -> Result<Arc<DeviceMesh>> {
+fn mesh_1d(ranks: u32, name: &str) -> Result<Arc<DeviceMesh>> {
     let mesh = DeviceMesh::from_shape(&[ranks.into()])?;
     Ok(Arc::new(mesh.with_dim_names(vec![name.to_owned()])?))
 }
 
-fn place(
+fn shard_place(
     shape: &[u64],
     mesh: &Arc<DeviceMesh>,
     rank: u32,
@@ -74,7 +84,7 @@ fn place(
     ShardPlace::new(slice).on_mesh(mesh.clone())?.placed(placements)
 }
 
-/// A box of a tensor, as a view of it.
+/// Returns a region of a tensor, as a view.
 pub(super) fn cut(tensor: &Tensor, region: &Region) -> Result<Tensor> {
     let meta = tensor.meta();
     let local = TensorMeta::new(meta.dtype(), region.shape())?.with_flags(meta.flags());

@@ -1,4 +1,4 @@
-//! How files store the same differently: what compression, chunks, alignment and digests they have.
+//! Differences in how two files store the same leaves: compression, chunks, alignment and digests.
 
 use serde_json::{Value as Json, json};
 use tssd_format::{Archive, Packing, StorageReference, ZSTD_LEVEL_ATTR};
@@ -6,26 +6,26 @@ use tssd_format::{Archive, Packing, StorageReference, ZSTD_LEVEL_ATTR};
 use crate::size::count;
 use crate::value::of_attr;
 
-/// In how many leaves the files store otherwise what may be equal in meaning.
+/// Number of leaves that the files store differently, for each storage option.
 #[derive(Debug, Default)]
 pub(super) struct Storing {
     codec: u64,
     chunks: u64,
     alignment: u64,
     digest: u64,
-    /// The levels, if both have one.
+    /// The zstd levels, if both files record one and the two differ.
     level: Option<(String, String)>,
 }
 
 impl Storing {
-    /// What is said of the files as wholes; safetensors files say nothing.
+    /// Compares the zstd levels of the files. Safetensors files record none.
     pub(super) fn of(a: Option<&Archive>, b: Option<&Archive>) -> Self {
         let level = |archive: Option<&Archive>| archive?.attrs().remove(ZSTD_LEVEL_ATTR);
-        let levels = level(a).zip(level(b)).filter(|(a, b)| a != b);
-        Self { level: levels.map(|(a, b)| (of_attr(&a), of_attr(&b))), ..Self::default() }
+        let differing_levels = level(a).zip(level(b)).filter(|(a, b)| a != b);
+        Self { level: differing_levels.map(|(a, b)| (of_attr(&a), of_attr(&b))), ..Self::default() }
     }
 
-    /// Counts a leaf, given the storage that each file has for it.
+    /// Counts the differences of one leaf between its storages in the two files.
     pub(super) fn count(&mut self, a: &StorageReference, b: &StorageReference) {
         let codec = |each: &StorageReference| {
             each.packing.as_ref().map(|packing: &Packing| packing.shuffle)
@@ -44,8 +44,8 @@ impl Storing {
             ("digest", self.digest),
         ];
         let mut parts = Vec::new();
-        for (what, leaves) in counts.into_iter().filter(|(_, leaves)| *leaves > 0) {
-            parts.push(format!("{what} of {}", count(leaves, "leaf")));
+        for (option, leaves) in counts.into_iter().filter(|(_, leaves)| *leaves > 0) {
+            parts.push(format!("{option} of {}", count(leaves, "leaf")));
         }
         parts.extend(self.level.as_ref().map(|(a, b)| format!("zstd level {a} -> {b}")));
         (!parts.is_empty()).then(|| parts.join(", "))

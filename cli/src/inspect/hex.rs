@@ -1,4 +1,6 @@
-//! Every byte of an archive but those of its tensors, with what it means. Spec: sections 2 to 7.
+//! `tssd inspect --hex`: prints every byte of an archive except payload, with its meaning.
+//!
+//! Spec: sections 2 to 7.
 
 mod meaning;
 mod page;
@@ -18,11 +20,11 @@ use crate::failure::{Failure, Result};
 use crate::input::{is_shard_set, open, shown};
 use crate::value::quoted;
 
-/// Size and alignment of the entries of tables that hold no records.
-const PLAIN: [(&str, usize, usize); 5] =
+/// Tables without records: name, and the size and alignment of an entry in bytes.
+const PLAIN_TABLES: [(&str, usize, usize); 5] =
     [("heap", 1, 1), ("dims", 8, 8), ("by_key", 4, 4), ("crcs", 4, 4), ("digests", 32, 1)];
 
-/// Of a shard set, the manifest is shown.
+/// Prints the dump of an archive, or of the manifest of a shard set.
 pub(super) fn run(path: &Path) -> Result<Exit> {
     let path = if is_shard_set(path) { path.join(MANIFEST) } else { path.to_owned() };
     let file = open(&path)?;
@@ -30,21 +32,21 @@ pub(super) fn run(path: &Path) -> Result<Exit> {
     let archive =
         Archive::from_blob(file.clone()).map_err(|error| Failure::format(path, &error))?;
     let mut dump = Dump::new(path, &*file, &archive)?;
-    dump.frame("HEAD", "Head", 0)?;
+    dump.dump_frame("HEAD", "Head", 0)?;
     let head_len = Shape::named("Head").size();
-    dump.gap(wide(head_len), DATA_START, "up to data_start")?;
-    dump.blob()?;
-    dump.index()?;
-    dump.frame("TRAILER", "Trailer", dump.index.end)?;
+    dump.dump_padding(to_u64(head_len), DATA_START, "up to data_start")?;
+    dump.dump_blob()?;
+    dump.dump_index()?;
+    dump.dump_frame("TRAILER", "Trailer", dump.index.end)?;
     dump.page.print()?;
     Ok(Exit::Ok)
 }
 
-/// One table of the index: its name, and where it is in the index.
-struct Table {
+/// A table of the index. `range` is its range of bytes in the index.
+struct IndexTable {
     name: &'static str,
     shape: Option<Shape>,
-    /// Of an entry, in bytes.
+    /// Size of an entry, in bytes.
     size: usize,
     align: usize,
     range: Range<usize>,
@@ -54,10 +56,11 @@ struct Dump<'a> {
     path: &'a Path,
     file: &'a dyn Blob,
     archive: &'a Archive,
-    /// Where the index is in the file.
+    /// Range of the index in the file, in bytes.
     index: Range<u64>,
+    /// Offset of the root in the index, in bytes.
     root: usize,
-    tables: Vec<Table>,
+    tables: Vec<IndexTable>,
     page: Page,
 }
 
@@ -69,28 +72,28 @@ impl<'a> Dump<'a> {
         let mut dump = Self { path, file, archive, index, root: 0, tables: Vec::new(), page };
         let bytes = dump.read(dump.index.end, trailer.size())?;
         let trailer = Record { shape: trailer, at: dump.index.end, bytes: &bytes };
-        dump.root = place(trailer.get("root_off"));
+        dump.root = to_usize(trailer.get("root_off"));
         for (name, offset, _) in Shape::named("Root").fields {
             let shape = Shape::of_table(name);
-            let plain = PLAIN.iter().find(|(plain, ..)| plain == name);
+            let plain = PLAIN_TABLES.iter().find(|(plain, ..)| plain == name);
             let (size, align) = match (shape, plain) {
                 (Some(shape), _) => (shape.size(), shape.align()),
                 (None, plain) => plain.map_or((1, 1), |(_, size, align)| (*size, *align)),
             };
-            let (start, count) = dump.table_at(dump.root + offset);
+            let (start, count) = dump.read_table_field(dump.root + offset);
             let range = start..start + count * size;
-            dump.tables.push(Table { name, shape, size, align, range });
+            dump.tables.push(IndexTable { name, shape, size, align, range });
         }
         Ok(dump)
     }
 
-    /// Where in the index a field of the root says that its table is, and how many entries it has.
-    fn table_at(&self, field: usize) -> (usize, usize) {
+    /// Reads a field of the root: returns the offset of its table in the index, and the number of entries.
+    fn read_table_field(&self, field: usize) -> (usize, usize) {
         let bytes = self.archive.index_bytes();
-        let rel = u32::try_from(number(&bytes[field..field + 4])).expect("four bytes");
-        let rel = isize::try_from(rel.cast_signed()).expect("isize has at least 32 bits");
-        let start = field.checked_add_signed(rel).expect("the index is proven");
-        (start, place(number(&bytes[field + 4..field + 8])))
+        let relative = u32::try_from(number(&bytes[field..field + 4])).expect("four bytes");
+        let relative = isize::try_from(relative.cast_signed()).expect("isize has at least 32 bits");
+        let start = field.checked_add_signed(relative).expect("the index is proven");
+        (start, to_usize(number(&bytes[field + 4..field + 8])))
     }
 
     fn read(&self, at: u64, len: usize) -> Result<Vec<u8>> {
@@ -100,90 +103,99 @@ impl<'a> Dump<'a> {
         Ok(bytes)
     }
 
-    /// Bytes that should be zeros; what they are is for `tssd verify` to prove.
-    fn gap(&mut self, from: u64, to: u64, what: &str) -> Result<()> {
-        let bytes = self.read(from, place(to - from))?;
-        self.page.bytes(from, &bytes, what)
+    /// Dumps padding, which should be zeros. `tssd verify` checks that.
+    fn dump_padding(&mut self, from: u64, to: u64, description: &str) -> Result<()> {
+        let bytes = self.read(from, to_usize(to - from))?;
+        self.page.bytes(from, &bytes, description)
     }
 
-    /// Head or trailer.
-    fn frame(&mut self, heading: &str, name: &str, at: u64) -> Result<()> {
+    /// Dumps the head or the trailer.
+    fn dump_frame(&mut self, heading: &str, name: &str, at: u64) -> Result<()> {
         let shape = Shape::named(name);
         let bytes = self.read(at, shape.size())?;
         self.page.heading(heading);
-        self.record(&Record { shape, at, bytes: &bytes })
+        self.dump_record(&Record { shape, at, bytes: &bytes })
     }
 
-    fn record(&mut self, record: &Record<'_>) -> Result<()> {
+    fn dump_record(&mut self, record: &Record<'_>) -> Result<()> {
         for (field, offset, size) in record.shape.fields {
-            let what = meaning::of_field(record, field);
+            let description = meaning::of_field(record, field);
             let bytes = &record.bytes[*offset..offset + size];
-            self.page.bytes(record.at + wide(*offset), bytes, &what)?;
+            self.page.bytes(record.at + to_u64(*offset), bytes, &description)?;
         }
         Ok(())
     }
 
-    /// The first bytes of each storage, and of each chunk if it is compressed.
-    fn blob(&mut self) -> Result<()> {
+    /// Dumps the first bytes of each storage, or of each chunk of a compressed storage.
+    fn dump_blob(&mut self) -> Result<()> {
         if self.index.start == DATA_START {
             return Ok(());
         }
         self.page.heading("BLOB");
-        let dtypes = self.dtypes();
+        let dtypes = self.dtypes_by_storage();
         let mut end = DATA_START;
         for number in 0..self.archive.storage_count() {
             let storage = self.archive.storage(number);
             let align = 1_u64 << storage.align_log2;
-            self.gap(end, storage.offset, &format!("up to storage {number}, aligned to {align}"))?;
+            self.dump_padding(
+                end,
+                storage.offset,
+                &format!("up to storage {number}, aligned to {align}"),
+            )?;
             match &storage.packing {
                 None => {
                     let dtype = dtypes.get(&number).copied();
-                    self.raw(number, &storage, dtype)?;
+                    self.dump_raw_storage(number, &storage, dtype)?;
                 }
                 Some(packing) => {
-                    for (chunk, packed) in (0..).zip(&packing.chunks) {
-                        let place = storage.stored_chunk(chunk);
+                    for (chunk, entry) in (0..).zip(&packing.chunks) {
+                        let range = storage.stored_chunk(chunk);
                         let raw = storage.chunk(chunk);
-                        let codec = if packed.is_zstd { "zstd frame" } else { "raw" };
-                        let what = format!(
+                        let codec = if entry.is_zstd { "zstd frame" } else { "raw" };
+                        let description = format!(
                             "storage {number}, chunk {chunk}: {codec}, {} bytes of {}",
-                            packed.len,
+                            entry.len,
                             raw.end - raw.start
                         );
-                        self.part(place, &what)?;
+                        self.dump_payload(range, &description)?;
                     }
                 }
             }
             end = storage.stored_range().end;
         }
-        self.gap(end, self.index.start, "up to the index, a multiple of 64")
+        self.dump_padding(end, self.index.start, "up to the index, a multiple of 64")
     }
 
-    fn raw(&mut self, number: u32, storage: &StorageReference, dtype: Option<Dtype>) -> Result<()> {
-        let shown = self.read(storage.offset, LINE.min(place(storage.len)))?;
-        let is_cut = wide(shown.len()) < storage.len;
-        let reader = dtype.and_then(|dtype| Some((Reader::of(dtype)?, place(dtype.itemsize()))));
+    fn dump_raw_storage(
+        &mut self,
+        number: u32,
+        storage: &StorageReference,
+        dtype: Option<Dtype>,
+    ) -> Result<()> {
+        let preview = self.read(storage.offset, LINE.min(to_usize(storage.len)))?;
+        let is_cut = to_u64(preview.len()) < storage.len;
+        let reader = dtype.and_then(|dtype| Some((Reader::of(dtype)?, to_usize(dtype.itemsize()))));
         let elements = reader.map(|(reader, size)| {
-            let items = shown.chunks_exact(size).flat_map(|item| reader.numbers(item));
+            let items = preview.chunks_exact(size).flat_map(|item| reader.numbers(item));
             let mut items: Vec<String> = items.map(|each| each.to_string()).collect();
             items.extend(is_cut.then(|| "…".to_owned()));
             items.join(", ")
         });
         let elements = elements.unwrap_or_else(|| format!("{} bytes", storage.len));
-        self.part(storage.stored_range(), &format!("storage {number}: {elements}"))
+        self.dump_payload(storage.stored_range(), &format!("storage {number}: {elements}"))
     }
 
-    /// Stored bytes: the first ones, and how many more there are.
-    fn part(&mut self, range: Range<u64>, what: &str) -> Result<()> {
+    /// Dumps the first bytes of a range, and the number of the remaining bytes.
+    fn dump_payload(&mut self, range: Range<u64>, description: &str) -> Result<()> {
         let len = range.end - range.start;
-        let shown = self.read(range.start, LINE.min(place(len)))?;
-        self.page.bytes(range.start, &shown, what)?;
-        let rest = range.start + wide(shown.len());
+        let preview = self.read(range.start, LINE.min(to_usize(len)))?;
+        self.page.bytes(range.start, &preview, description)?;
+        let rest = range.start + to_u64(preview.len());
         self.page.repeated(rest, "..", range.end - rest, "the rest of it")
     }
 
-    /// The dtype of the tensor at the start of each storage.
-    fn dtypes(&self) -> BTreeMap<u32, Dtype> {
+    /// Returns the dtype of the tensor at the start of each storage.
+    fn dtypes_by_storage(&self) -> BTreeMap<u32, Dtype> {
         let mut dtypes = BTreeMap::new();
         for (_, node) in self.archive.leaves() {
             let tssd_format::Node::Tensors(run) = node else { continue };
@@ -196,166 +208,171 @@ impl<'a> Dump<'a> {
         dtypes
     }
 
-    /// All tables, and the root.
-    fn index(&mut self) -> Result<()> {
+    /// Dumps all tables, and the root.
+    fn dump_index(&mut self) -> Result<()> {
         let start = self.index.start;
         self.page.heading(&format!("INDEX, from {start} on"));
-        let names = Names::of(self);
+        let uses = EntryUses::collect(self);
         let tables = std::mem::take(&mut self.tables);
         let mut end = 0;
         for table in &tables {
-            let what = format!("up to {}, a multiple of {}", table.name, table.align);
-            self.gap(start + wide(end), start + wide(table.range.start), &what)?;
+            let description = format!("up to {}, a multiple of {}", table.name, table.align);
+            self.dump_padding(
+                start + to_u64(end),
+                start + to_u64(table.range.start),
+                &description,
+            )?;
             end = table.range.end;
             match table.shape {
-                Some(shape) => self.records(table, shape)?,
+                Some(shape) => self.dump_records(table, shape)?,
                 None if table.range.is_empty() => {}
                 None => {
                     self.page.heading(table.name);
-                    self.plain(table, &names)?;
+                    self.dump_plain_table(table, &uses)?;
                 }
             }
         }
         let root = self.root;
         let is_later = self.archive.index_bytes().len() > root + Shape::named("Root").size();
-        let what = if is_later { "of a later version" } else { "up to the root, a multiple of 4" };
-        self.gap(start + wide(end), start + wide(root), what)?;
-        self.root_fields(&tables)?;
+        let description =
+            if is_later { "of a later version" } else { "up to the root, a multiple of 4" };
+        self.dump_padding(start + to_u64(end), start + to_u64(root), description)?;
+        self.dump_root(&tables)?;
         self.tables = tables;
         Ok(())
     }
 
-    fn records(&mut self, table: &Table, shape: Shape) -> Result<()> {
+    fn dump_records(&mut self, table: &IndexTable, shape: Shape) -> Result<()> {
         let bytes = self.archive.index_bytes();
         for (number, at) in table.range.clone().step_by(table.size).enumerate() {
             self.page.heading(&format!("{}[{number}]", table.name));
             let bytes = &bytes[at..at + table.size];
-            self.record(&Record { shape, at: self.index.start + wide(at), bytes })?;
+            self.dump_record(&Record { shape, at: self.index.start + to_u64(at), bytes })?;
         }
         Ok(())
     }
 
-    /// A table of numbers, strings or digests.
-    fn plain(&mut self, table: &Table, names: &Names) -> Result<()> {
+    /// Dumps a table of numbers, strings or digests.
+    fn dump_plain_table(&mut self, table: &IndexTable, uses: &EntryUses) -> Result<()> {
         let (bytes, start) = (self.archive.index_bytes(), self.index.start);
         if table.name == "heap" {
-            for ((offset, len), what) in &names.heap {
-                let at = table.range.start + place(*offset);
-                let content = &bytes[at..at + place(*len)];
-                let what = format!("{offset}: {}", of_content(what, content));
-                self.page.bytes(start + wide(at), content, &what)?;
+            for ((offset, len), kind) in &uses.heap {
+                let at = table.range.start + to_usize(*offset);
+                let content = &bytes[at..at + to_usize(*len)];
+                let description = format!("{offset}: {}", describe_content(kind, content));
+                self.page.bytes(start + to_u64(at), content, &description)?;
             }
             return Ok(());
         }
         for (entry, at) in (0..).zip(table.range.clone().step_by(table.size)) {
             let bytes = &bytes[at..at + table.size];
             let value = number(bytes);
-            let what = match table.name {
-                "dims" if names.dims.iter().any(|range| range.contains(&entry)) => {
+            let description = match table.name {
+                "dims" if uses.dims.iter().any(|range| range.contains(&entry)) => {
                     let (offset, len) = heap_range(value);
                     format!("{entry}: heap offset {offset}, length {len}")
                 }
-                // Entries of sizes may be below 0; no other is so large.
+                // Entries of sizes may be negative. Other entries never exceed the range of `i64`.
                 "dims" => format!("{entry}: {}", value.cast_signed()),
                 "by_key" if entry == 0 => "by_key[0]: always 0".to_owned(),
                 "by_key" => format!("by_key[{entry}]: node {value}"),
-                "crcs" => format!("crcs[{entry}]: {}", names.crc(entry)),
+                "crcs" => format!("crcs[{entry}]: {}", uses.describe_crc(entry)),
                 name => format!("{name}[{entry}]: of storage {entry}"),
             };
-            self.page.bytes(start + wide(at), bytes, &what)?;
+            self.page.bytes(start + to_u64(at), bytes, &description)?;
         }
         Ok(())
     }
 
-    fn root_fields(&mut self, tables: &[Table]) -> Result<()> {
+    fn dump_root(&mut self, tables: &[IndexTable]) -> Result<()> {
         let (bytes, start) = (self.archive.index_bytes(), self.index.start);
         let shape = Shape::named("Root");
-        self.page.heading(&format!("root, from {} on", start + wide(self.root)));
+        self.page.heading(&format!("root, from {} on", start + to_u64(self.root)));
         for ((name, offset, size), table) in shape.fields.iter().zip(tables) {
             let field = self.root + offset;
-            let at = start + wide(field);
-            let target = start + wide(table.range.start);
+            let at = start + to_u64(field);
+            let target = start + to_u64(table.range.start);
             let count = table.range.len() / table.size;
-            let what = format!("{name}: {count} at {at} - {} = {target}", at - target);
-            self.page.bytes(at, &bytes[field..field + size], &what)?;
+            let description = format!("{name}: {count} at {at} - {} = {target}", at - target);
+            self.page.bytes(at, &bytes[field..field + size], &description)?;
         }
         let end = self.root + shape.size();
-        self.page.bytes(start + wide(end), &bytes[end..], "of a later version")
+        self.page.bytes(start + to_u64(end), &bytes[end..], "of a later version")
     }
 }
 
-/// What entries of the plain tables are for, as records tell.
-struct Names {
-    /// What lies in the heap: offset and length.
+/// Uses of the entries of plain tables, collected from the records.
+struct EntryUses {
+    /// Kind of each heap range, by offset and length.
     heap: BTreeMap<(u64, u64), &'static str>,
-    /// The entries of dims that are heap ranges.
+    /// Entries of `dims` that are heap ranges.
     dims: Vec<Range<u64>>,
-    /// The first entry of crcs of each storage.
+    /// First entry of each storage in `crcs`.
     crcs: Vec<u64>,
 }
 
-impl Names {
-    fn of(dump: &Dump<'_>) -> Self {
-        let mut names = Self { heap: BTreeMap::new(), dims: Vec::new(), crcs: Vec::new() };
+impl EntryUses {
+    fn collect(dump: &Dump<'_>) -> Self {
+        let mut uses = Self { heap: BTreeMap::new(), dims: Vec::new(), crcs: Vec::new() };
         let bytes = dump.archive.index_bytes();
         for table in &dump.tables {
             let Some(shape) = table.shape else { continue };
             for at in table.range.clone().step_by(table.size) {
                 let record = Record { shape, at: 0, bytes: &bytes[at..at + table.size] };
                 for (field, ..) in shape.fields {
-                    if let Some(what) = meaning::in_heap(&record, field) {
-                        names.content(record.get(field), what);
+                    if let Some(kind) = meaning::in_heap(&record, field) {
+                        uses.add_heap_range(record.get(field), kind);
                     }
                 }
                 match shape.name {
                     "Slice" if record.get("names") != NONE => {
                         let first = record.get("names");
-                        names.dims.push(first..first + record.get("mesh_rank"));
+                        uses.dims.push(first..first + record.get("mesh_rank"));
                     }
-                    "Storage" => names.crcs.push(record.get("crcs")),
+                    "Storage" => uses.crcs.push(record.get("crcs")),
                     _ => {}
                 }
             }
         }
-        names.dims.sort_by_key(|range| range.start);
-        names.dims.dedup();
-        for entry in names.dims.clone().into_iter().flatten() {
+        uses.dims.sort_by_key(|range| range.start);
+        uses.dims.dedup();
+        for entry in uses.dims.clone().into_iter().flatten() {
             let dims = dump.tables.iter().find(|table| table.name == "dims");
-            let at = dims.map_or(0, |dims| dims.range.start) + place(entry) * 8;
-            names.content(number(&bytes[at..at + 8]), "str");
+            let at = dims.map_or(0, |dims| dims.range.start) + to_usize(entry) * 8;
+            uses.add_heap_range(number(&bytes[at..at + 8]), "str");
         }
-        names
+        uses
     }
 
-    fn content(&mut self, range: u64, what: &'static str) {
+    fn add_heap_range(&mut self, range: u64, kind: &'static str) {
         let (offset, len) = heap_range(range);
         if len > 0 {
-            self.heap.entry((offset, len)).or_insert(what);
+            self.heap.entry((offset, len)).or_insert(kind);
         }
     }
 
-    fn crc(&self, entry: u64) -> String {
+    fn describe_crc(&self, entry: u64) -> String {
         let storage = self.crcs.partition_point(|first| *first <= entry).saturating_sub(1);
         let first = self.crcs.get(storage).copied().unwrap_or_default();
         format!("storage {storage}, chunk {}", entry - first)
     }
 }
 
-/// Content of the heap in words.
-fn of_content(what: &str, content: &[u8]) -> String {
-    match (what, std::str::from_utf8(content)) {
+/// Describes the content of a heap range.
+fn describe_content(kind: &str, content: &[u8]) -> String {
+    match (kind, std::str::from_utf8(content)) {
         ("str", Ok(text)) => quoted(text),
         ("str", Err(_)) => "str with surrogates".to_owned(),
         ("tuple", _) => "packed tuple".to_owned(),
-        _ => what.to_owned(),
+        _ => kind.to_owned(),
     }
 }
 
-fn wide(len: usize) -> u64 {
+fn to_u64(len: usize) -> u64 {
     u64::try_from(len).expect("usize is at most 64 bits")
 }
 
-/// Places in an index, which is in memory, and lengths of a few bytes.
-fn place(number: u64) -> usize {
+/// Converts an offset in the index, which is in memory, or the length of a few bytes.
+fn to_usize(number: u64) -> usize {
     usize::try_from(number).unwrap_or(usize::MAX)
 }

@@ -1,4 +1,4 @@
-//! The tree of a file as lines of text.
+//! Text view of the tree of a file.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -12,88 +12,89 @@ use crate::document::Document;
 use crate::size::{Size, count};
 use crate::value::{of_attr, repr};
 
-/// What is shown of a file.
+/// Text view of a file.
 pub(super) struct Tree {
-    /// The root's kind, then one line for each node below it.
+    /// The kind of the root, then one line for each node below it.
     pub(super) lines: String,
-    /// One line about all of it.
+    /// One line with totals.
     pub(super) summary: String,
-    /// What is said of it as a whole, one line each.
+    /// The attributes of the file, one line each.
     pub(super) attributes: String,
 }
 
-/// One node: where it hangs, and what it is in columns.
+/// A node: its name with branches, its columns, and a note.
 struct Row {
     name: String,
     cells: Vec<String>,
     note: String,
 }
 
-struct Walk<'a> {
+struct TreeBuilder<'a> {
     archive: Option<&'a Archive>,
     verbose: bool,
     rows: Vec<Row>,
-    /// The first leaf of each storage, with its place in it.
-    seen: BTreeMap<u32, (String, u64, u64)>,
+    /// First leaf of each storage: its fqn, byte offset and length in bytes.
+    first_by_storage: BTreeMap<u32, (String, u64, u64)>,
     tensors: u64,
     tied: u64,
     bytes: u64,
-    /// Of all storages: bytes in files, and what they decode to.
+    /// Size of all storages as stored, in bytes.
     stored: u64,
+    /// Size of all storages after decompression, in bytes.
     raw: u64,
-    others: u64,
+    other_leaves: u64,
 }
 
 impl Tree {
-    /// The tree of a document; its storages too if it is to be verbose.
+    /// Creates the text view of a document. The verbose view includes storages.
     pub(super) fn of(document: &Document, verbose: bool) -> Self {
-        let mut walk = Walk {
+        let mut builder = TreeBuilder {
             archive: document.archive(),
             verbose,
             rows: Vec::new(),
-            seen: BTreeMap::new(),
+            first_by_storage: BTreeMap::new(),
             tensors: 0,
             tied: 0,
             bytes: 0,
             stored: 0,
             raw: 0,
-            others: 0,
+            other_leaves: 0,
         };
         let root = document.structure();
-        let mut lines = kind_of(&root);
+        let mut lines = container_kind(&root);
         if let Node::Container(_, children) = &root {
-            walk.children(children, "", &ObjectPath::root());
+            builder.add_children(children, "", &ObjectPath::root());
         }
-        walk.draw(&mut lines);
+        builder.render(&mut lines);
         let mut attributes = String::new();
         for (name, value) in document.attrs() {
             writeln!(attributes, "{name}: {}", of_attr(&value)).expect("a String takes any text");
         }
-        Self { lines, summary: walk.summary(document), attributes }
+        Self { lines, summary: builder.summary(document), attributes }
     }
 }
 
-impl Walk<'_> {
-    fn children(&mut self, children: &[(Step, Node)], indent: &str, path: &ObjectPath) {
-        for (place, (step, child)) in children.iter().enumerate() {
-            let is_last = place + 1 == children.len();
+impl TreeBuilder<'_> {
+    fn add_children(&mut self, children: &[(Step, Node)], indent: &str, path: &ObjectPath) {
+        for (index, (step, child)) in children.iter().enumerate() {
+            let is_last = index + 1 == children.len();
             let (branch, below) = if is_last { ("└─ ", "   ") } else { ("├─ ", "│  ") };
             let path = path.clone().step(step.clone());
-            let name = format!("{indent}{branch}{}", name_of(step));
+            let name = format!("{indent}{branch}{}", step_name(step));
             let below = format!("{indent}{below}");
             match child {
                 Node::Container(_, children) => {
-                    self.row(name, [kind_of(child)], String::new());
-                    self.children(children, &below, &path);
+                    self.add_row(name, [container_kind(child)], String::new());
+                    self.add_children(children, &below, &path);
                 }
-                Node::Tensors(run) => self.tensors(run, name, &below, &path),
+                Node::Tensors(shards) => self.add_shards(shards, name, &below, &path),
                 Node::Leaf(value) => {
-                    self.others += 1;
+                    self.other_leaves += 1;
                     let (kind, text) = repr(value);
-                    self.row(name, [kind.to_owned()], text);
+                    self.add_row(name, [kind.to_owned()], text);
                 }
                 Node::Stored(stored, storage) => {
-                    self.others += 1;
+                    self.other_leaves += 1;
                     let kind = match stored {
                         Stored::Str => "str".to_owned(),
                         Stored::Bytes => "bytes".to_owned(),
@@ -104,57 +105,63 @@ impl Walk<'_> {
                         let size = Size(storage.len).to_string();
                         self.stored += storage.stored_len();
                         self.raw += storage.len;
-                        packing(&storage)
+                        describe_compression(&storage)
                             .map_or(size.clone(), |packing| format!("{size}  {packing}"))
                     });
-                    self.row(name, [kind], size);
+                    self.add_row(name, [kind], size);
                 }
             }
         }
     }
 
-    /// Shards beside each other are lines of their own under their leaf.
-    fn tensors(&mut self, run: &[TensorReference], name: String, indent: &str, path: &ObjectPath) {
+    /// Adds the row of a leaf. Several shards are added as rows below the leaf.
+    fn add_shards(
+        &mut self,
+        shards: &[TensorReference],
+        name: String,
+        indent: &str,
+        path: &ObjectPath,
+    ) {
         self.tensors += 1;
-        let [only] = run else {
-            self.row(name, [format!("{} shards", run.len())], String::new());
-            for (place, each) in run.iter().enumerate() {
-                let branch = if place + 1 == run.len() { "└─ " } else { "├─ " };
-                let name = format!("{indent}{branch}#{place}");
-                self.tensor(each, name, path);
+        let [only] = shards else {
+            self.add_row(name, [format!("{} shards", shards.len())], String::new());
+            for (index, each) in shards.iter().enumerate() {
+                let branch = if index + 1 == shards.len() { "└─ " } else { "├─ " };
+                let name = format!("{indent}{branch}#{index}");
+                self.add_tensor(each, name, path);
             }
             return;
         };
-        self.tensor(only, name, path);
+        self.add_tensor(only, name, path);
     }
 
-    fn tensor(&mut self, each: &TensorReference, name: String, path: &ObjectPath) {
+    fn add_tensor(&mut self, each: &TensorReference, name: String, path: &ObjectPath) {
         let meta = &each.meta;
         let mut notes = Vec::new();
         let mut align = String::new();
         if let Some(place) = &each.place {
-            notes.push(slice(place));
+            notes.push(describe_slice(place));
         }
         if !meta.is_contiguous() {
             notes.push(format!("strides {:?}", meta.strides()));
         }
         let flags = TensorFlags::NAMES.iter().filter(|(flag, _)| meta.flags().contains(*flag));
         notes.extend(flags.map(|(_, name)| (*name).to_owned()));
-        let mut counts = meta.nbytes();
+        let mut counted_bytes = meta.nbytes();
         if let (Some(number), Some(archive)) = (each.storage, self.archive) {
             let storage = archive.storage(number);
-            align = format!("align {}", binary(1 << storage.align_log2));
-            let here = (path.fqn(), each.byte_offset, meta.span_bytes());
-            if let Some((first, offset, span)) = self.seen.get(&number) {
-                let same = (*offset, *span) == (here.1, here.2);
+            align = format!("align {}", alignment_text(1 << storage.align_log2));
+            let location = (path.fqn(), each.byte_offset, meta.span_bytes());
+            if let Some((first, offset, span)) = self.first_by_storage.get(&number) {
+                let same = (*offset, *span) == (location.1, location.2);
                 notes.push(format!("{} {first}", if same { "tied to" } else { "overlaps" }));
                 self.tied += 1;
-                counts = 0;
+                counted_bytes = 0;
             } else {
-                self.seen.insert(number, here);
+                self.first_by_storage.insert(number, location);
                 self.stored += storage.stored_len();
                 self.raw += storage.len;
-                notes.extend(packing(&storage));
+                notes.extend(describe_compression(&storage));
             }
             if self.verbose {
                 notes.push(format!(
@@ -163,22 +170,22 @@ impl Walk<'_> {
                 ));
             }
         }
-        self.bytes = self.bytes.saturating_add(counts);
+        self.bytes = self.bytes.saturating_add(counted_bytes);
         let shape = format!("{:?}", meta.shape());
         let size = Size(meta.nbytes()).to_string();
-        self.row(name, [meta.dtype().to_string(), shape, size, align], notes.join(", "));
+        self.add_row(name, [meta.dtype().to_string(), shape, size, align], notes.join(", "));
     }
 
-    fn row(&mut self, name: String, cells: impl IntoIterator<Item = String>, note: String) {
+    fn add_row(&mut self, name: String, cells: impl IntoIterator<Item = String>, note: String) {
         self.rows.push(Row { name, cells: cells.into_iter().collect(), note });
     }
 
-    /// Columns are as wide as their widest cell. Sizes stand to the right.
-    fn draw(&self, lines: &mut String) {
+    /// Appends the rows to `lines`. A column is as wide as its widest cell. Sizes are right-aligned.
+    fn render(&self, lines: &mut String) {
         let width = |text: &String| text.chars().count();
         let names = self.rows.iter().map(|row| width(&row.name)).max().unwrap_or(0);
         let cell = |row: &Row, column: usize| row.cells.get(column).map_or(0, width);
-        // A container's kind or a plain value may run into the next column.
+        // Only tensors set the widths: the kind of a container may extend into the next column.
         let is_tensor = |row: &&Row| row.cells.len() > 2;
         let widest = |column| {
             self.rows.iter().filter(is_tensor).map(|row| cell(row, column)).max().unwrap_or(0)
@@ -207,15 +214,15 @@ impl Walk<'_> {
         let tied = if self.tied > 0 { format!(" ({} tied)", self.tied) } else { String::new() };
         parts.push(format!("{}{tied}", count(self.tensors, "tensor")));
         parts.push(Size(self.bytes).to_string());
-        if self.others > 0 {
-            parts.push(count(self.others, "other leaf"));
+        if self.other_leaves > 0 {
+            parts.push(count(self.other_leaves, "other leaf"));
         }
         parts.push(format!("file {}", Size(document.file_len())));
         if let Some(archive) = self.archive {
             let index = archive.index_range();
             parts.push(count(archive.storage_count(), "storage"));
             if self.stored < self.raw {
-                parts.push(format!("compressed {}", shrunk(self.stored, self.raw)));
+                parts.push(format!("compressed {}", compression_text(self.stored, self.raw)));
             }
             if archive.storage_count() > 0 && archive.storage(0).digest.is_some() {
                 parts.push("digests".to_owned());
@@ -230,8 +237,8 @@ impl Walk<'_> {
     }
 }
 
-/// Keys that are strings stand for themselves, unless they could be taken for something else.
-fn name_of(step: &Step) -> String {
+/// Returns the name of a step. A string key is quoted if it could be confused with another key.
+fn step_name(step: &Step) -> String {
     match step {
         Step::Index(index) => format!("[{index}]"),
         Step::Key(Key::Str(text)) => {
@@ -247,7 +254,7 @@ fn name_of(step: &Step) -> String {
     }
 }
 
-fn kind_of(node: &Node) -> String {
+fn container_kind(node: &Node) -> String {
     let Node::Container(container, children) = node else { return String::new() };
     let kind = match container {
         Container::Dict => "dict",
@@ -260,8 +267,8 @@ fn kind_of(node: &Node) -> String {
     if children.is_empty() { format!("empty {kind}") } else { kind.to_owned() }
 }
 
-/// Which box of which tensor, and who has it.
-fn slice(place: &ShardPlace) -> String {
+/// Describes a shard: its region, the global shape, the mesh and the placements.
+fn describe_slice(place: &ShardPlace) -> String {
     let slice = place.slice();
     let mut text = format!("{} of {:?}", slice.region(), slice.global_shape());
     if !slice.mesh_shape().is_empty() {
@@ -274,25 +281,25 @@ fn slice(place: &ShardPlace) -> String {
     text
 }
 
-/// How a compressed storage is stored.
-fn packing(storage: &StorageReference) -> Option<String> {
+/// Describes the compression of a storage. Returns `None` if it is not compressed.
+fn describe_compression(storage: &StorageReference) -> Option<String> {
     let packing = storage.packing.as_ref()?;
     let shuffle = match packing.shuffle {
         0 => String::new(),
         width => format!(" shuffle {width}"),
     };
-    Some(format!("zstd{shuffle} {}", shrunk(storage.stored_len(), storage.len)))
+    Some(format!("zstd{shuffle} {}", compression_text(storage.stored_len(), storage.len)))
 }
 
-/// What compression has made of so many bytes.
+/// Returns the size before and after compression, and the ratio.
 #[expect(clippy::cast_precision_loss, reason = "three digits of it are shown")]
-fn shrunk(stored: u64, raw: u64) -> String {
+fn compression_text(stored: u64, raw: u64) -> String {
     let ratio = raw as f64 / stored.max(1) as f64;
     let digits = if ratio < 100.0 { 2 } else { 0 };
     format!("{} -> {} (x {ratio:.digits$})", Size(raw), Size(stored))
 }
 
-/// Alignments are powers of two.
-fn binary(bytes: u64) -> String {
+/// Returns an alignment in bytes or KiB. Alignments are powers of two.
+fn alignment_text(bytes: u64) -> String {
     if bytes >= 1024 { format!("{} KiB", bytes >> 10) } else { format!("{bytes} B") }
 }

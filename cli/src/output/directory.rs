@@ -1,4 +1,4 @@
-//! Output directories: whole or not at all, as far as the system allows.
+//! Output directories, which are written atomically as far as the system allows.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -13,27 +13,31 @@ use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::interrupt::Unfinished;
 
-/// A directory that appears under its name once its files are complete and on the disk. Until then
-/// they have a temporary one: beside it if it is new, inside if it is there and empty.
+/// A directory that appears under its name once its files are complete and on the disk.
+///
+/// Until then, the files are in a temporary directory: next to a new directory, or inside an existing
+/// empty one.
 #[derive(Debug)]
 pub(crate) struct OutputDirectory {
     target: PathBuf,
     is_new: bool,
-    /// What is in it, in the order in which it was begun.
+    /// Files and folders at the top level, in the order of their creation.
     names: Vec<String>,
-    /// Its folders, at any depth.
+    /// Folders at any depth.
     folders: BTreeSet<String>,
-    temporary: TempDir,
-    // Dropped after the directory, so that its path is known for as long as it exists.
-    unfinished: Unfinished,
+    temp_dir: TempDir,
+    // Dropped after the directory, so that the path is registered for as long as the directory exists.
+    cleanup: Unfinished,
     bar: ProgressBar,
 }
 
 impl OutputDirectory {
-    /// Begins the directory that will be at `target`, whose files `bar` shows growing.
+    /// Creates a directory that [`commit`](Self::commit) moves to `target`.
+    ///
+    /// `bar` advances with each write to a file.
     pub(crate) fn create(target: &Path, bar: ProgressBar) -> Result<Self> {
-        let failed = |error| Failure::io("write", target, error);
-        let target = resolve(target).map_err(failed)?;
+        let io_failure = |error| Failure::io("write", target, error);
+        let target = resolve(target).map_err(io_failure)?;
         let is_new = match target.metadata() {
             Ok(old) if !old.is_dir() => {
                 let message = format_args!("{} is no directory", target.display());
@@ -41,7 +45,7 @@ impl OutputDirectory {
                     .help("name a new or empty directory: several files are to be written"));
             }
             Ok(_) => {
-                if target.read_dir().map_err(failed)?.next().is_some() {
+                if target.read_dir().map_err(io_failure)?.next().is_some() {
                     let message = format_args!("{} is not empty", target.display());
                     return Err(Failure::new(Exit::Refused, message)
                         .help("name a new or empty directory: what is there is left alone"));
@@ -52,69 +56,69 @@ impl OutputDirectory {
         };
         let mut builder = tempfile::Builder::new();
         builder.prefix(".tssd-").suffix(".tmp");
-        // With the mode that any new directory gets, not the private one of temporary ones.
+        // Use the default mode of new directories, not the private mode of temporary ones.
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
-        let place = if is_new { directory_of(&target) } else { &target };
-        let (unfinished, temporary) =
-            Unfinished::make(|| builder.tempdir_in(place)).map_err(failed)?;
+        let parent = if is_new { directory_of(&target) } else { &target };
+        let (cleanup, temp_dir) =
+            Unfinished::make(|| builder.tempdir_in(parent)).map_err(io_failure)?;
         let (names, folders) = (Vec::new(), BTreeSet::new());
-        Ok(Self { target, is_new, names, folders, temporary, unfinished, bar })
+        Ok(Self { target, is_new, names, folders, temp_dir, cleanup, bar })
     }
 
-    /// Writes one more file, in folders if its name says so. What is wrong with a name is for the caller
-    /// to know.
+    /// Creates a file, and the folders in its name. The caller validates the name.
     pub(crate) fn file(&mut self, name: &str) -> io::Result<OutputFile> {
         for (end, _) in name.match_indices('/') {
             if !self.folders.contains(&name[..end]) {
-                std::fs::create_dir(self.temporary.path().join(&name[..end]))?;
-                self.begin(&name[..end]);
+                std::fs::create_dir(self.temp_dir.path().join(&name[..end]))?;
+                self.record_name(&name[..end]);
                 self.folders.insert(name[..end].to_owned());
             }
         }
-        // A name that is there already is one that this file system takes for the same.
-        let file = File::create_new(self.temporary.path().join(name))?;
-        self.begin(name);
+        // If the file exists, this file system treats two different names as the same.
+        let file = File::create_new(self.temp_dir.path().join(name))?;
+        self.record_name(name);
         let bar = self.bar.clone();
         Ok(OutputFile { stream: BufWriter::with_capacity(BUFFER_BYTES, file), bar, written: 0 })
     }
 
-    /// Remembers what is to be moved; what is in a folder moves with it.
-    fn begin(&mut self, name: &str) {
+    /// Records a name at the top level, which `commit` moves. The files of a folder move with it.
+    fn record_name(&mut self, name: &str) {
         if !name.contains('/') {
             self.names.push(name.to_owned());
         }
     }
 
-    /// Lets the directory appear. In one that was there already, its files come one by one, in the
-    /// order in which they were begun.
+    /// Makes the directory appear under its name.
+    ///
+    /// In an existing directory, the files appear one by one, in the order of their creation.
     pub(crate) fn commit(self) -> Result<()> {
-        let Self { target, is_new, names, folders, temporary, unfinished, bar } = self;
-        let failed = |error| Failure::io("write", &target, error);
-        let from = temporary.path();
+        let Self { target, is_new, names, folders, temp_dir, cleanup, bar } = self;
+        let io_failure = |error| Failure::io("write", &target, error);
+        let from = temp_dir.path();
         for folder in &folders {
-            sync_directory(&from.join(folder)).map_err(failed)?;
+            sync_directory(&from.join(folder)).map_err(io_failure)?;
         }
         if is_new {
-            sync_directory(from).map_err(failed)?;
-            std::fs::rename(from, &target).map_err(failed)?;
-            // It is gone from where it would be removed.
-            let _gone = temporary.keep();
-            sync_directory(directory_of(&target)).map_err(failed)?;
+            sync_directory(from).map_err(io_failure)?;
+            std::fs::rename(from, &target).map_err(io_failure)?;
+            // The directory has been renamed, so there is nothing left to remove.
+            let _old_path = temp_dir.keep();
+            sync_directory(directory_of(&target)).map_err(io_failure)?;
         } else {
             for name in names {
-                std::fs::rename(from.join(&name), target.join(&name)).map_err(failed)?;
+                std::fs::rename(from.join(&name), target.join(&name)).map_err(io_failure)?;
             }
-            temporary.close().map_err(failed)?;
-            sync_directory(&target).map_err(failed)?;
+            temp_dir.close().map_err(io_failure)?;
+            sync_directory(&target).map_err(io_failure)?;
         }
-        drop(unfinished);
+        drop(cleanup);
         bar.finish_and_clear();
         Ok(())
     }
 }
 
-/// One of its files.
+/// A file of an [`OutputDirectory`].
 #[derive(Debug)]
 pub(crate) struct OutputFile {
     stream: BufWriter<File>,
@@ -123,7 +127,7 @@ pub(crate) struct OutputFile {
 }
 
 impl OutputFile {
-    /// Puts the file on the disk, and returns its length in bytes.
+    /// Syncs the file to disk, and returns its length in bytes.
     pub(crate) fn finish(self) -> io::Result<u64> {
         self.stream.into_inner()?.sync_all()?;
         Ok(self.written)

@@ -1,4 +1,4 @@
-//! Room for what comes before an output file.
+//! Scratch directories for intermediate files.
 
 use std::path::{Path, PathBuf};
 
@@ -9,32 +9,33 @@ use crate::failure::{Failure, Result};
 use crate::input::is_stream;
 use crate::interrupt::Unfinished;
 
-/// A directory that goes away with the command, whatever ends it. It lies where there must be room
-/// for the output anyway.
+/// A directory that is removed when the command ends, also after an error or an interrupt.
+///
+/// It is on the file system of the output, which needs the free space anyway.
 #[derive(Debug)]
 pub(crate) struct Scratch {
     directory: TempDir,
-    // Dropped after the directory, so that its path is known for as long as it exists.
-    _unfinished: Unfinished,
+    // Dropped after the directory, so that the path is registered for as long as the directory exists.
+    _cleanup: Unfinished,
 }
 
 impl Scratch {
-    /// Makes a directory beside `target`; if that is stdout, where the system has temporary files.
+    /// Creates a directory next to `target`, or in the temporary directory of the system for stdout.
     pub(crate) fn beside(target: &Path) -> Result<Self> {
-        let failed = |error| Failure::io("write", target, error);
-        let place = if is_stream(target) {
+        let io_failure = |error| Failure::io("write", target, error);
+        let parent = if is_stream(target) {
             std::env::temp_dir()
         } else {
-            directory_of(&resolve(target).map_err(failed)?).to_owned()
+            directory_of(&resolve(target).map_err(io_failure)?).to_owned()
         };
         let mut builder = tempfile::Builder::new();
         builder.prefix(".tssd-").suffix(".tmp");
-        let (unfinished, directory) =
-            Unfinished::make(|| builder.tempdir_in(&place)).map_err(failed)?;
-        Ok(Self { directory, _unfinished: unfinished })
+        let (cleanup, directory) =
+            Unfinished::make(|| builder.tempdir_in(&parent)).map_err(io_failure)?;
+        Ok(Self { directory, _cleanup: cleanup })
     }
 
-    /// The path of a file in it.
+    /// Returns the path of a file in the directory.
     pub(crate) fn file(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }

@@ -1,4 +1,4 @@
-//! The directory of a model as Hugging Face has it: an index and its files, or one file; and all others.
+//! Model directories in the layout of Hugging Face: an index with its files, or one file, and others.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,13 +14,15 @@ use super::source::{Data, File, Source};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 
-/// Opens the files that the index names, or the only one, and finds all others but the output.
+/// Opens the safetensors files of the directory, and lists all other files except the output.
+///
+/// The safetensors files are those that the index names, or `FILE_NAME` if there is no index.
 pub(super) fn open(directory: &Path, follow_links: bool, output: &Path) -> Result<Source> {
     let folder = Rc::new(Folder::new(directory, follow_links)?);
     let (attrs, files) = if folder.has(INDEX_NAME) {
         let path = folder.path(INDEX_NAME);
-        let refused = |error| Failure::format(&path, &error);
-        let parsed = Index::parse(read_text(&folder, INDEX_NAME)?).map_err(refused)?;
+        let format_failure = |error| Failure::format(&path, &error);
+        let parsed = Index::parse(read_text(&folder, INDEX_NAME)?).map_err(format_failure)?;
         if folder.has(FILE_NAME) && !parsed.files().contains_key(FILE_NAME) {
             let message = format_args!(
                 "{} has a {FILE_NAME} and an index of other files",
@@ -33,22 +35,22 @@ pub(super) fn open(directory: &Path, follow_links: bool, output: &Path) -> Resul
         let files = names.map(|name| open_file(&folder, name)).collect::<Result<Vec<_>>>()?;
         let headers = parsed.files().into_keys().zip(files.iter().map(|file| &file.header));
         let headers: BTreeMap<&str, &Header> = headers.collect();
-        (parsed.attrs(&headers).map_err(refused)?, files)
+        (parsed.attrs(&headers).map_err(format_failure)?, files)
     } else if folder.has(FILE_NAME) {
         let file = open_file(&folder, FILE_NAME)?;
-        let refused = |error| Failure::format(&file.path, &error);
-        (file.header.attrs().map_err(refused)?, vec![file])
+        let format_failure = |error| Failure::format(&file.path, &error);
+        (file.header.attrs().map_err(format_failure)?, vec![file])
     } else {
         let message =
             format_args!("{} has neither {INDEX_NAME} nor {FILE_NAME}", directory.display());
         return Err(Failure::new(Exit::NotFound, message)
             .help("name the directory of a model, or one safetensors file"));
     };
-    let is_known = |name: &str| {
+    let is_model_file = |name: &str| {
         let path = folder.path(name);
         name == INDEX_NAME || files.iter().any(|file| file.path == path)
     };
-    let Found { files: others, left_alone } = folder.others(is_known, output)?;
+    let Found { files: others, left_alone } = folder.others(is_model_file, output)?;
     Ok(Source { attrs, files, others, left_alone })
 }
 

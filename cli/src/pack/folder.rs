@@ -1,4 +1,4 @@
-//! The files of a directory, and which of them are opened.
+//! Access to the files of an untrusted directory.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -12,23 +12,24 @@ use tssd_format::safetensors::is_other_name;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 
-/// A directory from elsewhere: whoever made it chose its names, so a link could lead to any file of
-/// whoever packs it. Links are followed to files of the directory itself, and, as the cache of
-/// Hugging Face consists of them, from one of its snapshots to its blobs.
+/// A directory from an untrusted source, in which a link could lead to any file of the user.
+///
+/// Links are followed to files of the directory itself. In the cache of Hugging Face, which consists
+/// of links, they are also followed from a snapshot to the blobs of the model.
 pub(super) struct Folder {
     path: PathBuf,
-    /// Where links may lead; anywhere if there is no list.
-    within: Option<Vec<PathBuf>>,
+    /// Directories that links may lead into. `None` allows any target.
+    allowed: Option<Vec<PathBuf>>,
 }
 
-/// What else is in a directory, by relative names with `/`, sorted.
+/// The other files of a directory, sorted by name. Names are relative, with `/`.
 pub(super) struct Found {
     pub(super) files: Vec<Entry>,
-    /// Hidden folders, links to folders, what is no file, and the archive that is to be written.
+    /// Hidden folders, links to folders, special files, `.git` files, and the output archive.
     pub(super) left_alone: Vec<String>,
 }
 
-/// One file, which is not open.
+/// A file of a folder. It is opened when it is read.
 pub(super) struct Entry {
     folder: Rc<Folder>,
     pub(super) name: String,
@@ -36,7 +37,7 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    /// All of its bytes.
+    /// Reads the whole file.
     pub(super) fn read(&self) -> Result<Vec<u8>> {
         self.folder.read(&self.name, u64::MAX)
     }
@@ -46,26 +47,25 @@ impl Folder {
     pub(super) fn new(path: &Path, follow_links: bool) -> Result<Self> {
         let path = path.to_owned();
         if follow_links {
-            return Ok(Self { path, within: None });
+            return Ok(Self { path, allowed: None });
         }
-        let own = path.canonicalize().map_err(|error| Failure::io("read", &path, error))?;
-        let snapshots = own.parent().filter(|above| above.ends_with("snapshots"));
+        let canonical = path.canonicalize().map_err(|error| Failure::io("read", &path, error))?;
+        let snapshots = canonical.parent().filter(|above| above.ends_with("snapshots"));
         let blobs = snapshots.and_then(Path::parent).map(|model| model.join("blobs"));
-        Ok(Self { path, within: Some([own].into_iter().chain(blobs).collect()) })
+        Ok(Self { path, allowed: Some([canonical].into_iter().chain(blobs).collect()) })
     }
 
-    /// The path of a file, by its name.
+    /// Returns the path of a file.
     pub(super) fn path(&self, name: &str) -> PathBuf {
         self.path.join(name)
     }
 
-    /// Whether something has this name.
+    /// Returns whether an entry of this name exists.
     pub(super) fn has(&self, name: &str) -> bool {
         self.path(name).symlink_metadata().is_ok()
     }
 
-    /// All files in it and in its folders but for those that are `known`, and the archive that is to be
-    /// written.
+    /// Lists all files in the directory and its folders, except `known` files and the output archive.
     pub(super) fn others(
         self: &Rc<Self>,
         known: impl Fn(&str) -> bool,
@@ -76,27 +76,27 @@ impl Folder {
         let mut folders = vec![String::new()];
         while let Some(folder) = folders.pop() {
             let path = self.path(&folder);
-            let failed = |error| Failure::io("read", &path, error);
-            for entry in path.read_dir().map_err(failed)? {
-                let entry = entry.map_err(failed)?;
+            let io_failure = |error| Failure::io("read", &path, error);
+            for entry in path.read_dir().map_err(io_failure)? {
+                let entry = entry.map_err(io_failure)?;
                 let (path, own_name) = (entry.path(), entry.file_name());
                 let name = format!("{folder}{}", own_name.to_string_lossy());
                 if known(&name) {
                     continue;
                 }
-                let failed = |error| Failure::io("read", &path, error);
-                let is_link = entry.file_type().map_err(failed)?.is_symlink();
+                let io_failure = |error| Failure::io("read", &path, error);
+                let is_link = entry.file_type().map_err(io_failure)?.is_symlink();
                 let is_hidden = own_name.as_encoded_bytes().starts_with(b".");
-                let metadata = path.metadata().map_err(failed)?;
+                let metadata = path.metadata().map_err(io_failure)?;
                 let is_output = output.is_some() && path.canonicalize().ok() == output;
                 if metadata.is_dir() && !is_link && !is_hidden {
-                    folders.push(format!("{}/", self.packable(&own_name, name)?));
+                    folders.push(format!("{}/", self.check_name(&own_name, name)?));
                 } else if metadata.is_file() && own_name != ".git" && !is_output {
-                    let name = self.packable(&own_name, name)?;
+                    let name = self.check_name(&own_name, name)?;
                     let folder = Rc::clone(self);
                     found.files.push(Entry { folder, name, len: metadata.len() });
                 } else {
-                    // It is shown on terminals.
+                    // The name is printed on terminals.
                     found.left_alone.push(name.replace(char::is_control, "\u{fffd}"));
                 }
             }
@@ -106,8 +106,8 @@ impl Folder {
         Ok(found)
     }
 
-    /// The name, if `unpack` takes it.
-    fn packable(&self, own_name: &OsStr, name: String) -> Result<String> {
+    /// Returns the name if `unpack` accepts it.
+    fn check_name(&self, own_name: &OsStr, name: String) -> Result<String> {
         if own_name.to_str().is_some() && is_other_name(&name) {
             return Ok(name);
         }
@@ -118,44 +118,48 @@ impl Folder {
         ))
     }
 
-    /// Opens a regular file. One that is put in its place meanwhile is an error if it is a link; so that
-    /// a pipe is one too, opening does not wait for its writer.
+    /// Opens a regular file.
+    ///
+    /// Another process may replace the file meanwhile. A link in its place is an error. So is a pipe,
+    /// which is opened without waiting for a writer.
     pub(super) fn open(&self, name: &str) -> Result<File> {
         let path = self.path(name);
-        let failed = |error| Failure::io("read", &path, error);
-        let refused =
+        let io_failure = |error| Failure::io("read", &path, error);
+        let refusal =
             |what| Failure::new(Exit::Refused, format_args!("{} is {what}", path.display()));
         let mut target = path.clone();
-        if path.symlink_metadata().map_err(failed)?.is_symlink() {
-            target = path.canonicalize().map_err(failed)?;
-            let is_within = |folder: &PathBuf| target.starts_with(folder);
-            if self.within.as_ref().is_some_and(|within| !within.iter().any(is_within)) {
-                return Err(refused("a link that leads out of the directory").help(
+        if path.symlink_metadata().map_err(io_failure)?.is_symlink() {
+            target = path.canonicalize().map_err(io_failure)?;
+            let contains_target = |folder: &PathBuf| target.starts_with(folder);
+            if self.allowed.as_ref().is_some_and(|allowed| !allowed.iter().any(contains_target)) {
+                return Err(refusal("a link that leads out of the directory").help(
                     "pack a copy of it, as `cp -rL` makes, or follow it with --follow-links",
                 ));
             }
         }
-        let file = open_no_follow(&target).map_err(failed)?;
-        if !file.metadata().map_err(failed)?.is_file() {
-            return Err(refused("no regular file").help("take another copy of the directory"));
+        let file = open_no_follow(&target).map_err(io_failure)?;
+        if !file.metadata().map_err(io_failure)?.is_file() {
+            return Err(refusal("no regular file").help("take another copy of the directory"));
         }
         Ok(file)
     }
 
-    /// All bytes of a file, which must be `max` at most.
+    /// Reads a whole file of at most `max` bytes.
     pub(super) fn read(&self, name: &str, max: u64) -> Result<Vec<u8>> {
         let file = self.open(name)?;
         let path = self.path(name);
-        let failed = |error| Failure::io("read", &path, error);
-        let len = file.size().map_err(failed)?;
+        let io_failure = |error| Failure::io("read", &path, error);
+        let len = file.size().map_err(io_failure)?;
         if len > max {
             let message = format_args!("{} has {len} bytes, {max} are allowed", path.display());
             return Err(Failure::new(Exit::Refused, message).help("check what this file is"));
         }
         let mut bytes = Vec::new();
-        let memory = |error| failed(io::Error::new(io::ErrorKind::OutOfMemory, error));
-        bytes.try_reserve_exact(usize::try_from(len).unwrap_or(usize::MAX)).map_err(memory)?;
-        (&file).take(len).read_to_end(&mut bytes).map_err(failed)?;
+        let out_of_memory = |error| io_failure(io::Error::new(io::ErrorKind::OutOfMemory, error));
+        bytes
+            .try_reserve_exact(usize::try_from(len).unwrap_or(usize::MAX))
+            .map_err(out_of_memory)?;
+        (&file).take(len).read_to_end(&mut bytes).map_err(io_failure)?;
         Ok(bytes)
     }
 }

@@ -1,4 +1,4 @@
-//! What is packed: the tensors of a file or of stdin, or the files of a directory.
+//! Input of `tssd pack`: the tensors of a file or of stdin, or the files of a directory.
 
 use std::io::{Read, StdinLock};
 use std::path::{Path, PathBuf};
@@ -12,14 +12,14 @@ use super::folder::Entry;
 use crate::failure::{Failure, Result};
 use crate::input::{is_stream, open, shown, stdin};
 
-/// Proven headers, and where the tensors are.
+/// The opened input, with verified headers.
 pub(super) struct Source {
-    /// What the archive says of itself.
+    /// Attributes of the archive.
     pub(super) attrs: Attrs,
     pub(super) files: Vec<File>,
-    /// Files of the directory that are packed as they are.
+    /// Files of the directory that are packed unchanged.
     pub(super) others: Vec<Entry>,
-    /// The names of what else is there.
+    /// Names of the entries that are not packed.
     pub(super) left_alone: Vec<String>,
 }
 
@@ -30,63 +30,63 @@ pub(super) struct File {
     pub(super) data: Data,
 }
 
-/// Where the tensors of a file are.
+/// Source of the tensors of a file.
 pub(super) enum Data {
     Blob(Arc<dyn Blob>),
-    /// They come one after the other.
+    /// A stream with the tensors in the order of the header.
     Stream(StdinLock<'static>),
 }
 
 impl Source {
     /// Opens a file, or stdin.
     pub(super) fn open(path: &Path) -> Result<Self> {
-        let refused = |error| Failure::format(shown(path), &error);
+        let format_failure = |error| Failure::format(shown(path), &error);
         let (header, data) = if is_stream(path) {
-            from_stream(stdin()?).map_err(refused)?
+            open_stream(stdin()?).map_err(format_failure)?
         } else {
             let file = open(path)?;
-            (Header::read(&*file).map_err(refused)?, Data::Blob(file))
+            (Header::read(&*file).map_err(format_failure)?, Data::Blob(file))
         };
-        let attrs = header.attrs().map_err(refused)?;
+        let attrs = header.attrs().map_err(format_failure)?;
         let file = File { path: shown(path).to_owned(), header, data };
         Ok(Self { attrs, files: vec![file], others: Vec::new(), left_alone: Vec::new() })
     }
 
-    /// How many tensors there are.
+    /// Returns the number of tensors.
     pub(super) fn tensors(&self) -> usize {
         self.files.iter().map(|file| file.header.tensors().len()).sum()
     }
 
-    /// How many bytes all tensors take.
+    /// Returns the size of all tensors in bytes.
     pub(super) fn bytes(&self) -> u64 {
         let entries = self.files.iter().flat_map(|file| file.header.tensors());
         entries.map(|entry| entry.meta().nbytes()).sum()
     }
 
-    /// Reads tensor by tensor, in the order of the headers.
+    /// Reads each tensor, in the order of the headers, and passes it to `insert`.
     pub(super) fn read(
         files: Vec<File>,
-        take: &mut impl FnMut(&str, Tensor) -> Result<()>,
+        insert: &mut impl FnMut(&str, Tensor) -> Result<()>,
     ) -> Result<()> {
         for File { path, header, mut data } in files {
-            let refused = |error| Failure::format(&path, &error);
+            let format_failure = |error| Failure::format(&path, &error);
             for entry in header.tensors() {
                 let tensor = match &mut data {
                     Data::Blob(blob) => entry.tensor(&**blob),
                     Data::Stream(stream) => entry.read_from(stream),
                 };
-                take(entry.name(), tensor.map_err(refused)?)?;
+                insert(entry.name(), tensor.map_err(format_failure)?)?;
             }
             if let Data::Stream(stream) = &mut data {
-                Header::end(stream).map_err(refused)?;
+                Header::end(stream).map_err(format_failure)?;
             }
         }
         Ok(())
     }
 }
 
-/// A stream whose tensors have another order than the header has to be in memory whole.
-fn from_stream(mut stream: StdinLock<'static>) -> Result<(Header, Data), Error> {
+/// Opens a stream. It is read into memory if its tensors are not in the order of the header.
+fn open_stream(mut stream: StdinLock<'static>) -> Result<(Header, Data), Error> {
     let header = Header::read_from(&mut stream)?;
     if header.is_in_order() {
         return Ok((header, Data::Stream(stream)));

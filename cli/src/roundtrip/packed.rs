@@ -1,4 +1,4 @@
-//! Safetensors files: to an archive and back.
+//! Round trip of safetensors files through an archive.
 
 use std::path::Path;
 
@@ -10,25 +10,25 @@ use super::{Verdict, note_of, verdict_of};
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 
-/// Packs and unpacks a file in memory; only the same bytes will do.
+/// Packs and unpacks a file in memory. The result must have the same bytes.
 pub(super) fn check(path: &Path, file: &dyn Blob, console: Console) -> Result<Verdict> {
-    let archive = match packed(file) {
+    let archive = match pack(file) {
         Ok(archive) => archive,
         Err(error) => return verdict_of(path, &error),
     };
-    let mut same = Same::to(file);
+    let mut comparer = Same::to(file);
     let bar = console.bytes_bar("comparing", file.size().unwrap_or_default());
-    let written = unpack(&archive, &mut bar.wrap_write(&mut same));
+    let result = unpack(&archive, &mut bar.wrap_write(&mut comparer));
     bar.finish_and_clear();
-    match written {
-        Ok(()) if same.is_whole() => Ok(Verdict::identical()),
-        Err(error) if same.difference().is_none() => Err(Failure::format(path, &error)),
-        _ => Ok(Verdict::lossy([note_of(&same)])),
+    match result {
+        Ok(()) if comparer.is_whole() => Ok(Verdict::identical()),
+        Err(error) if comparer.difference().is_none() => Err(Failure::format(path, &error)),
+        _ => Ok(Verdict::lossy([note_of(&comparer)])),
     }
 }
 
-/// As `tssd pack` does it.
-fn packed(file: &dyn Blob) -> Result<Archive, Error> {
+/// Packs a file as `tssd pack` does.
+fn pack(file: &dyn Blob) -> Result<Archive, Error> {
     let header = Header::read(file)?;
     let attrs = header.attrs()?.into_iter();
     let options = attrs.fold(Options::new(), |options, (name, value)| options.attr(name, value));
@@ -39,7 +39,7 @@ fn packed(file: &dyn Blob) -> Result<Archive, Error> {
     Archive::from_bytes(writer.finish()?)
 }
 
-/// As `tssd unpack` does it.
+/// Unpacks an archive as `tssd unpack` does.
 fn unpack(archive: &Archive, stream: &mut impl std::io::Write) -> Result<(), Error> {
     Export::of_archive(archive)?.file()?.write_to(stream)
 }

@@ -1,4 +1,4 @@
-//! `tssd get`: a version of a key becomes a file.
+//! `tssd get`: writes a version of a key to an archive.
 
 use std::path::PathBuf;
 
@@ -28,7 +28,7 @@ pub(crate) struct Args {
     writer: Option<u32>,
 }
 
-/// The shards of all writers, put together.
+/// Reads a version, with the shards of all writers joined, and writes the archive.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     if args.output.extension().is_some_and(|extension| extension == "safetensors") {
         return Err(Failure::new(Exit::Usage, "get writes archives")
@@ -36,7 +36,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     }
     let console = console.beside(&args.output);
     let store = args.store.connect()?;
-    // What is wrong with the output is said before anything is read.
+    // Open the output first, so that its errors are reported before the read.
     let bar = console.bytes_bar("writing", 0);
     let mut output = Output::create(&args.output, bar.clone())?;
     let KeyVersion { key, version } = &args.key;
@@ -45,15 +45,15 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let (dict, report) = store.get_state_dict(key, &options).map_err(|error| failure(&error))?;
     spinner.finish_and_clear();
 
-    let refused = |error| Failure::format(shown(&args.output), &error);
-    // Whoever put an opaque leaf has allowed it; it stays what it is.
+    let format_failure = |error| Failure::format(shown(&args.output), &error);
+    // The writer has allowed opaque leaves in the put, so they are kept.
     let attrs = report.attrs.iter();
     let options = attrs.fold(Options::new().allow_opaque(), |options, (name, value)| {
         options.attr(name, value.clone())
     });
-    let layout = Layout::plan(&dict, &options).map_err(refused)?;
+    let layout = Layout::plan(&dict, &options).map_err(format_failure)?;
     bar.set_length(layout.file_len());
-    layout.write_to(&mut output).map_err(refused)?;
+    layout.write_to(&mut output).map_err(format_failure)?;
     let file_len = output.commit()?;
 
     let line = format!(

@@ -1,4 +1,4 @@
-//! `tssd head`: the newest version of a key. `tssd watch`: each one as it comes.
+//! `tssd head`: prints the newest version of a key. `tssd watch`: prints each new version.
 
 use tssd_store::{Key, VersionInfo};
 
@@ -46,11 +46,11 @@ pub(crate) fn watch(args: &WatchArgs, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
     for info in store.subscribe(&args.key).take(args.count.unwrap_or(usize::MAX)) {
         let info = info.map_err(|error| failure(&error))?;
-        console.result(line(&args.key, &info), &json_of(&args.key, &info))?;
+        console.result(version_line(&args.key, &info), &json_of(&args.key, &info))?;
     }
     Ok(Exit::Ok)
 }
 
-fn line(key: &Key, info: &VersionInfo) -> String {
+fn version_line(key: &Key, info: &VersionInfo) -> String {
     format!("{key}@{}: {}, writers {}", info.number, Size(info.bytes), info.writers)
 }

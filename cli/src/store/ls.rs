@@ -1,4 +1,4 @@
-//! `tssd ls`: what a store holds.
+//! `tssd ls`: lists the keys and versions of a store.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -22,12 +22,12 @@ pub(crate) struct Args {
     key: Option<Key>,
 }
 
-/// A key that is not there is an error; a store without keys is none.
+/// Lists keys or versions. A missing key is an error, an empty store is not.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
     let rows = match &args.key {
         Some(key) => versions_of(&store, key)?,
-        None => heads(&store)?,
+        None => newest_versions(&store)?,
     };
     if console.json {
         let rows: Vec<Json> = rows.iter().map(|(key, info)| json_of(key, info)).collect();
@@ -65,10 +65,10 @@ fn versions_of(store: &Store, key: &Key) -> Result<Vec<(Key, VersionInfo)>> {
     Ok(versions.into_iter().map(|info| (key.clone(), info)).collect())
 }
 
-fn heads(store: &Store) -> Result<Vec<(Key, VersionInfo)>> {
+fn newest_versions(store: &Store) -> Result<Vec<(Key, VersionInfo)>> {
     let mut rows = Vec::new();
     for key in store.keys(None).map_err(|error| failure(&error))? {
-        // A key can be deleted between the two calls.
+        // The key may have been deleted between the two calls.
         if let Some(info) = store.head(&key).map_err(|error| failure(&error))? {
             rows.push((key, info));
         }
@@ -88,7 +88,7 @@ pub(super) fn json_of(key: &Key, info: &VersionInfo) -> Json {
     })
 }
 
-/// How long ago, in the largest unit that fits.
+/// Returns the age of a version, in the largest unit that fits.
 fn age(info: &VersionInfo) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let now = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);

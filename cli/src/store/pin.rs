@@ -1,4 +1,4 @@
-//! `tssd pin`, `tssd unpin` and `tssd pins`: labels that hold versions.
+//! `tssd pin`, `tssd unpin` and `tssd pins`: labels that retain versions.
 
 use serde_json::json;
 use tssd_store::{Key, KeyVersion};
@@ -49,7 +49,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     Ok(Exit::Ok)
 }
 
-/// A label that is not there is as it should be.
+/// Removes a label. A missing label is not an error.
 pub(crate) fn unpin(args: &UnpinArgs, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
     let key = &args.key;

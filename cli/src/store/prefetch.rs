@@ -1,4 +1,4 @@
-//! `tssd prefetch`: a version comes to this host ahead of its readers.
+//! `tssd prefetch`: copies a version to this host before it is read.
 
 use serde_json::json;
 use tssd_store::{GetOptions, KeyVersion};

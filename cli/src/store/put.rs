@@ -1,4 +1,4 @@
-//! `tssd put`: a file becomes a version of a key.
+//! `tssd put`: stores a file as a version of a key.
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
@@ -44,10 +44,10 @@ pub(crate) struct Args {
     #[arg(long)]
     zstd: bool,
     /// What the version outlives; a store in a directory keeps all on disk, one in a bucket there
-    #[arg(long, value_enum, default_value_t = Lasts::Memory)]
-    durability: Lasts,
+    #[arg(long, value_enum, default_value_t = DurabilityArg::Memory)]
+    durability: DurabilityArg,
     /// For how many seconds other writers, memory and the bucket are waited for
-    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = parse_seconds)]
     timeout: Duration,
     /// Write digests: a BLAKE3 for each storage, and one for all
     #[arg(long)]
@@ -56,7 +56,7 @@ pub(crate) struct Args {
 
 /// What a version outlives.
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
-enum Lasts {
+enum DurabilityArg {
     /// Nothing: it ends with the daemon
     Memory,
     /// The daemon, and a power cut
@@ -65,12 +65,12 @@ enum Lasts {
     Object,
 }
 
-fn seconds(text: &str) -> std::result::Result<Duration, String> {
+fn parse_seconds(text: &str) -> std::result::Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_owned())?;
     Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
 }
 
-/// One writer's contribution; usually there is only one writer.
+/// Puts the file as the shards of one writer. Most versions have one writer.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     if args.job.is_some() && args.key.version.is_none() {
         return Err(Failure::new(Exit::Usage, "--job needs the number of the version").help(
@@ -95,9 +95,9 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         compression: if args.zstd { Compression::ShuffledZstd } else { Compression::None },
         digests: args.digest,
         durability: match args.durability {
-            Lasts::Memory => Durability::Memory,
-            Lasts::Disk => Durability::Disk,
-            Lasts::Object => Durability::Object,
+            DurabilityArg::Memory => Durability::Memory,
+            DurabilityArg::Disk => Durability::Disk,
+            DurabilityArg::Object => Durability::Object,
         },
         timeout: args.timeout,
         ..PutOptions::default()

@@ -1,4 +1,4 @@
-//! `tssd rm`: versions of a key are deleted.
+//! `tssd rm`: deletes versions of a key.
 
 use serde_json::json;
 use tssd_store::KeyVersion;
@@ -19,7 +19,7 @@ pub(crate) struct Args {
     key: KeyVersion,
 }
 
-/// Says how many there were; none is an error.
+/// Deletes versions and reports their number. If there are none, that is an error.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
     let KeyVersion { key, version } = &args.key;

@@ -1,4 +1,4 @@
-//! `tssd status`: how the daemon of a store is.
+//! `tssd status`: prints the state of the daemon of a store.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
          made, {} times recycled\n",
         status.daemon,
         status.pid,
-        seconds(status.uptime),
+        format_seconds(status.uptime),
         Size(memory.used),
         Size(memory.limit),
         memory.segments,
@@ -46,11 +46,15 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let mut peers =
         Table::new(&[("PEER", Align::Right), ("CLIENT", Align::Left), ("AGE", Align::Right)]);
     for peer in &status.peers {
-        peers.row([who(peer.pid, peer.address.as_ref()), peer.client.clone(), seconds(peer.age)]);
+        peers.row([
+            peer_label(peer.pid, peer.address.as_ref()),
+            peer.client.clone(),
+            format_seconds(peer.age),
+        ]);
     }
     print(&peers)?;
     if !status.leases.is_empty() {
-        print(leases(&status))?;
+        print(lease_table(&status))?;
     }
     for upload in &status.uploads {
         print(format!("on its way to the bucket: {upload}\n"))?;
@@ -65,8 +69,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     Ok(Exit::Ok)
 }
 
-/// Who reads what.
-fn leases(status: &DaemonStatus) -> Table {
+/// Returns a table of the leases: reader, key, version and age.
+fn lease_table(status: &DaemonStatus) -> Table {
     let mut leases = Table::new(&[
         ("READER", Align::Right),
         ("KEY", Align::Left),
@@ -75,19 +79,21 @@ fn leases(status: &DaemonStatus) -> Table {
     ]);
     for lease in &status.leases {
         let is_own = lease.pid == status.pid && lease.address.is_none();
-        let reader = who(lease.pid, lease.address.as_ref());
+        let reader = peer_label(lease.pid, lease.address.as_ref());
         leases.row([
             if is_own { "the daemon".to_owned() } else { reader },
             lease.key.clone(),
             lease.version.to_string(),
-            seconds(lease.age),
+            format_seconds(lease.age),
         ]);
     }
     leases
 }
 
-/// A process, or where somebody of another host is.
-fn who(pid: u32, address: Option<&String>) -> String {
+/// Returns a label for a peer: its address if it is on another host, else its process ID.
+///
+/// The process ID 0 stands for a process in another PID namespace.
+fn peer_label(pid: u32, address: Option<&String>) -> String {
     match (address, pid) {
         (Some(address), _) => address.clone(),
         (None, 0) => "other PID namespace".to_owned(),
@@ -95,6 +101,6 @@ fn who(pid: u32, address: Option<&String>) -> String {
     }
 }
 
-fn seconds(span: Duration) -> String {
-    format!("{:.1} s", span.as_secs_f64())
+fn format_seconds(duration: Duration) -> String {
+    format!("{:.1} s", duration.as_secs_f64())
 }

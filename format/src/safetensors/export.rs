@@ -1,15 +1,13 @@
-//! What a state dict is as safetensors files: which leaves, in which order, under which header.
+//! Export of a state dict to safetensors files: which leaves, in which order, under which header.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io::Write;
-use std::ops::Range;
-
-use bytes::Bytes;
 
 use super::header::{Header, METADATA, Texts, canonical, wide};
 use super::index::{Index, common_metadata, remembered};
 use super::other::{Other, OtherFile, prove_apart};
+use super::source::Source;
 use super::{FILE_NAME, HEADER_ATTR, INDEX_ATTR, INDEX_NAME};
 use crate::archive::Archive;
 use crate::encode::{AttrValue, Attrs};
@@ -20,29 +18,23 @@ use crate::state_dict::StateDict;
 use crate::structure::{Container, Item, Node, TensorReference, Trail, structure_of, walk};
 use crate::tensor::TensorMeta;
 
-/// Expanded tensors take no room in an archive and any amount of it in safetensors: what is written
-/// may be this many times what is stored, or a GiB.
+/// The largest ratio of exported bytes to stored bytes, unless the export is at most 1 GiB.
+///
+/// Expanded tensors (stride 0) take little space in an archive and an unbounded amount in safetensors.
 const EXPANSION_MAX: u64 = 64;
 
-/// A state dict that safetensors can hold, ready to be written as one file or several.
+/// A state dict that has been checked for export, to be written as one safetensors file or several.
 #[derive(Clone, Debug)]
 pub struct Export {
     source: Source,
     leaves: Vec<Leaf>,
     others: Vec<Other>,
     metadata: Texts,
-    /// The attributes that say what the state dict was made from.
+    /// The attributes whose names begin with `tssd.`, such as [`HEADER_ATTR`] and [`INDEX_ATTR`].
     origin: Attrs,
 }
 
-/// Where the bytes of storages are.
-#[derive(Clone, Debug)]
-pub(super) enum Source {
-    Archive(Archive),
-    Memory(Vec<Bytes>),
-}
-
-/// One tensor.
+/// One tensor to export.
 #[derive(Clone, Debug)]
 struct Leaf {
     name: String,
@@ -50,15 +42,16 @@ struct Leaf {
 }
 
 impl Export {
-    /// Takes all tensors of an archive; their bytes stay where they are.
+    /// Prepares all tensors of an archive for export. Copies no tensor bytes.
     ///
     /// # Errors
     ///
-    /// `NotExportable` for a leaf or an attribute that safetensors cannot hold; `OtherFile` for what is
-    /// under [`FILES_KEY`](super::FILES_KEY) and cannot be a file; `LimitExceeded` if expanded tensors
-    /// would take far more than they do now; `BlobElsewhere` for a manifest.
+    /// - `NotExportable` for a leaf or an attribute that safetensors cannot hold.
+    /// - `OtherFile` for an entry under [`FILES_KEY`](super::FILES_KEY) that cannot be a file.
+    /// - `LimitExceeded` if the export is larger than 1 GiB and than 64 times the stored bytes.
+    /// - `BlobElsewhere` for a manifest that was opened without its archives.
     pub fn of_archive(archive: &Archive) -> Result<Self> {
-        // What a manifest that was opened alone lacks is said before anything is written.
+        // A manifest that was opened alone fails here, before anything is written.
         if archive.storage_count() > 0 {
             archive.storage_range(0, 0..0)?;
         }
@@ -68,14 +61,17 @@ impl Export {
         Self::new(source, stored, archive.structure(), &archive.attrs())
     }
 
-    /// Takes all tensors of a state dict; their bytes are shared, not copied, but for those that are elsewhere.
+    /// Prepares all tensors of a state dict for export.
+    ///
+    /// Shares the bytes of tensors in this process's memory, and reads all others into memory.
     ///
     /// # Errors
     ///
-    /// As [`Export::of_archive`]; `Io` if what is elsewhere cannot be read.
+    /// As [`Export::of_archive`]; `Io` if bytes outside this process's memory cannot be read.
     pub fn of_state_dict(dict: &StateDict, attrs: &Attrs) -> Result<Self> {
-        let (mut storages, mut places) = (Vec::new(), Vec::new());
-        // What is no tensor is refused with its path later; here it counts, so that places fit.
+        let (mut storages, mut locations) = (Vec::new(), Vec::new());
+        // `new` rejects other leaves, with their path. They get a location here because `structure_of`
+        // takes one for each item of `walk`.
         walk(dict.as_value(), &Trail::Start(&ObjectPath::root()), true, &mut |_, item| {
             let (bytes, byte_offset) = match item {
                 Item::Tensor(tensor) => match tensor.storage().bytes() {
@@ -85,11 +81,12 @@ impl Export {
                 Item::Content(bytes) => (bytes.clone(), 0),
             };
             let number = u32::try_from(storages.len());
-            places.push((Some(number.map_err(|_| Error::new(ErrorKind::TooLarge))?), byte_offset));
+            locations
+                .push((Some(number.map_err(|_| Error::new(ErrorKind::TooLarge))?), byte_offset));
             storages.push(bytes);
             Ok(())
         })?;
-        let structure = structure_of(dict.as_value(), &mut places.into_iter());
+        let structure = structure_of(dict.as_value(), &mut locations.into_iter());
         let stored = storages.iter().map(|bytes| wide(bytes.len())).fold(0, u64::saturating_add);
         Self::new(Source::Memory(storages), stored, structure.to_node(), attrs)
     }
@@ -124,32 +121,34 @@ impl Export {
         Ok(export)
     }
 
-    /// How many tensors there are.
+    /// Returns the number of tensors.
     pub fn len(&self) -> usize {
         self.leaves.len()
     }
 
-    /// True if there are none.
+    /// Returns true if there are no tensors.
     pub fn is_empty(&self) -> bool {
         self.leaves.is_empty()
     }
 
-    /// How many bytes all tensors take.
+    /// Returns the size of all tensors, in bytes.
     pub fn nbytes(&self) -> u64 {
         self.leaves.iter().map(Leaf::nbytes).fold(0, u64::saturating_add)
     }
 
-    /// The files that are no tensors, which a directory has too.
+    /// Returns the auxiliary files of the directory.
     pub fn others(&self) -> impl ExactSizeIterator<Item = OtherFile<'_>> {
         self.others.iter().map(|other| OtherFile::new(other, &self.source))
     }
 
-    /// All tensors as one file: the one that the state dict was made from, byte for byte, if it was
-    /// made from one and its tensors and attributes are still those.
+    /// Plans one file with all tensors.
+    ///
+    /// If the state dict was imported from one file, and its tensors and attributes still match the
+    /// header of that file, the result equals that file byte for byte.
     ///
     /// # Errors
     ///
-    /// `NotExportable` if the header would be too long.
+    /// `NotExportable` if the header would exceed 100,000,000 bytes.
     pub fn file(&self) -> Result<File<'_>> {
         let origin = self.origin_text(HEADER_ATTR);
         let origin = origin.and_then(|text| Header::parse(text.to_owned()).ok());
@@ -161,12 +160,14 @@ impl Export {
         self.new_file(FILE_NAME.into(), &leaves)
     }
 
-    /// All tensors as the directory that the state dict was made from, file for file, if it was made
-    /// from one and its tensors and attributes are still those; else as a directory with one file.
+    /// Plans a directory with all tensors.
+    ///
+    /// If the state dict was imported from a directory, and its tensors and attributes still match
+    /// that directory, the result has the same files. Otherwise it has one file with tensors.
     ///
     /// # Errors
     ///
-    /// As [`Export::file`]; `OtherFile` if another file has the name of one with tensors.
+    /// As [`Export::file`]; `OtherFile` if the name of an auxiliary file conflicts with another file.
     pub fn directory(&self) -> Result<Directory<'_>> {
         match self.origin_directory() {
             Some((files, index)) => self.with_others(files, Some(index)),
@@ -174,8 +175,9 @@ impl Export {
         }
     }
 
-    /// All tensors in order as a directory of files that have `max` bytes of tensors at most, with an
-    /// index. A larger tensor gets a file of its own; a single file needs no index.
+    /// Plans a directory of files with at most `max` bytes of tensors each, in order, and an index.
+    ///
+    /// A larger tensor gets its own file. A single file needs no index.
     ///
     /// # Errors
     ///
@@ -185,7 +187,7 @@ impl Export {
         let (mut part, mut part_bytes) = (Vec::new(), 0);
         for leaf in &self.leaves {
             let bytes = leaf.nbytes();
-            // As in huggingface_hub, the file that was begun goes on behind a large tensor.
+            // As in huggingface_hub, the current file continues after a large tensor.
             if bytes > max {
                 parts.push(vec![leaf]);
                 continue;
@@ -208,10 +210,10 @@ impl Export {
         let name = |number| format!("{stem}-{number:05}-of-{count:05}.safetensors");
         let files = (1..).zip(&parts).map(|(number, part)| self.new_file(name(number), part));
         let files = files.collect::<Result<Vec<_>>>()?;
-        let in_file = |file: &File<'_>| -> Vec<_> {
+        let tensor_files = |file: &File<'_>| -> Vec<_> {
             file.leaves.iter().map(|leaf| (leaf.name.clone(), file.name.clone())).collect()
         };
-        let weight_map: BTreeMap<String, String> = files.iter().flat_map(in_file).collect();
+        let weight_map: BTreeMap<String, String> = files.iter().flat_map(tensor_files).collect();
         self.with_others(files, Some(Index::write(&weight_map, self.nbytes())))
     }
 
@@ -232,7 +234,7 @@ impl Export {
         }
     }
 
-    /// The files that were packed, and their index.
+    /// Returns the files and the index of the directory that the state dict was imported from.
     fn origin_directory(&self) -> Option<(Vec<File<'_>>, String)> {
         let (index, mut headers) = remembered(self.origin_text(INDEX_ATTR)?)?;
         let mut leaves: BTreeMap<&str, &Leaf> =
@@ -250,35 +252,35 @@ impl Export {
             };
             files.push(file);
         }
-        let is_same = leaves.is_empty()
+        let is_unchanged = leaves.is_empty()
             && headers.is_empty()
             && common_metadata(metadata.iter()) == self.metadata;
-        is_same.then(|| (files, index.text().to_owned()))
+        is_unchanged.then(|| (files, index.text().to_owned()))
     }
 
-    /// A file with a header of its own making.
+    /// Plans a file with a canonical header.
     fn new_file<'a>(&'a self, name: String, leaves: &[&'a Leaf]) -> Result<File<'a>> {
         let meta = |leaf: &&Leaf| (leaf.name.clone(), leaf.reference.meta.clone());
         let tensors: Vec<(String, TensorMeta)> = leaves.iter().map(meta).collect();
         let (header, order) = canonical(&self.metadata, &tensors)?;
-        let leaves = order.into_iter().map(|place| leaves[place]).collect();
+        let leaves = order.into_iter().map(|position| leaves[position]).collect();
         Ok(File { name, header, leaves, source: &self.source })
     }
 
-    /// A file with this header, if it describes these tensors.
+    /// Plans a file with this header, if the header describes exactly these tensors.
     fn file_of<'a>(&'a self, name: &str, leaves: &[&'a Leaf], header: Header) -> Option<File<'a>> {
         let by_name: BTreeMap<&str, &Leaf> =
             leaves.iter().map(|leaf| (&*leaf.name, *leaf)).collect();
         let mut order = Vec::with_capacity(leaves.len());
         for entry in header.tensors() {
             let leaf = *by_name.get(entry.name())?;
-            let (meta, found) = (entry.meta(), &leaf.reference.meta);
-            if (meta.dtype(), meta.shape()) != (found.dtype(), found.shape()) {
+            let (meta, actual) = (entry.meta(), &leaf.reference.meta);
+            if (meta.dtype(), meta.shape()) != (actual.dtype(), actual.shape()) {
                 return None;
             }
             order.push((entry.range().start, entry.range().end, leaf));
         }
-        // The names of a header are distinct, so as many are the same.
+        // Names in a header are distinct, so equal counts mean equal sets.
         if order.len() != leaves.len() {
             return None;
         }
@@ -299,50 +301,50 @@ impl Leaf {
     }
 }
 
-/// The files of a directory: those with tensors, their index if they need one, and all others.
+/// The planned files of a directory: tensor files, their index if needed, and auxiliary files.
 #[derive(Clone, Debug)]
 pub struct Directory<'a> {
-    /// The files, under plain names.
+    /// The files with tensors. Their names contain no path separator.
     pub files: Vec<File<'a>>,
-    /// What else was packed with them.
+    /// The auxiliary files.
     pub others: Vec<OtherFile<'a>>,
     /// The text of [`INDEX_NAME`].
     pub index: Option<String>,
 }
 
-/// A safetensors file that is planned, and can be written.
+/// A planned safetensors file.
 #[derive(Clone, Debug)]
 pub struct File<'a> {
     name: String,
     header: String,
-    /// In the order of their bytes.
+    /// The tensors in the order of their bytes in the file.
     leaves: Vec<&'a Leaf>,
     source: &'a Source,
 }
 
 impl File<'_> {
-    /// Its name in a directory.
+    /// Returns the name of the file in a directory.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The JSON text of its header, padding included.
+    /// Returns the JSON text of the header, padding included.
     pub fn header(&self) -> &str {
         &self.header
     }
 
-    /// The names of its tensors, in the order of their bytes.
+    /// Returns the names of the tensors, in the order of their bytes.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = &str> {
         self.leaves.iter().map(|leaf| &*leaf.name)
     }
 
-    /// How long it is, in bytes.
+    /// Returns the length of the file in bytes.
     pub fn file_len(&self) -> u64 {
         let tensors = self.leaves.iter().map(|leaf| leaf.nbytes());
         tensors.fold(8 + wide(self.header.len()), u64::saturating_add)
     }
 
-    /// Writes it. Of an archive that is not in memory, one storage is at a time.
+    /// Writes the file. Reads an archive that is not in memory one storage at a time.
     ///
     /// # Errors
     ///
@@ -355,7 +357,8 @@ impl File<'_> {
             let Some(number) = leaf.reference.storage.filter(|_| leaf.nbytes() > 0) else {
                 continue;
             };
-            // Views of one storage that follow each other read it once; another one is let go first.
+            // Consecutive views of one storage read it once. `take` frees the previous storage before
+            // the next one is read.
             let bytes = match loaded.take().filter(|(last, _)| *last == number) {
                 Some((_, bytes)) => bytes,
                 None => self.source.storage(number).map_err(|error| error.at(&leaf.name))?,
@@ -367,41 +370,7 @@ impl File<'_> {
     }
 }
 
-impl Source {
-    fn storage(&self, number: u32) -> Result<Bytes> {
-        match self {
-            Self::Archive(archive) => archive.storage_bytes(number),
-            Self::Memory(storages) => {
-                let place = usize::try_from(number).expect("it numbers what is in memory");
-                Ok(storages[place].clone())
-            }
-        }
-    }
-
-    /// A range of the bytes of a storage.
-    pub(super) fn range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
-        match self {
-            Self::Archive(archive) => archive.storage_range(number, range),
-            Self::Memory(_) => {
-                let size = |at: u64| usize::try_from(at).expect("it is in memory");
-                Ok(self.storage(number)?.slice(size(range.start)..size(range.end)))
-            }
-        }
-    }
-
-    /// How many bytes a storage has.
-    pub(super) fn len(&self, number: u32) -> u64 {
-        match self {
-            Self::Archive(archive) => archive.storage(number).len,
-            Self::Memory(storages) => {
-                let place = usize::try_from(number).expect("it numbers what is in memory");
-                wide(storages[place].len())
-            }
-        }
-    }
-}
-
-/// Row by row if need be: safetensors has no strides.
+/// Writes the elements of a tensor in row-major order, because safetensors has no strides.
 fn write_elements(
     reference: &TensorReference,
     storage: &[u8],
@@ -410,33 +379,33 @@ fn write_elements(
     let meta = &reference.meta;
     let size = |bytes: u64| usize::try_from(bytes).expect("it is in memory");
     let span = &storage[size(reference.byte_offset)..];
-    let mut written = Ok(());
+    let mut result = Ok(());
     Runs::to_row_major(meta.dtype().itemsize(), meta.shape(), &meta.strides()).for_each(
         |source, _, run| {
-            if written.is_ok() {
-                written = stream.write_all(&span[size(source)..][..size(run)]);
+            if result.is_ok() {
+                result = stream.write_all(&span[size(source)..][..size(run)]);
             }
         },
     );
-    written
+    result
 }
 
-/// All tensors of the tree; whatever safetensors cannot hold is an error.
+/// Collects all tensors of the tree. Rejects all leaves that safetensors cannot hold.
 fn collect(
     node: Node,
     path: &ObjectPath,
     names: &mut BTreeSet<String>,
     leaves: &mut Vec<Leaf>,
 ) -> Result<()> {
-    let refused =
-        |why: &dyn fmt::Display| Err(Error::new(ErrorKind::NotExportable).note(why).at(path));
+    let not_exportable =
+        |reason: &dyn fmt::Display| Err(Error::new(ErrorKind::NotExportable).note(reason).at(path));
     match node {
-        Node::Container(Container::Divergent, _) => {
-            refused(&"the writers disagree on it: get it from the store as one of them has it")
-        }
+        Node::Container(Container::Divergent, _) => not_exportable(
+            &"the writers disagree on it: get it from the store as one of them has it",
+        ),
         Node::Container(_, children) => {
             if children.is_empty() && !path.steps().is_empty() {
-                return refused(&"it is an empty container");
+                return not_exportable(&"it is an empty container");
             }
             for (step, child) in children {
                 collect(child, &path.clone().step(step), names, leaves)?;
@@ -447,21 +416,21 @@ fn collect(
             Some(reference) if run.is_empty() && reference.place.is_none() => {
                 let (name, dtype) = (path.fqn(), reference.meta.dtype());
                 if name == METADATA {
-                    return refused(&"the name is taken by the metadata");
+                    return not_exportable(&"the name is taken by the metadata");
                 }
                 if !names.insert(name.clone()) {
-                    return refused(&format_args!("another leaf is `{name}` too"));
+                    return not_exportable(&format_args!("another leaf is `{name}` too"));
                 }
                 if dtype.safetensors().is_none() {
-                    return refused(&format_args!("it has no dtype for torch's {dtype}"));
+                    return not_exportable(&format_args!("it has no dtype for torch's {dtype}"));
                 }
                 leaves.push(Leaf { name, reference });
                 Ok(())
             }
-            _ => refused(
+            _ => not_exportable(
                 &"it is a shard of a larger tensor: put all shards into a store and get the whole",
             ),
         },
-        Node::Leaf(_) | Node::Stored(..) => refused(&"it is no tensor"),
+        Node::Leaf(_) | Node::Stored(..) => not_exportable(&"it is no tensor"),
     }
 }

@@ -1,7 +1,7 @@
-//! The header of a safetensors file: names, dtypes, shapes and places of its tensors.
+//! The header of a safetensors file: names, dtypes, shapes and byte ranges of its tensors.
 //!
-//! What is here keeps what the `safetensors` crate does not: the order of the entries, so that the
-//! same file always gives the same archive and back.
+//! Unlike the `safetensors` crate, this module keeps the order of the entries, so that conversion is
+//! deterministic in both directions.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -21,16 +21,16 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::frame::MAGIC;
 use crate::tensor::{Tensor, TensorMeta};
 
-/// The member of the header that is no tensor.
+/// The name of the header member that holds the metadata; all other members are tensors.
 pub(super) const METADATA: &str = "__metadata__";
 
-/// The `safetensors` crate reads no longer ones.
+/// The longest header that the `safetensors` crate reads, in bytes.
 const HEADER_MAX: u64 = 100_000_000;
 
-/// The metadata of a file: text by name. A file may have none, or an empty one, which is the same.
+/// The metadata of a file: text by name. Missing metadata and empty metadata are equivalent.
 pub(super) type Texts = BTreeMap<String, String>;
 
-/// A proven header, with its tensors in the order in which it has them.
+/// A validated header of a safetensors file, with its tensors in the order of the header.
 #[derive(Clone, Debug)]
 pub struct Header {
     text: String,
@@ -39,7 +39,7 @@ pub struct Header {
     file_len: u64,
 }
 
-/// One tensor of a file.
+/// The header entry of one tensor.
 #[derive(Clone, Debug)]
 pub struct Entry {
     name: String,
@@ -48,87 +48,93 @@ pub struct Entry {
 }
 
 impl Header {
-    /// Reads and proves the header of a file, and that the file is as long as it says.
+    /// Reads and validates the header of a file, and checks the file length against the header.
     ///
     /// # Errors
     ///
-    /// `NotSafetensors`; `NotImportable` for a tensor that torch has no dtype or shape for; `Io`.
+    /// - `NotSafetensors` if the header is invalid or the file has another length.
+    /// - `NotImportable` for a tensor whose dtype or shape torch cannot represent.
+    /// - `Io` if the file cannot be read.
     pub fn read(file: &dyn Blob) -> Result<Self> {
         let found = file.size()?;
         let mut len = [0; 8];
         if found < 8 {
-            return Err(malformed(format_args!("it has {found} bytes")));
+            return Err(not_safetensors(format_args!("it has {found} bytes")));
         }
         file.read_exact_at(&mut len, 0)?;
         let len = u64::from_le_bytes(len);
         check_len(len)?;
         if len > found - 8 {
-            return Err(malformed(format_args!("it ends within its header of {len} bytes")));
+            return Err(not_safetensors(format_args!("it ends within its header of {len} bytes")));
         }
         let mut text = vec![0; usize::try_from(len).expect("at most 100 MB")];
         file.read_exact_at(&mut text, 8)?;
         let header = Self::from_utf8(text)?;
         if header.file_len != found {
             let expected = header.file_len;
-            return Err(malformed(format_args!("it should have {expected} bytes, not {found}")));
+            return Err(not_safetensors(format_args!(
+                "it should have {expected} bytes, not {found}"
+            )));
         }
         Ok(header)
     }
 
-    /// Reads and proves the header at the beginning of a stream. Whether all of its tensors follow is
-    /// for [`Entry::read_from`] and [`Header::end`] to find.
+    /// Reads and validates the header at the beginning of a stream.
+    ///
+    /// [`Entry::read_from`] and [`Header::end`] check that exactly its tensors follow.
     ///
     /// # Errors
     ///
     /// As [`Header::read`].
     pub fn read_from(stream: &mut impl Read) -> Result<Self> {
         let mut len = [0; 8];
-        stream.read_exact(&mut len).map_err(|error| too_short(error, "8 bytes"))?;
+        stream.read_exact(&mut len).map_err(|error| short_read_error(error, "8 bytes"))?;
         let len = u64::from_le_bytes(len);
         check_len(len)?;
         let mut text = Vec::new();
         if wide(stream.take(len).read_to_end(&mut text)?) < len {
-            return Err(malformed(format_args!("it ends within its header of {len} bytes")));
+            return Err(not_safetensors(format_args!("it ends within its header of {len} bytes")));
         }
         Self::from_utf8(text)
     }
 
-    /// Proves that a stream ends behind the last tensor.
+    /// Checks that a stream ends after the last tensor.
     ///
     /// # Errors
     ///
-    /// `NotSafetensors` if it does not; `Io`.
+    /// `NotSafetensors` if more bytes follow; `Io` if the stream fails.
     pub fn end(stream: &mut impl Read) -> Result<()> {
         match io::copy(&mut stream.take(1), &mut io::sink())? {
             0 => Ok(()),
-            _ => Err(malformed("there are bytes behind its last tensor")),
+            _ => Err(not_safetensors("there are bytes behind its last tensor")),
         }
     }
 
     fn from_utf8(text: Vec<u8>) -> Result<Self> {
-        Self::parse(String::from_utf8(text).map_err(malformed)?)
+        Self::parse(String::from_utf8(text).map_err(not_safetensors)?)
     }
 
-    /// Parses and proves the JSON text of a header, padding included.
+    /// Parses and validates the JSON text of a header, padding included.
     ///
     /// # Errors
     ///
     /// `NotSafetensors`, `NotImportable`.
     pub fn parse(text: String) -> Result<Self> {
-        let proven: Metadata = serde_json::from_str(&text).map_err(malformed)?;
+        let validated: Metadata = serde_json::from_str(&text).map_err(not_safetensors)?;
         let data_start = 8 + wide(text.len());
-        let file_len = data_start.saturating_add(wide(proven.data_len()));
-        let Members(members) = serde_json::from_str(&text).map_err(malformed)?;
+        let file_len = data_start.saturating_add(wide(validated.data_len()));
+        let Members(members) = serde_json::from_str(&text).map_err(not_safetensors)?;
         let mut metadata = Texts::new();
         let mut tensors = Vec::with_capacity(members.len());
         for (name, value) in members {
             if name == METADATA {
-                let texts: Option<Texts> = serde_json::from_value(value).map_err(malformed)?;
+                let texts: Option<Texts> =
+                    serde_json::from_value(value).map_err(not_safetensors)?;
                 metadata = texts.unwrap_or_default();
                 continue;
             }
-            let info: TensorInfo = serde_json::from_value(value).map_err(malformed)?;
-            let meta = meta_of(&info).map_err(|error| error.at(&name))?;
+            let info: TensorInfo = serde_json::from_value(value).map_err(not_safetensors)?;
+            let meta = tensor_meta(&info).map_err(|error| error.at(&name))?;
             let (start, end) = info.data_offsets;
             let range =
                 data_start.saturating_add(wide(start))..data_start.saturating_add(wide(end));
@@ -137,7 +143,7 @@ impl Header {
         Ok(Self { text, metadata, tensors, file_len })
     }
 
-    /// The JSON text, padding included.
+    /// Returns the JSON text, padding included.
     pub fn text(&self) -> &str {
         &self.text
     }
@@ -146,29 +152,31 @@ impl Header {
         self.text
     }
 
-    /// What the file says of itself, by name.
+    /// Returns the metadata of the file: text by name.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
     }
 
-    /// The tensors, in the order of the header; their bytes may have another.
+    /// Returns the tensors in the order of the header, which may differ from the order of their bytes.
     pub fn tensors(&self) -> &[Entry] {
         &self.tensors
     }
 
-    /// How long the file is, in bytes.
+    /// Returns the length of the file in bytes.
     pub fn file_len(&self) -> u64 {
         self.file_len
     }
 
-    /// True if the bytes of the tensors have the order of the header, so that a stream of them can be
-    /// read tensor by tensor.
+    /// Returns true if the bytes of the tensors are in the order of the header.
+    ///
+    /// A stream can be read tensor by tensor only in that case.
     pub fn is_in_order(&self) -> bool {
         self.tensors.is_sorted_by(|one, next| one.range.end <= next.range.start)
     }
 
-    /// The attributes of an archive of this file: its metadata, and what is needed to write the file
-    /// again.
+    /// Returns the attributes of an archive made from this file.
+    ///
+    /// They are the metadata and, if the header is not canonical, [`HEADER_ATTR`] with its text.
     ///
     /// # Errors
     ///
@@ -182,7 +190,7 @@ impl Header {
         Ok(attrs)
     }
 
-    /// Proves that no tensor has the name of what is no tensor.
+    /// Checks that no tensor has the reserved name [`FILES_KEY`].
     pub(super) fn prove_names(&self) -> Result<()> {
         if self.tensors.iter().any(|entry| entry.name == FILES_KEY) {
             return Err(Error::new(ErrorKind::NotImportable)
@@ -192,7 +200,7 @@ impl Header {
         Ok(())
     }
 
-    /// True if this header is the one that is written for its tensors and this metadata.
+    /// Returns true if this header equals the canonical header for its tensors and this metadata.
     pub(super) fn is_canonical(&self, metadata: &Texts) -> Result<bool> {
         let named = |entry: &Entry| (entry.name.clone(), entry.meta.clone());
         let tensors: Vec<_> = self.tensors.iter().map(named).collect();
@@ -201,56 +209,56 @@ impl Header {
 }
 
 impl Entry {
-    /// The name of the tensor.
+    /// Returns the name of the tensor.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its dtype and shape.
+    /// Returns the dtype and shape of the tensor.
     pub fn meta(&self) -> &TensorMeta {
         &self.meta
     }
 
-    /// Where its bytes are in the file.
+    /// Returns the byte range of the tensor in the file.
     pub fn range(&self) -> Range<u64> {
         self.range.clone()
     }
 
-    /// The tensor: a view if the file is in memory, else read.
+    /// Returns the tensor: a view if the file is in memory, otherwise a copy read from the file.
     ///
     /// # Errors
     ///
     /// `Io` if the file cannot be read.
     pub fn tensor(&self, file: &dyn Blob) -> Result<Tensor> {
         let bytes = if let Some(bytes) = file.bytes() {
-            let place = |at| usize::try_from(at).ok().filter(|at| *at <= bytes.len());
-            let ends = place(self.range.start).zip(place(self.range.end));
-            let (start, end) = ends.ok_or_else(|| self.truncated())?;
+            let index = |at| usize::try_from(at).ok().filter(|at| *at <= bytes.len());
+            let range = index(self.range.start).zip(index(self.range.end));
+            let (start, end) = range.ok_or_else(|| self.truncated_error())?;
             bytes.slice(start..end)
         } else {
-            // The file is proven to be as long.
+            // `read` has checked the length of the file.
             let mut bytes = vec![0; self.len()?];
             file.read_exact_at(&mut bytes, self.range.start)?;
             bytes.into()
         };
-        self.made_of(bytes)
+        self.build_tensor(bytes)
     }
 
-    /// The tensor that comes next in a stream.
+    /// Reads the tensor from a stream positioned at its first byte.
     ///
     /// # Errors
     ///
-    /// `NotSafetensors` if the stream ends within it; `Io`.
+    /// `NotSafetensors` if the stream ends within the tensor; `Io` if the stream fails.
     pub fn read_from(&self, stream: &mut impl Read) -> Result<Tensor> {
-        let mut bytes = self.memory()?;
+        let mut bytes = self.allocate_buffer()?;
         stream.take(self.range.end - self.range.start).read_to_end(&mut bytes)?;
         if bytes.len() < self.len()? {
-            return Err(self.truncated());
+            return Err(self.truncated_error());
         }
-        self.made_of(bytes.into())
+        self.build_tensor(bytes.into())
     }
 
-    fn made_of(&self, bytes: Bytes) -> Result<Tensor> {
+    fn build_tensor(&self, bytes: Bytes) -> Result<Tensor> {
         Tensor::new(self.meta.clone(), bytes.into(), 0).map_err(|error| error.at(&self.name))
     }
 
@@ -259,8 +267,10 @@ impl Entry {
         len.map_err(|_| Error::new(ErrorKind::TooLarge).at(&self.name))
     }
 
-    /// Room for its bytes. A header can claim any number of them: too many are an error, no abort.
-    fn memory(&self) -> Result<Vec<u8>> {
+    /// Allocates a buffer for the bytes of the tensor.
+    ///
+    /// A header can claim any size, so an allocation failure is an error and not an abort.
+    fn allocate_buffer(&self) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         bytes.try_reserve_exact(self.len()?).map_err(|error| {
             Error::io(io::Error::new(io::ErrorKind::OutOfMemory, error)).at(&self.name)
@@ -268,12 +278,12 @@ impl Entry {
         Ok(bytes)
     }
 
-    fn truncated(&self) -> Error {
-        malformed("it ends within a tensor").at(&self.name)
+    fn truncated_error(&self) -> Error {
+        not_safetensors("it ends within a tensor").at(&self.name)
     }
 }
 
-/// Metadata as attributes.
+/// Converts metadata to attributes.
 pub(super) fn attrs_of(metadata: &Texts) -> Result<Attrs> {
     let attr = |(name, value): (&String, &String)| {
         if name.starts_with("tssd.") {
@@ -285,18 +295,20 @@ pub(super) fn attrs_of(metadata: &Texts) -> Result<Attrs> {
     metadata.iter().map(attr).collect()
 }
 
-/// The text of the header that the safetensors library writes for these tensors, and the order in
-/// which it writes their bytes. Metadata is sorted by name; that of the library has any order.
+/// Returns the canonical header for these tensors, and the order of their bytes.
+///
+/// Both are those of the safetensors library, except that metadata is sorted by name; the library
+/// writes metadata in arbitrary order.
 pub(super) fn canonical(
     metadata: &Texts,
     tensors: &[(String, TensorMeta)],
 ) -> Result<(String, Vec<usize>)> {
     let mut infos = Vec::with_capacity(tensors.len());
     for (name, meta) in tensors {
-        infos.push(info_of(meta).map_err(|error| error.at(name))?);
+        infos.push(tensor_info(meta).map_err(|error| error.at(name))?);
     }
     let mut order: Vec<usize> = (0..tensors.len()).collect();
-    // Widest dtypes first keeps every tensor aligned without padding.
+    // With the widest dtypes first, every tensor is aligned without padding.
     order.sort_by(|&left, &right| {
         let by_dtype = infos[right].dtype.cmp(&infos[left].dtype);
         by_dtype.then_with(|| tensors[left].0.cmp(&tensors[right].0))
@@ -307,13 +319,13 @@ pub(super) fn canonical(
         header.insert(METADATA.into(), json(serde_json::to_value(metadata)));
     }
     let mut offset = 0_usize;
-    for &place in &order {
-        let info = &mut infos[place];
+    for &index in &order {
+        let info = &mut infos[index];
         let end = offset.checked_add(info.data_offsets.1);
-        let end = end.ok_or_else(|| too_large(&info.shape))?;
+        let end = end.ok_or_else(|| too_large_error(&info.shape))?;
         info.data_offsets = (offset, end);
         offset = end;
-        header.insert(tensors[place].0.clone(), json(serde_json::to_value(info)));
+        header.insert(tensors[index].0.clone(), json(serde_json::to_value(info)));
     }
     let mut text = Json::Object(header).to_string();
     let padding = text.len().next_multiple_of(8) - text.len();
@@ -329,60 +341,65 @@ pub(super) fn canonical(
 
 fn check_len(len: u64) -> Result<()> {
     if len.to_le_bytes() == MAGIC {
-        return Err(malformed("it is a TSSD archive"));
+        return Err(not_safetensors("it is a TSSD archive"));
     }
     if len > HEADER_MAX {
         let note = format_args!("its header would take {len} bytes, {HEADER_MAX} are allowed");
-        return Err(malformed(note));
+        return Err(not_safetensors(note));
     }
     Ok(())
 }
 
-fn malformed(note: impl fmt::Display) -> Error {
+fn not_safetensors(note: impl fmt::Display) -> Error {
     Error::new(ErrorKind::NotSafetensors).note(note)
 }
 
-fn too_short(error: io::Error, what: &str) -> Error {
+fn short_read_error(error: io::Error, what: &str) -> Error {
     match error.kind() {
-        io::ErrorKind::UnexpectedEof => malformed(format_args!("it is shorter than {what}")),
+        io::ErrorKind::UnexpectedEof => not_safetensors(format_args!("it is shorter than {what}")),
         _ => Error::io(error),
     }
 }
 
-/// In safetensors, an F4 element is one value; in torch, it is a byte with two of them.
-fn meta_of(info: &TensorInfo) -> Result<TensorMeta> {
-    let lacks = |note| Error::new(ErrorKind::NotImportable).note(note);
+/// Converts safetensors metadata to tensor metadata.
+///
+/// In safetensors, an F4 element is one value; in torch, it is one byte with two values.
+fn tensor_meta(info: &TensorInfo) -> Result<TensorMeta> {
+    let not_importable = |note| Error::new(ErrorKind::NotImportable).note(note);
     let name = info.dtype.to_string();
     let dtype = Dtype::from_safetensors(&name)
-        .ok_or_else(|| lacks(format!("torch has no dtype for safetensors' {name}")))?;
+        .ok_or_else(|| not_importable(format!("torch has no dtype for safetensors' {name}")))?;
     let mut shape: Vec<u64> = info.shape.iter().map(|size| wide(*size)).collect();
     if dtype == Dtype::Float4E2m1fnX2 {
         let last = shape.last_mut().filter(|last| last.is_multiple_of(2));
-        let odd = || lacks("F4 needs a last dimension of even size, as torch packs pairs".into());
-        *last.ok_or_else(odd)? /= 2;
+        let odd_size_error = || {
+            not_importable("F4 needs a last dimension of even size, as torch packs pairs".into())
+        };
+        *last.ok_or_else(odd_size_error)? /= 2;
     }
     TensorMeta::new(dtype, &shape)
 }
 
-/// The inverse; of the offsets only the length is set.
-fn info_of(meta: &TensorMeta) -> Result<TensorInfo> {
-    let lacks = |note: String| Error::new(ErrorKind::NotExportable).note(note);
-    let no_dtype = || lacks(format!("it has no dtype for torch's {}", meta.dtype()));
-    let name = meta.dtype().safetensors().ok_or_else(no_dtype)?;
-    let dtype = serde_json::from_value(Json::from(name)).map_err(|_| no_dtype())?;
+/// The inverse of [`tensor_meta`], with the data offsets `0..length`.
+fn tensor_info(meta: &TensorMeta) -> Result<TensorInfo> {
+    let not_exportable = |note: String| Error::new(ErrorKind::NotExportable).note(note);
+    let no_dtype_error = || not_exportable(format!("it has no dtype for torch's {}", meta.dtype()));
+    let name = meta.dtype().safetensors().ok_or_else(no_dtype_error)?;
+    let dtype = serde_json::from_value(Json::from(name)).map_err(|_| no_dtype_error())?;
     let sizes = meta.shape().iter().map(|size| usize::try_from(*size));
-    let too_large = || too_large(&meta.shape());
-    let mut shape: Vec<usize> = sizes.collect::<Result<_, _>>().map_err(|_| too_large())?;
+    let too_large_error = || too_large_error(&meta.shape());
+    let mut shape: Vec<usize> = sizes.collect::<Result<_, _>>().map_err(|_| too_large_error())?;
     if meta.dtype() == Dtype::Float4E2m1fnX2 {
         let last = shape.last_mut();
-        let last = last.ok_or_else(|| lacks("it has no dimension of packed pairs".into()))?;
-        *last = last.checked_mul(2).ok_or_else(too_large)?;
+        let last =
+            last.ok_or_else(|| not_exportable("it has no dimension of packed pairs".into()))?;
+        *last = last.checked_mul(2).ok_or_else(too_large_error)?;
     }
-    let len = usize::try_from(meta.nbytes()).map_err(|_| too_large())?;
+    let len = usize::try_from(meta.nbytes()).map_err(|_| too_large_error())?;
     Ok(TensorInfo { dtype, shape, data_offsets: (0, len) })
 }
 
-fn too_large(shape: &dyn fmt::Debug) -> Error {
+fn too_large_error(shape: &dyn fmt::Debug) -> Error {
     Error::new(ErrorKind::TooLarge).note(format_args!("shape {shape:?}"))
 }
 
@@ -390,14 +407,14 @@ pub(super) fn wide(size: usize) -> u64 {
     u64::try_from(size).expect("usize is at most 64 bits")
 }
 
-/// The members of a JSON object in order, none of them twice.
+/// The members of a JSON object in order, without duplicates.
 pub(super) struct Members(pub(super) Vec<(String, Json)>);
 
 impl<'de> Deserialize<'de> for Members {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Object;
+        struct MembersVisitor;
 
-        impl<'de> Visitor<'de> for Object {
+        impl<'de> Visitor<'de> for MembersVisitor {
             type Value = Members;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -416,6 +433,6 @@ impl<'de> Deserialize<'de> for Members {
             }
         }
 
-        deserializer.deserialize_map(Object)
+        deserializer.deserialize_map(MembersVisitor)
     }
 }

@@ -1,4 +1,4 @@
-//! The index of a directory of safetensors files: which tensor is in which file.
+//! The index of a directory of safetensors files: the file of each tensor.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,7 +11,7 @@ use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::validate::is_base_name;
 
-/// The index of a directory, as Hugging Face's libraries write it beside the files of a model.
+/// The index of a model directory, as Hugging Face libraries write it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Index {
     text: String,
@@ -20,41 +20,47 @@ pub struct Index {
 }
 
 impl Index {
-    /// The longest text of an index, in bytes: as long as that of a header.
+    /// The longest text of an index, in bytes; the same limit as for a header.
     pub const MAX: u64 = 100_000_000;
 
-    /// Parses the text of an index. The names of its files are proven to be plain ones: they lead
-    /// nowhere else.
+    /// Parses the text of an index.
+    ///
+    /// Every file name is a base name, so no file outside the directory is addressed.
     ///
     /// # Errors
     ///
-    /// `WeightMap`.
+    /// `WeightMap` if the text is no valid index or contains another kind of file name.
     pub fn parse(text: String) -> Result<Self> {
-        let Parsed { weight_map: Members(map) } = serde_json::from_str(&text).map_err(misfit)?;
+        let ParsedIndex { weight_map: Members(map) } =
+            serde_json::from_str(&text).map_err(weight_map_error)?;
         let mut weight_map = BTreeMap::new();
         for (tensor, file) in map {
             let Json::String(file) = file else {
-                return Err(misfit(format_args!("it maps `{tensor}` to {file}, no file name")));
+                return Err(weight_map_error(format_args!(
+                    "it maps `{tensor}` to {file}, no file name"
+                )));
             };
             if !is_base_name(file.as_bytes()) || file.eq_ignore_ascii_case(INDEX_NAME) {
-                return Err(misfit(format_args!(
+                return Err(weight_map_error(format_args!(
                     "it maps `{tensor}` to {file:?}, which is no plain file name"
                 )));
             }
             if tensor == METADATA {
-                return Err(misfit(format_args!("it maps `{tensor}`, which is no tensor")));
+                return Err(weight_map_error(format_args!(
+                    "it maps `{tensor}`, which is no tensor"
+                )));
             }
             weight_map.insert(tensor, file);
         }
         Ok(Self { text, weight_map })
     }
 
-    /// The JSON text.
+    /// Returns the JSON text.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// The names of its files, sorted, with those of the tensors that are in each.
+    /// Returns the names of the tensors of each file, sorted by file.
     pub fn files(&self) -> BTreeMap<&str, Vec<&str>> {
         let mut files: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for (tensor, file) in &self.weight_map {
@@ -63,19 +69,20 @@ impl Index {
         files
     }
 
-    /// Proves that files have the tensors that the index maps to them, each in one place, and no
-    /// others.
+    /// Checks that each file has exactly the tensors that the index maps to it.
     ///
     /// # Errors
     ///
-    /// `WeightMap` with a tensor and a file.
-    fn prove(&self, headers: &BTreeMap<&str, &Header>) -> Result<()> {
+    /// `WeightMap`, with the names of the tensor and the file.
+    fn check_headers(&self, headers: &BTreeMap<&str, &Header>) -> Result<()> {
         let mut found = BTreeMap::new();
         for (&file, header) in headers {
             for entry in header.tensors() {
                 let name = entry.name();
                 if let Some(other) = found.insert(name, file) {
-                    return Err(misfit(format_args!("`{name}` is in {other} and in {file}")));
+                    return Err(weight_map_error(format_args!(
+                        "`{name}` is in {other} and in {file}"
+                    )));
                 }
             }
         }
@@ -83,67 +90,73 @@ impl Index {
             match found.remove(&**name) {
                 Some(at) if at == file => {}
                 Some(at) => {
-                    return Err(misfit(format_args!(
+                    return Err(weight_map_error(format_args!(
                         "it maps `{name}` to {file}, but {at} has it"
                     )));
                 }
                 None => {
                     let note = format_args!("it maps `{name}` to {file}, which does not have it");
-                    return Err(misfit(note));
+                    return Err(weight_map_error(note));
                 }
             }
         }
         match found.first_key_value() {
-            Some((name, file)) => Err(misfit(format_args!("it lacks `{name}`, which {file} has"))),
+            Some((name, file)) => {
+                Err(weight_map_error(format_args!("it lacks `{name}`, which {file} has")))
+            }
             None => Ok(()),
         }
     }
 
-    /// The attributes of an archive of the directory with these files, sorted by name: the metadata
-    /// that all files have alike, and what is needed to write the directory again.
+    /// Returns the attributes of an archive made from the directory, given the header of each file.
+    ///
+    /// They are the metadata that all files share, and [`INDEX_ATTR`] with the index and all
+    /// non-canonical headers.
     ///
     /// # Errors
     ///
-    /// `WeightMap` if a tensor is not where the index says, is in two files, or not in the index;
-    /// `NotImportable` for metadata or a tensor whose name is reserved (`tssd.…`, `.files`).
+    /// - `WeightMap` if a tensor is not in the file that the index names, is in two files, or is
+    ///   missing from the index.
+    /// - `NotImportable` for metadata or a tensor whose name is reserved (`tssd.…`, `.files`).
     pub fn attrs(&self, headers: &BTreeMap<&str, &Header>) -> Result<Attrs> {
-        self.prove(headers)?;
+        self.check_headers(headers)?;
         let metadata = common_metadata(headers.values().map(|header| header.metadata()));
         let mut attrs = attrs_of(&metadata)?;
-        let mut others = serde_json::Map::new();
+        let mut headers_by_file = serde_json::Map::new();
         for (file, header) in headers {
             header.prove_names()?;
             if !header.is_canonical(&metadata)? {
-                others.insert((*file).to_owned(), header.text().into());
+                headers_by_file.insert((*file).to_owned(), header.text().into());
             }
         }
-        let packed = json!({ "index": self.text, "headers": others }).to_string();
-        attrs.insert(INDEX_ATTR.into(), AttrValue::Text(packed.into()));
+        let attr = json!({ "index": self.text, "headers": headers_by_file }).to_string();
+        attrs.insert(INDEX_ATTR.into(), AttrValue::Text(attr.into()));
         Ok(attrs)
     }
 
-    /// The text of the index that Hugging Face's libraries write: tensors with the names of their
-    /// files, sorted by tensor.
+    /// Returns the text of an index as Hugging Face libraries write it, sorted by tensor name.
+    ///
+    /// `total_size` is the size of all tensors in bytes.
     pub(super) fn write(weight_map: &BTreeMap<String, String>, total_size: u64) -> String {
         let index = json!({ "metadata": { "total_size": total_size }, "weight_map": weight_map });
         format!("{index:#}\n")
     }
 }
 
-/// What [`Index::attrs`] has remembered: the index, and by file the headers that are not canonical.
+/// Parses [`INDEX_ATTR`]: the index, and the non-canonical headers by file name.
 pub(super) fn remembered(attr: &str) -> Option<(Index, BTreeMap<String, Header>)> {
-    let mut packed: Json = serde_json::from_str(attr).ok()?;
-    let Json::String(text) = packed.get_mut("index")?.take() else { return None };
-    let Json::Object(others) = packed.get_mut("headers")?.take() else { return None };
+    let mut attr: Json = serde_json::from_str(attr).ok()?;
+    let Json::String(text) = attr.get_mut("index")?.take() else { return None };
+    let Json::Object(headers_by_file) = attr.get_mut("headers")?.take() else { return None };
     let mut headers = BTreeMap::new();
-    for (file, text) in others {
+    for (file, text) in headers_by_file {
         let Json::String(text) = text else { return None };
         headers.insert(file, Header::parse(text).ok()?);
     }
     Some((Index::parse(text).ok()?, headers))
 }
 
-/// The metadata that all files have alike.
+/// Returns the metadata entries that all files share.
 pub(super) fn common_metadata<'a>(mut files: impl Iterator<Item = &'a Texts>) -> Texts {
     let mut common = files.next().cloned().unwrap_or_default();
     for metadata in files {
@@ -152,12 +165,12 @@ pub(super) fn common_metadata<'a>(mut files: impl Iterator<Item = &'a Texts>) ->
     common
 }
 
-fn misfit(note: impl fmt::Display) -> Error {
+fn weight_map_error(note: impl fmt::Display) -> Error {
     Error::new(ErrorKind::WeightMap).note(note)
 }
 
-/// The member of an index that matters here.
+/// The members of an index that this module reads.
 #[derive(serde::Deserialize)]
-struct Parsed {
+struct ParsedIndex {
     weight_map: Members,
 }

@@ -1,4 +1,6 @@
-//! The other files of a directory, which are packed beside its tensors: a dict of bytes by name.
+//! Auxiliary files of a model directory: all files except tensor files and their index.
+//!
+//! An archive stores them beside the tensors, as a dict from names to bytes.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -6,47 +8,48 @@ use std::path::{Component, Path};
 
 use bytes::Bytes;
 
-use super::export::Source;
+use super::source::Source;
 use super::{FILE_NAME, FILES_KEY, INDEX_NAME};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{Key, ObjectPath, Step};
 use crate::state_dict::Value;
 use crate::structure::{Container, Node, Stored};
 
-/// The longest name, in bytes: a directory to unpack into has room before it in a path of 4096.
+/// The longest name, in bytes. The rest of a 4096-byte path is for the target directory.
 const NAME_MAX: usize = 1024;
 
-/// The longest part of a name, in bytes.
-const PART_MAX: usize = 255;
+/// The longest component of a name, in bytes.
+const COMPONENT_MAX: usize = 255;
 
-/// Long files are written in pieces of this many bytes.
-const PIECE: u64 = 1 << 20;
+/// The size of the blocks in which files are written, in bytes.
+const BLOCK_BYTES: u64 = 1 << 20;
 
-/// Whether another file of a directory can have this name: a relative path with `/` that leads nowhere
-/// else, through no hidden folder, and to none of the files that are made of tensors.
+/// Returns true if an auxiliary file of a directory can have this name.
 ///
-/// Hidden folders, and `.git` whatever it is, would make a directory more than a place of data: tools
-/// run what they find there.
+/// The name is a relative path with `/` as separator. It stays inside the directory, has no hidden
+/// folder, and is not the name of a file that [`Export`](super::Export) writes.
+///
+/// Hidden folders and the name `.git` are rejected because tools execute files that they find there.
 pub fn is_other_name(name: &str) -> bool {
-    let is_plain = |part: &str| {
-        (1..=PART_MAX).contains(&part.len())
-            && part != "."
-            && part != ".."
-            && !part.contains(|char: char| char == '\\' || char.is_control())
+    let is_valid_component = |component: &str| {
+        (1..=COMPONENT_MAX).contains(&component.len())
+            && component != "."
+            && component != ".."
+            && !component.contains(|char: char| char == '\\' || char.is_control())
     };
     let (folders, last) = name.rsplit_once('/').unwrap_or(("", name));
     let is_reserved =
         [FILE_NAME, INDEX_NAME].iter().any(|reserved| name.eq_ignore_ascii_case(reserved));
     name.len() <= NAME_MAX
-        && name.split('/').all(is_plain)
+        && name.split('/').all(is_valid_component)
         && !folders.split('/').any(|folder| folder.starts_with('.'))
         && !last.eq_ignore_ascii_case(".git")
         && !is_reserved
-        // What else this system takes for the beginning of an absolute path.
-        && Path::new(name).components().all(|part| matches!(part, Component::Normal(_)))
+        // Rejects further prefixes that the operating system treats as absolute.
+        && Path::new(name).components().all(|component| matches!(component, Component::Normal(_)))
 }
 
-/// One of the other files.
+/// One auxiliary file.
 #[derive(Clone, Debug)]
 pub(super) struct Other {
     name: String,
@@ -60,15 +63,19 @@ enum Content {
 }
 
 impl Other {
-    /// Takes all of them out of a tree; what else is in their place is an error.
+    /// Removes the dict of auxiliary files from the tree and returns its files.
+    ///
+    /// # Errors
+    ///
+    /// `OtherFile` if the value is no dict, or an entry cannot be a file.
     pub(super) fn take_from(root: &mut Node) -> Result<Vec<Self>> {
         let Node::Container(_, children) = root else { return Ok(Vec::new()) };
         let files = Step::Key(Key::from(FILES_KEY));
-        let Some(place) = children.iter().position(|(step, _)| *step == files) else {
+        let Some(position) = children.iter().position(|(step, _)| *step == files) else {
             return Ok(Vec::new());
         };
         let path = ObjectPath::root().step(files);
-        match children.remove(place).1 {
+        match children.remove(position).1 {
             Node::Container(Container::Dict, files) => {
                 files.into_iter().map(|(step, node)| Self::new(&step, node, &path)).collect()
             }
@@ -78,46 +85,47 @@ impl Other {
 
     fn new(step: &Step, node: Node, dict: &ObjectPath) -> Result<Self> {
         let path = dict.clone().step(step.clone());
-        let refused = |why: &str| Error::new(ErrorKind::OtherFile).note(why).at(&path);
+        let other_file_error =
+            |reason: &str| Error::new(ErrorKind::OtherFile).note(reason).at(&path);
         let content = match node {
             Node::Leaf(Value::Bytes(bytes)) => Content::Inline(bytes),
             Node::Stored(Stored::Bytes, storage) => Content::Storage(storage),
-            _ => return Err(refused("it is no bytes")),
+            _ => return Err(other_file_error("it is no bytes")),
         };
         let name = match step {
             Step::Key(Key::Str(name)) => name.as_str().filter(|name| is_other_name(name)),
             _ => None,
         };
-        let name = name.ok_or_else(|| refused("its name is no plain relative path"))?;
+        let name = name.ok_or_else(|| other_file_error("its name is no plain relative path"))?;
         Ok(Self { name: name.to_owned(), content })
     }
 }
 
-/// Proves that each name can be a file beside those that are written anyway.
+/// Checks that the names conflict neither with each other nor with the `written` files.
 pub(super) fn prove_apart<'a>(
     others: &'a [Other],
     written: impl Iterator<Item = &'a str>,
 ) -> Result<()> {
     let mut names: BTreeSet<&str> = written.collect();
-    let refused = |other: &Other, why: &str| {
+    let other_file_error = |other: &Other, reason: &str| {
         let path = ObjectPath::root().key(FILES_KEY).key(&*other.name);
-        Err(Error::new(ErrorKind::OtherFile).note(why).at(path))
+        Err(Error::new(ErrorKind::OtherFile).note(reason).at(path))
     };
     for other in others {
         if !names.insert(&other.name) {
-            return refused(other, "a file with tensors has this name");
+            return other_file_error(other, "a file with tensors has this name");
         }
     }
     for other in others {
         let mut folders = other.name.match_indices('/').map(|(end, _)| &other.name[..end]);
         if folders.any(|folder| names.contains(folder)) {
-            return refused(other, "another file has the name of its folder");
+            return other_file_error(other, "another file has the name of its folder");
         }
     }
     Ok(())
 }
 
-/// A file that is written as it was packed.
+/// An auxiliary file to write.
 #[derive(Clone, Debug)]
 pub struct OtherFile<'a> {
     other: &'a Other,
@@ -129,12 +137,12 @@ impl<'a> OtherFile<'a> {
         Self { other, source }
     }
 
-    /// Its name in the directory: a relative path with `/`, of which [`is_other_name`] holds.
+    /// Returns the name in the directory: a relative path with `/` that satisfies [`is_other_name`].
     pub fn name(&self) -> &'a str {
         &self.other.name
     }
 
-    /// How long it is, in bytes.
+    /// Returns the length of the file in bytes.
     pub fn file_len(&self) -> u64 {
         match &self.other.content {
             Content::Inline(bytes) => super::header::wide(bytes.len()),
@@ -142,7 +150,7 @@ impl<'a> OtherFile<'a> {
         }
     }
 
-    /// Writes it. Of an archive that is not in memory, one MiB is at a time.
+    /// Writes the file. Reads an archive that is not in memory in blocks of 1 MiB.
     ///
     /// # Errors
     ///
@@ -155,7 +163,7 @@ impl<'a> OtherFile<'a> {
         let len = self.file_len();
         let mut start = 0;
         while start < len {
-            let end = len.min(start + PIECE);
+            let end = len.min(start + BLOCK_BYTES);
             let bytes = self.source.range(number, start..end);
             stream.write_all(&bytes.map_err(|error| error.at(self.name()))?)?;
             start = end;

@@ -1,9 +1,9 @@
-//! What parts of a table are claimed. Spec: section 3.
+//! The claimed parts of tables. Spec: section 3.
 
 use super::narrow;
 use crate::record::INLINE_MAX;
 
-/// How much of a table is claimed (section 3).
+/// The claimed prefix of a table, and the length of the table, in entries.
 pub(super) struct Claims {
     pub(super) claimed: u64,
     pub(super) len: u64,
@@ -14,7 +14,9 @@ impl Claims {
         Self { claimed: 0, len: u64::try_from(len).unwrap_or(u64::MAX) }
     }
 
-    /// *Claimed in order*: the range extends the claimed part, or lies in it; an empty one is at 0.
+    /// Claims a range in order: it extends the claimed part or lies in it; an empty range starts at 0.
+    ///
+    /// Returns false if the range breaks the discipline *claimed in order*.
     #[inline]
     pub(super) fn in_order(&mut self, start: u64, len: u64) -> bool {
         if len == 0 {
@@ -27,7 +29,9 @@ impl Claims {
         end <= self.claimed
     }
 
-    /// *Claimed once*: the range starts where the one before it ended.
+    /// Claims a range once: it starts at the end of the claimed part.
+    ///
+    /// Returns false if the range breaks the discipline *claimed once*.
     #[inline]
     pub(super) fn once(&mut self, start: u64, len: u64) -> bool {
         let extends = start == self.claimed && len <= self.len - self.claimed;
@@ -42,25 +46,27 @@ impl Claims {
     }
 }
 
-/// The claimed part of the heap, and the ranges that it is made of.
+/// The claimed part of the heap, and the ranges that it consists of.
 ///
-/// Ranges lie side by side, so their starts say where each ends. One bit for each byte of the heap
-/// makes this an eighth of the heap, however many ranges there are.
+/// Ranges are adjacent, so each one ends at the start of the next. Their starts take one bit for each
+/// byte of the heap, regardless of the number of ranges.
 pub(super) struct HeapClaims {
     pub(super) claims: Claims,
-    starts: Bits,
-    /// Starts of ranges that are proven to be text; none if the whole heap is ASCII, as it mostly is.
-    texts: Option<Bits>,
+    starts: BitSet,
+    /// Starts of ranges that are known to be text; `None` if the whole heap is ASCII, the common case.
+    texts: Option<BitSet>,
 }
 
 impl HeapClaims {
     pub(super) fn new(heap: &[u8]) -> Self {
         let len = heap.len();
-        let texts = (!heap.is_ascii()).then(|| Bits::new(len));
-        Self { claims: Claims::new(len), starts: Bits::new(len), texts }
+        let texts = (!heap.is_ascii()).then(|| BitSet::new(len));
+        Self { claims: Claims::new(len), starts: BitSet::new(len), texts }
     }
 
-    /// Claims a range that is not empty: one that is new, or the same as an earlier one.
+    /// Claims a range that is not empty and is either new or equal to an earlier one.
+    ///
+    /// Returns false for any other range.
     #[expect(clippy::inline_always, reason = "for each name; a hint alone is taken by chance")]
     #[inline(always)]
     pub(super) fn claim(&mut self, start: u64, len: u64) -> bool {
@@ -74,12 +80,12 @@ impl HeapClaims {
             }
             return is_new;
         }
-        self.is_known(start, len)
+        self.is_shareable(start, len)
     }
 
-    /// Whether the range is the same as an earlier one.
-    fn is_known(&self, start: u64, len: u64) -> bool {
-        // What is long is named once: else a short file could mean very much.
+    /// Returns true if the range equals an earlier one and may be shared.
+    fn is_shareable(&self, start: u64, len: u64) -> bool {
+        // Long ranges must not be shared: a short file could otherwise describe far more data (F-030).
         let end = start.saturating_add(len);
         if len > INLINE_MAX || end > self.claims.claimed {
             return false;
@@ -88,22 +94,24 @@ impl HeapClaims {
         is_start(start) && is_start(end) && !self.starts.any(narrow(start) + 1..narrow(end))
     }
 
-    /// Whether the claimed range that begins here is text; asks once for each range.
+    /// Returns true if the claimed range that starts at `start` is text.
+    ///
+    /// Calls `validate` until it has returned true once for the range. Does not call it if the heap is ASCII.
     #[expect(clippy::inline_always, reason = "for each name; a hint alone is taken by chance")]
     #[inline(always)]
-    pub(super) fn is_text(&mut self, start: usize, ask: impl FnOnce() -> bool) -> bool {
+    pub(super) fn is_text(&mut self, start: usize, validate: impl FnOnce() -> bool) -> bool {
         let Some(texts) = &mut self.texts else { return true };
-        if !texts.get(start) && ask() {
+        if !texts.get(start) && validate() {
             texts.set(start);
         }
         texts.get(start)
     }
 }
 
-/// A set of small numbers.
-struct Bits(Vec<u64>);
+/// A bit set of the numbers below a fixed length.
+struct BitSet(Vec<u64>);
 
-impl Bits {
+impl BitSet {
     fn new(len: usize) -> Self {
         Self(vec![0; len.div_ceil(64)])
     }
@@ -116,17 +124,17 @@ impl Bits {
         self.0[at / 64] |= 1 << (at % 64);
     }
 
-    /// True if one of these numbers is in the set.
+    /// Returns true if the set contains a number of the range.
     fn any(&self, range: std::ops::Range<usize>) -> bool {
-        let below = |end: usize| (1_u64 << (end % 64)) - 1;
+        let mask_below = |end: usize| (1_u64 << (end % 64)) - 1;
         let (first, last) = (range.start / 64, range.end / 64);
         (first..=last).any(|word| {
             let mut bits = self.0.get(word).copied().unwrap_or(0);
             if word == first {
-                bits &= !below(range.start);
+                bits &= !mask_below(range.start);
             }
             if word == last {
-                bits &= below(range.end);
+                bits &= mask_below(range.end);
             }
             bits != 0
         })
@@ -137,9 +145,9 @@ impl Bits {
 mod tests {
     use super::*;
 
-    /// Against a list of ranges, for all ranges of a heap that spans several words of bits.
+    /// Compares claims with a list of ranges, for all ranges of a heap that spans several bit words.
     #[test]
-    fn ranges_are_the_same_or_disjoint() {
+    fn heap_claims_accept_only_equal_or_disjoint_ranges() {
         const LEN: u64 = 200;
         let ends = [0, 1, 3, 62, 63, 64, 65, 128, 191, 192, LEN];
         for claimed in 1..ends.len() {
@@ -151,8 +159,8 @@ mod tests {
             }
             for start in 0..ends[claimed] {
                 for end in start..=LEN {
-                    let is_known = ranges.contains(&(start, end));
-                    assert_eq!(heap.claim(start, end - start), is_known, "{start}..{end}");
+                    let is_claimed = ranges.contains(&(start, end));
+                    assert_eq!(heap.claim(start, end - start), is_claimed, "{start}..{end}");
                 }
             }
             assert!(!heap.claim(ends[claimed], LEN + 1), "outside the heap");

@@ -1,4 +1,4 @@
-//! What is said of the archive as a whole, and of other files. Spec: section 7.
+//! Validation of attributes and shard records. Spec: section 7.
 
 use super::Validator;
 use crate::error::{Error, ErrorKind, Result};
@@ -9,19 +9,19 @@ impl Validator<'_> {
     pub(super) fn attrs(&mut self) -> Result<()> {
         let mut last: Option<&[u8]> = None;
         for attr in self.views.attrs {
-            let wrong = || Error::new(ErrorKind::AttrTable);
+            let attr_error = || Error::new(ErrorKind::AttrTable);
             let name = self.views.heap_at(attr.name.to_native())?;
             self.claim_heap(attr.name.to_native())?;
             let is_utf8 = std::str::from_utf8(name).is_ok();
             if !is_utf8 || last.is_some_and(|last| last >= name) || attr.reserved != [0; 7] {
-                return Err(wrong().at(name.escape_ascii()));
+                return Err(attr_error().at(name.escape_ascii()));
             }
             last = Some(name);
             match attr.kind {
                 kind::INT => {}
                 kind::STR => self.claim_text(attr.value.to_native())?,
                 kind::BYTES => drop(self.claim_heap(attr.value.to_native())?),
-                _ => return Err(wrong().at(name.escape_ascii())),
+                _ => return Err(attr_error().at(name.escape_ascii())),
             }
         }
         Ok(())
@@ -33,12 +33,12 @@ impl Validator<'_> {
             let name = self.views.heap_at(shard.name.to_native())?;
             self.claim_heap(shard.name.to_native())?;
             let index_off = shard.index_off.to_native();
-            let end = index_off.checked_add(SMALLEST_TAIL);
-            let fits = index_off >= DATA_START
+            let end = index_off.checked_add(MIN_TAIL_BYTES);
+            let is_valid = index_off >= DATA_START
                 && index_off.is_multiple_of(INDEX_ALIGN)
                 && end.is_some_and(|end| end <= shard.file_len.to_native());
-            let fits = fits && is_base_name(name) && !name.eq_ignore_ascii_case(MANIFEST);
-            if !fits || !names.insert(name.to_ascii_lowercase()) {
+            let is_valid = is_valid && is_base_name(name) && !name.eq_ignore_ascii_case(MANIFEST);
+            if !is_valid || !names.insert(name.to_ascii_lowercase()) {
                 return Err(Error::new(ErrorKind::ShardTable).at(name.escape_ascii()));
             }
         }
@@ -46,16 +46,16 @@ impl Validator<'_> {
     }
 }
 
-/// A root and a trailer, in bytes.
-const SMALLEST_TAIL: u64 = 168;
+/// The length of the smallest index, a root alone, and the trailer, in bytes.
+const MIN_TAIL_BYTES: u64 = 168;
 
-/// A manifest names no manifest.
+/// The reserved file name of manifests, which no shard can have.
 const MANIFEST: &[u8] = b"manifest.tssd";
 
-/// The names that a file may open beside itself.
+/// Returns true if a name is a base name that a manifest or an index can refer to (F-082).
 pub(crate) fn is_base_name(name: &[u8]) -> bool {
-    let is_word = |byte: &u8| byte.is_ascii_alphanumeric() || *byte == b'_';
+    let is_word_byte = |byte: &u8| byte.is_ascii_alphanumeric() || *byte == b'_';
     (1..=255).contains(&name.len())
-        && name.first().is_some_and(is_word)
-        && name.iter().all(|byte| is_word(byte) || matches!(byte, b'.' | b'-'))
+        && name.first().is_some_and(is_word_byte)
+        && name.iter().all(|byte| is_word_byte(byte) || matches!(byte, b'.' | b'-'))
 }

@@ -1,4 +1,4 @@
-//! Slices: meshes, ranks, placements, names. Spec: section 7.
+//! Validation of slices: meshes, ranks, placements and dimension names. Spec: section 7.
 
 use super::claims::Claims;
 use super::{Validator, narrow};
@@ -6,7 +6,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::record::{self, NONE};
 use crate::shape::MAX_RANK;
 
-/// The longest name of a mesh dimension. Names are looked at for every slice, so they are short.
+/// The longest name of a mesh dimension, in bytes.
+///
+/// The limit is low because the names are validated again for each slice.
 const MAX_NAME_BYTES: usize = 256;
 
 impl Validator<'_> {
@@ -14,7 +16,7 @@ impl Validator<'_> {
         let views = self.views;
         let mut placements = Claims::new(views.placements.len());
         for slice in views.slices {
-            self.slice(slice, &mut placements)?;
+            self.validate_slice(slice, &mut placements)?;
         }
         if !placements.is_complete() {
             return Err(Error::new(ErrorKind::UnknownPlacement).note("placements of no slice"));
@@ -22,66 +24,70 @@ impl Validator<'_> {
         Ok(())
     }
 
-    fn slice(&mut self, slice: &record::Slice, placements: &mut Claims) -> Result<()> {
-        let wrong = |note: &str| Error::new(ErrorKind::MeshMismatch).note(note);
+    fn validate_slice(&mut self, slice: &record::Slice, placements: &mut Claims) -> Result<()> {
+        let mesh_error = |note: &str| Error::new(ErrorKind::MeshMismatch).note(note);
         let (rank, mesh_rank) = (u64::from(slice.rank), u64::from(slice.mesh_rank));
         self.claim_dims(slice.offsets.to_native(), rank)?;
         self.claim_dims(slice.global_shape.to_native(), rank)?;
         let fields = [slice.mesh, slice.coordinates, slice.ranks, slice.placements, slice.names];
         if slice.flags != 0 {
-            return Err(wrong("flags"));
+            return Err(mesh_error("flags"));
         }
         if mesh_rank == 0 {
-            let none = fields.iter().all(|field| *field == NONE);
-            return if none { Ok(()) } else { Err(wrong("a part of no mesh")) };
+            let are_unset = fields.iter().all(|field| *field == NONE);
+            return if are_unset { Ok(()) } else { Err(mesh_error("a part of no mesh")) };
         }
         if usize::from(slice.mesh_rank) > MAX_RANK || slice.mesh == NONE {
-            return Err(wrong("mesh"));
+            return Err(mesh_error("mesh"));
         }
         let mesh = self.views.dims_at(slice.mesh.to_native(), mesh_rank)?;
         let size = mesh.iter().try_fold(1_u64, |size, dim| size.checked_mul(*dim));
-        let size = size.filter(|size| (1..1 << 32).contains(size)).ok_or_else(|| wrong("size"))?;
+        let size =
+            size.filter(|size| (1..1 << 32).contains(size)).ok_or_else(|| mesh_error("size"))?;
         if slice.ranks == NONE {
             self.claim_dims(slice.mesh.to_native(), mesh_rank)?;
         } else {
-            self.mesh_with_ranks(slice, size)?;
+            self.validate_mesh_with_ranks(slice, size)?;
         }
         if slice.coordinates != NONE {
             let coordinates = self.claim_dims(slice.coordinates.to_native(), mesh_rank)?;
             if coordinates.iter().zip(mesh).any(|(coordinate, size)| coordinate >= size) {
-                return Err(wrong("coordinates outside the mesh"));
+                return Err(mesh_error("coordinates outside the mesh"));
             }
         }
         if slice.placements != NONE {
-            self.placements(slice, placements)?;
+            self.validate_placements(slice, placements)?;
         }
         if slice.names != NONE {
             if slice.ranks == NONE {
-                return Err(wrong("names without ranks"));
+                return Err(mesh_error("names without ranks"));
             }
             let mut seen = std::collections::BTreeSet::new();
             for name in self.claim_dims(slice.names.to_native(), mesh_rank)? {
                 let name = self.claim_heap(*name)?;
                 if name.len() > MAX_NAME_BYTES {
-                    return Err(wrong("long name"));
+                    return Err(mesh_error("long name"));
                 }
-                if !seen.insert(std::str::from_utf8(name).map_err(|_| wrong("name is not UTF-8"))?)
+                if !seen
+                    .insert(std::str::from_utf8(name).map_err(|_| mesh_error("name is not UTF-8"))?)
                 {
-                    return Err(wrong("two dimensions have one name"));
+                    return Err(mesh_error("two dimensions have one name"));
                 }
             }
         }
         Ok(())
     }
 
-    /// A mesh whose ranks follow its shape. Each is looked at once, however many slices name it.
-    fn mesh_with_ranks(&mut self, slice: &record::Slice, size: u64) -> Result<()> {
-        let wrong = |note: &str| Error::new(ErrorKind::MeshMismatch).note(note);
+    /// Validates a mesh whose ranks follow its shape in dims.
+    ///
+    /// Validates each mesh once, regardless of the number of slices that refer to it.
+    fn validate_mesh_with_ranks(&mut self, slice: &record::Slice, size: u64) -> Result<()> {
+        let mesh_error = |note: &str| Error::new(ErrorKind::MeshMismatch).note(note);
         let start = u64::from(slice.mesh.to_native());
         let mesh_rank = u64::from(slice.mesh_rank);
         let (first, len) = (start + mesh_rank, mesh_rank + size);
         if u64::from(slice.ranks.to_native()) != first {
-            return Err(wrong("ranks do not follow the mesh"));
+            return Err(mesh_error("ranks do not follow the mesh"));
         }
         if self.meshes.get(&start) == Some(&len) {
             return Ok(());
@@ -93,37 +99,37 @@ impl Validator<'_> {
         if before.is_some_and(|(other, len)| other + len > start)
             || after.is_some_and(|(other, _)| start + len > *other)
         {
-            return Err(wrong("meshes overlap"));
+            return Err(mesh_error("meshes overlap"));
         }
         self.meshes.insert(start, len);
         let mut sorted = ranks.to_vec();
         sorted.sort_unstable();
         if sorted.last().is_some_and(|last| *last >= 1 << 32) {
-            return Err(wrong("rank"));
+            return Err(mesh_error("rank"));
         }
         if sorted.windows(2).any(|pair| pair[0] == pair[1]) {
-            return Err(wrong("a rank is there twice"));
+            return Err(mesh_error("a rank is there twice"));
         }
         Ok(())
     }
 
-    fn placements(&self, slice: &record::Slice, claims: &mut Claims) -> Result<()> {
-        let wrong = |note: &str| Error::new(ErrorKind::UnknownPlacement).note(note);
+    fn validate_placements(&self, slice: &record::Slice, claims: &mut Claims) -> Result<()> {
+        let placement_error = |note: &str| Error::new(ErrorKind::UnknownPlacement).note(note);
         let first = u64::from(slice.placements.to_native());
         if !claims.in_order(first, u64::from(slice.mesh_rank)) {
-            return Err(wrong("placements are out of order"));
+            return Err(placement_error("placements are out of order"));
         }
         let first = narrow(first);
         for placement in &self.views.placements[first..first + usize::from(slice.mesh_rank)] {
             let (dim, factor) = (placement.dim.to_native(), placement.split_factor.to_native());
-            let fits = match placement.kind {
+            let is_valid = match placement.kind {
                 0 => dim == 0 && factor == 0,
                 1 => dim < u32::from(slice.rank) && factor == 0,
                 2 => dim < u32::from(slice.rank) && factor > 0,
                 _ => false,
             };
-            if !fits || placement.reserved != [0; 3] {
-                return Err(wrong("kind, dim or split_factor"));
+            if !is_valid || placement.reserved != [0; 3] {
+                return Err(placement_error("kind, dim or split_factor"));
             }
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! Storages: how they tile the blob, and their checksums. Spec: section 6.
+//! Validation of storages: layout in the blob, checksums and chunks. Spec: section 6.
 
 use super::claims::Claims;
 use super::{Use, Validator, narrow};
@@ -9,46 +9,47 @@ use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::record::{self, NONE};
 use crate::views::Views;
 
-/// How many bytes a stored byte can decode to at most.
+/// The largest number of decoded bytes for each stored byte of a chunk.
 const MAX_EXPANSION: u64 = 1 << 15;
 
 impl Validator<'_> {
     pub(super) fn storages(&self, index_off: u64) -> Result<()> {
         let Views { storages, crcs, chunks, digests, shards, .. } = self.views;
         let is_manifest = !shards.is_empty();
-        let mut checksums = Claims::new(crcs.len());
-        let mut packed = Claims::new(chunks.len());
+        let mut crc_claims = Claims::new(crcs.len());
+        let mut chunk_claims = Claims::new(chunks.len());
         let mut end = DATA_START;
         let mut last_shard = 0;
         for (number, storage) in storages.iter().enumerate() {
             let at = |error: Error| error.at(format_args!("storage {number}"));
             let size = chunk_size(storage).map_err(at)?;
-            let from = if storage.shard == last_shard { end } else { DATA_START };
+            let min_offset = if storage.shard == last_shard { end } else { DATA_START };
             let (offset, len) = (storage.offset.to_native(), storage.stored_len.to_native());
-            // The lower bits of a multiple of the alignment, which are zero: no division.
-            let below = (1_u64 << storage.align_log2) - 1;
-            let gap = offset.checked_sub(from).filter(|_| offset & below == 0 && len > 0);
-            let next = offset.checked_add(len);
-            let tiles = if is_manifest {
+            // A mask instead of a division: the low bits of an aligned offset are zero.
+            let align_mask = (1_u64 << storage.align_log2) - 1;
+            let gap =
+                offset.checked_sub(min_offset).filter(|_| offset & align_mask == 0 && len > 0);
+            let storage_end = offset.checked_add(len);
+            let is_in_layout = if is_manifest {
                 gap.is_some()
                     && storage.shard >= last_shard
-                    && self.shard_end(storage).is_some_and(|end| next <= Some(end))
+                    && self.shard_index_off(storage).is_some_and(|end| storage_end <= Some(end))
             } else {
-                gap.is_some_and(|gap| gap <= below) && storage.shard == 0
+                gap.is_some_and(|gap| gap <= align_mask) && storage.shard == 0
             };
-            let Some(next) = next.filter(|_| tiles) else {
-                return Err(at(odd_storage(ErrorKind::StorageLayout, storage)));
+            let Some(storage_end) = storage_end.filter(|_| is_in_layout) else {
+                return Err(at(storage_error(ErrorKind::StorageLayout, storage)));
             };
-            end = next;
+            end = storage_end;
             last_shard = storage.shard.to_native();
             let count = size.count(storage.raw_len.to_native());
-            if !checksums.once(u64::from(storage.crcs.to_native()), count) {
+            if !crc_claims.once(u64::from(storage.crcs.to_native()), count) {
                 return Err(at(Error::new(ErrorKind::CrcTable)));
             }
-            let is_packed = storage.codec != 0;
-            if is_packed
-                && !(packed.once(u64::from(storage.chunks.to_native()), count)
-                    && self.chunks_fit(storage, count))
+            let is_compressed = storage.codec != 0;
+            if is_compressed
+                && !(chunk_claims.once(u64::from(storage.chunks.to_native()), count)
+                    && self.are_chunks_valid(storage, count))
             {
                 return Err(at(Error::new(ErrorKind::ChunkTable)));
             }
@@ -57,10 +58,10 @@ impl Validator<'_> {
         if blob_end.checked_next_multiple_of(INDEX_ALIGN) != Some(index_off) {
             return Err(Error::new(ErrorKind::StorageLayout).byte(index_off).note("index"));
         }
-        if !checksums.is_complete() {
+        if !crc_claims.is_complete() {
             return Err(Error::new(ErrorKind::CrcTable));
         }
-        if !packed.is_complete() {
+        if !chunk_claims.is_complete() {
             return Err(Error::new(ErrorKind::ChunkTable));
         }
         if !digests.is_empty() && digests.len() != storages.len() {
@@ -74,45 +75,47 @@ impl Validator<'_> {
         }
     }
 
-    /// Whether the stored chunks of a compressed storage tile its stored bytes, none of them longer
-    /// than what it decodes to, or shorter than a frame of it can be.
-    fn chunks_fit(&self, storage: &record::Storage, count: u64) -> bool {
+    /// Returns true if the stored chunks of a compressed storage are valid (F-065).
+    ///
+    /// They tile the stored bytes, a raw chunk has its raw length, and a frame is shorter than the
+    /// chunk but not shorter than [`MAX_EXPANSION`] allows. At least one chunk is a frame.
+    fn are_chunks_valid(&self, storage: &record::Storage, count: u64) -> bool {
         let first = narrow(u64::from(storage.chunks.to_native()));
         let chunks = &self.views.chunks[first..first + narrow(count)];
-        let mut rest = storage.raw_len.to_native();
+        let mut remaining_len = storage.raw_len.to_native();
         let mut end = 0;
         for chunk in chunks {
-            let raw_len = rest.min(CHUNK_BYTES);
+            let raw_len = remaining_len.min(CHUNK_BYTES);
             let stored_len = u64::from(chunk.stored_len.to_native());
-            let fits = match chunk.codec.to_native() {
+            let is_valid = match chunk.codec.to_native() {
                 0 => stored_len == raw_len,
                 1 => stored_len < raw_len && stored_len >= raw_len.div_ceil(MAX_EXPANSION),
                 _ => false,
             };
-            if !fits || chunk.offset != end {
+            if !is_valid || chunk.offset != end {
                 return false;
             }
             end += stored_len;
-            rest -= raw_len;
+            remaining_len -= raw_len;
         }
         end == storage.stored_len.to_native() && chunks.iter().any(|chunk| chunk.codec == 1)
     }
 
-    /// Where the blob of the shard that holds this storage ends at the latest.
-    fn shard_end(&self, storage: &record::Storage) -> Option<u64> {
+    /// Returns the offset of the index of the shard that holds this storage, if the shard exists.
+    fn shard_index_off(&self, storage: &record::Storage) -> Option<u64> {
         let shard = usize::try_from(storage.shard.to_native()).ok()?;
         self.views.shards.get(shard).map(|shard| shard.index_off.to_native())
     }
 }
 
-/// The chunks that a storage has, if its alignment and its codec are ones that there are.
+/// Validates alignment and codec of a storage (F-061, F-063), and returns its chunk size.
 #[inline]
 fn chunk_size(storage: &record::Storage) -> Result<ChunkSize> {
     if !matches!(storage.align_log2, 6..=21) {
-        return Err(odd_storage(ErrorKind::Alignment, storage));
+        return Err(storage_error(ErrorKind::Alignment, storage));
     }
     let size = ChunkSize::from_log2(storage.chunk_log2).filter(|size| {
-        let fits = match storage.codec {
+        let is_valid = match storage.codec {
             0 => {
                 storage.shuffle == 0
                     && storage.chunks == NONE
@@ -123,12 +126,12 @@ fn chunk_size(storage: &record::Storage) -> Result<ChunkSize> {
             }
             _ => false,
         };
-        fits && storage.reserved == 0
+        is_valid && storage.reserved == 0
     });
-    size.ok_or_else(|| odd_storage(ErrorKind::UnknownCodec, storage))
+    size.ok_or_else(|| storage_error(ErrorKind::UnknownCodec, storage))
 }
 
 #[cold]
-fn odd_storage(kind: ErrorKind, storage: &record::Storage) -> Error {
+fn storage_error(kind: ErrorKind, storage: &record::Storage) -> Error {
     Error::new(kind).byte(storage.offset.to_native())
 }

@@ -1,4 +1,4 @@
-//! Tensors: shapes, strides, bytes, slices of a global tensor. Spec: sections 6 and 7.
+//! Validation of tensors: shapes, strides, byte ranges and slices. Spec: sections 6 and 7.
 
 use super::claims::Claims;
 use super::{Use, Validator, wide};
@@ -31,9 +31,9 @@ impl<'a> Validator<'a> {
         let mut slices = Claims::new(views.slices.len());
         for (number, tensor) in views.tensors.iter().enumerate() {
             fetch_ahead(views.tensors, number);
-            // Mostly each tensor has a storage of its own.
+            // Most tensors have their own storage, so tensor and storage numbers advance together.
             fetch_ahead(views.storages, number);
-            self.tensor(tensor, &mut slices)
+            self.validate_tensor(tensor, &mut slices)
                 .map_err(|error| error.at(path_of_tensor(views, number)))?;
         }
         if !slices.is_complete() {
@@ -42,7 +42,7 @@ impl<'a> Validator<'a> {
         Ok(())
     }
 
-    fn tensor(&mut self, tensor: &record::Tensor, slices: &mut Claims) -> Result<()> {
+    fn validate_tensor(&mut self, tensor: &record::Tensor, slices: &mut Claims) -> Result<()> {
         let Some(dtype) = Dtype::from_code(tensor.dtype.to_native()) else {
             return Err(Error::new(ErrorKind::UnknownDtype).note(tensor.dtype));
         };
@@ -66,8 +66,8 @@ impl<'a> Validator<'a> {
         let byte_offset = tensor.byte_offset.to_native();
         let end = byte_offset.checked_add(span).filter(|end| *end < SIZE_LIMIT || span == 0);
         let end = end.ok_or_else(|| Error::new(ErrorKind::ShapeOverflow))?;
-        self.bytes_of(tensor, span, end)?;
-        // A division, which most tensors do without.
+        self.validate_byte_range(tensor, span, end)?;
+        // Most offsets are 0; testing that first avoids a division.
         if byte_offset != 0 && !byte_offset.is_multiple_of(dtype.itemsize()) {
             return Err(Error::new(ErrorKind::Misaligned).note(byte_offset));
         }
@@ -78,26 +78,28 @@ impl<'a> Validator<'a> {
         if !slices.in_order(u64::from(tensor.slice.to_native()), 1) {
             return Err(Error::new(ErrorKind::MeshMismatch).note("slices are out of order"));
         }
-        self.shard(slice, dtype, shape)
+        self.validate_slice_bounds(slice, dtype, shape)
     }
 
-    /// Whether the tensor's span lies in its storage.
-    fn bytes_of(&mut self, tensor: &record::Tensor, span: u64, end: u64) -> Result<()> {
-        let outside = |note: &str| Err(Error::new(ErrorKind::TensorRange).note(note));
+    /// Checks that the span of a tensor lies in its storage, and marks the storage as used.
+    ///
+    /// `end` is the byte offset plus the span.
+    fn validate_byte_range(&mut self, tensor: &record::Tensor, span: u64, end: u64) -> Result<()> {
+        let range_error = |note: &str| Err(Error::new(ErrorKind::TensorRange).note(note));
         let number = tensor.storage.to_native();
         if span == 0 {
             return if number == NONE && tensor.byte_offset == 0 {
                 Ok(())
             } else {
-                outside("a tensor without elements has a storage")
+                range_error("a tensor without elements has a storage")
             };
         }
         let number = usize::try_from(number).unwrap_or(usize::MAX);
         let Some(storage) = self.views.storages.get(number) else {
-            return outside("there is no such storage");
+            return range_error("there is no such storage");
         };
         if end > storage.raw_len.to_native() {
-            return Err(outside_storage(tensor, end, storage));
+            return Err(storage_range_error(tensor, end, storage));
         }
         if self.uses[number] == Use::Content {
             return Err(Error::new(ErrorKind::TextPlace).note("a tensor lies in a leaf's content"));
@@ -106,18 +108,26 @@ impl<'a> Validator<'a> {
         Ok(())
     }
 
-    fn shard(&self, slice: &record::Slice, dtype: Dtype, shape: &[u64]) -> Result<()> {
-        let outside = |note: String| Error::new(ErrorKind::OutsideGlobal).note(note);
+    fn validate_slice_bounds(
+        &self,
+        slice: &record::Slice,
+        dtype: Dtype,
+        shape: &[u64],
+    ) -> Result<()> {
+        let bounds_error = |note: String| Error::new(ErrorKind::OutsideGlobal).note(note);
         let rank = u64::from(slice.rank);
         if usize::from(slice.rank) != shape.len() {
-            return Err(outside(format!("slice of rank {rank}, tensor of rank {}", shape.len())));
+            return Err(bounds_error(format!(
+                "slice of rank {rank}, tensor of rank {}",
+                shape.len()
+            )));
         }
         let offsets = self.views.dims_at(slice.offsets.to_native(), rank)?;
         let global = self.views.dims_at(slice.global_shape.to_native(), rank)?;
-        check_shape(dtype.itemsize(), global).map_err(|error| outside(error.to_string()))?;
+        check_shape(dtype.itemsize(), global).map_err(|error| bounds_error(error.to_string()))?;
         for ((offset, size), global) in offsets.iter().zip(shape).zip(global) {
             if offset.checked_add(*size).is_none_or(|end| end > *global) {
-                return Err(outside(format!("{shape:?} at {offsets:?} of {global}")));
+                return Err(bounds_error(format!("{shape:?} at {offsets:?} of {global}")));
             }
         }
         Ok(())
@@ -125,14 +135,16 @@ impl<'a> Validator<'a> {
 }
 
 #[cold]
-fn outside_storage(tensor: &record::Tensor, end: u64, storage: &record::Storage) -> Error {
+fn storage_range_error(tensor: &record::Tensor, end: u64, storage: &record::Storage) -> Error {
     Error::new(ErrorKind::TensorRange).note(format_args!(
         "bytes {}..{end} of a storage of {}",
         tensor.byte_offset, storage.raw_len
     ))
 }
 
-/// The path of the leaf that has claimed a tensor: the last one that starts at it or before.
+/// Returns the path of the leaf that claims a tensor record.
+///
+/// It is the last tensor leaf whose first record is at or before `tensor`.
 fn path_of_tensor(views: &Views<'_>, tensor: usize) -> ObjectPath {
     let starts_before =
         |node: &record::Node| node.kind == kind::TENSOR && node.a.to_native() <= wide(tensor);

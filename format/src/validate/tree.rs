@@ -1,4 +1,4 @@
-//! The tree: nodes, keys, leaves. Spec: section 5.
+//! Validation of the tree: nodes, keys and leaves. Spec: section 5.
 
 use std::ops::Range;
 
@@ -26,17 +26,17 @@ impl Validator<'_> {
             return Err(Error::new(ErrorKind::ChildRange).at("by_key"));
         }
         let mut children = Claims { claimed: 1, ..Claims::new(nodes.len()) };
-        let mut runs = Claims::new(tensors.len());
-        // The children of one level are the next one.
+        let mut tensor_claims = Claims::new(tensors.len());
+        // The children of all nodes of one level form the next level.
         let (mut level, mut depth) = (0..1, 1);
         while !level.is_empty() {
             for (number, node) in level.clone().zip(&nodes[level.clone()]) {
-                let proven = if depth > MAX_DEPTH && kind::is_container(node.kind) {
+                let result = if depth > MAX_DEPTH && kind::is_container(node.kind) {
                     Err(Error::new(ErrorKind::TooDeep))
                 } else {
-                    self.node(number, node, &mut children, &mut runs)
+                    self.validate_node(number, node, &mut children, &mut tensor_claims)
                 };
-                proven.map_err(|error| error.at(path_of(self.views, number)))?;
+                result.map_err(|error| error.at(path_of(self.views, number)))?;
             }
             level = level.end..narrow(children.claimed);
             depth += 1;
@@ -44,31 +44,31 @@ impl Validator<'_> {
         if !children.is_complete() {
             return Err(Error::new(ErrorKind::ChildRange).note("nodes of no container"));
         }
-        if !runs.is_complete() {
+        if !tensor_claims.is_complete() {
             return Err(Error::new(ErrorKind::TensorRun).note("tensors of no leaf"));
         }
         Ok(())
     }
 
     #[inline]
-    fn node(
+    fn validate_node(
         &mut self,
         number: usize,
         node: &record::Node,
         children: &mut Claims,
-        runs: &mut Claims,
+        tensor_claims: &mut Claims,
     ) -> Result<()> {
-        self.key(node)?;
+        self.validate_key(node)?;
         if kind::is_container(node.kind) {
-            self.container(number, node, children)
+            self.validate_container(number, node, children)
         } else {
-            self.leaf(node, runs)
+            self.validate_leaf(node, tensor_claims)
         }
     }
 
-    /// The key of a node by itself; whether it fits its container is for the container to say.
+    /// Validates the key of a node. `validate_container` checks that it fits the container.
     #[inline]
-    fn key(&mut self, node: &record::Node) -> Result<()> {
+    fn validate_key(&mut self, node: &record::Node) -> Result<()> {
         let key = node.key.to_native();
         if node.key_kind == key::kind::INDEX {
             return if key == 0 { Ok(()) } else { Err(Error::new(ErrorKind::KeyKind)) };
@@ -84,13 +84,13 @@ impl Validator<'_> {
         self.views.file_key(node)?.check()
     }
 
-    fn container(
+    fn validate_container(
         &mut self,
         number: usize,
         node: &record::Node,
         children: &mut Claims,
     ) -> Result<()> {
-        // Ranges of children are in order, so the one that could hold the node is found at once.
+        // The ranges are in order, so only the last one that starts at or before the node can contain it.
         let before = self.divergent.partition_point(|range| range.start <= number);
         let inside_divergent =
             before.checked_sub(1).is_some_and(|last| self.divergent[last].contains(&number));
@@ -109,12 +109,17 @@ impl Validator<'_> {
         }
         let range = narrow(first)..narrow(first + count);
         let is_keyed = kind::is_keyed(node.kind);
-        let in_order = if is_keyed { self.keys(node.kind, &range) } else { self.places(&range) };
-        // Keys that are in order were looked at one by one; else this look at all of them comes first.
-        if !is_keyed || in_order.is_err() {
+        let order_result = if is_keyed {
+            self.validate_keys(node.kind, &range)
+        } else {
+            self.validate_index_order(&range)
+        };
+        // `validate_keys` also checks key kinds. If it fails, a wrong key kind of any child takes
+        // precedence over its error.
+        if !is_keyed || order_result.is_err() {
             let mut records = self.views.nodes[range.clone()].iter();
-            if let Some(odd) = records.find(|child| !key_fits(node.kind, child)) {
-                return Err(odd_key(node.kind, odd));
+            if let Some(child) = records.find(|child| !key_fits(node.kind, child)) {
+                return Err(key_kind_error(node.kind, child));
             }
         }
         if node.kind == kind::DIVERGENT && (inside_divergent || self.views.shards.is_empty()) {
@@ -124,11 +129,11 @@ impl Validator<'_> {
         if node.kind == kind::DIVERGENT || inside_divergent {
             self.divergent.push(range);
         }
-        in_order
+        order_result
     }
 
-    /// Children without keys, in the order in which they stand.
-    fn places(&self, children: &Range<usize>) -> Result<()> {
+    /// Checks that `by_key` lists the children of a list or tuple in order.
+    fn validate_index_order(&self, children: &Range<usize>) -> Result<()> {
         let order =
             self.views.by_key[children.clone()].iter().map(|child| u64::from(child.to_native()));
         if children.clone().map(wide).eq(order) {
@@ -138,8 +143,10 @@ impl Validator<'_> {
         }
     }
 
-    /// Strictly increasing keys that fit their container: no key twice, no child twice.
-    fn keys(&self, container: u8, children: &Range<usize>) -> Result<()> {
+    /// Checks that keys fit their container and increase strictly along `by_key`.
+    ///
+    /// So no key and no child occurs twice, and no two keys are equal in Python (F-045).
+    fn validate_keys(&self, container: u8, children: &Range<usize>) -> Result<()> {
         let order = &self.views.by_key[children.clone()];
         let nodes = &self.views.nodes[children.clone()];
         let mut last: Option<KeyOrder<'_>> = None;
@@ -149,7 +156,7 @@ impl Validator<'_> {
                 return Err(Error::new(ErrorKind::DuplicateKey).note("by_key names no child"));
             };
             if !key_fits(container, node) {
-                return Err(odd_key(container, node));
+                return Err(key_kind_error(container, node));
             }
             let next = self.views.key_order(node)?;
             check_key_len(next.1)?;
@@ -158,7 +165,7 @@ impl Validator<'_> {
             }
             last = Some(next);
         }
-        // Only bools and floats have twins, and what comes last in key order is of the highest kind.
+        // Only bools and floats can equal keys of other kinds. The last key has the highest kind.
         if last.is_none_or(|(highest, ..)| highest < key::kind::BOOL) {
             return Ok(());
         }
@@ -175,36 +182,41 @@ impl Validator<'_> {
     }
 
     #[inline]
-    fn leaf(&mut self, node: &record::Node, runs: &mut Claims) -> Result<()> {
-        let wrong = |what: &str| Err(Error::new(ErrorKind::LeafValue).note(what));
+    fn validate_leaf(&mut self, node: &record::Node, tensor_claims: &mut Claims) -> Result<()> {
+        let value_error = |what: &str| Err(Error::new(ErrorKind::LeafValue).note(what));
         let (a, b, count) = (node.a.to_native(), node.b.to_native(), node.count.to_native());
-        // What nearly all leaves are.
-        if node.kind == kind::TENSOR && node.flags == 0 && count == 1 && b == 0 && runs.once(a, 1) {
+        // The fast path for plain tensors, the most frequent leaves.
+        if node.kind == kind::TENSOR
+            && node.flags == 0
+            && count == 1
+            && b == 0
+            && tensor_claims.once(a, 1)
+        {
             return Ok(());
         }
         let is_content = matches!(node.kind, kind::STR | kind::BYTES | kind::OPAQUE);
         if node.flags != 0 && !(is_content && node.flags == STORED) {
-            return wrong("flags");
+            return value_error("flags");
         }
         if node.kind > kind::OPAQUE {
             return Err(Error::new(ErrorKind::UnknownKind).note(node.kind));
         }
         if count != 0 && !matches!(node.kind, kind::SIZE | kind::TENSOR) {
-            return wrong("count");
+            return value_error("count");
         }
         if b != 0 && !matches!(node.kind, kind::COMPLEX | kind::OPAQUE) {
-            return wrong("b");
+            return value_error("b");
         }
         match node.kind {
-            kind::NONE if a != 0 => return wrong("a"),
-            kind::BOOL if a > 1 => return wrong("bool"),
-            kind::DTYPE if dtype(a).is_none() => return wrong("dtype"),
-            kind::SIZE if wide(MAX_RANK) < u64::from(count) => return wrong("size"),
+            kind::NONE if a != 0 => return value_error("a"),
+            kind::BOOL if a > 1 => return value_error("bool"),
+            kind::DTYPE if dtype(a).is_none() => return value_error("dtype"),
+            kind::SIZE if wide(MAX_RANK) < u64::from(count) => return value_error("size"),
             kind::BIGINT if !is_shortest_big(self.claim_heap(a)?) => {
                 return Err(Error::new(ErrorKind::NonCanonicalInt));
             }
             kind::STR | kind::BYTES | kind::OPAQUE => {
-                self.content(node)?;
+                self.validate_content(node)?;
                 if node.kind == kind::OPAQUE {
                     self.claim_text(b)?;
                 }
@@ -215,47 +227,48 @@ impl Validator<'_> {
                 self.claim_dims(start, len)?;
             }
             kind::DEVICE => self.claim_text(a)?,
-            kind::TENSOR if count == 0 || !runs.once(a, u64::from(count)) => {
+            kind::TENSOR if count == 0 || !tensor_claims.once(a, u64::from(count)) => {
                 return Err(
                     Error::new(ErrorKind::TensorRun).note(format_args!("{count} tensors from {a}"))
                 );
             }
-            kind::TENSOR => self.run(a, count)?,
+            kind::TENSOR => self.validate_run(a, count)?,
             _ => {}
         }
         Ok(())
     }
 
-    /// Content of a str, bytes or opaque leaf: in the heap or a storage of its own.
-    fn content(&mut self, node: &record::Node) -> Result<()> {
+    /// Validates the content of a str, bytes or opaque leaf: in the heap or in its own storage (F-049).
+    fn validate_content(&mut self, node: &record::Node) -> Result<()> {
         let a = node.a.to_native();
-        let misplaced = || Error::new(ErrorKind::TextPlace);
+        let content_error = || Error::new(ErrorKind::TextPlace);
         if node.flags == STORED {
             let storage = usize::try_from(a).ok().and_then(|a| self.views.storages.get(a));
-            let storage = storage.ok_or_else(misplaced)?;
+            let storage = storage.ok_or_else(content_error)?;
             let uses = &mut self.uses[narrow(a)];
             if storage.raw_len <= INLINE_MAX || *uses != Use::None {
-                return Err(misplaced());
+                return Err(content_error());
             }
             *uses = Use::Content;
             return Ok(());
         }
         if u64::from(split_heap_range(a).1) > INLINE_MAX {
-            return Err(misplaced());
+            return Err(content_error());
         }
         if node.kind == kind::STR { self.claim_text(a) } else { self.claim_heap(a).map(drop) }
     }
 
-    /// The records of one tensor leaf that has several, against each other.
-    fn run(&self, first: u64, count: u32) -> Result<()> {
+    /// Checks that the records of a tensor leaf with several records agree (F-051, F-074).
+    fn validate_run(&self, first: u64, count: u32) -> Result<()> {
         let run = &self.views.tensors[narrow(first)..narrow(first + u64::from(count))];
         if run.iter().any(|tensor| tensor.slice == NONE) {
             return Err(Error::new(ErrorKind::TensorRun).note("a whole tensor among slices"));
         }
         let [one, others @ ..] = run else { return Ok(()) };
         for other in others {
-            let equal = one.dtype == other.dtype && self.global(one)? == self.global(other)?;
-            if !equal {
+            let is_consistent =
+                one.dtype == other.dtype && self.global(one)? == self.global(other)?;
+            if !is_consistent {
                 return Err(Error::new(ErrorKind::MixedRun));
             }
         }
@@ -263,27 +276,29 @@ impl Validator<'_> {
     }
 }
 
-/// Keys are compared before they are claimed: a long one is refused first.
+/// Rejects a key that is too long.
+///
+/// Keys are compared before they are claimed, so the limit must be checked first.
 #[inline]
 fn check_key_len(bytes: &[u8]) -> Result<()> {
     if bytes.len() > key::MAX_KEY_BYTES {
-        return Err(long_key(bytes.len()));
+        return Err(key_len_error(bytes.len()));
     }
     Ok(())
 }
 
 #[cold]
-fn long_key(len: usize) -> Error {
+fn key_len_error(len: usize) -> Error {
     Error::new(ErrorKind::KeyKind).note(format_args!("key of {len} bytes"))
 }
 
 #[cold]
-fn odd_key(container: u8, child: &record::Node) -> Error {
+fn key_kind_error(container: u8, child: &record::Node) -> Error {
     Error::new(ErrorKind::KeyKind)
         .note(format_args!("key kind {} in node kind {container}", child.key_kind))
 }
 
-/// Whether a child's key kind is one that its container allows.
+/// Returns true if the container allows the key kind of a child (F-043).
 #[inline]
 fn key_fits(container: u8, child: &record::Node) -> bool {
     match container {

@@ -1,5 +1,7 @@
-//! The command `tssd` in a wheel. A binary of this package has the features of the extension module, so the crates
-//! below both are compiled once.
+//! The command `tssd` of a wheel.
+//!
+//! It is a binary of this package, so that it has the features of the extension module, and the crates that both use
+//! are compiled once.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! Memory that torch takes, and says when it is done with it.
+//! Export of memory to torch through DLPack. torch calls a deleter when it is done with the memory.
 #![expect(unsafe_code, reason = "DLPack is a C interface")]
 
 use std::ffi::{CStr, c_int, c_void};
@@ -13,37 +13,39 @@ use super::{CPU, DataType, Device, OLD, TYPES, Tensor};
 use crate::error::Result;
 use crate::memory::Block;
 
-const NAME: &CStr = c"dltensor";
-/// `DLManagedTensor` of dlpack.h, and what it keeps.
+const CAPSULE_NAME: &CStr = c"dltensor";
+/// `DLManagedTensor` of dlpack.h, followed by what it owns.
 #[repr(C)]
-struct Managed {
+struct ManagedTensor {
     tensor: Tensor,
     context: *mut c_void,
-    deleter: Option<unsafe extern "C" fn(*mut Managed)>,
-    /// The shape, and after it the strides unless they are row-major.
+    deleter: Option<unsafe extern "C" fn(*mut ManagedTensor)>,
+    /// The shape, followed by the strides unless the tensor is row-major.
     dims: SmallVec<[i64; 8]>,
     _block: Block,
 }
 
-/// A capsule with a block as this tensor, whose bytes are those of the block. Whoever takes it may write there.
-/// None if torch might not know the dtype.
+/// Exports a block as a DLPack capsule.
+///
+/// The tensor spans all bytes of the block, and the consumer may write to it. The outer `Err` returns the block if the
+/// tensor does not span exactly its bytes, or if an old torch may not support the dtype.
 pub(crate) fn capsule<'py>(
     py: Python<'py>,
     block: Block,
     meta: &TensorMeta,
 ) -> Result<Result<Bound<'py, PyAny>>, Block> {
-    let known = TYPES[..OLD].iter().find(|(dtype, ..)| *dtype == meta.dtype());
-    let Some((_, code, bits)) = known.filter(|_| meta.span_bytes() == wide(block.len())) else {
+    let entry = TYPES[..OLD].iter().find(|(dtype, ..)| *dtype == meta.dtype());
+    let Some((_, code, bits)) = entry.filter(|_| meta.span_bytes() == to_u64(block.len())) else {
         return Err(block);
     };
-    Ok(made(py, block, meta, DataType { code: *code, bits: *bits, lanes: 1 }))
+    Ok(new_capsule(py, block, meta, DataType { code: *code, bits: *bits, lanes: 1 }))
 }
 
-fn wide(len: usize) -> u64 {
+fn to_u64(len: usize) -> u64 {
     u64::try_from(len).unwrap_or(u64::MAX)
 }
 
-fn made<'py>(
+fn new_capsule<'py>(
     py: Python<'py>,
     block: Block,
     meta: &TensorMeta,
@@ -55,7 +57,7 @@ fn made<'py>(
     for size in meta.shape().iter().chain(&strides) {
         dims.push(i64::try_from(*size)?);
     }
-    let mut managed = Box::new(Managed {
+    let mut managed = Box::new(ManagedTensor {
         tensor: Tensor {
             data: block.start().cast(),
             device: Device { kind: CPU, id: 0 },
@@ -66,7 +68,7 @@ fn made<'py>(
             byte_offset: 0,
         },
         context: null_mut(),
-        deleter: Some(delete),
+        deleter: Some(delete_tensor),
         dims,
         _block: block,
     });
@@ -76,37 +78,38 @@ fn made<'py>(
     }
     let managed = Box::into_raw(managed);
     // SAFETY: the pointer is not null, the name is static, and the destructor is one for capsules.
-    let capsule = unsafe { ffi::PyCapsule_New(managed.cast(), NAME.as_ptr(), Some(destroy)) };
+    let capsule =
+        unsafe { ffi::PyCapsule_New(managed.cast(), CAPSULE_NAME.as_ptr(), Some(destroy_capsule)) };
     if capsule.is_null() {
-        // SAFETY: it comes from `Box::into_raw`, and nobody has taken it.
-        unsafe { delete(managed) };
+        // SAFETY: the pointer comes from `Box::into_raw`, and no capsule owns it.
+        unsafe { delete_tensor(managed) };
     }
-    // SAFETY: it is a new reference, or null with an exception set.
+    // SAFETY: `capsule` is a new reference, or null with an exception set.
     Ok(unsafe { Bound::from_owned_ptr_or_err(py, capsule)? })
 }
 
-/// Called once by whoever took the tensor, on any thread, with or without the GIL.
+/// Deleter of the tensor. The consumer calls it once, on any thread, with or without the GIL.
 ///
 /// # Safety
 ///
-/// `managed` comes from [`capsule`], and nobody uses it afterwards.
-unsafe extern "C" fn delete(managed: *mut Managed) {
-    // SAFETY: it comes from `Box::into_raw`, once, as the caller vouches.
+/// `managed` comes from [`capsule`], and is not used afterwards.
+unsafe extern "C" fn delete_tensor(managed: *mut ManagedTensor) {
+    // SAFETY: the pointer comes from `Box::into_raw`, and the caller passes it only once.
     drop(unsafe { Box::from_raw(managed) });
 }
 
-/// A capsule whose tensor nobody took deletes it; who takes it renames the capsule.
+/// Destructor of the capsule. Deletes the tensor unless a consumer took it, which renames the capsule.
 ///
 /// # Safety
 ///
-/// `object` is a capsule of [`capsule`] at its end.
-unsafe extern "C" fn destroy(object: *mut ffi::PyObject) {
-    // SAFETY: the object is a capsule, and the name is static.
-    let is_ours: c_int = unsafe { ffi::PyCapsule_IsValid(object, NAME.as_ptr()) };
+/// `object` is a capsule made by [`capsule`] that Python is destroying.
+unsafe extern "C" fn destroy_capsule(object: *mut ffi::PyObject) {
+    // SAFETY: `object` is a capsule, and the name is static.
+    let is_ours: c_int = unsafe { ffi::PyCapsule_IsValid(object, CAPSULE_NAME.as_ptr()) };
     if is_ours == 1 {
         // SAFETY: a capsule of this name has a pointer from `Box::into_raw`.
-        let managed = unsafe { ffi::PyCapsule_GetPointer(object, NAME.as_ptr()) };
-        // SAFETY: nobody has taken it, or the capsule would have another name.
-        unsafe { delete(managed.cast()) };
+        let managed = unsafe { ffi::PyCapsule_GetPointer(object, CAPSULE_NAME.as_ptr()) };
+        // SAFETY: no consumer took the tensor, or the capsule would have another name.
+        unsafe { delete_tensor(managed.cast()) };
     }
 }

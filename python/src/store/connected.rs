@@ -1,4 +1,4 @@
-//! A store, and the threads of this process that wait for it.
+//! The connection of this process to a store, and blocking calls on it.
 
 use std::mem::ManuallyDrop;
 use std::pin::{Pin, pin};
@@ -15,8 +15,11 @@ use tssd_store::{ConnectOptions, GetReport, Opened, Store, Target};
 use crate::error::{Failure, Refusal, Result};
 use crate::interrupt::{EVERY, Interrupt};
 
-/// A store, and the threads on which it waits: they are those of one process.
+/// A connection to a store, with the tokio runtime that drives it.
+///
+/// Only the process that opened it can use it: a fork does not copy the threads of the runtime.
 pub(crate) struct Connected {
+    /// The ID of the process that opened the connection.
     pub(super) process: u32,
     pub(crate) store: ManuallyDrop<Store>,
     pub(crate) runtime: ManuallyDrop<Runtime>,
@@ -26,15 +29,15 @@ impl Drop for Connected {
     #[expect(unsafe_code, reason = "what was forked is left alone")]
     fn drop(&mut self) {
         if self.process != std::process::id() {
-            // Its threads were not forked: nobody answers, and nothing can be waited for.
+            // The threads of the runtime are not in this process: waiting for them would never end.
             return;
         }
-        // SAFETY: it is not looked at again.
+        // SAFETY: only `drop` takes the field, it runs once, and it does not use the field afterwards.
         let store = unsafe { ManuallyDrop::take(&mut self.store) };
         // SAFETY: as above.
         let runtime = unsafe { ManuallyDrop::take(&mut self.runtime) };
         {
-            let _inside = runtime.enter();
+            let _guard = runtime.enter();
             drop(store);
         }
         runtime.shutdown_background();
@@ -42,23 +45,24 @@ impl Drop for Connected {
 }
 
 impl Connected {
+    /// Opens a connection to the store at `url`, within `options.timeout`.
     pub(super) fn new(url: &str, options: &ConnectOptions) -> Result<Arc<Self>> {
         let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime = runtime.map_err(Failure::from)?;
-        let connecting = async {
-            let connecting = Store::create_with(url, options);
-            let late = |_| {
+        let connect = async {
+            let create = Store::create_with(url, options);
+            let timed_out = |_| {
                 let text = format!("`{url}` has not answered within {:?}", options.timeout);
                 Failure::from(Refusal::new("unreachable", text))
             };
-            Ok(tokio::time::timeout(options.timeout, connecting).await.map_err(late)??)
+            Ok(tokio::time::timeout(options.timeout, create).await.map_err(timed_out)??)
         };
         let store: Result<Store> =
-            Patience::new(None).and_then(|patience| wait(&runtime, &patience, pin!(connecting)));
+            Patience::new(None).and_then(|deadline| block_on(&runtime, &deadline, pin!(connect)));
         let store = match store {
             Ok(store) => store,
             Err(error) => {
-                // What it waits for may take longer.
+                // Dropping the runtime would wait for its blocking tasks, which may outlast the timeout.
                 runtime.shutdown_background();
                 return Err(error);
             }
@@ -67,12 +71,19 @@ impl Connected {
         Ok(Arc::new(Self { process: std::process::id(), store, runtime }))
     }
 
-    /// Whether it can be asked here still: not in a process that was forked since, nor once the daemon is gone.
+    /// Returns whether this process can use the connection.
+    ///
+    /// False in a process that was forked since, and after the connection to the daemon is lost.
     pub(super) fn is_usable(&self) -> bool {
         self.process == std::process::id() && self.store.is_connected()
     }
 
-    /// Does something, which Ctrl-C ends. In a process that was forked since nobody would do it.
+    /// Runs `work` to completion. Ctrl-C, cancellation and `timeout`, in seconds, end it early.
+    ///
+    /// # Errors
+    ///
+    /// Those of `work`; `invalid` in a process that was forked since; `timeout` after the timeout; and the exception
+    /// that a signal handler raises.
     pub(crate) fn run<T>(
         &self,
         py: Python<'_>,
@@ -86,45 +97,47 @@ impl Connected {
             let text = "it was opened before this process was forked";
             return Err(Refusal::new("invalid", text).advice("open it again").into());
         }
-        let patience = Patience::new(timeout)?;
-        py.detach(|| wait(&self.runtime, &patience, pin!(async { Ok(work.await?) })))
+        let deadline = Patience::new(timeout)?;
+        py.detach(|| block_on(&self.runtime, &deadline, pin!(async { Ok(work.await?) })))
     }
 
-    /// Fills memory, as long as there is patience.
+    /// Fills `targets` from an open version, until `deadline` is over.
     pub(super) fn fill(
         &self,
-        opened: &Opened,
+        reader: &Opened,
         targets: &mut [Target<'_>],
-        patience: &Patience,
+        deadline: &Patience,
     ) -> Result<GetReport> {
-        let _inside = self.runtime.enter();
-        opened.fill_while(targets, || patience.check())
+        let _guard = self.runtime.enter();
+        reader.fill_while(targets, || deadline.check())
     }
 }
 
-/// Waits for work on this thread. The runtime would have to be woken up for a timer that looks for signals.
-fn wait<T>(
+/// Polls `work` to completion on this thread, and checks for signals every [`EVERY`].
+///
+/// A timer for these checks would have to wake up the thread of the runtime each time.
+fn block_on<T>(
     runtime: &Runtime,
-    patience: &Patience,
+    deadline: &Patience,
     mut work: Pin<&mut impl Future<Output = Result<T>>>,
 ) -> Result<T> {
-    let _inside = runtime.enter();
-    let waker = Waker::from(Arc::new(Unpark(thread::current())));
-    let mut looked = Instant::now();
+    let _guard = runtime.enter();
+    let waker = Waker::from(Arc::new(ThreadWaker(thread::current())));
+    let mut last_check = Instant::now();
     loop {
-        if let Poll::Ready(done) = work.as_mut().poll(&mut Context::from_waker(&waker)) {
-            return done;
+        if let Poll::Ready(result) = work.as_mut().poll(&mut Context::from_waker(&waker)) {
+            return result;
         }
-        // Not at once: what takes little time, such as most puts, is rather done than cancelled.
-        if looked.elapsed() >= EVERY {
-            patience.interrupt.check()?;
-            looked = Instant::now();
+        // The first check comes after `EVERY`: short work, such as most puts, completes rather than being cancelled.
+        if last_check.elapsed() >= EVERY {
+            deadline.interrupt.check()?;
+            last_check = Instant::now();
         }
-        thread::park_timeout(patience.left()?);
+        thread::park_timeout(deadline.remaining()?);
     }
 }
 
-/// How long this thread waits: until a signal, or for a time.
+/// The end of a wait: an interrupt, or a timeout.
 pub(super) struct Patience {
     interrupt: Interrupt,
     timeout: Option<Duration>,
@@ -132,39 +145,44 @@ pub(super) struct Patience {
 }
 
 impl Patience {
-    /// For so many seconds, or as long as it takes.
+    /// Starts now, and ends after `timeout` seconds. `None`: there is no timeout.
     pub(super) fn new(timeout: Option<f64>) -> Result<Self> {
         let timeout = timeout.map(seconds).transpose()?;
         Ok(Self { interrupt: Interrupt::new(), timeout, started: Instant::now() })
     }
 
-    /// What ends it, if something does.
+    /// Returns an error if the call was interrupted, or if the timeout has passed.
     pub(super) fn check(&self) -> Result<()> {
         self.interrupt.check()?;
-        self.left().map(drop)
+        self.remaining().map(drop)
     }
 
-    /// How long nobody need look.
-    fn left(&self) -> Result<Duration> {
+    /// Returns how long to sleep before the next check: the remaining time, at most [`EVERY`].
+    ///
+    /// # Errors
+    ///
+    /// `timeout` if the timeout has passed.
+    fn remaining(&self) -> Result<Duration> {
         let Some(timeout) = self.timeout else { return Ok(EVERY) };
-        let left = timeout.checked_sub(self.started.elapsed()).ok_or_else(|| {
+        let remaining = timeout.checked_sub(self.started.elapsed()).ok_or_else(|| {
             let text = format!("it has not happened within {timeout:?}");
             Failure::from(Refusal::new("timeout", text))
         })?;
-        Ok(left.min(EVERY))
+        Ok(remaining.min(EVERY))
     }
 }
 
-/// Wakes up the thread that waits.
-struct Unpark(Thread);
+/// A waker that unparks a thread.
+struct ThreadWaker(Thread);
 
-impl Wake for Unpark {
+impl Wake for ThreadWaker {
     fn wake(self: Arc<Self>) {
         self.0.unpark();
     }
 }
 
+/// Converts seconds to a duration. A negative, too large or NaN number is a `ValueError`.
 pub(crate) fn seconds(seconds: f64) -> Result<Duration> {
-    let span = Duration::try_from_secs_f64(seconds);
-    Ok(span.map_err(|error| PyValueError::new_err(format!("{seconds} seconds: {error}")))?)
+    let duration = Duration::try_from_secs_f64(seconds);
+    Ok(duration.map_err(|error| PyValueError::new_err(format!("{seconds} seconds: {error}")))?)
 }

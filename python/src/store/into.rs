@@ -1,4 +1,4 @@
-//! The caller's own tensors, which a get fills.
+//! Reads into the caller's tensors.
 #![expect(unsafe_code, reason = "the memory of tensors belongs to Python")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,9 +11,8 @@ use tssd_format::{
     Container, Dtype, Key, MAX_DEPTH, Node, ObjectPath, ShardPlace, Step, Stored, Tensor,
     TensorFlags, TensorMeta, Value,
 };
-use tssd_store::{
-    Copied, GetOptions, GetReport, Opened, ReceiveReport, Receiver, Target, TargetMemory,
-};
+use tssd_gpu::CopyStats;
+use tssd_store::{GetOptions, GetReport, Opened, ReceiveReport, Receiver, Target, TargetMemory};
 
 use super::connected::{Connected, Patience};
 use super::version::{Reading, Version, global_shape};
@@ -23,114 +22,116 @@ use crate::local::is_floating;
 use crate::object::{Framework, Maker};
 use crate::value::{Lender, Staged, fields_of, key_of};
 
-/// So many bytes, about, are filled in place of others at a time.
-const STAGED_BYTES: u64 = 512 << 20;
+/// A batch is filled once its staging tensors have this many bytes.
+const BATCH_STAGED_BYTES: u64 = 512 << 20;
 
-/// What a caller allows.
+/// Options of a read into the caller's tensors.
 #[derive(Clone, Copy)]
 pub(crate) struct Allowed {
-    /// Whether `into` and the version have the same tensors.
+    /// Whether `into` must have exactly the tensors of the version.
     pub(crate) strict: bool,
     /// Whether floating dtypes may differ.
     pub(crate) cast: bool,
-    /// Whether what was pickled is unpickled.
+    /// Whether pickled leaves are unpickled.
     pub(crate) pickle: bool,
 }
 
-/// What was found to differ, and was allowed.
+/// The differences between `into` and the version that the options allow. All names are fqns.
 #[derive(Default)]
 pub(crate) struct Differences {
-    /// In `into`, and not stored.
+    /// Tensors in `into` that are not stored.
     pub(crate) missing: Vec<String>,
-    /// Stored, and not in `into`.
+    /// Stored tensors that are not in `into`.
     pub(crate) unexpected: Vec<String>,
-    /// Of another dtype.
+    /// Tensors in `into` whose dtype differs from the stored one.
     pub(crate) cast: Vec<String>,
 }
 
-/// What filling tensors has done.
+/// The result of filling tensors.
 pub(crate) struct Filled {
     pub(crate) report: GetReport,
-    /// How bytes went to devices.
-    pub(crate) copied: Option<Copied>,
+    /// The copies to devices. `None` if there were none.
+    pub(crate) copied: Option<CopyStats>,
 }
 
 /// A tensor in `into`.
 struct Leaf<'py> {
     fqn: String,
     object: Bound<'py, PyAny>,
-    /// None if there is nothing to fill.
+    /// `None` if there is nothing to fill.
     dtype: Option<Dtype>,
+    /// The global shape, in elements.
     shape: Vec<u64>,
 }
 
-/// Where in `into` something is that is no tensor.
+/// The position in `into` of a leaf that is not a tensor.
 struct Slot<'py> {
     fqn: String,
-    /// A dict or a list: in a tuple nothing can be put.
+    /// A dict or a list. Items of a tuple cannot be replaced.
     container: Bound<'py, PyAny>,
     key: Bound<'py, PyAny>,
 }
 
-/// The leaves in a nested object.
-struct Leaves<'a, 'py> {
+/// A visitor that collects the leaves of a nested object.
+struct LeafCollector<'a, 'py> {
     lender: &'a Lender<'py>,
     path: Vec<Step>,
-    found: Vec<Leaf<'py>>,
+    tensors: Vec<Leaf<'py>>,
     slots: Vec<Slot<'py>>,
 }
 
-/// What a leaf is in, and where.
-type Around<'a, 'py> = Option<(&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>)>;
+/// The container of an object, if its items can be replaced, and the key or index of the object in it.
+type Parent<'a, 'py> = Option<(&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>)>;
 
-impl<'a, 'py> Leaves<'a, 'py> {
-    fn of(lender: &'a Lender<'py>, into: &Bound<'py, PyAny>) -> Result<Self> {
-        let mut leaves = Self { lender, path: Vec::new(), found: Vec::new(), slots: Vec::new() };
-        leaves.gather(into, None)?;
+impl<'a, 'py> LeafCollector<'a, 'py> {
+    fn collect(lender: &'a Lender<'py>, into: &Bound<'py, PyAny>) -> Result<Self> {
+        let mut leaves = Self { lender, path: Vec::new(), tensors: Vec::new(), slots: Vec::new() };
+        leaves.visit(into, None)?;
         Ok(leaves)
     }
 
-    fn gather(&mut self, object: &Bound<'py, PyAny>, around: Around<'_, 'py>) -> Result<()> {
+    fn visit(&mut self, object: &Bound<'py, PyAny>, parent: Parent<'_, 'py>) -> Result<()> {
         if self.path.len() > MAX_DEPTH {
             return Err(Refusal::leaf("`into` is nested too deeply", "make it flatter").into());
         }
         if let Ok(dict) = object.cast::<PyDict>() {
             for item in dict.items().iter() {
                 let (name, value) = (item.get_item(0)?, item.get_item(1)?);
-                let key: Key = key_of(&name, MAX_DEPTH).map_err(|error| error.at(&self.here()))?;
-                self.child(Step::Key(key), &value, Some((object, &name)))?;
+                let key: Key =
+                    key_of(&name, MAX_DEPTH).map_err(|error| error.at(&self.current_path()))?;
+                self.visit_child(Step::Key(key), &value, Some((object, &name)))?;
             }
             return Ok(());
         }
         if let Some(fields) = fields_of(object)? {
             let values = object.cast::<PyTuple>()?;
             for (field, value) in fields.into_iter().zip(values.iter()) {
-                self.child(Step::Key(Key::Str(field)), &value, None)?;
+                self.visit_child(Step::Key(Key::Str(field)), &value, None)?;
             }
             return Ok(());
         }
         if let Ok(list) = object.cast::<PyList>() {
             for (index, item) in (0_u32..).zip(list.to_tuple().iter()) {
-                let place = index.into_pyobject(object.py()).map_err(PyErr::from)?.into_any();
-                self.child(Step::Index(index), &item, Some((object, &place)))?;
+                let position = index.into_pyobject(object.py()).map_err(PyErr::from)?.into_any();
+                self.visit_child(Step::Index(index), &item, Some((object, &position)))?;
             }
             return Ok(());
         }
         if let Ok(tuple) = object.cast::<PyTuple>() {
             for (index, item) in (0..).zip(tuple.iter()) {
-                self.child(Step::Index(index), &item, None)?;
+                self.visit_child(Step::Index(index), &item, None)?;
             }
             return Ok(());
         }
-        self.leaf(object, around).map_err(|error| error.at(&self.here()))
+        self.visit_leaf(object, parent).map_err(|error| error.at(&self.current_path()))
     }
 
-    fn leaf(&mut self, object: &Bound<'py, PyAny>, around: Around<'_, 'py>) -> Result<()> {
-        let (found, fqn) = (self.lender.look(object)?, || self.here().fqn());
-        match (found, around) {
+    fn visit_leaf(&mut self, object: &Bound<'py, PyAny>, parent: Parent<'_, 'py>) -> Result<()> {
+        let (found, fqn) = (self.lender.look(object)?, || self.current_path().fqn());
+        match (found, parent) {
             (Some((dtype, shape)), _) => {
                 let leaf = Leaf { fqn: fqn(), object: object.clone(), dtype, shape };
-                self.found.push(leaf);
+                self.tensors.push(leaf);
             }
             (None, Some((container, key))) => {
                 let (container, key) = (container.clone(), key.clone());
@@ -142,46 +143,50 @@ impl<'a, 'py> Leaves<'a, 'py> {
         Ok(())
     }
 
-    fn child(
+    fn visit_child(
         &mut self,
         step: Step,
         object: &Bound<'py, PyAny>,
-        around: Around<'_, 'py>,
+        parent: Parent<'_, 'py>,
     ) -> Result<()> {
         self.path.push(step);
-        self.gather(object, around)?;
+        self.visit(object, parent)?;
         self.path.pop();
         Ok(())
     }
 
-    fn here(&self) -> ObjectPath {
+    fn current_path(&self) -> ObjectPath {
         self.path.iter().cloned().collect()
     }
 }
 
-/// Fills the tensors in a nested object, by their fqns. Other leaves that are in a dict or a list are replaced by those
-/// that are stored.
+/// Fills the tensors in a nested object, by their fqns.
 ///
-/// Everything that does not fit is found before the first byte of a tensor is written.
+/// The other leaves in its dicts and lists are replaced by the stored leaves.
+///
+/// # Errors
+///
+/// All differences that `options` does not allow, in one error, before the first byte of a tensor is written.
 pub(crate) fn fill_all(
-    own: &Connected,
-    opened: &Opened,
+    connection: &Connected,
+    reader: &Opened,
     into: &Bound<'_, PyAny>,
-    allowed: Allowed,
-    (timeout, patience): (Option<f64>, &Patience),
+    options: Allowed,
+    (timeout, deadline): (Option<f64>, &Patience),
 ) -> Result<(Filled, Differences)> {
     let py = into.py();
     let mut lender = Lender::new(py)?;
-    let Leaves { found, slots, .. } = Leaves::of(&lender, into)?;
-    let stored = opened.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
-    let (leaves, differences) = compare(found, &stored, allowed)?;
+    let LeafCollector { tensors, slots, .. } = LeafCollector::collect(&lender, into)?;
+    let stored = reader.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
+    let (leaves, differences) = match_leaves(tensors, &stored, options)?;
     let plain = slots.iter().filter_map(|slot| {
-        let node = stored.get(&slot.fqn).filter(|node| is_plain(node, allowed.pickle))?;
+        let node = stored.get(&slot.fqn).filter(|node| is_plain(node, options.pickle))?;
         Some((Step::Key(Key::Str(slot.fqn.as_str().into())), Node::clone(node)))
     });
-    let reading = Reading { timeout, ..Reading::default() };
-    let values = values(py, (own, opened), plain.collect(), reading, allowed.pickle)?;
-    let filled = fill_leaves(py, own, opened, patience, &mut lender, leaves)?;
+    let read_options = Reading { timeout, ..Reading::default() };
+    let values =
+        read_values(py, (connection, reader), plain.collect(), read_options, options.pickle)?;
+    let filled = fill_leaves(py, connection, reader, deadline, &mut lender, leaves)?;
     for Slot { fqn, container, key } in slots {
         if let Some(value) = values.get_item(fqn)? {
             container.set_item(key, value)?;
@@ -190,25 +195,25 @@ pub(crate) fn fill_all(
     Ok((filled, differences))
 }
 
-/// Leaves that are no tensors, by fqn.
-fn values<'py>(
+/// Reads leaves that are not tensors. Returns a dict of fqns to values.
+fn read_values<'py>(
     py: Python<'py>,
-    (own, opened): (&Connected, &Opened),
+    (connection, reader): (&Connected, &Opened),
     leaves: Vec<(Step, Node)>,
-    reading: Reading,
+    options: Reading,
     allow_pickle: bool,
 ) -> Result<Bound<'py, PyDict>> {
     if leaves.is_empty() {
         return Ok(PyDict::new(py));
     }
     let root = Arc::new(Node::Container(Container::Dict, leaves));
-    let version = Version::read(py, own, opened, root, reading)?;
-    // What only torch has, torch is asked for.
+    let version = Version::read(py, connection, reader, root, options)?;
+    // None of the leaves is a tensor of torch. Values such as `torch.dtype` are made by torch regardless.
     let maker = Maker::new(py, &version, &version, Framework::Numpy).allow_pickle(allow_pickle);
     Ok(maker.state_dict()?.cast_into()?)
 }
 
-/// Whether a stored leaf is no tensor, and may be read.
+/// Returns whether a stored leaf is not a tensor, and may be read.
 fn is_plain(node: &Node, allow_pickle: bool) -> bool {
     match node {
         Node::Leaf(Value::Opaque { .. }) | Node::Stored(Stored::Opaque(_), _) => allow_pickle,
@@ -218,111 +223,120 @@ fn is_plain(node: &Node, allow_pickle: bool) -> bool {
     }
 }
 
-/// Fills one tensor.
+/// Fills one tensor with the stored tensor of an fqn.
 pub(crate) fn fill_one(
-    own: &Connected,
-    opened: &Opened,
+    connection: &Connected,
+    reader: &Opened,
     into: &Bound<'_, PyAny>,
     fqn: &str,
-    patience: &Patience,
+    deadline: &Patience,
 ) -> Result<()> {
     let mut lender = Lender::new(into.py())?;
     let (dtype, shape) = lender.look(into)?.ok_or_else(|| {
         Refusal::leaf("`into` is no tensor", "give a tensor, a TensorShard or an array")
     })?;
-    let (_, node) = opened.leaf(fqn)?;
+    let (_, node) = reader.leaf(fqn)?;
     if !matches!(node, Node::Tensors(_)) {
         return Err(Refusal::new("WrongType", format!("`{fqn}` is no tensor")).into());
     }
     let leaf = Leaf { fqn: fqn.to_owned(), object: into.clone(), dtype, shape };
     let stored = BTreeMap::from([(fqn.to_owned(), &node)]);
     let (leaves, _) =
-        compare(vec![leaf], &stored, Allowed { strict: false, cast: false, pickle: false })?;
-    fill_leaves(into.py(), own, opened, patience, &mut lender, leaves)?;
+        match_leaves(vec![leaf], &stored, Allowed { strict: false, cast: false, pickle: false })?;
+    fill_leaves(into.py(), connection, reader, deadline, &mut lender, leaves)?;
     Ok(())
 }
 
-/// Whether a leaf is a tensor that can be filled: a scalar of numpy is none.
+/// Returns whether a leaf is a tensor that can be filled. A scalar of numpy cannot be filled.
 fn is_tensor(node: &Node) -> bool {
-    let Node::Tensors(run) = node else { return false };
-    !run[0].meta.flags().contains(TensorFlags::SCALAR)
+    let Node::Tensors(references) = node else { return false };
+    !references[0].meta.flags().contains(TensorFlags::SCALAR)
 }
 
-/// The leaves that are stored, each with the dtype that it is stored as.
-type Compared<'py> = (Vec<(Leaf<'py>, Dtype)>, Differences);
+/// The leaves of `into` that are stored, each with its stored dtype; and the differences.
+type MatchedLeaves<'py> = (Vec<(Leaf<'py>, Dtype)>, Differences);
 
-/// Finds all that differs; it is one error unless it is allowed.
-fn compare<'py>(
+/// Matches the tensors in `into` with the stored ones.
+///
+/// # Errors
+///
+/// One error for all differences that `options` does not allow.
+fn match_leaves<'py>(
     leaves: Vec<Leaf<'py>>,
     stored: &BTreeMap<String, &Node>,
-    allowed: Allowed,
-) -> Result<Compared<'py>> {
+    options: Allowed,
+) -> Result<MatchedLeaves<'py>> {
     let mut differences = Differences::default();
-    let mut wrong: Vec<(&str, &'static str, String)> = Vec::new();
-    let mut kept = Vec::with_capacity(leaves.len());
-    let mut wanted = BTreeSet::new();
+    let mut mismatches: Vec<(&str, &'static str, String)> = Vec::new();
+    let mut stored_dtypes = Vec::with_capacity(leaves.len());
+    let mut requested = BTreeSet::new();
     for leaf in &leaves {
-        wanted.insert(leaf.fqn.as_str());
-        let Some(Node::Tensors(run)) = stored.get(&leaf.fqn) else {
+        requested.insert(leaf.fqn.as_str());
+        let Some(Node::Tensors(references)) = stored.get(&leaf.fqn) else {
             differences.missing.push(leaf.fqn.clone());
             let text = format!("`{}` is not stored", leaf.fqn);
-            // Where nobody had anything of it, it is not stored.
-            if allowed.strict && leaf.dtype.is_some() {
-                wrong.push((&leaf.fqn, "NotFound", text));
+            // A tensor of which no rank has any element is not stored.
+            if options.strict && leaf.dtype.is_some() {
+                mismatches.push((&leaf.fqn, "NotFound", text));
             }
             continue;
         };
-        let (dtype, shape) = (run[0].meta.dtype(), global_shape(run));
+        let (dtype, shape) = (references[0].meta.dtype(), global_shape(references));
         if shape != leaf.shape {
             let text = format!("`{}` has shape {:?}, stored {shape:?}", leaf.fqn, leaf.shape);
-            wrong.push((&leaf.fqn, "SliceMismatch", text));
+            mismatches.push((&leaf.fqn, "SliceMismatch", text));
         } else if let Some(own) = leaf.dtype
             && own != dtype
         {
             differences.cast.push(leaf.fqn.clone());
-            if !(allowed.cast && is_floating(dtype) && is_floating(own)) {
+            if !(options.cast && is_floating(dtype) && is_floating(own)) {
                 let text = format!("`{}` is {own}, stored {dtype}", leaf.fqn);
-                wrong.push((&leaf.fqn, "WrongType", text));
+                mismatches.push((&leaf.fqn, "WrongType", text));
             }
         }
-        kept.push(dtype);
+        stored_dtypes.push(dtype);
     }
     for (fqn, node) in stored {
-        if is_tensor(node) && !wanted.contains(fqn.as_str()) {
+        if is_tensor(node) && !requested.contains(fqn.as_str()) {
             differences.unexpected.push(fqn.clone());
-            if allowed.strict {
-                wrong.push((fqn, "invalid", format!("`{fqn}` is stored and not in `into`")));
+            if options.strict {
+                mismatches.push((fqn, "invalid", format!("`{fqn}` is stored and not in `into`")));
             }
         }
     }
-    if let Some(first) = wrong.first() {
-        return Err(differs(first.0, &wrong, allowed).into());
+    if let Some(first) = mismatches.first() {
+        return Err(mismatch_error(first.0, &mismatches, options).into());
     }
     let missing = std::mem::take(&mut differences.missing);
     let absent: BTreeSet<&str> = missing.iter().map(String::as_str).collect();
     let is_stored = |leaf: &Leaf<'_>| !absent.contains(leaf.fqn.as_str());
-    let leaves = leaves.into_iter().filter(is_stored).zip(kept).collect();
+    let leaves = leaves.into_iter().filter(is_stored).zip(stored_dtypes).collect();
     Ok((leaves, Differences { missing, ..differences }))
 }
 
-/// How many differences an error shows.
-const SHOWN: usize = 10;
+/// The largest number of differences that an error lists.
+const MAX_SHOWN: usize = 10;
 
-fn differs(fqn: &str, wrong: &[(&str, &'static str, String)], allowed: Allowed) -> Refusal {
-    let mut shown: Vec<&str> = wrong.iter().take(SHOWN).map(|(.., text)| text.as_str()).collect();
-    let others = format!("and {} more", wrong.len().saturating_sub(SHOWN));
-    if wrong.len() > SHOWN {
+fn mismatch_error(
+    fqn: &str,
+    mismatches: &[(&str, &'static str, String)],
+    options: Allowed,
+) -> Refusal {
+    let mut shown: Vec<&str> =
+        mismatches.iter().take(MAX_SHOWN).map(|(.., text)| text.as_str()).collect();
+    let others = format!("and {} more", mismatches.len().saturating_sub(MAX_SHOWN));
+    if mismatches.len() > MAX_SHOWN {
         shown.push(&others);
     }
-    // One kind of difference is its own kind of error; several are a wrong value.
-    let kind = match wrong {
+    // Differences of one kind give the error of that kind. Differences of several kinds give "invalid".
+    let kind = match mismatches {
         [(_, first, _), rest @ ..] if rest.iter().all(|(_, kind, _)| kind == first) => first,
         _ => "invalid",
     };
-    let has = |kind: &str| wrong.iter().any(|(_, other, _)| *other == kind);
+    let has = |kind: &str| mismatches.iter().any(|(_, other, _)| *other == kind);
     let advice = if has("SliceMismatch") {
         "give tensors of the stored shapes"
-    } else if has("WrongType") && !allowed.cast {
+    } else if has("WrongType") && !options.cast {
         "give tensors of the stored dtypes; with cast=True get_state_dict converts floats"
     } else if has("WrongType") {
         "give tensors of the stored dtypes: only floats are converted"
@@ -332,18 +346,20 @@ fn differs(fqn: &str, wrong: &[(&str, &'static str, String)], allowed: Allowed) 
     Refusal::new(kind, shown.join("; ")).advice(advice).of(fqn)
 }
 
-/// Tensors that are filled in one go.
+/// Tensors that are filled together.
 #[derive(Default)]
 struct Batch<'py> {
-    places: Vec<Place>,
-    /// What they are places of.
+    targets: Vec<FillTarget>,
+    /// The caller's objects that `targets` belong to.
     objects: Vec<Bound<'py, PyAny>>,
+    /// The caller's tensors that cannot be filled directly, each with its staging tensor.
     staged: Staged<'py>,
+    /// The size of the staging tensors.
     staged_bytes: u64,
 }
 
 impl<'py> Batch<'py> {
-    /// One more, lent as what is stored.
+    /// Adds a leaf, to be filled with elements of the stored dtype.
     fn add(&mut self, lender: &mut Lender<'py>, leaf: Leaf<'py>, stored: Dtype) -> Result<()> {
         let lent = lender.lend(&leaf.object, stored);
         let (lent, staged) = lent.map_err(|error| error.of(&leaf.fqn))?;
@@ -354,62 +370,64 @@ impl<'py> Batch<'py> {
         self.staged.extend(staged);
         self.objects.push(leaf.object);
         let devices = lender.devices();
-        let place = |(tensor, part)| Place::new(leaf.fqn.clone(), devices, tensor, part);
-        self.places.extend(lent.into_iter().map(place));
+        let target = |(tensor, part)| FillTarget::new(leaf.fqn.clone(), devices, tensor, part);
+        self.targets.extend(lent.into_iter().map(target));
         Ok(())
     }
 }
 
+/// Fills leaves, in batches of about [`BATCH_STAGED_BYTES`] of staging tensors.
 fn fill_leaves<'py>(
     py: Python<'py>,
-    own: &Connected,
-    opened: &Opened,
-    patience: &Patience,
+    connection: &Connected,
+    reader: &Opened,
+    deadline: &Patience,
     lender: &mut Lender<'py>,
     leaves: Vec<(Leaf<'py>, Dtype)>,
 ) -> Result<Filled> {
-    let mut report = opened.report();
+    let mut report = reader.report();
     let mut batch = Batch::default();
     for (leaf, stored) in leaves {
         batch.add(lender, leaf, stored)?;
-        if batch.staged_bytes >= STAGED_BYTES {
-            std::mem::take(&mut batch).fill(py, own, opened, patience, &mut report)?;
+        if batch.staged_bytes >= BATCH_STAGED_BYTES {
+            std::mem::take(&mut batch).fill(py, connection, reader, deadline, &mut report)?;
             lender.devices().release();
         }
     }
-    batch.fill(py, own, opened, patience, &mut report)?;
-    let last = opened.report();
+    batch.fill(py, connection, reader, deadline, &mut report)?;
+    let last = reader.report();
     (report.bytes_received, report.bytes_verified) = (last.bytes_received, last.bytes_verified);
     report.seconds = last.seconds;
     Ok(Filled { report, copied: lender.devices().copies().copied() })
 }
 
 impl Batch<'_> {
+    /// Fills all targets, and adds to the counts of `report`.
     fn fill(
         self,
         py: Python<'_>,
-        own: &Connected,
-        opened: &Opened,
-        patience: &Patience,
+        connection: &Connected,
+        reader: &Opened,
+        deadline: &Patience,
         report: &mut GetReport,
     ) -> Result<()> {
-        let rounds = rounds(self.places);
+        let rounds = split_into_rounds(self.targets);
         py.detach(|| {
             for round in &rounds {
-                let mut targets: Vec<Target<'_>> = round.iter().map(target).collect();
-                let filled = own.fill(opened, &mut targets, patience)?;
-                report.bytes_needed += filled.bytes_needed;
-                report.bytes_transferred += filled.bytes_transferred;
-                report.plan_seconds += filled.plan_seconds;
+                let mut targets: Vec<Target<'_>> = round.iter().map(store_target).collect();
+                let round_report = connection.fill(reader, &mut targets, deadline)?;
+                report.bytes_needed += round_report.bytes_needed;
+                report.bytes_transferred += round_report.bytes_transferred;
+                report.plan_seconds += round_report.plan_seconds;
             }
             Ok::<_, Failure>(())
         })?;
-        filled(py, &self.staged, self.objects)
+        finish_fill(py, &self.staged, self.objects)
     }
 }
 
-/// What was filled in place of the caller's tensors goes there, and torch is told of all that was.
-fn filled<'py>(
+/// Copies staging tensors to the caller's tensors, and reports all filled tensors to torch's autograd.
+fn finish_fill<'py>(
     py: Python<'py>,
     staged: &Staged<'py>,
     objects: Vec<Bound<'py, PyAny>>,
@@ -428,11 +446,11 @@ fn filled<'py>(
     Ok(())
 }
 
-/// The tensors of a nested object, lent.
-fn lend_all<'py>(into: &Bound<'py, PyAny>, lender: &mut Lender<'py>) -> Result<Batch<'py>> {
-    let leaves = Leaves::of(lender, into)?;
+/// Returns a batch with all tensors of a nested object.
+fn collect_batch<'py>(into: &Bound<'py, PyAny>, lender: &mut Lender<'py>) -> Result<Batch<'py>> {
+    let leaves = LeafCollector::collect(lender, into)?;
     let mut batch = Batch::default();
-    for leaf in leaves.found {
+    for leaf in leaves.tensors {
         if let Some(dtype) = leaf.dtype {
             batch.add(lender, leaf, dtype)?;
         }
@@ -440,13 +458,13 @@ fn lend_all<'py>(into: &Bound<'py, PyAny>, lender: &mut Lender<'py>) -> Result<B
     Ok(batch)
 }
 
-/// The GPU that tensors are on; none if they are in the host's memory.
+/// Returns the UUID of the GPU that all tensors are on. `None` if they are in the host's memory.
 pub(crate) fn device_of(into: &Bound<'_, PyAny>) -> Result<Option<String>> {
     let mut lender = Lender::new(into.py())?;
-    let batch = lend_all(into, &mut lender)?;
-    // What has no elements is nowhere.
-    let places = batch.places.iter().filter(|place| place.meta.numel() > 0);
-    let devices = places.map(|place| place.window.as_ref().map(Window::device));
+    let batch = collect_batch(into, &mut lender)?;
+    // A tensor without elements is on no device.
+    let targets = batch.targets.iter().filter(|target| target.meta.numel() > 0);
+    let devices = targets.map(|target| target.window.as_ref().map(Window::device));
     let mut devices: Vec<Option<String>> = devices.collect();
     devices.sort_unstable();
     devices.dedup();
@@ -459,44 +477,47 @@ pub(crate) fn device_of(into: &Bound<'_, PyAny>) -> Result<Option<String>> {
 
 /// Fills the tensors in a nested object with the next version of a ring.
 pub(crate) fn receive(
-    own: &Connected,
+    connection: &Connected,
     receiver: &mut Receiver,
     into: &Bound<'_, PyAny>,
-    (options, patience): (&GetOptions, Duration),
-) -> Result<(ReceiveReport, Option<Copied>)> {
+    (options, timeout): (&GetOptions, Duration),
+) -> Result<(ReceiveReport, Option<CopyStats>)> {
     let py = into.py();
     let mut lender = Lender::new(py)?;
-    let Batch { mut places, objects, staged, .. } = lend_all(into, &mut lender)?;
-    // Tied tensors are filled once, by the first of their names.
-    places.sort_by_key(|place| (place.start, place.len));
-    places.dedup_by(|next, place| next.is_where(place));
-    let is_apart = |place: &Place, next: &Place| place.start + place.len <= next.start;
-    if !places.is_sorted_by(is_apart) {
+    let Batch { mut targets, objects, staged, .. } = collect_batch(into, &mut lender)?;
+    // Tied tensors are filled once, under the first of their names.
+    targets.sort_by_key(|target| (target.start, target.len));
+    targets.dedup_by(|next, target| next.is_same_memory(target));
+    let is_disjoint =
+        |target: &FillTarget, next: &FillTarget| target.start + target.len <= next.start;
+    if !targets.is_sorted_by(is_disjoint) {
         let text = "two tensors of `into` have bytes in common, and are not the same";
         return Err(Refusal::new("invalid", text).advice("receive into others").into());
     }
-    let mut targets: Vec<Target<'_>> = places.iter().map(target).collect();
-    let report = own.run(py, None, receiver.receive(&mut targets, options, patience))?;
-    drop(targets);
-    filled(py, &staged, objects)?;
+    let mut store_targets: Vec<Target<'_>> = targets.iter().map(store_target).collect();
+    let report =
+        connection.run(py, None, receiver.receive(&mut store_targets, options, timeout))?;
+    drop(store_targets);
+    finish_fill(py, &staged, objects)?;
     Ok((report, lender.devices().copies().copied()))
 }
 
-/// One tensor to fill, or one box of it.
-struct Place {
+/// A tensor to fill, or a box of it.
+struct FillTarget {
     fqn: String,
     part: Option<ShardPlace>,
     meta: TensorMeta,
-    /// Where it is: memory of a GPU has addresses of its own.
+    /// The address. Addresses of GPU memory differ from those of the host's memory.
     start: usize,
+    /// The length in bytes, gaps between elements included.
     len: usize,
-    /// On a GPU.
+    /// The memory, if it is on a GPU.
     window: Option<Window>,
-    /// It keeps the memory.
+    /// Keeps the memory allocated.
     _tensor: Tensor,
 }
 
-impl Place {
+impl FillTarget {
     fn new(fqn: String, devices: &Devices, tensor: Tensor, part: Option<ShardPlace>) -> Self {
         let meta = tensor.meta().clone();
         let window = devices.window(&tensor);
@@ -509,13 +530,13 @@ impl Place {
         Self { fqn, part, meta, start, len, window, _tensor: tensor }
     }
 
-    /// Whether it is the same memory, as a tied tensor is.
-    fn is(&self, other: &Self) -> bool {
-        self.fqn == other.fqn && self.is_where(other)
+    /// Returns whether both are the same memory under the same fqn.
+    fn is_same_target(&self, other: &Self) -> bool {
+        self.fqn == other.fqn && self.is_same_memory(other)
     }
 
-    /// Whether it is the same memory, by whatever name.
-    fn is_where(&self, other: &Self) -> bool {
+    /// Returns whether both are the same memory, under the same fqn or another.
+    fn is_same_memory(&self, other: &Self) -> bool {
         self.start == other.start
             && self.meta == other.meta
             && self.part.as_ref().map(ShardPlace::slice)
@@ -523,40 +544,46 @@ impl Place {
     }
 }
 
-/// All of them, in as few rounds as there are places that have a byte in common: memory that interleaves is
-/// filled one after the other.
-fn rounds(mut places: Vec<Place>) -> Vec<Vec<Place>> {
-    places.sort_by_key(|place| place.start);
-    let mut rounds: Vec<(usize, Vec<Place>)> = Vec::new();
-    for place in places {
-        let same = rounds.iter().filter_map(|(_, round)| round.last());
-        if same.clone().any(|last| last.is(&place)) {
+/// Splits targets into as few rounds as possible, so that no two targets of a round share a byte.
+///
+/// Rounds are filled one after the other. A target that occurs twice is filled once.
+fn split_into_rounds(mut targets: Vec<FillTarget>) -> Vec<Vec<FillTarget>> {
+    targets.sort_by_key(|target| target.start);
+    let mut rounds: Vec<(usize, Vec<FillTarget>)> = Vec::new();
+    for target in targets {
+        let last_targets = rounds.iter().filter_map(|(_, round)| round.last());
+        if last_targets.clone().any(|last| last.is_same_target(&target)) {
             continue;
         }
-        let end = place.start + place.len;
-        match rounds.iter_mut().find(|(last, _)| *last <= place.start) {
-            Some((last, round)) => {
-                *last = end;
-                round.push(place);
+        let end = target.start + target.len;
+        match rounds.iter_mut().find(|(last_end, _)| *last_end <= target.start) {
+            Some((last_end, round)) => {
+                *last_end = end;
+                round.push(target);
             }
-            None => rounds.push((end, vec![place])),
+            None => rounds.push((end, vec![target])),
         }
     }
     rounds.into_iter().map(|(_, round)| round).collect()
 }
 
-fn target(place: &Place) -> Target<'_> {
-    let memory = if let Some(window) = &place.window {
+fn store_target(target: &FillTarget) -> Target<'_> {
+    let memory = if let Some(window) = &target.window {
         TargetMemory::Elsewhere(window)
-    } else if place.len == 0 {
+    } else if target.len == 0 {
         TargetMemory::Here(&mut [])
     } else {
-        let start = std::ptr::with_exposed_provenance_mut(place.start);
-        // SAFETY: what lent the tensor, which the place keeps, has proven that it has these bytes and may be
-        // written to. No other target of a round has one of them (see `rounds`), and rounds follow one
-        // another. That Python looks at a tensor that is being filled is a race in the caller's program,
-        // as with torch's own `copy_`.
-        TargetMemory::Here(unsafe { std::slice::from_raw_parts_mut(start, place.len) })
+        let start = std::ptr::with_exposed_provenance_mut(target.start);
+        // SAFETY: `Lender` verified that the tensor has these bytes and may be written to, and `_tensor` keeps them
+        // allocated. No two targets that are filled at the same time share a byte: `split_into_rounds` separates
+        // them and rounds run one after the other, and `receive` rejects them. If Python accesses the tensor
+        // meanwhile, that is a race in the caller's program, as with torch's own `copy_`.
+        TargetMemory::Here(unsafe { std::slice::from_raw_parts_mut(start, target.len) })
     };
-    Target { fqn: place.fqn.clone(), place: place.part.clone(), meta: place.meta.clone(), memory }
+    Target {
+        fqn: target.fqn.clone(),
+        place: target.part.clone(),
+        meta: target.meta.clone(),
+        memory,
+    }
 }

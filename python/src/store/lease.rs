@@ -1,4 +1,4 @@
-//! A version that stays there while it is read.
+//! An open version, leased while it is read.
 
 use std::sync::{Arc, Mutex};
 
@@ -16,50 +16,55 @@ use crate::error::{Refusal, Result};
 use crate::index::Index;
 use crate::slice::TensorSlice;
 
-/// A version that is read tensor by tensor: see `Store.open`. It stays there as long as this is open, or a
-/// tensor of it lives.
+/// An open version, which is read tensor by tensor: see `Store.open`.
+///
+/// Later puts do not remove the version while this is open, or while a tensor of it is alive.
 #[pyclass(frozen, module = "tssd")]
 pub(crate) struct OpenVersion {
-    own: Arc<Connected>,
+    connection: Arc<Connected>,
     key: Key,
     version: u64,
-    opened: Mutex<Option<Arc<Opened>>>,
+    /// `None` once the version is closed.
+    reader: Mutex<Option<Arc<Opened>>>,
+    /// The fqns of the selected tensors.
     names: Vec<String>,
 }
 
 impl OpenVersion {
     pub(super) fn new(
         py: Python<'_>,
-        own: Arc<Connected>,
+        connection: Arc<Connected>,
         key: Key,
-        opened: Arc<Opened>,
+        reader: Arc<Opened>,
         names: Option<&Bound<'_, PyAny>>,
     ) -> Result<Self> {
-        let chosen = names.map(|names| chosen(py, &opened, names)).transpose()?;
-        let is_chosen = |place: usize| chosen.as_ref().is_none_or(|chosen| chosen[place]);
-        let leaves = opened.leaves().iter().enumerate();
+        let selection = names.map(|names| chosen(py, &reader, names)).transpose()?;
+        let is_selected = |index: usize| selection.as_ref().is_none_or(|flags| flags[index]);
+        let leaves = reader.leaves().iter().enumerate();
         let tensors = leaves
-            .filter(|(place, (_, leaf))| matches!(leaf, Node::Tensors(_)) && is_chosen(*place));
+            .filter(|(index, (_, leaf))| matches!(leaf, Node::Tensors(_)) && is_selected(*index));
         let names = tensors.map(|(_, (path, _))| path.fqn()).collect();
-        let version = opened.version();
-        Ok(Self { own, key, version, opened: Mutex::new(Some(opened)), names })
+        let version = reader.version();
+        Ok(Self { connection, key, version, reader: Mutex::new(Some(reader)), names })
     }
 
-    fn opened(&self) -> Result<Arc<Opened>> {
-        let opened = self.opened.lock().expect("nothing panics that holds it").clone();
-        Ok(opened.ok_or_else(|| PyValueError::new_err("the version is closed"))?)
+    /// Returns the reader of the version. An error once the version is closed.
+    fn reader(&self) -> Result<Arc<Opened>> {
+        let reader = self.reader.lock().expect("nothing panics that holds it").clone();
+        Ok(reader.ok_or_else(|| PyValueError::new_err("the version is closed"))?)
     }
 
-    /// The version, which must be one of this key.
+    /// Returns the reader of the version. An error if the version is not one of `key`, or is closed.
     pub(super) fn of_key(&self, key: &Key) -> Result<Arc<Opened>> {
         if *key != self.key {
             let text =
                 format!("the version that is open is one of key `{}`, not `{key}`", self.key);
             return Err(PyValueError::new_err(text).into());
         }
-        self.opened()
+        self.reader()
     }
 
+    /// Reads a tensor, or a slice of it.
     fn read<'py>(
         &self,
         py: Python<'py>,
@@ -67,13 +72,13 @@ impl OpenVersion {
         slice: Option<&Slice>,
     ) -> Result<Bound<'py, PyAny>> {
         let read = || {
-            let opened = self.opened()?;
-            let (_, leaf) = opened.leaf(name)?;
+            let reader = self.reader()?;
+            let (_, leaf) = reader.leaf(name)?;
             if !matches!(leaf, Node::Tensors(_)) {
-                return Err(no_tensor(name).into());
+                return Err(not_a_tensor(name).into());
             }
-            let reading = Reading::default();
-            Version::read_leaf(py, &self.own, &opened, name, slice, reading)?.object(py)
+            let options = Reading::default();
+            Version::read_leaf(py, &self.connection, &reader, name, slice, options)?.object(py)
         };
         read().map_err(|error| error.of_key(self.key.as_str(), None))
     }
@@ -87,21 +92,21 @@ impl OpenVersion {
         self.key.as_str()
     }
 
-    /// The number of the version, also once it is closed.
+    /// The version number. It stays available after `close`.
     #[getter]
     fn version(&self) -> u64 {
         self.version
     }
 
-    /// The fqns of the tensors, in the order of the state dict.
+    /// Returns the fqns of the tensors, in the order of the state dict.
     fn keys(&self) -> Vec<String> {
         self.names.clone()
     }
 
-    /// One tensor, or a part of it: a view, as `Store.get_state_dict` has them, where it can be one.
+    /// Reads one tensor, or a part of it: as a view if possible, like `Store.get_state_dict`.
     ///
     /// Raises:
-    ///     TssdKeyError: there is no such tensor.
+    ///     TssdKeyError: the tensor does not exist.
     #[pyo3(signature = (name, tensor_slice=None))]
     fn get_tensor<'py>(
         &self,
@@ -112,43 +117,45 @@ impl OpenVersion {
         self.read(py, name, tensor_slice.map(|slice| &slice.get().0))
     }
 
-    /// One tensor, to be read in parts: `get_slice(name)[0:2, 5]`.
+    /// Returns a handle that reads parts of one tensor: `get_slice(name)[0:2, 5]`.
     ///
     /// Raises:
-    ///     TssdKeyError: there is no such tensor.
+    ///     TssdKeyError: the tensor does not exist.
     fn get_slice(slf: &Bound<'_, Self>, name: &str) -> Result<LeaseSlice> {
-        let own = slf.get();
-        let (_, leaf) = own.opened()?.leaf(name)?;
-        let Node::Tensors(run) = leaf else {
-            return Err(no_tensor(name).into());
+        let this = slf.get();
+        let (_, leaf) = this.reader()?.leaf(name)?;
+        let Node::Tensors(references) = leaf else {
+            return Err(not_a_tensor(name).into());
         };
-        let whole = run[0].place.as_ref().map(|place| place.slice().global_shape());
-        let shape = whole.unwrap_or_else(|| run[0].meta.shape()).to_vec();
-        let (of, dtype) = (slf.clone().unbind(), run[0].meta.dtype());
-        Ok(LeaseSlice { of, name: name.to_owned(), shape, dtype })
+        let whole = references[0].place.as_ref().map(|place| place.slice().global_shape());
+        let shape = whole.unwrap_or_else(|| references[0].meta.shape()).to_vec();
+        let (version, dtype) = (slf.clone().unbind(), references[0].meta.dtype());
+        Ok(LeaseSlice { version, name: name.to_owned(), shape, dtype })
     }
 
-    /// The tensors, each with its fqn, one after the other as they are asked for.
+    /// Iterates over the tensors, each with its fqn. Each tensor is read when the iterator reaches it.
     fn items(slf: Py<Self>) -> Items {
-        Items { of: slf, next: Mutex::new(0) }
+        Items { version: slf, next_index: Mutex::new(0) }
     }
 
-    /// The state dict without the bytes of its tensors: whole tensors of torch's "meta" device, which have
-    /// dtypes and shapes, and every other leaf as it is: all of it, whatever was given as `names`. Arrays of
-    /// numpy are tensors, too; what was pickled is bytes; ties are not kept.
+    /// Returns the whole state dict, without the bytes of its tensors.
+    ///
+    /// Its tensors are whole tensors on torch's "meta" device, with dtypes and shapes. All other leaves are complete.
+    /// `names` of `Store.open` has no effect. Arrays of numpy become tensors too, and pickled leaves become bytes.
+    /// Ties between tensors are lost.
     fn to_meta<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
-        let made = outline(py, &self.own, &*self.opened()?);
-        made.map_err(|error| error.of_key(self.key.as_str(), None))
+        let dict = outline(py, &self.connection, &*self.reader()?);
+        dict.map_err(|error| error.of_key(self.key.as_str(), None))
     }
 
-    /// What was given as `metadata` when it was put; None if nothing was.
+    /// Returns the `metadata` of the put. None if there was none.
     fn metadata<'py>(&self, py: Python<'py>) -> Result<Option<Bound<'py, PyDict>>> {
-        crate::metadata::given(py, self.opened()?.attrs())
+        crate::metadata::given(py, self.reader()?.attrs())
     }
 
     fn __repr__(&self, py: Python<'_>) -> Result<String> {
         let key = PyString::new(py, self.key.as_str()).repr()?.to_string();
-        let state = if self.opened().is_ok() { "" } else { ", closed" };
+        let state = if self.reader().is_ok() { "" } else { ", closed" };
         Ok(format!("OpenVersion({key}, version {}{state})", self.version))
     }
 
@@ -164,9 +171,9 @@ impl OpenVersion {
         self.names.len()
     }
 
-    /// Nobody reads it any more.
+    /// Closes the version. Tensors that were read stay valid.
     fn close(&self) {
-        drop(self.opened.lock().expect("nothing panics that holds it").take());
+        drop(self.reader.lock().expect("nothing panics that holds it").take());
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -179,11 +186,11 @@ impl OpenVersion {
     }
 }
 
-/// What `OpenVersion.items` gives.
+/// The iterator that `OpenVersion.items` returns.
 #[pyclass(frozen, name = "_Items", module = "tssd")]
 pub(crate) struct Items {
-    of: Py<OpenVersion>,
-    next: Mutex<usize>,
+    version: Py<OpenVersion>,
+    next_index: Mutex<usize>,
 }
 
 #[pymethods]
@@ -193,21 +200,21 @@ impl Items {
     }
 
     fn __next__<'py>(&self, py: Python<'py>) -> Result<(String, Bound<'py, PyAny>)> {
-        let of = self.of.bind(py).get();
-        let place = {
-            let mut next = self.next.lock().expect("nothing panics that holds it");
+        let version = self.version.bind(py).get();
+        let index = {
+            let mut next = self.next_index.lock().expect("nothing panics that holds it");
             *next += 1;
             *next - 1
         };
-        let name = of.names.get(place).ok_or_else(|| PyStopIteration::new_err(()))?;
-        Ok((name.clone(), of.read(py, name, None)?))
+        let name = version.names.get(index).ok_or_else(|| PyStopIteration::new_err(()))?;
+        Ok((name.clone(), version.read(py, name, None)?))
     }
 }
 
-/// A tensor of a version that is read in parts.
+/// A tensor of an open version, which is read in parts.
 #[pyclass(frozen, name = "VersionSlice", module = "tssd")]
 pub(crate) struct LeaseSlice {
-    of: Py<OpenVersion>,
+    version: Py<OpenVersion>,
     name: String,
     shape: Vec<u64>,
     dtype: Dtype,
@@ -215,17 +222,19 @@ pub(crate) struct LeaseSlice {
 
 #[pymethods]
 impl LeaseSlice {
-    /// The shape of the whole tensor, in elements.
+    /// Returns the shape of the whole tensor, in elements.
     fn get_shape(&self) -> Vec<u64> {
         self.shape.clone()
     }
 
-    /// The dtype, as torch calls it: "bfloat16".
+    /// Returns the dtype by its name in torch, such as "bfloat16".
     fn get_dtype(&self) -> &'static str {
         self.dtype.name()
     }
 
-    /// Part of the tensor, by ints, slices and `...`. Only the box that it lies in is read.
+    /// Reads a part of the tensor, given by ints, slices and `...`.
+    ///
+    /// Only the smallest box that contains the part is read.
     ///
     /// Raises:
     ///     IndexError: an index is out of range.
@@ -234,12 +243,12 @@ impl LeaseSlice {
         let py = index.py();
         let (region, rest) = Index::of(index)?.region(&self.shape)?;
         let slice = Slice::new(region.offsets(), region.shape(), &self.shape)?;
-        let part = self.of.bind(py).get().read(py, &self.name, Some(&slice))?;
+        let part = self.version.bind(py).get().read(py, &self.name, Some(&slice))?;
         Ok(part.get_item(rest)?)
     }
 }
 
-fn no_tensor(name: &str) -> Refusal {
+fn not_a_tensor(name: &str) -> Refusal {
     Refusal::new("WrongType", format!("`{name}` is no tensor"))
         .advice("Store.get(key, fqn=...) gives any leaf")
 }

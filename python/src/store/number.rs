@@ -1,26 +1,27 @@
-//! Versions and writers, as arguments.
+//! Extraction of version numbers and writer ranks from Python arguments.
 
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 
 use crate::error::{Failure, Refusal};
 
-/// The number of a version, or None.
+/// Extracts a version number, or None.
 pub(super) fn version(given: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
     if given.is_none() { Ok(None) } else { number(given).map(Some) }
 }
 
-/// The number of a version.
+/// Extracts a version number.
 pub(super) fn number(given: &Bound<'_, PyAny>) -> PyResult<u64> {
-    given.extract().map_err(|error| refused(given, ("version", u64::MAX), &error))
+    given.extract().map_err(|error| argument_error(given, ("version", u64::MAX), &error))
 }
 
-/// The rank of a writer, or None.
+/// Extracts the rank of a writer, or None.
 pub(super) fn writer(given: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
-    given.extract().map_err(|error| refused(given, ("writer", u32::MAX.into()), &error))
+    given.extract().map_err(|error| argument_error(given, ("writer", u32::MAX.into()), &error))
 }
 
-fn refused(given: &Bound<'_, PyAny>, (what, most): (&str, u64), error: &PyErr) -> PyErr {
+/// Returns the error for an argument that is no int, or out of range.
+fn argument_error(given: &Bound<'_, PyAny>, (what, most): (&str, u64), error: &PyErr) -> PyErr {
     if error.is_instance_of::<PyOverflowError>(given.py()) {
         let text = format!("{what} is an int from 0 to {most}, not {given}");
         return Failure::from(Refusal::new("invalid", text)).into();

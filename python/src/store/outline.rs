@@ -1,4 +1,4 @@
-//! What a version holds, without the bytes of its tensors.
+//! The state dict of a version on torch's "meta" device, without tensor bytes.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,55 +16,58 @@ use crate::error::Result;
 use crate::memory::Block;
 use crate::object::{Contents, Framework, Maker, Source};
 
-/// A tree whose tensors have no bytes.
+/// A tree whose tensors have no storage.
 struct Outline {
     root: Arc<Node>,
     attrs: Attrs,
-    stored: BTreeMap<u32, Bytes>,
+    /// The bytes of leaves that are not tensors, by storage number.
+    leaf_bytes: BTreeMap<u32, Bytes>,
 }
 
-/// The state dict with tensors of torch's meta device.
+/// Returns the state dict of a version, with tensors of torch's "meta" device.
 pub(super) fn outline<'py>(
     py: Python<'py>,
-    own: &Connected,
-    opened: &Opened,
+    connection: &Connected,
+    reader: &Opened,
 ) -> Result<Bound<'py, PyAny>> {
-    let (mut root, mut stored) = (Node::clone(opened.structure()), Vec::new());
-    strip(&mut root, &mut stored)?;
-    let bytes = own.run(py, None, opened.storages(&stored))?;
-    let stored = stored.into_iter().zip(bytes).collect();
-    let outline = Outline { root: Arc::new(root), attrs: opened.attrs().clone(), stored };
+    let (mut root, mut storages) = (Node::clone(reader.structure()), Vec::new());
+    strip(&mut root, &mut storages)?;
+    let bytes = connection.run(py, None, reader.storages(&storages))?;
+    let leaf_bytes = storages.into_iter().zip(bytes).collect();
+    let outline = Outline { root: Arc::new(root), attrs: reader.attrs().clone(), leaf_bytes };
     Maker::new(py, &outline, &outline, Framework::Torch)
         .on_device(Some(PyString::new(py, "meta").into_any()))?
         .state_dict()
 }
 
-/// Makes every tensor a whole one without a storage, shows pickles as bytes, and finds the storages of
-/// other leaves.
-fn strip(node: &mut Node, stored: &mut Vec<u32>) -> Result<()> {
+/// Removes the storages of tensors, and collects the storages of all other leaves.
+///
+/// Each tensor becomes a whole tensor without a storage. A pickled leaf becomes a leaf of bytes.
+fn strip(node: &mut Node, storages: &mut Vec<u32>) -> Result<()> {
     match node {
         Node::Container(_, children) => {
-            children.iter_mut().try_for_each(|(_, child)| strip(child, stored))?;
+            children.iter_mut().try_for_each(|(_, child)| strip(child, storages))?;
         }
         Node::Stored(kind, storage) => {
-            stored.push(*storage);
+            storages.push(*storage);
             if matches!(kind, Stored::Opaque(_)) {
                 *kind = Stored::Bytes;
             }
         }
         Node::Leaf(Value::Opaque { bytes, .. }) => *node = Node::Leaf(Value::Bytes(bytes.clone())),
-        Node::Tensors(run) => {
-            let first = &run[0].meta;
+        Node::Tensors(references) => {
+            let first = &references[0].meta;
             let flags = [TensorFlags::REQUIRES_GRAD, TensorFlags::PARAMETER]
                 .into_iter()
                 .filter(|flag| first.flags().contains(*flag))
                 .fold(TensorFlags::default(), TensorFlags::union);
-            let meta = match run[0].place.as_ref().map(ShardPlace::slice) {
+            let meta = match references[0].place.as_ref().map(ShardPlace::slice) {
                 Some(slice) => TensorMeta::new(first.dtype(), slice.global_shape())?,
                 None => first.clone(),
             };
             let meta = meta.with_flags(flags);
-            *run = vec![TensorReference { meta, storage: None, byte_offset: 0, place: None }];
+            *references =
+                vec![TensorReference { meta, storage: None, byte_offset: 0, place: None }];
         }
         Node::Leaf(_) => {}
     }
@@ -81,7 +84,7 @@ impl Contents for Outline {
     }
 
     fn stored(&self, storage: u32) -> Result<Bytes> {
-        Ok(self.stored[&storage].clone())
+        Ok(self.leaf_bytes[&storage].clone())
     }
 }
 

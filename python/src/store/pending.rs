@@ -1,4 +1,4 @@
-//! A put that goes on by itself.
+//! A put that continues in the background.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -12,65 +12,74 @@ use super::report::put_report;
 use crate::device::Copies;
 use crate::error::{Failure, Result};
 
-/// A put that goes on by itself.
+/// A put that continues in the background: see `wait=False` of `Store.put_state_dict`.
 #[pyclass(frozen, name = "PendingPut", module = "tssd")]
 pub(crate) struct Pending {
-    own: Arc<Connected>,
+    connection: Arc<Connected>,
     key: Key,
-    waiting: Mutex<Option<PendingPut>>,
-    done: Mutex<Option<PutReport>>,
+    /// The put; `None` once it has ended.
+    put: Mutex<Option<PendingPut>>,
+    /// The report; `None` until the put has succeeded.
+    report: Mutex<Option<PutReport>>,
     copies: Copies,
 }
 
 impl Pending {
-    pub(super) fn new(own: Arc<Connected>, key: Key, pending: PendingPut, copies: Copies) -> Self {
-        Self { own, key, waiting: Mutex::new(Some(pending)), done: Mutex::default(), copies }
+    pub(super) fn new(
+        connection: Arc<Connected>,
+        key: Key,
+        put: PendingPut,
+        copies: Copies,
+    ) -> Self {
+        Self { connection, key, put: Mutex::new(Some(put)), report: Mutex::default(), copies }
     }
 
-    /// What is known as soon as the contribution is committed.
-    fn committed(&self, py: Python<'_>, timeout: Option<f64>) -> Result<PutReport> {
-        let mut pending = self.locked()?;
-        let Some(waiting) = pending.as_mut() else {
-            drop(pending);
-            return self.report(py, timeout);
+    /// Waits until the contribution is committed, and returns the report so far.
+    fn wait_committed(&self, py: Python<'_>, timeout: Option<f64>) -> Result<PutReport> {
+        let mut guard = self.lock_put()?;
+        let Some(put) = guard.as_mut() else {
+            drop(guard);
+            return self.wait_done(py, timeout);
         };
-        let report = self.own.run(py, timeout, waiting.committed());
+        let report = self.connection.run(py, timeout, put.committed());
         if report.as_ref().is_err_and(|error| !error.is_timeout()) {
-            *pending = None;
+            *guard = None;
         }
         report.map_err(|error| error.of_key(self.key.as_str(), None))
     }
 
-    fn locked(&self) -> Result<MutexGuard<'_, Option<PendingPut>>> {
-        let lock = |_| PyValueError::new_err("another thread waits for it");
-        Ok(self.waiting.try_lock().map_err(lock)?)
+    /// Locks the put. An error if another thread waits for it.
+    fn lock_put(&self) -> Result<MutexGuard<'_, Option<PendingPut>>> {
+        let busy = |_| PyValueError::new_err("another thread waits for it");
+        Ok(self.put.try_lock().map_err(busy)?)
     }
 
-    fn report(&self, py: Python<'_>, timeout: Option<f64>) -> Result<PutReport> {
-        let mut pending = self.locked()?;
-        if let Some(waiting) = pending.as_mut() {
-            let report = self.own.run(py, timeout, waiting.done());
-            // One who was late may ask again.
+    /// Waits until the put is done, and returns its report.
+    fn wait_done(&self, py: Python<'_>, timeout: Option<f64>) -> Result<PutReport> {
+        let mut guard = self.lock_put()?;
+        if let Some(put) = guard.as_mut() {
+            let report = self.connection.run(py, timeout, put.done());
+            // After a timeout the caller may wait again.
             if !report.as_ref().is_err_and(Failure::is_timeout) {
-                *pending = None;
+                *guard = None;
             }
             let report = report.map_err(|error| error.of_key(self.key.as_str(), None))?;
-            *self.done.lock().expect("nothing panics that holds it") = Some(report);
+            *self.report.lock().expect("nothing panics that holds it") = Some(report);
         }
-        let done = self.done.lock().expect("nothing panics that holds it").clone();
-        Ok(done.ok_or_else(|| PyValueError::new_err("the put has failed"))?)
+        let report = self.report.lock().expect("nothing panics that holds it").clone();
+        Ok(report.ok_or_else(|| PyValueError::new_err("the put has failed"))?)
     }
 }
 
-/// Nobody waits for it: it goes on all the same, and the connection stays until it is done.
+/// The put continues, and retains the connection until it is done.
 impl Drop for Pending {
     fn drop(&mut self) {
-        let waiting = self.waiting.get_mut().ok().and_then(Option::take);
-        if let Some(mut waiting) = waiting {
-            let own = self.own.clone();
-            self.own.runtime.spawn(async move {
-                drop(waiting.done().await);
-                drop(own);
+        let put = self.put.get_mut().ok().and_then(Option::take);
+        if let Some(mut put) = put {
+            let connection = self.connection.clone();
+            self.connection.runtime.spawn(async move {
+                drop(put.done().await);
+                drop(connection);
             });
         }
     }
@@ -78,30 +87,33 @@ impl Drop for Pending {
 
 #[pymethods]
 impl Pending {
-    /// Waits until readers see the version: all its writers have put theirs. Gives its number.
+    /// Waits until the version is visible, when all its writers have committed. Returns its number.
     ///
     /// Raises:
     ///     As `result`.
     #[pyo3(signature = (timeout=None))]
     fn visible(&self, py: Python<'_>, timeout: Option<f64>) -> Result<u64> {
         let started = Instant::now();
-        let report = self.committed(py, timeout)?;
+        let report = self.wait_committed(py, timeout)?;
         if !report.visible {
-            let left = timeout.map(|timeout| (timeout - started.elapsed().as_secs_f64()).max(0.0));
+            let remaining =
+                timeout.map(|timeout| (timeout - started.elapsed().as_secs_f64()).max(0.0));
             let forever = Duration::from_secs(u64::from(u32::MAX));
-            let wait = self.own.store.wait_for_version(&self.key, report.version, forever);
-            let seen = self.own.run(py, left, wait);
-            seen.map_err(|error| error.of_key(self.key.as_str(), Some(report.version)))?;
+            let wait = self.connection.store.wait_for_version(&self.key, report.version, forever);
+            let result = self.connection.run(py, remaining, wait);
+            result.map_err(|error| error.of_key(self.key.as_str(), Some(report.version)))?;
         }
         Ok(report.version)
     }
 
-    /// Waits until the contribution is committed, and in the bucket with durability="object", and gives its PutReport.
+    /// Waits until the contribution is committed, and returns its PutReport.
+    ///
+    /// With durability="object" it also waits until the contribution is in the bucket.
     ///
     /// Raises:
-    ///     As `put_state_dict`; TssdTimeoutError after `timeout` seconds: then it can be asked again.
+    ///     As `put_state_dict`; TssdTimeoutError after `timeout` seconds: the call can then be repeated.
     #[pyo3(signature = (timeout=None))]
     fn result<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> Result<Bound<'py, PyAny>> {
-        put_report(py, &self.report(py, timeout)?, self.copies.copied())
+        put_report(py, &self.wait_done(py, timeout)?, self.copies.copied())
     }
 }

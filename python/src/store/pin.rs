@@ -1,4 +1,4 @@
-//! A label that holds a version.
+//! A version pinned under a label.
 
 use std::sync::Arc;
 
@@ -9,24 +9,24 @@ use tssd_store::Key;
 use super::connected::Connected;
 use crate::error::Result;
 
-/// A version that a label holds: see `Store.pin`.
+/// A version that is pinned under a label: see `Store.pin`.
 #[pyclass(frozen, name = "Pin", module = "tssd")]
 pub(crate) struct Pinned {
-    own: Arc<Connected>,
+    connection: Arc<Connected>,
     key: Key,
     label: String,
     version: u64,
 }
 
 impl Pinned {
-    pub(super) fn new(own: Arc<Connected>, key: Key, label: String, version: u64) -> Self {
-        Self { own, key, label, version }
+    pub(super) fn new(connection: Arc<Connected>, key: Key, label: String, version: u64) -> Self {
+        Self { connection, key, label, version }
     }
 }
 
 #[pymethods]
 impl Pinned {
-    /// The number of the version.
+    /// The version number.
     #[getter]
     fn version(&self) -> u64 {
         self.version
@@ -38,10 +38,11 @@ impl Pinned {
         &self.label
     }
 
-    /// The label holds its version no longer.
+    /// Removes the label, so that it no longer pins its version.
     fn unpin(&self, py: Python<'_>) -> Result<()> {
-        let unpinned = self.own.run(py, None, self.own.store.unpin(&self.key, &self.label));
-        unpinned.map_err(|error| error.of_key(self.key.as_str(), Some(self.version)))
+        let result =
+            self.connection.run(py, None, self.connection.store.unpin(&self.key, &self.label));
+        result.map_err(|error| error.of_key(self.key.as_str(), Some(self.version)))
     }
 
     fn __int__(&self) -> u64 {

@@ -7,7 +7,8 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use tssd_format::{AttrValue, Shard, ShardPlace, TensorSlice, Value};
-use tssd_store::{Copied, Key, Publisher, PutOptions};
+use tssd_gpu::CopyStats;
+use tssd_store::{Key, Publisher, PutOptions};
 
 use super::connected::Connected;
 use super::put::{own_rank, prove_covered, shards};
@@ -22,143 +23,151 @@ use crate::value::{Taken, take};
 /// A version that is put tensor by tensor: see `Store.publish`.
 #[pyclass(frozen, name = "Publisher", module = "tssd")]
 pub(crate) struct Publishing {
-    own: Arc<Connected>,
+    connection: Arc<Connected>,
     key: Key,
-    taking: Taking,
-    open: Mutex<Option<Open>>,
+    import_options: Taking,
+    /// `None` once the publisher is finished or has failed.
+    active: Mutex<Option<ActivePublish>>,
+    /// The PutReport; `None` until the publisher is finished.
     report: Mutex<Option<Py<PyAny>>>,
 }
 
-/// One that is neither finished nor has failed.
-struct Open {
+/// A publish that is neither finished nor has failed.
+struct ActivePublish {
     publisher: Publisher,
-    /// Those of each entry.
+    /// The device copies of each entry, or of each of its parts.
     copies: Vec<Copies>,
     /// The `_metadata` of ordered dicts, by path.
     modules: serde_json::Map<String, serde_json::Value>,
-    /// The ranks of the meshes of shards; none if there are no shards.
+    /// The ranks of the meshes of all shards. `None` if there are no shards.
     ranks: Option<BTreeSet<u32>>,
 }
 
-/// How values are taken over.
+/// How values are imported.
 pub(crate) struct Taking {
     pub(super) allow_pickle: bool,
-    /// Whether it was said who puts.
+    /// Whether the caller gave `writers`.
     pub(super) names_writers: bool,
-    /// The dtype that floating tensors are stored as, and the names of those that are not.
+    /// The dtype in which floating tensors are stored, and the names of those that keep their dtype.
     pub(super) transfer: Option<(Py<PyAny>, Option<Py<PyAny>>)>,
-    /// What is cast has at most so many bytes at a time.
+    /// The largest size, in bytes, of the cast copies that exist at a time.
     pub(super) cast_bytes: u64,
 }
 
 impl Publishing {
     pub(crate) fn new(
-        own: Arc<Connected>,
+        connection: Arc<Connected>,
         key: Key,
         options: &PutOptions,
         bucket_bytes: u64,
-        taking: Taking,
+        import_options: Taking,
     ) -> Result<Self> {
-        let publisher = own.store.publish(&key, options, bucket_bytes)?;
+        let publisher = connection.store.publish(&key, options, bucket_bytes)?;
         let (copies, modules, ranks) = (Vec::new(), serde_json::Map::new(), None);
-        let open = Mutex::new(Some(Open { publisher, copies, modules, ranks }));
-        Ok(Self { own, key, taking, open, report: Mutex::default() })
+        let active = Mutex::new(Some(ActivePublish { publisher, copies, modules, ranks }));
+        Ok(Self { connection, key, import_options, active, report: Mutex::default() })
     }
 
-    fn open(&self) -> Result<MutexGuard<'_, Option<Open>>> {
+    /// Locks the publish. An error if another thread uses it.
+    fn lock_active(&self) -> Result<MutexGuard<'_, Option<ActivePublish>>> {
         let busy = |_| PyValueError::new_err("another thread puts into it");
-        Ok(self.open.try_lock().map_err(busy)?)
+        Ok(self.active.try_lock().map_err(busy)?)
     }
 
-    /// After an error it is open no longer: a version that lacks what was put is none.
-    fn with(&self, work: impl FnOnce(&mut Open) -> Result<()>) -> Result<()> {
-        let mut open = self.open()?;
-        let done = work(open.as_mut().ok_or_else(over)?);
-        done.inspect_err(|_| self.withdraw(open.take()))
+    /// Runs `work` on the active publish. An error aborts the publish: its version would lack an entry.
+    fn with_active(&self, work: impl FnOnce(&mut ActivePublish) -> Result<()>) -> Result<()> {
+        let mut active = self.lock_active()?;
+        let result = work(active.as_mut().ok_or_else(closed_error)?);
+        result
+            .inspect_err(|_| self.abort(active.take()))
             .map_err(|error| error.of_key(self.key.as_str(), None))
     }
 
-    fn withdraw(&self, open: Option<Open>) {
-        let _inside = self.own.runtime.enter();
-        drop(open);
+    /// Drops a publish inside the runtime: nothing of its version remains.
+    fn abort(&self, active: Option<ActivePublish>) {
+        let _guard = self.connection.runtime.enter();
+        drop(active);
     }
 
-    fn add(&self, open: &mut Open, name: &str, value: &Bound<'_, PyAny>) -> Result<()> {
+    /// Adds one entry.
+    fn add(&self, active: &mut ActivePublish, name: &str, value: &Bound<'_, PyAny>) -> Result<()> {
         let py = value.py();
         let dict = PyDict::new(py);
         dict.set_item(name, value)?;
-        let transfer = self.taking.transfer.as_ref().map(|(dtype, keep)| {
+        let transfer = self.import_options.transfer.as_ref().map(|(dtype, keep)| {
             Transfer::new(dtype.bind(py), keep.as_ref().map(|keep| keep.bind(py)))
         });
         let transfer = transfer.transpose()?;
         if let Some(transfer) = &transfer {
-            let parts = transfer.parts(value, name, self.taking.cast_bytes);
+            let parts = transfer.parts(value, name, self.import_options.cast_bytes);
             if let Some(parts) = parts.map_err(|error| error.of(name))? {
-                return self.add_parts(open, name, (&dict, transfer), parts);
+                return self.add_parts(active, name, (&dict, transfer), parts);
             }
         }
-        let mut taken = take(&dict, self.taking.allow_pickle, transfer)?;
-        let ranks = shards(&taken);
+        let mut imported = take(&dict, self.import_options.allow_pickle, transfer)?;
+        let ranks = shards(&imported);
         if ranks.is_some() {
-            identify(py, open)?;
+            identify(py, active)?;
         }
-        let Some(value) = only(&taken) else {
-            // Who has nothing of a tensor is one of several all the same.
-            open.ranks.get_or_insert_default().extend(ranks.unwrap_or_default());
+        let Some(value) = single_value(&imported) else {
+            // A rank that has no part of this tensor is still one of several writers.
+            active.ranks.get_or_insert_default().extend(ranks.unwrap_or_default());
             return Ok(());
         };
-        open.copies.push(taken.devices.copies().clone());
-        if !taken.metadata.is_empty() {
-            open.modules.append(&mut taken.metadata);
-            let modules = serde_json::Value::Object(open.modules.clone()).to_string();
-            open.publisher.describe(METADATA_ATTR, AttrValue::Text(modules.into()));
+        active.copies.push(imported.devices.copies().clone());
+        if !imported.metadata.is_empty() {
+            active.modules.append(&mut imported.metadata);
+            let modules = serde_json::Value::Object(active.modules.clone()).to_string();
+            active.publisher.describe(METADATA_ATTR, AttrValue::Text(modules.into()));
         }
-        let has_begun = open.publisher.has_begun();
-        self.own.run(py, None, open.publisher.add(name, value))?;
-        // What is written by now was put before this.
-        if open.publisher.has_begun() && !has_begun {
-            self.prove_covered(py, open)?;
+        let has_begun = active.publisher.has_begun();
+        self.connection.run(py, None, active.publisher.add(name, value))?;
+        // This call may have written the first archive, of the entries that were put before this one. So the check
+        // comes before the ranks of this entry are added.
+        if active.publisher.has_begun() && !has_begun {
+            self.check_coverage(py, active)?;
         }
         if let Some(ranks) = ranks {
-            open.ranks.get_or_insert_default().extend(ranks);
+            active.ranks.get_or_insert_default().extend(ranks);
         }
         Ok(())
     }
 
-    /// A tensor, or a shard of one, that is cast box by box.
+    /// Adds a tensor, or a shard of one, in parts, each of which is cast by itself.
     fn add_parts<'py>(
         &self,
-        open: &mut Open,
+        active: &mut ActivePublish,
         name: &str,
         (dict, transfer): (&Bound<'py, PyDict>, &Transfer<'py>),
         parts: Vec<Part>,
     ) -> Result<()> {
         let py = dict.py();
         let value = dict.as_any().get_item(name)?;
-        let take_part = |part| take(dict, self.taking.allow_pickle, Some(transfer.of_part(part)));
-        // A little of it says whose it is.
-        let one = parts[0].least()?;
-        let taken = take_part(one.clone())?;
-        if let Some(ranks) = shards(&taken) {
-            identify(py, open)?;
-            open.ranks.get_or_insert_default().extend(ranks);
+        let import_part =
+            |part| take(dict, self.import_options.allow_pickle, Some(transfer.of_part(part)));
+        // The smallest part is enough to determine the mesh and the placement.
+        let smallest = parts[0].least()?;
+        let imported = import_part(smallest.clone())?;
+        if let Some(ranks) = shards(&imported) {
+            identify(py, active)?;
+            active.ranks.get_or_insert_default().extend(ranks);
         }
-        let is_stored = match only(&taken) {
+        let is_stored = match single_value(&imported) {
             Some(Value::Shards(shards)) => {
-                shards.iter().any(|shard| open.publisher.stores(shard.place()))
+                shards.iter().any(|shard| active.publisher.stores(shard.place()))
             }
             _ => true,
         };
-        // Of what another rank stores a version has no more than what it is.
-        let parts = if is_stored { parts } else { vec![one] };
-        self.begin(py, open)?;
+        // If another rank stores this replica, the version needs only its description, from the smallest part.
+        let parts = if is_stored { parts } else { vec![smallest] };
+        self.check_before_first_write(py, active)?;
         let interrupt = Interrupt::new();
-        let mut written = self.own.run(py, None, open.publisher.parts(name))?;
+        let mut writer = self.connection.run(py, None, active.publisher.parts(name))?;
         for part in parts {
             interrupt.check()?;
-            let taken = take_part(part.clone())?;
-            open.copies.push(taken.devices.copies().clone());
-            let shards = match (only(&taken), &part.region) {
+            let imported = import_part(part.clone())?;
+            active.copies.push(imported.devices.copies().clone());
+            let shards = match (single_value(&imported), &part.region) {
                 (Some(Value::Tensor(local)), Some(region)) => {
                     let shape: Vec<u64> = value.getattr("shape")?.extract()?;
                     let slice = TensorSlice::new(region.offsets(), region.shape(), &shape)?;
@@ -170,64 +179,65 @@ impl Publishing {
                     return Err(Refusal::new("invalid", text).of(name).into());
                 }
             };
-            self.own.run(py, None, written.add(shards))?;
+            self.connection.run(py, None, writer.add(shards))?;
         }
         Ok(())
     }
 
-    /// Before something is written: see `prove_covered`.
-    fn begin(&self, py: Python<'_>, open: &Open) -> Result<()> {
-        if open.publisher.has_begun() { Ok(()) } else { self.prove_covered(py, open) }
+    /// Calls `check_coverage` if nothing has been written yet.
+    fn check_before_first_write(&self, py: Python<'_>, active: &ActivePublish) -> Result<()> {
+        if active.publisher.has_begun() { Ok(()) } else { self.check_coverage(py, active) }
     }
 
-    /// The meshes of the first archive say who contributes, unless the caller has.
-    fn prove_covered(&self, py: Python<'_>, open: &Open) -> Result<()> {
-        let ranks = open.ranks.as_ref().filter(|_| !self.taking.names_writers);
+    /// Checks that the meshes of the first archive contain all ranks, unless the caller gave `writers`.
+    fn check_coverage(&self, py: Python<'_>, active: &ActivePublish) -> Result<()> {
+        let ranks = active.ranks.as_ref().filter(|_| !self.import_options.names_writers);
         ranks.map_or(Ok(()), |ranks| prove_covered(py, ranks))
     }
 }
 
-/// Shards are of a job, and of the rank that this is.
-fn identify(py: Python<'_>, open: &mut Open) -> Result<()> {
+/// Sets the job and the rank of this process, which a publish with shards needs.
+fn identify(py: Python<'_>, active: &mut ActivePublish) -> Result<()> {
     let (job, writer) = own_rank(py)?;
-    Ok(open.publisher.identify(job, writer)?)
+    Ok(active.publisher.identify(job, writer)?)
 }
 
-/// The one entry of what was taken.
-fn only(taken: &Taken) -> Option<Value> {
-    taken.dict.entries().iter().next().map(|(_, value)| value.clone())
+/// Returns the value of the only entry of an imported dict. `None` if the dict is empty.
+fn single_value(imported: &Taken) -> Option<Value> {
+    imported.dict.entries().iter().next().map(|(_, value)| value.clone())
 }
 
-fn over() -> PyErr {
+/// Returns the error for a publish that is finished or has failed.
+fn closed_error() -> PyErr {
     PyValueError::new_err("it is finished, or has failed: publish another version")
 }
 
 #[pymethods]
 impl Publishing {
-    /// Puts one entry. It must rest until it is written: until `flush` returns, or the block ends.
+    /// Puts one entry. Its tensors must not change until `flush` returns, or the block ends.
     ///
     /// Args:
-    ///     name: its fqn.
-    ///     value: a tensor, or whatever else a state dict may have.
+    ///     name: the fqn of the entry.
+    ///     value: a tensor, or any other value that a state dict may have.
     ///
     /// Raises:
-    ///     As `Store.put_state_dict`; then nothing is left of the version.
+    ///     As `Store.put_state_dict`. After an error, nothing of the version remains.
     fn put(&self, name: &str, value: &Bound<'_, PyAny>) -> Result<()> {
-        self.with(|open| self.add(open, name, value))
+        self.with_active(|active| self.add(active, name, value))
     }
 
-    /// Writes what was put: it may be changed again once this returns.
+    /// Writes the entries that were put. Their tensors may be changed again when this returns.
     ///
     /// Raises:
     ///     As `put`.
     fn flush(&self, py: Python<'_>) -> Result<()> {
-        self.with(|open| {
-            self.begin(py, open)?;
-            self.own.run(py, None, open.publisher.flush())
+        self.with_active(|active| {
+            self.check_before_first_write(py, active)?;
+            self.connection.run(py, None, active.publisher.flush())
         })
     }
 
-    /// What has been put, once the block has ended: a PutReport.
+    /// The PutReport, once the block has ended; None before.
     #[getter]
     fn report(&self, py: Python<'_>) -> Option<Py<PyAny>> {
         let report = self.report.lock().expect("nothing panics that holds it");
@@ -246,21 +256,23 @@ impl Publishing {
         _rest: &Bound<'_, PyTuple>,
     ) -> Result<()> {
         if error.is_some() {
-            self.withdraw(self.open()?.take());
+            self.abort(self.lock_active()?.take());
             return Ok(());
         }
-        // Who has caught what a put has raised hears here at the latest that there is no version.
-        self.with(|open| self.begin(py, open))?;
-        let Some(Open { publisher, copies, .. }) = self.open()?.take() else { return Ok(()) };
-        let finished = self.own.run(py, None, publisher.finish());
-        let finished = finished.map_err(|error| error.of_key(self.key.as_str(), None))?;
-        let mut copied = None;
+        // If the caller caught the exception of a put, this raises: there is no version.
+        self.with_active(|active| self.check_before_first_write(py, active))?;
+        let Some(ActivePublish { publisher, copies, .. }) = self.lock_active()?.take() else {
+            return Ok(());
+        };
+        let report = self.connection.run(py, None, publisher.finish());
+        let report = report.map_err(|error| error.of_key(self.key.as_str(), None))?;
+        let mut total = None;
         for copies in &copies {
-            if let Some(more) = copies.copied() {
-                *copied.get_or_insert_with(Copied::default) += &more;
+            if let Some(copied) = copies.copied() {
+                *total.get_or_insert_with(CopyStats::default) += &copied;
             }
         }
-        let report = put_report(py, &finished, copied)?.unbind();
+        let report = put_report(py, &report, total)?.unbind();
         *self.report.lock().expect("nothing panics that holds it") = Some(report);
         Ok(())
     }

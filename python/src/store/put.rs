@@ -1,4 +1,4 @@
-//! How state dicts are put.
+//! Options of a put, extracted from the arguments of the Python methods.
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU32;
@@ -17,10 +17,10 @@ use crate::object::METADATA_ATTR;
 use crate::tssd::TorchStoreStateDict;
 use crate::value::{Taken, take};
 
-/// At most so many bytes are said of a version as a whole.
+/// The largest size of the metadata of a version, in bytes.
 const MAX_METADATA: usize = 64 << 10;
 
-/// A state dict of Python, or one that is encoded, taken over.
+/// Imports a Python state dict, or one that is encoded. The tensors are shared, not copied.
 pub(super) fn taken<'py>(
     object: &Bound<'py, PyAny>,
     allow_pickle: bool,
@@ -36,20 +36,24 @@ pub(super) fn taken<'py>(
     }
 }
 
-/// The run and the rank of this process, as far as `_ranks.py` finds them.
+/// Returns the job and the rank of this process, each if `_ranks.py` finds it.
 pub(super) fn own_rank(py: Python<'_>) -> Result<(Option<JobId>, Option<u32>)> {
-    let helper = py.import("tssd._ranks")?;
-    let job: Option<String> = helper.call_method0("job")?.extract()?;
-    Ok((job.map(JobId), helper.call_method0("rank")?.extract()?))
+    let ranks = py.import("tssd._ranks")?;
+    let job: Option<String> = ranks.call_method0("job")?.extract()?;
+    Ok((job.map(JobId), ranks.call_method0("rank")?.extract()?))
 }
 
-/// Refuses a put without writers whose meshes do not say who puts.
+/// Checks that the meshes of a put without `writers` contain all ranks of the process group.
+///
+/// # Errors
+///
+/// A `TssdValueError` that lists the ranks in `ranks`, and the ranks that are missing.
 pub(super) fn prove_covered(py: Python<'_>, ranks: &BTreeSet<u32>) -> Result<()> {
     py.import("tssd._ranks")?.call_method1("prove_covered", (ranks,))?;
     Ok(())
 }
 
-/// What all puts may say.
+/// The arguments that all puts have in common.
 pub(super) struct Put<'py> {
     pub(super) version: Option<u64>,
     pub(super) writers: Option<Bound<'py, PyAny>>,
@@ -65,16 +69,18 @@ pub(super) struct Put<'py> {
 }
 
 impl Put<'_> {
-    /// The job and the writer are found out where they matter.
+    /// Converts the arguments to options. `imported` is the state dict; `None` if it is not known yet.
+    ///
+    /// The job and the rank of this process are looked up only if the put has shards, or if `writers` is given.
     pub(super) fn options(
         &self,
         py: Python<'_>,
         metadata: Option<&Bound<'_, PyDict>>,
-        taken: Option<&Taken>,
+        imported: Option<&Taken>,
     ) -> Result<PutOptions> {
-        let attrs = attrs(metadata, taken)?;
-        let shards = taken.and_then(shards);
-        let wrong = |what: &str, value: &str, those: &str| {
+        let attrs = build_attrs(metadata, imported)?;
+        let mesh_ranks = imported.and_then(shards);
+        let invalid_choice = |what: &str, value: &str, those: &str| {
             PyValueError::new_err(format!("{what} is {those}, not {value:?}"))
         };
         let writers = match &self.writers {
@@ -95,15 +101,20 @@ impl Put<'_> {
                 "lowest" => Divergent::Lowest,
                 "keep" => Divergent::Keep,
                 other => {
-                    return Err(
-                        wrong("divergent", other, "\"error\", \"lowest\" or \"keep\"").into()
-                    );
+                    return Err(invalid_choice(
+                        "divergent",
+                        other,
+                        "\"error\", \"lowest\" or \"keep\"",
+                    )
+                    .into());
                 }
             },
             replicas: match self.replicas {
                 "primary" => Replicas::Primary,
                 "all" => Replicas::All,
-                other => return Err(wrong("replicas", other, "\"primary\" or \"all\"").into()),
+                other => {
+                    return Err(invalid_choice("replicas", other, "\"primary\" or \"all\"").into());
+                }
             },
             durability: match self.durability {
                 "memory" => Durability::Memory,
@@ -111,10 +122,10 @@ impl Put<'_> {
                 "object" => Durability::Object,
                 other => {
                     let those = "\"memory\", \"disk\" or \"object\"";
-                    return Err(wrong("durability", other, those).into());
+                    return Err(invalid_choice("durability", other, those).into());
                 }
             },
-            residency: self.residency.as_ref().map_or(Ok(Residency::Host), residency)?,
+            residency: self.residency.as_ref().map_or(Ok(Residency::Host), extract_residency)?,
             rewind: self.rewind,
             allow_opaque: true,
             require: self.require.map(str::parse).transpose()?,
@@ -123,10 +134,10 @@ impl Put<'_> {
         if let Some(timeout) = self.timeout {
             options.timeout = seconds(timeout)?;
         }
-        if let (Some(ranks), None) = (&shards, &options.writers) {
+        if let (Some(ranks), None) = (&mesh_ranks, &options.writers) {
             prove_covered(py, ranks)?;
         }
-        if shards.is_some() || options.writers.is_some() {
+        if mesh_ranks.is_some() || options.writers.is_some() {
             let (job, writer) = own_rank(py)?;
             options.job = options.job.or(job);
             options.writer = options.writer.or(writer);
@@ -136,12 +147,14 @@ impl Put<'_> {
 }
 
 impl Put<'_> {
-    /// What others know of a put that cannot be made; none if it is one that nobody else takes part in.
+    /// Returns the options with which the store counts a put that failed before it began.
+    ///
+    /// `None` if no other writer takes part in the put.
     pub(super) fn forgone(&self, state_dict: &Bound<'_, PyAny>) -> Result<Option<PutOptions>> {
         let py = state_dict.py();
-        let helper = py.import("tssd._ranks")?;
+        let ranks = py.import("tssd._ranks")?;
         if self.writers.is_none()
-            && !helper.call_method1("is_sharded", (state_dict,))?.is_truthy()?
+            && !ranks.call_method1("is_sharded", (state_dict,))?.is_truthy()?
         {
             return Ok(None);
         }
@@ -155,8 +168,8 @@ impl Put<'_> {
     }
 }
 
-/// Where tensors are once they are put: a word, or a `Ring`.
-fn residency(residency: &Bound<'_, PyAny>) -> Result<Residency> {
+/// Extracts the residency of a put: a `str`, or a `tssd.Ring`.
+fn extract_residency(residency: &Bound<'_, PyAny>) -> Result<Residency> {
     if let Ok(word) = residency.extract::<&str>() {
         return Ok(match word {
             "host" => Residency::Host,
@@ -179,15 +192,15 @@ fn residency(residency: &Bound<'_, PyAny>) -> Result<Residency> {
     let buckets: u32 = residency.getattr("buckets")?.extract()?;
     let bucket_bytes: u64 = residency.getattr("bucket_bytes")?.extract()?;
     let buckets = NonZeroU32::new(buckets).filter(|_| bucket_bytes > 0);
-    let none = || PyValueError::new_err("a ring has buckets, and these hold something");
+    let empty_ring = || PyValueError::new_err("a ring has buckets, and these hold something");
     let readers = residency.getattr("readers")?.extract()?;
-    let ring = Ring { bucket_bytes, buckets: buckets.ok_or_else(none)?, readers };
+    let ring = Ring { bucket_bytes, buckets: buckets.ok_or_else(empty_ring)?, readers };
     let is_lent: bool = residency.getattr("lent")?.extract()?;
     Ok(if is_lent { Residency::Lent(ring) } else { Residency::Ring(ring) })
 }
 
-/// What is said of a version as a whole.
-fn attrs(metadata: Option<&Bound<'_, PyDict>>, taken: Option<&Taken>) -> Result<Attrs> {
+/// Returns the attributes of a version: the caller's metadata, and the `_metadata` of ordered dicts.
+fn build_attrs(metadata: Option<&Bound<'_, PyDict>>, imported: Option<&Taken>) -> Result<Attrs> {
     let mut attrs = metadata::attrs(metadata)?;
     let len = |value: &AttrValue| match value {
         AttrValue::Int(_) => 8,
@@ -199,15 +212,15 @@ fn attrs(metadata: Option<&Bound<'_, PyDict>>, taken: Option<&Taken>) -> Result<
         let text = format!("metadata has {bytes} bytes, at most {MAX_METADATA} are kept");
         return Err(PyValueError::new_err(text).into());
     }
-    let modules = taken.and_then(Taken::modules);
+    let modules = imported.and_then(Taken::modules);
     attrs.extend(modules.map(|modules| (METADATA_ATTR.to_owned(), modules)));
     Ok(attrs)
 }
 
-/// The ranks of the meshes that the shards of a state dict are on; none if it has no shards.
-pub(super) fn shards(taken: &Taken) -> Option<BTreeSet<u32>> {
-    let mut ranks = taken.lacks.then(BTreeSet::new);
-    for (_, leaf) in taken.dict.leaves() {
+/// Returns the ranks of the meshes of all shards of a state dict. `None` if it has no shards.
+pub(super) fn shards(imported: &Taken) -> Option<BTreeSet<u32>> {
+    let mut ranks = imported.lacks.then(BTreeSet::new);
+    for (_, leaf) in imported.dict.leaves() {
         let Value::Shards(shards) = leaf else { continue };
         let meshes = shards.iter().filter_map(|shard| shard.place().mesh());
         let ranks = ranks.get_or_insert_with(BTreeSet::new);

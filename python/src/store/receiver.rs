@@ -1,4 +1,4 @@
-//! Tensors that are filled with versions as they come through a ring.
+//! A receiver that fills tensors with the versions of a ring.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -12,12 +12,12 @@ use super::into::{device_of, receive};
 use super::report::receive_report;
 use crate::error::Result;
 
-/// Who receives what is put with `residency="ring"`: see `Store.receiver`.
+/// A receiver of versions that are put with `residency="ring"` or "lent": see `Store.receiver`.
 #[pyclass(frozen, name = "Receiver", module = "tssd")]
 pub(crate) struct Receiving {
-    // Before the store's threads.
+    // Declared before `connection`, so that it is dropped while the runtime still runs.
     receiver: Mutex<Option<Receiver>>,
-    own: Arc<Connected>,
+    connection: Arc<Connected>,
     key: Key,
     into: Py<PyAny>,
     options: GetOptions,
@@ -25,36 +25,36 @@ pub(crate) struct Receiving {
 
 impl Receiving {
     pub(crate) fn new(
-        own: Arc<Connected>,
+        connection: Arc<Connected>,
         key: Key,
         into: &Bound<'_, PyAny>,
         options: GetOptions,
     ) -> Result<Self> {
         let py = into.py();
         let device = device_of(into)?;
-        let receiver = own.run(py, None, own.store.receiver(&key, device.as_deref()));
+        let receiver = connection.run(py, None, connection.store.receiver(&key, device.as_deref()));
         let receiver = receiver.map_err(|error| error.of_key(key.as_str(), None))?;
         let receiver = Mutex::new(Some(receiver));
-        Ok(Self { receiver, own, key, into: into.clone().unbind(), options })
+        Ok(Self { receiver, connection, key, into: into.clone().unbind(), options })
     }
 }
 
-/// For so long a version is waited for, unless something else is said.
-const PATIENCE: Duration = Duration::from_mins(1);
+/// How long `receive` waits for a version if no timeout is given.
+const DEFAULT_TIMEOUT: Duration = Duration::from_mins(1);
 
 #[pymethods]
 impl Receiving {
-    /// Fills the tensors with the next version, bucket by bucket, as it comes.
+    /// Fills the tensors with the next version, bucket by bucket, as it arrives.
     ///
     /// Args:
-    ///     timeout: for how many seconds it is waited for. None: 60.
+    ///     timeout: how many seconds to wait for the version. None: 60.
     ///
     /// Returns:
     ///     A ReceiveReport.
     ///
     /// Raises:
-    ///     TssdKeyError: none has come whole, or it does not have all that is wanted. What has come of it is in the
-    ///         tensors; the next one that comes whole mends that.
+    ///     TssdKeyError: no complete version arrived, or the version lacks a requested tensor. The tensors then hold
+    ///         the part that arrived; the next complete version overwrites it.
     ///     TssdTypeError, TssdValueError: dtypes or shapes differ.
     #[pyo3(signature = (timeout=None))]
     fn receive<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> Result<Bound<'py, PyAny>> {
@@ -62,16 +62,16 @@ impl Receiving {
         let mut receiver = self.receiver.try_lock().map_err(busy)?;
         let closed = || PyValueError::new_err("it is closed");
         let receiver = receiver.as_mut().ok_or_else(closed)?;
-        let patience = timeout.map_or(Ok(PATIENCE), seconds)?;
+        let timeout = timeout.map_or(Ok(DEFAULT_TIMEOUT), seconds)?;
         let into = self.into.bind(py);
-        let received = receive(&self.own, receiver, into, (&self.options, patience));
-        let (report, copied) = received.map_err(|error| error.of_key(self.key.as_str(), None))?;
+        let result = receive(&self.connection, receiver, into, (&self.options, timeout));
+        let (report, copied) = result.map_err(|error| error.of_key(self.key.as_str(), None))?;
         receive_report(py, &report, copied)
     }
 
-    /// Puts wait for it no longer.
+    /// Closes the receiver. Puts no longer wait for it.
     fn close(&self, py: Python<'_>) {
-        py.detach(|| drop(self.receiver.lock().ok().and_then(|mut open| open.take())));
+        py.detach(|| drop(self.receiver.lock().ok().and_then(|mut receiver| receiver.take())));
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

@@ -1,87 +1,91 @@
-//! What was done, as the dataclasses of `tssd/_reports.py`.
+//! Reports of puts and gets, as the dataclasses of `tssd/_reports.py`.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tssd_format::Attrs;
-use tssd_store::{Copied, GetReport, PutPhases, PutReport, ReceiveReport, VersionInfo};
+use tssd_gpu::CopyStats;
+use tssd_store::{GetReport, PutPhases, PutReport, ReceiveReport, VersionInfo};
 
 use super::into::Differences;
 use crate::error::Result;
 
-/// How bytes came from devices, or went there.
-fn device_copies(py: Python<'_>, copied: Option<Copied>) -> Result<Option<Bound<'_, PyAny>>> {
+/// Returns the `DeviceCopies` of a put, a get or a receive. `None` if there were none.
+fn device_copies(py: Python<'_>, copied: Option<CopyStats>) -> Result<Option<Bound<'_, PyAny>>> {
     let Some(copied) = copied else { return Ok(None) };
     let class = py.import("tssd._reports")?.getattr("DeviceCopies")?;
     Ok(Some(class.call1((copied.pinned, copied.pageable, copied.device, copied.why))?))
 }
 
+/// Returns a `PutReport`.
 pub(super) fn put_report<'py>(
     py: Python<'py>,
     report: &PutReport,
-    copied: Option<Copied>,
+    copied: Option<CopyStats>,
 ) -> Result<Bound<'py, PyAny>> {
     let class = py.import("tssd._reports")?.getattr("PutReport")?;
     let PutPhases { arrange, begin, write, commit, store, .. } = report.phases;
     let phases = PyDict::new(py);
-    let all = [
+    let durations = [
         ("arrange", arrange),
         ("begin", begin),
         ("write", write),
         ("commit", commit),
         ("store", store),
     ];
-    for (phase, seconds) in all {
+    for (phase, seconds) in durations {
         phases.set_item(phase, seconds)?;
     }
-    let of = PyDict::new(py);
-    of.set_item("version", report.version)?;
-    of.set_item("epoch", report.epoch)?;
-    of.set_item("id", report.id.to_string())?;
-    of.set_item("digest", report.digest.to_string())?;
-    of.set_item("visible", report.visible)?;
-    of.set_item("missing", report.missing.iter().collect::<Vec<u32>>())?;
-    of.set_item("stored", report.stored)?;
-    of.set_item("bytes", report.bytes)?;
-    of.set_item("transport", report.transport.to_string())?;
-    of.set_item("why", &report.why)?;
-    of.set_item("phases", phases)?;
-    of.set_item("seconds", report.seconds)?;
-    of.set_item("device_copies", device_copies(py, copied)?)?;
-    Ok(class.call((), Some(&of))?)
+    let fields = PyDict::new(py);
+    fields.set_item("version", report.version)?;
+    fields.set_item("epoch", report.epoch)?;
+    fields.set_item("id", report.id.to_string())?;
+    fields.set_item("digest", report.digest.to_string())?;
+    fields.set_item("visible", report.visible)?;
+    fields.set_item("missing", report.missing.iter().collect::<Vec<u32>>())?;
+    fields.set_item("stored", report.stored)?;
+    fields.set_item("bytes", report.bytes)?;
+    fields.set_item("transport", report.transport.to_string())?;
+    fields.set_item("why", &report.why)?;
+    fields.set_item("phases", phases)?;
+    fields.set_item("seconds", report.seconds)?;
+    fields.set_item("device_copies", device_copies(py, copied)?)?;
+    Ok(class.call((), Some(&fields))?)
 }
 
+/// Returns a `GetReport`. `viewed` is the number of bytes that the caller sees through views.
 pub(super) fn get_report<'py>(
     py: Python<'py>,
     report: &GetReport,
     viewed: u64,
     differences: &Differences,
-    copied: Option<Copied>,
+    copied: Option<CopyStats>,
 ) -> Result<Bound<'py, PyAny>> {
-    let of = PyDict::new(py);
-    of.set_item("version", report.version)?;
-    of.set_item("epoch", report.epoch)?;
-    of.set_item("id", report.id.to_string())?;
-    of.set_item("digest", report.digest.to_string())?;
-    of.set_item("bytes_needed", report.bytes_needed)?;
-    of.set_item("bytes_transferred", report.bytes_transferred)?;
-    of.set_item("bytes_viewed", viewed)?;
-    of.set_item("bytes_received", report.bytes_received)?;
-    of.set_item("bytes_verified", report.bytes_verified)?;
-    of.set_item("transport", report.transport.to_string())?;
-    of.set_item("why", &report.why)?;
-    of.set_item("plan_seconds", report.plan_seconds)?;
-    of.set_item("seconds", report.seconds)?;
-    of.set_item("missing_keys", &differences.missing)?;
-    of.set_item("unexpected_keys", &differences.unexpected)?;
-    of.set_item("cast", &differences.cast)?;
-    of.set_item("device_copies", device_copies(py, copied)?)?;
-    Ok(py.import("tssd._reports")?.getattr("GetReport")?.call((), Some(&of))?)
+    let fields = PyDict::new(py);
+    fields.set_item("version", report.version)?;
+    fields.set_item("epoch", report.epoch)?;
+    fields.set_item("id", report.id.to_string())?;
+    fields.set_item("digest", report.digest.to_string())?;
+    fields.set_item("bytes_needed", report.bytes_needed)?;
+    fields.set_item("bytes_transferred", report.bytes_transferred)?;
+    fields.set_item("bytes_viewed", viewed)?;
+    fields.set_item("bytes_received", report.bytes_received)?;
+    fields.set_item("bytes_verified", report.bytes_verified)?;
+    fields.set_item("transport", report.transport.to_string())?;
+    fields.set_item("why", &report.why)?;
+    fields.set_item("plan_seconds", report.plan_seconds)?;
+    fields.set_item("seconds", report.seconds)?;
+    fields.set_item("missing_keys", &differences.missing)?;
+    fields.set_item("unexpected_keys", &differences.unexpected)?;
+    fields.set_item("cast", &differences.cast)?;
+    fields.set_item("device_copies", device_copies(py, copied)?)?;
+    Ok(py.import("tssd._reports")?.getattr("GetReport")?.call((), Some(&fields))?)
 }
 
+/// Returns a `ReceiveReport`.
 pub(super) fn receive_report<'py>(
     py: Python<'py>,
     report: &ReceiveReport,
-    copied: Option<Copied>,
+    copied: Option<CopyStats>,
 ) -> Result<Bound<'py, PyAny>> {
     let class = py.import("tssd._reports")?.getattr("ReceiveReport")?;
     let ReceiveReport { version, buckets, bytes, transport, why, seconds, .. } = report;
@@ -89,6 +93,7 @@ pub(super) fn receive_report<'py>(
     Ok(class.call1((version, buckets, bytes, transport.to_string(), why, seconds, copies))?)
 }
 
+/// Returns a `VersionInfo`, without metadata.
 pub(super) fn version_info<'py>(py: Python<'py>, info: &VersionInfo) -> Result<Bound<'py, PyAny>> {
     let class = py.import("tssd._reports")?.getattr("VersionInfo")?;
     Ok(class.call1((
@@ -100,7 +105,7 @@ pub(super) fn version_info<'py>(py: Python<'py>, info: &VersionInfo) -> Result<B
     ))?)
 }
 
-/// The newest version, with its metadata.
+/// Returns a `VersionInfo` with the metadata in `attrs`.
 pub(super) fn head<'py>(
     py: Python<'py>,
     info: &VersionInfo,

@@ -1,4 +1,4 @@
-//! Which leaves are wanted.
+//! Selection of leaves by name.
 
 use std::sync::Arc;
 
@@ -8,48 +8,52 @@ use tssd_store::Opened;
 
 use crate::error::Result;
 
-/// Which leaves of a version are named, in their order: `_names.chosen` says.
+/// Returns for each leaf of a version, in order, whether `names` selects it: see `_names.chosen`.
 pub(super) fn chosen(
     py: Python<'_>,
-    opened: &Opened,
+    reader: &Opened,
     names: &Bound<'_, PyAny>,
 ) -> Result<Vec<bool>> {
-    let fqns: Vec<String> = opened.leaves().iter().map(|(path, _)| path.fqn()).collect();
+    let fqns: Vec<String> = reader.leaves().iter().map(|(path, _)| path.fqn()).collect();
     Ok(py.import("tssd._names")?.call_method1("chosen", (fqns, names))?.extract()?)
 }
 
-/// The tree without the leaves that are not named. What is no dict has its parts at places of their own: it
-/// comes whole, or not at all.
+/// Returns the tree without the leaves that `names` does not select.
+///
+/// The children of a container that is not a dict have fixed positions. So all of it is kept, or none of it.
 pub(super) fn select(
     py: Python<'_>,
-    opened: &Opened,
+    reader: &Opened,
     names: &Bound<'_, PyAny>,
 ) -> Result<Arc<Node>> {
-    let chosen = chosen(py, opened, names)?;
-    let mut root = Node::clone(opened.structure());
-    prune(&mut root, &mut chosen.into_iter());
+    let selection = chosen(py, reader, names)?;
+    let mut root = Node::clone(reader.structure());
+    prune(&mut root, &mut selection.into_iter());
     Ok(Arc::new(root))
 }
 
-/// Says whether anything in a node is chosen.
-fn prune(node: &mut Node, chosen: &mut impl Iterator<Item = bool>) -> bool {
+/// Removes unselected leaves from dicts. Returns whether any leaf of the node is selected.
+fn prune(node: &mut Node, selection: &mut impl Iterator<Item = bool>) -> bool {
     match node {
         Node::Container(Container::Dict | Container::OrderedDict, children) => {
-            children.retain_mut(|(_, child)| prune(child, chosen));
+            children.retain_mut(|(_, child)| prune(child, selection));
             !children.is_empty()
         }
         Node::Container(_, children) => {
-            let kept: Vec<bool> =
-                children.iter().map(|(_, child)| is_chosen(child, chosen)).collect();
-            kept.contains(&true)
+            let selected: Vec<bool> =
+                children.iter().map(|(_, child)| is_selected(child, selection)).collect();
+            selected.contains(&true)
         }
-        _ => chosen.next().unwrap_or(false),
+        _ => selection.next().unwrap_or(false),
     }
 }
 
-/// The same, and nothing goes.
-fn is_chosen(node: &Node, chosen: &mut impl Iterator<Item = bool>) -> bool {
-    let Node::Container(_, children) = node else { return chosen.next().unwrap_or(false) };
-    let kept: Vec<bool> = children.iter().map(|(_, child)| is_chosen(child, chosen)).collect();
-    kept.contains(&true)
+/// Returns whether any leaf of the node is selected.
+///
+/// It consumes the flags of all leaves of the node, so that the iterator stays in step with the tree.
+fn is_selected(node: &Node, selection: &mut impl Iterator<Item = bool>) -> bool {
+    let Node::Container(_, children) = node else { return selection.next().unwrap_or(false) };
+    let selected: Vec<bool> =
+        children.iter().map(|(_, child)| is_selected(child, selection)).collect();
+    selected.contains(&true)
 }

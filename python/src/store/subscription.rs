@@ -1,4 +1,4 @@
-//! The versions of a key as they come.
+//! An iterator over the versions of a key as they become visible.
 
 use std::sync::{Arc, Mutex};
 
@@ -11,18 +11,18 @@ use super::connected::Connected;
 use super::report::version_info;
 use crate::error::Result;
 
-/// The versions of a key as they come: see `Store.subscribe`.
+/// An iterator over the versions of a key as they become visible: see `Store.subscribe`.
 #[pyclass(frozen, name = "Subscription", module = "tssd")]
 pub(crate) struct Subscribed {
-    own: Arc<Connected>,
+    connection: Arc<Connected>,
     subscription: Mutex<Subscription>,
     is_closed: watch::Sender<bool>,
 }
 
 impl Subscribed {
-    pub(crate) fn new(own: Arc<Connected>, key: &Key) -> Self {
-        let subscription = Mutex::new(own.store.subscribe(key));
-        Self { own, subscription, is_closed: watch::Sender::new(false) }
+    pub(crate) fn new(connection: Arc<Connected>, key: &Key) -> Self {
+        let subscription = Mutex::new(connection.store.subscribe(key));
+        Self { connection, subscription, is_closed: watch::Sender::new(false) }
     }
 }
 
@@ -32,13 +32,13 @@ impl Subscribed {
         slf
     }
 
-    /// The newest version, as soon as it is another than the one before, as VersionInfo.
+    /// Waits until the newest version differs from the last one returned, and returns it as VersionInfo.
     fn __next__<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         let busy = |_| PyValueError::new_err("another thread waits for it");
         let mut subscription = self.subscription.try_lock().map_err(busy)?;
         let subscription = &mut *subscription;
         let mut closing = self.is_closed.subscribe();
-        let next = self.own.run(py, None, async {
+        let next = self.connection.run(py, None, async {
             tokio::select! {
                 biased;
                 _ = closing.wait_for(|is_closed| *is_closed) => Ok(None),
@@ -48,7 +48,7 @@ impl Subscribed {
         version_info(py, &next.ok_or_else(|| PyStopIteration::new_err(()))?)
     }
 
-    /// It ends, for who waits for it too.
+    /// Ends the iteration, also for a thread that waits for the next version.
     fn close(&self) {
         self.is_closed.send_replace(true);
     }

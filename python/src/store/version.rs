@@ -1,4 +1,4 @@
-//! What a get without `into` reads: views where a stored slice has what is wanted, new memory elsewhere.
+//! Reads without `into`: a view if one stored slice contains the requested box, otherwise new memory.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -15,140 +15,146 @@ use crate::error::{Failure, Refusal, Result};
 use crate::memory::{Block, Memory};
 use crate::object::{Contents, Framework, Maker, Source};
 
-/// How leaves are read.
+/// Options of a read without `into`.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Reading {
-    /// Whether all of them get memory of their own.
+    /// Whether every leaf gets memory of its own.
     pub(crate) copy: bool,
-    /// For how many seconds the store's answer is waited for.
+    /// How many seconds to wait for the store. `None`: there is no timeout.
     pub(crate) timeout: Option<f64>,
 }
 
-/// Leaves whose bytes are in memory of this process.
+/// A tree of leaves, with their bytes in the memory of this process.
 pub(crate) struct Version {
     root: Arc<Node>,
     attrs: Attrs,
     pub(super) report: GetReport,
-    /// How many bytes are seen through views.
+    /// The number of bytes that are views of stored bytes.
     pub(super) viewed: u64,
-    /// By storage, in that order. Each is asked for once.
+    /// The memory of tensors, sorted by storage number. Each block is taken once.
     blocks: Mutex<Vec<(u32, Option<Block>)>>,
-    stored: BTreeMap<u32, Bytes>,
+    /// The bytes of leaves that are not tensors, by storage number.
+    leaf_bytes: BTreeMap<u32, Bytes>,
 }
 
-/// A tensor, or a box of it, that no stored slice has: the number that it gets as a storage.
-struct Assembled {
+/// A tensor, or a box of it, that is copied from several stored slices into new memory.
+struct AssembledTensor {
+    /// The storage number that stands for the new memory. Such numbers count down from `u32::MAX`.
     number: u32,
     fqn: String,
     meta: TensorMeta,
     part: Option<ShardPlace>,
 }
 
-/// What is to be read of a version.
+/// The storages to read for a tree, and the tensors to assemble.
 #[derive(Default)]
-struct Wanted {
-    /// Storages that leaves are views of.
+struct ReadPlan {
+    /// Storages that contain a whole tensor, or the whole requested box.
     storages: Vec<u32>,
-    /// Those that are no tensors.
-    stored: Vec<u32>,
-    made: Vec<Assembled>,
+    /// Storages of leaves that are not tensors.
+    leaf_storages: Vec<u32>,
+    assembled: Vec<AssembledTensor>,
 }
 
-impl Wanted {
-    /// Goes through a tree; tensors of several slices become whole ones. None if there are none: it is as wanted.
-    fn of<'a>(&mut self, path: &mut Vec<&'a Step>, node: &'a Node) -> Result<Option<Node>> {
+impl ReadPlan {
+    /// Adds all leaves of a tree. Returns the tree with sharded tensors replaced by whole ones.
+    ///
+    /// `None` if the tree has no sharded tensors: the given tree can be used as it is.
+    fn add_node<'a>(&mut self, path: &mut Vec<&'a Step>, node: &'a Node) -> Result<Option<Node>> {
         match node {
             Node::Container(container, children) => {
-                let mut others = Vec::with_capacity(children.len());
+                let mut replacements = Vec::with_capacity(children.len());
                 for (step, child) in children {
                     path.push(step);
-                    others.push(self.of(path, child)?);
+                    replacements.push(self.add_node(path, child)?);
                     path.pop();
                 }
-                if others.iter().all(Option::is_none) {
+                if replacements.iter().all(Option::is_none) {
                     return Ok(None);
                 }
-                let children = children.iter().zip(others);
-                let children = children.map(|((step, child), other)| {
-                    (step.clone(), other.unwrap_or_else(|| child.clone()))
+                let children = children.iter().zip(replacements);
+                let children = children.map(|((step, child), replacement)| {
+                    (step.clone(), replacement.unwrap_or_else(|| child.clone()))
                 });
                 Ok(Some(Node::Container(container.clone(), children.collect())))
             }
             Node::Stored(_, storage) => {
-                self.stored.push(*storage);
+                self.leaf_storages.push(*storage);
                 Ok(None)
             }
-            Node::Tensors(run) => match &run[..] {
+            Node::Tensors(references) => match &references[..] {
                 [TensorReference { place: None, storage, .. }] => {
                     self.storages.extend(*storage);
                     Ok(None)
                 }
-                _ => Ok(Some(Node::Tensors(vec![self.tensor(path, run, None)?]))),
+                _ => Ok(Some(Node::Tensors(vec![self.add_tensor(path, references, None)?]))),
             },
             Node::Leaf(_) => Ok(None),
         }
     }
 
-    /// One tensor, or a box of it: what it will be a view of.
-    fn tensor(
+    /// Adds a tensor, or a box of it. Returns a reference to its bytes once they are read.
+    fn add_tensor(
         &mut self,
         path: &[&Step],
-        run: &[TensorReference],
+        references: &[TensorReference],
         slice: Option<&TensorSlice>,
     ) -> Result<TensorReference> {
-        let global = global_shape(run);
+        let global = global_shape(references);
         if let Some(slice) = slice
             && slice.global_shape() != global
         {
-            let (fqn, given) = (fqn(path), slice.global_shape());
+            let (fqn, given) = (join_fqn(path), slice.global_shape());
             let text = format!("`{fqn}` has shape {global:?}, the slice is one of {given:?}");
             return Err(Refusal::new("SliceMismatch", text).of(&fqn).into());
         }
-        let wanted = &slice.map_or_else(|| Region::whole(global), TensorSlice::region);
-        if let Some(part) = run.iter().find_map(|reference| part_of(reference, wanted)) {
-            let part = part?;
-            self.storages.extend(part.storage);
-            return Ok(part);
+        let region = &slice.map_or_else(|| Region::whole(global), TensorSlice::region);
+        if let Some(view) = references.iter().find_map(|reference| view_of(reference, region)) {
+            let view = view?;
+            self.storages.extend(view.storage);
+            return Ok(view);
         }
-        let meta = TensorMeta::new(run[0].meta.dtype(), wanted.shape())?;
-        let meta = meta.with_flags(run[0].meta.flags());
-        let number = u32::MAX - u32::try_from(self.made.len()).unwrap_or(u32::MAX);
+        let meta = TensorMeta::new(references[0].meta.dtype(), region.shape())?;
+        let meta = meta.with_flags(references[0].meta.flags());
+        let number = u32::MAX - u32::try_from(self.assembled.len()).unwrap_or(u32::MAX);
         let storage = (meta.nbytes() > 0).then_some(number);
-        let box_of = |_| TensorSlice::new(wanted.offsets(), wanted.shape(), global);
+        let box_of = |_| TensorSlice::new(region.offsets(), region.shape(), global);
         let part = slice.map(box_of).transpose()?.map(ShardPlace::new);
-        let fqn = fqn(path);
-        self.made.push(Assembled { number, fqn, meta: meta.clone(), part });
+        let fqn = join_fqn(path);
+        self.assembled.push(AssembledTensor { number, fqn, meta: meta.clone(), part });
         Ok(TensorReference { meta, storage, byte_offset: 0, place: None })
     }
 }
 
-/// The shape of a tensor as a whole.
-pub(super) fn global_shape(run: &[TensorReference]) -> &[u64] {
-    let slice = run[0].place.as_ref().map(ShardPlace::slice);
-    slice.map_or_else(|| run[0].meta.shape(), |slice| slice.global_shape())
+/// Returns the global shape of a tensor, in elements.
+pub(super) fn global_shape(references: &[TensorReference]) -> &[u64] {
+    let slice = references[0].place.as_ref().map(ShardPlace::slice);
+    slice.map_or_else(|| references[0].meta.shape(), |slice| slice.global_shape())
 }
 
-fn fqn(path: &[&Step]) -> String {
+fn join_fqn(path: &[&Step]) -> String {
     path.iter().copied().cloned().collect::<ObjectPath>().fqn()
 }
 
-/// A box of a tensor as a view of one stored slice of it, if that has all of the box.
-fn part_of(reference: &TensorReference, wanted: &Region) -> Option<Result<TensorReference>> {
+/// Returns a box of a tensor as a view of one stored slice.
+///
+/// `None` if the slice does not contain the whole box.
+fn view_of(reference: &TensorReference, region: &Region) -> Option<Result<TensorReference>> {
     let meta = &reference.meta;
-    let has = match &reference.place {
+    let slice_region = match &reference.place {
         Some(place) => place.slice().region(),
         None => Region::whole(meta.shape()),
     };
-    if !has.contains(wanted) {
+    if !slice_region.contains(region) {
         return None;
     }
     let strides = meta.strides();
-    let skipped = wanted.offsets().iter().zip(has.offsets()).zip(&strides);
-    let skipped: u64 = skipped.map(|((wanted, has), stride)| (wanted - has) * stride).sum();
-    let is_empty = wanted.shape().contains(&0);
+    let dims = region.offsets().iter().zip(slice_region.offsets()).zip(&strides);
+    let skipped: u64 = dims.map(|((offset, start), stride)| (offset - start) * stride).sum();
+    let is_empty = region.shape().contains(&0);
     let view = || {
         Ok(TensorReference {
-            meta: TensorMeta::new(meta.dtype(), wanted.shape())?
+            meta: TensorMeta::new(meta.dtype(), region.shape())?
                 .with_strides(&strides)?
                 .with_flags(meta.flags()),
             storage: reference.storage.filter(|_| !is_empty),
@@ -164,156 +170,160 @@ fn part_of(reference: &TensorReference, wanted: &Region) -> Option<Result<Tensor
 }
 
 impl Version {
-    /// What was read, if it is one leaf.
+    /// Converts the leaf that [`Version::read_leaf`] read to a Python object.
     pub(crate) fn object<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         let mut maker = Maker::new(py, self, self, Framework::of(py, None)?);
         maker.leaf(&self.root)
     }
 
-    /// A tree of a version.
+    /// Reads a tree of a version. Tensors become whole ones.
     pub(crate) fn read(
         py: Python<'_>,
-        own: &Connected,
-        opened: &Opened,
+        connection: &Connected,
+        reader: &Opened,
         root: Arc<Node>,
-        reading: Reading,
+        options: Reading,
     ) -> Result<Self> {
-        let mut wanted = Wanted::default();
-        let root = wanted.of(&mut Vec::new(), &root)?.map_or(root, Arc::new);
-        Self::of(py, own, opened, root, wanted, reading)
+        let mut plan = ReadPlan::default();
+        let root = plan.add_node(&mut Vec::new(), &root)?.map_or(root, Arc::new);
+        Self::from_plan(py, connection, reader, root, plan, options)
     }
 
-    /// One leaf, or a box of one tensor.
+    /// Reads one leaf, or a box of one tensor.
     pub(crate) fn read_leaf(
         py: Python<'_>,
-        own: &Connected,
-        opened: &Opened,
+        connection: &Connected,
+        reader: &Opened,
         fqn: &str,
         slice: Option<&TensorSlice>,
-        reading: Reading,
+        options: Reading,
     ) -> Result<Self> {
-        let found = opened.leaf(fqn);
-        if fqn.is_empty() && found.is_err() {
+        let leaf = reader.leaf(fqn);
+        if fqn.is_empty() && leaf.is_err() {
             let text = "it is a state dict, and no single value";
             let advice = "get it with get_state_dict(key), or say fqn=";
             return Err(Refusal::new("not_found", text).advice(advice).into());
         }
-        let (path, node) = found?;
+        let (path, node) = leaf?;
         let mut path: Vec<&Step> = path.steps().iter().collect();
-        let mut wanted = Wanted::default();
-        let other = match (&node, slice) {
-            (Node::Tensors(run), Some(_)) => {
-                Some(Node::Tensors(vec![wanted.tensor(&path, run, slice)?]))
+        let mut plan = ReadPlan::default();
+        let replacement = match (&node, slice) {
+            (Node::Tensors(references), Some(_)) => {
+                Some(Node::Tensors(vec![plan.add_tensor(&path, references, slice)?]))
             }
             (_, Some(_)) => {
                 return Err(Refusal::new("WrongType", format!("`{fqn}` is no tensor")).into());
             }
-            (node, None) => wanted.of(&mut path, node)?,
+            (node, None) => plan.add_node(&mut path, node)?,
         };
-        let root = Arc::new(other.unwrap_or(node));
-        Self::of(py, own, opened, root, wanted, reading)
+        let root = Arc::new(replacement.unwrap_or(node));
+        Self::from_plan(py, connection, reader, root, plan, options)
     }
 
-    fn of(
+    /// Reads the storages of a plan, and assembles its tensors.
+    fn from_plan(
         py: Python<'_>,
-        own: &Connected,
-        opened: &Opened,
+        connection: &Connected,
+        reader: &Opened,
         root: Arc<Node>,
-        mut wanted: Wanted,
+        mut plan: ReadPlan,
         Reading { copy, timeout }: Reading,
     ) -> Result<Self> {
-        wanted.storages.sort_unstable();
-        wanted.storages.dedup();
-        let storages = &wanted.storages;
-        let patience = Patience::new(timeout)?;
-        let (seen, copied, stored) = own.run(py, timeout, async {
-            let seen: Vec<Option<Private>> = if copy {
+        plan.storages.sort_unstable();
+        plan.storages.dedup();
+        let storages = &plan.storages;
+        let deadline = Patience::new(timeout)?;
+        let (views, copies, leaf_bytes) = connection.run(py, timeout, async {
+            let views: Vec<Option<Private>> = if copy {
                 storages.iter().map(|_| None).collect()
             } else {
-                opened.private(storages).await?
+                reader.private(storages).await?
             };
-            let is_copied = |(_, private): &(&u32, &Option<Private>)| private.is_none();
-            let copied = storages.iter().zip(&seen).filter(is_copied);
-            let copied: Vec<u32> = copied.map(|(number, _)| *number).collect();
-            let bytes = opened.storages(&copied).await?;
-            let copied: Vec<(u32, Bytes)> = copied.into_iter().zip(bytes).collect();
-            Ok((seen, copied, opened.storages(&wanted.stored).await?))
+            let is_copy = |(_, view): &(&u32, &Option<Private>)| view.is_none();
+            let copies = storages.iter().zip(&views).filter(is_copy);
+            let copies: Vec<u32> = copies.map(|(number, _)| *number).collect();
+            let bytes = reader.storages(&copies).await?;
+            let copies: Vec<(u32, Bytes)> = copies.into_iter().zip(bytes).collect();
+            Ok((views, copies, reader.storages(&plan.leaf_storages).await?))
         })?;
         let size = |bytes: usize| u64::try_from(bytes).unwrap_or(u64::MAX);
-        let viewed = storages.iter().zip(seen);
-        let viewed = viewed.filter_map(|(number, private)| Some((*number, private?.into())));
-        let mut blocks: Vec<(u32, Block)> = viewed.collect();
+        let views = storages.iter().zip(views);
+        let views = views.filter_map(|(number, view)| Some((*number, view?.into())));
+        let mut blocks: Vec<(u32, Block)> = views.collect();
         let viewed = blocks.iter().map(|(_, block)| size(block.len())).sum();
-        let read: u64 = copied.iter().map(|(_, bytes)| size(bytes.len())).sum();
-        let made = || made(own, opened, &patience, &copied, wanted.made);
-        let (made, assembled) = py.detach(made)?;
-        let mut report = opened.report();
-        report.bytes_needed = viewed + read;
-        report.bytes_transferred = viewed + read;
-        if let Some(assembled) = assembled {
-            report.bytes_needed += assembled.bytes_needed;
-            report.bytes_transferred += assembled.bytes_transferred;
-            report.plan_seconds = assembled.plan_seconds;
+        let copied: u64 = copies.iter().map(|(_, bytes)| size(bytes.len())).sum();
+        let make_blocks = || copy_to_blocks(connection, reader, &deadline, &copies, plan.assembled);
+        let (new_blocks, fill_report) = py.detach(make_blocks)?;
+        let mut report = reader.report();
+        report.bytes_needed = viewed + copied;
+        report.bytes_transferred = viewed + copied;
+        if let Some(fill_report) = fill_report {
+            report.bytes_needed += fill_report.bytes_needed;
+            report.bytes_transferred += fill_report.bytes_transferred;
+            report.plan_seconds = fill_report.plan_seconds;
         }
-        blocks.extend(made);
+        blocks.extend(new_blocks);
         blocks.sort_unstable_by_key(|(number, _)| *number);
         let blocks = blocks.into_iter().map(|(number, block)| (number, Some(block))).collect();
-        let stored = wanted.stored.into_iter().zip(stored).collect();
+        let leaf_bytes = plan.leaf_storages.into_iter().zip(leaf_bytes).collect();
         let blocks = Mutex::new(blocks);
-        Ok(Self { root, attrs: opened.attrs().clone(), report, viewed, blocks, stored })
+        Ok(Self { root, attrs: reader.attrs().clone(), report, viewed, blocks, leaf_bytes })
     }
 }
 
-/// Blocks of new memory by storage, and how those that were assembled came.
-type Made = (Vec<(u32, Block)>, Option<GetReport>);
+/// Blocks of new memory by storage number, and the report of the assembled tensors, if there are any.
+type NewBlocks = (Vec<(u32, Block)>, Option<GetReport>);
 
-/// Storages that are copied, and tensors that are assembled, in new memory.
-fn made(
-    own: &Connected,
-    opened: &Opened,
-    patience: &Patience,
-    copied: &[(u32, Bytes)],
-    assembled: Vec<Assembled>,
-) -> Result<Made> {
-    let mut places = Vec::with_capacity(copied.len() + assembled.len());
+/// Allocates memory, copies storages to it, and assembles tensors in it.
+fn copy_to_blocks(
+    connection: &Connected,
+    reader: &Opened,
+    deadline: &Patience,
+    copies: &[(u32, Bytes)],
+    assembled: Vec<AssembledTensor>,
+) -> Result<NewBlocks> {
+    let mut ranges = Vec::with_capacity(copies.len() + assembled.len());
     let mut len = 0_usize;
-    let mut place = |number: u32, bytes: usize| {
-        // As torch aligns what it allocates.
+    let mut reserve = |number: u32, bytes: usize| {
+        // Aligned like the allocations of torch: to 64 bytes.
         let start = len.next_multiple_of(64);
         len = start + bytes;
-        places.push((number, start..len));
+        ranges.push((number, start..len));
     };
-    for (number, bytes) in copied {
-        place(*number, bytes.len());
+    for (number, bytes) in copies {
+        reserve(*number, bytes.len());
     }
-    for each in &assembled {
-        place(each.number, usize::try_from(each.meta.nbytes()).map_err(std::io::Error::other)?);
+    for tensor in &assembled {
+        reserve(
+            tensor.number,
+            usize::try_from(tensor.meta.nbytes()).map_err(std::io::Error::other)?,
+        );
     }
-    if places.is_empty() {
+    if ranges.is_empty() {
         return Ok((Vec::new(), None));
     }
     let mut report = None;
     let memory = Memory::filled(len.max(1), |target| {
-        let (first, second) = places.split_at(copied.len());
-        for ((_, bytes), (_, range)) in copied.iter().zip(first) {
+        let (copy_ranges, tensor_ranges) = ranges.split_at(copies.len());
+        for ((_, bytes), (_, range)) in copies.iter().zip(copy_ranges) {
             tssd_format::copy(bytes, &mut target[range.clone()]);
         }
-        let (mut rest, mut at) = (target, 0);
+        let (mut rest, mut offset) = (target, 0);
         let mut targets = Vec::with_capacity(assembled.len());
-        for (each, (_, range)) in assembled.into_iter().zip(second) {
-            let (_, tail) = std::mem::take(&mut rest).split_at_mut(range.start - at);
+        for (tensor, (_, range)) in assembled.into_iter().zip(tensor_ranges) {
+            let (_, tail) = std::mem::take(&mut rest).split_at_mut(range.start - offset);
             let (bytes, tail) = tail.split_at_mut(range.len());
-            (rest, at) = (tail, range.end);
-            let Assembled { fqn, meta, part: place, .. } = each;
+            (rest, offset) = (tail, range.end);
+            let AssembledTensor { fqn, meta, part: place, .. } = tensor;
             targets.push(Target { fqn, place, meta, memory: bytes.into() });
         }
         if !targets.is_empty() {
-            report = Some(own.fill(opened, &mut targets, patience)?);
+            report = Some(connection.fill(reader, &mut targets, deadline)?);
         }
         Ok::<_, Failure>(())
     })?;
     let block = |(number, range)| (number, memory.block(range));
-    Ok((places.into_iter().map(block).collect(), report))
+    Ok((ranges.into_iter().map(block).collect(), report))
 }
 
 impl Contents for Version {
@@ -326,15 +336,15 @@ impl Contents for Version {
     }
 
     fn stored(&self, storage: u32) -> Result<Bytes> {
-        Ok(self.stored[&storage].clone())
+        Ok(self.leaf_bytes[&storage].clone())
     }
 }
 
 impl Source for Version {
     fn block(&self, storage: u32) -> Result<(Block, u64)> {
         let mut blocks = self.blocks.lock().expect("nothing panics that holds it");
-        let place = blocks.binary_search_by_key(&storage, |(number, _)| *number);
-        let block = place.ok().and_then(|place| blocks[place].1.take());
+        let index = blocks.binary_search_by_key(&storage, |(number, _)| *number);
+        let block = index.ok().and_then(|index| blocks[index].1.take());
         Ok((block.expect("the maker asks once for each"), 0))
     }
 }

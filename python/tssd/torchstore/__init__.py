@@ -1,11 +1,12 @@
-"""What torchstore has, on the daemon of this package: `import tssd.torchstore as ts`.
+"""The API of torchstore, on the daemon of this package: `import tssd.torchstore as ts`.
 
     await ts.initialize()
     await ts.put_state_dict(model.state_dict(), "policy")
     await ts.get_state_dict("policy", user_state_dict=other.state_dict())
 
-For frameworks that import `torchstore` themselves, `install()` makes that this module; so does, in all processes of
-a program, `PYTHONPATH=$(python -m tssd.torchstore)`. What differs is in docs/migration.md.
+For a framework that imports `torchstore` itself, `install()` makes `import torchstore` return this module in the
+current process. `PYTHONPATH=$(python -m tssd.torchstore)` does so in all processes of a program. docs/migration.md
+lists the differences.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ __all__ = [
     "spmd",
 ]
 
-# The modules of torchstore that programs import from, and what is in them.
+# The modules of torchstore that programs import from, each with its contents.
 _MODULES: dict[str, dict[str, Any]] = {
     "api": {name: getattr(_api, name) for name in _api.__all__} | {"shutdown": shutdown},
     "client": {"LocalClient": _client.LocalClient},
@@ -85,22 +86,22 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Makes `import torchstore` mean this module, and `torchstore.transport` and the like what it has of them.
+    """Makes `import torchstore` return this module, and `import torchstore.transport` and others its submodules.
 
-    It is called once in each process, before what imports torchstore is imported.
+    Call it once in each process, before importing any module that imports torchstore.
 
     Raises:
-        RuntimeError: torchstore itself has been imported.
+        RuntimeError: the real torchstore has been imported.
     """
     own = sys.modules[__name__]
     if sys.modules.get("torchstore", own) is not own:
         raise RuntimeError("torchstore itself has been imported: call install() before")
     sys.modules["torchstore"] = own
     for name, contents in _MODULES.items():
-        module = ModuleType(f"torchstore.{name}", f"What torchstore.{name} has.")
+        module = ModuleType(f"torchstore.{name}", f"The API of torchstore.{name}.")
         vars(module).update(contents)
         sys.modules[module.__name__] = module
-        # As after an import; a function of the same name stays what it is.
+        # As an import does. A function of the same name is not replaced.
         parent, _, last = module.__name__.rpartition(".")
         if last not in vars(sys.modules[parent]):
             setattr(sys.modules[parent], last, module)

@@ -1,4 +1,4 @@
-"""The functions of torchstore: each asks the client of a store by its name."""
+"""The functions of torchstore. Each calls the client of a store, which it finds by the name of the store."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ DEFAULT_TORCHSTORE_NAME = "torchstore"
 _clients: dict[str, LocalClient] = {}
 _initialized: set[str] = set()
 
-# One client of each store is made, however many ask for it at once.
-_joining = threading.Lock()
+# Concurrent calls create only one client for each store.
+_clients_lock = threading.Lock()
 
 
 def store_of(store_name: str) -> Store:
-    """The daemon of this name on this host, which is started if there is none.
+    """Connects to the daemon of this name on this host. Starts it if it does not run.
 
     Raises:
-        ValueError: it is no name.
+        ValueError: `store_name` is a path.
     """
     if "/" in store_name:
         raise ValueError(f"store_name is a name, and {store_name!r} is a path")
     return Store(f"unix:{store_name}")
 
 
-def _settings(store: Store) -> dict[str, Any] | None:
+def _read_settings(store: Store) -> dict[str, Any] | None:
     if not store.exists(SETTINGS):
         return None
     settings: dict[str, Any] = store.get_state_dict(SETTINGS)
@@ -64,31 +64,31 @@ async def initialize(
     *,
     allow_pickle: bool = False,
 ) -> None:
-    """Starts the daemon of a store on this host, or joins it. Every process of the user then finds it.
+    """Starts the daemon of a store on this host, or joins it. Every process of the same user can then use it.
 
     Args:
-        num_storage_volumes, strategy, mesh: taken as torchstore takes them; one daemon serves a host.
+        num_storage_volumes, strategy, mesh: accepted as in torchstore. One daemon serves a host.
         store_name: letters, digits, "-", "_" and ".".
-        allow_pickle: whether objects that are no typed leaves may be put, as pickles, by any process.
+        allow_pickle: whether any process may put objects that are not typed leaves, as pickles.
 
     Raises:
-        RuntimeError: this process has initialized it before; it is there, with another `allow_pickle`; there
-            are several volumes and no strategy.
+        RuntimeError: this process has already initialized the store, the store exists with another `allow_pickle`, or
+            there are several volumes and no strategy.
     """
     if num_storage_volumes > 1 and strategy is None:
         raise RuntimeError("Must specify controller strategy if num_storage_volumes > 1")
 
     def start() -> LocalClient:
         store = store_of(store_name)
-        settings = _settings(store)
+        settings = _read_settings(store)
         if settings is not None and store_name in _initialized:
             raise RuntimeError("TorchStore is already initialized")
         if settings is None:
             settings = {"allow_pickle": allow_pickle}
             store.put_state_dict(settings, SETTINGS)
         if settings["allow_pickle"] is not allow_pickle:
-            there = settings["allow_pickle"]
-            raise RuntimeError(f"TorchStore is already initialized, with allow_pickle={there}")
+            stored = settings["allow_pickle"]
+            raise RuntimeError(f"TorchStore is already initialized, with allow_pickle={stored}")
         return LocalClient(store, allow_pickle)
 
     _clients[store_name] = await _run(start)
@@ -96,11 +96,11 @@ async def initialize(
 
 
 async def shutdown(store_name: str = DEFAULT_TORCHSTORE_NAME) -> None:
-    """Deletes everything in a store. What was got stays."""
+    """Deletes everything in a store. Values that were read stay valid."""
 
     def clear() -> None:
         with store_of(store_name) as store:
-            # The settings last: who waits for the end looks at them.
+            # The settings are deleted last: ranks that wait for the shutdown poll them.
             keys = sorted(store.keys(), key=lambda key: key == SETTINGS)
             store.delete_batch(keys)
 
@@ -112,22 +112,22 @@ async def shutdown(store_name: str = DEFAULT_TORCHSTORE_NAME) -> None:
 
 
 def reset_client(store_name: str = DEFAULT_TORCHSTORE_NAME) -> None:
-    """Forgets the client of a store: the next call makes another one."""
+    """Drops the client of a store. The next call creates a new one."""
     _clients.pop(store_name, None)
 
 
 async def client(store_name: str = DEFAULT_TORCHSTORE_NAME) -> LocalClient:
-    """The client of a store in this process.
+    """Returns the client of a store in this process.
 
     Raises:
         AssertionError: the store was not initialized.
     """
 
-    def join() -> LocalClient:
-        with _joining:
+    def get_or_create() -> LocalClient:
+        with _clients_lock:
             if store_name not in _clients:
                 store = store_of(store_name)
-                settings = _settings(store)
+                settings = _read_settings(store)
                 text = f"TorchStore {store_name!r} is not initialized: call initialize first"
                 assert settings is not None, text
                 _clients[store_name] = LocalClient(store, settings["allow_pickle"])
@@ -135,23 +135,23 @@ async def client(store_name: str = DEFAULT_TORCHSTORE_NAME) -> LocalClient:
 
     if store_name in _clients:
         return _clients[store_name]
-    return await _run(join)
+    return await _run(get_or_create)
 
 
 async def put(key: str, value: Any, store_name: str = DEFAULT_TORCHSTORE_NAME) -> None:
-    """Stores a tensor or an object. That of a DTensor is there when all ranks of its mesh have put theirs.
+    """Stores a tensor or an object. A DTensor becomes visible when all ranks of its mesh have put it.
 
     Raises:
-        TssdTypeError: the object is no typed leaf, and pickles are not allowed.
+        TssdTypeError: the object is not a typed leaf, and pickles are not allowed.
     """
     await (await client(store_name)).put(key, value)
 
 
 async def put_batch(entries: dict[str, Any], store_name: str = DEFAULT_TORCHSTORE_NAME) -> None:
-    """Stores several values by key.
+    """Stores several values, each under its key.
 
     Raises:
-        AssertionError: there are none.
+        AssertionError: there are no values.
     """
     await (await client(store_name)).put_batch(entries)
 
@@ -162,16 +162,16 @@ async def get(
     tensor_slice_spec: TensorSlice | None = None,
     store_name: str = DEFAULT_TORCHSTORE_NAME,
 ) -> Any:
-    """Gets a value: a tensor as a whole tensor of the host, or a part of it, or into a tensor that is given.
+    """Gets a value. A tensor is returned whole and in the host's memory, or as a slice, or fills a given tensor.
 
     Returns:
-        `inplace_tensor`, if it is given.
+        The value; `inplace_tensor` if it is given.
 
     Raises:
-        KeyError: there is none, or not all of it.
-        ValueError: shapes differ; a DTensor comes with a slice.
-        RuntimeError: the slice is one of another tensor.
-        TypeError: dtypes differ that are not both floating; what is stored is no tensor.
+        KeyError: the key does not exist, or a part of the value is missing.
+        ValueError: shapes differ, or a DTensor is combined with a slice.
+        RuntimeError: the global shape of the slice is not that of the stored tensor.
+        TypeError: dtypes differ and are not both floating, or the stored value is not a tensor.
     """
     return await (await client(store_name)).get(key, inplace_tensor, tensor_slice_spec)
 
@@ -179,40 +179,40 @@ async def get(
 async def get_batch(
     keys: list[str] | dict[str, torch.Tensor | None], store_name: str = DEFAULT_TORCHSTORE_NAME
 ) -> dict[str, Any]:
-    """Gets several values, into tensors where a dict has them.
+    """Gets several values. If `keys` is a dict, its tensors are filled.
 
     Raises:
-        KeyError: one is missing; nothing was written.
-        ValueError, TypeError: there are no keys, or one twice; as `get`.
+        KeyError: a key does not exist. Nothing was written.
+        ValueError, TypeError: as `get`; or there are no keys, or a key is listed twice.
     """
     return await (await client(store_name)).get_batch(keys)
 
 
 async def delete(key: str, *, store_name: str = DEFAULT_TORCHSTORE_NAME) -> None:
-    """Deletes a value, an entry of a state dict, or a state dict.
+    """Deletes a value, an entry of a state dict, or a whole state dict.
 
     Raises:
-        KeyError: there is none.
+        KeyError: the key does not exist.
     """
     await (await client(store_name)).delete(key)
 
 
 async def delete_batch(keys: list[str], *, store_name: str = DEFAULT_TORCHSTORE_NAME) -> None:
-    """Deletes several; what is not there is no error.
+    """Deletes several keys. Keys that do not exist are ignored.
 
     Raises:
-        TypeError: it is no list.
+        TypeError: `keys` is not a list.
     """
     await (await client(store_name)).delete_batch(keys)
 
 
 async def keys(prefix: str | None = None, *, store_name: str = DEFAULT_TORCHSTORE_NAME) -> list[str]:
-    """The keys that are `prefix`, or go on from it with a dot; None: all."""
+    """Returns the keys that equal `prefix`, or begin with `prefix` and a dot. None: all keys."""
     return await (await client(store_name)).keys(prefix)
 
 
 async def exists(key: str, store_name: str = DEFAULT_TORCHSTORE_NAME) -> bool:
-    """Whether there is such a key, with all its parts."""
+    """Returns whether a key exists, with all parts of its value."""
     return await (await client(store_name)).exists(key)
 
 
@@ -223,15 +223,16 @@ async def put_state_dict(
     direct_rdma: bool = False,
     transfer_dtype: torch.dtype | None = None,
 ) -> None:
-    """Stores a state dict: one version, which is there when all ranks of its meshes have put theirs.
+    """Stores a state dict as one version. It becomes visible when all ranks of its meshes have put it.
 
     Args:
-        state_dict: nested; None with `direct_rdma`: the tensors that were given before, as they are now.
-        direct_rdma: whether it may be None; what is stored is a snapshot in either case.
-        transfer_dtype: the dtype that floating tensors are stored as.
+        state_dict: a nested dict. None, with `direct_rdma`: the tensors of the previous call, with their current
+            values.
+        direct_rdma: whether `state_dict` may be None. A snapshot is stored in either case.
+        transfer_dtype: the dtype in which floating tensors are stored.
 
     Raises:
-        AssertionError: None was given at first.
+        AssertionError: the first call for a key has no state dict.
         TssdError: as `tssd.Store.put_state_dict`.
     """
     await (await client(store_name)).put_state_dict(state_dict, key, direct_rdma, transfer_dtype)
@@ -244,23 +245,24 @@ async def get_state_dict(
     store_name: str = DEFAULT_TORCHSTORE_NAME,
     direct_rdma: bool = False,
 ) -> dict[str, Any]:
-    """Gets the newest version of a state dict, all of it of one put.
+    """Gets the newest version of a state dict. All its values come from one put.
 
     Args:
-        user_state_dict: whose tensors are filled in place, in whatever sharding they have; floating ones of
-            another dtype are cast. None: whole tensors.
-        strict: whether both have the same names; with `direct_rdma`, whether all that are wanted are stored.
+        user_state_dict: tensors to fill in place, in any sharding. Floating values are cast if the dtype differs.
+            None: whole tensors.
+        strict: whether both dicts must have the same names. With `direct_rdma`: whether all requested names must be
+            stored.
         direct_rdma: whether `user_state_dict` is required, and returned.
 
     Returns:
-        The stored state dict; with `user_state_dict` its tensors, in dicts whose keys are text.
+        The stored state dict. With `user_state_dict`: the tensors of it, in dicts whose keys are strs.
 
     Raises:
-        RuntimeError: there is none; KeyError with `direct_rdma`.
-        KeyError: entries of it are deleted.
-        AssertionError: names differ; there is nothing to fill with `direct_rdma`.
-        TssdKeyError: with `direct_rdma` and `strict`, something is not stored.
-        TssdTypeError, TssdValueError: dtypes or shapes differ; nothing was written.
+        RuntimeError: the key does not exist. With `direct_rdma`, this is a KeyError.
+        KeyError: entries of the state dict are deleted.
+        AssertionError: names differ, or `user_state_dict` is missing with `direct_rdma`.
+        TssdKeyError: with `direct_rdma` and `strict`, a requested name is not stored.
+        TssdTypeError, TssdValueError: dtypes or shapes differ. Nothing was written.
     """
     store = await client(store_name)
     return await store.get_state_dict(key, user_state_dict, strict, direct_rdma)

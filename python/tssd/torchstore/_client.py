@@ -1,8 +1,10 @@
-"""A client of torchstore on a store.
+"""The client of torchstore, on a `Store`.
 
-What is put under a key is a version with one leaf, whose name is empty. A state dict is a version with its leaves,
-each of which can be got as `KEY/NAME`. Beside it there is a version of `KEY/MAPPING` without leaves, by which state
-dicts are known, and one of each `KEY/NAME` that was deleted: versions do not change, so that is said beside them.
+A value is stored as a version of its key with one leaf, whose name is empty. A state dict is stored as a version with
+all its leaves. Each leaf is an entry, with the key `KEY/NAME`.
+
+Two kinds of keys have versions without leaves, whose metadata describes a state dict. `KEY/MAPPING` marks `KEY` as a
+state dict. `KEY/NAME` marks an entry as deleted, because a version cannot be changed.
 """
 
 from __future__ import annotations
@@ -30,37 +32,37 @@ from ._transport import is_whole, prove_target
 DELIM = "/"
 MAPPING = "MAPPING"
 
-# The key that says how the store is used, which is no program's.
+# The key of the settings of the store. Programs cannot use it.
 SETTINGS = ".torchstore"
 
-# What the metadata of a version says that has no leaves: of which version of KEY this entry is deleted; or that
-# KEY is a state dict.
-_DELETED, _MARK = "torchstore.deleted", "torchstore.state_dict"
+# Metadata of versions without leaves. The first: the number of the version of KEY from which this entry is deleted. The
+# second: KEY is a state dict.
+_DELETED_FROM, _STATE_DICT_MARK = "torchstore.deleted", "torchstore.state_dict"
 
 logger = logging.getLogger(__name__)
 
 
 class LocalClient:
-    """A store by name, in this process.
+    """The client of one store in this process.
 
     Args:
         store: the store.
-        allow_pickle: whether objects that are no typed leaves are stored as pickles, and read.
+        allow_pickle: whether objects that are not typed leaves are stored, and read, as pickles.
     """
 
     def __init__(self, store: Store, allow_pickle: bool = False) -> None:
         self._store = store
         self._allow_pickle = allow_pickle
         self._published: dict[str, tuple[dict[str, Any], torch.dtype | None]] = {}
-        # The names in the version of a state dict that was looked at last.
-        self._entries: dict[str, tuple[int, list[str]]] = {}
+        # The entries of each state dict, by key: the number of the last version that was read, and its names.
+        self._entry_names: dict[str, tuple[int, list[str]]] = {}
 
     async def put(self, key: str, value: Any) -> None:
         """Stores a tensor or an object."""
         await self.put_batch({key: value})
 
     async def put_batch(self, entries: dict[str, Any]) -> None:
-        """Stores several, each as a version of its key."""
+        """Stores several values, each as a version of its key."""
         assert isinstance(entries, dict) and entries, "put_batch requires a non-empty dict"
 
         def put() -> None:
@@ -76,7 +78,7 @@ class LocalClient:
         inplace_tensor: torch.Tensor | None = None,
         tensor_slice_spec: TensorSlice | None = None,
     ) -> Any:
-        """Gets a value, or a part of a tensor; into a tensor if one is given, which is returned."""
+        """Gets a value, or a slice of a tensor. If a tensor is given, fills and returns it."""
         prove_target(inplace_tensor, tensor_slice_spec)
         target: Any = inplace_tensor
         if inplace_tensor is not None and tensor_slice_spec is not None:
@@ -85,7 +87,7 @@ class LocalClient:
         return results[key] if inplace_tensor is None else inplace_tensor
 
     async def get_batch(self, keys: list[str] | dict[str, torch.Tensor | None]) -> dict[str, Any]:
-        """Gets several values, of state dicts those of one version; none if one of them is missing."""
+        """Gets several values. Entries of one state dict come from one version. It is an error if any is missing."""
         if not keys:
             raise ValueError("get_batch requires a non-empty dict or list")
         if not isinstance(keys, (dict, list)):
@@ -98,37 +100,37 @@ class LocalClient:
         return await _run(lambda: self._get({key: (target, None) for key, target in targets.items()}))
 
     async def keys(self, prefix: str | None = None) -> list[str]:
-        """The keys; with a prefix, those that begin with its segments, which end at dots."""
+        """Returns the keys. With a prefix: those that equal it, or begin with it and a dot."""
         keys = await _run(lambda: self._keys(prefix))
         return [key for key in keys if prefix is None or f"{key}.".startswith(f"{prefix}.")]
 
     async def delete(self, key: str) -> None:
-        """Deletes what a key means: a value, an entry of a state dict, or a whole one.
+        """Deletes a value, an entry of a state dict, or a whole state dict.
 
         Raises:
-            KeyError: there is none.
+            KeyError: the key does not exist.
         """
 
         def delete() -> None:
-            with self._names() as names:
-                if not names.is_state_dict(key):
-                    names.find(key)
+            with self._open_resolver() as resolver:
+                if not resolver.is_state_dict(key):
+                    resolver.resolve(key)
             self._delete([key])
 
         await _run(delete)
 
     async def delete_batch(self, keys: list[str]) -> None:
-        """Deletes several; those that are not there are no error."""
+        """Deletes several keys. Keys that do not exist are ignored."""
         if not isinstance(keys, list):
             raise TypeError(f"delete_batch expects list[str], got {type(keys)}")
         await _run(lambda: self._delete(keys))
 
     async def exists(self, key: str) -> bool:
-        """Whether there is a value, all of it."""
+        """Returns whether a key exists, with all parts of its value."""
 
         def exists() -> bool:
-            with self._names() as names, contextlib.suppress(KeyError):
-                names.find(key)
+            with self._open_resolver() as resolver, contextlib.suppress(KeyError):
+                resolver.resolve(key)
                 return True
             return False
 
@@ -143,7 +145,7 @@ class LocalClient:
     ) -> None:
         """Stores a state dict as one version.
 
-        With `direct_rdma`, None stands for the tensors that were given before, as they are now.
+        With `direct_rdma`, None means the tensors of the previous call, with their current values.
         """
         if direct_rdma:
             if state_dict is not None:
@@ -162,7 +164,7 @@ class LocalClient:
         strict: bool = True,
         direct_rdma: bool = False,
     ) -> dict[str, Any]:
-        """Gets a state dict, into the tensors of another one if it is given."""
+        """Gets a state dict. If another one is given, fills its tensors."""
         assert not direct_rdma or user_state_dict is not None, "direct_rdma requires a user_state_dict"
         started = time.perf_counter()
         try:
@@ -174,20 +176,22 @@ class LocalClient:
         logger.info("get_state_dict[%s] took %.4fs", key, time.perf_counter() - started)
         return result
 
-    # What waits, on threads.
+    # Blocking methods, which run on threads.
 
-    def _names(self, many: bool = False) -> _Names:
-        return _Names(self._store, self._entries, many)
+    def _open_resolver(self, many: bool = False) -> _KeyResolver:
+        return _KeyResolver(self._store, self._entry_names, many)
 
     def _put(
         self, state_dict: dict[str, Any], key: str, transfer_dtype: torch.dtype | None, **options: Any
     ) -> PutReport | None:
-        """A version of all ranks of the meshes of what is sharded. None if it was replaced, or deleted, before it
-        was there."""
+        """Puts a version whose writers are the ranks of the meshes of all shards.
+
+        Returns None if the version was replaced or deleted before it became visible.
+        """
         if key == SETTINGS:
             raise ValueError(f"{key!r} is the key of the store's own settings")
         ranks: set[int] = set()
-        plain = _plain(state_dict, ranks)
+        plain = _normalize(state_dict, ranks)
         try:
             report: PutReport = self._store.put_state_dict(
                 plain,
@@ -199,7 +203,7 @@ class LocalClient:
                 **options,
             )
         except TssdError as error:
-            # Of two at a time either may be the last.
+            # Of two concurrent puts, either may be the last.
             if error.kind != "overtaken":
                 raise
             return None
@@ -214,33 +218,33 @@ class LocalClient:
         seconds = time.perf_counter() - started
         size = report.bytes if report else 0
         logger.info("put_state_dict[%s] took %.4fs (%.2f GB/s)", key, seconds, size / 1e9 / seconds)
-        beside = self._store.keys(f"{key}{DELIM}")
-        if (mark := f"{key}{DELIM}{MAPPING}") not in beside:
-            self._put({}, mark, None, metadata={_MARK: True})
-        # An entry that was put, or deleted, by itself is what the state dict says now.
-        entries = {f"{key}{DELIM}{name}" for name in names}
-        self._store.delete_batch([own for own in beside if own in entries and own != mark])
+        siblings = self._store.keys(f"{key}{DELIM}")
+        if (mark_key := f"{key}{DELIM}{MAPPING}") not in siblings:
+            self._put({}, mark_key, None, metadata={_STATE_DICT_MARK: True})
+        # The new version replaces entries that were put or deleted by themselves.
+        entry_keys = {f"{key}{DELIM}{name}" for name in names}
+        self._store.delete_batch([sibling for sibling in siblings if sibling in entry_keys and sibling != mark_key])
 
-    def _get(self, wanted: dict[str, tuple[Any, TensorSlice | None]]) -> dict[str, Any]:
-        with self._names(many=len(wanted) > 1) as names:
-            found = {key: names.find(key) for key in wanted}
-            # Of each version in one go.
+    def _get(self, requests: dict[str, tuple[Any, TensorSlice | None]]) -> dict[str, Any]:
+        with self._open_resolver(many=len(requests) > 1) as resolver:
+            resolved = {key: resolver.resolve(key) for key in requests}
+            # All entries of a version are read in one get.
             targets: dict[str, dict[str, Any]] = {}
-            whole: dict[str, list[str]] = {}
-            for key, (version, name) in found.items():
-                target, tensor_slice = wanted[key]
+            names_to_read: dict[str, list[str]] = {}
+            for key, (version, name) in resolved.items():
+                target, tensor_slice = requests[key]
                 if target is not None or tensor_slice is not None:
-                    _prove_fits(key, version, name, target, tensor_slice)
+                    _check_stored_tensor(key, version, name, target, tensor_slice)
                 if target is not None:
                     targets.setdefault(version.key, {})[name] = target
                 elif tensor_slice is None:
-                    whole.setdefault(version.key, []).append(name)
+                    names_to_read.setdefault(version.key, []).append(name)
             for key, into in targets.items():
-                self._fill(names.open(key), into)
-            leaves = {key: self._leaves(names.open(key), wholes) for key, wholes in whole.items()}
+                self._fill(resolver.open(key), into)
+            leaves = {key: self._leaves(resolver.open(key), leaf_names) for key, leaf_names in names_to_read.items()}
             results = {}
-            for key, (version, name) in found.items():
-                target, tensor_slice = wanted[key]
+            for key, (version, name) in resolved.items():
+                target, tensor_slice = requests[key]
                 if tensor_slice is not None and target is None:
                     results[key] = version.get_tensor(name, tensor_slice)
                 else:
@@ -248,36 +252,36 @@ class LocalClient:
             return results
 
     def _fill(self, version: OpenVersion, into: dict[str, Any]) -> None:
-        others = sorted(into.keys() - set(version.keys()))
-        if others:
-            raise TypeError(f"`{others[0]}` of key `{version.key}` is no tensor, so none can be filled with it")
+        missing = sorted(into.keys() - set(version.keys()))
+        if missing:
+            raise TypeError(f"`{missing[0]}` of key `{version.key}` is no tensor, so none can be filled with it")
         self._store.get_state_dict(version.key, into, version=version, strict=False, cast=True)
 
     def _leaves(self, version: OpenVersion, names: list[str]) -> dict[str, Any]:
-        """Leaves by the names that torch gives them: a tuple is one, and so is a list without tensors."""
+        """Returns leaves by their flattened names. As in torch, a tuple is a leaf, and so is a list without tensors."""
         if names == [""]:
             return self._state_dict(version)
         if len(names) == 1 and names[0] in version.keys():
             return {names[0]: version.get_tensor(names[0])}
         outline, mapping = flatten_state_dict(version.to_meta())
         outline.setdefault(MAPPING, mapping)
-        lacking = [name for name in names if any(map(_is_outline, tree_leaves(outline[name])))]
-        options = {"names": [glob.escape(name) for name in lacking]}
-        flat, _ = flatten_state_dict(self._state_dict(version, **options)) if lacking else ({}, None)
+        to_read = [name for name in names if any(map(_is_placeholder, tree_leaves(outline[name])))]
+        options = {"names": [glob.escape(name) for name in to_read]}
+        flat, _ = flatten_state_dict(self._state_dict(version, **options)) if to_read else ({}, None)
         return {name: flat[name] if name in flat else outline[name] for name in names}
 
     def _state_dict(self, version: OpenVersion, **options: Any) -> dict[str, Any]:
-        got: dict[str, Any] = self._store.get_state_dict(
+        state_dict: dict[str, Any] = self._store.get_state_dict(
             version.key, version=version, allow_pickle=self._allow_pickle, **options
         )
-        return got
+        return state_dict
 
     def _get_state_dict(
         self, key: str, user_state_dict: dict[str, Any] | None, strict: bool, direct: bool
     ) -> dict[str, Any]:
-        with self._names() as names:
-            version = names.state_dict(key)
-            deleted = sorted(names.deleted(key))
+        with self._open_resolver() as resolver:
+            version = resolver.open_state_dict(key)
+            deleted = sorted(resolver.deleted_entries(key))
             if MAPPING in deleted:
                 raise TssdKeyError(f"`{MAPPING}` of key `{key}` is deleted")
             if deleted:
@@ -303,65 +307,66 @@ class LocalClient:
 
     def _keys(self, prefix: str | None) -> list[str]:
         keys: list[str] = []
-        with self._names(many=True) as names:
-            for key in names.known:
-                # What is deleted meanwhile is gone.
+        with self._open_resolver(many=True) as resolver:
+            for key in resolver.all_keys:
+                # A key that was deleted in the meantime is skipped.
                 with contextlib.suppress(KeyError):
-                    keys += names.of(key, prefix)
+                    keys += resolver.expand(key, prefix)
         return list(dict.fromkeys(keys))
 
     def _delete(self, keys: Iterable[str]) -> None:
-        touched: dict[str, int] = {}
-        with self._names() as names:
+        changed: dict[str, int] = {}
+        with self._open_resolver() as resolver:
             for key in keys:
                 _interrupted()
-                if names.is_state_dict(key):
+                if resolver.is_state_dict(key):
                     self._delete_state_dict(key, None)
                     continue
                 try:
-                    version, name = names.entry(key)
+                    version, name = resolver.resolve_entry(key)
                 except KeyError:
-                    # What is not all there goes, too.
+                    # The key is not an entry. It may be a value, also one of which parts are missing.
                     self._store.delete(key)
                 else:
-                    self._put({}, key, None, metadata={_DELETED: int(version)})
-                    touched[version.key] = int(version)
-        with self._names() as names:
-            for key, number in touched.items():
+                    self._put({}, key, None, metadata={_DELETED_FROM: int(version)})
+                    changed[version.key] = int(version)
+        with self._open_resolver() as resolver:
+            for key, number in changed.items():
                 with contextlib.suppress(KeyError):
-                    left = set(names.entries(key)) - names.deleted(key)
-                    if int(names.open(key)) == number and left <= {MAPPING}:
-                        self._delete_state_dict(key, number, left)
+                    remaining = set(resolver.entry_names(key)) - resolver.deleted_entries(key)
+                    if int(resolver.open(key)) == number and remaining <= {MAPPING}:
+                        self._delete_state_dict(key, number, remaining)
 
-    def _delete_state_dict(self, key: str, number: int | None, left: Iterable[str] = ()) -> None:
-        """Deletes a version, or all of a key, with what is said beside it."""
-        with self._names() as names, contextlib.suppress(KeyError):
-            entries = [name for name in names.entries(key) if name not in left]
-            beside = {f"{key}{DELIM}{name}" for name in entries} & set(self._store.keys(f"{key}{DELIM}"))
+    def _delete_state_dict(self, key: str, number: int | None, remaining: Iterable[str] = ()) -> None:
+        """Deletes one version or all versions of a state dict, and the versions that describe its entries."""
+        with self._open_resolver() as resolver, contextlib.suppress(KeyError):
+            entry_names = [name for name in resolver.entry_names(key) if name not in remaining]
+            siblings = {f"{key}{DELIM}{name}" for name in entry_names} & set(self._store.keys(f"{key}{DELIM}"))
             self._store.delete(key, number)
-            for own in beside:
+            for sibling in siblings:
                 with contextlib.suppress(KeyError):
-                    self._store.delete(own, int(names.open(own)))
+                    self._store.delete(sibling, int(resolver.open(sibling)))
 
 
-class _Names:
-    """What keys mean, in versions that are each opened once.
+class _KeyResolver:
+    """Resolves keys to versions and leaves. Opens each version once, and closes them on exit.
 
     Args:
-        entries: the names in versions of state dicts, which are remembered.
-        many: whether many keys are looked for, most of which may be entries of state dicts.
+        entry_names: the cache of the entry names of state dicts.
+        many: whether many keys are resolved. The keys of the store are then listed once, which avoids opening keys
+            that do not exist.
     """
 
-    def __init__(self, store: Store, entries: dict[str, tuple[int, list[str]]], many: bool = False) -> None:
-        self.known: Sequence[str] = store.keys() if many else ()
-        self._are_known = set(self.known)
-        self._many = many
+    def __init__(self, store: Store, entry_names: dict[str, tuple[int, list[str]]], many: bool = False) -> None:
+        self.all_keys: Sequence[str] = store.keys() if many else ()
+        self._key_set = set(self.all_keys)
+        self._is_key_list_loaded = many
         self._store = store
-        self._entries = entries
+        self._entry_names = entry_names
         self._opened: dict[str, OpenVersion] = {}
         self._deleted: dict[str, set[str]] = {}
 
-    def __enter__(self) -> _Names:
+    def __enter__(self) -> _KeyResolver:
         return self
 
     def __exit__(
@@ -371,141 +376,145 @@ class _Names:
             version.close()
 
     def open(self, key: str) -> OpenVersion:
-        """The newest version of a key."""
+        """Opens the newest version of a key."""
         if key not in self._opened:
             self._opened[key] = self._store.open(key)
         return self._opened[key]
 
-    def find(self, name: str) -> tuple[OpenVersion, str]:
-        """The version and the leaf that a key means: a value, or an entry of a state dict.
+    def resolve(self, name: str) -> tuple[OpenVersion, str]:
+        """Returns the version and the leaf name of a key, which is that of a value or of an entry.
 
         Raises:
-            TssdKeyError: it means nothing, for this reason.
+            TssdKeyError: the key is neither. The message gives the reasons.
         """
         try:
-            return self._value(name)
+            return self._resolve_value(name)
         except TssdKeyError as error:
-            if not any(_splits(name)):
+            if not any(_possible_splits(name)):
                 raise
             try:
-                return self.entry(name)
-            except TssdKeyError as other:
-                raise TssdKeyError("; ".join(dict.fromkeys((str(error), str(other))))) from None
+                return self.resolve_entry(name)
+            except TssdKeyError as entry_error:
+                raise TssdKeyError("; ".join(dict.fromkeys((str(error), str(entry_error))))) from None
 
-    def _value(self, name: str) -> tuple[OpenVersion, str]:
-        if self._many and name not in self._are_known and any(_splits(name)):
+    def _resolve_value(self, name: str) -> tuple[OpenVersion, str]:
+        if self._is_key_list_loaded and name not in self._key_set and any(_possible_splits(name)):
             raise TssdKeyError(f"key `{name}`: no version is visible")
         version = self.open(name)
         if _is_value(version):
             return version, ""
-        if _MARK in _said(version) and not self.is_state_dict(name.removesuffix(f"{DELIM}{MAPPING}")):
-            # All else of the state dict is deleted.
+        if _STATE_DICT_MARK in _metadata_of(version) and not self.is_state_dict(name.removesuffix(f"{DELIM}{MAPPING}")):
+            # The state dict itself is deleted. Only its MAPPING remains.
             return version, MAPPING
         raise TssdKeyError(f"key `{name}` is no value")
 
-    def entry(self, name: str) -> tuple[OpenVersion, str]:
-        """The state dict and its entry that a key means.
+    def resolve_entry(self, name: str) -> tuple[OpenVersion, str]:
+        """Returns the version of a state dict, and the name of its entry, for the key of an entry.
 
         Raises:
-            TssdKeyError: it means none.
+            TssdKeyError: the key is not that of an entry.
         """
         errors = []
-        for key, entry in _splits(name):
+        for key, entry in _possible_splits(name):
             try:
-                version = self.state_dict(key)
-                if entry in self.entries(key) and entry not in self._deleted_of(key, [entry]):
+                version = self.open_state_dict(key)
+                if entry in self.entry_names(key) and entry not in self._filter_deleted(key, [entry]):
                     return version, entry
                 errors.append(f"key `{key}` has no `{entry}`")
             except TssdKeyError as error:
                 errors.append(str(error))
         raise TssdKeyError("; ".join(errors))
 
-    def state_dict(self, key: str) -> OpenVersion:
-        """The newest version of a key, if it is a state dict."""
+    def open_state_dict(self, key: str) -> OpenVersion:
+        """Opens the newest version of a key, which must be a state dict."""
         version = self.open(key)
-        if _is_value(version) or _said(version).keys() & {_MARK, _DELETED}:
+        if _is_value(version) or _metadata_of(version).keys() & {_STATE_DICT_MARK, _DELETED_FROM}:
             raise TssdKeyError(f"key `{key}` is no state dict")
         return version
 
     def is_state_dict(self, key: str) -> bool:
-        """Whether the newest version of a key is a state dict."""
+        """Returns whether the newest version of a key is a state dict."""
         with contextlib.suppress(TssdKeyError):
-            self.state_dict(key)
+            self.open_state_dict(key)
             return True
         return False
 
-    def entries(self, key: str) -> list[str]:
-        """The names of the leaves of a state dict, and MAPPING."""
+    def entry_names(self, key: str) -> list[str]:
+        """Returns the names of the leaves of a state dict, and MAPPING."""
         version = self.open(key)
-        number, names = self._entries.get(key, (-1, []))
+        number, names = self._entry_names.get(key, (-1, []))
         if number != int(version):
             flat, _ = flatten_state_dict(version.to_meta())
             names = list(dict.fromkeys((*flat, MAPPING)))
-            self._entries[key] = int(version), names
+            self._entry_names[key] = int(version), names
         return names
 
-    def deleted(self, key: str) -> set[str]:
-        """The names of the leaves of a state dict that are deleted."""
+    def deleted_entries(self, key: str) -> set[str]:
+        """Returns the names of the deleted entries of a state dict."""
         if key not in self._deleted:
-            start = f"{key}{DELIM}"
-            beside = self.known if self._many else self._store.keys(start)
-            names = {own.removeprefix(start) for own in beside if own.startswith(start)}
+            prefix = f"{key}{DELIM}"
+            siblings = self.all_keys if self._is_key_list_loaded else self._store.keys(prefix)
+            names = {sibling.removeprefix(prefix) for sibling in siblings if sibling.startswith(prefix)}
             if names - {MAPPING}:
-                # There may be any number of others.
-                names &= set(self.entries(key))
-            self._deleted[key] = self._deleted_of(key, names)
+                # Any number of other keys may begin with the key of the state dict.
+                names &= set(self.entry_names(key))
+            self._deleted[key] = self._filter_deleted(key, names)
         return self._deleted[key]
 
-    def _deleted_of(self, key: str, names: Iterable[str]) -> set[str]:
+    def _filter_deleted(self, key: str, names: Iterable[str]) -> set[str]:
         deleted = set()
         for name in names:
             with contextlib.suppress(TssdKeyError):
-                if _said(self.open(f"{key}{DELIM}{name}")).get(_DELETED) == int(self.open(key)):
+                if _metadata_of(self.open(f"{key}{DELIM}{name}")).get(_DELETED_FROM) == int(self.open(key)):
                     deleted.add(name)
         return deleted
 
-    def of(self, key: str, prefix: str | None) -> list[str]:
-        """The keys that a key of the store stands for, of those that may have the prefix."""
-        is_dict = f"{key}{DELIM}{MAPPING}" in self._are_known
-        may = prefix is None or key.startswith(prefix) or is_dict and prefix.startswith(f"{key}{DELIM}")
-        if key == SETTINGS or not may:
+    def expand(self, key: str, prefix: str | None) -> list[str]:
+        """Returns the keys of torchstore for a key of the store: the entries of a state dict, or the key itself.
+
+        Returns no keys if none of them can have the prefix.
+        """
+        is_dict = f"{key}{DELIM}{MAPPING}" in self._key_set
+        can_match = prefix is None or key.startswith(prefix) or is_dict and prefix.startswith(f"{key}{DELIM}")
+        if key == SETTINGS or not can_match:
             return []
         if is_dict:
-            return [f"{key}{DELIM}{name}" for name in self.entries(key) if name not in self.deleted(key)]
-        # Only what is beside a state dict may be something else than a value.
-        is_beside = any(f"{start}{DELIM}{MAPPING}" in self._are_known for start, _ in _splits(key))
-        if not is_beside:
+            return [f"{key}{DELIM}{name}" for name in self.entry_names(key) if name not in self.deleted_entries(key)]
+        # Only a key below that of a state dict may be something else than a value.
+        is_below_dict = any(f"{parent}{DELIM}{MAPPING}" in self._key_set for parent, _ in _possible_splits(key))
+        if not is_below_dict:
             return [key]
         with contextlib.suppress(TssdKeyError):
-            self.find(key)
+            self.resolve(key)
             return [key]
         return []
 
 
-def _splits(name: str) -> Iterator[tuple[str, str]]:
-    """The state dict and the entry that a key may mean, the longest key first."""
+def _possible_splits(name: str) -> Iterator[tuple[str, str]]:
+    """Yields all splits of a key into the key of a state dict and an entry name. The longest key comes first."""
     parts = name.split(DELIM)
     for end in range(len(parts) - 1, 0, -1):
         yield DELIM.join(parts[:end]), DELIM.join(parts[end:])
 
 
-def _said(version: OpenVersion) -> dict[str, Any]:
+def _metadata_of(version: OpenVersion) -> dict[str, Any]:
     return version.metadata() or {}
 
 
 def _is_value(version: OpenVersion) -> bool:
+    """Returns whether a version is a single value, not a state dict."""
     names = version.keys()
     if names:
         return names[0] == "" or names[0].startswith(".") and list(version.to_meta()) == [""]
-    return not _said(version).keys() & {_MARK, _DELETED} and list(version.to_meta()) == [""]
+    return not _metadata_of(version).keys() & {_STATE_DICT_MARK, _DELETED_FROM} and list(version.to_meta()) == [""]
 
 
-def _is_outline(leaf: object) -> bool:
-    """Whether it stands for a tensor, or may stand for a pickle."""
+def _is_placeholder(leaf: object) -> bool:
+    """Returns whether a leaf of an outline stands for a tensor, or may stand for a pickle."""
     return isinstance(leaf, (torch.Tensor, bytes))
 
 
-def _prove_fits(
+def _check_stored_tensor(
     key: str, version: OpenVersion, name: str, target: Any, tensor_slice: TensorSlice | None
 ) -> None:
     if name not in version.keys():
@@ -517,11 +526,11 @@ def _prove_fits(
         raise ValueError(f"key `{key}` has shape {shape}, the tensor {tuple(target.shape)}")
 
 
-def _plain(value: Any, ranks: set[int]) -> Any:
-    """The same without what torchstore does not keep, and the ranks of the meshes of what is sharded.
+def _normalize(value: Any, ranks: set[int]) -> Any:
+    """Returns a value without the properties that torchstore does not keep. Adds the ranks of all shards to `ranks`.
 
-    A DTensor that is whole on each rank is a plain tensor: some programs have another one on each, or put it on one
-    rank alone.
+    A DTensor that is whole on each rank becomes a plain tensor: some programs have different values on each rank, or
+    put it on one rank only.
     """
     if isinstance(value, torch.Tensor):
         if isinstance(value, DTensor) and is_whole(value):
@@ -530,10 +539,10 @@ def _plain(value: Any, ranks: set[int]) -> Any:
             ranks.update(value.device_mesh.mesh.flatten().tolist())
         return value.detach() if value.requires_grad or isinstance(value, torch.nn.Parameter) else value
     if isinstance(value, dict):
-        # Of whatever class it is, and with the attributes that it has.
-        same = copy.copy(value)
-        same.update((key, _plain(each, ranks)) for key, each in value.items())
-        return same
+        # A copy keeps the class and the attributes of the dict.
+        copied = copy.copy(value)
+        copied.update((key, _normalize(each, ranks)) for key, each in value.items())
+        return copied
     if type(value) in (list, tuple):
-        return type(value)(_plain(each, ranks) for each in value)
+        return type(value)(_normalize(each, ranks) for each in value)
     return value

@@ -1,4 +1,4 @@
-"""The log of a program that uses torchstore."""
+"""Logging of a program that uses torchstore."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def init_logging() -> None:
-    """Lets the root logger write to stdout, from the level on that TORCHSTORE_LOG_LEVEL names, else INFO."""
+    """Makes the root logger write to stdout. The level is TORCHSTORE_LOG_LEVEL; without it, INFO."""
     level = os.environ.get("TORCHSTORE_LOG_LEVEL", "INFO").upper()
     logging.root.setLevel(level)
     handlers = (each for each in logging.root.handlers if isinstance(each, logging.StreamHandler))

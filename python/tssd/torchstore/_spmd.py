@@ -1,4 +1,4 @@
-"""torchstore in programs that torchrun starts."""
+"""Initialization and shutdown of torchstore in programs that torchrun starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._strategy import HostStrategy, LocalRankStrategy, TorchStoreStrategy
 
 @dataclasses.dataclass(frozen=True)
 class SPMDEnv:
-    """Where this process stands among all."""
+    """The rank of this process, and the sizes and the master address of its job."""
 
     rank: int
     local_rank: int
@@ -27,40 +27,40 @@ class SPMDEnv:
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
+        """The number of hosts."""
         return self.world_size // self.local_world_size
 
     @property
     def group_rank(self) -> int:
-        """The number of this host."""
+        """The index of this host."""
         return self.rank // self.local_world_size
 
     @classmethod
     def from_env(cls, *, master_addr: str | None = None, master_port: int | None = None) -> SPMDEnv:
-        """What the environment says, as torchrun sets it.
+        """Reads the environment variables that torchrun sets.
 
         Raises:
             RuntimeError: a variable is missing.
-            ValueError: hosts would have different numbers of ranks.
+            ValueError: the number of ranks is not a multiple of the number of ranks per host.
         """
         rank, local_rank, world_size, local_world_size = (
-            int(_variable(name)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+            int(_require_variable(name)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         )
         if world_size % local_world_size != 0:
             text = f"world_size ({world_size}) must be divisible by local_world_size ({local_world_size})"
             raise ValueError(text)
-        addr, port = _variable("MASTER_ADDR", master_addr), int(_variable("MASTER_PORT", master_port))
+        addr, port = _require_variable("MASTER_ADDR", master_addr), int(_require_variable("MASTER_PORT", master_port))
         return cls(rank, local_rank, world_size, local_world_size, addr, port)
 
 
-def _variable(name: str, default: object = None) -> str:
+def _require_variable(name: str, default: object = None) -> str:
     value = os.environ.get(name, default)
     if value is None:
         raise RuntimeError(f"SPMD TorchStore initialization requires the {name} env var")
     return str(value)
 
 
-# Of each store that ranks other than the first have joined: the version of its settings, and for how long they wait.
+# The stores that this process joined as a rank other than 0: the version of the settings, and the rendezvous timeout.
 _joined: dict[str, tuple[int, timedelta]] = {}
 
 
@@ -74,18 +74,20 @@ async def initialize(
     monarch_port: int = 26600,
     allow_pickle: bool = False,
 ) -> None:
-    """Joins the store that rank 0 starts on this host, or has joined.
+    """Joins the store that rank 0 starts or joins on this host.
+
+    On several hosts, the daemon of each host must be connected to the others.
 
     Args:
         strategy: a HostStrategy or a LocalRankStrategy.
         store_name, allow_pickle: as for `initialize`.
-        env: where this process stands; None: what the environment says.
-        rendezvous_timeout: for how long rank 0 is waited for.
-        transport, monarch_port: taken, and of no effect.
+        env: the ranks of this process. None: those in the environment.
+        rendezvous_timeout: how long to wait for rank 0.
+        transport, monarch_port: accepted, without effect.
 
     Raises:
-        RuntimeError: there is no such strategy; the environment does not say where this process stands; rank
-            0 has not come. On several hosts a daemon on each must know of the others.
+        RuntimeError: the strategy is missing or of another class, a variable is missing in the environment, or rank 0
+            did not initialize the store in time.
     """
     if not isinstance(strategy, (HostStrategy, LocalRankStrategy)):
         raise RuntimeError("SPMD mode requires an explicit HostStrategy or LocalRankStrategy")
@@ -94,19 +96,19 @@ async def initialize(
         await _api.initialize(env.world_size, strategy, store_name, allow_pickle=allow_pickle)
         return
     store = await _run(lambda: _api.store_of(store_name))
-    end = time.monotonic() + rendezvous_timeout.total_seconds()
+    deadline = time.monotonic() + rendezvous_timeout.total_seconds()
     while (settings := await _run(lambda: store.head(SETTINGS))) is None:
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             raise RuntimeError("Timed out waiting for rank 0 to initialize TorchStore")
         await asyncio.sleep(0.01)
     _joined[store_name] = settings.version, rendezvous_timeout
 
 
 async def shutdown(store_name: str = _api.DEFAULT_TORCHSTORE_NAME) -> None:
-    """Deletes everything in a store; ranks that have joined it wait until the first one does.
+    """Deletes everything in a store. Ranks that have joined it wait until rank 0 does so.
 
     Raises:
-        RuntimeError: it does not.
+        RuntimeError: rank 0 did not delete it in time.
     """
     if store_name not in _joined:
         await _api.shutdown(store_name)
@@ -114,8 +116,8 @@ async def shutdown(store_name: str = _api.DEFAULT_TORCHSTORE_NAME) -> None:
     version, timeout = _joined.pop(store_name)
     _api.reset_client(store_name)
     store = await _run(lambda: _api.store_of(store_name))
-    end = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds()
     while await _run(lambda: store.exists(SETTINGS, version)):
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             raise RuntimeError("Timed out waiting for TorchStore shutdown")
         await asyncio.sleep(0.01)

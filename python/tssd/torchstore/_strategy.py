@@ -1,6 +1,6 @@
-"""Strategies of torchstore: which of its volumes a process puts into.
+"""Strategies of torchstore, which select the volume that a process puts into.
 
-A daemon has the memory of a whole host, so they decide nothing here; programs make them and pass them on.
+A daemon serves the memory of a whole host, so strategies have no effect here. Programs create them and pass them on.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["ControllerStorageVolumes", "HostStrategy", "LocalRankStrategy", "Tor
 
 
 class TorchStoreStrategy:
-    """What all strategies have.
+    """The base class of strategies.
 
     Args:
-        default_transport_type: kept, and of no effect.
+        default_transport_type: stored, without effect.
     """
 
     def __init__(self, default_transport_type: TransportType = TransportType.Unset) -> None:
@@ -25,37 +25,37 @@ class TorchStoreStrategy:
 
     @classmethod
     def get_volume_id(cls) -> str:
-        """What torchstore would call this process's volume."""
+        """Returns the ID that torchstore would give the volume of this process."""
         raise NotImplementedError(f"{cls.__name__} has no get_volume_id")
 
     @classmethod
     def get_client_id(cls) -> str:
-        """What torchstore would call the volume that this process puts into."""
+        """Returns the ID that torchstore would give the volume that this process puts into."""
         return cls.get_volume_id()
 
 
 class HostStrategy(TorchStoreStrategy):
-    """A volume for each host."""
+    """One volume for each host."""
 
     @classmethod
     def get_volume_id(cls) -> str:
-        """The name of this host."""
+        """Returns the name of this host."""
         return os.environ.get("HOSTNAME", socket.gethostname())
 
 
 class LocalRankStrategy(TorchStoreStrategy):
-    """A volume for each rank."""
+    """One volume for each rank."""
 
     @classmethod
     def get_volume_id(cls) -> str:
-        """RANK, else LOCAL_RANK, of the environment."""
+        """Returns RANK of the environment; if it is not set, LOCAL_RANK."""
         return os.environ.get("RANK") or os.environ["LOCAL_RANK"]
 
 
 class ControllerStorageVolumes(TorchStoreStrategy):
-    """One volume."""
+    """A single volume."""
 
     @classmethod
     def get_volume_id(cls) -> str:
-        """The one."""
+        """Returns the ID of the single volume."""
         return "0"

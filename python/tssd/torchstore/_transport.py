@@ -1,4 +1,4 @@
-"""What torchstore says of tensors on their way."""
+"""The transport types and requests of torchstore."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Request", "TensorSlice", "TransportType"]
 
 
 class TransportType(enum.Enum):
-    """How bytes go, as torchstore names it. Here they go by shared memory on one host, whatever is named."""
+    """A transport by its name in torchstore. It has no effect here: on one host, bytes go through shared memory."""
 
     Unset = 1
     MonarchRPC = 2
@@ -27,16 +27,16 @@ class TransportType(enum.Enum):
 
 
 def is_whole(tensor: DTensor) -> bool:
-    """Whether each rank has all of it."""
-    return tensor.device_mesh.size() == 1 or all(isinstance(each, Replicate) for each in tensor.placements)
+    """Returns whether each rank has the whole tensor."""
+    return tensor.device_mesh.size() == 1 or all(isinstance(placement, Replicate) for placement in tensor.placements)
 
 
 def prove_target(value: object, tensor_slice: TensorSlice | None) -> None:
-    """Refuses what a get could not fill.
+    """Checks that a get can fill a target.
 
     Raises:
-        ValueError: a DTensor comes with a slice; a tensor has another shape than its slice.
-        TypeError: it is neither a tensor nor None.
+        ValueError: a DTensor is combined with a slice, or the shape of a tensor differs from that of its slice.
+        TypeError: the target is neither a tensor nor None.
     """
     if value is not None and not isinstance(value, torch.Tensor):
         raise TypeError(f"a tensor, a DTensor or None is wanted, not {type(value)}")
@@ -51,7 +51,7 @@ def prove_target(value: object, tensor_slice: TensorSlice | None) -> None:
 
 @dataclasses.dataclass
 class Request:
-    """What is put under a key, or wanted of it."""
+    """The value that is put under a key, or the part of it that is requested."""
 
     key: str = ""
     tensor_val: torch.Tensor | None = None
@@ -63,7 +63,7 @@ class Request:
     def from_any(
         cls, key: str, value: torch.Tensor | None, tensor_slice: TensorSlice | None = None
     ) -> Request:
-        """Of a tensor, a DTensor or None.
+        """Returns the request for a tensor, a DTensor or None.
 
         Raises:
             ValueError, TypeError: as `prove_target`.
@@ -75,24 +75,24 @@ class Request:
 
     @classmethod
     def from_dtensor(cls, key: str, dtensor: DTensor) -> Request:
-        """Of the local part of a DTensor."""
+        """Returns the request for the local part of a DTensor."""
         return cls(key, dtensor.to_local(), TensorSlice.from_dtensor(dtensor))
 
     @classmethod
     def from_tensor(cls, key: str, tensor: torch.Tensor) -> Request:
-        """Of a whole tensor."""
+        """Returns the request for a whole tensor."""
         return cls(key, tensor)
 
     @classmethod
     def from_objects(cls, key: str, objects: Any) -> Request:
-        """Of what is no tensor."""
+        """Returns the request for an object that is not a tensor."""
         return cls(key, objects=objects, is_object=True)
 
     @classmethod
     def from_tensor_slice(cls, key: str, tensor_slice: TensorSlice) -> Request:
-        """Of a part of a tensor."""
+        """Returns the request for a part of a tensor."""
         return cls(key, tensor_slice=tensor_slice)
 
     def meta_only(self) -> Request:
-        """The same without the tensor."""
+        """Returns a copy without the tensor."""
         return dataclasses.replace(self, tensor_val=None)

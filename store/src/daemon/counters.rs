@@ -1,46 +1,46 @@
 //! What a daemon counts, for whoever watches it.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard};
 
 use super::elsewhere::Source;
-use crate::controller::Got;
+use crate::control::Got;
 use crate::error::ErrorKind;
+use crate::io::sync::{Lock, MutexGuard};
 use crate::route::Transport;
 
 /// What is counted since the start.
 #[derive(Default)]
-pub(super) struct Counters(Mutex<Counts>);
+pub(crate) struct Counters(Lock<Counts>);
 
 #[derive(Clone, Default)]
-pub(super) struct Counts {
-    pub(super) connections: u64,
-    pub(super) turned_away: u64,
-    pub(super) puts: u64,
-    pub(super) bytes_put: u64,
-    pub(super) gets: u64,
+pub(crate) struct Counts {
+    pub(crate) connections: u64,
+    pub(crate) turned_away: u64,
+    pub(crate) puts: u64,
+    pub(crate) bytes_put: u64,
+    pub(crate) gets: u64,
     /// Bytes that were leased: those that this host has, and those that others have, by why they do.
-    pub(super) bytes_leased: BTreeMap<Option<Source>, u64>,
-    pub(super) published: u64,
+    pub(crate) bytes_leased: BTreeMap<Option<Source>, u64>,
+    pub(crate) published: u64,
     /// Bytes of archives that went out over connections.
-    pub(super) bytes_read: u64,
+    pub(crate) bytes_read: u64,
     /// What readers say that they have read.
-    pub(super) got: BTreeMap<Transport, Got>,
+    pub(crate) got: BTreeMap<Transport, Got>,
     /// Requests by what they ask for and what came of them.
-    pub(super) requests: BTreeMap<(&'static str, Option<ErrorKind>), u64>,
+    pub(crate) requests: BTreeMap<(&'static str, Option<ErrorKind>), u64>,
 }
 
 /// What a reader has read last of a key.
-pub(super) struct Reader {
-    pub(super) peer: u64,
-    pub(super) pid: u32,
-    pub(super) key: String,
-    pub(super) version: u64,
+pub(crate) struct Reader {
+    pub(crate) peer: u64,
+    pub(crate) pid: u32,
+    pub(crate) key: String,
+    pub(crate) version: u64,
 }
 
 impl Counts {
     /// One more read.
-    pub(super) fn add(&mut self, got: Got) {
+    pub(crate) fn add(&mut self, got: Got) {
         let Got { transport, needed, transferred, verified } = got;
         let none = Got { transport, needed: 0, transferred: 0, verified: 0 };
         let all = self.got.entry(transport).or_insert(none);
@@ -51,7 +51,7 @@ impl Counts {
 }
 
 impl Counters {
-    pub(super) fn count(&self) -> MutexGuard<'_, Counts> {
-        self.0.lock().expect("nobody panics while counting")
+    pub(crate) fn count(&self) -> MutexGuard<'_, Counts> {
+        self.0.lock()
     }
 }

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -11,15 +10,16 @@ use async_trait::async_trait;
 use super::elsewhere::{Keeper, Source};
 use super::registry::{Grant, Registry};
 use super::tiers::Tiers;
-use crate::arena::PeerId;
-use crate::controller::{Catalog, Place, Progress, Proposal, VersionInfo};
+use crate::control::{Catalog, Place, Progress, Proposal, VersionInfo};
 use crate::error::{Error, ErrorKind, Result};
+use crate::io::sync::{Lock, MutexGuard};
 use crate::key::Key;
 use crate::ledger::{Digest, Durability, LeaseId, Selection, Selector, VersionId};
-use crate::net::{Endpoint, Identity};
-use crate::remote::{Answer, Owed, RemoteController, unexpected};
+use crate::net::client::{Answer, Owed, RemoteController, unexpected};
+use crate::net::tls::{Endpoint, Identity};
+use crate::net::wire::{Begin, Leased, Location, Reply, Request};
+use crate::shm::PeerId;
 use crate::status::HostStatus;
-use crate::wire::{Begin, Leased, Location, Reply, Request};
 
 /// For how long a connection is tried.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -37,7 +37,7 @@ const PROOF: Duration = Duration::from_mins(10);
 const PART: usize = 16;
 
 /// What another daemon decides.
-pub(super) struct Delegate {
+pub(crate) struct Delegate {
     endpoint: Endpoint,
     identity: Identity,
     /// Where this daemon can be reached.
@@ -45,7 +45,7 @@ pub(super) struct Delegate {
     tiers: Tiers,
     connection: tokio::sync::Mutex<Connection>,
     instance: AtomicU64,
-    inner: Mutex<Inner>,
+    inner: Lock<Inner>,
 }
 
 /// The connection, once there was one, and when the last one failed.
@@ -82,7 +82,7 @@ struct Held {
 
 impl Delegate {
     /// Connects to the daemon that decides.
-    pub(super) async fn connect(
+    pub(crate) async fn connect(
         endpoint: Endpoint,
         identity: Identity,
         own: Endpoint,
@@ -95,14 +95,14 @@ impl Delegate {
             tiers,
             connection: tokio::sync::Mutex::default(),
             instance: AtomicU64::new(0),
-            inner: Mutex::default(),
+            inner: Lock::default(),
         };
         delegate.controller().await?;
         Ok(delegate)
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().expect("nobody panics while holding what is owed")
+        self.inner.lock()
     }
 
     /// The connection; a new one if it was lost.

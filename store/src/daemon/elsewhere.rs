@@ -2,19 +2,20 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tokio::sync::{Mutex as AsyncMutex, Semaphore};
 use tssd_format::checksum;
 
+use crate::blob::Far;
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::{Endpoint, Identity};
-use crate::remote::Lines;
-use crate::volume::Far;
-use crate::wire::{Range, Sum};
-use crate::work::wait;
+use crate::io::exec::run_blocking;
+use crate::io::sync::{Lock, MutexGuard};
+use crate::net::client::Lines;
+use crate::net::tls::{Endpoint, Identity};
+use crate::net::wire::{Range, Sum};
 
 /// For how long a connection is tried.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -35,9 +36,9 @@ const DISBELIEF: Duration = Duration::from_secs(5);
 const TRIES: u32 = 3;
 
 /// What is kept elsewhere, by its name.
-pub(super) struct Elsewhere {
+pub(crate) struct Elsewhere {
     identity: Identity,
-    inner: Mutex<Inner>,
+    inner: Lock<Inner>,
 }
 
 #[derive(Default)]
@@ -49,16 +50,16 @@ struct Inner {
 
 /// What has come from other daemons.
 #[derive(Clone, Default)]
-pub(super) struct Traffic {
+pub(crate) struct Traffic {
     /// How many bytes, by what those who sent them are.
-    pub(super) pulled: BTreeMap<Source, u64>,
+    pub(crate) pulled: BTreeMap<Source, u64>,
     /// How often somebody was passed over, because it does not answer or does not have it.
-    pub(super) passed_over: u64,
+    pub(crate) passed_over: u64,
 }
 
 /// Why a daemon keeps something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Source {
+pub(crate) enum Source {
     /// It was put there.
     Origin,
     /// It was read there.
@@ -66,7 +67,7 @@ pub(super) enum Source {
 }
 
 impl Source {
-    pub(super) const ALL: [Self; 2] = [Self::Origin, Self::Replica];
+    pub(crate) const ALL: [Self; 2] = [Self::Origin, Self::Replica];
 }
 
 impl fmt::Display for Source {
@@ -80,9 +81,9 @@ impl fmt::Display for Source {
 
 /// Another daemon that keeps a blob.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Keeper {
-    pub(super) endpoint: Endpoint,
-    pub(super) source: Source,
+pub(crate) struct Keeper {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) source: Source,
 }
 
 /// Another daemon.
@@ -90,7 +91,7 @@ struct Host {
     lines: Arc<Lines>,
     relays: Arc<Semaphore>,
     /// What it is told that nobody needs; the first one is in charge of that.
-    unneeded: Arc<Mutex<Vec<String>>>,
+    unneeded: Arc<Lock<Vec<String>>>,
     /// When it was asked last whether it is there, and whether it has answered.
     asked: Arc<AsyncMutex<Option<(Instant, bool)>>>,
 }
@@ -104,16 +105,16 @@ struct Kept {
 }
 
 impl Elsewhere {
-    pub(super) fn new(identity: Identity) -> Self {
-        Self { identity, inner: Mutex::default() }
+    pub(crate) fn new(identity: Identity) -> Self {
+        Self { identity, inner: Lock::default() }
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().expect("nobody panics while holding what is elsewhere")
+        self.inner.lock()
     }
 
     /// Somebody needs to know that daemons, one at least, keep a blob of so many bytes; the first is asked first.
-    pub(super) fn note(&self, name: &str, keepers: &[Keeper], len: u64) {
+    pub(crate) fn note(&self, name: &str, keepers: &[Keeper], len: u64) {
         let mut inner = self.inner();
         let kept = || Kept { keepers: Vec::new(), len, uses: 0 };
         let kept = inner.blobs.entry(name.to_owned()).or_insert_with(kept);
@@ -122,7 +123,7 @@ impl Elsewhere {
     }
 
     /// Somebody needs to know no more.
-    pub(super) fn forget(&self, name: &str) {
+    pub(crate) fn forget(&self, name: &str) {
         let mut inner = self.inner();
         if let Some(kept) = inner.blobs.get_mut(name) {
             kept.uses -= 1;
@@ -133,7 +134,7 @@ impl Elsewhere {
     }
 
     /// Nobody needs a blob any more: whoever keeps it is told.
-    pub(super) fn discard(&self, name: &str) {
+    pub(crate) fn discard(&self, name: &str) {
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         let mut inner = self.inner();
         let Some(kept) = inner.blobs.remove(name) else { return };
@@ -154,31 +155,31 @@ impl Elsewhere {
     }
 
     /// The names of what is kept elsewhere that begin with a prefix.
-    pub(super) fn names(&self, prefix: &str) -> Vec<String> {
+    pub(crate) fn names(&self, prefix: &str) -> Vec<String> {
         let inner = self.inner();
         let names = inner.blobs.range(prefix.to_owned()..).map(|(name, _)| name);
         names.take_while(|name| name.starts_with(prefix)).cloned().collect()
     }
 
     /// Who is asked first for a blob, and how many bytes that has.
-    pub(super) fn place(&self, name: &str) -> Option<(Keeper, u64)> {
+    pub(crate) fn place(&self, name: &str) -> Option<(Keeper, u64)> {
         let inner = self.inner();
         let kept = inner.blobs.get(name)?;
         Some((kept.keepers.first()?.clone(), kept.len))
     }
 
-    pub(super) fn open(&self, name: &str) -> Option<Far> {
+    pub(crate) fn open(&self, name: &str) -> Option<Far> {
         let (keeper, len) = self.place(name)?;
         Some(Far { holder: self.host(&keeper.endpoint), blob: name.into(), len, tail: None })
     }
 
     /// What has come from other daemons so far.
-    pub(super) fn traffic(&self) -> Traffic {
+    pub(crate) fn traffic(&self) -> Traffic {
         self.inner().traffic.clone()
     }
 
     /// Connections to a daemon.
-    pub(super) fn host(&self, endpoint: &Endpoint) -> Arc<Lines> {
+    pub(crate) fn host(&self, endpoint: &Endpoint) -> Arc<Lines> {
         self.host_in(&mut self.inner(), endpoint).lines.clone()
     }
 
@@ -187,7 +188,7 @@ impl Elsewhere {
     /// # Errors
     ///
     /// Those of the last daemon; `Unreachable` if any of them is; `Corrupt` if what comes is damaged.
-    pub(super) async fn read(
+    pub(crate) async fn read(
         &self,
         name: &str,
         ranges: &[Range],
@@ -205,7 +206,7 @@ impl Elsewhere {
             let relay = relays.acquire_owned().await;
             let _relay = relay.map_err(|error| Error::io(name, std::io::Error::other(error)))?;
             let (blob, ranges) = (name.to_owned(), ranges.to_vec());
-            match wait(move || read(&lines, &blob, ranges, prove)).await {
+            match run_blocking(move || read(&lines, &blob, ranges, prove)).await {
                 Ok((data, sum)) => {
                     let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
                     *self.inner().traffic.pulled.entry(keeper.source).or_default() += bytes;
@@ -240,12 +241,12 @@ impl Elsewhere {
     }
 
     /// Whether more than one daemon keeps a blob.
-    pub(super) fn are_several(&self, name: &str) -> bool {
+    pub(crate) fn are_several(&self, name: &str) -> bool {
         self.inner().blobs.get(name).is_some_and(|kept| kept.keepers.len() > 1)
     }
 
     /// Lets one who has answered since a moment be the first to be asked for a blob; says whether there is one.
-    pub(super) async fn prefer_who_answers(&self, name: &str, since: Instant) -> bool {
+    pub(crate) async fn prefer_who_answers(&self, name: &str, since: Instant) -> bool {
         let keepers = self.inner().blobs.get(name).map(|kept| kept.keepers.clone());
         for keeper in keepers.unwrap_or_default() {
             if self.answers(&keeper.endpoint, since).await {
@@ -257,7 +258,7 @@ impl Elsewhere {
     }
 
     /// Whether a daemon has answered since a moment.
-    pub(super) async fn answers(&self, endpoint: &Endpoint, since: Instant) -> bool {
+    pub(crate) async fn answers(&self, endpoint: &Endpoint, since: Instant) -> bool {
         let (lines, asked) = {
             let mut inner = self.inner();
             let host = self.host_in(&mut inner, endpoint);
@@ -272,7 +273,7 @@ impl Elsewhere {
         }
         let begun = Instant::now();
         // A request that says nothing.
-        let answer = tokio::time::timeout(ANSWER, wait(move || lines.discard(&[]))).await;
+        let answer = tokio::time::timeout(ANSWER, run_blocking(move || lines.discard(&[]))).await;
         let has_answered = matches!(answer, Ok(Ok(())));
         *asked = Some((begun, has_answered));
         has_answered
@@ -292,7 +293,7 @@ impl Elsewhere {
     }
 
     /// Whether daemons talk to each other by TLS.
-    pub(super) fn is_tls(&self) -> bool {
+    pub(crate) fn is_tls(&self) -> bool {
         self.identity.is_some()
     }
 }
@@ -311,7 +312,7 @@ fn read(lines: &Lines, blob: &str, ranges: Vec<Range>, prove: bool) -> Result<(B
 }
 
 /// Tells a daemon what it need not keep, until there is nothing more to tell.
-fn tell(lines: &Lines, unneeded: &Mutex<Vec<String>>) {
+fn tell(lines: &Lines, unneeded: &Lock<Vec<String>>) {
     loop {
         let names = names_of(unneeded).clone();
         for part in names.chunks(PART) {
@@ -329,6 +330,6 @@ fn tell(lines: &Lines, unneeded: &Mutex<Vec<String>>) {
     }
 }
 
-fn names_of(unneeded: &Mutex<Vec<String>>) -> MutexGuard<'_, Vec<String>> {
-    unneeded.lock().expect("nobody panics while holding what is not needed")
+fn names_of(unneeded: &Lock<Vec<String>>) -> MutexGuard<'_, Vec<String>> {
+    unneeded.lock()
 }

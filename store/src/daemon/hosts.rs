@@ -10,15 +10,16 @@ use tssd_format::MANIFEST;
 
 use super::elsewhere::{Elsewhere, Keeper, Source};
 use super::replicas::{Replicas, key_of};
-use crate::arena::Pool;
-use crate::controller::{Keepers, LocalController, Reached};
-use crate::environment::{Environment, SystemEnvironment};
+use crate::control::{Keepers, Reached};
+use crate::engine::local::LocalController;
 use crate::error::Result;
+use crate::io::environment::{Environment, SystemEnvironment};
+use crate::io::sync::Lock;
 use crate::key::Key;
 use crate::ledger::{ManifestReference, SessionId, Version};
-use crate::ledgers::SharedLedgers;
-use crate::net::Endpoint;
-use crate::sync::Mutex;
+use crate::metadata::SharedLedgers;
+use crate::net::tls::Endpoint;
+use crate::shm::Pool;
 
 /// For how long it is believed that a daemon is where it was found.
 const BELIEF: Duration = Duration::from_secs(3);
@@ -33,24 +34,24 @@ const REST: Duration = Duration::from_millis(500);
 const MAX_REPLICAS: usize = 2;
 
 /// Where the other daemons are.
-pub(super) struct Hosts {
+pub(crate) struct Hosts {
     ledgers: SharedLedgers,
     elsewhere: Arc<Elsewhere>,
     /// What is here.
     pool: Arc<Pool>,
     /// What was found last.
-    found: Mutex<BTreeMap<SessionId, (Endpoint, Instant)>>,
+    found: Lock<BTreeMap<SessionId, (Endpoint, Instant)>>,
 }
 
 impl Hosts {
-    pub(super) fn new(ledgers: SharedLedgers, elsewhere: Arc<Elsewhere>, pool: Arc<Pool>) -> Self {
-        Self { ledgers, elsewhere, pool, found: Mutex::default() }
+    pub(crate) fn new(ledgers: SharedLedgers, elsewhere: Arc<Elsewhere>, pool: Arc<Pool>) -> Self {
+        Self { ledgers, elsewhere, pool, found: Lock::default() }
     }
 
     /// Where a daemon is; none if it has ended.
     async fn find(&self, session: SessionId) -> Result<Option<Endpoint>> {
         let believed = {
-            let mut found = self.found.lock().expect("nobody panics while holding the hosts");
+            let mut found = self.found.lock();
             found.retain(|_, (_, since)| since.elapsed() < BELIEF);
             found.get(&session).map(|(endpoint, _)| endpoint.clone())
         };
@@ -59,7 +60,7 @@ impl Hosts {
         }
         let Some(record) = self.ledgers.session_record(session).await? else { return Ok(None) };
         let endpoint: Endpoint = String::from_utf8_lossy(&record).parse()?;
-        let mut found = self.found.lock().expect("nobody panics while holding the hosts");
+        let mut found = self.found.lock();
         found.insert(session, (endpoint.clone(), Instant::now()));
         Ok(Some(endpoint))
     }
@@ -152,7 +153,7 @@ fn asked(keepers: &[SessionId], chance: u128) -> Vec<(SessionId, Source)> {
 /// Now and then, and when something was read that stays, looks after the keys of which something is kept here: that it
 /// is, and who has ended, is said, and what no ledger knows is deleted, because whoever has deleted its version could not
 /// say so here.
-pub(super) async fn look_after(controller: LocalController, replicas: Arc<Replicas>) {
+pub(crate) async fn look_after(controller: LocalController, replicas: Arc<Replicas>) {
     loop {
         // What is read meanwhile is looked after in the next round.
         let mut changed = std::pin::pin!(replicas.changed.notified());

@@ -16,9 +16,9 @@ use tssd_format::Blob;
 
 use self::following::Follower;
 #[cfg(test)]
-pub(super) use self::following::{MAX_FOLLOWED, MAX_WAITING};
-use self::leases::Held;
-pub(super) use self::leases::Leased;
+pub(crate) use self::following::{MAX_FOLLOWED, MAX_WAITING};
+pub(crate) use self::leases::Held;
+pub(crate) use self::leases::Leased;
 use super::DaemonOptions;
 use super::counters::{Counters, Reader};
 use super::delegate::Delegate;
@@ -30,43 +30,44 @@ use super::reading::Reading;
 use super::registry::{Grant, Registry};
 use super::replicas;
 use super::tiers::Tiers;
-use crate::arena::{Exhausted, PeerId, Pool};
-use crate::controller::LocalController;
-use crate::disk::Disk;
-use crate::environment::{Environment, SystemEnvironment};
+use crate::blob::Volume;
+use crate::blob::backend::DirectoryVolume;
+use crate::engine::local::LocalController;
 use crate::error::{Error, ErrorKind, Result};
+use crate::io::disk::Disk;
+use crate::io::environment::{Environment, SystemEnvironment};
+use crate::io::sync::boxed;
+use crate::io::sync::{AsyncMutex, Lock, MutexGuard, Notify, watch};
 use crate::key::Key;
 use crate::ledger::{Durability, LeaseId};
-use crate::ledgers::{OwnedLedgers, SharedLedgers};
-use crate::meta::{self, DirectoryMeta};
-use crate::net::{Endpoint, Identity};
+use crate::metadata::backend::{self, DirectoryMeta};
+use crate::metadata::{OwnedLedgers, SharedLedgers};
+use crate::net::tls::{Endpoint, Identity};
+use crate::shm::{Exhausted, PeerId, Pool};
 use crate::status::{DaemonStatus, HostStatus, LeaseStatus, PeerStatus};
-use crate::sync::boxed;
-use crate::sync::{AsyncMutex, Mutex, MutexGuard, Notify, watch};
-use crate::volume::{DirectoryVolume, Volume};
 
 /// How many kilobytes of copies of archives are on their way to other hosts at most, for all together.
-pub(super) const COPIES: usize = 256 << 10;
+pub(crate) const COPIES: usize = 256 << 10;
 
 /// For how long it is waited until other hosts are found, whatever becomes of etcd: the rest of a status is here.
 const HOSTS_PATIENCE: Duration = Duration::from_secs(2);
 
-pub(super) struct House {
-    pub(super) registry: Arc<dyn Registry>,
-    pub(super) pool: Arc<Pool>,
-    pub(super) tiers: Tiers,
+pub(crate) struct House {
+    pub(crate) registry: Arc<dyn Registry>,
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) tiers: Tiers,
     /// The bucket that versions are copied to, if there is one.
-    pub(super) mirror: Option<Arc<Mirror>>,
-    pub(super) counters: Counters,
-    pub(super) reading: Reading,
-    pub(super) lost: Arc<Lost>,
+    pub(crate) mirror: Option<Arc<Mirror>>,
+    pub(crate) counters: Counters,
+    pub(crate) reading: Reading,
+    pub(crate) lost: Arc<Lost>,
     /// Whoever has it copies something small from elsewhere.
     copying: AsyncMutex<()>,
     /// Another one after each start.
-    pub(super) instance: u64,
+    pub(crate) instance: u64,
     /// How many kilobytes of copies may be on their way to other hosts.
-    pub(super) copies: Arc<Semaphore>,
-    inner: Mutex<Inner>,
+    pub(crate) copies: Arc<Semaphore>,
+    inner: Lock<Inner>,
     /// Whoever has it makes a version visible that somebody follows the key of.
     telling: AsyncMutex<()>,
     /// Rung whenever something comes for those who follow keys, or they have read it.
@@ -102,7 +103,7 @@ enum Ending {
 }
 
 /// A contribution that has begun: the daemon does not end before it is decided, unless that takes too long.
-pub(super) type Undecided = watch::Receiver<()>;
+pub(crate) type Undecided = watch::Receiver<()>;
 
 struct Peer {
     pid: u32,
@@ -117,7 +118,7 @@ struct Peer {
 impl House {
     /// With what the directory and the bucket hold, if there are any; or with a controller, another daemon, or ledgers
     /// that others have too, who are told where this one is.
-    pub(super) async fn open(
+    pub(crate) async fn open(
         options: &DaemonOptions,
         identity: Identity,
         own: Option<Endpoint>,
@@ -150,7 +151,7 @@ impl House {
                 }
                 (None, Some(url), Some(own)) => {
                     let record = own.to_string().into_bytes();
-                    let meta = meta::open(url).await?;
+                    let meta = backend::open(url).await?;
                     let mut ledgers = SharedLedgers::of_host(meta, record, options.keep);
                     if let Some(bucket) = &bucket {
                         ledgers = ledgers.restore(bucket.ledgers.clone());
@@ -192,7 +193,7 @@ impl House {
     }
 
     /// With what is in these tiers, and whoever decides about that.
-    pub(super) fn new(registry: Arc<dyn Registry>, tiers: Tiers) -> Self {
+    pub(crate) fn new(registry: Arc<dyn Registry>, tiers: Tiers) -> Self {
         // One that all readers of JSON can hold.
         let instance = u64::try_from(SystemEnvironment.random() >> 76).unwrap_or_default();
         Self {
@@ -206,7 +207,7 @@ impl House {
             copying: AsyncMutex::default(),
             instance,
             copies: Arc::new(Semaphore::new(COPIES)),
-            inner: Mutex::default(),
+            inner: Lock::default(),
             telling: AsyncMutex::default(),
             followed: Notify::new(),
             next: AtomicU64::new(1),
@@ -219,16 +220,16 @@ impl House {
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().expect("nobody panics while holding the house")
+        self.inner.lock()
     }
 
     /// A number that no other peer or contribution has.
-    pub(super) fn number(&self) -> u64 {
+    pub(crate) fn number(&self) -> u64 {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
     /// A contribution begins, unless the daemon ends.
-    pub(super) fn undecided(&self) -> Result<Undecided> {
+    pub(crate) fn undecided(&self) -> Result<Undecided> {
         // First it is waited for, then it is asked.
         let undecided = self.undecided.subscribe();
         if self.is_ending() {
@@ -241,12 +242,12 @@ impl House {
     }
 
     /// Whether somebody may wait for what [`Self::drain`] waits for.
-    pub(super) fn is_busy(&self) -> bool {
+    pub(crate) fn is_busy(&self) -> bool {
         self.mirror.is_some() || self.undecided.receiver_count() > 0
     }
 
     /// Nothing begins any more. Returns when what has begun is decided, and what is to be in the bucket is there.
-    pub(super) async fn drain(&self) {
+    pub(crate) async fn drain(&self) {
         self.ending.send_replace(Ending::Draining);
         self.undecided.closed().await;
         if let Some(mirror) = &self.mirror {
@@ -255,23 +256,23 @@ impl House {
     }
 
     /// Sessions end.
-    pub(super) fn close(&self) {
+    pub(crate) fn close(&self) {
         self.ending.send_replace(Ending::Closed);
     }
 
-    pub(super) fn is_ending(&self) -> bool {
+    pub(crate) fn is_ending(&self) -> bool {
         *self.ending.borrow() != Ending::Not
     }
 
     /// The daemons that decide with this one, or for it; or why they are not found.
-    pub(super) async fn hosts(&self) -> Result<Vec<HostStatus>, String> {
+    pub(crate) async fn hosts(&self) -> Result<Vec<HostStatus>, String> {
         let hosts = tokio::time::timeout(HOSTS_PATIENCE, self.registry.hosts()).await;
         let hosts = hosts.map_err(|_| "no answer within two seconds".to_owned())?;
         hosts.map_err(|error| error.to_string())
     }
 
     /// Whether it can be put to and read from; or why not.
-    pub(super) async fn ready(&self) -> Result<(), String> {
+    pub(crate) async fn ready(&self) -> Result<(), String> {
         if self.is_ending() {
             return Err("it is ending".to_owned());
         }
@@ -280,14 +281,14 @@ impl House {
     }
 
     /// Returns when sessions are to end.
-    pub(super) async fn closed(&self) {
+    pub(crate) async fn closed(&self) {
         // The sender is here: it does not go before.
         let _ = self.ending.subscribe().wait_for(|ending| *ending == Ending::Closed).await;
     }
 
     /// Returns when nobody has been connected for so long and nothing is held that would be lost;
     /// without a time, never.
-    pub(super) async fn unneeded(&self, linger: Option<Duration>) {
+    pub(crate) async fn unneeded(&self, linger: Option<Duration>) {
         let Some(linger) = linger else { return std::future::pending().await };
         let mut present = self.present.subscribe();
         loop {
@@ -302,7 +303,7 @@ impl House {
         }
     }
 
-    pub(super) fn join(&self, peer: PeerId, origin: (u32, Option<SocketAddr>), client: String) {
+    pub(crate) fn join(&self, peer: PeerId, origin: (u32, Option<SocketAddr>), client: String) {
         let (pid, address) = origin;
         let joined = Peer { pid, address, client, since: Instant::now(), read: BTreeMap::new() };
         let mut inner = self.inner();
@@ -313,7 +314,7 @@ impl House {
     }
 
     /// Proves that what is to be so durable can be.
-    pub(super) fn check(&self, durability: Durability) -> Result<()> {
+    pub(crate) fn check(&self, durability: Durability) -> Result<()> {
         self.registry.admit(durability)?;
         if durability == Durability::Object && self.mirror.is_none() {
             let text =
@@ -324,7 +325,7 @@ impl House {
     }
 
     /// Does something with a key that may change what is kept of it, here and in the bucket.
-    pub(super) async fn change<T>(
+    pub(crate) async fn change<T>(
         &self,
         key: &Key,
         change: impl Future<Output = Result<T>>,
@@ -340,7 +341,7 @@ impl House {
     }
 
     /// What another daemon let this one keep, nobody needs any more.
-    pub(super) fn discard(&self, names: &[String]) -> Result<()> {
+    pub(crate) fn discard(&self, names: &[String]) -> Result<()> {
         if !self.registry.is_elsewhere() {
             let text = "this daemon keeps nothing for others: it decides itself";
             return Err(Error::new(ErrorKind::Refused, text));
@@ -352,7 +353,7 @@ impl House {
     }
 
     /// Something that others may read, by its name.
-    pub(super) fn open_blob(&self, name: &str) -> Result<Arc<dyn Blob>> {
+    pub(crate) fn open_blob(&self, name: &str) -> Result<Arc<dyn Blob>> {
         // What was leased is there: a file of the directory too.
         let blob = self.pool.open(name).map_err(|error| Error::io(name, error))?;
         blob.map(|near| near.blob).ok_or_else(|| {
@@ -362,7 +363,7 @@ impl House {
     }
 
     /// Why there is no room, and who could make some.
-    pub(super) fn no_room(&self, exhausted: &Exhausted) -> Error {
+    pub(crate) fn no_room(&self, exhausted: &Exhausted) -> Error {
         let inner = self.inner();
         let holders: Vec<String> = inner.lease_statuses().map(|lease| lease.to_string()).collect();
         let holders = match holders.as_slice() {
@@ -383,7 +384,7 @@ impl House {
     }
 
     /// What those who are connected got last.
-    pub(super) fn readers(&self) -> Vec<Reader> {
+    pub(crate) fn readers(&self) -> Vec<Reader> {
         let inner = self.inner();
         let reader = |(&peer, joined): (&PeerId, &Peer)| {
             let pid = joined.pid;
@@ -399,7 +400,7 @@ impl House {
         inner.peers.iter().flat_map(reader).collect()
     }
 
-    pub(super) fn status(&self) -> DaemonStatus {
+    pub(crate) fn status(&self) -> DaemonStatus {
         let inner = self.inner();
         let peer = |peer: &Peer| PeerStatus {
             pid: peer.pid,

@@ -16,7 +16,7 @@ use tokio::time::{sleep, timeout};
 use super::house::House;
 use super::metrics;
 use crate::error::{Error, ErrorKind, Result};
-use crate::sync::boxed;
+use crate::io::sync::boxed;
 
 /// A connection ends after this time, whatever it has said or read.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -28,7 +28,7 @@ const MAX_REQUEST: usize = 8 << 10;
 const MAX_CONNECTIONS: usize = 16;
 
 /// Listens at an address of this host.
-pub(super) async fn bind(address: SocketAddr) -> Result<TcpListener> {
+pub(crate) async fn bind(address: SocketAddr) -> Result<TcpListener> {
     if !address.ip().is_loopback() {
         return Err(Error::new(
             ErrorKind::Invalid,
@@ -45,7 +45,7 @@ pub(super) async fn bind(address: SocketAddr) -> Result<TcpListener> {
 }
 
 /// Answers until it is dropped.
-pub(super) async fn serve(listener: TcpListener, house: Arc<House>) {
+pub(crate) async fn serve(listener: TcpListener, house: Arc<House>) {
     let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         match listener.accept().await {

@@ -4,16 +4,16 @@
 //! connects again and again would take all that there are.
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-use crate::arena::{PeerId, Pool};
-use crate::sync::boxed;
+use crate::io::sync::{Lock, MutexGuard, boxed};
+use crate::shm::{PeerId, Pool};
 
 #[derive(Default)]
-pub(super) struct Lost(Mutex<Vec<Watched>>);
+pub(crate) struct Lost(Lock<Vec<Watched>>);
 
 struct Watched {
     pid: u32,
@@ -36,11 +36,11 @@ impl Watched {
 
 impl Lost {
     fn all(&self) -> MutexGuard<'_, Vec<Watched>> {
-        self.0.lock().expect("nobody panics while holding the lost")
+        self.0.lock()
     }
 
     /// A peer whose process may have something mapped as long as it lives.
-    pub(super) fn add(
+    pub(crate) fn add(
         self: &Arc<Self>,
         pool: Arc<Pool>,
         (pid, process): (u32, OwnedFd),

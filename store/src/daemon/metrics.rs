@@ -7,7 +7,7 @@ use super::counters::Counts;
 use super::elsewhere::{Source, Traffic};
 use super::house::House;
 use super::mirror::{MirrorCounts, Why};
-use crate::controller::{Got, VersionInfo};
+use crate::control::{Got, VersionInfo};
 use crate::error::{ErrorKind, Result};
 use crate::status::UploadStatus;
 
@@ -15,7 +15,7 @@ use crate::status::UploadStatus;
 const MAX_SERIES: usize = 100;
 
 /// Everything, in the text format 0.0.4.
-pub(super) async fn page(house: &House) -> Result<String> {
+pub(crate) async fn page(house: &House) -> Result<String> {
     let keys = house.registry.keys("").await?;
     let mut versions = 0;
     let mut heads: BTreeMap<String, VersionInfo> = BTreeMap::new();

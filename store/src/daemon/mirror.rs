@@ -19,22 +19,23 @@ use tokio::sync::Semaphore;
 
 use self::difference::differences;
 use self::pace::Pace;
-pub(super) use self::upload::Storing;
+pub(crate) use self::upload::Storing;
 use self::upload::Upload;
-use crate::address::at_bucket;
-use crate::arena::Pool;
-use crate::controller::{Contributed, LocalController, Place};
+use crate::blob::Volume;
+use crate::control::{Contributed, Place};
 use crate::daemon::replicas::Replicas;
-use crate::environment::SystemEnvironment;
+use crate::engine::address::at_bucket;
+use crate::engine::local::LocalController;
 use crate::error::{Error, ErrorKind, Result};
+use crate::io::environment::SystemEnvironment;
+use crate::io::exec::backoff;
+use crate::io::sync::{AsyncMutex, Lock, MutexGuard, boxed, watch};
 use crate::key::Key;
 use crate::ledger::{Refusal, Selector, VersionId};
-use crate::ledgers::Ledgers;
+use crate::metadata::Ledgers;
+use crate::net::wire::Failure;
+use crate::shm::Pool;
 use crate::status::UploadStatus;
-use crate::sync::{AsyncMutex, Mutex, MutexGuard, boxed, watch};
-use crate::volume::Volume;
-use crate::wire::Failure;
-use crate::work::pause;
 
 /// So many versions of a key are on their way to the bucket at most: a put that would add another one waits.
 const MAX_UNDER_WAY: usize = 2;
@@ -55,29 +56,29 @@ const RESTORE_TRIES: u32 = 3;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The bucket of a daemon.
-pub(super) struct Bucket {
-    pub(super) ledgers: Arc<dyn Ledgers>,
-    pub(super) volume: Arc<dyn Volume>,
+pub(crate) struct Bucket {
+    pub(crate) ledgers: Arc<dyn Ledgers>,
+    pub(crate) volume: Arc<dyn Volume>,
     /// Its address.
-    pub(super) shown: String,
+    pub(crate) shown: String,
 }
 
 impl Bucket {
     /// The one at an address: as that of a store, or `file:DIR`.
-    pub(super) fn open(url: &str) -> Result<Self> {
+    pub(crate) fn open(url: &str) -> Result<Self> {
         let (ledgers, volume) = at_bucket(url, PATIENCE)?;
         Ok(Self { ledgers, volume, shown: url.to_owned() })
     }
 
     /// Its store.
-    pub(super) fn store(&self) -> LocalController {
+    pub(crate) fn store(&self) -> LocalController {
         let (ledgers, volume) = (self.ledgers.clone(), self.volume.clone());
         LocalController::new(ledgers, volume, Arc::new(SystemEnvironment))
     }
 }
 
 /// Copies versions to a bucket.
-pub(super) struct Mirror {
+pub(crate) struct Mirror {
     bucket: LocalController,
     shown: String,
     /// Whose versions they are.
@@ -86,18 +87,18 @@ pub(super) struct Mirror {
     /// What goes if there is no memory.
     replicas: Arc<Replicas>,
     pace: Arc<Pace>,
-    lines: Mutex<BTreeMap<Key, VecDeque<Arc<Upload>>>>,
+    lines: Lock<BTreeMap<Key, VecDeque<Arc<Upload>>>>,
     /// The right to upload: each upload has threads and parts of its own.
     turns: Semaphore,
     /// Whoever has it compares a ledger with that of the bucket.
     syncing: AsyncMutex<()>,
     /// The keys of which the bucket has not heard all.
-    behind: Mutex<BTreeSet<Key>>,
+    behind: Lock<BTreeSet<Key>>,
     /// Changes whenever an upload has ended.
     ended: watch::Sender<u64>,
     /// The versions that come back from there.
-    restoring: Mutex<BTreeMap<VersionId, Restoring>>,
-    counts: Mutex<MirrorCounts>,
+    restoring: Lock<BTreeMap<VersionId, Restoring>>,
+    counts: Lock<MirrorCounts>,
 }
 
 /// What becomes of a version that comes back, once it is there.
@@ -105,7 +106,7 @@ type Restoring = watch::Receiver<Option<Result<(), Failure>>>;
 
 /// Why something comes back from the bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Why {
+pub(crate) enum Why {
     /// Nobody else has it.
     Alone,
     /// Whoever has it did not answer.
@@ -113,7 +114,7 @@ pub(super) enum Why {
 }
 
 impl Why {
-    pub(super) const ALL: [Self; 2] = [Self::Alone, Self::Unanswered];
+    pub(crate) const ALL: [Self; 2] = [Self::Alone, Self::Unanswered];
 }
 
 impl fmt::Display for Why {
@@ -127,18 +128,18 @@ impl fmt::Display for Why {
 
 /// What is counted since the start.
 #[derive(Clone, Default)]
-pub(super) struct MirrorCounts {
-    pub(super) uploads: u64,
-    pub(super) uploaded_bytes: u64,
+pub(crate) struct MirrorCounts {
+    pub(crate) uploads: u64,
+    pub(crate) uploaded_bytes: u64,
     /// Tries that have failed.
-    pub(super) failures: u64,
-    pub(super) given_up: u64,
-    pub(super) restored_bytes: BTreeMap<Why, u64>,
+    pub(crate) failures: u64,
+    pub(crate) given_up: u64,
+    pub(crate) restored_bytes: BTreeMap<Why, u64>,
 }
 
 impl Mirror {
     /// From a daemon's versions to a bucket, with so many bytes in a second at most.
-    pub(super) fn new(
+    pub(crate) fn new(
         bucket: LocalController,
         shown: String,
         own: LocalController,
@@ -152,35 +153,35 @@ impl Mirror {
             pool: replicas.pool().clone(),
             replicas,
             pace: Arc::new(Pace::new(bytes_per_second)),
-            lines: Mutex::default(),
+            lines: Lock::default(),
             turns: Semaphore::new(UPLOADS),
             syncing: AsyncMutex::default(),
-            behind: Mutex::default(),
+            behind: Lock::default(),
             ended: watch::channel(0).0,
-            restoring: Mutex::default(),
-            counts: Mutex::default(),
+            restoring: Lock::default(),
+            counts: Lock::default(),
         })
     }
 
     fn lines(&self) -> MutexGuard<'_, BTreeMap<Key, VecDeque<Arc<Upload>>>> {
-        self.lines.lock().expect("nobody panics while holding the uploads")
+        self.lines.lock()
     }
 
     fn count(&self) -> MutexGuard<'_, MirrorCounts> {
-        self.counts.lock().expect("nobody panics while counting")
+        self.counts.lock()
     }
 
-    pub(super) fn counts(&self) -> MirrorCounts {
+    pub(crate) fn counts(&self) -> MirrorCounts {
         self.count().clone()
     }
 
     /// What is under way.
-    pub(super) fn uploads(&self) -> Vec<UploadStatus> {
+    pub(crate) fn uploads(&self) -> Vec<UploadStatus> {
         self.lines().values().flatten().map(|upload| upload.status()).collect()
     }
 
     /// Waits until another version of a key may come, as long as it is wanted.
-    pub(super) async fn admit(
+    pub(crate) async fn admit(
         self: &Arc<Self>,
         key: &Key,
         deadline: Instant,
@@ -229,7 +230,7 @@ impl Mirror {
 
     /// Brings a contribution that was committed to the bucket, in its turn, whether or not it is waited for. The same
     /// once more is the same.
-    pub(super) fn store(self: &Arc<Self>, contributed: Contributed) -> Storing {
+    pub(crate) fn store(self: &Arc<Self>, contributed: Contributed) -> Storing {
         let mut lines = self.lines();
         let key = contributed.place.key.clone();
         let line = lines.entry(key.clone()).or_default();
@@ -287,20 +288,20 @@ impl Mirror {
     async fn forgo(&self, key: &Key, id: VersionId) {
         for tries in 1..FORGO_TRIES {
             match self.own.not_stored(key, id).await {
-                Err(error) if error.kind() == ErrorKind::Unreachable => pause(tries).await,
+                Err(error) if error.kind() == ErrorKind::Unreachable => backoff(tries).await,
                 _ => return,
             }
         }
     }
 
     /// What is committed at a place: an earlier try has other names than this one.
-    pub(super) async fn committed(&self, place: &Place) -> Result<Option<Contributed>> {
+    pub(crate) async fn committed(&self, place: &Place) -> Result<Option<Contributed>> {
         let mut all = self.own.to_be_stored(&place.key).await?.into_iter();
         Ok(all.find(|it| (it.place.id, it.place.writer) == (place.id, place.writer)))
     }
 
     /// Returns when nothing is under way.
-    pub(super) async fn idle(&self) {
+    pub(crate) async fn idle(&self) {
         let mut ended = self.ended.subscribe();
         while !self.lines().is_empty() {
             // The sender is here: it does not go before.
@@ -309,7 +310,7 @@ impl Mirror {
     }
 
     /// Whether something of a key is in the bucket, or on its way.
-    pub(super) async fn has(&self, key: &Key) -> Result<bool> {
+    pub(crate) async fn has(&self, key: &Key) -> Result<bool> {
         if self.behind().contains(key) || self.lines().contains_key(key) {
             return Ok(true);
         }
@@ -318,11 +319,11 @@ impl Mirror {
     }
 
     fn behind(&self) -> MutexGuard<'_, BTreeSet<Key>> {
-        self.behind.lock().expect("nobody panics while holding the keys")
+        self.behind.lock()
     }
 
     /// Lets the bucket keep, and forget, what is kept and forgotten here.
-    pub(super) async fn sync(&self, key: &Key) -> Result<()> {
+    pub(crate) async fn sync(&self, key: &Key) -> Result<()> {
         let _syncing = self.syncing.lock().await;
         self.behind().insert(key.clone());
         self.compare(key).await?;
@@ -345,7 +346,7 @@ impl Mirror {
     }
 
     /// Brings blobs of a version that somebody holds back into memory.
-    pub(super) async fn restore(
+    pub(crate) async fn restore(
         self: &Arc<Self>,
         key: &Key,
         id: VersionId,
@@ -394,7 +395,7 @@ impl Mirror {
     }
 
     fn restoring(&self) -> MutexGuard<'_, BTreeMap<VersionId, Restoring>> {
-        self.restoring.lock().expect("nobody panics while holding what is restored")
+        self.restoring.lock()
     }
 
     /// Why something is not there any more.

@@ -13,7 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 const BACKLOG: u32 = 1024;
 
 /// Listens at a socket of this mode, and of a group.
-pub(super) fn listen(socket: &Path, group: Option<u32>, mode: u32) -> Result<UnixListener> {
+pub(crate) fn listen(socket: &Path, group: Option<u32>, mode: u32) -> Result<UnixListener> {
     let at = |error| Error::io(socket.display(), error);
     if let Some(group) = group {
         let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty());

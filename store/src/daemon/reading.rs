@@ -8,8 +8,8 @@ use bytes::{Bytes, BytesMut};
 use tssd_format::{Archive, Blob, StorageReference, checksum};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::sync::{Mutex, MutexGuard};
-use crate::wire::{Data, MAX_READ, Range};
+use crate::io::sync::{Lock, MutexGuard};
+use crate::net::wire::{Data, MAX_READ, Range};
 
 /// Of how many archives it is known which chunks are whole.
 const MAX_KNOWN: usize = 1024;
@@ -19,7 +19,7 @@ const LONG: u64 = 16 << 10;
 
 /// What is known of the archives that are read, by their names.
 #[derive(Default)]
-pub(super) struct Reading(Mutex<BTreeMap<String, Arc<Proven>>>);
+pub(crate) struct Reading(Lock<BTreeMap<String, Arc<Proven>>>);
 
 /// The raw storages of an archive, by where they begin.
 struct Proven(Vec<Storage>);
@@ -35,7 +35,7 @@ struct Storage {
 /// # Errors
 ///
 /// `Invalid` if they are no ranges of a blob of this length, or too many bytes.
-pub(super) fn total(ranges: &[Range], blob_len: u64) -> Result<u64> {
+pub(crate) fn total(ranges: &[Range], blob_len: u64) -> Result<u64> {
     let bytes =
         ranges.iter().try_fold(0_u64, |all, range| all.checked_add(range.bytes_in(blob_len)?));
     bytes.filter(|bytes| *bytes <= MAX_READ).ok_or_else(|| {
@@ -47,13 +47,13 @@ pub(super) fn total(ranges: &[Range], blob_len: u64) -> Result<u64> {
 }
 
 /// How many bytes of ranges are copied to be sent: none that lie in memory and are long.
-pub(super) fn copied(blob: &dyn Blob, ranges: &[Range]) -> u64 {
+pub(crate) fn copied(blob: &dyn Blob, ranges: &[Range]) -> u64 {
     let is_copied = |range: &&Range| blob.bytes().is_none() || range.1 < LONG;
     ranges.iter().filter(is_copied).filter_map(|range| range.bytes_in(u64::MAX)).sum()
 }
 
 /// The bytes of ranges, one after the other: where they lie, if that is in memory and they are long.
-pub(super) fn gather(blob: &dyn Blob, ranges: &[Range]) -> Result<Data> {
+pub(crate) fn gather(blob: &dyn Blob, ranges: &[Range]) -> Result<Data> {
     let mut copies = BytesMut::with_capacity(place(copied(blob, ranges)));
     let (mut pieces, mut done) = (Vec::new(), Ok(()));
     for range in ranges {
@@ -82,7 +82,7 @@ pub(super) fn gather(blob: &dyn Blob, ranges: &[Range]) -> Result<Data> {
 /// # Panics
 ///
 /// If they do not lie in the bytes.
-pub(super) fn collect(from: &[u8], ranges: &[Range], bytes: u64) -> Bytes {
+pub(crate) fn collect(from: &[u8], ranges: &[Range], bytes: u64) -> Bytes {
     let mut collected = BytesMut::with_capacity(place(bytes));
     for range in ranges {
         let len = place(range.1);
@@ -92,13 +92,13 @@ pub(super) fn collect(from: &[u8], ranges: &[Range], bytes: u64) -> Bytes {
 }
 
 /// Where a byte is in memory.
-pub(super) fn place(at: u64) -> usize {
+pub(crate) fn place(at: u64) -> usize {
     usize::try_from(at).expect("a place in memory fits usize")
 }
 
 impl Reading {
     fn known(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Proven>>> {
-        self.0.lock().expect("nobody panics while holding what is proven")
+        self.0.lock()
     }
 
     /// Proves the chunks that ranges of an archive are of, each once.
@@ -106,7 +106,7 @@ impl Reading {
     /// # Errors
     ///
     /// `Invalid` for ranges of something else than raw tensors; `Corrupt` for a chunk that is damaged.
-    pub(super) fn prove(&self, name: &str, blob: &Arc<dyn Blob>, ranges: &[Range]) -> Result<()> {
+    pub(crate) fn prove(&self, name: &str, blob: &Arc<dyn Blob>, ranges: &[Range]) -> Result<()> {
         let known = self.known().get(name).cloned();
         let proven = if let Some(proven) = known {
             proven

@@ -6,19 +6,19 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
-use crate::arena::PeerId;
-use crate::controller::{
-    Catalog, LocalController, Place, Progress, Proposal, Reached, archives, folder,
-};
+use crate::control::layout::{archives, folder};
+use crate::control::{Catalog, Place, Progress, Proposal, Reached};
+use crate::engine::local::LocalController;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{Digest, Durability, LeaseId, Refusal, Selector, Version, VersionId};
-use crate::net::Endpoint;
+use crate::net::tls::Endpoint;
+use crate::shm::PeerId;
 use crate::status::HostStatus;
 
 /// A controller whose parts a daemon calls one by one, for those who are connected.
 #[async_trait]
-pub(super) trait Registry: Catalog {
+pub(crate) trait Registry: Catalog {
     /// Opens a version for a writer, or joins one; waits for others that are in the way, as long as it
     /// is wanted. Returns also what the writer has committed to it before.
     async fn open(
@@ -74,28 +74,28 @@ pub(super) trait Registry: Catalog {
 
 /// A lease, and the names of what it holds.
 #[derive(Clone)]
-pub(super) struct Grant {
-    pub(super) lease: LeaseId,
-    pub(super) id: VersionId,
-    pub(super) number: u64,
-    pub(super) epoch: u32,
+pub(crate) struct Grant {
+    pub(crate) lease: LeaseId,
+    pub(crate) id: VersionId,
+    pub(crate) number: u64,
+    pub(crate) epoch: u32,
     /// That of the registry which gave it.
-    pub(super) instance: u64,
+    pub(crate) instance: u64,
     /// The name of the manifest in the volume.
-    pub(super) manifest: String,
+    pub(crate) manifest: String,
     /// Whether it is in the bucket too.
-    pub(super) stored: bool,
+    pub(crate) stored: bool,
     /// Who has the manifest under which name, and how long it is, if it is to be copied here.
-    pub(super) missing: Option<(String, Endpoint, u64)>,
+    pub(crate) missing: Option<(String, Endpoint, u64)>,
     /// The names of the archives in the volume, by those that the manifest gives them.
-    pub(super) archives: BTreeMap<String, String>,
+    pub(crate) archives: BTreeMap<String, String>,
     /// What others keep of it can be opened as long as this lives.
-    pub(super) reached: Option<Arc<dyn Any + Send + Sync>>,
+    pub(crate) reached: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Grant {
     /// The names of all that it holds.
-    pub(super) fn names(&self) -> impl Iterator<Item = &String> {
+    pub(crate) fn names(&self) -> impl Iterator<Item = &String> {
         self.archives.values().chain([&self.manifest])
     }
 }

@@ -6,7 +6,7 @@ mod coming;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -17,14 +17,14 @@ use tssd_format::Archive;
 use self::coming::{Coming, Memory};
 use super::elsewhere::Elsewhere;
 use super::registry::Registry;
-use crate::arena::{Exhausted, Pool, Spare};
-use crate::controller::folder_of;
+use crate::control::layout::folder_of;
 use crate::error::{Error, ErrorKind, Result};
+use crate::io::exec::run_blocking;
+use crate::io::parallel;
+use crate::io::sync::{Lock, MutexGuard, boxed};
 use crate::key::Key;
-use crate::parallel;
-use crate::sync::boxed;
-use crate::wire::{INLINE, Range, Sum};
-use crate::work::wait;
+use crate::net::wire::{INLINE, Range, Sum};
+use crate::shm::{Exhausted, Pool, Spare};
 
 /// Runs shorter than this, in a loop, are not kept: to know which of them are here takes more than they do.
 const MIN_RUN: u64 = 256;
@@ -38,14 +38,14 @@ const REGISTRY: Duration = Duration::from_secs(1);
 /// For how long memory is not looked for again.
 const REFUSED: Duration = Duration::from_secs(1);
 
-pub(super) struct Replicas {
+pub(crate) struct Replicas {
     pool: Arc<Pool>,
     elsewhere: Arc<Elsewhere>,
-    inner: Mutex<Inner>,
+    inner: Lock<Inner>,
     /// Whoever has it tells others what is kept here, or lets go of something.
     telling: AsyncMutex<()>,
     /// Rung whenever one is complete, or will not be.
-    pub(super) changed: Notify,
+    pub(crate) changed: Notify,
 }
 
 #[derive(Default)]
@@ -69,18 +69,18 @@ impl Inner {
 }
 
 impl Replicas {
-    pub(super) fn new(pool: Arc<Pool>, elsewhere: Arc<Elsewhere>) -> Self {
-        let (inner, telling) = (Mutex::default(), AsyncMutex::default());
+    pub(crate) fn new(pool: Arc<Pool>, elsewhere: Arc<Elsewhere>) -> Self {
+        let (inner, telling) = (Lock::default(), AsyncMutex::default());
         Self { pool, elsewhere, inner, telling, changed: Notify::new() }
     }
 
     /// Where they are.
-    pub(super) fn pool(&self) -> &Arc<Pool> {
+    pub(crate) fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().expect("nobody panics while holding the replicas")
+        self.inner.lock()
     }
 
     /// Bytes of an archive that others keep, with their checksum if they are to be proven; none if it is in the pool.
@@ -88,7 +88,7 @@ impl Replicas {
     /// # Errors
     ///
     /// As [`Elsewhere::read`].
-    pub(super) async fn read(
+    pub(crate) async fn read(
         self: &Arc<Self>,
         name: &str,
         ranges: &[Range],
@@ -127,7 +127,7 @@ impl Replicas {
     }
 
     /// Makes room for an archive of so many bytes, if there is none yet and it is not in the pool.
-    pub(super) fn begin(
+    pub(crate) fn begin(
         &self,
         name: &str,
         len: u64,
@@ -154,7 +154,7 @@ impl Replicas {
     /// # Errors
     ///
     /// As [`Elsewhere::read`]; `Corrupt` if it is damaged.
-    pub(super) async fn complete(self: &Arc<Self>, name: &str) -> Result<()> {
+    pub(crate) async fn complete(self: &Arc<Self>, name: &str) -> Result<()> {
         match self.find(name) {
             Some(coming) => {
                 // It is not let go of on its way.
@@ -176,7 +176,7 @@ impl Replicas {
         complete.inspect_err(|_| coming.give_up_rest())?;
         if let Some(memory) = coming.take() {
             let (replicas, name) = (self.clone(), coming.name.clone());
-            let published = wait(move || replicas.publish(&name, memory)).await;
+            let published = run_blocking(move || replicas.publish(&name, memory)).await;
             let number = self.number();
             let mut inner = self.inner();
             if inner.coming.get(&coming.name).is_some_and(|it| Arc::ptr_eq(it, coming)) {
@@ -252,12 +252,12 @@ impl Replicas {
     }
 
     /// Whether something is in the pool only because it was read.
-    pub(super) fn is_one(&self, name: &str) -> bool {
+    pub(crate) fn is_one(&self, name: &str) -> bool {
         self.inner().whole.contains_key(name)
     }
 
     /// The names of what is in the pool and stays, of one key or of all.
-    pub(super) fn staying(&self, key: Option<&Key>) -> BTreeSet<String> {
+    pub(crate) fn staying(&self, key: Option<&Key>) -> BTreeSet<String> {
         let prefix = key.map_or_else(String::new, |key| format!("{}/", key.to_path()));
         let mut names = self.pool.names(&prefix);
         names.retain(|name| !self.pool.is_doomed(name));
@@ -265,14 +265,14 @@ impl Replicas {
     }
 
     /// Tells others what is kept here, and nothing of that is let go of meanwhile.
-    pub(super) async fn tell<T>(&self, telling: impl Future<Output = T>) -> T {
+    pub(crate) async fn tell<T>(&self, telling: impl Future<Output = T>) -> T {
         let _telling = self.telling.lock().await;
         telling.await
     }
 
     /// Lets go of something: of what has come in part and nobody reads, of the oldest that is whole and nobody reads, or,
     /// if it `must` be, of what somebody reads in part, who gets the rest without it. Says whether there was something.
-    pub(super) async fn let_go_of_one(&self, must: bool, registry: &dyn Registry) -> bool {
+    pub(crate) async fn let_go_of_one(&self, must: bool, registry: &dyn Registry) -> bool {
         // What others are told is so as long as they are told.
         let _telling = self.telling.lock().await;
         loop {
@@ -330,7 +330,7 @@ impl Replicas {
 
     /// Does something that needs memory, as [`Pool::when_free`]; what is here only because it was read goes before anybody
     /// waits.
-    pub(super) async fn in_memory<T>(
+    pub(crate) async fn in_memory<T>(
         &self,
         registry: &dyn Registry,
         waits_no_more: impl Future<Output = ()>,
@@ -341,7 +341,7 @@ impl Replicas {
     }
 
     /// What is read of an archive of others stays from now on, if there is memory for it.
-    pub(super) async fn make(&self, name: &str, len: u64, registry: &dyn Registry) {
+    pub(crate) async fn make(&self, name: &str, len: u64, registry: &dyn Registry) {
         if self.has_begun(name) || self.was_refused(name) {
             return;
         }
@@ -376,7 +376,7 @@ impl Replicas {
     }
 
     /// Forgets all: whoever decides knows nothing of it any more.
-    pub(super) fn clear(&self) {
+    pub(crate) fn clear(&self) {
         *self.inner() = Inner::default();
         self.changed.notify_waiters();
     }
@@ -442,7 +442,7 @@ impl Spare for Held<'_> {
 }
 
 /// Now and then drops what was read of versions that are visible no more.
-pub(super) async fn look_after(replicas: Arc<Replicas>, registry: Arc<dyn Registry>) {
+pub(crate) async fn look_after(replicas: Arc<Replicas>, registry: Arc<dyn Registry>) {
     loop {
         tokio::time::sleep(UPKEEP).await;
         let keys: BTreeSet<Key> = replicas.names().iter().filter_map(|name| key_of(name)).collect();
@@ -458,7 +458,7 @@ fn folder(name: &str) -> Option<&str> {
 }
 
 /// The key of an archive or manifest.
-pub(super) fn key_of(name: &str) -> Option<Key> {
+pub(crate) fn key_of(name: &str) -> Option<Key> {
     let (key, _) = folder(name)?.rsplit_once('/')?;
     Key::from_path(key)
 }

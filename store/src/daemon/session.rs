@@ -7,7 +7,7 @@ mod writing;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -15,7 +15,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
 
 use self::asked::{Asked, REQUESTS, Requests};
-pub(super) use self::guest::Guest;
+pub(crate) use self::guest::Guest;
 use self::guest::Origin;
 use self::writing::Contributions;
 use super::DaemonOptions;
@@ -23,18 +23,18 @@ use super::house::{House, Leased};
 use super::mirror::Storing;
 use super::reading::{copied, gather, total};
 use super::tiers::Place;
-use crate::arena::{PeerId, SegmentId, Shared};
 use crate::error::{Error, ErrorKind, Result};
+use crate::io::exec::run_blocking;
+use crate::io::sync::{Lock, MutexGuard, boxed};
 use crate::key::Key;
 use crate::ledger::Selector;
-use crate::link::Receiver;
-use crate::status::DaemonStatus;
-use crate::sync::boxed;
-use crate::wire::{
+use crate::net::link::Receiver;
+use crate::net::wire::{
     self, Archives, Data, Failure, Frame, FrameKind, Hello, INLINE, Keys, Limits, Location,
     MAX_FDS, Notice, Protocol, Range, Reply, Request, SharedSegment, Sum, Welcome,
 };
-use crate::work::wait;
+use crate::shm::{PeerId, SegmentId, Shared};
+use crate::status::DaemonStatus;
 
 /// A client says what it is within this time.
 const HANDSHAKE: Duration = Duration::from_secs(5);
@@ -59,9 +59,9 @@ struct Session {
     peer: PeerId,
     origin: Origin,
     /// What has begun and is not decided.
-    contributions: Mutex<Contributions>,
+    contributions: Lock<Contributions>,
     /// What was committed here and is on its way to the bucket, by the numbers of the contributions.
-    storing: Mutex<BTreeMap<u64, Storing>>,
+    storing: Lock<BTreeMap<u64, Storing>>,
     outgoing: mpsc::Sender<Outgoing>,
     requests: Arc<Requests>,
     /// How many more kilobytes may be on their way to the client.
@@ -95,7 +95,7 @@ struct Outgoing {
 }
 
 /// Serves a connection until it ends.
-pub(super) async fn run(house: Arc<House>, guest: Guest, options: Arc<DaemonOptions>) {
+pub(crate) async fn run(house: Arc<House>, guest: Guest, options: Arc<DaemonOptions>) {
     let Guest { mut sender, mut receiver, origin } = guest;
     let Ok(Some((number, said))) = tokio::time::timeout(HANDSHAKE, hello(&mut receiver)).await
     else {
@@ -124,8 +124,8 @@ pub(super) async fn run(house: Arc<House>, guest: Guest, options: Arc<DaemonOpti
         house,
         peer,
         origin,
-        contributions: Mutex::default(),
-        storing: Mutex::default(),
+        contributions: Lock::default(),
+        storing: Lock::default(),
         outgoing,
         requests: Requests::new(),
         reading: Arc::new(Semaphore::new(READING)),
@@ -202,11 +202,11 @@ fn not_understood(error: &serde_json::Error) -> Error {
 
 impl Session {
     fn contributions(&self) -> MutexGuard<'_, Contributions> {
-        self.contributions.lock().expect("nobody panics while holding the contributions")
+        self.contributions.lock()
     }
 
     fn storing(&self) -> MutexGuard<'_, BTreeMap<u64, Storing>> {
-        self.storing.lock().expect("nobody panics while holding what is stored")
+        self.storing.lock()
     }
 
     /// Takes requests until the connection ends. Says whether the client has said goodbye.
@@ -572,7 +572,7 @@ impl Session {
             });
             Ok((data, Sum { crc32 }))
         };
-        let (data, sum) = if copied > 0 || prove { wait(read).await? } else { read()? };
+        let (data, sum) = if copied > 0 || prove { run_blocking(read).await? } else { read()? };
         self.house.counters.count().bytes_read += bytes;
         Ok(Answer { data, credits, ..Reply::Read(sum).into() })
     }
@@ -681,7 +681,7 @@ mod tests {
             ("client_fds", client.fds.into()),
             ("hello_head", stranger.head.into()),
             ("hello", seconds(HANDSHAKE)),
-            ("frame", seconds(crate::link::PATIENCE)),
+            ("frame", seconds(crate::net::link::PATIENCE)),
             ("beat", seconds(BEAT)),
             ("longest", seconds(LONGEST)),
             ("drain", seconds(super::super::DRAIN)),

@@ -9,16 +9,16 @@ const SCARCE: Duration = Duration::from_millis(50);
 
 /// Kept open, so that there is one to take a connection with when there are no more, and to end it: then its client
 /// hears at once that it cannot be served, in place of waiting among others who cannot.
-pub(super) struct Spare(Option<File>);
+pub(crate) struct Spare(Option<File>);
 
 impl Spare {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(File::open("/dev/null").ok())
     }
 
     /// After a connection could not be taken: if nobody leaves soon, the one that has waited longest is ended. Says how
     /// many were.
-    pub(super) async fn shed<T>(&mut self, accept: impl Future<Output = io::Result<T>>) -> u64 {
+    pub(crate) async fn shed<T>(&mut self, accept: impl Future<Output = io::Result<T>>) -> u64 {
         tokio::time::sleep(SCARCE / 10).await;
         if File::open("/dev/null").is_ok() {
             // Somebody has left: whoever comes is served.

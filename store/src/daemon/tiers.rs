@@ -4,26 +4,29 @@ use std::sync::Arc;
 
 use super::elsewhere::{Elsewhere, Keeper};
 use super::replicas::Replicas;
-use crate::arena::{ArenaVolume, Hollow, Pool, SegmentId, Span};
+use crate::blob::backend::ArenaVolume;
+use crate::blob::backend::DirectoryVolume;
+use crate::blob::{Part, Reservation, Volume, directly_below};
 use crate::error::{Error, ErrorKind, Result};
+use crate::io::local_archive::Near;
 use crate::ledger::Durability;
 use crate::route::Route;
-use crate::volume::{DirectoryVolume, Near, Part, Reservation, Volume, directly_below};
+use crate::shm::{Hollow, Pool, SegmentId, Span};
 
 /// Blobs in memory, and those that are durable in a directory too.
 #[derive(Clone)]
-pub(super) struct Tiers {
-    pub(super) pool: Arc<Pool>,
+pub(crate) struct Tiers {
+    pub(crate) pool: Arc<Pool>,
     memory: ArenaVolume,
     directory: Option<DirectoryVolume>,
     /// What other daemons keep.
-    pub(super) elsewhere: Arc<Elsewhere>,
+    pub(crate) elsewhere: Arc<Elsewhere>,
     /// What of that readers of this host have asked for.
-    pub(super) replicas: Arc<Replicas>,
+    pub(crate) replicas: Arc<Replicas>,
 }
 
 /// Where a blob is.
-pub(super) enum Place {
+pub(crate) enum Place {
     Here(Span),
     /// In the memory of a GPU.
     Hollow(Hollow),
@@ -33,7 +36,7 @@ pub(super) enum Place {
 
 impl Place {
     /// The segments that have it.
-    pub(super) fn segments(&self) -> impl Iterator<Item = SegmentId> + use<> {
+    pub(crate) fn segments(&self) -> impl Iterator<Item = SegmentId> + use<> {
         let (one, other) = match self {
             Self::Here(span) => (Some(span.segment), None),
             Self::Hollow(hollow) => (Some(hollow.shell.segment), Some(hollow.device)),
@@ -43,7 +46,7 @@ impl Place {
     }
 
     /// How many bytes it has.
-    pub(super) fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> u64 {
         match self {
             Self::Here(span) => span.len,
             Self::Hollow(hollow) => hollow.len,
@@ -56,7 +59,7 @@ impl Place {
 const PART_BYTES: usize = 16 << 20;
 
 impl Tiers {
-    pub(super) fn new(
+    pub(crate) fn new(
         pool: Arc<Pool>,
         directory: Option<DirectoryVolume>,
         elsewhere: Elsewhere,
@@ -76,7 +79,7 @@ impl Tiers {
     }
 
     /// Copies a blob from memory to the directory: it is there, durably, when this returns.
-    pub(super) fn persist(&self, name: &str) -> Result<()> {
+    pub(crate) fn persist(&self, name: &str) -> Result<()> {
         let gone = || Error::new(ErrorKind::Corrupt, format_args!("`{name}` is gone"));
         let blob = self.memory.open(name)?.ok_or_else(gone)?;
         let bytes = blob.blob.bytes().ok_or_else(gone)?;
@@ -84,7 +87,7 @@ impl Tiers {
     }
 
     /// Where a blob is; one that is in the directory alone is opened.
-    pub(super) fn place(&self, name: &str) -> Result<Option<Place>> {
+    pub(crate) fn place(&self, name: &str) -> Result<Option<Place>> {
         if let Some(hollow) = self.pool.hollow(name) {
             return Ok(Some(Place::Hollow(hollow)));
         }
@@ -105,7 +108,7 @@ impl Tiers {
 }
 
 /// Writes a blob where it lasts, in parts on all cores; before each part it is said how many bytes that has.
-pub(super) fn write(
+pub(crate) fn write(
     volume: &dyn Volume,
     name: &str,
     bytes: &[u8],
@@ -117,7 +120,7 @@ pub(super) fn write(
         let sources = bytes.chunks(PART_BYTES);
         let lens: Vec<u64> = sources.clone().map(len).collect();
         let work = sources.zip(reservation.parts(&lens)).collect();
-        crate::parallel::map(work, |(source, mut part): (&[u8], Box<dyn Part + '_>)| {
+        crate::io::parallel::map(work, |(source, mut part): (&[u8], Box<dyn Part + '_>)| {
             before(len(source));
             part.write(source)
         })?;

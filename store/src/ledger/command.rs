@@ -1,14 +1,15 @@
 //! What can be asked of the ledger, what it answers, and what it owes.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::durability::Durability;
 use super::identity::{Digest, JobId, LeaseId, SessionId, Timestamp, VersionId};
-use super::version::{ArchiveReference, Durability, ManifestReference};
+use super::selector::{Selection, Selector};
+use super::version::{ArchiveReference, ManifestReference};
 use super::writers::WriterSet;
 
 /// What can be asked of the ledger of one key.
@@ -208,40 +209,6 @@ pub struct Commit {
     pub keeper: Option<SessionId>,
     /// The moment.
     pub now: Timestamp,
-}
-
-/// One visible version.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Selector {
-    /// The head.
-    Newest,
-    /// The one of that number.
-    Number(u64),
-    /// The one of that identity.
-    Id(VersionId),
-}
-
-impl fmt::Display for Selector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Newest => f.write_str("the newest"),
-            Self::Number(number) => write!(f, "number {number}"),
-            Self::Id(id) => write!(f, "{id}"),
-        }
-    }
-}
-
-/// Versions to delete, whether open or visible.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Selection {
-    /// Every one.
-    All,
-    /// Those of that number.
-    Number(u64),
-    /// The one of that identity.
-    Id(VersionId),
 }
 
 /// What the ledger answers.

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 
 use super::MAX_REASON_BYTES;
 use super::command::{Commit, Outcome};
+use super::durability::Durability;
 use super::identity::{SessionId, Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::state::State;
-use super::version::{Contribution, Durability, ManifestReference, Status, Version};
+use super::version::{Contribution, ManifestReference, Status, Version};
 use super::writers::WriterSet;
 
 impl State {

@@ -89,6 +89,15 @@ pub struct Digest(pub [u8; 16]);
 
 hexadecimal!(Digest, |value| value, |bytes| bytes);
 
+impl Digest {
+    /// The first 16 bytes of the BLAKE3 digest of `bytes`.
+    pub(crate) fn of(bytes: &[u8]) -> Self {
+        let mut short = [0; 16];
+        short.copy_from_slice(&blake3::hash(bytes).as_bytes()[..16]);
+        Self(short)
+    }
+}
+
 /// One run of the writers, from start to crash or end: opaque text that differs from run to run.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]

@@ -1,8 +1,9 @@
 //! Leases and pins: what holds the data of a version.
 
-use super::command::{Outcome, Selector};
+use super::command::Outcome;
 use super::identity::{LeaseId, Timestamp};
 use super::refusal::{Reason, Refusal};
+use super::selector::Selector;
 use super::state::{Lease, State};
 use super::version::{Status, Version};
 

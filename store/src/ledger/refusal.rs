@@ -4,9 +4,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::command::Selector;
+use super::durability::Durability;
 use super::identity::{Digest, JobId, LeaseId, VersionId};
-use super::version::Durability;
+use super::selector::Selector;
 use super::writers::WriterSet;
 
 /// Why a version never became visible, or is so no longer.

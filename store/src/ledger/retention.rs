@@ -4,9 +4,10 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::OPEN_LIMIT;
-use super::command::{Effect, Outcome, Selection};
+use super::command::{Effect, Outcome};
 use super::identity::{Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
+use super::selector::Selection;
 use super::state::State;
 use super::version::{Status, Version};
 

@@ -8,10 +8,12 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::MAX_ENDED;
-use super::command::{Effect, Selector};
+use super::command::Effect;
+use super::durability::Durability;
 use super::identity::{JobId, LeaseId, SessionId, Timestamp, VersionId};
 use super::refusal::Refusal;
-use super::version::{Contribution, Durability, Ended, Fate, Status, Version};
+use super::selector::Selector;
+use super::version::{Contribution, Ended, Fate, Status, Version};
 use super::writers::WriterSet;
 
 /// The ledger of one key at one moment. The default is that of a key never written.

@@ -1,10 +1,10 @@
 //! One version in the ledger: who writes it, what has arrived, how far it has come.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use super::durability::Durability;
 use super::identity::{Digest, JobId, SessionId, Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::writers::WriterSet;
@@ -44,31 +44,6 @@ pub struct Version {
     pub copy: bool,
     /// How far it has come.
     pub status: Status,
-}
-
-/// Whether a version outlives the process that holds it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Durability {
-    /// It is in memory, and ends with it. (A store that has no memory of its own, as a directory, keeps
-    /// it on disk all the same.)
-    #[default]
-    Memory,
-    /// It is on disk before anybody sees it, after a power cut too.
-    Disk,
-    /// It is seen as soon as it is in memory, and is then brought to a bucket, which outlives the host.
-    Object,
-}
-
-impl fmt::Display for Durability {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Memory => "memory",
-            Self::Disk => "disk",
-            Self::Object => "object",
-        })
-    }
 }
 
 /// What one writer has given to a version.

@@ -13,7 +13,8 @@ mod weights;
 
 use std::time::Duration;
 
-use tssd_store::{Device, Key};
+use tssd_gpu::Device;
+use tssd_store::Key;
 use tssd_tests::bench::{Bench, Suite, refuse};
 
 /// Nothing takes longer.

@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use tssd_format::{Dtype, TensorMeta};
+use tssd_gpu::Device;
+use tssd_store::GetOptions;
 use tssd_store::blocking::{Receiver, Store};
-use tssd_store::{Device, GetOptions};
 use tssd_tests::bench::peer::{self, Peer};
 use tssd_tests::caller::Caller;
 

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use tssd_format::{StateDict, Tensor, TensorMeta};
-use tssd_store::{DeviceMemory, Target, TargetMemory};
+use tssd_gpu::DeviceMemory;
+use tssd_store::{Target, TargetMemory};
 use tssd_tests::caller::{Allocation, Caller};
 
 pub(crate) struct Weights {

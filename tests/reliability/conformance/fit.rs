@@ -1,10 +1,12 @@
-//! Whether the parts of all writers fit together, element by element.
+//! Merge of the contributions of all writers, element by element.
 
 use std::collections::BTreeMap;
 
 use super::words::{Array, Dict, Extent, Part};
 
-/// The parts of all writers as one state dict, by writer and then by insertion, if they fit together.
+/// Merges the contributions of all writers into one state dict, if they are compatible.
+///
+/// Leaves are ordered by writer, then by insertion.
 pub(crate) fn merged(parts: &BTreeMap<u32, Option<Part>>) -> Option<Dict> {
     let parts: Vec<&Part> = parts.values().flatten().collect();
     let lowest = parts.first()?.lowest;
@@ -12,12 +14,12 @@ pub(crate) fn merged(parts: &BTreeMap<u32, Option<Part>>) -> Option<Dict> {
     let mut dict = Dict::new();
     for (name, first, extent) in leaves() {
         if dict.iter().all(|(other, _)| other != name) {
-            let held: Vec<_> = leaves().filter(|(other, ..)| other == name).collect();
-            let is_alike = held.iter().all(|(_, array, _)| array == first);
+            let same_leaf: Vec<_> = leaves().filter(|(other, ..)| other == name).collect();
+            let all_equal = same_leaf.iter().all(|(_, array, _)| array == first);
             let array = match extent {
-                _ if held.iter().any(|(.., other)| other != extent) => return None,
-                Extent::Slice => tiled(&held)?,
-                Extent::Whole if lowest || is_alike => first.clone(),
+                _ if same_leaf.iter().any(|(.., other)| other != extent) => return None,
+                Extent::Slice => merge_slices(&same_leaf)?,
+                Extent::Whole if lowest || all_equal => first.clone(),
                 Extent::Whole => return None,
             };
             dict.push((name.clone(), array));
@@ -26,9 +28,11 @@ pub(crate) fn merged(parts: &BTreeMap<u32, Option<Part>>) -> Option<Dict> {
     parts.iter().all(|part| part.lowest == lowest).then_some(dict)
 }
 
-/// Slices of one array put together: those of one box are replicas, others have no element in common, and no
-/// element is missing.
-fn tiled(slices: &[&(String, Array, Extent)]) -> Option<Array> {
+/// Merges the slices of one array, if they cover it exactly once.
+///
+/// Slices of the same box are replicas. Slices of different boxes must not overlap, and no element
+/// may be missing.
+fn merge_slices(slices: &[&(String, Array, Extent)]) -> Option<Array> {
     let first = &slices[0].1;
     let mut boxes: Vec<&BTreeMap<_, _>> = Vec::new();
     for (_, Array { kind, shape, elements }, _) in slices {

@@ -1,4 +1,7 @@
-//! Where a store is: in memory, in a directory, at a daemon of this process, or at one of its own that is killed.
+//! Backends of the stores that the harness runs.
+//!
+//! A store is in memory, in a directory, behind a daemon of this process, or behind a daemon
+//! process that can be killed.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -13,15 +16,15 @@ use tssd_store::Store;
 use tssd_tests::command::binary;
 use tssd_tests::served::Served;
 
-/// The kinds of store that there are.
+/// Kinds of store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     Memory,
     Directory,
-    /// A daemon without a directory, and one with one: reached over its socket and over TCP.
+    /// A daemon without a directory, reached over its socket and over TCP.
     Daemon,
     LastingDaemon,
-    /// A process with a directory, reached so too.
+    /// A daemon process with a directory, reached over its socket and over TCP.
     Process,
 }
 
@@ -40,13 +43,15 @@ impl Kind {
         matches!(self, Self::Daemon | Self::LastingDaemon | Self::Process)
     }
 
-    /// Whether many sequences have one home, each with keys of its own: to start it takes long.
+    /// Returns whether many sequences share one backend, each with its own keys.
+    ///
+    /// Starting a daemon takes long.
     pub(crate) fn is_shared(self) -> bool {
         self.is_daemon()
     }
 }
 
-/// A store that clients can reach.
+/// A store that clients can connect to.
 pub(crate) enum Home {
     Memory(Store),
     Directory(TempDir),
@@ -68,33 +73,37 @@ impl Home {
         }
     }
 
-    /// A new client: of a daemon, the first one shares its memory and the others do not.
+    /// Connects a new client. Client 0 of a daemon shares its memory; the others use TCP.
     pub(crate) fn connect(&self, client: usize, runtime: &Runtime) -> Store {
         match self {
             Self::Memory(store) => store.clone(),
             Self::Directory(folder) => Store::directory(folder.path()).unwrap(),
-            Self::Daemon { served, .. } => reach(runtime, client, &served.url(), served.address()),
-            Self::Process(process) => reach(runtime, client, &process.near, &process.far),
+            Self::Daemon { served, .. } => {
+                connect_to(runtime, client, &served.url(), served.address())
+            }
+            Self::Process(process) => {
+                connect_to(runtime, client, &process.socket_url, &process.tcp_url)
+            }
         }
     }
 }
 
-fn reach(runtime: &Runtime, client: usize, near: &str, far: &str) -> Store {
-    runtime.block_on(Store::connect(if client == 0 { near } else { far })).unwrap()
+fn connect_to(runtime: &Runtime, client: usize, socket_url: &str, tcp_url: &str) -> Store {
+    runtime.block_on(Store::connect(if client == 0 { socket_url } else { tcp_url })).unwrap()
 }
 
-/// A folder in memory, where the system has such: files are synced all the time.
+/// Creates a directory in memory, if the system has one. The store syncs files often.
 fn quick_folder() -> TempDir {
     let memory = Path::new("/dev/shm");
     if memory.is_dir() { TempDir::new_in(memory) } else { TempDir::new() }.unwrap()
 }
 
-/// `tssd serve` over a directory.
+/// A `tssd serve` process with a directory.
 pub(crate) struct Process {
     child: Child,
     folder: TempDir,
-    near: String,
-    far: String,
+    socket_url: String,
+    tcp_url: String,
 }
 
 impl Process {
@@ -114,30 +123,30 @@ impl Process {
             .unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let far = line.split_whitespace().find_map(|word| {
+        let tcp_url = line.split_whitespace().find_map(|word| {
             let at = word.find("tcp://")?;
             Some(word[at..].trim_end_matches(|end: char| !end.is_ascii_digit()).to_owned())
         });
-        let far = far.unwrap_or_else(|| panic!("it does not say where it listens: {line}"));
-        Self { child, folder, near: format!("unix:{}", socket.display()), far }
+        let tcp_url = tcp_url.unwrap_or_else(|| panic!("it does not say where it listens: {line}"));
+        Self { child, folder, socket_url: format!("unix:{}", socket.display()), tcp_url }
     }
 
-    /// It dies, so long from now.
+    /// Kills the process after a delay.
     pub(crate) fn kill_after(&self, after: Duration) -> JoinHandle<()> {
-        let process = Pid::from_raw(self.child.id().cast_signed()).unwrap();
+        let pid = Pid::from_raw(self.child.id().cast_signed()).unwrap();
         thread::spawn(move || {
             thread::sleep(after);
-            kill_process(process, Signal::KILL).unwrap();
+            kill_process(pid, Signal::KILL).unwrap();
         })
     }
 
-    /// It dies, and another one comes in its place.
+    /// Kills the process and starts another one over the same directory.
     pub(crate) fn kill(self) -> Self {
-        let folder = self.end();
+        let folder = self.stop();
         Self::start(folder)
     }
 
-    fn end(mut self) -> TempDir {
+    fn stop(mut self) -> TempDir {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
         let folder = TempDir::new_in(self.folder.path().parent().unwrap()).unwrap();
@@ -147,13 +156,13 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended.
+        // The process may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Waits until something is so that somebody else does.
+/// Waits until a condition holds that another thread or process establishes.
 pub(crate) fn eventually(what: &str, is_so: impl Fn() -> bool) {
     let started = Instant::now();
     while !is_so() {

@@ -1,4 +1,4 @@
-//! Between the words of the model and those of the store: what is put and asked for, and what is answered.
+//! Conversion between model types and store types: puts, reads and their outcomes.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -16,7 +16,7 @@ use tssd_store::{
 use super::operations::{Box, COLUMNS, LEAVES, ROWS, Read, Wish};
 use super::words::{Array, Dict, End, Extent, Fault, Kind, Part, Writers};
 
-/// What a put is told: number, epoch, visible, missing.
+/// Result of a put: number, epoch, visibility, missing writers.
 pub(crate) type Put = (u64, u32, bool, Writers);
 
 pub(crate) fn put_of(report: &PutReport) -> Put {
@@ -27,16 +27,16 @@ pub(crate) fn writers_of(writers: &WriterSet) -> Writers {
     writers.iter().collect()
 }
 
-/// What is said when the store was killed before it has answered.
+/// Outcome of an operation that the store was killed in before it answered.
 pub(crate) const LOST: &str = "Lost";
 
-/// An answer as text: what is compared.
+/// Outcome of an operation as text, for comparison.
 pub(crate) type Said = Result<String, String>;
 
 pub(crate) fn model<T: Debug>(answer: Result<T, Fault>) -> Said {
     match answer {
         Ok(answer) => Ok(format!("{answer:?}")),
-        Err(fault) => Err(format!("{fault:?}, {}", kind_of(&fault).name())),
+        Err(fault) => Err(format!("{fault:?}, {}", error_kind(&fault).name())),
     }
 }
 
@@ -46,15 +46,15 @@ pub(crate) fn real<T: Debug, E: std::borrow::Borrow<Error>>(answer: Result<T, E>
         Err(error) => error,
     };
     let error = answer.borrow();
-    Err(match fault_of(error) {
+    Err(match to_model_error(error) {
         Some(fault) => format!("{fault:?}, {}", error.kind().name()),
         None if error.kind() == ErrorKind::Unreachable => LOST.to_owned(),
         None => format!("{}: {error}", error.kind().name()),
     })
 }
 
-/// What a caller can do about it.
-fn kind_of(fault: &Fault) -> ErrorKind {
+/// Returns the kind of store error that a model error corresponds to.
+fn error_kind(fault: &Fault) -> ErrorKind {
     match fault {
         Fault::Invalid => ErrorKind::Invalid,
         Fault::Busy => ErrorKind::Busy,
@@ -67,8 +67,8 @@ fn kind_of(fault: &Fault) -> ErrorKind {
     }
 }
 
-/// An error of the store in the model's words; none if the model has none for it.
-fn fault_of(error: &Error) -> Option<Fault> {
+/// Converts a store error to a model error. Returns `None` if the model has no such error.
+fn to_model_error(error: &Error) -> Option<Fault> {
     let Some(refusal) = error.refusal() else {
         return match error.kind() {
             ErrorKind::Invalid => Some(Fault::Invalid),
@@ -95,7 +95,8 @@ fn fault_of(error: &Error) -> Option<Fault> {
             newest: *newest,
             coming: coming.as_ref().map(|(number, missing)| (*number, writers_of(missing))),
         },
-        // Whether the job or the version was looked at first.
+        // The store reports one or the other, depending on whether it checks the job or the version
+        // first.
         Refusal::Fenced { .. } | Refusal::Dropped { reason: Reason::Fenced { .. }, .. } => {
             Fault::Fenced
         }
@@ -110,7 +111,7 @@ fn fault_of(error: &Error) -> Option<Fault> {
     })
 }
 
-/// Whoever has to wait does not here: others do nothing meanwhile.
+/// Returns the options of a put. If it would wait, the timeout is zero: no other client runs meanwhile.
 pub(crate) fn options(wish: &Wish, is_busy: bool) -> PutOptions {
     PutOptions {
         version: wish.number,
@@ -125,28 +126,28 @@ pub(crate) fn options(wish: &Wish, is_busy: bool) -> PutOptions {
     }
 }
 
-fn words(array: &Array) -> Vec<u32> {
+fn element_values(array: &Array) -> Vec<u32> {
     array.elements.values().copied().collect()
 }
 
-fn tensor(array: &Array, shape: &[u64]) -> Tensor {
+fn to_tensor(array: &Array, shape: &[u64]) -> Tensor {
     match array.kind {
         Kind::Int32 => {
-            let words: Vec<i32> = words(array).into_iter().map(u32::cast_signed).collect();
+            let words: Vec<i32> = element_values(array).into_iter().map(u32::cast_signed).collect();
             Tensor::from_slice(&words, shape).unwrap()
         }
-        _ => Tensor::from_slice(&words(array), shape).unwrap(),
+        _ => Tensor::from_slice(&element_values(array), shape).unwrap(),
     }
 }
 
-/// What is put, as the store takes it.
+/// Builds the state dict that the store receives for a contribution.
 pub(crate) fn state_dict(part: &Part, wish: &Wish) -> StateDict {
     let mut dict = StateDict::new();
     for (name, array, extent) in &part.leaves {
         let (rows, columns) = array.shape;
         let value: Value = match (extent, array.kind) {
-            (Extent::Whole, Kind::Number) => i64::from(words(array)[0]).into(),
-            (Extent::Whole, _) => tensor(array, &[rows, columns]).into(),
+            (Extent::Whole, Kind::Number) => i64::from(element_values(array)[0]).into(),
+            (Extent::Whole, _) => to_tensor(array, &[rows, columns]).into(),
             (Extent::Slice, _) => {
                 let (first, after) = wish.rows();
                 let local = [after - first, columns];
@@ -159,7 +160,7 @@ pub(crate) fn state_dict(part: &Part, wish: &Wish) -> StateDict {
                 if wish.found {
                     place = place.on_mesh(DeviceMesh::from_shape(&[of]).unwrap()).unwrap();
                 }
-                Shard::new(tensor(array, &local), place).unwrap().into()
+                Shard::new(to_tensor(array, &local), place).unwrap().into()
             }
         };
         dict.insert(name.as_str(), value);
@@ -167,19 +168,23 @@ pub(crate) fn state_dict(part: &Part, wish: &Wish) -> StateDict {
     dict
 }
 
-/// The box of an array, if it has one there.
-fn cut(array: &Array, (row, column, rows, columns): Box) -> Result<Array, Fault> {
+/// Returns a box of an array.
+///
+/// # Errors
+///
+/// [`Fault::Invalid`] if the box is not inside the array.
+fn crop(array: &Array, (row, column, rows, columns): Box) -> Result<Array, Fault> {
     if row + rows > array.shape.0 || column + columns > array.shape.1 {
         return Err(Fault::Invalid);
     }
-    let is_in = |place: &(u64, u64)| {
+    let is_inside = |place: &(u64, u64)| {
         (row..row + rows).contains(&place.0) && (column..column + columns).contains(&place.1)
     };
-    let elements = array.elements.iter().filter(|(place, _)| is_in(place));
+    let elements = array.elements.iter().filter(|(place, _)| is_inside(place));
     Ok(Array { elements: elements.map(|(place, word)| (*place, *word)).collect(), ..array.clone() })
 }
 
-/// What a reader of a dict gets: names, and what they have.
+/// Contents of a state dict as a reader receives them: arrays by leaf name.
 pub(crate) type Arrays = Vec<(String, Vec<Array>)>;
 
 pub(crate) fn wanted(dict: &Dict, read: &Read) -> Result<Arrays, Fault> {
@@ -187,25 +192,25 @@ pub(crate) fn wanted(dict: &Dict, read: &Read) -> Result<Arrays, Fault> {
         let found = dict.iter().find(|(name, _)| name == LEAVES[leaf]);
         found.map(|(_, array)| array).ok_or(Fault::NoLeaf)
     };
-    let one = |at: usize, array: Array| (LEAVES[at].to_owned(), vec![array]);
+    let single = |at: usize, array: Array| (LEAVES[at].to_owned(), vec![array]);
     match read {
         Read::Whole => {
             Ok(dict.iter().map(|(name, array)| (name.clone(), vec![array.clone()])).collect())
         }
-        Read::Tensor(at) => Ok(vec![one(*at, leaf(*at)?.clone())]),
-        Read::Slice(at, part) => Ok(vec![one(*at, cut(leaf(*at)?, *part)?)]),
+        Read::Tensor(at) => Ok(vec![single(*at, leaf(*at)?.clone())]),
+        Read::Slice(at, part) => Ok(vec![single(*at, crop(leaf(*at)?, *part)?)]),
         Read::Into(targets) => {
             let target = |(at, part): &(usize, Option<Box>)| {
                 let array = leaf(*at)?;
-                let array = part.map_or_else(|| Ok(array.clone()), |part| cut(array, part))?;
-                Ok(one(*at, array))
+                let array = part.map_or_else(|| Ok(array.clone()), |part| crop(array, part))?;
+                Ok(single(*at, array))
             };
             targets.iter().map(target).collect()
         }
         Read::Resharded(parts) => dict
             .iter()
             .map(|(name, array)| {
-                let cuts = parts.iter().map(|part| cut(array, *part));
+                let cuts = parts.iter().map(|part| crop(array, *part));
                 let is_cut = name == LEAVES[0];
                 let arrays =
                     if is_cut { cuts.collect::<Result<_, _>>()? } else { vec![array.clone()] };
@@ -215,14 +220,17 @@ pub(crate) fn wanted(dict: &Dict, read: &Read) -> Result<Arrays, Fault> {
     }
 }
 
-/// The place of a box in an array of this shape, or of a shape that it is in: then it fits no leaf.
-fn place(part: Box, shape: (u64, u64)) -> ShardPlace {
+/// Returns the position of a box in an array of this shape.
+///
+/// If the box exceeds the shape, the global shape grows to contain it, so that the target fits no
+/// leaf.
+fn shard_place(part: Box, shape: (u64, u64)) -> ShardPlace {
     let (row, column, rows, columns) = part;
     let global = [shape.0.max(row + rows), shape.1.max(column + columns)];
     ShardPlace::new(TensorSlice::new(&[row, column], &[rows, columns], &global).unwrap())
 }
 
-/// Reads from the store what the model says is wanted; and the version's identity, where the store says it.
+/// Reads from the store. Also returns the id of the version, where the store reports it.
 pub(crate) async fn read(
     store: &Store,
     key: &Key,
@@ -230,26 +238,27 @@ pub(crate) async fn read(
     read: &Read,
     dict: &Dict,
 ) -> Result<(Arrays, Option<VersionId>), Error> {
-    let of = |at: usize| dict.iter().find(|(name, _)| name == LEAVES[at]).map(|(_, array)| array);
-    let shape = |at: usize| of(at).map_or((ROWS, COLUMNS), |array| array.shape);
-    let one = |at: usize, array: Array| vec![(LEAVES[at].to_owned(), vec![array])];
+    let find_array =
+        |at: usize| dict.iter().find(|(name, _)| name == LEAVES[at]).map(|(_, array)| array);
+    let shape = |at: usize| find_array(at).map_or((ROWS, COLUMNS), |array| array.shape);
+    let single = |at: usize, array: Array| vec![(LEAVES[at].to_owned(), vec![array])];
     match read {
         Read::Whole => {
             let (dict, report) = store.get_state_dict(key, options).await?;
-            Ok((arrays_of(&dict), Some(report.id)))
+            Ok((to_arrays(&dict), Some(report.id)))
         }
         Read::Tensor(at) => {
             let tensor = store.get(key, LEAVES[*at], options).await?;
-            Ok((one(*at, array_of(&tensor, (0, 0), shape(*at))), None))
+            Ok((single(*at, array_of(&tensor, (0, 0), shape(*at))), None))
         }
         Read::Slice(at, (row, column, rows, columns)) => {
             let region = Region::new(&[*row, *column], &[*rows, *columns]).unwrap();
             let tensor = store.get_slice(key, LEAVES[*at], &region, options).await?;
-            Ok((one(*at, array_of(&tensor, (*row, *column), shape(*at))), None))
+            Ok((single(*at, array_of(&tensor, (*row, *column), shape(*at))), None))
         }
         Read::Into(targets) => {
             let metas = targets.iter().map(|(at, part)| {
-                let kind = of(*at).map_or(Kind::Uint32, |array| array.kind);
+                let kind = find_array(*at).map_or(Kind::Uint32, |array| array.kind);
                 let dtype = if kind == Kind::Int32 { Dtype::Int32 } else { Dtype::Uint32 };
                 let (rows, columns) =
                     part.map_or(shape(*at), |(_, _, rows, columns)| (rows, columns));
@@ -260,7 +269,8 @@ pub(crate) async fn read(
                 .iter()
                 .map(|meta| vec![0xEE; usize::try_from(meta.nbytes()).unwrap()])
                 .collect();
-            let places = targets.iter().map(|(at, part)| part.map(|part| place(part, shape(*at))));
+            let places =
+                targets.iter().map(|(at, part)| part.map(|part| shard_place(part, shape(*at))));
             let mut into: Vec<Target<'_>> = places
                 .zip(&metas)
                 .zip(&mut memory)
@@ -275,28 +285,28 @@ pub(crate) async fn read(
             let filled = store.get_state_dict_into(key, &mut into, options).await;
             let is_touched = memory.iter().flatten().any(|byte| *byte != 0xEE);
             let report = filled.inspect_err(|error| {
-                let is_lost = error.kind() == ErrorKind::Unreachable;
-                assert!(is_lost || !is_touched, "{error}, and memory is touched");
+                let is_unanswered = error.kind() == ErrorKind::Unreachable;
+                assert!(is_unanswered || !is_touched, "{error}, and memory is touched");
             })?;
             let mut arrays = Arrays::new();
             for (((at, part), meta), bytes) in targets.iter().zip(metas).zip(memory) {
                 let tensor = Tensor::new(meta, bytes.into(), 0).unwrap();
                 let offset = part.map_or((0, 0), |(row, column, ..)| (row, column));
-                arrays.extend(one(*at, array_of(&tensor, offset, shape(*at))));
+                arrays.extend(single(*at, array_of(&tensor, offset, shape(*at))));
             }
             Ok((arrays, Some(report.id)))
         }
         Read::Resharded(parts) => {
-            let places = parts.iter().map(|part| place(*part, shape(0))).collect();
+            let places = parts.iter().map(|part| shard_place(*part, shape(0))).collect();
             let slices = BTreeMap::from([(LEAVES[0].to_owned(), places)]);
             let options = GetOptions { slices, ..options.clone() };
             let (dict, report) = store.get_state_dict(key, &options).await?;
-            Ok((arrays_of(&dict), Some(report.id)))
+            Ok((to_arrays(&dict), Some(report.id)))
         }
     }
 }
 
-fn arrays_of(dict: &StateDict) -> Arrays {
+fn to_arrays(dict: &StateDict) -> Arrays {
     let arrays = |value: &Value| match value {
         Value::Tensor(tensor) => {
             let shape = tensor.meta().shape();
@@ -320,7 +330,7 @@ fn arrays_of(dict: &StateDict) -> Arrays {
     leaves.iter().map(|(path, value)| (path.fqn(), arrays(value))).collect()
 }
 
-/// A tensor as the part of an array that begins at a place.
+/// Returns a tensor as the part of an array that begins at `offset`.
 pub(crate) fn array_of(tensor: &Tensor, offset: (u64, u64), shape: (u64, u64)) -> Array {
     let kind = match tensor.meta().dtype() {
         Dtype::Int32 => Kind::Int32,

@@ -1,5 +1,7 @@
-//! What a store promises of a key, as the simplest program that keeps it: a list of versions, one step after the
-//! other. No bytes, files, connections or time, and nothing of the store.
+//! Reference model of one key of a store: a list of versions, changed one step at a time.
+//!
+//! It is the simplest program that keeps the guarantees. It has no bytes, files, connections or
+//! time, and uses no code of the store.
 
 use std::collections::BTreeMap;
 
@@ -8,25 +10,27 @@ use super::version::Stage::{self, Ended, Open, Visible};
 use super::version::{Place, Version};
 use super::words::{Ask, End, Fault, Id, Job, Part, Progress, Writers};
 
-/// All of one key.
+/// State of one key.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Model {
     pub(crate) keep: usize,
-    /// The epoch, and one above the highest number ever visible in it; and the same of what was durable.
+    /// Epoch of new versions, and one above the highest number that was visible in it.
+    ///
+    /// `durable_next` is the same for durable versions.
     pub(crate) next: Place,
-    lasting: Place,
-    /// All jobs, as they came. Only the last one may go on.
+    durable_next: Place,
+    /// All jobs in order of arrival. Only the last one is not fenced.
     pub(crate) jobs: Vec<Job>,
-    /// Of the last one: the writers of the version that it opened last, and its last call that opened one.
+    /// Writers of the version that the last job opened last, and the last call that opened a version.
     writers: Option<Writers>,
     last_call: Option<u64>,
-    /// Also those whose data is gone.
+    /// All versions, including those whose data is deleted.
     pub(crate) versions: BTreeMap<Id, Version>,
     pub(crate) pins: BTreeMap<String, Id>,
-    /// What readers hold, though it may be retired.
+    /// Versions that readers have open. They may be retired.
     pub(crate) leases: Vec<Id>,
-    /// Places of dropped versions whose data is still to be deleted.
-    owed: Vec<Place>,
+    /// Positions of ended versions whose data is pending deletion.
+    pending_delete: Vec<Place>,
 }
 
 impl Model {
@@ -34,49 +38,54 @@ impl Model {
         Self { keep: 1, ..Self::default() }
     }
 
-    /// The versions that have come so far, by place.
+    /// Returns the versions of a stage, by position.
     pub(crate) fn all(&self, stage: &Stage) -> Vec<&Version> {
         let mut all: Vec<_> = self.versions.values().filter(|it| it.stage == *stage).collect();
         all.sort_by_key(|version| version.place);
         all
     }
 
-    /// Its bytes are there, or why not. What has ended stays for its labels and readers.
-    fn there(&self, version: &Version) -> Result<(), Fault> {
-        let mut held = self.pins.values().chain(&self.leases);
+    /// Checks that the data of a version exists.
+    ///
+    /// An ended version keeps its data while a label or a lease refers to it.
+    fn check_data(&self, version: &Version) -> Result<(), Fault> {
+        let mut references = self.pins.values().chain(&self.leases);
         match &version.stage {
-            Ended(fault) if held.all(|id| *id != version.id) => Err(fault.clone()),
+            Ended(fault) if references.all(|id| *id != version.id) => Err(fault.clone()),
             _ => Ok(()),
         }
     }
 
-    fn is_taken(&self, place: Place) -> bool {
+    fn is_occupied(&self, place: Place) -> bool {
         let mut versions = self.versions.values();
-        self.owed.contains(&place) || versions.any(|it| it.place == place && self.there(it).is_ok())
+        self.pending_delete.contains(&place)
+            || versions.any(|it| it.place == place && self.check_data(it).is_ok())
     }
 
-    /// Ends some versions. What was visible is retired.
-    fn end(&mut self, is_meant: impl Fn(&Version) -> bool, why: &Fault) {
-        let live = self.versions.values_mut().filter(|it| !matches!(it.stage, Ended(_)));
-        for version in live.filter(|it| is_meant(it)) {
-            version.stage = Ended(if version.stage == Open { why.clone() } else { Fault::Gone });
-            self.owed.push(version.place);
+    /// Ends the selected versions. Visible ones are retired, open ones fail with `reason`.
+    fn end_versions(&mut self, is_selected: impl Fn(&Version) -> bool, reason: &Fault) {
+        let active = self.versions.values_mut().filter(|it| !matches!(it.stage, Ended(_)));
+        for version in active.filter(|it| is_selected(it)) {
+            version.stage = Ended(if version.stage == Open { reason.clone() } else { Fault::Gone });
+            self.pending_delete.push(version.place);
         }
     }
 
-    /// After every change, also of what is kept and held: of all versions the newest ones stay, and of those on disk
-    /// as many; and what has a label. What is owed is deleted.
+    /// Applies retention. Called after every change, also of `keep`, labels and leases.
+    ///
+    /// Keeps the `keep` newest visible versions, the `keep` newest durable ones, and labelled
+    /// versions. Then deletes the data that is pending deletion.
     pub(crate) fn settle(&mut self) {
         let visible = self.all(&Visible);
         let newest = visible.iter().rev().take(self.keep);
         let durable = visible.iter().rev().filter(|it| it.ask.durable).take(self.keep);
         let kept = newest.chain(durable).map(|it| &it.id).chain(self.pins.values());
         let kept: Vec<Id> = kept.copied().collect();
-        self.end(|it| it.stage == Visible && !kept.contains(&it.id), &Fault::Gone);
-        self.owed.clear();
+        self.end_versions(|it| it.stage == Visible && !kept.contains(&it.id), &Fault::Gone);
+        self.pending_delete.clear();
     }
 
-    /// The version that a reader gets: of a number, or the newest.
+    /// Returns the visible version of a number, or the newest one.
     pub(crate) fn find(&self, number: Option<u64>) -> Result<&Version, Fault> {
         let visible = self.all(&Visible);
         let found = visible.iter().rfind(|it| number.is_none_or(|number| it.number() == number));
@@ -86,23 +95,23 @@ impl Model {
         })
     }
 
-    /// A writer begins to contribute to a version, which has this id if it opens with it.
+    /// Begins the contribution of one writer. If it opens a version, the version gets this id.
     pub(crate) fn begin(&mut self, ask: &Ask, id: Id) -> Result<Id, Fault> {
         Fault::NotAWriter.when(!ask.writers.contains(&ask.writer))?;
         Fault::JobRequired.when(ask.writers.len() > 1 && ask.job.is_none())?;
         let before = self.clone();
-        let begun = self.take_part(ask, id);
-        // What is refused changes nothing; who has to wait has taken the key over all the same.
+        let begun = self.join_or_open(ask, id);
+        // A refused request changes nothing. But a request that must wait has fenced older jobs.
         if !matches!(begun, Ok(_) | Err(Fault::Busy)) {
             *self = before;
         }
         begun
     }
 
-    fn take_part(&mut self, ask: &Ask, id: Id) -> Result<Id, Fault> {
-        self.take_over(ask.job)?;
-        let Some(version) = self.meant(ask) else { return self.start(ask, id) };
-        self.there(version)?;
+    fn join_or_open(&mut self, ask: &Ask, id: Id) -> Result<Id, Fault> {
+        self.fence_older_jobs(ask.job)?;
+        let Some(version) = self.find_target(ask) else { return self.open_version(ask, id) };
+        self.check_data(version)?;
         Fault::JobsDisagree.when(version.ask.job != ask.job)?;
         Fault::WritersDisagree.when(version.ask.writers != ask.writers)?;
         Fault::DurabilityDisagrees.when(version.ask.durable != ask.durable)?;
@@ -111,59 +120,62 @@ impl Model {
         Ok(id)
     }
 
-    /// A job that is new ends the one before for good.
-    fn take_over(&mut self, job: Option<Job>) -> Result<(), Fault> {
-        self.refuse_fenced(job)?;
+    /// Fences the job before, if this job is new.
+    fn fence_older_jobs(&mut self, job: Option<Job>) -> Result<(), Fault> {
+        self.check_not_fenced(job)?;
         let older = self.jobs.last().copied();
         if job.is_some() && job != older {
             self.jobs.extend(job);
             (self.writers, self.last_call) = (None, None);
-            self.end(|it| it.stage == Open && it.ask.job.is_some(), &Fault::Fenced);
+            self.end_versions(|it| it.stage == Open && it.ask.job.is_some(), &Fault::Fenced);
         }
         Ok(())
     }
 
-    fn refuse_fenced(&self, job: Option<Job>) -> Result<(), Fault> {
+    fn check_not_fenced(&self, job: Option<Job>) -> Result<(), Fault> {
         let mut older = self.jobs.iter().rev().skip(1);
         Fault::Fenced.when(older.any(|older| Some(*older) == job))
     }
 
-    /// The version of its job's call, or of its number: an open one, or one that is complete and that this
-    /// repeats.
-    fn meant(&self, ask: &Ask) -> Option<&Version> {
-        let is_meant = |it: &&Version| {
+    /// Returns the version that a request belongs to, if it exists.
+    ///
+    /// That is the version of the same call of the job, or of the same number. In the second case
+    /// the version is open, or it is complete and this request repeats it.
+    fn find_target(&self, ask: &Ask) -> Option<&Version> {
+        let is_match = |it: &&Version| {
             let is_same = it.ask.job == ask.job && it.ask.writers == ask.writers;
             let is_current = it.stage == Visible || it.place.0 == self.next.0;
             let is_whole = !ask.rewind || it.rewinds.is_some() && it.ask.job.is_some();
-            let is_repeated = is_same && is_current && is_whole && self.there(it).is_ok();
+            let is_repeated = is_same && is_current && is_whole && self.check_data(it).is_ok();
             match ask.number {
                 None => ask.call.is_some() && (it.ask.job, it.ask.call) == (ask.job, ask.call),
                 Some(number) if number != it.number() => false,
-                Some(number) => it.stage == Open || number < self.line().1 && is_repeated,
+                Some(number) => it.stage == Open || number < self.lower_bound().1 && is_repeated,
             }
         };
-        self.versions.values().filter(is_meant).max_by_key(|version| version.place)
+        self.versions.values().filter(is_match).max_by_key(|version| version.place)
     }
 
-    /// The epoch that new versions are in, and the lowest number that they may have there: those of a rewind that
-    /// is open, or those that readers have reached.
-    fn line(&self) -> Place {
+    /// Returns the epoch of new versions and the lowest number that they may have in it.
+    ///
+    /// They come from an open rewind, else from the newest version that was visible.
+    fn lower_bound(&self) -> Place {
         let rewinds = self.all(&Open).into_iter().filter_map(|it| Some((it.place.0, it.rewinds?)));
         rewinds.fold(self.next, Place::max)
     }
 
-    fn start(&mut self, ask: &Ask, id: Id) -> Result<Id, Fault> {
-        // A call that has passed opens none.
+    fn open_version(&mut self, ask: &Ask, id: Id) -> Result<Id, Fault> {
+        // A late call opens no version.
         Fault::LateCall.when(ask.call.is_some() && ask.call <= self.last_call)?;
         let is_other = self.writers.as_ref().is_some_and(|writers| *writers != ask.writers);
         Fault::WritersDisagree.when(ask.job.is_some() && ask.found && is_other)?;
-        let (place, rewinds) = self.place(ask)?;
+        let (place, rewinds) = self.choose_position(ask)?;
         Fault::Busy.when(self.all(&Open).len() >= 2)?;
-        // What is in the way is deleted first, if it can be.
-        if self.is_taken(place) {
-            self.owed.clear();
+        // Data that is pending deletion at this position is deleted first.
+        if self.is_occupied(place) {
+            self.pending_delete.clear();
         }
-        Fault::Busy.when(self.is_taken(place))?;
+        Fault::Busy.when(self.is_occupied(place))?;
         if ask.job.is_some() {
             self.writers = Some(ask.writers.clone());
             self.last_call = ask.call.or(self.last_call);
@@ -173,13 +185,13 @@ impl Model {
         Ok(id)
     }
 
-    /// Where a version opens, and which number the key goes back to with it.
-    fn place(&self, ask: &Ask) -> Result<(Place, Option<u64>), Fault> {
-        let (epoch, lowest) = self.line();
+    /// Chooses the position of a new version. Also returns the number that the key rewinds to, if any.
+    fn choose_position(&self, ask: &Ask) -> Result<(Place, Option<u64>), Fault> {
+        let (epoch, lowest) = self.lower_bound();
         let rewinds = (epoch > self.next.0).then_some(lowest);
         let is_free = |number: &u64| {
             let place = (epoch, *number);
-            !self.is_taken(place) && self.all(&Open).iter().all(|open| open.place < place)
+            !self.is_occupied(place) && self.all(&Open).iter().all(|open| open.place < place)
         };
         let next = || (lowest.max(1)..=u64::MAX).find(is_free).expect("numbers do not end");
         let number = ask.number.unwrap_or_else(next);
@@ -187,9 +199,10 @@ impl Model {
             return Ok(((epoch, number), rewinds));
         }
         if ask.rewind {
-            let there =
-                self.versions.values().filter(|it| self.there(it).is_ok()).map(|it| it.place);
-            let newest = there.chain(self.owed.iter().copied()).map(|(epoch, _)| epoch).max();
+            let positions =
+                self.versions.values().filter(|it| self.check_data(it).is_ok()).map(|it| it.place);
+            let newest =
+                positions.chain(self.pending_delete.iter().copied()).map(|(epoch, _)| epoch).max();
             return Ok(((newest.unwrap_or(0).max(epoch) + 1, number), Some(number)));
         }
         let is_own =
@@ -202,50 +215,50 @@ impl Model {
         Err(superseded.unwrap_or(Fault::NotNewer { highest: lowest - 1 }))
     }
 
-    /// A contribution is complete. The last one of its version makes that visible, or ends it.
+    /// Completes a contribution. The last one of a version makes the version visible, or rejects it.
     pub(crate) fn commit(&mut self, id: Id, ask: &Ask, part: &Part) -> Result<Progress, Fault> {
-        let committed = self.give(id, ask, part);
+        let committed = self.add_part(id, ask, part);
         if committed.is_err() {
             self.abort(id, ask.writer);
         }
         committed
     }
 
-    fn give(&mut self, id: Id, ask: &Ask, part: &Part) -> Result<Progress, Fault> {
-        self.refuse_fenced(ask.job)?;
-        self.there(&self.versions[&id])?;
+    fn add_part(&mut self, id: Id, ask: &Ask, part: &Part) -> Result<Progress, Fault> {
+        self.check_not_fenced(ask.job)?;
+        self.check_data(&self.versions[&id])?;
         let version = self.versions.get_mut(&id).expect("it has begun");
         match version.parts.get_mut(&ask.writer) {
             None => return Err(Fault::NotBegun),
             Some(Some(other)) if other != part => return Err(Fault::Differs),
-            Some(given) => *given = Some(part.clone()),
+            Some(slot) => *slot = Some(part.clone()),
         }
         let missing = version.missing();
         if version.stage == Open && missing.is_empty() {
             let is_whole = merged(&version.parts).is_some();
             version.stage = if is_whole { Visible } else { Ended(Fault::Dropped(End::Rejected)) };
-            self.there(&self.versions[&id])?;
-            self.reach(id);
+            self.check_data(&self.versions[&id])?;
+            self.make_visible(id);
         }
         Ok(Progress { visible: self.versions[&id].stage != Open, missing })
     }
 
-    /// Readers see a new version: what is older and open ends, what it takes back is retired.
-    fn reach(&mut self, id: Id) {
+    /// Makes a version visible: supersedes older open versions, and retires those that it rewinds.
+    fn make_visible(&mut self, id: Id) {
         let Version { place, rewinds, ask: Ask { durable, .. }, .. } = self.versions[&id];
         let (epoch, number) = place;
         let superseded = Fault::Dropped(End::Superseded { by: number });
-        self.end(|it| it.stage == Open && it.place < place, &superseded);
-        let is_back = |it: &Version| rewinds.is_some_and(|lowest| it.number() >= lowest);
-        self.end(|it| it.place.0 < epoch && is_back(it), &Fault::Gone);
+        self.end_versions(|it| it.stage == Open && it.place < place, &superseded);
+        let is_rewound = |it: &Version| rewinds.is_some_and(|lowest| it.number() >= lowest);
+        self.end_versions(|it| it.place.0 < epoch && is_rewound(it), &Fault::Gone);
         self.next = (epoch, number + 1);
         if durable {
-            self.lasting = self.next;
+            self.durable_next = self.next;
         }
         self.settle();
     }
 
-    /// A contribution is taken back. A version that others cannot complete ends with it.
+    /// Withdraws a contribution. If the other writers cannot complete the version, the version ends.
     pub(crate) fn abort(&mut self, id: Id, writer: u32) {
         let version = self.versions.get_mut(&id).expect("it has begun");
         if version.stage == Open && version.parts.get(&writer) == Some(&None) {
@@ -264,25 +277,35 @@ impl Model {
         Ok(place.1)
     }
 
-    /// Deletes a number, or all; says how many there were.
+    /// Deletes the version of a number, or all versions. Returns how many were deleted.
     pub(crate) fn delete(&mut self, number: Option<u64>) -> usize {
-        self.owed.clear();
-        let is_meant = |it: &Version| number.is_none_or(|number| it.number() == number);
-        self.end(is_meant, &Fault::Dropped(End::Deleted));
-        let count = self.owed.len();
+        self.pending_delete.clear();
+        let is_selected = |it: &Version| number.is_none_or(|number| it.number() == number);
+        self.end_versions(is_selected, &Fault::Dropped(End::Deleted));
+        let count = self.pending_delete.len();
         self.settle();
         count
     }
 
-    /// The process ends that holds what is in memory: what is durable is left, and the key's own story.
+    /// Simulates the end of the process that holds the data in memory.
+    ///
+    /// Durable versions and the history of the key remain.
     pub(crate) fn crash(&mut self) {
-        // Nobody reads any more.
+        // The readers end with the process.
         self.leases.clear();
-        let Self { keep, lasting, .. } = *self;
+        let Self { keep, durable_next, .. } = *self;
         let (mut versions, mut pins) = (self.versions.clone(), self.pins.clone());
-        versions.retain(|_, it| it.ask.durable && it.stage != Open && self.there(it).is_ok());
+        versions.retain(|_, it| it.ask.durable && it.stage != Open && self.check_data(it).is_ok());
         pins.retain(|_, id| versions.contains_key(id));
         let jobs = std::mem::take(&mut self.jobs);
-        *self = Self { keep, next: lasting, lasting, jobs, versions, pins, ..Self::default() };
+        *self = Self {
+            keep,
+            next: durable_next,
+            durable_next,
+            jobs,
+            versions,
+            pins,
+            ..Self::default()
+        };
     }
 }

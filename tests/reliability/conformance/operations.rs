@@ -1,4 +1,4 @@
-//! What is asked of a store and of its model: operations as plain values, and random sequences of them.
+//! Operations of a store and of its model as plain values, and random sequences of them.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,11 +7,11 @@ use proptest::prelude::*;
 
 use super::words::{Array, Ask, Extent, Job, Kind, Part};
 
-/// How many clients there are, and how many keys.
+/// Number of clients and of keys.
 pub(crate) const CLIENTS: usize = 2;
 pub(crate) const KEYS: usize = 2;
 
-/// One request of a client, or what happens to it or to the store.
+/// One request of a client, or a fault.
 #[derive(Clone, Debug)]
 pub(crate) enum Operation {
     Put {
@@ -19,13 +19,13 @@ pub(crate) enum Operation {
         key: usize,
         wish: Wish,
     },
-    /// The contribution begins, and is finished later, or never.
+    /// Begins a contribution. A later operation may finish or abort it.
     Begin {
         client: usize,
         key: usize,
         wish: Wish,
     },
-    /// Of those that have begun, by how many before.
+    /// Selects a contribution by the number of contributions begun after it.
     Finish {
         back: usize,
     },
@@ -38,7 +38,7 @@ pub(crate) enum Operation {
         number: Option<u64>,
         read: Read,
     },
-    /// A reader keeps the version that it has.
+    /// Opens a version for reading and keeps it open.
     Hold {
         client: usize,
         key: usize,
@@ -75,13 +75,13 @@ pub(crate) enum Operation {
         key: usize,
         label: bool,
     },
-    /// A client leaves, whatever it has begun, and another one comes in its place.
+    /// Disconnects a client without finishing its contributions, and connects another one.
     Leave {
         client: usize,
     },
-    /// The process that serves the store is killed, and another one takes its place.
+    /// Kills the daemon process and starts another one.
     Kill,
-    /// It is killed so long after the next operation has begun.
+    /// Kills the daemon process this long after the next operation has begun.
     Doom {
         after: Duration,
     },
@@ -114,7 +114,7 @@ impl Operation {
     }
 }
 
-/// All names of operations, those of a real process last.
+/// Names of all operations. Only a daemon process has the last two.
 pub(crate) const NAMES: [&str; 20] = [
     "put",
     "begin",
@@ -138,7 +138,7 @@ pub(crate) const NAMES: [&str; 20] = [
     "kill meanwhile",
 ];
 
-/// A box: first row and column, rows and columns.
+/// A box of an array: first row and column, number of rows and of columns.
 pub(crate) type Box = (u64, u64, u64, u64);
 
 #[derive(Clone, Debug)]
@@ -146,23 +146,23 @@ pub(crate) enum Read {
     Whole,
     Tensor(usize),
     Slice(usize, Box),
-    /// Into the caller's memory: whole, or boxes of it.
+    /// Reads into memory of the caller: whole arrays, or boxes of them.
     Into(Vec<(usize, Option<Box>)>),
-    /// All of it, one leaf in the slices that somebody else wants.
+    /// Reads the whole state dict, with boxes of the first leaf.
     Resharded(Vec<Box>),
 }
 
-/// Leaves that are asked for by their place here; nobody puts the last one.
+/// Names of leaves. Reads address them by index. No writer puts the last one.
 pub(crate) const LEAVES: [&str; 5] = ["matrix", "same", "own0", "own1", "nothing"];
 
-/// A put: as whom, as what, and what.
+/// Parameters of a put: writer, options and contents.
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "the options of a put are such")]
 pub(crate) struct Wish {
     pub(crate) writer: u32,
-    /// There are as many writers, from 0 on.
+    /// Number of writers. Their numbers are `0..of`.
     pub(crate) of: u32,
-    /// Whether nobody says so: they are those of the mesh that the slices are on.
+    /// Whether the put names no writers. The store then takes them from the mesh of the slices.
     pub(crate) found: bool,
     pub(crate) job: Option<Job>,
     pub(crate) number: Option<u64>,
@@ -171,11 +171,11 @@ pub(crate) struct Wish {
     pub(crate) seed: u32,
     pub(crate) flaw: Option<Flaw>,
     pub(crate) lowest: bool,
-    /// Whether it is put in two archives, if it is published.
+    /// Whether the contribution, if it is published, is written as two archives.
     pub(crate) cut: bool,
 }
 
-/// What keeps the parts of several writers from fitting together, or makes no difference.
+/// A change of a contribution that may make it incompatible with those of other writers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Flaw {
     Hole,
@@ -184,7 +184,7 @@ pub(crate) enum Flaw {
     Shape,
     Whole,
     Differs,
-    /// No flaw: all of the matrix, as everybody else who has this.
+    /// No incompatibility: the whole matrix, equal to that of every other writer with this change.
     Replica,
 }
 
@@ -206,7 +206,9 @@ impl Wish {
         }
     }
 
-    /// What is put: rows of a matrix, a matrix that all have, one of its own, a number.
+    /// Builds the contribution of this writer.
+    ///
+    /// It has rows of a matrix, an array of its own, an array that all writers have, and a number.
     pub(crate) fn part(&self, is_published: bool) -> Part {
         let Self { writer, of, seed, flaw, .. } = *self;
         let (first, after) = self.rows();
@@ -220,8 +222,8 @@ impl Wish {
         };
         let elements = places.map(|place| (place, word(place))).collect();
         let matrix = Array { kind, shape, elements };
-        let own = filled((2, 2), seed * 10 + writer);
-        let same = filled((1, 4), u32::from(flaw == Some(Flaw::Differs)) * (writer + 1));
+        let own = counting_array((2, 2), seed * 10 + writer);
+        let same = counting_array((1, 4), u32::from(flaw == Some(Flaw::Differs)) * (writer + 1));
         let step =
             Array { kind: Kind::Number, shape: (1, 1), elements: BTreeMap::from([((0, 0), of)]) };
         let whole = |name: &str, array| (name.to_owned(), array, Extent::Whole);
@@ -235,7 +237,7 @@ impl Wish {
         Part { leaves, lowest: self.lowest, archives, on_mesh: self.found }
     }
 
-    /// The rows of the matrix that the writer has.
+    /// Returns the rows of the matrix that this writer has: the first, and one after the last.
     pub(crate) fn rows(&self) -> (u64, u64) {
         let (writer, of) = (u64::from(self.writer), u64::from(self.of));
         let (first, after) = (ROWS * writer / of, (ROWS * (writer + 1) / of).min(ROWS));
@@ -248,39 +250,41 @@ impl Wish {
     }
 }
 
-fn filled(shape: (u64, u64), seed: u32) -> Array {
+fn counting_array(shape: (u64, u64), seed: u32) -> Array {
     let places = (0..shape.0).flat_map(|row| (0..shape.1).map(move |column| (row, column)));
     let elements = places.zip(seed * 100..).collect();
     Array { kind: Kind::Uint32, shape, elements }
 }
 
-/// Sequences of operations; with those of a process if it can be killed.
+/// Generates sequences of operations. If the daemon process can be killed, they include kills.
 pub(crate) fn sequences(can_be_killed: bool) -> impl Strategy<Value = Vec<Operation>> {
-    let (kill, doom) = if can_be_killed { (2, 6) } else { (0, 0) };
+    let (kill, kill_during_next) = if can_be_killed { (2, 6) } else { (0, 0) };
     let steps = prop_oneof![
         40 => any_operation().prop_map(|operation| vec![operation]),
-        12 => together(),
+        12 => put_by_all_writers(),
         kill => Just(vec![Operation::Kill]),
-        doom => doomed(),
+        kill_during_next => call_with_kill(),
     ];
     prop::collection::vec(steps, 1..24).prop_map(|steps| steps.concat())
 }
 
-/// A call, which the store is killed in if it takes as long: mostly one that makes a version that lasts.
-fn doomed() -> impl Strategy<Value = Vec<Operation>> {
-    let doom =
+/// Generates a call during which the daemon process may be killed. Most are durable puts of one writer.
+fn call_with_kill() -> impl Strategy<Value = Vec<Operation>> {
+    let kill_during_next =
         (0..2500_u64).prop_map(|after| Operation::Doom { after: Duration::from_micros(after) });
-    let alone = |wish: Wish| Wish { writer: 0, of: 1, durable: true, flaw: None, ..wish };
-    let put = (0..CLIENTS, 0..KEYS, any_wish())
-        .prop_map(move |(client, key, wish)| Operation::Put { client, key, wish: alone(wish) });
-    // Who leaves is waited for.
+    let durable_single = |wish: Wish| Wish { writer: 0, of: 1, durable: true, flaw: None, ..wish };
+    let put = (0..CLIENTS, 0..KEYS, any_wish()).prop_map(move |(client, key, wish)| {
+        Operation::Put { client, key, wish: durable_single(wish) }
+    });
+    // A client that disconnects waits for the daemon.
     let is_call = |operation: &Operation| !matches!(operation, Operation::Leave { .. });
     let other = any_operation().prop_filter("no call", is_call);
-    (doom, prop_oneof![2 => put, 1 => other]).prop_map(|(doom, call)| vec![doom, call])
+    (kill_during_next, prop_oneof![2 => put, 1 => other])
+        .prop_map(|(kill_during_next, call)| vec![kill_during_next, call])
 }
 
-/// All writers of a version, one after the other, each by the client that comes next.
-fn together() -> impl Strategy<Value = Vec<Operation>> {
+/// Generates one put by each writer of a version. The writers alternate between the clients.
+fn put_by_all_writers() -> impl Strategy<Value = Vec<Operation>> {
     (any_wish(), 0..KEYS, 2..4_u32).prop_map(|(wish, key, of)| {
         let put = |writer: u32| {
             let client = usize::try_from(writer).expect("few") % CLIENTS;
@@ -323,13 +327,13 @@ fn any_operation() -> impl Strategy<Value = Operation> {
     ]
 }
 
-/// Numbers that versions soon have.
+/// Generates numbers that versions have early in a sequence.
 fn any_number() -> impl Strategy<Value = u64> {
     prop_oneof![8 => 1..8_u64, 1 => Just(0), 1 => Just(20)]
 }
 
 fn any_wish() -> impl Strategy<Value = Wish> {
-    let party = prop_oneof![
+    let writer_and_count = prop_oneof![
         5 => Just((0, 1)),
         6 => (0..2_u32).prop_map(|writer| (writer, 2)),
         2 => (0..3_u32).prop_map(|writer| (writer, 3)),
@@ -346,16 +350,18 @@ fn any_wish() -> impl Strategy<Value = Wish> {
         Just(Flaw::Differs),
         Just(Flaw::Replica),
     ];
-    let name = (prop::option::weighted(0.5, any_number()), prop::bool::weighted(0.2));
-    let how = (prop::bool::weighted(0.3), prop::bool::weighted(0.3), any::<bool>());
-    let what = (0..2_u32, prop::option::weighted(0.15, flaw), prop::bool::weighted(0.2));
-    (party, job, name, how, what).prop_map(|(party, job, name, how, what)| {
-        let ((writer, of), (number, rewind)) = (party, name);
-        let ((found, durable, cut), (seed, flaw, lowest)) = (how, what);
-        // Whoever is not among the writers has no place in their mesh either.
-        let found = found && writer < of && flaw != Some(Flaw::Whole);
-        Wish { writer, of, found, job, number, rewind, durable, seed, flaw, lowest, cut }
-    })
+    let number_and_rewind = (prop::option::weighted(0.5, any_number()), prop::bool::weighted(0.2));
+    let flags = (prop::bool::weighted(0.3), prop::bool::weighted(0.3), any::<bool>());
+    let contents = (0..2_u32, prop::option::weighted(0.15, flaw), prop::bool::weighted(0.2));
+    (writer_and_count, job, number_and_rewind, flags, contents).prop_map(
+        |(writer_and_count, job, number_and_rewind, flags, contents)| {
+            let ((writer, of), (number, rewind)) = (writer_and_count, number_and_rewind);
+            let ((found, durable, cut), (seed, flaw, lowest)) = (flags, contents);
+            // A writer that is not among the writers has no coordinate in their mesh.
+            let found = found && writer < of && flaw != Some(Flaw::Whole);
+            Wish { writer, of, found, job, number, rewind, durable, seed, flaw, lowest, cut }
+        },
+    )
 }
 
 fn any_read() -> impl Strategy<Value = Read> {
@@ -369,7 +375,7 @@ fn any_read() -> impl Strategy<Value = Read> {
     ]
 }
 
-/// Most of them are within the matrix.
+/// Generates boxes, most of them inside the matrix.
 fn any_box() -> impl Strategy<Value = Box> {
     (0..ROWS, 0..COLUMNS, 1..ROWS, 1..COLUMNS).prop_map(|(row, column, rows, columns)| {
         let is_cut = (row + column + rows) % 8 != 0;

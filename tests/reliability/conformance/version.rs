@@ -1,18 +1,18 @@
-//! One version of the model: who writes it, what has arrived, how far it has come.
+//! One version in the model: its writers, their contributions, its stage.
 
 use std::collections::BTreeMap;
 
 use super::fit::merged;
 use super::words::{Ask, Dict, Fault, Id, Part, Writers};
 
-/// An epoch and a number.
+/// Position of a version: epoch and number.
 pub(crate) type Place = (u32, u64);
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Stage {
     Open,
     Visible,
-    /// Whoever asks for it is told this.
+    /// The version has ended. Requests for it fail with this error.
     Ended(Fault),
 }
 
@@ -20,11 +20,11 @@ pub(crate) enum Stage {
 pub(crate) struct Version {
     pub(crate) id: Id,
     pub(crate) place: Place,
-    /// The number that the key goes back to when this becomes visible.
+    /// The number that the key rewinds to when this version becomes visible.
     pub(crate) rewinds: Option<u64>,
-    /// What the writer has said that began it.
+    /// The request that opened the version.
     pub(crate) ask: Ask,
-    /// By writer; none from whoever has begun and not committed.
+    /// Contributions by writer. `None` if the writer has begun and not committed.
     pub(crate) parts: BTreeMap<u32, Option<Part>>,
     pub(crate) stage: Stage,
 }
@@ -39,7 +39,7 @@ impl Version {
         self.ask.writers.iter().filter(is_missing).copied().collect()
     }
 
-    /// What its readers get.
+    /// Returns the state dict that readers of this version receive.
     pub(crate) fn dict(&self) -> Dict {
         merged(&self.parts).expect("it is visible")
     }

@@ -1,4 +1,4 @@
-//! What writers and readers say, in the words of the model: plain values, and nothing of the store.
+//! Plain types of the model. They use no type of the store.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,11 +6,12 @@ pub(crate) type Id = usize;
 pub(crate) type Job = u8;
 pub(crate) type Writers = BTreeSet<u32>;
 
-/// A state dict as its readers see it: whole arrays by fqn, in their order.
+/// A state dict as its readers see it: whole arrays by fqn, in order.
 pub(crate) type Dict = Vec<(String, Array)>;
 
-/// A matrix, or a plain number, which is one element of its kind. Each element has its place, so that the
-/// elements of a slice say where they are.
+/// A matrix, or a plain number as a single element.
+///
+/// Each element has its position, so that the elements of a slice say where they belong.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Array {
     pub(crate) kind: Kind,
@@ -25,14 +26,15 @@ pub(crate) enum Kind {
     Int32,
 }
 
-/// What one writer puts: whole arrays and slices of arrays.
+/// The contribution of one writer: whole arrays and slices of arrays.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Part {
     pub(crate) leaves: Vec<(String, Array, Extent)>,
-    /// Whether the lowest writer's leaf is taken where they differ. Else they must not.
+    /// Whether the leaf of the lowest writer is taken where writers differ. Otherwise they must not differ.
     pub(crate) lowest: bool,
-    /// In how many archives it is written, and whether its slices say where their writer stands: it is no
-    /// repetition of what differs in that.
+    /// Number of archives of the contribution, and whether its slices have mesh coordinates.
+    ///
+    /// A contribution that differs in one of these does not repeat the other.
     pub(crate) archives: usize,
     pub(crate) on_mesh: bool,
 }
@@ -43,22 +45,22 @@ pub(crate) enum Extent {
     Slice,
 }
 
-/// What a writer says of its contribution.
+/// The request of a writer to contribute to a version.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Ask {
     pub(crate) writer: u32,
     pub(crate) writers: Writers,
-    /// Whether nobody has said the writers: they are those of the dict's mesh, or one.
+    /// Whether the request names no writers: they are those of the mesh, or a single writer.
     pub(crate) found: bool,
     pub(crate) job: Option<Job>,
-    /// Without a number: the how-manieth put of the job to the key by the writer it is.
+    /// Sequence number of this put among those of its job, key and writer, if it has no version number.
     pub(crate) call: Option<u64>,
     pub(crate) number: Option<u64>,
     pub(crate) rewind: bool,
     pub(crate) durable: bool,
 }
 
-/// Why something is refused.
+/// Reason why the model refuses a request.
 #[derive(Clone, Debug, PartialEq, PartialOrd, Eq, Ord)]
 pub(crate) enum Fault {
     Invalid,
@@ -87,13 +89,13 @@ pub(crate) enum Fault {
 }
 
 impl Fault {
-    /// Refuses something for this, when it is so.
+    /// Returns this error if a condition holds.
     pub(crate) fn when(self, is_so: bool) -> Result<(), Self> {
         if is_so { Err(self) } else { Ok(()) }
     }
 }
 
-/// How a version ends that never became visible.
+/// How a version ended that never became visible.
 #[derive(Clone, Debug, PartialEq, PartialOrd, Eq, Ord)]
 pub(crate) enum End {
     Superseded { by: u64 },
@@ -102,7 +104,7 @@ pub(crate) enum End {
     Deleted,
 }
 
-/// How far a contribution has brought its version.
+/// State of a version after a contribution.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Progress {
     pub(crate) visible: bool,

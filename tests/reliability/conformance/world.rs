@@ -1,7 +1,7 @@
-//! A store and its model side by side: each operation is done by both, and their answers are compared.
+//! Runs a store and its model side by side, and compares the outcome of each operation.
 //!
-//! When the store is killed while it does something, nobody knows whether it was done. Then there are several
-//! models that it may be, and each answer rules out those that would have given another one.
+//! If the store is killed during an operation, its outcome is unknown. The harness then keeps every
+//! model that is possible. Later outcomes rule out the models that predict others.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -21,7 +21,9 @@ use super::operations::{CLIENTS, KEYS, Operation, Read, Wish};
 use super::version::{Stage, Version};
 use super::words::{Array, Ask, Dict, End, Fault, Id, Job, Kind, Part, Progress};
 
-/// What all stores of a test run on, and nothing else: when they are at rest is seen by its tasks.
+/// Returns the runtime of all stores of a test.
+///
+/// It runs nothing else, so its number of tasks shows when the stores are idle.
 fn runtime() -> &'static Runtime {
     thread_local! {
         static RUNTIME: &'static Runtime = {
@@ -32,53 +34,53 @@ fn runtime() -> &'static Runtime {
     RUNTIME.with(|runtime| *runtime)
 }
 
-/// What has been asked and answered so far.
+/// Counts of operations and of their outcomes.
 #[derive(Default)]
 pub(crate) struct Tally {
     pub(crate) sequences: u64,
     pub(crate) operations: BTreeMap<&'static str, u64>,
     pub(crate) faults: BTreeMap<String, u64>,
-    /// What has become of operations that were not answered.
+    /// Operations without an answer, by what the store had done of them.
     pub(crate) unanswered: BTreeMap<&'static str, u64>,
 }
 
-/// A model that is wrong on purpose: a test of the test.
+/// A bug that is planted in the model, to test the comparison itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Deviation {
-    /// A deletion frees its numbers.
+    /// A deletion frees the numbers of its versions.
     ForgetsHighest,
-    /// One version more is kept than is said.
+    /// Retention keeps one version more than requested.
     KeepsOneMore,
-    /// A job that has been fenced may go on.
+    /// A fenced job may continue.
     FencesNobody,
-    /// A label holds nothing.
+    /// A label does not keep its version.
     PinsNothing,
-    /// What is older and open stays open.
+    /// An open version stays open when a newer one becomes visible.
     SupersedesNothing,
-    /// A put that failed is no call.
+    /// A failed put does not count as a call.
     CountsSuccesses,
-    /// Nobody goes back.
+    /// A rewind is ignored.
     RewindsNothing,
-    /// What is in memory outlives its process.
+    /// Versions in memory outlive their process.
     RemembersAll,
-    /// What was not answered was not done.
+    /// An operation without an answer has had no effect.
     ForgetsUnanswered,
-    /// What was not answered was done.
+    /// An operation without an answer has had its effect.
     BelievesUnanswered,
 }
 
-/// A contribution that has begun.
-struct Begun {
+/// A contribution that has begun and is not committed.
+struct PendingContribution {
     client: usize,
     key: usize,
     id: Id,
-    ask: Ask,
+    request: Ask,
     part: Part,
     publisher: Publisher,
 }
 
-/// A version that somebody reads.
-struct Held {
+/// A version that a client has open.
+struct HeldVersion {
     client: usize,
     key: usize,
     id: Id,
@@ -92,41 +94,41 @@ pub(crate) struct World {
     deviation: Option<Deviation>,
     prefix: String,
     clients: Vec<Store>,
-    begun: Vec<Begun>,
-    held: Vec<Held>,
-    /// What killed processes have left, as far as it is memory of this one.
-    dead: Vec<Publisher>,
-    /// Of each key all that it may be.
+    pending: Vec<PendingContribution>,
+    held: Vec<HeldVersion>,
+    /// Publishers of killed clients, whose memory this process still holds.
+    orphaned_publishers: Vec<Publisher>,
+    /// Models that are possible, by key.
     models: Vec<Vec<Model>>,
     next: Id,
-    /// Which version of the store is which one of the model.
+    /// Ids of versions in the model and in the store.
     ids: BTreeMap<Id, VersionId>,
-    /// How many puts there were of each writer of each job to each key, by client.
+    /// Number of puts by client, key, job and writer.
     calls: BTreeMap<(usize, usize, Job, u32), u64>,
-    /// How many tasks there are when nothing is under way.
-    at_rest: usize,
-    /// How long after the next operation has begun the store is killed.
-    doom: Option<Duration>,
-    /// What has become of the last operation, if it was not answered.
+    /// Number of tasks of the runtime when nothing is in flight.
+    idle_tasks: usize,
+    /// Delay from the begin of the next operation to the kill of the store.
+    kill_delay: Option<Duration>,
+    /// Effect of the last operation in the store, if the operation had no answer.
     unanswered: Option<&'static str>,
 }
 
-/// What the store has said of a key, and of which version; and what each model that is possible says.
-struct Answers {
+/// The outcome of an operation in the store, and in each model that is possible.
+struct Comparison {
     key: usize,
     expected: Vec<(Said, Option<Id>)>,
-    said: Said,
-    of: Option<VersionId>,
+    actual: Said,
+    version: Option<VersionId>,
 }
 
 impl World {
     pub(crate) fn new(kind: HomeKind, home: Home, deviation: Option<Deviation>) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let prefix = format!("{}/", NEXT.fetch_add(1, Ordering::Relaxed));
-        let at_rest = runtime().metrics().num_alive_tasks();
+        let idle_tasks = runtime().metrics().num_alive_tasks();
         let clients = (0..CLIENTS).map(|client| home.connect(client, runtime())).collect();
         let models = (0..KEYS).map(|_| vec![Model::new()]).collect();
-        let (begun, held, dead) = (Vec::new(), Vec::new(), Vec::new());
+        let (pending, held, orphaned_publishers) = (Vec::new(), Vec::new(), Vec::new());
         let (ids, calls) = (BTreeMap::new(), BTreeMap::new());
         let home = Some(home);
         Self {
@@ -135,20 +137,20 @@ impl World {
             deviation,
             prefix,
             clients,
-            begun,
+            pending,
             held,
-            dead,
+            orphaned_publishers,
             models,
             next: 0,
             ids,
             calls,
-            at_rest,
-            doom: None,
+            idle_tasks,
+            kill_delay: None,
             unanswered: None,
         }
     }
 
-    /// Plays operations as long as both say the same; else says where they differ.
+    /// Runs operations until the outcomes of store and model differ. Describes the difference.
     pub(crate) fn play(
         &mut self,
         operations: &[Operation],
@@ -156,12 +158,12 @@ impl World {
     ) -> Result<(), String> {
         for (at, operation) in operations.iter().enumerate() {
             *tally.operations.entry(operation.name()).or_default() += 1;
-            let said = self.step(operation);
-            let said = said.map_err(|text| format!("step {at}, {operation:?}: {text}"))?;
+            let actual = self.step(operation);
+            let actual = actual.map_err(|text| format!("step {at}, {operation:?}: {text}"))?;
             if let Some(outcome) = self.unanswered.take() {
                 *tally.unanswered.entry(outcome).or_default() += 1;
             }
-            if let Some(Err(fault)) = said {
+            if let Some(Err(fault)) = actual {
                 let name = fault.split([',', '{']).next().unwrap_or_default();
                 let name = name.replace(['(', ')'], " ").trim().to_owned();
                 *tally.faults.entry(name).or_default() += 1;
@@ -170,39 +172,39 @@ impl World {
         Ok(())
     }
 
-    /// Ends all that is under way; the home goes on.
+    /// Ends everything in flight and returns the backend.
     pub(crate) fn end(mut self) -> Home {
-        let Self { begun, held, dead, clients, .. } = &mut self;
+        let Self { pending, held, orphaned_publishers, clients, .. } = &mut self;
         runtime().block_on(async {
-            begun.clear();
+            pending.clear();
             held.clear();
-            dead.clear();
+            orphaned_publishers.clear();
             clients.clear();
         });
-        self.come_to_rest();
+        self.wait_until_idle();
         self.home.take().unwrap()
     }
 
-    fn come_to_rest(&self) {
-        eventually("all is done", || runtime().metrics().num_alive_tasks() <= self.at_rest);
+    fn wait_until_idle(&self) {
+        eventually("all is done", || runtime().metrics().num_alive_tasks() <= self.idle_tasks);
     }
 
     fn key(&self, key: usize) -> Key {
         Key::new(format!("{}{key}", self.prefix)).unwrap()
     }
 
-    /// Does an operation, and maybe kills the store meanwhile; gives what the store says.
+    /// Executes an operation, during which the store may be killed. Returns the outcome in the store.
     fn step(&mut self, operation: &Operation) -> Result<Option<Said>, String> {
-        let doom = match operation {
+        let kill_delay = match operation {
             Operation::Doom { after } => {
-                self.doom = Some(*after);
+                self.kill_delay = Some(*after);
                 return Ok(None);
             }
-            _ => self.doom,
+            _ => self.kill_delay,
         };
-        let said = match doom {
-            Some(after) => self.be_killed(operation, after)?,
-            None => self.act(operation)?,
+        let actual = match kill_delay {
+            Some(after) => self.step_and_kill(operation, after)?,
+            None => self.execute(operation)?,
         };
         for model in self.models.iter_mut().flatten() {
             match self.deviation {
@@ -223,30 +225,32 @@ impl World {
                 _ => {}
             }
         }
-        Ok(said)
+        Ok(actual)
     }
 
-    /// Does an operation, and kills the store so long after it has begun. If there is no answer, it was done, or it
-    /// was not; or of a put only that its job has taken over.
-    fn be_killed(
+    /// Executes an operation, and kills the store this long after it has begun.
+    ///
+    /// Without an answer the store has executed the operation or not. A put may also have fenced
+    /// older jobs only.
+    fn step_and_kill(
         &mut self,
         operation: &Operation,
         after: Duration,
     ) -> Result<Option<Said>, String> {
         let before = self.models.clone();
         let Some(Home::Process(process)) = &self.home else { unreachable!("it is a process") };
-        let killed = process.kill_after(after);
-        let acted = self.act(operation);
-        killed.join().unwrap();
-        let said = acted.inspect_err(|_| self.kill())?;
-        let is_lost = said == Some(Err(LOST.to_owned()));
+        let killer = process.kill_after(after);
+        let executed = self.execute(operation);
+        killer.join().unwrap();
+        let actual = executed.inspect_err(|_| self.kill())?;
+        let is_unanswered = actual == Some(Err(LOST.to_owned()));
         let done = self.models.clone();
-        if is_lost {
+        if is_unanswered {
             let mut begun = before.clone();
             if let Operation::Put { key, wish, .. } = operation {
                 let id = self.next_id();
                 for model in &mut begun[*key] {
-                    // Whether it is refused is not known either.
+                    // It is unknown, too, whether the model refuses it.
                     let _ = model.begin(&wish.ask(), id);
                 }
             }
@@ -257,29 +261,29 @@ impl World {
             };
             self.models = (0..KEYS).map(possible).collect();
         }
-        self.doom = None;
+        self.kill_delay = None;
         self.kill();
-        // From here on all models that are possible have the same versions.
+        // The list leaves only models that have the same versions.
         for key in 0..KEYS {
             self.list(0, key).map(drop)?;
         }
-        let is_possible = |left: Vec<Vec<Model>>| {
-            let mut keys = crashed(left).into_iter().zip(&self.models);
-            keys.all(|(left, now)| left.iter().any(|model| now.contains(model)))
+        let is_possible = |candidates: Vec<Vec<Model>>| {
+            let mut keys = crash_all(candidates).into_iter().zip(&self.models);
+            keys.all(|(candidates, now)| candidates.iter().any(|model| now.contains(model)))
         };
-        let outcome = is_lost.then(|| match (is_possible(before), is_possible(done)) {
+        let outcome = is_unanswered.then(|| match (is_possible(before), is_possible(done)) {
             (true, true) => "no difference is seen",
             (true, false) => "not done",
             (false, true) => "done",
             (false, false) => "begun",
         });
         self.unanswered = outcome;
-        Ok(said)
+        Ok(actual)
     }
 
-    /// Does an operation; gives what the store says, if it is asked.
-    fn act(&mut self, operation: &Operation) -> Result<Option<Said>, String> {
-        let said = match operation {
+    /// Executes an operation. Returns the outcome in the store, if the operation has one.
+    fn execute(&mut self, operation: &Operation) -> Result<Option<Said>, String> {
+        let actual = match operation {
             Operation::Put { client, key, wish } => self.put(*client, *key, wish)?,
             Operation::Begin { client, key, wish } => self.begin(*client, *key, wish)?,
             Operation::Finish { back } => return self.finish(*back),
@@ -291,7 +295,7 @@ impl World {
             Operation::Release => return self.release(),
             Operation::List { client, key } => self.list(*client, *key)?,
             Operation::Wait { client, key, number } => {
-                let expected = self.each(*key, |model| {
+                let expected = self.query_models(*key, |model| {
                     let newest = model.find(None).map_or(0, Version::number);
                     if newest >= *number && model.find(None).is_ok() {
                         Ok((newest, None))
@@ -300,56 +304,57 @@ impl World {
                     }
                 });
                 let (store, at) = (&self.clients[*client], self.key(*key));
-                let said = runtime().block_on(store.wait_for_version(&at, *number, Duration::ZERO));
-                self.compare(*key, expected, real(said.map(|info| info.number)))?
+                let actual =
+                    runtime().block_on(store.wait_for_version(&at, *number, Duration::ZERO));
+                self.compare(*key, expected, real(actual.map(|info| info.number)))?
             }
             Operation::Delete { client, key, number } => {
                 let forgets = self.deviation == Some(Deviation::ForgetsHighest);
-                let expected = self.each(*key, |model| {
+                let expected = self.query_models(*key, |model| {
                     let count = model.delete(*number);
                     model.next.1 *= u64::from(!forgets);
                     Ok((count, None))
                 });
                 let (store, at) = (&self.clients[*client], self.key(*key));
-                let said = runtime().block_on(store.delete(&at, *number));
-                self.compare(*key, expected, real(said))?
+                let actual = runtime().block_on(store.delete(&at, *number));
+                self.compare(*key, expected, real(actual))?
             }
             Operation::Retain { client, key, keep } => {
                 let more = usize::from(self.deviation == Some(Deviation::KeepsOneMore));
-                let expected = self.each(*key, |model| {
+                let expected = self.query_models(*key, |model| {
                     model.keep = usize::try_from(*keep).unwrap() + more;
                     model.settle();
                     Ok(((), None))
                 });
                 let (store, at) = (&self.clients[*client], self.key(*key));
-                let said = runtime().block_on(store.retain(&at, NonZeroU32::new(*keep).unwrap()));
-                self.compare(*key, expected, real(said))?
+                let actual = runtime().block_on(store.retain(&at, NonZeroU32::new(*keep).unwrap()));
+                self.compare(*key, expected, real(actual))?
             }
             Operation::Pin { client, key, number, label } => {
                 let label = label.to_string();
                 let forgets = self.deviation == Some(Deviation::PinsNothing);
-                let expected = self.each(*key, |model| {
+                let expected = self.query_models(*key, |model| {
                     let pinned = model.pin(*number, &label);
                     model.pins.retain(|_, _| !forgets);
                     Ok((pinned?, None))
                 });
                 let (store, at) = (&self.clients[*client], self.key(*key));
-                let said = runtime().block_on(store.pin(&at, *number, &label));
-                self.compare(*key, expected, real(said))?
+                let actual = runtime().block_on(store.pin(&at, *number, &label));
+                self.compare(*key, expected, real(actual))?
             }
             Operation::Unpin { client, key, label } => {
                 let label = label.to_string();
-                let expected = self.each(*key, |model| {
+                let expected = self.query_models(*key, |model| {
                     model.pins.remove(&label);
                     model.settle();
                     Ok(((), None))
                 });
                 let (store, at) = (&self.clients[*client], self.key(*key));
-                let said = runtime().block_on(store.unpin(&at, &label));
-                self.compare(*key, expected, real(said))?
+                let actual = runtime().block_on(store.unpin(&at, &label));
+                self.compare(*key, expected, real(actual))?
             }
             Operation::Leave { client } => {
-                self.leave(*client)?;
+                self.disconnect(*client)?;
                 return Ok(None);
             }
             Operation::Kill => {
@@ -358,7 +363,7 @@ impl World {
             }
             Operation::Doom { .. } => unreachable!("it is told to what comes next"),
         };
-        Ok(Some(said))
+        Ok(Some(actual))
     }
 
     fn next_id(&mut self) -> Id {
@@ -366,13 +371,13 @@ impl World {
         self.next
     }
 
-    /// Asks all models that are possible: for an answer, and for the version that it is about.
-    fn each<T: Debug>(
+    /// Queries all models that are possible: for an outcome, and for the version that it refers to.
+    fn query_models<T: Debug>(
         &mut self,
         key: usize,
-        ask: impl Fn(&mut Model) -> Result<(T, Option<Id>), Fault>,
+        query: impl Fn(&mut Model) -> Result<(T, Option<Id>), Fault>,
     ) -> Vec<(Said, Option<Id>)> {
-        let answer = |it: &mut Model| match ask(it) {
+        let answer = |it: &mut Model| match query(it) {
             Ok((answer, id)) => (model(Ok(answer)), id),
             Err(fault) => (model(Err::<T, _>(fault)), None),
         };
@@ -383,95 +388,109 @@ impl World {
         &mut self,
         key: usize,
         expected: Vec<(Said, Option<Id>)>,
-        said: Said,
+        actual: Said,
     ) -> Result<Said, String> {
-        self.settle(&Answers { key, expected, said: said.clone(), of: None })?;
-        Ok(said)
+        self.retain_matching_models(&Comparison {
+            key,
+            expected,
+            actual: actual.clone(),
+            version: None,
+        })?;
+        Ok(actual)
     }
 
-    /// Rules out the models that say something else. Gives the version that the others mean.
-    fn settle(&mut self, answers: &Answers) -> Result<Option<Id>, String> {
-        let Answers { key, expected, said, of } = answers;
-        if self.doom.is_some() && said.as_ref().is_err_and(|fault| fault == LOST) {
+    /// Removes the models whose outcome differs. Returns the version that the others refer to.
+    fn retain_matching_models(&mut self, comparison: &Comparison) -> Result<Option<Id>, String> {
+        let Comparison { key, expected, actual, version } = comparison;
+        if self.kill_delay.is_some() && actual.as_ref().is_err_and(|fault| fault == LOST) {
             return Ok(None);
         }
         let is_right = |(expected, id): &(Said, Option<Id>)| {
-            expected == said && id.zip(*of).is_none_or(|(id, of)| self.is_same(id, of))
+            expected == actual
+                && id.zip(*version).is_none_or(|(id, version)| self.matches_version(id, version))
         };
         let is_right: Vec<bool> = expected.iter().map(is_right).collect();
         if !is_right.contains(&true) {
             let ids = &self.ids;
             return Err(format!(
-                "the store says\n  {said:?} of {of:?}\nand the model\n  {expected:?} of {ids:?}"
+                "the store says\n  {actual:?} of {version:?}\nand the model\n  {expected:?} of {ids:?}"
             ));
         }
-        let mut each = is_right.iter();
-        self.models[*key].retain(|_| *each.next().unwrap());
+        let mut flags = is_right.iter();
+        self.models[*key].retain(|_| *flags.next().unwrap());
         let right = expected.iter().zip(is_right).filter(|(_, is_right)| *is_right);
         let ids: BTreeSet<Id> = right.filter_map(|((_, id), _)| *id).collect();
-        assert!(ids.len() <= 1, "the models mean different versions: {ids:?}");
+        assert!(ids.len() <= 1, "the models refer to different versions: {ids:?}");
         let id = ids.first().copied();
-        self.ids.extend(id.zip(*of));
+        self.ids.extend(id.zip(*version));
         Ok(id)
     }
 
-    /// Whether a version of the store may be one of the model: what it is called stays so.
-    fn is_same(&self, id: Id, of: VersionId) -> bool {
+    /// Returns whether a version of the model may be this version of the store. Their ids stay paired.
+    fn matches_version(&self, id: Id, version: VersionId) -> bool {
         match self.ids.get(&id) {
-            Some(known) => *known == of,
-            None => self.is_new(of),
+            Some(known) => *known == version,
+            None => self.is_unmapped(version),
         }
     }
 
-    fn is_new(&self, of: VersionId) -> bool {
-        self.ids.values().all(|known| *known != of)
+    fn is_unmapped(&self, version: VersionId) -> bool {
+        self.ids.values().all(|known| *known != version)
     }
 
-    /// What a writer says, its call counted.
-    fn ask(&mut self, client: usize, key: usize, wish: &Wish) -> Ask {
-        let mut ask = wish.ask();
-        ask.rewind &= self.deviation != Some(Deviation::RewindsNothing);
-        if let Some(job) = ask.job {
-            // All of a memory are one client.
+    /// Returns the request of a put, and counts its call.
+    fn request(&mut self, client: usize, key: usize, wish: &Wish) -> Ask {
+        let mut request = wish.ask();
+        request.rewind &= self.deviation != Some(Deviation::RewindsNothing);
+        if let Some(job) = request.job {
+            // All clients of a store in memory are one client.
             let client = if self.kind == HomeKind::Memory { 0 } else { client };
-            let calls = self.calls.entry((client, key, job, ask.writer)).or_default();
+            let calls = self.calls.entry((client, key, job, request.writer)).or_default();
             *calls += 1;
-            ask.call = Some(*calls).filter(|_| ask.number.is_none());
+            request.call = Some(*calls).filter(|_| request.number.is_none());
         }
-        ask
+        request
     }
 
-    fn uncount(&mut self, client: usize, key: usize, ask: &Ask) {
-        if let Some(job) = ask.job.filter(|_| self.deviation == Some(Deviation::CountsSuccesses)) {
+    fn revert_call_count(&mut self, client: usize, key: usize, request: &Ask) {
+        if let Some(job) =
+            request.job.filter(|_| self.deviation == Some(Deviation::CountsSuccesses))
+        {
             let client = if self.kind == HomeKind::Memory { 0 } else { client };
-            *self.calls.entry((client, key, job, ask.writer)).or_default() -= 1;
+            *self.calls.entry((client, key, job, request.writer)).or_default() -= 1;
         }
     }
 
     fn put(&mut self, client: usize, key: usize, wish: &Wish) -> Result<Said, String> {
-        let (ask, part) = (self.ask(client, key, wish), wish.part(false));
+        let (request, part) = (self.request(client, key, wish), wish.part(false));
         let (id, kind) = (self.next_id(), self.kind);
-        let expected = self.each(key, |model| {
-            let id = begin(model, kind, &ask, id)?;
-            commit(model, id, &ask, &part)
+        let expected = self.query_models(key, |model| {
+            let id = begin(model, kind, &request, id)?;
+            commit(model, id, &request, &part)
         });
         let options = options(wish, is_busy(&expected));
         let (store, at) = (self.clients[client].clone(), self.key(key));
         let dict = state_dict(&part, wish);
         let put = runtime().block_on(store.put_state_dict(&at, &dict, &options));
         if put.is_err() {
-            self.uncount(client, key, &ask);
+            self.revert_call_count(client, key, &request);
         }
-        let of = put.as_ref().ok().map(|report| report.id);
-        let said = real(put.map(|report| put_of(&report)));
-        self.settle(&Answers { key, expected, said: said.clone(), of })?;
-        Ok(said)
+        let version = put.as_ref().ok().map(|report| report.id);
+        let actual = real(put.map(|report| put_of(&report)));
+        self.retain_matching_models(&Comparison {
+            key,
+            expected,
+            actual: actual.clone(),
+            version,
+        })?;
+        Ok(actual)
     }
 
     fn begin(&mut self, client: usize, key: usize, wish: &Wish) -> Result<Said, String> {
-        let (ask, part) = (self.ask(client, key, wish), wish.part(true));
+        let (request, part) = (self.request(client, key, wish), wish.part(true));
         let (id, kind) = (self.next_id(), self.kind);
-        let expected = self.each(key, |model| Ok(((), Some(begin(model, kind, &ask, id)?))));
+        let expected =
+            self.query_models(key, |model| Ok(((), Some(begin(model, kind, &request, id)?))));
         let options = options(wish, is_busy(&expected));
         let (store, at) = (self.clients[client].clone(), self.key(key));
         let dict = state_dict(&part, wish);
@@ -487,54 +506,69 @@ impl World {
             publisher.flush().await?;
             Ok::<_, Error>(publisher)
         });
-        let said = real(publisher.as_ref().map(|_| ()));
+        let actual = real(publisher.as_ref().map(|_| ()));
         if publisher.is_err() {
-            self.uncount(client, key, &ask);
+            self.revert_call_count(client, key, &request);
         }
-        let id = self.settle(&Answers { key, expected, said: said.clone(), of: None })?;
+        let id = self.retain_matching_models(&Comparison {
+            key,
+            expected,
+            actual: actual.clone(),
+            version: None,
+        })?;
         if let (Some(id), Ok(publisher)) = (id, publisher) {
-            self.begun.push(Begun { client, key, id, ask, part, publisher });
+            self.pending.push(PendingContribution { client, key, id, request, part, publisher });
         }
-        Ok(said)
+        Ok(actual)
     }
 
-    fn take(&mut self, back: usize) -> Option<Begun> {
-        let at = self.begun.len().checked_sub(back + 1)?;
-        Some(self.begun.remove(at))
+    fn take_pending(&mut self, back: usize) -> Option<PendingContribution> {
+        let at = self.pending.len().checked_sub(back + 1)?;
+        Some(self.pending.remove(at))
     }
 
     fn finish(&mut self, back: usize) -> Result<Option<Said>, String> {
-        let Some(Begun { client, key, id, ask, part, publisher }) = self.take(back) else {
+        let Some(PendingContribution { client, key, id, request, part, publisher }) =
+            self.take_pending(back)
+        else {
             return Ok(None);
         };
-        let expected = self.each(key, |model| commit(model, id, &ask, &part));
+        let expected = self.query_models(key, |model| commit(model, id, &request, &part));
         let put = runtime().block_on(publisher.finish());
         if put.is_err() {
-            self.uncount(client, key, &ask);
+            self.revert_call_count(client, key, &request);
         }
-        let of = put.as_ref().ok().map(|report| report.id);
-        let said = real(put.map(|report| put_of(&report)));
-        self.settle(&Answers { key, expected, said: said.clone(), of })?;
-        Ok(Some(said))
+        let version = put.as_ref().ok().map(|report| report.id);
+        let actual = real(put.map(|report| put_of(&report)));
+        self.retain_matching_models(&Comparison {
+            key,
+            expected,
+            actual: actual.clone(),
+            version,
+        })?;
+        Ok(Some(actual))
     }
 
-    /// What is published twice cannot be: the contribution is taken back, and why is what has become of the
-    /// version, if it is gone already.
+    /// Aborts a contribution by adding a leaf twice.
+    ///
+    /// The error is that of the version, if the version has ended already.
     fn abort(&mut self, back: usize) -> Result<Option<Said>, String> {
-        let Some(Begun { key, id, ask, mut publisher, .. }) = self.take(back) else {
+        let Some(PendingContribution { key, id, request, mut publisher, .. }) =
+            self.take_pending(back)
+        else {
             return Ok(None);
         };
-        let expected = self.each::<()>(key, |model| {
+        let expected = self.query_models::<()>(key, |model| {
             let stage = model.versions[&id].stage.clone();
-            model.abort(id, ask.writer);
+            model.abort(id, request.writer);
             match stage {
                 Stage::Ended(fault) if fault != Fault::Gone => Err(fault),
                 _ => Err(Fault::Invalid),
             }
         });
-        let said = real(runtime().block_on(publisher.add("matrix", 0_i64)));
+        let actual = real(runtime().block_on(publisher.add("matrix", 0_i64)));
         drop(publisher);
-        self.compare(key, expected, said).map(Some)
+        self.compare(key, expected, actual).map(Some)
     }
 
     fn get(
@@ -547,63 +581,75 @@ impl World {
         let is_leased = self.kind.is_daemon();
         let dict = self.models[key].iter().find_map(|model| model.find(number).ok());
         let dict = dict.map(Version::dict).unwrap_or_default();
-        let expected = self.each(key, |model| {
+        let expected = self.query_models(key, |model| {
             let version = model.find(number)?;
             let (id, dict) = (version.id, version.dict());
             if is_leased {
-                // A lease that ends deletes what is owed.
+                // The end of a lease deletes the data that is pending deletion.
                 model.settle();
             }
             Ok((wanted(&dict, read)?, Some(id)))
         });
         let (store, at) = (self.clients[client].clone(), self.key(key));
         let options = GetOptions { version: number, ..GetOptions::default() };
-        let got = runtime().block_on(self::read(&store, &at, &options, read, &dict));
-        let of = got.as_ref().ok().and_then(|(_, id)| *id);
-        let said = real(got.map(|(arrays, _)| arrays));
-        self.let_go(client, key);
-        self.settle(&Answers { key, expected, said: said.clone(), of })?;
-        Ok(said)
+        let outcome = runtime().block_on(self::read(&store, &at, &options, read, &dict));
+        let version = outcome.as_ref().ok().and_then(|(_, id)| *id);
+        let actual = real(outcome.map(|(arrays, _)| arrays));
+        self.sync_release(client, key);
+        self.retain_matching_models(&Comparison {
+            key,
+            expected,
+            actual: actual.clone(),
+            version,
+        })?;
+        Ok(actual)
     }
 
-    /// A daemon hears that somebody has let go of a version before it answers what comes next.
-    fn let_go(&self, client: usize, key: usize) {
+    /// Waits until the daemon has processed the release of a version.
+    ///
+    /// The daemon processes it before the next request of the same client.
+    fn sync_release(&self, client: usize, key: usize) {
         if self.kind.is_daemon() {
             let head = runtime().block_on(self.clients[client].head(&self.key(key)));
-            assert!(head.is_ok() || self.doom.is_some(), "the daemon is there");
+            assert!(head.is_ok() || self.kill_delay.is_some(), "the daemon answers");
         }
     }
 
     fn hold(&mut self, client: usize, key: usize, number: Option<u64>) -> Result<Said, String> {
-        let expected = self.each(key, |model| {
+        let expected = self.query_models(key, |model| {
             let version = model.find(number)?;
             Ok((version.number(), Some(version.id)))
         });
         let (store, at) = (self.clients[client].clone(), self.key(key));
         let options = GetOptions { version: number, ..GetOptions::default() };
         let opened = runtime().block_on(store.open(&at, &options));
-        let said = real(opened.as_ref().map(Opened::version));
-        let of = opened.as_ref().ok().map(Opened::id);
-        let id = self.settle(&Answers { key, expected, said: said.clone(), of })?;
+        let actual = real(opened.as_ref().map(Opened::version));
+        let version = opened.as_ref().ok().map(Opened::id);
+        let id = self.retain_matching_models(&Comparison {
+            key,
+            expected,
+            actual: actual.clone(),
+            version,
+        })?;
         if let (Some(id), Ok(opened)) = (id, opened) {
             let dict = self.models[key][0].versions[&id].dict();
             if self.kind.is_daemon() {
                 self.models[key].iter_mut().for_each(|model| model.leases.push(id));
             }
-            self.held.push(Held { client, key, id, dict, opened });
+            self.held.push(HeldVersion { client, key, id, dict, opened });
         }
-        Ok(said)
+        Ok(actual)
     }
 
-    /// What somebody has held is as it was, whatever has become of the version.
+    /// Reads an open version, which must be unchanged, and closes it.
     fn release(&mut self) -> Result<Option<Said>, String> {
-        let Some(Held { client, key, id, dict, opened }) = self.held.pop() else {
+        let Some(HeldVersion { client, key, id, dict, opened }) = self.held.pop() else {
             return Ok(None);
         };
         let is_leased = self.kind.is_daemon();
         let arrays = dict.iter().filter(|(_, array)| array.kind != Kind::Number);
         let held: Vec<&Array> = arrays.clone().map(|(_, array)| array).collect();
-        let expected = self.each(key, |model| {
+        let expected = self.query_models(key, |model| {
             if let Some(at) = model.leases.iter().position(|lease| *lease == id) {
                 model.leases.remove(at);
             }
@@ -612,22 +658,22 @@ impl World {
             }
             Ok((&held, None))
         });
-        let said = runtime().block_on(async {
-            let mut said = Vec::new();
+        let actual = runtime().block_on(async {
+            let mut actual = Vec::new();
             for (name, array) in arrays {
-                said.push(array_of(&opened.tensor(name, None).await?, (0, 0), array.shape));
+                actual.push(array_of(&opened.tensor(name, None).await?, (0, 0), array.shape));
             }
-            Ok::<_, Error>(said)
+            Ok::<_, Error>(actual)
         });
         drop(opened);
-        self.let_go(client, key);
-        self.compare(key, expected, real(said)).map(Some)
+        self.sync_release(client, key);
+        self.compare(key, expected, real(actual)).map(Some)
     }
 
-    /// All that can be seen of a key without reading it; and which keys there are.
+    /// Lists all metadata of a key, and checks which keys exist.
     fn list(&mut self, client: usize, key: usize) -> Result<Said, String> {
         let ids = self.ids.clone();
-        let expected = self.each(key, |model| {
+        let expected = self.query_models(key, |model| {
             let visible = model.all(&Stage::Visible);
             let seen = |it: &&Version| (it.place, it.ask.writers.clone(), ids.get(&it.id).copied());
             let labels = model.pins.iter();
@@ -638,62 +684,65 @@ impl World {
             Ok(((visible, labels, exists), None))
         });
         let (store, at) = (self.clients[client].clone(), self.key(key));
-        let said = runtime().block_on(async {
+        let actual = runtime().block_on(async {
             let versions = store.versions(&at).await?;
             let seen = |it: &VersionInfo| {
-                let id = Some(it.id).filter(|id| !self.is_new(*id));
+                let id = Some(it.id).filter(|id| !self.is_unmapped(*id));
                 ((it.epoch, it.number), writers_of(&it.writers), id)
             };
             let visible: Vec<_> = versions.iter().map(seen).collect();
             let labels: BTreeMap<String, u64> = store.pins(&at).await?;
             Ok::<_, Error>((visible, labels, store.exists(&at, None).await?))
         });
-        let said = self.compare(key, expected, real(said))?;
+        let actual = self.compare(key, expected, real(actual))?;
         let keys = runtime().block_on(store.keys(Some(&self.prefix)));
         for key in 0..KEYS {
-            let expected = self.each(key, |model| Ok((model.find(None).is_ok(), None)));
+            let expected = self.query_models(key, |model| Ok((model.find(None).is_ok(), None)));
             let at = self.key(key);
-            let said = real(keys.as_ref().map(|keys| keys.contains(&at)));
-            self.compare(key, expected, said).map(drop)?;
+            let actual = real(keys.as_ref().map(|keys| keys.contains(&at)));
+            self.compare(key, expected, actual).map(drop)?;
         }
-        Ok(said)
+        Ok(actual)
     }
 
-    /// A client dies. What it has not finished is taken back if somebody sees that it is gone, and else stays.
-    fn leave(&mut self, client: usize) -> Result<(), String> {
+    /// Disconnects a client and connects another one.
+    ///
+    /// The store withdraws its contributions if it detects the end of the client. Otherwise they
+    /// stay open.
+    fn disconnect(&mut self, client: usize) -> Result<(), String> {
         while let Some(at) = self.held.iter().position(|held| held.client == client) {
             let held = self.held.remove(at);
             self.held.push(held);
             self.release()?;
         }
-        let (gone, left) =
-            std::mem::take(&mut self.begun).into_iter().partition(|it| it.client == client);
-        self.begun = left;
-        let gone: Vec<Begun> = gone;
-        // Nobody sees that a process is gone that has written to a directory.
-        let is_seen = self.kind != HomeKind::Directory || client == 0;
-        for Begun { key, id, ask, publisher, .. } in gone {
-            if is_seen {
-                self.models[key].iter_mut().for_each(|model| model.abort(id, ask.writer));
+        let (closed, remaining) =
+            std::mem::take(&mut self.pending).into_iter().partition(|it| it.client == client);
+        self.pending = remaining;
+        let closed: Vec<PendingContribution> = closed;
+        // The end of a process that writes to a directory is not detected.
+        let is_detected = self.kind != HomeKind::Directory || client == 0;
+        for PendingContribution { key, id, request, publisher, .. } in closed {
+            if is_detected {
+                self.models[key].iter_mut().for_each(|model| model.abort(id, request.writer));
                 runtime().block_on(async { drop(publisher) });
             } else {
-                self.dead.push(publisher);
+                self.orphaned_publishers.push(publisher);
             }
         }
         if self.kind == HomeKind::Memory {
-            self.come_to_rest();
+            self.wait_until_idle();
             return Ok(());
         }
-        self.calls.retain(|(of, ..), _| *of != client);
+        self.calls.retain(|(owner, ..), _| *owner != client);
         let home = self.home.as_ref().unwrap();
         if !self.kind.is_daemon() {
-            self.come_to_rest();
+            self.wait_until_idle();
             self.clients[client] = home.connect(client, runtime());
             return Ok(());
         }
         let other = self.clients[1 - client].clone();
         self.clients[client] = other.clone();
-        // One is near, the other one is not.
+        // Client 0 shares the memory of the daemon, the other client uses TCP.
         eventually("a client that has left is forgotten", || {
             let status = runtime().block_on(other.status()).unwrap();
             status.peers.iter().all(|peer| peer.address.is_some() == (client == 0))
@@ -708,40 +757,47 @@ impl World {
         };
         self.home = Some(Home::Process(process.kill()));
         runtime().block_on(async {
-            self.begun.clear();
+            self.pending.clear();
             self.held.clear();
             self.clients.clear();
         });
         self.calls.clear();
         if self.deviation != Some(Deviation::RemembersAll) {
-            self.models = crashed(std::mem::take(&mut self.models));
+            self.models = crash_all(std::mem::take(&mut self.models));
         }
         let home = self.home.as_ref().unwrap();
         self.clients = (0..CLIENTS).map(|client| home.connect(client, runtime())).collect();
     }
 }
 
-/// What may be left of each key when the process has ended that holds what is in memory.
-fn crashed(models: Vec<Vec<Model>>) -> Vec<Vec<Model>> {
-    let different = |mut of: Vec<Model>| {
-        of.iter_mut().for_each(Model::crash);
-        let is_first = |(at, model): &(usize, &Model)| !of[..*at].contains(*model);
-        of.iter().enumerate().filter(is_first).map(|(_, model)| model.clone()).collect()
+/// Returns the models that are possible after the end of the process that holds data in memory.
+fn crash_all(models: Vec<Vec<Model>>) -> Vec<Vec<Model>> {
+    let distinct = |mut candidates: Vec<Model>| {
+        candidates.iter_mut().for_each(Model::crash);
+        let is_first = |(at, model): &(usize, &Model)| !candidates[..*at].contains(*model);
+        candidates.iter().enumerate().filter(is_first).map(|(_, model)| model.clone()).collect()
     };
-    models.into_iter().map(different).collect()
+    models.into_iter().map(distinct).collect()
 }
 
-/// The model's begin. Where nothing lasts nobody is asked first.
-fn begin(model: &mut Model, kind: HomeKind, ask: &Ask, id: Id) -> Result<Id, Fault> {
-    if ask.durable && matches!(kind, HomeKind::Daemon | HomeKind::Memory) {
+/// Begins a contribution in the model.
+///
+/// A store that has no disk refuses durable puts before all else.
+fn begin(model: &mut Model, kind: HomeKind, request: &Ask, id: Id) -> Result<Id, Fault> {
+    if request.durable && matches!(kind, HomeKind::Daemon | HomeKind::Memory) {
         return Err(Fault::Invalid);
     }
-    model.begin(ask, id)
+    model.begin(request, id)
 }
 
-/// The model's commit: what its writer is told, and the version.
-fn commit(model: &mut Model, id: Id, ask: &Ask, part: &Part) -> Result<(Put, Option<Id>), Fault> {
-    let Progress { visible, missing } = model.commit(id, ask, part)?;
+/// Commits a contribution in the model. Returns the result of the put, and the version.
+fn commit(
+    model: &mut Model,
+    id: Id,
+    request: &Ask,
+    part: &Part,
+) -> Result<(Put, Option<Id>), Fault> {
+    let Progress { visible, missing } = model.commit(id, request, part)?;
     let (epoch, number) = model.versions[&id].place;
     Ok(((number, epoch, visible, missing), Some(id)))
 }

@@ -1,4 +1,4 @@
-//! Hosts that share etcd and a bucket, those who write and read there, and what befalls them.
+//! Hosts that share etcd and a bucket, their client processes, and the faults that are injected.
 
 use std::fmt::Display;
 use std::thread::sleep;
@@ -18,23 +18,23 @@ use tssd_tests::s3::S3;
 use crate::acknowledged::Acknowledged;
 use crate::actor::{Actor, KEYS, Pace, WRITERS, check, complaints};
 
-/// Hosts with a daemon and a member of etcd. The next one has the bucket.
+/// Number of hosts with a daemon and an etcd member. The bucket is on the next one.
 pub(super) const HOSTS: usize = 3;
 
-/// How many versions of a key are kept.
+/// Number of versions that are kept of a key.
 const KEEP: u64 = 3;
 
-/// For how many milliseconds most faults last at most, and others: longer than sessions live.
-const SHORT: u64 = 2000;
-const LONG: u64 = 14_000;
+/// Longest duration of most faults, and of the others, in milliseconds. The latter outlive sessions.
+const SHORT_FAULT_MILLIS: u64 = 2000;
+const LONG_FAULT_MILLIS: u64 = 14_000;
 
-/// That of the actors: the bucket's server is a slow one.
-const PACE: Pace = Pace { rest: Duration::from_millis(100), timeout: Duration::from_secs(30) };
+/// Timing of the client processes. The server of the bucket is slow.
+const TIMING: Pace = Pace { rest: Duration::from_millis(100), timeout: Duration::from_secs(30) };
 
-/// How long everybody has to go on.
-const PATIENCE: Duration = Duration::from_mins(2);
+/// Time within which each key must get a new version.
+const PROGRESS_TIMEOUT: Duration = Duration::from_mins(2);
 
-/// What has no host any more ends in this order.
+/// Fields are dropped in this order: processes before their hosts.
 pub(super) struct Cluster {
     daemons: Vec<Option<Serve>>,
     etcd: Etcd,
@@ -69,11 +69,11 @@ impl Cluster {
     }
 
     pub(super) fn launch_daemon(&mut self, host: usize) {
-        let mut by = self.hosts[host].enter();
-        by.push("env".to_owned());
+        let mut prefix = self.hosts[host].enter();
+        prefix.push("env".to_owned());
         let environment = self.bucket.environment().into_iter();
-        by.extend(environment.map(|(name, value)| format!("{name}={value}")));
-        let by: Vec<&str> = by.iter().map(String::as_str).collect();
+        prefix.extend(environment.map(|(name, value)| format!("{name}={value}")));
+        let prefix: Vec<&str> = prefix.iter().map(String::as_str).collect();
         let Credentials { ca, cert, key } = &self.credentials[host];
         let [ca, cert, key] = [ca, cert, key].map(|path| path.to_str().unwrap());
         let (meta, bucket, keep) = (self.etcd.url(), self.bucket.url(), KEEP.to_string());
@@ -88,7 +88,7 @@ impl Cluster {
             ["--keep", &keep],
             ["--memory-limit", "512MB"],
         ];
-        let daemon = Serve::under(&by, self.folders[host].path(), arguments.as_flattened());
+        let daemon = Serve::under(&prefix, self.folders[host].path(), arguments.as_flattened());
         self.daemons[host] = Some(daemon);
     }
 
@@ -100,29 +100,29 @@ impl Cluster {
         &self.daemons[host].as_ref().unwrap().url
     }
 
-    /// A store at the socket of a host.
+    /// Connects to the daemon of a host, over its socket.
     pub(super) fn connect(&self, host: usize) -> Store {
         Store::connect(self.url(host)).unwrap()
     }
 
-    /// Something befalls somebody for a while; when it is over all is there, and everybody goes on. Says what it was.
-    pub(super) fn round(&mut self, load: &mut Load, dice: &mut Dice) -> String {
-        sleep(Duration::from_millis(dice.below(500)));
-        let fault = Fault::any(dice);
-        let most = if dice.hits(3) { LONG } else { SHORT };
-        let lasts = Duration::from_millis(dice.below(most));
-        self.begin(fault, load);
-        sleep(lasts);
-        self.end(fault, load);
-        let over = load.acknowledged();
-        load.goes_on(&over, &format!("{fault:?} for {lasts:?}"));
+    /// Injects a fault for a while. Then waits for new versions and checks all. Returns the kind of fault.
+    pub(super) fn round(&mut self, load: &mut Load, rng: &mut Dice) -> String {
+        sleep(Duration::from_millis(rng.below(500)));
+        let fault = Fault::any(rng);
+        let longest_millis = if rng.hits(3) { LONG_FAULT_MILLIS } else { SHORT_FAULT_MILLIS };
+        let duration = Duration::from_millis(rng.below(longest_millis));
+        self.inject(fault, load);
+        sleep(duration);
+        self.recover(fault, load);
+        let acknowledged = load.acknowledged();
+        load.wait_for_progress(&acknowledged, &format!("{fault:?} for {duration:?}"));
         for host in 0..HOSTS {
-            self.check(host, &over);
+            self.check_versions(host, &acknowledged);
         }
         fault.name().to_owned()
     }
 
-    fn begin(&mut self, fault: Fault, load: &mut Load) {
+    fn inject(&mut self, fault: Fault, load: &mut Load) {
         match fault {
             Fault::Daemon(host) => self.kill_daemon(host),
             Fault::Member(host) => self.etcd.kill(host),
@@ -136,7 +136,7 @@ impl Cluster {
         }
     }
 
-    fn end(&mut self, fault: Fault, load: &mut Load) {
+    fn recover(&mut self, fault: Fault, load: &mut Load) {
         match fault {
             Fault::Daemon(host) => self.launch_daemon(host),
             Fault::Member(host) => self.etcd.launch(host),
@@ -144,18 +144,18 @@ impl Cluster {
             Fault::Host(host) => {
                 self.etcd.launch(host);
                 self.launch_daemon(host);
-                load.enter(host, self.url(host));
+                load.start_clients(host, self.url(host));
             }
             Fault::Network(host, _) => self.network.heal(host),
         }
     }
 
-    /// On a host is what is durable, or as many as are kept of newer ones; all that is visible is whole.
-    fn check(&self, host: usize, acknowledged: &Acknowledged) {
+    /// Checks on one host that no durable version is missing, and that visible versions are complete.
+    fn check_versions(&self, host: usize, acknowledged: &Acknowledged) {
         let store = self.connect(host);
         for name in KEYS {
             let key = Key::new(name).unwrap();
-            let versions = reached(|| store.versions(&key));
+            let versions = retry_unreachable(|| store.versions(&key));
             let numbers: Vec<u64> = versions.iter().map(|info| info.number).collect();
             let lost = acknowledged.lost(name, &numbers, KEEP);
             assert!(
@@ -164,37 +164,37 @@ impl Cluster {
             );
             for info in versions {
                 let options = GetOptions { version: Some(info.number), ..GetOptions::default() };
-                let got = reached(|| match store.get_state_dict(&key, &options) {
-                    // A newer one has replaced it meanwhile, or a host was lost that had it alone.
-                    Err(error) if is_gone(error.kind()) => Ok(None),
-                    got => got.map(Some),
+                let outcome = retry_unreachable(|| match store.get_state_dict(&key, &options) {
+                    // A newer version has replaced it, or the only host that had it was lost.
+                    Err(error) if is_replaced(error.kind()) => Ok(None),
+                    outcome => outcome.map(Some),
                 });
-                if let Some((dict, _)) = got {
+                if let Some((dict, _)) = outcome {
                     check(&key, &info, &dict);
                 }
             }
         }
     }
 
-    /// Nothing is left of the hosts, nor of what they had in etcd: in the bucket is what was durable.
+    /// Kills all hosts and loses etcd. Then checks that the bucket has all durable versions.
     pub(super) fn outlive(mut self, acknowledged: &Acknowledged) {
         (0..HOSTS).for_each(|host| self.kill_daemon(host));
         (0..HOSTS).for_each(|member| self.etcd.kill(member));
         self.etcd = Etcd::on(&self.hosts);
         self.launch_daemon(0);
-        self.check(0, acknowledged);
+        self.check_versions(0, acknowledged);
     }
 }
 
-fn is_gone(kind: ErrorKind) -> bool {
+fn is_replaced(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::NotFound | ErrorKind::Overtaken)
 }
 
-/// Asks until somebody is there who answers.
-fn reached<T>(ask: impl Fn() -> tssd_store::Result<T>) -> T {
-    let until = Instant::now() + PATIENCE;
+/// Retries a request until a daemon answers it.
+fn retry_unreachable<T>(request: impl Fn() -> tssd_store::Result<T>) -> T {
+    let until = Instant::now() + PROGRESS_TIMEOUT;
     loop {
-        match ask() {
+        match request() {
             Err(error) if error.kind() == ErrorKind::Unreachable && Instant::now() < until => {}
             answer => return answer.unwrap(),
         }
@@ -202,23 +202,23 @@ fn reached<T>(ask: impl Fn() -> tssd_store::Result<T>) -> T {
     }
 }
 
-/// What befalls somebody.
+/// A fault of the cluster.
 #[derive(Clone, Copy, Debug)]
 enum Fault {
     /// A daemon is killed.
     Daemon(usize),
-    /// A member of etcd is killed.
+    /// An etcd member is killed.
     Member(usize),
     /// The server of the bucket is killed.
     Bucket,
-    /// Everybody on a host is killed.
+    /// All processes on a host are killed.
     Host(usize),
     Network(usize, Trouble),
 }
 
 impl Fault {
-    fn any(dice: &mut Dice) -> Self {
-        let mut below = |count: usize| usize::try_from(dice.below(count as u64)).unwrap();
+    fn any(rng: &mut Dice) -> Self {
+        let mut below = |count: usize| usize::try_from(rng.below(count as u64)).unwrap();
         let host = below(HOSTS);
         match below(8) {
             0 | 1 => Self::Daemon(host),
@@ -235,7 +235,7 @@ impl Fault {
                     Trouble::Lossy(percent),
                     Trouble::Slow(megabits),
                 ];
-                // That of the bucket, too.
+                // The host of the bucket is included.
                 Self::Network(below(HOSTS + 1), troubles[below(troubles.len())])
             }
         }
@@ -256,9 +256,9 @@ impl Fault {
     }
 }
 
-/// Those who write and read on the hosts.
+/// Client processes on the hosts.
 pub(super) struct Load {
-    /// With the host that each is on.
+    /// Processes with the host that they run on.
     actors: Vec<(usize, Actor)>,
     folder: TempDir,
 }
@@ -268,32 +268,33 @@ impl Load {
         let folder = tempfile::tempdir().unwrap();
         Acknowledged::begin(folder.path());
         let mut load = Self { actors: Vec::new(), folder };
-        (0..HOSTS).for_each(|host| load.enter(host, cluster.url(host)));
+        (0..HOSTS).for_each(|host| load.start_clients(host, cluster.url(host)));
         load
     }
 
-    /// Those of a host start: of the writers, every second one is on each of the first two.
-    fn enter(&mut self, host: usize, url: &str) {
+    /// Starts the clients of a host. Hosts 0 and 1 have every second writer each.
+    fn start_clients(&mut self, host: usize, url: &str) {
         let folder = self.folder.path();
-        let start = |role: &dyn Display| Actor::start(role, url, folder, Durability::Object, PACE);
+        let start =
+            |role: &dyn Display| Actor::start(role, url, folder, Durability::Object, TIMING);
         let writers = (0..WRITERS.len()).filter(|index| index % 2 == host);
         let writers = writers.map(|index| start(&format_args!("writer {index}")));
         let actors: Vec<_> = writers.chain([start(&format_args!("reader {host}"))]).collect();
         self.actors.extend(actors.into_iter().map(|actor| (host, actor)));
     }
 
-    /// Those of a host are killed.
+    /// Kills the clients of a host.
     fn kill(&mut self, host: usize) {
-        self.actors.retain(|(there, _)| *there != host);
+        self.actors.retain(|(other, _)| *other != host);
     }
 
     fn acknowledged(&self) -> Acknowledged {
         Acknowledged::read(self.folder.path())
     }
 
-    /// Versions of every key come, and nobody has failed.
-    fn goes_on(&mut self, before: &Acknowledged, after: &str) {
-        let until = Instant::now() + PATIENCE;
+    /// Waits until each key has a new version. Fails if a client process has ended.
+    fn wait_for_progress(&mut self, before: &Acknowledged, cause: &str) {
+        let until = Instant::now() + PROGRESS_TIMEOUT;
         loop {
             let now = self.acknowledged();
             let waiting: Vec<_> =
@@ -303,17 +304,17 @@ impl Load {
             }
             assert!(
                 Instant::now() < until,
-                "after {after}: {waiting:?} does not go on:\n{}",
+                "after {cause}: no new version of {waiting:?}:\n{}",
                 complaints(self.folder.path())
             );
             for (host, actor) in &mut self.actors {
-                assert!(actor.is_running(), "after {after}: an actor of host {host} has failed");
+                assert!(actor.is_running(), "after {cause}: an actor of host {host} has failed");
             }
             sleep(Duration::from_millis(20));
         }
     }
 
-    /// All are killed.
+    /// Kills all clients.
     pub(super) fn end(self) -> Acknowledged {
         let acknowledged = self.folder;
         drop(self.actors);

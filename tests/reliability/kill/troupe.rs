@@ -1,4 +1,4 @@
-//! All processes that use one root, and what must hold of it.
+//! All processes that use one root, and the checks of its versions.
 
 use std::fs;
 use std::num::NonZeroU32;
@@ -18,27 +18,27 @@ use crate::acknowledged::Acknowledged;
 use crate::actor::{Actor, KEYS, Pace, WRITERS, check, complaints, contents};
 use crate::folder;
 
-/// How many versions of a key are kept.
+/// Number of versions that are kept of a key.
 const KEEP: u64 = 3;
 
 const READERS: usize = 3;
 
-/// How long everybody has to go on.
-const PATIENCE: Duration = Duration::from_mins(1);
+/// Time within which each key must get a new version.
+const PROGRESS_TIMEOUT: Duration = Duration::from_mins(1);
 
-/// What has happened.
+/// Counts of a campaign.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counts {
-    /// Processes that were killed.
+    /// Processes killed.
     pub(super) killed: u64,
-    /// Of them, daemons.
+    /// Daemons killed.
     pub(super) restarts: u64,
     pub(super) acknowledged: u64,
     pub(super) durable: u64,
     pub(super) tensors: u64,
-    /// The most memory that a daemon had when nobody was connected, in bytes.
+    /// Highest resident memory of an idle daemon, in bytes.
     pub(super) resident: u64,
-    /// The longest that a daemon took to serve again.
+    /// Longest time from the start of a daemon until it serves.
     pub(super) slowest: Duration,
 }
 
@@ -56,14 +56,14 @@ impl Counts {
     }
 }
 
-/// Where what is durable is.
+/// Where durable versions are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Home {
     /// In the directory of a daemon.
     Root,
-    /// In a directory that a daemon has as its bucket.
+    /// In a directory that a daemon uses as its bucket.
     Bucket,
-    /// In a directory that all share, without a daemon.
+    /// In a directory that all clients share, without a daemon.
     Directory,
 }
 
@@ -74,12 +74,12 @@ impl Home {
 }
 
 pub(super) struct Troupe {
-    home: Home,
+    storage: Home,
     writers: Vec<Actor>,
     readers: Vec<Actor>,
-    serve: Option<Serve>,
+    daemon: Option<Serve>,
     store: Option<Store>,
-    /// Of the first daemon at rest.
+    /// Open descriptors of the first daemon when it was idle.
     descriptors: u64,
     counts: Counts,
     folder: TempDir,
@@ -90,47 +90,47 @@ fn key(name: &str) -> Key {
 }
 
 impl Troupe {
-    pub(super) fn new(home: Home) -> Self {
+    pub(super) fn new(storage: Home) -> Self {
         let folder = quick_folder();
         for name in ["run", "root"] {
             fs::create_dir(folder.path().join(name)).unwrap();
         }
         Acknowledged::begin(folder.path());
         let (writers, readers) = (Vec::new(), Vec::new());
-        let (serve, store, counts) = (None, None, Counts::default());
-        let mut troupe =
-            Self { home, writers, readers, serve, store, descriptors: 0, counts, folder };
-        if home == Home::Directory {
-            let store = Store::directory(troupe.root()).unwrap();
+        let (daemon, store, counts) = (None, None, Counts::default());
+        let mut cluster =
+            Self { storage, writers, readers, daemon, store, descriptors: 0, counts, folder };
+        if storage == Home::Directory {
+            let store = Store::directory(cluster.root()).unwrap();
             for name in KEYS {
                 let keep = NonZeroU32::new(u32::try_from(KEEP).unwrap()).unwrap();
                 store.retain(&key(name), keep).unwrap();
             }
-            troupe.store = Some(store);
+            cluster.store = Some(store);
         } else {
-            troupe.serve();
-            if home == Home::Bucket {
-                // In a bucket it has a session from the first version on.
-                let (key, options) = (key("first"), troupe.lasting());
-                troupe.store().put_state_dict(&key, &StateDict::new(), &options).unwrap();
-                troupe.store().delete(&key, None).unwrap();
+            cluster.start_daemon();
+            if storage == Home::Bucket {
+                // In a bucket the daemon has a session from its first version on.
+                let (key, options) = (key("first"), cluster.durable_options());
+                cluster.store().put_state_dict(&key, &StateDict::new(), &options).unwrap();
+                cluster.store().delete(&key, None).unwrap();
             }
-            troupe.descriptors = troupe.daemon().settled(troupe.store());
+            cluster.descriptors = cluster.daemon().settled(cluster.store());
         }
-        troupe.enter();
-        troupe
+        cluster.start_clients();
+        cluster
     }
 
     fn root(&self) -> std::path::PathBuf {
         self.folder.path().join("root")
     }
 
-    fn run(&self) -> std::path::PathBuf {
+    fn run_folder(&self) -> std::path::PathBuf {
         self.folder.path().join("run")
     }
 
     fn daemon(&self) -> &Serve {
-        self.serve.as_ref().unwrap()
+        self.daemon.as_ref().unwrap()
     }
 
     fn store(&self) -> &Store {
@@ -138,29 +138,29 @@ impl Troupe {
     }
 
     fn url(&self) -> String {
-        match &self.serve {
-            Some(serve) => serve.url.clone(),
+        match &self.daemon {
+            Some(daemon) => daemon.url.clone(),
             None => self.root().display().to_string(),
         }
     }
 
-    /// A daemon starts, whatever the one before has left behind.
-    fn serve(&mut self) {
+    /// Starts a daemon over the files of its predecessor.
+    fn start_daemon(&mut self) {
         let (root, started) = (self.root(), Instant::now());
         let root = root.to_str().unwrap();
-        let (option, place) = match self.home {
+        let (option, place) = match self.storage {
             Home::Bucket => ("--bucket", format!("file:{root}")),
             _ => ("--root", root.to_owned()),
         };
         let arguments = [option, &place, "--keep", &KEEP.to_string()];
-        let serve = Serve::start(&self.run(), &arguments);
-        self.store = Some(serve.connect());
-        self.serve = Some(serve);
+        let daemon = Serve::start(&self.run_folder(), &arguments);
+        self.store = Some(daemon.connect());
+        self.daemon = Some(daemon);
         self.counts.slowest = self.counts.slowest.max(started.elapsed());
     }
 
-    fn lasting(&self) -> PutOptions {
-        PutOptions { durability: self.home.durability(), ..PutOptions::default() }
+    fn durable_options(&self) -> PutOptions {
+        PutOptions { durability: self.storage.durability(), ..PutOptions::default() }
     }
 
     fn writer(&self, index: usize) -> Actor {
@@ -173,48 +173,48 @@ impl Troupe {
 
     fn actor(&self, role: std::fmt::Arguments<'_>) -> Actor {
         let pace = Pace { rest: Duration::from_millis(1), timeout: Duration::from_secs(5) };
-        Actor::start(role, &self.url(), self.folder.path(), self.home.durability(), pace)
+        Actor::start(role, &self.url(), self.folder.path(), self.storage.durability(), pace)
     }
 
-    fn enter(&mut self) {
+    fn start_clients(&mut self) {
         self.writers = (0..WRITERS.len()).map(|index| self.writer(index)).collect();
         self.readers = (0..READERS).map(|index| self.reader(index)).collect();
     }
 
-    /// Somebody is killed, and starts again; all is there, and everybody goes on.
-    pub(super) fn round(&mut self, dice: &mut Dice) {
-        std::thread::sleep(Duration::from_millis(dice.below(120)));
+    /// Kills a process and starts it again. Then checks all versions, and waits for new ones.
+    pub(super) fn round(&mut self, rng: &mut Dice) {
+        std::thread::sleep(Duration::from_millis(rng.below(120)));
         let before = self.acknowledged();
-        match dice.below(10) {
-            0..4 if self.serve.is_some() => self.kill_daemon(),
+        match rng.below(10) {
+            0..4 if self.daemon.is_some() => self.kill_daemon(),
             0..7 => {
-                let index = usize::try_from(dice.below(WRITERS.len() as u64)).unwrap();
+                let index = usize::try_from(rng.below(WRITERS.len() as u64)).unwrap();
                 self.writers[index].kill();
                 self.writers[index] = self.writer(index);
                 self.counts.killed += 1;
             }
             7..9 => {
-                let index = usize::try_from(dice.below(READERS as u64)).unwrap();
+                let index = usize::try_from(rng.below(READERS as u64)).unwrap();
                 self.readers[index].kill();
                 self.readers[index] = self.reader(index);
                 self.counts.killed += 1;
             }
             _ => {
                 self.kill_all();
-                if self.serve.is_some() {
+                if self.daemon.is_some() {
                     self.kill_daemon();
                 }
-                self.enter();
+                self.start_clients();
             }
         }
-        self.check(&self.acknowledged(), false);
-        self.goes_on(&before);
+        self.check_versions(&self.acknowledged(), false);
+        self.wait_for_progress(&before);
     }
 
-    /// Whatever the daemon has, its successors over the same root have no more.
+    /// Samples the daemon. Its successors over the same root must not need more resources.
     pub(super) fn sample(&self, growth: &mut Growth) {
-        if let Some(serve) = &self.serve {
-            growth.sample(serve.process.id());
+        if let Some(daemon) = &self.daemon {
+            growth.sample(daemon.process.id());
         }
     }
 
@@ -227,23 +227,22 @@ impl Troupe {
     }
 
     fn kill_daemon(&mut self) {
-        // What was acknowledged so far, the next one has.
-        self.serve = None;
+        // The next daemon must have all versions acknowledged up to now.
+        self.daemon = None;
         let acknowledged = self.acknowledged();
-        self.serve();
+        self.start_daemon();
         self.counts.killed += 1;
         self.counts.restarts += 1;
-        self.check(&acknowledged, true);
+        self.check_versions(&acknowledged, true);
     }
 
-    /// What writers have written down.
+    /// Reads what the writers have logged.
     fn acknowledged(&self) -> Acknowledged {
         Acknowledged::read(self.folder.path())
     }
 
-    /// What is durable is there, or as many as are kept of newer ones; all that is visible is whole. After a
-    /// restart nothing else is visible.
-    fn check(&self, acknowledged: &Acknowledged, is_restarted: bool) {
+    /// Checks that no durable version is missing, and that every visible version is complete.
+    fn check_versions(&self, acknowledged: &Acknowledged, is_restarted: bool) {
         for name in KEYS {
             let numbers: Vec<u64> =
                 self.store().versions(&key(name)).unwrap().iter().map(|info| info.number).collect();
@@ -263,7 +262,7 @@ impl Troupe {
             let options = GetOptions { version: Some(info.number), ..GetOptions::default() };
             match self.store().get_state_dict(&key, &options) {
                 Ok((dict, _)) => drop(check(&key, &info, &dict)),
-                // A newer one has replaced it meanwhile.
+                // A newer version has replaced it.
                 Err(error) => {
                     let replaced = [ErrorKind::NotFound, ErrorKind::Overtaken];
                     assert!(replaced.contains(&error.kind()), "{error}");
@@ -272,9 +271,9 @@ impl Troupe {
         }
     }
 
-    /// Versions of every key come, and nobody has failed.
-    fn goes_on(&mut self, before: &Acknowledged) {
-        let until = Instant::now() + PATIENCE;
+    /// Waits until each key has a new version. Fails if a client process has ended.
+    fn wait_for_progress(&mut self, before: &Acknowledged) {
+        let until = Instant::now() + PROGRESS_TIMEOUT;
         loop {
             let now = self.acknowledged();
             let mut waiting = KEYS.to_vec();
@@ -284,8 +283,8 @@ impl Troupe {
             }
             assert!(
                 Instant::now() < until,
-                "{:?}: {waiting:?} does not go on:\n{}",
-                self.home,
+                "{:?}: no new version of {waiting:?}:\n{}",
+                self.storage,
                 complaints(self.folder.path())
             );
             assert!(self.writers.iter_mut().all(Actor::is_running), "a writer has failed");
@@ -294,41 +293,42 @@ impl Troupe {
         }
     }
 
-    /// All are killed: nothing is left that is no part of a version.
+    /// Kills all processes, and checks that no foreign file is left.
     pub(super) fn end(mut self) -> Counts {
         self.kill_all();
-        if self.serve.is_some() {
+        if self.daemon.is_some() {
             self.daemon().settles_at(self.descriptors, self.store());
             self.counts.resident = self.daemon().resident();
             let segments = self.store().status().unwrap().memory.segments;
             assert!(segments <= 64, "{segments} segments of {} keys", KEYS.len());
             self.kill_daemon();
         }
-        // The next put of each key removes what is in its way.
+        // The next put of each key deletes what blocks its version.
         for name in KEYS {
-            // Not one that a killed writer has open in his way.
+            // Skip the numbers that a killed writer may have open.
             let number = 10 + self.store().head(&key(name)).unwrap().map_or(0, |head| head.number);
-            let options = PutOptions { version: Some(number), ..self.lasting() };
+            let options = PutOptions { version: Some(number), ..self.durable_options() };
             let dict = contents(name, number, 1).part(0);
             self.store().put_state_dict(&key(name), &dict, &options).unwrap();
             self.check_contents(name);
         }
         let bucket = Store::connect(&format!("file:{}", self.root().display()));
-        let lasting = if self.home == Home::Bucket { &bucket.unwrap() } else { self.store() };
+        let durable_store =
+            if self.storage == Home::Bucket { &bucket.unwrap() } else { self.store() };
         let versions = |name| {
-            let versions = lasting.versions(&key(name)).unwrap();
+            let versions = durable_store.versions(&key(name)).unwrap();
             versions.iter().map(|info| (info.number, info.bytes)).collect()
         };
         let keys: Vec<_> = KEYS.iter().map(|name| (*name, versions(name))).collect();
-        let mut strange = folder::strangers(&self.root(), &keys);
-        strange.retain(|name| !name.starts_with("first/"));
-        assert!(strange.is_empty(), "left behind: {strange:?}");
-        if let Some(mut serve) = self.serve.take() {
-            assert_eq!(names(&self.run()), ["socket", "socket.lock"]);
+        let mut problems = folder::strangers(&self.root(), &keys);
+        problems.retain(|name| !name.starts_with("first/"));
+        assert!(problems.is_empty(), "in the directory: {problems:?}");
+        if let Some(mut daemon) = self.daemon.take() {
+            assert_eq!(names(&self.run_folder()), ["socket", "socket.lock"]);
             self.store = None;
-            serve.signal(Signal::TERM);
-            assert!(serve.process.wait().unwrap().success());
-            assert_eq!(names(&self.run()), ["socket.lock"]);
+            daemon.signal(Signal::TERM);
+            assert!(daemon.process.wait().unwrap().success());
+            assert_eq!(names(&self.run_folder()), ["socket.lock"]);
         }
         let acknowledged = self.acknowledged();
         self.counts.acknowledged = acknowledged.len();

@@ -1,4 +1,4 @@
-//! A thousand connections that mean no good, and eight clients that do.
+//! A thousand hostile connections, and eight clients that a daemon must serve meanwhile.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,26 +15,26 @@ use tssd_tests::proof::Proof;
 use super::processes::{Actor, count};
 use crate::contents::Contents;
 
-/// How many are hostile at once: half of them by TCP.
-const HOSTILE: usize = 1000;
+/// Number of simultaneous hostile connections. Half of them use TCP.
+const HOSTILE_CONNECTIONS: usize = 1000;
 
-const HONEST: usize = 8;
+const CLIENTS: usize = 8;
 
-/// How often each of the honest ones puts and gets.
-const TURNS: u64 = 40;
+/// Number of puts and gets of each client.
+const CALLS_PER_CLIENT: u64 = 40;
 
 fn contents(key: &str, version: u64) -> Contents<'_> {
     Contents { key, version, writers: 1, elements: 9000 }
 }
 
-/// One honest client: how long each of its calls takes.
-fn work(url: &str, number: usize, turns: std::ops::Range<u64>) -> Vec<Duration> {
+/// Runs one client. Returns the latency of each of its calls.
+fn run_client(url: &str, number: usize, versions: std::ops::Range<u64>) -> Vec<Duration> {
     let store = Store::connect(url).unwrap();
     let name = format!("honest {number}");
     let key = Key::new(&name).unwrap();
-    let mut took = Vec::new();
-    let mut time = |started: Instant| took.push(started.elapsed());
-    for version in turns {
+    let mut latencies = Vec::new();
+    let mut time = |started: Instant| latencies.push(started.elapsed());
+    for version in versions {
         let dict = contents(&name, version).part(0);
         let started = Instant::now();
         let options = PutOptions { version: Some(version), ..PutOptions::default() };
@@ -45,28 +45,32 @@ fn work(url: &str, number: usize, turns: std::ops::Range<u64>) -> Vec<Duration> 
         time(started);
         contents(&name, version).check(&dict);
     }
-    took
+    latencies
 }
 
-/// All of them; the time that one in a hundred calls takes longer than.
-fn all_work(serve: &Serve, turns: &std::ops::Range<u64>, address: &str) -> (u64, Duration) {
-    let mut took: Vec<Duration> = thread::scope(|scope| {
-        let threads: Vec<_> = (0..HONEST)
+/// Runs all clients. Returns the number of their calls and the 99th percentile of the latency.
+fn run_all_clients(
+    serve: &Serve,
+    versions: &std::ops::Range<u64>,
+    address: &str,
+) -> (u64, Duration) {
+    let mut latencies: Vec<Duration> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..CLIENTS)
             .map(|number| {
                 let url = if number % 4 == 3 { address } else { &serve.url };
-                scope.spawn(move || work(url, number, turns.clone()))
+                scope.spawn(move || run_client(url, number, versions.clone()))
             })
             .collect();
         threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
     });
-    took.sort_unstable();
-    (took.len() as u64, took[took.len() * 99 / 100])
+    latencies.sort_unstable();
+    (latencies.len() as u64, latencies[latencies.len() * 99 / 100])
 }
 
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
-fn a_thousand_hostile_connections_stop_nobody() {
-    let proof = Proof::begin("limits: a hostile crowd");
+fn daemon_serves_clients_despite_a_thousand_hostile_connections() {
+    let campaign = Proof::begin("limits: a hostile crowd");
     let folder = quick_folder();
     let root = folder.path().join("root");
     std::fs::create_dir(&root).unwrap();
@@ -81,66 +85,67 @@ fn a_thousand_hostile_connections_stop_nobody() {
     let options = PutOptions { durability: Durability::Disk, ..PutOptions::default() };
     let put = store.put_state_dict(&bait, &contents("bait", 1).part(0), &options).unwrap();
     let manifest = format!("bait/0-{}-{}/manifest.tssd", put.version, &put.id.to_string()[..16]);
-    all_work(&serve, &(1..TURNS), &address);
-    let (calls, calm) = all_work(&serve, &(TURNS..2 * TURNS), &address);
+    run_all_clients(&serve, &(1..CALLS_PER_CLIENT), &address);
+    let (calls, baseline_p99) =
+        run_all_clients(&serve, &(CALLS_PER_CLIENT..2 * CALLS_PER_CLIENT), &address);
     let (descriptors, threads, resident) =
         (serve.settled(&store), count(pid, "task"), serve.resident());
-    let place = format!("{} {address} {manifest}", socket.display());
-    let (mut rounds, mut most, mut attacked, mut worked) = (0, 0, Duration::ZERO, 0);
-    while proof.goes_on(rounds, 1) {
-        // A process of their own: what it was given is watched until it has ended.
-        let crowd = Actor::start(&[], "hostile", &place);
-        let is_there = (0..1000).any(|_| {
+    let arguments = format!("{} {address} {manifest}", socket.display());
+    let (mut rounds, mut peak_resident, mut attacked_p99, mut served) = (0, 0, Duration::ZERO, 0);
+    while campaign.goes_on(rounds, 1) {
+        // The attacker is a process of its own, whose end closes all its connections.
+        let attacker = Actor::start(&[], "hostile", &arguments);
+        let is_attacking = (0..1000).any(|_| {
             thread::sleep(Duration::from_millis(10));
-            count(pid, "fd") >= descriptors + HOSTILE as u64 / 3
+            count(pid, "fd") >= descriptors + HOSTILE_CONNECTIONS as u64 / 3
         });
-        assert!(is_there, "{} descriptors", count(pid, "fd"));
-        let is_over = AtomicBool::new(false);
+        assert!(is_attacking, "{} descriptors", count(pid, "fd"));
+        let is_done = AtomicBool::new(false);
         thread::scope(|scope| {
             let watch = scope.spawn(|| {
-                let (mut most, mut there) = (0, u64::MAX);
-                while !is_over.load(Ordering::Relaxed) {
-                    most = most.max(serve.resident());
-                    there = there.min(count(pid, "fd"));
+                let (mut peak_resident, mut fewest_descriptors) = (0, u64::MAX);
+                while !is_done.load(Ordering::Relaxed) {
+                    peak_resident = peak_resident.max(serve.resident());
+                    fewest_descriptors = fewest_descriptors.min(count(pid, "fd"));
                     thread::sleep(Duration::from_millis(20));
                 }
-                (most, there)
+                (peak_resident, fewest_descriptors)
             });
-            let from = (rounds + 2) * TURNS;
-            let (calls, p99) = all_work(&serve, &(from..from + TURNS), &address);
-            (attacked, worked) = (attacked.max(p99), worked + calls);
-            is_over.store(true, Ordering::Relaxed);
-            let (resident, there) = watch.join().unwrap();
-            most = most.max(resident);
+            let from = (rounds + 2) * CALLS_PER_CLIENT;
+            let (calls, p99) = run_all_clients(&serve, &(from..from + CALLS_PER_CLIENT), &address);
+            (attacked_p99, served) = (attacked_p99.max(p99), served + calls);
+            is_done.store(true, Ordering::Relaxed);
+            let (resident, fewest_descriptors) = watch.join().unwrap();
+            peak_resident = peak_resident.max(resident);
             assert!(
-                there > descriptors + HOSTILE as u64 / 4,
-                "they were there all the time: {there}"
+                fewest_descriptors > descriptors + HOSTILE_CONNECTIONS as u64 / 4,
+                "the attack was interrupted: {fewest_descriptors} descriptors"
             );
         });
-        drop(crowd);
+        drop(attacker);
         serve.settles_at(descriptors, &store);
         rounds += 1;
     }
-    assert_eq!(worked, calls * rounds);
-    let grown = most.saturating_sub(resident);
-    assert!(grown <= 64 << 20, "{most} bytes, {resident} before");
-    let is_calm = (0..1500).any(|_| {
+    assert_eq!(served, calls * rounds);
+    let growth = peak_resident.saturating_sub(resident);
+    assert!(growth <= 64 << 20, "{peak_resident} bytes, {resident} before");
+    let is_idle = (0..1500).any(|_| {
         thread::sleep(Duration::from_millis(10));
         count(pid, "task") <= threads
     });
-    assert!(is_calm, "{} threads, {threads} before", count(pid, "task"));
+    assert!(is_idle, "{} threads, {threads} before", count(pid, "task"));
 
-    proof.end(json!({
-        "at once": HOSTILE, "ways to be hostile": WAYS,
-        "honest calls": worked, "failed": 0, "rounds": rounds,
-        "p99 in ms before": calm.as_millis(), "p99 in ms meanwhile": attacked.as_millis(),
-        "MiB more at most": grown >> 20, "left behind": 0,
+    campaign.end(json!({
+        "at once": HOSTILE_CONNECTIONS, "ways to be hostile": WAYS,
+        "honest calls": served, "failed": 0, "rounds": rounds,
+        "p99 in ms before": baseline_p99.as_millis(), "p99 in ms meanwhile": attacked_p99.as_millis(),
+        "MiB more at most": growth >> 20, "left behind": 0,
     }));
 }
 
-/// A process that keeps up so many hostile connections to a socket and to an address, until it is killed.
-pub(super) fn attack(place: &str) {
-    let [socket, address, manifest] = *place.split(' ').collect::<Vec<_>>() else { panic!() };
+/// Keeps hostile connections to a socket and to an address open, until the process is killed.
+pub(super) fn attack(arguments: &str) {
+    let [socket, address, manifest] = *arguments.split(' ').collect::<Vec<_>>() else { panic!() };
     let connect = |index: usize| {
         let way = index / 2;
         let hostile = if index.is_multiple_of(2) {
@@ -150,7 +155,7 @@ pub(super) fn attack(place: &str) {
         };
         hostile.ok()
     };
-    let mut hostile: Vec<Option<Hostile>> = (0..HOSTILE).map(connect).collect();
+    let mut hostile: Vec<Option<Hostile>> = (0..HOSTILE_CONNECTIONS).map(connect).collect();
     loop {
         for (index, each) in hostile.iter_mut().enumerate() {
             if !each.as_mut().is_some_and(Hostile::go_on) {

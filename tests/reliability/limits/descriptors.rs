@@ -1,4 +1,4 @@
-//! 64 descriptors, for a daemon or for a client, and a crowd that wants more.
+//! A daemon and a client that may open 64 descriptors, and that need more.
 
 use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;
@@ -16,10 +16,10 @@ use super::holdings::assert_typed;
 use super::processes::{Actor, count};
 use crate::contents::Contents;
 
-/// How many come at once.
-const CROWD: usize = 220;
+/// Number of simultaneous connections.
+const CONNECTIONS: usize = 220;
 
-/// Archives that have a segment each.
+/// Elements of a tensor. An archive of this size has a segment of its own.
 const ELEMENTS: u64 = 9000;
 
 const PRLIMIT: [&str; 2] = ["prlimit", "--nofile=64"];
@@ -39,27 +39,27 @@ fn get(store: &Store, name: &str) -> tssd_store::Result<tssd_format::StateDict> 
     Ok(dict)
 }
 
-/// Whatever the want of descriptors leads to.
-const KINDS: [ErrorKind; 3] = [ErrorKind::Io, ErrorKind::Busy, ErrorKind::Unreachable];
+/// Kinds of errors that exhausted descriptors may lead to.
+const EXPECTED_KINDS: [ErrorKind; 3] = [ErrorKind::Io, ErrorKind::Busy, ErrorKind::Unreachable];
 
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
-fn who_has_no_descriptors_left_says_so_and_goes_on() {
-    let proof = Proof::begin("limits: descriptors");
+fn descriptor_exhaustion_is_reported_and_recoverable() {
+    let campaign = Proof::begin("limits: descriptors");
     let (mut rounds, mut counts) = (0, BTreeMap::<&str, u64>::new());
-    while proof.goes_on(rounds, 2) {
+    while campaign.goes_on(rounds, 2) {
         daemon(&mut counts);
         client(&mut counts);
         rounds += 1;
     }
     let mut figures = json!({ "rounds": rounds, "descriptors": 64, "left open": 0 });
-    for (what, count) in counts {
-        figures[what] = count.into();
+    for (name, count) in counts {
+        figures[name] = count.into();
     }
-    proof.end(figures);
+    campaign.end(figures);
 }
 
-/// A daemon with few, and many clients.
+/// Connects many clients to a daemon with few descriptors.
 fn daemon(counts: &mut BTreeMap<&str, u64>) {
     let folder = quick_folder();
     let serve = Serve::under(&PRLIMIT, folder.path(), &["--memory-limit", "256MB"]);
@@ -69,10 +69,10 @@ fn daemon(counts: &mut BTreeMap<&str, u64>) {
     put(&writer, "policy").unwrap();
     get(&reader, "policy").unwrap();
     let (before, threads) = (count(pid, "fd"), count(pid, "task"));
-    // Some say nothing, some are clients like any other.
+    // Half of them are silent, the others are ordinary clients.
     let silent: Vec<UnixStream> =
-        (0..CROWD / 2).map(|_| UnixStream::connect(socket).unwrap()).collect();
-    let crowd: Vec<_> = (0..CROWD / 2)
+        (0..CONNECTIONS / 2).map(|_| UnixStream::connect(socket).unwrap()).collect();
+    let clients: Vec<_> = (0..CONNECTIONS / 2)
         .map(|_| {
             let url = serve.url.clone();
             thread::spawn(move || {
@@ -82,40 +82,40 @@ fn daemon(counts: &mut BTreeMap<&str, u64>) {
             })
         })
         .collect();
-    // Whoever was there before goes on, as far as that needs no descriptors.
+    // Earlier clients are still served, as far as that needs no descriptors.
     for _ in 0..20 {
         get(&reader, "policy").unwrap();
         match put(&writer, "policy") {
             Ok(()) => *counts.entry("puts meanwhile").or_default() += 1,
             Err(error) => {
-                assert_typed(&error, &KINDS);
+                assert_typed(&error, &EXPECTED_KINDS);
                 *counts.entry("puts refused").or_default() += 1;
             }
         }
     }
     *counts.entry("gets meanwhile").or_default() += 20;
-    let mut inside = Vec::new();
-    for client in crowd {
+    let mut connected = Vec::new();
+    for client in clients {
         match client.join().unwrap() {
             Ok(store) => {
                 *counts.entry("clients served").or_default() += 1;
-                inside.push(store);
+                connected.push(store);
             }
             Err(error) => {
-                assert_typed(&error, &KINDS);
+                assert_typed(&error, &EXPECTED_KINDS);
                 *counts.entry("clients refused").or_default() += 1;
             }
         }
     }
-    drop((silent, inside));
-    // The crowd has gone: all is as it was.
-    let calm = || count(pid, "fd") <= before && count(pid, "task") <= threads + 1;
-    let is_calm = (0..1000).any(|_| {
+    drop((silent, connected));
+    // After all connections are closed, the daemon has as many descriptors and threads as before.
+    let is_settled = || count(pid, "fd") <= before && count(pid, "task") <= threads + 1;
+    let has_settled = (0..1000).any(|_| {
         thread::sleep(Duration::from_millis(10));
-        calm()
+        is_settled()
     });
     assert!(
-        is_calm,
+        has_settled,
         "{} descriptors, {before} before; {} threads, {threads} before",
         count(pid, "fd"),
         count(pid, "task")
@@ -127,7 +127,7 @@ fn daemon(counts: &mut BTreeMap<&str, u64>) {
     }
 }
 
-/// A client with few, and many versions.
+/// Reads many versions in a client with few descriptors.
 fn client(counts: &mut BTreeMap<&str, u64>) {
     let folder = quick_folder();
     let serve = Serve::start(folder.path(), &[]);
@@ -136,8 +136,8 @@ fn client(counts: &mut BTreeMap<&str, u64>) {
     for number in 0..VERSIONS {
         put(&store, &format!("k{number}")).unwrap();
     }
-    let words = Actor::start(&PRLIMIT, "few descriptors", &serve.url).words();
-    let [held, refused] = words.as_slice() else { panic!("{words:?}") };
+    let output = Actor::start(&PRLIMIT, "few descriptors", &serve.url).words();
+    let [held, refused] = output.as_slice() else { panic!("{output:?}") };
     *counts.entry("versions held with 64").or_default() += held;
     *counts.entry("gets refused with 64").or_default() += refused;
     store
@@ -148,38 +148,39 @@ fn client(counts: &mut BTreeMap<&str, u64>) {
     serve.settles_at(settled, &store);
 }
 
-/// How many versions a client reads and keeps.
+/// Number of versions that the client reads and retains.
 const VERSIONS: u64 = 100;
 
-/// A process with few descriptors: each version that it holds takes one. Says how many it held, and how many it could
-/// not get.
+/// Reads versions until no descriptor is left. Each version that is retained needs one.
+///
+/// Returns the number of versions retained and the number of failed reads.
 pub(super) fn read_until_there_are_none(url: &str) -> Vec<u64> {
-    let own = std::process::id();
+    let pid = std::process::id();
     let store = Store::connect(url).unwrap();
-    let (mut held, mut refused) = (Vec::new(), 0);
+    let (mut dicts, mut refused) = (Vec::new(), 0);
     for number in 0..VERSIONS {
         match get(&store, &format!("k{number}")) {
-            Ok(dict) => held.push(dict),
+            Ok(dict) => dicts.push(dict),
             Err(error) => {
-                assert_typed(&error, &KINDS);
+                assert_typed(&error, &EXPECTED_KINDS);
                 refused += 1;
             }
         }
     }
-    assert!(refused > 0, "{} of them fit", held.len());
-    let kept = held.len() as u64;
-    for (number, dict) in held.iter().enumerate() {
+    assert!(refused > 0, "{} versions needed no more descriptors", dicts.len());
+    let retained = dicts.len() as u64;
+    for (number, dict) in dicts.iter().enumerate() {
         contents(&format!("k{number}")).check(dict);
     }
-    drop((held, store));
-    // All is let go of, and there is room for others.
+    drop((dicts, store));
+    // Everything is released, so other versions can be read.
     let store = Store::connect(url).unwrap();
-    let before = count(own, "fd");
+    let before = count(pid, "fd");
     for number in (0..VERSIONS).rev().take(10) {
         drop(get(&store, &format!("k{number}")).unwrap());
     }
-    // Each version that was read stays mapped for the next time, and so do the manifests.
-    let after = count(own, "fd");
+    // Each version and its manifest stay mapped after a read, for the next one.
+    let after = count(pid, "fd");
     assert!(after <= before + 15, "{after} descriptors, {before} before");
-    vec![kept, refused]
+    vec![retained, refused]
 }

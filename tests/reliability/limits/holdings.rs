@@ -1,4 +1,4 @@
-//! A root that holds versions of several keys, and what a store says of each.
+//! Fixtures: a root with versions of several keys, and checks of what a store returns for each.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,7 +10,7 @@ use tssd_store::{Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOption
 
 use crate::contents::Contents;
 
-/// A key, how many writers its versions have, and how many elements their tensors.
+/// A key, the number of writers of its versions, and the number of elements of each tensor.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Holding {
     pub(super) key: &'static str,
@@ -28,7 +28,7 @@ impl Holding {
         Contents { key, version, writers, elements }
     }
 
-    /// Puts a version, by all of its writers.
+    /// Puts a version by all of its writers.
     pub(super) fn put(&self, store: &Store, version: u64) -> Result<(), Error> {
         for writer in 0..self.writers {
             let options = PutOptions {
@@ -49,7 +49,7 @@ impl Holding {
         Ok(())
     }
 
-    /// Gets a version, or the newest: if there is one, it is whole and right. Says which.
+    /// Gets a version, or the newest one, and checks its contents. Returns its number.
     pub(super) fn get(&self, store: &Store, version: Option<u64>) -> Result<u64, Error> {
         let options = GetOptions { version, ..GetOptions::default() };
         let (dict, report) = store.get_state_dict(&self.key(), &options)?;
@@ -58,18 +58,18 @@ impl Holding {
         Ok(report.version)
     }
 
-    /// Where its files are, below a root.
+    /// Returns the directory of the key, relative to the root.
     pub(super) fn folder(&self) -> String {
         self.key.replace('/', "%2F").replace(' ', "%20")
     }
 
-    /// Whether a path, below the root, is one of its files.
+    /// Returns whether a path, relative to the root, is in the directory of the key.
     pub(super) fn owns(&self, path: &Path) -> bool {
         path.starts_with(self.folder())
     }
 }
 
-/// Makes a root with so many versions of each, all of which are kept.
+/// Creates a root with this number of versions of each key. Retention keeps all of them.
 pub(super) fn fill(root: &Path, holdings: &[Holding], versions: u64) {
     fs::create_dir_all(root).unwrap();
     let store = Store::directory(root).unwrap();
@@ -82,7 +82,7 @@ pub(super) fn fill(root: &Path, holdings: &[Holding], versions: u64) {
     }
 }
 
-/// The files below a folder, sorted, by their paths below it.
+/// Returns the files below a directory, sorted, as relative paths.
 pub(super) fn files(folder: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     let mut folders = vec![PathBuf::new()];
@@ -101,7 +101,7 @@ pub(super) fn files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The records of a key's ledger, oldest first.
+/// Returns the records of the ledger of a key, oldest first.
 pub(super) fn records(root: &Path, holding: &Holding) -> Vec<PathBuf> {
     let is_record = |path: &PathBuf| {
         holding.owns(path) && path.extension().is_some_and(|extension| extension == "json")
@@ -109,18 +109,18 @@ pub(super) fn records(root: &Path, holding: &Holding) -> Vec<PathBuf> {
     files(root).into_iter().filter(is_record).collect()
 }
 
-/// What `tssd verify` says of a root, and of which files, by their paths below it.
+/// Runs `tssd verify` on a root. Returns the damaged files as relative paths, and their reports.
 pub(super) fn scrub(root: &Path) -> (BTreeSet<PathBuf>, Vec<serde_json::Value>) {
     let output = std::process::Command::new(tssd_tests::command::binary())
         .args(["verify", "--json"])
         .arg(root)
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     let all: Vec<serde_json::Value> =
-        serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {said}"));
+        serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {stderr}"));
     let damaged: Vec<_> = all.into_iter().filter(|file| file["ok"] == false).collect();
-    assert_eq!(output.status.code(), Some(i32::from(!damaged.is_empty())), "{said}");
+    assert_eq!(output.status.code(), Some(i32::from(!damaged.is_empty())), "{stderr}");
     let path = |file: &serde_json::Value| {
         let path = Path::new(file["path"].as_str().unwrap());
         path.strip_prefix(root).unwrap().to_owned()
@@ -128,7 +128,7 @@ pub(super) fn scrub(root: &Path) -> (BTreeSet<PathBuf>, Vec<serde_json::Value>) 
     (damaged.iter().map(path).collect(), damaged)
 }
 
-/// Errors that say what can be done, and where.
+/// Checks that an error has one of these kinds, and a message.
 pub(super) fn assert_typed(error: &Error, kinds: &[ErrorKind]) {
     assert!(kinds.contains(&error.kind()), "{:?}: {error}", error.kind());
     assert!(error.to_string().len() > 10, "{error}");

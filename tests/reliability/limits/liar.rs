@@ -1,4 +1,6 @@
-//! Peers that lie about memory: what comes is no memory, is another's, or changes; none of that ends anybody.
+//! Malicious peers that send descriptors which are no shared memory, or memory that changes.
+//!
+//! No peer may end because of them.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -25,20 +27,20 @@ use super::holdings::assert_typed;
 use super::processes::count;
 use crate::contents::Contents;
 
-/// What is promised of the memory.
+/// Size of the memory that the peer announces.
 const CAPACITY: u64 = 512 << 10;
 
 const ID: &str = "00000000000000000000000000000001";
 
-const ALL: SealFlags =
+const ALL_SEALS: SealFlags =
     SealFlags::FUTURE_WRITE.union(SealFlags::SHRINK).union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// Whatever a lie may lead to.
-const KINDS: [ErrorKind; 4] =
+/// Kinds of errors that an invalid descriptor may lead to.
+const EXPECTED_KINDS: [ErrorKind; 4] =
     [ErrorKind::Io, ErrorKind::Corrupt, ErrorKind::Unreachable, ErrorKind::Invalid];
 
 fn contents() -> Contents<'static> {
-    // An archive with a segment of its own.
+    // An archive of this size has a segment of its own.
     Contents { key: "policy", version: 1, writers: 1, elements: 9000 }
 }
 
@@ -58,8 +60,8 @@ fn read_only(memory: Option<OwnedFd>) -> Option<OwnedFd> {
     File::open(format!("/proc/self/fd/{}", memory.as_raw_fd())).ok().map(Into::into)
 }
 
-/// A descriptor that this process has anyway, by what the system calls it.
-fn own(kind: &str) -> Option<OwnedFd> {
+/// Duplicates an open descriptor of this process whose link in `/proc` contains `kind`.
+fn own_descriptor(kind: &str) -> Option<OwnedFd> {
     let process =
         rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).ok()?;
     let is_it = |entry: &fs::DirEntry| {
@@ -70,8 +72,8 @@ fn own(kind: &str) -> Option<OwnedFd> {
     rustix::process::pidfd_getfd(process, number, PidfdGetfdFlags::empty()).ok()
 }
 
-/// All kinds of what is not what it is said to be; those that this system does not have are left out.
-fn lies(folder: &Path) -> Vec<(&'static str, OwnedFd)> {
+/// Returns descriptors of every invalid kind that this system supports.
+fn invalid_descriptors(folder: &Path) -> Vec<(&'static str, OwnedFd)> {
     let none = MemfdFlags::empty();
     let file = |name: &str, flags: OFlags| {
         let path = folder.join(name);
@@ -103,11 +105,11 @@ fn lies(folder: &Path) -> Vec<(&'static str, OwnedFd)> {
             "memory that can be written",
             read_only(memory(CAPACITY, SealFlags::SHRINK | SealFlags::GROW, none)),
         ),
-        ("memory that is shorter", read_only(memory(CAPACITY - 1, ALL, none))),
-        ("memory that is longer", read_only(memory(CAPACITY + 1, ALL, none))),
-        ("memory of no bytes", read_only(memory(0, ALL, none))),
-        ("sealed memory to write", memory(CAPACITY, ALL, none)),
-        ("sealed memory of zeros", read_only(memory(CAPACITY, ALL, none))),
+        ("memory that is shorter", read_only(memory(CAPACITY - 1, ALL_SEALS, none))),
+        ("memory that is longer", read_only(memory(CAPACITY + 1, ALL_SEALS, none))),
+        ("memory of no bytes", read_only(memory(0, ALL_SEALS, none))),
+        ("sealed memory to write", memory(CAPACITY, ALL_SEALS, none)),
+        ("sealed memory of zeros", read_only(memory(CAPACITY, ALL_SEALS, none))),
         ("huge pages", huge.take()),
         ("a file", file("file", OFlags::empty())),
         ("a file to write and read", file("rw", OFlags::RDWR)),
@@ -124,8 +126,8 @@ fn lies(folder: &Path) -> Vec<(&'static str, OwnedFd)> {
             "a timer",
             rustix::time::timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::empty()).ok(),
         ),
-        ("a counter of events", own("[eventfd]")),
-        ("a set of events", own("[eventpoll]")),
+        ("a counter of events", own_descriptor("[eventfd]")),
+        ("a set of events", own_descriptor("[eventpoll]")),
         ("a process", rustix::process::pidfd_open(Pid::INIT, PidfdFlags::empty()).ok()),
         ("zeros without end", device("/dev/zero")),
         ("nothing", device("/dev/null")),
@@ -137,14 +139,14 @@ fn lies(folder: &Path) -> Vec<(&'static str, OwnedFd)> {
     kinds.into_iter().filter_map(|(kind, fd)| Some((kind, fd?))).collect()
 }
 
-/// A daemon that answers hello, then every request with the same, and what comes along.
-struct Liar {
+/// A daemon that answers `hello`, and every later request with the same reply and descriptors.
+struct MaliciousDaemon {
     _folder: TempDir,
     url: String,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Liar {
+impl MaliciousDaemon {
     fn new(head: String, fds: Vec<OwnedFd>) -> Self {
         let folder = quick_folder();
         let socket = folder.path().join("socket");
@@ -156,17 +158,17 @@ impl Liar {
             let (number, _) = raw.receive().unwrap();
             raw.send(&frame(3, number, welcome, b""));
             let mut fds = Some(fds);
-            while let Some((number, asked)) = raw.receive() {
-                let is_put = asked["op"] == "commit";
+            while let Some((number, request)) = raw.receive() {
+                let is_put = request["op"] == "commit";
                 let progress = r#"{"progress":{"visible":true,"missing":""}}"#;
-                let said = if is_put { progress } else { head.as_str() };
-                let mut bytes = frame(3, number, said, b"");
+                let reply = if is_put { progress } else { head.as_str() };
+                let mut bytes = frame(3, number, reply, b"");
                 match fds.take() {
                     Some(fds) if !fds.is_empty() => {
                         bytes[5] = u8::try_from(fds.len()).unwrap();
                         raw.send_with(&bytes, &fds);
                     }
-                    _ if asked["op"].is_string() => raw.send(&bytes),
+                    _ if request["op"].is_string() => raw.send(&bytes),
                     _ => {}
                 }
             }
@@ -184,27 +186,27 @@ impl Liar {
     }
 }
 
-impl Drop for Liar {
+impl Drop for MaliciousDaemon {
     fn drop(&mut self) {
-        // Nobody may have come.
+        // If no client has connected, the thread still accepts.
         let _ = UnixStream::connect(self.url.strip_prefix("unix:").unwrap());
         let ended = self.thread.take().unwrap().join();
         drop(ended);
     }
 }
 
-fn leased(offset: u64, len: u64, segments: &str) -> String {
+fn leased_reply(offset: u64, len: u64, segments: &str) -> String {
     format!(
         r#"{{"leased":{{"lease":"{ID}","id":"{ID}","archives":{{}},"segments":{segments},
             "manifest":{{"segment":3,"offset":{offset},"len":{len}}}}}}}"#
     )
 }
 
-fn shared(capacity: u64) -> String {
+fn segments_json(capacity: u64) -> String {
     format!(r#"[{{"segment":3,"capacity":{capacity}}}]"#)
 }
 
-fn begun(capacity: u64) -> String {
+fn begun_reply(capacity: u64) -> String {
     format!(
         r#"{{"begun":{{"contribution":1,"id":"{ID}","epoch":0,"number":1,
             "room":{{"segment":{{"segment":3,"capacity":{capacity}}}}}}}}}"#
@@ -213,45 +215,47 @@ fn begun(capacity: u64) -> String {
 
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
-fn who_lies_about_memory_harms_nobody() {
-    let proof = Proof::begin("limits: lies about memory");
-    let own = std::process::id();
-    let (mut rounds, mut kinds, mut told, mut timed, mut sent) = (0, 0, 0, 0, 0);
-    while proof.goes_on(rounds, 1) {
-        let before = count(own, "fd");
-        (kinds, told) = to_clients(told);
-        timed += in_time();
-        let is_flat = (0..200).any(|_| {
+fn invalid_shared_memory_harms_no_process() {
+    let campaign = Proof::begin("limits: lies about memory");
+    let pid = std::process::id();
+    let (mut rounds, mut kinds, mut cases, mut resized, mut sent) = (0, 0, 0, 0, 0);
+    while campaign.goes_on(rounds, 1) {
+        let before = count(pid, "fd");
+        (kinds, cases) = attack_clients(cases);
+        resized += resize_during_puts();
+        let is_settled = (0..200).any(|_| {
             thread::sleep(Duration::from_millis(10));
-            count(own, "fd") <= before
+            count(pid, "fd") <= before
         });
-        assert!(is_flat, "{} descriptors, {before} before", count(own, "fd"));
-        sent += to_daemon();
+        assert!(is_settled, "{} descriptors, {before} before", count(pid, "fd"));
+        sent += attack_daemon();
         rounds += 1;
     }
     assert!(kinds >= 24, "{kinds} kinds");
-    proof.end(json!({
-        "kinds of descriptors": kinds, "lies to clients": told, "lies in time": timed,
+    campaign.end(json!({
+        "kinds of descriptors": kinds, "lies to clients": cases, "lies in time": resized,
         "descriptors sent to a daemon": sent, "killed": 0, "left open": 0, "rounds": rounds,
     }));
 }
 
-/// Each kind in place of memory to read, and of memory to write; and lies about lengths and places.
-fn to_clients(mut told: u64) -> (u64, u64) {
+/// Sends clients each invalid descriptor in place of memory, and invalid lengths and offsets.
+fn attack_clients(mut cases: u64) -> (u64, u64) {
     let folder = quick_folder();
-    let kinds = lies(folder.path()).len() as u64;
+    let kinds = invalid_descriptors(folder.path()).len() as u64;
     for number in 0..usize::try_from(kinds).unwrap() {
-        // Each is given away.
-        let lie = || lies(folder.path()).swap_remove(number);
-        let (name, fd) = lie();
-        let error = Liar::new(leased(0, 4096, &shared(CAPACITY)), vec![fd]).get().expect_err(name);
-        assert_typed(&error, &KINDS);
-        let (name, fd) = lie();
-        let error = Liar::new(begun(CAPACITY), vec![fd]).put().expect_err(name);
-        assert_typed(&error, &KINDS);
-        told += 2;
+        // Each descriptor is moved to the daemon.
+        let invalid = || invalid_descriptors(folder.path()).swap_remove(number);
+        let (name, fd) = invalid();
+        let error = MaliciousDaemon::new(leased_reply(0, 4096, &segments_json(CAPACITY)), vec![fd])
+            .get()
+            .expect_err(name);
+        assert_typed(&error, &EXPECTED_KINDS);
+        let (name, fd) = invalid();
+        let error = MaliciousDaemon::new(begun_reply(CAPACITY), vec![fd]).put().expect_err(name);
+        assert_typed(&error, &EXPECTED_KINDS);
+        cases += 2;
     }
-    let sealed = || read_only(memory(CAPACITY, ALL, MemfdFlags::empty())).unwrap();
+    let sealed = || read_only(memory(CAPACITY, ALL_SEALS, MemfdFlags::empty())).unwrap();
     let most = u64::MAX;
     for (offset, len, capacity) in [
         (0, CAPACITY + 1, CAPACITY),
@@ -265,34 +269,41 @@ fn to_clients(mut told: u64) -> (u64, u64) {
         (0, most, most),
         (CAPACITY - 1, 1, CAPACITY),
     ] {
-        let error =
-            Liar::new(leased(offset, len, &shared(capacity)), vec![sealed()]).get().unwrap_err();
-        assert_typed(&error, &KINDS);
-        told += 1;
+        let error = MaliciousDaemon::new(
+            leased_reply(offset, len, &segments_json(capacity)),
+            vec![sealed()],
+        )
+        .get()
+        .unwrap_err();
+        assert_typed(&error, &EXPECTED_KINDS);
+        cases += 1;
     }
     for capacity in [0, 1, CAPACITY / 2, most] {
-        let lent = memory(capacity.min(CAPACITY), SealFlags::empty(), MemfdFlags::empty()).unwrap();
-        let error = Liar::new(begun(capacity), vec![lent]).put().unwrap_err();
-        assert_typed(&error, &KINDS);
-        told += 1;
+        let segment =
+            memory(capacity.min(CAPACITY), SealFlags::empty(), MemfdFlags::empty()).unwrap();
+        let error = MaliciousDaemon::new(begun_reply(capacity), vec![segment]).put().unwrap_err();
+        assert_typed(&error, &EXPECTED_KINDS);
+        cases += 1;
     }
-    // More or fewer than are said, and far too many.
-    for many in [0, 2, 64] {
-        let fds = (0..many).map(|_| sealed()).collect();
-        let error = Liar::new(leased(0, 4096, &shared(CAPACITY)), fds).get().unwrap_err();
-        assert_typed(&error, &KINDS);
-        told += 1;
+    // Fewer or more descriptors than announced, and the most that a message may have.
+    for fd_count in [0, 2, 64] {
+        let fds = (0..fd_count).map(|_| sealed()).collect();
+        let error = MaliciousDaemon::new(leased_reply(0, 4096, &segments_json(CAPACITY)), fds)
+            .get()
+            .unwrap_err();
+        assert_typed(&error, &EXPECTED_KINDS);
+        cases += 1;
     }
-    (kinds, told)
+    (kinds, cases)
 }
 
-/// Memory that is cut and grown all the time, while somebody writes to it.
-fn in_time() -> u64 {
-    let tries = 60;
-    let mut made = 0;
-    for _ in 0..tries {
-        let lent = memory(CAPACITY, SealFlags::empty(), MemfdFlags::empty()).unwrap();
-        let cut = lent.try_clone().unwrap();
+/// Truncates and extends memory all the time while a client writes to it.
+fn resize_during_puts() -> u64 {
+    let attempts = 60;
+    let mut accepted = 0;
+    for _ in 0..attempts {
+        let segment = memory(CAPACITY, SealFlags::empty(), MemfdFlags::empty()).unwrap();
+        let cut = segment.try_clone().unwrap();
         let is_over = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -301,42 +312,43 @@ fn in_time() -> u64 {
                     let _ = rustix::fs::ftruncate(&cut, CAPACITY);
                 }
             });
-            match Liar::new(begun(CAPACITY), vec![lent]).put() {
-                Ok(()) => made += 1,
-                Err(error) => assert_typed(&error, &KINDS),
+            match MaliciousDaemon::new(begun_reply(CAPACITY), vec![segment]).put() {
+                Ok(()) => accepted += 1,
+                Err(error) => assert_typed(&error, &EXPECTED_KINDS),
             }
             is_over.store(true, Ordering::Relaxed);
         });
     }
-    assert!(made > 0, "not one of {tries} came so far");
-    tries
+    assert!(accepted > 0, "none of {attempts} puts succeeded");
+    attempts
 }
 
-/// A client may send no descriptor, and can do nothing to the memory that it is lent; a daemon closes what comes.
-fn to_daemon() -> u64 {
+/// Sends descriptors to a daemon, which must close them, and tries to change memory that it shares.
+fn attack_daemon() -> u64 {
     let folder = quick_folder();
     let serve = Serve::start(folder.path(), &[]);
     let socket = Path::new(serve.url.strip_prefix("unix:").unwrap());
-    let honest = serve.connect();
+    let client = serve.connect();
     let put =
-        || honest.put_state_dict(&key(), &contents().part(0), &PutOptions::default()).unwrap();
+        || client.put_state_dict(&key(), &contents().part(0), &PutOptions::default()).unwrap();
     put();
-    let settled = serve.settled(&honest);
+    let idle_descriptors = serve.settled(&client);
     let mut sent = 0;
     let status = frame(1, 2, r#"{"op":"status"}"#, b"");
-    for many in [1, 3, 64, 65, 253] {
-        for (_, fd) in lies(folder.path()) {
-            let fds: Vec<_> = (0..many).map(|_| fd.as_fd()).collect();
+    for fd_count in [1, 3, 64, 65, 253] {
+        for (_, fd) in invalid_descriptors(folder.path()) {
+            let fds: Vec<_> = (0..fd_count).map(|_| fd.as_fd()).collect();
             for is_greeted in [false, true] {
                 let mut raw = if is_greeted { Raw::greet(socket) } else { Raw::connect(socket) };
                 for _ in 0..4 {
-                    // Half a frame each time: the daemon waits for more, and more descriptors come.
+                    // Half a frame each time: the daemon waits for the rest while more descriptors
+                    // arrive.
                     if !raw.send_with(&status[..7], &fds) {
                         break;
                     }
-                    sent += many;
+                    sent += fd_count;
                 }
-                assert!(count(serve.process.id(), "fd") < settled + 600);
+                assert!(count(serve.process.id(), "fd") < idle_descriptors + 600);
                 assert!(raw.is_ended());
             }
         }
@@ -347,22 +359,22 @@ fn to_daemon() -> u64 {
             "timeout":{{"secs":1,"nanos":0}}}}}}"#
     );
     let (answer, fds) = raw.ask_for_descriptors(&begin);
-    let mut lent = File::from(fds.into_iter().next().unwrap());
-    assert!(lent.set_len(0).is_err() && lent.set_len(CAPACITY * 8).is_err());
-    lent.write_all(b"no archive").unwrap();
-    // What it holes reads as zeros.
+    let mut segment = File::from(fds.into_iter().next().unwrap());
+    assert!(segment.set_len(0).is_err() && segment.set_len(CAPACITY * 8).is_err());
+    segment.write_all(b"no archive").unwrap();
+    // Punched holes read as zeros.
     let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    let _ = rustix::fs::fallocate(&lent, punch, 0, CAPACITY);
+    let _ = rustix::fs::fallocate(&segment, punch, 0, CAPACITY);
     let contribution = &answer["begun"]["contribution"];
     let commit = format!(r#"{{"op":"commit","contribution":{contribution},"digest":"{ID}"}}"#);
     assert_eq!(raw.ask(6, &commit)["failed"]["kind"], "rejected");
-    // What it was lent is the daemon's again once it says that it has nothing of it any more.
+    // The daemon reuses the memory after the client says that it no longer has it mapped.
     raw.send(&frame(4, 0, r#"{"op":"goodbye"}"#, b""));
-    drop((raw, lent));
+    drop((raw, segment));
     put();
-    let (dict, _) = honest.get_state_dict(&key(), &GetOptions::default()).unwrap();
+    let (dict, _) = client.get_state_dict(&key(), &GetOptions::default()).unwrap();
     contents().check(&dict);
     drop(dict);
-    serve.settles_at(settled, &honest);
+    serve.settles_at(idle_descriptors, &client);
     sent
 }

@@ -1,4 +1,4 @@
-//! File systems that end: a tmpfs of so many bytes, and an ext4 in a file.
+//! Small file systems: a tmpfs with a size limit, and an ext4 in a file.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use rustix::fs::{FallocateFlags, fallocate, statvfs};
 use tempfile::TempDir;
 use tssd_tests::command::quick_folder;
 
-/// A file system of a few MiB of its own; it goes with this.
+/// A mounted file system of a few MiB. Unmounted on drop.
 pub(super) struct Mounted {
     pub(super) kind: &'static str,
     folder: TempDir,
@@ -24,7 +24,7 @@ fn run(program: &str, args: &[&str], path: &Path) -> Result<(), String> {
 }
 
 impl Mounted {
-    /// A tmpfs.
+    /// Mounts a tmpfs.
     pub(super) fn tmpfs(mib: u64) -> Result<Self, String> {
         let mounted = Self { kind: "tmpfs", folder: quick_folder() };
         fs::create_dir(mounted.root()).unwrap();
@@ -33,7 +33,7 @@ impl Mounted {
         Ok(mounted)
     }
 
-    /// An ext4 with blocks of 1 KiB in a file.
+    /// Mounts an ext4 with blocks of 1 KiB, from an image file.
     pub(super) fn ext4(mib: u64) -> Result<Self, String> {
         let mounted = Self { kind: "ext4", folder: quick_folder() };
         fs::create_dir(mounted.root()).unwrap();
@@ -48,18 +48,18 @@ impl Mounted {
         self.folder.path().join("root")
     }
 
-    /// How many bytes are free.
+    /// Returns the free space in bytes.
     fn free(&self) -> u64 {
         let status = statvfs(self.root()).unwrap();
         status.f_bavail * status.f_frsize
     }
 
-    /// Leaves no more than so many bytes free, until the result is dropped.
+    /// Fills the file system up to this number of free bytes, until the result is dropped.
     pub(super) fn fill(&self, free: u64) -> Ballast {
         let path = self.root().join("ballast");
         let file = File::create(&path).unwrap();
         let mut len = self.free().saturating_sub(free);
-        // What a file system needs for itself is not known before.
+        // The overhead of the file system is not known in advance.
         while len > 0 && fallocate(&file, FallocateFlags::empty(), 0, len).is_err() {
             len = len.saturating_sub(1024);
         }
@@ -69,7 +69,7 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // The loop device goes with it.
+        // This also detaches the loop device.
         let unmounted = run("umount", &[], &self.root());
         if unmounted.is_err() {
             let _ = run("umount", &["-l"], &self.root());
@@ -78,7 +78,7 @@ impl Drop for Mounted {
     }
 }
 
-/// What fills a disk.
+/// A file that fills a disk. Removed on drop.
 pub(super) struct Ballast(PathBuf);
 
 impl Drop for Ballast {

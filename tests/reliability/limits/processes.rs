@@ -1,4 +1,4 @@
-//! This program again, as a client with limits of its own; and what the system says of processes.
+//! This program as a client process with its own limits, and entries of `/proc`.
 
 use std::fs;
 use std::io::Read;
@@ -7,20 +7,20 @@ use std::process::{Child, Command, Stdio};
 
 use tssd_tests::command::end;
 
-/// Names for what a process does, and with which store.
+/// Environment variables: the role of a process, and the URL of its store.
 pub(super) const ROLE: &str = "TSSD_LIMITS_ROLE";
 pub(super) const URL: &str = "TSSD_LIMITS_URL";
 
-/// A process; it is killed with this.
+/// A client process. Killed on drop.
 pub(super) struct Actor(Child);
 
 impl Actor {
-    /// Starts it by another program, which becomes it.
-    pub(super) fn start(by: &[&str], role: &str, url: &str) -> Self {
-        let own = std::env::current_exe().unwrap();
-        let words = [by, &[own.to_str().unwrap()]].concat();
-        let child = Command::new(words[0])
-            .args(&words[1..])
+    /// Starts the process through another program, which executes it.
+    pub(super) fn start(prefix: &[&str], role: &str, url: &str) -> Self {
+        let program = std::env::current_exe().unwrap();
+        let command_line = [prefix, &[program.to_str().unwrap()]].concat();
+        let child = Command::new(command_line[0])
+            .args(&command_line[1..])
             .args(["limits::processes::process", "--exact", "--ignored", "--nocapture"])
             .env(ROLE, role)
             .env(URL, url)
@@ -29,14 +29,14 @@ impl Actor {
         Self(child.unwrap())
     }
 
-    /// The words that it says at its end.
+    /// Waits for the end of the process. Returns the numbers that it has printed.
     pub(super) fn words(mut self) -> Vec<u64> {
-        let mut said = String::new();
-        self.0.stdout.take().unwrap().read_to_string(&mut said).unwrap();
-        assert!(self.0.wait().unwrap().success(), "{said}");
-        let line = said.lines().find_map(|line| line.split_once("COUNTED "));
-        let words = line.unwrap_or_else(|| panic!("{said}")).1.split_whitespace();
-        words.map(|word| word.parse().unwrap()).collect()
+        let mut output = String::new();
+        self.0.stdout.take().unwrap().read_to_string(&mut output).unwrap();
+        assert!(self.0.wait().unwrap().success(), "{output}");
+        let line = output.lines().find_map(|line| line.split_once("COUNTED "));
+        let numbers = line.unwrap_or_else(|| panic!("{output}")).1.split_whitespace();
+        numbers.map(|word| word.parse().unwrap()).collect()
     }
 }
 
@@ -51,17 +51,17 @@ impl Drop for Actor {
 fn process() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let url = std::env::var(URL).unwrap();
-    let words = match role.as_str() {
+    let counts = match role.as_str() {
         "hostile" => return super::crowd::attack(&url),
         "few descriptors" => super::descriptors::read_until_there_are_none(&url),
         "little memory" => super::group::put_until_there_is_none(&url),
         other => panic!("{other}"),
     };
-    let words: Vec<String> = words.iter().map(u64::to_string).collect();
-    println!("COUNTED {}", words.join(" "));
+    let counts: Vec<String> = counts.iter().map(u64::to_string).collect();
+    println!("COUNTED {}", counts.join(" "));
 }
 
-/// How many entries a process has in a folder of /proc: descriptors, threads.
+/// Returns the number of entries in a directory of `/proc/PID`, such as `fd` or `task`.
 pub(super) fn count(pid: u32, folder: &str) -> u64 {
     fs::read_dir(Path::new("/proc").join(pid.to_string()).join(folder)).unwrap().count() as u64
 }

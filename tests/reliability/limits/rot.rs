@@ -1,5 +1,7 @@
-//! Bits that flip at rest: `tssd verify` names the files, and the tensors, and no others; what is damaged is not handed
-//! over; all else is.
+//! Bit flips at rest.
+//!
+//! `tssd verify` names exactly the damaged files and tensors. A store returns no damaged bytes, and
+//! returns everything else.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -19,12 +21,12 @@ use tssd_tests::served::Served;
 use super::holdings::{Holding, assert_typed, files, fill, records, scrub};
 use crate::folder;
 
-/// How many bits CI wants to be flipped.
+/// Number of bit flips in CI.
 const FLIPS: u64 = 3000;
 
 const VERSIONS: u64 = 4;
 
-const HOLDINGS: [Holding; 4] = [
+const FIXTURES: [Holding; 4] = [
     Holding { key: "small", writers: 1, elements: 16 },
     Holding { key: "team/policy", writers: 2, elements: 500 },
     Holding { key: "of four", writers: 4, elements: 100 },
@@ -32,7 +34,7 @@ const HOLDINGS: [Holding; 4] = [
     Holding { key: "large", writers: 1, elements: 150_000 },
 ];
 
-/// A bit that is not as it was written.
+/// A flipped bit.
 struct Flip {
     path: PathBuf,
     byte: u64,
@@ -40,7 +42,7 @@ struct Flip {
 }
 
 impl Flip {
-    /// Flips it, or flips it back.
+    /// Flips the bit. A second call restores it.
     fn apply(&self, root: &Path) {
         let file = File::options().read(true).write(true).open(root.join(&self.path)).unwrap();
         let mut byte = [0];
@@ -49,10 +51,10 @@ impl Flip {
     }
 }
 
-/// The tensors of an archive: where their stored bytes are, and who they belong to.
-struct Tensors(Vec<(std::ops::Range<u64>, BTreeSet<String>)>);
+/// Byte ranges of the stored tensors of an archive, with the names of the tensors in each.
+struct TensorRanges(Vec<(std::ops::Range<u64>, BTreeSet<String>)>);
 
-impl Tensors {
+impl TensorRanges {
     fn of(path: &Path) -> Self {
         let archive = Archive::open(path).unwrap();
         let mut owners: BTreeMap<u32, BTreeSet<String>> = BTreeMap::new();
@@ -69,14 +71,14 @@ impl Tensors {
         Self(owners.into_iter().map(|(number, names)| (range(number), names)).collect())
     }
 
-    /// The chunk that a byte is of, if it is of any: where it begins, and whose it is.
+    /// Returns the start of the chunk that contains a byte, and the tensors in it.
     fn chunk(&self, byte: u64) -> Option<(u64, &BTreeSet<String>)> {
         let (range, names) = self.0.iter().find(|(range, _)| range.contains(&byte))?;
         Some((byte - (byte - range.start) % CHUNK_BYTES, names))
     }
 }
 
-/// What was counted.
+/// Counts of a campaign.
 #[derive(Default)]
 struct Counts {
     flips: u64,
@@ -88,50 +90,50 @@ struct Counts {
 
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
-fn rot_is_found_where_it_is_and_nowhere_else() {
-    let proof = Proof::begin("limits: rot");
-    let home = quick_folder();
-    let root = home.path().join("root");
-    fill(&root, &HOLDINGS, VERSIONS);
+fn verify_reports_exactly_the_files_with_flipped_bits() {
+    let campaign = Proof::begin("limits: rot");
+    let tempdir = quick_folder();
+    let root = tempdir.path().join("root");
+    fill(&root, &FIXTURES, VERSIONS);
     assert!(scrub(&root).0.is_empty());
     let mut stored = files(&root);
-    // Locks have no bits, and what a daemon says in its own is for nobody later.
+    // Lock files are empty. No one reads the file of the daemon after its end.
     stored
         .retain(|path| root.join(path).metadata().unwrap().len() > 0 && !path.ends_with(".daemon"));
     let is_archive = |path: &&PathBuf| {
         let manifest = path.file_name().is_some_and(|name| name == "manifest.tssd");
         path.extension().is_some_and(|extension| extension == "tssd") && !manifest
     };
-    let tensors: BTreeMap<&PathBuf, Tensors> = stored
+    let tensors: BTreeMap<&PathBuf, TensorRanges> = stored
         .iter()
         .filter(is_archive)
-        .map(|path| (path, Tensors::of(&root.join(path))))
+        .map(|path| (path, TensorRanges::of(&root.join(path))))
         .collect();
-    let (mut dice, mut counts, mut round) = (Dice::new(0x0707), Counts::default(), 0);
-    while proof.goes_on(counts.flips, FLIPS) {
-        // From one file alone to nearly all of them.
-        let sparse = 1 + dice.below(8);
+    let (mut rng, mut counts, mut round) = (Dice::new(0x0707), Counts::default(), 0);
+    while campaign.goes_on(counts.flips, FLIPS) {
+        // From a single file to nearly all files.
+        let sparsity = 1 + rng.below(8);
         let mut flips: Vec<Flip> = Vec::new();
         for path in &stored {
-            if dice.hits(sparse) {
+            if rng.hits(sparsity) {
                 let len = root.join(path).metadata().unwrap().len();
-                flips.push(Flip { path: path.clone(), byte: dice.below(len), bit: dice.below(8) });
+                flips.push(Flip { path: path.clone(), byte: rng.below(len), bit: rng.below(8) });
             }
         }
         for flip in &flips {
             flip.apply(&root);
         }
-        find(&root, &flips, &tensors, &mut counts);
+        check_verify_report(&root, &flips, &tensors, &mut counts);
         let store = Store::directory(&root).unwrap();
-        read(&store, &root, &flips, &mut counts);
+        check_reads(&store, &root, &flips, &mut counts);
         drop(store);
         if round % 4 == 0 {
-            // A daemon writes records as soon as somebody reads.
-            let copy = home.path().join("copy");
+            // A daemon writes records at the first read, so it gets a copy.
+            let copy = tempdir.path().join("copy");
             folder::copy(&root, &copy);
             let served = Served::over(&copy);
-            read(&served.connect(), &root, &flips, &mut counts);
-            read(&served.connect_far(), &root, &flips, &mut counts);
+            check_reads(&served.connect(), &root, &flips, &mut counts);
+            check_reads(&served.connect_far(), &root, &flips, &mut counts);
             drop(served);
             std::fs::remove_dir_all(copy).unwrap();
         }
@@ -141,23 +143,29 @@ fn rot_is_found_where_it_is_and_nowhere_else() {
         counts.flips += flips.len() as u64;
         round += 1;
     }
-    assert!(scrub(&root).0.is_empty(), "all is as it was");
+    assert!(scrub(&root).0.is_empty(), "all bits are restored");
     assert!(counts.served > 1000 && counts.refused > 1000 && counts.tensors > 500);
-    proof.end(json!({
+    campaign.end(json!({
         "bits flipped": counts.flips, "of them in tensors": counts.tensors, "in records": counts.records,
         "rounds": round, "files": stored.len(), "found": counts.flips, "named without cause": 0,
         "gets served": counts.served, "gets refused": counts.refused, "wrong bytes": 0,
     }));
 }
 
-/// `tssd verify` names the files with a flipped bit, each tensor by its name and the chunk by its place, and no others.
-fn find(root: &Path, flips: &[Flip], tensors: &BTreeMap<&PathBuf, Tensors>, counts: &mut Counts) {
-    let (found, said) = scrub(root);
+/// Checks that `tssd verify` reports exactly the files with flipped bits, with tensors and chunks.
+fn check_verify_report(
+    root: &Path,
+    flips: &[Flip],
+    tensors: &BTreeMap<&PathBuf, TensorRanges>,
+    counts: &mut Counts,
+) {
+    let (reported, report) = scrub(root);
     let flipped: BTreeSet<PathBuf> = flips.iter().map(|flip| flip.path.clone()).collect();
-    assert_eq!(found, flipped);
+    assert_eq!(reported, flipped);
     let by_path = |path: &Path| {
-        let is_it = |file: &&serde_json::Value| file["path"] == root.join(path).to_str().unwrap();
-        said.iter().find(is_it).unwrap()["damage"].as_array().unwrap()
+        let is_match =
+            |file: &&serde_json::Value| file["path"] == root.join(path).to_str().unwrap();
+        report.iter().find(is_match).unwrap()["damage"].as_array().unwrap()
     };
     for Flip { path, byte, .. } in flips {
         counts.records += u64::from(path.extension().is_some_and(|extension| extension == "json"));
@@ -165,7 +173,7 @@ fn find(root: &Path, flips: &[Flip], tensors: &BTreeMap<&PathBuf, Tensors>, coun
         else {
             continue;
         };
-        let [damage] = by_path(path).as_slice() else { panic!("{said:?}") };
+        let [damage] = by_path(path).as_slice() else { panic!("{report:?}") };
         assert_eq!(
             (&damage["rule"], &damage["byte"]),
             (&"F-090".into(), &start.into()),
@@ -176,21 +184,22 @@ fn find(root: &Path, flips: &[Flip], tensors: &BTreeMap<&PathBuf, Tensors>, coun
     }
 }
 
-/// What is not damaged is served, and what is damaged is not: not one wrong byte.
-fn read(store: &Store, root: &Path, flips: &[Flip], counts: &mut Counts) {
+/// Checks that undamaged versions are returned with the right bytes, and damaged ones are not.
+fn check_reads(store: &Store, root: &Path, flips: &[Flip], counts: &mut Counts) {
     let is_flipped = |path: &Path| flips.iter().any(|flip| flip.path == path);
-    for holding in &HOLDINGS {
-        // Who advances the ledger goes by the newest record alone.
-        let is_lost = records(root, holding).last().is_some_and(|newest| is_flipped(newest));
+    for holding in &FIXTURES {
+        // A store that advances the ledger reads its newest record only.
+        let is_ledger_damaged =
+            records(root, holding).last().is_some_and(|newest| is_flipped(newest));
         for version in 1..=VERSIONS {
             let folder = layout::version(&root.join(holding.folder()), &format!("0-{version}"));
             let is_damaged = flips.iter().any(|flip| root.join(&flip.path).starts_with(&folder));
             match holding.get(store, Some(version)) {
-                // Bytes that nobody needs may be damaged.
-                Ok(_) if !is_lost => counts.served += 1,
+                // The damaged bytes may be ones that the read does not need.
+                Ok(_) if !is_ledger_damaged => counts.served += 1,
                 Ok(_) => panic!("{holding:?}: whose ledger is damaged is not served"),
                 Err(error) => {
-                    assert!(is_lost || is_damaged, "{holding:?} {version}: {error}");
+                    assert!(is_ledger_damaged || is_damaged, "{holding:?} {version}: {error}");
                     assert_typed(&error, &[ErrorKind::Corrupt]);
                     counts.refused += 1;
                 }

@@ -1,27 +1,31 @@
-//! The fast checker: whether the history of a key is that of a store that does one thing at a time.
+//! The fast checker: decides whether the history of a key is that of a sequential store.
 //!
-//! Checking a history is hard in general. Here it takes little more than sorting, because contents tell which
-//! put they are, and so reads tell the number of each put that anybody has seen. Versions become visible in
-//! the order of their numbers, and where one version is kept, it is deleted before the next one comes: the
-//! order of all changes is known. What is not known is when each was made. So there is one line of positions,
-//! from nothing at all to the last change, and the store walks it in one direction while time passes:
+//! Checking linearizability is hard in general. Here it takes little more than sorting. The
+//! contents of a version identify its put, so reads reveal the number of each put that any client
+//! has observed. Versions become visible in the order of their numbers. Where one version is kept,
+//! it is deleted before the next one becomes visible. So the order of all changes is known, but not
+//! the time of each.
 //!
-//! - a change has been made when its answer is there, and not before it was asked;
-//! - a read is right if its answer is true at a position at which the store is between the asking and the
-//!   answer.
+//! The checker uses one timeline of positions, from the empty store to the last change. The store
+//! moves along it in one direction as time passes:
 //!
-//! The laziest walk decides: the one that goes on only when an answer says that it must have, and no farther
-//! than it must. Any other right walk is at each moment as far or farther, and what it passes during a read,
-//! the lazy one has passed as well or still can. So if the lazy walk fails, every walk does.
+//! - A change has been made when its response arrives, and not before its invocation.
+//! - A read is correct if its response is true at a position that the store has between the
+//!   invocation and the response.
 //!
-//! A version that several writers put together is a put that is asked as soon as its last part may have been. One
-//! that a label holds (`pins`) is there after it was displaced: no step of the walk, but two moments that the reads
-//! between them are compared with.
+//! The laziest walk decides. It advances only when a response requires it, and no farther than
+//! required. Any other correct walk is at each moment at the same position or farther. What it
+//! passes during a read, the lazy walk has passed as well, or still can. So if the lazy walk fails,
+//! every walk fails.
 //!
-//! A delete whose outcome is unknown is a change that the walk may pass by. A put whose outcome is unknown and
-//! whose contents nobody has ever seen may still have displaced older versions. It is taken into account where
-//! a number is missing from the line and a version is gone too early; how many of them there are is counted,
-//! but not when each came: this is the one place where the checker accepts more than
+//! A version of several writers counts as one put, which is invoked as soon as its last part may
+//! have been. A version with a label (`pins`) exists after newer versions have displaced it. That
+//! is no change on the timeline, but two moments with which the reads between them are compared.
+//!
+//! A delete of unknown outcome is a change that the walk may skip. A put of unknown outcome whose
+//! contents no client has observed may still have displaced older versions. It is considered where
+//! a number is missing on the timeline and a version disappears too early. Such puts are counted,
+//! but not located in time. This is the one place where the checker accepts more than
 //! [`oracle`](super::oracle).
 
 use std::collections::BTreeMap;
@@ -29,11 +33,11 @@ use std::collections::BTreeMap;
 use super::history::{Answer, Call, Operation, name_of};
 use super::pins::Pins;
 
-/// What cannot have come from a store that does one thing at a time.
+/// A response that no sequential store gives.
 #[derive(Debug)]
 pub(crate) struct Violation {
     pub(crate) rule: &'static str,
-    /// Where it showed.
+    /// The operation at which the violation was found.
     pub(crate) operation: Operation,
 }
 
@@ -41,30 +45,34 @@ fn violation<T>(rule: &'static str, operation: &Operation) -> Result<T, Violatio
     Err(Violation { rule, operation: operation.clone() })
 }
 
-/// Checks the history of a key of which so many versions are kept. Only where that is one, versions are deleted.
+/// Checks the history of a key of which `keep` versions are kept.
+///
+/// Only if `keep` is 1, the history may have deletes.
 pub(crate) fn check(keep: usize, operations: &[Operation]) -> Result<(), Violation> {
-    let puts = Puts::of(operations)?;
-    let line = Line::of(keep, operations, puts)?;
-    line.walk(operations)
+    let puts = Puts::from_operations(operations)?;
+    let timeline = Timeline::new(keep, operations, puts)?;
+    timeline.walk(operations)
 }
 
-/// Which put each visible version is.
+/// Puts of the visible versions, by id and by number.
 struct Puts {
-    by_name: BTreeMap<u32, Put>,
+    by_id: BTreeMap<u32, Put>,
     by_number: BTreeMap<u64, u32>,
     numbers: BTreeMap<u32, u64>,
 }
 
-/// What would make a version visible.
+/// A put that may have made a version visible.
 struct Put {
     asked: u64,
     answer: Option<Answer>,
 }
 
-/// Versions that several writers put together: as if one put each, asked when no part was missing any more.
+/// Combines the parts of each version of several writers into one put.
 ///
-/// A part that waits may be lost with its daemon, and be put again. One that fails has done nothing.
-fn together(operations: &[Operation]) -> BTreeMap<u32, Put> {
+/// The put counts as invoked at the earliest time by which every part was invoked. A part of an
+/// incomplete version may be lost with its daemon, and be put again. A part that fails has had no
+/// effect.
+fn combine_parts(operations: &[Operation]) -> BTreeMap<u32, Put> {
     let mut parts: BTreeMap<u64, Vec<&Operation>> = BTreeMap::new();
     let mut puts = BTreeMap::new();
     for operation in operations.iter().filter(|it| it.answer != Some(Answer::Failed)) {
@@ -73,15 +81,18 @@ fn together(operations: &[Operation]) -> BTreeMap<u32, Put> {
         }
     }
     for (number, parts) in parts {
-        // Whoever is told that it is visible was not there before.
-        let came = parts.iter().filter(|it| matches!(it.answer, None | Some(Answer::Waits)));
-        let first = |other: u32| {
-            let own = came.clone().filter(|it| it.call.writer() == Some(other));
-            own.map(|it| it.asked).min().unwrap_or(u64::MAX)
+        // A part whose response is that the version is visible was not stored while others were
+        // missing.
+        let pending_parts =
+            parts.iter().filter(|it| matches!(it.answer, None | Some(Answer::Waits)));
+        let first_call = |other: u32| {
+            let parts_of_writer =
+                pending_parts.clone().filter(|it| it.call.writer() == Some(other));
+            parts_of_writer.map(|it| it.asked).min().unwrap_or(u64::MAX)
         };
         let asked = |it: &&Operation| {
             let Call::Part { writer, of, .. } = it.call else { unreachable!("it is a part") };
-            let others = (0..of).filter(|other| *other != writer).map(first);
+            let others = (0..of).filter(|other| *other != writer).map(first_call);
             others.fold(it.asked, u64::max)
         };
         let last = parts.iter().filter(|it| it.answer != Some(Answer::Waits)).map(asked).min();
@@ -93,17 +104,17 @@ fn together(operations: &[Operation]) -> BTreeMap<u32, Put> {
 }
 
 impl Puts {
-    /// From what is seen of them, each answer by itself.
-    fn of(operations: &[Operation]) -> Result<Self, Violation> {
+    /// Collects the puts, and checks each response on its own.
+    fn from_operations(operations: &[Operation]) -> Result<Self, Violation> {
         let mut puts = Self {
-            by_name: together(operations),
+            by_id: combine_parts(operations),
             by_number: BTreeMap::new(),
             numbers: BTreeMap::new(),
         };
         for operation in operations {
             let Operation { call, asked, answer, .. } = *operation;
             if let Call::Put(put) = call
-                && puts.by_name.insert(put, Put { asked, answer }).is_some()
+                && puts.by_id.insert(put, Put { asked, answer }).is_some()
             {
                 return violation("two puts have one name", operation);
             }
@@ -128,73 +139,74 @@ impl Puts {
                 _ => {}
             }
             if let Some((number, put)) = operation.seen() {
-                puts.name(number, put, operation)?;
+                puts.observe(number, put, operation)?;
             }
         }
         Ok(puts)
     }
 
-    /// A put is seen under a number.
-    fn name(&mut self, number: u64, put: u32, seen: &Operation) -> Result<(), Violation> {
-        match self.by_name.get(&put) {
-            None => return violation("what is read was never put", seen),
+    /// Records that a put is observed under a number.
+    fn observe(&mut self, number: u64, put: u32, operation: &Operation) -> Result<(), Violation> {
+        match self.by_id.get(&put) {
+            None => return violation("what is read was never put", operation),
             Some(put) if put.answer == Some(Answer::Failed) => {
-                return violation("what is read is a put that has failed", seen);
+                return violation("what is read is a put that has failed", operation);
             }
             Some(_) => {}
         }
         if *self.by_number.entry(number).or_insert(put) != put {
-            return violation("two versions have one number", seen);
+            return violation("two versions have one number", operation);
         }
         if *self.numbers.entry(put).or_insert(number) != number {
-            return violation("one put is two versions", seen);
+            return violation("one put is two versions", operation);
         }
         Ok(())
     }
 
-    /// When the puts were asked that may be versions that nobody has seen.
-    fn unseen(&self) -> Vec<u64> {
-        let unseen = self
-            .by_name
+    /// Returns when the puts were invoked that may be versions which no client has observed.
+    fn unobserved(&self) -> Vec<u64> {
+        let unobserved = self
+            .by_id
             .iter()
-            .filter(|(name, put)| put.answer.is_none() && !self.numbers.contains_key(name));
-        let mut asked: Vec<u64> = unseen.map(|(_, put)| put.asked).collect();
+            .filter(|(id, put)| put.answer.is_none() && !self.numbers.contains_key(id));
+        let mut asked: Vec<u64> = unobserved.map(|(_, put)| put.asked).collect();
         asked.sort_unstable();
         asked
     }
 }
 
-/// All changes in their order. After the n-th of them the store is at position n.
-struct Line {
+/// All changes in order. After the n-th change the store is at position n.
+struct Timeline {
     keep: usize,
-    steps: Vec<Step>,
-    /// The numbers of the versions, ascending, and at which position each is the newest.
+    changes: Vec<Change>,
+    /// Numbers of the versions, ascending, and the position at which each is the newest.
     versions: Vec<(u64, usize)>,
-    /// How many versions have become visible by each position.
-    come: Vec<usize>,
-    /// The first position from each one on at which no version is visible.
-    empty: Vec<Option<usize>>,
-    /// The numbers that puts are seen under.
+    /// Number of versions that have become visible, by position.
+    visible_counts: Vec<usize>,
+    /// For each position, the first one from there on at which no version is visible.
+    first_empty: Vec<Option<usize>>,
+    /// Numbers under which puts are observed, by put.
     numbers: BTreeMap<u32, u64>,
-    unseen: Vec<u64>,
+    unobserved: Vec<u64>,
     pins: Pins,
 }
 
-/// One change: a version becomes visible, or is deleted.
-struct Step {
+/// A change: a version becomes visible, or is deleted.
+struct Change {
     asked: u64,
-    /// Whether it may never have been made.
+    /// Whether the change may never have been made.
     is_optional: bool,
     is_delete: bool,
 }
 
-impl Line {
-    fn of(keep: usize, operations: &[Operation], puts: Puts) -> Result<Self, Violation> {
-        // Of each number: when a delete was asked, and whether it is known to have deleted it.
+impl Timeline {
+    fn new(keep: usize, operations: &[Operation], puts: Puts) -> Result<Self, Violation> {
+        // By number: when a delete was invoked, and whether it is known to have deleted the
+        // version.
         let mut deletes: BTreeMap<u64, (u64, bool)> = BTreeMap::new();
         for operation in operations {
             let Call::Delete(number) = operation.call else { continue };
-            assert_eq!(keep, 1, "where more versions are kept, their order is not known");
+            assert_eq!(keep, 1, "the order of changes is unknown if more versions are kept");
             let is_known = match operation.answer {
                 None => false,
                 Some(Answer::Deleted) => true,
@@ -215,37 +227,46 @@ impl Line {
                 _ => drop(deletes.insert(number, (operation.asked, is_known))),
             }
         }
-        let (mut steps, mut versions) = (Vec::new(), Vec::new());
-        let mut come = vec![0];
+        let (mut changes, mut versions) = (Vec::new(), Vec::new());
+        let mut visible_counts = vec![0];
         for (number, put) in &puts.by_number {
-            let asked = puts.by_name[put].asked;
-            steps.push(Step { asked, is_optional: false, is_delete: false });
-            versions.push((*number, steps.len()));
-            come.push(versions.len());
+            let asked = puts.by_id[put].asked;
+            changes.push(Change { asked, is_optional: false, is_delete: false });
+            versions.push((*number, changes.len()));
+            visible_counts.push(versions.len());
             if let Some((asked, is_known)) = deletes.get(number) {
-                steps.push(Step { asked: *asked, is_optional: !is_known, is_delete: true });
-                come.push(versions.len());
+                changes.push(Change { asked: *asked, is_optional: !is_known, is_delete: true });
+                visible_counts.push(versions.len());
             }
         }
-        let mut empty = vec![None; come.len()];
+        let mut first_empty = vec![None; visible_counts.len()];
         let mut next = None;
-        for position in (0..come.len()).rev() {
-            if position.checked_sub(1).is_none_or(|step| steps[step].is_delete) {
+        for position in (0..visible_counts.len()).rev() {
+            if position.checked_sub(1).is_none_or(|change| changes[change].is_delete) {
                 next = Some(position);
             }
-            empty[position] = next;
+            first_empty[position] = next;
         }
-        let (unseen, pins) = (puts.unseen(), Pins::of(operations));
-        Ok(Self { keep, steps, versions, come, empty, numbers: puts.numbers, unseen, pins })
+        let (unobserved, pins) = (puts.unobserved(), Pins::of(operations));
+        Ok(Self {
+            keep,
+            changes,
+            versions,
+            visible_counts,
+            first_empty,
+            numbers: puts.numbers,
+            unobserved,
+            pins,
+        })
     }
 
-    /// The place of a version among all, if it is one.
+    /// Returns the index of a version, if one has this number.
     fn version(&self, number: u64) -> Option<usize> {
         self.versions.binary_search_by_key(&number, |(number, _)| *number).ok()
     }
 
-    /// The first position from one on at which the answer to a read is true.
-    fn first_true(&self, read: &Operation, from: usize) -> Option<usize> {
+    /// Returns the first position from `from` on at which the response of a read is true.
+    fn first_position(&self, read: &Operation, from: usize) -> Option<usize> {
         let not_before = |first: usize| (first >= from).then_some(first);
         match (read.call, read.answer?) {
             (Call::Newest | Call::Wait(..), Answer::Found(number, _)) => {
@@ -255,19 +276,23 @@ impl Line {
             | (Call::Numbered(_), Answer::Found(number, _)) => {
                 let version = self.version(number)?;
                 let first = self.versions[version].1.max(from);
-                (first < self.end(version)).then_some(first)
+                (first < self.displaced_at(version)).then_some(first)
             }
-            (Call::Newest, Answer::Nothing) => self.empty[from],
-            // Its version has not come, nor a higher one.
+            (Call::Newest, Answer::Nothing) => self.first_empty[from],
+            // Neither its version nor a higher one is visible.
             (Call::Part { number, .. }, Answer::Waits) => {
-                let newest = self.come[from].checked_sub(1).map(|version| self.versions[version].0);
+                let newest = self.visible_counts[from]
+                    .checked_sub(1)
+                    .map(|version| self.versions[version].0);
                 newest.is_none_or(|newest| newest < number).then_some(from)
             }
             (Call::Unpin(_), Answer::Done) => Some(from),
             (Call::Wait(number, _), Answer::Nothing) => {
-                let newest = self.come[from].checked_sub(1).map(|version| self.versions[version].0);
+                let newest = self.visible_counts[from]
+                    .checked_sub(1)
+                    .map(|version| self.versions[version].0);
                 let is_old = newest.is_none_or(|newest| newest < number);
-                if is_old { Some(from) } else { self.empty[from] }
+                if is_old { Some(from) } else { self.first_empty[from] }
             }
             (
                 Call::Numbered(number) | Call::Delete(number) | Call::Pin(number, _),
@@ -277,39 +302,42 @@ impl Line {
                 let is_released = self.pins.are_released(number, read.answered);
                 let is_true = |at: &usize| {
                     *at < self.versions[version].1
-                        || is_released && self.is_gone(version, *at, read.answered)
+                        || is_released && self.may_be_displaced(version, *at, read.answered)
                 };
-                (from..self.come.len()).find(is_true)
+                (from..self.visible_counts.len()).find(is_true)
             }
             _ => None,
         }
     }
 
-    /// The first position at which a version is gone, if no unseen one has come.
-    fn end(&self, version: usize) -> usize {
+    /// Returns the first position at which a version is displaced, without regard to unobserved versions.
+    fn displaced_at(&self, version: usize) -> usize {
         if self.keep == 1 {
             return self.versions[version].1 + 1;
         }
         let displacing = self.versions.get(version + self.keep);
-        displacing.map_or(self.come.len(), |(_, position)| *position)
+        displacing.map_or(self.visible_counts.len(), |(_, position)| *position)
     }
 
-    /// Whether a version that has been visible may be gone at a position and moment.
-    fn is_gone(&self, version: usize, at: usize, now: u64) -> bool {
-        if at >= self.end(version) {
+    /// Returns whether a version that was visible may have been displaced at a position and moment.
+    fn may_be_displaced(&self, version: usize, position: usize, now: u64) -> bool {
+        if position >= self.displaced_at(version) {
             return true;
         }
-        // Unseen ones have numbers between those that are seen.
-        let next = self.versions.get(self.come[at]).map_or(u64::MAX, |(number, _)| *number);
+        // Unobserved versions have numbers between those that are observed.
+        let next = self
+            .versions
+            .get(self.visible_counts[position])
+            .map_or(u64::MAX, |(number, _)| *number);
         let numbers = usize::try_from(next - self.versions[version].0 - 1).unwrap_or(usize::MAX);
-        let unseen = self.unseen.partition_point(|asked| *asked <= now);
-        let newer = self.come[at] - (version + 1);
-        numbers.min(newer + unseen) >= self.keep
+        let unobserved = self.unobserved.partition_point(|asked| *asked <= now);
+        let newer = self.visible_counts[position] - (version + 1);
+        numbers.min(newer + unobserved) >= self.keep
     }
 
-    /// The position that a change leads to, if it is known to have been made.
-    fn reached_by(&self, change: &Operation) -> Option<usize> {
-        match (change.call, change.answer) {
+    /// Returns the position that a change leads to, if the change is known to have been made.
+    fn position_after(&self, operation: &Operation) -> Option<usize> {
+        match (operation.call, operation.answer) {
             (Call::Part { number, .. }, Some(Answer::Put(_))) => {
                 Some(self.versions[self.version(number)?].1)
             }
@@ -330,101 +358,105 @@ impl Line {
             moments.push((operation.asked, false, index));
             moments.push((operation.answered, true, index));
         }
-        // What happens in the same moment overlaps.
+        // Operations at the same moment overlap.
         moments.sort_unstable();
-        let (passed, gone) = (vec![false; self.come.len()], BTreeMap::new());
-        let mut walk = Walk { line: self, at: 0, passed, gone };
+        let (applied, missing_since) = (vec![false; self.visible_counts.len()], BTreeMap::new());
+        let mut walk = Walk { timeline: self, at: 0, applied, missing_since };
         let mut from = vec![0; operations.len()];
         for (now, is_answer, index) in moments {
             let operation = &operations[index];
             if !is_answer {
                 from[index] = walk.at;
-            } else if let Some(position) = self.reached_by(operation) {
-                if position > walk.at && !walk.go_to(position, now) {
+            } else if let Some(position) = self.position_after(operation) {
+                if position > walk.at && !walk.advance_to(position, now) {
                     return violation("it is done before something older is asked", operation);
                 }
             } else if operation.answer.is_some_and(|answer| answer != Answer::Failed) {
                 let from = |index: usize| from[index];
-                let satisfied = walk.satisfies(operation, from(index), now);
-                let held = || walk.is_held(index, operation, from).then_some(walk.at);
-                let Some(position) = satisfied.or_else(held) else {
+                let satisfied = walk.first_satisfying(operation, from(index), now);
+                let pinned = || walk.is_pinned(index, operation, from).then_some(walk.at);
+                let Some(position) = satisfied.or_else(pinned) else {
                     return violation("it was not so at any moment", operation);
                 };
-                if position > walk.at && !walk.go_to(position, now) {
+                if position > walk.at && !walk.advance_to(position, now) {
                     return violation("it was so only before it could be", operation);
                 }
-                walk.miss(operation, position);
+                walk.record_missing(operation, position);
             }
         }
         Ok(())
     }
 }
 
-/// The laziest walk along a line.
+/// The laziest walk along a timeline.
 struct Walk<'a> {
-    line: &'a Line,
+    timeline: &'a Timeline,
     at: usize,
-    /// Whether an optional change that lies behind was made.
-    passed: Vec<bool>,
-    /// By when versions were gone, by their numbers.
-    gone: BTreeMap<u64, u64>,
+    /// Whether an optional change behind the current position was made.
+    applied: Vec<bool>,
+    /// When a version was known to be missing, by number.
+    missing_since: BTreeMap<u64, u64>,
 }
 
 impl Walk<'_> {
-    /// Whether a version that newer ones have displaced is there all the same: a label has held it from a moment on
-    /// at which it was there.
-    fn is_held(&self, index: usize, read: &Operation, from: impl Fn(usize) -> usize) -> bool {
+    /// Returns whether a label keeps a version that newer ones have displaced.
+    ///
+    /// The label must have been given when the version existed.
+    fn is_pinned(&self, index: usize, read: &Operation, from: impl Fn(usize) -> usize) -> bool {
         let (Call::Numbered(number) | Call::Pin(number, _)) = read.call else { return false };
         if read.answer == Some(Answer::Nothing) {
             return false;
         }
-        let Some(version) = self.line.version(number) else { return false };
-        let is_gone = self.gone.get(&number).is_some_and(|gone| *gone < read.asked);
-        let end = self.line.end(version);
-        !is_gone && self.line.pins.hold(number, index, read, |index| from(index) < end)
+        let Some(version) = self.timeline.version(number) else { return false };
+        let is_missing = self
+            .missing_since
+            .get(&number)
+            .is_some_and(|missing_since| *missing_since < read.asked);
+        let end = self.timeline.displaced_at(version);
+        !is_missing && self.timeline.pins.hold(number, index, read, |index| from(index) < end)
     }
 
-    /// Remembers that a version was not there any more.
-    fn miss(&mut self, read: &Operation, position: usize) {
+    /// Records that a version was missing.
+    fn record_missing(&mut self, read: &Operation, position: usize) {
         let (Call::Numbered(number) | Call::Pin(number, _)) = read.call else { return };
-        let version = self.line.version(number);
-        let has_come = version.is_some_and(|version| self.line.versions[version].1 <= position);
+        let version = self.timeline.version(number);
+        let has_come = version.is_some_and(|version| self.timeline.versions[version].1 <= position);
         if has_come && read.answer == Some(Answer::Nothing) {
-            let gone = self.gone.entry(number).or_insert(read.answered);
-            *gone = read.answered.min(*gone);
+            let missing_since = self.missing_since.entry(number).or_insert(read.answered);
+            *missing_since = read.answered.min(*missing_since);
         }
     }
 
-    /// The first position that makes a read true, since it began or from now on.
-    fn satisfies(&self, read: &Operation, mut from: usize, now: u64) -> Option<usize> {
+    /// Returns the first position that makes a read true, since its invocation or from now on.
+    fn first_satisfying(&self, read: &Operation, mut from: usize, now: u64) -> Option<usize> {
         loop {
-            let position = self.line.first_true(read, from)?;
-            let step = position.checked_sub(1).map(|step| &self.line.steps[step]);
-            let can_be = match step {
-                Some(step) if step.is_optional && position <= self.at => self.passed[position],
-                Some(step) if step.is_optional => step.asked <= now,
+            let position = self.timeline.first_position(read, from)?;
+            let change = position.checked_sub(1).map(|change| &self.timeline.changes[change]);
+            let can_be = match change {
+                Some(change) if change.is_optional && position <= self.at => self.applied[position],
+                Some(change) if change.is_optional => change.asked <= now,
                 _ => true,
             };
             if can_be {
                 return Some(position);
             }
             from = position + 1;
-            if from >= self.line.come.len() {
+            if from >= self.timeline.visible_counts.len() {
                 return None;
             }
         }
     }
 
-    /// Makes all changes up to a position; says whether they have been asked.
-    fn go_to(&mut self, position: usize, now: u64) -> bool {
+    /// Makes all changes up to a position. Returns whether they have been invoked.
+    fn advance_to(&mut self, position: usize, now: u64) -> bool {
         while self.at < position {
-            let step = &self.line.steps[self.at];
-            let is_asked = step.asked <= now;
-            if !is_asked && !step.is_optional {
+            let change = &self.timeline.changes[self.at];
+            let is_asked = change.asked <= now;
+            if !is_asked && !change.is_optional {
                 return false;
             }
             self.at += 1;
-            self.passed[self.at] = is_asked;
+            self.applied[self.at] = is_asked;
         }
         true
     }

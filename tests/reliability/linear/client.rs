@@ -1,4 +1,4 @@
-//! A process with several threads that ask for keys over one connection, until it is killed.
+//! A client process with several threads that share one connection. It runs until it is killed.
 
 use std::fs::File;
 use std::io::Read;
@@ -21,129 +21,130 @@ use super::home::Home;
 use super::object::{Custom, KEYS, TOGETHER, custom, keep, name, retain, writers};
 use super::workload;
 
-/// Names what a client is told.
+/// Environment variable: the configuration of a client, as JSON.
 pub(crate) const TOLD: &str = "TSSD_LINEAR_CLIENT";
 
-/// How long a client waits for a version.
-const PATIENCE: Duration = Duration::from_millis(20);
+/// Timeout of a wait for a version.
+const WAIT_TIMEOUT: Duration = Duration::from_millis(20);
 
-/// What a client is told: where the store is, where to write down what it asks, and which client it is.
+/// Configuration of a client process.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Told {
     pub(crate) url: String,
     pub(crate) home: Home,
-    /// What it needs to know to get there.
+    /// Environment variables that the client needs to reach the store.
     pub(crate) environment: Vec<(String, String)>,
     pub(crate) folder: PathBuf,
     pub(crate) number: u32,
     pub(crate) threads: u32,
-    /// Its rank, where several writers put a version together.
+    /// Rank of the client in versions of several writers.
     pub(crate) writer: u32,
 }
 
 #[test]
 #[ignore = "a process of the proof, which says what it is to do"]
 fn child() {
-    let Ok(told) = std::env::var(TOLD) else { return };
-    let told: Told = serde_json::from_str(&told).unwrap();
-    // A thread that fails is a client that fails; and nobody stays when the proof is over.
-    let report = std::panic::take_hook();
+    let Ok(config) = std::env::var(TOLD) else { return };
+    let config: Told = serde_json::from_str(&config).unwrap();
+    // A panic in a thread ends the process. The process also ends when its parent closes stdin.
+    let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        report(panic);
+        default_hook(panic);
         std::process::exit(1);
     }));
     thread::spawn(|| {
         let _ = std::io::stdin().read_to_end(&mut Vec::new());
         std::process::exit(0);
     });
-    let line = Line { url: told.url.clone(), home: told.home, connection: Mutex::new((0, None)) };
-    if told.home != Home::Daemon {
-        // Whoever comes first says it, and everybody else once more.
-        while let Err(error) = retain(&line.store().1) {
+    let connection =
+        Connection { url: config.url.clone(), home: config.home, state: Mutex::new((0, None)) };
+    if config.home != Home::Daemon {
+        // The first client sets it. The others repeat it.
+        while let Err(error) = retain(&connection.store().1) {
             assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
         }
     }
     let puts = AtomicU32::new(0);
     thread::scope(|scope| {
-        for thread in 0..told.threads {
-            let path = told.folder.join(format!("{}-{thread}", told.number));
+        for thread in 0..config.threads {
+            let path = config.folder.join(format!("{}-{thread}", config.number));
             let client = Client {
-                line: &line,
+                connection: &connection,
                 puts: &puts,
-                number: told.number,
+                number: config.number,
                 recorder: Recorder(File::create_new(path).unwrap()),
-                dice: Dice::new(u64::from(told.number) << 8 | u64::from(thread)),
+                rng: Dice::new(u64::from(config.number) << 8 | u64::from(thread)),
                 generation: 0,
                 seen: [0; KEYS as usize],
                 pinned: [None; KEYS as usize],
-                // No two threads are one writer.
-                writer: if thread == 0 { told.writer } else { u32::MAX },
+                // Only one thread is a writer of versions of several writers.
+                writer: if thread == 0 { config.writer } else { u32::MAX },
             };
             scope.spawn(|| client.run());
         }
     });
 }
 
-/// The connection of a process, made anew when it is lost.
-struct Line {
+/// The connection of a process. Restored after it is lost.
+struct Connection {
     url: String,
     home: Home,
-    /// The how-manieth it is.
-    connection: Mutex<(u64, Option<Store>)>,
+    /// Number of the connection, and its store while it is open.
+    state: Mutex<(u64, Option<Store>)>,
 }
 
-impl Line {
+impl Connection {
     fn store(&self) -> (u64, Store) {
-        let mut connection = self.connection.lock().unwrap();
+        let mut state = self.state.lock().unwrap();
         loop {
-            if let (generation, Some(store)) = &*connection {
+            if let (generation, Some(store)) = &*state {
                 return (*generation, store.clone());
             }
             match Store::connect(&self.url) {
-                Ok(store) => *connection = (connection.0 + 1, Some(store)),
+                Ok(store) => *state = (state.0 + 1, Some(store)),
                 Err(error) => assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}"),
             }
             thread::sleep(Duration::from_millis(2));
         }
     }
 
-    fn lost(&self, generation: u64) {
-        let mut connection = self.connection.lock().unwrap();
-        if connection.0 == generation {
-            connection.1 = None;
+    fn mark_lost(&self, generation: u64) {
+        let mut state = self.state.lock().unwrap();
+        if state.0 == generation {
+            state.1 = None;
         }
     }
 }
 
-/// One thread.
+/// One thread of a client process.
 struct Client<'a> {
-    line: &'a Line,
+    connection: &'a Connection,
     puts: &'a AtomicU32,
     number: u32,
     recorder: Recorder<File>,
-    dice: Dice,
+    rng: Dice,
     generation: u64,
-    /// The highest number of each key that it has seen on this connection.
+    /// Highest number of each key that was observed on this connection.
     seen: [u64; KEYS as usize],
     pinned: [Option<(u64, u32)>; KEYS as usize],
     writer: u32,
 }
 
 impl Client<'_> {
-    /// The next key. Whoever is one of several writers is often awaited.
+    /// Chooses the next key. A writer of versions of several writers often chooses one of these.
     fn key(&mut self) -> u8 {
-        let together = TOGETHER[usize::try_from(self.dice.below(2)).unwrap()];
-        if self.writer < writers(together) && self.dice.hits(2) {
+        let together = TOGETHER[usize::try_from(self.rng.below(2)).unwrap()];
+        if self.writer < writers(together) && self.rng.hits(2) {
             return together;
         }
-        u8::try_from(self.dice.below(KEYS.into())).unwrap()
+        u8::try_from(self.rng.below(KEYS.into())).unwrap()
     }
 
     fn run(mut self) {
         loop {
-            let (generation, store) = self.line.store();
+            let (generation, store) = self.connection.store();
             if generation != self.generation {
-                // The daemon may be another one, which numbers what is in memory anew.
+                // It may be another daemon, which reuses the numbers of versions in memory.
                 self.seen = [0; KEYS as usize];
                 self.generation = generation;
             }
@@ -154,19 +155,19 @@ impl Client<'_> {
                 keep: keep(key),
                 seen,
                 put: self.number << 20 | self.puts.fetch_add(1, Ordering::Relaxed),
-                patience: u64::try_from(PATIENCE.as_nanos()).unwrap(),
+                patience: u64::try_from(WAIT_TIMEOUT.as_nanos()).unwrap(),
                 writer: self.writer,
                 pinned: self.pinned[usize::from(key)],
             };
-            let call = client.call(&mut self.dice);
+            let call = client.call(&mut self.rng);
             let number = number_at(seen);
-            let rewinds = custom(key) == Custom::Rewound && number > 0 && self.dice.hits(4);
+            let rewinds = custom(key) == Custom::Rewound && number > 0 && self.rng.hits(4);
             let version = if rewinds {
-                Some(1 + self.dice.below(number))
+                Some(1 + self.rng.below(number))
             } else {
-                self.dice.hits(4).then(|| number + 1 + self.dice.below(2))
+                self.rng.hits(4).then(|| number + 1 + self.rng.below(2))
             };
-            let (is_head, home) = (self.dice.hits(3), self.line.home);
+            let (is_head, home) = (self.rng.hits(3), self.connection.home);
             let mut is_lost = false;
             let answer = self.recorder.record(key, call, || {
                 let answer = match call {
@@ -175,27 +176,27 @@ impl Client<'_> {
                     Call::Newest => get(&store, key, None),
                     Call::Numbered(number) => get(&store, key, Some(number)),
                     Call::Wait(number, _) => {
-                        let come = store.wait_for_version(&name(key), number, PATIENCE);
-                        read(come.map(|version| told_by(key, &version)))
+                        let found = store.wait_for_version(&name(key), number, WAIT_TIMEOUT);
+                        to_response(found.map(|version| found_version(key, &version)))
                     }
                     Call::Delete(number) => delete(&store, key, number),
                     Call::Part { number, writer, of } => {
-                        put_part(&store, home, key, number, (writer, of))
+                        try_put_part(&store, home, key, number, (writer, of))
                     }
-                    Call::Pin(number, label) => read(
+                    Call::Pin(number, label) => to_response(
                         store
                             .pin(&name(key), Some(number), &label.to_string())
                             .map(|_| Answer::Done),
                     ),
-                    Call::Unpin(label) => {
-                        read(store.unpin(&name(key), &label.to_string()).map(|()| Answer::Done))
-                    }
+                    Call::Unpin(label) => to_response(
+                        store.unpin(&name(key), &label.to_string()).map(|()| Answer::Done),
+                    ),
                 };
                 is_lost = answer.is_none();
                 answer
             });
             if is_lost {
-                self.line.lost(generation);
+                self.connection.mark_lost(generation);
             }
             self.pinned[usize::from(key)] = client.pinned_after(call, answer);
             if let Some(Answer::Put(number) | Answer::Found(number, _)) = answer {
@@ -206,7 +207,7 @@ impl Client<'_> {
     }
 }
 
-/// Puts; none if nobody knows whether it was done.
+/// Puts a state dict. Returns `None` if the outcome is unknown.
 pub(crate) fn put_once(
     store: &Store,
     home: Home,
@@ -232,8 +233,10 @@ pub(crate) fn put_once(
     }
 }
 
-/// Puts a part; none if nobody knows whether it was done. What is put is the same at every try.
-fn put_part(
+/// Puts a part of a version. Returns `None` if the outcome is unknown.
+///
+/// Every attempt puts the same contents.
+fn try_put_part(
     store: &Store,
     home: Home,
     key: u8,
@@ -255,7 +258,7 @@ fn put_part(
         Err(error) => match error.kind() {
             ErrorKind::Unreachable => None,
             ErrorKind::Overtaken | ErrorKind::Refused | ErrorKind::Busy => Some(Answer::Failed),
-            // An earlier try was the last that was missing, and what it made visible is deleted by now.
+            // An earlier attempt completed the version, which was deleted since.
             ErrorKind::NotFound if matches!(error.refusal(), Some(Refusal::Gone { .. })) => {
                 Some(Answer::Failed)
             }
@@ -264,10 +267,10 @@ fn put_part(
     }
 }
 
-/// The contents of a version.
+/// Gets a version, or the newest one.
 pub(crate) fn get(store: &Store, key: u8, version: Option<u64>) -> Option<Answer> {
     let options = GetOptions { version, ..GetOptions::default() };
-    read(store.get_state_dict(&name(key), &options).map(|(dict, report)| {
+    to_response(store.get_state_dict(&name(key), &options).map(|(dict, report)| {
         let place = place(report.epoch, report.version);
         let put = put_of(key, writers(key), &dict);
         put.map_or(Answer::Torn(place), |put| Answer::Found(place, put))
@@ -275,12 +278,16 @@ pub(crate) fn get(store: &Store, key: u8, version: Option<u64>) -> Option<Answer
 }
 
 fn head(store: &Store, key: u8) -> Option<Answer> {
-    let told_by = |version: &VersionInfo| told_by(key, version);
-    read(store.head(&name(key)).map(|head| head.as_ref().map_or(Answer::Nothing, told_by)))
+    let found_version = |version: &VersionInfo| found_version(key, version);
+    to_response(
+        store.head(&name(key)).map(|head| head.as_ref().map_or(Answer::Nothing, found_version)),
+    )
 }
 
-/// Its writer says which put it is; its number does, if it has several writers.
-fn told_by(key: u8, version: &VersionInfo) -> Answer {
+/// Returns the response for a version.
+///
+/// The writer of the version identifies the put. If it has several writers, the number does.
+fn found_version(key: u8, version: &VersionInfo) -> Answer {
     let of = writers(key);
     if of > 1 && version.writers == (0..of).collect() {
         return Answer::Found(version.number, name_of(version.number));
@@ -289,8 +296,8 @@ fn told_by(key: u8, version: &VersionInfo) -> Answer {
     put.map_or(Answer::Torn(place), |put| Answer::Found(place, put))
 }
 
-fn read(answer: Result<Answer, Error>) -> Option<Answer> {
-    match answer {
+fn to_response(result: Result<Answer, Error>) -> Option<Answer> {
+    match result {
         Ok(answer) => Some(answer),
         Err(error) => match error.kind() {
             ErrorKind::NotFound => Some(Answer::Nothing),

@@ -1,4 +1,4 @@
-//! All clients of a store, each in a place.
+//! The client processes of a store, in numbered slots.
 
 use std::path::{Path, PathBuf};
 
@@ -10,21 +10,21 @@ use super::history::{Operation, read};
 use super::home::Home;
 use super::processes::{Process, client};
 
-/// How many there are.
+/// Number of slots.
 pub(crate) const CLIENTS: usize = 6;
 
-/// Processes that ask, and write down what.
+/// Client processes that make calls and log them.
 pub(crate) struct Clients {
     home: Home,
     environment: Vec<(String, String)>,
     log: PathBuf,
     processes: Vec<Process>,
-    /// How many there have been.
+    /// Number of processes started so far.
     started: u32,
 }
 
 impl Clients {
-    /// Of a store that each reaches at an address of its own.
+    /// Starts the clients. `url` returns the address of the store for each slot.
     pub(crate) fn start(
         home: Home,
         environment: Vec<(String, String)>,
@@ -34,42 +34,42 @@ impl Clients {
         let log = folder.join("log");
         std::fs::create_dir(&log).unwrap();
         let mut clients = Self { home, environment, log, processes: Vec::new(), started: 0 };
-        for place in 0..CLIENTS {
-            let client = clients.client(place, url(place));
+        for slot in 0..CLIENTS {
+            let client = clients.client(slot, url(slot));
             clients.processes.push(client);
         }
         clients
     }
 
-    fn client(&mut self, place: usize, url: String) -> Process {
+    fn client(&mut self, slot: usize, url: String) -> Process {
         self.started += 1;
-        let (number, writer) = (self.started, u32::try_from(place).unwrap());
+        let (number, writer) = (self.started, u32::try_from(slot).unwrap());
         let (home, folder) = (self.home, self.log.clone());
         let (environment, threads) = (self.environment.clone(), home.threads());
         client(&Told { url, home, environment, folder, number, threads, writer })
     }
 
-    /// Kills one. It dies before its successor is there.
-    pub(crate) fn kill(&mut self, place: usize, url: String) {
-        self.processes.remove(place);
-        let successor = self.client(place, url);
-        self.processes.insert(place, successor);
+    /// Kills the client in a slot and starts another one in it.
+    pub(crate) fn kill(&mut self, slot: usize, url: String) {
+        self.processes.remove(slot);
+        let successor = self.client(slot, url);
+        self.processes.insert(slot, successor);
     }
 
-    /// Stops one for a while.
-    pub(crate) fn stop(&self, place: usize, dice: &mut Dice) {
-        self.processes[place].signal(Signal::STOP);
-        dice.pause(200);
-        self.processes[place].signal(Signal::CONT);
+    /// Stops the client in a slot for a while.
+    pub(crate) fn stop(&self, slot: usize, rng: &mut Dice) {
+        self.processes[slot].signal(Signal::STOP);
+        rng.pause(200);
+        self.processes[slot].signal(Signal::CONT);
     }
 
-    /// Kills all.
+    /// Kills all clients.
     pub(crate) fn end(&mut self) {
         assert!(self.processes.iter_mut().all(Process::is_running), "a client has failed");
         self.processes.clear();
     }
 
-    /// What all threads of all clients have written down.
+    /// Returns what all threads of all clients have logged.
     pub(crate) fn operations(&self) -> Vec<Operation> {
         let files = std::fs::read_dir(&self.log).unwrap();
         let texts = files.map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap());

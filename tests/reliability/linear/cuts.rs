@@ -1,4 +1,4 @@
-//! A session that is cut after each of its bytes.
+//! Sessions that are cut after each of their bytes.
 
 use std::time::{Duration, Instant};
 
@@ -16,20 +16,22 @@ use super::object::{keep, name, retain};
 use super::processes::Serve;
 use super::proxy::{Direction, Proxy};
 
-/// The key: on disk, with several versions.
+/// The key: durable, with several versions.
 const KEY: u8 = 3;
 
-/// Nobody waits longer for somebody who is cut off.
-const LONGEST: Duration = Duration::from_secs(5);
+/// Limit of the time that a client may be blocked.
+const MAX_LATENCY: Duration = Duration::from_secs(5);
 
-/// After so many sessions comes another daemon. To this one, all that were cut off at the socket are one process
-/// that lives, and may still see the memory that it had mapped: so it keeps that memory.
-const SESSIONS: u64 = 32;
+/// Number of sessions with one daemon.
+///
+/// All clients that use the socket through the proxy are one process to the daemon. While it runs,
+/// it may have memory mapped, so the daemon does not reuse that memory.
+const SESSIONS_PER_DAEMON: u64 = 32;
 
-/// A daemon, and a way to it.
-struct Way {
+/// A daemon, a proxy in front of it, and a log.
+struct Setup {
     proxy: Proxy,
-    /// Straight to it.
+    /// A direct connection to the daemon.
     store: Store,
     recorder: Recorder<Vec<u8>>,
     puts: u32,
@@ -37,11 +39,11 @@ struct Way {
     _folder: TempDir,
 }
 
-impl Way {
-    fn new(is_far: bool) -> Self {
+impl Setup {
+    fn new(over_tcp: bool) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let serve = Serve::over(folder.path());
-        let proxy = if is_far {
+        let proxy = if over_tcp {
             Proxy::before(serve.address)
         } else {
             Proxy::at(folder.path().join("proxy"), serve.socket.clone())
@@ -64,8 +66,8 @@ impl Way {
         self.recorder.record(KEY, call, || get(store, KEY, version))
     }
 
-    /// A put and a get through the proxy, as far as they come; says whether all was answered.
-    fn session(&mut self) -> bool {
+    /// Puts and gets through the proxy. Returns whether both had a response.
+    fn run_session(&mut self) -> bool {
         let started = Instant::now();
         let is_answered = match Store::connect(&self.proxy.url()) {
             Ok(store) => {
@@ -77,25 +79,25 @@ impl Way {
                 false
             }
         };
-        let span = started.elapsed();
-        assert!(span < LONGEST, "somebody who was cut off has waited for {span:?}");
+        let elapsed = started.elapsed();
+        assert!(elapsed < MAX_LATENCY, "a disconnected client was blocked for {elapsed:?}");
         is_answered
     }
 
-    /// The next client is served: it sees what is there, each version by its number, and puts another one.
-    fn serves(&mut self) {
+    /// Checks that the next client is served: it reads all versions, puts another one, and reads it.
+    fn check_next_client(&mut self) {
         let started = Instant::now();
         let store = self.store.clone();
         for version in store.versions(&name(KEY)).unwrap() {
-            assert!(self.get(&store, Some(version.number)).is_some(), "a get is answered");
+            assert!(self.get(&store, Some(version.number)).is_some(), "a get has a response");
         }
-        assert!(matches!(self.put(&store), Some(Answer::Put(_))), "a put is done");
-        assert!(self.get(&store, None).is_some(), "a get is answered");
-        let span = started.elapsed();
-        assert!(span < LONGEST, "the next client has waited for {span:?}");
+        assert!(matches!(self.put(&store), Some(Answer::Put(_))), "a put succeeds");
+        assert!(self.get(&store, None).is_some(), "a get has a response");
+        let elapsed = started.elapsed();
+        assert!(elapsed < MAX_LATENCY, "the next client was blocked for {elapsed:?}");
     }
 
-    /// Checks what all have seen; says how many operations that were.
+    /// Checks the history. Returns the number of its operations.
     fn check(&self) -> u64 {
         let operations = read(std::str::from_utf8(&self.recorder.0).unwrap());
         let checked = check(keep(KEY), &operations);
@@ -104,45 +106,46 @@ impl Way {
     }
 }
 
-/// The bytes of a session in one direction.
-struct Course {
-    is_far: bool,
+/// Cuts of a session in one direction.
+struct CutSeries {
+    over_tcp: bool,
     direction: Direction,
-    /// How many they are.
+    /// Number of bytes of the session.
     bytes: u64,
-    /// How many of them have had their turn, and how many of these a session has come to: the numbers in it may
-    /// have a digit less.
-    done: u64,
+    /// Number of offsets tried, and of sessions cut there.
+    ///
+    /// A session may end before its offset, because the numbers in it may have fewer digits.
+    tried: u64,
     cut: u64,
 }
 
-impl Course {
-    /// A session that is not cut says how many there are.
-    fn measured(is_far: bool, direction: Direction) -> Self {
-        let mut way = Way::new(is_far);
-        assert!(way.session(), "nobody has cut it");
-        way.serves();
-        way.check();
-        Self { is_far, direction, bytes: way.proxy.passed(direction), done: 0, cut: 0 }
+impl CutSeries {
+    /// Runs a session without a cut, to count its bytes.
+    fn measure(over_tcp: bool, direction: Direction) -> Self {
+        let mut setup = Setup::new(over_tcp);
+        assert!(setup.run_session(), "a session without a cut succeeds");
+        setup.check_next_client();
+        setup.check();
+        Self { over_tcp, direction, bytes: setup.proxy.passed(direction), tried: 0, cut: 0 }
     }
 
-    /// Another one of the places, far from the one before.
-    fn next(&mut self) -> u64 {
+    /// Returns the next offset, far from the previous one.
+    fn next_offset(&mut self) -> u64 {
         let mut strides = self.bytes * 5 / 8..=self.bytes + 1;
         let stride = strides.find(|stride| is_coprime(*stride, self.bytes));
-        let place = self.done * stride.unwrap() % self.bytes;
-        self.done += 1;
-        place
+        let offset = self.tried * stride.unwrap() % self.bytes;
+        self.tried += 1;
+        offset
     }
 
     fn figures(&self) -> Value {
-        let place = if self.is_far { "address" } else { "socket" };
-        let way = if self.direction == Direction::Up { "to" } else { "from" };
-        json!({ "way": format!("{way} the {place}"), "of": self.bytes, "cut": self.cut })
+        let endpoint = if self.over_tcp { "address" } else { "socket" };
+        let preposition = if self.direction == Direction::Up { "to" } else { "from" };
+        json!({ "way": format!("{preposition} the {endpoint}"), "of": self.bytes, "cut": self.cut })
     }
 
     fn is_done(&self) -> bool {
-        self.done == self.bytes
+        self.tried == self.bytes
     }
 }
 
@@ -152,31 +155,31 @@ fn is_coprime(left: u64, right: u64) -> bool {
 
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
-fn a_session_can_be_cut_after_each_of_its_bytes() {
-    let proof = Proof::begin("histories: cuts");
+fn session_cut_after_any_byte_keeps_history_linearizable() {
+    let campaign = Proof::begin("histories: cuts");
     let directions = [Direction::Up, Direction::Down];
-    let ways = [false, true].into_iter();
-    let mut courses: Vec<Course> = ways
-        .flat_map(|is_far| directions.map(|direction| Course::measured(is_far, direction)))
+    let transports = [false, true].into_iter();
+    let mut all_series: Vec<CutSeries> = transports
+        .flat_map(|over_tcp| directions.map(|direction| CutSeries::measure(over_tcp, direction)))
         .collect();
     let (mut unanswered, mut operations) = (0, 0);
-    let cut = |courses: &[Course]| courses.iter().map(|course| course.cut).sum::<u64>();
-    while proof.goes_on(cut(&courses), 1000) && !courses.iter().all(Course::is_done) {
-        for course in &mut courses {
-            let mut way = Way::new(course.is_far);
-            for _ in 0..SESSIONS.min(course.bytes - course.done) {
-                way.proxy.cut_after(course.direction, course.next());
-                let is_answered = way.session();
-                course.cut += u64::from(way.proxy.has_cut());
+    let cut = |all_series: &[CutSeries]| all_series.iter().map(|series| series.cut).sum::<u64>();
+    while campaign.goes_on(cut(&all_series), 1000) && !all_series.iter().all(CutSeries::is_done) {
+        for series in &mut all_series {
+            let mut setup = Setup::new(series.over_tcp);
+            for _ in 0..SESSIONS_PER_DAEMON.min(series.bytes - series.tried) {
+                setup.proxy.cut_after(series.direction, series.next_offset());
+                let is_answered = setup.run_session();
+                series.cut += u64::from(setup.proxy.has_cut());
                 unanswered += u64::from(!is_answered);
-                way.serves();
+                setup.check_next_client();
             }
-            operations += way.check();
+            operations += setup.check();
         }
     }
-    let offsets: Vec<Value> = courses.iter().map(Course::figures).collect();
-    proof.end(json!({
-        "cuts": cut(&courses),
+    let offsets: Vec<Value> = all_series.iter().map(CutSeries::figures).collect();
+    campaign.end(json!({
+        "cuts": cut(&all_series),
         "sessions not answered": unanswered,
         "operations": operations,
         "violations": 0,

@@ -1,90 +1,91 @@
-//! Histories: what was asked of a key, when, and what came of it.
+//! Histories: the calls of a key, their times and their responses.
 
 use std::io::Write;
 
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-/// One thing that was asked of one key.
+/// One call of a key, with its response.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Operation {
-    /// The number of the key.
+    /// Number of the key.
     pub(crate) key: u8,
-    /// When it was asked, in nanoseconds.
+    /// Time of the invocation, in nanoseconds.
     pub(crate) asked: u64,
-    /// When the answer was there; without one, until when it may have had its effect.
+    /// Time of the response, in nanoseconds. Without one, the time until which it may have taken effect.
     pub(crate) answered: u64,
     pub(crate) call: Call,
-    /// None if nobody knows whether it was done: the connection was cut, or the client killed.
+    /// `None` if the outcome is unknown: the connection was cut, or the client killed.
     pub(crate) answer: Option<Answer>,
 }
 
-/// The place of a version, as one number: each epoch is above all before it.
+/// Returns the position of a version as one number. Each epoch is above all earlier ones.
 pub(crate) fn place(epoch: u32, number: u64) -> u64 {
-    u64::from(epoch) << EPOCH | number
+    u64::from(epoch) << EPOCH_SHIFT | number
 }
 
-/// The number of a version that is at a place.
+/// Returns the version number at a position.
 pub(crate) fn number_at(place: u64) -> u64 {
-    place & ((1 << EPOCH) - 1)
+    place & ((1 << EPOCH_SHIFT) - 1)
 }
 
-const EPOCH: u32 = 32;
+const EPOCH_SHIFT: u32 = 32;
 
-/// What is asked. Versions are named by their places, which are their numbers as long as nobody rewinds the key.
+/// A call. Versions are named by position, which is the number as long as the key is not rewound.
+///
 /// A put is named by its one writer, which no other put has.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Call {
     Put(u32),
-    /// The newest version: its contents, or its head.
+    /// Reads the newest version: its contents, or its head.
     Newest,
-    /// The version of a number.
+    /// Reads the version of a number.
     Numbered(u64),
-    /// The newest version as soon as it has this number or a higher one, for so many nanoseconds.
+    /// Waits for this number or a higher one, with a timeout in nanoseconds.
     Wait(u64, u64),
-    /// Deletes the version of a number that the same client has seen.
+    /// Deletes the version of a number that the same client has observed.
     Delete(u64),
-    /// A part of the version of a number, which all writers put together: as which one, of how many.
+    /// Puts a part of the version of a number, as one of `of` writers.
     Part {
         number: u64,
         writer: u32,
         of: u32,
     },
-    /// Holds the version of a number under a label that is used once.
+    /// Puts a label, which is used once, on the version of a number.
     Pin(u64, u32),
-    /// By whoever has pinned it.
+    /// Removes a label. Only the client that has set it does so.
     Unpin(u32),
 }
 
 impl Call {
-    /// Of several writers the one that puts its part.
+    /// Returns the writer of a part.
     pub(crate) fn writer(self) -> Option<u32> {
         if let Self::Part { writer, .. } = self { Some(writer) } else { None }
     }
 }
 
-/// What came of it.
+/// The response of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Answer {
     /// The put is visible as the version of this number.
     Put(u64),
-    /// The put was refused or overtaken: nobody will ever see it.
+    /// The put was refused or overtaken. No client ever observes it.
     Failed,
     /// The version of this number, which is this put.
     Found(u64, u32),
-    /// There is no such version.
+    /// No such version exists.
     Nothing,
     Deleted,
-    /// The part is there, and others are missing.
+    /// The part is stored, and others are missing.
     Waits,
-    /// The label holds the version, or does no longer.
+    /// The label is set, or removed.
     Done,
-    /// The version of this number is no one's put, but a mixture.
+    /// The version of this number is a mixture of puts.
     Torn(u64),
 }
 
 impl Operation {
-    /// The number of a version that it has shown to be there, and which put that is.
+    /// Returns the number and the put of a version that the operation has observed.
     pub(crate) fn seen(&self) -> Option<(u64, u32)> {
         match (self.call, self.answer?) {
             (Call::Part { .. }, Answer::Put(number)) => Some((number, name_of(number))),
@@ -95,29 +96,31 @@ impl Operation {
         }
     }
 
-    /// Whether it may have an effect though it was never answered.
+    /// Returns whether the call may have an effect without a response.
     fn changes(&self) -> bool {
         !matches!(self.call, Call::Newest | Call::Numbered(_) | Call::Wait(..))
     }
 }
 
-/// What a version is named by that several writers put together.
+/// Returns the name of the put of a version of several writers.
 pub(crate) fn name_of(number: u64) -> u32 {
     u32::try_from(number).unwrap()
 }
 
-/// Nanoseconds of the one clock that all processes of a host have.
+/// Returns nanoseconds of the monotonic clock, which all processes of a host share.
 pub(crate) fn now() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
 }
 
-/// Writes down what one thread asks. What changes something is written before it is asked too, so that it
-/// is known of a client that is killed.
+/// Logs the calls of one thread.
+///
+/// A call that changes something is also logged before its invocation, so that it is known if its
+/// client is killed.
 pub(crate) struct Recorder<W>(pub(crate) W);
 
 impl<W: Write> Recorder<W> {
-    /// Does something, and writes it down.
+    /// Executes a call and logs it.
     pub(crate) fn record(
         &mut self,
         key: u8,
@@ -137,7 +140,7 @@ impl<W: Write> Recorder<W> {
         operation.answer
     }
 
-    /// A line in one piece: whoever is killed leaves it whole, or without its end.
+    /// Writes a line at once. If the process is killed, the line is whole or has no end.
     fn write(&mut self, operation: &Operation) {
         let mut line = serde_json::to_vec(operation).unwrap();
         line.push(b'\n');
@@ -145,12 +148,12 @@ impl<W: Write> Recorder<W> {
     }
 }
 
-/// What one thread has written down.
+/// Parses what one thread has logged.
 pub(crate) fn read(text: &str) -> Vec<Operation> {
     let mut operations: Vec<Operation> = Vec::new();
     for line in text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n')) {
         let operation: Operation = serde_json::from_str(line).unwrap();
-        // It was written when it was asked, and now again with its answer.
+        // A call was logged at its invocation, and again with its response.
         operations.pop_if(|last| last.answer.is_none() && last.asked == operation.asked);
         operations.push(operation);
     }

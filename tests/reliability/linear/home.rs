@@ -1,16 +1,16 @@
-//! Where ledgers are kept.
+//! Where ledgers are stored.
 
 use serde::{Deserialize, Serialize};
 use tssd_store::Durability;
 
 use super::object::is_on_disk;
 
-/// Where the ledgers of all keys are kept.
+/// Where the ledgers of all keys are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Home {
-    /// With a daemon that has a directory.
+    /// In the directory of a daemon.
     Daemon,
-    /// In etcd, for daemons that keep versions in memory.
+    /// In etcd. The daemons keep versions in memory.
     Etcd,
     /// In a directory that all clients share.
     Directory,
@@ -19,12 +19,12 @@ pub(crate) enum Home {
 }
 
 impl Home {
-    /// How many threads a client has there: the server of the bucket does one thing after the other.
+    /// Returns the number of threads of a client. The server of the bucket is sequential.
     pub(crate) fn threads(self) -> u32 {
         if self == Self::Bucket { 1 } else { 4 }
     }
 
-    /// How durable the versions of a key are there.
+    /// Returns the durability of the versions of a key.
     pub(crate) fn durability(self, key: u8) -> Durability {
         if is_on_disk(key) && self != Self::Etcd { Durability::Disk } else { Durability::Memory }
     }

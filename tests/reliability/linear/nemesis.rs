@@ -1,4 +1,4 @@
-//! What happens to a daemon and its clients: they are killed, stopped, delayed and cut off.
+//! Faults of a daemon and its clients: kills, stops, delays and cut connections.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ use super::object::retain;
 use super::processes::Serve;
 use super::proxy::Proxy;
 
-/// What was done to them.
+/// Counts of injected faults.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Faults {
     pub(crate) clients_killed: u64,
@@ -26,37 +26,39 @@ pub(crate) struct Faults {
     pub(crate) delays: u64,
 }
 
-/// A daemon over a directory, and its clients, at its socket and through the proxy by turns.
+/// A daemon with a directory, and its clients. They use the socket and the proxy alternately.
 pub(crate) struct Stage {
     folder: TempDir,
-    serve: Option<Serve>,
+    daemon: Option<Serve>,
     proxy: Proxy,
     clients: Clients,
-    /// When daemons were dead.
-    ends: Vec<u64>,
+    /// Times at which daemons had ended.
+    daemon_ends: Vec<u64>,
 }
 
 impl Stage {
     pub(crate) fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("root")).unwrap();
-        let serve = Serve::over(&folder.path().join("root"));
-        retain(&serve.connect()).unwrap();
-        let proxy = Proxy::before(serve.address);
-        let url = |place| url(&serve, &proxy, place);
+        let daemon = Serve::over(&folder.path().join("root"));
+        retain(&daemon.connect()).unwrap();
+        let proxy = Proxy::before(daemon.address);
+        let url = |slot| url(&daemon, &proxy, slot);
         let clients = Clients::start(Home::Daemon, Vec::new(), folder.path(), url);
-        Self { folder, serve: Some(serve), proxy, clients, ends: Vec::new() }
+        Self { folder, daemon: Some(daemon), proxy, clients, daemon_ends: Vec::new() }
     }
 
-    fn serve(&self) -> &Serve {
-        self.serve.as_ref().unwrap()
+    fn daemon(&self) -> &Serve {
+        self.daemon.as_ref().unwrap()
     }
 
-    /// Does something to them for so long, every now and then; maybe nobody is killed: whoever is
-    /// leaves labels that hold versions for good, and the daemon grows by them.
+    /// Injects random faults during a time span.
+    ///
+    /// Without `kills` no process is killed. A killed client leaves labels on its versions, and the
+    /// daemon grows with them.
     pub(crate) fn torment(
         &mut self,
-        dice: &mut Dice,
+        rng: &mut Dice,
         span: Duration,
         kills: bool,
         growth: &mut Growth,
@@ -65,33 +67,33 @@ impl Stage {
         let until = Instant::now() + span;
         growth.begin();
         while Instant::now() < until {
-            dice.pause(150);
-            growth.sample(self.serve().process.id());
-            let place = usize::try_from(dice.below(CLIENTS as u64)).unwrap();
-            match dice.below(16) {
+            rng.pause(150);
+            growth.sample(self.daemon().process.id());
+            let slot = usize::try_from(rng.below(CLIENTS as u64)).unwrap();
+            match rng.below(16) {
                 0..4 if kills => {
-                    let url = url(self.serve(), &self.proxy, place);
-                    self.clients.kill(place, url);
+                    let url = url(self.daemon(), &self.proxy, slot);
+                    self.clients.kill(slot, url);
                     faults.clients_killed += 1;
                 }
                 4..7 => {
-                    self.clients.stop(place, dice);
+                    self.clients.stop(slot, rng);
                     faults.clients_stopped += 1;
                 }
                 7..9 => {
-                    self.serve().process.signal(Signal::STOP);
-                    dice.pause(150);
-                    self.serve().process.signal(Signal::CONT);
+                    self.daemon().process.signal(Signal::STOP);
+                    rng.pause(150);
+                    self.daemon().process.signal(Signal::CONT);
                     faults.daemons_stopped += 1;
                 }
                 9 if kills => {
-                    self.serve_anew();
+                    self.restart_daemon();
                     growth.begin();
                     faults.daemons_killed += 1;
                 }
                 10..13 => {
-                    self.proxy.delay(Duration::from_millis(1 + dice.below(20)));
-                    dice.pause(150);
+                    self.proxy.delay(Duration::from_millis(1 + rng.below(20)));
+                    rng.pause(150);
                     self.proxy.delay(Duration::ZERO);
                     faults.delays += 1;
                 }
@@ -101,29 +103,29 @@ impl Stage {
         faults
     }
 
-    fn serve_anew(&mut self) {
-        self.end_life();
-        let serve = Serve::over(&self.folder.path().join("root"));
-        self.proxy.turn_to(serve.address);
-        // Who was let through in between has come to nobody.
+    fn restart_daemon(&mut self) {
+        self.kill_daemon();
+        let daemon = Serve::over(&self.folder.path().join("root"));
+        self.proxy.turn_to(daemon.address);
+        // Connections that were made meanwhile have reached no daemon.
         self.proxy.cut();
-        self.serve = Some(serve);
+        self.daemon = Some(daemon);
     }
 
-    fn end_life(&mut self) {
-        drop(self.serve.take());
-        self.ends.push(now());
+    fn kill_daemon(&mut self) {
+        drop(self.daemon.take());
+        self.daemon_ends.push(now());
     }
 
-    /// Ends everything; gives what was asked, and the moments at which daemons were dead.
+    /// Ends all processes. Returns all operations, and the times at which daemons had ended.
     pub(crate) fn end(mut self) -> (Vec<Operation>, Vec<u64>) {
         self.clients.end();
-        self.end_life();
-        (self.clients.operations(), self.ends)
+        self.kill_daemon();
+        (self.clients.operations(), self.daemon_ends)
     }
 }
 
-/// Where a client in a place finds a daemon.
-pub(crate) fn url(serve: &Serve, proxy: &Proxy, place: usize) -> String {
-    if place % 2 == 1 { proxy.url() } else { serve.url() }
+/// Returns the address of the daemon for the client in a slot.
+pub(crate) fn url(daemon: &Serve, proxy: &Proxy, slot: usize) -> String {
+    if slot % 2 == 1 { proxy.url() } else { daemon.url() }
 }

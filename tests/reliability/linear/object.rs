@@ -1,4 +1,4 @@
-//! The keys of a history, and what is promised of each.
+//! Keys of the histories, and the properties of each.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -8,22 +8,22 @@ use tssd_store::{Key, Result};
 
 use super::history::Operation;
 
-/// How many keys there are.
+/// Number of keys.
 pub(crate) const KEYS: u8 = 14;
 
-/// Those whose versions several writers put together.
+/// Keys whose versions have several writers.
 pub(crate) const TOGETHER: [u8; 2] = [8, 11];
 
-/// What clients do with a key besides putting and reading.
+/// What clients do with a key besides puts and reads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Custom {
-    /// Where one version is kept, they delete it.
+    /// They delete versions, if one version is kept.
     Alone,
-    /// So many writers put each version together.
+    /// Each version has this number of writers.
     Together(u32),
-    /// They hold versions by labels.
+    /// They set and remove labels.
     Pinned,
-    /// They go back to lower numbers.
+    /// They rewind to lower numbers.
     Rewound,
 }
 
@@ -37,17 +37,17 @@ pub(crate) fn custom(key: u8) -> Custom {
     }
 }
 
-/// How many writers put a version.
+/// Returns the number of writers of a version.
 pub(crate) fn writers(key: u8) -> u32 {
     if let Custom::Together(of) = custom(key) { of } else { 1 }
 }
 
-/// How many versions of a key are kept.
+/// Returns the number of versions that are kept.
 pub(crate) fn keep(key: u8) -> usize {
     if key & 2 == 0 { 1 } else { 3 }
 }
 
-/// Whether versions of a key outlive the daemon, where there is a disk.
+/// Returns whether versions outlive the daemon, if it has a disk.
 pub(crate) fn is_on_disk(key: u8) -> bool {
     key & 1 == 1
 }
@@ -56,7 +56,7 @@ pub(crate) fn name(key: u8) -> Key {
     Key::new(format!("key.{key}")).unwrap()
 }
 
-/// Says once how many versions are kept: that stays so, whatever becomes of the daemon.
+/// Sets the number of versions that are kept. The setting survives the end of the daemon.
 pub(crate) fn retain(store: &Store) -> Result<()> {
     (0..KEYS).try_for_each(|key| {
         let keep = NonZeroU32::new(u32::try_from(keep(key)).unwrap()).unwrap();
@@ -64,14 +64,15 @@ pub(crate) fn retain(store: &Store) -> Result<()> {
     })
 }
 
-/// What has one history each: a key on disk, through all lives of the daemon; a key in memory, in each of them.
-/// Lives are told by the moments at which they ended.
+/// Splits operations into histories, each with the number of versions that are kept.
 ///
-/// What nobody knows the outcome of has had its effect by the end of the life in which it was asked, or never.
+/// A durable key has one history, through all lives of the daemon. A key in memory has one for each
+/// life. `ends` are the times at which the lives ended. An operation of unknown outcome has taken
+/// effect by the end of the life in which it was invoked, or never.
 pub(crate) fn objects(operations: Vec<Operation>, ends: &[u64]) -> Vec<(usize, Vec<Operation>)> {
     let mut objects: BTreeMap<(usize, u8), Vec<Operation>> = BTreeMap::new();
     for mut operation in operations {
-        // Whoever is killed last may ask a moment longer.
+        // The client that is killed last may make a call after the last end.
         let life = ends.partition_point(|end| *end < operation.asked).min(ends.len() - 1);
         if operation.answer.is_none() {
             operation.answered = ends[life].max(operation.asked);

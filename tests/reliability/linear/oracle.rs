@@ -1,32 +1,32 @@
-//! The slow checker: Wing and Gong's search for an order, with Lowe's memory of where it has been.
+//! The slow checker: the search of Wing and Gong for an order, with the memoization of Lowe.
 //!
-//! It knows nothing of lines and positions. It tries to do what was asked in any order that the moments allow,
-//! with a store of a few lines, and says whether the answers can be had.
+//! It uses no timeline. It tries the operations in every order that their times allow, on a simple
+//! sequential store, and returns whether one order gives all responses.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::history::{Answer, Call, Operation, name_of};
 
-/// The most operations that it takes.
+/// Maximum number of operations.
 pub(crate) const LONGEST: usize = 128;
 
-/// A store that does one thing at a time.
+/// A sequential store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Store {
-    /// Number and put; none is one that nobody has seen.
+    /// Number and put. `None` is a put that no client has observed.
     visible: Vec<(u64, Option<u32>)>,
     highest: u64,
-    /// Parts that may be there, by number and writer.
+    /// Parts that may be stored, by number and writer.
     parts: BTreeSet<(u64, u32)>,
-    /// Numbers of such versions that have become visible.
-    come: BTreeSet<u64>,
-    /// By label.
+    /// Numbers of versions of several writers that have become visible.
+    completed: BTreeSet<u64>,
+    /// Version numbers by label.
     pins: BTreeMap<u32, u64>,
 }
 
 impl Store {
-    /// As many stay as are kept, and what has a label.
-    fn thin(&mut self, keep: usize) {
+    /// Applies retention: keeps the newest versions, and those with a label.
+    fn apply_retention(&mut self, keep: usize) {
         let surplus = self.visible.len().saturating_sub(keep);
         let old: Vec<_> = self.visible.drain(..surplus).collect();
         let is_held = |(number, _): &(u64, _)| self.pins.values().any(|pinned| pinned == number);
@@ -34,73 +34,74 @@ impl Store {
     }
 }
 
-/// Whether there is an order.
+/// Returns whether an order exists.
 pub(crate) fn is_linearizable(keep: usize, operations: &[Operation]) -> bool {
     let seen = operations.iter().filter_map(Operation::seen);
-    let seen: BTreeMap<u32, u64> = seen.map(|(number, put)| (put, number)).collect();
-    let done = operations.iter().filter(|operation| operation.answer != Some(Answer::Failed));
-    let operations: Vec<&Operation> = done.collect();
+    let observed: BTreeMap<u32, u64> = seen.map(|(number, put)| (put, number)).collect();
+    let effective = operations.iter().filter(|operation| operation.answer != Some(Answer::Failed));
+    let operations: Vec<&Operation> = effective.collect();
     assert!(operations.len() <= LONGEST);
-    let may_be_missing = |operation: &Operation| match operation.call {
-        Call::Put(put) => operation.answer.is_none() && !seen.contains_key(&put),
+    let is_optional = |operation: &Operation| match operation.call {
+        Call::Put(put) => operation.answer.is_none() && !observed.contains_key(&put),
         _ => operation.answer.is_none(),
     };
-    let must = operations.iter().enumerate().filter(|(_, operation)| !may_be_missing(operation));
-    let must: u128 = must.map(|(index, _)| 1 << index).sum();
-    Search { keep, operations, must, seen, visited: BTreeSet::new() }.orders(0, &Store::default())
+    let required = operations.iter().enumerate().filter(|(_, operation)| !is_optional(operation));
+    let required: u128 = required.map(|(index, _)| 1 << index).sum();
+    Search { keep, operations, required, observed, visited: BTreeSet::new() }
+        .has_order(0, &Store::default())
 }
 
 struct Search<'a> {
     keep: usize,
     operations: Vec<&'a Operation>,
-    /// What has been done, for sure.
-    must: u128,
-    seen: BTreeMap<u32, u64>,
+    /// Bit set of the operations that certainly took effect.
+    required: u128,
+    observed: BTreeMap<u32, u64>,
     visited: BTreeSet<(u128, Store)>,
 }
 
 impl Search<'_> {
-    /// Whether there is an order of what is not done yet.
-    fn orders(&mut self, done: u128, store: &Store) -> bool {
-        if done & self.must == self.must {
+    /// Returns whether an order exists of the operations that are not executed yet.
+    fn has_order(&mut self, executed: u128, store: &Store) -> bool {
+        if executed & self.required == self.required {
             return true;
         }
-        if !self.visited.insert((done, store.clone())) {
+        if !self.visited.insert((executed, store.clone())) {
             return false;
         }
-        let is_left = |index: &usize| done & 1 << index == 0;
-        let left: Vec<usize> = (0..self.operations.len()).filter(is_left).collect();
-        let musts = left.iter().filter(|index| self.must & 1 << **index != 0);
-        let first = musts.map(|index| self.operations[*index].answered).min();
-        left.into_iter().any(|index| {
+        let is_remaining = |index: &usize| executed & 1 << index == 0;
+        let remaining: Vec<usize> = (0..self.operations.len()).filter(is_remaining).collect();
+        let required_left = remaining.iter().filter(|index| self.required & 1 << **index != 0);
+        let earliest_response = required_left.map(|index| self.operations[*index].answered).min();
+        remaining.into_iter().any(|index| {
             let operation = self.operations[index];
-            first.is_none_or(|first| operation.asked <= first)
+            earliest_response.is_none_or(|earliest_response| operation.asked <= earliest_response)
                 && self
-                    .done(store, operation)
-                    .is_some_and(|next| self.orders(done | 1 << index, &next))
+                    .execute(store, operation)
+                    .is_some_and(|next| self.has_order(executed | 1 << index, &next))
         })
     }
 
-    /// The store after it has done this, if it then gives this answer.
-    fn done(&self, store: &Store, operation: &Operation) -> Option<Store> {
+    /// Executes an operation. Returns the store after it, if the response is right.
+    fn execute(&self, store: &Store, operation: &Operation) -> Option<Store> {
         let mut next = store.clone();
         let newest = store.visible.last();
-        let place = |wanted: u64| {
+        let find = |wanted: u64| {
             store.visible.iter().position(|(number, put)| *number == wanted && put.is_some())
         };
-        let is_right = match (operation.call, operation.answer) {
+        let is_consistent = match (operation.call, operation.answer) {
             (_, Some(Answer::Torn(_))) => false,
             (Call::Put(put), answer) => {
                 let (number, put) = match answer {
                     Some(Answer::Put(number)) => (number, Some(put)),
-                    _ => match self.seen.get(&put) {
+                    _ => match self.observed.get(&put) {
                         Some(number) => (*number, Some(put)),
                         None => (store.highest + 1, None),
                     },
                 };
                 next.highest = number;
                 next.visible.push((number, put));
-                next.thin(self.keep);
+                next.apply_retention(self.keep);
                 number > store.highest
             }
             (Call::Part { number, writer, of }, answer) => {
@@ -110,25 +111,27 @@ impl Search<'_> {
                 if is_new && is_whole && answer != Some(Answer::Waits) {
                     next.highest = number;
                     next.visible.push((number, Some(name_of(number))));
-                    next.come.insert(number);
-                    next.thin(self.keep);
+                    next.completed.insert(number);
+                    next.apply_retention(self.keep);
                 }
                 match answer {
                     Some(Answer::Waits) => is_new,
-                    Some(answer) => answer == Answer::Put(number) && next.come.contains(&number),
+                    Some(answer) => {
+                        answer == Answer::Put(number) && next.completed.contains(&number)
+                    }
                     None => true,
                 }
             }
             (Call::Pin(number, label), answer) => {
-                let is_there = place(number).is_some();
-                if is_there && answer != Some(Answer::Nothing) {
+                let exists = find(number).is_some();
+                if exists && answer != Some(Answer::Nothing) {
                     next.pins.insert(label, number);
                 }
-                answer.is_none_or(|answer| (answer == Answer::Done) == is_there)
+                answer.is_none_or(|answer| (answer == Answer::Done) == exists)
             }
             (Call::Unpin(label), _) => {
                 next.pins.remove(&label);
-                next.thin(self.keep);
+                next.apply_retention(self.keep);
                 true
             }
             (Call::Newest, Some(Answer::Found(number, put))) => {
@@ -138,7 +141,7 @@ impl Search<'_> {
             (Call::Numbered(wanted), Some(Answer::Found(number, put))) => {
                 number == wanted && store.visible.contains(&(number, Some(put)))
             }
-            (Call::Numbered(number), _) => place(number).is_none(),
+            (Call::Numbered(number), _) => find(number).is_none(),
             (Call::Wait(wanted, _), Some(Answer::Found(number, put))) => {
                 number >= wanted && newest == Some(&(number, Some(put)))
             }
@@ -147,13 +150,13 @@ impl Search<'_> {
                     && newest.is_none_or(|(number, _)| *number < wanted)
             }
             (Call::Delete(number), answer) => {
-                let place = place(number);
+                let place = find(number);
                 if let Some(place) = place.filter(|_| answer != Some(Answer::Nothing)) {
                     next.visible.remove(place);
                 }
                 answer.is_none_or(|answer| (answer == Answer::Deleted) == place.is_some())
             }
         };
-        is_right.then_some(next)
+        is_consistent.then_some(next)
     }
 }

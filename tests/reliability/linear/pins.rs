@@ -1,24 +1,25 @@
-//! Versions that labels hold: from the moment at which one is given to the one at which it is taken away.
+//! Labels: each keeps its version from the moment at which it is set until it is removed.
 //!
-//! Each label is given once, and taken away by whoever has given it, after that: its moments have an order.
+//! Each label is set once. The client that has set it removes it later, so its moments have an
+//! order.
 
 use std::collections::BTreeMap;
 
 use super::history::{Answer, Call, Operation};
 
-/// A label at a version.
+/// A label of a version.
 struct Pin {
-    /// Which operation gives it.
+    /// Index of the operation that sets it.
     index: usize,
     asked: u64,
-    /// When it was given for sure; never, if nobody knows whether it was.
+    /// When it was set at the latest. `u64::MAX` if the outcome is unknown.
     answered: u64,
     is_known: bool,
-    /// When it was taken away: not before the one, and after the other for sure.
+    /// Earliest and latest time of the removal.
     released: (u64, u64),
 }
 
-/// All labels, by the numbers of their versions.
+/// All labels, by the number of their versions.
 pub(crate) struct Pins(BTreeMap<u64, Vec<Pin>>);
 
 impl Pins {
@@ -27,7 +28,7 @@ impl Pins {
         for operation in operations {
             if let Call::Unpin(label) = operation.call {
                 let answered = operation.answer.map_or(u64::MAX, |_| operation.answered);
-                // Whoever was cut off may ask again.
+                // A client whose connection was cut may repeat the call.
                 let moments = released.entry(label).or_insert((u64::MAX, u64::MAX));
                 *moments = (operation.asked.min(moments.0), answered.min(moments.1));
             }
@@ -52,39 +53,42 @@ impl Pins {
         Self(pins)
     }
 
-    fn of_number(&self, number: u64) -> &[Pin] {
+    fn labels_of(&self, number: u64) -> &[Pin] {
         self.0.get(&number).map_or(&[], Vec::as_slice)
     }
 
-    /// Whether all labels of a version may have been taken away by then.
+    /// Returns whether all labels of a version may have been removed by this time.
     pub(crate) fn are_released(&self, number: u64, now: u64) -> bool {
-        self.of_number(number).iter().all(|pin| !pin.is_known || pin.released.0 <= now)
+        self.labels_of(number).iter().all(|pin| !pin.is_known || pin.released.0 <= now)
     }
 
-    /// Whether a label may hold a displaced version for a reader: one that was given when the version was there, by
-    /// itself or by another label.
+    /// Returns whether a label may keep a displaced version for a read.
+    ///
+    /// The label was set when the version was visible, or when another label kept it.
     pub(crate) fn hold(
         &self,
         number: u64,
         index: usize,
         read: &Operation,
-        was_there: impl Fn(usize) -> bool,
+        was_visible: impl Fn(usize) -> bool,
     ) -> bool {
-        let pins = self.of_number(number);
-        // From which moments on it has to be held.
-        let (mut open, mut tried) = (vec![read.asked], vec![index]);
-        while let Some(asked) = open.pop() {
+        let pins = self.labels_of(number);
+        // Times from which on a label must have kept the version.
+        let (mut pending, mut visited) = (vec![read.asked], vec![index]);
+        while let Some(asked) = pending.pop() {
             for pin in pins {
-                if tried.contains(&pin.index) || pin.asked > read.answered || pin.released.1 < asked
+                if visited.contains(&pin.index)
+                    || pin.asked > read.answered
+                    || pin.released.1 < asked
                 {
                     continue;
                 }
-                let is_proven = pin.is_known && pin.answered <= read.answered;
-                if is_proven || was_there(pin.index) {
+                let is_certain = pin.is_known && pin.answered <= read.answered;
+                if is_certain || was_visible(pin.index) {
                     return true;
                 }
-                tried.push(pin.index);
-                open.push(pin.asked);
+                visited.push(pin.index);
+                pending.push(pin.asked);
             }
         }
         false

@@ -11,7 +11,7 @@ use tssd_tests::command::binary;
 
 use super::client::{TOLD, Told};
 
-/// A process, which is killed with this.
+/// A process. Killed on drop.
 pub(crate) struct Process(Child);
 
 impl Process {
@@ -24,7 +24,7 @@ impl Process {
         self.0.id()
     }
 
-    /// Whether it has not ended by itself.
+    /// Returns whether the process has not ended on its own.
     pub(crate) fn is_running(&mut self) -> bool {
         self.0.try_wait().unwrap().is_none()
     }
@@ -32,13 +32,13 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended.
+        // The process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// `tssd serve`, at a socket and an address.
+/// A `tssd serve` process with a socket and a TCP address.
 pub(crate) struct Serve {
     pub(crate) process: Process,
     pub(crate) socket: PathBuf,
@@ -46,12 +46,12 @@ pub(crate) struct Serve {
 }
 
 impl Serve {
-    /// One over a directory.
+    /// Starts a daemon with a directory.
     pub(crate) fn over(folder: &Path) -> Self {
         Self::start(folder, "--root", folder.to_str().unwrap())
     }
 
-    /// One whose socket is in a folder, and one more of its options.
+    /// Starts a daemon whose socket is in `folder`, with one more option.
     pub(crate) fn start(folder: &Path, option: &str, value: &str) -> Self {
         let socket = folder.join("socket");
         let mut process = Command::new(binary())
@@ -77,14 +77,14 @@ impl Serve {
     }
 }
 
-/// This program again, as a client.
-pub(crate) fn client(told: &Told) -> Process {
+/// Starts this program as a client.
+pub(crate) fn client(config: &Told) -> Process {
     let module = module_path!().split_once("::").unwrap().1;
     let test = module.replace("processes", "client::child");
     let child = Command::new(std::env::current_exe().unwrap())
         .args([&test, "--exact", "--ignored", "--nocapture"])
-        .env(TOLD, serde_json::to_string(told).unwrap())
-        .envs(told.environment.iter().map(|(name, value)| (name, value)))
+        .env(TOLD, serde_json::to_string(config).unwrap())
+        .envs(config.environment.iter().map(|(name, value)| (name, value)))
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .spawn();

@@ -1,7 +1,7 @@
-//! A way to a daemon that is slow, and cut: now, or after a byte.
+//! A proxy in front of a daemon. It delays data, and cuts connections: now, or after a number of bytes.
 //!
-//! It passes on descriptors too, so it stands before a Unix socket as well as before an address. (The daemon then
-//! takes the process of the proxy for its client.)
+//! It forwards descriptors, too, so it works in front of a Unix socket and of a TCP address.
+//! (Behind a Unix socket the daemon sees the process of the proxy as its client.)
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -19,10 +19,10 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, Shutdown,
 };
 
-/// How much is passed on at once.
-const BLOCK: usize = 64 << 10;
+/// Maximum size of a read, in bytes.
+const BLOCK_BYTES: usize = 64 << 10;
 
-/// Where a proxy stands, or what is behind it.
+/// Address of a proxy or of its upstream.
 #[derive(Clone, Debug)]
 pub(crate) enum Place {
     Socket(PathBuf),
@@ -67,37 +67,37 @@ impl Listener {
     }
 }
 
-/// To the daemon, or from it.
+/// Direction of data: to the daemon, or from it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Direction {
     Up,
     Down,
 }
 
-/// A proxy. It ends with this, and so do its connections.
+/// A proxy. It and its connections end on drop.
 pub(crate) struct Proxy {
-    place: Place,
+    endpoint: Place,
     shared: Arc<Mutex<State>>,
     thread: Option<JoinHandle<()>>,
 }
 
 struct State {
-    behind: Place,
+    upstream: Place,
     /// Both ends of each connection.
     connections: Vec<[Weak<OwnedFd>; 2]>,
-    /// How long each block waits.
+    /// Delay of each block.
     delay: Duration,
-    /// How many bytes have gone up, and down.
+    /// Number of bytes forwarded in each direction.
     passed: [u64; 2],
-    /// After how many bytes everything is cut.
+    /// Number of bytes in a direction after which all connections are cut.
     limit: Option<(Direction, u64)>,
-    /// Nobody is let through any more.
+    /// Set on drop: no further connection is accepted.
     is_closed: bool,
 }
 
 impl State {
-    /// How many of so many bytes may pass, and whether the end comes then.
-    fn admit(&mut self, direction: Direction, bytes: usize) -> (usize, bool) {
+    /// Returns how many of these bytes may be forwarded, and whether the limit is reached then.
+    fn take_allowance(&mut self, direction: Direction, bytes: usize) -> (usize, bool) {
         let passed = &mut self.passed[direction as usize];
         let left = match self.limit {
             Some((limited, limit)) if limited == direction => limit - *passed,
@@ -112,7 +112,7 @@ impl State {
         let mut cut = 0;
         for connection in self.connections.drain(..) {
             for end in connection.iter().filter_map(Weak::upgrade) {
-                // It may be closed by its other end already.
+                // The other end may have closed it already.
                 let _ = rustix::net::shutdown(&*end, Shutdown::Both);
                 cut += 1;
             }
@@ -122,22 +122,22 @@ impl State {
 }
 
 impl Proxy {
-    /// Before what listens at an address.
-    pub(crate) fn before(behind: SocketAddr) -> Self {
+    /// Starts a proxy in front of a TCP address.
+    pub(crate) fn before(upstream: SocketAddr) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let place = Place::Address(listener.local_addr().unwrap());
-        Self::start(Listener::Address(listener), place, Place::Address(behind))
+        let endpoint = Place::Address(listener.local_addr().unwrap());
+        Self::start(Listener::Address(listener), endpoint, Place::Address(upstream))
     }
 
-    /// At a socket, before another one.
-    pub(crate) fn at(socket: PathBuf, behind: PathBuf) -> Self {
+    /// Starts a proxy at a Unix socket, in front of another one.
+    pub(crate) fn at(socket: PathBuf, upstream: PathBuf) -> Self {
         let listener = UnixListener::bind(&socket).unwrap();
-        Self::start(Listener::Socket(listener), Place::Socket(socket), Place::Socket(behind))
+        Self::start(Listener::Socket(listener), Place::Socket(socket), Place::Socket(upstream))
     }
 
-    fn start(listener: Listener, place: Place, behind: Place) -> Self {
+    fn start(listener: Listener, endpoint: Place, upstream: Place) -> Self {
         let shared = Arc::new(Mutex::new(State {
-            behind,
+            upstream,
             connections: Vec::new(),
             delay: Duration::ZERO,
             passed: [0; 2],
@@ -150,50 +150,50 @@ impl Proxy {
                 if state.lock().unwrap().is_closed {
                     break;
                 }
-                // Who cannot be let through is sent away.
-                let _ = admit(client, &state);
+                // If the upstream is unreachable, the client is disconnected.
+                let _ = connect_upstream(client, &state);
             }
         });
-        Self { place, shared, thread: Some(thread) }
+        Self { endpoint, shared, thread: Some(thread) }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.shared.lock().unwrap()
     }
 
-    /// Its address, as that of a store.
+    /// Returns the address of the proxy, as a URL of a store.
     pub(crate) fn url(&self) -> String {
-        self.place.url()
+        self.endpoint.url()
     }
 
-    /// What is behind it from now on.
-    pub(crate) fn turn_to(&self, behind: SocketAddr) {
-        self.state().behind = Place::Address(behind);
+    /// Sets the upstream of new connections.
+    pub(crate) fn turn_to(&self, upstream: SocketAddr) {
+        self.state().upstream = Place::Address(upstream);
     }
 
-    /// How long each block waits from now on.
+    /// Sets the delay of each block.
     pub(crate) fn delay(&self, delay: Duration) {
         self.state().delay = delay;
     }
 
-    /// Cuts all connections; says how many.
+    /// Cuts all connections. Returns their number.
     pub(crate) fn cut(&self) -> u64 {
         self.state().cut()
     }
 
-    /// How many bytes have gone in a direction.
+    /// Returns the number of bytes forwarded in a direction.
     pub(crate) fn passed(&self, direction: Direction) -> u64 {
         self.state().passed[direction as usize]
     }
 
-    /// Counts anew; cuts everything, once, after so many bytes in a direction.
+    /// Resets the counts, and cuts all connections once, after this number of bytes.
     pub(crate) fn cut_after(&self, direction: Direction, bytes: u64) {
         let mut state = self.state();
         state.cut();
         (state.passed, state.limit) = ([0; 2], Some((direction, bytes)));
     }
 
-    /// Whether that has happened.
+    /// Returns whether that limit was reached.
     pub(crate) fn has_cut(&self) -> bool {
         let state = self.state();
         state.limit.is_some_and(|(direction, limit)| state.passed[direction as usize] == limit)
@@ -206,32 +206,32 @@ impl Drop for Proxy {
         state.is_closed = true;
         state.cut();
         drop(state);
-        // Whoever accepts sees it with the next one that comes.
-        let _ = self.place.connect();
+        // The thread checks the flag when it accepts this connection.
+        let _ = self.endpoint.connect();
         if let Some(thread) = self.thread.take() {
             let ended = thread.join();
-            assert!(ended.is_ok() || thread::panicking(), "the proxy ends well");
+            assert!(ended.is_ok() || thread::panicking(), "the proxy thread panicked");
         }
     }
 }
 
-/// Lets a client through, on two threads.
-fn admit(client: OwnedFd, shared: &Arc<Mutex<State>>) -> io::Result<()> {
-    let behind = shared.lock().unwrap().behind.clone();
-    let ends = [Arc::new(client), Arc::new(behind.connect()?)];
+/// Connects a client to the upstream, with one thread for each direction.
+fn connect_upstream(client: OwnedFd, shared: &Arc<Mutex<State>>) -> io::Result<()> {
+    let upstream = shared.lock().unwrap().upstream.clone();
+    let endpoints = [Arc::new(client), Arc::new(upstream.connect()?)];
     {
         let mut state = shared.lock().unwrap();
-        state.connections.retain(|ends| ends[0].strong_count() > 0);
-        state.connections.push([Arc::downgrade(&ends[0]), Arc::downgrade(&ends[1])]);
+        state.connections.retain(|endpoints| endpoints[0].strong_count() > 0);
+        state.connections.push([Arc::downgrade(&endpoints[0]), Arc::downgrade(&endpoints[1])]);
     }
     for direction in [Direction::Up, Direction::Down] {
-        let (mut from, mut to) = (ends[0].clone(), ends[1].clone());
+        let (mut from, mut to) = (endpoints[0].clone(), endpoints[1].clone());
         if direction == Direction::Down {
             std::mem::swap(&mut from, &mut to);
         }
         let shared = shared.clone();
         thread::spawn(move || {
-            // One that is cut is no failure.
+            // A cut connection is no error.
             let _ = relay(&from, &to, direction, &shared);
             let _ = rustix::net::shutdown(&*from, Shutdown::Both);
             let _ = rustix::net::shutdown(&*to, Shutdown::Both);
@@ -240,25 +240,25 @@ fn admit(client: OwnedFd, shared: &Arc<Mutex<State>>) -> io::Result<()> {
     Ok(())
 }
 
-/// Passes on what comes, until the end or the cut.
+/// Forwards data until the connection ends or is cut.
 fn relay(
     from: &OwnedFd,
     to: &OwnedFd,
     direction: Direction,
     shared: &Mutex<State>,
 ) -> io::Result<()> {
-    let mut block = vec![0; BLOCK];
+    let mut block = vec![0; BLOCK_BYTES];
     loop {
         let mut fds = VecDeque::new();
-        let come = receive(from, &mut block, &mut fds)?;
-        if come == 0 {
+        let received = receive(from, &mut block, &mut fds)?;
+        if received == 0 {
             return Ok(());
         }
         let delay = shared.lock().unwrap().delay;
         if !delay.is_zero() {
             thread::sleep(delay);
         }
-        let (admitted, is_end) = shared.lock().unwrap().admit(direction, come);
+        let (admitted, is_end) = shared.lock().unwrap().take_allowance(direction, received);
         send(to, &block[..admitted], fds.make_contiguous())?;
         if is_end {
             shared.lock().unwrap().cut();
@@ -280,7 +280,7 @@ fn receive(from: &OwnedFd, block: &mut [u8], fds: &mut VecDeque<OwnedFd>) -> io:
     Ok(message.bytes)
 }
 
-/// Descriptors go with the first of the bytes, as they came.
+/// The descriptors go with the first bytes, as they were received.
 fn send(to: &OwnedFd, mut bytes: &[u8], fds: &[OwnedFd]) -> io::Result<()> {
     let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
     let mut fds = &borrowed[..];
@@ -288,7 +288,10 @@ fn send(to: &OwnedFd, mut bytes: &[u8], fds: &[OwnedFd]) -> io::Result<()> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !fds.is_empty() {
-            assert!(control.push(SendAncillaryMessage::ScmRights(fds)), "there is space for them");
+            assert!(
+                control.push(SendAncillaryMessage::ScmRights(fds)),
+                "the control buffer has space for the descriptors"
+            );
         }
         let parts = [IoSlice::new(bytes)];
         let sent = rustix::net::sendmsg(to, &parts, &mut control, SendFlags::NOSIGNAL)?;

@@ -1,4 +1,6 @@
-//! Clients, and daemons, that share ledgers: nobody decides for the others, and nobody's end is the end of a version.
+//! Clients and daemons that share ledgers in etcd, in a directory or in a bucket.
+//!
+//! They coordinate through the ledger, so the end of one process is not the end of a version.
 
 use std::time::{Duration, Instant};
 
@@ -16,10 +18,10 @@ use super::nemesis::{Faults, url};
 use super::processes::Serve;
 use super::proxy::Proxy;
 
-/// How many daemons and members of etcd there are.
+/// Number of daemons and of etcd members.
 const HOSTS: usize = 3;
 
-/// What they share, and all of them.
+/// Clients, daemons and servers that share ledgers.
 pub(crate) struct Commons {
     url: String,
     daemons: Vec<(Serve, Proxy)>,
@@ -28,11 +30,11 @@ pub(crate) struct Commons {
     _folder: TempDir,
 }
 
-/// Whoever keeps the records.
+/// Servers that store the ledgers.
 enum Servers {
     Etcd(Etcd),
     Bucket(S3),
-    /// The file system does.
+    /// The file system stores them.
     None,
 }
 
@@ -65,46 +67,46 @@ impl Commons {
             Servers::Etcd(_) => (0..HOSTS).map(daemon).collect(),
             _ => Vec::new(),
         };
-        let at = |place| at(&daemons, &url, place);
+        let client_url = |slot| client_url(&daemons, &url, slot);
         let environment = match &servers {
             Servers::Bucket(server) => server.environment(),
             _ => Vec::new(),
         };
-        let clients = Clients::start(home, environment, folder.path(), at);
+        let clients = Clients::start(home, environment, folder.path(), client_url);
         Self { url, daemons, servers, clients, _folder: folder }
     }
 
-    /// Does something to them for so long, every now and then.
-    pub(crate) fn torment(&mut self, dice: &mut Dice, span: Duration) -> Faults {
+    /// Injects random faults during a time span.
+    pub(crate) fn torment(&mut self, rng: &mut Dice, span: Duration) -> Faults {
         let mut faults = Faults::default();
         let until = Instant::now() + span;
         while Instant::now() < until {
-            dice.pause(150);
-            let place = usize::try_from(dice.below(CLIENTS as u64)).unwrap();
-            let host = place % HOSTS;
-            match dice.below(16) {
+            rng.pause(150);
+            let slot = usize::try_from(rng.below(CLIENTS as u64)).unwrap();
+            let host = slot % HOSTS;
+            match rng.below(16) {
                 0..4 => {
-                    let url = at(&self.daemons, &self.url, place);
-                    self.clients.kill(place, url);
+                    let url = client_url(&self.daemons, &self.url, slot);
+                    self.clients.kill(slot, url);
                     faults.clients_killed += 1;
                 }
                 4..7 => {
-                    self.clients.stop(place, dice);
+                    self.clients.stop(slot, rng);
                     faults.clients_stopped += 1;
                 }
-                7 => faults.servers_killed += self.kill_server(host, dice),
-                what => {
+                7 => faults.servers_killed += self.kill_server(host, rng),
+                fault => {
                     let Some((serve, proxy)) = self.daemons.get(host) else { continue };
-                    match what {
+                    match fault {
                         8..11 => {
                             serve.process.signal(Signal::STOP);
-                            dice.pause(150);
+                            rng.pause(150);
                             serve.process.signal(Signal::CONT);
                             faults.daemons_stopped += 1;
                         }
                         11..13 => {
-                            proxy.delay(Duration::from_millis(1 + dice.below(20)));
-                            dice.pause(150);
+                            proxy.delay(Duration::from_millis(1 + rng.below(20)));
+                            rng.pause(150);
                             proxy.delay(Duration::ZERO);
                             faults.delays += 1;
                         }
@@ -116,18 +118,18 @@ impl Commons {
         faults
     }
 
-    /// Kills a server, and starts it again; says how many that were.
-    fn kill_server(&mut self, host: usize, dice: &mut Dice) -> u64 {
+    /// Kills a server and starts it again. Returns the number of servers killed.
+    fn kill_server(&mut self, host: usize, rng: &mut Dice) -> u64 {
         match &mut self.servers {
             Servers::Etcd(etcd) => {
                 etcd.kill(host);
-                dice.pause(500);
+                rng.pause(500);
                 etcd.launch(host);
                 etcd.wait();
             }
             Servers::Bucket(server) => {
                 server.kill();
-                dice.pause(500);
+                rng.pause(500);
                 server.launch();
             }
             Servers::None => return 0,
@@ -135,7 +137,7 @@ impl Commons {
         1
     }
 
-    /// Ends everything; gives what was asked, and the moment at which it ended.
+    /// Ends all processes. Returns all operations, and the time at which all processes had ended.
     pub(crate) fn end(mut self) -> (Vec<Operation>, Vec<u64>) {
         self.clients.end();
         self.daemons.clear();
@@ -143,10 +145,10 @@ impl Commons {
     }
 }
 
-/// Where a client in a place finds the store: at a daemon, if there are any, near or far.
-fn at(daemons: &[(Serve, Proxy)], shared: &str, place: usize) -> String {
-    match daemons.get(place % HOSTS) {
-        Some((serve, proxy)) => url(serve, proxy, place),
+/// Returns the address of the store for the client in a slot: that of a daemon, if there are any.
+fn client_url(daemons: &[(Serve, Proxy)], shared: &str, slot: usize) -> String {
+    match daemons.get(slot % HOSTS) {
+        Some((serve, proxy)) => url(serve, proxy, slot),
         None => shared.to_owned(),
     }
 }

@@ -1,4 +1,4 @@
-//! A store in a few lines, which does one thing at a time; and ways in which it does not.
+//! A simple sequential store, with bugs that can be enabled.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,78 +8,78 @@ use tssd_tests::dice::Dice;
 use super::contents::{dict, part, put_of};
 use super::history::{Answer, Call, name_of};
 
-/// What can be wrong with a store.
+/// Bugs of the store.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Bug {
-    /// Now and then the newest version is taken to be the one before.
+    /// Some reads return the version before the newest.
     StaleRead,
-    /// A put is acknowledged and forgotten.
+    /// A put is acknowledged and lost.
     LostUpdate,
-    /// A put gets a number below those that are there.
-    NumbersGoBack,
-    /// Two puts get one number.
+    /// A put gets a number below that of existing versions.
+    NumberNotMonotonic,
+    /// Two puts get the same number.
     DuplicateNumber,
-    /// What was put once becomes two versions, and nobody knows how the put went.
+    /// One put becomes two versions, and has no response.
     DuplicateVersion,
-    /// A put that has failed is seen.
-    FailedSeen,
-    /// Readers see a version of which half is another one.
+    /// A put that fails is visible.
+    FailedPutVisible,
+    /// Reads return a mixture of two versions.
     TornRead,
-    /// One reader in two asks a copy that lags behind.
+    /// Half of the readers use a replica that lags behind.
     NotMonotonic,
-    /// A version that was deleted is found by its number.
-    DeletedSeen,
-    /// A version that was deleted is the newest again.
+    /// A deleted version can be read by its number.
+    DeletedVersionFound,
+    /// A deleted version is the newest again.
     DeletedNewest,
-    /// One version is deleted twice.
+    /// A version is deleted twice.
     DeletedTwice,
-    /// A put is acknowledged before it is visible: readers find an older one.
-    LateVisible,
-    /// A wait returns before its version is there.
+    /// A put is acknowledged before it is visible.
+    AcknowledgedTooEarly,
+    /// A wait returns before its version is visible.
     WaitTooEarly,
-    /// A wait is given up before its time is over.
+    /// A wait returns before its timeout.
     WaitTooShort,
-    /// A version is gone before as many newer ones have come as are kept.
-    GoneTooEarly,
-    /// A version can be read that newer ones have displaced.
-    GoneTooLate,
-    /// What is read was never put.
+    /// A version is displaced while retention still keeps it.
+    DisplacedTooEarly,
+    /// A version can be read after newer ones have displaced it.
+    DisplacedTooLate,
+    /// Reads return contents that were never put.
     NeverPut,
-    /// One of several writers' part is that of another version.
-    TornTogether,
+    /// The part of one writer is that of another version.
+    TornParts,
     /// A version is visible before all its writers have put.
     VisibleTooEarly,
-    /// A part is told to wait when its version is visible.
-    WaitsForNobody,
-    /// A label does not hold its version.
+    /// The response to a part is that others are missing, after the version is visible.
+    PendingAfterVisible,
+    /// A label does not keep its version.
     PinLost,
-    /// A label holds its version after it was taken away.
-    PinStays,
+    /// A label keeps its version after it was removed.
+    PinNotRemoved,
 }
 
 pub(crate) const BUGS: [Bug; 22] = [
     Bug::StaleRead,
     Bug::LostUpdate,
-    Bug::NumbersGoBack,
+    Bug::NumberNotMonotonic,
     Bug::DuplicateNumber,
     Bug::DuplicateVersion,
-    Bug::FailedSeen,
+    Bug::FailedPutVisible,
     Bug::TornRead,
     Bug::NotMonotonic,
-    Bug::DeletedSeen,
+    Bug::DeletedVersionFound,
     Bug::DeletedNewest,
     Bug::DeletedTwice,
-    Bug::LateVisible,
+    Bug::AcknowledgedTooEarly,
     Bug::WaitTooEarly,
     Bug::WaitTooShort,
-    Bug::GoneTooEarly,
-    Bug::GoneTooLate,
+    Bug::DisplacedTooEarly,
+    Bug::DisplacedTooLate,
     Bug::NeverPut,
-    Bug::TornTogether,
+    Bug::TornParts,
     Bug::VisibleTooEarly,
-    Bug::WaitsForNobody,
+    Bug::PendingAfterVisible,
     Bug::PinLost,
-    Bug::PinStays,
+    Bug::PinNotRemoved,
 ];
 
 type Version = (u64, StateDict);
@@ -90,39 +90,39 @@ pub(crate) struct Toy {
     bug: Option<Bug>,
     visible: Vec<Version>,
     highest: u64,
-    /// What has been visible and is not.
-    gone: Vec<Version>,
-    /// What is acknowledged and not visible yet.
-    late: Option<Version>,
-    /// Parts of versions that several writers put together: by number, who has put.
+    /// Versions that are no longer visible.
+    removed: Vec<Version>,
+    /// A version that is acknowledged and not visible yet.
+    acknowledged: Option<Version>,
+    /// Writers that have put a part, by number.
     parts: BTreeMap<u64, BTreeSet<u32>>,
-    /// How many put a version together.
-    of: u32,
-    /// By label.
+    /// Number of writers of a version.
+    writers: u32,
+    /// Version numbers by label.
     pins: BTreeMap<u32, u64>,
-    dice: Dice,
+    rng: Dice,
 }
 
 const KEY: u8 = 0;
 
 impl Toy {
     pub(crate) fn new(keep: usize, bug: Option<Bug>) -> Self {
-        let (visible, gone, late) = (Vec::new(), Vec::new(), None);
-        let (parts, pins, dice) = (BTreeMap::new(), BTreeMap::new(), Dice::new(7));
-        Self { keep, bug, visible, highest: 0, gone, late, parts, of: 1, pins, dice }
+        let (visible, removed, acknowledged) = (Vec::new(), Vec::new(), None);
+        let (parts, pins, rng) = (BTreeMap::new(), BTreeMap::new(), Dice::new(7));
+        Self { keep, bug, visible, highest: 0, removed, acknowledged, parts, writers: 1, pins, rng }
     }
 
-    /// Whether this time it does it wrong in this way.
-    fn is_wrong(&mut self, bug: Bug) -> bool {
-        self.bug == Some(bug) && self.dice.hits(4)
+    /// Returns whether the bug is enabled and occurs this time.
+    fn occurs(&mut self, bug: Bug) -> bool {
+        self.bug == Some(bug) && self.rng.hits(4)
     }
 
-    /// A number is left out, as by a put that failed after it had begun.
+    /// Skips a number, as after a put that failed after it had begun.
     pub(crate) fn skip(&mut self) {
         self.highest += 1;
     }
 
-    /// Does one thing for one of two clients.
+    /// Executes a call. Some bugs affect every second client only.
     pub(crate) fn answer(&mut self, call: Call, is_odd: bool) -> Option<Answer> {
         match call {
             Call::Put(put) => self.put(put),
@@ -139,116 +139,116 @@ impl Toy {
                 Some(if is_there { Answer::Done } else { Answer::Nothing })
             }
             Call::Unpin(label) => {
-                if !self.is_wrong(Bug::PinStays) {
+                if !self.occurs(Bug::PinNotRemoved) {
                     self.pins.remove(&label);
                 }
-                self.thin();
+                self.apply_retention();
                 Some(Answer::Done)
             }
         }
     }
 
     fn put(&mut self, put: u32) -> Option<Answer> {
-        if self.is_wrong(Bug::FailedSeen) {
-            self.show(self.highest + 1, dict(KEY, put));
+        if self.occurs(Bug::FailedPutVisible) {
+            self.make_visible(self.highest + 1, dict(KEY, put));
             return Some(Answer::Failed);
         }
-        if self.is_wrong(Bug::DuplicateVersion) {
-            self.show(self.highest + 1, dict(KEY, put));
-            self.show(self.highest + 1, dict(KEY, put));
+        if self.occurs(Bug::DuplicateVersion) {
+            self.make_visible(self.highest + 1, dict(KEY, put));
+            self.make_visible(self.highest + 1, dict(KEY, put));
             return None;
         }
-        let number = if self.is_wrong(Bug::DuplicateNumber) {
+        let number = if self.occurs(Bug::DuplicateNumber) {
             self.highest.max(1)
-        } else if self.is_wrong(Bug::NumbersGoBack) && self.highest > 8 {
+        } else if self.occurs(Bug::NumberNotMonotonic) && self.highest > 8 {
             self.highest - 8
         } else {
             self.highest + 1
         };
-        if self.is_wrong(Bug::LostUpdate) {
+        if self.occurs(Bug::LostUpdate) {
             self.highest = number;
             return Some(Answer::Put(number));
         }
-        if let Some((number, dict)) = self.late.take() {
-            self.show(number, dict);
+        if let Some((number, dict)) = self.acknowledged.take() {
+            self.make_visible(number, dict);
         }
-        if self.is_wrong(Bug::LateVisible) {
+        if self.occurs(Bug::AcknowledgedTooEarly) {
             self.highest = number;
-            self.late = Some((number, dict(KEY, put)));
+            self.acknowledged = Some((number, dict(KEY, put)));
         } else {
-            self.show(number, dict(KEY, put));
+            self.make_visible(number, dict(KEY, put));
         }
         Some(Answer::Put(number))
     }
 
-    fn show(&mut self, number: u64, dict: StateDict) {
+    fn make_visible(&mut self, number: u64, dict: StateDict) {
         self.highest = self.highest.max(number);
         self.visible.push((number, dict));
-        self.thin();
+        self.apply_retention();
     }
 
-    /// What is too old goes, unless a label holds it.
-    fn thin(&mut self) {
+    /// Applies retention, except to versions with a label.
+    fn apply_retention(&mut self) {
         let mut keep = self.keep;
-        if self.is_wrong(Bug::GoneTooEarly) {
+        if self.occurs(Bug::DisplacedTooEarly) {
             keep -= 1;
         }
         let surplus = self.visible.len().saturating_sub(keep);
         let old: Vec<Version> = self.visible.drain(..surplus).collect();
-        let is_lost = self.is_wrong(Bug::PinLost);
+        let is_lost = self.occurs(Bug::PinLost);
         let is_held =
             |version: &Version| !is_lost && self.pins.values().any(|number| *number == version.0);
-        let (held, gone): (Vec<_>, Vec<_>) = old.into_iter().partition(is_held);
+        let (held, removed): (Vec<_>, Vec<_>) = old.into_iter().partition(is_held);
         self.visible.splice(..0, held);
-        self.gone.extend(gone);
+        self.removed.extend(removed);
     }
 
-    /// A version is visible when all its parts are there.
-    fn part(&mut self, number: u64, writer: u32, of: u32) -> Answer {
-        self.of = of;
+    /// Puts a part. The version is visible when all its parts are stored.
+    fn part(&mut self, number: u64, writer: u32, writers: u32) -> Answer {
+        self.writers = writers;
         let parts = self.parts.entry(number).or_default();
-        let has_come = parts.len() == of as usize;
-        if has_come && !self.is_wrong(Bug::WaitsForNobody) {
+        let is_complete = parts.len() == writers as usize;
+        if is_complete && !self.occurs(Bug::PendingAfterVisible) {
             return Answer::Put(number);
         }
         if number <= self.highest {
-            return if has_come { Answer::Waits } else { Answer::Failed };
+            return if is_complete { Answer::Waits } else { Answer::Failed };
         }
-        let is_early = self.is_wrong(Bug::VisibleTooEarly);
+        let is_early = self.occurs(Bug::VisibleTooEarly);
         let parts = self.parts.entry(number).or_default();
         parts.insert(writer);
         if is_early {
-            parts.extend(0..of);
+            parts.extend(0..writers);
         }
-        if parts.len() < of as usize {
+        if parts.len() < writers as usize {
             return Answer::Waits;
         }
-        let is_torn = self.is_wrong(Bug::TornTogether);
+        let is_torn = self.occurs(Bug::TornParts);
         let mut whole = part(KEY, name_of(number), 0);
-        for writer in 1..of {
+        for writer in 1..writers {
             let number = if is_torn { number - 1 } else { number };
             for (name, value) in part(KEY, name_of(number), writer).leaves() {
                 whole.insert(name.fqn(), value.clone());
             }
         }
         whole.insert("put", i64::from(name_of(number)));
-        self.show(number, whole);
+        self.make_visible(number, whole);
         Answer::Put(number)
     }
 
     fn newest(&mut self, is_odd: bool) -> Answer {
-        let is_behind = self.is_wrong(Bug::StaleRead) || is_odd && self.is_wrong(Bug::NotMonotonic);
-        let is_behind = is_behind || self.visible.is_empty() && self.is_wrong(Bug::DeletedNewest);
-        let newest = if is_behind { self.gone.last() } else { self.visible.last() };
+        let is_stale = self.occurs(Bug::StaleRead) || is_odd && self.occurs(Bug::NotMonotonic);
+        let is_stale = is_stale || self.visible.is_empty() && self.occurs(Bug::DeletedNewest);
+        let newest = if is_stale { self.removed.last() } else { self.visible.last() };
         let Some((number, stored)) = newest.cloned() else { return Answer::Nothing };
-        if self.is_wrong(Bug::TornRead)
-            && let Some((_, other)) = self.gone.last()
+        if self.occurs(Bug::TornRead)
+            && let Some((_, other)) = self.removed.last()
         {
             let mut torn = stored;
             torn.insert("layer.2", other.leaf("layer.2").unwrap().clone());
             return self.found(number, &torn);
         }
-        if self.is_wrong(Bug::NeverPut) {
+        if self.occurs(Bug::NeverPut) {
             return self.found(number, &dict(KEY, u32::MAX));
         }
         self.found(number, &stored)
@@ -256,17 +256,17 @@ impl Toy {
 
     fn numbered(&mut self, number: u64) -> Answer {
         let is_of = |version: &&Version| version.0 == number;
-        let mut there = self.visible.iter().find(is_of).cloned();
-        let is_late = self.is_wrong(Bug::GoneTooLate) || self.is_wrong(Bug::DeletedSeen);
-        if there.is_none() && is_late {
-            there = self.gone.iter().find(is_of).cloned();
+        let mut version = self.visible.iter().find(is_of).cloned();
+        let is_late = self.occurs(Bug::DisplacedTooLate) || self.occurs(Bug::DeletedVersionFound);
+        if version.is_none() && is_late {
+            version = self.removed.iter().find(is_of).cloned();
         }
-        there.map_or(Answer::Nothing, |(number, dict)| self.found(number, &dict))
+        version.map_or(Answer::Nothing, |(number, dict)| self.found(number, &dict))
     }
 
-    /// It never waits: its clients have no patience.
+    /// Never waits. Its clients use a timeout of zero.
     fn wait(&mut self, wanted: u64) -> Answer {
-        if self.is_wrong(Bug::WaitTooEarly) {
+        if self.occurs(Bug::WaitTooEarly) {
             return self.newest(false);
         }
         match self.visible.last() {
@@ -275,21 +275,21 @@ impl Toy {
         }
     }
 
-    /// With which patience a client waits.
+    /// Returns the timeout of a wait, in nanoseconds.
     pub(crate) fn patience(&mut self) -> u64 {
-        if self.is_wrong(Bug::WaitTooShort) { 1_000_000_000 } else { 0 }
+        if self.occurs(Bug::WaitTooShort) { 1_000_000_000 } else { 0 }
     }
 
     fn delete(&mut self, number: u64) -> Answer {
         if let Some(place) = self.visible.iter().position(|version| version.0 == number) {
-            self.gone.push(self.visible.remove(place));
+            self.removed.push(self.visible.remove(place));
             return Answer::Deleted;
         }
-        if self.is_wrong(Bug::DeletedTwice) { Answer::Deleted } else { Answer::Nothing }
+        if self.occurs(Bug::DeletedTwice) { Answer::Deleted } else { Answer::Nothing }
     }
 
     fn found(&self, number: u64, dict: &StateDict) -> Answer {
-        let put = put_of(KEY, self.of, dict);
+        let put = put_of(KEY, self.writers, dict);
         put.map_or(Answer::Torn(number), |put| Answer::Found(number, put))
     }
 }

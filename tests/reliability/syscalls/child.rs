@@ -1,12 +1,12 @@
-//! The process whose system calls fail: this program again.
+//! The process into whose system calls faults are injected: this program in another role.
 //!
-//! `strace` counts calls by thread. So one thread alone does what waits for files, and it has no other core to
-//! share its work with. What the process has to say, its parent reads:
+//! `strace` counts calls by thread. So only one thread executes blocking file operations, and the
+//! process runs on one core. The parent reads the output of the process:
 //!
-//! - `threads MAIN WORKER`, before it begins: it waits for a line then;
-//! - `ack STEP` when a step has returned, well;
-//! - `err KIND TEXT` when one has failed, then `seen VERSIONS`, and it tries that step again;
-//! - `stuck KIND TEXT` if that fails too.
+//! - `threads MAIN WORKER` before it begins. It then waits for a line on stdin.
+//! - `ack STEP` when a step has succeeded.
+//! - `err KIND TEXT` when a step has failed, then `seen VERSIONS`. It then retries the step.
+//! - `stuck KIND TEXT` if the retry fails, too.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -27,13 +27,13 @@ use crate::contents::Contents;
 pub(crate) const SCENARIO: &str = "TSSD_RELIABILITY_SCENARIO";
 pub(crate) const PLACE: &str = "TSSD_RELIABILITY_PLACE";
 
-/// Of each tensor.
+/// Elements of each tensor.
 const ELEMENTS: u64 = 256;
 
-/// Of what is published: one tensor is more than that.
+/// Size of a bucket of published tensors. One tensor exceeds it.
 const BUCKET: u64 = 1 << 10;
 
-/// The folder of the store, in the place of a process.
+/// Returns the directory of the store in the working directory of a process.
 pub(crate) fn root(place: &Path) -> PathBuf {
     place.join("root")
 }
@@ -46,7 +46,7 @@ fn contents(version: u64, writers: u32) -> Contents<'static> {
     Contents { key: "model", version, writers, elements: ELEMENTS }
 }
 
-/// Nobody alive is in the way, so nobody is waited for.
+/// Returns the options of a put. No living writer can block it, so its timeout is zero.
 fn options(version: u64) -> PutOptions {
     PutOptions {
         version: Some(version),
@@ -61,24 +61,24 @@ fn options(version: u64) -> PutOptions {
 fn process() {
     let (Ok(scenario), Ok(place)) = (std::env::var(SCENARIO), std::env::var(PLACE)) else { return };
     let scenario = Scenario::named(&scenario);
-    on_one_core();
+    pin_to_one_core();
     let mut runtime = Builder::new_current_thread();
     runtime.enable_all().max_blocking_threads(1).thread_keep_alive(Duration::from_hours(1));
     runtime.build().unwrap().block_on(async {
         let main = gettid().as_raw_nonzero();
         let worker = tokio::task::spawn_blocking(|| gettid().as_raw_nonzero()).await.unwrap();
-        say(format_args!("threads {main} {worker}"));
+        print_line(format_args!("threads {main} {worker}"));
         std::io::stdin().read_line(&mut String::new()).unwrap();
         let mut actor = Actor { place: place.into(), is_daemon: scenario.is_daemon, store: None };
         for (index, step) in scenario.steps.iter().enumerate() {
             match actor.perform(*step).await {
-                Ok(()) => say(format_args!("ack {index}")),
+                Ok(()) => print_line(format_args!("ack {index}")),
                 Err(error) => {
-                    say(format_args!("err {} {error}", error.kind().name()));
-                    match actor.again(*step).await {
-                        Ok(()) => say(format_args!("ack {index}")),
+                    print_line(format_args!("err {} {error}", error.kind().name()));
+                    match actor.retry(*step).await {
+                        Ok(()) => print_line(format_args!("ack {index}")),
                         Err(error) => {
-                            say(format_args!("stuck {} {error}", error.kind().name()));
+                            print_line(format_args!("stuck {} {error}", error.kind().name()));
                             break;
                         }
                     }
@@ -86,16 +86,16 @@ fn process() {
             }
         }
     });
-    // Whatever it still does, others see the same.
+    // Exit without the destructors of the runtime. They would make no visible difference.
     std::process::exit(0);
 }
 
-/// Nobody needs to hear it: a broken pipe ends nothing.
-fn say(words: std::fmt::Arguments) {
-    let _ = writeln!(std::io::stdout(), "{words}");
+/// Prints a line. Ignores a closed pipe.
+fn print_line(line: std::fmt::Arguments) {
+    let _ = writeln!(std::io::stdout(), "{line}");
 }
 
-fn on_one_core() {
+fn pin_to_one_core() {
     let allowed = sched_getaffinity(None).unwrap();
     let cores: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core)).collect();
     let mut one = CpuSet::new();
@@ -113,12 +113,12 @@ pub(crate) struct Actor {
 impl Actor {
     async fn store(&mut self) -> Result<Store> {
         if self.store.is_none() {
-            self.store = Some(self.open().await?);
+            self.store = Some(self.open_store().await?);
         }
         Ok(self.store.clone().unwrap())
     }
 
-    async fn open(&self) -> Result<Store> {
+    async fn open_store(&self) -> Result<Store> {
         let root = root(&self.place);
         if !self.is_daemon {
             return tokio::task::spawn_blocking(|| Store::directory(root)).await.unwrap();
@@ -128,14 +128,14 @@ impl Actor {
         options.root = Some(root);
         match Daemon::bind(options).await {
             Ok(daemon) => drop(tokio::spawn(daemon.serve(std::future::pending()))),
-            // It is there: what failed was something of this connection.
+            // The daemon runs. Only the connection has failed.
             Err(error) if error.kind() == ErrorKind::Busy => {}
             Err(error) => return Err(error),
         }
         Store::connect(&format!("unix:{}", socket.display())).await
     }
 
-    /// A daemon starts, which sweeps, and ends.
+    /// Starts a daemon, which sweeps, and ends it.
     pub(crate) async fn sweep(&mut self) -> Result<()> {
         self.store = None;
         let mut options = DaemonOptions::at(self.place.join("run/socket"), 64 << 20);
@@ -143,12 +143,12 @@ impl Actor {
         Daemon::bind(options).await?.serve(std::future::ready(())).await
     }
 
-    /// A call that has failed is made again, once it has been looked what is visible meanwhile.
-    async fn again(&mut self, step: Step) -> Result<()> {
+    /// Retries a failed step, after it has printed which versions are visible.
+    async fn retry(&mut self, step: Step) -> Result<()> {
         self.store = None;
         let versions = self.store().await?.versions(&key()).await?;
         let numbers: Vec<_> = versions.iter().map(|info| info.number.to_string()).collect();
-        say(format_args!("seen {}", numbers.join(",")));
+        print_line(format_args!("seen {}", numbers.join(",")));
         self.perform(step).await
     }
 
@@ -187,18 +187,18 @@ impl Actor {
         Ok(())
     }
 
-    /// Reads all that is visible, in all ways: its numbers, and the bytes that the store says it has.
+    /// Reads all visible versions in all ways. Returns their numbers and sizes in bytes.
     pub(crate) async fn get(&mut self) -> Result<Vec<(u64, u64)>> {
         loop {
-            match self.get_once().await {
-                // A proof that was owed is done meanwhile, and another version is visible.
+            match self.read_all_once().await {
+                // A pending verification has finished meanwhile, and another version is visible.
                 Err(error) if error.kind() == ErrorKind::NotFound => {}
                 done => return done,
             }
         }
     }
 
-    async fn get_once(&mut self) -> Result<Vec<(u64, u64)>> {
+    async fn read_all_once(&mut self) -> Result<Vec<(u64, u64)>> {
         let (store, key) = (self.store().await?, key());
         let versions = store.versions(&key).await?;
         for info in &versions {
@@ -207,12 +207,12 @@ impl Actor {
             let contents = contents(info.number, writers);
             let (dict, _) = store.get_state_dict(&key, &options).await?;
             contents.check(&dict);
-            self.get_part(&store, &contents, &options).await?;
+            self.check_partial_reads(&store, &contents, &options).await?;
         }
         Ok(versions.iter().map(|info| (info.number, info.bytes)).collect())
     }
 
-    async fn get_part(
+    async fn check_partial_reads(
         &self,
         store: &Store,
         contents: &Contents<'_>,

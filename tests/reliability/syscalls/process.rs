@@ -1,4 +1,4 @@
-//! A process of a scenario: this program again, which waits to begin.
+//! A process that runs a scenario. It waits for a line on stdin before it begins.
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -10,24 +10,24 @@ use std::time::{Duration, Instant};
 use super::child::{PLACE, SCENARIO};
 use super::scenario::Scenario;
 
-/// How long a process takes at most.
-const PATIENCE: Duration = Duration::from_mins(1);
+/// Time limit of a process.
+const TIMEOUT: Duration = Duration::from_mins(1);
 
-/// One that has not begun.
+/// A process that has not begun.
 pub(crate) struct Process {
     child: Child,
     output: BufReader<ChildStdout>,
-    /// The main one, and the one that waits for files.
+    /// Ids of the main thread, and of the thread for blocking file operations.
     pub(crate) threads: [String; 2],
 }
 
-/// A process that has ended.
+/// Outcome of a process that has ended.
 #[derive(Debug)]
 pub(crate) struct Ended {
     pub(crate) status: ExitStatus,
     pub(crate) said: String,
     pub(crate) complaints: String,
-    /// Whether the fault has happened, if it has come to the call.
+    /// Whether the fault was injected. `None` if the process did not reach the call.
     pub(crate) is_hit: Option<bool>,
 }
 
@@ -51,11 +51,11 @@ impl Process {
             .spawn()
             .unwrap();
         let mut output = BufReader::new(child.stdout.take().unwrap());
-        let threads = threads(&mut output);
+        let threads = read_threads(&mut output);
         Self { child, output, threads }
     }
 
-    /// Lets it begin, and waits until it has ended.
+    /// Lets the process begin, and waits for its end.
     pub(crate) fn finish(mut self) -> Ended {
         self.child.stdin.take().unwrap().write_all(b"go\n").unwrap();
         let status = end(&mut self.child);
@@ -66,10 +66,10 @@ impl Process {
     }
 }
 
-fn threads(output: &mut BufReader<ChildStdout>) -> [String; 2] {
+fn read_threads(output: &mut BufReader<ChildStdout>) -> [String; 2] {
     let mut line = String::new();
     while output.read_line(&mut line).unwrap() > 0 {
-        // What runs tests says something before.
+        // The test harness prints lines before.
         if let Some((_, threads)) = line.split_once("threads ") {
             let (main, worker) = threads.trim().split_once(' ').unwrap();
             return [main.to_owned(), worker.to_owned()];
@@ -79,14 +79,14 @@ fn threads(output: &mut BufReader<ChildStdout>) -> [String; 2] {
     panic!("the process has not begun");
 }
 
-/// Waits for a process, as long as one takes at most.
+/// Waits for the end of a process. Kills it after the time limit.
 pub(crate) fn end(process: &mut Child) -> ExitStatus {
     let started = Instant::now();
     loop {
         if let Some(status) = process.try_wait().unwrap() {
             return status;
         }
-        if started.elapsed() > PATIENCE {
+        if started.elapsed() > TIMEOUT {
             let _ = process.kill();
         }
         std::thread::sleep(Duration::from_micros(500));

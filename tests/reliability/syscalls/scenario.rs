@@ -1,38 +1,38 @@
-//! What a process does while its system calls fail, and what may be visible then: a naive model.
+//! Scenarios: the steps of a process, and a simple model of the versions that are visible after them.
 
 use std::num::NonZeroU32;
 
-/// One call of a store.
+/// A call of a store.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Step {
-    /// The store is opened; or a daemon starts to serve it, and is connected to.
+    /// Opens the store. Or starts a daemon and connects to it.
     Open,
     Put(u64),
-    /// Two writers of one job, one after the other.
+    /// Puts by two writers of one job, one after the other.
     PutByTwo(u64),
     /// A put in buckets of one tensor.
     Publish(u64),
-    /// All visible versions, whole, in place and by slices.
+    /// Reads all visible versions: whole, into memory, and as slices.
     Get,
     Delete(Option<u64>),
     Retain(u32),
 }
 
-/// A process: what was done before it, and what it does.
+/// A process: the steps that prepare its store, and its own steps.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scenario {
     pub(crate) name: &'static str,
     pub(crate) before: &'static [Step],
     pub(crate) steps: &'static [Step],
-    /// Whether it is a daemon, with a client inside.
+    /// Whether the process is a daemon with a client in it.
     pub(crate) is_daemon: bool,
 }
 
-/// Of the next process, after one that was killed.
+/// Steps of the next process after one that was killed.
 pub(crate) const RECOVERY: Scenario =
     Scenario { name: "recovery", before: &[], steps: RECOVER, is_daemon: false };
 
-/// The same, by a daemon.
+/// The same in a daemon.
 pub(crate) const DAEMON_RECOVERY: Scenario =
     Scenario { name: "recovery by a daemon", before: &[], steps: RECOVER, is_daemon: true };
 
@@ -99,7 +99,7 @@ impl Scenario {
     }
 }
 
-/// What is visible of a key.
+/// Versions that are visible of a key.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct State {
     keep: usize,
@@ -114,14 +114,14 @@ impl Default for State {
 
 impl State {
     pub(crate) fn after(&self, steps: &[Step]) -> Self {
-        steps.iter().fold(self.clone(), |state, step| state.then(*step))
+        steps.iter().fold(self.clone(), |state, step| state.apply_step(*step))
     }
 
-    fn then(mut self, step: Step) -> Self {
+    fn apply_step(mut self, step: Step) -> Self {
         match step {
             Step::Open | Step::Get => {}
             Step::Put(number) | Step::PutByTwo(number) | Step::Publish(number) => {
-                // The same once more changes nothing.
+                // Repeating a put changes nothing.
                 if !self.versions.contains(&number) {
                     self.versions.push(number);
                 }

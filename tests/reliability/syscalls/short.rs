@@ -1,5 +1,6 @@
-//! A process of whose reads and writes one does half of what it was asked for, which no tracer can do: `tests/libshort`
-//! does.
+//! A process in which one read or write transfers half of the requested bytes.
+//!
+//! No tracer can do this, so the library `tests/libshort` does.
 
 use std::path::Path;
 
@@ -9,20 +10,20 @@ use super::process::{Ended, Process};
 use super::scenario::Scenario;
 use super::strace::Call;
 
-/// The calls that a file may answer with fewer bytes than it was asked for.
-const CALLS: [&str; 4] = ["pread64", "pwrite64", "read", "write"];
+/// Calls that may transfer fewer bytes than requested.
+const SHORT_CALLS: [&str; 4] = ["pread64", "pwrite64", "read", "write"];
 
 pub(crate) fn may_be(call: &Call) -> bool {
-    CALLS.contains(&call.name)
+    SHORT_CALLS.contains(&call.name)
 }
 
-/// Runs a process one of whose calls is short.
+/// Runs a process in which one call is short.
 pub(crate) fn run(scenario: Scenario, place: &Path, call: &Call) -> Ended {
-    let meant = format!("{}:{}:{}", call.name, call.number, place.display());
+    let target = format!("{}:{}:{}", call.name, call.number, place.display());
     let library = library("tssd-short");
-    let environment = [("LD_PRELOAD", library.as_os_str()), ("TSSD_SHORT", meant.as_ref())];
+    let environment = [("LD_PRELOAD", library.as_os_str()), ("TSSD_SHORT", target.as_ref())];
     let mut ended = Process::start(scenario, place, &environment).finish();
-    let says = |word| ended.complaints.contains(word);
-    ended.is_hit = says("short: ").then_some(true).or(says("whole: ").then_some(false));
+    let contains = |word| ended.complaints.contains(word);
+    ended.is_hit = contains("short: ").then_some(true).or(contains("whole: ").then_some(false));
     ended
 }

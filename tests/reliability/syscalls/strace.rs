@@ -1,4 +1,4 @@
-//! A process under `strace`, which lets a system call of it fail, or kills it there.
+//! A process under `strace`, which lets one of its system calls fail, or kills it there.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,12 +9,12 @@ use std::process::{Child, Command, Stdio};
 use super::process::{Ended, Process, end};
 use super::scenario::Scenario;
 
-/// What is done to a call in place of doing it.
+/// What happens at a call instead of its execution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Fault {
     Kill,
     Error(&'static str),
-    /// It says that it has read or written no byte.
+    /// It returns that no byte was read or written.
     Nothing,
     /// It reads or writes half of the bytes.
     Half,
@@ -39,8 +39,8 @@ const ENOSPC: Fault = Error("ENOSPC");
 const EMFILE: Fault = Error("EMFILE");
 const ENOMEM: Fault = Error("ENOMEM");
 
-/// What may happen to each call. One that only looks is not interrupted, and needs no room.
-const FAULTS: &[(&str, &[Fault])] = &[
+/// Faults by call. A call that only reads metadata is not interrupted, and needs no disk space.
+const FAULTS_BY_CALL: &[(&str, &[Fault])] = &[
     ("close", &[Kill, EIO, ENOSPC, EINTR]),
     ("fallocate", &[Kill, EIO, ENOSPC, EINTR]),
     ("fdatasync", &[Kill, EIO, ENOSPC, EINTR]),
@@ -75,9 +75,11 @@ const FAULTS: &[(&str, &[Fault])] = &[
     ("write", &[Kill, EIO, ENOSPC, EINTR, Nothing]),
 ];
 
-/// Those that change what is on the disk: a process that is killed before one leaves something else behind
-/// than one that is killed before the next.
-const CHANGES: &[&str] = &[
+/// Calls that change the disk.
+///
+/// A process that is killed before one of them leaves another state than one that is killed before
+/// the next.
+const MODIFYING_CALLS: &[&str] = &[
     "fallocate",
     "ftruncate",
     "link",
@@ -94,31 +96,31 @@ const CHANGES: &[&str] = &[
     "unlinkat",
 ];
 
-/// A thread of the process: there are two that do something.
+/// A thread of the process. Only these two make calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Thread {
     Main,
     Worker,
 }
 
-/// A system call of a process, on a file of its store or memory that it shares.
+/// A system call of a process on a file of its store, or on shared memory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Call {
     pub(crate) name: &'static str,
-    /// The how-manieth of this name it is, of its thread.
+    /// Sequence number among the calls of this name in its thread, from 1 on.
     index: u64,
     thread: Thread,
-    /// The how-manieth of this name it is, from 1 on, of those on such files.
+    /// Sequence number among the calls of this name on such files, from 1 on.
     pub(crate) number: u64,
 }
 
 impl Call {
     pub(crate) fn faults(&self) -> &'static [Fault] {
-        FAULTS.iter().find(|(name, _)| *name == self.name).unwrap().1
+        FAULTS_BY_CALL.iter().find(|(name, _)| *name == self.name).unwrap().1
     }
 
     pub(crate) fn changes(&self) -> bool {
-        CHANGES.contains(&self.name)
+        MODIFYING_CALLS.contains(&self.name)
     }
 }
 
@@ -129,38 +131,41 @@ impl fmt::Display for Call {
     }
 }
 
-/// The calls of a process that nothing happens to.
+/// Records the calls of a process without faults.
 pub(crate) fn calls(scenario: Scenario, place: &Path) -> Vec<Call> {
     let log = place.with_extension("strace");
     let process = Process::start(scenario, place, &[]);
     let [main, worker] = process.threads.clone();
-    let tracer = Tracer::start(&["-f", "-y", "-s", "0", "-e", &traced(), "-p", &main], &log);
+    let tracer =
+        Tracer::start(&["-f", "-y", "-s", "0", "-e", &trace_expression(), "-p", &main], &log);
     let ended = process.finish();
     drop(tracer);
     assert!(ended.status.success(), "{}: {ended:?}", scenario.name);
     let place = place.to_str().unwrap();
     let mut counts: BTreeMap<(Thread, &str), u64> = BTreeMap::new();
-    let mut ours: BTreeMap<&str, u64> = BTreeMap::new();
+    let mut relevant_counts: BTreeMap<&str, u64> = BTreeMap::new();
     let mut calls = Vec::new();
     let log = std::fs::read_to_string(log).unwrap();
     for line in log.lines() {
-        // `THREAD NAME(ARGUMENTS…`; what goes on after another's line does not count again.
+        // `THREAD NAME(ARGUMENTS…`. The continuation of an interrupted line is not counted again.
         let Some((thread, call)) = line.split_once(' ') else { continue };
         let Some((name, arguments)) = call.trim_start().split_once('(') else { continue };
-        let Some((name, _)) = FAULTS.iter().find(|(each, _)| *each == name) else { continue };
-        let is_ours = arguments.contains(place) || arguments.contains("memfd:");
+        let Some((name, _)) = FAULTS_BY_CALL.iter().find(|(each, _)| *each == name) else {
+            continue;
+        };
+        let is_relevant = arguments.contains(place) || arguments.contains("memfd:");
         let thread = match thread {
             thread if thread == worker => Thread::Worker,
             thread if thread == main => Thread::Main,
             _ => {
-                assert!(!is_ours, "{}: on a third thread: {line}", scenario.name);
+                assert!(!is_relevant, "{}: on a third thread: {line}", scenario.name);
                 continue;
             }
         };
         let index = counts.entry((thread, name)).or_default();
         *index += 1;
-        if is_ours {
-            let number = ours.entry(name).or_default();
+        if is_relevant {
+            let number = relevant_counts.entry(name).or_default();
             *number += 1;
             calls.push(Call { name, index: *index, thread, number: *number });
         }
@@ -168,20 +173,20 @@ pub(crate) fn calls(scenario: Scenario, place: &Path) -> Vec<Call> {
     calls
 }
 
-/// Runs a process to which something happens that a tracer can do.
+/// Runs a process, and injects a fault that a tracer supports.
 pub(crate) fn inject(scenario: Scenario, place: &Path, call: &Call, fault: Fault) -> Ended {
     let log = place.with_extension("strace");
     let process = Process::start(scenario, place, &[]);
     let [main, worker] = &process.threads;
     let thread = if call.thread == Thread::Main { main } else { worker };
-    let what = match fault {
+    let injection = match fault {
         Kill => "signal=SIGKILL".to_owned(),
         Error(error) => format!("error={error}"),
         Nothing => "retval=0".to_owned(),
         Half => unreachable!("a tracer does not do a part of a call"),
     };
     let trace = format!("trace={}", call.name);
-    let inject = format!("inject={}:{what}:when={}", call.name, call.index);
+    let inject = format!("inject={}:{injection}:when={}", call.name, call.index);
     let tracer = Tracer::start(&["-s", "0", "-e", &trace, "-e", &inject, "-p", thread], &log);
     let mut ended = process.finish();
     drop(tracer);
@@ -190,13 +195,13 @@ pub(crate) fn inject(scenario: Scenario, place: &Path, call: &Call, fault: Fault
     ended
 }
 
-fn traced() -> String {
-    // Some machines do not have all of them.
-    let names: Vec<_> = FAULTS.iter().map(|(name, _)| format!("?{name}")).collect();
+fn trace_expression() -> String {
+    // Some architectures lack some of these calls.
+    let names: Vec<_> = FAULTS_BY_CALL.iter().map(|(name, _)| format!("?{name}")).collect();
     format!("trace={}", names.join(","))
 }
 
-/// `strace`, which ends with what it traces.
+/// A `strace` process. It ends with the process that it traces.
 struct Tracer(Child);
 
 impl Tracer {

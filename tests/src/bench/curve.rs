@@ -4,7 +4,7 @@ use super::Bench;
 use super::race::{Role, Runner, Turns, median};
 use super::record::number;
 
-/// The cost of one operation at several points: over what grows, or over numbers of tensors and bytes.
+/// Cost of one operation at several points: over a variable, or over numbers of tensors and bytes.
 pub struct Curve {
     kind: &'static str,
     about: Value,
@@ -13,18 +13,19 @@ pub struct Curve {
 }
 
 impl Curve {
-    /// Seconds over something that grows, such as a number of readers.
+    /// Creates a curve of seconds over a variable, such as the number of readers.
     pub fn series(name: &str, what: &str, x: &str) -> Self {
         Self::new("series", name, what, json!({"name": name, "what": what, "x": x, "y": "seconds"}))
     }
 
-    /// Seconds over numbers of tensors and bytes, to which `t = t0 + tensors * per_op + bytes / bandwidth`
-    /// is fitted.
+    /// Creates a curve of seconds over numbers of tensors and bytes.
+    ///
+    /// `t = t0 + tensors * per_op + bytes / bandwidth` is fitted to it.
     pub fn fit(operation: &str, what: &str) -> Self {
         Self::new("fit", operation, what, json!({"operation": operation, "what": what}))
     }
 
-    /// Bytes of memory over something that grows.
+    /// Creates a curve of bytes of memory over a variable.
     pub fn memory(name: &str, what: &str, x: &str) -> Self {
         Self::new("series", name, what, json!({"name": name, "what": what, "x": x, "y": "bytes"}))
     }
@@ -33,12 +34,12 @@ impl Curve {
         Self { kind, about, runners: Vec::new(), title: format!("{name}: {what}") }
     }
 
-    /// Lets all runners take turns, for one point.
+    /// Measures one point. The runners take turns.
     pub fn at(&mut self, bench: &Bench, x: u64, rounds: usize, runners: Vec<Runner<'_>>) {
         self.point(bench, &json!({"x": x}), "values", rounds, runners);
     }
 
-    /// The same, for the point of a fit.
+    /// Measures one point of a fit. The runners take turns.
     pub fn at_size(
         &mut self,
         bench: &Bench,
@@ -50,7 +51,7 @@ impl Curve {
         self.point(bench, &point, "seconds", rounds, runners);
     }
 
-    /// A value that was not timed, of our own.
+    /// Adds a value of TSSD that is not a time.
     #[expect(clippy::print_stdout, reason = "a bench prints its result")]
     pub fn value(&mut self, x: u64, name: &str, value: f64) {
         println!("{} at {x}: {name} {value}", self.title);
@@ -85,7 +86,7 @@ impl Curve {
         }
     }
 
-    /// Records it.
+    /// Records the curve.
     #[expect(clippy::print_stdout, reason = "a bench prints its result")]
     pub fn record(self, bench: &mut Bench) {
         println!();

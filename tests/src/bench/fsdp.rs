@@ -3,7 +3,7 @@ use tssd_store::plan::{Copy, Wanted, plan};
 
 use crate::sharding::meta_of;
 
-/// A model whose tensors so many ranks hold by rows (FSDP), and of which so many others want their part (TP).
+/// A model that writers hold sharded by rows (FSDP), and that tensor-parallel ranks (TP) read.
 pub struct Fsdp {
     stored: Vec<Vec<TensorReference>>,
     tensors: Vec<TensorMeta>,
@@ -12,37 +12,37 @@ pub struct Fsdp {
 }
 
 impl Fsdp {
-    /// Of tensors with these names, by which it is known how TP cuts them.
+    /// Shards tensors over writers. Their names determine how TP shards them over readers.
     pub fn new(tensors: &[(String, TensorMeta)], writers: u32, readers: u64) -> Self {
         let mesh = DeviceMesh::from_shape(&[u64::from(writers)]).unwrap();
         let mut stored = Vec::new();
         for (number, (_, meta)) in (0..).zip(tensors) {
             let of_rank = |rank: u32| {
-                let place = place(meta, &mesh, rank, Placement::Shard { dim: 0 });
+                let place = shard_place(meta, &mesh, rank, Placement::Shard { dim: 0 });
                 TensorReference {
                     meta: meta_of(meta.dtype(), &place),
-                    storage: Some(rank * count(tensors) + number),
+                    storage: Some(rank * tensor_count(tensors) + number),
                     byte_offset: 0,
                     place: Some(place),
                 }
             };
-            let is_some = |slice: &TensorReference| slice.meta.numel() > 0;
-            stored.push((0..writers).map(of_rank).filter(is_some).collect());
+            let is_nonempty = |slice: &TensorReference| slice.meta.numel() > 0;
+            stored.push((0..writers).map(of_rank).filter(is_nonempty).collect());
         }
         Self {
             stored,
             tensors: tensors.iter().map(|(_, meta)| meta.clone()).collect(),
-            dims: tensors.iter().map(|(name, meta)| dim(name, meta)).collect(),
+            dims: tensors.iter().map(|(name, meta)| tp_dim(name, meta)).collect(),
             readers: DeviceMesh::from_shape(&[readers]).unwrap(),
         }
     }
 
-    /// How many tensors there are.
+    /// Returns the number of tensors.
     pub fn tensors(&self) -> usize {
         self.tensors.len()
     }
 
-    /// All that one reader copies.
+    /// Plans all copies of one reader.
     pub fn plan(&self, reader: u32) -> Vec<Copy> {
         let mut copies = Vec::new();
         for ((stored, meta), dim) in self.stored.iter().zip(&self.tensors).zip(&self.dims) {
@@ -57,17 +57,17 @@ impl Fsdp {
         copies
     }
 
-    /// What one reader wants of a tensor.
+    /// Returns the slice of a tensor that one reader needs.
     fn wanted(&self, meta: &TensorMeta, dim: Option<u32>, reader: u32) -> ShardPlace {
         let placement = dim.map_or(Placement::Replicate, |dim| Placement::Shard { dim });
-        place(meta, &self.readers, reader, placement)
+        shard_place(meta, &self.readers, reader, placement)
     }
 
-    /// Compares what one reader copies with what it wants: as many bytes of each tensor.
+    /// Checks that the copies of a reader have as many bytes of each tensor as the reader needs.
     ///
     /// # Panics
     ///
-    /// If it is not the same.
+    /// If they do not.
     pub fn expect_whole(&self, reader: u32, copies: &[Copy]) {
         let mut found = vec![0; self.tensors()];
         for copy in copies {
@@ -81,18 +81,25 @@ impl Fsdp {
     }
 }
 
-fn count(tensors: &[(String, TensorMeta)]) -> u32 {
+fn tensor_count(tensors: &[(String, TensorMeta)]) -> u32 {
     u32::try_from(tensors.len()).unwrap()
 }
 
-/// What TP cuts: rows of what widens, columns of what narrows again, experts within; vectors stay whole.
-fn dim(name: &str, meta: &TensorMeta) -> Option<u32> {
+/// Returns the dimension that TP shards: columns of matrices that project back, rows of others.
+///
+/// Experts are sharded within each expert. Vectors are replicated.
+fn tp_dim(name: &str, meta: &TensorMeta) -> Option<u32> {
     let matrix = u32::try_from(meta.shape().len().checked_sub(2)?).unwrap();
     let is_narrow = name.contains("down_proj") || name.contains("o_proj");
     Some(if is_narrow { matrix + 1 } else { matrix })
 }
 
-fn place(meta: &TensorMeta, mesh: &DeviceMesh, rank: u32, placement: Placement) -> ShardPlace {
+fn shard_place(
+    meta: &TensorMeta,
+    mesh: &DeviceMesh,
+    rank: u32,
+    placement: Placement,
+) -> ShardPlace {
     let slices = TensorSlice::from_placements(meta.shape(), mesh, rank, &[placement]);
     ShardPlace::new(slices.unwrap().remove(0))
 }

@@ -1,27 +1,27 @@
 use std::cell::RefCell;
 
-/// What the last turn of a runner has made: it is compared with its source when the race is over.
+/// Result of the last turn of a runner. It is compared with its source after the race.
 #[derive(Default)]
 pub struct Last<T>(RefCell<Option<T>>);
 
 impl<T> Last<T> {
-    /// Nothing so far.
+    /// Creates an empty result.
     pub const fn new() -> Self {
         Self(RefCell::new(None))
     }
 
-    /// Drops what the turn before has made, and makes it anew: a turn pays for one drop, as if it dropped its own.
+    /// Drops the previous result, then stores a new one. So each turn includes the time of one drop.
     pub fn renew(&self, make: impl FnOnce() -> T) {
         self.clear();
         self.0.replace(Some(make()));
     }
 
-    /// Drops it, where that is not to be in the time of a turn.
+    /// Drops the result outside the time of a turn.
     pub fn clear(&self) {
         drop(self.0.take());
     }
 
-    /// What the last turn has made.
+    /// Returns the result of the last turn.
     ///
     /// # Panics
     ///

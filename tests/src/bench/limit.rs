@@ -1,4 +1,4 @@
-//! What the machine itself can do.
+//! Limits of the hardware and the operating system, to compare with.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -8,15 +8,15 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread;
 
-/// As much of a file as stays in the cache of a core.
+/// Size of a read in bytes. It fits in the cache of a core.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// A number of cores in words.
+/// Returns a number of cores in words.
 pub const fn cores(count: usize) -> &'static str {
     if count == 1 { "1 core" } else { "2 cores" }
 }
 
-/// Runs something on a thread that has only so many cores, with all threads that it starts.
+/// Runs a closure on a thread with this number of cores. Threads that it starts share them.
 #[cfg(target_os = "linux")]
 pub fn on_cores(count: usize, work: impl FnOnce() + Send) {
     thread::scope(|scope| {
@@ -29,32 +29,32 @@ pub fn on_cores(count: usize, work: impl FnOnce() + Send) {
     });
 }
 
-/// Minor page faults of this process so far.
+/// Returns the number of minor page faults of this process so far.
 pub fn faults() -> u64 {
     let Ok(text) = std::fs::read_to_string("/proc/self/stat") else { return 0 };
     let (_, rest) = text.rsplit_once(')').unwrap();
     rest.split_whitespace().nth(7).unwrap().parse().unwrap()
 }
 
-/// Two buffers that are warm.
+/// Two buffers whose pages are mapped.
 pub struct Memory {
     source: Vec<u8>,
     target: Vec<u8>,
 }
 
 impl Memory {
-    /// Of so many bytes each.
+    /// Creates two buffers of this number of bytes.
     pub fn new(bytes: u64) -> Self {
         let source = vec![1; usize::try_from(bytes).unwrap()];
         Self { target: source.clone(), source }
     }
 
-    /// Copies all of it: one call for each thread.
+    /// Copies the buffer on several threads, with one call each.
     pub fn copy(&mut self, threads: usize) {
         copy(&self.source, &mut self.target, threads);
     }
 
-    /// The same in so many parts of the same size: a call for each, as many of them on each thread.
+    /// Copies the buffer in equal parts, with one call each, evenly distributed over threads.
     pub fn copy_in_parts(&mut self, parts: usize, threads: usize) {
         let part = self.source.len().div_ceil(parts);
         let share = parts.div_ceil(threads) * part;
@@ -69,11 +69,11 @@ impl Memory {
         });
     }
 
-    /// The same into memory that the system has just given.
+    /// Copies the buffer on several threads into newly allocated memory.
     pub fn copy_fresh(&mut self, threads: usize) {
         self.target = Vec::new();
-        // Pages of a large vector of zeros are mapped when they are written, as those of a new segment
-        // would be.
+        // The pages of a large zeroed vector are mapped at the first write, as those of a new
+        // segment are.
         let mut target = vec![0; self.source.len()];
         copy(&self.source, &mut target, threads);
         self.target = target;
@@ -89,7 +89,7 @@ fn copy(source: &[u8], target: &mut [u8], threads: usize) {
     });
 }
 
-/// All of a file into memory that is there: each thread its part, in one call.
+/// Reads a file into memory on several threads, with one call each.
 ///
 /// # Panics
 ///
@@ -105,7 +105,7 @@ pub fn read_into(path: &Path, memory: &mut [u8], threads: usize) {
     });
 }
 
-/// All of a file, each thread its part through a buffer of 1 MiB, with a look at each piece.
+/// Reads a file on several threads, through buffers of 1 MiB, and passes each piece to `look`.
 ///
 /// # Panics
 ///
@@ -129,11 +129,11 @@ pub fn read_in_pieces(path: &Path, threads: usize, look: impl Fn(&[u8]) + Sync) 
     });
 }
 
-/// A socket whose other end says what it hears: what a request costs at least.
+/// A socket whose other end returns what it receives: the minimum cost of a request.
 pub struct Echo(UnixStream);
 
 impl Echo {
-    /// With a thread of its own, which ends with this.
+    /// Creates the socket. A thread serves the other end until this one is dropped.
     ///
     /// # Panics
     ///
@@ -149,11 +149,11 @@ impl Echo {
         Self(here)
     }
 
-    /// Sends 64 bytes, and waits until they are back.
+    /// Sends 64 bytes and waits until they return.
     ///
     /// # Panics
     ///
-    /// If they do not come back as they were.
+    /// If they return changed.
     pub fn there_and_back(&mut self) {
         let mut word = [7; 64];
         self.0.write_all(&word).unwrap();

@@ -11,62 +11,63 @@ use super::cut::cut;
 use super::options::{Options, refuse};
 use super::shapes::shapes;
 
-/// A state dict to measure with.
+/// A state dict for measurements.
 pub struct Model {
-    /// What tables call it, beside how many tensors it has.
+    /// Name in tables, next to the number of tensors.
     pub name: String,
     /// The state dict.
     pub dict: StateDict,
-    /// How many bytes its tensors have.
+    /// Size of the tensors in bytes.
     pub bytes: u64,
-    /// How many tensors it has.
+    /// Number of tensors.
     pub tensors: usize,
 }
 
 impl Model {
-    /// What the command line says: shapes of a model that people have, or tensors from files.
-    /// What cannot be had ends the bench with a word on why.
+    /// Creates the model of the command line: shapes of a published model, or tensors from files.
+    ///
+    /// On failure prints an error and ends the process.
     pub fn of(options: &Options) -> Self {
         let model = match options.model.strip_prefix("shape:") {
-            Some(name) => Self::shaped(name, options.size),
-            None => Self::read(Path::new(&options.model), options.size),
+            Some(name) => Self::from_shapes(name, options.size),
+            None => Self::read_folder(Path::new(&options.model), options.size),
         };
         model.unwrap_or_else(|error| refuse(&error))
     }
 
-    fn shaped(name: &str, size: Option<u64>) -> Result<Self, String> {
+    fn from_shapes(name: &str, size: Option<u64>) -> Result<Self, String> {
         let shapes = cut(shapes(name)?, size, |meta| meta)?;
-        Ok(Self::new(name, shapes.into_iter().enumerate().map(filled)))
+        Ok(Self::new(name, shapes.into_iter().enumerate().map(distinct_tensor)))
     }
 
-    /// 400 tensors of bfloat16, 0.5 GB together: as large as the matrices of a small model.
+    /// Creates 400 bfloat16 tensors with 0.5 GB in total, as large as the matrices of a small model.
     pub fn four_hundred() -> Self {
         let meta = |number: u64| {
             let rows = 320 + 32 * (number % 21);
             let meta = TensorMeta::new(Dtype::Bfloat16, &[rows, 1049]).unwrap();
             (format!("layers.{number}.weight"), meta)
         };
-        Self::new("like a small model", (0..400).map(meta).enumerate().map(filled))
+        Self::new("like a small model", (0..400).map(meta).enumerate().map(distinct_tensor))
     }
 
-    /// So many tensors of the same size, and so many bytes together.
+    /// Creates tensors of equal size, with this number of bytes in total.
     pub fn uniform(tensors: usize, bytes: u64) -> Self {
         let elements = bytes / 2 / u64::try_from(tensors).unwrap();
         let meta = |number| {
             let meta = TensorMeta::new(Dtype::Bfloat16, &[elements]).unwrap();
             (format!("layers.{number}.weight"), meta)
         };
-        Self::new("of one size", (0..tensors).map(meta).enumerate().map(filled))
+        Self::new("of one size", (0..tensors).map(meta).enumerate().map(distinct_tensor))
     }
 
-    /// So many tensors of one element.
+    /// Creates tensors of one element.
     pub fn tiny(tensors: usize) -> Self {
         let tensor =
             |number| (name_of_expert(number), Tensor::from_slice(&[1.5_f32], &[1]).unwrap());
         Self::new("tiny", (0..tensors).map(tensor))
     }
 
-    /// So many tensors of so many bytes each, with the names of experts.
+    /// Creates tensors of `bytes` bytes each, with the names of experts.
     pub fn experts(tensors: usize, bytes: usize) -> Self {
         let tensor = |number: usize| {
             let seed = number.to_string().len();
@@ -78,8 +79,8 @@ impl Model {
         Self::new("experts", (0..tensors).map(tensor))
     }
 
-    /// The tensors of all files of safetensors in a folder.
-    fn read(folder: &Path, size: Option<u64>) -> Result<Self, String> {
+    /// Reads the tensors of all safetensors files in a directory.
+    fn read_folder(folder: &Path, size: Option<u64>) -> Result<Self, String> {
         let failed = |path: &Path, error: &dyn Display| format!("{}: {error}", path.display());
         let entries = folder.read_dir().map_err(|error| failed(folder, &error))?;
         let mut paths: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
@@ -112,7 +113,7 @@ impl Model {
         Self { name: name.into(), dict, bytes, tensors: count }
     }
 
-    /// Its tensors by fqn.
+    /// Returns the tensors with their fqns.
     pub fn tensors(&self) -> Vec<(String, &Tensor)> {
         let leaves = self.dict.leaves().into_iter();
         leaves
@@ -123,11 +124,11 @@ impl Model {
             .collect()
     }
 
-    /// Compares what was read with what was written.
+    /// Compares a state dict with this model.
     ///
     /// # Panics
     ///
-    /// If it is not the same.
+    /// If they differ.
     pub fn expect_same(&self, found: &StateDict) {
         let leaves = found.leaves();
         assert_eq!(leaves.len(), self.tensors);
@@ -137,29 +138,32 @@ impl Model {
             let Some(Value::Tensor(read)) = leaves.get(&name) else {
                 panic!("{name} is not there")
             };
-            assert!(read.view().elements_equal(&tensor.view()), "{name} is not what was put");
+            assert!(
+                read.view().elements_equal(&tensor.view()),
+                "{name} differs from the put tensor"
+            );
         }
     }
 
-    /// The same for tensors that lie back to back.
+    /// Compares contiguous bytes of all tensors with this model.
     ///
     /// # Panics
     ///
-    /// If they are not the same.
+    /// If they differ.
     pub fn expect_bytes(&self, mut found: &[u8]) {
         for (name, tensor) in self.tensors() {
             let wanted = tensor.view().contiguous().unwrap();
             let (read, rest) = found.split_at(wanted.len());
-            assert!(read == wanted, "{name} is not what was put");
+            assert!(read == wanted, "{name} differs from the put tensor");
             found = rest;
         }
     }
 }
 
-/// A tensor whose words are all different.
-fn filled((number, (name, meta)): (usize, (String, TensorMeta))) -> (String, Tensor) {
+/// Creates a tensor whose words all differ.
+fn distinct_tensor((number, (name, meta)): (usize, (String, TensorMeta))) -> (String, Tensor) {
     let len = usize::try_from(meta.nbytes()).unwrap();
-    // Where torch would put it: at a multiple of 64 bytes.
+    // Aligned to 64 bytes, as torch does.
     let mut memory = vec![0_u8; len + 64];
     let start = memory.as_ptr().align_offset(64);
     let seed = (number as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
@@ -172,14 +176,14 @@ fn filled((number, (name, meta)): (usize, (String, TensorMeta))) -> (String, Ten
     (name, Tensor::new(meta, Storage::from(bytes), 0).unwrap())
 }
 
-/// The name of a tensor of a mixture of experts.
+/// Returns the name of a tensor of a mixture of experts.
 pub fn name_of_expert(number: usize) -> String {
     let projection = ["down", "gate", "up"][number % 3];
     let (layer, expert) = (number / 768, number / 3 % 256);
     format!("model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight")
 }
 
-/// Where its tensors go when they are read into memory, back to back.
+/// Returns targets for reading the tensors into memory, one after another.
 pub fn targets<'a>(model: &Model, mut memory: &'a mut [u8]) -> Vec<tssd_store::Target<'a>> {
     let mut targets = Vec::new();
     for (fqn, tensor) in model.tensors() {
@@ -191,19 +195,21 @@ pub fn targets<'a>(model: &Model, mut memory: &'a mut [u8]) -> Vec<tssd_store::T
     targets
 }
 
-/// Looks at every word of it.
+/// Reads every word.
 pub fn adding_up(bytes: &[u8]) {
     let (words, _) = bytes.as_chunks::<8>();
     black_box(words.iter().fold(0_u64, |sum, word| sum.wrapping_add(u64::from_le_bytes(*word))));
 }
 
-/// Normal numbers of deviation 0.02, as weights are: two for two uniform ones, as Box and Muller have it.
+/// Returns normally distributed numbers of deviation 0.02, as weights have.
+///
+/// The Box-Muller transform makes two of two uniform numbers.
 pub fn normal(count: usize) -> Vec<bf16> {
     let mut state = 1_u64;
     let mut uniform = || {
         state =
             state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        // Above 0, at most 1.
+        // In (0, 1].
         let upper = u32::try_from(state >> 32).unwrap();
         (f64::from(upper) + 1.0) / 4_294_967_296.0
     };

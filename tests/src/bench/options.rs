@@ -1,20 +1,20 @@
 use serde_json::{Value, json};
 
-/// What the command line says.
+/// Options of the command line.
 pub struct Options {
-    /// The state dict of the cases that are about a whole model: a folder, or `shape:NAME`.
+    /// The model of cases that use a whole one: a directory, or `shape:NAME`.
     pub model: String,
-    /// Rounds that count, in place of each race's own number.
+    /// Number of measured rounds. Overrides the number of each race.
     pub iterations: Option<usize>,
-    /// Rounds before them.
+    /// Number of warmup rounds.
     pub warmup: usize,
-    /// The most bytes that the model may have: it is cut after the last layer that fits.
+    /// Maximum size of the model in bytes. Layers that do not fit are left out.
     pub size: Option<u64>,
     cases: Vec<String>,
 }
 
 impl Options {
-    /// Of a suite, whose model is this one, and has so many bytes at most, unless they say otherwise.
+    /// Parses the options of a suite with this default model and maximum size.
     pub(crate) fn from_args(suite: &str, model: &str, size: Option<u64>) -> Self {
         match Self::parse(model, size, std::env::args().skip(1)) {
             Ok(options) => options,
@@ -51,7 +51,7 @@ impl Options {
                 "--iterations" => options.iterations = Some(count(&value()?)?.max(1)),
                 "--warmup" => options.warmup = count(&value()?)?,
                 "--size" => options.size = Some(size(&value()?)?),
-                // Cargo tells every bench so.
+                // Cargo passes this to every bench.
                 "--bench" => {}
                 option if option.starts_with('-') => return Err(format!("no option {option}")),
                 _ => options.cases.push(name),
@@ -74,7 +74,7 @@ impl Options {
     }
 }
 
-/// Ends the bench: what is wanted cannot be done.
+/// Prints an error and ends the process.
 pub fn refuse(why: &str) -> ! {
     eprintln!("{why}");
     std::process::exit(2);
@@ -84,7 +84,7 @@ fn count(text: &str) -> Result<usize, String> {
     text.parse().map_err(|_| format!("{text} is no number"))
 }
 
-/// GB are 10^9 bytes.
+/// Parses a size. GB are 10^9 bytes.
 fn size(text: &str) -> Result<u64, String> {
     let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
     let unit = match text[digits.len()..].to_ascii_uppercase().as_str() {
@@ -103,7 +103,7 @@ mod tests {
     use super::Options;
 
     #[test]
-    fn options_are_read() {
+    fn options_parse_from_arguments() {
         let parse = |words: &str| {
             Options::parse("a model", Some(7), words.split_whitespace().map(str::to_owned))
         };

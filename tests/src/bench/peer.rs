@@ -1,53 +1,53 @@
-//! Other processes of a bench: this program again, in another role.
+//! Child processes of a bench: this program in another role.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
 use crate::served::Served;
 
-/// Names the role of a child.
+/// Environment variable: the role of a child process.
 const ROLE: &str = "TSSD_BENCH_ROLE";
 
-/// The role of this process, if it is a child.
+/// Returns the role of this process, if it is a child process.
 pub fn role() -> Option<String> {
     std::env::var(ROLE).ok()
 }
 
-/// Tells the parent something: words without spaces.
+/// Sends words without spaces to the parent.
 #[expect(clippy::print_stdout, reason = "the parent reads it")]
 pub fn say(words: &[&str]) {
     println!("{}", words.join(" "));
 }
 
-/// The next thing that the parent tells, a line; none if it is gone, or wants no more.
+/// Receives a line from the parent. `None` if the parent has ended or closed the pipe.
 pub fn told() -> Option<String> {
     let mut line = String::new();
     let read = std::io::stdin().read_line(&mut line).unwrap();
     (read > 0).then_some(line)
 }
 
-/// Until the parent is gone, or wants no more.
+/// Waits until the parent has ended or closed the pipe.
 pub fn until_the_end() {
     let _ = std::io::stdin().read_to_end(&mut Vec::new());
 }
 
-/// Serves, and says where: over its socket, over TCP, and where its metrics are.
+/// Serves a daemon. Sends its URL, its TCP address and the address of its metrics to the parent.
 #[expect(clippy::needless_pass_by_value, reason = "it ends when the parent does")]
 pub fn serve(served: Served) {
     say(&[&served.url(), served.address(), &served.metrics().to_string()]);
     until_the_end();
 }
 
-/// A child of this process. It ends with this.
+/// A child process. It ends on drop.
 pub struct Peer {
     child: Child,
     output: BufReader<ChildStdout>,
-    /// The words that it has said when it began.
+    /// Words that the child process has sent first.
     pub said: Vec<String>,
 }
 
 impl Peer {
-    /// Starts this program in another role, and waits until it has said something.
+    /// Starts this program in another role, and waits for its first line.
     ///
     /// # Panics
     ///
@@ -62,20 +62,20 @@ impl Peer {
         peer
     }
 
-    /// Tells it something: a line.
+    /// Sends a line to the child process.
     ///
     /// # Panics
     ///
-    /// If it is gone.
+    /// If the process has ended.
     pub fn tell(&mut self, line: &str) {
         writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 
-    /// The words that it says next.
+    /// Receives words from the child process.
     ///
     /// # Panics
     ///
-    /// If it says no more.
+    /// If it sends no more.
     pub fn hear(&mut self) -> Vec<String> {
         let mut line = String::new();
         let read = self.output.read_line(&mut line).unwrap();

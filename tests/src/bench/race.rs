@@ -1,5 +1,6 @@
-//! All runners take turns in one process, so that what else the machine does slows all of them alike, and
-//! only ratios are judged.
+//! Races: all runners take turns in one process.
+//!
+//! Other load of the machine slows all of them equally, and only ratios are compared.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -11,24 +12,24 @@ use super::limit::faults;
 use super::record::number;
 use super::{Bench, Model};
 
-/// What a runner is to ours.
+/// Role of a runner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// The one that the race is about.
+    /// TSSD, which the race is about.
     Ours,
-    /// What a user would pick instead.
+    /// An alternative that a user would choose.
     Peer,
-    /// What the machine itself can do.
+    /// A limit of the hardware or the operating system.
     Limit,
-    /// Ours in another way, or something to compare with that is neither.
+    /// A variant of TSSD, or another comparison.
     Also,
 }
 
-/// What a figure should be.
+/// Target of a figure.
 #[derive(Clone, Copy)]
 pub enum Target<'a> {
-    /// At least this many times as fast as that runner: below 1, that part of its speed.
+    /// At least this many times as fast as the named runner. Below 1, a fraction of its speed.
     Speed(f64, &'a str),
     /// At most this many milliseconds.
     Milliseconds(f64),
@@ -56,7 +57,7 @@ impl Target<'_> {
     }
 }
 
-/// How long a turn took, and how many pages were new to this process in it.
+/// Duration of a turn, and its minor page faults.
 #[derive(Clone, Copy)]
 pub(crate) struct Turn {
     pub(crate) time: Duration,
@@ -72,22 +73,22 @@ pub struct Runner<'a> {
 }
 
 impl<'a> Runner<'a> {
-    /// Ours.
+    /// Creates a runner of TSSD.
     pub fn ours(name: &'a str, run: impl FnMut() + 'a) -> Self {
         Self::new(Role::Ours, name, run)
     }
 
-    /// What a user would pick instead.
+    /// Creates a runner of an alternative that a user would choose.
     pub fn peer(name: &'a str, run: impl FnMut() + 'a) -> Self {
         Self::new(Role::Peer, name, run)
     }
 
-    /// What the machine itself can do.
+    /// Creates a runner of a limit of the hardware or the operating system.
     pub fn limit(name: &'a str, run: impl FnMut() + 'a) -> Self {
         Self::new(Role::Limit, name, run)
     }
 
-    /// Ours in another way, or something else to compare with.
+    /// Creates a runner of a variant of TSSD, or of another comparison.
     pub fn also(name: &'a str, run: impl FnMut() + 'a) -> Self {
         Self::new(Role::Also, name, run)
     }
@@ -103,13 +104,13 @@ impl<'a> Runner<'a> {
         Self { name, role, run: Box::new(run), targets: Vec::new() }
     }
 
-    /// One that takes its own time: what it returns are its seconds.
+    /// Creates a runner that measures its own time and returns it in seconds.
     pub fn timed(role: Role, name: &'a str, mut run: impl FnMut() -> f64 + 'a) -> Self {
         let run = move || Turn { time: Duration::from_secs_f64(run()), faults: None };
         Self { name, role, run: Box::new(run), targets: Vec::new() }
     }
 
-    /// The same, with something that happens before each run and takes no time.
+    /// Adds an action before each run, outside its time.
     #[must_use]
     pub fn before(self, mut before: impl FnMut() + 'a) -> Self {
         let mut run = self.run;
@@ -120,7 +121,7 @@ impl<'a> Runner<'a> {
         Self { run: Box::new(run), ..self }
     }
 
-    /// The same, with something that happens after each run and takes no time.
+    /// Adds an action after each run, outside its time.
     #[must_use]
     pub fn after(self, mut after: impl FnMut() + 'a) -> Self {
         let mut run = self.run;
@@ -132,7 +133,7 @@ impl<'a> Runner<'a> {
         Self { run: Box::new(run), ..self }
     }
 
-    /// The same with what its figure should be.
+    /// Adds a target.
     #[must_use]
     pub fn target(mut self, target: Target<'a>) -> Self {
         self.targets.push(target);
@@ -140,7 +141,7 @@ impl<'a> Runner<'a> {
     }
 }
 
-/// Turns of all runners, those of one round at one place of each list.
+/// Turns of all runners. The turns of a round have the same index.
 pub(crate) struct Turns<'a> {
     pub(crate) runners: Vec<Runner<'a>>,
     pub(crate) turns: Vec<Vec<Turn>>,
@@ -156,7 +157,7 @@ impl<'a> Turns<'a> {
         }
         for round in 0..rounds {
             for turn in 0..runners.len() {
-                // Nobody always comes after the same one.
+                // The order rotates, so that no runner always follows the same one.
                 let at = (turn + round) % runners.len();
                 turns[at].push((runners[at].run)());
             }
@@ -164,7 +165,7 @@ impl<'a> Turns<'a> {
         Self { runners, turns }
     }
 
-    /// The seconds of the runner at a place.
+    /// Returns the seconds of each turn of a runner.
     pub(crate) fn seconds(&self, at: usize) -> Vec<f64> {
         self.turns[at].iter().map(|turn| turn.time.as_secs_f64()).collect()
     }
@@ -184,7 +185,7 @@ impl<'a> Turns<'a> {
     }
 }
 
-/// Several runners of which all do the same.
+/// Several runners that do the same work.
 pub struct Race<'a> {
     case: &'a str,
     what: &'a str,
@@ -197,7 +198,7 @@ pub struct Race<'a> {
 }
 
 impl<'a> Race<'a> {
-    /// A race of so many rounds.
+    /// Creates a race with this number of rounds.
     pub fn new(case: &'a str, what: &'a str, rounds: usize) -> Self {
         Self {
             case,
@@ -211,32 +212,32 @@ impl<'a> Race<'a> {
         }
     }
 
-    /// What all of them handle.
+    /// Sets the model that all runners process.
     #[must_use]
     pub fn of(self, model: &'a Model) -> Self {
         let (name, bytes) = (Some(model.name.as_str()), Some(model.bytes));
         Self { state_dict: name, bytes, tensors: Some(model.tensors), ..self }
     }
 
-    /// What all of them handle, where bytes are not what counts.
+    /// Sets the state dict that all runners process, without a number of bytes.
     #[must_use]
     pub fn of_tensors(self, name: &'a str, tensors: usize) -> Self {
         Self { state_dict: Some(name), tensors: Some(tensors), ..self }
     }
 
-    /// How many bytes each turn moves.
+    /// Sets the number of bytes that each turn transfers.
     #[must_use]
     pub fn bytes(self, bytes: u64) -> Self {
         Self { bytes: Some(bytes), ..self }
     }
 
-    /// That the first turn counts.
+    /// Disables warmup, so that the first turn is measured.
     #[must_use]
     pub fn cold(self) -> Self {
         Self { warmup: Some(0), ..self }
     }
 
-    /// With one more runner. Ours is the first.
+    /// Adds a runner. The first one is TSSD.
     #[must_use]
     pub fn with(mut self, runner: Runner<'a>) -> Self {
         self.runners.push(runner);
@@ -245,8 +246,7 @@ impl<'a> Race<'a> {
 }
 
 impl Bench {
-    /// Lets all runners take turns, prints for each its median time, its rate, and how many times as fast
-    /// ours was within rounds, and records it.
+    /// Runs a race, prints medians, rates and the speed of TSSD relative to each runner, and records it.
     #[expect(clippy::print_stdout, reason = "a bench prints its result")]
     pub fn race(&mut self, race: Race<'_>) {
         let Race { case, what, state_dict, bytes, tensors, rounds, warmup, runners } = race;
@@ -266,13 +266,13 @@ impl Bench {
             let name = runner.name;
             let mut line = vec![format!("  {name:<34} {:>10.3} ms{printed}{pages}", time * 1e3)];
             if at > 0 {
-                line.push(format!("ours {:.3} times as fast", ratio(&own, &ours)));
+                line.push(format!("ours {:.3} times as fast", median_ratio(&own, &ours)));
             }
             for target in &runner.targets {
                 let is_met = match *target {
                     Target::Speed(speed, of) => {
                         let other = race.runners.iter().position(|other| other.name == of);
-                        ratio(&race.seconds(other.unwrap()), &own) >= speed
+                        median_ratio(&race.seconds(other.unwrap()), &own) >= speed
                     }
                     Target::Milliseconds(target) => time * 1e3 <= target,
                     Target::Rate(target) => rate.is_some_and(|rate| rate >= target),
@@ -301,8 +301,8 @@ impl Bench {
     }
 }
 
-/// The median of the ratios within rounds.
-fn ratio(others: &[f64], ours: &[f64]) -> f64 {
+/// Returns the median of the ratios within rounds.
+fn median_ratio(others: &[f64], ours: &[f64]) -> f64 {
     median(others.iter().zip(ours).map(|(other, ours)| other / ours).collect())
 }
 

@@ -3,10 +3,10 @@ use std::io::Write;
 
 use serde_json::Value;
 
-/// Names the file to which records are added, one JSON object a line.
+/// Environment variable: the file to which records are appended, one JSON object per line.
 const RECORDS: &str = "TSSD_BENCH_RECORDS";
 
-/// Where records go: a file, or nowhere.
+/// Destination of records: a file, or none.
 pub(crate) struct Records(Option<File>);
 
 impl Records {
@@ -22,7 +22,7 @@ impl Records {
     }
 }
 
-/// A number of six significant digits: more of them are noise.
+/// Rounds a number to six significant digits. More are noise.
 pub(crate) fn number(value: f64) -> Value {
     if value.fract() == 0.0 && value.abs() < 1e15 {
         #[expect(clippy::cast_possible_truncation, reason = "it has no fraction, and 15 digits")]

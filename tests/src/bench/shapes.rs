@@ -14,7 +14,7 @@ struct Table {
     tensors: Vec<Row>,
 }
 
-/// A name, a shape, and the layers that have it: from one to before another.
+/// A tensor name, its shape, and the range of layers that have it.
 #[derive(Clone, Deserialize)]
 #[serde(untagged)]
 enum Row {
@@ -33,11 +33,11 @@ impl Row {
         shape
     }
 
-    fn is_of_layers(&self) -> bool {
+    fn is_per_layer(&self) -> bool {
         self.name().contains("{layer}")
     }
 
-    fn is_in(&self, layer: u64) -> bool {
+    fn applies_to(&self, layer: u64) -> bool {
         match self {
             Self::Everywhere(..) => true,
             Self::Layers(.., [first, end]) => (*first..*end).contains(&layer),
@@ -45,14 +45,15 @@ impl Row {
     }
 }
 
-/// Names and shapes of all tensors of the model of this name in `tests/shapes.json`, in the order of the
-/// layers: each expert is a tensor of its own.
+/// Returns names and shapes of all tensors of a model in `tests/shapes.json`, by layer.
+///
+/// Each expert is a tensor of its own.
 ///
 /// # Errors
 ///
-/// If there is none of this name, with those that there are.
+/// If no model has this name. The error lists all names.
 pub(crate) fn shapes(name: &str) -> Result<Vec<(String, TensorMeta)>, String> {
-    let table = Table::of(name)?;
+    let table = Table::load(name)?;
     let experts = |(name, shape): (String, Vec<u64>)| {
         if !name.contains("{expert}") {
             return vec![(name, shape)];
@@ -64,7 +65,7 @@ pub(crate) fn shapes(name: &str) -> Result<Vec<(String, TensorMeta)>, String> {
     Ok(table.metas(table.rows().into_iter().flat_map(experts)))
 }
 
-/// What the command line says: the name of the model, and names and shapes of its tensors, without elements.
+/// Returns the name of the model of the command line, and the names and shapes of its tensors.
 pub fn shapes_of(options: &Options) -> (String, Vec<(String, TensorMeta)>) {
     let Some(name) = options.model.strip_prefix("shape:") else {
         refuse("this suite takes shapes: --model shape:NAME")
@@ -73,13 +74,13 @@ pub fn shapes_of(options: &Options) -> (String, Vec<(String, TensorMeta)>) {
     (name.to_owned(), shapes.unwrap_or_else(|error| refuse(&error)))
 }
 
-/// The same with all experts of a layer as one tensor, as who trains them has them.
+/// Returns names and shapes with all experts of a layer as one tensor, as in training.
 ///
 /// # Panics
 ///
-/// If there is no model of this name.
+/// If no model has this name.
 pub fn stacked_shapes(name: &str) -> Vec<(String, TensorMeta)> {
-    let table = Table::of(name).unwrap();
+    let table = Table::load(name).unwrap();
     let stack = |(name, mut shape): (String, Vec<u64>)| {
         if name.contains("{expert}.") {
             shape.insert(0, table.experts);
@@ -90,7 +91,7 @@ pub fn stacked_shapes(name: &str) -> Vec<(String, TensorMeta)> {
 }
 
 impl Table {
-    fn of(name: &str) -> Result<Self, String> {
+    fn load(name: &str) -> Result<Self, String> {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("shapes.json");
         let text = std::fs::read_to_string(path).unwrap();
         let mut tables: serde_json::Map<String, serde_json::Value> =
@@ -102,17 +103,18 @@ impl Table {
         Ok(serde_json::from_value(table).unwrap())
     }
 
-    /// Each row, those of the layers once for each of them, where the first one stands.
+    /// Returns all rows. At the first row of a layer, the rows of all layers are inserted.
     fn rows(&self) -> Vec<(String, Vec<u64>)> {
         let mut rows = Vec::new();
         let mut layers = 0..self.layers;
         for row in &self.tensors {
-            if !row.is_of_layers() {
+            if !row.is_per_layer() {
                 rows.push((row.name().to_owned(), row.shape().to_vec()));
                 continue;
             }
             for layer in layers.by_ref() {
-                for row in self.tensors.iter().filter(|row| row.is_of_layers() && row.is_in(layer))
+                for row in
+                    self.tensors.iter().filter(|row| row.is_per_layer() && row.applies_to(layer))
                 {
                     let name = row.name().replace("{layer}", &layer.to_string());
                     rows.push((name, row.shape().to_vec()));
@@ -136,9 +138,9 @@ mod tests {
         tensors.iter().map(|(_, meta)| meta.nbytes()).sum()
     }
 
-    /// The numbers of tensors and parameters that the models are published with.
+    /// The numbers of tensors and parameters are those of the published models.
     #[test]
-    fn models_are_as_large_as_they_are() {
+    fn shapes_match_published_model_sizes() {
         for (name, tensors, parameters) in [
             ("qwen3-0.6b", 310, 596_049_920),
             ("qwen3-4b", 398, 4_022_468_096),

@@ -10,37 +10,37 @@ use tssd_store::blocking::Store;
 
 use super::binary;
 
-/// `tssd serve` as a process.
+/// A `tssd serve` process. Killed on drop.
 pub struct Serve {
     /// The process.
     pub process: Child,
-    /// Where it is reached.
+    /// URL of its socket.
     pub url: String,
-    /// The line that it said.
+    /// The line that it has printed after its start.
     pub said: String,
 }
 
 impl Serve {
-    /// Starts one whose socket is in a folder, and waits until it serves.
-    ///
-    /// # Panics
-    ///
-    /// If it does not.
-    pub fn start(folder: &Path, args: &[&str]) -> Self {
-        Self::under(&[], folder, &[&["--memory-limit", "256MB"], args].concat())
-    }
-
-    /// The same, started by another program, which becomes it.
+    /// Starts a daemon whose socket is in a directory, and waits until it serves.
     ///
     /// # Panics
     ///
     /// If it does not serve.
-    pub fn under(by: &[&str], folder: &Path, args: &[&str]) -> Self {
+    pub fn start(folder: &Path, args: &[&str]) -> Self {
+        Self::under(&[], folder, &[&["--memory-limit", "256MB"], args].concat())
+    }
+
+    /// Starts a daemon through another program, which executes it, and waits until it serves.
+    ///
+    /// # Panics
+    ///
+    /// If it does not serve.
+    pub fn under(prefix: &[&str], folder: &Path, args: &[&str]) -> Self {
         let socket = folder.join("socket");
         let binary = binary();
-        let words = [by, &[binary.to_str().unwrap()]].concat();
-        let mut process = Command::new(words[0])
-            .args(&words[1..])
+        let command_line = [prefix, &[binary.to_str().unwrap()]].concat();
+        let mut process = Command::new(command_line[0])
+            .args(&command_line[1..])
             .arg("serve")
             .arg("--socket")
             .arg(&socket)
@@ -48,24 +48,24 @@ impl Serve {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let mut line = String::new();
-        BufReader::new(process.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        assert!(line.contains("serving"), "{line}");
-        Self { process, url: format!("unix:{}", socket.display()), said: line }
+        let mut startup_line = String::new();
+        BufReader::new(process.stdout.take().unwrap()).read_line(&mut startup_line).unwrap();
+        assert!(startup_line.contains("serving"), "{startup_line}");
+        Self { process, url: format!("unix:{}", socket.display()), said: startup_line }
     }
 
-    /// A store over a connection of its own.
+    /// Connects to the socket, on a new connection.
     pub fn connect(&self) -> Store {
         Store::connect(&self.url).unwrap()
     }
 
-    /// How many descriptors it has open.
+    /// Returns the number of open descriptors.
     fn descriptors(&self) -> u64 {
         let folder = format!("/proc/{}/fd", self.process.id());
         std::fs::read_dir(folder).unwrap().count() as u64
     }
 
-    /// What it has in memory, shared memory included, in bytes.
+    /// Returns the resident memory in bytes, shared memory included.
     pub fn resident(&self) -> u64 {
         let status = format!("/proc/{}/status", self.process.id());
         let status = std::fs::read_to_string(status).unwrap();
@@ -73,37 +73,38 @@ impl Serve {
         line.trim().strip_suffix(" kB").unwrap().trim().parse::<u64>().unwrap() << 10
     }
 
-    /// Descriptors beyond those of segments when nobody but this process is connected.
+    /// Waits until only this process is connected. Returns the number of descriptors beyond segments.
     pub fn settled(&self, store: &Store) -> u64 {
-        self.at_rest(store, |_| true)
+        self.wait_until_idle(store, |_| true)
     }
 
-    /// Nothing has leaked: there are as many as there were. What the daemon still does for those
-    /// who are gone, such as a file that it reads, may take a moment.
+    /// Waits until the number of descriptors beyond segments is this again.
+    ///
+    /// The daemon may still work for clients that have disconnected, for example read a file.
     pub fn settles_at(&self, descriptors: u64, store: &Store) {
-        self.at_rest(store, |now| now == descriptors);
+        self.wait_until_idle(store, |now| now == descriptors);
     }
 
-    fn at_rest(&self, store: &Store, is_settled: impl Fn(u64) -> bool) -> u64 {
+    fn wait_until_idle(&self, store: &Store, is_settled: impl Fn(u64) -> bool) -> u64 {
         let mut last = String::new();
         for _ in 0..2000 {
             let status = store.status().unwrap();
             let memory = &status.memory;
-            let others = self.descriptors().saturating_sub(memory.segments);
+            let descriptors = self.descriptors().saturating_sub(memory.segments);
             if status.peers.len() == 1
                 && status.leases.iter().all(|lease| lease.pid == status.pid)
                 && memory.retired == 0
-                && is_settled(others)
+                && is_settled(descriptors)
             {
-                return others;
+                return descriptors;
             }
-            last = format!("{others} descriptors, {status:?}");
+            last = format!("{descriptors} descriptors, {status:?}");
             std::thread::sleep(Duration::from_millis(10));
         }
         panic!("it never comes to rest: {last}");
     }
 
-    /// Sends it a signal.
+    /// Sends a signal to the daemon.
     pub fn signal(&self, signal: Signal) {
         send(&self.process, signal);
     }
@@ -115,13 +116,13 @@ impl Drop for Serve {
     }
 }
 
-/// Sends a process a signal.
+/// Sends a signal to a process.
 pub fn send(process: &Child, signal: Signal) {
     let pid = Pid::from_raw(process.id().cast_signed()).unwrap();
     kill_process(pid, signal).unwrap();
 }
 
-/// Kills a process that may have ended.
+/// Kills a process, which may have ended already, and waits for its end.
 pub fn end(process: &mut Child) {
     let _ = process.kill();
     let _ = process.wait();

@@ -1,13 +1,15 @@
-//! Archives without what a fuzzer should not have to find: head, trailer, checksums.
+//! Archives without the parts that a fuzzer cannot guess: head, trailer, checksums.
 
-/// Where tables are in the root: their order is that of the spec.
+/// Indexes of tables in the root, in the order of the spec.
 const STORAGES: usize = 5;
 const CHUNKS: usize = 6;
 const CRCS: usize = 7;
 
-/// An archive of the blob and the index in the input: two bytes with the length of the blob in units of
-/// 64 bytes, one with how much longer than usual the root is in units of 8, then both. All checksums
-/// are made right, those of the payload among them.
+/// Expands an input to an archive with its blob and its index.
+///
+/// The input has two bytes with the length of the blob in units of 64 bytes, one byte with the
+/// additional length of the root in units of 8 bytes, then blob and index. All checksums are set to
+/// valid values, including those of the payload.
 pub fn expanded(data: &[u8]) -> Vec<u8> {
     let Some(([low, high, longer], rest)) = data.split_first_chunk::<3>() else {
         return data.to_vec();
@@ -40,7 +42,7 @@ pub fn expanded(data: &[u8]) -> Vec<u8> {
     file
 }
 
-/// The input that becomes this archive, if it is an ordinary one.
+/// Returns the input that expands to this archive, if there is one.
 pub fn compacted(file: &[u8]) -> Option<Vec<u8>> {
     let index_off = crate::damage::index_off(file);
     let units = u16::try_from(index_off.checked_sub(4096)? / 64).ok()?;
@@ -51,7 +53,7 @@ pub fn compacted(file: &[u8]) -> Option<Vec<u8>> {
     (expanded(&data) == file).then_some(data)
 }
 
-/// A place of a table in the file, and its count, as far as the root says something of use.
+/// Returns offset and number of records of a table, if the root has plausible values.
 fn table(file: &[u8], index_off: usize, root_off: usize, table: usize) -> Option<(usize, usize)> {
     let field = index_off.checked_add(root_off)? + table * 8;
     let word = |at: usize| Some(u32::from_le_bytes(file.get(at..at + 4)?.try_into().ok()?));
@@ -60,7 +62,7 @@ fn table(file: &[u8], index_off: usize, root_off: usize, table: usize) -> Option
     Some((start, usize::try_from(word(field + 4)?).ok()?))
 }
 
-/// Writes the checksums that the tables leave room for.
+/// Writes the checksums of the payload, as far as the tables have room for them.
 fn repair_payload(file: &mut [u8], index_off: usize, root_off: usize) {
     let at = |number| table(file, index_off, root_off, number);
     let (Some((storages, count)), Some((chunks, _)), Some((crcs, _))) =

@@ -1,4 +1,4 @@
-//! State dicts of any make out of any bytes.
+//! State dicts from arbitrary bytes.
 
 use arbitrary::{Result, Unstructured};
 use tssd_format::{
@@ -6,25 +6,26 @@ use tssd_format::{
     StateDict, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
 };
 
-/// A state dict and the options to write it with; none if the bytes give none.
+/// Generates a state dict and the options to write it with. `None` if the bytes do not suffice.
 pub(super) fn of(data: &[u8]) -> Option<(StateDict, Options)> {
-    let mut maker = Maker { u: Unstructured::new(data), pool: Vec::new() };
-    let options = maker.options().ok()?;
-    let dict = maker.dict(0).ok()?;
-    let root = if maker.u.ratio(1, 4).ok()? { Value::OrderedDict(dict) } else { Value::Dict(dict) };
+    let mut generator = Generator { u: Unstructured::new(data), pool: Vec::new() };
+    let options = generator.options().ok()?;
+    let dict = generator.dict(0).ok()?;
+    let root =
+        if generator.u.ratio(1, 4).ok()? { Value::OrderedDict(dict) } else { Value::Dict(dict) };
     Some((StateDict::from_value(root).ok()?, options))
 }
 
-struct Maker<'a> {
+struct Generator<'a> {
     u: Unstructured<'a>,
-    /// Memory that tensors share.
+    /// Storages that tensors share.
     pool: Vec<Storage>,
 }
 
-impl Maker<'_> {
+impl Generator<'_> {
     fn options(&mut self) -> Result<Options> {
         let mut options = Options::new().allow_opaque();
-        // Compressing takes long: some inputs must do.
+        // Compression is slow, so only some inputs use it.
         options = match self.u.int_in_range(0..=15)? {
             0 => options.compress(Compression::Zstd),
             1 => options.compress(Compression::ShuffledZstd),
@@ -116,7 +117,7 @@ impl Maker<'_> {
         Ok(text.unwrap_or_else(|_| String::from_utf8_lossy(&bytes).into_owned().into()))
     }
 
-    /// Mostly short; now and then too long for the index.
+    /// Generates short bytes, and sometimes bytes that are too long for the index.
     fn bytes(&mut self, short: usize) -> Result<Vec<u8>> {
         let len = self.u.int_in_range(0..=short)?;
         let bytes = self.u.bytes(len.min(self.u.len()))?.to_vec();
@@ -142,15 +143,16 @@ impl Maker<'_> {
         self.u.choose(Dtype::ALL).copied()
     }
 
-    /// Memory that was used before, or new one.
+    /// Returns a storage that was used before, or a new one.
     fn storage(&mut self) -> Result<Storage> {
         if !self.pool.is_empty() && self.u.arbitrary()? {
             return self.u.choose(&self.pool).cloned();
         }
         let len =
             if self.u.ratio(1, 64)? { 70_000 } else { self.u.int_in_range(64..=2048_usize)? };
-        let some = self.u.bytes(self.u.len().min(32))?;
-        let bytes = if some.is_empty() { vec![0; len] } else { some.repeat(len / some.len() + 1) };
+        let pattern = self.u.bytes(self.u.len().min(32))?;
+        let bytes =
+            if pattern.is_empty() { vec![0; len] } else { pattern.repeat(len / pattern.len() + 1) };
         let storage = Storage::from(bytes[..len].to_vec());
         self.pool.push(storage.clone());
         Ok(storage)
@@ -163,8 +165,9 @@ impl Maker<'_> {
         self.tensor_of(&shape)
     }
 
-    /// A tensor of any dtype and strides over memory that others may share; one of its own if it does
-    /// not fit there.
+    /// Generates a tensor of any dtype and strides over a shared storage.
+    ///
+    /// If the tensor does not fit there, it gets a storage of its own.
     fn tensor_of(&mut self, shape: &[u64]) -> Result<Tensor> {
         let flags = TensorFlags::from_bits(self.u.int_in_range(0..=15)?).expect("four bits");
         let meta = TensorMeta::new(self.dtype()?, shape).expect("it is small").with_flags(flags);
@@ -182,7 +185,7 @@ impl Maker<'_> {
         }))
     }
 
-    /// A box of a global tensor, sometimes on a mesh.
+    /// Generates a box of a global tensor, sometimes on a mesh.
     fn shard(&mut self) -> Result<Value> {
         let rank = self.u.int_in_range(0..=2)?;
         let (mut offsets, mut local, mut global) = (Vec::new(), Vec::new(), Vec::new());

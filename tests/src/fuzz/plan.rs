@@ -1,4 +1,4 @@
-//! Plans against element-wise copying.
+//! Read plans compared with element-wise copying.
 
 use arbitrary::Unstructured;
 use tssd_format::{
@@ -6,8 +6,10 @@ use tssd_format::{
 };
 use tssd_store::plan::{Wanted, plan};
 
-/// The input gives a shape, cuts of it into boxes, boxes that are missing, strides of the stored tensors
-/// and of the wanted one, and a wanted box.
+/// Checks a plan that the input describes.
+///
+/// The input gives a shape, its split into boxes, missing boxes, strides of the stored tensors and
+/// of the wanted one, and a wanted box.
 pub(super) fn check(data: &[u8]) {
     let _ = try_check(&mut Unstructured::new(data));
 }
@@ -18,36 +20,36 @@ fn try_check(u: &mut Unstructured<'_>) -> arbitrary::Result<()> {
         (0..rank).map(|_| u.int_in_range(0..=6)).collect::<arbitrary::Result<_>>()?;
     let mut boxes = vec![Region::whole(&shape)];
     for _ in 0..u.int_in_range(0..=6)? {
-        cut(u, &mut boxes)?;
+        split_box(u, &mut boxes)?;
     }
     let mut stored = Vec::new();
-    let mut held = Vec::new();
+    let mut regions = Vec::new();
     for region in boxes {
         if u.ratio(1, 8)? {
             continue;
         }
-        let meta = meta(u, region.shape())?;
-        let number = u32::try_from(stored.len()).expect("a few");
+        let meta = strided_meta(u, region.shape())?;
+        let storage_index = u32::try_from(stored.len()).expect("a few");
         let is_empty = region.is_empty();
         let offset = if is_empty { 0 } else { u64::from(u.int_in_range(0..=3_u8)?) * 4 };
         let slice =
             TensorSlice::new(region.offsets(), region.shape(), &shape).expect("it is inside");
         stored.push(TensorReference {
             meta,
-            storage: (!is_empty).then_some(number),
+            storage: (!is_empty).then_some(storage_index),
             byte_offset: offset,
             place: Some(ShardPlace::new(slice)),
         });
-        held.push(region);
+        regions.push(region);
     }
     let wanted = sub_box(u, &Region::whole(&shape))?;
-    let target = meta(u, wanted.shape())?;
-    compare(&shape, &stored, &held, &wanted, &target);
+    let target = strided_meta(u, wanted.shape())?;
+    compare(&shape, &stored, &regions, &wanted, &target);
     Ok(())
 }
 
-/// Cuts one of the boxes in two.
-fn cut(u: &mut Unstructured<'_>, boxes: &mut Vec<Region>) -> arbitrary::Result<()> {
+/// Splits one of the boxes in two.
+fn split_box(u: &mut Unstructured<'_>, boxes: &mut Vec<Region>) -> arbitrary::Result<()> {
     let which = u.choose_index(boxes.len())?;
     let whole = boxes[which].clone();
     if whole.shape().is_empty() {
@@ -78,8 +80,8 @@ fn sub_box(u: &mut Unstructured<'_>, whole: &Region) -> arbitrary::Result<Region
     Ok(Region::new(&offsets, &shape).expect("it is inside"))
 }
 
-/// A tensor of this shape whose dimensions lie in memory in any order, with gaps.
-fn meta(u: &mut Unstructured<'_>, shape: &[u64]) -> arbitrary::Result<TensorMeta> {
+/// Generates a tensor of this shape, with any order of dimensions in memory, and gaps.
+fn strided_meta(u: &mut Unstructured<'_>, shape: &[u64]) -> arbitrary::Result<TensorMeta> {
     let meta = TensorMeta::new(Dtype::Uint32, shape).expect("it is small");
     if u.ratio(1, 2)? {
         return Ok(meta);
@@ -95,13 +97,13 @@ fn meta(u: &mut Unstructured<'_>, shape: &[u64]) -> arbitrary::Result<TensorMeta
     Ok(meta.with_strides(&strides).expect("it is small"))
 }
 
-/// The number of an element in its global tensor.
-fn number(shape: &[u64], index: &[u64]) -> u32 {
+/// Returns the value of an element of the global tensor.
+fn element_value(shape: &[u64], index: &[u64]) -> u32 {
     let number = shape.iter().zip(index).fold(0, |number, (size, at)| number * size + at);
     u32::try_from(number + 1).expect("it is small")
 }
 
-/// All indexes of a box.
+/// Returns all indexes of a box.
 fn indexes(region: &Region) -> Vec<Vec<u64>> {
     let mut all = vec![Vec::new()];
     for (offset, size) in region.offsets().iter().zip(region.shape()) {
@@ -114,37 +116,38 @@ fn indexes(region: &Region) -> Vec<Vec<u64>> {
     all
 }
 
-/// Where an element of a box is in the memory of its tensor, in elements.
-fn place(region: &Region, meta: &TensorMeta, index: &[u64]) -> usize {
+/// Returns the offset of an element in the memory of its tensor, in elements.
+fn element_offset(region: &Region, meta: &TensorMeta, index: &[u64]) -> usize {
     let local = index.iter().zip(region.offsets()).map(|(at, offset)| at - offset);
     let place: u64 = local.zip(meta.strides()).map(|(at, stride)| at * stride).sum();
     usize::try_from(place).expect("it is small")
 }
 
-fn memory(meta: &TensorMeta) -> Vec<u32> {
+fn zeroed_memory(meta: &TensorMeta) -> Vec<u32> {
     vec![0; usize::try_from(meta.span_bytes() / 4).expect("it is small")]
 }
 
 fn compare(
     shape: &[u64],
     stored: &[TensorReference],
-    held: &[Region],
+    regions: &[Region],
     wanted: &Region,
     target: &TensorMeta,
 ) {
     let memories: Vec<Vec<u32>> = stored
         .iter()
-        .zip(held)
+        .zip(regions)
         .map(|(reference, region)| {
-            let mut memory = memory(&reference.meta);
+            let mut memory = zeroed_memory(&reference.meta);
             for index in indexes(region) {
-                memory[place(region, &reference.meta, &index)] = number(shape, &index);
+                memory[element_offset(region, &reference.meta, &index)] =
+                    element_value(shape, &index);
             }
             memory
         })
         .collect();
     let covered = indexes(wanted).iter().all(|index| {
-        held.iter().any(|region| {
+        regions.iter().any(|region| {
             let inside = index.iter().zip(region.offsets()).zip(region.shape());
             inside.into_iter().all(|((at, offset), size)| (*offset..offset + size).contains(at))
         })
@@ -155,27 +158,31 @@ fn compare(
         Ok(copies) => copies,
         Err(error) => {
             assert_eq!(error.kind(), ErrorKind::Uncovered);
-            assert!(!covered || stored.is_empty(), "all of it is held");
+            assert!(!covered || stored.is_empty(), "the stored boxes cover the wanted box");
             return;
         }
     };
-    assert!(covered, "a part of it is held by nobody");
-    let mut filled = memory(target);
+    assert!(covered, "the stored boxes do not cover the wanted box");
+    let mut filled = zeroed_memory(target);
     let mut moved = 0;
     for copy in copies {
-        let number = usize::try_from(copy.storage).expect("a few");
-        let start = copy.source - stored[number].byte_offset;
+        let storage_index = usize::try_from(copy.storage).expect("a few");
+        let start = copy.source - stored[storage_index].byte_offset;
         copy.runs.for_each(|from, to, bytes| {
             let words = |byte: u64| usize::try_from(byte / 4).expect("it is small");
             let from = words(start + from);
             let to = words(copy.target + to);
             filled[to..to + words(bytes)]
-                .copy_from_slice(&memories[number][from..from + words(bytes)]);
+                .copy_from_slice(&memories[storage_index][from..from + words(bytes)]);
             moved += bytes;
         });
     }
-    assert_eq!(moved, numel(wanted.shape()) * 4, "each byte once");
+    assert_eq!(moved, numel(wanted.shape()) * 4, "each byte is copied once");
     for index in indexes(wanted) {
-        assert_eq!(filled[place(wanted, target, &index)], number(shape, &index), "{index:?}");
+        assert_eq!(
+            filled[element_offset(wanted, target, &index)],
+            element_value(shape, &index),
+            "{index:?}"
+        );
     }
 }

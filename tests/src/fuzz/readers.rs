@@ -1,4 +1,4 @@
-//! Three readers of one archive: with rkyv, without, and `spec/reader.py`.
+//! Three readers of one archive: with rkyv, without rkyv, and `spec/reader.py`.
 
 use std::io::{self, Read, Write};
 use std::path::Path;
@@ -8,10 +8,10 @@ use std::sync::{LazyLock, Mutex};
 use serde::Deserialize;
 use serde_json::{Value as Json, json};
 
-/// What a reader says: `{"ok": VIEW}`, or `{"error": KIND}`.
+/// Result of a reader: `{"ok": VIEW}`, or `{"error": KIND}`.
 pub type Verdict = Json;
 
-/// What a reader of this workspace says of an archive in memory.
+/// Returns the verdict of a reader of this workspace on an archive in memory.
 macro_rules! verdict {
     ($reader:ident, $file:expr) => {{
         let open = || {
@@ -26,13 +26,13 @@ macro_rules! verdict {
     }};
 }
 
-/// Whether fuzzers ask the third reader too, which takes its time.
+/// Whether fuzzers run the third reader, too. It is slow.
 static WITH_PYTHON: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("TSSD_FUZZ_PYTHON").is_some());
 
-/// What the fuzzer compares: both readers of this workspace; and the third, if `TSSD_FUZZ_PYTHON` says so.
+/// Compares both readers of this workspace, and the third one if `TSSD_FUZZ_PYTHON` is set.
 pub(super) fn compare(file: &[u8]) {
-    if is_bomb(file) {
+    if is_too_large(file) {
         return;
     }
     readers_agree(file);
@@ -41,18 +41,18 @@ pub(super) fn compare(file: &[u8]) {
     }
 }
 
-/// Has the readers with and without rkyv read an archive.
+/// Reads an archive with and without rkyv.
 ///
 /// # Panics
 ///
-/// If they differ.
+/// If the verdicts differ.
 pub fn readers_agree(file: &[u8]) {
     let with = verdict!(tssd_format, file);
-    assert_eq!(with, verdict!(tssd_format_plain, file), "with rkyv, without");
+    assert_eq!(with, verdict!(tssd_format_plain, file), "with rkyv and without");
 }
 
-/// Views of tensors that share bytes can be much longer than their file.
-fn is_bomb(file: &[u8]) -> bool {
+/// Returns whether the view is too large. Views of tensors that share bytes can exceed their file.
+fn is_too_large(file: &[u8]) -> bool {
     let Ok(archive) = tssd_format::Archive::from_bytes(file.to_vec()) else { return false };
     let tensors = archive.leaves().into_iter().filter_map(|(_, node)| match node {
         tssd_format::Node::Tensors(run) => Some(run),
@@ -62,7 +62,7 @@ fn is_bomb(file: &[u8]) -> bool {
     bytes.sum::<u64>() > 1 << 20
 }
 
-/// How `spec/reader.py` differs from the reader of this project, if it does.
+/// Returns how the verdict of `spec/reader.py` differs from that of this project, if it does.
 ///
 /// # Panics
 ///
@@ -72,25 +72,26 @@ pub fn python_differs(file: &[u8]) -> Option<String> {
     let mut python = PYTHON.lock().expect("nobody panics while asking");
     let theirs = python.ask(file).unwrap_or_else(|error| panic!("reader.py: {error}"));
     let ours = verdict!(tssd_format, file);
-    // Versions of zstd differ in which broken frames they refuse, and which they decode to something.
-    let is_broken_chunk = |verdict: &Verdict| {
+    // Versions of zstd differ in which corrupt frames they reject.
+    let is_corrupt_chunk = |verdict: &Verdict| {
         let kind = verdict["error"].as_str();
         kind.is_some_and(|kind| {
             ["FrameCorrupt", "StorageCorrupt", "DigestMismatch"].contains(&kind)
         })
     };
-    if is_broken_chunk(&ours) && (is_broken_chunk(&theirs) || is_refused_by_zstd(file)) {
+    if is_corrupt_chunk(&ours) && (is_corrupt_chunk(&theirs) || is_refused_by_zstd(file)) {
         return None;
     }
     (theirs != ours).then(|| format!("ours {ours:.300}, reader.py {theirs:.300}"))
 }
 
-/// Whether it is zstd that finds a frame broken, and no rule of ours: by its words for that, and for blocks that are
-/// larger than the window allows.
+/// Returns whether zstd, and no rule of the format, rejects a frame.
+///
+/// Recognized by the messages for corrupt data, and for blocks that exceed the window.
 fn is_refused_by_zstd(file: &[u8]) -> bool {
-    let proven = || tssd_format::Archive::from_bytes(file.to_vec())?.verify_deep().map(drop);
-    let words = ["Data corruption detected", "Destination buffer is too small"];
-    proven().is_err_and(|error| words.iter().any(|words| error.to_string().contains(words)))
+    let verify = || tssd_format::Archive::from_bytes(file.to_vec())?.verify_deep().map(drop);
+    let messages = ["Data corruption detected", "Destination buffer is too small"];
+    verify().is_err_and(|error| messages.iter().any(|message| error.to_string().contains(message)))
 }
 
 struct Python {
@@ -124,7 +125,7 @@ impl Python {
         let len = usize::try_from(u32::from_le_bytes(len)).map_err(io::Error::other)?;
         let mut answer = vec![0; len];
         self.stdout.read_exact(&mut answer)?;
-        // Views are deeper than the containers that they show.
+        // Views are nested deeper than the containers that they show.
         let mut json = serde_json::Deserializer::from_slice(&answer);
         json.disable_recursion_limit();
         Ok(Json::deserialize(&mut json)?)

@@ -9,7 +9,7 @@ use serde_json::json;
 use crate::damage::{index_off, repair};
 use crate::vectors::{Content, vectors};
 
-/// The shard sets of the vectors, as files by name.
+/// The shard sets of the test vectors, as files by name.
 static SETS: LazyLock<Vec<BTreeMap<String, Vec<u8>>>> = LazyLock::new(|| {
     let set = |vector: crate::vectors::Vector| match vector.content {
         Content::Set(files) => Some(files.into_iter().collect()),
@@ -18,7 +18,7 @@ static SETS: LazyLock<Vec<BTreeMap<String, Vec<u8>>>> = LazyLock::new(|| {
     vectors().into_iter().filter_map(set).collect()
 });
 
-/// What a reader says of a set in memory.
+/// Returns the verdict of a reader on a shard set in memory.
 macro_rules! verdict {
     ($reader:ident, $files:expr, $with_view:expr) => {{
         let blob = |name: &str| -> Option<Arc<dyn $reader::Blob>> {
@@ -42,8 +42,10 @@ macro_rules! verdict {
     }};
 }
 
-/// The input is the number of a set, then changes: a file, a place in its index (or, if the first bit of
-/// it is set, in the whole file), a byte.
+/// Opens a shard set with changes that the input describes.
+///
+/// The input gives the number of a set, then changes: a file, an offset in its index (or in the
+/// whole file, if the highest bit of the offset is set), and a byte.
 pub(super) fn open_changed(data: &[u8]) {
     let Some((which, changes)) = data.split_first() else { return };
     let mut files = SETS[usize::from(*which) % SETS.len()].clone();
@@ -57,18 +59,19 @@ pub(super) fn open_changed(data: &[u8]) {
         file[place] = byte;
         repair(file);
     }
-    if let Some(bytes) = name_again(&files) {
+    if let Some(bytes) = updated_manifest(&files) {
         files.insert(tssd_format::MANIFEST.to_owned(), bytes);
     }
-    // Views take long: some inputs must do.
+    // Views are slow, so only some inputs make them.
     let with_view = which & 0xF0 == 0;
     let with = verdict!(tssd_format, files, with_view);
-    assert_eq!(with, verdict!(tssd_format_plain, files, with_view), "with rkyv, without");
+    assert_eq!(with, verdict!(tssd_format_plain, files, with_view), "with rkyv and without");
 }
 
-/// The manifest with the checksums that the indexes of its archives have by now, where it names them as
-/// it did; without their digests.
-fn name_again(files: &BTreeMap<String, Vec<u8>>) -> Option<Vec<u8>> {
+/// Returns the manifest with the current checksums of the indexes, and without digests.
+///
+/// `None` if it no longer names the archives.
+fn updated_manifest(files: &BTreeMap<String, Vec<u8>>) -> Option<Vec<u8>> {
     let manifest = files.get(tssd_format::MANIFEST)?;
     let archive = tssd_format::Archive::from_bytes(manifest.clone()).ok()?;
     let mut shards = archive.shards();

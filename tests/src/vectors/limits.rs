@@ -1,4 +1,4 @@
-//! What is exactly as large as the limits of spec section 3 allow, where no other vector is.
+//! Sizes exactly at the limits of spec section 3, where no other vector has them.
 
 use tssd_format::{
     Attrs, ChunkSize, Container, DeviceMesh, Dtype, Int, Key, Node, Options, PackedChunk, Packing,
@@ -42,11 +42,11 @@ pub(super) fn vectors() -> Vec<Vector> {
 }
 
 fn keys() -> StateDict {
-    // In a packed tuple: its count; for the element its kind, its length, and its content.
+    // A packed tuple has a count, and for each element its kind, its length and its content.
     let text = "k".repeat(4096 - 4 - 1 - 4);
     let inner = Key::Tuple((0..32).map(Key::from).collect::<Vec<_>>().into());
     let outer = (0..31).map(Key::from).chain([inner]).collect::<Vec<_>>();
-    // 4096 bytes of two's complement: a sign and 32,767 bits.
+    // 4096 bytes of two's complement: a sign bit and 32,767 bits.
     let big = num_bigint::BigInt::from(-1) << 32_767_u32;
     dict_of(vec![
         (Key::Bytes(vec![7; 4096].into()), 1_i64.into()),
@@ -107,7 +107,7 @@ fn manifest() -> Vec<u8> {
             place: None,
         }])
     };
-    // A frame has a 32,768th of what it decodes to at least, rounded up.
+    // A frame has at least one byte per 32,768 bytes of content, rounded up.
     let frames = [(0, 32), (32, 2)].map(|(offset, len)| PackedChunk { offset, len, is_zstd: true });
     let packed = StorageReference {
         offset: ALIGNED,
@@ -129,7 +129,7 @@ fn manifest() -> Vec<u8> {
             Node::Container(Container::Divergent, vec![own(0), own(u32::MAX)]),
         ),
     ];
-    // A root of 104 bytes and the trailer are what an archive has at least from its index on.
+    // From its index on, an archive has at least a root of 104 bytes and the trailer.
     let shard = |name: String, writer, index_off| ShardFile {
         name,
         file_len: index_off + 104 + 64,

@@ -8,11 +8,11 @@ use tssd_format::{
 use super::{Vector, counting, dict_of, encode, f32s, file, noise, of_bytes, one};
 
 pub(super) fn vectors() -> Vec<Vector> {
-    packed().into_iter().chain(cut()).collect()
+    compressed().into_iter().chain(chunk_sizes()).collect()
 }
 
-/// Chunks of each size.
-fn cut() -> Vec<Vector> {
+/// Returns a vector for each chunk size.
+fn chunk_sizes() -> Vec<Vector> {
     [
         ("110-chunks-of-8k", 13),
         ("111-chunks-of-16k", 14),
@@ -22,11 +22,11 @@ fn cut() -> Vec<Vector> {
         ("115-chunks-of-256k", 18),
         ("116-chunks-of-512k", 19),
     ]
-    .map(|(name, log2)| in_chunks(name, log2))
+    .map(|(name, log2)| chunk_size_vector(name, log2))
     .into()
 }
 
-fn packed() -> Vec<Vector> {
+fn compressed() -> Vec<Vector> {
     let zstd = Options::new().compress(Compression::Zstd);
     let shuffled = Options::new().compress(Compression::ShuffledZstd);
     let digests = Options::new().digests();
@@ -124,8 +124,8 @@ fn packed() -> Vec<Vector> {
     ]
 }
 
-/// A storage of one chunk of this size, one of a byte more, and one of fewer.
-fn in_chunks(name: &'static str, log2: u8) -> Vector {
+/// Returns a vector with storages of exactly one chunk, of one more byte, and of fewer.
+fn chunk_size_vector(name: &'static str, log2: u8) -> Vector {
     let size = ChunkSize::from_log2(log2).expect("a size of chunks");
     let bytes = |len: u64| of_bytes(Dtype::Uint8, &[len], |place| place.to_le_bytes()[1]).into();
     let dict = dict_of(vec![
@@ -133,11 +133,11 @@ fn in_chunks(name: &'static str, log2: u8) -> Vector {
         ("more".into(), bytes(size.bytes() + 1)),
         ("less".into(), bytes(100)),
     ]);
-    let what = "storages of one chunk, of two and of a part of one";
-    file(name, what, encode(&dict, &Options::new().chunks(Chunks::Of(size))))
+    let about = "storages of one chunk, of two and of a part of one";
+    file(name, about, encode(&dict, &Options::new().chunks(Chunks::Of(size))))
 }
 
-/// Numbers that look like weights: small, of both signs, with noisy low bits.
+/// Returns values that look like weights: small, of both signs, with noisy low bits.
 fn weights(dtype: Dtype, count: u64) -> Tensor {
     let itemsize = dtype.itemsize();
     of_bytes(dtype, &[count], |place| {
@@ -219,7 +219,7 @@ fn moments() -> StateDict {
     ])
 }
 
-/// 1001 bytes under a bf16 view of its first 1000.
+/// 1001 bytes, and a bf16 view of the first 1000.
 fn odd_tail() -> Value {
     let storage = Storage::from(vec![5_u8; 1001]);
     let whole = TensorMeta::new(Dtype::Uint8, &[1001]).expect("a small shape");

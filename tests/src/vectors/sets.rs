@@ -45,7 +45,7 @@ pub(super) fn vectors() -> Vec<Vector> {
     ]
 }
 
-/// A file that a manifest names; it need not be there for the manifest to be read.
+/// Returns a file that a manifest names. The manifest can be read without it.
 fn shard_file(writer: u32) -> ShardFile {
     ShardFile {
         name: format!("{writer}.tssd"),
@@ -97,7 +97,7 @@ fn place(row: u64, local: &[u64], global: &[u64]) -> ShardPlace {
     ShardPlace::new(TensorSlice::new(&offsets, local, global).expect("a legal slice"))
 }
 
-/// What one of several writers holds: some rows of a matrix, and, the first one, a vector and a str.
+/// Returns the state dict of one writer: rows of a matrix. Writer 0 adds a vector and a str.
 fn contribution(writer: u64, writers: u64) -> StateDict {
     let (rows, global) = (40, [40 * writers, 8]);
     let place = place(writer * rows, &[rows, 8], &global);
@@ -112,7 +112,7 @@ fn contribution(writer: u64, writers: u64) -> StateDict {
     dict_of(entries)
 }
 
-/// The archives of some writers, and the manifest that makes one of them.
+/// Returns a vector with the archives of several writers and their manifest.
 fn set(name: &'static str, about: &'static str, options: &Options, writers: u64) -> Vector {
     let mut files = Vec::new();
     let (mut shards, mut storages) = (Vec::new(), Vec::new());

@@ -22,7 +22,7 @@ pub(super) fn vectors() -> Vec<Vector> {
         file(
             "050-replicate",
             "a mesh dimension that replicates, one that shards",
-            plain(&one(on(
+            plain(&one(mesh_shard(
                 &mesh(&[2, 3], &["dp", "tp"]),
                 4,
                 &[Placement::Replicate, Placement::Shard { dim: 1 }],
@@ -32,7 +32,7 @@ pub(super) fn vectors() -> Vec<Vector> {
         file(
             "051-mesh-3d",
             "three mesh dimensions that shard two of three tensor dimensions",
-            plain(&one(on(
+            plain(&one(mesh_shard(
                 &mesh(&[2, 2, 2], &["pp", "dp", "tp"]),
                 5,
                 &[
@@ -56,7 +56,7 @@ pub(super) fn vectors() -> Vec<Vector> {
         file(
             "054-mesh-ranks",
             "a mesh whose ranks are neither first nor in order",
-            plain(&one(on(
+            plain(&one(mesh_shard(
                 &DeviceMesh::new(&[3], &[4_000_000_000, 7, 0]).expect("distinct"),
                 7,
                 &[Placement::Shard { dim: 0 }],
@@ -71,7 +71,7 @@ pub(super) fn vectors() -> Vec<Vector> {
         file(
             "056-scalar-shard",
             "a replicated 0-dim tensor",
-            plain(&one(on(&mesh(&[2], &["dp"]), 1, &[Placement::Replicate], &[]))),
+            plain(&one(mesh_shard(&mesh(&[2], &["dp"]), 1, &[Placement::Replicate], &[]))),
         ),
         file(
             "057-nested-strided",
@@ -91,8 +91,8 @@ fn mesh(shape: &[u64], names: &[&str]) -> DeviceMesh {
     DeviceMesh::from_shape(shape).and_then(|mesh| mesh.with_dim_names(names)).expect("a legal mesh")
 }
 
-/// What a rank holds of a global tensor that counts its own elements.
-fn on(mesh: &DeviceMesh, rank: u32, placements: &[Placement], global: &[u64]) -> Shard {
+/// Returns the shard of a rank. The elements of its tensor count from 0.
+fn mesh_shard(mesh: &DeviceMesh, rank: u32, placements: &[Placement], global: &[u64]) -> Shard {
     let slices = TensorSlice::from_placements(global, mesh, rank, placements);
     let slice = slices.expect("legal placements").remove(0);
     placed(mesh, slice, placements)
@@ -115,7 +115,7 @@ fn shard_of_rank(rank: u32) -> Shard {
     let mesh = DeviceMesh::new(&[2, 2], &[4, 5, 6, 7]);
     let mesh = mesh.and_then(|mesh| mesh.with_dim_names(vec!["dp".into(), "tp".into()]));
     let placements = [Placement::Shard { dim: 0 }, Placement::Shard { dim: 1 }];
-    on(&mesh.expect("a legal mesh"), rank, &placements, &[3, 5])
+    mesh_shard(&mesh.expect("a legal mesh"), rank, &placements, &[3, 5])
 }
 
 fn slice(offsets: &[u64], local: &[u64], global: &[u64]) -> TensorSlice {
@@ -151,8 +151,8 @@ fn strided() -> Shard {
 
 fn uneven() -> StateDict {
     let mesh = mesh(&[4], &["dp"]);
-    let on = |rank| on(&mesh, rank, &[Placement::Shard { dim: 0 }], &[5, 2]).into();
-    dict_of(vec![("of rank 2".into(), on(2)), ("of rank 3".into(), on(3))])
+    let mesh_shard = |rank| mesh_shard(&mesh, rank, &[Placement::Shard { dim: 0 }], &[5, 2]).into();
+    dict_of(vec![("of rank 2".into(), mesh_shard(2)), ("of rank 3".into(), mesh_shard(3))])
 }
 
 fn bare_meshes() -> StateDict {
@@ -168,17 +168,20 @@ fn shared_mesh() -> StateDict {
     let leaf = |layer: u64| {
         let placements =
             [Placement::Replicate, Placement::Shard { dim: u32::from(layer % 2 == 1) }];
-        on(&mesh, 3, &placements, &[4, 2 + layer])
+        mesh_shard(&mesh, 3, &placements, &[4, 2 + layer])
     };
     dict_of((0..8).map(|layer| (format!("layers.{layer}").into(), leaf(layer).into())).collect())
 }
 
-/// Words that mean the same are in dims once: the mesh of ranks 0 and 1 is the global shape (2, 0, 1),
-/// that of ranks 0 and 3 is (2, 0, 3). One of them is named before the mesh that follows it, one after.
+/// Meshes that share words with a global shape.
+///
+/// Equal sequences of words are stored once in `dims`. The mesh of ranks 0 and 1 is the global
+/// shape (2, 0, 1), that of ranks 0 and 3 is (2, 0, 3). One of these is stored before the mesh that
+/// follows it, one after.
 fn adjacent_meshes() -> StateDict {
     let leaf = |last: u64, ranks: [u32; 2]| {
         let mesh = DeviceMesh::new(&[2], &ranks).expect("distinct");
-        on(&mesh, ranks[1], &[Placement::Shard { dim: 0 }], &[2, 0, last]).into()
+        mesh_shard(&mesh, ranks[1], &[Placement::Shard { dim: 0 }], &[2, 0, last]).into()
     };
     dict_of(vec![
         ("coordinate".into(), counting(Dtype::Uint8, &[1]).into()),

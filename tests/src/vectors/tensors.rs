@@ -1,4 +1,4 @@
-//! Tensors: dtypes, shapes, strides, ties, flags, where their bytes lie.
+//! Tensors: dtypes, shapes, strides, ties, flags, alignment.
 
 use tssd_format::{
     Dtype, Key, Options, StateDict, Storage, Tensor, TensorFlags, TensorMeta, Value,
@@ -81,7 +81,7 @@ fn ranks() -> StateDict {
     ])
 }
 
-/// A view of a storage of float32.
+/// Returns a view of a storage of float32.
 fn view(storage: &Storage, shape: &[u64], strides: &[u64], offset: u64) -> Tensor {
     let meta = TensorMeta::new(Dtype::Float32, shape).and_then(|meta| meta.with_strides(strides));
     Tensor::new(meta.expect("a legal view"), storage.clone(), offset).expect("a legal view")
@@ -120,7 +120,7 @@ fn numpy() -> StateDict {
     ])
 }
 
-/// A float64 that begins 4 bytes into the float32s it overlaps: the storage begins 4 bytes earlier.
+/// A float64 that begins 4 bytes into overlapping float32s. Its storage begins 4 bytes earlier.
 fn lead() -> StateDict {
     let storage = Storage::from(&[1.0_f32, 2.0, 3.0, 4.0][..]);
     let double = TensorMeta::new(Dtype::Float64, &[1]).expect("a small shape");

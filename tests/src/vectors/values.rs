@@ -115,7 +115,7 @@ fn containers() -> StateDict {
     ])
 }
 
-/// A dict with these keys and the values 0, 1, 2 …
+/// Returns a dict with these keys and the values 0, 1, 2, …
 fn with_keys(keys: Vec<Key>) -> StateDict {
     dict_of((0_i64..).zip(keys).map(|(place, key)| (key, Value::from(place))).collect())
 }
@@ -298,7 +298,7 @@ fn long_key() -> StateDict {
 }
 
 fn many_keys() -> StateDict {
-    // 7 has no factor in common with 300: each number comes once.
+    // 7 and 300 are coprime, so each number occurs once.
     with_keys((0..300_i64).map(|place| Key::from(format!("layer.{}", place * 7 % 300))).collect())
 }
 

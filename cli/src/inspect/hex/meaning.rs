@@ -1,10 +1,10 @@
-//! What the fields of records mean.
+//! Description of the fields of records.
 
 use tssd_format::Dtype;
 
 use super::record::{NONE, Record, heap_range};
 
-/// The kinds of nodes and of attributes. Spec: section 5.
+/// Kinds of nodes and of attributes. Spec: section 5.
 const KINDS: [(u64, &str); 19] = [
     (0, "none"),
     (1, "bool"),
@@ -27,51 +27,51 @@ const KINDS: [(u64, &str); 19] = [
     (37, "divergent"),
 ];
 
-/// The kinds of keys. Spec: section 5.
+/// Kinds of keys. Spec: section 5.
 const KEY_KINDS: [&str; 9] =
     ["index", "str", "int", "bigint", "bool", "float", "none", "bytes", "tuple"];
 
-/// The kinds of placements. Spec: section 7.
+/// Kinds of placements. Spec: section 7.
 const PLACEMENTS: [&str; 3] = ["Replicate", "Shard", "_StridedShard"];
 
-fn name_of(kind: u64) -> &'static str {
+fn kind_name(kind: u64) -> &'static str {
     KINDS.iter().find(|(code, _)| *code == kind).map_or("", |(_, name)| name)
 }
 
-fn at<'a>(names: &[&'a str], code: u64) -> &'a str {
+fn name_at<'a>(names: &[&'a str], code: u64) -> &'a str {
     usize::try_from(code).ok().and_then(|code| names.get(code)).copied().unwrap_or_default()
 }
 
-/// What a field names in the heap, if it does.
+/// Returns the kind of content that a field references in the heap, or `None`.
 pub(super) fn in_heap(record: &Record<'_>, field: &str) -> Option<&'static str> {
     match (record.shape.name, field) {
         ("Node", "key") => {
-            let kind = at(&KEY_KINDS, record.get("key_kind"));
+            let kind = name_at(&KEY_KINDS, record.get("key_kind"));
             Some(kind).filter(|kind| matches!(*kind, "str" | "bigint" | "bytes" | "tuple"))
         }
-        ("Node", "a") if record.get("flags") == 0 => match name_of(record.get("kind")) {
+        ("Node", "a") if record.get("flags") == 0 => match kind_name(record.get("kind")) {
             kind @ ("str" | "bigint" | "bytes" | "opaque") => Some(kind),
             "device" => Some("str"),
             _ => None,
         },
         ("Node", "b") => {
-            let kind = name_of(record.get("kind"));
+            let kind = kind_name(record.get("kind"));
             matches!(kind, "opaque" | "namedtuple").then_some("str")
         }
         ("Attr", "value") => {
-            Some(name_of(record.get("kind"))).filter(|kind| matches!(*kind, "str" | "bytes"))
+            Some(kind_name(record.get("kind"))).filter(|kind| matches!(*kind, "str" | "bytes"))
         }
         ("Attr" | "Shard", "name") => Some("str"),
         _ => None,
     }
 }
 
-/// A field in words.
+/// Describes a field.
 pub(super) fn of_field(record: &Record<'_>, field: &str) -> String {
     let value = record.get(field);
-    let called = |name: &str| format!("{field}: {value}, {name}");
-    let of_none = |note: &str, else_: String| {
-        if value == NONE { format!("{field}: NONE, {note}") } else { else_ }
+    let with_name = |name: &str| format!("{field}: {value}, {name}");
+    let or_none = |note: &str, otherwise: String| {
+        if value == NONE { format!("{field}: NONE, {note}") } else { otherwise }
     };
     let plain = || format!("{field} {value}");
     match (record.shape.name, field) {
@@ -93,16 +93,16 @@ pub(super) fn of_field(record: &Record<'_>, field: &str) -> String {
             record.at + 56,
             record.at + 63
         ),
-        ("Trailer", "root_off") => called(&format!("from {} on", record.get("index_off"))),
+        ("Trailer", "root_off") => with_name(&format!("from {} on", record.get("index_off"))),
         ("Trailer", "index_crc32") => {
             let start = record.get("index_off");
             format!("{field}: of bytes {start} to {}", start + record.get("index_len") - 1)
         }
 
-        ("Node" | "Attr", "kind") => called(name_of(value)),
-        ("Node", "key_kind") => called(at(&KEY_KINDS, value)),
-        ("Node", "flags") if value == 1 => called("the content is a storage"),
-        ("Node", "count") => match (name_of(record.get("kind")), value) {
+        ("Node" | "Attr", "kind") => with_name(kind_name(value)),
+        ("Node", "key_kind") => with_name(name_at(&KEY_KINDS, value)),
+        ("Node", "flags") if value == 1 => with_name("the content is a storage"),
+        ("Node", "count") => match (kind_name(record.get("kind")), value) {
             ("tensor", 1) => "count: 1 record".into(),
             ("tensor", _) => format!("count: {value} records"),
             ("size", 1) => "count: 1 entry".into(),
@@ -112,38 +112,38 @@ pub(super) fn of_field(record: &Record<'_>, field: &str) -> String {
             _ => format!("count: {value} children"),
         },
         ("Node", "key" | "a" | "b") | ("Attr", "name" | "value") | ("Shard", "name") => {
-            word(record, field, value)
+            describe_value(record, field, value)
         }
 
-        ("Tensor", "storage") => of_none("it has no elements", plain()),
-        ("Tensor", "dtype") => called(dtype_of(value)),
-        ("Tensor", "flags") => flags(value).map_or_else(plain, |flags| called(&flags)),
+        ("Tensor", "storage") => or_none("it has no elements", plain()),
+        ("Tensor", "dtype") => with_name(dtype_name(value)),
+        ("Tensor", "flags") => flag_names(value).map_or_else(plain, |flags| with_name(&flags)),
         ("Tensor", "shape") | ("Slice", "offsets" | "global_shape") => {
             format!("{field}: dims offset {value}")
         }
-        ("Tensor", "strides") => of_none("row-major", format!("{field}: dims offset {value}")),
-        ("Tensor", "slice") => of_none("a whole tensor", plain()),
+        ("Tensor", "strides") => or_none("row-major", format!("{field}: dims offset {value}")),
+        ("Tensor", "slice") => or_none("a whole tensor", plain()),
 
         ("Storage", "chunks") => {
-            of_none("codec is 0", format!("{field}: first record is chunk {value}"))
+            or_none("codec is 0", format!("{field}: first record is chunk {value}"))
         }
         ("Storage", "crcs") => format!("{field}: first entry is {value}"),
         ("Storage", "crc32") => format!("{field}: of the {} bytes", record.get("raw_len")),
-        ("Storage" | "Chunk", "codec") => called(at(&["raw", "zstd"], value)),
-        ("Storage", "align_log2") => called(&format!("aligned to {}", power(value))),
-        ("Storage", "chunk_log2") => match power(value) >> 10 {
-            bytes @ 1..1024 => called(&format!("chunks of {bytes} KiB")),
-            bytes => called(&format!("chunks of {} MiB", bytes >> 10)),
+        ("Storage" | "Chunk", "codec") => with_name(name_at(&["raw", "zstd"], value)),
+        ("Storage", "align_log2") => with_name(&format!("aligned to {}", power_of_two(value))),
+        ("Storage", "chunk_log2") => match power_of_two(value) >> 10 {
+            bytes @ 1..1024 => with_name(&format!("chunks of {bytes} KiB")),
+            bytes => with_name(&format!("chunks of {} MiB", bytes >> 10)),
         },
-        ("Storage", "shuffle") if value != 0 => called("elements of as many bytes"),
+        ("Storage", "shuffle") if value != 0 => with_name("elements of as many bytes"),
 
-        ("Slice", "mesh") => of_none("no mesh", format!("{field}: dims offset {value}")),
+        ("Slice", "mesh") => or_none("no mesh", format!("{field}: dims offset {value}")),
         ("Slice", "coordinates" | "ranks") => {
-            of_none("unknown", format!("{field}: dims offset {value}"))
+            or_none("unknown", format!("{field}: dims offset {value}"))
         }
-        ("Slice", "placements") => of_none("unknown", format!("{field}: first is {value}")),
-        ("Slice", "names") => of_none("unnamed", format!("{field}: dims offset {value}")),
-        ("Placement", "kind") => called(at(&PLACEMENTS, value)),
+        ("Slice", "placements") => or_none("unknown", format!("{field}: first is {value}")),
+        ("Slice", "names") => or_none("unnamed", format!("{field}: dims offset {value}")),
+        ("Placement", "kind") => with_name(name_at(&PLACEMENTS, value)),
 
         ("Shard", "digest") if value == 0 => format!("{field}: none"),
         ("Shard", "digest") => format!("{field}: root digest of the file"),
@@ -152,38 +152,38 @@ pub(super) fn of_field(record: &Record<'_>, field: &str) -> String {
     }
 }
 
-/// A word whose meaning depends on the kind of its record.
-fn word(record: &Record<'_>, field: &str, value: u64) -> String {
-    let says = |what: String| format!("{field}: {what}");
+/// Describes a field whose meaning depends on the kind of its record.
+fn describe_value(record: &Record<'_>, field: &str, value: u64) -> String {
+    let labeled = |text: String| format!("{field}: {text}");
     if in_heap(record, field).is_some() {
         let (offset, len) = heap_range(value);
-        return says(format!("heap offset {offset}, length {len}"));
+        return labeled(format!("heap offset {offset}, length {len}"));
     }
     let kind = match field {
-        "key" => at(&KEY_KINDS, record.get("key_kind")),
-        _ => name_of(record.get("kind")),
+        "key" => name_at(&KEY_KINDS, record.get("key_kind")),
+        _ => kind_name(record.get("kind")),
     };
     match (field, kind) {
-        ("a", "str" | "bytes" | "opaque") => says(format!("storage {value}")),
+        ("a", "str" | "bytes" | "opaque") => labeled(format!("storage {value}")),
         ("a", "dict" | "ordered_dict" | "list" | "tuple" | "namedtuple" | "divergent") => {
-            says(format!("first child is node {value}"))
+            labeled(format!("first child is node {value}"))
         }
-        ("a", "tensor") => says(format!("first record is tensor {value}")),
-        ("a", "size") => says(format!("dims offset {value}")),
-        ("a", "dtype") => says(format!("{value}, {}", dtype_of(value))),
-        ("a" | "value" | "key", "int") => says(value.cast_signed().to_string()),
+        ("a", "tensor") => labeled(format!("first record is tensor {value}")),
+        ("a", "size") => labeled(format!("dims offset {value}")),
+        ("a", "dtype") => labeled(format!("{value}, {}", dtype_name(value))),
+        ("a" | "value" | "key", "int") => labeled(value.cast_signed().to_string()),
         ("a" | "key", "float") | ("a" | "b", "complex") => {
-            says(format!("{:?}", f64::from_bits(value)))
+            labeled(format!("{:?}", f64::from_bits(value)))
         }
         _ => format!("{field} {value}"),
     }
 }
 
-fn dtype_of(code: u64) -> &'static str {
+fn dtype_name(code: u64) -> &'static str {
     u16::try_from(code).ok().and_then(Dtype::from_code).map_or("", Dtype::name)
 }
 
-fn flags(value: u64) -> Option<String> {
+fn flag_names(value: u64) -> Option<String> {
     let flags = tssd_format::TensorFlags::from_bits(u8::try_from(value).ok()?)?;
     let names = tssd_format::TensorFlags::NAMES;
     let set = names.iter().filter(|(flag, _)| flags.contains(*flag)).map(|(_, name)| *name);
@@ -191,6 +191,6 @@ fn flags(value: u64) -> Option<String> {
     (!set.is_empty()).then(|| set.join(", "))
 }
 
-fn power(log2: u64) -> u64 {
+fn power_of_two(log2: u64) -> u64 {
     u32::try_from(log2).ok().and_then(|log2| 1_u64.checked_shl(log2)).unwrap_or_default()
 }

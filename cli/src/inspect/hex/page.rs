@@ -1,25 +1,25 @@
-//! The lines of a dump: an offset, bytes, and what they are.
+//! Lines of a dump: an offset, bytes, and their description.
 
 use std::fmt::Write;
 
 use crate::console::print;
 use crate::failure::Result;
 
-/// More bytes than this take more lines.
+/// Number of bytes on a line.
 pub(super) const LINE: usize = 12;
 
-/// Text is printed once there is so much of it.
-const FULL: usize = 1 << 16;
+/// Size of the buffer at which it is printed, in bytes (64 KiB).
+const BUFFER_MAX_BYTES: usize = 1 << 16;
 
-/// Lines that are yet to be printed.
+/// Buffer of lines that have not been printed.
 pub(super) struct Page {
-    /// Of the longest offset.
+    /// Width of the longest offset, in digits.
     width: usize,
     text: String,
 }
 
 impl Page {
-    /// For a file of this length.
+    /// Creates the buffer for a file of this length in bytes.
     pub(super) fn new(file_len: u64) -> Self {
         Self { width: file_len.to_string().len(), text: String::new() }
     }
@@ -28,38 +28,44 @@ impl Page {
         writeln!(self.text, "{text}").expect("a String takes any text");
     }
 
-    /// Bytes as they are, on as many lines as they need; many zeros are counted.
-    pub(super) fn bytes(&mut self, at: u64, bytes: &[u8], what: &str) -> Result<()> {
+    /// Adds bytes, on several lines if necessary. More than `LINE` zeros are printed as a count.
+    pub(super) fn bytes(&mut self, at: u64, bytes: &[u8], description: &str) -> Result<()> {
         if bytes.len() > LINE && bytes.iter().all(|byte| *byte == 0) {
-            return self.repeated(at, "00", wide(bytes.len()), what);
+            return self.repeated(at, "00", to_u64(bytes.len()), description);
         }
         let mut at = at;
-        let mut what = what;
+        let mut description = description;
         for part in bytes.chunks(LINE) {
             let mut hex = String::new();
             for byte in part {
                 write!(hex, "{byte:02X} ").expect("a String takes any text");
             }
-            self.line(at, hex.trim_end(), what)?;
-            at += wide(part.len());
-            what = "";
+            self.add_line(at, hex.trim_end(), description)?;
+            at += to_u64(part.len());
+            description = "";
         }
         Ok(())
     }
 
-    /// So many zeros, or bytes that are not shown.
-    pub(super) fn repeated(&mut self, at: u64, byte: &str, count: u64, what: &str) -> Result<()> {
+    /// Adds a line for `count` bytes that are zeros or not shown.
+    pub(super) fn repeated(
+        &mut self,
+        at: u64,
+        byte: &str,
+        count: u64,
+        description: &str,
+    ) -> Result<()> {
         if count == 0 {
             return Ok(());
         }
-        self.line(at, &format!("{byte} * {count}"), what)
+        self.add_line(at, &format!("{byte} * {count}"), description)
     }
 
-    fn line(&mut self, at: u64, bytes: &str, what: &str) -> Result<()> {
+    fn add_line(&mut self, at: u64, bytes: &str, description: &str) -> Result<()> {
         let (width, column) = (self.width, LINE * 3 - 1);
-        let line = format!("{at:>width$}: {bytes:column$}  {what}");
+        let line = format!("{at:>width$}: {bytes:column$}  {description}");
         writeln!(self.text, "{}", line.trim_end()).expect("a String takes any text");
-        if self.text.len() > FULL { self.print() } else { Ok(()) }
+        if self.text.len() > BUFFER_MAX_BYTES { self.print() } else { Ok(()) }
     }
 
     pub(super) fn print(&mut self) -> Result<()> {
@@ -67,6 +73,6 @@ impl Page {
     }
 }
 
-fn wide(len: usize) -> u64 {
+fn to_u64(len: usize) -> u64 {
     u64::try_from(len).expect("usize is at most 64 bits")
 }

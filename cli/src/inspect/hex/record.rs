@@ -1,73 +1,75 @@
-//! Records of a file, whose fields are known by the tables of the format.
+//! Records of a file, with the layouts that `tssd-format` exports.
 
 use tssd_format::record_tables;
 
-/// In place of a reference that is not there.
+/// Value of a reference field that refers to nothing.
 pub(super) const NONE: u64 = 0xFFFF_FFFF;
 
-/// What records of one kind are made of.
+/// Layout of the records of one kind.
 #[derive(Clone, Copy)]
 pub(super) struct Shape {
     pub(super) name: &'static str,
-    /// Name, offset and size of each field.
+    /// Name, offset and size of each field. Offset and size are in bytes.
     pub(super) fields: &'static [(&'static str, usize, usize)],
 }
 
 impl Shape {
-    /// The kind with this name.
+    /// Returns the layout of a kind of record.
     pub(super) fn named(name: &str) -> Self {
-        let known = record_tables().into_iter().find(|(known, _)| *known == name);
-        let (name, fields) = known.expect("a name of the format");
+        let layout = record_tables().into_iter().find(|(kind, _)| *kind == name);
+        let (name, fields) = layout.expect("a name of the format");
         Self { name, fields }
     }
 
-    /// The kind of the records of an index table, such as `nodes`; others hold plain numbers.
+    /// Returns the layout of the records of an index table such as `nodes`.
+    ///
+    /// Returns `None` for a table without records.
     pub(super) fn of_table(table: &str) -> Option<Self> {
-        let is_of_it =
+        let matches_table =
             |name: &str| table.strip_suffix('s').is_some_and(|one| one.eq_ignore_ascii_case(name));
-        let known = record_tables().into_iter().find(|(name, _)| is_of_it(name));
-        known.map(|(name, fields)| Self { name, fields })
+        let layout = record_tables().into_iter().find(|(name, _)| matches_table(name));
+        layout.map(|(name, fields)| Self { name, fields })
     }
 
-    /// How many bytes a record takes.
+    /// Returns the size of a record in bytes.
     pub(super) fn size(&self) -> usize {
         self.fields.last().map_or(0, |(_, offset, size)| offset + size)
     }
 
-    /// What a record is aligned to: its largest number.
+    /// Returns the alignment of a record in bytes, which is the size of its largest number.
     pub(super) fn align(&self) -> usize {
         let numbers = self.fields.iter().map(|(.., size)| *size).filter(|size| *size <= 8);
         numbers.filter(|size| size.is_power_of_two()).max().unwrap_or(1)
     }
 }
 
-/// One record.
+/// A record of the file.
 #[derive(Clone, Copy)]
 pub(super) struct Record<'a> {
     pub(super) shape: Shape,
-    /// Where it is in the file.
+    /// Offset in the file, in bytes.
     pub(super) at: u64,
     pub(super) bytes: &'a [u8],
 }
 
 impl Record<'_> {
-    /// A field as a number; the first eight bytes of a longer one.
+    /// Returns a field as a number. Only the first eight bytes of a longer field are used.
     pub(super) fn get(&self, field: &str) -> u64 {
-        let known = self.shape.fields.iter().find(|(name, ..)| *name == field);
-        let (_, offset, size) = known.expect("a field of the record");
+        let entry = self.shape.fields.iter().find(|(name, ..)| *name == field);
+        let (_, offset, size) = entry.expect("a field of the record");
         number(&self.bytes[*offset..offset + size])
     }
 }
 
-/// Little-endian, at most eight bytes of it.
+/// Decodes a little-endian number from at most eight bytes.
 pub(super) fn number(bytes: &[u8]) -> u64 {
-    let mut wide = [0; 8];
+    let mut buffer = [0; 8];
     let len = bytes.len().min(8);
-    wide[..len].copy_from_slice(&bytes[..len]);
-    u64::from_le_bytes(wide)
+    buffer[..len].copy_from_slice(&bytes[..len]);
+    u64::from_le_bytes(buffer)
 }
 
-/// Offset and length of a heap range.
+/// Returns the offset and the length of a heap range, in bytes.
 pub(super) fn heap_range(range: u64) -> (u64, u64) {
     (range & NONE, range >> 32)
 }

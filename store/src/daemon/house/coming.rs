@@ -7,22 +7,22 @@ use std::time::Instant;
 
 use super::House;
 use super::leases::{Leased, Registered};
-use crate::arena::{PeerId, Pool, Span};
 use crate::daemon::mirror::Why;
 use crate::daemon::registry::Grant;
 use crate::daemon::tiers::Place;
 use crate::error::{Error, ErrorKind, Result};
+use crate::io::exec::run_blocking;
 use crate::key::Key;
 use crate::ledger::Selector;
-use crate::net::Endpoint;
-use crate::work::wait;
+use crate::net::tls::Endpoint;
+use crate::shm::{PeerId, Pool, Span};
 
 /// Who holds what is fetched.
 const FETCHER: PeerId = 0;
 
 impl House {
     /// Lets go of what was brought back from the bucket and is visible no more.
-    pub(in crate::daemon) async fn let_go_of_replaced(&self, key: &Key) {
+    pub(crate) async fn let_go_of_replaced(&self, key: &Key) {
         let fetched = self.inner().fetched.get(key).map(|grant| (grant.id, grant.lease));
         let Some((id, lease)) = fetched.filter(|_| self.mirror.is_some()) else { return };
         let Ok(versions) = self.registry.versions(key).await else { return };
@@ -75,7 +75,7 @@ impl House {
     }
 
     /// Brings an archive that somebody holds back from the bucket, if it is there: whoever keeps it has failed.
-    pub(in crate::daemon) async fn rescue(&self, name: &String, failed: Error) -> Result<()> {
+    pub(crate) async fn rescue(&self, name: &String, failed: Error) -> Result<()> {
         let held = {
             let inner = self.inner();
             let held = inner.leases.values().find(|held| held.names.contains(name));
@@ -88,7 +88,7 @@ impl House {
     }
 
     /// Where the manifest and the archives of a version are that is held.
-    pub(super) async fn place(
+    pub(crate) async fn place(
         &self,
         key: &Key,
         grant: &Grant,
@@ -170,12 +170,12 @@ impl House {
             return Err(Error::new(ErrorKind::Unreachable, text));
         };
         let lines = elsewhere.host(&endpoint);
-        wait(move || lines.manifest(&name, len)).await
+        run_blocking(move || lines.manifest(&name, len)).await
     }
 
     /// A version that is on its way here: what of it is elsewhere, and has to be copied. It is held until it
     /// is [fetched](House::fetched).
-    pub(in crate::daemon) async fn fetch(
+    pub(crate) async fn fetch(
         &self,
         key: &Key,
         selector: Selector,
@@ -194,7 +194,7 @@ impl House {
 
     /// A version is here, as far as it was wanted: it stays until another one of its key is. If all of it is
     /// a copy, whoever else has it need not keep it for us.
-    pub(in crate::daemon) async fn fetched(&self, key: &Key, grant: Grant) {
+    pub(crate) async fn fetched(&self, key: &Key, grant: Grant) {
         let is_copy = |name: &String| self.pool.is_doomed(name) || self.tiers.replicas.is_one(name);
         let is_copied = grant.names().all(is_copy);
         let lease = grant.lease;
@@ -213,7 +213,7 @@ impl House {
     }
 
     /// It did not come.
-    pub(in crate::daemon) async fn give_up(&self, grant: &Grant) {
+    pub(crate) async fn give_up(&self, grant: &Grant) {
         self.release(FETCHER, grant.lease).await;
     }
 }

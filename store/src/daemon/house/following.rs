@@ -5,22 +5,22 @@ use std::time::Duration;
 
 use super::House;
 use super::leases::Leased;
-use crate::arena::PeerId;
 use crate::daemon::registry::Grant;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{LeaseId, Selector, VersionId};
-use crate::wire::Unread;
+use crate::net::wire::Unread;
+use crate::shm::PeerId;
 
 /// A connection follows so many keys at most.
-pub(in crate::daemon) const MAX_FOLLOWED: usize = 64;
+pub(crate) const MAX_FOLLOWED: usize = 64;
 
 /// So many versions wait for one follower at most: of what comes then, it is told that it has missed it.
-pub(in crate::daemon) const MAX_WAITING: usize = 1024;
+pub(crate) const MAX_WAITING: usize = 1024;
 
 /// Somebody who follows a key.
-pub(super) struct Follower {
-    pub(super) peer: PeerId,
+pub(crate) struct Follower {
+    pub(crate) peer: PeerId,
     key: Key,
     /// What it has not asked for yet; an error in place of what could not be held.
     waiting: VecDeque<Result<Grant>>,
@@ -32,7 +32,7 @@ pub(super) struct Follower {
 
 impl House {
     /// A peer follows a key from now on. Says by which number.
-    pub(in crate::daemon) fn follow(&self, peer: PeerId, key: &Key) -> Result<u64> {
+    pub(crate) fn follow(&self, peer: PeerId, key: &Key) -> Result<u64> {
         if self.registry.is_elsewhere() {
             let text = "who follows a key asks a daemon that decides alone: others decide with this one, or for it";
             return Err(Error::new(ErrorKind::Unsupported, text));
@@ -52,7 +52,7 @@ impl House {
     }
 
     /// It does so no longer: what it has not asked for is let go. What it reads stays until it hands that back.
-    pub(in crate::daemon) async fn unfollow(&self, peer: PeerId, number: u64) {
+    pub(crate) async fn unfollow(&self, peer: PeerId, number: u64) {
         let follower = {
             let mut inner = self.inner();
             let is_its = inner.followers.get(&number).is_some_and(|it| it.peer == peer);
@@ -67,17 +67,13 @@ impl House {
 
     /// Holds up others who commit to a key that is followed, until this is dropped: each version is held for those
     /// who follow it before the next one is visible, which would be told first, or take its place.
-    pub(in crate::daemon) async fn turn(&self, key: &Key) -> Option<impl Drop> {
+    pub(crate) async fn turn(&self, key: &Key) -> Option<impl Drop> {
         let is_followed = self.inner().followers.values().any(|follower| follower.key == *key);
         if is_followed { Some(self.telling.lock().await) } else { None }
     }
 
     /// A version is visible: all who follow its key have it from here on.
-    pub(in crate::daemon) async fn tell_followers(
-        &self,
-        key: &Key,
-        (id, place): (VersionId, (u32, u64)),
-    ) {
+    pub(crate) async fn tell_followers(&self, key: &Key, (id, place): (VersionId, (u32, u64))) {
         let followers: Vec<(u64, PeerId)> = {
             let mut inner = self.inner();
             let followers = inner.followers.iter_mut().filter(|(_, follower)| follower.key == *key);
@@ -120,7 +116,7 @@ impl House {
     }
 
     /// Nobody holds it by this lease any more.
-    pub(super) fn let_go_of(&self, lease: LeaseId) {
+    pub(crate) fn let_go_of(&self, lease: LeaseId) {
         let mut inner = self.inner();
         for follower in inner.followers.values_mut() {
             follower.held.remove(&lease);
@@ -130,7 +126,7 @@ impl House {
     }
 
     /// The next version that a follower has not read; none after so long, or if nobody asks any more.
-    pub(in crate::daemon) async fn next(
+    pub(crate) async fn next(
         &self,
         (peer, number): (PeerId, u64),
         patience: Duration,
@@ -156,12 +152,7 @@ impl House {
 
     /// Waits until not more than so many versions of a key are held for those who follow it; or for so long. Says how many
     /// there are.
-    pub(in crate::daemon) async fn unread(
-        &self,
-        key: &Key,
-        at_most: u64,
-        patience: Duration,
-    ) -> Unread {
+    pub(crate) async fn unread(&self, key: &Key, at_most: u64, patience: Duration) -> Unread {
         let now = || {
             let inner = self.inner();
             let followers = inner.followers.values().filter(|follower| follower.key == *key);

@@ -6,48 +6,48 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::{House, Inner};
-use crate::arena::{PeerId, Span};
 use crate::daemon::registry::Grant;
 use crate::daemon::tiers::Place;
-use crate::environment::{Environment, SystemEnvironment};
 use crate::error::{Error, ErrorKind, Result};
+use crate::io::environment::{Environment, SystemEnvironment};
 use crate::key::Key;
 use crate::ledger::{LeaseId, Selector, VersionId};
+use crate::shm::{PeerId, Span};
 
 /// Of how many keys it is known what a reader got last.
 const MAX_READ: usize = 16;
 
 /// A version that a peer has been given, and where its bytes are.
-pub(in crate::daemon) struct Leased {
-    pub(in crate::daemon) grant: Grant,
-    pub(in crate::daemon) manifest: Span,
-    pub(in crate::daemon) archives: BTreeMap<String, Place>,
+pub(crate) struct Leased {
+    pub(crate) grant: Grant,
+    pub(crate) manifest: Span,
+    pub(crate) archives: BTreeMap<String, Place>,
 }
 
 /// A lease of the registry: whoever lets go of it last hands it back.
-pub(super) struct Registered {
-    pub(super) key: Key,
-    pub(super) lease: LeaseId,
+pub(crate) struct Registered {
+    pub(crate) key: Key,
+    pub(crate) lease: LeaseId,
     /// What others keep of the version.
     _reached: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 /// A lease that a peer holds.
-pub(super) struct Held {
-    pub(super) peer: PeerId,
-    pub(super) key: Key,
-    pub(super) id: VersionId,
-    pub(super) number: u64,
+pub(crate) struct Held {
+    pub(crate) peer: PeerId,
+    pub(crate) key: Key,
+    pub(crate) id: VersionId,
+    pub(crate) number: u64,
     /// What it holds, by its names in the volume.
-    pub(super) names: Vec<String>,
+    pub(crate) names: Vec<String>,
     /// The registry's lease, if it has one: that of a version that was fetched is shared.
-    pub(super) registered: Option<Arc<Registered>>,
-    pub(super) since: Instant,
+    pub(crate) registered: Option<Arc<Registered>>,
+    pub(crate) since: Instant,
 }
 
 impl House {
     /// Gives a reader a version, with a lease.
-    pub(in crate::daemon) async fn lease(
+    pub(crate) async fn lease(
         &self,
         peer: PeerId,
         key: &Key,
@@ -71,7 +71,7 @@ impl House {
     }
 
     /// What a peer holds, and where it is.
-    pub(super) async fn leased(&self, peer: PeerId, key: &Key, grant: Grant) -> Result<Leased> {
+    pub(crate) async fn leased(&self, peer: PeerId, key: &Key, grant: Grant) -> Result<Leased> {
         match self.place(key, &grant).await {
             Ok((manifest, archives)) => {
                 self.count_get(peer, key, grant.number, &archives);
@@ -105,7 +105,7 @@ impl House {
     }
 
     /// A peer holds what it was granted.
-    pub(super) fn hold(&self, peer: PeerId, key: &Key, grant: Grant) -> Grant {
+    pub(crate) fn hold(&self, peer: PeerId, key: &Key, grant: Grant) -> Grant {
         let (key, lease, reached) = (key.clone(), grant.lease, grant.reached.clone());
         let registered = Arc::new(Registered { key: key.clone(), lease, _reached: reached });
         self.hold_under(&mut self.inner(), peer, &key, grant, Some(registered))
@@ -153,7 +153,7 @@ impl House {
     }
 
     /// A reader hands a lease back: nothing sees the version through it any more.
-    pub(in crate::daemon) async fn release(&self, peer: PeerId, lease: LeaseId) {
+    pub(crate) async fn release(&self, peer: PeerId, lease: LeaseId) {
         let held = {
             let mut inner = self.inner();
             if inner.leases.get(&lease).is_none_or(|held| held.peer != peer) {
@@ -176,7 +176,7 @@ impl House {
 
     /// A peer is lost. If it has this host's memory, what it read cannot be written again: nobody says
     /// that it is not seen any more.
-    pub(in crate::daemon) async fn lose(&self, peer: PeerId, is_near: bool) {
+    pub(crate) async fn lose(&self, peer: PeerId, is_near: bool) {
         let lost: Vec<(LeaseId, Held)> = {
             let mut inner = self.inner();
             inner.peers.remove(&peer);

@@ -3,7 +3,7 @@
 use crate::ledger::{Command, Fate, Selection, Selector, State, VersionId};
 
 /// The steps after which the bucket keeps what is kept here, and has forgotten what is forgotten.
-pub(super) fn differences(own: &State, there: &State) -> Vec<Command> {
+pub(crate) fn differences(own: &State, there: &State) -> Vec<Command> {
     let mut commands = Vec::new();
     let is_there = |id: VersionId| there.visible().any(|version| version.id == id);
     let is_pinned = |state: &State, label: &str, id| {

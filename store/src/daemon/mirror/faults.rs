@@ -11,25 +11,28 @@ use tokio::task::JoinHandle;
 use tssd_format::{StateDict, Tensor, TorchStoreStateDict};
 
 use super::{Bucket, Mirror};
-use crate::address::over;
-use crate::arena::Pool;
-use crate::bucket::faulty::{FAULTS, Faulty};
-use crate::controller::{LocalController, Place, Proposal, digest};
+use crate::Store;
+use crate::blob::backend::MemoryVolume;
+use crate::blob::{Archived, Reservation, Volume};
+use crate::control::{Place, Proposal};
 use crate::daemon::elsewhere::Elsewhere;
 use crate::daemon::tiers::Tiers;
 use crate::daemon::{Daemon, DaemonOptions};
-use crate::environment::SystemEnvironment;
-use crate::get::GetOptions;
+use crate::engine::address::over;
+use crate::engine::get::GetOptions;
+use crate::engine::local::LocalController;
+use crate::engine::put::{PutOptions, PutReport};
+use crate::io::environment::SystemEnvironment;
+use crate::io::local_archive::Near;
 use crate::key::Key;
-use crate::ledger::{Durability, Selector, WriterSet};
-use crate::ledgers::{Ledgers, OwnedLedgers};
-use crate::link::{Receiver, Sender, split};
-use crate::net::Identity;
-use crate::put::{PutOptions, PutReport};
+use crate::ledger::{Digest, Durability, Selector, WriterSet};
+use crate::metadata::{Ledgers, OwnedLedgers};
+use crate::net::link::{Receiver, Sender, split};
+use crate::net::tls::Identity;
+use crate::net::wire::{Data, Frame, FrameKind, Hello, Limits, Protocol, Request};
 use crate::route::Route;
-use crate::store::Store;
-use crate::volume::{Archived, MemoryVolume, Near, Reservation, Volume};
-use crate::wire::{Data, Frame, FrameKind, Hello, Limits, Protocol, Request};
+use crate::shm::Pool;
+use crate::testing::faulty_bucket::{FAULTS, Faulty};
 
 fn key() -> Key {
     Key::new("policy").unwrap()
@@ -43,8 +46,8 @@ fn dict(number: u64) -> StateDict {
     dict
 }
 
-fn bucket(faulty: &Arc<Faulty>) -> crate::bucket::Bucket {
-    crate::bucket::Bucket::new(faulty.clone(), Path::default(), "s3://test").unwrap()
+fn bucket(faulty: &Arc<Faulty>) -> crate::io::bucket::Bucket {
+    crate::io::bucket::Bucket::new(faulty.clone(), Path::default(), "s3://test").unwrap()
 }
 
 /// A daemon of a host that has nothing but the bucket.
@@ -251,7 +254,7 @@ async fn what_was_committed_unheard_is_taken_up() {
     let bytes = archive.as_bytes();
     pool.write(&place.path(0), bytes).unwrap().unwrap();
     let lens = [u64::try_from(bytes.len()).unwrap()];
-    assert!(own.commit(&place, digest(bytes), &lens).await.unwrap().visible);
+    assert!(own.commit(&place, Digest::of(bytes), &lens).await.unwrap().visible);
     mirror.idle().await;
     assert!(!own.state(&key()).await.unwrap().head().unwrap().stored);
     // The next one that is put, or would be.

@@ -1,26 +1,27 @@
 //! How fast bytes go.
 
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use crate::io::sync::Lock;
+
 /// A number of bytes in a second that is not passed.
-pub(super) struct Pace {
+pub(crate) struct Pace {
     bytes_per_second: Option<u64>,
     /// When the next bytes may go.
-    next: Mutex<Instant>,
+    next: Lock<Instant>,
 }
 
 impl Pace {
-    pub(super) fn new(bytes_per_second: Option<u64>) -> Self {
-        Self { bytes_per_second, next: Mutex::new(Instant::now()) }
+    pub(crate) fn new(bytes_per_second: Option<u64>) -> Self {
+        Self { bytes_per_second, next: Lock::new(Instant::now()) }
     }
 
     /// Waits until so many bytes may go.
-    pub(super) fn wait(&self, bytes: u64) {
+    pub(crate) fn wait(&self, bytes: u64) {
         let Some(rate) = self.bytes_per_second else { return };
         let (now, takes) = (Instant::now(), Duration::from_secs_f64(as_f64(bytes) / as_f64(rate)));
         let turn = {
-            let mut next = self.next.lock().expect("nobody panics while holding the pace");
+            let mut next = self.next.lock();
             let turn = (*next).max(now);
             *next = turn + takes;
             turn

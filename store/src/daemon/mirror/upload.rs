@@ -5,15 +5,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::Mirror;
-use crate::arena::Pool;
-use crate::controller::{Contributed, Place, Progress};
+use crate::control::{Contributed, Place, Progress};
 use crate::daemon::tiers::write;
 use crate::error::{Error, ErrorKind, Result};
+use crate::io::exec::backoff;
+use crate::io::sync::{Lock, watch};
 use crate::ledger::{Version, VersionId, WriterSet};
+use crate::net::wire::Failure;
+use crate::shm::Pool;
 use crate::status::UploadStatus;
-use crate::sync::{Mutex, watch};
-use crate::wire::Failure;
-use crate::work::pause;
 
 /// For how long others are waited for that are in the way in the bucket.
 const WAIT: Duration = Duration::from_mins(1);
@@ -22,9 +22,9 @@ const WAIT: Duration = Duration::from_mins(1);
 const LOOK: Duration = Duration::from_millis(200);
 
 /// What becomes of an upload, once it has ended.
-pub(in crate::daemon) type Storing = watch::Receiver<Option<Result<Progress, Failure>>>;
+pub(crate) type Storing = watch::Receiver<Option<Result<Progress, Failure>>>;
 
-pub(super) struct Upload {
+pub(crate) struct Upload {
     contributed: Contributed,
     pool: Arc<Pool>,
     /// The names of its archives, held until it ends.
@@ -33,12 +33,12 @@ pub(super) struct Upload {
     /// How many bytes have gone in this try.
     sent: Arc<AtomicU64>,
     /// How many tries have failed, and why the last one.
-    failed: Mutex<(u32, String)>,
+    failed: Lock<(u32, String)>,
     outcome: watch::Sender<Option<Result<Progress, Failure>>>,
 }
 
 impl Upload {
-    pub(super) fn new(contributed: Contributed, pool: Arc<Pool>) -> Self {
+    pub(crate) fn new(contributed: Contributed, pool: Arc<Pool>) -> Self {
         let names = contributed.names();
         pool.hold(&names);
         Self {
@@ -47,40 +47,39 @@ impl Upload {
             names,
             since: Instant::now(),
             sent: Arc::default(),
-            failed: Mutex::default(),
+            failed: Lock::default(),
             outcome: watch::channel(None).0,
         }
     }
 
-    pub(super) fn storing(&self) -> Storing {
+    pub(crate) fn storing(&self) -> Storing {
         self.outcome.subscribe()
     }
 
-    pub(super) fn is_of(&self, place: &Place) -> bool {
+    pub(crate) fn is_of(&self, place: &Place) -> bool {
         let own = &self.contributed.place;
         (own.id, own.writer) == (place.id, place.writer)
     }
 
-    pub(super) fn id(&self) -> VersionId {
+    pub(crate) fn id(&self) -> VersionId {
         self.contributed.place.id
     }
 
     /// In the order of the versions of its key.
-    pub(super) fn place(&self) -> (u32, u64) {
+    pub(crate) fn place(&self) -> (u32, u64) {
         (self.contributed.place.epoch, self.contributed.place.number)
     }
 
-    pub(super) fn number(&self) -> u64 {
+    pub(crate) fn number(&self) -> u64 {
         self.contributed.place.number
     }
 
-    pub(super) fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.contributed.lens.iter().copied().fold(0, u64::saturating_add)
     }
 
-    pub(super) fn status(&self) -> UploadStatus {
-        let (tries, error) =
-            self.failed.lock().expect("nobody panics while holding the failures").clone();
+    pub(crate) fn status(&self) -> UploadStatus {
+        let (tries, error) = self.failed.lock().clone();
         UploadStatus {
             key: self.contributed.place.key.to_string(),
             version: self.number(),
@@ -94,12 +93,12 @@ impl Upload {
     }
 
     /// Tells whoever waits.
-    pub(super) fn end(&self, stored: Result<Progress>) {
+    pub(crate) fn end(&self, stored: Result<Progress>) {
         self.outcome.send_replace(Some(stored.map_err(Failure::from)));
     }
 
     /// Brings it to the bucket, however often that fails on its way.
-    pub(super) async fn run(&self, mirror: &Mirror) -> Result<Progress> {
+    pub(crate) async fn run(&self, mirror: &Mirror) -> Result<Progress> {
         let mut tries = 0;
         loop {
             let error = match self.try_once(mirror).await {
@@ -113,9 +112,8 @@ impl Upload {
             mirror.count().failures += 1;
             let Place { key, number, .. } = &self.contributed.place;
             tracing::warn!(%key, version = number, tries, %error, "it is tried again");
-            *self.failed.lock().expect("nobody panics while holding the failures") =
-                (tries, error.to_string());
-            pause(tries).await;
+            *self.failed.lock() = (tries, error.to_string());
+            backoff(tries).await;
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::ops;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard, RwLock};
+use std::sync::{Arc, RwLock};
 
 use bytes::Bytes;
 use rangemap::RangeSet;
@@ -10,12 +10,13 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tssd_format::checksum;
 
-use crate::arena::Writing;
 use crate::daemon::elsewhere::Elsewhere;
 use crate::daemon::reading::{collect, place, total};
 use crate::error::{Error, Result};
-use crate::wire::{MAX_READ, Range, Sum};
-use crate::work::wait;
+use crate::io::exec::run_blocking;
+use crate::io::sync::{Lock, MutexGuard};
+use crate::net::wire::{MAX_READ, Range, Sum};
+use crate::shm::Writing;
 
 /// How many ranges go into a request: as many as surely fit, whatever they are.
 const MAX_RANGES: usize = 250;
@@ -29,14 +30,14 @@ const REST_PART: u64 = 16;
 const REST_BYTES: u64 = 256 << 10;
 
 /// Where an archive is put together.
-pub(super) enum Memory {
+pub(crate) enum Memory {
     /// What is small is copied into a slab in the end.
     Small(Vec<u8>),
     Segment(Writing),
 }
 
 impl Memory {
-    pub(super) fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         match self {
             Self::Small(bytes) => bytes,
             Self::Segment(writing) => writing.bytes(),
@@ -51,12 +52,12 @@ impl Memory {
     }
 }
 
-pub(super) struct Coming {
-    pub(super) name: String,
+pub(crate) struct Coming {
+    pub(crate) name: String,
     len: u64,
     /// None as soon as all of it has come.
     memory: RwLock<Option<Memory>>,
-    state: Mutex<State>,
+    state: Lock<State>,
     /// Rung whenever something has come, or will not.
     changed: Notify,
 }
@@ -116,13 +117,13 @@ impl Drop for Asked<'_> {
 }
 
 impl Coming {
-    pub(super) fn new(name: String, len: u64, memory: Memory) -> Self {
-        let (state, changed) = (Mutex::default(), Notify::new());
+    pub(crate) fn new(name: String, len: u64, memory: Memory) -> Self {
+        let (state, changed) = (Lock::default(), Notify::new());
         Self { name, len, memory: RwLock::new(Some(memory)), state, changed }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("nobody panics while holding what has come")
+        self.state.lock()
     }
 
     /// Bytes of it, with their checksum if they are to be proven; none if it is here altogether.
@@ -130,7 +131,7 @@ impl Coming {
     /// # Errors
     ///
     /// As [`Elsewhere::read`]; `Invalid` as [`total`].
-    pub(super) async fn read(
+    pub(crate) async fn read(
         self: &Arc<Self>,
         elsewhere: &Elsewhere,
         ranges: &[Range],
@@ -141,7 +142,7 @@ impl Coming {
             return Ok(Some(fetched));
         }
         let (coming, ranges) = (self.clone(), ranges.to_vec());
-        wait(move || {
+        run_blocking(move || {
             let memory = coming.memory.read().expect("nobody panics while writing");
             let Some(memory) = &*memory else { return Ok(None) };
             let data = collect(memory.bytes(), &ranges, bytes);
@@ -152,14 +153,14 @@ impl Coming {
     }
 
     /// Brings all of it.
-    pub(super) async fn complete(self: &Arc<Self>, elsewhere: &Arc<Elsewhere>) -> Result<()> {
-        let parts = Arc::new(Mutex::new(self.rest().into_iter()));
+    pub(crate) async fn complete(self: &Arc<Self>, elsewhere: &Arc<Elsewhere>) -> Result<()> {
+        let parts = Arc::new(Lock::new(self.rest().into_iter()));
         let mut fetchers: JoinSet<Result<()>> = JoinSet::new();
         for _ in 0..FETCHERS {
             let (coming, elsewhere, parts) = (self.clone(), elsewhere.clone(), parts.clone());
             fetchers.spawn(async move {
                 loop {
-                    let next = parts.lock().expect("nobody panics while holding parts").next();
+                    let next = parts.lock().next();
                     let Some(part) = next else { return Ok(()) };
                     coming.bring(&elsewhere, &part, false).await?;
                 }
@@ -173,7 +174,7 @@ impl Coming {
     }
 
     /// Whether so little is missing that it is to be brought, which is said once.
-    pub(super) fn wants_its_rest(&self) -> bool {
+    pub(crate) fn wants_its_rest(&self) -> bool {
         let mut state = self.state();
         let rest = self.len - state.bytes;
         let is_little = rest <= (self.len / REST_PART).max(REST_BYTES);
@@ -181,22 +182,22 @@ impl Coming {
     }
 
     /// All of it is to come.
-    pub(super) fn ask_for_rest(&self) {
+    pub(crate) fn ask_for_rest(&self) {
         self.state().is_rest_asked = true;
     }
 
     /// Whether all of it is to come.
-    pub(super) fn is_rest_asked(&self) -> bool {
+    pub(crate) fn is_rest_asked(&self) -> bool {
         self.state().is_rest_asked
     }
 
     /// The rest will not come now.
-    pub(super) fn give_up_rest(&self) {
+    pub(crate) fn give_up_rest(&self) {
         self.state().is_rest_asked = false;
     }
 
     /// Its memory, once all of it has come; none if somebody else has taken that.
-    pub(super) fn take(&self) -> Option<Memory> {
+    pub(crate) fn take(&self) -> Option<Memory> {
         self.memory.write().expect("nobody panics while writing").take()
     }
 
@@ -245,7 +246,7 @@ impl Coming {
             for part in asked.ranges.chunks(MAX_RANGES) {
                 let fetched = elsewhere.read(&self.name, part, prove).await?;
                 let (coming, part) = (self.clone(), part.to_vec());
-                let (fetched, part) = wait(move || {
+                let (fetched, part) = run_blocking(move || {
                     coming.keep(&part, &fetched.0, prove);
                     Ok((fetched, part))
                 })

@@ -2,58 +2,59 @@
 //! more.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::io::sync::{Lock, MutexGuard};
 
 /// How many requests of one connection are worked on at once; the next ones wait.
-pub(super) const REQUESTS: usize = 64;
+pub(crate) const REQUESTS: usize = 64;
 
 /// How many more of them wait for others at once; one with data counts as several.
-pub(super) const WAITING: usize = 1024;
+pub(crate) const WAITING: usize = 1024;
 
 /// Who waits and keeps so many bytes is one more.
 const PLACE_BYTES: usize = 64 << 10;
 
 /// Those of one connection.
-pub(super) struct Requests {
+pub(crate) struct Requests {
     /// By their numbers, whether they were taken back.
-    cancelled: Mutex<BTreeMap<u64, Arc<watch::Sender<bool>>>>,
+    cancelled: Lock<BTreeMap<u64, Arc<watch::Sender<bool>>>>,
     working: Arc<Semaphore>,
     waiting: Arc<Semaphore>,
 }
 
 /// One of them, until it is answered.
-pub(super) struct Asked {
-    pub(super) number: u64,
+pub(crate) struct Asked {
+    pub(crate) number: u64,
     requests: Arc<Requests>,
     cancelled: Arc<watch::Sender<bool>>,
     /// Among those that are worked on, or those that wait.
-    place: Mutex<OwnedSemaphorePermit>,
+    place: Lock<OwnedSemaphorePermit>,
 }
 
 impl Requests {
-    pub(super) fn new() -> Arc<Self> {
+    pub(crate) fn new() -> Arc<Self> {
         let [working, waiting] = [REQUESTS, WAITING].map(|many| Arc::new(Semaphore::new(many)));
-        Arc::new(Self { cancelled: Mutex::default(), working, waiting })
+        Arc::new(Self { cancelled: Lock::default(), working, waiting })
     }
 
     fn cancelled(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<watch::Sender<bool>>>> {
-        self.cancelled.lock().expect("nobody panics while holding the requests")
+        self.cancelled.lock()
     }
 
     /// A request has come; waits until it may be worked on.
-    pub(super) async fn begin(self: &Arc<Self>, number: u64) -> Asked {
+    pub(crate) async fn begin(self: &Arc<Self>, number: u64) -> Asked {
         let place = self.working.clone().acquire_owned().await.expect("it is never closed");
         let cancelled = Arc::new(watch::Sender::new(false));
         self.cancelled().insert(number, cancelled.clone());
-        Asked { number, requests: self.clone(), cancelled, place: Mutex::new(place) }
+        Asked { number, requests: self.clone(), cancelled, place: Lock::new(place) }
     }
 
     /// Nobody waits for the answer of this request, if it has not gone.
-    pub(super) fn cancel(&self, number: u64) {
+    pub(crate) fn cancel(&self, number: u64) {
         if let Some(cancelled) = self.cancelled().get(&number) {
             cancelled.send_replace(true);
         }
@@ -63,8 +64,8 @@ impl Requests {
 impl Asked {
     /// It is about to wait for others, some of whom may be asked on this connection: until it is answered it takes the
     /// place of none that is worked on, unless too many wait. It keeps so many bytes of data meanwhile.
-    pub(super) fn wait(&self, bytes: usize) {
-        let mut place = self.place.lock().expect("nobody panics while holding a place");
+    pub(crate) fn wait(&self, bytes: usize) {
+        let mut place = self.place.lock();
         if !Arc::ptr_eq(place.semaphore(), &self.requests.waiting) {
             let places = u32::try_from(1 + bytes / PLACE_BYTES).unwrap_or(u32::MAX);
             if let Ok(waiting) = self.requests.waiting.clone().try_acquire_many_owned(places) {
@@ -74,18 +75,18 @@ impl Asked {
     }
 
     /// Proves that it was not taken back.
-    pub(super) fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         let text = "nobody waits for it any more";
         if self.is_cancelled() { Err(Error::new(ErrorKind::Busy, text)) } else { Ok(()) }
     }
 
     /// Whether it was taken back.
-    pub(super) fn is_cancelled(&self) -> bool {
+    pub(crate) fn is_cancelled(&self) -> bool {
         *self.cancelled.borrow()
     }
 
     /// Returns once it is taken back.
-    pub(super) async fn cancelled(&self) {
+    pub(crate) async fn cancelled(&self) {
         let mut cancelled = self.cancelled.subscribe();
         // Whoever could say it lives as long as this.
         let _ = cancelled.wait_for(|cancelled| *cancelled).await;

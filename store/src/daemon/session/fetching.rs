@@ -6,11 +6,11 @@ use super::{Asked, LONGEST, Session};
 use crate::error::{ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::Selector;
-use crate::wire::Prefetched;
+use crate::net::wire::Prefetched;
 
 impl Session {
     /// Copies what of a version is elsewhere: the archives that are named, or all.
-    pub(super) async fn prefetch(
+    pub(crate) async fn prefetch(
         &self,
         asked: &Asked,
         key: &Key,

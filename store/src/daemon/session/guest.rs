@@ -9,20 +9,20 @@ use tokio::net::{TcpStream, UnixStream};
 use super::HANDSHAKE;
 use crate::daemon::DaemonOptions;
 use crate::error::{Error, ErrorKind, Result};
-use crate::link::{self, Receiver, Sender};
-use crate::net::Identity;
-use crate::wire::Limits;
+use crate::net::link::{self, Receiver, Sender};
+use crate::net::tls::Identity;
+use crate::net::wire::Limits;
 
 /// A connection that has come.
-pub(in crate::daemon) struct Guest {
-    pub(super) sender: Sender,
-    pub(super) receiver: Receiver,
-    pub(super) origin: Origin,
+pub(crate) struct Guest {
+    pub(crate) sender: Sender,
+    pub(crate) receiver: Receiver,
+    pub(crate) origin: Origin,
 }
 
 /// Where somebody is.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Origin {
+pub(crate) enum Origin {
     /// On this host; its process, if that is of this one's PID namespace.
     Process { pid: Option<Pid>, uid: u32 },
     /// Anywhere: it has proven who it is, unless this host is all there is.
@@ -31,7 +31,7 @@ pub(super) enum Origin {
 
 impl Guest {
     /// A process that has connected to the socket.
-    pub(in crate::daemon) fn near(stream: UnixStream) -> Option<Self> {
+    pub(crate) fn near(stream: UnixStream) -> Option<Self> {
         let credentials = stream.peer_cred().ok()?;
         let (sender, receiver) = link::split(stream, Limits::STRANGER);
         let pid = credentials.pid().and_then(Pid::from_raw);
@@ -40,7 +40,7 @@ impl Guest {
     }
 
     /// Somebody who has connected by TCP, and proves in time who that is.
-    pub(in crate::daemon) async fn far(
+    pub(crate) async fn far(
         stream: TcpStream,
         address: SocketAddr,
         identity: &Identity,
@@ -55,7 +55,7 @@ impl Guest {
 
 impl Origin {
     /// Whether it may connect.
-    pub(super) fn allow(self, options: &DaemonOptions) -> Result<()> {
+    pub(crate) fn allow(self, options: &DaemonOptions) -> Result<()> {
         match self {
             Self::Process { uid, .. } if !options.admits(uid) => {
                 let text =
@@ -67,24 +67,24 @@ impl Origin {
     }
 
     /// Whether it shares this host's memory.
-    pub(super) fn is_near(self) -> bool {
+    pub(crate) fn is_near(self) -> bool {
         matches!(self, Self::Process { .. })
     }
 
     /// What its frames have at most, once it has said hello.
-    pub(super) fn limits(self) -> Limits {
+    pub(crate) fn limits(self) -> Limits {
         if self.is_near() { Limits::CLIENT } else { Limits::FAR_CLIENT }
     }
 
     /// Its process; 0 for one of another host, or of a PID namespace that this one does not see.
-    pub(super) fn pid(self) -> u32 {
+    pub(crate) fn pid(self) -> u32 {
         match self {
             Self::Process { pid: Some(pid), .. } => pid.as_raw_nonzero().get().cast_unsigned(),
             Self::Process { pid: None, .. } | Self::Address(_) => 0,
         }
     }
 
-    pub(super) fn address(self) -> Option<SocketAddr> {
+    pub(crate) fn address(self) -> Option<SocketAddr> {
         match self {
             Self::Process { .. } => None,
             Self::Address(address) => Some(address),
@@ -92,7 +92,7 @@ impl Origin {
     }
 
     /// A handle on its process; none if it has ended, is hidden, or is not of this host.
-    pub(super) fn process(self) -> Option<OwnedFd> {
+    pub(crate) fn process(self) -> Option<OwnedFd> {
         match self {
             Self::Process { pid: Some(pid), .. } => {
                 rustix::process::pidfd_open(pid, PidfdFlags::NONBLOCK).ok()

@@ -2,24 +2,25 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use rustix::fs::FileType;
 
 use super::{Answer, Asked, LONGEST, Session};
-use crate::arena::{Exhausted, Pool, SegmentId, Writing};
-use crate::controller::{Contributed, OnDevice, Place, Progress, Proposal};
+use crate::control::{Contributed, OnDevice, Place, Progress, Proposal};
 use crate::daemon::elsewhere::{Keeper, Source};
 use crate::daemon::house::Undecided;
+use crate::device::HEAD_BYTES;
 use crate::error::{Error, ErrorKind, Result};
+use crate::io::exec::run_blocking;
+use crate::io::sync::Lock;
 use crate::key::Key;
 use crate::ledger::{Digest, Durability, WriterSet};
-use crate::net::Endpoint;
-use crate::volume::HEAD_BYTES;
-use crate::wire::{Begin, Begun, Failure, INLINE, Reply, Room, SharedSegment};
-use crate::work::wait;
+use crate::net::tls::Endpoint;
+use crate::net::wire::{Begin, Begun, Failure, INLINE, Reply, Room, SharedSegment};
+use crate::shm::{Exhausted, Pool, SegmentId, Writing};
 
 /// Of so many contributions of a connection it can be asked what becomes of them in the bucket.
 const MAX_STORING: usize = 1024;
@@ -29,9 +30,9 @@ const MAX_UUID: usize = 64;
 const MAX_DEVICE_BYTES: u64 = 1 << 46;
 
 /// None is one that waits for room.
-pub(super) type Contributions = BTreeMap<u64, Option<Contribution>>;
+pub(crate) type Contributions = BTreeMap<u64, Option<Contribution>>;
 
-pub(super) struct Contribution {
+pub(crate) struct Contribution {
     place: Place,
     /// Everyone who contributes to the version.
     writers: WriterSet,
@@ -86,7 +87,7 @@ impl Contribution {
 }
 
 impl Session {
-    pub(super) async fn begin(
+    pub(crate) async fn begin(
         &self,
         asked: &Asked,
         Begin { key, mut proposal, keeper, digest }: Begin,
@@ -101,8 +102,8 @@ impl Session {
         self.house.check(proposal.durability)?;
         let keeper = keeper.map(|url| self.keeper(&url, &proposal)).transpose()?;
         let carried = digest.filter(|_| file_len <= INLINE.into()).map(|digest| (digest, data));
-        let carried = Mutex::new(carried);
-        let take = || carried.lock().expect("nobody panics while holding what is carried").take();
+        let carried = Lock::new(carried);
+        let take = || carried.lock().take();
         let is_wanted = || {
             // What waits for others holds neither a place nor an archive, and is not committed by itself.
             drop(take());
@@ -225,7 +226,7 @@ impl Session {
     }
 
     /// The memory of a segment of a GPU that was lent.
-    pub(super) fn bring(&self, segment: SegmentId, fds: Vec<OwnedFd>) -> Result<()> {
+    pub(crate) fn bring(&self, segment: SegmentId, fds: Vec<OwnedFd>) -> Result<()> {
         let invalid = |text: &dyn std::fmt::Display| Error::new(ErrorKind::Invalid, text);
         let Ok([memory]) = <[OwnedFd; 1]>::try_from(fds) else {
             return Err(invalid(&"one descriptor comes with memory that is brought"));
@@ -239,7 +240,7 @@ impl Session {
     }
 
     /// Bytes of an archive that comes in frames.
-    pub(super) fn write(&self, contribution: u64, offset: u64, data: &[u8]) -> Result<()> {
+    pub(crate) fn write(&self, contribution: u64, offset: u64, data: &[u8]) -> Result<()> {
         let mut open = self.contributions();
         let open = open.get_mut(&contribution).and_then(Option::as_mut);
         let open = open.ok_or_else(|| unknown(contribution))?;
@@ -285,7 +286,7 @@ impl Session {
     }
 
     /// Room for another archive of a contribution, whose last one is complete.
-    pub(super) async fn extend(
+    pub(crate) async fn extend(
         &self,
         asked: &Asked,
         contribution: u64,
@@ -322,7 +323,7 @@ impl Session {
 
     /// Does something that needs memory; waits for it if there is none, while it is asked for and until the deadline,
     /// and keeps so many bytes of data meanwhile.
-    pub(super) async fn in_memory<T>(
+    pub(crate) async fn in_memory<T>(
         &self,
         (asked, deadline): (&Asked, Instant),
         bytes: usize,
@@ -347,7 +348,7 @@ impl Session {
         self.contributions().remove(&contribution).ok_or_else(|| unknown(contribution))
     }
 
-    pub(super) async fn commit(
+    pub(crate) async fn commit(
         &self,
         asked: &Asked,
         contribution: u64,
@@ -423,7 +424,7 @@ impl Session {
     }
 
     /// Waits until a contribution is in the bucket; says how far its version has come there.
-    pub(super) async fn stored(
+    pub(crate) async fn stored(
         &self,
         asked: &Asked,
         contribution: u64,
@@ -507,14 +508,14 @@ impl Session {
         }
         if open.place.durability == Durability::Disk {
             let (tiers, started) = (self.house.tiers.clone(), Instant::now());
-            wait(move || tiers.persist(&path)).await?;
+            run_blocking(move || tiers.persist(&path)).await?;
             let seconds = started.elapsed().as_secs_f64();
             tracing::debug!(peer = self.peer, bytes = len, seconds, "on disk");
         }
         Ok(())
     }
 
-    pub(super) async fn withdraw(&self, contribution: u64) -> Result<()> {
+    pub(crate) async fn withdraw(&self, contribution: u64) -> Result<()> {
         let Some(open) = self.take(contribution)? else { return Ok(()) };
         let (key, id, number) = (open.place.key.clone(), open.place.id, open.place.number);
         let withdrawn =
@@ -538,7 +539,7 @@ impl Session {
     }
 
     /// Withdraws all that is not decided.
-    pub(super) async fn withdraw_all(&self) {
+    pub(crate) async fn withdraw_all(&self) {
         let open = std::mem::take(&mut *self.contributions());
         for contribution in open.into_values().flatten() {
             let Contribution { place, lens, .. } = contribution;

@@ -1,9 +1,9 @@
-"""What stands in for torchstore, where the folder above is in PYTHONPATH."""
+"""The replacement for torchstore, if the parent folder is in PYTHONPATH."""
 
 import sys
 
 import tssd.torchstore
 
-# The import that is going on gives what is here when it ends.
+# `install` puts the replacement into `sys.modules`, and the import in progress returns it when it ends.
 del sys.modules[__name__]
 tssd.torchstore.install()

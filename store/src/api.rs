@@ -1,0 +1,19 @@
+//! What users call.
+
+pub mod blocking;
+mod connect;
+pub mod file;
+mod follower;
+mod publisher;
+mod reader;
+mod scrub;
+mod store;
+mod subscription;
+
+pub use self::connect::ConnectOptions;
+pub use self::follower::Follower;
+pub use self::publisher::{Parts, Publisher};
+pub use self::reader::Opened;
+pub use self::scrub::{Defect, scrub};
+pub use self::store::{PrefetchReport, Store};
+pub use self::subscription::Subscription;

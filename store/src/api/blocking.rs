@@ -1,0 +1,442 @@
+//! The store for programs without an async runtime.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::runtime::{Builder, Runtime};
+use tssd_format::{ObjectPath, Region, Shard, ShardPlace, StateDict, Tensor, Value};
+
+use crate::api::connect::ConnectOptions;
+use crate::api::store::PrefetchReport;
+use crate::control::VersionInfo;
+use crate::engine::get::{GetOptions, GetReport, Target};
+use crate::engine::put::{PutOptions, PutReport};
+use crate::engine::ring::ReceiveReport;
+use crate::error::{Error, Result};
+use crate::io::exec::block_on;
+use crate::key::Key;
+use crate::status::DaemonStatus;
+
+/// [`crate::Store`], whose calls return when they are done. Several threads may call it at once.
+///
+/// # Panics
+///
+/// Its calls panic inside an async runtime: use [`crate::Store`] there.
+#[derive(Clone, Debug)]
+pub struct Store {
+    store: crate::Store,
+    runtime: Arc<Runtime>,
+}
+
+/// Each call is the one of the same name of [`crate::Store`], errors included.
+impl Store {
+    /// See [`crate::Store::memory`].
+    ///
+    /// # Errors
+    ///
+    /// `Io` if the system gives no threads.
+    pub fn memory() -> Result<Self> {
+        Self::new(crate::Store::memory())
+    }
+
+    /// See [`crate::Store::directory`].
+    ///
+    /// # Errors
+    ///
+    /// See there; `Io` if the system gives no threads.
+    pub fn directory(path: impl AsRef<Path>) -> Result<Self> {
+        Self::new(crate::Store::directory(path)?)
+    }
+
+    /// See [`crate::Store::connect`].
+    ///
+    /// # Errors
+    ///
+    /// See there; `Io` if the system gives no threads.
+    pub fn connect(url: &str) -> Result<Self> {
+        Self::opened(crate::Store::connect(url))
+    }
+
+    /// See [`crate::Store::connect_with`].
+    ///
+    /// # Errors
+    ///
+    /// See there; `Io` if the system gives no threads.
+    pub fn connect_with(url: &str, options: &ConnectOptions) -> Result<Self> {
+        Self::opened(crate::Store::connect_with(url, options))
+    }
+
+    /// See [`crate::Store::in_bucket`].
+    ///
+    /// # Errors
+    ///
+    /// See there; `Io` if the system gives no threads.
+    #[cfg(feature = "object")]
+    pub fn in_bucket<B>(bucket: Arc<B>, prefix: &str) -> Result<Self>
+    where
+        B: object_store::ObjectStore + object_store::multipart::MultipartStore,
+    {
+        Self::new(crate::Store::in_bucket(bucket, prefix)?)
+    }
+
+    /// See [`crate::Store::create`].
+    ///
+    /// # Errors
+    ///
+    /// See there; `Io` if the system gives no threads.
+    pub fn create(url: &str) -> Result<Self> {
+        Self::opened(crate::Store::create(url))
+    }
+
+    /// See [`crate::Store::create_with`].
+    ///
+    /// # Errors
+    ///
+    /// See there; `Io` if the system gives no threads.
+    pub fn create_with(url: &str, options: &ConnectOptions) -> Result<Self> {
+        Self::opened(crate::Store::create_with(url, options))
+    }
+
+    fn new(store: crate::Store) -> Result<Self> {
+        Self::opened(std::future::ready(Ok(store)))
+    }
+
+    /// A store that is opened on the runtime that it will have.
+    fn opened(store: impl Future<Output = Result<crate::Store>>) -> Result<Self> {
+        let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        let runtime = runtime.map_err(|error| Error::io("no runtime", error))?;
+        let store = block_on(&runtime, store)?;
+        Ok(Self { store, runtime: Arc::new(runtime) })
+    }
+
+    /// The store itself, for async code.
+    pub fn as_async(&self) -> &crate::Store {
+        &self.store
+    }
+}
+
+macro_rules! blocking {
+    ($($name:ident($($argument:ident: $ty:ty),*) -> $result:ty;)*) => {
+        impl Store {
+            $(
+                #[doc = concat!("See [`crate::Store::", stringify!($name), "`].")]
+                ///
+                /// # Errors
+                ///
+                /// See there.
+                pub fn $name(&self, $($argument: $ty),*) -> Result<$result> {
+                    block_on(&self.runtime, self.store.$name($($argument),*))
+                }
+            )*
+        }
+    };
+}
+
+blocking! {
+    put_state_dict(key: &Key, dict: &StateDict, options: &PutOptions) -> PutReport;
+    get_state_dict(key: &Key, options: &GetOptions) -> (StateDict, GetReport);
+    get_state_dict_into(key: &Key, targets: &mut [Target<'_>], options: &GetOptions) -> GetReport;
+    get(key: &Key, fqn: &str, options: &GetOptions) -> Tensor;
+    get_slice(key: &Key, fqn: &str, region: &Region, options: &GetOptions) -> Tensor;
+    versions(key: &Key) -> Vec<VersionInfo>;
+    head(key: &Key) -> Option<VersionInfo>;
+    keys(prefix: Option<&str>) -> Vec<Key>;
+    exists(key: &Key, version: Option<u64>) -> bool;
+    delete(key: &Key, version: Option<u64>) -> u64;
+    retain(key: &Key, keep: NonZeroU32) -> ();
+    wait_for_version(key: &Key, version: u64, timeout: Duration) -> VersionInfo;
+    prefetch(key: &Key, wanted: &[(String, Option<ShardPlace>)], options: &GetOptions) -> PrefetchReport;
+    pin(key: &Key, version: Option<u64>, label: &str) -> u64;
+    unpin(key: &Key, label: &str) -> ();
+    pins(key: &Key) -> BTreeMap<String, u64>;
+    status() -> DaemonStatus;
+}
+
+/// [`crate::PendingPut`], which is waited for.
+#[derive(Debug)]
+pub struct PendingPut {
+    pending: crate::PendingPut,
+    runtime: Arc<Runtime>,
+}
+
+impl PendingPut {
+    /// See [`crate::PendingPut::wait`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn wait(self) -> Result<PutReport> {
+        block_on(&self.runtime, self.pending.wait())
+    }
+
+    /// See [`crate::PendingPut::committed`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn committed(&mut self) -> Result<PutReport> {
+        block_on(&self.runtime, self.pending.committed())
+    }
+}
+
+/// [`crate::Publisher`], whose calls return when they are done.
+#[derive(Debug)]
+#[must_use = "nobody sees a version before it is finished"]
+pub struct Publisher {
+    publisher: crate::Publisher,
+    runtime: Arc<Runtime>,
+}
+
+/// Each call is the one of the same name of [`crate::Publisher`], errors included.
+#[expect(clippy::missing_errors_doc, reason = "they are said there")]
+impl Publisher {
+    /// See [`crate::Publisher::add`].
+    pub fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) -> Result<()> {
+        block_on(&self.runtime, self.publisher.add(name, value))
+    }
+
+    /// See [`crate::Publisher::parts`].
+    pub fn parts(&mut self, name: impl Into<String>) -> Result<Parts<'_>> {
+        let parts = block_on(&self.runtime, self.publisher.parts(name))?;
+        Ok(Parts { parts, runtime: &self.runtime })
+    }
+
+    /// See [`crate::Publisher::flush`].
+    pub fn flush(&mut self) -> Result<()> {
+        block_on(&self.runtime, self.publisher.flush())
+    }
+
+    /// See [`crate::Publisher::finish`].
+    pub fn finish(self) -> Result<PutReport> {
+        block_on(&self.runtime, self.publisher.finish())
+    }
+}
+
+/// [`crate::Parts`], whose call returns when it is done.
+#[derive(Debug)]
+pub struct Parts<'a> {
+    parts: crate::Parts<'a>,
+    runtime: &'a Runtime,
+}
+
+impl Parts<'_> {
+    /// See [`crate::Parts::add`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn add(&mut self, part: impl IntoIterator<Item = Shard>) -> Result<()> {
+        block_on(self.runtime, self.parts.add(part))
+    }
+}
+
+/// [`crate::Opened`], whose leaves are read one after the other.
+#[derive(Debug)]
+pub struct Opened {
+    opened: crate::Opened,
+    runtime: Arc<Runtime>,
+}
+
+impl Opened {
+    /// The number of the version.
+    pub fn version(&self) -> u64 {
+        self.opened.version()
+    }
+
+    /// See [`crate::Opened::tensor`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn tensor(&self, fqn: &str, region: Option<&Region>) -> Result<Tensor> {
+        block_on(&self.runtime, self.opened.tensor(fqn, region))
+    }
+}
+
+impl Iterator for Opened {
+    type Item = Result<(ObjectPath, Value)>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        block_on(&self.runtime, self.opened.next()).transpose()
+    }
+}
+
+/// [`crate::Subscription`], whose next version is waited for.
+#[derive(Debug)]
+pub struct Subscription {
+    subscription: crate::Subscription,
+    runtime: Arc<Runtime>,
+}
+
+impl Store {
+    /// See [`crate::Store::put_state_dict_later`]. It goes on as long as a clone of this store, or what
+    /// is returned, is there.
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn put_state_dict_later(
+        &self,
+        key: &Key,
+        dict: &StateDict,
+        options: &PutOptions,
+    ) -> Result<PendingPut> {
+        let put = self.store.put_state_dict_later(key, dict, options);
+        let pending = block_on(&self.runtime, put)?;
+        Ok(PendingPut { pending, runtime: self.runtime.clone() })
+    }
+
+    /// See [`crate::Store::is_connected`].
+    pub fn is_connected(&self) -> bool {
+        self.store.is_connected()
+    }
+
+    /// See [`crate::Store::publish`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn publish(&self, key: &Key, options: &PutOptions, bucket_bytes: u64) -> Result<Publisher> {
+        let publisher = self.store.publish(key, options, bucket_bytes)?;
+        Ok(Publisher { publisher, runtime: self.runtime.clone() })
+    }
+
+    /// See [`crate::Store::open`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn open(&self, key: &Key, options: &GetOptions) -> Result<Opened> {
+        let opened = block_on(&self.runtime, self.store.open(key, options))?;
+        Ok(Opened { opened, runtime: self.runtime.clone() })
+    }
+
+    /// See [`crate::Store::subscribe`].
+    pub fn subscribe(&self, key: &Key) -> Subscription {
+        Subscription { subscription: self.store.subscribe(key), runtime: self.runtime.clone() }
+    }
+}
+
+impl Store {
+    /// See [`crate::Store::follow`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn follow(&self, key: &Key) -> Result<Follower> {
+        let follower = block_on(&self.runtime, self.store.follow(key))?;
+        Ok(Follower { follower, runtime: self.runtime.clone() })
+    }
+
+    /// See [`crate::Store::receiver`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn receiver(&self, key: &Key, device: Option<&str>) -> Result<Receiver> {
+        let receiver = block_on(&self.runtime, self.store.receiver(key, device))?;
+        Ok(Receiver { receiver, runtime: self.runtime.clone() })
+    }
+}
+
+/// [`crate::Follower`], whose next version is waited for.
+#[derive(Debug)]
+pub struct Follower {
+    follower: crate::Follower,
+    runtime: Arc<Runtime>,
+}
+
+impl Follower {
+    /// See [`crate::Follower::next`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn next(&mut self, options: &GetOptions, timeout: Duration) -> Result<Option<Opened>> {
+        let opened = block_on(&self.runtime, self.follower.next(options, timeout))?;
+        Ok(opened.map(|opened| Opened { opened, runtime: self.runtime.clone() }))
+    }
+}
+
+/// [`crate::Receiver`], whose next version is waited for.
+#[derive(Debug)]
+pub struct Receiver {
+    receiver: crate::Receiver,
+    runtime: Arc<Runtime>,
+}
+
+impl Receiver {
+    /// See [`crate::Receiver::receive`].
+    ///
+    /// # Errors
+    ///
+    /// See there.
+    pub fn receive(
+        &mut self,
+        targets: &mut [Target<'_>],
+        options: &GetOptions,
+        timeout: Duration,
+    ) -> Result<ReceiveReport> {
+        block_on(&self.runtime, self.receiver.receive(targets, options, timeout))
+    }
+}
+
+/// It never ends: there is always a next version, or an error.
+impl Iterator for Subscription {
+    type Item = Result<VersionInfo>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        Some(block_on(&self.runtime, self.subscription.next()))
+    }
+}
+
+/// [`crate::Daemon`], for programs without an async runtime.
+#[cfg(target_os = "linux")]
+#[derive(Debug)]
+pub struct Daemon {
+    daemon: crate::Daemon,
+    runtime: Runtime,
+}
+
+#[cfg(target_os = "linux")]
+impl Daemon {
+    /// See [`crate::Daemon::bind`].
+    ///
+    /// # Errors
+    ///
+    /// See there; `Io` if the system gives no threads.
+    pub fn bind(options: crate::DaemonOptions) -> Result<Self> {
+        let runtime = Builder::new_multi_thread().enable_all().build();
+        let runtime = runtime.map_err(|error| Error::io("no runtime", error))?;
+        let daemon = runtime.block_on(crate::Daemon::bind(options))?;
+        Ok(Self { daemon, runtime })
+    }
+
+    /// Where it listens.
+    pub fn socket(&self) -> &Path {
+        self.daemon.socket()
+    }
+
+    /// Where clients of other hosts connect, if they can: as an address of a store.
+    pub fn address(&self) -> Option<String> {
+        self.daemon.address()
+    }
+
+    /// Where metrics are answered, if they are.
+    pub fn metrics(&self) -> Option<std::net::SocketAddr> {
+        self.daemon.metrics()
+    }
+
+    /// Serves until something comes through `stop`, or its other end is dropped.
+    ///
+    /// # Errors
+    ///
+    /// See [`crate::Daemon::serve`].
+    pub fn serve(self, stop: tokio::sync::oneshot::Receiver<()>) -> Result<()> {
+        let stop = async { drop(stop.await) };
+        block_on(&self.runtime, self.daemon.serve(stop))
+    }
+}

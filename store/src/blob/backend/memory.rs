@@ -1,0 +1,117 @@
+//! Blobs in this process.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tssd_format::{Fill, Filled};
+
+use crate::blob::{Part, Reservation, Volume, directly_below, split};
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::local_archive::Near;
+use crate::io::sync::{Lock, MutexGuard};
+use crate::ledger::Durability;
+use crate::route::{Route, Transport};
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct MemoryVolume {
+    blobs: Arc<Lock<BTreeMap<String, Bytes>>>,
+}
+
+impl MemoryVolume {
+    fn blobs(&self) -> MutexGuard<'_, BTreeMap<String, Bytes>> {
+        self.blobs.lock()
+    }
+}
+
+impl Volume for MemoryVolume {
+    fn admit(&self, wanted: Durability) -> Result<Durability> {
+        match wanted {
+            Durability::Memory => Ok(wanted),
+            Durability::Disk | Durability::Object => {
+                let text = "this store is in memory: what must last needs a directory, or a bucket";
+                Err(Error::new(ErrorKind::Invalid, text))
+            }
+        }
+    }
+
+    fn is_in_memory(&self, _name: &str) -> bool {
+        true
+    }
+
+    fn reserve(
+        &self,
+        name: &str,
+        len: u64,
+        _durability: Durability,
+    ) -> Result<Box<dyn Reservation>> {
+        let too_large =
+            |_| Error::new(ErrorKind::Invalid, format_args!("{len} bytes do not fit into memory"));
+        let len = usize::try_from(len).map_err(too_large)?;
+        // Storages are aligned within a blob: the blob must be too, for views to be.
+        let memory = vec![0; len + PAGE];
+        let start = memory.as_ptr().align_offset(PAGE);
+        let range = start..start + len;
+        Ok(Box::new(Reserved { volume: self.clone(), name: name.to_owned(), memory, range }))
+    }
+
+    fn open(&self, name: &str) -> Result<Option<Near>> {
+        Ok(self.blobs().get(name).cloned().map(Near::new))
+    }
+
+    fn delete(&self, name: &str) -> Result<()> {
+        self.blobs().remove(name);
+        Ok(())
+    }
+
+    fn list(&self, name: &str) -> Result<Vec<String>> {
+        let prefix = format!("{name}/");
+        let blobs = self.blobs();
+        let names = blobs.range(prefix.clone()..).map(|(name, _)| name.as_str());
+        Ok(directly_below(&prefix, names))
+    }
+
+    fn route(&self) -> Route {
+        Route::new(Transport::Memory, "the store is in this process")
+    }
+
+    fn remove_folder(&self, _name: &str) -> Result<()> {
+        Ok(())
+    }
+}
+
+const PAGE: usize = 4096;
+
+struct Reserved {
+    volume: MemoryVolume,
+    name: String,
+    memory: Vec<u8>,
+    range: Range<usize>,
+}
+
+impl Reservation for Reserved {
+    fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
+        split(&mut self.memory[self.range.clone()], lens)
+    }
+
+    fn seal(self: Box<Self>) -> Result<bool> {
+        let mut blobs = self.volume.blobs();
+        let is_new = !blobs.contains_key(&self.name);
+        if is_new {
+            blobs.insert(self.name, Bytes::from(self.memory).slice(self.range));
+        }
+        Ok(is_new)
+    }
+}
+
+impl Part for &mut [u8] {
+    fn fill(&mut self, job: &Fill) -> Result<Filled> {
+        job.run(self).map_err(|error| Error::request("fill", error))
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.copy_from_slice(bytes);
+        Ok(())
+    }
+}

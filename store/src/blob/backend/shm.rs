@@ -1,0 +1,73 @@
+//! A pool as a volume: what the daemon itself reads and writes of it.
+
+use std::sync::Arc;
+
+use crate::blob::{Part, Reservation, Volume, directly_below, split};
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::local_archive::Near;
+use crate::ledger::Durability;
+use crate::route::{Route, Transport};
+use crate::shm::Pool;
+
+/// The blobs of a pool, by name. What is written here lies in segments of the daemon.
+#[derive(Clone)]
+pub(crate) struct ArenaVolume(pub(crate) Arc<Pool>);
+
+impl Volume for ArenaVolume {
+    fn reserve(
+        &self,
+        name: &str,
+        len: u64,
+        _durability: Durability,
+    ) -> Result<Box<dyn Reservation>> {
+        let len = usize::try_from(len)
+            .map_err(|_| Error::new(ErrorKind::Invalid, "it does not fit into memory"))?;
+        Ok(Box::new(Reserved { pool: self.0.clone(), name: name.to_owned(), bytes: vec![0; len] }))
+    }
+
+    fn open(&self, name: &str) -> Result<Option<Near>> {
+        self.0.open(name).map_err(|error| Error::io(name, error))
+    }
+
+    fn delete(&self, name: &str) -> Result<()> {
+        self.0.delete(name);
+        Ok(())
+    }
+
+    fn list(&self, name: &str) -> Result<Vec<String>> {
+        let prefix = format!("{name}/");
+        let names = self.0.names(&prefix);
+        Ok(directly_below(&prefix, names.iter().map(String::as_str)))
+    }
+
+    fn route(&self) -> Route {
+        Route::new(Transport::Arena, "the daemon is of this host")
+    }
+
+    fn remove_folder(&self, _name: &str) -> Result<()> {
+        Ok(())
+    }
+}
+
+struct Reserved {
+    pool: Arc<Pool>,
+    name: String,
+    bytes: Vec<u8>,
+}
+
+impl Reservation for Reserved {
+    fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
+        split(&mut self.bytes, lens)
+    }
+
+    fn seal(self: Box<Self>) -> Result<bool> {
+        if self.pool.span(&self.name).is_some() {
+            return Ok(false);
+        }
+        let written = self.pool.write(&self.name, &self.bytes);
+        match written.map_err(|error| Error::io(&self.name, error))? {
+            Ok(()) => Ok(true),
+            Err(exhausted) => Err(Error::new(ErrorKind::Busy, exhausted)),
+        }
+    }
+}

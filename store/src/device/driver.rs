@@ -1,0 +1,135 @@
+use std::any::Any;
+use std::collections::BTreeSet;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, OnceLock};
+
+use tssd_format::{Fill, Filled, Layout, StateDict};
+
+use super::export::IpcExport;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Why nothing can be done with devices.
+pub(crate) const NO_DRIVER: &str = "no device driver is registered in this process: `tssd_gpu::register()` registers \
+                                    that of CUDA";
+
+static DRIVER: OnceLock<Arc<dyn Driver>> = OnceLock::new();
+
+/// Registers the driver of this process. Only the first call has an effect.
+pub fn register(driver: Arc<dyn Driver>) {
+    // A second driver would not know the segments of the first.
+    let _ = DRIVER.set(driver);
+}
+
+/// The registered driver.
+///
+/// # Errors
+///
+/// `Unsupported` if there is none.
+pub(crate) fn driver() -> Result<&'static dyn Driver> {
+    let driver = DRIVER.get().map(|driver| &**driver);
+    driver.ok_or_else(|| Error::new(ErrorKind::Unsupported, NO_DRIVER))
+}
+
+/// Devices whose memory processes can share.
+///
+/// Tensors on a device have storages whose [`Blob`](tssd_format::Blob) the driver recognizes. Devices are named by UUIDs,
+/// such as `GPU-01234567-89ab-cdef-0123-456789abcdef`.
+pub trait Driver: Send + Sync {
+    /// Returns the device that holds most tensors of an archive, or why the archive cannot stay on a device.
+    ///
+    /// # Errors
+    ///
+    /// The reason, for the report of the put.
+    fn device_of(&self, layout: &Layout) -> std::result::Result<String, String>;
+
+    /// Returns the devices that hold tensors of a state dict.
+    fn devices_of(&self, dict: &StateDict) -> BTreeSet<String>;
+
+    /// Allocates `len` bytes on a device. The descriptor lets other processes [import](Self::import) them.
+    ///
+    /// # Errors
+    ///
+    /// `Busy` if the device has too little memory; `Unsupported` if processes cannot share its memory.
+    fn allocate(&self, device: &str, len: u64) -> Result<(Arc<dyn Segment>, OwnedFd)>;
+
+    /// Maps `len` bytes that another process has allocated.
+    ///
+    /// # Errors
+    ///
+    /// `Unsupported` if this process does not see the device, or the descriptor is none of its driver.
+    fn import(&self, device: &str, memory: &OwnedFd, len: u64) -> Result<Arc<dyn Segment>>;
+
+    /// Exports the tensors of an archive in place, after all work that they wait for, or says why that is impossible.
+    ///
+    /// # Errors
+    ///
+    /// Errors of the device.
+    fn export(&self, layout: &Layout) -> Result<std::result::Result<IpcExport, String>>;
+
+    /// Maps the tensors that another process exports, as the first `len` bytes of the archive.
+    ///
+    /// # Errors
+    ///
+    /// `Corrupt` if the export contradicts itself; `Unsupported` if the driver cannot open its handles.
+    fn open_export(&self, device: &str, export: &IpcExport, len: u64) -> Result<Arc<dyn Segment>>;
+
+    /// Prepares copies of one archive from devices to host memory.
+    fn download(&self) -> Box<dyn Download>;
+}
+
+/// Device memory that several processes map. One writes it before the commit, others read it afterwards.
+pub trait Segment: Any + Send + Sync {
+    /// Copies bytes at `offset` to host memory.
+    ///
+    /// # Errors
+    ///
+    /// `Corrupt` if the range lies outside the segment; errors of the device.
+    fn read(&self, target: &mut [u8], offset: u64) -> Result<()>;
+
+    /// Prepares to write an archive into the segment.
+    ///
+    /// # Errors
+    ///
+    /// Errors of the device.
+    fn upload(self: Arc<Self>) -> Result<Box<dyn Upload>>;
+}
+
+/// Writes one archive into a segment. Dropping it waits for the copies in flight.
+pub trait Upload: Send + Sync {
+    /// Begins to copy what a job writes to its offsets. The beginning of the archive is also written to `head`.
+    ///
+    /// # Errors
+    ///
+    /// Errors of the device.
+    fn write(&self, job: &Fill, head: Option<&mut [u8]>) -> Result<Filled>;
+
+    /// Waits until all copies are done. No copy can begin afterwards.
+    ///
+    /// # Errors
+    ///
+    /// Errors of the device.
+    fn finish(&self) -> Result<()>;
+}
+
+/// Copies one archive from devices to host memory: parts are checksummed while the next ones arrive.
+pub trait Download: Send + Sync {
+    /// Prepares one part of the archive.
+    fn target<'a>(&'a self, part: &'a mut [u8]) -> Box<dyn DownloadTarget + 'a>;
+}
+
+/// One part of an archive in host memory. Dropping it waits for the copies in flight.
+pub trait DownloadTarget: Send {
+    /// Begins to copy what the job reads from devices, if the part is pinned memory.
+    ///
+    /// # Errors
+    ///
+    /// Errors of the device.
+    fn begin(&mut self, job: &Fill) -> Result<()>;
+
+    /// Waits for these copies. Returns the part, and whether everything that the job reads from devices is in it.
+    ///
+    /// # Errors
+    ///
+    /// Errors of the device.
+    fn finish(&mut self) -> Result<(&mut [u8], bool)>;
+}

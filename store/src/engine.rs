@@ -1,0 +1,9 @@
+//! What puts and gets do, over volumes, ledgers and controllers.
+
+pub(crate) mod address;
+pub(crate) mod context;
+pub(crate) mod get;
+pub(crate) mod local;
+pub(crate) mod put;
+pub(crate) mod ring;
+pub(crate) mod version;

@@ -1,0 +1,103 @@
+//! Which versions keys have.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+
+use super::LocalController;
+use super::owed::PROOF_PATIENCE;
+use crate::control::{Catalog, VersionInfo};
+use crate::error::Result;
+use crate::key::Key;
+use crate::ledger::{Command, Outcome, Selection, Selector, VersionId};
+
+#[async_trait]
+impl Catalog for LocalController {
+    async fn versions(&self, key: &Key) -> Result<Vec<VersionInfo>> {
+        Ok(self.state(key).await?.visible().map(VersionInfo::of).collect())
+    }
+
+    async fn newer(
+        &self,
+        key: &Key,
+        seen: Option<VersionId>,
+        patience: Duration,
+    ) -> Result<Option<VersionInfo>> {
+        let deadline = Instant::now().checked_add(patience);
+        loop {
+            let state = self.state(key).await?;
+            if let Some(head) = state.head().filter(|head| Some(head.id) != seen) {
+                return Ok(Some(VersionInfo::of(head)));
+            }
+            let left = deadline.map_or(Duration::MAX, |deadline| {
+                deadline.saturating_duration_since(Instant::now())
+            });
+            if left.is_zero() {
+                return Ok(None);
+            }
+            // A proof that is owed is looked at again by then.
+            self.0.ledgers.changed(key, &state, left.min(PROOF_PATIENCE)).await;
+        }
+    }
+
+    async fn keys(&self, prefix: &str) -> Result<Vec<Key>> {
+        let mut keys = self.0.ledgers.keys().await?;
+        keys.retain(|key| key.as_str().starts_with(prefix));
+        let mut visible = Vec::with_capacity(keys.len());
+        for key in keys {
+            // What a key has whose ledger cannot be read, nobody can say: whoever asks for it is told why.
+            if self.0.ledgers.state(&key).await.is_ok_and(|state| state.head().is_none()) {
+                continue;
+            }
+            visible.push(key);
+        }
+        visible.sort_unstable();
+        Ok(visible)
+    }
+
+    async fn delete(&self, key: &Key, selection: Selection) -> Result<u64> {
+        let outcome = self.apply(key, Command::Delete { selection }).await?;
+        // Whoever carries it out.
+        if let Outcome::Deleted { ids } = &outcome {
+            for id in ids {
+                self.close(key, *id);
+            }
+        }
+        self.reclaim_owed(key).await?;
+        Ok(match outcome {
+            Outcome::Deleted { ids } => u64::try_from(ids.len()).unwrap_or(u64::MAX),
+            _ => 0,
+        })
+    }
+
+    async fn retain(&self, key: &Key, keep: NonZeroU32, ttl: Option<Duration>) -> Result<()> {
+        self.apply(key, Command::Retain { keep, ttl }).await?;
+        self.reclaim_owed(key).await
+    }
+
+    async fn pin(&self, key: &Key, selector: Selector, label: &str) -> Result<u64> {
+        let command = Command::Pin { selector, label: label.to_owned() };
+        let outcome = self.apply(key, command).await?;
+        self.reclaim_owed(key).await?;
+        match outcome {
+            Outcome::Pinned { number, .. } => Ok(number),
+            other => unreachable!("pin does not lead to {other:?}"),
+        }
+    }
+
+    async fn unpin(&self, key: &Key, label: &str) -> Result<()> {
+        self.apply(key, Command::Unpin { label: label.to_owned() }).await?;
+        self.reclaim_owed(key).await
+    }
+
+    async fn pins(&self, key: &Key) -> Result<BTreeMap<String, u64>> {
+        let state = self.state(key).await?;
+        let number = |id| state.versions().find(|version| version.id == id);
+        let pins = state
+            .pins()
+            .filter_map(|(label, id)| number(id).map(|version| (label.to_owned(), version.number)));
+        Ok(pins.collect())
+    }
+}

@@ -1,4 +1,4 @@
-"""Everything that a run needs to go on is in one file: a resumed run equals an uninterrupted one, bit for bit.
+"""One file contains the whole state of a run: a resumed run equals an uninterrupted one, bit for bit.
 
     python examples/checkpoint.py
 """
@@ -19,7 +19,7 @@ STEPS = 6
 
 
 class Training:
-    """A model with dropout, on data that Python and numpy draw: it needs all three generators."""
+    """A training that uses the random generators of torch (dropout), Python and numpy (data)."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -61,7 +61,7 @@ class Training:
 
 
 def run(checkpoint: Path, *, seed: int, until: int) -> None:
-    """Trains up to a step, from the checkpoint if there is one."""
+    """Trains up to a step. Resumes from the checkpoint if it exists."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -70,7 +70,7 @@ def run(checkpoint: Path, *, seed: int, until: int) -> None:
         training.load_state_dict(tssd.load_file(checkpoint))
     while training.step < until:
         training.advance()
-        # The file takes the place of the old one in one step: after a crash, one of them is there.
+        # The file replaces the old one atomically: after a crash, one of them exists.
         tssd.save_file(training.state_dict(), checkpoint, metadata={"step": training.step})
 
 
@@ -79,8 +79,8 @@ def main() -> None:
         whole, interrupted = Path(folder, "whole.tssd"), Path(folder, "interrupted.tssd")
         run(whole, seed=0, until=STEPS)
         run(interrupted, seed=0, until=STEPS // 2)
-        run(interrupted, seed=1, until=STEPS)  # another seed: what counts is in the file
-        # Equal state dicts are equal files.
+        run(interrupted, seed=1, until=STEPS)  # another seed: the state in the file replaces it
+        # Equal state dicts give equal files.
         assert interrupted.read_bytes() == whole.read_bytes()
         print(f"resumed at step {STEPS // 2} of {STEPS}: equal, {whole.stat().st_size} bytes")
 

@@ -1,4 +1,4 @@
-"""A transformers model and its config in one `.tssd` file: loaded as a private map, no second copy of the weights.
+"""A transformers model and its config in one `.tssd` file, loaded without a copy of the weights.
 
     python examples/from_pretrained.py
 """
@@ -22,19 +22,19 @@ PROMPT = torch.arange(16).reshape(1, 16)
 
 
 def pack(directory: Path, archive: Path) -> None:
-    """Packs a model's directory: its weights, in however many shards they come, and all other files."""
+    """Packs the directory of a model: its weights, in any number of shards, and all other files."""
     command = os.environ.get("TSSD_BIN", "tssd")
     subprocess.run([command, "--quiet", "pack", directory, "-o", archive], check=True)
 
 
 def from_pretrained(archive: Path) -> PreTrainedModel:
-    """The model of such a directory, its parameters views of the archive.
+    """Returns the model of a packed directory. Its parameters are views of the archive.
 
-    transformers builds it on the meta device, gives it the tensors as they are, ties those that share one
-    (the file has them once, as the safetensors had), and computes the buffers that no file has. The views
-    are copy-on-write: the model may be trained, the file does not change.
+    transformers builds the model on the meta device, assigns the tensors without a copy, ties parameters that share a
+    tensor (the archive contains it once, as the safetensors did), and computes the buffers that are not stored. The
+    views are copy-on-write: training the model does not change the file.
     """
-    # Every byte is proven before this returns; "off" or "lazy" reads none of them now.
+    # This verifies every byte before it returns. With `verify="off"`, it would read only the index.
     weights = tssd.load_file(archive, backend="mmap")
     files: dict[str, bytes] = weights.pop(".files")
     fields = json.loads(files["config.json"])
@@ -46,10 +46,10 @@ def from_pretrained(archive: Path) -> PreTrainedModel:
 
 
 def private_bytes() -> int:
-    """The memory that is this process's own: neither files nor shared."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
+    """Returns the private memory of this process in bytes: neither mapped files nor shared memory."""
+    match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match
+    return int(match[1]) * 1024
 
 
 def main() -> None:
@@ -69,21 +69,21 @@ def main() -> None:
         directory, archive = Path(folder) / "model", Path(folder) / "model.tssd"
         model.save_pretrained(directory, max_shard_size="30MB")
         pack(directory, archive)
-        # `tssd unpack` would give it back, file by file.
+        # `tssd unpack` would restore it, file by file.
         shutil.rmtree(directory)
-        wanted = model(PROMPT).logits
+        expected = model(PROMPT).logits
 
         before = private_bytes()
         loaded = from_pretrained(archive)
         logits = loaded(PROMPT).logits
         grown = private_bytes() - before
         size = archive.stat().st_size
-        assert torch.equal(logits, wanted)
+        assert torch.equal(logits, expected)
         assert grown < size / 4, f"{grown} bytes of its own for a model of {size}"
 
-        # What is written is this process's own, page by page.
+        # A write copies the page to private memory of this process. The file does not change.
         loaded.get_parameter("model.embed_tokens.weight").zero_()
-        assert torch.equal(from_pretrained(archive)(PROMPT).logits, wanted)
+        assert torch.equal(from_pretrained(archive)(PROMPT).logits, expected)
         print(f"logits equal; {size / 1e6:.0f} MB of weights, {grown / 1e6:.0f} MB of memory for them")
 
 

@@ -1,11 +1,11 @@
-"""An engine whose parameters are fused and sharded otherwise than the trainer's, filled in place by the store.
+"""An engine with fused parameters and another sharding than the trainer, filled in place by the store.
 
     export TSSD_STORE=unix:fused-$$  # any name: the first process starts a daemon
     torchrun --standalone --nproc-per-node 2 examples/fused_engine.py
 
-The trainer's model has q, k, v, gate and up projections. The engine has `qkv_proj`, one matrix of each rank's
-heads, and `gate_up_proj`, whose rows of gate and up take turns. A rank says of each stored tensor where its
-part lies in the fused one, as a view; the store writes there. Nothing is gathered, concatenated or copied twice.
+The trainer's model has q, k, v, gate and up projections. The engine has `qkv_proj`, one matrix with the heads of its
+rank, and `gate_up_proj`, with alternating rows of gate and up. For each stored tensor, a rank passes a view of its part
+in the fused tensor, and the store writes there. Nothing is gathered, concatenated or copied twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """What is trained."""
+    """The block of the trainer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,14 +44,14 @@ class Block(nn.Module):
 
 
 def shard(part: Tensor, dim: int) -> tssd.TensorShard[Tensor]:
-    """Says that this is the rank's part of a stored tensor, which is cut along a dimension."""
+    """Returns the shard of this rank, for a stored tensor that is sharded along a dimension."""
     offsets, whole = [0, 0], list(part.shape)
     offsets[dim], whole[dim] = dist.get_rank() * part.shape[dim], dist.get_world_size() * part.shape[dim]
     return tssd.TensorShard(part, tssd.TensorSlice(offsets, None, whole, list(part.shape), []))
 
 
 class FusedBlock:
-    """One rank's part of what serves."""
+    """The part of the engine's block on one rank."""
 
     def __init__(self, ranks: int) -> None:
         self.q, self.kv, inner = HEADS * HEAD // ranks, KV_HEADS * HEAD // ranks, INNER // ranks
@@ -84,17 +84,17 @@ def main() -> None:
         for step in (1, 2):
             torch.manual_seed(step)
             trained = Block()
-            if rank == 0:  # the others have it to compare with
+            if rank == 0:  # the other ranks only compare with it
                 store.put_state_dict(trained.state_dict(), "policy", version=step, writers=1)
             with store.wait_for_version("policy", step, timeout=60) as lease:
                 _, report = store.get_state_dict("policy", into=targets, version=lease, return_report=True)
-            # None of another rank's.
+            # Bytes of other ranks were not transferred.
             assert report.bytes_transferred == sum(part.local.nbytes for part in targets.values())
             torch.testing.assert_close(engine.forward(PROMPT), trained(PROMPT))
         dist.barrier()
         if rank == 0:
             print(f"equal at both steps, {report.bytes_transferred} bytes per rank")
-            store.delete("policy")  # a daemon that nobody started by hand ends when it holds nothing
+            store.delete("policy")  # a daemon that was started automatically exits when it is empty
     dist.destroy_process_group()
 
 

@@ -1,11 +1,11 @@
-"""An engine answers requests, and takes new weights between two of them as soon as a trainer has published some.
+"""An engine answers requests, and loads newly published weights between two requests.
 
-    export TSSD_STORE=unix:receiver-$$  # all that the two share; the first process starts a daemon
+    export TSSD_STORE=unix:receiver-$$  # the only thing that both share; the first process starts a daemon
     python examples/receiver.py train &
     python examples/receiver.py serve
 
-`Engine.load_weights` has the shape of vLLM's and SGLang's: it takes (name, tensor) pairs, copies each to
-where the engine has it, and says what it has loaded. To follow a store, an engine needs `update`.
+`Engine.load_weights` has the interface of vLLM's and SGLang's: it takes (name, tensor) pairs, copies each to the tensor
+of that name, and returns the names. To follow a store, an engine needs `update`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Engine:
 
 
 def update(engine: Engine, store: tssd.Store) -> None:
-    """Loads the newest version, if the engine has another. What was replaced before it came to it, it never reads."""
+    """Loads the newest version if the engine has another one. It skips versions that were replaced before."""
     newest = store.head(KEY)
     if newest is None or newest.version == engine.version:
         return
-    # The version stays there while it is open. Its tensors come one by one, as views of shared memory.
+    # The version is not removed while it is open. Its tensors are read one by one, as views of shared memory.
     with store.open(KEY) as version:
         loaded = engine.load_weights(version.items())
         engine.version = int(version)
@@ -63,10 +63,10 @@ def requests() -> Iterator[Tensor]:
 
 def serve(store: tssd.Store) -> None:
     engine, reported, answered = Engine(), 0, 0
-    # Until there are weights, there is nothing to answer with.
+    # The first answer needs weights.
     store.wait_for_version(KEY, 1, timeout=120).close()
     for request in requests():
-        # Between two requests: none sees weights of two versions.
+        # Between two requests, so that no request uses weights of two versions.
         update(engine, store)
         answer = engine.answer(request)
         answered += 1
@@ -90,7 +90,7 @@ def train(store: tssd.Store) -> None:
             seen = store.get_state_dict("answers", version=lease)
             assert int(lease) == step and torch.equal(seen["answer"], model(seen["request"]))
     for key in store.keys():
-        store.delete(key)  # a daemon that nobody started by hand ends when it holds nothing
+        store.delete(key)  # a daemon that was started automatically exits when it is empty
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Trainers publish weights after every step; generators with another sharding pull them.
 
-    export TSSD_STORE=unix:weight-sync-$$  # all that the two jobs share; the first process starts a daemon
+    export TSSD_STORE=unix:weight-sync-$$  # the only thing that both jobs share; the first process starts a daemon
     torchrun --standalone --nproc-per-node 4 examples/weight_sync.py train &
     torchrun --standalone --nproc-per-node 2 examples/weight_sync.py generate
 
@@ -56,7 +56,7 @@ def train(store: tssd.Store, rank: int, ranks: int) -> None:
         loss.backward()
         optimizer.step()
 
-        # Every rank puts its shards. Readers see the version when all have, complete.
+        # Every rank puts its shards. The version becomes visible when all ranks have put theirs.
         store.put_state_dict(model.state_dict(), "policy", version=step)
 
         with torch.no_grad():
@@ -70,7 +70,7 @@ def train(store: tssd.Store, rank: int, ranks: int) -> None:
     dist.barrier()
     if rank == 0:
         for key in store.keys():
-            store.delete(key)  # a daemon that nobody started by hand ends when it holds nothing
+            store.delete(key)  # a daemon that was started automatically exits when it is empty
 
 
 def generate(store: tssd.Store, rank: int, ranks: int) -> None:
@@ -85,10 +85,10 @@ def generate(store: tssd.Store, rank: int, ranks: int) -> None:
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         plan[f"model.layers.*.{name}"] = RowwiseParallel()
     parallelize_module(model, mesh, plan)
-    model.lm_head.weight = model.model.embed_tokens.weight  # which parallelize_module has parted
+    model.lm_head.weight = model.model.embed_tokens.weight  # parallelize_module untied them
     weights = model.state_dict()
     for step in range(1, STEPS + 1):
-        # The lease keeps the version while it is read, whatever the trainers publish meanwhile.
+        # The lease retains the version while it is read, even if the trainers publish newer ones.
         with store.wait_for_version("policy", step, timeout=120) as lease:
             store.get_state_dict("policy", into=weights, version=lease)
         with torch.no_grad():

@@ -1,5 +1,7 @@
-"""mypy and pyright over the package, and its stubs beside what it really has. Run by a Python that has it
-and torch installed."""
+"""Runs mypy and pyright on the package, and compares its stubs with the extension module.
+
+The Python that runs it must have the package and torch installed.
+"""
 
 import subprocess
 import sys
@@ -16,9 +18,9 @@ CHECKS = [
 
 
 def main() -> int:
-    # Not here, where the package lies without its extension module.
-    elsewhere = HERE / "tests"
-    results = [subprocess.run(check, cwd=elsewhere, check=False).returncode for check in CHECKS]
+    # Not in this folder: it contains the package without its extension module.
+    directory = HERE / "tests"
+    results = [subprocess.run(check, cwd=directory, check=False).returncode for check in CHECKS]
     failed = len(results) - results.count(0)
     print(f"{results.count(0)} passed, {failed} failed")
     return min(failed, 1)

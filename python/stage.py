@@ -1,7 +1,7 @@
-"""Puts things where they belong before the package is tested or packed.
+"""Stages the package for tests, and the command for wheels.
 
-Usage: stage.py package LIBRARY FOLDER    the package in FOLDER, with the extension module LIBRARY
-       stage.py command BINARY            BINARY as the command `tssd` of a wheel
+Usage: stage.py package LIBRARY FOLDER    copies the package to FOLDER, with the extension module LIBRARY
+       stage.py command BINARY            copies BINARY as the command `tssd` of a wheel
 """
 
 import shutil
@@ -17,12 +17,12 @@ def main() -> int:
             package = Path(folder) / "tssd"
             shutil.rmtree(package, ignore_errors=True)
             shutil.copytree(HERE / "tssd", package, ignore=shutil.ignore_patterns("__pycache__"))
-            # As Python looks for it: on Windows it is a `.pyd`.
+            # The file name that Python expects: on Windows, an extension module is a `.pyd`.
             name = "_tssd.pyd" if library.endswith(".dll") else "_tssd.abi3.so"
             shutil.copy(library, package / name)
         case ["command", binary]:
             scripts = HERE / "tssd.data" / "scripts"
-            # That of another system has another name.
+            # The command of another system has another name, and would remain.
             shutil.rmtree(scripts, ignore_errors=True)
             scripts.mkdir(parents=True)
             shutil.copy(binary, scripts / f"tssd{Path(binary).suffix}")

@@ -1,29 +1,29 @@
 #!/usr/bin/env python3
-"""Tests any reader of TSSD archives against the vectors in vectors/.
+"""Tests a reader of TSSD archives, in any language, against the vectors in vectors/.
 
     conformance.py [OPTIONS] -- COMMAND {file}
 
-For each vector COMMAND is run, without a shell, with `{file}` replaced by the path of the vector. The
-path is that of a file or, if the vector is a shard set, of a directory with `manifest.tssd` and the
-archives that it names. What a reader must do:
+It runs COMMAND for each vector, without a shell, and replaces `{file}` by the path of the vector. The
+path is that of a file. If the vector is a shard set, it is that of a directory with `manifest.tssd` and
+the archives that it names. Requirements for the reader:
 
-- With a valid vector, it exits with status 0 and prints the JSON view (format.md, section 9) to
-  stdout, as UTF-8. The view is compared as JSON with that in the `json` of the vector: 1 is neither
+- For a valid vector, it exits with status 0 and prints the JSON view (format.md, section 9) to
+  stdout, as UTF-8. The view must equal the `json` of the vector, compared as JSON: 1 is neither
   true nor 1.0; the order of the members of an object and white space do not count.
-- With an invalid one, it exits with another status, and the first word of the last line of stderr is
+- For an invalid vector, it exits with another status, and the first word of the last line of stderr is
   the error kind, such as `HeapRange`. Lines of white space do not count, nor does a `:` at the end of the
-  word. It proves all that can be proven: some vectors break rules of the payload, and those whose
-  `at` in the manifest is `deep` are refused by deep verification only.
-- It does so within 60 seconds, and is not ended by a signal.
+  word. The reader must run every verification: some vectors violate rules of the payload, and only deep
+  verification rejects those whose `at` in the manifest is `deep`.
+- It exits within 60 seconds, and no signal ends it.
 
-    --verdict-only    invalid vectors: that they are refused, for whatever reason
-    --only F-065      only vectors that break this rule (may be repeated)
-    --sample          one vector of each rule, and every fourth valid one
+    --verdict-only    checks only that invalid vectors are rejected, not the error kind
+    --only F-065      runs only vectors that violate this rule (can be repeated)
+    --sample          runs one vector of each rule, and every fourth valid one
     --table           also prints how many vectors of each rule passed
-    --timeout N       seconds for one run, 60 unless told otherwise
-    --jobs N          runs at once, as many as there are processors unless told otherwise
+    --timeout N       seconds for one run (default: 60)
+    --jobs N          runs at the same time (default: the number of processors)
 
-The exit status is 0 if all is as expected, 1 if not, 2 if COMMAND cannot be run at all. An example:
+The exit status is 0 if all vectors pass, 1 if one fails, 2 if COMMAND cannot be run. An example:
 
     conformance.py -- python3 reader.py {file}
 """
@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 VECTORS = Path(__file__).parent / "vectors"
-VALID = "valid"  # stands for the rule of a vector that breaks none
+VALID = "valid"  # the rule name of valid vectors
 PLACEHOLDER = "{file}"
 
 
@@ -50,12 +50,12 @@ class Vector(NamedTuple):
     name: str
     path: Path
     rule: str
-    kind: str | None  # none if the vector is valid
-    view: Path | None  # the JSON view, if it is
+    kind: str | None  # the expected error kind; None if the vector is valid
+    view: Path | None  # the file with the JSON view; None if the vector is invalid
 
 
-class Answer(NamedTuple):
-    status: int | None  # none if it took too long
+class CommandResult(NamedTuple):
+    status: int | None  # None after a timeout
     stdout: bytes
     stderr: bytes
 
@@ -67,7 +67,7 @@ def read_vectors(folder: Path) -> list[Vector]:
     vectors = []
     for part in ("valid", "invalid"):
         for listed in manifest[part]:
-            path = folder / listed["file"]  # of a shard set, a directory
+            path = folder / listed["file"]  # a directory if the vector is a shard set
             check_digest(path, listed["sha256"])
             rule, kind = listed.get("rule", VALID), listed.get("kind")
             view = folder / listed["json"] if "json" in listed else None
@@ -76,7 +76,7 @@ def read_vectors(folder: Path) -> list[Vector]:
 
 
 def check_digest(path: Path, expected: str | dict[str, str]) -> None:
-    """Vectors that have changed prove nothing."""
+    """Exits with an error if a vector differs from the digest in the manifest."""
     if isinstance(expected, dict):
         for name, digest in expected.items():
             check_digest(path / name, digest)
@@ -85,90 +85,93 @@ def check_digest(path: Path, expected: str | dict[str, str]) -> None:
 
 
 def sample(vectors: list[Vector]) -> list[Vector]:
-    """One vector of each rule, and every fourth of those that break none."""
-    first_of_rule = {vector.rule: vector for vector in reversed(vectors) if vector.kind}
+    """Returns one vector of each rule, and every fourth valid vector."""
+    first_by_rule = {vector.rule: vector for vector in reversed(vectors) if vector.kind}
     valid = [vector for vector in vectors if not vector.kind]
-    return valid[::4] + sorted(first_of_rule.values(), key=lambda vector: vector.rule)
+    return valid[::4] + sorted(first_by_rule.values(), key=lambda vector: vector.rule)
 
 
-def run(command: list[str], path: Path, timeout: float) -> Answer:
+def run(command: list[str], path: Path, timeout: float) -> CommandResult:
     words = [word.replace(PLACEHOLDER, str(path)) for word in command]
     try:
-        ended = subprocess.run(
+        completed = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout
         )
     except subprocess.TimeoutExpired:
-        return Answer(None, b"", b"")
-    return Answer(ended.returncode, ended.stdout, ended.stderr)
+        return CommandResult(None, b"", b"")
+    return CommandResult(completed.returncode, completed.stdout, completed.stderr)
 
 
-def failure_of(vector: Vector, answer: Answer, verdict_only: bool) -> str | None:
-    """What is wrong with an answer, in a few words."""
-    if answer.status is None:
+def describe_failure(vector: Vector, result: CommandResult, verdict_only: bool) -> str | None:
+    """Describes what is wrong with a result. Returns None if it is correct."""
+    if result.status is None:
         return "no answer in time"
-    if answer.status < 0:
-        return f"ended by signal {-answer.status}"
+    if result.status < 0:
+        return f"ended by signal {-result.status}"
     if vector.view is not None:
-        return failure_of_view(vector.view, answer)
-    if answer.status == 0:
+        return describe_view_failure(vector.view, result)
+    if result.status == 0:
         return f"expected {vector.kind}, found status 0"
-    found = kind_of(answer.stderr)
+    found = parse_kind(result.stderr)
     if verdict_only or found == vector.kind:
         return None
-    return f"expected {vector.kind}, found {shortened(found)}"
+    return f"expected {vector.kind}, found {shorten(found)}"
 
 
-def failure_of_view(view: Path, answer: Answer) -> str | None:
-    if answer.status != 0:
-        found = shortened(last_line(answer.stderr))
-        return f"expected status 0, found {answer.status}: {found}"
+def describe_view_failure(view: Path, result: CommandResult) -> str | None:
+    if result.status != 0:
+        found = shorten(last_line(result.stderr))
+        return f"expected status 0, found {result.status}: {found}"
     try:
-        found = json.loads(answer.stdout)
+        found = json.loads(result.stdout)
     except (ValueError, RecursionError) as error:
-        return f"expected JSON on stdout, found {shortened(str(error))}"
-    wanted = json.loads(view.read_text(encoding="utf-8"))
-    return difference(wanted, found, "view")
+        return f"expected JSON on stdout, found {shorten(str(error))}"
+    expected = json.loads(view.read_text(encoding="utf-8"))
+    return describe_difference(expected, found, "view")
 
 
 def last_line(stderr: bytes) -> str:
-    # Lines end with a line feed; `splitlines` would find more ends in what a message cites.
+    # Only a line feed ends a line. `splitlines` would also split at other characters, which a message may quote.
     lines = [line for line in stderr.decode("utf-8", "replace").split("\n") if line.strip()]
     return lines[-1] if lines else ""
 
 
-def kind_of(stderr: bytes) -> str:
+def parse_kind(stderr: bytes) -> str:
     words = last_line(stderr).split()
     return words[0].rstrip(":") if words else "nothing on stderr"
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
-def difference(wanted: Any, found: Any, where: str) -> str | None:
-    """The first place where two JSON values differ. To Python, 1 == True == 1.0; not so to JSON."""
-    if type(wanted) is not type(found):
-        return f"{where}: expected {spelled(wanted)}, found {spelled(found)}"
-    if isinstance(wanted, dict):
-        if wanted.keys() != found.keys():
-            return f"{where}: expected members {sorted(wanted)}, found {sorted(found)}"
-        parts = ((wanted[name], found[name], f"{where}.{name}") for name in wanted)
-    elif isinstance(wanted, list):
-        if len(wanted) != len(found):
-            return f"{where}: expected {len(wanted)} entries, found {len(found)}"
-        pairs = enumerate(zip(wanted, found))
+def describe_difference(expected: Any, found: Any, where: str) -> str | None:
+    """Describes the first difference between two JSON values. Returns None if they are equal.
+
+    1, True and 1.0 are equal in Python, but not in JSON.
+    """
+    if type(expected) is not type(found):
+        return f"{where}: expected {format_value(expected)}, found {format_value(found)}"
+    if isinstance(expected, dict):
+        if expected.keys() != found.keys():
+            return f"{where}: expected members {sorted(expected)}, found {sorted(found)}"
+        parts = ((expected[name], found[name], f"{where}.{name}") for name in expected)
+    elif isinstance(expected, list):
+        if len(expected) != len(found):
+            return f"{where}: expected {len(expected)} entries, found {len(found)}"
+        pairs = enumerate(zip(expected, found))
         parts = ((one, other, f"{where}[{i}]") for i, (one, other) in pairs)
     else:
         return (
             None
-            if wanted == found
-            else f"{where}: expected {spelled(wanted)}, found {spelled(found)}"
+            if expected == found
+            else f"{where}: expected {format_value(expected)}, found {format_value(found)}"
         )
-    return next((each for each in (difference(*part) for part in parts) if each), None)
+    return next((each for each in (describe_difference(*part) for part in parts) if each), None)
 
 
-def spelled(value: Any) -> str:
-    return shortened(json.dumps(value, ensure_ascii=False))
+def format_value(value: Any) -> str:
+    return shorten(json.dumps(value, ensure_ascii=False))
 
 
 def print_table(vectors: list[Vector], failed: set[str]) -> None:
@@ -206,8 +209,8 @@ def main(arguments: list[str]) -> int:
         vectors = sample(vectors)
 
     def check(vector: Vector) -> str | None:
-        answer = run(command, vector.path, options.timeout)
-        return failure_of(vector, answer, options.verdict_only)
+        result = run(command, vector.path, options.timeout)
+        return describe_failure(vector, result, options.verdict_only)
 
     try:
         with ThreadPoolExecutor(options.jobs) as pool:

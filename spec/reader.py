@@ -1,27 +1,27 @@
 #!/usr/bin/env python3
-"""A reader of TSSD archives, written from format.md with nothing but the standard library.
+"""A reader of TSSD archives, written from format.md with only the standard library.
 
-    reader.py PATH                    proves all that can be proven and prints the JSON view
-    reader.py --verify PATH           proves the index and the stored bytes, decodes what it prints
-    reader.py --verify --deep PATH    as without options: decodes everything and proves what it means
-    reader.py --open PATH             proves the index alone
-    reader.py --vectors DIR           decodes every valid vector in DIR, and refuses every invalid one
-    reader.py --serve                 answers archives from stdin, for fuzzing: see `serve`
-    reader.py --self-test             tries its own parts: BLAKE3, the byte shuffle, frame headers
+    reader.py PATH                    runs all verifications and prints the JSON view
+    reader.py --verify PATH           verifies the index and the stored bytes, decodes only what it prints
+    reader.py --verify --deep PATH    as without options: also decodes everything and verifies the content
+    reader.py --open PATH             verifies the index only
+    reader.py --vectors DIR           checks that it decodes every valid vector in DIR and rejects the others
+    reader.py --serve                 reads archives from stdin and answers each, for fuzzing: see `serve`
+    reader.py --self-test             tests its own parts: BLAKE3, the byte shuffle, frame headers
 
-PATH is a file, or a directory that holds a shard set: `manifest.tssd` and the archives that it names.
-It decodes and prints no more than 2^30 bytes, or as many as `--limit BYTES` says.
+PATH is a file, or the directory of a shard set: `manifest.tssd` and the archives that it names.
+It decodes and prints at most 2^30 bytes, or the number of `--limit BYTES`.
 
-The exit status is 0 and the JSON view is on stdout; or it is 1 and the last line on stderr says
-`KIND RULE where`, such as `HeapRange F-030 heap, range 0+3`. Status 2 is no verdict: the file cannot
-be read, is beyond the limit, or holds zstd chunks and there is no zstd here (Python 3.14 has
-it; before, the library libzstd is used if it is installed).
+For a valid archive, the exit status is 0 and stdout has the JSON view. For an invalid one, it is 1 and
+the last line on stderr is `KIND RULE where`, such as `HeapRange F-030 heap, range 0+3`. Status 2 means
+that there is no verdict: the file cannot be read, exceeds the limit, or has zstd chunks that cannot be
+decoded here (Python 3.14 has zstd; earlier versions need the library libzstd).
 
-It follows the sections of format.md, and each check names its rule: it is meant to be read beside
-the document. Where a file breaks several rules, it names the same one as the reference reader,
-because it looks at the same things in the same order. It is slow and holds the whole file in memory,
-but the work of its checks is linear in the size of the file, whatever the file says: what many records
-share is looked at once, and nothing is allocated for a length before it is compared with what is there.
+The code follows the sections of format.md, and each check names its rule: read it beside the document.
+If a file violates several rules, it reports the same one as the reference reader, because it runs the
+same checks in the same order. It is slow and keeps the whole file in memory. But its checks take time
+linear in the size of the file, for any content: data that several records share is checked once, and a
+length is compared with the available bytes before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-# Bytes that are decoded and printed at most, unless the caller says otherwise.
-LIMIT = 1 << 30
+# The default maximum of bytes that are decoded and printed.
+DEFAULT_LIMIT = 1 << 30
 
-# A record of a table, with the fields of TABLES below; one of a single field is that field.
+# A record of a table, with the fields in TABLES below. A record with a single field is the value of that field.
 Record = Any
-# What `json` writes.
+# A value that `json` can serialize.
 Json = Any
 
 # The error kind of each rule.
@@ -120,8 +120,8 @@ F-094 DigestMismatch
 """.splitlines())
 
 
-class Refused(Exception):
-    """The file breaks a rule of the format: its number, and where."""
+class InvalidArchive(Exception):
+    """The file violates a rule of the format: the number of the rule, and the place."""
 
     def __init__(self, rule: str, where: str) -> None:
         super().__init__(rule, where)
@@ -131,13 +131,13 @@ class Refused(Exception):
         return f"{KINDS[self.rule]} {self.rule} {self.where}"
 
 
-class Undecided(Exception):
-    """No verdict: this reader cannot, or may not, look further."""
+class NoVerdict(Exception):
+    """There is no verdict: this reader cannot decode the file, or a limit forbids it."""
 
 
 def require(rule: str, holds: object, where: str) -> None:
     if not holds:
-        raise Refused(rule, where)
+        raise InvalidArchive(rule, where)
 
 
 def align_up(x: int, alignment: int) -> int:
@@ -149,8 +149,11 @@ def is_zero(content: bytes) -> bool:
 
 
 def layout(fields: str) -> tuple[struct.Struct, Callable[[tuple], Record]]:
-    """Records of a fixed size, given as `code:name` of each field, in the codes of `struct`: their
-    struct, and what becomes of the fields. A record of one field is that field."""
+    """Returns the struct of a record, and the function that makes a record of its values.
+
+    `fields` has `code:name` for each field, with the codes of `struct`. A record of one field is the
+    value of that field.
+    """
     codes, names = zip(*(field.split(":") for field in fields.split()))
     make = namedtuple("Record", names)._make if len(names) > 1 else itemgetter(0)
     return struct.Struct("<" + "".join(codes)), make
@@ -176,7 +179,7 @@ TRAILER = layout(
 
 
 def check_head(data: bytes) -> None:
-    # A foreign file is named as such, however short it is.
+    # A file of another format is reported as such, even if it is too short.
     foreign = len(data) >= 8 and not data.startswith(b"\x89TSD\r\n\x1a\n")
     require("F-002", not foreign, "head")
     require("F-001", len(data) >= 4264, f"{len(data)} bytes")
@@ -193,7 +196,7 @@ def check_trailer(data: bytes) -> Record:
     start = len(data) - 64
     (t,) = read_records(TRAILER, data[start:])
     require("F-007", t.end_magic == b"\n\x1a\n\rDST\x89", "trailer")
-    # The CRC sits between the fields and the end magic, and covers both.
+    # The CRC lies between the fields and the end magic, and covers both.
     crc = zlib.crc32(t.end_magic, zlib.crc32(data[start : start + 52]))
     require("F-008", t.crc32 == crc, "trailer")
     require("F-009", t.file_len == len(data), f"{len(data)} bytes, not {t.file_len}")
@@ -208,7 +211,7 @@ def check_trailer(data: bytes) -> Record:
 
 # ---- 3. The index: tables and root ---------------------------------------------------------------
 
-# Name, alignment and records of each table, in the order of the root.
+# Name, alignment and record fields of each table, in the order of the root.
 TABLES = """\
 heap       1 B:byte
 dims       8 Q:number
@@ -234,7 +237,7 @@ NONE = 0xFFFF_FFFF
 
 
 def read_tables(index: bytes, t: Record) -> dict[str, Any]:
-    """The records of each table; those of the heap are its bytes."""
+    """Returns the records of each table. The records of the heap are its bytes."""
     placed = t.root_off % 4 == 0 and t.root_off + t.root_len == t.index_len
     require("F-020", placed and t.root_len >= ROOT_LEN, f"root at {t.root_off}")
     places, end = [], 0
@@ -246,7 +249,7 @@ def read_tables(index: bytes, t: Record) -> dict[str, Any]:
         end = start + count * record[0].size
         require("F-021", end <= t.root_off, name)
         places.append((start, end))
-    # A longer root is from a later version, which may have tables of its own before it.
+    # A later version writes a longer root, and may have more tables before it.
     if t.root_len == ROOT_LEN:
         placed = t.root_off == align_up(end, 4) and is_zero(index[end : t.root_off])
         require("F-021", placed, "root")
@@ -258,14 +261,14 @@ def read_tables(index: bytes, t: Record) -> dict[str, Any]:
 
 
 class Claims:
-    """How much of a table is claimed: from its start to `end`."""
+    """The claimed part of a table: from its start to `end`."""
 
     def __init__(self, name: str, table: Sequence, rule: str) -> None:
         self.name, self.size, self.rule = name, len(table), rule
         self.end = 0
 
     def claim(self, start: int, count: int) -> None:
-        """Claimed in order: the range extends the claimed part, or lies in it."""
+        """Claims a range in order: the range must extend the claimed part, or lie in it."""
         if count == 0:
             fits = start == 0
         else:
@@ -275,7 +278,7 @@ class Claims:
         require(self.rule, fits, f"{self.name}, range {start}+{count}")
 
     def claim_once(self, start: int, count: int) -> None:
-        """Claimed once: the range starts where the one before it ended."""
+        """Claims a range once: the range must start at the end of the previous one."""
         fits = start == self.end and count <= self.size - start
         require(self.rule, fits, f"{self.name}, range {start}+{count}")
         self.end += count
@@ -288,7 +291,7 @@ class Claims:
 
 
 class Archive:
-    """A file with the tables of its index, and what the checks learn about them on the way."""
+    """A file with the tables of its index, and the state of the checks."""
 
     def __init__(self, data: bytes, trailer: Record, limit: int) -> None:
         self.data = data
@@ -311,16 +314,16 @@ class Archive:
         self.digests: list[bytes] = tables["digests"]
         self.shards: list[Record] = tables["shards"]
         self.heap_end = 0
-        self.strings = {0: b""}  # the contents of the heap ranges claimed so far
-        self.texts: set[tuple] = set()  # those that were found to be text, and of which sort
+        self.strings = {0: b""}  # the contents of the claimed heap ranges
+        self.texts: set[tuple] = set()  # the ranges that were checked to be text, with the mode of the check
         self.dims_claims = Claims("dims", self.dims, "F-033")
-        self.named: list[str | None] = [None] * len(self.storages)  # which table names each storage
-        self.shard_set: list[bytes] | None = None  # the files of the shards, if they are opened too
-        self.decoded: dict[tuple[int, int], bytes] = {}  # chunks that were decoded last
+        self.named: list[str | None] = [None] * len(self.storages)  # the table that names each storage
+        self.shard_set: list[bytes] | None = None  # the files of the shards, if they are open too
+        self.decoded: dict[tuple[int, int], bytes] = {}  # the most recently decoded chunks
         self.limit = limit
 
     def key_content(self, node: Record) -> Any:
-        """The bytes or the word that is the key. It may not be claimed yet, but it is there."""
+        """Returns the bytes or the word of a key. The range may be unclaimed, but must be in the heap."""
         if node.key_kind not in K_IN_HEAP:
             return node.key
         start, length = node.key & NONE, node.key >> 32
@@ -332,7 +335,7 @@ class Archive:
         start, length = heap_range & NONE, heap_range >> 32
         require("F-030", length <= MAX_INLINE or start == self.heap_end, "a long range named twice")
         if heap_range not in self.strings:
-            # The ranges so far cover all that is claimed: one that began there would overlap them.
+            # The known ranges cover the whole claimed part: a new range that began in it would overlap one.
             fits = length and start == self.heap_end and start + length <= len(self.heap)
             require("F-030", fits, f"heap, range {start}+{length}")
             self.strings[heap_range] = self.heap[start : start + length]
@@ -342,7 +345,7 @@ class Archive:
     def claim_text(
         self, heap_range: int, rule: str = "F-032", surrogates: str = "surrogatepass"
     ) -> bytes:
-        """Claims text or, with `surrogates="strict"`, UTF-8 without them."""
+        """Claims a range of text. With `surrogates="strict"`, it must be UTF-8 without surrogates."""
         text = self.claim_bytes(heap_range)
         if (heap_range, surrogates) not in self.texts:
             require(rule, is_text(text, surrogates), f"heap range {heap_range:#x}")
@@ -353,8 +356,8 @@ class Archive:
         self.dims_claims.claim(first, count)
         return self.vector(first, count)
 
-    def dims_at(self, first: int, count: int) -> list[int]:
-        """Dims that are not claimed yet, but there."""
+    def peek_dims(self, first: int, count: int) -> list[int]:
+        """Returns a range of dims that may be unclaimed, but must be in the table."""
         require("F-033", first + count <= len(self.dims), f"dims, range {first}+{count}")
         return self.vector(first, count)
 
@@ -367,19 +370,19 @@ class Archive:
     def run(self, node: Record) -> list[Record]:
         return self.tensors[node.a : node.a + node.count]
 
-    def slice_of(self, tensor: Record) -> Record:
+    def tensor_slice(self, tensor: Record) -> Record:
         require("F-071", tensor.slice < len(self.slices), f"slice {tensor.slice}")
         return self.slices[tensor.slice]
 
-    def placements_of(self, piece: Record) -> list[Record]:
-        first = len(self.placements) if piece.placements == NONE else piece.placements
-        return self.placements[first : first + piece.mesh_rank]
+    def slice_placements(self, record: Record) -> list[Record]:
+        first = len(self.placements) if record.placements == NONE else record.placements
+        return self.placements[first : first + record.mesh_rank]
 
-    def spend(self, count: int) -> None:
-        """Counts bytes that are more than the file itself."""
+    def count_output(self, count: int) -> None:
+        """Counts decoded or printed bytes against the limit."""
         self.limit -= count
         if self.limit < 0:
-            raise Undecided("what the file means is larger than the limit: see --limit")
+            raise NoVerdict("what the file means is larger than the limit: see --limit")
 
 
 def is_text(content: bytes, surrogates: str = "surrogatepass") -> bool:
@@ -395,7 +398,7 @@ def is_text(content: bytes, surrogates: str = "surrogatepass") -> bool:
 NONE_LEAF, BOOL, INT, BIGINT, FLOAT, COMPLEX, STR, BYTES, DTYPE, SIZE = range(10)
 DEVICE, TENSOR, OPAQUE = range(10, 13)
 DICT, ORDERED_DICT, LIST, TUPLE, NAMEDTUPLE, DIVERGENT = range(32, 38)
-STORABLE = (STR, BYTES, OPAQUE)  # leaves whose content may be in a storage
+STORABLE = (STR, BYTES, OPAQUE)  # leaves whose content can be in a storage
 
 K_INDEX, K_STR, K_INT, K_BIGINT, K_BOOL, K_FLOAT, K_NONE, K_BYTES, K_TUPLE = range(9)
 K_IN_HEAP = (K_STR, K_BIGINT, K_BYTES, K_TUPLE)
@@ -406,19 +409,19 @@ KEYS_OF |= {DIVERGENT: (K_INT,), LIST: (K_INDEX,), TUPLE: (K_INDEX,)}
 MAX_LEVELS = 64
 MAX_PACKED_DEPTH = 8
 MAX_PACKED_ELEMENTS = 64
-MAX_INLINE = 4096  # bytes of content in the heap, and of a key
+MAX_INLINE = 4096  # maximum bytes of a key, and of content in the heap
 
 
-class Walk:
-    """A walk over the nodes in table order: what is claimed so far, and where each node stands."""
+class NodeWalk:
+    """The state of a walk over the nodes in table order: the claims, and the position of each node."""
 
     def __init__(self, file: Archive) -> None:
         self.file = file
         self.children = Claims("nodes", file.nodes, "F-041")
-        self.children.claim_once(0, 1)  # the root is nobody's child
+        self.children.claim_once(0, 1)  # the root is not a child
         self.runs = Claims("tensors", file.tensors, "F-051")
         self.level = [1] * len(file.nodes)
-        self.divergent = [False] * len(file.nodes)  # whether it is inside a divergent node
+        self.divergent = [False] * len(file.nodes)  # whether the node is inside a divergent node
 
     def check_complete(self) -> None:
         self.children.check_complete()
@@ -426,14 +429,14 @@ class Walk:
 
 
 def check_nodes(file: Archive) -> None:
-    """Key, `a` and `b` of each node in turn: the order in which heap and dims are claimed."""
+    """Checks the nodes in order, each its key, `a` and `b`: heap and dims are claimed in this order."""
     nodes, by_key = file.nodes, file.by_key
     require("F-048", nodes and nodes[0].kind in (DICT, ORDERED_DICT), "root")
     require("F-048", nodes[0].key_kind == K_INDEX and nodes[0].key == 0, "root")
     require("F-041", len(by_key) == len(nodes) and by_key[0] == 0, "by_key")
-    walk = Walk(file)
+    walk = NodeWalk(file)
     for i, node in enumerate(nodes):
-        # A node that no container before it has claimed could only be its own ancestor.
+        # A node that no earlier container has claimed could only be its own ancestor.
         require("F-041", i < walk.children.end, f"node {i}")
         require("F-042", node.kind not in KEYS_OF or walk.level[i] <= MAX_LEVELS, f"node {i}")
         check_own_key(file, node, f"key of node {i}")
@@ -445,14 +448,14 @@ def check_nodes(file: Archive) -> None:
 
 
 def check_own_key(file: Archive, node: Record, where: str) -> None:
-    """The key by itself; that it fits its container has been seen there."""
+    """Checks a key by itself. The check of its container has checked that it fits there."""
     content = file.key_content(node)
     if node.key_kind in K_IN_HEAP:
         file.claim_bytes(node.key)
     check_key(node.key_kind, content, where)
 
 
-def check_container(walk: Walk, i: int, node: Record) -> None:
+def check_container(walk: NodeWalk, i: int, node: Record) -> None:
     file, where = walk.file, f"node {i}"
     walk.children.claim_once(node.a, node.count)
     require("F-047", node.flags == 0, where)
@@ -480,7 +483,7 @@ def check_key_fits(container: int, child: Record, where: str) -> None:
 
 
 def check_keys(file: Archive, children: range, where: str) -> None:
-    """That the keys of a container are in order, and differ in Python."""
+    """Checks that the keys of a container are in order, and are distinct in Python."""
     previous, words = None, set()
     for child in (file.by_key[entry] for entry in children):
         require("F-044", child in children, where)
@@ -491,11 +494,11 @@ def check_keys(file: Archive, children: range, where: str) -> None:
         if node.key_kind not in K_IN_HEAP:
             words.add(current)
     for key_kind, word in words:
-        require("F-045", words.isdisjoint(twins(key_kind, word)), where)
+        require("F-045", words.isdisjoint(equal_keys(key_kind, word)), where)
 
 
-def twins(key_kind: int, word: int) -> Iterator[tuple[int, int]]:
-    """The other int and float keys that equal a bool or float key in Python."""
+def equal_keys(key_kind: int, word: int) -> Iterator[tuple[int, int]]:
+    """Yields the other int and float keys that equal a bool or float key in Python."""
     if key_kind == K_BOOL:
         yield K_INT, word
     number = as_float(word) if key_kind == K_FLOAT else float(word > 0)
@@ -517,7 +520,7 @@ def check_key(key_kind: int, content: Any, where: str) -> None:
     elif key_kind == K_BOOL:
         require("F-043", content <= 1, where)
     elif key_kind == K_FLOAT:
-        require("F-043", as_float(content) == as_float(content), where)  # not so a NaN
+        require("F-043", as_float(content) == as_float(content), where)  # false for a NaN
     elif key_kind in (K_INDEX, K_NONE):
         require("F-043", content == 0, where)
     elif key_kind == K_TUPLE:
@@ -525,13 +528,13 @@ def check_key(key_kind: int, content: Any, where: str) -> None:
 
 
 def unpack_tuple(packed: bytes) -> list[tuple]:
-    """The (key kind, content) pairs of a packed tuple."""
+    """Returns the (key kind, content) pairs of a packed tuple."""
     stream = BytesIO(packed)
     try:
         elements = unpack_elements(stream, 1)
-    except Refused as refusal:
-        # Whatever rule an element breaks, the tuple breaks this one.
-        raise Refused("F-043", refusal.where) from None
+    except InvalidArchive as error:
+        # If an element violates any rule, the tuple violates this one.
+        raise InvalidArchive("F-043", error.where) from None
     require("F-043", stream.tell() == len(packed), "bytes behind a packed tuple")
     require("F-043", count_elements(elements) <= MAX_PACKED_ELEMENTS, "elements of a packed tuple")
     return elements
@@ -583,12 +586,15 @@ def float_bits(number: float) -> int:
 
 
 def is_canonical(bigint: bytes) -> bool:
-    """Nine bytes, of which the last is not a mere sign: just the integers that are not an i64."""
+    """Returns whether a bigint is canonical: it has at least 9 bytes, and its last byte is needed.
+
+    These are exactly the integers that do not fit into an i64.
+    """
     sign = b"\xff" if bigint[-2:-1] >= b"\x80" else b"\x00"
     return len(bigint) > 8 and bigint[-1:] != sign
 
 
-def check_leaf(walk: Walk, node: Record, where: str) -> None:
+def check_leaf(walk: NodeWalk, node: Record, where: str) -> None:
     file = walk.file
     require("F-047", node.flags <= int(node.kind in STORABLE), where)
     require("F-040", node.kind <= OPAQUE, f"{where}, kind {node.kind}")
@@ -618,7 +624,7 @@ def check_leaf(walk: Walk, node: Record, where: str) -> None:
 
 
 def check_content(file: Archive, node: Record, where: str) -> None:
-    """The content of a str, bytes or opaque leaf: in the heap, or in a storage of its own."""
+    """Checks the content of a str, bytes or opaque leaf: in the heap, or in its own storage."""
     if node.flags & 1:
         require("F-049", node.a < len(file.storages), where)
         require("F-049", file.storages[node.a].raw_len > MAX_INLINE, where)
@@ -630,7 +636,7 @@ def check_content(file: Archive, node: Record, where: str) -> None:
 
 
 def check_run(file: Archive, node: Record, where: str) -> None:
-    """The records of one leaf, against each other."""
+    """Checks that the records of one leaf are consistent."""
     run = file.run(node)
     sliced = all(tensor.slice != NONE for tensor in run)
     require("F-051", sliced or node.count == 1, where)
@@ -640,8 +646,8 @@ def check_run(file: Archive, node: Record, where: str) -> None:
 
 
 def global_shape(file: Archive, tensor: Record) -> list[int]:
-    piece = file.slice_of(tensor)
-    return file.dims_at(piece.global_shape, piece.rank)
+    record = file.tensor_slice(tensor)
+    return file.peek_dims(record.global_shape, record.rank)
 
 
 # ---- 6. Tensors and storages ---------------------------------------------------------------------
@@ -653,19 +659,19 @@ DTYPES: dict[int, dict] = {
 TENSOR_FLAGS = ("requires_grad", "parameter", "ndarray", "scalar")
 MAX_RANK = 64
 OVERFLOW = 1 << 63
-CHUNK_LOG2 = 12, 20  # the smallest chunks, and the largest, which compressed ones always are
+CHUNK_LOG2 = 12, 20  # of the smallest and the largest chunks; compressed storages have the largest
 CHUNK = 1 << CHUNK_LOG2[1]
-RAW, ZSTD = range(2)  # codecs, of storages as of chunks
+RAW, ZSTD = range(2)  # codecs of storages and of chunks
 SHUFFLES = (0, 2, 4, 8, 16)
-MOST_PER_BYTE = 32_768  # decoded bytes for each stored byte of a chunk
+MAX_DECODED_PER_BYTE = 32_768  # maximum decoded bytes for each stored byte of a chunk
 
 
 def extent(tensor: Record, shape: list[int]) -> int:
-    """The product of itemsize and all sizes that are not 0."""
+    """Returns the product of itemsize and all sizes that are not 0."""
     return DTYPES[tensor.dtype]["itemsize"] * prod(size for size in shape if size)
 
 
-def strides_of(file: Archive, tensor: Record, shape: list[int]) -> list[int]:
+def effective_strides(file: Archive, tensor: Record, shape: list[int]) -> list[int]:
     if tensor.strides != NONE:
         return file.vector(tensor.strides, tensor.rank)
     return row_major(shape)
@@ -695,7 +701,7 @@ def check_tensor(file: Archive, tensor: Record, where: str) -> list[int]:
     shape = file.claim_dims(tensor.shape, tensor.rank)
     if tensor.strides != NONE:
         file.dims_claims.claim(tensor.strides, tensor.rank)
-    strides = strides_of(file, tensor, shape)
+    strides = effective_strides(file, tensor, shape)
     itemsize = DTYPES[tensor.dtype]["itemsize"]
     last = sum((size - 1) * stride for size, stride in zip(shape, strides))
     end = 0 if 0 in shape else tensor.byte_offset + itemsize * (1 + last)
@@ -712,11 +718,11 @@ def check_tensor(file: Archive, tensor: Record, where: str) -> list[int]:
 
 
 def check_sliced(file: Archive, tensor: Record, shape: list[int], where: str) -> None:
-    """That a tensor is a part of its global tensor. (Its dims are claimed by the slice, later.)"""
-    piece = file.slice_of(tensor)
-    require("F-070", piece.rank == tensor.rank, where)
-    offsets = file.dims_at(piece.offsets, piece.rank)
-    whole = file.dims_at(piece.global_shape, piece.rank)
+    """Checks that a tensor is a part of its global tensor. `check_slices` claims the dims later."""
+    record = file.tensor_slice(tensor)
+    require("F-070", record.rank == tensor.rank, where)
+    offsets = file.peek_dims(record.offsets, record.rank)
+    whole = file.peek_dims(record.global_shape, record.rank)
     require("F-070", max(*whole, extent(tensor, whole), 0) < OVERFLOW, where)
     inside = all(at + n <= size for at, n, size in zip(offsets, shape, whole))
     require("F-070", inside, where)
@@ -737,7 +743,7 @@ def check_storages(file: Archive) -> None:
         if storage.codec == ZSTD:
             chunks.claim_once(storage.chunks, chunk_count(storage))
             check_chunks(file, storage, where)
-    # Padding up to the index is less than the index needs; a manifest has no blob.
+    # The index begins at the next aligned offset after the blob. A manifest has no blob.
     require("F-060", file.index_off == (DATA_START if file.shards else align_up(end, 64)), "index")
     crcs.check_complete()
     chunks.check_complete()
@@ -749,8 +755,8 @@ def check_storages(file: Archive) -> None:
 def check_codec(storage: Record, where: str) -> None:
     smallest, largest = CHUNK_LOG2
     require("F-063", storage.codec in (RAW, ZSTD) and storage.reserved == 0, where)
-    least = smallest if storage.codec == RAW else largest
-    require("F-063", least <= storage.chunk_log2 <= largest, where)
+    min_log2 = smallest if storage.codec == RAW else largest
+    require("F-063", min_log2 <= storage.chunk_log2 <= largest, where)
     if storage.codec == RAW:
         require("F-063", storage.shuffle == 0 and storage.chunks == NONE, where)
         require("F-063", storage.stored_len == storage.raw_len, where)
@@ -759,17 +765,17 @@ def check_codec(storage: Record, where: str) -> None:
 
 
 def check_place(file: Archive, storage: Record, start: int, shard: int, where: str) -> None:
-    """Where a storage lies, given the shard of the one before it, and where it may begin."""
+    """Checks the place of a storage, given the shard of the previous one, and its first possible offset."""
     end = storage.offset + storage.stored_len
     alignment = 1 << storage.align_log2
     require("F-060", 0 < storage.stored_len and end < 1 << 64, where)
     if file.shards:
-        # There may be other storages between those of a manifest.
+        # A shard may have storages between those that the manifest names.
         require("F-060", shard <= storage.shard < len(file.shards), where)
         require("F-060", start <= storage.offset and storage.offset % alignment == 0, where)
         require("F-060", end <= file.shards[storage.shard].index_off, where)
     else:
-        # They follow each other, so the last one shows whether all of them end before the index.
+        # Storages are contiguous, so the end of the last one shows whether all end before the index.
         require("F-060", storage.shard == 0, where)
         require("F-060", storage.offset == align_up(start, alignment), where)
 
@@ -779,7 +785,7 @@ def chunk_count(storage: Record) -> int:
 
 
 def chunk_len(storage: Record, number: int) -> int:
-    """How many bytes a chunk decodes to."""
+    """Returns the decoded length of a chunk, in bytes."""
     return min(1 << storage.chunk_log2, storage.raw_len - (number << storage.chunk_log2))
 
 
@@ -792,8 +798,8 @@ def check_chunks(file: Archive, storage: Record, where: str) -> None:
         if chunk.codec == RAW:
             require("F-065", chunk.stored_len == size, where)
         else:
-            least = align_up(size, MOST_PER_BYTE) // MOST_PER_BYTE
-            require("F-065", least <= chunk.stored_len < size, where)
+            min_len = align_up(size, MAX_DECODED_PER_BYTE) // MAX_DECODED_PER_BYTE
+            require("F-065", min_len <= chunk.stored_len < size, where)
         end += chunk.stored_len
         codecs.add(chunk.codec)
     require("F-065", end == storage.stored_len and ZSTD in codecs, where)
@@ -802,50 +808,50 @@ def check_chunks(file: Archive, storage: Record, where: str) -> None:
 # ---- 7. Slices, placements, attributes, digests, shards ------------------------------------------
 
 REPLICATE, SHARD, STRIDED_SHARD = range(3)
-MAX_NAME = 256  # bytes of the name of a mesh dimension
+MAX_NAME = 256  # maximum bytes of the name of a mesh dimension
 MANIFEST_NAME = "manifest.tssd"
 SHARD_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 
 
 def check_slices(file: Archive) -> None:
     placements = Claims("placements", file.placements, "F-073")
-    meshes = Meshes(file)
-    for i, piece in enumerate(file.slices):
+    meshes = MeshRanges(file)
+    for i, record in enumerate(file.slices):
         where = f"slice {i}"
-        file.claim_dims(piece.offsets, piece.rank)
-        file.claim_dims(piece.global_shape, piece.rank)
-        require("F-071", piece.flags == 0, where)
-        if piece.mesh_rank:
-            check_mesh(file, where, piece, meshes)
-            if piece.placements != NONE:
-                placements.claim(piece.placements, piece.mesh_rank)
-                for placement in file.placements_of(piece):
-                    check_placement(placement, piece.rank, where)
-            check_names(file, where, piece)
+        file.claim_dims(record.offsets, record.rank)
+        file.claim_dims(record.global_shape, record.rank)
+        require("F-071", record.flags == 0, where)
+        if record.mesh_rank:
+            check_mesh(file, where, record, meshes)
+            if record.placements != NONE:
+                placements.claim(record.placements, record.mesh_rank)
+                for placement in file.slice_placements(record):
+                    check_placement(placement, record.rank, where)
+            check_names(file, where, record)
         else:
-            fields = piece.mesh, piece.coordinates, piece.ranks, piece.placements, piece.names
+            fields = record.mesh, record.coordinates, record.ranks, record.placements, record.names
             require("F-071", all(field == NONE for field in fields), where)
     placements.check_complete()
 
 
-def check_mesh(file: Archive, where: str, piece: Record, meshes: Meshes) -> None:
-    require("F-071", piece.mesh != NONE and piece.mesh_rank <= MAX_RANK, where)
-    # The shape says how many ranks follow it in the range, so it is read before that is claimed.
-    mesh = file.dims_at(piece.mesh, piece.mesh_rank)
+def check_mesh(file: Archive, where: str, record: Record, meshes: MeshRanges) -> None:
+    require("F-071", record.mesh != NONE and record.mesh_rank <= MAX_RANK, where)
+    # The shape determines the number of ranks in the range, so it is read before the range is claimed.
+    mesh = file.peek_dims(record.mesh, record.mesh_rank)
     devices = prod(mesh)
     require("F-071", 0 < devices < 1 << 32, where)
-    if piece.ranks == NONE:
-        file.dims_claims.claim(piece.mesh, piece.mesh_rank)
+    if record.ranks == NONE:
+        file.dims_claims.claim(record.mesh, record.mesh_rank)
     else:
-        require("F-071", piece.ranks == piece.mesh + piece.mesh_rank, where)
-        meshes.claim(piece.mesh, piece.ranks, piece.ranks + devices, where)
-    if piece.coordinates != NONE:
-        coordinates = file.claim_dims(piece.coordinates, piece.mesh_rank)
+        require("F-071", record.ranks == record.mesh + record.mesh_rank, where)
+        meshes.claim(record.mesh, record.ranks, record.ranks + devices, where)
+    if record.coordinates != NONE:
+        coordinates = file.claim_dims(record.coordinates, record.mesh_rank)
         require("F-071", all(at < size for at, size in zip(coordinates, mesh)), where)
 
 
-class Meshes:
-    """The meshes with ranks. They are disjoint, so that no rank is looked at twice."""
+class MeshRanges:
+    """The dims ranges of meshes with ranks. They are disjoint, so that each rank is checked once."""
 
     def __init__(self, file: Archive) -> None:
         self.file = file
@@ -875,12 +881,12 @@ def check_placement(placement: Record, rank: int, where: str) -> None:
     require("F-073", (placement.split_factor > 0) == (placement.kind == STRIDED_SHARD), where)
 
 
-def check_names(file: Archive, where: str, piece: Record) -> None:
-    if piece.names == NONE:
+def check_names(file: Archive, where: str, record: Record) -> None:
+    if record.names == NONE:
         return
-    require("F-071", piece.ranks != NONE, where)
+    require("F-071", record.ranks != NONE, where)
     names = set()
-    for heap_range in file.claim_dims(piece.names, piece.mesh_rank):
+    for heap_range in file.claim_dims(record.names, record.mesh_rank):
         name = file.claim_bytes(heap_range)
         require("F-071", len(name) <= MAX_NAME, where)
         file.claim_text(heap_range, "F-071", "strict")
@@ -904,7 +910,7 @@ def check_attrs(file: Archive) -> None:
 
 
 def check_shards(file: Archive) -> None:
-    # Files beside the manifest, perhaps in a file system that ignores case.
+    # The files are in one directory with the manifest, and its file system may ignore case.
     names = {MANIFEST_NAME.encode()}
     for i, shard in enumerate(file.shards):
         where = f"shard {i}"
@@ -916,8 +922,8 @@ def check_shards(file: Archive) -> None:
         require("F-082", shard.index_off + ROOT_LEN + 64 <= shard.file_len, where)
 
 
-def open_archive(data: bytes, limit: int = LIMIT) -> Archive:
-    """Proves all of a file but its payload: F-001 to F-082."""
+def open_archive(data: bytes, limit: int = DEFAULT_LIMIT) -> Archive:
+    """Opens an archive. Checks everything but the payload: F-001 to F-082."""
     check_head(data)
     file = Archive(data, check_trailer(data), limit)
     check_nodes(file)
@@ -926,46 +932,48 @@ def open_archive(data: bytes, limit: int = LIMIT) -> Archive:
     check_storages(file)
     check_attrs(file)
     check_shards(file)
-    # Only now has all been walked that refers to them.
+    # All records that refer to heap and dims have been checked now.
     require("F-031", file.heap_end == len(file.heap), f"heap, from {file.heap_end} on")
     file.dims_claims.check_complete("F-031")
     return file
 
 
-def open_shard_set(folder: str | Path, limit: int = LIMIT) -> Archive:
-    """Opens a manifest and the archives that it names, all of which lie in one directory."""
-    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def open_shard_set(folder: str | Path, limit: int = DEFAULT_LIMIT) -> Archive:
+    """Opens a manifest and the archives that it names, which are all in one directory."""
+    dir_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        data = read_file(place, MANIFEST_NAME)
+        data = read_file(dir_fd, MANIFEST_NAME)
         if data is None:
-            raise Undecided(f"there is no regular file {MANIFEST_NAME}")
+            raise NoVerdict(f"there is no regular file {MANIFEST_NAME}")
         file = open_archive(data, limit)
         if file.shards:
-            file.shard_set = [open_shard(file, shard, place) for shard in file.shards]
+            file.shard_set = [open_shard(file, shard, dir_fd) for shard in file.shards]
     finally:
-        os.close(place)
+        os.close(dir_fd)
     return file
 
 
-def read_file(place: int, name: str) -> bytes | None:
-    """The bytes of a regular file of a directory; None if it is a link, or something else."""
+def read_file(dir_fd: int, name: str) -> bytes | None:
+    """Returns the bytes of a regular file in a directory. None if there is no regular file."""
     try:
-        status = os.stat(name, dir_fd=place, follow_symlinks=False)
+        status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(status.st_mode):
         return None
-    with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=place), "rb") as stream:
+    with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=dir_fd), "rb") as stream:
         return stream.read()
 
 
-def open_shard(manifest: Archive, record: Record, place: int) -> bytes:
-    """The bytes of an archive that a manifest names, of which F-083 has been proven. Its index is
-    not looked at unless there is a digest of it."""
+def open_shard(manifest: Archive, record: Record, dir_fd: int) -> bytes:
+    """Returns the bytes of an archive that a manifest names, after checking F-083.
+
+    Its index is opened only if the manifest has a root digest of it.
+    """
     name = manifest.strings[record.name].decode()
-    data = read_file(place, name)
+    data = read_file(dir_fd, name)
     if data is None:
-        raise Refused("F-083", f"there is no regular file {name}")
+        raise InvalidArchive("F-083", f"there is no regular file {name}")
     require("F-083", len(data) == record.file_len, f"length of {name}")
     if not is_zero(record.digest):
         require("F-083", root_digest(open_archive(data)) == record.digest, f"root digest of {name}")
@@ -976,7 +984,7 @@ def open_shard(manifest: Archive, record: Record, place: int) -> bytes:
 
 
 def root_digest(file: Archive) -> bytes | None:
-    """Names all that a file means (section 8); None if a storage has no digest."""
+    """Returns the digest of the whole content of a file (section 8). None if a storage has no digest."""
     if len(file.digests) != len(file.storages):
         return None
     trailer = file.data[-64:]
@@ -986,16 +994,16 @@ def root_digest(file: Archive) -> bytes | None:
 # ---- 8. Payload ----------------------------------------------------------------------------------
 
 
-def blob_of(file: Archive, storage: Record) -> bytes | None:
-    """The file that holds a storage; None if it is not opened."""
+def storage_blob(file: Archive, storage: Record) -> bytes | None:
+    """Returns the file that contains a storage. None if it is not open."""
     if not file.shards:
         return file.data
     return file.shard_set[storage.shard] if file.shard_set else None
 
 
 def stored_chunk(file: Archive, storage: Record, number: int) -> tuple[bytes, int]:
-    """A chunk as it is stored, and its codec."""
-    blob = blob_of(file, storage)
+    """Returns the stored bytes of a chunk, and its codec."""
+    blob = storage_blob(file, storage)
     assert blob is not None, "who decodes has looked whether there is a blob"
     if storage.codec == RAW:
         start, codec = storage.offset + (number << storage.chunk_log2), RAW
@@ -1010,11 +1018,11 @@ def check_crc(file: Archive, storage: Record, number: int, stored: bytes) -> Non
     require("F-090", matches, f"chunk {number} at {storage.offset}")
 
 
-MAX_DECODED = 64  # chunks that are kept
+MAX_DECODED = 64  # maximum number of cached chunks
 
 
 def decoded_chunk(file: Archive, i: int, number: int) -> bytes:
-    """The bytes of a chunk of storage i, which is compressed. CRC and frame are proven first."""
+    """Returns the decoded bytes of a chunk of a compressed storage i. Checks CRC and frame before."""
     if (i, number) in file.decoded:
         return file.decoded[i, number]
     storage = file.storages[i]
@@ -1022,7 +1030,7 @@ def decoded_chunk(file: Archive, i: int, number: int) -> bytes:
     check_crc(file, storage, number, content)
     if codec == ZSTD:
         size = chunk_len(storage, number)
-        file.spend(size)
+        file.count_output(size)
         where = f"chunk {number} of storage {i}"
         content = unshuffle(decode_frame(content, size, where), storage.shuffle)
     if len(file.decoded) == MAX_DECODED:
@@ -1032,11 +1040,11 @@ def decoded_chunk(file: Archive, i: int, number: int) -> bytes:
 
 
 def raw_bytes(file: Archive, i: int, start: int = 0, end: int | None = None) -> bytes:
-    """A part of the raw bytes of storage i, of which only the chunks that it touches are decoded."""
+    """Returns a range of the raw bytes of storage i. Decodes only the chunks that it touches."""
     storage = file.storages[i]
     end = storage.raw_len if end is None else end
     if storage.codec == RAW:
-        blob = blob_of(file, storage)
+        blob = storage_blob(file, storage)
         assert blob is not None, "who decodes has looked whether there is a blob"
         return blob[storage.offset + start : storage.offset + end]
     log2 = storage.chunk_log2
@@ -1046,7 +1054,10 @@ def raw_bytes(file: Archive, i: int, start: int = 0, end: int | None = None) -> 
 
 
 def unshuffle(shuffled: bytes, width: int) -> bytes:
-    """Elements of `width` bytes from all their first bytes, then all their second bytes, and so on."""
+    """Reverses the byte shuffle: all first bytes of the elements, then all second bytes, and so on.
+
+    `width` is the size of an element in bytes.
+    """
     if width < 2:
         return shuffled
     content = bytearray(shuffled)
@@ -1056,7 +1067,7 @@ def unshuffle(shuffled: bytes, width: int) -> bytes:
     return bytes(content)
 
 
-# Frames of zstd, as RFC 8878 has them
+# Frames of zstd, as in RFC 8878
 
 
 class FrameHeader(NamedTuple):
@@ -1074,7 +1085,7 @@ RAW_BLOCK, RLE_BLOCK, COMPRESSED_BLOCK = range(3)
 
 
 def parse_frame_header(frame: bytes) -> FrameHeader | None:
-    """The header of a frame (RFC 8878, section 3.1.1.1); None if it is none, or cut short."""
+    """Parses the header of a frame (RFC 8878, section 3.1.1.1). None if it is invalid or truncated."""
     if frame[:4] != ZSTD_MAGIC or len(frame) < 5:
         return None
     descriptor, at = frame[4], 5
@@ -1097,7 +1108,7 @@ def parse_frame_header(frame: bytes) -> FrameHeader | None:
 
 
 def frame_len(frame: bytes, header: FrameHeader) -> int | None:
-    """Where the frame ends, by the headers of its blocks; None if it is cut short."""
+    """Returns the length of a frame, from the headers of its blocks. None if it is truncated."""
     at, is_last = header.length, False
     while not is_last:
         if at + 3 > len(frame):
@@ -1113,7 +1124,7 @@ def frame_len(frame: bytes, header: FrameHeader) -> int | None:
 def decode_frame(frame: bytes, size: int, where: str) -> bytes:
     header = parse_frame_header(frame)
     if header is None:
-        raise Refused("F-093", f"{where}: no frame")
+        raise InvalidArchive("F-093", f"{where}: no frame")
     require("F-093", header.content_size == size, f"{where}: content size")
     require("F-093", header.window <= MAX_WINDOW, f"{where}: window")
     require("F-093", not header.has_dictionary, f"{where}: a dictionary")
@@ -1121,13 +1132,13 @@ def decode_frame(frame: bytes, size: int, where: str) -> bytes:
     require("F-093", frame_len(frame, header) == len(frame), f"{where}: not one frame")
     content = zstd_decoder()(frame, size)
     if content is None:
-        raise Refused("F-093", f"{where}: content")
+        raise InvalidArchive("F-093", f"{where}: content")
     return content
 
 
 @lru_cache(maxsize=1)
 def zstd_decoder() -> Callable[[bytes, int], bytes | None]:
-    """What takes a frame and the size of its content, and gives the content if it is that long."""
+    """Returns a function that decodes a frame to content of a given size, or to None if it fails."""
     try:
         from compression import zstd  # Python 3.14
     except ImportError:
@@ -1158,23 +1169,23 @@ def libzstd_decoder() -> Callable[[bytes, int], bytes | None]:
         if library is not None:
             break
     else:
-        raise Undecided("cannot decode zstd here: neither Python 3.14 nor libzstd")
+        raise NoVerdict("cannot decode zstd here: neither Python 3.14 nor libzstd")
     decompress = library.ZSTD_decompress
     decompress.restype = ctypes.c_size_t
     decompress.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t]
 
     def decode(frame: bytes, size: int) -> bytes | None:
-        # Memory of just the size: libzstd fails rather than write more.
+        # The buffer has exactly this size: libzstd fails rather than write more.
         target = ctypes.create_string_buffer(size)
-        # An error is a size close to 2^64.
+        # An error is returned as a size close to 2^64.
         written = decompress(target, size, frame, len(frame))
         return target.raw if written == size else None
 
     return decode
 
 
-# BLAKE3. Many chunks are hashed at once: a Python int holds one word of each of them, 64 bits apart,
-# and what overflows the 32 bits of a word falls into the space between.
+# BLAKE3. Many chunks are hashed at once: a Python int contains one word of each chunk, 64 bits apart. An
+# overflow of the 32 bits of a word goes into the space above it.
 
 IV = (
     0x6A09E667,
@@ -1193,7 +1204,7 @@ COLUMNS_THEN_DIAGONALS = (
 )
 CHUNK_START, CHUNK_END, PARENT, ROOT = 1, 2, 4, 8
 BLAKE3_CHUNK = 1024
-# Eight rows, one for each word of a chaining value, each with a number for each chunk.
+# Eight rows, one for each word of a chaining value. Each row has one number for each chunk.
 Rows = list[list[int]]
 
 
@@ -1206,14 +1217,14 @@ def gather(lanes: int, count: int) -> list[int]:
 
 
 def compress(cv: list[int], block: list[int], tail: list[int], count: int) -> list[int]:
-    """The compression function, for `count` blocks; `tail` is counter, length and flags."""
+    """The compression function, for `count` blocks. `tail` is counter, length and flags."""
     mask = spread([0xFFFF_FFFF] * count)
     v = cv + [spread([word] * count) for word in IV[:4]] + tail
 
     def rotate(word: int, bits: int) -> int:
         return (word >> bits | word << 32 - bits) & mask
 
-    for turn in range(7):
+    for round_number in range(7):
         for number, (a, b, c, d) in enumerate(COLUMNS_THEN_DIAGONALS):
             v[a] = v[a] + v[b] + block[2 * number] & mask
             v[d] = rotate(v[d] ^ v[a], 16)
@@ -1228,7 +1239,7 @@ def compress(cv: list[int], block: list[int], tail: list[int], count: int) -> li
 
 
 def chunk_rows(content: bytes, first: int, root: int = 0) -> Rows:
-    """The chaining values of whole chunks from number `first` on, or of one that may be shorter."""
+    """Returns the chaining values of whole chunks, from number `first` on, or of one shorter chunk."""
     count = max(len(content) // BLAKE3_CHUNK, 1)
     length = len(content) // count
     blocks = max(-(-length // 64), 1)
@@ -1247,7 +1258,7 @@ def chunk_rows(content: bytes, first: int, root: int = 0) -> Rows:
 
 
 def parent_rows(rows: Rows, root: int = 0) -> Rows:
-    """The chaining values one level up: those of pairs, and the last one as it is if it is alone."""
+    """Returns the chaining values of the next level: one per pair, and an unpaired last one unchanged."""
     pairs = len(rows[0]) // 2
     block = [spread(row[side : 2 * pairs : 2]) for side in range(2) for row in rows]
     tail = [0, 0, spread([64] * pairs), spread([PARENT | root] * pairs)]
@@ -1256,12 +1267,12 @@ def parent_rows(rows: Rows, root: int = 0) -> Rows:
 
 
 class Blake3:
-    """BLAKE3 of pieces of 1 MiB, of which only the last may be shorter."""
+    """BLAKE3 of pieces of 1 MiB. Only the last piece may be shorter."""
 
     def __init__(self) -> None:
         self.rows: Rows = [
             [] for _ in range(8)
-        ]  # the piece before the last one, and those before it
+        ]  # the chaining values of all pieces but the last
         self.last = b""
         self.count = 0
 
@@ -1272,7 +1283,7 @@ class Blake3:
         self.count += 1
 
     def leaves(self) -> Rows:
-        """The chaining values of the chunks of the last piece."""
+        """Returns the chaining values of the chunks of the last piece."""
         whole = len(self.last) // BLAKE3_CHUNK * BLAKE3_CHUNK
         first = (self.count - 1) * (CHUNK // BLAKE3_CHUNK)
         parts = (self.last[:whole], first), (self.last[whole:], first + whole // BLAKE3_CHUNK)
@@ -1280,7 +1291,7 @@ class Blake3:
         return [sum(rows, []) for rows in zip(*parts_rows)]
 
     def finish_piece(self) -> None:
-        """A piece is a whole subtree, so its chaining value says all of it."""
+        """Adds the chaining value of the last piece, which is a whole subtree."""
         rows = self.leaves()
         while len(rows[0]) > 1:
             rows = parent_rows(rows)
@@ -1309,25 +1320,25 @@ def blake3(content: bytes) -> bytes:
     return tree.digest()
 
 
-# What is proven
+# Verification
 
 
-def blobs_are_here(file: Archive) -> bool:
-    """Not so those of a manifest that is opened alone."""
+def has_blobs(file: Archive) -> bool:
+    """Returns whether the blobs are open. They are not if a manifest is opened without its shards."""
     return not file.shards or file.shard_set is not None
 
 
 def verify(file: Archive) -> None:
-    """Proves the stored bytes. Of a manifest that is opened alone there is nothing but checksums."""
+    """Verifies the stored bytes. A manifest that is opened without its shards has only checksums."""
     verify_storages(file)
     for number, data in enumerate(file.shard_set or ()):
         verify_shard(file, number, data)
 
 
-def verify_storages(file: Archive, proven: Collection[int] = ()) -> None:
-    """Proves the stored bytes of a file and its padding, but for storages that are proven already."""
-    is_here = blobs_are_here(file)
-    if is_here:
+def verify_storages(file: Archive, verified: Collection[int] = ()) -> None:
+    """Verifies the stored bytes of a file and its padding, except storages that are already verified."""
+    has_all_blobs = has_blobs(file)
+    if has_all_blobs:
         check_texts(file, RAW)
     end = DATA_START
     for i, storage in enumerate(file.storages):
@@ -1336,15 +1347,18 @@ def verify_storages(file: Archive, proven: Collection[int] = ()) -> None:
             end = storage.offset + storage.stored_len
         if storage.codec == RAW:
             require("F-091", storage.crc32 == combined_crc(file, storage), f"storage {i}")
-        for number in range(chunk_count(storage) if is_here and i not in proven else 0):
+        for number in range(chunk_count(storage) if has_all_blobs and i not in verified else 0):
             check_crc(file, storage, number, stored_chunk(file, storage, number)[0])
     if not file.shards:
         require("F-092", is_zero(file.data[end : file.index_off]), "before the index")
 
 
 def verify_shard(manifest: Archive, number: int, data: bytes) -> None:
-    """Proves an archive of a shard set: its index, that it has the storages that the manifest names,
-    and of its blob what the manifest does not name."""
+    """Verifies an archive of a shard set.
+
+    Checks its index, that it has the storages that the manifest names, and the part of its blob that the
+    manifest does not name.
+    """
     shard = open_archive(data)
     equal, missing = compare_storages(manifest, number, shard)
     verify_storages(shard, equal)
@@ -1352,12 +1366,12 @@ def verify_shard(manifest: Archive, number: int, data: bytes) -> None:
 
 
 def compare_storages(manifest: Archive, number: int, shard: Archive) -> tuple[set[int], list[int]]:
-    """The storages of a shard that the manifest names, and those that it names and are not there."""
-    own = {storage.offset: i for i, storage in enumerate(shard.storages)}
+    """Returns the storages of a shard that the manifest names, and the named ones that it does not have."""
+    by_offset = {storage.offset: i for i, storage in enumerate(shard.storages)}
     equal, missing = set(), []
     for i, storage in enumerate(manifest.storages):
         if storage.shard == number:
-            j = own.get(storage.offset)
+            j = by_offset.get(storage.offset)
             if j is not None and is_same_storage(manifest, i, shard, j):
                 equal.add(j)
             else:
@@ -1366,39 +1380,39 @@ def compare_storages(manifest: Archive, number: int, shard: Archive) -> tuple[se
 
 
 def is_same_storage(one: Archive, i: int, other: Archive, j: int) -> bool:
-    """Whether two files say the same of a storage. A manifest may leave digests out."""
-    without = not one.digests or not other.digests
-    same_digest = without or one.digests[i] == other.digests[j]
-    return same_digest and what_is_stored(one, i) == what_is_stored(other, j)
+    """Returns whether two files describe a storage equally. A manifest may omit digests."""
+    no_digest = not one.digests or not other.digests
+    same_digest = no_digest or one.digests[i] == other.digests[j]
+    return same_digest and storage_description(one, i) == storage_description(other, j)
 
 
-def what_is_stored(file: Archive, i: int) -> tuple:
-    """All that a file says of a storage but its digest, and where it says it."""
+def storage_description(file: Archive, i: int) -> tuple:
+    """Returns the description of a storage in a file, without its digest and the indexes into tables."""
     storage = file.storages[i]
     count = chunk_count(storage)
     chunks = file.chunks[storage.chunks : storage.chunks + count]
     crcs = file.crcs[storage.crcs : storage.crcs + count]
     fields = "offset stored_len raw_len crc32 codec align_log2 chunk_log2 shuffle"
-    return *pick(storage, fields).values(), crcs, chunks
+    return *select_fields(storage, fields).values(), crcs, chunks
 
 
-def verify_deeply(file: Archive) -> None:
-    """Proves what the stored bytes mean, once they are proven."""
-    if not blobs_are_here(file):
+def verify_deep(file: Archive) -> None:
+    """Verifies the content of the stored bytes, after `verify`."""
+    if not has_blobs(file):
         return
     decode_storages(file)
     for number, data in enumerate(file.shard_set or ()):
         shard = open_archive(data)
-        # Digests that the manifest leaves out are proven here.
-        is_proven = file.digests or not shard.digests
-        decode_storages(shard, compare_storages(file, number, shard)[0] if is_proven else ())
+        # Digests that the manifest omits are checked here.
+        is_verified = file.digests or not shard.digests
+        decode_storages(shard, compare_storages(file, number, shard)[0] if is_verified else ())
 
 
-def decode_storages(file: Archive, proven: Collection[int] = ()) -> None:
-    """Proves what storages mean, but for those that are proven already."""
+def decode_storages(file: Archive, verified: Collection[int] = ()) -> None:
+    """Verifies the content of storages, except those that are already verified."""
     check_texts(file, ZSTD)
     for i, storage in enumerate(file.storages):
-        if (storage.codec == ZSTD or file.digests) and i not in proven:
+        if (storage.codec == ZSTD or file.digests) and i not in verified:
             check_raw_bytes(file, i, storage)
 
 
@@ -1415,7 +1429,7 @@ def check_raw_bytes(file: Archive, i: int, storage: Record) -> None:
 
 
 def check_texts(file: Archive, codec: int) -> None:
-    """Strs that are storages of this codec."""
+    """Checks the strs that are stored in storages of this codec."""
     for i, node in enumerate(file.nodes):
         is_stored = node.kind == STR and node.flags & 1
         if is_stored and file.storages[node.a].codec == codec:
@@ -1423,8 +1437,10 @@ def check_texts(file: Archive, codec: int) -> None:
 
 
 def combined_crc(file: Archive, storage: Record) -> int:
-    """The CRC of a storage from those of its chunks. A CRC-32 is linear, and each byte that
-    follows multiplies it by x^8."""
+    """Computes the CRC of a storage from the CRCs of its chunks.
+
+    A CRC-32 is linear, and each byte that follows multiplies it by x^8.
+    """
     crc = file.crcs[storage.crcs]
     for number in range(1, chunk_count(storage)):
         crc = multiply(crc, power_of_x8(chunk_len(storage, number)))
@@ -1444,7 +1460,7 @@ def power_of_x8(exponent: int) -> int:
 
 
 def multiply(a: int, b: int) -> int:
-    """The product of two polynomials modulo that of CRC-32; their bit 31 stands for x^0."""
+    """Returns the product of two polynomials modulo that of CRC-32. Bit 31 stands for x^0."""
     product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -1463,31 +1479,31 @@ def view(file: Archive) -> Json:
     for attr in file.attrs:
         attrs.append([file.strings[attr.name].decode(), view_atom(attr.kind, attr.value, file)])
     for shard in file.shards:
-        fields = pick(shard, "file_len index_off index_crc32 writer")
+        fields = select_fields(shard, "file_len index_off index_crc32 writer")
         digest = {} if is_zero(shard.digest) else {"digest": shard.digest.hex()}
         shards.append({"name": file.strings[shard.name].decode(), **fields, **digest})
     storages = [view_storage(file, i, storage) for i, storage in enumerate(file.storages)]
-    seen: dict[str, Json] = {"tssd": 1, "attrs": attrs, "storages": storages}
+    members: dict[str, Json] = {"tssd": 1, "attrs": attrs, "storages": storages}
     if shards:
-        seen["shards"] = shards
-    return {**seen, "root": view_node(file, file.nodes[0])}
+        members["shards"] = shards
+    return {**members, "root": view_node(file, file.nodes[0])}
 
 
-def pick(record: Record, fields: str) -> dict[str, int]:
+def select_fields(record: Record, fields: str) -> dict[str, int]:
     return {field: getattr(record, field) for field in fields.split()}
 
 
 def view_storage(file: Archive, i: int, storage: Record) -> Json:
     fields = "offset stored_len raw_len align_log2 crc32" + " shard" * bool(file.shards)
-    seen: dict[str, Json] = pick(storage, fields)
+    members: dict[str, Json] = select_fields(storage, fields)
     if storage.chunk_log2 != CHUNK_LOG2[1]:
-        seen["chunk_log2"] = storage.chunk_log2
+        members["chunk_log2"] = storage.chunk_log2
     if storage.codec == ZSTD:
         chunks = file.chunks[storage.chunks : storage.chunks + chunk_count(storage)]
-        seen["zstd"] = {"shuffle": storage.shuffle, "chunks": [list(chunk) for chunk in chunks]}
+        members["zstd"] = {"shuffle": storage.shuffle, "chunks": [list(chunk) for chunk in chunks]}
     if file.digests:
-        seen["digest"] = file.digests[i].hex()
-    return seen
+        members["digest"] = file.digests[i].hex()
+    return members
 
 
 def view_str(text: bytes) -> dict[str, str]:
@@ -1498,7 +1514,7 @@ def view_str(text: bytes) -> dict[str, str]:
 
 
 def view_text(text: bytes) -> Json:
-    """A string that is no VALUE: bare, unless it holds surrogates."""
+    """Returns the view of a string that is not a VALUE: a plain string, unless it has surrogates."""
     value = view_str(text)
     return value.get("str", value)
 
@@ -1508,7 +1524,7 @@ def view_float(word: int) -> str:
 
 
 def view_bigint(content: bytes) -> str:
-    """Decimal digits. `str` takes the square of their number, and refuses to above 4300 of them."""
+    """Returns decimal digits. `str` needs quadratic time, and rejects more than 4300 digits."""
     number = int.from_bytes(content, "little", signed=True)
     if len(content) <= 1024:
         return str(number)
@@ -1523,7 +1539,7 @@ def view_bigint(content: bytes) -> str:
 
 
 def as_decimal(number: int, bits: int, powers: dict[int, decimal.Decimal]) -> decimal.Decimal:
-    """Halves the number until its parts are short, so that what is long is multiplied fast."""
+    """Converts a number by halves, so that long numbers use the fast multiplication of `decimal`."""
     if bits <= 4096:
         return decimal.Decimal(number)
     low = bits // 2
@@ -1533,7 +1549,7 @@ def as_decimal(number: int, bits: int, powers: dict[int, decimal.Decimal]) -> de
     return high * powers[low] + as_decimal(number & (1 << low) - 1, low, powers)
 
 
-# The values that may be leaves, keys or elements of keys, of a u64 or of bytes.
+# The views of values that can be leaves, keys or elements of keys, from a u64 or bytes.
 ATOMS: dict[int, Callable[[Any], Json]] = {
     NONE_LEAF: lambda _: {"none": None},
     BOOL: lambda word: {"bool": word == 1},
@@ -1557,7 +1573,7 @@ CONTAINERS[DIVERGENT] = "divergent"
 
 
 def view_node(file: Archive, node: Record) -> Json:
-    """A VALUE. Recursion is as deep as the containers, of which F-042 allows 64 levels."""
+    """Returns a VALUE. The recursion is as deep as the containers: at most 64 levels, by F-042."""
     if node.kind in KEYS_OF:
         return view_container(file, node)
     if node.kind == OPAQUE or node.flags & 1:
@@ -1592,18 +1608,21 @@ def view_container(file: Archive, node: Record) -> Json:
 
 
 def view_content(file: Archive, node: Record) -> Json:
-    """A leaf in a storage, or an opaque one; its content is null if its file is not opened."""
+    """Returns the view of a leaf in a storage, or of an opaque leaf.
+
+    The content is null if its file is not open.
+    """
     if not node.flags & 1:
         content: bytes | None = file.strings[node.a]
-    elif blob_of(file, file.storages[node.a]) is None:
+    elif storage_blob(file, file.storages[node.a]) is None:
         content = None
     else:
         content = raw_bytes(file, node.a)
-        file.spend(len(content))
+        file.count_output(len(content))
     if node.kind == STR:
         if content is None:
             return {"str": None}
-        # Opening does not look at it, and the view is of text.
+        # Opening the file does not check the text in storages, but the view needs it.
         require("F-032", is_text(content), f"storage {node.a}")
         return view_str(content)
     digits = None if content is None else content.hex()
@@ -1614,32 +1633,32 @@ def view_content(file: Archive, node: Record) -> Json:
 
 def view_tensor(file: Archive, tensor: Record) -> Json:
     shape = file.vector(tensor.shape, tensor.rank)
-    seen: dict[str, Json] = {"dtype": DTYPES[tensor.dtype]["name"], "shape": shape}
-    strides = strides_of(file, tensor, shape)
+    members: dict[str, Json] = {"dtype": DTYPES[tensor.dtype]["name"], "shape": shape}
+    strides = effective_strides(file, tensor, shape)
     if strides != row_major(shape):
-        seen["strides"] = strides
+        members["strides"] = strides
     if tensor.flags:
         flags = enumerate(TENSOR_FLAGS)
-        seen["flags"] = [name for bit, name in flags if tensor.flags >> bit & 1]
-    seen["storage"] = None if tensor.storage == NONE else tensor.storage
-    seen["byte_offset"] = tensor.byte_offset
-    # With strides of 0 there may be far more elements than bytes: the shape decides.
-    if not blobs_are_here(file):
+        members["flags"] = [name for bit, name in flags if tensor.flags >> bit & 1]
+    members["storage"] = None if tensor.storage == NONE else tensor.storage
+    members["byte_offset"] = tensor.byte_offset
+    # With strides of 0 there can be far more elements than bytes. So the shape decides.
+    if not has_blobs(file):
         pass
     elif 0 in shape:
-        seen["data"] = ""
+        members["data"] = ""
     elif extent(tensor, shape) <= MAX_VIEW_DATA:
-        seen["data"] = elements(file, tensor, shape).hex()
+        members["data"] = elements(file, tensor, shape).hex()
     if tensor.slice != NONE:
-        seen["slice"] = view_slice(file, file.slice_of(tensor))
-    return seen
+        members["slice"] = view_slice(file, file.tensor_slice(tensor))
+    return members
 
 
 def elements(file: Archive, tensor: Record, shape: list[int]) -> bytes:
-    """The elements of a small tensor, laid out row-major."""
-    file.spend(extent(tensor, shape))
+    """Returns the elements of a small tensor, in row-major order."""
+    file.count_output(extent(tensor, shape))
     itemsize = DTYPES[tensor.dtype]["itemsize"]
-    strides = strides_of(file, tensor, shape)
+    strides = effective_strides(file, tensor, shape)
     if strides == row_major(shape):
         end = tensor.byte_offset + extent(tensor, shape)
         return raw_bytes(file, tensor.storage, tensor.byte_offset, end)
@@ -1650,31 +1669,31 @@ def elements(file: Archive, tensor: Record, shape: list[int]) -> bytes:
     return b"".join(parts)
 
 
-def view_slice(file: Archive, piece: Record) -> Json:
-    seen: dict[str, Json] = {
-        "offsets": file.vector(piece.offsets, piece.rank),
-        "global_shape": file.vector(piece.global_shape, piece.rank),
+def view_slice(file: Archive, record: Record) -> Json:
+    members: dict[str, Json] = {
+        "offsets": file.vector(record.offsets, record.rank),
+        "global_shape": file.vector(record.global_shape, record.rank),
     }
-    mesh = file.vector(piece.mesh, piece.mesh_rank)
+    mesh = file.vector(record.mesh, record.mesh_rank)
     if mesh:
-        seen["mesh_shape"] = mesh
-    if piece.coordinates != NONE:
-        seen["coordinates"] = file.vector(piece.coordinates, piece.mesh_rank)
-    if piece.ranks != NONE:
-        ranks = file.vector(piece.ranks, prod(mesh))
-        file.spend(8 * len(ranks))
-        seen["ranks"] = ranks
-    if piece.placements != NONE:
-        seen["placements"] = [view_placement(p) for p in file.placements_of(piece)]
-    if piece.names != NONE:
-        names = file.vector(piece.names, piece.mesh_rank)
-        seen["dim_names"] = [file.strings[name].decode() for name in names]
-    return seen
+        members["mesh_shape"] = mesh
+    if record.coordinates != NONE:
+        members["coordinates"] = file.vector(record.coordinates, record.mesh_rank)
+    if record.ranks != NONE:
+        ranks = file.vector(record.ranks, prod(mesh))
+        file.count_output(8 * len(ranks))
+        members["ranks"] = ranks
+    if record.placements != NONE:
+        members["placements"] = [view_placement(p) for p in file.slice_placements(record)]
+    if record.names != NONE:
+        names = file.vector(record.names, record.mesh_rank)
+        members["dim_names"] = [file.strings[name].decode() for name in names]
+    return members
 
 
 def view_placement(p: Record) -> str:
-    seen = "Replicate()", f"Shard({p.dim})", f"_StridedShard({p.dim}, {p.split_factor})"
-    return seen[p.kind]
+    names = "Replicate()", f"Shard({p.dim})", f"_StridedShard({p.dim}, {p.split_factor})"
+    return names[p.kind]
 
 
 # ---- Vectors -------------------------------------------------------------------------------------
@@ -1683,45 +1702,48 @@ STAGES = ("open", "verify", "deep")
 
 
 def prove(file: Archive, stage: str) -> None:
-    """All that a stage proves of an archive that is open."""
+    """Runs the verifications of a stage on an open archive."""
     if stage != "open":
         verify(file)
     if stage == "deep":
-        verify_deeply(file)
+        verify_deep(file)
 
 
-def open_path(path: Path, limit: int = LIMIT) -> Archive:
+def open_path(path: Path, limit: int = DEFAULT_LIMIT) -> Archive:
     if path.is_dir():
         return open_shard_set(path, limit)
     return open_archive(path.read_bytes(), limit)
 
 
-def verdict_on(path: Path) -> tuple[str | None, str, Json]:
-    """The refusal, the stage that gave it, and the JSON view if there is none."""
+def check_path(path: Path) -> tuple[str | None, str, Json]:
+    """Returns the violated rule, the stage that found it, and the JSON view of a valid archive."""
     stage = "open"
     try:
         file = open_path(path)
         for stage in STAGES[1:]:
             prove(file, stage)
         return None, stage, view(file)
-    except Refused as refusal:
-        return refusal.rule, stage, None
-    except (Undecided, OSError) as reason:
+    except InvalidArchive as error:
+        return error.rule, stage, None
+    except (NoVerdict, OSError) as reason:
         return str(reason), stage, None
 
 
 def check_vector(folder: Path, expected: dict[str, str]) -> str | None:
-    """What is wrong with the answer to a vector, to be refused by its rule if it has one. Where the
-    list says so, the stages before the one that refuses it must accept it."""
-    found, stage, seen = verdict_on(folder / expected["file"])
-    rule, wanted_stage = expected.get("rule"), expected.get("at", stage)
-    if found != rule or (rule and stage != wanted_stage):
-        return f"found {found} at {stage}, expected {rule} at {wanted_stage}"
+    """Checks a vector. Describes what is wrong, or returns None.
+
+    An invalid vector must be rejected by its rule. If the list has a stage for it, all stages before it
+    must accept the vector.
+    """
+    found, stage, found_view = check_path(folder / expected["file"])
+    rule, expected_stage = expected.get("rule"), expected.get("at", stage)
+    if found != rule or (rule and stage != expected_stage):
+        return f"found {found} at {stage}, expected {rule} at {expected_stage}"
     if rule:
         return None
-    wanted = json.loads((folder / expected["json"]).read_text(encoding="utf-8"))
-    # Compared as text, since the order of members counts and 1 is not true.
-    return None if json.dumps(seen) == json.dumps(wanted) else "the JSON view differs"
+    expected_view = json.loads((folder / expected["json"]).read_text(encoding="utf-8"))
+    # Compared as text, because the order of members counts, and 1 is not true.
+    return None if json.dumps(found_view) == json.dumps(expected_view) else "the JSON view differs"
 
 
 def check_vectors(folder: Path) -> int:
@@ -1744,37 +1766,39 @@ def check_vectors(folder: Path) -> int:
 
 
 def serve(stdin: BinaryIO, stdout: BinaryIO, limit: int) -> int:
-    """Reads archives, each as a length of four bytes, little-endian, and so many bytes, until there
-    are no more. Answers each with a length and a line of JSON: `{"ok": VIEW}`; `{"error": KIND}`, also
-    for what only deep verification finds; `{"failure": WHY}` without a verdict; or `{"crash": TRACEBACK}`,
-    which is a bug of this reader."""
+    """Reads archives from stdin and answers each, until the end of stdin.
+
+    An archive is a length of four bytes, little-endian, and its bytes. The answer is a length and a line of
+    JSON: `{"ok": VIEW}`; `{"error": KIND}`, also for an error that only deep verification finds;
+    `{"failure": WHY}` if there is no verdict; or `{"crash": TRACEBACK}`, which is a bug of this reader.
+    """
     while len(head := stdin.read(4)) == 4:
-        line = answer_to(stdin.read(int.from_bytes(head, "little")), limit)
+        line = answer(stdin.read(int.from_bytes(head, "little")), limit)
         stdout.write(len(line).to_bytes(4, "little") + line)
         stdout.flush()
     return 0
 
 
-def answer_to(data: bytes, limit: int) -> bytes:
+def answer(data: bytes, limit: int) -> bytes:
     try:
         file = open_archive(data, limit)
         prove(file, "deep")
-        return as_line({"ok": view(file)})
-    except Refused as refusal:
-        return as_line({"error": KINDS[refusal.rule]})
-    except Undecided as reason:
-        return as_line({"failure": str(reason)})
-    except Exception:  # whatever it is, the next archive is to be answered
-        return as_line({"crash": traceback.format_exc()})
+        return to_json_line({"ok": view(file)})
+    except InvalidArchive as error:
+        return to_json_line({"error": KINDS[error.rule]})
+    except NoVerdict as reason:
+        return to_json_line({"failure": str(reason)})
+    except Exception:  # any error: the next archive must still be answered
+        return to_json_line({"crash": traceback.format_exc()})
 
 
-def as_line(answer: Json) -> bytes:
-    return json.dumps(answer).encode() + b"\n"
+def to_json_line(message: Json) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 # ---- Self-test -----------------------------------------------------------------------------------
 
-# BLAKE3 of so many bytes of 0, 1 … 250, 0, 1 …: the first of its 32 bytes.
+# The BLAKE3 hash, 32 bytes, of the bytes 0, 1 … 250, 0, 1 …, by their number.
 BLAKE3_KNOWN = {
     0: "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262",
     1: "2d3adedff11b61f14c886e35afa036736dcd87a74d27b5c1510225d0f592e213",
@@ -1843,22 +1867,22 @@ def test_frames() -> None:
 
 
 def test_zstd() -> None:
-    # Four bytes as they are, then five times 7.
+    # A raw block of four bytes, and a block of five times 7.
     frame = ZSTD_MAGIC + bytes.fromhex("2009 200000 01020304 2b0000 07")
     content = bytes.fromhex("01020304 0707070707")
     assert decode_frame(frame, 9, "frame") == content
     for broken in (frame + b"\0", frame * 2, frame[:-1], frame[:4] + b"\x28" + frame[5:], b""):
-        assert refusal_of(decode_frame, broken, 9, "frame") == "F-093"
-    assert refusal_of(decode_frame, frame, 8, "frame") == "F-093"
-    # The header gives a byte more than there is.
-    assert refusal_of(decode_frame, frame[:5] + b"\x0a" + frame[6:], 10, "frame") == "F-093"
+        assert violated_rule(decode_frame, broken, 9, "frame") == "F-093"
+    assert violated_rule(decode_frame, frame, 8, "frame") == "F-093"
+    # The content size in the header is one byte too large.
+    assert violated_rule(decode_frame, frame[:5] + b"\x0a" + frame[6:], 10, "frame") == "F-093"
 
 
-def refusal_of(function: Callable, *arguments: Any) -> str | None:
+def violated_rule(function: Callable, *arguments: Any) -> str | None:
     try:
         function(*arguments)
-    except Refused as refusal:
-        return refusal.rule
+    except InvalidArchive as error:
+        return error.rule
     return None
 
 
@@ -1868,13 +1892,13 @@ def test_numbers() -> None:
         digits = view_bigint(content)
         assert int(digits.lstrip("-")[-4000:]) == abs(number) % 10**4000, "the last digits"
         assert digits.startswith("-") == (number < 0), "the sign"
-    assert set(twins(K_BOOL, 0)) == {(K_INT, 0), (K_FLOAT, 0), (K_FLOAT, 1 << 63)}
-    assert set(twins(K_FLOAT, float_bits(-2.0))) == {(K_INT, U64 - 1)}
-    assert set(twins(K_FLOAT, float_bits(2.0**63))) == set()
+    assert set(equal_keys(K_BOOL, 0)) == {(K_INT, 0), (K_FLOAT, 0), (K_FLOAT, 1 << 63)}
+    assert set(equal_keys(K_FLOAT, float_bits(-2.0))) == {(K_INT, U64 - 1)}
+    assert set(equal_keys(K_FLOAT, float_bits(2.0**63))) == set()
 
 
 def test_kinds() -> None:
-    """Each rule of the document that names an error kind, and no other."""
+    """Checks that `KINDS` has exactly the rules of the document that name an error kind."""
     document = Path(__file__).with_name("format.md")
     text = document.read_text(encoding="utf-8")
     rules = re.findall(r"^- \*\*(F-\d{3})\*\* (.*?)(?=^- |^\n|\Z)", text, re.M | re.S)
@@ -1889,9 +1913,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    what = parser.add_mutually_exclusive_group()
+    mode = parser.add_mutually_exclusive_group()
     for option in ("--open", "--verify", "--vectors", "--serve", "--self-test"):
-        what.add_argument(option, action="store_true")
+        mode.add_argument(option, action="store_true")
     parser.add_argument("--deep", action="store_true")
     parser.add_argument("--limit", type=int, metavar="BYTES")
     parser.add_argument("path", type=Path, nargs="?")
@@ -1905,21 +1929,21 @@ def main(arguments: list[str]) -> int:
     if options.vectors:
         return check_vectors(options.path)
     stage = "open" if options.open else "verify" if options.verify and not options.deep else "deep"
-    return print_view(options.path, stage, options.limit or LIMIT)
+    return print_view(options.path, stage, options.limit or DEFAULT_LIMIT)
 
 
 def print_view(path: Path, stage: str, limit: int) -> int:
     try:
         file = open_path(path, limit)
         prove(file, stage)
-        seen = view(file)
-    except Refused as refusal:
-        print(refusal, file=sys.stderr)
+        json_view = view(file)
+    except InvalidArchive as error:
+        print(error, file=sys.stderr)
         return 1
-    except (Undecided, OSError) as reason:
+    except (NoVerdict, OSError) as reason:
         print(f"no verdict: {reason}", file=sys.stderr)
         return 2
-    text = json.dumps(seen, indent=1, ensure_ascii=False)
+    text = json.dumps(json_view, indent=1, ensure_ascii=False)
     sys.stdout.buffer.write(text.encode() + b"\n")
     return 0
 

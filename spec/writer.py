@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""A writer of TSSD archives with nothing but the standard library: the format as a program to read.
+"""A writer of TSSD archives with only the standard library: the format as a readable program.
 
     writer.py OUT.tssd       writes a demonstration
-    writer.py --self-test    makes the vectors anew that it can express, and compares the bytes
+    writer.py --self-test    writes all vectors that it supports, and compares the bytes
 
-`encode` turns a dict into the bytes of an archive. Read it from the end: `encode` puts the four parts
-together, and what it calls makes them. The numbers in parentheses are the sections of format.md.
+`encode` converts a dict to the bytes of an archive. Read the code from the end: `encode` joins the four
+parts, and the functions above it create them. The numbers in parentheses are the sections of format.md.
 
-It writes what the reference writer writes for the same values, byte for byte. It leaves out: tensors
-that share a storage, strides and flags of tensors, shards of tensors, namedtuples, complex numbers,
-dtypes, sizes, devices, opaque leaves, attributes, compression, digests and manifests. It refuses values
-of other types, since it could not give them back as they are.
+Its output equals that of the reference writer for the same values, byte for byte. It does not support
+tensors that share a storage, strides and flags of tensors, shards of tensors, namedtuples, complex
+numbers, dtypes, sizes, devices, opaque leaves, attributes, compression, digests and manifests. It
+rejects values of other types, because they could not be restored exactly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 
 class Tensor(NamedTuple):
-    """A tensor: the name of its dtype, its shape, its elements in row-major order."""
+    """A tensor: the name of its dtype, its shape, and the bytes of its elements in row-major order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,8 +40,8 @@ NONE = 0xFFFF_FFFF
 DATA_START = 4096
 CHUNK = 1 << 20
 MAX_LEVELS = 64
-MAX_INLINE = 4096  # bytes of a key, and of a str or bytes in the index
-I64 = range(-(1 << 63), 1 << 63)
+MAX_INLINE = 4096  # maximum bytes of a key, and of a str or bytes leaf in the index
+I64_RANGE = range(-(1 << 63), 1 << 63)
 DTYPES = {
     dtype["name"]: dtype
     for dtype in json.loads(Path(__file__).with_name("dtypes.json").read_text(encoding="utf-8"))
@@ -61,24 +61,24 @@ def float_bits(number: float) -> int:
 
 
 def bigint(number: int) -> bytes:
-    """Two's complement, as short as it can be."""
+    """Returns the shortest two's complement encoding, little-endian."""
     length = (number if number >= 0 else ~number).bit_length() // 8 + 1
     return number.to_bytes(length, "little", signed=True)
 
 
 def text(content: str) -> bytes:
-    """Generalized UTF-8 (4): any Python str has one."""
+    """Encodes a str as generalized UTF-8 (4), which exists for any Python str."""
     return content.encode("utf-8", "surrogatepass")
 
 
 def atom(value: Any) -> tuple[int, Any] | None:
-    """The node kind of a value that is no container, and its word or its bytes."""
+    """Returns the node kind of a value that is not a container, and its word or bytes. None for other types."""
     if value is None:
         return NONE_LEAF, 0
     if type(value) is bool:
         return BOOL, int(value)
     if type(value) is int:
-        return (INT, value & (1 << 64) - 1) if value in I64 else (BIGINT, bigint(value))
+        return (INT, value & (1 << 64) - 1) if value in I64_RANGE else (BIGINT, bigint(value))
     if type(value) is float:
         return FLOAT, float_bits(value)
     if type(value) is str:
@@ -92,19 +92,21 @@ KEY_KINDS = {NONE_LEAF: K_NONE, BOOL: K_BOOL, INT: K_INT, BIGINT: K_BIGINT, FLOA
 KEY_KINDS |= {STR: K_STR, BYTES: K_BYTES}
 
 
-def key_of(key: Any) -> tuple[int, Any]:
-    """The kind of a key, and its word or bytes. These pairs sort as `by_key` does. No two keys of a
-    Python dict are equal in Python, so F-045 needs no check here."""
+def encode_key(key: Any) -> tuple[int, Any]:
+    """Returns the kind of a key, and its word or bytes. These pairs sort in the order of `by_key`.
+
+    The keys of a Python dict are distinct in Python, so F-045 needs no check here.
+    """
     if type(key) is float and isnan(key):
         raise ValueError("NaN cannot be a key (F-043)")
-    found = atom(key)
+    encoded = atom(key)
     content: Any
     if type(key) is tuple:
         kind, content = K_TUPLE, pack_tuple(key, 1)
         if count_elements(key) > 64:
             raise ValueError("a tuple of more than 64 elements cannot be a key (F-043)")
-    elif found:
-        kind, content = KEY_KINDS[found[0]], found[1]
+    elif encoded:
+        kind, content = KEY_KINDS[encoded[0]], encoded[1]
     else:
         raise TypeError(f"a {type(key).__name__} cannot be a key")
     if isinstance(content, bytes) and len(content) > MAX_INLINE:
@@ -120,7 +122,7 @@ def pack_tuple(elements: tuple, depth: int) -> bytes:
         if type(element) is tuple:
             packed += bytes([K_TUPLE]) + pack_tuple(element, depth + 1)
             continue
-        kind, content = key_of(element)
+        kind, content = encode_key(element)
         packed += bytes([kind])
         if isinstance(content, bytes):
             packed += struct.pack("<I", len(content)) + content
@@ -138,15 +140,15 @@ def count_elements(elements: tuple) -> int:
 
 @dataclass
 class Blob:
-    """The storages one after the other, each at its alignment, with their records and checksums."""
+    """The contiguous storages, each at its alignment, with their records and checksums."""
 
     content: bytearray = field(default_factory=bytearray)
     storages: list[bytes] = field(default_factory=list)
     crcs: list[int] = field(default_factory=list)
 
     def add(self, raw: bytes) -> int:
-        """The number of a new storage."""
-        # Large ones begin at a page, so that they can be mapped.
+        """Adds a storage and returns its number."""
+        # Large storages begin at a page, so that they can be mapped.
         align_log2 = 12 if len(raw) >= 1 << 16 else 8
         offset = align_up(DATA_START + len(self.content), 1 << align_log2)
         self.content += bytes(offset - DATA_START - len(self.content)) + raw
@@ -158,7 +160,7 @@ class Blob:
 
 @dataclass
 class Node:
-    """A node whose bytes have their place in the blob; those in the index get theirs later."""
+    """A node. Its storage is already in the blob; bytes in the index are placed later."""
 
     kind: int
     content: int | bytes = 0
@@ -167,26 +169,26 @@ class Node:
     tensor: tuple[Tensor, int] | None = None
 
 
-def place(value: Any, blob: Blob, level: int = 1) -> Node:
-    """Puts all that belongs there into the blob, in the order in which one would read the dict."""
+def build_node(value: Any, blob: Blob, level: int = 1) -> Node:
+    """Returns the node of a value. Adds its storages to the blob, in the iteration order of the dict."""
     kind = CONTAINERS.get(type(value))
-    found = atom(value)
+    encoded = atom(value)
     if kind:
         if level > MAX_LEVELS:
             raise ValueError("containers nest more than 64 deep (F-042)")
         is_dict = isinstance(value, dict)
         items = value.items() if is_dict else ((None, each) for each in value)
-        keyed = ((key_of(key) if is_dict else (K_INDEX, 0), each) for key, each in items)
-        return Node(kind, children=[(key, place(each, blob, level + 1)) for key, each in keyed])
+        keyed = ((encode_key(key) if is_dict else (K_INDEX, 0), each) for key, each in items)
+        return Node(kind, children=[(key, build_node(each, blob, level + 1)) for key, each in keyed])
     if type(value) is Tensor:
         check_tensor(value)
         storage = blob.add(value.data) if value.data else NONE
         return Node(TENSOR, tensor=(value, storage))
-    if not found:
+    if not encoded:
         raise TypeError(f"a {type(value).__name__} cannot be stored")
-    if found[0] in (STR, BYTES) and len(found[1]) > MAX_INLINE:
-        return Node(found[0], blob.add(found[1]), flags=1)
-    return Node(*found)
+    if encoded[0] in (STR, BYTES) and len(encoded[1]) > MAX_INLINE:
+        return Node(encoded[0], blob.add(encoded[1]), flags=1)
+    return Node(*encoded)
 
 
 def check_tensor(tensor: Tensor) -> None:
@@ -203,7 +205,7 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 class Index:
-    """The tables that the nodes fill. Whatever is named by several is in heap or dims once."""
+    """The tables that the nodes fill. Heap and dims contain a value that several records name once."""
 
     def __init__(self, root: Node) -> None:
         self.heap, self.strings = bytearray(), {b"": 0}
@@ -212,13 +214,13 @@ class Index:
         self.nodes: list[bytes] = []
         self.by_key = [0]
         self.tensors: list[tuple[Tensor, int]] = []
-        waiting: list[tuple[tuple[int, int | bytes], Node]] = [((K_INDEX, 0), root)]
-        for key, node in waiting:  # which grows: nodes are in breadth-first order
-            self.add_node(key, node, first_child=len(waiting))
-            children = range(len(waiting), len(waiting) + len(node.children))
-            waiting += node.children
-            # The keys of a list are all the same, so sorting leaves its children in order.
-            self.by_key += sorted(children, key=lambda child: waiting[child][0])
+        queue: list[tuple[tuple[int, int | bytes], Node]] = [((K_INDEX, 0), root)]
+        for key, node in queue:  # the loop extends the list: nodes are in breadth-first order
+            self.add_node(key, node, first_child=len(queue))
+            children = range(len(queue), len(queue) + len(node.children))
+            queue += node.children
+            # The keys of a list are all equal, so sorting keeps the order of its children.
+            self.by_key += sorted(children, key=lambda child: queue[child][0])
         self.tensor_records = [self.tensor_record(*each) for each in self.tensors]
 
     def add_node(self, key: tuple[int, int | bytes], node: Node, first_child: int) -> None:
@@ -233,16 +235,16 @@ class Index:
         self.nodes.append(struct.pack("<BBHIQQQ", *fields))
 
     def word(self, content: int | bytes) -> int:
-        """A word as it is, or the heap range of bytes: length and offset (4)."""
+        """Returns a word unchanged, or the heap range of bytes: length and offset (4)."""
         if isinstance(content, int):
             return content
-        if content not in self.strings or len(content) > MAX_INLINE:  # which must not be shared
+        if content not in self.strings or len(content) > MAX_INLINE:  # long ranges must not be shared
             self.strings[content] = len(content) << 32 | len(self.heap)
             self.heap += content
         return self.strings[content]
 
     def vector(self, numbers: tuple[int, ...]) -> int:
-        """The dims range of a vector (4)."""
+        """Returns the offset of a vector in dims (4)."""
         if numbers not in self.vectors:
             self.vectors[numbers] = len(self.dims)
             self.dims += numbers
@@ -254,16 +256,16 @@ class Index:
         return struct.pack("<IHBBIIIIQ", *fields)
 
     def encode(self, blob: Blob) -> tuple[bytes, int]:
-        """The tables in the order of the root, the root behind them, and where the root begins."""
+        """Returns the tables in the order of the root, followed by the root, and the offset of the root."""
         tables: list[tuple[int, int, bytes]] = [
             (len(self.heap), 1, bytes(self.heap)),
-            (len(self.dims), 8, packed("Q", self.dims)),
+            (len(self.dims), 8, pack_numbers("Q", self.dims)),
             (len(self.nodes), 8, b"".join(self.nodes)),
-            (len(self.by_key), 4, packed("I", self.by_key)),
+            (len(self.by_key), 4, pack_numbers("I", self.by_key)),
             (len(self.tensors), 8, b"".join(self.tensor_records)),
             (len(blob.storages), 8, b"".join(blob.storages)),
             (0, 8, b""),  # chunks
-            (len(blob.crcs), 4, packed("I", blob.crcs)),
+            (len(blob.crcs), 4, pack_numbers("I", blob.crcs)),
             (0, 4, b""),  # slices
             (0, 8, b""),  # placements
             (0, 8, b""),  # attrs
@@ -282,7 +284,7 @@ class Index:
         return index, root_off
 
 
-def packed(code: str, numbers: list[int]) -> bytes:
+def pack_numbers(code: str, numbers: list[int]) -> bytes:
     return struct.pack(f"<{len(numbers)}{code}", *numbers)
 
 
@@ -290,14 +292,14 @@ def packed(code: str, numbers: list[int]) -> bytes:
 
 
 def encode(state_dict: dict) -> bytes:
-    """The bytes of an archive of a dict. Raises TypeError or ValueError for what it cannot hold."""
+    """Returns the bytes of an archive of a dict. Raises TypeError or ValueError for unsupported values."""
     if type(state_dict) not in (dict, OrderedDict):
         raise TypeError("the root is a dict (F-048)")
     blob = Blob()
-    index, root_off = Index(place(state_dict, blob)).encode(blob)
+    index, root_off = Index(build_node(state_dict, blob)).encode(blob)
     if len(index) > 1 << 30:
         raise ValueError("the index would be larger than 2^30 bytes (F-012)")
-    # Magic, version 1.0, data_start, incompat with the draft bit, and zeros.
+    # The magic, version 1.0, data_start, incompat with the draft bit, and zeros.
     head = struct.pack("<8sHHIQ36x", b"\x89TSD\r\n\x1a\n", 1, 0, DATA_START, 1 << 63)
     head += struct.pack("<I", zlib.crc32(head))
     index_off = align_up(DATA_START + len(blob.content), 64)
@@ -322,12 +324,12 @@ DEMONSTRATION = {
 # ---- Self-test -----------------------------------------------------------------------------------
 
 
-class Inexpressible(Exception):
-    """A vector holds something that this writer leaves out."""
+class UnsupportedFeature(Exception):
+    """A vector has a feature that this writer does not support."""
 
 
 def value_of(view: dict) -> Any:
-    """The value that a JSON view stands for (9)."""
+    """Returns the value that a JSON view (9) stands for."""
     ((kind, content),) = view.items()
     if kind in ("dict", "ordered_dict"):
         make = dict if kind == "dict" else OrderedDict
@@ -336,19 +338,19 @@ def value_of(view: dict) -> Any:
         return (list if kind == "list" else tuple)(map(value_of, content))
     if kind == "tensor" and content.keys() == {"dtype", "shape", "storage", "byte_offset", "data"}:
         return Tensor(content["dtype"], tuple(content["shape"]), bytes.fromhex(content["data"]))
-    readers: dict[str, Callable[[Any], Any]] = {
+    decoders: dict[str, Callable[[Any], Any]] = {
         "none": lambda _: None,
         "bool": bool,
-        # `int` refuses to read more than 4300 digits.
+        # `int` rejects strs of more than 4300 digits.
         "int": lambda digits: int(Decimal(digits)),
         "float": lambda digits: struct.unpack(">d", bytes.fromhex(digits))[0],
         "str": str,
         "str_hex": lambda digits: bytes.fromhex(digits).decode("utf-8", "surrogatepass"),
         "bytes": bytes.fromhex,
     }
-    if kind not in readers:
-        raise Inexpressible(kind)
-    return readers[kind](content)
+    if kind not in decoders:
+        raise UnsupportedFeature(kind)
+    return decoders[kind](content)
 
 
 def storage_numbers(view: Any) -> Iterable[int]:
@@ -359,52 +361,52 @@ def storage_numbers(view: Any) -> Iterable[int]:
         yield from storage_numbers(each)
 
 
-def vector_of(view: dict) -> bytes:
+def encode_view(view: dict) -> bytes:
     tensors = list(storage_numbers(view["root"]))
-    plain = all(storage.keys() <= PLAIN for storage in view["storages"])
-    if view["attrs"] or "shards" in view or not plain or len(set(tensors)) < len(tensors):
-        raise Inexpressible("what is beyond one plain dict")
+    is_plain = all(storage.keys() <= PLAIN for storage in view["storages"])
+    if view["attrs"] or "shards" in view or not is_plain or len(set(tensors)) < len(tensors):
+        raise UnsupportedFeature("what is beyond one plain dict")
     return encode(value_of(view["root"]))
 
 
 PLAIN = {"offset", "stored_len", "raw_len", "align_log2", "crc32"}
 
 
-def is_of_another_writer(view: dict, file: bytes, ours: bytes) -> bool:
-    """Whether it is of another version, or aligned otherwise, which a writer is free to do."""
+def differs_by_choice(view: dict, file: bytes, own: bytes) -> bool:
+    """Returns whether a file has another version or other alignments, which a writer may choose."""
     root_len = slice(-64 + 20, -64 + 24)
-    is_usual = all(
+    has_usual_alignment = all(
         each["align_log2"] == (12 if each["stored_len"] >= 64 << 10 else 8)
         for each in view["storages"]
     )
-    return file[:64] != ours[:64] or file[root_len] != ours[root_len] or not is_usual
+    return file[:64] != own[:64] or file[root_len] != own[root_len] or not has_usual_alignment
 
 
 def self_test() -> int:
-    """Compares with the vectors, and has the reader read what it writes."""
+    """Compares the output with the vectors, and reads the demonstration with reader.py."""
     import reader
 
-    made, left_out, wrong = 0, 0, []
+    compared, skipped, different = 0, 0, []
     for path in sorted(Path(__file__).with_name("vectors").glob("valid/*.json")):
         view = json.loads(path.read_text(encoding="utf-8"))
         try:
-            made_anew = vector_of(view)
-        except Inexpressible:
-            left_out += 1
+            encoded = encode_view(view)
+        except UnsupportedFeature:
+            skipped += 1
             continue
         file = path.with_suffix(".tssd").read_bytes()
-        if is_of_another_writer(view, file, made_anew):
-            left_out += 1
+        if differs_by_choice(view, file, encoded):
+            skipped += 1
             continue
-        if file != made_anew:
-            wrong.append(path.stem)
-        made += 1
+        if file != encoded:
+            different.append(path.stem)
+        compared += 1
     file = reader.open_archive(encode(DEMONSTRATION))
     reader.prove(file, "deep")
     assert value_of(reader.view(file)["root"]) == DEMONSTRATION
-    print(*(f"{name}: other bytes" for name in wrong), sep="\n", end="\n" * bool(wrong))
-    print(f"{made - len(wrong)} vectors are as written here, {len(wrong)} not, {left_out} left out")
-    return 1 if wrong or not made else 0
+    print(*(f"{name}: other bytes" for name in different), sep="\n", end="\n" * bool(different))
+    print(f"{compared - len(different)} vectors are as written here, {len(different)} not, {skipped} left out")
+    return 1 if different or not compared else 0
 
 
 def main(arguments: list[str]) -> int:

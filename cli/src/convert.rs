@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde_json::json;
 use tssd_format::{
-    Archive, ChunkSize, Chunks, Compression, Container, Node, ObjectPath, Options, ZSTD_LEVEL_ATTR,
+    Archive, ChunkSize, ChunkPolicy, Compression, Container, Node, ObjectPath, Options, ZSTD_LEVEL_ATTR,
 };
 use tssd_store::VERSION_ATTRS;
 
@@ -72,16 +72,16 @@ pub(crate) struct Args {
     /// 1MiB, or `fine` ones, by the length of each storage, so that slices are read from a bucket with little beside
     /// them. Without it, as the input has them
     #[arg(long, value_name = "BYTES", value_parser = parse_chunks)]
-    chunks: Option<Chunks>,
+    chunks: Option<ChunkPolicy>,
 }
 
-fn parse_chunks(text: &str) -> std::result::Result<Chunks, String> {
+fn parse_chunks(text: &str) -> std::result::Result<ChunkPolicy, String> {
     if text == "fine" {
-        return Ok(Chunks::Fine);
+        return Ok(ChunkPolicy::Fine);
     }
     let size = text.parse().ok().and_then(|Size(bytes)| ChunkSize::from_bytes(bytes));
     let malformed = || format!("`{text}` is neither `fine` nor a power of two from 4KiB to 1MiB");
-    size.map(Chunks::Of).ok_or_else(malformed)
+    size.map(ChunkPolicy::Fixed).ok_or_else(malformed)
 }
 
 /// Levels of zstd. Negative levels are fast modes.
@@ -144,7 +144,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
 impl Args {
     /// Returns the options that the archive records, overridden by the arguments.
     fn options(&self, archive: &Archive) -> Result<Options> {
-        let mut options = Options::recorded(archive);
+        let mut options = Options::from_archive(archive);
         if !archive.shards().is_empty() {
             for name in VERSION_ATTRS {
                 options = options.without_attr(name);
@@ -192,7 +192,7 @@ impl Args {
             }
             if self.zstd.is_none() && self.zstd_only.is_empty() {
                 let mut storages = node.storages().map(|number| archive.storage(number));
-                compress = storages.any(|storage| storage.packing.is_some());
+                compress = storages.any(|storage| storage.compressed_layout.is_some());
             }
             if compress {
                 let zstd =

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use indicatif::ProgressBar;
 use serde_json::{Value as Json, json};
-use tssd_format::{AttrValue, Container, Key, Node, ObjectPath, Step, Stored, TensorReference};
+use tssd_format::{AttrValue, Container, MapKey, Node, ObjectPath, Step, ContentKind, TensorReference};
 
 use self::storing::Storing;
 use crate::console::{Console, print, print_json};
@@ -110,7 +110,7 @@ pub(crate) fn compare(
 /// Flattens a tree into one dict of all leaves by fqn.
 fn flatten(node: Node) -> Node {
     let leaves = node.into_leaves().into_iter();
-    let leaves = leaves.map(|(path, leaf)| (Step::Key(Key::from(path.fqn())), leaf));
+    let leaves = leaves.map(|(path, leaf)| (Step::Key(MapKey::from(path.fqn())), leaf));
     Node::Container(Container::Dict, leaves.collect())
 }
 
@@ -194,12 +194,12 @@ impl Comparison<'_> {
             _ => {}
         }
         self.leaves += 1;
-        if let (Node::Stored(_, one), Node::Stored(_, other)) = (a, b) {
+        if let (Node::StoredLeaf(_, one), Node::StoredLeaf(_, other)) = (a, b) {
             self.compare_storages(*one, *other);
         }
         let equal = match (a, b) {
             (Node::Leaf(a), Node::Leaf(b)) => a == b,
-            (Node::Stored(a, one), Node::Stored(b, other)) => {
+            (Node::StoredLeaf(a, one), Node::StoredLeaf(b, other)) => {
                 a == b && self.a.storage(*one)? == self.b.storage(*other)?
             }
             _ => false,
@@ -310,9 +310,9 @@ impl Comparison<'_> {
             self.compare_storages(one, other);
         }
         self.tensors.push((path.fqn(), a.clone(), b.clone()));
-        if a.place != b.place {
+        if a.shard_spec != b.shard_spec {
             let region_of = |tensor: &TensorReference| {
-                let region = tensor.place.as_ref().map(|place| place.slice().region().to_string());
+                let region = tensor.shard_spec.as_ref().map(|place| place.slice().region().to_string());
                 region.unwrap_or_else(|| "whole".into())
             };
             self.add_difference("slice", path, format!("{} -> {}", region_of(a), region_of(b)));
@@ -345,9 +345,9 @@ fn describe(node: &Node) -> String {
             let (kind, text) = repr(value);
             format!("{kind} {text}").trim_end().to_owned()
         }
-        Node::Stored(Stored::Str, _) => "a long str".into(),
-        Node::Stored(Stored::Bytes, _) => "long bytes".into(),
-        Node::Stored(Stored::Opaque(media), _) => format!("opaque {media}"),
+        Node::StoredLeaf(ContentKind::Str, _) => "a long str".into(),
+        Node::StoredLeaf(ContentKind::Bytes, _) => "long bytes".into(),
+        Node::StoredLeaf(ContentKind::Opaque(media), _) => format!("opaque {media}"),
         Node::Tensors(shards) => match shards.as_slice() {
             [only] => format!("{} {:?}", only.meta.dtype(), only.meta.shape()),
             shards => format!("{} shards", shards.len()),

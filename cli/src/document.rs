@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tssd_format::safetensors::{Entry, HEADER_ATTR, Header, INDEX_ATTR};
 use tssd_format::{
-    Archive, AttrValue, Attrs, Blob, Container, Key, Node, StateDict, Step, Storage, Tensor,
+    Archive, AttrValue, Attrs, Blob, Container, MapKey, Node, StateDict, Step, Storage, Tensor,
     TensorReference, Value, ZSTD_LEVEL_ATTR,
 };
 use tssd_store::VERSION_ATTRS;
@@ -73,7 +73,7 @@ impl Document {
     /// Returns the length of the file in bytes, or of all files of a shard set.
     pub(crate) fn file_len(&self) -> u64 {
         match &self.source {
-            Source::Archive(archive) if archive.is_manifest_alone() => archive.file_len(),
+            Source::Archive(archive) if archive.is_manifest_only() => archive.file_len(),
             Source::Archive(archive) => {
                 let shards = archive.shards().into_iter().map(|shard| shard.file_len);
                 shards.fold(archive.file_len(), u64::saturating_add)
@@ -121,9 +121,9 @@ impl Document {
                         meta: entry.meta().clone(),
                         storage: (entry.meta().numel() > 0).then_some(number),
                         byte_offset: 0,
-                        place: None,
+                        shard_spec: None,
                     };
-                    (Step::Key(Key::from(entry.name())), Node::Tensors(vec![reference]))
+                    (Step::Key(MapKey::from(entry.name())), Node::Tensors(vec![reference]))
                 };
                 Node::Container(Container::Dict, (0..).zip(header.tensors()).map(child).collect())
             }
@@ -149,7 +149,7 @@ impl Document {
     /// Reads a tensor of the structure. Of its storage, only the bytes that the tensor spans are read.
     pub(crate) fn tensor(&self, reference: &TensorReference) -> Result<Tensor> {
         let tensor = match &self.source {
-            Source::Archive(archive) => archive.tensor_of(reference),
+            Source::Archive(archive) => archive.read_tensor(reference),
             Source::Safetensors(..) => {
                 let bytes = reference.storage.map(|at| self.storage(at)).transpose()?;
                 let storage = Storage::from(bytes.unwrap_or_default());

@@ -1,6 +1,6 @@
 //! Encoding of a state dict as an archive, with compression on all cores.
 
-use tssd_format::{Draft, Layout, Options, Pack, Result, StateDict};
+use tssd_format::{Draft, Layout, Options, CompressJob, Result, StateDict};
 
 use crate::console::Console;
 use crate::parallel;
@@ -9,6 +9,6 @@ use crate::parallel;
 pub(crate) fn plan(dict: &StateDict, options: &Options, console: Console) -> Result<Layout> {
     let draft = Draft::new(dict, options)?;
     let jobs = draft.jobs();
-    let compressed = parallel::map(&jobs, (console, "compressing"), Pack::len, Pack::run);
-    draft.place(compressed.into_iter().collect::<Result<Vec<_>>>()?)
+    let compressed = parallel::map(&jobs, (console, "compressing"), CompressJob::len, CompressJob::run);
+    draft.into_layout(compressed.into_iter().collect::<Result<Vec<_>>>()?)
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
-use tssd_format::{Archive, Blob, Error, ErrorKind, MANIFEST};
+use tssd_format::{Archive, Blob, Error, ErrorKind, MANIFEST_NAME};
 use tssd_store::ErrorKind as StoreErrorKind;
 
 use crate::exit::Exit;
@@ -68,7 +68,7 @@ pub(crate) fn address(path: &Path) -> Option<&str> {
 
 /// Returns whether a path is a directory with a manifest.
 pub(crate) fn is_shard_set(path: &Path) -> bool {
-    !is_stream(path) && path.is_dir() && path.join(MANIFEST).symlink_metadata().is_ok()
+    !is_stream(path) && path.is_dir() && path.join(MANIFEST_NAME).symlink_metadata().is_ok()
 }
 
 /// Opens the shard set of a directory as one archive.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value as Json, json};
 use tssd_format::{
-    Archive, Attrs, Blob, Error, ErrorKind, Layout, MANIFEST, Options, ZSTD_LEVEL_ATTR, manifest,
+    Archive, Attrs, Blob, Error, ErrorKind, Layout, MANIFEST_NAME, Options, ZSTD_LEVEL_ATTR, encode_manifest,
 };
 
 use self::same::Same;
@@ -144,7 +144,7 @@ fn check(path: &Path, console: Console) -> Result<Verdict> {
         Ok(archive) => archive,
         Err(error) => return verdict_of(path, &error),
     };
-    if archive.is_manifest_alone() {
+    if archive.is_manifest_only() {
         return check_manifest(path, &archive, &*file, console);
     }
     let layout = match reencode(&archive, console) {
@@ -162,7 +162,7 @@ fn check(path: &Path, console: Console) -> Result<Verdict> {
 
 /// Plans an archive of the state dict of an archive.
 fn reencode(archive: &Archive, console: Console) -> Result<Layout, Error> {
-    encode::plan(&archive.to_state_dict()?, &Options::recorded(archive), console)
+    encode::plan(&archive.to_state_dict()?, &Options::from_archive(archive), console)
 }
 
 /// Returns the first difference as text.
@@ -217,7 +217,7 @@ fn check_manifest(
 ) -> Result<Verdict> {
     let storages: Vec<_> =
         (0..archive.storage_count()).map(|number| archive.storage(number)).collect();
-    let bytes = manifest(&archive.structure(), &storages, &archive.attrs(), &archive.shards());
+    let bytes = encode_manifest(&archive.structure(), &storages, &archive.attrs(), &archive.shards());
     let bytes = match bytes {
         Ok(bytes) => bytes,
         Err(error) => return verdict_of(path, &error),
@@ -247,7 +247,7 @@ fn check_manifest(
     if index.outcome == Outcome::Lossy {
         return Ok(index);
     }
-    if path.file_name().is_none_or(|name| name != MANIFEST) {
+    if path.file_name().is_none_or(|name| name != MANIFEST_NAME) {
         return Ok(index.with_note("the index alone, not what it names"));
     }
     let directory = if directory == Path::new("") { Path::new(".") } else { directory };

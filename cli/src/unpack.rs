@@ -42,12 +42,12 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     }
     let archive = open_archive(&args.input)?;
     let format_failure = |error| Failure::format(shown(&args.input), &error);
-    let export = Export::of_archive(&archive).map_err(format_failure)?;
-    let other_bytes = export.others().map(|other| other.file_len());
+    let export = Export::from_archive(&archive).map_err(format_failure)?;
+    let other_bytes = export.auxiliary_files().map(|other| other.file_len());
     let other_bytes = other_bytes.fold(0, u64::saturating_add);
     if is_directory_output(args) {
         let directory = match args.shard_size {
-            Some(Size(max)) => export.shards(max),
+            Some(Size(max)) => export.sharded_directory(max),
             None => export.directory(),
         };
         let bar = console.bytes_bar("unpacking", export.nbytes().saturating_add(other_bytes));
@@ -91,7 +91,7 @@ fn write_files(
         names.push(name.to_owned());
         Ok(())
     };
-    for other in &directory.others {
+    for other in &directory.auxiliary_files {
         write_file(other.name(), &|stream| other.write_to(stream))?;
     }
     for file in &directory.files {
@@ -136,7 +136,7 @@ fn report(
         "output": args.output, "tensors": tensors, "bytes": bytes, "file_len": file_len,
     });
     if names.is_empty() {
-        let skipped: Vec<&str> = export.others().map(|other| other.name()).collect();
+        let skipped: Vec<&str> = export.auxiliary_files().map(|other| other.name()).collect();
         if !skipped.is_empty() {
             let other_files = count(skipped.len(), "other file");
             let names = listed(&skipped);

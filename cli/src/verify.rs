@@ -6,7 +6,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value as Json, json};
-use tssd_format::{Archive, Dtype, Error, MANIFEST, Node, Runs, TensorMeta, Verify};
+use tssd_format::{Archive, Dtype, Error, MANIFEST_NAME, Node, Runs, TensorMeta, VerifyJob};
 
 use crate::archives::{Found, is_directory, none_in};
 use crate::console::{Console, print, print_json};
@@ -219,7 +219,7 @@ fn verify(
     let mut summary = Size(archive.file_len()).to_string();
     match archive.shards().len() {
         0 => {}
-        files if archive.is_manifest_alone() => {
+        files if archive.is_manifest_only() => {
             write!(summary, ", manifest of {} that are not looked at", count(files, "file"))
                 .expect("a String takes any text");
         }
@@ -246,7 +246,7 @@ fn open(path: &Path, damaged: &BTreeSet<PathBuf>) -> Result<Result<Archive, Erro
     let Ok(archive) = &archive_alone else { return Ok(archive_alone) };
     let is_damaged = |name: String| damaged.contains(&path.with_file_name(name));
     let names = archive.shards().into_iter().map(|shard| shard.name);
-    if path.file_name().is_none_or(|name| name != MANIFEST) || names.into_iter().any(is_damaged) {
+    if path.file_name().is_none_or(|name| name != MANIFEST_NAME) || names.into_iter().any(is_damaged) {
         return Ok(archive_alone);
     }
     let directory = path.parent().filter(|parent| *parent != Path::new(""));
@@ -257,9 +257,9 @@ fn open(path: &Path, damaged: &BTreeSet<PathBuf>) -> Result<Result<Archive, Erro
 pub(crate) fn errors(archive: &Archive, deep: bool, console: Console) -> Vec<Error> {
     let mut jobs = archive.verify_jobs();
     if deep {
-        jobs.extend(archive.decode_jobs());
+        jobs.extend(archive.deep_verify_jobs());
     }
-    let results = parallel::map(&jobs, (console, "verifying"), Verify::len, Verify::run);
+    let results = parallel::map(&jobs, (console, "verifying"), VerifyJob::len, VerifyJob::run);
     results.into_iter().filter_map(Result::err).collect()
 }
 
@@ -268,14 +268,14 @@ pub(crate) fn errors(archive: &Archive, deep: bool, console: Console) -> Vec<Err
 /// Such bytes are not damage, but readers may disagree on their value.
 fn invalid_bool_warnings(archive: &Archive) -> Result<Vec<String>, Error> {
     let mut warnings = Vec::new();
-    if archive.is_manifest_alone() {
+    if archive.is_manifest_only() {
         return Ok(warnings);
     }
     for (path, node) in archive.leaves() {
         let Node::Tensors(shards) = node else { continue };
         let mut invalid_count = 0;
         for reference in shards.iter().filter(|each| each.meta.dtype() == Dtype::Bool) {
-            let tensor = archive.tensor_of(reference)?;
+            let tensor = archive.read_tensor(reference)?;
             let bytes = tensor.view().span();
             let is_invalid = |byte: &&u8| **byte > 1;
             let Some(elements) = distinct_elements(&reference.meta) else {

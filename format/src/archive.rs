@@ -10,6 +10,7 @@ use bytes::Bytes;
 
 use crate::blob::Blob;
 use crate::checksum::checksum;
+use crate::convert::index_to_usize;
 use crate::digest::{self, Digest};
 use crate::encode::{Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
@@ -21,10 +22,10 @@ use crate::lookup::{find, find_fqn};
 use crate::memory::zeroed;
 use crate::record::kind;
 use crate::state_dict::{StateDict, Value};
-use crate::storage::{ChunkReader, StorageReference, Unpack};
+use crate::storage::{RangeDecoder, StorageDecoder, StorageReference};
 use crate::structure::{Node, TensorReference};
 use crate::tensor::Tensor;
-use crate::views::{Views, native};
+use crate::views::TableViews;
 
 /// Block size in bytes for reading file ranges that are only checksummed (256 KiB).
 const READ_BLOCK_BYTES: usize = 256 << 10;
@@ -75,7 +76,7 @@ impl Archive {
     /// As [`Archive::from_bytes`]; `Io` if the file cannot be read.
     pub fn open(path: impl AsRef<std::path::Path>) -> Result<Self> {
         let path = path.as_ref();
-        let with_path = |error: Error| error.at(path.display());
+        let with_path = |error: Error| error.with_path(path.display());
         let file = std::fs::File::open(path).map_err(Error::io).map_err(with_path)?;
         Self::from_blob(Arc::new(file)).map_err(with_path)
     }
@@ -118,7 +119,7 @@ impl Archive {
         let mut blobs = Vec::with_capacity(shards.len());
         for shard in &shards {
             let blob = open(shard)?;
-            shard.prove(&blob).map_err(|error| error.at(&shard.name))?;
+            shard.verify(&blob).map_err(|error| error.with_path(&shard.name))?;
             blobs.push(blob);
         }
         archive.blobs = blobs.into();
@@ -128,7 +129,7 @@ impl Archive {
     /// Returns whether this is a manifest that was opened without the archives that it names.
     ///
     /// The storages of such a manifest cannot be read.
-    pub fn is_manifest_alone(&self) -> bool {
+    pub fn is_manifest_only(&self) -> bool {
         self.blobs.is_empty()
     }
 
@@ -138,7 +139,7 @@ impl Archive {
     ///
     /// Panics if there is no such shard, or if the manifest was opened without its shards.
     pub fn blob(&self, shard: u32) -> &Arc<dyn Blob> {
-        &self.blobs[native(shard)]
+        &self.blobs[index_to_usize(shard)]
     }
 
     /// Returns the root digest, or `None` if a storage has no digest (spec: section 8).
@@ -150,7 +151,7 @@ impl Archive {
         if views.digests.len() != views.storages.len() {
             return None;
         }
-        let trailer = self.index.place().trailer();
+        let trailer = self.index.location().trailer();
         Some(digest::hash(&[&self.head, self.index.bytes(), &trailer[..52], &trailer[56..]]))
     }
 
@@ -161,13 +162,13 @@ impl Archive {
 
     /// Returns the byte range of the index in the file. The blob lies between byte 4096 and its start.
     pub fn index_range(&self) -> Range<u64> {
-        let place = self.index.place();
+        let place = self.index.location();
         place.index_off..place.index_off + place.index_len
     }
 
     /// Returns the CRC-32 of the index. The index holds the layout and all checksums of the archive.
     pub fn index_crc32(&self) -> u32 {
-        self.index.place().index_crc32
+        self.index.location().index_crc32
     }
 
     /// Returns the bytes of the index.
@@ -238,7 +239,7 @@ impl Archive {
     /// `NotFound`; `AmbiguousFqn` if two leaves have the fqn; else as [`Archive::to_state_dict`].
     pub fn leaf(&self, fqn: &str) -> Result<Value> {
         let views = self.index.views();
-        self.load(&views, find_fqn(&views, fqn)?).map_err(|error| error.at(fqn))
+        self.load(&views, find_fqn(&views, fqn)?).map_err(|error| error.with_path(fqn))
     }
 
     /// Returns the leaf with an fqn, with references in place of tensor bytes.
@@ -259,7 +260,7 @@ impl Archive {
     pub fn tensor(&self, fqn: &str) -> Result<Tensor> {
         match self.leaf(fqn)? {
             Value::Tensor(tensor) => Ok(tensor),
-            _ => Err(Error::new(ErrorKind::NotATensor).at(fqn)),
+            _ => Err(Error::new(ErrorKind::NotATensor).with_path(fqn)),
         }
     }
 
@@ -270,19 +271,19 @@ impl Archive {
     /// # Errors
     ///
     /// As [`Archive::to_state_dict`].
-    pub fn tensor_of(&self, reference: &TensorReference) -> Result<Tensor> {
+    pub fn read_tensor(&self, reference: &TensorReference) -> Result<Tensor> {
         let span = reference.byte_offset..reference.byte_offset + reference.meta.span_bytes();
         let bytes = reference.storage.map(|number| self.storage_range(number, span)).transpose()?;
         Tensor::new(reference.meta.clone(), bytes.unwrap_or_default().into(), 0)
     }
 
     /// Reads the value of a node; `views` are the tables of this index.
-    fn load(&self, views: &Views<'_>, node: usize) -> Result<Value> {
+    fn load(&self, views: &TableViews<'_>, node: usize) -> Result<Value> {
         if views.nodes[node].kind == kind::TENSOR
             && let Node::Tensors(run) = self.index.node(views, node)
-            && let [reference @ TensorReference { place: None, .. }] = run.as_slice()
+            && let [reference @ TensorReference { shard_spec: None, .. }] = run.as_slice()
         {
-            return self.tensor_of(reference).map(Value::Tensor);
+            return self.read_tensor(reference).map(Value::Tensor);
         }
         // Tensors that share a storage share its memory, so each storage is read once.
         let mut loaded = BTreeMap::new();
@@ -300,9 +301,9 @@ impl Archive {
     }
 
     /// Returns a view of a raw storage, if its blob is in memory.
-    fn memory_view(&self, views: &Views<'_>, number: u32) -> Option<Bytes> {
-        let storage = &views.storages[native(number)];
-        let blob = self.blobs.get(native(storage.shard.to_native()))?.bytes()?;
+    fn memory_view(&self, views: &TableViews<'_>, number: u32) -> Option<Bytes> {
+        let storage = &views.storages[index_to_usize(number)];
+        let blob = self.blobs.get(index_to_usize(storage.shard.to_native()))?.bytes()?;
         let offset = storage.offset.to_native();
         let index = |offset: u64| usize::try_from(offset).expect("it is in memory");
         let range = index(offset)..index(offset + storage.stored_len.to_native());
@@ -337,7 +338,7 @@ impl Archive {
     pub fn storage_range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
         let len = self.index.storage_len(number);
         assert!(range.start <= range.end && range.end <= len, "a range of the storage");
-        match self.index.raw_place(number) {
+        match self.index.raw_location(number) {
             Some((shard, offset)) => self.read(shard, offset + range.start..offset + range.end),
             None => self.decode_range(number, &self.storage(number), range),
         }
@@ -350,31 +351,33 @@ impl Archive {
         range: Range<u64>,
     ) -> Result<Bytes> {
         let decode = || {
-            let mut decoder = Unpack::new(storage, range.clone())?;
+            let mut decoder = RangeDecoder::new(storage, range.clone())?;
             for chunk in storage.chunks(&range) {
-                self.with_verified_chunk(storage, chunk, |stored| decoder.add(chunk, stored))?;
+                self.with_verified_chunk(storage, chunk, |stored| {
+                    decoder.add_chunk(chunk, stored)
+                })?;
             }
             Ok(decoder.finish())
         };
-        decode().map_err(|error: Error| error.at(self.leaf_in(number)))
+        decode().map_err(|error: Error| error.with_path(self.storage_fqn(number)))
     }
 
     /// Calls `on_chunk` with the number and the raw bytes of each chunk of a storage, in order.
     ///
     /// The CRC-32 of a stored chunk is verified only if the storage is compressed, before the chunk is decoded.
-    pub(crate) fn each_chunk(
+    pub(crate) fn for_each_chunk(
         &self,
         storage: &StorageReference,
         mut on_chunk: impl FnMut(u64, &[u8]),
     ) -> Result<()> {
-        let mut reader = ChunkReader::new(storage)?;
+        let mut reader = StorageDecoder::new(storage)?;
         storage.chunks(&(0..storage.len)).try_for_each(|chunk| {
-            if storage.packing.is_none() {
+            if storage.compressed_layout.is_none() {
                 on_chunk(chunk, &self.read(storage.shard, storage.stored_chunk(chunk))?);
                 return Ok(());
             }
             self.with_verified_chunk(storage, chunk, |stored| {
-                on_chunk(chunk, reader.read(chunk, stored)?);
+                on_chunk(chunk, reader.decode(chunk, stored)?);
                 Ok(())
             })
         })
@@ -389,12 +392,12 @@ impl Archive {
     ) -> Result<()> {
         let range = storage.stored_chunk(chunk);
         let stored = self.read(storage.shard, range.clone())?;
-        let verified = storage.prove_chunk(chunk, checksum(&stored));
-        verified.and_then(|()| decode(&stored)).map_err(|error| error.byte(range.start))
+        let verified = storage.verify_chunk(chunk, checksum(&stored));
+        verified.and_then(|()| decode(&stored)).map_err(|error| error.with_offset(range.start))
     }
 
     fn shard_blob(&self, shard: u32) -> Result<&Arc<dyn Blob>> {
-        self.blobs.get(native(shard)).ok_or_else(|| Error::new(ErrorKind::BlobElsewhere))
+        self.blobs.get(index_to_usize(shard)).ok_or_else(|| Error::new(ErrorKind::BlobElsewhere))
     }
 
     /// Reads a range of the stored bytes of a shard, without verifying them.
@@ -412,7 +415,7 @@ impl Archive {
     /// Returns the CRC-32 of a range of the stored bytes of a shard.
     ///
     /// Bytes outside memory are read block by block into a buffer that stays in the CPU cache.
-    pub(crate) fn crc_of(&self, shard: u32, range: Range<u64>) -> Result<u32> {
+    pub(crate) fn range_crc32(&self, shard: u32, range: Range<u64>) -> Result<u32> {
         let blob = self.shard_blob(shard)?;
         if blob.bytes().is_some() {
             return Ok(checksum(&self.read(shard, range)?));
@@ -434,15 +437,15 @@ impl Archive {
     }
 
     /// Returns the storages that hold a `str`: the compressed ones, or the raw ones.
-    pub(crate) fn stored_texts(&self, compressed: bool) -> Vec<u32> {
-        let mut texts = self.index.stored_texts();
-        texts.retain(|number| self.index.raw_place(*number).is_none() == compressed);
+    pub(crate) fn str_storages(&self, compressed: bool) -> Vec<u32> {
+        let mut texts = self.index.str_storages();
+        texts.retain(|number| self.index.raw_location(*number).is_none() == compressed);
         texts
     }
 
     /// Returns the fqn of the first leaf that lies in a storage, for error messages.
-    pub fn leaf_in(&self, storage: u32) -> String {
-        self.index.first_leaves()[native(storage)].fqn()
+    pub fn storage_fqn(&self, storage: u32) -> String {
+        self.index.first_leaves()[index_to_usize(storage)].fqn()
     }
 }
 
@@ -461,8 +464,9 @@ impl ShardFile {
     /// - The errors of [`Archive::from_blob`], if the manifest records a root digest.
     /// - The kind of the rule that its trailer breaks.
     /// - `Io` if the blob cannot be read.
-    pub fn prove(&self, blob: &Arc<dyn Blob>) -> Result<()> {
-        let mismatch = |note: &dyn fmt::Display| Error::new(ErrorKind::ShardMismatch).note(note);
+    pub fn verify(&self, blob: &Arc<dyn Blob>) -> Result<()> {
+        let mismatch =
+            |note: &dyn fmt::Display| Error::new(ErrorKind::ShardMismatch).with_detail(note);
         let len = blob.size()?;
         if len != self.file_len {
             return Err(mismatch(&format_args!(
@@ -502,11 +506,13 @@ fn read_index(file: &dyn Blob) -> Result<(Index, [u8; FRAME_LEN], u64)> {
     let (frame, zeros) = head.split_first_chunk::<FRAME_LEN>().expect("4096 is more than 64");
     parse_head(frame)?;
     if let Some(index) = zeros.iter().position(|byte| *byte != 0) {
-        return Err(Error::new(ErrorKind::ReservedNotZero).byte(64 + length(&zeros[..index])));
+        return Err(
+            Error::new(ErrorKind::ReservedNotZero).with_offset(64 + length(&zeros[..index]))
+        );
     }
     let mut trailer = [0; FRAME_LEN];
     file.read_exact_at(&mut trailer, file_len - 64)?;
     let location = parse_trailer(&trailer, file_len)?;
-    let index = file.stable(location.index_off..location.index_off + location.index_len)?;
+    let index = file.read_stable(location.index_off..location.index_off + location.index_len)?;
     Ok((Index::parse(index, location)?, *frame, file_len))
 }

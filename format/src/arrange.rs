@@ -8,6 +8,7 @@ use bytes::Bytes;
 
 use crate::blob::Blob;
 use crate::chunk::ChunkSize;
+use crate::convert::index_to_usize;
 use crate::digest::{self, Digest};
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
@@ -15,21 +16,20 @@ use crate::fill::{Body, RawBytes, Segment, Segments, Source, length};
 use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::key::ObjectPath;
 use crate::options::{Compression, Options, ZSTD_LEVEL_ATTR};
-use crate::pack::{Pack, Packed, StoredChunk};
+use crate::pack::{CompressJob, CompressedChunks, StoredChunk};
 use crate::record::NONE;
-use crate::seal::{StorageTables, combine};
+use crate::seal::{StorageTables, combine_crcs};
 use crate::state_dict::Value;
-use crate::storage::{PackedChunk, Packing, StorageReference};
-use crate::structure::{Item, Trail, Tree, structure_of, walk};
-use crate::table::number;
-use crate::views::native;
+use crate::storage::{ChunkLocation, CompressedLayout, StorageReference};
+use crate::structure::{BorrowedNode, PathCursor, PayloadItem, structure_of, walk};
+use crate::table::record_number;
 
 /// Smallest storage that is compressed, in bytes. Below it, the chunk records outweigh the gain.
 const COMPRESS_MIN_BYTES: u64 = 512;
 
 /// Allocator of storages: assigns leaves to storages, and storages to offsets in the file.
 #[derive(Debug)]
-pub(crate) struct Arranger {
+pub(crate) struct StorageAllocator {
     /// End of the allocated part of the blob, as a file offset in bytes.
     cursor: u64,
     /// Storages that have a number but no offset yet.
@@ -114,7 +114,7 @@ struct Component {
     storage: Option<u32>,
 }
 
-impl Arranger {
+impl StorageAllocator {
     pub(crate) fn new() -> Self {
         Self {
             cursor: DATA_START,
@@ -126,48 +126,55 @@ impl Arranger {
     }
 
     /// Returns the end of the allocated part of the blob, as a file offset in bytes.
-    pub(crate) fn cursor(&self) -> u64 {
+    pub(crate) fn blob_end(&self) -> u64 {
         self.cursor
     }
 
     /// Allocates storages for everything in `value` after the existing ones, and returns its structure.
     ///
     /// Tensors whose bytes overlap share a storage. Values of earlier calls are not considered.
-    pub(crate) fn arrange<'a>(
+    pub(crate) fn allocate<'a>(
         &mut self,
         value: &'a Value,
         path: &ObjectPath,
         options: &Options,
-    ) -> Result<Tree<'a>> {
+    ) -> Result<BorrowedNode<'a>> {
         let mut spans = Vec::new();
         let mut addresses = BlobAddresses::new();
-        walk(value, &Trail::Start(path), options.allow_opaque, &mut |path, item| {
+        walk(value, &PathCursor::Start(path), options.allow_opaque, &mut |path, item| {
             spans.push(Span::from_item(&item, path, options, &mut addresses)?);
             Ok(())
         })?;
         let (order, mut components) = find_components(&mut spans)?;
         // Reject misaligned tensors before any storage is added.
         for (ordinal, span) in spans.iter().enumerate() {
-            let Some(component) = components.get_mut(native(span.component)) else { continue };
+            let Some(component) = components.get_mut(index_to_usize(span.component)) else {
+                continue;
+            };
             if component.leading_zeros.is_none() {
                 let zeros = leading_zeros_for(&component.spans(&order, &spans));
-                component.leading_zeros = Some(
-                    zeros.map_err(|error| error.at(item_path(value, path, options, ordinal)))?,
-                );
+                component.leading_zeros =
+                    Some(zeros.map_err(|error| {
+                        error.with_path(item_path(value, path, options, ordinal))
+                    })?);
             }
         }
         self.pending.reserve(components.len());
         for (ordinal, span) in spans.iter().enumerate() {
-            let Some(component) = components.get_mut(native(span.component)) else { continue };
+            let Some(component) = components.get_mut(index_to_usize(span.component)) else {
+                continue;
+            };
             if component.storage.is_none() {
                 let storage = self
                     .add_storage(component, component.spans(&order, &spans), span.shuffle)
-                    .map_err(|error| error.at(item_path(value, path, options, ordinal)))?;
+                    .map_err(|error| error.with_path(item_path(value, path, options, ordinal)))?;
                 component.storage = Some(storage);
             }
         }
         let mut locations = spans.iter().map(|span| {
-            let Some(component) = components.get(native(span.component)) else { return (None, 0) };
+            let Some(component) = components.get(index_to_usize(span.component)) else {
+                return (None, 0);
+            };
             let zeros = u64::from(component.leading_zeros.expect("found above"));
             (component.storage, span.start - component.start + zeros)
         });
@@ -181,9 +188,9 @@ impl Arranger {
         spans: impl Iterator<Item = &'s Span<'s>>,
         shuffle: Option<u8>,
     ) -> Result<u32> {
-        let number = number(self.storages.len() + self.pending.len())?;
-        let lead = component.leading_zeros.expect("found above").into();
-        let raw = RawBytes { lead, segments: component_segments(spans) };
+        let number = record_number(self.storages.len() + self.pending.len())?;
+        let padding = component.leading_zeros.expect("found above").into();
+        let raw = RawBytes { padding, segments: component_segments(spans) };
         let shuffle = shuffle.filter(|_| raw.len() >= COMPRESS_MIN_BYTES);
         self.any_compressed |= shuffle.is_some();
         self.pending.push(PendingStorage { raw, shuffle });
@@ -191,11 +198,17 @@ impl Arranger {
     }
 
     /// Returns the jobs that compress the pending storages.
-    pub(crate) fn jobs(&self, options: &Options) -> Vec<Pack> {
+    pub(crate) fn compress_jobs(&self, options: &Options) -> Vec<CompressJob> {
         let mut jobs = Vec::new();
         for (number, PendingStorage { raw, shuffle }) in self.pending.iter().enumerate() {
             let Some(shuffle) = *shuffle else { continue };
-            jobs.extend(Pack::jobs(number, raw, shuffle, options.zstd_level, options.digests));
+            jobs.extend(CompressJob::jobs(
+                number,
+                raw,
+                shuffle,
+                options.zstd_level,
+                options.digests,
+            ));
         }
         jobs
     }
@@ -205,20 +218,20 @@ impl Arranger {
     /// # Errors
     ///
     /// `Unfilled` if the result of a job is missing; `TooLarge` if offsets or tables overflow.
-    pub(crate) fn place(
+    pub(crate) fn place_pending(
         &mut self,
-        compression_results: impl IntoIterator<Item = Packed>,
+        compression_results: impl IntoIterator<Item = CompressedChunks>,
         options: &Options,
     ) -> Result<()> {
-        let mut results: Vec<Packed> = compression_results.into_iter().collect();
-        results.sort_by_key(|result| result.place);
+        let mut results: Vec<CompressedChunks> = compression_results.into_iter().collect();
+        results.sort_by_key(|result| result.first_chunk);
         let mut results = results.into_iter().peekable();
         self.sources.reserve(self.pending.len());
         self.storages.reserve(self.pending.len());
         let pending = std::mem::take(&mut self.pending).into_iter();
         for (number, PendingStorage { raw, shuffle }) in pending.enumerate() {
             let mut chunks = Vec::new();
-            while let Some(result) = results.next_if(|result| result.place.0 == number) {
+            while let Some(result) = results.next_if(|result| result.first_chunk.0 == number) {
                 chunks.extend(result.chunks);
             }
             match shuffle {
@@ -234,7 +247,7 @@ impl Arranger {
         // The write jobs compute the checksums.
         let storage = StorageReference {
             len,
-            chunk_size: options.chunks.size(len),
+            chunk_size: options.chunks.chunk_size(len),
             align_log2: options.align_log2(len),
             digest: options.digests.then_some([0; 32]),
             ..StorageReference::default()
@@ -258,18 +271,18 @@ impl Arranger {
         if chunks.iter().all(|chunk| chunk.frame.is_none()) {
             return self.append_raw(raw, options);
         }
-        let crc32 = combine((len, chunk_size), chunks.iter().map(|chunk| chunk.crc));
+        let crc32 = combine_crcs((len, chunk_size), chunks.iter().map(|chunk| chunk.crc));
         let digests: Option<Vec<Digest>> = chunks.iter().map(|chunk| chunk.digest).collect();
         let digest = digests.map(|digests| digest::merge((len, chunk_size), &digests));
-        let mut packing = Packing { shuffle, chunks: Vec::with_capacity(chunks.len()) };
+        let mut packing = CompressedLayout { shuffle, chunks: Vec::with_capacity(chunks.len()) };
         let mut parts = Vec::with_capacity(chunks.len());
         let mut offset = 0;
         for (number, chunk) in (0..).zip(chunks) {
             let is_zstd = chunk.frame.is_some();
-            let raw = || raw.part(&chunk_size.range(number, len));
+            let raw = || raw.slice(&chunk_size.range(number, len));
             let part = chunk.frame.map_or_else(raw, RawBytes::from);
             let len = u32::try_from(part.len()).expect("at most 1 MiB");
-            packing.chunks.push(PackedChunk { offset, len, is_zstd });
+            packing.chunks.push(ChunkLocation { offset, len, is_zstd });
             offset += u64::from(len);
             parts.push(part);
         }
@@ -277,11 +290,11 @@ impl Arranger {
             len,
             crc32,
             align_log2: options.align_log2(offset),
-            packing: Some(packing),
+            compressed_layout: Some(packing),
             digest,
             ..StorageReference::default()
         };
-        self.append(storage, Body::Packed(parts))
+        self.append(storage, Body::Compressed(parts))
     }
 
     /// Appends a storage to the blob at the next offset of its alignment.
@@ -316,8 +329,8 @@ fn too_large() -> Error {
 
 impl<'a> Span<'a> {
     fn from_item(
-        item: &Item<'a>,
-        path: &Trail<'_>,
+        item: &PayloadItem<'a>,
+        path: &PathCursor<'_>,
         options: &Options,
         addresses: &mut BlobAddresses,
     ) -> Result<Self> {
@@ -326,7 +339,7 @@ impl<'a> Span<'a> {
             compression => Some(compression.shuffle(itemsize)),
         };
         Ok(match item {
-            Item::Tensor(tensor) => {
+            PayloadItem::Tensor(tensor) => {
                 let meta = tensor.meta();
                 let shuffle = shuffle(Some(meta), meta.dtype().itemsize());
                 let storage = tensor.storage();
@@ -343,7 +356,7 @@ impl<'a> Span<'a> {
                 let align = meta.dtype().itemsize().to_le_bytes()[0];
                 Self { start, end, owner, align, is_content: false, shuffle, component: NONE }
             }
-            Item::Content(bytes) => {
+            PayloadItem::Content(bytes) => {
                 let start = address_of(bytes);
                 let (end, shuffle) = (start + length(bytes), shuffle(None, 1));
                 let owner = Owner::Memory(bytes);
@@ -359,14 +372,14 @@ impl<'a> Span<'a> {
 /// The content of a leaf always has a component of its own.
 fn find_components(spans: &mut [Span<'_>]) -> Result<(Vec<u32>, Vec<Component>)> {
     let mut order = Vec::with_capacity(spans.len());
-    let count = number(spans.len())?;
-    order.extend((0..count).filter(|index| spans[native(*index)].len() > 0));
+    let count = record_number(spans.len())?;
+    order.extend((0..count).filter(|index| spans[index_to_usize(*index)].len() > 0));
     order.sort_by_key(|index| {
-        (spans[native(*index)].is_content, spans[native(*index)].start, *index)
+        (spans[index_to_usize(*index)].is_content, spans[index_to_usize(*index)].start, *index)
     });
     let mut components: Vec<Component> = Vec::with_capacity(order.len());
     for (position, index) in (0..).zip(&order) {
-        let span = &mut spans[native(*index)];
+        let span = &mut spans[index_to_usize(*index)];
         match components.last_mut() {
             Some(last) if !span.is_content && span.start < last.end => {
                 last.end = last.end.max(span.end);
@@ -381,7 +394,7 @@ fn find_components(spans: &mut [Span<'_>]) -> Result<(Vec<u32>, Vec<Component>)>
                 storage: None,
             }),
         }
-        span.component = number(components.len() - 1)?;
+        span.component = record_number(components.len() - 1)?;
     }
     Ok((order, components))
 }
@@ -393,9 +406,9 @@ impl Component {
         order: &'s [u32],
         spans: &'s [Span<'a>],
     ) -> impl Iterator<Item = &'s Span<'a>> + Clone {
-        order[native(self.spans.start)..native(self.spans.end)]
+        order[index_to_usize(self.spans.start)..index_to_usize(self.spans.end)]
             .iter()
-            .map(|index| &spans[native(*index)])
+            .map(|index| &spans[index_to_usize(*index)])
     }
 }
 
@@ -416,7 +429,7 @@ fn leading_zeros_for<'s, 'a: 's>(
     // Elements have at most 16 bytes.
     (0..16).find(aligns_all).ok_or_else(|| {
         Error::new(ErrorKind::Misaligned)
-            .note("it overlaps other tensors at odd offsets: copy it first")
+            .with_detail("it overlaps other tensors at odd offsets: copy it first")
     })
 }
 
@@ -439,7 +452,7 @@ fn component_segments<'s, 'a: 's>(mut spans: impl Iterator<Item = &'s Span<'a>>)
         Owner::Memory(bytes) => bytes,
         Owner::Blob(blob, base) => {
             let end = spans.fold(end, |end, span| end.max(span.end));
-            return Segments::One(Segment::elsewhere(blob.clone(), start - base..end - base));
+            return Segments::One(Segment::from_blob(blob.clone(), start - base..end - base));
         }
     };
     let mut segments = Vec::new();
@@ -464,7 +477,7 @@ fn component_segments<'s, 'a: 's>(mut spans: impl Iterator<Item = &'s Span<'a>>)
 fn item_path(value: &Value, path: &ObjectPath, options: &Options, ordinal: usize) -> ObjectPath {
     let mut item_path = ObjectPath::root();
     let mut next = 0;
-    let walked = walk(value, &Trail::Start(path), options.allow_opaque, &mut |path, _| {
+    let walked = walk(value, &PathCursor::Start(path), options.allow_opaque, &mut |path, _| {
         if next == ordinal {
             item_path = path.to_path();
         }

@@ -28,7 +28,7 @@ pub trait Blob: Send + Sync {
     /// Returns the concrete type for downcasting, if the type has uses beyond reading.
     ///
     /// For example, code for GPUs recognizes blobs in device memory.
-    fn kind(&self) -> Option<&dyn Any> {
+    fn as_any(&self) -> Option<&dyn Any> {
         None
     }
 
@@ -42,7 +42,7 @@ pub trait Blob: Send + Sync {
     /// # Errors
     ///
     /// As [`Blob::read_exact_at`].
-    fn stable(&self, range: Range<u64>) -> io::Result<Bytes> {
+    fn read_stable(&self, range: Range<u64>) -> io::Result<Bytes> {
         read_aligned(self, range)
     }
 }
@@ -115,7 +115,7 @@ impl Blob for Bytes {
         Some(self)
     }
 
-    fn stable(&self, range: Range<u64>) -> io::Result<Bytes> {
+    fn read_stable(&self, range: Range<u64>) -> io::Result<Bytes> {
         let index = |offset| usize::try_from(offset).map_err(io::Error::other);
         let bytes = self.slice(index(range.start)?..index(range.end)?);
         if bytes.as_ptr().addr().is_multiple_of(size_of::<u64>()) {

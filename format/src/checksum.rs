@@ -2,10 +2,10 @@
 
 use crc32fast::Hasher;
 
-use crate::fetch::{Line, fetch, helps};
+use crate::fetch::{CacheLine, fetch, helps};
 
 /// Lines per checksum step (2 KiB). Shorter steps are slower, because each one ends with a reduction.
-const STEP_LINES: usize = (2 << 10) / size_of::<Line>();
+const STEP_LINES: usize = (2 << 10) / size_of::<CacheLine>();
 
 /// Prefetch distance in steps.
 const PREFETCH_STEPS: usize = 4;
@@ -18,7 +18,7 @@ const PREFETCH_STEPS: usize = 4;
 /// assert_eq!(tssd_format::checksum(b"123456789"), 0xCBF4_3926);
 /// ```
 pub fn checksum(bytes: &[u8]) -> u32 {
-    let is_long = bytes.len() / size_of::<Line>() > PREFETCH_STEPS * STEP_LINES;
+    let is_long = bytes.len() / size_of::<CacheLine>() > PREFETCH_STEPS * STEP_LINES;
     if is_long && helps() { checksum_prefetched(bytes) } else { crc32fast::hash(bytes) }
 }
 
@@ -43,12 +43,12 @@ fn checksum_prefetched(bytes: &[u8]) -> u32 {
 /// Not inlined: a core that issues many prefetches back to back stalls until most of the lines have arrived. The
 /// calls give it other work in between.
 #[inline(never)]
-fn prefetch_one(line: &Line) {
+fn prefetch_one(line: &CacheLine) {
     fetch(line);
 }
 
 /// Extends `crc`, the CRC-32 of the preceding bytes, by further bytes. The CRC-32 of no bytes is 0.
-pub(crate) fn checksum_after(crc: u32, bytes: &[u8]) -> u32 {
+pub(crate) fn extend_checksum(crc: u32, bytes: &[u8]) -> u32 {
     let mut crc = Hasher::new_with_initial(crc);
     crc.update(bytes);
     crc.finalize()

@@ -5,7 +5,7 @@ use std::ops::Range;
 /// Largest chunk size in raw bytes (1 MiB), and the only one of compressed storages.
 ///
 /// The chunks of raw storages may be smaller: see [`ChunkSize`].
-pub const CHUNK_BYTES: u64 = 1 << MAX_LOG2;
+pub const MAX_CHUNK_BYTES: u64 = 1 << MAX_LOG2;
 
 /// log2 of the smallest chunk size in bytes.
 const MIN_LOG2: u8 = 12;
@@ -96,9 +96,9 @@ impl ChunkSize {
 /// How a writer splits raw storages into chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Chunks {
+pub enum ChunkPolicy {
     /// One chunk size for all storages.
-    Of(ChunkSize),
+    Fixed(ChunkSize),
     /// A chunk size by the length of each storage: see [`ChunkSize::fine`].
     ///
     /// A reader that fetches a slice over the network then fetches few additional bytes to verify it. The index
@@ -106,18 +106,18 @@ pub enum Chunks {
     Fine,
 }
 
-impl Default for Chunks {
+impl Default for ChunkPolicy {
     /// Returns chunks of 1 MiB for all storages.
     fn default() -> Self {
-        Self::Of(ChunkSize::default())
+        Self::Fixed(ChunkSize::default())
     }
 }
 
-impl Chunks {
+impl ChunkPolicy {
     /// Returns the chunk size of a storage of `len` bytes.
-    pub fn size(self, len: u64) -> ChunkSize {
+    pub fn chunk_size(self, len: u64) -> ChunkSize {
         match self {
-            Self::Of(size) => size,
+            Self::Fixed(size) => size,
             Self::Fine => ChunkSize::fine(len),
         }
     }
@@ -125,10 +125,10 @@ impl Chunks {
     /// Infers how storages were split, from the length and the chunk size of each.
     ///
     /// Returns `Fine` if another writer chose sizes that no variant gives.
-    pub(crate) fn recorded(storages: &[(u64, ChunkSize)]) -> Self {
-        let first = storages.first().map(|(_, size)| Self::Of(*size)).unwrap_or_default();
+    pub(crate) fn infer(storages: &[(u64, ChunkSize)]) -> Self {
+        let first = storages.first().map(|(_, size)| Self::Fixed(*size)).unwrap_or_default();
         let fits_all =
-            |chunks: &Self| storages.iter().all(|(len, size)| chunks.size(*len) == *size);
+            |chunks: &Self| storages.iter().all(|(len, size)| chunks.chunk_size(*len) == *size);
         [Self::default(), Self::Fine, first].into_iter().find(fits_all).unwrap_or(Self::Fine)
     }
 }
@@ -155,16 +155,16 @@ mod tests {
         let of = |log2| ChunkSize::from_log2(log2).unwrap();
         let large = 6 << 20;
         for (storages, expected) in [
-            (vec![], Chunks::default()),
-            (vec![(100, of(20)), (large, of(20))], Chunks::default()),
-            (vec![(100, of(12)), (large, of(14))], Chunks::Fine),
+            (vec![], ChunkPolicy::default()),
+            (vec![(100, of(20)), (large, of(20))], ChunkPolicy::default()),
+            (vec![(100, of(12)), (large, of(14))], ChunkPolicy::Fine),
             // Both variants give this size. `Fine` is preferred: it fits storages of other lengths too.
-            (vec![(100, of(12))], Chunks::Fine),
-            (vec![(100, of(16)), (large, of(16))], Chunks::Of(of(16))),
-            (vec![(100, of(12)), (large, of(12))], Chunks::Of(of(12))),
-            (vec![(100, of(13)), (large, of(17))], Chunks::Fine),
+            (vec![(100, of(12))], ChunkPolicy::Fine),
+            (vec![(100, of(16)), (large, of(16))], ChunkPolicy::Fixed(of(16))),
+            (vec![(100, of(12)), (large, of(12))], ChunkPolicy::Fixed(of(12))),
+            (vec![(100, of(13)), (large, of(17))], ChunkPolicy::Fine),
         ] {
-            assert_eq!(Chunks::recorded(&storages), expected, "{storages:?}");
+            assert_eq!(ChunkPolicy::infer(&storages), expected, "{storages:?}");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Codec of one chunk: byte shuffle, then one zstd frame. Spec: section 6 and F-093.
 
-use crate::chunk::CHUNK_BYTES;
+use crate::chunk::MAX_CHUNK_BYTES;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Smallest saving of a compressed chunk, in percent of its length. Below it, the chunk stays raw.
@@ -8,19 +8,19 @@ use crate::error::{Error, ErrorKind, Result};
 const MIN_GAIN_PERCENT: usize = 3;
 
 /// Returns whether the byte shuffle supports elements of this many bytes.
-pub(crate) fn is_width(bytes: u8) -> bool {
+pub(crate) fn is_shuffle_width(bytes: u8) -> bool {
     matches!(bytes, 2 | 4 | 8 | 16)
 }
 
 /// Compressor of chunks. Reuses its working memory for every chunk.
 #[cfg(feature = "zstd")]
-pub(crate) struct Encoder {
+pub(crate) struct ChunkEncoder {
     zstd: zstd::bulk::Compressor<'static>,
     shuffled: Vec<u8>,
 }
 
 #[cfg(feature = "zstd")]
-impl Encoder {
+impl ChunkEncoder {
     pub(crate) fn new(level: i32) -> Result<Self> {
         Ok(Self { zstd: zstd::bulk::Compressor::new(level)?, shuffled: Vec::new() })
     }
@@ -48,7 +48,7 @@ impl Encoder {
 pub(crate) enum Encoder {}
 
 #[cfg(not(feature = "zstd"))]
-impl Encoder {
+impl ChunkEncoder {
     pub(crate) fn new(_: i32) -> Result<Self> {
         Err(Error::new(ErrorKind::FeatureMissing).note("zstd"))
     }
@@ -59,14 +59,14 @@ impl Encoder {
 }
 
 /// Decompressor of chunks. Reuses its working memory for every chunk.
-pub(crate) struct Decoder {
+pub(crate) struct ChunkDecoder {
     #[cfg(feature = "zstd")]
     zstd: zstd::bulk::Decompressor<'static>,
     #[cfg(feature = "zstd")]
     shuffled: Vec<u8>,
 }
 
-impl Decoder {
+impl ChunkDecoder {
     #[cfg(feature = "zstd")]
     pub(crate) fn new() -> Result<Self> {
         Ok(Self { zstd: zstd::bulk::Decompressor::new()?, shuffled: Vec::new() })
@@ -121,7 +121,7 @@ impl Decoder {
 }
 
 fn corrupt(note: impl std::fmt::Display) -> Error {
-    Error::new(ErrorKind::FrameCorrupt).note(note)
+    Error::new(ErrorKind::FrameCorrupt).with_detail(note)
 }
 
 /// Checks the header of a frame that must decode to `len` bytes (RFC 8878, section 3.1.1.1).
@@ -145,7 +145,7 @@ fn check_header(frame: &[u8], len: usize) -> Result<()> {
     if !single_segment {
         let window = take(1)?;
         let base = 1_u64 << (10 + (window >> 3));
-        if base + base / 8 * (window & 7) > CHUNK_BYTES {
+        if base + base / 8 * (window & 7) > MAX_CHUNK_BYTES {
             return Err(corrupt("window"));
         }
     }
@@ -252,7 +252,7 @@ mod tests {
 
     #[test]
     fn encoder_leaves_a_chunk_raw_if_it_saves_too_little() {
-        let mut encoder = Encoder::new(1).unwrap();
+        let mut encoder = ChunkEncoder::new(1).unwrap();
         let noise: Vec<u8> = (0..10_000_u64)
             .scan(1_u64, |state, _| {
                 *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);

@@ -10,11 +10,11 @@ mod stream;
 
 use std::ops::Range;
 
-use crate::checksum::checksum_after;
+use crate::checksum::extend_checksum;
 use crate::runs::Runs;
 
 #[cfg(target_arch = "x86_64")]
-use self::stream::Stream;
+use self::stream::StreamingCopy;
 
 /// Shortest copy that bypasses the cache, in bytes. Shorter copies are likely to be read again soon.
 const STREAM_MIN_BYTES: usize = 32 << 10;
@@ -30,7 +30,7 @@ const STREAM_MIN_RUN_BYTES: u64 = 1 << 10;
 const STREAM_MIN_TOTAL_BYTES: u64 = 1 << 20;
 
 /// Block size in bytes: a block is checksummed, then copied while it is in the L1 cache.
-const BLOCK: usize = 32 << 10;
+const BLOCK_BYTES: usize = 32 << 10;
 
 /// Copies bytes to memory of the same length and extends a CRC-32 by them, in one pass over memory.
 ///
@@ -158,14 +158,14 @@ enum Kernel {
     Cached,
     /// Non-temporal stores, which bypass the cache.
     #[cfg(target_arch = "x86_64")]
-    Streaming(Stream),
+    Streaming(StreamingCopy),
 }
 
 impl Kernel {
     fn new(bypass_cache: bool) -> Self {
         match bypass_cache {
             #[cfg(target_arch = "x86_64")]
-            true => Self::Streaming(Stream::begin()),
+            true => Self::Streaming(StreamingCopy::select()),
             _ => Self::Cached,
         }
     }
@@ -185,8 +185,10 @@ impl Kernel {
     fn copy_and_checksum(&self, source: &[u8], target: &mut [u8], mut crc: u32) -> u32 {
         match self {
             Self::Cached => {
-                for (source, target) in source.chunks(BLOCK).zip(target.chunks_mut(BLOCK)) {
-                    crc = checksum_after(crc, source);
+                for (source, target) in
+                    source.chunks(BLOCK_BYTES).zip(target.chunks_mut(BLOCK_BYTES))
+                {
+                    crc = extend_checksum(crc, source);
                     target.copy_from_slice(source);
                 }
                 crc
@@ -249,7 +251,7 @@ mod tests {
             for (shift, crc) in [(0, 0), (1, 1), (9, 0xCBF4_3926), (16, !0)] {
                 let mut target = vec![0xAA; len + shift + 1];
                 let copied = copy_and_checksum(part, &mut target[shift..shift + len], crc);
-                assert_eq!(copied, checksum_after(crc, part));
+                assert_eq!(copied, extend_checksum(crc, part));
                 assert_eq!(&target[shift..shift + len], part);
                 assert_eq!(target[shift + len], 0xAA, "nothing is written behind the target");
             }

@@ -5,25 +5,26 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use crate::convert::index_to_usize;
 use crate::dtype::Dtype;
 use crate::error::Result;
-use crate::key::{self, Key, Step};
+use crate::key::{self, MapKey, Step};
 use crate::mesh::DeviceMesh;
 use crate::number::{Float, Int};
 use crate::placement::Placement;
-use crate::record::{self, NONE, STORED, kind, split_heap_range};
-use crate::shard::{Shard, ShardPlace};
+use crate::record::{self, NONE, STORED_FLAG, kind, split_heap_range};
+use crate::shard::{Shard, ShardSpec};
 use crate::slice::TensorSlice;
 use crate::state_dict::{Dict, Value};
-use crate::structure::{Container, Node, Stored, TensorReference};
+use crate::structure::{Container, ContentKind, Node, TensorReference};
 use crate::tensor::{Tensor, TensorFlags, TensorMeta};
 use crate::text::Text;
-use crate::views::{Views, native};
+use crate::views::TableViews;
 
 /// Decodes the subtree at a node of validated tables.
 ///
 /// `heap` is the heap of these tables. Strings and bytes of the result are slices of it.
-pub(crate) fn decode(views: &Views<'_>, heap: Bytes, node: usize) -> Node {
+pub(crate) fn decode_node(views: &TableViews<'_>, heap: Bytes, node: usize) -> Node {
     TableReader::new(views, heap).node(node)
 }
 
@@ -34,8 +35,8 @@ pub(crate) fn decode(views: &Views<'_>, heap: Bytes, node: usize) -> Node {
 /// # Errors
 ///
 /// The errors of `storage`; `NotText` if the storage of a `str` is not text.
-pub(crate) fn value(
-    views: &Views<'_>,
+pub(crate) fn decode_value(
+    views: &TableViews<'_>,
     heap: Bytes,
     node: usize,
     storage: &mut impl FnMut(u32) -> Result<Bytes>,
@@ -45,16 +46,16 @@ pub(crate) fn value(
 
 /// Reader of validated tables into owned values.
 struct TableReader<'a> {
-    views: &'a Views<'a>,
+    views: &'a TableViews<'a>,
     /// Cache by slice number: many tensors share a slice.
-    shard_places: BTreeMap<u32, ShardPlace>,
+    shard_places: BTreeMap<u32, ShardSpec>,
     /// Cache by start of the mesh in dims: many slices share a mesh.
     meshes: BTreeMap<u32, Arc<DeviceMesh>>,
     heap: Bytes,
 }
 
 impl<'a> TableReader<'a> {
-    fn new(views: &'a Views<'a>, heap: Bytes) -> Self {
+    fn new(views: &'a TableViews<'a>, heap: Bytes) -> Self {
         Self { views, shard_places: BTreeMap::new(), meshes: BTreeMap::new(), heap }
     }
 
@@ -63,11 +64,11 @@ impl<'a> TableReader<'a> {
         let record = &self.views.nodes[number];
         if let Some(storage) = content_storage(record) {
             let kind = match record.kind {
-                kind::STR => Stored::Str,
-                kind::BYTES => Stored::Bytes,
-                _ => Stored::Opaque(self.text(record.b.to_native())),
+                kind::STR => ContentKind::Str,
+                kind::BYTES => ContentKind::Bytes,
+                _ => ContentKind::Opaque(self.text(record.b.to_native())),
             };
-            return Node::Stored(kind, storage);
+            return Node::StoredLeaf(kind, storage);
         }
         match record.kind {
             kind::TENSOR => Node::Tensors(
@@ -126,7 +127,7 @@ impl<'a> TableReader<'a> {
                         values.push(self.value(child, storage)?);
                     }
                 }
-                self.container(record).value(Dict::from_proven(entries), values)
+                self.container(record).value(Dict::from_unique_entries(entries), values)
             }
             _ => self.leaf(record),
         })
@@ -141,7 +142,7 @@ impl<'a> TableReader<'a> {
             kind::BOOL => Value::Bool(a == 1),
             kind::INT => Value::Int(a.cast_signed().into()),
             kind::BIGINT => Value::Int(
-                Int::from_big_bytes(views.heap_proven(a)).expect("proven to be shortest"),
+                Int::from_bigint_bytes(views.validated_heap(a)).expect("proven to be shortest"),
             ),
             kind::FLOAT => Value::Float(Float::from_bits(a)),
             kind::COMPLEX => Value::Complex(Float::from_bits(a), Float::from_bits(b)),
@@ -150,7 +151,7 @@ impl<'a> TableReader<'a> {
             kind::DTYPE => Value::Dtype(dtype(a)),
             kind::SIZE => {
                 let start = u32::try_from(a).expect("proven to be in dims");
-                let sizes = views.dims_proven(start, native(record.count.to_native()));
+                let sizes = views.validated_dims(start, index_to_usize(record.count.to_native()));
                 Value::Size(sizes.iter().map(|size| size.cast_signed()).collect())
             }
             kind::DEVICE => Value::Device(self.text(a)),
@@ -172,15 +173,15 @@ impl<'a> TableReader<'a> {
     /// Returns the tensor records of a tensor leaf.
     fn tensor_run(&self, record: &record::Node) -> &'a [record::Tensor] {
         let first = usize::try_from(record.a.to_native()).expect("proven to be in tensors");
-        &self.views.tensors[first..first + native(record.count.to_native())]
+        &self.views.tensors[first..first + index_to_usize(record.count.to_native())]
     }
 
     fn reference(&mut self, tensor: &record::Tensor) -> TensorReference {
         let meta = self.meta(tensor);
-        let place = (tensor.slice != NONE)
+        let shard_spec = (tensor.slice != NONE)
             .then(|| self.shard_place(tensor.slice.to_native(), meta.shape()));
         let byte_offset = tensor.byte_offset.to_native();
-        TensorReference { meta, storage: tensor_storage(tensor), byte_offset, place }
+        TensorReference { meta, storage: tensor_storage(tensor), byte_offset, shard_spec }
     }
 
     /// Reads a tensor, which shares the bytes of its storage.
@@ -197,44 +198,44 @@ impl<'a> TableReader<'a> {
     fn meta(&self, tensor: &record::Tensor) -> TensorMeta {
         let views = self.views;
         let rank = usize::from(tensor.rank);
-        let shape = views.dims_proven(tensor.shape.to_native(), rank);
+        let shape = views.validated_dims(tensor.shape.to_native(), rank);
         let meta = TensorMeta::new(dtype(u64::from(tensor.dtype.to_native())), shape)
             .expect("proven to be in limits")
             .with_flags(TensorFlags::from_bits(tensor.flags).expect("proven to be known"));
         if tensor.strides == NONE {
             return meta;
         }
-        let strides = views.dims_proven(tensor.strides.to_native(), rank);
+        let strides = views.validated_dims(tensor.strides.to_native(), rank);
         meta.with_strides(strides).expect("proven to be in limits")
     }
 
-    fn shard_place(&mut self, number: u32, local_shape: &[u64]) -> ShardPlace {
+    fn shard_place(&mut self, number: u32, local_shape: &[u64]) -> ShardSpec {
         let cached = self.shard_places.get(&number);
         if let Some(place) = cached.filter(|place| place.slice().local_shape() == local_shape) {
             return place.clone();
         }
-        let place = self.read_shard_place(&self.views.slices[native(number)], local_shape);
+        let place = self.read_shard_place(&self.views.slices[index_to_usize(number)], local_shape);
         self.shard_places.insert(number, place.clone());
         place
     }
 
-    fn read_shard_place(&mut self, record: &record::Slice, local_shape: &[u64]) -> ShardPlace {
+    fn read_shard_place(&mut self, record: &record::Slice, local_shape: &[u64]) -> ShardSpec {
         let views = self.views;
         let (rank, mesh_rank) = (usize::from(record.rank), usize::from(record.mesh_rank));
         let dims_range = |start: rend::u32_le, len| {
-            (start != NONE).then(|| views.dims_proven(start.to_native(), len))
+            (start != NONE).then(|| views.validated_dims(start.to_native(), len))
         };
-        let offsets = views.dims_proven(record.offsets.to_native(), rank);
-        let global_shape = views.dims_proven(record.global_shape.to_native(), rank);
+        let offsets = views.validated_dims(record.offsets.to_native(), rank);
+        let global_shape = views.validated_dims(record.global_shape.to_native(), rank);
         let mut slice =
             TensorSlice::new(offsets, local_shape, global_shape).expect("proven to be inside");
         let Some(mesh_shape) = dims_range(record.mesh, mesh_rank) else {
-            return ShardPlace::new(slice);
+            return ShardSpec::new(slice);
         };
         slice = slice
-            .on_mesh(mesh_shape, dims_range(record.coordinates, mesh_rank))
+            .with_mesh(mesh_shape, dims_range(record.coordinates, mesh_rank))
             .expect("proven to be inside the mesh");
-        let mut place = ShardPlace::new(slice);
+        let mut place = ShardSpec::new(slice);
         if record.ranks != NONE {
             let mut mesh = self.mesh(record, mesh_shape);
             if let Some(names) = dims_range(record.names, mesh_rank) {
@@ -242,12 +243,12 @@ impl<'a> TableReader<'a> {
                 let named = DeviceMesh::clone(&mesh).with_dim_names(names);
                 mesh = named.expect("one name per dimension").into();
             }
-            place = place.on_mesh(mesh).expect("the same shape");
+            place = place.with_mesh(mesh).expect("the same shape");
         }
         if record.placements != NONE {
-            let first = native(record.placements.to_native());
+            let first = index_to_usize(record.placements.to_native());
             let placements = views.placements[first..first + mesh_rank].iter().map(placement);
-            place = place.placed(placements.collect::<Vec<_>>()).expect("proven to fit");
+            place = place.with_placements(placements.collect::<Vec<_>>()).expect("proven to fit");
         }
         place
     }
@@ -257,7 +258,7 @@ impl<'a> TableReader<'a> {
         let views = self.views;
         let mesh = self.meshes.entry(record.mesh.to_native()).or_insert_with(|| {
             let size = usize::try_from(shape.iter().product::<u64>());
-            let ranks = views.dims_proven(record.ranks.to_native(), size.expect("below 2^32"));
+            let ranks = views.validated_dims(record.ranks.to_native(), size.expect("below 2^32"));
             let rank = |rank: &u64| u32::try_from(*rank).expect("proven to be below 2^32");
             let ranks: Vec<u32> = ranks.iter().map(rank).collect();
             DeviceMesh::new(shape, &ranks).expect("proven to have one rank per place").into()
@@ -267,12 +268,16 @@ impl<'a> TableReader<'a> {
 
     /// Returns a string of the heap without copying it.
     fn text(&self, range: u64) -> Text {
-        Text::from_proven(self.bytes(range))
+        Text::from_validated(self.bytes(range))
     }
 
     fn bytes(&self, range: u64) -> Bytes {
         let (offset, len) = split_heap_range(range);
-        if len == 0 { Bytes::new() } else { self.heap.slice(native(offset)..native(offset + len)) }
+        if len == 0 {
+            Bytes::new()
+        } else {
+            self.heap.slice(index_to_usize(offset)..index_to_usize(offset + len))
+        }
     }
 
     /// Returns the step from a container of this kind to its child number `index`.
@@ -285,14 +290,14 @@ impl<'a> TableReader<'a> {
 
     /// Reads the key of a node. Keys of the common kinds are slices of the heap; the others are copied.
     #[inline]
-    fn key(&self, node: usize) -> Key {
+    fn key(&self, node: usize) -> MapKey {
         let node = &self.views.nodes[node];
         let range = node.key.to_native();
         match node.key_kind {
-            key::kind::STR => Key::Str(self.text(range)),
-            key::kind::BYTES => Key::Bytes(self.bytes(range)),
+            key::kind::STR => MapKey::Str(self.text(range)),
+            key::kind::BYTES => MapKey::Bytes(self.bytes(range)),
             _ => {
-                let key = self.views.file_key(node).and_then(|key| key.to_key());
+                let key = self.views.file_key(node).and_then(|key| key.decode());
                 key.expect("the validator has proven the key")
             }
         }
@@ -307,7 +312,7 @@ fn tensor_storage(tensor: &record::Tensor) -> Option<u32> {
 /// Returns the storage that holds the content of a leaf, if the content is not in the index.
 fn content_storage(record: &record::Node) -> Option<u32> {
     let number = || u32::try_from(record.a.to_native()).expect("proven to be in storages");
-    (record.flags == STORED).then(number)
+    (record.flags == STORED_FLAG).then(number)
 }
 
 fn placement(record: &record::Placement) -> Placement {

@@ -7,19 +7,20 @@ use hashbrown::HashTable;
 use indexmap::IndexMap;
 use rend::u32_le;
 
+use crate::convert::index_to_usize;
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{Content, FileKey, Key, KeyOrder, ObjectPath, python_twins};
+use crate::key::{EncodedKey, KeyContent, MapKey, ObjectPath, SortKey, equal_python_keys};
 use crate::mesh::DeviceMesh;
 use crate::placement::Placement;
-use crate::record::{self, NONE, STORED, heap_range, kind};
+use crate::record::{self, NONE, STORED_FLAG, heap_range, kind};
 use crate::shape::MAX_RANK;
-use crate::shard::ShardPlace;
+use crate::shard::ShardSpec;
 use crate::state_dict::Value;
-use crate::structure::{Branch, Container, Placed, Stored, Tree};
-use crate::table::{Tables, number};
+use crate::structure::{BorrowedNode, BorrowedStep, BorrowedTensor, Container, ContentKind};
+use crate::table::{Tables, record_number};
 use crate::text::Text;
-use crate::views::{Views, native};
+use crate::views::TableViews;
 
 /// Value of an attribute of an archive.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,7 +66,11 @@ impl ShardFile {
 ///
 /// Any violation that a reader would reject, such as duplicate keys, keys that are equal in Python, NaN keys,
 /// and tables that are too large.
-pub(crate) fn encode(root: &Tree<'_>, attrs: &Attrs, shards: &[ShardFile]) -> Result<Tables> {
+pub(crate) fn encode(
+    root: &BorrowedNode<'_>,
+    attrs: &Attrs,
+    shards: &[ShardFile],
+) -> Result<Tables> {
     let mut encoder = TableEncoder::default();
     encoder.encode_nodes(root)?;
     let tensors = std::mem::take(&mut encoder.tensors);
@@ -85,10 +90,10 @@ struct TableEncoder<'a> {
     tables: Tables,
     heap: Interner,
     dims: Interner,
-    slices: RecordNumbers<&'a ShardPlace>,
+    slices: RecordNumbers<&'a ShardSpec>,
     placements: RecordNumbers<&'a [Placement]>,
     /// The tensors of all encoded nodes, in the order of their records.
-    tensors: Vec<&'a Placed<'a>>,
+    tensors: Vec<&'a BorrowedTensor<'a>>,
 }
 
 /// Record numbers of the entries of a table. The encoded bytes do not depend on the hash.
@@ -122,7 +127,7 @@ impl Interner {
             self.last = *range;
             return Ok(range.0);
         }
-        let range = (number(table.len())?, number(new.len())?);
+        let range = (record_number(table.len())?, record_number(new.len())?);
         table.extend_from_slice(new);
         self.runs.insert_unique(hash(bytes), range, |range| hash(run_bytes(table, *range)));
         self.last = range;
@@ -132,14 +137,14 @@ impl Interner {
 
 /// Returns the bytes of a run of elements of a table.
 fn run_bytes<T: Pod>(table: &[T], (start, len): (u32, u32)) -> &[u8] {
-    bytemuck::cast_slice(&table[native(start)..][..native(len)])
+    bytemuck::cast_slice(&table[index_to_usize(start)..][..index_to_usize(len)])
 }
 
 /// A container of the breadth-first queue.
 struct QueuedContainer<'a> {
-    children: &'a [(Branch<'a>, Tree<'a>)],
+    children: &'a [(BorrowedStep<'a>, BorrowedNode<'a>)],
     /// The position of its parent in the queue, and the step from the parent; `None` for the root.
-    parent: Option<(usize, Branch<'a>)>,
+    parent: Option<(usize, BorrowedStep<'a>)>,
 }
 
 /// The breadth-first queue of containers. The records of their children lie in the order of the queue.
@@ -151,8 +156,8 @@ struct Queue<'a> {
 
 impl<'a> Queue<'a> {
     /// Adds a node to the queue if it is a container.
-    fn push(&mut self, node: &'a Tree<'a>, parent: Option<(usize, Branch<'a>)>) {
-        if let Tree::Container(_, children) = node {
+    fn push(&mut self, node: &'a BorrowedNode<'a>, parent: Option<(usize, BorrowedStep<'a>)>) {
+        if let BorrowedNode::Container(_, children) = node {
             self.containers.push(QueuedContainer { children, parent });
             self.node_count += children.len();
         }
@@ -171,7 +176,7 @@ impl<'a> Queue<'a> {
 
 impl<'a> TableEncoder<'a> {
     /// Encodes the tables `nodes` and `by_key`, and collects all tensors.
-    fn encode_nodes(&mut self, root: &'a Tree<'a>) -> Result<()> {
+    fn encode_nodes(&mut self, root: &'a BorrowedNode<'a>) -> Result<()> {
         let mut queue = Queue { containers: Vec::new(), node_count: 1 };
         let record = self.node_record(root, queue.node_count)?;
         self.tables.nodes.push(record);
@@ -193,19 +198,20 @@ impl<'a> TableEncoder<'a> {
         self.heap.reserve(children.len(), &self.tables.heap);
         let first = self.tables.nodes.len();
         for (branch, child) in children {
-            let record = self
-                .keyed_node_record(*branch, child, queue.node_count)
-                .map_err(|error| error.at(queue.path_of(container).step(branch.to_step())))?;
+            let record =
+                self.keyed_node_record(*branch, child, queue.node_count).map_err(|error| {
+                    error.with_path(queue.path_of(container).step(branch.to_step()))
+                })?;
             self.tables.nodes.push(record);
             queue.push(child, Some((container, *branch)));
         }
-        let range = number(first)?..number(self.tables.nodes.len())?;
-        let Some((Branch::Key(_), _)) = children.first() else {
+        let range = record_number(first)?..record_number(self.tables.nodes.len())?;
+        let Some((BorrowedStep::Key(_), _)) = children.first() else {
             self.tables.by_key.extend(range.map(u32_le::from_native));
             return Ok(());
         };
         let path = |child: u32| {
-            let (branch, _) = &children[native(child) - first];
+            let (branch, _) = &children[index_to_usize(child) - first];
             queue.path_of(container).step(branch.to_step())
         };
         let order = sort_by_key(&self.tables.views(), range, path)?;
@@ -216,17 +222,17 @@ impl<'a> TableEncoder<'a> {
     /// Returns the record of a node with its key.
     fn keyed_node_record(
         &mut self,
-        branch: Branch<'a>,
-        node: &'a Tree<'a>,
+        branch: BorrowedStep<'a>,
+        node: &'a BorrowedNode<'a>,
         first_child: usize,
     ) -> Result<record::Node> {
         let (key_kind, key) = match branch {
-            Branch::Index(_) => (crate::key::kind::INDEX, 0),
-            Branch::Key(key) => {
-                let FileKey { kind, content } = FileKey::of(key)?;
+            BorrowedStep::Index(_) => (crate::key::kind::INDEX, 0),
+            BorrowedStep::Key(key) => {
+                let EncodedKey { kind, content } = EncodedKey::encode(key)?;
                 let word = match content {
-                    Content::Word(word) => word,
-                    Content::Heap(bytes) => self.intern(&bytes)?,
+                    KeyContent::Word(word) => word,
+                    KeyContent::Heap(bytes) => self.intern(&bytes)?,
                 };
                 (kind, word)
             }
@@ -236,29 +242,33 @@ impl<'a> TableEncoder<'a> {
     }
 
     /// Returns the record of a node without its key.
-    fn node_record(&mut self, node: &'a Tree<'a>, first_child: usize) -> Result<record::Node> {
+    fn node_record(
+        &mut self,
+        node: &'a BorrowedNode<'a>,
+        first_child: usize,
+    ) -> Result<record::Node> {
         let mut record: record::Node = bytemuck::Zeroable::zeroed();
         let (kind, count, a, b) = match node {
-            Tree::Leaf(value) => self.leaf_fields(value)?,
-            Tree::Stored(stored, storage) => {
-                record.flags = STORED.into();
+            BorrowedNode::Leaf(value) => self.leaf_fields(value)?,
+            BorrowedNode::StoredLeaf(stored, storage) => {
+                record.flags = STORED_FLAG.into();
                 let (kind, b) = match stored {
-                    Stored::Str => (kind::STR, 0),
-                    Stored::Bytes => (kind::BYTES, 0),
-                    Stored::Opaque(media) => (kind::OPAQUE, self.intern(media.as_bytes())?),
+                    ContentKind::Str => (kind::STR, 0),
+                    ContentKind::Bytes => (kind::BYTES, 0),
+                    ContentKind::Opaque(media) => (kind::OPAQUE, self.intern(media.as_bytes())?),
                 };
                 (kind, 0, u64::from(*storage), b)
             }
-            Tree::Tensor(placed) => {
+            BorrowedNode::Tensor(placed) => {
                 self.tensors.push(placed);
                 (kind::TENSOR, 1, to_word(self.tensors.len() - 1)?, 0)
             }
-            Tree::Shards(run) => {
+            BorrowedNode::Shards(run) => {
                 let first = self.tensors.len();
                 self.tensors.extend(run);
                 (kind::TENSOR, run.len(), to_word(first)?, 0)
             }
-            Tree::Container(container, children) => {
+            BorrowedNode::Container(container, children) => {
                 let (kind, b) = match container {
                     Container::Dict => (kind::DICT, 0),
                     Container::OrderedDict => (kind::ORDERED_DICT, 0),
@@ -273,7 +283,7 @@ impl<'a> TableEncoder<'a> {
             }
         };
         record.kind = kind;
-        record.count = number(count)?.into();
+        record.count = record_number(count)?.into();
         record.a = a.into();
         record.b = b.into();
         Ok(record)
@@ -286,7 +296,9 @@ impl<'a> TableEncoder<'a> {
             Value::Bool(bool) => (kind::BOOL, 0, u64::from(*bool), 0),
             Value::Int(int) => match int.as_i64() {
                 Some(small) => (kind::INT, 0, small.cast_unsigned(), 0),
-                None => (kind::BIGINT, 0, self.intern(&int.big_bytes().unwrap_or_default())?, 0),
+                None => {
+                    (kind::BIGINT, 0, self.intern(&int.to_bigint_bytes().unwrap_or_default())?, 0)
+                }
             },
             Value::Float(float) => (kind::FLOAT, 0, float.to_bits(), 0),
             Value::Complex(re, im) => (kind::COMPLEX, 0, re.to_bits(), im.to_bits()),
@@ -295,7 +307,7 @@ impl<'a> TableEncoder<'a> {
             Value::Dtype(dtype) => (kind::DTYPE, 0, u64::from(dtype.code()), 0),
             Value::Size(sizes) if sizes.len() > MAX_RANK => {
                 return Err(Error::new(ErrorKind::RankTooLarge)
-                    .note(format_args!("a size of {} entries", sizes.len())));
+                    .with_detail(format_args!("a size of {} entries", sizes.len())));
             }
             Value::Size(sizes) => {
                 let words: Vec<u64> = sizes.iter().map(|size| size.cast_unsigned()).collect();
@@ -315,20 +327,20 @@ impl<'a> TableEncoder<'a> {
             | Value::NamedTuple(..)
             | Value::Divergent(_) => {
                 return Err(
-                    Error::new(ErrorKind::UntypedLeaf).note("a leaf that is no plain value")
+                    Error::new(ErrorKind::UntypedLeaf).with_detail("a leaf that is no plain value")
                 );
             }
         })
     }
 
-    fn encode_tensor(&mut self, tensor: &Placed<'a>) -> Result<()> {
-        let Placed { meta, storage, byte_offset, place } = *tensor;
+    fn encode_tensor(&mut self, tensor: &BorrowedTensor<'a>) -> Result<()> {
+        let BorrowedTensor { meta, storage, byte_offset, shard_spec } = *tensor;
         let shape = self.intern_dims(meta.shape())?;
         let strides =
             meta.explicit_strides().map(|strides| self.intern_dims(strides)).transpose()?;
-        let slice = place.map(|place| {
+        let slice = shard_spec.map(|spec| {
             let next = self.slices.len();
-            number(next).map(|next| *self.slices.entry(place).or_insert(next))
+            record_number(next).map(|next| *self.slices.entry(spec).or_insert(next))
         });
         self.tables.tensors.push(record::Tensor {
             storage: storage.unwrap_or(NONE).into(),
@@ -345,7 +357,7 @@ impl<'a> TableEncoder<'a> {
     }
 
     fn encode_slices(&mut self) -> Result<()> {
-        let places: Vec<&ShardPlace> = self.slices.keys().copied().collect();
+        let places: Vec<&ShardSpec> = self.slices.keys().copied().collect();
         for place in places {
             let slice = place.slice();
             let mesh_shape = slice.mesh_shape();
@@ -397,7 +409,7 @@ impl<'a> TableEncoder<'a> {
         if let Some(first) = self.placements.get(placements) {
             return Ok(*first);
         }
-        let first = number(self.tables.placements.len())?;
+        let first = record_number(self.tables.placements.len())?;
         for placement in placements {
             let (kind, dim, split_factor) = match placement {
                 Placement::Replicate => (0, 0, 0),
@@ -456,12 +468,12 @@ impl<'a> TableEncoder<'a> {
         if bytes.is_empty() {
             return Ok(0);
         }
-        let len = number(bytes.len())?;
+        let len = record_number(bytes.len())?;
         // Long content must not be shared (F-030).
         if record::is_inline(bytes.len()) {
             return Ok(heap_range(self.heap.intern(bytes, &mut self.tables.heap)?, len));
         }
-        let start = number(self.tables.heap.len())?;
+        let start = record_number(self.tables.heap.len())?;
         self.tables.heap.extend_from_slice(bytes);
         Ok(heap_range(start, len))
     }
@@ -482,11 +494,11 @@ impl<'a> TableEncoder<'a> {
 ///
 /// `DuplicateKey` if two keys are the same; `KeysCollide` if two keys are equal in Python.
 fn sort_by_key(
-    views: &Views<'_>,
+    views: &TableViews<'_>,
     children: std::ops::Range<u32>,
     path: impl Fn(u32) -> ObjectPath,
 ) -> Result<Vec<u32_le>> {
-    let key = |child: u32| views.key_proven(native(child));
+    let key = |child: u32| views.validated_key(index_to_usize(child));
     let prefix_len = common_prefix_len(children.clone().map(key));
     let mut order: Vec<_> =
         children.clone().map(|child| (abbreviate(key(child), prefix_len), child)).collect();
@@ -497,7 +509,7 @@ fn sort_by_key(
         pair[0].0 == pair[1].0 && key(pair[0].1) == key(pair[1].1)
     };
     if let Some(pair) = order.windows(2).find(is_same) {
-        return Err(Error::new(ErrorKind::DuplicateKey).at(path(pair[1].1)));
+        return Err(Error::new(ErrorKind::DuplicateKey).with_path(path(pair[1].1)));
     }
     let highest = order.last().map_or(0, |((kind, _), _)| *kind);
     let order: Vec<u32_le> = order.into_iter().map(|(_, child)| child.into()).collect();
@@ -507,11 +519,11 @@ fn sort_by_key(
     }
     for child in order.iter().map(|child| child.to_native()) {
         let (kind, _, word) = key(child);
-        for twin in python_twins(kind, word) {
-            if let Ok(position) = views.search(&order, twin.order()) {
+        for twin in equal_python_keys(kind, word) {
+            if let Ok(position) = views.search(&order, twin.sort_key()) {
                 return Err(Error::new(ErrorKind::KeysCollide)
-                    .at(path(child))
-                    .note(path(order[position].to_native())));
+                    .with_path(path(child))
+                    .with_detail(path(order[position].to_native())));
             }
         }
     }
@@ -519,7 +531,7 @@ fn sort_by_key(
 }
 
 /// Returns the length of the longest common prefix of the keys, in bytes.
-fn common_prefix_len<'a>(mut keys: impl Iterator<Item = KeyOrder<'a>>) -> usize {
+fn common_prefix_len<'a>(mut keys: impl Iterator<Item = SortKey<'a>>) -> usize {
     let (_, mut prefix, _) = keys.next().unwrap_or_default();
     for (_, bytes, _) in keys {
         if !bytes.starts_with(prefix) {
@@ -536,7 +548,7 @@ fn common_prefix_len<'a>(mut keys: impl Iterator<Item = KeyOrder<'a>>) -> usize 
 type AbbreviatedKey = (u8, [u64; 3]);
 
 /// Abbreviates a key for sorting. Different names rarely have the same abbreviation.
-fn abbreviate((kind, bytes, word): KeyOrder<'_>, prefix_len: usize) -> AbbreviatedKey {
+fn abbreviate((kind, bytes, word): SortKey<'_>, prefix_len: usize) -> AbbreviatedKey {
     if !crate::key::kind::is_heap(kind) {
         return (kind, [word, 0, 0]);
     }
@@ -548,16 +560,17 @@ fn abbreviate((kind, bytes, word): KeyOrder<'_>, prefix_len: usize) -> Abbreviat
 }
 
 fn to_word(count: usize) -> Result<u64> {
-    number(count).map(u64::from)
+    record_number(count).map(u64::from)
 }
 
 fn rank(shape: &[u64]) -> Result<u8> {
-    u8::try_from(shape.len()).map_err(|_| Error::new(ErrorKind::RankTooLarge).note(shape.len()))
+    u8::try_from(shape.len())
+        .map_err(|_| Error::new(ErrorKind::RankTooLarge).with_detail(shape.len()))
 }
 
-impl Key {
+impl MapKey {
     /// Returns the key of a writer's value in a divergent node.
-    pub fn writer(writer: u32) -> Self {
+    pub fn from_writer(writer: u32) -> Self {
         Self::Int(i64::from(writer).into())
     }
 }

@@ -43,7 +43,7 @@ impl Error {
 
     /// Sets the values that violate the rule, such as `expected 3, found 4`.
     #[must_use]
-    pub fn note(mut self, note: impl fmt::Display) -> Self {
+    pub fn with_detail(mut self, note: impl fmt::Display) -> Self {
         self.0.note = Some(note.to_string());
         self
     }
@@ -52,7 +52,7 @@ impl Error {
     ///
     /// An error that already has one keeps it, so that the innermost location is reported.
     #[must_use]
-    pub fn at(mut self, path: impl fmt::Display) -> Self {
+    pub fn with_path(mut self, path: impl fmt::Display) -> Self {
         if self.0.path.is_none() {
             self.0.path = Some(path.to_string());
         }
@@ -61,7 +61,7 @@ impl Error {
 
     /// Sets the byte offset in the file.
     #[must_use]
-    pub fn byte(mut self, offset: u64) -> Self {
+    pub fn with_offset(mut self, offset: u64) -> Self {
         self.0.offset = Some(offset);
         self
     }

@@ -4,17 +4,17 @@
 //! prefetch makes a checksum 1.3 times as fast (docs/performance.md). On AMD processors it makes copies slower.
 
 /// One cache line: 64 bytes.
-pub(crate) type Line = [u8; 64];
+pub(crate) type CacheLine = [u8; 64];
 
 /// Returns whether software prefetch makes this processor faster.
 #[cfg(not(target_arch = "x86_64"))]
-pub(crate) fn helps() -> bool {
+pub(crate) fn should_prefetch() -> bool {
     false
 }
 
 /// Prefetches the cache line that contains the first byte of `value`, without waiting for it.
 #[cfg(not(target_arch = "x86_64"))]
-pub(crate) fn fetch<T>(_: &T) {}
+pub(crate) fn prefetch<T>(_: &T) {}
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86_64::{fetch, helps};
@@ -23,7 +23,7 @@ pub(crate) use x86_64::{fetch, helps};
 ///
 /// For loops that read several tables side by side.
 #[inline]
-pub(crate) fn fetch_ahead<T>(table: &[T], number: usize) {
+pub(crate) fn prefetch_ahead<T>(table: &[T], number: usize) {
     if let Some(record) = table.get(number + 64) {
         fetch(record);
     }

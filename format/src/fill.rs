@@ -8,8 +8,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::blob::Blob;
-use crate::checksum::checksum_after;
+use crate::checksum::extend_checksum;
 use crate::chunk::ChunkSize;
+use crate::convert::{to_u64, to_usize};
 use crate::copy::copy_and_checksum;
 use crate::digest::{ChunkHasher, Digest};
 use crate::error::{Error, ErrorKind, Result};
@@ -24,7 +25,7 @@ const BLOCK: usize = 256 << 10;
 #[derive(Clone, Debug)]
 pub(crate) struct RawBytes {
     /// Number of zero bytes in front, which bring the tensors of the storage to their alignment.
-    pub(crate) lead: u64,
+    pub(crate) padding: u64,
     /// The bytes after the zeros, in order.
     pub(crate) segments: Segments,
 }
@@ -41,16 +42,16 @@ pub(crate) enum Segments {
 pub(crate) enum Segment {
     Memory(Bytes),
     // Boxed to keep the enum small: nearly all segments are in memory.
-    Blob(Box<Elsewhere>),
+    Blob(Box<BlobRange>),
 }
 
 #[derive(Clone)]
-pub(crate) struct Elsewhere {
+pub(crate) struct BlobRange {
     blob: Arc<dyn Blob>,
     range: Range<u64>,
 }
 
-impl fmt::Debug for Elsewhere {
+impl fmt::Debug for BlobRange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Elsewhere({:?})", self.range)
     }
@@ -82,8 +83,8 @@ impl From<Bytes> for Segment {
 }
 
 impl Segment {
-    pub(crate) fn elsewhere(blob: Arc<dyn Blob>, range: Range<u64>) -> Self {
-        Self::Blob(Elsewhere { blob, range }.into())
+    pub(crate) fn from_blob(blob: Arc<dyn Blob>, range: Range<u64>) -> Self {
+        Self::Blob(BlobRange { blob, range }.into())
     }
 
     fn len(&self) -> u64 {
@@ -100,7 +101,7 @@ impl Segment {
             }
             Self::Blob(it) => {
                 let start = it.range.start;
-                Self::elsewhere(it.blob.clone(), start + range.start..start + range.end)
+                Self::from_blob(it.blob.clone(), start + range.start..start + range.end)
             }
         }
     }
@@ -133,14 +134,14 @@ pub(crate) enum Body {
     /// The raw bytes. `digest` says whether jobs compute a digest for each chunk.
     Raw { bytes: RawBytes, chunk_size: ChunkSize, digest: bool },
     /// One entry for each chunk: a zstd frame, or the raw bytes if the chunk does not compress well.
-    Packed(Vec<RawBytes>),
+    Compressed(Vec<RawBytes>),
 }
 
 /// A write job: one range of the file and the bytes that belong there.
 ///
 /// The jobs of a [`Layout`](crate::Layout) tile the file from its first byte to the index.
 #[derive(Clone, Debug)]
-pub struct Fill {
+pub struct WriteJob {
     range: Range<u64>,
     /// The head of the file, if the range contains it.
     head: Option<Bytes>,
@@ -161,10 +162,10 @@ struct ChunkPosition {
 /// The checksums that a job computed, for [`Layout::seal`](crate::Layout::seal).
 #[derive(Debug)]
 #[must_use = "the index needs the checksums of all jobs"]
-pub struct Filled {
+pub struct JobChecksums {
     /// Index in the checksum table of the first checksum.
     pub(crate) first: usize,
-    pub(crate) sums: Vec<Sum>,
+    pub(crate) checksums: Vec<ChunkChecksum>,
 }
 
 /// A contiguous range of bytes that a job writes.
@@ -173,7 +174,7 @@ pub enum Piece<'a> {
     /// Bytes in the memory of this process.
     Memory(&'a [u8]),
     /// Bytes of a blob.
-    Elsewhere {
+    Blob {
         /// The blob.
         blob: &'a dyn Blob,
         /// Offset in the blob of the first byte, in bytes.
@@ -187,14 +188,14 @@ impl fmt::Debug for Piece<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Memory(bytes) => write!(f, "Memory({} bytes)", bytes.len()),
-            Self::Elsewhere { offset, len, .. } => write!(f, "Elsewhere({len} bytes at {offset})"),
+            Self::Blob { offset, len, .. } => write!(f, "Blob({len} bytes at {offset})"),
         }
     }
 }
 
 /// The checksum and the digest of one stored chunk.
 #[derive(Clone, Debug)]
-pub(crate) struct Sum {
+pub(crate) struct ChunkChecksum {
     pub(crate) crc: u32,
     /// The chunk's part of the digest of its storage, if the storage gets a digest.
     pub(crate) digest: Option<Box<Digest>>,
@@ -222,19 +223,19 @@ impl ChecksumBuilder {
     }
 
     fn update(&mut self, bytes: &[u8]) {
-        self.crc = checksum_after(self.crc, bytes);
+        self.crc = extend_checksum(self.crc, bytes);
         if let Some(hasher) = &mut self.hasher {
             hasher.update(bytes);
         }
     }
 
-    fn finish(self) -> Sum {
+    fn finish(self) -> ChunkChecksum {
         let digest = self.hasher.map(|hasher| hasher.finish().into());
-        Sum { crc: if self.has_unseen_bytes { 0 } else { self.crc }, digest }
+        ChunkChecksum { crc: if self.has_unseen_bytes { 0 } else { self.crc }, digest }
     }
 }
 
-impl Fill {
+impl WriteJob {
     /// Returns the range of the file that the job writes, in bytes.
     pub fn range(&self) -> Range<u64> {
         self.range.clone()
@@ -247,7 +248,7 @@ impl Fill {
     /// # Errors
     ///
     /// `TargetSize` if `target` does not have the length of the range; `Io` if a blob cannot be read.
-    pub fn run(&self, target: &mut [u8]) -> Result<Filled> {
+    pub fn run(&self, target: &mut [u8]) -> Result<JobChecksums> {
         self.write(target, |blob, offset, target| blob.read_exact_at(target, offset))
     }
 
@@ -259,7 +260,7 @@ impl Fill {
     /// # Errors
     ///
     /// `TargetSize` if `target` does not have the length of the range.
-    pub fn complete(&self, target: &mut [u8]) -> Result<Filled> {
+    pub fn run_prefilled(&self, target: &mut [u8]) -> Result<JobChecksums> {
         self.write(target, |_, _, _| Ok(()))
     }
 
@@ -268,9 +269,9 @@ impl Fill {
         &self,
         target: &mut [u8],
         read_blob: impl Fn(&dyn Blob, u64, &mut [u8]) -> io::Result<()>,
-    ) -> Result<Filled> {
+    ) -> Result<JobChecksums> {
         if u64::try_from(target.len()) != Ok(self.range.end - self.range.start) {
-            return Err(Error::new(ErrorKind::TargetSize).note(format_args!(
+            return Err(Error::new(ErrorKind::TargetSize).with_detail(format_args!(
                 "{} bytes for {:?}",
                 target.len(),
                 self.range
@@ -297,7 +298,7 @@ impl Fill {
     /// Calls `visit` for each part of the range that is in a blob, in order.
     ///
     /// The arguments are the offset in the file, the blob, and the range in the blob, in bytes.
-    pub fn elsewhere<'a>(&'a self, mut visit: impl FnMut(u64, &'a dyn Blob, Range<u64>)) {
+    pub fn for_each_blob_range<'a>(&'a self, mut visit: impl FnMut(u64, &'a dyn Blob, Range<u64>)) {
         let mut at = self.range.start;
         let result = self.for_each_slice(&mut |part, _| {
             if let SegmentSlice::Blob(blob, offset, len) = part {
@@ -314,7 +315,7 @@ impl Fill {
     /// # Errors
     ///
     /// `Io` if the writer fails or a blob cannot be read.
-    pub fn write_to(&self, writer: &mut impl Write) -> Result<Filled> {
+    pub fn write_to(&self, writer: &mut impl Write) -> Result<JobChecksums> {
         let mut buffer = Vec::new();
         self.for_each_slice(&mut |part, mut builder| {
             part.for_each_block(&mut buffer, &mut |block| {
@@ -331,7 +332,7 @@ impl Fill {
     /// # Errors
     ///
     /// `Io` if a blob cannot be read.
-    pub fn sum(&self) -> Result<Filled> {
+    pub fn checksum(&self) -> Result<JobChecksums> {
         let mut buffer = Vec::new();
         self.for_each_slice(&mut |part, builder| {
             let Some(builder) = builder else { return Ok(()) };
@@ -351,10 +352,10 @@ impl Fill {
     /// # Errors
     ///
     /// `Io` if `visit` fails.
-    pub fn pieces(
+    pub fn for_each_piece(
         &self,
         mut visit: impl FnMut(u64, Piece<'_>) -> io::Result<()>,
-    ) -> Result<Filled> {
+    ) -> Result<JobChecksums> {
         let mut at = self.range.start;
         self.for_each_slice(&mut |part, builder| {
             let piece = match part {
@@ -368,7 +369,7 @@ impl Fill {
                     if let Some(builder) = builder {
                         builder.has_unseen_bytes = true;
                     }
-                    Piece::Elsewhere { blob, offset, len }
+                    Piece::Blob { blob, offset, len }
                 }
             };
             visit(at, piece)?;
@@ -383,13 +384,13 @@ impl Fill {
     fn for_each_slice<'a>(
         &'a self,
         visit: &mut impl FnMut(SegmentSlice<'a>, Option<&mut ChecksumBuilder>) -> Result<()>,
-    ) -> Result<Filled> {
+    ) -> Result<JobChecksums> {
         let mut at = self.range.start;
         if let Some(head) = &self.head {
             visit(SegmentSlice::Memory(head), None)?;
             at += length(head);
         }
-        let mut sums = Vec::with_capacity(self.chunk_count);
+        let mut checksums = Vec::with_capacity(self.chunk_count);
         for (source, chunk) in self.chunks() {
             if chunk == 0 {
                 for_each_zero_block(source.offset - at, &mut |zeros| {
@@ -406,15 +407,15 @@ impl Fill {
                 visit(segment.slice_ref(part), Some(&mut builder))?;
             }
             at += range.end - range.start;
-            sums.push(builder.finish());
+            checksums.push(builder.finish());
         }
         for_each_zero_block(self.range.end - at, &mut |zeros| {
             visit(SegmentSlice::Memory(zeros), None)
         })?;
         let first = self.sources.get(self.first_chunk.source);
-        Ok(Filled {
+        Ok(JobChecksums {
             first: first.map_or(0, |source| source.first_crc + self.first_chunk.chunk),
-            sums,
+            checksums,
         })
     }
 
@@ -451,9 +452,9 @@ pub(crate) fn jobs(
     range: Range<u64>,
     head: Option<Bytes>,
     sources: &Arc<Vec<Source>>,
-) -> Vec<Fill> {
+) -> Vec<WriteJob> {
     let mut jobs = Vec::new();
-    let mut next = Fill {
+    let mut next = WriteJob {
         range,
         head,
         sources: sources.clone(),
@@ -468,14 +469,14 @@ pub(crate) fn jobs(
             next.chunk_count += 1;
             if end - next.range.start >= JOB_BYTES {
                 let first_chunk = ChunkPosition { source: number, chunk: chunk + 1 };
-                let rest = Fill {
+                let rest = WriteJob {
                     range: end..next.range.end,
                     head: None,
                     first_chunk,
                     chunk_count: 0,
                     ..next.clone()
                 };
-                jobs.push(Fill {
+                jobs.push(WriteJob {
                     range: next.range.start..end,
                     ..std::mem::replace(&mut next, rest)
                 });
@@ -560,12 +561,12 @@ impl Source {
     fn stored_bytes(&self) -> &[RawBytes] {
         match &self.body {
             Body::Raw { bytes, .. } => std::slice::from_ref(bytes),
-            Body::Packed(chunks) => chunks,
+            Body::Compressed(chunks) => chunks,
         }
     }
 
     /// Returns the blobs that contain bytes of the storage, once for each segment.
-    pub(crate) fn elsewhere(&self) -> impl Iterator<Item = &dyn Blob> {
+    pub(crate) fn blobs(&self) -> impl Iterator<Item = &dyn Blob> {
         self.stored_bytes().iter().flat_map(|bytes| bytes.segments.iter()).filter_map(|segment| {
             match segment {
                 Segment::Memory(_) => None,
@@ -580,7 +581,7 @@ impl Source {
             Body::Raw { bytes, chunk_size, .. } => {
                 usize::try_from(chunk_size.count(bytes.len())).expect("it is in memory")
             }
-            Body::Packed(chunks) => chunks.len(),
+            Body::Compressed(chunks) => chunks.len(),
         }
     }
 
@@ -590,7 +591,7 @@ impl Source {
             Body::Raw { bytes, chunk_size, .. } => {
                 (bytes, chunk_size.range(to_u64(number), bytes.len()))
             }
-            Body::Packed(chunks) => (&chunks[number], 0..chunks[number].len()),
+            Body::Compressed(chunks) => (&chunks[number], 0..chunks[number].len()),
         }
     }
 
@@ -608,23 +609,23 @@ impl Source {
 
 impl RawBytes {
     pub(crate) fn len(&self) -> u64 {
-        self.lead + self.segments.iter().map(Segment::len).sum::<u64>()
+        self.padding + self.segments.iter().map(Segment::len).sum::<u64>()
     }
 
     /// Returns the part of the bytes in `range`.
-    pub(crate) fn part(&self, range: &Range<u64>) -> Self {
+    pub(crate) fn slice(&self, range: &Range<u64>) -> Self {
         let segments = self.segments_in(range).map(|(segment, part)| segment.slice(part));
-        Self { lead: self.zeros_in(range), segments: segments.collect::<Vec<_>>().into() }
+        Self { padding: self.zeros_in(range), segments: segments.collect::<Vec<_>>().into() }
     }
 
     /// Returns how many of the leading zeros lie in `range`.
     fn zeros_in(&self, range: &Range<u64>) -> u64 {
-        self.lead.clamp(range.start, range.end) - range.start
+        self.padding.clamp(range.start, range.end) - range.start
     }
 
     /// Returns the segments that have bytes in `range`, each with the range of these bytes in the segment.
     fn segments_in(&self, range: &Range<u64>) -> impl Iterator<Item = (&Segment, Range<u64>)> {
-        let mut end = self.lead;
+        let mut end = self.padding;
         self.segments.iter().filter_map(move |segment| {
             let start = end;
             end += segment.len();
@@ -666,7 +667,7 @@ impl RawBytes {
 
 impl From<Bytes> for RawBytes {
     fn from(bytes: Bytes) -> Self {
-        Self { lead: 0, segments: Segments::One(bytes.into()) }
+        Self { padding: 0, segments: Segments::One(bytes.into()) }
     }
 }
 
@@ -684,13 +685,4 @@ impl From<Vec<Segment>> for Segments {
 
 pub(crate) fn length(bytes: &[u8]) -> u64 {
     to_u64(bytes.len())
-}
-
-/// Converts a length or an offset of bytes in memory.
-fn to_usize(bytes: u64) -> usize {
-    usize::try_from(bytes).expect("what is in memory fits usize")
-}
-
-fn to_u64(count: usize) -> u64 {
-    u64::try_from(count).expect("usize is at most 64 bits")
 }

@@ -110,7 +110,7 @@ pub(crate) fn head() -> [u8; FRAME_LEN] {
 
 /// The location of the index in a file, as the trailer records it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct IndexPlace {
+pub(crate) struct IndexLocation {
     pub(crate) index_off: u64,
     pub(crate) index_len: u64,
     pub(crate) root_off: u32,
@@ -118,7 +118,7 @@ pub(crate) struct IndexPlace {
     pub(crate) index_crc32: u32,
 }
 
-impl IndexPlace {
+impl IndexLocation {
     pub(crate) fn file_len(&self) -> u64 {
         self.index_off + self.index_len + 64
     }
@@ -145,7 +145,7 @@ impl IndexPlace {
 pub(crate) fn check_len(file_len: u64) -> Result<()> {
     if file_len < MIN_FILE_LEN {
         return Err(Error::new(ErrorKind::TooShort)
-            .note(format_args!("{file_len} bytes, at least {MIN_FILE_LEN}")));
+            .with_detail(format_args!("{file_len} bytes, at least {MIN_FILE_LEN}")));
     }
     Ok(())
 }
@@ -153,7 +153,7 @@ pub(crate) fn check_len(file_len: u64) -> Result<()> {
 /// Validates a head.
 pub(crate) fn parse_head(bytes: &[u8; FRAME_LEN]) -> Result<()> {
     let head: Head = bytemuck::pod_read_unaligned(bytes);
-    let fail = |kind, offset| Err(Error::new(kind).byte(offset));
+    let fail = |kind, offset| Err(Error::new(kind).with_offset(offset));
     if head.magic != MAGIC {
         return fail(ErrorKind::NotTssd, 0);
     }
@@ -162,14 +162,14 @@ pub(crate) fn parse_head(bytes: &[u8; FRAME_LEN]) -> Result<()> {
     }
     if head.major != MAJOR {
         return Err(Error::new(ErrorKind::UnsupportedVersion)
-            .note(format_args!("version {}.{}, this reader knows 1", head.major, head.minor))
-            .byte(8));
+            .with_detail(format_args!("version {}.{}, this reader knows 1", head.major, head.minor))
+            .with_offset(8));
     }
     let unknown = head.incompat.to_native() & !DRAFT;
     if unknown != 0 {
         return Err(Error::new(ErrorKind::UnknownIncompat)
-            .note(format_args!("bit {}", unknown.trailing_zeros()))
-            .byte(16));
+            .with_detail(format_args!("bit {}", unknown.trailing_zeros()))
+            .with_offset(16));
     }
     if u64::from(head.data_start.to_native()) != DATA_START {
         return fail(ErrorKind::DataStart, 12);
@@ -181,10 +181,10 @@ pub(crate) fn parse_head(bytes: &[u8; FRAME_LEN]) -> Result<()> {
 }
 
 /// Validates a trailer, given the length of its file in bytes, and returns the location of the index.
-pub(crate) fn parse_trailer(bytes: &[u8; FRAME_LEN], file_len: u64) -> Result<IndexPlace> {
+pub(crate) fn parse_trailer(bytes: &[u8; FRAME_LEN], file_len: u64) -> Result<IndexLocation> {
     let trailer: Trailer = bytemuck::pod_read_unaligned(bytes);
     let at = file_len - 64;
-    let error_at = |kind, field: u64| Error::new(kind).byte(at + field);
+    let error_at = |kind, field: u64| Error::new(kind).with_offset(at + field);
     if trailer.end_magic != END_MAGIC {
         return Err(error_at(ErrorKind::NoTrailer, 56));
     }
@@ -193,15 +193,15 @@ pub(crate) fn parse_trailer(bytes: &[u8; FRAME_LEN], file_len: u64) -> Result<In
     }
     if trailer.file_len != file_len {
         return Err(error_at(ErrorKind::LengthMismatch, 40)
-            .note(format_args!("{file_len} bytes, recorded {}", trailer.file_len)));
+            .with_detail(format_args!("{file_len} bytes, recorded {}", trailer.file_len)));
     }
     if trailer.flags != 0 || trailer.prev_trailer_off != 0 || trailer.generation != 0 {
         return Err(error_at(ErrorKind::ReservedNotZero, 30));
     }
     if trailer.index_codec != INDEX_CODEC {
-        return Err(error_at(ErrorKind::IndexCodec, 28).note(trailer.index_codec));
+        return Err(error_at(ErrorKind::IndexCodec, 28).with_detail(trailer.index_codec));
     }
-    let location = IndexPlace {
+    let location = IndexLocation {
         index_off: trailer.index_off.to_native(),
         index_len: trailer.index_len.to_native(),
         root_off: trailer.root_off.to_native(),
@@ -209,7 +209,7 @@ pub(crate) fn parse_trailer(bytes: &[u8; FRAME_LEN], file_len: u64) -> Result<In
         index_crc32: trailer.index_crc32.to_native(),
     };
     if location.index_len > MAX_INDEX_BYTES {
-        return Err(error_at(ErrorKind::IndexTooLarge, 8).note(location.index_len));
+        return Err(error_at(ErrorKind::IndexTooLarge, 8).with_detail(location.index_len));
     }
     let end =
         location.index_off.checked_add(location.index_len).and_then(|end| end.checked_add(64));
@@ -218,7 +218,7 @@ pub(crate) fn parse_trailer(bytes: &[u8; FRAME_LEN], file_len: u64) -> Result<In
         || end != Some(file_len)
     {
         return Err(error_at(ErrorKind::IndexRange, 0)
-            .note(format_args!("{} bytes at {}", location.index_len, location.index_off)));
+            .with_detail(format_args!("{} bytes at {}", location.index_len, location.index_off)));
     }
     Ok(location)
 }
@@ -232,7 +232,7 @@ mod tests {
         let parse = |index_len| {
             let (root_off, root_len, index_crc32) = (0, 104, 0);
             let location =
-                IndexPlace { index_off: DATA_START, index_len, root_off, root_len, index_crc32 };
+                IndexLocation { index_off: DATA_START, index_len, root_off, root_len, index_crc32 };
             let parsed = parse_trailer(&location.trailer(), location.file_len());
             parsed.map(|parsed| assert_eq!(parsed, location)).map_err(|error| error.kind())
         };

@@ -6,18 +6,19 @@ use bytes::Bytes;
 
 use crate::checksum::checksum;
 use crate::chunk::ChunkSize;
-use crate::decode::{decode, value};
+use crate::convert::index_to_usize;
+use crate::decode::{decode_node, decode_value};
 use crate::encode::{AttrValue, Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
-use crate::frame::IndexPlace;
+use crate::frame::IndexLocation;
 use crate::key::ObjectPath;
-use crate::record::{self, STORED, kind};
+use crate::record::{self, STORED_FLAG, kind};
 use crate::state_dict::Value;
-use crate::storage::{PackedChunk, Packing, StorageReference};
+use crate::storage::{ChunkLocation, CompressedLayout, StorageReference};
 use crate::structure::Node;
 use crate::table::{self, TableMap};
 use crate::validate::validate;
-use crate::views::{Views, native};
+use crate::views::TableViews;
 
 /// The validated tables of one archive: every rule of the spec up to F-082 holds.
 #[derive(Debug)]
@@ -25,16 +26,16 @@ pub(crate) struct Index {
     /// Aligned for the records, and immutable.
     bytes: Bytes,
     map: TableMap,
-    location: IndexPlace,
+    location: IndexLocation,
     /// For each storage the path of the first leaf in it; computed when the first error needs it.
     first_leaves: OnceLock<Vec<ObjectPath>>,
 }
 
 impl Index {
     /// Validates an index, given its location from the trailer.
-    pub(crate) fn parse(bytes: Bytes, location: IndexPlace) -> Result<Self> {
+    pub(crate) fn parse(bytes: Bytes, location: IndexLocation) -> Result<Self> {
         if checksum(&bytes) != location.index_crc32 {
-            return Err(Error::new(ErrorKind::IndexCorrupt).byte(location.index_off));
+            return Err(Error::new(ErrorKind::IndexCorrupt).with_offset(location.index_off));
         }
         let size = |len: u32| usize::try_from(len).unwrap_or(usize::MAX);
         let root = size(location.root_off)
@@ -44,7 +45,7 @@ impl Index {
         Ok(Self { bytes, map, location, first_leaves: OnceLock::new() })
     }
 
-    pub(crate) fn views(&self) -> Views<'_> {
+    pub(crate) fn views(&self) -> TableViews<'_> {
         self.map.views(&self.bytes)
     }
 
@@ -52,7 +53,7 @@ impl Index {
         &self.bytes
     }
 
-    pub(crate) fn place(&self) -> IndexPlace {
+    pub(crate) fn location(&self) -> IndexLocation {
         self.location
     }
 
@@ -69,7 +70,7 @@ impl Index {
             let mut first = vec![None; self.storages().len()];
             for (path, node) in self.structure().into_leaves() {
                 for number in node.storages() {
-                    first[native(number)].get_or_insert_with(|| path.clone());
+                    first[index_to_usize(number)].get_or_insert_with(|| path.clone());
                 }
             }
             // Validated (F-062): a leaf refers to each storage.
@@ -78,18 +79,18 @@ impl Index {
     }
 
     /// Returns the subtree of a node; `views` must be the views of this index.
-    pub(crate) fn node(&self, views: &Views<'_>, number: usize) -> Node {
-        decode(views, self.bytes.slice(self.map.heap.clone()), number)
+    pub(crate) fn node(&self, views: &TableViews<'_>, number: usize) -> Node {
+        decode_node(views, self.bytes.slice(self.map.heap.clone()), number)
     }
 
     /// Does the same as [`Index::node`], but reads the bytes of each referenced storage through `storage`.
     pub(crate) fn value(
         &self,
-        views: &Views<'_>,
+        views: &TableViews<'_>,
         number: usize,
         storage: &mut impl FnMut(u32) -> Result<Bytes>,
     ) -> Result<Value> {
-        value(views, self.bytes.slice(self.map.heap.clone()), number, storage)
+        decode_value(views, self.bytes.slice(self.map.heap.clone()), number, storage)
     }
 
     fn storages(&self) -> &[record::Storage] {
@@ -103,20 +104,20 @@ impl Index {
     /// Returns a storage by number.
     pub(crate) fn storage(&self, number: u32) -> StorageReference {
         let views = self.views();
-        let storage = &views.storages[native(number)];
-        let first = native(storage.crcs.to_native());
+        let storage = &views.storages[index_to_usize(number)];
+        let first = index_to_usize(storage.crcs.to_native());
         let len = storage.raw_len.to_native();
         let chunk_size = ChunkSize::from_log2(storage.chunk_log2).expect("proven to be one");
         let count = usize::try_from(chunk_size.count(len)).expect("proven to be in crcs");
-        let packing = (storage.codec != 0).then(|| {
-            let first = native(storage.chunks.to_native());
-            let chunk = |chunk: &record::Chunk| PackedChunk {
+        let compressed_layout = (storage.codec != 0).then(|| {
+            let first = index_to_usize(storage.chunks.to_native());
+            let chunk = |chunk: &record::Chunk| ChunkLocation {
                 offset: chunk.offset.to_native(),
                 len: chunk.stored_len.to_native(),
                 is_zstd: chunk.codec != 0,
             };
             let chunks = views.chunks[first..first + count].iter().map(chunk).collect();
-            Packing { shuffle: storage.shuffle, chunks }
+            CompressedLayout { shuffle: storage.shuffle, chunks }
         });
         StorageReference {
             offset: storage.offset.to_native(),
@@ -126,26 +127,26 @@ impl Index {
             crcs: views.crcs[first..first + count].iter().map(|crc| crc.to_native()).collect(),
             align_log2: storage.align_log2,
             shard: storage.shard.to_native(),
-            packing,
-            digest: views.digests.get(native(number)).copied(),
+            compressed_layout,
+            digest: views.digests.get(index_to_usize(number)).copied(),
         }
     }
 
     /// Returns the number of raw bytes of a storage.
     pub(crate) fn storage_len(&self, number: u32) -> u64 {
-        self.storages()[native(number)].raw_len.to_native()
+        self.storages()[index_to_usize(number)].raw_len.to_native()
     }
 
     /// Returns shard and offset (in bytes) of a storage that is not compressed.
-    pub(crate) fn raw_place(&self, number: u32) -> Option<(u32, u64)> {
-        let storage = &self.storages()[native(number)];
+    pub(crate) fn raw_location(&self, number: u32) -> Option<(u32, u64)> {
+        let storage = &self.storages()[index_to_usize(number)];
         (storage.codec == 0).then(|| (storage.shard.to_native(), storage.offset.to_native()))
     }
 
     /// Returns the numbers of the storages that hold the content of a `str` leaf.
-    pub(crate) fn stored_texts(&self) -> Vec<u32> {
+    pub(crate) fn str_storages(&self) -> Vec<u32> {
         let nodes = self.views().nodes.iter();
-        let texts = nodes.filter(|node| node.kind == kind::STR && node.flags == STORED);
+        let texts = nodes.filter(|node| node.kind == kind::STR && node.flags == STORED_FLAG);
         texts
             .map(|node| u32::try_from(node.a.to_native()).expect("proven to be in storages"))
             .collect()
@@ -158,7 +159,7 @@ impl Index {
             let value = match attr.kind {
                 kind::INT => AttrValue::Int(value.cast_signed()),
                 kind::STR => AttrValue::Text(views.text(value)),
-                _ => AttrValue::Bytes(views.heap_proven(value).into()),
+                _ => AttrValue::Bytes(views.validated_heap(value).into()),
             };
             (views.text(attr.name.to_native()).to_string(), value)
         };

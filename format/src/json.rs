@@ -6,13 +6,13 @@ use crate::archive::Archive;
 use crate::chunk::ChunkSize;
 use crate::encode::AttrValue;
 use crate::error::Result;
-use crate::key::{Key, Step};
+use crate::key::{MapKey, Step};
 use crate::number::Float;
 use crate::placement::Placement;
-use crate::shard::ShardPlace;
+use crate::shard::ShardSpec;
 use crate::state_dict::Value;
-use crate::storage::PackedChunk;
-use crate::structure::{Container, Node, Stored, TensorReference};
+use crate::storage::ChunkLocation;
+use crate::structure::{Container, ContentKind, Node, TensorReference};
 use crate::tensor::{TensorFlags, TensorView};
 use crate::text::Text;
 
@@ -74,9 +74,9 @@ fn build_view(archive: &Archive, elements: ElementFilter) -> Result<Json> {
         if storage.chunk_size != ChunkSize::default() {
             view["chunk_log2"] = json!(storage.chunk_size.log2());
         }
-        if let Some(packing) = &storage.packing {
+        if let Some(packing) = &storage.compressed_layout {
             let chunk =
-                |chunk: &PackedChunk| json!([chunk.offset, chunk.len, u8::from(chunk.is_zstd)]);
+                |chunk: &ChunkLocation| json!([chunk.offset, chunk.len, u8::from(chunk.is_zstd)]);
             let chunks: Vec<Json> = packing.chunks.iter().map(chunk).collect();
             view["zstd"] = json!({ "shuffle": packing.shuffle, "chunks": chunks });
         }
@@ -109,21 +109,21 @@ fn build_view(archive: &Archive, elements: ElementFilter) -> Result<Json> {
 fn node_to_json(archive: &Archive, node: &Node, elements: ElementFilter) -> Result<Json> {
     Ok(match node {
         Node::Leaf(value) => leaf_to_json(value),
-        Node::Stored(stored, storage) => {
-            if archive.is_manifest_alone() {
+        Node::StoredLeaf(stored, storage) => {
+            if archive.is_manifest_only() {
                 return Ok(match stored {
-                    Stored::Str => json!({ "str": null }),
-                    Stored::Bytes => json!({ "bytes": null }),
-                    Stored::Opaque(media) => {
+                    ContentKind::Str => json!({ "str": null }),
+                    ContentKind::Bytes => json!({ "bytes": null }),
+                    ContentKind::Opaque(media) => {
                         json!({ "opaque": { "media": string_to_json(media), "bytes": null } })
                     }
                 });
             }
             let bytes = archive.storage_bytes(*storage)?;
             match stored {
-                Stored::Str => text_to_json("str", &Text::from_generalized_utf8(bytes)?),
-                Stored::Bytes => json!({ "bytes": hex(&bytes) }),
-                Stored::Opaque(media) => opaque_to_json(media, &bytes),
+                ContentKind::Str => text_to_json("str", &Text::from_generalized_utf8(bytes)?),
+                ContentKind::Bytes => json!({ "bytes": hex(&bytes) }),
+                ContentKind::Opaque(media) => opaque_to_json(media, &bytes),
             }
         }
         Node::Tensors(run) => {
@@ -132,7 +132,7 @@ fn node_to_json(archive: &Archive, node: &Node, elements: ElementFilter) -> Resu
                 .map(|reference| tensor_to_json(archive, reference, elements))
                 .collect::<Result<_>>()?;
             match run.as_slice() {
-                [TensorReference { place: None, .. }] => json!({ "tensor": views[0] }),
+                [TensorReference { shard_spec: None, .. }] => json!({ "tensor": views[0] }),
                 _ => json!({ "shard": views }),
             }
         }
@@ -141,7 +141,7 @@ fn node_to_json(archive: &Archive, node: &Node, elements: ElementFilter) -> Resu
                 .iter()
                 .map(|(step, child)| Ok((step, node_to_json(archive, child, elements)?)))
                 .collect::<Result<Vec<_>>>()?;
-            let pairs = |convert: &dyn Fn(&Key) -> Json| -> Vec<Json> {
+            let pairs = |convert: &dyn Fn(&MapKey) -> Json| -> Vec<Json> {
                 let pair = |(step, child): &(&Step, Json)| match step {
                     Step::Key(key) => json!([convert(key), child]),
                     Step::Index(_) => child.clone(),
@@ -181,22 +181,22 @@ fn leaf_to_json(value: &Value) -> Json {
     }
 }
 
-fn key_to_json(key: &Key) -> Json {
+fn key_to_json(key: &MapKey) -> Json {
     match key {
-        Key::Str(value) => text_to_json("str", value),
-        Key::Int(int) => json!({ "int": int.to_string() }),
-        Key::Bool(bool) => json!({ "bool": bool }),
-        Key::Float(float) => json!({ "float": float_bits(*float) }),
-        Key::None => json!({ "none": null }),
-        Key::Bytes(bytes) => json!({ "bytes": hex(bytes) }),
-        Key::Tuple(keys) => json!({ "tuple": keys.iter().map(key_to_json).collect::<Vec<_>>() }),
+        MapKey::Str(value) => text_to_json("str", value),
+        MapKey::Int(int) => json!({ "int": int.to_string() }),
+        MapKey::Bool(bool) => json!({ "bool": bool }),
+        MapKey::Float(float) => json!({ "float": float_bits(*float) }),
+        MapKey::None => json!({ "none": null }),
+        MapKey::Bytes(bytes) => json!({ "bytes": hex(bytes) }),
+        MapKey::Tuple(keys) => json!({ "tuple": keys.iter().map(key_to_json).collect::<Vec<_>>() }),
     }
 }
 
 /// Returns a field name of a namedtuple as JSON. Field names are always `str`.
-fn field_to_json(key: &Key) -> Json {
+fn field_to_json(key: &MapKey) -> Json {
     match key {
-        Key::Str(name) => string_to_json(name),
+        MapKey::Str(name) => string_to_json(name),
         other => json!(other.to_string()),
     }
 }
@@ -225,20 +225,20 @@ fn tensor_to_json(
     view.insert("storage".into(), json!(reference.storage));
     view.insert("byte_offset".into(), json!(reference.byte_offset));
     let includes_data = elements == ElementFilter::SmallTensors && meta.nbytes() <= MAX_DATA_BYTES;
-    if includes_data && !archive.is_manifest_alone() {
-        let tensor = archive.tensor_of(reference)?;
+    if includes_data && !archive.is_manifest_only() {
+        let tensor = archive.read_tensor(reference)?;
         view.insert(
             "data".into(),
             json!(hex(&TensorView::to_contiguous(&tensor.view(), MAX_DATA_BYTES)?)),
         );
     }
-    if let Some(place) = &reference.place {
+    if let Some(place) = &reference.shard_spec {
         view.insert("slice".into(), slice_to_json(place));
     }
     Ok(Json::Object(view))
 }
 
-fn slice_to_json(place: &ShardPlace) -> Json {
+fn slice_to_json(place: &ShardSpec) -> Json {
     let slice = place.slice();
     let mut view = Map::new();
     view.insert("offsets".into(), json!(slice.offsets()));

@@ -6,13 +6,13 @@ use std::fmt;
 use bytes::Bytes;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::number::{Float, Int, is_shortest_big};
+use crate::number::{Float, Int, is_canonical_bigint};
 use crate::text::{Text, is_text};
 
 /// A key of a dict, with its Python type: `1`, `"1"` and `True` are three different keys.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
-pub enum Key {
+pub enum MapKey {
     /// A `str`.
     Str(Text),
     /// An `int`.
@@ -26,29 +26,29 @@ pub enum Key {
     /// A `bytes`.
     Bytes(Bytes),
     /// A `tuple` of keys.
-    Tuple(Box<[Key]>),
+    Tuple(Box<[MapKey]>),
 }
 
-impl From<&str> for Key {
+impl From<&str> for MapKey {
     fn from(text: &str) -> Self {
         Self::Str(text.into())
     }
 }
 
-impl From<String> for Key {
+impl From<String> for MapKey {
     fn from(text: String) -> Self {
         Self::Str(text.into())
     }
 }
 
-impl From<i64> for Key {
+impl From<i64> for MapKey {
     fn from(int: i64) -> Self {
         Self::Int(int.into())
     }
 }
 
 /// Formats the key as Python's `str(key)`, which is how torch writes keys in an fqn.
-impl fmt::Display for Key {
+impl fmt::Display for MapKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Str(text) => text.fmt(f),
@@ -79,7 +79,7 @@ pub enum Step {
     /// Into a list or tuple, by index.
     Index(u32),
     /// Into a dict or ordered dict by key, or into a namedtuple by field name.
-    Key(Key),
+    Key(MapKey),
 }
 
 /// Formats the index, or the key as Python's `str` does.
@@ -113,7 +113,7 @@ impl ObjectPath {
 
     /// Returns the path of the child with this key.
     #[must_use]
-    pub fn key(mut self, key: impl Into<Key>) -> Self {
+    pub fn key(mut self, key: impl Into<MapKey>) -> Self {
         self.0.push(Step::Key(key.into()));
         self
     }
@@ -169,7 +169,7 @@ impl fmt::Display for ObjectPath {
         for step in &self.0 {
             match step {
                 Step::Index(index) => write!(f, "[{index}]")?,
-                Step::Key(Key::Str(text)) => write!(f, "[{text:?}]")?,
+                Step::Key(MapKey::Str(text)) => write!(f, "[{text:?}]")?,
                 Step::Key(key) => write!(f, "[{key}]")?,
             }
         }
@@ -205,47 +205,47 @@ const MAX_TUPLE_ELEMENTS: usize = 64;
 const MAX_TUPLE_DEPTH: u8 = 8;
 
 /// The sort order of keys in `by_key`: kind, then bytes in the heap, then word.
-pub(crate) type KeyOrder<'a> = (u8, &'a [u8], u64);
+pub(crate) type SortKey<'a> = (u8, &'a [u8], u64);
 
 /// A key as it is stored in files: its kind, and a word or bytes. Sorted like `by_key`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct FileKey<'a> {
+pub(crate) struct EncodedKey<'a> {
     pub(crate) kind: u8,
-    pub(crate) content: Content<'a>,
+    pub(crate) content: KeyContent<'a>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Content<'a> {
+pub(crate) enum KeyContent<'a> {
     Word(u64),
     Heap(std::borrow::Cow<'a, [u8]>),
 }
 
-impl Ord for FileKey<'_> {
+impl Ord for EncodedKey<'_> {
     fn cmp(&self, other: &Self) -> Ordering {
-        self.order().cmp(&other.order())
+        self.sort_key().cmp(&other.sort_key())
     }
 }
 
-impl PartialOrd for FileKey<'_> {
+impl PartialOrd for EncodedKey<'_> {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl<'a> FileKey<'a> {
+impl<'a> EncodedKey<'a> {
     pub(crate) fn word(kind: u8, word: u64) -> Self {
-        Self { kind, content: Content::Word(word) }
+        Self { kind, content: KeyContent::Word(word) }
     }
 
     pub(crate) fn heap(kind: u8, bytes: impl Into<std::borrow::Cow<'a, [u8]>>) -> Self {
-        Self { kind, content: Content::Heap(bytes.into()) }
+        Self { kind, content: KeyContent::Heap(bytes.into()) }
     }
 
     /// Returns the sort order of this key.
-    pub(crate) fn order(&self) -> KeyOrder<'_> {
+    pub(crate) fn sort_key(&self) -> SortKey<'_> {
         match &self.content {
-            Content::Word(word) => (self.kind, &[], *word),
-            Content::Heap(bytes) => (self.kind, bytes, 0),
+            KeyContent::Word(word) => (self.kind, &[], *word),
+            KeyContent::Heap(bytes) => (self.kind, bytes, 0),
         }
     }
 
@@ -255,31 +255,31 @@ impl<'a> FileKey<'a> {
     ///
     /// `KeyKind` for NaN, for tuples with more than 64 elements or more than 8 levels, and for keys of more than
     /// [`MAX_KEY_BYTES`].
-    pub(crate) fn of(key: &'a Key) -> Result<Self> {
+    pub(crate) fn encode(key: &'a MapKey) -> Result<Self> {
         let file_key = match key {
-            Key::Str(text) => Self::heap(kind::STR, text.as_bytes()),
-            Key::Int(int) => match int.as_i64() {
+            MapKey::Str(text) => Self::heap(kind::STR, text.as_bytes()),
+            MapKey::Int(int) => match int.as_i64() {
                 Some(small) => Self::word(kind::INT, small.cast_unsigned()),
-                None => Self::heap(kind::BIGINT, int.big_bytes().unwrap_or_default()),
+                None => Self::heap(kind::BIGINT, int.to_bigint_bytes().unwrap_or_default()),
             },
-            Key::Bool(bool) => Self::word(kind::BOOL, u64::from(*bool)),
-            Key::Float(float) if float.get().is_nan() => {
-                return Err(Error::new(ErrorKind::KeyKind).note("NaN cannot be a key"));
+            MapKey::Bool(bool) => Self::word(kind::BOOL, u64::from(*bool)),
+            MapKey::Float(float) if float.get().is_nan() => {
+                return Err(Error::new(ErrorKind::KeyKind).with_detail("NaN cannot be a key"));
             }
-            Key::Float(float) => Self::word(kind::FLOAT, float.to_bits()),
-            Key::None => Self::word(kind::NONE, 0),
-            Key::Bytes(bytes) => Self::heap(kind::BYTES, &**bytes),
-            Key::Tuple(keys) => {
+            MapKey::Float(float) => Self::word(kind::FLOAT, float.to_bits()),
+            MapKey::None => Self::word(kind::NONE, 0),
+            MapKey::Bytes(bytes) => Self::heap(kind::BYTES, &**bytes),
+            MapKey::Tuple(keys) => {
                 let mut encoded = Vec::new();
                 encode_tuple(keys, MAX_TUPLE_DEPTH, &mut { MAX_TUPLE_ELEMENTS }, &mut encoded)?;
                 Self::heap(kind::TUPLE, encoded)
             }
         };
         match &file_key.content {
-            Content::Heap(bytes) if bytes.len() > MAX_KEY_BYTES => {
-                Err(Error::new(ErrorKind::KeyKind)
-                    .note(format_args!("key of {} bytes, at most {MAX_KEY_BYTES}", bytes.len())))
-            }
+            KeyContent::Heap(bytes) if bytes.len() > MAX_KEY_BYTES => Err(Error::new(
+                ErrorKind::KeyKind,
+            )
+            .with_detail(format_args!("key of {} bytes, at most {MAX_KEY_BYTES}", bytes.len()))),
             _ => Ok(file_key),
         }
     }
@@ -289,28 +289,28 @@ impl<'a> FileKey<'a> {
     /// # Errors
     ///
     /// `KeyKind`, `NotText` and `NonCanonicalInt`, as the spec defines them.
-    pub(crate) fn to_key(&self) -> Result<Key> {
+    pub(crate) fn decode(&self) -> Result<MapKey> {
         let malformed = || Error::new(ErrorKind::KeyKind);
         Ok(match (self.kind, &self.content) {
-            (kind::STR, Content::Heap(bytes)) => {
-                Key::Str(Text::from_generalized_utf8(bytes.to_vec())?)
+            (kind::STR, KeyContent::Heap(bytes)) => {
+                MapKey::Str(Text::from_generalized_utf8(bytes.to_vec())?)
             }
-            (kind::INT, Content::Word(word)) => Key::Int(word.cast_signed().into()),
-            (kind::BIGINT, Content::Heap(bytes)) => Key::Int(Int::from_big_bytes(bytes)?),
-            (kind::BOOL, Content::Word(word @ 0..=1)) => Key::Bool(*word == 1),
-            (kind::FLOAT, Content::Word(word)) if !f64::from_bits(*word).is_nan() => {
-                Key::Float(Float::from_bits(*word))
+            (kind::INT, KeyContent::Word(word)) => MapKey::Int(word.cast_signed().into()),
+            (kind::BIGINT, KeyContent::Heap(bytes)) => MapKey::Int(Int::from_bigint_bytes(bytes)?),
+            (kind::BOOL, KeyContent::Word(word @ 0..=1)) => MapKey::Bool(*word == 1),
+            (kind::FLOAT, KeyContent::Word(word)) if !f64::from_bits(*word).is_nan() => {
+                MapKey::Float(Float::from_bits(*word))
             }
-            (kind::NONE, Content::Word(0)) => Key::None,
-            (kind::BYTES, Content::Heap(bytes)) => Key::Bytes(Bytes::copy_from_slice(bytes)),
-            (kind::TUPLE, Content::Heap(bytes)) => {
+            (kind::NONE, KeyContent::Word(0)) => MapKey::None,
+            (kind::BYTES, KeyContent::Heap(bytes)) => MapKey::Bytes(Bytes::copy_from_slice(bytes)),
+            (kind::TUPLE, KeyContent::Heap(bytes)) => {
                 let mut rest = &**bytes;
                 let keys = decode_tuple(&mut rest, MAX_TUPLE_DEPTH, &mut { MAX_TUPLE_ELEMENTS });
                 let keys = keys.and_then(Result::ok).ok_or_else(malformed)?;
                 if !rest.is_empty() {
                     return Err(malformed());
                 }
-                Key::Tuple(keys.into())
+                MapKey::Tuple(keys.into())
             }
             _ => return Err(malformed()),
         })
@@ -319,21 +319,21 @@ impl<'a> FileKey<'a> {
     /// Validates the key like [`FileKey::to_key`], but does not allocate for the common kinds.
     pub(crate) fn check(&self) -> Result<()> {
         match (self.kind, &self.content) {
-            (kind::STR, Content::Heap(bytes)) if !is_text(bytes) => {
+            (kind::STR, KeyContent::Heap(bytes)) if !is_text(bytes) => {
                 Err(Error::new(ErrorKind::NotText))
             }
-            (kind::BIGINT, Content::Heap(bytes)) if !is_shortest_big(bytes) => {
+            (kind::BIGINT, KeyContent::Heap(bytes)) if !is_canonical_bigint(bytes) => {
                 Err(Error::new(ErrorKind::NonCanonicalInt))
             }
-            (kind::STR | kind::BIGINT | kind::BYTES, Content::Heap(_))
-            | (kind::INT, Content::Word(_)) => Ok(()),
-            _ => self.to_key().map(drop),
+            (kind::STR | kind::BIGINT | kind::BYTES, KeyContent::Heap(_))
+            | (kind::INT, KeyContent::Word(_)) => Ok(()),
+            _ => self.decode().map(drop),
         }
     }
 }
 
 /// Returns the other keys that Python treats as equal (F-045): `True == 1 == 1.0`, `-0.0 == 0.0`.
-pub(crate) fn python_twins(kind: u8, word: u64) -> Vec<FileKey<'static>> {
+pub(crate) fn equal_python_keys(kind: u8, word: u64) -> Vec<EncodedKey<'static>> {
     #[expect(
         clippy::cast_possible_truncation,
         reason = "in this range, a float without fraction is taken to an int exactly"
@@ -346,20 +346,20 @@ pub(crate) fn python_twins(kind: u8, word: u64) -> Vec<FileKey<'static>> {
     let mut equal_keys = Vec::new();
     match kind {
         kind::BOOL => {
-            equal_keys.push(FileKey::word(kind::INT, word));
+            equal_keys.push(EncodedKey::word(kind::INT, word));
             equal_keys
-                .push(FileKey::word(kind::FLOAT, if word == 0 { 0 } else { 1.0_f64.to_bits() }));
+                .push(EncodedKey::word(kind::FLOAT, if word == 0 { 0 } else { 1.0_f64.to_bits() }));
             if word == 0 {
-                equal_keys.push(FileKey::word(kind::FLOAT, (-0.0_f64).to_bits()));
+                equal_keys.push(EncodedKey::word(kind::FLOAT, (-0.0_f64).to_bits()));
             }
         }
         kind::FLOAT => {
             let float = f64::from_bits(word);
             if let Some(int) = to_int(float) {
-                equal_keys.push(FileKey::word(kind::INT, int.cast_unsigned()));
+                equal_keys.push(EncodedKey::word(kind::INT, int.cast_unsigned()));
             }
             if float == 0.0 {
-                equal_keys.push(FileKey::word(kind::FLOAT, (-float).to_bits()));
+                equal_keys.push(EncodedKey::word(kind::FLOAT, (-float).to_bits()));
             }
         }
         _ => {}
@@ -368,35 +368,35 @@ pub(crate) fn python_twins(kind: u8, word: u64) -> Vec<FileKey<'static>> {
 }
 
 fn encode_tuple(
-    keys: &[Key],
+    keys: &[MapKey],
     depth: u8,
     remaining: &mut usize,
     encoded: &mut Vec<u8>,
 ) -> Result<()> {
     let Some(depth) = depth.checked_sub(1) else {
-        return Err(Error::new(ErrorKind::KeyKind).note("tuples nest deeper than 8"));
+        return Err(Error::new(ErrorKind::KeyKind).with_detail("tuples nest deeper than 8"));
     };
     let length = |len: usize| {
         u32::try_from(len).map_err(|_| Error::new(ErrorKind::TooLarge)).map(u32::to_le_bytes)
     };
-    *remaining = remaining
-        .checked_sub(keys.len())
-        .ok_or_else(|| Error::new(ErrorKind::KeyKind).note("tuple of more than 64 elements"))?;
+    *remaining = remaining.checked_sub(keys.len()).ok_or_else(|| {
+        Error::new(ErrorKind::KeyKind).with_detail("tuple of more than 64 elements")
+    })?;
     encoded.extend(length(keys.len())?);
     for key in keys {
-        if let Key::Tuple(keys) = key {
+        if let MapKey::Tuple(keys) = key {
             encoded.push(kind::TUPLE);
             encode_tuple(keys, depth, remaining, encoded)?;
             continue;
         }
-        let FileKey { kind, content } = FileKey::of(key)?;
+        let EncodedKey { kind, content } = EncodedKey::encode(key)?;
         encoded.push(kind);
         match content {
-            Content::Heap(bytes) => {
+            KeyContent::Heap(bytes) => {
                 encoded.extend(length(bytes.len())?);
                 encoded.extend_from_slice(&bytes);
             }
-            Content::Word(word) => match kind {
+            KeyContent::Word(word) => match kind {
                 kind::NONE => {}
                 kind::BOOL => encoded.extend(word.to_le_bytes().first()),
                 _ => encoded.extend(word.to_le_bytes()),
@@ -409,7 +409,7 @@ fn encode_tuple(
 /// Decodes the elements of a packed tuple.
 ///
 /// Returns `None` if the bytes end early, or if the tuple exceeds a limit.
-fn decode_tuple(rest: &mut &[u8], depth: u8, remaining: &mut usize) -> Option<Result<Vec<Key>>> {
+fn decode_tuple(rest: &mut &[u8], depth: u8, remaining: &mut usize) -> Option<Result<Vec<MapKey>>> {
     let depth = depth.checked_sub(1)?;
     let count = take_u32(rest)?;
     *remaining = remaining.checked_sub(usize::try_from(count).ok()?)?;
@@ -418,20 +418,20 @@ fn decode_tuple(rest: &mut &[u8], depth: u8, remaining: &mut usize) -> Option<Re
         let [kind] = take_array(rest)?;
         let key = match kind {
             kind::TUPLE => {
-                decode_tuple(rest, depth, remaining)?.map(|keys| Key::Tuple(keys.into()))
+                decode_tuple(rest, depth, remaining)?.map(|keys| MapKey::Tuple(keys.into()))
             }
             kind::STR | kind::BYTES | kind::BIGINT => {
                 let len = usize::try_from(take_u32(rest)?).ok()?;
                 let (bytes, tail) = rest.split_at_checked(len)?;
                 *rest = tail;
-                FileKey::heap(kind, bytes).to_key()
+                EncodedKey::heap(kind, bytes).decode()
             }
-            kind::NONE => Ok(Key::None),
+            kind::NONE => Ok(MapKey::None),
             kind::BOOL => {
                 let [byte] = take_array(rest)?;
-                FileKey::word(kind, u64::from(byte)).to_key()
+                EncodedKey::word(kind, u64::from(byte)).decode()
             }
-            _ => FileKey::word(kind, u64::from_le_bytes(take_array(rest)?)).to_key(),
+            _ => EncodedKey::word(kind, u64::from_le_bytes(take_array(rest)?)).decode(),
         };
         match key {
             Ok(key) => keys.push(key),

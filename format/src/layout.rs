@@ -5,20 +5,20 @@ use std::sync::{Arc, LazyLock};
 
 use bytes::Bytes;
 
-use crate::arrange::Arranger;
+use crate::arrange::StorageAllocator;
 use crate::blob::Blob;
 use crate::encode::{Attrs, ShardFile, encode};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fill::{Fill, Filled, Source, jobs, length, parts};
-use crate::frame::{self, DATA_START, FRAME_LEN, IndexPlace};
+use crate::fill::{JobChecksums, Source, WriteJob, jobs, length, parts};
+use crate::frame::{self, DATA_START, FRAME_LEN, IndexLocation};
 use crate::key::ObjectPath;
 use crate::options::Options;
-use crate::pack::{Pack, Packed};
+use crate::pack::{CompressJob, CompressedChunks};
 use crate::seal::StorageTables;
 use crate::state_dict::StateDict;
 use crate::storage::StorageReference;
 use crate::structure::Node;
-use crate::table::{ROOT_LEN, Tables, Views};
+use crate::table::{ROOT_LEN, TableViews, Tables};
 
 /// A planned archive whose storages have no offsets yet, because they may still be compressed.
 ///
@@ -48,7 +48,7 @@ use crate::table::{ROOT_LEN, Tables, Views};
 /// ```
 #[derive(Debug)]
 pub struct Draft {
-    allocator: Arranger,
+    allocator: StorageAllocator,
     /// All tables except those of the storages.
     tables: Tables,
     options: Options,
@@ -61,15 +61,15 @@ impl Draft {
     ///
     /// As [`Layout::plan`].
     pub fn new(dict: &StateDict, options: &Options) -> Result<Self> {
-        let mut allocator = Arranger::new();
-        let root = allocator.arrange(dict.as_value(), &ObjectPath::root(), options)?;
+        let mut allocator = StorageAllocator::new();
+        let root = allocator.allocate(dict.as_value(), &ObjectPath::root(), options)?;
         let tables = encode(&root, &allocator.attrs(options), &[])?;
         Ok(Self { allocator, tables, options: options.clone() })
     }
 
     /// Returns the jobs that compress storages; none if the options ask for no compression.
-    pub fn jobs(&self) -> Vec<Pack> {
-        self.allocator.jobs(&self.options)
+    pub fn jobs(&self) -> Vec<CompressJob> {
+        self.allocator.compress_jobs(&self.options)
     }
 
     /// Assigns an offset to each storage and returns the layout, given the results of all jobs.
@@ -77,14 +77,17 @@ impl Draft {
     /// # Errors
     ///
     /// `Unfilled` if the result of a job is missing; otherwise as [`Layout::plan`].
-    pub fn place(self, compressed: impl IntoIterator<Item = Packed>) -> Result<Layout> {
+    pub fn into_layout(
+        self,
+        compressed: impl IntoIterator<Item = CompressedChunks>,
+    ) -> Result<Layout> {
         let Self { mut allocator, tables, options } = self;
-        allocator.place(compressed, &options)?;
+        allocator.place_pending(compressed, &options)?;
         let index_len = allocator.storages.views(&tables).index_len()?;
         let index_off = allocator.index_off()?;
         let end = index_off.checked_add(index_len).and_then(|end| end.checked_add(64));
         end.ok_or_else(|| Error::new(ErrorKind::TooLarge))?;
-        let Arranger { sources, storages, .. } = allocator;
+        let StorageAllocator { sources, storages, .. } = allocator;
         Ok(Layout { tables, storages, sources: Arc::new(sources), index_off, index_len })
     }
 }
@@ -127,8 +130,9 @@ impl Layout {
     /// offset aligns them all.
     pub fn plan(dict: &StateDict, options: &Options) -> Result<Self> {
         let draft = Draft::new(dict, options)?;
-        let compressed: Vec<Packed> = draft.jobs().iter().map(Pack::run).collect::<Result<_>>()?;
-        draft.place(compressed)
+        let compressed: Vec<CompressedChunks> =
+            draft.jobs().iter().map(CompressJob::run).collect::<Result<_>>()?;
+        draft.into_layout(compressed)
     }
 
     /// Returns the exact length of the file in bytes.
@@ -139,7 +143,7 @@ impl Layout {
     /// Returns the jobs that write all bytes before the index, up to [`Layout::index_off`].
     ///
     /// The jobs are independent of each other.
-    pub fn jobs(&self) -> Vec<Fill> {
+    pub fn jobs(&self) -> Vec<WriteJob> {
         jobs(0..self.index_off, Some(head()), &self.sources)
     }
 
@@ -153,8 +157,8 @@ impl Layout {
     }
 
     /// Returns the blobs that contain bytes outside the memory of this process, once for each segment.
-    pub fn elsewhere(&self) -> impl Iterator<Item = &dyn Blob> {
-        self.sources.iter().flat_map(Source::elsewhere)
+    pub fn blobs(&self) -> impl Iterator<Item = &dyn Blob> {
+        self.sources.iter().flat_map(Source::blobs)
     }
 
     /// Returns the offset of the index in the file, in bytes: where the result of [`Layout::seal`] belongs.
@@ -167,7 +171,7 @@ impl Layout {
     /// # Errors
     ///
     /// `Unfilled` if the checksums of a job are missing.
-    pub fn seal(&self, checksums: impl IntoIterator<Item = Filled>) -> Result<Vec<u8>> {
+    pub fn seal(&self, checksums: impl IntoIterator<Item = JobChecksums>) -> Result<Vec<u8>> {
         let len = usize::try_from(self.file_len() - self.index_off).expect("at most 1 GiB");
         let mut tail = Vec::with_capacity(len);
         self.seal_to(checksums, &mut tail)?;
@@ -176,23 +180,23 @@ impl Layout {
 
     fn seal_to(
         &self,
-        checksums: impl IntoIterator<Item = Filled>,
+        checksums: impl IntoIterator<Item = JobChecksums>,
         writer: &mut impl Write,
     ) -> Result<()> {
-        let mut checksums: Vec<Filled> = checksums.into_iter().collect();
+        let mut checksums: Vec<JobChecksums> = checksums.into_iter().collect();
         checksums.sort_by_key(|job| job.first);
         let mut sums = Vec::with_capacity(self.storages.crc_count());
         for job in checksums {
             // A job may have run twice: both runs computed the same checksums.
             if job.first == sums.len() {
-                sums.extend(job.sums);
+                sums.extend(job.checksums);
             }
         }
         if sums.len() != self.storages.crc_count() {
             return Err(Error::new(ErrorKind::Unfilled));
         }
         let mut storages = self.storages.clone();
-        storages.seal(&sums);
+        storages.set_checksums(&sums);
         write_tail(&storages.views(&self.tables), self.index_off, writer)
     }
 
@@ -203,7 +207,7 @@ impl Layout {
     /// `TargetSize` if `target` does not have the length of the file; `Io` if a blob cannot be read.
     pub fn write_into(&self, target: &mut [u8]) -> Result<()> {
         if length(target) != self.file_len() {
-            return Err(Error::new(ErrorKind::TargetSize).note(format_args!(
+            return Err(Error::new(ErrorKind::TargetSize).with_detail(format_args!(
                 "{} bytes, needed {}",
                 target.len(),
                 self.file_len()
@@ -226,7 +230,7 @@ impl Layout {
     ///
     /// `Io` if the stream fails or a blob cannot be read.
     pub fn write_to(&self, writer: &mut impl Write) -> Result<()> {
-        let checksums: Vec<Filled> =
+        let checksums: Vec<JobChecksums> =
             self.jobs().iter().map(|job| job.write_to(writer)).collect::<Result<_>>()?;
         self.seal_to(checksums, writer)
     }
@@ -239,14 +243,14 @@ impl Layout {
 /// # Errors
 ///
 /// As [`Layout::plan`] for the keys of the tree; `TooLarge`.
-pub fn manifest(
+pub fn encode_manifest(
     root: &Node,
     storages: &[StorageReference],
     attrs: &Attrs,
     shards: &[ShardFile],
 ) -> Result<Vec<u8>> {
-    let tables = encode(&root.as_tree(), attrs, shards)?;
-    let storages = StorageTables::of(storages)?;
+    let tables = encode(&root.as_borrowed(), attrs, shards)?;
+    let storages = StorageTables::from_storages(storages)?;
     let mut file = head().to_vec();
     file.resize(usize::try_from(DATA_START).expect("4096"), 0);
     write_tail(&storages.views(&tables), DATA_START, &mut file)?;
@@ -262,15 +266,19 @@ fn head() -> Bytes {
 /// # Errors
 ///
 /// `TooLarge` if the index would exceed 1 GiB; `Io` if the stream fails.
-pub(crate) fn write_tail(views: &Views<'_>, index_off: u64, writer: &mut impl Write) -> Result<()> {
+pub(crate) fn write_tail(
+    views: &TableViews<'_>,
+    index_off: u64,
+    writer: &mut impl Write,
+) -> Result<()> {
     let root_len = u32::try_from(ROOT_LEN).expect("104");
     let index_len = views.index_len()?;
     let mut crc = crc32fast::Hasher::new();
-    views.each_part(|bytes| {
+    views.for_each_part(|bytes| {
         crc.update(bytes);
         Ok(writer.write_all(bytes)?)
     })?;
-    let location = IndexPlace {
+    let location = IndexLocation {
         index_off,
         index_len,
         root_off: u32::try_from(index_len).expect("at most 1 GiB") - root_len,

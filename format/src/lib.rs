@@ -27,6 +27,7 @@ compile_error!(
 
 // Values.
 mod chunk;
+mod convert;
 mod dtype;
 mod key;
 mod number;
@@ -93,39 +94,39 @@ mod error;
 pub use archive::Archive;
 pub use blob::Blob;
 pub use checksum::checksum;
-pub use chunk::{CHUNK_BYTES, ChunkSize, Chunks};
+pub use chunk::{ChunkPolicy, ChunkSize, MAX_CHUNK_BYTES};
 pub use copy::{copy, copy_and_checksum, copy_chunks, copy_runs};
 pub use digest::Digest;
 pub use dtype::Dtype;
 pub use encode::{AttrValue, Attrs, ShardFile};
 pub use error::{Error, ErrorKind, Result};
-pub use fill::{Fill, Filled, Piece};
+pub use fill::{JobChecksums, Piece, WriteJob};
 pub use frame::DATA_START;
 #[cfg(feature = "json")]
 pub use json::{to_json, to_json_without_elements};
-pub use key::{Key, ObjectPath, Step};
-pub use layout::{Draft, Layout, manifest};
+pub use key::{MapKey, ObjectPath, Step};
+pub use layout::{Draft, Layout, encode_manifest};
 pub use memory::zeroed;
 pub use mesh::DeviceMesh;
 #[cfg(feature = "mmap")]
-pub use mmap::{Map, map_file};
+pub use mmap::{Mmap, map_file};
 pub use number::{Float, Int};
 pub use options::{Compression, Options, ZSTD_LEVEL_ATTR};
-pub use pack::{Pack, Packed};
+pub use pack::{CompressJob, CompressedChunks};
 pub use placement::Placement;
 pub use region::Region;
 pub use runs::{Loop, Runs};
 pub use shape::{MAX_RANK, numel, row_major_strides};
-pub use shard::{Shard, ShardPlace};
-pub use shard_set::{MANIFEST, open_shard_set};
+pub use shard::{Shard, ShardSpec};
+pub use shard_set::{MANIFEST_NAME, open_shard_set};
 pub use slice::TensorSlice;
 pub use state_dict::{Dict, MAX_DEPTH, StateDict, Value};
-pub use storage::{PackedChunk, Packing, StorageReference, Unpack};
-pub use structure::{Container, Node, Stored, TensorReference};
+pub use storage::{ChunkLocation, CompressedLayout, RangeDecoder, StorageReference};
+pub use structure::{Container, ContentKind, Node, TensorReference};
 pub use tensor::{Element, Storage, Tensor, TensorFlags, TensorMeta, TensorView};
 pub use text::Text;
 pub use tssd::{FlatLeaf, TorchStoreStateDict};
-pub use verify::Verify;
+pub use verify::VerifyJob;
 pub use writer::ArchiveWriter;
 
 /// Returns the records of the format: name, offset and size of each field.

@@ -20,7 +20,7 @@ use crate::error::{Error, ErrorKind, Result};
 pub fn zeroed(len: usize) -> Result<Vec<u8>> {
     // Returns an error if the allocation fails; `vec!` would abort the process.
     Vec::<u8>::new().try_reserve_exact(len).map_err(|error| {
-        Error::new(ErrorKind::TooLarge).note(format_args!("{len} bytes of memory: {error}"))
+        Error::new(ErrorKind::TooLarge).with_detail(format_args!("{len} bytes of memory: {error}"))
     })?;
     #[cfg_attr(not(target_os = "linux"), expect(unused_mut, reason = "nobody is advised"))]
     let mut memory = vec![0; len];

@@ -136,5 +136,5 @@ fn first_duplicate<T: Ord>(values: &[T]) -> Option<&T> {
 }
 
 fn mismatch(note: String) -> Error {
-    Error::new(ErrorKind::MeshMismatch).note(note)
+    Error::new(ErrorKind::MeshMismatch).with_detail(note)
 }

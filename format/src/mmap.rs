@@ -16,12 +16,12 @@ use crate::error::Result;
 
 /// A memory map, for example of a file. It is unmapped when the last slice of its bytes is dropped.
 #[derive(Clone, Debug)]
-pub struct Map(Bytes);
+pub struct Mmap(Bytes);
 
 /// [`Blob::stable`] copies the bytes.
 ///
 /// If a caller breaks the contract and changes the file, validated bytes must not change.
-impl Blob for Map {
+impl Blob for Mmap {
     fn size(&self) -> io::Result<u64> {
         self.0.size()
     }
@@ -36,7 +36,7 @@ impl Blob for Map {
 }
 
 /// Wraps the bytes of an existing map, for example of memory that another process has written.
-impl From<Bytes> for Map {
+impl From<Bytes> for Mmap {
     fn from(bytes: Bytes) -> Self {
         Self(bytes)
     }
@@ -51,11 +51,11 @@ impl From<Bytes> for Map {
 /// # Safety
 ///
 /// No process may change or truncate the file while the map exists.
-pub unsafe fn map_file(file: &File) -> io::Result<Map> {
+pub unsafe fn map_file(file: &File) -> io::Result<Mmap> {
     // SAFETY: the caller guarantees that the file does not change while the map exists. The `Bytes` own the map, and
     // unmap it when the last slice of them is dropped.
     let map = unsafe { memmap2::Mmap::map(file)? };
-    Ok(Map(Bytes::from_owner(map)))
+    Ok(Mmap(Bytes::from_owner(map)))
 }
 
 impl Archive {

@@ -47,7 +47,7 @@ impl Int {
     }
 
     /// Returns the shortest little-endian two's complement; `None` for numbers that fit into an `i64`.
-    pub(crate) fn big_bytes(&self) -> Option<Vec<u8>> {
+    pub(crate) fn to_bigint_bytes(&self) -> Option<Vec<u8>> {
         match &self.0 {
             Repr::Small(_) => None,
             Repr::Big(big) => Some(big.to_signed_bytes_le()),
@@ -55,8 +55,8 @@ impl Int {
     }
 
     /// Decodes the result of [`Int::big_bytes`].
-    pub(crate) fn from_big_bytes(bytes: &[u8]) -> Result<Self> {
-        if is_shortest_big(bytes) {
+    pub(crate) fn from_bigint_bytes(bytes: &[u8]) -> Result<Self> {
+        if is_canonical_bigint(bytes) {
             Ok(Self(Repr::Big(Box::new(BigInt::from_signed_bytes_le(bytes)))))
         } else {
             Err(Error::new(ErrorKind::NonCanonicalInt))
@@ -65,7 +65,7 @@ impl Int {
 }
 
 /// Returns whether the bytes are the shortest two's complement of a number outside the `i64` range.
-pub(crate) fn is_shortest_big(bytes: &[u8]) -> bool {
+pub(crate) fn is_canonical_bigint(bytes: &[u8]) -> bool {
     // A number of nine or more bytes is outside the range unless its last byte only repeats the sign bit.
     match bytes {
         [.., below, last] if bytes.len() > 8 => {
@@ -97,7 +97,7 @@ impl std::str::FromStr for Int {
         decimal
             .parse::<BigInt>()
             .map(Self::from)
-            .map_err(|error| Error::new(ErrorKind::NonCanonicalInt).note(error))
+            .map_err(|error| Error::new(ErrorKind::NonCanonicalInt).with_detail(error))
     }
 }
 

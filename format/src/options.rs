@@ -4,12 +4,13 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::archive::Archive;
-use crate::chunk::Chunks;
-use crate::codec::is_width;
+use crate::chunk::ChunkPolicy;
+use crate::codec::is_shuffle_width;
+use crate::convert::to_usize;
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
-use crate::structure::Trail;
+use crate::structure::PathCursor;
 use crate::tensor::TensorMeta;
 
 /// Name of the attribute that records the zstd level of all frames.
@@ -54,7 +55,7 @@ pub struct Options {
     pub(crate) allow_opaque: bool,
     pub(crate) digests: bool,
     pub(crate) align_log2: Option<u8>,
-    pub(crate) chunks: Chunks,
+    pub(crate) chunks: ChunkPolicy,
     pub(crate) zstd_level: i32,
     compression: CompressionPolicy,
 }
@@ -75,7 +76,7 @@ pub enum Compression {
 impl Compression {
     /// Returns the width of the byte shuffle, in bytes, for elements of `itemsize` bytes; 0 for none.
     pub(crate) fn shuffle(self, itemsize: u64) -> u8 {
-        let width = u8::try_from(itemsize).ok().filter(|width| is_width(*width));
+        let width = u8::try_from(itemsize).ok().filter(|width| is_shuffle_width(*width));
         width.filter(|_| self == Self::ShuffledZstd).unwrap_or(0)
     }
 }
@@ -103,7 +104,7 @@ impl Options {
             allow_opaque: false,
             digests: false,
             align_log2: None,
-            chunks: Chunks::default(),
+            chunks: ChunkPolicy::default(),
             zstd_level: 1,
             compression: CompressionPolicy::Uniform(Compression::None),
         }
@@ -114,7 +115,7 @@ impl Options {
     /// With these options, its state dict encodes to the same bytes, if this writer wrote the archive with this version
     /// of zstd. The archive does not record the chunk size that its compressed storages would have uncompressed: the
     /// chunk sizes of the raw storages are taken instead.
-    pub fn recorded(archive: &Archive) -> Self {
+    pub fn from_archive(archive: &Archive) -> Self {
         let mut options = Self::new().allow_opaque();
         options.attrs = archive.attrs();
         // The writer sets the attribute even if no chunk was worth compressing.
@@ -130,14 +131,14 @@ impl Options {
             storage.align_log2 != default_align_log2(storage.stored_len())
         };
         options.align_log2 = storages.iter().find(is_non_default).map(|storage| storage.align_log2);
-        let raw = storages.iter().filter(|storage| storage.packing.is_none());
+        let raw = storages.iter().filter(|storage| storage.compressed_layout.is_none());
         let chunk_sizes: Vec<_> = raw.map(|storage| (storage.len, storage.chunk_size)).collect();
-        options.chunks = Chunks::recorded(&chunk_sizes);
+        options.chunks = ChunkPolicy::infer(&chunk_sizes);
         let mut choices = std::collections::BTreeMap::new();
         for (path, node) in archive.leaves() {
             let Some(number) = node.storages().next() else { continue };
-            let storage = &storages[crate::views::native(number)];
-            let choice = match &storage.packing {
+            let storage = &storages[crate::convert::index_to_usize(number)];
+            let choice = match &storage.compressed_layout {
                 None => continue,
                 Some(packing) if packing.shuffle == 0 => Compression::Zstd,
                 Some(_) => Compression::ShuffledZstd,
@@ -195,7 +196,7 @@ impl Options {
         let log2 = u8::try_from(bytes.trailing_zeros()).unwrap_or(u8::MAX);
         if !bytes.is_power_of_two() || !(6..=21).contains(&log2) {
             return Err(Error::new(ErrorKind::Alignment)
-                .note(format_args!("{bytes} is no power of two from 64 to 2097152")));
+                .with_detail(format_args!("{bytes} is no power of two from 64 to 2097152")));
         }
         self.align_log2 = Some(log2);
         Ok(self)
@@ -205,7 +206,7 @@ impl Options {
     ///
     /// Each chunk has its own CRC. Chunks of compressed storages always have 1 MiB.
     #[must_use]
-    pub fn chunks(mut self, chunks: Chunks) -> Self {
+    pub fn chunks(mut self, chunks: ChunkPolicy) -> Self {
         self.chunks = chunks;
         self
     }
@@ -237,7 +238,11 @@ impl Options {
         self
     }
 
-    pub(crate) fn compression(&self, path: &Trail<'_>, meta: Option<&TensorMeta>) -> Compression {
+    pub(crate) fn compression(
+        &self,
+        path: &PathCursor<'_>,
+        meta: Option<&TensorMeta>,
+    ) -> Compression {
         match &self.compression {
             CompressionPolicy::Uniform(compression) => *compression,
             CompressionPolicy::PerLeaf(choose) => choose(&path.to_path(), meta),

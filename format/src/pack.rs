@@ -4,7 +4,7 @@ use bytes::Bytes;
 
 use crate::checksum::checksum;
 use crate::chunk::ChunkSize;
-use crate::codec::Encoder;
+use crate::codec::ChunkEncoder;
 use crate::digest::{ChunkHasher, Digest};
 use crate::error::Result;
 use crate::fill::RawBytes;
@@ -16,7 +16,7 @@ const JOB_CHUNKS: u64 = 4;
 ///
 /// The jobs of a [`Draft`](crate::Draft) are independent of each other.
 #[derive(Clone, Debug)]
-pub struct Pack {
+pub struct CompressJob {
     storage: usize,
     raw: RawBytes,
     chunks: std::ops::Range<u64>,
@@ -28,9 +28,9 @@ pub struct Pack {
 /// The stored chunks that a job produced, for [`Draft::place`](crate::Draft::place).
 #[derive(Debug)]
 #[must_use = "the layout needs the chunks of all jobs"]
-pub struct Packed {
+pub struct CompressedChunks {
     /// The first chunk: index of its storage, and index of the chunk in that storage.
-    pub(crate) place: (usize, u64),
+    pub(crate) first_chunk: (usize, u64),
     pub(crate) chunks: Vec<StoredChunk>,
 }
 
@@ -45,7 +45,7 @@ pub(crate) struct StoredChunk {
     pub(crate) digest: Option<Digest>,
 }
 
-impl Pack {
+impl CompressJob {
     /// Returns the jobs that compress one storage.
     pub(crate) fn jobs(
         storage: usize,
@@ -82,8 +82,8 @@ impl Pack {
     ///
     /// `Io` if zstd fails (only if it cannot allocate memory) or a blob cannot be read; `FeatureMissing` in a build
     /// without zstd.
-    pub fn run(&self) -> Result<Packed> {
-        let mut encoder = Encoder::new(self.level)?;
+    pub fn run(&self) -> Result<CompressedChunks> {
+        let mut encoder = ChunkEncoder::new(self.level)?;
         let mut buffer = Vec::new();
         let mut chunks = Vec::new();
         for number in self.chunks.clone() {
@@ -101,6 +101,6 @@ impl Pack {
                 digest,
             });
         }
-        Ok(Packed { place: (self.storage, self.chunks.start), chunks })
+        Ok(CompressedChunks { first_chunk: (self.storage, self.chunks.start), chunks })
     }
 }

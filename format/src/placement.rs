@@ -69,7 +69,7 @@ impl Placement {
         if placements.len() != mesh_shape.len() {
             let (dims, count) = (mesh_shape.len(), placements.len());
             let note = format!("{dims} mesh dimensions, {count} placements");
-            return Err(Error::new(ErrorKind::MeshMismatch).note(note));
+            return Err(Error::new(ErrorKind::MeshMismatch).with_detail(note));
         }
         let mut held: Vec<HeldIndices> =
             global_shape.iter().map(|&size| HeldIndices::all(size)).collect();
@@ -95,14 +95,14 @@ impl Placement {
             Self::Shard { dim } => (dim, 1),
             Self::StridedShard { dim, split_factor } => (dim, split_factor),
             Self::Partial { .. } => {
-                return Err(Error::new(ErrorKind::PartialPlacement).note(self));
+                return Err(Error::new(ErrorKind::PartialPlacement).with_detail(self));
             }
         };
         usize::try_from(dim)
             .ok()
             .filter(|dim| *dim < rank && split_factor > 0)
             .map(|dim| Some((dim, split_factor)))
-            .ok_or_else(|| Error::new(ErrorKind::UnknownPlacement).note(self))
+            .ok_or_else(|| Error::new(ErrorKind::UnknownPlacement).with_detail(self))
     }
 
     /// Returns the only box of the global tensor that the rank at `coordinates` holds.
@@ -257,5 +257,5 @@ fn cartesian_product(dims: &[HeldIndices]) -> Result<Vec<Region>> {
 }
 
 fn not_a_box(note: String) -> Error {
-    Error::new(ErrorKind::NotABox).note(note)
+    Error::new(ErrorKind::NotABox).with_detail(note)
 }

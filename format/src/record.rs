@@ -168,14 +168,14 @@ pub(crate) mod kind {
 }
 
 /// Node flag: the content of a `str`, `bytes` or opaque leaf is in a storage.
-pub(crate) const STORED: u16 = 1;
+pub(crate) const STORED_FLAG: u16 = 1;
 
 /// Maximum length in bytes of content in the index. Longer content is in a storage.
-pub(crate) const INLINE_MAX: u64 = 4096;
+pub(crate) const INLINE_MAX_BYTES: u64 = 4096;
 
 /// Returns whether content of `len` bytes is in the index.
 pub(crate) fn is_inline(len: usize) -> bool {
-    u64::try_from(len).is_ok_and(|len| len <= INLINE_MAX)
+    u64::try_from(len).is_ok_and(|len| len <= INLINE_MAX_BYTES)
 }
 
 /// Encodes a range of the heap: offset in the low 32 bits, length in the high 32 bits, both in bytes.

@@ -30,13 +30,13 @@ impl Region {
     pub fn new(offsets: &[u64], shape: &[u64]) -> Result<Self> {
         if offsets.len() != shape.len() {
             let note = format!("{} offsets, {} sizes", offsets.len(), shape.len());
-            return Err(Error::new(ErrorKind::SliceMismatch).note(note));
+            return Err(Error::new(ErrorKind::SliceMismatch).with_detail(note));
         }
         check_rank(shape)?;
         for (&offset, &size) in offsets.iter().zip(shape) {
             if offset.checked_add(size).is_none() {
                 let note = format!("offset {offset}, size {size}");
-                return Err(Error::new(ErrorKind::ShapeOverflow).note(note));
+                return Err(Error::new(ErrorKind::ShapeOverflow).with_detail(note));
             }
         }
         Ok(Self { offsets: offsets.into(), shape: shape.into() })
@@ -148,10 +148,10 @@ impl Region {
     ///   boxes.
     ///
     /// If there are several errors, one is returned.
-    pub fn prove_tiled<'a>(&self, boxes: impl IntoIterator<Item = &'a Self>) -> Result<()> {
+    pub fn verify_tiling<'a>(&self, boxes: impl IntoIterator<Item = &'a Self>) -> Result<()> {
         let mut boxes: Vec<_> = boxes.into_iter().filter(|part| !part.is_empty()).collect();
         if let Some(&outside) = boxes.iter().find(|part| !self.contains(part)) {
-            let error = Error::new(ErrorKind::OutsideGlobal).note(format!("not in {self}"));
+            let error = Error::new(ErrorKind::OutsideGlobal).with_detail(format!("not in {self}"));
             return Err(error.with_region(&outside.offsets, &outside.shape));
         }
         if self.is_empty() {
@@ -208,7 +208,9 @@ impl fmt::Display for Region {
 /// Checks that there are at most 64 dimensions.
 pub(crate) fn check_rank(shape: &[u64]) -> Result<()> {
     if shape.len() > MAX_RANK {
-        return Err(Error::new(ErrorKind::RankTooLarge).note(format!("rank {}", shape.len())));
+        return Err(
+            Error::new(ErrorKind::RankTooLarge).with_detail(format!("rank {}", shape.len()))
+        );
     }
     Ok(())
 }
@@ -310,7 +312,7 @@ fn check_disjoint(boxes: &mut [&Region]) -> Result<()> {
             if let Some(shared) = part.intersect(other) {
                 let note = format!("{part} and {other}");
                 return Err(Error::new(ErrorKind::Overlap)
-                    .note(note)
+                    .with_detail(note)
                     .with_region(&shared.offsets, &shared.shape));
             }
         }

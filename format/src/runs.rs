@@ -71,7 +71,7 @@ impl Runs {
     }
 
     /// Creates a single run of `bytes` bytes.
-    pub fn run(bytes: u64) -> Self {
+    pub fn contiguous(bytes: u64) -> Self {
         Self { run_bytes: bytes, loops: Vec::new() }
     }
 
@@ -116,7 +116,7 @@ impl Runs {
     ///
     /// The arguments are the offsets in the source and in the target of the first run of the loop, in bytes, and the
     /// loop. Without loops, `copy` is called once with a loop of one iteration.
-    pub fn for_each_rows(&self, mut copy: impl FnMut(u64, u64, Loop)) {
+    pub fn for_each_inner_loop(&self, mut copy: impl FnMut(u64, u64, Loop)) {
         if self.run_bytes == 0 {
             return;
         }

@@ -35,7 +35,7 @@ use crate::state_dict::StateDict;
 pub use export::{Directory, Export, File};
 pub use header::{Entry, Header};
 pub use index::Index;
-pub use other::{OtherFile, is_other_name};
+pub use other::{AuxiliaryFile, is_auxiliary_file_name};
 
 /// The attribute that stores the header of a file if the header is not in canonical form.
 pub const HEADER_ATTR: &str = "tssd.safetensors_header";

@@ -4,13 +4,13 @@ use crc32fast::Hasher;
 use rend::u32_le;
 
 use crate::chunk::ChunkSize;
+use crate::convert::index_to_usize;
 use crate::digest::{self, Digest};
 use crate::error::Result;
-use crate::fill::Sum;
+use crate::fill::ChunkChecksum;
 use crate::record::{self, NONE};
-use crate::storage::{PackedChunk, StorageReference};
-use crate::table::{Tables, Views, number};
-use crate::views::native;
+use crate::storage::{ChunkLocation, StorageReference};
+use crate::table::{TableViews, Tables, record_number};
 
 /// The index tables that describe storages.
 #[derive(Clone, Debug, Default)]
@@ -40,11 +40,11 @@ impl StorageTables {
     /// Appends a storage. Its number is the previous count; the CRCs of its stored chunks are set to 0.
     #[inline]
     pub(crate) fn push(&mut self, storage: &StorageReference) -> Result<()> {
-        let crcs = number(self.crcs.len())?;
-        let first_chunk = number(self.chunks.len())?;
+        let crcs = record_number(self.crcs.len())?;
+        let first_chunk = record_number(self.chunks.len())?;
         self.crcs.resize(self.crcs.len() + chunk_count(storage.len, storage.chunk_size), 0.into());
-        let packing = storage.packing.as_ref();
-        let chunk = |chunk: &PackedChunk| record::Chunk {
+        let packing = storage.compressed_layout.as_ref();
+        let chunk = |chunk: &ChunkLocation| record::Chunk {
             offset: chunk.offset.into(),
             stored_len: chunk.len.into(),
             codec: u32::from(chunk.is_zstd).into(),
@@ -66,11 +66,11 @@ impl StorageTables {
             reserved: 0.into(),
         });
         self.digests.extend(storage.digest);
-        number(self.storages.len()).map(drop)
+        record_number(self.storages.len()).map(drop)
     }
 
     /// Builds the tables of storages whose checksums are known, in the order of their numbers.
-    pub(crate) fn of(storages: &[StorageReference]) -> Result<Self> {
+    pub(crate) fn from_storages(storages: &[StorageReference]) -> Result<Self> {
         let mut tables = Self::default();
         for storage in storages {
             let first = tables.crcs.len();
@@ -87,7 +87,7 @@ impl StorageTables {
     }
 
     /// Sets the checksums and digests of all storages, given those of all stored chunks in order.
-    pub(crate) fn seal(&mut self, sums: &[Sum]) {
+    pub(crate) fn set_checksums(&mut self, sums: &[ChunkChecksum]) {
         for (entry, sum) in self.crcs.iter_mut().zip(sums) {
             *entry = sum.crc.into();
         }
@@ -97,10 +97,10 @@ impl StorageTables {
                 continue;
             }
             let len = storage.raw_len.to_native();
-            let first = native(storage.crcs.to_native());
+            let first = index_to_usize(storage.crcs.to_native());
             let size = ChunkSize::from_log2(storage.chunk_log2).expect("it was one");
             let chunk_sums = &sums[first..first + chunk_count(len, size)];
-            storage.crc32 = combine((len, size), chunk_sums.iter().map(|sum| sum.crc)).into();
+            storage.crc32 = combine_crcs((len, size), chunk_sums.iter().map(|sum| sum.crc)).into();
             if let Some(digest) = self.digests.get_mut(number) {
                 let parts = chunk_sums.iter().filter_map(|sum| sum.digest.as_deref().copied());
                 *digest = digest::merge((len, size), &parts.collect::<Vec<_>>());
@@ -109,9 +109,9 @@ impl StorageTables {
     }
 
     /// Returns views of these tables and of all other tables of an index.
-    pub(crate) fn views<'a>(&'a self, others: &'a Tables) -> Views<'a> {
+    pub(crate) fn views<'a>(&'a self, others: &'a Tables) -> TableViews<'a> {
         let Self { storages, chunks, crcs, digests } = self;
-        Views { storages, chunks, crcs, digests, ..others.views() }
+        TableViews { storages, chunks, crcs, digests, ..others.views() }
     }
 }
 
@@ -121,7 +121,10 @@ fn chunk_count(len: u64, size: ChunkSize) -> usize {
 }
 
 /// Combines the CRC-32s of chunks of this size into the CRC-32 of all `len` bytes.
-pub(crate) fn combine((len, size): (u64, ChunkSize), crcs: impl IntoIterator<Item = u32>) -> u32 {
+pub(crate) fn combine_crcs(
+    (len, size): (u64, ChunkSize),
+    crcs: impl IntoIterator<Item = u32>,
+) -> u32 {
     let mut crcs = crcs.into_iter();
     let first_len = len.min(size.bytes());
     let Some(first) = crcs.next() else { return 0 };

@@ -95,7 +95,7 @@ pub fn numel(shape: &[u64]) -> u64 {
 #[inline]
 pub(crate) fn check_shape(itemsize: u64, shape: &[u64]) -> Result<u64> {
     if shape.len() > MAX_RANK {
-        return Err(Error::new(ErrorKind::RankTooLarge).note(shape.len()));
+        return Err(Error::new(ErrorKind::RankTooLarge).with_detail(shape.len()));
     }
     let mut is_empty = false;
     let bytes = shape.iter().try_fold(itemsize, |bytes, size| {
@@ -110,7 +110,7 @@ pub(crate) fn check_shape(itemsize: u64, shape: &[u64]) -> Result<u64> {
 
 #[cold]
 fn shape_overflow(shape: &[u64]) -> Error {
-    Error::new(ErrorKind::ShapeOverflow).note(format_args!("shape {shape:?}"))
+    Error::new(ErrorKind::ShapeOverflow).with_detail(format_args!("shape {shape:?}"))
 }
 
 /// Returns the number of bytes from the first element to the end of the last element.
@@ -123,7 +123,9 @@ fn shape_overflow(shape: &[u64]) -> Error {
 #[inline]
 pub(crate) fn span_bytes(itemsize: u64, shape: &[u64], strides: Option<&[u64]>) -> Result<u64> {
     if strides.is_some_and(|strides| strides.iter().any(|stride| *stride >= SIZE_LIMIT)) {
-        return Err(Error::new(ErrorKind::ShapeOverflow).note(format_args!("strides {strides:?}")));
+        return Err(
+            Error::new(ErrorKind::ShapeOverflow).with_detail(format_args!("strides {strides:?}"))
+        );
     }
     if shape.contains(&0) {
         return Ok(0);
@@ -138,6 +140,6 @@ pub(crate) fn span_bytes(itemsize: u64, shape: &[u64], strides: Option<&[u64]>) 
         .filter(|span| *span < SIZE_LIMIT)
         .ok_or_else(|| {
             Error::new(ErrorKind::ShapeOverflow)
-                .note(format_args!("shape {shape:?} with strides {strides:?}"))
+                .with_detail(format_args!("shape {shape:?} with strides {strides:?}"))
         })
 }

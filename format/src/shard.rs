@@ -14,18 +14,18 @@ use crate::tensor::Tensor;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shard<T = Tensor> {
     tensor: T,
-    place: ShardPlace,
+    place: ShardSpec,
 }
 
 /// The spec of a shard: its slice of the global tensor and, if known, its mesh and placements.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct ShardPlace {
+pub struct ShardSpec {
     slice: TensorSlice,
     mesh: Option<Arc<DeviceMesh>>,
     placements: Option<Arc<[Placement]>>,
 }
 
-impl ShardPlace {
+impl ShardSpec {
     /// Creates a spec without mesh and placements.
     pub fn new(slice: TensorSlice) -> Self {
         Self { slice, mesh: None, placements: None }
@@ -36,10 +36,10 @@ impl ShardPlace {
     /// # Errors
     ///
     /// `MeshMismatch` if the slice is from a mesh of another shape.
-    pub fn on_mesh(mut self, mesh: impl Into<Arc<DeviceMesh>>) -> Result<Self> {
+    pub fn with_mesh(mut self, mesh: impl Into<Arc<DeviceMesh>>) -> Result<Self> {
         let mesh = mesh.into();
         if mesh.shape() != self.slice.mesh_shape() {
-            return Err(Error::new(ErrorKind::MeshMismatch).note(format_args!(
+            return Err(Error::new(ErrorKind::MeshMismatch).with_detail(format_args!(
                 "mesh {:?}, slice of mesh {:?}",
                 mesh.shape(),
                 self.slice.mesh_shape()
@@ -57,10 +57,10 @@ impl ShardPlace {
     /// - `PartialPlacement` if a placement is Partial.
     /// - `UnknownPlacement` if a placement names a dimension that the tensor does not have.
     /// - `MeshMismatch` if there is not one placement per mesh dimension.
-    pub fn placed(mut self, placements: impl Into<Arc<[Placement]>>) -> Result<Self> {
+    pub fn with_placements(mut self, placements: impl Into<Arc<[Placement]>>) -> Result<Self> {
         let placements = placements.into();
         if placements.len() != self.slice.mesh_shape().len() {
-            return Err(Error::new(ErrorKind::MeshMismatch).note(format_args!(
+            return Err(Error::new(ErrorKind::MeshMismatch).with_detail(format_args!(
                 "{} placements for {} mesh dimensions",
                 placements.len(),
                 self.slice.mesh_shape().len()
@@ -92,7 +92,7 @@ impl ShardPlace {
     /// assert_eq!(last.slice(), &TensorSlice::new(&[7, 0], &[1, 3], &[8, 3])?);
     /// # Ok::<(), tssd_format::Error>(())
     /// ```
-    pub fn part(&self, region: &Region) -> Result<Self> {
+    pub fn subregion(&self, region: &Region) -> Result<Self> {
         let own = &self.slice;
         // Checks the box against the local shape, as if the local tensor were the global one.
         let local_slice = TensorSlice::new(region.offsets(), region.shape(), own.local_shape())?;
@@ -100,7 +100,7 @@ impl ShardPlace {
             own.offsets().iter().zip(local_slice.offsets()).map(|(own, inner)| own + inner);
         let offsets: Vec<u64> = offsets.collect();
         let slice = TensorSlice::new(&offsets, region.shape(), own.global_shape())?
-            .on_mesh(own.mesh_shape(), own.coordinates())?;
+            .with_mesh(own.mesh_shape(), own.coordinates())?;
         Ok(Self { slice, ..self.clone() })
     }
 
@@ -137,7 +137,7 @@ impl<T> Shard<T> {
     }
 
     /// Returns the spec of the shard.
-    pub fn place(&self) -> &ShardPlace {
+    pub fn spec(&self) -> &ShardSpec {
         &self.place
     }
 
@@ -154,9 +154,9 @@ impl Shard<Tensor> {
     ///
     /// `SliceMismatch` if the slice has another shape than the tensor, `ShapeOverflow` if the global
     /// tensor would have 2^63 bytes or more.
-    pub fn new(tensor: Tensor, place: ShardPlace) -> Result<Self> {
+    pub fn new(tensor: Tensor, place: ShardSpec) -> Result<Self> {
         if place.slice.local_shape() != tensor.meta().shape() {
-            return Err(Error::new(ErrorKind::SliceMismatch).note(format_args!(
+            return Err(Error::new(ErrorKind::SliceMismatch).with_detail(format_args!(
                 "slice {:?}, tensor {:?}",
                 place.slice.local_shape(),
                 tensor.meta().shape()

@@ -10,7 +10,7 @@ use crate::blob::Blob;
 use crate::error::{Error, ErrorKind, Result};
 
 /// The file name of a manifest in its directory.
-pub const MANIFEST: &str = "manifest.tssd";
+pub const MANIFEST_NAME: &str = "manifest.tssd";
 
 /// Opens the shard set of a directory as one archive: `manifest.tssd` and the archives that it names.
 ///
@@ -34,18 +34,21 @@ pub const MANIFEST: &str = "manifest.tssd";
 /// ```
 pub fn open_shard_set(directory: impl AsRef<Path>) -> Result<Archive> {
     let path = directory.as_ref();
-    let directory = Directory::open(path).map_err(|error| Error::io(error).at(path.display()))?;
-    let at = |error: Error, name: &str| error.at(path.join(name).display());
-    let manifest = directory.open_file(MANIFEST);
-    let manifest = manifest.map_err(|error| at(Error::io(error), MANIFEST))?;
+    let directory =
+        Directory::open(path).map_err(|error| Error::io(error).with_path(path.display()))?;
+    let at = |error: Error, name: &str| error.with_path(path.join(name).display());
+    let manifest = directory.open_file(MANIFEST_NAME);
+    let manifest = manifest.map_err(|error| at(Error::io(error), MANIFEST_NAME))?;
     let set = Archive::from_shard_set(Arc::new(manifest), |shard| -> Result<Arc<dyn Blob>> {
         match directory.open_file(&shard.name) {
             Ok(file) => Ok(Arc::new(file)),
             Err(error) if is_system_error(&error) => Err(at(Error::io(error), &shard.name)),
-            Err(error) => Err(at(Error::new(ErrorKind::ShardMismatch).note(error), &shard.name)),
+            Err(error) => {
+                Err(at(Error::new(ErrorKind::ShardMismatch).with_detail(error), &shard.name))
+            }
         }
     });
-    set.map_err(|error: Error| error.at(path.join(MANIFEST).display()))
+    set.map_err(|error: Error| error.with_path(path.join(MANIFEST_NAME).display()))
 }
 
 #[cfg(unix)]

@@ -33,12 +33,12 @@ impl TensorSlice {
         let region = Region::new(offsets, local_shape)?;
         if region.rank() != global_shape.len() {
             let note = format!("rank {} in a shape of rank {}", region.rank(), global_shape.len());
-            return Err(Error::new(ErrorKind::SliceMismatch).note(note));
+            return Err(Error::new(ErrorKind::SliceMismatch).with_detail(note));
         }
         if !Region::whole(global_shape).contains(&region) {
             let note = format!("global shape {global_shape:?}");
             return Err(Error::new(ErrorKind::OutsideGlobal)
-                .note(note)
+                .with_detail(note)
                 .with_region(region.offsets(), region.shape()));
         }
         Ok(Self {
@@ -65,13 +65,14 @@ impl TensorSlice {
         placements: &[Placement],
     ) -> Result<Vec<Self>> {
         let coordinates = mesh.coordinates_of(rank).ok_or_else(|| {
-            Error::new(ErrorKind::MeshMismatch).note(format!("rank {rank} is not in the mesh"))
+            Error::new(ErrorKind::MeshMismatch)
+                .with_detail(format!("rank {rank} is not in the mesh"))
         })?;
         Placement::local_regions(global_shape, mesh.shape(), &coordinates, placements)?
             .iter()
             .map(|region| {
                 Self::new(region.offsets(), region.shape(), global_shape)?
-                    .on_mesh(mesh.shape(), Some(&coordinates))
+                    .with_mesh(mesh.shape(), Some(&coordinates))
             })
             .collect()
     }
@@ -83,10 +84,10 @@ impl TensorSlice {
     /// - [`ErrorKind::RankTooLarge`] if the mesh has more than 64 dimensions.
     /// - [`ErrorKind::MeshMismatch`] if the coordinates are not in the mesh, or the mesh has no device
     ///   or at least 2^32 devices.
-    pub fn on_mesh(mut self, mesh_shape: &[u64], coordinates: Option<&[u64]>) -> Result<Self> {
+    pub fn with_mesh(mut self, mesh_shape: &[u64], coordinates: Option<&[u64]>) -> Result<Self> {
         if device_count(mesh_shape)? >= 1 << 32 {
             let note = format!("mesh {mesh_shape:?} has 2^32 devices or more");
-            return Err(Error::new(ErrorKind::MeshMismatch).note(note));
+            return Err(Error::new(ErrorKind::MeshMismatch).with_detail(note));
         }
         // A mesh without dimensions counts as no mesh and has no coordinates.
         let coordinates = coordinates.filter(|_| !mesh_shape.is_empty());

@@ -9,7 +9,7 @@ use hashbrown::HashTable;
 
 use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{Key, ObjectPath, Step};
+use crate::key::{MapKey, ObjectPath, Step};
 use crate::number::{Float, Int};
 use crate::shard::Shard;
 use crate::tensor::Tensor;
@@ -92,7 +92,7 @@ impl From<Shard> for Value {
 /// The entries of a dict, in insertion order.
 #[derive(Clone, Default)]
 pub struct Dict {
-    entries: Vec<(Key, Value)>,
+    entries: Vec<(MapKey, Value)>,
     /// Built at the first lookup of a key, because iteration does not need it.
     index: OnceLock<KeyIndex>,
 }
@@ -107,7 +107,7 @@ struct KeyIndex {
 }
 
 impl KeyIndex {
-    fn new(entries: &[(Key, Value)]) -> Self {
+    fn new(entries: &[(MapKey, Value)]) -> Self {
         let table = HashTable::with_capacity(entries.len());
         let mut index = Self { table, ..Self::default() };
         for position in 0..entries.len() {
@@ -116,12 +116,12 @@ impl KeyIndex {
         index
     }
 
-    fn find(&self, entries: &[(Key, Value)], key: &Key) -> Option<usize> {
+    fn find(&self, entries: &[(MapKey, Value)], key: &MapKey) -> Option<usize> {
         self.table.find(self.hasher.hash_one(key), |position| entries[*position].0 == *key).copied()
     }
 
     /// Adds the entry at `position`, whose key must not be in the index yet.
-    fn insert(&mut self, entries: &[(Key, Value)], position: usize) {
+    fn insert(&mut self, entries: &[(MapKey, Value)], position: usize) {
         let hash = |position: &usize| self.hasher.hash_one(&entries[*position].0);
         self.table.insert_unique(hash(&position), position, hash);
     }
@@ -134,16 +134,16 @@ impl Dict {
     }
 
     /// Creates a dict from entries. The caller guarantees that all keys differ.
-    pub(crate) fn from_proven(entries: Vec<(Key, Value)>) -> Self {
+    pub(crate) fn from_unique_entries(entries: Vec<(MapKey, Value)>) -> Self {
         Self { entries, index: OnceLock::new() }
     }
 
-    fn find(&self, key: &Key) -> Option<usize> {
+    fn find(&self, key: &MapKey) -> Option<usize> {
         self.index.get_or_init(|| KeyIndex::new(&self.entries)).find(&self.entries, key)
     }
 
     /// Sets an entry and returns the previous value. An existing key keeps its position.
-    pub fn insert(&mut self, key: impl Into<Key>, value: impl Into<Value>) -> Option<Value> {
+    pub fn insert(&mut self, key: impl Into<MapKey>, value: impl Into<Value>) -> Option<Value> {
         let (key, value) = (key.into(), value.into());
         if let Some(position) = self.find(&key) {
             return Some(std::mem::replace(&mut self.entries[position].1, value));
@@ -155,21 +155,21 @@ impl Dict {
     }
 
     /// Returns the value of a key.
-    pub fn get(&self, key: impl Into<Key>) -> Option<&Value> {
+    pub fn get(&self, key: impl Into<MapKey>) -> Option<&Value> {
         self.get_by_key(&key.into())
     }
 
-    fn get_by_key(&self, key: &Key) -> Option<&Value> {
+    fn get_by_key(&self, key: &MapKey) -> Option<&Value> {
         self.find(key).map(|position| &self.entries[position].1)
     }
 
     /// Returns the value of a key as a mutable reference.
-    pub fn get_mut(&mut self, key: impl Into<Key>) -> Option<&mut Value> {
+    pub fn get_mut(&mut self, key: impl Into<MapKey>) -> Option<&mut Value> {
         self.find(&key.into()).map(|position| &mut self.entries[position].1)
     }
 
     /// Iterates over the entries in insertion order.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&Key, &Value)> + Clone {
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&MapKey, &Value)> + Clone {
         self.entries.iter().map(|(key, value)| (key, value))
     }
 
@@ -184,7 +184,7 @@ impl Dict {
     }
 }
 
-impl<K: Into<Key>, V: Into<Value>> FromIterator<(K, V)> for Dict {
+impl<K: Into<MapKey>, V: Into<Value>> FromIterator<(K, V)> for Dict {
     fn from_iter<I: IntoIterator<Item = (K, V)>>(entries: I) -> Self {
         let mut dict = Self::new();
         for (key, value) in entries {
@@ -195,8 +195,8 @@ impl<K: Into<Key>, V: Into<Value>> FromIterator<(K, V)> for Dict {
 }
 
 impl IntoIterator for Dict {
-    type Item = (Key, Value);
-    type IntoIter = std::vec::IntoIter<(Key, Value)>;
+    type Item = (MapKey, Value);
+    type IntoIter = std::vec::IntoIter<(MapKey, Value)>;
 
     fn into_iter(self) -> Self::IntoIter {
         self.entries.into_iter()
@@ -287,7 +287,7 @@ impl StateDict {
     }
 
     /// Sets an entry and returns the previous value. An existing key keeps its position.
-    pub fn insert(&mut self, key: impl Into<Key>, value: impl Into<Value>) -> Option<Value> {
+    pub fn insert(&mut self, key: impl Into<MapKey>, value: impl Into<Value>) -> Option<Value> {
         self.entries_mut().insert(key, value)
     }
 
@@ -310,7 +310,8 @@ impl StateDict {
     pub fn at(&self, path: &ObjectPath) -> Result<&Value> {
         let mut value = &self.0;
         for step in path.steps() {
-            value = child(value, step).ok_or_else(|| Error::new(ErrorKind::NotFound).at(path))?;
+            value = child(value, step)
+                .ok_or_else(|| Error::new(ErrorKind::NotFound).with_path(path))?;
         }
         Ok(value)
     }
@@ -325,11 +326,11 @@ impl StateDict {
     pub fn leaf(&self, fqn: &str) -> Result<&Value> {
         let mut found = self.leaves().into_iter().filter(|(path, _)| path.fqn() == fqn);
         match (found.next(), found.next()) {
-            (None, _) => Err(Error::new(ErrorKind::NotFound).at(fqn)),
+            (None, _) => Err(Error::new(ErrorKind::NotFound).with_path(fqn)),
             (Some((_, leaf)), None) => Ok(leaf),
             (Some((one, _)), Some((other, _))) => Err(Error::new(ErrorKind::AmbiguousFqn)
-                .at(fqn)
-                .note(format_args!("{one} and {other}"))),
+                .with_path(fqn)
+                .with_detail(format_args!("{one} and {other}"))),
         }
     }
 }

@@ -5,7 +5,8 @@ use std::ops::Range;
 use bytes::Bytes;
 
 use crate::chunk::ChunkSize;
-use crate::codec::Decoder;
+use crate::codec::ChunkDecoder;
+use crate::convert::to_usize;
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::zeroed;
@@ -28,23 +29,23 @@ pub struct StorageReference {
     /// The number of the shard that holds the storage; 0 in a file without shards.
     pub shard: u32,
     /// The compressed chunks; `None` if the stored bytes are the raw bytes.
-    pub packing: Option<Packing>,
+    pub compressed_layout: Option<CompressedLayout>,
     /// The BLAKE3 of the raw bytes, if the file has digests.
     pub digest: Option<Digest>,
 }
 
 /// The stored chunks of a compressed storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Packing {
+pub struct CompressedLayout {
     /// Width of the byte shuffle, in bytes; 0 for no shuffle.
     pub shuffle: u8,
     /// The stored chunks in order, without gaps.
-    pub chunks: Vec<PackedChunk>,
+    pub chunks: Vec<ChunkLocation>,
 }
 
 /// One stored chunk of a compressed storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PackedChunk {
+pub struct ChunkLocation {
     /// Offset in the stored bytes of the storage, in bytes.
     pub offset: u64,
     /// Number of stored bytes.
@@ -57,7 +58,7 @@ impl StorageReference {
     /// Returns true if both have the same stored form at the same offset of their files.
     ///
     /// Ignores shard numbers, and digests unless both have one.
-    pub(crate) fn same_bytes(&self, other: &Self) -> bool {
+    pub(crate) fn matches(&self, other: &Self) -> bool {
         // A manifest omits digests unless all of its archives have them.
         let ignores_digest = self.digest.is_none() || other.digest.is_none();
         *self == Self { shard: self.shard, digest: self.digest, ..other.clone() }
@@ -69,19 +70,19 @@ impl StorageReference {
     /// # Errors
     ///
     /// `ChunkCorrupt` (F-090) if they differ.
-    pub fn prove_chunk(&self, number: u64, crc: u32) -> Result<()> {
+    pub fn verify_chunk(&self, number: u64, crc: u32) -> Result<()> {
         let expected = usize::try_from(number).ok().and_then(|number| self.crcs.get(number));
         if expected == Some(&crc) {
             return Ok(());
         }
         let range = self.stored_chunk(number);
         let len = range.end - range.start;
-        Err(Error::new(ErrorKind::ChunkCorrupt).note(format_args!("{len} bytes")))
+        Err(Error::new(ErrorKind::ChunkCorrupt).with_detail(format_args!("{len} bytes")))
     }
 
     /// Returns the number of bytes that the storage occupies in its file.
     pub fn stored_len(&self) -> u64 {
-        self.packing.as_ref().map_or(self.len, |packing| {
+        self.compressed_layout.as_ref().map_or(self.len, |packing| {
             packing.chunks.last().map_or(0, |chunk| chunk.offset + u64::from(chunk.len))
         })
     }
@@ -126,7 +127,7 @@ impl StorageReference {
     ///
     /// Panics if the storage is compressed and has no such chunk.
     pub fn stored_chunk(&self, number: u64) -> Range<u64> {
-        let range = match &self.packing {
+        let range = match &self.compressed_layout {
             None => self.chunk(number),
             Some(packing) => {
                 let chunk = &packing.chunks[to_usize(number)];
@@ -141,15 +142,15 @@ impl StorageReference {
 ///
 /// Decoding allocates exactly the length of the range and at most one chunk of 1 MiB, regardless of
 /// the sizes that a frame claims.
-pub struct Unpack<'a> {
-    reader: ChunkReader<'a>,
+pub struct RangeDecoder<'a> {
+    reader: StorageDecoder<'a>,
     range: Range<u64>,
     bytes: Vec<u8>,
     /// Number of bytes decoded so far.
     filled: usize,
 }
 
-impl<'a> Unpack<'a> {
+impl<'a> RangeDecoder<'a> {
     /// Creates a decoder for a range of raw bytes, which must lie in the storage.
     ///
     /// # Errors
@@ -158,7 +159,7 @@ impl<'a> Unpack<'a> {
     pub fn new(storage: &'a StorageReference, range: Range<u64>) -> Result<Self> {
         let len = usize::try_from(range.end - range.start);
         let bytes = zeroed(len.map_err(|_| Error::new(ErrorKind::TooLarge))?)?;
-        Ok(Self { reader: ChunkReader::new(storage)?, range, bytes, filled: 0 })
+        Ok(Self { reader: StorageDecoder::new(storage)?, range, bytes, filled: 0 })
     }
 
     /// Decodes a chunk from its stored bytes. The caller must add all chunks of the range in order.
@@ -166,7 +167,7 @@ impl<'a> Unpack<'a> {
     /// # Errors
     ///
     /// `FrameCorrupt` if the chunk does not decode; `FeatureMissing` in a build without zstd.
-    pub fn add(&mut self, number: u64, stored: &[u8]) -> Result<()> {
+    pub fn add_chunk(&mut self, number: u64, stored: &[u8]) -> Result<()> {
         let chunk = self.reader.storage.chunk(number);
         let part = chunk.start.max(self.range.start)..chunk.end.min(self.range.end);
         let local = to_usize(part.start - chunk.start)..to_usize(part.end - chunk.start);
@@ -174,7 +175,7 @@ impl<'a> Unpack<'a> {
         if part == chunk {
             self.reader.read_into(number, stored, target)?;
         } else {
-            target.copy_from_slice(&self.reader.read(number, stored)?[local]);
+            target.copy_from_slice(&self.reader.decode(number, stored)?[local]);
         }
         self.filled += target.len();
         Ok(())
@@ -187,19 +188,19 @@ impl<'a> Unpack<'a> {
 }
 
 /// Decodes chunks of a storage, reusing its buffer and decoder between chunks.
-pub(crate) struct ChunkReader<'a> {
+pub(crate) struct StorageDecoder<'a> {
     storage: &'a StorageReference,
-    decoder: Decoder,
+    decoder: ChunkDecoder,
     chunk: Vec<u8>,
 }
 
-impl<'a> ChunkReader<'a> {
+impl<'a> StorageDecoder<'a> {
     pub(crate) fn new(storage: &'a StorageReference) -> Result<Self> {
-        Ok(Self { storage, decoder: Decoder::new()?, chunk: Vec::new() })
+        Ok(Self { storage, decoder: ChunkDecoder::new()?, chunk: Vec::new() })
     }
 
     /// Returns the raw bytes of a chunk, given its stored bytes.
-    pub(crate) fn read<'b>(&'b mut self, number: u64, stored: &'b [u8]) -> Result<&'b [u8]> {
+    pub(crate) fn decode<'b>(&'b mut self, number: u64, stored: &'b [u8]) -> Result<&'b [u8]> {
         let Some(shuffle) = self.shuffle(number) else { return Ok(stored) };
         let chunk = self.storage.chunk(number);
         self.chunk.resize(to_usize(chunk.end - chunk.start), 0);
@@ -218,12 +219,7 @@ impl<'a> ChunkReader<'a> {
 
     /// Returns the shuffle width of a chunk, if the chunk is a zstd frame.
     fn shuffle(&self, number: u64) -> Option<u8> {
-        let packing = self.storage.packing.as_ref()?;
+        let packing = self.storage.compressed_layout.as_ref()?;
         packing.chunks[to_usize(number)].is_zstd.then_some(packing.shuffle)
     }
-}
-
-/// Converts an offset in a chunk, or a chunk number that indexes a table in memory.
-fn to_usize(number: u64) -> usize {
-    usize::try_from(number).expect("a place in memory fits usize")
 }

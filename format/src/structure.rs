@@ -6,9 +6,9 @@
 use bytes::Bytes;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{Key, ObjectPath, Step};
+use crate::key::{MapKey, ObjectPath, Step};
 use crate::record::is_inline;
-use crate::shard::{Shard, ShardPlace};
+use crate::shard::{Shard, ShardSpec};
 use crate::state_dict::{Dict, MAX_DEPTH, Value};
 use crate::tensor::{Tensor, TensorMeta};
 use crate::text::Text;
@@ -23,7 +23,7 @@ pub struct TensorReference {
     /// Offset of element 0 in the raw bytes of the storage, in bytes.
     pub byte_offset: u64,
     /// The shard spec; `None` for a plain tensor.
-    pub place: Option<ShardPlace>,
+    pub shard_spec: Option<ShardSpec>,
 }
 
 /// A node of the tree.
@@ -32,7 +32,7 @@ pub enum Node {
     /// A leaf that is stored in the index: any [`Value`] except containers, tensors and shards.
     Leaf(Value),
     /// A leaf whose content is a storage, with the number of the storage.
-    Stored(Stored, u32),
+    StoredLeaf(ContentKind, u32),
     /// A plain tensor (one reference without shard spec) or the shards of one global tensor.
     Tensors(Vec<TensorReference>),
     /// A container with its children in insertion order.
@@ -50,7 +50,7 @@ impl Node {
     /// Returns the numbers of the storages that hold the content or the tensors of a leaf.
     pub fn storages(&self) -> impl Iterator<Item = u32> {
         let (content, run) = match self {
-            Self::Stored(_, storage) => (Some(*storage), [].as_slice()),
+            Self::StoredLeaf(_, storage) => (Some(*storage), [].as_slice()),
             Self::Tensors(run) => (None, run.as_slice()),
             Self::Leaf(_) | Self::Container(..) => (None, [].as_slice()),
         };
@@ -73,7 +73,7 @@ impl Node {
 
 /// The kind of a leaf whose content is a storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Stored {
+pub enum ContentKind {
     /// A `str`.
     Str,
     /// A `bytes`.
@@ -114,7 +114,7 @@ impl Container {
 }
 
 /// A part of a value whose bytes are stored in the blob, as [`walk`] visits it.
-pub(crate) enum Item<'a> {
+pub(crate) enum PayloadItem<'a> {
     /// A plain tensor, or the local tensor of a shard.
     Tensor(&'a Tensor),
     /// The content of a str, bytes or opaque leaf that is too long for the index.
@@ -124,17 +124,17 @@ pub(crate) enum Item<'a> {
 /// The path of the value that [`walk`] visits, as a linked list of borrowed steps.
 ///
 /// Most paths are never read, so `walk` allocates none.
-pub(crate) enum Trail<'a> {
+pub(crate) enum PathCursor<'a> {
     Start(&'a ObjectPath),
-    Key(&'a Self, &'a Key),
+    Key(&'a Self, &'a MapKey),
     Index(&'a Self, u32),
 }
 
-impl Trail<'_> {
+impl PathCursor<'_> {
     pub(crate) fn to_path(&self) -> ObjectPath {
         match self {
             Self::Start(path) => ObjectPath::clone(path),
-            Self::Key(parent, key) => parent.to_path().key(Key::clone(key)),
+            Self::Key(parent, key) => parent.to_path().key(MapKey::clone(key)),
             Self::Index(parent, index) => parent.to_path().index(*index),
         }
     }
@@ -161,59 +161,61 @@ impl Trail<'_> {
 /// - The errors of `item`.
 pub(crate) fn walk<'a>(
     value: &'a Value,
-    path: &Trail<'_>,
+    path: &PathCursor<'_>,
     allow_opaque: bool,
-    item: &mut impl FnMut(&Trail<'_>, Item<'a>) -> Result<()>,
+    item: &mut impl FnMut(&PathCursor<'_>, PayloadItem<'a>) -> Result<()>,
 ) -> Result<()> {
     match value {
-        Value::Tensor(tensor) => item(path, Item::Tensor(tensor)),
+        Value::Tensor(tensor) => item(path, PayloadItem::Tensor(tensor)),
         Value::Shards(shards) => {
             if shards.is_empty() {
                 return Err(Error::new(ErrorKind::TensorRun)
-                    .at(path.to_path())
-                    .note("no shard at all"));
+                    .with_path(path.to_path())
+                    .with_detail("no shard at all"));
             }
             let dtype_and_shape = |shard: &Shard| {
                 (shard.tensor().meta().dtype(), shard.slice().global_shape().to_vec())
             };
             if shards.iter().any(|shard| dtype_and_shape(shard) != dtype_and_shape(&shards[0])) {
-                return Err(Error::new(ErrorKind::MixedRun).at(path.to_path()));
+                return Err(Error::new(ErrorKind::MixedRun).with_path(path.to_path()));
             }
-            shards.iter().try_for_each(|shard| item(path, Item::Tensor(shard.tensor())))
+            shards.iter().try_for_each(|shard| item(path, PayloadItem::Tensor(shard.tensor())))
         }
         Value::Opaque { .. } if !allow_opaque => {
-            Err(Error::new(ErrorKind::UntypedLeaf).at(path.to_path()))
+            Err(Error::new(ErrorKind::UntypedLeaf).with_path(path.to_path()))
         }
         Value::Bytes(bytes) | Value::Opaque { bytes, .. } => {
             if is_inline(bytes.len()) {
                 Ok(())
             } else {
-                item(path, Item::Content(bytes))
+                item(path, PayloadItem::Content(bytes))
             }
         }
-        Value::Str(text) => match text.long_bytes() {
-            Some(bytes) => item(path, Item::Content(bytes)),
+        Value::Str(text) => match text.non_inline_bytes() {
+            Some(bytes) => item(path, PayloadItem::Content(bytes)),
             None => Ok(()),
         },
         Value::Divergent(_) => Err(Error::new(ErrorKind::ShardTable)
-            .at(path.to_path())
-            .note("what writers hold each their own of is for a store to write")),
-        Value::NamedTuple(_, dict) if !dict.iter().all(|(key, _)| matches!(key, Key::Str(_))) => {
+            .with_path(path.to_path())
+            .with_detail("what writers hold each their own of is for a store to write")),
+        Value::NamedTuple(_, dict)
+            if !dict.iter().all(|(key, _)| matches!(key, MapKey::Str(_))) =>
+        {
             Err(Error::new(ErrorKind::KeyKind)
-                .at(path.to_path())
-                .note("a field whose name is no str"))
+                .with_path(path.to_path())
+                .with_detail("a field whose name is no str"))
         }
         Value::Dict(dict) | Value::OrderedDict(dict) | Value::NamedTuple(_, dict) => {
             check_depth(path)?;
             for (key, value) in dict.iter() {
-                walk(value, &Trail::Key(path, key), allow_opaque, item)?;
+                walk(value, &PathCursor::Key(path, key), allow_opaque, item)?;
             }
             Ok(())
         }
         Value::List(values) | Value::Tuple(values) => {
             check_depth(path)?;
             for (index, value) in (0..).zip(values) {
-                walk(value, &Trail::Index(path, index), allow_opaque, item)?;
+                walk(value, &PathCursor::Index(path, index), allow_opaque, item)?;
             }
             Ok(())
         }
@@ -222,9 +224,9 @@ pub(crate) fn walk<'a>(
 }
 
 /// Rejects a container at this path if it would exceed [`MAX_DEPTH`] levels.
-fn check_depth(path: &Trail<'_>) -> Result<()> {
+fn check_depth(path: &PathCursor<'_>) -> Result<()> {
     if path.len() >= MAX_DEPTH {
-        return Err(Error::new(ErrorKind::TooDeep).at(path.to_path()));
+        return Err(Error::new(ErrorKind::TooDeep).with_path(path.to_path()));
     }
     Ok(())
 }
@@ -235,31 +237,31 @@ type StorageLocation = (Option<u32>, u64);
 /// A borrowed [`Node`], the input of the encoder.
 ///
 /// Each plan builds one. Borrowing avoids copies that the encoder would make again.
-pub(crate) enum Tree<'a> {
+pub(crate) enum BorrowedNode<'a> {
     Leaf(&'a Value),
-    Stored(Stored, u32),
-    Tensor(Placed<'a>),
-    Shards(Vec<Placed<'a>>),
-    Container(Container, Vec<(Branch<'a>, Tree<'a>)>),
+    StoredLeaf(ContentKind, u32),
+    Tensor(BorrowedTensor<'a>),
+    Shards(Vec<BorrowedTensor<'a>>),
+    Container(Container, Vec<(BorrowedStep<'a>, BorrowedNode<'a>)>),
 }
 
 /// A borrowed [`TensorReference`].
 #[derive(Clone, Copy)]
-pub(crate) struct Placed<'a> {
+pub(crate) struct BorrowedTensor<'a> {
     pub(crate) meta: &'a TensorMeta,
     pub(crate) storage: Option<u32>,
     pub(crate) byte_offset: u64,
-    pub(crate) place: Option<&'a ShardPlace>,
+    pub(crate) shard_spec: Option<&'a ShardSpec>,
 }
 
 /// A borrowed [`Step`].
 #[derive(Clone, Copy)]
-pub(crate) enum Branch<'a> {
+pub(crate) enum BorrowedStep<'a> {
     Index(u32),
-    Key(&'a Key),
+    Key(&'a MapKey),
 }
 
-impl Branch<'_> {
+impl BorrowedStep<'_> {
     pub(crate) fn to_step(self) -> Step {
         match self {
             Self::Index(index) => Step::Index(index),
@@ -269,61 +271,63 @@ impl Branch<'_> {
 }
 
 impl Node {
-    pub(crate) fn as_tree(&self) -> Tree<'_> {
+    pub(crate) fn as_borrowed(&self) -> BorrowedNode<'_> {
         match self {
-            Self::Leaf(value) => Tree::Leaf(value),
-            Self::Stored(kind, storage) => Tree::Stored(kind.clone(), *storage),
-            Self::Tensors(references) => Tree::Shards(
+            Self::Leaf(value) => BorrowedNode::Leaf(value),
+            Self::StoredLeaf(kind, storage) => BorrowedNode::StoredLeaf(kind.clone(), *storage),
+            Self::Tensors(references) => BorrowedNode::Shards(
                 references
                     .iter()
-                    .map(|reference| Placed {
+                    .map(|reference| BorrowedTensor {
                         meta: &reference.meta,
                         storage: reference.storage,
                         byte_offset: reference.byte_offset,
-                        place: reference.place.as_ref(),
+                        shard_spec: reference.shard_spec.as_ref(),
                     })
                     .collect(),
             ),
             Self::Container(container, children) => {
                 let children = children.iter();
-                let children = children.map(|(step, child)| (branch(step), child.as_tree()));
-                Tree::Container(container.clone(), children.collect())
+                let children =
+                    children.map(|(step, child)| (borrow_step(step), child.as_borrowed()));
+                BorrowedNode::Container(container.clone(), children.collect())
             }
         }
     }
 }
 
-pub(crate) fn branch(step: &Step) -> Branch<'_> {
+pub(crate) fn borrow_step(step: &Step) -> BorrowedStep<'_> {
     match step {
-        Step::Index(index) => Branch::Index(*index),
-        Step::Key(key) => Branch::Key(key),
+        Step::Index(index) => BorrowedStep::Index(*index),
+        Step::Key(key) => BorrowedStep::Key(key),
     }
 }
 
-impl Tree<'_> {
+impl BorrowedNode<'_> {
     pub(crate) fn to_node(&self) -> Node {
         match self {
             Self::Leaf(value) => Node::Leaf(Value::clone(value)),
-            Self::Stored(kind, storage) => Node::Stored(kind.clone(), *storage),
+            Self::StoredLeaf(kind, storage) => Node::StoredLeaf(kind.clone(), *storage),
             Self::Tensor(tensor) => Node::Tensors(vec![tensor.to_reference()]),
             Self::Shards(run) => {
                 Node::Tensors(run.iter().map(|tensor| tensor.to_reference()).collect())
             }
             Self::Container(container, children) => {
-                let child = |(step, child): &(Branch<'_>, Self)| (step.to_step(), child.to_node());
+                let child =
+                    |(step, child): &(BorrowedStep<'_>, Self)| (step.to_step(), child.to_node());
                 Node::Container(container.clone(), children.iter().map(child).collect())
             }
         }
     }
 }
 
-impl Placed<'_> {
+impl BorrowedTensor<'_> {
     fn to_reference(self) -> TensorReference {
         TensorReference {
             meta: self.meta.clone(),
             storage: self.storage,
             byte_offset: self.byte_offset,
-            place: self.place.cloned(),
+            shard_spec: self.shard_spec.cloned(),
         }
     }
 }
@@ -332,24 +336,24 @@ impl Placed<'_> {
 pub(crate) fn structure_of<'a>(
     value: &'a Value,
     locations: &mut impl Iterator<Item = StorageLocation>,
-) -> Tree<'a> {
+) -> BorrowedNode<'a> {
     let mut next_location = || locations.next().expect("walk and structure_of meet the same items");
     match value {
-        Value::Tensor(tensor) => Tree::Tensor(tensor_leaf(tensor, None, next_location())),
-        Value::Shards(shards) => Tree::Shards(
+        Value::Tensor(tensor) => BorrowedNode::Tensor(tensor_leaf(tensor, None, next_location())),
+        Value::Shards(shards) => BorrowedNode::Shards(
             shards
                 .iter()
-                .map(|shard| tensor_leaf(shard.tensor(), Some(shard.place()), next_location()))
+                .map(|shard| tensor_leaf(shard.tensor(), Some(shard.spec()), next_location()))
                 .collect(),
         ),
         Value::Bytes(bytes) if !is_inline(bytes.len()) => {
-            content_leaf(Stored::Bytes, next_location())
+            content_leaf(ContentKind::Bytes, next_location())
         }
         Value::Opaque { media, bytes } if !is_inline(bytes.len()) => {
-            content_leaf(Stored::Opaque(media.clone()), next_location())
+            content_leaf(ContentKind::Opaque(media.clone()), next_location())
         }
-        Value::Str(text) if text.long_bytes().is_some() => {
-            content_leaf(Stored::Str, next_location())
+        Value::Str(text) if text.non_inline_bytes().is_some() => {
+            content_leaf(ContentKind::Str, next_location())
         }
         Value::Dict(dict) => keyed_container(Container::Dict, dict, locations),
         Value::OrderedDict(dict) => keyed_container(Container::OrderedDict, dict, locations),
@@ -359,36 +363,36 @@ pub(crate) fn structure_of<'a>(
         Value::Divergent(dict) => keyed_container(Container::Divergent, dict, locations),
         Value::List(values) => indexed_container(Container::List, values, locations),
         Value::Tuple(values) => indexed_container(Container::Tuple, values, locations),
-        leaf => Tree::Leaf(leaf),
+        leaf => BorrowedNode::Leaf(leaf),
     }
 }
 
 fn tensor_leaf<'a>(
     tensor: &'a Tensor,
-    place: Option<&'a ShardPlace>,
+    shard_spec: Option<&'a ShardSpec>,
     (storage, byte_offset): StorageLocation,
-) -> Placed<'a> {
-    Placed { meta: tensor.meta(), storage, byte_offset, place }
+) -> BorrowedTensor<'a> {
+    BorrowedTensor { meta: tensor.meta(), storage, byte_offset, shard_spec }
 }
 
-fn content_leaf(kind: Stored, (storage, _): StorageLocation) -> Tree<'static> {
-    Tree::Stored(kind, storage.expect("content that is not inline is not empty"))
+fn content_leaf(kind: ContentKind, (storage, _): StorageLocation) -> BorrowedNode<'static> {
+    BorrowedNode::StoredLeaf(kind, storage.expect("content that is not inline is not empty"))
 }
 
 fn keyed_container<'a>(
     container: Container,
     dict: &'a Dict,
     locations: &mut impl Iterator<Item = StorageLocation>,
-) -> Tree<'a> {
-    let child = |(key, value)| (Branch::Key(key), structure_of(value, locations));
-    Tree::Container(container, dict.iter().map(child).collect())
+) -> BorrowedNode<'a> {
+    let child = |(key, value)| (BorrowedStep::Key(key), structure_of(value, locations));
+    BorrowedNode::Container(container, dict.iter().map(child).collect())
 }
 
 fn indexed_container<'a>(
     container: Container,
     values: &'a [Value],
     locations: &mut impl Iterator<Item = StorageLocation>,
-) -> Tree<'a> {
-    let child = |(index, value)| (Branch::Index(index), structure_of(value, locations));
-    Tree::Container(container, (0..).zip(values).map(child).collect())
+) -> BorrowedNode<'a> {
+    let child = |(index, value)| (BorrowedStep::Index(index), structure_of(value, locations));
+    BorrowedNode::Container(container, (0..).zip(values).map(child).collect())
 }

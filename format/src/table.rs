@@ -29,7 +29,7 @@ macro_rules! tables {
 
         /// All tables, borrowed from the bytes of an index.
         #[derive(Clone, Copy, Debug)]
-        pub(crate) struct Views<'a> { $(pub(crate) $name: &'a [$ty],)* }
+        pub(crate) struct TableViews<'a> { $(pub(crate) $name: &'a [$ty],)* }
 
         /// The root: one field for each table.
         #[derive(Clone, Copy, Pod, Zeroable)]
@@ -51,7 +51,7 @@ macro_rules! tables {
         #[cfg(feature = "rkyv")]
         impl ArchivedRoot {
             /// Returns true if the root locates exactly these tables.
-            fn has_tables(&self, views: &Views<'_>) -> bool {
+            fn has_tables(&self, views: &TableViews<'_>) -> bool {
                 $(std::ptr::eq(self.$name.as_slice(), views.$name) &&)* true
             }
         }
@@ -60,12 +60,12 @@ macro_rules! tables {
             const NAMES: &[&str] = &[$(stringify!($name),)*];
             const RECORDS: &[(usize, usize)] = &[$((size_of::<$ty>(), align_of::<$ty>()),)*];
 
-            pub(crate) fn views(&self) -> Views<'_> {
-                Views { $($name: &self.$name,)* }
+            pub(crate) fn views(&self) -> TableViews<'_> {
+                TableViews { $($name: &self.$name,)* }
             }
         }
 
-        impl Views<'_> {
+        impl TableViews<'_> {
             fn parts(&self) -> [(usize, &[u8]); TABLES] {
                 [$((self.$name.len(), bytemuck::cast_slice(self.$name)),)*]
             }
@@ -89,8 +89,8 @@ macro_rules! tables {
             }
 
             /// Returns the tables of the index that this map was validated for.
-            pub(crate) fn views<'a>(&self, index: &'a [u8]) -> Views<'a> {
-                Views { $($name: records(index, &self.$name),)* }
+            pub(crate) fn views<'a>(&self, index: &'a [u8]) -> TableViews<'a> {
+                TableViews { $($name: records(index, &self.$name),)* }
             }
         }
     };
@@ -135,7 +135,7 @@ struct TableRef {
     len: u32_le,
 }
 
-impl Views<'_> {
+impl TableViews<'_> {
     /// Returns the length of the index in bytes.
     ///
     /// # Errors
@@ -148,7 +148,9 @@ impl Views<'_> {
             table_starts(&counts).and_then(|(_, end)| end.checked_next_multiple_of(ROOT_ALIGN));
         len.and_then(|root| u64::try_from(root + ROOT_LEN).ok())
             .filter(|len| *len <= MAX_INDEX_BYTES)
-            .ok_or_else(|| Error::new(ErrorKind::TooLarge).note("the index would exceed 1 GiB"))
+            .ok_or_else(|| {
+                Error::new(ErrorKind::TooLarge).with_detail("the index would exceed 1 GiB")
+            })
     }
 
     /// Calls `put` with the bytes of the index in order: the tables, then the root.
@@ -156,7 +158,7 @@ impl Views<'_> {
     /// # Errors
     ///
     /// `TooLarge` if an offset or a count does not fit into the root; the errors of `put`.
-    pub(crate) fn each_part(&self, mut put: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    pub(crate) fn for_each_part(&self, mut put: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let too_large = || Error::new(ErrorKind::TooLarge);
         let parts = self.parts();
         let counts = parts.map(|(count, _)| count);
@@ -193,9 +195,9 @@ fn zero_gap(range: Range<usize>) -> &'static [u8] {
 ///
 /// `TooLarge` if the count does not fit into 32 bits, or equals [`record::NONE`].
 #[inline]
-pub(crate) fn number(count: usize) -> Result<u32> {
+pub(crate) fn record_number(count: usize) -> Result<u32> {
     u32::try_from(count).ok().filter(|number| *number != record::NONE).ok_or_else(|| {
-        Error::new(ErrorKind::TooLarge).note("a table would exceed 2^32 - 1 entries")
+        Error::new(ErrorKind::TooLarge).with_detail("a table would exceed 2^32 - 1 entries")
     })
 }
 
@@ -221,7 +223,7 @@ pub(crate) fn records<'a, T: Pod>(index: &'a [u8], range: &Range<usize>) -> &'a 
 ///
 /// `RootRange`, `TableLayout` and `IndexEncoding`, one for each of these rules.
 pub(crate) fn map(index: &[u8], root: Range<usize>) -> Result<TableMap> {
-    let root_range = || Error::new(ErrorKind::RootRange).note(format_args!("{root:?}"));
+    let root_range = || Error::new(ErrorKind::RootRange).with_detail(format_args!("{root:?}"));
     if root.end != index.len()
         || root.end.saturating_sub(root.start) < ROOT_LEN
         || !root.start.is_multiple_of(ROOT_ALIGN)
@@ -230,8 +232,8 @@ pub(crate) fn map(index: &[u8], root: Range<usize>) -> Result<TableMap> {
     }
     let fields = index.get(root.start..root.start + ROOT_LEN).ok_or_else(root_range)?;
     let fields: &[TableRef] = bytemuck::try_cast_slice(fields)
-        .map_err(|error| Error::new(ErrorKind::RootRange).note(error))?;
-    let layout_error = |table: &str| Error::new(ErrorKind::TableLayout).at(table);
+        .map_err(|error| Error::new(ErrorKind::RootRange).with_detail(error))?;
+    let layout_error = |table: &str| Error::new(ErrorKind::TableLayout).with_path(table);
 
     let mut counts = [0; TABLES];
     for (count, field) in counts.iter_mut().zip(fields) {
@@ -270,7 +272,7 @@ fn check_gap(index: &[u8], gap: Range<usize>) -> Result<()> {
     match index.get(gap.clone()) {
         Some(bytes) if bytes.iter().all(|byte| *byte == 0) => Ok(()),
         _ => Err(Error::new(ErrorKind::TableLayout)
-            .note(format_args!("gap {gap:?} of the index is not zero"))),
+            .with_detail(format_args!("gap {gap:?} of the index is not zero"))),
     }
 }
 
@@ -278,7 +280,7 @@ fn check_gap(index: &[u8], gap: Range<usize>) -> Result<()> {
 ///
 /// All records have a fixed size, so the time is independent of their number.
 #[cfg(feature = "rkyv")]
-fn validate_rkyv(index: &[u8], root_off: usize, views: &Views<'_>) -> Result<()> {
+fn validate_rkyv(index: &[u8], root_off: usize, views: &TableViews<'_>) -> Result<()> {
     use rkyv::validation::Validator;
     use rkyv::validation::archive::ArchiveValidator;
 
@@ -288,9 +290,9 @@ fn validate_rkyv(index: &[u8], root_off: usize, views: &Views<'_>) -> Result<()>
         root_off,
         &mut validator,
     )
-    .map_err(|error| Error::new(ErrorKind::IndexEncoding).note(error))?;
+    .map_err(|error| Error::new(ErrorKind::IndexEncoding).with_detail(error))?;
     if root.has_tables(views) {
         return Ok(());
     }
-    Err(Error::new(ErrorKind::IndexEncoding).note("rkyv finds other tables"))
+    Err(Error::new(ErrorKind::IndexEncoding).with_detail("rkyv finds other tables"))
 }

@@ -40,7 +40,7 @@ impl TensorMeta {
     /// would span 2^63 bytes or more.
     pub fn with_strides(mut self, strides: &[u64]) -> Result<Self> {
         if strides.len() != self.shape.len() {
-            return Err(Error::new(ErrorKind::ShapeMismatch).note(format_args!(
+            return Err(Error::new(ErrorKind::ShapeMismatch).with_detail(format_args!(
                 "{} strides for {} dimensions",
                 strides.len(),
                 self.shape.len()
@@ -178,7 +178,7 @@ impl Storage {
     /// # Errors
     ///
     /// `Io` if the blob cannot report its length.
-    pub fn elsewhere(blob: Arc<dyn Blob>) -> Result<Self> {
+    pub fn from_blob(blob: Arc<dyn Blob>) -> Result<Self> {
         if let Some(bytes) = blob.bytes() {
             return Ok(bytes.clone().into());
         }
@@ -268,7 +268,7 @@ impl Tensor {
         let len = storage.len();
         let has_elements = meta.numel() > 0;
         if has_elements && end.is_none_or(|end| end > len) {
-            return Err(Error::new(ErrorKind::ShapeMismatch).note(format_args!(
+            return Err(Error::new(ErrorKind::ShapeMismatch).with_detail(format_args!(
                 "{} of shape {:?} at byte {byte_offset} does not fit into {len} bytes",
                 meta.dtype, meta.shape
             )));
@@ -295,7 +295,7 @@ impl Tensor {
         let meta = TensorMeta::new(T::DTYPE, shape)?;
         if u64::try_from(elements.len()) != Ok(meta.numel()) {
             return Err(Error::new(ErrorKind::ShapeMismatch)
-                .note(format_args!("{} elements for shape {shape:?}", elements.len())));
+                .with_detail(format_args!("{} elements for shape {shape:?}", elements.len())));
         }
         Self::new(meta, elements.into(), 0)
     }
@@ -325,7 +325,7 @@ impl Tensor {
     pub fn to_memory(&self) -> Result<Self> {
         let Some(blob) = self.storage.blob() else { return Ok(self.clone()) };
         let span = self.byte_offset..self.byte_offset + self.meta.span_bytes();
-        let bytes = if self.meta.numel() == 0 { Bytes::new() } else { blob.stable(span)? };
+        let bytes = if self.meta.numel() == 0 { Bytes::new() } else { blob.read_stable(span)? };
         Self::new(self.meta.clone(), bytes.into(), 0)
     }
 
@@ -387,7 +387,7 @@ impl<'a> TensorView<'a> {
     /// - `Misaligned` if the memory is not aligned for `T`.
     pub fn as_slice<T: Element>(&self) -> Result<&'a [T]> {
         if self.meta.dtype != T::DTYPE {
-            return Err(Error::new(ErrorKind::WrongType).note(format_args!(
+            return Err(Error::new(ErrorKind::WrongType).with_detail(format_args!(
                 "expected {}, found {}",
                 T::DTYPE,
                 self.meta.dtype
@@ -396,8 +396,8 @@ impl<'a> TensorView<'a> {
         if self.meta.numel() == 0 {
             return Ok(&[]);
         }
-        bytemuck::try_cast_slice(self.contiguous()?)
-            .map_err(|error| Error::new(ErrorKind::Misaligned).note(error))
+        bytemuck::try_cast_slice(self.contiguous_bytes()?)
+            .map_err(|error| Error::new(ErrorKind::Misaligned).with_detail(error))
     }
 
     /// Returns the bytes of the elements of a contiguous tensor.
@@ -405,12 +405,12 @@ impl<'a> TensorView<'a> {
     /// # Errors
     ///
     /// `NotContiguous` if the elements have gaps or another order.
-    pub fn contiguous(&self) -> Result<&'a [u8]> {
+    pub fn contiguous_bytes(&self) -> Result<&'a [u8]> {
         if self.meta.is_contiguous() {
             Ok(self.bytes)
         } else {
             Err(Error::new(ErrorKind::NotContiguous)
-                .note(format_args!("strides {:?}", self.meta.strides())))
+                .with_detail(format_args!("strides {:?}", self.meta.strides())))
         }
     }
 
@@ -425,7 +425,7 @@ impl<'a> TensorView<'a> {
         let len =
             usize::try_from(nbytes).ok().filter(|_| nbytes <= limit_bytes).ok_or_else(|| {
                 Error::new(ErrorKind::LimitExceeded)
-                    .note(format_args!("{nbytes} bytes, limit {limit_bytes}"))
+                    .with_detail(format_args!("{nbytes} bytes, limit {limit_bytes}"))
             })?;
         let mut elements = Vec::with_capacity(len);
         let strides = self.meta.strides();

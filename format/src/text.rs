@@ -35,7 +35,7 @@ impl Text {
     }
 
     /// Creates a text from bytes that have been validated as generalized UTF-8.
-    pub(crate) fn from_proven(bytes: Bytes) -> Self {
+    pub(crate) fn from_validated(bytes: Bytes) -> Self {
         debug_assert!(is_text(&bytes));
         Self(bytes)
     }
@@ -46,7 +46,7 @@ impl Text {
     }
 
     /// Returns the generalized UTF-8 if it is too long for the index of an archive.
-    pub(crate) fn long_bytes(&self) -> Option<&Bytes> {
+    pub(crate) fn non_inline_bytes(&self) -> Option<&Bytes> {
         (!crate::record::is_inline(self.0.len())).then_some(&self.0)
     }
 

@@ -7,15 +7,15 @@ use std::sync::Arc;
 use crate::archive::Archive;
 use crate::blob::Blob;
 use crate::chunk::ChunkSize;
+use crate::convert::index_to_usize;
 use crate::digest::{self, ChunkHasher};
 use crate::encode::ShardFile;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fill::length;
 use crate::frame::DATA_START;
-use crate::seal::combine;
+use crate::seal::combine_crcs;
 use crate::storage::StorageReference;
 use crate::text::is_text;
-use crate::views::native;
 
 impl Archive {
     /// Verifies every stored byte, every byte of padding, and the texts in uncompressed storages.
@@ -28,7 +28,7 @@ impl Archive {
     ///   not match the manifest.
     /// - `Io` if the file cannot be read.
     pub fn verify(&self) -> Result<()> {
-        self.verify_jobs().iter().try_for_each(Verify::run)
+        self.verify_jobs().iter().try_for_each(VerifyJob::run)
     }
 
     /// Verifies the payload like [`Archive::verify`], and the decoded bytes and digests of all storages.
@@ -43,16 +43,16 @@ impl Archive {
     /// - `FeatureMissing` for compressed storages in a build without zstd.
     pub fn verify_deep(&self) -> Result<()> {
         self.verify()?;
-        self.decode_jobs().iter().try_for_each(Verify::run)
+        self.deep_verify_jobs().iter().try_for_each(VerifyJob::run)
     }
 
     /// Returns the independent jobs that together do the work of [`Archive::verify`].
     ///
     /// The jobs of a manifest that was opened alone read nothing, because its payload is in other
     /// archives.
-    pub fn verify_jobs(&self) -> Vec<Verify<'_>> {
+    pub fn verify_jobs(&self) -> Vec<VerifyJob<'_>> {
         let storages = self.storages();
-        let is_alone = self.is_manifest_alone();
+        let is_alone = self.is_manifest_only();
         let owns_blob = self.shards().is_empty();
         let mut targets = Vec::new();
         if !is_alone {
@@ -65,7 +65,7 @@ impl Archive {
                 targets.push(Target::Padding(end..storage.offset));
             }
             end = storage.stored_range().end;
-            if storage.packing.is_none() {
+            if storage.compressed_layout.is_none() {
                 targets.push(check(Check::Checksum));
             }
             let chunks = storage.chunks(&(0..storage.len)).filter(|_| !is_alone);
@@ -81,15 +81,15 @@ impl Archive {
     }
 
     /// Returns the independent jobs that [`Archive::verify_deep`] runs after those of [`Archive::verify`].
-    pub fn decode_jobs(&self) -> Vec<Verify<'_>> {
-        if self.is_manifest_alone() {
+    pub fn deep_verify_jobs(&self) -> Vec<VerifyJob<'_>> {
+        if self.is_manifest_only() {
             return Vec::new();
         }
         let storages = self.storages();
         let mut targets: Vec<Target> = self.text_targets(&storages, true).collect();
         let decodable = (0..).zip(&storages);
         let decodable =
-            decodable.filter(|(_, each)| each.packing.is_some() || each.digest.is_some());
+            decodable.filter(|(_, each)| each.compressed_layout.is_some() || each.digest.is_some());
         targets.extend(
             decodable.map(|(number, each)| Target::Storage(number, each.clone(), Check::Decoded)),
         );
@@ -97,8 +97,8 @@ impl Archive {
         self.jobs(targets)
     }
 
-    fn jobs(&self, targets: Vec<Target>) -> Vec<Verify<'_>> {
-        targets.into_iter().map(|target| Verify { archive: self, target }).collect()
+    fn jobs(&self, targets: Vec<Target>) -> Vec<VerifyJob<'_>> {
+        targets.into_iter().map(|target| VerifyJob { archive: self, target }).collect()
     }
 
     fn storages(&self) -> Vec<Arc<StorageReference>> {
@@ -111,8 +111,10 @@ impl Archive {
         storages: &[Arc<StorageReference>],
         are_compressed: bool,
     ) -> impl Iterator<Item = Target> {
-        let texts = self.stored_texts(are_compressed).into_iter();
-        texts.map(|number| Target::Storage(number, storages[native(number)].clone(), Check::Text))
+        let texts = self.str_storages(are_compressed).into_iter();
+        texts.map(|number| {
+            Target::Storage(number, storages[index_to_usize(number)].clone(), Check::Text)
+        })
     }
 
     /// Returns one target for each archive of a shard set.
@@ -134,7 +136,7 @@ impl Archive {
 
 /// One job of [`Archive::verify_jobs`] or [`Archive::decode_jobs`].
 #[derive(Debug)]
-pub struct Verify<'a> {
+pub struct VerifyJob<'a> {
     archive: &'a Archive,
     target: Target,
 }
@@ -171,7 +173,7 @@ enum Depth {
     Decoded,
 }
 
-impl Verify<'_> {
+impl VerifyJob<'_> {
     /// Returns the number of bytes that the job reads from the file.
     pub fn len(&self) -> u64 {
         let range = match &self.target {
@@ -201,12 +203,12 @@ impl Verify<'_> {
             Target::Storage(number, storage, check) => {
                 verify_storage(self.archive, *number, storage, *check).map_err(|error| {
                     let at = error.offset().unwrap_or(storage.offset);
-                    error.at(self.archive.leaf_in(*number)).byte(at)
+                    error.with_path(self.archive.storage_fqn(*number)).with_offset(at)
                 })
             }
             Target::Shard(number, file, storages, depth) => {
                 verify_shard(self.archive.blob(*number), storages, *depth)
-                    .map_err(|error| error.at(&file.name))
+                    .map_err(|error| error.with_path(&file.name))
             }
         }
     }
@@ -215,7 +217,7 @@ impl Verify<'_> {
 fn verify_padding(archive: &Archive, range: &Range<u64>) -> Result<()> {
     let bytes = archive.read(0, range.clone())?;
     let Some(at) = bytes.iter().position(|byte| *byte != 0) else { return Ok(()) };
-    Err(Error::new(ErrorKind::PaddingNotZero).byte(range.start + length(&bytes[..at])))
+    Err(Error::new(ErrorKind::PaddingNotZero).with_offset(range.start + length(&bytes[..at])))
 }
 
 fn verify_storage(
@@ -227,18 +229,19 @@ fn verify_storage(
     match check {
         Check::Chunk(chunk) => {
             let range = storage.stored_chunk(chunk);
-            let crc = archive.crc_of(storage.shard, range.clone())?;
-            storage.prove_chunk(chunk, crc).map_err(|error| error.byte(range.start))
+            let crc = archive.range_crc32(storage.shard, range.clone())?;
+            storage.verify_chunk(chunk, crc).map_err(|error| error.with_offset(range.start))
         }
-        Check::Checksum => {
-            check_crc(storage, combine(len_and_chunk_size(storage), storage.crcs.iter().copied()))
-        }
+        Check::Checksum => check_crc(
+            storage,
+            combine_crcs(len_and_chunk_size(storage), storage.crcs.iter().copied()),
+        ),
         Check::Text if is_text(&archive.storage_bytes(number)?) => Ok(()),
         Check::Text => Err(Error::new(ErrorKind::NotText)),
         Check::Decoded => {
             let mut crc = crc32fast::Hasher::new();
             let mut digests = Vec::new();
-            archive.each_chunk(storage, |chunk, raw| {
+            archive.for_each_chunk(storage, |chunk, raw| {
                 crc.update(raw);
                 let mut hasher = ChunkHasher::new(chunk, len_and_chunk_size(storage));
                 hasher.update(raw);
@@ -276,13 +279,13 @@ fn verify_shard(blob: &Arc<dyn Blob>, named: &[Arc<StorageReference>], depth: De
     let mut found = 0;
     let jobs = match depth {
         Depth::Stored => archive.verify_jobs(),
-        Depth::Decoded => archive.decode_jobs(),
+        Depth::Decoded => archive.deep_verify_jobs(),
     };
     for job in jobs {
         let is_named = match &job.target {
             Target::Storage(_, own, check) => by_offset
                 .get(&own.offset)
-                .filter(|named| named.same_bytes(own))
+                .filter(|named| named.matches(own))
                 .is_some_and(|named| match check {
                     Check::Chunk(_) => true,
                     Check::Decoded => named.digest == own.digest || own.digest.is_none(),
@@ -298,11 +301,11 @@ fn verify_shard(blob: &Arc<dyn Blob>, named: &[Arc<StorageReference>], depth: De
     }
     for number in 0..archive.storage_count() {
         let own = archive.storage(number);
-        found +=
-            usize::from(by_offset.get(&own.offset).is_some_and(|named| named.same_bytes(&own)));
+        found += usize::from(by_offset.get(&own.offset).is_some_and(|named| named.matches(&own)));
     }
     if found == named.len() {
         return Ok(());
     }
-    Err(Error::new(ErrorKind::ShardMismatch).note("it has other storages than the manifest says"))
+    Err(Error::new(ErrorKind::ShardMismatch)
+        .with_detail("it has other storages than the manifest says"))
 }

@@ -5,55 +5,56 @@ use std::ops::Range;
 
 use rend::u32_le;
 
+use crate::convert::index_to_usize;
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{self, FileKey, KeyOrder, ObjectPath, Step};
+use crate::key::{self, EncodedKey, ObjectPath, SortKey, Step};
 use crate::record::{self, NONE, kind, split_heap_range};
 
 use crate::text::Text;
 
-pub(crate) use crate::table::Views;
+pub(crate) use crate::table::TableViews;
 
 /// The largest number of children to search linearly.
 ///
 /// Children are adjacent in memory, while a search in `by_key` reads another table.
-pub(crate) const FEW: usize = 4;
+pub(crate) const LINEAR_SEARCH_MAX: usize = 4;
 
 /// Lookups that return a `Result` also accept unvalidated tables; all others expect validated tables.
-impl<'a> Views<'a> {
+impl<'a> TableViews<'a> {
     #[inline]
     pub(crate) fn heap_at(&self, range: u64) -> Result<&'a [u8]> {
         let (offset, len) = split_heap_range(range);
-        let (offset, len) = (native(offset), native(len));
+        let (offset, len) = (index_to_usize(offset), index_to_usize(len));
         offset
             .checked_add(len)
             .and_then(|end| self.heap.get(offset..end))
-            .ok_or_else(|| outside_heap(range))
+            .ok_or_else(|| heap_range_error(range))
     }
 
     #[inline]
     pub(crate) fn dims_at(&self, start: u32, len: u64) -> Result<&'a [u64]> {
-        let first = native(start);
+        let first = index_to_usize(start);
         usize::try_from(len)
             .ok()
             .and_then(|len| self.dims.get(first..first.checked_add(len)?))
             // This crate compiles for little-endian hosts only.
             .map(bytemuck::cast_slice)
-            .ok_or_else(|| outside_dims(start.into(), len))
+            .ok_or_else(|| dims_range_error(start.into(), len))
     }
 
     /// Returns the key of a node that has one.
-    pub(crate) fn file_key(&self, node: &record::Node) -> Result<FileKey<'a>> {
+    pub(crate) fn file_key(&self, node: &record::Node) -> Result<EncodedKey<'a>> {
         let key = node.key.to_native();
         Ok(if key::kind::is_heap(node.key_kind) {
-            FileKey::heap(node.key_kind, self.heap_at(key)?)
+            EncodedKey::heap(node.key_kind, self.heap_at(key)?)
         } else {
-            FileKey::word(node.key_kind, key)
+            EncodedKey::word(node.key_kind, key)
         })
     }
 
     /// Returns the sort key of a node in its container, as [`FileKey::order`] defines it.
     #[inline]
-    pub(crate) fn key_order(&self, node: &record::Node) -> Result<KeyOrder<'a>> {
+    pub(crate) fn key_order(&self, node: &record::Node) -> Result<SortKey<'a>> {
         let key = node.key.to_native();
         Ok(if key::kind::is_heap(node.key_kind) {
             (node.key_kind, self.heap_at(key)?, 0)
@@ -67,32 +68,36 @@ impl<'a> Views<'a> {
         let node = &self.nodes[container];
         let children = self.children(container);
         match (kind::is_keyed(node.kind), step) {
-            (false, Step::Index(index)) => children.clone().nth(native(*index)),
+            (false, Step::Index(index)) => children.clone().nth(index_to_usize(*index)),
             // A key that files cannot hold is in no container.
-            (true, Step::Key(key)) => self.child_with(children, &FileKey::of(key).ok()?),
+            (true, Step::Key(key)) => self.child_by_key(children, &EncodedKey::encode(key).ok()?),
             _ => None,
         }
     }
 
     /// Returns the child with this key among these children of a keyed container.
-    pub(crate) fn child_with(&self, children: Range<usize>, key: &FileKey<'_>) -> Option<usize> {
-        if children.len() <= FEW {
-            return children.into_iter().find(|child| self.key_proven(*child) == key.order());
+    pub(crate) fn child_by_key(
+        &self,
+        children: Range<usize>,
+        key: &EncodedKey<'_>,
+    ) -> Option<usize> {
+        if children.len() <= LINEAR_SEARCH_MAX {
+            return children.into_iter().find(|child| self.validated_key(*child) == key.sort_key());
         }
         let order = &self.by_key[children];
-        let found = self.search(order, key.order());
-        found.ok().map(|position| native(order[position].to_native()))
+        let found = self.search(order, key.sort_key());
+        found.ok().map(|position| index_to_usize(order[position].to_native()))
     }
 
     /// Returns the position of a key in a part of `by_key`, or the position to insert it at.
     ///
     /// Each step is a branch, so the processor predicts it and loads the next key before it has compared
     /// the current one. The branchless search of the standard library takes 1.6 times as long.
-    pub(crate) fn search(&self, order: &[u32_le], key: KeyOrder<'_>) -> Result<usize, usize> {
+    pub(crate) fn search(&self, order: &[u32_le], key: SortKey<'_>) -> Result<usize, usize> {
         let (mut low, mut high) = (0, order.len());
         while low < high {
             let mid = low.midpoint(high);
-            match self.key_proven(native(order[mid].to_native())).cmp(&key) {
+            match self.validated_key(index_to_usize(order[mid].to_native())).cmp(&key) {
                 Ordering::Less => low = mid + 1,
                 Ordering::Equal => return Ok(mid),
                 Ordering::Greater => high = mid,
@@ -102,7 +107,7 @@ impl<'a> Views<'a> {
     }
 
     #[inline]
-    pub(crate) fn key_proven(&self, node: usize) -> KeyOrder<'a> {
+    pub(crate) fn validated_key(&self, node: usize) -> SortKey<'a> {
         self.key_order(&self.nodes[node]).expect("the validator has proven the key")
     }
 
@@ -112,19 +117,19 @@ impl<'a> Views<'a> {
             return 0..0;
         }
         let first = usize::try_from(node.a.to_native()).unwrap_or(usize::MAX);
-        first..first.saturating_add(native(node.count.to_native()))
+        first..first.saturating_add(index_to_usize(node.count.to_native()))
     }
 
-    pub(crate) fn heap_proven(&self, range: u64) -> &'a [u8] {
+    pub(crate) fn validated_heap(&self, range: u64) -> &'a [u8] {
         self.heap_at(range).expect("the validator has proven the range")
     }
 
     pub(crate) fn text(&self, range: u64) -> Text {
-        Text::from_generalized_utf8(self.heap_proven(range).to_vec())
+        Text::from_generalized_utf8(self.validated_heap(range).to_vec())
             .expect("the validator has proven the text")
     }
 
-    pub(crate) fn dims_proven(&self, start: u32, len: usize) -> &'a [u64] {
+    pub(crate) fn validated_dims(&self, start: u32, len: usize) -> &'a [u64] {
         let len = u64::try_from(len).expect("usize is at most 64 bits");
         self.dims_at(start, len).expect("the validator has proven the range")
     }
@@ -133,12 +138,12 @@ impl<'a> Views<'a> {
 /// Returns the path of a node, for errors.
 ///
 /// Also accepts tables that are not validated yet. A key that cannot be read becomes an index.
-pub(crate) fn path_of(views: &Views<'_>, mut node: usize) -> ObjectPath {
+pub(crate) fn path_of(views: &TableViews<'_>, mut node: usize) -> ObjectPath {
     let mut steps = Vec::new();
     while let Some(parent) = (0..node).find(|parent| views.children(*parent).contains(&node)) {
         let position = node - views.children(parent).start;
         let step = if kind::is_keyed(views.nodes[parent].kind) {
-            match views.file_key(&views.nodes[node]).and_then(|key| key.to_key()) {
+            match views.file_key(&views.nodes[node]).and_then(|key| key.decode()) {
                 Ok(key) => Step::Key(key),
                 Err(_) => Step::Index(u32::try_from(position).unwrap_or(NONE)),
             }
@@ -156,18 +161,13 @@ pub(crate) fn path_of(views: &Views<'_>, mut node: usize) -> ObjectPath {
 /// Takes the range by value and is cold, like all errors of checks that run for each tensor. Formatting
 /// a number in place would take its address and so force it from a register into memory.
 #[cold]
-pub(crate) fn outside_heap(range: u64) -> Error {
+pub(crate) fn heap_range_error(range: u64) -> Error {
     let (offset, len) = split_heap_range(range);
-    Error::new(ErrorKind::HeapRange).note(format_args!("{len} bytes at {offset}"))
+    Error::new(ErrorKind::HeapRange).with_detail(format_args!("{len} bytes at {offset}"))
 }
 
 /// Returns the error of a range outside dims.
 #[cold]
-pub(crate) fn outside_dims(start: u64, len: u64) -> Error {
-    Error::new(ErrorKind::DimsRange).note(format_args!("{len} entries at {start}"))
-}
-
-/// Converts a record number to `usize`, which has at least 32 bits on all supported hosts.
-pub(crate) fn native(number: u32) -> usize {
-    usize::try_from(number).expect("usize has at least 32 bits")
+pub(crate) fn dims_range_error(start: u64, len: u64) -> Error {
+    Error::new(ErrorKind::DimsRange).with_detail(format_args!("{len} entries at {start}"))
 }

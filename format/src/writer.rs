@@ -4,17 +4,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::sync::Arc;
 
-use crate::arrange::Arranger;
+use crate::arrange::StorageAllocator;
 use crate::encode::{AttrValue, Attrs, encode};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fill::{Sum, jobs};
+use crate::fill::{ChunkChecksum, jobs};
 use crate::frame;
-use crate::key::{Key, ObjectPath, Step};
+use crate::key::{MapKey, ObjectPath, Step};
 use crate::layout::write_tail;
 use crate::options::Options;
-use crate::pack::{Pack, Packed};
+use crate::pack::{CompressJob, CompressedChunks};
 use crate::state_dict::Value;
-use crate::structure::{Container, Node, Tree, branch};
+use crate::structure::{BorrowedNode, Container, Node, borrow_step};
 
 /// Writes one archive to a stream, entry by entry.
 ///
@@ -38,15 +38,15 @@ use crate::structure::{Container, Node, Tree, branch};
 pub struct ArchiveWriter<W> {
     stream: W,
     options: Options,
-    arranger: Arranger,
+    arranger: StorageAllocator,
     children: Vec<(Step, Node)>,
     /// The positions of the children of the root, by key.
-    positions: BTreeMap<Key, usize>,
+    positions: BTreeMap<MapKey, usize>,
     /// The keys of the dicts that [`ArchiveWriter::insert_into`] has created, by position.
-    open_dicts: BTreeMap<usize, BTreeSet<Key>>,
+    open_dicts: BTreeMap<usize, BTreeSet<MapKey>>,
     /// Number of bytes of the file that are written.
     written: u64,
-    sums: Vec<Sum>,
+    sums: Vec<ChunkChecksum>,
     attrs: Attrs,
     /// True if writing an entry has failed.
     has_failed: bool,
@@ -65,7 +65,7 @@ impl<W: Write> ArchiveWriter<W> {
             stream,
             attrs: options.attrs.clone(),
             options,
-            arranger: Arranger::new(),
+            arranger: StorageAllocator::new(),
             children: Vec::new(),
             positions: BTreeMap::new(),
             open_dicts: BTreeMap::new(),
@@ -82,11 +82,11 @@ impl<W: Write> ArchiveWriter<W> {
     /// - `DuplicateKey` if the root already has the key.
     /// - The errors of [`Layout::plan`](crate::Layout::plan).
     /// - `Io` if the stream fails. The archive cannot be finished after that.
-    pub fn insert(&mut self, key: impl Into<Key>, value: impl Into<Value>) -> Result<()> {
+    pub fn insert(&mut self, key: impl Into<MapKey>, value: impl Into<Value>) -> Result<()> {
         let key = key.into();
         let path = ObjectPath::root().key(key.clone());
         if self.positions.contains_key(&key) {
-            return Err(Error::new(ErrorKind::DuplicateKey).at(path));
+            return Err(Error::new(ErrorKind::DuplicateKey).with_path(path));
         }
         let node = self.write(&path, &value.into())?;
         self.append(key, node);
@@ -103,8 +103,8 @@ impl<W: Write> ArchiveWriter<W> {
     /// As [`ArchiveWriter::insert`].
     pub fn insert_into(
         &mut self,
-        dict: impl Into<Key>,
-        key: impl Into<Key>,
+        dict: impl Into<MapKey>,
+        key: impl Into<MapKey>,
         value: impl Into<Value>,
     ) -> Result<()> {
         let (dict, key) = (dict.into(), key.into());
@@ -114,7 +114,7 @@ impl<W: Write> ArchiveWriter<W> {
             self.open_dicts.get(&position).is_some_and(|keys| !keys.contains(&key))
         });
         if !is_available {
-            return Err(Error::new(ErrorKind::DuplicateKey).at(path));
+            return Err(Error::new(ErrorKind::DuplicateKey).with_path(path));
         }
         let node = self.write(&path, &value.into())?;
         let position = position.unwrap_or_else(|| {
@@ -128,7 +128,7 @@ impl<W: Write> ArchiveWriter<W> {
         Ok(())
     }
 
-    fn append(&mut self, key: Key, node: Node) -> usize {
+    fn append(&mut self, key: MapKey, node: Node) -> usize {
         let position = self.children.len();
         self.positions.insert(key.clone(), position);
         self.children.push((Step::Key(key), node));
@@ -138,30 +138,34 @@ impl<W: Write> ArchiveWriter<W> {
     /// Writes the bytes of the value at `path`, and returns its node.
     fn write(&mut self, path: &ObjectPath, value: &Value) -> Result<Node> {
         if self.has_failed {
-            return Err(Error::new(ErrorKind::Io).note("an earlier write has failed"));
+            return Err(Error::new(ErrorKind::Io).with_detail("an earlier write has failed"));
         }
         check_encodable(path, value, &self.options)?;
-        let node = self.arranger.arrange(value, path, &self.options)?.to_node();
+        let node = self.arranger.allocate(value, path, &self.options)?.to_node();
         // Storages have numbers from here on. If one of them is not written, no later one can be.
         self.has_failed = true;
-        let packed: Vec<Packed> =
-            self.arranger.jobs(&self.options).iter().map(Pack::run).collect::<Result<_>>()?;
-        self.arranger.place(packed, &self.options)?;
+        let packed: Vec<CompressedChunks> = self
+            .arranger
+            .compress_jobs(&self.options)
+            .iter()
+            .map(CompressJob::run)
+            .collect::<Result<_>>()?;
+        self.arranger.place_pending(packed, &self.options)?;
         let sources = Arc::new(std::mem::take(&mut self.arranger.sources));
         // An entry without bytes does not write the padding after the head yet.
-        let end = if sources.is_empty() { self.written } else { self.arranger.cursor() };
+        let end = if sources.is_empty() { self.written } else { self.arranger.blob_end() };
         let written = std::mem::replace(&mut self.written, end);
         for job in jobs(written..end, None, &sources) {
             // Jobs are in file order, which is the order of the checksum table.
             let filled = job.write_to(&mut self.stream)?;
-            self.sums.extend(filled.sums);
+            self.sums.extend(filled.checksums);
         }
         self.has_failed = false;
         Ok(node)
     }
 
     /// Sets an attribute of the archive. An earlier value with the same name is replaced.
-    pub fn attr(&mut self, name: impl Into<String>, value: AttrValue) {
+    pub fn set_attr(&mut self, name: impl Into<String>, value: AttrValue) {
         self.attrs.insert(name.into(), value);
     }
 
@@ -176,13 +180,13 @@ impl<W: Write> ArchiveWriter<W> {
     /// - `Io` if the stream fails, or an earlier write has failed.
     pub fn finish(mut self) -> Result<W> {
         if self.has_failed {
-            return Err(Error::new(ErrorKind::Io).note("an earlier write has failed"));
+            return Err(Error::new(ErrorKind::Io).with_detail("an earlier write has failed"));
         }
         let root = Node::Container(Container::Dict, self.children);
-        self.arranger.storages.seal(&self.sums);
+        self.arranger.storages.set_checksums(&self.sums);
         self.options.attrs = self.attrs;
         let attrs = self.arranger.attrs(&self.options);
-        let tables = encode(&root.as_tree(), &attrs, &[])?;
+        let tables = encode(&root.as_borrowed(), &attrs, &[])?;
         let index_off = self.arranger.index_off()?;
         for job in jobs(self.written..index_off, None, &Arc::default()) {
             let _no_checksums = job.write_to(&mut self.stream)?;
@@ -195,10 +199,9 @@ impl<W: Write> ArchiveWriter<W> {
 
 /// Rejects an entry that [`ArchiveWriter::finish`] could not encode, by encoding it alone.
 fn check_encodable(path: &ObjectPath, value: &Value, options: &Options) -> Result<()> {
-    let entry = Arranger::new().arrange(value, path, options)?;
-    let root =
-        path.steps().iter().rev().fold(entry, |child, step| {
-            Tree::Container(Container::Dict, vec![(branch(step), child)])
-        });
+    let entry = StorageAllocator::new().allocate(value, path, options)?;
+    let root = path.steps().iter().rev().fold(entry, |child, step| {
+        BorrowedNode::Container(Container::Dict, vec![(borrow_step(step), child)])
+    });
     encode(&root, &Attrs::new(), &[]).map(drop)
 }

@@ -5,7 +5,7 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
-use tssd_format::Fill;
+use tssd_format::WriteJob;
 
 use crate::device::{Device, OwnLane};
 use crate::driver::Event;
@@ -24,7 +24,7 @@ struct DmaTarget<'a> {
     /// What comes when all is there.
     events: Vec<Event>,
     /// Whose bytes they are: it holds them.
-    job: Option<Fill>,
+    job: Option<WriteJob>,
 }
 
 /// What a part has of a device.
@@ -43,7 +43,7 @@ impl Download for DmaBatch {
 
 impl DownloadTarget for DmaTarget<'_> {
     /// Begins to copy what of a job is elsewhere to its places, if devices can do that by themselves.
-    fn begin(&mut self, job: &Fill) -> Result<()> {
+    fn begin(&mut self, job: &WriteJob) -> Result<()> {
         let Some(pieces) = pieces_of(job, self.part) else { return Ok(()) };
         self.job = Some(job.clone());
         let mut lanes = self.batch.0.lock().expect("nobody panics while beginning copies");
@@ -80,12 +80,12 @@ impl Drop for DmaTarget<'_> {
 }
 
 /// All that a job has elsewhere, if it is on devices that copy it to the memory by themselves, and there is some.
-fn pieces_of<'a>(job: &'a Fill, part: &[u8]) -> Option<Vec<Piece<'a>>> {
+fn pieces_of<'a>(job: &'a WriteJob, part: &[u8]) -> Option<Vec<Piece<'a>>> {
     let mut pieces: Option<Vec<Piece<'a>>> = Some(Vec::new());
     // That it is pinned holds for all devices.
     let mut is_pinned = None;
     let start = job.range().start;
-    job.elsewhere(|at, blob, bytes| {
+    job.for_each_blob_range(|at, blob, bytes| {
         let Some(found) = &mut pieces else { return };
         let Some(memory) = device_memory(blob) else { return pieces = None };
         if !*is_pinned.get_or_insert_with(|| memory.pins(part)) {

@@ -290,7 +290,7 @@ impl Lane {
             }
         };
         let run = runs.run_bytes();
-        runs.for_each_rows(|source_at, target_at, rows| {
+        runs.for_each_inner_loop(|source_at, target_at, rows| {
             let (source, target) = (source.after(source_at), target + target_at);
             let is_pitch = |stride: u64| (run..=MAX_PITCH).contains(&stride);
             if rows.count > 1 && is_pitch(rows.source_stride) && is_pitch(rows.target_stride) {

@@ -16,8 +16,8 @@ pub(crate) fn export(layout: &Layout) -> Result<Result<IpcExport, String>> {
     let mut builder = ExportBuilder::default();
     for job in layout.jobs() {
         let mut why = Ok(());
-        let added = job.pieces(|at, piece| {
-            if let (Piece::Elsewhere { blob, offset, len }, Ok(())) = (piece, &why) {
+        let added = job.for_each_piece(|at, piece| {
+            if let (Piece::Blob { blob, offset, len }, Ok(())) = (piece, &why) {
                 why = match device_memory(blob) {
                     Some(memory) => builder.add(at, memory, (offset, len)),
                     None => Err("not all of its tensors are on a GPU".to_owned()),
@@ -37,7 +37,7 @@ pub(crate) fn export(layout: &Layout) -> Result<Result<IpcExport, String>> {
 
 /// Waits for what the tensors of an archive wait for.
 fn settle(layout: &Layout) -> Result<()> {
-    let memories: Vec<&DeviceMemory> = layout.elsewhere().filter_map(device_memory).collect();
+    let memories: Vec<&DeviceMemory> = layout.blobs().filter_map(device_memory).collect();
     let Some(first) = memories.first() else { return Ok(()) };
     let lane = first.device().lane()?;
     memories.iter().try_for_each(|memory| memory.settle(&lane))?;

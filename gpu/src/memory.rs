@@ -214,7 +214,7 @@ impl Straight<'_> {
 impl DeviceMemory {
     /// What it can copy from by itself, if a blob is that.
     fn straight<'a>(&self, source: &'a dyn Blob) -> Option<Straight<'a>> {
-        if let Some(archive) = source.kind().and_then(|kind| kind.downcast_ref::<DeviceArchive>()) {
+        if let Some(archive) = source.as_any().and_then(|kind| kind.downcast_ref::<DeviceArchive>()) {
             let segment: &dyn Any = archive.segment()?;
             let segment = segment.downcast_ref::<DeviceSegment>();
             let segment = segment.filter(|segment| *segment.device() == self.device);
@@ -285,7 +285,7 @@ impl Blob for DeviceMemory {
         None
     }
 
-    fn kind(&self) -> Option<&dyn Any> {
+    fn as_any(&self) -> Option<&dyn Any> {
         Some(self)
     }
 }
@@ -321,7 +321,7 @@ impl BlobMut for DeviceMemory {
 /// See [`device::Driver::device_of`](tssd_store::device::Driver::device_of).
 pub(crate) fn device_of(layout: &Layout) -> std::result::Result<String, String> {
     let mut counts: Vec<(&DeviceMemory, usize)> = Vec::new();
-    for memory in layout.elsewhere().filter_map(device_memory) {
+    for memory in layout.blobs().filter_map(device_memory) {
         match counts.iter_mut().find(|(home, _)| home.device() == memory.device()) {
             Some((_, count)) => *count += 1,
             None => counts.push((memory, 1)),
@@ -349,5 +349,5 @@ pub(crate) fn devices_of(dict: &StateDict) -> BTreeSet<String> {
 
 /// The device memory that a blob is.
 pub(crate) fn device_memory(blob: &dyn Blob) -> Option<&DeviceMemory> {
-    blob.kind()?.downcast_ref()
+    blob.as_any()?.downcast_ref()
 }

@@ -4,7 +4,7 @@
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use tssd_format::{Fill, Filled, Piece, Runs};
+use tssd_format::{WriteJob, JobChecksums, Piece, Runs};
 
 use crate::device::OwnLane;
 use crate::driver::{Lane, Source};
@@ -22,7 +22,7 @@ struct Begun {
     /// None once all is done.
     lane: Option<OwnLane>,
     /// Whose bytes are being copied: they hold them.
-    jobs: Vec<Fill>,
+    jobs: Vec<WriteJob>,
     /// What is copied next, as soon as it is known where it ends: chunks of one tensor are copied at once.
     next: Option<Span>,
 }
@@ -62,7 +62,7 @@ impl SegmentUpload {
                 // the job, which stays until the lane has finished.
                 unsafe { lane.start_write(target, bytes) }
             }
-            Piece::Elsewhere { blob, offset, len } => {
+            Piece::Blob { blob, offset, len } => {
                 let target = self.segment.place(at, len)?;
                 let memory =
                     device_memory(blob).filter(|memory| memory.device() == self.segment.device());
@@ -89,7 +89,7 @@ impl SegmentUpload {
 
 impl device::Upload for SegmentUpload {
     /// Begins to copy what a job is to write, to its places in the file. What the file begins with goes to `head` too.
-    fn write(&self, job: &Fill, head: Option<&mut [u8]>) -> Result<Filled> {
+    fn write(&self, job: &WriteJob, head: Option<&mut [u8]>) -> Result<JobChecksums> {
         let mut begun = self.begun();
         let Begun { lane, jobs, next } = &mut *begun;
         let failed = |error| Error::request("the memory of a GPU", error);
@@ -98,7 +98,7 @@ impl device::Upload for SegmentUpload {
         // First: whatever comes of it, the bytes stay until the copies that have begun are done.
         jobs.push(job.clone());
         let mut head = head;
-        job.pieces(|at, piece| {
+        job.for_each_piece(|at, piece| {
             if let (0, Piece::Memory(bytes), Some(head)) = (at, piece, head.take()) {
                 let (own, rest) = head.split_at_mut(bytes.len().min(head.len()));
                 own.copy_from_slice(&bytes[..own.len()]);
@@ -135,7 +135,7 @@ impl Span {
 unsafe fn copy(lane: &Lane, span: Option<Span>) -> Result<()> {
     let Some(Span { target, source, len }) = span else { return Ok(()) };
     // SAFETY: as the caller says.
-    unsafe { lane.start_runs(target, Source::Device(source), &Runs::run(len)) }
+    unsafe { lane.start_runs(target, Source::Device(source), &Runs::contiguous(len)) }
 }
 
 impl Drop for SegmentUpload {

@@ -1,4 +1,4 @@
-"""A round trip of one message through a plain socket to another process: the minimum cost of any remote call."""
+"""A round trip of one message through a plain socket: the minimum cost of a call to another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer for compressed files, without TSSD: the bytes of safetensors, compressed by one call to libzstd."""
+"""A peer for compressed files: the bytes of safetensors, compressed by one call to libzstd."""
 
 from __future__ import annotations
 

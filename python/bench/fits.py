@@ -1,4 +1,4 @@
-"""Measured points for the cost model of an operation: a fixed cost, a cost per tensor, and a cost per byte."""
+"""Measured points for the cost model of an operation: costs per call, per tensor and per byte."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ RESHARDS = {
 
 
 def wholes(nbytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields square matrices of about `nbytes` in total, one at a time. All ranks generate the same values."""
+    """Yields square matrices of about `nbytes` in total. All ranks generate the same values."""
     normal = Normal()
     count = max(1, nbytes // (2048 * 2048 * 2))
     side = 2048 if count > 1 else 512

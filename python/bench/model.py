@@ -48,7 +48,7 @@ class Model:
     """A state dict with its name, its spec, and its sizes."""
 
     name: str
-    spec: str
+    word: str
     state: State
     nbytes: int
     count: int
@@ -75,7 +75,10 @@ def named(spec: str, size: int | None = None) -> Model:
 
 
 def release_memory() -> None:
-    """Returns the memory of previous models to the system. The allocator would keep it, and all do not fit."""
+    """Returns the memory of previous models to the system.
+
+    Otherwise the allocator keeps it, and there is not enough memory for all models.
+    """
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)

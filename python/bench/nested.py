@@ -1,4 +1,4 @@
-"""Cases with the checkpoint of a training: a nested dict with int keys, None, tuples, and several dtypes."""
+"""Cases with the checkpoint of a training: nested, with int keys, None, tuples and several dtypes."""
 
 from __future__ import annotations
 

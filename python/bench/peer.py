@@ -1,4 +1,7 @@
-"""torchstore in another process, which measures its own times: a daemon, a client that puts, a client that gets."""
+"""torchstore in another process, with a daemon, a client that puts, and a client that gets.
+
+The process measures its own times.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Comparison of runners, which take turns in each round, so that other load on the machine slows all of them alike.
+"""Comparison of runners that take turns in each round.
+
+So other load on the machine slows all of them alike.
 
 A figure is the median of the rounds. A ratio is the median of the ratios within the rounds: the speed of tssd as a
 multiple of that of the runner. Above 1, tssd is faster. A target is the minimum of the ratio, or the maximum of the
@@ -51,7 +53,10 @@ class Runner:
 
 
 class Timed:
-    """A function that is timed in this process. Its result stays alive until `take`, so its drop is not timed."""
+    """A function that is timed in this process.
+
+    Its result stays alive until `take`, so that its drop is not timed.
+    """
 
     def __init__(
         self,
@@ -151,14 +156,14 @@ def report(
         targets.append({"milliseconds": milliseconds})
     rows = []
     for runner in runners:
-        times_of_runner = times[runner.name]
-        median = statistics.median(times_of_runner)
-        line = f"  {runner.name:<38} {median * 1e3:>9.3f} ms ({min(times_of_runner) * 1e3:.1f}..{max(times_of_runner) * 1e3:.1f})"
+        seconds = times[runner.name]
+        median = statistics.median(seconds)
+        line = f"  {runner.name:<38} {median * 1e3:>9.3f} ms ({min(seconds) * 1e3:.1f}..{max(seconds) * 1e3:.1f})"
         if is_rate:
             line += f"{model.nbytes / 1e9 / median:>8.2f} GB/s"
-        row: dict[str, Any] = {"name": runner.name, "role": runner.role, "seconds": times_of_runner}
+        row: dict[str, Any] = {"name": runner.name, "role": runner.role, "seconds": seconds}
         if runner.role != "ours":
-            ratio = statistics.median(their_seconds / our_seconds for their_seconds, our_seconds in zip(times_of_runner, our_times, strict=True))
+            ratio = statistics.median(other / our for other, our in zip(seconds, our_times, strict=True))
             line += f"   ratio {ratio:>7.3f}"
             if runner.target is not None:
                 targets.append({"of": runner.name, "speed": runner.target})
@@ -166,7 +171,7 @@ def report(
         elif milliseconds is not None:
             line += f"   target {milliseconds:g} ms: {verdict(median * 1e3 <= milliseconds)}"
         if isinstance(runner.run, Timed):
-            row["counts"] = {"minor faults": round(statistics.median(runner.run.faults[-len(times_of_runner) :]))}
+            row["counts"] = {"minor faults": round(statistics.median(runner.run.faults[-len(seconds) :]))}
         rows.append(row)
         print(line, flush=True)
     print()

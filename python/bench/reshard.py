@@ -1,6 +1,7 @@
-"""One state dict on the ranks of a trainer, then on those of a generator, with another sharding.
+"""Transfer of a state dict from the ranks of a trainer to those of a generator.
 
-Each rank is a process of one thread. All begin together, and what counts is the slowest of them.
+The generator has another sharding. Each rank is a process with one thread. All ranks begin at the same time, and the
+slowest one counts.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from race import Role, Rounds, Runner, race
 BYTES = 250_000_000
 
 
-class Ranks:
-    """Processes that do the same at the same time."""
+class RankProcesses:
+    """The processes of all ranks. They run each command at the same time."""
 
     def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
         self.processes = processes
 
     def __call__(self, *words: str) -> float:
-        """The seconds of the slowest."""
+        """Runs a command on all ranks. Returns the time of the slowest one, in seconds."""
         for number, process in enumerate(self.processes):
             assert process.stdin is not None
             try:
@@ -48,61 +49,61 @@ class Ranks:
             seconds = max(seconds, float(answer))
         return seconds
 
-    def put_and_get(self, way: str, name: str) -> float:
-        self(way, "put", name)
-        return self(way, "get", name)
+    def put_and_get(self, method: str, name: str) -> float:
+        self(method, "put", name)
+        return self(method, "get", name)
 
 
 @contextmanager
-def ranks(nbytes: int, url: str) -> Iterator[Ranks]:
-    """Ours, and those of DCP: the same processes."""
-    with started("reshard_rank.py", [[str(rank), str(nbytes), url] for rank in range(RANKS)]) as found:
+def start_ranks(nbytes: int, url: str) -> Iterator[RankProcesses]:
+    """Starts the ranks that run tssd and DCP, in the same processes."""
+    with start_processes("reshard_rank.py", [[str(rank), str(nbytes), url] for rank in range(RANKS)]) as found:
         yield found
 
 
 @contextmanager
-def torchstore(nbytes: int) -> Iterator[Ranks | None]:
-    """One process, which starts the ranks itself."""
+def start_torchstore(nbytes: int) -> Iterator[RankProcesses | None]:
+    """Starts the process that runs torchstore. It starts the ranks itself. Yields None without torchstore."""
     python = os.environ.get(TORCHSTORE)
     if not python:
         yield None
         return
-    with started("reshard_torchstore.py", [[str(nbytes)]], python) as found:
+    with start_processes("reshard_torchstore.py", [[str(nbytes)]], python) as found:
         yield found
 
 
 @contextmanager
-def started(script: str, arguments: list[list[str]], python: str | None = None) -> Iterator[Ranks]:
-    """A process for each, all with the same folder."""
-    here, folder = Path(__file__).parent, Path(tempfile.mkdtemp())
+def start_processes(script: str, arguments: list[list[str]], python: str | None = None) -> Iterator[RankProcesses]:
+    """Starts one process for each list of arguments, all with the same folder."""
+    scripts, folder = Path(__file__).parent, Path(tempfile.mkdtemp())
     processes = [
         subprocess.Popen(
-            [python or sys.executable, str(here / script), str(folder), *own],
+            [python or sys.executable, str(scripts / script), str(folder), *process_arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if python else None,
             text=True,
-            # Processes that these start find our modules too.
-            env={**os.environ, "PYTHONPATH": str(here)} if python else None,
+            # Processes that these start must find the modules of this folder too.
+            env={**os.environ, "PYTHONPATH": str(scripts)} if python else None,
             start_new_session=True,
         )
-        for own in arguments
+        for process_arguments in arguments
     ]
     try:
-        yield Ranks(processes)
+        yield RankProcesses(processes)
     finally:
         for process in processes:
             assert process.stdin is not None
-            # A rank that has ended has closed it.
+            # If the rank has exited, its pipe is closed.
             with suppress(BrokenPipeError):
                 process.stdin.close()
         for process in processes:
-            end(process)
+            stop_process(process)
         shutil.rmtree(folder)
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    """It ends by itself when there is nothing more to do; with what it started, if that takes long."""
+def stop_process(process: subprocess.Popen[str]) -> None:
+    """Waits until a process exits. After 5 seconds, kills it and the processes that it started."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(5)
     with suppress(ProcessLookupError):
@@ -111,45 +112,52 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def reshard(rounds: Rounds, size: int | None) -> None:
-    """Every layout to every other."""
+    """Measures the transfers between all pairs of layouts in `RESHARDS`."""
     nbytes = min(BYTES, size or BYTES)
     whole = model("square matrices", "", dict(wholes(nbytes)))
     with ExitStack() as stack:
         url = stack.enter_context(daemon(8 * nbytes))
-        here = stack.enter_context(ranks(nbytes, url))
-        there = stack.enter_context(torchstore(nbytes))
-        for name, (what, *_) in RESHARDS.items():
-            one_way(name, what, here, there, whole, rounds)
+        processes = stack.enter_context(start_ranks(nbytes, url))
+        torchstore_processes = stack.enter_context(start_torchstore(nbytes))
+        for name, (description, *_) in RESHARDS.items():
+            measure_reshard(name, description, processes, torchstore_processes, whole, rounds)
 
 
-def one_way(
-    name: str, what: str, here: Ranks, there: Ranks | None, whole: Model, rounds: Rounds
+def measure_reshard(
+    name: str,
+    description: str,
+    processes: RankProcesses,
+    torchstore_processes: RankProcesses | None,
+    whole: Model,
+    rounds: Rounds,
 ) -> None:
-    # Two versions are there at once: from the third on all memory is warm.
+    # Two versions exist at a time, so from the third on, all memory is warm.
     for _ in range(3):
-        here.put_and_get("tssd", name)
-    for case, run in (("reshard put", "put"), ("reshard get", "get")):
-        others = [runner(REUSED, there, "torchstore", run, name)] if there is not None else []
+        processes.put_and_get("tssd", name)
+    for case, operation in (("reshard put", "put"), ("reshard get", "get")):
+        peers = []
+        if torchstore_processes is not None:
+            peers.append(runner(REUSED, torchstore_processes, "torchstore", operation, name))
         race(
             case,
-            f"{what}, {'all writers' if run == 'put' else 'all readers, in place'}",
-            runner("tssd", here, "tssd", run, name, "ours"),
-            *others,
-            runner("DCP, files not synced", here, "dcp", run, name),
-            Runner("torch copy_", partial(turn, here, "copy", run, name), "limit"),
+            f"{description}, {'all writers' if operation == 'put' else 'all readers, in place'}",
+            runner("tssd", processes, "tssd", operation, name, "ours"),
+            *peers,
+            runner("DCP, files not synced", processes, "dcp", operation, name),
+            Runner("torch copy_", partial(run, processes, "copy", operation, name), "limit"),
             model=whole,
             rounds=rounds,
         )
 
 
-def runner(called: str, ranks: Ranks, way: str, run: str, name: str, role: Role = "peer") -> Runner:
+def runner(label: str, processes: RankProcesses, method: str, operation: str, name: str, role: Role = "peer") -> Runner:
     def check(_: object) -> None:
-        if run == "put":
-            ranks(way, "get", name)
-        ranks(way, "check", name)
+        if operation == "put":
+            processes(method, "get", name)
+        processes(method, "check", name)
 
-    return Runner(called, partial(turn, ranks, way, run, name), role, check=check)
+    return Runner(label, partial(run, processes, method, operation, name), role, check=check)
 
 
-def turn(ranks: Ranks, way: str, run: str, name: str) -> float:
-    return ranks(way, "put", name) if run == "put" else ranks.put_and_get(way, name)
+def run(processes: RankProcesses, method: str, operation: str, name: str) -> float:
+    return processes(method, "put", name) if operation == "put" else processes.put_and_get(method, name)

@@ -1,8 +1,8 @@
 """One rank of reshard.py: python reshard_rank.py FOLDER RANK BYTES URL.
 
-It puts and gets its part of a state dict, once for each line on stdin: `WAY put LAYOUT`, `WAY get LAYOUT` (into
-tensors that are there) or `WAY check LAYOUT`, which compares what the last get has brought with what was put. A way is
-tssd, dcp or copy. The answer is one line: the seconds that took on this rank.
+It runs one command for each line on stdin: `METHOD put LAYOUT` puts its part of a state dict; `METHOD get LAYOUT` gets
+it into existing tensors; `METHOD check LAYOUT` compares the result of the last get with the values that were put. A
+method is tssd, dcp or copy. The answer is one line: the time on this rank, in seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Tssd:
-    """Writer and reader each have a connection."""
+    """Transfer with tssd. Writer and reader have separate connections."""
 
     def __init__(self, url: str) -> None:
         self.writer, self.reader = tssd.Store(url), tssd.Store(url)
@@ -38,7 +38,7 @@ class Tssd:
 
 
 class Dcp:
-    """Files that nobody syncs to the disk."""
+    """Transfer with files of DCP, which are not synced to the disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,7 +53,7 @@ class Dcp:
 
 
 class Copy:
-    """Nothing but the bytes of this rank, from memory to memory, each of them on one rank."""
+    """Copies of the bytes of this rank in memory only. Replicas are copied on one rank."""
 
     def __init__(self) -> None:
         self.memory: dict[torch.Size, torch.Tensor] = {}
@@ -63,31 +63,31 @@ class Copy:
             if is_replica(tensor):
                 continue
             local = tensor.to_local()
-            at = torch.Size((number, *local.shape))
-            if at not in self.memory:
-                self.memory[at] = torch.empty_like(local).zero_()
-            self.memory[at].copy_(local)
+            slot = torch.Size((number, *local.shape))
+            if slot not in self.memory:
+                self.memory[slot] = torch.empty_like(local).zero_()
+            self.memory[slot].copy_(local)
 
     async def get(self, key: str, into: State, ranks: list[int]) -> None:
         await self.put(into, key, ranks)
 
 
 def is_replica(tensor: DTensor) -> bool:
-    """Whether a rank before this one has the same part."""
+    """Returns whether a rank with lower coordinates has the same part."""
     coordinate = tensor.device_mesh.get_coordinate() or ()
     return any(place and each.is_replicate() for place, each in zip(coordinate, tensor.placements, strict=True))
 
 
 async def main(folder: Path, number: int, nbytes: int, url: str) -> None:
-    # Libraries print there as well.
-    answers = os.fdopen(os.dup(1), "w")
+    # Libraries print to stdout. So answers go to a copy of it, and stdout becomes stderr.
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # torch warns of what is meant here.
+    # torch warns of things that are intended here.
     warnings.simplefilter("ignore")
     join(folder, number, RANKS)
     rank = Rank(folder, number, nbytes, {"tssd": Tssd(url), "dcp": Dcp(folder / "dcp"), "copy": Copy()})
     for line in sys.stdin:
-        print(await rank.answer(*line.split()), file=answers, flush=True)
+        print(await rank.answer(*line.split()), file=replies, flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

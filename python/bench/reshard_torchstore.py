@@ -1,8 +1,7 @@
 """The ranks of reshard.py with torchstore: python reshard_torchstore.py FOLDER BYTES.
 
-torchstore starts the ranks itself, as actors; keys are overwritten while nobody reads.
-Lines and answers are those of reshard_rank.py, but that one process answers for all ranks: the seconds of the
-slowest. The way is torchstore.
+torchstore starts the ranks itself, as actors. Keys are overwritten, but never while a rank reads. The lines and answers
+are those of reshard_rank.py, with the method torchstore. One process answers for all ranks: the time of the slowest.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torchstore.utils import spawn_actors
 
 
 class Torchstore:
-    """As a rank uses it."""
+    """Transfer with torchstore."""
 
     async def put(self, state: State, key: str, ranks: list[int]) -> None:
         await torchstore.put_state_dict(state, key)
@@ -34,10 +33,10 @@ class Torchstore:
 
 
 class RankActor(Actor):  # type: ignore[misc]
-    """A rank."""
+    """The actor of one rank."""
 
     def __init__(self, folder: str, nbytes: int) -> None:
-        # What each call says of itself would count.
+        # Otherwise the time of log messages would count.
         logging.disable(logging.INFO)
         number = current_rank().rank
         self.rank = Rank(Path(folder), number, nbytes, {"torchstore": Torchstore()})
@@ -47,13 +46,13 @@ class RankActor(Actor):  # type: ignore[misc]
         join(self.rank.folder, self.rank.rank, RANKS)
 
     @endpoint  # type: ignore[untyped-decorator]
-    async def answer(self, way: str, what: str, name: str) -> float:
-        return await self.rank.answer(way, what, name)
+    async def answer(self, method: str, command: str, name: str) -> float:
+        return await self.rank.answer(method, command, name)
 
 
 async def main(folder: str, nbytes: int) -> None:
-    # Libraries print there as well.
-    answers = os.fdopen(os.dup(1), "w")
+    # Libraries print to stdout. So answers go to a copy of it, and stdout becomes stderr.
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     strategy = torchstore.ControllerStorageVolumes(TransportType.SharedMemory)
     await torchstore.initialize(strategy=strategy)
@@ -61,12 +60,12 @@ async def main(folder: str, nbytes: int) -> None:
     await ranks.join.call()
     for line in sys.stdin:
         seconds = await ranks.answer.call(*line.split())
-        print(max(value for _, value in seconds.items()), file=answers, flush=True)
+        print(max(value for _, value in seconds.items()), file=replies, flush=True)
     await torchstore.shutdown()
 
 
 if __name__ == "__main__":
-    # The actors' processes find this module by its name.
+    # The processes of the actors import this module by its name.
     import reshard_torchstore
 
     asyncio.run(reshard_torchstore.main(sys.argv[1], int(sys.argv[2])))

@@ -1,7 +1,7 @@
-"""The store beside torchstore and beside copies of one's own: puts, gets and views of one state dict.
+"""Compares puts, gets and views of one state dict with torchstore and with plain copies.
 
-Memory is warm where it is measured, but for what is said to be the first. What each has put or got last is compared
-with its source before anybody else takes a turn.
+Memory is warm, except in cases of a first put or get. The last result of each runner is compared with its source before
+another runner runs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from peer import KEY, NEW, REUSED, RPC, Peer
 from race import Role, Rounds, Runner, Timed, ours, race, report, timed
 
 COPY = "torch copy_"
-#: What torchstore does in one turn, and what that is called.
+#: Names of runners of torchstore, each with its operation.
 Turns = tuple[tuple[str, Callable[[Peer], float]], ...]
 BOTH: Turns = ((REUSED, Peer.both_same), (NEW, Peer.both_new))
 
 
 class Stores:
-    """Races of a writer and a reader of one model."""
+    """Cases with a writer and a reader of one model."""
 
     def __init__(
         self, pair: Pair, rounds: Rounds, others: tuple[Peer | None, Peer | None], size: int | None
@@ -40,11 +40,11 @@ class Stores:
                 other.use(self.model, size)
         pair.warm()
 
-    def race(self, case: str, what: str, *runners: Runner, milliseconds: float | None = None) -> None:
-        race(case, what, *runners, model=self.model, rounds=self.rounds, milliseconds=milliseconds)
+    def race(self, case: str, description: str, *runners: Runner, milliseconds: float | None = None) -> None:
+        race(case, description, *runners, model=self.model, rounds=self.rounds, milliseconds=milliseconds)
 
     def put(self) -> None:
-        """A put of a version."""
+        """Measures puts of a version."""
         self.race(
             "put",
             "a new version, checksums included",
@@ -53,131 +53,134 @@ class Stores:
                 self.peer, Peer.expect_put, (REUSED, Peer.put_same, 2), (NEW, Peer.put_new, 4)
             ),
             *peer.runners(self.far, Peer.expect_put, (RPC, Peer.put_same, None)),
-            self.copy_warm(0.8),
+            self.copy_runner(0.8),
         )
 
     def get(self) -> None:
-        """A get into tensors that are there."""
-        own = self.pair
+        """Measures gets into existing tensors."""
+        pair = self.pair
         self.race(
             "get",
             "in place, a version not read before, verified",
-            ours(timed(own.get_into, before=own.put_anew), own.expect_filled),
+            ours(timed(pair.get_into, before=pair.put_anew), pair.expect_filled),
             *peer.runners(self.peer, Peer.expect_got, (REUSED, Peer.get_same, 2), (NEW, Peer.get_new, 4)),
             *peer.runners(self.far, Peer.expect_got, (RPC, Peer.get_same, None)),
-            self.copy_warm(0.8),
+            self.copy_runner(0.8),
             Runner(
                 "tssd, not verified",
-                timed(partial(own.get_into, False), before=own.put_anew),
+                timed(partial(pair.get_into, False), before=pair.put_anew),
                 "also",
-                check=own.expect_filled,
+                check=pair.expect_filled,
             ),
         )
 
     def first_put(self) -> None:
-        """A put where all memory is new."""
-        with Pair(self.model, self.pair.into) as new:
-            self.first(
+        """Measures puts with only new memory."""
+        with Pair(self.model, self.pair.into) as new_pair:
+            self.race_first(
                 "put",
                 "the first version of a store that is new",
-                ours(timed(new.put, before=new.restart), new.expect_put),
+                ours(timed(new_pair.put, before=new_pair.restart), new_pair.expect_put),
                 peer.runners(self.peer, Peer.expect_put, (NEW, Peer.put_new, None)),
                 Runner("torch copy_ to new shared memory", timed(self.copy_shared), "limit"),
             )
 
     def first_get(self) -> None:
-        """A get where the store's memory is new to the reader."""
-        with Pair(self.model, self.pair.into) as new:
+        """Measures gets by a reader that has not mapped the memory of the store yet."""
+        with Pair(self.model, self.pair.into) as new_pair:
 
             def restart_and_put() -> None:
-                new.restart()
-                new.put_anew()
+                new_pair.restart()
+                new_pair.put_anew()
 
-            self.first(
+            self.race_first(
                 "get",
                 "by a reader that is new, in place, verified",
-                ours(timed(new.get_into, before=restart_and_put), new.expect_filled),
+                ours(timed(new_pair.get_into, before=restart_and_put), new_pair.expect_filled),
                 peer.runners(self.peer, Peer.expect_got, (NEW, Peer.get_first, None)),
-                self.copy_warm(),
+                self.copy_runner(),
             )
 
-    def first(self, case: str, what: str, own: Runner, theirs: list[Runner], limit: Runner) -> None:
-        """Stores are new in each turn, and so is a key of torchstore."""
-        self.race(f"first {case}", what, own, *theirs, limit)
+    def race_first(self, case: str, description: str, our_runner: Runner, peers: list[Runner], limit: Runner) -> None:
+        """Runs a case with a new store, and a new key of torchstore, in each round."""
+        self.race(f"first {case}", description, our_runner, *peers, limit)
 
     def view(self) -> None:
-        """Tensors that are views of the store: handed over, and looked at."""
-        own = self.pair
+        """Measures gets of views of the store, without and with reading their bytes."""
+        pair = self.pair
 
-        def renew() -> None:
-            own.drop()
-            own.put()
+        def drop_and_put() -> None:
+            pair.drop()
+            pair.put()
 
-        def renew_and_get() -> None:
-            renew()
-            own.get_views(False)
+        def drop_put_and_get() -> None:
+            drop_and_put()
+            pair.get_views(False)
 
-        with Bare() as other:
+        with Bare() as echo:
             self.race(
                 "views",
                 "of a version not read before, handed over",
-                ours(timed(partial(own.get_views, False), before=renew), own.expect_viewed),
-                Runner("tssd, verified", timed(own.get_views, before=renew), "also", check=own.expect_viewed),
+                ours(timed(partial(pair.get_views, False), before=drop_and_put), pair.expect_viewed),
+                Runner("tssd, verified", timed(pair.get_views, before=drop_and_put), "also", check=pair.expect_viewed),
                 *peer.runners(self.peer, Peer.expect_got, (REUSED, Peer.get_same, None)),
-                Runner(bare.NAME, timed(other.there_and_back), "limit"),
+                Runner(bare.NAME, timed(echo.there_and_back), "limit"),
                 milliseconds=1,
             )
         self.race(
             "views read",
             "every byte of them read once",
-            ours(timed(lambda: add(own.views), before=renew_and_get), own.expect_viewed),
-            Runner("memory of this process's own", timed(lambda: add(self.model.state)), "limit", 0.9),
+            ours(timed(lambda: sum_bytes(pair.views), before=drop_put_and_get), pair.expect_viewed),
+            Runner("memory of this process's own", timed(lambda: sum_bytes(self.model.state)), "limit", 0.9),
         )
-        own.drop()
+        pair.drop()
 
     def put_and_get(
-        self, name: str, milliseconds: float | None = None, theirs: Turns = BOTH, note: str = ""
+        self, name: str, milliseconds: float | None = None, runs: Turns = BOTH, note: str = ""
     ) -> None:
-        """Both in one turn."""
-        own = self.pair
+        """Measures a put and a get in place together."""
+        pair = self.pair
 
         def copy_twice() -> None:
             self.copy()
             self.copy()
 
-        self.both(
+        self.race_both(
             f"{name} put and get",
             f"a new version, into tensors that are there{note}",
-            ours(timed(own.put_and_get_into, before=lambda: clear(own.into)), own.expect_filled),
-            theirs,
+            ours(timed(pair.put_and_get_into, before=lambda: clear(pair.into)), pair.expect_filled),
+            runs,
             Runner(f"{COPY}, twice", timed(copy_twice, before=self.copy), "limit"),
             milliseconds,
         )
 
     def put_and_view(
-        self, name: str, milliseconds: float | None = None, theirs: Turns = BOTH, note: str = ""
+        self, name: str, milliseconds: float | None = None, runs: Turns = BOTH, note: str = ""
     ) -> None:
-        """Both in one turn, the get without a copy."""
-        own = self.pair
-        self.both(
+        """Measures a put and a get of views together."""
+        pair = self.pair
+        self.race_both(
             f"{name} put and views",
             f"a new version, views{note}",
-            ours(timed(own.put_and_get_views, before=own.drop), own.expect_viewed),
-            theirs,
-            self.copy_warm(),
+            ours(timed(pair.put_and_get_views, before=pair.drop), pair.expect_viewed),
+            runs,
+            self.copy_runner(),
             milliseconds,
         )
-        own.drop()
+        pair.drop()
 
-    def both(
-        self, case: str, what: str, own: Runner, theirs: Turns, limit: Runner, milliseconds: float | None
+    def race_both(
+        self, case: str, description: str, our_runner: Runner, runs: Turns, limit: Runner, milliseconds: float | None
     ) -> None:
-        turns = [(name, turn, None) for name, turn in theirs]
-        others = peer.runners(self.peer, Peer.expect_got, *turns)
-        self.race(case, what, own, *others, limit, milliseconds=milliseconds)
+        without_targets = [(name, run, None) for name, run in runs]
+        peers = peer.runners(self.peer, Peer.expect_got, *without_targets)
+        self.race(case, description, our_runner, *peers, limit, milliseconds=milliseconds)
 
-    def copy_warm(self, target: float | None = None) -> Runner:
-        """Once before it counts: else it finds its threads asleep, and a core still busy with somebody's turn before."""
+    def copy_runner(self, target: float | None = None) -> Runner:
+        """Returns the runner of a copy that runs once before it is timed.
+
+        Otherwise its threads would be asleep, and a core might still be busy with the previous runner.
+        """
         return Runner(COPY, timed(self.copy, before=self.copy), "limit", target)
 
     def copy(self) -> None:
@@ -185,84 +188,84 @@ class Stores:
             target.copy_(tensor)
 
     def copy_shared(self) -> None:
-        """Into new memory that others could map."""
+        """Copies the state dict to new memory that could be shared."""
         left = torch.frombuffer(mmap.mmap(-1, self.model.nbytes), dtype=torch.uint8)
         for tensor in tensors(self.model.state):
             left[: tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
             left = left[tensor.nbytes :]
 
 
-def single(rounds: Rounds, other: Peer | None) -> None:
-    """400 tensors, each under a key of its own: what counts is the slowest call.
+def single(rounds: Rounds, torchstore: Peer | None) -> None:
+    """Measures puts and gets of 400 tensors, each under its own key. The slowest call of a round counts.
 
-    One of some thousand ways there and back through a bare socket takes milliseconds on a machine that others use too:
-    there are rounds enough for most of them to have none such.
+    On a shared machine, one of some thousand round trips through a plain socket takes milliseconds. There are enough
+    rounds that most of them have no such outlier.
     """
     model = named("uniform:400:1638400")
     state = model.state
-    with Pair(model, like(state)) as pair, Bare() as way:
+    with Pair(model, like(state)) as pair, Bare() as echo:
         writer, reader, into = pair.writer, pair.reader, pair.into
         calls: dict[str, Callable[[str], object]] = {
             "put": lambda key: writer.put(key, state[key]),
             "get": lambda key: reader.get(key),
             "get in place": lambda key: reader.get(key, into[key]),
-            bare.NAME: lambda _: way.there_and_back(),
+            bare.NAME: lambda _: echo.there_and_back(),
         }
         slowest: dict[str, list[float]] = {name: [] for name in calls}
         medians: dict[str, list[float]] = {name: [] for name in calls}
-        theirs: list[list[float]] = []
-        if other is not None:
-            other.use(model, None)
+        peer_times: list[list[float]] = []
+        if torchstore is not None:
+            torchstore.use(model, None)
         last = rounds.warmup + 3 * rounds.iterations - 1
         for number in range(last + 1):
             counts = number >= rounds.warmup
             clear(into)
             for name, call in calls.items():
-                turns = {key: timed(partial(call, key)) for key in state}
-                # A view that lives on would keep its version: only those of the last round are looked at.
-                own = [seconds_of(turn, keep=number == last) for turn in turns.values()]
+                timed_calls = {key: timed(partial(call, key)) for key in state}
+                # A view retains its version. So views are dropped at once; only those of the last round are checked.
+                seconds = [run_once(each, keep=number == last) for each in timed_calls.values()]
                 if counts:
-                    slowest[name].append(max(own))
-                    medians[name].append(statistics.median(own))
+                    slowest[name].append(max(seconds))
+                    medians[name].append(statistics.median(seconds))
                 if number == last and name == "get":
-                    expect_same({key: turn.take() for key, turn in turns.items()}, state)
-            if other is not None:
-                answer = other.ask("single", KEY)
+                    expect_same({key: each.take() for key, each in timed_calls.items()}, state)
+            if torchstore is not None:
+                reply = torchstore.ask("single", KEY)
                 if counts:
-                    theirs.append(answer)
+                    peer_times.append(reply)
         expect_same(into, state)
-        for which, times, first in (("the slowest", slowest, 0), ("the median", medians, 2)):
+        for statistic, times, first in (("the slowest", slowest, 0), ("the median", medians, 2)):
             limit = times.pop(bare.NAME)
-            for name, own in times.items():
-                rows: list[tuple[str, Role, list[float]]] = [("tssd", "ours", own)]
+            for name, seconds in times.items():
+                rows: list[tuple[str, Role, list[float]]] = [("tssd", "ours", seconds)]
                 column = first + (name != "put")
-                if theirs and name != "get":
-                    rows.append((REUSED, "peer", [answer[column] for answer in theirs]))
+                if peer_times and name != "get":
+                    rows.append((REUSED, "peer", [reply[column] for reply in peer_times]))
                 rows.append((bare.NAME, "limit", limit))
                 report(
                     f"single {name}",
-                    f"{which} of 400 calls, 4 KB each",
-                    *(Runner(runner, never, role) for runner, role, _ in rows),
-                    times={runner: seconds for runner, _, seconds in rows},
+                    f"{statistic} of 400 calls, 4 KB each",
+                    *(Runner(runner, already_measured, role) for runner, role, _ in rows),
+                    times={runner: measured for runner, _, measured in rows},
                     model=model,
                     milliseconds=1 if times is slowest else None,
                 )
 
 
-def seconds_of(turn: Timed, *, keep: bool) -> float:
-    seconds = turn()
+def run_once(call: Timed, *, keep: bool) -> float:
+    seconds = call()
     if not keep:
-        turn.take()
+        call.take()
     return seconds
 
 
-def never() -> float:
-    """For runners whose times are there already."""
+def already_measured() -> float:
+    """Stands for the operation of a runner that was measured before."""
     raise AssertionError("their turns are over")
 
 
-def add(state: State) -> int:
-    """Looks at every word."""
+def sum_bytes(state: State) -> int:
+    """Reads every byte, in words of 8 bytes. Returns the sum."""
     total = 0
     for tensor in tensors(state):
         flat = tensor.view(torch.uint8).flatten()

@@ -1,4 +1,4 @@
-"""Many tensors of one element: what each tensor costs, however small."""
+"""Cases with many tensors of one element, which measure the cost per tensor."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from store import BOTH, Stores, Turns
 FEW = 1_000
 MANY = 10_000
 MOST = 20_000
-#: DCP takes four seconds for 10,000, and twice that for 20,000.
-OTHERS = {FEW: (SAFETENSORS, TORCH, DCP), MANY: (SAFETENSORS, TORCH, DCP), MOST: (SAFETENSORS, TORCH)}
-#: What torchstore does, which takes it two seconds for 10,000: its faster way is enough.
-TURNS: dict[int, Turns] = {FEW: BOTH, MANY: BOTH[:1]}
-#: What so many may take.
+#: The peers for each number of tensors. DCP takes four seconds for 10,000 tensors, and eight for 20,000.
+PEERS = {FEW: (SAFETENSORS, TORCH, DCP), MANY: (SAFETENSORS, TORCH, DCP), MOST: (SAFETENSORS, TORCH)}
+#: The operations of torchstore. They take two seconds for 10,000 tensors, so only the faster one is measured.
+TORCHSTORE_RUNS: dict[int, Turns] = {FEW: BOTH, MANY: BOTH[:1]}
+#: The maximum time in milliseconds, by number of tensors.
 MILLISECONDS = {MANY: 300}
-#: How many times as fast ours is wanted to be, with so many.
+#: The required speed of tssd as a multiple of that of a peer, by number of tensors and name of the peer.
 TARGETS = {(MANY, SAFETENSORS.name): 5, (MANY, DCP.name): 50}
 
 
 def files(folder: Path, rounds: Rounds) -> None:
-    """Saved and loaded."""
-    for count in OTHERS:
+    """Measures saves and loads."""
+    for count in PEERS:
         model = named(f"tiny:{count}")
-        others = OTHERS[count]
+        peers = PEERS[count]
 
-        def save_and_load(each: Format, model: Model = model) -> State:
-            each.save(model.state, folder / each.name)
-            return each.load(folder / each.name, model.state)
+        def save_and_load(file_format: Format, model: Model = model) -> State:
+            file_format.save(model.state, folder / file_format.name)
+            return file_format.load(folder / file_format.name, model.state)
 
         race(
             "tiny save and load",
-            f"a new file, nobody waits for the disk{'' if DCP in others else '; DCP takes eight seconds: left out'}",
+            f"a new file, nobody waits for the disk{'' if DCP in peers else '; DCP takes eight seconds: left out'}",
             *(
                 Runner(
-                    each.both,
-                    timed(partial(save_and_load, each), before=partial(clear, folder)),
-                    each.role,
-                    target=TARGETS.get((count, each.name)),
+                    file_format.both,
+                    timed(partial(save_and_load, file_format), before=partial(clear, folder)),
+                    file_format.role,
+                    target=TARGETS.get((count, file_format.name)),
                     check=partial(expect_same, source=model.state),
                 )
-                for each in (TSSD, *others)
+                for file_format in (TSSD, *peers)
             ),
             model=model,
             rounds=rounds,
@@ -57,12 +57,12 @@ def files(folder: Path, rounds: Rounds) -> None:
 
 
 def store(rounds: Rounds, other: Peer | None) -> None:
-    """Put and got."""
-    for count in OTHERS:
+    """Measures puts and gets."""
+    for count in PEERS:
         model = named(f"tiny:{count}")
-        turns = TURNS.get(count, ())
-        note = "" if turns else "; torchstore takes four seconds: left out"
+        runs = TORCHSTORE_RUNS.get(count, ())
+        note = "" if runs else "; torchstore takes four seconds: left out"
         with Pair(model, like(model.state)) as pair:
-            stores = Stores(pair, rounds, (other if turns else None, None), None)
-            stores.put_and_view("tiny", MILLISECONDS.get(count), turns, note)
-            stores.put_and_get("tiny", MILLISECONDS.get(count), turns, note)
+            stores = Stores(pair, rounds, (other if runs else None, None), None)
+            stores.put_and_view("tiny", MILLISECONDS.get(count), runs, note)
+            stores.put_and_get("tiny", MILLISECONDS.get(count), runs, note)

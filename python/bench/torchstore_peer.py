@@ -1,11 +1,17 @@
-"""Puts and gets a state dict with torchstore, once for each line on stdin: python torchstore_peer.py TRANSPORT.
+"""Puts and gets a state dict with torchstore: python torchstore_peer.py TRANSPORT.
 
-A line is `use SIZE WORD`, which makes the state dict that model.py has under this word, `put KEY`, `get KEY`
-(into tensors that are there, which were cleared), `first KEY` (the same by a client that is new), `delete KEY`,
-`single KEY`, which puts and gets each tensor for itself, or `check KEY`, which compares what the last get has
-brought with what was put. The answer is one line: the seconds that took; of `single`, the slowest put and the slowest get,
-then the median of each. Writer and reader are clients of their own, as ours are. peer.py lets it take turns
-with us.
+Each line on stdin is one of these commands:
+
+    use SIZE SPEC   creates the state dict of this spec of model.py
+    put KEY         puts it
+    get KEY         gets it into existing tensors, which are cleared before
+    first KEY       as get, with a new client
+    delete KEY      deletes it
+    single KEY      puts and gets each tensor separately
+    check KEY       compares the result of the last get with the values that were put
+
+The answer to each is one line: the time in seconds. For `single`, it is the slowest put, the slowest get, and the
+median of each. Writer and reader are separate clients, as those of tssd are. peer.py controls this process.
 """
 
 from __future__ import annotations
@@ -19,8 +25,8 @@ import time
 import torch
 from model import State, clear, expect_same, like, named
 
-# Libraries print there as well.
-answers = os.fdopen(os.dup(1), "w")
+# Libraries print to stdout. So answers go to a copy of it, and stdout becomes stderr.
+replies = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 os.environ.setdefault("TORCHSTORE_LOG_LEVEL", "ERROR")
 
@@ -37,40 +43,40 @@ class Clients:
     into: State = {}
 
     async def connect(self) -> None:
-        self.writer, self.reader = await client(), await client()
+        self.writer, self.reader = await new_client(), await new_client()
 
-    async def answer(self, what: str, argument: str) -> list[float]:
-        if what in ("get", "first"):
+    async def answer(self, command: str, argument: str) -> list[float]:
+        if command in ("get", "first"):
             clear(self.into)
         start = time.perf_counter()
-        if what == "put":
+        if command == "put":
             await put_state_dict(self.writer, self.state, argument)
-        elif what == "get":
+        elif command == "get":
             await get_state_dict(self.reader, argument, self.into)
-        elif what == "first":
-            self.reader = await client()
+        elif command == "first":
+            self.reader = await new_client()
             start = time.perf_counter()
             await get_state_dict(self.reader, argument, self.into)
-        elif what == "delete":
+        elif command == "delete":
             await self.delete(f"{argument}/")
-        elif what == "single":
+        elif command == "single":
             return await self.single()
-        elif what == "use":
+        elif command == "use":
             await self.delete("")
-            size, _, word = argument.partition(" ")
-            self.state = named(word, int(size) or None).state
+            size, _, spec = argument.partition(" ")
+            self.state = named(spec, int(size) or None).state
             self.into = like(self.state)
         else:
-            # What is returned has keys that are words where numbers were put: what was filled is compared.
+            # The returned dict has str keys where ints were put. So the filled tensors are compared.
             expect_same(self.into, self.state)
         return [time.perf_counter() - start]
 
     async def delete(self, prefix: str) -> None:
-        # An empty list is refused.
+        # torchstore rejects an empty list.
         if keys := [key for key in await self.writer.keys() if key.startswith(prefix)]:
             await self.writer.delete_batch(keys)
-        # A client keeps mapped what another one has deleted.
-        self.reader = await client()
+        # A client keeps memory mapped that another client has deleted.
+        self.reader = await new_client()
 
     async def single(self) -> list[float]:
         clear(self.into)
@@ -93,12 +99,12 @@ async def main() -> None:
     clients = Clients()
     await clients.connect()
     for line in sys.stdin:
-        what, argument = line.rstrip("\n").split(" ", 1)
-        print(*await clients.answer(what, argument), file=answers, flush=True)
+        command, argument = line.rstrip("\n").split(" ", 1)
+        print(*await clients.answer(command, argument), file=replies, flush=True)
     await torchstore.shutdown()
 
 
-async def client() -> torchstore.client.LocalClient:
+async def new_client() -> torchstore.client.LocalClient:
     torchstore.reset_client()
     return await torchstore.client()
 

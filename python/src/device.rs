@@ -77,7 +77,7 @@ impl Devices {
             table.range_by_blob.insert(Arc::as_ptr(&memory).addr(), (start, len));
             memory
         };
-        Ok(Storage::elsewhere(memory)?)
+        Ok(Storage::from_blob(memory)?)
     }
 
     /// Counts bytes that torch copied from or to a device, and records why.

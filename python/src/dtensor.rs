@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use tssd_format::{DeviceMesh, Error, ErrorKind, Placement, ShardPlace, TensorSlice};
+use tssd_format::{DeviceMesh, Error, ErrorKind, Placement, ShardSpec, TensorSlice};
 
 use crate::error::{Refusal, Result};
 
@@ -72,11 +72,11 @@ impl DTensor<'_> {
     }
 
     /// Returns the place of each slice of the local tensor in the global tensor, in order.
-    pub(crate) fn places(&self, mesh: &Arc<DeviceMesh>) -> Result<Vec<ShardPlace>> {
+    pub(crate) fn places(&self, mesh: &Arc<DeviceMesh>) -> Result<Vec<ShardSpec>> {
         let (placements, slices) = self.slices(mesh)?;
         let placements: Arc<[Placement]> = placements.into();
         let to_shard_place =
-            |slice| ShardPlace::new(slice).on_mesh(mesh.clone())?.placed(placements.clone());
+            |slice| ShardSpec::new(slice).with_mesh(mesh.clone())?.with_placements(placements.clone());
         Ok(slices.into_iter().map(to_shard_place).collect::<Result<_, Error>>()?)
     }
 
@@ -89,19 +89,19 @@ impl DTensor<'_> {
         let placements: Vec<Placement> = self.placements.iter().map(parse_placement).collect();
         let is_partial = |placement: &&Placement| matches!(placement, Placement::Partial { .. });
         if let Some(partial) = placements.iter().find(is_partial) {
-            return Err(Error::new(ErrorKind::PartialPlacement).note(partial).into());
+            return Err(Error::new(ErrorKind::PartialPlacement).with_detail(partial).into());
         }
         let global = &self.global_shape;
         let Some(coordinates) = &self.coordinates else {
             // A rank outside the mesh holds no elements.
             let zeros = vec![0; global.len()];
-            let slice = TensorSlice::new(&zeros, &zeros, global)?.on_mesh(mesh.shape(), None)?;
+            let slice = TensorSlice::new(&zeros, &zeros, global)?.with_mesh(mesh.shape(), None)?;
             return Ok((placements, vec![slice]));
         };
         let regions = Placement::local_regions(global, mesh.shape(), coordinates, &placements)?;
         let slices = regions.iter().map(|region| {
             TensorSlice::new(region.offsets(), region.shape(), global)?
-                .on_mesh(mesh.shape(), Some(coordinates))
+                .with_mesh(mesh.shape(), Some(coordinates))
         });
         let slices = slices.collect::<Result<_, Error>>()?;
         Ok((placements, slices))

@@ -73,7 +73,7 @@ impl Failure {
     /// Adds the fqn of the leaf, unless the error has one.
     pub(crate) fn of(self, fqn: &str) -> Self {
         match self {
-            Self::Format(error) => Self::Format(error.at(fqn)),
+            Self::Format(error) => Self::Format(error.with_path(fqn)),
             Self::Refused(refusal) => Self::Refused(Box::new(refusal.of(fqn))),
             other => other,
         }
@@ -84,7 +84,7 @@ impl Failure {
     /// Adds the fqn of the damaged leaf to a format error that has none.
     pub(crate) fn at_leaf(self, leaf: impl FnOnce() -> String) -> Self {
         match self {
-            Self::Format(error) if error.path().is_none() => Self::Format(error.at(leaf())),
+            Self::Format(error) if error.path().is_none() => Self::Format(error.with_path(leaf())),
             other => other,
         }
     }

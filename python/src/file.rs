@@ -11,7 +11,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyMemoryView, PySlice, PyTuple};
 use tssd_format::{
-    Archive, Compression, Error, ErrorKind, Layout, MANIFEST, Map, Node, Options, TensorReference,
+    Archive, Compression, Error, ErrorKind, Layout, MANIFEST_NAME, Mmap, Node, Options, TensorReference,
     to_json_without_elements,
 };
 use tssd_store::{Replacement, file};
@@ -355,7 +355,7 @@ impl tssd_format::Blob for SliceBlob<'_> {
 fn open(filename: &PathBuf) -> Result<File> {
     let file = File::open(filename)?;
     if file.metadata()?.is_dir() {
-        if filename.join(MANIFEST).exists() {
+        if filename.join(MANIFEST_NAME).exists() {
             return Err(Error::new(ErrorKind::BlobElsewhere).into());
         }
         return Err(io::Error::from_raw_os_error(EISDIR).into());
@@ -377,8 +377,8 @@ pub(crate) struct Whole {
 impl Whole {
     fn new(memory: Memory, verify_mode: VerifyMode, interrupt: &Interrupt) -> Result<Self> {
         // `Map` makes the archive copy the index: a later write to the file cannot change the verified bytes.
-        let archive = Archive::from_blob(Arc::new(Map::from(memory.bytes())))?;
-        if archive.is_manifest_alone() {
+        let archive = Archive::from_blob(Arc::new(Mmap::from(memory.bytes())))?;
+        if archive.is_manifest_only() {
             return Err(Error::new(ErrorKind::BlobElsewhere).into());
         }
         if verify_mode != VerifyMode::Off {
@@ -411,7 +411,7 @@ fn decompress_tensor_storages(
     archive: &Archive,
     interrupt: &Interrupt,
 ) -> Result<BTreeMap<u32, Block>> {
-    let is_compressed = |number: &u32| archive.storage(*number).packing.is_some();
+    let is_compressed = |number: &u32| archive.storage(*number).compressed_layout.is_some();
     if !(0..archive.storage_count()).any(|number| is_compressed(&number)) {
         return Ok(BTreeMap::new());
     }
@@ -498,7 +498,7 @@ impl SafeOpen {
         let open = || {
             let file = Arc::new(open(&filename)?);
             let archive = Archive::from_blob(file.clone())?;
-            if archive.is_manifest_alone() {
+            if archive.is_manifest_only() {
                 return Err(Error::new(ErrorKind::BlobElsewhere).into());
             }
             if verify_mode == VerifyMode::Eager {
@@ -571,7 +571,7 @@ impl SafeOpen {
         let open_file = self.open_file()?;
         let references = open_file.references(name)?;
         match references.as_slice() {
-            [reference] if reference.place.is_none() => Ok(SafeSlice {
+            [reference] if reference.shard_spec.is_none() => Ok(SafeSlice {
                 open_file: open_file.clone(),
                 reference: reference.clone(),
                 framework: self.framework,
@@ -619,7 +619,7 @@ impl OpenFile {
     fn references(&self, fqn: &str) -> Result<Vec<TensorReference>> {
         match self.archive.node(fqn)? {
             Node::Tensors(references) => Ok(references),
-            _ => Err(Error::new(ErrorKind::NotATensor).at(fqn).into()),
+            _ => Err(Error::new(ErrorKind::NotATensor).with_path(fqn).into()),
         }
     }
 
@@ -639,7 +639,7 @@ impl OpenFile {
         let storage = self.archive.storage(number);
         let size = |bytes: u64| usize::try_from(bytes).map_err(io::Error::other);
         let len = size(span.end - span.start)?;
-        if storage.packing.is_some() {
+        if storage.compressed_layout.is_some() {
             // Decompression verifies each chunk.
             let memory = decompress_range(&self.archive, number, span.clone(), interrupt)?;
             return Ok(memory.block(0..len));
@@ -678,7 +678,7 @@ impl OpenFile {
         };
         let bytes = &memory.as_ref()[offset..];
         file::prove(&storage, &unverified, chunk_span.start, bytes, || interrupt.check())
-            .map_err(|error: Failure| error.at_leaf(|| self.archive.leaf_in(number)))?;
+            .map_err(|error: Failure| error.at_leaf(|| self.archive.storage_fqn(number)))?;
         self.verified_chunks
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -784,7 +784,7 @@ pub(crate) fn verify(py: Python<'_>, filename: PathBuf) -> Result<()> {
     let verify = || {
         let archive = Archive::from_blob(Arc::new(open(&filename)?))?;
         file::verify(archive.verify_jobs(), || interrupt.check())?;
-        file::verify(archive.decode_jobs(), || interrupt.check())
+        file::verify(archive.deep_verify_jobs(), || interrupt.check())
     };
     py.detach(|| verify().map_err(|error: Failure| error.in_file(&filename)))
 }

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
 use serde_json::Value as Json;
 use tssd_format::{
-    Archive, AttrValue, Attrs, Container, Key, Node, ObjectPath, Placement, Step, Stored,
+    Archive, AttrValue, Attrs, Container, MapKey, Node, ObjectPath, Placement, Step, ContentKind,
     TensorFlags, TensorReference, TensorSlice, Text, Value,
 };
 
@@ -253,7 +253,7 @@ impl<'py, 'a> Maker<'py, 'a> {
             Container::NamedTuple(name) => {
                 let mut fields = Vec::with_capacity(children.len());
                 for (step, _) in children {
-                    let Step::Key(Key::Str(field)) = step else { continue };
+                    let Step::Key(MapKey::Str(field)) = step else { continue };
                     fields.push(field.clone());
                 }
                 let values = self.build_values(path, children)?;
@@ -339,16 +339,16 @@ impl<'py, 'a> Maker<'py, 'a> {
         string(self.py, text.as_bytes())
     }
 
-    fn py_key(&self, key: &Key) -> Result<Bound<'py, PyAny>> {
+    fn py_key(&self, key: &MapKey) -> Result<Bound<'py, PyAny>> {
         let py = self.py;
         Ok(match key {
-            Key::Str(text) => self.py_str(text)?,
-            Key::Int(int) => py_int(py, int)?,
-            Key::Bool(value) => value.into_pyobject(py).map_err(PyErr::from)?.to_owned().into_any(),
-            Key::Float(float) => PyFloat::new(py, float.get()).into_any(),
-            Key::None => py.None().into_bound(py),
-            Key::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
-            Key::Tuple(keys) => {
+            MapKey::Str(text) => self.py_str(text)?,
+            MapKey::Int(int) => py_int(py, int)?,
+            MapKey::Bool(value) => value.into_pyobject(py).map_err(PyErr::from)?.to_owned().into_any(),
+            MapKey::Float(float) => PyFloat::new(py, float.get()).into_any(),
+            MapKey::None => py.None().into_bound(py),
+            MapKey::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
+            MapKey::Tuple(keys) => {
                 let keys = keys.iter().map(|key| self.py_key(key)).collect::<Result<Vec<_>>>()?;
                 PyTuple::new(py, keys)?.into_any()
             }
@@ -360,12 +360,12 @@ impl<'py, 'a> Maker<'py, 'a> {
         match node {
             Node::Tensors(references) => self.tensors(references),
             Node::Leaf(value) => self.value(value),
-            Node::Stored(stored, storage) => {
+            Node::StoredLeaf(stored, storage) => {
                 let bytes = self.contents.stored(*storage)?;
                 match stored {
-                    Stored::Str => string(self.py, &bytes),
-                    Stored::Bytes => Ok(PyBytes::new(self.py, &bytes).into_any()),
-                    Stored::Opaque(media) => self.unpickle(media, &bytes),
+                    ContentKind::Str => string(self.py, &bytes),
+                    ContentKind::Bytes => Ok(PyBytes::new(self.py, &bytes).into_any()),
+                    ContentKind::Opaque(media) => self.unpickle(media, &bytes),
                 }
             }
             Node::Container(..) => unreachable!("a leaf is no container"),
@@ -429,10 +429,10 @@ impl<'py, 'a> Maker<'py, 'a> {
     /// Builds a tensor, or the shards of one.
     pub(crate) fn tensors(&mut self, references: &[TensorReference]) -> Result<Bound<'py, PyAny>> {
         let [first, others @ ..] = references else { return Err(unsupported_value().into()) };
-        let Some(place) = &first.place else { return self.tensor(first) };
+        let Some(place) = &first.shard_spec else { return self.tensor(first) };
         let slices: Vec<TensorSlice> = references
             .iter()
-            .filter_map(|reference| Some(reference.place.as_ref()?.slice().clone()))
+            .filter_map(|reference| Some(reference.shard_spec.as_ref()?.slice().clone()))
             .collect();
         let local = if others.is_empty() {
             self.tensor(first)?
@@ -483,7 +483,7 @@ impl<'py, 'a> Maker<'py, 'a> {
                 .with_flags(without_torch_flags(&references[0]).meta.flags()),
             storage: None,
             byte_offset: 0,
-            place: None,
+            shard_spec: None,
         };
         let local = self.tensor(&target)?;
         for (reference, offsets) in references.iter().zip(offsets) {

@@ -6,7 +6,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PySlice, PyTuple, PyType};
 use tssd_format::{
-    Error, ErrorKind, Placement, Region, ShardPlace, Tensor, TensorMeta, TensorSlice as Slice,
+    Error, ErrorKind, Placement, Region, ShardSpec, Tensor, TensorMeta, TensorSlice as Slice,
 };
 
 use crate::dtensor::{self, Chunks, DTensor, Meshes, Parts};
@@ -47,7 +47,7 @@ impl TensorSlice {
         let mesh_shape = mesh_shape.unwrap_or_default();
         let coordinates = coordinates.filter(|_| !mesh_shape.is_empty());
         let slice = Slice::new(&offsets, &local_shape, &global_shape)?;
-        Ok(Self(slice.on_mesh(&mesh_shape, coordinates.as_deref())?))
+        Ok(Self(slice.with_mesh(&mesh_shape, coordinates.as_deref())?))
     }
 
     /// Returns the slice of the local tensor of a DTensor.
@@ -59,7 +59,7 @@ impl TensorSlice {
     fn from_dtensor(_class: &Bound<'_, PyType>, t: &Bound<'_, PyAny>) -> Result<Self> {
         let Parts::DTensor(parts) = dtensor::parts(t)? else {
             return Err(Error::new(ErrorKind::NotABox)
-                .note("its local tensors name their own offsets")
+                .with_detail("its local tensors name their own offsets")
                 .into());
         };
         let mesh = Meshes::default().of(&parts.mesh)?;
@@ -67,7 +67,7 @@ impl TensorSlice {
         match (slices.pop(), slices.len()) {
             (Some(slice), 0) => Ok(Self(slice)),
             (_, others) => Err(Error::new(ErrorKind::NotABox)
-                .note(format_args!("{} boxes", others + 1))
+                .with_detail(format_args!("{} boxes", others + 1))
                 .into()),
         }
     }
@@ -156,13 +156,13 @@ impl TensorShard {
     }
 
     /// Returns the place of each box in the global tensor, and which replica the boxes are.
-    pub(crate) fn places(&self, py: Python<'_>) -> Result<Vec<ShardPlace>> {
+    pub(crate) fn places(&self, py: Python<'_>) -> Result<Vec<ShardSpec>> {
         let to_shard_place = |slice: Slice| {
             if self.primary {
-                return Ok(ShardPlace::new(slice));
+                return Ok(ShardSpec::new(slice));
             }
             // The arrangement of the ranks is unknown: assume a first replica, and this one as the second.
-            ShardPlace::new(slice.on_mesh(&[2], Some(&[1]))?).placed([Placement::Replicate])
+            ShardSpec::new(slice.with_mesh(&[2], Some(&[1]))?).with_placements([Placement::Replicate])
         };
         Ok(self.slices(py).into_iter().map(to_shard_place).collect::<Result<_, Error>>()?)
     }
@@ -260,7 +260,7 @@ impl TensorShard {
             return Ok(shard);
         }
         let note = format!("tensor of shape {shape:?}");
-        Err(Error::new(ErrorKind::SliceMismatch).note(note).into())
+        Err(Error::new(ErrorKind::SliceMismatch).with_detail(note).into())
     }
 
     /// Converts a `ShardedTensor` of Megatron to a shard that shares its memory.
@@ -431,7 +431,7 @@ pub(crate) fn cut(local: &Tensor, slices: &[Slice]) -> Result<Vec<Tensor>> {
     let grid =
         run_grid(slices).filter(|grid| grid_shape(grid) == meta.shape()).ok_or_else(|| {
             let note = format!("{} boxes, tensor of shape {:?}", slices.len(), meta.shape());
-            Error::new(ErrorKind::SliceMismatch).note(note)
+            Error::new(ErrorKind::SliceMismatch).with_detail(note)
         })?;
     if slices.len() == 1 {
         return Ok(vec![local.clone()]);
@@ -461,17 +461,17 @@ pub(crate) fn local_offsets(slices: &[Slice]) -> Option<(Vec<u64>, Vec<Vec<u64>>
 }
 
 /// Intersects a region of a local tensor with its boxes. Returns the places of the intersections.
-pub(crate) fn parts(places: &[ShardPlace], region: &Region) -> Result<Vec<ShardPlace>> {
+pub(crate) fn parts(places: &[ShardSpec], region: &Region) -> Result<Vec<ShardSpec>> {
     let slices: Vec<Slice> = places.iter().map(|place| place.slice().clone()).collect();
     let (_, offsets) = local_offsets(&slices).ok_or_else(|| {
         let note = format!("{} boxes that are no local tensor", slices.len());
-        Error::new(ErrorKind::SliceMismatch).note(note)
+        Error::new(ErrorKind::SliceMismatch).with_detail(note)
     })?;
     let mut selected = Vec::new();
     for (place, offsets) in places.iter().zip(offsets) {
         let local_box = Region::new(&offsets, place.slice().local_shape())?;
         if let Some(overlap) = local_box.intersect(region) {
-            selected.push(place.part(&overlap.relative_to(&local_box))?);
+            selected.push(place.subregion(&overlap.relative_to(&local_box))?);
         }
     }
     Ok(selected)

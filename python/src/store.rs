@@ -8,7 +8,7 @@ use std::time::Duration;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyIterator, PyString, PyTuple};
-use tssd_format::{Key as MapKey, Node, Step};
+use tssd_format::{MapKey as MapKey, Node, Step};
 use tssd_store::{ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Opened, Residency};
 
 /// The connection of this process to a store.

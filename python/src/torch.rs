@@ -353,7 +353,7 @@ impl<'py> Torch<'py> {
         let untyped = tensor.call_method0(intern!(py, "untyped_storage"))?;
         let len: u64 = untyped.call_method0(intern!(py, "nbytes"))?.extract()?;
         let meta = TensorMeta::new(Dtype::Uint8, &[len])?;
-        let reference = TensorReference { meta, storage: None, byte_offset: 0, place: None };
+        let reference = TensorReference { meta, storage: None, byte_offset: 0, shard_spec: None };
         let bytes = self.make(&reference, Some(&untyped), None)?;
         Ok(bytes.call_method0(intern!(py, "numpy"))?)
     }

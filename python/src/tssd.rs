@@ -125,7 +125,7 @@ impl TorchStoreStateDict {
         let reference = |reference: &TensorReference| -> Result<Bound<'py, PyAny>> {
             let meta = &reference.meta;
             let offset = self.blob_offset(reference);
-            let slice = reference.place.as_ref().map(|place| TensorSlice(place.slice().clone()));
+            let slice = reference.shard_spec.as_ref().map(|place| TensorSlice(place.slice().clone()));
             Ok(class.call1((
                 meta.dtype().name(),
                 PyTuple::new(py, meta.shape())?,
@@ -234,7 +234,7 @@ impl TorchStoreStateDict {
     /// Returns `None` if the tensor has no elements, or its storage is compressed.
     fn blob_offset(&self, reference: &TensorReference) -> Option<u64> {
         let storage = self.encoded.archive().storage(reference.storage?);
-        let is_raw = storage.packing.is_none();
+        let is_raw = storage.compressed_layout.is_none();
         is_raw.then(|| storage.offset - tssd_format::DATA_START + reference.byte_offset)
     }
 }
@@ -244,7 +244,7 @@ impl Source for TorchStoreStateDict {
         let archive = self.encoded.archive();
         let storage = archive.storage(number);
         let to_usize = |at: u64| usize::try_from(at).map_err(io::Error::other);
-        if storage.packing.is_some() {
+        if storage.compressed_layout.is_some() {
             let raw = archive.storage_bytes(number)?;
             let memory = Memory::filled(raw.len(), |target| {
                 target.copy_from_slice(&raw);

@@ -10,8 +10,8 @@ use pyo3::types::{
 };
 use serde_json::Value as Json;
 use tssd_format::{
-    AttrValue, Dict, Dtype, Error, ErrorKind, Key, MAX_DEPTH, ObjectPath, Region, Shard,
-    ShardPlace, StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text,
+    AttrValue, Dict, Dtype, Error, ErrorKind, MapKey, MAX_DEPTH, ObjectPath, Region, Shard,
+    ShardSpec, StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text,
     Value,
 };
 
@@ -80,7 +80,7 @@ pub(crate) fn name_of(class: &Bound<'_, PyType>) -> String {
 }
 
 /// A tensor to fill, and its place in a global tensor if it is a shard.
-pub(crate) type FillTarget = (Tensor, Option<ShardPlace>);
+pub(crate) type FillTarget = (Tensor, Option<ShardSpec>);
 
 /// Objects that cannot be filled directly, each with the staging memory that is filled instead.
 pub(crate) type Staged<'py> = Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>;
@@ -243,8 +243,8 @@ impl<'py> ValueImporter<'py> {
             let values = object.cast::<PyTuple>()?;
             let mut dict = Dict::new();
             for (field, value) in fields.iter().zip(values.iter()) {
-                let value = self.import_element(Step::Key(Key::Str(field.clone())), &value)?;
-                dict.insert(Key::Str(field.clone()), value);
+                let value = self.import_element(Step::Key(MapKey::Str(field.clone())), &value)?;
+                dict.insert(MapKey::Str(field.clone()), value);
             }
             Value::NamedTuple(text(class.name()?.as_any())?, dict)
         } else {
@@ -259,7 +259,7 @@ impl<'py> ValueImporter<'py> {
             return Ok(());
         }
         let note = "does a container hold itself?";
-        Err(Error::new(ErrorKind::TooDeep).at(self.current_path().fqn()).note(note).into())
+        Err(Error::new(ErrorKind::TooDeep).with_path(self.current_path().fqn()).with_detail(note).into())
     }
 
     /// Imports an object in a container; `None` for a tensor of which this rank has no shard.
@@ -442,7 +442,7 @@ impl<'py> ValueImporter<'py> {
                     let tensor = self.import_torch(torch, &local, flags)?;
                     let shape = tensor.meta().shape();
                     let slice = TensorSlice::new(&offsets, shape, &chunks.global_shape)?;
-                    shards.push(Shard::new(tensor, ShardPlace::new(slice))?);
+                    shards.push(Shard::new(tensor, ShardSpec::new(slice))?);
                 }
                 shards
             }
@@ -476,7 +476,7 @@ impl<'py> ValueImporter<'py> {
             Value::Tensor(tensor) => vec![(tensor, None)],
             Value::Shards(shards) => {
                 let to_target =
-                    |shard: Shard| (shard.tensor().clone(), Some(shard.place().clone()));
+                    |shard: Shard| (shard.tensor().clone(), Some(shard.spec().clone()));
                 shards.into_iter().map(to_target).collect()
             }
             _ => return Ok(None),
@@ -496,7 +496,7 @@ impl<'py> ValueImporter<'py> {
     }
 
     /// Splits a local tensor, or the part of it that is imported, into its boxes.
-    fn split_shards(&self, local: &Tensor, mut places: Vec<ShardPlace>) -> Result<Vec<Shard>> {
+    fn split_shards(&self, local: &Tensor, mut places: Vec<ShardSpec>) -> Result<Vec<Shard>> {
         if let Some(region) = self.purpose.part().and_then(|part| part.region.as_ref()) {
             places = slice::parts(&places, region)?;
         }
@@ -539,24 +539,24 @@ impl<'py> ValueImporter<'py> {
 }
 
 /// Converts a key whose tuples are nested at most `depth` deep. The format has a limit of its own.
-pub(crate) fn key_of(object: &Bound<'_, PyAny>, depth: usize) -> Result<Key> {
+pub(crate) fn key_of(object: &Bound<'_, PyAny>, depth: usize) -> Result<MapKey> {
     Ok(if object.is_exact_instance_of::<PyString>() {
-        Key::Str(text(object)?)
+        MapKey::Str(text(object)?)
     } else if object.is_exact_instance_of::<PyInt>() {
-        Key::Int(to_int(object)?)
+        MapKey::Int(to_int(object)?)
     } else if let Ok(value) = object.cast_exact::<PyBool>() {
-        Key::Bool(value.is_true())
+        MapKey::Bool(value.is_true())
     } else if let Ok(value) = object.cast_exact::<PyFloat>() {
-        Key::Float(value.value().into())
+        MapKey::Float(value.value().into())
     } else if object.is_none() {
-        Key::None
+        MapKey::None
     } else if let Ok(value) = object.cast_exact::<PyBytes>() {
-        Key::Bytes(Bytes::copy_from_slice(value.as_bytes()))
+        MapKey::Bytes(Bytes::copy_from_slice(value.as_bytes()))
     } else if let Ok(value) = object.cast_exact::<PyTuple>() {
         let depth = depth
             .checked_sub(1)
-            .ok_or_else(|| Error::new(ErrorKind::KeyKind).note("tuples nest too deep"))?;
-        Key::Tuple(value.iter().map(|key| key_of(&key, depth)).collect::<Result<_>>()?)
+            .ok_or_else(|| Error::new(ErrorKind::KeyKind).with_detail("tuples nest too deep"))?;
+        MapKey::Tuple(value.iter().map(|key| key_of(&key, depth)).collect::<Result<_>>()?)
     } else {
         let class = name_of(&object.get_type());
         return Err(Refusal::leaf(

@@ -43,7 +43,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def sigint_raises() -> Iterator[None]:
-    """Makes SIGINT raise `KeyboardInterrupt`: a shell that runs the tests in the background ignores the signal."""
+    """Makes SIGINT raise `KeyboardInterrupt`, also if the tests run as a background job of a shell."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, previous)

@@ -1,4 +1,7 @@
-"""One rank of test_convert.py: python convert_ranks.py FOLDER RANKS RANK PATH. Saves a checkpoint with DCP."""
+"""One rank of test_convert.py: python convert_ranks.py FOLDER RANKS RANK PATH.
+
+Saves a checkpoint with DCP.
+"""
 
 from __future__ import annotations
 

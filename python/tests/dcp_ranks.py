@@ -1,4 +1,7 @@
-"""One rank of test_dcp.py: python dcp_ranks.py FOLDER RANKS RANK PATH. Exits with 0 if all checks hold."""
+"""One rank of test_dcp.py: python dcp_ranks.py FOLDER RANKS RANK PATH.
+
+Exits with 0 if all checks hold.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def check_resharding(number: int, save_mesh: DeviceMesh, load_mesh: DeviceMesh, 
 
 
 def check_several_boxes_per_rank(mesh: DeviceMesh) -> None:
-    """Local tensors declare their own offsets, like those of embedding tables. The load splits them differently."""
+    """Local tensors declare their offsets, like embedding tables. The load splits them differently."""
     rows, whole = 3 * RANKS, torch.arange(6.0 * RANKS).reshape(3 * RANKS, 2)
 
     def make_table(offsets: list[int], sizes: list[int], fill: float | None) -> DTensor:

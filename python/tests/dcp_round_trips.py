@@ -1,5 +1,6 @@
-"""One rank of test_dcp.py: python dcp_round_trips.py FOLDER RANKS RANK STORE. Exits with 0 if all checks hold.
+"""One rank of test_dcp.py: python dcp_round_trips.py FOLDER RANKS RANK STORE.
 
+Exits with 0 if all checks hold.
 Covers what users of DCP save and load: models with optimizers, parts of a state dict, state dicts that differ by rank.
 """
 
@@ -209,7 +210,7 @@ def check_partial_load(flat: DeviceMesh) -> None:
 
 
 def assert_load_fails(attempt: Callable[[], None], *messages: str) -> None:
-    """Asserts that a call fails with these texts. All ranks must call this, because it ends with a barrier."""
+    """Asserts that a call fails with these texts. All ranks must call this: it ends with a barrier."""
     try:
         attempt()
         raise AssertionError(f"not refused: {messages}")
@@ -223,15 +224,15 @@ def check_strict_load(flat: DeviceMesh) -> None:
         return distribute(torch.full((rows, 2), 7).to(dtype), flat, (Shard(0),))
 
     save({"w": sharded(10), "i": sharded(10, torch.int32), "n": 1}, "strict")
-    untouched = sharded(10)
-    assert_load_fails(lambda: load({"w": untouched, "missing": sharded(10)}, "strict"), "Missing key", "missing")
+    unchanged = sharded(10)
+    assert_load_fails(lambda: load({"w": unchanged, "missing": sharded(10)}, "strict"), "Missing key", "missing")
     assert_load_fails(lambda: load({"w": sharded(12)}, "strict"), "Size mismatch", "w")
     assert_load_fails(lambda: load({"i": sharded(10)}, "strict"), "`i`", "int32")
-    assert_load_fails(lambda: load({"w": untouched}, "nobody"), "`nobody`")
+    assert_load_fails(lambda: load({"w": unchanged}, "nobody"), "`nobody`")
     # Only rank 0 requests a missing tensor.
-    request = {"w": untouched} if RANK else {"w": untouched, "x": torch.ones(1)}
+    request = {"w": unchanged} if RANK else {"w": unchanged, "x": torch.ones(1)}
     assert_load_fails(lambda: load(request, "strict"), "Missing key")
-    assert same(to_local(untouched), to_local(sharded(10)))
+    assert same(to_local(unchanged), to_local(sharded(10)))
 
 
 def check_rank_specific_state() -> None:
@@ -296,11 +297,11 @@ def check_stateful_object(flat: DeviceMesh) -> None:
 def check_load_on_fewer_ranks(flat: DeviceMesh) -> None:
     save({"w": distribute(make_matrix(10, 3), flat, (Shard(0),)), "step": 3}, "fewer")
     group = dist.new_group([0, 1])
-    two = DeviceMesh("cpu", [0, 1])
+    small_mesh = DeviceMesh("cpu", [0, 1])
     if RANK < 2:
-        into = {"w": distribute(torch.zeros(10, 3), two, (Shard(0),)), "step": 0}
+        into = {"w": distribute(torch.zeros(10, 3), small_mesh, (Shard(0),)), "step": 0}
         load(into, "fewer", process_group=group)
-        assert same(to_local(into), to_local({"w": distribute(make_matrix(10, 3), two, (Shard(0),)), "step": 3}))
+        assert same(to_local(into), to_local({"w": distribute(make_matrix(10, 3), small_mesh, (Shard(0),)), "step": 3}))
         save(into, "fewer", process_group=group)
     dist.barrier()
     into = {"w": distribute(torch.zeros(10, 3), flat, (Shard(1),)), "step": 0}

@@ -15,7 +15,7 @@ _capsule.restype = ctypes.py_object
 _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
-class _DLTensor(ctypes.Structure):
+class _Tensor(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("kind", ctypes.c_int32),
@@ -33,18 +33,18 @@ class _DLTensor(ctypes.Structure):
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-class _DLManagedTensor(ctypes.Structure):
-    _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
+class _ManagedTensor(ctypes.Structure):
+    _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
 
 
-class _DLManagedTensorVersioned(ctypes.Structure):
+class _ManagedTensorVersioned(ctypes.Structure):
     _fields_ = [
         ("major", ctypes.c_uint32),
         ("minor", ctypes.c_uint32),
         ("context", ctypes.c_void_p),
         ("deleter", _Deleter),
         ("flags", ctypes.c_uint64),
-        ("tensor", _DLTensor),
+        ("tensor", _Tensor),
     ]
 
 
@@ -70,7 +70,7 @@ class Driver:
         return pointer.value
 
     def write(self, pointer: int, data: bytes) -> bytes:
-        """Enqueues a copy of bytes to the device. Returns the bytes, which must live until the stream has copied them."""
+        """Enqueues a copy to the device. Returns the data, which must live until the stream has copied it."""
         source, size = ctypes.c_char_p(data), ctypes.c_size_t(len(data))
         self.call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(pointer), source, size, self.stream)
         return data
@@ -86,7 +86,7 @@ class Driver:
         self.call("cuStreamSynchronize", self.stream)
 
     def make_stream_wait(self, other: int) -> None:
-        """Makes another stream wait for all work that this stream has now. Streams are numbered as in the array API."""
+        """Makes another stream, by its number in the array API, wait for the current work of this one."""
         event = ctypes.c_void_p()
         # The current context belongs to a thread, and any thread may call this.
         self.call("cuCtxSetCurrent", self.context)
@@ -102,7 +102,7 @@ exported: dict[int, Any] = {}
 
 
 @_Deleter
-def _release_export(address: int) -> None:
+def _release(address: int) -> None:
     del exported[address]
 
 
@@ -152,11 +152,11 @@ class Array:
         dims = ctypes.c_int64 * ndim
         shape, strides = dims(*self.shape), dims(*self.strides) if self.strides else None
         code, bits = TYPES[self.dtype]
-        tensor = _DLTensor(self.pointer, self.kind, 0, ndim, code, bits, self.lanes, shape, strides, 0)
+        tensor = _Tensor(self.pointer, self.kind, 0, ndim, code, bits, self.lanes, shape, strides, 0)
         name = b"dltensor" if self.version is None else b"dltensor_versioned"
-        managed: Any = _DLManagedTensor(tensor, None, _release_export)
+        managed: Any = _ManagedTensor(tensor, None, _release)
         if self.version is not None:
-            managed = _DLManagedTensorVersioned(self.version, 0, None, _release_export, int(not self.is_writable), tensor)
+            managed = _ManagedTensorVersioned(self.version, 0, None, _release, int(not self.is_writable), tensor)
         address = ctypes.addressof(managed)
         exported[address] = (self, managed, shape, strides, name)
         return _capsule(address, name, None)

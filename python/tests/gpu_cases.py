@@ -162,8 +162,8 @@ def test_device_residency_keeps_arrays_on_device(driver: gpu.Driver, tmp_path: P
             assert (copies.device, copies.pinned, copies.pageable) == (weight.size + half.size, 0, 0)
             into = gpu.Array(driver, MATRIX * 0)
             part = gpu.Array(driver, np.zeros((100, 300), np.float32))
-            into_state = {"model": {"weight": into}}
-            _, got = reader.get_state_dict("policy", into_state, strict=False, return_report=True)
+            target = {"model": {"weight": into}}
+            _, got = reader.get_state_dict("policy", target, strict=False, return_report=True)
             assert into.read() == (MATRIX + step).tobytes() and got.transport == "cuda_ipc"
             assert got.device_copies is not None and got.device_copies.device == into.size
             box = tssd.TensorSlice((200, 500), (), (512, 1024), (100, 300), ())
@@ -219,9 +219,9 @@ def test_arrays_are_sent_through_ring(driver: gpu.Driver, tmp_path: Path, reside
         assert not reader.exists("policy")
         with pytest.raises(tssd.TssdTimeoutError, match="open a receiver"):
             writer.put_state_dict(state, "policy", residency=residency, timeout=0.1)
-        both = {"weight": into["weight"], "host": np.zeros(3)}
+        mixed_state = {"weight": into["weight"], "host": np.zeros(3)}
         with pytest.raises(tssd.TssdValueError, match="a receiver for each"):
-            reader.receiver("policy", both)
+            reader.receiver("policy", mixed_state)
     driver.wait()
 
 
@@ -246,8 +246,8 @@ def test_unsupported_arrays_are_rejected(driver: gpu.Driver) -> None:
         assert error.value.fqn == "model.weight"
     with pytest.raises(tssd.TssdTypeError, match="transfer_dtype"):
         store.put_state_dict({"weight": gpu.Array(driver, MATRIX)}, "policy", transfer_dtype="bfloat16")
-    kept = {"weight": gpu.Array(driver, MATRIX), "step": gpu.Array(driver, np.int64(3))}
-    store.put_state_dict(kept, "policy", transfer_dtype="bfloat16", keep_dtype=["weight"])
+    state = {"weight": gpu.Array(driver, MATRIX), "step": gpu.Array(driver, np.int64(3))}
+    store.put_state_dict(state, "policy", transfer_dtype="bfloat16", keep_dtype=["weight"])
     for wrong, text in [
         (gpu.Array(driver, MATRIX, is_writable=False), "may be written"),
         (gpu.Array(driver, MATRIX, version=None), "may be written"),
@@ -298,7 +298,9 @@ class TestTensors:
             assert loaded["part"].untyped_storage().data_ptr() == loaded["weight"].untyped_storage().data_ptr()
             assert isinstance(loaded["parameter"], torch.nn.Parameter)
             for name in ("parameter", "half", "eight", "conjugate", "empty"):
-                assert element_bytes(loaded[name].detach()) == element_bytes(state[name].detach().resolve_conj().cpu()), name
+                assert element_bytes(loaded[name].detach()) == element_bytes(
+                    state[name].detach().resolve_conj().cpu()
+                ), name
 
     def test_tensors_are_filled(self, store: tssd.Store) -> None:
         matrix = torch.from_numpy(MATRIX)

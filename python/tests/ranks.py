@@ -1,4 +1,7 @@
-"""One rank of test_distributed.py: python ranks.py FOLDER RANKS RANK. Exits with 0 if all checks hold."""
+"""One rank of test_distributed.py: python ranks.py FOLDER RANKS RANK.
+
+Exits with 0 if all checks hold.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ SHAPES = [(8, 4), (10, 3), (3, 7), (1, 1), (0, 5)]
 
 
 def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    """Shards a tensor like `distribute_tensor`, but splits strided shards, which that does not support, as well."""
+    """Shards a tensor like `distribute_tensor`, but supports strided shards."""
     if not any(isinstance(placement, _StridedShard) for placement in placements):
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
     local = whole

@@ -1,4 +1,7 @@
-"""One rank of test_store_ranks.py: python store_ranks.py FOLDER RANKS RANK URL. Exits with 0 if all checks hold."""
+"""One rank of test_store_ranks.py: python store_ranks.py FOLDER RANKS RANK URL.
+
+Exits with 0 if all checks hold.
+"""
 
 from __future__ import annotations
 
@@ -216,7 +219,7 @@ def check_pipeline_stages(store: tssd.Store) -> None:
 
 
 def check_publish_tensor_by_tensor(store: tssd.Store, meshes: Meshes) -> None:
-    """Each rank publishes its shards one by one, in buckets smaller than most. Readers iterate, or fill shards."""
+    """Each rank publishes shards one by one, in small buckets. Readers iterate, or fill shards."""
     shardings: list[Sharding] = [
         ("4", (Shard(0),)),
         ("2x4", (Shard(0), Shard(1))),
@@ -407,7 +410,7 @@ def check_competing_writers(store: tssd.Store) -> None:
 
 
 def check_reads_during_sharded_puts(store: tssd.Store, mesh: DeviceMesh) -> None:
-    """Four ranks put versions of a sharded dict one after the other. Other ranks read with and without leases."""
+    """Four ranks put successive versions of a sharded dict. The others read with and without leases."""
     versions = 30
     if is_member(mesh):
         for number in range(versions):

@@ -1,4 +1,4 @@
-"""Stores for asyncio: the same calls, awaited; and tasks that are cancelled."""
+"""Stores for asyncio: the methods of a store as coroutines, and cancelled tasks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import tssd
 import tssd.aio
-from test_store import daemon
+from test_store import Daemon
 
 
-def test_it_has_what_a_store_has() -> None:
+def test_aio_store_has_all_methods_of_store() -> None:
     public = {name for name in dir(tssd.Store) if not name.startswith("_")}
     assert public == {name for name in dir(tssd.aio.Store) if not name.startswith("_")}
     for name in public - {"url"}:
         assert inspect.getdoc(getattr(tssd.aio.Store, name))
 
 
-def test_what_is_put_is_got() -> None:
+def test_values_roundtrip() -> None:
     async def main() -> None:
         async with tssd.aio.Store("memory:") as store:
             report = await store.put_state_dict({"w": np.arange(6), "b": np.ones(2)}, "policy", metadata={"step": 1})
@@ -54,8 +54,8 @@ def test_what_is_put_is_got() -> None:
     asyncio.run(main())
 
 
-def test_a_call_that_has_ended_has_no_thread() -> None:
-    """It would still have tensors when the interpreter ends."""
+def test_finished_call_leaves_no_thread() -> None:
+    """A remaining thread could hold tensors while the interpreter exits."""
 
     async def main() -> None:
         async with tssd.aio.Store("memory:") as store:
@@ -67,7 +67,7 @@ def test_a_call_that_has_ended_has_no_thread() -> None:
     asyncio.run(main())
 
 
-def test_versions_are_waited_for_beside_other_tasks(tmp_path: Path) -> None:
+def test_waits_run_concurrently_with_other_tasks(tmp_path: Path) -> None:
     async def main(url: str) -> None:
         trainer, generator = tssd.aio.Store(url), tssd.aio.Store(url)
         seen: list[int] = []
@@ -78,45 +78,45 @@ def test_versions_are_waited_for_beside_other_tasks(tmp_path: Path) -> None:
                 if info.version == 5:
                     return
 
-        following = asyncio.create_task(follow())
+        follower = asyncio.create_task(follow())
         for step in range(1, 6):
             await trainer.put_state_dict({"w": np.full(10, step)}, "policy", version=step)
-        await asyncio.wait_for(following, 60)
+        await asyncio.wait_for(follower, 60)
         assert seen == sorted(set(seen)) and seen[-1] == 5
-        # More waits at once than a pool of threads usually has.
+        # More concurrent waits than a thread pool usually has threads.
         waits = [asyncio.ensure_future(generator.wait_for_version("policy", 6)) for _ in range(40)]
         await trainer.put_state_dict({"w": np.full(10, 6)}, "policy", version=6)
         leases = await asyncio.wait_for(asyncio.gather(*waits), 60)
         assert {lease.version for lease in leases} == {6}
 
-    with daemon(tmp_path / "socket") as url:
+    with Daemon(tmp_path / "socket") as url:
         asyncio.run(main(url))
 
 
-def test_a_cancelled_task_ends_its_call() -> None:
+def test_cancelled_task_ends_its_call() -> None:
     async def main() -> None:
         store = tssd.aio.Store("memory:")
 
-        async def never() -> None:
+        async def wait_forever() -> None:
             await store.wait_for_version("policy", 1)
 
-        waiting = asyncio.create_task(never())
+        waiting = asyncio.create_task(wait_forever())
         await asyncio.sleep(0.2)
         waiting.cancel()
-        began = time.monotonic()
+        started = time.monotonic()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - started < 10
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(never(), 0.2)
-        # A put that is cancelled while its block is open leaves nothing.
-        async def half() -> None:
+            await asyncio.wait_for(wait_forever(), 0.2)
+        # A publish that is cancelled inside its block leaves no version.
+        async def publish_partially() -> None:
             async with store.publish("policy") as publisher:
                 await publisher.put("w", np.ones(10))
-                await never()
+                await wait_forever()
 
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(half(), 0.2)
+            await asyncio.wait_for(publish_partially(), 0.2)
         assert await store.keys() == []
         await store.put("policy", {"w": np.ones(3)})
         assert (await store.get_state_dict("policy"))["w"][0] == 1

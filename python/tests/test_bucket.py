@@ -18,7 +18,7 @@ from s3 import BUCKET, Server
 MIB = 1 << 20
 
 
-def make_weights(step: int, mib: int = 40) -> dict[str, Any]:
+def make_state(step: int, mib: int = 40) -> dict[str, Any]:
     """Returns a tensor that exceeds one upload request, a smaller one and an int."""
     values = np.arange(mib * MIB // 4, dtype=np.float32).reshape(-1, 1024) + step
     return {"large": values, "small": np.full(7, step, np.int64), "step": step}
@@ -33,11 +33,11 @@ def test_versions_are_archives_below_the_prefix(server: Server, tmp_path: Path) 
     url = server.new_url()
     store = tssd.Store(url)
     for step in (1, 2, 3):
-        put = store.put_state_dict(make_weights(step), "policy/actor")
+        put = store.put_state_dict(make_state(step), "policy/actor")
         assert (put.version, put.visible, put.transport) == (step, True, "object")
     got, report = store.get_state_dict("policy/actor", return_report=True)
     assert report.version == 3 and report.transport == "object"
-    for name, value in make_weights(3).items():
+    for name, value in make_state(3).items():
         assert np.array_equal(np.asarray(got[name]), value)
     # Retention deletes the older versions. Only their ledger records remain.
     names = [name for name in server.object_names(url) if "/.ledger/" not in name]
@@ -46,17 +46,17 @@ def test_versions_are_archives_below_the_prefix(server: Server, tmp_path: Path) 
     (archive,) = (name for name in names if not name.endswith("manifest.tssd"))
     path = tmp_path / "archive.tssd"
     path.write_bytes(server.read_object(url, archive))
-    assert np.array_equal(np.asarray(tssd.load_file(path, framework="numpy")["large"]), make_weights(3)["large"])
+    assert np.array_equal(np.asarray(tssd.load_file(path, framework="numpy")["large"]), make_state(3)["large"])
     assert server.count_pending_uploads() == 0
 
 
 def test_get_returns_slice_of_tensor_in_bucket(server: Server) -> None:
     store = tssd.Store(server.new_url())
-    store.put_state_dict(make_weights(1), "policy")
-    rows = make_weights(1)["large"].shape[0]
+    store.put_state_dict(make_state(1), "policy")
+    rows = make_state(1)["large"].shape[0]
     part = tssd.TensorSlice((rows // 2, 0), (), (rows, 1024), (rows // 20, 1024), ())
     got = store.get("policy", fqn="large", tensor_slice=part)
-    assert np.array_equal(np.asarray(got), make_weights(1)["large"][rows // 2 : rows // 2 + rows // 20])
+    assert np.array_equal(np.asarray(got), make_state(1)["large"][rows // 2 : rows // 2 + rows // 20])
 
 
 def test_concurrent_writers_create_distinct_versions(server: Server) -> None:
@@ -82,7 +82,7 @@ for step in range(4):
 def test_next_writer_cleans_up_after_killed_writer(server: Server) -> None:
     url = server.new_url()
     store = tssd.Store(url)
-    store.put_state_dict(make_weights(1), "policy")
+    store.put_state_dict(make_state(1), "policy")
     program = f"""
 import numpy as np, tssd
 weights = {{"w": np.zeros(200 << 18, np.float32)}}
@@ -100,10 +100,10 @@ tssd.Store({url!r}).put_state_dict(weights, "policy")
     process.stdout.close()
     assert store.head("policy").version == 1
     # The next writer, of another job, aborts the unfinished version and deletes its files.
-    newest = store.put_state_dict(make_weights(2), "policy", job="next", writer=0)
+    newest = store.put_state_dict(make_state(2), "policy", job="next", writer=0)
     assert newest.visible
     got = tssd.Store(url).get_state_dict("policy")
-    assert np.array_equal(np.asarray(got["large"]), make_weights(2)["large"])
+    assert np.array_equal(np.asarray(got["large"]), make_state(2)["large"])
     assert server.count_pending_uploads() == 0
     assert [name for name in server.object_names(url) if "/.tmp-" in name] == []
 
@@ -111,12 +111,12 @@ tssd.Store({url!r}).put_state_dict(weights, "policy")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
 def test_forked_child_uses_store(server: Server) -> None:
     store = tssd.Store(server.new_url())
-    store.put_state_dict(make_weights(1, 1), "policy")
+    store.put_state_dict(make_state(1, 1), "policy")
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            store.put_state_dict(make_weights(2, 1), "policy")
+            store.put_state_dict(make_state(2, 1), "policy")
             code = 0
         finally:
             os._exit(code)
@@ -126,7 +126,7 @@ def test_forked_child_uses_store(server: Server) -> None:
 
 def test_command_accepts_bucket_urls(server: Server, tmp_path: Path) -> None:
     url = server.new_url()
-    tssd.save_file(make_weights(5, 2), tmp_path / "in.tssd")
+    tssd.save_file(make_state(5, 2), tmp_path / "in.tssd")
     result = run_command("put", "--store", url, "policy", tmp_path / "in.tssd")
     assert result.returncode == 0, result.stderr
     result = run_command("ls", "--store", url)
@@ -134,12 +134,12 @@ def test_command_accepts_bucket_urls(server: Server, tmp_path: Path) -> None:
     result = run_command("get", "--store", url, "policy", "-o", tmp_path / "out.tssd")
     assert result.returncode == 0, result.stderr
     got = tssd.load_file(tmp_path / "out.tssd", framework="numpy")
-    assert np.array_equal(np.asarray(got["large"]), make_weights(5, 2)["large"])
+    assert np.array_equal(np.asarray(got["large"]), make_state(5, 2)["large"])
 
 
 def test_command_reads_archives_in_bucket(server: Server, tmp_path: Path) -> None:
     url = server.new_url()
-    tssd.Store(url).put_state_dict(make_weights(5), "policy")
+    tssd.Store(url).put_state_dict(make_state(5), "policy")
     (archive,) = (name for name in server.object_names(url) if "/0-1-" in name and "manifest" not in name)
     result = run_command("inspect", f"{url}/{archive}")
     assert result.returncode == 0 and "large" in result.stdout and "[10240, 1024]" in result.stdout, result
@@ -148,7 +148,7 @@ def test_command_reads_archives_in_bucket(server: Server, tmp_path: Path) -> Non
     result = run_command("convert", f"{url}/{archive}", "-o", tmp_path / "out.tssd")
     assert result.returncode == 0, result
     got = tssd.load_file(tmp_path / "out.tssd", framework="numpy")
-    assert np.array_equal(np.asarray(got["large"]), make_weights(5)["large"])
+    assert np.array_equal(np.asarray(got["large"]), make_state(5)["large"])
     result = run_command("inspect", f"{url}/missing.tssd")
     assert result.returncode == 3 and "there is no object" in result.stderr, result
     result = run_command("inspect", "s3://tssd-tests")
@@ -157,7 +157,7 @@ def test_command_reads_archives_in_bucket(server: Server, tmp_path: Path) -> Non
 
 def test_errors_have_kind_and_name_bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(tssd.TssdError, match="no-such-bucket") as raised:
-        tssd.Store("s3://no-such-bucket/x").put_state_dict(make_weights(1, 1), "policy")
+        tssd.Store("s3://no-such-bucket/x").put_state_dict(make_state(1, 1), "policy")
     assert raised.value.kind in ("not_found", "unreachable")
     with pytest.raises(tssd.TssdError) as raised:
         tssd.Store(server.new_url()).get_state_dict("policy")
@@ -194,23 +194,23 @@ class BucketDaemon:
 def test_daemon_replicates_durable_versions_to_bucket(server: Server, tmp_path: Path) -> None:
     url = server.new_url()
     with BucketDaemon(tmp_path, url) as daemon:
-        report = daemon.store.put_state_dict(make_weights(1), "policy", durability="object")
+        report = daemon.store.put_state_dict(make_state(1), "policy", durability="object")
         assert (report.visible, report.stored, report.transport) == (True, True, "arena")
         assert report.phases["store"] > 0
-        assert not daemon.store.put_state_dict(make_weights(2), "policy").stored
+        assert not daemon.store.put_state_dict(make_state(2), "policy").stored
         assert daemon.store.head("policy").version == 2
         # A reader that can only access the bucket reads these archives.
         bucket_store = tssd.Store(url)
         assert (bucket_store.head("policy").version, bucket_store.head("policy").id) == (1, report.id)
         got = bucket_store.get("policy", fqn="large")
-        assert np.array_equal(np.asarray(got), make_weights(1)["large"])
+        assert np.array_equal(np.asarray(got), make_state(1)["large"])
     with BucketDaemon(tmp_path, url) as daemon:
         assert daemon.store.head("policy").version == 1
         got, report = daemon.store.get_state_dict("policy", return_report=True)
         assert report.transport == "arena"
-        assert all(np.array_equal(np.asarray(got[name]), value) for name, value in make_weights(1).items())
+        assert all(np.array_equal(np.asarray(got[name]), value) for name, value in make_state(1).items())
         with daemon.store.publish("policy", bucket_bytes=8 << 20, durability="object") as publisher:
-            for name, value in make_weights(2).items():
+            for name, value in make_state(2).items():
                 publisher.put(name, value)
         assert publisher.report is not None and publisher.report.stored
         assert len([name for name in server.object_names(url) if "/0-2-" in name and "manifest" not in name]) > 1
@@ -224,8 +224,8 @@ def test_fill_from_hanging_bucket_times_out(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", slow_server.environment["AWS_ENDPOINT_URL"])
         store = tssd.Store(slow_server.new_url())
-        store.put_state_dict(make_weights(1), "policy")
-        into = {name: np.zeros_like(value) for name, value in make_weights(1).items() if isinstance(value, np.ndarray)}
+        store.put_state_dict(make_state(1), "policy")
+        into = {name: np.zeros_like(value) for name, value in make_state(1).items() if isinstance(value, np.ndarray)}
         with store.open("policy") as version:
             slow_server.process.send_signal(signal.SIGSTOP)
             processes = time.monotonic()
@@ -234,7 +234,7 @@ def test_fill_from_hanging_bucket_times_out(tmp_path: Path) -> None:
             assert time.monotonic() - processes < 10
             slow_server.process.send_signal(signal.SIGCONT)
             store.get_state_dict("policy", into, version=version, strict=False)
-            assert all(np.array_equal(value, make_weights(1)[name]) for name, value in into.items())
+            assert all(np.array_equal(value, make_state(1)[name]) for name, value in into.items())
     slow_server.stop()
 
 
@@ -245,19 +245,19 @@ def test_put_without_wait_is_visible_before_it_is_in_bucket(tmp_path: Path, serv
         patch.setenv("AWS_ENDPOINT_URL", slow_server.environment["AWS_ENDPOINT_URL"])
         with BucketDaemon(tmp_path, url) as daemon:
             slow_server.process.send_signal(signal.SIGSTOP)
-            pending = daemon.store.put_state_dict(make_weights(1), "policy", durability="object", wait=False, timeout=60)
+            pending = daemon.store.put_state_dict(make_state(1), "policy", durability="object", wait=False, timeout=60)
             assert pending.visible(10) == 1
             assert daemon.store.get_state_dict("policy")["step"] == 1
             with pytest.raises(tssd.TssdTimeoutError):
                 pending.result(0.2)
             with pytest.raises(tssd.TssdTimeoutError, match="in memory, and not in the bucket"):
-                daemon.store.put_state_dict(make_weights(2), "policy", durability="object", timeout=0.5)
+                daemon.store.put_state_dict(make_state(2), "policy", durability="object", timeout=0.5)
             with pytest.raises(tssd.TssdTimeoutError, match="is behind"):
-                daemon.store.put_state_dict(make_weights(3), "policy", durability="object", timeout=0.5)
+                daemon.store.put_state_dict(make_state(3), "policy", durability="object", timeout=0.5)
             (status,) = run_command("status", "--store", daemon.store.url).stdout.splitlines()[-2:-1]
             assert status.startswith("on its way to the bucket: `policy` version 1, writer 0: ")
             slow_server.process.send_signal(signal.SIGCONT)
             assert pending.result(60).stored and pending.visible() == 1
-            assert daemon.store.put_state_dict(make_weights(3), "policy", durability="object").stored
+            assert daemon.store.put_state_dict(make_state(3), "policy", durability="object").stored
             assert tssd.Store(url).head("policy").version == 3
     slow_server.stop()

@@ -357,9 +357,9 @@ def test_torch_save_file_roundtrips(tmp_path: Path) -> None:
     run_convert(old, "-o", new)
     torch.save(tssd.load_file(new), back)
     assert same(torch.load(back, weights_only=True), torch.load(old, weights_only=True))
-    again = tmp_path / "again.tssd"
-    run_convert(back, "-o", again)
-    assert again.read_bytes() == new.read_bytes()
+    reconverted = tmp_path / "again.tssd"
+    run_convert(back, "-o", reconverted)
+    assert reconverted.read_bytes() == new.read_bytes()
 
 
 def test_dcp_checkpoint_roundtrips(tmp_path: Path) -> None:

@@ -73,9 +73,9 @@ def test_checkpoint_is_rebuilt_from_its_metadata(path: str) -> None:
 
     saved = make_state(1)
     dcp.save(saved, storage_writer=TssdWriter(path))
-    found = _load_state_dict_from_keys({"model", "nested"}, storage_reader=TssdReader(path))
-    assert list(found) == ["model", "nested"]
-    assert same(found["model"], dict(saved["model"])) and same(found["nested"], saved["nested"])
+    loaded = _load_state_dict_from_keys({"model", "nested"}, storage_reader=TssdReader(path))
+    assert list(loaded) == ["model", "nested"]
+    assert same(loaded["model"], dict(saved["model"])) and same(loaded["nested"], saved["nested"])
 
 
 def test_metadata_equals_that_of_dcp_files(path: str, tmp_path: Path) -> None:
@@ -86,12 +86,12 @@ def test_metadata_equals_that_of_dcp_files(path: str, tmp_path: Path) -> None:
     assert actual.planner_data == expected.planner_data
     assert set(actual.state_dict_metadata) == set(expected.state_dict_metadata)
     for name, entry in expected.state_dict_metadata.items():
-        found = actual.state_dict_metadata[name]
-        assert type(found) is type(entry), name
+        loaded = actual.state_dict_metadata[name]
+        assert type(loaded) is type(entry), name
         if isinstance(entry, dcp.TensorStorageMetadata):
-            assert isinstance(found, dcp.TensorStorageMetadata)
-            assert (found.size, found.properties.dtype) == (entry.size, entry.properties.dtype)
-            assert found.chunks == entry.chunks
+            assert isinstance(loaded, dcp.TensorStorageMetadata)
+            assert (loaded.size, loaded.properties.dtype) == (entry.size, entry.properties.dtype)
+            assert loaded.chunks == entry.chunks
 
 
 def test_checkpoint_id_selects_store(tmp_path: Path) -> None:
@@ -129,9 +129,9 @@ def test_dcp_and_store_read_each_other(path: str) -> None:
         dcp.load(into, storage_reader=TssdReader(path, "policy"))
         assert torch.equal(into["model"]["weight"], saved["model"]["weight"].double())  # type: ignore[index]
         dcp.save(saved, storage_writer=TssdWriter(path))
-        found = store.get_state_dict("checkpoint")
-        assert same(found["model.weight"], saved["model"]["weight"])  # type: ignore[index]
-        assert set(found) == {"model.weight", "model.bias", "step", ".metadata"}
+        loaded = store.get_state_dict("checkpoint")
+        assert same(loaded["model.weight"], saved["model"]["weight"])  # type: ignore[index]
+        assert set(loaded) == {"model.weight", "model.bias", "step", ".metadata"}
 
 
 def test_inspect_command_shows_checkpoint(path: str) -> None:
@@ -185,10 +185,10 @@ def test_missing_data_is_an_error(path: str, tmp_path: Path) -> None:
         dcp.load({"w": torch.ones(2)}, storage_reader=TssdReader(path, "other"))
     with pytest.raises(dcp.CheckpointException, match="Size mismatch"):
         dcp.load({"w": torch.ones(3)}, storage_reader=TssdReader(path))
-    untouched = {"w": torch.zeros(2), "i": torch.zeros(2)}
+    unchanged = {"w": torch.zeros(2), "i": torch.zeros(2)}
     with pytest.raises(dcp.CheckpointException, match="int8"):
-        dcp.load(untouched, storage_reader=TssdReader(path))
-    assert untouched["w"].tolist() == [0, 0]
+        dcp.load(unchanged, storage_reader=TssdReader(path))
+    assert unchanged["w"].tolist() == [0, 0]
     with pytest.raises(tssd.TssdFileNotFoundError):
         TssdReader(tmp_path / "nowhere").read_metadata()
 

@@ -616,19 +616,25 @@ def test_tensor_slice_validates_and_pickles() -> None:
 
 def test_shards_of_arrays_roundtrip(path: Path) -> None:
     local = np.arange(6, dtype=np.float32).reshape(2, 3)
-    place = tssd.TensorSlice((2, 0), (1,), (4, 3), (2, 3), (2,))
-    tssd.save_file({"w": tssd.TensorShard(local, place), "empty": tssd.TensorShard(local[:0], tssd.TensorSlice((4, 0), (1,), (4, 3), (0, 3), (2,)))}, path)
+    tensor_slice = tssd.TensorSlice((2, 0), (1,), (4, 3), (2, 3), (2,))
+    tssd.save_file(
+        {
+            "w": tssd.TensorShard(local, tensor_slice),
+            "empty": tssd.TensorShard(local[:0], tssd.TensorSlice((4, 0), (1,), (4, 3), (0, 3), (2,))),
+        },
+        path,
+    )
     loaded = load(path)["w"]
     assert type(loaded) is tssd.TensorShard
-    assert loaded.tensor_slice == place and same(loaded.local, local)
+    assert loaded.tensor_slice == tensor_slice and same(loaded.local, local)
     with tssd.safe_open(path, "np") as file:
-        assert file.get_tensor("w").tensor_slice == place
+        assert file.get_tensor("w").tensor_slice == tensor_slice
         with pytest.raises(TypeError, match="shard"):
             file.get_slice("w")
     with pytest.raises(ValueError, match="shape"):
-        tssd.TensorShard(local[:1], place)
+        tssd.TensorShard(local[:1], tensor_slice)
     with pytest.raises(TypeError):
-        tssd.TensorShard([1, 2], place)  # type: ignore[type-var]
+        tssd.TensorShard([1, 2], tensor_slice)  # type: ignore[type-var]
 
 
 def test_shard_of_several_boxes_roundtrips(path: Path) -> None:

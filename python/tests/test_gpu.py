@@ -30,7 +30,7 @@ def run_python(folder: Path, driver: Path | None, arguments: list[str], **variab
         (folder / "libcuda.so").symlink_to(driver)
     environment = os.environ | {"LD_LIBRARY_PATH": str(folder)} | variables
     command = [sys.executable, *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, output=True, cwd=HERE, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

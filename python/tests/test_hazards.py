@@ -1,4 +1,7 @@
-"""Forks, cancelled tasks, odd arrays, daemons that hang: above each test, what went wrong before it."""
+"""Regression tests of forks, cancelled tasks, unusual arrays and hanging daemons.
+
+The comment above a test describes the bug that it covers.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,23 @@ import numpy as np
 import pytest
 import tssd
 import tssd.aio
-from test_store import daemon
+from test_store import Daemon
 
 torch = pytest.importorskip("torch")
 
-Pair = namedtuple("Pair", "x y")  # noqa: PYI024 - what state dicts have
+Pair = namedtuple("Pair", "x y")  # noqa: PYI024 - state dicts contain untyped ones
 
 
-def script(text: str, *arguments: str) -> None:
-    """Runs Python in a process of its own, which may hang."""
+def run_script(text: str, *arguments: str) -> None:
+    """Runs Python code in a separate process, which must exit with 0 within 60 s."""
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(text), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    with daemon(tmp_path / "socket") as url:
+    with Daemon(tmp_path / "socket") as url:
         yield url
 
 
@@ -47,7 +50,7 @@ def memory() -> tssd.Store:
     return tssd.Store("memory:")
 
 
-# A fill goes to the copy that storing would take: the caller's array stays as it was, and no error says so.
+# A fill wrote to the temporary copy that a put would take. The caller's array stayed unchanged, without an error.
 @pytest.mark.parametrize(
     "into",
     [
@@ -57,7 +60,7 @@ def memory() -> tssd.Store:
     ],
     ids=["backwards", "swapped", "between elements"],
 )
-def test_an_array_of_any_layout_is_filled_or_refused(memory: tssd.Store, into: Any) -> None:
+def test_array_of_any_layout_is_filled_or_rejected(memory: tssd.Store, into: Any) -> None:
     stored = np.arange(6, dtype=np.float32)
     memory.put_state_dict({"a": stored}, "k")
     try:
@@ -67,10 +70,10 @@ def test_an_array_of_any_layout_is_filled_or_refused(memory: tssd.Store, into: A
     assert np.array_equal(into, stored)
 
 
-# A child joins threads of its parent, which were not forked: it hangs for ever.
+# A forked child joined threads of its parent, which do not exist in the child, and hung.
 @pytest.mark.parametrize("end", ["store.close()", "del store", "sys.exit(0)"])
-def test_a_child_ends_though_its_parent_had_a_store(end: str) -> None:
-    script(
+def test_forked_child_exits_although_parent_has_store(end: str) -> None:
+    run_script(
         f"""
         import os, signal, sys, tssd
         store = tssd.Store("memory:")
@@ -86,8 +89,8 @@ def test_a_child_ends_though_its_parent_had_a_store(end: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="nobody says what a process has open")
-def test_a_child_keeps_no_version_that_is_gone(tmp_path: Path) -> None:
-    script(
+def test_forked_child_keeps_no_deleted_version_open(tmp_path: Path) -> None:
+    run_script(
         f"""
         import os, numpy, tssd
         from pathlib import Path
@@ -99,7 +102,7 @@ def test_a_child_keeps_no_version_that_is_gone(tmp_path: Path) -> None:
             del view
             child = os.fork()
             if child == 0:
-                # What is not there any more is the folder that was listed.
+                # The descriptor of the listed folder itself is already closed.
                 found = [Path(f"/proc/self/fd/{{each}}") for each in os.listdir("/proc/self/fd")]
                 found = [os.readlink(each) for each in found if each.is_symlink()]
                 found += Path("/proc/self/maps").read_text().splitlines()
@@ -111,12 +114,12 @@ def test_a_child_keeps_no_version_that_is_gone(tmp_path: Path) -> None:
     )
 
 
-# Nobody would do what a child waits for.
+# A forked child would wait for threads of its parent, which do not exist in the child.
 @pytest.mark.parametrize(
     "call", ["version.get_tensor('w')", "version.to_meta()", "pending.result()", "publisher.put('a', 1) or publisher.flush()"]
 )
-def test_what_was_opened_before_a_fork_is_refused_after_it(call: str) -> None:
-    script(
+def test_objects_opened_before_fork_are_rejected_in_child(call: str) -> None:
+    run_script(
         f"""
         import os, signal, sys, numpy, tssd
         store = tssd.Store("memory:")
@@ -136,8 +139,8 @@ def test_what_was_opened_before_a_fork_is_refused_after_it(call: str) -> None:
     )
 
 
-# `close` and the end of the PendingPut stop the threads that write: the put is lost, and nobody says so.
-def test_a_put_that_is_not_waited_for_is_not_lost(tmp_path: Path) -> None:
+# `close` and the drop of the `PendingPut` stopped the writing threads. The put was lost without an error.
+def test_put_without_wait_completes_after_close(tmp_path: Path) -> None:
     store = tssd.Store(str(tmp_path / "store"))
     pending = store.put_state_dict({"w": torch.ones(20_000_000)}, "k", wait=False)
     store.close()
@@ -149,11 +152,11 @@ def test_a_put_that_is_not_waited_for_is_not_lost(tmp_path: Path) -> None:
     raise AssertionError("there is no version")
 
 
-def ends_while_stopped(url: str, call: Callable[[], object]) -> bool:
-    """Whether a call ends within 20 s though the daemon does nothing."""
-    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-    listening = url.removeprefix("unix:").encode()
-    mine = [pid for pid in pids if listening in (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0")]
+def fails_while_daemon_is_stopped(url: str, call: Callable[[], object]) -> bool:
+    """Stops the daemon. Returns whether a call fails with a timeout or connection error within 20 s."""
+    all_pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    socket_path = url.removeprefix("unix:").encode()
+    pids = [pid for pid in all_pids if socket_path in (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0")]
     ended = threading.Event()
 
     def run() -> None:
@@ -164,30 +167,30 @@ def ends_while_stopped(url: str, call: Callable[[], object]) -> bool:
         except ConnectionError:
             ended.set()
 
-    for pid in mine:
+    for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
         threading.Thread(target=run, daemon=True).start()
         return ended.wait(20)
     finally:
-        for pid in mine:
+        for pid in pids:
             os.kill(pid, signal.SIGCONT)
 
 
-# connect_timeout counts for nothing where the daemon accepts and never answers.
-def test_a_connection_to_a_daemon_that_hangs_times_out(url: str) -> None:
-    assert ends_while_stopped(url, lambda: tssd.Store(url, connect_timeout=2))
+# `connect_timeout` had no effect if the daemon accepted the connection and never answered.
+def test_connect_to_hanging_daemon_times_out(url: str) -> None:
+    assert fails_while_daemon_is_stopped(url, lambda: tssd.Store(url, connect_timeout=2))
 
 
-# Nobody looks for signals while a thread waits for bytes that are elsewhere.
+# A thread that waited for bytes of a remote daemon did not check for signals.
 @pytest.mark.parametrize("end", ["Ctrl-C", "timeout"])
-def test_a_fill_from_a_daemon_that_hangs_ends(tmp_path: Path, end: str) -> None:
-    serving = daemon(tmp_path / "socket", "--listen", "127.0.0.1:0")
-    with serving, tssd.Store(serving.said.split()[-1]) as store:
+def test_fill_from_hanging_daemon_ends_on_ctrl_c_or_timeout(tmp_path: Path, end: str) -> None:
+    server = Daemon(tmp_path / "socket", "--listen", "127.0.0.1:0")
+    with server, tssd.Store(server.startup_line.split()[-1]) as store:
         store.put_state_dict({name: torch.ones(1 << 20) for name in "abcd"}, "k")
         into = {name: torch.zeros(1 << 20) for name in "abcd"}
         with store.open("k") as version:
-            serving.process.send_signal(signal.SIGSTOP)
+            server.process.send_signal(signal.SIGSTOP)
             try:
                 started = time.monotonic()
                 if end == "Ctrl-C":
@@ -199,15 +202,15 @@ def test_a_fill_from_a_daemon_that_hangs_ends(tmp_path: Path, end: str) -> None:
                         store.get_state_dict("k", into, version=version, timeout=0.3)
                 assert time.monotonic() - started < 10
             finally:
-                serving.process.send_signal(signal.SIGCONT)
-            # It goes on as if nothing had been.
+                server.process.send_signal(signal.SIGCONT)
+            # The open version is still usable.
             assert store.get_state_dict("k", into, version=version)["d"].min() == 1
 
 
-def test_ctrl_c_ends_a_connecting(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as mute:
-        mute.bind(str(tmp_path / "mute"))
-        mute.listen()
+def test_ctrl_c_interrupts_connect(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as silent_socket:
+        silent_socket.bind(str(tmp_path / "mute"))
+        silent_socket.listen()
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -215,8 +218,8 @@ def test_ctrl_c_ends_a_connecting(tmp_path: Path) -> None:
         assert time.monotonic() - started < 10
 
 
-# Who has caught what a put raises is left with a version that lacks a tensor.
-def test_a_version_of_which_a_part_was_refused_is_none(memory: tssd.Store) -> None:
+# A caller that caught an error of `Publisher.put` published a version without that tensor.
+def test_version_with_rejected_value_is_not_published(memory: tssd.Store) -> None:
     with pytest.raises(ValueError, match="has failed"):
         with memory.publish("k") as publisher:
             publisher.put("w", torch.ones(3))
@@ -225,7 +228,7 @@ def test_a_version_of_which_a_part_was_refused_is_none(memory: tssd.Store) -> No
     assert not memory.exists("k")
 
 
-def test_stages_of_a_pipeline_say_each_what_their_modules_are(memory: tssd.Store) -> None:
+def test_pipeline_stages_merge_module_metadata(memory: tssd.Store) -> None:
     modules = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "head": torch.nn.Linear(2, 3)})
     whole = modules.state_dict()
     for writer, name in enumerate(modules):
@@ -239,16 +242,16 @@ def test_stages_of_a_pipeline_say_each_what_their_modules_are(memory: tssd.Store
     assert all(got[name]._metadata == modules[name].state_dict()._metadata for name in modules)
 
 
-# It has a field `_1`, which nobody can name.
-def test_a_namedtuple_whose_fields_were_renamed_comes_back(memory: tssd.Store) -> None:
+# Such a namedtuple has a field `_1`, which `namedtuple` accepts only with `rename=True`.
+def test_namedtuple_with_renamed_fields_roundtrips(memory: tssd.Store) -> None:
     Renamed = namedtuple("Renamed", ["a", "def"], rename=True)  # noqa: PYI024 - as above
     memory.put_state_dict({"n": Renamed(1, 2)}, "k")
     got = memory.get_state_dict("k")["n"]
     assert got._fields == ("a", "_1") and tuple(got) == (1, 2)
 
 
-# The second tensor is dropped, and no error says so.
-def test_a_name_is_published_once_or_anew(memory: tssd.Store) -> None:
+# The second tensor of a name was dropped without an error.
+def test_duplicate_name_is_rejected_or_replaces_value(memory: tssd.Store) -> None:
     try:
         with memory.publish("k", bucket_bytes=10) as publisher:
             publisher.put("w", torch.ones(3))
@@ -258,10 +261,10 @@ def test_a_name_is_published_once_or_anew(memory: tssd.Store) -> None:
     assert memory.get_state_dict("k")["w"].tolist() == [2, 2, 2]
 
 
-# `publish` asks for the job before it has seen a shard: at the end of the block all that was sent is refused, where
-# put_state_dict agrees on one.
-def test_ranks_publish_dtensors_as_they_put_them(tmp_path: Path) -> None:
-    script(
+# `publish` chose the job before it had a shard, so the commit at the end of the block was rejected. `put_state_dict`
+# lets the ranks agree on a job.
+def test_publish_of_dtensors_agrees_on_job_like_put(tmp_path: Path) -> None:
+    run_script(
         """
         import sys, torch, tssd
         import torch.distributed as dist
@@ -276,7 +279,7 @@ def test_ranks_publish_dtensors_as_they_put_them(tmp_path: Path) -> None:
         with store.publish("published", version=1) as publisher:
             publisher.put("w", weight)
         assert publisher.report.missing == [1]
-        # Nobody would wait for rank 1.
+        # The mesh does not contain rank 1, so the version would not wait for it.
         alone = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)], run_check=False)
         try:
             with store.publish("alone", version=1) as publisher:
@@ -289,9 +292,9 @@ def test_ranks_publish_dtensors_as_they_put_them(tmp_path: Path) -> None:
     )
 
 
-# What is cast in parts is cut as it lies: nobody would see that it is not what its mesh says.
-def test_a_local_tensor_of_another_shape_is_refused_before_it_is_cut(tmp_path: Path) -> None:
-    script(
+# A cast in parts splits the local tensor by its own shape, so a mismatch with the mesh went unnoticed.
+def test_local_tensor_of_wrong_shape_is_rejected_before_split(tmp_path: Path) -> None:
+    run_script(
         """
         import sys, torch, tssd
         import torch.distributed as dist
@@ -323,9 +326,9 @@ def test_a_local_tensor_of_another_shape_is_refused_before_it_is_cut(tmp_path: P
     )
 
 
-# Its shards say where they belong as ours do.
-def test_a_sharded_tensor_is_refused_and_what_is_advised_can_be_done() -> None:
-    script(
+# The shards of a `ShardedTensor` have offsets, like those of a `TensorShard`.
+def test_sharded_tensor_is_rejected_with_working_advice() -> None:
+    run_script(
         """
         import torch, tssd
         import torch.distributed as dist
@@ -352,9 +355,9 @@ def test_a_sharded_tensor_is_refused_and_what_is_advised_can_be_done() -> None:
     )
 
 
-# A DTensor of one part would be a local tensor of another shape than its mesh says.
-def test_a_part_of_a_shard_becomes_no_dtensor(tmp_path: Path) -> None:
-    script(
+# The local tensor of a DTensor of one part would have another shape than its mesh requires.
+def test_part_of_shard_is_not_loaded_as_dtensor(tmp_path: Path) -> None:
+    run_script(
         """
         import sys, torch, tssd
         from pathlib import Path
@@ -386,8 +389,8 @@ def test_a_part_of_a_shard_becomes_no_dtensor(tmp_path: Path) -> None:
     )
 
 
-# Unlike `copy_`: a backward pass through values that were overwritten gives wrong gradients, and no error.
-def test_autograd_hears_of_a_fill(memory: tssd.Store) -> None:
+# Unlike `copy_`, a fill did not notify autograd. A backward pass through overwritten values gave wrong gradients.
+def test_fill_notifies_autograd(memory: tssd.Store) -> None:
     memory.put_state_dict({"w": torch.full((2,), 3.0)}, "k")
     weight = torch.ones(2, requires_grad=True)
     loss = (weight * weight).sum()
@@ -396,8 +399,8 @@ def test_autograd_hears_of_a_fill(memory: tssd.Store) -> None:
         loss.backward()
 
 
-# `tensor_slice` is ignored where `into` is given.
-def test_a_slice_is_got_into_a_tensor(memory: tssd.Store) -> None:
+# `tensor_slice` was ignored if `into` was given.
+def test_get_fills_tensor_with_slice(memory: tssd.Store) -> None:
     whole = torch.arange(16.0).reshape(4, 4)
     memory.put_state_dict({"w": whole}, "k")
     part = torch.zeros(2, 2)
@@ -405,23 +408,23 @@ def test_a_slice_is_got_into_a_tensor(memory: tssd.Store) -> None:
     assert torch.equal(part, whole[1:3, 1:3])
 
 
-# A namedtuple is gone through by index, and stored by field: `p.0` is not stored.
-def test_what_is_in_a_namedtuple_is_filled(memory: tssd.Store) -> None:
+# A put names the items of a namedtuple by field, but a fill named them by index, so `p.0` was missing.
+def test_tensors_in_namedtuple_are_filled(memory: tssd.Store) -> None:
     memory.put_state_dict({"p": Pair(torch.ones(2), torch.ones(3))}, "k")
     into = {"p": Pair(torch.zeros(2), torch.zeros(3))}
     memory.get_state_dict("k", into)
     assert into["p"].x.sum() == 2
 
 
-# A scalar of numpy is stored as a tensor, and is none in `into`: the dict that was put does not fit its own version.
-def test_a_dict_with_scalars_of_numpy_is_filled(memory: tssd.Store) -> None:
+# A put stores a numpy scalar as a tensor, but a fill did not treat it as one. A dict did not match its own version.
+def test_dict_with_numpy_scalars_is_filled(memory: tssd.Store) -> None:
     state = {"w": torch.ones(2), "lr": np.float64(0.5)}
     memory.put_state_dict(state, "k")
     memory.get_state_dict("k", into=state)
 
 
-# "Nothing was written": torch refuses the staged copy when other tensors are full already, with an error of its own.
-def test_a_cast_into_an_expanded_tensor_is_refused_before_anything_is_written(memory: tssd.Store) -> None:
+# torch rejected the staged copy with an error of its own, after other tensors had already been filled.
+def test_cast_into_expanded_tensor_is_rejected_before_any_write(memory: tssd.Store) -> None:
     memory.put_state_dict({"a": torch.ones(4), "b": torch.ones(4)}, "k")
     into = {"a": torch.zeros(4), "b": torch.zeros(1, dtype=torch.bfloat16).expand(4)}
     with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
@@ -429,9 +432,9 @@ def test_a_cast_into_an_expanded_tensor_is_refused_before_anything_is_written(me
     assert not into["a"].any() and isinstance(caught.value, tssd.TssdError)
 
 
-# New memory is made on torch's default device: empty tensors come on it, and a cast fails.
+# New memory was allocated on torch's default device: empty tensors were there, and a cast failed.
 @pytest.mark.parametrize("cast", [False, True])
-def test_a_default_device_changes_nothing(memory: tssd.Store, cast: bool) -> None:
+def test_get_ignores_default_device(memory: tssd.Store, cast: bool) -> None:
     memory.put_state_dict({"w": torch.ones(4), "empty": torch.ones(0, 3), "part": torch.ones(4, 4)[:, ::2]}, "k")
     into = {"w": torch.zeros(4, dtype=torch.bfloat16), "empty": torch.zeros(0, 3), "part": torch.zeros(4, 2)}
     with torch.device("meta"):
@@ -440,8 +443,8 @@ def test_a_default_device_changes_nothing(memory: tssd.Store, cast: bool) -> Non
     assert (got["w"] == 1).all() and (got["part"] == 1).all()
 
 
-# A subscription cannot be closed while somebody waits for it, which is when one wants to.
-def test_closing_a_subscription_ends_its_loop(url: str) -> None:
+# A subscription could not be closed while a thread waited for it.
+def test_close_ends_loop_over_subscription(url: str) -> None:
     store = tssd.Store(url)
     subscription = store.subscribe("k")
     seen: list[list[Any]] = []
@@ -453,7 +456,7 @@ def test_closing_a_subscription_ends_its_loop(url: str) -> None:
     assert seen == [[]]
 
 
-def test_closing_a_subscription_ends_its_loop_in_asyncio() -> None:
+def test_close_ends_asyncio_loop_over_subscription() -> None:
     async def main() -> None:
         subscription = tssd.aio.Store("memory:").subscribe("k")
 
@@ -469,8 +472,8 @@ def test_closing_a_subscription_ends_its_loop_in_asyncio() -> None:
     asyncio.run(main())
 
 
-# What `put_batch` gives is not wrapped: these are the PendingPuts of tssd, which block the loop.
-def test_the_pending_puts_of_a_batch_are_awaitable() -> None:
+# `put_batch` returned the blocking `PendingPut` of `tssd` instead of the awaitable one.
+def test_pending_puts_of_batch_are_awaitable() -> None:
     async def main() -> None:
         store = tssd.aio.Store("memory:")
         pending: Any = await store.put_batch({"a": torch.ones(1), "b": torch.ones(1)}, wait=False)
@@ -479,9 +482,9 @@ def test_the_pending_puts_of_a_batch_are_awaitable() -> None:
     asyncio.run(main())
 
 
-# All threads wait for a version, and none is left for the put of it.
-def test_any_number_of_waits_leaves_room_for_the_put() -> None:
-    script(
+# All threads of the pool waited for a version, and none was left for the put.
+def test_many_waits_do_not_block_put() -> None:
+    run_script(
         """
         import asyncio, tssd.aio
         async def main():
@@ -495,8 +498,8 @@ def test_any_number_of_waits_leaves_room_for_the_put() -> None:
     )
 
 
-# "What it would have filled is left alone when the await has ended": not if it is cancelled once more meanwhile.
-def test_a_task_that_is_cancelled_twice_still_waits_for_its_thread() -> None:
+# A cancelled call must not write to the tensors after its await has ended. After a second cancel, it did.
+def test_task_cancelled_twice_waits_for_its_thread() -> None:
     async def main() -> None:
         ended: list[bool] = []
 
@@ -516,15 +519,15 @@ def test_a_task_that_is_cancelled_twice_still_waits_for_its_thread() -> None:
     asyncio.run(main())
 
 
-# "Lists and tuples come whole, if anything in them is wanted": the dicts in them are pruned.
-def test_a_list_comes_whole(memory: tssd.Store) -> None:
+# A list of which one item is selected must be returned whole. The dicts in it were pruned.
+def test_selected_list_is_returned_whole(memory: tssd.Store) -> None:
     memory.put_state_dict({"layers": [{"a": torch.ones(1), "b": torch.ones(1)}, {"a": torch.ones(1)}]}, "k")
     got = memory.get_state_dict("k", names=["layers.0.a"])
     assert [set(layer) for layer in got["layers"]] == [{"a", "b"}, {"a"}]
 
 
-# Tied views come apart, and what is expanded is stored as often as it is seen.
-def test_a_cast_keeps_ties_and_strides_of_zero(memory: tssd.Store) -> None:
+# A cast separated tied views and stored an expanded tensor at its full size.
+def test_cast_preserves_ties_and_zero_strides(memory: tssd.Store) -> None:
     base = torch.randn(4, 4)
     memory.put_state_dict({"w": base, "t": base.T}, "k", transfer_dtype=torch.bfloat16)
     got = memory.get_state_dict("k")
@@ -533,17 +536,17 @@ def test_a_cast_keeps_ties_and_strides_of_zero(memory: tssd.Store) -> None:
     assert memory.put_state_dict({"w": expanded}, "k", transfer_dtype=torch.bfloat16).bytes < 100_000
 
 
-# The message is that of an enum of Rust, "failed to extract enum Which ('Lease | Number')", and is no TssdError.
+# The error was that of a Rust enum, "failed to extract enum Which ('Lease | Number')", and not a `TssdError`.
 @pytest.mark.parametrize("version", [-1, "3", 1.0])
-def test_what_is_no_version_is_said_so(memory: tssd.Store, version: Any) -> None:
+def test_invalid_version_has_readable_error(memory: tssd.Store, version: Any) -> None:
     memory.put_state_dict({"w": torch.ones(1)}, "k")
     with pytest.raises((TypeError, ValueError, KeyError)) as caught:
         memory.get_state_dict("k", version=version)
     assert "Which" not in str(caught.value)
 
 
-# Advice that cannot be followed: `get` has no `strict`, a store has no `load_file`.
-def test_advice_is_about_the_call(memory: tssd.Store) -> None:
+# The advice did not apply to the call: `get` has no `strict`, a store has no `load_file`.
+def test_advice_applies_to_call(memory: tssd.Store) -> None:
     memory.put("text", "abc")
     with pytest.raises(tssd.TssdError) as caught:
         memory.get("text", torch.zeros(3))
@@ -554,15 +557,15 @@ def test_advice_is_about_the_call(memory: tssd.Store) -> None:
     assert "load_file" not in str(caught.value)
 
 
-# A str is gone through by characters: the key `p` is missed.
-def test_one_key_is_no_batch(memory: tssd.Store) -> None:
+# A str was iterated by character, so the error named a missing key `p`.
+def test_get_batch_rejects_str(memory: tssd.Store) -> None:
     memory.put("policy", torch.ones(1))
     with pytest.raises(TypeError):
         memory.get_batch("policy")
 
 
-# Whoever stopped waiting was waited with for ever, until the daemon listened to that connection no more.
-def test_waits_that_ended_are_forgotten(url: str) -> None:
+# The daemon kept waits that had timed out in the client, until it stopped to serve the connection.
+def test_timed_out_waits_are_released(url: str) -> None:
     store = tssd.Store(url)
     store.put("k", 1)
     assert int(store.wait_for_version("k", 1, timeout=0)) == 1
@@ -573,11 +576,11 @@ def test_waits_that_ended_are_forgotten(url: str) -> None:
     assert head is not None and head.version == 1
 
 
-# A thread that waits asked an interpreter that was gone for signals.
+# A waiting thread checked for signals after the interpreter had been finalized.
 @pytest.mark.skipif(sys.platform != "linux", reason="libc.so.6")
-def test_a_thread_that_waits_does_not_hurt_the_end_of_its_process() -> None:
+def test_waiting_thread_does_not_crash_exiting_process() -> None:
     for call in ("wait_for_version('k', 1)", "subscribe('k').__next__()"):
-        script(
+        run_script(
             f"""
             import ctypes, threading, time, tssd
             libc = ctypes.CDLL(None)  # the process ends 300 ms after its interpreter

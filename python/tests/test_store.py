@@ -1,4 +1,4 @@
-"""Stores: put and got, whole and in place; who is not there, what does not fit, who waits."""
+"""Puts and gets of a store: whole, in place and in parts, with errors, waits and interrupts."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tssd.Store
     elif request.param == "directory":
         yield tssd.Store(str(tmp_path / "store"))
     else:
-        with daemon(tmp_path / "socket") as url:
+        with Daemon(tmp_path / "socket") as url:
             yield tssd.Store(url)
 
 
-class daemon:
-    """A daemon, by the command that the tests have."""
+class Daemon:
+    """A daemon process of the command that is under test."""
 
     def __init__(self, socket: Path, *options: str) -> None:
         self.socket, self.options = socket, options
@@ -45,8 +45,8 @@ class daemon:
         arguments = [command, "serve", "--socket", str(self.socket), "--memory-limit", "1GB", *self.options]
         self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        self.said = self.process.stdout.readline()
-        assert "serving" in self.said
+        self.startup_line = self.process.stdout.readline()
+        assert "serving" in self.startup_line
         return f"unix:{self.socket}"
 
     def __exit__(self, *_: object) -> None:
@@ -56,7 +56,7 @@ class daemon:
         self.process.stdout.close()
 
 
-def state(step: int) -> dict[str, Any]:
+def make_state(step: int) -> dict[str, Any]:
     weight = np.arange(12, dtype=np.float32).reshape(3, 4) + step
     return {
         "model": OrderedDict(weight=weight, tied=weight, bias=np.full(3, step, np.float64)),
@@ -65,24 +65,24 @@ def state(step: int) -> dict[str, Any]:
     }
 
 
-def test_what_is_put_is_got(store: tssd.Store) -> None:
+def test_state_dict_roundtrips(store: tssd.Store) -> None:
     for step in (1, 2):
-        put = store.put_state_dict(state(step), "policy", metadata={"run": "7"})
-        assert isinstance(put, tssd.PutReport)
-        assert (put.version, put.visible, put.missing) == (step, True, [])
+        put_report = store.put_state_dict(make_state(step), "policy", metadata={"run": "7"})
+        assert isinstance(put_report, tssd.PutReport)
+        assert (put_report.version, put_report.visible, put_report.missing) == (step, True, [])
         got, report = store.get_state_dict("policy", return_report=True)
-        assert isinstance(report, tssd.GetReport) and report.version == step and report.id == put.id
-        assert list(put.phases) == ["arrange", "begin", "write", "commit", "store"]
-        assert 0 < sum(put.phases.values()) <= put.seconds
-        assert len(put.digest) == 32 and report.digest == put.digest
-        assert report.transport == put.transport and report.seconds > 0
+        assert isinstance(report, tssd.GetReport) and report.version == step and report.id == put_report.id
+        assert list(put_report.phases) == ["arrange", "begin", "write", "commit", "store"]
+        assert 0 < sum(put_report.phases.values()) <= put_report.seconds
+        assert len(put_report.digest) == 32 and report.digest == put_report.digest
+        assert report.transport == put_report.transport and report.seconds > 0
         assert report.bytes_needed == 48 + 24 == report.bytes_transferred
-        # The long str is proven too.
+        # The long str is verified, too.
         assert report.bytes_verified == 48 + 24 + 5000
-        assert list(got) == list(state(step))
+        assert list(got) == list(make_state(step))
         for key in ("weight", "tied", "bias"):
-            assert np.array_equal(np.asarray(got["model"][key]), state(step)["model"][key])
-        assert got["optimizer"] == state(step)["optimizer"]
+            assert np.array_equal(np.asarray(got["model"][key]), make_state(step)["model"][key])
+        assert got["optimizer"] == make_state(step)["optimizer"]
     assert store.keys() == ["policy"] and store.keys("x") == []
     assert [int(each) for each in store.versions("policy")] == [2]
     head = store.head("policy")
@@ -94,7 +94,7 @@ def test_what_is_put_is_got(store: tssd.Store) -> None:
     assert store.delete("policy") == 1 and store.delete("policy") == 0
 
 
-def test_single_values_come_back(store: tssd.Store) -> None:
+def test_single_values_roundtrip(store: tssd.Store) -> None:
     array = np.arange(10, dtype=np.int64).reshape(2, 5)
     store.put("array", array)
     assert np.array_equal(np.asarray(store.get("array")), array)
@@ -106,7 +106,7 @@ def test_single_values_come_back(store: tssd.Store) -> None:
     part = tssd.TensorSlice([0, 1], None, [2, 5], [2, 3], [])
     got = store.get("dict", fqn="a.b", tensor_slice=part)
     assert np.array_equal(np.asarray(got), array[:, 1:4])
-    # A slice of a tensor of another shape is none of this one.
+    # The global shape of this slice differs from that of the tensor.
     other = tssd.TensorSlice([0, 1], None, [3, 5], [2, 3], [])
     with store.open("dict") as opened, pytest.raises(ValueError, match=r"`a.b` has shape \[2, 5\].*\[3, 5\]"):
         opened.get_tensor("a.b", other)
@@ -118,23 +118,23 @@ def test_single_values_come_back(store: tssd.Store) -> None:
 
 
 def test_arrays_are_filled_in_place(store: tssd.Store) -> None:
-    store.put_state_dict(state(3), "policy")
+    store.put_state_dict(make_state(3), "policy")
     fused = np.zeros((3, 8), np.float32)
     tied = fused[:, :4]
     into = {"model": {"weight": tied, "tied": tied, "bias": np.zeros(3)}, "empty": np.zeros((0, 3), np.int8)}
     got, report = store.get_state_dict("policy", into, return_report=True)
     assert got is into
-    assert np.array_equal(tied, state(3)["model"]["weight"]) and not fused[:, 4:].any()
+    assert np.array_equal(tied, make_state(3)["model"]["weight"]) and not fused[:, 4:].any()
     assert report.bytes_needed == report.bytes_transferred
-    # Shards of both halves, in whatever sharding it was put.
+    # Shards of two parts, which the put did not have.
     rows = [np.zeros((2, 4), np.float32), np.zeros((1, 4), np.float32)]
     for offset, local in zip((0, 2), rows):
         shard = tssd.TensorShard(local, tssd.TensorSlice([offset, 0], None, [3, 4], list(local.shape), []))
         store.get_state_dict("policy", {"model": {"weight": shard}}, strict=False)
-    assert np.array_equal(np.concatenate(rows), state(3)["model"]["weight"])
+    assert np.array_equal(np.concatenate(rows), make_state(3)["model"]["weight"])
 
 
-def test_what_is_no_tensor_is_replaced_in_place(store: tssd.Store) -> None:
+def test_plain_values_are_replaced_in_place(store: tssd.Store) -> None:
     text = "x" * 100_000
     stored = {
         "w": np.ones(3), "step": 7, "name": text, "none": None, "scale": np.float32(0.5),
@@ -147,20 +147,20 @@ def test_what_is_no_tensor_is_replaced_in_place(store: tssd.Store) -> None:
     }
     assert store.get_state_dict("policy", into) is into and into["w"] is weight and (weight == 1).all()
     assert (into["step"], into["name"], into["none"], into["scale"]) == (7, text, None, 0.5)
-    # What is in a tuple stays, and what is pickled, and what nobody has stored; nothing is added.
+    # Values in tuples, pickled values and names that are not stored stay unchanged. No name is added.
     assert into["groups"] is groups and groups == [{"lr": 0.1, "betas": (0.0, 0.0)}]
     assert into["pickled"] is None and into["inner"] == {"own": "stays"} and "more" not in into
     store.get_state_dict("policy", into, allow_pickle=True)
     assert into["pickled"] == {1, 2}
-    # Nothing is replaced where something does not fit.
+    # Nothing is replaced if one tensor does not match.
     into["step"], into["w"] = 0, np.zeros(4)
     with pytest.raises(ValueError, match="shape"):
         store.get_state_dict("policy", into)
     assert into["step"] == 0
 
 
-def test_what_does_not_fit_is_said_before_anything_is_written(store: tssd.Store) -> None:
-    store.put_state_dict(state(3), "policy")
+def test_mismatches_are_reported_before_any_write(store: tssd.Store) -> None:
+    store.put_state_dict(make_state(3), "policy")
     good = np.full((3, 4), 9, np.float32)
     bias, empty = np.zeros(3), np.zeros((0, 3), np.int8)
     whole: dict[str, Any] = {"weight": good, "tied": good, "bias": bias}
@@ -171,9 +171,9 @@ def test_what_does_not_fit_is_said_before_anything_is_written(store: tssd.Store)
         ({**whole, "bias": np.zeros(3, np.float32)}, False, TypeError, "float32, stored float64.*cast=True"),
         ({"weight": good, "bias": np.zeros(4), "x": bias}, True, ValueError, "shape.*not stored.*is stored"),
     ]
-    for model, strict, error, says in cases:
+    for model, strict, error, message in cases:
         into = {"model": model} if "tied" not in model else {"model": model, "empty": empty}
-        with pytest.raises(error, match=says) as caught:
+        with pytest.raises(error, match=message) as caught:
             store.get_state_dict("policy", into, strict=strict)
         assert isinstance(caught.value, tssd.TssdError)
         assert (good == 9).all()
@@ -185,15 +185,15 @@ def test_what_does_not_fit_is_said_before_anything_is_written(store: tssd.Store)
         store.get_state_dict("policy", {"model": {"weight": frozen}}, strict=False)
 
 
-def test_errors_have_classes_and_say_what_to_do(store: tssd.Store) -> None:
+def test_errors_have_classes_and_advice(store: tssd.Store) -> None:
     with pytest.raises(KeyError) as missing:
         store.get_state_dict("nothing")
     assert isinstance(missing.value, tssd.TssdKeyError) and missing.value.key == "nothing"
     with pytest.raises(TypeError, match="put_state_dict\\(state_dict, key\\)"):
         store.put_state_dict("policy", {"a": 1})  # type: ignore[arg-type]
-    with pytest.raises(TypeError) as opaque:
+    with pytest.raises(TypeError) as caught:
         store.put_state_dict({"a": {"b": object()}}, "policy")
-    assert isinstance(opaque.value, tssd.TssdTypeError) and opaque.value.fqn == "a.b"
+    assert isinstance(caught.value, tssd.TssdTypeError) and caught.value.fqn == "a.b"
     for wrong in ({"divergent": "x"}, {"replicas": "x"}, {"durability": "x"}, {"residency": "x"}, {"require": "x"}, {"timeout": -1.0}):
         with pytest.raises(ValueError):
             store.put_state_dict({}, "policy", **wrong)  # type: ignore[arg-type]
@@ -208,8 +208,8 @@ def test_errors_have_classes_and_say_what_to_do(store: tssd.Store) -> None:
         ({"writer": 0, "writers": 1 << 40}, ValueError, "at most 1048576 processes"),
         ({"writer": 0, "writers": 0}, ValueError, "nobody would put"),
     ]
-    for wrong, error, says in numbers:
-        with pytest.raises(error, match=says):
+    for wrong, error, message in numbers:
+        with pytest.raises(error, match=message):
             store.put_state_dict({}, "policy", **wrong)
     for call in (store.exists, store.delete, lambda key, version: store.get_state_dict(key, version=version)):
         with pytest.raises(ValueError, match="version is an int from 0"):
@@ -228,27 +228,27 @@ def test_errors_have_classes_and_say_what_to_do(store: tssd.Store) -> None:
         tssd.Store("memory:", ca="ca.pem")
 
 
-def test_several_writers_make_one_version(store: tssd.Store) -> None:
+def test_several_writers_create_one_version(store: tssd.Store) -> None:
     whole = np.arange(20, dtype=np.float32).reshape(5, 4)
     for writer, (start, stop) in enumerate([(0, 3), (3, 5)]):
         slice_ = tssd.TensorSlice([start, 0], None, [5, 4], [stop - start, 4], [])
         shard = tssd.TensorShard(whole[start:stop], slice_)
-        put = store.put_state_dict({"w": shard}, "policy", version=1, writer=writer, writers=2, job="run")
-        assert put.visible == (writer == 1) and put.missing == [1][writer:]
+        report = store.put_state_dict({"w": shard}, "policy", version=1, writer=writer, writers=2, job="run")
+        assert report.visible == (writer == 1) and report.missing == [1][writer:]
     got = store.get_state_dict("policy")["w"]
     assert np.array_equal(np.asarray(got), whole)
 
 
-def test_shards_of_megatron_are_stored_once(store: tssd.Store) -> None:
+def test_megatron_replicas_are_stored_once(store: tssd.Store) -> None:
     whole = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 
     def shard(layer: int, replica_id: Any, data: np.ndarray[Any, Any]) -> tssd.TensorShard[Any]:
-        named = SimpleNamespace(
+        sharded = SimpleNamespace(
             data=data, global_shape=(2, 3, 4), global_offset=(layer, 0, 0), replica_id=replica_id
         )
-        return tssd.TensorShard.from_megatron(named)
+        return tssd.TensorShard.from_megatron(sharded)
 
-    # Two stages with a layer each, which the global tensor stacks; each has a replica whose bytes differ.
+    # Two stages have one layer each, stacked in the global tensor. Each layer has a replica with other bytes.
     puts = []
     for writer in range(4):
         layer, replica = divmod(writer, 2)
@@ -267,10 +267,10 @@ def test_shards_of_megatron_are_stored_once(store: tssd.Store) -> None:
         into = np.zeros((3, 4), np.float32)
         store.get_state_dict("policy", {"w": shard(1, replica, into)}, strict=False)
         assert np.array_equal(into, whole[1])
-    for thing in (None, SimpleNamespace(key="x", data=whole), SimpleNamespace(data="text", global_shape=(1,))):
+    for value in (None, SimpleNamespace(key="x", data=whole), SimpleNamespace(data="text", global_shape=(1,))):
         with pytest.raises(TypeError, match="no ShardedTensor"):
-            tssd.TensorShard.from_megatron(thing)
-    for wrong, error, says in [
+            tssd.TensorShard.from_megatron(value)
+    for wrong, error, message in [
         ({"data": None}, TypeError, "no data"),
         ({"data": "text"}, TypeError, "no ShardedTensor"),
         ({"replica_id": None}, TypeError, "replica_id"),
@@ -278,20 +278,20 @@ def test_shards_of_megatron_are_stored_once(store: tssd.Store) -> None:
         ({"global_offset": (2, 0, 0)}, ValueError, "outside"),
         ({"global_shape": (3, 4), "global_offset": (0, 0, 0)}, ValueError, "3 offsets, 2 sizes"),
     ]:
-        named: dict[str, Any] = {
+        sharded: dict[str, Any] = {
             "data": whole[0], "global_shape": (2, 3, 4), "global_offset": (0, 0, 0), "replica_id": 0
         }
-        with pytest.raises(error, match=says):
-            tssd.TensorShard.from_megatron(SimpleNamespace(**{**named, **wrong}))
+        with pytest.raises(error, match=message):
+            tssd.TensorShard.from_megatron(SimpleNamespace(**{**sharded, **wrong}))
 
 
-def test_what_is_coming_is_said(store: tssd.Store) -> None:
+def test_error_names_pending_version_and_writers(store: tssd.Store) -> None:
     store.put_state_dict({"a": 1}, "policy", version=3, writer=0, writers=[0, 2, 3], job="run")
     with pytest.raises(KeyError, match="no version is visible, and version 3 waits for writers 2-3"):
         store.get_state_dict("policy")
 
 
-def test_waiting_ends(store: tssd.Store) -> None:
+def test_wait_ends_with_timeout_or_version(store: tssd.Store) -> None:
     started = time.monotonic()
     with pytest.raises(TimeoutError):
         store.wait_for_version("policy", 1, timeout=0.2)
@@ -303,7 +303,7 @@ def test_waiting_ends(store: tssd.Store) -> None:
     assert pending.result(timeout=20).visible and pending.result().visible
 
 
-def test_ctrl_c_ends_a_wait(store: tssd.Store) -> None:
+def test_ctrl_c_interrupts_wait(store: tssd.Store) -> None:
     timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     started = time.monotonic()
@@ -314,7 +314,7 @@ def test_ctrl_c_ends_a_wait(store: tssd.Store) -> None:
     assert store.get("policy") == 1
 
 
-def test_what_was_got_is_the_callers_own(store: tssd.Store) -> None:
+def test_result_is_independent_of_later_puts(store: tssd.Store) -> None:
     array = np.arange(4096, dtype=np.float64)
     store.put("array", array)
     first = store.get("array")
@@ -328,7 +328,7 @@ def test_what_was_got_is_the_callers_own(store: tssd.Store) -> None:
     assert np.asarray(store.get("array"))[0] == 2
 
 
-def test_a_version_is_put_and_read_tensor_by_tensor(store: tssd.Store) -> None:
+def test_version_is_published_and_read_tensor_by_tensor(store: tssd.Store) -> None:
     def tensor(number: int) -> Any:
         return np.full((100, 100), number, np.float32)
 
@@ -361,7 +361,7 @@ def test_a_version_is_put_and_read_tensor_by_tensor(store: tssd.Store) -> None:
         version.get_tensor("layers.2.weight")
 
 
-def test_what_is_published_is_cast_and_merged_as_what_is_put(store: tssd.Store) -> None:
+def test_publish_casts_and_merges_like_put(store: tssd.Store) -> None:
     for writer in (0, 1):
         with store.publish(
             "policy", version=1, writer=writer, writers=2, job="run", divergent="lowest",
@@ -379,18 +379,18 @@ def test_what_is_published_is_cast_and_merged_as_what_is_put(store: tssd.Store) 
         store.publish("policy", durability="tape")  # type: ignore[arg-type]
 
 
-def test_what_is_larger_than_a_bucket_is_cast_in_parts(store: tssd.Store) -> None:
+def test_array_larger_than_bucket_is_cast_in_parts(store: tssd.Store) -> None:
     wide = np.arange(105, dtype=np.float64).reshape(7, 15) / 7
-    given = {"rows": wide, "columns": wide.T, "some": wide[1:, ::2], "line": wide.ravel(), "one": np.array(1 / 3)}
+    arrays = {"rows": wide, "columns": wide.T, "some": wide[1:, ::2], "line": wide.ravel(), "one": np.array(1 / 3)}
     for bucket in (1, 16, 100, 1 << 20):
         with store.publish("policy", bucket_bytes=bucket, transfer_dtype="float16") as publisher:
             publisher.put("step", 7)
-            for name, array in given.items():
+            for name, array in arrays.items():
                 publisher.put(name, array)
             publisher.put("ints", np.arange(100))
         got = store.get_state_dict("policy")
-        assert list(got) == ["step", *given, "ints"] and got["step"] == 7
-        for name, array in given.items():
+        assert list(got) == ["step", *arrays, "ints"] and got["step"] == 7
+        for name, array in arrays.items():
             assert same(np.asarray(got[name]), array.astype(np.float16)), (name, bucket)
         with (
             pytest.raises(ValueError, match="was added before"),
@@ -400,7 +400,7 @@ def test_what_is_larger_than_a_bucket_is_cast_in_parts(store: tssd.Store) -> Non
             publisher.put("rows", wide)
 
 
-def test_versions_come_one_after_the_other(store: tssd.Store) -> None:
+def test_subscription_yields_versions_in_order(store: tssd.Store) -> None:
     subscription = store.subscribe("policy")
     for step in (1, 2, 5):
         store.put_state_dict({"a": step}, "policy", version=step)
@@ -409,11 +409,11 @@ def test_versions_come_one_after_the_other(store: tssd.Store) -> None:
     assert list(subscription) == []
 
 
-def test_a_store_is_pickled_and_forked(tmp_path: Path) -> None:
+def test_store_is_usable_after_pickle_and_fork(tmp_path: Path) -> None:
     store = tssd.Store(str(tmp_path / "store"))
     store.put("x", 3)
-    again = pickle.loads(pickle.dumps(store))
-    assert again.url == store.url and again.get("x") == 3
+    unpickled = pickle.loads(pickle.dumps(store))
+    assert unpickled.url == store.url and unpickled.get("x") == 3
     if hasattr(os, "fork"):
         child = os.fork()
         if child == 0:
@@ -424,28 +424,28 @@ def test_a_store_is_pickled_and_forked(tmp_path: Path) -> None:
     assert store.get("x") == 3 and same(repr(store), f"Store({store.url!r})")
 
 
-def test_what_differs_is_reported_where_it_is_allowed(store: tssd.Store) -> None:
-    store.put_state_dict(state(3), "policy")
-    own = np.full(2, 5.0)
-    into = {"model": {"weight": np.zeros((3, 4), np.float64), "own": own}}
+def test_permitted_mismatches_are_reported(store: tssd.Store) -> None:
+    store.put_state_dict(make_state(3), "policy")
+    extra = np.full(2, 5.0)
+    into = {"model": {"weight": np.zeros((3, 4), np.float64), "own": extra}}
     _, report = store.get_state_dict("policy", into, strict=False, cast=True, return_report=True)
-    assert report.missing_keys == ["model.own"] and (own == 5).all()
+    assert report.missing_keys == ["model.own"] and (extra == 5).all()
     assert report.unexpected_keys == ["empty", "model.bias", "model.tied"]
     assert report.cast == ["model.weight"]
-    assert np.array_equal(into["model"]["weight"], state(3)["model"]["weight"].astype(np.float64))
+    assert np.array_equal(into["model"]["weight"], make_state(3)["model"]["weight"].astype(np.float64))
     with pytest.raises(TypeError, match="only floats"):
         store.get_state_dict("policy", {"model": {"weight": np.zeros((3, 4), int)}}, strict=False, cast=True)
 
 
-def test_named_leaves_alone_come(store: tssd.Store) -> None:
-    store.put_state_dict(state(3), "policy")
+def test_get_returns_only_named_leaves(store: tssd.Store) -> None:
+    store.put_state_dict(make_state(3), "policy")
     got = store.get_state_dict("policy", names=["model.[wb]*", "optimizer.0.lr"])
     assert list(got) == ["model", "optimizer"] and list(got["model"]) == ["weight", "bias"]
     assert got["optimizer"] == {0: {"lr": 0.1}}
-    # A tuple has its parts at places.
-    assert store.get_state_dict("policy", names="optimizer.1.1")["optimizer"] == {1: state(3)["optimizer"][1]}
+    # The items of a tuple are named by index.
+    assert store.get_state_dict("policy", names="optimizer.1.1")["optimizer"] == {1: make_state(3)["optimizer"][1]}
     got = store.get_state_dict("policy", names=["model", "opt*r.0"])
-    assert list(got["model"]) == list(state(3)["model"]) and got["optimizer"] == {0: {"step": 3, "lr": 0.1}}
+    assert list(got["model"]) == list(make_state(3)["model"]) and got["optimizer"] == {0: {"step": 3, "lr": 0.1}}
     store.put_state_dict({"[a]": {"x": 1}, "a": {"x": 2}, "b": 3}, "brackets")
     assert store.get_state_dict("brackets", names="[a]") == {"[a]": {"x": 1}}
     assert store.get_state_dict("brackets", names="[ab]") == {"a": {"x": 2}, "b": 3}
@@ -458,7 +458,7 @@ def test_named_leaves_alone_come(store: tssd.Store) -> None:
         assert opened.keys() == ["model.weight"] and [name for name, _ in opened.items()] == ["model.weight"]
 
 
-def test_a_view_keeps_its_version(store: tssd.Store) -> None:
+def test_view_retains_its_version(store: tssd.Store) -> None:
     for step in range(1, 6):
         store.put_state_dict({"w": np.full(100_000, step)}, "policy")
         got, report = store.get_state_dict("policy", return_report=True)
@@ -473,23 +473,23 @@ def test_a_view_keeps_its_version(store: tssd.Store) -> None:
     assert (first == 1).all() and (got["w"] == 5).all()
 
 
-def test_a_lease_is_a_version_that_stays(store: tssd.Store) -> None:
+def test_lease_retains_its_version(store: tssd.Store) -> None:
     for step in (1, 2):
-        store.put_state_dict(state(step), "policy")
+        store.put_state_dict(make_state(step), "policy")
     with store.wait_for_version("policy", 2) as lease:
         assert (int(lease), lease.version, lease.key) == (2, 2, "policy")
         assert repr(lease) == "OpenVersion('policy', version 2)"
         with pytest.raises(TimeoutError, match="`policy`: version 3 has not come for 100ms; the newest is 2"):
             store.wait_for_version("policy", 3, timeout=0.1)
-        store.put_state_dict(state(3), "policy")
+        store.put_state_dict(make_state(3), "policy")
         assert not store.exists("policy", lease)
         got = store.get_state_dict("policy", version=lease)
-        assert np.array_equal(np.asarray(got["model"]["weight"]), state(2)["model"]["weight"])
+        assert np.array_equal(np.asarray(got["model"]["weight"]), make_state(2)["model"]["weight"])
         weight = np.zeros((3, 4), np.float32)
         store.get("policy", weight, fqn="model.weight", version=lease)
-        assert np.array_equal(weight, state(2)["model"]["weight"])
-        with store.open("policy", version=lease) as again:
-            assert again.version == 2
+        assert np.array_equal(weight, make_state(2)["model"]["weight"])
+        with store.open("policy", version=lease) as unpickled:
+            assert unpickled.version == 2
         with pytest.raises(ValueError, match="one of key `policy`"):
             store.get_state_dict("other", version=lease)
     assert (int(lease), lease.version) == (2, 2) and repr(lease) == "OpenVersion('policy', version 2, closed)"
@@ -499,22 +499,22 @@ def test_a_lease_is_a_version_that_stays(store: tssd.Store) -> None:
         store.get_state_dict("policy", version=2)
 
 
-def test_a_pin_holds_as_long_as_its_block(store: tssd.Store) -> None:
-    store.put_state_dict(state(1), "policy")
+def test_pin_is_removed_at_end_of_block(store: tssd.Store) -> None:
+    store.put_state_dict(make_state(1), "policy")
     with store.pin("policy", "best") as pin:
         assert (int(pin), pin.version, pin.label) == (1, 1, "best")
-        store.put_state_dict(state(2), "policy")
+        store.put_state_dict(make_state(2), "policy")
         assert store.pins("policy") == {"best": 1}
         assert store.get_state_dict("policy", version=1)["optimizer"][0]["step"] == 1
     assert store.pins("policy") == {} and not store.exists("policy", 1)
 
 
-def test_errors_name_the_leaf_however_short_its_name(store: tssd.Store) -> None:
+def test_error_names_leaf_with_short_name(store: tssd.Store) -> None:
     with pytest.raises(TypeError, match="in `a`"):
         store.put_state_dict({"a": object()}, "policy")
 
 
-def test_several_keys_at_once(store: tssd.Store) -> None:
+def test_batches_put_get_and_delete_several_keys(store: tssd.Store) -> None:
     reports = store.put_batch({"a": np.arange(3), "b": 7}, metadata={"step": 1})
     assert [report.version for report in reports] == [1, 1]
     into = np.zeros(3, int)
@@ -528,10 +528,10 @@ def test_several_keys_at_once(store: tssd.Store) -> None:
     assert store.delete_batch(["a", "nothing", "b"]) == 2 and store.keys() == []
 
 
-def test_floats_travel_as_another_dtype(store: tssd.Store) -> None:
+def test_transfer_dtype_casts_floats(store: tssd.Store) -> None:
     weight = np.linspace(0, 1, 5, dtype=np.float64)
-    given = {"weight": weight, "tied": weight, "norm": weight.copy(), "ids": np.arange(3)}
-    store.put_state_dict(given, "policy", transfer_dtype="float16", keep_dtype=["no*"])
+    arrays = {"weight": weight, "tied": weight, "norm": weight.copy(), "ids": np.arange(3)}
+    store.put_state_dict(arrays, "policy", transfer_dtype="float16", keep_dtype=["no*"])
     got = {name: np.asarray(value) for name, value in store.get_state_dict("policy").items()}
     assert {name: str(value.dtype) for name, value in got.items()} == {
         "weight": "float16",
@@ -543,21 +543,21 @@ def test_floats_travel_as_another_dtype(store: tssd.Store) -> None:
     assert np.shares_memory(got["weight"], got["tied"]) and weight.dtype == np.float64
     for wrong in ("int8", "nothing"):
         with pytest.raises(TypeError, match="floating"):
-            store.put_state_dict(given, "policy", transfer_dtype=wrong)
+            store.put_state_dict(arrays, "policy", transfer_dtype=wrong)
 
 
-def test_metadata_comes_back(store: tssd.Store) -> None:
-    told = {"step": 3, "run": {"id": "x", "lr": [0.1, None]}}
-    store.put_state_dict(state(3), "policy", metadata=told)
+def test_metadata_roundtrips(store: tssd.Store) -> None:
+    metadata = {"step": 3, "run": {"id": "x", "lr": [0.1, None]}}
+    store.put_state_dict(make_state(3), "policy", metadata=metadata)
     head = store.head("policy")
-    assert head is not None and head.metadata == told
+    assert head is not None and head.metadata == metadata
     with store.open("policy") as opened:
-        assert opened.metadata() == told
+        assert opened.metadata() == metadata
     with pytest.raises(ValueError, match="at most 65536"):
-        store.put_state_dict(state(3), "policy", metadata={"x": "y" * 70_000})
+        store.put_state_dict(make_state(3), "policy", metadata={"x": "y" * 70_000})
 
 
-def test_slices_of_an_open_version(store: tssd.Store) -> None:
+def test_open_version_returns_slices(store: tssd.Store) -> None:
     whole = np.arange(60, dtype=np.int32).reshape(3, 4, 5)
     store.put_state_dict({"w": whole, "n": 1}, "policy")
     with store.open("policy") as opened:
@@ -574,16 +574,16 @@ def test_slices_of_an_open_version(store: tssd.Store) -> None:
             opened.get_slice("n")
 
 
-def test_an_encoded_state_dict_is_put_as_what_it_holds(store: tssd.Store) -> None:
-    encoded = tssd.TorchStoreStateDict.from_state_dict(state(3))
+def test_encoded_state_dict_is_stored_decoded(store: tssd.Store) -> None:
+    encoded = tssd.TorchStoreStateDict.from_state_dict(make_state(3))
     store.put("policy", encoded)
     got = store.get_state_dict("policy")
-    assert got["optimizer"] == state(3)["optimizer"] and list(got) == list(state(3))
-    assert np.array_equal(np.asarray(got["model"]["weight"]), state(3)["model"]["weight"])
+    assert got["optimizer"] == make_state(3)["optimizer"] and list(got) == list(make_state(3))
+    assert np.array_equal(np.asarray(got["model"]["weight"]), make_state(3)["model"]["weight"])
 
 
-def test_a_put_that_is_not_waited_for_says_when_it_is_visible(store: tssd.Store) -> None:
-    pending = store.put_state_dict(state(1), "policy", wait=False)
+def test_pending_put_reports_visible_version(store: tssd.Store) -> None:
+    pending = store.put_state_dict(make_state(1), "policy", wait=False)
     assert pending.visible(timeout=60) == 1 and store.exists("policy", 1)
     assert pending.result().version == 1
     half = store.put_state_dict({"a": 1}, "two", version=1, writers=2, writer=0, job="j", wait=False)
@@ -593,8 +593,8 @@ def test_a_put_that_is_not_waited_for_says_when_it_is_visible(store: tssd.Store)
     assert half.visible(timeout=60) == 1
 
 
-def test_a_version_in_a_directory_is_a_shard_set(tmp_path: Path) -> None:
-    tssd.Store(str(tmp_path / "store")).put_state_dict(state(1), "policy")
+def test_file_functions_reject_version_in_directory(tmp_path: Path) -> None:
+    tssd.Store(str(tmp_path / "store")).put_state_dict(make_state(1), "policy")
     folder = next((tmp_path / "store").rglob("manifest.tssd")).parent
     for path in (folder, folder / "manifest.tssd"):
         for load in (tssd.load_file, lambda path: tssd.safe_open(path, "np")):
@@ -602,23 +602,23 @@ def test_a_version_in_a_directory_is_a_shard_set(tmp_path: Path) -> None:
                 load(path)
 
 
-def test_a_store_finds_the_daemon_that_was_started_since(tmp_path: Path) -> None:
-    with daemon(tmp_path / "socket") as url:
+def test_store_reconnects_to_restarted_daemon(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "socket") as url:
         store = tssd.Store(url)
-        store.put_state_dict(state(1), "policy")
+        store.put_state_dict(make_state(1), "policy")
         views = store.get_state_dict("policy")
     with pytest.raises(tssd.TssdConnectionError):
         store.exists("policy")
-    with daemon(tmp_path / "socket"):
-        # The versions were in memory; what was got of them stays.
+    with Daemon(tmp_path / "socket"):
+        # The versions were in memory and are lost. Views of them stay valid.
         assert not store.exists("policy")
-        store.put_state_dict(state(2), "policy")
-        assert same(store.get_state_dict("policy"), state(2))
-        assert same(views, state(1))
+        store.put_state_dict(make_state(2), "policy")
+        assert same(store.get_state_dict("policy"), make_state(2))
+        assert same(views, make_state(1))
 
 
-# Waits until all are there, and puts what it was told to.
-OPENS = """
+# Waits for a line on stdin, so that all processes start at once. Then puts its number.
+PUT_SCRIPT = """
 import sys, tssd
 number = int(sys.argv[1])
 print(flush=True)
@@ -627,12 +627,12 @@ tssd.Store().put_state_dict({"number": number}, f"from/{number}")
 """
 
 
-def test_stores_without_a_url_share_one_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_without_url_share_one_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("TSSD_STORE", raising=False)
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    children = [subprocess.Popen([sys.executable, "-c", OPENS, str(number)], **pipes) for number in range(4)]
+    children = [subprocess.Popen([sys.executable, "-c", PUT_SCRIPT, str(number)], **pipes) for number in range(4)]
     try:
         for child in children:
             child.stdout.readline()
@@ -653,14 +653,14 @@ def test_stores_without_a_url_share_one_daemon(tmp_path: Path, monkeypatch: pyte
     assert tssd.Store().keys() == [] and "named" in repr(tssd.Store())
 
 
-def test_versions_go_through_a_ring_to_who_is_there(tmp_path: Path) -> None:
+def test_ring_sends_versions_to_open_receivers(tmp_path: Path) -> None:
     ring = tssd.Ring(bucket_bytes=64 << 10, readers=1)
     weight = np.arange(100_000, dtype=np.float32).reshape(1000, 100)
     state = {"model": {"weight": weight, "bias": np.arange(7), "tied": weight}}
     columns = np.zeros((1000, 30), np.float32)
     shard = tssd.TensorShard(columns, tssd.TensorSlice((0, 60), (), (1000, 100), (1000, 30), ()))
     bias = np.zeros(7, np.int64)
-    with daemon(tmp_path / "socket") as url, tssd.Store(url) as writer, tssd.Store(url) as reader:
+    with Daemon(tmp_path / "socket") as url, tssd.Store(url) as writer, tssd.Store(url) as reader:
         with reader.receiver("policy", {"model": {"weight": shard, "bias": bias}}) as receiver:
             with pytest.raises(tssd.TssdKeyError, match="no version has come"):
                 receiver.receive(timeout=0.05)
@@ -681,7 +681,7 @@ def test_versions_go_through_a_ring_to_who_is_there(tmp_path: Path) -> None:
                 assert (columns == weight[:, 60:90]).all() and (bias == np.arange(7)).all()
             with pytest.raises(tssd.TssdValueError, match="is no tensor, and a ring"):
                 writer.put_state_dict({"step": 3}, "policy", residency="ring")
-        # What is cast goes in parts, whoever else has it.
+        # An array that is cast is sent in parts, also as a replica or as several boxes.
         half = {"weight": np.zeros((1000, 100), np.float16)}
         small = weight / 100_000
         halves = [tssd.TensorSlice((row, 0), (), (1000, 100), (500, 100), ()) for row in (500, 0)]
@@ -712,17 +712,17 @@ def test_versions_go_through_a_ring_to_who_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [[1, 2.5], (), (3, [None, "x"])])
-def test_what_is_put_as_one_value_may_be_a_container(store: tssd.Store, value: Any) -> None:
+def test_single_value_may_be_a_container(store: tssd.Store, value: Any) -> None:
     store.put("k", value)
     assert store.get("k") == value
     with pytest.raises(KeyError):
         store.get("k", fqn="nothing")
 
 
-def test_what_is_refused_is_said_of_its_key(store: tssd.Store) -> None:
-    with pytest.raises(tssd.TssdTypeError) as refused:
+def test_rejection_names_key_and_version(store: tssd.Store) -> None:
+    with pytest.raises(tssd.TssdTypeError) as caught:
         store.put_state_dict({"a": object()}, "policy", version=3)
-    assert (refused.value.key, refused.value.version) == ("policy", 3)
+    assert (caught.value.key, caught.value.version) == ("policy", 3)
     with pytest.raises(TypeError, match="JSON"):
         store.put_state_dict({"a": 1}, "policy", metadata={"loss": float("inf")})
     store.put_state_dict({"a": np.ones(3, np.float32)}, "policy", transfer_dtype=np.float16)

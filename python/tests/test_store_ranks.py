@@ -9,9 +9,9 @@ from processes import run_ranks
 from test_store import Daemon
 
 
-@pytest.mark.parametrize("place", ["daemon", "directory"])
-def test_dtensors_are_resharded_between_processes(tmp_path: Path, place: str) -> None:
-    if place == "directory":
+@pytest.mark.parametrize("store_kind", ["daemon", "directory"])
+def test_dtensors_are_resharded_between_processes(tmp_path: Path, store_kind: str) -> None:
+    if store_kind == "directory":
         return run_ranks("store_ranks.py", 8, tmp_path, str(tmp_path / "store"))
     with Daemon(tmp_path / "socket") as url:
         run_ranks("store_ranks.py", 8, tmp_path, url)

@@ -1,4 +1,4 @@
-"""torch's tensors in stores: what is kept of them, whose memory they are, what can be filled."""
+"""Tensors of torch in stores: round trips, ownership of memory, and fills."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import tssd
-from same import bits, same
-from test_store import daemon
+from same import element_bytes, same
+from test_store import Daemon
 from test_store import store as store
-from test_torch import DTYPES, QUANTIZED, made
+from test_torch import DTYPES, QUANTIZED, make_tensor
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from tssd import _ranks
@@ -30,15 +30,15 @@ pytestmark = [
 ]
 
 
-def blank(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for such a tensor, of any dtype."""
+def make_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a zeroed contiguous tensor of the same shape and dtype, which may be any dtype."""
     raw = torch.zeros(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
     empty = torch.empty((0,), dtype=tensor.dtype)
     strides = torch.empty(tensor.shape, device="meta").stride()
     return empty.set_(raw.untyped_storage(), 0, tensor.shape, strides)
 
 
-def test_an_outline_has_no_bytes(store: tssd.Store) -> None:
+def test_to_meta_returns_meta_tensors(store: tssd.Store) -> None:
     weight = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16).T)
     state = {"w": weight, "list": [np.ones(2), "text" * 100, b"bytes"], "step": 3, "shape": torch.Size([2])}
     store.put_state_dict(state, "policy")
@@ -54,7 +54,7 @@ def test_an_outline_has_no_bytes(store: tssd.Store) -> None:
     assert others == state["list"][1:] and meta["step"] == 3 and meta["shape"] == torch.Size([2])
 
 
-def test_each_process_group_is_a_job_of_its_own(tmp_path: Path) -> None:
+def test_each_process_group_has_its_own_job(tmp_path: Path) -> None:
     jobs = []
     for name in ("first", "second"):
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{name}", world_size=1, rank=0)
@@ -63,31 +63,35 @@ def test_each_process_group_is_a_job_of_its_own(tmp_path: Path) -> None:
     assert jobs[0] == jobs[1] != jobs[2] == jobs[3]
 
 
-def test_every_dtype(store: tssd.Store) -> None:
-    state = {str(dtype): made(dtype, (2, 3, 4)).permute(2, 0, 1) for dtype in DTYPES if dtype not in QUANTIZED}
+def test_every_dtype_roundtrips(store: tssd.Store) -> None:
+    state = {str(dtype): make_tensor(dtype, (2, 3, 4)).permute(2, 0, 1) for dtype in DTYPES if dtype not in QUANTIZED}
     assert len(state) > 30
     store.put_state_dict(state, "x")
     assert same(store.get_state_dict("x"), state)
-    into = {name: blank(tensor) for name, tensor in state.items()}
+    into = {name: make_zeros(tensor) for name, tensor in state.items()}
     store.get_state_dict("x", into)
     box = tssd.TensorSlice([1, 0, 1], None, [4, 2, 3], [2, 2, 1], [])
     for name, tensor in state.items():
-        assert bits(into[name]) == bits(tensor), name
+        assert element_bytes(into[name]) == element_bytes(tensor), name
         size = tensor.element_size()
         part = store.get("x", fqn=name, tensor_slice=box)
         flat = tensor.as_strided((2, 2, 1), tensor.stride(), 1 * tensor.stride(0) + 1 * tensor.stride(2))
-        assert part.dtype is tensor.dtype and bits(part) == bits(flat) and len(bits(part)) == 4 * size, name
+        assert (
+            part.dtype is tensor.dtype
+            and element_bytes(part) == element_bytes(flat)
+            and len(element_bytes(part)) == 4 * size
+        ), name
 
 
 @pytest.mark.parametrize("dtype", sorted(QUANTIZED, key=str), ids=str)
-def test_quantized_tensors_are_refused(dtype: torch.dtype) -> None:
+def test_quantized_tensors_are_rejected(dtype: torch.dtype) -> None:
     memory = tssd.Store("memory:")
     with pytest.raises(TypeError, match="quantized") as caught:
-        memory.put_state_dict({"a": {"b": made(dtype)}}, "x")
+        memory.put_state_dict({"a": {"b": make_tensor(dtype)}}, "x")
     assert caught.value.fqn == "a.b" and not memory.exists("x")  # type: ignore[attr-defined]
 
 
-def test_what_a_tensor_is_comes_back(store: tssd.Store) -> None:
+def test_tensor_properties_roundtrip(store: tssd.Store) -> None:
     x = torch.randn(4, 5, dtype=torch.complex64)
     weight = nn.Parameter(torch.randn(3, 4))
     state = {
@@ -106,12 +110,12 @@ def test_what_a_tensor_is_comes_back(store: tssd.Store) -> None:
     assert same({name: got[name] for name in state}, state)
     assert got["expanded"].untyped_storage().nbytes() == 12
     assert got["embed"].data_ptr() == got["head"].data_ptr()
-    for name, wanted in computed.items():
+    for name, expected in computed.items():
         assert not got[name].is_conj() and not got[name].is_neg()
-        assert torch.equal(got[name], wanted.clone())
+        assert torch.equal(got[name], expected.clone())
 
 
-def test_what_is_cast_in_parts_is_as_what_is_cast_whole(store: tssd.Store) -> None:
+def test_cast_in_parts_equals_whole_cast(store: tssd.Store) -> None:
     weight = nn.Parameter(torch.randn(7, 33))
     state = {"w": weight, "t": weight.detach().T, "e": torch.randn(5, 1).expand(5, 40), "f": torch.randn(9, 9).half()}
     store.put_state_dict(state, "whole", transfer_dtype=torch.bfloat16)
@@ -124,51 +128,51 @@ def test_what_is_cast_in_parts_is_as_what_is_cast_whole(store: tssd.Store) -> No
     assert isinstance(parts["w"], nn.Parameter) and parts["w"].requires_grad
 
 
-def test_a_shard_is_cast_in_parts_that_lie_where_it_belongs(store: tssd.Store) -> None:
-    wanted = torch.randn(10, 33)
+def test_parts_of_cast_shard_keep_its_offsets(store: tssd.Store) -> None:
+    expected = torch.randn(10, 33)
     for version, primary in ((1, True), (2, False)):
-        # Of the second version writer 1 has a replica, which is not stored again.
+        # In version 2, writer 1 has a replica, which is not stored again.
         cuts = [slice(0, 4), slice(4, 10)] if primary else [slice(0, 10)] * 2
         for writer, rows in enumerate(cuts):
             part = tssd.TensorSlice([rows.start, 0], None, [10, 33], [rows.stop - rows.start, 33], [])
-            shard = tssd.TensorShard(wanted[rows], part, primary or writer == 0)
+            shard = tssd.TensorShard(expected[rows], part, primary or writer == 0)
             with store.publish(
                 "x", version=version, writer=writer, writers=2, job="run", bucket_bytes=128, transfer_dtype="float64"
             ) as publisher:
                 publisher.put("w", shard)
             assert publisher.report is not None and publisher.report.visible == (writer == 1)
-            # In buckets of 128 bytes, 8 bytes an element: what another one stores is not cast, nor written.
+            # Buckets have 128 bytes, elements 8 bytes. A replica is neither cast nor written.
             assert (publisher.report.bytes > 50_000) == (primary or writer == 0)
         got = store.get_state_dict("x", version=version)["w"]
-        assert torch.equal(got, wanted.double())
+        assert torch.equal(got, expected.double())
         box = tssd.TensorSlice([3, 1], None, [10, 33], [2, 30], [])
-        assert torch.equal(store.get("x", fqn="w", tensor_slice=box), wanted[3:5, 1:31].double())
+        assert torch.equal(store.get("x", fqn="w", tensor_slice=box), expected[3:5, 1:31].double())
 
 
-def test_a_shard_of_several_boxes_is_cast_in_parts(store: tssd.Store) -> None:
-    wanted = torch.randn(12, 34)
+def test_shard_of_several_boxes_is_cast_in_parts(store: tssd.Store) -> None:
+    expected = torch.randn(12, 34)
 
     def shard(rows: list[int], columns: list[int]) -> tssd.TensorShard:
-        """What is three rows and 17 columns long from each of these on."""
+        """Returns a shard of boxes of 3 rows and 17 columns, which begin at these rows and columns."""
         boxes = [tssd.TensorSlice([row, column], None, [12, 34], [3, 17], []) for row in rows for column in columns]
-        local = torch.cat([torch.cat([wanted[r : r + 3, c : c + 17] for c in columns], 1) for r in rows])
+        local = torch.cat([torch.cat([expected[r : r + 3, c : c + 17] for c in columns], 1) for r in rows])
         return tssd.TensorShard(local, boxes)
 
-    # The last is cut across its boxes: a part has some of each.
+    # With the last bucket size, a part contains elements of several boxes.
     for version, bucket_bytes in enumerate((16, 128, 1024, 3000), 1):
         for writer, rows in enumerate(([0, 6], [3, 9])):
             with store.publish(
                 "x", version=version, writer=writer, writers=2, job="run", bucket_bytes=bucket_bytes, transfer_dtype="float64"
             ) as publisher:
                 publisher.put("w", shard(rows, [0, 17]))
-        assert torch.equal(store.get_state_dict("x", version=version)["w"], wanted.double()), bucket_bytes
+        assert torch.equal(store.get_state_dict("x", version=version)["w"], expected.double()), bucket_bytes
     into = shard([3, 6], [17, 0])
     into.local.zero_()
     store.get_state_dict("x", {"w": into}, cast=True)
-    assert torch.equal(into.local, torch.cat([wanted[3:9, 17:], wanted[3:9, :17]], 1))
+    assert torch.equal(into.local, torch.cat([expected[3:9, 17:], expected[3:9, :17]], 1))
 
 
-def test_what_cannot_be_stored_is_refused_before_it_is_cast(store: tssd.Store) -> None:
+def test_unsupported_tensor_is_rejected_before_cast(store: tssd.Store) -> None:
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
     refused = {
@@ -194,7 +198,7 @@ def test_what_cannot_be_stored_is_refused_before_it_is_cast(store: tssd.Store) -
 
 
 class Table(torch.Tensor):
-    """Rows of a tensor, in local tensors that name their own offsets."""
+    """A tensor of which some rows are in local tensors that declare their own offsets."""
 
     rows: list[tuple[int, torch.Tensor]]
 
@@ -211,25 +215,25 @@ class Table(torch.Tensor):
         return [local for _, local in self.rows]
 
 
-def test_local_tensors_that_name_their_offsets_are_cast_in_parts(store: tssd.Store) -> None:
-    wanted = torch.randn(12, 33)
+def test_local_tensors_with_declared_offsets_are_cast_in_parts(store: tssd.Store) -> None:
+    expected = torch.randn(12, 33)
     for version, bucket_bytes in enumerate((16, 128, 1024, 3000, 1 << 20), 1):
         sizes = []
         for writer, rows in enumerate(([(6, 9), (0, 2)], [(9, 12), (4, 4), (2, 6)])):
-            table = Table(wanted.shape, [(at, wanted[at:end]) for at, end in rows])
+            table = Table(expected.shape, [(at, expected[at:end]) for at, end in rows])
             with store.publish(
                 "x", version=version, writer=writer, writers=2, job="run", bucket_bytes=bucket_bytes, transfer_dtype="float64"
             ) as publisher:
                 publisher.put("w", table)
             assert publisher.report is not None
             sizes.append(publisher.report.bytes)
-        # Each part is an archive of 4 KB or more: 165 and 231 elements become some 1 or 2 KB.
+        # Each part is an archive of at least 4 KB. The 165 and 231 elements themselves have 1 to 2 KB.
         assert [size > 15_000 for size in sizes] == [bucket_bytes <= 1024] * 2, (bucket_bytes, sizes)
         got = store.get_state_dict("x", version=version)["w"]
-        assert got.dtype == torch.float64 and torch.equal(got, wanted.double()), bucket_bytes
+        assert got.dtype == torch.float64 and torch.equal(got, expected.double()), bucket_bytes
 
 
-def test_chunks_that_are_not_what_is_there_are_refused(store: tssd.Store) -> None:
+def test_declared_chunks_must_match_local_tensors(store: tssd.Store) -> None:
     table = Table(torch.Size((4, 2)), [(0, torch.ones(2, 2)), (2, torch.ones(2, 2))])
     for local in ([], [torch.ones(2, 2)], [torch.ones(2, 2), torch.ones(1, 2)], [torch.ones(2, 2)] * 3):
         table.local_shards = lambda local=local: local
@@ -240,7 +244,7 @@ def test_chunks_that_are_not_what_is_there_are_refused(store: tssd.Store) -> Non
         store.put_state_dict({"w": mixed}, "x", writer=0, writers=1)
 
 
-def test_of_what_nobody_has_nothing_is_filled(store: tssd.Store) -> None:
+def test_tensor_without_rows_is_reported_missing(store: tssd.Store) -> None:
     nothing = Table(torch.Size((0, 2)), [])
     store.put_state_dict({"w": nothing, "a": torch.ones(2)}, "x", writer=0, writers=1, job="run")
     into = {"w": nothing, "a": torch.zeros(2)}
@@ -248,9 +252,9 @@ def test_of_what_nobody_has_nothing_is_filled(store: tssd.Store) -> None:
     assert torch.equal(into["a"], torch.ones(2)) and report.missing_keys == ["w"]
 
 
-def test_what_is_negated_is_cast_as_it_reads(store: tssd.Store) -> None:
-    both = torch.randn(40, dtype=torch.complex64)
-    state = {"re": both.real, "im": both.conj().imag, "first": both.conj().imag[:3]}
+def test_lazily_negated_tensor_is_cast_to_its_values(store: tssd.Store) -> None:
+    complex_tensor = torch.randn(40, dtype=torch.complex64)
+    state = {"re": complex_tensor.real, "im": complex_tensor.conj().imag, "first": complex_tensor.conj().imag[:3]}
     store.put_state_dict(state, "x", transfer_dtype="float64")
     with store.publish("y", bucket_bytes=64, transfer_dtype="float64") as publisher:
         for name, tensor in state.items():
@@ -291,7 +295,7 @@ def test_tensors_of_any_layout_are_filled(store: tssd.Store) -> None:
     assert parameter.requires_grad and parameter.is_leaf and parameter == 2.5
 
 
-def bad_places() -> dict[str, Any]:
+def make_invalid_targets() -> dict[str, Any]:
     return {
         "shape": torch.zeros(3, 2),
         "flat": torch.zeros(6),
@@ -307,11 +311,11 @@ def bad_places() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", list(bad_places()))
-def test_a_wrong_into_is_refused_before_anything_is_written(name: str) -> None:
+@pytest.mark.parametrize("name", list(make_invalid_targets()))
+def test_invalid_target_is_rejected_before_any_write(name: str) -> None:
     memory = tssd.Store("memory:")
     memory.put_state_dict({"good": torch.ones(3), "bad": torch.ones(2, 3)}, "x")
-    good, bad = torch.zeros(3), bad_places()[name]
+    good, bad = torch.zeros(3), make_invalid_targets()[name]
     with pytest.raises(tssd.TssdError) as caught:
         memory.get_state_dict("x", {"good": good, "bad": bad})
     assert "bad" in str(caught.value)
@@ -319,7 +323,7 @@ def test_a_wrong_into_is_refused_before_anything_is_written(name: str) -> None:
     assert not good.any()
 
 
-def test_all_that_is_wrong_with_an_into_is_one_error(store: tssd.Store) -> None:
+def test_all_mismatches_are_in_one_error(store: tssd.Store) -> None:
     state = {"model": {"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(3), "d": torch.ones(3)}}
     store.put_state_dict(state, "x")
     good = torch.zeros(3)
@@ -331,23 +335,23 @@ def test_all_that_is_wrong_with_an_into_is_one_error(store: tssd.Store) -> None:
     assert not good.any()
 
 
-def nested(levels: int) -> Any:
+def make_nested(levels: int) -> Any:
     value: Any = torch.zeros(2, 3)
     for _ in range(levels):
         value = [value]
     return value
 
 
-def test_nesting_is_limited(store: tssd.Store) -> None:
+def test_deep_nesting_is_rejected(store: tssd.Store) -> None:
     with pytest.raises(ValueError, match="64 levels") as caught:
-        store.put_state_dict({"x": nested(10_000)}, "x")
+        store.put_state_dict({"x": make_nested(10_000)}, "x")
     assert caught.value.kind == "TooDeep" and not store.exists("x")  # type: ignore[attr-defined]
     store.put_state_dict({"x": torch.ones(2, 3)}, "x")
     with pytest.raises(tssd.TssdError, match="deep"):
-        store.get_state_dict("x", {"x": nested(10_000)})
+        store.get_state_dict("x", {"x": make_nested(10_000)})
 
 
-def test_a_dict_that_another_thread_changes_is_put_as_it_was_at_some_time(store: tssd.Store) -> None:
+def test_put_of_concurrently_modified_dict_is_consistent(store: tssd.Store) -> None:
     state: dict[str, Any] = {str(i): torch.full((10,), i) for i in range(300)}
     stop = threading.Event()
 
@@ -372,7 +376,7 @@ def test_a_dict_that_another_thread_changes_is_put_as_it_was_at_some_time(store:
         thread.join()
 
 
-def test_a_write_changes_the_caller_s_memory_alone(store: tssd.Store) -> None:
+def test_write_to_loaded_tensor_is_private(store: tssd.Store) -> None:
     state = {"big": torch.randn(1000, 1000), "small": torch.arange(10), "tiny": torch.tensor(1)}
     store.put_state_dict(state, "x")
     one, other = store.get_state_dict("x"), store.get_state_dict("x")
@@ -384,7 +388,7 @@ def test_a_write_changes_the_caller_s_memory_alone(store: tssd.Store) -> None:
         assert same(version.get_tensor("big"), state["big"])
     assert same(opened, state["big"]) and same(other, state)
     assert same(store.get_state_dict("x"), state)
-    # Later versions are put where memory is free, and not where one is still looked at.
+    # Later versions do not reuse memory that views still map.
     for step in range(4):
         store.put_state_dict({name: tensor + step + 1 for name, tensor in state.items()}, "x")
     assert same(other, state)
@@ -394,9 +398,9 @@ def test_a_write_changes_the_caller_s_memory_alone(store: tssd.Store) -> None:
     assert same(store.get_state_dict("y"), one)
 
 
-def test_a_fork_says_nothing_for_its_parent(tmp_path: Path) -> None:
+def test_forked_child_does_not_end_leases_of_parent(tmp_path: Path) -> None:
     state = {"a": torch.arange(400_000)}
-    with daemon(tmp_path / "socket") as url, tssd.Store(url) as store:
+    with Daemon(tmp_path / "socket") as url, tssd.Store(url) as store:
         store.put_state_dict(state, "x")
         got, opened = store.get_state_dict("x"), store.open("x")
         with store.publish("y", version=1) as publisher:
@@ -404,18 +408,18 @@ def test_a_fork_says_nothing_for_its_parent(tmp_path: Path) -> None:
             publisher.flush()
             child = os.fork()
             if child == 0:
-                fine = False
+                ok = False
                 try:
                     with pytest.raises(ValueError, match="forked"):
                         publisher.put("b", 1)
                     got.clear()
                     opened.close()
                     gc.collect()
-                    fine = True
+                    ok = True
                 finally:
-                    os._exit(0 if fine else 1)
+                    os._exit(0 if ok else 1)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            # What nobody holds any more would be written over.
+            # Without its lease, the memory of the first version would be overwritten.
             for step in range(4):
                 store.put_state_dict({"a": torch.full((400_000,), step)}, "x")
             assert same(got, state) and same(opened.get_tensor("a"), state["a"])
@@ -426,7 +430,7 @@ def test_a_fork_says_nothing_for_its_parent(tmp_path: Path) -> None:
 
 def test_views_outlive_version_store_and_daemon(tmp_path: Path) -> None:
     state = {"big": torch.randn(1000, 1000), "small": torch.arange(10)}
-    with daemon(tmp_path / "socket") as url:
+    with Daemon(tmp_path / "socket") as url:
         store = tssd.Store(url)
         store.put_state_dict(state, "x")
         got = store.get_state_dict("x")
@@ -441,27 +445,27 @@ def test_views_outlive_version_store_and_daemon(tmp_path: Path) -> None:
     assert (array[7] == 0).all() and array[8].any()
 
 
-@pytest.mark.parametrize("place", ["directory", "daemon"])
-def test_a_fork_keeps_what_was_open(tmp_path: Path, place: str) -> None:
-    if place == "directory":
-        return fork(tssd.Store(str(tmp_path / "store")))
-    with daemon(tmp_path / "socket") as url:
-        fork(tssd.Store(url))
+@pytest.mark.parametrize("store_kind", ["directory", "daemon"])
+def test_forked_child_uses_open_views_and_store(tmp_path: Path, store_kind: str) -> None:
+    if store_kind == "directory":
+        return check_fork(tssd.Store(str(tmp_path / "store")))
+    with Daemon(tmp_path / "socket") as url:
+        check_fork(tssd.Store(url))
 
 
-def fork(store: tssd.Store) -> None:
+def check_fork(store: tssd.Store) -> None:
     state = {"a": torch.arange(400_000), "b": torch.ones(5)}
     store.put_state_dict(state, "x")
     got, version = store.get_state_dict("x"), store.open("x")
     child = os.fork()
     if child == 0:
-        fine = False
+        ok = False
         try:
             got["b"].zero_()
-            fine = same(got["a"], state["a"]) and same(store.get_state_dict("x"), state)
+            ok = same(got["a"], state["a"]) and same(store.get_state_dict("x"), state)
             store.put_state_dict({"child": 1}, "y")
         finally:
-            os._exit(0 if fine else 1)
+            os._exit(0 if ok else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert same(got, state)
     assert store.get_state_dict("y") == {"child": 1}

@@ -1,4 +1,4 @@
-"""torch's tensors: what is kept of them, and whose memory they are."""
+"""Tensors of torch in archives: round trips and ownership of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import tssd
-from same import bits, same
+from same import element_bytes, same
 from torch import nn
 
 pytestmark = [
@@ -29,8 +29,8 @@ DTYPES = sorted(
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
-def made(dtype: torch.dtype, shape: tuple[int, ...] = (3, 4)) -> torch.Tensor:
-    """A tensor of any dtype, with all kinds of bits."""
+def make_tensor(dtype: torch.dtype, shape: tuple[int, ...] = (3, 4)) -> torch.Tensor:
+    """Returns a tensor of any dtype with varied bit patterns."""
     count = 1
     for size in shape:
         count *= size
@@ -43,13 +43,13 @@ def made(dtype: torch.dtype, shape: tuple[int, ...] = (3, 4)) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(path: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_roundtrips(path: Path, dtype: torch.dtype) -> None:
     if dtype in QUANTIZED:
         with pytest.raises(TypeError, match="quantized") as caught:
-            tssd.save({"a": {"b": made(dtype)}})
+            tssd.save({"a": {"b": make_tensor(dtype)}})
         assert caught.value.fqn == "a.b"  # type: ignore[attr-defined]
         return
-    state = {"a": made(dtype), "turned": made(dtype, (2, 3, 4)).permute(2, 0, 1), "dtype": dtype}
+    state = {"a": make_tensor(dtype), "turned": make_tensor(dtype, (2, 3, 4)).permute(2, 0, 1), "dtype": dtype}
     tssd.save_file(state, path)
     for loaded in (
         tssd.load_file(path),
@@ -61,11 +61,13 @@ def test_every_dtype(path: Path, dtype: torch.dtype) -> None:
     with tssd.safe_open(path, "pt") as file:
         assert same(file.get_tensor("turned"), state["turned"])
         part = file.get_slice("a")[1:, ::2]
-        assert part.dtype is dtype and bits(part) == bits(made(dtype).as_strided((2, 2), (4, 2), 4))
+        assert part.dtype is dtype and element_bytes(part) == element_bytes(
+            make_tensor(dtype).as_strided((2, 2), (4, 2), 4)
+        )
 
 
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
-def test_what_a_tensor_is_comes_back(path: Path, backend: str) -> None:
+def test_tensor_properties_roundtrip(path: Path, backend: str) -> None:
     base = torch.randn(4, 3, 8, 8)
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     complex_ = torch.randn(5, dtype=torch.complex64)
@@ -95,17 +97,17 @@ def test_what_a_tensor_is_comes_back(path: Path, backend: str) -> None:
     assert loaded["complex"].untyped_storage().data_ptr() == loaded["real"].untyped_storage().data_ptr()
 
 
-def test_views_that_are_computed_are_materialized() -> None:
+def test_lazily_computed_views_are_materialized() -> None:
     x = torch.randn(4, 5, dtype=torch.complex64)
     state = {"conj": x.conj(), "neg": x.conj().imag, "zero": torch._efficientzerotensor(3)}
     assert state["conj"].is_conj() and state["neg"].is_neg()
     loaded = tssd.load(tssd.save(state))
     assert not loaded["conj"].is_conj() and not loaded["neg"].is_neg()
-    for key, wanted in state.items():
-        assert torch.equal(loaded[key], wanted.clone())
+    for key, expected in state.items():
+        assert torch.equal(loaded[key], expected.clone())
 
 
-def test_tied_tensors_are_stored_once_and_come_back_tied(path: Path) -> None:
+def test_tied_tensors_are_stored_once_and_loaded_tied(path: Path) -> None:
     weight = nn.Parameter(torch.randn(1000, 100))
     state = {"embed": weight, "head": weight, "rows": weight.data[10:20], "flat": weight.data.view(-1)}
     tssd.save_file(state, path)
@@ -119,13 +121,13 @@ def test_tied_tensors_are_stored_once_and_come_back_tied(path: Path) -> None:
     assert (loaded["rows"][0] == 7).all()
 
 
-def test_a_view_is_stored_without_the_rest_of_its_storage(path: Path) -> None:
+def test_view_is_stored_without_rest_of_its_storage(path: Path) -> None:
     tssd.save_file({"a": torch.randn(10_000_000)[5:10]}, path)
     assert path.stat().st_size < 8192
     assert tssd.load_file(path)["a"].untyped_storage().nbytes() == 20
 
 
-def test_state_dicts_of_modules_and_optimizers(path: Path) -> None:
+def test_module_and_optimizer_state_dicts_roundtrip(path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
@@ -151,7 +153,7 @@ def test_state_dicts_of_modules_and_optimizers(path: Path) -> None:
     torch.set_rng_state(loaded["rng"])
 
 
-def test_metadata_of_a_module_that_is_no_json() -> None:
+def test_module_metadata_that_is_not_json_is_rejected() -> None:
     state = nn.Linear(1, 1).state_dict()
     state._metadata[""]["x"] = object()  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="_metadata") as caught:
@@ -160,7 +162,7 @@ def test_metadata_of_a_module_that_is_no_json() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"backend": "pread"}, {"verify": "off"}, {"verify": "lazy"}])
-def test_a_write_changes_the_caller_s_memory_alone(path: Path, options: dict[str, Any]) -> None:
+def test_write_to_loaded_tensor_is_private(path: Path, options: dict[str, Any]) -> None:
     state = {"big": torch.randn(1000, 1000), "small": torch.arange(10), "tiny": torch.tensor(1)}
     tssd.save_file(state, path)
     before = path.read_bytes()
@@ -173,7 +175,7 @@ def test_a_write_changes_the_caller_s_memory_alone(path: Path, options: dict[str
     assert path.read_bytes() == before
 
 
-def test_a_write_into_a_tensor_of_safe_open_changes_no_other(path: Path) -> None:
+def test_write_to_tensor_of_safe_open_is_private(path: Path) -> None:
     state = {"big": torch.randn(1000, 1000), "small": torch.arange(10)}
     tssd.save_file(state, path)
     with tssd.safe_open(path, "pt") as file:
@@ -183,7 +185,7 @@ def test_a_write_into_a_tensor_of_safe_open_changes_no_other(path: Path) -> None
             assert same(file.get_tensor(key), state[key])
 
 
-def test_a_write_into_what_bytes_or_a_blob_gave(path: Path) -> None:
+def test_write_to_tensor_loaded_from_bytes_is_private(path: Path) -> None:
     state = {"a": torch.randn(1000)}
     data = tssd.save(state)
     copy = bytes(bytearray(data))
@@ -194,12 +196,12 @@ def test_a_write_into_what_bytes_or_a_blob_gave(path: Path) -> None:
     assert same(encoded.to_state_dict(), state)
 
 
-def maps(path: Path) -> int:
+def count_maps(path: Path) -> int:
     return Path("/proc/self/maps").read_text().count(str(path))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-def test_the_map_ends_with_the_last_tensor(path: Path) -> None:
+def test_file_is_unmapped_with_its_last_tensor(path: Path) -> None:
     state = {"a": torch.randn(100_000), "b": torch.randn(100_000), "c": 1}
     tssd.save_file(state, path)
     loaded = tssd.load_file(path)
@@ -208,20 +210,20 @@ def test_the_map_ends_with_the_last_tensor(path: Path) -> None:
     storage = loaded["a"].untyped_storage()
     del loaded
     gc.collect()
-    assert maps(path) == 1
+    assert count_maps(path) == 1
     assert torch.equal(view, state["b"][5:10]) and array[0] == state["b"][0]
     del view, array
     gc.collect()
-    assert maps(path) == 1 and len(storage) == 400_000
+    assert count_maps(path) == 1 and len(storage) == 400_000
     del storage
     gc.collect()
-    assert maps(path) == 0
+    assert count_maps(path) == 0
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
-def test_memory_of_a_tensor_goes_with_it(path: Path, backend: str) -> None:
-    def anonymous() -> int:
+def test_memory_of_tensor_is_freed_with_it(path: Path, backend: str) -> None:
+    def anonymous_bytes() -> int:
         text = Path("/proc/self/smaps_rollup").read_text()
         return int(text.split("Anonymous:")[1].split()[0]) * 1024
 
@@ -231,9 +233,9 @@ def test_memory_of_a_tensor_goes_with_it(path: Path, backend: str) -> None:
     del state
     loaded = tssd.load_file(path, backend=backend)
     loaded["a"].add_(1)
-    full = anonymous()
+    full = anonymous_bytes()
     del loaded["a"]
-    assert full - anonymous() > size // 2
+    assert full - anonymous_bytes() > size // 2
     assert loaded["b"].sum() == 1000
 
 
@@ -241,7 +243,7 @@ class Subclass(torch.Tensor):
     pass
 
 
-def bad_tensors() -> dict[str, Any]:
+def make_unsupported_tensors() -> dict[str, Any]:
     freed = torch.randn(10)
     freed.untyped_storage().resize_(0)
     return {
@@ -263,23 +265,23 @@ def bad_tensors() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("name", "sparse sparse_csr nested jagged quantized meta freed Subclass UninitializedParameter Generator Linear".split())
-def test_tensors_that_cannot_be_stored(name: str) -> None:
+def test_unsupported_tensors_are_rejected(name: str) -> None:
     with pytest.raises(TypeError) as caught:
-        tssd.save({"a": [bad_tensors()[name]]})
+        tssd.save({"a": [make_unsupported_tensors()[name]]})
     error = caught.value
     assert isinstance(error, tssd.TssdError)
     assert error.fqn == "a.0" and error.advice
     assert name.partition("_")[0].lower() in str(error).lower() or name == "jagged"
 
 
-def test_cloudpickle_pickles_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cloudpickle_is_used_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     import pickle
 
     objects = []
 
-    def dumps(thing: object) -> bytes:
-        objects.append(thing)
-        return pickle.dumps(("by it", thing))
+    def dumps(value: object) -> bytes:
+        objects.append(value)
+        return pickle.dumps(("by it", value))
 
     for module in (SimpleNamespace(dumps=dumps), None):
         monkeypatch.setitem(sys.modules, "cloudpickle", module)
@@ -289,7 +291,7 @@ def test_cloudpickle_pickles_where_it_is_installed(monkeypatch: pytest.MonkeyPat
     assert objects == [{1}]
 
 
-def test_subclasses_are_refused_though_pickle_is_allowed() -> None:
+def test_tensor_subclass_is_rejected_even_with_allow_pickle() -> None:
     with pytest.raises(TypeError, match="Subclass"):
         tssd.save({"a": torch.ones(3).as_subclass(Subclass)}, allow_pickle=True)
 
@@ -297,7 +299,7 @@ def test_subclasses_are_refused_though_pickle_is_allowed() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
-def test_quantized_weights_of_torchao_are_refused_and_what_they_are_made_of_is_not(config: str) -> None:
+def test_torchao_weight_is_rejected_but_its_parts_are_stored(config: str) -> None:
     quantization = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(64, 32, bias=False)).to(torch.bfloat16)
     quantization.quantize_(model, getattr(quantization, config)())
@@ -306,7 +308,7 @@ def test_quantized_weights_of_torchao_are_refused_and_what_they_are_made_of_is_n
         tssd.save({"model": model.state_dict()})
     error = caught.value
     assert error.fqn == "model.0.weight" and f"{type(weight).__module__}.{type(weight).__qualname__}" in str(error)
-    # The advice can be taken.
+    # The advice can be followed.
     assert error.advice is not None and "__tensor_flatten__" in error.advice and "dequantize()" in error.advice
     names, _ = weight.__tensor_flatten__()
     parts = {name: getattr(weight, name) for name in names}
@@ -315,7 +317,7 @@ def test_quantized_weights_of_torchao_are_refused_and_what_they_are_made_of_is_n
     assert all(same(loaded["parts"][name], part) for name, part in parts.items())
 
 
-def test_an_asynchronous_collective_s_tensor_is_waited_for() -> None:
+def test_save_waits_for_async_collective_tensor() -> None:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     tensor = AsyncCollectiveTensor(torch.arange(3.0))
@@ -323,7 +325,7 @@ def test_an_asynchronous_collective_s_tensor_is_waited_for() -> None:
     assert type(loaded["a"]) is torch.Tensor and torch.equal(loaded["a"], torch.arange(3.0))
 
 
-def test_other_devices(path: Path) -> None:
+def test_load_places_tensors_on_device(path: Path) -> None:
     state = {"a": torch.randn(3, 4).t(), "b": torch.ones(2, dtype=torch.bfloat16), "n": np.arange(3)}
     tssd.save_file(state, path)
     loaded = tssd.load_file(path, device="meta")
@@ -336,7 +338,7 @@ def test_other_devices(path: Path) -> None:
         tssd.load_file(path, device="no such device")
 
 
-def test_slices_are_those_of_torch(path: Path) -> None:
+def test_slices_equal_those_of_torch(path: Path) -> None:
     tensor = torch.randn(100, 50, 4).transpose(0, 2)
     tssd.save_file({"a": tensor}, path)
     with tssd.safe_open(path, "pt") as file:
@@ -350,7 +352,7 @@ def test_slices_are_those_of_torch(path: Path) -> None:
             part[torch.tensor([1])]
 
 
-def test_arrays_for_who_wants_them(path: Path) -> None:
+def test_framework_numpy_returns_arrays(path: Path) -> None:
     state = {"a": torch.arange(6.0).reshape(2, 3).t(), "p": nn.Parameter(torch.ones(2))}
     tssd.save_file(state, path)
     loaded = tssd.load_file(path, framework="numpy")
@@ -358,7 +360,7 @@ def test_arrays_for_who_wants_them(path: Path) -> None:
     np.testing.assert_array_equal(loaded["a"], state["a"].numpy())
 
 
-def test_arrays_of_a_loaded_torch_file_are_read_only(path: Path) -> None:
+def test_arrays_loaded_next_to_tensors_are_read_only(path: Path) -> None:
     tensor = torch.arange(6.0)
     tssd.save_file({"t": tensor, "n": tensor.numpy()}, path)
     loaded = tssd.load_file(path)
@@ -367,26 +369,26 @@ def test_arrays_of_a_loaded_torch_file_are_read_only(path: Path) -> None:
     assert loaded["n"][0] == 5
 
 
-def test_ten_thousand_tensors(path: Path) -> None:
+def test_ten_thousand_tensors_roundtrip(path: Path) -> None:
     state = {"a": [{"b": torch.tensor(float(i)), "i": i} for i in range(10_000)]}
     tssd.save_file(state, path, fsync=False)
     loaded = tssd.load_file(path)["a"]
     assert [each["b"].item() for each in loaded] == [float(i) for i in range(10_000)]
 
 
-def test_shards_in_files(path: Path) -> None:
-    place = tssd.TensorSlice((2, 0), (1,), (4, 3), (2, 3), (2,))
+def test_shard_roundtrips(path: Path) -> None:
+    tensor_slice = tssd.TensorSlice((2, 0), (1,), (4, 3), (2, 3), (2,))
     local = nn.Parameter(torch.randn(2, 3))
-    tssd.save_file({"w": tssd.TensorShard(local, place)}, path)
+    tssd.save_file({"w": tssd.TensorShard(local, tensor_slice)}, path)
     loaded = tssd.load_file(path)["w"]
-    assert loaded.tensor_slice == place and same(loaded.local, local)
+    assert loaded.tensor_slice == tensor_slice and same(loaded.local, local)
     import pickle
 
-    again = pickle.loads(pickle.dumps(loaded))
-    assert again.tensor_slice == place and same(again.local, local)
+    unpickled = pickle.loads(pickle.dumps(loaded))
+    assert unpickled.tensor_slice == tensor_slice and same(unpickled.local, local)
 
 
-def test_the_command_is_there() -> None:
+def test_command_is_installed() -> None:
     command = Path(sys.executable).with_name("tssd")
     if not command.exists():
         pytest.skip("the package was not installed from a wheel")
@@ -394,19 +396,19 @@ def test_the_command_is_there() -> None:
     assert done.stdout.split() == ["tssd", tssd.__version__]
 
 
-def test_a_fork_of_torch(path: Path) -> None:
+def test_write_in_forked_child_is_private(path: Path) -> None:
     tssd.save_file({"a": torch.arange(100_000)}, path)
     loaded = tssd.load_file(path)
     child = os.fork()
     if child == 0:
-        # torch's own threads do not survive a fork.
+        # The threads of torch do not exist in the child.
         loaded["a"][0] = 1
         os._exit(0 if loaded["a"][0] == 1 else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert loaded["a"][0] == 0
 
 
-def test_an_array_and_a_tensor_of_one_memory_come_back_so(path: Path) -> None:
+def test_array_and_tensor_that_share_memory_share_it_after_load(path: Path) -> None:
     for dtype in (torch.float32, torch.int64):
         tensor = torch.arange(6).to(dtype).requires_grad_(dtype.is_floating_point)
         tssd.save_file({"t": tensor, "a": tensor.detach().numpy(), "view": tensor.detach()[2:4]}, path)

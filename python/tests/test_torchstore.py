@@ -1,4 +1,4 @@
-"""What stands in for torchstore, beside torchstore itself: in one process, Monarch's, torchrun's, Ray's, spawned ones."""
+"""`tssd.torchstore` compared with torchstore, and in processes of Monarch, torchrun, Ray and `spawn`."""
 
 from __future__ import annotations
 
@@ -17,57 +17,57 @@ import torch
 import torch.multiprocessing
 import tssd
 import tssd.torchstore as ts
-from processes import UNCONNECTED, reconnects, stop_daemons
+from processes import GLOO_CONNECT_ERROR, retry_on_gloo_failure, stop_daemons
 from same import same
-from torchstore_cases import CASES, told
+from torchstore_cases import CASES, to_json
 
 HERE = Path(__file__).parent
 ONES = torch.ones(2)
 
-# What is another thing here than in the torchstore that is released: there, and here. The first is the class of an
-# error where it fails. docs/migration.md has a line for each.
-DIFFERENT: dict[str, tuple[Any, Any]] = {
-    "a_parameter_comes_back_as_a_tensor": (("Parameter", True), ("Tensor", False)),
-    "an_object_of_a_class": ("nothing", "TypeError"),
-    "deleting_what_is_missing": ("Exception", "KeyError"),
-    "in_place_of_another_shape": ("nothing", "ValueError"),
-    "in_place_of_ints": ("nothing", "TypeError"),
-    "in_place_of_an_object": ("ValueError", "TypeError"),
-    "what_is_no_tensor_in_place": ("ValueError", "TypeError"),
-    "a_slice_of_another_global_shape": ("nothing", "RuntimeError"),
-    "another_shape_under_the_same_key": ("ActorError", [torch.zeros(2, dtype=torch.int32), "text"]),
-    "a_state_dict_of_another_shape": ("nothing", "ValueError"),
-    "what_a_state_dict_keeps": (("dict", False, False, ["0"]), ("OrderedDict", True, True, [0])),
-    "initializing_again": (("Exception", "RuntimeError"), ("RuntimeError", "RuntimeError")),
-    "an_uneven_sharding": ("ActorError", [[[(True, True, True)] * count, True] for count in (4, 2, 2)]),
-    "experts_that_are_whole": ("KeyError", [torch.zeros(2, 2), torch.ones(2, 2)]),
+# Cases whose result differs from that of the released torchstore: its result, then that of tssd. The result of a case
+# that raises is the class of the error. docs/migration.md has a line for each.
+DIFFERENCES: dict[str, tuple[Any, Any]] = {
+    "parameter_becomes_tensor": (("Parameter", True), ("Tensor", False)),
+    "object_of_custom_class": ("nothing", "TypeError"),
+    "delete_missing_key": ("Exception", "KeyError"),
+    "get_in_place_with_other_shape": ("nothing", "ValueError"),
+    "get_in_place_with_int_dtype": ("nothing", "TypeError"),
+    "get_object_in_place": ("ValueError", "TypeError"),
+    "get_in_place_into_list": ("ValueError", "TypeError"),
+    "get_slice_with_other_global_shape": ("nothing", "RuntimeError"),
+    "put_with_other_shape": ("ActorError", [torch.zeros(2, dtype=torch.int32), "text"]),
+    "get_state_dict_with_other_shape": ("nothing", "ValueError"),
+    "state_dict_structure": (("dict", False, False, ["0"]), ("OrderedDict", True, True, [0])),
+    "initialize_twice": (("Exception", "RuntimeError"), ("RuntimeError", "RuntimeError")),
+    "reshard_uneven_shape": ("ActorError", [[[(True, True, True)] * count, True] for count in (4, 2, 2)]),
+    "unsharded_experts": ("KeyError", [torch.zeros(2, 2), torch.ones(2, 2)]),
 }
 
-# What torchstore has had since.
-SINCE: dict[str, Any] = {
+# Results of cases that need a newer torchstore than the released one.
+NEWER_CASES: dict[str, Any] = {
     "batches": (
         {"batches.a": torch.arange(3.0), "batches.b": "text", "batches.c": torch.ones(2, 2)},
         {"batches.a": torch.arange(3.0), "batches.b": "text"},
         True,
     ),
-    "batches_that_are_none": [
+    "invalid_batches": [
         "AssertionError", "ValueError", "ValueError", "ValueError", "TypeError", "KeyError", "KeyError", "TypeError",
         "nothing", torch.zeros(1),
     ],
-    "deleting_batches": ["deleting_batches.c"],
-    "deleting_a_part": True,
-    "a_transfer_dtype": (
+    "delete_batches": ["delete_batches.c"],
+    "delete_incomplete_tensor": True,
+    "cast_with_transfer_dtype": (
         {"w": torch.tensor([1.0], dtype=torch.bfloat16), "n": torch.tensor([123457])},
         {"w": torch.tensor([1.0]), "n": torch.tensor([123457])},
         torch.tensor([1.001]),
     ),
-    "another_store": ((False, True, ["mine"]), True, False),
+    "second_store": ((False, True, ["mine"]), True, False),
 }
 
 
 @pytest.fixture(scope="module", autouse=True)
 def own_daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Daemons of these tests alone."""
+    """Gives these tests daemons of their own, in a separate runtime directory."""
     folder = tmp_path_factory.mktemp("runtime")
     folder.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
@@ -77,76 +77,78 @@ def own_daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     stop_daemons(folder)
 
 
-@reconnects
-def run(*command: str | Path, timeout: int = 240) -> None:
-    done = subprocess.run(
+@retry_on_gloo_failure
+def run_python(*command: str | Path, timeout: int = 240) -> None:
+    completed = subprocess.run(
         [sys.executable, "-W", "ignore", *command], capture_output=True, text=True, timeout=timeout, cwd=HERE
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert completed.returncode == 0, completed.stdout[-4000:] + completed.stderr[-4000:]
 
 
-def outcomes(module: str, folder: Path, *wanted: str) -> dict[str, Any]:
+def run_cases(module: str, folder: Path, *names: str) -> dict[str, Any]:
     if importlib.util.find_spec("monarch") is None or importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} or Monarch is not installed")
     out = folder / "outcomes.json"
-    run("torchstore_cases.py", module, out, *wanted)
+    run_python("torchstore_cases.py", module, out, *names)
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    first = outcomes("tssd.torchstore", tmp_path_factory.mktemp("ours"))
-    failed = [name for name, each in first.items() if raised(each)]
-    # Ranks that torch has not connected meet once more, and those who took their place then.
-    if not any(UNCONNECTED in first[name]["raised"] for name in failed):
+def tssd_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    first = run_cases("tssd.torchstore", tmp_path_factory.mktemp("ours"))
+    failed = [name for name, each in first.items() if raised_class(each)]
+    # If gloo failed to connect ranks, all failed cases run again: later cases may have failed because of it.
+    if not any(GLOO_CONNECT_ERROR in first[name]["raised"] for name in failed):
         return first
-    return first | outcomes("tssd.torchstore", tmp_path_factory.mktemp("ours"), *failed)
+    return first | run_cases("tssd.torchstore", tmp_path_factory.mktemp("ours"), *failed)
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    first = outcomes("torchstore", tmp_path_factory.mktemp("theirs"))
-    # On a busy machine its actors lose each other at times, and then those after them. Who failed is asked once more.
-    lost = [name for name, each in first.items() if raised(each) in ("ActorError", "TimeoutError")]
-    return first | outcomes("torchstore", tmp_path_factory.mktemp("theirs"), *lost)
+def reference_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    first = run_cases("torchstore", tmp_path_factory.mktemp("theirs"))
+    # On a busy machine, actors occasionally lose their connection, and later cases fail as well. Those run again.
+    failed = [name for name, each in first.items() if raised_class(each) in ("ActorError", "TimeoutError")]
+    return first | run_cases("torchstore", tmp_path_factory.mktemp("theirs"), *failed)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_does_what_torchstore_does(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    here, there = ours[name], raised(theirs[name]) or theirs[name]
-    if name in SINCE:
-        assert there in ("AttributeError", "TypeError") and here == said(SINCE[name]), theirs[name]
+def test_case_matches_torchstore(name: str, tssd_results: dict[str, Any], reference_results: dict[str, Any]) -> None:
+    actual, reference = tssd_results[name], raised_class(reference_results[name]) or reference_results[name]
+    if name in NEWER_CASES:
+        assert reference in ("AttributeError", "TypeError") and actual == as_json(NEWER_CASES[name]), (
+            reference_results[name]
+        )
     else:
-        expected = [here, here] if name not in DIFFERENT else [*map(said, DIFFERENT[name])]
-        assert [there, here] == expected, theirs[name]
+        expected = [actual, actual] if name not in DIFFERENCES else [*map(as_json, DIFFERENCES[name])]
+        assert [reference, actual] == expected, reference_results[name]
 
 
-def raised(outcome: Any) -> str | None:
-    """The class of what a case has raised."""
-    return outcome["raised"].split(":")[0] if isinstance(outcome, dict) and "raised" in outcome else None
+def raised_class(result: Any) -> str | None:
+    """Returns the class of the error that a case has raised, or None."""
+    return result["raised"].split(":")[0] if isinstance(result, dict) and "raised" in result else None
 
 
-def said(value: Any) -> Any:
-    return json.loads(json.dumps(told(value)))
+def as_json(value: Any) -> Any:
+    return json.loads(json.dumps(to_json(value)))
 
 
-def test_nothing_fails_that_should_not(ours: dict[str, Any]) -> None:
-    assert not [each for each in ours.values() if raised(each)]
+def test_no_case_raises(tssd_results: dict[str, Any]) -> None:
+    assert not [each for each in tssd_results.values() if raised_class(each)]
 
 
-def test_ranks_of_torchrun(tmp_path: Path) -> None:
+def test_torchrun_ranks_share_a_store(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
-    run(*torchrun, "torchstore_ranks.py", tmp_path)
+    run_python(*torchrun, "torchstore_ranks.py", tmp_path)
 
 
-def test_processes_of_ray() -> None:
+def test_ray_actors_share_a_store() -> None:
     pytest.importorskip("ray")
-    run("torchstore_ray.py")
+    run_python("torchstore_ray.py")
 
 
-def child(rank: int, url: str) -> None:
-    """A process that knows of nothing but torchstore."""
+def check_in_child(rank: int, url: str) -> None:
+    """A spawned process, which only imports torchstore."""
     tssd.torchstore.install()
     import torchstore
     from torchstore import api, state_dict_utils
@@ -162,40 +164,40 @@ def child(rank: int, url: str) -> None:
     part = Request.from_any("", None, TensorSlice((1,), None, torch.Size([2]), (1,), None)).tensor_slice
     init_logging()
 
-    async def use() -> None:
+    async def scenario() -> None:
         client = await torchstore.client()
         got = await state_dict_utils.get_state_dict(client, "policy")
         assert torch.equal(got["w"], ONES) and torch.equal(await client.get("policy/w", None, part), ONES[1:])
         await torchstore.put(f"rank.{rank}", torch.tensor(rank))
 
-    asyncio.run(use())
+    asyncio.run(scenario())
 
 
-def test_processes_that_are_spawned_find_the_store() -> None:
-    async def use() -> None:
+def test_spawned_processes_find_the_store() -> None:
+    async def scenario() -> None:
         await ts.initialize()
         await ts.put_state_dict({"w": ONES}, "policy")
 
-    asyncio.run(use())
+    asyncio.run(scenario())
     try:
-        torch.multiprocessing.spawn(child, args=("",), nprocs=2)
+        torch.multiprocessing.spawn(check_in_child, args=("",), nprocs=2)
         assert asyncio.run(ts.keys("rank")) == ["rank.0", "rank.1"]
     finally:
         asyncio.run(ts.shutdown())
 
 
-def test_it_is_not_installed_over_torchstore(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_fails_after_import_of_torchstore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchstore", tssd)
     with pytest.raises(RuntimeError, match="before"):
         ts.install()
 
 
-def test_pickles_are_allowed_for_the_whole_store() -> None:
+def test_allow_pickle_applies_to_whole_store() -> None:
     class Object:
         def __eq__(self, other: object) -> bool:
             return type(other).__name__ == "Object"
 
-    async def use() -> None:
+    async def scenario() -> None:
         with pytest.raises(AssertionError, match="initialize"):
             await ts.put("x", 1, store_name="pickles")
         with pytest.raises(ValueError, match="a path"):
@@ -218,10 +220,10 @@ def test_pickles_are_allowed_for_the_whole_store() -> None:
         finally:
             await ts.shutdown("pickles")
 
-    asyncio.run(use())
+    asyncio.run(scenario())
 
 
-def test_spmd_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spmd_errors_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from datetime import timedelta
 
     ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
@@ -242,8 +244,8 @@ def test_spmd_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         ts.spmd.SPMDEnv.from_env(master_addr="localhost")
 
 
-def test_what_is_put_and_deleted_at_once_is_put_or_deleted() -> None:
-    async def use() -> None:
+def test_concurrent_put_and_delete_are_atomic() -> None:
+    async def scenario() -> None:
         await ts.initialize(store_name="races")
         try:
             for number in range(40):
@@ -253,7 +255,7 @@ def test_what_is_put_and_deleted_at_once_is_put_or_deleted() -> None:
                     ts.delete_batch([f"{key}/a"], store_name="races"),
                     ts.put_state_dict({"a": ONES, "b": ONES}, key, "races"),
                 )
-                # Nobody has deleted that.
+                # No task deletes this entry.
                 assert await ts.exists(f"{key}/b", "races")
                 await asyncio.gather(
                     ts.delete_batch([key], store_name="races"),
@@ -261,18 +263,18 @@ def test_what_is_put_and_deleted_at_once_is_put_or_deleted() -> None:
                     ts.put_state_dict({"a": ONES}, key, "races"),
                     ts.put(f"{key}/a", ONES, "races"),
                 )
-            four = await asyncio.gather(*[ts.client("races") for _ in range(4)])
-            assert all(each is four[0] for each in four)
+            clients = await asyncio.gather(*[ts.client("races") for _ in range(4)])
+            assert all(each is clients[0] for each in clients)
             with pytest.raises(ValueError, match="settings"):
                 await ts.put(".torchstore", 1, "races")
         finally:
             await ts.shutdown("races")
 
-    asyncio.run(use())
+    asyncio.run(scenario())
 
 
-def test_a_store_is_one_for_both_ways_to_use_it() -> None:
-    async def use() -> None:
+def test_both_apis_share_one_store() -> None:
+    async def scenario() -> None:
         await ts.initialize(store_name="both")
         state = {"model": {"w": ONES, "n": 3}, "list": [ONES, "text"]}
         with tssd.Store("unix:both") as store:
@@ -288,11 +290,11 @@ def test_a_store_is_one_for_both_ways_to_use_it() -> None:
             assert same(await ts.get_state_dict("c", into, store_name="both"), state)
         await ts.shutdown("both")
 
-    asyncio.run(use())
+    asyncio.run(scenario())
 
 
-def test_a_batch_that_does_not_fit_fills_nothing() -> None:
-    async def use() -> None:
+def test_mismatched_batch_fills_nothing() -> None:
+    async def scenario() -> None:
         await ts.initialize(store_name="fits")
         try:
             await ts.put_batch({"a": ONES, "b": ONES}, "fits")
@@ -309,23 +311,23 @@ def test_a_batch_that_does_not_fit_fills_nothing() -> None:
         finally:
             await ts.shutdown("fits")
 
-    asyncio.run(use())
+    asyncio.run(scenario())
 
 
-def test_a_store_that_another_process_has_ended_can_be_initialized_again() -> None:
-    async def use(*code: str) -> None:
+def test_store_ended_by_another_process_is_initialized_again() -> None:
+    async def scenario(*code: str) -> None:
         await ts.initialize(store_name="ended")
         await ts.put("a", 1, "ended")
-        run("-c", "import asyncio, tssd.torchstore as ts; asyncio.run(ts.shutdown('ended'))")
+        run_python("-c", "import asyncio, tssd.torchstore as ts; asyncio.run(ts.shutdown('ended'))")
         await ts.initialize(store_name="ended", allow_pickle=True)
         await ts.put("a", {1}, "ended")
         assert await ts.keys(store_name="ended") == ["a"]
         await ts.shutdown("ended")
 
-    asyncio.run(use())
+    asyncio.run(scenario())
 
 
-def test_processes_that_import_torchstore_get_it_by_their_path(tmp_path: Path) -> None:
+def test_pythonpath_replaces_torchstore(tmp_path: Path) -> None:
     path = subprocess.run([sys.executable, "-m", "tssd.torchstore"], capture_output=True, text=True, check=True).stdout
     program = tmp_path / "program.py"
     program.write_text(
@@ -338,11 +340,11 @@ def test_processes_that_import_torchstore_get_it_by_their_path(tmp_path: Path) -
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([path.strip(), os.environ["PYTHONPATH"]]))
-        run(program)
+        run_python(program)
 
 
-def test_a_task_that_puts_does_not_tear_what_another_gets() -> None:
-    async def use() -> None:
+def test_concurrent_puts_do_not_tear_gets() -> None:
+    async def scenario() -> None:
         await ts.initialize(store_name="torn")
         try:
             async def put() -> None:
@@ -359,4 +361,4 @@ def test_a_task_that_puts_does_not_tear_what_another_gets() -> None:
         finally:
             await ts.shutdown("torn")
 
-    asyncio.run(use())
+    asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""Views of what is stored: whoever writes into one has it for himself."""
+"""Views of stored tensors. A write to a view is private to that view."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tssd
-from test_store import daemon
+from test_store import Daemon
 
 torch = pytest.importorskip("torch")
 
@@ -26,23 +26,23 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "directory":
         yield str(tmp_path / "store")
     else:
-        with daemon(tmp_path / "socket") as url:
+        with Daemon(tmp_path / "socket") as url:
             yield url
 
 
-def test_a_write_into_a_view_is_seen_by_nobody_else(url: str) -> None:
+def test_write_to_view_is_private(url: str) -> None:
     store, other = tssd.Store(url), tssd.Store(url)
     store.put_state_dict({"w": torch.ones(SIZE), "b": torch.ones(3)}, "policy")
-    mine, theirs = store.get_state_dict("policy"), other.get_state_dict("policy")
-    again = store.get_state_dict("policy")
-    mine["w"][SIZE // 2 :] = 5
-    mine["b"] += 1
-    for seen in (theirs, again, store.get_state_dict("policy", copy=True), other.get_state_dict("policy")):
+    view, other_view = store.get_state_dict("policy"), other.get_state_dict("policy")
+    second_view = store.get_state_dict("policy")
+    view["w"][SIZE // 2 :] = 5
+    view["b"] += 1
+    for seen in (other_view, second_view, store.get_state_dict("policy", copy=True), other.get_state_dict("policy")):
         assert (seen["w"] == 1).all() and (seen["b"] == 1).all()
-    assert (mine["w"][: SIZE // 2] == 1).all() and (mine["w"][SIZE // 2 :] == 5).all()
+    assert (view["w"][: SIZE // 2] == 1).all() and (view["w"][SIZE // 2 :] == 5).all()
 
 
-def test_what_was_written_into_a_view_is_gone_for_the_next_one(url: str) -> None:
+def test_next_view_does_not_show_earlier_writes(url: str) -> None:
     store = tssd.Store(url)
     for step in range(8):
         store.put_state_dict({"w": torch.full((SIZE,), step), "b": torch.full((3,), step)}, "policy")
@@ -52,7 +52,7 @@ def test_what_was_written_into_a_view_is_gone_for_the_next_one(url: str) -> None
             got["w"][::1000] = -1
             got["b"].zero_()
             del got
-            # The map comes home on a thread of its own.
+            # A background thread returns the mapping to the pool.
             time.sleep(0.02)
 
 
@@ -67,7 +67,7 @@ def test_views_of_one_storage_are_tied_and_strided(url: str) -> None:
     assert got["t"][0, 1] == 100 and got["half"][0, 0] == 100
 
 
-def test_a_slice_of_one_stored_slice_is_a_view_of_it(url: str) -> None:
+def test_slice_inside_one_stored_slice_is_a_view(url: str) -> None:
     store = tssd.Store(url)
     whole = torch.arange(64.0).reshape(8, 8)
     halves = [tssd.TensorSlice([row, 0], None, [8, 8], [4, 8], []) for row in (0, 4)]
@@ -84,8 +84,8 @@ def test_a_slice_of_one_stored_slice_is_a_view_of_it(url: str) -> None:
     assert torch.equal(got["w"], whole) and report.bytes_viewed == 0
 
 
-def test_a_view_outlives_store_key_and_daemon(tmp_path: Path) -> None:
-    with daemon(tmp_path / "socket") as url:
+def test_view_outlives_store_key_and_daemon(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "socket") as url:
         store = tssd.Store(url)
         store.put_state_dict({"w": torch.ones(SIZE)}, "k")
         view = store.get_state_dict("k")["w"]
@@ -102,14 +102,14 @@ def test_a_view_outlives_store_key_and_daemon(tmp_path: Path) -> None:
     assert (view == 2).all()
 
 
-def test_a_child_sees_what_its_parent_has_and_makes_a_connection_of_its_own(url: str) -> None:
+def test_forked_child_reads_views_and_opens_its_own_connection(url: str) -> None:
     store = tssd.Store(url)
     store.put_state_dict({"w": torch.ones(SIZE)}, "k")
     view = store.get_state_dict("k")["w"]
     child = os.fork()
     if child == 0:
         try:
-            # The threads of torch were not forked.
+            # The threads of torch do not exist in the child.
             torch.set_num_threads(1)
             view += 1
             assert (view == 2).all() and (store.get_state_dict("k")["w"] == 1).all()
@@ -121,7 +121,7 @@ def test_a_child_sees_what_its_parent_has_and_makes_a_connection_of_its_own(url:
     assert (view == 1).all() and store.exists("child")
 
 
-def test_another_process_writes_into_its_view_alone(url: str) -> None:
+def test_write_in_another_process_is_private(url: str) -> None:
     store = tssd.Store(url)
     store.put_state_dict({"w": torch.ones(SIZE)}, "k")
     view = store.get_state_dict("k")["w"]
@@ -130,7 +130,7 @@ def test_another_process_writes_into_its_view_alone(url: str) -> None:
     assert (view == 1).all() and (store.get_state_dict("k")["w"] == 1).all()
 
 
-def test_views_of_numpy_are_read_only(url: str) -> None:
+def test_numpy_views_are_read_only(url: str) -> None:
     store = tssd.Store(url)
     store.put_state_dict({"a": np.ones(SIZE)}, "k")
     view = store.get_state_dict("k")["a"]

@@ -1,4 +1,4 @@
-"""Reads checkpoints that torch pickled, without executing code in them: `tssd convert` runs this module.
+"""Reads checkpoints that torch pickled, without executing code in them. `tssd convert` runs it.
 
     state_dict = load_torch("checkpoint.pt")  # a file of torch.save
     state_dict = load_dcp("checkpoint/")  # a directory of torch.distributed.checkpoint
@@ -133,7 +133,10 @@ def _unflatten(flat: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Reader(FileSystemReader):
-    """A `FileSystemReader` with given metadata. The base class would unpickle any class that `.metadata` names."""
+    """A `FileSystemReader` with given metadata.
+
+    The base class would unpickle any class that `.metadata` names.
+    """
 
     def __init__(self, path: _Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -144,7 +147,10 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """A `DefaultLoadPlanner` with safe byte items. The base class would unpickle any class that they name."""
+    """A `DefaultLoadPlanner` that unpickles byte items safely.
+
+    The base class would unpickle any class that they name.
+    """
 
     def __init__(self, path: _Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -6,7 +6,7 @@ mod verify;
 
 use std::sync::Arc;
 
-use tssd_format::{Blob, Fill, Filled};
+use tssd_format::{Blob, WriteJob, JobChecksums};
 
 use crate::error::Result;
 use crate::io::local_archive::Near;
@@ -120,12 +120,12 @@ pub(crate) trait Reservation: Send {
 /// A part of a blob that is being written.
 pub(crate) trait Part: Send {
     /// Begins ahead what of a job can be. [`fill`](Self::fill) is called with the same job later.
-    fn begin(&mut self, _job: &Fill) -> Result<()> {
+    fn begin(&mut self, _job: &WriteJob) -> Result<()> {
         Ok(())
     }
 
     /// Runs a job whose range is this part.
-    fn fill(&mut self, job: &Fill) -> Result<Filled>;
+    fn fill(&mut self, job: &WriteJob) -> Result<JobChecksums>;
 
     /// Writes these bytes, which are as long as the part.
     fn write(&mut self, bytes: &[u8]) -> Result<()>;

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::Value as Json;
 use serde_json::map::Entry;
 use tssd_format::{
-    Archive, AttrValue, Attrs, Container, Key, Node, ObjectPath, Region, ShardFile, Step,
+    Archive, AttrValue, Attrs, Container, MapKey, Node, ObjectPath, Region, ShardFile, Step,
     StorageReference, TensorMeta, TensorReference, ZSTD_LEVEL_ATTR,
 };
 
@@ -75,7 +75,7 @@ pub(crate) fn merge(
         ("tssd.version".to_owned(), AttrValue::Int(label.number.cast_signed())),
         ("tssd.writers".to_owned(), AttrValue::Text(label.writers.to_string().into())),
     ]);
-    tssd_format::manifest(&root, &storages, &attrs, &shards).map_err(|error| error.to_string())
+    tssd_format::encode_manifest(&root, &storages, &attrs, &shards).map_err(|error| error.to_string())
 }
 
 /// What the writers say of the state dict as a whole, together.
@@ -204,7 +204,7 @@ impl<'a> Stored<'a> {
         one.len == other.len
             && match (one.digest, other.digest) {
                 (Some(one), Some(other)) => one == other,
-                _ => one.packing == other.packing && one.crcs == other.crcs,
+                _ => one.compressed_layout == other.compressed_layout && one.crcs == other.crcs,
             }
     }
 
@@ -225,7 +225,7 @@ impl<'a> Stored<'a> {
         let tensor = |reference: &TensorReference, storage| {
             let (place, local) = self.local(storage);
             let local = TensorReference { storage: Some(local), ..reference.clone() };
-            self.contributions[place].archive.tensor_of(&local).map_err(|error| error.to_string())
+            self.contributions[place].archive.read_tensor(&local).map_err(|error| error.to_string())
         };
         let (one, other) = (tensor(one, first)?, tensor(other, second)?);
         let (one, other) = (one.view(), other.view());
@@ -238,7 +238,7 @@ impl<'a> Stored<'a> {
 
     fn same_leaf(&self, one: &Node, other: &Node) -> bool {
         match (one, other) {
-            (Node::Stored(kind, first), Node::Stored(other, second)) => {
+            (Node::StoredLeaf(kind, first), Node::StoredLeaf(other, second)) => {
                 kind == other && self.same_content(*first, *second)
             }
             _ => one == other,
@@ -322,7 +322,7 @@ impl Merger<'_> {
         for (writer, node) in copies {
             if let Node::Tensors(references) = node {
                 match references.as_slice() {
-                    [plain @ TensorReference { place: None, .. }] => tensors.push((*writer, plain)),
+                    [plain @ TensorReference { shard_spec: None, .. }] => tensors.push((*writer, plain)),
                     run => {
                         sliced += 1;
                         slices.extend(run.iter().map(|slice| (*writer, slice)));
@@ -350,7 +350,7 @@ impl Merger<'_> {
     /// The slices of one global tensor: equal boxes are replicas, of which the first is kept; all
     /// others must tile it.
     fn slices(path: &ObjectPath, slices: &[(u32, &TensorReference)]) -> Result<Node, String> {
-        let place = |slice: &TensorReference| slice.place.clone().expect("slices have places");
+        let place = |slice: &TensorReference| slice.shard_spec.clone().expect("slices have places");
         let [(first_writer, first), ..] = slices else { unreachable!("there is a slice") };
         let global_shape = place(first).slice().global_shape().to_vec();
         let mut boxes: indexmap::IndexMap<Region, &TensorReference> = indexmap::IndexMap::new();
@@ -376,7 +376,7 @@ impl Merger<'_> {
                 boxes.entry(region).or_insert(slice);
             }
         }
-        Region::whole(&global_shape).prove_tiled(boxes.keys()).map_err(|error| {
+        Region::whole(&global_shape).verify_tiling(boxes.keys()).map_err(|error| {
             let writers: WriterSet = slices.iter().map(|(writer, _)| *writer).collect();
             format!("`{}`: {error}; writers {writers} hold it", path.fqn())
         })?;
@@ -436,7 +436,7 @@ impl Merger<'_> {
             Divergent::Keep => {
                 let own = copies
                     .iter()
-                    .map(|(writer, node)| (Step::Key(Key::writer(*writer)), Node::clone(node)));
+                    .map(|(writer, node)| (Step::Key(MapKey::from_writer(*writer)), Node::clone(node)));
                 Ok(Node::Container(Container::Divergent, own.collect()))
             }
         }
@@ -447,7 +447,7 @@ impl Merger<'_> {
 fn each_storage(node: &mut Node, storage: &mut impl FnMut(&mut u32)) {
     match node {
         Node::Leaf(_) => {}
-        Node::Stored(_, number) => storage(number),
+        Node::StoredLeaf(_, number) => storage(number),
         Node::Tensors(references) => {
             references.iter_mut().filter_map(|each| each.storage.as_mut()).for_each(storage);
         }

@@ -5,7 +5,7 @@
 //! nothing else.
 
 use tssd_format::{
-    Container, Error, ErrorKind, Node, Region, Result, Runs, ShardPlace, StorageReference,
+    Container, Error, ErrorKind, Node, Region, Result, Runs, ShardSpec, StorageReference,
     TensorMeta, TensorReference,
 };
 
@@ -69,12 +69,12 @@ pub(crate) fn shared(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<
     let (dtype, found) = (wanted.meta.dtype(), first.meta.dtype());
     if dtype != found {
         return Err(
-            Error::new(ErrorKind::WrongType).note(format_args!("wanted {dtype}, stored {found}"))
+            Error::new(ErrorKind::WrongType).with_detail(format_args!("wanted {dtype}, stored {found}"))
         );
     }
     let global_shape = global_shape(first);
     if *wanted.global_shape != *global_shape {
-        return Err(Error::new(ErrorKind::OutsideGlobal).note(format_args!(
+        return Err(Error::new(ErrorKind::OutsideGlobal).with_detail(format_args!(
             "wanted a part of shape {:?}, stored {global_shape:?}",
             wanted.global_shape
         )));
@@ -109,7 +109,7 @@ pub(crate) fn shared(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<
 
 /// The box of its global tensor that a reference holds; all of it for a plain tensor.
 pub fn region(reference: &TensorReference) -> Region {
-    match &reference.place {
+    match &reference.shard_spec {
         Some(place) => place.slice().region(),
         None => Region::whole(reference.meta.shape()),
     }
@@ -117,7 +117,7 @@ pub fn region(reference: &TensorReference) -> Region {
 
 /// The shape of the global tensor that a reference is a part of.
 pub fn global_shape(reference: &TensorReference) -> Vec<u64> {
-    match &reference.place {
+    match &reference.shard_spec {
         Some(place) => place.slice().global_shape().to_vec(),
         None => reference.meta.shape().to_vec(),
     }
@@ -126,7 +126,7 @@ pub fn global_shape(reference: &TensorReference) -> Vec<u64> {
 /// Whether one reference is all of its tensor.
 pub(crate) fn is_whole(run: &[TensorReference]) -> bool {
     let [only] = run else { return false };
-    let Some(slice) = only.place.as_ref().map(ShardPlace::slice) else { return true };
+    let Some(slice) = only.shard_spec.as_ref().map(ShardSpec::slice) else { return true };
     slice.local_shape() == slice.global_shape()
 }
 
@@ -154,7 +154,7 @@ struct Layout {
 impl Layout {
     fn node(&mut self, node: &Node) {
         match node {
-            Node::Leaf(_) | Node::Stored(..) => self.words(&[0]),
+            Node::Leaf(_) | Node::StoredLeaf(..) => self.words(&[0]),
             Node::Container(container, children) => {
                 // Whose leaf it is stands in no fqn.
                 let kind = if *container == Container::Divergent { 3 } else { 1 };
@@ -209,7 +209,7 @@ fn wide(len: usize) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use tssd_format::{Dtype, Key, Step};
+    use tssd_format::{Dtype, MapKey, Step};
 
     use super::*;
 
@@ -219,9 +219,9 @@ mod tests {
             meta: TensorMeta::new(Dtype::Uint8, &[2]).unwrap(),
             storage: Some(0),
             byte_offset: 0,
-            place: None,
+            shard_spec: None,
         }]);
-        let children = [0, 1].map(|writer| (Step::Key(Key::writer(writer)), leaf.clone()));
+        let children = [0, 1].map(|writer| (Step::Key(MapKey::from_writer(writer)), leaf.clone()));
         let of = |container| fingerprint(&Node::Container(container, children.to_vec()), &[]);
         assert_eq!(of(Container::Dict), of(Container::OrderedDict));
         assert_ne!(of(Container::Dict), of(Container::Divergent));

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tssd_format::{Dtype, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice};
+use tssd_format::{Dtype, Shard, ShardSpec, StateDict, Storage, Tensor, TensorMeta, TensorSlice};
 use tssd_gpu::DeviceMemory;
 use tssd_store::blocking::Store;
 use tssd_store::{ErrorKind, GetOptions, JobId, PutOptions, Target, TargetMemory};
@@ -30,9 +30,9 @@ pub(crate) fn cut(matrix: &[u8], [row, column, rows, columns]: Part) -> Vec<u8> 
     (row..row + rows).flat_map(line).collect()
 }
 
-pub(crate) fn place([row, column, rows, columns]: Part) -> ShardPlace {
+pub(crate) fn place([row, column, rows, columns]: Part) -> ShardSpec {
     let slice = TensorSlice::new(&[row, column], &[rows, columns], &[ROWS, COLUMNS]);
-    ShardPlace::new(slice.unwrap())
+    ShardSpec::new(slice.unwrap())
 }
 
 /// Three writers put rows of it, from this process's memory.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tssd_format::{
-    Compression, Dtype, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice,
+    Compression, Dtype, Shard, ShardSpec, StateDict, Storage, Tensor, TensorMeta, TensorSlice,
     Value,
 };
 use tssd_gpu::{DeviceMemory, Stream};
@@ -76,7 +76,7 @@ fn dict(storages: &[Storage], is_put: bool) -> StateDict {
         let tensor = Tensor::new(meta, storages[storage].clone(), offset).unwrap();
         if is_shard && is_put {
             let slice = TensorSlice::new(&[0, 0], shape, shape).unwrap();
-            dict.insert(name, Shard::new(tensor, ShardPlace::new(slice)).unwrap());
+            dict.insert(name, Shard::new(tensor, ShardSpec::new(slice)).unwrap());
         } else {
             dict.insert(name, tensor);
         }
@@ -364,7 +364,7 @@ fn memory_of_a_daemon_is_pinned() {
             // What the caller itself has copied here.
             expected[1] += LEN as u64;
             let memory = Arc::new(caller.memory(&allocation));
-            let storage = Storage::elsewhere(memory.clone()).unwrap();
+            let storage = Storage::from_blob(memory.clone()).unwrap();
             let meta = TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap();
             let mut dict = StateDict::new();
             dict.insert("weight", Tensor::new(meta.clone(), storage, 0).unwrap());

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tssd_format::{
-    Dtype, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice, Value,
+    Dtype, Shard, ShardSpec, StateDict, Storage, Tensor, TensorMeta, TensorSlice, Value,
 };
 use tssd_gpu::Device;
 use tssd_store::blocking::Store;
@@ -287,10 +287,10 @@ fn several_writers_stay_each_on_its_device_and_agree_on_what_all_have() {
             let mut dict = dict(&caller, &plain);
             let shape = [1, LEN as u64];
             let slice = TensorSlice::new(&[writer.into(), 0], &shape, &[2, LEN as u64]).unwrap();
-            let storage = Storage::elsewhere(Arc::new(caller.memory(&rows))).unwrap();
+            let storage = Storage::from_blob(Arc::new(caller.memory(&rows))).unwrap();
             let meta = TensorMeta::new(Dtype::Uint8, &shape).unwrap();
             let local = Tensor::new(meta, storage, 0).unwrap();
-            dict.insert("rows", Shard::new(local, ShardPlace::new(slice)).unwrap());
+            dict.insert("rows", Shard::new(local, ShardSpec::new(slice)).unwrap());
             let options = PutOptions {
                 writer: Some(writer),
                 writers: Some("0-1".parse().unwrap()),

@@ -128,8 +128,8 @@ fn other_files_are_buffered_one_by_one() {
     written.unwrap();
     assert!(write <= LEN + FIXED_BYTES, "writing took {write}");
     let archive = Archive::from_blob(Arc::new(file)).unwrap();
-    let export = Export::of_archive(&archive).unwrap();
-    for other in export.others() {
+    let export = Export::from_archive(&archive).unwrap();
+    for other in export.auxiliary_files() {
         let (read, unpack) = peak(|| other.write_to(&mut std::io::sink()));
         read.unwrap();
         assert!(unpack <= FIXED_BYTES, "unpacking took {unpack}");

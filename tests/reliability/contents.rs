@@ -1,6 +1,6 @@
 //! State dicts in which each element identifies its key, version and writer.
 
-use tssd_format::{Shard, ShardPlace, StateDict, Tensor, TensorSlice, Value};
+use tssd_format::{Shard, ShardSpec, StateDict, Tensor, TensorSlice, Value};
 
 /// Number of tensors that only one writer has, by writer.
 const TENSORS: u64 = 3;
@@ -36,7 +36,7 @@ impl Contents<'_> {
         let (rows, len) = (u64::from(self.writers), self.elements);
         let slice = TensorSlice::new(&[writer.into(), 0], &[1, len], &[rows, len]).unwrap();
         let row = Tensor::from_slice(&self.elements_of(writer, TENSORS), &[1, len]).unwrap();
-        let shared = Shard::new(row, ShardPlace::new(slice)).unwrap();
+        let shared = Shard::new(row, ShardSpec::new(slice)).unwrap();
         entries.push(("shared".to_owned(), Value::from(shared)));
         entries
     }

@@ -178,12 +178,12 @@ impl Caller {
         allocations: impl IntoIterator<Item = &'a Arc<Allocation>>,
     ) -> Vec<Storage> {
         let memories = self.memories(allocations).into_iter();
-        memories.map(|memory| Storage::elsewhere(Arc::new(memory)).unwrap()).collect()
+        memories.map(|memory| Storage::from_blob(Arc::new(memory)).unwrap()).collect()
     }
 
     /// Returns the allocation as a storage.
     pub fn storage(&self, allocation: &Arc<Allocation>) -> Storage {
-        Storage::elsewhere(Arc::new(self.memory(allocation))).unwrap()
+        Storage::from_blob(Arc::new(self.memory(allocation))).unwrap()
     }
 
     /// Returns the bytes after the work that is enqueued now.

@@ -10,8 +10,8 @@ mod set;
 
 use bytes::Bytes;
 use tssd_format::{
-    Archive, ChunkSize, Compression, Layout, Options, PackedChunk, Packing, StateDict,
-    StorageReference, Unpack,
+    Archive, ChunkSize, Compression, Layout, Options, ChunkLocation, CompressedLayout, StateDict,
+    StorageReference, RangeDecoder,
 };
 
 pub use self::compact::{compacted, expanded};
@@ -52,7 +52,7 @@ fn read(file: Vec<u8>) {
     let is_manifest = !archive.shards().is_empty();
     if let Some(dict) = archive.to_state_dict().ok().filter(|_| !is_manifest) {
         // An archive that was read can be written again, with the same meaning.
-        let encoded = encode(&dict, &Options::recorded(&archive)).expect("what was read is legal");
+        let encoded = encode(&dict, &Options::from_archive(&archive)).expect("what was read is legal");
         let reread = Archive::from_bytes(encoded).expect("what is written is legal");
         assert_eq!(reread.to_state_dict().expect("it lies in memory"), dict);
     }
@@ -70,7 +70,7 @@ pub fn roundtrip(data: &[u8]) {
     let archive = Archive::from_bytes(file.clone()).expect("what is written is legal");
     archive.verify_deep().expect("what is written is whole");
     assert_eq!(archive.to_state_dict().expect("it lies in memory"), dict);
-    let encoded = encode(&dict, &Options::recorded(&archive)).expect("it was written before");
+    let encoded = encode(&dict, &Options::from_archive(&archive)).expect("it was written before");
     assert_eq!(encoded, file, "the recorded options lead to other bytes");
 }
 
@@ -106,9 +106,9 @@ pub fn chunk(data: &[u8]) {
         crcs: vec![0],
         align_log2: 8,
         shard: 0,
-        packing: Some(Packing {
+        compressed_layout: Some(CompressedLayout {
             shuffle,
-            chunks: vec![PackedChunk {
+            chunks: vec![ChunkLocation {
                 offset: 0,
                 len: u32::try_from(bytes.len()).unwrap_or(u32::MAX),
                 is_zstd: true,
@@ -117,8 +117,8 @@ pub fn chunk(data: &[u8]) {
         digest: None,
     };
     let decode = |range| -> tssd_format::Result<Bytes> {
-        let mut unpack = Unpack::new(&storage, range)?;
-        unpack.add(0, bytes)?;
+        let mut unpack = RangeDecoder::new(&storage, range)?;
+        unpack.add_chunk(0, bytes)?;
         Ok(unpack.finish())
     };
     if let Ok(whole) = decode(0..len) {

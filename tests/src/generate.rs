@@ -4,7 +4,7 @@ use bytes::Bytes;
 use num_bigint::BigInt;
 use proptest::prelude::*;
 use tssd_format::{
-    DeviceMesh, Dict, Dtype, Float, Int, Key, Placement, Shard, ShardPlace, StateDict, Storage,
+    DeviceMesh, Dict, Dtype, Float, Int, MapKey, Placement, Shard, ShardSpec, StateDict, Storage,
     Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
 };
 
@@ -48,26 +48,26 @@ pub fn float() -> impl Strategy<Value = Float> {
 }
 
 /// Generates keys of a dict.
-pub fn key() -> impl Strategy<Value = Key> {
+pub fn key() -> impl Strategy<Value = MapKey> {
     let leaf = prop_oneof![
-        4 => text().prop_map(Key::Str),
-        2 => int().prop_map(Key::Int),
-        1 => any::<bool>().prop_map(Key::Bool),
-        1 => float().prop_filter("NaN is no key", |key| !key.get().is_nan()).prop_map(Key::Float),
-        1 => Just(Key::None),
-        1 => proptest::collection::vec(any::<u8>(), 0..6).prop_map(|key| Key::Bytes(key.into())),
+        4 => text().prop_map(MapKey::Str),
+        2 => int().prop_map(MapKey::Int),
+        1 => any::<bool>().prop_map(MapKey::Bool),
+        1 => float().prop_filter("NaN is no key", |key| !key.get().is_nan()).prop_map(MapKey::Float),
+        1 => Just(MapKey::None),
+        1 => proptest::collection::vec(any::<u8>(), 0..6).prop_map(|key| MapKey::Bytes(key.into())),
     ];
     leaf.prop_recursive(3, 8, 3, |key| {
-        proptest::collection::vec(key, 0..3).prop_map(|keys| Key::Tuple(keys.into()))
+        proptest::collection::vec(key, 0..3).prop_map(|keys| MapKey::Tuple(keys.into()))
     })
 }
 
 /// Returns whether two keys are equal in a Python dict, as far as the format checks this.
-fn same_in_python(left: &Key, right: &Key) -> bool {
-    let number = |key: &Key| match key {
-        Key::Bool(bool) => Some(Int::from(i64::from(*bool))),
-        Key::Int(int) => Some(int.clone()),
-        Key::Float(float) if float.get().fract() == 0.0 && float.get().abs() < 1e300 => {
+fn same_in_python(left: &MapKey, right: &MapKey) -> bool {
+    let number = |key: &MapKey| match key {
+        MapKey::Bool(bool) => Some(Int::from(i64::from(*bool))),
+        MapKey::Int(int) => Some(int.clone()),
+        MapKey::Float(float) if float.get().fract() == 0.0 && float.get().abs() < 1e300 => {
             int_of(float.get())
         }
         _ => None,
@@ -145,8 +145,8 @@ fn shard() -> impl Strategy<Value = Shard> {
             let numel: u64 = slice.local_shape().iter().product();
             let elements: Vec<u8> = (0..numel).map(|each| each.to_le_bytes()[0]).collect();
             let tensor = Tensor::from_slice(&elements, slice.local_shape()).expect("as long");
-            let place = ShardPlace::new(slice).on_mesh(mesh).expect("the same mesh");
-            let place = place.placed(placements).expect("one for each dimension");
+            let place = ShardSpec::new(slice).with_mesh(mesh).expect("the same mesh");
+            let place = place.with_placements(placements).expect("one for each dimension");
             Shard::new(tensor, place).expect("the same shape")
         },
     )

@@ -3,7 +3,7 @@
 //! This is the oracle of all resharding.
 
 use tssd_format::{
-    DeviceMesh, Dtype, Placement, Region, Shard, ShardPlace, Tensor, TensorMeta, TensorSlice,
+    DeviceMesh, Dtype, Placement, Region, Shard, ShardSpec, Tensor, TensorMeta, TensorSlice,
 };
 
 /// Returns the elements of a global `u32` tensor, which identify their positions.
@@ -55,7 +55,7 @@ pub fn tensor_of(global: &[u32], shape: &[u64], region: &Region) -> Tensor {
 /// # Panics
 ///
 /// If there is no such tensor.
-pub fn meta_of(dtype: Dtype, place: &ShardPlace) -> TensorMeta {
+pub fn meta_of(dtype: Dtype, place: &ShardSpec) -> TensorMeta {
     TensorMeta::new(dtype, place.slice().local_shape()).expect("a shape of the dtype")
 }
 
@@ -74,8 +74,8 @@ pub fn shards_of(
     let slices = TensorSlice::from_placements(shape, mesh, rank, placements).expect("they fit");
     let shard = |slice: TensorSlice| {
         let tensor = tensor_of(global, shape, &slice.region());
-        let place = ShardPlace::new(slice).on_mesh(mesh.clone()).expect("the same mesh");
-        Shard::new(tensor, place.placed(placements).expect("they fit")).expect("the same shape")
+        let place = ShardSpec::new(slice).with_mesh(mesh.clone()).expect("the same mesh");
+        Shard::new(tensor, place.with_placements(placements).expect("they fit")).expect("the same shape")
     };
     slices.into_iter().map(shard).collect()
 }
@@ -90,9 +90,9 @@ pub fn places_of(
     mesh: &DeviceMesh,
     rank: u32,
     placements: &[Placement],
-) -> Vec<ShardPlace> {
+) -> Vec<ShardSpec> {
     let slices = TensorSlice::from_placements(shape, mesh, rank, placements).expect("they fit");
-    slices.into_iter().map(ShardPlace::new).collect()
+    slices.into_iter().map(ShardSpec::new).collect()
 }
 
 /// Returns the elements of a `u32` tensor in row-major order.

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use tssd_format::{Shard, ShardPlace, StateDict, Tensor, TensorSlice, Value};
+use tssd_format::{Shard, ShardSpec, StateDict, Tensor, TensorSlice, Value};
 use tssd_store::blocking::Store;
 use tssd_store::{Durability, Error, GetOptions, JobId, Key, PutOptions, PutReport};
 
@@ -24,7 +24,7 @@ pub fn part(step: u64, writer: u32, writers: u32) -> StateDict {
     let place = TensorSlice::new(&[u64::from(writer) * ROWS, 0], &[ROWS, COLUMNS], &global);
     let mut dict = StateDict::new();
     dict.insert("step", step.cast_signed());
-    let shard = Shard::new(rows, ShardPlace::new(place.unwrap())).unwrap();
+    let shard = Shard::new(rows, ShardSpec::new(place.unwrap())).unwrap();
     dict.insert("weight", shard);
     dict
 }

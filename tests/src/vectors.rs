@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 use std::sync::LazyLock;
 
-use tssd_format::{Dict, Dtype, Key, Layout, Options, StateDict, Tensor, TensorMeta, Value};
+use tssd_format::{Dict, Dtype, MapKey, Layout, Options, StateDict, Tensor, TensorMeta, Value};
 
 /// A test vector.
 #[derive(Debug)]
@@ -83,7 +83,7 @@ fn plain(dict: &StateDict) -> Vec<u8> {
     encode(dict, &Options::new())
 }
 
-fn dict_of(entries: Vec<(Key, Value)>) -> StateDict {
+fn dict_of(entries: Vec<(MapKey, Value)>) -> StateDict {
     StateDict::from_value(Value::Dict(Dict::from_iter(entries))).expect("it is a dict")
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tssd_format::{
-    DeviceMesh, Dict, Dtype, Placement, Region, Shard, ShardPlace, StateDict, Storage, Tensor,
+    DeviceMesh, Dict, Dtype, Placement, Region, Shard, ShardSpec, StateDict, Storage, Tensor,
     TensorMeta, TensorSlice, Value,
 };
 use tssd_store::blocking::Store;
@@ -61,7 +61,7 @@ fn puts_of_a_job_need_version_or_writer_and_failed_puts_count() {
         let place = [Placement::Shard { dim: 0 }];
         let slice = TensorSlice::from_placements(&[2], &mesh, rank, &place).unwrap().remove(0);
         let local = Tensor::from_slice(&[step], &[1]).unwrap();
-        Value::from(Shard::new(local, ShardPlace::new(slice)).unwrap())
+        Value::from(Shard::new(local, ShardSpec::new(slice)).unwrap())
     };
     let opaque = Value::Opaque { media: "x/y".into(), bytes: vec![1].into() };
     put(&store, &dict(vec![("m", row(0, 1.0))]), &two_writer_options(0)).unwrap();
@@ -93,7 +93,7 @@ fn cached_plans_are_specific_to_the_requested_writer() {
         let region = Region::new(&[1], &[1]).unwrap();
         let slice = store.get_slice(&key(), "a", &region, &options).unwrap();
         assert_eq!(slice.view().as_slice::<i64>().unwrap(), &expected[1..]);
-        let slices = BTreeMap::from([("a".to_owned(), vec![ShardPlace::new(part.clone())])]);
+        let slices = BTreeMap::from([("a".to_owned(), vec![ShardSpec::new(part.clone())])]);
         let (got, _) =
             store.get_state_dict(&key(), &GetOptions { slices, ..options.clone() }).unwrap();
         let Value::Shards(shards) = got.leaf("a").unwrap() else { panic!("shards") };
@@ -277,7 +277,7 @@ fn tensor_larger_than_memory_is_an_error() {
         let meta =
             TensorMeta::new(Dtype::Uint8, &[1, size]).unwrap().with_strides(&[0, 0]).unwrap();
         let local = Tensor::new(meta, Storage::from(vec![7]), 0).unwrap();
-        Shard::new(local, ShardPlace::new(slice)).unwrap()
+        Shard::new(local, ShardSpec::new(slice)).unwrap()
     };
     let both = Value::Shards(vec![shard(0), shard(1)]);
     put(&store, &dict(vec![("huge", both)]), &PutOptions::default()).unwrap();

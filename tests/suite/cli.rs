@@ -160,7 +160,7 @@ fn unpack_rejects_values_that_safetensors_lacks() {
         (
             r#"["a"]["0"]"#,
             Value::from(Dict::from_iter([(0.into(), one_element()), ("0".into(), one_element())]
-                as [(tssd_format::Key, _); 2])),
+                as [(tssd_format::MapKey, _); 2])),
         ),
         (r#"["a"]["c"]"#, {
             let meta = TensorMeta::new(Dtype::Complex32, &[1]).unwrap();

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use proptest::prelude::*;
 use serde_json::{Value as Json, json};
 use tssd_format::{
-    Archive, AttrValue, Chunks, Compression, Dict, Dtype, Layout, Options, Shard, ShardPlace,
+    Archive, AttrValue, ChunkPolicy, Compression, Dict, Dtype, Layout, Options, Shard, ShardSpec,
     StateDict, Storage, Tensor, TensorMeta, TensorSlice, TorchStoreStateDict, Value,
 };
 use tssd_store::blocking::Store;
@@ -50,7 +50,7 @@ fn model() -> StateDict {
 fn storage_options(archive: &Archive) -> Vec<(String, Option<u8>, u8, bool)> {
     let leaves = archive.leaves().into_iter().map(|(path, node)| {
         let storage = archive.storage(node.storages().next().unwrap());
-        let shuffle = storage.packing.map(|packing| packing.shuffle);
+        let shuffle = storage.compressed_layout.map(|packing| packing.shuffle);
         (path.fqn(), shuffle, storage.align_log2, storage.digest.is_some())
     });
     leaves.collect()
@@ -87,7 +87,7 @@ fn source_options() -> impl Strategy<Value = Options> {
                 options = options.digests();
             }
             if fine {
-                options = options.chunks(Chunks::Fine);
+                options = options.chunks(ChunkPolicy::Fine);
             }
             match align {
                 Some(log2) => options.align(1 << log2).unwrap(),
@@ -148,7 +148,7 @@ fn convert_applies_requested_chunk_size() {
         let archive = open(&sandbox, name);
         archive.verify_deep().unwrap();
         let storages = (0..archive.storage_count()).map(|number| archive.storage(number));
-        let raw = storages.filter(|storage| storage.packing.is_none());
+        let raw = storages.filter(|storage| storage.compressed_layout.is_none());
         raw.map(|storage| storage.chunk_size.bytes()).collect()
     };
     assert!(sizes("in.tssd").iter().all(|bytes| *bytes == 1 << 20));
@@ -293,7 +293,7 @@ fn put_two_writers(sandbox: &Place, compression: Compression) -> String {
         let slice = TensorSlice::new(&[u64::from(writer) * 300, 0], &[300, 4], &[600, 4]).unwrap();
         let rows = Tensor::from_slice(&[f32::from(writer); 1200], &[300, 4]).unwrap();
         let mut dict = model();
-        dict.insert("rows", Shard::new(rows, ShardPlace::new(slice)).unwrap());
+        dict.insert("rows", Shard::new(rows, ShardSpec::new(slice)).unwrap());
         let options = PutOptions {
             writer: Some(writer.into()),
             writers: Some((0..2).collect()),

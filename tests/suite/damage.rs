@@ -6,8 +6,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use proptest::prelude::*;
 use tssd_format::{
-    Archive, Attrs, Blob, Chunks, Compression, Error, ErrorKind, Options, Result, ShardFile,
-    StateDict, StorageReference, Tensor, TorchStoreStateDict, Value, Verify,
+    Archive, Attrs, Blob, ChunkPolicy, Compression, Error, ErrorKind, Options, Result, ShardFile,
+    StateDict, StorageReference, Tensor, TorchStoreStateDict, Value, VerifyJob,
 };
 use tssd_tests::damage::{index_off, repair};
 use tssd_tests::generate;
@@ -82,7 +82,7 @@ fn damage_of_small_files_is_always_found() {
         let tails = (1..=4096).map(|extra| [&good[..], &vec![fillers[extra % 3]; extra]].concat());
         counts[3] += assert_all_refused(name, tails);
         // The chunks of a manifest are in other files.
-        if !archive.is_manifest_alone() {
+        if !archive.is_manifest_only() {
             counts[4] += assert_all_refused(name, chunk_damage(&archive, &good));
         }
     }
@@ -111,7 +111,7 @@ fn verify_names_every_damaged_leaf() {
     file[blob].fill(0);
     let archive = Archive::from_bytes(file).unwrap();
     let jobs = archive.verify_jobs();
-    let errors: Vec<Error> = jobs.iter().map(Verify::run).filter_map(Result::err).collect();
+    let errors: Vec<Error> = jobs.iter().map(VerifyJob::run).filter_map(Result::err).collect();
     assert_eq!(errors.len(), 20_000);
     for (number, error) in (0..).zip(&errors) {
         assert_eq!((error.kind(), error.path()), (ErrorKind::ChunkCorrupt, Some(&*name(number))));
@@ -144,7 +144,7 @@ fn digests_omitted_by_manifest_are_verified() {
                 digest: None,
             };
             let manifest =
-                tssd_format::manifest(&archive.structure(), &[storage], &Attrs::new(), &[shard]);
+                tssd_format::encode_manifest(&archive.structure(), &[storage], &Attrs::new(), &[shard]);
             let manifest: Arc<dyn Blob> = Arc::new(Bytes::from(manifest.unwrap()));
             let open = |_: &ShardFile| -> Result<Arc<dyn Blob>> { Ok(Arc::new(file.clone())) };
             let set = Archive::from_shard_set(manifest, open).unwrap();
@@ -184,7 +184,7 @@ fn swapped_chunks_of_large_storage_are_found() {
     for (chunk_bytes, options) in [
         (1_u32 << 20, Options::new()),
         (1 << 20, Options::new().compress(Compression::Zstd)),
-        (4 << 10, Options::new().chunks(Chunks::Fine)),
+        (4 << 10, Options::new().chunks(ChunkPolicy::Fine)),
     ] {
         let noise = |chunk: u8| {
             (0..chunk_bytes).map(move |offset| offset.wrapping_mul(77).to_le_bytes()[1] ^ chunk)
@@ -259,7 +259,7 @@ fn damage_of_trailer_and_padding_is_reported_with_its_byte() {
 fn verify_jobs_report_bytes_they_read() {
     let archive = Archive::from_bytes(sample()).unwrap();
     let jobs = archive.verify_jobs();
-    assert_eq!(jobs.iter().map(Verify::len).sum::<u64>(), archive.index_range().start - 4096);
+    assert_eq!(jobs.iter().map(VerifyJob::len).sum::<u64>(), archive.index_range().start - 4096);
     let empty = jobs.iter().filter(|job| job.is_empty()).count();
     // Two jobs compare a storage checksum with its chunk checksums, and the padding before the first storage is empty.
     assert_eq!(empty, 3);

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use tssd_format::{
-    Compression, Dtype, Region, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice,
+    Compression, Dtype, Region, ShardSpec, StateDict, Storage, Tensor, TensorMeta, TensorSlice,
     Value,
 };
 use tssd_store::blocking::Store;
@@ -113,7 +113,7 @@ fn remote_reads_return_whole_tensors_and_slices() {
                 let mut memory = vec![0; meta.nbytes() as usize];
                 let target = Target {
                     fqn: "weight".into(),
-                    place: Some(ShardPlace::new(slice)),
+                    place: Some(ShardSpec::new(slice)),
                     meta,
                     memory: (&mut memory).into(),
                 };
@@ -494,7 +494,7 @@ fn writer_half(step: u64, writer: u64) -> StateDict {
     let slice = TensorSlice::new(&[writer * 700, 0], &[700, 3079], &[1400, 3079]).unwrap();
     let meta = TensorMeta::new(Dtype::Uint8, &[700, 3079]).unwrap();
     let local = Tensor::new(meta, Storage::from(noise(2 * step + writer, 700 * 3079)), 0).unwrap();
-    let shard = tssd_format::Shard::new(local, ShardPlace::new(slice)).unwrap();
+    let shard = tssd_format::Shard::new(local, ShardSpec::new(slice)).unwrap();
     let mut dict = StateDict::new();
     dict.insert("weight", shard);
     dict.insert("step", step.cast_signed());
@@ -583,7 +583,7 @@ fn get_region_into(store: &Store, step: u64) -> tssd_store::GetReport {
     let slice = TensorSlice::new(&[600, 5], &[200, 3000], &[1400, 3079]).unwrap();
     let meta = TensorMeta::new(Dtype::Uint8, &[200, 3000]).unwrap();
     let mut memory = vec![0; 200 * 3000];
-    let place = Some(ShardPlace::new(slice));
+    let place = Some(ShardSpec::new(slice));
     let target = Target { fqn: "weight".into(), place, meta, memory: (&mut memory).into() };
     let report = store.get_state_dict_into(&key(), &mut [target], &GetOptions::default()).unwrap();
     let all = expected_weight(step);
@@ -639,7 +639,7 @@ fn prefetched_version_is_read_locally() {
     }
     let rows = |from: u64| {
         let slice = TensorSlice::new(&[from, 0], &[100, 3079], &[1400, 3079]).unwrap();
-        [("weight".to_owned(), Some(ShardPlace::new(slice)))]
+        [("weight".to_owned(), Some(ShardSpec::new(slice)))]
     };
     assert_eq!(generator.prefetch(&key(), &rows(900), &none).unwrap().bytes, 0);
     let fetched = generator.prefetch(&key(), &rows(100), &none).unwrap();
@@ -801,7 +801,7 @@ fn partially_prefetched_version_stays_readable_while_open() {
     };
     put_step(9);
     let slice = TensorSlice::new(&[100, 0], &[100, 3079], &[1400, 3079]).unwrap();
-    let rows = [("weight".to_owned(), Some(ShardPlace::new(slice)))];
+    let rows = [("weight".to_owned(), Some(ShardSpec::new(slice)))];
     generator.prefetch(&key(), &rows, &GetOptions::default()).unwrap();
     let opened = generator.open(&key(), &version_options(9)).unwrap();
     put_step(10);

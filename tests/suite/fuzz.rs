@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use tssd_format::{Archive, Chunks, Layout, Options};
+use tssd_format::{Archive, ChunkPolicy, Layout, Options};
 use tssd_tests::corpus::{self, Input};
 use tssd_tests::fuzz::{TARGETS, compacted, expanded, python_differs};
 use tssd_tests::vectors::{self, Content, vectors};
@@ -114,7 +114,7 @@ fn with_fine_chunks(bytes: &[u8]) -> Option<Vec<u8>> {
     }
     let dict = archive.to_state_dict().ok()?;
     let mut file = Vec::new();
-    let options = Options::recorded(&archive).chunks(Chunks::Fine);
+    let options = Options::from_archive(&archive).chunks(ChunkPolicy::Fine);
     Layout::plan(&dict, &options).ok()?.write_to(&mut file).ok()?;
     Some(file)
 }

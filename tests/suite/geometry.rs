@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use tssd_format::{DeviceMesh, ErrorKind, Placement, Region, ShardPlace, TensorSlice};
+use tssd_format::{DeviceMesh, ErrorKind, Placement, Region, ShardSpec, TensorSlice};
 
 type Cell = Vec<u64>;
 
@@ -29,7 +29,7 @@ fn region_of_rank_0_has_one_element() {
     assert!(!scalar.is_empty());
     assert_eq!(scalar.intersect(&scalar), Some(scalar.clone()));
     assert_eq!(scalar.subtract(&scalar), []);
-    assert!(scalar.prove_tiled([&scalar, &scalar]).is_ok());
+    assert!(scalar.verify_tiling([&scalar, &scalar]).is_ok());
     assert_eq!(tiling_error(&scalar, &[]), ErrorKind::Uncovered);
 }
 
@@ -47,7 +47,7 @@ fn tiling_check_rejects_regions_outside_the_whole() {
     let whole = Region::whole(&[4]);
     assert_eq!(tiling_error(&whole, &[region(&[2], &[3])]), ErrorKind::OutsideGlobal);
     assert_eq!(tiling_error(&whole, &[region(&[0, 0], &[4, 1])]), ErrorKind::OutsideGlobal);
-    assert!(whole.prove_tiled(&[region(&[0], &[4]), region(&[9], &[0])]).is_ok());
+    assert!(whole.verify_tiling(&[region(&[0], &[4]), region(&[9], &[0])]).is_ok());
 }
 
 #[test]
@@ -58,9 +58,9 @@ fn tiling_check_verifies_thousands_of_regions_and_reports_gap() {
     let tensor_parallel = grid(&[columns, rows * 3], &[1, rows]);
     let square = grid(&[700, 700], &[70, 70]);
     for (whole, mut regions) in [fsdp, experts, tensor_parallel, square] {
-        whole.prove_tiled(regions.iter().chain(&regions)).unwrap();
+        whole.verify_tiling(regions.iter().chain(&regions)).unwrap();
         let missing = regions.remove(regions.len() / 3);
-        let error = whole.prove_tiled(&regions).unwrap_err();
+        let error = whole.verify_tiling(&regions).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Uncovered);
         assert_eq!(error_region(&error), Some(missing));
     }
@@ -72,7 +72,7 @@ fn tiling_check_verifies_straight_cuts_of_volume_above_u64() {
     let left = region(&[0, 0, 0], &[half, u64::MAX, u64::MAX]);
     let right = region(&[half, 0, 0], &[half + 1, u64::MAX, u64::MAX]);
     let whole = Region::whole(&[u64::MAX; 3]);
-    whole.prove_tiled([&left, &right]).unwrap();
+    whole.verify_tiling([&left, &right]).unwrap();
     let pinwheel = pinwheel(&[u64::MAX; 3], [1, 1], [2, 2]);
     assert_eq!(tiling_error(&whole, &pinwheel), ErrorKind::ShapeOverflow);
 }
@@ -90,18 +90,18 @@ fn tiling_check_verifies_spiral() {
         rest = rest.subtract(&regions[turn]).remove(0);
     }
     let whole = Region::whole(&[600, 600]);
-    assert_eq!(error_region(&whole.prove_tiled(&regions).unwrap_err()).as_ref(), Some(&rest));
+    assert_eq!(error_region(&whole.verify_tiling(&regions).unwrap_err()).as_ref(), Some(&rest));
     regions.push(rest);
-    whole.prove_tiled(&regions).unwrap();
+    whole.verify_tiling(&regions).unwrap();
 }
 
 #[test]
 fn tiling_check_reports_gap_in_middle_of_pinwheel() {
     let mut regions = pinwheel(&[5, 5], [1, 2], [3, 4]);
     let whole = Region::whole(&[5, 5]);
-    whole.prove_tiled(&regions).unwrap();
+    whole.verify_tiling(&regions).unwrap();
     let middle = regions.pop().unwrap();
-    assert_eq!(error_region(&whole.prove_tiled(&regions).unwrap_err()).as_ref(), Some(&middle));
+    assert_eq!(error_region(&whole.verify_tiling(&regions).unwrap_err()).as_ref(), Some(&middle));
 }
 
 #[test]
@@ -214,29 +214,29 @@ fn slice_must_lie_within_its_global_shape() {
     assert_eq!(kind(&[2], &[1], &[4, 4]), ErrorKind::SliceMismatch);
     assert_eq!(kind(&[2], &[u64::MAX], &[4]), ErrorKind::ShapeOverflow);
     let slice = TensorSlice::new(&[4], &[0], &[4]).unwrap();
-    assert_eq!(slice.clone().on_mesh(&[2], None).unwrap().coordinates(), None);
-    assert_eq!(slice.on_mesh(&[2], Some(&[2])).unwrap_err().kind(), ErrorKind::MeshMismatch);
+    assert_eq!(slice.clone().with_mesh(&[2], None).unwrap().coordinates(), None);
+    assert_eq!(slice.with_mesh(&[2], Some(&[2])).unwrap_err().kind(), ErrorKind::MeshMismatch);
 }
 
 #[test]
 fn part_of_shard_lies_within_it_and_keeps_its_mesh() {
     let slice = TensorSlice::new(&[4, 1], &[4, 3], &[8, 5]).unwrap();
-    let slice = slice.on_mesh(&[2, 2], Some(&[1, 0])).unwrap();
+    let slice = slice.with_mesh(&[2, 2], Some(&[1, 0])).unwrap();
     let mesh = DeviceMesh::from_shape(&[2, 2]).unwrap();
     let placements = [Placement::Shard { dim: 0 }, Placement::Replicate];
-    let whole = ShardPlace::new(slice).on_mesh(mesh.clone()).unwrap().placed(placements).unwrap();
-    let part = whole.part(&region(&[1, 2], &[3, 1])).unwrap();
+    let whole = ShardSpec::new(slice).with_mesh(mesh.clone()).unwrap().with_placements(placements).unwrap();
+    let part = whole.subregion(&region(&[1, 2], &[3, 1])).unwrap();
     assert_eq!(part.slice().region(), region(&[5, 3], &[3, 1]));
     assert_eq!(part.slice().global_shape(), [8, 5]);
     assert_eq!(part.slice().coordinates(), Some(&[1, 0][..]));
     assert_eq!((part.mesh(), part.placements()), (Some(&mesh), whole.placements()));
-    assert_eq!(whole.part(&region(&[0, 0], &[4, 3])).unwrap(), whole);
+    assert_eq!(whole.subregion(&region(&[0, 0], &[4, 3])).unwrap(), whole);
     let kind =
-        |offsets: &[u64], shape: &[u64]| whole.part(&region(offsets, shape)).unwrap_err().kind();
+        |offsets: &[u64], shape: &[u64]| whole.subregion(&region(offsets, shape)).unwrap_err().kind();
     assert_eq!(kind(&[2, 0], &[3, 3]), ErrorKind::OutsideGlobal);
     assert_eq!(kind(&[0, u64::MAX - 1], &[1, 1]), ErrorKind::OutsideGlobal);
     assert_eq!(kind(&[0], &[4]), ErrorKind::SliceMismatch);
-    assert_eq!(whole.part(&region(&[0, 0], &[0, 0])).unwrap().slice().offsets(), [4, 1]);
+    assert_eq!(whole.subregion(&region(&[0, 0], &[0, 0])).unwrap().slice().offsets(), [4, 1]);
 }
 
 proptest! {
@@ -282,8 +282,8 @@ proptest! {
         (whole, parts, extra) in tilings(),
         removed in any::<prop::sample::Index>(),
     ) {
-        prop_assert!(whole.prove_tiled(&parts).is_ok());
-        prop_assert!(whole.prove_tiled(parts.iter().chain(&parts)).is_ok());
+        prop_assert!(whole.verify_tiling(&parts).is_ok());
+        prop_assert!(whole.verify_tiling(parts.iter().chain(&parts)).is_ok());
         let mut changed_parts = parts.clone();
         changed_parts.remove(removed.index(parts.len()));
         check_against_oracle(&whole, &changed_parts)?;
@@ -323,7 +323,7 @@ proptest! {
             }
         }
         prop_assert!(copies.values().all(|&count| count == replicas));
-        prop_assert!(Region::whole(&global).prove_tiled(&first_replicas).is_ok());
+        prop_assert!(Region::whole(&global).verify_tiling(&first_replicas).is_ok());
     }
 
     #[test]
@@ -337,8 +337,8 @@ proptest! {
         let regions: Vec<_> = (0..3).filter_map(region).collect();
         for (whole, other) in regions.iter().zip(regions.iter().rev()) {
             let parts = whole.subtract(other);
-            drop(whole.prove_tiled(parts.iter().chain(whole.intersect(other).as_ref())));
-            drop(Region::whole(slice(0)).prove_tiled(&regions));
+            drop(whole.verify_tiling(parts.iter().chain(whole.intersect(other).as_ref())));
+            drop(Region::whole(slice(0)).verify_tiling(&regions));
             let _ = (whole.numel(), whole.contains(other), whole.to_string());
         }
         let placements = [strided(dim, numbers[0]), Placement::Shard { dim }, strided(dim, 2)];
@@ -346,7 +346,7 @@ proptest! {
         drop(Placement::local_regions(slice(0), slice(1), slice(2), placements));
         drop(DeviceMesh::new(slice(0), &[0]));
         let slice = TensorSlice::new(slice(0), slice(1), slice(2));
-        drop(slice.map(|part| part.on_mesh(&numbers, Some(&numbers[1..]))));
+        drop(slice.map(|part| part.with_mesh(&numbers, Some(&numbers[1..]))));
     }
 }
 
@@ -358,7 +358,7 @@ fn check_against_oracle(whole: &Region, parts: &[Region]) -> Result<(), TestCase
     for cell in distinct.into_iter().flat_map(cells) {
         *counts.get_mut(&cell).unwrap() += 1;
     }
-    let Err(error) = whole.prove_tiled(parts) else {
+    let Err(error) = whole.verify_tiling(parts) else {
         prop_assert!(counts.values().all(|&count| count == 1));
         return Ok(());
     };
@@ -452,7 +452,7 @@ fn to_usize(value: u64) -> usize {
 }
 
 fn tiling_error(whole: &Region, parts: &[Region]) -> ErrorKind {
-    whole.prove_tiled(parts).unwrap_err().kind()
+    whole.verify_tiling(parts).unwrap_err().kind()
 }
 
 /// Tiles `shape` with regions of shape `step`, which must divide it.

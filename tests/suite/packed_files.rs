@@ -4,10 +4,10 @@ use std::path::Path;
 
 use serde_json::{Value as Json, json};
 use tssd_format::safetensors::{
-    Export, FILE_NAME, FILES_KEY, INDEX_NAME, OtherFile, import, is_other_name,
+    Export, FILE_NAME, FILES_KEY, INDEX_NAME, AuxiliaryFile, import, is_auxiliary_file_name,
 };
 use tssd_format::{
-    Archive, Attrs, Dict, ErrorKind, Key, Options, StateDict, Tensor, TorchStoreStateDict, Value,
+    Archive, Attrs, Dict, ErrorKind, MapKey, Options, StateDict, Tensor, TorchStoreStateDict, Value,
 };
 use tssd_tests::damage::repair;
 
@@ -303,10 +303,10 @@ const INVALID_NAMES: &[&str] = &[
 #[test]
 fn names_of_other_files_are_plain_relative_paths() {
     for name in INVALID_NAMES {
-        assert!(!is_other_name(name), "{name:?}");
+        assert!(!is_auxiliary_file_name(name), "{name:?}");
     }
     for name in other_files().keys() {
-        assert!(is_other_name(name), "{name:?}");
+        assert!(is_auxiliary_file_name(name), "{name:?}");
     }
     for (name, is_valid) in [
         ("a".repeat(255), true),
@@ -314,7 +314,7 @@ fn names_of_other_files_are_plain_relative_paths() {
         (["a"; 512].join("/"), true),
         (["a"; 513].join("/"), false),
     ] {
-        assert_eq!(is_other_name(&name), is_valid);
+        assert_eq!(is_auxiliary_file_name(&name), is_valid);
     }
 }
 
@@ -351,7 +351,7 @@ fn unpack_rejects_forged_other_files() {
         (forged(Dict::from_iter([("config.json", Value::from("text"))])), "it is no bytes"),
         (forged(Dict::from_iter([("sub", Dict::from_iter([("a", bytes())]))])), "it is no bytes"),
         (forged(Dict::from_iter([(1_i64, bytes())])), "no plain relative path"),
-        (forged(Dict::from_iter([(Key::Bytes(b"a".to_vec().into()), bytes())])), "no plain"),
+        (forged(Dict::from_iter([(MapKey::Bytes(b"a".to_vec().into()), bytes())])), "no plain"),
     ]);
     for (dict, words) in cases {
         let place = Place::new();
@@ -365,7 +365,7 @@ fn unpack_rejects_forged_other_files() {
         }
         assert_eq!(place.names(), ["empty", "in.tssd"]);
         assert_same(&read_files(&place.path("empty")), &Files::new());
-        let error = Export::of_state_dict(&dict, &Attrs::new())
+        let error = Export::from_state_dict(&dict, &Attrs::new())
             .and_then(|export| export.directory().map(drop))
             .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::OtherFile);
@@ -432,7 +432,7 @@ fn other_file_is_written_in_pieces() {
     place.write("model/big.bin", &content);
     place.expect(0, "pack model -o a.tssd");
     place.expect(0, "convert a.tssd -o packed.tssd --zstd --digest");
-    let content_of = |file: OtherFile<'_>| {
+    let content_of = |file: AuxiliaryFile<'_>| {
         let mut bytes = Vec::new();
         file.write_to(&mut bytes).unwrap();
         assert_eq!(file.file_len(), bytes.len() as u64);
@@ -443,18 +443,18 @@ fn other_file_is_written_in_pieces() {
         let stored = Archive::open(place.path(name)).unwrap();
         let dict = stored.to_state_dict().unwrap();
         for export in [
-            Export::of_archive(&stored).unwrap(),
-            Export::of_archive(&open_archive(&place, name)).unwrap(),
-            Export::of_state_dict(&dict, &stored.attrs()).unwrap(),
+            Export::from_archive(&stored).unwrap(),
+            Export::from_archive(&open_archive(&place, name)).unwrap(),
+            Export::from_state_dict(&dict, &stored.attrs()).unwrap(),
         ] {
-            assert!(export.others().map(content_of).eq(expected.clone()));
+            assert!(export.auxiliary_files().map(content_of).eq(expected.clone()));
             let directory = export.directory().unwrap();
-            assert!(directory.others.into_iter().map(content_of).eq(expected.clone()));
+            assert!(directory.auxiliary_files.into_iter().map(content_of).eq(expected.clone()));
         }
     }
     // An empty dict of other files exports no file.
     let dict = forged(Dict::new());
-    let export = Export::of_state_dict(&dict, &Attrs::new()).unwrap();
-    assert_eq!((export.others().len(), export.len()), (0, 1));
+    let export = Export::from_state_dict(&dict, &Attrs::new()).unwrap();
+    assert_eq!((export.auxiliary_files().len(), export.len()), (0, 1));
     assert!(TorchStoreStateDict::with_options(&dict, &Options::new()).is_ok());
 }

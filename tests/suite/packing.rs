@@ -7,8 +7,8 @@ use bytes::Bytes;
 use proptest::prelude::*;
 use tssd_format::safetensors::Export;
 use tssd_format::{
-    Archive, ArchiveWriter, AttrValue, Attrs, Blob, CHUNK_BYTES, ChunkSize, Chunks, Compression,
-    Draft, Dtype, ErrorKind, Layout, Options, Pack, StateDict, Storage, Tensor, TensorMeta,
+    Archive, ArchiveWriter, AttrValue, Attrs, Blob, MAX_CHUNK_BYTES, ChunkSize, ChunkPolicy, Compression,
+    Draft, Dtype, ErrorKind, Layout, Options, CompressJob, StateDict, Storage, Tensor, TensorMeta,
     TorchStoreStateDict, Value,
 };
 use tssd_tests::generate;
@@ -17,9 +17,9 @@ fn compression() -> impl Strategy<Value = Compression> {
     prop_oneof![Just(Compression::None), Just(Compression::Zstd), Just(Compression::ShuffledZstd),]
 }
 
-fn chunks() -> impl Strategy<Value = Chunks> {
-    let size = (12_u8..21).prop_map(|log2| Chunks::Of(ChunkSize::from_log2(log2).unwrap()));
-    prop_oneof![Just(Chunks::Fine), size]
+fn chunks() -> impl Strategy<Value = ChunkPolicy> {
+    let size = (12_u8..21).prop_map(|log2| ChunkPolicy::Fixed(ChunkSize::from_log2(log2).unwrap()));
+    prop_oneof![Just(ChunkPolicy::Fine), size]
 }
 
 /// Generates options of every kind. The length of a leaf's path selects its compression.
@@ -84,7 +84,7 @@ proptest! {
         let encoded = encode(&dict, &options);
         encoded.archive().verify_deep().unwrap();
         prop_assert_eq!(&encoded.to_state_dict().unwrap(), &dict);
-        let again = encode(&dict, &Options::recorded(encoded.archive()));
+        let again = encode(&dict, &Options::from_archive(encoded.archive()));
         prop_assert_eq!(again.as_bytes(), encoded.as_bytes());
     }
 
@@ -94,7 +94,7 @@ proptest! {
         let layout = Layout::plan(&dict, &options).unwrap();
         let mut file = layout.parts().unwrap().concat();
         let jobs = layout.jobs();
-        file.extend(layout.seal(jobs.iter().map(|job| job.sum().unwrap())).unwrap());
+        file.extend(layout.seal(jobs.iter().map(|job| job.checksum().unwrap())).unwrap());
         let encoded = encode(&dict, &options);
         prop_assert_eq!(encoded.as_bytes(), &file);
     }
@@ -210,7 +210,7 @@ proptest! {
         options in options(),
     ) {
         let in_memory: Vec<Storage> = storages.iter().map(|bytes| Storage::from(bytes.clone())).collect();
-        let from_blob = |bytes: &Vec<u8>| Storage::elsewhere(Arc::new(TestBlob(Ok(bytes.clone())))).unwrap();
+        let from_blob = |bytes: &Vec<u8>| Storage::from_blob(Arc::new(TestBlob(Ok(bytes.clone())))).unwrap();
         let in_blobs: Vec<Storage> = storages.iter().map(from_blob).collect();
         let (in_memory, in_blobs) = (dict_of(&in_memory, &tensors), dict_of(&in_blobs, &tensors));
         let expected = encode(&in_memory, &options);
@@ -225,7 +225,7 @@ proptest! {
         let mut stream = Vec::new();
         layout.write_to(&mut stream).unwrap();
         prop_assert!(stream == *expected.as_bytes());
-        let sums = layout.jobs().iter().map(|job| job.sum().unwrap()).collect::<Vec<_>>();
+        let sums = layout.jobs().iter().map(|job| job.checksum().unwrap()).collect::<Vec<_>>();
         prop_assert!(expected.as_bytes().ends_with(&layout.seal(sums).unwrap()));
         let Value::Tensor(tensor) = in_blobs.leaf("tensor.0").unwrap() else { panic!("a tensor") };
         prop_assert_eq!(&Value::Tensor(tensor.to_memory().unwrap()), in_memory.leaf("tensor.0").unwrap());
@@ -236,7 +236,7 @@ proptest! {
 #[test]
 fn unreadable_blob_fails_every_way_to_write() {
     for compression in [Compression::None, Compression::Zstd] {
-        let unreadable = Storage::elsewhere(Arc::new(TestBlob(Err(5_000_000)))).unwrap();
+        let unreadable = Storage::from_blob(Arc::new(TestBlob(Err(5_000_000)))).unwrap();
         let dict = dict_of(&[unreadable], &[(0, 0, 5_000_000)]);
         let options = Options::new().compress(compression);
         let draft = Draft::new(&dict, &options).unwrap();
@@ -245,13 +245,13 @@ fn unreadable_blob_fails_every_way_to_write() {
             assert_eq!(error.kind(), ErrorKind::Io, "{error}");
             continue;
         }
-        let layout = draft.place([]).unwrap();
+        let layout = draft.into_layout([]).unwrap();
         let mut memory = vec![0; layout.file_len() as usize];
         let errors = [
             layout.write_into(&mut memory).unwrap_err(),
             layout.write_to(&mut Vec::new()).unwrap_err(),
-            layout.jobs()[0].sum().unwrap_err(),
-            Export::of_state_dict(&dict, &Attrs::new()).err().unwrap(),
+            layout.jobs()[0].checksum().unwrap_err(),
+            Export::from_state_dict(&dict, &Attrs::new()).err().unwrap(),
         ];
         for error in errors {
             assert_eq!(error.kind(), ErrorKind::Io, "{error}");
@@ -263,7 +263,7 @@ fn unreadable_blob_fails_every_way_to_write() {
 /// Returns a dict with one tensor: two chunks of zeros.
 fn zeros() -> StateDict {
     let mut dict = StateDict::new();
-    let len = CHUNK_BYTES + 1000;
+    let len = MAX_CHUNK_BYTES + 1000;
     dict.insert("zeros", Tensor::from_slice(&vec![0_u8; len as usize], &[len]).unwrap());
     dict
 }
@@ -279,12 +279,12 @@ fn compress_jobs_finish_in_any_order_and_none_may_be_missing() {
     assert_eq!(packed.len(), 3, "one job for two chunks, two jobs for eight");
     packed.reverse();
     let mut file = Vec::new();
-    draft().place(packed).unwrap().write_to(&mut file).unwrap();
+    draft().into_layout(packed).unwrap().write_to(&mut file).unwrap();
     assert_eq!(&file[..], encode(&dict, &options).as_bytes());
     let some: Vec<_> = draft().jobs().iter().skip(1).map(|job| job.run().unwrap()).collect();
-    assert_eq!(draft().place(some).unwrap_err().kind(), ErrorKind::Unfilled);
-    let bytes = draft().jobs().iter().map(Pack::len).sum::<u64>();
-    assert_eq!(bytes, CHUNK_BYTES + 1000 + (8 << 20));
+    assert_eq!(draft().into_layout(some).unwrap_err().kind(), ErrorKind::Unfilled);
+    let bytes = draft().jobs().iter().map(CompressJob::len).sum::<u64>();
+    assert_eq!(bytes, MAX_CHUNK_BYTES + 1000 + (8 << 20));
 }
 
 #[test]
@@ -368,7 +368,7 @@ fn leaf_read_decodes_only_its_own_chunks() {
     let mut bad = encoded.as_bytes().to_vec();
     bad[encoded.archive().storage(0).stored_chunk(0).start as usize] ^= 1;
     let archive = Archive::from_bytes(bad).unwrap();
-    assert_eq!(archive.tensor("row").unwrap().view().contiguous().unwrap(), [3; 1 << 10]);
+    assert_eq!(archive.tensor("row").unwrap().view().contiguous_bytes().unwrap(), [3; 1 << 10]);
     assert_eq!(archive.tensor("whole").unwrap_err().kind(), ErrorKind::ChunkCorrupt);
     assert!(matches!(archive.leaf("row"), Ok(Value::Tensor(_))));
 }

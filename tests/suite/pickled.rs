@@ -75,7 +75,7 @@ fn convert_applies_options_to_pickled_files() {
         assert_eq!(report["output"], "out.tssd");
         let archive = Archive::open(place.path("out.tssd")).unwrap();
         let storage = archive.storage(0);
-        assert!(storage.packing.is_some() && storage.digest.is_some());
+        assert!(storage.compressed_layout.is_some() && storage.digest.is_some());
         assert_eq!(storage.align_log2, 12);
         place.expect(0, "diff read.tssd out.tssd");
         std::fs::remove_file(place.path("out.tssd")).unwrap();

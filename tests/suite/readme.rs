@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use tssd_format::{
-    Archive, AttrValue, Dict, Key as DictKey, Shard, ShardPlace, StateDict, Tensor, TensorSlice,
+    Archive, AttrValue, Dict, MapKey as DictKey, Shard, ShardSpec, StateDict, Tensor, TensorSlice,
     Value,
 };
 use tssd_store::blocking::Store;
@@ -205,7 +205,7 @@ fn put(
 /// Returns the half of `writer` of a tensor of four elements.
 fn half_shard(writer: u32, local: &Tensor) -> Value {
     let slice = TensorSlice::new(&[u64::from(writer) * 2], &[2], &[4]).unwrap();
-    Shard::new(local.clone(), ShardPlace::new(slice)).unwrap().into()
+    Shard::new(local.clone(), ShardSpec::new(slice)).unwrap().into()
 }
 
 /// Rules.

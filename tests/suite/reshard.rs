@@ -8,7 +8,7 @@ use std::path::Path;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use tssd_format::{
-    Archive, AttrValue, Compression, DeviceMesh, Dtype, MANIFEST, Placement, Region, ShardPlace,
+    Archive, AttrValue, Compression, DeviceMesh, Dtype, MANIFEST_NAME, Placement, Region, ShardSpec,
     StateDict, TensorMeta, TensorReference, TensorSlice, Value,
 };
 use tssd_store::blocking::Store;
@@ -62,7 +62,7 @@ fn stored_references(shape: &[u64], sharding: &Sharding) -> Vec<TensorReference>
                 meta: TensorMeta::new(Dtype::Uint32, slice.local_shape()).unwrap(),
                 storage: (!is_empty).then_some(next),
                 byte_offset: 0,
-                place: Some(ShardPlace::new(slice)),
+                shard_spec: Some(ShardSpec::new(slice)),
             });
         }
     }
@@ -79,7 +79,7 @@ proptest! {
         let global = counting(&shape, 1);
         let mut memories: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
         for reference in &stored {
-            let region = reference.place.as_ref().unwrap().slice().region();
+            let region = reference.shard_spec.as_ref().unwrap().slice().region();
             if let Some(storage) = reference.storage {
                 memories.insert(storage, elements_of(&global, &shape, &region));
             }
@@ -126,7 +126,7 @@ proptest! {
     fn plan_reports_missing_box((shape, put, _) in case(3), index in any::<prop::sample::Index>()) {
         let mut stored = stored_references(&shape, &put);
         let missing = stored.remove(index.index(stored.len()));
-        let region = missing.place.unwrap().slice().region();
+        let region = missing.shard_spec.unwrap().slice().region();
         prop_assume!(!region.is_empty());
         let wanted = Wanted {
             meta: TensorMeta::new(Dtype::Uint32, &shape).unwrap(),
@@ -274,7 +274,7 @@ fn daemons_of_two_hosts_reshard_like_memory() {
 /// Returns the `tssd.layout` attribute of the only version of a store.
 fn recorded_layout(folder: &Path) -> AttrValue {
     let versions = folder.join("policy").read_dir().unwrap();
-    let manifests = versions.map(|version| version.unwrap().path().join(MANIFEST));
+    let manifests = versions.map(|version| version.unwrap().path().join(MANIFEST_NAME));
     let manifests: Vec<_> = manifests.filter(|manifest| manifest.is_file()).collect();
     let [manifest] = &*manifests else { panic!("{manifests:?}") };
     Archive::open(manifest).unwrap().attrs().remove("tssd.layout").unwrap()
@@ -351,7 +351,7 @@ fn bucket_slice_transfers_little_more_than_its_bytes() {
             .iter()
             .flat_map(|(_, shape)| shards_of(&global(*shape), shape, &readers, rank, &rows));
         for (shard, bytes) in expected.zip(&memory) {
-            assert!(shard.tensor().view().contiguous().unwrap() == bytes, "rank {rank}");
+            assert!(shard.tensor().view().contiguous_bytes().unwrap() == bytes, "rank {rank}");
         }
         let (received, needed) = (report.bytes_received, report.bytes_needed);
         assert!(received * 10 <= needed * 11, "rank {rank}: {received} bytes for {needed}");

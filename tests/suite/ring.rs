@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Duration;
 
 use tssd_format::{
-    DeviceMesh, Dtype, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta, TensorSlice,
+    DeviceMesh, Dtype, Shard, ShardSpec, StateDict, Storage, Tensor, TensorMeta, TensorSlice,
     Value,
 };
 use tssd_store::blocking::{Receiver, Store};
@@ -81,7 +81,7 @@ impl ReadTargets {
         let slice =
             TensorSlice::new(&[0, self.columns.start], &[ROWS * 4, width], &[ROWS * 4, COLUMNS]);
         let meta = TensorMeta::new(Dtype::Uint8, &[ROWS * 4, width]).unwrap();
-        let place = Some(ShardPlace::new(slice.unwrap()));
+        let place = Some(ShardSpec::new(slice.unwrap()));
         let memory = (&mut self.large).into();
         let mut targets = vec![Target { fqn: "large".to_owned(), place, meta, memory }];
         for (layer, bytes) in &mut self.layers {
@@ -183,8 +183,8 @@ fn ring_put_rejects_missing_reader_and_old_number() {
     twice.insert("a.b", tensor(&[2]));
     let mut sharded = StateDict::new();
     let mesh = DeviceMesh::new(&[2], &[0, 1]).unwrap();
-    let slice = TensorSlice::new(&[0], &[1], &[2]).unwrap().on_mesh(&[2], Some(&[0])).unwrap();
-    let place = ShardPlace::new(slice).on_mesh(mesh).unwrap();
+    let slice = TensorSlice::new(&[0], &[1], &[2]).unwrap().with_mesh(&[2], Some(&[0])).unwrap();
+    let place = ShardSpec::new(slice).with_mesh(mesh).unwrap();
     sharded.insert("w", Value::Shards(vec![Shard::new(tensor(&[1]), place).unwrap()]));
     let ring = PutOptions { residency: Residency::Ring(RING), ..PutOptions::default() };
     let durable = PutOptions { durability: Durability::Disk, ..ring.clone() };
@@ -275,7 +275,7 @@ fn reader_receives_whole_tensor_from_shards() {
         let (start, end) = ((first * COLUMNS) as usize, ((first + rows) * COLUMNS) as usize);
         let tensor = Tensor::new(meta, Storage::from(all[start..end].to_vec()), 0).unwrap();
         let slice = TensorSlice::new(&[first, 0], &[rows, COLUMNS], &[ROWS, COLUMNS]).unwrap();
-        Shard::new(tensor, ShardPlace::new(slice)).unwrap()
+        Shard::new(tensor, ShardSpec::new(slice)).unwrap()
     };
     let mut dict = StateDict::new();
     dict.insert("weight", Value::Shards(vec![half(0), half(ROWS / 2)]));

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use proptest::prelude::*;
 use tssd_format::{
-    Archive, ArchiveWriter, Blob, Dict, ErrorKind, Float, Key, Layout, ObjectPath, Options, Shard,
-    ShardPlace, StateDict, Step, Storage, Tensor, TensorMeta, TensorSlice, Text,
+    Archive, ArchiveWriter, Blob, Dict, ErrorKind, Float, MapKey, Layout, ObjectPath, Options, Shard,
+    ShardSpec, StateDict, Step, Storage, Tensor, TensorMeta, TensorSlice, Text,
     TorchStoreStateDict, Value,
 };
 use tssd_tests::generate;
@@ -125,10 +125,10 @@ proptest! {
     }
 }
 
-fn has_surrogate(key: &Key) -> bool {
+fn has_surrogate(key: &MapKey) -> bool {
     match key {
-        Key::Str(text) => text.as_str().is_none(),
-        Key::Tuple(keys) => keys.iter().any(has_surrogate),
+        MapKey::Str(text) => text.as_str().is_none(),
+        MapKey::Tuple(keys) => keys.iter().any(has_surrogate),
         _ => false,
     }
 }
@@ -191,7 +191,7 @@ fn keys_with_common_prefix_are_sorted() {
         let mut dict = StateDict::new();
         for text in texts.iter().rev() {
             dict.insert(format!("{shared}{text}"), 0);
-            dict.insert(Key::Bytes(format!("{shared}{text}").into()), 1);
+            dict.insert(MapKey::Bytes(format!("{shared}{text}").into()), 1);
         }
         assert_eq!(Archive::from_bytes(encode(&dict)).unwrap().to_state_dict().unwrap(), dict);
         dict.insert(-1, 2);
@@ -227,11 +227,11 @@ fn writer_rejects_unsupported_value_by_path() {
     assert_rejected(&dict, ErrorKind::UntypedLeaf, r#"["state"]["rng"]"#);
 
     let mut dict = StateDict::new();
-    dict.insert("a", Dict::from_iter([(Key::Bool(true), 1_i64), (Key::Int(1.into()), 2)]));
+    dict.insert("a", Dict::from_iter([(MapKey::Bool(true), 1_i64), (MapKey::Int(1.into()), 2)]));
     assert_rejected(&dict, ErrorKind::KeysCollide, r#"["a"][True]"#);
 
     let mut dict = StateDict::new();
-    dict.insert(Key::Float(Float::from(f64::NAN)), 1_i64);
+    dict.insert(MapKey::Float(Float::from(f64::NAN)), 1_i64);
     assert_rejected(&dict, ErrorKind::KeyKind, "[NaN]");
 
     let mut dict = StateDict::new();
@@ -273,7 +273,7 @@ fn nesting_is_limited_to_64_levels() {
 fn shard_must_match_its_slice() {
     let slice = |offset| TensorSlice::new(&[offset], &[4], &[8]);
     assert_eq!(slice(5).unwrap_err().kind(), ErrorKind::OutsideGlobal);
-    let place = ShardPlace::new(slice(4).unwrap());
+    let place = ShardSpec::new(slice(4).unwrap());
     assert_eq!(Shard::new(tensor(3), place).unwrap_err().kind(), ErrorKind::SliceMismatch);
 }
 
@@ -313,8 +313,8 @@ fn dotted_dict() -> impl Strategy<Value = StateDict> {
         prop_oneof![Just("a"), Just("b"), Just("1"), Just("."), Just("-")],
         0..5,
     )
-    .prop_map(|parts| Key::from(parts.concat()));
-    let key = prop_oneof![8 => key, 1 => Just(Key::from(1)), 1 => Just(Key::Float(1.5.into()))];
+    .prop_map(|parts| MapKey::from(parts.concat()));
+    let key = prop_oneof![8 => key, 1 => Just(MapKey::from(1)), 1 => Just(MapKey::Float(1.5.into()))];
     let dict = |value: BoxedStrategy<Value>| {
         proptest::collection::vec((key.clone(), value), 0..12).prop_map(Dict::from_iter)
     };
@@ -432,7 +432,7 @@ fn plan_rejects_what_readers_reject() {
     let shard = |global: u64, elements: &[f32]| {
         let slice = TensorSlice::new(&[0], &[elements.len() as u64], &[global]).unwrap();
         let local = Tensor::from_slice(elements, &[elements.len() as u64]).unwrap();
-        Shard::new(local, ShardPlace::new(slice)).unwrap()
+        Shard::new(local, ShardSpec::new(slice)).unwrap()
     };
     let mut dict = StateDict::new();
     dict.insert("s", Value::Shards(vec![shard(4, &[1.0]), shard(5, &[1.0])]));
@@ -444,7 +444,7 @@ fn plan_rejects_what_readers_reject() {
 
     let slice = TensorSlice::new(&[0], &[1], &[1]).unwrap();
     for mesh in [&[0][..], &[1 << 40], &[1 << 40, 1 << 40]] {
-        let error = slice.clone().on_mesh(mesh, None).unwrap_err();
+        let error = slice.clone().with_mesh(mesh, None).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::MeshMismatch);
     }
     // The offset of a tensor without elements has no meaning.
@@ -480,11 +480,11 @@ fn streaming_writer_survives_rejected_entries_but_not_io_errors() {
         view(tssd_format::Dtype::Float32, 6),
     ]);
     assert_eq!(writer.insert("odd", odd).unwrap_err().kind(), ErrorKind::Misaligned);
-    let nan = writer.insert(Key::Float(f64::NAN.into()), 1_i64).unwrap_err();
+    let nan = writer.insert(MapKey::Float(f64::NAN.into()), 1_i64).unwrap_err();
     assert_eq!(nan.kind(), ErrorKind::KeyKind);
     writer.insert("good", tensor(3)).unwrap();
     for (dict, key) in [(f64::NAN, 1.0), (1.0, f64::NAN)] {
-        let [dict, key] = [dict, key].map(|float| Key::Float(float.into()));
+        let [dict, key] = [dict, key].map(|float| MapKey::Float(float.into()));
         let nan = writer.insert_into(dict, key, 1_i64).unwrap_err();
         assert_eq!(nan.kind(), ErrorKind::KeyKind);
     }
@@ -535,6 +535,6 @@ fn fqn_may_be_longer_than_any_key() {
     assert!(fqn.len() > 4096);
     let archive = Archive::from_bytes(encode(&dict)).unwrap();
     assert_eq!(archive.leaf(&fqn).unwrap(), Value::from(7_i64));
-    let nan = ObjectPath::root().key(Key::Float(f64::NAN.into()));
+    let nan = ObjectPath::root().key(MapKey::Float(f64::NAN.into()));
     assert_eq!(archive.value(&nan).unwrap_err().kind(), ErrorKind::NotFound);
 }

@@ -191,7 +191,7 @@ proptest! {
         prop_assert_eq!(found.len(), dict.entries().len());
         for (name, tensor) in tensors(&dict) {
             let expected = found.tensor(&name).unwrap();
-            let bytes = tensor.view().contiguous().unwrap();
+            let bytes = tensor.view().contiguous_bytes().unwrap();
             prop_assert_eq!(bytes, expected.data());
             prop_assert!(bytes.is_empty() || bytes.as_ptr() == expected.data().as_ptr());
             prop_assert!(bytes.is_empty() || is_within(bytes, &file));
@@ -205,7 +205,7 @@ proptest! {
         own_attrs.retain(|name, _| !name.starts_with("tssd."));
         prop_assert_eq!(own_attrs, expected);
 
-        let export = Export::of_state_dict(&dict, &attrs).unwrap();
+        let export = Export::from_state_dict(&dict, &attrs).unwrap();
         prop_assert_eq!(&exported_bytes(&export), &file);
         let mut counter = SourceCounter { source: &file, bytes_from_source: 0 };
         export.file().unwrap().write_to(&mut counter).unwrap();
@@ -213,7 +213,7 @@ proptest! {
 
         let archive = write_archive(&dict, &attrs);
         prop_assert_eq!(&archive.to_state_dict().unwrap(), &dict);
-        prop_assert_eq!(&exported_bytes(&Export::of_archive(&archive).unwrap()), &file);
+        prop_assert_eq!(&exported_bytes(&Export::from_archive(&archive).unwrap()), &file);
     }
 
     /// Reading from a stream returns the tensors of the file, if they are in order.
@@ -233,7 +233,7 @@ proptest! {
                     entry.read_from(&mut stream).unwrap(), other.tensor(&file).unwrap()
                 );
             }
-            Header::end(&mut stream).unwrap();
+            Header::expect_end(&mut stream).unwrap();
         } else {
             prop_assert!(!starts.is_sorted() || starts.windows(2).any(|pair| pair[0] == pair[1]));
         }
@@ -256,7 +256,7 @@ proptest! {
                 for entry in header.tensors() {
                     entry.read_from(&mut stream)?;
                 }
-                Header::end(&mut stream)
+                Header::expect_end(&mut stream)
             });
             prop_assert_eq!(read.unwrap_err().kind(), ErrorKind::NotSafetensors);
         }
@@ -267,8 +267,8 @@ proptest! {
     #[test]
     fn shards_hold_every_tensor_once(specs in specs(), max in 1..200_u64) {
         let (dict, attrs) = import(serialize(&specs, None)).unwrap();
-        let export = Export::of_state_dict(&dict, &attrs).unwrap();
-        let directory = export.shards(max).unwrap();
+        let export = Export::from_state_dict(&dict, &attrs).unwrap();
+        let directory = export.sharded_directory(max).unwrap();
         let files = directory_files(&directory);
         if directory.files.len() == 1 {
             prop_assert_eq!(&files[FILE_NAME], &exported_bytes(&export));
@@ -292,7 +292,7 @@ proptest! {
         let found: BTreeMap<String, Tensor> =
             tensors(&found).into_iter().map(|(name, tensor)| (name, tensor.clone())).collect();
         prop_assert_eq!(found, expected);
-        prop_assert_eq!(directory_files(&Export::of_archive(&packed).unwrap().directory().unwrap()), files);
+        prop_assert_eq!(directory_files(&Export::from_archive(&packed).unwrap().directory().unwrap()), files);
     }
 
     /// A directory roundtrips with its index, for files of any style and with any metadata.
@@ -303,7 +303,7 @@ proptest! {
     ) {
         let files = directory(&parts, common.as_ref());
         let archive = pack(&files);
-        let export = Export::of_archive(&archive).unwrap();
+        let export = Export::from_archive(&archive).unwrap();
         prop_assert_eq!(directory_files(&export.directory().unwrap()), files);
         // Exported as one file, it has the tensors of all files.
         let (dict, _) = import(exported_bytes(&export)).unwrap();
@@ -387,8 +387,8 @@ fn misaligned_tensor_is_imported_as_view() {
         let archive = write_archive(&dict, &attrs);
         assert!(archive.storage(0).offset.is_multiple_of(256));
         let stored = archive.tensor("a").unwrap();
-        assert_eq!(stored.view().contiguous().unwrap(), &data[1..]);
-        assert_eq!(exported_bytes(&Export::of_archive(&archive).unwrap()), file);
+        assert_eq!(stored.view().contiguous_bytes().unwrap(), &data[1..]);
+        assert_eq!(exported_bytes(&Export::from_archive(&archive).unwrap()), file);
     }
 }
 
@@ -400,7 +400,7 @@ fn changed_state_dict_gets_new_header() {
     let (dict, attrs) = import(file.clone()).unwrap();
     assert_eq!(attrs.keys().collect::<Vec<_>>(), ["tssd.safetensors_header"]);
     let rewritten = |dict: &StateDict, attrs: &Attrs| {
-        let bytes = exported_bytes(&Export::of_state_dict(dict, attrs).unwrap());
+        let bytes = exported_bytes(&Export::from_state_dict(dict, attrs).unwrap());
         let header = split(&bytes).0.to_owned();
         assert!(!header.contains('\n'), "{header}");
         import(bytes).unwrap().0
@@ -417,7 +417,7 @@ fn changed_state_dict_gets_new_header() {
     // Changed elements keep the header.
     let mut other = dict.clone();
     other.insert("b", Tensor::from_slice(&[9_u8], &[]).unwrap());
-    let bytes = exported_bytes(&Export::of_state_dict(&other, &attrs).unwrap());
+    let bytes = exported_bytes(&Export::from_state_dict(&other, &attrs).unwrap());
     assert_eq!(split(&bytes).0, split(&file).0);
 }
 
@@ -426,7 +426,7 @@ fn export_rejects_expanded_tensor_of_a_tebibyte() {
     let meta = TensorMeta::new(Dtype::Uint8, &[1 << 40]).unwrap().with_strides(&[0]).unwrap();
     let mut dict = StateDict::new();
     dict.insert("a", Tensor::new(meta, Storage::from(vec![0]), 0).unwrap());
-    let error = Export::of_state_dict(&dict, &Attrs::new()).unwrap_err();
+    let error = Export::from_state_dict(&dict, &Attrs::new()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::LimitExceeded);
 }
 
@@ -437,9 +437,9 @@ fn shards_are_split_as_in_hugging_face() {
     for (name, size) in sizes {
         dict.insert(name, Tensor::from_slice(&vec![1_u8; size], &[size as u64]).unwrap());
     }
-    let export = Export::of_state_dict(&dict, &Attrs::new()).unwrap();
+    let export = Export::from_state_dict(&dict, &Attrs::new()).unwrap();
     let split_at = |max| -> Vec<String> {
-        let directory = export.shards(max).unwrap();
+        let directory = export.sharded_directory(max).unwrap();
         directory.files.iter().map(|file| file.tensors().collect::<Vec<_>>().join(" ")).collect()
     };
     assert_eq!(split_at(8), ["big", "a b c", "d", "e"]);
@@ -472,7 +472,7 @@ fn forged_index_attribute_is_ignored() {
     ] {
         let text = AttrValue::Text(packed.to_string().into());
         let attrs = Attrs::from([(INDEX_ATTR.to_owned(), text)]);
-        let export = Export::of_state_dict(&dict, &attrs).unwrap();
+        let export = Export::from_state_dict(&dict, &attrs).unwrap();
         let directory = export.directory().unwrap();
         assert_eq!(directory.index.is_some(), is_used, "{packed}");
         let name = if is_used { "x.safetensors" } else { FILE_NAME };

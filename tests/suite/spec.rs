@@ -97,7 +97,7 @@ fn valid_vectors_are_accepted() {
         archive.verify_deep().unwrap_or_else(|error| panic!("{name}: {error}"));
         let view = tssd_format::to_json(&archive).unwrap();
         assert_eq!(view, read_json(&format!("vectors/valid/{name}.json")), "{name}");
-        if !archive.is_manifest_alone() {
+        if !archive.is_manifest_only() {
             archive.to_state_dict().unwrap_or_else(|error| panic!("{name}: {error}"));
         }
     }

@@ -7,7 +7,7 @@ use std::process::{Child, Command};
 use std::time::Duration;
 
 use tssd_format::{
-    DeviceMesh, Dict, Dtype, Placement, Region, Shard, ShardPlace, StateDict, Tensor, TensorMeta,
+    DeviceMesh, Dict, Dtype, Placement, Region, Shard, ShardSpec, StateDict, Tensor, TensorMeta,
     TensorSlice, Value,
 };
 use tssd_store::blocking::{PendingPut, Store};
@@ -34,7 +34,7 @@ fn row(row: u64, rows: u64, values: &[f32]) -> Value {
     let columns = values.len().try_into().unwrap();
     let slice = TensorSlice::new(&[row, 0], &[1, columns], &[rows, columns]).unwrap();
     let local = Tensor::from_slice(values, &[1, columns]).unwrap();
-    Shard::new(local, ShardPlace::new(slice)).unwrap().into()
+    Shard::new(local, ShardSpec::new(slice)).unwrap().into()
 }
 
 /// Returns the options of one of several writers of the same job.
@@ -413,12 +413,12 @@ fn put_rejects_inconsistent_contributions() {
     let bytes = |row: u64| {
         let slice = TensorSlice::new(&[row, 0], &[1, 2], &[2, 2]).unwrap();
         let local = Tensor::from_slice(&[1_u8, 2], &[1, 2]).unwrap();
-        Value::from(Shard::new(local, ShardPlace::new(slice)).unwrap())
+        Value::from(Shard::new(local, ShardSpec::new(slice)).unwrap())
     };
     let wide = |start: u64| {
         let slice = TensorSlice::new(&[start, 0], &[2, 1], &[3, 1]).unwrap();
         let local = Tensor::from_slice(&[1.0_f32, 2.0], &[2, 1]).unwrap();
-        Value::from(Shard::new(local, ShardPlace::new(slice)).unwrap())
+        Value::from(Shard::new(local, ShardSpec::new(slice)).unwrap())
     };
     let f32 = |at| row(at, 2, &[1.0, 2.0]);
     // A hole. The error names its region.
@@ -696,9 +696,9 @@ fn unsupported_value_leaves_no_trace() {
             assert_eq!(std::fs::read_dir(folder).unwrap().count(), 0);
         }
     }
-    let slice = TensorSlice::new(&[0], &[2], &[2]).unwrap().on_mesh(&[2], Some(&[0])).unwrap();
+    let slice = TensorSlice::new(&[0], &[2], &[2]).unwrap().with_mesh(&[2], Some(&[0])).unwrap();
     let partial = Placement::Partial { reduce_op: "sum".into() };
-    let error = ShardPlace::new(slice).placed(vec![partial]).unwrap_err();
+    let error = ShardSpec::new(slice).with_placements(vec![partial]).unwrap_err();
     assert_eq!(error.kind(), tssd_format::ErrorKind::PartialPlacement);
 }
 
@@ -1036,7 +1036,7 @@ fn tied_leaves_of_different_strides_are_sliced_separately() {
     .unwrap();
     let first_row = |fqn: &str| {
         let slice = TensorSlice::new(&[0, 0], &[1, 4], &[4, 4]).unwrap();
-        let slices = [(fqn.to_owned(), vec![ShardPlace::new(slice)])].into();
+        let slices = [(fqn.to_owned(), vec![ShardSpec::new(slice)])].into();
         let options = GetOptions { slices, ..GetOptions::default() };
         let (found, _) = store.get_state_dict(&key(), &options).unwrap();
         let Value::Shards(shards) = found.leaf(fqn).unwrap() else { panic!("a slice") };

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use tempfile::TempDir;
-use tssd_format::{Dtype, Shard, ShardPlace, StateDict, Tensor, TensorMeta, TensorSlice, Value};
+use tssd_format::{Dtype, Shard, ShardSpec, StateDict, Tensor, TensorMeta, TensorSlice, Value};
 use tssd_store::blocking::Store;
 use tssd_store::ledger::Reason;
 use tssd_store::{
@@ -56,7 +56,7 @@ fn contribution(stamp: i64, rank: u64) -> StateDict {
     let row = vec![element(stamp, rank, TENSORS); ELEMENTS];
     let slice = TensorSlice::new(&[rank, 0], &[1, ELEMENTS as u64], &[2, ELEMENTS as u64]);
     let row = Tensor::from_slice(&row, &[1, ELEMENTS as u64]).unwrap();
-    dict.insert("shared", Shard::new(row, ShardPlace::new(slice.unwrap())).unwrap());
+    dict.insert("shared", Shard::new(row, ShardSpec::new(slice.unwrap())).unwrap());
     dict
 }
 
@@ -105,7 +105,7 @@ fn check_in_place(store: &Store, memory: &mut [Vec<u8>]) -> Result<u64, Error> {
                 (None, vec![ELEMENTS as u64])
             } else {
                 let slice = TensorSlice::new(&[0, half], &[2, half], &[2, ELEMENTS as u64]);
-                (Some(ShardPlace::new(slice.unwrap())), vec![2, half])
+                (Some(ShardSpec::new(slice.unwrap())), vec![2, half])
             };
             let meta = TensorMeta::new(Dtype::Int64, &shape).unwrap();
             Target { fqn: name.clone(), place, meta, memory: bytes.into() }

@@ -1,4 +1,4 @@
-"""Compares the regions that Rust computed for placements with what torch itself splits off.
+"""Compares the regions that Rust computed for placements with the shards of torch.
 
 Usage: python geometry.py CASES.json
 
@@ -7,7 +7,7 @@ placements spelled ["R"], ["S", dim] or ["SS", dim, split_factor], and regions a
 and shape, in the order in which the local tensor stores them. The test `write_torch_cases` (ignored
 by default) writes it to the path in TSSD_TORCH_CASES.
 
-Exits 0 if all cases agree, 1 if one does not, 2 if there was nothing to compare.
+Exits with 0 if all cases agree, with 1 if one differs, and with 2 if there are no cases.
 """
 
 import inspect
@@ -28,18 +28,18 @@ def main() -> int:
         return 2
     with open(sys.argv[1], encoding="utf-8") as file:
         cases = json.load(file)
-    offsets_of_torch = 0
+    offset_comparisons = 0
     passed = failed = 0
     for case in cases:
         problem, compared_offsets = check(case)
-        offsets_of_torch += compared_offsets
+        offset_comparisons += compared_offsets
         if problem is None:
             passed += 1
             continue
         failed += 1
         if failed <= MAX_REPORTED:
             print(f"{problem}\n    {json.dumps(case)}")
-    print(f"torch {torch.__version__}: {offsets_of_torch} cases compared with its offsets as well")
+    print(f"torch {torch.__version__}: {offset_comparisons} cases compared with its offsets as well")
     print(f"{passed} passed, {failed} failed")
     if passed + failed == 0:
         return 2
@@ -47,17 +47,17 @@ def main() -> int:
 
 
 def check(case: dict) -> tuple[str | None, bool]:
-    """What is wrong with a case, if anything, and whether torch's offset was compared too."""
+    """Returns the problem of a case, or None, and whether the offset of torch was compared, too."""
     global_shape = case["global_shape"]
-    placements = [placement(spelled) for spelled in case["placements"]]
+    placements = [parse_placement(encoded) for encoded in case["placements"]]
     local = split(global_shape, case["mesh_shape"], case["coordinates"], placements)
     regions = case["regions"]
 
-    ours, our_shape = local_tensor(global_shape, regions)
-    if our_shape != list(local.shape):
-        return f"local shape {our_shape}, torch splits off {list(local.shape)}", False
-    if not torch.equal(ours, local):
-        return f"indices {ours.tolist()}, torch splits off {local.tolist()}", False
+    actual, actual_shape = make_local_tensor(global_shape, regions)
+    if actual_shape != list(local.shape):
+        return f"local shape {actual_shape}, torch splits off {list(local.shape)}", False
+    if not torch.equal(actual, local):
+        return f"indices {actual.tolist()}, torch splits off {local.tolist()}", False
 
     expected = torch_shape_and_offset(
         global_shape, case["mesh_shape"], case["coordinates"], placements
@@ -70,58 +70,61 @@ def check(case: dict) -> tuple[str | None, bool]:
     return None, True
 
 
-def placement(spelled: list):
-    match spelled:
+def parse_placement(encoded: list):
+    match encoded:
         case ["R"]:
             return Replicate()
         case ["S", dim]:
             return Shard(dim)
         case ["SS", dim, split_factor]:
             return _StridedShard(dim, split_factor=split_factor)
-    raise ValueError(f"unknown placement {spelled}")
+    raise ValueError(f"unknown placement {encoded}")
 
 
 def split(global_shape, mesh_shape, coordinates, placements) -> torch.Tensor:
-    """The local shard of a tensor of global indices, split per mesh dimension by torch."""
-    local = global_indices(global_shape)
-    for place, parts, part in zip(placements, mesh_shape, coordinates, strict=True):
-        if not isinstance(place, Replicate):
-            shards, _ = place._split_tensor(local, parts, with_padding=False, contiguous=True)
+    """Returns the local shard of a tensor of global indices, which torch splits per mesh dimension."""
+    local = make_global_indices(global_shape)
+    for placement, parts, part in zip(placements, mesh_shape, coordinates, strict=True):
+        if not isinstance(placement, Replicate):
+            shards, _ = placement._split_tensor(local, parts, with_padding=False, contiguous=True)
             local = shards[part]
     return local
 
 
-def local_tensor(global_shape: list, regions: list) -> tuple[torch.Tensor, list]:
-    """The local tensor that regions in storage order make: they are the product of the ranges that
-    occur in each dimension."""
+def make_local_tensor(global_shape: list, regions: list) -> tuple[torch.Tensor, list]:
+    """Returns the local tensor of regions in storage order, and its shape.
+
+    The regions are the product of the ranges that occur in each dimension.
+    """
     ranges = [
         list(dict.fromkeys((offset[dim], shape[dim]) for offset, shape in regions))
         for dim in range(len(global_shape))
     ]
-    product = itertools.product(*ranges)
-    if [[list(column) for column in zip(*box)] or [[], []] for box in product] != regions:
+    boxes = itertools.product(*ranges)
+    if [[list(column) for column in zip(*box)] or [[], []] for box in boxes] != regions:
         raise ValueError(f"regions are no product in storage order: {regions}")
-    local = global_indices(global_shape)
-    for dim, runs in enumerate(ranges):
-        indices = [index for start, size in runs for index in range(start, start + size)]
+    local = make_global_indices(global_shape)
+    for dim, dim_ranges in enumerate(ranges):
+        indices = [index for start, size in dim_ranges for index in range(start, start + size)]
         local = local.index_select(dim, torch.tensor(indices, dtype=torch.int64))
     return local, list(local.shape)
 
 
-def global_indices(global_shape: list) -> torch.Tensor:
+def make_global_indices(global_shape: list) -> torch.Tensor:
     return torch.arange(torch.Size(global_shape).numel()).reshape(global_shape)
 
 
 def torch_shape_and_offset(global_shape, mesh_shape, coordinates, placements):
-    """What `compute_local_shape_and_global_offset` says, or None where this torch cannot say it.
+    """Returns what `compute_local_shape_and_global_offset` would, or None if this torch cannot.
 
-    The public function wants a process group; what it calls takes plain values from torch 2.6 on.
-    Until the version that walks `_StridedShard` index by index, it refuses or only approximates a
-    strided shard."""
+    The public function needs a process group. Since torch 2.6, it calls a private function that takes
+    plain values. Versions that do not compute the indices of `_StridedShard` one by one reject or
+    approximate a strided shard.
+    """
     compute = getattr(_utils, "_compute_local_shape_and_global_offset", None)
     if compute is None:
         return None
-    strided = any(isinstance(place, _StridedShard) for place in placements)
+    strided = any(isinstance(placement, _StridedShard) for placement in placements)
     if strided and not hasattr(_utils, "_get_shard_size_and_offsets"):
         return None
     count = len(inspect.signature(compute).parameters)

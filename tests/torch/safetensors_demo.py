@@ -1,12 +1,12 @@
-"""Has `tssd` pack, verify, unpack and demonstrate files that the safetensors library wrote.
+"""Checks that `tssd` packs, verifies, unpacks and demonstrates files of the safetensors library.
 
 Usage: python safetensors_demo.py TSSD
 
-TSSD is the built command-line tool. What it unpacks must be the file that it packed, byte for byte,
-and `tssd demo --model` must find every byte of it again after it has been sharded and resharded.
-Two of the files are packed once more as a directory with an index, as Hugging Face has models.
+TSSD is the path of the command. An unpacked file must equal the packed file byte for byte, and
+`tssd demo --model` must restore every byte after it has sharded and resharded the file. Two of the
+files are also packed as a directory with an index, like a Hugging Face model.
 
-Exits 0 if all of that holds for all files, 1 if not, 2 if it was called in another way.
+Exits with 0 if all checks hold, with 1 if one fails, and with 2 if the arguments are wrong.
 """
 
 import json
@@ -21,7 +21,7 @@ from safetensors import __version__ as safetensors_version
 from safetensors.torch import save_file, save_model
 from torch import nn
 
-# All that the library writes from torch.
+# All dtypes of torch that the library writes.
 DTYPES = """
 bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 complex64
 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def check(tssd: Path, source: Path) -> str | None:
-    """What is wrong with what becomes of a file, if anything."""
+    """Packs and unpacks a file. Returns a description of the problem, or None."""
     packed, unpacked = source.with_suffix(".tssd"), source.with_suffix(".unpacked")
     commands = [
         ["pack", source, "-o", packed],
@@ -69,7 +69,7 @@ def check(tssd: Path, source: Path) -> str | None:
 
 
 def check_directory(tssd: Path, folder: Path) -> str | None:
-    """The same of a directory that is made of two of the files: their tensors have distinct names."""
+    """Packs and unpacks a directory of two files with distinct tensor names. Returns the problem, or None."""
     model, packed, unpacked = folder / "model", folder / "model.tssd", folder / "unpacked"
     model.mkdir()
     weight_map = {}
@@ -99,7 +99,7 @@ def check_directory(tssd: Path, folder: Path) -> str | None:
 
 
 def run_all(tssd: Path, commands: list[list[str | Path]]) -> str | None:
-    """Runs commands until one fails; says how it does."""
+    """Runs commands until one fails. Returns a description of the failure, or None."""
     for command in commands:
         try:
             run = subprocess.run(
@@ -122,20 +122,20 @@ def run_all(tssd: Path, commands: list[list[str | Path]]) -> str | None:
 def first_difference(packed: bytes, unpacked: bytes) -> str | None:
     if packed == unpacked:
         return None
-    both = min(len(packed), len(unpacked))
-    at = next((i for i in range(both) if packed[i] != unpacked[i]), both)
-    around = slice(max(0, at - 32), at + 32)
+    common_len = min(len(packed), len(unpacked))
+    offset = next((i for i in range(common_len) if packed[i] != unpacked[i]), common_len)
+    window = slice(max(0, offset - 32), offset + 32)
     return (
-        f"differs from byte {at} on, {len(packed)} bytes became {len(unpacked)}:\n"
-        f"  packed   {packed[around]!r}\n  unpacked {unpacked[around]!r}"
+        f"differs from byte {offset} on, {len(packed)} bytes became {len(unpacked)}:\n"
+        f"  packed   {packed[window]!r}\n  unpacked {unpacked[window]!r}"
     )
 
 
 # ---- The files -----------------------------------------------------------------------------------
 
 
-def random(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Any bits at all, NaNs of every kind among them."""
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Returns a tensor of random bits, which include NaNs of every kind."""
     if dtype == torch.bool:
         return torch.randint(0, 2, shape).bool()
     count = torch.Size(shape).numel() * dtype.itemsize
@@ -143,9 +143,9 @@ def random(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def write_dtypes(path: Path) -> None:
-    """Every dtype in every shape, but no scalar of the packed one: a byte is two of its elements."""
+    """Writes every dtype in every shape, except a scalar of the dtype that packs two elements into a byte."""
     tensors = {
-        f"{dtype}.{name}": random(getattr(torch, dtype), shape)
+        f"{dtype}.{name}": random_tensor(getattr(torch, dtype), shape)
         for dtype in DTYPES
         for name, shape in SHAPES.items()
         if (dtype, name) != ("float4_e2m1fn_x2", "scalar")
@@ -154,30 +154,30 @@ def write_dtypes(path: Path) -> None:
 
 
 def write_names(path: Path) -> None:
-    """Names and metadata that need care in JSON, and one that is also the beginning of others."""
+    """Writes names and metadata that JSON must escape, and a name that is a prefix of other names."""
     names = ["a", "a.b", "a.b.0", "", ".", "..", "0", "ünïcödé 模型 🦀", 'quote " slash \\ tab \t']
-    tensors = {name: random(torch.float32, (len(name), 3)) for name in names}
+    tensors = {name: random_tensor(torch.float32, (len(name), 3)) for name in names}
     save_file(tensors, path, metadata={"format": 'pt "\\ é\n'})
 
 
-def write_nothing(path: Path) -> None:
+def write_empty(path: Path) -> None:
     save_file({}, path)
 
 
 def write_large(path: Path) -> None:
-    """Several checksummed chunks, and an end in the middle of one."""
-    save_file({"weight": random(torch.bfloat16, (2049, 1027)), "bias": torch.ones(3)}, path)
+    """Writes a tensor of several checksummed chunks, the last of which is partial."""
+    save_file({"weight": random_tensor(torch.bfloat16, (2049, 1027)), "bias": torch.ones(3)}, path)
 
 
 def write_tied_model(path: Path) -> None:
-    """A model whose head is its embedding. The library drops one, and says so in the metadata."""
+    """Writes a model with a tied head and embedding. The library drops one and records it in the metadata."""
     model = Model(vocabulary=151, hidden=48, layers=2)
     assert model.lm_head.weight is model.embed_tokens.weight
     save_model(model, str(path))
 
 
 class Model(nn.Module):
-    """Of the shape of a language model, with sizes that four ranks cannot share evenly."""
+    """A small language model with sizes that four ranks do not divide evenly."""
 
     def __init__(self, vocabulary: int, hidden: int, layers: int) -> None:
         super().__init__()
@@ -200,11 +200,11 @@ class Layer(nn.Module):
 FILES = {
     "dtypes": write_dtypes,
     "names": write_names,
-    "nothing": write_nothing,
+    "nothing": write_empty,
     "large": write_large,
     "tied_model": write_tied_model,
 }
-# Of a model without tensors there is nothing to demonstrate.
+# `tssd demo` needs a model with tensors.
 NO_MODELS = {"nothing"}
 
 

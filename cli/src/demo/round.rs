@@ -4,7 +4,7 @@ use std::thread;
 use std::time::Instant;
 
 use indicatif::ProgressBar;
-use tssd_format::{Runs, ShardPlace, StateDict, Tensor, TensorMeta, Value};
+use tssd_format::{Runs, ShardSpec, StateDict, Tensor, TensorMeta, Value};
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, JobId, Key, PutOptions, Target};
 
@@ -67,7 +67,7 @@ struct Generator {
 
 struct TargetTensor {
     fqn: String,
-    place: Option<ShardPlace>,
+    place: Option<ShardSpec>,
     meta: TensorMeta,
     memory: Vec<u8>,
 }

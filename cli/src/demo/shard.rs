@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use tssd_format::{
-    DeviceMesh, Dict, ObjectPath, Placement, Region, Result, Shard, ShardPlace, StateDict, Step,
+    DeviceMesh, Dict, ObjectPath, Placement, Region, Result, Shard, ShardSpec, StateDict, Step,
     Storage, Tensor, TensorMeta, TensorSlice, Value,
 };
 
@@ -53,7 +53,7 @@ fn shard_value(
 /// Returns the part of a parameter that one generator reads, as in Megatron and vLLM.
 ///
 /// Returns `None` if the generator reads the whole parameter.
-pub(super) fn of_generator(fqn: &str, shape: &[u64], rank: u32) -> Result<Option<ShardPlace>> {
+pub(super) fn of_generator(fqn: &str, shape: &[u64], rank: u32) -> Result<Option<ShardSpec>> {
     const COLUMNS: [&str; 7] =
         ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"];
     const ROWS: [&str; 2] = ["o_proj", "down_proj"];
@@ -77,11 +77,11 @@ fn shard_place(
     mesh: &Arc<DeviceMesh>,
     rank: u32,
     placement: Placement,
-) -> Result<ShardPlace> {
+) -> Result<ShardSpec> {
     let placements = [placement];
     let mut slices = TensorSlice::from_placements(shape, mesh, rank, &placements)?;
     let slice = slices.pop().expect("one mesh dimension cuts one box");
-    ShardPlace::new(slice).on_mesh(mesh.clone())?.placed(placements)
+    ShardSpec::new(slice).with_mesh(mesh.clone())?.with_placements(placements)
 }
 
 /// Returns a region of a tensor, as a view.

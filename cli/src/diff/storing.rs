@@ -1,7 +1,7 @@
 //! Differences in how two files store the same leaves: compression, chunks, alignment and digests.
 
 use serde_json::{Value as Json, json};
-use tssd_format::{Archive, Packing, StorageReference, ZSTD_LEVEL_ATTR};
+use tssd_format::{Archive, CompressedLayout, StorageReference, ZSTD_LEVEL_ATTR};
 
 use crate::size::count;
 use crate::value::of_attr;
@@ -28,7 +28,7 @@ impl Storing {
     /// Counts the differences of one leaf between its storages in the two files.
     pub(super) fn count(&mut self, a: &StorageReference, b: &StorageReference) {
         let codec = |each: &StorageReference| {
-            each.packing.as_ref().map(|packing: &Packing| packing.shuffle)
+            each.compressed_layout.as_ref().map(|packing: &CompressedLayout| packing.shuffle)
         };
         self.codec += u64::from(codec(a) != codec(b));
         self.chunks += u64::from(a.chunk_size != b.chunk_size);

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
-use tssd_format::{Archive, Blob, DATA_START, Dtype, MANIFEST, StorageReference};
+use tssd_format::{Archive, Blob, DATA_START, Dtype, MANIFEST_NAME, StorageReference};
 
 use self::page::{LINE, Page};
 use self::record::{NONE, Record, Shape, heap_range, number};
@@ -26,7 +26,7 @@ const PLAIN_TABLES: [(&str, usize, usize); 5] =
 
 /// Prints the dump of an archive, or of the manifest of a shard set.
 pub(super) fn run(path: &Path) -> Result<Exit> {
-    let path = if is_shard_set(path) { path.join(MANIFEST) } else { path.to_owned() };
+    let path = if is_shard_set(path) { path.join(MANIFEST_NAME) } else { path.to_owned() };
     let file = open(&path)?;
     let path = shown(&path);
     let archive =
@@ -142,7 +142,7 @@ impl<'a> Dump<'a> {
                 storage.offset,
                 &format!("up to storage {number}, aligned to {align}"),
             )?;
-            match &storage.packing {
+            match &storage.compressed_layout {
                 None => {
                     let dtype = dtypes.get(&number).copied();
                     self.dump_raw_storage(number, &storage, dtype)?;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use tssd_format::{
-    Archive, Container, Key, Node, ObjectPath, ShardPlace, Step, StorageReference, Stored,
+    Archive, Container, MapKey, Node, ObjectPath, ShardSpec, Step, StorageReference, ContentKind,
     TensorFlags, TensorReference,
 };
 
@@ -93,12 +93,12 @@ impl TreeBuilder<'_> {
                     let (kind, text) = repr(value);
                     self.add_row(name, [kind.to_owned()], text);
                 }
-                Node::Stored(stored, storage) => {
+                Node::StoredLeaf(stored, storage) => {
                     self.other_leaves += 1;
                     let kind = match stored {
-                        Stored::Str => "str".to_owned(),
-                        Stored::Bytes => "bytes".to_owned(),
-                        Stored::Opaque(media) => format!("opaque {media}"),
+                        ContentKind::Str => "str".to_owned(),
+                        ContentKind::Bytes => "bytes".to_owned(),
+                        ContentKind::Opaque(media) => format!("opaque {media}"),
                     };
                     let storage = self.archive.map(|archive| archive.storage(*storage));
                     let size = storage.map_or_else(String::new, |storage| {
@@ -139,7 +139,7 @@ impl TreeBuilder<'_> {
         let meta = &each.meta;
         let mut notes = Vec::new();
         let mut align = String::new();
-        if let Some(place) = &each.place {
+        if let Some(place) = &each.shard_spec {
             notes.push(describe_slice(place));
         }
         if !meta.is_contiguous() {
@@ -241,7 +241,7 @@ impl TreeBuilder<'_> {
 fn step_name(step: &Step) -> String {
     match step {
         Step::Index(index) => format!("[{index}]"),
-        Step::Key(Key::Str(text)) => {
+        Step::Key(MapKey::Str(text)) => {
             let plain = text.as_str().filter(|text| {
                 let starts_like_a_name = |c: char| c.is_alphabetic() || c == '_';
                 text.starts_with(starts_like_a_name)
@@ -268,7 +268,7 @@ fn container_kind(node: &Node) -> String {
 }
 
 /// Describes a shard: its region, the global shape, the mesh and the placements.
-fn describe_slice(place: &ShardPlace) -> String {
+fn describe_slice(place: &ShardSpec) -> String {
     let slice = place.slice();
     let mut text = format!("{} of {:?}", slice.region(), slice.global_shape());
     if !slice.mesh_shape().is_empty() {
@@ -283,7 +283,7 @@ fn describe_slice(place: &ShardPlace) -> String {
 
 /// Describes the compression of a storage. Returns `None` if it is not compressed.
 fn describe_compression(storage: &StorageReference) -> Option<String> {
-    let packing = storage.packing.as_ref()?;
+    let packing = storage.compressed_layout.as_ref()?;
     let shuffle = match packing.shuffle {
         0 => String::new(),
         width => format!(" shuffle {width}"),

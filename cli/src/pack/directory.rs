@@ -62,7 +62,7 @@ fn open_file(folder: &Folder, name: &str) -> Result<File> {
 }
 
 fn read_text(folder: &Folder, name: &str) -> Result<String> {
-    String::from_utf8(folder.read(name, Index::MAX)?).map_err(|error| {
+    String::from_utf8(folder.read(name, Index::MAX_BYTES)?).map_err(|error| {
         let error = io::Error::new(io::ErrorKind::InvalidData, error.utf8_error());
         Failure::io("read", &folder.path(name), error)
     })

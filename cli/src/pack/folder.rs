@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use tssd_format::Blob;
-use tssd_format::safetensors::is_other_name;
+use tssd_format::safetensors::is_auxiliary_file_name;
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -108,7 +108,7 @@ impl Folder {
 
     /// Returns the name if `unpack` accepts it.
     fn check_name(&self, own_name: &OsStr, name: String) -> Result<String> {
-        if own_name.to_str().is_some() && is_other_name(&name) {
+        if own_name.to_str().is_some() && is_auxiliary_file_name(&name) {
             return Ok(name);
         }
         let message =

@@ -78,7 +78,7 @@ impl Source {
                 insert(entry.name(), tensor.map_err(format_failure)?)?;
             }
             if let Data::Stream(stream) = &mut data {
-                Header::end(stream).map_err(format_failure)?;
+                Header::expect_end(stream).map_err(format_failure)?;
             }
         }
         Ok(())

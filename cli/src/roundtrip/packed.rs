@@ -41,5 +41,5 @@ fn pack(file: &dyn Blob) -> Result<Archive, Error> {
 
 /// Unpacks an archive as `tssd unpack` does.
 fn unpack(archive: &Archive, stream: &mut impl std::io::Write) -> Result<(), Error> {
-    Export::of_archive(archive)?.file()?.write_to(stream)
+    Export::from_archive(archive)?.file()?.write_to(stream)
 }

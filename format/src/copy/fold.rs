@@ -17,10 +17,10 @@ use std::arch::x86_64::{
 
 use crc32fast::Hasher;
 
-use crate::fetch::Line;
+use crate::fetch::CacheLine;
 
 /// Lines that are folded in parallel, because the folds into one line form a dependency chain.
-type Stripe = [Line; 4];
+type Stripe = [CacheLine; 4];
 
 /// The length of a stripe in bits.
 const STRIPE_BITS: u32 = 4 * 512;
@@ -30,11 +30,11 @@ const POLYNOMIAL: u32 = 0xEDB8_8320;
 
 /// Proof that the processor has AVX-512F and VPCLMULQDQ.
 #[derive(Clone, Copy)]
-pub(super) struct Folding(());
+pub(super) struct FoldingCrc(());
 
-impl Folding {
+impl FoldingCrc {
     /// Returns the proof if the processor has the instructions.
-    pub(super) fn find() -> Option<Self> {
+    pub(super) fn detect() -> Option<Self> {
         let has_all = is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("vpclmulqdq");
         has_all.then_some(Self(()))
     }
@@ -84,7 +84,7 @@ fn fold(source: &[Stripe], target: &mut [Stripe], crc: u32) -> Hasher {
             store_streaming(target, line);
         }
     }
-    let mut last: Stripe = [[0; size_of::<Line>()]; 4];
+    let mut last: Stripe = [[0; size_of::<CacheLine>()]; 4];
     last.iter_mut().zip(folded).for_each(|(last, folded)| store_unaligned(last, folded));
     // A register of 0, because `last` includes the initial register.
     let mut hasher = Hasher::new_with_initial(!0);
@@ -117,21 +117,21 @@ const fn power(mut exponent: u32) -> i64 {
 }
 
 #[target_feature(enable = "avx512f")]
-fn load(line: &Line) -> __m512i {
+fn load(line: &CacheLine) -> __m512i {
     // SAFETY: `_mm512_loadu_si512` reads 64 bytes at any alignment, and `line` is 64 bytes.
     unsafe { _mm512_loadu_si512(line.as_ptr().cast()) }
 }
 
 #[target_feature(enable = "avx512f")]
-fn store_unaligned(line: &mut Line, value: __m512i) {
+fn store_unaligned(line: &mut CacheLine, value: __m512i) {
     // SAFETY: `_mm512_storeu_si512` writes 64 bytes at any alignment, and `line` is 64 bytes that we borrow mutably.
     unsafe { _mm512_storeu_si512(line.as_mut_ptr().cast(), value) }
 }
 
 /// Writes a line with a non-temporal store.
 #[target_feature(enable = "avx512f")]
-fn store_streaming(target: &mut Line, value: __m512i) {
-    assert!(target.as_ptr().addr().is_multiple_of(size_of::<Line>()), "a line of the target");
+fn store_streaming(target: &mut CacheLine, value: __m512i) {
+    assert!(target.as_ptr().addr().is_multiple_of(size_of::<CacheLine>()), "a line of the target");
     // SAFETY: `_mm512_stream_si512` writes 64 bytes at a multiple of 64, which the assertion above checks. `target` is
     // 64 bytes that we borrow mutably.
     unsafe { _mm512_stream_si512(target.as_mut_ptr().cast(), value) }

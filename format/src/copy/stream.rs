@@ -4,10 +4,10 @@
 
 use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
 
-use super::BLOCK;
-use super::fold::Folding;
-use crate::checksum::checksum_after;
-use crate::fetch::{self, Line, fetch};
+use super::BLOCK_BYTES;
+use super::fold::FoldingCrc;
+use crate::checksum::extend_checksum;
+use crate::fetch::{self, CacheLine, fetch};
 
 /// Strategy of copying with non-temporal stores.
 ///
@@ -15,16 +15,16 @@ use crate::fetch::{self, Line, fetch};
 ///
 /// Each strategy was the fastest of those tried on some processor (docs/performance.md): the first on an AMD of
 /// family 26, the last on an Intel Xeon.
-pub(super) enum Stream {
+pub(super) enum StreamingCopy {
     /// Checksums each line and stores it from the same register.
-    Folding(Folding),
+    Fold(FoldingCrc),
     /// Checksums a block, which loads it into the cache, then stores it. For processors that cannot fold.
     Blocks,
     /// As `Blocks`, and prefetches the next block while it stores one. For processors of Intel.
-    Told,
+    PrefetchedBlocks,
 }
 
-impl Drop for Stream {
+impl Drop for StreamingCopy {
     fn drop(&mut self) {
         // SAFETY: `_mm_sfence` requires SSE, which every x86_64 processor has. It orders the non-temporal
         // stores before all later stores.
@@ -32,13 +32,13 @@ impl Drop for Stream {
     }
 }
 
-impl Stream {
+impl StreamingCopy {
     /// Selects the fastest strategy for this processor.
-    pub(super) fn begin() -> Self {
+    pub(super) fn select() -> Self {
         if fetch::helps() {
-            return Self::Told;
+            return Self::PrefetchedBlocks;
         }
-        Folding::find().map_or(Self::Blocks, Self::Folding)
+        FoldingCrc::detect().map_or(Self::Blocks, Self::Fold)
     }
 
     /// Copies bytes to memory of the same length.
@@ -50,11 +50,11 @@ impl Stream {
     /// Copies bytes to memory of the same length, and returns `crc` extended by them.
     pub(super) fn copy_and_checksum(&self, source: &[u8], target: &mut [u8], crc: u32) -> u32 {
         let (head, source, target) = copy_unaligned_head(source, target);
-        let mut crc = checksum_after(crc, head);
-        if let Self::Folding(folding) = self {
+        let mut crc = extend_checksum(crc, head);
+        if let Self::Fold(folding) = self {
             return folding.copy_and_checksum(source, target, crc);
         }
-        self.copy_blocks(source, target, |block| crc = checksum_after(crc, block));
+        self.copy_blocks(source, target, |block| crc = extend_checksum(crc, block));
         crc
     }
 
@@ -63,9 +63,9 @@ impl Stream {
     /// Calls `on_block` with each block before it is copied. If `on_block` reads the block, it is then in the cache.
     fn copy_blocks(&self, source: &[u8], target: &mut [u8], mut on_block: impl FnMut(&[u8])) {
         let mut rest = source;
-        for target in target.chunks_mut(BLOCK) {
+        for target in target.chunks_mut(BLOCK_BYTES) {
             assert!(
-                target.as_ptr().addr().is_multiple_of(size_of::<Line>()),
+                target.as_ptr().addr().is_multiple_of(size_of::<CacheLine>()),
                 "a line begins there"
             );
             let (source, next) = rest.split_at(target.len());
@@ -73,7 +73,7 @@ impl Stream {
             on_block(source);
             let (lines, source_tail) = source.as_chunks();
             let (targets, target_tail) = target.as_chunks_mut();
-            if let Self::Told = self {
+            if let Self::PrefetchedBlocks = self {
                 copy_and_prefetch(lines, targets, next.as_chunks().0);
             } else {
                 copy_lines(lines, targets);
@@ -91,7 +91,7 @@ fn copy_unaligned_head<'a>(
     source: &'a [u8],
     target: &'a mut [u8],
 ) -> (&'a [u8], &'a [u8], &'a mut [u8]) {
-    let head = target.as_ptr().align_offset(size_of::<Line>()).min(target.len());
+    let head = target.as_ptr().align_offset(size_of::<CacheLine>()).min(target.len());
     let (head, source) = source.split_at(head);
     let (target_head, target) = target.split_at_mut(head.len());
     target_head.copy_from_slice(head);
@@ -99,7 +99,7 @@ fn copy_unaligned_head<'a>(
 }
 
 /// Copies lines to a target that is aligned to lines.
-fn copy_lines(source: &[Line], target: &mut [Line]) {
+fn copy_lines(source: &[CacheLine], target: &mut [CacheLine]) {
     for (source, target) in source.iter().zip(target) {
         copy_line(source, target);
     }
@@ -108,7 +108,7 @@ fn copy_lines(source: &[Line], target: &mut [Line]) {
 /// Copies lines to a target that is aligned to lines, and prefetches the lines of the next block.
 ///
 /// The copy alternates between the four quarters of the block, which keeps four memory pages open at once.
-fn copy_and_prefetch(source: &[Line], target: &mut [Line], next: &[Line]) {
+fn copy_and_prefetch(source: &[CacheLine], target: &mut [CacheLine], next: &[CacheLine]) {
     let quarter = source.len() / 4;
     for line in 0..quarter {
         for at in [line, line + quarter, line + 2 * quarter, line + 3 * quarter] {
@@ -119,7 +119,7 @@ fn copy_and_prefetch(source: &[Line], target: &mut [Line], next: &[Line]) {
     copy_lines(&source[4 * quarter..], &mut target[4 * quarter..]);
 }
 
-fn copy_line(source: &Line, target: &mut Line) {
+fn copy_line(source: &CacheLine, target: &mut CacheLine) {
     let (source, _) = source.as_chunks::<16>();
     let (target, _) = target.as_chunks_mut::<16>();
     for (source, target) in source.iter().zip(target) {
@@ -149,10 +149,10 @@ mod tests {
     fn all_strategies_copy_and_checksum_alike() {
         let source: Vec<u8> =
             (0..200_000_u32).map(|index| index.wrapping_mul(31).to_le_bytes()[1]).collect();
-        let strategies: [fn() -> Option<Stream>; 3] = [
-            || Some(Stream::Blocks),
-            || Some(Stream::Told),
-            || Folding::find().map(Stream::Folding),
+        let strategies: [fn() -> Option<StreamingCopy>; 3] = [
+            || Some(StreamingCopy::Blocks),
+            || Some(StreamingCopy::PrefetchedBlocks),
+            || FoldingCrc::detect().map(StreamingCopy::Fold),
         ];
         for strategy in strategies {
             for len in [0, 1, 63, 64, 100, 255, 256, 319, 320, 511, 512, 40_000, 199_999] {
@@ -168,7 +168,7 @@ mod tests {
                     let Some(stream) = strategy() else { continue };
                     let result = stream.copy_and_checksum(source, &mut copied[to..to + len], crc);
                     drop(stream);
-                    assert_eq!(result, checksum_after(crc, source), "{len} bytes after {crc}");
+                    assert_eq!(result, extend_checksum(crc, source), "{len} bytes after {crc}");
                     assert!(copied[to..to + len] == *source, "{len} bytes");
                     assert_eq!(copied[to + len], 0xAA, "nothing is written behind it");
                 }

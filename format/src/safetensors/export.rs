@@ -4,18 +4,21 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io::Write;
 
-use super::header::{Header, METADATA, Texts, canonical, wide};
-use super::index::{Index, common_metadata, remembered};
-use super::other::{Other, OtherFile, prove_apart};
+use super::header::{Header, METADATA, MetadataMap, canonical_header};
+use super::index::{Index, common_metadata, parse_index_attr};
+use super::other::{AuxiliaryEntry, AuxiliaryFile, check_name_conflicts};
 use super::source::Source;
 use super::{FILE_NAME, HEADER_ATTR, INDEX_ATTR, INDEX_NAME};
 use crate::archive::Archive;
+use crate::convert::to_u64;
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
 use crate::runs::Runs;
 use crate::state_dict::StateDict;
-use crate::structure::{Container, Item, Node, TensorReference, Trail, structure_of, walk};
+use crate::structure::{
+    Container, Node, PathCursor, PayloadItem, TensorReference, structure_of, walk,
+};
 use crate::tensor::TensorMeta;
 
 /// The largest ratio of exported bytes to stored bytes, unless the export is at most 1 GiB.
@@ -28,8 +31,8 @@ const EXPANSION_MAX: u64 = 64;
 pub struct Export {
     source: Source,
     leaves: Vec<Leaf>,
-    others: Vec<Other>,
-    metadata: Texts,
+    others: Vec<AuxiliaryEntry>,
+    metadata: MetadataMap,
     /// The attributes whose names begin with `tssd.`, such as [`HEADER_ATTR`] and [`INDEX_ATTR`].
     origin: Attrs,
 }
@@ -50,7 +53,7 @@ impl Export {
     /// - `OtherFile` for an entry under [`FILES_KEY`](super::FILES_KEY) that cannot be a file.
     /// - `LimitExceeded` if the export is larger than 1 GiB and than 64 times the stored bytes.
     /// - `BlobElsewhere` for a manifest that was opened without its archives.
-    pub fn of_archive(archive: &Archive) -> Result<Self> {
+    pub fn from_archive(archive: &Archive) -> Result<Self> {
         // A manifest that was opened alone fails here, before anything is written.
         if archive.storage_count() > 0 {
             archive.storage_range(0, 0..0)?;
@@ -68,17 +71,17 @@ impl Export {
     /// # Errors
     ///
     /// As [`Export::of_archive`]; `Io` if bytes outside this process's memory cannot be read.
-    pub fn of_state_dict(dict: &StateDict, attrs: &Attrs) -> Result<Self> {
+    pub fn from_state_dict(dict: &StateDict, attrs: &Attrs) -> Result<Self> {
         let (mut storages, mut locations) = (Vec::new(), Vec::new());
         // `new` rejects other leaves, with their path. They get a location here because `structure_of`
         // takes one for each item of `walk`.
-        walk(dict.as_value(), &Trail::Start(&ObjectPath::root()), true, &mut |_, item| {
+        walk(dict.as_value(), &PathCursor::Start(&ObjectPath::root()), true, &mut |_, item| {
             let (bytes, byte_offset) = match item {
-                Item::Tensor(tensor) => match tensor.storage().bytes() {
+                PayloadItem::Tensor(tensor) => match tensor.storage().bytes() {
                     Some(bytes) => (bytes.clone(), tensor.byte_offset()),
                     None => (tensor.to_memory()?.storage().bytes().cloned().unwrap_or_default(), 0),
                 },
-                Item::Content(bytes) => (bytes.clone(), 0),
+                PayloadItem::Content(bytes) => (bytes.clone(), 0),
             };
             let number = u32::try_from(storages.len());
             locations
@@ -87,15 +90,15 @@ impl Export {
             Ok(())
         })?;
         let structure = structure_of(dict.as_value(), &mut locations.into_iter());
-        let stored = storages.iter().map(|bytes| wide(bytes.len())).fold(0, u64::saturating_add);
+        let stored = storages.iter().map(|bytes| to_u64(bytes.len())).fold(0, u64::saturating_add);
         Self::new(Source::Memory(storages), stored, structure.to_node(), attrs)
     }
 
     fn new(source: Source, stored: u64, mut structure: Node, attrs: &Attrs) -> Result<Self> {
-        let others = Other::take_from(&mut structure)?;
+        let others = AuxiliaryEntry::remove_from(&mut structure)?;
         let mut leaves = Vec::new();
         collect(structure, &ObjectPath::root(), &mut BTreeSet::new(), &mut leaves)?;
-        let mut metadata = Texts::new();
+        let mut metadata = MetadataMap::new();
         let mut origin = Attrs::new();
         for (name, value) in attrs {
             match value {
@@ -105,15 +108,16 @@ impl Export {
                     metadata.insert(name.clone(), text.to_owned());
                 }
                 _ => {
-                    return Err(Error::new(ErrorKind::NotExportable)
-                        .note(format_args!("attribute `{name}` is no text, as metadata is")));
+                    return Err(Error::new(ErrorKind::NotExportable).with_detail(format_args!(
+                        "attribute `{name}` is no text, as metadata is"
+                    )));
                 }
             }
         }
         let export = Self { source, leaves, others, metadata, origin };
         let bytes = export.nbytes();
         if bytes > stored.saturating_mul(EXPANSION_MAX).max(1 << 30) {
-            return Err(Error::new(ErrorKind::LimitExceeded).note(format_args!(
+            return Err(Error::new(ErrorKind::LimitExceeded).with_detail(format_args!(
                 "expanded tensors (stride 0) would be {bytes} bytes when written out, and are \
                  {stored}"
             )));
@@ -137,8 +141,8 @@ impl Export {
     }
 
     /// Returns the auxiliary files of the directory.
-    pub fn others(&self) -> impl ExactSizeIterator<Item = OtherFile<'_>> {
-        self.others.iter().map(|other| OtherFile::new(other, &self.source))
+    pub fn auxiliary_files(&self) -> impl ExactSizeIterator<Item = AuxiliaryFile<'_>> {
+        self.others.iter().map(|other| AuxiliaryFile::new(other, &self.source))
     }
 
     /// Plans one file with all tensors.
@@ -182,7 +186,7 @@ impl Export {
     /// # Errors
     ///
     /// As [`Export::directory`].
-    pub fn shards(&self, max: u64) -> Result<Directory<'_>> {
+    pub fn sharded_directory(&self, max: u64) -> Result<Directory<'_>> {
         let mut parts: Vec<Vec<&Leaf>> = Vec::new();
         let (mut part, mut part_bytes) = (Vec::new(), 0);
         for leaf in &self.leaves {
@@ -223,8 +227,8 @@ impl Export {
         index: Option<String>,
     ) -> Result<Directory<'a>> {
         let names = files.iter().map(File::name).chain(index.iter().map(|_| INDEX_NAME));
-        prove_apart(&self.others, names)?;
-        Ok(Directory { files, others: self.others().collect(), index })
+        check_name_conflicts(&self.others, names)?;
+        Ok(Directory { files, auxiliary_files: self.auxiliary_files().collect(), index })
     }
 
     fn origin_text(&self, attr: &str) -> Option<&str> {
@@ -236,7 +240,7 @@ impl Export {
 
     /// Returns the files and the index of the directory that the state dict was imported from.
     fn origin_directory(&self) -> Option<(Vec<File<'_>>, String)> {
-        let (index, mut headers) = remembered(self.origin_text(INDEX_ATTR)?)?;
+        let (index, mut headers) = parse_index_attr(self.origin_text(INDEX_ATTR)?)?;
         let mut leaves: BTreeMap<&str, &Leaf> =
             self.leaves.iter().map(|leaf| (&*leaf.name, leaf)).collect();
         let (mut files, mut metadata) = (Vec::new(), Vec::new());
@@ -262,7 +266,7 @@ impl Export {
     fn new_file<'a>(&'a self, name: String, leaves: &[&'a Leaf]) -> Result<File<'a>> {
         let meta = |leaf: &&Leaf| (leaf.name.clone(), leaf.reference.meta.clone());
         let tensors: Vec<(String, TensorMeta)> = leaves.iter().map(meta).collect();
-        let (header, order) = canonical(&self.metadata, &tensors)?;
+        let (header, order) = canonical_header(&self.metadata, &tensors)?;
         let leaves = order.into_iter().map(|position| leaves[position]).collect();
         Ok(File { name, header, leaves, source: &self.source })
     }
@@ -307,7 +311,7 @@ pub struct Directory<'a> {
     /// The files with tensors. Their names contain no path separator.
     pub files: Vec<File<'a>>,
     /// The auxiliary files.
-    pub others: Vec<OtherFile<'a>>,
+    pub auxiliary_files: Vec<AuxiliaryFile<'a>>,
     /// The text of [`INDEX_NAME`].
     pub index: Option<String>,
 }
@@ -341,7 +345,7 @@ impl File<'_> {
     /// Returns the length of the file in bytes.
     pub fn file_len(&self) -> u64 {
         let tensors = self.leaves.iter().map(|leaf| leaf.nbytes());
-        tensors.fold(8 + wide(self.header.len()), u64::saturating_add)
+        tensors.fold(8 + to_u64(self.header.len()), u64::saturating_add)
     }
 
     /// Writes the file. Reads an archive that is not in memory one storage at a time.
@@ -350,7 +354,7 @@ impl File<'_> {
     ///
     /// `Io` if the stream fails; else as [`Archive::storage_bytes`].
     pub fn write_to(&self, stream: &mut impl Write) -> Result<()> {
-        stream.write_all(&wide(self.header.len()).to_le_bytes())?;
+        stream.write_all(&to_u64(self.header.len()).to_le_bytes())?;
         stream.write_all(self.header.as_bytes())?;
         let mut loaded = None;
         for leaf in &self.leaves {
@@ -361,7 +365,7 @@ impl File<'_> {
             // the next one is read.
             let bytes = match loaded.take().filter(|(last, _)| *last == number) {
                 Some((_, bytes)) => bytes,
-                None => self.source.storage(number).map_err(|error| error.at(&leaf.name))?,
+                None => self.source.storage(number).map_err(|error| error.with_path(&leaf.name))?,
             };
             write_elements(&leaf.reference, &bytes, stream)?;
             loaded = Some((number, bytes));
@@ -397,8 +401,9 @@ fn collect(
     names: &mut BTreeSet<String>,
     leaves: &mut Vec<Leaf>,
 ) -> Result<()> {
-    let not_exportable =
-        |reason: &dyn fmt::Display| Err(Error::new(ErrorKind::NotExportable).note(reason).at(path));
+    let not_exportable = |reason: &dyn fmt::Display| {
+        Err(Error::new(ErrorKind::NotExportable).with_detail(reason).with_path(path))
+    };
     match node {
         Node::Container(Container::Divergent, _) => not_exportable(
             &"the writers disagree on it: get it from the store as one of them has it",
@@ -413,7 +418,7 @@ fn collect(
             Ok(())
         }
         Node::Tensors(mut run) => match run.pop() {
-            Some(reference) if run.is_empty() && reference.place.is_none() => {
+            Some(reference) if run.is_empty() && reference.shard_spec.is_none() => {
                 let (name, dtype) = (path.fqn(), reference.meta.dtype());
                 if name == METADATA {
                     return not_exportable(&"the name is taken by the metadata");
@@ -431,6 +436,6 @@ fn collect(
                 &"it is a shard of a larger tensor: put all shards into a store and get the whole",
             ),
         },
-        Node::Leaf(_) | Node::Stored(..) => not_exportable(&"it is no tensor"),
+        Node::Leaf(_) | Node::StoredLeaf(..) => not_exportable(&"it is no tensor"),
     }
 }

@@ -15,6 +15,7 @@ use serde_json::{Map, Value as Json};
 
 use super::{FILES_KEY, HEADER_ATTR};
 use crate::blob::Blob;
+use crate::convert::to_u64;
 use crate::dtype::Dtype;
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
@@ -28,13 +29,13 @@ pub(super) const METADATA: &str = "__metadata__";
 const HEADER_MAX: u64 = 100_000_000;
 
 /// The metadata of a file: text by name. Missing metadata and empty metadata are equivalent.
-pub(super) type Texts = BTreeMap<String, String>;
+pub(super) type MetadataMap = BTreeMap<String, String>;
 
 /// A validated header of a safetensors file, with its tensors in the order of the header.
 #[derive(Clone, Debug)]
 pub struct Header {
     text: String,
-    metadata: Texts,
+    metadata: MetadataMap,
     tensors: Vec<Entry>,
     file_len: u64,
 }
@@ -92,7 +93,7 @@ impl Header {
         let len = u64::from_le_bytes(len);
         check_len(len)?;
         let mut text = Vec::new();
-        if wide(stream.take(len).read_to_end(&mut text)?) < len {
+        if to_u64(stream.take(len).read_to_end(&mut text)?) < len {
             return Err(not_safetensors(format_args!("it ends within its header of {len} bytes")));
         }
         Self::from_utf8(text)
@@ -103,7 +104,7 @@ impl Header {
     /// # Errors
     ///
     /// `NotSafetensors` if more bytes follow; `Io` if the stream fails.
-    pub fn end(stream: &mut impl Read) -> Result<()> {
+    pub fn expect_end(stream: &mut impl Read) -> Result<()> {
         match io::copy(&mut stream.take(1), &mut io::sink())? {
             0 => Ok(()),
             _ => Err(not_safetensors("there are bytes behind its last tensor")),
@@ -121,23 +122,23 @@ impl Header {
     /// `NotSafetensors`, `NotImportable`.
     pub fn parse(text: String) -> Result<Self> {
         let validated: Metadata = serde_json::from_str(&text).map_err(not_safetensors)?;
-        let data_start = 8 + wide(text.len());
-        let file_len = data_start.saturating_add(wide(validated.data_len()));
+        let data_start = 8 + to_u64(text.len());
+        let file_len = data_start.saturating_add(to_u64(validated.data_len()));
         let Members(members) = serde_json::from_str(&text).map_err(not_safetensors)?;
-        let mut metadata = Texts::new();
+        let mut metadata = MetadataMap::new();
         let mut tensors = Vec::with_capacity(members.len());
         for (name, value) in members {
             if name == METADATA {
-                let texts: Option<Texts> =
+                let texts: Option<MetadataMap> =
                     serde_json::from_value(value).map_err(not_safetensors)?;
                 metadata = texts.unwrap_or_default();
                 continue;
             }
             let info: TensorInfo = serde_json::from_value(value).map_err(not_safetensors)?;
-            let meta = tensor_meta(&info).map_err(|error| error.at(&name))?;
+            let meta = tensor_meta(&info).map_err(|error| error.with_path(&name))?;
             let (start, end) = info.data_offsets;
             let range =
-                data_start.saturating_add(wide(start))..data_start.saturating_add(wide(end));
+                data_start.saturating_add(to_u64(start))..data_start.saturating_add(to_u64(end));
             tensors.push(Entry { name, meta, range });
         }
         Ok(Self { text, metadata, tensors, file_len })
@@ -182,7 +183,7 @@ impl Header {
     ///
     /// `NotImportable` for metadata or a tensor whose name is reserved (`tssd.…`, `.files`).
     pub fn attrs(&self) -> Result<Attrs> {
-        self.prove_names()?;
+        self.check_names()?;
         let mut attrs = attrs_of(&self.metadata)?;
         if !self.is_canonical(&self.metadata)? {
             attrs.insert(HEADER_ATTR.into(), AttrValue::Text(self.text.as_str().into()));
@@ -191,20 +192,20 @@ impl Header {
     }
 
     /// Checks that no tensor has the reserved name [`FILES_KEY`].
-    pub(super) fn prove_names(&self) -> Result<()> {
+    pub(super) fn check_names(&self) -> Result<()> {
         if self.tensors.iter().any(|entry| entry.name == FILES_KEY) {
             return Err(Error::new(ErrorKind::NotImportable)
-                .note("the name is reserved for the other files of a directory")
-                .at(FILES_KEY));
+                .with_detail("the name is reserved for the other files of a directory")
+                .with_path(FILES_KEY));
         }
         Ok(())
     }
 
     /// Returns true if this header equals the canonical header for its tensors and this metadata.
-    pub(super) fn is_canonical(&self, metadata: &Texts) -> Result<bool> {
+    pub(super) fn is_canonical(&self, metadata: &MetadataMap) -> Result<bool> {
         let named = |entry: &Entry| (entry.name.clone(), entry.meta.clone());
         let tensors: Vec<_> = self.tensors.iter().map(named).collect();
-        Ok(canonical(metadata, &tensors)?.0 == self.text)
+        Ok(canonical_header(metadata, &tensors)?.0 == self.text)
     }
 }
 
@@ -259,12 +260,12 @@ impl Entry {
     }
 
     fn build_tensor(&self, bytes: Bytes) -> Result<Tensor> {
-        Tensor::new(self.meta.clone(), bytes.into(), 0).map_err(|error| error.at(&self.name))
+        Tensor::new(self.meta.clone(), bytes.into(), 0).map_err(|error| error.with_path(&self.name))
     }
 
     fn len(&self) -> Result<usize> {
         let len = usize::try_from(self.range.end - self.range.start);
-        len.map_err(|_| Error::new(ErrorKind::TooLarge).at(&self.name))
+        len.map_err(|_| Error::new(ErrorKind::TooLarge).with_path(&self.name))
     }
 
     /// Allocates a buffer for the bytes of the tensor.
@@ -273,22 +274,22 @@ impl Entry {
     fn allocate_buffer(&self) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         bytes.try_reserve_exact(self.len()?).map_err(|error| {
-            Error::io(io::Error::new(io::ErrorKind::OutOfMemory, error)).at(&self.name)
+            Error::io(io::Error::new(io::ErrorKind::OutOfMemory, error)).with_path(&self.name)
         })?;
         Ok(bytes)
     }
 
     fn truncated_error(&self) -> Error {
-        not_safetensors("it ends within a tensor").at(&self.name)
+        not_safetensors("it ends within a tensor").with_path(&self.name)
     }
 }
 
 /// Converts metadata to attributes.
-pub(super) fn attrs_of(metadata: &Texts) -> Result<Attrs> {
+pub(super) fn attrs_of(metadata: &MetadataMap) -> Result<Attrs> {
     let attr = |(name, value): (&String, &String)| {
         if name.starts_with("tssd.") {
             return Err(Error::new(ErrorKind::NotImportable)
-                .note(format_args!("metadata `{name}` has a name that is reserved")));
+                .with_detail(format_args!("metadata `{name}` has a name that is reserved")));
         }
         Ok((name.clone(), AttrValue::Text(value.as_str().into())))
     };
@@ -299,13 +300,13 @@ pub(super) fn attrs_of(metadata: &Texts) -> Result<Attrs> {
 ///
 /// Both are those of the safetensors library, except that metadata is sorted by name; the library
 /// writes metadata in arbitrary order.
-pub(super) fn canonical(
-    metadata: &Texts,
+pub(super) fn canonical_header(
+    metadata: &MetadataMap,
     tensors: &[(String, TensorMeta)],
 ) -> Result<(String, Vec<usize>)> {
     let mut infos = Vec::with_capacity(tensors.len());
     for (name, meta) in tensors {
-        infos.push(tensor_info(meta).map_err(|error| error.at(name))?);
+        infos.push(tensor_info(meta).map_err(|error| error.with_path(name))?);
     }
     let mut order: Vec<usize> = (0..tensors.len()).collect();
     // With the widest dtypes first, every tensor is aligned without padding.
@@ -330,8 +331,8 @@ pub(super) fn canonical(
     let mut text = Json::Object(header).to_string();
     let padding = text.len().next_multiple_of(8) - text.len();
     text.extend(std::iter::repeat_n(' ', padding));
-    if wide(text.len()) > HEADER_MAX {
-        return Err(Error::new(ErrorKind::NotExportable).note(format_args!(
+    if to_u64(text.len()) > HEADER_MAX {
+        return Err(Error::new(ErrorKind::NotExportable).with_detail(format_args!(
             "the header would take {} bytes, {HEADER_MAX} are allowed: write several files",
             text.len()
         )));
@@ -351,7 +352,7 @@ fn check_len(len: u64) -> Result<()> {
 }
 
 fn not_safetensors(note: impl fmt::Display) -> Error {
-    Error::new(ErrorKind::NotSafetensors).note(note)
+    Error::new(ErrorKind::NotSafetensors).with_detail(note)
 }
 
 fn short_read_error(error: io::Error, what: &str) -> Error {
@@ -365,11 +366,11 @@ fn short_read_error(error: io::Error, what: &str) -> Error {
 ///
 /// In safetensors, an F4 element is one value; in torch, it is one byte with two values.
 fn tensor_meta(info: &TensorInfo) -> Result<TensorMeta> {
-    let not_importable = |note| Error::new(ErrorKind::NotImportable).note(note);
+    let not_importable = |note| Error::new(ErrorKind::NotImportable).with_detail(note);
     let name = info.dtype.to_string();
     let dtype = Dtype::from_safetensors(&name)
         .ok_or_else(|| not_importable(format!("torch has no dtype for safetensors' {name}")))?;
-    let mut shape: Vec<u64> = info.shape.iter().map(|size| wide(*size)).collect();
+    let mut shape: Vec<u64> = info.shape.iter().map(|size| to_u64(*size)).collect();
     if dtype == Dtype::Float4E2m1fnX2 {
         let last = shape.last_mut().filter(|last| last.is_multiple_of(2));
         let odd_size_error = || {
@@ -382,7 +383,7 @@ fn tensor_meta(info: &TensorInfo) -> Result<TensorMeta> {
 
 /// The inverse of [`tensor_meta`], with the data offsets `0..length`.
 fn tensor_info(meta: &TensorMeta) -> Result<TensorInfo> {
-    let not_exportable = |note: String| Error::new(ErrorKind::NotExportable).note(note);
+    let not_exportable = |note: String| Error::new(ErrorKind::NotExportable).with_detail(note);
     let no_dtype_error = || not_exportable(format!("it has no dtype for torch's {}", meta.dtype()));
     let name = meta.dtype().safetensors().ok_or_else(no_dtype_error)?;
     let dtype = serde_json::from_value(Json::from(name)).map_err(|_| no_dtype_error())?;
@@ -400,11 +401,7 @@ fn tensor_info(meta: &TensorMeta) -> Result<TensorInfo> {
 }
 
 fn too_large_error(shape: &dyn fmt::Debug) -> Error {
-    Error::new(ErrorKind::TooLarge).note(format_args!("shape {shape:?}"))
-}
-
-pub(super) fn wide(size: usize) -> u64 {
-    u64::try_from(size).expect("usize is at most 64 bits")
+    Error::new(ErrorKind::TooLarge).with_detail(format_args!("shape {shape:?}"))
 }
 
 /// The members of a JSON object in order, without duplicates.

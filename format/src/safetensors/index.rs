@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde_json::{Value as Json, json};
 
-use super::header::{Header, METADATA, Members, Texts, attrs_of};
+use super::header::{Header, METADATA, Members, MetadataMap, attrs_of};
 use super::{INDEX_ATTR, INDEX_NAME};
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
@@ -21,7 +21,7 @@ pub struct Index {
 
 impl Index {
     /// The longest text of an index, in bytes; the same limit as for a header.
-    pub const MAX: u64 = 100_000_000;
+    pub const MAX_BYTES: u64 = 100_000_000;
 
     /// Parses the text of an index.
     ///
@@ -124,7 +124,7 @@ impl Index {
         let mut attrs = attrs_of(&metadata)?;
         let mut headers_by_file = serde_json::Map::new();
         for (file, header) in headers {
-            header.prove_names()?;
+            header.check_names()?;
             if !header.is_canonical(&metadata)? {
                 headers_by_file.insert((*file).to_owned(), header.text().into());
             }
@@ -144,7 +144,7 @@ impl Index {
 }
 
 /// Parses [`INDEX_ATTR`]: the index, and the non-canonical headers by file name.
-pub(super) fn remembered(attr: &str) -> Option<(Index, BTreeMap<String, Header>)> {
+pub(super) fn parse_index_attr(attr: &str) -> Option<(Index, BTreeMap<String, Header>)> {
     let mut attr: Json = serde_json::from_str(attr).ok()?;
     let Json::String(text) = attr.get_mut("index")?.take() else { return None };
     let Json::Object(headers_by_file) = attr.get_mut("headers")?.take() else { return None };
@@ -157,7 +157,7 @@ pub(super) fn remembered(attr: &str) -> Option<(Index, BTreeMap<String, Header>)
 }
 
 /// Returns the metadata entries that all files share.
-pub(super) fn common_metadata<'a>(mut files: impl Iterator<Item = &'a Texts>) -> Texts {
+pub(super) fn common_metadata<'a>(mut files: impl Iterator<Item = &'a MetadataMap>) -> MetadataMap {
     let mut common = files.next().cloned().unwrap_or_default();
     for metadata in files {
         common.retain(|name, value| metadata.get(name) == Some(value));
@@ -166,7 +166,7 @@ pub(super) fn common_metadata<'a>(mut files: impl Iterator<Item = &'a Texts>) ->
 }
 
 fn weight_map_error(note: impl fmt::Display) -> Error {
-    Error::new(ErrorKind::WeightMap).note(note)
+    Error::new(ErrorKind::WeightMap).with_detail(note)
 }
 
 /// The members of an index that this module reads.

@@ -10,10 +10,11 @@ use bytes::Bytes;
 
 use super::source::Source;
 use super::{FILE_NAME, FILES_KEY, INDEX_NAME};
+use crate::convert::to_u64;
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{Key, ObjectPath, Step};
+use crate::key::{MapKey, ObjectPath, Step};
 use crate::state_dict::Value;
-use crate::structure::{Container, Node, Stored};
+use crate::structure::{Container, ContentKind, Node};
 
 /// The longest name, in bytes. The rest of a 4096-byte path is for the target directory.
 const NAME_MAX: usize = 1024;
@@ -30,7 +31,7 @@ const BLOCK_BYTES: u64 = 1 << 20;
 /// folder, and is not the name of a file that [`Export`](super::Export) writes.
 ///
 /// Hidden folders and the name `.git` are rejected because tools execute files that they find there.
-pub fn is_other_name(name: &str) -> bool {
+pub fn is_auxiliary_file_name(name: &str) -> bool {
     let is_valid_component = |component: &str| {
         (1..=COMPONENT_MAX).contains(&component.len())
             && component != "."
@@ -51,7 +52,7 @@ pub fn is_other_name(name: &str) -> bool {
 
 /// One auxiliary file.
 #[derive(Clone, Debug)]
-pub(super) struct Other {
+pub(super) struct AuxiliaryEntry {
     name: String,
     content: Content,
 }
@@ -62,15 +63,15 @@ enum Content {
     Storage(u32),
 }
 
-impl Other {
+impl AuxiliaryEntry {
     /// Removes the dict of auxiliary files from the tree and returns its files.
     ///
     /// # Errors
     ///
     /// `OtherFile` if the value is no dict, or an entry cannot be a file.
-    pub(super) fn take_from(root: &mut Node) -> Result<Vec<Self>> {
+    pub(super) fn remove_from(root: &mut Node) -> Result<Vec<Self>> {
         let Node::Container(_, children) = root else { return Ok(Vec::new()) };
-        let files = Step::Key(Key::from(FILES_KEY));
+        let files = Step::Key(MapKey::from(FILES_KEY));
         let Some(position) = children.iter().position(|(step, _)| *step == files) else {
             return Ok(Vec::new());
         };
@@ -79,21 +80,23 @@ impl Other {
             Node::Container(Container::Dict, files) => {
                 files.into_iter().map(|(step, node)| Self::new(&step, node, &path)).collect()
             }
-            _ => Err(Error::new(ErrorKind::OtherFile).note("it is no dict").at(path)),
+            _ => Err(Error::new(ErrorKind::OtherFile).with_detail("it is no dict").with_path(path)),
         }
     }
 
     fn new(step: &Step, node: Node, dict: &ObjectPath) -> Result<Self> {
         let path = dict.clone().step(step.clone());
         let other_file_error =
-            |reason: &str| Error::new(ErrorKind::OtherFile).note(reason).at(&path);
+            |reason: &str| Error::new(ErrorKind::OtherFile).with_detail(reason).with_path(&path);
         let content = match node {
             Node::Leaf(Value::Bytes(bytes)) => Content::Inline(bytes),
-            Node::Stored(Stored::Bytes, storage) => Content::Storage(storage),
+            Node::StoredLeaf(ContentKind::Bytes, storage) => Content::Storage(storage),
             _ => return Err(other_file_error("it is no bytes")),
         };
         let name = match step {
-            Step::Key(Key::Str(name)) => name.as_str().filter(|name| is_other_name(name)),
+            Step::Key(MapKey::Str(name)) => {
+                name.as_str().filter(|name| is_auxiliary_file_name(name))
+            }
             _ => None,
         };
         let name = name.ok_or_else(|| other_file_error("its name is no plain relative path"))?;
@@ -102,14 +105,14 @@ impl Other {
 }
 
 /// Checks that the names conflict neither with each other nor with the `written` files.
-pub(super) fn prove_apart<'a>(
-    others: &'a [Other],
+pub(super) fn check_name_conflicts<'a>(
+    others: &'a [AuxiliaryEntry],
     written: impl Iterator<Item = &'a str>,
 ) -> Result<()> {
     let mut names: BTreeSet<&str> = written.collect();
-    let other_file_error = |other: &Other, reason: &str| {
+    let other_file_error = |other: &AuxiliaryEntry, reason: &str| {
         let path = ObjectPath::root().key(FILES_KEY).key(&*other.name);
-        Err(Error::new(ErrorKind::OtherFile).note(reason).at(path))
+        Err(Error::new(ErrorKind::OtherFile).with_detail(reason).with_path(path))
     };
     for other in others {
         if !names.insert(&other.name) {
@@ -127,13 +130,13 @@ pub(super) fn prove_apart<'a>(
 
 /// An auxiliary file to write.
 #[derive(Clone, Debug)]
-pub struct OtherFile<'a> {
-    other: &'a Other,
+pub struct AuxiliaryFile<'a> {
+    other: &'a AuxiliaryEntry,
     source: &'a Source,
 }
 
-impl<'a> OtherFile<'a> {
-    pub(super) fn new(other: &'a Other, source: &'a Source) -> Self {
+impl<'a> AuxiliaryFile<'a> {
+    pub(super) fn new(other: &'a AuxiliaryEntry, source: &'a Source) -> Self {
         Self { other, source }
     }
 
@@ -145,7 +148,7 @@ impl<'a> OtherFile<'a> {
     /// Returns the length of the file in bytes.
     pub fn file_len(&self) -> u64 {
         match &self.other.content {
-            Content::Inline(bytes) => super::header::wide(bytes.len()),
+            Content::Inline(bytes) => crate::convert::to_u64(bytes.len()),
             Content::Storage(number) => self.source.len(*number),
         }
     }
@@ -165,7 +168,7 @@ impl<'a> OtherFile<'a> {
         while start < len {
             let end = len.min(start + BLOCK_BYTES);
             let bytes = self.source.range(number, start..end);
-            stream.write_all(&bytes.map_err(|error| error.at(self.name()))?)?;
+            stream.write_all(&bytes.map_err(|error| error.with_path(self.name()))?)?;
             start = end;
         }
         Ok(())

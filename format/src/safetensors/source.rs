@@ -2,8 +2,8 @@ use std::ops::Range;
 
 use bytes::Bytes;
 
-use super::header::wide;
 use crate::archive::Archive;
+use crate::convert::to_u64;
 use crate::error::Result;
 
 /// The source of the bytes of storages.
@@ -41,7 +41,7 @@ impl Source {
             Self::Archive(archive) => archive.storage(number).len,
             Self::Memory(storages) => {
                 let position = usize::try_from(number).expect("it numbers what is in memory");
-                wide(storages[position].len())
+                to_u64(storages[position].len())
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The claimed parts of tables. Spec: section 3.
 
-use super::narrow;
-use crate::record::INLINE_MAX;
+use crate::convert::to_usize;
+use crate::record::INLINE_MAX_BYTES;
 
 /// The claimed prefix of a table, and the length of the table, in entries.
 pub(super) struct Claims {
@@ -18,7 +18,7 @@ impl Claims {
     ///
     /// Returns false if the range breaks the discipline *claimed in order*.
     #[inline]
-    pub(super) fn in_order(&mut self, start: u64, len: u64) -> bool {
+    pub(super) fn claim_in_order(&mut self, start: u64, len: u64) -> bool {
         if len == 0 {
             return start == 0;
         }
@@ -33,7 +33,7 @@ impl Claims {
     ///
     /// Returns false if the range breaks the discipline *claimed once*.
     #[inline]
-    pub(super) fn once(&mut self, start: u64, len: u64) -> bool {
+    pub(super) fn claim_once(&mut self, start: u64, len: u64) -> bool {
         let extends = start == self.claimed && len <= self.len - self.claimed;
         if extends {
             self.claimed += len;
@@ -74,9 +74,9 @@ impl HeapClaims {
             return false;
         }
         if start == self.claims.claimed {
-            let is_new = self.claims.in_order(start, len);
+            let is_new = self.claims.claim_in_order(start, len);
             if is_new {
-                self.starts.set(narrow(start));
+                self.starts.set(to_usize(start));
             }
             return is_new;
         }
@@ -87,11 +87,11 @@ impl HeapClaims {
     fn is_shareable(&self, start: u64, len: u64) -> bool {
         // Long ranges must not be shared: a short file could otherwise describe far more data (F-030).
         let end = start.saturating_add(len);
-        if len > INLINE_MAX || end > self.claims.claimed {
+        if len > INLINE_MAX_BYTES || end > self.claims.claimed {
             return false;
         }
-        let is_start = |at: u64| at == self.claims.claimed || self.starts.get(narrow(at));
-        is_start(start) && is_start(end) && !self.starts.any(narrow(start) + 1..narrow(end))
+        let is_start = |at: u64| at == self.claims.claimed || self.starts.get(to_usize(at));
+        is_start(start) && is_start(end) && !self.starts.any(to_usize(start) + 1..to_usize(end))
     }
 
     /// Returns true if the claimed range that starts at `start` is text.

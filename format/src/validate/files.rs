@@ -6,7 +6,7 @@ use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::record::kind;
 
 impl Validator<'_> {
-    pub(super) fn attrs(&mut self) -> Result<()> {
+    pub(super) fn validate_attrs(&mut self) -> Result<()> {
         let mut last: Option<&[u8]> = None;
         for attr in self.views.attrs {
             let attr_error = || Error::new(ErrorKind::AttrTable);
@@ -14,20 +14,20 @@ impl Validator<'_> {
             self.claim_heap(attr.name.to_native())?;
             let is_utf8 = std::str::from_utf8(name).is_ok();
             if !is_utf8 || last.is_some_and(|last| last >= name) || attr.reserved != [0; 7] {
-                return Err(attr_error().at(name.escape_ascii()));
+                return Err(attr_error().with_path(name.escape_ascii()));
             }
             last = Some(name);
             match attr.kind {
                 kind::INT => {}
                 kind::STR => self.claim_text(attr.value.to_native())?,
                 kind::BYTES => drop(self.claim_heap(attr.value.to_native())?),
-                _ => return Err(attr_error().at(name.escape_ascii())),
+                _ => return Err(attr_error().with_path(name.escape_ascii())),
             }
         }
         Ok(())
     }
 
-    pub(super) fn shards(&mut self) -> Result<()> {
+    pub(super) fn validate_shards(&mut self) -> Result<()> {
         let mut names = std::collections::BTreeSet::new();
         for shard in self.views.shards {
             let name = self.views.heap_at(shard.name.to_native())?;
@@ -39,7 +39,7 @@ impl Validator<'_> {
                 && end.is_some_and(|end| end <= shard.file_len.to_native());
             let is_valid = is_valid && is_base_name(name) && !name.eq_ignore_ascii_case(MANIFEST);
             if !is_valid || !names.insert(name.to_ascii_lowercase()) {
-                return Err(Error::new(ErrorKind::ShardTable).at(name.escape_ascii()));
+                return Err(Error::new(ErrorKind::ShardTable).with_path(name.escape_ascii()));
             }
         }
         Ok(())

@@ -1,7 +1,8 @@
 //! Validation of slices: meshes, ranks, placements and dimension names. Spec: section 7.
 
+use super::Validator;
 use super::claims::Claims;
-use super::{Validator, narrow};
+use crate::convert::to_usize;
 use crate::error::{Error, ErrorKind, Result};
 use crate::record::{self, NONE};
 use crate::shape::MAX_RANK;
@@ -12,20 +13,22 @@ use crate::shape::MAX_RANK;
 const MAX_NAME_BYTES: usize = 256;
 
 impl Validator<'_> {
-    pub(super) fn slices(&mut self) -> Result<()> {
+    pub(super) fn validate_slices(&mut self) -> Result<()> {
         let views = self.views;
         let mut placements = Claims::new(views.placements.len());
         for slice in views.slices {
             self.validate_slice(slice, &mut placements)?;
         }
         if !placements.is_complete() {
-            return Err(Error::new(ErrorKind::UnknownPlacement).note("placements of no slice"));
+            return Err(
+                Error::new(ErrorKind::UnknownPlacement).with_detail("placements of no slice")
+            );
         }
         Ok(())
     }
 
     fn validate_slice(&mut self, slice: &record::Slice, placements: &mut Claims) -> Result<()> {
-        let mesh_error = |note: &str| Error::new(ErrorKind::MeshMismatch).note(note);
+        let mesh_error = |note: &str| Error::new(ErrorKind::MeshMismatch).with_detail(note);
         let (rank, mesh_rank) = (u64::from(slice.rank), u64::from(slice.mesh_rank));
         self.claim_dims(slice.offsets.to_native(), rank)?;
         self.claim_dims(slice.global_shape.to_native(), rank)?;
@@ -82,7 +85,7 @@ impl Validator<'_> {
     ///
     /// Validates each mesh once, regardless of the number of slices that refer to it.
     fn validate_mesh_with_ranks(&mut self, slice: &record::Slice, size: u64) -> Result<()> {
-        let mesh_error = |note: &str| Error::new(ErrorKind::MeshMismatch).note(note);
+        let mesh_error = |note: &str| Error::new(ErrorKind::MeshMismatch).with_detail(note);
         let start = u64::from(slice.mesh.to_native());
         let mesh_rank = u64::from(slice.mesh_rank);
         let (first, len) = (start + mesh_rank, mesh_rank + size);
@@ -114,12 +117,13 @@ impl Validator<'_> {
     }
 
     fn validate_placements(&self, slice: &record::Slice, claims: &mut Claims) -> Result<()> {
-        let placement_error = |note: &str| Error::new(ErrorKind::UnknownPlacement).note(note);
+        let placement_error =
+            |note: &str| Error::new(ErrorKind::UnknownPlacement).with_detail(note);
         let first = u64::from(slice.placements.to_native());
-        if !claims.in_order(first, u64::from(slice.mesh_rank)) {
+        if !claims.claim_in_order(first, u64::from(slice.mesh_rank)) {
             return Err(placement_error("placements are out of order"));
         }
-        let first = narrow(first);
+        let first = to_usize(first);
         for placement in &self.views.placements[first..first + usize::from(slice.mesh_rank)] {
             let (dim, factor) = (placement.dim.to_native(), placement.split_factor.to_native());
             let is_valid = match placement.kind {

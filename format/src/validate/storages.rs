@@ -1,27 +1,28 @@
 //! Validation of storages: layout in the blob, checksums and chunks. Spec: section 6.
 
 use super::claims::Claims;
-use super::{Use, Validator, narrow};
-use crate::chunk::{CHUNK_BYTES, ChunkSize};
-use crate::codec::is_width;
+use super::{StorageUse, Validator};
+use crate::chunk::{ChunkSize, MAX_CHUNK_BYTES};
+use crate::codec::is_shuffle_width;
+use crate::convert::to_usize;
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::record::{self, NONE};
-use crate::views::Views;
+use crate::views::TableViews;
 
 /// The largest number of decoded bytes for each stored byte of a chunk.
 const MAX_EXPANSION: u64 = 1 << 15;
 
 impl Validator<'_> {
-    pub(super) fn storages(&self, index_off: u64) -> Result<()> {
-        let Views { storages, crcs, chunks, digests, shards, .. } = self.views;
+    pub(super) fn validate_storages(&self, index_off: u64) -> Result<()> {
+        let TableViews { storages, crcs, chunks, digests, shards, .. } = self.views;
         let is_manifest = !shards.is_empty();
         let mut crc_claims = Claims::new(crcs.len());
         let mut chunk_claims = Claims::new(chunks.len());
         let mut end = DATA_START;
         let mut last_shard = 0;
         for (number, storage) in storages.iter().enumerate() {
-            let at = |error: Error| error.at(format_args!("storage {number}"));
+            let at = |error: Error| error.with_path(format_args!("storage {number}"));
             let size = chunk_size(storage).map_err(at)?;
             let min_offset = if storage.shard == last_shard { end } else { DATA_START };
             let (offset, len) = (storage.offset.to_native(), storage.stored_len.to_native());
@@ -43,12 +44,12 @@ impl Validator<'_> {
             end = storage_end;
             last_shard = storage.shard.to_native();
             let count = size.count(storage.raw_len.to_native());
-            if !crc_claims.once(u64::from(storage.crcs.to_native()), count) {
+            if !crc_claims.claim_once(u64::from(storage.crcs.to_native()), count) {
                 return Err(at(Error::new(ErrorKind::CrcTable)));
             }
             let is_compressed = storage.codec != 0;
             if is_compressed
-                && !(chunk_claims.once(u64::from(storage.chunks.to_native()), count)
+                && !(chunk_claims.claim_once(u64::from(storage.chunks.to_native()), count)
                     && self.are_chunks_valid(storage, count))
             {
                 return Err(at(Error::new(ErrorKind::ChunkTable)));
@@ -56,7 +57,9 @@ impl Validator<'_> {
         }
         let blob_end = if is_manifest { DATA_START } else { end };
         if blob_end.checked_next_multiple_of(INDEX_ALIGN) != Some(index_off) {
-            return Err(Error::new(ErrorKind::StorageLayout).byte(index_off).note("index"));
+            return Err(Error::new(ErrorKind::StorageLayout)
+                .with_offset(index_off)
+                .with_detail("index"));
         }
         if !crc_claims.is_complete() {
             return Err(Error::new(ErrorKind::CrcTable));
@@ -67,10 +70,10 @@ impl Validator<'_> {
         if !digests.is_empty() && digests.len() != storages.len() {
             return Err(Error::new(ErrorKind::DigestTable));
         }
-        match self.uses.iter().position(|uses| *uses == Use::None) {
+        match self.uses.iter().position(|uses| *uses == StorageUse::None) {
             Some(unused) => Err(Error::new(ErrorKind::UnusedStorage)
-                .at(format_args!("storage {unused}"))
-                .byte(storages[unused].offset.to_native())),
+                .with_path(format_args!("storage {unused}"))
+                .with_offset(storages[unused].offset.to_native())),
             None => Ok(()),
         }
     }
@@ -80,12 +83,12 @@ impl Validator<'_> {
     /// They tile the stored bytes, a raw chunk has its raw length, and a frame is shorter than the
     /// chunk but not shorter than [`MAX_EXPANSION`] allows. At least one chunk is a frame.
     fn are_chunks_valid(&self, storage: &record::Storage, count: u64) -> bool {
-        let first = narrow(u64::from(storage.chunks.to_native()));
-        let chunks = &self.views.chunks[first..first + narrow(count)];
+        let first = to_usize(u64::from(storage.chunks.to_native()));
+        let chunks = &self.views.chunks[first..first + to_usize(count)];
         let mut remaining_len = storage.raw_len.to_native();
         let mut end = 0;
         for chunk in chunks {
-            let raw_len = remaining_len.min(CHUNK_BYTES);
+            let raw_len = remaining_len.min(MAX_CHUNK_BYTES);
             let stored_len = u64::from(chunk.stored_len.to_native());
             let is_valid = match chunk.codec.to_native() {
                 0 => stored_len == raw_len,
@@ -122,7 +125,8 @@ fn chunk_size(storage: &record::Storage) -> Result<ChunkSize> {
                     && storage.stored_len == storage.raw_len
             }
             1 => {
-                (storage.shuffle == 0 || is_width(storage.shuffle)) && *size == ChunkSize::default()
+                (storage.shuffle == 0 || is_shuffle_width(storage.shuffle))
+                    && *size == ChunkSize::default()
             }
             _ => false,
         };
@@ -133,5 +137,5 @@ fn chunk_size(storage: &record::Storage) -> Result<ChunkSize> {
 
 #[cold]
 fn storage_error(kind: ErrorKind, storage: &record::Storage) -> Error {
-    Error::new(kind).byte(storage.offset.to_native())
+    Error::new(kind).with_offset(storage.offset.to_native())
 }

@@ -1,18 +1,19 @@
 //! Validation of tensors: shapes, strides, byte ranges and slices. Spec: sections 6 and 7.
 
 use super::claims::Claims;
-use super::{Use, Validator, wide};
+use super::{StorageUse, Validator};
+use crate::convert::to_u64;
 use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
-use crate::fetch::fetch_ahead;
+use crate::fetch::prefetch_ahead;
 use crate::key::ObjectPath;
 use crate::record::{self, NONE, kind};
 use crate::shape::{MAX_RANK, SIZE_LIMIT, check_shape, span_bytes};
 use crate::tensor::TensorFlags;
-use crate::views::{Views, path_of};
+use crate::views::{TableViews, path_of};
 
 impl<'a> Validator<'a> {
-    pub(super) fn global(&self, tensor: &record::Tensor) -> Result<&[u64]> {
+    pub(super) fn global_shape(&self, tensor: &record::Tensor) -> Result<&[u64]> {
         let slice = self.slice_of(tensor)?;
         self.views.dims_at(slice.global_shape.to_native(), u64::from(slice.rank))
     }
@@ -22,32 +23,32 @@ impl<'a> Validator<'a> {
             .ok()
             .and_then(|slice| self.views.slices.get(slice))
             .ok_or_else(|| {
-                Error::new(ErrorKind::MeshMismatch).note("slices are not claimed in order")
+                Error::new(ErrorKind::MeshMismatch).with_detail("slices are not claimed in order")
             })
     }
 
-    pub(super) fn tensors(&mut self) -> Result<()> {
+    pub(super) fn validate_tensors(&mut self) -> Result<()> {
         let views = self.views;
         let mut slices = Claims::new(views.slices.len());
         for (number, tensor) in views.tensors.iter().enumerate() {
-            fetch_ahead(views.tensors, number);
+            prefetch_ahead(views.tensors, number);
             // Most tensors have their own storage, so tensor and storage numbers advance together.
-            fetch_ahead(views.storages, number);
+            prefetch_ahead(views.storages, number);
             self.validate_tensor(tensor, &mut slices)
-                .map_err(|error| error.at(path_of_tensor(views, number)))?;
+                .map_err(|error| error.with_path(path_of_tensor(views, number)))?;
         }
         if !slices.is_complete() {
-            return Err(Error::new(ErrorKind::MeshMismatch).note("slices of no tensor"));
+            return Err(Error::new(ErrorKind::MeshMismatch).with_detail("slices of no tensor"));
         }
         Ok(())
     }
 
     fn validate_tensor(&mut self, tensor: &record::Tensor, slices: &mut Claims) -> Result<()> {
         let Some(dtype) = Dtype::from_code(tensor.dtype.to_native()) else {
-            return Err(Error::new(ErrorKind::UnknownDtype).note(tensor.dtype));
+            return Err(Error::new(ErrorKind::UnknownDtype).with_detail(tensor.dtype));
         };
         if usize::from(tensor.rank) > MAX_RANK {
-            return Err(Error::new(ErrorKind::RankTooLarge).note(tensor.rank));
+            return Err(Error::new(ErrorKind::RankTooLarge).with_detail(tensor.rank));
         }
         if TensorFlags::from_bits(tensor.flags).is_none() || tensor.reserved != 0 {
             return Err(Error::new(ErrorKind::TensorFlags));
@@ -69,14 +70,14 @@ impl<'a> Validator<'a> {
         self.validate_byte_range(tensor, span, end)?;
         // Most offsets are 0; testing that first avoids a division.
         if byte_offset != 0 && !byte_offset.is_multiple_of(dtype.itemsize()) {
-            return Err(Error::new(ErrorKind::Misaligned).note(byte_offset));
+            return Err(Error::new(ErrorKind::Misaligned).with_detail(byte_offset));
         }
         if tensor.slice == NONE {
             return Ok(());
         }
         let slice = self.slice_of(tensor)?;
-        if !slices.in_order(u64::from(tensor.slice.to_native()), 1) {
-            return Err(Error::new(ErrorKind::MeshMismatch).note("slices are out of order"));
+        if !slices.claim_in_order(u64::from(tensor.slice.to_native()), 1) {
+            return Err(Error::new(ErrorKind::MeshMismatch).with_detail("slices are out of order"));
         }
         self.validate_slice_bounds(slice, dtype, shape)
     }
@@ -85,7 +86,7 @@ impl<'a> Validator<'a> {
     ///
     /// `end` is the byte offset plus the span.
     fn validate_byte_range(&mut self, tensor: &record::Tensor, span: u64, end: u64) -> Result<()> {
-        let range_error = |note: &str| Err(Error::new(ErrorKind::TensorRange).note(note));
+        let range_error = |note: &str| Err(Error::new(ErrorKind::TensorRange).with_detail(note));
         let number = tensor.storage.to_native();
         if span == 0 {
             return if number == NONE && tensor.byte_offset == 0 {
@@ -101,10 +102,12 @@ impl<'a> Validator<'a> {
         if end > storage.raw_len.to_native() {
             return Err(storage_range_error(tensor, end, storage));
         }
-        if self.uses[number] == Use::Content {
-            return Err(Error::new(ErrorKind::TextPlace).note("a tensor lies in a leaf's content"));
+        if self.uses[number] == StorageUse::Content {
+            return Err(
+                Error::new(ErrorKind::TextPlace).with_detail("a tensor lies in a leaf's content")
+            );
         }
-        self.uses[number] = Use::Tensor;
+        self.uses[number] = StorageUse::Tensor;
         Ok(())
     }
 
@@ -114,7 +117,7 @@ impl<'a> Validator<'a> {
         dtype: Dtype,
         shape: &[u64],
     ) -> Result<()> {
-        let bounds_error = |note: String| Error::new(ErrorKind::OutsideGlobal).note(note);
+        let bounds_error = |note: String| Error::new(ErrorKind::OutsideGlobal).with_detail(note);
         let rank = u64::from(slice.rank);
         if usize::from(slice.rank) != shape.len() {
             return Err(bounds_error(format!(
@@ -136,7 +139,7 @@ impl<'a> Validator<'a> {
 
 #[cold]
 fn storage_range_error(tensor: &record::Tensor, end: u64, storage: &record::Storage) -> Error {
-    Error::new(ErrorKind::TensorRange).note(format_args!(
+    Error::new(ErrorKind::TensorRange).with_detail(format_args!(
         "bytes {}..{end} of a storage of {}",
         tensor.byte_offset, storage.raw_len
     ))
@@ -145,9 +148,9 @@ fn storage_range_error(tensor: &record::Tensor, end: u64, storage: &record::Stor
 /// Returns the path of the leaf that claims a tensor record.
 ///
 /// It is the last tensor leaf whose first record is at or before `tensor`.
-fn path_of_tensor(views: &Views<'_>, tensor: usize) -> ObjectPath {
+fn path_of_tensor(views: &TableViews<'_>, tensor: usize) -> ObjectPath {
     let starts_before =
-        |node: &record::Node| node.kind == kind::TENSOR && node.a.to_native() <= wide(tensor);
+        |node: &record::Node| node.kind == kind::TENSOR && node.a.to_native() <= to_u64(tensor);
     let leaf = views.nodes.iter().rposition(starts_before);
     path_of(views, leaf.unwrap_or_default())
 }

@@ -3,27 +3,28 @@
 use std::ops::Range;
 
 use super::claims::Claims;
-use super::{Use, Validator, dtype, narrow, wide};
+use super::{StorageUse, Validator, dtype_from_code};
+use crate::convert::{index_to_usize, to_u64, to_usize};
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{self, KeyOrder, python_twins};
-use crate::number::is_shortest_big;
-use crate::record::{self, INLINE_MAX, NONE, STORED, kind, split_heap_range};
+use crate::key::{self, SortKey, equal_python_keys};
+use crate::number::is_canonical_bigint;
+use crate::record::{self, INLINE_MAX_BYTES, NONE, STORED_FLAG, kind, split_heap_range};
 use crate::shape::MAX_RANK;
 use crate::state_dict::MAX_DEPTH;
-use crate::views::{Views, native, outside_dims, path_of};
+use crate::views::{TableViews, dims_range_error, path_of};
 
 impl Validator<'_> {
-    pub(super) fn nodes(&mut self) -> Result<()> {
-        let Views { nodes, by_key, tensors, .. } = self.views;
+    pub(super) fn validate_nodes(&mut self) -> Result<()> {
+        let TableViews { nodes, by_key, tensors, .. } = self.views;
         let Some(root) = nodes.first() else {
-            return Err(Error::new(ErrorKind::RootKind).note("there is no root"));
+            return Err(Error::new(ErrorKind::RootKind).with_detail("there is no root"));
         };
         let is_dict = matches!(root.kind, kind::DICT | kind::ORDERED_DICT);
         if !is_dict || root.key_kind != key::kind::INDEX || root.key != 0 {
             return Err(Error::new(ErrorKind::RootKind));
         }
         if by_key.len() != nodes.len() || by_key[0] != 0 {
-            return Err(Error::new(ErrorKind::ChildRange).at("by_key"));
+            return Err(Error::new(ErrorKind::ChildRange).with_path("by_key"));
         }
         let mut children = Claims { claimed: 1, ..Claims::new(nodes.len()) };
         let mut tensor_claims = Claims::new(tensors.len());
@@ -36,16 +37,16 @@ impl Validator<'_> {
                 } else {
                     self.validate_node(number, node, &mut children, &mut tensor_claims)
                 };
-                result.map_err(|error| error.at(path_of(self.views, number)))?;
+                result.map_err(|error| error.with_path(path_of(self.views, number)))?;
             }
-            level = level.end..narrow(children.claimed);
+            level = level.end..to_usize(children.claimed);
             depth += 1;
         }
         if !children.is_complete() {
-            return Err(Error::new(ErrorKind::ChildRange).note("nodes of no container"));
+            return Err(Error::new(ErrorKind::ChildRange).with_detail("nodes of no container"));
         }
         if !tensor_claims.is_complete() {
-            return Err(Error::new(ErrorKind::TensorRun).note("tensors of no leaf"));
+            return Err(Error::new(ErrorKind::TensorRun).with_detail("tensors of no leaf"));
         }
         Ok(())
     }
@@ -76,9 +77,9 @@ impl Validator<'_> {
         if key::kind::is_heap(node.key_kind) {
             let bytes = self.views.heap_at(key)?;
             check_key_len(bytes)?;
-            self.claim(key)?;
+            self.claim_heap_range(key)?;
             if node.key_kind == key::kind::STR {
-                return self.text(key, bytes);
+                return self.check_text(key, bytes);
             }
         }
         self.views.file_key(node)?.check()
@@ -95,19 +96,19 @@ impl Validator<'_> {
         let inside_divergent =
             before.checked_sub(1).is_some_and(|last| self.divergent[last].contains(&number));
         let (first, count) = (node.a.to_native(), u64::from(node.count.to_native()));
-        if !children.once(first, count) {
+        if !children.claim_once(first, count) {
             return Err(Error::new(ErrorKind::ChildRange)
-                .note(format_args!("{count} children from node {first}")));
+                .with_detail(format_args!("{count} children from node {first}")));
         }
         if node.flags != 0 {
-            return Err(Error::new(ErrorKind::LeafValue).note("flags of a container"));
+            return Err(Error::new(ErrorKind::LeafValue).with_detail("flags of a container"));
         }
         if node.kind == kind::NAMEDTUPLE {
             self.claim_text(node.b.to_native())?;
         } else if node.b != 0 {
-            return Err(Error::new(ErrorKind::LeafValue).note("b of a container"));
+            return Err(Error::new(ErrorKind::LeafValue).with_detail("b of a container"));
         }
-        let range = narrow(first)..narrow(first + count);
+        let range = to_usize(first)..to_usize(first + count);
         let is_keyed = kind::is_keyed(node.kind);
         let order_result = if is_keyed {
             self.validate_keys(node.kind, &range)
@@ -124,7 +125,7 @@ impl Validator<'_> {
         }
         if node.kind == kind::DIVERGENT && (inside_divergent || self.views.shards.is_empty()) {
             return Err(Error::new(ErrorKind::ShardTable)
-                .note("a divergent node stands in a manifest, and in no other one"));
+                .with_detail("a divergent node stands in a manifest, and in no other one"));
         }
         if node.kind == kind::DIVERGENT || inside_divergent {
             self.divergent.push(range);
@@ -136,10 +137,10 @@ impl Validator<'_> {
     fn validate_index_order(&self, children: &Range<usize>) -> Result<()> {
         let order =
             self.views.by_key[children.clone()].iter().map(|child| u64::from(child.to_native()));
-        if children.clone().map(wide).eq(order) {
+        if children.clone().map(to_u64).eq(order) {
             Ok(())
         } else {
-            Err(Error::new(ErrorKind::ChildRange).note("by_key of a list is not in order"))
+            Err(Error::new(ErrorKind::ChildRange).with_detail("by_key of a list is not in order"))
         }
     }
 
@@ -149,11 +150,13 @@ impl Validator<'_> {
     fn validate_keys(&self, container: u8, children: &Range<usize>) -> Result<()> {
         let order = &self.views.by_key[children.clone()];
         let nodes = &self.views.nodes[children.clone()];
-        let mut last: Option<KeyOrder<'_>> = None;
+        let mut last: Option<SortKey<'_>> = None;
         for child in order {
-            let child = native(child.to_native());
+            let child = index_to_usize(child.to_native());
             let Some(node) = child.checked_sub(children.start).and_then(|at| nodes.get(at)) else {
-                return Err(Error::new(ErrorKind::DuplicateKey).note("by_key names no child"));
+                return Err(
+                    Error::new(ErrorKind::DuplicateKey).with_detail("by_key names no child")
+                );
             };
             if !key_fits(container, node) {
                 return Err(key_kind_error(container, node));
@@ -161,7 +164,9 @@ impl Validator<'_> {
             let next = self.views.key_order(node)?;
             check_key_len(next.1)?;
             if last.is_some_and(|last| last >= next) {
-                return Err(Error::new(ErrorKind::DuplicateKey).at(path_of(self.views, child)));
+                return Err(
+                    Error::new(ErrorKind::DuplicateKey).with_path(path_of(self.views, child))
+                );
             }
             last = Some(next);
         }
@@ -170,11 +175,13 @@ impl Validator<'_> {
             return Ok(());
         }
         for child in order {
-            let child = native(child.to_native());
+            let child = index_to_usize(child.to_native());
             let node = &self.views.nodes[child];
-            for twin in python_twins(node.key_kind, node.key.to_native()) {
-                if self.views.child_with(children.clone(), &twin).is_some() {
-                    return Err(Error::new(ErrorKind::KeysCollide).at(path_of(self.views, child)));
+            for twin in equal_python_keys(node.key_kind, node.key.to_native()) {
+                if self.views.child_by_key(children.clone(), &twin).is_some() {
+                    return Err(
+                        Error::new(ErrorKind::KeysCollide).with_path(path_of(self.views, child))
+                    );
                 }
             }
         }
@@ -183,23 +190,23 @@ impl Validator<'_> {
 
     #[inline]
     fn validate_leaf(&mut self, node: &record::Node, tensor_claims: &mut Claims) -> Result<()> {
-        let value_error = |what: &str| Err(Error::new(ErrorKind::LeafValue).note(what));
+        let value_error = |what: &str| Err(Error::new(ErrorKind::LeafValue).with_detail(what));
         let (a, b, count) = (node.a.to_native(), node.b.to_native(), node.count.to_native());
         // The fast path for plain tensors, the most frequent leaves.
         if node.kind == kind::TENSOR
             && node.flags == 0
             && count == 1
             && b == 0
-            && tensor_claims.once(a, 1)
+            && tensor_claims.claim_once(a, 1)
         {
             return Ok(());
         }
         let is_content = matches!(node.kind, kind::STR | kind::BYTES | kind::OPAQUE);
-        if node.flags != 0 && !(is_content && node.flags == STORED) {
+        if node.flags != 0 && !(is_content && node.flags == STORED_FLAG) {
             return value_error("flags");
         }
         if node.kind > kind::OPAQUE {
-            return Err(Error::new(ErrorKind::UnknownKind).note(node.kind));
+            return Err(Error::new(ErrorKind::UnknownKind).with_detail(node.kind));
         }
         if count != 0 && !matches!(node.kind, kind::SIZE | kind::TENSOR) {
             return value_error("count");
@@ -210,9 +217,9 @@ impl Validator<'_> {
         match node.kind {
             kind::NONE if a != 0 => return value_error("a"),
             kind::BOOL if a > 1 => return value_error("bool"),
-            kind::DTYPE if dtype(a).is_none() => return value_error("dtype"),
-            kind::SIZE if wide(MAX_RANK) < u64::from(count) => return value_error("size"),
-            kind::BIGINT if !is_shortest_big(self.claim_heap(a)?) => {
+            kind::DTYPE if dtype_from_code(a).is_none() => return value_error("dtype"),
+            kind::SIZE if to_u64(MAX_RANK) < u64::from(count) => return value_error("size"),
+            kind::BIGINT if !is_canonical_bigint(self.claim_heap(a)?) => {
                 return Err(Error::new(ErrorKind::NonCanonicalInt));
             }
             kind::STR | kind::BYTES | kind::OPAQUE => {
@@ -223,14 +230,13 @@ impl Validator<'_> {
             }
             kind::SIZE => {
                 let len = u64::from(count);
-                let start = u32::try_from(a).map_err(|_| outside_dims(a, len))?;
+                let start = u32::try_from(a).map_err(|_| dims_range_error(a, len))?;
                 self.claim_dims(start, len)?;
             }
             kind::DEVICE => self.claim_text(a)?,
-            kind::TENSOR if count == 0 || !tensor_claims.once(a, u64::from(count)) => {
-                return Err(
-                    Error::new(ErrorKind::TensorRun).note(format_args!("{count} tensors from {a}"))
-                );
+            kind::TENSOR if count == 0 || !tensor_claims.claim_once(a, u64::from(count)) => {
+                return Err(Error::new(ErrorKind::TensorRun)
+                    .with_detail(format_args!("{count} tensors from {a}")));
             }
             kind::TENSOR => self.validate_run(a, count)?,
             _ => {}
@@ -242,17 +248,17 @@ impl Validator<'_> {
     fn validate_content(&mut self, node: &record::Node) -> Result<()> {
         let a = node.a.to_native();
         let content_error = || Error::new(ErrorKind::TextPlace);
-        if node.flags == STORED {
+        if node.flags == STORED_FLAG {
             let storage = usize::try_from(a).ok().and_then(|a| self.views.storages.get(a));
             let storage = storage.ok_or_else(content_error)?;
-            let uses = &mut self.uses[narrow(a)];
-            if storage.raw_len <= INLINE_MAX || *uses != Use::None {
+            let uses = &mut self.uses[to_usize(a)];
+            if storage.raw_len <= INLINE_MAX_BYTES || *uses != StorageUse::None {
                 return Err(content_error());
             }
-            *uses = Use::Content;
+            *uses = StorageUse::Content;
             return Ok(());
         }
-        if u64::from(split_heap_range(a).1) > INLINE_MAX {
+        if u64::from(split_heap_range(a).1) > INLINE_MAX_BYTES {
             return Err(content_error());
         }
         if node.kind == kind::STR { self.claim_text(a) } else { self.claim_heap(a).map(drop) }
@@ -260,14 +266,14 @@ impl Validator<'_> {
 
     /// Checks that the records of a tensor leaf with several records agree (F-051, F-074).
     fn validate_run(&self, first: u64, count: u32) -> Result<()> {
-        let run = &self.views.tensors[narrow(first)..narrow(first + u64::from(count))];
+        let run = &self.views.tensors[to_usize(first)..to_usize(first + u64::from(count))];
         if run.iter().any(|tensor| tensor.slice == NONE) {
-            return Err(Error::new(ErrorKind::TensorRun).note("a whole tensor among slices"));
+            return Err(Error::new(ErrorKind::TensorRun).with_detail("a whole tensor among slices"));
         }
         let [one, others @ ..] = run else { return Ok(()) };
         for other in others {
             let is_consistent =
-                one.dtype == other.dtype && self.global(one)? == self.global(other)?;
+                one.dtype == other.dtype && self.global_shape(one)? == self.global_shape(other)?;
             if !is_consistent {
                 return Err(Error::new(ErrorKind::MixedRun));
             }
@@ -289,13 +295,13 @@ fn check_key_len(bytes: &[u8]) -> Result<()> {
 
 #[cold]
 fn key_len_error(len: usize) -> Error {
-    Error::new(ErrorKind::KeyKind).note(format_args!("key of {len} bytes"))
+    Error::new(ErrorKind::KeyKind).with_detail(format_args!("key of {len} bytes"))
 }
 
 #[cold]
 fn key_kind_error(container: u8, child: &record::Node) -> Error {
     Error::new(ErrorKind::KeyKind)
-        .note(format_args!("key kind {} in node kind {container}", child.key_kind))
+        .with_detail(format_args!("key kind {} in node kind {container}", child.key_kind))
 }
 
 /// Returns true if the container allows the key kind of a child (F-043).

@@ -8,7 +8,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 use tssd_format::{
-    Container, Dtype, Key, MAX_DEPTH, Node, ObjectPath, ShardPlace, Step, Stored, Tensor,
+    Container, Dtype, MapKey, MAX_DEPTH, Node, ObjectPath, ShardSpec, Step, ContentKind, Tensor,
     TensorFlags, TensorMeta, Value,
 };
 use tssd_gpu::CopyStats;
@@ -97,7 +97,7 @@ impl<'a, 'py> LeafCollector<'a, 'py> {
         if let Ok(dict) = object.cast::<PyDict>() {
             for item in dict.items().iter() {
                 let (name, value) = (item.get_item(0)?, item.get_item(1)?);
-                let key: Key =
+                let key: MapKey =
                     key_of(&name, MAX_DEPTH).map_err(|error| error.at(&self.current_path()))?;
                 self.visit_child(Step::Key(key), &value, Some((object, &name)))?;
             }
@@ -106,7 +106,7 @@ impl<'a, 'py> LeafCollector<'a, 'py> {
         if let Some(fields) = fields_of(object)? {
             let values = object.cast::<PyTuple>()?;
             for (field, value) in fields.into_iter().zip(values.iter()) {
-                self.visit_child(Step::Key(Key::Str(field)), &value, None)?;
+                self.visit_child(Step::Key(MapKey::Str(field)), &value, None)?;
             }
             return Ok(());
         }
@@ -181,7 +181,7 @@ pub(crate) fn fill_all(
     let (leaves, differences) = match_leaves(tensors, &stored, options)?;
     let plain = slots.iter().filter_map(|slot| {
         let node = stored.get(&slot.fqn).filter(|node| is_plain(node, options.pickle))?;
-        Some((Step::Key(Key::Str(slot.fqn.as_str().into())), Node::clone(node)))
+        Some((Step::Key(MapKey::Str(slot.fqn.as_str().into())), Node::clone(node)))
     });
     let read_options = Reading { timeout, ..Reading::default() };
     let values =
@@ -216,8 +216,8 @@ fn read_values<'py>(
 /// Returns whether a stored leaf is not a tensor, and may be read.
 fn is_plain(node: &Node, allow_pickle: bool) -> bool {
     match node {
-        Node::Leaf(Value::Opaque { .. }) | Node::Stored(Stored::Opaque(_), _) => allow_pickle,
-        Node::Leaf(_) | Node::Stored(..) => true,
+        Node::Leaf(Value::Opaque { .. }) | Node::StoredLeaf(ContentKind::Opaque(_), _) => allow_pickle,
+        Node::Leaf(_) | Node::StoredLeaf(..) => true,
         Node::Tensors(_) => !is_tensor(node),
         Node::Container(..) => false,
     }
@@ -505,7 +505,7 @@ pub(crate) fn receive(
 /// A tensor to fill, or a box of it.
 struct FillTarget {
     fqn: String,
-    part: Option<ShardPlace>,
+    part: Option<ShardSpec>,
     meta: TensorMeta,
     /// The address. Addresses of GPU memory differ from those of the host's memory.
     start: usize,
@@ -518,7 +518,7 @@ struct FillTarget {
 }
 
 impl FillTarget {
-    fn new(fqn: String, devices: &Devices, tensor: Tensor, part: Option<ShardPlace>) -> Self {
+    fn new(fqn: String, devices: &Devices, tensor: Tensor, part: Option<ShardSpec>) -> Self {
         let meta = tensor.meta().clone();
         let window = devices.window(&tensor);
         let in_memory = "it is in memory";
@@ -539,8 +539,8 @@ impl FillTarget {
     fn is_same_memory(&self, other: &Self) -> bool {
         self.start == other.start
             && self.meta == other.meta
-            && self.part.as_ref().map(ShardPlace::slice)
-                == other.part.as_ref().map(ShardPlace::slice)
+            && self.part.as_ref().map(ShardSpec::slice)
+                == other.part.as_ref().map(ShardSpec::slice)
     }
 }
 

@@ -127,7 +127,7 @@ impl OpenVersion {
         let Node::Tensors(references) = leaf else {
             return Err(not_a_tensor(name).into());
         };
-        let whole = references[0].place.as_ref().map(|place| place.slice().global_shape());
+        let whole = references[0].shard_spec.as_ref().map(|place| place.slice().global_shape());
         let shape = whole.unwrap_or_else(|| references[0].meta.shape()).to_vec();
         let (version, dtype) = (slf.clone().unbind(), references[0].meta.dtype());
         Ok(LeaseSlice { version, name: name.to_owned(), shape, dtype })

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 use tssd_format::{
-    Attrs, Node, ShardPlace, Stored, TensorFlags, TensorMeta, TensorReference, Value,
+    Attrs, Node, ShardSpec, ContentKind, TensorFlags, TensorMeta, TensorReference, Value,
 };
 use tssd_store::Opened;
 
@@ -48,10 +48,10 @@ fn strip(node: &mut Node, storages: &mut Vec<u32>) -> Result<()> {
         Node::Container(_, children) => {
             children.iter_mut().try_for_each(|(_, child)| strip(child, storages))?;
         }
-        Node::Stored(kind, storage) => {
+        Node::StoredLeaf(kind, storage) => {
             storages.push(*storage);
-            if matches!(kind, Stored::Opaque(_)) {
-                *kind = Stored::Bytes;
+            if matches!(kind, ContentKind::Opaque(_)) {
+                *kind = ContentKind::Bytes;
             }
         }
         Node::Leaf(Value::Opaque { bytes, .. }) => *node = Node::Leaf(Value::Bytes(bytes.clone())),
@@ -61,13 +61,13 @@ fn strip(node: &mut Node, storages: &mut Vec<u32>) -> Result<()> {
                 .into_iter()
                 .filter(|flag| first.flags().contains(*flag))
                 .fold(TensorFlags::default(), TensorFlags::union);
-            let meta = match references[0].place.as_ref().map(ShardPlace::slice) {
+            let meta = match references[0].shard_spec.as_ref().map(ShardSpec::slice) {
                 Some(slice) => TensorMeta::new(first.dtype(), slice.global_shape())?,
                 None => first.clone(),
             };
             let meta = meta.with_flags(flags);
             *references =
-                vec![TensorReference { meta, storage: None, byte_offset: 0, place: None }];
+                vec![TensorReference { meta, storage: None, byte_offset: 0, shard_spec: None }];
         }
         Node::Leaf(_) => {}
     }

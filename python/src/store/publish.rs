@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use tssd_format::{AttrValue, Shard, ShardPlace, TensorSlice, Value};
+use tssd_format::{AttrValue, Shard, ShardSpec, TensorSlice, Value};
 use tssd_gpu::CopyStats;
 use tssd_store::{Key, Publisher, PutOptions};
 
@@ -154,7 +154,7 @@ impl Publishing {
         }
         let is_stored = match single_value(&imported) {
             Some(Value::Shards(shards)) => {
-                shards.iter().any(|shard| active.publisher.stores(shard.place()))
+                shards.iter().any(|shard| active.publisher.stores(shard.spec()))
             }
             _ => true,
         };
@@ -171,7 +171,7 @@ impl Publishing {
                 (Some(Value::Tensor(local)), Some(region)) => {
                     let shape: Vec<u64> = value.getattr("shape")?.extract()?;
                     let slice = TensorSlice::new(region.offsets(), region.shape(), &shape)?;
-                    vec![Shard::new(local, ShardPlace::new(slice))?]
+                    vec![Shard::new(local, ShardSpec::new(slice))?]
                 }
                 (Some(Value::Shards(shards)), _) => shards,
                 _ => {

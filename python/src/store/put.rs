@@ -222,7 +222,7 @@ pub(super) fn shards(imported: &Taken) -> Option<BTreeSet<u32>> {
     let mut ranks = imported.lacks.then(BTreeSet::new);
     for (_, leaf) in imported.dict.leaves() {
         let Value::Shards(shards) = leaf else { continue };
-        let meshes = shards.iter().filter_map(|shard| shard.place().mesh());
+        let meshes = shards.iter().filter_map(|shard| shard.spec().mesh());
         let ranks = ranks.get_or_insert_with(BTreeSet::new);
         meshes.for_each(|mesh| ranks.extend(mesh.ranks()));
     }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use bytes::Bytes;
 use pyo3::prelude::*;
 use tssd_format::{
-    Attrs, Node, ObjectPath, Region, ShardPlace, Step, TensorMeta, TensorReference, TensorSlice,
+    Attrs, Node, ObjectPath, Region, ShardSpec, Step, TensorMeta, TensorReference, TensorSlice,
 };
 use tssd_store::{GetReport, Opened, Private, Target};
 
@@ -43,7 +43,7 @@ struct AssembledTensor {
     number: u32,
     fqn: String,
     meta: TensorMeta,
-    part: Option<ShardPlace>,
+    part: Option<ShardSpec>,
 }
 
 /// The storages to read for a tree, and the tensors to assemble.
@@ -78,12 +78,12 @@ impl ReadPlan {
                 });
                 Ok(Some(Node::Container(container.clone(), children.collect())))
             }
-            Node::Stored(_, storage) => {
+            Node::StoredLeaf(_, storage) => {
                 self.leaf_storages.push(*storage);
                 Ok(None)
             }
             Node::Tensors(references) => match &references[..] {
-                [TensorReference { place: None, storage, .. }] => {
+                [TensorReference { shard_spec: None, storage, .. }] => {
                     self.storages.extend(*storage);
                     Ok(None)
                 }
@@ -119,16 +119,16 @@ impl ReadPlan {
         let number = u32::MAX - u32::try_from(self.assembled.len()).unwrap_or(u32::MAX);
         let storage = (meta.nbytes() > 0).then_some(number);
         let box_of = |_| TensorSlice::new(region.offsets(), region.shape(), global);
-        let part = slice.map(box_of).transpose()?.map(ShardPlace::new);
+        let part = slice.map(box_of).transpose()?.map(ShardSpec::new);
         let fqn = join_fqn(path);
         self.assembled.push(AssembledTensor { number, fqn, meta: meta.clone(), part });
-        Ok(TensorReference { meta, storage, byte_offset: 0, place: None })
+        Ok(TensorReference { meta, storage, byte_offset: 0, shard_spec: None })
     }
 }
 
 /// Returns the global shape of a tensor, in elements.
 pub(super) fn global_shape(references: &[TensorReference]) -> &[u64] {
-    let slice = references[0].place.as_ref().map(ShardPlace::slice);
+    let slice = references[0].shard_spec.as_ref().map(ShardSpec::slice);
     slice.map_or_else(|| references[0].meta.shape(), |slice| slice.global_shape())
 }
 
@@ -141,7 +141,7 @@ fn join_fqn(path: &[&Step]) -> String {
 /// `None` if the slice does not contain the whole box.
 fn view_of(reference: &TensorReference, region: &Region) -> Option<Result<TensorReference>> {
     let meta = &reference.meta;
-    let slice_region = match &reference.place {
+    let slice_region = match &reference.shard_spec {
         Some(place) => place.slice().region(),
         None => Region::whole(meta.shape()),
     };
@@ -163,7 +163,7 @@ fn view_of(reference: &TensorReference, region: &Region) -> Option<Result<Tensor
             } else {
                 reference.byte_offset + skipped * meta.dtype().itemsize()
             },
-            place: None,
+            shard_spec: None,
         })
     };
     Some(view())

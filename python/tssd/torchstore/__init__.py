@@ -86,9 +86,10 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Makes `import torchstore` return this module, and `import torchstore.transport` and others its submodules.
+    """Makes `import torchstore` return this module.
 
-    Call it once in each process, before importing any module that imports torchstore.
+    Submodules of torchstore, such as `torchstore.transport`, are replaced too. Call it once in each process, before any
+    module that imports torchstore is imported.
 
     Raises:
         RuntimeError: the real torchstore has been imported.

@@ -1,4 +1,4 @@
-"""Prints the PYTHONPATH entry for programs whose processes import torchstore: python -m tssd.torchstore."""
+"""Prints the PYTHONPATH entry for programs that import torchstore: python -m tssd.torchstore."""
 
 from pathlib import Path
 

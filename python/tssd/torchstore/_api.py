@@ -1,4 +1,4 @@
-"""The functions of torchstore. Each calls the client of a store, which it finds by the name of the store."""
+"""The functions of torchstore. Each calls the client of the store with the given name."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ async def initialize(
     *,
     allow_pickle: bool = False,
 ) -> None:
-    """Starts the daemon of a store on this host, or joins it. Every process of the same user can then use it.
+    """Starts the daemon of a store on this host, or joins it.
+
+    Every process of the same user can then use the store.
 
     Args:
         num_storage_volumes, strategy, mesh: accepted as in torchstore. One daemon serves a host.
@@ -162,7 +164,9 @@ async def get(
     tensor_slice_spec: TensorSlice | None = None,
     store_name: str = DEFAULT_TORCHSTORE_NAME,
 ) -> Any:
-    """Gets a value. A tensor is returned whole and in the host's memory, or as a slice, or fills a given tensor.
+    """Gets a value: any object, a tensor, or a slice of a tensor.
+
+    A tensor is returned whole and in the host's memory, or it fills a given tensor.
 
     Returns:
         The value; `inplace_tensor` if it is given.

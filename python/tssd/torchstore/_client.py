@@ -87,7 +87,10 @@ class LocalClient:
         return results[key] if inplace_tensor is None else inplace_tensor
 
     async def get_batch(self, keys: list[str] | dict[str, torch.Tensor | None]) -> dict[str, Any]:
-        """Gets several values. Entries of one state dict come from one version. It is an error if any is missing."""
+        """Gets several values. It is an error if any of them is missing.
+
+        Entries of one state dict come from one version.
+        """
         if not keys:
             raise ValueError("get_batch requires a non-empty dict or list")
         if not isinstance(keys, (dict, list)):
@@ -258,7 +261,10 @@ class LocalClient:
         self._store.get_state_dict(version.key, into, version=version, strict=False, cast=True)
 
     def _leaves(self, version: OpenVersion, names: list[str]) -> dict[str, Any]:
-        """Returns leaves by their flattened names. As in torch, a tuple is a leaf, and so is a list without tensors."""
+        """Returns leaves by their flattened names.
+
+        As in torch, a tuple is one leaf, and so is a list without tensors.
+        """
         if names == [""]:
             return self._state_dict(version)
         if len(names) == 1 and names[0] in version.keys():
@@ -470,9 +476,9 @@ class _KeyResolver:
         return deleted
 
     def expand(self, key: str, prefix: str | None) -> list[str]:
-        """Returns the keys of torchstore for a key of the store: the entries of a state dict, or the key itself.
+        """Returns the keys of torchstore that a key of the store stands for.
 
-        Returns no keys if none of them can have the prefix.
+        They are the entries of a state dict, or the key itself. There are none if they cannot have the prefix.
         """
         is_dict = f"{key}{DELIM}{MAPPING}" in self._key_set
         can_match = prefix is None or key.startswith(prefix) or is_dict and prefix.startswith(f"{key}{DELIM}")
@@ -491,7 +497,7 @@ class _KeyResolver:
 
 
 def _possible_splits(name: str) -> Iterator[tuple[str, str]]:
-    """Yields all splits of a key into the key of a state dict and an entry name. The longest key comes first."""
+    """Yields all splits of a key into the key of a state dict and an entry name, the longest key first."""
     parts = name.split(DELIM)
     for end in range(len(parts) - 1, 0, -1):
         yield DELIM.join(parts[:end]), DELIM.join(parts[end:])
@@ -527,10 +533,10 @@ def _check_stored_tensor(
 
 
 def _normalize(value: Any, ranks: set[int]) -> Any:
-    """Returns a value without the properties that torchstore does not keep. Adds the ranks of all shards to `ranks`.
+    """Returns a value without the properties that torchstore does not keep.
 
-    A DTensor that is whole on each rank becomes a plain tensor: some programs have different values on each rank, or
-    put it on one rank only.
+    Adds the ranks of the meshes of all shards to `ranks`. A DTensor that is whole on each rank becomes a plain tensor:
+    some programs have different values on each rank, or put it on one rank only.
     """
     if isinstance(value, torch.Tensor):
         if isinstance(value, DTensor) and is_whole(value):

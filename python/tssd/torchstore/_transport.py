@@ -15,7 +15,10 @@ __all__ = ["Request", "TensorSlice", "TransportType"]
 
 
 class TransportType(enum.Enum):
-    """A transport by its name in torchstore. It has no effect here: on one host, bytes go through shared memory."""
+    """A transport, by its name in torchstore.
+
+    It has no effect here: on one host, bytes always go through shared memory.
+    """
 
     Unset = 1
     MonarchRPC = 2

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
-use tssd_format::{ObjectPath, Region, Shard, ShardPlace, StateDict, Tensor, Value};
+use tssd_format::{ObjectPath, Region, Shard, ShardSpec, StateDict, Tensor, Value};
 
 use crate::api::connect::ConnectOptions;
 use crate::api::store::PrefetchReport;
@@ -148,7 +148,7 @@ blocking! {
     delete(key: &Key, version: Option<u64>) -> u64;
     retain(key: &Key, keep: NonZeroU32) -> ();
     wait_for_version(key: &Key, version: u64, timeout: Duration) -> VersionInfo;
-    prefetch(key: &Key, wanted: &[(String, Option<ShardPlace>)], options: &GetOptions) -> PrefetchReport;
+    prefetch(key: &Key, wanted: &[(String, Option<ShardSpec>)], options: &GetOptions) -> PrefetchReport;
     pin(key: &Key, version: Option<u64>, label: &str) -> u64;
     unpin(key: &Key, label: &str) -> ();
     pins(key: &Key) -> BTreeMap<String, u64>;

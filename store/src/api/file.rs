@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use tssd_format::{
-    Archive, Blob, Draft, Error, Fill, Layout, Options, Pack, StateDict, StorageReference, Verify,
+    Archive, Blob, Draft, Error, WriteJob, Layout, Options, CompressJob, StateDict, StorageReference, VerifyJob,
     checksum,
 };
 
@@ -33,11 +33,11 @@ pub fn plan<E: From<Error> + Send>(
     pause: impl Fn() -> Result<(), E> + Sync,
 ) -> Result<Layout, E> {
     let draft = Draft::new(dict, options)?;
-    let packed = parallel::map(draft.jobs(), |job: Pack| {
+    let packed = parallel::map(draft.jobs(), |job: CompressJob| {
         pause()?;
         Ok::<_, E>(job.run()?)
     })?;
-    Ok(draft.place(packed)?)
+    Ok(draft.into_layout(packed)?)
 }
 
 /// Writes an archive. It is whole once this returns, and appears with [`Replacement::commit`].
@@ -56,7 +56,7 @@ pub fn write<E: From<Error> + Send>(
     let mut writer = BufWriter::with_capacity(BUFFER_BYTES, file.at(0));
     let Some(parts) = layout.parts() else {
         // What is elsewhere comes once: it is summed on its way.
-        let fill = |job: &Fill| {
+        let fill = |job: &WriteJob| {
             pause()?;
             Ok(job.write_to(&mut writer)?)
         };
@@ -80,8 +80,8 @@ pub fn write<E: From<Error> + Send>(
     // A system lets one thread at a time write to a file: others sum meanwhile.
     let filled = thread::scope(|scope| {
         let sums = scope.spawn(|| {
-            parallel::map_beside(jobs.iter().collect(), |job: &Fill| {
-                if has_failed.load(Ordering::Relaxed) { Err(()) } else { job.sum().map_err(drop) }
+            parallel::map_beside(jobs.iter().collect(), |job: &WriteJob| {
+                if has_failed.load(Ordering::Relaxed) { Err(()) } else { job.checksum().map_err(drop) }
             })
         });
         let written = write();
@@ -211,10 +211,10 @@ pub fn raw<E: From<Error> + Send>(
 ///
 /// As [`Verify::run`]; what `pause` returns.
 pub fn verify<E: From<Error> + Send>(
-    jobs: Vec<Verify<'_>>,
+    jobs: Vec<VerifyJob<'_>>,
     pause: impl Fn() -> Result<(), E> + Sync,
 ) -> Result<(), E> {
-    parallel::map(jobs, |job: Verify<'_>| {
+    parallel::map(jobs, |job: VerifyJob<'_>| {
         pause()?;
         Ok::<_, E>(job.run()?)
     })?;
@@ -243,7 +243,7 @@ pub fn prove<E: From<Error> + Send>(
         let place = |at: u64| usize::try_from(at - start).expect("it is in memory");
         let crc = checksum(&bytes[place(from)..place(to)]);
         let at = storage.stored_chunk(chunk).start;
-        Ok::<_, E>(storage.prove_chunk(chunk, crc).map_err(|error| error.byte(at))?)
+        Ok::<_, E>(storage.verify_chunk(chunk, crc).map_err(|error| error.with_offset(at))?)
     })?;
     Ok(())
 }

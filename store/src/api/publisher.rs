@@ -1,7 +1,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use tssd_format::{AttrValue, Shard, ShardPlace, StateDict, Value};
+use tssd_format::{AttrValue, Shard, ShardSpec, StateDict, Value};
 
 use crate::engine::context::Context;
 use crate::engine::put::{PutOptions, PutReport, Replicas, Ring, VersionWriter, split_tensor};
@@ -157,7 +157,7 @@ impl Publisher {
 
     /// Whether this writer stores the bytes of a shard at this place. Unless all replicas are stored, only the first is. A
     /// ring has no other writer, so it sends each.
-    pub fn stores(&self, place: &ShardPlace) -> bool {
+    pub fn stores(&self, place: &ShardSpec) -> bool {
         match &self.sink {
             Sink::Version(writer) => {
                 writer.version.options().replicas == Replicas::All || place.is_first_replica()

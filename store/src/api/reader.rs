@@ -95,7 +95,7 @@ impl Opened {
             None => FormatKind::NotFound,
         };
         let name = format_args!("version {}", self.version.number);
-        Err(Error::format(name, FormatError::new(kind).at(fqn)))
+        Err(Error::format(name, FormatError::new(kind).with_path(fqn)))
     }
 
     /// The same version, under the same lease, read otherwise: `version` and `require` of the options say

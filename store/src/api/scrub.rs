@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tokio::runtime::Builder;
-use tssd_format::MANIFEST;
+use tssd_format::MANIFEST_NAME;
 
 use crate::control::layout::folder;
 use crate::error::{Error, ErrorKind, Result};
@@ -93,7 +93,7 @@ impl<'a> Scrub<'a> {
             })
             .collect();
         if let Some(manifest) = version.manifest() {
-            let name = format!("{folder}/{MANIFEST}");
+            let name = format!("{folder}/{MANIFEST_NAME}");
             wrong.extend(self.manifest(&name, manifest.digest).err().map(|why| (name, why)));
         }
         // Whoever has deleted the version meanwhile has lost nothing.

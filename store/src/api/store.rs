@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tssd_format::{Region, ShardPlace, StateDict, Tensor};
+use tssd_format::{Region, ShardSpec, StateDict, Tensor};
 
 use super::follower::Follower;
 use super::publisher::Publisher;
@@ -163,7 +163,7 @@ impl Store {
     pub async fn prefetch(
         &self,
         key: &Key,
-        wanted: &[(String, Option<ShardPlace>)],
+        wanted: &[(String, Option<ShardSpec>)],
         options: &GetOptions,
     ) -> Result<PrefetchReport> {
         let started = Instant::now();

@@ -60,7 +60,7 @@ impl<'a> Proving<'a> {
     }
 
     fn prove(&mut self, number: u64, crc: u32) {
-        if self.storage.prove_chunk(number, crc).is_err() {
+        if self.storage.verify_chunk(number, crc).is_err() {
             self.wrong.get_or_insert(number);
         }
     }

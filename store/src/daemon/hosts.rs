@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use tssd_format::MANIFEST;
+use tssd_format::MANIFEST_NAME;
 
 use super::elsewhere::{Elsewhere, Keeper, Source};
 use super::replicas::{Replicas, key_of};
@@ -107,7 +107,7 @@ impl Keepers for Hosts {
             && let Some(endpoint) = self.find(*keeper).await?
         {
             let keeper = Keeper { endpoint, source: Source::Origin };
-            noted.note(format!("{folder}/{MANIFEST}"), &[keeper], *file_len);
+            noted.note(format!("{folder}/{MANIFEST_NAME}"), &[keeper], *file_len);
         }
         ended.sort_unstable();
         ended.dedup();

@@ -94,7 +94,7 @@ impl Blob for DeviceArchive {
         None
     }
 
-    fn kind(&self) -> Option<&dyn Any> {
+    fn as_any(&self) -> Option<&dyn Any> {
         Some(self)
     }
 }
@@ -114,7 +114,7 @@ mod tests {
         let blob = DeviceArchive::new(host_part.clone().into(), 9000, None).unwrap();
         assert_eq!(blob.size().unwrap(), 9000);
         assert!(blob.bytes().is_none(), "they are not in one piece");
-        assert!(blob.kind().is_some_and(<dyn Any>::is::<DeviceArchive>));
+        assert!(blob.as_any().is_some_and(<dyn Any>::is::<DeviceArchive>));
         for range in [0..64, 10..4096, 8192..9000, 8999..9000, 9000..9000] {
             let mut found = vec![0; range.len()];
             blob.read_exact_at(&mut found, range.start as u64).unwrap();

@@ -3,7 +3,7 @@ use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, OnceLock};
 
-use tssd_format::{Fill, Filled, Layout, StateDict};
+use tssd_format::{WriteJob, JobChecksums, Layout, StateDict};
 
 use super::export::IpcExport;
 use crate::error::{Error, ErrorKind, Result};
@@ -101,7 +101,7 @@ pub trait Upload: Send + Sync {
     /// # Errors
     ///
     /// Errors of the device.
-    fn write(&self, job: &Fill, head: Option<&mut [u8]>) -> Result<Filled>;
+    fn write(&self, job: &WriteJob, head: Option<&mut [u8]>) -> Result<JobChecksums>;
 
     /// Waits until all copies are done. No copy can begin afterwards.
     ///
@@ -124,7 +124,7 @@ pub trait DownloadTarget: Send {
     /// # Errors
     ///
     /// Errors of the device.
-    fn begin(&mut self, job: &Fill) -> Result<()>;
+    fn begin(&mut self, job: &WriteJob) -> Result<()>;
 
     /// Waits for these copies. Returns the part, and whether everything that the job reads from devices is in it.
     ///

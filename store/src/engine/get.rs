@@ -15,7 +15,7 @@ use bytes::Bytes;
 use indexmap::IndexMap;
 use tssd_format::{
     Attrs, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, Runs,
-    ShardPlace, StateDict, Tensor, TensorMeta, TensorReference, Value, copy_runs, zeroed,
+    ShardSpec, StateDict, Tensor, TensorMeta, TensorReference, Value, copy_runs, zeroed,
 };
 
 pub(crate) use self::plans::PlanCache;
@@ -46,7 +46,7 @@ pub struct GetOptions {
     /// ([`Divergent::Keep`](crate::Divergent::Keep)).
     pub writer: Option<u32>,
     /// The slices that are wanted of a leaf, by fqn; all other leaves come whole.
-    pub slices: BTreeMap<String, Vec<ShardPlace>>,
+    pub slices: BTreeMap<String, Vec<ShardSpec>>,
     /// Whether bytes are taken as they are, without a look at their checksums: what is compressed is
     /// proven all the same.
     pub unverified: bool,
@@ -169,7 +169,7 @@ impl<'a> Read<'a> {
                 }
             });
             if let Some(fqn) = options.slices.keys().find(|fqn| !names.contains(*fqn)) {
-                return Err(self.format_error(FormatError::new(FormatKind::NotFound).at(fqn)));
+                return Err(self.format_error(FormatError::new(FormatKind::NotFound).with_path(fqn)));
             }
         }
         let mut wishes = Wishes::default();
@@ -185,7 +185,7 @@ impl<'a> Read<'a> {
     fn tree<'w>(
         &mut self,
         wishes: Wishes<'w>,
-        slices: &'w BTreeMap<String, Vec<ShardPlace>>,
+        slices: &'w BTreeMap<String, Vec<ShardSpec>>,
     ) -> Result<Tree<'w>> {
         let views = self.views(wishes.viewed)?;
         let made = self.assemble(&wishes.assembled)?;
@@ -263,7 +263,7 @@ impl<'a> Read<'a> {
     /// The archives that leaves are in, or the parts of them that are wanted.
     pub(crate) fn archives_of(
         &mut self,
-        wanted: &[(String, Option<ShardPlace>)],
+        wanted: &[(String, Option<ShardSpec>)],
         writer: Option<u32>,
     ) -> Result<BTreeSet<String>> {
         let leaf = |(fqn, _): &(String, _)| self.version.tensor(fqn, writer);
@@ -330,7 +330,7 @@ impl<'a> Read<'a> {
             let part = place.as_ref().map(Box::from);
             let wanted = match &part {
                 Some(part) => Region::new(part.offsets, part.shape)
-                    .map_err(|error| self.format_error(error.at(&**fqn)))?,
+                    .map_err(|error| self.format_error(error.with_path(&**fqn)))?,
                 None => Region::whole(meta.shape()),
             };
             filled.extend(references.iter().filter_map(|reference| {
@@ -378,7 +378,7 @@ impl<'a> Read<'a> {
             storage,
             source: 0,
             target: 0,
-            runs: Runs::run(self.version.storage_len(storage)),
+            runs: Runs::contiguous(self.version.storage_len(storage)),
         };
         let copies: Vec<Copy> = storages.iter().map(|storage| whole(*storage)).collect();
         let memories = storages.iter().map(|storage| memory(self.version.storage_len(*storage)));

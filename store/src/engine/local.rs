@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use tssd_format::MANIFEST;
+use tssd_format::MANIFEST_NAME;
 
 use self::attempt::Attempt;
 use self::sessions::Session;
@@ -181,7 +181,7 @@ impl LocalController {
 fn is_brief(volume: &dyn Volume, version: &Version, folder: &str) -> bool {
     let mut archives = version.contributions.values().flat_map(Contribution::archives);
     let (first, others) = (archives.next(), archives.next());
-    let mut names = first.map(|archive| archive.name.as_str()).into_iter().chain([MANIFEST]);
+    let mut names = first.map(|archive| archive.name.as_str()).into_iter().chain([MANIFEST_NAME]);
     others.is_none()
         && first.is_none_or(|archive| archive.file_len <= INLINE_MAX_BYTES)
         && names.all(|name| volume.is_in_memory(&format!("{folder}/{name}")))

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
-use tssd_format::{Blob, Error as FormatError, Runs, StorageReference, Unpack, copy, zeroed};
+use tssd_format::{Blob, Error as FormatError, Runs, StorageReference, RangeDecoder, copy, zeroed};
 
 use crate::blob::{Archived, Boxed, Far, Holder, Proof, Proving};
 use crate::control::Located;
@@ -60,7 +60,7 @@ impl OpenVersion {
             })?;
             if !is_known {
                 shard
-                    .prove(&archive.to_blob())
+                    .verify(&archive.to_blob())
                     .map_err(|error| Error::format(contents.name(), error))?;
             }
             archives.push(archive.clone());
@@ -103,14 +103,14 @@ impl OpenVersion {
     /// The archive that has the raw bytes of a storage, and where in it they begin; none if they are compressed.
     pub(crate) fn raw(&self, storage: u32) -> Option<(&dyn Blob, u64)> {
         let reference = self.stored(storage);
-        let is_raw = reference.packing.is_none();
+        let is_raw = reference.compressed_layout.is_none();
         is_raw.then(|| (self.archive(reference).blob(), reference.offset))
     }
 
     /// Whoever holds a storage elsewhere, if it is raw: then boxes of it can be had alone.
     pub(crate) fn far(&self, storage: u32) -> Option<&Far> {
         let reference = self.stored(storage);
-        self.archive(reference).far().filter(|_| reference.packing.is_none())
+        self.archive(reference).far().filter(|_| reference.compressed_layout.is_none())
     }
 
     /// The boxes of raw bytes that a copy from a storage elsewhere is made of: whole chunks are proven by
@@ -139,7 +139,7 @@ impl OpenVersion {
             let (target, len) =
                 (copy.target + (wanted.start - range.start), wanted.end - wanted.start);
             if len > 0 {
-                boxes.push(boxed(wanted.start, target, Runs::run(len), proof));
+                boxes.push(boxed(wanted.start, target, Runs::contiguous(len), proof));
             }
         }
     }
@@ -154,7 +154,7 @@ impl OpenVersion {
     /// As [`OpenVersion::bytes`]; they hold the version's lease as long as they are there.
     pub(crate) fn view(&self, storage: u32, range: Range<u64>, unverified: bool) -> Result<Bytes> {
         let reference = self.stored(storage);
-        let leased = self.leased(reference).filter(|_| reference.packing.is_none());
+        let leased = self.leased(reference).filter(|_| reference.compressed_layout.is_none());
         let Some(leased) = leased else {
             let bytes = self.bytes(storage, range, unverified)?;
             // What came from the memory of a GPU is a copy, which needs no lease.
@@ -188,7 +188,7 @@ impl OpenVersion {
                 btree_map::Entry::Occupied(known) => known.into_mut(),
                 btree_map::Entry::Vacant(unknown) => unknown.insert(self.lent(reference.shard)?),
             };
-            private.push(map.as_ref().filter(|_| reference.packing.is_none()).and_then(
+            private.push(map.as_ref().filter(|_| reference.compressed_layout.is_none()).and_then(
                 |(map, start)| {
                     let range = reference.offset..reference.offset + reference.len;
                     map.range(native(start + range.start)..native(start + range.end))
@@ -219,12 +219,12 @@ impl OpenVersion {
         let blob = self.archive(reference).blob();
         let chunks = reference.chunks(&range);
         let failed = |error: FormatError| Error::format(self.name(), error);
-        if reference.packing.is_some() {
-            let mut unpack = Unpack::new(reference, range).map_err(failed)?;
+        if reference.compressed_layout.is_some() {
+            let mut unpack = RangeDecoder::new(reference, range).map_err(failed)?;
             for chunk in chunks {
                 let stored = self.proven(storage, chunk)?;
-                let added = unpack.add(chunk, &stored);
-                added.map_err(|error| failed(error.at(self.manifest.leaf_in(storage))))?;
+                let added = unpack.add_chunk(chunk, &stored);
+                added.map_err(|error| failed(error.with_path(self.manifest.storage_fqn(storage))))?;
             }
             return Ok(unpack.finish());
         }
@@ -260,7 +260,7 @@ impl OpenVersion {
         let reference = self.stored(storage);
         let start = range.start;
         let mapped = self.archive(reference).blob().bytes();
-        let in_place = reference.packing.is_none() && mapped.is_some();
+        let in_place = reference.compressed_layout.is_none() && mapped.is_some();
         let bytes = self.bytes(storage, range.clone(), unverified || in_place)?;
         // What was read or decoded is proven.
         let proven = if in_place && !unverified { 0..0 } else { range };
@@ -278,7 +278,7 @@ impl OpenVersion {
     ) -> Result<()> {
         let (reference, verified) = (self.stored(storage), self.proven_chunks(storage));
         let blob = self.archive(reference).blob();
-        let mapped = blob.bytes().filter(|_| reference.packing.is_none());
+        let mapped = blob.bytes().filter(|_| reference.compressed_layout.is_none());
         let Some(mapped) = mapped else {
             target.copy_from_slice(&self.bytes(storage, range, unverified)?);
             return Ok(());

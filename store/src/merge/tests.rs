@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tssd_format::{
-    Blob, Compression, Dict, Dtype, Options, Shard, ShardPlace, StateDict, Storage, Tensor,
+    Blob, Compression, Dict, Dtype, Options, Shard, ShardSpec, StateDict, Storage, Tensor,
     TensorMeta, TensorSlice, TorchStoreStateDict, Value,
 };
 
@@ -92,7 +92,7 @@ fn tensor(elements: &[u32]) -> Tensor {
 fn slice(offset: u64, elements: &[u32], global: u64) -> Value {
     let len = elements.len() as u64;
     let slice = TensorSlice::new(&[offset], &[len], &[global]).unwrap();
-    Shard::new(tensor(elements), ShardPlace::new(slice)).unwrap().into()
+    Shard::new(tensor(elements), ShardSpec::new(slice)).unwrap().into()
 }
 
 /// Too long for the index.
@@ -170,7 +170,7 @@ fn what_differs_is_refused_or_kept_as_is_asked_for() {
         let keep = writers.merged_if(Divergent::Keep).unwrap();
         let mut entries = Dict::new();
         for (writer, value) in [(1, &one), (3, &other), (5, &one)] {
-            entries.insert(Key::writer(writer), value.clone());
+            entries.insert(MapKey::from_writer(writer), value.clone());
         }
         let inner = dict([("x", Value::Divergent(entries))]).entries().clone();
         let expected = dict([("inner", Value::Dict(inner))]);
@@ -219,7 +219,7 @@ fn slices_tile_their_tensor() {
     let boxes: Vec<(u64, u32)> = run
         .iter()
         .map(|each| {
-            let place = each.place.as_ref().unwrap();
+            let place = each.shard_spec.as_ref().unwrap();
             (place.slice().offsets()[0], found.storage(each.storage.unwrap()).shard)
         })
         .collect();
@@ -239,7 +239,7 @@ fn slices_tile_their_tensor() {
     let other_dtype = {
         let local = Tensor::from_slice(&[1_i8], &[1]).unwrap();
         let slice = TensorSlice::new(&[1], &[1], &[2]).unwrap();
-        Shard::new(local, ShardPlace::new(slice)).unwrap().into()
+        Shard::new(local, ShardSpec::new(slice)).unwrap().into()
     };
     let said = error(slice(0, &[1], 2), other_dtype);
     assert_eq!(said, "`x` is uint32 at writer 1 and int8 at writer 3");

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use rustix::fs::{FileType, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
-use tssd_format::Map as BytesMap;
+use tssd_format::Mmap as BytesMap;
 
 use crate::device::host_maps;
 use crate::io::cow_map::PrivateMaps;

@@ -392,7 +392,7 @@ async fn boxes_are_those_of_the_tensor_however_they_lie() {
         let options = GetOptions { unverified: round % 4 == 3, ..GetOptions::default() };
         let got = stage.store().get_slice(&key(), name, &region, &options).await.unwrap();
         let view = got.view();
-        let mut found = view.contiguous().unwrap().chunks(4);
+        let mut found = view.contiguous_bytes().unwrap().chunks(4);
         for i in 0..lens[0] {
             for j in 0..lens[1] {
                 for k in 0..lens[2] {

@@ -7,7 +7,7 @@ use std::hint::black_box;
 use std::process::Command;
 
 use bytes::Bytes;
-use tssd_format::{Archive, Layout, Options, StateDict, TorchStoreStateDict, Verify};
+use tssd_format::{Archive, Layout, Options, StateDict, TorchStoreStateDict, VerifyJob};
 use tssd_store::{GetOptions, Key, PutOptions};
 use tssd_tests::bench::{Bench, Fsdp, Model, stacked_shapes, targets};
 use tssd_tests::served::Served;
@@ -136,7 +136,7 @@ fn open(turns: u64) {
 fn verify(turns: u64) {
     let archive = Archive::from_bytes(encoded(&Model::uniform(16, 16_000_000))).unwrap();
     for _ in 0..turns {
-        archive.verify_jobs().iter().try_for_each(Verify::run).unwrap();
+        archive.verify_jobs().iter().try_for_each(VerifyJob::run).unwrap();
     }
 }
 

@@ -63,7 +63,7 @@ impl Sharded {
         let shards = shards_of(&self.global, &self.shape, mesh, rank, placements);
         for (shard, bytes) in shards.iter().zip(&memory) {
             assert!(
-                shard.tensor().view().contiguous().unwrap() == bytes,
+                shard.tensor().view().contiguous_bytes().unwrap() == bytes,
                 "rank {rank} of {mesh:?}"
             );
         }

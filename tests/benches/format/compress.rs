@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::hint::black_box;
 
 use tssd_format::{
-    Archive, Compression, Draft, Layout, Options, Pack, StateDict, Tensor, TorchStoreStateDict,
+    Archive, Compression, Draft, Layout, Options, CompressJob, StateDict, Tensor, TorchStoreStateDict,
 };
 use tssd_tests::bench::{Bench, Last, Memory, Race, Runner, Target, normal};
 
@@ -18,7 +18,7 @@ pub(crate) fn bfloat16(bench: &mut Bench) {
     let mut dict = StateDict::new();
     let shape = [u64::try_from(ELEMENTS).unwrap()];
     let tensor = Tensor::from_slice(&normal(ELEMENTS), &shape).unwrap();
-    let source = tensor.view().contiguous().unwrap().to_vec();
+    let source = tensor.view().contiguous_bytes().unwrap().to_vec();
     dict.insert("weight", tensor);
     let options = Options::new().compress(Compression::ShuffledZstd);
     let file = TorchStoreStateDict::with_options(&dict, &options).unwrap().as_bytes().clone();
@@ -61,8 +61,8 @@ pub(crate) fn bfloat16(bench: &mut Bench) {
             .with(Runner::ours("tssd", || {
                 let draft = Draft::new(&dict, &options).unwrap();
                 let packed: Vec<_> =
-                    draft.jobs().iter().map(|job| Pack::run(job).unwrap()).collect();
-                draft.place(packed).unwrap().write_into(black_box(&mut target)).unwrap();
+                    draft.jobs().iter().map(|job| CompressJob::run(job).unwrap()).collect();
+                draft.into_layout(packed).unwrap().write_into(black_box(&mut target)).unwrap();
             }))
             .with(Runner::peer("zstd alone", || {
                 black_box(zstd::bulk::compress(&raw, LEVEL).unwrap());

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use tssd_format::{Archive, Fill, Filled, Layout, Options, StateDict, zeroed};
+use tssd_format::{Archive, WriteJob, JobChecksums, Layout, Options, StateDict, zeroed};
 use tssd_tests::bench::{Bench, Last, Memory, Model, Race, Runner, Target, cores, on_cores};
 
 /// Into memory that was used before, and into memory that the system has just given. Copying alone is one
@@ -58,7 +58,7 @@ fn encode(dict: &StateDict, file: &mut [u8], threads: usize) {
     let layout = Layout::plan(dict, &Options::new()).unwrap();
     let jobs = layout.jobs();
     let (mut rest, tail) = file.split_at_mut(usize::try_from(layout.index_off()).unwrap());
-    let filled: Vec<Filled> = std::thread::scope(|scope| {
+    let filled: Vec<JobChecksums> = std::thread::scope(|scope| {
         let mut running = Vec::new();
         for part in jobs.chunks(jobs.len().div_ceil(threads)) {
             let target;
@@ -70,7 +70,7 @@ fn encode(dict: &StateDict, file: &mut [u8], threads: usize) {
     tail.copy_from_slice(&layout.seal(filled).unwrap());
 }
 
-fn fill(jobs: &[Fill], target: &mut [u8]) -> Vec<Filled> {
+fn fill(jobs: &[WriteJob], target: &mut [u8]) -> Vec<JobChecksums> {
     let mut rest = target;
     let mut filled = Vec::new();
     for job in jobs {
@@ -81,6 +81,6 @@ fn fill(jobs: &[Fill], target: &mut [u8]) -> Vec<Filled> {
     filled
 }
 
-fn len(job: &Fill) -> usize {
+fn len(job: &WriteJob) -> usize {
     usize::try_from(job.range().end - job.range().start).unwrap()
 }

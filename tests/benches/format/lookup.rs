@@ -4,7 +4,7 @@ use std::hint::black_box;
 
 use safetensors::SafeTensors;
 use tssd_format::{
-    Archive, Dict, Key, ObjectPath, StateDict, Step, Tensor, TorchStoreStateDict, Value,
+    Archive, Dict, MapKey, ObjectPath, StateDict, Step, Tensor, TorchStoreStateDict, Value,
 };
 use tssd_tests::bench::{Bench, Last, Model, Race, Runner, Target, name_of_expert};
 
@@ -26,7 +26,7 @@ pub(crate) fn one_of_many(bench: &mut Bench) {
     let (flat, nested) = (open(&model.dict), open(&nested(&model)));
     let flat_paths: Vec<ObjectPath> =
         names.iter().map(|name| ObjectPath::root().key(name.as_str())).collect();
-    let step = |part| Step::Key(Key::from(part));
+    let step = |part| Step::Key(MapKey::from(part));
     let nested_paths: Vec<ObjectPath> =
         names.iter().map(|name| name.split('.').map(step).collect()).collect();
     // Each is dropped before the next one is looked up. The last one of each turn stays, to be compared.

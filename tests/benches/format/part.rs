@@ -70,6 +70,6 @@ fn part(bench: &mut Bench, case: &str, what: &str, rows: std::ops::Range<usize>)
     let tensors = model.tensors();
     let (_, tensor) = tensors.iter().find(|(name, _)| name == NAME).unwrap();
     let [start, end] = [part.start, part.end].map(|byte| usize::try_from(byte).unwrap());
-    let source = &tensor.view().contiguous().unwrap()[start..end];
+    let source = &tensor.view().contiguous_bytes().unwrap()[start..end];
     assert!(lasts.iter().all(|last| last.take() == source), "what is read is what was written");
 }

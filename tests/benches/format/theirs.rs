@@ -17,7 +17,7 @@ pub(crate) fn views(model: &Model) -> BTreeMap<String, TensorView<'_>> {
         };
         let shape = tensor.meta().shape().iter();
         let shape = shape.map(|size| usize::try_from(*size).unwrap()).collect();
-        let bytes = tensor.view().contiguous().unwrap();
+        let bytes = tensor.view().contiguous_bytes().unwrap();
         (name, TensorView::new(dtype, shape, bytes).unwrap())
     }
     model.tensors().into_iter().map(view).collect()

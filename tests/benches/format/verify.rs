@@ -1,6 +1,6 @@
 //! Verifying: every stored byte against its checksum.
 
-use tssd_format::{Archive, TorchStoreStateDict, Verify};
+use tssd_format::{Archive, TorchStoreStateDict, VerifyJob};
 use tssd_tests::bench::{
     Bench, Last, Model, Race, Runner, Target, adding_up, cores, read_in_pieces, read_into,
 };
@@ -65,7 +65,7 @@ pub(crate) fn a_file(bench: &mut Bench) {
 
 pub(crate) fn verify(archive: &Archive, threads: usize) {
     on_threads(&archive.verify_jobs(), threads, |jobs| {
-        jobs.iter().try_for_each(Verify::run).unwrap();
+        jobs.iter().try_for_each(VerifyJob::run).unwrap();
     });
 }
 

@@ -1,7 +1,7 @@
 //! The plan of one reader among many.
 
 use tssd_format::{
-    DeviceMesh, Dtype, Placement, Shard, ShardPlace, StateDict, Storage, Tensor, TensorMeta,
+    DeviceMesh, Dtype, Placement, Shard, ShardSpec, StateDict, Storage, Tensor, TensorMeta,
     TensorSlice,
 };
 use tssd_store::blocking::Store;
@@ -110,10 +110,10 @@ fn in_a_store(bench: &mut Bench) {
 }
 
 /// What one of so many ranks has of a small matrix.
-fn place_of(ranks: u64, rank: u32, dim: u32) -> ShardPlace {
+fn place_of(ranks: u64, rank: u32, dim: u32) -> ShardSpec {
     let mesh = DeviceMesh::from_shape(&[ranks]).unwrap();
     let slice = TensorSlice::from_placements(&SMALL, &mesh, rank, &[Placement::Shard { dim }]);
-    ShardPlace::new(slice.unwrap().remove(0)).on_mesh(mesh).unwrap()
+    ShardSpec::new(slice.unwrap().remove(0)).with_mesh(mesh).unwrap()
 }
 
 /// What a row has in a version: all its bytes are the same.

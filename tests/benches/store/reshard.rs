@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use tssd_format::{
-    DeviceMesh, Dtype, Placement, Shard, ShardPlace, StateDict, Storage, Tensor, TensorSlice,
+    DeviceMesh, Dtype, Placement, Shard, ShardSpec, StateDict, Storage, Tensor, TensorSlice,
 };
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, JobId, PutOptions, Target as Wanted, TargetMemory};
@@ -37,10 +37,10 @@ impl Layout {
     }
 
     /// What a rank has of a tensor.
-    fn place(&self, shape: &[u64], rank: u32) -> ShardPlace {
+    fn place(&self, shape: &[u64], rank: u32) -> ShardSpec {
         let slices = TensorSlice::from_placements(shape, &self.mesh, rank, &self.placements);
-        let place = ShardPlace::new(slices.unwrap().remove(0)).on_mesh(self.mesh.clone()).unwrap();
-        place.placed(self.placements.clone()).unwrap()
+        let place = ShardSpec::new(slices.unwrap().remove(0)).with_mesh(self.mesh.clone()).unwrap();
+        place.with_placements(self.placements.clone()).unwrap()
     }
 }
 
@@ -144,7 +144,7 @@ fn shards(shape: &[u64], layout: &Layout, rank: u32) -> StateDict {
 }
 
 /// Elements that tell where they are in the global tensor.
-fn elements(shape: &[u64], place: &ShardPlace, number: u32) -> Vec<u8> {
+fn elements(shape: &[u64], place: &ShardSpec, number: u32) -> Vec<u8> {
     let region = place.slice().region();
     let mut bytes = Vec::with_capacity(usize::try_from(meta_of(DTYPE, place).nbytes()).unwrap());
     for row in region.offsets()[0]..region.offsets()[0] + region.shape()[0] {
@@ -158,7 +158,7 @@ fn elements(shape: &[u64], place: &ShardPlace, number: u32) -> Vec<u8> {
 
 /// Ranks that read into memory of their own, each with a connection of its own.
 pub(crate) struct Readers {
-    ranks: Vec<(Store, ShardPlace, Vec<u8>)>,
+    ranks: Vec<(Store, ShardSpec, Vec<u8>)>,
 }
 
 impl Readers {
@@ -201,7 +201,7 @@ impl Readers {
 }
 
 /// What has a place in each of so many matrices, one after the other in memory.
-pub(crate) fn layers<'a>(place: &ShardPlace, memory: &'a mut [u8]) -> Vec<Wanted<'a>> {
+pub(crate) fn layers<'a>(place: &ShardSpec, memory: &'a mut [u8]) -> Vec<Wanted<'a>> {
     let meta = meta_of(DTYPE, place);
     let len = usize::try_from(meta.nbytes()).unwrap();
     let target = |(number, bytes)| Wanted {

@@ -65,6 +65,6 @@ pub(crate) fn of_one_version(bench: &mut Bench) {
 fn add(dict: &StateDict) {
     for (_, leaf) in dict.leaves() {
         let Value::Tensor(tensor) = leaf else { continue };
-        adding_up(tensor.view().contiguous().unwrap());
+        adding_up(tensor.view().contiguous_bytes().unwrap());
     }
 }

@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use tssd_format::{
-    DeviceMesh, Dtype, Region, Shard, ShardPlace, StateDict, Tensor, TensorMeta, TensorSlice, Value,
+    DeviceMesh, Dtype, Region, Shard, ShardSpec, StateDict, Tensor, TensorMeta, TensorSlice, Value,
 };
 use tssd_store::ledger::Reason;
 use tssd_store::{
@@ -154,11 +154,11 @@ pub(crate) fn state_dict(part: &Part, wish: &Wish) -> StateDict {
                 let mut slice = TensorSlice::new(&[first, 0], &local, &[rows, columns]).unwrap();
                 let of = u64::from(wish.of);
                 if wish.found {
-                    slice = slice.on_mesh(&[of], Some(&[wish.writer.into()])).unwrap();
+                    slice = slice.with_mesh(&[of], Some(&[wish.writer.into()])).unwrap();
                 }
-                let mut place = ShardPlace::new(slice);
+                let mut place = ShardSpec::new(slice);
                 if wish.found {
-                    place = place.on_mesh(DeviceMesh::from_shape(&[of]).unwrap()).unwrap();
+                    place = place.with_mesh(DeviceMesh::from_shape(&[of]).unwrap()).unwrap();
                 }
                 Shard::new(to_tensor(array, &local), place).unwrap().into()
             }
@@ -224,10 +224,10 @@ pub(crate) fn wanted(dict: &Dict, read: &Read) -> Result<Arrays, Fault> {
 ///
 /// If the box exceeds the shape, the global shape grows to contain it, so that the target fits no
 /// leaf.
-fn shard_place(part: Box, shape: (u64, u64)) -> ShardPlace {
+fn shard_place(part: Box, shape: (u64, u64)) -> ShardSpec {
     let (row, column, rows, columns) = part;
     let global = [shape.0.max(row + rows), shape.1.max(column + columns)];
-    ShardPlace::new(TensorSlice::new(&[row, column], &[rows, columns], &global).unwrap())
+    ShardSpec::new(TensorSlice::new(&[row, column], &[rows, columns], &global).unwrap())
 }
 
 /// Reads from the store. Also returns the id of the version, where the store reports it.

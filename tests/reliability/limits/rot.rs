@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
-use tssd_format::{Archive, CHUNK_BYTES, Node};
+use tssd_format::{Archive, MAX_CHUNK_BYTES, Node};
 use tssd_store::ErrorKind;
 use tssd_store::blocking::Store;
 use tssd_tests::command::quick_folder;
@@ -74,7 +74,7 @@ impl TensorRanges {
     /// Returns the start of the chunk that contains a byte, and the tensors in it.
     fn chunk(&self, byte: u64) -> Option<(u64, &BTreeSet<String>)> {
         let (range, names) = self.0.iter().find(|(range, _)| range.contains(&byte))?;
-        Some((byte - (byte - range.start) % CHUNK_BYTES, names))
+        Some((byte - (byte - range.start) % MAX_CHUNK_BYTES, names))
     }
 }
 

@@ -1,4 +1,4 @@
-use tssd_format::{DeviceMesh, Placement, ShardPlace, TensorMeta, TensorReference, TensorSlice};
+use tssd_format::{DeviceMesh, Placement, ShardSpec, TensorMeta, TensorReference, TensorSlice};
 use tssd_store::plan::{Copy, Wanted, plan};
 
 use crate::sharding::meta_of;
@@ -23,7 +23,7 @@ impl Fsdp {
                     meta: meta_of(meta.dtype(), &place),
                     storage: Some(rank * tensor_count(tensors) + number),
                     byte_offset: 0,
-                    place: Some(place),
+                    shard_spec: Some(place),
                 }
             };
             let is_nonempty = |slice: &TensorReference| slice.meta.numel() > 0;
@@ -58,7 +58,7 @@ impl Fsdp {
     }
 
     /// Returns the slice of a tensor that one reader needs.
-    fn wanted(&self, meta: &TensorMeta, dim: Option<u32>, reader: u32) -> ShardPlace {
+    fn wanted(&self, meta: &TensorMeta, dim: Option<u32>, reader: u32) -> ShardSpec {
         let placement = dim.map_or(Placement::Replicate, |dim| Placement::Shard { dim });
         shard_place(meta, &self.readers, reader, placement)
     }
@@ -99,7 +99,7 @@ fn shard_place(
     mesh: &DeviceMesh,
     rank: u32,
     placement: Placement,
-) -> ShardPlace {
+) -> ShardSpec {
     let slices = TensorSlice::from_placements(meta.shape(), mesh, rank, &[placement]);
-    ShardPlace::new(slices.unwrap().remove(0))
+    ShardSpec::new(slices.unwrap().remove(0))
 }

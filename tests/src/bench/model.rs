@@ -152,7 +152,7 @@ impl Model {
     /// If they differ.
     pub fn expect_bytes(&self, mut found: &[u8]) {
         for (name, tensor) in self.tensors() {
-            let wanted = tensor.view().contiguous().unwrap();
+            let wanted = tensor.view().contiguous_bytes().unwrap();
             let (read, rest) = found.split_at(wanted.len());
             assert!(read == wanted, "{name} differs from the put tensor");
             found = rest;

@@ -2,7 +2,7 @@
 
 use arbitrary::{Result, Unstructured};
 use tssd_format::{
-    Chunks, Compression, DeviceMesh, Dict, Dtype, Float, Int, Key, Options, Shard, ShardPlace,
+    ChunkPolicy, Compression, DeviceMesh, Dict, Dtype, Float, Int, MapKey, Options, Shard, ShardSpec,
     StateDict, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
 };
 
@@ -36,7 +36,7 @@ impl Generator<'_> {
             options = options.digests();
         }
         if fine {
-            options = options.chunks(Chunks::Fine);
+            options = options.chunks(ChunkPolicy::Fine);
         }
         if aligned {
             let bytes = 1 << self.u.int_in_range(6..=12)?;
@@ -59,19 +59,19 @@ impl Generator<'_> {
         (0..self.u.int_in_range(0..=4)?).map(|_| self.value(depth + 1)).collect()
     }
 
-    fn key(&mut self, depth: u32) -> Result<Key> {
+    fn key(&mut self, depth: u32) -> Result<MapKey> {
         Ok(match self.u.int_in_range(0..=7)? {
-            0 | 1 => Key::Str(self.text()?),
-            2 => Key::Int(self.int()?),
-            3 => Key::Bool(self.u.arbitrary()?),
-            4 => Key::Float(Float::from_bits(self.u.arbitrary()?)),
-            5 => Key::None,
-            6 => Key::Bytes(self.bytes(6)?.into()),
+            0 | 1 => MapKey::Str(self.text()?),
+            2 => MapKey::Int(self.int()?),
+            3 => MapKey::Bool(self.u.arbitrary()?),
+            4 => MapKey::Float(Float::from_bits(self.u.arbitrary()?)),
+            5 => MapKey::None,
+            6 => MapKey::Bytes(self.bytes(6)?.into()),
             _ if depth < 3 => {
                 let keys = (0..self.u.int_in_range(0..=3)?).map(|_| self.key(depth + 1));
-                Key::Tuple(keys.collect::<Result<Vec<_>>>()?.into())
+                MapKey::Tuple(keys.collect::<Result<Vec<_>>>()?.into())
             }
-            _ => Key::from(""),
+            _ => MapKey::from(""),
         })
     }
 
@@ -101,7 +101,7 @@ impl Generator<'_> {
             15 => {
                 let mut fields = Dict::new();
                 for _ in 0..self.u.int_in_range(0..=3)? {
-                    let name = Key::Str(self.text()?);
+                    let name = MapKey::Str(self.text()?);
                     fields.insert(name, self.value(depth + 1)?);
                 }
                 Value::NamedTuple(self.text()?, fields)
@@ -203,14 +203,14 @@ impl Generator<'_> {
         if on_mesh > 0 {
             let coordinates = [1, mesh_shape[1] - 1];
             let known = (on_mesh > 1).then_some(&coordinates[..]);
-            slice = slice.on_mesh(&mesh_shape, known).expect("it is inside");
+            slice = slice.with_mesh(&mesh_shape, known).expect("it is inside");
         }
-        let mut place = ShardPlace::new(slice);
+        let mut place = ShardSpec::new(slice);
         if on_mesh == 3 {
             let mesh = DeviceMesh::from_shape(&mesh_shape).expect("it is small");
             let names = vec![self.text()?.to_string(), "other".to_owned()];
             let mesh = mesh.clone().with_dim_names(names).unwrap_or(mesh);
-            place = place.on_mesh(mesh).expect("it has the same shape");
+            place = place.with_mesh(mesh).expect("it has the same shape");
         }
         let shard = Shard::new(tensor, place).expect("it has the local shape");
         Ok(Value::Shards(vec![shard]))

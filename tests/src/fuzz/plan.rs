@@ -2,7 +2,7 @@
 
 use arbitrary::Unstructured;
 use tssd_format::{
-    Dtype, ErrorKind, Region, ShardPlace, TensorMeta, TensorReference, TensorSlice, numel,
+    Dtype, ErrorKind, Region, ShardSpec, TensorMeta, TensorReference, TensorSlice, numel,
 };
 use tssd_store::plan::{Wanted, plan};
 
@@ -38,7 +38,7 @@ fn try_check(u: &mut Unstructured<'_>) -> arbitrary::Result<()> {
             meta,
             storage: (!is_empty).then_some(storage_index),
             byte_offset: offset,
-            place: Some(ShardPlace::new(slice)),
+            shard_spec: Some(ShardSpec::new(slice)),
         });
         regions.push(region);
     }

@@ -26,7 +26,7 @@ macro_rules! verdict {
             Some(Arc::new(Bytes::from(bytes.clone())))
         };
         let open = || -> Result<_, $reader::Error> {
-            let manifest = blob($reader::MANIFEST).expect("every set has one");
+            let manifest = blob($reader::MANIFEST_NAME).expect("every set has one");
             let archive = $reader::Archive::from_shard_set(manifest, |shard| {
                 let gone = || $reader::Error::new($reader::ErrorKind::ShardMismatch);
                 blob(&shard.name).ok_or_else(gone)
@@ -60,7 +60,7 @@ pub(super) fn open_changed(data: &[u8]) {
         repair(file);
     }
     if let Some(bytes) = updated_manifest(&files) {
-        files.insert(tssd_format::MANIFEST.to_owned(), bytes);
+        files.insert(tssd_format::MANIFEST_NAME.to_owned(), bytes);
     }
     // Views are slow, so only some inputs make them.
     let with_view = which & 0xF0 == 0;
@@ -72,7 +72,7 @@ pub(super) fn open_changed(data: &[u8]) {
 ///
 /// `None` if it no longer names the archives.
 fn updated_manifest(files: &BTreeMap<String, Vec<u8>>) -> Option<Vec<u8>> {
-    let manifest = files.get(tssd_format::MANIFEST)?;
+    let manifest = files.get(tssd_format::MANIFEST_NAME)?;
     let archive = tssd_format::Archive::from_bytes(manifest.clone()).ok()?;
     let mut shards = archive.shards();
     for shard in &mut shards {
@@ -83,5 +83,5 @@ fn updated_manifest(files: &BTreeMap<String, Vec<u8>>) -> Option<Vec<u8>> {
     }
     let storages: Vec<_> =
         (0..archive.storage_count()).map(|number| archive.storage(number)).collect();
-    tssd_format::manifest(&archive.structure(), &storages, &archive.attrs(), &shards).ok()
+    tssd_format::encode_manifest(&archive.structure(), &storages, &archive.attrs(), &shards).ok()
 }

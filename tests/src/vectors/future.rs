@@ -1,6 +1,6 @@
 //! Files of later or other writers that a reader of this version must read.
 
-use tssd_format::{AttrValue, Options, Shard, ShardPlace, TensorSlice};
+use tssd_format::{AttrValue, Options, Shard, ShardSpec, TensorSlice};
 
 use super::{Vector, dict_of, encode, f32s, file, one, plain};
 
@@ -49,7 +49,7 @@ pub(super) fn vectors() -> Vec<Vector> {
 fn slice_of_two_shapes() -> Vec<u8> {
     let shard = || {
         let slice = TensorSlice::new(&[1], &[2], &[4]).expect("a legal slice");
-        Shard::new(f32s(&[1.0, 2.0], &[2]), ShardPlace::new(slice)).expect("two elements")
+        Shard::new(f32s(&[1.0, 2.0], &[2]), ShardSpec::new(slice)).expect("two elements")
     };
     let mut file = plain(&dict_of(vec![
         ("shape".into(), f32s(&[0.0], &[1]).into()),

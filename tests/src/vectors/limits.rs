@@ -1,8 +1,8 @@
 //! Sizes exactly at the limits of spec section 3, where no other vector has them.
 
 use tssd_format::{
-    Attrs, ChunkSize, Container, DeviceMesh, Dtype, Int, Key, Node, Options, PackedChunk, Packing,
-    Placement, Shard, ShardFile, ShardPlace, StateDict, Step, Storage, StorageReference, Tensor,
+    Attrs, ChunkSize, Container, DeviceMesh, Dtype, Int, MapKey, Node, Options, ChunkLocation, CompressedLayout,
+    Placement, Shard, ShardFile, ShardSpec, StateDict, Step, Storage, StorageReference, Tensor,
     TensorMeta, TensorReference, TensorSlice, Value,
 };
 
@@ -44,15 +44,15 @@ pub(super) fn vectors() -> Vec<Vector> {
 fn keys() -> StateDict {
     // A packed tuple has a count, and for each element its kind, its length and its content.
     let text = "k".repeat(4096 - 4 - 1 - 4);
-    let inner = Key::Tuple((0..32).map(Key::from).collect::<Vec<_>>().into());
-    let outer = (0..31).map(Key::from).chain([inner]).collect::<Vec<_>>();
+    let inner = MapKey::Tuple((0..32).map(MapKey::from).collect::<Vec<_>>().into());
+    let outer = (0..31).map(MapKey::from).chain([inner]).collect::<Vec<_>>();
     // 4096 bytes of two's complement: a sign bit and 32,767 bits.
     let big = num_bigint::BigInt::from(-1) << 32_767_u32;
     dict_of(vec![
-        (Key::Bytes(vec![7; 4096].into()), 1_i64.into()),
-        (Key::Int(Int::from(big)), 2_i64.into()),
-        (Key::Tuple([Key::from(text)].into()), 3_i64.into()),
-        (Key::Tuple(outer.into()), 4_i64.into()),
+        (MapKey::Bytes(vec![7; 4096].into()), 1_i64.into()),
+        (MapKey::Int(Int::from(big)), 2_i64.into()),
+        (MapKey::Tuple([MapKey::from(text)].into()), 3_i64.into()),
+        (MapKey::Tuple(outer.into()), 4_i64.into()),
     ])
 }
 
@@ -72,9 +72,9 @@ fn mesh() -> StateDict {
         .expect("a legal mesh");
     let placements = vec![Placement::Shard { dim: 63 }; 64];
     let slices = TensorSlice::from_placements(&[1; 64], &mesh, u32::MAX, &placements);
-    let place = ShardPlace::new(slices.expect("legal placements").remove(0))
-        .on_mesh(mesh)
-        .and_then(|place| place.placed(placements));
+    let place = ShardSpec::new(slices.expect("legal placements").remove(0))
+        .with_mesh(mesh)
+        .and_then(|place| place.with_placements(placements));
     let shard = Shard::new(counting(Dtype::Uint8, &[1; 64]), place.expect("it fits the mesh"));
     dict_of(vec![("value".into(), shard.expect("it has the local shape").into())])
 }
@@ -87,9 +87,9 @@ fn sizes() -> StateDict {
         .expect("the largest sizes");
     let empty = Tensor::new(empty, Storage::from(Vec::new()), 0).expect("it needs no bytes");
     let last = TensorSlice::new(&[LARGEST - 2], &[2], &[LARGEST])
-        .and_then(|slice| slice.on_mesh(&[RANKS], Some(&[RANKS - 1])))
+        .and_then(|slice| slice.with_mesh(&[RANKS], Some(&[RANKS - 1])))
         .expect("a legal slice");
-    let last = Shard::new(counting(Dtype::Uint8, &[2]), ShardPlace::new(last));
+    let last = Shard::new(counting(Dtype::Uint8, &[2]), ShardSpec::new(last));
     dict_of(vec![
         ("empty".into(), empty.into()),
         ("last".into(), last.expect("it has the local shape").into()),
@@ -104,11 +104,11 @@ fn manifest() -> Vec<u8> {
             meta: TensorMeta::new(Dtype::Uint8, &[len.into()]).expect("a small shape"),
             storage: Some(storage),
             byte_offset: 0,
-            place: None,
+            shard_spec: None,
         }])
     };
     // A frame has at least one byte per 32,768 bytes of content, rounded up.
-    let frames = [(0, 32), (32, 2)].map(|(offset, len)| PackedChunk { offset, len, is_zstd: true });
+    let frames = [(0, 32), (32, 2)].map(|(offset, len)| ChunkLocation { offset, len, is_zstd: true });
     let packed = StorageReference {
         offset: ALIGNED,
         len: u64::from(CHUNK) + 32_769,
@@ -117,11 +117,11 @@ fn manifest() -> Vec<u8> {
         crcs: vec![2, 3],
         align_log2: 21,
         shard: 1,
-        packing: Some(Packing { shuffle: 16, chunks: frames.into() }),
+        compressed_layout: Some(CompressedLayout { shuffle: 16, chunks: frames.into() }),
         digest: None,
     };
     let own =
-        |writer: u32| (Step::Key(Key::writer(writer)), Node::Leaf(Value::from(i64::from(writer))));
+        |writer: u32| (Step::Key(MapKey::from_writer(writer)), Node::Leaf(Value::from(i64::from(writer))));
     let children = vec![
         (Step::Key("packed".into()), reference(0, CHUNK + 32_769)),
         (
@@ -140,5 +140,5 @@ fn manifest() -> Vec<u8> {
     };
     let shards = [shard("0".to_owned(), 0, 4096), shard("_".repeat(255), u32::MAX, ALIGNED + 64)];
     let root = Node::Container(Container::Dict, children);
-    tssd_format::manifest(&root, &[packed], &Attrs::new(), &shards).expect("a legal manifest")
+    tssd_format::encode_manifest(&root, &[packed], &Attrs::new(), &shards).expect("a legal manifest")
 }

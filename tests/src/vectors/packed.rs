@@ -1,7 +1,7 @@
 //! Compressed storages, and digests.
 
 use tssd_format::{
-    ChunkSize, Chunks, Compression, Dtype, ObjectPath, Options, StateDict, Storage, Tensor,
+    ChunkSize, ChunkPolicy, Compression, Dtype, ObjectPath, Options, StateDict, Storage, Tensor,
     TensorMeta, Value,
 };
 
@@ -114,12 +114,12 @@ fn compressed() -> Vec<Vector> {
         file(
             "076-fine-chunks",
             "raw storages in chunks of 4 and of 8 KiB, one of one chunk, with digests",
-            encode(&fine_storages(), &digests.chunks(Chunks::Fine)),
+            encode(&fine_storages(), &digests.chunks(ChunkPolicy::Fine)),
         ),
         file(
             "077-fine-and-zstd",
             "fine chunks beside a compressed storage, whose chunks have 1 MiB",
-            encode(&moments(), &mixed.chunks(Chunks::Fine)),
+            encode(&moments(), &mixed.chunks(ChunkPolicy::Fine)),
         ),
     ]
 }
@@ -134,7 +134,7 @@ fn chunk_size_vector(name: &'static str, log2: u8) -> Vector {
         ("less".into(), bytes(100)),
     ]);
     let about = "storages of one chunk, of two and of a part of one";
-    file(name, about, encode(&dict, &Options::new().chunks(Chunks::Of(size))))
+    file(name, about, encode(&dict, &Options::new().chunks(ChunkPolicy::Fixed(size))))
 }
 
 /// Returns values that look like weights: small, of both signs, with noisy low bits.
@@ -231,8 +231,8 @@ fn odd_tail() -> Value {
 }
 
 fn shard() -> StateDict {
-    use tssd_format::{Shard, ShardPlace, TensorSlice};
+    use tssd_format::{Shard, ShardSpec, TensorSlice};
     let slice = TensorSlice::new(&[100, 0], &[100, 10], &[200, 10]).expect("a legal slice");
     let tensor = of_bytes(Dtype::Float32, &[100, 10], |place| (place / 400).to_le_bytes()[0]);
-    one(Shard::new(tensor, ShardPlace::new(slice)).expect("it has the local shape"))
+    one(Shard::new(tensor, ShardSpec::new(slice)).expect("it has the local shape"))
 }

@@ -1,8 +1,8 @@
 //! Manifests, alone and with the archives that they name.
 
 use tssd_format::{
-    Archive, Attrs, ChunkSize, Chunks, Compression, Container, Dtype, Key, Node, Options,
-    ShardFile, ShardPlace, StateDict, Step, StorageReference, TensorMeta, TensorReference,
+    Archive, Attrs, ChunkSize, ChunkPolicy, Compression, Container, Dtype, MapKey, Node, Options,
+    ShardFile, ShardSpec, StateDict, Step, StorageReference, TensorMeta, TensorReference,
     TensorSlice, Value,
 };
 
@@ -39,7 +39,7 @@ pub(super) fn vectors() -> Vec<Vector> {
         set(
             "085-shard-set-fine",
             "archives in fine chunks",
-            &Options::new().chunks(Chunks::Fine),
+            &Options::new().chunks(ChunkPolicy::Fine),
             2,
         ),
     ]
@@ -62,7 +62,7 @@ fn manifest_alone() -> Vec<u8> {
         meta: TensorMeta::new(Dtype::Float32, &[1, 2]).expect("a small shape"),
         storage: Some(storage),
         byte_offset: 0,
-        place: Some(place(row, &[1, 2], &[2, 2])),
+        shard_spec: Some(place(row, &[1, 2], &[2, 2])),
     };
     let weight = Node::Tensors(vec![reference(0, 0), reference(1, 1)]);
     let storage = |shard| StorageReference {
@@ -73,28 +73,28 @@ fn manifest_alone() -> Vec<u8> {
         crcs: vec![crc32fast::hash(&[0; 8])],
         align_log2: 8,
         shard,
-        packing: None,
+        compressed_layout: None,
         digest: None,
     };
     let root = Node::Container(Container::Dict, vec![(Step::Key("weight".into()), weight)]);
     let shards = [shard_file(0), shard_file(1)];
-    tssd_format::manifest(&root, &[storage(0), storage(1)], &Attrs::new(), &shards)
+    tssd_format::encode_manifest(&root, &[storage(0), storage(1)], &Attrs::new(), &shards)
         .expect("a legal manifest")
 }
 
 fn divergent() -> Vec<u8> {
     let own = |writer: u32| {
-        (Step::Key(Key::writer(writer)), Node::Leaf(Value::from(i64::from(writer) * 10)))
+        (Step::Key(MapKey::from_writer(writer)), Node::Leaf(Value::from(i64::from(writer) * 10)))
     };
     let node = Node::Container(Container::Divergent, vec![own(0), own(3)]);
     let root = Node::Container(Container::Dict, vec![(Step::Key("seed".into()), node)]);
-    tssd_format::manifest(&root, &[], &Attrs::new(), &[shard_file(0), shard_file(3)])
+    tssd_format::encode_manifest(&root, &[], &Attrs::new(), &[shard_file(0), shard_file(3)])
         .expect("a legal manifest")
 }
 
-fn place(row: u64, local: &[u64], global: &[u64]) -> ShardPlace {
+fn place(row: u64, local: &[u64], global: &[u64]) -> ShardSpec {
     let offsets = [row, 0];
-    ShardPlace::new(TensorSlice::new(&offsets, local, global).expect("a legal slice"))
+    ShardSpec::new(TensorSlice::new(&offsets, local, global).expect("a legal slice"))
 }
 
 /// Returns the state dict of one writer: rows of a matrix. Writer 0 adds a vector and a str.
@@ -135,11 +135,11 @@ fn set(name: &'static str, about: &'static str, options: &Options, writers: u64)
                 Node::Tensors(run) => run.iter_mut().for_each(|each| {
                     each.storage = each.storage.map(|storage| storage + first);
                 }),
-                Node::Stored(_, storage) => *storage += first,
+                Node::StoredLeaf(_, storage) => *storage += first,
                 Node::Leaf(_) | Node::Container(..) => {}
             }
             match node {
-                Node::Tensors(run) if run[0].place.is_some() => matrix.extend(run),
+                Node::Tensors(run) if run[0].shard_spec.is_some() => matrix.extend(run),
                 node => children.push((step, node)),
             }
         }
@@ -156,7 +156,7 @@ fn set(name: &'static str, about: &'static str, options: &Options, writers: u64)
     }
     children.insert(0, (Step::Key("matrix".into()), Node::Tensors(matrix)));
     let root = Node::Container(Container::Dict, children);
-    let manifest = tssd_format::manifest(&root, &storages, &Attrs::new(), &shards);
-    files.push((tssd_format::MANIFEST.to_owned(), manifest.expect("a legal manifest")));
+    let manifest = tssd_format::encode_manifest(&root, &storages, &Attrs::new(), &shards);
+    files.push((tssd_format::MANIFEST_NAME.to_owned(), manifest.expect("a legal manifest")));
     Vector { name, about, content: Content::Set(files) }
 }

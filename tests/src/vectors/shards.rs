@@ -1,7 +1,7 @@
 //! Slices of global tensors: meshes, placements, boxes.
 
 use tssd_format::{
-    DeviceMesh, Dtype, Placement, Shard, ShardPlace, StateDict, Tensor, TensorSlice, Value,
+    DeviceMesh, Dtype, Placement, Shard, ShardSpec, StateDict, Tensor, TensorSlice, Value,
 };
 
 use super::{Vector, counting, dict_of, f32s, file, of_bytes, one, plain};
@@ -100,8 +100,8 @@ fn mesh_shard(mesh: &DeviceMesh, rank: u32, placements: &[Placement], global: &[
 
 fn placed(mesh: &DeviceMesh, slice: TensorSlice, placements: &[Placement]) -> Shard {
     let tensor = counted(slice.local_shape());
-    let place = ShardPlace::new(slice).on_mesh(mesh.clone());
-    let place = place.and_then(|place| place.placed(placements.to_vec()));
+    let place = ShardSpec::new(slice).with_mesh(mesh.clone());
+    let place = place.and_then(|place| place.with_placements(placements.to_vec()));
     Shard::new(tensor, place.expect("it fits the mesh")).expect("it has the local shape")
 }
 
@@ -123,7 +123,7 @@ fn slice(offsets: &[u64], local: &[u64], global: &[u64]) -> TensorSlice {
 }
 
 fn shards() -> StateDict {
-    let empty = Shard::new(f32s(&[], &[0, 5]), ShardPlace::new(slice(&[3, 0], &[0, 5], &[3, 5])));
+    let empty = Shard::new(f32s(&[], &[0, 5]), ShardSpec::new(slice(&[3, 0], &[0, 5], &[3, 5])));
     dict_of(vec![
         ("shard".into(), shard_of_rank(4).into()),
         ("same place".into(), shard_of_rank(4).into()),
@@ -133,7 +133,7 @@ fn shards() -> StateDict {
 
 fn boxes() -> Value {
     let shard = |row| {
-        let place = ShardPlace::new(slice(&[row, 0], &[1, 2], &[4, 2]));
+        let place = ShardSpec::new(slice(&[row, 0], &[1, 2], &[4, 2]));
         Shard::new(f32s(&[1.0, 2.0], &[1, 2]), place).expect("it has the local shape")
     };
     Value::Shards(vec![shard(0), shard(3)])
@@ -145,7 +145,7 @@ fn strided() -> Shard {
         vec![Placement::StridedShard { dim: 0, split_factor: 2 }, Placement::Shard { dim: 0 }];
     let slices = TensorSlice::from_placements(&[8], &mesh, 1, &placements);
     let slice = slices.expect("legal placements").remove(0);
-    let place = ShardPlace::new(slice).on_mesh(mesh).and_then(|place| place.placed(placements));
+    let place = ShardSpec::new(slice).with_mesh(mesh).and_then(|place| place.with_placements(placements));
     Shard::new(f32s(&[4.0, 5.0], &[2]), place.expect("it fits the mesh")).expect("two elements")
 }
 
@@ -157,8 +157,8 @@ fn uneven() -> StateDict {
 
 fn bare_meshes() -> StateDict {
     let shard = |coordinates: Option<&[u64]>| {
-        let slice = slice(&[2], &[2], &[4]).on_mesh(&[2], coordinates).expect("inside the mesh");
-        Shard::new(f32s(&[3.0, 4.0], &[2]), ShardPlace::new(slice)).expect("two elements").into()
+        let slice = slice(&[2], &[2], &[4]).with_mesh(&[2], coordinates).expect("inside the mesh");
+        Shard::new(f32s(&[3.0, 4.0], &[2]), ShardSpec::new(slice)).expect("two elements").into()
     };
     dict_of(vec![("known".into(), shard(Some(&[1]))), ("unknown".into(), shard(None))])
 }
@@ -200,8 +200,8 @@ fn several_boxes() -> Value {
     let slices = TensorSlice::from_placements(&[16, 2], &mesh, 0, &placements);
     let shards = slices.expect("legal placements").into_iter().map(|slice| {
         let tensor = of_bytes(Dtype::Int16, slice.local_shape(), |place| place.to_le_bytes()[0]);
-        let place = ShardPlace::new(slice).on_mesh(mesh.clone());
-        let place = place.and_then(|place| place.placed(placements.clone()));
+        let place = ShardSpec::new(slice).with_mesh(mesh.clone());
+        let place = place.and_then(|place| place.with_placements(placements.clone()));
         Shard::new(tensor, place.expect("it fits the mesh")).expect("it has the local shape")
     });
     Value::Shards(shards.collect())

@@ -1,7 +1,7 @@
 //! Tensors: dtypes, shapes, strides, ties, flags, alignment.
 
 use tssd_format::{
-    Dtype, Key, Options, StateDict, Storage, Tensor, TensorFlags, TensorMeta, Value,
+    Dtype, MapKey, Options, StateDict, Storage, Tensor, TensorFlags, TensorMeta, Value,
 };
 
 use super::{Vector, counting, dict_of, encode, f32s, file, noise, of_bytes, one, plain};
@@ -9,7 +9,7 @@ use super::{Vector, counting, dict_of, encode, f32s, file, noise, of_bytes, one,
 pub(super) fn vectors() -> Vec<Vector> {
     let dtypes = Dtype::ALL
         .iter()
-        .map(|dtype| (Key::from(dtype.name()), Value::from(counting(*dtype, &[3]))));
+        .map(|dtype| (MapKey::from(dtype.name()), Value::from(counting(*dtype, &[3]))));
     let aligned = |bytes| Options::new().align(bytes).expect("a legal alignment");
     vec![
         file(

@@ -1,7 +1,7 @@
 //! Leaves, keys and containers.
 
 use tssd_format::{
-    ArchiveWriter, AttrValue, Dict, Dtype, Float, Int, Key, Options, StateDict, Text, Value,
+    ArchiveWriter, AttrValue, Dict, Dtype, Float, Int, MapKey, Options, StateDict, Text, Value,
 };
 
 use super::{Vector, dict_of, encode, f32s, file, one, plain};
@@ -116,28 +116,28 @@ fn containers() -> StateDict {
 }
 
 /// Returns a dict with these keys and the values 0, 1, 2, …
-fn with_keys(keys: Vec<Key>) -> StateDict {
+fn with_keys(keys: Vec<MapKey>) -> StateDict {
     dict_of((0_i64..).zip(keys).map(|(place, key)| (key, Value::from(place))).collect())
 }
 
 fn keys() -> StateDict {
     with_keys(vec![
-        Key::from("1"),
-        Key::from(1),
-        Key::from(-1),
-        Key::Float(Float::from(0.5)),
-        Key::None,
-        Key::Bool(false),
-        Key::Bytes(vec![0, 255].into()),
-        Key::from(""),
-        Key::from("a.b"),
+        MapKey::from("1"),
+        MapKey::from(1),
+        MapKey::from(-1),
+        MapKey::Float(Float::from(0.5)),
+        MapKey::None,
+        MapKey::Bool(false),
+        MapKey::Bytes(vec![0, 255].into()),
+        MapKey::from(""),
+        MapKey::from("a.b"),
         big("-9223372036854775809"),
-        Key::Tuple([Key::from("a"), Key::Tuple([Key::from(2), Key::None].into())].into()),
+        MapKey::Tuple([MapKey::from("a"), MapKey::Tuple([MapKey::from(2), MapKey::None].into())].into()),
     ])
 }
 
-fn big(digits: &str) -> Key {
-    Key::Int(int(digits))
+fn big(digits: &str) -> MapKey {
+    MapKey::Int(int(digits))
 }
 
 fn int(digits: &str) -> Int {
@@ -146,9 +146,9 @@ fn int(digits: &str) -> Int {
 
 fn scalars() -> StateDict {
     let floats = [0.0, -0.0, 1.5, f64::INFINITY, f64::MIN_POSITIVE];
-    let mut entries: Vec<(Key, Value)> = floats
+    let mut entries: Vec<(MapKey, Value)> = floats
         .iter()
-        .map(|float| (Key::from(format!("float {float:?}")), Value::from(*float)))
+        .map(|float| (MapKey::from(format!("float {float:?}")), Value::from(*float)))
         .collect();
     entries
         .push(("nan with payload".into(), Value::Float(Float::from_bits(0x7FF8_0000_0000_1234))));
@@ -260,36 +260,36 @@ fn devices() -> StateDict {
 
 fn namedtuples() -> StateDict {
     let inner = Value::NamedTuple("".into(), Dict::new());
-    let field = Key::Str(surrogate());
-    let outer = Dict::from_iter([(Key::from("inner"), inner), (field, Value::None)]);
+    let field = MapKey::Str(surrogate());
+    let outer = Dict::from_iter([(MapKey::from("inner"), inner), (field, Value::None)]);
     one(Value::NamedTuple(surrogate(), outer))
 }
 
 fn float_keys() -> StateDict {
     let keys = [-0.0, 5e-324, f64::INFINITY, -f64::INFINITY, 1e300, -0.5];
-    with_keys(keys.into_iter().map(|key| Key::Float(Float::from(key))).collect())
+    with_keys(keys.into_iter().map(|key| MapKey::Float(Float::from(key))).collect())
 }
 
 fn int_keys() -> StateDict {
-    let mut keys: Vec<Key> = [0, -1, 1, i64::MAX, i64::MIN].into_iter().map(Key::from).collect();
+    let mut keys: Vec<MapKey> = [0, -1, 1, i64::MAX, i64::MIN].into_iter().map(MapKey::from).collect();
     keys.extend(["9223372036854775808", "-9223372036854775809", "36893488147419103232"].map(big));
     with_keys(keys)
 }
 
 fn tuple_keys() -> StateDict {
-    let tuple = |keys: Vec<Key>| Key::Tuple(keys.into());
+    let tuple = |keys: Vec<MapKey>| MapKey::Tuple(keys.into());
     let deep = (1..8).fold(tuple(vec![]), |inner, _| tuple(vec![inner]));
     let kinds = tuple(vec![
-        Key::from("s"),
-        Key::from(-7),
+        MapKey::from("s"),
+        MapKey::from(-7),
         big("18446744073709551616"),
-        Key::Bool(true),
-        Key::Float(Float::from(2.5)),
-        Key::None,
-        Key::Bytes(vec![0].into()),
-        tuple(vec![Key::from("")]),
+        MapKey::Bool(true),
+        MapKey::Float(Float::from(2.5)),
+        MapKey::None,
+        MapKey::Bytes(vec![0].into()),
+        tuple(vec![MapKey::from("")]),
     ]);
-    with_keys(vec![tuple(vec![]), deep, tuple((0..64).map(Key::from).collect()), kinds])
+    with_keys(vec![tuple(vec![]), deep, tuple((0..64).map(MapKey::from).collect()), kinds])
 }
 
 fn long_key() -> StateDict {
@@ -299,7 +299,7 @@ fn long_key() -> StateDict {
 
 fn many_keys() -> StateDict {
     // 7 and 300 are coprime, so each number occurs once.
-    with_keys((0..300_i64).map(|place| Key::from(format!("layer.{}", place * 7 % 300))).collect())
+    with_keys((0..300_i64).map(|place| MapKey::from(format!("layer.{}", place * 7 % 300))).collect())
 }
 
 fn long_surrogates() -> StateDict {
@@ -311,7 +311,7 @@ fn shared_text() -> StateDict {
     let fields = Dict::from_iter([("text", Value::from("text"))]);
     dict_of(vec![
         ("text".into(), Value::NamedTuple("text".into(), fields)),
-        (Key::Bytes(b"text".to_vec().into()), Value::Bytes(b"text".to_vec().into())),
+        (MapKey::Bytes(b"text".to_vec().into()), Value::Bytes(b"text".to_vec().into())),
     ])
 }
 

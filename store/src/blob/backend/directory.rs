@@ -3,7 +3,7 @@
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use tssd_format::{Fill, Filled};
+use tssd_format::{WriteJob, JobChecksums};
 
 use crate::blob::{Part, Reservation, Volume};
 use crate::error::{Error, ErrorKind, Result};
@@ -116,7 +116,7 @@ struct FilePart<'a> {
 }
 
 impl Part for FilePart<'_> {
-    fn fill(&mut self, job: &Fill) -> Result<Filled> {
+    fn fill(&mut self, job: &WriteJob) -> Result<JobChecksums> {
         let range = job.range();
         let len = usize::try_from(range.end - range.start).unwrap_or(BUFFER_BYTES);
         let mut writer =

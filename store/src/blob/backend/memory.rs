@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use tssd_format::{Fill, Filled};
+use tssd_format::{WriteJob, JobChecksums};
 
 use crate::blob::{Part, Reservation, Volume, directly_below, split};
 use crate::error::{Error, ErrorKind, Result};
@@ -106,7 +106,7 @@ impl Reservation for Reserved {
 }
 
 impl Part for &mut [u8] {
-    fn fill(&mut self, job: &Fill) -> Result<Filled> {
+    fn fill(&mut self, job: &WriteJob) -> Result<JobChecksums> {
         job.run(self).map_err(|error| Error::request("fill", error))
     }
 

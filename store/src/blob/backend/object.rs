@@ -9,7 +9,7 @@ use bytes::Bytes;
 use object_store::path::Path;
 use object_store::{GetOptions, GetRange, ObjectStore, ObjectStoreExt};
 use tokio::task::JoinSet;
-use tssd_format::{Blob, MANIFEST};
+use tssd_format::{Blob, MANIFEST_NAME};
 
 use self::fetch::Fetcher;
 use self::upload::{Small, Spare, Upload};
@@ -188,7 +188,7 @@ impl Volume for ObjectVolume {
         _durability: Durability,
     ) -> Result<Box<dyn Reservation>> {
         // A manifest is created, however long it is, which parts cannot be.
-        if len <= upload::SMALL_BYTES || name.ends_with(MANIFEST) {
+        if len <= upload::SMALL_BYTES || name.ends_with(MANIFEST_NAME) {
             return Ok(Box::new(Small::new(self.bucket.clone(), name, len)?));
         }
         let (bucket, spare) = (self.bucket.clone(), self.spare.clone());

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use tssd_format::{
-    Error as FormatError, ErrorKind as FormatKind, Region, Result, ShardPlace, TensorMeta,
+    Error as FormatError, ErrorKind as FormatKind, Region, Result, ShardSpec, TensorMeta,
     TensorReference,
 };
 
@@ -56,8 +56,8 @@ pub(super) struct Box<'a> {
     pub(super) global_shape: &'a [u64],
 }
 
-impl<'a> From<&'a ShardPlace> for Box<'a> {
-    fn from(place: &'a ShardPlace) -> Self {
+impl<'a> From<&'a ShardSpec> for Box<'a> {
+    fn from(place: &'a ShardSpec) -> Self {
         let slice = place.slice();
         let (offsets, shape) = (slice.offsets(), slice.local_shape());
         Self { offsets, shape, global_shape: slice.global_shape() }
@@ -187,12 +187,12 @@ impl Plan {
         let (region, global_shape) = match part {
             Some(part) => {
                 let region = Region::new(part.offsets, part.shape);
-                (region.map_err(|error| error.at(fqn))?, part.global_shape.to_vec())
+                (region.map_err(|error| error.with_path(fqn))?, part.global_shape.to_vec())
             }
             None => (Region::whole(&global_shape), global_shape),
         };
         if region.shape() != meta.shape() {
-            return Err(FormatError::new(FormatKind::SliceMismatch).at(fqn).note(format_args!(
+            return Err(FormatError::new(FormatKind::SliceMismatch).with_path(fqn).with_detail(format_args!(
                 "target {:?}, wanted {:?}",
                 meta.shape(),
                 region.shape()
@@ -204,7 +204,7 @@ impl Plan {
                 Cover::Whole => plan::plan(references, &wanted),
                 Cover::Part => plan::shared(references, &wanted),
             };
-            let copies = copies.map_err(|error| error.at(fqn))?;
+            let copies = copies.map_err(|error| error.with_path(fqn))?;
             Ok(Part { len: native(span(&wanted.meta)), copies })
         };
         let parts: Vec<Part> = rows(wanted).into_iter().map(part).collect::<Result<_>>()?;
@@ -296,7 +296,7 @@ mod tests {
     }
 
     fn copy(storage: u32, source: u64, len: u64) -> Copy {
-        Copy { storage, source, target: 0, runs: Runs::run(len) }
+        Copy { storage, source, target: 0, runs: Runs::contiguous(len) }
     }
 
     #[test]
@@ -364,10 +364,10 @@ mod tests {
     #[test]
     fn what_differs_has_another_name() {
         let place = |offsets: [u64; 2], global: [u64; 2]| {
-            Some(ShardPlace::new(TensorSlice::new(&offsets, &[2, 3], &global).unwrap()))
+            Some(ShardSpec::new(TensorSlice::new(&offsets, &[2, 3], &global).unwrap()))
         };
         let reference =
-            TensorReference { meta: meta(&[2, 3]), storage: Some(1), byte_offset: 0, place: None };
+            TensorReference { meta: meta(&[2, 3]), storage: Some(1), byte_offset: 0, shard_spec: None };
         let wish = Wish { fqn: "weight", references: None, part: None, meta: meta(&[2, 3]) };
         let referring =
             |reference: TensorReference| Wish { references: Some(vec![reference]), ..wish.clone() };
@@ -410,9 +410,9 @@ mod tests {
                 meta: TensorMeta::new(Dtype::Int8, &[2, 3]).unwrap(),
                 ..reference.clone()
             })],
-            vec![referring(TensorReference { place: place([0, 0], [2, 4]), ..reference.clone() })],
-            vec![referring(TensorReference { place: place([0, 0], [3, 4]), ..reference.clone() })],
-            vec![referring(TensorReference { place: place([1, 0], [3, 4]), ..reference.clone() })],
+            vec![referring(TensorReference { shard_spec: place([0, 0], [2, 4]), ..reference.clone() })],
+            vec![referring(TensorReference { shard_spec: place([0, 0], [3, 4]), ..reference.clone() })],
+            vec![referring(TensorReference { shard_spec: place([1, 0], [3, 4]), ..reference.clone() })],
         ];
         let mut names = Vec::new();
         for wishes in &wishes {
@@ -482,7 +482,7 @@ mod tests {
             meta: meta(&[2, 3]),
             storage: Some(1),
             byte_offset: 5,
-            place: None,
+            shard_spec: None,
         }];
         let add =
             |plan: &mut Plan, wish: &Wish| plan.add(&wish.request(), &references, Cover::Whole);

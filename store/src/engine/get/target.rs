@@ -1,6 +1,6 @@
 //! The caller's memory: what may be written.
 
-use tssd_format::{Error, ErrorKind, Result, ShardPlace, TensorMeta};
+use tssd_format::{Error, ErrorKind, Result, ShardSpec, TensorMeta};
 
 use super::wide;
 use crate::device::BlobMut;
@@ -11,7 +11,7 @@ pub struct Target<'a> {
     /// The leaf.
     pub fqn: String,
     /// The part of the leaf that is wanted; none is all of it.
-    pub place: Option<ShardPlace>,
+    pub place: Option<ShardSpec>,
     /// Dtype, shape and strides of the memory.
     pub meta: TensorMeta,
     /// The memory, from the first element to the last.
@@ -61,7 +61,7 @@ pub(super) fn expect_room(target: &Target<'_>) -> Result<()> {
         return Ok(());
     }
     let note = format_args!("{found} bytes, needed {needed}");
-    Err(Error::new(ErrorKind::TargetSize).at(&target.fqn).note(note))
+    Err(Error::new(ErrorKind::TargetSize).with_path(&target.fqn).with_detail(note))
 }
 
 /// Proves that each element of a tensor has a place of its own.
@@ -81,7 +81,7 @@ pub(super) fn expect_apart(fqn: &str, meta: &TensorMeta) -> Result<()> {
         if stride < reach {
             let strides = meta.strides();
             let note = format_args!("elements of the target overlap: strides {strides:?}");
-            return Err(Error::new(ErrorKind::Overlap).at(fqn).note(note));
+            return Err(Error::new(ErrorKind::Overlap).with_path(fqn).with_detail(note));
         }
         reach += stride * (size - 1);
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use indexmap::IndexMap;
 use tssd_format::{
-    Dict, Node, Shard, ShardPlace, Step, Storage, Stored, Tensor, TensorReference, Text, Value,
+    Dict, Node, Shard, ShardSpec, Step, Storage, ContentKind, Tensor, TensorReference, Text, Value,
 };
 
 use super::way::Way;
@@ -16,19 +16,19 @@ use crate::plan::is_whole;
 pub(super) struct Tree<'a> {
     pub(super) views: BTreeMap<u32, Bytes>,
     pub(super) made: IndexMap<Wish<'a>, Tensor>,
-    pub(super) slices: &'a BTreeMap<String, Vec<ShardPlace>>,
+    pub(super) slices: &'a BTreeMap<String, Vec<ShardSpec>>,
 }
 
 impl Tree<'_> {
     pub(super) fn value(&self, way: Way<'_>, node: &Node) -> tssd_format::Result<Value> {
         Ok(match node {
             Node::Leaf(value) => value.clone(),
-            Node::Stored(kind, storage) => {
+            Node::StoredLeaf(kind, storage) => {
                 let bytes = self.views[storage].clone();
                 match kind {
-                    Stored::Str => Value::Str(Text::from_generalized_utf8(bytes)?),
-                    Stored::Bytes => Value::Bytes(bytes),
-                    Stored::Opaque(media) => Value::Opaque { media: media.clone(), bytes },
+                    ContentKind::Str => Value::Str(Text::from_generalized_utf8(bytes)?),
+                    ContentKind::Bytes => Value::Bytes(bytes),
+                    ContentKind::Opaque(media) => Value::Opaque { media: media.clone(), bytes },
                 }
             }
             Node::Tensors(run) => self.tensors(way, run)?,
@@ -51,7 +51,7 @@ impl Tree<'_> {
         if !self.slices.is_empty()
             && let Some(places) = self.slices.get(&way.path().fqn())
         {
-            let shard = |place: &ShardPlace| {
+            let shard = |place: &ShardSpec| {
                 Shard::new(self.made[&(run, Some(place))].clone(), place.clone())
             };
             return Ok(Value::Shards(

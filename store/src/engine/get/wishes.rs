@@ -3,13 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use indexmap::IndexMap;
-use tssd_format::{Node, ShardPlace, TensorReference, numel};
+use tssd_format::{Node, ShardSpec, TensorReference, numel};
 
 use super::way::Way;
 use crate::plan::{self, is_whole};
 
 /// A tensor to be assembled: all of a leaf, or one slice of it. Leaves that are tied have one wish.
-pub(super) type Wish<'a> = (&'a [TensorReference], Option<&'a ShardPlace>);
+pub(super) type Wish<'a> = (&'a [TensorReference], Option<&'a ShardSpec>);
 
 /// Storages that are seen, and tensors that are assembled.
 #[derive(Default)]
@@ -27,10 +27,10 @@ impl<'a> Wishes<'a> {
         &mut self,
         way: Way<'_>,
         node: &'a Node,
-        slices: &'a BTreeMap<String, Vec<ShardPlace>>,
+        slices: &'a BTreeMap<String, Vec<ShardSpec>>,
     ) {
         match node {
-            Node::Stored(_, storage) => drop(self.viewed.insert(*storage)),
+            Node::StoredLeaf(_, storage) => drop(self.viewed.insert(*storage)),
             Node::Tensors(run) => {
                 let fqn = || way.path().fqn();
                 let places = if slices.is_empty() { None } else { slices.get(&fqn()) };

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use tssd_format::MANIFEST;
+use tssd_format::MANIFEST_NAME;
 
 use crate::blob::{Archived, Volume};
 use crate::control::Located;
@@ -20,7 +20,7 @@ pub(super) fn locate(
     id: VersionId,
 ) -> Result<Option<Located>> {
     // The manifest first: without it, the rest is not there any more.
-    let paths = [MANIFEST].into_iter().chain(names.iter().map(String::as_str));
+    let paths = [MANIFEST_NAME].into_iter().chain(names.iter().map(String::as_str));
     let paths: Vec<String> = paths.map(|name| format!("{folder}/{name}")).collect();
     let Some(mut files) = volume.open_all(&paths)? else { return Ok(None) };
     let manifest = files.remove(0).to_blob();
@@ -33,7 +33,7 @@ pub(super) fn locate(
 /// Deletes a version with these archives, and what else of ours is in its folder.
 pub(super) fn remove(volume: &dyn Volume, folder: &str, archives: &[String]) -> Result<()> {
     // The manifest first: without it, no reader finds the rest.
-    volume.delete(&format!("{folder}/{MANIFEST}"))?;
+    volume.delete(&format!("{folder}/{MANIFEST_NAME}"))?;
     for name in archives {
         volume.delete(&format!("{folder}/{name}"))?;
     }

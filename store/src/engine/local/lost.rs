@@ -31,7 +31,7 @@ pub(super) fn slices(
                 let tensors = tensors.iter().filter(|tensor| tensor.storage.is_some_and(is_lost));
                 named.extend(tensors.map(|tensor| shown(&path, tensor)));
             }
-            Node::Stored(_, storage) if is_lost(storage) => named.push(path.fqn()),
+            Node::StoredLeaf(_, storage) if is_lost(storage) => named.push(path.fqn()),
             _ => {}
         }
     }
@@ -42,7 +42,7 @@ pub(super) fn slices(
 }
 
 fn shown(path: &ObjectPath, tensor: &TensorReference) -> String {
-    match &tensor.place {
+    match &tensor.shard_spec {
         Some(place) => format!("{}{}", path.fqn(), place.slice().region()),
         None => path.fqn(),
     }

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use tssd_format::MANIFEST;
+use tssd_format::MANIFEST_NAME;
 
 use super::{LocalController, advance};
 use crate::blob::Volume;
@@ -86,7 +86,7 @@ impl LocalController {
         let command = match merged {
             Err(reason) => Command::Rejected { id, reason },
             Ok(manifest) => {
-                let name = format!("{}/{MANIFEST}", folder(key, &version));
+                let name = format!("{}/{MANIFEST_NAME}", folder(key, &version));
                 let file_len = u64::try_from(manifest.len()).expect("usize is at most 64 bits");
                 let (path, named) = (name.clone(), archives(&version));
                 let manifest_reference =

@@ -1,7 +1,7 @@
 //! The archive of a put: its layout, its bytes and its digest.
 
 use bytes::Bytes;
-use tssd_format::{AttrValue, Chunks, Draft, Fill, Filled, Layout, Options, Pack, StateDict};
+use tssd_format::{AttrValue, ChunkPolicy, Draft, WriteJob, JobChecksums, Layout, Options, CompressJob, StateDict};
 
 use super::replicas::without_replicas;
 use super::{PutOptions, Replicas};
@@ -40,7 +40,7 @@ pub(super) async fn layout(
 
 /// Whether all bytes of an archive are in memory of this process.
 pub(super) fn is_in_memory(layout: &Layout) -> bool {
-    layout.elsewhere().next().is_none()
+    layout.blobs().next().is_none()
 }
 
 /// Writes an archive to a contribution. Returns its digest.
@@ -63,8 +63,8 @@ pub(super) async fn write(
 pub(super) async fn digest(layout: Layout, has_checksums: bool) -> Result<Digest> {
     let is_short = is_in_memory(&layout) && layout.file_len() <= INLINE_MAX_BYTES;
     let work = move || {
-        let run = |job: Fill| {
-            let filled = if has_checksums { job.sum() } else { job.pieces(|_, _| Ok(())) };
+        let run = |job: WriteJob| {
+            let filled = if has_checksums { job.checksum() } else { job.for_each_piece(|_, _| Ok(())) };
             filled.map_err(|error| Error::request("checksum", error))
         };
         let filled = parallel::map(layout.jobs(), run)?;
@@ -84,7 +84,7 @@ pub(super) fn to_bytes(layout: &Layout) -> Result<(Bytes, Digest)> {
 fn draft(dict: &StateDict, options: &PutOptions, fine_chunks: bool) -> tssd_format::Result<Draft> {
     let mut format = Options::new().compress(options.compression);
     if fine_chunks {
-        format = format.chunks(Chunks::Fine);
+        format = format.chunks(ChunkPolicy::Fine);
     }
     if options.digests {
         format = format.digests();
@@ -110,10 +110,10 @@ fn draft(dict: &StateDict, options: &PutOptions, fine_chunks: bool) -> tssd_form
 }
 
 /// Compresses on all cores, then places the storages.
-fn place(draft: Draft, jobs: Vec<Pack>) -> Result<Layout> {
+fn place(draft: Draft, jobs: Vec<CompressJob>) -> Result<Layout> {
     let failed = |error| Error::request("compression", error);
     let packed = parallel::map(jobs, |job| job.run()).map_err(failed)?;
-    draft.place(packed).map_err(failed)
+    draft.into_layout(packed).map_err(failed)
 }
 
 /// Writes an archive to parts of the requested lengths. Returns its digest.
@@ -122,20 +122,20 @@ fn write_parts<'a>(
     layout: &Layout,
     ahead: usize,
 ) -> Result<Digest> {
-    let len = |job: &Fill| job.range().end - job.range().start;
+    let len = |job: &WriteJob| job.range().end - job.range().start;
     let jobs = layout.jobs();
     let mut lens: Vec<u64> = jobs.iter().map(len).collect();
     lens.push(layout.file_len() - layout.index_off());
     let mut parts = parts(&lens);
     let mut tail_part = parts.pop().expect("the tail is a part");
     let work = jobs.iter().zip(parts).collect();
-    let begin = |(job, part): &mut (&Fill, Box<dyn Part + 'a>)| part.begin(job);
+    let begin = |(job, part): &mut (&WriteJob, Box<dyn Part + 'a>)| part.begin(job);
     let filled = parallel::map_ahead(work, (ahead, begin), |(job, mut part)| part.fill(job))?;
     let tail = seal(layout, filled)?;
     tail_part.write(&tail)?;
     Ok(Digest::of(&tail))
 }
 
-fn seal(layout: &Layout, filled: Vec<Filled>) -> Result<Vec<u8>> {
+fn seal(layout: &Layout, filled: Vec<JobChecksums>) -> Result<Vec<u8>> {
     layout.seal(filled).map_err(|error| Error::request("index", error))
 }

@@ -16,7 +16,7 @@ pub(super) fn without_replicas(dict: &StateDict) -> Result<StateDict> {
 }
 
 fn primary_shard(shard: &Shard) -> Result<Shard> {
-    let (place, slice) = (shard.place(), shard.slice());
+    let (place, slice) = (shard.spec(), shard.slice());
     // A tensor without dimensions has no empty region: all writers store its few bytes.
     if place.is_first_replica() || slice.global_shape().is_empty() {
         return Ok(shard.clone());
@@ -24,6 +24,6 @@ fn primary_shard(shard: &Shard) -> Result<Shard> {
     let nothing = vec![0; slice.global_shape().len()];
     let meta = shard.tensor().meta();
     let meta = TensorMeta::new(meta.dtype(), &nothing)?.with_flags(meta.flags());
-    let empty = place.part(&Region::new(&nothing, &nothing)?)?;
+    let empty = place.subregion(&Region::new(&nothing, &nothing)?)?;
     Shard::new(Tensor::new(meta, Storage::default(), 0)?, empty)
 }

@@ -124,7 +124,7 @@ fn to_host(dict: &StateDict) -> FormatResult<StateDict> {
         let whole = &known[known.partition_point(|whole| whole.start <= span.start) - 1];
         let storage = match storages.entry((at, whole.start)) {
             Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(unknown) => unknown.insert(blob.stable(whole.clone())?.into()),
+            Entry::Vacant(unknown) => unknown.insert(blob.read_stable(whole.clone())?.into()),
         };
         let (meta, offset) = (tensor.meta().clone(), span.start - whole.start);
         Ok(Value::Tensor(Tensor::new(meta, storage.clone(), offset)?))
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn tied_tensors_stay_tied_and_are_copied_once() {
         let far = Arc::new(Far((0..=255).cycle().take(1000).collect(), 0.into()));
-        let storage = Storage::elsewhere(far.clone()).unwrap();
+        let storage = Storage::from_blob(far.clone()).unwrap();
         let tensor = |offset: u64, len: u64| {
             let meta = TensorMeta::new(Dtype::Uint8, &[len]).unwrap();
             Tensor::new(meta, storage.clone(), offset).unwrap()

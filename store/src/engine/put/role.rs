@@ -1,6 +1,6 @@
 //! The writer of a put, and all writers of its version.
 
-use tssd_format::{DeviceMesh, Shard, ShardPlace, StateDict, Value};
+use tssd_format::{DeviceMesh, Shard, ShardSpec, StateDict, Value};
 
 use super::PutOptions;
 use crate::error::{Error, ErrorKind, Result};
@@ -31,7 +31,7 @@ impl Role {
             Value::Shards(shards) => shards.as_slice(),
             _ => &[],
         });
-        let places: Vec<&ShardPlace> = shards.map(Shard::place).collect();
+        let places: Vec<&ShardSpec> = shards.map(Shard::spec).collect();
         let ranks: WriterSet = places
             .iter()
             .filter_map(|place| place.mesh())
@@ -54,8 +54,8 @@ impl Role {
 }
 
 /// The rank that all shards belong to.
-fn own_rank(places: &[&ShardPlace]) -> Result<u32> {
-    let rank = |place: &&ShardPlace| place.mesh()?.rank_at(place.slice().coordinates()?);
+fn own_rank(places: &[&ShardSpec]) -> Result<u32> {
+    let rank = |place: &&ShardSpec| place.mesh()?.rank_at(place.slice().coordinates()?);
     let mut ranks = places.iter().filter_map(rank);
     let first = ranks.next().ok_or_else(|| {
         Error::new(

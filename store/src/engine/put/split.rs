@@ -1,5 +1,5 @@
 use tssd_format::{
-    Dtype, Error as FormatError, Region, Shard, ShardPlace, Tensor, TensorMeta, TensorSlice,
+    Dtype, Error as FormatError, Region, Shard, ShardSpec, Tensor, TensorMeta, TensorSlice,
 };
 
 use crate::error::{Error, Result};
@@ -34,7 +34,7 @@ pub(crate) fn split_tensor(tensor: &Tensor, limit: u64) -> Result<Vec<Shard>, Fo
         let local =
             Tensor::new(meta, tensor.storage().clone(), tensor.byte_offset() + offset * itemsize)?;
         let slice = TensorSlice::new(region.offsets(), region.shape(), tensor.meta().shape())?;
-        Shard::new(local, ShardPlace::new(slice))
+        Shard::new(local, ShardSpec::new(slice))
     };
     regions(meta.shape(), meta.dtype(), limit)?.iter().map(piece).collect()
 }

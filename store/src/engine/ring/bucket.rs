@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use tssd_format::{
-    Container, Dict, Key, Node, ShardPlace, StateDict, Step, Tensor, TensorReference, TensorSlice,
+    Container, Dict, MapKey, Node, ShardSpec, StateDict, Step, Tensor, TensorReference, TensorSlice,
     Value,
 };
 
@@ -136,7 +136,7 @@ pub(super) fn leaves_of(bucket: &OpenVersion) -> Result<BTreeMap<String, Vec<Ten
     let Node::Container(Container::Dict, children) = &*root else { return Err(broken()) };
     let mut leaves = BTreeMap::new();
     for (step, child) in children {
-        let Step::Key(Key::Str(fqn)) = step else { return Err(broken()) };
+        let Step::Key(MapKey::Str(fqn)) = step else { return Err(broken()) };
         let references = match child {
             Node::Tensors(run) => run.clone(),
             Node::Container(Container::List, pieces) => pieces
@@ -176,5 +176,5 @@ fn piece_of(piece: &Node) -> Option<TensorReference> {
     let sizes = |sizes: &[i64]| sizes.iter().map(|size| u64::try_from(*size).ok()).collect();
     let (offsets, shape): (Option<Vec<u64>>, Option<Vec<u64>>) = (sizes(offsets), sizes(shape));
     let slice = TensorSlice::new(&offsets?, reference.meta.shape(), &shape?).ok()?;
-    Some(TensorReference { place: Some(ShardPlace::new(slice)), ..reference.clone() })
+    Some(TensorReference { shard_spec: Some(ShardSpec::new(slice)), ..reference.clone() })
 }

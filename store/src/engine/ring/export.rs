@@ -79,7 +79,7 @@ fn host_part(layout: &Layout) -> tssd_format::Result<Vec<u8>> {
     let mut host_part = vec![0; HEAD_LEN];
     let mut filled = Vec::new();
     for job in layout.jobs() {
-        filled.push(job.pieces(|at, piece| {
+        filled.push(job.for_each_piece(|at, piece| {
             if let (Ok(at), Piece::Memory(bytes)) = (usize::try_from(at), piece)
                 && let Some(rest) = host_part.get_mut(at..)
             {

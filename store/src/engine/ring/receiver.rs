@@ -249,7 +249,7 @@ impl Coming {
             }
             if let Some(hole) = holes.into_iter().find(|hole| !hole.is_empty()) {
                 let error = FormatError::new(FormatKind::Uncovered)
-                    .at(&*target.fqn)
+                    .with_path(&*target.fqn)
                     .with_region(hole.offsets(), hole.shape());
                 return Err(Error::request(format_args!("version {}", self.version), error));
             }

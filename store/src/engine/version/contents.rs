@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use tssd_format::{
-    Archive, AttrValue, Attrs, Container, Error as FormatError, ErrorKind as FormatKind, Key, Node,
+    Archive, AttrValue, Attrs, Container, Error as FormatError, ErrorKind as FormatKind, MapKey, Node,
     ObjectPath, Step, StorageReference, TensorReference, ZSTD_LEVEL_ATTR, checksum,
 };
 
@@ -136,7 +136,7 @@ impl Contents {
             Some(Entry::Twice) => FormatKind::AmbiguousFqn,
             None => FormatKind::NotFound,
         };
-        Err(Error::format(self.name(), FormatError::new(kind).at(fqn)))
+        Err(Error::format(self.name(), FormatError::new(kind).with_path(fqn)))
     }
 
     /// How errors name it.
@@ -191,7 +191,7 @@ impl Contents {
     /// Compares the checksum of the stored bytes of a chunk.
     pub(super) fn prove(&self, storage: u32, chunk: u64, bytes: &[u8]) -> Result<()> {
         self.verified.fetch_add(wide(bytes.len()), Ordering::Relaxed);
-        let proven = self.stored(storage).prove_chunk(chunk, checksum(bytes));
+        let proven = self.stored(storage).verify_chunk(chunk, checksum(bytes));
         proven.map_err(|_| self.corrupt(storage, chunk))
     }
 
@@ -200,9 +200,9 @@ impl Contents {
         let reference = self.stored(storage);
         let place = reference.stored_chunk(chunk);
         let error = FormatError::new(FormatKind::ChunkCorrupt)
-            .byte(place.start)
-            .note(format_args!("{} bytes of shard {}", place.end - place.start, reference.shard))
-            .at(self.manifest.leaf_in(storage));
+            .with_offset(place.start)
+            .with_detail(format_args!("{} bytes of shard {}", place.end - place.start, reference.shard))
+            .with_path(self.manifest.storage_fqn(storage));
         Error::format(self.name(), error)
     }
 }
@@ -264,7 +264,7 @@ fn choose_writer(path: &ObjectPath, node: &mut Node, writer: Option<u32>) -> Res
             choose_writer(&path.clone().step(step.clone()), child, writer)
         });
     }
-    let key = writer.map(|writer| Step::Key(Key::writer(writer)));
+    let key = writer.map(|writer| Step::Key(MapKey::from_writer(writer)));
     let Some((_, own)) = children.iter().find(|(step, _)| Some(step) == key.as_ref()) else {
         let held: Vec<String> = children.iter().map(|(step, _)| step.to_string()).collect();
         return Err(say_writer(&path.fqn(), &held));
@@ -289,7 +289,7 @@ fn collect(path: &ObjectPath, node: &Node, writer: Option<u32>, tensors: &mut Te
                 .or_insert_with(|| Entry::Tensor(references.as_slice().into()));
         }
         Node::Container(Container::Divergent, children) => {
-            let key = writer.map(|writer| Step::Key(Key::writer(writer)));
+            let key = writer.map(|writer| Step::Key(MapKey::from_writer(writer)));
             if let Some((_, own)) = children.iter().find(|(step, _)| Some(step) == key.as_ref()) {
                 return collect(path, own, writer, tensors);
             }
@@ -301,7 +301,7 @@ fn collect(path: &ObjectPath, node: &Node, writer: Option<u32>, tensors: &mut Te
                 collect(&path.clone().step(step.clone()), child, writer, tensors);
             }
         }
-        Node::Leaf(_) | Node::Stored(..) => {}
+        Node::Leaf(_) | Node::StoredLeaf(..) => {}
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use bytes::Bytes;
-use tssd_format::{Blob, Map};
+use tssd_format::{Blob, Mmap};
 
 use super::lock::FileLock;
 use super::system::{self, Access};
@@ -155,7 +155,7 @@ impl Files for SystemFiles {
             return Ok(Near::new(map).mapped(maps, 0));
         }
         let bytes = Bytes::from_owner(Parting::new(Open { bytes, _maps: maps.clone() }));
-        Ok(Near::new(Map::from(bytes)).mapped(maps, 0))
+        Ok(Near::new(Mmap::from(bytes)).mapped(maps, 0))
     }
 
     fn lock(&self, path: &Path, is_shared: bool) -> io::Result<Option<Box<dyn Any + Send>>> {

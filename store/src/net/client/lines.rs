@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use tssd_format::CHUNK_BYTES;
+use tssd_format::MAX_CHUNK_BYTES;
 
 use super::{hello, unexpected};
 use crate::blob::{Boxed, Holder, Job, Proof, Proving};
@@ -174,7 +174,7 @@ impl Holder for Lines {
             blob: blob.into(),
             source: offset,
             target: 0,
-            runs: tssd_format::Runs::run(len),
+            runs: tssd_format::Runs::contiguous(len),
             proof: Proof::None,
         };
         let pulled = self.pull(vec![Job { target, boxes: vec![whole] }], &Stop::default());
@@ -214,7 +214,7 @@ impl<'a, 'n> Pulling<'a, 'n> {
             }
             let (_, first) = &self.boxes[0];
             // Pieces that are smaller than requests fill them; chunks are not cut.
-            let most = if first.runs.loops().is_empty() { CHUNK_BYTES } else { MAX_READ };
+            let most = if first.runs.loops().is_empty() { MAX_CHUNK_BYTES } else { MAX_READ };
             self.pieces = Piece::cut(first.source, first.target, &first.runs, most).into();
             if self.pieces.is_empty() {
                 self.boxes.pop_front();

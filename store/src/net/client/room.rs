@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use tssd_format::{Fill, Filled};
+use tssd_format::{WriteJob, JobChecksums};
 
 use super::calls::Owed;
 use super::{Client, PATIENCE, broken, unexpected};
@@ -302,13 +302,13 @@ fn of_segment<'a>(
 struct OfSegment<'a>(Box<dyn DownloadTarget + 'a>);
 
 impl Part for OfSegment<'_> {
-    fn begin(&mut self, job: &Fill) -> Result<()> {
+    fn begin(&mut self, job: &WriteJob) -> Result<()> {
         self.0.begin(job)
     }
 
-    fn fill(&mut self, job: &Fill) -> Result<Filled> {
+    fn fill(&mut self, job: &WriteJob) -> Result<JobChecksums> {
         let (memory, is_there) = self.0.finish()?;
-        let filled = if is_there { job.complete(memory) } else { job.run(memory) };
+        let filled = if is_there { job.run_prefilled(memory) } else { job.run(memory) };
         filled.map_err(|error| Error::request("fill", error))
     }
 
@@ -345,16 +345,16 @@ struct OfDevice<'a> {
     upload: &'a dyn Upload,
     head: Option<&'a mut [u8]>,
     /// What has come of it, if it was begun ahead.
-    filled: Option<Filled>,
+    filled: Option<JobChecksums>,
 }
 
 impl Part for OfDevice<'_> {
-    fn begin(&mut self, job: &Fill) -> Result<()> {
+    fn begin(&mut self, job: &WriteJob) -> Result<()> {
         self.filled = Some(self.upload.write(job, self.head.as_deref_mut())?);
         Ok(())
     }
 
-    fn fill(&mut self, job: &Fill) -> Result<Filled> {
+    fn fill(&mut self, job: &WriteJob) -> Result<JobChecksums> {
         match self.filled.take() {
             Some(filled) => Ok(filled),
             None => self.upload.write(job, self.head.as_deref_mut()),
@@ -373,7 +373,7 @@ struct OfShell<'a> {
 }
 
 impl Part for OfShell<'_> {
-    fn fill(&mut self, job: &Fill) -> Result<Filled> {
+    fn fill(&mut self, job: &WriteJob) -> Result<JobChecksums> {
         Part::fill(&mut &mut *self.shell, job)
     }
 

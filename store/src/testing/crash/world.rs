@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tssd_format::{Shard, ShardPlace, StateDict, Tensor, TensorSlice, Value};
+use tssd_format::{Shard, ShardSpec, StateDict, Tensor, TensorSlice, Value};
 
 use super::dice::Dice;
 use super::faulty::{Bug, Faulty};
@@ -69,7 +69,7 @@ pub(super) fn contents(value: i64, writer: Option<u64>) -> StateDict {
         Some(writer) => {
             let slice = TensorSlice::new(&[writer, 0], &[1, 32], &[2, 32]).unwrap();
             let row = Tensor::from_slice(&[value; 32], &[1, 32]).unwrap();
-            dict.insert("rows", Value::from(Shard::new(row, ShardPlace::new(slice)).unwrap()));
+            dict.insert("rows", Value::from(Shard::new(row, ShardSpec::new(slice)).unwrap()));
         }
     }
     dict.insert("value", value);

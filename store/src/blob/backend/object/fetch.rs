@@ -204,7 +204,7 @@ impl Holder for Fetcher {
     }
 
     fn read_exact_at(&self, blob: &str, target: &mut [u8], offset: u64) -> io::Result<()> {
-        let runs = Runs::run(wide(target.len()));
+        let runs = Runs::contiguous(wide(target.len()));
         let whole =
             Boxed { blob: blob.into(), source: offset, target: 0, runs, proof: Proof::None };
         let pulled = self.pull(vec![Job { target, boxes: vec![whole] }], &Stop::default());
@@ -244,7 +244,7 @@ fn cut(source: u64, target: u64, run: u64, loops: &[Loop], windows: &mut Vec<(u6
     };
     let Some((outer, inner)) = loops.split_first() else {
         for start in (0..run).step_by(native(REQUEST_BYTES)) {
-            let part = Runs::run(REQUEST_BYTES.min(run - start));
+            let part = Runs::contiguous(REQUEST_BYTES.min(run - start));
             windows.push((source + start, target + start, part));
         }
         return;
@@ -328,7 +328,7 @@ mod tests {
     use super::*;
 
     fn want(blob: &str, need: Range<u64>) -> Want {
-        let (source, runs) = (need.start, Runs::run(need.end - need.start));
+        let (source, runs) = (need.start, Runs::contiguous(need.end - need.start));
         Want { blob: blob.into(), need, source, job: 0, target: 0, runs, proof: Proof::None }
     }
 
@@ -383,7 +383,7 @@ mod tests {
             (4095..8193, 0..10_000),
             (9999..10_000, 8192..10_000),
         ] {
-            let runs = Runs::run(wanted.end - wanted.start);
+            let runs = Runs::contiguous(wanted.end - wanted.start);
             let (source, proof, mut wants) = (offset + wanted.start, proof.clone(), Vec::new());
             add(0, Boxed { blob: "blob".into(), source, target: 0, runs, proof }, &mut wants);
             let [Want { need, source: start, .. }] = &wants[..] else { panic!("{}", wants.len()) };
@@ -410,7 +410,7 @@ mod tests {
                 Arc::new(StorageReference { offset, len, chunk_size, crcs, ..Default::default() });
             for (wanted, chunks) in [(5000..5100, 1..2), (4095..8193, 0..3), (9999..10_000, 2..3)] {
                 let mut target = vec![0; wanted.len()];
-                let runs = Runs::run(wide(wanted.len()));
+                let runs = Runs::contiguous(wide(wanted.len()));
                 let (source, proof) = (4096 + wide(wanted.start), Proof::Part(storage.clone()));
                 let part = Boxed { blob: "blob".into(), source, target: 0, runs, proof };
                 let pulled = fetcher

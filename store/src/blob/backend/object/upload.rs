@@ -10,7 +10,7 @@ use object_store::multipart::PartId;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tssd_format::{Fill, Filled};
+use tssd_format::{WriteJob, JobChecksums};
 
 use super::marker;
 use crate::blob::{Part, Reservation, split};
@@ -402,7 +402,7 @@ impl UploadPart {
 }
 
 impl Part for UploadPart {
-    fn fill(&mut self, job: &Fill) -> Result<Filled> {
+    fn fill(&mut self, job: &WriteJob) -> Result<JobChecksums> {
         let inner = self.inner.clone();
         let failed = |error| Error::format(&inner.name, error);
         if !self.rest.is_empty() {

@@ -115,7 +115,7 @@ async fn what_is_lost_is_named_as_far_as_it_is_little() {
         }
         let archive = tssd_format::TorchStoreStateDict::from_state_dict(&dict).unwrap();
         let place = put(&volume.controller(), &volume, &archive).await.unwrap();
-        let manifest = format!("{}/{MANIFEST}", place.folder());
+        let manifest = format!("{}/{MANIFEST_NAME}", place.folder());
         let name = place.path(0).rsplit_once('/').unwrap().1.to_owned();
         let lost =
             |name: String| lost::slices(&volume, &manifest, &[name].into()).unwrap().unwrap();

@@ -775,7 +775,7 @@ def check_place(file: Archive, storage: Record, start: int, shard: int, where: s
         require("F-060", start <= storage.offset and storage.offset % alignment == 0, where)
         require("F-060", end <= file.shards[storage.shard].index_off, where)
     else:
-        # Storages are contiguous, so the end of the last one shows whether all end before the index.
+        # Storages follow each other, so the end of the last one shows whether all end before the index.
         require("F-060", storage.shard == 0, where)
         require("F-060", storage.offset == align_up(start, alignment), where)
 

@@ -72,7 +72,7 @@ def text(content: str) -> bytes:
 
 
 def atom(value: Any) -> tuple[int, Any] | None:
-    """Returns the node kind of a value that is not a container, and its word or bytes. None for other types."""
+    """Returns the node kind of a plain value, and its word or bytes. None for values of other types."""
     if value is None:
         return NONE_LEAF, 0
     if type(value) is bool:
@@ -140,7 +140,7 @@ def count_elements(elements: tuple) -> int:
 
 @dataclass
 class Blob:
-    """The contiguous storages, each at its alignment, with their records and checksums."""
+    """The storages, one after the other, each at its alignment, with their records and checksums."""
 
     content: bytearray = field(default_factory=bytearray)
     storages: list[bytes] = field(default_factory=list)
@@ -205,7 +205,7 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 class Index:
-    """The tables that the nodes fill. Heap and dims contain a value that several records name once."""
+    """The tables that the nodes fill. Records with equal content share one range of heap or dims."""
 
     def __init__(self, root: Node) -> None:
         self.heap, self.strings = bytearray(), {b"": 0}

@@ -5,28 +5,28 @@ use std::path::{Path, PathBuf};
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::{address, is_stream};
+use crate::input::{is_stream, object_url};
 
 /// Returns the path itself if it is a file or stdin, else all archives in and below the directory.
 ///
 /// The archives are sorted by path.
-pub(crate) fn archives_in(path: &Path) -> Result<Vec<PathBuf>> {
+pub(crate) fn list_archives(path: &Path) -> Result<Vec<PathBuf>> {
     if !is_directory(path)? {
         return Ok(vec![path.to_owned()]);
     }
-    let Found { archives, unreadable } = Found::below(path);
+    let ArchiveListing { archives, unreadable } = ArchiveListing::scan(path);
     if let Some((_, failure)) = unreadable.into_iter().next() {
         return Err(failure);
     }
     if archives.is_empty() {
-        return Err(none_in(path));
+        return Err(no_archives_failure(path));
     }
     Ok(archives)
 }
 
 /// Returns whether a path is a directory. Stdin and objects in buckets are not directories.
 pub(crate) fn is_directory(path: &Path) -> Result<bool> {
-    if is_stream(path) || address(path).is_some() {
+    if is_stream(path) || object_url(path).is_some() {
         return Ok(false);
     }
     let metadata = path.metadata().map_err(|error| Failure::io("read", path, error))?;
@@ -34,22 +34,22 @@ pub(crate) fn is_directory(path: &Path) -> Result<bool> {
 }
 
 /// Creates the failure for a directory without archives.
-pub(crate) fn none_in(directory: &Path) -> Failure {
+pub(crate) fn no_archives_failure(directory: &Path) -> Failure {
     let message = format_args!("there is no .tssd file in {}", directory.display());
     Failure::new(Exit::NotFound, message).help("check the path")
 }
 
 /// Archives in and below a directory.
 #[derive(Default)]
-pub(crate) struct Found {
+pub(crate) struct ArchiveListing {
     /// The archives, sorted by path.
     pub(crate) archives: Vec<PathBuf>,
     /// Directories that could not be listed completely, with the reason.
     pub(crate) unreadable: Vec<(PathBuf, Failure)>,
 }
 
-impl Found {
-    pub(crate) fn below(directory: &Path) -> Self {
+impl ArchiveListing {
+    pub(crate) fn scan(directory: &Path) -> Self {
         let mut found = Self::default();
         found.add_directory(directory);
         found.archives.sort();

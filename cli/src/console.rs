@@ -66,7 +66,7 @@ pub(crate) struct Console {
 
 impl Console {
     /// Returns the console of a command that writes a file. If that is stdout, reports go to stderr.
-    pub(crate) fn beside(self, output: &Path) -> Self {
+    pub(crate) fn for_output(self, output: &Path) -> Self {
         if is_stream(output) { Self { results: Stream::Stderr, ..self } } else { self }
     }
 

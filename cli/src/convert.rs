@@ -7,19 +7,20 @@ use std::path::PathBuf;
 
 use serde_json::json;
 use tssd_format::{
-    Archive, ChunkSize, ChunkPolicy, Compression, Container, Node, ObjectPath, Options, ZSTD_LEVEL_ATTR,
+    Archive, ChunkPolicy, ChunkSize, Compression, Container, Node, ObjectPath, Options,
+    ZSTD_LEVEL_ATTR,
 };
 use tssd_store::VERSION_ATTRS;
 
-use self::torch::Pickled;
+use self::torch::ConvertedCheckpoint;
 use crate::console::Console;
 use crate::document::Document;
 use crate::encode;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::output::{Output, shown};
+use crate::output::{Output, display_output_path};
 use crate::pattern::Pattern;
-use crate::size::{Size, count};
+use crate::size::{Size, pluralize};
 use crate::verify;
 
 /// Store an archive otherwise: compress it, align it, cut it finer, give it digests, or join a shard set into one.
@@ -92,10 +93,10 @@ const ZSTD_LEVELS: std::ops::RangeInclusive<i64> = -50..=22;
 /// Memory holds the whole state dict, and the compressed storages in addition. A checkpoint of torch
 /// is first converted to an archive in a scratch directory next to the output.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let console = console.beside(&args.output);
-    let checkpoint = torch::read(&args.input, &args.output, console)?;
+    let console = console.for_output(&args.output);
+    let checkpoint = torch::convert_checkpoint(&args.input, &args.output, console)?;
     let (document, file_len_before, _scratch) =
-        if let Some(Pickled { document, file_len, scratch }) = checkpoint {
+        if let Some(ConvertedCheckpoint { document, file_len, scratch }) = checkpoint {
             (document, file_len, Some(scratch))
         } else {
             let document = Document::open(&args.input)?;
@@ -112,12 +113,12 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let mut output = Output::create(&args.output, bar.clone())?;
 
     // Verify first: new checksums would hide damage.
-    let damage = verify::errors(archive, true, console);
+    let damage = verify::verify_payload(archive, true, console);
     if let Some(error) = damage.into_iter().min_by_key(tssd_format::Error::offset) {
         return Err(Failure::format(document.path(), &error));
     }
     let dict = document.to_state_dict()?;
-    let format_failure = |error| Failure::format(shown(&args.output), &error);
+    let format_failure = |error| Failure::format(display_output_path(&args.output), &error);
     let layout = encode::plan(&dict, &options, console).map_err(format_failure)?;
     bar.set_length(layout.file_len());
     layout.write_to(&mut output).map_err(format_failure)?;
@@ -127,8 +128,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let leaves = archive.leaves().len();
     let line = format!(
         "{}: {}, {} raw, file {} -> {}",
-        shown(&args.output).display(),
-        count(leaves, "leaf"),
+        display_output_path(&args.output).display(),
+        pluralize(leaves, "leaf"),
         Size(raw),
         Size(file_len_before),
         Size(file_len),

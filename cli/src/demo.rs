@@ -18,12 +18,12 @@ use tssd_store::blocking::Store;
 
 use crate::console::{Console, print, print_json};
 use crate::demo::model::Model;
-use crate::demo::round::{Measured, Round};
+use crate::demo::round::{Measurement, Round};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::interrupt::Unfinished;
+use crate::interrupt::CleanupGuard;
 use crate::size::{Size, gigabytes_per_second};
-use crate::store::failure;
+use crate::store::store_failure;
 use crate::table::{Align, Table};
 
 /// Number of versions that each store receives.
@@ -54,7 +54,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let sources: Vec<StateDict> =
         (1..=VERSIONS).map(|version| model.version(version)).collect::<Result<_>>()?;
     spinner.set_message("measuring memcpy");
-    let memcpy = machine::memcpy(model.bytes());
+    let memcpy = machine::measure_memcpy(model.bytes());
     if !console.json && !console.quiet {
         spinner.suspend(|| print(intro(&model, &memcpy)))?;
     }
@@ -62,10 +62,10 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let mut results = Vec::new();
     {
         let create = || tempfile::Builder::new().prefix("tssd-demo-").tempdir();
-        let (_cleanup, directory) = Unfinished::make(create).map_err(|error| {
+        let (_cleanup, directory) = CleanupGuard::create(create).map_err(|error| {
             Failure::new(Exit::Refused, format_args!("cannot make a temporary directory: {error}"))
         })?;
-        let store = Store::directory(directory.path()).map_err(|error| failure(&error))?;
+        let store = Store::directory(directory.path()).map_err(|error| store_failure(&error))?;
         results.push(("directory", Round::new(&store, &sources, &spinner).run()?));
         #[cfg(target_os = "linux")]
         {
@@ -74,7 +74,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
             results.push(("daemon", daemon::with_daemon(&socket, model.bytes(), round)?));
         }
     }
-    let store = Store::memory().map_err(|error| failure(&error))?;
+    let store = Store::memory().map_err(|error| store_failure(&error))?;
     results.push(("memory", Round::new(&store, &sources, &spinner).run()?));
     spinner.finish_and_clear();
     report(console, &model, &memcpy, &results)
@@ -94,12 +94,12 @@ fn report(
     console: Console,
     model: &Model,
     memcpy: &machine::Memcpy,
-    results: &[(&str, Vec<Measured>)],
+    results: &[(&str, Vec<Measurement>)],
 ) -> Result<Exit> {
     let measurements = || results.iter().flat_map(|(_, measurements)| measurements);
     let mismatches: Vec<&String> = measurements().flat_map(|each| &each.mismatches).collect();
-    let compared: u64 = measurements().map(|each| each.compared).sum();
-    let exit = if mismatches.is_empty() { Exit::Ok } else { Exit::Differs };
+    let compared: u64 = measurements().map(|each| each.bytes_compared).sum();
+    let exit = if mismatches.is_empty() { Exit::Ok } else { Exit::Mismatch };
     if console.json {
         print_json(&json!({
             "model": model.to_string(),
@@ -127,7 +127,7 @@ fn report(
     Ok(exit)
 }
 
-fn table(memcpy: &machine::Memcpy, results: &[(&str, Vec<Measured>)]) -> Table {
+fn table(memcpy: &machine::Memcpy, results: &[(&str, Vec<Measurement>)]) -> Table {
     let mut table = Table::new(&[
         ("STORE", Align::Left),
         ("OPERATION", Align::Left),
@@ -160,7 +160,7 @@ fn table(memcpy: &machine::Memcpy, results: &[(&str, Vec<Measured>)]) -> Table {
     table
 }
 
-fn measurement_json(store: &str, row: &Measured) -> Json {
+fn measurement_json(store: &str, row: &Measurement) -> Json {
     json!({
         "store": store,
         "operation": row.operation,
@@ -168,8 +168,8 @@ fn measurement_json(store: &str, row: &Measured) -> Json {
         "bytes": row.bytes,
         "seconds": row.all_seconds,
         "gb_per_s": gigabytes_per_second(row.bytes, row.seconds()),
-        "bytes_transferred": row.transferred,
-        "bytes_needed": row.needed,
+        "bytes_transferred": row.bytes_transferred,
+        "bytes_needed": row.bytes_needed,
         "versions": row.versions,
     })
 }

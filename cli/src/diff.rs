@@ -9,14 +9,16 @@ use std::path::PathBuf;
 
 use indicatif::ProgressBar;
 use serde_json::{Value as Json, json};
-use tssd_format::{AttrValue, Container, MapKey, Node, ObjectPath, Step, ContentKind, TensorReference};
+use tssd_format::{
+    AttrValue, Container, ContentKind, MapKey, Node, ObjectPath, Step, TensorReference,
+};
 
-use self::storing::Storing;
+use self::storing::StorageDiff;
 use crate::console::{Console, print, print_json};
 use crate::document::Document;
 use crate::exit::Exit;
 use crate::failure::Result;
-use crate::size::{Size, count};
+use crate::size::{Size, pluralize};
 use crate::value::{self, repr};
 
 /// Compare two files (.tssd or .safetensors) or shard sets: structure, dtypes, shapes and values.
@@ -34,22 +36,22 @@ pub(crate) struct Args {
 /// Prints every difference. The exit code says whether there is one.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let (a, b) = (Document::open(&args.a)?, Document::open(&args.b)?);
-    let Findings { found, leaves, storage_diff } = compare(&a, &b, args.values, console)?;
-    let equal = found.is_empty();
+    let Findings { differences, leaves, storage_diff } = compare(&a, &b, args.values, console)?;
+    let equal = differences.is_empty();
     if console.json {
-        let differences: Vec<Json> = found.iter().map(Difference::json).collect();
+        let differences: Vec<Json> = differences.iter().map(Difference::json).collect();
         let json = json!({
             "equal": equal, "leaves_in_both": leaves, "differences": differences,
             "stored": storage_diff.json(),
         });
         print_json(&json)?;
     } else if !console.quiet {
-        let width = found.iter().map(|each| each.path.chars().count()).max().unwrap_or(0);
-        for each in &found {
+        let width = differences.iter().map(|each| each.path.chars().count()).max().unwrap_or(0);
+        for each in &differences {
             print(format_args!("{}\n", each.line(width)))?;
         }
         let summary = if equal {
-            let content = format!("{}, {}", count(leaves, "leaf"), Size(a.file_len()));
+            let content = format!("{}, {}", pluralize(leaves, "leaf"), Size(a.file_len()));
             match storage_diff.describe() {
                 Some(storage_diff) => {
                     format!("equal in meaning: {content}; stored otherwise: {storage_diff}")
@@ -57,21 +59,21 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
                 None => format!("equal: {content}"),
             }
         } else {
-            let common = count(leaves, "leaf");
-            format!("{}; {common} in both files", count(found.len(), "difference"))
+            let common = pluralize(leaves, "leaf");
+            format!("{}; {common} in both files", pluralize(differences.len(), "difference"))
         };
         print(format_args!("{summary}\n"))?;
     }
-    Ok(if equal { Exit::Ok } else { Exit::Differs })
+    Ok(if equal { Exit::Ok } else { Exit::Mismatch })
 }
 
 /// Result of a comparison.
 pub(crate) struct Findings {
     /// Differences in meaning.
-    pub(crate) found: Vec<Difference>,
+    pub(crate) differences: Vec<Difference>,
     /// Number of leaves that are in both files.
     leaves: u64,
-    storage_diff: Storing,
+    storage_diff: StorageDiff,
 }
 
 /// Compares two files leaf by leaf. Memory holds two leaves at a time.
@@ -90,9 +92,9 @@ pub(crate) fn compare(
         b,
         values_only,
         bar: console.bytes_bar("comparing", a.file_len()),
-        found: Vec::new(),
+        differences: Vec::new(),
         leaves: 0,
-        storage_diff: Storing::of(a.archive(), b.archive()),
+        storage_diff: StorageDiff::from_archives(a.archive(), b.archive()),
         tensors: Vec::new(),
     };
     if !values_only {
@@ -103,8 +105,8 @@ pub(crate) fn compare(
         comparison.compare_ties();
     }
     comparison.bar.finish_and_clear();
-    let Comparison { found, leaves, storage_diff, .. } = comparison;
-    Ok(Findings { found, leaves, storage_diff })
+    let Comparison { differences, leaves, storage_diff, .. } = comparison;
+    Ok(Findings { differences, leaves, storage_diff })
 }
 
 /// Flattens a tree into one dict of all leaves by fqn.
@@ -144,10 +146,10 @@ struct Comparison<'a> {
     b: &'a Document,
     values_only: bool,
     bar: ProgressBar,
-    found: Vec<Difference>,
+    differences: Vec<Difference>,
     /// Number of leaves that are in both files.
     leaves: u64,
-    storage_diff: Storing,
+    storage_diff: StorageDiff,
     /// Path and references of the tensors with equal dtype and shape in both files, in the order of `a`.
     tensors: Vec<(String, TensorReference, TensorReference)>,
 }
@@ -155,23 +157,24 @@ struct Comparison<'a> {
 impl Comparison<'_> {
     fn add_difference(&mut self, kind: &'static str, path: &ObjectPath, detail: impl Into<String>) {
         let path = if path.steps().is_empty() { "(all)".into() } else { path.fqn() };
-        self.found.push(Difference { kind, path, detail: detail.into(), elements: None });
+        self.differences.push(Difference { kind, path, detail: detail.into(), elements: None });
     }
 
     /// Compares the attributes of the files.
     fn compare_attributes(&mut self) {
-        let (a, b) = if self.a.is_set() || self.b.is_set() {
-            (self.a.own_attrs(), self.b.own_attrs())
+        let (a, b) = if self.a.is_shard_set() || self.b.is_shard_set() {
+            (self.a.attrs_without_version(), self.b.attrs_without_version())
         } else {
             (self.a.attrs(), self.b.attrs())
         };
         let names: BTreeSet<&String> = a.keys().chain(b.keys()).collect();
         for name in names.into_iter().filter(|name| a.get(*name) != b.get(*name)) {
-            let display =
-                |value: Option<&AttrValue>| value.map_or_else(|| "nothing".into(), value::of_attr);
+            let display = |value: Option<&AttrValue>| {
+                value.map_or_else(|| "nothing".into(), value::attr_repr)
+            };
             let detail = format!("{} -> {}", display(a.get(name)), display(b.get(name)));
             let path = format!("(attribute) {name}");
-            self.found.push(Difference { kind: "value", path, detail, elements: None });
+            self.differences.push(Difference { kind: "value", path, detail, elements: None });
         }
     }
 
@@ -230,7 +233,7 @@ impl Comparison<'_> {
                     (first, distance) => format!("tied to {first}, {distance} bytes further"),
                 });
             let (path, detail) = (path.clone(), format!("{a} -> {b}"));
-            self.found.push(Difference { kind: "ties", path, detail, elements: None });
+            self.differences.push(Difference { kind: "ties", path, detail, elements: None });
         }
     }
 
@@ -312,7 +315,8 @@ impl Comparison<'_> {
         self.tensors.push((path.fqn(), a.clone(), b.clone()));
         if a.shard_spec != b.shard_spec {
             let region_of = |tensor: &TensorReference| {
-                let region = tensor.shard_spec.as_ref().map(|place| place.slice().region().to_string());
+                let region =
+                    tensor.shard_spec.as_ref().map(|place| place.slice().region().to_string());
                 region.unwrap_or_else(|| "whole".into())
             };
             self.add_difference("slice", path, format!("{} -> {}", region_of(a), region_of(b)));
@@ -332,7 +336,7 @@ impl Comparison<'_> {
         let delta = elements::compare(&left, &right);
         let detail = delta.describe(a.meta.numel());
         self.add_difference("values", path, detail);
-        if let Some(last) = self.found.last_mut() {
+        if let Some(last) = self.differences.last_mut() {
             last.elements = Some(delta);
         }
         Ok(())

@@ -13,7 +13,7 @@ use tssd_store::VERSION_ATTRS;
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::{is_shard_set, open, open_archive, shown};
+use crate::input::{display_input_path, is_shard_set, open, open_archive};
 
 /// An open file whose structure has been verified. Each tensor is read on demand.
 pub(crate) struct Document {
@@ -32,10 +32,10 @@ impl Document {
     /// A directory with a manifest is opened as a shard set.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         if is_shard_set(path) {
-            return Ok(Self::of(path, open_archive(path)?));
+            return Ok(Self::from_archive(path, open_archive(path)?));
         }
         let file = open(path)?;
-        let path = shown(path);
+        let path = display_input_path(path);
         let format_failure = |error| Failure::format(path, &error);
         if looks_like_torch(&*file) {
             let message = format_args!("{} is a file of torch.save", path.display());
@@ -53,7 +53,7 @@ impl Document {
     }
 
     /// Wraps an archive that is already open.
-    pub(crate) fn of(path: &Path, archive: Archive) -> Self {
+    pub(crate) fn from_archive(path: &Path, archive: Archive) -> Self {
         Self { path: path.to_owned(), source: Source::Archive(archive) }
     }
 
@@ -98,12 +98,12 @@ impl Document {
     }
 
     /// Returns whether the file is a shard set, or the manifest of one.
-    pub(crate) fn is_set(&self) -> bool {
+    pub(crate) fn is_shard_set(&self) -> bool {
         self.archive().is_some_and(|archive| !archive.shards().is_empty())
     }
 
     /// Returns [`attrs`](Self::attrs) without those that a store adds to a version.
-    pub(crate) fn own_attrs(&self) -> Attrs {
+    pub(crate) fn attrs_without_version(&self) -> Attrs {
         let mut attrs = self.attrs();
         attrs.retain(|name, _| !VERSION_ATTRS.contains(&name.as_str()));
         attrs

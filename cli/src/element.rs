@@ -17,7 +17,7 @@ pub(crate) enum Number {
 impl Number {
     /// Returns the absolute difference of two numbers of the same dtype.
     #[expect(clippy::cast_precision_loss, reason = "a distance is shown, not computed with")]
-    pub(crate) fn apart(self, other: Self) -> f64 {
+    pub(crate) fn abs_difference(self, other: Self) -> f64 {
         match (self, other) {
             (Self::Int(a), Self::Int(b)) => a.abs_diff(b) as f64,
             // The difference of equal infinities, and of the two zeros, is 0.
@@ -55,15 +55,15 @@ impl fmt::Display for Number {
 
 /// Decoder for the elements of a dtype.
 #[derive(Clone, Copy)]
-pub(crate) struct Reader {
+pub(crate) struct ElementDecoder {
     read: fn(&[u8]) -> Number,
     /// Bytes of one number, which is half an element for complex dtypes.
     size: usize,
 }
 
-impl Reader {
+impl ElementDecoder {
     /// Returns the decoder of a dtype, or `None` if the elements are packed or quantized.
-    pub(crate) fn of(dtype: Dtype) -> Option<Self> {
+    pub(crate) fn for_dtype(dtype: Dtype) -> Option<Self> {
         let part = match dtype {
             Dtype::Complex32 => Dtype::Float16,
             Dtype::Bcomplex32 => Dtype::Bfloat16,
@@ -181,7 +181,7 @@ fn power_of_two(item: &[u8]) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::{Reader, SpecialValues, minifloat, power_of_two};
+    use super::{ElementDecoder, SpecialValues, minifloat, power_of_two};
 
     /// Checks extreme values from the tables of OCP and ONNX.
     #[test]
@@ -223,12 +223,12 @@ mod tests {
             (Dtype::Float8E5m2fnuz, &[0x01], &[0x81], 2),
             (Dtype::Float8E8m0fnu, &[127], &[130], 3),
         ] {
-            let reader = Reader::of(dtype).unwrap();
+            let reader = ElementDecoder::for_dtype(dtype).unwrap();
             let [a, b] = [a, b].map(|item| reader.numbers(item).next().unwrap());
             assert_eq!(a.ulps(b), Some(ulps), "{dtype}: {a} and {b}");
             assert_eq!(b.ulps(a), Some(ulps), "{dtype}: {b} and {a}");
         }
-        let complex = Reader::of(Dtype::Complex32).unwrap();
+        let complex = ElementDecoder::for_dtype(Dtype::Complex32).unwrap();
         let parts: Vec<String> =
             complex.numbers(&[0x00, 0x3C, 0x00, 0xC0]).map(|part| part.to_string()).collect();
         assert_eq!(parts, ["1.0", "-2.0"]);

@@ -1,6 +1,6 @@
 //! Encoding of a state dict as an archive, with compression on all cores.
 
-use tssd_format::{Draft, Layout, Options, CompressJob, Result, StateDict};
+use tssd_format::{CompressJob, Draft, Layout, Options, Result, StateDict};
 
 use crate::console::Console;
 use crate::parallel;
@@ -9,6 +9,7 @@ use crate::parallel;
 pub(crate) fn plan(dict: &StateDict, options: &Options, console: Console) -> Result<Layout> {
     let draft = Draft::new(dict, options)?;
     let jobs = draft.jobs();
-    let compressed = parallel::map(&jobs, (console, "compressing"), CompressJob::len, CompressJob::run);
+    let compressed =
+        parallel::map(&jobs, (console, "compressing"), CompressJob::len, CompressJob::run);
     draft.into_layout(compressed.into_iter().collect::<Result<Vec<_>>>()?)
 }

@@ -10,7 +10,7 @@ pub(crate) enum Exit {
     /// Success.
     Ok = 0,
     /// Files differ, bytes are damaged, or a comparison failed.
-    Differs = 1,
+    Mismatch = 1,
     /// The command line is invalid. clap exits with the same number.
     Usage = 2,
     /// A file, key or version does not exist.
@@ -26,7 +26,7 @@ pub(crate) enum Exit {
 impl Exit {
     const TABLE: [(Self, &'static str); 7] = [
         (Self::Ok, "success"),
-        (Self::Differs, "files differ, bytes are damaged, or a comparison failed"),
+        (Self::Mismatch, "files differ, bytes are damaged, or a comparison failed"),
         (Self::Usage, "the command line makes no sense"),
         (Self::NotFound, "a file, key or version is not there"),
         (Self::Unreachable, "the store cannot be reached"),

@@ -61,13 +61,13 @@ impl Failure {
         let kind = error.kind();
         let (exit, help) = exit_and_help_of_format(kind);
         let mut failure = Self::new(exit, format_args!("{}: {error}", path.display()));
-        failure.0.code = Some(Self::code_of(kind));
+        failure.0.code = Some(Self::error_code(kind));
         failure.0.help = help.map(Into::into);
         failure
     }
 
     /// Returns the rule that an error kind breaks, followed by the name of the kind.
-    pub(crate) fn code_of(kind: ErrorKind) -> String {
+    pub(crate) fn error_code(kind: ErrorKind) -> String {
         format!("{} {}", kind.rule(), kind.name())
     }
 
@@ -154,7 +154,7 @@ fn exit_and_help_of_io(kind: io::ErrorKind) -> (Exit, Option<&'static str>) {
 fn exit_and_help_of_format(kind: ErrorKind) -> (Exit, Option<&'static str>) {
     match kind {
         ErrorKind::NotTssd => {
-            (Exit::Differs, Some("`tssd pack` makes an archive of a safetensors file"))
+            (Exit::Mismatch, Some("`tssd pack` makes an archive of a safetensors file"))
         }
         ErrorKind::UnsupportedVersion | ErrorKind::UnknownIncompat | ErrorKind::IndexCodec => {
             (Exit::Refused, Some("the file was written by a newer tssd: read it with that one"))
@@ -169,11 +169,11 @@ fn exit_and_help_of_format(kind: ErrorKind) -> (Exit, Option<&'static str>) {
             Some("this is a manifest: name its directory to read the archives beside it too"),
         ),
         ErrorKind::NotSafetensors => (
-            Exit::Differs,
+            Exit::Mismatch,
             Some("the file is damaged, incomplete or of another format: take another copy of it"),
         ),
         ErrorKind::WeightMap => (
-            Exit::Differs,
+            Exit::Mismatch,
             Some("the directory is damaged, incomplete or of two models: take another copy of it"),
         ),
         ErrorKind::NotImportable => {
@@ -188,7 +188,7 @@ fn exit_and_help_of_format(kind: ErrorKind) -> (Exit, Option<&'static str>) {
             Some("it is not as `tssd pack` writes it: keep this state dict as .tssd"),
         ),
         kind if kind.rule().starts_with("F-") => {
-            (Exit::Differs, Some("the file is damaged or incomplete: take another copy of it"))
+            (Exit::Mismatch, Some("the file is damaged or incomplete: take another copy of it"))
         }
         _ => (Exit::Refused, None),
     }

@@ -19,7 +19,7 @@ pub(crate) fn is_stream(path: &Path) -> bool {
 }
 
 /// Returns an input path for messages: `<stdin>` instead of `-`.
-pub(crate) fn shown(path: &Path) -> &Path {
+pub(crate) fn display_input_path(path: &Path) -> &Path {
     if is_stream(path) { Path::new("<stdin>") } else { path }
 }
 
@@ -30,10 +30,10 @@ pub(crate) fn open(path: &Path) -> Result<Arc<dyn Blob>> {
     if is_stream(path) {
         let mut bytes = Vec::new();
         let read = stdin()?.read_to_end(&mut bytes);
-        read.map_err(|error| Failure::io("read", shown(path), error))?;
+        read.map_err(|error| Failure::io("read", display_input_path(path), error))?;
         return Ok(Arc::new(Bytes::from(bytes)));
     }
-    if let Some(url) = address(path) {
+    if let Some(url) = object_url(path) {
         return tssd_store::file::open_object(url).map_err(|error| {
             let (exit, help) = match error.kind() {
                 StoreErrorKind::Invalid => return Failure::new(Exit::Usage, error),
@@ -62,7 +62,7 @@ pub(crate) fn open(path: &Path) -> Result<Arc<dyn Blob>> {
 }
 
 /// Returns the URL of an object in a bucket, or `None` if the path is an ordinary path.
-pub(crate) fn address(path: &Path) -> Option<&str> {
+pub(crate) fn object_url(path: &Path) -> Option<&str> {
     path.to_str().filter(|url| tssd_store::file::is_object(url))
 }
 
@@ -76,7 +76,7 @@ pub(crate) fn is_shard_set(path: &Path) -> bool {
 /// # Errors
 ///
 /// The outer error is an I/O failure. The inner error is a defect of the set, which the caller judges.
-pub(crate) fn open_set(directory: &Path) -> Result<Result<Archive, Error>> {
+pub(crate) fn open_shard_set(directory: &Path) -> Result<Result<Archive, Error>> {
     match tssd_format::open_shard_set(directory) {
         Err(error) if error.kind() == ErrorKind::Io => {
             // Name the file of the set that failed, not the directory.
@@ -89,9 +89,10 @@ pub(crate) fn open_set(directory: &Path) -> Result<Result<Archive, Error>> {
 /// Opens a file, or the shard set of a directory, as one archive.
 pub(crate) fn open_archive(path: &Path) -> Result<Archive> {
     if is_shard_set(path) {
-        return open_set(path)?.map_err(|error| Failure::format(path, &error));
+        return open_shard_set(path)?.map_err(|error| Failure::format(path, &error));
     }
-    Archive::from_blob(open(path)?).map_err(|error| Failure::format(shown(path), &error))
+    Archive::from_blob(open(path)?)
+        .map_err(|error| Failure::format(display_input_path(path), &error))
 }
 
 /// Locks stdin.

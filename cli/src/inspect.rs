@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use serde_json::{Map, Value as Json, json};
 
-use crate::archives::archives_in;
+use crate::archives::list_archives;
 use crate::console::{Console, print, print_json};
 use crate::document::Document;
 use crate::exit::Exit;
@@ -39,7 +39,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         return digests::run(&args.path, console);
     }
     let is_directory = !is_stream(&args.path) && args.path.is_dir() && !is_shard_set(&args.path);
-    let files = if is_directory { archives_in(&args.path)? } else { vec![args.path.clone()] };
+    let files = if is_directory { list_archives(&args.path)? } else { vec![args.path.clone()] };
     let mut views = Map::new();
     for path in &files {
         let document = Document::open(path)?;
@@ -52,7 +52,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
             views.insert(path.display().to_string(), view);
             continue;
         }
-        let tree = tree::Tree::of(&document, console.verbose);
+        let tree = tree::Tree::new(&document, console.verbose);
         if is_directory && !console.verbose {
             print(format_args!("{}: {}\n", path.display(), tree.summary))?;
         } else {

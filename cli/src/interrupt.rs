@@ -51,7 +51,7 @@ fn exit(exit: Exit) -> ! {
 ///
 /// The daemon uses it instead of [`install`], because it shuts down by itself.
 #[cfg(target_os = "linux")]
-pub(crate) fn notified() -> Result<tokio::sync::oneshot::Receiver<()>> {
+pub(crate) fn shutdown_signal() -> Result<tokio::sync::oneshot::Receiver<()>> {
     let (sender, receiver) = tokio::sync::oneshot::channel();
     let mut sender = Some(sender);
     ctrlc::set_handler(move || drop(sender.take())).map_err(|error| {
@@ -84,14 +84,14 @@ fn remove(path: &Path) {
 
 /// Guard of a file or directory: while it lives, an interrupt removes the path.
 #[derive(Debug)]
-pub(crate) struct Unfinished(PathBuf);
+pub(crate) struct CleanupGuard(PathBuf);
 
-impl Unfinished {
+impl CleanupGuard {
     /// Creates a file or a directory with `make`, and registers its path.
     ///
     /// The list is locked meanwhile: an interrupt comes before the creation, or finds the path in the
     /// list. The file is the second element, so that it is dropped before the guard.
-    pub(crate) fn make<T: AsRef<Path>>(
+    pub(crate) fn create<T: AsRef<Path>>(
         make: impl FnOnce() -> io::Result<T>,
     ) -> io::Result<(Self, T)> {
         let mut paths = lock_cleanup_paths();
@@ -102,7 +102,7 @@ impl Unfinished {
     }
 }
 
-impl Drop for Unfinished {
+impl Drop for CleanupGuard {
     fn drop(&mut self) {
         lock_cleanup_paths().retain(|path| *path != self.0);
     }

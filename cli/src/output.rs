@@ -12,7 +12,7 @@ use tssd_store::Replacement;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::is_stream;
-use crate::interrupt::Unfinished;
+use crate::interrupt::CleanupGuard;
 
 pub(crate) use directory::{OutputDirectory, OutputFile};
 pub(crate) use scratch::Scratch;
@@ -34,7 +34,7 @@ enum Sink {
         target: PathBuf,
         stream: BufWriter<Replacement>,
         // Dropped after the file, so that the path is registered for as long as the file exists.
-        cleanup: Unfinished,
+        cleanup: CleanupGuard,
     },
     Stdout(BufWriter<StdoutLock<'static>>),
 }
@@ -43,7 +43,7 @@ enum Sink {
 const BUFFER_BYTES: usize = 1 << 20;
 
 /// Returns an output path for messages: `<stdout>` instead of `-`.
-pub(crate) fn shown(target: &Path) -> &Path {
+pub(crate) fn display_output_path(target: &Path) -> &Path {
     if is_stream(target) { Path::new("<stdout>") } else { target }
 }
 
@@ -60,7 +60,7 @@ impl Output {
                 .help("name a file, which is replaced once the new one is complete"));
         }
         let create = || Replacement::create(target, true);
-        let (cleanup, file) = Unfinished::make(create).map_err(io_failure)?;
+        let (cleanup, file) = CleanupGuard::create(create).map_err(io_failure)?;
         let stream = BufWriter::with_capacity(BUFFER_BYTES, file);
         Ok(Self {
             sink: Sink::File { target: target.to_owned(), stream, cleanup },
@@ -131,7 +131,7 @@ fn resolve(target: &Path) -> io::Result<PathBuf> {
     }
 }
 
-fn directory_of(target: &Path) -> &Path {
+fn parent_directory(target: &Path) -> &Path {
     match target.parent() {
         Some(parent) if parent != Path::new("") => parent,
         _ => Path::new("."),

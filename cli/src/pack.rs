@@ -17,8 +17,8 @@ use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::is_stream;
-use crate::output::{Output, shown};
-use crate::size::{Size, count, listed};
+use crate::output::{Output, display_output_path};
+use crate::size::{Size, join_names, pluralize};
 
 /// Pack a safetensors file, or the directory of a Hugging Face model, into an archive.
 ///
@@ -39,26 +39,26 @@ pub(crate) struct Args {
 
 /// Packs tensor by tensor, then file by file. Memory holds one of them at a time.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let console = console.beside(&args.output);
+    let console = console.for_output(&args.output);
     let input = &*args.input;
     let source = if !is_stream(input) && input.is_dir() {
         directory::open(input, args.follow_links, &args.output)?
     } else {
         Source::open(input)?
     };
-    let (tensors, bytes) = (source.tensors(), source.bytes());
-    let other_bytes = source.others.iter().map(|other| other.len).fold(0, u64::saturating_add);
+    let (tensors, bytes) = (source.tensor_count(), source.tensor_bytes());
+    let other_bytes = source.other_files.iter().map(|other| other.len).fold(0, u64::saturating_add);
     let bar = console.bytes_bar("packing", bytes.saturating_add(other_bytes));
     let output = Output::create(&args.output, bar)?;
 
-    let target = shown(&args.output);
+    let target = display_output_path(&args.output);
     let format_failure = |error| Failure::format(target, &error);
-    let Source { attrs, files, others, left_alone } = source;
+    let Source { attrs, files, other_files, skipped } = source;
     let options =
         attrs.into_iter().fold(Options::new(), |options, (name, value)| options.attr(name, value));
     let mut writer = ArchiveWriter::new(output, options).map_err(format_failure)?;
     Source::read(files, &mut |name, tensor| writer.insert(name, tensor).map_err(format_failure))?;
-    for other in &others {
+    for other in &other_files {
         let content = Bytes::from(other.read()?);
         writer.insert_into(FILES_KEY, other.name.as_str(), content).map_err(format_failure)?;
     }
@@ -66,18 +66,19 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     output.flush().map_err(|error| Failure::io("write", target, error))?;
     let file_len = output.commit()?;
 
-    let names: Vec<&str> = others.iter().map(|other| &*other.name).collect();
-    let mut line = format!("{}: {}, {}", target.display(), count(tensors, "tensor"), Size(bytes));
+    let names: Vec<&str> = other_files.iter().map(|other| &*other.name).collect();
+    let mut line =
+        format!("{}: {}, {}", target.display(), pluralize(tensors, "tensor"), Size(bytes));
     if !names.is_empty() {
-        line = format!("{line}, {}, {}", count(names.len(), "other file"), Size(other_bytes));
+        line = format!("{line}, {}, {}", pluralize(names.len(), "other file"), Size(other_bytes));
     }
     line = format!("{line}, file {}", Size(file_len));
-    if !left_alone.is_empty() {
-        line = format!("{line}\nleft alone: {}", listed(&left_alone));
+    if !skipped.is_empty() {
+        line = format!("{line}\nleft alone: {}", join_names(&skipped));
     }
     let json = json!({
         "output": args.output, "tensors": tensors, "bytes": bytes, "file_len": file_len,
-        "files": names, "left_alone": left_alone,
+        "files": names, "left_alone": skipped,
     });
     console.report(line, &json)?;
     Ok(Exit::Ok)

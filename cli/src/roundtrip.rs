@@ -9,18 +9,19 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value as Json, json};
 use tssd_format::{
-    Archive, Attrs, Blob, Error, ErrorKind, Layout, MANIFEST_NAME, Options, ZSTD_LEVEL_ATTR, encode_manifest,
+    Archive, Attrs, Blob, Error, ErrorKind, Layout, MANIFEST_NAME, Options, ZSTD_LEVEL_ATTR,
+    encode_manifest,
 };
 
-use self::same::Same;
-use crate::archives::archives_in;
+use self::same::CompareWriter;
+use crate::archives::list_archives;
 use crate::console::{Console, print, print_json};
 use crate::diff;
 use crate::document::{Document, looks_like_safetensors};
 use crate::encode;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::{open, open_set, shown};
+use crate::input::{display_input_path, open, open_shard_set};
 use crate::verify;
 
 /// Maximum number of reasons that are printed for a file. Further reasons are counted.
@@ -65,7 +66,7 @@ struct Verdict {
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let mut files = Vec::new();
     for path in &args.paths {
-        files.extend(archives_in(path)?);
+        files.extend(list_archives(path)?);
     }
     let mut results = Vec::new();
     for path in &files {
@@ -87,7 +88,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         let parts = Outcome::ALL.map(|(outcome, name)| format!("{} {name}", count(outcome)));
         print(format_args!("{}\n", parts.join(", ")))?;
     }
-    Ok(if count(Outcome::Lossy) == 0 { Exit::Ok } else { Exit::Differs })
+    Ok(if count(Outcome::Lossy) == 0 { Exit::Ok } else { Exit::Mismatch })
 }
 
 impl Verdict {
@@ -110,7 +111,8 @@ impl Verdict {
     }
 
     fn lines(&self, path: &Path) -> String {
-        let mut lines = format!("{:9}  {}", self.outcome.name(), shown(path).display());
+        let mut lines =
+            format!("{:9}  {}", self.outcome.name(), display_input_path(path).display());
         if self.outcome != Outcome::Lossy && !self.reasons.is_empty() {
             return format!("{lines}  {}\n", self.reasons.join("; "));
         }
@@ -126,7 +128,7 @@ impl Verdict {
 }
 
 /// Converts a format error to a verdict. An I/O error is a failure of the command.
-fn verdict_of(path: &Path, error: &Error) -> Result<Verdict> {
+fn verdict_from_error(path: &Path, error: &Error) -> Result<Verdict> {
     let rule = error.kind().rule();
     if error.kind().rule() == "io" {
         return Err(Failure::format(path, error));
@@ -136,28 +138,30 @@ fn verdict_of(path: &Path, error: &Error) -> Result<Verdict> {
 
 fn check(path: &Path, console: Console) -> Result<Verdict> {
     let file = open(path)?;
-    let path = shown(path);
+    let path = display_input_path(path);
     if looks_like_safetensors(&*file) {
         return packed::check(path, &*file, console);
     }
     let archive = match Archive::from_blob(file.clone()) {
         Ok(archive) => archive,
-        Err(error) => return verdict_of(path, &error),
+        Err(error) => return verdict_from_error(path, &error),
     };
     if archive.is_manifest_only() {
         return check_manifest(path, &archive, &*file, console);
     }
     let layout = match reencode(&archive, console) {
         Ok(layout) => layout,
-        Err(error) => return verdict_of(path, &error),
+        Err(error) => return verdict_from_error(path, &error),
     };
-    let mut comparer = Same::to(&*file);
+    let mut comparer = CompareWriter::new(&*file);
     match layout.write_to(&mut comparer) {
-        Ok(()) if comparer.is_whole() => return Ok(Verdict::identical()),
-        Err(error) if comparer.difference().is_none() => return Err(Failure::format(path, &error)),
+        Ok(()) if comparer.is_complete() => return Ok(Verdict::identical()),
+        Err(error) if comparer.first_difference().is_none() => {
+            return Err(Failure::format(path, &error));
+        }
         _ => {}
     }
-    compare(path, archive, layout, note_of(&comparer), console)
+    compare(path, archive, layout, difference_note(&comparer), console)
 }
 
 /// Plans an archive of the state dict of an archive.
@@ -166,8 +170,8 @@ fn reencode(archive: &Archive, console: Console) -> Result<Layout, Error> {
 }
 
 /// Returns the first difference as text.
-fn note_of(comparer: &Same<'_>) -> String {
-    let at = comparer.difference().map(|at| format!("other bytes from byte {at} on"));
+fn difference_note(comparer: &CompareWriter<'_>) -> String {
+    let at = comparer.first_difference().map(|at| format!("other bytes from byte {at} on"));
     at.unwrap_or_else(|| "it ends earlier".into())
 }
 
@@ -180,7 +184,7 @@ fn compare(
     console: Console,
 ) -> Result<Verdict> {
     // Verify first: new checksums would hide damage.
-    let mut damage = verify::errors(&archive, true, console);
+    let mut damage = verify::verify_payload(&archive, true, console);
     damage.sort_by_key(Error::offset);
     if !damage.is_empty() {
         let reason = |error: &Error| format!("{}  {error}", error.kind().rule());
@@ -192,8 +196,8 @@ fn compare(
     drop(layout);
     let rewritten = Archive::from_bytes(bytes).map_err(format_failure)?;
     let attrs_differ = attrs_without_level(&archive) != attrs_without_level(&rewritten);
-    let [old, new] = [archive, rewritten].map(|archive| Document::of(path, archive));
-    let found = diff::compare(&old, &new, false, console)?.found;
+    let [old, new] = [archive, rewritten].map(|archive| Document::from_archive(path, archive));
+    let found = diff::compare(&old, &new, false, console)?.differences;
     let mut reasons: Vec<String> = found.iter().map(|each| each.line(0)).collect();
     if attrs_differ && reasons.is_empty() {
         reasons.push("attributes differ".to_owned());
@@ -217,15 +221,16 @@ fn check_manifest(
 ) -> Result<Verdict> {
     let storages: Vec<_> =
         (0..archive.storage_count()).map(|number| archive.storage(number)).collect();
-    let bytes = encode_manifest(&archive.structure(), &storages, &archive.attrs(), &archive.shards());
+    let bytes =
+        encode_manifest(&archive.structure(), &storages, &archive.attrs(), &archive.shards());
     let bytes = match bytes {
         Ok(bytes) => bytes,
-        Err(error) => return verdict_of(path, &error),
+        Err(error) => return verdict_from_error(path, &error),
     };
-    let mut comparer = Same::to(file);
+    let mut comparer = CompareWriter::new(file);
     let index = match comparer.write_all(&bytes) {
-        Ok(()) if comparer.is_whole() => Verdict::identical(),
-        Err(error) if comparer.difference().is_none() => {
+        Ok(()) if comparer.is_complete() => Verdict::identical(),
+        Err(error) if comparer.first_difference().is_none() => {
             return Err(Failure::io("read", path, error));
         }
         _ => {
@@ -237,7 +242,7 @@ fn check_manifest(
                     .zip(&storages)
                     .all(|(number, storage)| rewritten.storage(number) == *storage);
             if is_equal {
-                Verdict::equal(note_of(&comparer))
+                Verdict::equal(difference_note(&comparer))
             } else {
                 Verdict::lossy(["the index means something else".to_owned()])
             }
@@ -251,9 +256,9 @@ fn check_manifest(
         return Ok(index.with_note("the index alone, not what it names"));
     }
     let directory = if directory == Path::new("") { Path::new(".") } else { directory };
-    let set = match open_set(directory)? {
+    let set = match open_shard_set(directory)? {
         Ok(set) => set,
-        Err(error) => return verdict_of(path, &error),
+        Err(error) => return verdict_from_error(path, &error),
     };
     match reencode(&set, console) {
         Ok(layout) => {
@@ -264,6 +269,6 @@ fn check_manifest(
         Err(error) if error.kind() == ErrorKind::ShardTable => {
             Ok(index.with_note("not joined, as its writers hold different values"))
         }
-        Err(error) => verdict_of(path, &error),
+        Err(error) => verdict_from_error(path, &error),
     }
 }

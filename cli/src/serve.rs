@@ -15,7 +15,7 @@ use crate::failure::{Failure, Result};
 use crate::interrupt;
 use crate::notify::notify;
 use crate::size::Size;
-use crate::store::failure;
+use crate::store::store_failure;
 
 /// Serve a store to the processes of this host, in shared memory, until SIGTERM or Ctrl-C.
 ///
@@ -94,10 +94,10 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         // Do not keep the working directory of the client in use.
         let _ = std::env::set_current_dir("/");
     }
-    let stop = interrupt::notified()?;
+    let stop = interrupt::shutdown_signal()?;
     let name = args.socket.to_str().filter(|name| !name.contains('/'));
     let mut options =
-        DaemonOptions::of(name.unwrap_or("default")).map_err(|error| failure(&error))?;
+        DaemonOptions::of(name.unwrap_or("default")).map_err(|error| store_failure(&error))?;
     if name.is_none() {
         options.socket.clone_from(&args.socket);
     }
@@ -126,7 +126,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let daemon = Daemon::bind(options).map_err(|error| match error.kind() {
         ErrorKind::Unreachable => Failure::new(Exit::Unreachable, error)
             .help("check the address of --controller, --meta or --bucket, and whether it is there"),
-        _ => failure(&error),
+        _ => store_failure(&error),
     })?;
     let (socket, pid) = (daemon.socket().display().to_string(), std::process::id());
     let (metrics, address) = (daemon.metrics(), daemon.address());
@@ -163,7 +163,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     console.report(line, &json)?;
     notify("READY=1")
         .map_err(|error| Failure::new(Exit::Refused, format_args!("NOTIFY_SOCKET: {error}")))?;
-    daemon.serve(stop).map_err(|error| failure(&error))?;
+    daemon.serve(stop).map_err(|error| store_failure(&error))?;
     // The daemon has stopped, so a failed notification has no effect.
     let _ = notify("STOPPING=1");
     Ok(Exit::Ok)

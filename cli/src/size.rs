@@ -73,7 +73,7 @@ pub(crate) fn gigabytes_per_second(bytes: u64, seconds: f64) -> f64 {
 }
 
 /// Returns the throughput as text, in GB/s, or in MB/s below 0.1 GB/s.
-pub(crate) fn speed(bytes: u64, seconds: f64) -> String {
+pub(crate) fn format_throughput(bytes: u64, seconds: f64) -> String {
     match gigabytes_per_second(bytes, seconds) {
         speed if speed < 0.1 => format!("{:.1} MB/s", speed * 1000.0),
         speed if speed < 10.0 => format!("{speed:.2} GB/s"),
@@ -82,7 +82,7 @@ pub(crate) fn speed(bytes: u64, seconds: f64) -> String {
 }
 
 /// Returns a number with its noun: `1 tensor`, `2 tensors`.
-pub(crate) fn count(number: impl TryInto<u64>, noun: &str) -> String {
+pub(crate) fn pluralize(number: impl TryInto<u64>, noun: &str) -> String {
     let number = number.try_into().unwrap_or(u64::MAX);
     let plural = match noun.strip_suffix("leaf") {
         Some(kind) => format!("{kind}leaves"),
@@ -92,7 +92,7 @@ pub(crate) fn count(number: impl TryInto<u64>, noun: &str) -> String {
 }
 
 /// Joins the first four names with commas, and adds the number of the others.
-pub(crate) fn listed(names: &[impl AsRef<str>]) -> String {
+pub(crate) fn join_names(names: &[impl AsRef<str>]) -> String {
     const SHOWN_MAX: usize = 4;
     let shown: Vec<&str> = names.iter().take(SHOWN_MAX).map(AsRef::as_ref).collect();
     let shown = shown.join(", ");

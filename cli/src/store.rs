@@ -59,18 +59,18 @@ impl Address {
 fn connect_failure(error: &Error) -> Failure {
     match error.kind() {
         ErrorKind::Invalid => Failure::new(Exit::Usage, error),
-        _ => failure(error),
+        _ => store_failure(error),
     }
 }
 
 /// Creates the failure for an error of a store, with help.
-pub(crate) fn failure(error: &Error) -> Failure {
+pub(crate) fn store_failure(error: &Error) -> Failure {
     let (exit, help) = match error.kind() {
         ErrorKind::NotFound => {
             (Exit::NotFound, "`tssd ls` lists the keys, `tssd ls KEY` its versions")
         }
         ErrorKind::Corrupt => {
-            (Exit::Differs, "`tssd verify` names all damage; get another version, or put it again")
+            (Exit::Mismatch, "`tssd verify` names all damage; get another version, or put it again")
         }
         ErrorKind::Unreachable => (Exit::Unreachable, "check --store or TSSD_STORE"),
         ErrorKind::Busy => (Exit::Refused, "try again later"),
@@ -82,7 +82,7 @@ pub(crate) fn failure(error: &Error) -> Failure {
     };
     let mut failure = Failure::new(exit, error);
     if let Some(format) = error.format_error() {
-        failure = failure.code(Failure::code_of(format.kind()));
+        failure = failure.code(Failure::error_code(format.kind()));
     }
     if help.is_empty() { failure } else { failure.help(help) }
 }

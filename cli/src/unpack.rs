@@ -10,9 +10,9 @@ use tssd_format::{Error, ErrorKind};
 use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::{is_stream, open_archive, shown};
-use crate::output::{Output, OutputDirectory, OutputFile, shown as shown_output};
-use crate::size::{Size, count, listed};
+use crate::input::{display_input_path, is_stream, open_archive};
+use crate::output::{Output, OutputDirectory, OutputFile, display_output_path};
+use crate::size::{Size, join_names, pluralize};
 
 /// Unpack an archive of tensors into a safetensors file, or into a directory as Hugging Face has it.
 ///
@@ -32,7 +32,7 @@ pub(crate) struct Args {
 
 /// Unpacks storage by storage. Memory holds one storage at a time.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let console = console.beside(&args.output);
+    let console = console.for_output(&args.output);
     if args.shard_size.is_some_and(|size| size.0 == 0) {
         return Err(Failure::new(Exit::Usage, "--shard-size 0 leaves no room for a tensor"));
     }
@@ -41,7 +41,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
             .help("name a new or empty directory, or leave out --shard-size"));
     }
     let archive = open_archive(&args.input)?;
-    let format_failure = |error| Failure::format(shown(&args.input), &error);
+    let format_failure = |error| Failure::format(display_input_path(&args.input), &error);
     let export = Export::from_archive(&archive).map_err(format_failure)?;
     let other_bytes = export.auxiliary_files().map(|other| other.file_len());
     let other_bytes = other_bytes.fold(0, u64::saturating_add);
@@ -109,7 +109,10 @@ type WriteContent<'a> = &'a dyn Fn(&mut OutputFile) -> Result<(), Error>;
 /// Creates the failure for an error: I/O errors name the output, format errors name the input.
 fn unpack_failure(args: &Args, output: &Path, error: &Error) -> Failure {
     let is_io = error.kind() == ErrorKind::Io;
-    Failure::format(if is_io { shown_output(output) } else { shown(&args.input) }, error)
+    Failure::format(
+        if is_io { display_output_path(output) } else { display_input_path(&args.input) },
+        error,
+    )
 }
 
 /// Prints the report. `names` are the files of an output directory, and empty for a single file.
@@ -124,12 +127,12 @@ fn report(
     let files = if names.is_empty() {
         format!("file {}", Size(file_len))
     } else {
-        format!("{}, {}", count(names.len(), "file"), Size(file_len))
+        format!("{}, {}", pluralize(names.len(), "file"), Size(file_len))
     };
     let mut line = format!(
         "{}: {}, {}, {files}",
-        shown_output(&args.output).display(),
-        count(tensors, "tensor"),
+        display_output_path(&args.output).display(),
+        pluralize(tensors, "tensor"),
         Size(bytes),
     );
     let mut json = json!({
@@ -138,8 +141,8 @@ fn report(
     if names.is_empty() {
         let skipped: Vec<&str> = export.auxiliary_files().map(|other| other.name()).collect();
         if !skipped.is_empty() {
-            let other_files = count(skipped.len(), "other file");
-            let names = listed(&skipped);
+            let other_files = pluralize(skipped.len(), "other file");
+            let names = join_names(&skipped);
             line =
                 format!("{line}\nleft alone: {other_files} ({names}); `-o NAME/` writes them too");
         }

@@ -29,7 +29,7 @@ pub(crate) fn repr(value: &Value) -> (&'static str, String) {
 }
 
 /// Returns an attribute as text on one line.
-pub(crate) fn of_attr(value: &AttrValue) -> String {
+pub(crate) fn attr_repr(value: &AttrValue) -> String {
     match value {
         AttrValue::Int(int) => int.to_string(),
         AttrValue::Text(text) => truncate(&format!("{text:?}")),
@@ -38,7 +38,7 @@ pub(crate) fn of_attr(value: &AttrValue) -> String {
 }
 
 /// Returns text in quotes on one line, truncated like other values.
-pub(crate) fn quoted(text: &str) -> String {
+pub(crate) fn quote(text: &str) -> String {
     truncate(&format!("{text:?}"))
 }
 

@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value as Json, json};
 use tssd_format::{Archive, Dtype, Error, MANIFEST_NAME, Node, Runs, TensorMeta, VerifyJob};
 
-use crate::archives::{Found, is_directory, none_in};
+use crate::archives::{ArchiveListing, is_directory, no_archives_failure};
 use crate::console::{Console, print, print_json};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::{self, open_set, shown};
+use crate::input::{self, display_input_path, open_shard_set};
 use crate::parallel;
-use crate::size::{Size, count};
-use crate::store::failure;
+use crate::size::{Size, pluralize};
+use crate::store::store_failure;
 
 /// Maximum number of defects that are printed for a file. Further defects are counted.
 const DEFECTS_MAX: usize = 10;
@@ -67,7 +67,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         }
         let is_whole = verdict.damage.is_empty();
         if !is_whole {
-            exit = Exit::Differs;
+            exit = Exit::Mismatch;
         }
         // Damage and warnings are printed even with `--quiet`.
         let is_clean = is_whole && verdict.warnings.is_empty();
@@ -104,7 +104,7 @@ fn list_inputs(path: &Path) -> Result<Vec<Input>> {
         let (path, known_damage) = (path.to_owned(), Vec::new());
         return Ok(vec![Input { path, is_from_directory: false, is_archive: true, known_damage }]);
     }
-    let Found { archives, unreadable } = Found::below(path);
+    let ArchiveListing { archives, unreadable } = ArchiveListing::scan(path);
     let mut inputs: BTreeMap<PathBuf, Input> = BTreeMap::new();
     let input = |path: &Path, is_archive| Input {
         path: path.to_owned(),
@@ -115,7 +115,7 @@ fn list_inputs(path: &Path) -> Result<Vec<Input>> {
     for archive in archives {
         inputs.insert(archive.clone(), input(&archive, true));
     }
-    let defects = tssd_store::scrub(path).map_err(|error| failure(&error))?;
+    let defects = tssd_store::scrub(path).map_err(|error| store_failure(&error))?;
     let store_damage = defects.into_iter().map(|defect| {
         let message = defect.error.to_string();
         (defect.path, Damage { rule: "store", message, leaf: None, byte: None })
@@ -127,7 +127,7 @@ fn list_inputs(path: &Path) -> Result<Vec<Input>> {
         entry.known_damage.push(damage);
     }
     if inputs.is_empty() {
-        return Err(none_in(path));
+        return Err(no_archives_failure(path));
     }
     Ok(inputs.into_values().collect())
 }
@@ -154,7 +154,7 @@ impl Verdict {
     }
 
     fn lines(&self, path: &Path) -> String {
-        let path = shown(path).display();
+        let path = display_input_path(path).display();
         if self.damage.is_empty() {
             let mut lines = format!("ok       {path}  {}\n", self.summary);
             for warning in &self.warnings {
@@ -208,23 +208,23 @@ fn verify(
     damaged: &BTreeSet<PathBuf>,
     console: Console,
 ) -> Result<Verdict> {
-    let format_failure = |error| Failure::format(shown(path), &error);
+    let format_failure = |error| Failure::format(display_input_path(path), &error);
     let archive = match open(path, damaged)? {
         Ok(archive) => archive,
         Err(error) => return Ok(Verdict::from_damage(error.try_into().map_err(format_failure)?)),
     };
-    let damage = errors(&archive, deep, console).into_iter().map(Damage::try_from);
+    let damage = verify_payload(&archive, deep, console).into_iter().map(Damage::try_from);
     let mut damage = damage.collect::<Result<Vec<_>, _>>().map_err(format_failure)?;
     damage.sort_by_key(|each| each.byte);
     let mut summary = Size(archive.file_len()).to_string();
     match archive.shards().len() {
         0 => {}
         files if archive.is_manifest_only() => {
-            write!(summary, ", manifest of {} that are not looked at", count(files, "file"))
+            write!(summary, ", manifest of {} that are not looked at", pluralize(files, "file"))
                 .expect("a String takes any text");
         }
         files => {
-            write!(summary, ", manifest of {}", count(files, "file"))
+            write!(summary, ", manifest of {}", pluralize(files, "file"))
                 .expect("a String takes any text");
         }
     }
@@ -246,15 +246,17 @@ fn open(path: &Path, damaged: &BTreeSet<PathBuf>) -> Result<Result<Archive, Erro
     let Ok(archive) = &archive_alone else { return Ok(archive_alone) };
     let is_damaged = |name: String| damaged.contains(&path.with_file_name(name));
     let names = archive.shards().into_iter().map(|shard| shard.name);
-    if path.file_name().is_none_or(|name| name != MANIFEST_NAME) || names.into_iter().any(is_damaged) {
+    if path.file_name().is_none_or(|name| name != MANIFEST_NAME)
+        || names.into_iter().any(is_damaged)
+    {
         return Ok(archive_alone);
     }
     let directory = path.parent().filter(|parent| *parent != Path::new(""));
-    open_set(directory.unwrap_or(Path::new(".")))
+    open_shard_set(directory.unwrap_or(Path::new(".")))
 }
 
 /// Returns all defects in the payload of an archive, in any order.
-pub(crate) fn errors(archive: &Archive, deep: bool, console: Console) -> Vec<Error> {
+pub(crate) fn verify_payload(archive: &Archive, deep: bool, console: Console) -> Vec<Error> {
     let mut jobs = archive.verify_jobs();
     if deep {
         jobs.extend(archive.deep_verify_jobs());
@@ -289,7 +291,7 @@ fn invalid_bool_warnings(archive: &Archive) -> Result<Vec<String>, Error> {
             });
         }
         if invalid_count > 0 {
-            let bools = count(invalid_count, "bool");
+            let bools = pluralize(invalid_count, "bool");
             warnings.push(format!("`{}` has {bools} other than 0 and 1", path.fqn()));
         }
     }

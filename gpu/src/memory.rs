@@ -214,7 +214,8 @@ impl Straight<'_> {
 impl DeviceMemory {
     /// What it can copy from by itself, if a blob is that.
     fn straight<'a>(&self, source: &'a dyn Blob) -> Option<Straight<'a>> {
-        if let Some(archive) = source.as_any().and_then(|kind| kind.downcast_ref::<DeviceArchive>()) {
+        if let Some(archive) = source.as_any().and_then(|kind| kind.downcast_ref::<DeviceArchive>())
+        {
             let segment: &dyn Any = archive.segment()?;
             let segment = segment.downcast_ref::<DeviceSegment>();
             let segment = segment.filter(|segment| *segment.device() == self.device);

@@ -4,7 +4,7 @@
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use tssd_format::{WriteJob, JobChecksums, Piece, Runs};
+use tssd_format::{JobChecksums, Piece, Runs, WriteJob};
 
 use crate::device::OwnLane;
 use crate::driver::{Lane, Source};

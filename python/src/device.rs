@@ -13,20 +13,20 @@ use crate::error::Result;
 
 /// GPU memory regions that one call uses, with statistics of the copies from and to them.
 #[derive(Default)]
-pub(crate) struct Devices {
+pub(crate) struct DeviceRegions {
     table: Mutex<MemoryTable>,
     /// Stream fences that the regions of this call wait for.
     fences: StreamFences,
-    copy_stats: Copies,
+    copy_stats: SharedCopyStats,
 }
 
 /// Statistics of the device copies so far, shared with [`Devices`]. Does not keep the memory alive.
 #[derive(Clone, Default)]
-pub(crate) struct Copies(Arc<Mutex<CopyStats>>);
+pub(crate) struct SharedCopyStats(Arc<Mutex<CopyStats>>);
 
-impl Copies {
+impl SharedCopyStats {
     /// Returns a snapshot of the statistics; `None` if nothing was copied.
-    pub(crate) fn copied(&self) -> Option<CopyStats> {
+    pub(crate) fn snapshot(&self) -> Option<CopyStats> {
         Some(self.lock().clone()).filter(|stats| *stats != CopyStats::default())
     }
 
@@ -43,7 +43,7 @@ struct MemoryTable {
     range_by_blob: BTreeMap<usize, (u64, u64)>,
 }
 
-impl Devices {
+impl DeviceRegions {
     fn lock_table(&self) -> MutexGuard<'_, MemoryTable> {
         self.table.lock().expect("nothing panics that holds it")
     }
@@ -59,7 +59,7 @@ impl Devices {
     /// # Safety
     ///
     /// As [`DeviceMemory::new`].
-    pub(crate) unsafe fn storage(
+    pub(crate) unsafe fn register(
         &self,
         (start, len): (u64, u64),
         stream: Stream,
@@ -81,18 +81,18 @@ impl Devices {
     }
 
     /// Counts bytes that torch copied from or to a device, and records why.
-    pub(crate) fn paged(&self, bytes: u64, why: &str) {
+    pub(crate) fn record_pageable_copy(&self, bytes: u64, why: &str) {
         self.copy_stats.lock().count_pageable(bytes, format!("torch has copied them: {why}"));
     }
 
     /// Returns the GPU memory that a tensor spans; `None` if its storage is none of these regions.
-    pub(crate) fn window(&self, tensor: &Tensor) -> Option<Window> {
+    pub(crate) fn target(&self, tensor: &Tensor) -> Option<DeviceTarget> {
         let blob_addr = Arc::as_ptr(tensor.storage().blob()?).addr();
         let table = self.lock_table();
         let range = table.range_by_blob.get(&blob_addr)?;
         let memory = table.by_range.get(range)?.clone();
         let (offset, len) = (tensor.byte_offset(), tensor.meta().span_bytes());
-        Some(Window { start: range.0 + offset, offset, len, memory })
+        Some(DeviceTarget { address: range.0 + offset, offset, len, memory })
     }
 
     /// Drops all regions.
@@ -101,29 +101,29 @@ impl Devices {
     }
 
     /// Returns the copy statistics. Later copies update them.
-    pub(crate) fn copies(&self) -> &Copies {
+    pub(crate) fn copy_stats(&self) -> &SharedCopyStats {
         &self.copy_stats
     }
 }
 
 /// A span of GPU memory that a get fills.
 #[derive(Debug)]
-pub(crate) struct Window {
+pub(crate) struct DeviceTarget {
     /// Address of the first byte. No other memory of this process, on the host or on a device, has it.
-    pub(crate) start: u64,
+    pub(crate) address: u64,
     offset: u64,
     len: u64,
     memory: Arc<DeviceMemory>,
 }
 
-impl Window {
+impl DeviceTarget {
     /// Returns the UUID of the GPU.
     pub(crate) fn device(&self) -> String {
         self.memory.device().uuid()
     }
 }
 
-impl BlobMut for Window {
+impl BlobMut for DeviceTarget {
     fn size(&self) -> u64 {
         self.len
     }

@@ -9,11 +9,11 @@ use std::ffi::c_void;
 
 use tssd_format::Dtype;
 
-pub(crate) use self::borrow::{Borrowed, borrow};
-pub(crate) use self::lend::capsule;
+pub(crate) use self::borrow::{ImportedTensor, import_tensor};
+pub(crate) use self::lend::export_capsule;
 
 /// Dtypes of DLPack, each with its `DLDataTypeCode` and the bits of an element.
-const TYPES: [(Dtype, u8, u8); 21] = [
+const DLPACK_DTYPES: [(Dtype, u8, u8); 21] = [
     (Dtype::Int8, 0, 8),
     (Dtype::Int16, 0, 16),
     (Dtype::Int32, 0, 32),
@@ -38,7 +38,7 @@ const TYPES: [(Dtype, u8, u8); 21] = [
 ];
 
 /// Number of leading entries of [`TYPES`] that every torch with DLPack supports.
-const OLD: usize = 12;
+const LEGACY_DTYPE_COUNT: usize = 12;
 
 /// `kDLCPU`, `kDLCUDA` and `kDLCUDAManaged`.
 const CPU: i32 = 1;

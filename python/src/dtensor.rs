@@ -6,17 +6,17 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use tssd_format::{DeviceMesh, Error, ErrorKind, Placement, ShardSpec, TensorSlice};
 
-use crate::error::{Refusal, Result};
+use crate::error::{BindingError, Result};
 
 /// Components of a tensor whose class is neither `torch.Tensor` nor `Parameter`.
-pub(crate) enum Parts<'py> {
-    DTensor(DTensor<'py>),
+pub(crate) enum TensorSubclass<'py> {
+    DTensor(DTensorParts<'py>),
     Chunks(Chunks<'py>),
 }
 
 /// A local tensor and its sharding. The fields are those of `_torch.DTensorParts`.
 #[derive(FromPyObject)]
-pub(crate) struct DTensor<'py> {
+pub(crate) struct DTensorParts<'py> {
     pub(crate) local: Bound<'py, PyAny>,
     pub(crate) mesh: Bound<'py, PyAny>,
     global_shape: Vec<u64>,
@@ -35,14 +35,14 @@ pub(crate) struct Chunks<'py> {
 pub(crate) type PlacementTuple = (String, u32, u64);
 
 /// Waits for an asynchronous collective and returns its result. Returns any other tensor unchanged.
-pub(crate) fn waited<'py>(tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+pub(crate) fn wait_for_collective<'py>(tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
     let py = tensor.py();
     let helper = py.import(intern!(py, "tssd._torch"))?;
     Ok(helper.call_method1(intern!(py, "waited"), (tensor,))?)
 }
 
 /// Returns whether the local tensors declare their own offsets. Does not decompose the tensor.
-pub(crate) fn has_chunks(tensor: &Bound<'_, PyAny>) -> Result<bool> {
+pub(crate) fn declares_chunks(tensor: &Bound<'_, PyAny>) -> Result<bool> {
     let py = tensor.py();
     // A DTensor has the method too, so the local tensor decides.
     let local = tensor.getattr_opt(intern!(py, "_local_tensor"))?;
@@ -51,21 +51,21 @@ pub(crate) fn has_chunks(tensor: &Bound<'_, PyAny>) -> Result<bool> {
 }
 
 /// Decomposes a tensor whose class is neither `torch.Tensor` nor `Parameter`.
-pub(crate) fn parts<'py>(tensor: &Bound<'py, PyAny>) -> Result<Parts<'py>> {
+pub(crate) fn decompose<'py>(tensor: &Bound<'py, PyAny>) -> Result<TensorSubclass<'py>> {
     let py = tensor.py();
     let helper = py.import(intern!(py, "tssd._torch"))?;
     let parts = helper.call_method1(intern!(py, "parts"), (tensor,))?;
     match parts.get_type().name()?.to_str()? {
-        "DTensorParts" => Ok(Parts::DTensor(parts.extract()?)),
-        "Chunks" => Ok(Parts::Chunks(parts.extract()?)),
+        "DTensorParts" => Ok(TensorSubclass::DTensor(parts.extract()?)),
+        "Chunks" => Ok(TensorSubclass::Chunks(parts.extract()?)),
         _ => {
             let (message, advice): (String, String) = parts.extract()?;
-            Err(Refusal::leaf(message, advice).into())
+            Err(BindingError::untyped_leaf(message, advice).into())
         }
     }
 }
 
-impl DTensor<'_> {
+impl DTensorParts<'_> {
     /// Returns whether this rank is in the mesh.
     pub(crate) fn is_in_mesh(&self) -> bool {
         self.coordinates.is_some()
@@ -75,8 +75,9 @@ impl DTensor<'_> {
     pub(crate) fn places(&self, mesh: &Arc<DeviceMesh>) -> Result<Vec<ShardSpec>> {
         let (placements, slices) = self.slices(mesh)?;
         let placements: Arc<[Placement]> = placements.into();
-        let to_shard_place =
-            |slice| ShardSpec::new(slice).with_mesh(mesh.clone())?.with_placements(placements.clone());
+        let to_shard_place = |slice| {
+            ShardSpec::new(slice).with_mesh(mesh.clone())?.with_placements(placements.clone())
+        };
         Ok(slices.into_iter().map(to_shard_place).collect::<Result<_, Error>>()?)
     }
 
@@ -118,7 +119,7 @@ fn parse_placement((name, dim, split_factor): &PlacementTuple) -> Placement {
 }
 
 /// Encodes a placement that can be stored: the inverse of [`parse_placement`].
-pub(crate) fn spelled(placement: &Placement) -> PlacementTuple {
+pub(crate) fn encode_placement(placement: &Placement) -> PlacementTuple {
     match placement {
         Placement::Shard { dim } => ("Shard".to_owned(), *dim, 1),
         Placement::StridedShard { dim, split_factor } => {
@@ -130,11 +131,11 @@ pub(crate) fn spelled(placement: &Placement) -> PlacementTuple {
 
 /// Cache of converted torch meshes. A state dict has one mesh and thousands of tensors on it.
 #[derive(Default)]
-pub(crate) struct Meshes<'py>(Vec<(Bound<'py, PyAny>, Arc<DeviceMesh>)>);
+pub(crate) struct MeshCache<'py>(Vec<(Bound<'py, PyAny>, Arc<DeviceMesh>)>);
 
-impl<'py> Meshes<'py> {
+impl<'py> MeshCache<'py> {
     /// Converts a torch mesh: its ranks, and the names of its dimensions. Converts each mesh once.
-    pub(crate) fn of(&mut self, mesh: &Bound<'py, PyAny>) -> Result<Arc<DeviceMesh>> {
+    pub(crate) fn get_or_convert(&mut self, mesh: &Bound<'py, PyAny>) -> Result<Arc<DeviceMesh>> {
         if let Some((_, cached)) = self.0.iter().find(|(other, _)| other.is(mesh)) {
             return Ok(cached.clone());
         }

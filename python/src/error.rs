@@ -18,18 +18,18 @@ pub(crate) enum Failure {
     /// A rule of the format is violated, or the operating system reported an error.
     Format(Error),
     /// As [`Failure::Format`], in a file.
-    InFile(Error, PathBuf),
+    FormatInFile(Error, PathBuf),
     /// An exception that Python raised.
     Python(PyErr),
     /// A request that this package rejects.
-    Refused(Box<Refusal>),
+    Binding(Box<BindingError>),
     /// An error of a store, with the key and the version if they are known.
     Store(Box<tssd_store::Error>, Option<String>, Option<u64>),
 }
 
 /// A rejected request, in terms of Python.
 #[derive(Debug)]
-pub(crate) struct Refusal {
+pub(crate) struct BindingError {
     kind: &'static str,
     message: String,
     advice: Option<String>,
@@ -38,9 +38,9 @@ pub(crate) struct Refusal {
     version: Option<u64>,
 }
 
-impl Refusal {
+impl BindingError {
     /// Creates the error for an object that is not a typed leaf: what it is, and what to do about it.
-    pub(crate) fn leaf(message: impl Into<String>, advice: impl Into<String>) -> Self {
+    pub(crate) fn untyped_leaf(message: impl Into<String>, advice: impl Into<String>) -> Self {
         Self::new("UntypedLeaf", message).advice(advice)
     }
 
@@ -54,11 +54,11 @@ impl Refusal {
         self
     }
 
-    pub(crate) fn at(self, path: &ObjectPath) -> Self {
-        self.of(&path.fqn())
+    pub(crate) fn with_path(self, path: &ObjectPath) -> Self {
+        self.with_fqn(&path.fqn())
     }
 
-    pub(crate) fn of(mut self, fqn: &str) -> Self {
+    pub(crate) fn with_fqn(mut self, fqn: &str) -> Self {
         self.fqn.get_or_insert_with(|| fqn.to_owned());
         self
     }
@@ -66,15 +66,15 @@ impl Refusal {
 
 impl Failure {
     /// Adds the path of the leaf, unless the error has one.
-    pub(crate) fn at(self, path: &ObjectPath) -> Self {
-        self.of(&path.fqn())
+    pub(crate) fn with_path(self, path: &ObjectPath) -> Self {
+        self.with_fqn(&path.fqn())
     }
 
     /// Adds the fqn of the leaf, unless the error has one.
-    pub(crate) fn of(self, fqn: &str) -> Self {
+    pub(crate) fn with_fqn(self, fqn: &str) -> Self {
         match self {
             Self::Format(error) => Self::Format(error.with_path(fqn)),
-            Self::Refused(refusal) => Self::Refused(Box::new(refusal.of(fqn))),
+            Self::Binding(refusal) => Self::Binding(Box::new(refusal.with_fqn(fqn))),
             other => other,
         }
     }
@@ -82,7 +82,7 @@ impl Failure {
 
 impl Failure {
     /// Adds the fqn of the damaged leaf to a format error that has none.
-    pub(crate) fn at_leaf(self, leaf: impl FnOnce() -> String) -> Self {
+    pub(crate) fn with_fqn_if_missing(self, leaf: impl FnOnce() -> String) -> Self {
         match self {
             Self::Format(error) if error.path().is_none() => Self::Format(error.with_path(leaf())),
             other => other,
@@ -90,9 +90,9 @@ impl Failure {
     }
 
     /// Adds the file to a format error.
-    pub(crate) fn in_file(self, path: &Path) -> Self {
+    pub(crate) fn with_file(self, path: &Path) -> Self {
         match self {
-            Self::Format(error) => Self::InFile(error, path.to_owned()),
+            Self::Format(error) => Self::FormatInFile(error, path.to_owned()),
             other => other,
         }
     }
@@ -101,16 +101,16 @@ impl Failure {
 impl Failure {
     /// Returns whether a timeout expired.
     pub(crate) fn is_timeout(&self) -> bool {
-        matches!(self, Self::Refused(refusal) if refusal.kind == "timeout")
+        matches!(self, Self::Binding(refusal) if refusal.kind == "timeout")
     }
 
     /// Adds the key and the version to an error of a store or a rejected request.
-    pub(crate) fn of_key(self, key: &str, version: Option<u64>) -> Self {
+    pub(crate) fn with_key(self, key: &str, version: Option<u64>) -> Self {
         match self {
             Self::Store(error, ..) => Self::Store(error, Some(key.to_owned()), version),
-            Self::Refused(mut refusal) => {
+            Self::Binding(mut refusal) => {
                 (refusal.key, refusal.version) = (Some(key.to_owned()), version);
-                Self::Refused(refusal)
+                Self::Binding(refusal)
             }
             other => other,
         }
@@ -147,9 +147,9 @@ impl From<std::num::TryFromIntError> for Failure {
     }
 }
 
-impl From<Refusal> for Failure {
-    fn from(refusal: Refusal) -> Self {
-        Self::Refused(Box::new(refusal))
+impl From<BindingError> for Failure {
+    fn from(refusal: BindingError) -> Self {
+        Self::Binding(Box::new(refusal))
     }
 }
 
@@ -170,9 +170,9 @@ impl From<Failure> for PyErr {
         Python::attach(|py| match failure {
             Failure::Python(error) => error,
             Failure::Format(error) => format_error(py, &error, None),
-            Failure::InFile(error, path) => format_error(py, &error, Some(&path)),
-            Failure::Refused(refusal) => {
-                let Refusal { kind, message, advice, fqn, key, version } = *refusal;
+            Failure::FormatInFile(error, path) => format_error(py, &error, Some(&path)),
+            Failure::Binding(refusal) => {
+                let BindingError { kind, message, advice, fqn, key, version } = *refusal;
                 let args = ExceptionArgs {
                     fqn,
                     advice,

@@ -11,20 +11,20 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyMemoryView, PySlice, PyTuple};
 use tssd_format::{
-    Archive, Compression, Error, ErrorKind, Layout, MANIFEST_NAME, Mmap, Node, Options, TensorReference,
-    to_json_without_elements,
+    Archive, Compression, Error, ErrorKind, Layout, MANIFEST_NAME, Mmap, Node, Options,
+    TensorReference, to_json_without_elements,
 };
 use tssd_store::{Replacement, file};
 
-use crate::error::{Failure, Refusal, Result};
-use crate::index::Index;
-use crate::interrupt::Interrupt;
-use crate::memory::{Block, Memory};
+use crate::error::{BindingError, Failure, Result};
+use crate::index::BasicIndex;
+use crate::interrupt::InterruptCheck;
+use crate::memory::{MemoryBlock, PrivateMapping};
 use crate::metadata;
 use crate::numpy::Numpy;
-use crate::object::{Framework, METADATA_ATTR, Maker, Source, spans};
+use crate::object::{Framework, MODULE_METADATA_ATTR, ObjectBuilder, StorageSource, storage_spans};
 use crate::torch::Torch;
-use crate::value::{Taken, take};
+use crate::value::{ImportedStateDict, import_state_dict};
 
 /// Minimum length of a mapped range, in bytes.
 ///
@@ -94,32 +94,32 @@ fn save_options(
         Some("blake3") => options.digests(),
         Some(other) => return Err(invalid_choice("digest", other, "None or \"blake3\"")),
     };
-    for (name, value) in metadata::attrs(metadata)? {
+    for (name, value) in metadata::to_attrs(metadata)? {
         options = options.attr(name, value);
     }
     Ok(options)
 }
 
 /// A state dict with the layout of its archive. Its tensors share the memory of the Python tensors.
-pub(crate) struct Planned {
+pub(crate) struct PlannedStateDict {
     pub(crate) layout: Layout,
-    pub(crate) interrupt: Interrupt,
-    pub(crate) taken: Taken,
+    pub(crate) interrupt: InterruptCheck,
+    pub(crate) imported: ImportedStateDict,
 }
 
-pub(crate) fn planned(
+pub(crate) fn plan_state_dict(
     state_dict: &Bound<'_, PyAny>,
     mut options: Options,
     allow_pickle: bool,
-) -> Result<Planned> {
-    let taken = take(state_dict, allow_pickle, None)?;
-    if let Some(modules) = taken.modules() {
-        options = options.attr(METADATA_ATTR, modules);
+) -> Result<PlannedStateDict> {
+    let imported = import_state_dict(state_dict, allow_pickle, None)?;
+    if let Some(modules) = imported.module_metadata_attr() {
+        options = options.attr(MODULE_METADATA_ATTR, modules);
     }
-    let interrupt = Interrupt::new();
+    let interrupt = InterruptCheck::new();
     let layout =
-        state_dict.py().detach(|| file::plan(&taken.dict, &options, || interrupt.check()))?;
-    Ok(Planned { layout, interrupt, taken })
+        state_dict.py().detach(|| file::plan(&imported.dict, &options, || interrupt.check()))?;
+    Ok(PlannedStateDict { layout, interrupt, imported })
 }
 
 /// Saves a state dict to a file.
@@ -159,21 +159,22 @@ pub(crate) fn save_file(
     allow_pickle: bool,
 ) -> Result<()> {
     let options = save_options(metadata, compression, level, digest)?;
-    let Planned { layout, interrupt, .. } = &planned(state_dict, options, allow_pickle)?;
+    let PlannedStateDict { layout, interrupt, .. } =
+        &plan_state_dict(state_dict, options, allow_pickle)?;
     state_dict.py().detach(|| {
         let write = || {
             let replacement = Replacement::create(&filename, fsync)?;
             file::write(layout, &replacement, || interrupt.check())?;
             Ok(replacement.commit()?)
         };
-        write().map_err(|error: Failure| error.in_file(&filename))
+        write().map_err(|error: Failure| error.with_file(&filename))
     })
 }
 
 /// Waits for the deferred drops of files and mappings: see [`file::settle`].
 #[cfg(unix)]
 #[pyfunction]
-pub(crate) fn settle(py: Python<'_>) {
+pub(crate) fn wait_for_deferred_drops(py: Python<'_>) {
     py.detach(file::settle);
 }
 
@@ -192,7 +193,8 @@ pub(crate) fn save<'py>(
 ) -> Result<Bound<'py, PyBytes>> {
     let py = state_dict.py();
     let options = save_options(metadata, compression, level, digest)?;
-    let Planned { layout, interrupt, .. } = &planned(state_dict, options, allow_pickle)?;
+    let PlannedStateDict { layout, interrupt, .. } =
+        &plan_state_dict(state_dict, options, allow_pickle)?;
     let len = usize::try_from(layout.file_len()).map_err(io::Error::other)?;
     Ok(PyBytes::new_with(py, len, |target| {
         py.detach(|| file::fill(layout, target, || interrupt.check())).map_err(PyErr::from)
@@ -242,29 +244,31 @@ pub(crate) fn load_file<'py>(
     allow_pickle: bool,
 ) -> Result<Bound<'py, PyAny>> {
     let (backend, verify_mode) = (Backend::parse(backend)?, VerifyMode::parse(verify)?);
-    let framework = Framework::of(py, framework)?;
-    let interrupt = Interrupt::new();
+    let framework = Framework::parse(py, framework)?;
+    let interrupt = InterruptCheck::new();
     let load = || {
         let file = open(&filename)?;
         let len = file.metadata()?.len();
         let memory = match backend {
-            Backend::Mmap => Memory::of_file(&file, 0..len)?.0,
+            Backend::Mmap => PrivateMapping::map_file(&file, 0..len)?.0,
             Backend::Pread => {
                 let file: Arc<File> = Arc::new(file);
                 // Rejects a file that is not an archive before reading it.
                 Archive::from_blob(file.clone())?;
                 let len = usize::try_from(len).map_err(io::Error::other)?;
-                Memory::filled(len, |target| file::read(&*file, 0, target, || interrupt.check()))?
+                PrivateMapping::allocate_with(len, |target| {
+                    file::read(&*file, 0, target, || interrupt.check())
+                })?
             }
         };
-        Whole::new(memory, verify_mode, &interrupt)
+        InMemoryArchive::new(memory, verify_mode, &interrupt)
     };
-    let whole = py.detach(|| load().map_err(|error| error.in_file(&filename)))?;
-    Maker::new(py, &whole.archive, &whole, framework)
+    let whole = py.detach(|| load().map_err(|error| error.with_file(&filename)))?;
+    ObjectBuilder::new(py, &whole.archive, &whole, framework)
         .on_device(device)?
         .allow_pickle(allow_pickle)
-        .state_dict()
-        .map_err(|error| error.in_file(&filename))
+        .build_state_dict()
+        .map_err(|error| error.with_file(&filename))
 }
 
 /// Loads a state dict from bytes that `save` returned.
@@ -284,23 +288,26 @@ pub(crate) fn load<'py>(
     allow_pickle: bool,
 ) -> Result<Bound<'py, PyAny>> {
     let py = data.py();
-    let framework = Framework::of(py, framework)?;
-    let (verify_mode, interrupt) = (VerifyMode::parse(verify)?, Interrupt::new());
-    let memory = copied(data, &interrupt)?;
-    let whole = py.detach(|| Whole::new(memory, verify_mode, &interrupt))?;
-    Maker::new(py, &whole.archive, &whole, framework)
+    let framework = Framework::parse(py, framework)?;
+    let (verify_mode, interrupt) = (VerifyMode::parse(verify)?, InterruptCheck::new());
+    let memory = copy_buffer(data, &interrupt)?;
+    let whole = py.detach(|| InMemoryArchive::new(memory, verify_mode, &interrupt))?;
+    ObjectBuilder::new(py, &whole.archive, &whole, framework)
         .on_device(device)?
         .allow_pickle(allow_pickle)
-        .state_dict()
+        .build_state_dict()
 }
 
 /// Copies bytes, or the buffer of another object, to new memory.
-pub(crate) fn copied(data: &Bound<'_, PyAny>, interrupt: &Interrupt) -> Result<Memory> {
+pub(crate) fn copy_buffer(
+    data: &Bound<'_, PyAny>,
+    interrupt: &InterruptCheck,
+) -> Result<PrivateMapping> {
     let py = data.py();
     if let Ok(bytes) = data.cast::<PyBytes>() {
         let bytes = bytes.as_bytes();
         return py.detach(|| {
-            Memory::filled(bytes.len(), |target| {
+            PrivateMapping::allocate_with(bytes.len(), |target| {
                 file::read(&SliceBlob(bytes), 0, target, || interrupt.check())
             })
         });
@@ -313,10 +320,10 @@ pub(crate) fn copied(data: &Bound<'_, PyAny>, interrupt: &Interrupt) -> Result<M
     let view = PyMemoryView::from(data).map_err(buffer_error)?;
     let Ok(view) = view.call_method1("cast", ("B",)) else {
         // A buffer with gaps is made contiguous first.
-        return copied(&view.call_method0("tobytes")?, interrupt);
+        return copy_buffer(&view.call_method0("tobytes")?, interrupt);
     };
     let len = view.len()?;
-    Memory::filled(len, |target| {
+    PrivateMapping::allocate_with(len, |target| {
         for (start, part) in
             (0..len).step_by(COPY_CHUNK_BYTES).zip(target.chunks_mut(COPY_CHUNK_BYTES))
         {
@@ -367,15 +374,19 @@ fn open(filename: &PathBuf) -> Result<File> {
 const EISDIR: i32 = 21;
 
 /// An archive whose bytes are all in memory, verified according to the [`VerifyMode`].
-pub(crate) struct Whole {
+pub(crate) struct InMemoryArchive {
     pub(crate) archive: Archive,
-    memory: Memory,
+    memory: PrivateMapping,
     /// Decompressed bytes of compressed storages, by storage number.
-    decompressed: Mutex<BTreeMap<u32, Block>>,
+    decompressed: Mutex<BTreeMap<u32, MemoryBlock>>,
 }
 
-impl Whole {
-    fn new(memory: Memory, verify_mode: VerifyMode, interrupt: &Interrupt) -> Result<Self> {
+impl InMemoryArchive {
+    fn new(
+        memory: PrivateMapping,
+        verify_mode: VerifyMode,
+        interrupt: &InterruptCheck,
+    ) -> Result<Self> {
         // `Map` makes the archive copy the index: a later write to the file cannot change the verified bytes.
         let archive = Archive::from_blob(Arc::new(Mmap::from(memory.bytes())))?;
         if archive.is_manifest_only() {
@@ -389,28 +400,28 @@ impl Whole {
     }
 
     /// Opens an archive in memory that was verified before.
-    pub(crate) fn proven(memory: Memory) -> Result<Self> {
-        Self::new(memory, VerifyMode::Off, &Interrupt::new())
+    pub(crate) fn from_verified(memory: PrivateMapping) -> Result<Self> {
+        Self::new(memory, VerifyMode::Off, &InterruptCheck::new())
     }
 }
 
-impl Source for Whole {
-    fn block(&self, number: u32) -> Result<(Block, u64)> {
+impl StorageSource for InMemoryArchive {
+    fn block(&self, number: u32) -> Result<(MemoryBlock, u64)> {
         let mut decompressed = self.decompressed.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(block) = decompressed.remove(&number) {
             return Ok((block, 0));
         }
         let range = self.archive.storage(number).stored_range();
         let to_usize = |at: u64| usize::try_from(at).map_err(io::Error::other);
-        Ok((self.memory.block(to_usize(range.start)?..to_usize(range.end)?), 0))
+        Ok((self.memory.exclusive_block(to_usize(range.start)?..to_usize(range.end)?), 0))
     }
 }
 
 /// Decompresses all compressed storages of tensors. Returns their bytes by storage number.
 fn decompress_tensor_storages(
     archive: &Archive,
-    interrupt: &Interrupt,
-) -> Result<BTreeMap<u32, Block>> {
+    interrupt: &InterruptCheck,
+) -> Result<BTreeMap<u32, MemoryBlock>> {
     let is_compressed = |number: &u32| archive.storage(*number).compressed_layout.is_some();
     if !(0..archive.storage_count()).any(|number| is_compressed(&number)) {
         return Ok(BTreeMap::new());
@@ -426,7 +437,10 @@ fn decompress_tensor_storages(
     for number in numbers {
         let len = archive.storage(number).len;
         let memory = decompress_range(archive, number, 0..len, interrupt)?;
-        blocks.insert(number, memory.block(0..usize::try_from(len).map_err(io::Error::other)?));
+        blocks.insert(
+            number,
+            memory.exclusive_block(0..usize::try_from(len).map_err(io::Error::other)?),
+        );
     }
     Ok(blocks)
 }
@@ -436,10 +450,10 @@ fn decompress_range(
     archive: &Archive,
     number: u32,
     range: Range<u64>,
-    interrupt: &Interrupt,
-) -> Result<Memory> {
+    interrupt: &InterruptCheck,
+) -> Result<PrivateMapping> {
     let len = usize::try_from(range.end - range.start).map_err(io::Error::other)?;
-    Memory::filled(len, |target| {
+    PrivateMapping::allocate_with(len, |target| {
         file::raw(archive, number, range.start, target, || interrupt.check())
     })
 }
@@ -493,8 +507,8 @@ impl SafeOpen {
         verify: &str,
     ) -> Result<Self> {
         let (backend, verify_mode) = (Backend::parse(backend)?, VerifyMode::parse(verify)?);
-        let framework = Framework::of(py, Some(framework))?;
-        let interrupt = Interrupt::new();
+        let framework = Framework::parse(py, Some(framework))?;
+        let interrupt = InterruptCheck::new();
         let open = || {
             let file = Arc::new(open(&filename)?);
             let archive = Archive::from_blob(file.clone())?;
@@ -507,7 +521,7 @@ impl SafeOpen {
             Ok((archive, file))
         };
         let (archive, file) =
-            py.detach(|| open().map_err(|error: Failure| error.in_file(&filename)))?;
+            py.detach(|| open().map_err(|error: Failure| error.with_file(&filename)))?;
         let verify_mode =
             if verify_mode == VerifyMode::Eager { VerifyMode::Off } else { verify_mode };
         let verified_chunks = Mutex::default();
@@ -543,7 +557,7 @@ impl SafeOpen {
 
     /// Returns the `metadata` that the file was saved with; None if there was none.
     fn metadata<'py>(&self, py: Python<'py>) -> Result<Option<Bound<'py, PyDict>>> {
-        metadata::given(py, &self.open_file()?.archive.attrs())
+        metadata::from_attrs(py, &self.open_file()?.archive.attrs())
     }
 
     /// Returns the tensor with this fqn, in separate memory: a write to it changes no other tensor. A
@@ -556,10 +570,10 @@ impl SafeOpen {
     fn get_tensor<'py>(&self, py: Python<'py>, name: &str) -> Result<Bound<'py, PyAny>> {
         let open_file = self.open_file()?;
         let references = open_file.references(name)?;
-        let source = open_file.span_source(py, spans(&references));
+        let source = open_file.span_source(py, storage_spans(&references));
         self.builder(py, &open_file, &source)?
-            .tensors(&references)
-            .map_err(|error| error.in_file(&open_file.filename))
+            .build_tensors(&references)
+            .map_err(|error| error.with_file(&open_file.filename))
     }
 
     /// Returns a handle that reads parts of the tensor with this fqn: `get_slice(name)[0:2, 5]`.
@@ -580,7 +594,7 @@ impl SafeOpen {
                     .as_ref()
                     .map(|device| Python::attach(|py| device.clone_ref(py))),
             }),
-            _ => Err(Refusal::new("NotATensor", format!("`{name}` is a shard"))
+            _ => Err(BindingError::new("NotATensor", format!("`{name}` is a shard"))
                 .advice("get it with get_tensor")
                 .into()),
         }
@@ -598,9 +612,9 @@ impl SafeOpen {
         py: Python<'py>,
         open_file: &'a OpenFile,
         source: &'a SpanSource<'py, 'a>,
-    ) -> Result<Maker<'py, 'a>> {
+    ) -> Result<ObjectBuilder<'py, 'a>> {
         let device = self.device.as_ref().map(|device| device.bind(py).clone());
-        Maker::new(py, &open_file.archive, source, self.framework).on_device(device)
+        ObjectBuilder::new(py, &open_file.archive, source, self.framework).on_device(device)
     }
 }
 
@@ -635,14 +649,19 @@ impl OpenFile {
     ///
     /// Verifies the chunks that were not verified before, unless the mode is [`VerifyMode::Off`]. Decompression
     /// always verifies.
-    fn read(&self, number: u32, span: &Range<u64>, interrupt: &Interrupt) -> Result<Block> {
+    fn read(
+        &self,
+        number: u32,
+        span: &Range<u64>,
+        interrupt: &InterruptCheck,
+    ) -> Result<MemoryBlock> {
         let storage = self.archive.storage(number);
         let size = |bytes: u64| usize::try_from(bytes).map_err(io::Error::other);
         let len = size(span.end - span.start)?;
         if storage.compressed_layout.is_some() {
             // Decompression verifies each chunk.
             let memory = decompress_range(&self.archive, number, span.clone(), interrupt)?;
-            return Ok(memory.block(0..len));
+            return Ok(memory.exclusive_block(0..len));
         }
         let chunks = storage.chunks(span);
         let unverified: Vec<u64> = {
@@ -664,27 +683,29 @@ impl OpenFile {
         let file_range = storage.offset + chunk_span.start..storage.offset + chunk_span.end;
         let mapping = if self.backend == Backend::Mmap && span.end - span.start >= MMAP_MIN_BYTES {
             // If mapping fails, as at the limit of mappings of a process, the range is read.
-            Memory::of_file(&self.file, file_range.clone()).ok()
+            PrivateMapping::map_file(&self.file, file_range.clone()).ok()
         } else {
             None
         };
         let (memory, offset) = if let Some(mapping) = mapping {
             mapping
         } else {
-            let buffer = Memory::filled(size(chunk_span.end - chunk_span.start)?, |target| {
-                file::read(&*self.file, file_range.start, target, || interrupt.check())
-            })?;
+            let buffer = PrivateMapping::allocate_with(
+                size(chunk_span.end - chunk_span.start)?,
+                |target| file::read(&*self.file, file_range.start, target, || interrupt.check()),
+            )?;
             (buffer, 0)
         };
         let bytes = &memory.as_ref()[offset..];
-        file::prove(&storage, &unverified, chunk_span.start, bytes, || interrupt.check())
-            .map_err(|error: Failure| error.at_leaf(|| self.archive.storage_fqn(number)))?;
+        file::prove(&storage, &unverified, chunk_span.start, bytes, || interrupt.check()).map_err(
+            |error: Failure| error.with_fqn_if_missing(|| self.archive.storage_fqn(number)),
+        )?;
         self.verified_chunks
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .extend(unverified.into_iter().map(|chunk| (number, chunk)));
         let start = offset + size(span.start - chunk_span.start)?;
-        Ok(memory.block(start..start + len))
+        Ok(memory.exclusive_block(start..start + len))
     }
 }
 
@@ -695,10 +716,10 @@ struct SpanSource<'py, 'a> {
     spans: BTreeMap<u32, Range<u64>>,
 }
 
-impl Source for SpanSource<'_, '_> {
-    fn block(&self, number: u32) -> Result<(Block, u64)> {
+impl StorageSource for SpanSource<'_, '_> {
+    fn block(&self, number: u32) -> Result<(MemoryBlock, u64)> {
         let span = &self.spans[&number];
-        let interrupt = Interrupt::new();
+        let interrupt = InterruptCheck::new();
         let block = self.py.detach(|| self.open_file.read(number, span, &interrupt))?;
         Ok((block, span.start))
     }
@@ -735,10 +756,10 @@ impl SafeSlice {
     fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let py = index.py();
         let meta = &self.reference.meta;
-        let index = Index::of(index)?;
+        let index = BasicIndex::parse(index)?;
         let (shape, strides, first) = match self.framework {
-            Framework::Torch => Torch::import(py)?.index(meta, index.whole())?,
-            Framework::Numpy => Numpy::import(py)?.index(meta, index.whole())?,
+            Framework::Torch => Torch::import(py)?.apply_index(meta, index.as_tuple())?,
+            Framework::Numpy => Numpy::import(py)?.apply_index(meta, index.as_tuple())?,
         };
         // Offsets in elements from element 0 of the tensor.
         let (mut low, mut high) = (first, first);
@@ -762,10 +783,10 @@ impl SafeSlice {
         let first = if reference.storage.is_some() { byte_position(first)? } else { 0 };
         let source = self.open_file.span_source(py, spans);
         let device = self.device.as_ref().map(|device| device.bind(py).clone());
-        Maker::new(py, &self.open_file.archive, &source, self.framework)
+        ObjectBuilder::new(py, &self.open_file.archive, &source, self.framework)
             .on_device(device)?
-            .view(&reference, &shape, &strides, first)
-            .map_err(|error| error.in_file(&self.open_file.filename))
+            .build_view(&reference, &shape, &strides, first)
+            .map_err(|error| error.with_file(&self.open_file.filename))
     }
 }
 
@@ -780,13 +801,13 @@ impl SafeSlice {
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "what Python gives is owned")]
 pub(crate) fn verify(py: Python<'_>, filename: PathBuf) -> Result<()> {
-    let interrupt = Interrupt::new();
+    let interrupt = InterruptCheck::new();
     let verify = || {
         let archive = Archive::from_blob(Arc::new(open(&filename)?))?;
         file::verify(archive.verify_jobs(), || interrupt.check())?;
         file::verify(archive.deep_verify_jobs(), || interrupt.check())
     };
-    py.detach(|| verify().map_err(|error: Failure| error.in_file(&filename)))
+    py.detach(|| verify().map_err(|error: Failure| error.with_file(&filename)))
 }
 
 /// Describes the content of a file, without the elements of its tensors.
@@ -807,6 +828,6 @@ pub(crate) fn inspect(py: Python<'_>, filename: PathBuf) -> Result<Bound<'_, PyA
         let archive = Archive::from_blob(Arc::new(open(&filename)?))?;
         Ok(to_json_without_elements(&archive)?.to_string())
     };
-    let view = py.detach(|| view().map_err(|error: Failure| error.in_file(&filename)))?;
+    let view = py.detach(|| view().map_err(|error: Failure| error.with_file(&filename)))?;
     Ok(py.import("json")?.call_method1("loads", (view,))?)
 }

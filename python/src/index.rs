@@ -6,15 +6,15 @@ use pyo3::types::{PyBool, PyEllipsis, PyInt, PySlice, PyTuple};
 use tssd_format::Region;
 
 use crate::error::Result;
-use crate::value::name_of;
+use crate::value::class_name;
 
 /// An index of ints, slices and `...`.
 ///
 /// If it has no `...`, one is appended, so that the result is never a scalar.
-pub(crate) struct Index<'py>(Bound<'py, PyTuple>);
+pub(crate) struct BasicIndex<'py>(Bound<'py, PyTuple>);
 
-impl<'py> Index<'py> {
-    pub(crate) fn of(index: &Bound<'py, PyAny>) -> Result<Self> {
+impl<'py> BasicIndex<'py> {
+    pub(crate) fn parse(index: &Bound<'py, PyAny>) -> Result<Self> {
         let py = index.py();
         let mut parts: Vec<Bound<'py, PyAny>> = match index.cast::<PyTuple>() {
             Ok(tuple) => tuple.iter().collect(),
@@ -23,7 +23,7 @@ impl<'py> Index<'py> {
         for part in &parts {
             let is_int = part.is_instance_of::<PyInt>() && !part.is_instance_of::<PyBool>();
             if !(is_int || part.is_instance_of::<PySlice>() || is_ellipsis(part)) {
-                let class = name_of(&part.get_type());
+                let class = class_name(&part.get_type());
                 let message =
                     format!("a {class} is no int, slice or ...: get the tensor, and index that");
                 return Err(PyTypeError::new_err(message).into());
@@ -35,14 +35,14 @@ impl<'py> Index<'py> {
         Ok(Self(PyTuple::new(py, parts)?))
     }
 
-    pub(crate) fn whole(&self) -> &Bound<'py, PyTuple> {
+    pub(crate) fn as_tuple(&self) -> &Bound<'py, PyTuple> {
         &self.0
     }
 
     /// Returns the smallest box that contains the selection, and the selection as an index into the box.
     ///
     /// `shape` is the shape of the tensor, in elements.
-    pub(crate) fn region(&self, shape: &[u64]) -> Result<(Region, Bound<'py, PyTuple>)> {
+    pub(crate) fn bounding_region(&self, shape: &[u64]) -> Result<(Region, Bound<'py, PyTuple>)> {
         let py = self.0.py();
         let index_count = self.0.len() - 1;
         let ellipses = self.0.iter().filter(is_ellipsis).count();

@@ -13,7 +13,7 @@ use crate::error::Result;
 /// Minimum interval between signal checks.
 ///
 /// A check acquires the GIL, which takes as long as another thread holds it.
-pub(crate) const EVERY: Duration = Duration::from_millis(50);
+pub(crate) const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 thread_local! {
     /// Cancellation flag of the call that this thread runs.
@@ -24,18 +24,18 @@ thread_local! {
 ///
 /// It acts only on the thread that created it, because Python handles signals only on its main thread. It looks for
 /// signals at most once every [`EVERY`].
-pub(crate) struct Interrupt {
+pub(crate) struct InterruptCheck {
     thread: ThreadId,
     next_check: Mutex<Instant>,
     cancelled: Option<Arc<AtomicBool>>,
 }
 
-impl Interrupt {
+impl InterruptCheck {
     pub(crate) fn new() -> Self {
         let cancelled = CANCEL_FLAG.with_borrow(Clone::clone);
         Self {
             thread: thread::current().id(),
-            next_check: Mutex::new(Instant::now() + EVERY),
+            next_check: Mutex::new(Instant::now() + SIGNAL_CHECK_INTERVAL),
             cancelled,
         }
     }
@@ -62,7 +62,7 @@ impl Interrupt {
             if Instant::now() < *next_check {
                 return Ok(());
             }
-            *next_check = Instant::now() + EVERY;
+            *next_check = Instant::now() + SIGNAL_CHECK_INTERVAL;
         }
         // An interpreter that is shutting down delivers no signals.
         Ok(Python::try_attach(|py| py.check_signals()).unwrap_or(Ok(()))?)
@@ -71,10 +71,10 @@ impl Interrupt {
 
 /// Cancels a call on another thread: see `aio.py`.
 #[pyclass(frozen, name = "_Cancel", module = "tssd")]
-pub(crate) struct Cancel(Arc<AtomicBool>);
+pub(crate) struct CancelToken(Arc<AtomicBool>);
 
 #[pymethods]
-impl Cancel {
+impl CancelToken {
     #[new]
     fn new() -> Self {
         Self(Arc::default())
@@ -99,5 +99,5 @@ impl Cancel {
 /// For use between short calls.
 #[pyfunction]
 pub(crate) fn _interrupted() -> Result<()> {
-    Interrupt::new().check()
+    InterruptCheck::new().check()
 }

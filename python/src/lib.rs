@@ -54,14 +54,15 @@ mod _tssd {
     #[pymodule_export]
     use crate::file::{SafeOpen, SafeSlice, inspect, load, load_file, save, save_file, verify};
     #[pymodule_export]
-    use crate::interrupt::{_interrupted, Cancel};
+    use crate::interrupt::{_interrupted, CancelToken};
     #[pymodule_export]
     use crate::memory::Buffer;
     #[pymodule_export]
     use crate::slice::{TensorShard, TensorSlice};
     #[pymodule_export]
     use crate::store::{
-        Items, LeaseSlice, OpenVersion, Pending, Pinned, Publishing, Receiving, Store, Subscribed,
+        OpenVersion, PyPendingPut, PyPin, PyPublisher, PyReceiver, PySubscription, Store,
+        VersionItems, VersionSlice,
     };
     #[pymodule_export]
     use crate::tssd::TorchStoreStateDict;
@@ -76,7 +77,10 @@ mod _tssd {
         {
             // A forked child would inherit the files and mappings whose drop is deferred, and keep them open.
             let hooks = PyDict::new(module.py());
-            hooks.set_item("before", wrap_pyfunction!(crate::file::settle, module)?)?;
+            hooks.set_item(
+                "before",
+                wrap_pyfunction!(crate::file::wait_for_deferred_drops, module)?,
+            )?;
             module.py().import("os")?.call_method("register_at_fork", (), Some(&hooks))?;
         }
         module.add("__version__", env!("CARGO_PKG_VERSION"))

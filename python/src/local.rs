@@ -10,54 +10,54 @@ use tssd_format::{Dtype, Region, Storage, Tensor, TensorFlags};
 use tssd_gpu::Stream;
 use tssd_store::pieces;
 
-use crate::device::Devices;
-use crate::dlpack::Borrowed;
-use crate::error::{Refusal, Result};
+use crate::device::DeviceRegions;
+use crate::dlpack::ImportedTensor;
+use crate::error::{BindingError, Result};
 use crate::numpy::Numpy;
-use crate::slice::{Local, index_of};
-use crate::tensor::{Copies, borrowed};
+use crate::slice::{LocalTensors, box_index};
+use crate::tensor::{CopyCache, tensor_from_raw_parts};
 use crate::torch::Torch;
 
 /// Purpose for which plain tensors are imported.
-pub(crate) enum Purpose<'py> {
+pub(crate) enum ImportPurpose<'py> {
     /// The tensors are stored. With a [`Transfer`], some of them are stored as another dtype.
-    Store(Option<Transfer<'py>>),
+    Store(Option<CastRule<'py>>),
     /// The tensors are filled.
-    Fill(Filling<'py>),
+    Fill(FillState<'py>),
 }
 
 /// Rule for casting floating tensors: the dtype that they are stored as, and which tensors are exempt.
-pub(crate) struct Transfer<'py> {
+pub(crate) struct CastRule<'py> {
     dtype: Dtype,
     keep_matcher: Bound<'py, PyAny>,
     /// Part of each object that is imported; `None`: all of it.
-    part: Option<Part>,
+    part: Option<ObjectPart>,
     /// Tensors that were cast, so that tied tensors stay tied.
-    cast_cache: Copies<'py>,
+    cast_cache: CopyCache<'py>,
 }
 
 /// A selection of the local tensors of an object.
 #[derive(Clone)]
-pub(crate) struct Part {
+pub(crate) struct ObjectPart {
     /// Indices of the selected local tensors.
-    pub(crate) locals: Range<usize>,
+    pub(crate) local_indices: Range<usize>,
     /// Box of the tensor, if one tensor is selected; `None`: all of each tensor.
     pub(crate) region: Option<Region>,
 }
 
-impl Part {
+impl ObjectPart {
     /// Returns the part with only the first element of its box, or unchanged if it has no box.
-    pub(crate) fn least(&self) -> Result<Self> {
+    pub(crate) fn first_element(&self) -> Result<Self> {
         let first_element =
             |region: &Region| Region::new(region.offsets(), &vec![1; region.shape().len()]);
         Ok(Self {
-            locals: self.locals.clone(),
+            local_indices: self.local_indices.clone(),
             region: self.region.as_ref().map(first_element).transpose()?,
         })
     }
 }
 
-impl<'py> Transfer<'py> {
+impl<'py> CastRule<'py> {
     /// Creates a rule from a dtype of torch or numpy, or from its name.
     ///
     /// A tensor whose fqn matches a pattern in `keep` is exempt.
@@ -75,31 +75,31 @@ impl<'py> Transfer<'py> {
         let dtype = floating.ok_or_else(|| {
             let text =
                 format!("transfer_dtype is a floating dtype, such as \"bfloat16\", not {name}");
-            Refusal::new("WrongType", text)
+            BindingError::new("WrongType", text)
         })?;
         let keep = keep.cloned().unwrap_or_else(|| PyTuple::empty(py).into_any());
         let keep_matcher = py.import("tssd._names")?.call_method1("matcher", (keep,))?;
-        Ok(Self { dtype, keep_matcher, part: None, cast_cache: Copies::default() })
+        Ok(Self { dtype, keep_matcher, part: None, cast_cache: CopyCache::default() })
     }
 
     /// Returns the same rule for one part of each object.
-    pub(crate) fn of_part(&self, part: Part) -> Self {
+    pub(crate) fn with_part(&self, part: ObjectPart) -> Self {
         let keep_matcher = self.keep_matcher.clone();
-        Self { dtype: self.dtype, keep_matcher, part: Some(part), cast_cache: Copies::default() }
+        Self { dtype: self.dtype, keep_matcher, part: Some(part), cast_cache: CopyCache::default() }
     }
 
     /// Splits a large object into parts that are cast one after another; `None` if it is not split.
     ///
     /// An object is split if it is a tensor, or shards of one, that is cast and has more than `limit` bytes in the
     /// target dtype.
-    pub(crate) fn parts(
+    pub(crate) fn split(
         &self,
         object: &Bound<'py, PyAny>,
         fqn: &str,
         limit: u64,
-    ) -> Result<Option<Vec<Part>>> {
+    ) -> Result<Option<Vec<ObjectPart>>> {
         let py = object.py();
-        let Some(local) = Local::of(object)? else { return Ok(None) };
+        let Some(local) = LocalTensors::from_object(object)? else { return Ok(None) };
         let tensors = local.tensors();
         let mut shapes: Vec<Vec<u64>> = Vec::with_capacity(tensors.len());
         for tensor in &tensors {
@@ -128,7 +128,7 @@ impl<'py> Transfer<'py> {
         let is_small =
             cast_bytes.iter().fold(0, |all: u64, bytes| all.saturating_add(*bytes)) <= limit;
         // A tensor without dimensions has no boxes: indexing it gives a scalar, or the tensor itself.
-        if is_small || shapes.iter().any(Vec::is_empty) || !local.fits(&shapes[0])? {
+        if is_small || shapes.iter().any(Vec::is_empty) || !local.matches_shape(&shapes[0])? {
             return Ok(None);
         }
         self.pack_parts(&shapes, &cast_bytes, limit).map(Some)
@@ -137,17 +137,23 @@ impl<'py> Transfer<'py> {
     /// Groups local tensors into parts of at most `limit` bytes. Consecutive small tensors share a part.
     ///
     /// A tensor of more than `limit` bytes is cut into boxes, one part each. `bytes` are the sizes of the tensors.
-    fn pack_parts(&self, shapes: &[Vec<u64>], bytes: &[u64], limit: u64) -> Result<Vec<Part>> {
+    fn pack_parts(
+        &self,
+        shapes: &[Vec<u64>],
+        bytes: &[u64],
+        limit: u64,
+    ) -> Result<Vec<ObjectPart>> {
         let mut parts = Vec::new();
         let (mut start, mut packed_bytes) = (0, 0_u64);
         for (index, (shape, bytes)) in shapes.iter().zip(bytes).enumerate() {
             if packed_bytes.saturating_add(*bytes) > limit && start < index {
-                parts.push(Part { locals: start..index, region: None });
+                parts.push(ObjectPart { local_indices: start..index, region: None });
                 (start, packed_bytes) = (index, 0);
             }
             if *bytes > limit {
                 let regions = pieces(shape, self.dtype, limit)?.into_iter();
-                let part = |region| Part { locals: index..index + 1, region: Some(region) };
+                let part =
+                    |region| ObjectPart { local_indices: index..index + 1, region: Some(region) };
                 parts.extend(regions.map(part));
                 (start, packed_bytes) = (index + 1, 0);
             } else {
@@ -155,7 +161,7 @@ impl<'py> Transfer<'py> {
             }
         }
         if start < shapes.len() {
-            parts.push(Part { locals: start..shapes.len(), region: None });
+            parts.push(ObjectPart { local_indices: start..shapes.len(), region: None });
         }
         Ok(parts)
     }
@@ -179,7 +185,7 @@ impl<'py> Transfer<'py> {
         torch: &Torch<'py>,
         tensor: &Bound<'py, PyAny>,
     ) -> Result<Bound<'py, PyAny>> {
-        let target = torch.dtype(self.dtype)?;
+        let target = torch.torch_dtype(self.dtype)?;
         let plain = tensor.call_method0("detach")?;
         if let Some(region) = self.region() {
             return Ok(region_view(&plain, region)?.call_method1("to", (target,))?);
@@ -193,7 +199,7 @@ impl<'py> Transfer<'py> {
             if self.part.is_some() { tensor_bytes } else { tensor_bytes.saturating_mul(2) };
         if !storage_bytes.is_multiple_of(itemsize) || storage_bytes > max_bytes {
             let cast = || Ok(plain.call_method1("to", (target,))?);
-            return self.cast_cache.once(&plain, Torch::place_of(&plain)?, cast);
+            return self.cast_cache.get_or_insert_with(&plain, Torch::memory_key(&plain)?, cast);
         }
         let offset = plain.call_method0("storage_offset")?;
         let key = format!(
@@ -206,7 +212,7 @@ impl<'py> Transfer<'py> {
             let flat = plain.call_method1("as_strided", ((storage_bytes / itemsize,), (1,), 0))?;
             Ok(flat.call_method1("to", (target,))?)
         };
-        let flat = self.cast_cache.once(&plain, key, cast)?;
+        let flat = self.cast_cache.get_or_insert_with(&plain, key, cast)?;
         let (shape, strides) = (plain.getattr("shape")?, plain.call_method0("stride")?);
         Ok(flat.call_method1("as_strided", (shape, strides, offset))?)
     }
@@ -223,17 +229,17 @@ struct StorageInfo {
 /// The number of elements in the storage of a numpy array is unknown: `u64::MAX`.
 fn storage_info(object: &Bound<'_, PyAny>) -> Result<Option<StorageInfo>> {
     let py = object.py();
-    if let Some(torch) = Torch::imported(py)?
-        && torch.is_plain(object)?
+    if let Some(torch) = Torch::if_imported(py)?
+        && torch.is_builtin_class(object)?
     {
-        let Ok(object) = torch.storable(object) else { return Ok(None) };
-        let dtype = torch.dtype_of(&object.getattr(intern!(py, "dtype"))?);
+        let Ok(object) = torch.resolve_storable(object) else { return Ok(None) };
+        let dtype = torch.to_dtype(&object.getattr(intern!(py, "dtype"))?);
         let bytes = Torch::storage_bytes(&object)?;
         return Ok(dtype.map(|dtype| StorageInfo { dtype, elements: bytes / dtype.itemsize() }));
     }
-    Ok(match Numpy::imported(py)? {
+    Ok(match Numpy::if_imported(py)? {
         Some(numpy) if numpy.is_array(object) => {
-            let dtype = numpy.dtype_of(&object.getattr(intern!(py, "dtype"))?).ok();
+            let dtype = numpy.to_dtype(&object.getattr(intern!(py, "dtype"))?).ok();
             dtype.map(|dtype| StorageInfo { dtype, elements: u64::MAX })
         }
         _ => None,
@@ -242,7 +248,7 @@ fn storage_info(object: &Bound<'_, PyAny>) -> Result<Option<StorageInfo>> {
 
 /// Returns a view of a box of a tensor or an array.
 fn region_view<'py>(object: &Bound<'py, PyAny>, region: &Region) -> Result<Bound<'py, PyAny>> {
-    Ok(object.get_item(index_of(object.py(), region.offsets(), region.shape())?)?)
+    Ok(object.get_item(box_index(object.py(), region.offsets(), region.shape())?)?)
 }
 
 /// Returns whether the dtype is a real floating-point type.
@@ -251,16 +257,16 @@ pub(crate) fn is_floating(dtype: Dtype) -> bool {
 }
 
 /// State of an import of tensors that are filled.
-pub(crate) struct Filling<'py> {
+pub(crate) struct FillState<'py> {
     /// Dtype in which the tensors are stored.
     stored_dtype: Dtype,
     /// Objects that cannot be filled directly, each with the staging memory that is filled instead.
-    pub(crate) staged: RefCell<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>>,
+    pub(crate) staging: RefCell<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>>,
 }
 
-impl<'py> Filling<'py> {
+impl<'py> FillState<'py> {
     pub(crate) fn new(stored_dtype: Dtype) -> Self {
-        Self { stored_dtype, staged: RefCell::default() }
+        Self { stored_dtype, staging: RefCell::default() }
     }
 
     /// Allocates staging memory of this dtype, which is filled instead of the object.
@@ -275,14 +281,14 @@ impl<'py> Filling<'py> {
         let shape: Vec<u64> = object.getattr("shape")?.extract()?;
         let shape = PyTuple::new(object.py(), shape)?;
         let empty = module.getattr("empty")?.call((shape,), Some(options))?;
-        self.staged.borrow_mut().push((object.clone(), empty.clone()));
+        self.staging.borrow_mut().push((object.clone(), empty.clone()));
         Ok(empty)
     }
 }
 
-impl<'py> Purpose<'py> {
+impl<'py> ImportPurpose<'py> {
     /// Returns the part of each object that is imported; `None`: all of it.
-    pub(crate) fn part(&self) -> Option<&Part> {
+    pub(crate) fn part(&self) -> Option<&ObjectPart> {
         match self {
             Self::Store(Some(transfer)) => transfer.part.as_ref(),
             Self::Store(None) | Self::Fill(_) => None,
@@ -290,56 +296,56 @@ impl<'py> Purpose<'py> {
     }
 
     /// Imports a plain torch tensor.
-    pub(crate) fn torch(
+    pub(crate) fn import_torch(
         &self,
         torch: &Torch<'py>,
-        devices: &Devices,
+        devices: &DeviceRegions,
         tensor: &Bound<'py, PyAny>,
         flags: TensorFlags,
         fqn: impl FnOnce() -> String,
     ) -> Result<Tensor> {
         let py = tensor.py();
         match self {
-            Self::Store(None) => torch.take(tensor, flags, devices),
+            Self::Store(None) => torch.import_tensor(tensor, flags, devices),
             Self::Store(Some(transfer)) => {
-                let dtype = torch.dtype_of(&tensor.getattr(intern!(py, "dtype"))?);
+                let dtype = torch.to_dtype(&tensor.getattr(intern!(py, "dtype"))?);
                 if !transfer.should_cast(dtype, fqn)? {
-                    return torch.take(tensor, flags, devices);
+                    return torch.import_tensor(tensor, flags, devices);
                 }
-                let tensor = torch.storable(tensor)?;
-                torch.share(&transfer.cast_torch(torch, &tensor)?, flags, devices)
+                let tensor = torch.resolve_storable(tensor)?;
+                torch.import_resolved(&transfer.cast_torch(torch, &tensor)?, flags, devices)
             }
             Self::Fill(filling) => {
-                let dtype = torch.dtype_of(&tensor.getattr(intern!(py, "dtype"))?);
-                Torch::prove_fillable(tensor)?;
+                let dtype = torch.to_dtype(&tensor.getattr(intern!(py, "dtype"))?);
+                Torch::check_fillable(tensor)?;
                 let options = PyDict::new(py);
-                match torch.see(tensor, flags, devices)? {
+                match torch.try_share(tensor, flags, devices)? {
                     Ok(shared) if dtype == Some(filling.stored_dtype) => return Ok(shared),
                     // The cast runs on the device of the tensor.
                     Ok(_) => options.set_item("device", tensor.getattr("device")?)?,
                     Err(reason) => {
-                        devices.paged(tensor.getattr("nbytes")?.extract()?, &reason);
+                        devices.record_pageable_copy(tensor.getattr("nbytes")?.extract()?, &reason);
                         options.set_item("device", "cpu")?;
                     }
                 }
-                let dtype = torch.dtype(filling.stored_dtype)?;
+                let dtype = torch.torch_dtype(filling.stored_dtype)?;
                 let staged = filling.allocate_staging(&torch.module, tensor, dtype, &options)?;
-                torch.take(&staged, flags, devices)
+                torch.import_tensor(&staged, flags, devices)
             }
         }
     }
 
     /// Imports an array of another framework.
-    pub(crate) fn other(
+    pub(crate) fn import_foreign(
         &self,
-        devices: &Devices,
-        borrowed: Borrowed,
+        devices: &DeviceRegions,
+        borrowed: ImportedTensor,
         fqn: impl FnOnce() -> String,
     ) -> Result<Tensor> {
         let dtype = borrowed.meta.dtype();
         let refuse = |text: &str| {
             let advice = "convert it to a tensor of torch: `torch.from_dlpack`";
-            Err(Refusal::leaf(text, advice).into())
+            Err(BindingError::untyped_leaf(text, advice).into())
         };
         match self {
             Self::Store(None) => {}
@@ -361,7 +367,7 @@ impl<'py> Purpose<'py> {
     }
 
     /// Imports a plain numpy array.
-    pub(crate) fn numpy(
+    pub(crate) fn import_numpy(
         &self,
         numpy: &Numpy<'py>,
         array: &Bound<'py, PyAny>,
@@ -369,30 +375,39 @@ impl<'py> Purpose<'py> {
     ) -> Result<Tensor> {
         let flags = TensorFlags::NDARRAY;
         match self {
-            Self::Store(None) => numpy.take(array, flags),
+            Self::Store(None) => numpy.import_array(array, flags),
             Self::Store(Some(transfer)) => {
-                let dtype = numpy.dtype_of(&array.getattr("dtype")?).ok();
+                let dtype = numpy.to_dtype(&array.getattr("dtype")?).ok();
                 if !transfer.should_cast(dtype, fqn)? {
-                    return numpy.take(array, flags);
+                    return numpy.import_array(array, flags);
                 }
-                let target = numpy.dtype(transfer.dtype)?;
+                let target = numpy.numpy_dtype(transfer.dtype)?;
                 if let Some(region) = transfer.region() {
                     let cast = region_view(array, region)?.call_method1("astype", (target,))?;
-                    return numpy.take(&cast, flags);
+                    return numpy.import_array(&cast, flags);
                 }
                 let cast = || Ok(array.call_method1("astype", (target,))?);
-                numpy.take(&transfer.cast_cache.once(array, Numpy::place_of(array)?, cast)?, flags)
+                numpy.import_array(
+                    &transfer.cast_cache.get_or_insert_with(
+                        array,
+                        Numpy::memory_key(array)?,
+                        cast,
+                    )?,
+                    flags,
+                )
             }
             Self::Fill(filling) => {
-                let dtype = numpy.dtype_of(&array.getattr("dtype")?)?;
-                Numpy::prove_fillable(array)?;
+                let dtype = numpy.to_dtype(&array.getattr("dtype")?)?;
+                Numpy::check_fillable(array)?;
                 if dtype == filling.stored_dtype {
-                    return numpy.take(array, flags);
+                    return numpy.import_array(array, flags);
                 }
-                let dtype = numpy.dtype(filling.stored_dtype)?;
+                let dtype = numpy.numpy_dtype(filling.stored_dtype)?;
                 let options = PyDict::new(array.py());
-                numpy
-                    .take(&filling.allocate_staging(&numpy.module, array, &dtype, &options)?, flags)
+                numpy.import_array(
+                    &filling.allocate_staging(&numpy.module, array, &dtype, &options)?,
+                    flags,
+                )
             }
         }
     }
@@ -400,18 +415,18 @@ impl<'py> Purpose<'py> {
 
 /// Converts a tensor that was imported through DLPack. The memory is shared.
 #[expect(unsafe_code, reason = "the memory belongs to the framework")]
-fn import_borrowed(devices: &Devices, imported: Borrowed) -> Result<Tensor> {
-    let Borrowed { meta, start, is_cuda, owner, .. } = imported;
+fn import_borrowed(devices: &DeviceRegions, imported: ImportedTensor) -> Result<Tensor> {
+    let ImportedTensor { meta, address, is_cuda, owner, .. } = imported;
     if meta.numel() == 0 {
         return Ok(Tensor::new(meta, Storage::default(), 0)?);
     }
     if !is_cuda {
         // SAFETY: the producer guarantees that the memory of the tensor is valid while `owner` lives.
-        return unsafe { borrowed(meta, start, owner) };
+        return unsafe { tensor_from_raw_parts(meta, address, owner) };
     }
-    let range = (u64::try_from(start)?, meta.span_bytes());
+    let range = (u64::try_from(address)?, meta.span_bytes());
     // SAFETY: as above. The producer was asked to order its pending work on the memory before later work on the default
     // stream.
-    let storage = unsafe { devices.storage(range, Stream::default(), owner)? };
+    let storage = unsafe { devices.register(range, Stream::default(), owner)? };
     Ok(Tensor::new(meta, storage, 0)?)
 }

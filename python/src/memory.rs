@@ -24,11 +24,11 @@ const PAGE_BYTES: usize = 64 << 10;
 
 /// A private mapping of this process: anonymous memory, or a copy-on-write view of a file.
 #[derive(Clone, Debug)]
-pub(crate) struct Memory(Arc<MmapRaw>);
+pub(crate) struct PrivateMapping(Arc<MmapRaw>);
 
-impl Memory {
+impl PrivateMapping {
     /// Allocates `len` bytes, and initialises them with `fill`.
-    pub(crate) fn filled<E: From<io::Error>>(
+    pub(crate) fn allocate_with<E: From<io::Error>>(
         len: usize,
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<Self, E> {
@@ -40,7 +40,7 @@ impl Memory {
     /// Maps a range of a file copy-on-write.
     ///
     /// Returns the memory, and the offset of the range in it, in bytes.
-    pub(crate) fn of_file(file: &File, range: Range<u64>) -> io::Result<(Self, usize)> {
+    pub(crate) fn map_file(file: &File, range: Range<u64>) -> io::Result<(Self, usize)> {
         // The mapping must start at a page boundary of the system.
         let lead = range.start % PAGE_BYTES as u64;
         let size = |bytes: u64| usize::try_from(bytes).map_err(io::Error::other);
@@ -62,22 +62,22 @@ impl Memory {
     }
 
     /// Returns a range for Python that has no other user. Dropping it returns its pages to the system.
-    pub(crate) fn block(&self, range: Range<usize>) -> Block {
+    pub(crate) fn exclusive_block(&self, range: Range<usize>) -> MemoryBlock {
         self.range_block(range, true)
     }
 
     /// Returns a range for Python that has other users too.
-    pub(crate) fn view(&self, range: Range<usize>) -> Block {
+    pub(crate) fn shared_block(&self, range: Range<usize>) -> MemoryBlock {
         self.range_block(range, false)
     }
 
-    fn range_block(&self, range: Range<usize>, is_exclusive: bool) -> Block {
+    fn range_block(&self, range: Range<usize>, is_exclusive: bool) -> MemoryBlock {
         assert!(range.start <= range.end && range.end <= self.0.len(), "a range of the memory");
-        Block(BlockMemory::Mapped(MappedRange { memory: self.clone(), range, is_exclusive }))
+        MemoryBlock(BlockMemory::Mapped(MappedRange { memory: self.clone(), range, is_exclusive }))
     }
 }
 
-impl AsRef<[u8]> for Memory {
+impl AsRef<[u8]> for PrivateMapping {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: the mapping has that many initialised bytes, and lives as long as `self`. They are not written to
         // meanwhile: see `Memory::bytes`.
@@ -87,7 +87,7 @@ impl AsRef<[u8]> for Memory {
 
 /// A range of memory for Python. It keeps the memory alive.
 #[derive(Debug)]
-pub(crate) struct Block(BlockMemory);
+pub(crate) struct MemoryBlock(BlockMemory);
 
 #[derive(Debug)]
 enum BlockMemory {
@@ -98,13 +98,13 @@ enum BlockMemory {
 
 #[derive(Debug)]
 struct MappedRange {
-    memory: Memory,
+    memory: PrivateMapping,
     range: Range<usize>,
     #[cfg_attr(not(unix), expect(dead_code, reason = "pages go with their memory there"))]
     is_exclusive: bool,
 }
 
-impl Block {
+impl MemoryBlock {
     pub(crate) fn start(&self) -> *mut u8 {
         match &self.0 {
             BlockMemory::Mapped(mapped) => {
@@ -122,7 +122,7 @@ impl Block {
     }
 }
 
-impl From<Private> for Block {
+impl From<Private> for MemoryBlock {
     fn from(private: Private) -> Self {
         Self(BlockMemory::Private(private))
     }
@@ -155,10 +155,10 @@ impl Drop for MappedRange {
 
 /// A range of memory for numpy: `numpy.asarray(buffer)` is a read-only view of its bytes.
 #[pyclass(frozen, name = "_Buffer")]
-pub(crate) struct Buffer(Block);
+pub(crate) struct Buffer(MemoryBlock);
 
 impl Buffer {
-    pub(crate) fn new(block: Block) -> Self {
+    pub(crate) fn new(block: MemoryBlock) -> Self {
         Self(block)
     }
 }

@@ -6,8 +6,8 @@ use pyo3::types::{PyBytes, PyDict, PyInt, PyString};
 use tssd_format::{AttrValue, Attrs};
 
 use crate::error::Result;
-use crate::object::string;
-use crate::value::text;
+use crate::object::decode_str;
+use crate::value::to_text;
 
 /// Attribute with the values that have no attribute type: a JSON object.
 const JSON_ATTR: &str = "tssd.json";
@@ -16,7 +16,7 @@ const JSON_ATTR: &str = "tssd.json";
 const RESERVED: &str = "tssd.";
 
 /// Converts the metadata of a caller to attributes.
-pub(crate) fn attrs(metadata: Option<&Bound<'_, PyDict>>) -> Result<Attrs> {
+pub(crate) fn to_attrs(metadata: Option<&Bound<'_, PyDict>>) -> Result<Attrs> {
     let mut attrs = Attrs::new();
     let Some(metadata) = metadata else { return Ok(attrs) };
     let json_values = PyDict::new(metadata.py());
@@ -33,7 +33,7 @@ pub(crate) fn attrs(metadata: Option<&Bound<'_, PyDict>>) -> Result<Attrs> {
         if let Some(Ok(int)) = int {
             attrs.insert(known, AttrValue::Int(int));
         } else if value.is_exact_instance_of::<PyString>() {
-            attrs.insert(known, AttrValue::Text(text(&value)?));
+            attrs.insert(known, AttrValue::Text(to_text(&value)?));
         } else if let Ok(bytes) = value.cast_exact::<PyBytes>() {
             attrs.insert(known, AttrValue::Bytes(bytes.as_bytes().into()));
         } else {
@@ -51,16 +51,20 @@ pub(crate) fn attrs(metadata: Option<&Bound<'_, PyDict>>) -> Result<Attrs> {
         if !json.call_method1("loads", (&json_text,))?.eq(&json_values)? {
             return Err(invalid_metadata("a value").into());
         }
-        attrs.insert(JSON_ATTR.to_owned(), AttrValue::Text(text(&json_text)?));
+        attrs.insert(JSON_ATTR.to_owned(), AttrValue::Text(to_text(&json_text)?));
     }
     Ok(attrs)
 }
 
 /// Converts attributes back to the caller's metadata; `None` if there was none.
-pub(crate) fn given<'py>(py: Python<'py>, attrs: &Attrs) -> Result<Option<Bound<'py, PyDict>>> {
+pub(crate) fn from_attrs<'py>(
+    py: Python<'py>,
+    attrs: &Attrs,
+) -> Result<Option<Bound<'py, PyDict>>> {
     let metadata = PyDict::new(py);
     if let Some(AttrValue::Text(json)) = attrs.get(JSON_ATTR) {
-        let json_values = py.import("json")?.call_method1("loads", (string(py, json.as_bytes())?,));
+        let json_values =
+            py.import("json")?.call_method1("loads", (decode_str(py, json.as_bytes())?,));
         // Another writer may have made the file, so an invalid attribute is ignored.
         if let Ok(json_values) =
             json_values.and_then(|json_values| Ok(json_values.cast_into::<PyDict>()?))
@@ -71,7 +75,7 @@ pub(crate) fn given<'py>(py: Python<'py>, attrs: &Attrs) -> Result<Option<Bound<
     for (name, value) in attrs.iter().filter(|(name, _)| !name.starts_with(RESERVED)) {
         match value {
             AttrValue::Int(value) => metadata.set_item(name, value)?,
-            AttrValue::Text(value) => metadata.set_item(name, string(py, value.as_bytes())?)?,
+            AttrValue::Text(value) => metadata.set_item(name, decode_str(py, value.as_bytes())?)?,
             AttrValue::Bytes(value) => metadata.set_item(name, PyBytes::new(py, value))?,
         }
     }

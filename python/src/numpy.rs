@@ -9,9 +9,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use tssd_format::{Dtype, Tensor, TensorFlags, TensorMeta, TensorReference};
 
-use crate::error::{Refusal, Result};
-use crate::memory::{Block, Buffer};
-use crate::tensor::borrowed;
+use crate::error::{BindingError, Result};
+use crate::memory::{Buffer, MemoryBlock};
+use crate::tensor::tensor_from_raw_parts;
 
 /// The module numpy, with cached attributes.
 pub(crate) struct Numpy<'py> {
@@ -63,7 +63,7 @@ fn ml_dtypes_has(dtype: Dtype) -> bool {
 
 impl<'py> Numpy<'py> {
     /// Returns numpy if this process has imported it. If it has not, no object is a numpy array.
-    pub(crate) fn imported(py: Python<'py>) -> Result<Option<Self>> {
+    pub(crate) fn if_imported(py: Python<'py>) -> Result<Option<Self>> {
         let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
         let Some(module) = modules.get_item("numpy")? else { return Ok(None) };
         let Ok(module) = module.cast_into::<PyModule>() else { return Ok(None) };
@@ -103,13 +103,17 @@ impl<'py> Numpy<'py> {
     }
 
     /// Imports a numpy scalar as a tensor without dimensions.
-    pub(crate) fn take_scalar(&self, scalar: &Bound<'py, PyAny>) -> Result<Tensor> {
+    pub(crate) fn import_scalar(&self, scalar: &Bound<'py, PyAny>) -> Result<Tensor> {
         let array = self.module.call_method1("asarray", (scalar,))?;
-        self.take(&array, TensorFlags::SCALAR)
+        self.import_array(&array, TensorFlags::SCALAR)
     }
 
     /// Imports an array. The memory is shared, unless byte order or strides require a copy.
-    pub(crate) fn take(&self, array: &Bound<'py, PyAny>, flags: TensorFlags) -> Result<Tensor> {
+    pub(crate) fn import_array(
+        &self,
+        array: &Bound<'py, PyAny>,
+        flags: TensorFlags,
+    ) -> Result<Tensor> {
         let py = array.py();
         let mut array = array.clone();
         let dtype = array.getattr(intern!(py, "dtype"))?;
@@ -117,7 +121,7 @@ impl<'py> Numpy<'py> {
             let native = dtype.call_method1("newbyteorder", ("=",))?;
             array = array.call_method1("astype", (native,))?;
         }
-        let dtype = self.dtype_of(&array.getattr(intern!(py, "dtype"))?)?;
+        let dtype = self.to_dtype(&array.getattr(intern!(py, "dtype"))?)?;
         let itemsize = dtype.itemsize();
         let element_strides = |array: &Bound<'py, PyAny>| -> Result<Option<Vec<u64>>> {
             let strides: Vec<i64> = array.getattr(intern!(py, "strides"))?.extract()?;
@@ -140,12 +144,12 @@ impl<'py> Numpy<'py> {
         let start: usize = data.get_item(0)?.extract()?;
         // SAFETY: an array keeps the bytes that its shape and strides span from its data pointer. numpy does not resize
         // an array that has another reference.
-        unsafe { borrowed(meta, start, array.unbind()) }
+        unsafe { tensor_from_raw_parts(meta, start, array.unbind()) }
     }
 
     /// Rejects arrays that are read-only, or that could be filled only through a copy.
-    pub(crate) fn prove_fillable(array: &Bound<'py, PyAny>) -> Result<()> {
-        let refuse = |text: &str| Err(Refusal::leaf(text, "give a copy of it").into());
+    pub(crate) fn check_fillable(array: &Bound<'py, PyAny>) -> Result<()> {
+        let refuse = |text: &str| Err(BindingError::untyped_leaf(text, "give a copy of it").into());
         if !array.getattr("flags")?.getattr("writeable")?.is_truthy()? {
             return refuse("an array that is read-only cannot be filled");
         }
@@ -162,12 +166,12 @@ impl<'py> Numpy<'py> {
     }
 
     /// Returns a key of the memory of an array, and of its dtype, shape and strides.
-    pub(crate) fn place_of(array: &Bound<'py, PyAny>) -> Result<String> {
+    pub(crate) fn memory_key(array: &Bound<'py, PyAny>) -> Result<String> {
         let interface = array.getattr(intern!(array.py(), "__array_interface__"))?;
         Ok(format!("{interface} {}", array.getattr("dtype")?))
     }
 
-    pub(crate) fn dtype_of(&self, dtype: &Bound<'py, PyAny>) -> Result<Dtype> {
+    pub(crate) fn to_dtype(&self, dtype: &Bound<'py, PyAny>) -> Result<Dtype> {
         let mut cache = self.dtype_cache.borrow_mut();
         if let Some((_, format_dtype)) = cache.iter().find(|(numpy_dtype, _)| numpy_dtype.is(dtype))
         {
@@ -177,7 +181,7 @@ impl<'py> Numpy<'py> {
         let found = Dtype::from_name(&name)
             .filter(|dtype| numpy_has(*dtype) || ml_dtypes_has(*dtype))
             .ok_or_else(|| {
-                Refusal::leaf(
+                BindingError::untyped_leaf(
                     format!("the format has no numpy dtype {name}"),
                     "convert the array to a dtype that torch has as well",
                 )
@@ -187,7 +191,7 @@ impl<'py> Numpy<'py> {
     }
 
     /// Returns the numpy dtype for a dtype of the format.
-    pub(crate) fn dtype(&self, dtype: Dtype) -> Result<Bound<'py, PyAny>> {
+    pub(crate) fn numpy_dtype(&self, dtype: Dtype) -> Result<Bound<'py, PyAny>> {
         if let Some((numpy_dtype, _)) =
             self.dtype_cache.borrow().iter().find(|(_, format_dtype)| *format_dtype == dtype)
         {
@@ -197,12 +201,12 @@ impl<'py> Numpy<'py> {
             self.module.call_method1("dtype", (dtype.name(),))?
         } else if ml_dtypes_has(dtype) {
             let module = self.module.py().import("ml_dtypes").map_err(|_| {
-                Refusal::new("FeatureMissing", format!("numpy alone has no {dtype}"))
+                BindingError::new("FeatureMissing", format!("numpy alone has no {dtype}"))
                     .advice("install ml_dtypes, or load it with torch")
             })?;
             self.module.call_method1("dtype", (module.getattr(dtype.name())?,))?
         } else {
-            return Err(Refusal::new("FeatureMissing", format!("numpy has no {dtype}"))
+            return Err(BindingError::new("FeatureMissing", format!("numpy has no {dtype}"))
                 .advice("load it with torch")
                 .into());
         };
@@ -211,13 +215,13 @@ impl<'py> Numpy<'py> {
     }
 
     /// Returns memory as a read-only array of bytes.
-    pub(crate) fn bytes(&self, block: Block) -> Result<Bound<'py, PyAny>> {
+    pub(crate) fn bytes_array(&self, block: MemoryBlock) -> Result<Bound<'py, PyAny>> {
         let buffer = Bound::new(self.module.py(), Buffer::new(block))?;
         Ok(self.module.call_method1("asarray", (buffer,))?)
     }
 
     /// Creates an array over the bytes of a storage. `storage` is `None` if the array has no elements.
-    pub(crate) fn make(
+    pub(crate) fn make_array(
         &self,
         reference: &TensorReference,
         storage: Option<&Bound<'py, PyAny>>,
@@ -248,7 +252,7 @@ impl<'py> Numpy<'py> {
         let py = self.module.py();
         let options = PyDict::new(py);
         options.set_item(intern!(py, "shape"), PyTuple::new(py, shape)?)?;
-        options.set_item(intern!(py, "dtype"), self.dtype(dtype)?)?;
+        options.set_item(intern!(py, "dtype"), self.numpy_dtype(dtype)?)?;
         if let Some(storage) = storage {
             let itemsize = i64::try_from(dtype.itemsize()).map_err(io::Error::other)?;
             let strides = strides.iter().map(|stride| stride * itemsize);
@@ -263,7 +267,7 @@ impl<'py> Numpy<'py> {
     /// Applies a basic index to an array of this shape. Does not read any memory.
     ///
     /// Returns the shape, the strides, and the offset of element 0, all in elements.
-    pub(crate) fn index(
+    pub(crate) fn apply_index(
         &self,
         meta: &TensorMeta,
         index: &Bound<'py, PyTuple>,

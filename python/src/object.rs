@@ -12,21 +12,21 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
 use serde_json::Value as Json;
 use tssd_format::{
-    Archive, AttrValue, Attrs, Container, MapKey, Node, ObjectPath, Placement, Step, ContentKind,
+    Archive, AttrValue, Attrs, Container, ContentKind, MapKey, Node, ObjectPath, Placement, Step,
     TensorFlags, TensorReference, TensorSlice, Text, Value,
 };
 
-use crate::dtensor::spelled;
-use crate::error::{Failure, Refusal, Result};
-use crate::memory::Block;
+use crate::dtensor::encode_placement;
+use crate::error::{BindingError, Failure, Result};
+use crate::memory::MemoryBlock;
 use crate::numpy::Numpy;
-use crate::pause::Pause;
-use crate::slice::{TensorShard, index_of, local_offsets};
+use crate::pause::GcPause;
+use crate::slice::{TensorShard, box_index, local_offsets};
 use crate::torch::Torch;
 use crate::value::PICKLE;
 
 /// Attribute with the `_metadata` of ordered dicts: a JSON object whose keys are their paths.
-pub(crate) const METADATA_ATTR: &str = "tssd.module_metadata";
+pub(crate) const MODULE_METADATA_ATTR: &str = "tssd.module_metadata";
 
 /// Number of leaves between two signal checks.
 const SIGNAL_CHECK_LEAVES: u32 = 1024;
@@ -40,7 +40,7 @@ pub(crate) enum Framework {
 
 impl Framework {
     /// Parses the name of a framework. Without a name: torch, or numpy if torch is not installed.
-    pub(crate) fn of(py: Python<'_>, name: Option<&str>) -> Result<Self> {
+    pub(crate) fn parse(py: Python<'_>, name: Option<&str>) -> Result<Self> {
         match name {
             Some("pt" | "torch" | "pytorch") => Ok(Self::Torch),
             Some("np" | "numpy") => Ok(Self::Numpy),
@@ -76,15 +76,15 @@ fn object_path(path: &[&Step]) -> ObjectPath {
 }
 
 /// Source of the bytes of storages.
-pub(crate) trait Source {
+pub(crate) trait StorageSource {
     /// Returns a block of a storage, and the offset of the block in the storage, in bytes.
     ///
     /// It is called at most once per storage.
-    fn block(&self, storage: u32) -> Result<(Block, u64)>;
+    fn block(&self, storage: u32) -> Result<(MemoryBlock, u64)>;
 }
 
 /// Contents from which Python objects are built.
-pub(crate) trait Contents {
+pub(crate) trait ArchiveContents {
     /// Returns the tree.
     fn structure(&self) -> Arc<Node>;
 
@@ -92,10 +92,10 @@ pub(crate) trait Contents {
     fn attrs(&self) -> Attrs;
 
     /// Returns the bytes of a leaf that is not a tensor.
-    fn stored(&self, storage: u32) -> Result<Bytes>;
+    fn storage_bytes(&self, storage: u32) -> Result<Bytes>;
 }
 
-impl Contents for Archive {
+impl ArchiveContents for Archive {
     fn structure(&self) -> Arc<Node> {
         Arc::new(Self::structure(self))
     }
@@ -104,16 +104,16 @@ impl Contents for Archive {
         Self::attrs(self)
     }
 
-    fn stored(&self, storage: u32) -> Result<Bytes> {
+    fn storage_bytes(&self, storage: u32) -> Result<Bytes> {
         Ok(self.storage_bytes(storage)?)
     }
 }
 
 /// Builder of Python objects from the nodes of an archive. Tensors of one storage share memory.
-pub(crate) struct Maker<'py, 'a> {
+pub(crate) struct ObjectBuilder<'py, 'a> {
     py: Python<'py>,
-    contents: &'a dyn Contents,
-    source: &'a dyn Source,
+    contents: &'a dyn ArchiveContents,
+    source: &'a dyn StorageSource,
     framework: Framework,
     torch: OnceCell<Torch<'py>>,
     numpy: OnceCell<Numpy<'py>>,
@@ -144,11 +144,11 @@ impl<'py> CachedStorage<'py> {
     }
 }
 
-impl<'py, 'a> Maker<'py, 'a> {
+impl<'py, 'a> ObjectBuilder<'py, 'a> {
     pub(crate) fn new(
         py: Python<'py>,
-        contents: &'a dyn Contents,
-        source: &'a dyn Source,
+        contents: &'a dyn ArchiveContents,
+        source: &'a dyn StorageSource,
         framework: Framework,
     ) -> Self {
         Self {
@@ -194,15 +194,15 @@ impl<'py, 'a> Maker<'py, 'a> {
     }
 
     /// Builds the state dict.
-    pub(crate) fn state_dict(mut self) -> Result<Bound<'py, PyAny>> {
-        if let Some(AttrValue::Text(text)) = self.contents.attrs().get(METADATA_ATTR) {
+    pub(crate) fn build_state_dict(mut self) -> Result<Bound<'py, PyAny>> {
+        if let Some(AttrValue::Text(text)) = self.contents.attrs().get(MODULE_METADATA_ATTR) {
             // Another writer may have made the file, so an invalid attribute is ignored.
             if let Ok(Json::Object(metadata)) = serde_json::from_slice(text.as_bytes()) {
                 self.metadata = metadata;
             }
         }
         let structure = self.contents.structure();
-        let _pause = Pause::new(self.py)?;
+        let _pause = GcPause::new(self.py)?;
         self.build(&mut Vec::new(), &structure)
     }
 
@@ -231,7 +231,7 @@ impl<'py, 'a> Maker<'py, 'a> {
                 if self.leaf_count.is_multiple_of(SIGNAL_CHECK_LEAVES) {
                     self.py.check_signals()?;
                 }
-                return self.leaf(leaf).map_err(|error| error.at(&object_path(path)));
+                return self.build_leaf(leaf).map_err(|error| error.with_path(&object_path(path)));
             }
         };
         match container {
@@ -336,7 +336,7 @@ impl<'py, 'a> Maker<'py, 'a> {
     }
 
     fn py_str(&self, text: &Text) -> Result<Bound<'py, PyAny>> {
-        string(self.py, text.as_bytes())
+        decode_str(self.py, text.as_bytes())
     }
 
     fn py_key(&self, key: &MapKey) -> Result<Bound<'py, PyAny>> {
@@ -344,7 +344,9 @@ impl<'py, 'a> Maker<'py, 'a> {
         Ok(match key {
             MapKey::Str(text) => self.py_str(text)?,
             MapKey::Int(int) => py_int(py, int)?,
-            MapKey::Bool(value) => value.into_pyobject(py).map_err(PyErr::from)?.to_owned().into_any(),
+            MapKey::Bool(value) => {
+                value.into_pyobject(py).map_err(PyErr::from)?.to_owned().into_any()
+            }
             MapKey::Float(float) => PyFloat::new(py, float.get()).into_any(),
             MapKey::None => py.None().into_bound(py),
             MapKey::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
@@ -356,14 +358,14 @@ impl<'py, 'a> Maker<'py, 'a> {
         })
     }
 
-    pub(crate) fn leaf(&mut self, node: &Node) -> Result<Bound<'py, PyAny>> {
+    pub(crate) fn build_leaf(&mut self, node: &Node) -> Result<Bound<'py, PyAny>> {
         match node {
-            Node::Tensors(references) => self.tensors(references),
-            Node::Leaf(value) => self.value(value),
+            Node::Tensors(references) => self.build_tensors(references),
+            Node::Leaf(value) => self.build_value(value),
             Node::StoredLeaf(stored, storage) => {
-                let bytes = self.contents.stored(*storage)?;
+                let bytes = self.contents.storage_bytes(*storage)?;
                 match stored {
-                    ContentKind::Str => string(self.py, &bytes),
+                    ContentKind::Str => decode_str(self.py, &bytes),
                     ContentKind::Bytes => Ok(PyBytes::new(self.py, &bytes).into_any()),
                     ContentKind::Opaque(media) => self.unpickle(media, &bytes),
                 }
@@ -373,7 +375,7 @@ impl<'py, 'a> Maker<'py, 'a> {
     }
 
     /// Builds a leaf whose value is in the index.
-    pub(crate) fn value(&self, value: &Value) -> Result<Bound<'py, PyAny>> {
+    pub(crate) fn build_value(&self, value: &Value) -> Result<Bound<'py, PyAny>> {
         let py = self.py;
         Ok(match value {
             Value::None => py.None().into_bound(py),
@@ -387,7 +389,7 @@ impl<'py, 'a> Maker<'py, 'a> {
             }
             Value::Str(text) => self.py_str(text)?,
             Value::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
-            Value::Dtype(dtype) => self.require_torch("torch.dtype")?.dtype(*dtype)?.clone(),
+            Value::Dtype(dtype) => self.require_torch("torch.dtype")?.torch_dtype(*dtype)?.clone(),
             Value::Size(sizes) => {
                 let size = self.require_torch("torch.Size")?.module.getattr("Size")?;
                 size.call1((PyTuple::new(py, sizes)?,))?
@@ -404,7 +406,7 @@ impl<'py, 'a> Maker<'py, 'a> {
     /// Returns torch, for a leaf of a class that only torch has.
     fn require_torch(&self, class: &str) -> Result<&Torch<'py>> {
         self.torch().map_err(|_| {
-            Refusal::new("FeatureMissing", format!("a {class} needs torch"))
+            BindingError::new("FeatureMissing", format!("a {class} needs torch"))
                 .advice("install torch, or read the tensors alone with safe_open")
                 .into()
         })
@@ -412,7 +414,7 @@ impl<'py, 'a> Maker<'py, 'a> {
 
     fn unpickle(&self, media: &Text, bytes: &[u8]) -> Result<Bound<'py, PyAny>> {
         if !self.allow_pickle {
-            return Err(Refusal::leaf(
+            return Err(BindingError::untyped_leaf(
                 format!("it is an opaque object ({media}), which is not unpickled"),
                 "if you trust who wrote it, read it with allow_pickle=True: load_file, or get_state_dict",
             )
@@ -420,14 +422,21 @@ impl<'py, 'a> Maker<'py, 'a> {
         }
         if media.as_str() != Some(PICKLE) {
             let message = format!("nothing here reads an object of type {media}");
-            return Err(Refusal::leaf(message, "read it with the library that wrote it").into());
+            return Err(BindingError::untyped_leaf(
+                message,
+                "read it with the library that wrote it",
+            )
+            .into());
         }
         let pickle = self.py.import("pickle")?;
         Ok(pickle.call_method1("loads", (PyBytes::new(self.py, bytes),))?)
     }
 
     /// Builds a tensor, or the shards of one.
-    pub(crate) fn tensors(&mut self, references: &[TensorReference]) -> Result<Bound<'py, PyAny>> {
+    pub(crate) fn build_tensors(
+        &mut self,
+        references: &[TensorReference],
+    ) -> Result<Bound<'py, PyAny>> {
         let [first, others @ ..] = references else { return Err(unsupported_value().into()) };
         let Some(place) = &first.shard_spec else { return self.tensor(first) };
         let slices: Vec<TensorSlice> = references
@@ -443,7 +452,7 @@ impl<'py, 'a> Maker<'py, 'a> {
             let shards = PyList::empty(self.py);
             for (reference, slice) in references.iter().zip(slices) {
                 let local = self.tensor(reference)?.unbind();
-                shards.append(TensorShard::of(self.py, local, vec![slice])?)?;
+                shards.append(TensorShard::from_slices(self.py, local, vec![slice])?)?;
             }
             return Ok(shards.into_any());
         };
@@ -454,13 +463,13 @@ impl<'py, 'a> Maker<'py, 'a> {
                 place.slice().coordinates().map(|at| PyTuple::new(self.py, at)).transpose()?;
             helper.call_method1("prove_mesh", (mesh, mesh_shape, coordinates))?;
             if covers_rank(place.slice(), placements, &slices) {
-                let placements: Vec<_> = placements.iter().map(spelled).collect();
+                let placements: Vec<_> = placements.iter().map(encode_placement).collect();
                 let global_shape = PyTuple::new(self.py, place.slice().global_shape())?;
                 let arguments = (local, mesh, placements, global_shape);
                 return Ok(helper.call_method1("dtensor", arguments)?);
             }
         }
-        let shard = TensorShard::of(self.py, local.unbind(), slices)?;
+        let shard = TensorShard::from_slices(self.py, local.unbind(), slices)?;
         Ok(Bound::new(self.py, shard)?.into_any())
     }
 
@@ -488,7 +497,7 @@ impl<'py, 'a> Maker<'py, 'a> {
         let local = self.tensor(&target)?;
         for (reference, offsets) in references.iter().zip(offsets) {
             let part = self.tensor(&without_torch_flags(reference))?;
-            let index = index_of(self.py, offsets, reference.meta.shape())?;
+            let index = box_index(self.py, offsets, reference.meta.shape())?;
             local.set_item(index, part)?;
         }
         if self.framework == Framework::Numpy || meta.flags().contains(TensorFlags::NDARRAY) {
@@ -514,18 +523,18 @@ impl<'py, 'a> Maker<'py, 'a> {
         }
         let storage = reference.storage.map(|number| &self.storages[&number]);
         if self.framework == Framework::Numpy {
-            return self.numpy()?.make(&reference, storage.map(|storage| &storage.host));
+            return self.numpy()?.make_array(&reference, storage.map(|storage| &storage.host));
         }
         if is_array {
             let bytes = storage.map(|storage| {
-                let bytes = self.torch()?.array_of(&storage.host)?;
+                let bytes = self.torch()?.storage_array(&storage.host)?;
                 bytes.call_method1("setflags", (false,))?;
                 Ok::<_, Failure>(bytes)
             });
-            return self.numpy()?.make(&reference, bytes.transpose()?.as_ref());
+            return self.numpy()?.make_array(&reference, bytes.transpose()?.as_ref());
         }
         let untyped = storage.map(CachedStorage::untyped).transpose()?;
-        self.torch()?.make(&reference, untyped.as_ref(), self.device.as_ref())
+        self.torch()?.make_tensor(&reference, untyped.as_ref(), self.device.as_ref())
     }
 
     /// Builds a torch tensor that spans a whole storage that is not loaded yet. This is the fast path.
@@ -544,9 +553,9 @@ impl<'py, 'a> Maker<'py, 'a> {
         }
         let (block, start) = self.source.block(number)?;
         let torch = self.torch()?;
-        let (host, is_whole_storage) = match torch.view(block, &reference.meta)? {
+        let (host, is_whole_storage) = match torch.tensor_from_block(block, &reference.meta)? {
             Ok(tensor) => (tensor, true),
-            Err(block) => (torch.bytes(block)?, false),
+            Err(block) => (torch.bytes_tensor(block)?, false),
         };
         let tensor = host.clone();
         self.storages.insert(number, CachedStorage { start, host, device_copy: None });
@@ -563,8 +572,8 @@ impl<'py, 'a> Maker<'py, 'a> {
         }
         let (block, start) = self.source.block(number)?;
         let host = match self.framework {
-            Framework::Numpy => self.numpy()?.bytes(block)?,
-            Framework::Torch => self.torch()?.bytes(block)?,
+            Framework::Numpy => self.numpy()?.bytes_array(block)?,
+            Framework::Torch => self.torch()?.bytes_tensor(block)?,
         };
         let to_device = |device: &Bound<'py, PyAny>| host.call_method1("to", (device,));
         let device_copy = self.device.as_ref().map(to_device).transpose()?;
@@ -575,7 +584,7 @@ impl<'py, 'a> Maker<'py, 'a> {
     /// Builds a view of part of a tensor, whose element 0 is at byte `first` of the storage.
     ///
     /// `shape` and `strides` are in elements.
-    pub(crate) fn view(
+    pub(crate) fn build_view(
         &mut self,
         reference: &TensorReference,
         shape: &[u64],
@@ -603,17 +612,17 @@ impl<'py, 'a> Maker<'py, 'a> {
             byte_offset: first,
             ..reference.clone()
         };
-        self.torch()?.make(&reference, untyped.as_ref(), self.device.as_ref())
+        self.torch()?.make_tensor(&reference, untyped.as_ref(), self.device.as_ref())
     }
 }
 
-fn unsupported_value() -> Refusal {
-    Refusal::new("FeatureMissing", "this version of the package does not know such a value")
+fn unsupported_value() -> BindingError {
+    BindingError::new("FeatureMissing", "this version of the package does not know such a value")
         .advice("use a newer one")
 }
 
 /// Decodes generalized UTF-8 to a str.
-pub(crate) fn string<'py>(py: Python<'py>, bytes: &[u8]) -> Result<Bound<'py, PyAny>> {
+pub(crate) fn decode_str<'py>(py: Python<'py>, bytes: &[u8]) -> Result<Bound<'py, PyAny>> {
     if let Ok(text) = std::str::from_utf8(bytes) {
         return Ok(PyString::new(py, text).into_any());
     }
@@ -629,7 +638,7 @@ fn py_int<'py>(py: Python<'py>, int: &tssd_format::Int) -> Result<Bound<'py, PyA
 }
 
 /// Returns the range from the first to the last byte of the references, by storage.
-pub(crate) fn spans(references: &[TensorReference]) -> BTreeMap<u32, Range<u64>> {
+pub(crate) fn storage_spans(references: &[TensorReference]) -> BTreeMap<u32, Range<u64>> {
     let mut spans: BTreeMap<u32, Range<u64>> = BTreeMap::new();
     for reference in references {
         let Some(number) = reference.storage else { continue };

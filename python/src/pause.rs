@@ -9,9 +9,9 @@ use crate::error::Result;
 ///
 /// While many long-lived objects are created, the collector would scan all objects again and again. Its scans take a
 /// fifth of the time to create views of 340 tensors.
-pub(crate) struct Pause<'py>(Option<Bound<'py, PyModule>>);
+pub(crate) struct GcPause<'py>(Option<Bound<'py, PyModule>>);
 
-impl<'py> Pause<'py> {
+impl<'py> GcPause<'py> {
     pub(crate) fn new(py: Python<'py>) -> Result<Self> {
         let gc = py.import(intern!(py, "gc"))?;
         if !gc.call_method0(intern!(py, "isenabled"))?.is_truthy()? {
@@ -22,7 +22,7 @@ impl<'py> Pause<'py> {
     }
 }
 
-impl Drop for Pause<'_> {
+impl Drop for GcPause<'_> {
     fn drop(&mut self) {
         if let Some(gc) = &self.0 {
             let result = gc.call_method0(intern!(gc.py(), "enable"));

@@ -9,8 +9,8 @@ use tssd_format::{
     Error, ErrorKind, Placement, Region, ShardSpec, Tensor, TensorMeta, TensorSlice as Slice,
 };
 
-use crate::dtensor::{self, Chunks, DTensor, Meshes, Parts};
-use crate::error::{Failure, Refusal, Result};
+use crate::dtensor::{self, Chunks, DTensorParts, MeshCache, TensorSubclass};
+use crate::error::{BindingError, Failure, Result};
 use crate::torch::Torch;
 
 /// The part of a global tensor that a rank has: a box, and the coordinates of the rank in its mesh.
@@ -57,12 +57,12 @@ impl TensorSlice {
     ///         DTensor is Partial.
     #[classmethod]
     fn from_dtensor(_class: &Bound<'_, PyType>, t: &Bound<'_, PyAny>) -> Result<Self> {
-        let Parts::DTensor(parts) = dtensor::parts(t)? else {
+        let TensorSubclass::DTensor(parts) = dtensor::decompose(t)? else {
             return Err(Error::new(ErrorKind::NotABox)
                 .with_detail("its local tensors name their own offsets")
                 .into());
         };
-        let mesh = Meshes::default().of(&parts.mesh)?;
+        let mesh = MeshCache::default().get_or_convert(&parts.mesh)?;
         let (_, mut slices) = parts.slices(&mesh)?;
         match (slices.pop(), slices.len()) {
             (Some(slice), 0) => Ok(Self(slice)),
@@ -162,45 +162,50 @@ impl TensorShard {
                 return Ok(ShardSpec::new(slice));
             }
             // The arrangement of the ranks is unknown: assume a first replica, and this one as the second.
-            ShardSpec::new(slice.with_mesh(&[2], Some(&[1]))?).with_placements([Placement::Replicate])
+            ShardSpec::new(slice.with_mesh(&[2], Some(&[1]))?)
+                .with_placements([Placement::Replicate])
         };
         Ok(self.slices(py).into_iter().map(to_shard_place).collect::<Result<_, Error>>()?)
     }
 
-    pub(crate) fn of(py: Python<'_>, local: Py<PyAny>, slices: Vec<Slice>) -> PyResult<Self> {
+    pub(crate) fn from_slices(
+        py: Python<'_>,
+        local: Py<PyAny>,
+        slices: Vec<Slice>,
+    ) -> PyResult<Self> {
         let slices = slices.into_iter().map(|slice| Py::new(py, TensorSlice(slice)));
         Ok(Self { local, slices: slices.collect::<PyResult<_>>()?, primary: true })
     }
 }
 
 /// Local tensors of an object: the tensor itself, or the local tensors of its shards.
-pub(crate) enum Local<'py> {
+pub(crate) enum LocalTensors<'py> {
     Whole(Bound<'py, PyAny>),
     Shard(Bound<'py, TensorShard>),
-    DTensor(DTensor<'py>),
+    DTensor(DTensorParts<'py>),
     /// Each local tensor has its own place.
     Chunks(Chunks<'py>),
 }
 
-impl<'py> Local<'py> {
+impl<'py> LocalTensors<'py> {
     /// Returns `None` for an object that cannot be stored: the import of the object reports the error.
-    pub(crate) fn of(object: &Bound<'py, PyAny>) -> Result<Option<Self>> {
+    pub(crate) fn from_object(object: &Bound<'py, PyAny>) -> Result<Option<Self>> {
         if let Ok(shard) = object.cast::<TensorShard>() {
             return Ok(Some(Self::Shard(shard.clone())));
         }
-        let Some(torch) = Torch::imported(object.py())? else {
+        let Some(torch) = Torch::if_imported(object.py())? else {
             return Ok(Some(Self::Whole(object.clone())));
         };
-        if !torch.is_tensor(object)? || torch.is_plain(object)? {
+        if !torch.is_tensor(object)? || torch.is_builtin_class(object)? {
             return Ok(Some(Self::Whole(object.clone())));
         }
-        let object = dtensor::waited(object)?;
-        if torch.is_plain(&object)? {
+        let object = dtensor::wait_for_collective(object)?;
+        if torch.is_builtin_class(&object)? {
             return Ok(Some(Self::Whole(object)));
         }
-        match dtensor::parts(&object) {
-            Ok(Parts::DTensor(parts)) => Ok(Some(Self::DTensor(parts))),
-            Ok(Parts::Chunks(chunks)) => Ok(Some(Self::Chunks(chunks))),
+        match dtensor::decompose(&object) {
+            Ok(TensorSubclass::DTensor(parts)) => Ok(Some(Self::DTensor(parts))),
+            Ok(TensorSubclass::Chunks(chunks)) => Ok(Some(Self::Chunks(chunks))),
             Err(_) => Ok(None),
         }
     }
@@ -217,12 +222,12 @@ impl<'py> Local<'py> {
     /// Returns whether a local tensor of this shape matches its slices.
     ///
     /// A whole tensor always matches; so do chunks, as each has its own place.
-    pub(crate) fn fits(&self, shape: &[u64]) -> Result<bool> {
+    pub(crate) fn matches_shape(&self, shape: &[u64]) -> Result<bool> {
         let slices = match self {
             Self::Whole(_) | Self::Chunks(_) => return Ok(true),
             Self::Shard(shard) => shard.get().slices(shard.py()),
             Self::DTensor(parts) => {
-                let mesh = Meshes::default().of(&parts.mesh)?;
+                let mesh = MeshCache::default().get_or_convert(&parts.mesh)?;
                 // A Partial DTensor has no slices here. Its import reports the placement.
                 parts.slices(&mesh).map(|(_, slices)| slices).unwrap_or_default()
             }
@@ -252,7 +257,10 @@ impl TensorShard {
         }
         let shape = local.getattr("shape").and_then(|shape| shape.extract());
         let shape: Vec<u64> = shape.map_err(|_: PyErr| {
-            Refusal::leaf("the local part of a TensorShard has no shape", "give it a tensor")
+            BindingError::untyped_leaf(
+                "the local part of a TensorShard has no shape",
+                "give it a tensor",
+            )
         })?;
         let shard = Self { local: local.clone().unbind(), slices, primary };
         let fits = run_grid(&shard.slices(py)).is_some_and(|grid| grid_shape(&grid) == shape);
@@ -283,14 +291,16 @@ impl TensorShard {
         let flattened_range = sharded_tensor.getattr_opt("flattened_range")?;
         if flattened_range.is_some_and(|range| !range.is_none()) {
             let advice = "give the tensor that it is a part of";
-            return Err(
-                Refusal::leaf("a flattened part of a tensor is no box of it", advice).into()
-            );
+            return Err(BindingError::untyped_leaf(
+                "a flattened part of a tensor is no box of it",
+                advice,
+            )
+            .into());
         }
         let attribute = |name: &str| {
             sharded_tensor.getattr_opt(name)?.ok_or_else(|| {
                 let class = sharded_tensor.get_type();
-                Failure::from(Refusal::leaf(
+                Failure::from(BindingError::untyped_leaf(
                     format!("{class} is no ShardedTensor: it has no `{name}`"),
                     "give one, or make a TensorShard of its tensor and slice",
                 ))
@@ -300,18 +310,24 @@ impl TensorShard {
             let ints = attribute(name)?;
             let single = || ints.extract().map(|int| vec![int]);
             Ok(ints.extract().or_else(|_: PyErr| single()).map_err(|_: PyErr| {
-                Refusal::leaf(format!("its `{name}` is {ints:?}"), "give it an int, or ints")
+                BindingError::untyped_leaf(
+                    format!("its `{name}` is {ints:?}"),
+                    "give it an int, or ints",
+                )
             })?)
         };
         let data = attribute("data")?;
         if data.is_none() {
-            return Err(Refusal::leaf("it has no data", "make it with data").into());
+            return Err(BindingError::untyped_leaf("it has no data", "make it with data").into());
         }
         let (global_shape, offsets) = (ints("global_shape")?, ints("global_offset")?);
         let shape: Option<Vec<u64>> =
             data.getattr_opt("shape")?.and_then(|shape| shape.extract().ok());
         let shape = shape.ok_or_else(|| {
-            Refusal::leaf("it is no ShardedTensor: its `data` has no shape", "give it a tensor")
+            BindingError::untyped_leaf(
+                "it is no ShardedTensor: its `data` has no shape",
+                "give it a tensor",
+            )
         })?;
         // Layers that are stacked in the global tensor have additional leading dimensions there.
         let leading_dims =
@@ -426,7 +442,7 @@ fn grid_shape(grid: &[Vec<IndexRun>]) -> Vec<u64> {
 }
 
 /// Splits a local tensor into its boxes. The boxes are views of the tensor.
-pub(crate) fn cut(local: &Tensor, slices: &[Slice]) -> Result<Vec<Tensor>> {
+pub(crate) fn split_local(local: &Tensor, slices: &[Slice]) -> Result<Vec<Tensor>> {
     let meta = local.meta();
     let grid =
         run_grid(slices).filter(|grid| grid_shape(grid) == meta.shape()).ok_or_else(|| {
@@ -461,7 +477,7 @@ pub(crate) fn local_offsets(slices: &[Slice]) -> Option<(Vec<u64>, Vec<Vec<u64>>
 }
 
 /// Intersects a region of a local tensor with its boxes. Returns the places of the intersections.
-pub(crate) fn parts(places: &[ShardSpec], region: &Region) -> Result<Vec<ShardSpec>> {
+pub(crate) fn intersect_places(places: &[ShardSpec], region: &Region) -> Result<Vec<ShardSpec>> {
     let slices: Vec<Slice> = places.iter().map(|place| place.slice().clone()).collect();
     let (_, offsets) = local_offsets(&slices).ok_or_else(|| {
         let note = format!("{} boxes that are no local tensor", slices.len());
@@ -478,7 +494,7 @@ pub(crate) fn parts(places: &[ShardSpec], region: &Region) -> Result<Vec<ShardSp
 }
 
 /// Returns the index that selects a box of a tensor or an array.
-pub(crate) fn index_of<'py>(
+pub(crate) fn box_index<'py>(
     py: Python<'py>,
     offsets: &[u64],
     sizes: &[u64],

@@ -8,7 +8,7 @@ use std::time::Duration;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyIterator, PyString, PyTuple};
-use tssd_format::{MapKey as MapKey, Node, Step};
+use tssd_format::{MapKey, Node, Step};
 use tssd_store::{ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Opened, Residency};
 
 /// The connection of this process to a store.
@@ -40,22 +40,22 @@ mod subscription;
 /// Reads without `into`: views of stored bytes, and copies.
 mod version;
 
-use self::connected::{Connected, Patience, seconds};
-use self::into::{Allowed, Differences, Filled, fill_all, fill_one};
-pub(crate) use self::lease::{Items, LeaseSlice, OpenVersion};
-pub(crate) use self::pending::Pending;
-pub(crate) use self::pin::Pinned;
-pub(crate) use self::publish::Publishing;
-use self::publish::Taking;
-use self::put::{Put, taken};
-pub(crate) use self::receiver::Receiving;
+use self::connected::{Connection, Deadline, parse_seconds};
+use self::into::{Differences, FillOptions, FillResult, fill_state_dict, fill_tensor};
+pub(crate) use self::lease::{OpenVersion, VersionItems, VersionSlice};
+pub(crate) use self::pending::PyPendingPut;
+pub(crate) use self::pin::PyPin;
+use self::publish::ImportOptions;
+pub(crate) use self::publish::PyPublisher;
+use self::put::{PutArguments, import_for_put};
+pub(crate) use self::receiver::PyReceiver;
 use self::report::{get_report, put_report, version_info};
 use self::select::select;
-pub(crate) use self::subscription::Subscribed;
-use self::version::{Reading, Version};
-use crate::error::{Failure, Refusal, Result};
-use crate::local::Transfer;
-use crate::object::{Framework, Maker};
+pub(crate) use self::subscription::PySubscription;
+use self::version::{LoadedTree, ReadOptions};
+use crate::error::{BindingError, Failure, Result};
+use crate::local::CastRule;
+use crate::object::{Framework, ObjectBuilder};
 use crate::slice::{TensorShard, TensorSlice};
 use crate::tssd::TorchStoreStateDict;
 
@@ -80,7 +80,7 @@ pub(crate) struct Store {
     url: String,
     credentials: Option<(String, String, String)>,
     connect_timeout: f64,
-    connection: Mutex<Option<Arc<Connected>>>,
+    connection: Mutex<Option<Arc<Connection>>>,
 }
 
 /// Converts a Python `str` to a [`Key`].
@@ -117,7 +117,7 @@ impl<'py> VersionSelector<'py> {
         if let Ok(lease) = version.cast::<OpenVersion>() {
             return Ok(Self::Lease(lease.clone()));
         }
-        Ok(Self::Number(number::number(version)?))
+        Ok(Self::Number(number::extract_version(version)?))
     }
 }
 
@@ -139,7 +139,7 @@ impl ReadRequest<'_, '_> {
         }
     }
 
-    fn open(&self, py: Python<'_>, connection: &Connected, key: &Key) -> Result<Arc<Opened>> {
+    fn open(&self, py: Python<'_>, connection: &Connection, key: &Key) -> Result<Arc<Opened>> {
         let options = GetOptions {
             version: self.number(),
             writer: self.writer,
@@ -148,42 +148,42 @@ impl ReadRequest<'_, '_> {
             ..GetOptions::default()
         };
         if let VersionSelector::Lease(lease) = &self.version {
-            return Ok(Arc::new(lease.get().of_key(key)?.with(&options)?));
+            return Ok(Arc::new(lease.get().reader_for_key(key)?.with(&options)?));
         }
-        Ok(Arc::new(connection.run(py, self.timeout, connection.store.open(key, &options))?))
+        Ok(Arc::new(connection.block_on(py, self.timeout, connection.store.open(key, &options))?))
     }
 }
 
 impl Store {
     /// Returns the connection to the store. Connects if there is none, or if it is unusable.
-    fn connect(&self, py: Python<'_>) -> Result<Arc<Connected>> {
+    fn connect(&self, py: Python<'_>) -> Result<Arc<Connection>> {
         py.detach(|| {
-            let usable = |slot: &Option<Arc<Connected>>| {
+            let usable = |slot: &Option<Arc<Connection>>| {
                 slot.clone().filter(|connection| connection.is_usable())
             };
             if let Some(connection) = usable(&self.lock_connection()) {
                 return Ok(connection);
             }
             let mut options = ConnectOptions::from_environment();
-            options.timeout = seconds(self.connect_timeout)?;
+            options.timeout = parse_seconds(self.connect_timeout)?;
             if let Some((ca, cert, key)) = &self.credentials {
                 let (ca, cert, key) = (ca.into(), cert.into(), key.into());
                 options.credentials = Some(Credentials { ca, cert, key });
             }
             // The lock is not held while connecting: a signal handler may acquire it.
-            let new = Connected::new(&self.url, &options)?;
+            let new = Connection::new(&self.url, &options)?;
             let mut slot = self.lock_connection();
             // Another thread may have connected in the meantime.
             Ok(usable(&slot).unwrap_or_else(|| slot.insert(new).clone()))
         })
     }
 
-    fn lock_connection(&self) -> MutexGuard<'_, Option<Arc<Connected>>> {
+    fn lock_connection(&self) -> MutexGuard<'_, Option<Arc<Connection>>> {
         self.connection.lock().expect("nothing panics that holds it")
     }
 
     /// Converts `key` and connects, in that order: an invalid key is reported without a connection.
-    fn connect_for_key(&self, key: &Bound<'_, PyAny>) -> Result<(Arc<Connected>, Key)> {
+    fn connect_for_key(&self, key: &Bound<'_, PyAny>) -> Result<(Arc<Connection>, Key)> {
         let name = extract_key(key)?;
         Ok((self.connect(key.py())?, name))
     }
@@ -301,9 +301,9 @@ impl Store {
         &self,
         state_dict: &Bound<'py, PyAny>,
         key: &Bound<'py, PyAny>,
-        #[pyo3(from_py_with = number::version)] version: Option<u64>,
+        #[pyo3(from_py_with = number::extract_optional_version)] version: Option<u64>,
         writers: Option<Bound<'py, PyAny>>,
-        #[pyo3(from_py_with = number::writer)] writer: Option<u32>,
+        #[pyo3(from_py_with = number::extract_optional_writer)] writer: Option<u32>,
         job: Option<String>,
         divergent: &'py str,
         replicas: &'py str,
@@ -320,7 +320,7 @@ impl Store {
     ) -> Result<Bound<'py, PyAny>> {
         let py = state_dict.py();
         let name = extract_key(key)?;
-        let put = Put {
+        let put = PutArguments {
             version,
             writers,
             writer,
@@ -334,10 +334,10 @@ impl Store {
             timeout,
         };
         let connection = self.connect(py)?;
-        let with_key = |error: Failure| error.of_key(name.as_str(), version);
+        let with_key = |error: Failure| error.with_key(name.as_str(), version);
         let prepare = || {
-            let transfer = transfer_dtype.map(|dtype| Transfer::new(dtype, keep_dtype));
-            let imported = taken(state_dict, allow_pickle, transfer.transpose()?)?;
+            let transfer = transfer_dtype.map(|dtype| CastRule::new(dtype, keep_dtype));
+            let imported = import_for_put(state_dict, allow_pickle, transfer.transpose()?)?;
             let options = put.options(py, metadata, Some(&imported))?;
             Ok::<_, Failure>((imported, options))
         };
@@ -345,21 +345,21 @@ impl Store {
             Ok(prepared) => prepared,
             Err(error) => {
                 // Puts without a version number are matched by their count in each writer: count this one too.
-                if let Some(options) = put.forgone(state_dict)? {
+                if let Some(options) = put.skipped_put_options(state_dict)? {
                     connection.store.skip_put(&name, &options);
                 }
                 return Err(with_key(error));
             }
         };
-        let copies = imported.devices.copies().clone();
+        let copies = imported.devices.copy_stats().clone();
         if wait {
             let put = connection.store.put_state_dict(&name, &imported.dict, &options);
-            let report = connection.run(py, None, put).map_err(with_key)?;
-            return put_report(py, &report, copies.copied());
+            let report = connection.block_on(py, None, put).map_err(with_key)?;
+            return put_report(py, &report, copies.snapshot());
         }
         let put = connection.store.put_state_dict_later(&name, &imported.dict, &options);
-        let pending = connection.run(py, None, put).map_err(with_key)?;
-        Ok(Bound::new(py, Pending::new(connection, name, pending, copies))?.into_any())
+        let pending = connection.block_on(py, None, put).map_err(with_key)?;
+        Ok(Bound::new(py, PyPendingPut::new(connection, name, pending, copies))?.into_any())
     }
 
     /// Gets a version of a state dict: whole, or into the caller's tensors, in any sharding.
@@ -406,7 +406,7 @@ impl Store {
         key: &Bound<'py, PyAny>,
         into: Option<&Bound<'py, PyAny>>,
         version: Option<&Bound<'py, PyAny>>,
-        #[pyo3(from_py_with = number::writer)] writer: Option<u32>,
+        #[pyo3(from_py_with = number::extract_optional_writer)] writer: Option<u32>,
         names: Option<&Bound<'py, PyAny>>,
         strict: bool,
         cast: bool,
@@ -420,7 +420,7 @@ impl Store {
         let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
         let version = VersionSelector::extract(version)?;
         let request = ReadRequest { version, writer, verify, require, timeout };
-        let (number, deadline) = (request.number(), Patience::new(timeout)?);
+        let (number, deadline) = (request.number(), Deadline::new(timeout)?);
         let read = || {
             let reader = request.open(py, &connection, &name)?;
             if let Some(into) = into {
@@ -429,30 +429,33 @@ impl Store {
                         PyValueError::new_err("`into` says itself which names it has").into()
                     );
                 }
-                let (filled, differences) = fill_all(
+                let (filled, differences) = fill_state_dict(
                     &connection,
                     &reader,
                     into,
-                    Allowed { strict, cast, pickle: allow_pickle },
+                    FillOptions { strict, cast, allow_pickle },
                     (timeout, &deadline),
                 )?;
-                let Filled { report, copied } = filled;
-                let report = || get_report(py, &report, 0, &differences, copied);
+                let FillResult { report, copy_stats } = filled;
+                let report = || get_report(py, &report, 0, &differences, copy_stats);
                 return Ok((into.clone(), return_report.then(report).transpose()?));
             }
             let root = match names {
                 Some(names) => select(py, &reader, names)?,
                 None => reader.structure().clone(),
             };
-            let version = Version::read(py, &connection, &reader, root, Reading { copy, timeout })?;
-            let framework = Framework::of(py, None)?;
-            let maker = Maker::new(py, &version, &version, framework).allow_pickle(allow_pickle);
+            let version =
+                LoadedTree::read(py, &connection, &reader, root, ReadOptions { copy, timeout })?;
+            let framework = Framework::parse(py, None)?;
+            let maker =
+                ObjectBuilder::new(py, &version, &version, framework).allow_pickle(allow_pickle);
             let no_differences = Differences::default();
-            let report = || get_report(py, &version.report, version.viewed, &no_differences, None);
+            let report =
+                || get_report(py, &version.report, version.viewed_bytes, &no_differences, None);
             let report = return_report.then(report).transpose()?;
-            Ok::<_, Failure>((maker.state_dict()?, report))
+            Ok::<_, Failure>((maker.build_state_dict()?, report))
         };
-        let (value, report) = read().map_err(|error| error.of_key(name.as_str(), number))?;
+        let (value, report) = read().map_err(|error| error.with_key(name.as_str(), number))?;
         Ok(match report {
             Some(report) => PyTuple::new(py, [value, report])?.into_any(),
             None => value,
@@ -559,7 +562,7 @@ impl Store {
         fqn: Option<&str>,
         tensor_slice: Option<&Bound<'py, TensorSlice>>,
         version: Option<&Bound<'py, PyAny>>,
-        #[pyo3(from_py_with = number::writer)] writer: Option<u32>,
+        #[pyo3(from_py_with = number::extract_optional_writer)] writer: Option<u32>,
         verify: bool,
         require: Option<&str>,
         timeout: Option<f64>,
@@ -568,34 +571,36 @@ impl Store {
         let version = VersionSelector::extract(version)?;
         let request = ReadRequest { version, writer, verify, require, timeout };
         let (number, fqn) = (request.number(), fqn.unwrap_or_default());
-        let deadline = Patience::new(timeout)?;
+        let deadline = Deadline::new(timeout)?;
         let read = || {
             let reader = request.open(py, &connection, &name)?;
             if let Some(into) = into {
                 let target = match tensor_slice {
                     Some(slice) => {
                         let slices = vec![slice.get().0.clone()];
-                        let shard = TensorShard::of(py, into.clone().unbind(), slices)?;
+                        let shard = TensorShard::from_slices(py, into.clone().unbind(), slices)?;
                         Bound::new(py, shard)?.into_any()
                     }
                     None => into.clone(),
                 };
-                fill_one(&connection, &reader, &target, fqn, &deadline)?;
+                fill_tensor(&connection, &reader, &target, fqn, &deadline)?;
                 return Ok(into.clone());
             }
             let slice = tensor_slice.map(|slice| &slice.get().0);
-            let read_options = Reading { timeout, ..Reading::default() };
+            let read_options = ReadOptions { timeout, ..ReadOptions::default() };
             if fqn.is_empty() && slice.is_none() && is_single_container(reader.structure()) {
                 let root = reader.structure().clone();
-                let version = Version::read(py, &connection, &reader, root, read_options)?;
-                let framework = Framework::of(py, None)?;
-                let dict = Maker::new(py, &version, &version, framework).state_dict()?;
+                let version = LoadedTree::read(py, &connection, &reader, root, read_options)?;
+                let framework = Framework::parse(py, None)?;
+                let dict =
+                    ObjectBuilder::new(py, &version, &version, framework).build_state_dict()?;
                 return Ok(dict.get_item("")?);
             }
-            let version = Version::read_leaf(py, &connection, &reader, fqn, slice, read_options)?;
-            version.object(py)
+            let version =
+                LoadedTree::read_leaf(py, &connection, &reader, fqn, slice, read_options)?;
+            version.to_object(py)
         };
-        read().map_err(|error: Failure| error.of_key(name.as_str(), number))
+        read().map_err(|error: Failure| error.with_key(name.as_str(), number))
     }
 
     /// Puts a version tensor by tensor: `with store.publish(key) as p: p.put(name, tensor)`.
@@ -618,9 +623,9 @@ impl Store {
     fn publish<'py>(
         &self,
         key: &Bound<'py, PyAny>,
-        #[pyo3(from_py_with = number::version)] version: Option<u64>,
+        #[pyo3(from_py_with = number::extract_optional_version)] version: Option<u64>,
         writers: Option<Bound<'py, PyAny>>,
-        #[pyo3(from_py_with = number::writer)] writer: Option<u32>,
+        #[pyo3(from_py_with = number::extract_optional_writer)] writer: Option<u32>,
         job: Option<String>,
         bucket_bytes: u64,
         divergent: &'py str,
@@ -634,8 +639,8 @@ impl Store {
         allow_pickle: bool,
         timeout: Option<f64>,
         residency: Option<Bound<'py, PyAny>>,
-    ) -> Result<Publishing> {
-        let put = Put {
+    ) -> Result<PyPublisher> {
+        let put = PutArguments {
             version,
             writers,
             writer,
@@ -649,20 +654,20 @@ impl Store {
             timeout,
         };
         let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
-        let names_writers = put.writers.is_some();
+        let has_writers = put.writers.is_some();
         let options = put.options(py, metadata, None)?;
         let unbind = |object: &Bound<'py, PyAny>| object.clone().unbind();
         let transfer = transfer_dtype.map(|dtype| {
             // Invalid arguments are an error now, not at the first tensor.
-            Transfer::new(dtype, keep_dtype).map(|_| (unbind(dtype), keep_dtype.map(unbind)))
+            CastRule::new(dtype, keep_dtype).map(|_| (unbind(dtype), keep_dtype.map(unbind)))
         });
         let transfer = transfer.transpose()?;
         // The copies that are being cast take memory beside the pending tensors: each gets half of the bucket.
         let buffers =
             if transfer.is_some() && matches!(options.residency, Residency::Host) { 2 } else { 1 };
         let cast_bytes = bucket_bytes.div_ceil(buffers);
-        let import_options = Taking { allow_pickle, names_writers, transfer, cast_bytes };
-        Publishing::new(connection, name, &options, cast_bytes, import_options)
+        let import_options = ImportOptions { allow_pickle, has_writers, transfer, cast_bytes };
+        PyPublisher::new(connection, name, &options, cast_bytes, import_options)
     }
 
     /// Opens a version to read it tensor by tensor.
@@ -685,7 +690,7 @@ impl Store {
         key: &Bound<'py, PyAny>,
         version: Option<&Bound<'py, PyAny>>,
         names: Option<&Bound<'py, PyAny>>,
-        #[pyo3(from_py_with = number::writer)] writer: Option<u32>,
+        #[pyo3(from_py_with = number::extract_optional_writer)] writer: Option<u32>,
         verify: bool,
         require: Option<&str>,
         timeout: Option<f64>,
@@ -697,14 +702,14 @@ impl Store {
             let reader = request.open(py, &connection, &name)?;
             OpenVersion::new(py, connection.clone(), name.clone(), reader, names)
         };
-        open().map_err(|error| error.of_key(name.as_str(), request.number()))
+        open().map_err(|error| error.with_key(name.as_str(), request.number()))
     }
 
     /// Iterates over the versions of a key as they become visible, starting with the newest.
     ///
     /// A version that is replaced before the iterator reaches it is skipped.
-    fn subscribe(&self, key: &Bound<'_, PyAny>) -> Result<Subscribed> {
-        Ok(Subscribed::new(self.connect(key.py())?, &extract_key(key)?))
+    fn subscribe(&self, key: &Bound<'_, PyAny>) -> Result<PySubscription> {
+        Ok(PySubscription::new(self.connect(key.py())?, &extract_key(key)?))
     }
 
     /// Receives versions that are put to a key with `residency="ring"` or "lent" from now on.
@@ -730,17 +735,17 @@ impl Store {
         into: &Bound<'_, PyAny>,
         verify: bool,
         require: Option<&str>,
-    ) -> Result<Receiving> {
+    ) -> Result<PyReceiver> {
         let require = require.map(str::parse).transpose()?;
         let options = GetOptions { unverified: !verify, require, ..GetOptions::default() };
-        Receiving::new(self.connect(key.py())?, extract_key(key)?, into, options)
+        PyReceiver::new(self.connect(key.py())?, extract_key(key)?, into, options)
     }
 
     /// Returns the keys that have a visible version and begin with `prefix`, sorted.
     #[pyo3(signature = (prefix=""))]
     fn keys(&self, py: Python<'_>, prefix: &str) -> Result<Vec<String>> {
         let connection = self.connect(py)?;
-        let keys = connection.run(py, None, connection.store.keys(Some(prefix)))?;
+        let keys = connection.block_on(py, None, connection.store.keys(Some(prefix)))?;
         Ok(keys.iter().map(ToString::to_string).collect())
     }
 
@@ -749,10 +754,10 @@ impl Store {
     fn exists(
         &self,
         key: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = number::version)] version: Option<u64>,
+        #[pyo3(from_py_with = number::extract_optional_version)] version: Option<u64>,
     ) -> Result<bool> {
         let (connection, name) = self.connect_for_key(key)?;
-        connection.run(key.py(), None, connection.store.exists(&name, version))
+        connection.block_on(key.py(), None, connection.store.exists(&name, version))
     }
 
     /// Returns the visible versions of a key as a list of VersionInfo, oldest first.
@@ -760,7 +765,7 @@ impl Store {
     /// The list is empty for a key that was never put.
     fn versions<'py>(&self, key: &Bound<'py, PyAny>) -> Result<Vec<Bound<'py, PyAny>>> {
         let (connection, name) = self.connect_for_key(key)?;
-        let versions = connection.run(key.py(), None, connection.store.versions(&name))?;
+        let versions = connection.block_on(key.py(), None, connection.store.versions(&name))?;
         versions.iter().map(|info| version_info(key.py(), info)).collect()
     }
 
@@ -769,7 +774,7 @@ impl Store {
     /// None if the key has no visible version.
     fn head<'py>(&self, key: &Bound<'py, PyAny>) -> Result<Option<Bound<'py, PyAny>>> {
         let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
-        let head = connection.run(py, None, async {
+        let head = connection.block_on(py, None, async {
             loop {
                 let reader = match connection.store.open(&name, &GetOptions::default()).await {
                     Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -782,8 +787,9 @@ impl Store {
                 }
             }
         });
-        let head = head.map_err(|error| error.of_key(name.as_str(), None))?;
-        head.map(|(info, reader)| report::head(py, &info, reader.attrs())).transpose()
+        let head = head.map_err(|error| error.with_key(name.as_str(), None))?;
+        head.map(|(info, reader)| report::version_info_with_metadata(py, &info, reader.attrs()))
+            .transpose()
     }
 
     /// Deletes a version of a key, or all versions, and returns the number of versions deleted.
@@ -793,16 +799,16 @@ impl Store {
     fn delete(
         &self,
         key: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = number::version)] version: Option<u64>,
+        #[pyo3(from_py_with = number::extract_optional_version)] version: Option<u64>,
     ) -> Result<u64> {
         let (connection, name) = self.connect_for_key(key)?;
-        connection.run(key.py(), None, connection.store.delete(&name, version))
+        connection.block_on(key.py(), None, connection.store.delete(&name, version))
     }
 
     /// Sets how many of the newest versions of a key are retained from now on. The default is 1.
     fn retain(&self, key: &Bound<'_, PyAny>, keep: NonZeroU32) -> Result<()> {
         let (connection, name) = self.connect_for_key(key)?;
-        connection.run(key.py(), None, connection.store.retain(&name, keep))
+        connection.block_on(key.py(), None, connection.store.retain(&name, keep))
     }
 
     /// Waits until a version whose number is `version` or higher is visible, and opens the newest version.
@@ -817,19 +823,19 @@ impl Store {
     fn wait_for_version(
         &self,
         key: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = number::number)] version: u64,
+        #[pyo3(from_py_with = number::extract_version)] version: u64,
         timeout: Option<f64>,
     ) -> Result<OpenVersion> {
         let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
         let forever = Duration::from_secs(u64::from(u32::MAX));
-        let timeout = timeout.map_or(Ok(forever), seconds)?;
-        let result = connection.run(py, None, async {
+        let timeout = timeout.map_or(Ok(forever), parse_seconds)?;
+        let result = connection.block_on(py, None, async {
             loop {
                 let info = connection.store.wait_for_version(&name, version, timeout).await;
                 if let Err(error) = &info
                     && error.kind() == ErrorKind::NotFound
                 {
-                    return Ok(Err(Refusal::new("timeout", error.to_string())));
+                    return Ok(Err(BindingError::new("timeout", error.to_string())));
                 }
                 info?;
                 // In the meantime the version may have been deleted, or the key rewound.
@@ -841,7 +847,7 @@ impl Store {
             }
         });
         let result = result.and_then(|reader| reader.map_err(Failure::from));
-        let reader = result.map_err(|error| error.of_key(name.as_str(), Some(version)))?;
+        let reader = result.map_err(|error| error.with_key(name.as_str(), Some(version)))?;
         OpenVersion::new(py, connection, name, Arc::new(reader), None)
     }
 
@@ -858,24 +864,25 @@ impl Store {
         &self,
         key: &Bound<'_, PyAny>,
         label: &str,
-        #[pyo3(from_py_with = number::version)] version: Option<u64>,
-    ) -> Result<Pinned> {
+        #[pyo3(from_py_with = number::extract_optional_version)] version: Option<u64>,
+    ) -> Result<PyPin> {
         let (connection, name) = self.connect_for_key(key)?;
-        let pinned = connection.run(key.py(), None, connection.store.pin(&name, version, label));
-        let version = pinned.map_err(|error| error.of_key(name.as_str(), version))?;
-        Ok(Pinned::new(connection, name, label.to_owned(), version))
+        let pinned =
+            connection.block_on(key.py(), None, connection.store.pin(&name, version, label));
+        let version = pinned.map_err(|error| error.with_key(name.as_str(), version))?;
+        Ok(PyPin::new(connection, name, label.to_owned(), version))
     }
 
     /// Removes a label, so that it no longer pins its version.
     fn unpin(&self, key: &Bound<'_, PyAny>, label: &str) -> Result<()> {
         let (connection, name) = self.connect_for_key(key)?;
-        connection.run(key.py(), None, connection.store.unpin(&name, label))
+        connection.block_on(key.py(), None, connection.store.unpin(&name, label))
     }
 
     /// Returns the labels of a key, each with the number of the version that it pins.
     fn pins(&self, key: &Bound<'_, PyAny>) -> Result<BTreeMap<String, u64>> {
         let (connection, name) = self.connect_for_key(key)?;
-        connection.run(key.py(), None, connection.store.pins(&name))
+        connection.block_on(key.py(), None, connection.store.pins(&name))
     }
 
     /// Copies a version into the memory of this host's daemon, ahead of a get.
@@ -886,14 +893,14 @@ impl Store {
     fn prefetch(
         &self,
         key: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = number::version)] version: Option<u64>,
+        #[pyo3(from_py_with = number::extract_optional_version)] version: Option<u64>,
         timeout: Option<f64>,
     ) -> Result<u64> {
         let (connection, name) = self.connect_for_key(key)?;
         let options = GetOptions { version, ..GetOptions::default() };
         let fetched =
-            connection.run(key.py(), timeout, connection.store.prefetch(&name, &[], &options));
-        Ok(fetched.map_err(|error| error.of_key(name.as_str(), version))?.version)
+            connection.block_on(key.py(), timeout, connection.store.prefetch(&name, &[], &options));
+        Ok(fetched.map_err(|error| error.with_key(name.as_str(), version))?.version)
     }
 
     /// Closes the connection. State dicts that were read stay valid; the next call connects again.

@@ -34,7 +34,7 @@ impl<T> AsRef<[u8]> for ForeignMemory<T> {
 /// While `owner` lives, the memory from `start` has at least as many bytes as the tensor spans. No code writes to them
 /// meanwhile. A Python thread that does so is a race in the caller's program: the docstrings of the saving functions
 /// require that tensors do not change.
-pub(crate) unsafe fn borrowed(
+pub(crate) unsafe fn tensor_from_raw_parts(
     meta: TensorMeta,
     start: usize,
     owner: impl Send + 'static,
@@ -50,7 +50,7 @@ pub(crate) unsafe fn borrowed(
 
 /// Cache of objects made from tensors, by the location of the tensor: one object for equal memory.
 #[derive(Default)]
-pub(crate) struct Copies<'py>(RefCell<BTreeMap<String, CacheEntry<'py>>>);
+pub(crate) struct CopyCache<'py>(RefCell<BTreeMap<String, CacheEntry<'py>>>);
 
 struct CacheEntry<'py> {
     copy: Bound<'py, PyAny>,
@@ -58,9 +58,9 @@ struct CacheEntry<'py> {
     _source: Bound<'py, PyAny>,
 }
 
-impl<'py> Copies<'py> {
+impl<'py> CopyCache<'py> {
     /// Returns the object made from the tensor at this location, or makes it now.
-    pub(crate) fn once(
+    pub(crate) fn get_or_insert_with(
         &self,
         source: &Bound<'py, PyAny>,
         key: String,

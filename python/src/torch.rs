@@ -10,11 +10,11 @@ use tssd_format::{Dtype, Storage, Tensor, TensorFlags, TensorMeta, TensorReferen
 use tssd_gpu::Stream;
 use tssd_store::ErrorKind;
 
-use crate::device::Devices;
-use crate::dlpack::capsule;
-use crate::error::{Failure, Refusal, Result};
-use crate::memory::Block;
-use crate::tensor::{Copies, borrowed};
+use crate::device::DeviceRegions;
+use crate::dlpack::export_capsule;
+use crate::error::{BindingError, Failure, Result};
+use crate::memory::MemoryBlock;
+use crate::tensor::{CopyCache, tensor_from_raw_parts};
 
 /// The module torch, with cached attributes.
 pub(crate) struct Torch<'py> {
@@ -26,12 +26,12 @@ pub(crate) struct Torch<'py> {
     /// Dtypes of torch that were looked up, by code; `None` for those that this torch lacks.
     dtype_cache: [OnceCell<Option<Bound<'py, PyAny>>>; Dtype::ALL.len()],
     /// Tensors that were copied from devices to the host.
-    host_copies: Copies<'py>,
+    host_copies: CopyCache<'py>,
 }
 
 impl<'py> Torch<'py> {
     /// Returns torch if this process has imported it. If it has not, no object is a torch tensor.
-    pub(crate) fn imported(py: Python<'py>) -> Result<Option<Self>> {
+    pub(crate) fn if_imported(py: Python<'py>) -> Result<Option<Self>> {
         let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
         let Some(module) = modules.get_item("torch")? else { return Ok(None) };
         let Ok(module) = module.cast_into::<PyModule>() else { return Ok(None) };
@@ -53,7 +53,7 @@ impl<'py> Torch<'py> {
             from_dlpack: OnceCell::new(),
             strided: module.getattr("strided")?,
             dtype_cache: [const { OnceCell::new() }; Dtype::ALL.len()],
-            host_copies: Copies::default(),
+            host_copies: CopyCache::default(),
             module,
         })
     }
@@ -67,17 +67,17 @@ impl<'py> Torch<'py> {
     }
 
     pub(crate) fn is_tensor(&self, object: &Bound<'py, PyAny>) -> Result<bool> {
-        Ok(self.is_plain(object)? || object.is_instance(&self.tensor)?)
+        Ok(self.is_builtin_class(object)? || object.is_instance(&self.tensor)?)
     }
 
     /// Returns whether the class of the object is `torch.Tensor` or `Parameter`.
-    pub(crate) fn is_plain(&self, object: &Bound<'py, PyAny>) -> Result<bool> {
+    pub(crate) fn is_builtin_class(&self, object: &Bound<'py, PyAny>) -> Result<bool> {
         let class = object.get_type();
         Ok(class.is(&self.tensor) || class.is(self.parameter()?))
     }
 
     /// Returns the dtype for an object that is a torch dtype; `None` for any other object.
-    pub(crate) fn dtype_of(&self, object: &Bound<'py, PyAny>) -> Option<Dtype> {
+    pub(crate) fn to_dtype(&self, object: &Bound<'py, PyAny>) -> Option<Dtype> {
         let matches = |dtype: &Dtype| {
             self.lookup_dtype(*dtype).is_some_and(|torch_dtype| torch_dtype.is(object))
         };
@@ -95,9 +95,9 @@ impl<'py> Torch<'py> {
     /// # Errors
     ///
     /// `FeatureMissing` if this torch lacks it.
-    pub(crate) fn dtype(&self, dtype: Dtype) -> Result<&Bound<'py, PyAny>> {
+    pub(crate) fn torch_dtype(&self, dtype: Dtype) -> Result<&Bound<'py, PyAny>> {
         self.lookup_dtype(dtype).ok_or_else(|| {
-            Refusal::new("FeatureMissing", format!("this torch has no dtype {dtype}"))
+            BindingError::new("FeatureMissing", format!("this torch has no dtype {dtype}"))
                 .advice("read it with a newer torch")
                 .into()
         })
@@ -119,29 +119,29 @@ impl<'py> Torch<'py> {
     /// Imports a tensor whose class is `torch.Tensor` or `Parameter`.
     ///
     /// Host memory is shared, and GPU memory if there is a driver. A tensor on another device is copied to the host.
-    pub(crate) fn take(
+    pub(crate) fn import_tensor(
         &self,
         tensor: &Bound<'py, PyAny>,
         flags: TensorFlags,
-        devices: &Devices,
+        devices: &DeviceRegions,
     ) -> Result<Tensor> {
         self.check_strided(tensor)?;
-        self.share(&Self::resolve_lazy(tensor)?, flags, devices)
+        self.import_resolved(&Self::resolve_lazy(tensor)?, flags, devices)
     }
 
     /// As [`Torch::take`], for a tensor that [`Torch::storable`] returned or that was made from one.
-    pub(crate) fn share(
+    pub(crate) fn import_resolved(
         &self,
         tensor: &Bound<'py, PyAny>,
         flags: TensorFlags,
-        devices: &Devices,
+        devices: &DeviceRegions,
     ) -> Result<Tensor> {
-        match self.see(tensor, flags, devices)? {
+        match self.try_share(tensor, flags, devices)? {
             Ok(shared) => Ok(shared),
             Err(reason) => {
                 let copy = self.copy_to_host(tensor)?;
-                devices.paged(tensor.getattr("nbytes")?.extract()?, &reason);
-                Ok(self.see(&copy, flags, devices)?.expect("it is the host's"))
+                devices.record_pageable_copy(tensor.getattr("nbytes")?.extract()?, &reason);
+                Ok(self.try_share(&copy, flags, devices)?.expect("it is the host's"))
             }
         }
     }
@@ -149,7 +149,7 @@ impl<'py> Torch<'py> {
     /// Returns the tensor with all elements in memory, for work on it before the import.
     ///
     /// Rejects the tensors that [`Torch::take`] rejects.
-    pub(crate) fn storable(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+    pub(crate) fn resolve_storable(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         self.check_strided(tensor)?;
         let tensor = Self::resolve_lazy(tensor)?;
         let py = tensor.py();
@@ -197,28 +197,28 @@ impl<'py> Torch<'py> {
         let is = |name: &Bound<'py, _>| tensor.getattr(name)?.is_truthy();
         if !tensor.getattr(intern!(py, "layout"))?.is(&self.strided) {
             let layout = tensor.getattr("layout")?;
-            return Err(Refusal::leaf(
+            return Err(BindingError::untyped_leaf(
                 format!("a tensor of layout {layout} cannot be stored"),
                 "convert it with `.to_dense()`",
             )
             .into());
         }
         if is(intern!(py, "is_nested"))? {
-            return Err(Refusal::leaf(
+            return Err(BindingError::untyped_leaf(
                 "a nested tensor cannot be stored",
                 "store the tensors that `.unbind()` gives, or `.to_padded_tensor(0)`",
             )
             .into());
         }
         if is(intern!(py, "is_quantized"))? {
-            return Err(Refusal::leaf(
+            return Err(BindingError::untyped_leaf(
                 "a quantized tensor cannot be stored",
                 "store `.int_repr()` with its scale and zero point, or `.dequantize()`",
             )
             .into());
         }
         if is(intern!(py, "is_meta"))? {
-            return Err(Refusal::leaf(
+            return Err(BindingError::untyped_leaf(
                 "a tensor on the meta device has no elements",
                 "materialize the model first",
             )
@@ -230,11 +230,11 @@ impl<'py> Torch<'py> {
     /// Imports a tensor without a copy: from host memory, or from GPU memory if there is a driver.
     ///
     /// If the memory cannot be shared, the inner `Err` is the reason.
-    pub(crate) fn see(
+    pub(crate) fn try_share(
         &self,
         tensor: &Bound<'py, PyAny>,
         flags: TensorFlags,
-        devices: &Devices,
+        devices: &DeviceRegions,
     ) -> Result<Result<Tensor, String>> {
         let py = tensor.py();
         let is_cpu = tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?;
@@ -242,8 +242,11 @@ impl<'py> Torch<'py> {
             return Ok(Err(format!("they are on {}", tensor.getattr("device")?)));
         }
         let dtype = tensor.getattr(intern!(py, "dtype"))?;
-        let dtype = self.dtype_of(&dtype).ok_or_else(|| {
-            Refusal::leaf(format!("the format has no {dtype}"), "convert the tensor first")
+        let dtype = self.to_dtype(&dtype).ok_or_else(|| {
+            BindingError::untyped_leaf(
+                format!("the format has no {dtype}"),
+                "convert the tensor first",
+            )
         })?;
         let shape: Vec<u64> = tensor.getattr(intern!(py, "shape"))?.extract()?;
         let strides: Vec<u64> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
@@ -262,14 +265,14 @@ impl<'py> Torch<'py> {
             let start: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
             // SAFETY: `data_ptr` is the start of the storage plus the offset. The check above ensures that the storage
             // has the bytes that the tensor spans from there. The owner keeps the storage alive.
-            return unsafe { borrowed(meta, start, storage.unbind()) }.map(Ok);
+            return unsafe { tensor_from_raw_parts(meta, start, storage.unbind()) }.map(Ok);
         }
         let start: u64 = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let stream = self.stream(&tensor.getattr(intern!(py, "device"))?)?;
         // SAFETY: the storage has `len` bytes from `start`, and the owner keeps it alive. The docstrings require that
         // the caller does not change the tensors meanwhile. Earlier work on them is queued on the current stream of
         // the device.
-        let storage = unsafe { devices.storage((start, len), stream, storage.unbind()) };
+        let storage = unsafe { devices.register((start, len), stream, storage.unbind()) };
         Ok(match storage {
             Ok(storage) => Ok(Tensor::new(meta, storage, offset * dtype.itemsize())?),
             Err(Failure::Store(error, ..)) if error.kind() == ErrorKind::Unsupported => {
@@ -287,7 +290,7 @@ impl<'py> Torch<'py> {
     }
 
     /// Returns a key of the memory of a tensor, and of its dtype, shape and strides.
-    pub(crate) fn place_of(tensor: &Bound<'py, PyAny>) -> Result<String> {
+    pub(crate) fn memory_key(tensor: &Bound<'py, PyAny>) -> Result<String> {
         Ok(format!(
             "{} {} {} {} {}",
             tensor.getattr("device")?,
@@ -299,62 +302,69 @@ impl<'py> Torch<'py> {
     }
 
     /// Rejects tensors that have no memory, or that cannot be filled in place.
-    pub(crate) fn prove_fillable(tensor: &Bound<'py, PyAny>) -> Result<()> {
+    pub(crate) fn check_fillable(tensor: &Bound<'py, PyAny>) -> Result<()> {
         if tensor.getattr(intern!(tensor.py(), "is_meta"))?.is_truthy()? {
             let text = "a tensor on the meta device has no memory";
-            return Err(Refusal::leaf(text, "materialize it first, as with `to_empty`").into());
+            return Err(BindingError::untyped_leaf(
+                text,
+                "materialize it first, as with `to_empty`",
+            )
+            .into());
         }
         let shape: Vec<u64> = tensor.getattr(intern!(tensor.py(), "shape"))?.extract()?;
         let strides: Vec<u64> = tensor.call_method0(intern!(tensor.py(), "stride"))?.extract()?;
         if shape.iter().zip(&strides).any(|(size, stride)| *size > 1 && *stride == 0) {
             let text = "an expanded tensor has elements that share memory";
-            return Err(Refusal::leaf(text, "give a copy of it: `.contiguous()`").into());
+            return Err(
+                BindingError::untyped_leaf(text, "give a copy of it: `.contiguous()`").into()
+            );
         }
         for is_lazy in ["is_conj", "is_neg"] {
             if tensor.call_method0(is_lazy)?.is_truthy()? {
                 let text = "a view that conjugates or negates cannot be filled";
-                return Err(Refusal::leaf(text, "resolve it first").into());
+                return Err(BindingError::untyped_leaf(text, "resolve it first").into());
             }
         }
         Ok(())
     }
 
-    /// Copies a tensor from a device to the host. Equal views of one storage become one copy.
+    /// CopyCache a tensor from a device to the host. Equal views of one storage become one copy.
     fn copy_to_host(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let copy = || Ok(tensor.call_method0("detach")?.call_method0("cpu")?);
-        self.host_copies.once(tensor, Self::place_of(tensor)?, copy)
+        self.host_copies.get_or_insert_with(tensor, Self::memory_key(tensor)?, copy)
     }
 
     /// Returns memory as a tensor of bytes.
-    pub(crate) fn bytes(&self, block: Block) -> Result<Bound<'py, PyAny>> {
+    pub(crate) fn bytes_tensor(&self, block: MemoryBlock) -> Result<Bound<'py, PyAny>> {
         let len = u64::try_from(block.len()).map_err(std::io::Error::other)?;
         let meta = TensorMeta::new(Dtype::Uint8, &[len])?;
-        self.view(block, &meta)?.map_err(|_| Refusal::new("FeatureMissing", "no bytes").into())
+        self.tensor_from_block(block, &meta)?
+            .map_err(|_| BindingError::new("FeatureMissing", "no bytes").into())
     }
 
     /// Returns memory as a tensor that spans all of it.
     ///
     /// The inner `Err` returns the memory if the tensor does not span exactly its bytes, or if an old torch may not
     /// support the dtype.
-    pub(crate) fn view(
+    pub(crate) fn tensor_from_block(
         &self,
-        block: Block,
+        block: MemoryBlock,
         meta: &TensorMeta,
-    ) -> Result<Result<Bound<'py, PyAny>, Block>> {
-        Ok(match capsule(self.module.py(), block, meta) {
+    ) -> Result<Result<Bound<'py, PyAny>, MemoryBlock>> {
+        Ok(match export_capsule(self.module.py(), block, meta) {
             Ok(capsule) => Ok(self.capsule_importer()?.call1((capsule?,))?),
             Err(block) => Err(block),
         })
     }
 
     /// Returns the storage of a host tensor as a numpy array of bytes.
-    pub(crate) fn array_of(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+    pub(crate) fn storage_array(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let py = self.module.py();
         let untyped = tensor.call_method0(intern!(py, "untyped_storage"))?;
         let len: u64 = untyped.call_method0(intern!(py, "nbytes"))?.extract()?;
         let meta = TensorMeta::new(Dtype::Uint8, &[len])?;
         let reference = TensorReference { meta, storage: None, byte_offset: 0, shard_spec: None };
-        let bytes = self.make(&reference, Some(&untyped), None)?;
+        let bytes = self.make_tensor(&reference, Some(&untyped), None)?;
         Ok(bytes.call_method0(intern!(py, "numpy"))?)
     }
 
@@ -372,7 +382,7 @@ impl<'py> Torch<'py> {
     }
 
     /// Creates a tensor over a storage. `storage` is `None` if the tensor has no elements.
-    pub(crate) fn make(
+    pub(crate) fn make_tensor(
         &self,
         reference: &TensorReference,
         storage: Option<&Bound<'py, PyAny>>,
@@ -381,7 +391,7 @@ impl<'py> Torch<'py> {
         let py = self.module.py();
         let meta = &reference.meta;
         let options = PyDict::new(py);
-        options.set_item(intern!(py, "dtype"), self.dtype(meta.dtype())?)?;
+        options.set_item(intern!(py, "dtype"), self.torch_dtype(meta.dtype())?)?;
         // The default device may have been changed.
         match device {
             Some(device) => options.set_item(intern!(py, "device"), device)?,
@@ -407,7 +417,7 @@ impl<'py> Torch<'py> {
     /// Applies a basic index to a tensor of this shape. Does not read any memory.
     ///
     /// Returns the shape, the strides, and the offset of element 0, all in elements.
-    pub(crate) fn index(
+    pub(crate) fn apply_index(
         &self,
         meta: &TensorMeta,
         index: &Bound<'py, PyTuple>,
@@ -445,8 +455,8 @@ impl<'py> Torch<'py> {
 }
 
 /// Creates the error for a storage that is smaller than the span of its tensor, in bytes.
-fn storage_too_small(end: u64, len: u64) -> Refusal {
-    Refusal::leaf(
+fn storage_too_small(end: u64, len: u64) -> BindingError {
+    BindingError::untyped_leaf(
         format!("the tensor spans {end} bytes and its storage has {len}"),
         "its memory was freed or resized, as FSDP does: gather it first",
     )

@@ -9,16 +9,16 @@ use tssd_format::{
 };
 use tssd_store::file;
 
-use crate::device::Devices;
-use crate::error::{Refusal, Result};
-use crate::file::{Planned, Whole, copied, planned};
-use crate::interrupt::Interrupt;
-use crate::memory::{Block, Memory};
+use crate::device::DeviceRegions;
+use crate::error::{BindingError, Result};
+use crate::file::{InMemoryArchive, PlannedStateDict, copy_buffer, plan_state_dict};
+use crate::interrupt::InterruptCheck;
+use crate::memory::{MemoryBlock, PrivateMapping};
 use crate::numpy::Numpy;
-use crate::object::{Framework, METADATA_ATTR, Maker, Source};
+use crate::object::{Framework, MODULE_METADATA_ATTR, ObjectBuilder, StorageSource};
 use crate::slice::TensorSlice;
 use crate::torch::Torch;
-use crate::value::Taken;
+use crate::value::ImportedStateDict;
 
 /// A state dict as one value: a flattened dict of references, and the tensor blob that they refer to.
 ///
@@ -26,7 +26,7 @@ use crate::value::Taken;
 #[pyclass(frozen, module = "tssd")]
 pub(crate) struct TorchStoreStateDict {
     encoded: Encoded,
-    memory: Memory,
+    memory: PrivateMapping,
     /// As in [`Taken`]. The encoded bytes do not record it.
     omits_tensors: bool,
 }
@@ -49,12 +49,14 @@ impl TorchStoreStateDict {
         allow_pickle: bool,
     ) -> Result<Self> {
         let options = Options::new().allow_opaque();
-        let Planned { layout, interrupt, taken } = &planned(state_dict, options, allow_pickle)?;
-        let (len, omits_tensors) = (layout.file_len(), taken.lacks);
+        let PlannedStateDict { layout, interrupt, imported } =
+            &plan_state_dict(state_dict, options, allow_pickle)?;
+        let (len, omits_tensors) = (layout.file_len(), imported.omits_tensors);
         let len = usize::try_from(len).map_err(io::Error::other)?;
         state_dict.py().detach(|| {
-            let memory =
-                Memory::filled(len, |target| file::fill(layout, target, || interrupt.check()))?;
+            let memory = PrivateMapping::allocate_with(len, |target| {
+                file::fill(layout, target, || interrupt.check())
+            })?;
             Ok(Self { omits_tensors, ..Self::from_memory(memory)? })
         })
     }
@@ -66,8 +68,8 @@ impl TorchStoreStateDict {
     ///     TssdCorruptError: the bytes are not an archive, or are damaged.
     #[classmethod]
     fn from_bytes(_class: &Bound<'_, PyType>, data: &Bound<'_, PyAny>) -> Result<Self> {
-        let interrupt = Interrupt::new();
-        let state_dict = Self::from_memory(copied(data, &interrupt)?)?;
+        let interrupt = InterruptCheck::new();
+        let state_dict = Self::from_memory(copy_buffer(data, &interrupt)?)?;
         let jobs = state_dict.encoded.archive().verify_jobs();
         data.py().detach(|| file::verify(jobs, || interrupt.check()))?;
         Ok(state_dict)
@@ -92,24 +94,24 @@ impl TorchStoreStateDict {
         device_mesh: Option<Bound<'py, PyAny>>,
         allow_pickle: bool,
     ) -> Result<Bound<'py, PyAny>> {
-        let framework = Framework::of(py, None)?;
-        let build = |source: &dyn Source| {
-            Maker::new(py, self.encoded.archive(), source, framework)
+        let framework = Framework::parse(py, None)?;
+        let build = |source: &dyn StorageSource| {
+            ObjectBuilder::new(py, self.encoded.archive(), source, framework)
                 .on_mesh(device_mesh)
                 .allow_pickle(allow_pickle)
-                .state_dict()
+                .build_state_dict()
         };
         if framework == Framework::Numpy {
             return build(self);
         }
         // A torch tensor can be written to, and the encoded bytes must not change.
-        let interrupt = Interrupt::new();
+        let interrupt = InterruptCheck::new();
         let whole = py.detach(|| {
             let bytes = self.encoded.as_bytes();
-            let copy = Memory::filled(bytes.len(), |target| {
+            let copy = PrivateMapping::allocate_with(bytes.len(), |target| {
                 file::read(bytes, 0, target, || interrupt.check())
             })?;
-            Whole::proven(copy)
+            InMemoryArchive::from_verified(copy)
         })?;
         build(&whole)
     }
@@ -125,7 +127,8 @@ impl TorchStoreStateDict {
         let reference = |reference: &TensorReference| -> Result<Bound<'py, PyAny>> {
             let meta = &reference.meta;
             let offset = self.blob_offset(reference);
-            let slice = reference.shard_spec.as_ref().map(|place| TensorSlice(place.slice().clone()));
+            let slice =
+                reference.shard_spec.as_ref().map(|place| TensorSlice(place.slice().clone()));
             Ok(class.call1((
                 meta.dtype().name(),
                 PyTuple::new(py, meta.shape())?,
@@ -136,11 +139,11 @@ impl TorchStoreStateDict {
             ))?)
         };
         let archive = self.encoded.archive();
-        let builder = Maker::new(py, archive, self, Framework::of(py, None)?);
+        let builder = ObjectBuilder::new(py, archive, self, Framework::parse(py, None)?);
         let object = |leaf: &Value| match leaf {
             // A pickled object is returned as bytes.
             Value::Opaque { bytes, .. } => Ok(PyBytes::new(py, bytes).into_any()),
-            leaf => builder.value(leaf),
+            leaf => builder.build_value(leaf),
         };
         let flattened = PyDict::new(py);
         for (path, leaf) in self.encoded.flattened_state_dict() {
@@ -158,7 +161,7 @@ impl TorchStoreStateDict {
                 FlatLeaf::Object(_) => object(&archive.value(&path)?)?,
             };
             if flattened.contains(&fqn)? {
-                return Err(Refusal::new(
+                return Err(BindingError::new(
                     "AmbiguousFqn",
                     format!("two leaves have the fqn `{fqn}`"),
                 )
@@ -177,10 +180,10 @@ impl TorchStoreStateDict {
         let start = self.encoded.as_bytes().as_ptr().addr();
         let blob = self.encoded.tensor_blob();
         let offset = if blob.is_empty() { 0 } else { blob.as_ptr().addr() - start };
-        let block = self.memory.view(offset..offset + blob.len());
-        match Framework::of(py, None)? {
-            Framework::Torch => Torch::import(py)?.bytes(block),
-            Framework::Numpy => Numpy::import(py)?.bytes(block),
+        let block = self.memory.shared_block(offset..offset + blob.len());
+        match Framework::parse(py, None)? {
+            Framework::Torch => Torch::import(py)?.bytes_tensor(block),
+            Framework::Numpy => Numpy::import(py)?.bytes_array(block),
         }
     }
 
@@ -193,7 +196,7 @@ impl TorchStoreStateDict {
     /// Returns the encoded bytes: the content of the file that `save_file` writes.
     fn to_bytes<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyBytes>> {
         let bytes = self.encoded.as_bytes();
-        let interrupt = Interrupt::new();
+        let interrupt = InterruptCheck::new();
         Ok(PyBytes::new_with(py, bytes.len(), |target| {
             py.detach(|| file::read(bytes, 0, target, || interrupt.check())).map_err(PyErr::from)
         })?)
@@ -213,20 +216,25 @@ impl TorchStoreStateDict {
 }
 
 impl TorchStoreStateDict {
-    fn from_memory(memory: Memory) -> Result<Self> {
+    fn from_memory(memory: PrivateMapping) -> Result<Self> {
         Ok(Self { encoded: Encoded::from_bytes(memory.bytes())?, memory, omits_tensors: false })
     }
 
     /// Returns the state dict that was encoded. Its tensors share the memory.
-    pub(crate) fn taken(&self) -> Result<Taken> {
-        let metadata = match self.encoded.archive().attrs().remove(METADATA_ATTR) {
+    pub(crate) fn to_imported(&self) -> Result<ImportedStateDict> {
+        let module_metadata = match self.encoded.archive().attrs().remove(MODULE_METADATA_ATTR) {
             Some(AttrValue::Text(text)) => serde_json::from_slice(text.as_bytes()),
             _ => Ok(serde_json::Map::new()),
         };
         // As on loading, an attribute that is not a JSON object is ignored.
-        let metadata = metadata.unwrap_or_default();
-        let (devices, lacks) = (Devices::default(), self.omits_tensors);
-        Ok(Taken { dict: self.encoded.to_state_dict()?, metadata, devices, lacks })
+        let module_metadata = module_metadata.unwrap_or_default();
+        let (devices, omits_tensors) = (DeviceRegions::default(), self.omits_tensors);
+        Ok(ImportedStateDict {
+            dict: self.encoded.to_state_dict()?,
+            module_metadata,
+            devices,
+            omits_tensors,
+        })
     }
 
     /// Returns the offset of element 0 of a tensor in the tensor blob, in bytes.
@@ -239,20 +247,20 @@ impl TorchStoreStateDict {
     }
 }
 
-impl Source for TorchStoreStateDict {
-    fn block(&self, number: u32) -> Result<(Block, u64)> {
+impl StorageSource for TorchStoreStateDict {
+    fn block(&self, number: u32) -> Result<(MemoryBlock, u64)> {
         let archive = self.encoded.archive();
         let storage = archive.storage(number);
         let to_usize = |at: u64| usize::try_from(at).map_err(io::Error::other);
         if storage.compressed_layout.is_some() {
             let raw = archive.storage_bytes(number)?;
-            let memory = Memory::filled(raw.len(), |target| {
+            let memory = PrivateMapping::allocate_with(raw.len(), |target| {
                 target.copy_from_slice(&raw);
                 Ok::<_, io::Error>(())
             })?;
-            return Ok((memory.block(0..raw.len()), 0));
+            return Ok((memory.exclusive_block(0..raw.len()), 0));
         }
         let range = storage.stored_range();
-        Ok((self.memory.view(to_usize(range.start)?..to_usize(range.end)?), 0))
+        Ok((self.memory.shared_block(to_usize(range.start)?..to_usize(range.end)?), 0))
     }
 }

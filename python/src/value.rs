@@ -10,16 +10,15 @@ use pyo3::types::{
 };
 use serde_json::Value as Json;
 use tssd_format::{
-    AttrValue, Dict, Dtype, Error, ErrorKind, MapKey, MAX_DEPTH, ObjectPath, Region, Shard,
-    ShardSpec, StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text,
-    Value,
+    AttrValue, Dict, Dtype, Error, ErrorKind, MAX_DEPTH, MapKey, ObjectPath, Region, Shard,
+    ShardSpec, StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
 };
 
-use crate::device::Devices;
-use crate::dlpack::{self, Borrowed};
-use crate::dtensor::{self, Meshes, Parts};
-use crate::error::{Refusal, Result};
-use crate::local::{Filling, Purpose, Transfer};
+use crate::device::DeviceRegions;
+use crate::dlpack::{self, ImportedTensor};
+use crate::dtensor::{self, MeshCache, TensorSubclass};
+use crate::error::{BindingError, Result};
+use crate::local::{CastRule, FillState, ImportPurpose};
 use crate::numpy::Numpy;
 use crate::slice::{self, TensorShard};
 use crate::torch::Torch;
@@ -31,51 +30,52 @@ pub(crate) const PICKLE: &str = "application/x-python-pickle";
 const SIGNAL_CHECK_LEAVES: u32 = 1024;
 
 /// A state dict imported from Python.
-pub(crate) struct Taken {
+pub(crate) struct ImportedStateDict {
     pub(crate) dict: StateDict,
     /// The `_metadata` of the ordered dicts, by path.
-    pub(crate) metadata: serde_json::Map<String, Json>,
+    pub(crate) module_metadata: serde_json::Map<String, Json>,
     /// The GPU memory of its tensors.
-    pub(crate) devices: Devices,
+    pub(crate) devices: DeviceRegions,
     /// Whether tensors were omitted because this rank has no shard of them.
-    pub(crate) lacks: bool,
+    pub(crate) omits_tensors: bool,
 }
 
 /// Imports a state dict. The memory of its tensors is shared, not copied.
 ///
 /// Each container is read once, so that a concurrent change of it is either seen or not.
-pub(crate) fn take<'py>(
+pub(crate) fn import_state_dict<'py>(
     object: &Bound<'py, PyAny>,
     allow_pickle: bool,
-    transfer: Option<Transfer<'py>>,
-) -> Result<Taken> {
-    let mut importer = ValueImporter::new(object.py(), allow_pickle, Purpose::Store(transfer))?;
+    transfer: Option<CastRule<'py>>,
+) -> Result<ImportedStateDict> {
+    let mut importer =
+        ValueImporter::new(object.py(), allow_pickle, ImportPurpose::Store(transfer))?;
     let value = importer.import_value(object)?;
     let dict = StateDict::from_value(value).map_err(|_| {
-        let class = name_of(&object.get_type());
-        Refusal::leaf(
+        let class = class_name(&object.get_type());
+        BindingError::untyped_leaf(
             format!("a state dict is a dict, this is a {class}"),
             "put it into a dict, or pass what its `.state_dict()` returns",
         )
     })?;
-    Ok(Taken {
+    Ok(ImportedStateDict {
         dict,
-        metadata: importer.metadata,
+        module_metadata: importer.metadata,
         devices: importer.devices,
-        lacks: importer.omits_tensors,
+        omits_tensors: importer.omits_tensors,
     })
 }
 
-impl Taken {
+impl ImportedStateDict {
     /// Returns the attribute with the `_metadata`; `None` if there is no `_metadata`.
-    pub(crate) fn modules(&self) -> Option<AttrValue> {
-        let text = || Json::Object(self.metadata.clone()).to_string();
-        (!self.metadata.is_empty()).then(|| AttrValue::Text(text().into()))
+    pub(crate) fn module_metadata_attr(&self) -> Option<AttrValue> {
+        let text = || Json::Object(self.module_metadata.clone()).to_string();
+        (!self.module_metadata.is_empty()).then(|| AttrValue::Text(text().into()))
     }
 }
 
 /// Returns the fully qualified name of a class; "?" if it has none.
-pub(crate) fn name_of(class: &Bound<'_, PyType>) -> String {
+pub(crate) fn class_name(class: &Bound<'_, PyType>) -> String {
     class.fully_qualified_name().map_or_else(|_| "?".to_owned(), |name| name.to_string())
 }
 
@@ -83,20 +83,20 @@ pub(crate) fn name_of(class: &Bound<'_, PyType>) -> String {
 pub(crate) type FillTarget = (Tensor, Option<ShardSpec>);
 
 /// Objects that cannot be filled directly, each with the staging memory that is filled instead.
-pub(crate) type Staged<'py> = Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>;
+pub(crate) type StagingPairs<'py> = Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>;
 
 /// Importer of the tensors of Python objects that a get fills.
-pub(crate) struct Lender<'py>(ValueImporter<'py>);
+pub(crate) struct TargetImporter<'py>(ValueImporter<'py>);
 
-impl<'py> Lender<'py> {
+impl<'py> TargetImporter<'py> {
     pub(crate) fn new(py: Python<'py>) -> Result<Self> {
-        ValueImporter::new(py, false, Purpose::Store(None)).map(Self)
+        ValueImporter::new(py, false, ImportPurpose::Store(None)).map(Self)
     }
 
     /// Returns the dtype and the global shape of an object; `None` if it is not a tensor.
     ///
     /// The dtype is `None` if this rank has nothing to fill. Rejects tensors that cannot be filled.
-    pub(crate) fn look(
+    pub(crate) fn dtype_and_shape(
         &self,
         object: &Bound<'py, PyAny>,
     ) -> Result<Option<(Option<Dtype>, Vec<u64>)>> {
@@ -116,8 +116,8 @@ impl<'py> Lender<'py> {
             }
             let shape = object.getattr("shape")?.extract()?;
             if is_torch
-                && dtensor::has_chunks(object)?
-                && let Parts::Chunks(chunks) = dtensor::parts(object)?
+                && dtensor::declares_chunks(object)?
+                && let TensorSubclass::Chunks(chunks) = dtensor::decompose(object)?
             {
                 // The dtype of the outer tensor can differ from that of its local tensors.
                 match chunks.locals.into_iter().next() {
@@ -134,17 +134,20 @@ impl<'py> Lender<'py> {
         let dtype = local.getattr("dtype")?;
         let format_dtype = match (&importer.torch, &importer.numpy) {
             (Some(torch), _) if torch.is_tensor(&local)? => {
-                Torch::prove_fillable(&local)?;
-                torch.dtype_of(&dtype)
+                Torch::check_fillable(&local)?;
+                torch.to_dtype(&dtype)
             }
             (_, Some(numpy)) => {
-                Numpy::prove_fillable(&local)?;
-                Some(numpy.dtype_of(&dtype)?)
+                Numpy::check_fillable(&local)?;
+                Some(numpy.to_dtype(&dtype)?)
             }
             _ => None,
         };
         let format_dtype = format_dtype.ok_or_else(|| {
-            Refusal::leaf(format!("the format has no {dtype}"), "fill a tensor of another dtype")
+            BindingError::untyped_leaf(
+                format!("the format has no {dtype}"),
+                "fill a tensor of another dtype",
+            )
         })?;
         Ok(Some((Some(format_dtype), shape)))
     }
@@ -152,21 +155,26 @@ impl<'py> Lender<'py> {
     /// Returns the tensors of an object, to be filled with elements of the stored dtype.
     ///
     /// A tensor that cannot be filled directly is replaced by staging memory.
-    pub(crate) fn lend(
+    pub(crate) fn import_targets(
         &mut self,
         object: &Bound<'py, PyAny>,
         stored: Dtype,
-    ) -> Result<(Vec<FillTarget>, Staged<'py>)> {
-        self.0.purpose = Purpose::Fill(Filling::new(stored));
+    ) -> Result<(Vec<FillTarget>, StagingPairs<'py>)> {
+        self.0.purpose = ImportPurpose::Fill(FillState::new(stored));
         let targets = self.0.import_targets(object)?.ok_or_else(|| {
-            Refusal::leaf("`into` is no tensor", "give a tensor, a TensorShard or an array")
+            BindingError::untyped_leaf(
+                "`into` is no tensor",
+                "give a tensor, a TensorShard or an array",
+            )
         })?;
-        let Purpose::Fill(filling) = &self.0.purpose else { unreachable!("it was just made") };
-        Ok((targets, filling.staged.take()))
+        let ImportPurpose::Fill(filling) = &self.0.purpose else {
+            unreachable!("it was just made")
+        };
+        Ok((targets, filling.staging.take()))
     }
 
     /// Returns the GPU memory of the tensors to fill.
-    pub(crate) fn devices(&self) -> &Devices {
+    pub(crate) fn devices(&self) -> &DeviceRegions {
         &self.0.devices
     }
 }
@@ -180,26 +188,26 @@ struct ValueImporter<'py> {
     path: Vec<Step>,
     leaf_count: u32,
     metadata: serde_json::Map<String, Json>,
-    meshes: Meshes<'py>,
-    purpose: Purpose<'py>,
-    devices: Devices,
+    meshes: MeshCache<'py>,
+    purpose: ImportPurpose<'py>,
+    devices: DeviceRegions,
     omits_tensors: bool,
 }
 
 impl<'py> ValueImporter<'py> {
-    fn new(py: Python<'py>, allow_pickle: bool, purpose: Purpose<'py>) -> Result<Self> {
+    fn new(py: Python<'py>, allow_pickle: bool, purpose: ImportPurpose<'py>) -> Result<Self> {
         Ok(Self {
             py,
-            torch: Torch::imported(py)?,
-            numpy: Numpy::imported(py)?,
+            torch: Torch::if_imported(py)?,
+            numpy: Numpy::if_imported(py)?,
             ordered_dict: py.import("collections")?.getattr("OrderedDict")?,
             allow_pickle,
             path: Vec::new(),
             leaf_count: 0,
             metadata: serde_json::Map::new(),
-            meshes: Meshes::default(),
+            meshes: MeshCache::default(),
             purpose,
-            devices: Devices::default(),
+            devices: DeviceRegions::default(),
             omits_tensors: false,
         })
     }
@@ -216,7 +224,7 @@ impl<'py> ValueImporter<'py> {
         if self.leaf_count.is_multiple_of(SIGNAL_CHECK_LEAVES) {
             self.py.check_signals()?;
         }
-        self.import_leaf(object).map_err(|error| error.at(&self.current_path()))
+        self.import_leaf(object).map_err(|error| error.with_path(&self.current_path()))
     }
 
     fn import_container(&mut self, object: &Bound<'py, PyAny>) -> Result<Option<Value>> {
@@ -238,7 +246,7 @@ impl<'py> ValueImporter<'py> {
         } else if let Ok(tuple) = object.cast_exact::<PyTuple>() {
             self.check_depth()?;
             Value::Tuple(self.import_values(tuple.iter())?)
-        } else if let Some(fields) = fields_of(object)? {
+        } else if let Some(fields) = namedtuple_fields(object)? {
             self.check_depth()?;
             let values = object.cast::<PyTuple>()?;
             let mut dict = Dict::new();
@@ -246,7 +254,7 @@ impl<'py> ValueImporter<'py> {
                 let value = self.import_element(Step::Key(MapKey::Str(field.clone())), &value)?;
                 dict.insert(MapKey::Str(field.clone()), value);
             }
-            Value::NamedTuple(text(class.name()?.as_any())?, dict)
+            Value::NamedTuple(to_text(class.name()?.as_any())?, dict)
         } else {
             return Ok(None);
         };
@@ -259,7 +267,10 @@ impl<'py> ValueImporter<'py> {
             return Ok(());
         }
         let note = "does a container hold itself?";
-        Err(Error::new(ErrorKind::TooDeep).with_path(self.current_path().fqn()).with_detail(note).into())
+        Err(Error::new(ErrorKind::TooDeep)
+            .with_path(self.current_path().fqn())
+            .with_detail(note)
+            .into())
     }
 
     /// Imports an object in a container; `None` for a tensor of which this rank has no shard.
@@ -280,7 +291,8 @@ impl<'py> ValueImporter<'py> {
         value.ok_or_else(|| {
             self.path.push(step);
             let text = "a tensor of which this rank has nothing leaves a gap in what it lies in";
-            let refusal = Refusal::leaf(text, "put it into a dict").at(&self.current_path());
+            let refusal = BindingError::untyped_leaf(text, "put it into a dict")
+                .with_path(&self.current_path());
             self.path.pop();
             refusal.into()
         })
@@ -290,7 +302,8 @@ impl<'py> ValueImporter<'py> {
         let mut dict = Dict::new();
         for item in items.iter() {
             let (key, value) = (item.get_item(0)?, item.get_item(1)?);
-            let key = key_of(&key, MAX_DEPTH).map_err(|error| error.at(&self.current_path()))?;
+            let key = to_map_key(&key, MAX_DEPTH)
+                .map_err(|error| error.with_path(&self.current_path()))?;
             if let Some(value) = self.import_child(Step::Key(key.clone()), &value)? {
                 dict.insert(key, value);
             }
@@ -315,11 +328,11 @@ impl<'py> ValueImporter<'py> {
         };
         let json = self.py.import("json")?;
         let invalid_metadata = |_| {
-            Refusal::leaf(
+            BindingError::untyped_leaf(
                 "its `_metadata` is no JSON",
                 "make it one of strs, numbers, bools, None, lists and dicts with str keys",
             )
-            .at(&self.current_path())
+            .with_path(&self.current_path())
         };
         let json_text = json.call_method1("dumps", (&metadata,)).map_err(invalid_metadata)?;
         let parsed = json.call_method1("loads", (&json_text,))?;
@@ -335,7 +348,7 @@ impl<'py> ValueImporter<'py> {
 
     fn import_leaf(&mut self, object: &Bound<'py, PyAny>) -> Result<Value> {
         if let Some(torch) = &self.torch
-            && torch.is_plain(object)?
+            && torch.is_builtin_class(object)?
         {
             return Ok(Value::Tensor(self.import_torch(torch, object, torch.flags(object)?)?));
         }
@@ -350,11 +363,11 @@ impl<'py> ValueImporter<'py> {
                 return Ok(Value::Tensor(self.import_numpy(numpy, object)?));
             }
             if numpy.is_scalar(object)? {
-                return Ok(Value::Tensor(numpy.take_scalar(object)?));
+                return Ok(Value::Tensor(numpy.import_scalar(object)?));
             }
             if numpy.is_any_array(object)? {
-                let class = name_of(&object.get_type());
-                return Err(Refusal::leaf(
+                let class = class_name(&object.get_type());
+                return Err(BindingError::untyped_leaf(
                     format!("an array of class {class} cannot be stored"),
                     "convert it with `numpy.asarray`, and store what that loses beside it",
                 )
@@ -371,18 +384,18 @@ impl<'py> ValueImporter<'py> {
     }
 
     /// Imports an array of a third framework through DLPack; `None` for any other object.
-    fn import_dlpack(&self, object: &Bound<'py, PyAny>) -> Result<Option<Borrowed>> {
+    fn import_dlpack(&self, object: &Bound<'py, PyAny>) -> Result<Option<ImportedTensor>> {
         let is_tensor = self.torch.as_ref().map(|torch| torch.is_tensor(object)).transpose()?;
         let is_array = self.numpy.as_ref().map(|numpy| numpy.is_any_array(object)).transpose()?;
         if is_tensor == Some(true) || is_array == Some(true) {
             return Ok(None);
         }
-        dlpack::borrow(object)
+        dlpack::import_tensor(object)
     }
 
     /// Imports an array of another framework, to be stored or filled.
-    fn import_foreign(&self, borrowed: Borrowed) -> Result<Tensor> {
-        self.purpose.other(&self.devices, borrowed, || self.current_path().fqn())
+    fn import_foreign(&self, borrowed: ImportedTensor) -> Result<Tensor> {
+        self.purpose.import_foreign(&self.devices, borrowed, || self.current_path().fqn())
     }
 
     /// Imports a plain torch tensor.
@@ -392,12 +405,12 @@ impl<'py> ValueImporter<'py> {
         tensor: &Bound<'py, PyAny>,
         flags: TensorFlags,
     ) -> Result<Tensor> {
-        self.purpose.torch(torch, &self.devices, tensor, flags, || self.current_path().fqn())
+        self.purpose.import_torch(torch, &self.devices, tensor, flags, || self.current_path().fqn())
     }
 
     /// Imports a plain numpy array.
     fn import_numpy(&self, numpy: &Numpy<'py>, array: &Bound<'py, PyAny>) -> Result<Tensor> {
-        self.purpose.numpy(numpy, array, || self.current_path().fqn())
+        self.purpose.import_numpy(numpy, array, || self.current_path().fqn())
     }
 
     fn import_torch_object(&mut self, object: &Bound<'py, PyAny>) -> Result<Option<Value>> {
@@ -405,7 +418,7 @@ impl<'py> ValueImporter<'py> {
         if torch.is_tensor(object)? {
             return self.import_tensor_subclass(object).map(Some);
         }
-        if let Some(dtype) = torch.dtype_of(object) {
+        if let Some(dtype) = torch.to_dtype(object) {
             return Ok(Some(Value::Dtype(dtype)));
         }
         let class = object.get_type();
@@ -413,7 +426,7 @@ impl<'py> ValueImporter<'py> {
             return Ok(Some(Value::Size(object.extract::<Vec<i64>>()?.into())));
         }
         if class.is(torch.module.getattr(intern!(self.py, "device"))?) {
-            return Ok(Some(Value::Device(text(object.str()?.as_any())?)));
+            return Ok(Some(Value::Device(to_text(object.str()?.as_any())?)));
         }
         Ok(None)
     }
@@ -421,18 +434,18 @@ impl<'py> ValueImporter<'py> {
     /// Imports a tensor whose class is neither `torch.Tensor` nor `Parameter`.
     fn import_tensor_subclass(&mut self, object: &Bound<'py, PyAny>) -> Result<Value> {
         let torch = self.torch.as_ref().expect("it is a tensor");
-        let object = dtensor::waited(object)?;
+        let object = dtensor::wait_for_collective(object)?;
         let flags = torch.flags(&object)?;
-        if torch.is_plain(&object)? {
+        if torch.is_builtin_class(&object)? {
             return Ok(Value::Tensor(self.import_torch(torch, &object, flags)?));
         }
-        let shards = match dtensor::parts(&object)? {
-            Parts::Chunks(chunks) => {
+        let shards = match dtensor::decompose(&object)? {
+            TensorSubclass::Chunks(chunks) => {
                 let part = self.purpose.part();
                 let mut shards = Vec::new();
                 for (index, (local, mut offsets)) in chunks.locals.into_iter().enumerate() {
                     if let Some(part) = part {
-                        if !part.locals.contains(&index) {
+                        if !part.local_indices.contains(&index) {
                             continue;
                         }
                         let box_offsets = part.region.iter().flat_map(Region::offsets);
@@ -446,8 +459,8 @@ impl<'py> ValueImporter<'py> {
                 }
                 shards
             }
-            Parts::DTensor(parts) => {
-                let places = parts.places(&self.meshes.of(&parts.mesh)?)?;
+            TensorSubclass::DTensor(parts) => {
+                let places = parts.places(&self.meshes.get_or_convert(&parts.mesh)?)?;
                 let mut local = self.import_torch(torch, &parts.local, flags)?;
                 if !parts.is_in_mesh() {
                     // torch gives the local tensor one dimension, regardless of the global tensor.
@@ -475,8 +488,7 @@ impl<'py> ValueImporter<'py> {
         Ok(Some(match self.import_leaf(object)? {
             Value::Tensor(tensor) => vec![(tensor, None)],
             Value::Shards(shards) => {
-                let to_target =
-                    |shard: Shard| (shard.tensor().clone(), Some(shard.spec().clone()));
+                let to_target = |shard: Shard| (shard.tensor().clone(), Some(shard.spec().clone()));
                 shards.into_iter().map(to_target).collect()
             }
             _ => return Ok(None),
@@ -486,8 +498,8 @@ impl<'py> ValueImporter<'py> {
     fn import_shard(&self, shard: &TensorShard) -> Result<Value> {
         let local = shard.local().bind(self.py);
         let tensor = self.import_plain_tensor(local)?.ok_or_else(|| {
-            let class = name_of(&local.get_type());
-            Refusal::leaf(
+            let class = class_name(&local.get_type());
+            BindingError::untyped_leaf(
                 format!("the local part of a TensorShard is a {class}"),
                 "give it a plain tensor of torch or an array of numpy",
             )
@@ -498,17 +510,17 @@ impl<'py> ValueImporter<'py> {
     /// Splits a local tensor, or the part of it that is imported, into its boxes.
     fn split_shards(&self, local: &Tensor, mut places: Vec<ShardSpec>) -> Result<Vec<Shard>> {
         if let Some(region) = self.purpose.part().and_then(|part| part.region.as_ref()) {
-            places = slice::parts(&places, region)?;
+            places = slice::intersect_places(&places, region)?;
         }
         let slices: Vec<TensorSlice> = places.iter().map(|place| place.slice().clone()).collect();
-        let locals = slice::cut(local, &slices)?;
+        let locals = slice::split_local(local, &slices)?;
         let shards = locals.into_iter().zip(places);
         Ok(shards.map(|(local, place)| Shard::new(local, place)).collect::<Result<_, Error>>()?)
     }
 
     fn import_plain_tensor(&self, object: &Bound<'py, PyAny>) -> Result<Option<Tensor>> {
         if let Some(torch) = &self.torch
-            && torch.is_plain(object)?
+            && torch.is_builtin_class(object)?
         {
             return self.import_torch(torch, object, torch.flags(object)?).map(Some);
         }
@@ -523,8 +535,8 @@ impl<'py> ValueImporter<'py> {
     /// Imports an object that is not a typed leaf: pickles it if the caller allows that.
     fn import_opaque(&self, object: &Bound<'py, PyAny>) -> Result<Value> {
         if !self.allow_pickle {
-            let class = name_of(&object.get_type());
-            return Err(Refusal::leaf(
+            let class = class_name(&object.get_type());
+            return Err(BindingError::untyped_leaf(
                 format!("an object of class {class} is no typed leaf and cannot be stored"),
                 "leave it out, store its fields as tensors, numbers, strs, lists and dicts, or \
                  allow it with allow_pickle=True",
@@ -539,9 +551,9 @@ impl<'py> ValueImporter<'py> {
 }
 
 /// Converts a key whose tuples are nested at most `depth` deep. The format has a limit of its own.
-pub(crate) fn key_of(object: &Bound<'_, PyAny>, depth: usize) -> Result<MapKey> {
+pub(crate) fn to_map_key(object: &Bound<'_, PyAny>, depth: usize) -> Result<MapKey> {
     Ok(if object.is_exact_instance_of::<PyString>() {
-        MapKey::Str(text(object)?)
+        MapKey::Str(to_text(object)?)
     } else if object.is_exact_instance_of::<PyInt>() {
         MapKey::Int(to_int(object)?)
     } else if let Ok(value) = object.cast_exact::<PyBool>() {
@@ -556,10 +568,10 @@ pub(crate) fn key_of(object: &Bound<'_, PyAny>, depth: usize) -> Result<MapKey> 
         let depth = depth
             .checked_sub(1)
             .ok_or_else(|| Error::new(ErrorKind::KeyKind).with_detail("tuples nest too deep"))?;
-        MapKey::Tuple(value.iter().map(|key| key_of(&key, depth)).collect::<Result<_>>()?)
+        MapKey::Tuple(value.iter().map(|key| to_map_key(&key, depth)).collect::<Result<_>>()?)
     } else {
-        let class = name_of(&object.get_type());
-        return Err(Refusal::leaf(
+        let class = class_name(&object.get_type());
+        return Err(BindingError::untyped_leaf(
             format!("a {class} cannot be a key"),
             "use a str, int, bool, float, None, bytes, or a tuple of them",
         )
@@ -568,7 +580,7 @@ pub(crate) fn key_of(object: &Bound<'_, PyAny>, depth: usize) -> Result<MapKey> 
 }
 
 /// Returns the field names of a namedtuple; `None` for any other object.
-pub(crate) fn fields_of(object: &Bound<'_, PyAny>) -> Result<Option<Vec<Text>>> {
+pub(crate) fn namedtuple_fields(object: &Bound<'_, PyAny>) -> Result<Option<Vec<Text>>> {
     let Ok(tuple) = object.cast::<PyTuple>() else { return Ok(None) };
     let Some(fields) = object.getattr_opt(intern!(object.py(), "_fields"))? else {
         return Ok(None);
@@ -577,7 +589,7 @@ pub(crate) fn fields_of(object: &Bound<'_, PyAny>) -> Result<Option<Vec<Text>>> 
     if fields.len() != tuple.len() {
         return Ok(None);
     }
-    fields.iter().map(|field| text(&field)).collect::<Result<_>>().map(Some)
+    fields.iter().map(|field| to_text(&field)).collect::<Result<_>>().map(Some)
 }
 
 /// Imports a leaf of a builtin Python type; `None` for any other object.
@@ -591,7 +603,7 @@ fn import_plain(object: &Bound<'_, PyAny>) -> Result<Option<Value>> {
     } else if let Ok(value) = object.cast_exact::<PyFloat>() {
         Value::Float(value.value().into())
     } else if object.is_exact_instance_of::<PyString>() {
-        Value::Str(text(object)?)
+        Value::Str(to_text(object)?)
     } else if let Ok(value) = object.cast_exact::<PyBytes>() {
         Value::Bytes(Bytes::copy_from_slice(value.as_bytes()))
     } else if let Ok(value) = object.cast_exact::<PyComplex>() {
@@ -609,7 +621,7 @@ fn to_int(object: &Bound<'_, PyAny>) -> Result<tssd_format::Int> {
 }
 
 /// Converts a str. Lone surrogates are kept.
-pub(crate) fn text(object: &Bound<'_, PyAny>) -> Result<Text> {
+pub(crate) fn to_text(object: &Bound<'_, PyAny>) -> Result<Text> {
     let text = object.cast::<PyString>()?;
     if let Ok(text) = text.to_str() {
         return Ok(text.into());

@@ -79,7 +79,7 @@ def load_torch(path: _Path) -> dict[Any, Any]:
 def load_dcp(path: _Path) -> dict[str, Any]:
     """Returns the state dict in a directory of torch.distributed.checkpoint.
 
-    The tensors are whole, whatever the number of ranks that wrote them. They are in memory once.
+    The tensors are whole, for any number of ranks that wrote them. They are in memory once.
 
     Raises:
         TssdFileNotFoundError: the directory has no `.metadata`, or a file is missing.

@@ -251,8 +251,8 @@ class TssdReader(_CheckpointLocation, StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Opens the version and returns the metadata of the checkpoint.
 
-        Each tensor has one chunk, whatever the number of ranks that wrote it. The version stays open until
-        `read_data` has read it.
+        Each tensor has one chunk, for any number of ranks that wrote it. The version stays open until `read_data`
+        has read it.
 
         Raises:
             TssdFileNotFoundError: the directory does not exist.

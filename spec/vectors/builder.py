@@ -1,8 +1,8 @@
-"""Builds archives, legal ones and others, for the vectors that a reader must refuse.
+"""Builds archives, valid and invalid ones, for the vectors that a reader must reject.
 
-An `Archive` is filled with tables in the order in which the format claims them, may be broken in one
-place, and becomes a file whose checksums are right. The functions below it make small legal ones, each
-with what some rule is about.
+An `Archive` has tables, which are filled in the order in which the format claims them. After an optional
+change that violates a rule, `build` returns a file with correct checksums. The functions below it create
+small valid archives, each with the features that some rules are about.
 """
 
 import re
@@ -27,7 +27,7 @@ K_INDEX, K_STR, K_INT, K_BIGINT, K_BOOL, K_FLOAT, K_NONE, K_BYTES, K_TUPLE = ran
 UINT8, FLOAT32, COMPLEX128 = 0, 6, 10
 REPLICATE, SHARD, STRIDED_SHARD = range(3)
 
-# Layout, alignment and fields of each table. A record is a dict, in which a field left out is 0.
+# Layout, alignment and fields of each table. A record is a dict. A missing field is 0.
 TABLES = {
     "heap": ("<B", 1, None),
     "dims": ("<Q", 8, None),
@@ -75,7 +75,7 @@ def u64(number):
     return number & U64
 
 
-def bits(number):
+def float_bits(number):
     return struct.unpack("<Q", struct.pack("<d", number))[0]
 
 
@@ -84,7 +84,7 @@ def pack(layout, fields, values):
 
 
 def key(value):
-    """The key that stands for a Python value; lists of pairs make dicts of them."""
+    """Returns the key for a Python value. A tuple becomes a packed tuple."""
     if isinstance(value, Key):
         return value
     if value is None:
@@ -96,7 +96,7 @@ def key(value):
             return Key(K_INT, u64(value))
         return Key(K_BIGINT, bigint(value))
     if isinstance(value, float):
-        return Key(K_FLOAT, bits(value))
+        return Key(K_FLOAT, float_bits(value))
     if isinstance(value, str):
         return Key(K_STR, value.encode())
     if isinstance(value, bytes):
@@ -125,38 +125,40 @@ def packed(*values):
 
 
 class Archive:
-    """The tables of an archive, filled in the order in which the format claims them, and files of
-    them with everything derived: offsets, lengths and checksums, but for what is overridden."""
+    """The tables of an archive, filled in the order in which the format claims them.
+
+    `build` derives offsets, lengths and checksums, unless they are overridden.
+    """
 
     def __init__(self):
         self.tables = {name: [] for name in TABLES}
-        self.strings = {}  # the heap range of each string
+        self.heap_ranges = {}  # the heap range of each string
         self.named = {}  # the children of the root, by key
         self.blob = bytearray()
-        self.contents = []  # the raw bytes of each storage
+        self.raw_contents = []  # the raw bytes of each storage
         self.head = {}
         self.trailer = {}
         self.root = {}
-        self.alignments = {}  # those of tables that are not as they should be
-        self.gap = b"\0"  # what gaps of the index are filled with
+        self.alignments = {}  # the alignments of tables that have a wrong one
+        self.gap = b"\0"  # the fill byte of gaps in the index
         self.before_root = b""
         self.after_root = b""
         self.patches = []
-        self.at_stage = None  # of `reader.py`: the one that finds what is wrong, if not `open`
+        self.at_stage = None  # the stage of `reader.py` that rejects the archive, if it is not `open`
 
     # Filling
 
-    def put(self, content):
-        """The heap range of a string."""
+    def heap_range(self, content):
+        """Returns the heap range of a string. Adds the string if it is new."""
         if not content:
             return 0
-        if content not in self.strings:
-            self.strings[content] = len(content) << 32 | len(self.tables["heap"])
+        if content not in self.heap_ranges:
+            self.heap_ranges[content] = len(content) << 32 | len(self.tables["heap"])
             self.tables["heap"] += content
-        return self.strings[content]
+        return self.heap_ranges[content]
 
     def vector(self, numbers):
-        """The dims range of a vector."""
+        """Returns the offset of a vector in dims. Adds the vector if dims does not contain it."""
         dims, numbers = self.tables["dims"], list(numbers)
         for at in range(len(dims) - len(numbers) + 1):
             if dims[at : at + len(numbers)] == numbers:
@@ -169,45 +171,45 @@ class Archive:
         return self
 
     def tree(self, root):
-        """Adds the nodes, breadth first. A str or bytes in place of a word goes to the heap."""
-        waiting = [(Key(K_INDEX, 0), root)]
+        """Adds the nodes in breadth-first order. Bytes in place of a word are added to the heap."""
+        queue = [(Key(K_INDEX, 0), root)]
         by_key = [0]
-        for node_key, value in waiting:
-            fields = {"kind": value.kind, "key_kind": node_key.kind, "key": self.word(node_key[1])}
+        for node_key, value in queue:
+            fields = {"kind": value.kind, "key_kind": node_key.kind, "key": self.to_word(node_key[1])}
             if isinstance(value, Box):
                 keyed = value.kind not in (LIST, TUPLE)
-                first = len(waiting)
+                first = len(queue)
                 items = [(key(k), v) for k, v in value.items] if keyed else list(value.items)
-                waiting += items if keyed else [(Key(K_INDEX, 0), v) for v in items]
-                children = range(first, len(waiting))
-                by_key += sorted(children, key=lambda i: waiting[i][0]) if keyed else children
-                fields.update(count=len(children), a=first, b=self.put(value.name))
+                queue += items if keyed else [(Key(K_INDEX, 0), v) for v in items]
+                children = range(first, len(queue))
+                by_key += sorted(children, key=lambda i: queue[i][0]) if keyed else children
+                fields.update(count=len(children), a=first, b=self.heap_range(value.name))
             elif value.kind == SIZE:
                 fields.update(count=len(value.a), a=self.vector(map(u64, value.a)))
             else:
                 fields.update(count=value.count, flags=value.flags)
-                fields.update(a=self.word(value.a), b=self.word(value.b))
+                fields.update(a=self.to_word(value.a), b=self.to_word(value.b))
             self.add("nodes", **fields)
         self.tables["by_key"] = by_key
         for (k, _), node in zip(root.items, self.tables["nodes"][1:]):
             self.named[k] = node
         return self
 
-    def word(self, content):
-        return self.put(content) if isinstance(content, bytes) else content
+    def to_word(self, content):
+        return self.heap_range(content) if isinstance(content, bytes) else content
 
     def storage(self, content, **fields):
-        """Adds a storage and, in a file without shards, its bytes."""
+        """Adds an uncompressed storage. Adds its bytes to the blob unless `offset` is given."""
         size = 1 << fields.get("chunk_log2", 20)
         pieces = [content[at : at + size] for at in range(0, len(content), size)]
         return self.place(content, content, pieces, {"chunks": NONE, **fields})
 
     def compressed(self, content, shuffle=0, frames=None, raw=(), **fields):
-        """Adds a storage of zstd chunks. Those in `raw` stay raw, those in `frames` are given."""
+        """Adds a storage of zstd chunks. `raw` has the numbers of raw chunks, `frames` given frames by number."""
         stored = []
         for number, start in enumerate(range(0, len(content), CHUNK)):
             chunk = content[start : start + CHUNK]
-            kept = chunk if number in raw else frame(shuffled(chunk, shuffle))
+            kept = chunk if number in raw else frame(apply_shuffle(chunk, shuffle))
             stored.append((frames or {}).get(number, kept))
         record = {"chunks": len(self.tables["chunks"]), "codec": 1, "shuffle": shuffle, **fields}
         for number, piece in enumerate(stored):
@@ -224,12 +226,12 @@ class Archive:
             self.blob = self.blob.ljust(start - 4096, b"\0") + stored
             record["offset"] = start
         self.tables["crcs"] += map(zlib.crc32, pieces)
-        self.contents.append(content)
+        self.raw_contents.append(content)
         return self.add("storages", **record)
 
     def digested(self):
-        """Gives each storage its digest."""
-        return self.set("digests", map(blake3, self.contents))
+        """Adds the digest of each storage."""
+        return self.set("digests", map(blake3, self.raw_contents))
 
     def tensor(self, shape, dtype=UINT8, strides=None, **fields):
         record = {"dtype": dtype, "rank": len(shape), "shape": self.vector(shape)}
@@ -238,7 +240,7 @@ class Archive:
         return self.add("tensors", **{**record, **fields})
 
     def slice(self, offsets, global_shape, mesh=(), ranks=(), **known):
-        """Adds a slice; `known` are its coordinates, its names and its first placement."""
+        """Adds a slice. `known` can have its coordinates, its names and its first placement."""
         absent = dict.fromkeys(("mesh", "coordinates", "ranks", "placements", "names"), NONE)
         record = {**absent, "rank": len(offsets), "mesh_rank": len(mesh)}
         record.update(offsets=self.vector(offsets), global_shape=self.vector(global_shape))
@@ -249,17 +251,17 @@ class Archive:
         if "coordinates" in known:
             record.update(coordinates=self.vector(known.pop("coordinates")))
         if "names" in known:
-            record.update(names=self.vector(map(self.put, known.pop("names"))))
+            record.update(names=self.vector(map(self.heap_range, known.pop("names"))))
         return self.add("slices", **{**record, **known})
 
     def attr(self, name, kind, value):
-        return self.add("attrs", name=self.put(name), value=self.word(value), kind=kind)
+        return self.add("attrs", name=self.heap_range(name), value=self.to_word(value), kind=kind)
 
     def shard(self, name, **fields):
         record = {"file_len": 12288, "index_off": 8192, "index_crc32": 0x01020304, "digest": b""}
-        return self.add("shards", name=self.put(name), **{**record, **fields})
+        return self.add("shards", name=self.heap_range(name), **{**record, **fields})
 
-    # Breaking
+    # Changes
 
     def edit(self, table, i, **fields):
         self.tables[table][i].update(fields)
@@ -276,33 +278,34 @@ class Archive:
         return self
 
     def override(self, part, **fields):
-        """Overrides what would be derived, in `head`, `trailer` or `root`, or another attribute."""
+        """Overrides derived fields of `head`, `trailer` or `root`, or entries of another attribute."""
         getattr(self, part).update(fields)
         return self
 
     def lay(self, **attributes):
+        """Sets attributes of the archive."""
         for name, value in attributes.items():
             setattr(self, name, value)
         return self
 
     def misplace(self, table, shift=0, more=0):
-        """Has the root say that a table begins or ends elsewhere."""
+        """Overrides the place of a table in the root: a later start, or more records."""
         start, count = self.places()[table]
         return self.override("root", **{table: (start + shift, count + more)})
 
     def only(self, stage):
-        """Says that only `verify` finds it, or `deep` verification."""
+        """Sets the stage that rejects the archive: `verify`, or `deep` verification."""
         return self.lay(at_stage=stage)
 
     def patch(self, at, content):
-        """Overwrites bytes of the finished file, behind the back of the checksums."""
+        """Overwrites bytes of the finished file. The checksums are not updated."""
         self.patches.append((at, content))
         return self
 
     # Building
 
     def places(self):
-        """Where each table begins in the index, and how many records it has."""
+        """Returns the offset of each table in the index, and its number of records."""
         places, end = {}, 0
         for name, (layout, alignment, _) in TABLES.items():
             start = align_up(end, self.alignments.get(name, alignment))
@@ -344,11 +347,11 @@ class Archive:
         return bytes(file)
 
 
-# ---- Legal archives to start from ----------------------------------------------------------------
+# ---- Valid archives to start from ----------------------------------------------------------------
 
 
 def keyed(*keys, kind=DICT):
-    """A dict with these keys, or a dict that holds a container of another kind with them."""
+    """A dict with these keys, or a dict with one container of another kind that has these keys."""
     box = Box(kind, [(k, Leaf(NONE_LEAF)) for k in keys])
     return Archive().tree(box if kind == DICT else Box(DICT, [("box", box)]))
 
@@ -360,8 +363,8 @@ def leaves():
         "bool": Leaf(BOOL, 1),
         "int": Leaf(INT, u64(-12)),
         "bigint": Leaf(BIGINT, bigint(1 << 64)),
-        "float": Leaf(FLOAT, bits(1.5)),
-        "complex": Leaf(COMPLEX, bits(0.5), bits(-0.0)),
+        "float": Leaf(FLOAT, float_bits(1.5)),
+        "complex": Leaf(COMPLEX, float_bits(0.5), float_bits(-0.0)),
         "str": Leaf(STR, b"text"),
         "bytes": Leaf(BYTES, b"\0\xff"),
         "dtype": Leaf(DTYPE, 15),
@@ -382,13 +385,13 @@ def leaf(kind, a, b=0, **fields):
 
 
 def stored(kind=STR, content=b"text" * 1025):
-    """A leaf in a storage, and another leaf."""
+    """A leaf in a storage, and a leaf in the index."""
     items = [("long", Leaf(kind, flags=1)), ("other", Leaf(STR, b"text"))]
     return Archive().tree(Box(DICT, items)).storage(content)
 
 
 def runs(*lengths):
-    """A dict of tensor leaves `0`, `1` …, with runs of so many records."""
+    """A dict of tensor leaves `0`, `1` …, with runs of these numbers of records."""
     items = [(str(i), Leaf(TENSOR, sum(lengths[:i]), count=n)) for i, n in enumerate(lengths)]
     return Archive().tree(Box(DICT, items))
 
@@ -406,8 +409,8 @@ def tensors():
     return archive.tensor((16,), storage=1).tensor((0, 3))
 
 
-def two_slices(archive):
-    """A run of two records: the halves of a tensor of 4 x 3, spread over a mesh of 2."""
+def add_two_slices(archive):
+    """A run of two records: the halves of a tensor of 4 x 3, sharded on a mesh of 2."""
     for i in range(2):
         archive.tensor((2, 3), storage=i, slice=i)
     for i in range(2):
@@ -418,15 +421,15 @@ def two_slices(archive):
 
 
 def sliced():
-    return two_slices(runs(2).storage(b"first half").storage(b"secondhalf"))
+    return add_two_slices(runs(2).storage(b"first half").storage(b"secondhalf"))
 
 
 def manifest():
-    """The same two halves, each in a shard of its own, and an attribute."""
+    """The same two halves, each in its own shard, and an attribute."""
     archive = runs(2)
     for i in range(2):
         archive.storage(bytes(100), offset=4096, shard=i)
-    two_slices(archive).attr(b"format", STR, b"pt")
+    add_two_slices(archive).attr(b"format", STR, b"pt")
     return archive.shard(b"a.tssd").shard(b"b.tssd", writer=1)
 
 
@@ -441,15 +444,17 @@ def meshed(mesh=(2,), **known):
 
 
 def one_mesh(mesh):
-    """The same, with as many ranks as it takes, of which dims has none."""
+    """As `meshed`, but the slice claims ranks of the mesh that dims does not contain."""
     archive = meshed(mesh)
     start = archive.tables["slices"][0]["mesh"]
     return archive.edit("slices", 0, ranks=start + len(mesh))
 
 
 def two_meshes(*meshes):
-    """Two tensors without elements, of global sizes 8 and 9, each on a mesh of one dimension: its
-    size and its ranks."""
+    """Two tensors without elements, of global sizes 8 and 9, each on a mesh of one dimension.
+
+    A mesh is given by its size and its ranks.
+    """
     archive = runs(1, 1).tensor((0,), slice=0).tensor((0,), slice=1)
     for i, (size, ranks) in enumerate(meshes):
         archive.slice((0,), (8 + i,), (size,), ranks)
@@ -457,7 +462,7 @@ def two_meshes(*meshes):
 
 
 def divergent(*writers, inside=lambda values: values):
-    """A manifest with a leaf on which the writers do not agree."""
+    """A manifest with a divergent leaf: each writer has another value."""
     values = Box(DIVERGENT, [(writer, Leaf(INT, i)) for i, writer in enumerate(writers)])
     return Archive().tree(Box(DICT, [("leaf", inside(values))])).shard(b"a.tssd")
 
@@ -470,7 +475,7 @@ def attrs(*names):
 
 
 def nested(levels):
-    """Containers of so many levels, the root counted."""
+    """Containers with this number of levels, including the root."""
     box = Box(LIST, [])
     for _ in range(levels - 2):
         box = Box(LIST, [box])
@@ -487,12 +492,12 @@ def packed_key(content):
 
 # ---- Compressed archives -------------------------------------------------------------------------
 
-RUN = re.compile(rb"(.)\1{7,}", re.S)
+BYTE_RUN = re.compile(rb"(.)\1{7,}", re.S)
 MAX_BLOCK = 1 << 17
 
 
-def shuffled(content, width):
-    """All first bytes of elements of `width` bytes, then all second bytes, and so on."""
+def apply_shuffle(content, width):
+    """Shuffles bytes: all first bytes of the elements of `width` bytes, then all second bytes, and so on."""
     whole = len(content) // width * width if width else 0
     planes = (content[place:whole:width] for place in range(width))
     return b"".join(planes) + content[whole:]
@@ -502,30 +507,30 @@ def block(kind, size, content, last=False):
     return struct.pack("<I", size << 3 | kind << 1 | last)[:3] + content
 
 
-# A regular expression over a MiB is slow, and many vectors have the same content.
+# Cached: a regular expression over a MiB is slow, and many vectors have the same content.
 @lru_cache(maxsize=16)
 def blocks(content):
-    """Blocks of a frame: those of runs of a byte, and raw ones between them."""
+    """Returns the blocks of a frame: RLE blocks for runs of a byte, and raw blocks between them."""
     parts, end = [], 0
-    for run in (*RUN.finditer(content), None):
-        start = run.start() if run else len(content)
+    for match in (*BYTE_RUN.finditer(content), None):
+        start = match.start() if match else len(content)
         pieces = (content[at : min(at + MAX_BLOCK, start)] for at in range(end, start, MAX_BLOCK))
         parts += ((0, len(piece), piece) for piece in pieces)
-        if run:
-            sizes = (min(MAX_BLOCK, run.end() - at) for at in range(start, run.end(), MAX_BLOCK))
-            parts += ((1, size, run[1]) for size in sizes)
-            end = run.end()
+        if match:
+            sizes = (min(MAX_BLOCK, match.end() - at) for at in range(start, match.end(), MAX_BLOCK))
+            parts += ((1, size, match[1]) for size in sizes)
+            end = match.end()
     return b"".join(block(*part, last=part is parts[-1]) for part in parts)
 
 
 def frame(content, body=None, size=None, **header):
-    """A zstd frame in one segment, of simple blocks: its bytes depend on no library."""
+    """A zstd frame with a single segment and simple blocks. Its bytes do not depend on a library."""
     size = len(content) if size is None else size
     return frame_head(size, **header) + (blocks(content) if body is None else body)
 
 
 def frame_head(size, flags=0, window=None, dictionary=b""):
-    """Magic, descriptor with `flags` on top, and content size; with a window byte if it is given."""
+    """The header of a frame: magic, descriptor with `flags` added, window byte if given, and content size."""
     code = 0 if size < 256 and window is None else 1 if 256 <= size < 65792 else 2
     size_field = (
         bytes([size & 255]),
@@ -537,7 +542,7 @@ def frame_head(size, flags=0, window=None, dictionary=b""):
     return b"\x28\xb5\x2f\xfd" + bytes([descriptor]) + window_field + dictionary + size_field[code]
 
 
-FLOATS = struct.pack("<f", 1.5) * 100  # 400 bytes, which shuffled by 4 are four runs
+FLOATS = struct.pack("<f", 1.5) * 100  # 400 bytes. Shuffled by 4, they are four runs
 
 
 def compressed(shuffle=4, content=FLOATS, **fields):
@@ -547,26 +552,26 @@ def compressed(shuffle=4, content=FLOATS, **fields):
 
 
 def fine(**fields):
-    """A tensor in a storage of three chunks of 4 KiB, the last one shorter."""
+    """A tensor in a storage of three chunks of 4 KiB. The last chunk is shorter."""
     content = bytes(number % 251 for number in range(9000))
     archive = runs(1).storage(content, chunk_log2=12).tensor((9000,))
     return archive.edit("storages", 0, **fields) if fields else archive
 
 
 def three_chunks():
-    """A tensor in a storage of three chunks: a MiB of 0, a MiB of 1, and bytes that stay raw."""
+    """A tensor in a storage of three chunks: a MiB of 0, a MiB of 1, and a raw chunk."""
     content = bytes(CHUNK) + b"\1" * CHUNK + bytes(range(100))
     return runs(1).compressed(content, raw=(2,)).tensor((4,))
 
 
 def two_compressed():
-    """Two tensors, each in a compressed storage of its own."""
+    """Two tensors, each in its own compressed storage."""
     archive = runs(1, 1).compressed(FLOATS, 4).compressed(bytes(1000))
     return archive.tensor((100,), FLOAT32).tensor((1000,), storage=1)
 
 
 def framed(content):
-    """A tensor in a compressed storage of 400 zeros, with the frame that is given."""
+    """A tensor in a compressed storage of 400 zeros, with a given frame."""
     return compressed(0, bytes(400), frames={0: content}).only("deep")
 
 
@@ -574,7 +579,7 @@ def framed(content):
 
 
 class ShardSet:
-    """A directory: a manifest and the archives that it names, of which it records what they are."""
+    """The directory of a shard set: a manifest, and the archives that it describes."""
 
     def __init__(self, manifest, files):
         self.manifest = manifest
@@ -589,7 +594,7 @@ class ShardSet:
                 manifest.edit("shards", i, digest=root_digest(self.files[name]))
 
     def record(self, i, **fields):
-        """Edits what the manifest says of a shard; a function takes what is there."""
+        """Edits the record of a shard in the manifest. A function gets the old value."""
         record = self.manifest.tables["shards"][i]
         for name, value in fields.items():
             record[name] = value(record[name]) if callable(value) else value
@@ -604,7 +609,7 @@ class ShardSet:
         return self
 
     def link(self, name, target):
-        """Puts a file under another name, and a link in its place."""
+        """Moves a file to another name, and replaces it by a link."""
         self.files[target] = self.files.pop(name)
         self.links[name] = target
         return self
@@ -625,16 +630,16 @@ def root_digest(file):
 
 
 def half(i, key="half", compress=False, more=b"", **packing):
-    """The archive of a writer: one half of a tensor; with `more`, another tensor."""
+    """The archive of a writer: one half of a tensor. With `more`, also another tensor."""
     items = [(key, Leaf(TENSOR, 0, count=1)), ("more", Leaf(TENSOR, 1, count=1))]
     archive = Archive().tree(Box(DICT, items if more else items[:1]))
-    put_half(archive, i, compress, **packing).tensor((2, 50), slice=0)
+    add_half(archive, i, compress, **packing).tensor((2, 50), slice=0)
     if more:
         archive.storage(more).tensor((len(more),), storage=1)
     return archive.slice((2 * i, 0), (4, 50))
 
 
-def put_half(archive, i, compress, **fields):
+def add_half(archive, i, compress, **fields):
     return (archive.compressed if compress else archive.storage)(HALVES[i], **fields)
 
 
@@ -642,18 +647,20 @@ HALVES = b"1" * 100, b"2" * 100
 
 
 def shard_set(digests=False, compress=False, more=b"", **packing):
-    """Two archives with the halves of a tensor of 4 x 50, and their manifest. All three have digests
-    that are right, if `digests` is true; or this one, if it is bytes."""
+    """Two archives with the halves of a tensor of 4 x 50, and their manifest.
+
+    If `digests` is True, all three have correct digests. If it is bytes, all digests are these bytes.
+    """
     halves = [half(i, compress=compress, more=more, **packing) for i in range(2)]
     manifest = runs(2)
     for i, archive in enumerate(halves):
         offset = archive.tables["storages"][0]["offset"]
-        put_half(manifest, i, compress, offset=offset, shard=i, **packing)
+        add_half(manifest, i, compress, offset=offset, shard=i, **packing)
         manifest.tensor((2, 50), storage=i, slice=i)
     for i in range(2):
         manifest.slice((2 * i, 0), (4, 50))
     for archive in (*halves, manifest) if digests else ():
         archive.digested()
         if isinstance(digests, bytes):
-            archive.set("digests", [digests] * len(archive.contents))
+            archive.set("digests", [digests] * len(archive.raw_contents))
     return ShardSet(manifest, {"a.tssd": halves[0], "b.tssd": halves[1]})

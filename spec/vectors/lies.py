@@ -1,13 +1,13 @@
-"""Lies: archives whose checksums are right and whose meaning is wrong.
+"""Corruptions: archives with correct checksums and one invalid field.
 
-Each breaks one rule by one field of one table, with a value just outside what is legal there, or by what
-one table says of another. `table` and `field` say which one:
+The specification calls them lies. Each violates one rule by one field of one table: its value is just outside
+the valid range, or contradicts another table. `table` and `field` name the field:
 
-- the tables of the index by their names, `head`, `trailer` and `root`; `blob` and `frame` for bytes of
-  the payload;
-- a field by its name. The words of nodes mean something else in each kind, and so do keys: there the
-  field is `KIND-FIELD`, such as `size-count`, or `key-KIND`. An entry of `dims`, `heap` or `by_key` is
-  called after what it is part of. `records` is how many records a table has.
+- `table` is the name of a table of the index, `head`, `trailer` or `root`. For bytes of the payload it is
+  `blob` or `frame`.
+- `field` is the name of the field. The words of nodes, and keys, have a meaning that depends on the kind. So
+  their fields are `KIND-FIELD`, such as `size-count`, and `key-KIND`. An entry of `dims`, `heap` or `by_key`
+  has the name of the thing that contains it. `records` is the number of records of a table.
 """
 
 import struct
@@ -75,21 +75,21 @@ from builder import (
     three_chunks,
 )
 
-Lie = namedtuple("Lie", "rule table field about archive")
+Corruption = namedtuple("Corruption", "rule table field about archive")
 
 
 def lies():
-    """All lies, each of its rule, table and field."""
+    """Yields all corruptions. No two of them have the same rule, table and field."""
     for section in SECTIONS:
         for rule, table, field, about, archive in section():
-            yield Lie(rule, table, field, about, archive)
+            yield Corruption(rule, table, field, about, archive)
 
 
 # ---- Head, trailer, root -------------------------------------------------------------------------
 
 
-def of_frames():
-    """Head and trailer, with their checksums as they should be."""
+def head_and_trailer_cases():
+    """Invalid fields of head and trailer, with correct checksums."""
     for rule, field, value in (
         ("F-002", "magic", b"\x89TSD\r\n\x1a\x0b"),
         ("F-004", "major", 0),
@@ -124,7 +124,7 @@ def of_frames():
         yield rule, "trailer", field, f"{field} is {fields[field]}", archive
 
 
-def of_root():
+def root_cases():
     for table in TABLES:
         late = manifest().misplace(table, shift=8)
         yield "F-021", "root", f"{table}-rel", f"{table} begin 8 bytes late", late
@@ -132,8 +132,8 @@ def of_root():
         yield "F-021", "root", f"{table}-len", f"{table} have 1000 records more", more
 
 
-def of_records():
-    """Tables with a record more than the others know of, or less."""
+def record_count_cases():
+    """Tables with a record that other tables do not refer to, or without one that they refer to."""
 
     def without_last(archive, table):
         return archive.set(table, archive.tables[table][:-1])
@@ -164,15 +164,15 @@ def of_records():
 
 # ---- Nodes ---------------------------------------------------------------------------------------
 
-# The kinds whose node has this field, which is 0 in all others.
+# The kinds of nodes that use the field. In all other kinds it is 0.
 HAS_COUNT = {"size", "tensor", "dict", "ordered_dict", "list", "tuple", "namedtuple", "divergent"}
 HAS_B = {"complex", "opaque", "namedtuple"}
 CONTAINERS = ("dict", "ordered_dict", "list", "tuple", "namedtuple")
 LONG = b"text" * 1025
 
 
-def of_unused_words():
-    """Fields of nodes that their kind has no use for."""
+def unused_word_cases():
+    """Fields of nodes that their kind does not use."""
     kinds = {name: leaves for name in leaves().named}
     kinds |= {"tensor": lambda: one_tensor((2,)), "divergent": lambda: divergent(0, 1)}
     place = {"tensor": "0", "divergent": "leaf"}
@@ -188,8 +188,8 @@ def of_unused_words():
         yield "F-047", "nodes", f"{kind}-a", about, leaves().at(kind, a=value)
 
 
-def of_words():
-    """Words of nodes that name what is not there."""
+def reference_cases():
+    """Words of nodes that refer to ranges or records that do not exist."""
     beyond = 1 << 32 | 1 << 16
     for kind in ("bigint", "str", "bytes", "device", "opaque"):
         yield "F-030", "nodes", f"{kind}-a", f"the content of a {kind}", leaves().at(kind, a=beyond)
@@ -227,8 +227,8 @@ def of_words():
     yield "F-041", "nodes", "divergent-count", "a third value of two", values.at("leaf", count=3)
 
 
-def of_kinds():
-    """A node that is said to be of another kind."""
+def kind_cases():
+    """Nodes with the kind of another node."""
     dict_of_ints = Archive().tree(Box(DICT, [("box", Box(DICT, [(0, Leaf(INT, 1))]))]))
     root = keyed("a").edit("nodes", 0, kind=NAMEDTUPLE)
     for rule, about, archive in (
@@ -254,13 +254,13 @@ LONG_RANGE = 4097 << 32
 
 
 def tensor_in_place():
-    """Two leaves: a str in a storage, and a tensor with elements but without one."""
+    """Two leaves: a str in a storage, and a tensor with elements but without a storage."""
     items = [("long", Leaf(STR, flags=1)), ("tensor", Leaf(TENSOR, 0, count=1))]
     archive = Archive().tree(Box(DICT, items)).storage(LONG)
     return archive.tensor((4,), storage=NONE)
 
 
-def of_key_kinds():
+def key_kind_cases():
     def child(kind, **fields):
         content = Leaf(INT, 7)
         items = [content] if kind in (LIST, TUPLE) else [("x", content)]
@@ -291,7 +291,7 @@ def of_key_kinds():
         yield rule, "nodes", "key_kind", about, archive
 
 
-def of_keys():
+def key_cases():
     tuple_of_list = Archive().tree(Box(DICT, [("box", Box(LIST, [Leaf(INT, 7)]))]))
     nan = 0x7FF0 << 48 | 1
     long = b"\x7f" * 4097
@@ -332,7 +332,7 @@ def of_keys():
     )
 
 
-def of_by_key():
+def by_key_cases():
     def swapped(kind):
         archive = leaves()
         first = archive.named[kind]["a"]
@@ -351,7 +351,7 @@ def of_by_key():
 # ---- Tensors and storages ------------------------------------------------------------------------
 
 
-def of_tensors():
+def tensor_cases():
     def edited(archive, i=0, **fields):
         return archive.edit("tensors", i, **fields)
 
@@ -414,7 +414,7 @@ def of_tensors():
         ("F-033", "shape", "a shape beyond dims", edited(one_tensor((2, 3)), shape=2)),
         ("F-031", "shape", "the shape of another", edited(pair((4, 8), (2, 2)), 1, shape=0)),
         ("F-053", "shape", "2^62 elements of four bytes", edited(shapes, 1, shape=1)),
-        ("F-054", "shape", "sizes too large for the storage", shape_of_other()),
+        ("F-054", "shape", "sizes too large for the storage", tensor_beyond_storage()),
         ("F-070", "shape", "local sizes that are the global ones", sliced_shape()),
         ("F-033", "strides", "strides beyond dims", edited(one_tensor((2, 3)), strides=1)),
         ("F-031", "strides", "no strides", edited(one_tensor((2, 3), UINT8, (1, 2)), strides=NONE)),
@@ -422,7 +422,7 @@ def of_tensors():
         ("F-054", "strides", "strides 64 and 1", edited(pair((64, 1), (2, 2)), 1, strides=0)),
         ("F-071", "slice", "slice 1 of 1", edited(meshed(), slice=1)),
         ("F-051", "slice", "no slice in a run of two", edited(sliced(), slice=NONE)),
-        ("F-070", "slice", "the slice of another", slice_of_other()),
+        ("F-070", "slice", "the slice of another", tensor_with_wrong_slice()),
         ("F-053", "byte_offset", "2^64 - 1", edited(one_tensor((2,)), byte_offset=U64)),
         (
             "F-054",
@@ -440,8 +440,8 @@ def of_tensors():
         yield rule, "tensors", field, about, archive
 
 
-def shape_of_other():
-    """The second tensor has a shape of its own and one more size, which is another's 65."""
+def tensor_beyond_storage():
+    """Two tensors of 65 elements. The storage of the second has only 64 bytes."""
     archive = (
         runs(1, 1).storage(bytes(65)).storage(bytes(64)).tensor((65,)).tensor((65,), storage=1)
     )
@@ -453,13 +453,13 @@ def sliced_shape():
     return archive.slice((1,), (4,))
 
 
-def slice_of_other():
+def tensor_with_wrong_slice():
     """Two tensors of 2 and 4 elements, of which the second names the slice of the first."""
     archive = runs(1, 1).storage(bytes(64)).tensor((2,), slice=0).tensor((4,), slice=0)
     return archive.slice((0,), (3,))
 
 
-def of_storages():
+def storage_cases():
     def first(make=lambda: one_tensor((2,)), **fields):
         return make().edit("storages", 0, **fields)
 
@@ -499,11 +499,11 @@ def of_storages():
         yield rule, "storages", field, about, archive
 
 
-def of_chunks():
+def chunk_cases():
     def chunk(i, **fields):
         return three_chunks().edit("chunks", i, **fields)
 
-    # The first frame is said to take a byte of the second one.
+    # The record of the first frame includes a byte of the second one.
     moved = chunk(0, stored_len=42).edit("chunks", 1, offset=42, stored_len=40)
     stale = chunk(0, stored_len=42).edit("chunks", 1, offset=42, stored_len=40)
     stored = bytes(moved.blob)
@@ -533,29 +533,29 @@ def of_chunks():
 # ---- Slices, placements, attributes, shards ------------------------------------------------------
 
 
-def of_slices():
+def slice_cases():
     def edited(archive, **fields):
         return archive.edit("slices", 0, **fields)
 
-    full = {"coordinates": (1,), "ranks": (5, 6), "names": (b"dp",), "placements": 0}
+    fields = {"coordinates": (1,), "ranks": (5, 6), "names": (b"dp",), "placements": 0}
 
     def complete():
-        """A slice that has all there is: on a mesh of 2, with ranks, names and placements."""
-        return meshed(**full).add("placements", kind=SHARD)
+        """A slice with all its parts: on a mesh of 2, with coordinates, ranks, names and placements."""
+        return meshed(**fields).add("placements", kind=SHARD)
 
-    bare = one_slice((2,), (0,), (4,))
+    without_mesh = one_slice((2,), (0,), (4,))
     start = complete().tables["slices"][0]
-    far = len(complete().tables["dims"])
+    beyond = len(complete().tables["dims"])
     # Dims: 2, 0, 4, the mesh 2 with its ranks 5 and 6, the coordinate 1, the name.
     for rule, field, about, archive in (
-        ("F-033", "offsets", "beyond dims", edited(complete(), offsets=far)),
+        ("F-033", "offsets", "beyond dims", edited(complete(), offsets=beyond)),
         ("F-070", "offsets", "those of a tensor that ends outside", edited(complete(), offsets=2)),
-        ("F-033", "global_shape", "beyond dims", edited(complete(), global_shape=far)),
+        ("F-033", "global_shape", "beyond dims", edited(complete(), global_shape=beyond)),
         ("F-070", "global_shape", "the offsets", edited(complete(), global_shape=1)),
-        ("F-074", "global_shape", "another than that of the other half", other_global()),
-        ("F-033", "mesh", "beyond dims", edited(complete(), mesh=far, ranks=far + 1)),
+        ("F-074", "global_shape", "another than that of the other half", halves_of_two_shapes()),
+        ("F-033", "mesh", "beyond dims", edited(complete(), mesh=beyond, ranks=beyond + 1)),
         ("F-071", "mesh", "a mesh that is NONE", edited(complete(), mesh=NONE)),
-        ("F-033", "coordinates", "beyond dims", edited(complete(), coordinates=far)),
+        ("F-033", "coordinates", "beyond dims", edited(complete(), coordinates=beyond)),
         ("F-071", "coordinates", "outside the mesh", edited(complete(), coordinates=2)),
         (
             "F-071",
@@ -564,9 +564,9 @@ def of_slices():
             edited(complete(), ranks=start["ranks"] + 1),
         ),
         ("F-031", "ranks", "no ranks, which are there", edited(meshed(ranks=(5, 6)), ranks=NONE)),
-        ("F-071", "placements", "placements without a mesh", edited(bare, placements=0)),
+        ("F-071", "placements", "placements without a mesh", edited(without_mesh, placements=0)),
         ("F-073", "placements", "from record 1 on", edited(complete(), placements=1)),
-        ("F-033", "names", "beyond dims", edited(complete(), names=far)),
+        ("F-033", "names", "beyond dims", edited(complete(), names=beyond)),
         ("F-071", "names", "names of no mesh", edited(one_slice((2,), (0,), (4,)), names=0)),
         ("F-030", "names", "numbers that are no heap ranges", edited(complete(), names=3)),
         ("F-070", "rank", "rank 2 of a tensor of rank 1", edited(complete(), rank=2)),
@@ -577,7 +577,7 @@ def of_slices():
         yield rule, "slices", field, about, archive
 
 
-def other_global():
+def halves_of_two_shapes():
     """Two halves of tensors of 4 x 3 and 5 x 3."""
     archive = runs(2).storage(bytes(6)).storage(bytes(6))
     archive.tensor((2, 3), slice=0).tensor((2, 3), storage=1, slice=1)
@@ -589,7 +589,7 @@ def wide_mesh():
     return meshed((2,))
 
 
-def of_placements():
+def placement_cases():
     def placed(kind=SHARD, **fields):
         return meshed(placements=0).add("placements", kind=kind, **fields)
 
@@ -610,7 +610,7 @@ def of_placements():
         yield "F-073", "placements", field, about, archive
 
 
-def of_attrs_and_shards():
+def attr_and_shard_cases():
     beyond = 1 << 32 | 1 << 16
 
     def attr(node_kind, content, **fields):
@@ -648,12 +648,12 @@ def of_attrs_and_shards():
         yield rule, "shards", field, about, archive
 
 
-# ---- What is in dims, heap and blob --------------------------------------------------------------
+# ---- The contents of dims, heap and blob ---------------------------------------------------------
 
 
-def of_dims():
+def dims_cases():
     def entry(archive, old, new):
-        """Changes the only entry of dims that is `old`."""
+        """Replaces the only entry of dims that equals `old`."""
         dims = list(archive.tables["dims"])
         assert dims.count(old) == 1, dims
         dims[dims.index(old)] = new
@@ -692,13 +692,13 @@ def of_dims():
         ("F-033", "mesh", "more devices than ranks", entry(mesh(1, ranks=(9,)), 1, 1 << 20)),
         ("F-071", "ranks", "a rank twice", entry(mesh(2, ranks=(8, 9)), 9, 8)),
         ("F-071", "coordinates", "a coordinate outside", entry(mesh(3, coordinates=(1,)), 1, 3)),
-        ("F-030", "names", "a name beyond the heap", name_edited(1 << 32 | 1 << 16)),
-        ("F-071", "names", "a name that is there twice", name_edited(None)),
+        ("F-030", "names", "a name beyond the heap", edit_dim_name(1 << 32 | 1 << 16)),
+        ("F-071", "names", "a name that is there twice", edit_dim_name(None)),
     ):
         yield rule, "dims", field, about, archive
 
 
-def name_edited(heap_range):
+def edit_dim_name(heap_range):
     """A mesh of two named dimensions, of which the second has another name, or that of the first."""
     archive = meshed((1, 2), ranks=(8, 9), names=(b"dp", b"tp"))
     first = archive.tables["slices"][0]["names"]
@@ -707,14 +707,14 @@ def name_edited(heap_range):
     return archive.set("dims", dims)
 
 
-def of_heap():
+def heap_cases():
     def text(archive, old, new):
-        """Changes the first bytes of the heap that are `old`."""
+        """Replaces the first occurrence of `old` in the heap."""
         heap = bytes(archive.tables["heap"])
         assert old in heap and len(old) == len(new), heap
         return archive.set("heap", heap.replace(old, new, 1))
 
-    twins = meshed((1, 2), ranks=(8, 9), names=(b"dp", b"tp"))
+    two_names = meshed((1, 2), ranks=(8, 9), names=(b"dp", b"tp"))
     for rule, field, about, archive in (
         ("F-032", "str", "a str", text(leaf(STR, b"text"), b"text", b"tex\xff")),
         ("F-032", "device", "a device", text(leaf(DEVICE, b"cuda"), b"cuda", b"cud\xff")),
@@ -734,7 +734,7 @@ def of_heap():
             text(attrs(b"name"), b"name", b"nam\xff"),
         ),
         ("F-032", "attr_value", "a str of an attribute", text(str_attr(), b"text", b"tex\xff")),
-        ("F-071", "dim_name", "two names of a mesh that are one", text(twins, b"tp", b"dp")),
+        ("F-071", "dim_name", "two names of a mesh that are one", text(two_names, b"tp", b"dp")),
         ("F-082", "shard_name", "the name of a shard", text(manifest(), b"b.tssd", b"b/tssd")),
     ):
         yield rule, "heap", field, about, archive
@@ -748,8 +748,8 @@ def str_attr():
     return keyed("k").attr(b"name", STR, b"text")
 
 
-def of_payload():
-    """Bytes of the payload, with checksums that fit them where those are not the point."""
+def payload_cases():
+    """Invalid bytes of the payload. The checksums match them unless the checksum is tested."""
     aligned = runs(1).storage(bytes(64), align_log2=13).tensor((2,))
     bad_text = b"text" * 1025 + b"\xff"
     zstd_text = Archive().tree(Box(DICT, [("long", Leaf(STR, flags=1))]))
@@ -783,22 +783,22 @@ def of_payload():
 
 
 SECTIONS = (
-    of_frames,
-    of_root,
-    of_records,
-    of_unused_words,
-    of_words,
-    of_kinds,
-    of_key_kinds,
-    of_keys,
-    of_by_key,
-    of_tensors,
-    of_storages,
-    of_chunks,
-    of_slices,
-    of_placements,
-    of_attrs_and_shards,
-    of_dims,
-    of_heap,
-    of_payload,
+    head_and_trailer_cases,
+    root_cases,
+    record_count_cases,
+    unused_word_cases,
+    reference_cases,
+    kind_cases,
+    key_kind_cases,
+    key_cases,
+    by_key_cases,
+    tensor_cases,
+    storage_cases,
+    chunk_cases,
+    slice_cases,
+    placement_cases,
+    attr_and_shard_cases,
+    dims_cases,
+    heap_cases,
+    payload_cases,
 )

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Makes the invalid archives, which a reader must refuse, and lists them in manifest.json.
+"""Writes the invalid archives, which a reader must reject, and lists them in manifest.json.
 
     make_invalid.py                rewrites invalid/, generated/ and the "invalid" list of manifest.json
-    make_invalid.py --check        checks that invalid/ and manifest.json are what it would write
-    make_invalid.py --generated    writes generated/ only, which is not under version control
+    make_invalid.py --check        checks that invalid/ and manifest.json are up to date
+    make_invalid.py --generated    writes only generated/, which is not under version control
 
-Each vector is a legal archive in which one rule of format.md is broken and every checksum is right
-again, unless the checksum is the point. Its name begins with the number of the rule. A name that ends
-with a slash is a directory, with a manifest and its shards. lies.py derives the archives in generated/:
-one for each field of each table. builder.py makes the archives.
+Each vector is a valid archive that was changed to violate one rule of format.md. All checksums are then
+updated, unless the checksum is tested. The name begins with the number of the rule. A name that ends with
+a slash is that of a directory with a manifest and its shards. lies.py creates the archives in generated/,
+for each field of each table. builder.py builds the archives.
 """
 
 import hashlib
@@ -119,16 +119,16 @@ def png_file():
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", crc)
 
     size = struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)
-    # One grey pixel in a stored block.
+    # One gray pixel in a stored block.
     pixel = b"\x78\x01\x01\x02\x00\xfd\xff\x00\x00\x00\x02\x00\x01"
     chunks = (b"IHDR", size), (b"tEXt", b"Comment\0".ljust(4264)), (b"IDAT", pixel), (b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks)
 
 
-# ---- The vectors, as (name, what is wrong, archive or bytes) -------------------------------------
+# ---- The vectors, as (name, description, archive or bytes) ---------------------------------------
 
 
-def of_head_and_trailer():
+def head_and_trailer_cases():
     good = tensors().build()
     trailer = good[-64:]
     index_off, index_len = struct.unpack_from("<QQ", trailer)
@@ -179,7 +179,7 @@ def of_head_and_trailer():
     yield "013-bit-flipped", "a byte of the heap changed", tensors().patch(index_off, b"!")
 
 
-def of_root_and_tables():
+def root_and_table_cases():
     good = leaves()
     index, _ = good.build_index()
     length = len(index)
@@ -194,7 +194,7 @@ def of_root_and_tables():
     wrapped = root_at((1 << 32) - 256, length + 256)
     yield "020-overflow", "root_off + root_len is right modulo 2^32", wrapped
 
-    # The tables of `leaves` up to its dims, and those that it leaves empty behind them.
+    # The sizes of the tables of `leaves`, and the end of its last table that is not empty.
     heap, dims = len(good.tables["heap"]), len(good.tables["dims"])
     end = align_up(align_up(heap, 8) + 8 * dims + 36 * len(good.tables["nodes"]), 8)
 
@@ -203,12 +203,12 @@ def of_root_and_tables():
     lower = leaves().override("root", heap=(1, heap - 1))
     yield "021-first-not-at-0", "the heap begins at 1", lower
     yield "021-unaligned", "nodes follow a misaligned heap", unaligned_tables()
-    # Behind one CRC the slices are at an odd multiple of 4.
+    # After one CRC, the slices begin at an odd multiple of 4.
     spaced = one_slice((2,), (0,), (4,)).lay(alignments={"slices": 8})
     yield "021-slices-aligned-to-8", "four zeros before the slices", spaced
     elsewhere = leaves().override("root", tensors=(0, 0))
     yield "021-empty-elsewhere", "no tensors, but elsewhere", elsewhere
-    # Shards are last, so that no later table is where it should not be.
+    # The shards are the last table, so no later table is misplaced.
     for name, records in (("into-root", 1), ("beyond-file", NONE)):
         about = f"the last table claims {records} records that it does not have"
         yield f"021-{name}", about, leaves().override("root", shards=(end, records))
@@ -219,10 +219,10 @@ def of_root_and_tables():
 
 
 def unaligned_tables():
-    """An archive whose nodes follow a heap of 9 bytes at once."""
+    """An archive whose nodes follow a heap of 9 bytes without padding."""
     archive = keyed("123456789")
     index, root_off = archive.build_index()
-    # Heap, nodes and by_key, which stays aligned; the empty tables after it stay where they were.
+    # Heap, nodes and by_key, which stays aligned. The empty tables after it keep their places.
     tables = (index[:9] + index[16:80] + bytes(3) + index[80:88]).ljust(root_off, b"\0")
     archive.override("root", dims=(9, 0), nodes=(9, 2), by_key=(76, 2))
     index = tables + archive.build_index()[0][root_off:]
@@ -230,9 +230,9 @@ def unaligned_tables():
     return archive.patch(-64 - len(index), tables)
 
 
-def of_heap_and_dims():
+def heap_and_dims_cases():
     def with_heap(heap, *ranges):
-        """A dict with keys at these places of the heap."""
+        """A dict whose keys are at these ranges of the heap."""
         archive = keyed(*"ab"[: len(ranges)]).set("heap", heap)
         for node, (start, length) in zip(archive.tables["nodes"][1:], ranges):
             node["key"] = length << 32 | start
@@ -261,7 +261,7 @@ def of_heap_and_dims():
 
     scalar = one_tensor((), strides=())
     straddling = one_tensor((2, 3), UINT8, (3, 1)).set("dims", (2, 3, 1))
-    # The shape of the mesh is claimed as global_shape, and the ranks are not yet.
+    # The shape of the mesh is already claimed as global_shape, but the ranks are not.
     mesh = one_slice((0,), (0,), (2,), (2,), (4, 5)).edit("slices", 0, mesh=1, ranks=2)
     mesh.set("dims", (0, 2, 4, 5))
     for name, about, archive in (
@@ -305,7 +305,7 @@ def of_heap_and_dims():
         yield f"032-{name}", f"{about} is not UTF-8", archive
 
 
-def of_nodes():
+def node_cases():
     for kind in (13, 38):
         yield f"040-kind-{kind}", f"a node of kind {kind}", leaves().at("none", kind=kind)
     yield "048-no-root", "no nodes at all", Archive()
@@ -313,12 +313,12 @@ def of_nodes():
     yield "048-key-kind", "the root has a none key", keyed("a").edit("nodes", 0, key_kind=K_NONE)
     yield "048-key", "the key of the root is 1", keyed("a").edit("nodes", 0, key=1)
     yield "042-65-levels", "65 levels of containers", nested(65)
-    yield from of_children()
-    yield from of_keys()
-    yield from of_leaves()
+    yield from child_cases()
+    yield from key_cases()
+    yield from leaf_cases()
 
 
-def of_children():
+def child_cases():
     def pair():
         """Two lists of one int each: nodes 1 and 2, with the children 3 and 4."""
         lists = [(name, Box(LIST, [Leaf(INT, 7)])) for name in "xy"]
@@ -338,19 +338,19 @@ def of_children():
     cycle = keyed("a").edit("nodes", 0, count=0).edit("nodes", 1, kind=LIST, count=1, a=1)
     cycle.edit("nodes", 1, key_kind=K_INDEX, key=0).set("heap", b"")
     yield "041-cycle", "a list that is its own child, and an empty root", cycle
-    yield "041-by-key-of-list", "by_key of a list is not in order", by_key_swapped("list")
+    yield "041-by-key-of-list", "by_key of a list is not in order", swap_by_key("list")
 
 
-def by_key_swapped(kind):
+def swap_by_key(kind):
     archive = leaves()
     first = archive.named[kind]["a"]
     archive.tables["by_key"][first : first + 2] = first + 1, first
     return archive
 
 
-def of_keys():
+def key_cases():
     def child(kind, **fields):
-        """A container with one child, whose key is edited."""
+        """A container with one child, whose node is edited."""
         content = Leaf(INT, 7)
         items = [content] if kind in (LIST, TUPLE) else [("x", content)]
         archive = Archive().tree(Box(DICT, [("box", Box(kind, items))]))
@@ -393,7 +393,7 @@ def of_keys():
         yield f"043-tuple-{name}", f"a packed tuple: {about}", packed_key(content)
 
     for kind in ("dict", "namedtuple"):
-        yield f"044-by-key-of-{kind}", f"by_key of a {kind} out of order", by_key_swapped(kind)
+        yield f"044-by-key-of-{kind}", f"by_key of a {kind} out of order", swap_by_key(kind)
     apart = keyed("a", "b").set("heap", b"aa")
     cousins = Box(DICT, [(name, Box(DICT, [("k", Leaf(INT, 7))])) for name in "xy"])
     cousins = Archive().tree(cousins).set("by_key", (0, 1, 2, 4, 3))
@@ -422,7 +422,7 @@ def of_keys():
         yield f"045-{name}", f"the keys {keys}", keyed(*keys)
 
 
-def of_leaves():
+def leaf_cases():
     for name, content in (
         ("empty", b""),
         ("i64-max-in-9", ((1 << 63) - 1).to_bytes(9, "little")),
@@ -469,7 +469,7 @@ def of_leaves():
         yield f"049-storage-{number:x}", f"a str in storage {number:#x}, one is there", archive
 
 
-def of_tensors():
+def tensor_cases():
     def empty_tensors(*lengths):
         archive = runs(*lengths)
         for _ in range(sum(lengths)):
@@ -528,7 +528,7 @@ def of_tensors():
     yield "055-complex128", "a complex128 tensor at byte 8", odd
 
 
-def of_storages():
+def storage_cases():
     yield "061-align-5", "align_log2 is 5", one_tensor((2,)).edit("storages", 0, align_log2=5)
     far = manifest().edit("storages", 1, align_log2=22, offset=1 << 22)
     far.edit("shards", 1, index_off=1 << 23, file_len=1 << 24)
@@ -576,21 +576,21 @@ def of_storages():
     ):
         yield f"060-{name}", about, archive
 
-    def of_shards(*places):
+    def manifest_with_places(*places):
         archive = manifest()
         for i, (shard, offset) in enumerate(places):
             archive.edit("storages", i, shard=shard, offset=offset)
         return archive
 
-    touching = of_shards((0, 4096), (0, 4352)).edit("storages", 0, stored_len=257, raw_len=257)
+    touching = manifest_with_places((0, 4096), (0, 4352)).edit("storages", 0, stored_len=257, raw_len=257)
     for name, about, archive in (
-        ("unsorted", "storages not sorted by shard", of_shards((1, 4096), (0, 4096))),
+        ("unsorted", "storages not sorted by shard", manifest_with_places((1, 4096), (0, 4096))),
         ("touch", "storages that overlap by a byte", touching),
-        ("unaligned", "a storage that is not aligned", of_shards((0, 4096), (1, 4097))),
-        ("shard", "a storage in shard 2 of 2", of_shards((0, 4096), (2, 4096))),
-        ("in-head", "a storage in the head of its shard", of_shards((0, 0), (1, 4096))),
-        ("in-index", "a storage in the index of its shard", of_shards((0, 4096), (1, 8192))),
-        ("overflow", "a storage at 2^64 - 256", of_shards((0, 4096), (1, (1 << 64) - 256))),
+        ("unaligned", "a storage that is not aligned", manifest_with_places((0, 4096), (1, 4097))),
+        ("shard", "a storage in shard 2 of 2", manifest_with_places((0, 4096), (2, 4096))),
+        ("in-head", "a storage in the head of its shard", manifest_with_places((0, 0), (1, 4096))),
+        ("in-index", "a storage in the index of its shard", manifest_with_places((0, 4096), (1, 8192))),
+        ("overflow", "a storage at 2^64 - 256", manifest_with_places((0, 4096), (1, (1 << 64) - 256))),
         ("blob", "a manifest with a blob", manifest().lay(blob=bytearray(64))),
     ):
         yield f"060-shards-{name}", about, archive
@@ -610,26 +610,26 @@ def of_storages():
     ):
         yield f"064-{name}", about, archive
 
-    yield from of_chunks()
+    yield from chunk_cases()
     yield "062-unused", "a storage that nothing names", one_tensor((2,)).storage(b"hidden")
     unused = manifest().edit("tensors", 1, storage=0)
     yield "062-unused-in-shard", "a storage in a shard that nothing names", unused
 
 
 def by_stored_bytes():
-    """An archive of two storages of which the first has three chunks and one CRC, as if they were one."""
+    """An archive with two storages. The first has three chunks, but one CRC as if they were one chunk."""
     archive = runs(1, 1).compressed(bytes(2 * CHUNK + 100)).storage(b"after")
     crcs = archive.tables["crcs"]
     archive.set("crcs", (crcs[0], crcs[3])).edit("storages", 1, crcs=1)
     return archive.tensor((4,)).tensor((5,), storage=1)
 
 
-def of_chunks():
+def chunk_cases():
     def chunk(number, **fields):
         return three_chunks().edit("chunks", number, **fields)
 
-    def of_length(size, length):
-        """A storage of so many zeros, whose only chunk claims to be a frame of so many bytes."""
+    def frame_of_length(size, length):
+        """A storage of `size` zeros. Its only chunk is described as a frame of `length` bytes."""
         archive = runs(1).compressed(bytes(size), frames={0: bytes(length)})
         return archive.tensor((1,))
 
@@ -641,7 +641,7 @@ def of_chunks():
     shared = two_compressed().edit("storages", 1, chunks=0)
     stored = shared.tables["storages"][0]["stored_len"]
     shared.edit("storages", 1, stored_len=stored)
-    # No tensor could be in it.
+    # A tensor cannot be in a storage without bytes.
     no_chunks = keyed("a").compressed(bytes(400)).edit("storages", 0, raw_len=0)
     short = three_chunks()
     short.set("chunks", short.tables["chunks"][:2])
@@ -664,11 +664,11 @@ def of_chunks():
         ("raw-short", "a raw chunk of 99 bytes for 100", chunk(2, stored_len=99)),
         ("raw-long", "a raw chunk of 101 bytes for 100", chunk(2, stored_len=101)),
         ("raw-frame", "a raw chunk of 41 bytes for a MiB", chunk(0, codec=0)),
-        ("not-shorter", "a frame as long as its content", of_length(100, 100)),
-        ("longer", "a frame longer than its content", of_length(100, 101)),
-        ("one-byte", "a frame for one byte", of_length(1, 1)),
-        ("31-for-mib", "a MiB in a frame of 31 bytes", of_length(CHUNK, 31)),
-        ("rounded-up", "32,769 bytes in a frame of one byte", of_length(32_769, 1)),
+        ("not-shorter", "a frame as long as its content", frame_of_length(100, 100)),
+        ("longer", "a frame longer than its content", frame_of_length(100, 101)),
+        ("one-byte", "a frame for one byte", frame_of_length(1, 1)),
+        ("31-for-mib", "a MiB in a frame of 31 bytes", frame_of_length(CHUNK, 31)),
+        ("rounded-up", "32,769 bytes in a frame of one byte", frame_of_length(32_769, 1)),
         (
             "all-raw",
             "codec 1, and all chunks raw",
@@ -679,7 +679,7 @@ def of_chunks():
         yield f"065-{name}", about, archive
 
 
-def of_slices():
+def slice_cases():
     for name, about, archive in (
         ("rank", "a slice of rank 2 of a tensor of rank 1", one_slice((2,), (0, 0), (4, 4))),
         ("outside", "ends one beyond the global size", one_slice((2,), (3,), (4,))),
@@ -695,9 +695,9 @@ def of_slices():
         archive = one_slice((2,), (0,), (4,)).edit("slices", 0, **{field: 0})
         yield f"071-no-mesh-{field}", f"no mesh, but {field}", archive
     bare = one_slice((2,), (0,), (4,)).edit("slices", 0, mesh_rank=1)
-    # The ranks 3 and 1 are what follows the shape in the first; `ranks` names another pair.
+    # The ranks 3 and 1 follow the shape of the mesh in dims. The field `ranks` names another range.
     apart = meshed(ranks=(3, 1), coordinates=(1,)).edit("slices", 0, ranks=0)
-    # The global shape 1 and, as its rank, the 2 that the mesh after it begins with.
+    # The mesh of the second slice is the global shape, 1. Its rank is the 2 with which the other mesh begins.
     before = runs(1, 1).tensor((0,), slice=0).tensor((0,), slice=1)
     before.slice((0,), (1,), (2,), (5, 6)).slice((0,), (1,), (2,), (5, 6))
     before.edit("slices", 1, mesh=1, ranks=2)
@@ -750,7 +750,7 @@ def of_slices():
     yield "074-global-shape", "a run of two global shapes", mixed
 
 
-def of_attrs_and_shards():
+def attr_and_shard_cases():
     for name, about, archive in (
         ("unsorted", "b before a", attrs(b"b", b"a")),
         ("twice", "a name twice", attrs(b"a", b"b", b"b")),
@@ -798,20 +798,20 @@ def of_attrs_and_shards():
     yield "082-divergent-below", "a divergent node in a list in another", below
 
 
-def of_payload():
-    yield from of_frames()
-    yield from of_digests()
+def payload_cases():
+    yield from frame_cases()
+    yield from digest_cases()
     yield "090-first-byte", "the first byte of a storage", tensors().patch(4096, b"\xff")
-    # With one chunk its CRC is that of the storage: both are changed, so that they agree.
+    # The storage has one chunk, which has the same CRC. Both are changed, so that they agree.
     wrong = tensors().edit("storages", 0, crc32=1)
     wrong.set("crcs", [1] + wrong.tables["crcs"][1:])
     yield "090-crc", "the CRCs agree, but not with the bytes", wrong
-    fine_hurt = fine().patch(4096 + 8999, b"\xff")
-    yield "090-fine", "the last byte of a storage in chunks of 4 KiB", fine_hurt
-    frame_hurt = three_chunks().patch(4096 + 60, b"\xff")
-    yield "090-frame", "a byte of the second frame of a storage", frame_hurt
-    raw_hurt = three_chunks().patch(4096 + 82, b"\xff")
-    yield "090-raw-chunk", "a byte of a raw chunk of a compressed storage", raw_hurt
+    damaged_fine = fine().patch(4096 + 8999, b"\xff")
+    yield "090-fine", "the last byte of a storage in chunks of 4 KiB", damaged_fine
+    damaged_frame = three_chunks().patch(4096 + 60, b"\xff")
+    yield "090-frame", "a byte of the second frame of a storage", damaged_frame
+    damaged_raw_chunk = three_chunks().patch(4096 + 82, b"\xff")
+    yield "090-raw-chunk", "a byte of a raw chunk of a compressed storage", damaged_raw_chunk
     swapped = three_chunks()
     swapped.set("crcs", swapped.tables["crcs"][::-1])
     yield "090-swapped", "a compressed storage whose chunks have each other's CRCs", swapped
@@ -825,7 +825,7 @@ def of_payload():
     yield "091-of-stored", "the CRC of the stored bytes of a compressed storage", stored_crc
     wrong = compressed().edit("storages", 0, shuffle=0).only("deep")
     yield "091-not-shuffled", "bytes that are shuffled, and shuffle 0", wrong
-    # Two chunks of zeros and a short one. Their CRCs are right, that of the storage is not.
+    # Two chunks of zeros and a short one. The CRCs of the chunks are right; the CRC of the storage is not.
     chunks = bytes(1 << 20), bytes(1 << 20), bytes(100)
     large = manifest().edit("storages", 1, stored_len=(2 << 20) + 100, raw_len=(2 << 20) + 100)
     large.edit("shards", 1, index_off=4 << 20, file_len=8 << 20)
@@ -839,8 +839,8 @@ def of_payload():
     yield "092-before-first", "a byte before storage 0, at 8192", aligned.patch(4096, b"\x01")
 
 
-def of_frames():
-    """Frames of a chunk of 400 zeros. Their CRCs are right, so only what decodes them sees them."""
+def frame_cases():
+    """Invalid frames of a chunk of 400 zeros. Their CRCs are right, so only decoding detects them."""
     good = frame(bytes(400))
     skippable = b"\x50\x2a\x4d\x18" + struct.pack("<I", 7) + bytes(7)
     unsized = frame_head(400, window=80)
@@ -881,8 +881,8 @@ def of_frames():
     content = bytes(CHUNK) + b"\1" * CHUNK + bytes(range(100))
     wrong = runs(1).compressed(content, frames=frames, raw=(2,)).tensor((4,)).only("deep")
     yield "093-second-chunk", "the second of three chunks is a byte short", wrong
-    hurt = shard_set(compress=True, frames={0: frame(bytes(99))})
-    yield "093-in-shard/", "a shard set: frames that are a byte short", hurt.only("deep")
+    damaged = shard_set(compress=True, frames={0: frame(bytes(99))})
+    yield "093-in-shard/", "a shard set: frames that are a byte short", damaged.only("deep")
 
 
 def frame_of_size(size):
@@ -890,7 +890,7 @@ def frame_of_size(size):
     return b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", size) + blocks(bytes(400))
 
 
-def of_digests():
+def digest_cases():
     def digested(archive, *digests):
         archive.digested()
         found = [each or archive.tables["digests"][i] for i, each in enumerate(digests)]
@@ -910,13 +910,13 @@ def of_digests():
         ("zstd", "the digest of a compressed storage", digested(compressed(), bytes(32))),
     ):
         yield f"094-{name}", about, archive
-    hurt = shard_set(digests=b"\1" * 32)
-    yield "094-in-shard/", "a shard set: digests on which manifest and shards agree", hurt.only("deep")
+    damaged = shard_set(digests=b"\1" * 32)
+    yield "094-in-shard/", "a shard set: digests on which manifest and shards agree", damaged.only("deep")
 
 
-def of_shard_sets():
+def shard_set_cases():
     def other(key="half", **fields):
-        """The archive of the first writer with another key, of the same length or not."""
+        """The archive of the first writer with another key, which may have another length."""
         return half(0, key, **fields).build()
 
     def digested(i, digest):
@@ -947,7 +947,7 @@ def of_shard_sets():
         ("index-off", "index_off", later),
         ("index-crc", "index_crc32", shard_set().record(1, index_crc32=lambda crc: crc ^ 1)),
         ("digest", "a root digest", digested(1, b"\1" * 32)),
-        ("digest-swapped", "the root digest of the other shard", digest_swapped()),
+        ("digest-swapped", "the root digest of the other shard", swap_digests()),
         (
             "digest-of-none",
             "a root digest of a shard without",
@@ -964,16 +964,15 @@ def of_shard_sets():
     dangling = shard_set().remove(names[0])
     dangling.links[names[0]] = "c.tssd"
     yield "083-link-dangling/", "a shard set: a link to a file that is not there", dangling
-    other_bytes = shard_set().replace(names[1], half_with(b"3" * 100))
+    other_bytes = shard_set().replace(names[1], half_with_bytes(b"3" * 100))
     about = "a shard set: a shard whose bytes are not those of the manifest"
     yield "090-in-shard/", about, other_bytes
-    yield from of_shards_that_differ()
-    yield from of_hurt_shards()
+    yield from differing_storage_cases()
+    yield from damaged_shard_cases()
 
 
-def of_shards_that_differ():
-    """What the manifest says of a storage is not what its shard says, and true as far as the stored
-    bytes show."""
+def differing_storage_cases():
+    """Manifests that describe a storage differently than its shard. The stored bytes match the manifest."""
     longer = shard_set()
     crc = zlib.crc32(HALVES[1] + b"\0")
     longer.manifest.edit("storages", 1, stored_len=101, raw_len=101, crc32=crc)
@@ -982,111 +981,114 @@ def of_shards_that_differ():
     swapped.manifest.set("digests", swapped.manifest.tables["digests"][::-1])
     for name, about, files in (
         ("longer", "a byte longer", longer),
-        ("alignment", "another alignment", differing(align_log2=6)),
-        ("chunks", "other chunks", differing(chunk_log2=12)),
-        ("raw-len", "compressed, with another raw_len", differing(compress=True, raw_len=101)),
-        ("crc", "compressed, with another crc32", differing(compress=True, crc32=1)),
-        ("shuffle", "compressed, with another shuffle", differing(compress=True, shuffle=2)),
+        ("alignment", "another alignment", manifest_with_storage(align_log2=6)),
+        ("chunks", "other chunks", manifest_with_storage(chunk_log2=12)),
+        ("raw-len", "compressed, with another raw_len", manifest_with_storage(compress=True, raw_len=101)),
+        ("crc", "compressed, with another crc32", manifest_with_storage(compress=True, crc32=1)),
+        ("shuffle", "compressed, with another shuffle", manifest_with_storage(compress=True, shuffle=2)),
         ("digest", "with the digest of another", swapped),
     ):
         about = f"a shard set: a storage that the shard has otherwise: {about}"
         yield f"083-storage-{name}/", about, files.only("verify")
 
 
-def differing(compress=False, **fields):
-    """A manifest that says something else of a storage than the shard that has it."""
+def manifest_with_storage(compress=False, **fields):
+    """A manifest that describes a storage differently than the shard that contains it."""
     files = shard_set(compress=compress)
     files.manifest.edit("storages", 1, **fields)
     return files
 
 
-def of_hurt_shards():
-    """Shards of which one byte is not what it was. Opening reads their trailers and, where there is
-    a digest, all but the blob."""
+def damaged_shard_cases():
+    """Shards in which one byte was changed.
+
+    Opening reads their trailers. If the manifest has a digest, it also reads everything but the blob.
+    """
     for name, about, stage, files in (
-        ("002-in-shard", "the first byte", "verify", hurt_shard(0)),
-        ("002-in-shard-digest", "the first byte, with a digest", "open", hurt_shard(0, True)),
-        ("006-in-shard", "a byte behind the head", "verify", hurt_shard(64)),
-        ("007-in-shard", "the last byte", "open", hurt_shard(-1)),
-        ("008-in-shard", "a byte of the trailer", "open", hurt_shard(-64)),
-        ("013-in-shard", "a byte of the index", "verify", hurt_shard(-65)),
-        ("013-in-shard-digest", "a byte of the index, with a digest", "open", hurt_shard(-65, True)),
-        ("090-in-shard-unnamed", "a storage that the manifest does not name", "verify", unnamed()),
-        ("092-in-shard", "the byte before the index", "verify", hurt_shard(4223)),
+        ("002-in-shard", "the first byte", "verify", damage_shard(0)),
+        ("002-in-shard-digest", "the first byte, with a digest", "open", damage_shard(0, True)),
+        ("006-in-shard", "a byte behind the head", "verify", damage_shard(64)),
+        ("007-in-shard", "the last byte", "open", damage_shard(-1)),
+        ("008-in-shard", "a byte of the trailer", "open", damage_shard(-64)),
+        ("013-in-shard", "a byte of the index", "verify", damage_shard(-65)),
+        ("013-in-shard-digest", "a byte of the index, with a digest", "open", damage_shard(-65, True)),
+        ("090-in-shard-unnamed", "a storage that the manifest does not name", "verify", damage_unnamed_storage()),
+        ("092-in-shard", "the byte before the index", "verify", damage_shard(4223)),
     ):
         yield f"{name}/", f"a shard set: of a shard, {about}", files.only(stage)
 
 
-def hurt_shard(at, digests=False):
-    return hurt(shard_set(digests), at)
+def damage_shard(at, digests=False):
+    return flip_bit(shard_set(digests), at)
 
 
-def hurt(files, at):
+def flip_bit(files, at):
     content = bytearray(files.files["b.tssd"])
     content[at] ^= 1
     return files.replace("b.tssd", bytes(content))
 
 
-def unnamed():
+def damage_unnamed_storage():
     """Both shards have a storage that the manifest does not name, at 4352."""
-    return hurt(shard_set(more=b"more" * 25), 4352)
+    return flip_bit(shard_set(more=b"more" * 25), 4352)
 
 
-def digest_swapped():
+def swap_digests():
     files = shard_set(digests=True)
     first, second = (shard["digest"] for shard in files.manifest.tables["shards"])
     return files.record(0, digest=second).record(1, digest=first)
 
 
-def half_with(content):
-    """The archive of the second writer, with other bytes, and the index as it was."""
+def half_with_bytes(content):
+    """The archive of the second writer, with other bytes and the old index."""
     return half(1).patch(4096, content).build()
 
 
-def all_lies():
-    """The vectors of lies.py: archives whose checksums are right and whose meaning is wrong."""
-    for lie in lies():
-        name = f"{lie.rule[2:]}-lie-{lie.table}-{lie.field}"
-        yield name, lie.about, lie.archive, {"table": lie.table, "field": lie.field}
+def lie_cases():
+    """The vectors of lies.py: archives with correct checksums and one invalid field."""
+    for corruption in lies():
+        name = f"{corruption.rule[2:]}-lie-{corruption.table}-{corruption.field}"
+        yield name, corruption.about, corruption.archive, {"table": corruption.table, "field": corruption.field}
 
 
 SECTIONS = (
-    of_head_and_trailer,
-    of_root_and_tables,
-    of_heap_and_dims,
-    of_nodes,
-    of_tensors,
-    of_storages,
-    of_slices,
-    of_attrs_and_shards,
-    of_shard_sets,
-    of_payload,
-    all_lies,
+    head_and_trailer_cases,
+    root_and_table_cases,
+    heap_and_dims_cases,
+    node_cases,
+    tensor_cases,
+    storage_cases,
+    slice_cases,
+    attr_and_shard_cases,
+    shard_set_cases,
+    payload_cases,
+    lie_cases,
 )
-# F-022 says of itself that no file can break it alone; F-072 is a rule for writers.
-NOT_IN_FILES = {"F-022", "F-072"}
+# By its own text, no file can violate only F-022. F-072 is a rule for writers.
+NOT_TESTABLE = {"F-022", "F-072"}
 
 
 # ---- Writing them --------------------------------------------------------------------------------
 
 
 def error_kinds():
-    """The error kind of each rule: the last name in backticks of its paragraph in format.md."""
+    """Returns the error kind of each rule: the last name in backticks in its paragraph of format.md."""
     text = (HERE.parent / "format.md").read_text(encoding="utf-8")
     rules = re.findall(r"^- \*\*(F-\d{3})\*\* (.*?)(?=^- |^\n|\Z)", text, re.M | re.S)
     named = {rule: re.findall(r"`([A-Z][A-Za-z]+)`", body) for rule, body in reversed(rules)}
     return {rule: names[-1] for rule, names in named.items()}
 
 
-# The stage of reader.py at which a rule is found to be broken, if it is not `open`.
+# The stage of reader.py that detects a violation of a rule, if it is not `open`.
 STAGES = {"F-090": "verify", "F-091": "verify", "F-092": "verify", "F-093": "deep", "F-094": "deep"}
 
 
 def make_vectors():
-    """The files, by name, and the list of them for the manifest. The files of a shard set are a dict.
+    """Returns the files by name, and their list for the manifest. The files of a shard set are a dict.
 
-    `at` is the stage that refuses the vector, after those before it have accepted it: `open`, `verify`
-    (of the stored bytes) or `deep`. A lie has its table and field as well."""
+    In the list, `at` is the stage that rejects the vector, after the stages before it have accepted it:
+    `open`, `verify` (of the stored bytes) or `deep`. A corruption of lies.py also has its table and field.
+    """
     kinds = error_kinds()
     files, listed = {}, []
     for section in SECTIONS:
@@ -1099,10 +1101,10 @@ def make_vectors():
             stage = getattr(archive, "at_stage", None) or STAGES.get(rule, "open")
             entry = {"name": name, "rule": rule, "kind": kinds[rule], "at": stage, "about": about}
             listed.append({**entry, **(place[0] if place else {})})
-    missing = kinds.keys() - NOT_IN_FILES - {vector["rule"] for vector in listed}
+    missing = kinds.keys() - NOT_TESTABLE - {vector["rule"] for vector in listed}
     assert not missing, f"no vector breaks {sorted(missing)}"
-    told = {(each["rule"], each["table"], each["field"]) for each in listed if "table" in each}
-    assert len(told) >= 320, f"only {len(told)} lies"
+    corruptions = {(each["rule"], each["table"], each["field"]) for each in listed if "table" in each}
+    assert len(corruptions) >= 320, f"only {len(corruptions)} lies"
     return files, listed
 
 
@@ -1111,7 +1113,7 @@ class Link(str):
 
 
 def read_folder(folder, suffix=""):
-    """The vectors that are there, as `make_vectors` gives them."""
+    """Returns the existing vectors of a folder, in the form of `make_vectors`."""
     found = {}
     for path in folder.iterdir() if folder.exists() else ():
         if path.is_dir():
@@ -1126,8 +1128,10 @@ def read_file(path):
 
 
 def update_generated(files):
-    """Writes the files of generated/ that are not there yet, and removes others. Each file appears in
-    one rename, because test processes that run at once may all do this."""
+    """Writes the files of generated/ that are missing or outdated, and removes other files.
+
+    Each file is created by one rename, because concurrent test processes may all do this.
+    """
     folder = HERE / "generated"
     folder.mkdir(exist_ok=True)
     present = read_folder(folder)
@@ -1153,7 +1157,7 @@ def write_vector(folder, name, content):
 
 
 def digest(content):
-    """SHA-256 of a file; for a shard set, of each of its files by name, links left out."""
+    """Returns the SHA-256 of a file. For a shard set: of each file by its name, without links."""
     if isinstance(content, dict):
         parts = {each: digest(part) for each, part in content.items() if not isinstance(part, Link)}
         return dict(sorted(parts.items()))
@@ -1161,7 +1165,7 @@ def digest(content):
 
 
 def valid_entries(listed):
-    """The entries of the valid vectors, with the digests of what is there."""
+    """Returns the manifest entries of the valid vectors, with the digests of the existing files."""
     found = read_folder(HERE / "valid", suffix=".tssd")
     entries = []
     for each in listed:
@@ -1181,14 +1185,14 @@ def valid_entries(listed):
 
 
 def invalid_entries(listed, files):
-    """The same of those that are made here. The name of a shard set loses its slash."""
+    """Returns the manifest entries of the invalid vectors. The names of shard sets lose their slash."""
     entries = []
     for each in listed:
         name = each["name"]
         folder = "generated" if is_generated(each) else "invalid"
         file = f"{folder}/{name if name.endswith('/') else name + '.tssd'}"
-        told = {"file": file, "sha256": digest(files[name]), "verdict": "invalid"}
-        entries.append({**each, "name": name.removesuffix("/"), **told})
+        details = {"file": file, "sha256": digest(files[name]), "verdict": "invalid"}
+        entries.append({**each, "name": name.removesuffix("/"), **details})
     return entries
 
 

@@ -6,7 +6,7 @@ mod verify;
 
 use std::sync::Arc;
 
-use tssd_format::{Blob, WriteJob, JobChecksums};
+use tssd_format::{Blob, JobChecksums, WriteJob};
 
 use crate::error::Result;
 use crate::io::local_archive::Near;

@@ -75,7 +75,8 @@ pub(crate) fn merge(
         ("tssd.version".to_owned(), AttrValue::Int(label.number.cast_signed())),
         ("tssd.writers".to_owned(), AttrValue::Text(label.writers.to_string().into())),
     ]);
-    tssd_format::encode_manifest(&root, &storages, &attrs, &shards).map_err(|error| error.to_string())
+    tssd_format::encode_manifest(&root, &storages, &attrs, &shards)
+        .map_err(|error| error.to_string())
 }
 
 /// What the writers say of the state dict as a whole, together.
@@ -322,7 +323,9 @@ impl Merger<'_> {
         for (writer, node) in copies {
             if let Node::Tensors(references) = node {
                 match references.as_slice() {
-                    [plain @ TensorReference { shard_spec: None, .. }] => tensors.push((*writer, plain)),
+                    [plain @ TensorReference { shard_spec: None, .. }] => {
+                        tensors.push((*writer, plain))
+                    }
                     run => {
                         sliced += 1;
                         slices.extend(run.iter().map(|slice| (*writer, slice)));
@@ -434,9 +437,9 @@ impl Merger<'_> {
             )),
             Divergent::Lowest => Ok(Node::clone(copies[0].1)),
             Divergent::Keep => {
-                let own = copies
-                    .iter()
-                    .map(|(writer, node)| (Step::Key(MapKey::from_writer(*writer)), Node::clone(node)));
+                let own = copies.iter().map(|(writer, node)| {
+                    (Step::Key(MapKey::from_writer(*writer)), Node::clone(node))
+                });
                 Ok(Node::Container(Container::Divergent, own.collect()))
             }
         }

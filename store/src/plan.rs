@@ -68,9 +68,8 @@ pub(crate) fn shared(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<
     };
     let (dtype, found) = (wanted.meta.dtype(), first.meta.dtype());
     if dtype != found {
-        return Err(
-            Error::new(ErrorKind::WrongType).with_detail(format_args!("wanted {dtype}, stored {found}"))
-        );
+        return Err(Error::new(ErrorKind::WrongType)
+            .with_detail(format_args!("wanted {dtype}, stored {found}")));
     }
     let global_shape = global_shape(first);
     if *wanted.global_shape != *global_shape {

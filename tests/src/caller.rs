@@ -167,7 +167,10 @@ impl Caller {
         let memory = |allocation: &Arc<Allocation>| {
             let (pointer, len) = (allocation.pointer, allocation.len as u64);
             // SAFETY: as in `memory`.
-            unsafe { DeviceMemory::with_fences(&fences, pointer, len, self.stream(), allocation.clone()) }.unwrap()
+            unsafe {
+                DeviceMemory::with_fences(&fences, pointer, len, self.stream(), allocation.clone())
+            }
+            .unwrap()
         };
         allocations.into_iter().map(memory).collect()
     }

@@ -10,8 +10,8 @@ mod set;
 
 use bytes::Bytes;
 use tssd_format::{
-    Archive, ChunkSize, Compression, Layout, Options, ChunkLocation, CompressedLayout, StateDict,
-    StorageReference, RangeDecoder,
+    Archive, ChunkLocation, ChunkSize, CompressedLayout, Compression, Layout, Options,
+    RangeDecoder, StateDict, StorageReference,
 };
 
 pub use self::compact::{compacted, expanded};
@@ -52,7 +52,8 @@ fn read(file: Vec<u8>) {
     let is_manifest = !archive.shards().is_empty();
     if let Some(dict) = archive.to_state_dict().ok().filter(|_| !is_manifest) {
         // An archive that was read can be written again, with the same meaning.
-        let encoded = encode(&dict, &Options::from_archive(&archive)).expect("what was read is legal");
+        let encoded =
+            encode(&dict, &Options::from_archive(&archive)).expect("what was read is legal");
         let reread = Archive::from_bytes(encoded).expect("what is written is legal");
         assert_eq!(reread.to_state_dict().expect("it lies in memory"), dict);
     }

@@ -75,7 +75,8 @@ pub fn shards_of(
     let shard = |slice: TensorSlice| {
         let tensor = tensor_of(global, shape, &slice.region());
         let place = ShardSpec::new(slice).with_mesh(mesh.clone()).expect("the same mesh");
-        Shard::new(tensor, place.with_placements(placements).expect("they fit")).expect("the same shape")
+        Shard::new(tensor, place.with_placements(placements).expect("they fit"))
+            .expect("the same shape")
     };
     slices.into_iter().map(shard).collect()
 }

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 use std::sync::LazyLock;
 
-use tssd_format::{Dict, Dtype, MapKey, Layout, Options, StateDict, Tensor, TensorMeta, Value};
+use tssd_format::{Dict, Dtype, Layout, MapKey, Options, StateDict, Tensor, TensorMeta, Value};
 
 /// A test vector.
 #[derive(Debug)]

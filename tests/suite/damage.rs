@@ -143,8 +143,12 @@ fn digests_omitted_by_manifest_are_verified() {
                 writer: 0,
                 digest: None,
             };
-            let manifest =
-                tssd_format::encode_manifest(&archive.structure(), &[storage], &Attrs::new(), &[shard]);
+            let manifest = tssd_format::encode_manifest(
+                &archive.structure(),
+                &[storage],
+                &Attrs::new(),
+                &[shard],
+            );
             let manifest: Arc<dyn Blob> = Arc::new(Bytes::from(manifest.unwrap()));
             let open = |_: &ShardFile| -> Result<Arc<dyn Blob>> { Ok(Arc::new(file.clone())) };
             let set = Archive::from_shard_set(manifest, open).unwrap();

@@ -224,15 +224,17 @@ fn part_of_shard_lies_within_it_and_keeps_its_mesh() {
     let slice = slice.with_mesh(&[2, 2], Some(&[1, 0])).unwrap();
     let mesh = DeviceMesh::from_shape(&[2, 2]).unwrap();
     let placements = [Placement::Shard { dim: 0 }, Placement::Replicate];
-    let whole = ShardSpec::new(slice).with_mesh(mesh.clone()).unwrap().with_placements(placements).unwrap();
+    let whole =
+        ShardSpec::new(slice).with_mesh(mesh.clone()).unwrap().with_placements(placements).unwrap();
     let part = whole.subregion(&region(&[1, 2], &[3, 1])).unwrap();
     assert_eq!(part.slice().region(), region(&[5, 3], &[3, 1]));
     assert_eq!(part.slice().global_shape(), [8, 5]);
     assert_eq!(part.slice().coordinates(), Some(&[1, 0][..]));
     assert_eq!((part.mesh(), part.placements()), (Some(&mesh), whole.placements()));
     assert_eq!(whole.subregion(&region(&[0, 0], &[4, 3])).unwrap(), whole);
-    let kind =
-        |offsets: &[u64], shape: &[u64]| whole.subregion(&region(offsets, shape)).unwrap_err().kind();
+    let kind = |offsets: &[u64], shape: &[u64]| {
+        whole.subregion(&region(offsets, shape)).unwrap_err().kind()
+    };
     assert_eq!(kind(&[2, 0], &[3, 3]), ErrorKind::OutsideGlobal);
     assert_eq!(kind(&[0, u64::MAX - 1], &[1, 1]), ErrorKind::OutsideGlobal);
     assert_eq!(kind(&[0], &[4]), ErrorKind::SliceMismatch);

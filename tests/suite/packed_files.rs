@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Value as Json, json};
 use tssd_format::safetensors::{
-    Export, FILE_NAME, FILES_KEY, INDEX_NAME, AuxiliaryFile, import, is_auxiliary_file_name,
+    AuxiliaryFile, Export, FILE_NAME, FILES_KEY, INDEX_NAME, import, is_auxiliary_file_name,
 };
 use tssd_format::{
     Archive, Attrs, Dict, ErrorKind, MapKey, Options, StateDict, Tensor, TorchStoreStateDict, Value,

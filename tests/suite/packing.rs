@@ -7,9 +7,9 @@ use bytes::Bytes;
 use proptest::prelude::*;
 use tssd_format::safetensors::Export;
 use tssd_format::{
-    Archive, ArchiveWriter, AttrValue, Attrs, Blob, MAX_CHUNK_BYTES, ChunkSize, ChunkPolicy, Compression,
-    Draft, Dtype, ErrorKind, Layout, Options, CompressJob, StateDict, Storage, Tensor, TensorMeta,
-    TorchStoreStateDict, Value,
+    Archive, ArchiveWriter, AttrValue, Attrs, Blob, ChunkPolicy, ChunkSize, CompressJob,
+    Compression, Draft, Dtype, ErrorKind, Layout, MAX_CHUNK_BYTES, Options, StateDict, Storage,
+    Tensor, TensorMeta, TorchStoreStateDict, Value,
 };
 use tssd_tests::generate;
 

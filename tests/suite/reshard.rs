@@ -8,8 +8,8 @@ use std::path::Path;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use tssd_format::{
-    Archive, AttrValue, Compression, DeviceMesh, Dtype, MANIFEST_NAME, Placement, Region, ShardSpec,
-    StateDict, TensorMeta, TensorReference, TensorSlice, Value,
+    Archive, AttrValue, Compression, DeviceMesh, Dtype, MANIFEST_NAME, Placement, Region,
+    ShardSpec, StateDict, TensorMeta, TensorReference, TensorSlice, Value,
 };
 use tssd_store::blocking::Store;
 use tssd_store::plan::{Wanted, plan};

@@ -5,8 +5,7 @@ use std::thread;
 use std::time::Duration;
 
 use tssd_format::{
-    DeviceMesh, Dtype, Shard, ShardSpec, StateDict, Storage, Tensor, TensorMeta, TensorSlice,
-    Value,
+    DeviceMesh, Dtype, Shard, ShardSpec, StateDict, Storage, Tensor, TensorMeta, TensorSlice, Value,
 };
 use tssd_store::blocking::{Receiver, Store};
 use tssd_store::{

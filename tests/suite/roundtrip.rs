@@ -5,8 +5,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use proptest::prelude::*;
 use tssd_format::{
-    Archive, ArchiveWriter, Blob, Dict, ErrorKind, Float, MapKey, Layout, ObjectPath, Options, Shard,
-    ShardSpec, StateDict, Step, Storage, Tensor, TensorMeta, TensorSlice, Text,
+    Archive, ArchiveWriter, Blob, Dict, ErrorKind, Float, Layout, MapKey, ObjectPath, Options,
+    Shard, ShardSpec, StateDict, Step, Storage, Tensor, TensorMeta, TensorSlice, Text,
     TorchStoreStateDict, Value,
 };
 use tssd_tests::generate;
@@ -314,7 +314,8 @@ fn dotted_dict() -> impl Strategy<Value = StateDict> {
         0..5,
     )
     .prop_map(|parts| MapKey::from(parts.concat()));
-    let key = prop_oneof![8 => key, 1 => Just(MapKey::from(1)), 1 => Just(MapKey::Float(1.5.into()))];
+    let key =
+        prop_oneof![8 => key, 1 => Just(MapKey::from(1)), 1 => Just(MapKey::Float(1.5.into()))];
     let dict = |value: BoxedStrategy<Value>| {
         proptest::collection::vec((key.clone(), value), 0..12).prop_map(Dict::from_iter)
     };

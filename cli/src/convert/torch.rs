@@ -15,7 +15,7 @@ use crate::input::{is_shard_set, is_stream, open, open_archive};
 use crate::output::Scratch;
 
 /// A checkpoint of torch, converted to an archive in a scratch directory.
-pub(super) struct Pickled {
+pub(super) struct ConvertedCheckpoint {
     pub(super) document: Document,
     /// Length of all files of the checkpoint, in bytes.
     pub(super) file_len: u64,
@@ -25,16 +25,20 @@ pub(super) struct Pickled {
 /// Converts a file of torch.save or a directory of torch.distributed.checkpoint to an archive.
 ///
 /// Returns `None` if the input is neither. The archive is on the file system of the output.
-pub(super) fn read(input: &Path, output: &Path, console: Console) -> Result<Option<Pickled>> {
+pub(super) fn convert_checkpoint(
+    input: &Path,
+    output: &Path,
+    console: Console,
+) -> Result<Option<ConvertedCheckpoint>> {
     let Some(file_len) = checkpoint_len(input)? else { return Ok(None) };
-    let scratch = Scratch::beside(output)?;
+    let scratch = Scratch::create_for(output)?;
     let archive = scratch.file("plain.tssd");
     let python = find_python();
     let spinner = console.spinner("reading, with Python");
     run_python(&python, input, &archive)?;
     spinner.finish_and_clear();
-    let document = Document::of(input, open_archive(&archive)?);
-    Ok(Some(Pickled { document, file_len, scratch }))
+    let document = Document::from_archive(input, open_archive(&archive)?);
+    Ok(Some(ConvertedCheckpoint { document, file_len, scratch }))
 }
 
 /// Returns the length of a checkpoint of torch in bytes, or `None` if the input is not a checkpoint.
@@ -103,7 +107,7 @@ fn run_python(python: &Path, old: &Path, new: &Path) -> Result<()> {
     let reply = serde_json::from_slice::<Json>(&output.stdout).unwrap_or_default();
     if let Some(message) = reply["message"].as_str() {
         let is_damage = reply["is_damage"].as_bool().unwrap_or_default();
-        let exit = if is_damage { Exit::Differs } else { Exit::Refused };
+        let exit = if is_damage { Exit::Mismatch } else { Exit::Refused };
         let failure = Failure::new(exit, message);
         return Err(match reply["advice"].as_str() {
             Some(advice) => failure.help(advice),

@@ -17,7 +17,7 @@ pub(super) struct Memcpy {
 /// Measures the best speed of several parallel copies of about `bytes` bytes on all cores.
 ///
 /// Source and target are touched before, as the memory of a store in steady state is.
-pub(super) fn memcpy(bytes: u64) -> Memcpy {
+pub(super) fn measure_memcpy(bytes: u64) -> Memcpy {
     const ROUNDS: usize = 5;
     let threads = thread::available_parallelism().map_or(1, usize::from);
     // Larger than the caches, and small enough for a short measurement.

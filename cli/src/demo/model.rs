@@ -8,8 +8,8 @@ use tssd_format::{Dict, Dtype, StateDict, Storage, Tensor, TensorMeta, Value};
 use crate::document::Document;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::shown;
-use crate::size::{Size, count};
+use crate::input::display_input_path;
+use crate::size::{Size, pluralize};
 
 /// Value of `head_dim` in all Qwen3 models, in elements.
 const HEAD_DIM: u64 = 128;
@@ -129,7 +129,7 @@ impl Model {
             let message = format_args!("{} holds no tensors", path.display());
             return Err(Failure::new(Exit::Refused, message).help("name a file with a model"));
         }
-        Ok(Self { title: shown(path).display().to_string(), parameters })
+        Ok(Self { title: display_input_path(path).display().to_string(), parameters })
     }
 
     /// Returns the size of all parameters in bytes. Tied parameters count once.
@@ -207,7 +207,7 @@ impl fmt::Display for Model {
             0 => String::new(),
             tied => format!(" ({tied} tied)"),
         };
-        let tensors = count(self.parameters.len(), "tensor");
+        let tensors = pluralize(self.parameters.len(), "tensor");
         write!(f, "{}, {tensors}{tied}, {}, and AdamW state", self.title, Size(self.bytes()))
     }
 }

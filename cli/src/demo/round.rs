@@ -11,28 +11,28 @@ use tssd_store::{GetOptions, JobId, Key, PutOptions, Target};
 use crate::demo::shard::{self, GENERATORS, TRAINERS};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::store::failure;
+use crate::store::store_failure;
 
 /// Measurements of one operation, over all versions.
 #[derive(Debug, Default)]
-pub(super) struct Measured {
+pub(super) struct Measurement {
     pub(super) operation: String,
     pub(super) tensors: usize,
     /// Bytes of one version.
     pub(super) bytes: u64,
     /// Duration for each version.
     pub(super) all_seconds: Vec<f64>,
-    pub(super) transferred: u64,
-    pub(super) needed: u64,
+    pub(super) bytes_transferred: u64,
+    pub(super) bytes_needed: u64,
     /// Numbers of the versions that were put or read.
     pub(super) versions: Vec<u64>,
     /// Number of bytes that were compared with the source.
-    pub(super) compared: u64,
+    pub(super) bytes_compared: u64,
     /// Descriptions of the differences from the source.
     pub(super) mismatches: Vec<String>,
 }
 
-impl Measured {
+impl Measurement {
     fn new(operation: impl Into<String>, tensors: usize) -> Self {
         Self { operation: operation.into(), tensors, ..Self::default() }
     }
@@ -47,7 +47,7 @@ impl Measured {
     /// Returns the bytes transferred per byte needed, or `None` for a put.
     #[expect(clippy::cast_precision_loss, reason = "three digits of it are shown")]
     pub(super) fn ratio(&self) -> Option<f64> {
-        (self.needed > 0).then(|| self.transferred as f64 / self.needed as f64)
+        (self.bytes_needed > 0).then(|| self.bytes_transferred as f64 / self.bytes_needed as f64)
     }
 }
 
@@ -62,7 +62,7 @@ pub(super) struct Round<'a> {
 /// A generator with its target tensors, which are allocated once and reused for every version.
 struct Generator {
     targets: Vec<TargetTensor>,
-    measurement: Measured,
+    measurement: Measurement,
 }
 
 struct TargetTensor {
@@ -94,11 +94,11 @@ impl<'a> Round<'a> {
     }
 
     /// Puts and gets one version after the other.
-    pub(super) fn run(self) -> Result<Vec<Measured>> {
+    pub(super) fn run(self) -> Result<Vec<Measurement>> {
         let [first, ..] = self.sources else { return Ok(Vec::new()) };
         let tensors = tensors_of(first);
-        let mut put = Measured::new(format!("put, {TRAINERS} trainers"), tensors.len());
-        let mut whole = Measured::new("get, whole", tensors.len());
+        let mut put = Measurement::new(format!("put, {TRAINERS} trainers"), tensors.len());
+        let mut whole = Measurement::new("get, whole", tensors.len());
         let mut generators: Vec<Generator> =
             (0..GENERATORS).map(|rank| Generator::new(&tensors, rank)).collect::<Result<_>>()?;
         for (number, source) in (1..).zip(self.sources) {
@@ -118,8 +118,8 @@ impl<'a> Round<'a> {
     }
 
     /// Puts a version: all trainers put their shards concurrently.
-    fn put(&self, source: &StateDict, number: u64, measurement: &mut Measured) -> Result<()> {
-        let shards = (0..TRAINERS).map(|rank| shard::of_trainer(source, rank));
+    fn put(&self, source: &StateDict, number: u64, measurement: &mut Measurement) -> Result<()> {
+        let shards = (0..TRAINERS).map(|rank| shard::trainer_shards(source, rank));
         let shards: Vec<StateDict> =
             shards.collect::<tssd_format::Result<_>>().map_err(format_failure)?;
         let put = |rank: u32, dict: &StateDict| {
@@ -139,7 +139,7 @@ impl<'a> Round<'a> {
                 .collect();
             threads.into_iter().map(join_thread).collect::<Result<Vec<_>, _>>()
         });
-        let reports = reports.map_err(|error| failure(&error))?;
+        let reports = reports.map_err(|error| store_failure(&error))?;
         measurement.all_seconds.push(started.elapsed().as_secs_f64());
         measurement.bytes = reports.iter().map(|report| report.bytes).sum();
         measurement.versions.push(number);
@@ -162,7 +162,7 @@ impl<'a> Round<'a> {
             let threads: Vec<_> = generators.iter_mut().map(spawn).collect();
             threads.into_iter().try_for_each(join_thread)
         });
-        result.map_err(|error| failure(&error))?;
+        result.map_err(|error| store_failure(&error))?;
         self.spinner.set_message(format!("version {number}: comparing"));
         generators
             .iter_mut()
@@ -170,18 +170,23 @@ impl<'a> Round<'a> {
             .map_err(format_failure)
     }
 
-    fn get_whole(&self, source: &StateDict, number: u64, measurement: &mut Measured) -> Result<()> {
+    fn get_whole(
+        &self,
+        source: &StateDict,
+        number: u64,
+        measurement: &mut Measurement,
+    ) -> Result<()> {
         let started = Instant::now();
         let (dict, report) = self
             .store
             .get_state_dict(&self.key, &GetOptions::default())
-            .map_err(|error| failure(&error))?;
+            .map_err(|error| store_failure(&error))?;
         measurement.all_seconds.push(started.elapsed().as_secs_f64());
         measurement.bytes = report.bytes_transferred;
-        measurement.transferred += report.bytes_transferred;
-        measurement.needed += report.bytes_needed;
+        measurement.bytes_transferred += report.bytes_transferred;
+        measurement.bytes_needed += report.bytes_needed;
         measurement.versions.push(report.version);
-        measurement.compared += report.bytes_transferred;
+        measurement.bytes_compared += report.bytes_transferred;
         if report.version != number {
             let found = report.version;
             measurement.mismatches.push(format!("version {number} was put, {found} was read"));
@@ -202,14 +207,14 @@ impl Generator {
                 continue;
             }
             let (dtype, shape) = (tensor.meta().dtype(), tensor.meta().shape());
-            let place = shard::of_generator(fqn, shape, rank).map_err(format_failure)?;
+            let place = shard::generator_place(fqn, shape, rank).map_err(format_failure)?;
             let local = place.as_ref().map_or(shape, |place| place.slice().local_shape());
             let meta = TensorMeta::new(dtype, local).map_err(format_failure)?;
             let memory = vec![0; usize::try_from(meta.nbytes()).unwrap_or(usize::MAX)];
             targets.push(TargetTensor { fqn: fqn.clone(), place, meta, memory });
         }
         let operation = format!("get, generator {rank} of {GENERATORS}");
-        let measurement = Measured::new(operation, targets.len());
+        let measurement = Measurement::new(operation, targets.len());
         Ok(Self { targets, measurement })
     }
 
@@ -221,8 +226,8 @@ impl Generator {
         let measurement = &mut self.measurement;
         measurement.all_seconds.push(started.elapsed().as_secs_f64());
         measurement.bytes = report.bytes_needed;
-        measurement.transferred += report.bytes_transferred;
-        measurement.needed += report.bytes_needed;
+        measurement.bytes_transferred += report.bytes_transferred;
+        measurement.bytes_needed += report.bytes_needed;
         measurement.versions.push(report.version);
         Ok(())
     }
@@ -239,7 +244,7 @@ impl Generator {
         let tensors = tensors_of(source).into_iter().filter(|(fqn, _)| fqn.starts_with("model."));
         for (target, (fqn, tensor)) in self.targets.iter_mut().zip(tensors) {
             let expected = match &target.place {
-                Some(place) => shard::cut(tensor, &place.slice().region())?,
+                Some(place) => shard::slice_tensor(tensor, &place.slice().region())?,
                 None => tensor.clone(),
             };
             if target.fqn != fqn || !memory_equals(&target.memory, &expected) {
@@ -249,7 +254,7 @@ impl Generator {
                     .mismatches
                     .push(format!("version {number}: {}{region}", target.fqn));
             }
-            self.measurement.compared += target.meta.nbytes();
+            self.measurement.bytes_compared += target.meta.nbytes();
             target.memory.fill(0xA5);
         }
         Ok(())
@@ -299,7 +304,7 @@ fn format_failure(error: tssd_format::Error) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::memory_equals;
-    use crate::demo::shard::{cut, of_generator};
+    use crate::demo::shard::{generator_place, slice_tensor};
     use tssd_format::Tensor;
 
     /// Checks that the comparison can fail.
@@ -307,8 +312,8 @@ mod tests {
     fn memory_equals_rejects_one_wrong_byte() {
         let elements: Vec<u8> = (0..24).collect();
         let tensor = Tensor::from_slice(&elements, &[4, 6]).unwrap();
-        let place = of_generator("layers.0.mlp.down_proj.weight", &[4, 6], 1).unwrap().unwrap();
-        let columns = cut(&tensor, &place.slice().region()).unwrap();
+        let place = generator_place("layers.0.mlp.down_proj.weight", &[4, 6], 1).unwrap().unwrap();
+        let columns = slice_tensor(&tensor, &place.slice().region()).unwrap();
         let mut memory = vec![3, 4, 5, 9, 10, 11, 15, 16, 17, 21, 22, 23];
         assert!(memory_equals(&memory, &columns));
         memory[7] ^= 1;

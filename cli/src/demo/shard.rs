@@ -15,7 +15,7 @@ pub(super) const GENERATORS: u32 = 2;
 /// Returns the shards of one trainer: a part of the first dimension of every tensor, as in FSDP.
 ///
 /// The shards are views of the source, which span only their part.
-pub(super) fn of_trainer(whole: &StateDict, rank: u32) -> Result<StateDict> {
+pub(super) fn trainer_shards(whole: &StateDict, rank: u32) -> Result<StateDict> {
     let mesh = mesh_1d(TRAINERS, "fsdp")?;
     StateDict::from_value(shard_value(whole.as_value(), &ObjectPath::root(), &mesh, rank)?)
 }
@@ -42,7 +42,7 @@ fn shard_value(
             let placement =
                 if is_buffer { Placement::Replicate } else { Placement::Shard { dim: 0 } };
             let place = shard_place(tensor.meta().shape(), mesh, rank, placement)?;
-            let local = cut(tensor, &place.slice().region())?;
+            let local = slice_tensor(tensor, &place.slice().region())?;
             Value::from(Shard::new(local, place)?)
         }
         // Lists and plain values are the same on every rank.
@@ -53,7 +53,7 @@ fn shard_value(
 /// Returns the part of a parameter that one generator reads, as in Megatron and vLLM.
 ///
 /// Returns `None` if the generator reads the whole parameter.
-pub(super) fn of_generator(fqn: &str, shape: &[u64], rank: u32) -> Result<Option<ShardSpec>> {
+pub(super) fn generator_place(fqn: &str, shape: &[u64], rank: u32) -> Result<Option<ShardSpec>> {
     const COLUMNS: [&str; 7] =
         ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"];
     const ROWS: [&str; 2] = ["o_proj", "down_proj"];
@@ -85,7 +85,7 @@ fn shard_place(
 }
 
 /// Returns a region of a tensor, as a view.
-pub(super) fn cut(tensor: &Tensor, region: &Region) -> Result<Tensor> {
+pub(super) fn slice_tensor(tensor: &Tensor, region: &Region) -> Result<Tensor> {
     let meta = tensor.meta();
     let local = TensorMeta::new(meta.dtype(), region.shape())?.with_flags(meta.flags());
     if region.is_empty() {

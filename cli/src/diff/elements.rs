@@ -2,7 +2,7 @@
 
 use tssd_format::{Runs, TensorView};
 
-use crate::element::Reader;
+use crate::element::ElementDecoder;
 
 /// Differences between the elements of two tensors of the same dtype and shape.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -41,7 +41,7 @@ impl Delta {
 pub(super) fn compare(a: &TensorView<'_>, b: &TensorView<'_>) -> Delta {
     let dtype = a.meta().dtype();
     let itemsize = usize::try_from(dtype.itemsize()).expect("at most 16");
-    let reader = Reader::of(dtype);
+    let reader = ElementDecoder::for_dtype(dtype);
     let mut delta = Delta::default();
     let to_usize = |bytes: u64| usize::try_from(bytes).expect("it is in memory");
     Runs::new(dtype.itemsize(), a.meta().shape(), &a.meta().strides(), &b.meta().strides())
@@ -63,12 +63,12 @@ pub(super) fn compare(a: &TensorView<'_>, b: &TensorView<'_>) -> Delta {
 }
 
 impl Delta {
-    fn count_element(&mut self, reader: Option<Reader>, left: &[u8], right: &[u8]) {
+    fn count_element(&mut self, reader: Option<ElementDecoder>, left: &[u8], right: &[u8]) {
         self.differing += 1;
         let Some(reader) = reader else { return };
         let mut has_nan = false;
         for (a, b) in reader.numbers(left).zip(reader.numbers(right)) {
-            let difference = a.apart(b);
+            let difference = a.abs_difference(b);
             has_nan |= difference.is_nan();
             // `f64::max` ignores NaN.
             self.max_abs = Some(self.max_abs.unwrap_or(0.0).max(difference));

@@ -3,12 +3,12 @@
 use serde_json::{Value as Json, json};
 use tssd_format::{Archive, CompressedLayout, StorageReference, ZSTD_LEVEL_ATTR};
 
-use crate::size::count;
-use crate::value::of_attr;
+use crate::size::pluralize;
+use crate::value::attr_repr;
 
 /// Number of leaves that the files store differently, for each storage option.
 #[derive(Debug, Default)]
-pub(super) struct Storing {
+pub(super) struct StorageDiff {
     codec: u64,
     chunks: u64,
     alignment: u64,
@@ -17,12 +17,15 @@ pub(super) struct Storing {
     level: Option<(String, String)>,
 }
 
-impl Storing {
+impl StorageDiff {
     /// Compares the zstd levels of the files. Safetensors files record none.
-    pub(super) fn of(a: Option<&Archive>, b: Option<&Archive>) -> Self {
+    pub(super) fn from_archives(a: Option<&Archive>, b: Option<&Archive>) -> Self {
         let level = |archive: Option<&Archive>| archive?.attrs().remove(ZSTD_LEVEL_ATTR);
         let differing_levels = level(a).zip(level(b)).filter(|(a, b)| a != b);
-        Self { level: differing_levels.map(|(a, b)| (of_attr(&a), of_attr(&b))), ..Self::default() }
+        Self {
+            level: differing_levels.map(|(a, b)| (attr_repr(&a), attr_repr(&b))),
+            ..Self::default()
+        }
     }
 
     /// Counts the differences of one leaf between its storages in the two files.
@@ -45,7 +48,7 @@ impl Storing {
         ];
         let mut parts = Vec::new();
         for (option, leaves) in counts.into_iter().filter(|(_, leaves)| *leaves > 0) {
-            parts.push(format!("{option} of {}", count(leaves, "leaf")));
+            parts.push(format!("{option} of {}", pluralize(leaves, "leaf")));
         }
         parts.extend(self.level.as_ref().map(|(a, b)| format!("zstd level {a} -> {b}")));
         (!parts.is_empty()).then(|| parts.join(", "))

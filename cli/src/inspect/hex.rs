@@ -12,13 +12,13 @@ use std::path::Path;
 
 use tssd_format::{Archive, Blob, DATA_START, Dtype, MANIFEST_NAME, StorageReference};
 
-use self::page::{LINE, Page};
-use self::record::{NONE, Record, Shape, heap_range, number};
-use crate::element::Reader;
+use self::page::{LINE_BYTES, LineBuffer};
+use self::record::{NONE, Record, RecordLayout, decode_le, heap_range};
+use crate::element::ElementDecoder;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::{is_shard_set, open, shown};
-use crate::value::quoted;
+use crate::input::{display_input_path, is_shard_set, open};
+use crate::value::quote;
 
 /// Tables without records: name, and the size and alignment of an entry in bytes.
 const PLAIN_TABLES: [(&str, usize, usize); 5] =
@@ -28,24 +28,24 @@ const PLAIN_TABLES: [(&str, usize, usize); 5] =
 pub(super) fn run(path: &Path) -> Result<Exit> {
     let path = if is_shard_set(path) { path.join(MANIFEST_NAME) } else { path.to_owned() };
     let file = open(&path)?;
-    let path = shown(&path);
+    let path = display_input_path(&path);
     let archive =
         Archive::from_blob(file.clone()).map_err(|error| Failure::format(path, &error))?;
     let mut dump = Dump::new(path, &*file, &archive)?;
     dump.dump_frame("HEAD", "Head", 0)?;
-    let head_len = Shape::named("Head").size();
+    let head_len = RecordLayout::for_record("Head").size();
     dump.dump_padding(to_u64(head_len), DATA_START, "up to data_start")?;
     dump.dump_blob()?;
     dump.dump_index()?;
     dump.dump_frame("TRAILER", "Trailer", dump.index.end)?;
-    dump.page.print()?;
+    dump.page.flush()?;
     Ok(Exit::Ok)
 }
 
 /// A table of the index. `range` is its range of bytes in the index.
 struct IndexTable {
     name: &'static str,
-    shape: Option<Shape>,
+    shape: Option<RecordLayout>,
     /// Size of an entry, in bytes.
     size: usize,
     align: usize,
@@ -61,20 +61,20 @@ struct Dump<'a> {
     /// Offset of the root in the index, in bytes.
     root: usize,
     tables: Vec<IndexTable>,
-    page: Page,
+    page: LineBuffer,
 }
 
 impl<'a> Dump<'a> {
     fn new(path: &'a Path, file: &'a dyn Blob, archive: &'a Archive) -> Result<Self> {
         let index = archive.index_range();
-        let trailer = Shape::named("Trailer");
-        let page = Page::new(archive.file_len());
+        let trailer = RecordLayout::for_record("Trailer");
+        let page = LineBuffer::new(archive.file_len());
         let mut dump = Self { path, file, archive, index, root: 0, tables: Vec::new(), page };
         let bytes = dump.read(dump.index.end, trailer.size())?;
-        let trailer = Record { shape: trailer, at: dump.index.end, bytes: &bytes };
+        let trailer = Record { layout: trailer, offset: dump.index.end, bytes: &bytes };
         dump.root = to_usize(trailer.get("root_off"));
-        for (name, offset, _) in Shape::named("Root").fields {
-            let shape = Shape::of_table(name);
+        for (name, offset, _) in RecordLayout::for_record("Root").fields {
+            let shape = RecordLayout::for_table(name);
             let plain = PLAIN_TABLES.iter().find(|(plain, ..)| plain == name);
             let (size, align) = match (shape, plain) {
                 (Some(shape), _) => (shape.size(), shape.align()),
@@ -90,10 +90,10 @@ impl<'a> Dump<'a> {
     /// Reads a field of the root: returns the offset of its table in the index, and the number of entries.
     fn read_table_field(&self, field: usize) -> (usize, usize) {
         let bytes = self.archive.index_bytes();
-        let relative = u32::try_from(number(&bytes[field..field + 4])).expect("four bytes");
+        let relative = u32::try_from(decode_le(&bytes[field..field + 4])).expect("four bytes");
         let relative = isize::try_from(relative.cast_signed()).expect("isize has at least 32 bits");
         let start = field.checked_add_signed(relative).expect("the index is proven");
-        (start, to_usize(number(&bytes[field + 4..field + 8])))
+        (start, to_usize(decode_le(&bytes[field + 4..field + 8])))
     }
 
     fn read(&self, at: u64, len: usize) -> Result<Vec<u8>> {
@@ -106,22 +106,22 @@ impl<'a> Dump<'a> {
     /// Dumps padding, which should be zeros. `tssd verify` checks that.
     fn dump_padding(&mut self, from: u64, to: u64, description: &str) -> Result<()> {
         let bytes = self.read(from, to_usize(to - from))?;
-        self.page.bytes(from, &bytes, description)
+        self.page.add_bytes(from, &bytes, description)
     }
 
     /// Dumps the head or the trailer.
     fn dump_frame(&mut self, heading: &str, name: &str, at: u64) -> Result<()> {
-        let shape = Shape::named(name);
-        let bytes = self.read(at, shape.size())?;
-        self.page.heading(heading);
-        self.dump_record(&Record { shape, at, bytes: &bytes })
+        let layout = RecordLayout::for_record(name);
+        let bytes = self.read(at, layout.size())?;
+        self.page.add_heading(heading);
+        self.dump_record(&Record { layout, offset: at, bytes: &bytes })
     }
 
     fn dump_record(&mut self, record: &Record<'_>) -> Result<()> {
-        for (field, offset, size) in record.shape.fields {
-            let description = meaning::of_field(record, field);
+        for (field, offset, size) in record.layout.fields {
+            let description = meaning::describe_field(record, field);
             let bytes = &record.bytes[*offset..offset + size];
-            self.page.bytes(record.at + to_u64(*offset), bytes, &description)?;
+            self.page.add_bytes(record.offset + to_u64(*offset), bytes, &description)?;
         }
         Ok(())
     }
@@ -131,7 +131,7 @@ impl<'a> Dump<'a> {
         if self.index.start == DATA_START {
             return Ok(());
         }
-        self.page.heading("BLOB");
+        self.page.add_heading("BLOB");
         let dtypes = self.dtypes_by_storage();
         let mut end = DATA_START;
         for number in 0..self.archive.storage_count() {
@@ -172,9 +172,11 @@ impl<'a> Dump<'a> {
         storage: &StorageReference,
         dtype: Option<Dtype>,
     ) -> Result<()> {
-        let preview = self.read(storage.offset, LINE.min(to_usize(storage.len)))?;
+        let preview = self.read(storage.offset, LINE_BYTES.min(to_usize(storage.len)))?;
         let is_cut = to_u64(preview.len()) < storage.len;
-        let reader = dtype.and_then(|dtype| Some((Reader::of(dtype)?, to_usize(dtype.itemsize()))));
+        let reader = dtype.and_then(|dtype| {
+            Some((ElementDecoder::for_dtype(dtype)?, to_usize(dtype.itemsize())))
+        });
         let elements = reader.map(|(reader, size)| {
             let items = preview.chunks_exact(size).flat_map(|item| reader.numbers(item));
             let mut items: Vec<String> = items.map(|each| each.to_string()).collect();
@@ -188,10 +190,10 @@ impl<'a> Dump<'a> {
     /// Dumps the first bytes of a range, and the number of the remaining bytes.
     fn dump_payload(&mut self, range: Range<u64>, description: &str) -> Result<()> {
         let len = range.end - range.start;
-        let preview = self.read(range.start, LINE.min(to_usize(len)))?;
-        self.page.bytes(range.start, &preview, description)?;
+        let preview = self.read(range.start, LINE_BYTES.min(to_usize(len)))?;
+        self.page.add_bytes(range.start, &preview, description)?;
         let rest = range.start + to_u64(preview.len());
-        self.page.repeated(rest, "..", range.end - rest, "the rest of it")
+        self.page.add_repeated(rest, "..", range.end - rest, "the rest of it")
     }
 
     /// Returns the dtype of the tensor at the start of each storage.
@@ -211,7 +213,7 @@ impl<'a> Dump<'a> {
     /// Dumps all tables, and the root.
     fn dump_index(&mut self) -> Result<()> {
         let start = self.index.start;
-        self.page.heading(&format!("INDEX, from {start} on"));
+        self.page.add_heading(&format!("INDEX, from {start} on"));
         let uses = EntryUses::collect(self);
         let tables = std::mem::take(&mut self.tables);
         let mut end = 0;
@@ -227,13 +229,14 @@ impl<'a> Dump<'a> {
                 Some(shape) => self.dump_records(table, shape)?,
                 None if table.range.is_empty() => {}
                 None => {
-                    self.page.heading(table.name);
+                    self.page.add_heading(table.name);
                     self.dump_plain_table(table, &uses)?;
                 }
             }
         }
         let root = self.root;
-        let is_later = self.archive.index_bytes().len() > root + Shape::named("Root").size();
+        let is_later =
+            self.archive.index_bytes().len() > root + RecordLayout::for_record("Root").size();
         let description =
             if is_later { "of a later version" } else { "up to the root, a multiple of 4" };
         self.dump_padding(start + to_u64(end), start + to_u64(root), description)?;
@@ -242,12 +245,12 @@ impl<'a> Dump<'a> {
         Ok(())
     }
 
-    fn dump_records(&mut self, table: &IndexTable, shape: Shape) -> Result<()> {
+    fn dump_records(&mut self, table: &IndexTable, layout: RecordLayout) -> Result<()> {
         let bytes = self.archive.index_bytes();
         for (number, at) in table.range.clone().step_by(table.size).enumerate() {
-            self.page.heading(&format!("{}[{number}]", table.name));
+            self.page.add_heading(&format!("{}[{number}]", table.name));
             let bytes = &bytes[at..at + table.size];
-            self.dump_record(&Record { shape, at: self.index.start + to_u64(at), bytes })?;
+            self.dump_record(&Record { layout, offset: self.index.start + to_u64(at), bytes })?;
         }
         Ok(())
     }
@@ -260,13 +263,13 @@ impl<'a> Dump<'a> {
                 let at = table.range.start + to_usize(*offset);
                 let content = &bytes[at..at + to_usize(*len)];
                 let description = format!("{offset}: {}", describe_content(kind, content));
-                self.page.bytes(start + to_u64(at), content, &description)?;
+                self.page.add_bytes(start + to_u64(at), content, &description)?;
             }
             return Ok(());
         }
         for (entry, at) in (0..).zip(table.range.clone().step_by(table.size)) {
             let bytes = &bytes[at..at + table.size];
-            let value = number(bytes);
+            let value = decode_le(bytes);
             let description = match table.name {
                 "dims" if uses.dims.iter().any(|range| range.contains(&entry)) => {
                     let (offset, len) = heap_range(value);
@@ -279,25 +282,25 @@ impl<'a> Dump<'a> {
                 "crcs" => format!("crcs[{entry}]: {}", uses.describe_crc(entry)),
                 name => format!("{name}[{entry}]: of storage {entry}"),
             };
-            self.page.bytes(start + to_u64(at), bytes, &description)?;
+            self.page.add_bytes(start + to_u64(at), bytes, &description)?;
         }
         Ok(())
     }
 
     fn dump_root(&mut self, tables: &[IndexTable]) -> Result<()> {
         let (bytes, start) = (self.archive.index_bytes(), self.index.start);
-        let shape = Shape::named("Root");
-        self.page.heading(&format!("root, from {} on", start + to_u64(self.root)));
+        let shape = RecordLayout::for_record("Root");
+        self.page.add_heading(&format!("root, from {} on", start + to_u64(self.root)));
         for ((name, offset, size), table) in shape.fields.iter().zip(tables) {
             let field = self.root + offset;
             let at = start + to_u64(field);
             let target = start + to_u64(table.range.start);
             let count = table.range.len() / table.size;
             let description = format!("{name}: {count} at {at} - {} = {target}", at - target);
-            self.page.bytes(at, &bytes[field..field + size], &description)?;
+            self.page.add_bytes(at, &bytes[field..field + size], &description)?;
         }
         let end = self.root + shape.size();
-        self.page.bytes(start + to_u64(end), &bytes[end..], "of a later version")
+        self.page.add_bytes(start + to_u64(end), &bytes[end..], "of a later version")
     }
 }
 
@@ -318,9 +321,10 @@ impl EntryUses {
         for table in &dump.tables {
             let Some(shape) = table.shape else { continue };
             for at in table.range.clone().step_by(table.size) {
-                let record = Record { shape, at: 0, bytes: &bytes[at..at + table.size] };
+                let record =
+                    Record { layout: shape, offset: 0, bytes: &bytes[at..at + table.size] };
                 for (field, ..) in shape.fields {
-                    if let Some(kind) = meaning::in_heap(&record, field) {
+                    if let Some(kind) = meaning::heap_kind(&record, field) {
                         uses.add_heap_range(record.get(field), kind);
                     }
                 }
@@ -339,7 +343,7 @@ impl EntryUses {
         for entry in uses.dims.clone().into_iter().flatten() {
             let dims = dump.tables.iter().find(|table| table.name == "dims");
             let at = dims.map_or(0, |dims| dims.range.start) + to_usize(entry) * 8;
-            uses.add_heap_range(number(&bytes[at..at + 8]), "str");
+            uses.add_heap_range(decode_le(&bytes[at..at + 8]), "str");
         }
         uses
     }
@@ -361,7 +365,7 @@ impl EntryUses {
 /// Describes the content of a heap range.
 fn describe_content(kind: &str, content: &[u8]) -> String {
     match (kind, std::str::from_utf8(content)) {
-        ("str", Ok(text)) => quoted(text),
+        ("str", Ok(text)) => quote(text),
         ("str", Err(_)) => "str with surrogates".to_owned(),
         ("tuple", _) => "packed tuple".to_owned(),
         _ => kind.to_owned(),

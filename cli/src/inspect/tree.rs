@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use tssd_format::{
-    Archive, Container, MapKey, Node, ObjectPath, ShardSpec, Step, StorageReference, ContentKind,
+    Archive, Container, ContentKind, MapKey, Node, ObjectPath, ShardSpec, Step, StorageReference,
     TensorFlags, TensorReference,
 };
 
 use crate::document::Document;
-use crate::size::{Size, count};
-use crate::value::{of_attr, repr};
+use crate::size::{Size, pluralize};
+use crate::value::{attr_repr, repr};
 
 /// Text view of a file.
 pub(super) struct Tree {
@@ -47,7 +47,7 @@ struct TreeBuilder<'a> {
 
 impl Tree {
     /// Creates the text view of a document. The verbose view includes storages.
-    pub(super) fn of(document: &Document, verbose: bool) -> Self {
+    pub(super) fn new(document: &Document, verbose: bool) -> Self {
         let mut builder = TreeBuilder {
             archive: document.archive(),
             verbose,
@@ -68,7 +68,7 @@ impl Tree {
         builder.render(&mut lines);
         let mut attributes = String::new();
         for (name, value) in document.attrs() {
-            writeln!(attributes, "{name}: {}", of_attr(&value)).expect("a String takes any text");
+            writeln!(attributes, "{name}: {}", attr_repr(&value)).expect("a String takes any text");
         }
         Self { lines, summary: builder.summary(document), attributes }
     }
@@ -212,15 +212,15 @@ impl TreeBuilder<'_> {
     fn summary(&self, document: &Document) -> String {
         let mut parts = Vec::new();
         let tied = if self.tied > 0 { format!(" ({} tied)", self.tied) } else { String::new() };
-        parts.push(format!("{}{tied}", count(self.tensors, "tensor")));
+        parts.push(format!("{}{tied}", pluralize(self.tensors, "tensor")));
         parts.push(Size(self.bytes).to_string());
         if self.other_leaves > 0 {
-            parts.push(count(self.other_leaves, "other leaf"));
+            parts.push(pluralize(self.other_leaves, "other leaf"));
         }
         parts.push(format!("file {}", Size(document.file_len())));
         if let Some(archive) = self.archive {
             let index = archive.index_range();
-            parts.push(count(archive.storage_count(), "storage"));
+            parts.push(pluralize(archive.storage_count(), "storage"));
             if self.stored < self.raw {
                 parts.push(format!("compressed {}", compression_text(self.stored, self.raw)));
             }
@@ -230,7 +230,7 @@ impl TreeBuilder<'_> {
             parts.push(format!("index {}", Size(index.end - index.start)));
             match archive.shards().len() {
                 0 => {}
-                files => parts.push(format!("manifest of {}", count(files, "file"))),
+                files => parts.push(format!("manifest of {}", pluralize(files, "file"))),
             }
         }
         parts.join(", ")

@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use indicatif::ProgressBar;
 use tempfile::TempDir;
 
-use super::{BUFFER_BYTES, directory_of, resolve, sync_directory};
+use super::{BUFFER_BYTES, parent_directory, resolve, sync_directory};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::interrupt::Unfinished;
+use crate::interrupt::CleanupGuard;
 
 /// A directory that appears under its name once its files are complete and on the disk.
 ///
@@ -27,7 +27,7 @@ pub(crate) struct OutputDirectory {
     folders: BTreeSet<String>,
     temp_dir: TempDir,
     // Dropped after the directory, so that the path is registered for as long as the directory exists.
-    cleanup: Unfinished,
+    cleanup: CleanupGuard,
     bar: ProgressBar,
 }
 
@@ -59,9 +59,9 @@ impl OutputDirectory {
         // Use the default mode of new directories, not the private mode of temporary ones.
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
-        let parent = if is_new { directory_of(&target) } else { &target };
+        let parent = if is_new { parent_directory(&target) } else { &target };
         let (cleanup, temp_dir) =
-            Unfinished::make(|| builder.tempdir_in(parent)).map_err(io_failure)?;
+            CleanupGuard::create(|| builder.tempdir_in(parent)).map_err(io_failure)?;
         let (names, folders) = (Vec::new(), BTreeSet::new());
         Ok(Self { target, is_new, names, folders, temp_dir, cleanup, bar })
     }
@@ -104,7 +104,7 @@ impl OutputDirectory {
             std::fs::rename(from, &target).map_err(io_failure)?;
             // The directory has been renamed, so there is nothing left to remove.
             let _old_path = temp_dir.keep();
-            sync_directory(directory_of(&target)).map_err(io_failure)?;
+            sync_directory(parent_directory(&target)).map_err(io_failure)?;
         } else {
             for name in names {
                 std::fs::rename(from.join(&name), target.join(&name)).map_err(io_failure)?;

@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 
-use super::{directory_of, resolve};
+use super::{parent_directory, resolve};
 use crate::failure::{Failure, Result};
 use crate::input::is_stream;
-use crate::interrupt::Unfinished;
+use crate::interrupt::CleanupGuard;
 
 /// A directory that is removed when the command ends, also after an error or an interrupt.
 ///
@@ -16,22 +16,22 @@ use crate::interrupt::Unfinished;
 pub(crate) struct Scratch {
     directory: TempDir,
     // Dropped after the directory, so that the path is registered for as long as the directory exists.
-    _cleanup: Unfinished,
+    _cleanup: CleanupGuard,
 }
 
 impl Scratch {
     /// Creates a directory next to `target`, or in the temporary directory of the system for stdout.
-    pub(crate) fn beside(target: &Path) -> Result<Self> {
+    pub(crate) fn create_for(target: &Path) -> Result<Self> {
         let io_failure = |error| Failure::io("write", target, error);
         let parent = if is_stream(target) {
             std::env::temp_dir()
         } else {
-            directory_of(&resolve(target).map_err(io_failure)?).to_owned()
+            parent_directory(&resolve(target).map_err(io_failure)?).to_owned()
         };
         let mut builder = tempfile::Builder::new();
         builder.prefix(".tssd-").suffix(".tmp");
         let (cleanup, directory) =
-            Unfinished::make(|| builder.tempdir_in(&parent)).map_err(io_failure)?;
+            CleanupGuard::create(|| builder.tempdir_in(&parent)).map_err(io_failure)?;
         Ok(Self { directory, _cleanup: cleanup })
     }
 

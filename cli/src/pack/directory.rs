@@ -9,7 +9,7 @@ use std::sync::Arc;
 use tssd_format::Blob;
 use tssd_format::safetensors::{FILE_NAME, Header, INDEX_NAME, Index};
 
-use super::folder::{Folder, Found};
+use super::folder::{Folder, FolderListing};
 use super::source::{Data, File, Source};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -50,8 +50,9 @@ pub(super) fn open(directory: &Path, follow_links: bool, output: &Path) -> Resul
         let path = folder.path(name);
         name == INDEX_NAME || files.iter().any(|file| file.path == path)
     };
-    let Found { files: others, left_alone } = folder.others(is_model_file, output)?;
-    Ok(Source { attrs, files, others, left_alone })
+    let FolderListing { files: other_files, skipped } =
+        folder.list_other_files(is_model_file, output)?;
+    Ok(Source { attrs, files, other_files, skipped })
 }
 
 fn open_file(folder: &Folder, name: &str) -> Result<File> {

@@ -23,10 +23,10 @@ pub(super) struct Folder {
 }
 
 /// The other files of a directory, sorted by name. Names are relative, with `/`.
-pub(super) struct Found {
+pub(super) struct FolderListing {
     pub(super) files: Vec<Entry>,
     /// Hidden folders, links to folders, special files, `.git` files, and the output archive.
-    pub(super) left_alone: Vec<String>,
+    pub(super) skipped: Vec<String>,
 }
 
 /// A file of a folder. It is opened when it is read.
@@ -66,13 +66,13 @@ impl Folder {
     }
 
     /// Lists all files in the directory and its folders, except `known` files and the output archive.
-    pub(super) fn others(
+    pub(super) fn list_other_files(
         self: &Rc<Self>,
         known: impl Fn(&str) -> bool,
         output: &Path,
-    ) -> Result<Found> {
+    ) -> Result<FolderListing> {
         let output = output.canonicalize().ok();
-        let mut found = Found { files: Vec::new(), left_alone: Vec::new() };
+        let mut found = FolderListing { files: Vec::new(), skipped: Vec::new() };
         let mut folders = vec![String::new()];
         while let Some(folder) = folders.pop() {
             let path = self.path(&folder);
@@ -97,12 +97,12 @@ impl Folder {
                     found.files.push(Entry { folder, name, len: metadata.len() });
                 } else {
                     // The name is printed on terminals.
-                    found.left_alone.push(name.replace(char::is_control, "\u{fffd}"));
+                    found.skipped.push(name.replace(char::is_control, "\u{fffd}"));
                 }
             }
         }
         found.files.sort_by(|one, other| one.name.cmp(&other.name));
-        found.left_alone.sort();
+        found.skipped.sort();
         Ok(found)
     }
 

@@ -10,7 +10,7 @@ use tssd_format::{Attrs, Blob, Error, Tensor};
 
 use super::folder::Entry;
 use crate::failure::{Failure, Result};
-use crate::input::{is_stream, open, shown, stdin};
+use crate::input::{display_input_path, is_stream, open, stdin};
 
 /// The opened input, with verified headers.
 pub(super) struct Source {
@@ -18,9 +18,9 @@ pub(super) struct Source {
     pub(super) attrs: Attrs,
     pub(super) files: Vec<File>,
     /// Files of the directory that are packed unchanged.
-    pub(super) others: Vec<Entry>,
+    pub(super) other_files: Vec<Entry>,
     /// Names of the entries that are not packed.
-    pub(super) left_alone: Vec<String>,
+    pub(super) skipped: Vec<String>,
 }
 
 /// A file with tensors.
@@ -40,7 +40,7 @@ pub(super) enum Data {
 impl Source {
     /// Opens a file, or stdin.
     pub(super) fn open(path: &Path) -> Result<Self> {
-        let format_failure = |error| Failure::format(shown(path), &error);
+        let format_failure = |error| Failure::format(display_input_path(path), &error);
         let (header, data) = if is_stream(path) {
             open_stream(stdin()?).map_err(format_failure)?
         } else {
@@ -48,17 +48,17 @@ impl Source {
             (Header::read(&*file).map_err(format_failure)?, Data::Blob(file))
         };
         let attrs = header.attrs().map_err(format_failure)?;
-        let file = File { path: shown(path).to_owned(), header, data };
-        Ok(Self { attrs, files: vec![file], others: Vec::new(), left_alone: Vec::new() })
+        let file = File { path: display_input_path(path).to_owned(), header, data };
+        Ok(Self { attrs, files: vec![file], other_files: Vec::new(), skipped: Vec::new() })
     }
 
     /// Returns the number of tensors.
-    pub(super) fn tensors(&self) -> usize {
+    pub(super) fn tensor_count(&self) -> usize {
         self.files.iter().map(|file| file.header.tensors().len()).sum()
     }
 
     /// Returns the size of all tensors in bytes.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(super) fn tensor_bytes(&self) -> u64 {
         let entries = self.files.iter().flat_map(|file| file.header.tensors());
         entries.map(|entry| entry.meta().nbytes()).sum()
     }

@@ -5,8 +5,8 @@ use std::path::Path;
 use tssd_format::safetensors::{Export, Header};
 use tssd_format::{Archive, ArchiveWriter, Blob, Error, Options};
 
-use super::same::Same;
-use super::{Verdict, note_of, verdict_of};
+use super::same::CompareWriter;
+use super::{Verdict, difference_note, verdict_from_error};
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 
@@ -14,16 +14,16 @@ use crate::failure::{Failure, Result};
 pub(super) fn check(path: &Path, file: &dyn Blob, console: Console) -> Result<Verdict> {
     let archive = match pack(file) {
         Ok(archive) => archive,
-        Err(error) => return verdict_of(path, &error),
+        Err(error) => return verdict_from_error(path, &error),
     };
-    let mut comparer = Same::to(file);
+    let mut comparer = CompareWriter::new(file);
     let bar = console.bytes_bar("comparing", file.size().unwrap_or_default());
     let result = unpack(&archive, &mut bar.wrap_write(&mut comparer));
     bar.finish_and_clear();
     match result {
-        Ok(()) if comparer.is_whole() => Ok(Verdict::identical()),
-        Err(error) if comparer.difference().is_none() => Err(Failure::format(path, &error)),
-        _ => Ok(Verdict::lossy([note_of(&comparer)])),
+        Ok(()) if comparer.is_complete() => Ok(Verdict::identical()),
+        Err(error) if comparer.first_difference().is_none() => Err(Failure::format(path, &error)),
+        _ => Ok(Verdict::lossy([difference_note(&comparer)])),
     }
 }
 

@@ -5,25 +5,25 @@ use std::io::{self, Write};
 use tssd_format::Blob;
 
 /// A writer that compares the written bytes with a file. The first different byte is an error.
-pub(super) struct Same<'a> {
+pub(super) struct CompareWriter<'a> {
     file: &'a dyn Blob,
     position: u64,
     difference: Option<u64>,
     buffer: Vec<u8>,
 }
 
-impl<'a> Same<'a> {
-    pub(super) fn to(file: &'a dyn Blob) -> Self {
+impl<'a> CompareWriter<'a> {
+    pub(super) fn new(file: &'a dyn Blob) -> Self {
         Self { file, position: 0, difference: None, buffer: Vec::new() }
     }
 
     /// Returns whether exactly the bytes of the file were written.
-    pub(super) fn is_whole(&self) -> bool {
+    pub(super) fn is_complete(&self) -> bool {
         self.difference.is_none() && self.file.size().is_ok_and(|size| size == self.position)
     }
 
     /// Returns the offset of the first byte that differs from the file.
-    pub(super) fn difference(&self) -> Option<u64> {
+    pub(super) fn first_difference(&self) -> Option<u64> {
         self.difference
     }
 
@@ -37,7 +37,7 @@ impl<'a> Same<'a> {
     }
 }
 
-impl Write for Same<'_> {
+impl Write for CompareWriter<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let bytes = &bytes[..bytes.len().min(1 << 20)];
         let expected = self.read_expected(bytes.len())?;
@@ -63,7 +63,7 @@ mod tests {
 
     use bytes::Bytes;
 
-    use super::Same;
+    use super::CompareWriter;
 
     #[test]
     fn compare_writer_finds_first_different_byte() {
@@ -75,11 +75,11 @@ mod tests {
             (&[b"abcdef", b"g"], false, Some(6)),
             (&[b"abcdefgh"], false, Some(6)),
         ] {
-            let mut comparer = Same::to(&file);
+            let mut comparer = CompareWriter::new(&file);
             let result = written.iter().try_for_each(|part| comparer.write_all(part));
             assert_eq!(result.is_err(), difference.is_some());
             assert_eq!(
-                (comparer.is_whole(), comparer.difference()),
+                (comparer.is_complete(), comparer.first_difference()),
                 (complete, difference),
                 "{written:?}"
             );

@@ -6,12 +6,12 @@ use serde_json::json;
 use tssd_format::{Layout, Options};
 use tssd_store::{GetOptions, KeyVersion};
 
-use super::{Address, failure};
+use super::{Address, store_failure};
 use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::output::{Output, shown};
-use crate::size::{Size, speed};
+use crate::output::{Output, display_output_path};
+use crate::size::{Size, format_throughput};
 
 /// Get a version of a key from a store, whole, as an archive.
 #[derive(Debug, clap::Args)]
@@ -34,7 +34,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         return Err(Failure::new(Exit::Usage, "get writes archives")
             .help("name the output .tssd, then `tssd unpack` it"));
     }
-    let console = console.beside(&args.output);
+    let console = console.for_output(&args.output);
     let store = args.store.connect()?;
     // Open the output first, so that its errors are reported before the read.
     let bar = console.bytes_bar("writing", 0);
@@ -42,10 +42,11 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let KeyVersion { key, version } = &args.key;
     let spinner = console.spinner(&format!("getting {key}"));
     let options = GetOptions { version: *version, writer: args.writer, ..GetOptions::default() };
-    let (dict, report) = store.get_state_dict(key, &options).map_err(|error| failure(&error))?;
+    let (dict, report) =
+        store.get_state_dict(key, &options).map_err(|error| store_failure(&error))?;
     spinner.finish_and_clear();
 
-    let format_failure = |error| Failure::format(shown(&args.output), &error);
+    let format_failure = |error| Failure::format(display_output_path(&args.output), &error);
     // The writer has allowed opaque leaves in the put, so they are kept.
     let attrs = report.attrs.iter();
     let options = attrs.fold(Options::new().allow_opaque(), |options, (name, value)| {
@@ -58,11 +59,11 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
 
     let line = format!(
         "{}: {key}@{}, {}, read in {:.2} s, {}",
-        shown(&args.output).display(),
+        display_output_path(&args.output).display(),
         report.version,
         Size(file_len),
         report.seconds,
-        speed(report.bytes_transferred, report.seconds),
+        format_throughput(report.bytes_transferred, report.seconds),
     );
     let json = json!({
         "key": key.as_str(),

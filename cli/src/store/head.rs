@@ -2,8 +2,8 @@
 
 use tssd_store::{Key, VersionInfo};
 
-use super::ls::json_of;
-use super::{Address, failure};
+use super::ls::version_json;
+use super::{Address, store_failure};
 use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -32,21 +32,21 @@ pub(crate) struct WatchArgs {
 
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
-    let head = store.head(&args.key).map_err(|error| failure(&error))?;
+    let head = store.head(&args.key).map_err(|error| store_failure(&error))?;
     let Some(head) = head else {
         let key = &args.key;
         return Err(Failure::new(Exit::NotFound, format_args!("key `{key}` has no version"))
             .help("`tssd ls` lists the keys; `tssd watch` waits for the first version"));
     };
-    console.result(head.number, &json_of(&args.key, &head))?;
+    console.result(head.number, &version_json(&args.key, &head))?;
     Ok(Exit::Ok)
 }
 
 pub(crate) fn watch(args: &WatchArgs, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
     for info in store.subscribe(&args.key).take(args.count.unwrap_or(usize::MAX)) {
-        let info = info.map_err(|error| failure(&error))?;
-        console.result(version_line(&args.key, &info), &json_of(&args.key, &info))?;
+        let info = info.map_err(|error| store_failure(&error))?;
+        console.result(version_line(&args.key, &info), &version_json(&args.key, &info))?;
     }
     Ok(Exit::Ok)
 }

@@ -6,7 +6,7 @@ use serde_json::{Value as Json, json};
 use tssd_store::blocking::Store;
 use tssd_store::{Key, VersionInfo};
 
-use super::{Address, failure};
+use super::{Address, store_failure};
 use crate::console::{Console, print, print_json};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -30,7 +30,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         None => newest_versions(&store)?,
     };
     if console.json {
-        let rows: Vec<Json> = rows.iter().map(|(key, info)| json_of(key, info)).collect();
+        let rows: Vec<Json> = rows.iter().map(|(key, info)| version_json(key, info)).collect();
         print_json(&rows.into())?;
         return Ok(Exit::Ok);
     }
@@ -57,7 +57,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
 }
 
 fn versions_of(store: &Store, key: &Key) -> Result<Vec<(Key, VersionInfo)>> {
-    let versions = store.versions(key).map_err(|error| failure(&error))?;
+    let versions = store.versions(key).map_err(|error| store_failure(&error))?;
     if versions.is_empty() {
         return Err(Failure::new(Exit::NotFound, format_args!("key `{key}` has no version"))
             .help("`tssd ls` lists the keys"));
@@ -67,16 +67,16 @@ fn versions_of(store: &Store, key: &Key) -> Result<Vec<(Key, VersionInfo)>> {
 
 fn newest_versions(store: &Store) -> Result<Vec<(Key, VersionInfo)>> {
     let mut rows = Vec::new();
-    for key in store.keys(None).map_err(|error| failure(&error))? {
+    for key in store.keys(None).map_err(|error| store_failure(&error))? {
         // The key may have been deleted between the two calls.
-        if let Some(info) = store.head(&key).map_err(|error| failure(&error))? {
+        if let Some(info) = store.head(&key).map_err(|error| store_failure(&error))? {
             rows.push((key, info));
         }
     }
     Ok(rows)
 }
 
-pub(super) fn json_of(key: &Key, info: &VersionInfo) -> Json {
+pub(super) fn version_json(key: &Key, info: &VersionInfo) -> Json {
     json!({
         "key": key.as_str(),
         "version": info.number,

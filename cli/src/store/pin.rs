@@ -3,7 +3,7 @@
 use serde_json::json;
 use tssd_store::{Key, KeyVersion};
 
-use super::{Address, failure};
+use super::{Address, store_failure};
 use crate::console::{Console, print, print_json};
 use crate::exit::Exit;
 use crate::failure::Result;
@@ -43,7 +43,7 @@ pub(crate) struct PinsArgs {
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
     let KeyVersion { key, version } = &args.key;
-    let number = store.pin(key, *version, &args.label).map_err(|error| failure(&error))?;
+    let number = store.pin(key, *version, &args.label).map_err(|error| store_failure(&error))?;
     let line = format!("`{}` holds {key}@{number}", args.label);
     console.report(line, &json!({"key": key.as_str(), "label": args.label, "version": number}))?;
     Ok(Exit::Ok)
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
 pub(crate) fn unpin(args: &UnpinArgs, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
     let key = &args.key;
-    store.unpin(key, &args.label).map_err(|error| failure(&error))?;
+    store.unpin(key, &args.label).map_err(|error| store_failure(&error))?;
     let line = format!("`{}` holds no version of {key}", args.label);
     console.report(line, &json!({"key": key.as_str(), "label": args.label}))?;
     Ok(Exit::Ok)
@@ -61,7 +61,7 @@ pub(crate) fn unpin(args: &UnpinArgs, console: Console) -> Result<Exit> {
 
 pub(crate) fn pins(args: &PinsArgs, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
-    let pins = store.pins(&args.key).map_err(|error| failure(&error))?;
+    let pins = store.pins(&args.key).map_err(|error| store_failure(&error))?;
     if console.json {
         print_json(&json!(pins))?;
         return Ok(Exit::Ok);

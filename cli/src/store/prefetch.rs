@@ -3,11 +3,11 @@
 use serde_json::json;
 use tssd_store::{GetOptions, KeyVersion};
 
-use super::{Address, failure};
+use super::{Address, store_failure};
 use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::Result;
-use crate::size::{Size, speed};
+use crate::size::{Size, format_throughput};
 
 /// Copy a version into the memory of this host's daemon, ahead of those who will get it by its number.
 #[derive(Debug, clap::Args)]
@@ -23,14 +23,14 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let KeyVersion { key, version } = &args.key;
     let spinner = console.spinner(&format!("fetching {key}"));
     let options = GetOptions { version: *version, ..GetOptions::default() };
-    let report = store.prefetch(key, &[], &options).map_err(|error| failure(&error))?;
+    let report = store.prefetch(key, &[], &options).map_err(|error| store_failure(&error))?;
     spinner.finish_and_clear();
     let line = format!(
         "{key}@{}: {} in {:.2} s, {}",
         report.version,
         Size(report.bytes),
         report.seconds,
-        speed(report.bytes, report.seconds),
+        format_throughput(report.bytes, report.seconds),
     );
     let json = json!({
         "key": key.as_str(),

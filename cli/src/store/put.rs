@@ -8,12 +8,12 @@ use serde_json::json;
 use tssd_format::Compression;
 use tssd_store::{Durability, JobId, KeyVersion, PutOptions};
 
-use super::{Address, failure};
+use super::{Address, store_failure};
 use crate::console::Console;
 use crate::document::Document;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::size::{Size, speed};
+use crate::size::{Size, format_throughput};
 
 /// Put a file into a store, as a new version of a key.
 #[derive(Debug, clap::Args)]
@@ -83,13 +83,17 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let document = Document::open(&args.file)?;
     let dict = document.to_state_dict()?;
     if let Some(keep) = args.keep {
-        store.retain(key, keep).map_err(|error| failure(&error))?;
+        store.retain(key, keep).map_err(|error| store_failure(&error))?;
     }
     let options = PutOptions {
         version: args.key.version,
         writer: args.writer,
         job: args.job.clone().map(JobId),
-        attrs: if document.is_set() { document.own_attrs() } else { document.attrs() },
+        attrs: if document.is_shard_set() {
+            document.attrs_without_version()
+        } else {
+            document.attrs()
+        },
         rewind: args.rewind,
         allow_opaque: args.allow_opaque,
         compression: if args.zstd { Compression::ShuffledZstd } else { Compression::None },
@@ -102,7 +106,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         timeout: args.timeout,
         ..PutOptions::default()
     };
-    let report = store.put_state_dict(key, &dict, &options).map_err(|error| failure(&error))?;
+    let report =
+        store.put_state_dict(key, &dict, &options).map_err(|error| store_failure(&error))?;
     spinner.finish_and_clear();
 
     let state = if report.visible {
@@ -115,7 +120,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         report.version,
         Size(report.bytes),
         report.seconds,
-        speed(report.bytes, report.seconds),
+        format_throughput(report.bytes, report.seconds),
     );
     let json = json!({
         "key": key.as_str(),

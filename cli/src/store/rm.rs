@@ -3,11 +3,11 @@
 use serde_json::json;
 use tssd_store::KeyVersion;
 
-use super::{Address, failure};
+use super::{Address, store_failure};
 use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::size::count;
+use crate::size::pluralize;
 
 /// Delete a version of a key, or all of its versions. Their numbers are not used again, unless all that
 /// was put was in memory and the daemon starts anew.
@@ -23,13 +23,13 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
     let KeyVersion { key, version } = &args.key;
-    let deleted = store.delete(key, *version).map_err(|error| failure(&error))?;
+    let deleted = store.delete(key, *version).map_err(|error| store_failure(&error))?;
     if deleted == 0 {
         let at = version.map(|version| format!("@{version}")).unwrap_or_default();
         return Err(Failure::new(Exit::NotFound, format_args!("there is no {key}{at}"))
             .help("`tssd ls` lists the keys, `tssd ls KEY` its versions"));
     }
-    let line = format!("{key}: {} deleted", count(deleted, "version"));
+    let line = format!("{key}: {} deleted", pluralize(deleted, "version"));
     console.report(line, &json!({ "key": key.as_str(), "deleted": deleted }))?;
     Ok(Exit::Ok)
 }

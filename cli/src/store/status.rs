@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::json;
 use tssd_store::DaemonStatus;
 
-use super::{Address, failure};
+use super::{Address, store_failure};
 use crate::console::{Console, print, print_json};
 use crate::exit::Exit;
 use crate::failure::Result;
@@ -20,7 +20,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let status = args.store.connect()?.status().map_err(|error| failure(&error))?;
+    let status = args.store.connect()?.status().map_err(|error| store_failure(&error))?;
     if console.json {
         print_json(&json!(status))?;
         return Ok(Exit::Ok);

@@ -9,8 +9,8 @@ use pyo3::types::{PyCapsule, PyDict};
 use pyo3::{ffi, intern, prelude::*};
 use tssd_format::{Dtype, TensorMeta};
 
-use super::{CPU, CUDA, CUDA_MANAGED, TYPES, Tensor};
-use crate::error::{Refusal, Result};
+use super::{CPU, CUDA, CUDA_MANAGED, DLPACK_DTYPES, Tensor};
+use crate::error::{BindingError, Result};
 
 /// Major version of the structs below. Later minor versions only append fields.
 const MAJOR_VERSION: u32 = 1;
@@ -74,10 +74,10 @@ impl Drop for ManagedPtr {
 }
 
 /// A tensor imported from another framework.
-pub(crate) struct Borrowed {
+pub(crate) struct ImportedTensor {
     pub(crate) meta: TensorMeta,
     /// Address of element 0.
-    pub(crate) start: usize,
+    pub(crate) address: usize,
     /// Whether the memory is on a GPU.
     ///
     /// If so, its content is complete once the default stream has done its queued work.
@@ -91,7 +91,7 @@ pub(crate) struct Borrowed {
 /// Imports the tensor of an object that supports DLPack.
 ///
 /// Returns `None` if the object does not support DLPack, is a class, or is neither in host memory nor on a CUDA device.
-pub(crate) fn borrow(object: &Bound<'_, PyAny>) -> Result<Option<Borrowed>> {
+pub(crate) fn import_tensor(object: &Bound<'_, PyAny>) -> Result<Option<ImportedTensor>> {
     let py = object.py();
     let Some(device) = object.getattr_opt(intern!(py, "__dlpack_device__"))? else {
         return Ok(None);
@@ -129,7 +129,9 @@ pub(crate) fn borrow(object: &Bound<'_, PyAny>) -> Result<Option<Borrowed>> {
             let managed = unsafe { managed.as_ref() };
             if managed.major != MAJOR_VERSION {
                 let text = format!("it speaks version {} of DLPack", managed.major);
-                return Err(Refusal::leaf(text, "convert it to a tensor of torch").into());
+                return Err(
+                    BindingError::untyped_leaf(text, "convert it to a tensor of torch").into()
+                );
             }
             (&managed.tensor, managed.flags & READ_ONLY == 0)
         }
@@ -141,7 +143,13 @@ pub(crate) fn borrow(object: &Bound<'_, PyAny>) -> Result<Option<Borrowed>> {
         // Readers rebuild the pointer from its address.
         tensor.data.expose_provenance();
     }
-    Ok(Some(Borrowed { meta, start, is_cuda, is_writable, owner: Box::new(managed_ptr) }))
+    Ok(Some(ImportedTensor {
+        meta,
+        address: start,
+        is_cuda,
+        is_writable,
+        owner: Box::new(managed_ptr),
+    }))
 }
 
 /// Takes the tensor out of a capsule, and marks the capsule as consumed.
@@ -168,7 +176,10 @@ fn consume_capsule(capsule: &Bound<'_, PyCapsule>) -> Result<ManagedPtr> {
         return Ok(ManagedPtr::Versioned(managed.cast()));
     }
     let managed = take_pointer(capsule, c"dltensor", c"used_dltensor").ok_or_else(|| {
-        Refusal::leaf("its `__dlpack__` gave no tensor", "convert it to a tensor of torch")
+        BindingError::untyped_leaf(
+            "its `__dlpack__` gave no tensor",
+            "convert it to a tensor of torch",
+        )
     })?;
     Ok(ManagedPtr::Unversioned(managed.cast()))
 }
@@ -177,7 +188,7 @@ fn tensor_meta(tensor: &Tensor) -> Result<TensorMeta> {
     let (code, bits, lanes) = (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
     let dtype = find_dtype(code, bits).filter(|_| lanes == 1).ok_or_else(|| {
         let text = format!("DLPack's type {code} of {bits} bits in {lanes} lanes is no dtype");
-        Refusal::leaf(text, "convert the array first")
+        BindingError::untyped_leaf(text, "convert the array first")
     })?;
     let ndim = usize::try_from(tensor.ndim).unwrap_or(0);
     let read_dims = |at: *const i64| -> Result<Option<Vec<u64>>> {
@@ -190,12 +201,12 @@ fn tensor_meta(tensor: &Tensor) -> Result<TensorMeta> {
         // SAFETY: dlpack.h requires that `shape` and `strides`, unless null, point to `ndim` numbers.
         let dims = unsafe { std::slice::from_raw_parts(at, ndim) };
         let dims: Option<Vec<u64>> = dims.iter().map(|dim| u64::try_from(*dim).ok()).collect();
-        Ok(Some(
-            dims.ok_or_else(|| Refusal::leaf("it runs backwards", "give a contiguous copy of it"))?,
-        ))
+        Ok(Some(dims.ok_or_else(|| {
+            BindingError::untyped_leaf("it runs backwards", "give a contiguous copy of it")
+        })?))
     };
-    let shape =
-        read_dims(tensor.shape)?.ok_or_else(|| Refusal::leaf("it has no shape", "convert it"))?;
+    let shape = read_dims(tensor.shape)?
+        .ok_or_else(|| BindingError::untyped_leaf("it has no shape", "convert it"))?;
     let meta = TensorMeta::new(dtype, &shape)?;
     Ok(match read_dims(tensor.strides)? {
         Some(strides) => meta.with_strides(&strides)?,
@@ -206,5 +217,5 @@ fn tensor_meta(tensor: &Tensor) -> Result<TensorMeta> {
 fn find_dtype(code: u8, bits: u8) -> Option<Dtype> {
     let matches =
         |(_, entry_code, entry_bits): &&(Dtype, u8, u8)| (*entry_code, *entry_bits) == (code, bits);
-    TYPES.iter().find(matches).map(|(dtype, ..)| *dtype)
+    DLPACK_DTYPES.iter().find(matches).map(|(dtype, ..)| *dtype)
 }

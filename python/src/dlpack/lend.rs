@@ -9,9 +9,9 @@ use pyo3::prelude::*;
 use smallvec::SmallVec;
 use tssd_format::TensorMeta;
 
-use super::{CPU, DataType, Device, OLD, TYPES, Tensor};
+use super::{CPU, DLPACK_DTYPES, DataType, Device, LEGACY_DTYPE_COUNT, Tensor};
 use crate::error::Result;
-use crate::memory::Block;
+use crate::memory::MemoryBlock;
 
 const CAPSULE_NAME: &CStr = c"dltensor";
 /// `DLManagedTensor` of dlpack.h, followed by what it owns.
@@ -22,19 +22,20 @@ struct ManagedTensor {
     deleter: Option<unsafe extern "C" fn(*mut ManagedTensor)>,
     /// The shape, followed by the strides unless the tensor is row-major.
     dims: SmallVec<[i64; 8]>,
-    _block: Block,
+    _block: MemoryBlock,
 }
 
 /// Exports a block as a DLPack capsule.
 ///
 /// The tensor spans all bytes of the block, and the consumer may write to it. The outer `Err` returns the block if the
 /// tensor does not span exactly its bytes, or if an old torch may not support the dtype.
-pub(crate) fn capsule<'py>(
+pub(crate) fn export_capsule<'py>(
     py: Python<'py>,
-    block: Block,
+    block: MemoryBlock,
     meta: &TensorMeta,
-) -> Result<Result<Bound<'py, PyAny>>, Block> {
-    let entry = TYPES[..OLD].iter().find(|(dtype, ..)| *dtype == meta.dtype());
+) -> Result<Result<Bound<'py, PyAny>>, MemoryBlock> {
+    let entry =
+        DLPACK_DTYPES[..LEGACY_DTYPE_COUNT].iter().find(|(dtype, ..)| *dtype == meta.dtype());
     let Some((_, code, bits)) = entry.filter(|_| meta.span_bytes() == to_u64(block.len())) else {
         return Err(block);
     };
@@ -47,7 +48,7 @@ fn to_u64(len: usize) -> u64 {
 
 fn new_capsule<'py>(
     py: Python<'py>,
-    block: Block,
+    block: MemoryBlock,
     meta: &TensorMeta,
     dtype: DataType,
 ) -> Result<Bound<'py, PyAny>> {

@@ -12,23 +12,23 @@ use pyo3::prelude::*;
 use tokio::runtime::{Builder, Runtime};
 use tssd_store::{ConnectOptions, GetReport, Opened, Store, Target};
 
-use crate::error::{Failure, Refusal, Result};
-use crate::interrupt::{EVERY, Interrupt};
+use crate::error::{BindingError, Failure, Result};
+use crate::interrupt::{InterruptCheck, SIGNAL_CHECK_INTERVAL};
 
 /// A connection to a store, with the tokio runtime that drives it.
 ///
 /// Only the process that opened it can use it: a fork does not copy the threads of the runtime.
-pub(crate) struct Connected {
+pub(crate) struct Connection {
     /// The ID of the process that opened the connection.
-    pub(super) process: u32,
+    pub(super) process_id: u32,
     pub(crate) store: ManuallyDrop<Store>,
     pub(crate) runtime: ManuallyDrop<Runtime>,
 }
 
-impl Drop for Connected {
+impl Drop for Connection {
     #[expect(unsafe_code, reason = "what was forked is left alone")]
     fn drop(&mut self) {
-        if self.process != std::process::id() {
+        if self.process_id != std::process::id() {
             // The threads of the runtime are not in this process: waiting for them would never end.
             return;
         }
@@ -44,7 +44,7 @@ impl Drop for Connected {
     }
 }
 
-impl Connected {
+impl Connection {
     /// Opens a connection to the store at `url`, within `options.timeout`.
     pub(super) fn new(url: &str, options: &ConnectOptions) -> Result<Arc<Self>> {
         let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build();
@@ -53,12 +53,12 @@ impl Connected {
             let create = Store::create_with(url, options);
             let timed_out = |_| {
                 let text = format!("`{url}` has not answered within {:?}", options.timeout);
-                Failure::from(Refusal::new("unreachable", text))
+                Failure::from(BindingError::new("unreachable", text))
             };
             Ok(tokio::time::timeout(options.timeout, create).await.map_err(timed_out)??)
         };
         let store: Result<Store> =
-            Patience::new(None).and_then(|deadline| block_on(&runtime, &deadline, pin!(connect)));
+            Deadline::new(None).and_then(|deadline| block_on(&runtime, &deadline, pin!(connect)));
         let store = match store {
             Ok(store) => store,
             Err(error) => {
@@ -68,14 +68,14 @@ impl Connected {
             }
         };
         let (store, runtime) = (ManuallyDrop::new(store), ManuallyDrop::new(runtime));
-        Ok(Arc::new(Self { process: std::process::id(), store, runtime }))
+        Ok(Arc::new(Self { process_id: std::process::id(), store, runtime }))
     }
 
     /// Returns whether this process can use the connection.
     ///
     /// False in a process that was forked since, and after the connection to the daemon is lost.
     pub(super) fn is_usable(&self) -> bool {
-        self.process == std::process::id() && self.store.is_connected()
+        self.process_id == std::process::id() && self.store.is_connected()
     }
 
     /// Runs `work` to completion. Ctrl-C, cancellation and `timeout`, in seconds, end it early.
@@ -84,7 +84,7 @@ impl Connected {
     ///
     /// Those of `work`; `invalid` in a process that was forked since; `timeout` after the timeout; and the exception
     /// that a signal handler raises.
-    pub(crate) fn run<T>(
+    pub(crate) fn block_on<T>(
         &self,
         py: Python<'_>,
         timeout: Option<f64>,
@@ -93,11 +93,11 @@ impl Connected {
     where
         T: Send,
     {
-        if self.process != std::process::id() {
+        if self.process_id != std::process::id() {
             let text = "it was opened before this process was forked";
-            return Err(Refusal::new("invalid", text).advice("open it again").into());
+            return Err(BindingError::new("invalid", text).advice("open it again").into());
         }
-        let deadline = Patience::new(timeout)?;
+        let deadline = Deadline::new(timeout)?;
         py.detach(|| block_on(&self.runtime, &deadline, pin!(async { Ok(work.await?) })))
     }
 
@@ -106,7 +106,7 @@ impl Connected {
         &self,
         reader: &Opened,
         targets: &mut [Target<'_>],
-        deadline: &Patience,
+        deadline: &Deadline,
     ) -> Result<GetReport> {
         let _guard = self.runtime.enter();
         reader.fill_while(targets, || deadline.check())
@@ -118,7 +118,7 @@ impl Connected {
 /// A timer for these checks would have to wake up the thread of the runtime each time.
 fn block_on<T>(
     runtime: &Runtime,
-    deadline: &Patience,
+    deadline: &Deadline,
     mut work: Pin<&mut impl Future<Output = Result<T>>>,
 ) -> Result<T> {
     let _guard = runtime.enter();
@@ -129,7 +129,7 @@ fn block_on<T>(
             return result;
         }
         // The first check comes after `EVERY`: short work, such as most puts, completes rather than being cancelled.
-        if last_check.elapsed() >= EVERY {
+        if last_check.elapsed() >= SIGNAL_CHECK_INTERVAL {
             deadline.interrupt.check()?;
             last_check = Instant::now();
         }
@@ -138,17 +138,17 @@ fn block_on<T>(
 }
 
 /// The end of a wait: an interrupt, or a timeout.
-pub(super) struct Patience {
-    interrupt: Interrupt,
+pub(super) struct Deadline {
+    interrupt: InterruptCheck,
     timeout: Option<Duration>,
     started: Instant,
 }
 
-impl Patience {
+impl Deadline {
     /// Starts now, and ends after `timeout` seconds. `None`: there is no timeout.
     pub(super) fn new(timeout: Option<f64>) -> Result<Self> {
-        let timeout = timeout.map(seconds).transpose()?;
-        Ok(Self { interrupt: Interrupt::new(), timeout, started: Instant::now() })
+        let timeout = timeout.map(parse_seconds).transpose()?;
+        Ok(Self { interrupt: InterruptCheck::new(), timeout, started: Instant::now() })
     }
 
     /// Returns an error if the call was interrupted, or if the timeout has passed.
@@ -163,12 +163,12 @@ impl Patience {
     ///
     /// `timeout` if the timeout has passed.
     fn remaining(&self) -> Result<Duration> {
-        let Some(timeout) = self.timeout else { return Ok(EVERY) };
+        let Some(timeout) = self.timeout else { return Ok(SIGNAL_CHECK_INTERVAL) };
         let remaining = timeout.checked_sub(self.started.elapsed()).ok_or_else(|| {
             let text = format!("it has not happened within {timeout:?}");
-            Failure::from(Refusal::new("timeout", text))
+            Failure::from(BindingError::new("timeout", text))
         })?;
-        Ok(remaining.min(EVERY))
+        Ok(remaining.min(SIGNAL_CHECK_INTERVAL))
     }
 }
 
@@ -182,7 +182,7 @@ impl Wake for ThreadWaker {
 }
 
 /// Converts seconds to a duration. A negative, too large or NaN number is a `ValueError`.
-pub(crate) fn seconds(seconds: f64) -> Result<Duration> {
+pub(crate) fn parse_seconds(seconds: f64) -> Result<Duration> {
     let duration = Duration::try_from_secs_f64(seconds);
     Ok(duration.map_err(|error| PyValueError::new_err(format!("{seconds} seconds: {error}")))?)
 }

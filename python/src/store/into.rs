@@ -8,32 +8,32 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 use tssd_format::{
-    Container, Dtype, MapKey, MAX_DEPTH, Node, ObjectPath, ShardSpec, Step, ContentKind, Tensor,
+    Container, ContentKind, Dtype, MAX_DEPTH, MapKey, Node, ObjectPath, ShardSpec, Step, Tensor,
     TensorFlags, TensorMeta, Value,
 };
 use tssd_gpu::CopyStats;
 use tssd_store::{GetOptions, GetReport, Opened, ReceiveReport, Receiver, Target, TargetMemory};
 
-use super::connected::{Connected, Patience};
-use super::version::{Reading, Version, global_shape};
-use crate::device::{Devices, Window};
-use crate::error::{Failure, Refusal, Result};
+use super::connected::{Connection, Deadline};
+use super::version::{LoadedTree, ReadOptions, global_shape};
+use crate::device::{DeviceRegions, DeviceTarget};
+use crate::error::{BindingError, Failure, Result};
 use crate::local::is_floating;
-use crate::object::{Framework, Maker};
-use crate::value::{Lender, Staged, fields_of, key_of};
+use crate::object::{Framework, ObjectBuilder};
+use crate::value::{StagingPairs, TargetImporter, namedtuple_fields, to_map_key};
 
 /// A batch is filled once its staging tensors have this many bytes.
 const BATCH_STAGED_BYTES: u64 = 512 << 20;
 
 /// Options of a read into the caller's tensors.
 #[derive(Clone, Copy)]
-pub(crate) struct Allowed {
+pub(crate) struct FillOptions {
     /// Whether `into` must have exactly the tensors of the version.
     pub(crate) strict: bool,
     /// Whether floating dtypes may differ.
     pub(crate) cast: bool,
     /// Whether pickled leaves are unpickled.
-    pub(crate) pickle: bool,
+    pub(crate) allow_pickle: bool,
 }
 
 /// The differences between `into` and the version that the options allow. All names are fqns.
@@ -48,10 +48,10 @@ pub(crate) struct Differences {
 }
 
 /// The result of filling tensors.
-pub(crate) struct Filled {
+pub(crate) struct FillResult {
     pub(crate) report: GetReport,
     /// The copies to devices. `None` if there were none.
-    pub(crate) copied: Option<CopyStats>,
+    pub(crate) copy_stats: Option<CopyStats>,
 }
 
 /// A tensor in `into`.
@@ -74,7 +74,7 @@ struct Slot<'py> {
 
 /// A visitor that collects the leaves of a nested object.
 struct LeafCollector<'a, 'py> {
-    lender: &'a Lender<'py>,
+    lender: &'a TargetImporter<'py>,
     path: Vec<Step>,
     tensors: Vec<Leaf<'py>>,
     slots: Vec<Slot<'py>>,
@@ -84,7 +84,7 @@ struct LeafCollector<'a, 'py> {
 type Parent<'a, 'py> = Option<(&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>)>;
 
 impl<'a, 'py> LeafCollector<'a, 'py> {
-    fn collect(lender: &'a Lender<'py>, into: &Bound<'py, PyAny>) -> Result<Self> {
+    fn collect(lender: &'a TargetImporter<'py>, into: &Bound<'py, PyAny>) -> Result<Self> {
         let mut leaves = Self { lender, path: Vec::new(), tensors: Vec::new(), slots: Vec::new() };
         leaves.visit(into, None)?;
         Ok(leaves)
@@ -92,18 +92,22 @@ impl<'a, 'py> LeafCollector<'a, 'py> {
 
     fn visit(&mut self, object: &Bound<'py, PyAny>, parent: Parent<'_, 'py>) -> Result<()> {
         if self.path.len() > MAX_DEPTH {
-            return Err(Refusal::leaf("`into` is nested too deeply", "make it flatter").into());
+            return Err(BindingError::untyped_leaf(
+                "`into` is nested too deeply",
+                "make it flatter",
+            )
+            .into());
         }
         if let Ok(dict) = object.cast::<PyDict>() {
             for item in dict.items().iter() {
                 let (name, value) = (item.get_item(0)?, item.get_item(1)?);
-                let key: MapKey =
-                    key_of(&name, MAX_DEPTH).map_err(|error| error.at(&self.current_path()))?;
+                let key: MapKey = to_map_key(&name, MAX_DEPTH)
+                    .map_err(|error| error.with_path(&self.current_path()))?;
                 self.visit_child(Step::Key(key), &value, Some((object, &name)))?;
             }
             return Ok(());
         }
-        if let Some(fields) = fields_of(object)? {
+        if let Some(fields) = namedtuple_fields(object)? {
             let values = object.cast::<PyTuple>()?;
             for (field, value) in fields.into_iter().zip(values.iter()) {
                 self.visit_child(Step::Key(MapKey::Str(field)), &value, None)?;
@@ -123,11 +127,11 @@ impl<'a, 'py> LeafCollector<'a, 'py> {
             }
             return Ok(());
         }
-        self.visit_leaf(object, parent).map_err(|error| error.at(&self.current_path()))
+        self.visit_leaf(object, parent).map_err(|error| error.with_path(&self.current_path()))
     }
 
     fn visit_leaf(&mut self, object: &Bound<'py, PyAny>, parent: Parent<'_, 'py>) -> Result<()> {
-        let (found, fqn) = (self.lender.look(object)?, || self.current_path().fqn());
+        let (found, fqn) = (self.lender.dtype_and_shape(object)?, || self.current_path().fqn());
         match (found, parent) {
             (Some((dtype, shape)), _) => {
                 let leaf = Leaf { fqn: fqn(), object: object.clone(), dtype, shape };
@@ -167,25 +171,25 @@ impl<'a, 'py> LeafCollector<'a, 'py> {
 /// # Errors
 ///
 /// All differences that `options` does not allow, in one error, before the first byte of a tensor is written.
-pub(crate) fn fill_all(
-    connection: &Connected,
+pub(crate) fn fill_state_dict(
+    connection: &Connection,
     reader: &Opened,
     into: &Bound<'_, PyAny>,
-    options: Allowed,
-    (timeout, deadline): (Option<f64>, &Patience),
-) -> Result<(Filled, Differences)> {
+    options: FillOptions,
+    (timeout, deadline): (Option<f64>, &Deadline),
+) -> Result<(FillResult, Differences)> {
     let py = into.py();
-    let mut lender = Lender::new(py)?;
+    let mut lender = TargetImporter::new(py)?;
     let LeafCollector { tensors, slots, .. } = LeafCollector::collect(&lender, into)?;
     let stored = reader.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
     let (leaves, differences) = match_leaves(tensors, &stored, options)?;
     let plain = slots.iter().filter_map(|slot| {
-        let node = stored.get(&slot.fqn).filter(|node| is_plain(node, options.pickle))?;
+        let node = stored.get(&slot.fqn).filter(|node| is_plain(node, options.allow_pickle))?;
         Some((Step::Key(MapKey::Str(slot.fqn.as_str().into())), Node::clone(node)))
     });
-    let read_options = Reading { timeout, ..Reading::default() };
+    let read_options = ReadOptions { timeout, ..ReadOptions::default() };
     let values =
-        read_values(py, (connection, reader), plain.collect(), read_options, options.pickle)?;
+        read_values(py, (connection, reader), plain.collect(), read_options, options.allow_pickle)?;
     let filled = fill_leaves(py, connection, reader, deadline, &mut lender, leaves)?;
     for Slot { fqn, container, key } in slots {
         if let Some(value) = values.get_item(fqn)? {
@@ -198,25 +202,28 @@ pub(crate) fn fill_all(
 /// Reads leaves that are not tensors. Returns a dict of fqns to values.
 fn read_values<'py>(
     py: Python<'py>,
-    (connection, reader): (&Connected, &Opened),
+    (connection, reader): (&Connection, &Opened),
     leaves: Vec<(Step, Node)>,
-    options: Reading,
+    options: ReadOptions,
     allow_pickle: bool,
 ) -> Result<Bound<'py, PyDict>> {
     if leaves.is_empty() {
         return Ok(PyDict::new(py));
     }
     let root = Arc::new(Node::Container(Container::Dict, leaves));
-    let version = Version::read(py, connection, reader, root, options)?;
+    let version = LoadedTree::read(py, connection, reader, root, options)?;
     // None of the leaves is a tensor of torch. Values such as `torch.dtype` are made by torch regardless.
-    let maker = Maker::new(py, &version, &version, Framework::Numpy).allow_pickle(allow_pickle);
-    Ok(maker.state_dict()?.cast_into()?)
+    let maker =
+        ObjectBuilder::new(py, &version, &version, Framework::Numpy).allow_pickle(allow_pickle);
+    Ok(maker.build_state_dict()?.cast_into()?)
 }
 
 /// Returns whether a stored leaf is not a tensor, and may be read.
 fn is_plain(node: &Node, allow_pickle: bool) -> bool {
     match node {
-        Node::Leaf(Value::Opaque { .. }) | Node::StoredLeaf(ContentKind::Opaque(_), _) => allow_pickle,
+        Node::Leaf(Value::Opaque { .. }) | Node::StoredLeaf(ContentKind::Opaque(_), _) => {
+            allow_pickle
+        }
         Node::Leaf(_) | Node::StoredLeaf(..) => true,
         Node::Tensors(_) => !is_tensor(node),
         Node::Container(..) => false,
@@ -224,25 +231,31 @@ fn is_plain(node: &Node, allow_pickle: bool) -> bool {
 }
 
 /// Fills one tensor with the stored tensor of an fqn.
-pub(crate) fn fill_one(
-    connection: &Connected,
+pub(crate) fn fill_tensor(
+    connection: &Connection,
     reader: &Opened,
     into: &Bound<'_, PyAny>,
     fqn: &str,
-    deadline: &Patience,
+    deadline: &Deadline,
 ) -> Result<()> {
-    let mut lender = Lender::new(into.py())?;
-    let (dtype, shape) = lender.look(into)?.ok_or_else(|| {
-        Refusal::leaf("`into` is no tensor", "give a tensor, a TensorShard or an array")
+    let mut lender = TargetImporter::new(into.py())?;
+    let (dtype, shape) = lender.dtype_and_shape(into)?.ok_or_else(|| {
+        BindingError::untyped_leaf(
+            "`into` is no tensor",
+            "give a tensor, a TensorShard or an array",
+        )
     })?;
     let (_, node) = reader.leaf(fqn)?;
     if !matches!(node, Node::Tensors(_)) {
-        return Err(Refusal::new("WrongType", format!("`{fqn}` is no tensor")).into());
+        return Err(BindingError::new("WrongType", format!("`{fqn}` is no tensor")).into());
     }
     let leaf = Leaf { fqn: fqn.to_owned(), object: into.clone(), dtype, shape };
     let stored = BTreeMap::from([(fqn.to_owned(), &node)]);
-    let (leaves, _) =
-        match_leaves(vec![leaf], &stored, Allowed { strict: false, cast: false, pickle: false })?;
+    let (leaves, _) = match_leaves(
+        vec![leaf],
+        &stored,
+        FillOptions { strict: false, cast: false, allow_pickle: false },
+    )?;
     fill_leaves(into.py(), connection, reader, deadline, &mut lender, leaves)?;
     Ok(())
 }
@@ -264,7 +277,7 @@ type MatchedLeaves<'py> = (Vec<(Leaf<'py>, Dtype)>, Differences);
 fn match_leaves<'py>(
     leaves: Vec<Leaf<'py>>,
     stored: &BTreeMap<String, &Node>,
-    options: Allowed,
+    options: FillOptions,
 ) -> Result<MatchedLeaves<'py>> {
     let mut differences = Differences::default();
     let mut mismatches: Vec<(&str, &'static str, String)> = Vec::new();
@@ -320,8 +333,8 @@ const MAX_SHOWN: usize = 10;
 fn mismatch_error(
     fqn: &str,
     mismatches: &[(&str, &'static str, String)],
-    options: Allowed,
-) -> Refusal {
+    options: FillOptions,
+) -> BindingError {
     let mut shown: Vec<&str> =
         mismatches.iter().take(MAX_SHOWN).map(|(.., text)| text.as_str()).collect();
     let others = format!("and {} more", mismatches.len().saturating_sub(MAX_SHOWN));
@@ -343,7 +356,7 @@ fn mismatch_error(
     } else {
         "say strict=False to fill what both have"
     };
-    Refusal::new(kind, shown.join("; ")).advice(advice).of(fqn)
+    BindingError::new(kind, shown.join("; ")).advice(advice).with_fqn(fqn)
 }
 
 /// Tensors that are filled together.
@@ -353,16 +366,21 @@ struct Batch<'py> {
     /// The caller's objects that `targets` belong to.
     objects: Vec<Bound<'py, PyAny>>,
     /// The caller's tensors that cannot be filled directly, each with its staging tensor.
-    staged: Staged<'py>,
+    staged: StagingPairs<'py>,
     /// The size of the staging tensors.
     staged_bytes: u64,
 }
 
 impl<'py> Batch<'py> {
     /// Adds a leaf, to be filled with elements of the stored dtype.
-    fn add(&mut self, lender: &mut Lender<'py>, leaf: Leaf<'py>, stored: Dtype) -> Result<()> {
-        let lent = lender.lend(&leaf.object, stored);
-        let (lent, staged) = lent.map_err(|error| error.of(&leaf.fqn))?;
+    fn add(
+        &mut self,
+        lender: &mut TargetImporter<'py>,
+        leaf: Leaf<'py>,
+        stored: Dtype,
+    ) -> Result<()> {
+        let lent = lender.import_targets(&leaf.object, stored);
+        let (lent, staged) = lent.map_err(|error| error.with_fqn(&leaf.fqn))?;
         if !staged.is_empty() {
             let bytes = lent.iter().map(|(tensor, _)| tensor.meta().nbytes());
             self.staged_bytes += bytes.sum::<u64>();
@@ -379,12 +397,12 @@ impl<'py> Batch<'py> {
 /// Fills leaves, in batches of about [`BATCH_STAGED_BYTES`] of staging tensors.
 fn fill_leaves<'py>(
     py: Python<'py>,
-    connection: &Connected,
+    connection: &Connection,
     reader: &Opened,
-    deadline: &Patience,
-    lender: &mut Lender<'py>,
+    deadline: &Deadline,
+    lender: &mut TargetImporter<'py>,
     leaves: Vec<(Leaf<'py>, Dtype)>,
-) -> Result<Filled> {
+) -> Result<FillResult> {
     let mut report = reader.report();
     let mut batch = Batch::default();
     for (leaf, stored) in leaves {
@@ -398,7 +416,7 @@ fn fill_leaves<'py>(
     let last = reader.report();
     (report.bytes_received, report.bytes_verified) = (last.bytes_received, last.bytes_verified);
     report.seconds = last.seconds;
-    Ok(Filled { report, copied: lender.devices().copies().copied() })
+    Ok(FillResult { report, copy_stats: lender.devices().copy_stats().snapshot() })
 }
 
 impl Batch<'_> {
@@ -406,9 +424,9 @@ impl Batch<'_> {
     fn fill(
         self,
         py: Python<'_>,
-        connection: &Connected,
+        connection: &Connection,
         reader: &Opened,
-        deadline: &Patience,
+        deadline: &Deadline,
         report: &mut GetReport,
     ) -> Result<()> {
         let rounds = split_into_rounds(self.targets);
@@ -429,7 +447,7 @@ impl Batch<'_> {
 /// Copies staging tensors to the caller's tensors, and reports all filled tensors to torch's autograd.
 fn finish_fill<'py>(
     py: Python<'py>,
-    staged: &Staged<'py>,
+    staged: &StagingPairs<'py>,
     objects: Vec<Bound<'py, PyAny>>,
 ) -> Result<()> {
     for (object, staged) in staged {
@@ -447,7 +465,10 @@ fn finish_fill<'py>(
 }
 
 /// Returns a batch with all tensors of a nested object.
-fn collect_batch<'py>(into: &Bound<'py, PyAny>, lender: &mut Lender<'py>) -> Result<Batch<'py>> {
+fn collect_batch<'py>(
+    into: &Bound<'py, PyAny>,
+    lender: &mut TargetImporter<'py>,
+) -> Result<Batch<'py>> {
     let leaves = LeafCollector::collect(lender, into)?;
     let mut batch = Batch::default();
     for leaf in leaves.tensors {
@@ -459,31 +480,31 @@ fn collect_batch<'py>(into: &Bound<'py, PyAny>, lender: &mut Lender<'py>) -> Res
 }
 
 /// Returns the UUID of the GPU that all tensors are on. `None` if they are in the host's memory.
-pub(crate) fn device_of(into: &Bound<'_, PyAny>) -> Result<Option<String>> {
-    let mut lender = Lender::new(into.py())?;
+pub(crate) fn common_device(into: &Bound<'_, PyAny>) -> Result<Option<String>> {
+    let mut lender = TargetImporter::new(into.py())?;
     let batch = collect_batch(into, &mut lender)?;
     // A tensor without elements is on no device.
     let targets = batch.targets.iter().filter(|target| target.meta.numel() > 0);
-    let devices = targets.map(|target| target.window.as_ref().map(Window::device));
+    let devices = targets.map(|target| target.window.as_ref().map(DeviceTarget::device));
     let mut devices: Vec<Option<String>> = devices.collect();
     devices.sort_unstable();
     devices.dedup();
     if devices.len() > 1 {
         let text = "what comes through a ring is on one GPU, or in the host's memory: `into` has tensors of several";
-        return Err(Refusal::new("invalid", text).advice("make a receiver for each").into());
+        return Err(BindingError::new("invalid", text).advice("make a receiver for each").into());
     }
     Ok(devices.pop().flatten())
 }
 
 /// Fills the tensors in a nested object with the next version of a ring.
 pub(crate) fn receive(
-    connection: &Connected,
+    connection: &Connection,
     receiver: &mut Receiver,
     into: &Bound<'_, PyAny>,
     (options, timeout): (&GetOptions, Duration),
 ) -> Result<(ReceiveReport, Option<CopyStats>)> {
     let py = into.py();
-    let mut lender = Lender::new(py)?;
+    let mut lender = TargetImporter::new(py)?;
     let Batch { mut targets, objects, staged, .. } = collect_batch(into, &mut lender)?;
     // Tied tensors are filled once, under the first of their names.
     targets.sort_by_key(|target| (target.start, target.len));
@@ -492,14 +513,14 @@ pub(crate) fn receive(
         |target: &FillTarget, next: &FillTarget| target.start + target.len <= next.start;
     if !targets.is_sorted_by(is_disjoint) {
         let text = "two tensors of `into` have bytes in common, and are not the same";
-        return Err(Refusal::new("invalid", text).advice("receive into others").into());
+        return Err(BindingError::new("invalid", text).advice("receive into others").into());
     }
     let mut store_targets: Vec<Target<'_>> = targets.iter().map(store_target).collect();
     let report =
-        connection.run(py, None, receiver.receive(&mut store_targets, options, timeout))?;
+        connection.block_on(py, None, receiver.receive(&mut store_targets, options, timeout))?;
     drop(store_targets);
     finish_fill(py, &staged, objects)?;
-    Ok((report, lender.devices().copies().copied()))
+    Ok((report, lender.devices().copy_stats().snapshot()))
 }
 
 /// A tensor to fill, or a box of it.
@@ -512,18 +533,18 @@ struct FillTarget {
     /// The length in bytes, gaps between elements included.
     len: usize,
     /// The memory, if it is on a GPU.
-    window: Option<Window>,
+    window: Option<DeviceTarget>,
     /// Keeps the memory allocated.
     _tensor: Tensor,
 }
 
 impl FillTarget {
-    fn new(fqn: String, devices: &Devices, tensor: Tensor, part: Option<ShardSpec>) -> Self {
+    fn new(fqn: String, devices: &DeviceRegions, tensor: Tensor, part: Option<ShardSpec>) -> Self {
         let meta = tensor.meta().clone();
-        let window = devices.window(&tensor);
+        let window = devices.target(&tensor);
         let in_memory = "it is in memory";
         let start = match &window {
-            Some(window) => usize::try_from(window.start).expect(in_memory),
+            Some(window) => usize::try_from(window.address).expect(in_memory),
             None => tensor.view().span().as_ptr().addr(),
         };
         let len = usize::try_from(meta.span_bytes()).expect(in_memory);
@@ -539,8 +560,7 @@ impl FillTarget {
     fn is_same_memory(&self, other: &Self) -> bool {
         self.start == other.start
             && self.meta == other.meta
-            && self.part.as_ref().map(ShardSpec::slice)
-                == other.part.as_ref().map(ShardSpec::slice)
+            && self.part.as_ref().map(ShardSpec::slice) == other.part.as_ref().map(ShardSpec::slice)
     }
 }
 

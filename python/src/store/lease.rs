@@ -8,12 +8,12 @@ use pyo3::types::{PyDict, PyString, PyTuple};
 use tssd_format::{Dtype, Node, TensorSlice as Slice};
 use tssd_store::{Key, Opened};
 
-use super::connected::Connected;
-use super::outline::outline;
-use super::select::chosen;
-use super::version::{Reading, Version};
-use crate::error::{Refusal, Result};
-use crate::index::Index;
+use super::connected::Connection;
+use super::outline::build_outline;
+use super::select::match_names;
+use super::version::{LoadedTree, ReadOptions};
+use crate::error::{BindingError, Result};
+use crate::index::BasicIndex;
 use crate::slice::TensorSlice;
 
 /// An open version, which is read tensor by tensor: see `Store.open`.
@@ -21,7 +21,7 @@ use crate::slice::TensorSlice;
 /// Later puts do not remove the version while this is open, or while a tensor of it is alive.
 #[pyclass(frozen, module = "tssd")]
 pub(crate) struct OpenVersion {
-    connection: Arc<Connected>,
+    connection: Arc<Connection>,
     key: Key,
     version: u64,
     /// `None` once the version is closed.
@@ -33,12 +33,12 @@ pub(crate) struct OpenVersion {
 impl OpenVersion {
     pub(super) fn new(
         py: Python<'_>,
-        connection: Arc<Connected>,
+        connection: Arc<Connection>,
         key: Key,
         reader: Arc<Opened>,
         names: Option<&Bound<'_, PyAny>>,
     ) -> Result<Self> {
-        let selection = names.map(|names| chosen(py, &reader, names)).transpose()?;
+        let selection = names.map(|names| match_names(py, &reader, names)).transpose()?;
         let is_selected = |index: usize| selection.as_ref().is_none_or(|flags| flags[index]);
         let leaves = reader.leaves().iter().enumerate();
         let tensors = leaves
@@ -55,7 +55,7 @@ impl OpenVersion {
     }
 
     /// Returns the reader of the version. An error if the version is not one of `key`, or is closed.
-    pub(super) fn of_key(&self, key: &Key) -> Result<Arc<Opened>> {
+    pub(super) fn reader_for_key(&self, key: &Key) -> Result<Arc<Opened>> {
         if *key != self.key {
             let text =
                 format!("the version that is open is one of key `{}`, not `{key}`", self.key);
@@ -77,10 +77,11 @@ impl OpenVersion {
             if !matches!(leaf, Node::Tensors(_)) {
                 return Err(not_a_tensor(name).into());
             }
-            let options = Reading::default();
-            Version::read_leaf(py, &self.connection, &reader, name, slice, options)?.object(py)
+            let options = ReadOptions::default();
+            LoadedTree::read_leaf(py, &self.connection, &reader, name, slice, options)?
+                .to_object(py)
         };
-        read().map_err(|error| error.of_key(self.key.as_str(), None))
+        read().map_err(|error| error.with_key(self.key.as_str(), None))
     }
 }
 
@@ -121,7 +122,7 @@ impl OpenVersion {
     ///
     /// Raises:
     ///     TssdKeyError: the tensor does not exist.
-    fn get_slice(slf: &Bound<'_, Self>, name: &str) -> Result<LeaseSlice> {
+    fn get_slice(slf: &Bound<'_, Self>, name: &str) -> Result<VersionSlice> {
         let this = slf.get();
         let (_, leaf) = this.reader()?.leaf(name)?;
         let Node::Tensors(references) = leaf else {
@@ -130,12 +131,12 @@ impl OpenVersion {
         let whole = references[0].shard_spec.as_ref().map(|place| place.slice().global_shape());
         let shape = whole.unwrap_or_else(|| references[0].meta.shape()).to_vec();
         let (version, dtype) = (slf.clone().unbind(), references[0].meta.dtype());
-        Ok(LeaseSlice { version, name: name.to_owned(), shape, dtype })
+        Ok(VersionSlice { version, name: name.to_owned(), shape, dtype })
     }
 
     /// Iterates over the tensors, each with its fqn. Each tensor is read when the iterator reaches it.
-    fn items(slf: Py<Self>) -> Items {
-        Items { version: slf, next_index: Mutex::new(0) }
+    fn items(slf: Py<Self>) -> VersionItems {
+        VersionItems { version: slf, next_index: Mutex::new(0) }
     }
 
     /// Returns the whole state dict, without the bytes of its tensors.
@@ -144,13 +145,13 @@ impl OpenVersion {
     /// `names` of `Store.open` has no effect. Arrays of numpy become tensors too, and pickled leaves become bytes.
     /// Ties between tensors are lost.
     fn to_meta<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
-        let dict = outline(py, &self.connection, &*self.reader()?);
-        dict.map_err(|error| error.of_key(self.key.as_str(), None))
+        let dict = build_outline(py, &self.connection, &*self.reader()?);
+        dict.map_err(|error| error.with_key(self.key.as_str(), None))
     }
 
     /// Returns the `metadata` of the put. None if there was none.
     fn metadata<'py>(&self, py: Python<'py>) -> Result<Option<Bound<'py, PyDict>>> {
-        crate::metadata::given(py, self.reader()?.attrs())
+        crate::metadata::from_attrs(py, self.reader()?.attrs())
     }
 
     fn __repr__(&self, py: Python<'_>) -> Result<String> {
@@ -188,13 +189,13 @@ impl OpenVersion {
 
 /// The iterator that `OpenVersion.items` returns.
 #[pyclass(frozen, name = "_Items", module = "tssd")]
-pub(crate) struct Items {
+pub(crate) struct VersionItems {
     version: Py<OpenVersion>,
     next_index: Mutex<usize>,
 }
 
 #[pymethods]
-impl Items {
+impl VersionItems {
     fn __iter__(slf: Py<Self>) -> Py<Self> {
         slf
     }
@@ -213,7 +214,7 @@ impl Items {
 
 /// A tensor of an open version, which is read in parts.
 #[pyclass(frozen, name = "VersionSlice", module = "tssd")]
-pub(crate) struct LeaseSlice {
+pub(crate) struct VersionSlice {
     version: Py<OpenVersion>,
     name: String,
     shape: Vec<u64>,
@@ -221,7 +222,7 @@ pub(crate) struct LeaseSlice {
 }
 
 #[pymethods]
-impl LeaseSlice {
+impl VersionSlice {
     /// Returns the shape of the whole tensor, in elements.
     fn get_shape(&self) -> Vec<u64> {
         self.shape.clone()
@@ -241,14 +242,14 @@ impl LeaseSlice {
     ///     TypeError: an index is an array or a tensor.
     fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let py = index.py();
-        let (region, rest) = Index::of(index)?.region(&self.shape)?;
+        let (region, rest) = BasicIndex::parse(index)?.bounding_region(&self.shape)?;
         let slice = Slice::new(region.offsets(), region.shape(), &self.shape)?;
         let part = self.version.bind(py).get().read(py, &self.name, Some(&slice))?;
         Ok(part.get_item(rest)?)
     }
 }
 
-fn not_a_tensor(name: &str) -> Refusal {
-    Refusal::new("WrongType", format!("`{name}` is no tensor"))
+fn not_a_tensor(name: &str) -> BindingError {
+    BindingError::new("WrongType", format!("`{name}` is no tensor"))
         .advice("Store.get(key, fqn=...) gives any leaf")
 }

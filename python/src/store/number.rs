@@ -3,20 +3,20 @@
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 
-use crate::error::{Failure, Refusal};
+use crate::error::{BindingError, Failure};
 
 /// Extracts a version number, or None.
-pub(super) fn version(given: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
-    if given.is_none() { Ok(None) } else { number(given).map(Some) }
+pub(super) fn extract_optional_version(given: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+    if given.is_none() { Ok(None) } else { extract_version(given).map(Some) }
 }
 
 /// Extracts a version number.
-pub(super) fn number(given: &Bound<'_, PyAny>) -> PyResult<u64> {
+pub(super) fn extract_version(given: &Bound<'_, PyAny>) -> PyResult<u64> {
     given.extract().map_err(|error| argument_error(given, ("version", u64::MAX), &error))
 }
 
 /// Extracts the rank of a writer, or None.
-pub(super) fn writer(given: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+pub(super) fn extract_optional_writer(given: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
     given.extract().map_err(|error| argument_error(given, ("writer", u32::MAX.into()), &error))
 }
 
@@ -24,7 +24,7 @@ pub(super) fn writer(given: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
 fn argument_error(given: &Bound<'_, PyAny>, (what, most): (&str, u64), error: &PyErr) -> PyErr {
     if error.is_instance_of::<PyOverflowError>(given.py()) {
         let text = format!("{what} is an int from 0 to {most}, not {given}");
-        return Failure::from(Refusal::new("invalid", text)).into();
+        return Failure::from(BindingError::new("invalid", text)).into();
     }
     PyTypeError::new_err(format!("{what} is an int, not {given:?}"))
 }

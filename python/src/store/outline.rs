@@ -7,14 +7,14 @@ use bytes::Bytes;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 use tssd_format::{
-    Attrs, Node, ShardSpec, ContentKind, TensorFlags, TensorMeta, TensorReference, Value,
+    Attrs, ContentKind, Node, ShardSpec, TensorFlags, TensorMeta, TensorReference, Value,
 };
 use tssd_store::Opened;
 
-use super::connected::Connected;
+use super::connected::Connection;
 use crate::error::Result;
-use crate::memory::Block;
-use crate::object::{Contents, Framework, Maker, Source};
+use crate::memory::MemoryBlock;
+use crate::object::{ArchiveContents, Framework, ObjectBuilder, StorageSource};
 
 /// A tree whose tensors have no storage.
 struct Outline {
@@ -25,19 +25,19 @@ struct Outline {
 }
 
 /// Returns the state dict of a version, with tensors of torch's "meta" device.
-pub(super) fn outline<'py>(
+pub(super) fn build_outline<'py>(
     py: Python<'py>,
-    connection: &Connected,
+    connection: &Connection,
     reader: &Opened,
 ) -> Result<Bound<'py, PyAny>> {
     let (mut root, mut storages) = (Node::clone(reader.structure()), Vec::new());
     strip(&mut root, &mut storages)?;
-    let bytes = connection.run(py, None, reader.storages(&storages))?;
+    let bytes = connection.block_on(py, None, reader.storages(&storages))?;
     let leaf_bytes = storages.into_iter().zip(bytes).collect();
     let outline = Outline { root: Arc::new(root), attrs: reader.attrs().clone(), leaf_bytes };
-    Maker::new(py, &outline, &outline, Framework::Torch)
+    ObjectBuilder::new(py, &outline, &outline, Framework::Torch)
         .on_device(Some(PyString::new(py, "meta").into_any()))?
-        .state_dict()
+        .build_state_dict()
 }
 
 /// Removes the storages of tensors, and collects the storages of all other leaves.
@@ -74,7 +74,7 @@ fn strip(node: &mut Node, storages: &mut Vec<u32>) -> Result<()> {
     Ok(())
 }
 
-impl Contents for Outline {
+impl ArchiveContents for Outline {
     fn structure(&self) -> Arc<Node> {
         self.root.clone()
     }
@@ -83,13 +83,13 @@ impl Contents for Outline {
         self.attrs.clone()
     }
 
-    fn stored(&self, storage: u32) -> Result<Bytes> {
+    fn storage_bytes(&self, storage: u32) -> Result<Bytes> {
         Ok(self.leaf_bytes[&storage].clone())
     }
 }
 
-impl Source for Outline {
-    fn block(&self, _storage: u32) -> Result<(Block, u64)> {
+impl StorageSource for Outline {
+    fn block(&self, _storage: u32) -> Result<(MemoryBlock, u64)> {
         unreachable!("no tensor of an outline has a storage")
     }
 }

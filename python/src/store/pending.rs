@@ -7,29 +7,29 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tssd_store::{Key, PendingPut, PutReport};
 
-use super::connected::Connected;
+use super::connected::Connection;
 use super::report::put_report;
-use crate::device::Copies;
+use crate::device::SharedCopyStats;
 use crate::error::{Failure, Result};
 
 /// A put that continues in the background: see `wait=False` of `Store.put_state_dict`.
 #[pyclass(frozen, name = "PendingPut", module = "tssd")]
-pub(crate) struct Pending {
-    connection: Arc<Connected>,
+pub(crate) struct PyPendingPut {
+    connection: Arc<Connection>,
     key: Key,
     /// The put; `None` once it has ended.
     put: Mutex<Option<PendingPut>>,
     /// The report; `None` until the put has succeeded.
     report: Mutex<Option<PutReport>>,
-    copies: Copies,
+    copies: SharedCopyStats,
 }
 
-impl Pending {
+impl PyPendingPut {
     pub(super) fn new(
-        connection: Arc<Connected>,
+        connection: Arc<Connection>,
         key: Key,
         put: PendingPut,
-        copies: Copies,
+        copies: SharedCopyStats,
     ) -> Self {
         Self { connection, key, put: Mutex::new(Some(put)), report: Mutex::default(), copies }
     }
@@ -41,11 +41,11 @@ impl Pending {
             drop(guard);
             return self.wait_done(py, timeout);
         };
-        let report = self.connection.run(py, timeout, put.committed());
+        let report = self.connection.block_on(py, timeout, put.committed());
         if report.as_ref().is_err_and(|error| !error.is_timeout()) {
             *guard = None;
         }
-        report.map_err(|error| error.of_key(self.key.as_str(), None))
+        report.map_err(|error| error.with_key(self.key.as_str(), None))
     }
 
     /// Locks the put. An error if another thread waits for it.
@@ -58,12 +58,12 @@ impl Pending {
     fn wait_done(&self, py: Python<'_>, timeout: Option<f64>) -> Result<PutReport> {
         let mut guard = self.lock_put()?;
         if let Some(put) = guard.as_mut() {
-            let report = self.connection.run(py, timeout, put.done());
+            let report = self.connection.block_on(py, timeout, put.done());
             // After a timeout the caller may wait again.
             if !report.as_ref().is_err_and(Failure::is_timeout) {
                 *guard = None;
             }
-            let report = report.map_err(|error| error.of_key(self.key.as_str(), None))?;
+            let report = report.map_err(|error| error.with_key(self.key.as_str(), None))?;
             *self.report.lock().expect("nothing panics that holds it") = Some(report);
         }
         let report = self.report.lock().expect("nothing panics that holds it").clone();
@@ -72,7 +72,7 @@ impl Pending {
 }
 
 /// The put continues, and retains the connection until it is done.
-impl Drop for Pending {
+impl Drop for PyPendingPut {
     fn drop(&mut self) {
         let put = self.put.get_mut().ok().and_then(Option::take);
         if let Some(mut put) = put {
@@ -86,7 +86,7 @@ impl Drop for Pending {
 }
 
 #[pymethods]
-impl Pending {
+impl PyPendingPut {
     /// Waits until the version is visible, when all its writers have committed. Returns its number.
     ///
     /// Raises:
@@ -100,8 +100,8 @@ impl Pending {
                 timeout.map(|timeout| (timeout - started.elapsed().as_secs_f64()).max(0.0));
             let forever = Duration::from_secs(u64::from(u32::MAX));
             let wait = self.connection.store.wait_for_version(&self.key, report.version, forever);
-            let result = self.connection.run(py, remaining, wait);
-            result.map_err(|error| error.of_key(self.key.as_str(), Some(report.version)))?;
+            let result = self.connection.block_on(py, remaining, wait);
+            result.map_err(|error| error.with_key(self.key.as_str(), Some(report.version)))?;
         }
         Ok(report.version)
     }
@@ -114,6 +114,6 @@ impl Pending {
     ///     As `put_state_dict`; TssdTimeoutError after `timeout` seconds: the call can then be repeated.
     #[pyo3(signature = (timeout=None))]
     fn result<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> Result<Bound<'py, PyAny>> {
-        put_report(py, &self.wait_done(py, timeout)?, self.copies.copied())
+        put_report(py, &self.wait_done(py, timeout)?, self.copies.snapshot())
     }
 }

@@ -6,26 +6,26 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use tssd_store::Key;
 
-use super::connected::Connected;
+use super::connected::Connection;
 use crate::error::Result;
 
 /// A version that is pinned under a label: see `Store.pin`.
 #[pyclass(frozen, name = "Pin", module = "tssd")]
-pub(crate) struct Pinned {
-    connection: Arc<Connected>,
+pub(crate) struct PyPin {
+    connection: Arc<Connection>,
     key: Key,
     label: String,
     version: u64,
 }
 
-impl Pinned {
-    pub(super) fn new(connection: Arc<Connected>, key: Key, label: String, version: u64) -> Self {
+impl PyPin {
+    pub(super) fn new(connection: Arc<Connection>, key: Key, label: String, version: u64) -> Self {
         Self { connection, key, label, version }
     }
 }
 
 #[pymethods]
-impl Pinned {
+impl PyPin {
     /// The version number.
     #[getter]
     fn version(&self) -> u64 {
@@ -41,8 +41,8 @@ impl Pinned {
     /// Removes the label, so that it no longer pins its version.
     fn unpin(&self, py: Python<'_>) -> Result<()> {
         let result =
-            self.connection.run(py, None, self.connection.store.unpin(&self.key, &self.label));
-        result.map_err(|error| error.of_key(self.key.as_str(), Some(self.version)))
+            self.connection.block_on(py, None, self.connection.store.unpin(&self.key, &self.label));
+        result.map_err(|error| error.with_key(self.key.as_str(), Some(self.version)))
     }
 
     fn __int__(&self) -> u64 {

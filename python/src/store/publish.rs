@@ -10,22 +10,22 @@ use tssd_format::{AttrValue, Shard, ShardSpec, TensorSlice, Value};
 use tssd_gpu::CopyStats;
 use tssd_store::{Key, Publisher, PutOptions};
 
-use super::connected::Connected;
-use super::put::{own_rank, prove_covered, shards};
+use super::connected::Connection;
+use super::put::{find_job_and_rank, mesh_ranks, verify_mesh_coverage};
 use super::report::put_report;
-use crate::device::Copies;
-use crate::error::{Refusal, Result};
-use crate::interrupt::Interrupt;
-use crate::local::{Part, Transfer};
-use crate::object::METADATA_ATTR;
-use crate::value::{Taken, take};
+use crate::device::SharedCopyStats;
+use crate::error::{BindingError, Result};
+use crate::interrupt::InterruptCheck;
+use crate::local::{CastRule, ObjectPart};
+use crate::object::MODULE_METADATA_ATTR;
+use crate::value::{ImportedStateDict, import_state_dict};
 
 /// A version that is put tensor by tensor: see `Store.publish`.
 #[pyclass(frozen, name = "Publisher", module = "tssd")]
-pub(crate) struct Publishing {
-    connection: Arc<Connected>,
+pub(crate) struct PyPublisher {
+    connection: Arc<Connection>,
     key: Key,
-    import_options: Taking,
+    import_options: ImportOptions,
     /// `None` once the publisher is finished or has failed.
     active: Mutex<Option<ActivePublish>>,
     /// The PutReport; `None` until the publisher is finished.
@@ -36,7 +36,7 @@ pub(crate) struct Publishing {
 struct ActivePublish {
     publisher: Publisher,
     /// The device copies of each entry, or of each of its parts.
-    copies: Vec<Copies>,
+    copies: Vec<SharedCopyStats>,
     /// The `_metadata` of ordered dicts, by path.
     modules: serde_json::Map<String, serde_json::Value>,
     /// The ranks of the meshes of all shards. `None` if there are no shards.
@@ -44,23 +44,23 @@ struct ActivePublish {
 }
 
 /// How values are imported.
-pub(crate) struct Taking {
+pub(crate) struct ImportOptions {
     pub(super) allow_pickle: bool,
     /// Whether the caller gave `writers`.
-    pub(super) names_writers: bool,
+    pub(super) has_writers: bool,
     /// The dtype in which floating tensors are stored, and the names of those that keep their dtype.
     pub(super) transfer: Option<(Py<PyAny>, Option<Py<PyAny>>)>,
     /// The largest size, in bytes, of the cast copies that exist at a time.
     pub(super) cast_bytes: u64,
 }
 
-impl Publishing {
+impl PyPublisher {
     pub(crate) fn new(
-        connection: Arc<Connected>,
+        connection: Arc<Connection>,
         key: Key,
         options: &PutOptions,
         bucket_bytes: u64,
-        import_options: Taking,
+        import_options: ImportOptions,
     ) -> Result<Self> {
         let publisher = connection.store.publish(&key, options, bucket_bytes)?;
         let (copies, modules, ranks) = (Vec::new(), serde_json::Map::new(), None);
@@ -80,7 +80,7 @@ impl Publishing {
         let result = work(active.as_mut().ok_or_else(closed_error)?);
         result
             .inspect_err(|_| self.abort(active.take()))
-            .map_err(|error| error.of_key(self.key.as_str(), None))
+            .map_err(|error| error.with_key(self.key.as_str(), None))
     }
 
     /// Drops a publish inside the runtime: nothing of its version remains.
@@ -95,17 +95,17 @@ impl Publishing {
         let dict = PyDict::new(py);
         dict.set_item(name, value)?;
         let transfer = self.import_options.transfer.as_ref().map(|(dtype, keep)| {
-            Transfer::new(dtype.bind(py), keep.as_ref().map(|keep| keep.bind(py)))
+            CastRule::new(dtype.bind(py), keep.as_ref().map(|keep| keep.bind(py)))
         });
         let transfer = transfer.transpose()?;
         if let Some(transfer) = &transfer {
-            let parts = transfer.parts(value, name, self.import_options.cast_bytes);
-            if let Some(parts) = parts.map_err(|error| error.of(name))? {
+            let parts = transfer.split(value, name, self.import_options.cast_bytes);
+            if let Some(parts) = parts.map_err(|error| error.with_fqn(name))? {
                 return self.add_parts(active, name, (&dict, transfer), parts);
             }
         }
-        let mut imported = take(&dict, self.import_options.allow_pickle, transfer)?;
-        let ranks = shards(&imported);
+        let mut imported = import_state_dict(&dict, self.import_options.allow_pickle, transfer)?;
+        let ranks = mesh_ranks(&imported);
         if ranks.is_some() {
             identify(py, active)?;
         }
@@ -114,14 +114,14 @@ impl Publishing {
             active.ranks.get_or_insert_default().extend(ranks.unwrap_or_default());
             return Ok(());
         };
-        active.copies.push(imported.devices.copies().clone());
-        if !imported.metadata.is_empty() {
-            active.modules.append(&mut imported.metadata);
+        active.copies.push(imported.devices.copy_stats().clone());
+        if !imported.module_metadata.is_empty() {
+            active.modules.append(&mut imported.module_metadata);
             let modules = serde_json::Value::Object(active.modules.clone()).to_string();
-            active.publisher.describe(METADATA_ATTR, AttrValue::Text(modules.into()));
+            active.publisher.describe(MODULE_METADATA_ATTR, AttrValue::Text(modules.into()));
         }
         let has_begun = active.publisher.has_begun();
-        self.connection.run(py, None, active.publisher.add(name, value))?;
+        self.connection.block_on(py, None, active.publisher.add(name, value))?;
         // This call may have written the first archive, of the entries that were put before this one. So the check
         // comes before the ranks of this entry are added.
         if active.publisher.has_begun() && !has_begun {
@@ -138,17 +138,22 @@ impl Publishing {
         &self,
         active: &mut ActivePublish,
         name: &str,
-        (dict, transfer): (&Bound<'py, PyDict>, &Transfer<'py>),
-        parts: Vec<Part>,
+        (dict, transfer): (&Bound<'py, PyDict>, &CastRule<'py>),
+        parts: Vec<ObjectPart>,
     ) -> Result<()> {
         let py = dict.py();
         let value = dict.as_any().get_item(name)?;
-        let import_part =
-            |part| take(dict, self.import_options.allow_pickle, Some(transfer.of_part(part)));
+        let import_part = |part| {
+            import_state_dict(
+                dict,
+                self.import_options.allow_pickle,
+                Some(transfer.with_part(part)),
+            )
+        };
         // The smallest part is enough to determine the mesh and the placement.
-        let smallest = parts[0].least()?;
+        let smallest = parts[0].first_element()?;
         let imported = import_part(smallest.clone())?;
-        if let Some(ranks) = shards(&imported) {
+        if let Some(ranks) = mesh_ranks(&imported) {
             identify(py, active)?;
             active.ranks.get_or_insert_default().extend(ranks);
         }
@@ -161,12 +166,12 @@ impl Publishing {
         // If another rank stores this replica, the version needs only its description, from the smallest part.
         let parts = if is_stored { parts } else { vec![smallest] };
         self.check_before_first_write(py, active)?;
-        let interrupt = Interrupt::new();
-        let mut writer = self.connection.run(py, None, active.publisher.parts(name))?;
+        let interrupt = InterruptCheck::new();
+        let mut writer = self.connection.block_on(py, None, active.publisher.parts(name))?;
         for part in parts {
             interrupt.check()?;
             let imported = import_part(part.clone())?;
-            active.copies.push(imported.devices.copies().clone());
+            active.copies.push(imported.devices.copy_stats().clone());
             let shards = match (single_value(&imported), &part.region) {
                 (Some(Value::Tensor(local)), Some(region)) => {
                     let shape: Vec<u64> = value.getattr("shape")?.extract()?;
@@ -176,10 +181,10 @@ impl Publishing {
                 (Some(Value::Shards(shards)), _) => shards,
                 _ => {
                     let text = "its local tensors are others each time that they are asked for";
-                    return Err(Refusal::new("invalid", text).of(name).into());
+                    return Err(BindingError::new("invalid", text).with_fqn(name).into());
                 }
             };
-            self.connection.run(py, None, writer.add(shards))?;
+            self.connection.block_on(py, None, writer.add(shards))?;
         }
         Ok(())
     }
@@ -191,19 +196,19 @@ impl Publishing {
 
     /// Checks that the meshes of the first archive contain all ranks, unless the caller gave `writers`.
     fn check_coverage(&self, py: Python<'_>, active: &ActivePublish) -> Result<()> {
-        let ranks = active.ranks.as_ref().filter(|_| !self.import_options.names_writers);
-        ranks.map_or(Ok(()), |ranks| prove_covered(py, ranks))
+        let ranks = active.ranks.as_ref().filter(|_| !self.import_options.has_writers);
+        ranks.map_or(Ok(()), |ranks| verify_mesh_coverage(py, ranks))
     }
 }
 
 /// Sets the job and the rank of this process, which a publish with shards needs.
 fn identify(py: Python<'_>, active: &mut ActivePublish) -> Result<()> {
-    let (job, writer) = own_rank(py)?;
+    let (job, writer) = find_job_and_rank(py)?;
     Ok(active.publisher.identify(job, writer)?)
 }
 
 /// Returns the value of the only entry of an imported dict. `None` if the dict is empty.
-fn single_value(imported: &Taken) -> Option<Value> {
+fn single_value(imported: &ImportedStateDict) -> Option<Value> {
     imported.dict.entries().iter().next().map(|(_, value)| value.clone())
 }
 
@@ -213,7 +218,7 @@ fn closed_error() -> PyErr {
 }
 
 #[pymethods]
-impl Publishing {
+impl PyPublisher {
     /// Puts one entry. Its tensors must not change until `flush` returns, or the block ends.
     ///
     /// Args:
@@ -233,7 +238,7 @@ impl Publishing {
     fn flush(&self, py: Python<'_>) -> Result<()> {
         self.with_active(|active| {
             self.check_before_first_write(py, active)?;
-            self.connection.run(py, None, active.publisher.flush())
+            self.connection.block_on(py, None, active.publisher.flush())
         })
     }
 
@@ -264,11 +269,11 @@ impl Publishing {
         let Some(ActivePublish { publisher, copies, .. }) = self.lock_active()?.take() else {
             return Ok(());
         };
-        let report = self.connection.run(py, None, publisher.finish());
-        let report = report.map_err(|error| error.of_key(self.key.as_str(), None))?;
+        let report = self.connection.block_on(py, None, publisher.finish());
+        let report = report.map_err(|error| error.with_key(self.key.as_str(), None))?;
         let mut total = None;
         for copies in &copies {
-            if let Some(copied) = copies.copied() {
+            if let Some(copied) = copies.snapshot() {
                 *total.get_or_insert_with(CopyStats::default) += &copied;
             }
         }

@@ -9,35 +9,35 @@ use pyo3::types::PyDict;
 use tssd_format::{AttrValue, Attrs, Value};
 use tssd_store::{Divergent, Durability, JobId, PutOptions, Replicas, Residency, Ring, WriterSet};
 
-use super::connected::seconds;
+use super::connected::parse_seconds;
 use crate::error::Result;
-use crate::local::Transfer;
+use crate::local::CastRule;
 use crate::metadata;
-use crate::object::METADATA_ATTR;
+use crate::object::MODULE_METADATA_ATTR;
 use crate::tssd::TorchStoreStateDict;
-use crate::value::{Taken, take};
+use crate::value::{ImportedStateDict, import_state_dict};
 
 /// The largest size of the metadata of a version, in bytes.
 const MAX_METADATA: usize = 64 << 10;
 
 /// Imports a Python state dict, or one that is encoded. The tensors are shared, not copied.
-pub(super) fn taken<'py>(
+pub(super) fn import_for_put<'py>(
     object: &Bound<'py, PyAny>,
     allow_pickle: bool,
-    transfer: Option<Transfer<'py>>,
-) -> Result<Taken> {
+    transfer: Option<CastRule<'py>>,
+) -> Result<ImportedStateDict> {
     match object.cast::<TorchStoreStateDict>() {
-        Ok(encoded) if transfer.is_none() => encoded.get().taken(),
+        Ok(encoded) if transfer.is_none() => encoded.get().to_imported(),
         Ok(_) => {
             let text = "a TorchStoreStateDict is stored as it is: cast before you encode it";
             Err(PyTypeError::new_err(text).into())
         }
-        Err(_) => take(object, allow_pickle, transfer),
+        Err(_) => import_state_dict(object, allow_pickle, transfer),
     }
 }
 
 /// Returns the job and the rank of this process, each if `_ranks.py` finds it.
-pub(super) fn own_rank(py: Python<'_>) -> Result<(Option<JobId>, Option<u32>)> {
+pub(super) fn find_job_and_rank(py: Python<'_>) -> Result<(Option<JobId>, Option<u32>)> {
     let ranks = py.import("tssd._ranks")?;
     let job: Option<String> = ranks.call_method0("job")?.extract()?;
     Ok((job.map(JobId), ranks.call_method0("rank")?.extract()?))
@@ -48,13 +48,13 @@ pub(super) fn own_rank(py: Python<'_>) -> Result<(Option<JobId>, Option<u32>)> {
 /// # Errors
 ///
 /// A `TssdValueError` that lists the ranks in `ranks`, and the ranks that are missing.
-pub(super) fn prove_covered(py: Python<'_>, ranks: &BTreeSet<u32>) -> Result<()> {
+pub(super) fn verify_mesh_coverage(py: Python<'_>, ranks: &BTreeSet<u32>) -> Result<()> {
     py.import("tssd._ranks")?.call_method1("prove_covered", (ranks,))?;
     Ok(())
 }
 
 /// The arguments that all puts have in common.
-pub(super) struct Put<'py> {
+pub(super) struct PutArguments<'py> {
     pub(super) version: Option<u64>,
     pub(super) writers: Option<Bound<'py, PyAny>>,
     pub(super) writer: Option<u32>,
@@ -68,7 +68,7 @@ pub(super) struct Put<'py> {
     pub(super) timeout: Option<f64>,
 }
 
-impl Put<'_> {
+impl PutArguments<'_> {
     /// Converts the arguments to options. `imported` is the state dict; `None` if it is not known yet.
     ///
     /// The job and the rank of this process are looked up only if the put has shards, or if `writers` is given.
@@ -76,10 +76,10 @@ impl Put<'_> {
         &self,
         py: Python<'_>,
         metadata: Option<&Bound<'_, PyDict>>,
-        imported: Option<&Taken>,
+        imported: Option<&ImportedStateDict>,
     ) -> Result<PutOptions> {
         let attrs = build_attrs(metadata, imported)?;
-        let mesh_ranks = imported.and_then(shards);
+        let mesh_ranks = imported.and_then(mesh_ranks);
         let invalid_choice = |what: &str, value: &str, those: &str| {
             PyValueError::new_err(format!("{what} is {those}, not {value:?}"))
         };
@@ -132,13 +132,13 @@ impl Put<'_> {
             ..PutOptions::default()
         };
         if let Some(timeout) = self.timeout {
-            options.timeout = seconds(timeout)?;
+            options.timeout = parse_seconds(timeout)?;
         }
         if let (Some(ranks), None) = (&mesh_ranks, &options.writers) {
-            prove_covered(py, ranks)?;
+            verify_mesh_coverage(py, ranks)?;
         }
         if mesh_ranks.is_some() || options.writers.is_some() {
-            let (job, writer) = own_rank(py)?;
+            let (job, writer) = find_job_and_rank(py)?;
             options.job = options.job.or(job);
             options.writer = options.writer.or(writer);
         }
@@ -146,11 +146,14 @@ impl Put<'_> {
     }
 }
 
-impl Put<'_> {
+impl PutArguments<'_> {
     /// Returns the options with which the store counts a put that failed before it began.
     ///
     /// `None` if no other writer takes part in the put.
-    pub(super) fn forgone(&self, state_dict: &Bound<'_, PyAny>) -> Result<Option<PutOptions>> {
+    pub(super) fn skipped_put_options(
+        &self,
+        state_dict: &Bound<'_, PyAny>,
+    ) -> Result<Option<PutOptions>> {
         let py = state_dict.py();
         let ranks = py.import("tssd._ranks")?;
         if self.writers.is_none()
@@ -158,7 +161,7 @@ impl Put<'_> {
         {
             return Ok(None);
         }
-        let (job, writer) = own_rank(py)?;
+        let (job, writer) = find_job_and_rank(py)?;
         Ok(Some(PutOptions {
             version: self.version,
             job: self.job.clone().map(JobId).or(job),
@@ -200,8 +203,11 @@ fn extract_residency(residency: &Bound<'_, PyAny>) -> Result<Residency> {
 }
 
 /// Returns the attributes of a version: the caller's metadata, and the `_metadata` of ordered dicts.
-fn build_attrs(metadata: Option<&Bound<'_, PyDict>>, imported: Option<&Taken>) -> Result<Attrs> {
-    let mut attrs = metadata::attrs(metadata)?;
+fn build_attrs(
+    metadata: Option<&Bound<'_, PyDict>>,
+    imported: Option<&ImportedStateDict>,
+) -> Result<Attrs> {
+    let mut attrs = metadata::to_attrs(metadata)?;
     let len = |value: &AttrValue| match value {
         AttrValue::Int(_) => 8,
         AttrValue::Text(text) => text.as_bytes().len(),
@@ -212,14 +218,14 @@ fn build_attrs(metadata: Option<&Bound<'_, PyDict>>, imported: Option<&Taken>) -
         let text = format!("metadata has {bytes} bytes, at most {MAX_METADATA} are kept");
         return Err(PyValueError::new_err(text).into());
     }
-    let modules = imported.and_then(Taken::modules);
-    attrs.extend(modules.map(|modules| (METADATA_ATTR.to_owned(), modules)));
+    let modules = imported.and_then(ImportedStateDict::module_metadata_attr);
+    attrs.extend(modules.map(|modules| (MODULE_METADATA_ATTR.to_owned(), modules)));
     Ok(attrs)
 }
 
 /// Returns the ranks of the meshes of all shards of a state dict. `None` if it has no shards.
-pub(super) fn shards(imported: &Taken) -> Option<BTreeSet<u32>> {
-    let mut ranks = imported.lacks.then(BTreeSet::new);
+pub(super) fn mesh_ranks(imported: &ImportedStateDict) -> Option<BTreeSet<u32>> {
+    let mut ranks = imported.omits_tensors.then(BTreeSet::new);
     for (_, leaf) in imported.dict.leaves() {
         let Value::Shards(shards) = leaf else { continue };
         let meshes = shards.iter().filter_map(|shard| shard.spec().mesh());

@@ -7,33 +7,34 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tssd_store::{GetOptions, Key, Receiver};
 
-use super::connected::{Connected, seconds};
-use super::into::{device_of, receive};
+use super::connected::{Connection, parse_seconds};
+use super::into::{common_device, receive};
 use super::report::receive_report;
 use crate::error::Result;
 
 /// A receiver of versions that are put with `residency="ring"` or "lent": see `Store.receiver`.
 #[pyclass(frozen, name = "Receiver", module = "tssd")]
-pub(crate) struct Receiving {
+pub(crate) struct PyReceiver {
     // Declared before `connection`, so that it is dropped while the runtime still runs.
     receiver: Mutex<Option<Receiver>>,
-    connection: Arc<Connected>,
+    connection: Arc<Connection>,
     key: Key,
     into: Py<PyAny>,
     options: GetOptions,
 }
 
-impl Receiving {
+impl PyReceiver {
     pub(crate) fn new(
-        connection: Arc<Connected>,
+        connection: Arc<Connection>,
         key: Key,
         into: &Bound<'_, PyAny>,
         options: GetOptions,
     ) -> Result<Self> {
         let py = into.py();
-        let device = device_of(into)?;
-        let receiver = connection.run(py, None, connection.store.receiver(&key, device.as_deref()));
-        let receiver = receiver.map_err(|error| error.of_key(key.as_str(), None))?;
+        let device = common_device(into)?;
+        let receiver =
+            connection.block_on(py, None, connection.store.receiver(&key, device.as_deref()));
+        let receiver = receiver.map_err(|error| error.with_key(key.as_str(), None))?;
         let receiver = Mutex::new(Some(receiver));
         Ok(Self { receiver, connection, key, into: into.clone().unbind(), options })
     }
@@ -43,7 +44,7 @@ impl Receiving {
 const DEFAULT_TIMEOUT: Duration = Duration::from_mins(1);
 
 #[pymethods]
-impl Receiving {
+impl PyReceiver {
     /// Fills the tensors with the next version, bucket by bucket, as it arrives.
     ///
     /// Args:
@@ -62,10 +63,10 @@ impl Receiving {
         let mut receiver = self.receiver.try_lock().map_err(busy)?;
         let closed = || PyValueError::new_err("it is closed");
         let receiver = receiver.as_mut().ok_or_else(closed)?;
-        let timeout = timeout.map_or(Ok(DEFAULT_TIMEOUT), seconds)?;
+        let timeout = timeout.map_or(Ok(DEFAULT_TIMEOUT), parse_seconds)?;
         let into = self.into.bind(py);
         let result = receive(&self.connection, receiver, into, (&self.options, timeout));
-        let (report, copied) = result.map_err(|error| error.of_key(self.key.as_str(), None))?;
+        let (report, copied) = result.map_err(|error| error.with_key(self.key.as_str(), None))?;
         receive_report(py, &report, copied)
     }
 

@@ -106,13 +106,13 @@ pub(super) fn version_info<'py>(py: Python<'py>, info: &VersionInfo) -> Result<B
 }
 
 /// Returns a `VersionInfo` with the metadata in `attrs`.
-pub(super) fn head<'py>(
+pub(super) fn version_info_with_metadata<'py>(
     py: Python<'py>,
     info: &VersionInfo,
     attrs: &Attrs,
 ) -> Result<Bound<'py, PyAny>> {
     let metadata = PyDict::new(py);
-    metadata.set_item("metadata", crate::metadata::given(py, attrs)?)?;
+    metadata.set_item("metadata", crate::metadata::from_attrs(py, attrs)?)?;
     let replace = py.import("dataclasses")?.getattr("replace")?;
     Ok(replace.call((version_info(py, info)?,), Some(&metadata))?)
 }

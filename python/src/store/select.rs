@@ -9,7 +9,7 @@ use tssd_store::Opened;
 use crate::error::Result;
 
 /// Returns for each leaf of a version, in order, whether `names` selects it: see `_names.chosen`.
-pub(super) fn chosen(
+pub(super) fn match_names(
     py: Python<'_>,
     reader: &Opened,
     names: &Bound<'_, PyAny>,
@@ -26,7 +26,7 @@ pub(super) fn select(
     reader: &Opened,
     names: &Bound<'_, PyAny>,
 ) -> Result<Arc<Node>> {
-    let selection = chosen(py, reader, names)?;
+    let selection = match_names(py, reader, names)?;
     let mut root = Node::clone(reader.structure());
     prune(&mut root, &mut selection.into_iter());
     Ok(Arc::new(root))

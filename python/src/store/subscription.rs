@@ -7,27 +7,27 @@ use pyo3::prelude::*;
 use tokio::sync::watch;
 use tssd_store::{Key, Subscription};
 
-use super::connected::Connected;
+use super::connected::Connection;
 use super::report::version_info;
 use crate::error::Result;
 
 /// An iterator over the versions of a key as they become visible: see `Store.subscribe`.
 #[pyclass(frozen, name = "Subscription", module = "tssd")]
-pub(crate) struct Subscribed {
-    connection: Arc<Connected>,
+pub(crate) struct PySubscription {
+    connection: Arc<Connection>,
     subscription: Mutex<Subscription>,
     is_closed: watch::Sender<bool>,
 }
 
-impl Subscribed {
-    pub(crate) fn new(connection: Arc<Connected>, key: &Key) -> Self {
+impl PySubscription {
+    pub(crate) fn new(connection: Arc<Connection>, key: &Key) -> Self {
         let subscription = Mutex::new(connection.store.subscribe(key));
         Self { connection, subscription, is_closed: watch::Sender::new(false) }
     }
 }
 
 #[pymethods]
-impl Subscribed {
+impl PySubscription {
     fn __iter__(slf: Py<Self>) -> Py<Self> {
         slf
     }
@@ -38,7 +38,7 @@ impl Subscribed {
         let mut subscription = self.subscription.try_lock().map_err(busy)?;
         let subscription = &mut *subscription;
         let mut closing = self.is_closed.subscribe();
-        let next = self.connection.run(py, None, async {
+        let next = self.connection.block_on(py, None, async {
             tokio::select! {
                 biased;
                 _ = closing.wait_for(|is_closed| *is_closed) => Ok(None),

@@ -10,14 +10,14 @@ use tssd_format::{
 };
 use tssd_store::{GetReport, Opened, Private, Target};
 
-use super::connected::{Connected, Patience};
-use crate::error::{Failure, Refusal, Result};
-use crate::memory::{Block, Memory};
-use crate::object::{Contents, Framework, Maker, Source};
+use super::connected::{Connection, Deadline};
+use crate::error::{BindingError, Failure, Result};
+use crate::memory::{MemoryBlock, PrivateMapping};
+use crate::object::{ArchiveContents, Framework, ObjectBuilder, StorageSource};
 
 /// Options of a read without `into`.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Reading {
+pub(crate) struct ReadOptions {
     /// Whether every leaf gets memory of its own.
     pub(crate) copy: bool,
     /// How many seconds to wait for the store. `None`: there is no timeout.
@@ -25,14 +25,14 @@ pub(crate) struct Reading {
 }
 
 /// A tree of leaves, with their bytes in the memory of this process.
-pub(crate) struct Version {
+pub(crate) struct LoadedTree {
     root: Arc<Node>,
     attrs: Attrs,
     pub(super) report: GetReport,
     /// The number of bytes that are views of stored bytes.
-    pub(super) viewed: u64,
+    pub(super) viewed_bytes: u64,
     /// The memory of tensors, sorted by storage number. Each block is taken once.
-    blocks: Mutex<Vec<(u32, Option<Block>)>>,
+    blocks: Mutex<Vec<(u32, Option<MemoryBlock>)>>,
     /// The bytes of leaves that are not tensors, by storage number.
     leaf_bytes: BTreeMap<u32, Bytes>,
 }
@@ -106,7 +106,7 @@ impl ReadPlan {
         {
             let (fqn, given) = (join_fqn(path), slice.global_shape());
             let text = format!("`{fqn}` has shape {global:?}, the slice is one of {given:?}");
-            return Err(Refusal::new("SliceMismatch", text).of(&fqn).into());
+            return Err(BindingError::new("SliceMismatch", text).with_fqn(&fqn).into());
         }
         let region = &slice.map_or_else(|| Region::whole(global), TensorSlice::region);
         if let Some(view) = references.iter().find_map(|reference| view_of(reference, region)) {
@@ -169,20 +169,20 @@ fn view_of(reference: &TensorReference, region: &Region) -> Option<Result<Tensor
     Some(view())
 }
 
-impl Version {
+impl LoadedTree {
     /// Converts the leaf that [`Version::read_leaf`] read to a Python object.
-    pub(crate) fn object<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
-        let mut maker = Maker::new(py, self, self, Framework::of(py, None)?);
-        maker.leaf(&self.root)
+    pub(crate) fn to_object<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        let mut maker = ObjectBuilder::new(py, self, self, Framework::parse(py, None)?);
+        maker.build_leaf(&self.root)
     }
 
     /// Reads a tree of a version. Tensors become whole ones.
     pub(crate) fn read(
         py: Python<'_>,
-        connection: &Connected,
+        connection: &Connection,
         reader: &Opened,
         root: Arc<Node>,
-        options: Reading,
+        options: ReadOptions,
     ) -> Result<Self> {
         let mut plan = ReadPlan::default();
         let root = plan.add_node(&mut Vec::new(), &root)?.map_or(root, Arc::new);
@@ -192,17 +192,17 @@ impl Version {
     /// Reads one leaf, or a box of one tensor.
     pub(crate) fn read_leaf(
         py: Python<'_>,
-        connection: &Connected,
+        connection: &Connection,
         reader: &Opened,
         fqn: &str,
         slice: Option<&TensorSlice>,
-        options: Reading,
+        options: ReadOptions,
     ) -> Result<Self> {
         let leaf = reader.leaf(fqn);
         if fqn.is_empty() && leaf.is_err() {
             let text = "it is a state dict, and no single value";
             let advice = "get it with get_state_dict(key), or say fqn=";
-            return Err(Refusal::new("not_found", text).advice(advice).into());
+            return Err(BindingError::new("not_found", text).advice(advice).into());
         }
         let (path, node) = leaf?;
         let mut path: Vec<&Step> = path.steps().iter().collect();
@@ -212,7 +212,7 @@ impl Version {
                 Some(Node::Tensors(vec![plan.add_tensor(&path, references, slice)?]))
             }
             (_, Some(_)) => {
-                return Err(Refusal::new("WrongType", format!("`{fqn}` is no tensor")).into());
+                return Err(BindingError::new("WrongType", format!("`{fqn}` is no tensor")).into());
             }
             (node, None) => plan.add_node(&mut path, node)?,
         };
@@ -223,17 +223,17 @@ impl Version {
     /// Reads the storages of a plan, and assembles its tensors.
     fn from_plan(
         py: Python<'_>,
-        connection: &Connected,
+        connection: &Connection,
         reader: &Opened,
         root: Arc<Node>,
         mut plan: ReadPlan,
-        Reading { copy, timeout }: Reading,
+        ReadOptions { copy, timeout }: ReadOptions,
     ) -> Result<Self> {
         plan.storages.sort_unstable();
         plan.storages.dedup();
         let storages = &plan.storages;
-        let deadline = Patience::new(timeout)?;
-        let (views, copies, leaf_bytes) = connection.run(py, timeout, async {
+        let deadline = Deadline::new(timeout)?;
+        let (views, copies, leaf_bytes) = connection.block_on(py, timeout, async {
             let views: Vec<Option<Private>> = if copy {
                 storages.iter().map(|_| None).collect()
             } else {
@@ -249,7 +249,7 @@ impl Version {
         let size = |bytes: usize| u64::try_from(bytes).unwrap_or(u64::MAX);
         let views = storages.iter().zip(views);
         let views = views.filter_map(|(number, view)| Some((*number, view?.into())));
-        let mut blocks: Vec<(u32, Block)> = views.collect();
+        let mut blocks: Vec<(u32, MemoryBlock)> = views.collect();
         let viewed = blocks.iter().map(|(_, block)| size(block.len())).sum();
         let copied: u64 = copies.iter().map(|(_, bytes)| size(bytes.len())).sum();
         let make_blocks = || copy_to_blocks(connection, reader, &deadline, &copies, plan.assembled);
@@ -267,18 +267,25 @@ impl Version {
         let blocks = blocks.into_iter().map(|(number, block)| (number, Some(block))).collect();
         let leaf_bytes = plan.leaf_storages.into_iter().zip(leaf_bytes).collect();
         let blocks = Mutex::new(blocks);
-        Ok(Self { root, attrs: reader.attrs().clone(), report, viewed, blocks, leaf_bytes })
+        Ok(Self {
+            root,
+            attrs: reader.attrs().clone(),
+            report,
+            viewed_bytes: viewed,
+            blocks,
+            leaf_bytes,
+        })
     }
 }
 
 /// Blocks of new memory by storage number, and the report of the assembled tensors, if there are any.
-type NewBlocks = (Vec<(u32, Block)>, Option<GetReport>);
+type NewBlocks = (Vec<(u32, MemoryBlock)>, Option<GetReport>);
 
 /// Allocates memory, copies storages to it, and assembles tensors in it.
 fn copy_to_blocks(
-    connection: &Connected,
+    connection: &Connection,
     reader: &Opened,
-    deadline: &Patience,
+    deadline: &Deadline,
     copies: &[(u32, Bytes)],
     assembled: Vec<AssembledTensor>,
 ) -> Result<NewBlocks> {
@@ -303,7 +310,7 @@ fn copy_to_blocks(
         return Ok((Vec::new(), None));
     }
     let mut report = None;
-    let memory = Memory::filled(len.max(1), |target| {
+    let memory = PrivateMapping::allocate_with(len.max(1), |target| {
         let (copy_ranges, tensor_ranges) = ranges.split_at(copies.len());
         for ((_, bytes), (_, range)) in copies.iter().zip(copy_ranges) {
             tssd_format::copy(bytes, &mut target[range.clone()]);
@@ -322,11 +329,11 @@ fn copy_to_blocks(
         }
         Ok::<_, Failure>(())
     })?;
-    let block = |(number, range)| (number, memory.block(range));
+    let block = |(number, range)| (number, memory.exclusive_block(range));
     Ok((ranges.into_iter().map(block).collect(), report))
 }
 
-impl Contents for Version {
+impl ArchiveContents for LoadedTree {
     fn structure(&self) -> Arc<Node> {
         self.root.clone()
     }
@@ -335,13 +342,13 @@ impl Contents for Version {
         self.attrs.clone()
     }
 
-    fn stored(&self, storage: u32) -> Result<Bytes> {
+    fn storage_bytes(&self, storage: u32) -> Result<Bytes> {
         Ok(self.leaf_bytes[&storage].clone())
     }
 }
 
-impl Source for Version {
-    fn block(&self, storage: u32) -> Result<(Block, u64)> {
+impl StorageSource for LoadedTree {
+    fn block(&self, storage: u32) -> Result<(MemoryBlock, u64)> {
         let mut blocks = self.blocks.lock().expect("nothing panics that holds it");
         let index = blocks.binary_search_by_key(&storage, |(number, _)| *number);
         let block = index.ok().and_then(|index| blocks[index].1.take());

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use tssd_format::{
-    Archive, Blob, Draft, Error, WriteJob, Layout, Options, CompressJob, StateDict, StorageReference, VerifyJob,
-    checksum,
+    Archive, Blob, CompressJob, Draft, Error, Layout, Options, StateDict, StorageReference,
+    VerifyJob, WriteJob, checksum,
 };
 
 pub use crate::engine::address::is_object;
@@ -81,7 +81,11 @@ pub fn write<E: From<Error> + Send>(
     let filled = thread::scope(|scope| {
         let sums = scope.spawn(|| {
             parallel::map_beside(jobs.iter().collect(), |job: &WriteJob| {
-                if has_failed.load(Ordering::Relaxed) { Err(()) } else { job.checksum().map_err(drop) }
+                if has_failed.load(Ordering::Relaxed) {
+                    Err(())
+                } else {
+                    job.checksum().map_err(drop)
+                }
             })
         });
         let written = write();

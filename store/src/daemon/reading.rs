@@ -135,7 +135,8 @@ impl Proven {
         let archive =
             Archive::from_blob(blob.clone()).map_err(|error| Error::format(name, error))?;
         let storages = (0..archive.storage_count()).map(|number| archive.storage(number));
-        let raw = storages.filter(|reference| reference.compressed_layout.is_none() && reference.len > 0);
+        let raw =
+            storages.filter(|reference| reference.compressed_layout.is_none() && reference.len > 0);
         let mut storages: Vec<Storage> = raw.map(Storage::new).collect();
         storages.sort_unstable_by_key(|storage| storage.reference.offset);
         Ok(Self(storages))

@@ -3,7 +3,7 @@ use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, OnceLock};
 
-use tssd_format::{WriteJob, JobChecksums, Layout, StateDict};
+use tssd_format::{JobChecksums, Layout, StateDict, WriteJob};
 
 use super::export::IpcExport;
 use crate::error::{Error, ErrorKind, Result};

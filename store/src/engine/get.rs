@@ -169,7 +169,9 @@ impl<'a> Read<'a> {
                 }
             });
             if let Some(fqn) = options.slices.keys().find(|fqn| !names.contains(*fqn)) {
-                return Err(self.format_error(FormatError::new(FormatKind::NotFound).with_path(fqn)));
+                return Err(
+                    self.format_error(FormatError::new(FormatKind::NotFound).with_path(fqn))
+                );
             }
         }
         let mut wishes = Wishes::default();

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
-use tssd_format::{Blob, Error as FormatError, Runs, StorageReference, RangeDecoder, copy, zeroed};
+use tssd_format::{Blob, Error as FormatError, RangeDecoder, Runs, StorageReference, copy, zeroed};
 
 use crate::blob::{Archived, Boxed, Far, Holder, Proof, Proving};
 use crate::control::Located;
@@ -224,7 +224,8 @@ impl OpenVersion {
             for chunk in chunks {
                 let stored = self.proven(storage, chunk)?;
                 let added = unpack.add_chunk(chunk, &stored);
-                added.map_err(|error| failed(error.with_path(self.manifest.storage_fqn(storage))))?;
+                added
+                    .map_err(|error| failed(error.with_path(self.manifest.storage_fqn(storage))))?;
             }
             return Ok(unpack.finish());
         }

@@ -4,7 +4,8 @@ use std::cell::RefCell;
 use std::hint::black_box;
 
 use tssd_format::{
-    Archive, Compression, Draft, Layout, Options, CompressJob, StateDict, Tensor, TorchStoreStateDict,
+    Archive, CompressJob, Compression, Draft, Layout, Options, StateDict, Tensor,
+    TorchStoreStateDict,
 };
 use tssd_tests::bench::{Bench, Last, Memory, Race, Runner, Target, normal};
 

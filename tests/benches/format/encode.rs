@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use tssd_format::{Archive, WriteJob, JobChecksums, Layout, Options, StateDict, zeroed};
+use tssd_format::{Archive, JobChecksums, Layout, Options, StateDict, WriteJob, zeroed};
 use tssd_tests::bench::{Bench, Last, Memory, Model, Race, Runner, Target, cores, on_cores};
 
 /// Into memory that was used before, and into memory that the system has just given. Copying alone is one

@@ -497,7 +497,9 @@ impl World {
         let publisher = runtime().block_on(async {
             let mut publisher = store.publish(&at, &options, 1 << 20)?;
             for (number, (name, value)) in dict.entries().iter().enumerate() {
-                let tssd_format::MapKey::Str(name) = name else { unreachable!("all names are text") };
+                let tssd_format::MapKey::Str(name) = name else {
+                    unreachable!("all names are text")
+                };
                 publisher.add(name.as_str().unwrap(), value.clone()).await?;
                 if number == 0 && part.archives == 2 {
                     publisher.flush().await?;

@@ -129,8 +129,7 @@ fn is_read_response(answer: &Answer) -> bool {
 ///
 /// The fast checker accepts more histories with such puts.
 fn has_unobserved(operations: &[Operation]) -> bool {
-    let observed: BTreeSet<u32> =
-        operations.iter().filter_map(|it| Some(it.seen()?.1)).collect();
+    let observed: BTreeSet<u32> = operations.iter().filter_map(|it| Some(it.seen()?.1)).collect();
     operations.iter().any(|operation| match operation.call {
         Call::Put(put) => operation.answer.is_none() && !observed.contains(&put),
         Call::Part { number, .. } => {

@@ -94,12 +94,7 @@ fn tp_dim(name: &str, meta: &TensorMeta) -> Option<u32> {
     Some(if is_narrow { matrix + 1 } else { matrix })
 }
 
-fn shard_place(
-    meta: &TensorMeta,
-    mesh: &DeviceMesh,
-    rank: u32,
-    placement: Placement,
-) -> ShardSpec {
+fn shard_place(meta: &TensorMeta, mesh: &DeviceMesh, rank: u32, placement: Placement) -> ShardSpec {
     let slices = TensorSlice::from_placements(meta.shape(), mesh, rank, &[placement]);
     ShardSpec::new(slices.unwrap().remove(0))
 }

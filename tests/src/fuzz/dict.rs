@@ -2,8 +2,8 @@
 
 use arbitrary::{Result, Unstructured};
 use tssd_format::{
-    ChunkPolicy, Compression, DeviceMesh, Dict, Dtype, Float, Int, MapKey, Options, Shard, ShardSpec,
-    StateDict, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
+    ChunkPolicy, Compression, DeviceMesh, Dict, Dtype, Float, Int, MapKey, Options, Shard,
+    ShardSpec, StateDict, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
 };
 
 /// Generates a state dict and the options to write it with. `None` if the bytes do not suffice.

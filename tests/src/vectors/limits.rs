@@ -1,9 +1,9 @@
 //! Sizes exactly at the limits of spec section 3, where no other vector has them.
 
 use tssd_format::{
-    Attrs, ChunkSize, Container, DeviceMesh, Dtype, Int, MapKey, Node, Options, ChunkLocation, CompressedLayout,
-    Placement, Shard, ShardFile, ShardSpec, StateDict, Step, Storage, StorageReference, Tensor,
-    TensorMeta, TensorReference, TensorSlice, Value,
+    Attrs, ChunkLocation, ChunkSize, CompressedLayout, Container, DeviceMesh, Dtype, Int, MapKey,
+    Node, Options, Placement, Shard, ShardFile, ShardSpec, StateDict, Step, Storage,
+    StorageReference, Tensor, TensorMeta, TensorReference, TensorSlice, Value,
 };
 
 use super::{Vector, counting, dict_of, encode, file, plain};
@@ -108,7 +108,8 @@ fn manifest() -> Vec<u8> {
         }])
     };
     // A frame has at least one byte per 32,768 bytes of content, rounded up.
-    let frames = [(0, 32), (32, 2)].map(|(offset, len)| ChunkLocation { offset, len, is_zstd: true });
+    let frames =
+        [(0, 32), (32, 2)].map(|(offset, len)| ChunkLocation { offset, len, is_zstd: true });
     let packed = StorageReference {
         offset: ALIGNED,
         len: u64::from(CHUNK) + 32_769,
@@ -120,8 +121,9 @@ fn manifest() -> Vec<u8> {
         compressed_layout: Some(CompressedLayout { shuffle: 16, chunks: frames.into() }),
         digest: None,
     };
-    let own =
-        |writer: u32| (Step::Key(MapKey::from_writer(writer)), Node::Leaf(Value::from(i64::from(writer))));
+    let own = |writer: u32| {
+        (Step::Key(MapKey::from_writer(writer)), Node::Leaf(Value::from(i64::from(writer))))
+    };
     let children = vec![
         (Step::Key("packed".into()), reference(0, CHUNK + 32_769)),
         (
@@ -140,5 +142,6 @@ fn manifest() -> Vec<u8> {
     };
     let shards = [shard("0".to_owned(), 0, 4096), shard("_".repeat(255), u32::MAX, ALIGNED + 64)];
     let root = Node::Container(Container::Dict, children);
-    tssd_format::encode_manifest(&root, &[packed], &Attrs::new(), &shards).expect("a legal manifest")
+    tssd_format::encode_manifest(&root, &[packed], &Attrs::new(), &shards)
+        .expect("a legal manifest")
 }

@@ -1,7 +1,7 @@
 //! Compressed storages, and digests.
 
 use tssd_format::{
-    ChunkSize, ChunkPolicy, Compression, Dtype, ObjectPath, Options, StateDict, Storage, Tensor,
+    ChunkPolicy, ChunkSize, Compression, Dtype, ObjectPath, Options, StateDict, Storage, Tensor,
     TensorMeta, Value,
 };
 

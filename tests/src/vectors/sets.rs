@@ -1,7 +1,7 @@
 //! Manifests, alone and with the archives that they name.
 
 use tssd_format::{
-    Archive, Attrs, ChunkSize, ChunkPolicy, Compression, Container, Dtype, MapKey, Node, Options,
+    Archive, Attrs, ChunkPolicy, ChunkSize, Compression, Container, Dtype, MapKey, Node, Options,
     ShardFile, ShardSpec, StateDict, Step, StorageReference, TensorMeta, TensorReference,
     TensorSlice, Value,
 };

@@ -145,7 +145,8 @@ fn strided() -> Shard {
         vec![Placement::StridedShard { dim: 0, split_factor: 2 }, Placement::Shard { dim: 0 }];
     let slices = TensorSlice::from_placements(&[8], &mesh, 1, &placements);
     let slice = slices.expect("legal placements").remove(0);
-    let place = ShardSpec::new(slice).with_mesh(mesh).and_then(|place| place.with_placements(placements));
+    let place =
+        ShardSpec::new(slice).with_mesh(mesh).and_then(|place| place.with_placements(placements));
     Shard::new(f32s(&[4.0, 5.0], &[2]), place.expect("it fits the mesh")).expect("two elements")
 }
 

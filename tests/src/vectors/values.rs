@@ -132,7 +132,9 @@ fn keys() -> StateDict {
         MapKey::from(""),
         MapKey::from("a.b"),
         big("-9223372036854775809"),
-        MapKey::Tuple([MapKey::from("a"), MapKey::Tuple([MapKey::from(2), MapKey::None].into())].into()),
+        MapKey::Tuple(
+            [MapKey::from("a"), MapKey::Tuple([MapKey::from(2), MapKey::None].into())].into(),
+        ),
     ])
 }
 
@@ -271,7 +273,8 @@ fn float_keys() -> StateDict {
 }
 
 fn int_keys() -> StateDict {
-    let mut keys: Vec<MapKey> = [0, -1, 1, i64::MAX, i64::MIN].into_iter().map(MapKey::from).collect();
+    let mut keys: Vec<MapKey> =
+        [0, -1, 1, i64::MAX, i64::MIN].into_iter().map(MapKey::from).collect();
     keys.extend(["9223372036854775808", "-9223372036854775809", "36893488147419103232"].map(big));
     with_keys(keys)
 }
@@ -299,7 +302,9 @@ fn long_key() -> StateDict {
 
 fn many_keys() -> StateDict {
     // 7 and 300 are coprime, so each number occurs once.
-    with_keys((0..300_i64).map(|place| MapKey::from(format!("layer.{}", place * 7 % 300))).collect())
+    with_keys(
+        (0..300_i64).map(|place| MapKey::from(format!("layer.{}", place * 7 % 300))).collect(),
+    )
 }
 
 fn long_surrogates() -> StateDict {

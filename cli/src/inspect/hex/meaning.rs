@@ -43,8 +43,8 @@ fn name_at<'a>(names: &[&'a str], code: u64) -> &'a str {
 }
 
 /// Returns the kind of content that a field references in the heap, or `None`.
-pub(super) fn in_heap(record: &Record<'_>, field: &str) -> Option<&'static str> {
-    match (record.shape.name, field) {
+pub(super) fn heap_kind(record: &Record<'_>, field: &str) -> Option<&'static str> {
+    match (record.layout.name, field) {
         ("Node", "key") => {
             let kind = name_at(&KEY_KINDS, record.get("key_kind"));
             Some(kind).filter(|kind| matches!(*kind, "str" | "bigint" | "bytes" | "tuple"))
@@ -67,14 +67,14 @@ pub(super) fn in_heap(record: &Record<'_>, field: &str) -> Option<&'static str> 
 }
 
 /// Describes a field.
-pub(super) fn of_field(record: &Record<'_>, field: &str) -> String {
+pub(super) fn describe_field(record: &Record<'_>, field: &str) -> String {
     let value = record.get(field);
     let with_name = |name: &str| format!("{field}: {value}, {name}");
     let or_none = |note: &str, otherwise: String| {
         if value == NONE { format!("{field}: NONE, {note}") } else { otherwise }
     };
     let plain = || format!("{field} {value}");
-    match (record.shape.name, field) {
+    match (record.layout.name, field) {
         (_, "magic" | "end_magic") => field.to_owned(),
         ("Head", "index_off" | "index_len" | "flags")
         | ("Trailer", "flags" | "prev_trailer_off" | "generation")
@@ -85,13 +85,13 @@ pub(super) fn of_field(record: &Record<'_>, field: &str) -> String {
             let draft = if field == "incompat" && value >> 63 == 1 { ", draft" } else { "" };
             format!("{field}: bit {}{draft}", bits.join(", "))
         }
-        ("Head", "crc32") => format!("crc32: of bytes {} to {}", record.at, record.at + 59),
+        ("Head", "crc32") => format!("crc32: of bytes {} to {}", record.offset, record.offset + 59),
         ("Trailer", "crc32") => format!(
             "crc32: of bytes {} to {} and {} to {}",
-            record.at,
-            record.at + 51,
-            record.at + 56,
-            record.at + 63
+            record.offset,
+            record.offset + 51,
+            record.offset + 56,
+            record.offset + 63
         ),
         ("Trailer", "root_off") => with_name(&format!("from {} on", record.get("index_off"))),
         ("Trailer", "index_crc32") => {
@@ -155,7 +155,7 @@ pub(super) fn of_field(record: &Record<'_>, field: &str) -> String {
 /// Describes a field whose meaning depends on the kind of its record.
 fn describe_value(record: &Record<'_>, field: &str, value: u64) -> String {
     let labeled = |text: String| format!("{field}: {text}");
-    if in_heap(record, field).is_some() {
+    if heap_kind(record, field).is_some() {
         let (offset, len) = heap_range(value);
         return labeled(format!("heap offset {offset}, length {len}"));
     }

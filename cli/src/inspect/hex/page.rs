@@ -6,36 +6,36 @@ use crate::console::print;
 use crate::failure::Result;
 
 /// Number of bytes on a line.
-pub(super) const LINE: usize = 12;
+pub(super) const LINE_BYTES: usize = 12;
 
 /// Size of the buffer at which it is printed, in bytes (64 KiB).
 const BUFFER_MAX_BYTES: usize = 1 << 16;
 
 /// Buffer of lines that have not been printed.
-pub(super) struct Page {
+pub(super) struct LineBuffer {
     /// Width of the longest offset, in digits.
     width: usize,
     text: String,
 }
 
-impl Page {
+impl LineBuffer {
     /// Creates the buffer for a file of this length in bytes.
     pub(super) fn new(file_len: u64) -> Self {
         Self { width: file_len.to_string().len(), text: String::new() }
     }
 
-    pub(super) fn heading(&mut self, text: &str) {
+    pub(super) fn add_heading(&mut self, text: &str) {
         writeln!(self.text, "{text}").expect("a String takes any text");
     }
 
     /// Adds bytes, on several lines if necessary. More than `LINE` zeros are printed as a count.
-    pub(super) fn bytes(&mut self, at: u64, bytes: &[u8], description: &str) -> Result<()> {
-        if bytes.len() > LINE && bytes.iter().all(|byte| *byte == 0) {
-            return self.repeated(at, "00", to_u64(bytes.len()), description);
+    pub(super) fn add_bytes(&mut self, at: u64, bytes: &[u8], description: &str) -> Result<()> {
+        if bytes.len() > LINE_BYTES && bytes.iter().all(|byte| *byte == 0) {
+            return self.add_repeated(at, "00", to_u64(bytes.len()), description);
         }
         let mut at = at;
         let mut description = description;
-        for part in bytes.chunks(LINE) {
+        for part in bytes.chunks(LINE_BYTES) {
             let mut hex = String::new();
             for byte in part {
                 write!(hex, "{byte:02X} ").expect("a String takes any text");
@@ -48,7 +48,7 @@ impl Page {
     }
 
     /// Adds a line for `count` bytes that are zeros or not shown.
-    pub(super) fn repeated(
+    pub(super) fn add_repeated(
         &mut self,
         at: u64,
         byte: &str,
@@ -62,13 +62,13 @@ impl Page {
     }
 
     fn add_line(&mut self, at: u64, bytes: &str, description: &str) -> Result<()> {
-        let (width, column) = (self.width, LINE * 3 - 1);
+        let (width, column) = (self.width, LINE_BYTES * 3 - 1);
         let line = format!("{at:>width$}: {bytes:column$}  {description}");
         writeln!(self.text, "{}", line.trim_end()).expect("a String takes any text");
-        if self.text.len() > BUFFER_MAX_BYTES { self.print() } else { Ok(()) }
+        if self.text.len() > BUFFER_MAX_BYTES { self.flush() } else { Ok(()) }
     }
 
-    pub(super) fn print(&mut self) -> Result<()> {
+    pub(super) fn flush(&mut self) -> Result<()> {
         print(std::mem::take(&mut self.text))
     }
 }

@@ -7,15 +7,15 @@ pub(super) const NONE: u64 = 0xFFFF_FFFF;
 
 /// Layout of the records of one kind.
 #[derive(Clone, Copy)]
-pub(super) struct Shape {
+pub(super) struct RecordLayout {
     pub(super) name: &'static str,
     /// Name, offset and size of each field. Offset and size are in bytes.
     pub(super) fields: &'static [(&'static str, usize, usize)],
 }
 
-impl Shape {
+impl RecordLayout {
     /// Returns the layout of a kind of record.
-    pub(super) fn named(name: &str) -> Self {
+    pub(super) fn for_record(name: &str) -> Self {
         let layout = record_tables().into_iter().find(|(kind, _)| *kind == name);
         let (name, fields) = layout.expect("a name of the format");
         Self { name, fields }
@@ -24,7 +24,7 @@ impl Shape {
     /// Returns the layout of the records of an index table such as `nodes`.
     ///
     /// Returns `None` for a table without records.
-    pub(super) fn of_table(table: &str) -> Option<Self> {
+    pub(super) fn for_table(table: &str) -> Option<Self> {
         let matches_table =
             |name: &str| table.strip_suffix('s').is_some_and(|one| one.eq_ignore_ascii_case(name));
         let layout = record_tables().into_iter().find(|(name, _)| matches_table(name));
@@ -46,23 +46,23 @@ impl Shape {
 /// A record of the file.
 #[derive(Clone, Copy)]
 pub(super) struct Record<'a> {
-    pub(super) shape: Shape,
+    pub(super) layout: RecordLayout,
     /// Offset in the file, in bytes.
-    pub(super) at: u64,
+    pub(super) offset: u64,
     pub(super) bytes: &'a [u8],
 }
 
 impl Record<'_> {
     /// Returns a field as a number. Only the first eight bytes of a longer field are used.
     pub(super) fn get(&self, field: &str) -> u64 {
-        let entry = self.shape.fields.iter().find(|(name, ..)| *name == field);
+        let entry = self.layout.fields.iter().find(|(name, ..)| *name == field);
         let (_, offset, size) = entry.expect("a field of the record");
-        number(&self.bytes[*offset..offset + size])
+        decode_le(&self.bytes[*offset..offset + size])
     }
 }
 
 /// Decodes a little-endian number from at most eight bytes.
-pub(super) fn number(bytes: &[u8]) -> u64 {
+pub(super) fn decode_le(bytes: &[u8]) -> u64 {
     let mut buffer = [0; 8];
     let len = bytes.len().min(8);
     buffer[..len].copy_from_slice(&bytes[..len]);

@@ -3,7 +3,7 @@
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use tssd_format::{WriteJob, JobChecksums};
+use tssd_format::{JobChecksums, WriteJob};
 
 use crate::blob::{Part, Reservation, Volume};
 use crate::error::{Error, ErrorKind, Result};

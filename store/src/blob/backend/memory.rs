@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use tssd_format::{WriteJob, JobChecksums};
+use tssd_format::{JobChecksums, WriteJob};
 
 use crate::blob::{Part, Reservation, Volume, directly_below, split};
 use crate::error::{Error, ErrorKind, Result};

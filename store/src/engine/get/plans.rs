@@ -192,11 +192,9 @@ impl Plan {
             None => (Region::whole(&global_shape), global_shape),
         };
         if region.shape() != meta.shape() {
-            return Err(FormatError::new(FormatKind::SliceMismatch).with_path(fqn).with_detail(format_args!(
-                "target {:?}, wanted {:?}",
-                meta.shape(),
-                region.shape()
-            )));
+            return Err(FormatError::new(FormatKind::SliceMismatch).with_path(fqn).with_detail(
+                format_args!("target {:?}, wanted {:?}", meta.shape(), region.shape()),
+            ));
         }
         let wanted = Wanted { region, global_shape: global_shape.into(), meta: (*meta).clone() };
         let part = |wanted: Wanted| {
@@ -366,8 +364,12 @@ mod tests {
         let place = |offsets: [u64; 2], global: [u64; 2]| {
             Some(ShardSpec::new(TensorSlice::new(&offsets, &[2, 3], &global).unwrap()))
         };
-        let reference =
-            TensorReference { meta: meta(&[2, 3]), storage: Some(1), byte_offset: 0, shard_spec: None };
+        let reference = TensorReference {
+            meta: meta(&[2, 3]),
+            storage: Some(1),
+            byte_offset: 0,
+            shard_spec: None,
+        };
         let wish = Wish { fqn: "weight", references: None, part: None, meta: meta(&[2, 3]) };
         let referring =
             |reference: TensorReference| Wish { references: Some(vec![reference]), ..wish.clone() };
@@ -410,9 +412,18 @@ mod tests {
                 meta: TensorMeta::new(Dtype::Int8, &[2, 3]).unwrap(),
                 ..reference.clone()
             })],
-            vec![referring(TensorReference { shard_spec: place([0, 0], [2, 4]), ..reference.clone() })],
-            vec![referring(TensorReference { shard_spec: place([0, 0], [3, 4]), ..reference.clone() })],
-            vec![referring(TensorReference { shard_spec: place([1, 0], [3, 4]), ..reference.clone() })],
+            vec![referring(TensorReference {
+                shard_spec: place([0, 0], [2, 4]),
+                ..reference.clone()
+            })],
+            vec![referring(TensorReference {
+                shard_spec: place([0, 0], [3, 4]),
+                ..reference.clone()
+            })],
+            vec![referring(TensorReference {
+                shard_spec: place([1, 0], [3, 4]),
+                ..reference.clone()
+            })],
         ];
         let mut names = Vec::new();
         for wishes in &wishes {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use indexmap::IndexMap;
 use tssd_format::{
-    Dict, Node, Shard, ShardSpec, Step, Storage, ContentKind, Tensor, TensorReference, Text, Value,
+    ContentKind, Dict, Node, Shard, ShardSpec, Step, Storage, Tensor, TensorReference, Text, Value,
 };
 
 use super::way::Way;

@@ -1,7 +1,9 @@
 //! The archive of a put: its layout, its bytes and its digest.
 
 use bytes::Bytes;
-use tssd_format::{AttrValue, ChunkPolicy, Draft, WriteJob, JobChecksums, Layout, Options, CompressJob, StateDict};
+use tssd_format::{
+    AttrValue, ChunkPolicy, CompressJob, Draft, JobChecksums, Layout, Options, StateDict, WriteJob,
+};
 
 use super::replicas::without_replicas;
 use super::{PutOptions, Replicas};
@@ -64,7 +66,8 @@ pub(super) async fn digest(layout: Layout, has_checksums: bool) -> Result<Digest
     let is_short = is_in_memory(&layout) && layout.file_len() <= INLINE_MAX_BYTES;
     let work = move || {
         let run = |job: WriteJob| {
-            let filled = if has_checksums { job.checksum() } else { job.for_each_piece(|_, _| Ok(())) };
+            let filled =
+                if has_checksums { job.checksum() } else { job.for_each_piece(|_, _| Ok(())) };
             filled.map_err(|error| Error::request("checksum", error))
         };
         let filled = parallel::map(layout.jobs(), run)?;

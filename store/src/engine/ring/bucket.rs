@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use tssd_format::{
-    Container, Dict, MapKey, Node, ShardSpec, StateDict, Step, Tensor, TensorReference, TensorSlice,
-    Value,
+    Container, Dict, MapKey, Node, ShardSpec, StateDict, Step, Tensor, TensorReference,
+    TensorSlice, Value,
 };
 
 use crate::engine::put::split_tensor;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use tssd_format::{
-    Archive, AttrValue, Attrs, Container, Error as FormatError, ErrorKind as FormatKind, MapKey, Node,
-    ObjectPath, Step, StorageReference, TensorReference, ZSTD_LEVEL_ATTR, checksum,
+    Archive, AttrValue, Attrs, Container, Error as FormatError, ErrorKind as FormatKind, MapKey,
+    Node, ObjectPath, Step, StorageReference, TensorReference, ZSTD_LEVEL_ATTR, checksum,
 };
 
 use crate::control::Located;
@@ -201,7 +201,11 @@ impl Contents {
         let place = reference.stored_chunk(chunk);
         let error = FormatError::new(FormatKind::ChunkCorrupt)
             .with_offset(place.start)
-            .with_detail(format_args!("{} bytes of shard {}", place.end - place.start, reference.shard))
+            .with_detail(format_args!(
+                "{} bytes of shard {}",
+                place.end - place.start,
+                reference.shard
+            ))
             .with_path(self.manifest.storage_fqn(storage));
         Error::format(self.name(), error)
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use tssd_format::{WriteJob, JobChecksums};
+use tssd_format::{JobChecksums, WriteJob};
 
 use super::calls::Owed;
 use super::{Client, PATIENCE, broken, unexpected};

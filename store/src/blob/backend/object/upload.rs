@@ -10,7 +10,7 @@ use object_store::multipart::PartId;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tssd_format::{WriteJob, JobChecksums};
+use tssd_format::{JobChecksums, WriteJob};
 
 use super::marker;
 use crate::blob::{Part, Reservation, split};

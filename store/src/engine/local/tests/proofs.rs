@@ -105,7 +105,8 @@ async fn a_manifest_that_is_made_anew_is_the_one_that_was_shown_or_none() {
     let (digest, len) = written(&volume, &place);
     assert!(controller.commit(&place, digest, &[len]).await.unwrap().visible);
     let made = controller.manifest(&key, place.id).await.unwrap().unwrap();
-    let shown = volume.0.open(&format!("{}/{MANIFEST_NAME}", place.folder())).unwrap().unwrap().blob;
+    let shown =
+        volume.0.open(&format!("{}/{MANIFEST_NAME}", place.folder())).unwrap().unwrap().blob;
     let mut bytes = vec![0; made.len()];
     shown.read_exact_at(&mut bytes, 0).unwrap();
     assert_eq!(made, bytes);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::archive::Archive;
 use crate::chunk::ChunkPolicy;
 use crate::codec::is_shuffle_width;
-use crate::convert::to_usize;
+use crate::convert::index_to_usize;
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
@@ -137,7 +137,7 @@ impl Options {
         let mut choices = std::collections::BTreeMap::new();
         for (path, node) in archive.leaves() {
             let Some(number) = node.storages().next() else { continue };
-            let storage = &storages[crate::convert::index_to_usize(number)];
+            let storage = &storages[index_to_usize(number)];
             let choice = match &storage.compressed_layout {
                 None => continue,
                 Some(packing) if packing.shuffle == 0 => Compression::Zstd,

@@ -18,7 +18,7 @@ mod tree;
 pub(crate) use self::files::is_base_name;
 
 use self::claims::{Claims, HeapClaims};
-use crate::convert::{index_to_usize, to_usize};
+use crate::convert::index_to_usize;
 use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
 use crate::record::split_heap_range;

@@ -33,15 +33,15 @@ def test_versions_are_archives_below_the_prefix(server: Server, tmp_path: Path) 
     url = server.new_url()
     store = tssd.Store(url)
     for step in (1, 2, 3):
-        put = store.put_state_dict(make_state(step), "policy/actor")
-        assert (put.version, put.visible, put.transport) == (step, True, "object")
+        put_report = store.put_state_dict(make_state(step), "policy/actor")
+        assert (put_report.version, put_report.visible, put_report.transport) == (step, True, "object")
     got, report = store.get_state_dict("policy/actor", return_report=True)
     assert report.version == 3 and report.transport == "object"
     for name, value in make_state(3).items():
         assert np.array_equal(np.asarray(got[name]), value)
     # Retention deletes the older versions. Only their ledger records remain.
     names = [name for name in server.object_names(url) if "/.ledger/" not in name]
-    folder = f"policy%2Factor/0-3-{put.id[:16]}"
+    folder = f"policy%2Factor/0-3-{put_report.id[:16]}"
     assert [name for name in names if not name.startswith(f"{folder}/")] == []
     (archive,) = (name for name in names if not name.endswith("manifest.tssd"))
     path = tmp_path / "archive.tssd"
@@ -70,11 +70,11 @@ for step in range(4):
     except tssd.TssdError as error:
         assert error.kind == "overtaken", error
 """
-    processes = [
+    writers = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
-    numbers = [int(line) for process in processes for line in process.communicate(timeout=120)[0].split()]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    numbers = [int(line) for process in writers for line in process.communicate(timeout=120)[0].split()]
+    assert [process.returncode for process in writers] == [0, 0, 0]
     assert len(set(numbers)) == len(numbers) > 4
     assert tssd.Store(url).head("policy").version == max(numbers)
 
@@ -220,31 +220,31 @@ def test_daemon_replicates_durable_versions_to_bucket(server: Server, tmp_path: 
 
 
 def test_fill_from_hanging_bucket_times_out(tmp_path: Path) -> None:
-    slow_server = Server()
+    hanging_server = Server()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", slow_server.environment["AWS_ENDPOINT_URL"])
-        store = tssd.Store(slow_server.new_url())
+        patch.setenv("AWS_ENDPOINT_URL", hanging_server.environment["AWS_ENDPOINT_URL"])
+        store = tssd.Store(hanging_server.new_url())
         store.put_state_dict(make_state(1), "policy")
         into = {name: np.zeros_like(value) for name, value in make_state(1).items() if isinstance(value, np.ndarray)}
         with store.open("policy") as version:
-            slow_server.process.send_signal(signal.SIGSTOP)
-            processes = time.monotonic()
+            hanging_server.process.send_signal(signal.SIGSTOP)
+            started = time.monotonic()
             with pytest.raises(tssd.TssdTimeoutError):
                 store.get_state_dict("policy", into, version=version, strict=False, timeout=0.5)
-            assert time.monotonic() - processes < 10
-            slow_server.process.send_signal(signal.SIGCONT)
+            assert time.monotonic() - started < 10
+            hanging_server.process.send_signal(signal.SIGCONT)
             store.get_state_dict("policy", into, version=version, strict=False)
             assert all(np.array_equal(value, make_state(1)[name]) for name, value in into.items())
-    slow_server.stop()
+    hanging_server.stop()
 
 
 def test_put_without_wait_is_visible_before_it_is_in_bucket(tmp_path: Path, server: Server) -> None:
-    slow_server = Server()
-    url = slow_server.new_url()
+    hanging_server = Server()
+    url = hanging_server.new_url()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", slow_server.environment["AWS_ENDPOINT_URL"])
+        patch.setenv("AWS_ENDPOINT_URL", hanging_server.environment["AWS_ENDPOINT_URL"])
         with BucketDaemon(tmp_path, url) as daemon:
-            slow_server.process.send_signal(signal.SIGSTOP)
+            hanging_server.process.send_signal(signal.SIGSTOP)
             pending = daemon.store.put_state_dict(make_state(1), "policy", durability="object", wait=False, timeout=60)
             assert pending.visible(10) == 1
             assert daemon.store.get_state_dict("policy")["step"] == 1
@@ -256,8 +256,8 @@ def test_put_without_wait_is_visible_before_it_is_in_bucket(tmp_path: Path, serv
                 daemon.store.put_state_dict(make_state(3), "policy", durability="object", timeout=0.5)
             (status,) = run_command("status", "--store", daemon.store.url).stdout.splitlines()[-2:-1]
             assert status.startswith("on its way to the bucket: `policy` version 1, writer 0: ")
-            slow_server.process.send_signal(signal.SIGCONT)
+            hanging_server.process.send_signal(signal.SIGCONT)
             assert pending.result(60).stored and pending.visible() == 1
             assert daemon.store.put_state_dict(make_state(3), "policy", durability="object").stored
             assert tssd.Store(url).head("policy").version == 3
-    slow_server.stop()
+    hanging_server.stop()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-BLOCKER = """
+BLOCKER_SCRIPT = """
 import sys
 class Blocker:
     def find_spec(self, name, path=None, target=None):
@@ -20,7 +20,7 @@ path = os.path.join(tempfile.mkdtemp(), "x.tssd")
 
 
 def run_without(blocked: tuple[str, ...], code: str) -> subprocess.CompletedProcess[str]:
-    code = BLOCKER.format(blocked=blocked) + code
+    code = BLOCKER_SCRIPT.format(blocked=blocked) + code
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 

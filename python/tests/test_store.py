@@ -488,8 +488,8 @@ def test_lease_retains_its_version(store: tssd.Store) -> None:
         weight = np.zeros((3, 4), np.float32)
         store.get("policy", weight, fqn="model.weight", version=lease)
         assert np.array_equal(weight, make_state(2)["model"]["weight"])
-        with store.open("policy", version=lease) as unpickled:
-            assert unpickled.version == 2
+        with store.open("policy", version=lease) as reopened:
+            assert reopened.version == 2
         with pytest.raises(ValueError, match="one of key `policy`"):
             store.get_state_dict("other", version=lease)
     assert (int(lease), lease.version) == (2, 2) and repr(lease) == "OpenVersion('policy', version 2, closed)"

@@ -107,7 +107,7 @@ def tssd_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def reference_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     first = run_cases("torchstore", tmp_path_factory.mktemp("theirs"))
-    # On a busy machine, actors occasionally lose their connection, and later cases fail as well. Those run again.
+    # On a busy machine, actors occasionally lose their connection, and later cases fail, too. All of them run again.
     failed = [name for name, each in first.items() if raised_class(each) in ("ActorError", "TimeoutError")]
     return first | run_cases("torchstore", tmp_path_factory.mktemp("theirs"), *failed)
 
@@ -148,7 +148,7 @@ def test_ray_actors_share_a_store() -> None:
 
 
 def check_in_child(rank: int, url: str) -> None:
-    """A spawned process, which only imports torchstore."""
+    """Runs in a spawned process, which only imports torchstore."""
     tssd.torchstore.install()
     import torchstore
     from torchstore import api, state_dict_utils

@@ -74,8 +74,9 @@ class GetReport:
         bytes_needed: the number of tensor bytes that were requested.
         bytes_transferred: the number of tensor bytes that were copied, or are seen through views.
         bytes_viewed: the number of these bytes that are seen through views.
-        bytes_received: the number of bytes received over a connection, from another host or a bucket. It exceeds the
-            number of requested bytes if parts of chunks are requested: only whole chunks can be verified.
+        bytes_received: the number of bytes received over a connection, from another host or a bucket. It can exceed the
+            number of requested bytes: only whole chunks can be verified, and a longer range can be cheaper than
+            another request.
         bytes_verified: the number of bytes that were verified against their checksums.
         transport: the transport of the bytes: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls".
         why: why this transport was used.
@@ -116,7 +117,7 @@ class ReceiveReport:
         bytes: the number of tensor bytes that were copied.
         transport: the transport of the bytes: "arena" or "cuda_ipc".
         why: why this transport was used.
-        seconds: the time since the first bucket arrived, in seconds.
+        seconds: the time from the arrival of the first bucket to the end, in seconds.
         device_copies: how bytes were copied to GPUs; None if no tensor is on a GPU.
     """
 

@@ -410,7 +410,7 @@ def tensors():
 
 
 def add_two_slices(archive):
-    """A run of two records: the halves of a tensor of 4 x 3, sharded on a mesh of 2."""
+    """Adds a run of two records: the halves of a tensor of 4 x 3, sharded on a mesh of 2."""
     for i in range(2):
         archive.tensor((2, 3), storage=i, slice=i)
     for i in range(2):

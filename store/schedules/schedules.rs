@@ -9,7 +9,7 @@ use std::thread;
 
 use serde_json::json;
 use tssd_store_schedules::schedules::SUBJECTS;
-use tssd_tests::proof::Proof;
+use tssd_tests::proof::Campaign;
 
 /// Names for how many schedules are wanted, at least.
 const SCHEDULES: &str = "TSSD_SCHEDULES";
@@ -26,14 +26,14 @@ fn wanted() -> u64 {
 
 #[test]
 fn no_order_of_events_breaks_a_promise() {
-    let proof = Proof::begin("schedules");
+    let proof = Campaign::start("schedules");
     let (next, done) = (AtomicU64::new(0), AtomicU64::new(0));
     let by_subject = Mutex::new(BTreeMap::<&str, u64>::new());
     let threads = thread::available_parallelism().map_or(1, usize::from);
     thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
-                while proof.goes_on(done.load(Ordering::Relaxed), wanted()) {
+                while proof.should_continue(done.load(Ordering::Relaxed), wanted()) {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
                     // Each gets its share of every hundred pairs of batches, one after the other.
                     let mut place = seed / 2 * 37 % 100;
@@ -52,12 +52,12 @@ fn no_order_of_events_breaks_a_promise() {
         }
     });
     let (schedules, by_subject) = (done.into_inner(), by_subject.into_inner().unwrap());
-    proof.end(json!({ "schedules": schedules, "violations": 0, "by subject": by_subject }));
+    proof.finish(json!({ "schedules": schedules, "violations": 0, "by subject": by_subject }));
 }
 
 #[test]
 fn planted_bugs_are_found() {
-    let proof = Proof::begin("schedules: planted bugs");
+    let proof = Campaign::start("schedules: planted bugs");
     let (mut planted, mut found_after) = (0, BTreeMap::new());
     for subject in &SUBJECTS {
         for bug in subject.bugs {
@@ -70,5 +70,5 @@ fn planted_bugs_are_found() {
             found_after.insert(format!("{}: {bug:?}", subject.name), after);
         }
     }
-    proof.end(json!({ "planted": planted, "found": found_after.len(), "after": found_after }));
+    proof.finish(json!({ "planted": planted, "found": found_after.len(), "after": found_after }));
 }

@@ -6,8 +6,8 @@ use tssd_format::{Dtype, Shard, ShardSpec, StateDict, Storage, Tensor, TensorMet
 use tssd_gpu::DeviceMemory;
 use tssd_store::blocking::Store;
 use tssd_store::{ErrorKind, GetOptions, JobId, PutOptions, Target, TargetMemory};
-use tssd_tests::caller::{Allocation, Caller, devices};
-use tssd_tests::served::Served;
+use tssd_tests::caller::{Allocation, DeviceContext, devices};
+use tssd_tests::served::TestDaemon;
 
 use crate::{key, pattern};
 
@@ -80,13 +80,13 @@ pub(crate) struct Wanted {
 const GAP: u8 = 0xA5;
 
 impl Wanted {
-    pub(crate) fn new(caller: &Caller, part: Part, stride: u64) -> Self {
+    pub(crate) fn new(caller: &DeviceContext, part: Part, stride: u64) -> Self {
         let len = ((part[2] - 1) * stride + part[3]) as usize * 2;
         let allocation = caller.allocate(len);
         // Written when its target is made already, after other work: what is got comes after it.
-        caller.stall(&allocation);
-        caller.fill(&allocation, vec![GAP; len]);
-        let target = caller.memory(&allocation);
+        caller.enqueue_delay(&allocation);
+        caller.enqueue_fill(&allocation, vec![GAP; len]);
+        let target = caller.device_memory(&allocation);
         Self { part, stride, allocation, target }
     }
 
@@ -113,9 +113,9 @@ impl Wanted {
 #[ignore = "needs a GPU"]
 fn tensors_are_filled_in_any_sharding_from_anywhere() {
     for ordinal in 0..devices().len() {
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let folder = tempfile::tempdir().unwrap();
-        let served = Served::new(1 << 30);
+        let served = TestDaemon::new(1 << 30);
         let (memory, directory) =
             (Store::memory().unwrap(), Store::directory(folder.path()).unwrap());
         let puts = [
@@ -128,7 +128,7 @@ fn tensors_are_filled_in_any_sharding_from_anywhere() {
         let gets = [
             vec![(memory, false)],
             vec![(directory, false)],
-            vec![near, (served.connect_far(), false)],
+            vec![near, (served.connect_tcp(), false)],
         ];
         for (writers, readers) in puts.iter().zip(&gets) {
             for step in 1..4 {
@@ -184,11 +184,11 @@ fn tensors_are_filled_in_any_sharding_from_anywhere() {
 #[ignore = "needs a GPU"]
 fn what_does_not_fit_is_refused_before_a_byte_is_written() {
     for ordinal in 0..devices().len() {
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let store = Store::memory().unwrap();
         publish(std::slice::from_ref(&store), 1);
         let small = caller.allocate(100);
-        let target = caller.memory(&small);
+        let target = caller.device_memory(&small);
         let part = [0, 0, 10, 10];
         let meta = TensorMeta::new(Dtype::Bfloat16, &part[2..]).unwrap();
         let memory = TargetMemory::Elsewhere(&target);

@@ -21,7 +21,7 @@ use std::process::{Child, Command, Output, Stdio};
 use tssd_format::{StateDict, Value};
 use tssd_gpu::Device;
 use tssd_store::{ErrorKind, Key};
-use tssd_tests::command::library;
+use tssd_tests::command::preload_library;
 
 fn key() -> Key {
     Key::new("policy").unwrap()
@@ -97,7 +97,7 @@ fn all_of_it_on_a_driver_without_a_gpu() {
         (&little, &["snapshot::a_device_that_is_full"]),
     ] {
         for test in tests {
-            let output = run(Some(&library("tssd-fake-cuda")), environment, test);
+            let output = run(Some(&preload_library("tssd-fake-cuda")), environment, test);
             expect_success(&output);
             let text = String::from_utf8_lossy(&output.stdout);
             assert!(!text.contains("left out") && !text.contains("ok. 0 passed"), "{text}");
@@ -119,7 +119,7 @@ fn what_is_missing_is_said() {
         println!("left out: there is no {}", no_driver.display());
     }
     expect_success(&run(
-        Some(&library("tssd-fake-cuda")),
+        Some(&preload_library("tssd-fake-cuda")),
         &[no_device, ("TSSD_FAKE_CUDA_DEVICES", "0")],
         missing,
     ));

@@ -10,14 +10,14 @@ use tssd_format::{
 use tssd_gpu::{DeviceMemory, Stream};
 use tssd_store::blocking::Store;
 use tssd_store::{ErrorKind, GetOptions, PutOptions, Residency, Target, TargetMemory};
-use tssd_tests::caller::{Allocation, Caller, devices};
-use tssd_tests::served::Served;
+use tssd_tests::caller::{Allocation, DeviceContext, devices};
+use tssd_tests::served::TestDaemon;
 
 use crate::{bytes_of, key, pattern};
 
 /// What a trainer has on a device: dtypes of all widths, ties, strides, shards, an empty tensor.
 pub(crate) struct Model {
-    pub(crate) caller: Caller,
+    pub(crate) caller: DeviceContext,
     storages: Vec<Arc<Allocation>>,
 }
 
@@ -42,16 +42,16 @@ const LEAVES: [Leaf; 11] = [
 
 impl Model {
     pub(crate) fn new(ordinal: usize) -> Self {
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let storages = LENS.iter().map(|len| caller.allocate(*len)).collect();
         Self { caller, storages }
     }
 
     /// Gives the stream a step to write.
     pub(crate) fn step(&self, step: u64) {
-        self.caller.stall(&self.storages[0]);
+        self.caller.enqueue_delay(&self.storages[0]);
         for (number, storage) in self.storages.iter().enumerate() {
-            self.caller.fill(storage, pattern(step * 100 + number as u64, storage.len));
+            self.caller.enqueue_fill(storage, pattern(step * 100 + number as u64, storage.len));
         }
     }
 
@@ -61,7 +61,7 @@ impl Model {
     }
 
     fn storages(&self) -> Vec<Storage> {
-        self.caller.storages(&self.storages)
+        self.caller.to_storages(&self.storages)
     }
 }
 
@@ -98,12 +98,12 @@ fn what_is_put_is_what_was_there_when_the_stream_was_done() {
     for (ordinal, device) in devices().iter().enumerate() {
         assert!(device.uuid().starts_with("GPU-") && !device.name().is_empty());
         let folder = tempfile::tempdir().unwrap();
-        let served = Served::new(1 << 30);
+        let served = TestDaemon::new(1 << 30);
         let stores = [
             Store::memory().unwrap(),
             Store::directory(folder.path()).unwrap(),
             served.connect(),
-            served.connect_far(),
+            served.connect_tcp(),
         ];
         let model = Model::new(ordinal);
         for (number, store) in stores.iter().enumerate() {
@@ -128,7 +128,7 @@ fn what_is_put_is_what_was_there_when_the_stream_was_done() {
                     panic!("tensors")
                 };
                 assert_eq!(one.view().span().as_ptr(), other.view().span().as_ptr(), "tied");
-                model.caller.wait();
+                model.caller.synchronize();
             }
         }
     }
@@ -139,18 +139,18 @@ fn what_is_put_is_what_was_there_when_the_stream_was_done() {
 fn what_a_stream_was_given_between_two_tensors_is_waited_for() {
     const LEN: usize = 1 << 20;
     for ordinal in 0..devices().len() {
-        let (caller, served) = (Caller::new(ordinal), Served::new(1 << 30));
+        let (caller, served) = (DeviceContext::new(ordinal), TestDaemon::new(1 << 30));
         let (store, own) = (served.connect(), [caller.allocate(LEN), caller.allocate(LEN)]);
         for (step, residency) in (0..).zip([Residency::Host, Residency::Device, Residency::Host]) {
             // The first one is written when it is known already, as casts of later ones may be.
             let write = |(number, allocation)| {
                 if number == 1 {
-                    caller.stall(&own[1]);
-                    caller.fill(&own[0], pattern(step, LEN));
+                    caller.enqueue_delay(&own[1]);
+                    caller.enqueue_fill(&own[0], pattern(step, LEN));
                 }
                 allocation
             };
-            let storages = caller.storages(own.iter().enumerate().map(write));
+            let storages = caller.to_storages(own.iter().enumerate().map(write));
             let meta = TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap();
             let mut dict = StateDict::new();
             dict.insert("first", Tensor::new(meta, storages[0].clone(), 0).unwrap());
@@ -188,7 +188,7 @@ fn bytes_depend_on_no_place() {
 #[ignore = "needs a GPU"]
 fn what_is_no_memory_of_a_device_is_refused() {
     for ordinal in 0..devices().len() {
-        let _caller = Caller::new(ordinal);
+        let _caller = DeviceContext::new(ordinal);
         let here = [0_u8; 100];
         for pointer in [0, here.as_ptr().addr() as u64] {
             // SAFETY: it is refused before anything is read.
@@ -253,7 +253,7 @@ fn calls() -> Option<[u64; 3]> {
 fn many_chunks_of_a_tensor_are_copied_at_once() {
     const LEN: usize = 64 << 20;
     for ordinal in 0..devices().len() {
-        let (caller, served) = (Caller::new(ordinal), Served::new(1 << 30));
+        let (caller, served) = (DeviceContext::new(ordinal), TestDaemon::new(1 << 30));
         let (store, own) = (served.connect(), caller.allocate(LEN));
         let meta = TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap();
         // Within the device at once; to the host in pieces of 4 MiB, which are looked at while others come.
@@ -261,7 +261,7 @@ fn many_chunks_of_a_tensor_are_copied_at_once() {
             caller.write(&own, &pattern(most, LEN));
             let before = calls();
             let mut dict = StateDict::new();
-            dict.insert("weight", Tensor::new(meta.clone(), caller.storage(&own), 0).unwrap());
+            dict.insert("weight", Tensor::new(meta.clone(), caller.to_storage(&own), 0).unwrap());
             let options = PutOptions { residency, ..PutOptions::default() };
             store.put_state_dict(&key(), &dict, &options).unwrap();
             if let (Some(before), Some(after)) = (before, calls()) {
@@ -280,16 +280,16 @@ fn many_chunks_of_a_tensor_are_copied_at_once() {
 fn what_is_published_in_turn_is_what_was_there_when_the_stream_was_done() {
     const LEN: usize = 1 << 20;
     for ordinal in 0..devices().len() {
-        let (caller, served) = (Caller::new(ordinal), Served::new(1 << 30));
+        let (caller, served) = (DeviceContext::new(ordinal), TestDaemon::new(1 << 30));
         let (store, own) = (served.connect(), caller.allocate(LEN));
         for residency in [Residency::Host, Residency::Device] {
             let options = PutOptions { residency, ..PutOptions::default() };
             let mut publisher = store.publish(&key(), &options, 1 << 30).unwrap();
             for part in 0..8 {
-                caller.stall(&own);
-                caller.fill(&own, pattern(part, LEN));
+                caller.enqueue_delay(&own);
+                caller.enqueue_fill(&own, pattern(part, LEN));
                 let meta = TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap();
-                let tensor = Tensor::new(meta, caller.storage(&own), 0).unwrap();
+                let tensor = Tensor::new(meta, caller.to_storage(&own), 0).unwrap();
                 publisher.add(format!("{part}"), tensor).unwrap();
                 publisher.flush().unwrap();
             }
@@ -309,26 +309,26 @@ fn many_tensors_wait_for_one_event_and_are_waited_for_once() {
     const LEN: usize = 4096;
     const TENSORS: u64 = 500;
     for ordinal in 0..devices().len() {
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let own: Vec<_> = (0..TENSORS).map(|_| caller.allocate(LEN)).collect();
         let others: Vec<_> = (0..TENSORS).map(|_| caller.allocate(LEN)).collect();
-        let served = Served::new(1 << 30);
+        let served = TestDaemon::new(1 << 30);
         let (store, meta) =
             (served.connect(), TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap());
         for (step, residency) in
             [Residency::Host, Residency::Host, Residency::Device].into_iter().enumerate()
         {
             for (number, allocation) in (0..).zip(&own) {
-                caller.fill(allocation, pattern(step as u64 * TENSORS + number, LEN));
+                caller.enqueue_fill(allocation, pattern(step as u64 * TENSORS + number, LEN));
             }
             let before = calls();
             let mut dict = StateDict::new();
-            for (number, storage) in caller.storages(&own).into_iter().enumerate() {
+            for (number, storage) in caller.to_storages(&own).into_iter().enumerate() {
                 dict.insert(format!("{number}"), Tensor::new(meta.clone(), storage, 0).unwrap());
             }
             let options = PutOptions { residency, ..PutOptions::default() };
             store.put_state_dict(&key(), &dict, &options).unwrap();
-            let memories = caller.memories(&others);
+            let memories = caller.device_memories(&others);
             let targets = memories.iter().enumerate().map(|(number, memory)| {
                 let (fqn, memory) = (format!("{number}"), TargetMemory::Elsewhere(memory));
                 Target { fqn, place: None, meta: meta.clone(), memory }
@@ -353,17 +353,17 @@ fn many_tensors_wait_for_one_event_and_are_waited_for_once() {
 fn memory_of_a_daemon_is_pinned() {
     const LEN: usize = 16 << 20;
     for ordinal in 0..devices().len() {
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let allocation = caller.allocate(LEN);
-        let (served, folder) = (Served::new(1 << 30), tempfile::tempdir().unwrap());
+        let (served, folder) = (TestDaemon::new(1 << 30), tempfile::tempdir().unwrap());
         let (near, directory) = (served.connect(), Store::directory(folder.path()).unwrap());
         let before = copied();
         let mut expected = [0, 0];
         for step in 0..4 {
-            caller.fill(&allocation, pattern(step, LEN));
+            caller.enqueue_fill(&allocation, pattern(step, LEN));
             // What the caller itself has copied here.
             expected[1] += LEN as u64;
-            let memory = Arc::new(caller.memory(&allocation));
+            let memory = Arc::new(caller.device_memory(&allocation));
             let storage = Storage::from_blob(memory.clone()).unwrap();
             let meta = TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap();
             let mut dict = StateDict::new();
@@ -371,7 +371,7 @@ fn memory_of_a_daemon_is_pinned() {
             let is_near = step < 3;
             let store = if is_near { &near } else { &directory };
             store.put_state_dict(&key(), &dict, &PutOptions::default()).unwrap();
-            let target = caller.memory(&allocation);
+            let target = caller.device_memory(&allocation);
             let into = TargetMemory::Elsewhere(&target);
             let wanted = Target { fqn: "weight".to_owned(), place: None, meta, memory: into };
             store.get_state_dict_into(&key(), &mut [wanted], &GetOptions::default()).unwrap();

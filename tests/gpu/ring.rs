@@ -13,8 +13,8 @@ use tssd_store::{
     ErrorKind, GetOptions, Key, PutOptions, PutReport, ReceiveReport, Residency, Ring, Target,
     TargetMemory, Transport,
 };
-use tssd_tests::caller::{Allocation, Caller, devices};
-use tssd_tests::served::Served;
+use tssd_tests::caller::{Allocation, DeviceContext, devices};
+use tssd_tests::served::TestDaemon;
 
 use crate::{child, key, pattern};
 
@@ -47,12 +47,12 @@ fn len_of(version: u64, len: usize) -> usize {
 
 /// The tensors of one who puts, the largest there are.
 struct Model<'a> {
-    caller: &'a Caller,
+    caller: &'a DeviceContext,
     tensors: Vec<(&'static str, Dtype, Arc<Allocation>)>,
 }
 
 impl<'a> Model<'a> {
-    fn new(caller: &'a Caller) -> Self {
+    fn new(caller: &'a DeviceContext) -> Self {
         let tensors = TENSORS.map(|(name, dtype, len)| (name, dtype, caller.allocate(len)));
         Self { caller, tensors: tensors.into() }
     }
@@ -61,9 +61,9 @@ impl<'a> Model<'a> {
     fn write(&self, version: u64) -> StateDict {
         let mut dict = StateDict::new();
         for (at, (name, dtype, allocation)) in (0..).zip(&self.tensors) {
-            self.caller.stall(allocation);
-            self.caller.fill(allocation, pattern(version * 10 + at, allocation.len));
-            let storage = self.caller.storage(allocation);
+            self.caller.enqueue_delay(allocation);
+            self.caller.enqueue_fill(allocation, pattern(version * 10 + at, allocation.len));
+            let storage = self.caller.to_storage(allocation);
             let meta = meta(*dtype, len_of(version, allocation.len));
             dict.insert(*name, Tensor::new(meta, storage, 0).unwrap());
         }
@@ -73,7 +73,7 @@ impl<'a> Model<'a> {
     /// Other bytes.
     fn spoil(&self) {
         for (_, _, allocation) in &self.tensors {
-            self.caller.fill(allocation, vec![0xFF; allocation.len]);
+            self.caller.enqueue_fill(allocation, vec![0xFF; allocation.len]);
         }
     }
 
@@ -100,14 +100,14 @@ fn options(residency: Residency) -> PutOptions {
 /// Receives a version into new tensors, which must become what it is.
 fn receive(
     receiver: &mut Receiver,
-    caller: &Caller,
+    caller: &DeviceContext,
     version: u64,
     timeout: Duration,
 ) -> tssd_store::Result<ReceiveReport> {
     let tensors =
         TENSORS.map(|(name, dtype, len)| (name, dtype, caller.allocate(len_of(version, len))));
     let memories: Vec<DeviceMemory> =
-        tensors.iter().map(|(_, _, allocation)| caller.memory(allocation)).collect();
+        tensors.iter().map(|(_, _, allocation)| caller.device_memory(allocation)).collect();
     let targets = tensors.iter().zip(&memories).map(|((name, dtype, allocation), memory)| {
         let (fqn, meta) = ((*name).to_owned(), meta(*dtype, allocation.len));
         Target { fqn, place: None, meta, memory: TargetMemory::Elsewhere(memory) }
@@ -128,7 +128,7 @@ fn read(
     (ordinal, device): (usize, &Device),
     versions: std::ops::RangeInclusive<u64>,
 ) {
-    let caller = Caller::new(ordinal);
+    let caller = DeviceContext::new(ordinal);
     let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
     for version in versions {
         receive(&mut receiver, &caller, version, SOON).unwrap();
@@ -146,7 +146,7 @@ fn has_segments() -> bool {
 fn versions_go_through_the_memory_of_two_buckets() {
     const VERSIONS: std::ops::RangeInclusive<u64> = 1..=12;
     for (ordinal, device) in devices().into_iter().enumerate().filter(|_| has_segments()) {
-        let served = Served::new(64 << 20);
+        let served = TestDaemon::new(64 << 20);
         let (writer, status) = (served.connect(), served.connect());
         let options = options(Residency::Ring(ring(2)));
         thread::scope(|scope| {
@@ -154,7 +154,7 @@ fn versions_go_through_the_memory_of_two_buckets() {
                 let (reader, device) = (served.connect(), &device);
                 scope.spawn(move || read(&reader, (ordinal, device), VERSIONS));
             }
-            let caller = Caller::new(ordinal);
+            let caller = DeviceContext::new(ordinal);
             let model = Model::new(&caller);
             let mut used = None;
             for version in VERSIONS {
@@ -173,17 +173,17 @@ fn versions_go_through_the_memory_of_two_buckets() {
 #[ignore = "needs a GPU"]
 fn what_is_published_goes_through_the_ring_while_it_is_made() {
     for (ordinal, device) in devices().into_iter().enumerate().filter(|_| has_segments()) {
-        let served = Served::new(64 << 20);
+        let served = TestDaemon::new(64 << 20);
         let writer = served.connect();
         for residency in [Residency::Ring(ring(1)), Residency::Lent(ring(1))] {
             thread::scope(|scope| {
                 let (reader, device) = (served.connect(), &device);
                 let reading = scope.spawn(move || {
-                    let caller = Caller::new(ordinal);
+                    let caller = DeviceContext::new(ordinal);
                     let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
                     receive(&mut receiver, &caller, 7, SOON).unwrap().buckets
                 });
-                let caller = Caller::new(ordinal);
+                let caller = DeviceContext::new(ordinal);
                 let model = Model::new(&caller);
                 let options = PutOptions { version: Some(7), rewind: true, ..options(residency) };
                 let mut publisher = writer.publish(&key(), &options, 1 << 20).unwrap();
@@ -192,7 +192,7 @@ fn what_is_published_goes_through_the_ring_while_it_is_made() {
                     publisher.add(*name, dict.leaf(name).unwrap().clone()).unwrap();
                     if at % 2 == 1 {
                         publisher.flush().unwrap();
-                        caller.fill(allocation, vec![0xFF; allocation.len]);
+                        caller.enqueue_fill(allocation, vec![0xFF; allocation.len]);
                     }
                 }
                 let report = publisher.finish().unwrap();
@@ -228,7 +228,7 @@ fn as_a_reader() {
 #[ignore = "is run by another test"]
 fn as_two_readers() {
     let Some((store, ordinal, versions)) = told() else { return };
-    let (device, caller) = (&Device::all().unwrap()[ordinal], Caller::new(ordinal));
+    let (device, caller) = (&Device::all().unwrap()[ordinal], DeviceContext::new(ordinal));
     let [mut one, mut other] =
         [(); 2].map(|()| Some(store.receiver(&key(), Some(&device.uuid())).unwrap()));
     for version in 1..=versions {
@@ -246,7 +246,7 @@ fn as_two_readers() {
 #[ignore = "is run by another test"]
 fn as_a_writer_that_lends() {
     let Some((store, ordinal, version)) = told() else { return };
-    let caller = Caller::new(ordinal);
+    let caller = DeviceContext::new(ordinal);
     let model = Model::new(&caller);
     let options = PutOptions { version: Some(version), ..options(Residency::Lent(ring(1))) };
     drop(model.put(&store, version, &options));
@@ -258,11 +258,11 @@ fn as_a_writer_that_lends() {
 #[ignore = "needs a GPU"]
 fn what_is_lent_is_copied_from_where_it_is() {
     for ordinal in 0..devices().len() {
-        let served = Served::new(64 << 20);
+        let served = TestDaemon::new(64 << 20);
         let (writer, url, ordinal_text) = (served.connect(), served.url(), ordinal.to_string());
         let asks = asks(&url, &ordinal_text, "6");
         let mut readers = [child("ring::as_a_reader", &asks), child("ring::as_two_readers", &asks)];
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let model = Model::new(&caller);
         for version in 1..=6 {
             let readers = if version > 2 { 2 } else { 3 };
@@ -287,14 +287,14 @@ fn readers_that_die_hold_up_no_ring() {
             if matches!(residency, Residency::Ring(_)) && !has_segments() {
                 continue;
             }
-            let served = Served::new(64 << 20);
+            let served = TestDaemon::new(64 << 20);
             let (writer, reader, url) = (served.connect(), served.connect(), served.url());
             let ordinal_text = ordinal.to_string();
             let mut dying = child("ring::as_a_reader", &asks(&url, &ordinal_text, "1000"));
             thread::scope(|scope| {
                 let device = &device;
                 scope.spawn(move || read(&reader, (ordinal, device), 1..=6));
-                let caller = Caller::new(ordinal);
+                let caller = DeviceContext::new(ordinal);
                 let model = Model::new(&caller);
                 for version in 1..=6 {
                     if version == 3 {
@@ -321,10 +321,10 @@ fn with_one_reader(residency: Residency) -> Residency {
 #[ignore = "needs a GPU"]
 fn what_was_taken_back_is_not_taken_for_a_version() {
     for (ordinal, device) in devices().into_iter().enumerate() {
-        let served = Served::new(64 << 20);
+        let served = TestDaemon::new(64 << 20);
         let (writer, reader) = (served.connect(), served.connect());
         let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let model = Model::new(&caller);
         let hurried =
             PutOptions { timeout: Duration::from_millis(300), ..options(Residency::Lent(ring(1))) };
@@ -342,10 +342,10 @@ fn what_was_taken_back_is_not_taken_for_a_version() {
 #[ignore = "needs a GPU"]
 fn what_a_put_has_lent_is_taken_back_when_nobody_waits_for_it() {
     for (ordinal, device) in devices().into_iter().enumerate() {
-        let served = Served::new(64 << 20);
+        let served = TestDaemon::new(64 << 20);
         let (writer, reader) = (served.connect(), served.connect());
         let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let model = Model::new(&caller);
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
         runtime.block_on(async {
@@ -367,10 +367,10 @@ fn what_a_put_has_lent_is_taken_back_when_nobody_waits_for_it() {
 
 /// The next writer's version comes.
 fn goes_on(receiver: &mut Receiver, writer: &Store, ordinal: usize) {
-    let caller = Caller::new(ordinal);
+    let caller = DeviceContext::new(ordinal);
     let model = Model::new(&caller);
     thread::scope(|scope| {
-        scope.spawn(|| receive(receiver, &Caller::new(ordinal), 2, SOON).unwrap());
+        scope.spawn(|| receive(receiver, &DeviceContext::new(ordinal), 2, SOON).unwrap());
         let second = PutOptions { version: Some(2), ..options(Residency::Lent(ring(1))) };
         model.put(writer, 2, &second).unwrap();
     });
@@ -381,7 +381,7 @@ fn channel(device: &Device) -> Key {
 }
 
 /// A process that lends version 1, and waits for a reader.
-fn lending(served: &Served, ordinal: usize, device: &Device) -> Child {
+fn lending(served: &TestDaemon, ordinal: usize, device: &Device) -> Child {
     let (url, ordinal) = (served.url(), ordinal.to_string());
     let child = child("ring::as_a_writer_that_lends", &asks(&url, &ordinal, "1"));
     served.connect().wait_for_version(&channel(device), 1, SOON).unwrap();
@@ -393,7 +393,7 @@ fn lending(served: &Served, ordinal: usize, device: &Device) -> Child {
 #[ignore = "needs a GPU"]
 fn what_a_writer_has_lent_goes_with_it() {
     for (ordinal, device) in devices().into_iter().enumerate() {
-        let served = Served::new(64 << 20);
+        let served = TestDaemon::new(64 << 20);
         let (writer, reader) = (served.connect(), served.connect());
         let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
         let peers = || writer.status().unwrap().peers.len();
@@ -404,7 +404,7 @@ fn what_a_writer_has_lent_goes_with_it() {
         while peers() > before {
             thread::sleep(Duration::from_millis(5));
         }
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let error = receive(&mut receiver, &caller, 1, Duration::from_millis(300)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
         goes_on(&mut receiver, &writer, ordinal);
@@ -417,7 +417,7 @@ fn what_a_writer_has_lent_goes_with_it() {
 #[ignore = "needs a GPU"]
 fn handles_that_nobody_can_open_are_an_error() {
     for (ordinal, device) in devices().into_iter().enumerate() {
-        let served = Served::new(64 << 20);
+        let served = TestDaemon::new(64 << 20);
         let (writer, reader) = (served.connect(), served.connect());
         let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
         let mut child = lending(&served, ordinal, &device);
@@ -437,7 +437,7 @@ fn handles_that_nobody_can_open_are_an_error() {
         let attrs = [("tssd.ring".to_owned(), AttrValue::Text(mark.into()))].into_iter().collect();
         let put = PutOptions { attrs, ..PutOptions::default() };
         writer.put_state_dict(&channel(&device), &table, &put).unwrap();
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let error = receive(&mut receiver, &caller, 1, SOON).unwrap_err();
         assert!(error.to_string().contains("that another process lends"), "{error}");
         assert!(!error.is_target_modified(), "{error}");

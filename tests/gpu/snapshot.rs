@@ -12,9 +12,9 @@ use tssd_store::{
     Divergent, Durability, ErrorKind, GetOptions, JobId, PutOptions, PutReport, Residency, Target,
     TargetMemory, Transport,
 };
-use tssd_tests::caller::{Allocation, Caller, devices};
-use tssd_tests::raw::{Raw, frame};
-use tssd_tests::served::Served;
+use tssd_tests::caller::{Allocation, DeviceContext, devices};
+use tssd_tests::raw::{RawConnection, frame};
+use tssd_tests::served::TestDaemon;
 
 use crate::get::{Wanted, cut, matrix, place};
 use crate::put::{Model, expected};
@@ -34,8 +34,8 @@ fn shared() -> impl Iterator<Item = usize> {
 }
 
 /// One tensor of bytes.
-fn dict(caller: &Caller, allocation: &Arc<Allocation>) -> StateDict {
-    let storage = caller.storage(allocation);
+fn dict(caller: &DeviceContext, allocation: &Arc<Allocation>) -> StateDict {
+    let storage = caller.to_storage(allocation);
     let meta = TensorMeta::new(Dtype::Uint8, &[allocation.len as u64]).unwrap();
     let mut dict = StateDict::new();
     dict.insert("weight", Tensor::new(meta, storage, 0).unwrap());
@@ -43,8 +43,13 @@ fn dict(caller: &Caller, allocation: &Arc<Allocation>) -> StateDict {
 }
 
 /// Puts what a step has.
-fn put(store: &Store, caller: &Caller, allocation: &Arc<Allocation>, step: u64) -> PutReport {
-    caller.fill(allocation, pattern(step, allocation.len));
+fn put(
+    store: &Store,
+    caller: &DeviceContext,
+    allocation: &Arc<Allocation>,
+    step: u64,
+) -> PutReport {
+    caller.enqueue_fill(allocation, pattern(step, allocation.len));
     store.put_state_dict(&key(), &dict(caller, allocation), &on_device()).unwrap()
 }
 
@@ -59,7 +64,7 @@ fn found(store: &Store) -> Vec<u8> {
 #[ignore = "needs a GPU"]
 fn what_stays_on_a_device_is_what_was_there_when_the_stream_was_done() {
     for ordinal in shared() {
-        let served = Served::new(64 << 20);
+        let served = TestDaemon::new(64 << 20);
         let (writer, reader) = (served.connect(), served.connect());
         let model = Model::new(ordinal);
         let mut digests = Vec::new();
@@ -78,7 +83,7 @@ fn what_stays_on_a_device_is_what_was_there_when_the_stream_was_done() {
             // Nobody has seen the bytes, and no two versions are taken for the same.
             assert!(!digests.contains(&got.digest));
             digests.push(got.digest);
-            model.caller.wait();
+            model.caller.synchronize();
         }
         assert!(reader.status().unwrap().memory.devices > 0);
         assert!(served.metric("tssd_device_bytes") > 0.0);
@@ -89,15 +94,15 @@ fn what_stays_on_a_device_is_what_was_there_when_the_stream_was_done() {
 #[ignore = "needs a GPU"]
 fn tensors_are_filled_within_the_memory_of_the_device_in_any_sharding() {
     for ordinal in shared() {
-        let caller = Caller::new(ordinal);
-        let served = Served::new(64 << 20);
+        let caller = DeviceContext::new(ordinal);
+        let served = TestDaemon::new(64 << 20);
         let writers = [served.connect(), served.connect(), served.connect()];
         let reader = served.connect();
         for step in 1..4 {
             crate::get::publish_from(&writers, step, &|bytes| {
                 let allocation = caller.allocate(bytes.len());
-                caller.fill(&allocation, bytes);
-                let storage = caller.storage(&allocation);
+                caller.enqueue_fill(&allocation, bytes);
+                let storage = caller.to_storage(&allocation);
                 (storage, on_device())
             });
             let whole = [0, 0, 1200, 1000];
@@ -142,14 +147,14 @@ fn tensors_are_filled_within_the_memory_of_the_device_in_any_sharding() {
 #[ignore = "needs a GPU"]
 fn what_is_published_in_buckets_stays_on_its_device() {
     for ordinal in shared() {
-        let caller = Caller::new(ordinal);
-        let served = Served::new(64 << 20);
+        let caller = DeviceContext::new(ordinal);
+        let served = TestDaemon::new(64 << 20);
         let (writer, reader) = (served.connect(), served.connect());
         let (large, small) = (caller.allocate(LEN), caller.allocate(1000));
         let host = Tensor::from_slice(&[1.0_f32; 9], &[9]).unwrap();
         for step in 1..4 {
-            caller.fill(&large, pattern(step, LEN));
-            caller.fill(&small, pattern(step + 100, 1000));
+            caller.enqueue_fill(&large, pattern(step, LEN));
+            caller.enqueue_fill(&small, pattern(step + 100, 1000));
             let mut publisher = writer.publish(&key(), &on_device(), 1 << 20).unwrap();
             for (name, allocation) in [("small", &small), ("weight", &large)] {
                 let dict = dict(&caller, allocation);
@@ -157,13 +162,13 @@ fn what_is_published_in_buckets_stays_on_its_device() {
             }
             publisher.flush().unwrap();
             // What was added is there, whatever becomes of it now; what is in no GPU's memory goes along.
-            caller.fill(&large, pattern(99, LEN));
+            caller.enqueue_fill(&large, pattern(99, LEN));
             publisher.add("host", host.clone()).unwrap();
             let report = publisher.finish().unwrap();
             assert_eq!((report.visible, report.transport), (true, Transport::CudaIpc));
             assert!(found(&reader) == pattern(step, LEN));
             let target = caller.allocate(LEN);
-            let memory = caller.memory(&target);
+            let memory = caller.device_memory(&target);
             let meta = TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap();
             let wanted = Target {
                 fqn: "weight".to_owned(),
@@ -189,9 +194,9 @@ fn what_is_published_in_buckets_stays_on_its_device() {
 #[ignore = "needs a GPU"]
 fn memory_of_a_device_is_written_again_when_nobody_reads_it_and_not_before() {
     for ordinal in shared() {
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let allocation = caller.allocate(LEN);
-        let served = Served::new(64 << 20);
+        let served = TestDaemon::new(64 << 20);
         let (writer, reader) = (served.connect(), served.connect());
         put(&writer, &caller, &allocation, 1);
         put(&writer, &caller, &allocation, 2);
@@ -222,12 +227,14 @@ fn memory_of_a_device_is_written_again_when_nobody_reads_it_and_not_before() {
 #[ignore = "needs a GPU"]
 fn where_a_version_does_not_stay_on_a_device_the_report_says_why() {
     for ordinal in 0..devices().len() {
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let allocation = caller.allocate(LEN);
-        caller.fill(&allocation, pattern(1, LEN));
+        caller.enqueue_fill(&allocation, pattern(1, LEN));
         let dict = dict(&caller, &allocation);
-        let (served, folder) =
-            (Served::over(tempfile::tempdir().unwrap().path()), tempfile::tempdir().unwrap());
+        let (served, folder) = (
+            TestDaemon::with_root(tempfile::tempdir().unwrap().path()),
+            tempfile::tempdir().unwrap(),
+        );
         let near = served.connect();
         let lax = PutOptions { require: None, ..on_device() };
         let refused = |store: &Store, dict: &StateDict, why: &str| {
@@ -244,9 +251,9 @@ fn where_a_version_does_not_stay_on_a_device_the_report_says_why() {
         for store in [Store::memory().unwrap(), Store::directory(folder.path()).unwrap()] {
             refused(&store, &dict, far);
         }
-        refused(&served.connect_far(), &dict, far);
+        refused(&served.connect_tcp(), &dict, far);
         // Whoever decides elsewhere cannot look at it.
-        refused(&Served::under(&served).connect(), &dict, far);
+        refused(&TestDaemon::with_controller(&served).connect(), &dict, far);
         let mut host = StateDict::new();
         host.insert("weight", Tensor::from_slice(&[1.0_f32; 9], &[9]).unwrap());
         if shared().next().is_none() {
@@ -267,7 +274,7 @@ fn where_a_version_does_not_stay_on_a_device_the_report_says_why() {
         let error = near.get_state_dict(&key(), &options).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
         let error =
-            served.connect_far().get_state_dict(&key(), &GetOptions::default()).unwrap_err();
+            served.connect_tcp().get_state_dict(&key(), &GetOptions::default()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert!(error.to_string().contains("residency=host"), "{error}");
     }
@@ -277,17 +284,17 @@ fn where_a_version_does_not_stay_on_a_device_the_report_says_why() {
 #[ignore = "needs a GPU"]
 fn several_writers_stay_each_on_its_device_and_agree_on_what_all_have() {
     for ordinal in shared() {
-        let caller = Caller::new(ordinal);
-        let served = Served::new(64 << 20);
+        let caller = DeviceContext::new(ordinal);
+        let served = TestDaemon::new(64 << 20);
         let stores = [served.connect(), served.connect()];
         let (plain, rows) = (caller.allocate(300), caller.allocate(LEN));
         let put = |step: u64, writer: u32, byte: u8| {
-            caller.fill(&plain, vec![byte; 300]);
-            caller.fill(&rows, pattern(step * 10 + u64::from(writer), LEN));
+            caller.enqueue_fill(&plain, vec![byte; 300]);
+            caller.enqueue_fill(&rows, pattern(step * 10 + u64::from(writer), LEN));
             let mut dict = dict(&caller, &plain);
             let shape = [1, LEN as u64];
             let slice = TensorSlice::new(&[writer.into(), 0], &shape, &[2, LEN as u64]).unwrap();
-            let storage = Storage::from_blob(Arc::new(caller.memory(&rows))).unwrap();
+            let storage = Storage::from_blob(Arc::new(caller.device_memory(&rows))).unwrap();
             let meta = TensorMeta::new(Dtype::Uint8, &shape).unwrap();
             let local = Tensor::new(meta, storage, 0).unwrap();
             dict.insert("rows", Shard::new(local, ShardSpec::new(slice)).unwrap());
@@ -337,11 +344,11 @@ fn several_writers_stay_each_on_its_device_and_agree_on_what_all_have() {
 #[ignore = "needs a GPU"]
 fn who_does_not_know_of_memory_of_devices_is_told_so() {
     for ordinal in shared() {
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let allocation = caller.allocate(LEN);
-        let served = Served::new(64 << 20);
+        let served = TestDaemon::new(64 << 20);
         put(&served.connect(), &caller, &allocation, 1);
-        let mut old = Raw::greet(&served.socket());
+        let mut old = RawConnection::connect_with_hello(&served.socket());
         let locate = r#"{"op":"locate","key":"policy","selector":"newest"}"#;
         old.send(&frame(1, 2, locate, b""));
         let (_, reply) = old.receive().unwrap();
@@ -362,9 +369,9 @@ fn wait_for(mut is_so: impl FnMut() -> bool, what: &str) {
 #[ignore = "needs a GPU"]
 fn versions_outlive_their_writer_and_readers_that_die_take_nothing_along() {
     for ordinal in shared() {
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let allocation = caller.allocate(LEN);
-        let served = Served::new(64 << 20);
+        let served = TestDaemon::new(64 << 20);
         let reader = served.connect();
         let asks = [("TSSD_TESTS_URL", served.url()), ("TSSD_TESTS_DEVICE", ordinal.to_string())];
         let asks = asks.each_ref().map(|(name, value)| (*name, value.as_str()));
@@ -411,7 +418,7 @@ fn as_a_writer_that_is_killed() {
     let (Some(url), Some(device)) = (told("TSSD_TESTS_URL"), told("TSSD_TESTS_DEVICE")) else {
         return;
     };
-    let caller = Caller::new(device.parse().unwrap());
+    let caller = DeviceContext::new(device.parse().unwrap());
     let allocation = caller.allocate(LEN);
     let store = Store::connect(&url).unwrap();
     put(&store, &caller, &allocation, 7);
@@ -432,9 +439,9 @@ fn as_a_reader_that_is_killed() {
 #[ignore = "needs a GPU"]
 fn who_does_not_see_the_device_is_told_what_to_do() {
     for ordinal in shared().take(1) {
-        let caller = Caller::new(ordinal);
+        let caller = DeviceContext::new(ordinal);
         let allocation = caller.allocate(LEN);
-        let served = Served::new(64 << 20);
+        let served = TestDaemon::new(64 << 20);
         put(&served.connect(), &caller, &allocation, 1);
         let url = served.url();
         let mut blind = set(
@@ -472,14 +479,14 @@ fn a_device_that_is_full_is_an_error_until_there_is_room() {
     if told("TSSD_FAKE_CUDA_MEMORY").is_none() {
         return;
     }
-    let caller = Caller::new(0);
+    let caller = DeviceContext::new(0);
     let allocation = caller.allocate(LEN);
-    let served = Served::new(64 << 20);
+    let served = TestDaemon::new(64 << 20);
     let store = served.connect();
     put(&store, &caller, &allocation, 1);
     let held = store.open(&key(), &GetOptions::default()).unwrap();
     put(&store, &caller, &allocation, 2);
-    caller.fill(&allocation, pattern(3, LEN));
+    caller.enqueue_fill(&allocation, pattern(3, LEN));
     let error =
         store.put_state_dict(&key(), &dict(&caller, &allocation), &on_device()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");

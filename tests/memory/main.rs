@@ -13,7 +13,7 @@ use tssd_format::{
     Archive, ArchiveWriter, Compression, Options, StateDict, Tensor, TorchStoreStateDict,
 };
 use tssd_tests::corpus::{self, Input};
-use tssd_tests::fuzz::expanded;
+use tssd_tests::fuzz::expand;
 use tssd_tests::vectors;
 
 #[global_allocator]
@@ -46,10 +46,10 @@ fn files(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
 fn memory_is_bounded_by_file_length() {
     let mut inputs = files(&folder("spec/vectors/valid"));
     inputs.extend(files(&folder("spec/vectors/invalid")));
-    inputs.extend(files(vectors::generated()));
+    inputs.extend(files(vectors::generated_folder()));
     for target in ["parse", "index", "readers"] {
         for Input { name, bytes } in corpus::inputs(target).unwrap() {
-            let file = if target == "parse" { bytes } else { expanded(&bytes) };
+            let file = if target == "parse" { bytes } else { expand(&bytes) };
             inputs.push((Path::new(target).join(name), file));
         }
     }
@@ -107,7 +107,7 @@ fn damage_is_found_before_allocation() {
         TorchStoreStateDict::from_state_dict(&StateDict::new()).unwrap().as_bytes().to_vec();
     let trailer = file.len() - 64;
     file[trailer + 8..trailer + 16].copy_from_slice(&(1_u64 << 30).to_le_bytes());
-    tssd_tests::damage::repair(&mut file);
+    tssd_tests::damage::repair_checksums(&mut file);
     let (opened, open) = peak(|| Archive::from_bytes(Bytes::from(file)));
     assert!(opened.is_err());
     assert!(open < 64 << 10, "rejecting the file took {open}");

@@ -10,21 +10,21 @@ use std::path::Path;
 pub(crate) const ACKNOWLEDGED: &str = "acknowledged";
 
 /// Name of the log of numbers of compared tensors.
-pub(crate) const CHECKED: &str = "checked";
+pub(crate) const COMPARED_TENSORS: &str = "checked";
 
 /// Contents of the logs in a directory.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Acknowledged {
+pub(crate) struct AckLog {
     /// Numbers by key, and whether the version is durable.
     versions: BTreeMap<String, Vec<(u64, bool)>>,
     /// Number of tensors that readers have compared.
-    pub(crate) checked: u64,
+    pub(crate) compared_tensors: u64,
 }
 
-impl Acknowledged {
+impl AckLog {
     /// Creates empty logs.
-    pub(crate) fn begin(folder: &Path) {
-        for name in [ACKNOWLEDGED, CHECKED] {
+    pub(crate) fn create(folder: &Path) {
+        for name in [ACKNOWLEDGED, COMPARED_TENSORS] {
             fs::write(folder.join(name), "").unwrap();
         }
     }
@@ -32,7 +32,7 @@ impl Acknowledged {
     /// Reads the logs. Ignores a last line that its process was killed in.
     pub(crate) fn read(folder: &Path) -> Self {
         let text = |name| fs::read_to_string(folder.join(name)).unwrap();
-        let (acknowledged, checked) = (text(ACKNOWLEDGED), text(CHECKED));
+        let (acknowledged, checked) = (text(ACKNOWLEDGED), text(COMPARED_TENSORS));
         let mut versions: BTreeMap<String, Vec<(u64, bool)>> = BTreeMap::new();
         for line in complete_lines(&acknowledged) {
             let mut words = line.split(' ');
@@ -42,7 +42,7 @@ impl Acknowledged {
             versions.entry(key.to_owned()).or_default().push(version);
         }
         let checked = complete_lines(&checked).map(|line| line.parse::<u64>().unwrap()).sum();
-        Self { versions, checked }
+        Self { versions, compared_tensors: checked }
     }
 
     fn versions_of(&self, key: &str) -> &[(u64, bool)] {
@@ -60,12 +60,12 @@ impl Acknowledged {
     }
 
     /// Returns the number of durable versions of all keys.
-    pub(crate) fn durable(&self) -> u64 {
+    pub(crate) fn durable_count(&self) -> u64 {
         self.versions.values().flatten().filter(|(_, is_durable)| *is_durable).count() as u64
     }
 
     /// Returns the durable versions that are missing although retention keeps them.
-    pub(crate) fn lost(&self, key: &str, present: &[u64], keep: u64) -> Vec<u64> {
+    pub(crate) fn missing_durable(&self, key: &str, present: &[u64], keep: u64) -> Vec<u64> {
         let is_lost = |number: &u64| {
             let newer = present.iter().filter(|other| *other > number).count() as u64;
             !present.contains(number) && newer < keep

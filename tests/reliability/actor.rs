@@ -15,9 +15,9 @@ use tssd_store::ledger::Reason;
 use tssd_store::{
     Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Result, VersionInfo,
 };
-use tssd_tests::command::{end, send};
+use tssd_tests::command::{kill_and_wait, send_signal};
 
-use crate::acknowledged::{ACKNOWLEDGED, CHECKED};
+use crate::acknowledged::{ACKNOWLEDGED, COMPARED_TENSORS};
 use crate::contents::Contents;
 
 const ROLE: &str = "TSSD_RELIABILITY_ROLE";
@@ -45,21 +45,21 @@ const BUCKET: u64 = 50_000;
 
 /// Pause between calls and timeout of puts.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Pace {
-    pub(crate) rest: Duration,
+pub(crate) struct Timing {
+    pub(crate) pause: Duration,
     pub(crate) timeout: Duration,
 }
 
 /// A writer or reader process. Killed on drop.
-pub(crate) struct Actor(Child);
+pub(crate) struct ClientProcess(Child);
 
-impl Actor {
+impl ClientProcess {
     pub(crate) fn start(
         role: impl Display,
         url: &str,
         folder: &Path,
         durability: Durability,
-        pace: Pace,
+        pace: Timing,
     ) -> Self {
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["actor::process", "--exact", "--ignored", "--nocapture"])
@@ -67,7 +67,7 @@ impl Actor {
             .env(URL, url)
             .env(FOLDER, folder)
             .env(USE_BUCKET, (durability == Durability::Object).to_string())
-            .env(PAUSE_MILLIS, pace.rest.as_millis().to_string())
+            .env(PAUSE_MILLIS, pace.pause.as_millis().to_string())
             .env(TIMEOUT_MILLIS, pace.timeout.as_millis().to_string())
             .stdout(std::process::Stdio::null())
             .spawn();
@@ -80,13 +80,13 @@ impl Actor {
 
     /// Sends SIGKILL. The process begins no call after this returns.
     pub(crate) fn kill(&self) {
-        send(&self.0, Signal::KILL);
+        send_signal(&self.0, Signal::KILL);
     }
 }
 
-impl Drop for Actor {
+impl Drop for ClientProcess {
     fn drop(&mut self) {
-        end(&mut self.0);
+        kill_and_wait(&mut self.0);
     }
 }
 
@@ -95,9 +95,9 @@ pub(crate) fn contents(key: &str, version: u64, writers: u32) -> Contents<'_> {
 }
 
 /// Checks that a visible version is complete. Returns the number of tensors compared.
-pub(crate) fn check(key: &Key, info: &VersionInfo, dict: &StateDict) -> u64 {
+pub(crate) fn check_version(key: &Key, info: &VersionInfo, dict: &StateDict) -> u64 {
     let writers = u32::try_from(info.writers.len()).unwrap();
-    contents(key.as_str(), info.number, writers).check(dict)
+    contents(key.as_str(), info.number, writers).assert_matches(dict)
 }
 
 #[test]
@@ -184,7 +184,7 @@ fn write_error(folder: &Path, name: &str, error: &Error) {
 }
 
 /// Returns the last error of each writer.
-pub(crate) fn complaints(folder: &Path) -> String {
+pub(crate) fn last_errors(folder: &Path) -> String {
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let mut all: Vec<String> = files
         .filter(|path| path.extension().is_some_and(|extension| extension == "last"))
@@ -236,7 +236,7 @@ fn put(store: &Store, key: &Key, rank: u32, highest: u64) -> Result<Option<(u64,
 
 /// Reads all keys in a loop and retains recent results. Logs the number of tensors compared.
 fn read(url: &str, folder: &Path, role: &str) {
-    let mut checked = File::options().append(true).open(folder.join(CHECKED)).unwrap();
+    let mut checked = File::options().append(true).open(folder.join(COMPARED_TENSORS)).unwrap();
     let mut store = connect(url);
     let mut retained: VecDeque<(Key, VersionInfo, StateDict)> = VecDeque::new();
     for turn in 0.. {
@@ -244,12 +244,12 @@ fn read(url: &str, folder: &Path, role: &str) {
         match get(&store, &key) {
             Ok(None) => {}
             Ok(Some((info, dict))) => {
-                let mut tensors = check(&key, &info, &dict);
+                let mut tensors = check_version(&key, &info, &dict);
                 retained.push_back((key, info, dict));
                 // A result must not change after later versions replace it.
                 if retained.len() > 8 {
                     let (key, info, dict) = retained.pop_front().unwrap();
-                    tensors += check(&key, &info, &dict);
+                    tensors += check_version(&key, &info, &dict);
                 }
                 checked.write_all(format!("{tensors}\n").as_bytes()).unwrap();
             }

@@ -26,19 +26,19 @@ use std::collections::BTreeMap;
 
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
 use serde_json::json;
-use tssd_tests::proof::Proof;
+use tssd_tests::proof::Campaign;
 
-use self::home::{Home, Kind};
-use self::operations::{NAMES, Operation, sequences};
-use self::world::{Deviation, Tally, World};
+use self::home::{Backend, BackendKind};
+use self::operations::{OPERATION_NAMES, Operation, sequences};
+use self::world::{Harness, PlantedBug, RunStats};
 
 /// Number of sequences that CI runs, by kind of store.
-const SEQUENCES_PER_KIND: [(Kind, u64); 5] = [
-    (Kind::Memory, 6800),
-    (Kind::Directory, 2500),
-    (Kind::Daemon, 200),
-    (Kind::LastingDaemon, 200),
-    (Kind::Process, 300),
+const SEQUENCES_PER_KIND: [(BackendKind, u64); 5] = [
+    (BackendKind::Memory, 6800),
+    (BackendKind::Directory, 2500),
+    (BackendKind::Daemon, 200),
+    (BackendKind::DurableDaemon, 200),
+    (BackendKind::Process, 300),
 ];
 
 /// Model errors that a run must produce at least once.
@@ -83,13 +83,13 @@ const SEED: &str = "TSSD_RELIABILITY_SEED";
 
 /// A batch of sequences of one kind of store.
 struct Batch {
-    kind: Kind,
+    kind: BackendKind,
     seed: u64,
-    deviation: Option<Deviation>,
+    deviation: Option<PlantedBug>,
 }
 
 impl Batch {
-    fn run_batch(&self, count: u32, tally: &RefCell<Tally>) -> Result<(), String> {
+    fn run_batch(&self, count: u32, tally: &RefCell<RunStats>) -> Result<(), String> {
         // A planted bug need only be detected. Shrinking its sequence takes time.
         let max_shrink_iters = if self.deviation.is_some() { 0 } else { 2000 };
         let plain = Config::with_cases(count);
@@ -98,12 +98,12 @@ impl Batch {
         bytes[..8].copy_from_slice(&self.seed.to_le_bytes());
         let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
         let mut runner = TestRunner::new_with_rng(config, rng);
-        let shared = RefCell::new(self.kind.is_shared().then(|| Home::of(self.kind)));
-        let outcome = runner.run(&sequences(self.kind == Kind::Process), |operations| {
-            let home = shared.borrow_mut().take().unwrap_or_else(|| Home::of(self.kind));
-            let mut world = World::new(self.kind, home, self.deviation);
-            let outcome = world.play(&operations, &mut tally.borrow_mut());
-            let home = world.end();
+        let shared = RefCell::new(self.kind.is_shared().then(|| Backend::start(self.kind)));
+        let outcome = runner.run(&sequences(self.kind == BackendKind::Process), |operations| {
+            let home = shared.borrow_mut().take().unwrap_or_else(|| Backend::start(self.kind));
+            let mut world = Harness::new(self.kind, home, self.deviation);
+            let outcome = world.run(&operations, &mut tally.borrow_mut());
+            let home = world.finish();
             if self.kind.is_shared() {
                 *shared.borrow_mut() = Some(home);
             }
@@ -127,13 +127,13 @@ impl Batch {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn store_matches_model() {
-    let proof = Proof::begin("model");
+    let proof = Campaign::start("model");
     let fixed_seed = std::env::var(SEED).ok().map(|seed| seed.parse().unwrap());
-    let tally = RefCell::new(Tally::default());
-    let mut sequences_by_kind: BTreeMap<Kind, u64> = BTreeMap::new();
+    let tally = RefCell::new(RunStats::default());
+    let mut sequences_by_kind: BTreeMap<BackendKind, u64> = BTreeMap::new();
     let wanted: u64 = SEQUENCES_PER_KIND.iter().map(|(_, wanted)| wanted).sum();
     let (mut done, mut pass) = (0, 0);
-    while proof.goes_on(done, wanted) {
+    while proof.should_continue(done, wanted) {
         for (kind, wanted) in SEQUENCES_PER_KIND {
             // Each pass runs a hundredth of the sequences of each kind, in batches.
             let share = wanted.div_ceil(100);
@@ -156,19 +156,19 @@ fn store_matches_model() {
     let tally = tally.into_inner();
     let sequences: BTreeMap<&str, u64> =
         sequences_by_kind.iter().map(|(kind, count)| (kind.name(), *count)).collect();
-    for name in NAMES {
+    for name in OPERATION_NAMES {
         assert!(tally.operations.contains_key(name), "operation `{name}` never occurred");
     }
     let missing: Vec<_> =
-        EXPECTED_ERRORS.iter().filter(|name| !tally.faults.contains_key(**name)).collect();
-    assert!(missing.is_empty(), "errors {missing:?} never occurred, only {:?}", tally.faults);
-    proof.end(json!({
+        EXPECTED_ERRORS.iter().filter(|name| !tally.errors.contains_key(**name)).collect();
+    assert!(missing.is_empty(), "errors {missing:?} never occurred, only {:?}", tally.errors);
+    proof.finish(json!({
         "sequences": done,
         "by kind": sequences,
         "operations": tally.operations.values().sum::<u64>(),
         "mismatches": 0,
         "by name": tally.operations,
-        "errors": tally.faults,
+        "errors": tally.errors,
         "not answered": tally.unanswered,
     }));
 }
@@ -178,21 +178,21 @@ fn store_matches_model() {
 #[ignore = "cargo xtask reliability runs it"]
 fn planted_model_bugs_are_detected() {
     const MAX_SEQUENCES: u64 = 400;
-    let proof = Proof::begin("model: wrong rules");
+    let proof = Campaign::start("model: wrong rules");
     let mut found = BTreeMap::new();
     for (deviation, kind) in [
-        (Deviation::ForgetsHighest, Kind::Memory),
-        (Deviation::KeepsOneMore, Kind::Directory),
-        (Deviation::FencesNobody, Kind::Memory),
-        (Deviation::PinsNothing, Kind::Memory),
-        (Deviation::SupersedesNothing, Kind::Memory),
-        (Deviation::CountsSuccesses, Kind::Directory),
-        (Deviation::RewindsNothing, Kind::Memory),
-        (Deviation::RemembersAll, Kind::Process),
-        (Deviation::ForgetsUnanswered, Kind::Process),
-        (Deviation::BelievesUnanswered, Kind::Process),
+        (PlantedBug::ForgetsHighest, BackendKind::Memory),
+        (PlantedBug::KeepsOneMore, BackendKind::Directory),
+        (PlantedBug::SkipsFencing, BackendKind::Memory),
+        (PlantedBug::IgnoresPins, BackendKind::Memory),
+        (PlantedBug::KeepsSuperseded, BackendKind::Memory),
+        (PlantedBug::CountsSuccesses, BackendKind::Directory),
+        (PlantedBug::IgnoresRewinds, BackendKind::Memory),
+        (PlantedBug::KeepsMemoryAfterCrash, BackendKind::Process),
+        (PlantedBug::DropsUnanswered, BackendKind::Process),
+        (PlantedBug::AssumesUnansweredDone, BackendKind::Process),
     ] {
-        let tally = RefCell::new(Tally::default());
+        let tally = RefCell::new(RunStats::default());
         let mut seed = 0;
         loop {
             let batch = Batch { kind, seed, deviation: Some(deviation) };
@@ -204,7 +204,7 @@ fn planted_model_bugs_are_detected() {
         }
         found.insert(format!("{deviation:?}"), tally.into_inner().sequences);
     }
-    proof.end(
+    proof.finish(
         json!({ "planted": found.len(), "found": found.len(), "found after sequences": found }),
     );
 }

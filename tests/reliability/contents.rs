@@ -42,7 +42,7 @@ impl Contents<'_> {
     }
 
     /// Checks that a state dict has exactly these contents. Returns the number of tensors compared.
-    pub(crate) fn check(&self, dict: &StateDict) -> u64 {
+    pub(crate) fn assert_matches(&self, dict: &StateDict) -> u64 {
         let Value::Int(version) = dict.leaf("version").unwrap() else { panic!("an int") };
         assert_eq!(version.as_i64(), Some(self.version.cast_signed()), "{self:?}");
         let mut shared = Vec::new();

@@ -38,7 +38,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 /// Returns a text that is equal for directories that differ only in ids, times and processes.
-pub(crate) fn print(folder: &Path) -> String {
+pub(crate) fn fingerprint(folder: &Path) -> String {
     let mut print = String::new();
     for name in names(folder) {
         print += &normalize_ids(&name);
@@ -75,7 +75,7 @@ fn normalize_ids(text: &str) -> String {
 ///
 /// That is: each file that belongs to no version, each missing file, and surplus records and
 /// sessions.
-pub(crate) fn strangers(root: &Path, keys: &[(&str, Vec<(u64, u64)>)]) -> Vec<String> {
+pub(crate) fn foreign_files(root: &Path, keys: &[(&str, Vec<(u64, u64)>)]) -> Vec<String> {
     let mut problems = Vec::new();
     let mut found = names(root);
     // An ended session leaves its lock file until another session begins.
@@ -89,7 +89,7 @@ pub(crate) fn strangers(root: &Path, keys: &[(&str, Vec<(u64, u64)>)]) -> Vec<St
         let mut expected =
             BTreeSet::from([format!("{key}/"), format!("{key}/.lock"), format!("{key}/.ledger/")]);
         for (number, bytes) in versions {
-            let found = layout::version(&root.join(key), &format!("0-{number}"));
+            let found = layout::version_folder(&root.join(key), &format!("0-{number}"));
             let folder = format!("{key}/{}", found.file_name().unwrap().to_str().unwrap());
             let is_archive = |name: &String| !name.contains(".tmp") && name != "manifest.tssd";
             let archives = names(&root.join(&folder)).into_iter().filter(is_archive);

@@ -10,12 +10,12 @@ use std::collections::BTreeMap;
 use serde_json::json;
 use tssd_store::ledger::{Reason, Refusal};
 use tssd_store::{Durability, ErrorKind};
-use tssd_tests::dice::Dice;
+use tssd_tests::dice::SeededRng;
 use tssd_tests::network::Network;
-use tssd_tests::proof::Proof;
-use tssd_tests::steps::{eventually, publish, publish_as, read};
+use tssd_tests::proof::Campaign;
+use tssd_tests::steps::{publish, publish_with_durability, read_step, wait_until};
 
-use self::cluster::{Cluster, HOSTS, Load};
+use self::cluster::{Cluster, HOSTS, Workload};
 
 /// Number of rounds in CI.
 const ROUNDS: u64 = 10;
@@ -33,24 +33,25 @@ fn network() -> Option<Network> {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn durable_versions_survive_host_faults() {
-    let campaign = Proof::begin("hosts");
-    let (mut rng, mut rounds) = (Dice::new(0x5EED), 0);
+    let campaign = Campaign::start("hosts");
+    let (mut rng, mut rounds) = (SeededRng::new(0x5EED), 0);
     let (mut faults, mut figures) = (BTreeMap::<String, u64>::new(), [0; 3]);
-    while campaign.goes_on(rounds, ROUNDS) {
-        let Some(network) = network() else { return campaign.end(json!({ "left out": true })) };
+    while campaign.should_continue(rounds, ROUNDS) {
+        let Some(network) = network() else { return campaign.finish(json!({ "left out": true })) };
         let mut cluster = Cluster::new(network);
-        let mut load = Load::begin(&cluster);
+        let mut load = Workload::start(&cluster);
         for _ in 0..ROUNDS_PER_CLUSTER {
-            *faults.entry(cluster.round(&mut load, &mut rng)).or_default() += 1;
+            *faults.entry(cluster.run_round(&mut load, &mut rng)).or_default() += 1;
             rounds += 1;
         }
-        let acknowledged = load.end();
-        cluster.outlive(&acknowledged);
-        let counts = [acknowledged.len(), acknowledged.durable(), acknowledged.checked];
+        let acknowledged = load.finish();
+        cluster.check_after_total_loss(&acknowledged);
+        let counts =
+            [acknowledged.len(), acknowledged.durable_count(), acknowledged.compared_tensors];
         figures = std::array::from_fn(|at| figures[at] + counts[at]);
     }
     let [acknowledged, durable, tensors] = figures;
-    campaign.end(json!({
+    campaign.finish(json!({
         "rounds": rounds, "faults": faults, "versions acknowledged": acknowledged,
         "durable versions acknowledged": durable, "tensors read": tensors, "lost": 0, "mixed": 0,
     }));
@@ -60,32 +61,32 @@ fn durable_versions_survive_host_faults() {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn durable_versions_of_a_killed_host_are_readable_on_other_hosts() {
-    let campaign = Proof::begin("hosts: what lasts");
-    let Some(network) = network() else { return campaign.end(json!({ "left out": true })) };
+    let campaign = Campaign::start("hosts: what lasts");
+    let Some(network) = network() else { return campaign.finish(json!({ "left out": true })) };
     let mut cluster = Cluster::new(network);
     let trainers = [cluster.connect(0), cluster.connect(1)];
     let generator = cluster.connect(2);
-    let reports = publish_as(&trainers, 1, Durability::Object);
+    let reports = publish_with_durability(&trainers, 1, Durability::Object);
     assert!(reports.iter().any(|report| report.stored), "{reports:?}");
-    assert_eq!(read(&generator, None, 2).unwrap(), 1);
+    assert_eq!(read_step(&generator, None, 2).unwrap(), 1);
     publish(&trainers, 2);
     cluster.kill_daemon(1);
     // The newest version was not durable yet.
-    eventually("a host that was killed is missed", || {
-        let error = read(&generator, Some(2), 2).unwrap_err();
+    wait_until("a host that was killed is missed", || {
+        let error = read_step(&generator, Some(2), 2).unwrap_err();
         assert!(matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Unreachable), "{error}");
         matches!(error.refusal(), Some(Refusal::Dropped { reason: Reason::Lost { .. }, .. }))
     });
-    assert_eq!(read(&generator, None, 2).unwrap(), 1);
+    assert_eq!(read_step(&generator, None, 2).unwrap(), 1);
     // A reader without cached data also gets the part of the killed host from the bucket.
-    assert_eq!(read(&trainers[0], None, 2).unwrap(), 1);
-    cluster.launch_daemon(1);
+    assert_eq!(read_step(&trainers[0], None, 2).unwrap(), 1);
+    cluster.start_daemon(1);
     let trainers = [trainers[0].clone(), cluster.connect(1)];
-    publish_as(&trainers, 3, Durability::Object);
+    publish_with_durability(&trainers, 3, Durability::Object);
     cluster.kill_daemon(1);
     // This version was durable.
     for version in [None, Some(3)] {
-        assert_eq!(read(&generator, version, 2).unwrap(), 3);
+        assert_eq!(read_step(&generator, version, 2).unwrap(), 3);
     }
-    campaign.end(json!({ "hosts": HOSTS, "killed": 2, "lost": 0 }));
+    campaign.finish(json!({ "hosts": HOSTS, "killed": 2, "lost": 0 }));
 }

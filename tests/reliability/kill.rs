@@ -10,13 +10,13 @@ use serde_json::json;
 use tssd_format::StateDict;
 use tssd_store::blocking::Store;
 use tssd_store::{Durability, GetOptions, Key, PutOptions};
-use tssd_tests::command::{Serve, quick_folder};
-use tssd_tests::dice::Dice;
-use tssd_tests::growth::Growth;
-use tssd_tests::proof::Proof;
-use tssd_tests::served::Served;
+use tssd_tests::command::{DaemonProcess, memory_tempdir};
+use tssd_tests::dice::SeededRng;
+use tssd_tests::growth::ResourceGrowth;
+use tssd_tests::proof::Campaign;
+use tssd_tests::served::TestDaemon;
 
-use self::troupe::{Counts, Home, Troupe};
+use self::troupe::{Counts, DurableStorage, ProcessCluster};
 
 /// Number of rounds in CI.
 const ROUNDS: u64 = 100;
@@ -30,30 +30,35 @@ const VERSIONS: u64 = 10_000;
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn durable_versions_survive_process_kills() {
-    let campaign = Proof::begin("kills");
-    let (mut rng, mut counts, mut rounds) = (Dice::new(0x5EED), Counts::default(), 0);
-    let mut growth = Growth::default();
+    let campaign = Campaign::start("kills");
+    let (mut rng, mut counts, mut rounds) = (SeededRng::new(0x5EED), Counts::default(), 0);
+    let mut growth = ResourceGrowth::default();
     for session in 0_usize.. {
-        if !campaign.goes_on(rounds, ROUNDS) {
+        if !campaign.should_continue(rounds, ROUNDS) {
             break;
         }
-        let storage = [Home::Root, Home::Bucket, Home::Root, Home::Directory][session % 4];
-        let mut cluster = Troupe::new(storage);
-        growth.begin();
+        let storage = [
+            DurableStorage::Root,
+            DurableStorage::Bucket,
+            DurableStorage::Root,
+            DurableStorage::Directory,
+        ][session % 4];
+        let mut cluster = ProcessCluster::new(storage);
+        growth.start_process();
         for _ in 0..ROUNDS_PER_ROOT {
-            cluster.round(&mut rng);
-            cluster.sample(&mut growth);
+            cluster.run_round(&mut rng);
+            cluster.sample_daemon(&mut growth);
             rounds += 1;
         }
-        counts = counts.and(&cluster.end());
+        counts = counts.merge(&cluster.finish());
     }
     assert!(counts.resident < 128 << 20, "{} bytes", counts.resident);
-    campaign.end(json!({
+    campaign.finish(json!({
         "rounds": rounds, "killed": counts.killed, "daemons": counts.restarts,
         "durable versions acknowledged": counts.durable, "versions acknowledged": counts.acknowledged,
         "tensors read": counts.tensors, "lost": 0, "left behind": 0,
         "most MiB of a daemon at rest": counts.resident >> 20,
-        "slowest restart in ms": counts.slowest.as_millis(), "daemon": growth.end(10),
+        "slowest restart in ms": counts.slowest_restart.as_millis(), "daemon": growth.finish(10),
     }));
 }
 
@@ -61,14 +66,14 @@ fn durable_versions_survive_process_kills() {
 ///
 /// Returns the time of a daemon and that of a store without a daemon.
 fn measure_reopen(keys: u64, versions: u64) -> [Duration; 2] {
-    let folder = quick_folder();
+    let folder = memory_tempdir();
     let root = folder.path().join("root");
     let keep = u32::try_from(versions / keys).unwrap();
     let names: Vec<Key> = (0..keys).map(|at| Key::new(format!("model-{at}")).unwrap()).collect();
     let options = PutOptions { durability: Durability::Disk, ..PutOptions::default() };
     std::fs::create_dir(&root).unwrap();
     {
-        let served = Served::bound(1 << 30, |options| {
+        let served = TestDaemon::with_options(1 << 30, |options| {
             options.root = Some(root.clone());
             options.keep = NonZeroU32::new(keep).unwrap();
         });
@@ -92,7 +97,7 @@ fn measure_reopen(keys: u64, versions: u64) -> [Duration; 2] {
         assert_eq!(found.sum::<u64>(), versions);
     };
     let started = Instant::now();
-    let serve = Serve::start(folder.path(), &["--root", root.to_str().unwrap()]);
+    let serve = DaemonProcess::start(folder.path(), &["--root", root.to_str().unwrap()]);
     let store = serve.connect();
     check_newest(&store);
     let by_daemon = started.elapsed();
@@ -109,7 +114,7 @@ fn measure_reopen(keys: u64, versions: u64) -> [Duration; 2] {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn ten_thousand_versions_reopen_within_ten_seconds() {
-    let campaign = Proof::begin("kills: reopening");
+    let campaign = Campaign::start("kills: reopening");
     let mut figures = BTreeMap::new();
     // Each put rewrites the record of its key, so the versions of one key take quadratic time.
     for (keys, versions) in [(100, VERSIONS), (VERSIONS, VERSIONS), (1, VERSIONS / 5)] {
@@ -123,5 +128,5 @@ fn ten_thousand_versions_reopen_within_ten_seconds() {
             figures.insert(name, elapsed.as_millis());
         }
     }
-    campaign.end(json!(figures));
+    campaign.finish(json!(figures));
 }

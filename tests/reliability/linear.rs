@@ -77,20 +77,20 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use tssd_tests::dice::Dice;
-use tssd_tests::growth::Growth;
-use tssd_tests::proof::Proof;
+use tssd_tests::dice::SeededRng;
+use tssd_tests::growth::ResourceGrowth;
+use tssd_tests::proof::Campaign;
 
 use self::checker::{Violation, check};
-use self::history::{Answer, Call, Operation};
+use self::history::{Call, Operation, Response};
 #[cfg(feature = "etcd")]
 #[cfg(feature = "object")]
-use self::home::Home;
-use self::nemesis::{Faults, Stage};
-use self::object::{KEYS, objects};
+use self::home::LedgerStorage;
+use self::nemesis::{DaemonSetup, FaultCounts};
+use self::object::{KEYS, split_histories};
 #[cfg(feature = "etcd")]
 #[cfg(feature = "object")]
-use self::shared::Commons;
+use self::shared::SharedSetup;
 
 /// Time during which faults are injected before the histories are checked.
 const ROUND_DURATION: Duration = Duration::from_secs(10);
@@ -98,33 +98,34 @@ const ROUND_DURATION: Duration = Duration::from_secs(10);
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn histories_at_a_daemon_are_linearizable() {
-    let campaign = Proof::begin("histories");
+    let campaign = Campaign::start("histories");
     let (mut rng, mut checked, mut growth) =
-        (Dice::new(0x5EED), CheckedHistories::default(), Growth::default());
-    while campaign.goes_on(checked.operations, 100_000) || checked.lacks_versions() {
-        let mut setup = Stage::new();
+        (SeededRng::new(0x5EED), CheckedHistories::default(), ResourceGrowth::default());
+    while campaign.should_continue(checked.operations, 100_000) || checked.lacks_versions() {
+        let mut setup = DaemonSetup::new();
         // Every second daemon is not killed, so that its resource usage can be measured over time.
-        let faults = setup.torment(&mut rng, ROUND_DURATION, checked.rounds % 2 == 0, &mut growth);
-        let (operations, ends) = setup.end();
+        let faults =
+            setup.inject_faults(&mut rng, ROUND_DURATION, checked.rounds % 2 == 0, &mut growth);
+        let (operations, ends) = setup.finish();
         checked.add(operations, &ends, faults);
     }
     let mut figures = checked.figures();
-    figures["daemon"] = growth.end(50);
-    campaign.end(figures);
+    figures["daemon"] = growth.finish(50);
+    campaign.finish(figures);
 }
 
 #[cfg(feature = "etcd")]
 #[cfg(feature = "object")]
-fn check_shared(name: &'static str, home: Home, wanted: u64) {
-    let campaign = Proof::begin(name);
-    let (mut rng, mut checked) = (Dice::new(0x5EED), CheckedHistories::default());
-    while campaign.goes_on(checked.operations, wanted) || checked.lacks_versions() {
-        let mut setup = Commons::new(home);
-        let faults = setup.torment(&mut rng, ROUND_DURATION);
-        let (operations, ends) = setup.end();
+fn check_shared(name: &'static str, home: LedgerStorage, wanted: u64) {
+    let campaign = Campaign::start(name);
+    let (mut rng, mut checked) = (SeededRng::new(0x5EED), CheckedHistories::default());
+    while campaign.should_continue(checked.operations, wanted) || checked.lacks_versions() {
+        let mut setup = SharedSetup::new(home);
+        let faults = setup.inject_faults(&mut rng, ROUND_DURATION);
+        let (operations, ends) = setup.finish();
         checked.add(operations, &ends, faults);
     }
-    campaign.end(checked.figures());
+    campaign.finish(checked.figures());
 }
 
 #[test]
@@ -132,7 +133,7 @@ fn check_shared(name: &'static str, home: Home, wanted: u64) {
 #[cfg(feature = "etcd")]
 #[cfg(feature = "object")]
 fn histories_over_etcd_are_linearizable() {
-    check_shared("histories: etcd", Home::Etcd, 5000);
+    check_shared("histories: etcd", LedgerStorage::Etcd, 5000);
 }
 
 #[test]
@@ -140,7 +141,7 @@ fn histories_over_etcd_are_linearizable() {
 #[cfg(feature = "etcd")]
 #[cfg(feature = "object")]
 fn histories_in_a_directory_are_linearizable() {
-    check_shared("histories: directory", Home::Directory, 10_000);
+    check_shared("histories: directory", LedgerStorage::Directory, 10_000);
 }
 
 #[test]
@@ -148,7 +149,7 @@ fn histories_in_a_directory_are_linearizable() {
 #[cfg(feature = "etcd")]
 #[cfg(feature = "object")]
 fn histories_in_a_bucket_are_linearizable() {
-    check_shared("histories: bucket", Home::Bucket, 1000);
+    check_shared("histories: bucket", LedgerStorage::Bucket, 1000);
 }
 
 /// Counts of histories that are linearizable.
@@ -160,19 +161,19 @@ struct CheckedHistories {
     /// Keys with at least one visible version.
     visible_keys: BTreeSet<u8>,
     calls: BTreeMap<&'static str, u64>,
-    faults: Vec<Faults>,
+    faults: Vec<FaultCounts>,
 }
 
 impl CheckedHistories {
     /// Checks the histories of a round.
-    fn add(&mut self, operations: Vec<Operation>, ends: &[u64], faults: Faults) {
+    fn add(&mut self, operations: Vec<Operation>, ends: &[u64], faults: FaultCounts) {
         self.operations += operations.len() as u64;
         for operation in &operations {
             *self.calls.entry(call_name(operation)).or_default() += 1;
         }
-        let puts = operations.iter().filter(|it| matches!(it.answer, Some(Answer::Put(_))));
+        let puts = operations.iter().filter(|it| matches!(it.response, Some(Response::Put(_))));
         self.visible_keys.extend(puts.map(|it| it.key));
-        for (keep, object) in objects(operations, ends) {
+        for (keep, object) in split_histories(operations, ends) {
             if let Err(violation) = check(keep, &object) {
                 let Violation { rule, operation } = &violation;
                 let (context, round) = (context(operation, &object), self.rounds);
@@ -195,7 +196,7 @@ impl CheckedHistories {
             "of {KEYS} keys only these have versions: {:?}",
             self.visible_keys
         );
-        let sum = |fault: fn(&Faults) -> u64| self.faults.iter().map(fault).sum::<u64>();
+        let sum = |fault: fn(&FaultCounts) -> u64| self.faults.iter().map(fault).sum::<u64>();
         json!({
             "operations": self.operations,
             "violations": 0,
@@ -215,17 +216,17 @@ impl CheckedHistories {
 
 /// Returns the name under which an operation is counted.
 fn call_name(operation: &Operation) -> &'static str {
-    match (operation.call, operation.answer) {
+    match (operation.call, operation.response) {
         (Call::Put(_), None) => "puts of unknown outcome",
-        (Call::Put(_), Some(Answer::Failed)) => "puts refused",
+        (Call::Put(_), Some(Response::Failed)) => "puts refused",
         (Call::Put(_), _) => "puts",
-        (Call::Newest, _) => "reads of the newest",
-        (Call::Numbered(_), _) => "reads of a number",
+        (Call::GetNewest, _) => "reads of the newest",
+        (Call::GetVersion(_), _) => "reads of a number",
         (Call::Wait(..), _) => "waits",
         (Call::Delete(_), None) => "deletes of unknown outcome",
         (Call::Delete(_), _) => "deletes",
         (Call::Part { .. }, None) => "parts of unknown outcome",
-        (Call::Part { .. }, Some(Answer::Failed)) => "parts refused",
+        (Call::Part { .. }, Some(Response::Failed)) => "parts refused",
         (Call::Part { .. }, _) => "parts",
         (Call::Pin(..), _) => "pins",
         (Call::Unpin(_), _) => "unpins",
@@ -236,10 +237,10 @@ fn call_name(operation: &Operation) -> &'static str {
 fn context(operation: &Operation, object: &[Operation]) -> String {
     let slack = 20_000_000;
     let is_concurrent = |it: &&Operation| {
-        it.asked < operation.answered.saturating_add(slack)
-            && it.answered.saturating_add(slack) > operation.asked
+        it.invoked_at < operation.returned_at.saturating_add(slack)
+            && it.returned_at.saturating_add(slack) > operation.invoked_at
     };
     let mut concurrent: Vec<&Operation> = object.iter().filter(is_concurrent).collect();
-    concurrent.sort_unstable_by_key(|it| it.asked);
+    concurrent.sort_unstable_by_key(|it| it.invoked_at);
     concurrent.iter().map(|it| serde_json::to_string(it).unwrap() + "\n").collect()
 }

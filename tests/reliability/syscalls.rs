@@ -17,11 +17,11 @@ use std::thread;
 use serde_json::json;
 use tempfile::TempDir;
 use tokio::runtime::Builder;
-use tssd_tests::command::quick_folder;
-use tssd_tests::proof::Proof;
+use tssd_tests::command::memory_tempdir;
+use tssd_tests::proof::Campaign;
 
-use self::child::{Actor, root};
-use self::process::Ended;
+use self::child::{StepRunner, store_root};
+use self::process::ProcessOutcome;
 use self::scenario::{DAEMON_RECOVERY, RECOVERY, SCENARIOS, Scenario, State, Step};
 use self::strace::{Call, Fault};
 use crate::folder;
@@ -55,16 +55,16 @@ struct InjectionPoint {
 impl StartState {
     /// Prepares the state of a process after `scenario.before`, without faults.
     fn prepare(scenario: Scenario) -> Self {
-        let folder = quick_folder();
+        let folder = memory_tempdir();
         let place = folder.path().join("before");
-        std::fs::create_dir_all(root(&place)).unwrap();
+        std::fs::create_dir_all(store_root(&place)).unwrap();
         block_on(async {
-            let mut actor = Actor { place, is_daemon: false, store: None };
-            for step in scenario.before {
-                actor.perform(*step).await.unwrap();
+            let mut actor = StepRunner { work_dir: place, is_daemon: false, store: None };
+            for step in scenario.setup {
+                actor.run_step(*step).await.unwrap();
             }
         });
-        let states = [State::default().after(scenario.before)].into();
+        let states = [State::default().apply(scenario.setup)].into();
         Self { scenario, folder, states, had_daemon: scenario.is_daemon, kills: 0 }
     }
 
@@ -79,7 +79,7 @@ impl StartState {
     }
 
     fn calls(&self) -> Vec<Call> {
-        let calls = strace::calls(self.scenario, &self.copy_to_work_dir().0);
+        let calls = strace::record_calls(self.scenario, &self.copy_to_work_dir().0);
         check_sync_order(self.scenario, &calls);
         calls
     }
@@ -90,7 +90,7 @@ impl StartState {
     fn allowed_states(&self, acknowledged: usize) -> BTreeSet<State> {
         let steps = self.scenario.steps;
         let ends = [acknowledged, steps.len().min(acknowledged + 1)];
-        let after = |state: &State| ends.map(|end| state.after(&steps[..end]));
+        let after = |state: &State| ends.map(|end| state.apply(&steps[..end]));
         self.states.iter().flat_map(after).collect()
     }
 }
@@ -152,53 +152,55 @@ impl InjectionPoint {
             let (fault, call, scenario) = (self.fault, &self.call, self.start.scenario.name);
             format!("{failure}: {fault} at {call} in {scenario}: {outcome:?}")
         });
-        (outcome.is_hit, checked)
+        (outcome.fault_injected, checked)
     }
 
-    fn run_process(&self, place: &WorkDir) -> Ended {
+    fn run_process(&self, place: &WorkDir) -> ProcessOutcome {
         let scenario = self.start.scenario;
         match self.fault {
-            Fault::Half => short::run(scenario, &place.0, &self.call),
+            Fault::HalfBytes => short::run_with_short_call(scenario, &place.0, &self.call),
             fault => strace::inject(scenario, &place.0, &self.call, fault),
         }
     }
 
     /// Checks the store after the process has ended. Returns whether the next put was blocked.
-    fn check_recovery(&self, place: &Path, outcome: &Ended) -> Result<bool, String> {
+    fn check_recovery(&self, place: &Path, outcome: &ProcessOutcome) -> Result<bool, String> {
         let (acknowledged, mut is_blocked) = self.check_output(outcome)?;
         let mut allowed = self.start.allowed_states(acknowledged);
         block_on(async {
-            let mut actor = Actor { place: place.to_owned(), is_daemon: false, store: None };
-            let seen = numbers(&actor.get().await.map_err(|error| format!("read later: {error}"))?);
+            let mut actor =
+                StepRunner { work_dir: place.to_owned(), is_daemon: false, store: None };
+            let seen =
+                numbers(&actor.read_all().await.map_err(|error| format!("read later: {error}"))?);
             if !allowed.iter().any(|state| state.versions == seen) {
                 return Err(format!("{seen:?} is visible, not one of {allowed:?}"));
             }
             let next = Step::Put(NEXT_VERSION);
-            match actor.perform(next).await {
+            match actor.run_step(next).await {
                 Err(error) if self.is_blocked(&format!("{} {error}", error.kind().name())) => {
                     is_blocked = true;
-                    let done = actor.perform(Step::Delete(None)).await;
+                    let done = actor.run_step(Step::Delete(None)).await;
                     done.map_err(|error| format!("the next delete: {error}"))?;
-                    let none = |state: &State| state.after(&[Step::Delete(None)]);
+                    let none = |state: &State| state.apply(&[Step::Delete(None)]);
                     allowed = allowed.iter().map(none).collect();
-                    actor.perform(next).await.map_err(|error| format!("the next put: {error}"))?;
+                    actor.run_step(next).await.map_err(|error| format!("the next put: {error}"))?;
                 }
                 done => done.map_err(|error| format!("the next put: {error}"))?,
             }
-            let seen = actor.get().await.map_err(|error| format!("what was put: {error}"))?;
-            if !allowed.iter().any(|state| state.after(&[next]).versions == numbers(&seen)) {
+            let seen = actor.read_all().await.map_err(|error| format!("what was put: {error}"))?;
+            if !allowed.iter().any(|state| state.apply(&[next]).versions == numbers(&seen)) {
                 return Err(format!(
                     "{seen:?} is visible after the next put, and before {allowed:?}"
                 ));
             }
             // Files that could not be removed from the directory of a version are removed with it.
             let last = Step::Retain(1);
-            actor.perform(last).await.map_err(|error| format!("the next retention: {error}"))?;
-            let seen = actor.get().await.map_err(|error| format!("what is kept: {error}"))?;
+            actor.run_step(last).await.map_err(|error| format!("the next retention: {error}"))?;
+            let seen = actor.read_all().await.map_err(|error| format!("what is kept: {error}"))?;
             if self.start.had_daemon {
-                actor.sweep().await.map_err(|error| format!("the next daemon: {error}"))?;
+                actor.run_sweep().await.map_err(|error| format!("the next daemon: {error}"))?;
             }
-            let problems = folder::strangers(&root(place), &[("model", seen)]);
+            let problems = folder::foreign_files(&store_root(place), &[("model", seen)]);
             if problems.is_empty() {
                 Ok(is_blocked)
             } else {
@@ -210,9 +212,9 @@ impl InjectionPoint {
     /// Checks the output of the process.
     ///
     /// Returns the number of acknowledged steps, and whether a step was blocked by killed writers.
-    fn check_output(&self, outcome: &Ended) -> Result<(usize, bool), String> {
+    fn check_output(&self, outcome: &ProcessOutcome) -> Result<(usize, bool), String> {
         let (mut acknowledged, mut is_blocked) = (0, false);
-        for line in outcome.said.lines() {
+        for line in outcome.stdout.lines() {
             match line.split_once(' ') {
                 Some(("ack", _)) => acknowledged += 1,
                 Some(("err" | "stuck", text)) if self.is_blocked(text) => is_blocked = true,
@@ -232,7 +234,7 @@ impl InjectionPoint {
         let is_killed = self.fault == Fault::Kill && outcome.is_killed();
         let is_whole = acknowledged == self.start.scenario.steps.len();
         let is_done = outcome.status.success() && (is_whole || is_blocked);
-        if !(is_killed || is_done) || outcome.complaints.contains("panicked") {
+        if !(is_killed || is_done) || outcome.stderr.contains("panicked") {
             return Err("it ended otherwise".to_owned());
         }
         Ok((acknowledged, is_blocked))
@@ -247,12 +249,12 @@ impl InjectionPoint {
     fn allows_error(&self, text: &str) -> bool {
         let kind = text.split(' ').next().unwrap_or_default();
         match self.fault {
-            Fault::Kill | Fault::Half => false,
+            Fault::Kill | Fault::HalfBytes => false,
             // Opening a store reports a directory that cannot be read. A daemon reports a lost
             // client.
             Fault::Error(_) => matches!(kind, "io" | "unreachable"),
             // An empty file is corrupt.
-            Fault::Nothing => matches!(kind, "io" | "unreachable" | "corrupt"),
+            Fault::NoBytes => matches!(kind, "io" | "unreachable" | "corrupt"),
         }
     }
 }
@@ -272,12 +274,13 @@ fn states_after_kills(
         let point = InjectionPoint { start: start.clone(), call: call.clone(), fault: Fault::Kill };
         let place = start.copy_to_work_dir();
         let outcome = point.run_process(&place);
-        let acknowledged = outcome.said.lines().filter(|line| line.starts_with("ack ")).count();
-        if !outcome.is_killed() || !fingerprints.insert(folder::print(&root(&place.0))) {
+        let acknowledged = outcome.stdout.lines().filter(|line| line.starts_with("ack ")).count();
+        if !outcome.is_killed() || !fingerprints.insert(folder::fingerprint(&store_root(&place.0)))
+        {
             continue;
         }
         for scenario in [RECOVERY, DAEMON_RECOVERY] {
-            let folder = quick_folder();
+            let folder = memory_tempdir();
             folder::copy(&place.0, &folder.path().join("before"));
             let states = start.allowed_states(acknowledged);
             let had_daemon = start.had_daemon || scenario.is_daemon;
@@ -397,15 +400,16 @@ impl Counts {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn store_survives_failure_or_kill_at_any_system_call() {
-    let campaign = Proof::begin("system calls");
+    let campaign = Campaign::start("system calls");
     let mut counts = Counts::default();
     let mut fingerprints = BTreeSet::new();
     let mut starts: Vec<Arc<StartState>> =
         SCENARIOS.iter().map(|each| Arc::new(StartState::prepare(*each))).collect();
     // States that some killed processes leave, and states that processes killed during recovery
     // leave.
-    let modifying_calls =
-        |start: &StartState| start.calls().into_iter().filter(Call::changes).collect::<Vec<_>>();
+    let modifying_calls = |start: &StartState| {
+        start.calls().into_iter().filter(Call::modifies_disk).collect::<Vec<_>>()
+    };
     let mut recoveries = Vec::new();
     for start in &starts {
         recoveries.extend(states_after_kills(
@@ -423,14 +427,14 @@ fn store_survives_failure_or_kill_at_any_system_call() {
     }
     let mut new_states = [starts.clone(), recoveries].concat();
     starts = new_states.clone();
-    while !new_states.is_empty() && campaign.goes_on(counts.rounds, ROUNDS) {
+    while !new_states.is_empty() && campaign.should_continue(counts.rounds, ROUNDS) {
         counts.starts += new_states.len() as u64;
         let points: Vec<InjectionPoint> = new_states.iter().flat_map(InjectionPoint::all).collect();
-        counts.run(|rounds| campaign.goes_on(rounds, ROUNDS), &points);
+        counts.run(|rounds| campaign.should_continue(rounds, ROUNDS), &points);
         new_states.clear();
         // If time remains, try all states until no new one is found.
         for start in &starts {
-            if campaign.goes_on(counts.rounds, ROUNDS) {
+            if campaign.should_continue(counts.rounds, ROUNDS) {
                 new_states.extend(states_after_kills(
                     start,
                     &modifying_calls(start),
@@ -442,7 +446,7 @@ fn store_survives_failure_or_kill_at_any_system_call() {
     }
     counts.assert_no_failure();
     let (covered, total) = counts.points();
-    campaign.end(json!({
+    campaign.finish(json!({
         "rounds": counts.rounds, "points": total, "points covered": covered,
         "states found": counts.starts, "by scenario": counts.by_scenario(),
         "had to wait for the dead": counts.blocked, "wrong": counts.failures.len(),
@@ -453,19 +457,19 @@ fn store_survives_failure_or_kill_at_any_system_call() {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn store_survives_short_reads_and_writes() {
-    let campaign = Proof::begin("short reads and writes");
+    let campaign = Campaign::start("short reads and writes");
     let mut counts = Counts::default();
     let mut starts: Vec<Arc<StartState>> =
         SCENARIOS.iter().map(|each| Arc::new(StartState::prepare(*each))).collect();
     let mut fingerprints = BTreeSet::new();
     for start in starts.clone() {
-        let calls: Vec<Call> = start.calls().into_iter().filter(Call::changes).collect();
+        let calls: Vec<Call> = start.calls().into_iter().filter(Call::modifies_disk).collect();
         starts.extend(states_after_kills(&start, &sample(&calls, 3), &mut fingerprints));
     }
     counts.starts = starts.len() as u64;
     let points = starts.iter().flat_map(|start| {
-        let calls = start.calls().into_iter().filter(short::may_be);
-        calls.map(|call| InjectionPoint { start: start.clone(), call, fault: Fault::Half })
+        let calls = start.calls().into_iter().filter(short::can_be_short);
+        calls.map(|call| InjectionPoint { start: start.clone(), call, fault: Fault::HalfBytes })
     });
     counts.run(|_| true, &points.collect::<Vec<_>>());
     counts.assert_no_failure();
@@ -475,7 +479,7 @@ fn store_survives_short_reads_and_writes() {
         let (covered, _) = counts.covered[scenario.name];
         assert!(covered > 0, "no call was short in {}", scenario.name);
     }
-    campaign.end(json!({
+    campaign.finish(json!({
         "calls": total, "short": covered, "of one byte or none": counts.too_small,
         "not come to": counts.not_reached,
         "states found": counts.starts, "by scenario": counts.by_scenario(),

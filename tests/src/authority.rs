@@ -6,12 +6,12 @@ use tempfile::TempDir;
 use tssd_store::Credentials;
 
 /// A certificate authority. Its certificates are in a temporary directory.
-pub struct Authority {
+pub struct CertificateAuthority {
     folder: TempDir,
     issuer: Issuer<'static, KeyPair>,
 }
 
-impl Authority {
+impl CertificateAuthority {
     /// Creates an authority with a new key.
     ///
     /// # Panics

@@ -24,10 +24,12 @@ use crate::bench::record::Records;
 
 pub use crate::bench::curve::Curve;
 pub use crate::bench::fsdp::Fsdp;
-pub use crate::bench::last::Last;
-pub use crate::bench::limit::{Echo, Memory, cores, faults, on_cores, read_in_pieces, read_into};
-pub use crate::bench::model::{Model, adding_up, name_of_expert, normal, targets};
-pub use crate::bench::options::{Options, refuse};
+pub use crate::bench::last::LastResult;
+pub use crate::bench::limit::{
+    CopyBuffers, Echo, core_label, minor_faults, read_in_pieces, read_into, run_on_cores,
+};
+pub use crate::bench::model::{Model, expert_name, normal_bf16, sum_words, targets};
+pub use crate::bench::options::{Options, exit_with_error};
 pub use crate::bench::race::{Race, Role, Runner, Target};
 pub use crate::bench::shapes::{shapes_of, stacked_shapes};
 
@@ -57,19 +59,19 @@ impl<'a> Suite<'a> {
 
     /// Sets the default model and its maximum size in bytes.
     #[must_use]
-    pub fn of(self, model: &'a str, size: u64) -> Self {
+    pub fn with_model(self, model: &'a str, size: u64) -> Self {
         Self { model, size: Some(size), ..self }
     }
 
     /// Records the versions of crates that the suite compares with, from `Cargo.lock`.
     #[must_use]
-    pub fn against(self, crates: &[&str]) -> Self {
-        Self { versions: versions::of(crates), ..self }
+    pub fn with_crates(self, crates: &[&str]) -> Self {
+        Self { versions: versions::locked_versions(crates), ..self }
     }
 
     /// Records the version of another component.
     #[must_use]
-    pub fn on(mut self, name: impl Into<String>, version: impl Into<String>) -> Self {
+    pub fn with_version(mut self, name: impl Into<String>, version: impl Into<String>) -> Self {
         self.versions.insert(name.into(), version.into());
         self
     }
@@ -93,7 +95,7 @@ impl Bench {
 
     /// Records and prints counts.
     #[expect(clippy::print_stdout, reason = "a bench prints its result")]
-    pub fn count(&mut self, operation: &str, counts: &[(&str, f64)]) {
+    pub fn record_counts(&mut self, operation: &str, counts: &[(&str, f64)]) {
         println!("{operation}");
         for (what, count) in counts {
             println!("  {what:<48} {count:>12}");

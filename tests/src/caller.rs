@@ -23,11 +23,11 @@ pub fn devices() -> Vec<Device> {
 }
 
 /// The primary context of a device, which is current on this thread, and a stream of it.
-pub struct Caller {
+pub struct DeviceContext {
     stream: sys::CUstream,
 }
 
-impl Caller {
+impl DeviceContext {
     /// Creates a context and a stream on the device of this number.
     pub fn new(ordinal: usize) -> Self {
         tssd_gpu::register();
@@ -50,13 +50,13 @@ impl Caller {
         // SAFETY: `Allocation` frees the pointer once, when its last reference is dropped.
         let pointer = unsafe { result::malloc_sync(len.max(1)) }.unwrap();
         let allocation = Arc::new(Allocation { pointer, len, origin: Origin::Allocated });
-        self.clear(&allocation);
-        self.wait();
+        self.enqueue_clear(&allocation);
+        self.synchronize();
         allocation
     }
 
     /// Opens memory of another process by its handle, with this length in bytes.
-    pub fn open(&self, handle: Handle, len: usize) -> Arc<Allocation> {
+    pub fn open_ipc(&self, handle: IpcHandle, len: usize) -> Arc<Allocation> {
         let bytes = handle.iter().flat_map(|word| word.to_le_bytes());
         let bytes: Vec<c_char> = bytes.map(|byte| c_char::from_le_bytes([byte])).collect();
         let handle = sys::CUipcMemHandle { reserved: bytes.try_into().unwrap() };
@@ -68,7 +68,7 @@ impl Caller {
     }
 
     /// Allocates host memory and registers it with the driver, for copies at the speed of the bus.
-    pub fn pinned(&self, len: usize) -> Pinned {
+    pub fn allocate_pinned(&self, len: usize) -> Pinned {
         let mut bytes = vec![0; len.max(1)].into_boxed_slice();
         // SAFETY: the box has `bytes.len()` bytes, and does not move them while `Pinned` keeps it.
         unsafe { sys::cuMemHostRegister_v2(bytes.as_mut_ptr().cast(), bytes.len(), 0) }
@@ -78,12 +78,12 @@ impl Caller {
     }
 
     /// Returns the number of free bytes of the device.
-    pub fn free(&self) -> u64 {
+    pub fn free_bytes(&self) -> u64 {
         result::mem_get_info().unwrap().0 as u64
     }
 
     /// Enqueues writing zeros on the stream.
-    pub fn clear(&self, allocation: &Allocation) {
+    pub fn enqueue_clear(&self, allocation: &Allocation) {
         if allocation.len > 0 {
             let (pointer, len) = (allocation.pointer, allocation.len);
             // SAFETY: the allocation has `len` bytes at `pointer`.
@@ -96,7 +96,7 @@ impl Caller {
     /// # Panics
     ///
     /// If their number differs from the length of the allocation.
-    pub fn fill(&self, allocation: &Allocation, bytes: Vec<u8>) {
+    pub fn enqueue_fill(&self, allocation: &Allocation, bytes: Vec<u8>) {
         assert_eq!(bytes.len(), allocation.len);
         // Leaked, because the stream may read the bytes at any later time.
         let bytes: &'static [u8] = bytes.leak();
@@ -114,7 +114,7 @@ impl Caller {
         // SAFETY: the allocation has enough bytes as asserted; `wait` ends the copy before the
         // borrow ends.
         unsafe { result::memcpy_htod_async(allocation.pointer, bytes, self.stream) }.unwrap();
-        self.wait();
+        self.synchronize();
     }
 
     /// Enqueues copying bytes between allocations, each with an offset, on the stream.
@@ -122,7 +122,7 @@ impl Caller {
     /// # Panics
     ///
     /// If a range exceeds its allocation.
-    pub fn copy(&self, to: (&Allocation, usize), from: (&Allocation, usize), len: usize) {
+    pub fn enqueue_copy(&self, to: (&Allocation, usize), from: (&Allocation, usize), len: usize) {
         assert!(
             to.1 + len <= to.0.len && from.1 + len <= from.0.len,
             "the ranges are inside the allocations"
@@ -133,10 +133,10 @@ impl Caller {
     }
 
     /// Enqueues work that takes a while and changes nothing.
-    pub fn stall(&self, allocation: &Allocation) {
+    pub fn enqueue_delay(&self, allocation: &Allocation) {
         let half = allocation.len / 2;
         for _ in 0..if half > 0 { 64 } else { 0 } {
-            self.copy((allocation, half), (allocation, 0), half);
+            self.enqueue_copy((allocation, half), (allocation, 0), half);
         }
     }
 
@@ -145,13 +145,13 @@ impl Caller {
     /// # Panics
     ///
     /// If the work fails.
-    pub fn wait(&self) {
+    pub fn synchronize(&self) {
         // SAFETY: `new` has created the stream, which is never destroyed.
         unsafe { result::stream::synchronize(self.stream) }.unwrap();
     }
 
     /// Returns the allocation as a blob, as it is after the work that is enqueued now.
-    pub fn memory(&self, allocation: &Arc<Allocation>) -> DeviceMemory {
+    pub fn device_memory(&self, allocation: &Arc<Allocation>) -> DeviceMemory {
         let (pointer, len) = (allocation.pointer, allocation.len as u64);
         // SAFETY: the blob keeps the allocation, which owns the memory. Tests write to the memory
         // only before the blob exists or after it is dropped.
@@ -159,7 +159,7 @@ impl Caller {
     }
 
     /// Returns several allocations as blobs, which share one stream event.
-    pub fn memories<'a>(
+    pub fn device_memories<'a>(
         &self,
         allocations: impl IntoIterator<Item = &'a Arc<Allocation>>,
     ) -> Vec<DeviceMemory> {
@@ -176,17 +176,17 @@ impl Caller {
     }
 
     /// Returns several allocations as storages.
-    pub fn storages<'a>(
+    pub fn to_storages<'a>(
         &self,
         allocations: impl IntoIterator<Item = &'a Arc<Allocation>>,
     ) -> Vec<Storage> {
-        let memories = self.memories(allocations).into_iter();
+        let memories = self.device_memories(allocations).into_iter();
         memories.map(|memory| Storage::from_blob(Arc::new(memory)).unwrap()).collect()
     }
 
     /// Returns the allocation as a storage.
-    pub fn storage(&self, allocation: &Arc<Allocation>) -> Storage {
-        Storage::from_blob(Arc::new(self.memory(allocation))).unwrap()
+    pub fn to_storage(&self, allocation: &Arc<Allocation>) -> Storage {
+        Storage::from_blob(Arc::new(self.device_memory(allocation))).unwrap()
     }
 
     /// Returns the bytes after the work that is enqueued now.
@@ -202,7 +202,7 @@ impl Caller {
         // SAFETY: the allocation has enough bytes as asserted; `wait` ends the copy before the
         // borrow ends.
         unsafe { result::memcpy_dtoh_async(bytes, allocation.pointer, self.stream) }.unwrap();
-        self.wait();
+        self.synchronize();
     }
 }
 
@@ -224,7 +224,7 @@ enum Origin {
 }
 
 /// Handle by which other processes open memory: the 64 bytes of the driver.
-pub type Handle = [u64; 8];
+pub type IpcHandle = [u64; 8];
 
 impl Allocation {
     /// Returns a part of the allocation, which keeps the whole.
@@ -250,7 +250,7 @@ impl Allocation {
     }
 
     /// Returns the handle by which other processes open the allocation. It must not be a part.
-    pub fn handle(&self) -> Handle {
+    pub fn handle(&self) -> IpcHandle {
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: `handle` is writable for the result.
         unsafe { sys::cuIpcGetMemHandle(&raw mut handle, self.pointer) }.result().unwrap();

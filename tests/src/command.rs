@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
 #[cfg(target_os = "linux")]
-pub use self::serve::{Serve, end, send};
+pub use self::serve::{DaemonProcess, kill_and_wait, send_signal};
 
 #[cfg(target_os = "linux")]
 mod serve;
@@ -37,7 +37,7 @@ fn target_file(file: &str) -> PathBuf {
 /// # Panics
 ///
 /// If the file does not exist.
-pub fn library(package: &str) -> PathBuf {
+pub fn preload_library(package: &str) -> PathBuf {
     let path = target_file(&format!("lib{}.so", package.replace('-', "_")));
     assert!(path.is_file(), "no {}: run `cargo build -p {package}`", path.display());
     path
@@ -48,7 +48,7 @@ pub fn library(package: &str) -> PathBuf {
 /// # Panics
 ///
 /// If it cannot be created.
-pub fn quick_folder() -> TempDir {
+pub fn memory_tempdir() -> TempDir {
     let memory = Path::new("/dev/shm");
     if memory.is_dir() { TempDir::new_in(memory) } else { TempDir::new() }.unwrap()
 }

@@ -1,7 +1,7 @@
 //! Damage with valid checksums, which reaches the checks behind the checksums.
 
 /// Updates the checksums of head, index and trailer, if the file has them.
-pub fn repair(file: &mut [u8]) {
+pub fn repair_checksums(file: &mut [u8]) {
     let Some(trailer) = file.len().checked_sub(64).filter(|trailer| *trailer >= 64) else { return };
     let index_off = u64::from_le_bytes(eight_bytes(file, trailer));
     let index = usize::try_from(index_off).ok().and_then(|start| file.get(start..trailer));
@@ -25,6 +25,6 @@ fn eight_bytes(file: &[u8], at: usize) -> [u8; 8] {
 /// # Panics
 ///
 /// If the file is shorter than a trailer.
-pub fn index_off(file: &[u8]) -> usize {
+pub fn index_offset(file: &[u8]) -> usize {
     usize::try_from(u64::from_le_bytes(eight_bytes(file, file.len() - 64))).unwrap_or(usize::MAX)
 }

@@ -4,9 +4,9 @@ use std::thread;
 use std::time::Duration;
 
 /// Marsaglia's xorshift generator.
-pub struct Dice(u64);
+pub struct SeededRng(u64);
 
-impl Dice {
+impl SeededRng {
     /// Creates a generator with this seed.
     pub fn new(seed: u64) -> Self {
         // A state of zero would stay zero.
@@ -23,12 +23,12 @@ impl Dice {
     }
 
     /// Returns true once in `times` times, on average.
-    pub fn hits(&mut self, times: u64) -> bool {
+    pub fn one_in(&mut self, times: u64) -> bool {
         self.below(times) == 0
     }
 
     /// Sleeps for a random time below this number of milliseconds.
-    pub fn pause(&mut self, milliseconds: u64) {
+    pub fn sleep_below(&mut self, milliseconds: u64) {
         thread::sleep(Duration::from_millis(self.below(milliseconds)));
     }
 }

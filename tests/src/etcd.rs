@@ -62,7 +62,7 @@ impl Etcd {
     /// # Panics
     ///
     /// If etcd is missing or does not answer.
-    pub fn on(hosts: &[Host]) -> Self {
+    pub fn on_hosts(hosts: &[Host]) -> Self {
         let member = |host: &Host| {
             let addresses = [2379, 2380, 2381].map(|port| (host.address, port).into());
             Member::new(host.clone(), addresses)
@@ -73,7 +73,7 @@ impl Etcd {
     fn from_members(members: Vec<Member>) -> Self {
         let folder = tempfile::tempdir().expect("there is room for folders");
         let mut etcd = Self { members, tls_args: Vec::new(), folder };
-        (0..etcd.members.len()).for_each(|member| etcd.launch(member));
+        (0..etcd.members.len()).for_each(|member| etcd.start_member(member));
         etcd.wait();
         etcd
     }
@@ -86,7 +86,7 @@ impl Etcd {
     /// # Panics
     ///
     /// If etcd refuses a request.
-    pub fn guard(&mut self, ca: &Path, cert: &Path, key: &Path) {
+    pub fn enable_auth(&mut self, ca: &Path, cert: &Path, key: &Path) {
         let member = &self.members[0];
         for (path, body) in [
             ("user/add", r#"{"name": "root", "password": "root"}"#),
@@ -102,15 +102,15 @@ impl Etcd {
             ("enable", "{}"),
         ] {
             let path = format!("/v3/auth/{path}");
-            let response = member.host.within(|| http_post(member.client, &path, body));
+            let response = member.host.run(|| http_post(member.client, &path, body));
             let response = response.expect("it answers");
             assert!(response.starts_with("HTTP/1.0 200"), "{path} {body}: {response}");
         }
         let files = [("--trusted-ca-file", ca), ("--cert-file", cert), ("--key-file", key)];
         let files = files.into_iter().flat_map(|(flag, path)| [flag.into(), path.into()]);
         self.tls_args = files.chain(["--client-cert-auth".into()]).collect();
-        self.kill(0);
-        self.launch(0);
+        self.kill_member(0);
+        self.start_member(0);
         self.wait();
     }
 
@@ -125,10 +125,10 @@ impl Etcd {
     /// # Panics
     ///
     /// If it does not report this metric.
-    pub fn requests(&self) -> u64 {
+    pub fn kv_requests(&self) -> u64 {
         let member = &self.members[0];
         let response =
-            member.host.within(|| http_get(member.metrics, "/metrics")).expect("it answers");
+            member.host.run(|| http_get(member.metrics, "/metrics")).expect("it answers");
         let is_counted = |line: &&str| {
             line.starts_with("grpc_server_handled_total{grpc_code=\"OK\"")
                 && line.contains("grpc_service=\"etcdserverpb.KV\"")
@@ -142,13 +142,13 @@ impl Etcd {
     /// # Panics
     ///
     /// If it is not running.
-    pub fn kill(&mut self, member: usize) {
+    pub fn kill_member(&mut self, member: usize) {
         let mut process = self.members[member].process.take().expect("it runs");
         process.kill().and_then(|()| process.wait()).expect("it is ours");
     }
 
     /// Starts a member with the data that it has.
-    pub fn launch(&mut self, member: usize) {
+    pub fn start_member(&mut self, member: usize) {
         let peer_argument = |member: usize, peer: SocketAddr| format!("m{member}=http://{peer}");
         let cluster: Vec<_> = self
             .members
@@ -162,7 +162,7 @@ impl Etcd {
         let log = File::create(folder.join(format!("m{member}.log"))).expect("there is room");
         let program =
             std::env::var_os(PROGRAM).map_or_else(|| PathBuf::from("etcd"), PathBuf::from);
-        let prefix = host.enter();
+        let prefix = host.command_prefix();
         let mut command = Command::new(&prefix[0]);
         command
             .args(&prefix[1..])
@@ -198,7 +198,7 @@ impl Etcd {
         let folder = self.folder.path();
         for (number, member) in self.members.iter_mut().enumerate() {
             let Some(process) = &mut member.process else { continue };
-            while !member.host.within(|| is_healthy(member.metrics)) {
+            while !member.host.run(|| is_healthy(member.metrics)) {
                 let has_ended = process.try_wait().expect("it is ours").is_some();
                 if has_ended || started.elapsed() > STARTUP_TIMEOUT {
                     let log = std::fs::read_to_string(folder.join(format!("m{number}.log")));

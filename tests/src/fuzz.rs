@@ -14,8 +14,8 @@ use tssd_format::{
     RangeDecoder, StateDict, StorageReference,
 };
 
-pub use self::compact::{compacted, expanded};
-pub use self::readers::{Verdict, python_differs, readers_agree};
+pub use self::compact::{compact, expand};
+pub use self::readers::{Verdict, assert_readers_agree, python_difference};
 
 /// A fuzz target: its name, which is that of its corpus, and its function.
 pub type Target = (&'static str, fn(&[u8]));
@@ -38,7 +38,7 @@ pub fn parse(data: &[u8]) {
 
 /// Reads an archive with valid checksums whose blob and index come from the input.
 pub fn index(data: &[u8]) {
-    read(expanded(data));
+    read(expand(data));
 }
 
 /// Opens a file, and uses everything in it if it is an archive.
@@ -66,7 +66,7 @@ fn read(file: Vec<u8>) {
 ///
 /// If it changes, or if the recorded options lead to other bytes.
 pub fn roundtrip(data: &[u8]) {
-    let Some((dict, options)) = dict::of(data) else { return };
+    let Some((dict, options)) = dict::generate(data) else { return };
     let Ok(file) = encode(&dict, &options) else { return };
     let archive = Archive::from_bytes(file.clone()).expect("what is written is legal");
     archive.verify_deep().expect("what is written is whole");
@@ -87,7 +87,7 @@ fn encode(dict: &StateDict, options: &Options) -> tssd_format::Result<Vec<u8>> {
 ///
 /// If they differ.
 pub fn readers(data: &[u8]) {
-    readers::compare(&expanded(data));
+    readers::compare(&expand(data));
 }
 
 /// Decodes the input as a compressed frame, and compresses the input.
@@ -158,7 +158,7 @@ fn compress(bytes: &[u8], choice: u8) {
 ///
 /// If readers differ.
 pub fn shard_set(data: &[u8]) {
-    set::open_changed(data);
+    set::open_modified_set(data);
 }
 
 /// Plans the read of a box of a tensor that is stored as arbitrary boxes.

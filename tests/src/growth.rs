@@ -15,11 +15,11 @@ const MEASURES: [(&str, f64); 4] =
 
 /// Samples of processes. A process may be replaced by a successor.
 #[derive(Default)]
-pub struct Growth(Vec<Vec<(Instant, [f64; 4])>>);
+pub struct ResourceGrowth(Vec<Vec<(Instant, [f64; 4])>>);
 
-impl Growth {
+impl ResourceGrowth {
     /// Begins the samples of a process.
-    pub fn begin(&mut self) {
+    pub fn start_process(&mut self) {
         self.0.push(Vec::new());
     }
 
@@ -53,7 +53,7 @@ impl Growth {
     ///
     /// If the median of a resource is higher in the last third of the samples than in the second
     /// one.
-    pub fn end(&self, min_samples: usize) -> Value {
+    pub fn finish(&self, min_samples: usize) -> Value {
         let processes: Vec<_> =
             self.0.iter().filter(|samples| samples.len() >= min_samples).collect();
         assert!(!processes.is_empty(), "no process has enough samples");

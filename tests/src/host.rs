@@ -35,7 +35,7 @@ impl Default for Host {
 
 impl Host {
     /// Returns the command prefix that runs a program on this host, and ends it together with this process.
-    pub fn enter(&self) -> Vec<String> {
+    pub fn command_prefix(&self) -> Vec<String> {
         let enter_namespace = |namespace: &PathBuf| {
             vec!["nsenter".to_owned(), format!("--net={}", namespace.display())]
         };
@@ -57,7 +57,7 @@ impl Host {
             let tried = TRIED.fetch_add(1, Ordering::Relaxed);
             let port = start + process.wrapping_add(tried) % (end - start);
             let address = SocketAddr::from((self.address, port));
-            self.within(|| TcpListener::bind(address).is_ok()).then_some(address)
+            self.run(|| TcpListener::bind(address).is_ok()).then_some(address)
         });
         free.expect("there are ports")
     }
@@ -67,7 +67,7 @@ impl Host {
     /// # Panics
     ///
     /// If the host does not exist any longer, or the closure panics.
-    pub fn within<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+    pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         let enter = || {
             if let Some(namespace) = &self.namespace {
                 let namespace =

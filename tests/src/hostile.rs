@@ -11,7 +11,7 @@ use rustix::net::sockopt;
 use crate::raw::{HELLO, frame};
 
 /// Number of behaviours.
-pub const WAYS: usize = 11;
+pub const BEHAVIOURS: usize = 11;
 
 /// A Unix or TCP stream.
 trait Stream: Read + Write + Send {}
@@ -19,7 +19,7 @@ trait Stream: Read + Write + Send {}
 impl<T: Read + Write + Send> Stream for T {}
 
 /// A hostile connection.
-pub struct Hostile {
+pub struct HostileConnection {
     stream: Box<dyn Stream>,
     bytes: Vec<u8>,
     sent: usize,
@@ -29,7 +29,7 @@ pub struct Hostile {
     never_reads: bool,
 }
 
-impl Hostile {
+impl HostileConnection {
     /// Connects to a socket, with one of the behaviours.
     ///
     /// Some behaviours read the newest version of `key`, and the blob `manifest`.
@@ -37,7 +37,12 @@ impl Hostile {
     /// # Errors
     ///
     /// If it cannot connect.
-    pub fn near(socket: &Path, way: usize, key: &str, manifest: &str) -> std::io::Result<Self> {
+    pub fn connect_unix(
+        socket: &Path,
+        way: usize,
+        key: &str,
+        manifest: &str,
+    ) -> std::io::Result<Self> {
         let stream = UnixStream::connect(socket)?;
         stream.set_nonblocking(true)?;
         Ok(Self::new(Box::new(stream), way, key, manifest))
@@ -48,7 +53,12 @@ impl Hostile {
     /// # Errors
     ///
     /// If it cannot connect.
-    pub fn far(address: &str, way: usize, key: &str, manifest: &str) -> std::io::Result<Self> {
+    pub fn connect_tcp(
+        address: &str,
+        way: usize,
+        key: &str,
+        manifest: &str,
+    ) -> std::io::Result<Self> {
         let stream = TcpStream::connect(address.strip_prefix("tcp://").unwrap())?;
         sockopt::set_socket_recv_buffer_size(&stream, 1)?;
         stream.set_nonblocking(true)?;
@@ -70,7 +80,7 @@ impl Hostile {
             let requests = (2..2000).flat_map(|number| frame(1, number, &head(number), b""));
             hello.iter().copied().chain(requests).collect::<Vec<u8>>()
         };
-        let (bytes, chunk_bytes) = match behaviour % WAYS {
+        let (bytes, chunk_bytes) = match behaviour % BEHAVIOURS {
             0 => (garbage(8192).collect(), 1024),
             // Half a header, half a hello, a frame without its last byte, and single bytes.
             1 => (hello[..13].to_vec(), 13),
@@ -103,11 +113,11 @@ impl Hostile {
                 )
             }
         };
-        Self { stream, bytes, sent: 0, chunk_bytes, never_reads: behaviour % WAYS >= 9 }
+        Self { stream, bytes, sent: 0, chunk_bytes, never_reads: behaviour % BEHAVIOURS >= 9 }
     }
 
     /// Sends more bytes. Returns whether the connection is still open.
-    pub fn go_on(&mut self) -> bool {
+    pub fn step(&mut self) -> bool {
         let end = self.bytes.len().min(self.sent + self.chunk_bytes);
         let sent = self.stream.write(&self.bytes[self.sent..end]);
         match sent {

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 /// # Panics
 ///
 /// If there is none, or more than one.
-pub fn version(key: &Path, place: &str) -> PathBuf {
+pub fn version_folder(key: &Path, place: &str) -> PathBuf {
     let is_match = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         name.rsplit_once('-').is_some_and(|(found, _)| found == place)

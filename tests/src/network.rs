@@ -9,22 +9,22 @@ use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use crate::command::end;
+use crate::command::kill_and_wait;
 use crate::host::Host;
 
 /// A fault of the connection of a host.
 #[derive(Clone, Copy, Debug)]
-pub enum Trouble {
+pub enum NetworkFault {
     /// All packets are dropped.
-    Cut,
+    DropAll,
     /// Incoming packets are dropped.
-    Deaf,
+    DropIncoming,
     /// Outgoing packets are dropped.
-    Mute,
+    DropOutgoing,
     /// This percentage of outgoing packets is dropped.
     Lossy(u8),
     /// Outgoing data is limited to this number of megabits per second.
-    Slow(u32),
+    RateLimited(u32),
 }
 
 /// The nftables table in which a host drops packets.
@@ -92,19 +92,19 @@ impl Network {
     /// # Panics
     ///
     /// If a command fails.
-    pub fn trouble(&self, host: usize, trouble: Trouble) {
+    pub fn inject(&self, host: usize, trouble: NetworkFault) {
         let drop = |chain: &str, condition: &str| {
             let device = if chain == "input" { "iifname" } else { "oifname" };
             format!("nft add rule {TABLE} {chain} {device} eth0 {condition} drop")
         };
         let commands = match trouble {
-            Trouble::Cut => vec![drop("input", ""), drop("output", "")],
-            Trouble::Deaf => vec![drop("input", "")],
-            Trouble::Mute => vec![drop("output", "")],
-            Trouble::Lossy(percent) => {
+            NetworkFault::DropAll => vec![drop("input", ""), drop("output", "")],
+            NetworkFault::DropIncoming => vec![drop("input", "")],
+            NetworkFault::DropOutgoing => vec![drop("output", "")],
+            NetworkFault::Lossy(percent) => {
                 vec![drop("output", &format!("numgen random mod 100 < {percent}"))]
             }
-            Trouble::Slow(megabits) => {
+            NetworkFault::RateLimited(megabits) => {
                 let bucket = format!("tbf rate {megabits}mbit burst 64kb latency 200ms");
                 vec![format!("tc qdisc replace dev eth0 root {bucket}")]
             }
@@ -149,13 +149,13 @@ impl Namespace {
 
 impl Drop for Namespace {
     fn drop(&mut self) {
-        end(&mut self.holder);
+        kill_and_wait(&mut self.holder);
     }
 }
 
 /// Runs a command on a host.
 fn run(host: &Host, command: &str) -> Result<(), String> {
-    let enter = host.enter();
+    let enter = host.command_prefix();
     let command: Vec<&str> =
         enter.iter().map(String::as_str).chain(command.split_whitespace()).collect();
     let failed = |reason: &dyn std::fmt::Display| format!("{}: {reason}", command.join(" "));

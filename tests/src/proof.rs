@@ -9,19 +9,19 @@ use serde_json::{Value, json};
 const SECONDS: &str = "TSSD_RELIABILITY_SECONDS";
 
 /// A campaign that is running.
-pub struct Proof {
+pub struct Campaign {
     name: &'static str,
     started: Instant,
     min_duration: Duration,
 }
 
-impl Proof {
+impl Campaign {
     /// Begins a campaign. Its name says what it checks.
     ///
     /// # Panics
     ///
     /// If the environment variable is not a number.
-    pub fn begin(name: &'static str) -> Self {
+    pub fn start(name: &'static str) -> Self {
         let seconds = std::env::var(SECONDS).map_or(0, |seconds| {
             seconds.parse().unwrap_or_else(|_| panic!("{SECONDS}={seconds} is no number"))
         });
@@ -31,7 +31,7 @@ impl Proof {
     /// Returns whether the campaign continues.
     ///
     /// It continues until `done` reaches `wanted`, and at least for its minimum duration.
-    pub fn goes_on(&self, done: u64, wanted: u64) -> bool {
+    pub fn should_continue(&self, done: u64, wanted: u64) -> bool {
         done < wanted || self.started.elapsed() < self.min_duration
     }
 
@@ -40,7 +40,7 @@ impl Proof {
     /// # Panics
     ///
     /// If the figures are not an object.
-    pub fn end(self, mut figures: Value) {
+    pub fn finish(self, mut figures: Value) {
         figures["seconds"] = json!(self.started.elapsed().as_secs_f64().round());
         println!("\nreliability {}", json!({ self.name: figures }));
     }

@@ -30,9 +30,9 @@ pub fn frame(kind: u8, number: u64, head: &str, data: &[u8]) -> Vec<u8> {
 }
 
 /// A connection that sends any bytes.
-pub struct Raw(pub UnixStream);
+pub struct RawConnection(pub UnixStream);
 
-impl Raw {
+impl RawConnection {
     /// Connects to the socket of a daemon.
     pub fn connect(socket: &Path) -> Self {
         let stream = UnixStream::connect(socket).unwrap();
@@ -41,7 +41,7 @@ impl Raw {
     }
 
     /// Connects to the socket of a daemon, and sends hello.
-    pub fn greet(socket: &Path) -> Self {
+    pub fn connect_with_hello(socket: &Path) -> Self {
         let mut raw = Self::connect(socket);
         raw.send(&frame(1, 1, HELLO, b""));
         let (number, head) = raw.receive().unwrap();
@@ -57,7 +57,7 @@ impl Raw {
     }
 
     /// Sends bytes with descriptors. Returns whether the system call succeeded.
-    pub fn send_with(&mut self, bytes: &[u8], fds: &[impl AsFd]) -> bool {
+    pub fn send_with_descriptors(&mut self, bytes: &[u8], fds: &[impl AsFd]) -> bool {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
@@ -108,7 +108,7 @@ impl Raw {
     }
 
     /// Sends a request. Returns the response.
-    pub fn ask(&mut self, number: u64, head: &str) -> Value {
+    pub fn request(&mut self, number: u64, head: &str) -> Value {
         self.send(&frame(1, number, head, b""));
         let (answered, head) = self.receive().unwrap();
         assert_eq!(answered, number);
@@ -116,7 +116,7 @@ impl Raw {
     }
 
     /// Sends a request. Returns the response and its descriptors.
-    pub fn ask_for_descriptors(&mut self, head: &str) -> (Value, Vec<OwnedFd>) {
+    pub fn request_with_descriptors(&mut self, head: &str) -> (Value, Vec<OwnedFd>) {
         self.send(&frame(1, 5, head, b""));
         let (kind, head, fds) = self.receive_with_descriptors();
         assert_eq!(kind, 3);
@@ -124,7 +124,7 @@ impl Raw {
     }
 
     /// Returns whether the daemon closes the connection.
-    pub fn is_ended(&mut self) -> bool {
+    pub fn is_closed(&mut self) -> bool {
         self.receive().is_none()
     }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-use crate::command::end;
+use crate::command::kill_and_wait;
 use crate::host::Host;
 
 /// Environment variable: a Python that has moto.
@@ -22,14 +22,14 @@ const BUCKET: &str = "models";
 const STARTUP_TIMEOUT: Duration = Duration::from_mins(1);
 
 /// The server. It ends on drop, and when this process ends.
-pub struct S3 {
+pub struct S3Server {
     host: Host,
     address: SocketAddr,
     process: Option<Child>,
     folder: TempDir,
 }
 
-impl S3 {
+impl S3Server {
     /// Starts a server on a host, with one bucket.
     ///
     /// # Panics
@@ -39,7 +39,7 @@ impl S3 {
         let folder = tempfile::tempdir().unwrap();
         let address = host.free_address();
         let mut server = Self { host, address, process: None, folder };
-        server.launch();
+        server.restart();
         server
     }
 
@@ -48,8 +48,8 @@ impl S3 {
     /// # Panics
     ///
     /// If it does not listen.
-    pub fn launch(&mut self) {
-        let prefix = self.host.enter();
+    pub fn restart(&mut self) {
+        let prefix = self.host.command_prefix();
         let python = std::env::var_os(PYTHON).unwrap_or_else(|| "python3".into());
         let mut process = Command::new(&prefix[0])
             .args(&prefix[1..])
@@ -64,7 +64,7 @@ impl S3 {
             .spawn()
             .unwrap();
         let started = Instant::now();
-        while !self.host.within(|| TcpStream::connect(self.address).is_ok()) {
+        while !self.host.run(|| TcpStream::connect(self.address).is_ok()) {
             assert!(
                 process.try_wait().unwrap().is_none() && started.elapsed() < STARTUP_TIMEOUT,
                 "no S3 server; {PYTHON} names a Python with moto"
@@ -80,7 +80,7 @@ impl S3 {
     ///
     /// If it is not running.
     pub fn kill(&mut self) {
-        end(&mut self.process.take().unwrap());
+        kill_and_wait(&mut self.process.take().unwrap());
     }
 
     /// Returns the URL of a store in its bucket.
@@ -102,10 +102,10 @@ impl S3 {
     }
 }
 
-impl Drop for S3 {
+impl Drop for S3Server {
     fn drop(&mut self) {
         if let Some(process) = &mut self.process {
-            end(process);
+            kill_and_wait(process);
         }
     }
 }

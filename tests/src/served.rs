@@ -12,7 +12,7 @@ use tssd_store::blocking::{Daemon, Store};
 use tssd_store::{Credentials, DaemonOptions};
 
 /// A daemon. It ends on drop.
-pub struct Served {
+pub struct TestDaemon {
     folder: TempDir,
     metrics: SocketAddr,
     address: String,
@@ -20,33 +20,33 @@ pub struct Served {
     thread: Option<JoinHandle<()>>,
 }
 
-impl Served {
+impl TestDaemon {
     /// Starts a daemon that keeps one version, with a memory limit in bytes.
     pub fn new(memory_limit: u64) -> Self {
         Self::with_limit_and_root(memory_limit, None)
     }
 
     /// Starts a daemon with a directory for durable versions.
-    pub fn over(root: &Path) -> Self {
+    pub fn with_root(root: &Path) -> Self {
         Self::with_limit_and_root(1 << 30, Some(root.to_owned()))
     }
 
     /// Starts a daemon with TLS credentials.
-    pub fn proven(credentials: Credentials) -> Self {
-        Self::bound(1 << 30, |options| options.credentials = Some(credentials))
+    pub fn with_credentials(credentials: Credentials) -> Self {
+        Self::with_options(1 << 30, |options| options.credentials = Some(credentials))
     }
 
     /// Starts a daemon with another daemon as its controller.
-    pub fn under(controller: &Self) -> Self {
-        Self::bound(1 << 30, |options| options.controller = Some(controller.address.clone()))
+    pub fn with_controller(controller: &Self) -> Self {
+        Self::with_options(1 << 30, |options| options.controller = Some(controller.address.clone()))
     }
 
     fn with_limit_and_root(memory_limit: u64, root: Option<PathBuf>) -> Self {
-        Self::bound(memory_limit, |options| options.root = root)
+        Self::with_options(memory_limit, |options| options.root = root)
     }
 
     /// Starts a daemon with more options.
-    pub fn bound(memory_limit: u64, configure: impl FnOnce(&mut DaemonOptions)) -> Self {
+    pub fn with_options(memory_limit: u64, configure: impl FnOnce(&mut DaemonOptions)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (stop, stopped) = oneshot::channel();
         let mut options = DaemonOptions::at(folder.path().join("socket"), memory_limit);
@@ -65,7 +65,7 @@ impl Served {
     }
 
     /// Returns the address of its metrics (HTTP).
-    pub fn metrics(&self) -> SocketAddr {
+    pub fn metrics_address(&self) -> SocketAddr {
         self.metrics
     }
 
@@ -91,7 +91,7 @@ impl Served {
     }
 
     /// Connects over TCP, without shared memory.
-    pub fn connect_far(&self) -> Store {
+    pub fn connect_tcp(&self) -> Store {
         Store::connect(&self.address).unwrap()
     }
 
@@ -101,7 +101,7 @@ impl Served {
     }
 }
 
-impl Drop for Served {
+impl Drop for TestDaemon {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {

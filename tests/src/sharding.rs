@@ -7,7 +7,7 @@ use tssd_format::{
 };
 
 /// Returns the elements of a global `u32` tensor, which identify their positions.
-pub fn counting(shape: &[u64], seed: u32) -> Vec<u32> {
+pub fn counting_elements(shape: &[u64], seed: u32) -> Vec<u32> {
     let numel: u64 = shape.iter().product();
     (0..numel).map(|at| seed.wrapping_mul(0x9E37_79B9).wrapping_add(low_32_bits(at))).collect()
 }
@@ -17,7 +17,7 @@ fn low_32_bits(value: u64) -> u32 {
 }
 
 /// Returns the elements of a box of a global tensor, one by one.
-pub fn elements_of(global: &[u32], shape: &[u64], region: &Region) -> Vec<u32> {
+pub fn region_elements(global: &[u32], shape: &[u64], region: &Region) -> Vec<u32> {
     let mut elements = Vec::new();
     let mut index = vec![0_u64; shape.len()];
     if region.is_empty() {
@@ -46,8 +46,8 @@ pub fn elements_of(global: &[u32], shape: &[u64], region: &Region) -> Vec<u32> {
 }
 
 /// Returns a box of a global tensor as a tensor.
-pub fn tensor_of(global: &[u32], shape: &[u64], region: &Region) -> Tensor {
-    Tensor::from_slice(&elements_of(global, shape, region), region.shape()).expect("as many")
+pub fn region_tensor(global: &[u32], shape: &[u64], region: &Region) -> Tensor {
+    Tensor::from_slice(&region_elements(global, shape, region), region.shape()).expect("as many")
 }
 
 /// Returns dtype and shape of the local tensor of a shard.
@@ -55,7 +55,7 @@ pub fn tensor_of(global: &[u32], shape: &[u64], region: &Region) -> Tensor {
 /// # Panics
 ///
 /// If there is no such tensor.
-pub fn meta_of(dtype: Dtype, place: &ShardSpec) -> TensorMeta {
+pub fn local_meta(dtype: Dtype, place: &ShardSpec) -> TensorMeta {
     TensorMeta::new(dtype, place.slice().local_shape()).expect("a shape of the dtype")
 }
 
@@ -64,7 +64,7 @@ pub fn meta_of(dtype: Dtype, place: &ShardSpec) -> TensorMeta {
 /// # Panics
 ///
 /// If the placements do not fit.
-pub fn shards_of(
+pub fn local_shards(
     global: &[u32],
     shape: &[u64],
     mesh: &DeviceMesh,
@@ -73,7 +73,7 @@ pub fn shards_of(
 ) -> Vec<Shard> {
     let slices = TensorSlice::from_placements(shape, mesh, rank, placements).expect("they fit");
     let shard = |slice: TensorSlice| {
-        let tensor = tensor_of(global, shape, &slice.region());
+        let tensor = region_tensor(global, shape, &slice.region());
         let place = ShardSpec::new(slice).with_mesh(mesh.clone()).expect("the same mesh");
         Shard::new(tensor, place.with_placements(placements).expect("they fit"))
             .expect("the same shape")
@@ -86,7 +86,7 @@ pub fn shards_of(
 /// # Panics
 ///
 /// If the placements do not fit.
-pub fn places_of(
+pub fn local_places(
     shape: &[u64],
     mesh: &DeviceMesh,
     rank: u32,
@@ -101,7 +101,7 @@ pub fn places_of(
 /// # Panics
 ///
 /// If the tensor has another dtype.
-pub fn numbers(tensor: &Tensor) -> Vec<u32> {
+pub fn to_u32s(tensor: &Tensor) -> Vec<u32> {
     assert_eq!(tensor.meta().dtype(), Dtype::Uint32);
     let bytes = tensor.view().to_contiguous(1 << 30).expect("small");
     bytes.chunks(4).map(|each| u32::from_le_bytes(each.try_into().expect("4 bytes"))).collect()
@@ -112,7 +112,7 @@ pub fn numbers(tensor: &Tensor) -> Vec<u32> {
 /// # Panics
 ///
 /// If the shape is too large.
-pub fn spread(shape: &[u64]) -> TensorMeta {
+pub fn strided_meta(shape: &[u64]) -> TensorMeta {
     let strides: Vec<u64> =
         tssd_format::row_major_strides(shape).into_iter().map(|stride| stride * 2).collect();
     let meta = TensorMeta::new(Dtype::Uint32, shape).expect("small");

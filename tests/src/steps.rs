@@ -17,7 +17,7 @@ pub fn key() -> Key {
 }
 
 /// Returns what one of several writers puts in a step: its rows.
-pub fn part(step: u64, writer: u32, writers: u32) -> StateDict {
+pub fn step_part(step: u64, writer: u32, writers: u32) -> StateDict {
     let elements: Vec<u64> = (0..ROWS * COLUMNS).map(|at| element(step, writer, at)).collect();
     let rows = Tensor::from_slice(&elements, &[ROWS, COLUMNS]).unwrap();
     let global = [u64::from(writers) * ROWS, COLUMNS];
@@ -50,18 +50,22 @@ pub fn options(step: u64, writer: u32, writers: u32) -> PutOptions {
 
 /// Puts a step in memory. Each store is one writer.
 pub fn publish(stores: &[Store], step: u64) {
-    publish_as(stores, step, Durability::Memory);
+    publish_with_durability(stores, step, Durability::Memory);
 }
 
 /// Puts a step with this durability. Returns the report of each writer.
-pub fn publish_as(stores: &[Store], step: u64, durability: Durability) -> Vec<PutReport> {
+pub fn publish_with_durability(
+    stores: &[Store],
+    step: u64,
+    durability: Durability,
+) -> Vec<PutReport> {
     let writers = u32::try_from(stores.len()).unwrap();
     std::thread::scope(|scope| {
         let put = |(writer, store): (u32, &'_ Store)| {
             let store = store.clone();
             scope.spawn(move || {
                 let options = PutOptions { durability, ..options(step, writer, writers) };
-                let part = part(step, writer, writers);
+                let part = step_part(step, writer, writers);
                 let put = || store.put_state_dict(&key(), &part, &options);
                 // If etcd is lost during a request, its outcome is unknown. A second put returns
                 // it.
@@ -81,7 +85,7 @@ pub fn publish_as(stores: &[Store], step: u64, durability: Durability) -> Vec<Pu
 /// # Errors
 ///
 /// Those of the store.
-pub fn read(store: &Store, version: Option<u64>, writers: u32) -> Result<u64, Error> {
+pub fn read_step(store: &Store, version: Option<u64>, writers: u32) -> Result<u64, Error> {
     let options = GetOptions { version, ..GetOptions::default() };
     let (dict, _) = store.get_state_dict(&key(), &options)?;
     let Value::Int(step) = dict.leaf("step").unwrap() else { panic!("a step: {dict:?}") };
@@ -98,7 +102,7 @@ pub fn read(store: &Store, version: Option<u64>, writers: u32) -> Result<u64, Er
 }
 
 /// Waits until a condition holds.
-pub fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let started = Instant::now();
     while !is_so() {
         assert!(started.elapsed() < Duration::from_mins(1), "{what}");

@@ -22,7 +22,7 @@ pub struct Vector {
     /// Number and short description. Also the file name.
     pub name: &'static str,
     /// The feature that it shows.
-    pub about: &'static str,
+    pub description: &'static str,
     /// Contents.
     pub content: Content,
 }
@@ -56,7 +56,7 @@ pub fn vectors() -> Vec<Vector> {
 /// # Panics
 ///
 /// If `spec/vectors/make_invalid.py` fails.
-pub fn generated() -> &'static Path {
+pub fn generated_folder() -> &'static Path {
     static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
         let vectors = Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec/vectors");
         let mut command = Command::new("python3");
@@ -67,8 +67,8 @@ pub fn generated() -> &'static Path {
     &FOLDER
 }
 
-fn file(name: &'static str, about: &'static str, bytes: Vec<u8>) -> Vector {
-    Vector { name, about, content: Content::File(bytes) }
+fn file_vector(name: &'static str, description: &'static str, bytes: Vec<u8>) -> Vector {
+    Vector { name, description, content: Content::File(bytes) }
 }
 
 /// Encodes a state dict as an archive.
@@ -79,7 +79,7 @@ fn encode(dict: &StateDict, options: &Options) -> Vec<u8> {
     file
 }
 
-fn plain(dict: &StateDict) -> Vec<u8> {
+fn encode_plain(dict: &StateDict) -> Vec<u8> {
     encode(dict, &Options::new())
 }
 
@@ -87,21 +87,21 @@ fn dict_of(entries: Vec<(MapKey, Value)>) -> StateDict {
     StateDict::from_value(Value::Dict(Dict::from_iter(entries))).expect("it is a dict")
 }
 
-fn one(value: impl Into<Value>) -> StateDict {
+fn single_value(value: impl Into<Value>) -> StateDict {
     dict_of(vec![("value".into(), value.into())])
 }
 
-fn f32s(values: &[f32], shape: &[u64]) -> Tensor {
+fn f32_tensor(values: &[f32], shape: &[u64]) -> Tensor {
     Tensor::from_slice(values, shape).expect("shapes of vectors fit")
 }
 
 /// Returns a tensor of any dtype with the bytes 0, 1, 0, 1, …
-fn counting(dtype: Dtype, shape: &[u64]) -> Tensor {
-    of_bytes(dtype, shape, |byte| byte.to_le_bytes()[0] & 1)
+fn bit_tensor(dtype: Dtype, shape: &[u64]) -> Tensor {
+    tensor_from_bytes(dtype, shape, |byte| byte.to_le_bytes()[0] & 1)
 }
 
 /// Returns a tensor whose bytes are functions of their offsets.
-fn of_bytes(dtype: Dtype, shape: &[u64], byte: impl Fn(u64) -> u8) -> Tensor {
+fn tensor_from_bytes(dtype: Dtype, shape: &[u64], byte: impl Fn(u64) -> u8) -> Tensor {
     let meta = TensorMeta::new(dtype, shape).expect("shapes of vectors fit");
     let bytes: Vec<u8> = (0..meta.nbytes()).map(byte).collect();
     Tensor::new(meta, bytes.into(), 0).expect("there are as many bytes as it has")

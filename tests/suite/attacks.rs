@@ -217,7 +217,7 @@ fn directory_store_ignores_foreign_files() {
     let ledger = folder.path().join("k/.ledger");
     std::fs::write(ledger.join("99.json"), "").unwrap();
     std::fs::write(ledger.join("notes.txt"), "").unwrap();
-    let version = tssd_tests::layout::version(&folder.path().join("k"), "0-1");
+    let version = tssd_tests::layout::version_folder(&folder.path().join("k"), "0-1");
     std::fs::create_dir(version.join(".ipynb_checkpoints")).unwrap();
     for step in 2..5 {
         assert!(put(&store, &uniform_dict(step), &PutOptions::default()).unwrap());

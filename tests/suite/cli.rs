@@ -10,19 +10,19 @@ use tssd_format::{
     Archive, Compression, Dict, Dtype, Options, StateDict, Storage, Tensor, TensorMeta,
     TorchStoreStateDict, Value,
 };
-use tssd_tests::command::{binary, quick_folder};
+use tssd_tests::command::{binary, memory_tempdir};
 
 /// A temporary directory in which the `tssd` command runs.
-pub(crate) struct Place(TempDir);
+pub(crate) struct Sandbox(TempDir);
 
-impl Place {
+impl Sandbox {
     pub(crate) fn new() -> Self {
         Self(TempDir::new().unwrap())
     }
 
     /// Creates the directory on tmpfs if available, for property tests that sync thousands of files.
-    pub(crate) fn quick() -> Self {
-        Self(quick_folder())
+    pub(crate) fn on_tmpfs() -> Self {
+        Self(memory_tempdir())
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -42,7 +42,7 @@ impl Place {
 
     /// Runs the command, asserts its exit code, and returns stdout followed by stderr.
     #[track_caller]
-    pub(crate) fn expect(&self, code: i32, args: &str) -> String {
+    pub(crate) fn run_with_code(&self, code: i32, args: &str) -> String {
         let output = self.run(args);
         let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
         let text = text.concat();
@@ -63,7 +63,7 @@ impl Place {
     }
 
     /// Returns the sorted names of all files, so that a test can check that no temporary file remains.
-    pub(crate) fn names(&self) -> Vec<String> {
+    pub(crate) fn file_names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.0.path()).unwrap();
         let mut names: Vec<String> =
             entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -73,7 +73,7 @@ impl Place {
 }
 
 /// A file written by the safetensors library, with tensors of each dtype that torch supports too.
-pub(crate) fn library_file(metadata: Option<&[(&str, &str)]>) -> Vec<u8> {
+pub(crate) fn safetensors_file(metadata: Option<&[(&str, &str)]>) -> Vec<u8> {
     let bytes: Vec<u8> = (0..=255).cycle().take(4096).collect();
     let mut tensors = Vec::new();
     for dtype in Dtype::ALL.iter().filter_map(|dtype| dtype.safetensors()) {
@@ -110,22 +110,22 @@ fn dict() -> StateDict {
 fn pack_and_unpack_restore_safetensors_byte_for_byte() {
     let several_entries = [("z", "1"), ("format", "pt"), ("é", "\"\n"), ("", "")];
     for metadata in [None, Some(&[][..]), Some(&[("format", "pt")]), Some(&several_entries)] {
-        let sandbox = Place::new();
-        sandbox.write("in.safetensors", &library_file(metadata));
-        sandbox.expect(0, "pack in.safetensors -o mid.tssd");
-        sandbox.expect(0, "verify mid.tssd");
-        sandbox.expect(0, "unpack mid.tssd -o out.safetensors");
+        let sandbox = Sandbox::new();
+        sandbox.write("in.safetensors", &safetensors_file(metadata));
+        sandbox.run_with_code(0, "pack in.safetensors -o mid.tssd");
+        sandbox.run_with_code(0, "verify mid.tssd");
+        sandbox.run_with_code(0, "unpack mid.tssd -o out.safetensors");
         assert_eq!(sandbox.read("out.safetensors"), sandbox.read("in.safetensors"), "{metadata:?}");
-        sandbox.expect(0, "diff in.safetensors mid.tssd");
-        assert_eq!(sandbox.names(), ["in.safetensors", "mid.tssd", "out.safetensors"]);
+        sandbox.run_with_code(0, "diff in.safetensors mid.tssd");
+        assert_eq!(sandbox.file_names(), ["in.safetensors", "mid.tssd", "out.safetensors"]);
     }
 }
 
 #[test]
 fn pack_keeps_dtypes_shapes_and_metadata() {
-    let sandbox = Place::new();
-    sandbox.write("in.safetensors", &library_file(Some(&[("format", "pt")])));
-    sandbox.expect(0, "pack in.safetensors -o mid.tssd");
+    let sandbox = Sandbox::new();
+    sandbox.write("in.safetensors", &safetensors_file(Some(&[("format", "pt")])));
+    sandbox.run_with_code(0, "pack in.safetensors -o mid.tssd");
     let archive = Archive::open(sandbox.path("mid.tssd")).unwrap();
     let meta = archive.tensor("3.F4").unwrap().meta().clone();
     assert_eq!((meta.dtype(), meta.shape()), (Dtype::Float4E2m1fnX2, &[2, 1, 2][..]));
@@ -135,7 +135,7 @@ fn pack_keeps_dtypes_shapes_and_metadata() {
 
 #[test]
 fn pack_rejects_unsupported_tensors_and_duplicate_names() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let f6 = TensorView::new(safetensors::Dtype::F6_E2M3, vec![4], &[1, 2, 3]).unwrap();
     sandbox.write("f6.safetensors", &safetensors::serialize([("a.b", f6)], None).unwrap());
     let f4 = TensorView::new(safetensors::Dtype::F4, vec![2, 1], &[1]).unwrap();
@@ -144,7 +144,7 @@ fn pack_rejects_unsupported_tensors_and_duplicate_names() {
     let header = u64::try_from(duplicate.len()).unwrap().to_le_bytes();
     sandbox.write("twice.safetensors", &[&header, duplicate.as_bytes(), &[7]].concat());
     for (code, file) in [(5, "f6"), (5, "odd"), (1, "twice")] {
-        let output = sandbox.expect(code, &format!("pack {file}.safetensors -o out.tssd"));
+        let output = sandbox.run_with_code(code, &format!("pack {file}.safetensors -o out.tssd"));
         assert!(output.contains("`a.b`"), "{output}");
         assert!(!sandbox.path("out.tssd").exists());
     }
@@ -169,12 +169,12 @@ fn unpack_rejects_values_that_safetensors_lacks() {
         }),
     ];
     for (path, value) in cases {
-        let sandbox = Place::new();
+        let sandbox = Sandbox::new();
         let mut dict = StateDict::new();
         dict.insert("a", value);
         sandbox.write_dict("in.tssd", &dict);
         sandbox.write("out.safetensors", b"old");
-        let output = sandbox.expect(5, "unpack in.tssd -o out.safetensors");
+        let output = sandbox.run_with_code(5, "unpack in.tssd -o out.safetensors");
         assert!(output.contains(path), "{output}");
         assert_eq!(sandbox.read("out.safetensors"), b"old");
     }
@@ -182,7 +182,7 @@ fn unpack_rejects_values_that_safetensors_lacks() {
 
 #[test]
 fn unpack_materializes_strides_and_ties() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let tied = tensor(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3]);
     let meta = TensorMeta::new(Dtype::Float32, &[3, 2]).unwrap().with_strides(&[1, 3]).unwrap();
     let transposed = Tensor::new(meta, tied.storage().clone(), 0).unwrap();
@@ -191,7 +191,7 @@ fn unpack_materializes_strides_and_ties() {
     dict.insert("layers", Value::List(vec![Dict::from_iter(nested).into()]));
     dict.insert("head", tied);
     sandbox.write_dict("in.tssd", &dict);
-    sandbox.expect(0, "unpack in.tssd -o out.safetensors");
+    sandbox.run_with_code(0, "unpack in.tssd -o out.safetensors");
     let file = sandbox.read("out.safetensors");
     let tensors = SafeTensors::deserialize(&file).unwrap();
     let elements = |name: &str| -> Vec<f32> {
@@ -201,43 +201,43 @@ fn unpack_materializes_strides_and_ties() {
     assert_eq!(elements("head"), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     assert_eq!(elements("layers.0.weight"), elements("head"));
     assert_eq!(elements("layers.0.transposed"), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
-    sandbox.expect(1, "diff in.tssd out.safetensors");
-    sandbox.expect(0, "diff --values in.tssd out.safetensors");
+    sandbox.run_with_code(1, "diff in.tssd out.safetensors");
+    sandbox.run_with_code(0, "diff --values in.tssd out.safetensors");
 }
 
 #[test]
 fn verify_reports_damaged_leaf_and_byte() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write_dict("good.tssd", &dict());
     let mut bytes = sandbox.read("good.tssd");
     let archive = Archive::open(sandbox.path("good.tssd")).unwrap();
     let byte = archive.storage(1).offset + (1 << 20) + 5;
     bytes[usize::try_from(byte).unwrap()] ^= 1;
     sandbox.write("bad.tssd", &bytes);
-    let output = sandbox.expect(1, "verify good.tssd bad.tssd");
+    let output = sandbox.run_with_code(1, "verify good.tssd bad.tssd");
     assert!(output.contains("ok       good.tssd"), "{output}");
     assert!(output.contains("DAMAGED  bad.tssd"), "{output}");
     let chunk = archive.storage(1).offset + (1 << 20);
     assert!(output.contains(&format!("F-090  stored bytes do not match their checksum: 151424 bytes (in `large`, at byte {chunk})")), "{output}");
     // A directory argument stands for all of its archives. `-q` lists only the damaged ones.
-    let output = sandbox.expect(1, "verify -q .");
+    let output = sandbox.run_with_code(1, "verify -q .");
     assert_eq!(output.lines().next(), Some("DAMAGED  ./bad.tssd"), "{output}");
     let json: serde_json::Value =
-        serde_json::from_str(&sandbox.expect(1, "verify --json .")).unwrap();
+        serde_json::from_str(&sandbox.run_with_code(1, "verify --json .")).unwrap();
     assert_eq!(json[0]["damage"][0]["leaf"], "large");
     assert_eq!(json[1]["ok"], true);
 
     bytes.truncate(bytes.len() - 1);
     sandbox.write("bad.tssd", &bytes);
-    let output = sandbox.expect(1, "verify bad.tssd");
+    let output = sandbox.run_with_code(1, "verify bad.tssd");
     assert!(output.contains("F-007"), "{output}");
-    let output = sandbox.expect(1, "inspect bad.tssd");
+    let output = sandbox.run_with_code(1, "inspect bad.tssd");
     assert!(output.contains("bad.tssd: file does not end with the TSSD magic"), "{output}");
 }
 
 #[test]
 fn inspect_prints_file_as_tree() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let tied = tensor(&[0.0; 6], &[2, 3]);
     let mut state = Dict::new();
     state.insert(0, Dict::from_iter([("step", Value::from(1000_i64))]));
@@ -264,10 +264,10 @@ fn inspect_prints_file_as_tree() {
 └─ note            str      "hello"
 
 3 tensors (1 tied), 28 B, 5 other leaves"#;
-    let output = sandbox.expect(0, "inspect model.tssd");
+    let output = sandbox.run_with_code(0, "inspect model.tssd");
     assert!(output.starts_with(expected), "{output}");
     let json: serde_json::Value =
-        serde_json::from_str(&sandbox.expect(0, "inspect --json model.tssd")).unwrap();
+        serde_json::from_str(&sandbox.run_with_code(0, "inspect --json model.tssd")).unwrap();
     let tensor = &json["root"]["ordered_dict"][0][1]["tensor"];
     assert_eq!(tensor["dtype"], "float32");
     assert!(tensor.get("data").is_none(), "{tensor}");
@@ -276,35 +276,37 @@ fn inspect_prints_file_as_tree() {
 /// `inspect` reads no tensor data: shared storages would otherwise be read once per tensor.
 #[test]
 fn inspect_reads_no_tensor_data() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let mut dict = StateDict::new();
     dict.insert("weight", tensor(&[1.0; 4000], &[4000]));
     let options = Options::new().compress(Compression::Zstd);
     let mut file = TorchStoreStateDict::with_options(&dict, &options).unwrap().as_bytes().to_vec();
     file[4096] ^= 1;
     sandbox.write("hurt.tssd", &file);
-    sandbox.expect(1, "verify hurt.tssd");
-    assert!(sandbox.expect(0, "inspect --json hurt.tssd").contains("4000"));
-    assert!(sandbox.expect(1, "pack hurt.tssd -o out.tssd").contains("it is a TSSD archive"));
+    sandbox.run_with_code(1, "verify hurt.tssd");
+    assert!(sandbox.run_with_code(0, "inspect --json hurt.tssd").contains("4000"));
+    assert!(
+        sandbox.run_with_code(1, "pack hurt.tssd -o out.tssd").contains("it is a TSSD archive")
+    );
 }
 
 /// A pipe has no length, and opening one waits for its writer.
 #[cfg(unix)]
 #[test]
 fn commands_reject_named_pipes() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let status = Command::new("mkfifo").arg(sandbox.path("pipe.tssd")).status().unwrap();
     assert!(status.success());
     for command in ["inspect", "verify", "unpack -o out", "diff /dev/null"] {
-        let output = sandbox.expect(5, &format!("{command} pipe.tssd"));
+        let output = sandbox.run_with_code(5, &format!("{command} pipe.tssd"));
         assert!(output.contains("is no regular file"), "{output}");
     }
-    assert_eq!(sandbox.names(), ["pipe.tssd"]);
+    assert_eq!(sandbox.file_names(), ["pipe.tssd"]);
 }
 
 #[test]
 fn diff_counts_differences() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write_dict("a.tssd", &dict());
     let mut other = StateDict::new();
     let mut large = vec![0.5; 300_000];
@@ -314,8 +316,8 @@ fn diff_counts_differences() {
     other.insert("small", tensor(&[1.0, 2.0, 3.0, 4.0], &[4]));
     other.insert("more", 1_i64);
     sandbox.write_dict("b.tssd", &other);
-    sandbox.expect(0, "diff a.tssd a.tssd");
-    let output = sandbox.expect(1, "diff a.tssd b.tssd");
+    sandbox.run_with_code(0, "diff a.tssd a.tssd");
+    let output = sandbox.run_with_code(1, "diff a.tssd b.tssd");
     assert_eq!(
         output,
         "shape      small  [2, 2] -> [4]\n\
@@ -324,15 +326,15 @@ fn diff_counts_differences() {
          order      (all)  the same keys, in another order\n\
          4 differences; 2 leaves in both files\n"
     );
-    assert_eq!(sandbox.expect(1, "diff -q a.tssd b.tssd"), "");
+    assert_eq!(sandbox.run_with_code(1, "diff -q a.tssd b.tssd"), "");
     let json: serde_json::Value =
-        serde_json::from_str(&sandbox.expect(1, "diff --json a.tssd b.tssd")).unwrap();
+        serde_json::from_str(&sandbox.run_with_code(1, "diff --json a.tssd b.tssd")).unwrap();
     assert_eq!(json["differences"][1]["elements"], 2);
 }
 
 #[test]
 fn exit_codes_match_help_table() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write_dict("a.tssd", &dict());
     sandbox.write("zip.tssd", b"PK\x03\x04 and so on, and so on");
     for (code, args) in [
@@ -366,55 +368,56 @@ fn exit_codes_match_help_table() {
         (5, "unpack a.tssd -o ."),
         (5, "put --store store key@3 ."),
     ] {
-        let output = sandbox.expect(code, args);
+        let output = sandbox.run_with_code(code, args);
         assert!(!output.contains("panicked"), "tssd {args}\n{output}");
     }
     assert!(!sandbox.path("out.tssd").exists());
-    let help = sandbox.expect(0, "--help");
+    let help = sandbox.run_with_code(0, "--help");
     for line in ["    0  success", "  130  interrupted"] {
         assert!(help.contains(line), "{help}");
     }
     // Errors have a help line. With `--json`, errors are JSON too.
-    assert!(sandbox.expect(3, "inspect missing.tssd").contains("help: check the path"));
-    let json = sandbox.expect(3, "inspect --json missing.tssd");
+    assert!(sandbox.run_with_code(3, "inspect missing.tssd").contains("help: check the path"));
+    let json = sandbox.run_with_code(3, "inspect --json missing.tssd");
     let json: serde_json::Value = serde_json::from_str(json.trim()).unwrap();
     assert_eq!(json["message"], "cannot read missing.tssd");
 }
 
 #[test]
 fn store_commands_put_list_get_and_remove_versions() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write_dict("a.tssd", &dict());
-    sandbox.write("b.safetensors", &library_file(None));
+    sandbox.write("b.safetensors", &safetensors_file(None));
     let store = "--store store";
-    sandbox.expect(0, &format!("put {store} team/policy a.tssd --keep 2"));
-    sandbox.expect(0, &format!("put {store} team/policy@7 b.safetensors"));
-    sandbox.expect(5, &format!("put {store} team/policy@7 a.tssd"));
-    let listed = sandbox.expect(0, &format!("ls {store} --json"));
+    sandbox.run_with_code(0, &format!("put {store} team/policy a.tssd --keep 2"));
+    sandbox.run_with_code(0, &format!("put {store} team/policy@7 b.safetensors"));
+    sandbox.run_with_code(5, &format!("put {store} team/policy@7 a.tssd"));
+    let listed = sandbox.run_with_code(0, &format!("ls {store} --json"));
     let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
     assert_eq!((&listed[0]["key"], &listed[0]["version"]), (&"team/policy".into(), &7.into()));
-    let listed = sandbox.expect(0, &format!("ls {store} team/policy"));
+    let listed = sandbox.run_with_code(0, &format!("ls {store} team/policy"));
     assert_eq!(listed.lines().count(), 3, "{listed}");
 
-    sandbox.expect(0, &format!("get {store} team/policy@1 -o one.tssd"));
-    sandbox.expect(0, &format!("get {store} team/policy -o newest.tssd"));
-    sandbox.expect(0, "diff a.tssd one.tssd");
-    sandbox.expect(0, "diff b.safetensors newest.tssd");
-    sandbox.expect(0, "verify store");
+    sandbox.run_with_code(0, &format!("get {store} team/policy@1 -o one.tssd"));
+    sandbox.run_with_code(0, &format!("get {store} team/policy -o newest.tssd"));
+    sandbox.run_with_code(0, "diff a.tssd one.tssd");
+    sandbox.run_with_code(0, "diff b.safetensors newest.tssd");
+    sandbox.run_with_code(0, "verify store");
 
-    sandbox.expect(0, &format!("rm {store} team/policy@1"));
-    sandbox.expect(3, &format!("get {store} team/policy@1 -o one.tssd"));
-    sandbox.expect(0, "diff a.tssd one.tssd");
-    sandbox.expect(0, &format!("rm {store} team/policy"));
-    assert_eq!(sandbox.expect(0, &format!("ls {store}")), "");
+    sandbox.run_with_code(0, &format!("rm {store} team/policy@1"));
+    sandbox.run_with_code(3, &format!("get {store} team/policy@1 -o one.tssd"));
+    sandbox.run_with_code(0, "diff a.tssd one.tssd");
+    sandbox.run_with_code(0, &format!("rm {store} team/policy"));
+    assert_eq!(sandbox.run_with_code(0, &format!("ls {store}")), "");
 }
 
 #[test]
 fn demo_compares_every_byte() {
-    let sandbox = Place::new();
-    sandbox.write("model.safetensors", &library_file(None));
+    let sandbox = Sandbox::new();
+    sandbox.write("model.safetensors", &safetensors_file(None));
     for args in ["demo --size 1MB --json", "demo --model model.safetensors --json"] {
-        let json: serde_json::Value = serde_json::from_str(&sandbox.expect(0, args)).unwrap();
+        let json: serde_json::Value =
+            serde_json::from_str(&sandbox.run_with_code(0, args)).unwrap();
         let rows = json["rows"].as_array().unwrap();
         assert_eq!(rows.len(), 12, "{json:#}");
         for row in rows {
@@ -423,12 +426,12 @@ fn demo_compares_every_byte() {
         }
         assert_eq!(json["mismatches"], serde_json::json!([]));
     }
-    assert_eq!(sandbox.names(), ["model.safetensors"]);
+    assert_eq!(sandbox.file_names(), ["model.safetensors"]);
 }
 
 #[test]
 fn closed_stdout_pipe_is_not_an_error() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write_dict("a.tssd", &dict());
     let mut command = sandbox.command();
     let command = command.args(["inspect", "a.tssd"]).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -443,9 +446,9 @@ fn closed_stdout_pipe_is_not_an_error() {
 #[cfg(unix)]
 #[test]
 fn full_disk_leaves_old_output_file() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write_dict("a.tssd", &dict());
-    sandbox.expect(0, "unpack a.tssd -o a.safetensors");
+    sandbox.run_with_code(0, "unpack a.tssd -o a.safetensors");
     for (args, file) in [
         ("pack a.safetensors -o out.tssd", "out.tssd"),
         ("unpack a.tssd -o out.safetensors", "out.safetensors"),
@@ -460,23 +463,23 @@ fn full_disk_leaves_old_output_file() {
         assert!(stderr.contains("the old file is untouched"), "{stderr}");
         assert_eq!(sandbox.read(file), b"old");
     }
-    assert_eq!(sandbox.names(), ["a.safetensors", "a.tssd", "out.safetensors", "out.tssd"]);
+    assert_eq!(sandbox.file_names(), ["a.safetensors", "a.tssd", "out.safetensors", "out.tssd"]);
 }
 
 #[cfg(unix)]
 #[test]
 fn interrupted_demo_removes_its_files() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let mut command = sandbox.command();
     let command = command.args(["demo", "--size", "20MB"]).stdout(Stdio::null());
     let mut child = command.spawn().unwrap();
     // Interrupt the demo as soon as its directory exists.
-    while sandbox.names().is_empty() {
+    while sandbox.file_names().is_empty() {
         assert!(child.try_wait().unwrap().is_none(), "the demo exited before it was interrupted");
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
     let pid = child.id().to_string();
     assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
     assert_eq!(child.wait().unwrap().code(), Some(130));
-    assert_eq!(sandbox.names(), [""; 0]);
+    assert_eq!(sandbox.file_names(), [""; 0]);
 }

@@ -14,14 +14,14 @@ use tssd_store::blocking::Store;
 use tssd_store::{JobId, Key, PutOptions};
 use tssd_tests::generate;
 
-use super::cli::Place;
-use super::roundtrip::ties;
+use super::cli::Sandbox;
+use super::roundtrip::tied_pairs;
 
 fn encoded(dict: &StateDict, options: &Options) -> Vec<u8> {
     TorchStoreStateDict::with_options(dict, options).unwrap().as_bytes().to_vec()
 }
 
-fn open(sandbox: &Place, name: &str) -> Archive {
+fn open(sandbox: &Sandbox, name: &str) -> Archive {
     Archive::open(sandbox.path(name)).unwrap()
 }
 
@@ -107,31 +107,31 @@ proptest! {
         options in source_options(),
         flags in convert_flags(),
     ) {
-        let sandbox = Place::quick();
+        let sandbox = Sandbox::on_tmpfs();
         let mut dict = dict;
         // Makes every `--zstd-only` pattern match a leaf, and gives compression something to do.
         dict.insert("a", floats(3000));
         sandbox.write("in.tssd", &encoded(&dict, &options));
-        sandbox.expect(0, &format!("convert in.tssd -o out.tssd {flags}"));
+        sandbox.run_with_code(0, &format!("convert in.tssd -o out.tssd {flags}"));
         let archive = open(&sandbox, "out.tssd");
         archive.verify_deep().unwrap();
         let back = archive.to_state_dict().unwrap();
         prop_assert_eq!(&back, &dict);
-        prop_assert_eq!(ties(&back), ties(&dict));
+        prop_assert_eq!(tied_pairs(&back), tied_pairs(&dict));
         prop_assert_eq!(archive.attrs().remove("user"), Some(AttrValue::Int(-7)));
-        sandbox.expect(0, "verify --deep out.tssd");
-        sandbox.expect(0, "diff in.tssd out.tssd");
-        let output = sandbox.expect(0, "roundtrip in.tssd out.tssd");
+        sandbox.run_with_code(0, "verify --deep out.tssd");
+        sandbox.run_with_code(0, "diff in.tssd out.tssd");
+        let output = sandbox.run_with_code(0, "roundtrip in.tssd out.tssd");
         prop_assert!(output.ends_with("2 identical, 0 equal, 0 lossy\n"), "{}", output);
         // Without flags, `convert` changes nothing.
-        sandbox.expect(0, "convert out.tssd -o again.tssd");
+        sandbox.run_with_code(0, "convert out.tssd -o again.tssd");
         prop_assert_eq!(sandbox.read("again.tssd"), sandbox.read("out.tssd"));
     }
 }
 
 #[test]
 fn convert_applies_requested_chunk_size() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let mut dict = model();
     dict.insert("large", Tensor::from_slice(&vec![0.5_f32; 1 << 20], &[1 << 20]).unwrap());
     sandbox.write(
@@ -152,26 +152,27 @@ fn convert_applies_requested_chunk_size() {
         raw.map(|storage| storage.chunk_size.bytes()).collect()
     };
     assert!(sizes("in.tssd").iter().all(|bytes| *bytes == 1 << 20));
-    sandbox.expect(0, "convert in.tssd -o fine.tssd --chunks fine");
+    sandbox.run_with_code(0, "convert in.tssd -o fine.tssd --chunks fine");
     let fine = sizes("fine.tssd");
     assert!(fine.contains(&(8 << 10)) && fine.contains(&(4 << 10)), "{fine:?}");
-    sandbox.expect(0, "convert fine.tssd -o same.tssd");
+    sandbox.run_with_code(0, "convert fine.tssd -o same.tssd");
     assert_eq!(sandbox.read("same.tssd"), sandbox.read("fine.tssd"));
     // The compressed leaf keeps its chunk size.
-    let output = sandbox.expect(0, "diff in.tssd fine.tssd");
+    let output = sandbox.run_with_code(0, "diff in.tssd fine.tssd");
     assert!(output.ends_with("stored otherwise: chunk size of 5 leaves\n"), "{output}");
     assert_eq!(
-        parse_json(&sandbox.expect(0, "diff --json in.tssd fine.tssd"))["stored"]["chunk_size"],
+        parse_json(&sandbox.run_with_code(0, "diff --json in.tssd fine.tssd"))["stored"]["chunk_size"],
         5
     );
-    sandbox.expect(0, "convert fine.tssd -o middle.tssd --chunks 64KiB");
+    sandbox.run_with_code(0, "convert fine.tssd -o middle.tssd --chunks 64KiB");
     assert!(sizes("middle.tssd").iter().all(|bytes| *bytes == 64 << 10));
-    sandbox.expect(0, "convert middle.tssd -o again.tssd");
+    sandbox.run_with_code(0, "convert middle.tssd -o again.tssd");
     assert_eq!(sandbox.read("again.tssd"), sandbox.read("middle.tssd"));
-    sandbox.expect(0, "convert middle.tssd -o large.tssd --chunks 1MiB");
+    sandbox.run_with_code(0, "convert middle.tssd -o large.tssd --chunks 1MiB");
     assert_eq!(sandbox.read("large.tssd"), sandbox.read("in.tssd"));
     for wrong in ["2KiB", "2MiB", "5000", "coarse"] {
-        let output = sandbox.expect(2, &format!("convert in.tssd -o out.tssd --chunks {wrong}"));
+        let output =
+            sandbox.run_with_code(2, &format!("convert in.tssd -o out.tssd --chunks {wrong}"));
         let reason = format!("`{wrong}` is neither `fine` nor a power of two from 4KiB to 1MiB");
         assert!(output.contains("for '--chunks <BYTES>'") && output.contains(&reason), "{output}");
     }
@@ -179,7 +180,7 @@ fn convert_applies_requested_chunk_size() {
 
 #[test]
 fn convert_changes_only_requested_options() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write("in.tssd", &encoded(&model(), &Options::new().align(512).unwrap()));
     let rows = |name: &str| -> Vec<(Option<u8>, u8, bool)> {
         let rows = storage_options(&open(&sandbox, name)).into_iter();
@@ -204,27 +205,27 @@ fn convert_changes_only_requested_options() {
         // Tied leaves take the choice made for the first of them.
         ("in", "--zstd-only tied", [raw, raw, raw, raw, raw], 9, false),
     ] {
-        sandbox.expect(0, &format!("convert {from}.tssd -o out.tssd {flags}"));
+        sandbox.run_with_code(0, &format!("convert {from}.tssd -o out.tssd {flags}"));
         let expected: Vec<_> =
             shuffles.into_iter().map(|shuffle| (shuffle, align, digests)).collect();
         assert_eq!(rows("out.tssd"), expected, "{flags}");
         assert_eq!(open(&sandbox, "out.tssd").to_state_dict().unwrap(), model());
     }
-    sandbox.expect(0, "convert in.tssd -o level.tssd --zstd=5");
+    sandbox.run_with_code(0, "convert in.tssd -o level.tssd --zstd=5");
     let level = open(&sandbox, "level.tssd").attrs().remove("tssd.zstd_level");
     assert_eq!(level, Some(AttrValue::Int(5)));
-    sandbox.expect(0, "convert level.tssd -o out.tssd --raw");
+    sandbox.run_with_code(0, "convert level.tssd -o out.tssd --raw");
     assert_eq!(sandbox.read("out.tssd"), sandbox.read("in.tssd"));
-    assert_eq!(sandbox.names(), ["in.tssd", "level.tssd", "out.tssd"]);
+    assert_eq!(sandbox.file_names(), ["in.tssd", "level.tssd", "out.tssd"]);
 }
 
 #[test]
 fn convert_reports_file_sizes() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write_dict("in.tssd", &model());
-    let output = sandbox.expect(0, "convert in.tssd -o out.tssd --zstd");
+    let output = sandbox.run_with_code(0, "convert in.tssd -o out.tssd --zstd");
     assert!(output.starts_with("out.tssd: 5 leaves, 45.0 kB raw, file 5"), "{output}");
-    let json = parse_json(&sandbox.expect(0, "convert in.tssd -o out.tssd --zstd --json"));
+    let json = parse_json(&sandbox.run_with_code(0, "convert in.tssd -o out.tssd --zstd --json"));
     let len = |name: &str| sandbox.read(name).len();
     assert_eq!(
         json,
@@ -238,12 +239,12 @@ fn convert_reports_file_sizes() {
 
 #[test]
 fn convert_rejects_invalid_arguments() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write_dict("in.tssd", &model());
     let mut flat = StateDict::new();
     flat.insert("w", floats(10));
     sandbox.write_dict("flat.tssd", &flat);
-    sandbox.expect(0, "unpack flat.tssd -o flat.safetensors");
+    sandbox.run_with_code(0, "unpack flat.tssd -o flat.safetensors");
     sandbox.write("out.tssd", b"old");
     std::fs::create_dir(sandbox.path("empty")).unwrap();
     for (code, args, message) in [
@@ -260,7 +261,7 @@ fn convert_rejects_invalid_arguments() {
         (5, "flat.safetensors -o out.tssd", "`tssd pack` makes an archive of it"),
         (5, "empty -o out.tssd", "empty is a directory"),
     ] {
-        let output = sandbox.expect(code, &format!("convert {args}"));
+        let output = sandbox.run_with_code(code, &format!("convert {args}"));
         assert!(output.contains(message), "convert {args}: {output}");
         assert_eq!(sandbox.read("out.tssd"), b"old");
     }
@@ -269,17 +270,17 @@ fn convert_rejects_invalid_arguments() {
 /// `convert` verifies its input: new checksums would hide the damage.
 #[test]
 fn convert_rejects_damaged_files() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write("in.tssd", &encoded(&model(), &Options::new()));
-    sandbox.expect(0, "convert in.tssd -o packed.tssd --zstd");
+    sandbox.run_with_code(0, "convert in.tssd -o packed.tssd --zstd");
     for name in ["in.tssd", "packed.tssd"] {
         let mut bytes = sandbox.read(name);
         bytes[4100] ^= 1;
         sandbox.write(name, &bytes);
-        let output = sandbox.expect(1, &format!("convert {name} -o out.tssd"));
+        let output = sandbox.run_with_code(1, &format!("convert {name} -o out.tssd"));
         assert!(output.contains("F-090 ChunkCorrupt"), "{output}");
         assert!(!sandbox.path("out.tssd").exists());
-        let output = sandbox.expect(1, &format!("roundtrip {name}"));
+        let output = sandbox.run_with_code(1, &format!("roundtrip {name}"));
         assert!(output.starts_with(&format!("lossy      {name}\n           F-090  ")), "{output}");
     }
 }
@@ -287,7 +288,7 @@ fn convert_rejects_damaged_files() {
 /// Puts one version from two writers into the store `store`: halves of a matrix, and a model that both have.
 ///
 /// Returns the relative path of the version.
-fn put_two_writers(sandbox: &Place, compression: Compression) -> String {
+fn put_two_writers(sandbox: &Sandbox, compression: Compression) -> String {
     let store = Store::directory(sandbox.path("store")).unwrap();
     for writer in 0..2_u8 {
         let slice = TensorSlice::new(&[u64::from(writer) * 300, 0], &[300, 4], &[600, 4]).unwrap();
@@ -309,13 +310,13 @@ fn put_two_writers(sandbox: &Place, compression: Compression) -> String {
 }
 
 /// Returns the relative path of the first version of `key` in the store `store`.
-fn first_version_path(sandbox: &Place) -> String {
-    let version = tssd_tests::layout::version(&sandbox.path("store/key"), "0-1");
+fn first_version_path(sandbox: &Sandbox) -> String {
+    let version = tssd_tests::layout::version_folder(&sandbox.path("store/key"), "0-1");
     format!("store/key/{}", version.file_name().unwrap().to_str().unwrap())
 }
 
 /// Returns the sorted relative paths of the files in a directory.
-fn list_files(sandbox: &Place, directory: &str) -> Vec<String> {
+fn list_files(sandbox: &Sandbox, directory: &str) -> Vec<String> {
     let entries = std::fs::read_dir(sandbox.path(directory)).unwrap();
     let mut names: Vec<String> = entries
         .map(|entry| format!("{directory}/{}", entry.unwrap().file_name().to_str().unwrap()))
@@ -327,15 +328,15 @@ fn list_files(sandbox: &Place, directory: &str) -> Vec<String> {
 #[test]
 fn commands_treat_shard_set_as_one_archive() {
     for compression in [Compression::None, Compression::ShuffledZstd] {
-        let sandbox = Place::new();
+        let sandbox = Sandbox::new();
         let set = put_two_writers(&sandbox, compression);
-        let output = sandbox.expect(0, &format!("verify --deep {set}"));
+        let output = sandbox.run_with_code(0, &format!("verify --deep {set}"));
         assert_eq!(output.lines().filter(|line| line.starts_with("ok ")).count(), 3, "{output}");
         assert!(output.contains("manifest of 2 files"), "{output}");
-        let output = sandbox.expect(0, &format!("roundtrip {set}"));
+        let output = sandbox.run_with_code(0, &format!("roundtrip {set}"));
         assert!(output.ends_with("3 identical, 0 equal, 0 lossy\n"), "{output}");
 
-        sandbox.expect(0, &format!("convert {set} -o joined.tssd"));
+        sandbox.run_with_code(0, &format!("convert {set} -o joined.tssd"));
         let (joined, whole) = (
             open(&sandbox, "joined.tssd"),
             tssd_format::open_shard_set(sandbox.path(&set)).unwrap(),
@@ -346,14 +347,14 @@ fn commands_treat_shard_set_as_one_archive() {
         assert_eq!(attrs, ["format"].into_iter().chain(level).collect::<Vec<_>>());
         let Value::Shards(rows) = joined.leaf("rows").unwrap() else { panic!() };
         assert_eq!(rows.len(), 2);
-        let output = sandbox.expect(0, &format!("diff {set} joined.tssd"));
+        let output = sandbox.run_with_code(0, &format!("diff {set} joined.tssd"));
         assert!(output.starts_with("equal: 6 leaves"), "{output}");
-        let listing = sandbox.expect(0, &format!("inspect {set}"));
+        let listing = sandbox.run_with_code(0, &format!("inspect {set}"));
         assert!(listing.contains("rows           2 shards"), "{listing}");
         assert!(listing.contains("manifest of 2 files"), "{listing}");
         // The storages have equal digests. The root digests differ.
         let digests = |path: &str| -> Vec<String> {
-            let output = sandbox.expect(0, &format!("inspect --digest {path}"));
+            let output = sandbox.run_with_code(0, &format!("inspect --digest {path}"));
             output.lines().map(ToOwned::to_owned).collect()
         };
         let (set, joined) = (digests(&set), digests("joined.tssd"));
@@ -366,26 +367,26 @@ fn commands_treat_shard_set_as_one_archive() {
 /// Rule F-083 of the format.
 #[test]
 fn shard_set_with_wrong_file_is_damaged() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let set = put_two_writers(&sandbox, Compression::None);
     let files = list_files(&sandbox, &set);
     let (archive, manifest) = (&files[0], &files[2]);
     let original = sandbox.read(archive);
     let assert_damaged = |reason: &str| {
         for path in [&set, manifest] {
-            let output = sandbox.expect(1, &format!("verify {path}"));
+            let output = sandbox.run_with_code(1, &format!("verify {path}"));
             assert!(output.contains(&format!("DAMAGED  {manifest}\n         F-083  ")), "{output}");
             assert!(output.contains(reason), "{output}");
-            let json = parse_json(&sandbox.expect(1, &format!("verify --json {path}")));
+            let json = parse_json(&sandbox.run_with_code(1, &format!("verify --json {path}")));
             let last = json.as_array().unwrap().last().unwrap();
             assert_eq!(last["damage"][0]["rule"], "F-083");
         }
-        let output = sandbox.expect(1, &format!("roundtrip {manifest}"));
+        let output = sandbox.run_with_code(1, &format!("roundtrip {manifest}"));
         assert!(
             output.starts_with(&format!("lossy      {manifest}\n           F-083  ")),
             "{output}"
         );
-        let output = sandbox.expect(1, &format!("inspect {set}"));
+        let output = sandbox.run_with_code(1, &format!("inspect {set}"));
         assert!(output.contains("F-083 ShardMismatch"), "{output}");
     };
     std::fs::remove_file(sandbox.path(archive)).unwrap();
@@ -393,20 +394,20 @@ fn shard_set_with_wrong_file_is_damaged() {
     sandbox.write_dict(archive, &model());
     assert_damaged("file is not the one that its manifest names");
     sandbox.write(archive, &original);
-    sandbox.expect(0, &format!("verify {set}"));
+    sandbox.run_with_code(0, &format!("verify {set}"));
     #[cfg(unix)]
     {
         sandbox.write("elsewhere.tssd", &original);
         std::fs::remove_file(sandbox.path(archive)).unwrap();
         std::os::unix::fs::symlink(sandbox.path("elsewhere.tssd"), sandbox.path(archive)).unwrap();
-        let output = sandbox.expect(1, &format!("verify {set}"));
+        let output = sandbox.run_with_code(1, &format!("verify {set}"));
         assert!(output.contains("F-083"), "{output}");
     }
 }
 
 #[test]
 fn convert_rejects_divergent_writers() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let store = Store::directory(sandbox.path("store")).unwrap();
     for writer in 0..2_u32 {
         let dict = Dict::from_iter([("seed", i64::from(writer))]);
@@ -421,16 +422,16 @@ fn convert_rejects_divergent_writers() {
         store.put_state_dict(&Key::new("key").unwrap(), &dict, &options).unwrap();
     }
     let output =
-        sandbox.expect(5, &format!("convert {} -o out.tssd", first_version_path(&sandbox)));
+        sandbox.run_with_code(5, &format!("convert {} -o out.tssd", first_version_path(&sandbox)));
     assert!(output.contains(r#"the writers hold each their own value of ["seed"]"#), "{output}");
     assert!(output.contains("tssd get --writer"), "{output}");
-    let output = sandbox.expect(0, "roundtrip store");
+    let output = sandbox.run_with_code(0, "roundtrip store");
     assert!(output.contains("manifest.tssd  not joined, as its writers hold different values"));
 }
 
 /// Returns the byte offset of a field of a record, as printed by `inspect --hex`.
-fn field_offset(sandbox: &Place, name: &str, record: &str, field: &str) -> usize {
-    let dump = sandbox.expect(0, &format!("inspect --hex {name}"));
+fn field_offset(sandbox: &Sandbox, name: &str, record: &str, field: &str) -> usize {
+    let dump = sandbox.run_with_code(0, &format!("inspect --hex {name}"));
     let (_, rest) = dump.split_once(&format!("\n{record}\n")).expect(record);
     let line = rest.lines().find(|line| line.split("  ").last().unwrap().starts_with(field));
     line.expect(field).split(':').next().unwrap().trim().parse().unwrap()
@@ -453,7 +454,7 @@ fn repair_checksums(bytes: &mut [u8]) {
 /// A file whose two storages are in a different order, as another writer may write it.
 #[test]
 fn roundtrip_reports_reordered_storages_as_equal() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let mut dict = StateDict::new();
     dict.insert("a", Tensor::from_slice(&[1.0_f32; 100], &[100]).unwrap());
     dict.insert("b", Tensor::from_slice(&[2.0_f32; 100], &[100]).unwrap());
@@ -471,81 +472,83 @@ fn roundtrip_reports_reordered_storages_as_equal() {
     swap(field("crcs", "crcs[0]"), field("crcs", "crcs[1]"), 4);
     repair_checksums(&mut bytes);
     sandbox.write("other.tssd", &bytes);
-    sandbox.expect(0, "verify --deep other.tssd");
-    let output = sandbox.expect(0, "roundtrip own.tssd other.tssd");
+    sandbox.run_with_code(0, "verify --deep other.tssd");
+    let output = sandbox.run_with_code(0, "roundtrip own.tssd other.tssd");
     let lines: Vec<&str> = output.lines().collect();
     assert_eq!(lines[0], "identical  own.tssd");
     // The first two bytes of 1.0 and 2.0 are equal.
     let expected = format!("other bytes from byte {} on", archive.storage(0).offset + 2);
     assert_eq!(lines[1], format!("equal      other.tssd  {expected}"));
     assert_eq!(lines[2], "1 identical, 1 equal, 0 lossy");
-    let json = parse_json(&sandbox.expect(0, "roundtrip --json other.tssd"));
+    let json = parse_json(&sandbox.run_with_code(0, "roundtrip --json other.tssd"));
     assert_eq!(json, json!([{ "path": "other.tssd", "result": "equal", "reasons": [expected] }]));
     // `convert` restores the order of this writer.
-    sandbox.expect(0, "convert other.tssd -o again.tssd");
+    sandbox.run_with_code(0, "convert other.tssd -o again.tssd");
     assert_eq!(sandbox.read("again.tssd"), sandbox.read("own.tssd"));
 }
 
 /// Another version of zstd compresses to different frames. A different level stands in for it here.
 #[test]
 fn roundtrip_reports_different_zstd_frames_as_equal() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let options = Options::new().compress(Compression::Zstd).zstd_level(19);
     sandbox.write("in.tssd", &encoded(&model(), &options));
-    sandbox.expect(0, "roundtrip in.tssd");
+    sandbox.run_with_code(0, "roundtrip in.tssd");
     let mut bytes = sandbox.read("in.tssd");
     let offset = field_offset(&sandbox, "in.tssd", "attrs[0]", "value: 19");
     bytes[offset] = 1;
     repair_checksums(&mut bytes);
     sandbox.write("in.tssd", &bytes);
-    let output = sandbox.expect(0, "roundtrip in.tssd");
+    let output = sandbox.run_with_code(0, "roundtrip in.tssd");
     assert!(output.starts_with("equal      in.tssd  other bytes from byte 4"), "{output}");
 }
 
 #[test]
 fn roundtrip_of_several_files_prints_summary() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write_dict("a.tssd", &model());
     sandbox.write("b.tssd", b"no archive at all");
-    let output = sandbox.expect(1, "roundtrip .");
+    let output = sandbox.run_with_code(1, "roundtrip .");
     let expected = "identical  ./a.tssd\nlossy      ./b.tssd\n           F-002  file does not begin \
                     with the TSSD magic\n1 identical, 0 equal, 1 lossy\n";
     assert_eq!(output, expected);
-    assert_eq!(sandbox.expect(0, "roundtrip -q a.tssd"), "");
-    sandbox.expect(3, "roundtrip missing.tssd");
-    sandbox.expect(2, "roundtrip");
+    assert_eq!(sandbox.run_with_code(0, "roundtrip -q a.tssd"), "");
+    sandbox.run_with_code(3, "roundtrip missing.tssd");
+    sandbox.run_with_code(2, "roundtrip");
 }
 
 #[test]
 fn roundtrip_accepts_safetensors_files() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let mut flat = StateDict::new();
     flat.insert("w", floats(1000));
     sandbox.write_dict("flat.tssd", &flat);
-    sandbox.expect(0, "unpack flat.tssd -o flat.safetensors");
-    let output = sandbox.expect(0, "roundtrip flat.safetensors flat.tssd");
+    sandbox.run_with_code(0, "unpack flat.tssd -o flat.safetensors");
+    let output = sandbox.run_with_code(0, "roundtrip flat.safetensors flat.tssd");
     assert!(output.starts_with("identical  flat.safetensors\nidentical  flat.tssd\n"), "{output}");
     // A version in a store is unpacked as one archive.
-    sandbox.expect(0, "put --store store key flat.tssd");
-    sandbox.expect(0, &format!("unpack {} -o again.safetensors", first_version_path(&sandbox)));
+    sandbox.run_with_code(0, "put --store store key flat.tssd");
+    sandbox
+        .run_with_code(0, &format!("unpack {} -o again.safetensors", first_version_path(&sandbox)));
     assert_eq!(sandbox.read("again.safetensors"), sandbox.read("flat.safetensors"));
     std::fs::remove_file(sandbox.path("again.safetensors")).unwrap();
     std::fs::remove_dir_all(sandbox.path("store")).unwrap();
     // A truncated file is reported as lossy, leaves no output, and does not stop the check of the other files.
     let complete = sandbox.read("flat.safetensors");
     sandbox.write("cut.safetensors", &complete[..complete.len() - 1]);
-    let output = sandbox.expect(1, "roundtrip cut.safetensors flat.safetensors");
+    let output = sandbox.run_with_code(1, "roundtrip cut.safetensors flat.safetensors");
     assert!(output.starts_with("lossy      cut.safetensors\n           safetensors  "), "{output}");
     assert!(output.ends_with("1 identical, 0 equal, 1 lossy\n"), "{output}");
-    assert_eq!(sandbox.names(), ["cut.safetensors", "flat.safetensors", "flat.tssd"]);
+    assert_eq!(sandbox.file_names(), ["cut.safetensors", "flat.safetensors", "flat.tssd"]);
 }
 
 /// The reader and the writer lose nothing of any valid vector, and so of any feature of the format.
 #[test]
 fn roundtrip_of_valid_vectors_is_lossless() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let valid = Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec/vectors/valid");
-    let json = parse_json(&sandbox.expect(0, &format!("roundtrip --json {}", valid.display())));
+    let json =
+        parse_json(&sandbox.run_with_code(0, &format!("roundtrip --json {}", valid.display())));
     assert!(json.as_array().unwrap().len() >= 24);
     for file in json.as_array().unwrap() {
         assert_ne!(file["result"], "lossy", "{file}");
@@ -554,10 +557,10 @@ fn roundtrip_of_valid_vectors_is_lossless() {
 
 #[test]
 fn only_deep_verify_detects_mismatch_of_decoded_bytes() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let options = Options::new().compress(Compression::ShuffledZstd).digests();
     sandbox.write("in.tssd", &encoded(&model(), &options));
-    sandbox.expect(0, "verify --deep in.tssd");
+    sandbox.run_with_code(0, "verify --deep in.tssd");
     for (record, field, rule) in
         [("storages[0]", "crc32", "F-091"), ("digests", "digests[1]", "F-094")]
     {
@@ -565,17 +568,17 @@ fn only_deep_verify_detects_mismatch_of_decoded_bytes() {
         bytes[field_offset(&sandbox, "in.tssd", record, field)] ^= 1;
         repair_checksums(&mut bytes);
         sandbox.write("bad.tssd", &bytes);
-        sandbox.expect(0, "verify bad.tssd");
-        let json = parse_json(&sandbox.expect(1, "verify --deep --json bad.tssd"));
+        sandbox.run_with_code(0, "verify bad.tssd");
+        let json = parse_json(&sandbox.run_with_code(1, "verify --deep --json bad.tssd"));
         assert_eq!(json[0]["damage"][0]["rule"], rule, "{json}");
-        sandbox.expect(1, "convert bad.tssd -o out.tssd");
-        sandbox.expect(1, "roundtrip bad.tssd");
+        sandbox.run_with_code(1, "convert bad.tssd -o out.tssd");
+        sandbox.run_with_code(1, "roundtrip bad.tssd");
     }
 }
 
 #[test]
 fn deep_verify_warns_about_invalid_bools() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let bools = |bytes: &[u8], shape: &[u64], strides: &[u64]| {
         let meta = TensorMeta::new(Dtype::Bool, shape).unwrap().with_strides(strides).unwrap();
         Tensor::new(meta, Storage::from(bytes.to_vec()), 0).unwrap()
@@ -590,8 +593,8 @@ fn deep_verify_warns_about_invalid_bools() {
     dict.insert("overlapping", bools(&[5; 3 << 10], &[1 << 10; 3], &[1, 1, 1]));
     dict.insert("overlaps", bools(&vec![1; 5 << 20], &[1 << 20; 3], &[1, 1, 1]));
     sandbox.write_dict("in.tssd", &dict);
-    assert!(!sandbox.expect(0, "verify in.tssd").contains("warning"));
-    let output = sandbox.expect(0, "verify --deep in.tssd");
+    assert!(!sandbox.run_with_code(0, "verify in.tssd").contains("warning"));
+    let output = sandbox.run_with_code(0, "verify --deep in.tssd");
     let warnings: Vec<&str> = output.lines().skip(1).collect();
     assert_eq!(
         warnings,
@@ -601,15 +604,15 @@ fn deep_verify_warns_about_invalid_bools() {
             "         warning  `overlapping` has 3070 bools other than 0 and 1",
         ]
     );
-    assert_eq!(sandbox.expect(0, "verify --deep -q in.tssd"), output);
-    assert!(sandbox.expect(0, "diff in.tssd in.tssd").starts_with("equal: 6 leaves"));
-    let json = parse_json(&sandbox.expect(0, "verify --deep --json in.tssd"));
+    assert_eq!(sandbox.run_with_code(0, "verify --deep -q in.tssd"), output);
+    assert!(sandbox.run_with_code(0, "diff in.tssd in.tssd").starts_with("equal: 6 leaves"));
+    let json = parse_json(&sandbox.run_with_code(0, "verify --deep --json in.tssd"));
     assert_eq!((&json[0]["ok"], json[0]["warnings"].as_array().unwrap().len()), (&json!(true), 3));
 }
 
 #[test]
 fn inspect_digest_prints_comparable_lines() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let mut dict = model();
     dict.insert("two\nlines", floats(10));
     sandbox.write("in.tssd", &encoded(&dict, &Options::new().digests()));
@@ -621,7 +624,7 @@ fn inspect_digest_prints_comparable_lines() {
     };
     let archive = open(&sandbox, "in.tssd");
     let digest = |number| hex(archive.storage(number).digest.unwrap());
-    let output = sandbox.expect(0, "inspect --digest in.tssd");
+    let output = sandbox.run_with_code(0, "inspect --digest in.tssd");
     let lines: Vec<&str> = output.lines().collect();
     let expected = [
         format!("blake3:{}  root", hex(archive.root_digest().unwrap())),
@@ -633,26 +636,26 @@ fn inspect_digest_prints_comparable_lines() {
         format!("\\{}  two\\nlines", digest(4)),
     ];
     assert_eq!(lines, expected);
-    let json = parse_json(&sandbox.expect(0, "inspect --digest --json in.tssd"));
+    let json = parse_json(&sandbox.run_with_code(0, "inspect --digest --json in.tssd"));
     assert_eq!(json["root"], hex(archive.root_digest().unwrap()));
     assert_eq!(json["leaves"][5], json!(["two\nlines", digest(4)]));
 
-    sandbox.expect(0, "convert in.tssd -o none.tssd --no-digest");
-    let output = sandbox.expect(5, "inspect --digest none.tssd");
+    sandbox.run_with_code(0, "convert in.tssd -o none.tssd --no-digest");
+    let output = sandbox.run_with_code(5, "inspect --digest none.tssd");
     assert!(output.contains("none.tssd has no digests"), "{output}");
     assert!(output.contains("`tssd convert --digest`"), "{output}");
     // Codec and alignment do not change the digests.
-    sandbox.expect(0, "convert none.tssd -o packed.tssd --digest --zstd --align 64");
-    let packed = sandbox.expect(0, "inspect --digest packed.tssd");
+    sandbox.run_with_code(0, "convert none.tssd -o packed.tssd --digest --zstd --align 64");
+    let packed = sandbox.run_with_code(0, "inspect --digest packed.tssd");
     assert_eq!(packed.lines().skip(1).collect::<Vec<_>>(), lines[1..]);
 }
 
 #[test]
 fn inspect_shows_compression() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let options = Options::new().compress(Compression::ShuffledZstd).digests();
     sandbox.write("in.tssd", &encoded(&model(), &options));
-    let output = sandbox.expect(0, "inspect in.tssd");
+    let output = sandbox.run_with_code(0, "inspect in.tssd");
     let archive = open(&sandbox, "in.tssd");
     let storage = archive.storage(0);
     let ratio = storage.len as f64 / storage.stored_len() as f64;
@@ -692,8 +695,8 @@ fn assert_dump_is_complete(name: &str, dump: &str, file: &[u8]) {
 
 #[test]
 fn inspect_hex_prints_every_byte() {
-    let sandbox = Place::new();
-    let vectors = tssd_tests::vectors::generated().parent().unwrap();
+    let sandbox = Sandbox::new();
+    let vectors = tssd_tests::vectors::generated_folder().parent().unwrap();
     let archives = |folder: &str| {
         let entries = std::fs::read_dir(vectors.join(folder)).unwrap();
         let paths = entries.map(|entry| entry.unwrap().path());
@@ -711,10 +714,10 @@ fn inspect_hex_prints_every_byte() {
     files.push(sandbox.path(&format!("{set}/manifest.tssd")));
     for file in files {
         let name = file.display().to_string();
-        let dump = sandbox.expect(0, &format!("inspect --hex {name}"));
+        let dump = sandbox.run_with_code(0, &format!("inspect --hex {name}"));
         assert_dump_is_complete(&name, &dump, &std::fs::read(&file).unwrap());
     }
-    let dump = sandbox.expect(0, "inspect --hex packed.tssd");
+    let dump = sandbox.run_with_code(0, "inspect --hex packed.tssd");
     for text in [
         "storage 0, chunk 0: zstd frame, ",
         "shuffle: 4, elements of as many bytes",
@@ -729,11 +732,11 @@ fn inspect_hex_prints_every_byte() {
         assert!(dump.contains(text), "{text}\n{dump}");
     }
     // A directory with a manifest stands for the manifest.
-    let manifest = sandbox.expect(0, &format!("inspect --hex {set}"));
+    let manifest = sandbox.run_with_code(0, &format!("inspect --hex {set}"));
     assert!(manifest.contains("digest: root digest of the file"), "{manifest}");
-    sandbox.expect(2, "inspect --hex --json packed.tssd");
+    sandbox.run_with_code(2, "inspect --hex --json packed.tssd");
     sandbox.write("text.tssd", b"text");
-    sandbox.expect(1, "inspect --hex text.tssd");
+    sandbox.run_with_code(1, "inspect --hex text.tssd");
 }
 
 /// The worked example of `spec/format.md` equals the output of the command.
@@ -744,14 +747,14 @@ fn spec_worked_example_matches_hex_dump() {
     let (_, section) = text.split_once("\n## 10. ").unwrap();
     let example = section.split("```text\n").nth(1).unwrap().split("```").next().unwrap();
     let vector = spec.join("vectors/valid/003-one-tensor.tssd");
-    let dump = Place::new().expect(0, &format!("inspect --hex {}", vector.display()));
+    let dump = Sandbox::new().run_with_code(0, &format!("inspect --hex {}", vector.display()));
     assert_eq!(dump, example);
 }
 
 /// Compares 1.0 with the next larger value, for each float dtype.
 #[test]
 fn diff_reports_absolute_and_ulp_difference_of_floats() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     let cases: [(Dtype, u64, f64); 9] = [
         (Dtype::Float64, 0x3FF0_0000_0000_0000, f64::EPSILON),
         (Dtype::Float32, 0x3F80_0000, f64::from(f32::EPSILON)),
@@ -774,7 +777,7 @@ fn diff_reports_absolute_and_ulp_difference_of_floats() {
         }
         sandbox.write_dict(name, &dict);
     }
-    let json = parse_json(&sandbox.expect(1, "diff --json a.tssd b.tssd"));
+    let json = parse_json(&sandbox.run_with_code(1, "diff --json a.tssd b.tssd"));
     for (difference, (dtype, _, distance)) in
         json["differences"].as_array().unwrap().iter().zip(cases)
     {
@@ -783,7 +786,7 @@ fn diff_reports_absolute_and_ulp_difference_of_floats() {
         assert_eq!(difference["max_abs_difference"], distance, "{dtype}");
         assert_eq!(difference["max_ulp_difference"], 1, "{dtype}");
     }
-    let output = sandbox.expect(1, "diff a.tssd b.tssd");
+    let output = sandbox.run_with_code(1, "diff a.tssd b.tssd");
     let line = "1 of 2 elements differ, max |a - b| 0.0078, max 1 ulp\n";
     assert!(output.contains(line), "{output}");
     assert_eq!(output.lines().count(), cases.len() + 1);
@@ -791,63 +794,63 @@ fn diff_reports_absolute_and_ulp_difference_of_floats() {
 
 #[test]
 fn diff_ignores_codec_alignment_and_digest() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write_dict("a.tssd", &model());
-    sandbox.expect(0, "convert a.tssd -o b.tssd --zstd --digest --align 64");
-    let output = sandbox.expect(0, "diff a.tssd b.tssd");
+    sandbox.run_with_code(0, "convert a.tssd -o b.tssd --zstd --digest --align 64");
+    let output = sandbox.run_with_code(0, "diff a.tssd b.tssd");
     assert!(output.starts_with("equal in meaning: 5 leaves"), "{output}");
     let stored = "stored otherwise: codec of 5 leaves, alignment of 5 leaves, digest of 5 leaves\n";
     assert!(output.ends_with(stored), "{output}");
-    let json = parse_json(&sandbox.expect(0, "diff --json a.tssd b.tssd"));
+    let json = parse_json(&sandbox.run_with_code(0, "diff --json a.tssd b.tssd"));
     assert_eq!(json["equal"], true);
     assert_eq!(json["stored"]["codec"], 5);
-    sandbox.expect(0, "convert b.tssd -o c.tssd --zstd=4");
-    let output = sandbox.expect(0, "diff b.tssd c.tssd");
+    sandbox.run_with_code(0, "convert b.tssd -o c.tssd --zstd=4");
+    let output = sandbox.run_with_code(0, "diff b.tssd c.tssd");
     assert!(output.ends_with("stored otherwise: zstd level 1 -> 4\n"), "{output}");
 }
 
 #[test]
 fn diff_compares_ties() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write_dict("tied.tssd", &model());
     let mut dict = model();
     dict.insert("tied", floats(5000));
     sandbox.write_dict("loose.tssd", &dict);
-    let output = sandbox.expect(1, "diff tied.tssd loose.tssd");
+    let output = sandbox.run_with_code(1, "diff tied.tssd loose.tssd");
     assert!(
         output.starts_with("ties       tied  tied to weight -> bytes of its own\n"),
         "{output}"
     );
-    sandbox.expect(0, "diff --values tied.tssd loose.tssd");
+    sandbox.run_with_code(0, "diff --values tied.tssd loose.tssd");
 }
 
 #[test]
 fn put_compresses_and_writes_digests() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write_dict("in.tssd", &model());
-    sandbox.expect(0, "put --store store key in.tssd --zstd --digest");
+    sandbox.run_with_code(0, "put --store store key in.tssd --zstd --digest");
     let version = first_version_path(&sandbox);
     let files = list_files(&sandbox, &version);
     let archive = open(&sandbox, &files[0]);
     assert!(archive.root_digest().is_some());
     assert!(storage_options(&archive).iter().all(|(_, shuffle, ..)| shuffle.is_some()));
-    sandbox.expect(0, "verify --deep store");
+    sandbox.run_with_code(0, "verify --deep store");
     // `get` returns the original contents and attributes.
-    sandbox.expect(0, "get --store store key -o out.tssd");
-    sandbox.expect(0, "diff in.tssd out.tssd");
+    sandbox.run_with_code(0, "get --store store key -o out.tssd");
+    sandbox.run_with_code(0, "diff in.tssd out.tssd");
     assert_eq!(open(&sandbox, "out.tssd").attrs(), open(&sandbox, "in.tssd").attrs());
     // `put` of a version directory puts its shard set.
-    sandbox.expect(0, &format!("put --store store copy {version}"));
-    sandbox.expect(0, "get --store store copy -o copy.tssd");
-    sandbox.expect(0, "diff in.tssd copy.tssd");
+    sandbox.run_with_code(0, &format!("put --store store copy {version}"));
+    sandbox.run_with_code(0, "get --store store copy -o copy.tssd");
+    sandbox.run_with_code(0, "diff in.tssd copy.tssd");
 }
 
 /// The command writes the same bytes as a layout planned through the library.
 #[test]
 fn convert_writes_same_bytes_as_library() {
-    let sandbox = Place::new();
+    let sandbox = Sandbox::new();
     sandbox.write_dict("in.tssd", &model());
-    sandbox.expect(0, "convert in.tssd -o out.tssd --zstd=2 --digest");
+    sandbox.run_with_code(0, "convert in.tssd -o out.tssd --zstd=2 --digest");
     let options = Options::new().compress(Compression::ShuffledZstd).zstd_level(2).digests();
     let mut bytes = Vec::new();
     Layout::plan(&model(), &options).unwrap().write_to(&mut bytes).unwrap();

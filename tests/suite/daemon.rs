@@ -15,9 +15,9 @@ use tssd_store::blocking::{Daemon, Store};
 use tssd_store::{
     DaemonOptions, Durability, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target,
 };
-use tssd_tests::command::{Serve, quick_folder};
-use tssd_tests::raw::{HELLO, Raw, frame};
-use tssd_tests::served::Served;
+use tssd_tests::command::{DaemonProcess, memory_tempdir};
+use tssd_tests::raw::{HELLO, RawConnection, frame};
+use tssd_tests::served::TestDaemon;
 
 const MIB: u64 = 1 << 20;
 
@@ -63,7 +63,7 @@ fn step_of(dict: &StateDict) -> u8 {
 
 #[test]
 fn view_stays_unchanged_and_its_memory_is_recycled() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let (writer, reader) = (daemon.connect(), daemon.connect());
     put(&writer, 1, 4);
     let view = get(&reader);
@@ -88,7 +88,7 @@ fn view_stays_unchanged_and_its_memory_is_recycled() {
 #[test]
 fn put_waits_for_memory_and_names_its_holder() {
     // Room for two versions of 8 MiB and for the daemon's own manifests.
-    let daemon = Served::new(26 * MIB);
+    let daemon = TestDaemon::new(26 * MIB);
     let (writer, reader) = (daemon.connect(), daemon.connect());
     put(&writer, 1, 8);
     let view = get(&reader);
@@ -115,7 +115,7 @@ fn put_waits_for_memory_and_names_its_holder() {
 
 #[test]
 fn memory_of_disconnected_reader_is_not_recycled() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let writer = daemon.connect();
     let reader = daemon.connect();
     put(&writer, 1, 4);
@@ -137,7 +137,7 @@ fn memory_of_disconnected_reader_is_not_recycled() {
 
 #[test]
 fn version_outlives_its_writer() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     put(&daemon.connect(), 1, 4);
     let reader = daemon.connect();
     assert_eq!(step_of(&get(&reader)), 1);
@@ -147,7 +147,7 @@ fn version_outlives_its_writer() {
 
 #[test]
 fn several_writers_contribute_to_one_version() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let reader = daemon.connect();
     for step in 1..=3_u8 {
         std::thread::scope(|scope| {
@@ -177,7 +177,7 @@ fn several_writers_contribute_to_one_version() {
 
 #[test]
 fn in_place_reads_fill_targets_and_can_skip_verification() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let (writer, reader) = (daemon.connect(), daemon.connect());
     for step in 1..=3 {
         put(&writer, step, 4);
@@ -195,7 +195,7 @@ fn in_place_reads_fill_targets_and_can_skip_verification() {
 
 #[test]
 fn daemon_exit_fails_requests_and_keeps_views() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let store = daemon.connect();
     put(&store, 1, 4);
     let view = get(&store);
@@ -211,7 +211,7 @@ fn daemon_exit_fails_requests_and_keeps_views() {
 
 #[test]
 fn second_daemon_on_socket_is_refused() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let error = Daemon::bind(DaemonOptions::at(daemon.socket(), MIB)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy);
     assert!(error.to_string().contains(&format!("process {}", std::process::id())), "{error}");
@@ -220,11 +220,11 @@ fn second_daemon_on_socket_is_refused() {
 /// Files on tmpfs support seals as segments do, but lack the seals that the daemon sets on segments.
 #[test]
 fn durable_version_on_tmpfs_is_read_after_restart() {
-    let folder = quick_folder();
-    let daemon = Served::over(folder.path());
+    let folder = memory_tempdir();
+    let daemon = TestDaemon::with_root(folder.path());
     daemon.connect().put_state_dict(&key(), &model(1, 1), &durable()).unwrap();
     drop(daemon);
-    let daemon = Served::over(folder.path());
+    let daemon = TestDaemon::with_root(folder.path());
     assert_eq!(step_of(&get(&daemon.connect())), 1);
 }
 
@@ -271,11 +271,11 @@ fn release(leased: &serde_json::Value) -> Vec<u8> {
 
 /// Puts an archive through a segment. Returns the name of the segment, and its memory if the daemon sent a descriptor.
 fn put_raw(
-    raw: &mut Raw,
+    raw: &mut RawConnection,
     archive: &[u8],
     memory: Option<&File>,
 ) -> (serde_json::Value, Option<File>) {
-    let (begun, fds) = raw.ask_for_descriptors(&begin("policy", archive.len()));
+    let (begun, fds) = raw.request_with_descriptors(&begin("policy", archive.len()));
     let room = &begun["begun"]["room"]["segment"];
     let received = fds.into_iter().next().map(File::from);
     let file = received.as_ref().or(memory).expect("a new segment comes with a descriptor");
@@ -283,14 +283,14 @@ fn put_raw(
     if received.is_some() {
         file.write_all_at(archive, 0).unwrap();
     }
-    let progress = raw.ask(6, &commit(&begun));
+    let progress = raw.request(6, &commit(&begun));
     assert_eq!(progress["progress"], serde_json::json!({"visible": true, "missing": ""}));
     (room["segment"].clone(), received)
 }
 
 #[test]
 fn protocol_violation_closes_only_that_connection() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let store = daemon.connect();
     put(&store, 1, 1);
     let header = |kind: u8, head: u32, data: u32, fds: u8| {
@@ -316,30 +316,30 @@ fn protocol_violation_closes_only_that_connection() {
         ("a reply", frame(3, 1, HELLO, b"")),
     ];
     for (label, bytes) in &garbage {
-        let mut raw = Raw::connect(&daemon.socket());
+        let mut raw = RawConnection::connect(&daemon.socket());
         raw.send(bytes);
-        assert!(raw.is_ended(), "{label}");
-        let mut raw = Raw::greet(&daemon.socket());
+        assert!(raw.is_closed(), "{label}");
+        let mut raw = RawConnection::connect_with_hello(&daemon.socket());
         raw.send(bytes);
-        assert!(raw.is_ended(), "{label}, after hello");
+        assert!(raw.is_closed(), "{label}, after hello");
     }
     // Before `hello`, the limits are lower.
     for bytes in [header(1, (4 << 10) + 1, 0, 0), header(1, 2, 1, 0), frame(4, 1, HELLO, b"")] {
-        let mut raw = Raw::connect(&daemon.socket());
+        let mut raw = RawConnection::connect(&daemon.socket());
         raw.send(&bytes);
-        assert!(raw.is_ended(), "{bytes:?}");
+        assert!(raw.is_closed(), "{bytes:?}");
     }
     // A descriptor that no frame header announces.
-    let mut raw = Raw::greet(&daemon.socket());
-    raw.send_with(&frame(1, 2, r#"{"op":"status"}"#, b""), &[std::io::stdin()]);
-    assert!(raw.is_ended());
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
+    raw.send_with_descriptors(&frame(1, 2, r#"{"op":"status"}"#, b""), &[std::io::stdin()]);
+    assert!(raw.is_closed());
     assert_eq!(step_of(&get(&store)), 1);
 }
 
 #[test]
 fn invalid_requests_are_answered_with_errors() {
-    let daemon = Served::new(1 << 30);
-    let mut raw = Raw::greet(&daemon.socket());
+    let daemon = TestDaemon::new(1 << 30);
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     let long = "k".repeat(1025);
     let requests = [
         (r#"{"op":"dance"}"#.to_owned(), "invalid", "not understood"),
@@ -404,8 +404,8 @@ fn begin_on_gpu(len: u64, device_len: u64, durability: &str) -> String {
 /// The daemon needs neither GPU nor driver to hold GPU memory, so a memfd stands in for it here.
 #[test]
 fn daemon_validates_attached_gpu_memory() {
-    let daemon = Served::new(1 << 30);
-    let mut raw = Raw::greet(&daemon.socket());
+    let daemon = TestDaemon::new(1 << 30);
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     let dict = model(7, 1);
     let layout = tssd_format::Layout::plan(&dict, &tssd_format::Options::new()).unwrap();
     let archive = TorchStoreStateDict::from_state_dict(&dict).unwrap();
@@ -420,10 +420,10 @@ fn daemon_validates_attached_gpu_memory() {
     };
     let digest = "00000000000000000000000000000000";
     // `unmap` notices may arrive before the response.
-    let response = |raw: &mut Raw, number: u64| {
+    let response = |raw: &mut RawConnection, number: u64| {
         std::iter::from_fn(|| raw.receive()).find(|(answered, _)| *answered == number).unwrap().1
     };
-    let call = |raw: &mut Raw, number: u64, head: &str, data: &[u8]| {
+    let call = |raw: &mut RawConnection, number: u64, head: &str, data: &[u8]| {
         raw.send(&frame(1, number, head, data));
         response(raw, number)
     };
@@ -458,25 +458,27 @@ fn daemon_validates_attached_gpu_memory() {
     for (number, segment, is_accepted) in
         [(24, &999.into(), false), (25, assigned, true), (26, assigned, true)]
     {
-        assert!(raw.send_with(&with_descriptors(number, &attach(segment), 1), &[memory()]));
+        assert!(
+            raw.send_with_descriptors(&with_descriptors(number, &attach(segment), 1), &[memory()])
+        );
         assert_eq!(response(&mut raw, number) == "done", is_accepted, "{number}");
     }
     let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
-    assert!(raw.send_with(&with_descriptors(18, &attach(assigned), 1), &[socket]));
+    assert!(raw.send_with_descriptors(&with_descriptors(18, &attach(assigned), 1), &[socket]));
     assert_eq!(response(&mut raw, 18)["failed"]["kind"], "invalid");
     assert_eq!(call(&mut raw, 29, &commit(&first), &host_part[1..])["failed"]["kind"], "invalid");
     // A segment of a failed contribution is not assigned again: an interrupted client may not know that it failed.
     let begun = call(&mut raw, 30, &begin, b"")["begun"].clone();
     let segment = &begun["device"]["segment"];
     assert_ne!(segment, assigned);
-    assert!(raw.send_with(&with_descriptors(31, &attach(segment), 1), &[memory()]));
+    assert!(raw.send_with_descriptors(&with_descriptors(31, &attach(segment), 1), &[memory()]));
     assert_eq!(response(&mut raw, 31), "done");
     assert_eq!(call(&mut raw, 32, &commit(&begun), &host_part)["progress"]["visible"], true);
     // Only a client that asks for `devices` gets the memory. Readers without a GPU get `unsupported`.
     let locate = r#"{"op":"locate","key":"policy","selector":"newest""#;
-    let mut reader = Raw::greet(&daemon.socket());
-    assert_eq!(reader.ask(2, &format!("{locate}}}"))["failed"]["kind"], "unsupported");
-    let (reply, fds) = reader.ask_for_descriptors(&format!(r#"{locate},"devices":true}}"#));
+    let mut reader = RawConnection::connect_with_hello(&daemon.socket());
+    assert_eq!(reader.request(2, &format!("{locate}}}"))["failed"]["kind"], "unsupported");
+    let (reply, fds) = reader.request_with_descriptors(&format!(r#"{locate},"devices":true}}"#));
     let (_, archive) = reply["leased"]["archives"].as_object().unwrap().iter().next().unwrap();
     assert_eq!((&archive["device"], &archive["len"]), (segment, &len.into()));
     let segments = reply["leased"]["segments"].as_array().unwrap();
@@ -486,12 +488,12 @@ fn daemon_validates_attached_gpu_memory() {
     assert!(target.to_str().unwrap().starts_with("/memfd:GPU"));
     let error = daemon.connect().get_state_dict(&key(), &GetOptions::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-    let error = daemon.connect_far().get_state_dict(&key(), &GetOptions::default()).unwrap_err();
+    let error = daemon.connect_tcp().get_state_dict(&key(), &GetOptions::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
     // A second descriptor in one frame ends the connection.
     let fds = [memory(), memory()];
-    reader.send_with(&with_descriptors(9, &attach(segment), 2), &fds);
-    assert!(reader.is_ended());
+    reader.send_with_descriptors(&with_descriptors(9, &attach(segment), 2), &fds);
+    assert!(reader.is_closed());
     // The reader that was cut off may still have the segment mapped, so the daemon does not assign it again.
     for number in [40, 50, 60] {
         let begun = call(&mut raw, number, &begin, b"")["begun"].clone();
@@ -500,7 +502,7 @@ fn daemon_validates_attached_gpu_memory() {
         // The third put reuses the memory of the first.
         if number < 60 {
             let bytes = with_descriptors(number + 1, &attach(assigned), 1);
-            assert!(raw.send_with(&bytes, &[memory()]));
+            assert!(raw.send_with_descriptors(&bytes, &[memory()]));
             assert_eq!(response(&mut raw, number + 1), "done");
         }
         assert_eq!(
@@ -512,8 +514,8 @@ fn daemon_validates_attached_gpu_memory() {
 
 #[test]
 fn writer_disconnect_during_put_discards_its_version() {
-    let daemon = Served::new(1 << 30);
-    let mut raw = Raw::greet(&daemon.socket());
+    let daemon = TestDaemon::new(1 << 30);
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     let begin = r#"{"op":"begin","key":"policy","proposal":{"writer":0,"writers":"0",
         "file_len":1000,"timeout":{"secs":1,"nanos":0}}}"#;
     raw.send(&frame(1, 2, begin, b""));
@@ -535,7 +537,7 @@ fn durable() -> PutOptions {
 fn durable_versions_survive_daemon_restart() {
     let folder = tempfile::tempdir().unwrap();
     let (durable_key, memory_key) = (Key::new("lasting").unwrap(), Key::new("passing").unwrap());
-    let daemon = Served::over(folder.path());
+    let daemon = TestDaemon::with_root(folder.path());
     let store = daemon.connect();
     for step in 1..=2 {
         store.put_state_dict(&durable_key, &model(step, 1), &durable()).unwrap();
@@ -547,7 +549,7 @@ fn durable_versions_survive_daemon_restart() {
     drop(store);
     drop(daemon);
 
-    let daemon = Served::over(folder.path());
+    let daemon = TestDaemon::with_root(folder.path());
     let store = daemon.connect();
     assert_eq!(store.keys(None).unwrap(), std::slice::from_ref(&durable_key));
     let (dict, report) = store.get_state_dict(&durable_key, &GetOptions::default()).unwrap();
@@ -568,7 +570,7 @@ fn durable_versions_survive_daemon_restart() {
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();
     folders.sort();
-    let third = tssd_tests::layout::version(&folder.path().join("lasting"), "0-3");
+    let third = tssd_tests::layout::version_folder(&folder.path().join("lasting"), "0-3");
     let third = third.file_name().unwrap().to_str().unwrap();
     assert_eq!(folders, [".ledger", third], "only the newest version remains: {folders:?}");
     // The daemon's directory is an ordinary directory store.
@@ -582,15 +584,18 @@ fn durable_versions_survive_daemon_restart() {
 /// Regression test: a daemon took files on tmpfs for segments without seals, and rejected them.
 #[test]
 fn directory_on_tmpfs_is_read_after_restart() {
-    let folder = quick_folder();
-    Served::over(folder.path()).connect().put_state_dict(&key(), &model(1, 1), &durable()).unwrap();
-    assert_eq!(step_of(&get(&Served::over(folder.path()).connect())), 1);
+    let folder = memory_tempdir();
+    TestDaemon::with_root(folder.path())
+        .connect()
+        .put_state_dict(&key(), &model(1, 1), &durable())
+        .unwrap();
+    assert_eq!(step_of(&get(&TestDaemon::with_root(folder.path()).connect())), 1);
 }
 
 #[test]
 fn put_rejects_mixed_or_unsupported_durability() {
     let folder = tempfile::tempdir().unwrap();
-    let daemon = Served::over(folder.path());
+    let daemon = TestDaemon::with_root(folder.path());
     let options = |writer, durability| PutOptions {
         version: Some(1),
         writer: Some(writer),
@@ -605,7 +610,7 @@ fn put_rejects_mixed_or_unsupported_durability() {
     store.put_state_dict(&key(), &dict, &options(0, Durability::Disk)).unwrap();
     let error = store.put_state_dict(&key(), &dict, &options(1, Durability::Memory)).unwrap_err();
     assert!(matches!(error.refusal(), Some(Refusal::DurabilityDisagrees { .. })), "{error}");
-    let store = Served::new(1 << 30);
+    let store = TestDaemon::new(1 << 30);
     let error = store.connect().put_state_dict(&key(), &dict, &durable()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
     assert!(error.to_string().contains("--root"), "{error}");
@@ -625,7 +630,7 @@ fn directory_has_one_daemon_or_direct_writers() {
     let error = Daemon::bind(options("one")).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "a store writes the directory directly: {error}");
     drop(direct);
-    let daemon = Served::over(folder.path());
+    let daemon = TestDaemon::with_root(folder.path());
     let error = Daemon::bind(options("two")).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     // A store that opens the directory directly may read. Its puts fail and name the daemon's address.
@@ -641,7 +646,7 @@ fn directory_has_one_daemon_or_direct_writers() {
 
 #[test]
 fn connection_without_valid_hello_is_refused() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let newer = HELLO.replace(r#""major":1"#, r#""major":2"#);
     let cases = [
         (newer.as_str(), "refused", "protocol 2 is not spoken here, only 1"),
@@ -650,51 +655,51 @@ fn connection_without_valid_hello_is_refused() {
         ("hello", "invalid", "not understood"),
     ];
     for (head, kind, text) in cases {
-        let mut raw = Raw::connect(&daemon.socket());
-        let failed = &raw.ask(7, head)["failed"];
+        let mut raw = RawConnection::connect(&daemon.socket());
+        let failed = &raw.request(7, head)["failed"];
         assert_eq!(failed["kind"], kind, "{head}: {failed}");
         assert!(failed["text"].as_str().unwrap().contains(text), "{head}: {failed}");
-        assert!(raw.is_ended(), "{head}");
+        assert!(raw.is_closed(), "{head}");
     }
 }
 
 #[test]
 fn minor_protocol_versions_are_compatible() {
-    let daemon = Served::new(1 << 30);
-    let mut raw = Raw::connect(&daemon.socket());
+    let daemon = TestDaemon::new(1 << 30);
+    let mut raw = RawConnection::connect(&daemon.socket());
     // A later minor version sends more fields, an earlier one fewer.
     let later = r#"{"op":"hello","protocol":{"major":1,"minor":7,"patch":2},"client":"",
         "wants":["everything"]}"#;
-    let welcome = &raw.ask(1, later)["welcome"];
+    let welcome = &raw.request(1, later)["welcome"];
     assert_eq!(welcome["protocol"], serde_json::json!({"major": 1, "minor": 0}));
     assert_eq!(welcome["pid"], std::process::id());
     assert_eq!(welcome["inline"], 256 << 10);
-    let mut raw = Raw::connect(&daemon.socket());
+    let mut raw = RawConnection::connect(&daemon.socket());
     let earlier = r#"{"op":"hello","protocol":{"major":1,"minor":0}}"#;
-    assert!(raw.ask(1, earlier)["welcome"].is_object());
+    assert!(raw.request(1, earlier)["welcome"].is_object());
     // Unknown notices and unknown fields are ignored.
     raw.send(&frame(4, 0, r#"{"op":"yawn","how":"widely"}"#, b""));
     raw.send(&frame(4, 0, r#"{"op":"unmap","segments":[9],"why":null}"#, b""));
     let lease = "00112233445566778899aabbccddeeff";
     raw.send(&frame(4, 0, &format!(r#"{{"op":"release","lease":"{lease}","x":1}}"#), b""));
-    let keys = &raw.ask(2, r#"{"op":"keys","prefix":"","from":7}"#)["keys"]["keys"];
+    let keys = &raw.request(2, r#"{"op":"keys","prefix":"","from":7}"#)["keys"]["keys"];
     assert_eq!(keys, &serde_json::json!([]));
     // Absent, `null` and empty fields are distinct.
     let newer = |seen: &str| {
         format!(r#"{{"op":"newer","key":"",{seen}"patience":{{"secs":0,"nanos":1}}}}"#)
     };
     for seen in ["", r#""seen":null,"#] {
-        let reply = raw.ask(3, &newer(seen));
+        let reply = raw.request(3, &newer(seen));
         assert_eq!(reply, serde_json::json!({"newer": null}), "{seen}");
     }
-    assert_eq!(raw.ask(4, &newer(r#""seen":"","#))["failed"]["kind"], "invalid");
-    assert_eq!(raw.ask(5, r#"{"op":"keys","prefix":null}"#)["failed"]["kind"], "invalid");
-    assert_eq!(raw.ask(6, r#"{"op":"pins","key":""}"#)["pins"], serde_json::json!({}));
+    assert_eq!(raw.request(4, &newer(r#""seen":"","#))["failed"]["kind"], "invalid");
+    assert_eq!(raw.request(5, r#"{"op":"keys","prefix":null}"#)["failed"]["kind"], "invalid");
+    assert_eq!(raw.request(6, r#"{"op":"pins","key":""}"#)["pins"], serde_json::json!({}));
 }
 
 #[test]
 fn disconnect_cancels_pending_requests_and_releases_leases() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let store = daemon.connect();
     put(&store, 1, 1);
     let waiting = [
@@ -706,21 +711,21 @@ fn disconnect_cancels_pending_requests_and_releases_leases() {
         r#"{"op":"begin","key":"large","proposal":{"writer":0,"writers":"0","file_len":1072693248,
             "timeout":{"secs":3600,"nanos":0}}}"#,
     ];
-    let mut other = Raw::greet(&daemon.socket());
+    let mut other = RawConnection::connect_with_hello(&daemon.socket());
     for number in [1, 2] {
         let begin = format!(
             r#"{{"op":"begin","key":"busy","proposal":{{"writer":0,"writers":"0-1","job":"j",
                 "number":{number},"file_len":9,"timeout":{{"secs":1,"nanos":0}}}}}}"#
         );
-        assert!(other.ask(number, &begin)["begun"].is_object());
+        assert!(other.request(number, &begin)["begun"].is_object());
     }
     for request in waiting {
-        let mut raw = Raw::greet(&daemon.socket());
-        let lease = raw.ask(2, r#"{"op":"locate","key":"policy","selector":"newest"}"#);
+        let mut raw = RawConnection::connect_with_hello(&daemon.socket());
+        let lease = raw.request(2, r#"{"op":"locate","key":"policy","selector":"newest"}"#);
         assert!(lease["leased"].is_object(), "{lease}");
         raw.send(&frame(1, 3, request, b""));
         // The daemon reads requests in order, so it has received the one above.
-        assert!(raw.ask(4, r#"{"op":"status"}"#)["status"].is_object());
+        assert!(raw.request(4, r#"{"op":"status"}"#)["status"].is_object());
     }
     let is_cleaned_up = || {
         let status = store.status().unwrap();
@@ -731,7 +736,7 @@ fn disconnect_cancels_pending_requests_and_releases_leases() {
 
 #[test]
 fn readers_on_one_connection_share_received_descriptors() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let writer = daemon.connect();
     for step in 1..=8 {
         put(&writer, step, 1);
@@ -746,14 +751,14 @@ fn readers_on_one_connection_share_received_descriptors() {
 
 #[test]
 fn begin_rejects_length_above_memory_limit() {
-    let daemon = Served::new(1 << 30);
-    let mut raw = Raw::greet(&daemon.socket());
+    let daemon = TestDaemon::new(1 << 30);
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     for len in [u64::MAX, u64::MAX - (2 << 20), 1 << 62, (1 << 30) + 1] {
         let begin = format!(
             r#"{{"op":"begin","key":"k","proposal":{{"writer":0,"writers":"0","file_len":{len},
                 "timeout":{{"secs":3600,"nanos":0}}}}}}"#
         );
-        let failed = &raw.ask(2, &begin)["failed"];
+        let failed = &raw.request(2, &begin)["failed"];
         assert_eq!(failed["kind"], "busy", "{len}: {failed}");
     }
     put(&daemon.connect(), 1, 1);
@@ -761,23 +766,26 @@ fn begin_rejects_length_above_memory_limit() {
 
 #[test]
 fn response_above_frame_limit_is_an_error() {
-    let daemon = Served::new(1 << 30);
-    let mut raw = Raw::greet(&daemon.socket());
+    let daemon = TestDaemon::new(1 << 30);
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     put(&daemon.connect(), 1, 1);
     let label = "l".repeat(60 << 10);
     for number in 2..20 {
         let label = format!("{number}{label}");
         let pin = format!(r#"{{"op":"pin","key":"policy","selector":"newest","label":"{label}"}}"#);
-        assert_eq!(raw.ask(number, &pin)["pinned"], 1);
+        assert_eq!(raw.request(number, &pin)["pinned"], 1);
     }
-    let failed = &raw.ask(20, r#"{"op":"pins","key":"policy"}"#)["failed"];
+    let failed = &raw.request(20, r#"{"op":"pins","key":"policy"}"#)["failed"];
     assert_eq!(failed["kind"], "invalid", "{failed}");
-    assert!(raw.ask(21, r#"{"op":"status"}"#)["status"].is_object(), "the connection stays open");
+    assert!(
+        raw.request(21, r#"{"op":"status"}"#)["status"].is_object(),
+        "the connection stays open"
+    );
 }
 
 #[test]
 fn keys_are_listed_in_pages() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let store = daemon.connect();
     // JSON escapes each backslash to two characters. All keys together exceed one frame head by far.
     let name = |number: u32| format!("{}{number:04}", r"\".repeat(300));
@@ -789,9 +797,9 @@ fn keys_are_listed_in_pages() {
     }
     assert_eq!(store.keys(None).unwrap(), keys);
     assert_eq!(store.keys(Some("none")).unwrap(), []);
-    let mut raw = Raw::greet(&daemon.socket());
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     let after = serde_json::json!({"op": "keys", "prefix": "", "after": name(2990)}).to_string();
-    let page = raw.ask(7, &after);
+    let page = raw.request(7, &after);
     assert_eq!(page["keys"]["keys"].as_array().unwrap().len(), 9);
     assert_eq!(page["keys"]["more"], false);
 }
@@ -803,8 +811,11 @@ fn archive(step: u8) -> Vec<u8> {
 
 #[test]
 fn segments_are_sent_once_sealed_and_recycled_after_release() {
-    let daemon = Served::new(1 << 30);
-    let (mut writer, mut reader) = (Raw::greet(&daemon.socket()), Raw::greet(&daemon.socket()));
+    let daemon = TestDaemon::new(1 << 30);
+    let (mut writer, mut reader) = (
+        RawConnection::connect_with_hello(&daemon.socket()),
+        RawConnection::connect_with_hello(&daemon.socket()),
+    );
     let archive = archive(1);
     let (segment, memory) = put_raw(&mut writer, &archive, None);
     let memory = memory.unwrap();
@@ -812,7 +823,7 @@ fn segments_are_sent_once_sealed_and_recycled_after_release() {
     assert!(memory.write_all_at(b"x", 0).is_err());
     assert!(memory.set_len(0).is_err() && memory.set_len(1 << 30).is_err());
 
-    let (leased, fds) = reader.ask_for_descriptors(LOCATE);
+    let (leased, fds) = reader.request_with_descriptors(LOCATE);
     let leased_segments = leased["leased"]["segments"].as_array().unwrap();
     assert_eq!((leased_segments.len(), fds.len()), (2, 2), "an archive and a manifest");
     let archives = leased["leased"]["archives"].as_object().unwrap();
@@ -834,7 +845,7 @@ fn segments_are_sent_once_sealed_and_recycled_after_release() {
         assert!(Archive::from_bytes(bytes.clone()).is_ok());
         assert!(bytes == archive || shared["segment"] != segment);
     }
-    let (again, fds) = reader.ask_for_descriptors(LOCATE);
+    let (again, fds) = reader.request_with_descriptors(LOCATE);
     assert_eq!((again["leased"]["segments"].as_array().unwrap().len(), fds.len()), (0, 0));
     assert_ne!(again["leased"]["lease"], leased["leased"]["lease"]);
 
@@ -845,14 +856,16 @@ fn segments_are_sent_once_sealed_and_recycled_after_release() {
     assert!(third != segment && third != second && memory.is_some(), "two leases hold the first");
     reader.send(&release(&leased));
     reader.send(&release(&again));
-    assert!(reader.ask(9, r#"{"op":"status"}"#)["status"]["leases"].as_array().unwrap().is_empty());
+    assert!(
+        reader.request(9, r#"{"op":"status"}"#)["status"]["leases"].as_array().unwrap().is_empty()
+    );
     let (fourth, memory) = put_raw(&mut writer, &archive, memory.as_ref());
     assert!([&segment, &second].contains(&&fourth) && memory.is_none(), "{fourth}");
 }
 
 #[test]
 fn descriptors_above_frame_limit_arrive_in_parts() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let store = daemon.connect();
     let count = 70_u32;
     for rank in 0..count {
@@ -868,7 +881,7 @@ fn descriptors_above_frame_limit_arrive_in_parts() {
         dict.insert(format!("rank{rank}"), tensor);
         store.put_state_dict(&key(), &dict, &options).unwrap();
     }
-    let mut raw = Raw::greet(&daemon.socket());
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     raw.send(&frame(1, 2, LOCATE, b""));
     let (kind, part, fds) = raw.receive_with_descriptors();
     assert_eq!((kind, fds.len()), (2, 64));
@@ -885,14 +898,17 @@ fn descriptors_above_frame_limit_arrive_in_parts() {
 
 #[test]
 fn retired_memory_counts_until_unmapped() {
-    let daemon = Served::new(1 << 30);
-    let (mut writer, mut reader) = (Raw::greet(&daemon.socket()), Raw::greet(&daemon.socket()));
+    let daemon = TestDaemon::new(1 << 30);
+    let (mut writer, mut reader) = (
+        RawConnection::connect_with_hello(&daemon.socket()),
+        RawConnection::connect_with_hello(&daemon.socket()),
+    );
     let (segment, _) = put_raw(&mut writer, &archive(1), None);
-    let (leased, _) = reader.ask_for_descriptors(LOCATE);
+    let (leased, _) = reader.request_with_descriptors(LOCATE);
     reader.send(&release(&leased));
     // The writer disconnects with nothing mapped: the segment is retired together with its version.
     writer.send(&frame(4, 0, r#"{"op":"goodbye"}"#, b""));
-    assert!(writer.is_ended());
+    assert!(writer.is_closed());
     let store = daemon.connect();
     put(&store, 2, 1);
     let notice = reader.receive().unwrap();
@@ -904,18 +920,19 @@ fn retired_memory_counts_until_unmapped() {
 
 #[test]
 fn contribution_is_committed_or_withdrawn_once() {
-    let daemon = Served::new(1 << 30);
-    let mut raw = Raw::greet(&daemon.socket());
+    let daemon = TestDaemon::new(1 << 30);
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     for len in [9, 1 << 20] {
-        let begun = raw.ask(1, &begin("policy", len));
+        let begun = raw.request(1, &begin("policy", len));
         let withdraw = commit(&begun).replace("commit", "withdraw");
-        assert_eq!(raw.ask(2, &withdraw), "done");
-        assert_eq!(raw.ask(3, &withdraw)["failed"]["kind"], "invalid");
-        assert_eq!(raw.ask(4, &commit(&begun))["failed"]["kind"], "invalid");
+        assert_eq!(raw.request(2, &withdraw), "done");
+        assert_eq!(raw.request(3, &withdraw)["failed"]["kind"], "invalid");
+        assert_eq!(raw.request(4, &commit(&begun))["failed"]["kind"], "invalid");
     }
     // A connection cannot commit a contribution of another connection.
-    let begun = raw.ask(1, &begin("policy", 9));
-    let failed = &Raw::greet(&daemon.socket()).ask(1, &commit(&begun))["failed"];
+    let begun = raw.request(1, &begin("policy", 9));
+    let failed =
+        &RawConnection::connect_with_hello(&daemon.socket()).request(1, &commit(&begun))["failed"];
     assert_eq!(failed["kind"], "invalid", "{failed}");
 }
 
@@ -927,10 +944,10 @@ fn with_archive(begin: &str, digest: &str) -> String {
 
 #[test]
 fn small_archive_is_sent_with_begin() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let store = daemon.connect();
     let small = TorchStoreStateDict::from_state_dict(&model(1, 0)).unwrap().as_bytes().to_vec();
-    let mut raw = Raw::greet(&daemon.socket());
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     let mut ask = |number: u64, begin: &str, digest: &str, data: &[u8]| {
         raw.send(&frame(1, number, &with_archive(begin, digest), data));
         raw.receive().unwrap().1
@@ -964,7 +981,7 @@ fn small_archive_is_sent_with_begin() {
     let numbered = |number: u64| shared.replace(r#""number":5"#, &format!(r#""number":{number}"#));
     let patient = numbered(7).replace(r#""secs":1"#, r#""secs":60"#);
     assert!(ask(7, &numbered(6), DIGEST, &small)["begun"]["progress"].is_object());
-    let mut other = Raw::greet(&daemon.socket());
+    let mut other = RawConnection::connect_with_hello(&daemon.socket());
     other.send(&frame(1, 8, &with_archive(&patient, DIGEST), &small));
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!(
@@ -983,17 +1000,17 @@ fn small_archive_is_sent_with_begin() {
 
 #[test]
 fn cancelled_begin_commits_nothing() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let small = TorchStoreStateDict::from_state_dict(&model(1, 0)).unwrap().as_bytes().to_vec();
-    let mut raw = Raw::greet(&daemon.socket());
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     let numbered = |number: u64| {
         let begin = begin("policy", small.len()).replace(r#""secs":1"#, r#""secs":3600"#);
         let writers = format!(r#""writers":"0-1","job":"j","number":{number}"#);
         begin.replace(r#""writers":"0""#, &writers)
     };
     // Two versions are open, so the next `begin` waits.
-    let first = raw.ask(1, &numbered(1));
-    assert!(raw.ask(2, &numbered(2))["begun"].is_object());
+    let first = raw.request(1, &numbered(1));
+    assert!(raw.request(2, &numbered(2))["begun"].is_object());
     for (number, request) in [(3, numbered(3)), (4, with_archive(&numbered(3), DIGEST))] {
         raw.send(&frame(1, number, &request, &small));
         raw.send(&frame(4, 0, &format!(r#"{{"op":"cancel","request":{number}}}"#), b""));
@@ -1001,8 +1018,8 @@ fn cancelled_begin_commits_nothing() {
         assert_eq!((answered, &head["failed"]["kind"]), (number, &"busy".into()), "{head}");
     }
     // The cancelled `begin` could proceed from here on.
-    assert_eq!(raw.ask(5, &commit(&first).replace("commit", "withdraw")), "done");
-    let again = raw.ask(6, &numbered(3));
+    assert_eq!(raw.request(5, &commit(&first).replace("commit", "withdraw")), "done");
+    let again = raw.request(6, &numbered(3));
     assert_eq!(again["begun"]["committed"], serde_json::Value::Null, "{again}");
     // Cancelling an answered or an unknown request has no effect.
     for request in [6, 99] {
@@ -1015,9 +1032,9 @@ fn cancelled_begin_commits_nothing() {
 
 #[test]
 fn pending_requests_do_not_block_connection() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let small = TorchStoreStateDict::from_state_dict(&model(1, 0)).unwrap().as_bytes().to_vec();
-    let mut raw = Raw::greet(&daemon.socket());
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     let numbered = |key: &str, number: u64| {
         let begin = begin(key, small.len()).replace(r#""secs":1"#, r#""secs":3600"#);
         let writers = format!(r#""writers":"0-1","job":"j","number":{number}"#);
@@ -1027,8 +1044,8 @@ fn pending_requests_do_not_block_connection() {
     let mut begun = Vec::new();
     for key in 0..100 {
         let key = format!("key {key}");
-        begun.push(raw.ask(1, &numbered(&key, 1)));
-        assert!(raw.ask(2, &numbered(&key, 2))["begun"].is_object());
+        begun.push(raw.request(1, &numbered(&key, 1)));
+        assert!(raw.request(2, &numbered(&key, 2))["begun"].is_object());
     }
     for key in 0..100 {
         let third = with_archive(&numbered(&format!("key {key}"), 3), DIGEST);
@@ -1062,7 +1079,7 @@ fn pending_requests_do_not_block_connection() {
         let newer = r#"{"op":"newer","key":"none","patience":{"secs":3600,"nanos":0}}"#;
         raw.send(&frame(1, number, newer, b""));
     }
-    assert!(raw.ask(3, r#"{"op":"status"}"#)["status"].is_object());
+    assert!(raw.request(3, r#"{"op":"status"}"#)["status"].is_object());
     // Cancelling one of them frees its slot.
     raw.send(&frame(4, 0, r#"{"op":"cancel","request":2900}"#, b""));
     assert_eq!(raw.receive().unwrap(), (2900, serde_json::json!({"newer": null})));
@@ -1080,7 +1097,7 @@ fn client_writes_archive_if_daemon_ignores_inline_data() {
         let is_inline = fds.is_empty();
         let segment = fds.first().map(|memory| memory.try_clone().unwrap());
         let daemon = std::thread::spawn(move || {
-            let mut raw = Raw(listener.accept().unwrap().0);
+            let mut raw = RawConnection(listener.accept().unwrap().0);
             let welcome =
                 r#"{"welcome":{"protocol":{"major":1,"minor":0},"pid":1,"inline":262144}}"#;
             let (number, _, _) = raw.receive_with_data().unwrap();
@@ -1095,7 +1112,7 @@ fn client_writes_archive_if_daemon_ignores_inline_data() {
             if is_inline {
                 raw.send(&bytes);
             } else {
-                assert!(raw.send_with(&bytes, &fds));
+                assert!(raw.send_with_descriptors(&bytes, &fds));
             }
             let (number, commit, data) = raw.receive_with_data().unwrap();
             assert_eq!((&commit["op"], &commit["contribution"]), (&"commit".into(), &7.into()));
@@ -1126,8 +1143,8 @@ fn client_writes_archive_if_daemon_ignores_inline_data() {
 
 #[test]
 fn contribution_accepts_several_archives() {
-    let daemon = Served::new(1 << 30);
-    let mut raw = Raw::greet(&daemon.socket());
+    let daemon = TestDaemon::new(1 << 30);
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     let archives: Vec<Vec<u8>> = (0..3_u8)
         .map(|part| {
             let mut dict = StateDict::new();
@@ -1142,18 +1159,18 @@ fn contribution_accepts_several_archives() {
     let write = |fds: Vec<OwnedFd>, bytes: &[u8]| {
         File::from(fds.into_iter().next().unwrap()).write_all_at(bytes, 0).unwrap();
     };
-    let (begun, fds) = raw.ask_for_descriptors(&begin("policy", archives[0].len()));
+    let (begun, fds) = raw.request_with_descriptors(&begin("policy", archives[0].len()));
     write(fds, &archives[0]);
     let contribution = &begun["begun"]["contribution"];
     let extend =
         |len: usize| format!(r#"{{"op":"extend","contribution":{contribution},"file_len":{len}}}"#);
-    assert_eq!(raw.ask(2, &extend(archives[1].len())), serde_json::json!({"room": "inline"}));
+    assert_eq!(raw.request(2, &extend(archives[1].len())), serde_json::json!({"room": "inline"}));
     raw.send(&frame(1, 3, &extend(archives[2].len()), &archives[1]));
     let (kind, room, fds) = raw.receive_with_descriptors();
     assert_eq!((kind, room["room"]["segment"]["segment"].is_u64()), (3, true));
     write(fds, &archives[2]);
-    assert_eq!(raw.ask(4, &commit(&begun))["progress"]["visible"], true);
-    let leased = raw.ask(5, LOCATE);
+    assert_eq!(raw.request(4, &commit(&begun))["progress"]["visible"], true);
+    let leased = raw.request(5, LOCATE);
     assert_eq!(leased["leased"]["archives"].as_object().unwrap().len(), 3);
     let dict = get(&daemon.connect());
     assert_eq!(dict.entries().len(), 3);
@@ -1163,43 +1180,43 @@ fn contribution_accepts_several_archives() {
 #[test]
 fn contribution_waiting_for_memory_can_be_withdrawn() {
     // Room for the second archive and the daemon's manifest, but not for the first archive too.
-    let daemon = Served::new(20 * MIB);
-    let mut raw = Raw::greet(&daemon.socket());
+    let daemon = TestDaemon::new(20 * MIB);
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     let long = begin("policy", 1 << 20).replace(r#""secs":1"#, r#""secs":3600"#);
-    let begun = raw.ask(1, &long);
+    let begun = raw.request(1, &long);
     let contribution = &begun["begun"]["contribution"];
     let extend =
         format!(r#"{{"op":"extend","contribution":{contribution},"file_len":{}}}"#, 15 * MIB);
     raw.send(&frame(1, 2, &extend, b""));
-    assert_eq!(raw.ask(3, r#"{"op":"status"}"#)["status"]["memory"]["used"], 2 * MIB);
+    assert_eq!(raw.request(3, r#"{"op":"status"}"#)["status"]["memory"]["used"], 2 * MIB);
     raw.send(&frame(1, 4, &commit(&begun).replace("commit", "withdraw"), b""));
     let withdrawn = std::iter::from_fn(|| raw.receive()).find(|(number, _)| *number == 4);
     assert_eq!(withdrawn.unwrap().1, "done");
     raw.send(&frame(4, 0, r#"{"op":"goodbye"}"#, b""));
-    while !raw.is_ended() {}
+    while !raw.is_closed() {}
     put(&daemon.connect(), 1, 1);
 }
 
 #[test]
 fn writer_resumes_put_after_lost_response() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let begin = r#"{"op":"begin","key":"k","proposal":{"writer":0,"writers":"0-1","job":"j","number":5,
         "file_len":9,"timeout":{"secs":1,"nanos":0}}}"#;
-    let mut raw = Raw::greet(&daemon.socket());
-    let begun = raw.ask(1, begin);
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
+    let begun = raw.request(1, begin);
     assert_eq!(begun["begun"]["committed"], serde_json::Value::Null);
     raw.send(&frame(1, 2, &commit(&begun), b"nine more"));
     let missing = serde_json::json!({"visible": false, "missing": "1"});
     assert_eq!(raw.receive().unwrap().1["progress"], missing);
     drop(raw);
-    let mut raw = Raw::greet(&daemon.socket());
-    let again = raw.ask(1, begin);
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
+    let again = raw.request(1, begin);
     assert_eq!(again["begun"]["id"], begun["begun"]["id"]);
     assert_eq!(again["begun"]["committed"], DIGEST);
-    assert_eq!(raw.ask(2, &commit(&again))["progress"], missing);
-    let again = raw.ask(3, begin);
+    assert_eq!(raw.request(2, &commit(&again))["progress"], missing);
+    let again = raw.request(3, begin);
     let other = commit(&again).replace(DIGEST, "11111111111111111111111111111111");
-    let failed = &raw.ask(4, &other)["failed"];
+    let failed = &raw.request(4, &other)["failed"];
     assert_eq!(failed["refusal"]["contribution_differs"]["committed"], DIGEST, "{failed}");
 }
 
@@ -1222,7 +1239,7 @@ fn fake_daemon(head: String, fds: Vec<OwnedFd>) -> (tempfile::TempDir, Store) {
     let folder = tempfile::tempdir().unwrap();
     let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
     std::thread::spawn(move || {
-        let mut raw = Raw(listener.accept().unwrap().0);
+        let mut raw = RawConnection(listener.accept().unwrap().0);
         let welcome = r#"{"welcome":{"protocol":{"major":1,"minor":0},"pid":1,"inline":0}}"#;
         let (number, _) = raw.receive().unwrap();
         raw.send(&frame(3, number, welcome, b""));
@@ -1232,7 +1249,7 @@ fn fake_daemon(head: String, fds: Vec<OwnedFd>) -> (tempfile::TempDir, Store) {
         if fds.is_empty() {
             raw.send(&bytes);
         } else {
-            assert!(raw.send_with(&bytes, &fds));
+            assert!(raw.send_with_descriptors(&bytes, &fds));
         }
         while raw.receive().is_some() {}
     });
@@ -1254,8 +1271,8 @@ fn sealed_memfd(len: u64, seals: SealFlags, is_read_only: bool) -> Vec<OwnedFd> 
 
 #[test]
 fn repeated_disconnects_leak_no_descriptors() {
-    let folder = quick_folder();
-    let serve = Serve::start(folder.path(), &[]);
+    let folder = memory_tempdir();
+    let serve = DaemonProcess::start(folder.path(), &[]);
     let store = serve.connect();
     put(&store, 1, 1);
     let descriptors = || {
@@ -1265,8 +1282,8 @@ fn repeated_disconnects_leak_no_descriptors() {
     let before = descriptors();
     for _ in 0..50 {
         // The client receives memory, and disconnects without `goodbye`.
-        let mut raw = Raw::greet(&folder.path().join("socket"));
-        let (_, fds) = raw.ask_for_descriptors(LOCATE);
+        let mut raw = RawConnection::connect_with_hello(&folder.path().join("socket"));
+        let (_, fds) = raw.request_with_descriptors(LOCATE);
         assert!(!fds.is_empty());
     }
     eventually(|| store.status().unwrap().peers.len() == 1);
@@ -1275,14 +1292,14 @@ fn repeated_disconnects_leak_no_descriptors() {
 
 #[test]
 fn writer_cannot_resize_its_segment() {
-    let daemon = Served::new(1 << 30);
-    let mut raw = Raw::greet(&daemon.socket());
-    let (begun, fds) = raw.ask_for_descriptors(&begin("policy", 1 << 20));
+    let daemon = TestDaemon::new(1 << 30);
+    let mut raw = RawConnection::connect_with_hello(&daemon.socket());
+    let (begun, fds) = raw.request_with_descriptors(&begin("policy", 1 << 20));
     let [memory] = fds.as_slice() else { panic!("{begun}") };
     // Otherwise the daemon would read past the end of the memory.
     assert!(rustix::fs::ftruncate(memory, 0).is_err());
     assert!(rustix::fs::ftruncate(memory, 1 << 30).is_err());
-    assert_eq!(raw.ask(6, &commit(&begun))["failed"]["kind"], "rejected");
+    assert_eq!(raw.request(6, &commit(&begun))["failed"]["kind"], "rejected");
     put(&daemon.connect(), 1, 1);
 }
 
@@ -1319,8 +1336,8 @@ fn client_rejects_invalid_daemon_responses() {
 }
 
 /// Sends an HTTP request. Returns the status code and the body.
-fn http_request(daemon: &Served, request: &str) -> (u16, String) {
-    let mut stream = TcpStream::connect(daemon.metrics()).unwrap();
+fn http_request(daemon: &TestDaemon, request: &str) -> (u16, String) {
+    let mut stream = TcpStream::connect(daemon.metrics_address()).unwrap();
     // The daemon may reject a request before it is sent or read completely.
     let _ = stream.write_all(request.as_bytes());
     read_response(stream)
@@ -1334,7 +1351,7 @@ fn read_response(mut stream: TcpStream) -> (u16, String) {
     (head[9..12].parse().unwrap(), body.to_owned())
 }
 
-fn http_get(daemon: &Served, path: &str) -> (u16, String) {
+fn http_get(daemon: &TestDaemon, path: &str) -> (u16, String) {
     http_request(daemon, &format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n"))
 }
 
@@ -1347,7 +1364,7 @@ fn parse_samples(page: &str) -> BTreeMap<&str, f64> {
 
 #[test]
 fn put_takes_at_most_two_requests_and_get_takes_one() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let (writer, reader) = (daemon.connect(), daemon.connect());
     let requests = || -> u64 {
         let (_, page) = http_get(&daemon, "/metrics");
@@ -1371,7 +1388,7 @@ fn put_takes_at_most_two_requests_and_get_takes_one() {
 
 #[test]
 fn metrics_count_daemon_activity() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let (writer, reader) = (daemon.connect(), daemon.connect());
     put(&writer, 1, 4);
     let view = get(&reader);
@@ -1430,7 +1447,7 @@ fn metrics_count_daemon_activity() {
 
 #[test]
 fn http_clients_cannot_disturb_daemon() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     assert_eq!(http_get(&daemon, "/healthz").0, 200);
     assert_eq!(http_get(&daemon, "/readyz").0, 200);
     assert_eq!(http_get(&daemon, "/etc/passwd").0, 404);
@@ -1441,7 +1458,7 @@ fn http_clients_cannot_disturb_daemon() {
     // More connections than are served at once, each with half a request.
     let idle: Vec<TcpStream> = (0..20)
         .map(|_| {
-            let mut stream = TcpStream::connect(daemon.metrics()).unwrap();
+            let mut stream = TcpStream::connect(daemon.metrics_address()).unwrap();
             stream.write_all(b"GET /metr").unwrap();
             stream
         })
@@ -1457,8 +1474,8 @@ fn http_clients_cannot_disturb_daemon() {
 
 #[test]
 fn daemon_is_not_ready_while_controller_is_unreachable() {
-    let controller = Served::new(1 << 30);
-    let proxy_daemon = Served::under(&controller);
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
     assert_eq!(http_get(&proxy_daemon, "/readyz").0, 200);
     drop(controller);
     assert_eq!(

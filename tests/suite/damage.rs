@@ -9,7 +9,7 @@ use tssd_format::{
     Archive, Attrs, Blob, ChunkPolicy, Compression, Error, ErrorKind, Options, Result, ShardFile,
     StateDict, StorageReference, Tensor, TorchStoreStateDict, Value, VerifyJob,
 };
-use tssd_tests::damage::{index_off, repair};
+use tssd_tests::damage::{index_offset, repair_checksums};
 use tssd_tests::generate;
 use tssd_tests::vectors::Content;
 
@@ -73,7 +73,7 @@ fn damage_of_small_files_is_always_found() {
         counts[0] +=
             assert_all_refused(name, flips.map(|(offset, bit)| changed(&good, offset, bit)));
         // The first 8 of the zero bytes after the head are included.
-        let framing = (0..72).chain(index_off(&good)..len);
+        let framing = (0..72).chain(index_offset(&good)..len);
         let values = framing.flat_map(|offset| (1..=255).map(move |mask| (offset, mask)));
         counts[1] +=
             assert_all_refused(name, values.map(|(offset, mask)| changed(&good, offset, mask)));
@@ -107,7 +107,7 @@ fn verify_names_every_damaged_leaf() {
         dict.insert(name(number), Tensor::from_slice(&[number + 1], &[1]).unwrap());
     });
     let mut file = TorchStoreStateDict::from_state_dict(&dict).unwrap().as_bytes().to_vec();
-    let blob = 4096..index_off(&file);
+    let blob = 4096..index_offset(&file);
     file[blob].fill(0);
     let archive = Archive::from_bytes(file).unwrap();
     let jobs = archive.verify_jobs();
@@ -130,7 +130,7 @@ fn digests_omitted_by_manifest_are_verified() {
         let mut corrupt = good.clone();
         let offset = corrupt.windows(32).position(|bytes| *bytes == digest).unwrap();
         corrupt[offset] ^= 1;
-        repair(&mut corrupt);
+        repair_checksums(&mut corrupt);
         for (file, expected) in [(good, None), (corrupt, Some(ErrorKind::DigestMismatch))] {
             let file = Bytes::from(file);
             let archive = Archive::from_bytes(file.clone()).unwrap();
@@ -245,7 +245,7 @@ fn damage_of_trailer_and_padding_is_reported_with_its_byte() {
         bad
     };
     let mut longer = flipped(trailer + 40);
-    repair(&mut longer);
+    repair_checksums(&mut longer);
     for (bad, kind, offset) in [
         (flipped(trailer + 57), ErrorKind::NoTrailer, trailer + 56),
         (flipped(trailer + 16), ErrorKind::TrailerCorrupt, trailer + 52),
@@ -291,12 +291,12 @@ proptest! {
     ) {
         let mut file = TorchStoreStateDict::from_state_dict(&dict).unwrap().as_bytes().to_vec();
         let len = file.len();
-        let index_off = index_off(&file);
+        let index_off = index_offset(&file);
         for (position, byte) in changes {
             let offset = index_off + position.index(len - 64 - index_off);
             file[offset] = byte;
         }
-        repair(&mut file);
+        repair_checksums(&mut file);
         if let Ok(archive) = Archive::from_bytes(file) {
             let _ = archive.verify();
             let _ = archive.to_state_dict();

@@ -19,9 +19,9 @@ use tssd_store::{
     ConnectOptions, Credentials, DaemonOptions, ErrorKind, GetOptions, JobId, Key, PutOptions,
     Target,
 };
-use tssd_tests::authority::Authority;
+use tssd_tests::authority::CertificateAuthority;
 use tssd_tests::raw::{HELLO, frame};
-use tssd_tests::served::Served;
+use tssd_tests::served::TestDaemon;
 
 const MIB: u64 = 1 << 20;
 
@@ -88,8 +88,8 @@ fn weight_region(dict: &StateDict, region: &Region) -> Vec<u8> {
 
 #[test]
 fn remote_reads_return_whole_tensors_and_slices() {
-    let daemon = Served::new(1 << 30);
-    let (local, remote) = (daemon.connect(), daemon.connect_far());
+    let daemon = TestDaemon::new(1 << 30);
+    let (local, remote) = (daemon.connect(), daemon.connect_tcp());
     for (step, compression) in [(1, Compression::None), (2, Compression::Zstd)] {
         let dict = model(step, 9);
         put(&remote, &dict, &PutOptions { compression, ..PutOptions::default() });
@@ -132,8 +132,8 @@ fn remote_reads_return_whole_tensors_and_slices() {
 
 #[test]
 fn remotely_read_values_stay_unchanged() {
-    let daemon = Served::new(1 << 30);
-    let (local, remote) = (daemon.connect(), daemon.connect_far());
+    let daemon = TestDaemon::new(1 << 30);
+    let (local, remote) = (daemon.connect(), daemon.connect_tcp());
     let first = model(1, 3);
     put(&local, &first, &PutOptions::default());
     let view = get(&remote);
@@ -150,8 +150,8 @@ fn remotely_read_values_stay_unchanged() {
 
 #[test]
 fn thousands_of_small_tensors_are_read_over_tcp() {
-    let daemon = Served::new(1 << 30);
-    let remote = daemon.connect_far();
+    let daemon = TestDaemon::new(1 << 30);
+    let remote = daemon.connect_tcp();
     let mut dict = StateDict::new();
     for number in 0..5000_u32 {
         dict.insert(format!("layer.{number}"), Tensor::from_slice(&[number], &[1]).unwrap());
@@ -170,9 +170,9 @@ fn connect(url: &str, credentials: Option<Credentials>) -> Result<Store, tssd_st
 
 #[test]
 fn tls_authenticates_client_and_daemon() {
-    let (authority, foreign_authority) = (Authority::new(), Authority::new());
+    let (authority, foreign_authority) = (CertificateAuthority::new(), CertificateAuthority::new());
     let daemon_credentials = authority.issue("daemon", "127.0.0.1", |_| {});
-    let daemon = Served::proven(daemon_credentials.clone());
+    let daemon = TestDaemon::with_credentials(daemon_credentials.clone());
     let url = daemon.address();
     assert!(url.starts_with("tls://127.0.0.1:"), "{url}");
     let client = authority.issue("client", "trainer-7", |_| {});
@@ -207,7 +207,7 @@ fn tls_authenticates_client_and_daemon() {
         assert!(error.to_string().contains(message), "{url}: {error}");
     }
     // A daemon without TLS is refused by a client that requires it, and so are invalid credential files.
-    let plaintext_daemon = Served::new(1 << 20);
+    let plaintext_daemon = TestDaemon::new(1 << 20);
     let url = plaintext_daemon.address().replace("tcp:", "tls:");
     let error = connect(&url, Some(client.clone())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
@@ -270,11 +270,11 @@ fn remote_reads_reject_damaged_chunks() {
     let folder = tempfile::tempdir().unwrap();
     let dict = model(1, 3);
     {
-        let daemon = Served::over(folder.path());
+        let daemon = TestDaemon::with_root(folder.path());
         let durability = tssd_store::Durability::Disk;
         put(&daemon.connect(), &dict, &PutOptions { durability, ..PutOptions::default() });
     }
-    let version = tssd_tests::layout::version(&folder.path().join("policy"), "0-1");
+    let version = tssd_tests::layout::version_folder(&folder.path().join("policy"), "0-1");
     let files = std::fs::read_dir(&version).unwrap().map(|entry| entry.unwrap().path());
     let mut archives = files.filter(|path| !path.ends_with("manifest.tssd"));
     let archive = archives.next().unwrap();
@@ -286,8 +286,8 @@ fn remote_reads_reject_damaged_chunks() {
     bytes[offset] ^= 1;
     std::fs::remove_file(&archive).unwrap();
     std::fs::write(&archive, bytes).unwrap();
-    let daemon = Served::over(folder.path());
-    let remote = daemon.connect_far();
+    let daemon = TestDaemon::with_root(folder.path());
+    let remote = daemon.connect_tcp();
     let error = remote.get_state_dict(&key(), &GetOptions::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
     let row = (MIB + 5000) / 3079;
@@ -305,7 +305,7 @@ fn remote_reads_reject_damaged_chunks() {
 
 #[test]
 fn only_proxy_daemons_register_replicas_and_discard_blobs() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let local = daemon.connect();
     put(&local, &model(1, 1), &PutOptions::default());
     let mut stream = std::os::unix::net::UnixStream::connect(daemon.socket()).unwrap();
@@ -324,7 +324,7 @@ fn only_proxy_daemons_register_replicas_and_discard_blobs() {
     };
     assert_eq!(request(&begin("memory").to_string())["failed"]["kind"], "refused");
     let folder = tempfile::tempdir().unwrap();
-    let durable = Served::over(folder.path());
+    let durable = TestDaemon::with_root(folder.path());
     assert_eq!(RawTcpClient::greet(&durable).request_failure(&begin("disk"), b"").0, "invalid");
     let mut raw = RawTcpClient::greet(&daemon);
     let (begun, _) = raw.request(&begin("memory").to_string(), b"");
@@ -341,7 +341,7 @@ fn only_proxy_daemons_register_replicas_and_discard_blobs() {
 struct RawTcpClient(TcpStream);
 
 impl RawTcpClient {
-    fn greet(daemon: &Served) -> Self {
+    fn greet(daemon: &TestDaemon) -> Self {
         let address = daemon.address().strip_prefix("tcp://").unwrap();
         let stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
@@ -381,7 +381,7 @@ fn receive_frame(stream: &mut impl Read) -> Option<(serde_json::Value, Vec<u8>)>
 
 #[test]
 fn invalid_ranges_are_refused() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let store = daemon.connect();
     let dict = model(1, 9);
     put(&store, &dict, &PutOptions::default());
@@ -432,7 +432,7 @@ fn invalid_ranges_are_refused() {
 
 #[test]
 fn framed_archive_must_have_announced_length() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let mut raw = RawTcpClient::greet(&daemon);
     let len = 3 * MIB;
     let begin = json!({"op": "begin", "key": "policy", "proposal": {
@@ -512,14 +512,14 @@ fn get_weight(store: &Store, options: &GetOptions) -> Vec<u8> {
 
 #[test]
 fn two_daemons_serve_one_version() {
-    let controller = Served::new(1 << 30);
-    let proxy_daemon = Served::under(&controller);
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
     let stores = [controller.connect(), proxy_daemon.connect()];
     assert_eq!(stores[0].status().unwrap().hosts, []);
     let hosts = stores[1].status().unwrap().hosts;
     let hosts: Vec<_> = hosts.iter().map(|host| (&*host.address, host.is_own)).collect();
     assert_eq!(hosts, [(proxy_daemon.address(), true), (controller.address(), false)]);
-    let remote = controller.connect_far();
+    let remote = controller.connect_tcp();
     let first = GetOptions { version: Some(1), ..GetOptions::default() };
     let mut views = Vec::new();
     for step in 1..=4_u64 {
@@ -594,8 +594,8 @@ fn get_region_into(store: &Store, step: u64) -> tssd_store::GetReport {
 
 #[test]
 fn prefetched_version_is_read_locally() {
-    let controller = Served::new(1 << 30);
-    let proxy_daemon = Served::under(&controller);
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
     let (trainer, generator) = (controller.connect(), proxy_daemon.connect());
     let none = GetOptions::default();
     let error = generator.prefetch(&key(), &[], &none).unwrap_err();
@@ -645,7 +645,7 @@ fn prefetched_version_is_read_locally() {
     let fetched = generator.prefetch(&key(), &rows(100), &none).unwrap();
     assert!(fetched.bytes > 2 * MIB && fetched.bytes < 3 * MIB, "{fetched:?}");
     assert_eq!(get_weight(&generator, &none), expected_weight(9));
-    for store in [Store::memory().unwrap(), controller.connect_far()] {
+    for store in [Store::memory().unwrap(), controller.connect_tcp()] {
         let error = store.prefetch(&key(), &[], &none).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
     }
@@ -653,8 +653,8 @@ fn prefetched_version_is_read_locally() {
 
 #[test]
 fn lost_daemon_is_reported_and_others_continue() {
-    let controller = Served::new(1 << 30);
-    let proxy_daemon = Served::under(&controller);
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
     let (local, remote) = (controller.connect(), proxy_daemon.connect());
     put(&remote, &model(1, 4), &PutOptions::default());
     let (read, none) = (Key::new("read").unwrap(), GetOptions::default());
@@ -676,7 +676,7 @@ fn lost_daemon_is_reported_and_others_continue() {
     put(&local, &model(2, 4), &PutOptions::default());
     assert_eq!(get(&local), model(2, 4));
     // A new proxy daemon connects, and then the controller stops.
-    let proxy_daemon = Served::under(&controller);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
     let remote = proxy_daemon.connect();
     assert_eq!(get(&remote), model(2, 4));
     put(&remote, &model(3, 4), &PutOptions::default());
@@ -701,7 +701,7 @@ struct RelayState {
 }
 
 impl LossyRelay {
-    fn start(daemon: &Served) -> Self {
+    fn start(daemon: &TestDaemon) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("tcp://{}", listener.local_addr().unwrap());
         let upstream = daemon.address().strip_prefix("tcp://").unwrap().to_owned();
@@ -775,7 +775,7 @@ fn version_options(version: u64) -> GetOptions {
 
 #[test]
 fn view_of_prefetched_version_stays_unchanged() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let (writer, reader) = (daemon.connect(), daemon.connect());
     put(&writer, &model(1, 4), &PutOptions::default());
     reader.prefetch(&key(), &[], &GetOptions::default()).unwrap();
@@ -790,8 +790,8 @@ fn view_of_prefetched_version_stays_unchanged() {
 
 #[test]
 fn partially_prefetched_version_stays_readable_while_open() {
-    let controller = Served::new(1 << 30);
-    let proxy_daemon = Served::under(&controller);
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
     let (trainer, generator) = (controller.connect(), proxy_daemon.connect());
     let put_step = |step: u64| {
         for writer in 0..2 {
@@ -813,8 +813,8 @@ fn partially_prefetched_version_stays_readable_while_open() {
 
 #[test]
 fn prefetched_version_is_not_served_after_rewind() {
-    let controller = Served::new(1 << 30);
-    let proxy_daemon = Served::under(&controller);
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
     let (trainer, generator) = (controller.connect(), proxy_daemon.connect());
     put(&trainer, &model(1, 1), &PutOptions { version: Some(1), ..PutOptions::default() });
     generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
@@ -835,7 +835,7 @@ fn begin_at_proxy_daemon(writers: &str, address: &str) -> serde_json::Value {
 
 #[test]
 fn proxy_daemon_commit_without_lengths_is_answered() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let mut raw = RawTcpClient::greet(&daemon);
     raw.0.set_read_timeout(Some(Duration::from_secs(3))).unwrap();
     let (begun, _) = raw.request(&begin_at_proxy_daemon("0", "tcp://127.0.0.1:7").to_string(), b"");
@@ -847,7 +847,7 @@ fn proxy_daemon_commit_without_lengths_is_answered() {
 
 #[test]
 fn huge_replica_lengths_do_not_block_other_clients() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let local = daemon.connect();
     let mut raw = RawTcpClient::greet(&daemon);
     raw.0.set_read_timeout(Some(Duration::from_secs(3))).unwrap();
@@ -869,7 +869,7 @@ fn huge_replica_lengths_do_not_block_other_clients() {
 
 #[test]
 fn clients_cannot_discard_blobs_of_the_controller() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let local = daemon.connect();
     put(&local, &model(1, 1), &PutOptions::default());
     let mut raw = RawTcpClient::greet(&daemon);
@@ -886,9 +886,9 @@ fn clients_cannot_discard_blobs_of_the_controller() {
 
 #[test]
 fn version_with_lost_commit_response_is_readable_if_visible() {
-    let controller = Served::new(1 << 30);
+    let controller = TestDaemon::new(1 << 30);
     let relay = LossyRelay::start(&controller);
-    let proxy_daemon = Served::bound(1 << 30, |options| {
+    let proxy_daemon = TestDaemon::with_options(1 << 30, |options| {
         options.controller = Some(relay.address.clone());
     });
     let (local, remote) = (controller.connect(), proxy_daemon.connect());
@@ -911,7 +911,7 @@ fn version_with_lost_commit_response_is_readable_if_visible() {
 
 #[test]
 fn read_after_disconnect_fails_as_unreachable() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let relay = LossyRelay::start(&daemon);
     let (local, remote) = (daemon.connect(), Store::connect(&relay.address).unwrap());
     put(&local, &model(1, 4), &PutOptions::default());
@@ -925,9 +925,9 @@ fn read_after_disconnect_fails_as_unreachable() {
 
 #[test]
 fn view_of_version_with_lost_commit_response_stays_unchanged() {
-    let controller = Served::new(1 << 30);
+    let controller = TestDaemon::new(1 << 30);
     let relay = LossyRelay::start(&controller);
-    let proxy_daemon = Served::bound(1 << 30, |options| {
+    let proxy_daemon = TestDaemon::with_options(1 << 30, |options| {
         options.controller = Some(relay.address.clone());
     });
     let (remote, reader) = (proxy_daemon.connect(), proxy_daemon.connect());
@@ -951,16 +951,16 @@ fn view_of_version_with_lost_commit_response_stays_unchanged() {
 }
 
 /// Replaces a controller by an empty one at the same address.
-fn restart_at_same_address(controller: Served) -> Served {
+fn restart_at_same_address(controller: TestDaemon) -> TestDaemon {
     let address = controller.address().strip_prefix("tcp://").unwrap().parse().unwrap();
     drop(controller);
-    Served::bound(1 << 30, |options| options.listen = Some(address))
+    TestDaemon::with_options(1 << 30, |options| options.listen = Some(address))
 }
 
 #[test]
 fn contribution_from_before_restart_cannot_commit_later_put() {
-    let controller = Served::new(1 << 30);
-    let proxy_daemon = Served::under(&controller);
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
     let mut raw = RawTcpClient::greet(&proxy_daemon);
     let begin = |key: &str| {
         json!({"op": "begin", "key": key, "proposal": {"writer": 0, "writers": "0-1", "job": "run",
@@ -983,8 +983,8 @@ fn contribution_from_before_restart_cannot_commit_later_put() {
 
 #[test]
 fn version_prefetched_before_restart_is_not_served_after() {
-    let controller = Served::new(1 << 30);
-    let proxy_daemon = Served::under(&controller);
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
     let generator = proxy_daemon.connect();
     put(&controller.connect(), &model(1, 4), &PutOptions::default());
     generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
@@ -1001,7 +1001,7 @@ fn version_prefetched_before_restart_is_not_served_after() {
 
 #[test]
 fn unresponsive_proxy_daemon_does_not_block_readers() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let local = daemon.connect();
     put(&local, &model(1, 1), &PutOptions::default());
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -1019,8 +1019,8 @@ fn unresponsive_proxy_daemon_does_not_block_readers() {
 
 #[test]
 fn repeated_put_leaves_no_memory_at_proxy_daemon() {
-    let controller = Served::new(1 << 30);
-    let proxy_daemon = Served::under(&controller);
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
     let mut raw = RawTcpClient::greet(&proxy_daemon);
     let begin = json!({"op": "begin", "key": "policy", "proposal": {"writer": 0, "writers": "0-1",
         "job": "run", "number": 7, "file_len": MIB, "timeout": {"secs": 1, "nanos": 0}}});
@@ -1050,8 +1050,8 @@ fn repeated_put_leaves_no_memory_at_proxy_daemon() {
 
 #[test]
 fn first_read_from_lost_daemon_fails_as_unreachable() {
-    let controller = Served::new(1 << 30);
-    let proxy_daemon = Served::under(&controller);
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
     put(&proxy_daemon.connect(), &model(1, 4), &PutOptions::default());
     drop(proxy_daemon);
     let local = controller.connect();
@@ -1063,7 +1063,7 @@ fn first_read_from_lost_daemon_fails_as_unreachable() {
 
 #[test]
 fn unreachable_proxy_daemon_fails_commit_as_unreachable() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let mut raw = RawTcpClient::greet(&daemon);
     let (begun, _) = raw.request(&begin_at_proxy_daemon("0", "tcp://127.0.0.1:7").to_string(), b"");
     let commit = json!({"op": "commit", "contribution": begun["begun"]["contribution"],
@@ -1074,7 +1074,7 @@ fn unreachable_proxy_daemon_fails_commit_as_unreachable() {
 
 #[test]
 fn unresponsive_proxy_daemon_does_not_block_other_keys() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let local = daemon.connect();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp://{}", listener.local_addr().unwrap());
@@ -1101,7 +1101,7 @@ fn read_request_cannot_leave_store_directory() {
     let (folder, root) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let secret = folder.path().join("daemon.key");
     std::fs::write(&secret, "PRIVATE").unwrap();
-    let daemon = Served::over(root.path());
+    let daemon = TestDaemon::with_root(root.path());
     let mut raw = RawTcpClient::greet(&daemon);
     let absolute = secret.display().to_string();
     let parents = root.path().canonicalize().unwrap().components().skip(1).map(|_| "../").collect();
@@ -1116,8 +1116,8 @@ fn read_request_cannot_leave_store_directory() {
 
 #[test]
 fn waiting_requests_at_proxy_daemon_do_not_block_puts() {
-    let controller = Served::new(1 << 30);
-    let proxy_daemon = Served::under(&controller);
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
     let newer = json!({"op": "newer", "key": "policy", "patience": {"secs": 600, "nanos": 0}});
     let mut waiting = [RawTcpClient::greet(&proxy_daemon), RawTcpClient::greet(&proxy_daemon)];
     for raw in &mut waiting {
@@ -1136,8 +1136,8 @@ fn waiting_requests_at_proxy_daemon_do_not_block_puts() {
 
 #[test]
 fn cancel_at_proxy_daemon_reaches_controller() {
-    let controller = Served::new(1 << 30);
-    let proxy_daemon = Served::under(&controller);
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
     let begin = |number: u64, seconds: u64| {
         let proposal = json!({"writer": 0, "writers": "0-1", "job": "j", "number": number,
             "file_len": 9, "timeout": {"secs": seconds, "nanos": 0}});

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use tssd_format::{Archive, ChunkPolicy, Layout, Options};
 use tssd_tests::corpus::{self, Input};
-use tssd_tests::fuzz::{TARGETS, compacted, expanded, python_differs};
+use tssd_tests::fuzz::{TARGETS, compact, expand, python_difference};
 use tssd_tests::vectors::{self, Content, vectors};
 
 fn inputs(target: &str) -> Vec<Input> {
@@ -30,7 +30,7 @@ fn python_reader_agrees_on_corpora() {
     let mut count = 0;
     for input in inputs("index").into_iter().chain(inputs("readers")) {
         count += 1;
-        if let Some(difference) = python_differs(&expanded(&input.bytes)) {
+        if let Some(difference) = python_difference(&expand(&input.bytes)) {
             differences.push(format!("{}: {difference}", input.name));
         }
     }
@@ -70,7 +70,7 @@ fn write_seeds() {
             files.push((vector.name.to_owned(), bytes));
         }
     }
-    let invalid = [folder.join("invalid"), vectors::generated().to_owned()];
+    let invalid = [folder.join("invalid"), vectors::generated_folder().to_owned()];
     for entry in invalid.iter().flat_map(|folder| folder.read_dir().unwrap()).map(Result::unwrap) {
         if entry.path().is_file() {
             let name = entry.file_name().into_string().unwrap();
@@ -82,12 +82,12 @@ fn write_seeds() {
             write("parse", &name, &bytes);
         }
         if bytes.len() >= 4264
-            && let Some(compact) = compacted(&bytes)
+            && let Some(compact) = compact(&bytes)
         {
             write("index", &name, &compact);
             write("readers", &name, &compact);
         }
-        if let Some(compact) = with_fine_chunks(&bytes).as_deref().and_then(compacted) {
+        if let Some(compact) = with_fine_chunks(&bytes).as_deref().and_then(compact) {
             write("index", &format!("{name}.fine"), &compact);
             write("readers", &format!("{name}.fine"), &compact);
         }

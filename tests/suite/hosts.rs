@@ -9,15 +9,17 @@ use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::Store;
 use tssd_store::ledger::{Reason, Refusal};
 use tssd_store::{Credentials, Durability, ErrorKind, GetOptions, Key, PutOptions};
-use tssd_tests::authority::Authority;
-use tssd_tests::command::{Serve, binary};
+use tssd_tests::authority::CertificateAuthority;
+use tssd_tests::command::{DaemonProcess, binary};
 use tssd_tests::etcd::Etcd;
-use tssd_tests::served::Served;
-use tssd_tests::steps::{eventually, key, options, part, publish, publish_as, read};
+use tssd_tests::served::TestDaemon;
+use tssd_tests::steps::{
+    key, options, publish, publish_with_durability, read_step, step_part, wait_until,
+};
 
 /// Starts a daemon that stores its ledgers in etcd, and retains 2 versions.
-fn start_host(etcd: &Etcd) -> Served {
-    Served::bound(1 << 30, |options| {
+fn start_host(etcd: &Etcd) -> TestDaemon {
+    TestDaemon::with_options(1 << 30, |options| {
         options.meta = Some(etcd.url());
         options.keep = 2.try_into().unwrap();
     })
@@ -37,11 +39,11 @@ fn lost_writers(error: &tssd_store::Error) -> Option<String> {
 fn puts_from_several_hosts_form_one_version() {
     let mut etcd = Etcd::start(1);
     let hosts = [start_host(&etcd), start_host(&etcd), start_host(&etcd)];
-    let stores = hosts.each_ref().map(Served::connect);
+    let stores = hosts.each_ref().map(TestDaemon::connect);
     for (host, store) in hosts.iter().zip(&stores) {
         assert_eq!(known_hosts(store), (hosts.each_ref().map(address).into(), vec![address(host)]));
     }
-    let remote = hosts[2].connect_far();
+    let remote = hosts[2].connect_tcp();
     let waiting_store = hosts[2].connect();
     let waiter = std::thread::spawn(move || {
         waiting_store.wait_for_version(&key(), 6, Duration::from_mins(1)).unwrap()
@@ -49,16 +51,16 @@ fn puts_from_several_hosts_form_one_version() {
     for step in 1..=6 {
         publish(&stores[..2], step);
         for store in stores.iter().chain([&remote]) {
-            assert_eq!(read(store, None, 2).unwrap(), step);
+            assert_eq!(read_step(store, None, 2).unwrap(), step);
         }
     }
     waiter.join().unwrap();
-    assert_eq!(read(&stores[2], Some(5), 2).unwrap(), 5, "two versions are retained");
-    let error = read(&stores[2], Some(4), 2).unwrap_err();
+    assert_eq!(read_step(&stores[2], Some(5), 2).unwrap(), 5, "two versions are retained");
+    let error = read_step(&stores[2], Some(4), 2).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
     // The daemons that store the archives learn which ones are no longer needed.
     for store in &stores {
-        eventually("the daemons free the memory of retired versions", || {
+        wait_until("the daemons free the memory of retired versions", || {
             let memory = store.status().unwrap().memory;
             memory.used - memory.warm < 28 << 20
         });
@@ -69,19 +71,19 @@ fn puts_from_several_hosts_form_one_version() {
     assert_eq!(stores[2].delete(&key(), None).unwrap(), 2);
     assert_eq!(stores[0].keys(None).unwrap(), [] as [Key; 0]);
     for store in &stores {
-        eventually("the daemons free replicas of deleted versions", || {
+        wait_until("the daemons free replicas of deleted versions", || {
             let memory = store.status().unwrap().memory;
             memory.used - memory.warm < 12 << 20
         });
     }
     // `status` works while etcd is unreachable.
-    etcd.kill(0);
+    etcd.kill_member(0);
     let status = stores[0].status().unwrap();
     assert_eq!(status.hosts, []);
     assert!(status.hosts_error.is_some());
 }
 
-fn address(host: &Served) -> String {
+fn address(host: &TestDaemon) -> String {
     host.address().to_owned()
 }
 
@@ -99,19 +101,19 @@ fn host_loss_loses_only_data_without_replicas() {
     let stores = [first.connect(), second.connect()];
     let reader = third.connect();
     let reader_key = Key::new("own").unwrap();
-    reader.put_state_dict(&reader_key, &part(1, 0, 1), &PutOptions::default()).unwrap();
+    reader.put_state_dict(&reader_key, &step_part(1, 0, 1), &PutOptions::default()).unwrap();
     publish(&stores[..1], 1);
     // Writer 0 commits last, so its host, which survives, stores the manifest. The manifest tells what is lost.
     for writer in [1, 0] {
         let store = &stores[usize::try_from(writer).unwrap()];
-        store.put_state_dict(&key(), &part(2, writer, 2), &options(2, writer, 2)).unwrap();
+        store.put_state_dict(&key(), &step_part(2, writer, 2), &options(2, writer, 2)).unwrap();
     }
     assert_eq!(reader.wait_for_version(&key(), 2, Duration::ZERO).unwrap().number, 2);
     drop(second);
     let mut last_error = String::new();
     // Until its session expires, the host is only unreachable.
-    eventually("the version of the lost host is dropped", || {
-        let error = read(&reader, Some(2), 2).unwrap_err();
+    wait_until("the version of the lost host is dropped", || {
+        let error = read_step(&reader, Some(2), 2).unwrap_err();
         last_error = error.to_string();
         assert!(matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Unreachable), "{error}");
         lost_writers(&error).as_deref() == Some("1")
@@ -120,18 +122,18 @@ fn host_loss_loses_only_data_without_replicas() {
     let expected = "the hosts that kept the archives of writers 1 have ended, and with them weight[64:128, 0:4096]";
     assert!(last_error.contains(expected), "{last_error}");
     // The previous version and the data of other hosts are still readable.
-    assert_eq!(read(&reader, None, 1).unwrap(), 1);
+    assert_eq!(read_step(&reader, None, 1).unwrap(), 1);
     assert!(reader.get_state_dict(&reader_key, &GetOptions::default()).is_ok());
     // Further puts succeed.
     publish(&stores[..1], 3);
-    assert_eq!(read(&reader, None, 1).unwrap(), 3);
+    assert_eq!(read_step(&reader, None, 1).unwrap(), 3);
 }
 
 /// Starts a daemon with its ledgers in etcd as a separate process.
-fn start_process(etcd: &Etcd, folder: &Path, extra: &[&str]) -> Serve {
+fn start_process(etcd: &Etcd, folder: &Path, extra: &[&str]) -> DaemonProcess {
     let meta = etcd.url();
     let args = ["--meta", &meta, "--listen", "127.0.0.1:0", "--keep", "2"];
-    Serve::start(folder, &[&args, extra].concat())
+    DaemonProcess::start(folder, &[&args, extra].concat())
 }
 
 #[test]
@@ -140,7 +142,7 @@ fn lost_hosts_are_detected_and_resumed_host_sees_dropped_version() {
     let folders: Vec<_> = (0..3).map(|_| tempfile::tempdir().unwrap()).collect();
     let [first, stopped, killed] =
         [0, 1, 2].map(|host: usize| start_process(&etcd, folders[host].path(), &[]));
-    let stores = [&first, &stopped, &killed].map(Serve::connect);
+    let stores = [&first, &stopped, &killed].map(DaemonProcess::connect);
     let other = Key::new("other").unwrap();
     let get = |store: &Store, key: &Key| store.get_state_dict(key, &GetOptions::default());
     publish(&stores[..2], 1);
@@ -151,21 +153,21 @@ fn lost_hosts_are_detected_and_resumed_host_sees_dropped_version() {
     stores[0].put_state_dict(&leased_key, &large, &PutOptions::default()).unwrap();
     let view = get(&stores[2], &leased_key).unwrap();
     for _ in 0..2 {
-        stores[0].put_state_dict(&leased_key, &part(1, 0, 1), &PutOptions::default()).unwrap();
+        stores[0].put_state_dict(&leased_key, &step_part(1, 0, 1), &PutOptions::default()).unwrap();
     }
-    stores[2].put_state_dict(&other, &part(1, 0, 1), &options(1, 0, 1)).unwrap();
-    assert_eq!(read(&stores[2], None, 2).unwrap(), 1);
+    stores[2].put_state_dict(&other, &step_part(1, 0, 1), &options(1, 0, 1)).unwrap();
+    assert_eq!(read_step(&stores[2], None, 2).unwrap(), 1);
     // Other writers do not wait for the put that is in flight on the stopped host.
     let put_options = options(2, 1, 2);
     stopped.signal(Signal::STOP);
     killed.signal(Signal::KILL);
-    etcd.kill(0);
+    etcd.kill_member(0);
     std::thread::scope(|scope| {
         let delayed_put =
-            scope.spawn(|| stores[1].put_state_dict(&key(), &part(2, 1, 2), &put_options));
-        eventually("the versions of both lost hosts are dropped", || {
+            scope.spawn(|| stores[1].put_state_dict(&key(), &step_part(2, 1, 2), &put_options));
+        wait_until("the versions of both lost hosts are dropped", || {
             let results =
-                [read(&stores[0], Some(1), 2).map(drop), get(&stores[0], &other).map(drop)];
+                [read_step(&stores[0], Some(1), 2).map(drop), get(&stores[0], &other).map(drop)];
             let mut errors = results.into_iter().map(Result::err);
             errors.all(|error| error.is_some_and(|error| lost_writers(&error).is_some()))
         });
@@ -175,13 +177,13 @@ fn lost_hosts_are_detected_and_resumed_host_sees_dropped_version() {
         let error = delayed_put.join().unwrap().unwrap_err();
         assert!(error.refusal().is_some(), "{error}");
     });
-    assert_eq!(read(&stores[1], None, 1).unwrap(), 3);
-    let error = read(&stores[1], Some(1), 2).unwrap_err();
+    assert_eq!(read_step(&stores[1], None, 1).unwrap(), 3);
+    let error = read_step(&stores[1], Some(1), 2).unwrap_err();
     assert_eq!(lost_writers(&error).as_deref(), Some("1"), "{error}");
     publish(&stores[..2], 4);
-    assert_eq!(read(&stores[0], None, 2).unwrap(), 4);
+    assert_eq!(read_step(&stores[0], None, 2).unwrap(), 4);
     for store in &stores[..2] {
-        eventually("the daemons free lost versions and leases of lost readers", || {
+        wait_until("the daemons free lost versions and leases of lost readers", || {
             let memory = store.status().unwrap().memory;
             memory.used - memory.warm < 28 << 20
         });
@@ -192,17 +194,17 @@ fn lost_hosts_are_detected_and_resumed_host_sees_dropped_version() {
 #[test]
 fn put_takes_at_most_ten_etcd_requests() {
     let etcd = Etcd::start(1);
-    let daemon = Served::bound(1 << 30, |options| {
+    let daemon = TestDaemon::with_options(1 << 30, |options| {
         options.meta = Some(etcd.url());
         options.keep = 100.try_into().unwrap();
     });
     let store = daemon.connect();
     let mut fewest = u64::MAX;
     for step in 1..=8 {
-        let before = etcd.requests();
-        store.put_state_dict(&key(), &part(step, 0, 1), &options(step, 0, 1)).unwrap();
+        let before = etcd.kv_requests();
+        store.put_state_dict(&key(), &step_part(step, 0, 1), &options(step, 0, 1)).unwrap();
         // The minimum excludes the requests of the periodic maintenance, which may run during a put.
-        fewest = fewest.min(etcd.requests() - before);
+        fewest = fewest.min(etcd.kv_requests() - before);
     }
     assert!(fewest <= 10, "{fewest} requests");
 }
@@ -212,7 +214,7 @@ fn versions_in_bucket_outlive_hosts() {
     let (etcd, bucket) = (Etcd::start(1), tempfile::tempdir().unwrap());
     let url = format!("file:{}", bucket.path().display());
     let start_host = || {
-        Served::bound(1 << 30, |options| {
+        TestDaemon::with_options(1 << 30, |options| {
             options.meta = Some(etcd.url());
             options.bucket = Some(url.clone());
         })
@@ -221,29 +223,29 @@ fn versions_in_bucket_outlive_hosts() {
     let trainers = [first.connect(), second.connect()];
     let generator = third.connect();
     // The put that completes the upload reports `stored`.
-    let reports = publish_as(&trainers, 1, Durability::Object);
+    let reports = publish_with_durability(&trainers, 1, Durability::Object);
     assert!(reports.iter().any(|report| report.stored), "{reports:?}");
     publish(&trainers, 2);
     drop(second);
     // The host was lost before version 2 was in the bucket. Version 1 is complete.
-    eventually("the version of the lost host is dropped", || {
-        read(&generator, Some(2), 2)
+    wait_until("the version of the lost host is dropped", || {
+        read_step(&generator, Some(2), 2)
             .is_err_and(|error| lost_writers(&error).as_deref() == Some("1"))
     });
-    assert_eq!(read(&generator, None, 2).unwrap(), 1);
+    assert_eq!(read_step(&generator, None, 2).unwrap(), 1);
     assert!(third.metric(r#"tssd_restored_bytes_total{why="alone"}"#) > 0.0);
     drop((first, trainers, generator, third));
     // All hosts and their ledgers in etcd are lost.
     let new_etcd = Etcd::start(1);
-    let daemon = Served::bound(1 << 30, |options| {
+    let daemon = TestDaemon::with_options(1 << 30, |options| {
         options.meta = Some(new_etcd.url());
         options.bucket = Some(url.clone());
     });
     let store = daemon.connect();
     assert_eq!(store.keys(None).unwrap(), [key()]);
-    assert_eq!(read(&store, None, 2).unwrap(), 1);
-    publish_as(std::slice::from_ref(&store), 2, Durability::Object);
-    assert_eq!(read(&Store::connect(&url).unwrap(), None, 1).unwrap(), 2);
+    assert_eq!(read_step(&store, None, 2).unwrap(), 1);
+    publish_with_durability(std::slice::from_ref(&store), 2, Durability::Object);
+    assert_eq!(read_step(&Store::connect(&url).unwrap(), None, 1).unwrap(), 2);
 }
 
 #[test]
@@ -253,42 +255,42 @@ fn reads_fall_back_to_bucket_if_host_does_not_respond() {
     let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let [first, stopped] =
         folders.each_ref().map(|folder| start_process(&etcd, folder.path(), &["--bucket", &url]));
-    let reader = Served::bound(1 << 30, |options| {
+    let reader = TestDaemon::with_options(1 << 30, |options| {
         options.meta = Some(etcd.url());
         options.bucket = Some(url.clone());
     });
     let trainers = [first.connect(), stopped.connect()];
     let generator = reader.connect();
-    publish_as(&trainers, 1, Durability::Object);
-    assert_eq!(read(&generator, None, 2).unwrap(), 1);
+    publish_with_durability(&trainers, 1, Durability::Object);
+    assert_eq!(read_step(&generator, None, 2).unwrap(), 1);
     // As long as the hosts respond, the bytes come from them.
     let restored =
         |why: &str| reader.metric(&format!("tssd_restored_bytes_total{{why=\"{why}\"}}"));
     assert!(reader.metric(r#"tssd_leased_bytes_total{source="origin"}"#) > 0.0);
     assert!(restored("unanswered") + restored("alone") < 1.0);
-    publish_as(&trainers, 2, Durability::Object);
+    publish_with_durability(&trainers, 2, Durability::Object);
     stopped.signal(Signal::STOP);
     // Until its session expires, the stopped host is listed but does not respond.
-    assert_eq!(read(&generator, None, 2).unwrap(), 2);
+    assert_eq!(read_step(&generator, None, 2).unwrap(), 2);
     assert!(restored("unanswered") > 0.0);
     assert!(restored("alone") < 1.0);
     stopped.signal(Signal::CONT);
-    publish_as(&trainers, 3, Durability::Object);
-    assert_eq!(read(&generator, None, 2).unwrap(), 3);
+    publish_with_durability(&trainers, 3, Durability::Object);
+    assert_eq!(read_step(&generator, None, 2).unwrap(), 3);
     // A reader that opened the version before the host was killed continues from the bucket.
-    publish_as(&trainers, 4, Durability::Object);
+    publish_with_durability(&trainers, 4, Durability::Object);
     let before = restored("unanswered");
     let opened = generator.open(&key(), &GetOptions::default()).unwrap();
     drop(stopped);
     let leaves: Vec<_> = opened.map(|leaf| leaf.unwrap()).collect();
     assert_eq!(leaves.len(), 2);
     assert!(restored("unanswered") > before);
-    assert_eq!(read(&generator, None, 2).unwrap(), 4);
+    assert_eq!(read_step(&generator, None, 2).unwrap(), 4);
 }
 
 #[test]
 fn daemons_authenticate_to_etcd_with_certificates_and_passwords() {
-    let (authority, foreign_authority) = (Authority::new(), Authority::new());
+    let (authority, foreign_authority) = (CertificateAuthority::new(), CertificateAuthority::new());
     let member = authority.issue("etcd", "127.0.0.1", |_| {});
     // etcd would take a common name in the certificate as the user name.
     let without_name = |params: &mut rcgen::CertificateParams| {
@@ -297,7 +299,7 @@ fn daemons_authenticate_to_etcd_with_certificates_and_passwords() {
     let trusted = authority.issue("host", "host", without_name);
     let untrusted = foreign_authority.issue("other", "host", without_name);
     let mut etcd = Etcd::start(1);
-    etcd.guard(&member.ca, &member.cert, &member.key);
+    etcd.enable_auth(&member.ca, &member.cert, &member.key);
 
     let variable = |name: &str, path: &Path| format!("ETCDCTL_{name}={}", path.display());
     let with_certificate = |credentials: &Credentials, ca: &Path| {
@@ -362,16 +364,18 @@ fn daemons_authenticate_to_etcd_with_certificates_and_passwords() {
         ["env"].into_iter().chain(environment.iter().map(String::as_str)).collect();
     let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let arguments = ["--memory-limit", "64MB", "--listen", "127.0.0.1:0", "--meta", &url];
-    let hosts = folders.each_ref().map(|folder| Serve::under(&command, folder.path(), &arguments));
-    let [first, second] = hosts.each_ref().map(Serve::connect);
+    let hosts = folders
+        .each_ref()
+        .map(|folder| DaemonProcess::start_by(&command, folder.path(), &arguments));
+    let [first, second] = hosts.each_ref().map(DaemonProcess::connect);
     for step in 1..=3 {
         publish(&[first.clone(), second.clone()], step);
-        assert_eq!(read(&second, None, 2).unwrap(), step);
+        assert_eq!(read_step(&second, None, 2).unwrap(), step);
         // Longer than the lifetime of an authentication token (1 second).
         std::thread::sleep(Duration::from_millis(2500));
     }
     // The daemons renew their sessions too: the lease of a session lasts 10 seconds.
     std::thread::sleep(Duration::from_secs(10));
     publish(&[first.clone(), second.clone()], 4);
-    assert_eq!(read(&first, None, 2).unwrap(), 4);
+    assert_eq!(read_step(&first, None, 2).unwrap(), 4);
 }

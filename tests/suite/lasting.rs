@@ -8,9 +8,11 @@ use rustix::process::Signal;
 use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::Store;
 use tssd_store::{Durability, ErrorKind, GetOptions, PutOptions};
-use tssd_tests::command::Serve;
-use tssd_tests::served::Served;
-use tssd_tests::steps::{eventually, key, options, part, publish, publish_as, read};
+use tssd_tests::command::DaemonProcess;
+use tssd_tests::served::TestDaemon;
+use tssd_tests::steps::{
+    key, options, publish, publish_with_durability, read_step, step_part, wait_until,
+};
 
 const OBJECT: Durability = Durability::Object;
 
@@ -19,8 +21,8 @@ fn bucket_url(folder: &Path) -> String {
 }
 
 /// Starts a daemon that replicates to the bucket `bucket`, and retains `keep` versions.
-fn daemon_with_bucket(bucket: &Path, keep: u32) -> Served {
-    Served::bound(1 << 30, |options| {
+fn daemon_with_bucket(bucket: &Path, keep: u32) -> TestDaemon {
+    TestDaemon::with_options(1 << 30, |options| {
         options.bucket = Some(bucket_url(bucket));
         options.keep = keep.try_into().unwrap();
     })
@@ -41,10 +43,10 @@ fn versions_in_bucket_outlive_daemon() {
     let [bucket, socket] = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let args = ["--bucket", &bucket_url(bucket.path())];
     {
-        let daemon = Serve::start(socket.path(), &args);
+        let daemon = DaemonProcess::start(socket.path(), &args);
         let stores = [daemon.connect(), daemon.connect()];
-        assert!(!publish_as(&stores, 1, Durability::Memory)[0].stored);
-        let reports = publish_as(&stores, 2, OBJECT);
+        assert!(!publish_with_durability(&stores, 1, Durability::Memory)[0].stored);
+        let reports = publish_with_durability(&stores, 2, OBJECT);
         assert!(reports.iter().any(|report| report.stored), "{reports:?}");
         assert!(reports.iter().any(|report| report.phases.store > 0.0), "{reports:?}");
         publish(&stores, 3);
@@ -52,15 +54,15 @@ fn versions_in_bucket_outlive_daemon() {
         assert_eq!(versions(&stores[0]), [(0, 2), (0, 3)]);
         daemon.signal(Signal::KILL);
     }
-    let daemon = Serve::start(socket.path(), &args);
+    let daemon = DaemonProcess::start(socket.path(), &args);
     let store = daemon.connect();
-    assert_eq!(read(&store, None, 2).unwrap(), 2);
+    assert_eq!(read_step(&store, None, 2).unwrap(), 2);
     // Version 3 was only in memory. Its number is free again, and its writer set no longer applies.
-    let report = store.put_state_dict(&key(), &part(3, 0, 1), &object_options(3)).unwrap();
+    let report = store.put_state_dict(&key(), &step_part(3, 0, 1), &object_options(3)).unwrap();
     assert!(report.stored);
     // A store on another host, with access to the bucket only, reads the version.
     let bucket_store = Store::connect(&bucket_url(bucket.path())).unwrap();
-    assert_eq!(read(&bucket_store, None, 1).unwrap(), 3);
+    assert_eq!(read_step(&bucket_store, None, 1).unwrap(), 3);
     assert_eq!(bucket_store.versions(&key()).unwrap()[0].id, report.id);
 }
 
@@ -69,14 +71,14 @@ fn version_is_restored_once_for_concurrent_readers() {
     let bucket = tempfile::tempdir().unwrap();
     {
         let daemon = daemon_with_bucket(bucket.path(), 1);
-        publish_as(&[daemon.connect(), daemon.connect()], 1, OBJECT);
+        publish_with_durability(&[daemon.connect(), daemon.connect()], 1, OBJECT);
     }
     let daemon = daemon_with_bucket(bucket.path(), 1);
     let stores: Vec<Store> = (0..4).map(|_| daemon.connect()).collect();
     std::thread::scope(|scope| {
-        for store in stores.iter().chain([&daemon.connect_far()]) {
+        for store in stores.iter().chain([&daemon.connect_tcp()]) {
             let store = store.clone();
-            scope.spawn(move || assert_eq!(read(&store, None, 2).unwrap(), 1));
+            scope.spawn(move || assert_eq!(read_step(&store, None, 2).unwrap(), 1));
         }
     });
     let restored = daemon.metric(r#"tssd_restored_bytes_total{why="alone"}"#);
@@ -85,7 +87,7 @@ fn version_is_restored_once_for_concurrent_readers() {
     assert!(restored > bytes && restored < bytes + max_manifest_bytes, "{restored} for {bytes}");
     // The restored version stays in memory until a newer one replaces it.
     drop(stores);
-    assert_eq!(read(&daemon.connect(), None, 2).unwrap(), 1);
+    assert_eq!(read_step(&daemon.connect(), None, 2).unwrap(), 1);
     assert!(daemon.metric(r#"tssd_restored_bytes_total{why="alone"}"#) <= restored);
 }
 
@@ -96,7 +98,7 @@ fn bucket_follows_retention_pins_and_deletions() {
     let (store, bucket_store) =
         (daemon.connect(), Store::connect(&bucket_url(bucket.path())).unwrap());
     let put =
-        |step| store.put_state_dict(&key(), &part(step, 0, 1), &object_options(step)).unwrap();
+        |step| store.put_state_dict(&key(), &step_part(step, 0, 1), &object_options(step)).unwrap();
     for step in 1..=4 {
         assert!(put(step).stored);
         if step == 2 {
@@ -114,13 +116,13 @@ fn bucket_follows_retention_pins_and_deletions() {
     store
         .put_state_dict(
             &key(),
-            &part(3, 0, 1),
+            &step_part(3, 0, 1),
             &PutOptions { durability: Durability::Memory, ..rewound },
         )
         .unwrap();
     put(4);
     assert_eq!(versions(&bucket_store), [(1, 4)]);
-    assert_eq!(read(&bucket_store, None, 1).unwrap(), 4);
+    assert_eq!(read_step(&bucket_store, None, 1).unwrap(), 4);
     assert_eq!(store.delete(&key(), None).unwrap(), 1);
     assert_eq!(versions(&bucket_store), []);
     // A new daemon restores nothing.
@@ -128,7 +130,11 @@ fn bucket_follows_retention_pins_and_deletions() {
     let daemon = daemon_with_bucket(bucket.path(), 2);
     assert_eq!(daemon.connect().keys(None).unwrap(), []);
     assert_eq!(
-        daemon.connect().put_state_dict(&key(), &part(5, 0, 1), &object_options(5)).unwrap().epoch,
+        daemon
+            .connect()
+            .put_state_dict(&key(), &step_part(5, 0, 1), &object_options(5))
+            .unwrap()
+            .epoch,
         1
     );
 }
@@ -140,7 +146,8 @@ fn unavailable_bucket_delays_only_object_durability() {
     std::fs::create_dir(&bucket).unwrap();
     let daemon = daemon_with_bucket(&bucket, 1);
     let store = daemon.connect();
-    let put = |step, options: &PutOptions| store.put_state_dict(&key(), &part(step, 0, 1), options);
+    let put =
+        |step, options: &PutOptions| store.put_state_dict(&key(), &step_part(step, 0, 1), options);
     assert!(put(1, &object_options(1)).unwrap().stored);
     std::fs::rename(&bucket, &away).unwrap();
     let short_timeout =
@@ -148,11 +155,11 @@ fn unavailable_bucket_delays_only_object_durability() {
     let error = put(2, &short_timeout(2)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     assert!(error.to_string().contains("in memory, and not in the bucket"), "{error}");
-    assert_eq!(read(&store, None, 1).unwrap(), 2);
+    assert_eq!(read_step(&store, None, 1).unwrap(), 2);
     let mut pending =
-        store.put_state_dict_later(&key(), &part(3, 0, 1), &object_options(3)).unwrap();
+        store.put_state_dict_later(&key(), &step_part(3, 0, 1), &object_options(3)).unwrap();
     assert!(pending.committed().unwrap().visible);
-    assert_eq!(read(&store, None, 1).unwrap(), 3);
+    assert_eq!(read_step(&store, None, 1).unwrap(), 3);
     // Two uploads are pending. A third put with durability `object` waits, a put to memory does not.
     let error = put(4, &short_timeout(4)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
@@ -160,7 +167,7 @@ fn unavailable_bucket_delays_only_object_durability() {
     put(4, &PutOptions { durability: Durability::Memory, ..short_timeout(4) }).unwrap();
     let status = store.status().unwrap();
     assert_eq!(status.uploads.iter().map(|upload| upload.version).collect::<Vec<_>>(), [2, 3]);
-    eventually("the upload reports its error", || {
+    wait_until("the upload reports its error", || {
         store.status().unwrap().uploads[0]
             .error
             .as_ref()
@@ -173,7 +180,7 @@ fn unavailable_bucket_delays_only_object_durability() {
     assert_eq!(versions(&store), [(0, 3), (0, 4)]);
     assert_eq!(store.status().unwrap().uploads, []);
     assert!(put(5, &object_options(5)).unwrap().stored);
-    eventually("the daemon frees the memory of retired versions", || {
+    wait_until("the daemon frees the memory of retired versions", || {
         let memory = store.status().unwrap().memory;
         memory.used - memory.warm < 10_000_000
     });
@@ -185,12 +192,13 @@ fn daemon_finishes_pending_uploads_on_sigterm() {
     let url = bucket_url(bucket.path());
     // At 2 MB/s, the uploads of two versions of 2 MiB take more than one second.
     let args = ["--bucket", &url, "--bucket-rate", "2MB"];
-    let mut daemon = Serve::start(socket.path(), &args);
+    let mut daemon = DaemonProcess::start(socket.path(), &args);
     let store = daemon.connect();
     let started = Instant::now();
     let pending = [1, 2].map(|step| {
-        let mut pending =
-            store.put_state_dict_later(&key(), &part(step, 0, 1), &object_options(step)).unwrap();
+        let mut pending = store
+            .put_state_dict_later(&key(), &step_part(step, 0, 1), &object_options(step))
+            .unwrap();
         assert!(pending.committed().unwrap().visible);
         pending
     });
@@ -201,32 +209,35 @@ fn daemon_finishes_pending_uploads_on_sigterm() {
     }
     assert!(daemon.process.wait().unwrap().success());
     assert!(started.elapsed() > Duration::from_secs(1), "{:?}", started.elapsed());
-    assert_eq!(read(&Store::connect(&url).unwrap(), None, 1).unwrap(), 2);
+    assert_eq!(read_step(&Store::connect(&url).unwrap(), None, 1).unwrap(), 2);
 }
 
 #[test]
 fn object_durability_without_bucket_is_refused() {
-    let daemon = Served::new(1 << 30);
+    let daemon = TestDaemon::new(1 << 30);
     let folder = tempfile::tempdir().unwrap();
     let stores =
         [daemon.connect(), Store::memory().unwrap(), Store::directory(folder.path()).unwrap()];
     for store in stores {
-        let error = store.put_state_dict(&key(), &part(1, 0, 1), &object_options(1)).unwrap_err();
+        let error =
+            store.put_state_dict(&key(), &step_part(1, 0, 1), &object_options(1)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
         assert!(error.to_string().contains("bucket"), "{error}");
     }
     // A proxy daemon refuses durable puts, and names the address of its controller.
-    let proxy_daemon = Served::under(&daemon);
+    let proxy_daemon = TestDaemon::with_controller(&daemon);
     for durability in [Durability::Disk, OBJECT] {
         let options = PutOptions { durability, ..options(1, 0, 1) };
-        let error =
-            proxy_daemon.connect().put_state_dict(&key(), &part(1, 0, 1), &options).unwrap_err();
+        let error = proxy_daemon
+            .connect()
+            .put_state_dict(&key(), &step_part(1, 0, 1), &options)
+            .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
         assert!(error.to_string().contains(daemon.address()), "{error}");
     }
     for wrong in ["tcp://127.0.0.1:1", "memory:", "unix:default", "elsewhere"] {
         let bound = std::panic::catch_unwind(|| {
-            Served::bound(1 << 30, |options| options.bucket = Some(wrong.to_owned()))
+            TestDaemon::with_options(1 << 30, |options| options.bucket = Some(wrong.to_owned()))
         });
         assert!(bound.is_err(), "{wrong}");
     }
@@ -240,10 +251,11 @@ fn deleted_version_is_not_uploaded() {
     let (url, daemon) = (bucket_url(&bucket), daemon_with_bucket(&bucket, 2));
     let store = daemon.connect();
     let put =
-        |step| store.put_state_dict(&key(), &part(step, 0, 1), &object_options(step)).unwrap();
+        |step| store.put_state_dict(&key(), &step_part(step, 0, 1), &object_options(step)).unwrap();
     assert!(put(1).stored);
     std::fs::rename(&bucket, &away).unwrap();
-    let later = |step| store.put_state_dict_later(&key(), &part(step, 0, 1), &object_options(step));
+    let later =
+        |step| store.put_state_dict_later(&key(), &step_part(step, 0, 1), &object_options(step));
     let pending = [2, 3].map(|step| {
         let mut pending = later(step).unwrap();
         assert!(pending.committed().unwrap().visible);
@@ -274,13 +286,13 @@ fn pin_is_replicated_with_its_version() {
     let store = daemon.connect();
     std::fs::rename(&bucket, &away).unwrap();
     let mut pending =
-        store.put_state_dict_later(&key(), &part(1, 0, 1), &object_options(1)).unwrap();
+        store.put_state_dict_later(&key(), &step_part(1, 0, 1), &object_options(1)).unwrap();
     assert!(pending.committed().unwrap().visible);
     store.pin(&key(), Some(1), "best").unwrap();
     assert_eq!(store.pins(&key()).unwrap()["best"], 1);
     std::fs::rename(&away, &bucket).unwrap();
     assert!(pending.wait().unwrap().stored);
-    store.put_state_dict(&key(), &part(2, 0, 1), &object_options(2)).unwrap();
+    store.put_state_dict(&key(), &step_part(2, 0, 1), &object_options(2)).unwrap();
     let bucket_store = Store::connect(&url).unwrap();
     assert_eq!(bucket_store.pins(&key()).unwrap()["best"], 1);
     assert_eq!(versions(&bucket_store), [(0, 1), (0, 2)]);
@@ -289,14 +301,16 @@ fn pin_is_replicated_with_its_version() {
 #[test]
 fn restore_fails_without_enough_memory() {
     let bucket = tempfile::tempdir().unwrap();
-    let put = |store: &Store| publish_as(&[store.clone(), store.clone()], 1, OBJECT);
+    let put = |store: &Store| publish_with_durability(&[store.clone(), store.clone()], 1, OBJECT);
     put(&daemon_with_bucket(bucket.path(), 1).connect());
     // Room for one of the two archives of 2 MiB.
-    let daemon = Served::bound(7 << 20, |options| options.bucket = Some(bucket_url(bucket.path())));
+    let daemon = TestDaemon::with_options(7 << 20, |options| {
+        options.bucket = Some(bucket_url(bucket.path()))
+    });
     let store = daemon.connect();
     let read = std::thread::spawn({
         let store = store.clone();
-        move || read(&store, None, 2).unwrap_err()
+        move || read_step(&store, None, 2).unwrap_err()
     });
     let error = read.join().unwrap();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
@@ -315,7 +329,7 @@ fn memory_of_durable_versions_is_evicted_on_demand() {
     for durability in [Durability::Object, Durability::Disk] {
         let folder = tempfile::tempdir().unwrap();
         // Room for two versions, not for three.
-        let daemon = Served::bound(24 << 20, |options| match durability {
+        let daemon = TestDaemon::with_options(24 << 20, |options| match durability {
             Durability::Object => options.bucket = Some(bucket_url(folder.path())),
             _ => options.root = Some(folder.path().to_owned()),
         });

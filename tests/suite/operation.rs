@@ -11,8 +11,8 @@ use rustix::process::{Pid, Signal};
 use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::{Daemon, Store};
 use tssd_store::{DaemonOptions, Durability, ErrorKind, GetOptions, Key, PutOptions};
-use tssd_tests::command::{Serve, binary};
-use tssd_tests::steps::{eventually, key, options, part, read};
+use tssd_tests::command::{DaemonProcess, binary};
+use tssd_tests::steps::{key, options, read_step, step_part, wait_until};
 
 /// A user's runtime directory. Dropping it stops the daemon whose socket is there.
 struct RuntimeDir(tempfile::TempDir);
@@ -239,11 +239,11 @@ fn daemon_serves_clients_of_other_pid_namespaces() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let daemon = Serve::under(&unshare, folder.path(), &["--memory-limit", "64MB"]);
+    let daemon = DaemonProcess::start_by(&unshare, folder.path(), &["--memory-limit", "64MB"]);
     let store = daemon.connect();
     for step in 1..=8 {
-        store.put_state_dict(&key(), &part(step, 0, 1), &options(step, 0, 1)).unwrap();
-        assert_eq!(read(&daemon.connect(), None, 1).unwrap(), step);
+        store.put_state_dict(&key(), &step_part(step, 0, 1), &options(step, 0, 1)).unwrap();
+        assert_eq!(read_step(&daemon.connect(), None, 1).unwrap(), step);
     }
     let opened = store.open(&key(), &GetOptions::default()).unwrap();
     let status = store.status().unwrap();
@@ -259,7 +259,7 @@ fn daemon_serves_clients_of_other_pid_namespaces() {
 fn daemon_completes_open_puts_and_rejects_new_ones_on_sigterm() {
     let [root, socket] = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let args = ["--root", root.path().to_str().unwrap()];
-    let mut daemon = Serve::start(socket.path(), &args);
+    let mut daemon = DaemonProcess::start(socket.path(), &args);
     let (store, other) = (daemon.connect(), daemon.connect());
     let durable = PutOptions { durability: Durability::Disk, ..PutOptions::default() };
     let mut publisher = store.publish(&key(), &durable, 1 << 20).unwrap();
@@ -268,8 +268,8 @@ fn daemon_completes_open_puts_and_rejects_new_ones_on_sigterm() {
     publisher.flush().unwrap();
     daemon.signal(Signal::TERM);
     let other_key = Key::new("another").unwrap();
-    eventually("the daemon rejects new puts", || {
-        match other.put_state_dict(&other_key, &part(1, 0, 1), &options(1, 0, 1)) {
+    wait_until("the daemon rejects new puts", || {
+        match other.put_state_dict(&other_key, &step_part(1, 0, 1), &options(1, 0, 1)) {
             Ok(_) => false,
             Err(error) => {
                 assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
@@ -281,7 +281,7 @@ fn daemon_completes_open_puts_and_rejects_new_ones_on_sigterm() {
     publisher.add("second", leaf(2)).unwrap();
     assert!(publisher.finish().unwrap().visible);
     assert!(daemon.process.wait().unwrap().success());
-    let store = Serve::start(socket.path(), &args);
+    let store = DaemonProcess::start(socket.path(), &args);
     let store = store.connect();
     for (fqn, step) in [("first", 1), ("second", 2)] {
         let tensor = store.get(&key(), fqn, &GetOptions::default()).unwrap();

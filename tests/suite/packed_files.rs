@@ -9,13 +9,13 @@ use tssd_format::safetensors::{
 use tssd_format::{
     Archive, Attrs, Dict, ErrorKind, MapKey, Options, StateDict, Tensor, TorchStoreStateDict, Value,
 };
-use tssd_tests::damage::repair;
+use tssd_tests::damage::repair_checksums;
 
-use crate::cli::{Place, library_file};
+use crate::cli::{Sandbox, safetensors_file};
 use crate::safetensors::{Files, small_directory};
 
 /// Writes files into a directory and its subdirectories.
-fn write_files(place: &Place, directory: &str, files: &Files) {
+fn write_files(place: &Sandbox, directory: &str, files: &Files) {
     for (name, bytes) in files {
         let path = place.path(directory).join(name);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -65,7 +65,7 @@ fn other_files() -> Files {
         ("limit", vec![b'x'; 4096]),
         ("merges.txt", vec![b'm'; 4097]),
         ("pytorch_model.bin", big),
-        ("original/consolidated.safetensors", library_file(None)),
+        ("original/consolidated.safetensors", safetensors_file(None)),
         ("original/params.json", b"{}".to_vec()),
         ("original/sub/.hidden", b"h".to_vec()),
         ("original/sub/model.safetensors", b"not what it says".to_vec()),
@@ -86,29 +86,29 @@ fn merge(mut files: Files, more: Files) -> Files {
     files
 }
 
-fn open_archive(place: &Place, name: &str) -> Archive {
+fn open_archive(place: &Sandbox, name: &str) -> Archive {
     Archive::from_bytes(place.read(name)).unwrap()
 }
 
 #[test]
 fn directory_roundtrips_byte_for_byte() {
-    let one = Files::from([(FILE_NAME.to_owned(), library_file(None))]);
+    let one = Files::from([(FILE_NAME.to_owned(), safetensors_file(None))]);
     for weights in [one, small_directory()] {
-        let place = Place::new();
+        let place = Sandbox::new();
         let files = merge(weights.clone(), other_files());
         write_files(&place, "model", &files);
         let json: Json =
-            serde_json::from_str(&place.expect(0, "pack model -o a.tssd --json")).unwrap();
+            serde_json::from_str(&place.run_with_code(0, "pack model -o a.tssd --json")).unwrap();
         let names: Vec<String> = other_files().into_keys().collect();
         assert_eq!(json["files"], json!(names));
         assert_eq!(json["left_alone"], json!([]));
-        place.expect(0, "verify --deep a.tssd");
-        assert!(place.expect(0, "roundtrip a.tssd").starts_with("identical"));
+        place.run_with_code(0, "verify --deep a.tssd");
+        assert!(place.run_with_code(0, "roundtrip a.tssd").starts_with("identical"));
 
         // The tensors come first, as in an archive without other files.
         let packed = open_archive(&place, "a.tssd").to_state_dict().unwrap();
         write_files(&place, "weights", &weights);
-        place.expect(0, "pack weights -o weights.tssd");
+        place.run_with_code(0, "pack weights -o weights.tssd");
         let weights_only = open_archive(&place, "weights.tssd").to_state_dict().unwrap();
         let mut expected = weights_only.entries().clone();
         let entry = |(name, bytes): (String, Vec<u8>)| (name, Value::Bytes(bytes.into()));
@@ -117,43 +117,43 @@ fn directory_roundtrips_byte_for_byte() {
 
         std::fs::create_dir(place.path("empty")).unwrap();
         for target in ["new/", "empty"] {
-            let json = place.expect(0, &format!("unpack a.tssd -o {target} --json"));
+            let json = place.run_with_code(0, &format!("unpack a.tssd -o {target} --json"));
             let json: Json = serde_json::from_str(&json).unwrap();
             assert_same(&read_files(&place.path(target)), &files);
             let len: usize = files.values().map(Vec::len).sum();
             assert_eq!(json["file_len"], len);
             assert_eq!(json["files"].as_array().unwrap().len(), files.len());
         }
-        let message = place.expect(5, "unpack a.tssd -o new");
+        let message = place.run_with_code(5, "unpack a.tssd -o new");
         assert!(message.contains("new is not empty"), "{message}");
         // Packing the unpacked directory writes the same archive.
-        place.expect(0, "pack new -o again.tssd");
+        place.run_with_code(0, "pack new -o again.tssd");
         assert!(place.read("again.tssd") == place.read("a.tssd"));
 
         // Another shard size changes the tensor files only.
-        place.expect(0, "unpack a.tssd -o split --shard-size 40");
+        place.run_with_code(0, "unpack a.tssd -o split --shard-size 40");
         let split = read_files(&place.path("split"));
         assert!(split.contains_key(INDEX_NAME));
         for (name, bytes) in other_files() {
             assert!(split[&name] == bytes, "{name}");
         }
         // A single safetensors file has the tensors only. The command names the files that it leaves out.
-        let message = place.expect(0, "unpack a.tssd -o one.safetensors");
+        let message = place.run_with_code(0, "unpack a.tssd -o one.safetensors");
         assert!(message.contains("left alone: 19 other files ( , --json, "), "{message}");
-        let json = place.expect(0, "unpack a.tssd -o one.safetensors --json");
+        let json = place.run_with_code(0, "unpack a.tssd -o one.safetensors --json");
         let json: Json = serde_json::from_str(&json).unwrap();
         assert_eq!(json["left_alone"], json!(names));
         let (dict, _) = import(place.read("one.safetensors")).unwrap();
         assert_eq!(dict.entries().len(), weights_only.entries().len());
 
         // A store keeps the other files, but not how the tensors were split into files.
-        place.expect(0, "put --store store key a.tssd");
-        place.expect(0, "get --store store key -o got.tssd");
-        place.expect(0, "unpack got.tssd -o got/");
+        place.run_with_code(0, "put --store store key a.tssd");
+        place.run_with_code(0, "get --store store key -o got.tssd");
+        place.run_with_code(0, "unpack got.tssd -o got/");
         let mut got = read_files(&place.path("got"));
         assert!(got.remove(FILE_NAME).is_some());
         assert_same(&got, &other_files());
-        let names = place.names();
+        let names = place.file_names();
         assert!(names.iter().all(|name| !name.starts_with('.')), "{names:?}");
     }
 }
@@ -162,7 +162,7 @@ fn directory_roundtrips_byte_for_byte() {
 #[test]
 fn pack_skips_hidden_folders_links_and_special_files() {
     use std::os::unix::fs::symlink;
-    let place = Place::new();
+    let place = Sandbox::new();
     let files = small_directory();
     write_files(&place, "model", &files);
     let hidden =
@@ -174,9 +174,9 @@ fn pack_skips_hidden_folders_links_and_special_files() {
     assert!(std::process::Command::new("mkfifo").arg(pipe).status().unwrap().success());
     std::fs::create_dir(place.path("model/nothing")).unwrap();
     // The archive leaves itself out.
-    place.expect(0, "pack model -o model/all.tssd");
+    place.run_with_code(0, "pack model -o model/all.tssd");
     let first = place.read("model/all.tssd");
-    let json = place.expect(0, "pack model -o model/all.tssd --json");
+    let json = place.run_with_code(0, "pack model -o model/all.tssd --json");
     let json: Json = serde_json::from_str(&json).unwrap();
     assert!(place.read("model/all.tssd") == first);
     let left_alone = [
@@ -191,13 +191,13 @@ fn pack_skips_hidden_folders_links_and_special_files() {
     ];
     assert_eq!(json["left_alone"], json!(left_alone));
     assert_eq!(json["files"], json!([]));
-    let message = place.expect(0, "pack model -o a.tssd");
+    let message = place.run_with_code(0, "pack model -o a.tssd");
     assert!(message.contains("1 other file, "), "{message}");
     assert!(
         message.contains("left alone: .cache, .git, circle, p\u{fffd}[2J and 3 more"),
         "{message}"
     );
-    place.expect(0, "unpack model/all.tssd -o out/");
+    place.run_with_code(0, "unpack model/all.tssd -o out/");
     assert_same(&read_files(&place.path("out")), &files);
 }
 
@@ -208,7 +208,7 @@ fn pack_skips_hidden_folders_links_and_special_files() {
 #[test]
 fn pack_follows_links_only_inside_directory_and_cache() {
     use std::os::unix::fs::symlink;
-    let place = Place::new();
+    let place = Sandbox::new();
     let files = merge(small_directory(), other_files());
     std::fs::create_dir_all(place.path("hub/blobs")).unwrap();
     for (number, (name, bytes)) in files.iter().enumerate() {
@@ -220,9 +220,9 @@ fn pack_follows_links_only_inside_directory_and_cache() {
     }
     symlink("hub/snapshots/rev", place.path("named")).unwrap();
     for name in ["hub/snapshots/rev", "named"] {
-        place.expect(0, &format!("pack {name} -o a.tssd"));
+        place.run_with_code(0, &format!("pack {name} -o a.tssd"));
         std::fs::create_dir(place.path("out")).unwrap();
-        place.expect(0, "unpack a.tssd -o out");
+        place.run_with_code(0, "unpack a.tssd -o out");
         assert_same(&read_files(&place.path("out")), &files);
         std::fs::remove_dir_all(place.path("out")).unwrap();
     }
@@ -230,25 +230,25 @@ fn pack_follows_links_only_inside_directory_and_cache() {
     place.write("hub/secret", b"secret");
     std::fs::rename(place.path("hub/blobs"), place.path("moved")).unwrap();
     symlink("../moved", place.path("hub/blobs")).unwrap();
-    let message = place.expect(5, "pack hub/snapshots/rev -o b.tssd");
+    let message = place.run_with_code(5, "pack hub/snapshots/rev -o b.tssd");
     assert!(message.contains("a link that leads out of the directory"), "{message}");
 
     write_files(&place, "model", &small_directory());
     symlink("part_0.safetensors", place.path("model/same")).unwrap();
-    place.expect(0, "pack model -o c.tssd");
-    place.expect(0, "unpack c.tssd -o c/");
+    place.run_with_code(0, "pack model -o c.tssd");
+    place.run_with_code(0, "unpack c.tssd -o c/");
     assert_eq!(read_files(&place.path("c"))["same"], small_directory()["part_0.safetensors"]);
     symlink("../hub/secret", place.path("model/config.json")).unwrap();
-    let message = place.expect(5, "pack model -o b.tssd");
+    let message = place.run_with_code(5, "pack model -o b.tssd");
     assert!(
         message.contains("config.json is a link") && message.contains("--follow-links"),
         "{message}"
     );
-    place.expect(0, "pack model -o d.tssd --follow-links");
-    place.expect(0, "unpack d.tssd -o d/");
+    place.run_with_code(0, "pack model -o d.tssd --follow-links");
+    place.run_with_code(0, "unpack d.tssd -o d/");
     assert_eq!(read_files(&place.path("d"))["config.json"], b"secret");
     std::fs::remove_file(place.path("hub/secret")).unwrap();
-    let message = place.expect(3, "pack model -o b.tssd");
+    let message = place.run_with_code(3, "pack model -o b.tssd");
     assert!(message.contains("config.json"), "{message}");
     assert!(!place.path("b.tssd").exists());
 }
@@ -260,12 +260,12 @@ fn pack_rejects_invalid_file_names() {
     use std::os::unix::ffi::OsStrExt;
     for name in [&b"a\nb"[..], b"a\\b", b"\xff", b"\xed\xa0\x80", b"\xc2\x85", b"Model.safetensors"]
     {
-        let place = Place::new();
+        let place = Sandbox::new();
         write_files(&place, "model", &small_directory());
         std::fs::write(place.path("model").join(OsStr::from_bytes(name)), b"x").unwrap();
-        let message = place.expect(5, "pack model -o a.tssd");
+        let message = place.run_with_code(5, "pack model -o a.tssd");
         assert!(message.contains("a name that no archive has"), "{message}");
-        assert_eq!(place.names(), ["model"]);
+        assert_eq!(place.file_names(), ["model"]);
     }
 }
 
@@ -354,16 +354,16 @@ fn unpack_rejects_forged_other_files() {
         (forged(Dict::from_iter([(MapKey::Bytes(b"a".to_vec().into()), bytes())])), "no plain"),
     ]);
     for (dict, words) in cases {
-        let place = Place::new();
+        let place = Sandbox::new();
         place.write_dict("in.tssd", &dict);
         std::fs::create_dir(place.path("empty")).unwrap();
         for target in ["new/", "empty/", "split --shard-size 1GB"] {
-            let message = place.expect(5, &format!("unpack in.tssd -o {target}"));
+            let message = place.run_with_code(5, &format!("unpack in.tssd -o {target}"));
             assert!(message.contains(words) && message.contains(".files"), "{words}: {message}");
             assert!(message.contains("safetensors OtherFile"), "{message}");
             assert!(!message.contains('\u{1b}'), "{message:?}");
         }
-        assert_eq!(place.names(), ["empty", "in.tssd"]);
+        assert_eq!(place.file_names(), ["empty", "in.tssd"]);
         assert_same(&read_files(&place.path("empty")), &Files::new());
         let error = Export::from_state_dict(&dict, &Attrs::new())
             .and_then(|export| export.directory().map(drop))
@@ -374,34 +374,34 @@ fn unpack_rejects_forged_other_files() {
 
 #[test]
 fn unpack_rejects_duplicate_names() {
-    let place = Place::new();
+    let place = Sandbox::new();
     let mut file = TorchStoreStateDict::from_state_dict(&with_names(&["name-1", "name-2"]))
         .unwrap()
         .as_bytes()
         .to_vec();
     let at = file.windows(6).position(|name| name == b"name-2").unwrap();
     file[at + 5] = b'1';
-    repair(&mut file);
+    repair_checksums(&mut file);
     place.write("in.tssd", &file);
-    let message = place.expect(1, "unpack in.tssd -o out/");
+    let message = place.run_with_code(1, "unpack in.tssd -o out/");
     assert!(message.contains("F-044 DuplicateKey"), "{message}");
-    assert_eq!(place.names(), ["in.tssd"]);
+    assert_eq!(place.file_names(), ["in.tssd"]);
 }
 
 /// A name that was free in the packed directory can be that of a tensor file of `unpack`.
 #[test]
 fn unpack_rejects_other_file_with_name_of_tensor_file() {
-    let place = Place::new();
+    let place = Sandbox::new();
     write_files(&place, "model", &small_directory());
     place.write("model/model-00001-of-00002.safetensors", b"stale");
-    place.expect(0, "pack model -o a.tssd");
-    place.expect(0, "unpack a.tssd -o out/");
-    let message = place.expect(5, "unpack a.tssd -o split --shard-size 40");
+    place.run_with_code(0, "pack model -o a.tssd");
+    place.run_with_code(0, "unpack a.tssd -o out/");
+    let message = place.run_with_code(5, "unpack a.tssd -o split --shard-size 40");
     assert!(message.contains("a file with tensors has this name"), "{message}");
     assert!(message.contains("model-00001-of-00002.safetensors"), "{message}");
-    place.expect(0, "unpack a.tssd -o whole --shard-size 5GB");
+    place.run_with_code(0, "unpack a.tssd -o whole --shard-size 5GB");
     assert_eq!(read_files(&place.path("whole")).len(), 2);
-    assert_eq!(place.names(), ["a.tssd", "model", "out", "whole"]);
+    assert_eq!(place.file_names(), ["a.tssd", "model", "out", "whole"]);
 }
 
 #[test]
@@ -410,16 +410,16 @@ fn pack_rejects_tensor_with_reserved_name() {
     let len = (header.len() as u64).to_le_bytes();
     let file = [&len[..], header.as_bytes(), &[7]].concat();
     assert_eq!(import(file.clone()).unwrap_err().kind(), ErrorKind::NotImportable);
-    let place = Place::new();
+    let place = Sandbox::new();
     write_files(&place, "one", &[(FILE_NAME.to_owned(), file.clone())].into());
     let index = json!({ "weight_map": { ".files": "x.safetensors" } }).to_string();
     let files = [("x.safetensors".to_owned(), file), (INDEX_NAME.to_owned(), index.into())];
     write_files(&place, "several", &files.into());
     for name in ["one", "several", "one/model.safetensors"] {
-        let message = place.expect(5, &format!("pack {name} -o out.tssd"));
+        let message = place.run_with_code(5, &format!("pack {name} -o out.tssd"));
         assert!(message.contains("the name is reserved"), "{message}");
     }
-    assert_eq!(place.names(), ["one", "several"]);
+    assert_eq!(place.file_names(), ["one", "several"]);
 }
 
 /// The unpacked file equals the packed one: compressed or raw, from memory or from a file.
@@ -427,11 +427,11 @@ fn pack_rejects_tensor_with_reserved_name() {
 fn other_file_is_written_in_pieces() {
     let content: Vec<u8> =
         (0..20_000_003_u32).map(|number| (number >> 7).to_le_bytes()[0]).collect();
-    let place = Place::new();
+    let place = Sandbox::new();
     write_files(&place, "model", &small_directory());
     place.write("model/big.bin", &content);
-    place.expect(0, "pack model -o a.tssd");
-    place.expect(0, "convert a.tssd -o packed.tssd --zstd --digest");
+    place.run_with_code(0, "pack model -o a.tssd");
+    place.run_with_code(0, "convert a.tssd -o packed.tssd --zstd --digest");
     let content_of = |file: AuxiliaryFile<'_>| {
         let mut bytes = Vec::new();
         file.write_to(&mut bytes).unwrap();

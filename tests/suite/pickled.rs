@@ -11,7 +11,7 @@ use tssd_format::{Archive, StateDict, Tensor};
 
 use tssd_tests::command::binary;
 
-use super::cli::Place;
+use super::cli::Sandbox;
 
 /// First bytes of a file of `torch.save`: a zip file.
 const ZIP: &[u8] = b"PK\x03\x04\x00\x00\x08\x08\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x12\x00";
@@ -23,8 +23,8 @@ const FRAMED: &[u8] =
     b"\x80\x04\x95\x0d\x00\x00\x00\x00\x00\x00\x00\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x04M\xe9\x03.\x80\x04";
 
 /// Creates one file of each kind, a DCP directory, the expected archive and a stand-in for Python.
-fn create_inputs() -> Place {
-    let place = Place::new();
+fn create_inputs() -> Sandbox {
+    let place = Sandbox::new();
     place.write("zip.pt", &[ZIP, &[7; 100]].concat());
     place.write("legacy.pt", LEGACY);
     place.write("framed.pt", FRAMED);
@@ -41,7 +41,7 @@ fn create_inputs() -> Place {
 }
 
 /// Returns the command. Its Python runs the shell script `as_python`.
-fn command(place: &Place, as_python: &str, args: &str) -> Command {
+fn command(place: &Sandbox, as_python: &str, args: &str) -> Command {
     let mut command = place.command();
     command.env("VIRTUAL_ENV", place.path("venv")).env("AS_PYTHON", as_python);
     command.args(args.split_whitespace());
@@ -55,7 +55,7 @@ fn code_and_text(output: Output) -> (Option<i32>, String) {
 }
 
 #[track_caller]
-fn run(place: &Place, as_python: &str, args: &str) -> (Option<i32>, String) {
+fn run(place: &Sandbox, as_python: &str, args: &str) -> (Option<i32>, String) {
     code_and_text(command(place, as_python, args).output().unwrap())
 }
 
@@ -65,7 +65,7 @@ const SUCCEED: &str = r#"cp read.tssd "$new""#;
 #[test]
 fn convert_applies_options_to_pickled_files() {
     let place = create_inputs();
-    let before = place.names();
+    let before = place.file_names();
     for (input, file_len) in [("zip.pt", 128), ("legacy.pt", 32), ("framed.pt", 32), ("dcp", 30)] {
         let args = format!("convert {input} -o out.tssd --zstd --digest --align 4096 --json");
         let (code, message) = run(&place, SUCCEED, &args);
@@ -77,20 +77,20 @@ fn convert_applies_options_to_pickled_files() {
         let storage = archive.storage(0);
         assert!(storage.compressed_layout.is_some() && storage.digest.is_some());
         assert_eq!(storage.align_log2, 12);
-        place.expect(0, "diff read.tssd out.tssd");
+        place.run_with_code(0, "diff read.tssd out.tssd");
         std::fs::remove_file(place.path("out.tssd")).unwrap();
-        assert_eq!(place.names(), before);
+        assert_eq!(place.file_names(), before);
 
         let output = command(&place, SUCCEED, &format!("convert {input} -o -")).output().unwrap();
         assert_eq!(output.stdout, place.read("read.tssd"));
-        assert_eq!(place.names(), before);
+        assert_eq!(place.file_names(), before);
     }
 }
 
 #[test]
 fn convert_reports_failures_of_python() {
     let place = create_inputs();
-    let before = place.names();
+    let before = place.file_names();
     place.write("out.tssd", b"old");
     let mut expected_names = before.clone();
     expected_names.push("out.tssd".into());
@@ -120,7 +120,7 @@ fn convert_reports_failures_of_python() {
             assert!(message.contains(part), "{as_python}: {message}");
         }
         assert_eq!(
-            (place.names(), place.read("out.tssd")),
+            (place.file_names(), place.read("out.tssd")),
             (expected_names.clone(), b"old".to_vec())
         );
     }
@@ -131,7 +131,7 @@ fn convert_reports_failures_of_python() {
 #[test]
 fn convert_reports_missing_python() {
     let place = create_inputs();
-    let before = place.names();
+    let before = place.file_names();
     std::fs::create_dir(place.path("nothing")).unwrap();
     for root in [None, Some("nothing"), Some("")] {
         let mut command = place.command();
@@ -148,7 +148,7 @@ fn convert_reports_missing_python() {
         );
     }
     std::fs::remove_dir(place.path("nothing")).unwrap();
-    assert_eq!(place.names(), before);
+    assert_eq!(place.file_names(), before);
 }
 
 #[test]
@@ -184,7 +184,7 @@ fn convert_checks_its_output_before_it_runs_python() {
 fn diff_and_stdin_reject_torch_files_with_help() {
     let place = create_inputs();
     for file in ["zip.pt", "legacy.pt", "framed.pt"] {
-        let message = place.expect(5, &format!("diff {file} read.tssd"));
+        let message = place.run_with_code(5, &format!("diff {file} read.tssd"));
         let parts = [file, "is a file of torch.save", "`tssd convert FILE -o OUT.tssd`"];
         assert!(parts.iter().all(|part| message.contains(part)), "{message}");
         let mut command = command(&place, "touch asked", "convert - -o out.tssd");
@@ -197,7 +197,7 @@ fn diff_and_stdin_reject_torch_files_with_help() {
 }
 
 /// Starts the command, and waits until its Python runs and has begun to write a file.
-fn spawn_and_wait_for_python(place: &Place, as_python: &str) -> Child {
+fn spawn_and_wait_for_python(place: &Sandbox, as_python: &str) -> Child {
     let as_python =
         format!(r#"echo part > "$new"; echo $$ > begun.part; mv begun.part begun; {as_python}"#);
     let mut command = command(place, &as_python, "convert dcp -o out.tssd");
@@ -218,7 +218,7 @@ fn killed_convert_ends_python_and_leaves_no_files() {
     for (as_python, signal) in [(waits, Signal::INT), (waits, Signal::TERM), (writes, Signal::TERM)]
     {
         let place = create_inputs();
-        let before = place.names();
+        let before = place.file_names();
         let mut child = spawn_and_wait_for_python(&place, as_python);
         let pid = Pid::from_raw(child.id().try_into().unwrap()).unwrap();
         kill_process(pid, signal).unwrap();
@@ -228,6 +228,6 @@ fn killed_convert_ends_python_and_leaves_no_files() {
         }
         std::fs::remove_file(place.path("begun")).unwrap();
         std::fs::remove_file(place.path("ended")).unwrap();
-        assert_eq!(place.names(), before);
+        assert_eq!(place.file_names(), before);
     }
 }

@@ -10,8 +10,8 @@ use tssd_format::{Dtype, Region, StateDict, Storage, Tensor, TensorMeta};
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, PutOptions};
 use tssd_tests::etcd::Etcd;
-use tssd_tests::served::Served;
-use tssd_tests::steps::{eventually, key, publish, read};
+use tssd_tests::served::TestDaemon;
+use tssd_tests::steps::{key, publish, read_step, wait_until};
 
 const MIB: u64 = 1 << 20;
 
@@ -22,11 +22,11 @@ const COLUMNS: u64 = 5_003;
 /// Bytes of an archive that a host fetches without a request, once no more are missing.
 const UNREQUESTED_BYTES: u64 = 256 << 10;
 
-fn host(etcd: &Etcd, memory_limit: u64) -> Served {
-    Served::bound(memory_limit, |options| options.meta = Some(etcd.url()))
+fn host(etcd: &Etcd, memory_limit: u64) -> TestDaemon {
+    TestDaemon::with_options(memory_limit, |options| options.meta = Some(etcd.url()))
 }
 
-fn pulled_bytes(host: &Served, source: &str) -> f64 {
+fn pulled_bytes(host: &TestDaemon, source: &str) -> f64 {
     host.metric(&format!("tssd_pulled_bytes_total{{source=\"{source}\"}}"))
 }
 
@@ -76,8 +76,8 @@ fn host_transfers_each_byte_once_for_all_readers() {
         ),
         1..8,
     );
-    let controller = Served::new(1 << 30);
-    let generator = Served::under(&controller);
+    let controller = TestDaemon::new(1 << 30);
+    let generator = TestDaemon::with_controller(&controller);
     let trainer = controller.connect();
     let readers: Vec<Store> = (0..4).map(|_| generator.connect()).collect();
     let steps = std::cell::Cell::new(0);
@@ -129,40 +129,40 @@ fn replica_survives_loss_of_original_host() {
     publish(&trainers, 1);
     std::thread::scope(|scope| {
         for reader in &readers {
-            scope.spawn(|| assert_eq!(read(reader, None, 2).unwrap(), 1));
+            scope.spawn(|| assert_eq!(read_step(reader, None, 2).unwrap(), 1));
         }
     });
     let (origin, all) = (pulled_bytes(&reading, "origin"), (4 * MIB) as f64);
     assert!((all..1.05 * all).contains(&origin), "{origin} bytes");
     // This host now has the complete version in memory.
-    eventually("the replica is complete", || {
+    wait_until("the replica is complete", || {
         let before = reading.metric(r#"tssd_leased_bytes_total{source="here"}"#);
-        assert_eq!(read(&readers[0], None, 2).unwrap(), 1);
+        assert_eq!(read_step(&readers[0], None, 2).unwrap(), 1);
         reading.metric(r#"tssd_leased_bytes_total{source="here"}"#) - before >= all
     });
     assert!(pulled_bytes(&reading, "origin") < origin + 1.0);
     // Another host reads the replica, not the hosts that train.
     let mut step = 1;
-    eventually("the replica serves another host", || {
+    wait_until("the replica serves another host", || {
         step += 1;
         publish(&trainers, step);
-        assert_eq!(read(&readers[0], None, 2).unwrap(), step);
+        assert_eq!(read_step(&readers[0], None, 2).unwrap(), step);
         std::thread::sleep(Duration::from_secs(1));
         let before = pulled_bytes(&late, "replica");
-        assert_eq!(read(&other, None, 2).unwrap(), step);
+        assert_eq!(read_step(&other, None, 2).unwrap(), step);
         pulled_bytes(&late, "replica") - before >= all
     });
     // The hosts of the writers end. One of them may be the only one that has the manifest.
     publish(&trainers, step + 1);
-    assert_eq!(read(&readers[0], None, 2).unwrap(), step + 1);
+    assert_eq!(read_step(&readers[0], None, 2).unwrap(), step + 1);
     std::thread::sleep(Duration::from_secs(2));
     drop((first, second));
-    assert_eq!(read(&other, None, 2).unwrap(), step + 1);
-    assert_eq!(read(&readers[1], None, 2).unwrap(), step + 1);
+    assert_eq!(read_step(&other, None, 2).unwrap(), step + 1);
+    assert_eq!(read_step(&readers[1], None, 2).unwrap(), step + 1);
     std::thread::sleep(Duration::from_secs(6));
     assert_eq!(other.versions(&key()).unwrap().len(), 1, "the version is not lost");
     drop(late);
-    assert_eq!(read(&readers[1], None, 2).unwrap(), step + 1);
+    assert_eq!(read_step(&readers[1], None, 2).unwrap(), step + 1);
 }
 
 #[test]
@@ -195,7 +195,7 @@ fn replica_is_evicted_unless_it_is_last_copy() {
     std::thread::sleep(Duration::from_secs(2));
     drop(training);
     // This host now has the last copy of `d`, so another put waits for memory.
-    eventually("the loss of the host is detected", || {
+    wait_until("the loss of the host is detected", || {
         ["a", "b", "c"].iter().all(|name| {
             get(name).is_err_and(|error| error.kind() == tssd_store::ErrorKind::NotFound)
         })

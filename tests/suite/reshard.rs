@@ -14,9 +14,12 @@ use tssd_format::{
 use tssd_store::blocking::Store;
 use tssd_store::plan::{Wanted, plan};
 use tssd_store::{GetOptions, JobId, Key, PutOptions, Target};
-use tssd_tests::command::quick_folder;
-use tssd_tests::served::Served;
-use tssd_tests::sharding::{counting, elements_of, meta_of, numbers, places_of, shards_of, spread};
+use tssd_tests::command::memory_tempdir;
+use tssd_tests::served::TestDaemon;
+use tssd_tests::sharding::{
+    counting_elements, local_meta, local_places, local_shards, region_elements, strided_meta,
+    to_u32s,
+};
 
 /// A mesh, and the placements of a tensor on it.
 #[derive(Clone, Debug)]
@@ -76,19 +79,19 @@ proptest! {
     #[test]
     fn plan_copies_every_element_once((shape, put, get) in case(3)) {
         let stored = stored_references(&shape, &put);
-        let global = counting(&shape, 1);
+        let global = counting_elements(&shape, 1);
         let mut memories: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
         for reference in &stored {
             let region = reference.shard_spec.as_ref().unwrap().slice().region();
             if let Some(storage) = reference.storage {
-                memories.insert(storage, elements_of(&global, &shape, &region));
+                memories.insert(storage, region_elements(&global, &shape, &region));
             }
         }
         for rank in get.mesh.ranks() {
-            for place in places_of(&shape, &get.mesh, *rank, &get.placements) {
+            for place in local_places(&shape, &get.mesh, *rank, &get.placements) {
                 let region = place.slice().region();
                 let wanted = Wanted {
-                    meta: spread(region.shape()),
+                    meta: strided_meta(region.shape()),
                     region: region.clone(),
                     global_shape: shape.clone().into(),
                 };
@@ -116,7 +119,7 @@ proptest! {
                         found.push(target[usize::try_from(from + offset).unwrap()].unwrap());
                     }
                 });
-                prop_assert_eq!(found, elements_of(&global, &shape, &region));
+                prop_assert_eq!(found, region_elements(&global, &shape, &region));
             }
         }
     }
@@ -149,9 +152,9 @@ fn put_all(store: &Store, key: &Key, shape: &[u64], put: &Sharding, seed: u32, j
             .iter()
             .map(|rank| {
                 scope.spawn(move || {
-                    let global = counting(shape, seed);
+                    let global = counting_elements(shape, seed);
                     let mut dict = StateDict::new();
-                    let shards = shards_of(&global, shape, &put.mesh, *rank, &put.placements);
+                    let shards = local_shards(&global, shape, &put.mesh, *rank, &put.placements);
                     dict.insert("sharded", Value::Shards(shards));
                     dict.insert("step", i64::from(seed));
                     let options = PutOptions {
@@ -180,21 +183,21 @@ fn put_all(store: &Store, key: &Key, shape: &[u64], put: &Sharding, seed: u32, j
 
 /// Checks what every rank of a mesh gets, as new tensors and in place.
 fn check_get(store: &Store, key: &Key, shape: &[u64], get: &Sharding, seed: u32) {
-    let global = counting(shape, seed);
+    let global = counting_elements(shape, seed);
     for rank in get.mesh.ranks() {
-        let places = places_of(shape, &get.mesh, *rank, &get.placements);
+        let places = local_places(shape, &get.mesh, *rank, &get.placements);
         let slices = BTreeMap::from([("sharded".to_owned(), places.clone())]);
         let options = GetOptions { slices, ..GetOptions::default() };
         let (dict, report) = store.get_state_dict(key, &options).unwrap();
         assert_eq!(dict.leaf("step").unwrap(), &Value::from(i64::from(seed)));
         let Value::Shards(shards) = dict.leaf("sharded").unwrap() else { panic!("shards") };
         for (shard, place) in shards.iter().zip(&places) {
-            let expected = elements_of(&global, shape, &place.slice().region());
-            assert_eq!(numbers(shard.tensor()), expected);
+            let expected = region_elements(&global, shape, &place.slice().region());
+            assert_eq!(to_u32s(shard.tensor()), expected);
         }
         assert_eq!(report.bytes_transferred, report.bytes_needed);
         for place in places {
-            let meta = spread(place.slice().local_shape());
+            let meta = strided_meta(place.slice().local_shape());
             let mut memory = vec![0xEE_u8; usize::try_from(meta.span_bytes()).unwrap()];
             let target = Target {
                 fqn: "sharded".to_owned(),
@@ -207,12 +210,12 @@ fn check_get(store: &Store, key: &Key, shape: &[u64], get: &Sharding, seed: u32)
             assert_eq!(report.bytes_transferred, report.bytes_needed);
             assert_eq!(report.bytes_needed, place.slice().region().numel() * 4);
             let received = tssd_format::Tensor::new(meta, memory.into(), 0).unwrap();
-            let expected = elements_of(&global, shape, &place.slice().region());
-            assert_eq!(numbers(&received), expected);
+            let expected = region_elements(&global, shape, &place.slice().region());
+            assert_eq!(to_u32s(&received), expected);
         }
     }
     let whole = store.get(key, "sharded", &GetOptions::default()).unwrap();
-    assert_eq!(numbers(&whole), global);
+    assert_eq!(to_u32s(&whole), global);
 }
 
 proptest! {
@@ -234,7 +237,7 @@ proptest! {
 
     #[test]
     fn directory_store_reshards_like_memory((shape, put, get) in case(2)) {
-        let folder = quick_folder();
+        let folder = memory_tempdir();
         let store = Store::directory(folder.path()).unwrap();
         let key = Key::new("policy").unwrap();
         for seed in 1..3 {
@@ -248,9 +251,9 @@ proptest! {
 /// Puts to two daemons and reads from both. A store without shared memory reads ranges.
 #[test]
 fn daemons_of_two_hosts_reshard_like_memory() {
-    let controller = Served::new(1 << 30);
-    let member = Served::under(&controller);
-    let (remote, local) = (controller.connect_far(), member.connect());
+    let controller = TestDaemon::new(1 << 30);
+    let member = TestDaemon::with_controller(&controller);
+    let (remote, local) = (controller.connect_tcp(), member.connect());
     let mut runner = TestRunner::new(ProptestConfig::with_cases(1000));
     let counted = std::cell::Cell::new(0);
     runner
@@ -283,7 +286,7 @@ fn recorded_layout(folder: &Path) -> AttrValue {
 #[test]
 fn layout_attribute_changes_only_with_sharding() {
     let shape = [64, 33];
-    let folder = quick_folder();
+    let folder = memory_tempdir();
     let store = Store::directory(folder.path()).unwrap();
     let key = Key::new("policy").unwrap();
     let sharding = |dim| Sharding {
@@ -312,11 +315,11 @@ fn bucket_slice_transfers_little_more_than_its_bytes() {
     let (rows, key) = ([Placement::Shard { dim: 0 }], Key::new("model").unwrap());
     let shapes =
         [("down", [1020, 1024]), ("up", [3071, 512]), ("embed", [8003, 1024]), ("bias", [77, 1])];
-    let global = |[rows, columns]: [u64; 2]| counting(&[rows, columns], 1);
+    let global = |[rows, columns]: [u64; 2]| counting_elements(&[rows, columns], 1);
     for rank in 0..4 {
         let mut dict = StateDict::new();
         for (name, shape) in shapes {
-            for shard in shards_of(&global(shape), &shape, &writers, rank, &rows) {
+            for shard in local_shards(&global(shape), &shape, &writers, rank, &rows) {
                 dict.insert(name, shard);
             }
         }
@@ -330,8 +333,8 @@ fn bucket_slice_transfers_little_more_than_its_bytes() {
     }
     for rank in 0..20 {
         let wanted = shapes.iter().flat_map(|(name, shape)| {
-            let places = places_of(shape, &readers, rank, &rows).into_iter();
-            places.map(move |place| (*name, meta_of(Dtype::Uint32, &place), place))
+            let places = local_places(shape, &readers, rank, &rows).into_iter();
+            places.map(move |place| (*name, local_meta(Dtype::Uint32, &place), place))
         });
         let wanted: Vec<_> = wanted.collect();
         let mut memory: Vec<Vec<u8>> =
@@ -349,7 +352,7 @@ fn bucket_slice_transfers_little_more_than_its_bytes() {
         let report = store.get_state_dict_into(&key, &mut targets, &GetOptions::default()).unwrap();
         let expected = shapes
             .iter()
-            .flat_map(|(_, shape)| shards_of(&global(*shape), shape, &readers, rank, &rows));
+            .flat_map(|(_, shape)| local_shards(&global(*shape), shape, &readers, rank, &rows));
         for (shard, bytes) in expected.zip(&memory) {
             assert!(shard.tensor().view().contiguous_bytes().unwrap() == bytes, "rank {rank}");
         }

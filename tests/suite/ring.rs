@@ -12,8 +12,8 @@ use tssd_store::{
     Durability, ErrorKind, GetOptions, PutOptions, PutReport, ReceiveReport, Refusal, Residency,
     Ring, Target,
 };
-use tssd_tests::served::Served;
-use tssd_tests::steps::{eventually, key};
+use tssd_tests::served::TestDaemon;
+use tssd_tests::steps::{key, wait_until};
 
 const ROWS: u64 = 300;
 const COLUMNS: u64 = 200;
@@ -112,7 +112,7 @@ impl ReadTargets {
 /// The memory stays that of the buckets for any number of versions.
 #[test]
 fn every_reader_gets_every_version_in_memory_of_ring() {
-    let served = Served::new(1 << 30);
+    let served = TestDaemon::new(1 << 30);
     let writer = served.connect();
     let readers: Vec<Store> = (0..3).map(|_| served.connect()).collect();
     let receivers: Vec<Receiver> =
@@ -151,7 +151,7 @@ fn every_reader_gets_every_version_in_memory_of_ring() {
 
 #[test]
 fn ring_put_rejects_missing_reader_and_old_number() {
-    let served = Served::new(1 << 30);
+    let served = TestDaemon::new(1 << 30);
     let (writer, reader) = (served.connect(), served.connect());
     let residency = Residency::Ring(RING);
     let timeout = Duration::from_millis(50);
@@ -203,7 +203,7 @@ fn ring_put_rejects_missing_reader_and_old_number() {
 /// `publish` and `put_state_dict_later` also use the ring.
 #[test]
 fn every_kind_of_put_uses_the_ring() {
-    let served = Served::new(1 << 30);
+    let served = TestDaemon::new(1 << 30);
     let (writer, reader) = (served.connect(), served.connect());
     let mut receiver = reader.receiver(&key(), None).unwrap();
     thread::scope(|scope| {
@@ -243,7 +243,7 @@ fn every_kind_of_put_uses_the_ring() {
 /// A target that no bucket contains fails the receive, after the last bucket.
 #[test]
 fn receive_names_target_that_no_bucket_contains() {
-    let served = Served::new(1 << 30);
+    let served = TestDaemon::new(1 << 30);
     let (writer, reader) = (served.connect(), served.connect());
     let mut receiver = reader.receiver(&key(), None).unwrap();
     thread::scope(|scope| {
@@ -264,7 +264,7 @@ fn receive_names_target_that_no_bucket_contains() {
 /// The ring carries shards unchanged. A reader can receive the whole tensor from them.
 #[test]
 fn reader_receives_whole_tensor_from_shards() {
-    let served = Served::new(1 << 30);
+    let served = TestDaemon::new(1 << 30);
     let (writer, reader) = (served.connect(), served.connect());
     let mut receiver = reader.receiver(&key(), None).unwrap();
     let all = elements(1, 9, ROWS * COLUMNS);
@@ -294,7 +294,7 @@ fn reader_receives_whole_tensor_from_shards() {
 /// A reader that disconnects does not block the others. A late one starts with the next version.
 #[test]
 fn readers_join_and_leave_a_ring() {
-    let served = Served::new(1 << 30);
+    let served = TestDaemon::new(1 << 30);
     let (writer, reader) = (served.connect(), served.connect());
     let mut receiver = reader.receiver(&key(), None).unwrap();
     thread::scope(|scope| {
@@ -332,7 +332,7 @@ fn readers_join_and_leave_a_ring() {
 /// The store retains each version for a follower until it is read, for any number of newer versions.
 #[test]
 fn follower_misses_no_version() {
-    let served = Served::new(1 << 30);
+    let served = TestDaemon::new(1 << 30);
     let (writer, reader) = (served.connect(), served.connect());
     let mut follower = reader.follow(&key()).unwrap();
     for version in 1..=30 {
@@ -347,7 +347,7 @@ fn follower_misses_no_version() {
     assert!(follower.next(&GetOptions::default(), Duration::ZERO).unwrap().is_none());
     drop(follower);
     // The follower releases what it has read.
-    eventually("the follower holds no lease", || writer.status().unwrap().leases.is_empty());
+    wait_until("the follower holds no lease", || writer.status().unwrap().leases.is_empty());
     let error = Store::memory().unwrap().follow(&key()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
 }
@@ -357,7 +357,7 @@ fn follower_misses_no_version() {
 /// The follower gets each of them in order, although only the newest is retained.
 #[test]
 fn follower_gets_versions_of_independent_writers_in_order() {
-    let served = Served::new(1 << 30);
+    let served = TestDaemon::new(1 << 30);
     let reader = served.connect();
     reader.retain(&key(), NonZeroU32::MIN).unwrap();
     let mut follower = reader.follow(&key()).unwrap();

@@ -16,7 +16,7 @@ fn encode(dict: &StateDict) -> Vec<u8> {
 }
 
 /// Returns the pairs of tensors that overlap, each with the distance of their first bytes.
-pub(crate) fn ties(dict: &StateDict) -> Vec<(usize, usize, isize)> {
+pub(crate) fn tied_pairs(dict: &StateDict) -> Vec<(usize, usize, isize)> {
     let tensors: Vec<&Tensor> = dict
         .leaves()
         .into_iter()
@@ -49,7 +49,7 @@ proptest! {
         archive.verify().unwrap();
         let back = archive.to_state_dict().unwrap();
         prop_assert_eq!(&back, &dict);
-        prop_assert_eq!(ties(&back), ties(&dict));
+        prop_assert_eq!(tied_pairs(&back), tied_pairs(&dict));
         // The decoded state dict encodes to the same bytes.
         prop_assert_eq!(encode(&back), &bytes[..]);
         prop_assert_eq!(TorchStoreStateDict::encoded_len(&dict).unwrap(), bytes.len() as u64);

@@ -21,7 +21,7 @@ use tssd_format::{
 };
 use tssd_tests::command::binary;
 
-use crate::cli::{Place, library_file};
+use crate::cli::{Sandbox, safetensors_file};
 
 // ---- Generated files -----------------------------------------------------------------------------
 
@@ -482,7 +482,7 @@ fn forged_index_attribute_is_ignored() {
 
 // ---- The command ---------------------------------------------------------------------------------
 
-fn write_directory(place: &Place, name: &str, files: &Files) {
+fn write_directory(place: &Sandbox, name: &str, files: &Files) {
     std::fs::create_dir(place.path(name)).unwrap();
     for (file, bytes) in files {
         place.write(&format!("{name}/{file}"), bytes);
@@ -509,45 +509,45 @@ pub(crate) fn small_directory() -> Files {
 
 #[test]
 fn command_roundtrips_directory() {
-    let place = Place::new();
+    let place = Sandbox::new();
     let files = small_directory();
     write_directory(&place, "model", &files);
-    place.expect(0, "pack model -o a.tssd");
-    place.expect(0, "verify a.tssd");
-    place.expect(0, "unpack a.tssd -o out/");
+    place.run_with_code(0, "pack model -o a.tssd");
+    place.run_with_code(0, "verify a.tssd");
+    place.run_with_code(0, "unpack a.tssd -o out/");
     assert_eq!(read_directory(&place.path("out")), files);
     // An existing empty directory is filled, not replaced: it may be the working directory of a shell.
     std::fs::create_dir(place.path("empty")).unwrap();
-    place.expect(0, "unpack a.tssd -o empty");
+    place.run_with_code(0, "unpack a.tssd -o empty");
     assert_eq!(read_directory(&place.path("empty")), files);
-    let message = place.expect(5, "unpack a.tssd -o out");
+    let message = place.run_with_code(5, "unpack a.tssd -o out");
     assert!(message.contains("out is not empty"), "{message}");
     place.write("file", b"");
-    place.expect(5, "unpack a.tssd -o file --shard-size 5GB");
-    place.expect(2, "unpack a.tssd -o new --shard-size 0");
-    place.expect(2, "unpack a.tssd -o - --shard-size 5GB");
-    place.expect(3, "unpack a.tssd -o missing/new/");
+    place.run_with_code(5, "unpack a.tssd -o file --shard-size 5GB");
+    place.run_with_code(2, "unpack a.tssd -o new --shard-size 0");
+    place.run_with_code(2, "unpack a.tssd -o - --shard-size 5GB");
+    place.run_with_code(3, "unpack a.tssd -o missing/new/");
 
-    place.expect(0, "unpack a.tssd -o whole --shard-size 5GB");
+    place.run_with_code(0, "unpack a.tssd -o whole --shard-size 5GB");
     let whole = read_directory(&place.path("whole"));
     assert_eq!(whole.keys().collect::<Vec<_>>(), [FILE_NAME]);
     // A directory with one file is a model too, and unpacks to one file.
-    place.expect(0, "pack whole -o b.tssd");
-    place.expect(0, "unpack b.tssd -o again/");
+    place.run_with_code(0, "pack whole -o b.tssd");
+    place.run_with_code(0, "unpack b.tssd -o again/");
     assert_eq!(read_directory(&place.path("again")), whole);
-    place.expect(0, "diff --values a.tssd whole/model.safetensors");
+    place.run_with_code(0, "diff --values a.tssd whole/model.safetensors");
 
-    place.expect(0, "unpack a.tssd -o split --shard-size 40");
+    place.run_with_code(0, "unpack a.tssd -o split --shard-size 40");
     let split = read_directory(&place.path("split"));
     assert_eq!(
         split.keys().collect::<Vec<_>>(),
         ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX_NAME]
     );
-    place.expect(0, "pack split -o c.tssd");
-    place.expect(0, "diff --values a.tssd c.tssd");
-    place.expect(0, "unpack c.tssd -o c/");
+    place.run_with_code(0, "pack split -o c.tssd");
+    place.run_with_code(0, "diff --values a.tssd c.tssd");
+    place.run_with_code(0, "unpack c.tssd -o c/");
     assert_eq!(read_directory(&place.path("c")), split);
-    let names = place.names();
+    let names = place.file_names();
     assert!(names.iter().all(|name| !name.starts_with('.')), "{names:?}");
 }
 
@@ -614,13 +614,13 @@ fn pack_rejects_directory_that_contradicts_its_index() {
         (5, with(FILE_NAME, second.clone()), vec![FILE_NAME, "index of other files"]),
     ];
     for (code, files, words) in cases {
-        let place = Place::new();
+        let place = Sandbox::new();
         write_directory(&place, "model", &files);
-        let message = place.expect(code, "pack model -o out.tssd");
+        let message = place.run_with_code(code, "pack model -o out.tssd");
         for word in words {
             assert!(message.contains(word), "{word}: {message}");
         }
-        assert_eq!(place.names(), ["model"]);
+        assert_eq!(place.file_names(), ["model"]);
     }
 }
 
@@ -630,30 +630,30 @@ fn pack_rejects_directory_that_contradicts_its_index() {
 fn pack_rejects_links_out_of_directory() {
     use std::os::unix::fs::symlink;
     for name in ["part_0.safetensors", INDEX_NAME] {
-        let place = Place::new();
+        let place = Sandbox::new();
         write_directory(&place, "model", &small_directory());
         let file = place.path("model").join(name);
         std::fs::rename(&file, place.path("secret")).unwrap();
         symlink(place.path("secret"), &file).unwrap();
-        let message = place.expect(5, "pack model -o out.tssd");
+        let message = place.run_with_code(5, "pack model -o out.tssd");
         assert!(message.contains(&format!("{name} is a link that leads out")), "{message}");
         // A pipe is rejected, without waiting for its writer.
         std::fs::remove_file(&file).unwrap();
         assert!(Command::new("mkfifo").arg(&file).status().unwrap().success());
-        let message = place.expect(5, "pack model -o out.tssd");
+        let message = place.run_with_code(5, "pack model -o out.tssd");
         assert!(message.contains(&format!("{name} is no regular file")), "{message}");
         // The path of the directory itself may be a link.
         std::fs::remove_file(&file).unwrap();
         std::fs::rename(place.path("secret"), &file).unwrap();
         symlink(place.path("model"), place.path("link")).unwrap();
-        place.expect(0, "pack link -o out.tssd");
+        place.run_with_code(0, "pack link -o out.tssd");
     }
 }
 
 #[cfg(unix)]
 #[test]
 fn failed_unpack_leaves_no_directory() {
-    let place = Place::new();
+    let place = Sandbox::new();
     let large = Tensor::from_slice(&vec![0.5_f32; 100_000], &[100_000]).unwrap();
     let mut dict = StateDict::new();
     dict.insert("small", Tensor::from_slice(&[1_u8], &[1]).unwrap());
@@ -671,12 +671,12 @@ fn failed_unpack_leaves_no_directory() {
         assert_eq!(output.status.code(), Some(5), "{stderr}");
         assert!(stderr.contains("model-00001-of-00002.safetensors"), "{stderr}");
     }
-    assert_eq!(place.names(), ["a.tssd", "empty"]);
+    assert_eq!(place.file_names(), ["a.tssd", "empty"]);
     assert_eq!(read_directory(&place.path("empty")), Files::new());
 }
 
 /// Runs the command with these bytes on stdin.
-fn pipe(place: &Place, args: &str, stdin: &[u8]) -> Output {
+fn pipe(place: &Sandbox, args: &str, stdin: &[u8]) -> Output {
     let mut command = place.command();
     command.args(args.split_whitespace()).stdin(Stdio::piped());
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -691,7 +691,7 @@ fn pipe(place: &Place, args: &str, stdin: &[u8]) -> Output {
 
 /// Runs the command with these bytes on stdin. Asserts success; returns stdout and stderr.
 #[track_caller]
-fn pipe_successfully(place: &Place, args: &str, stdin: &[u8]) -> (Vec<u8>, String) {
+fn pipe_successfully(place: &Sandbox, args: &str, stdin: &[u8]) -> (Vec<u8>, String) {
     let output = pipe(place, args, stdin);
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(0), "tssd {args}\n{stderr}");
@@ -700,34 +700,34 @@ fn pipe_successfully(place: &Place, args: &str, stdin: &[u8]) -> (Vec<u8>, Strin
 
 #[test]
 fn pipes_carry_only_contents_of_files() {
-    let place = Place::new();
-    let in_order = library_file(Some(&[("format", "pt")]));
+    let place = Sandbox::new();
+    let in_order = safetensors_file(Some(&[("format", "pt")]));
     let order = vec![1; 10];
     let out_of_order = restyle(&in_order, &Style { order, is_pretty: false, padding: 1 });
     assert!(Header::read(&Bytes::from(in_order.clone())).unwrap().is_in_order());
     assert!(!Header::read(&Bytes::from(out_of_order.clone())).unwrap().is_in_order());
-    for file in [in_order, out_of_order] {
-        place.write("a.safetensors", &file);
-        place.expect(0, "pack a.safetensors -o a.tssd");
+    for file_vector in [in_order, out_of_order] {
+        place.write("a.safetensors", &file_vector);
+        place.run_with_code(0, "pack a.safetensors -o a.tssd");
         let archive = place.read("a.tssd");
-        let (packed, message) = pipe_successfully(&place, "pack - -o -", &file);
+        let (packed, message) = pipe_successfully(&place, "pack - -o -", &file_vector);
         assert_eq!(packed, archive);
         assert!(message.starts_with("<stdout>: "), "{message}");
         let (unpacked, message) = pipe_successfully(&place, "unpack - -o - --json", &packed);
-        assert_eq!(unpacked, file);
+        assert_eq!(unpacked, file_vector);
         let json: Json = serde_json::from_str(&message).unwrap();
-        assert_eq!((&json["output"], &json["file_len"]), (&"-".into(), &file.len().into()));
-        assert_eq!(pipe_successfully(&place, "pack - -o - -q", &file).1, "");
+        assert_eq!((&json["output"], &json["file_len"]), (&"-".into(), &file_vector.len().into()));
+        assert_eq!(pipe_successfully(&place, "pack - -o - -q", &file_vector).1, "");
 
         let text = |args, stdin: &[u8]| {
             String::from_utf8(pipe_successfully(&place, args, stdin).0).unwrap()
         };
         assert!(text("inspect -", &archive).starts_with("<stdin>  dict\n"));
-        assert!(text("inspect -", &file).starts_with("<stdin>  dict\n"));
+        assert!(text("inspect -", &file_vector).starts_with("<stdin>  dict\n"));
         assert!(text("verify -", &archive).starts_with("ok       <stdin>  "));
-        assert!(text("diff - a.tssd", &file).starts_with("equal: "));
+        assert!(text("diff - a.tssd", &file_vector).starts_with("equal: "));
         assert!(text("diff a.safetensors -", &archive).starts_with("equal: "));
-        for stdin in [&archive, &file] {
+        for stdin in [&archive, &file_vector] {
             assert!(text("roundtrip -", stdin).starts_with("identical  <stdin>\n"));
         }
         assert!(text("inspect --hex -", &archive).starts_with("HEAD\n"));
@@ -737,20 +737,20 @@ fn pipes_carry_only_contents_of_files() {
         assert!(text("verify --deep -", &converted).starts_with("ok       <stdin>  "));
         assert!(text("diff a.tssd -", &converted).starts_with("equal in meaning: "));
         assert!(text("inspect --digest -", &converted).starts_with("blake3:"));
-        assert_eq!(pipe_successfully(&place, "unpack - -o -", &converted).0, file);
+        assert_eq!(pipe_successfully(&place, "unpack - -o -", &converted).0, file_vector);
         pipe_successfully(&place, "put --store store key -", &archive);
         let (got, message) = pipe_successfully(&place, "get --store store key -o -", b"");
         assert!(message.starts_with("<stdout>: key@"), "{message}");
         place.write("got.tssd", &got);
-        place.expect(0, "diff a.tssd got.tssd");
+        place.run_with_code(0, "diff a.tssd got.tssd");
         std::fs::remove_dir_all(place.path("store")).unwrap();
     }
 }
 
 #[test]
 fn piped_input_is_validated() {
-    let place = Place::new();
-    let file = library_file(None);
+    let place = Sandbox::new();
+    let file = safetensors_file(None);
     let huge = [&(1_u64 << 40).to_le_bytes()[..], b"{}"].concat();
     let far = r#"{"a":{"dtype":"U8","shape":[1099511627776],"data_offsets":[0,1099511627776]}}"#;
     for (bytes, word) in [
@@ -786,5 +786,5 @@ fn piped_input_is_validated() {
     let output = pipe(&place, "diff - -", &file);
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8(output.stderr).unwrap().contains("stdin is named twice"));
-    assert!(place.names().iter().all(|name| name == "store"), "{:?}", place.names());
+    assert!(place.file_names().iter().all(|name| name == "store"), "{:?}", place.file_names());
 }

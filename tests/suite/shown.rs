@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use crate::cli::Place;
+use crate::cli::Sandbox;
 
 /// Vectors with a complete snapshot: containers, shards, a manifest, chunks. The others have a digest.
 const COMPLETE: [&str; 4] = ["004-containers", "015-shard", "023-manifest", "064-three-chunks"];
@@ -16,12 +16,12 @@ fn inspect_hex_matches_snapshots_of_every_vector() {
     let mut settings = insta::Settings::clone_current();
     settings.set_prepend_module_to_snapshot(false);
     settings.set_omit_expression(true);
-    let place = Place::new();
+    let place = Sandbox::new();
     let mut digests = String::new();
     for path in paths.iter().filter(|path| path.extension() == Some("tssd".as_ref())) {
         let name = path.file_stem().unwrap().to_str().unwrap();
         place.write("vector.tssd", &std::fs::read(path).unwrap());
-        let hex = place.expect(0, "inspect --hex vector.tssd");
+        let hex = place.run_with_code(0, "inspect --hex vector.tssd");
         writeln!(digests, "{name} {}", blake3::hash(hex.as_bytes())).unwrap();
         if COMPLETE.contains(&name) {
             settings.bind(|| insta::assert_snapshot!(name, hex));

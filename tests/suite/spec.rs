@@ -76,7 +76,7 @@ fn dtypes_match_table() {
 
 /// Opens a vector: a file, or the shard set of a directory.
 fn open(file: &str) -> Result<Archive, tssd_format::Error> {
-    tssd_tests::vectors::generated();
+    tssd_tests::vectors::generated_folder();
     let path = spec(&format!("vectors/{file}"));
     if file.ends_with('/') {
         return tssd_format::open_shard_set(path);

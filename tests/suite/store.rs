@@ -15,7 +15,7 @@ use tssd_store::{
     Divergent, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, Refusal, Replicas,
     Target, WriterSet,
 };
-use tssd_tests::served::Served;
+use tssd_tests::served::TestDaemon;
 
 fn key() -> Key {
     Key::new("policy/actor").unwrap()
@@ -59,9 +59,9 @@ fn get(store: &Store) -> StateDict {
 enum Backend {
     Memory,
     Directory(tempfile::TempDir),
-    Daemon(Served),
+    Daemon(TestDaemon),
     /// A daemon that shares no memory with the store.
-    RemoteDaemon(Served),
+    RemoteDaemon(TestDaemon),
 }
 
 impl Backend {
@@ -78,7 +78,7 @@ impl Backend {
             Self::Memory => store.clone(),
             Self::Directory(folder) => Store::directory(folder.path()).unwrap(),
             Self::Daemon(served) => served.connect(),
-            Self::RemoteDaemon(served) => served.connect_far(),
+            Self::RemoteDaemon(served) => served.connect_tcp(),
         }
     }
 }
@@ -86,12 +86,12 @@ impl Backend {
 /// Returns a store of every backend.
 fn stores() -> Vec<(Store, Backend)> {
     let folder = tempfile::tempdir().unwrap();
-    let (served, remote) = (Served::new(1 << 30), Served::new(1 << 30));
+    let (served, remote) = (TestDaemon::new(1 << 30), TestDaemon::new(1 << 30));
     vec![
         (Store::memory().unwrap(), Backend::Memory),
         (Store::directory(folder.path()).unwrap(), Backend::Directory(folder)),
         (served.connect(), Backend::Daemon(served)),
-        (remote.connect_far(), Backend::RemoteDaemon(remote)),
+        (remote.connect_tcp(), Backend::RemoteDaemon(remote)),
     ]
 }
 
@@ -554,7 +554,7 @@ fn replicas_are_stored_once() {
     let placements = vec![Placement::Replicate, Placement::Shard { dim: 0 }];
     let of = |rank: u32| {
         let global: Vec<u32> = (0..4096).collect();
-        let shards = tssd_tests::sharding::shards_of(&global, &[4096], &mesh, rank, &placements);
+        let shards = tssd_tests::sharding::local_shards(&global, &[4096], &mesh, rank, &placements);
         dict(vec![("w", Value::Shards(shards))])
     };
     for (store, _backend) in stores() {
@@ -575,7 +575,7 @@ fn replicas_are_stored_once() {
                 "{stored} bytes for {payload}"
             );
             let whole = store.get(&key(), "w", &GetOptions::default()).unwrap();
-            assert_eq!(tssd_tests::sharding::numbers(&whole), (0..4096).collect::<Vec<u32>>());
+            assert_eq!(tssd_tests::sharding::to_u32s(&whole), (0..4096).collect::<Vec<u32>>());
         }
     }
 }
@@ -1011,7 +1011,7 @@ fn damaged_ledger_record_is_detected() {
     let paths: Vec<_> = defects.iter().map(|defect| defect.path.as_path()).collect();
     assert_eq!(paths, [newest.as_path()]);
     // A daemon still serves the other key, and this one after its record is restored.
-    let served = Served::over(folder.path());
+    let served = TestDaemon::with_root(folder.path());
     let store = served.connect();
     assert_eq!(store.get_state_dict(&other, &GetOptions::default()).unwrap().0, of);
     assert_eq!(store.versions(&key()).unwrap_err().kind(), ErrorKind::Corrupt);

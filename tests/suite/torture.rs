@@ -17,9 +17,9 @@ use tssd_store::ledger::Reason;
 use tssd_store::{
     Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target,
 };
-use tssd_tests::command::{Serve, end, send};
-use tssd_tests::dice::Dice;
-use tssd_tests::hostile::Hostile;
+use tssd_tests::command::{DaemonProcess, kill_and_wait, send_signal};
+use tssd_tests::dice::SeededRng;
+use tssd_tests::hostile::HostileConnection;
 
 /// Elements of a tensor (64 KiB).
 const ELEMENTS: usize = 8192;
@@ -161,7 +161,7 @@ impl TestProcess {
 
 impl Drop for TestProcess {
     fn drop(&mut self) {
-        end(&mut self.0);
+        kill_and_wait(&mut self.0);
     }
 }
 
@@ -259,9 +259,9 @@ fn child_reader() {
 #[test]
 fn readers_see_no_torn_version_under_constant_puts() {
     let folder = tempfile::tempdir().unwrap();
-    let serve = Serve::start(folder.path(), &[]);
+    let serve = DaemonProcess::start(folder.path(), &[]);
     let store = serve.connect();
-    let before = serve.settled(&store);
+    let before = serve.idle_descriptors(&store);
     let mut writers: Vec<TestProcess> = (0..4)
         .map(|index| TestProcess::writer(&serve.url, 1 + index / 2, index % 2, folder.path()))
         .collect();
@@ -273,13 +273,13 @@ fn readers_see_no_torn_version_under_constant_puts() {
     println!("{tensors} tensors checked, {} versions", head.number);
     assert!(head.number > 10, "{head:?}");
     drop(writers);
-    serve.settles_at(before, &store);
+    serve.assert_idle_descriptors(before, &store);
 }
 
 /// A daemon over a directory, a job of two writers, two readers.
 struct ProcessCluster {
     folder: TempDir,
-    serve: Serve,
+    serve: DaemonProcess,
     store: Store,
     idle_descriptors: u64,
     job_number: u64,
@@ -295,7 +295,7 @@ impl ProcessCluster {
             std::fs::write(folder.path().join("acknowledged"), "").unwrap();
         }
         let (serve, store) = Self::serve(folder.path());
-        let idle_descriptors = serve.settled(&store);
+        let idle_descriptors = serve.idle_descriptors(&store);
         let url = serve.url.clone();
         let readers = [0, 3].map(|index| TestProcess::reader(&url, index, u64::MAX)).into();
         let mut cluster = Self {
@@ -311,9 +311,9 @@ impl ProcessCluster {
         cluster
     }
 
-    fn serve(folder: &Path) -> (Serve, Store) {
+    fn serve(folder: &Path) -> (DaemonProcess, Store) {
         let root = folder.join("root").display().to_string();
-        let serve = Serve::start(&folder.join("run"), &["--root", &root]);
+        let serve = DaemonProcess::start(&folder.join("run"), &["--root", &root]);
         let store = serve.connect();
         (serve, store)
     }
@@ -337,12 +337,12 @@ impl ProcessCluster {
     }
 
     /// Kills or stops a random process.
-    fn inject_fault(&mut self, dice: &mut Dice) {
-        dice.pause(60);
+    fn inject_fault(&mut self, dice: &mut SeededRng) {
+        dice.sleep_below(60);
         let (victim, is_killed) = (dice.below(5), dice.below(2) == 0);
         match (victim, is_killed) {
             (0, true) => {
-                end(&mut self.serve.process);
+                kill_and_wait(&mut self.serve.process);
                 // The next daemon must have what this one acknowledged as durable.
                 let newest = self.newest_durable();
                 (self.serve, self.store) = Self::serve(self.folder.path());
@@ -356,7 +356,7 @@ impl ProcessCluster {
             }
             (0, false) => {
                 self.serve.signal(Signal::STOP);
-                dice.pause(200);
+                dice.sleep_below(200);
                 self.serve.signal(Signal::CONT);
             }
             (1 | 2, true) => {
@@ -365,19 +365,19 @@ impl ProcessCluster {
             }
             (1 | 2, false) => self.stop_for_a_while(&self.readers[(victim - 1) as usize], dice),
             (_, true) => {
-                end(&mut self.writers[(victim - 3) as usize].0);
-                dice.pause(20);
+                kill_and_wait(&mut self.writers[(victim - 3) as usize].0);
+                dice.sleep_below(20);
                 self.restart_writers();
             }
             (_, false) => self.stop_for_a_while(&self.writers[(victim - 3) as usize], dice),
         }
     }
 
-    fn stop_for_a_while(&self, process: &TestProcess, dice: &mut Dice) {
-        send(&process.0, Signal::STOP);
-        dice.pause(200);
+    fn stop_for_a_while(&self, process: &TestProcess, dice: &mut SeededRng) {
+        send_signal(&process.0, Signal::STOP);
+        dice.sleep_below(200);
         self.check_head();
-        send(&process.0, Signal::CONT);
+        send_signal(&process.0, Signal::CONT);
     }
 
     fn check_head(&self) {
@@ -413,14 +413,14 @@ fn durable_version_survives_any_killed_process() {
 
 fn run_fault_rounds(is_durable: bool, seed: u64) {
     let mut cluster = ProcessCluster::new(is_durable);
-    let mut dice = Dice::new(seed);
+    let mut dice = SeededRng::new(seed);
     for _ in 0..2 * rounds() {
         cluster.inject_fault(&mut dice);
         cluster.check_progress();
     }
     cluster.writers.clear();
     cluster.readers.clear();
-    cluster.serve.settles_at(cluster.idle_descriptors, &cluster.store);
+    cluster.serve.assert_idle_descriptors(cluster.idle_descriptors, &cluster.store);
     let segments = cluster.store.status().unwrap().memory.segments;
     assert!(segments <= 8, "more segments than one version needs: {segments}");
     let run = cluster.folder.path().join("run");
@@ -439,7 +439,7 @@ fn run_fault_rounds(is_durable: bool, seed: u64) {
 #[test]
 fn hostile_connections_use_little_memory_and_stop_no_client() {
     let folder = tempfile::tempdir().unwrap();
-    let serve = Serve::start(folder.path(), &[]);
+    let serve = DaemonProcess::start(folder.path(), &[]);
     let store = serve.connect();
     let put = |stamp: i64| {
         for rank in 0..2 {
@@ -456,19 +456,20 @@ fn hostile_connections_use_little_memory_and_stop_no_client() {
         assert_eq!(check_dict(&dict), 9);
     };
     (1..5).for_each(put);
-    let (descriptors, resident) = (serve.settled(&store), serve.resident());
+    let (descriptors, resident) = (serve.idle_descriptors(&store), serve.resident_bytes());
     let count = 1000.min(50 * rounds() as usize);
     let socket = Path::new(serve.url.strip_prefix("unix:").unwrap());
     // Ways 9 and 10 hold leases until this process ends. `tests/reliability` covers them.
-    let connect = |way: usize| Hostile::near(socket, way % 9, key().as_str(), "").unwrap();
-    let mut hostile: Vec<Hostile> = (0..count).map(connect).collect();
+    let connect =
+        |way: usize| HostileConnection::connect_unix(socket, way % 9, key().as_str(), "").unwrap();
+    let mut hostile: Vec<HostileConnection> = (0..count).map(connect).collect();
     let is_done = AtomicBool::new(false);
     let connections = std::thread::scope(|scope| {
         let attack = scope.spawn(|| {
             let mut connections = hostile.len();
             while !is_done.load(Ordering::Relaxed) {
                 for (index, connection) in hostile.iter_mut().enumerate() {
-                    if !connection.go_on() {
+                    if !connection.step() {
                         *connection = connect(index);
                         connections += 1;
                     }
@@ -480,7 +481,7 @@ fn hostile_connections_use_little_memory_and_stop_no_client() {
         let mut peak = 0;
         for stamp in 5..5 + 25 * rounds().cast_signed() {
             put(stamp);
-            peak = peak.max(serve.resident());
+            peak = peak.max(serve.resident_bytes());
             std::thread::sleep(Duration::from_millis(10));
         }
         is_done.store(true, Ordering::Relaxed);
@@ -490,5 +491,5 @@ fn hostile_connections_use_little_memory_and_stop_no_client() {
     });
     println!("{connections} connections");
     drop(hostile);
-    serve.settles_at(descriptors, &store);
+    serve.assert_idle_descriptors(descriptors, &store);
 }

@@ -59,7 +59,7 @@ fn write_vectors() {
     std::fs::remove_dir_all(&valid).ok();
     let mut list = Vec::new();
     for vector in vectors() {
-        let (name, about) = (vector.name, vector.about);
+        let (name, about) = (vector.name, vector.description);
         let is_set = matches!(vector.content, Content::Set(_));
         for (path, bytes) in files(vector) {
             let path = valid.join(path);

@@ -148,7 +148,7 @@ impl<'a> AuxiliaryFile<'a> {
     /// Returns the length of the file in bytes.
     pub fn file_len(&self) -> u64 {
         match &self.other.content {
-            Content::Inline(bytes) => crate::convert::to_u64(bytes.len()),
+            Content::Inline(bytes) => to_u64(bytes.len()),
             Content::Storage(number) => self.source.len(*number),
         }
     }

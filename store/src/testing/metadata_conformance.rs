@@ -312,13 +312,13 @@ mod etcd_alone {
         let meta = connect(&etcd).await;
         let session = meta.session(".sessions/1", b"tls://h1:7777".to_vec()).await.unwrap();
         for member in 0..3 {
-            etcd.kill(member);
+            etcd.kill_member(member);
             let name = format!("a/{member}");
             assert!(meta.create(&name, vec![7]).await.unwrap());
             assert_eq!(meta.get(&name).await.unwrap(), Some(vec![7]));
             let said = meta.get(".sessions/1").await.unwrap();
             assert_eq!(said, Some(b"tls://h1:7777".to_vec()));
-            etcd.launch(member);
+            etcd.start_member(member);
             etcd.wait();
         }
         drop(session);

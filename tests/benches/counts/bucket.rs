@@ -36,7 +36,7 @@ pub(crate) fn five_percent(bench: &mut Bench) {
             let report = model.get(&store, &readers, RANK, &placements, &options);
             report.bytes_received as f64 / report.bytes_needed as f64
         };
-        bench.count(
+        bench.record_counts(
             &format!("5 % of a matrix of {size} that 4 ranks put, out of a bucket"),
             &[
                 ("bytes received / needed, rows, proven", ratio(0, false)),

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use tssd_format::{Archive, Layout, Options, StateDict, TorchStoreStateDict, VerifyJob};
 use tssd_store::{GetOptions, Key, PutOptions};
 use tssd_tests::bench::{Bench, Fsdp, Model, stacked_shapes, targets};
-use tssd_tests::served::Served;
+use tssd_tests::served::TestDaemon;
 
 /// Says what a child runs under callgrind, and how often.
 const COUNTED: &str = "TSSD_BENCH_COUNTED";
@@ -71,7 +71,7 @@ pub(crate) fn all(bench: &mut Bench) {
         let own = (several - one) / (TURNS[1] - TURNS[0]);
         found.insert((*name).to_owned(), own);
         let change = written.get(*name).map(|&before| own as f64 / before as f64 - 1.0);
-        bench.count(name, &[("instructions", own as f64)]);
+        bench.record_counts(name, &[("instructions", own as f64)]);
         if let Some(change) = change {
             println!("  that is {:+.1} % of what is written down\n", 100.0 * change);
         }
@@ -168,7 +168,7 @@ fn reshard(turns: u64) {
 
 fn put(turns: u64) {
     let model = Model::tiny(1000);
-    let served = Served::new(1 << 30);
+    let served = TestDaemon::new(1 << 30);
     let store = served.connect();
     for _ in 0..turns {
         store.put_state_dict(&key(), &model.dict, &PutOptions::default()).unwrap();
@@ -177,7 +177,7 @@ fn put(turns: u64) {
 
 fn get(turns: u64) {
     let model = Model::tiny(1000);
-    let served = Served::new(1 << 30);
+    let served = TestDaemon::new(1 << 30);
     let (writer, reader) = (served.connect(), served.connect());
     writer.put_state_dict(&key(), &model.dict, &PutOptions::default()).unwrap();
     let mut memory = vec![0; usize::try_from(model.bytes).unwrap()];
@@ -189,8 +189,8 @@ fn get(turns: u64) {
 
 fn pull(turns: u64) {
     let model = Model::tiny(1000);
-    let served = Served::new(1 << 30);
-    let (writer, reader) = (served.connect(), served.connect_far());
+    let served = TestDaemon::new(1 << 30);
+    let (writer, reader) = (served.connect(), served.connect_tcp());
     let mut memory = vec![0; usize::try_from(model.bytes).unwrap()];
     for _ in 0..turns {
         writer.put_state_dict(&key(), &model.dict, &PutOptions::default()).unwrap();
@@ -200,7 +200,7 @@ fn pull(turns: u64) {
 }
 
 fn single(turns: u64) {
-    let served = Served::new(1 << 30);
+    let served = TestDaemon::new(1 << 30);
     let (writer, reader) = (served.connect(), served.connect());
     for number in 0..10 * turns {
         let mut dict = StateDict::new();

@@ -13,7 +13,7 @@ use std::alloc::System;
 
 use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
 use tssd_tests::bench::{Bench, Suite, peer};
-use tssd_tests::served::Served;
+use tssd_tests::served::TestDaemon;
 
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
@@ -23,7 +23,7 @@ fn main() {
         return;
     }
     if peer::role().is_some() {
-        return peer::serve(Served::new(16 << 30));
+        return peer::serve_for_parent(TestDaemon::new(16 << 30));
     }
     Bench::run(
         Suite::new("counts"),

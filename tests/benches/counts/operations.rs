@@ -7,7 +7,7 @@ use stats_alloc::Region;
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, Key, PutOptions};
 use tssd_tests::bench::peer::Peer;
-use tssd_tests::bench::{Bench, Model, faults, targets};
+use tssd_tests::bench::{Bench, Model, minor_faults, targets};
 
 use crate::{ALLOCATOR, metrics};
 
@@ -22,8 +22,8 @@ const TURNS: usize = 9;
 pub(crate) fn steady(bench: &mut Bench) {
     for model in [Model::four_hundred(), Model::tiny(10_000), Model::tiny(1)] {
         let daemon = Peer::start("serve");
-        let (near, far) = (daemon.said[0].as_str(), daemon.said[1].as_str());
-        let metrics = daemon.said[2].parse().unwrap();
+        let (near, far) = (daemon.startup_words[0].as_str(), daemon.startup_words[1].as_str());
+        let metrics = daemon.startup_words[2].parse().unwrap();
         let (writer, reader) = (Store::connect(near).unwrap(), Store::connect(near).unwrap());
         let far = Store::connect(far).unwrap();
         let key = Key::new("model").unwrap();
@@ -62,9 +62,9 @@ pub(crate) fn steady(bench: &mut Bench) {
             }
         }
         for ((name, _), turns) in operations.iter().zip(turns) {
-            bench.count(&format!("{name}, {what}"), &median(&turns));
+            bench.record_counts(&format!("{name}, {what}"), &median(&turns));
         }
-        model.expect_bytes(&memory.borrow());
+        model.assert_bytes_equal(&memory.borrow());
     }
 }
 
@@ -73,11 +73,11 @@ type Counts = [(&'static str, f64); 4];
 #[expect(clippy::cast_precision_loss, reason = "counts are small")]
 fn count(metrics: SocketAddr, run: &dyn Fn()) -> Counts {
     let asked = metrics::sum(metrics, REQUESTS);
-    let faulted = faults();
+    let faulted = minor_faults();
     let region = Region::new(ALLOCATOR);
     run();
     let allocated = region.change();
-    let faulted = faults() - faulted;
+    let faulted = minor_faults() - faulted;
     // A reader hands a lease back after the call: what it says then is counted with the next.
     let asked = metrics::sum(metrics, REQUESTS) - asked;
     [

@@ -4,7 +4,7 @@ use stats_alloc::Region;
 use tssd_format::{DeviceMesh, Placement};
 use tssd_store::GetOptions;
 use tssd_tests::bench::{Bench, Curve, Fsdp, stacked_shapes};
-use tssd_tests::served::Served;
+use tssd_tests::served::TestDaemon;
 
 use crate::sharded::{Sharded, ranks};
 use crate::{ALLOCATOR, metrics};
@@ -36,9 +36,9 @@ fn layouts() -> Vec<(DeviceMesh, Vec<Placement>)> {
 /// Each layout to each: by shared memory and over TCP.
 #[expect(clippy::cast_precision_loss, reason = "a ratio is rounded anyway")]
 pub(crate) fn matrix(bench: &mut Bench) {
-    let served = Served::new(1 << 30);
+    let served = TestDaemon::new(1 << 30);
     let near = served.connect();
-    let far = served.connect_far();
+    let far = served.connect_tcp();
     let (mut pairs, mut worst) = (0_u32, [0_f64; 2]);
     for (number, (mesh, placements)) in layouts().into_iter().enumerate() {
         let model = Sharded::new(&format!("model.{number}"), SHAPE);
@@ -47,7 +47,7 @@ pub(crate) fn matrix(bench: &mut Bench) {
             pairs += 1;
             for (store, worst) in [&near, &far].into_iter().zip(&mut worst) {
                 let (mut needed, mut moved) = (0, 0);
-                let sent = metrics::sum(served.metrics(), SENT);
+                let sent = metrics::sum(served.metrics_address(), SENT);
                 for rank in ranks(&mesh) {
                     let options = GetOptions::default();
                     let report = model.get(store, &mesh, rank, &placements, &options);
@@ -55,7 +55,7 @@ pub(crate) fn matrix(bench: &mut Bench) {
                     moved += report.bytes_transferred;
                 }
                 // What went over connections is what the daemon says.
-                let sent = metrics::sum(served.metrics(), SENT) - sent;
+                let sent = metrics::sum(served.metrics_address(), SENT) - sent;
                 if std::ptr::eq(store, &raw const far) {
                     moved = sent;
                 }
@@ -64,7 +64,7 @@ pub(crate) fn matrix(bench: &mut Bench) {
         }
     }
     let [near, far] = worst;
-    bench.count(
+    bench.record_counts(
         "reshard, each of 8 layouts to each",
         &[
             ("pairs", f64::from(pairs)),
@@ -87,7 +87,7 @@ pub(crate) fn plan_memory(bench: &mut Bench) {
         let plan = fsdp.plan(0);
         let held = region.change();
         let bytes = held.bytes_allocated.saturating_sub(held.bytes_deallocated);
-        curve.value(u64::from(writers), "tssd", bytes as f64);
+        curve.add_value(u64::from(writers), "tssd", bytes as f64);
         drop(plan);
     }
     curve.record(bench);

@@ -3,7 +3,7 @@
 use tssd_format::{DeviceMesh, Dtype, Placement, StateDict, TensorMeta};
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, GetReport, JobId, Key, PutOptions, Target};
-use tssd_tests::sharding::{counting, meta_of, places_of, shards_of};
+use tssd_tests::sharding::{counting_elements, local_meta, local_places, local_shards};
 
 /// A key's version with one tensor, whose words count.
 pub(crate) struct Sharded {
@@ -14,14 +14,14 @@ pub(crate) struct Sharded {
 
 impl Sharded {
     pub(crate) fn new(key: &str, shape: [u64; 2]) -> Self {
-        Self { key: Key::new(key).unwrap(), shape, global: counting(&shape, 1) }
+        Self { key: Key::new(key).unwrap(), shape, global: counting_elements(&shape, 1) }
     }
 
     /// All ranks of a mesh put what they have.
     pub(crate) fn put(&self, store: &Store, mesh: &DeviceMesh, placements: &[Placement]) {
         for rank in ranks(mesh) {
             let mut dict = StateDict::new();
-            for shard in shards_of(&self.global, &self.shape, mesh, rank, placements) {
+            for shard in local_shards(&self.global, &self.shape, mesh, rank, placements) {
                 dict.insert("weight", shard);
             }
             let options = PutOptions {
@@ -43,9 +43,9 @@ impl Sharded {
         placements: &[Placement],
         options: &GetOptions,
     ) -> GetReport {
-        let places = places_of(&self.shape, mesh, rank, placements);
+        let places = local_places(&self.shape, mesh, rank, placements);
         let metas: Vec<TensorMeta> =
-            places.iter().map(|place| meta_of(Dtype::Uint32, place)).collect();
+            places.iter().map(|place| local_meta(Dtype::Uint32, place)).collect();
         let mut memory: Vec<Vec<u8>> =
             metas.iter().map(|meta| vec![0; usize::try_from(meta.nbytes()).unwrap()]).collect();
         let mut targets: Vec<Target<'_>> = places
@@ -60,7 +60,7 @@ impl Sharded {
             })
             .collect();
         let report = store.get_state_dict_into(&self.key, &mut targets, options).unwrap();
-        let shards = shards_of(&self.global, &self.shape, mesh, rank, placements);
+        let shards = local_shards(&self.global, &self.shape, mesh, rank, placements);
         for (shard, bytes) in shards.iter().zip(&memory) {
             assert!(
                 shard.tensor().view().contiguous_bytes().unwrap() == bytes,

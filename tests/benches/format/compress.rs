@@ -7,7 +7,7 @@ use tssd_format::{
     Archive, CompressJob, Compression, Draft, Layout, Options, StateDict, Tensor,
     TorchStoreStateDict,
 };
-use tssd_tests::bench::{Bench, Last, Memory, Race, Runner, Target, normal};
+use tssd_tests::bench::{Bench, CopyBuffers, LastResult, Race, Runner, Target, normal_bf16};
 
 const ELEMENTS: usize = 32 << 20;
 
@@ -18,7 +18,7 @@ const LEVEL: i32 = 1;
 pub(crate) fn bfloat16(bench: &mut Bench) {
     let mut dict = StateDict::new();
     let shape = [u64::try_from(ELEMENTS).unwrap()];
-    let tensor = Tensor::from_slice(&normal(ELEMENTS), &shape).unwrap();
+    let tensor = Tensor::from_slice(&normal_bf16(ELEMENTS), &shape).unwrap();
     let source = tensor.view().contiguous_bytes().unwrap().to_vec();
     dict.insert("weight", tensor);
     let options = Options::new().compress(Compression::ShuffledZstd);
@@ -29,46 +29,50 @@ pub(crate) fn bfloat16(bench: &mut Bench) {
     let layout = Layout::plan(&dict, &options).unwrap();
     let mut target = vec![1_u8; usize::try_from(layout.file_len()).unwrap()];
     let plain = zstd::bulk::compress(&raw, LEVEL).unwrap();
-    let memory = RefCell::new(Memory::new(len));
+    let memory = RefCell::new(CopyBuffers::new(len));
     let stored = |len: u64| 100.0 * ratio(len, 2 * u64::try_from(ELEMENTS).unwrap());
-    bench.count(
+    bench.record_counts(
         "zstd level 1 of 64 MiB of bfloat16, N(0, 0.02)",
         &[
             ("stored % after a byte shuffle (target 69)", stored(archive.storage(0).stored_len())),
             ("stored % of zstd alone", stored(u64::try_from(plain.len()).unwrap())),
         ],
     );
-    let unpacked = Last::new();
+    let unpacked = LastResult::new();
     bench.race(
         Race::new("unpack zstd", "64 MiB of bfloat16, checksums proven, 1 thread", 7)
-            .bytes(len)
-            .with(
-                Runner::ours("tssd", || unpacked.renew(|| archive.storage_bytes(0).unwrap()))
-                    .target(Target::Rate(1.0)),
+            .with_bytes(len)
+            .with_runner(
+                Runner::ours("tssd", || {
+                    unpacked.replace_with(|| archive.storage_bytes(0).unwrap())
+                })
+                .with_target(Target::Rate(1.0)),
             )
-            .with(
-                Runner::also("tssd, verify_deep", || archive.verify_deep().unwrap())
-                    .target(Target::Rate(1.0)),
+            .with_runner(
+                Runner::variant("tssd, verify_deep", || archive.verify_deep().unwrap())
+                    .with_target(Target::Rate(1.0)),
             )
-            .with(Runner::peer("zstd alone", || {
+            .with_runner(Runner::peer("zstd alone", || {
                 black_box(zstd::bulk::decompress(&plain, raw.len()).unwrap());
             }))
-            .with(Runner::limit("memcpy into new memory", || memory.borrow_mut().copy_fresh(1))),
+            .with_runner(Runner::limit("memcpy into new memory", || {
+                memory.borrow_mut().copy_to_new_memory(1)
+            })),
     );
     assert!(unpacked.take() == source, "what is unpacked is what was packed");
     bench.race(
         Race::new("pack zstd", "64 MiB of bfloat16, 1 thread", 5)
-            .bytes(len)
-            .with(Runner::ours("tssd", || {
+            .with_bytes(len)
+            .with_runner(Runner::ours("tssd", || {
                 let draft = Draft::new(&dict, &options).unwrap();
                 let packed: Vec<_> =
                     draft.jobs().iter().map(|job| CompressJob::run(job).unwrap()).collect();
                 draft.into_layout(packed).unwrap().write_into(black_box(&mut target)).unwrap();
             }))
-            .with(Runner::peer("zstd alone", || {
+            .with_runner(Runner::peer("zstd alone", || {
                 black_box(zstd::bulk::compress(&raw, LEVEL).unwrap());
             }))
-            .with(Runner::limit("memcpy", || memory.borrow_mut().copy(1))),
+            .with_runner(Runner::limit("memcpy", || memory.borrow_mut().copy(1))),
     );
     let loaded = Archive::from_bytes(target).unwrap().to_state_dict().unwrap();
     assert_eq!(loaded.leaves(), dict.leaves());

@@ -3,7 +3,9 @@
 use std::cell::RefCell;
 
 use tssd_format::{Archive, JobChecksums, Layout, Options, StateDict, WriteJob, zeroed};
-use tssd_tests::bench::{Bench, Last, Memory, Model, Race, Runner, Target, cores, on_cores};
+use tssd_tests::bench::{
+    Bench, CopyBuffers, LastResult, Model, Race, Runner, Target, core_label, run_on_cores,
+};
 
 /// Into memory that was used before, and into memory that the system has just given. Copying alone is one
 /// call for each thread.
@@ -12,42 +14,46 @@ pub(crate) fn into_memory(bench: &mut Bench) {
     let layout = Layout::plan(&model.dict, &Options::new()).unwrap();
     let len = usize::try_from(layout.file_len()).unwrap();
     for threads in [1, 2] {
-        on_cores(threads, || {
-            let mut memory = Memory::new(model.bytes);
+        run_on_cores(threads, || {
+            let mut memory = CopyBuffers::new(model.bytes);
             let file = RefCell::new(vec![1_u8; len]);
-            let case = format!("encode, {}", cores(threads));
+            let case = format!("encode, {}", core_label(threads));
             bench.race(
                 Race::new(&case, "into warm memory: plan, fill, seal", 7)
-                    .of(model)
-                    .with(
+                    .with_model(model)
+                    .with_runner(
                         Runner::ours("tssd", || {
                             encode(&model.dict, &mut file.borrow_mut(), threads);
                         })
-                        .target(Target::Speed(0.85, "memcpy")),
+                        .with_target(Target::Speed(0.85, "memcpy")),
                     )
-                    .with(Runner::limit("memcpy", || memory.copy(threads))),
+                    .with_runner(Runner::limit("memcpy", || memory.copy(threads))),
             );
             let archive = Archive::from_bytes(file.take()).unwrap();
-            model.expect_same(&archive.to_state_dict().unwrap());
+            model.assert_equals(&archive.to_state_dict().unwrap());
             drop(archive);
-            let case = format!("encode cold, {}", cores(threads));
-            let (new, huge) = (Last::new(), Last::new());
+            let case = format!("encode cold, {}", core_label(threads));
+            let (new, huge) = (LastResult::new(), LastResult::new());
             let encoded = |mut file: Vec<u8>| {
                 encode(&model.dict, &mut file, threads);
                 file
             };
             bench.race(
                 Race::new(&case, "into memory that is new each time", 5)
-                    .of(model)
-                    .with(Runner::ours("tssd", || new.renew(|| encoded(vec![0; len]))))
-                    .with(Runner::also("tssd, huge pages", || {
-                        huge.renew(|| encoded(zeroed(len).unwrap()));
+                    .with_model(model)
+                    .with_runner(Runner::ours("tssd", || {
+                        new.replace_with(|| encoded(vec![0; len]))
                     }))
-                    .with(Runner::limit("memcpy into new memory", || memory.copy_fresh(threads))),
+                    .with_runner(Runner::variant("tssd, huge pages", || {
+                        huge.replace_with(|| encoded(zeroed(len).unwrap()));
+                    }))
+                    .with_runner(Runner::limit("memcpy into new memory", || {
+                        memory.copy_to_new_memory(threads)
+                    })),
             );
             for file in [new.take(), huge.take()] {
                 let archive = Archive::from_bytes(file).unwrap();
-                model.expect_same(&archive.to_state_dict().unwrap());
+                model.assert_equals(&archive.to_state_dict().unwrap());
             }
         });
     }

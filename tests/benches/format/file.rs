@@ -11,7 +11,7 @@ use safetensors::SafeTensors;
 use tssd_format::{Archive, Error, Options, StateDict};
 use tssd_store::{Replacement, file};
 use tssd_tests::bench::{
-    Bench, Curve, Last, Model, Race, Runner, Target, adding_up, read_in_pieces,
+    Bench, Curve, LastResult, Model, Race, Runner, Target, read_in_pieces, sum_words,
 };
 
 use crate::theirs;
@@ -26,7 +26,7 @@ const THEIRS: &str = "safetensors, mapped, 1 thread";
 
 /// Each makes a file that was not there.
 pub(crate) fn save(bench: &mut Bench) {
-    for model in [Model::four_hundred(), Model::of(&bench.options)] {
+    for model in [Model::four_hundred(), Model::from_options(&bench.options)] {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         let views = theirs::views(&model);
@@ -38,48 +38,48 @@ pub(crate) fn save(bench: &mut Bench) {
         let keep = || std::fs::rename(at("x.tssd"), at(LAST)).unwrap();
         bench.race(
             Race::new("save", "a new file, nobody waits for the disk", 11)
-                .of(&model)
-                .with(
+                .with_model(&model)
+                .with_runner(
                     Runner::ours("tssd", || write(&model, &at("x.tssd")))
-                        .before(clear)
-                        .after(keep)
-                        .target(Target::Speed(1.0, "safetensors")),
+                        .with_setup(clear)
+                        .with_teardown(keep)
+                        .with_target(Target::Speed(1.0, "safetensors")),
                 )
-                .with(
+                .with_runner(
                     Runner::peer("safetensors", || {
                         safetensors::serialize_to_file(&views, None, &at("x.st")).unwrap();
                     })
-                    .before(clear),
+                    .with_setup(clear),
                 )
-                .with(
+                .with_runner(
                     Runner::peer("object_store", || {
                         let put = async { objects.put(&"x".into(), payload.clone().into()).await };
                         runtime.block_on(put).unwrap();
                     })
-                    .before(clear),
+                    .with_setup(clear),
                 )
-                .with(
+                .with_runner(
                     Runner::limit("write", || {
                         std::fs::write(at("x"), &payload).unwrap();
                     })
-                    .before(clear),
+                    .with_setup(clear),
                 ),
         );
-        model.expect_same(&Archive::open(at(LAST)).unwrap().to_state_dict().unwrap());
+        model.assert_equals(&Archive::open(at(LAST)).unwrap().to_state_dict().unwrap());
     }
 }
 
 /// A load is over when every byte was looked at once. The limit is to read the file through a buffer that stays in the
 /// cache of each core.
 pub(crate) fn load(bench: &mut Bench) {
-    for model in [Model::four_hundred(), Model::of(&bench.options)] {
+    for model in [Model::four_hundred(), Model::from_options(&bench.options)] {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         write(&model, &at("x.tssd"));
         safetensors::serialize_to_file(theirs::views(&model), None, &at("x.st")).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let objects = LocalFileSystem::new_with_prefix(folder.path()).unwrap();
-        let lasts = [const { Last::new() }; 3];
+        let lasts = [const { LastResult::new() }; 3];
         let [last, alone, own] = &lasts;
         bench.race(
             Race::new(
@@ -87,33 +87,33 @@ pub(crate) fn load(bench: &mut Bench) {
                 "a file in the page cache, every byte looked at once; ours proves checksums",
                 5,
             )
-            .of(&model)
-            .with(
-                Runner::ours(OURS, || last.renew(|| read(&at("x.tssd"), 2)))
-                    .target(Target::Speed(1.0, THEIRS)),
+            .with_model(&model)
+            .with_runner(
+                Runner::ours(OURS, || last.replace_with(|| read(&at("x.tssd"), 2)))
+                    .with_target(Target::Speed(1.0, THEIRS)),
             )
-            .with(Runner::also("tssd, mapped, 1 thread", || {
-                alone.renew(|| read(&at("x.tssd"), 1));
+            .with_runner(Runner::variant("tssd, mapped, 1 thread", || {
+                alone.replace_with(|| read(&at("x.tssd"), 1));
             }))
-            .with(Runner::also("tssd, read, 2 threads", || {
-                own.renew(|| {
+            .with_runner(Runner::variant("tssd, read, 2 threads", || {
+                own.replace_with(|| {
                     let archive = Archive::open(at("x.tssd")).unwrap();
                     verify(&archive, 2);
                     archive.to_state_dict().unwrap()
                 });
             }))
-            .with(Runner::peer(THEIRS, || read_theirs(&at("x.st"))))
-            .with(Runner::peer("object_store", || {
+            .with_runner(Runner::peer(THEIRS, || read_theirs(&at("x.st"))))
+            .with_runner(Runner::peer("object_store", || {
                 let get =
                     async { objects.get(&"x.st".into()).await.unwrap().bytes().await.unwrap() };
                 black_box(runtime.block_on(get));
             }))
-            .with(Runner::limit("read 1 MiB at a time, 2 threads", || {
+            .with_runner(Runner::limit("read 1 MiB at a time, 2 threads", || {
                 read_in_pieces(&at("x.st"), 2, |_| {});
             })),
         );
         for last in &lasts {
-            model.expect_same(&last.take());
+            model.assert_equals(&last.take());
         }
     }
 }
@@ -128,33 +128,33 @@ pub(crate) fn fits(bench: &mut Bench) {
             let folder = tempfile::tempdir().unwrap();
             let at = |name: &str| folder.path().join(name);
             let views = theirs::views(&model);
-            saves.at_size(
+            saves.measure_size(
                 bench,
                 (tensors, bytes),
                 11,
                 vec![
                     Runner::ours("tssd", || write(&model, &at("x.tssd")))
-                        .before(|| clear(folder.path()))
-                        .after(|| std::fs::rename(at("x.tssd"), at(LAST)).unwrap()),
+                        .with_setup(|| clear(folder.path()))
+                        .with_teardown(|| std::fs::rename(at("x.tssd"), at(LAST)).unwrap()),
                     Runner::peer("safetensors", || {
                         safetensors::serialize_to_file(&views, None, &at("x.st")).unwrap();
                     })
-                    .before(|| clear(folder.path())),
+                    .with_setup(|| clear(folder.path())),
                 ],
             );
             safetensors::serialize_to_file(&views, None, &at("x.st")).unwrap();
-            let last = Last::new();
-            loads.at_size(
+            let last = LastResult::new();
+            loads.measure_size(
                 bench,
                 (tensors, bytes),
                 11,
                 vec![
-                    Runner::ours(OURS, || last.renew(|| read(&at(LAST), 2))),
+                    Runner::ours(OURS, || last.replace_with(|| read(&at(LAST), 2))),
                     Runner::peer(THEIRS, || read_theirs(&at("x.st"))),
                 ],
             );
             // It was read from the file that the last save has made.
-            model.expect_same(&last.take());
+            model.assert_equals(&last.take());
         }
     }
     saves.record(bench);
@@ -180,7 +180,7 @@ fn read(path: &Path, threads: usize) -> StateDict {
 fn read_theirs(path: &Path) {
     let map = map(path);
     for (_, view) in SafeTensors::deserialize(&map).unwrap().tensors() {
-        adding_up(view.data());
+        sum_words(view.data());
     }
 }
 

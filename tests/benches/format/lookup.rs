@@ -6,7 +6,7 @@ use safetensors::SafeTensors;
 use tssd_format::{
     Archive, Dict, MapKey, ObjectPath, StateDict, Step, Tensor, TorchStoreStateDict, Value,
 };
-use tssd_tests::bench::{Bench, Last, Model, Race, Runner, Target, name_of_expert};
+use tssd_tests::bench::{Bench, LastResult, Model, Race, Runner, Target, expert_name};
 
 use crate::theirs;
 
@@ -15,7 +15,7 @@ pub(crate) fn one_of_many(bench: &mut Bench) {
     const COUNT: usize = 30_000;
     const LOOKUPS: usize = 10_000;
     let names: Vec<String> =
-        (0..LOOKUPS).map(|number| name_of_expert(number * 7919 % COUNT)).collect();
+        (0..LOOKUPS).map(|number| expert_name(number * 7919 % COUNT)).collect();
     let model = Model::experts(COUNT, 4);
     let theirs = theirs::encoded(&model);
     let theirs = SafeTensors::deserialize(&theirs).unwrap();
@@ -30,39 +30,41 @@ pub(crate) fn one_of_many(bench: &mut Bench) {
     let nested_paths: Vec<ObjectPath> =
         names.iter().map(|name| name.split('.').map(step).collect()).collect();
     // Each is dropped before the next one is looked up. The last one of each turn stays, to be compared.
-    let lasts = [const { Last::new() }; 4];
-    let by_path = |archive: &Archive, paths: &[ObjectPath], last: &Last<Value>| {
+    let lasts = [const { LastResult::new() }; 4];
+    let by_path = |archive: &Archive, paths: &[ObjectPath], last: &LastResult<Value>| {
         let (end, others) = paths.split_last().unwrap();
         for path in others {
             black_box(archive.value(path).unwrap());
         }
-        last.renew(|| archive.value(end).unwrap());
+        last.replace_with(|| archive.value(end).unwrap());
     };
-    let by_fqn = |archive: &Archive, last: &Last<Value>| {
+    let by_fqn = |archive: &Archive, last: &LastResult<Value>| {
         let (end, others) = names.split_last().unwrap();
         for name in others {
             black_box(archive.tensor(name).unwrap());
         }
-        last.renew(|| Value::Tensor(archive.tensor(end).unwrap()));
+        last.replace_with(|| Value::Tensor(archive.tensor(end).unwrap()));
     };
     // A microsecond for each.
     let target = Target::Milliseconds(10.0);
     bench.race(
         Race::new("look up", "10,000 of 30,000 tensors by name: 1 ms is 100 ns for each", 21)
-            .of_tensors(&model.name, COUNT)
-            .with(Runner::ours("tssd", || by_fqn(&flat, &lasts[0])).target(target))
-            .with(Runner::also("tssd, nested", || by_fqn(&nested, &lasts[1])).target(target))
-            .with(
-                Runner::also("tssd, by path", || by_path(&flat, &flat_paths, &lasts[2]))
-                    .target(target),
+            .with_tensors(&model.name, COUNT)
+            .with_runner(Runner::ours("tssd", || by_fqn(&flat, &lasts[0])).with_target(target))
+            .with_runner(
+                Runner::variant("tssd, nested", || by_fqn(&nested, &lasts[1])).with_target(target),
             )
-            .with(
-                Runner::also("tssd, nested, by path", || {
+            .with_runner(
+                Runner::variant("tssd, by path", || by_path(&flat, &flat_paths, &lasts[2]))
+                    .with_target(target),
+            )
+            .with_runner(
+                Runner::variant("tssd, nested, by path", || {
                     by_path(&nested, &nested_paths, &lasts[3]);
                 })
-                .target(target),
+                .with_target(target),
             )
-            .with(Runner::peer("safetensors", || {
+            .with_runner(Runner::peer("safetensors", || {
                 for name in &names {
                     black_box(theirs.tensor(name).unwrap());
                 }

@@ -16,7 +16,7 @@ use tssd_tests::bench::{Bench, Suite};
 
 fn main() {
     Bench::run(
-        Suite::new("format").against(&["safetensors", "object_store"]),
+        Suite::new("format").with_crates(&["safetensors", "object_store"]),
         &[
             ("open", open::all_names),
             ("encode", encode::into_memory),

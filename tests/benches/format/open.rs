@@ -4,7 +4,7 @@ use std::hint::black_box;
 
 use safetensors::SafeTensors;
 use tssd_format::{Archive, TorchStoreStateDict};
-use tssd_tests::bench::{Bench, Last, Model, Race, Runner, Target};
+use tssd_tests::bench::{Bench, LastResult, Model, Race, Runner, Target};
 
 use crate::theirs;
 
@@ -15,21 +15,22 @@ pub(crate) fn all_names(bench: &mut Bench) {
         let model = Model::experts(tensors, 4);
         let ours = encoded(&model);
         let theirs = theirs::encoded(&model);
-        let last = Last::new();
+        let last = LastResult::new();
         let open = Runner::ours("tssd", || {
-            last.renew(|| Archive::from_bytes(black_box(ours.clone())).unwrap());
+            last.replace_with(|| Archive::from_bytes(black_box(ours.clone())).unwrap());
         });
         let peer = "safetensors";
         let open = match speed {
-            Some(speed) => open.target(Target::Speed(speed, peer)),
+            Some(speed) => open.with_target(Target::Speed(speed, peer)),
             None => open,
         };
         let what = "an archive in memory: all names, shapes and places";
-        let race = Race::new("open", what, rounds).of_tensors(&model.name, tensors).with(open);
-        bench.race(race.with(Runner::peer(peer, || {
+        let race =
+            Race::new("open", what, rounds).with_tensors(&model.name, tensors).with_runner(open);
+        bench.race(race.with_runner(Runner::peer(peer, || {
             black_box(SafeTensors::deserialize(black_box(&theirs)).unwrap());
         })));
-        model.expect_same(&last.take().to_state_dict().unwrap());
+        model.assert_equals(&last.take().to_state_dict().unwrap());
     }
     a_million(bench);
 }
@@ -44,30 +45,32 @@ fn a_million(bench: &mut Bench) {
     let index = usize::try_from(Archive::from_bytes(ours.clone()).unwrap().index_range().start);
     let index = ours.slice(index.unwrap()..);
     let mut copy = index.to_vec();
-    let (last, last_of_file) = (Last::new(), Last::new());
+    let (last, last_of_file) = (LastResult::new(), LastResult::new());
     bench.race(
         Race::new(
             "open a million",
             "an archive of more tensors than safetensors takes, in memory",
             9,
         )
-        .of_tensors(&model.name, model.tensors)
-        .with(
+        .with_tensors(&model.name, model.tensors)
+        .with_runner(
             Runner::ours("tssd", || {
-                last.renew(|| Archive::from_bytes(black_box(ours.clone())).unwrap());
+                last.replace_with(|| Archive::from_bytes(black_box(ours.clone())).unwrap());
             })
-            .target(Target::Milliseconds(120.0)),
+            .with_target(Target::Milliseconds(120.0)),
         )
-        .with(
-            Runner::also("tssd, a file", || last_of_file.renew(|| Archive::open(&path).unwrap()))
-                .target(Target::Milliseconds(300.0)),
+        .with_runner(
+            Runner::variant("tssd, a file", || {
+                last_of_file.replace_with(|| Archive::open(&path).unwrap())
+            })
+            .with_target(Target::Milliseconds(300.0)),
         )
-        .with(Runner::limit("memcpy, the index", || {
+        .with_runner(Runner::limit("memcpy, the index", || {
             black_box(&mut copy).copy_from_slice(&index);
         })),
     );
     for archive in [last.take(), last_of_file.take()] {
-        model.expect_same(&archive.to_state_dict().unwrap());
+        model.assert_equals(&archive.to_state_dict().unwrap());
     }
 }
 

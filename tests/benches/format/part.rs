@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use safetensors::SafeTensors;
 use safetensors::slice::IndexOp;
 use tssd_format::{Archive, Node, TorchStoreStateDict};
-use tssd_tests::bench::{Bench, Last, Model, Race, Runner, Target};
+use tssd_tests::bench::{Bench, LastResult, Model, Race, Runner, Target};
 
 use crate::file::map;
 use crate::theirs;
@@ -54,18 +54,18 @@ fn part(bench: &mut Bench, case: &str, what: &str, rows: std::ops::Range<usize>)
         File::open(at("x.tssd")).unwrap().read_exact_at(&mut bytes, place).unwrap();
         bytes
     };
-    let lasts = [Last::new(), Last::new(), Last::new()];
+    let lasts = [LastResult::new(), LastResult::new(), LastResult::new()];
     let [last, theirs, plain] = &lasts;
     bench.race(
         Race::new(case, what, 31)
-            .of_tensors(&model.name, model.tensors)
-            .bytes(part.end - part.start)
-            .with(
-                Runner::ours("tssd", || last.renew(read_ours))
-                    .target(Target::Speed(1.0, "safetensors")),
+            .with_tensors(&model.name, model.tensors)
+            .with_bytes(part.end - part.start)
+            .with_runner(
+                Runner::ours("tssd", || last.replace_with(read_ours))
+                    .with_target(Target::Speed(1.0, "safetensors")),
             )
-            .with(Runner::peer("safetensors", || theirs.renew(read_theirs)))
-            .with(Runner::limit("pread", || plain.renew(read_plain))),
+            .with_runner(Runner::peer("safetensors", || theirs.replace_with(read_theirs)))
+            .with_runner(Runner::limit("pread", || plain.replace_with(read_plain))),
     );
     let tensors = model.tensors();
     let (_, tensor) = tensors.iter().find(|(name, _)| name == NAME).unwrap();

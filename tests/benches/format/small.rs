@@ -5,7 +5,7 @@ use std::hint::black_box;
 
 use safetensors::SafeTensors;
 use tssd_format::{Archive, Layout, Node, Options, StateDict};
-use tssd_tests::bench::{Bench, Last, Model, Race, Runner};
+use tssd_tests::bench::{Bench, LastResult, Model, Race, Runner};
 
 use crate::theirs;
 
@@ -21,38 +21,38 @@ pub(crate) fn save_and_load(bench: &mut Bench) {
         let save_theirs = || safetensors::serialize(&views, None).unwrap();
         let plain = save(&model.dict);
         let peer = "safetensors";
-        let last = Last::new();
+        let last = LastResult::new();
         bench.race(
             Race::new("save and load, memory", "tensors of one element", rounds)
-                .of_tensors(&model.name, tensors)
-                .with(Runner::ours("tssd", || {
-                    last.renew(|| load(save(&model.dict)));
+                .with_tensors(&model.name, tensors)
+                .with_runner(Runner::ours("tssd", || {
+                    last.replace_with(|| load(save(&model.dict)));
                 }))
-                .with(Runner::also("tssd, references", || {
+                .with_runner(Runner::variant("tssd, references", || {
                     visit(save(&model.dict));
                 }))
-                .with(Runner::peer(peer, || load_theirs(&save_theirs()))),
+                .with_runner(Runner::peer(peer, || load_theirs(&save_theirs()))),
         );
-        model.expect_same(&last.take());
+        model.assert_equals(&last.take());
         bench.race(
             Race::new("save and load, a file", "tensors of one element", rounds)
-                .of_tensors(&model.name, tensors)
-                .with(Runner::ours("tssd", || {
-                    last.renew(|| {
+                .with_tensors(&model.name, tensors)
+                .with_runner(Runner::ours("tssd", || {
+                    last.replace_with(|| {
                         std::fs::write(&our_path, save(&model.dict)).unwrap();
                         load(std::fs::read(&our_path).unwrap())
                     });
                 }))
-                .with(Runner::peer(peer, || {
+                .with_runner(Runner::peer(peer, || {
                     std::fs::write(&their_path, save_theirs()).unwrap();
                     load_theirs(&std::fs::read(&their_path).unwrap());
                 }))
-                .with(Runner::limit("write and read", || {
+                .with_runner(Runner::limit("write and read", || {
                     std::fs::write(&our_path, &plain).unwrap();
                     black_box(std::fs::read(&our_path).unwrap());
                 })),
         );
-        model.expect_same(&last.take());
+        model.assert_equals(&last.take());
     }
 }
 

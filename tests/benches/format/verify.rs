@@ -2,7 +2,8 @@
 
 use tssd_format::{Archive, TorchStoreStateDict, VerifyJob};
 use tssd_tests::bench::{
-    Bench, Last, Model, Race, Runner, Target, adding_up, cores, read_in_pieces, read_into,
+    Bench, LastResult, Model, Race, Runner, Target, core_label, read_in_pieces, read_into,
+    sum_words,
 };
 
 /// A file that the system has in memory, against reading it: one `pread` for each thread, of its part of the file into
@@ -22,42 +23,44 @@ pub(crate) fn a_file(bench: &mut Bench) {
         verify(&archive, threads);
         archive
     };
-    let last: Last<Archive> = Last::new();
-    let expect_same = || model.expect_same(&last.take().to_state_dict().unwrap());
+    let last: LastResult<Archive> = LastResult::new();
+    let expect_same = || model.assert_equals(&last.take().to_state_dict().unwrap());
     let mut warm = vec![1; bytes.len()];
     for threads in [1, 2] {
-        let case = format!("verify a file, {}", cores(threads));
+        let case = format!("verify a file, {}", core_label(threads));
         bench.race(
             Race::new(
                 &case,
                 "in the page cache, every checksum; to read is pread into warm memory",
                 7,
             )
-            .of(&model)
-            .with(
+            .with_model(&model)
+            .with_runner(
                 Runner::ours("tssd", || {
-                    last.renew(|| verified(Archive::open(&path).unwrap(), threads));
+                    last.replace_with(|| verified(Archive::open(&path).unwrap(), threads));
                 })
-                .target(Target::Speed(0.9, READ)),
+                .with_target(Target::Speed(0.9, READ)),
             )
-            .with(Runner::limit(READ, || read_into(&path, &mut warm, threads)))
-            .with(Runner::also("read 1 MiB at a time, and add", || read(threads, adding_up)))
-            .with(Runner::also("read 1 MiB at a time", || read(threads, |_| {}))),
+            .with_runner(Runner::limit(READ, || read_into(&path, &mut warm, threads)))
+            .with_runner(Runner::variant("read 1 MiB at a time, and add", || {
+                read(threads, sum_words)
+            }))
+            .with_runner(Runner::variant("read 1 MiB at a time", || read(threads, |_| {}))),
         );
         expect_same();
         assert!(warm == bytes, "what is read is what was written");
-        let case = format!("verify memory, {}", cores(threads));
+        let case = format!("verify memory, {}", core_label(threads));
         bench.race(
             Race::new(&case, "every checksum; to add is to look at every word", 7)
-                .of(&model)
-                .with(
+                .with_model(&model)
+                .with_runner(
                     Runner::ours("tssd", || {
                         let archive = Archive::from_bytes(bytes.clone()).unwrap();
-                        last.renew(|| verified(archive, threads));
+                        last.replace_with(|| verified(archive, threads));
                     })
-                    .target(Target::Speed(0.9, ADD)),
+                    .with_target(Target::Speed(0.9, ADD)),
                 )
-                .with(Runner::limit(ADD, || on_threads(&bytes, threads, adding_up))),
+                .with_runner(Runner::limit(ADD, || on_threads(&bytes, threads, sum_words))),
         );
         expect_same();
     }

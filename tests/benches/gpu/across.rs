@@ -2,9 +2,9 @@
 
 use tssd_format::{Dtype, TensorMeta};
 use tssd_store::{PutOptions, Residency, Ring, Transport};
-use tssd_tests::bench::{Bench, Race, Runner, Target, name_of_expert, shapes_of};
-use tssd_tests::caller::Caller;
-use tssd_tests::served::Served;
+use tssd_tests::bench::{Bench, Race, Runner, Target, expert_name, shapes_of};
+use tssd_tests::caller::DeviceContext;
+use tssd_tests::served::TestDaemon;
 
 use crate::packed::Packer;
 use crate::reader::{Ask, Reader};
@@ -27,16 +27,16 @@ pub(crate) fn many(bench: &mut Bench) {
     let (_, shapes) = shapes_of(&bench.options);
     let bytes: u64 = shapes.iter().map(|(_, meta)| meta.nbytes()).sum();
     let meta = TensorMeta::new(Dtype::Bfloat16, &[(bytes / 2 / TENSORS as u64).max(1)]).unwrap();
-    let shapes = (0..TENSORS).map(|number| (name_of_expert(number), meta.clone()));
+    let shapes = (0..TENSORS).map(|number| (expert_name(number), meta.clone()));
     race(bench, "experts", &shapes.collect::<Vec<_>>(), 50.0);
 }
 
 fn race(bench: &mut Bench, name: &str, shapes: &[(String, TensorMeta)], wanted: f64) {
-    let caller = &Caller::new(ORDINAL);
+    let caller = &DeviceContext::new(ORDINAL);
     let weights = &Weights::new(caller, shapes);
     weights.write(caller);
     let sums = weights.sums(caller);
-    let served = Served::new(64 << 20);
+    let served = TestDaemon::new(64 << 20);
     let (store, reader) = (served.connect(), &Reader::new(&served.url(), shapes));
     let put = |name: &str, residency| {
         let require = Some(Transport::CudaIpc);
@@ -57,27 +57,27 @@ fn race(bench: &mut Bench, name: &str, shapes: &[(String, TensorMeta)], wanted: 
     let len = usize::try_from(weights.bytes()).unwrap();
     let [one, other] = [(); 2].map(|()| caller.allocate(len));
     let copies = || {
-        caller.copy((&other, 0), (&one, 0), len);
-        caller.copy((&one, 0), (&other, 0), len);
-        caller.wait();
+        caller.enqueue_copy((&other, 0), (&one, 0), len);
+        caller.enqueue_copy((&one, 0), (&other, 0), len);
+        caller.synchronize();
     };
     let what = "a new version, from one process into the tensors of another one on the same GPU";
     bench.race(
         Race::new("across", what, 9)
-            .of_tensors(name, shapes.len())
-            .bytes(weights.bytes())
-            .with(
+            .with_tensors(name, shapes.len())
+            .with_bytes(weights.bytes())
+            .with_runner(
                 // At most 1.3 times what they take.
                 Runner::ours("tssd, through a ring", ring)
-                    .target(Target::Speed(0.77, COPIES))
-                    .target(Target::Speed(wanted, HANDLES))
-                    .target(Target::Speed(1.0, PACKED)),
+                    .with_target(Target::Speed(0.77, COPIES))
+                    .with_target(Target::Speed(wanted, HANDLES))
+                    .with_target(Target::Speed(1.0, PACKED)),
             )
-            .with(Runner::also("tssd, lent where it is", lent))
-            .with(Runner::also("tssd, kept on the device", device))
-            .with(Runner::peer(HANDLES, handles))
-            .with(Runner::peer(PACKED, packed))
-            .with(Runner::limit(COPIES, copies)),
+            .with_runner(Runner::variant("tssd, lent where it is", lent))
+            .with_runner(Runner::variant("tssd, kept on the device", device))
+            .with_runner(Runner::peer(HANDLES, handles))
+            .with_runner(Runner::peer(PACKED, packed))
+            .with_runner(Runner::limit(COPIES, copies)),
     );
     for turn in [&ring as &dyn Fn(), &lent, &device, &handles, &packed] {
         reader.expect_all(&sums, turn);

@@ -2,8 +2,8 @@
 
 use tssd_store::{GetOptions, PutOptions};
 use tssd_tests::bench::{Bench, Race, Runner, Target, shapes_of};
-use tssd_tests::caller::Caller;
-use tssd_tests::served::Served;
+use tssd_tests::caller::DeviceContext;
+use tssd_tests::served::TestDaemon;
 
 use crate::weights::Weights;
 use crate::{ORDINAL, key};
@@ -12,12 +12,12 @@ const COPY: &str = "a plain copy, pinned";
 
 pub(crate) fn there_and_back(bench: &mut Bench) {
     let (name, shapes) = shapes_of(&bench.options);
-    let caller = Caller::new(ORDINAL);
+    let caller = DeviceContext::new(ORDINAL);
     let weights = Weights::new(&caller, &shapes);
     weights.write(&caller);
     let (sums, len) = (weights.sums(&caller), usize::try_from(weights.bytes()).unwrap());
     // The version that is there, the next one, and what lies between tensors.
-    let served = Served::new(weights.bytes() * 3 + (256 << 20));
+    let served = TestDaemon::new(weights.bytes() * 3 + (256 << 20));
     let (store, key) = (served.connect(), key("host"));
     let put = || {
         store.put_state_dict(&key, &weights.dict(&caller), &PutOptions::default()).unwrap();
@@ -27,19 +27,21 @@ pub(crate) fn there_and_back(bench: &mut Bench) {
         let mut targets = weights.targets(&memories);
         store.get_state_dict_into(&key, &mut targets, &GetOptions::default()).unwrap();
     };
-    let (whole, mut pinned) = (caller.allocate(len), caller.pinned(len));
+    let (whole, mut pinned) = (caller.allocate(len), caller.allocate_pinned(len));
     let race = |case, what| {
-        Race::new(case, what, 9).of_tensors(&name, shapes.len()).bytes(weights.bytes())
+        Race::new(case, what, 9).with_tensors(&name, shapes.len()).with_bytes(weights.bytes())
     };
     bench.race(
         race("to the host", "a new version, in the host's memory when it returns")
-            .with(Runner::ours("tssd", put).target(Target::Speed(0.9, COPY)))
-            .with(Runner::limit(COPY, || caller.read_into(&whole, &mut pinned.bytes()[..len]))),
+            .with_runner(Runner::ours("tssd", put).with_target(Target::Speed(0.9, COPY)))
+            .with_runner(Runner::limit(COPY, || {
+                caller.read_into(&whole, &mut pinned.bytes()[..len])
+            })),
     );
     bench.race(
         race("from the host", "all of it, verified, into tensors of the device")
-            .with(Runner::ours("tssd", get).target(Target::Speed(0.9, COPY)))
-            .with(Runner::limit(COPY, || caller.write(&whole, &pinned.bytes()[..len]))),
+            .with_runner(Runner::ours("tssd", get).with_target(Target::Speed(0.9, COPY)))
+            .with_runner(Runner::limit(COPY, || caller.write(&whole, &pinned.bytes()[..len]))),
     );
     put();
     weights.clear(&caller);

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use tssd_gpu::Device;
 use tssd_store::Key;
-use tssd_tests::bench::{Bench, Suite, refuse};
+use tssd_tests::bench::{Bench, Suite, exit_with_error};
 
 /// Nothing takes longer.
 const SOON: Duration = Duration::from_mins(2);
@@ -27,11 +27,12 @@ fn main() {
     if reader::is_child() {
         return;
     }
-    let device =
-        Device::all().unwrap_or_else(|error| refuse(&error.to_string())).swap_remove(ORDINAL);
-    let suite = Suite::new("gpu").of("shape:qwen3-8b", 8_000_000_000);
+    let device = Device::all()
+        .unwrap_or_else(|error| exit_with_error(&error.to_string()))
+        .swap_remove(ORDINAL);
+    let suite = Suite::new("gpu").with_model("shape:qwen3-8b", 8_000_000_000);
     Bench::run(
-        suite.on(device.name(), device.uuid()),
+        suite.with_version(device.name(), device.uuid()),
         &[
             ("across", across::few),
             ("many", across::many),

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use tssd_tests::caller::{Allocation, Caller, Handle};
+use tssd_tests::caller::{Allocation, DeviceContext, IpcHandle};
 
 use crate::reader::{Ask, Reader};
 use crate::weights::Weights;
@@ -15,7 +15,7 @@ const BUCKET: usize = 512 << 20;
 /// A bucket that is full, and what of each tensor is in it.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Bucket {
-    handle: Handle,
+    handle: IpcHandle,
     len: usize,
     parts: Vec<Part>,
 }
@@ -30,7 +30,7 @@ struct Part {
 
 /// The writer's side.
 pub(crate) struct Packer<'a> {
-    caller: &'a Caller,
+    caller: &'a DeviceContext,
     weights: &'a Weights,
     bucket: Arc<Allocation>,
     /// Of each bucket.
@@ -38,7 +38,7 @@ pub(crate) struct Packer<'a> {
 }
 
 impl<'a> Packer<'a> {
-    pub(crate) fn new(caller: &'a Caller, weights: &'a Weights) -> Self {
+    pub(crate) fn new(caller: &'a DeviceContext, weights: &'a Weights) -> Self {
         let (mut parts, mut room) = (vec![Vec::new()], BUCKET);
         for (tensor, allocation) in weights.allocations().enumerate() {
             let mut from = 0;
@@ -61,10 +61,10 @@ impl<'a> Packer<'a> {
             let mut at = 0;
             for part in parts {
                 let (_, _, tensor) = &self.weights.tensors[part.tensor];
-                self.caller.copy((&self.bucket, at), (tensor, part.from), part.len);
+                self.caller.enqueue_copy((&self.bucket, at), (tensor, part.from), part.len);
                 at += part.len;
             }
-            self.caller.wait();
+            self.caller.synchronize();
             let (handle, len, parts) = (self.bucket.handle(), self.bucket.len, parts.clone());
             reader.ask(&Ask::Bucket(Bucket { handle, len, parts }));
         }
@@ -73,20 +73,20 @@ impl<'a> Packer<'a> {
 
 /// The reader's side: the bucket is opened once.
 pub(crate) fn unpack(
-    caller: &Caller,
+    caller: &DeviceContext,
     weights: &Weights,
-    opened: &mut Option<(Handle, Arc<Allocation>)>,
+    opened: &mut Option<(IpcHandle, Arc<Allocation>)>,
     bucket: &Bucket,
 ) {
     if opened.as_ref().is_none_or(|(handle, _)| *handle != bucket.handle) {
-        *opened = Some((bucket.handle, caller.open(bucket.handle, bucket.len)));
+        *opened = Some((bucket.handle, caller.open_ipc(bucket.handle, bucket.len)));
     }
     let Some((_, memory)) = opened else { unreachable!("it is open") };
     let mut at = 0;
     for part in &bucket.parts {
         let (_, _, tensor) = &weights.tensors[part.tensor];
-        caller.copy((tensor, part.from), (memory, at), part.len);
+        caller.enqueue_copy((tensor, part.from), (memory, at), part.len);
         at += part.len;
     }
-    caller.wait();
+    caller.synchronize();
 }

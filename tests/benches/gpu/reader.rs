@@ -9,7 +9,7 @@ use tssd_gpu::Device;
 use tssd_store::GetOptions;
 use tssd_store::blocking::{Receiver, Store};
 use tssd_tests::bench::peer::{self, Peer};
-use tssd_tests::caller::Caller;
+use tssd_tests::caller::DeviceContext;
 
 use crate::handles::{self, Handles};
 use crate::packed::{self, Bucket};
@@ -40,14 +40,14 @@ pub(crate) enum Ask {
 pub(crate) fn is_child() -> bool {
     let is_child = peer::role().as_deref() == Some(ROLE);
     if is_child {
-        peer::say(&["here"]);
+        peer::send_to_parent(&["here"]);
         serve();
     }
     is_child
 }
 
 fn told() -> Option<Ask> {
-    Some(serde_json::from_str(&peer::told()?).unwrap())
+    Some(serde_json::from_str(&peer::receive_from_parent()?).unwrap())
 }
 
 fn serve() {
@@ -56,11 +56,11 @@ fn serve() {
         (name, TensorMeta::new(Dtype::Bfloat16, &shape).unwrap())
     };
     let shapes: Vec<(String, TensorMeta)> = tensors.into_iter().map(meta).collect();
-    let (caller, device) = (Caller::new(ORDINAL), &Device::all().unwrap()[ORDINAL]);
+    let (caller, device) = (DeviceContext::new(ORDINAL), &Device::all().unwrap()[ORDINAL]);
     let (weights, store) = (Weights::new(&caller, &shapes), Store::connect(&url).unwrap());
     let memories = weights.memories(&caller);
     let (mut receivers, mut opened) = (BTreeMap::<String, Receiver>::new(), None);
-    peer::say(&["ready"]);
+    peer::send_to_parent(&["ready"]);
     while let Some(ask) = told() {
         let mut targets = weights.targets(&memories);
         match ask {
@@ -80,11 +80,11 @@ fn serve() {
             Ask::Clear => weights.clear(&caller),
             Ask::Sums => {
                 let sums: Vec<String> = weights.sums(&caller).iter().map(u32::to_string).collect();
-                peer::say(&sums.iter().map(String::as_str).collect::<Vec<_>>());
+                peer::send_to_parent(&sums.iter().map(String::as_str).collect::<Vec<_>>());
                 continue;
             }
         }
-        peer::say(&["done"]);
+        peer::send_to_parent(&["done"]);
     }
 }
 
@@ -97,17 +97,17 @@ impl Reader {
         let mut peer = Peer::start(ROLE);
         let tensors =
             shapes.iter().map(|(name, meta)| (name.clone(), meta.shape().to_vec())).collect();
-        peer.tell(&serde_json::to_string(&Ask::Begin { url: url.to_owned(), tensors }).unwrap());
-        assert_eq!(peer.hear(), ["ready"]);
+        peer.send(&serde_json::to_string(&Ask::Begin { url: url.to_owned(), tensors }).unwrap());
+        assert_eq!(peer.receive(), ["ready"]);
         Self(RefCell::new(peer))
     }
 
     /// Tells it what to do, does something meanwhile, and waits until both is done.
     pub(crate) fn meanwhile(&self, ask: &Ask, work: impl FnOnce()) {
         let mut peer = self.0.borrow_mut();
-        peer.tell(&serde_json::to_string(ask).unwrap());
+        peer.send(&serde_json::to_string(ask).unwrap());
         work();
-        assert_eq!(peer.hear(), ["done"]);
+        assert_eq!(peer.receive(), ["done"]);
     }
 
     /// Tells it what to do, and waits until it is done.
@@ -120,8 +120,8 @@ impl Reader {
         self.ask(&Ask::Clear);
         turn();
         let mut peer = self.0.borrow_mut();
-        peer.tell(&serde_json::to_string(&Ask::Sums).unwrap());
-        let found: Vec<u32> = peer.hear().iter().map(|sum| sum.parse().unwrap()).collect();
+        peer.send(&serde_json::to_string(&Ask::Sums).unwrap());
+        let found: Vec<u32> = peer.receive().iter().map(|sum| sum.parse().unwrap()).collect();
         assert!(found == sums, "what has come is not what was put");
     }
 }

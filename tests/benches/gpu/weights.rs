@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tssd_format::{StateDict, Tensor, TensorMeta};
 use tssd_gpu::DeviceMemory;
 use tssd_store::{Target, TargetMemory};
-use tssd_tests::caller::{Allocation, Caller};
+use tssd_tests::caller::{Allocation, DeviceContext};
 
 pub(crate) struct Weights {
     pub(crate) tensors: Vec<(String, TensorMeta, Arc<Allocation>)>,
@@ -13,7 +13,7 @@ pub(crate) struct Weights {
 
 impl Weights {
     /// All zero.
-    pub(crate) fn new(caller: &Caller, shapes: &[(String, TensorMeta)]) -> Self {
+    pub(crate) fn new(caller: &DeviceContext, shapes: &[(String, TensorMeta)]) -> Self {
         let (mut tensors, mut pool) = (Vec::new(), Pool::default());
         for (name, meta) in shapes {
             let memory = pool.allocate(caller, usize::try_from(meta.nbytes()).unwrap());
@@ -31,7 +31,7 @@ impl Weights {
     }
 
     /// Writes words that are all different, and other ones in tensors that follow each other.
-    pub(crate) fn write(&self, caller: &Caller) {
+    pub(crate) fn write(&self, caller: &DeviceContext) {
         const TENSORS: usize = 1000;
         let longest = self.allocations().map(|allocation| allocation.len).max().unwrap_or(0);
         let words = (0..longest as u64 / 8 + 1 + TENSORS as u64)
@@ -42,21 +42,21 @@ impl Weights {
         }
     }
 
-    pub(crate) fn clear(&self, caller: &Caller) {
-        self.allocations().for_each(|allocation| caller.clear(allocation));
-        caller.wait();
+    pub(crate) fn clear(&self, caller: &DeviceContext) {
+        self.allocations().for_each(|allocation| caller.enqueue_clear(allocation));
+        caller.synchronize();
     }
 
     /// The checksum of each tensor.
-    pub(crate) fn sums(&self, caller: &Caller) -> Vec<u32> {
+    pub(crate) fn sums(&self, caller: &DeviceContext) -> Vec<u32> {
         self.allocations().map(|allocation| crc32fast::hash(&caller.read(allocation))).collect()
     }
 
     /// As a state dict.
-    pub(crate) fn dict(&self, caller: &Caller) -> StateDict {
+    pub(crate) fn dict(&self, caller: &DeviceContext) -> StateDict {
         let mut dict = StateDict::new();
         for ((name, meta, _), storage) in
-            self.tensors.iter().zip(caller.storages(self.allocations()))
+            self.tensors.iter().zip(caller.to_storages(self.allocations()))
         {
             dict.insert(name.as_str(), Tensor::new(meta.clone(), storage, 0).unwrap());
         }
@@ -64,8 +64,8 @@ impl Weights {
     }
 
     /// As memory that may be filled.
-    pub(crate) fn memories(&self, caller: &Caller) -> Vec<DeviceMemory> {
-        caller.memories(self.allocations())
+    pub(crate) fn memories(&self, caller: &DeviceContext) -> Vec<DeviceMemory> {
+        caller.device_memories(self.allocations())
     }
 
     /// The same as targets.
@@ -93,7 +93,7 @@ struct Block {
 }
 
 impl Pool {
-    fn allocate(&mut self, caller: &Caller, len: usize) -> Arc<Allocation> {
+    fn allocate(&mut self, caller: &DeviceContext, len: usize) -> Arc<Allocation> {
         const MIB: usize = 1 << 20;
         let (block, size) = match len {
             ..MIB => (&mut self.small, 2 * MIB),

@@ -14,7 +14,7 @@ use tokio::runtime::{Builder, Runtime};
 use tssd_format::TorchStoreStateDict;
 use tssd_store::GetOptions;
 use tssd_store::blocking::Store;
-use tssd_tests::bench::{Bench, Curve, Model, Race, Runner, Target, on_cores};
+use tssd_tests::bench::{Bench, Curve, Model, Race, Runner, Target, run_on_cores};
 
 use crate::copies::{get_into, put_one};
 
@@ -36,11 +36,16 @@ const DOWNLOAD: (&str, &str) =
 
 pub(crate) fn up_and_down(bench: &mut Bench) {
     // More would tell how soon the system gives memory back and has it again.
-    on_cores(2, || {
+    run_on_cores(2, || {
         let (sides, mut memory) = Sides::new(Model::uniform(100, 128 << 20));
         let mut race = |(operation, what), [ours, peer]: [Runner<'_>; 2]| {
-            let ours = ours.target(Target::Speed(0.8, PEER));
-            bench.race(Race::new(operation, what, 15).of(&sides.model).with(ours).with(peer));
+            let ours = ours.with_target(Target::Speed(0.8, PEER));
+            bench.race(
+                Race::new(operation, what, 15)
+                    .with_model(&sides.model)
+                    .with_runner(ours)
+                    .with_runner(peer),
+            );
         };
         race(UPLOAD, sides.uploads());
         race(DOWNLOAD, sides.downloads(&mut memory));
@@ -53,11 +58,11 @@ pub(crate) fn fits(bench: &mut Bench) {
     let (mut up, mut down) = (Curve::fit(UPLOAD.0, UPLOAD.1), Curve::fit(DOWNLOAD.0, DOWNLOAD.1));
     for tensors in [100, 10_000] {
         for bytes in [16_000_000, 128_000_000] {
-            on_cores(2, || {
+            run_on_cores(2, || {
                 let (sides, mut memory) = Sides::new(Model::uniform(tensors, bytes));
                 let size = (tensors, bytes);
-                up.at_size(bench, size, 7, sides.uploads().into());
-                down.at_size(bench, size, 7, sides.downloads(&mut memory).into());
+                up.measure_size(bench, size, 7, sides.uploads().into());
+                down.measure_size(bench, size, 7, sides.downloads(&mut memory).into());
                 sides.expect(&memory);
             });
         }
@@ -95,24 +100,24 @@ impl Sides {
 
     fn uploads(&self) -> [Runner<'_>; 2] {
         // Nobody is to wait for what is given up in the background.
-        let ours = Runner::ours("tssd", || self.put()).after(|| self.theirs.settle());
+        let ours = Runner::ours("tssd", || self.put()).with_teardown(|| self.theirs.settle());
         [ours, Runner::peer(PEER, || self.theirs.replace())]
     }
 
     fn downloads<'a>(&'a self, to: &'a mut Downloaded) -> [Runner<'a>; 2] {
         let Downloaded { tensors, archive } = to;
         let read = || get_into(&self.store, &self.model, tensors, &GetOptions::default());
-        let ours = Runner::ours("tssd", read).before(|| {
+        let ours = Runner::ours("tssd", read).with_setup(|| {
             self.put();
             self.theirs.settle();
         });
         let peer = Runner::peer(PEER, || self.theirs.download(archive));
-        [ours, peer.before(|| self.theirs.replace())]
+        [ours, peer.with_setup(|| self.theirs.replace())]
     }
 
     /// What came back is what was sent.
     fn expect(&self, downloaded: &Downloaded) {
-        self.model.expect_bytes(&downloaded.tensors);
+        self.model.assert_bytes_equal(&downloaded.tensors);
         assert!(downloaded.archive == self.theirs.archive, "what came back is what was sent");
     }
 }

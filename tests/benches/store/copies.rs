@@ -4,8 +4,10 @@ use std::cell::RefCell;
 
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, PutOptions};
-use tssd_tests::bench::{Bench, Memory, Model, Race, Runner, Target, cores, on_cores, targets};
-use tssd_tests::served::Served;
+use tssd_tests::bench::{
+    Bench, CopyBuffers, Model, Race, Runner, Target, core_label, run_on_cores, targets,
+};
+use tssd_tests::served::TestDaemon;
 
 use crate::key;
 
@@ -19,29 +21,29 @@ fn cases(bench: &Bench) -> [(Model, usize, usize); 3] {
     [
         (Model::four_hundred(), 1, 9),
         (Model::four_hundred(), 2, 9),
-        (Model::of(&bench.options), 2, 5),
+        (Model::from_options(&bench.options), 2, 5),
     ]
 }
 
 /// The third and later versions: two are there at once, so from then on every segment is warm.
 pub(crate) fn put(bench: &mut Bench) {
     for (model, threads, rounds) in &cases(bench) {
-        on_cores(*threads, || {
-            let served = Served::new(LIMIT);
+        run_on_cores(*threads, || {
+            let served = TestDaemon::new(LIMIT);
             let (store, reader) = (served.connect(), served.connect());
             (0..3).for_each(|_| put_one(&store, model));
-            let mut memory = Memory::new(model.bytes);
-            let case = format!("put, {}", cores(*threads));
+            let mut memory = CopyBuffers::new(model.bytes);
+            let case = format!("put, {}", core_label(*threads));
             bench.race(
                 Race::new(&case, "a new version, checksums included", *rounds)
-                    .of(model)
-                    .with(
+                    .with_model(model)
+                    .with_runner(
                         Runner::ours("tssd", || put_one(&store, model))
-                            .target(Target::Speed(0.85, MEMCPY)),
+                            .with_target(Target::Speed(0.85, MEMCPY)),
                     )
-                    .with(Runner::limit(MEMCPY, || memory.copy(*threads))),
+                    .with_runner(Runner::limit(MEMCPY, || memory.copy(*threads))),
             );
-            model.expect_same(&reader.get_state_dict(&key(), &GetOptions::default()).unwrap().0);
+            model.assert_equals(&reader.get_state_dict(&key(), &GetOptions::default()).unwrap().0);
         });
     }
 }
@@ -49,10 +51,10 @@ pub(crate) fn put(bench: &mut Bench) {
 /// Into the caller's tensors: a version that was not read before, and without a look at checksums.
 pub(crate) fn get(bench: &mut Bench) {
     for (model, threads, rounds) in &cases(bench) {
-        on_cores(*threads, || {
-            let served = Served::new(LIMIT);
+        run_on_cores(*threads, || {
+            let served = TestDaemon::new(LIMIT);
             let (writer, reader) = (served.connect(), served.connect());
-            let mut memory = Memory::new(model.bytes);
+            let mut memory = CopyBuffers::new(model.bytes);
             let tensors = RefCell::new(vec![1_u8; usize::try_from(model.bytes).unwrap()]);
             let read = |unverified| {
                 let options = GetOptions { unverified, ..GetOptions::default() };
@@ -63,31 +65,31 @@ pub(crate) fn get(bench: &mut Bench) {
                 renew();
                 read(false);
             });
-            let case = format!("get in place, {}", cores(*threads));
+            let case = format!("get in place, {}", core_label(*threads));
             bench.race(
                 Race::new(&case, "a new version each time, verified", *rounds)
-                    .of(model)
-                    .with(
+                    .with_model(model)
+                    .with_runner(
                         Runner::ours("tssd", || read(false))
-                            .before(renew)
-                            .target(Target::Speed(0.85, MEMCPY)),
+                            .with_setup(renew)
+                            .with_target(Target::Speed(0.85, MEMCPY)),
                     )
-                    .with(
-                        Runner::also("tssd, not verified", || read(true))
-                            .before(renew)
-                            .target(Target::Speed(0.95, MEMCPY)),
+                    .with_runner(
+                        Runner::variant("tssd, not verified", || read(true))
+                            .with_setup(renew)
+                            .with_target(Target::Speed(0.95, MEMCPY)),
                     )
-                    .with(Runner::limit(MEMCPY, || memory.copy(*threads))),
+                    .with_runner(Runner::limit(MEMCPY, || memory.copy(*threads))),
             );
-            model.expect_bytes(&tensors.borrow());
+            model.assert_bytes_equal(&tensors.borrow());
         });
     }
 }
 
 /// The first version of a key, in a daemon that has no memory yet, and the first get of a reader.
 pub(crate) fn cold(bench: &mut Bench) {
-    for (model, rounds) in [(Model::four_hundred(), 5), (Model::of(&bench.options), 3)] {
-        on_cores(2, || {
+    for (model, rounds) in [(Model::four_hundred(), 5), (Model::from_options(&bench.options), 3)] {
+        run_on_cores(2, || {
             put_cold(bench, &model, rounds);
             get_cold(bench, &model, rounds);
         });
@@ -95,54 +97,54 @@ pub(crate) fn cold(bench: &mut Bench) {
 }
 
 fn put_cold(bench: &mut Bench, model: &Model, rounds: usize) {
-    let mut memory = Memory::new(model.bytes);
-    let there: RefCell<Option<(Served, Store)>> = RefCell::new(None);
+    let mut memory = CopyBuffers::new(model.bytes);
+    let there: RefCell<Option<(TestDaemon, Store)>> = RefCell::new(None);
     bench.race(
         Race::new("put cold", "the first version of a daemon, all memory is new, 2 cores", rounds)
-            .of(model)
-            .cold()
-            .with(
+            .with_model(model)
+            .without_warmup()
+            .with_runner(
                 Runner::ours("tssd", || {
                     put_one(&there.borrow().as_ref().unwrap().1, model);
                 })
-                .before(|| {
+                .with_setup(|| {
                     there.take();
-                    let served = Served::new(LIMIT);
+                    let served = TestDaemon::new(LIMIT);
                     let store = served.connect();
                     there.replace(Some((served, store)));
                 }),
             )
-            .with(Runner::limit("memcpy into new memory", || memory.copy_fresh(2))),
+            .with_runner(Runner::limit("memcpy into new memory", || memory.copy_to_new_memory(2))),
     );
     let (_served, store) = there.take().unwrap();
-    model.expect_same(&store.get_state_dict(&key(), &GetOptions::default()).unwrap().0);
+    model.assert_equals(&store.get_state_dict(&key(), &GetOptions::default()).unwrap().0);
 }
 
 fn get_cold(bench: &mut Bench, model: &Model, rounds: usize) {
-    let mut memory = Memory::new(model.bytes);
-    let served = Served::new(LIMIT);
+    let mut memory = CopyBuffers::new(model.bytes);
+    let served = TestDaemon::new(LIMIT);
     let writer = served.connect();
     put_one(&writer, model);
     let reader: RefCell<Option<Store>> = RefCell::new(None);
     let mut tensors = vec![1_u8; usize::try_from(model.bytes).unwrap()];
     bench.race(
         Race::new("get cold", "in place, the first get of a reader, 2 cores", rounds)
-            .of(model)
-            .cold()
-            .with(
+            .with_model(model)
+            .without_warmup()
+            .with_runner(
                 Runner::ours("tssd", || {
                     let reader = reader.borrow();
                     let options = GetOptions::default();
                     get_into(reader.as_ref().unwrap(), model, &mut tensors, &options);
                 })
-                .before(|| {
+                .with_setup(|| {
                     reader.take();
                     reader.replace(Some(served.connect()));
                 }),
             )
-            .with(Runner::limit(MEMCPY, || memory.copy(2))),
+            .with_runner(Runner::limit(MEMCPY, || memory.copy(2))),
     );
-    model.expect_bytes(&tensors);
+    model.assert_bytes_equal(&tensors);
 }
 
 pub(crate) fn put_one(store: &Store, model: &Model) {

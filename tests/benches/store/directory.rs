@@ -9,7 +9,7 @@ use tssd_format::TorchStoreStateDict;
 use tssd_store::GetOptions;
 use tssd_store::blocking::Store;
 use tssd_store::file::settle;
-use tssd_tests::bench::{Bench, Last, Model, Race, Runner, read_into};
+use tssd_tests::bench::{Bench, LastResult, Model, Race, Runner, read_into};
 
 use crate::copies::put_one;
 use crate::key;
@@ -26,25 +26,25 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
     let sync = |path: &std::path::Path| File::open(path).unwrap().sync_all().unwrap();
     bench.race(
         Race::new("put durable", "a version in a directory, on the disk at the end", 3)
-            .of(&model)
-            .with(Runner::ours("tssd", || put_one(&store, &model)).before(settle))
-            .with(
+            .with_model(&model)
+            .with_runner(Runner::ours("tssd", || put_one(&store, &model)).with_setup(settle))
+            .with_runner(
                 Runner::peer("object_store", || {
                     let put = async { objects.put(&"object".into(), encoded.clone().into()).await };
                     runtime.block_on(put).unwrap();
                     sync(&folder.path().join("object"));
                     sync(folder.path());
                 })
-                .before(settle),
+                .with_setup(settle),
             )
-            .with(
+            .with_runner(
                 Runner::limit("write", || {
                     let mut file = File::create(&plain).unwrap();
                     file.write_all(&encoded).unwrap();
                     file.sync_all().unwrap();
                     sync(folder.path());
                 })
-                .before(|| {
+                .with_setup(|| {
                     drop(std::fs::remove_file(&plain));
                     settle();
                 }),
@@ -52,26 +52,26 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
     );
     let get = || store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
     // What was got is given up before the next version, and nobody waits for that.
-    let (last, object) = (Last::new(), Last::new());
+    let (last, object) = (LastResult::new(), LastResult::new());
     let mut warm = vec![1; encoded.len()];
     bench.race(
         Race::new("get durable", "views of a version in a directory, page cache, verified", 3)
-            .of(&model)
-            .with(Runner::ours("tssd", || last.renew(get)).before(|| {
+            .with_model(&model)
+            .with_runner(Runner::ours("tssd", || last.replace_with(get)).with_setup(|| {
                 last.clear();
                 put_one(&store, &model);
             }))
-            .with(
+            .with_runner(
                 Runner::peer("object_store", || {
                     let get = async { objects.get(&"object".into()).await.unwrap().bytes().await };
-                    object.renew(|| runtime.block_on(get).unwrap());
+                    object.replace_with(|| runtime.block_on(get).unwrap());
                 })
-                .before(|| object.clear()),
+                .with_setup(|| object.clear()),
             )
-            .with(Runner::limit("read into warm memory, 2 threads", || {
+            .with_runner(Runner::limit("read into warm memory, 2 threads", || {
                 read_into(&plain, &mut warm, 2);
             })),
     );
-    model.expect_same(&last.take());
+    model.assert_equals(&last.take());
     assert!(object.take() == encoded && warm == encoded, "what is read is what was written");
 }

@@ -4,8 +4,8 @@ use std::cell::RefCell;
 
 use tssd_store::GetOptions;
 use tssd_tests::bench::peer::Peer;
-use tssd_tests::bench::{Bench, Curve, Echo, Last, Memory, Model, Runner, on_cores};
-use tssd_tests::served::Served;
+use tssd_tests::bench::{Bench, CopyBuffers, Curve, Echo, LastResult, Model, Runner, run_on_cores};
+use tssd_tests::served::TestDaemon;
 
 use crate::copies::{LIMIT, get_into, put_one};
 use crate::key;
@@ -19,13 +19,13 @@ pub(crate) fn all(bench: &mut Bench) {
     for tensors in [100, 10_000] {
         for bytes in [16_000_000, 400_000_000] {
             let model = &Model::uniform(tensors, bytes);
-            on_cores(2, || {
-                let served = Served::new(LIMIT);
+            run_on_cores(2, || {
+                let served = TestDaemon::new(LIMIT);
                 let (writer, reader) = (served.connect(), served.connect());
-                let far = served.connect_far();
+                let far = served.connect_tcp();
                 let (copier, mut echo) = (Peer::start("copy"), Echo::new());
-                let mut socket = Copy::new(&copier.said[0], 2, bytes);
-                let memory = RefCell::new(Memory::new(bytes));
+                let mut socket = Copy::new(&copier.startup_words[0], 2, bytes);
+                let memory = RefCell::new(CopyBuffers::new(bytes));
                 let tensors_of = RefCell::new(vec![1_u8; usize::try_from(bytes).unwrap()]);
                 let renew = || put_one(&writer, model);
                 let read = |store| {
@@ -43,26 +43,26 @@ pub(crate) fn all(bench: &mut Bench) {
                     })
                 };
                 let size = (tensors, bytes);
-                put.at_size(bench, size, 5, vec![Runner::ours("tssd", renew), copy()]);
-                let ours = Runner::ours("tssd", || read(&reader)).before(renew);
-                into.at_size(bench, size, 5, vec![ours, copy()]);
+                put.measure_size(bench, size, 5, vec![Runner::ours("tssd", renew), copy()]);
+                let ours = Runner::ours("tssd", || read(&reader)).with_setup(renew);
+                into.measure_size(bench, size, 5, vec![ours, copy()]);
                 let options = GetOptions { unverified: true, ..GetOptions::default() };
-                let last = Last::new();
-                let view = || last.renew(|| reader.get_state_dict(&key(), &options).unwrap().0);
+                let last = LastResult::new();
+                let view =
+                    || last.replace_with(|| reader.get_state_dict(&key(), &options).unwrap().0);
                 // As in the race of views: what was got is dropped first.
-                let ours = Runner::ours("tssd", view).before(|| {
+                let ours = Runner::ours("tssd", view).with_setup(|| {
                     last.clear();
                     renew();
                 });
-                let there =
-                    Runner::limit("64 B there and back by a socket", || echo.there_and_back());
-                views.at_size(bench, size, 5, vec![ours, there]);
-                model.expect_same(&last.take());
-                model.expect_bytes(&tensors_of.borrow());
-                let ours = Runner::ours("tssd", || read(&far)).before(renew);
+                let there = Runner::limit("64 B there and back by a socket", || echo.round_trip());
+                views.measure_size(bench, size, 5, vec![ours, there]);
+                model.assert_equals(&last.take());
+                model.assert_bytes_equal(&tensors_of.borrow());
+                let ours = Runner::ours("tssd", || read(&far)).with_setup(renew);
                 let plain = Runner::limit("socket copy", || socket.run());
-                pull.at_size(bench, size, 3, vec![ours, plain]);
-                model.expect_bytes(&tensors_of.borrow());
+                pull.measure_size(bench, size, 3, vec![ours, plain]);
+                model.assert_bytes_equal(&tensors_of.borrow());
             });
         }
     }

@@ -10,8 +10,8 @@ use std::time::Duration;
 use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, PutOptions};
-use tssd_tests::bench::{Bench, Last, Race, Runner, Target};
-use tssd_tests::served::Served;
+use tssd_tests::bench::{Bench, LastResult, Race, Runner, Target};
+use tssd_tests::served::TestDaemon;
 
 use crate::key;
 
@@ -24,32 +24,32 @@ const PAIRS: usize = 20;
 /// A put and a get of a small state dict, with the attack and without.
 pub(crate) fn attacked(bench: &mut Bench) {
     const PEACE: &str = "in peace";
-    let (quiet, attacked) = (Served::new(1 << 30), Served::new(1 << 30));
+    let (quiet, attacked) = (TestDaemon::new(1 << 30), TestDaemon::new(1 << 30));
     let (one, other) = (quiet.connect(), attacked.connect());
     let dict = &small();
     let is_on = &AtomicBool::new(false);
     let is_over = &AtomicBool::new(false);
     let socket = &attacked.socket();
-    let lasts = [const { Last::new() }; 2];
+    let lasts = [const { LastResult::new() }; 2];
     let [last, in_peace] = &lasts;
     thread::scope(|scope| {
         let attack = scope.spawn(move || attack(socket, is_on, is_over));
         let what = format!("{PAIRS} puts and gets, and {CONNECTIONS} hostile connections");
         bench.race(
             Race::new("attacked", &what, ROUNDS)
-                .with(
-                    Runner::ours("tssd", || last.renew(|| honest(&other, dict)))
-                        .before(|| is_on.store(true, Ordering::Relaxed))
-                        .after(|| is_on.store(false, Ordering::Relaxed))
-                        .target(Target::Speed(0.5, PEACE)),
+                .with_runner(
+                    Runner::ours("tssd", || last.replace_with(|| honest(&other, dict)))
+                        .with_setup(|| is_on.store(true, Ordering::Relaxed))
+                        .with_teardown(|| is_on.store(false, Ordering::Relaxed))
+                        .with_target(Target::Speed(0.5, PEACE)),
                 )
-                .with(Runner::limit(PEACE, || in_peace.renew(|| honest(&one, dict)))),
+                .with_runner(Runner::limit(PEACE, || in_peace.replace_with(|| honest(&one, dict)))),
         );
         assert!(lasts.iter().all(|last| last.take() == *dict), "what is got is what was put");
         is_over.store(true, Ordering::Relaxed);
         #[expect(clippy::cast_precision_loss, reason = "there are not that many")]
         let made = attack.join().unwrap() as f64;
-        bench.count("the attack", &[("connections that were ended and made anew", made)]);
+        bench.record_counts("the attack", &[("connections that were ended and made anew", made)]);
     });
 }
 

@@ -23,7 +23,7 @@ fn main() {
         return;
     }
     Bench::run(
-        Suite::new("store").against(&["object_store"]),
+        Suite::new("store").with_crates(&["object_store"]),
         &[
             ("put", copies::put),
             ("get", copies::get),

@@ -7,10 +7,10 @@ use tssd_format::{
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, JobId, PutOptions};
 use tssd_tests::bench::{
-    Bench, Curve, Fsdp, Last, Memory, Race, Role, Runner, Target, stacked_shapes,
+    Bench, CopyBuffers, Curve, Fsdp, LastResult, Race, Role, Runner, Target, stacked_shapes,
 };
-use tssd_tests::served::Served;
-use tssd_tests::sharding::meta_of;
+use tssd_tests::served::TestDaemon;
+use tssd_tests::sharding::local_meta;
 
 use crate::copies::LIMIT;
 use crate::key;
@@ -39,20 +39,20 @@ fn rows_to_columns(bench: &mut Bench) {
     let tensors =
         (0..TENSORS).map(|number| (format!("layers.{number}.o_proj.weight"), meta.clone()));
     let fsdp = Fsdp::new(&tensors.collect::<Vec<_>>(), WRITERS, READERS);
-    let last = Last::new();
-    let mut memory = Memory::new(COPY_BYTES * u64::from(TENSORS * WRITERS));
+    let last = LastResult::new();
+    let mut memory = CopyBuffers::new(COPY_BYTES * u64::from(TENSORS * WRITERS));
     bench.race(
         Race::new("plan", "one of 128 readers of columns, 256 writers of rows", 7)
-            .of_tensors("matrices", fsdp.tensors())
-            .with(
-                Runner::ours("tssd", || last.renew(|| fsdp.plan(0)))
-                    .target(Target::Milliseconds(500.0)),
+            .with_tensors("matrices", fsdp.tensors())
+            .with_runner(
+                Runner::ours("tssd", || last.replace_with(|| fsdp.plan(0)))
+                    .with_target(Target::Milliseconds(500.0)),
             )
-            .with(Runner::limit(LIMIT_OF_PLANS, || memory.copy(1))),
+            .with_runner(Runner::limit(LIMIT_OF_PLANS, || memory.copy(1))),
     );
     let copies = last.take();
     assert_eq!(copies.len(), usize::try_from(TENSORS * WRITERS).unwrap());
-    fsdp.expect_whole(0, &copies);
+    fsdp.assert_complete(0, &copies);
 }
 
 /// FSDP of ever more ranks to TP of 128, of a model of a trillion parameters.
@@ -63,18 +63,18 @@ fn kimi(bench: &mut Bench) {
     for writers in [32, 64, 128, 256] {
         let fsdp = Fsdp::new(&shapes, writers, READERS);
         let copies = u64::try_from(fsdp.plan(0).len()).unwrap();
-        let mut memory = Memory::new(COPY_BYTES * copies);
-        let last = Last::new();
-        curve.at(
+        let mut memory = CopyBuffers::new(COPY_BYTES * copies);
+        let last = LastResult::new();
+        curve.measure(
             bench,
             u64::from(writers),
             7,
             vec![
-                Runner::ours("tssd", || last.renew(|| fsdp.plan(0))),
+                Runner::ours("tssd", || last.replace_with(|| fsdp.plan(0))),
                 Runner::limit(LIMIT_OF_PLANS, || memory.copy(1)),
             ],
         );
-        fsdp.expect_whole(0, &last.take());
+        fsdp.assert_complete(0, &last.take());
     }
     curve.record(bench);
 }
@@ -83,9 +83,9 @@ fn kimi(bench: &mut Bench) {
 /// layout before.
 fn in_a_store(bench: &mut Bench) {
     const ROUNDS: usize = 5;
-    let served = Served::new(LIMIT);
+    let served = TestDaemon::new(LIMIT);
     let (writer, reader) = (served.connect(), served.connect());
-    let mut memory = Memory::new(COPY_BYTES * u64::from(TENSORS * WRITERS));
+    let mut memory = CopyBuffers::new(COPY_BYTES * u64::from(TENSORS * WRITERS));
     put_rows(&writer, 1);
     seconds_of_plan(&reader);
     let (mut again, mut first) = (Vec::new(), Vec::new());
@@ -98,14 +98,16 @@ fn in_a_store(bench: &mut Bench) {
     let (mut again, mut first) = (again.into_iter().cycle(), first.into_iter().cycle());
     bench.race(
         Race::new("plan again", "a later version of a layout, as its get says", ROUNDS)
-            .of_tensors("matrices", usize::try_from(TENSORS).unwrap())
-            .cold()
-            .with(
-                Runner::timed(Role::Ours, "tssd", || again.next().unwrap())
-                    .target(Target::Milliseconds(1.0)),
+            .with_tensors("matrices", usize::try_from(TENSORS).unwrap())
+            .without_warmup()
+            .with_runner(
+                Runner::self_timed(Role::Ours, "tssd", || again.next().unwrap())
+                    .with_target(Target::Milliseconds(1.0)),
             )
-            .with(Runner::timed(Role::Also, "tssd, the first time", || first.next().unwrap()))
-            .with(Runner::limit(LIMIT_OF_PLANS, || memory.copy(1))),
+            .with_runner(Runner::self_timed(Role::Variant, "tssd, the first time", || {
+                first.next().unwrap()
+            }))
+            .with_runner(Runner::limit(LIMIT_OF_PLANS, || memory.copy(1))),
     );
 }
 
@@ -125,7 +127,7 @@ fn byte_of(version: u64, row: u32) -> u8 {
 fn put_rows(writer: &Store, version: u64) {
     for rank in 0..WRITERS {
         let place = place_of(u64::from(WRITERS), rank, 0);
-        let meta = meta_of(Dtype::Bfloat16, &place);
+        let meta = local_meta(Dtype::Bfloat16, &place);
         let bytes = vec![byte_of(version, rank); usize::try_from(meta.nbytes()).unwrap()];
         let tensor = Tensor::new(meta, Storage::from(bytes), 0).unwrap();
         let mut dict = StateDict::new();
@@ -146,7 +148,7 @@ fn put_rows(writer: &Store, version: u64) {
 /// Gets the columns of one reader, compares them with what was put, and says how long their plan took.
 fn seconds_of_plan(reader: &Store) -> f64 {
     let place = place_of(READERS, 0, 1);
-    let len = usize::try_from(meta_of(Dtype::Bfloat16, &place).nbytes()).unwrap();
+    let len = usize::try_from(local_meta(Dtype::Bfloat16, &place).nbytes()).unwrap();
     let mut memory = vec![0_u8; len * usize::try_from(TENSORS).unwrap()];
     let mut targets = layers(&place, &mut memory);
     let options = GetOptions { unverified: true, ..GetOptions::default() };

@@ -8,8 +8,8 @@ use std::thread;
 use tssd_store::GetOptions;
 use tssd_store::blocking::Store;
 use tssd_tests::bench::peer::{self, Peer};
-use tssd_tests::bench::{Bench, Model, Race, Runner, Target, on_cores};
-use tssd_tests::served::Served;
+use tssd_tests::bench::{Bench, Model, Race, Runner, Target, run_on_cores};
+use tssd_tests::served::TestDaemon;
 
 use crate::copies::{LIMIT, get_into, put_one};
 
@@ -17,13 +17,13 @@ use crate::copies::{LIMIT, get_into, put_one};
 pub(crate) fn over_loopback(bench: &mut Bench) {
     const PLAIN: &str = "socket copy";
     let cores = 2;
-    for (model, rounds) in [(Model::four_hundred(), 5), (Model::of(&bench.options), 3)] {
+    for (model, rounds) in [(Model::four_hundred(), 5), (Model::from_options(&bench.options), 3)] {
         let model = &model;
-        on_cores(cores, || {
+        run_on_cores(cores, || {
             let (copier, daemon) = (Peer::start("copy"), Peer::start("serve"));
-            let mut copy = Copy::new(&copier.said[0], cores, model.bytes);
-            let writer = Store::connect(&daemon.said[0]).unwrap();
-            let reader = Store::connect(&daemon.said[1]).unwrap();
+            let mut copy = Copy::new(&copier.startup_words[0], cores, model.bytes);
+            let writer = Store::connect(&daemon.startup_words[0]).unwrap();
+            let reader = Store::connect(&daemon.startup_words[1]).unwrap();
             let memory = RefCell::new(vec![1_u8; usize::try_from(model.bytes).unwrap()]);
             let get = |unverified| {
                 let options = GetOptions { unverified, ..GetOptions::default() };
@@ -37,16 +37,18 @@ pub(crate) fn over_loopback(bench: &mut Bench) {
             let what = "get in place from another process over loopback, a new version each time, verified";
             bench.race(
                 Race::new("pull", what, rounds)
-                    .of(model)
-                    .with(
+                    .with_model(model)
+                    .with_runner(
                         Runner::ours("tssd", || get(false))
-                            .before(renew)
-                            .target(Target::Speed(0.8, PLAIN)),
+                            .with_setup(renew)
+                            .with_target(Target::Speed(0.8, PLAIN)),
                     )
-                    .with(Runner::also("tssd, not verified", || get(true)).before(renew))
-                    .with(Runner::limit(PLAIN, || copy.run())),
+                    .with_runner(
+                        Runner::variant("tssd, not verified", || get(true)).with_setup(renew),
+                    )
+                    .with_runner(Runner::limit(PLAIN, || copy.run())),
             );
-            model.expect_bytes(&memory.borrow());
+            model.assert_bytes_equal(&memory.borrow());
         });
     }
 }
@@ -55,7 +57,7 @@ pub(crate) fn over_loopback(bench: &mut Bench) {
 pub(crate) fn is_child() -> bool {
     match peer::role().as_deref() {
         Some("copy") => send_forever(),
-        Some("serve") => peer::serve(Served::new(LIMIT)),
+        Some("serve") => peer::serve_for_parent(TestDaemon::new(LIMIT)),
         _ => return false,
     }
     true
@@ -64,13 +66,13 @@ pub(crate) fn is_child() -> bool {
 /// Sends as many bytes as it is asked for, on every connection.
 fn send_forever() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    peer::say(&[&listener.local_addr().unwrap().to_string()]);
+    peer::send_to_parent(&[&listener.local_addr().unwrap().to_string()]);
     thread::spawn(move || {
         for stream in listener.incoming() {
             thread::spawn(move || send(stream.unwrap()));
         }
     });
-    peer::until_the_end();
+    peer::wait_for_parent();
 }
 
 fn send(mut stream: TcpStream) {

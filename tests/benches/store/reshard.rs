@@ -9,9 +9,9 @@ use tssd_format::{
 };
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, JobId, PutOptions, Target as Wanted, TargetMemory};
-use tssd_tests::bench::{Bench, Memory, Race, Runner, on_cores};
-use tssd_tests::served::Served;
-use tssd_tests::sharding::meta_of;
+use tssd_tests::bench::{Bench, CopyBuffers, Race, Runner, run_on_cores};
+use tssd_tests::served::TestDaemon;
+use tssd_tests::sharding::local_meta;
 
 use crate::copies::LIMIT;
 use crate::key;
@@ -67,12 +67,12 @@ pub(crate) fn all(bench: &mut Bench) {
             Layout::new(&[3], vec![rows()]),
         ),
     ] {
-        on_cores(2, || one(bench, name, &shape, &writers, &readers));
+        run_on_cores(2, || one(bench, name, &shape, &writers, &readers));
     }
 }
 
 fn one(bench: &mut Bench, name: &str, shape: &[u64], writers: &Layout, readers: &Layout) {
-    let served = Served::new(LIMIT);
+    let served = TestDaemon::new(LIMIT);
     let put = Writers::new(&served, shape, writers);
     let get = RefCell::new(Readers::new(&served, shape, readers));
     (0..3).for_each(|_| {
@@ -80,25 +80,25 @@ fn one(bench: &mut Bench, name: &str, shape: &[u64], writers: &Layout, readers: 
         get.borrow_mut().get();
     });
     let bytes = get.borrow().bytes();
-    let mut memory = Memory::new(bytes);
+    let mut memory = CopyBuffers::new(bytes);
     let case = format!("put shards, {name}");
     bench.race(
         Race::new(&case, "all ranks at once, 2 cores", 9)
-            .bytes(bytes)
-            .with(Runner::ours("tssd", || put.put()))
-            .with(Runner::limit("memcpy", || memory.copy(2))),
+            .with_bytes(bytes)
+            .with_runner(Runner::ours("tssd", || put.put()))
+            .with_runner(Runner::limit("memcpy", || memory.copy(2))),
     );
     let case = format!("reshard, {name}");
     bench.race(
         Race::new(&case, "all ranks get in place at once, verified, 2 cores", 9)
-            .bytes(bytes)
-            .with(
+            .with_bytes(bytes)
+            .with_runner(
                 Runner::ours("tssd", || {
                     get.borrow_mut().get();
                 })
-                .before(|| put.put()),
+                .with_setup(|| put.put()),
             )
-            .with(Runner::limit("memcpy", || memory.copy(2))),
+            .with_runner(Runner::limit("memcpy", || memory.copy(2))),
     );
     get.borrow().check(shape, readers);
 }
@@ -110,7 +110,7 @@ pub(crate) struct Writers {
 }
 
 impl Writers {
-    pub(crate) fn new(served: &Served, shape: &[u64], layout: &Layout) -> Self {
+    pub(crate) fn new(served: &TestDaemon, shape: &[u64], layout: &Layout) -> Self {
         let rank = |rank| (served.connect(), shards(shape, layout, rank));
         Self { ranks: (0..layout.ranks()).map(rank).collect(), step: AtomicU64::new(0) }
     }
@@ -137,7 +137,7 @@ fn shards(shape: &[u64], layout: &Layout, rank: u32) -> StateDict {
     let mut dict = StateDict::new();
     for number in 0..TENSORS {
         let bytes = elements(shape, &place, number);
-        let tensor = Tensor::new(meta_of(DTYPE, &place), Storage::from(bytes), 0).unwrap();
+        let tensor = Tensor::new(local_meta(DTYPE, &place), Storage::from(bytes), 0).unwrap();
         dict.insert(format!("layers.{number}"), Shard::new(tensor, place.clone()).unwrap());
     }
     dict
@@ -146,7 +146,7 @@ fn shards(shape: &[u64], layout: &Layout, rank: u32) -> StateDict {
 /// Elements that tell where they are in the global tensor.
 fn elements(shape: &[u64], place: &ShardSpec, number: u32) -> Vec<u8> {
     let region = place.slice().region();
-    let mut bytes = Vec::with_capacity(usize::try_from(meta_of(DTYPE, place).nbytes()).unwrap());
+    let mut bytes = Vec::with_capacity(usize::try_from(local_meta(DTYPE, place).nbytes()).unwrap());
     for row in region.offsets()[0]..region.offsets()[0] + region.shape()[0] {
         for column in region.offsets()[1]..region.offsets()[1] + region.shape()[1] {
             let at = (row * shape[1] + column).wrapping_mul(0x9E37_79B9) + u64::from(number);
@@ -162,11 +162,11 @@ pub(crate) struct Readers {
 }
 
 impl Readers {
-    pub(crate) fn new(served: &Served, shape: &[u64], layout: &Layout) -> Self {
+    pub(crate) fn new(served: &TestDaemon, shape: &[u64], layout: &Layout) -> Self {
         let rank = |rank| {
             let place = layout.place(shape, rank);
             let len =
-                usize::try_from(meta_of(DTYPE, &place).nbytes() * u64::from(TENSORS)).unwrap();
+                usize::try_from(local_meta(DTYPE, &place).nbytes() * u64::from(TENSORS)).unwrap();
             (served.connect(), place, vec![0_u8; len])
         };
         Self { ranks: (0..layout.ranks()).map(rank).collect() }
@@ -192,7 +192,7 @@ impl Readers {
     pub(crate) fn check(&self, shape: &[u64], layout: &Layout) {
         for (rank, (_, place, memory)) in (0..).zip(&self.ranks) {
             assert_eq!(place, &layout.place(shape, rank));
-            let len = usize::try_from(meta_of(DTYPE, place).nbytes()).unwrap();
+            let len = usize::try_from(local_meta(DTYPE, place).nbytes()).unwrap();
             for (number, bytes) in (0..TENSORS).zip(memory.chunks(len)) {
                 assert!(bytes == elements(shape, place, number), "layers.{number} of {rank}");
             }
@@ -202,7 +202,7 @@ impl Readers {
 
 /// What has a place in each of so many matrices, one after the other in memory.
 pub(crate) fn layers<'a>(place: &ShardSpec, memory: &'a mut [u8]) -> Vec<Wanted<'a>> {
-    let meta = meta_of(DTYPE, place);
+    let meta = local_meta(DTYPE, place);
     let len = usize::try_from(meta.nbytes()).unwrap();
     let target = |(number, bytes)| Wanted {
         fqn: format!("layers.{number}"),

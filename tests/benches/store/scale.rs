@@ -5,8 +5,8 @@ use std::num::NonZeroU32;
 
 use tssd_format::Placement;
 use tssd_store::GetOptions;
-use tssd_tests::bench::{Bench, Curve, Last, Memory, Model, Runner, on_cores};
-use tssd_tests::served::Served;
+use tssd_tests::bench::{Bench, CopyBuffers, Curve, LastResult, Model, Runner, run_on_cores};
+use tssd_tests::served::TestDaemon;
 
 use crate::copies::{LIMIT, put_one};
 use crate::key;
@@ -15,7 +15,7 @@ use crate::reshard::{Layout, Readers, Writers};
 const SHAPE: [u64; 2] = [4096, 2048];
 
 pub(crate) fn all(bench: &mut Bench) {
-    on_cores(2, || {
+    run_on_cores(2, || {
         writers(bench);
         readers(bench);
         versions(bench);
@@ -31,11 +31,11 @@ fn writers(bench: &mut Bench) {
     let what = "put of 268 MB by so many at once, 2 cores";
     let mut curve = Curve::series("writers", what, "writers");
     for ranks in [1, 2, 4] {
-        let served = Served::new(LIMIT);
+        let served = TestDaemon::new(LIMIT);
         let writers = Writers::new(&served, &SHAPE, &rows(ranks));
-        let mut memory = Memory::new(2 * 16 * SHAPE[0] * SHAPE[1]);
+        let mut memory = CopyBuffers::new(2 * 16 * SHAPE[0] * SHAPE[1]);
         (0..3).for_each(|_| writers.put());
-        curve.at(
+        curve.measure(
             bench,
             ranks,
             7,
@@ -54,21 +54,21 @@ fn readers(bench: &mut Bench) {
     let what = "get of 268 MB in place by each of so many at once, verified, 2 cores";
     let mut curve = Curve::series("readers", what, "readers");
     for ranks in [1, 2, 4, 8] {
-        let served = Served::new(LIMIT);
+        let served = TestDaemon::new(LIMIT);
         let writers = Writers::new(&served, &SHAPE, &rows(1));
         let all = Layout::new(&[ranks], vec![Placement::Replicate]);
         let readers = RefCell::new(Readers::new(&served, &SHAPE, &all));
-        let mut memory = Memory::new(2 * 16 * SHAPE[0] * SHAPE[1]);
+        let mut memory = CopyBuffers::new(2 * 16 * SHAPE[0] * SHAPE[1]);
         (0..2).for_each(|_| {
             writers.put();
             readers.borrow_mut().get();
         });
-        curve.at(
+        curve.measure(
             bench,
             ranks,
             5,
             vec![
-                Runner::ours("tssd", || readers.borrow_mut().get()).before(|| writers.put()),
+                Runner::ours("tssd", || readers.borrow_mut().get()).with_setup(|| writers.put()),
                 Runner::limit("memcpy", || {
                     (0..ranks).for_each(|_| memory.copy(2));
                 }),
@@ -80,7 +80,7 @@ fn readers(bench: &mut Bench) {
 }
 
 /// Compares what was put last with its source.
-fn expect_all(served: &Served) {
+fn expect_all(served: &TestDaemon) {
     let all = Layout::new(&[1], vec![Placement::Replicate]);
     let mut reader = Readers::new(served, &SHAPE, &all);
     reader.get();
@@ -94,18 +94,18 @@ fn versions(bench: &mut Bench) {
     let model = Model::uniform(20, 20 << 16);
     for kept in [1, 10, 100, 1000] {
         let keep = NonZeroU32::new(kept).unwrap();
-        let served = Served::bound(LIMIT, |options| options.keep = keep);
+        let served = TestDaemon::with_options(LIMIT, |options| options.keep = keep);
         let (writer, reader) = (served.connect(), served.connect());
         (0..kept + 3).for_each(|_| put_one(&writer, &model));
-        let mut memory = Memory::new(model.bytes);
-        let last = Last::new();
-        curve.at(
+        let mut memory = CopyBuffers::new(model.bytes);
+        let last = LastResult::new();
+        curve.measure(
             bench,
             u64::from(kept),
             51,
             vec![
                 Runner::ours("tssd", || {
-                    last.renew(|| {
+                    last.replace_with(|| {
                         put_one(&writer, &model);
                         reader.get_state_dict(&key(), &GetOptions::default()).unwrap().0
                     });
@@ -113,7 +113,7 @@ fn versions(bench: &mut Bench) {
                 Runner::limit("memcpy", || memory.copy(1)),
             ],
         );
-        model.expect_same(&last.take());
+        model.assert_equals(&last.take());
     }
     curve.record(bench);
 }

@@ -2,8 +2,8 @@
 
 use tssd_format::StateDict;
 use tssd_store::GetOptions;
-use tssd_tests::bench::{Bench, Last, Model, Race, Runner, Target};
-use tssd_tests::served::Served;
+use tssd_tests::bench::{Bench, LastResult, Model, Race, Runner, Target};
+use tssd_tests::served::TestDaemon;
 
 use crate::copies::{LIMIT, put_one};
 use crate::key;
@@ -13,27 +13,27 @@ use crate::key;
 pub(crate) fn put_and_get(bench: &mut Bench) {
     for (tensors, target) in [(10_000, None), (20_000, Some(60.0))] {
         let model = Model::tiny(tensors);
-        let served = Served::new(LIMIT);
+        let served = TestDaemon::new(LIMIT);
         let (writer, reader) = (served.connect(), served.connect());
         let get = || reader.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
         let views: Vec<_> = model.tensors().into_iter().collect();
-        let (last, clone) = (Last::new(), Last::new());
+        let (last, clone) = (LastResult::new(), LastResult::new());
         let ours = Runner::ours("tssd", || {
-            last.renew(|| {
+            last.replace_with(|| {
                 put_one(&writer, &model);
                 get()
             });
         });
         let ours = match target {
-            Some(milliseconds) => ours.target(Target::Milliseconds(milliseconds)),
+            Some(milliseconds) => ours.with_target(Target::Milliseconds(milliseconds)),
             None => ours,
         };
         bench.race(
             Race::new("put and get", "tensors of one element", 7)
-                .of_tensors(&model.name, tensors)
-                .with(ours)
-                .with(Runner::limit("clone each into a dict", || {
-                    clone.renew(|| {
+                .with_tensors(&model.name, tensors)
+                .with_runner(ours)
+                .with_runner(Runner::limit("clone each into a dict", || {
+                    clone.replace_with(|| {
                         let mut dict = StateDict::new();
                         for (name, each) in &views {
                             dict.insert(name.clone(), Clone::clone(*each));
@@ -42,7 +42,7 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
                     });
                 })),
         );
-        model.expect_same(&last.take());
-        model.expect_same(&clone.take());
+        model.assert_equals(&last.take());
+        model.assert_equals(&clone.take());
     }
 }

@@ -4,18 +4,20 @@ use std::cell::RefCell;
 
 use tssd_format::{StateDict, Value};
 use tssd_store::GetOptions;
-use tssd_tests::bench::{Bench, Echo, Memory, Model, Race, Runner, Target, adding_up, on_cores};
-use tssd_tests::served::Served;
+use tssd_tests::bench::{
+    Bench, CopyBuffers, Echo, Model, Race, Runner, Target, run_on_cores, sum_words,
+};
+use tssd_tests::served::TestDaemon;
 
 use crate::copies::{LIMIT, put_one};
 use crate::key;
 
 pub(crate) fn of_one_version(bench: &mut Bench) {
     const OWN: &str = "own memory";
-    for (model, rounds) in [(Model::four_hundred(), 15), (Model::of(&bench.options), 9)] {
+    for (model, rounds) in [(Model::four_hundred(), 15), (Model::from_options(&bench.options), 9)] {
         let model = &model;
-        on_cores(1, || {
-            let served = Served::new(LIMIT);
+        run_on_cores(1, || {
+            let served = TestDaemon::new(LIMIT);
             let (writer, reader) = (served.connect(), served.connect());
             let options = GetOptions { unverified: true, ..GetOptions::default() };
             let got = RefCell::new(StateDict::new());
@@ -29,34 +31,38 @@ pub(crate) fn of_one_version(bench: &mut Bench) {
                 renew();
                 get();
             });
-            let mut memory = Memory::new(model.bytes);
+            let mut memory = CopyBuffers::new(model.bytes);
             let mut echo = Echo::new();
             bench.race(
                 Race::new("views", "all tensors of a new version handed over, 1 core", rounds)
                     // No byte moves: a rate would say nothing.
-                    .of_tensors(&model.name, model.tensors)
-                    .with(Runner::ours("tssd", get).before(renew).target(Target::Milliseconds(1.0)))
-                    .with(Runner::limit("64 B there and back by a socket", || {
-                        echo.there_and_back();
+                    .with_tensors(&model.name, model.tensors)
+                    .with_runner(
+                        Runner::ours("tssd", get)
+                            .with_setup(renew)
+                            .with_target(Target::Milliseconds(1.0)),
+                    )
+                    .with_runner(Runner::limit("64 B there and back by a socket", || {
+                        echo.round_trip();
                     }))
-                    .with(Runner::also("memcpy", || memory.copy(1))),
+                    .with_runner(Runner::variant("memcpy", || memory.copy(1))),
             );
-            model.expect_same(&got.borrow());
+            model.assert_equals(&got.borrow());
             drop((memory, echo));
             bench.race(
                 Race::new("views read", "every byte of them once, 1 core", rounds)
-                    .of(model)
-                    .with(
+                    .with_model(model)
+                    .with_runner(
                         Runner::ours("tssd", || add(&got.borrow()))
-                            .before(|| {
+                            .with_setup(|| {
                                 renew();
                                 get();
                             })
-                            .target(Target::Speed(0.9, OWN)),
+                            .with_target(Target::Speed(0.9, OWN)),
                     )
-                    .with(Runner::limit(OWN, || add(&model.dict))),
+                    .with_runner(Runner::limit(OWN, || add(&model.dict))),
             );
-            model.expect_same(&got.borrow());
+            model.assert_equals(&got.borrow());
         });
     }
 }
@@ -65,6 +71,6 @@ pub(crate) fn of_one_version(bench: &mut Bench) {
 fn add(dict: &StateDict) {
     for (_, leaf) in dict.leaves() {
         let Value::Tensor(tensor) = leaf else { continue };
-        adding_up(tensor.view().contiguous_bytes().unwrap());
+        sum_words(tensor.view().contiguous_bytes().unwrap());
     }
 }

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use super::words::{Array, Dict, Extent, Part};
+use super::words::{Array, Contribution, Dict, Extent};
 
 /// Merges the contributions of all writers into one state dict, if they are compatible.
 ///
 /// Leaves are ordered by writer, then by insertion.
-pub(crate) fn merged(parts: &BTreeMap<u32, Option<Part>>) -> Option<Dict> {
-    let parts: Vec<&Part> = parts.values().flatten().collect();
-    let lowest = parts.first()?.lowest;
+pub(crate) fn merge(parts: &BTreeMap<u32, Option<Contribution>>) -> Option<Dict> {
+    let parts: Vec<&Contribution> = parts.values().flatten().collect();
+    let lowest = parts.first()?.takes_lowest;
     let leaves = || parts.iter().flat_map(|part| &part.leaves);
     let mut dict = Dict::new();
     for (name, first, extent) in leaves() {
@@ -25,7 +25,7 @@ pub(crate) fn merged(parts: &BTreeMap<u32, Option<Part>>) -> Option<Dict> {
             dict.push((name.clone(), array));
         }
     }
-    parts.iter().all(|part| part.lowest == lowest).then_some(dict)
+    parts.iter().all(|part| part.takes_lowest == lowest).then_some(dict)
 }
 
 /// Merges the slices of one array, if they cover it exactly once.

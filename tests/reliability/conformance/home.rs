@@ -14,33 +14,33 @@ use tempfile::TempDir;
 use tokio::runtime::Runtime;
 use tssd_store::Store;
 use tssd_tests::command::binary;
-use tssd_tests::served::Served;
+use tssd_tests::served::TestDaemon;
 
 /// Kinds of store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Kind {
+pub(crate) enum BackendKind {
     Memory,
     Directory,
     /// A daemon without a directory, reached over its socket and over TCP.
     Daemon,
-    LastingDaemon,
+    DurableDaemon,
     /// A daemon process with a directory, reached over its socket and over TCP.
     Process,
 }
 
-impl Kind {
+impl BackendKind {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Memory => "memory",
             Self::Directory => "directory",
             Self::Daemon => "daemon",
-            Self::LastingDaemon => "lasting daemon",
+            Self::DurableDaemon => "lasting daemon",
             Self::Process => "process",
         }
     }
 
     pub(crate) fn is_daemon(self) -> bool {
-        matches!(self, Self::Daemon | Self::LastingDaemon | Self::Process)
+        matches!(self, Self::Daemon | Self::DurableDaemon | Self::Process)
     }
 
     /// Returns whether many sequences share one backend, each with its own keys.
@@ -52,24 +52,26 @@ impl Kind {
 }
 
 /// A store that clients can connect to.
-pub(crate) enum Home {
+pub(crate) enum Backend {
     Memory(Store),
     Directory(TempDir),
-    Daemon { served: Served, _root: TempDir },
+    Daemon { served: TestDaemon, _root: TempDir },
     Process(Process),
 }
 
-impl Home {
-    pub(crate) fn of(kind: Kind) -> Self {
+impl Backend {
+    pub(crate) fn start(kind: BackendKind) -> Self {
         match kind {
-            Kind::Memory => Self::Memory(Store::memory()),
-            Kind::Directory => Self::Directory(quick_folder()),
-            Kind::Daemon => Self::Daemon { served: Served::new(1 << 30), _root: quick_folder() },
-            Kind::LastingDaemon => {
-                let root = quick_folder();
-                Self::Daemon { served: Served::over(root.path()), _root: root }
+            BackendKind::Memory => Self::Memory(Store::memory()),
+            BackendKind::Directory => Self::Directory(quick_folder()),
+            BackendKind::Daemon => {
+                Self::Daemon { served: TestDaemon::new(1 << 30), _root: quick_folder() }
             }
-            Kind::Process => Self::Process(Process::start(quick_folder())),
+            BackendKind::DurableDaemon => {
+                let root = quick_folder();
+                Self::Daemon { served: TestDaemon::with_root(root.path()), _root: root }
+            }
+            BackendKind::Process => Self::Process(Process::start(quick_folder())),
         }
     }
 
@@ -141,7 +143,7 @@ impl Process {
     }
 
     /// Kills the process and starts another one over the same directory.
-    pub(crate) fn kill(self) -> Self {
+    pub(crate) fn restart(self) -> Self {
         let folder = self.stop();
         Self::start(folder)
     }
@@ -163,7 +165,7 @@ impl Drop for Process {
 }
 
 /// Waits until a condition holds that another thread or process establishes.
-pub(crate) fn eventually(what: &str, is_so: impl Fn() -> bool) {
+pub(crate) fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     let started = Instant::now();
     while !is_so() {
         assert!(

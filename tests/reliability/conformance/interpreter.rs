@@ -13,34 +13,36 @@ use tssd_store::{
     Refusal, Store, Target, VersionId, WriterSet,
 };
 
-use super::operations::{Box, COLUMNS, LEAVES, ROWS, Read, Wish};
-use super::words::{Array, Dict, End, Extent, Fault, Kind, Part, Writers};
+use super::operations::{ArrayBox, COLUMNS, LEAVES, PutSpec, ROWS, Read};
+use super::words::{Array, Contribution, Dict, DropReason, Extent, Kind, ModelError, Writers};
 
 /// Result of a put: number, epoch, visibility, missing writers.
-pub(crate) type Put = (u64, u32, bool, Writers);
+pub(crate) type PutResult = (u64, u32, bool, Writers);
 
-pub(crate) fn put_of(report: &PutReport) -> Put {
-    (report.version, report.epoch, report.visible, writers_of(&report.missing))
+pub(crate) fn put_result(report: &PutReport) -> PutResult {
+    (report.version, report.epoch, report.visible, writer_ids(&report.missing))
 }
 
-pub(crate) fn writers_of(writers: &WriterSet) -> Writers {
+pub(crate) fn writer_ids(writers: &WriterSet) -> Writers {
     writers.iter().collect()
 }
 
 /// Outcome of an operation that the store was killed in before it answered.
-pub(crate) const LOST: &str = "Lost";
+pub(crate) const UNANSWERED: &str = "Lost";
 
 /// Outcome of an operation as text, for comparison.
-pub(crate) type Said = Result<String, String>;
+pub(crate) type Outcome = Result<String, String>;
 
-pub(crate) fn model<T: Debug>(answer: Result<T, Fault>) -> Said {
+pub(crate) fn model_outcome<T: Debug>(answer: Result<T, ModelError>) -> Outcome {
     match answer {
         Ok(answer) => Ok(format!("{answer:?}")),
         Err(fault) => Err(format!("{fault:?}, {}", error_kind(&fault).name())),
     }
 }
 
-pub(crate) fn real<T: Debug, E: std::borrow::Borrow<Error>>(answer: Result<T, E>) -> Said {
+pub(crate) fn store_outcome<T: Debug, E: std::borrow::Borrow<Error>>(
+    answer: Result<T, E>,
+) -> Outcome {
     let answer = match answer {
         Ok(answer) => return Ok(format!("{answer:?}")),
         Err(error) => error,
@@ -48,63 +50,66 @@ pub(crate) fn real<T: Debug, E: std::borrow::Borrow<Error>>(answer: Result<T, E>
     let error = answer.borrow();
     Err(match to_model_error(error) {
         Some(fault) => format!("{fault:?}, {}", error.kind().name()),
-        None if error.kind() == ErrorKind::Unreachable => LOST.to_owned(),
+        None if error.kind() == ErrorKind::Unreachable => UNANSWERED.to_owned(),
         None => format!("{}: {error}", error.kind().name()),
     })
 }
 
 /// Returns the kind of store error that a model error corresponds to.
-fn error_kind(fault: &Fault) -> ErrorKind {
+fn error_kind(fault: &ModelError) -> ErrorKind {
     match fault {
-        Fault::Invalid => ErrorKind::Invalid,
-        Fault::Busy => ErrorKind::Busy,
-        Fault::NotFound { .. } | Fault::Gone | Fault::NoLeaf | Fault::NotCome => {
-            ErrorKind::NotFound
+        ModelError::Invalid => ErrorKind::Invalid,
+        ModelError::Busy => ErrorKind::Busy,
+        ModelError::NotFound { .. }
+        | ModelError::Gone
+        | ModelError::LeafNotFound
+        | ModelError::WaitTimedOut => ErrorKind::NotFound,
+        ModelError::Dropped(DropReason::Rejected) => ErrorKind::Rejected,
+        ModelError::Dropped(DropReason::Superseded { .. } | DropReason::Deleted) => {
+            ErrorKind::Overtaken
         }
-        Fault::Dropped(End::Rejected) => ErrorKind::Rejected,
-        Fault::Dropped(End::Superseded { .. } | End::Deleted) => ErrorKind::Overtaken,
         _ => ErrorKind::Refused,
     }
 }
 
 /// Converts a store error to a model error. Returns `None` if the model has no such error.
-fn to_model_error(error: &Error) -> Option<Fault> {
+fn to_model_error(error: &Error) -> Option<ModelError> {
     let Some(refusal) = error.refusal() else {
         return match error.kind() {
-            ErrorKind::Invalid => Some(Fault::Invalid),
-            ErrorKind::Busy => Some(Fault::Busy),
+            ErrorKind::Invalid => Some(ModelError::Invalid),
+            ErrorKind::Busy => Some(ModelError::Busy),
             ErrorKind::NotFound if error.to_string().contains("has not come") => {
-                Some(Fault::NotCome)
+                Some(ModelError::WaitTimedOut)
             }
-            ErrorKind::NotFound => Some(Fault::NoLeaf),
+            ErrorKind::NotFound => Some(ModelError::LeafNotFound),
             _ => None,
         };
     };
     Some(match refusal {
-        Refusal::NotAWriter { .. } => Fault::NotAWriter,
-        Refusal::JobRequired { .. } => Fault::JobRequired,
-        Refusal::JobsDisagree { .. } => Fault::JobsDisagree,
-        Refusal::WritersDisagree { .. } => Fault::WritersDisagree,
-        Refusal::DurabilityDisagrees { .. } => Fault::DurabilityDisagrees,
-        Refusal::VersionNotNewer { highest, .. } => Fault::NotNewer { highest: *highest },
-        Refusal::LateCall { .. } => Fault::LateCall,
-        Refusal::NotBegun { .. } => Fault::NotBegun,
-        Refusal::ContributionDiffers { .. } => Fault::Differs,
-        Refusal::Gone { .. } => Fault::Gone,
-        Refusal::NotFound { newest, coming, .. } => Fault::NotFound {
+        Refusal::NotAWriter { .. } => ModelError::NotAWriter,
+        Refusal::JobRequired { .. } => ModelError::JobRequired,
+        Refusal::JobsDisagree { .. } => ModelError::JobsDisagree,
+        Refusal::WritersDisagree { .. } => ModelError::WritersDisagree,
+        Refusal::DurabilityDisagrees { .. } => ModelError::DurabilityDisagrees,
+        Refusal::VersionNotNewer { highest, .. } => ModelError::NotNewer { highest: *highest },
+        Refusal::LateCall { .. } => ModelError::LateCall,
+        Refusal::NotBegun { .. } => ModelError::NotBegun,
+        Refusal::ContributionDiffers { .. } => ModelError::ContributionDiffers,
+        Refusal::Gone { .. } => ModelError::Gone,
+        Refusal::NotFound { newest, coming, .. } => ModelError::NotFound {
             newest: *newest,
-            coming: coming.as_ref().map(|(number, missing)| (*number, writers_of(missing))),
+            open: coming.as_ref().map(|(number, missing)| (*number, writer_ids(missing))),
         },
         // The store reports one or the other, depending on whether it checks the job or the version
         // first.
         Refusal::Fenced { .. } | Refusal::Dropped { reason: Reason::Fenced { .. }, .. } => {
-            Fault::Fenced
+            ModelError::Fenced
         }
-        Refusal::Dropped { reason, .. } => Fault::Dropped(match reason {
-            Reason::Superseded { by } => End::Superseded { by: *by },
-            Reason::Rejected { .. } => End::Rejected,
-            Reason::Aborted { .. } => End::Aborted,
-            Reason::Deleted => End::Deleted,
+        Refusal::Dropped { reason, .. } => ModelError::Dropped(match reason {
+            Reason::Superseded { by } => DropReason::Superseded { by: *by },
+            Reason::Rejected { .. } => DropReason::Rejected,
+            Reason::Aborted { .. } => DropReason::Aborted,
+            Reason::Deleted => DropReason::Deleted,
             _ => return None,
         }),
         _ => return None,
@@ -112,13 +117,13 @@ fn to_model_error(error: &Error) -> Option<Fault> {
 }
 
 /// Returns the options of a put. If it would wait, the timeout is zero: no other client runs meanwhile.
-pub(crate) fn options(wish: &Wish, is_busy: bool) -> PutOptions {
+pub(crate) fn put_options(wish: &PutSpec, is_busy: bool) -> PutOptions {
     PutOptions {
         version: wish.number,
         writer: Some(wish.writer),
-        writers: (!wish.found).then(|| (0..wish.of).collect()),
+        writers: (!wish.infers_writers).then(|| (0..wish.writer_count).collect()),
         job: wish.job.map(|job| JobId(format!("job-{job}"))),
-        divergent: if wish.lowest { Divergent::Lowest } else { Divergent::Error },
+        divergent: if wish.takes_lowest { Divergent::Lowest } else { Divergent::Error },
         rewind: wish.rewind,
         durability: if wish.durable { Durability::Disk } else { Durability::Memory },
         timeout: if is_busy { Duration::ZERO } else { Duration::from_secs(20) },
@@ -141,7 +146,7 @@ fn to_tensor(array: &Array, shape: &[u64]) -> Tensor {
 }
 
 /// Builds the state dict that the store receives for a contribution.
-pub(crate) fn state_dict(part: &Part, wish: &Wish) -> StateDict {
+pub(crate) fn build_state_dict(part: &Contribution, wish: &PutSpec) -> StateDict {
     let mut dict = StateDict::new();
     for (name, array, extent) in &part.leaves {
         let (rows, columns) = array.shape;
@@ -152,12 +157,12 @@ pub(crate) fn state_dict(part: &Part, wish: &Wish) -> StateDict {
                 let (first, after) = wish.rows();
                 let local = [after - first, columns];
                 let mut slice = TensorSlice::new(&[first, 0], &local, &[rows, columns]).unwrap();
-                let of = u64::from(wish.of);
-                if wish.found {
+                let of = u64::from(wish.writer_count);
+                if wish.infers_writers {
                     slice = slice.with_mesh(&[of], Some(&[wish.writer.into()])).unwrap();
                 }
                 let mut place = ShardSpec::new(slice);
-                if wish.found {
+                if wish.infers_writers {
                     place = place.with_mesh(DeviceMesh::from_shape(&[of]).unwrap()).unwrap();
                 }
                 Shard::new(to_tensor(array, &local), place).unwrap().into()
@@ -173,9 +178,9 @@ pub(crate) fn state_dict(part: &Part, wish: &Wish) -> StateDict {
 /// # Errors
 ///
 /// [`Fault::Invalid`] if the box is not inside the array.
-fn crop(array: &Array, (row, column, rows, columns): Box) -> Result<Array, Fault> {
+fn crop(array: &Array, (row, column, rows, columns): ArrayBox) -> Result<Array, ModelError> {
     if row + rows > array.shape.0 || column + columns > array.shape.1 {
-        return Err(Fault::Invalid);
+        return Err(ModelError::Invalid);
     }
     let is_inside = |place: &(u64, u64)| {
         (row..row + rows).contains(&place.0) && (column..column + columns).contains(&place.1)
@@ -187,10 +192,10 @@ fn crop(array: &Array, (row, column, rows, columns): Box) -> Result<Array, Fault
 /// Contents of a state dict as a reader receives them: arrays by leaf name.
 pub(crate) type Arrays = Vec<(String, Vec<Array>)>;
 
-pub(crate) fn wanted(dict: &Dict, read: &Read) -> Result<Arrays, Fault> {
+pub(crate) fn expected_arrays(dict: &Dict, read: &Read) -> Result<Arrays, ModelError> {
     let leaf = |leaf: usize| {
         let found = dict.iter().find(|(name, _)| name == LEAVES[leaf]);
-        found.map(|(_, array)| array).ok_or(Fault::NoLeaf)
+        found.map(|(_, array)| array).ok_or(ModelError::LeafNotFound)
     };
     let single = |at: usize, array: Array| (LEAVES[at].to_owned(), vec![array]);
     match read {
@@ -200,7 +205,7 @@ pub(crate) fn wanted(dict: &Dict, read: &Read) -> Result<Arrays, Fault> {
         Read::Tensor(at) => Ok(vec![single(*at, leaf(*at)?.clone())]),
         Read::Slice(at, part) => Ok(vec![single(*at, crop(leaf(*at)?, *part)?)]),
         Read::Into(targets) => {
-            let target = |(at, part): &(usize, Option<Box>)| {
+            let target = |(at, part): &(usize, Option<ArrayBox>)| {
                 let array = leaf(*at)?;
                 let array = part.map_or_else(|| Ok(array.clone()), |part| crop(array, part))?;
                 Ok(single(*at, array))
@@ -224,7 +229,7 @@ pub(crate) fn wanted(dict: &Dict, read: &Read) -> Result<Arrays, Fault> {
 ///
 /// If the box exceeds the shape, the global shape grows to contain it, so that the target fits no
 /// leaf.
-fn shard_place(part: Box, shape: (u64, u64)) -> ShardSpec {
+fn shard_place(part: ArrayBox, shape: (u64, u64)) -> ShardSpec {
     let (row, column, rows, columns) = part;
     let global = [shape.0.max(row + rows), shape.1.max(column + columns)];
     ShardSpec::new(TensorSlice::new(&[row, column], &[rows, columns], &global).unwrap())
@@ -249,12 +254,12 @@ pub(crate) async fn read(
         }
         Read::Tensor(at) => {
             let tensor = store.get(key, LEAVES[*at], options).await?;
-            Ok((single(*at, array_of(&tensor, (0, 0), shape(*at))), None))
+            Ok((single(*at, to_array(&tensor, (0, 0), shape(*at))), None))
         }
         Read::Slice(at, (row, column, rows, columns)) => {
             let region = Region::new(&[*row, *column], &[*rows, *columns]).unwrap();
             let tensor = store.get_slice(key, LEAVES[*at], &region, options).await?;
-            Ok((single(*at, array_of(&tensor, (*row, *column), shape(*at))), None))
+            Ok((single(*at, to_array(&tensor, (*row, *column), shape(*at))), None))
         }
         Read::Into(targets) => {
             let metas = targets.iter().map(|(at, part)| {
@@ -292,7 +297,7 @@ pub(crate) async fn read(
             for (((at, part), meta), bytes) in targets.iter().zip(metas).zip(memory) {
                 let tensor = Tensor::new(meta, bytes.into(), 0).unwrap();
                 let offset = part.map_or((0, 0), |(row, column, ..)| (row, column));
-                arrays.extend(single(*at, array_of(&tensor, offset, shape(*at))));
+                arrays.extend(single(*at, to_array(&tensor, offset, shape(*at))));
             }
             Ok((arrays, Some(report.id)))
         }
@@ -310,12 +315,12 @@ fn to_arrays(dict: &StateDict) -> Arrays {
     let arrays = |value: &Value| match value {
         Value::Tensor(tensor) => {
             let shape = tensor.meta().shape();
-            vec![array_of(tensor, (0, 0), (shape[0], shape[1]))]
+            vec![to_array(tensor, (0, 0), (shape[0], shape[1]))]
         }
         Value::Shards(shards) => {
             let array = |shard: &Shard| {
                 let (offsets, shape) = (shard.slice().offsets(), shard.slice().global_shape());
-                array_of(shard.tensor(), (offsets[0], offsets[1]), (shape[0], shape[1]))
+                to_array(shard.tensor(), (offsets[0], offsets[1]), (shape[0], shape[1]))
             };
             shards.iter().map(array).collect()
         }
@@ -331,7 +336,7 @@ fn to_arrays(dict: &StateDict) -> Arrays {
 }
 
 /// Returns a tensor as the part of an array that begins at `offset`.
-pub(crate) fn array_of(tensor: &Tensor, offset: (u64, u64), shape: (u64, u64)) -> Array {
+pub(crate) fn to_array(tensor: &Tensor, offset: (u64, u64), shape: (u64, u64)) -> Array {
     let kind = match tensor.meta().dtype() {
         Dtype::Int32 => Kind::Int32,
         Dtype::Uint32 => Kind::Uint32,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::words::{Array, Ask, Extent, Job, Kind, Part};
+use super::words::{Array, Contribution, Extent, Job, Kind, PutRequest};
 
 /// Number of clients and of keys.
 pub(crate) const CLIENTS: usize = 2;
@@ -17,17 +17,17 @@ pub(crate) enum Operation {
     Put {
         client: usize,
         key: usize,
-        wish: Wish,
+        wish: PutSpec,
     },
     /// Begins a contribution. A later operation may finish or abort it.
     Begin {
         client: usize,
         key: usize,
-        wish: Wish,
+        wish: PutSpec,
     },
     /// Selects a contribution by the number of contributions begun after it.
     Finish {
-        back: usize,
+        from_last: usize,
     },
     Abort {
         back: usize,
@@ -39,7 +39,7 @@ pub(crate) enum Operation {
         read: Read,
     },
     /// Opens a version for reading and keeps it open.
-    Hold {
+    Open {
         client: usize,
         key: usize,
         number: Option<u64>,
@@ -76,13 +76,13 @@ pub(crate) enum Operation {
         label: bool,
     },
     /// Disconnects a client without finishing its contributions, and connects another one.
-    Leave {
+    Disconnect {
         client: usize,
     },
     /// Kills the daemon process and starts another one.
     Kill,
     /// Kills the daemon process this long after the next operation has begun.
-    Doom {
+    KillDuringNext {
         after: Duration,
     },
 }
@@ -99,7 +99,7 @@ impl Operation {
             Self::Get { read: Read::Slice(..), .. } => "get slice",
             Self::Get { read: Read::Into(_), .. } => "get into",
             Self::Get { read: Read::Resharded(_), .. } => "get resharded",
-            Self::Hold { .. } => "hold",
+            Self::Open { .. } => "hold",
             Self::Release => "release",
             Self::List { .. } => "list",
             Self::Wait { .. } => "wait",
@@ -107,15 +107,15 @@ impl Operation {
             Self::Retain { .. } => "retain",
             Self::Pin { .. } => "pin",
             Self::Unpin { .. } => "unpin",
-            Self::Leave { .. } => "leave",
+            Self::Disconnect { .. } => "leave",
             Self::Kill => "kill",
-            Self::Doom { .. } => "kill meanwhile",
+            Self::KillDuringNext { .. } => "kill meanwhile",
         }
     }
 }
 
 /// Names of all operations. Only a daemon process has the last two.
-pub(crate) const NAMES: [&str; 20] = [
+pub(crate) const OPERATION_NAMES: [&str; 20] = [
     "put",
     "begin",
     "finish",
@@ -139,17 +139,17 @@ pub(crate) const NAMES: [&str; 20] = [
 ];
 
 /// A box of an array: first row and column, number of rows and of columns.
-pub(crate) type Box = (u64, u64, u64, u64);
+pub(crate) type ArrayBox = (u64, u64, u64, u64);
 
 #[derive(Clone, Debug)]
 pub(crate) enum Read {
     Whole,
     Tensor(usize),
-    Slice(usize, Box),
+    Slice(usize, ArrayBox),
     /// Reads into memory of the caller: whole arrays, or boxes of them.
-    Into(Vec<(usize, Option<Box>)>),
+    Into(Vec<(usize, Option<ArrayBox>)>),
     /// Reads the whole state dict, with boxes of the first leaf.
-    Resharded(Vec<Box>),
+    Resharded(Vec<ArrayBox>),
 }
 
 /// Names of leaves. Reads address them by index. No writer puts the last one.
@@ -158,21 +158,21 @@ pub(crate) const LEAVES: [&str; 5] = ["matrix", "same", "own0", "own1", "nothing
 /// Parameters of a put: writer, options and contents.
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "the options of a put are such")]
-pub(crate) struct Wish {
+pub(crate) struct PutSpec {
     pub(crate) writer: u32,
     /// Number of writers. Their numbers are `0..of`.
-    pub(crate) of: u32,
+    pub(crate) writer_count: u32,
     /// Whether the put names no writers. The store then takes them from the mesh of the slices.
-    pub(crate) found: bool,
+    pub(crate) infers_writers: bool,
     pub(crate) job: Option<Job>,
     pub(crate) number: Option<u64>,
     pub(crate) rewind: bool,
     pub(crate) durable: bool,
     pub(crate) seed: u32,
     pub(crate) flaw: Option<Flaw>,
-    pub(crate) lowest: bool,
+    pub(crate) takes_lowest: bool,
     /// Whether the contribution, if it is published, is written as two archives.
-    pub(crate) cut: bool,
+    pub(crate) in_two_archives: bool,
 }
 
 /// A change of a contribution that may make it incompatible with those of other writers.
@@ -191,15 +191,15 @@ pub(crate) enum Flaw {
 pub(crate) const ROWS: u64 = 5;
 pub(crate) const COLUMNS: u64 = 3;
 
-impl Wish {
-    pub(crate) fn ask(&self) -> Ask {
-        let Self { writer, job, number, rewind, durable, found, .. } = *self;
-        Ask {
+impl PutSpec {
+    pub(crate) fn request(&self) -> PutRequest {
+        let Self { writer, job, number, rewind, durable, infers_writers, .. } = *self;
+        PutRequest {
             writer,
-            writers: (0..self.of).collect(),
-            found,
+            writers: (0..self.writer_count).collect(),
+            infers_writers,
             job,
-            call: None,
+            sequence: None,
             number,
             rewind,
             durable,
@@ -209,8 +209,8 @@ impl Wish {
     /// Builds the contribution of this writer.
     ///
     /// It has rows of a matrix, an array of its own, an array that all writers have, and a number.
-    pub(crate) fn part(&self, is_published: bool) -> Part {
-        let Self { writer, of, seed, flaw, .. } = *self;
+    pub(crate) fn contribution(&self, is_published: bool) -> Contribution {
+        let Self { writer, writer_count, seed, flaw, .. } = *self;
         let (first, after) = self.rows();
         let kind = if flaw == Some(Flaw::Kind) { Kind::Int32 } else { Kind::Uint32 };
         let shape = if flaw == Some(Flaw::Shape) { (ROWS + 1, COLUMNS) } else { (ROWS, COLUMNS) };
@@ -224,8 +224,11 @@ impl Wish {
         let matrix = Array { kind, shape, elements };
         let own = counting_array((2, 2), seed * 10 + writer);
         let same = counting_array((1, 4), u32::from(flaw == Some(Flaw::Differs)) * (writer + 1));
-        let step =
-            Array { kind: Kind::Number, shape: (1, 1), elements: BTreeMap::from([((0, 0), of)]) };
+        let step = Array {
+            kind: Kind::Number,
+            shape: (1, 1),
+            elements: BTreeMap::from([((0, 0), writer_count)]),
+        };
         let whole = |name: &str, array| (name.to_owned(), array, Extent::Whole);
         let leaves = vec![
             ("matrix".to_owned(), matrix, extent),
@@ -233,13 +236,18 @@ impl Wish {
             whole("same", same),
             whole("step", step),
         ];
-        let archives = if self.cut && is_published { 2 } else { 1 };
-        Part { leaves, lowest: self.lowest, archives, on_mesh: self.found }
+        let archives = if self.in_two_archives && is_published { 2 } else { 1 };
+        Contribution {
+            leaves,
+            takes_lowest: self.takes_lowest,
+            archives,
+            on_mesh: self.infers_writers,
+        }
     }
 
     /// Returns the rows of the matrix that this writer has: the first, and one after the last.
     pub(crate) fn rows(&self) -> (u64, u64) {
-        let (writer, of) = (u64::from(self.writer), u64::from(self.of));
+        let (writer, of) = (u64::from(self.writer), u64::from(self.writer_count));
         let (first, after) = (ROWS * writer / of, (ROWS * (writer + 1) / of).min(ROWS));
         match self.flaw {
             Some(Flaw::Replica | Flaw::Whole) => (0, ROWS),
@@ -270,14 +278,15 @@ pub(crate) fn sequences(can_be_killed: bool) -> impl Strategy<Value = Vec<Operat
 
 /// Generates a call during which the daemon process may be killed. Most are durable puts of one writer.
 fn call_with_kill() -> impl Strategy<Value = Vec<Operation>> {
-    let kill_during_next =
-        (0..2500_u64).prop_map(|after| Operation::Doom { after: Duration::from_micros(after) });
-    let durable_single = |wish: Wish| Wish { writer: 0, of: 1, durable: true, flaw: None, ..wish };
+    let kill_during_next = (0..2500_u64)
+        .prop_map(|after| Operation::KillDuringNext { after: Duration::from_micros(after) });
+    let durable_single =
+        |wish: PutSpec| PutSpec { writer: 0, writer_count: 1, durable: true, flaw: None, ..wish };
     let put = (0..CLIENTS, 0..KEYS, any_wish()).prop_map(move |(client, key, wish)| {
         Operation::Put { client, key, wish: durable_single(wish) }
     });
     // A client that disconnects waits for the daemon.
-    let is_call = |operation: &Operation| !matches!(operation, Operation::Leave { .. });
+    let is_call = |operation: &Operation| !matches!(operation, Operation::Disconnect { .. });
     let other = any_operation().prop_filter("no call", is_call);
     (kill_during_next, prop_oneof![2 => put, 1 => other])
         .prop_map(|(kill_during_next, call)| vec![kill_during_next, call])
@@ -289,7 +298,7 @@ fn put_by_all_writers() -> impl Strategy<Value = Vec<Operation>> {
         let put = |writer: u32| {
             let client = usize::try_from(writer).expect("few") % CLIENTS;
             let (job, flaw) = (wish.job.or(Some(1)), wish.flaw.filter(|_| writer == 1));
-            let wish = Wish { writer, of, job, flaw, ..wish.clone() };
+            let wish = PutSpec { writer, writer_count: of, job, flaw, ..wish.clone() };
             Operation::Put { client, key, wish }
         };
         (0..of).map(put).collect()
@@ -304,12 +313,12 @@ fn any_operation() -> impl Strategy<Value = Operation> {
             .prop_map(|((client, key), wish)| Operation::Put { client, key, wish }),
         7 => (at(), any_wish())
             .prop_map(|((client, key), wish)| Operation::Begin { client, key, wish }),
-        6 => (0..3_usize).prop_map(|back| Operation::Finish { back }),
+        6 => (0..3_usize).prop_map(|back| Operation::Finish { from_last: back }),
         2 => (0..3_usize).prop_map(|back| Operation::Abort { back }),
         12 => (at(), number(), any_read())
             .prop_map(|((client, key), number, read)| Operation::Get { client, key, number, read }),
         3 => (at(), number())
-            .prop_map(|((client, key), number)| Operation::Hold { client, key, number }),
+            .prop_map(|((client, key), number)| Operation::Open { client, key, number }),
         2 => Just(Operation::Release),
         4 => at().prop_map(|(client, key)| Operation::List { client, key }),
         1 => (at(), any_number())
@@ -323,7 +332,7 @@ fn any_operation() -> impl Strategy<Value = Operation> {
         }),
         1 => (at(), any::<bool>())
             .prop_map(|((client, key), label)| Operation::Unpin { client, key, label }),
-        1 => (0..CLIENTS).prop_map(|client| Operation::Leave { client }),
+        1 => (0..CLIENTS).prop_map(|client| Operation::Disconnect { client }),
     ]
 }
 
@@ -332,7 +341,7 @@ fn any_number() -> impl Strategy<Value = u64> {
     prop_oneof![8 => 1..8_u64, 1 => Just(0), 1 => Just(20)]
 }
 
-fn any_wish() -> impl Strategy<Value = Wish> {
+fn any_wish() -> impl Strategy<Value = PutSpec> {
     let writer_and_count = prop_oneof![
         5 => Just((0, 1)),
         6 => (0..2_u32).prop_map(|writer| (writer, 2)),
@@ -359,7 +368,19 @@ fn any_wish() -> impl Strategy<Value = Wish> {
             let ((found, durable, cut), (seed, flaw, lowest)) = (flags, contents);
             // A writer that is not among the writers has no coordinate in their mesh.
             let found = found && writer < of && flaw != Some(Flaw::Whole);
-            Wish { writer, of, found, job, number, rewind, durable, seed, flaw, lowest, cut }
+            PutSpec {
+                writer,
+                writer_count: of,
+                infers_writers: found,
+                job,
+                number,
+                rewind,
+                durable,
+                seed,
+                flaw,
+                takes_lowest: lowest,
+                in_two_archives: cut,
+            }
         },
     )
 }
@@ -376,7 +397,7 @@ fn any_read() -> impl Strategy<Value = Read> {
 }
 
 /// Generates boxes, most of them inside the matrix.
-fn any_box() -> impl Strategy<Value = Box> {
+fn any_box() -> impl Strategy<Value = ArrayBox> {
     (0..ROWS, 0..COLUMNS, 1..ROWS, 1..COLUMNS).prop_map(|(row, column, rows, columns)| {
         let is_cut = (row + column + rows) % 8 != 0;
         let rows = if is_cut { rows.min(ROWS - row) } else { rows };

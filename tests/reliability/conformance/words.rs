@@ -28,10 +28,10 @@ pub(crate) enum Kind {
 
 /// The contribution of one writer: whole arrays and slices of arrays.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Part {
+pub(crate) struct Contribution {
     pub(crate) leaves: Vec<(String, Array, Extent)>,
     /// Whether the leaf of the lowest writer is taken where writers differ. Otherwise they must not differ.
-    pub(crate) lowest: bool,
+    pub(crate) takes_lowest: bool,
     /// Number of archives of the contribution, and whether its slices have mesh coordinates.
     ///
     /// A contribution that differs in one of these does not repeat the other.
@@ -47,14 +47,14 @@ pub(crate) enum Extent {
 
 /// The request of a writer to contribute to a version.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Ask {
+pub(crate) struct PutRequest {
     pub(crate) writer: u32,
     pub(crate) writers: Writers,
     /// Whether the request names no writers: they are those of the mesh, or a single writer.
-    pub(crate) found: bool,
+    pub(crate) infers_writers: bool,
     pub(crate) job: Option<Job>,
     /// Sequence number of this put among those of its job, key and writer, if it has no version number.
-    pub(crate) call: Option<u64>,
+    pub(crate) sequence: Option<u64>,
     pub(crate) number: Option<u64>,
     pub(crate) rewind: bool,
     pub(crate) durable: bool,
@@ -62,7 +62,7 @@ pub(crate) struct Ask {
 
 /// Reason why the model refuses a request.
 #[derive(Clone, Debug, PartialEq, PartialOrd, Eq, Ord)]
-pub(crate) enum Fault {
+pub(crate) enum ModelError {
     Invalid,
     NotAWriter,
     JobRequired,
@@ -77,27 +77,27 @@ pub(crate) enum Fault {
     /// Two versions are open.
     Busy,
     NotBegun,
-    Differs,
-    Dropped(End),
+    ContributionDiffers,
+    Dropped(DropReason),
     Gone,
     NotFound {
         newest: Option<u64>,
-        coming: Option<(u64, Writers)>,
+        open: Option<(u64, Writers)>,
     },
-    NoLeaf,
-    NotCome,
+    LeafNotFound,
+    WaitTimedOut,
 }
 
-impl Fault {
+impl ModelError {
     /// Returns this error if a condition holds.
-    pub(crate) fn when(self, is_so: bool) -> Result<(), Self> {
+    pub(crate) fn err_if(self, is_so: bool) -> Result<(), Self> {
         if is_so { Err(self) } else { Ok(()) }
     }
 }
 
 /// How a version ended that never became visible.
 #[derive(Clone, Debug, PartialEq, PartialOrd, Eq, Ord)]
-pub(crate) enum End {
+pub(crate) enum DropReason {
     Superseded { by: u64 },
     Rejected,
     Aborted,

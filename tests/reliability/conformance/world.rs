@@ -12,14 +12,17 @@ use std::time::Duration;
 use tokio::runtime::Runtime;
 use tssd_store::{Error, GetOptions, Key, Opened, Publisher, Store, VersionId, VersionInfo};
 
-use super::home::{Home, Kind as HomeKind, eventually};
+use super::home::{Backend, BackendKind as HomeKind, wait_until};
 use super::interpreter::{
-    LOST, Put, Said, array_of, model, options, put_of, read, real, state_dict, wanted, writers_of,
+    Outcome, PutResult, UNANSWERED, build_state_dict, expected_arrays, model_outcome, put_options,
+    put_result, read, store_outcome, to_array, writer_ids,
 };
 use super::model::Model;
-use super::operations::{CLIENTS, KEYS, Operation, Read, Wish};
+use super::operations::{CLIENTS, KEYS, Operation, PutSpec, Read};
 use super::version::{Stage, Version};
-use super::words::{Array, Ask, Dict, End, Fault, Id, Job, Kind, Part, Progress};
+use super::words::{
+    Array, Contribution, Dict, DropReason, Id, Job, Kind, ModelError, Progress, PutRequest,
+};
 
 /// Returns the runtime of all stores of a test.
 ///
@@ -36,37 +39,37 @@ fn runtime() -> &'static Runtime {
 
 /// Counts of operations and of their outcomes.
 #[derive(Default)]
-pub(crate) struct Tally {
+pub(crate) struct RunStats {
     pub(crate) sequences: u64,
     pub(crate) operations: BTreeMap<&'static str, u64>,
-    pub(crate) faults: BTreeMap<String, u64>,
+    pub(crate) errors: BTreeMap<String, u64>,
     /// Operations without an answer, by what the store had done of them.
     pub(crate) unanswered: BTreeMap<&'static str, u64>,
 }
 
 /// A bug that is planted in the model, to test the comparison itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Deviation {
+pub(crate) enum PlantedBug {
     /// A deletion frees the numbers of its versions.
     ForgetsHighest,
     /// Retention keeps one version more than requested.
     KeepsOneMore,
     /// A fenced job may continue.
-    FencesNobody,
+    SkipsFencing,
     /// A label does not keep its version.
-    PinsNothing,
+    IgnoresPins,
     /// An open version stays open when a newer one becomes visible.
-    SupersedesNothing,
+    KeepsSuperseded,
     /// A failed put does not count as a call.
     CountsSuccesses,
     /// A rewind is ignored.
-    RewindsNothing,
+    IgnoresRewinds,
     /// Versions in memory outlive their process.
-    RemembersAll,
+    KeepsMemoryAfterCrash,
     /// An operation without an answer has had no effect.
-    ForgetsUnanswered,
+    DropsUnanswered,
     /// An operation without an answer has had its effect.
-    BelievesUnanswered,
+    AssumesUnansweredDone,
 }
 
 /// A contribution that has begun and is not committed.
@@ -74,8 +77,8 @@ struct PendingContribution {
     client: usize,
     key: usize,
     id: Id,
-    request: Ask,
-    part: Part,
+    request: PutRequest,
+    part: Contribution,
     publisher: Publisher,
 }
 
@@ -88,10 +91,10 @@ struct HeldVersion {
     opened: Opened,
 }
 
-pub(crate) struct World {
+pub(crate) struct Harness {
     kind: HomeKind,
-    home: Option<Home>,
-    deviation: Option<Deviation>,
+    home: Option<Backend>,
+    deviation: Option<PlantedBug>,
     prefix: String,
     clients: Vec<Store>,
     pending: Vec<PendingContribution>,
@@ -116,13 +119,13 @@ pub(crate) struct World {
 /// The outcome of an operation in the store, and in each model that is possible.
 struct Comparison {
     key: usize,
-    expected: Vec<(Said, Option<Id>)>,
-    actual: Said,
+    expected: Vec<(Outcome, Option<Id>)>,
+    actual: Outcome,
     version: Option<VersionId>,
 }
 
-impl World {
-    pub(crate) fn new(kind: HomeKind, home: Home, deviation: Option<Deviation>) -> Self {
+impl Harness {
+    pub(crate) fn new(kind: HomeKind, home: Backend, deviation: Option<PlantedBug>) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let prefix = format!("{}/", NEXT.fetch_add(1, Ordering::Relaxed));
         let idle_tasks = runtime().metrics().num_alive_tasks();
@@ -151,10 +154,10 @@ impl World {
     }
 
     /// Runs operations until the outcomes of store and model differ. Describes the difference.
-    pub(crate) fn play(
+    pub(crate) fn run(
         &mut self,
         operations: &[Operation],
-        tally: &mut Tally,
+        tally: &mut RunStats,
     ) -> Result<(), String> {
         for (at, operation) in operations.iter().enumerate() {
             *tally.operations.entry(operation.name()).or_default() += 1;
@@ -166,14 +169,14 @@ impl World {
             if let Some(Err(fault)) = actual {
                 let name = fault.split([',', '{']).next().unwrap_or_default();
                 let name = name.replace(['(', ')'], " ").trim().to_owned();
-                *tally.faults.entry(name).or_default() += 1;
+                *tally.errors.entry(name).or_default() += 1;
             }
         }
         Ok(())
     }
 
     /// Ends everything in flight and returns the backend.
-    pub(crate) fn end(mut self) -> Home {
+    pub(crate) fn finish(mut self) -> Backend {
         let Self { pending, held, orphaned_publishers, clients, .. } = &mut self;
         runtime().block_on(async {
             pending.clear();
@@ -186,7 +189,7 @@ impl World {
     }
 
     fn wait_until_idle(&self) {
-        eventually("all is done", || runtime().metrics().num_alive_tasks() <= self.idle_tasks);
+        wait_until("all is done", || runtime().metrics().num_alive_tasks() <= self.idle_tasks);
     }
 
     fn key(&self, key: usize) -> Key {
@@ -194,9 +197,9 @@ impl World {
     }
 
     /// Executes an operation, during which the store may be killed. Returns the outcome in the store.
-    fn step(&mut self, operation: &Operation) -> Result<Option<Said>, String> {
+    fn step(&mut self, operation: &Operation) -> Result<Option<Outcome>, String> {
         let kill_delay = match operation {
-            Operation::Doom { after } => {
+            Operation::KillDuringNext { after } => {
                 self.kill_delay = Some(*after);
                 return Ok(None);
             }
@@ -208,14 +211,14 @@ impl World {
         };
         for model in self.models.iter_mut().flatten() {
             match self.deviation {
-                Some(Deviation::FencesNobody) => {
+                Some(PlantedBug::SkipsFencing) => {
                     model.jobs = model.jobs.pop().into_iter().collect();
                 }
-                Some(Deviation::SupersedesNothing) => {
+                Some(PlantedBug::KeepsSuperseded) => {
                     for version in model.versions.values_mut() {
                         let is_superseded = matches!(
                             version.stage,
-                            Stage::Ended(Fault::Dropped(End::Superseded { .. }))
+                            Stage::Ended(ModelError::Dropped(DropReason::Superseded { .. }))
                         );
                         if is_superseded {
                             version.stage = Stage::Open;
@@ -236,14 +239,14 @@ impl World {
         &mut self,
         operation: &Operation,
         after: Duration,
-    ) -> Result<Option<Said>, String> {
+    ) -> Result<Option<Outcome>, String> {
         let before = self.models.clone();
-        let Some(Home::Process(process)) = &self.home else { unreachable!("it is a process") };
+        let Some(Backend::Process(process)) = &self.home else { unreachable!("it is a process") };
         let killer = process.kill_after(after);
         let executed = self.execute(operation);
         killer.join().unwrap();
         let actual = executed.inspect_err(|_| self.kill())?;
-        let is_unanswered = actual == Some(Err(LOST.to_owned()));
+        let is_unanswered = actual == Some(Err(UNANSWERED.to_owned()));
         let done = self.models.clone();
         if is_unanswered {
             let mut begun = before.clone();
@@ -251,12 +254,12 @@ impl World {
                 let id = self.next_id();
                 for model in &mut begun[*key] {
                     // It is unknown, too, whether the model refuses it.
-                    let _ = model.begin(&wish.ask(), id);
+                    let _ = model.begin(&wish.request(), id);
                 }
             }
             let possible = |key: usize| match self.deviation {
-                Some(Deviation::ForgetsUnanswered) => before[key].clone(),
-                Some(Deviation::BelievesUnanswered) => done[key].clone(),
+                Some(PlantedBug::DropsUnanswered) => before[key].clone(),
+                Some(PlantedBug::AssumesUnansweredDone) => done[key].clone(),
                 _ => [&before[key][..], &begun[key], &done[key]].concat(),
             };
             self.models = (0..KEYS).map(possible).collect();
@@ -282,16 +285,16 @@ impl World {
     }
 
     /// Executes an operation. Returns the outcome in the store, if the operation has one.
-    fn execute(&mut self, operation: &Operation) -> Result<Option<Said>, String> {
+    fn execute(&mut self, operation: &Operation) -> Result<Option<Outcome>, String> {
         let actual = match operation {
             Operation::Put { client, key, wish } => self.put(*client, *key, wish)?,
             Operation::Begin { client, key, wish } => self.begin(*client, *key, wish)?,
-            Operation::Finish { back } => return self.finish(*back),
+            Operation::Finish { from_last } => return self.finish_publisher(*from_last),
             Operation::Abort { back } => return self.abort(*back),
             Operation::Get { client, key, number, read } => {
                 self.get(*client, *key, *number, read)?
             }
-            Operation::Hold { client, key, number } => self.hold(*client, *key, *number)?,
+            Operation::Open { client, key, number } => self.hold(*client, *key, *number)?,
             Operation::Release => return self.release(),
             Operation::List { client, key } => self.list(*client, *key)?,
             Operation::Wait { client, key, number } => {
@@ -300,39 +303,39 @@ impl World {
                     if newest >= *number && model.find(None).is_ok() {
                         Ok((newest, None))
                     } else {
-                        Err(Fault::NotCome)
+                        Err(ModelError::WaitTimedOut)
                     }
                 });
                 let (store, at) = (&self.clients[*client], self.key(*key));
                 let actual =
                     runtime().block_on(store.wait_for_version(&at, *number, Duration::ZERO));
-                self.compare(*key, expected, real(actual.map(|info| info.number)))?
+                self.compare(*key, expected, store_outcome(actual.map(|info| info.number)))?
             }
             Operation::Delete { client, key, number } => {
-                let forgets = self.deviation == Some(Deviation::ForgetsHighest);
+                let forgets = self.deviation == Some(PlantedBug::ForgetsHighest);
                 let expected = self.query_models(*key, |model| {
                     let count = model.delete(*number);
-                    model.next.1 *= u64::from(!forgets);
+                    model.next_position.1 *= u64::from(!forgets);
                     Ok((count, None))
                 });
                 let (store, at) = (&self.clients[*client], self.key(*key));
                 let actual = runtime().block_on(store.delete(&at, *number));
-                self.compare(*key, expected, real(actual))?
+                self.compare(*key, expected, store_outcome(actual))?
             }
             Operation::Retain { client, key, keep } => {
-                let more = usize::from(self.deviation == Some(Deviation::KeepsOneMore));
+                let more = usize::from(self.deviation == Some(PlantedBug::KeepsOneMore));
                 let expected = self.query_models(*key, |model| {
                     model.keep = usize::try_from(*keep).unwrap() + more;
-                    model.settle();
+                    model.apply_retention();
                     Ok(((), None))
                 });
                 let (store, at) = (&self.clients[*client], self.key(*key));
                 let actual = runtime().block_on(store.retain(&at, NonZeroU32::new(*keep).unwrap()));
-                self.compare(*key, expected, real(actual))?
+                self.compare(*key, expected, store_outcome(actual))?
             }
             Operation::Pin { client, key, number, label } => {
                 let label = label.to_string();
-                let forgets = self.deviation == Some(Deviation::PinsNothing);
+                let forgets = self.deviation == Some(PlantedBug::IgnoresPins);
                 let expected = self.query_models(*key, |model| {
                     let pinned = model.pin(*number, &label);
                     model.pins.retain(|_, _| !forgets);
@@ -340,20 +343,20 @@ impl World {
                 });
                 let (store, at) = (&self.clients[*client], self.key(*key));
                 let actual = runtime().block_on(store.pin(&at, *number, &label));
-                self.compare(*key, expected, real(actual))?
+                self.compare(*key, expected, store_outcome(actual))?
             }
             Operation::Unpin { client, key, label } => {
                 let label = label.to_string();
                 let expected = self.query_models(*key, |model| {
                     model.pins.remove(&label);
-                    model.settle();
+                    model.apply_retention();
                     Ok(((), None))
                 });
                 let (store, at) = (&self.clients[*client], self.key(*key));
                 let actual = runtime().block_on(store.unpin(&at, &label));
-                self.compare(*key, expected, real(actual))?
+                self.compare(*key, expected, store_outcome(actual))?
             }
-            Operation::Leave { client } => {
+            Operation::Disconnect { client } => {
                 self.disconnect(*client)?;
                 return Ok(None);
             }
@@ -361,7 +364,7 @@ impl World {
                 self.kill();
                 return Ok(None);
             }
-            Operation::Doom { .. } => unreachable!("it is told to what comes next"),
+            Operation::KillDuringNext { .. } => unreachable!("it is told to what comes next"),
         };
         Ok(Some(actual))
     }
@@ -375,11 +378,11 @@ impl World {
     fn query_models<T: Debug>(
         &mut self,
         key: usize,
-        query: impl Fn(&mut Model) -> Result<(T, Option<Id>), Fault>,
-    ) -> Vec<(Said, Option<Id>)> {
+        query: impl Fn(&mut Model) -> Result<(T, Option<Id>), ModelError>,
+    ) -> Vec<(Outcome, Option<Id>)> {
         let answer = |it: &mut Model| match query(it) {
-            Ok((answer, id)) => (model(Ok(answer)), id),
-            Err(fault) => (model(Err::<T, _>(fault)), None),
+            Ok((answer, id)) => (model_outcome(Ok(answer)), id),
+            Err(fault) => (model_outcome(Err::<T, _>(fault)), None),
         };
         self.models[key].iter_mut().map(answer).collect()
     }
@@ -387,9 +390,9 @@ impl World {
     fn compare(
         &mut self,
         key: usize,
-        expected: Vec<(Said, Option<Id>)>,
-        actual: Said,
-    ) -> Result<Said, String> {
+        expected: Vec<(Outcome, Option<Id>)>,
+        actual: Outcome,
+    ) -> Result<Outcome, String> {
         self.retain_matching_models(&Comparison {
             key,
             expected,
@@ -402,10 +405,10 @@ impl World {
     /// Removes the models whose outcome differs. Returns the version that the others refer to.
     fn retain_matching_models(&mut self, comparison: &Comparison) -> Result<Option<Id>, String> {
         let Comparison { key, expected, actual, version } = comparison;
-        if self.kill_delay.is_some() && actual.as_ref().is_err_and(|fault| fault == LOST) {
+        if self.kill_delay.is_some() && actual.as_ref().is_err_and(|fault| fault == UNANSWERED) {
             return Ok(None);
         }
-        let is_right = |(expected, id): &(Said, Option<Id>)| {
+        let is_right = |(expected, id): &(Outcome, Option<Id>)| {
             expected == actual
                 && id.zip(*version).is_none_or(|(id, version)| self.matches_version(id, version))
         };
@@ -439,44 +442,44 @@ impl World {
     }
 
     /// Returns the request of a put, and counts its call.
-    fn request(&mut self, client: usize, key: usize, wish: &Wish) -> Ask {
-        let mut request = wish.ask();
-        request.rewind &= self.deviation != Some(Deviation::RewindsNothing);
+    fn request(&mut self, client: usize, key: usize, wish: &PutSpec) -> PutRequest {
+        let mut request = wish.request();
+        request.rewind &= self.deviation != Some(PlantedBug::IgnoresRewinds);
         if let Some(job) = request.job {
             // All clients of a store in memory are one client.
             let client = if self.kind == HomeKind::Memory { 0 } else { client };
             let calls = self.calls.entry((client, key, job, request.writer)).or_default();
             *calls += 1;
-            request.call = Some(*calls).filter(|_| request.number.is_none());
+            request.sequence = Some(*calls).filter(|_| request.number.is_none());
         }
         request
     }
 
-    fn revert_call_count(&mut self, client: usize, key: usize, request: &Ask) {
+    fn revert_call_count(&mut self, client: usize, key: usize, request: &PutRequest) {
         if let Some(job) =
-            request.job.filter(|_| self.deviation == Some(Deviation::CountsSuccesses))
+            request.job.filter(|_| self.deviation == Some(PlantedBug::CountsSuccesses))
         {
             let client = if self.kind == HomeKind::Memory { 0 } else { client };
             *self.calls.entry((client, key, job, request.writer)).or_default() -= 1;
         }
     }
 
-    fn put(&mut self, client: usize, key: usize, wish: &Wish) -> Result<Said, String> {
-        let (request, part) = (self.request(client, key, wish), wish.part(false));
+    fn put(&mut self, client: usize, key: usize, wish: &PutSpec) -> Result<Outcome, String> {
+        let (request, part) = (self.request(client, key, wish), wish.contribution(false));
         let (id, kind) = (self.next_id(), self.kind);
         let expected = self.query_models(key, |model| {
             let id = begin(model, kind, &request, id)?;
             commit(model, id, &request, &part)
         });
-        let options = options(wish, is_busy(&expected));
+        let options = put_options(wish, is_busy(&expected));
         let (store, at) = (self.clients[client].clone(), self.key(key));
-        let dict = state_dict(&part, wish);
+        let dict = build_state_dict(&part, wish);
         let put = runtime().block_on(store.put_state_dict(&at, &dict, &options));
         if put.is_err() {
             self.revert_call_count(client, key, &request);
         }
         let version = put.as_ref().ok().map(|report| report.id);
-        let actual = real(put.map(|report| put_of(&report)));
+        let actual = store_outcome(put.map(|report| put_result(&report)));
         self.retain_matching_models(&Comparison {
             key,
             expected,
@@ -486,14 +489,14 @@ impl World {
         Ok(actual)
     }
 
-    fn begin(&mut self, client: usize, key: usize, wish: &Wish) -> Result<Said, String> {
-        let (request, part) = (self.request(client, key, wish), wish.part(true));
+    fn begin(&mut self, client: usize, key: usize, wish: &PutSpec) -> Result<Outcome, String> {
+        let (request, part) = (self.request(client, key, wish), wish.contribution(true));
         let (id, kind) = (self.next_id(), self.kind);
         let expected =
             self.query_models(key, |model| Ok(((), Some(begin(model, kind, &request, id)?))));
-        let options = options(wish, is_busy(&expected));
+        let options = put_options(wish, is_busy(&expected));
         let (store, at) = (self.clients[client].clone(), self.key(key));
-        let dict = state_dict(&part, wish);
+        let dict = build_state_dict(&part, wish);
         let publisher = runtime().block_on(async {
             let mut publisher = store.publish(&at, &options, 1 << 20)?;
             for (number, (name, value)) in dict.entries().iter().enumerate() {
@@ -508,7 +511,7 @@ impl World {
             publisher.flush().await?;
             Ok::<_, Error>(publisher)
         });
-        let actual = real(publisher.as_ref().map(|_| ()));
+        let actual = store_outcome(publisher.as_ref().map(|_| ()));
         if publisher.is_err() {
             self.revert_call_count(client, key, &request);
         }
@@ -529,7 +532,7 @@ impl World {
         Some(self.pending.remove(at))
     }
 
-    fn finish(&mut self, back: usize) -> Result<Option<Said>, String> {
+    fn finish_publisher(&mut self, back: usize) -> Result<Option<Outcome>, String> {
         let Some(PendingContribution { client, key, id, request, part, publisher }) =
             self.take_pending(back)
         else {
@@ -541,7 +544,7 @@ impl World {
             self.revert_call_count(client, key, &request);
         }
         let version = put.as_ref().ok().map(|report| report.id);
-        let actual = real(put.map(|report| put_of(&report)));
+        let actual = store_outcome(put.map(|report| put_result(&report)));
         self.retain_matching_models(&Comparison {
             key,
             expected,
@@ -554,7 +557,7 @@ impl World {
     /// Aborts a contribution by adding a leaf twice.
     ///
     /// The error is that of the version, if the version has ended already.
-    fn abort(&mut self, back: usize) -> Result<Option<Said>, String> {
+    fn abort(&mut self, back: usize) -> Result<Option<Outcome>, String> {
         let Some(PendingContribution { key, id, request, mut publisher, .. }) =
             self.take_pending(back)
         else {
@@ -564,11 +567,11 @@ impl World {
             let stage = model.versions[&id].stage.clone();
             model.abort(id, request.writer);
             match stage {
-                Stage::Ended(fault) if fault != Fault::Gone => Err(fault),
-                _ => Err(Fault::Invalid),
+                Stage::Ended(fault) if fault != ModelError::Gone => Err(fault),
+                _ => Err(ModelError::Invalid),
             }
         });
-        let actual = real(runtime().block_on(publisher.add("matrix", 0_i64)));
+        let actual = store_outcome(runtime().block_on(publisher.add("matrix", 0_i64)));
         drop(publisher);
         self.compare(key, expected, actual).map(Some)
     }
@@ -579,7 +582,7 @@ impl World {
         key: usize,
         number: Option<u64>,
         read: &Read,
-    ) -> Result<Said, String> {
+    ) -> Result<Outcome, String> {
         let is_leased = self.kind.is_daemon();
         let dict = self.models[key].iter().find_map(|model| model.find(number).ok());
         let dict = dict.map(Version::dict).unwrap_or_default();
@@ -588,15 +591,15 @@ impl World {
             let (id, dict) = (version.id, version.dict());
             if is_leased {
                 // The end of a lease deletes the data that is pending deletion.
-                model.settle();
+                model.apply_retention();
             }
-            Ok((wanted(&dict, read)?, Some(id)))
+            Ok((expected_arrays(&dict, read)?, Some(id)))
         });
         let (store, at) = (self.clients[client].clone(), self.key(key));
         let options = GetOptions { version: number, ..GetOptions::default() };
         let outcome = runtime().block_on(self::read(&store, &at, &options, read, &dict));
         let version = outcome.as_ref().ok().and_then(|(_, id)| *id);
-        let actual = real(outcome.map(|(arrays, _)| arrays));
+        let actual = store_outcome(outcome.map(|(arrays, _)| arrays));
         self.sync_release(client, key);
         self.retain_matching_models(&Comparison {
             key,
@@ -617,7 +620,7 @@ impl World {
         }
     }
 
-    fn hold(&mut self, client: usize, key: usize, number: Option<u64>) -> Result<Said, String> {
+    fn hold(&mut self, client: usize, key: usize, number: Option<u64>) -> Result<Outcome, String> {
         let expected = self.query_models(key, |model| {
             let version = model.find(number)?;
             Ok((version.number(), Some(version.id)))
@@ -625,7 +628,7 @@ impl World {
         let (store, at) = (self.clients[client].clone(), self.key(key));
         let options = GetOptions { version: number, ..GetOptions::default() };
         let opened = runtime().block_on(store.open(&at, &options));
-        let actual = real(opened.as_ref().map(Opened::version));
+        let actual = store_outcome(opened.as_ref().map(Opened::version));
         let version = opened.as_ref().ok().map(Opened::id);
         let id = self.retain_matching_models(&Comparison {
             key,
@@ -644,7 +647,7 @@ impl World {
     }
 
     /// Reads an open version, which must be unchanged, and closes it.
-    fn release(&mut self) -> Result<Option<Said>, String> {
+    fn release(&mut self) -> Result<Option<Outcome>, String> {
         let Some(HeldVersion { client, key, id, dict, opened }) = self.held.pop() else {
             return Ok(None);
         };
@@ -656,28 +659,29 @@ impl World {
                 model.leases.remove(at);
             }
             if is_leased {
-                model.settle();
+                model.apply_retention();
             }
             Ok((&held, None))
         });
         let actual = runtime().block_on(async {
             let mut actual = Vec::new();
             for (name, array) in arrays {
-                actual.push(array_of(&opened.tensor(name, None).await?, (0, 0), array.shape));
+                actual.push(to_array(&opened.tensor(name, None).await?, (0, 0), array.shape));
             }
             Ok::<_, Error>(actual)
         });
         drop(opened);
         self.sync_release(client, key);
-        self.compare(key, expected, real(actual)).map(Some)
+        self.compare(key, expected, store_outcome(actual)).map(Some)
     }
 
     /// Lists all metadata of a key, and checks which keys exist.
-    fn list(&mut self, client: usize, key: usize) -> Result<Said, String> {
+    fn list(&mut self, client: usize, key: usize) -> Result<Outcome, String> {
         let ids = self.ids.clone();
         let expected = self.query_models(key, |model| {
-            let visible = model.all(&Stage::Visible);
-            let seen = |it: &&Version| (it.place, it.ask.writers.clone(), ids.get(&it.id).copied());
+            let visible = model.in_stage(&Stage::Visible);
+            let seen =
+                |it: &&Version| (it.position, it.request.writers.clone(), ids.get(&it.id).copied());
             let labels = model.pins.iter();
             let labels = labels.map(|(label, id)| (label.clone(), model.versions[id].number()));
             let labels: BTreeMap<String, u64> = labels.collect();
@@ -690,18 +694,18 @@ impl World {
             let versions = store.versions(&at).await?;
             let seen = |it: &VersionInfo| {
                 let id = Some(it.id).filter(|id| !self.is_unmapped(*id));
-                ((it.epoch, it.number), writers_of(&it.writers), id)
+                ((it.epoch, it.number), writer_ids(&it.writers), id)
             };
             let visible: Vec<_> = versions.iter().map(seen).collect();
             let labels: BTreeMap<String, u64> = store.pins(&at).await?;
             Ok::<_, Error>((visible, labels, store.exists(&at, None).await?))
         });
-        let actual = self.compare(key, expected, real(actual))?;
+        let actual = self.compare(key, expected, store_outcome(actual))?;
         let keys = runtime().block_on(store.keys(Some(&self.prefix)));
         for key in 0..KEYS {
             let expected = self.query_models(key, |model| Ok((model.find(None).is_ok(), None)));
             let at = self.key(key);
-            let actual = real(keys.as_ref().map(|keys| keys.contains(&at)));
+            let actual = store_outcome(keys.as_ref().map(|keys| keys.contains(&at)));
             self.compare(key, expected, actual).map(drop)?;
         }
         Ok(actual)
@@ -745,7 +749,7 @@ impl World {
         let other = self.clients[1 - client].clone();
         self.clients[client] = other.clone();
         // Client 0 shares the memory of the daemon, the other client uses TCP.
-        eventually("a client that has left is forgotten", || {
+        wait_until("a client that has left is forgotten", || {
             let status = runtime().block_on(other.status()).unwrap();
             status.peers.iter().all(|peer| peer.address.is_some() == (client == 0))
         });
@@ -754,17 +758,17 @@ impl World {
     }
 
     fn kill(&mut self) {
-        let Some(Home::Process(process)) = self.home.take() else {
+        let Some(Backend::Process(process)) = self.home.take() else {
             unreachable!("it is a process")
         };
-        self.home = Some(Home::Process(process.kill()));
+        self.home = Some(Backend::Process(process.restart()));
         runtime().block_on(async {
             self.pending.clear();
             self.held.clear();
             self.clients.clear();
         });
         self.calls.clear();
-        if self.deviation != Some(Deviation::RemembersAll) {
+        if self.deviation != Some(PlantedBug::KeepsMemoryAfterCrash) {
             self.models = crash_all(std::mem::take(&mut self.models));
         }
         let home = self.home.as_ref().unwrap();
@@ -785,9 +789,14 @@ fn crash_all(models: Vec<Vec<Model>>) -> Vec<Vec<Model>> {
 /// Begins a contribution in the model.
 ///
 /// A store that has no disk refuses durable puts before all else.
-fn begin(model: &mut Model, kind: HomeKind, request: &Ask, id: Id) -> Result<Id, Fault> {
+fn begin(
+    model: &mut Model,
+    kind: HomeKind,
+    request: &PutRequest,
+    id: Id,
+) -> Result<Id, ModelError> {
     if request.durable && matches!(kind, HomeKind::Daemon | HomeKind::Memory) {
-        return Err(Fault::Invalid);
+        return Err(ModelError::Invalid);
     }
     model.begin(request, id)
 }
@@ -796,15 +805,15 @@ fn begin(model: &mut Model, kind: HomeKind, request: &Ask, id: Id) -> Result<Id,
 fn commit(
     model: &mut Model,
     id: Id,
-    request: &Ask,
-    part: &Part,
-) -> Result<(Put, Option<Id>), Fault> {
+    request: &PutRequest,
+    part: &Contribution,
+) -> Result<(PutResult, Option<Id>), ModelError> {
     let Progress { visible, missing } = model.commit(id, request, part)?;
-    let (epoch, number) = model.versions[&id].place;
+    let (epoch, number) = model.versions[&id].position;
     Ok(((number, epoch, visible, missing), Some(id)))
 }
 
-fn is_busy(expected: &[(Said, Option<Id>)]) -> bool {
-    let busy = model(Err::<(), _>(Fault::Busy));
+fn is_busy(expected: &[(Outcome, Option<Id>)]) -> bool {
+    let busy = model_outcome(Err::<(), _>(ModelError::Busy));
     expected.iter().any(|(expected, _)| *expected == busy)
 }

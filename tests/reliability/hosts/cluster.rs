@@ -7,16 +7,16 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tssd_store::blocking::Store;
 use tssd_store::{Credentials, Durability, ErrorKind, GetOptions, Key};
-use tssd_tests::authority::Authority;
-use tssd_tests::command::Serve;
-use tssd_tests::dice::Dice;
+use tssd_tests::authority::CertificateAuthority;
+use tssd_tests::command::DaemonProcess;
+use tssd_tests::dice::SeededRng;
 use tssd_tests::etcd::Etcd;
 use tssd_tests::host::Host;
-use tssd_tests::network::{Network, Trouble};
-use tssd_tests::s3::S3;
+use tssd_tests::network::{Network, NetworkFault};
+use tssd_tests::s3::S3Server;
 
-use crate::acknowledged::Acknowledged;
-use crate::actor::{Actor, KEYS, Pace, WRITERS, check, complaints};
+use crate::acknowledged::AckLog;
+use crate::actor::{ClientProcess, KEYS, Timing, WRITERS, check_version, last_errors};
 
 /// Number of hosts with a daemon and an etcd member. The bucket is on the next one.
 pub(super) const HOSTS: usize = 3;
@@ -29,34 +29,35 @@ const SHORT_FAULT_MILLIS: u64 = 2000;
 const LONG_FAULT_MILLIS: u64 = 14_000;
 
 /// Timing of the client processes. The server of the bucket is slow.
-const TIMING: Pace = Pace { rest: Duration::from_millis(100), timeout: Duration::from_secs(30) };
+const TIMING: Timing =
+    Timing { pause: Duration::from_millis(100), timeout: Duration::from_secs(30) };
 
 /// Time within which each key must get a new version.
 const PROGRESS_TIMEOUT: Duration = Duration::from_mins(2);
 
 /// Fields are dropped in this order: processes before their hosts.
 pub(super) struct Cluster {
-    daemons: Vec<Option<Serve>>,
+    daemons: Vec<Option<DaemonProcess>>,
     etcd: Etcd,
-    bucket: S3,
+    bucket: S3Server,
     credentials: Vec<Credentials>,
     hosts: Vec<Host>,
     folders: Vec<TempDir>,
     network: Network,
-    _authority: Authority,
+    _authority: CertificateAuthority,
 }
 
 impl Cluster {
     pub(super) fn new(network: Network) -> Self {
-        let (authority, mut hosts) = (Authority::new(), network.hosts());
-        let bucket = S3::start(hosts.pop().unwrap());
+        let (authority, mut hosts) = (CertificateAuthority::new(), network.hosts());
+        let bucket = S3Server::start(hosts.pop().unwrap());
         let issue = |host: usize| {
             let address = hosts[host].address.to_string();
             authority.issue(&format!("host{host}"), &address, |_| {})
         };
         let mut cluster = Self {
             daemons: (0..HOSTS).map(|_| None).collect(),
-            etcd: Etcd::on(&hosts),
+            etcd: Etcd::on_hosts(&hosts),
             bucket,
             credentials: (0..hosts.len()).map(issue).collect(),
             hosts,
@@ -64,12 +65,12 @@ impl Cluster {
             network,
             _authority: authority,
         };
-        (0..HOSTS).for_each(|host| cluster.launch_daemon(host));
+        (0..HOSTS).for_each(|host| cluster.start_daemon(host));
         cluster
     }
 
-    pub(super) fn launch_daemon(&mut self, host: usize) {
-        let mut prefix = self.hosts[host].enter();
+    pub(super) fn start_daemon(&mut self, host: usize) {
+        let mut prefix = self.hosts[host].command_prefix();
         prefix.push("env".to_owned());
         let environment = self.bucket.environment().into_iter();
         prefix.extend(environment.map(|(name, value)| format!("{name}={value}")));
@@ -88,7 +89,8 @@ impl Cluster {
             ["--keep", &keep],
             ["--memory-limit", "512MB"],
         ];
-        let daemon = Serve::under(&prefix, self.folders[host].path(), arguments.as_flattened());
+        let daemon =
+            DaemonProcess::start_by(&prefix, self.folders[host].path(), arguments.as_flattened());
         self.daemons[host] = Some(daemon);
     }
 
@@ -106,10 +108,10 @@ impl Cluster {
     }
 
     /// Injects a fault for a while. Then waits for new versions and checks all. Returns the kind of fault.
-    pub(super) fn round(&mut self, load: &mut Load, rng: &mut Dice) -> String {
+    pub(super) fn run_round(&mut self, load: &mut Workload, rng: &mut SeededRng) -> String {
         sleep(Duration::from_millis(rng.below(500)));
         let fault = Fault::any(rng);
-        let longest_millis = if rng.hits(3) { LONG_FAULT_MILLIS } else { SHORT_FAULT_MILLIS };
+        let longest_millis = if rng.one_in(3) { LONG_FAULT_MILLIS } else { SHORT_FAULT_MILLIS };
         let duration = Duration::from_millis(rng.below(longest_millis));
         self.inject(fault, load);
         sleep(duration);
@@ -122,28 +124,28 @@ impl Cluster {
         fault.name().to_owned()
     }
 
-    fn inject(&mut self, fault: Fault, load: &mut Load) {
+    fn inject(&mut self, fault: Fault, load: &mut Workload) {
         match fault {
             Fault::Daemon(host) => self.kill_daemon(host),
-            Fault::Member(host) => self.etcd.kill(host),
+            Fault::Member(host) => self.etcd.kill_member(host),
             Fault::Bucket => self.bucket.kill(),
             Fault::Host(host) => {
                 self.kill_daemon(host);
-                self.etcd.kill(host);
+                self.etcd.kill_member(host);
                 load.kill(host);
             }
-            Fault::Network(host, trouble) => self.network.trouble(host, trouble),
+            Fault::Network(host, trouble) => self.network.inject(host, trouble),
         }
     }
 
-    fn recover(&mut self, fault: Fault, load: &mut Load) {
+    fn recover(&mut self, fault: Fault, load: &mut Workload) {
         match fault {
-            Fault::Daemon(host) => self.launch_daemon(host),
-            Fault::Member(host) => self.etcd.launch(host),
-            Fault::Bucket => self.bucket.launch(),
+            Fault::Daemon(host) => self.start_daemon(host),
+            Fault::Member(host) => self.etcd.start_member(host),
+            Fault::Bucket => self.bucket.restart(),
             Fault::Host(host) => {
-                self.etcd.launch(host);
-                self.launch_daemon(host);
+                self.etcd.start_member(host);
+                self.start_daemon(host);
                 load.start_clients(host, self.url(host));
             }
             Fault::Network(host, _) => self.network.heal(host),
@@ -151,13 +153,13 @@ impl Cluster {
     }
 
     /// Checks on one host that no durable version is missing, and that visible versions are complete.
-    fn check_versions(&self, host: usize, acknowledged: &Acknowledged) {
+    fn check_versions(&self, host: usize, acknowledged: &AckLog) {
         let store = self.connect(host);
         for name in KEYS {
             let key = Key::new(name).unwrap();
             let versions = retry_unreachable(|| store.versions(&key));
             let numbers: Vec<u64> = versions.iter().map(|info| info.number).collect();
-            let lost = acknowledged.lost(name, &numbers, KEEP);
+            let lost = acknowledged.missing_durable(name, &numbers, KEEP);
             assert!(
                 lost.is_empty(),
                 "versions {lost:?} of {name} were acknowledged, and host {host} has {numbers:?}"
@@ -170,18 +172,18 @@ impl Cluster {
                     outcome => outcome.map(Some),
                 });
                 if let Some((dict, _)) = outcome {
-                    check(&key, &info, &dict);
+                    check_version(&key, &info, &dict);
                 }
             }
         }
     }
 
     /// Kills all hosts and loses etcd. Then checks that the bucket has all durable versions.
-    pub(super) fn outlive(mut self, acknowledged: &Acknowledged) {
+    pub(super) fn check_after_total_loss(mut self, acknowledged: &AckLog) {
         (0..HOSTS).for_each(|host| self.kill_daemon(host));
-        (0..HOSTS).for_each(|member| self.etcd.kill(member));
-        self.etcd = Etcd::on(&self.hosts);
-        self.launch_daemon(0);
+        (0..HOSTS).for_each(|member| self.etcd.kill_member(member));
+        self.etcd = Etcd::on_hosts(&self.hosts);
+        self.start_daemon(0);
         self.check_versions(0, acknowledged);
     }
 }
@@ -213,11 +215,11 @@ enum Fault {
     Bucket,
     /// All processes on a host are killed.
     Host(usize),
-    Network(usize, Trouble),
+    Network(usize, NetworkFault),
 }
 
 impl Fault {
-    fn any(rng: &mut Dice) -> Self {
+    fn any(rng: &mut SeededRng) -> Self {
         let mut below = |count: usize| usize::try_from(rng.below(count as u64)).unwrap();
         let host = below(HOSTS);
         match below(8) {
@@ -229,11 +231,11 @@ impl Fault {
                 let percent = u8::try_from(5 + below(40)).unwrap();
                 let megabits = u32::try_from(2 + below(50)).unwrap();
                 let troubles = [
-                    Trouble::Cut,
-                    Trouble::Deaf,
-                    Trouble::Mute,
-                    Trouble::Lossy(percent),
-                    Trouble::Slow(megabits),
+                    NetworkFault::DropAll,
+                    NetworkFault::DropIncoming,
+                    NetworkFault::DropOutgoing,
+                    NetworkFault::Lossy(percent),
+                    NetworkFault::RateLimited(megabits),
                 ];
                 // The host of the bucket is included.
                 Self::Network(below(HOSTS + 1), troubles[below(troubles.len())])
@@ -248,25 +250,27 @@ impl Fault {
             Self::Bucket => "buckets killed",
             Self::Host(_) => "hosts killed",
             Self::Network(HOSTS, _) => "buckets cut off",
-            Self::Network(_, Trouble::Cut) => "hosts cut off",
-            Self::Network(_, Trouble::Deaf | Trouble::Mute) => "hosts cut off one way",
-            Self::Network(_, Trouble::Lossy(_)) => "hosts that lose packets",
-            Self::Network(_, Trouble::Slow(_)) => "slow hosts",
+            Self::Network(_, NetworkFault::DropAll) => "hosts cut off",
+            Self::Network(_, NetworkFault::DropIncoming | NetworkFault::DropOutgoing) => {
+                "hosts cut off one way"
+            }
+            Self::Network(_, NetworkFault::Lossy(_)) => "hosts that lose packets",
+            Self::Network(_, NetworkFault::RateLimited(_)) => "slow hosts",
         }
     }
 }
 
 /// Client processes on the hosts.
-pub(super) struct Load {
+pub(super) struct Workload {
     /// Processes with the host that they run on.
-    actors: Vec<(usize, Actor)>,
+    actors: Vec<(usize, ClientProcess)>,
     folder: TempDir,
 }
 
-impl Load {
-    pub(super) fn begin(cluster: &Cluster) -> Self {
+impl Workload {
+    pub(super) fn start(cluster: &Cluster) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        Acknowledged::begin(folder.path());
+        AckLog::create(folder.path());
         let mut load = Self { actors: Vec::new(), folder };
         (0..HOSTS).for_each(|host| load.start_clients(host, cluster.url(host)));
         load
@@ -275,8 +279,9 @@ impl Load {
     /// Starts the clients of a host. Hosts 0 and 1 have every second writer each.
     fn start_clients(&mut self, host: usize, url: &str) {
         let folder = self.folder.path();
-        let start =
-            |role: &dyn Display| Actor::start(role, url, folder, Durability::Object, TIMING);
+        let start = |role: &dyn Display| {
+            ClientProcess::start(role, url, folder, Durability::Object, TIMING)
+        };
         let writers = (0..WRITERS.len()).filter(|index| index % 2 == host);
         let writers = writers.map(|index| start(&format_args!("writer {index}")));
         let actors: Vec<_> = writers.chain([start(&format_args!("reader {host}"))]).collect();
@@ -288,12 +293,12 @@ impl Load {
         self.actors.retain(|(other, _)| *other != host);
     }
 
-    fn acknowledged(&self) -> Acknowledged {
-        Acknowledged::read(self.folder.path())
+    fn acknowledged(&self) -> AckLog {
+        AckLog::read(self.folder.path())
     }
 
     /// Waits until each key has a new version. Fails if a client process has ended.
-    fn wait_for_progress(&mut self, before: &Acknowledged, cause: &str) {
+    fn wait_for_progress(&mut self, before: &AckLog, cause: &str) {
         let until = Instant::now() + PROGRESS_TIMEOUT;
         loop {
             let now = self.acknowledged();
@@ -305,7 +310,7 @@ impl Load {
             assert!(
                 Instant::now() < until,
                 "after {cause}: no new version of {waiting:?}:\n{}",
-                complaints(self.folder.path())
+                last_errors(self.folder.path())
             );
             for (host, actor) in &mut self.actors {
                 assert!(actor.is_running(), "after {cause}: an actor of host {host} has failed");
@@ -315,9 +320,9 @@ impl Load {
     }
 
     /// Kills all clients.
-    pub(super) fn end(self) -> Acknowledged {
+    pub(super) fn finish(self) -> AckLog {
         let acknowledged = self.folder;
         drop(self.actors);
-        Acknowledged::read(acknowledged.path())
+        AckLog::read(acknowledged.path())
     }
 }

@@ -10,12 +10,12 @@ use tempfile::TempDir;
 use tssd_format::StateDict;
 use tssd_store::blocking::Store;
 use tssd_store::{Durability, ErrorKind, GetOptions, Key, PutOptions};
-use tssd_tests::command::{Serve, quick_folder};
-use tssd_tests::dice::Dice;
-use tssd_tests::growth::Growth;
+use tssd_tests::command::{DaemonProcess, memory_tempdir};
+use tssd_tests::dice::SeededRng;
+use tssd_tests::growth::ResourceGrowth;
 
-use crate::acknowledged::Acknowledged;
-use crate::actor::{Actor, KEYS, Pace, WRITERS, check, complaints, contents};
+use crate::acknowledged::AckLog;
+use crate::actor::{ClientProcess, KEYS, Timing, WRITERS, check_version, contents, last_errors};
 use crate::folder;
 
 /// Number of versions that are kept of a key.
@@ -39,11 +39,11 @@ pub(super) struct Counts {
     /// Highest resident memory of an idle daemon, in bytes.
     pub(super) resident: u64,
     /// Longest time from the start of a daemon until it serves.
-    pub(super) slowest: Duration,
+    pub(super) slowest_restart: Duration,
 }
 
 impl Counts {
-    pub(super) fn and(self, other: &Self) -> Self {
+    pub(super) fn merge(self, other: &Self) -> Self {
         Self {
             killed: self.killed + other.killed,
             restarts: self.restarts + other.restarts,
@@ -51,14 +51,14 @@ impl Counts {
             durable: self.durable + other.durable,
             tensors: self.tensors + other.tensors,
             resident: self.resident.max(other.resident),
-            slowest: self.slowest.max(other.slowest),
+            slowest_restart: self.slowest_restart.max(other.slowest_restart),
         }
     }
 }
 
 /// Where durable versions are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Home {
+pub(super) enum DurableStorage {
     /// In the directory of a daemon.
     Root,
     /// In a directory that a daemon uses as its bucket.
@@ -67,17 +67,17 @@ pub(super) enum Home {
     Directory,
 }
 
-impl Home {
+impl DurableStorage {
     fn durability(self) -> Durability {
         if self == Self::Bucket { Durability::Object } else { Durability::Disk }
     }
 }
 
-pub(super) struct Troupe {
-    storage: Home,
-    writers: Vec<Actor>,
-    readers: Vec<Actor>,
-    daemon: Option<Serve>,
+pub(super) struct ProcessCluster {
+    storage: DurableStorage,
+    writers: Vec<ClientProcess>,
+    readers: Vec<ClientProcess>,
+    daemon: Option<DaemonProcess>,
     store: Option<Store>,
     /// Open descriptors of the first daemon when it was idle.
     descriptors: u64,
@@ -89,18 +89,18 @@ fn key(name: &str) -> Key {
     Key::new(name).unwrap()
 }
 
-impl Troupe {
-    pub(super) fn new(storage: Home) -> Self {
-        let folder = quick_folder();
+impl ProcessCluster {
+    pub(super) fn new(storage: DurableStorage) -> Self {
+        let folder = memory_tempdir();
         for name in ["run", "root"] {
             fs::create_dir(folder.path().join(name)).unwrap();
         }
-        Acknowledged::begin(folder.path());
+        AckLog::create(folder.path());
         let (writers, readers) = (Vec::new(), Vec::new());
         let (daemon, store, counts) = (None, None, Counts::default());
         let mut cluster =
             Self { storage, writers, readers, daemon, store, descriptors: 0, counts, folder };
-        if storage == Home::Directory {
+        if storage == DurableStorage::Directory {
             let store = Store::directory(cluster.root()).unwrap();
             for name in KEYS {
                 let keep = NonZeroU32::new(u32::try_from(KEEP).unwrap()).unwrap();
@@ -109,13 +109,13 @@ impl Troupe {
             cluster.store = Some(store);
         } else {
             cluster.start_daemon();
-            if storage == Home::Bucket {
+            if storage == DurableStorage::Bucket {
                 // In a bucket the daemon has a session from its first version on.
                 let (key, options) = (key("first"), cluster.durable_options());
                 cluster.store().put_state_dict(&key, &StateDict::new(), &options).unwrap();
                 cluster.store().delete(&key, None).unwrap();
             }
-            cluster.descriptors = cluster.daemon().settled(cluster.store());
+            cluster.descriptors = cluster.daemon().idle_descriptors(cluster.store());
         }
         cluster.start_clients();
         cluster
@@ -129,7 +129,7 @@ impl Troupe {
         self.folder.path().join("run")
     }
 
-    fn daemon(&self) -> &Serve {
+    fn daemon(&self) -> &DaemonProcess {
         self.daemon.as_ref().unwrap()
     }
 
@@ -149,31 +149,31 @@ impl Troupe {
         let (root, started) = (self.root(), Instant::now());
         let root = root.to_str().unwrap();
         let (option, place) = match self.storage {
-            Home::Bucket => ("--bucket", format!("file:{root}")),
+            DurableStorage::Bucket => ("--bucket", format!("file:{root}")),
             _ => ("--root", root.to_owned()),
         };
         let arguments = [option, &place, "--keep", &KEEP.to_string()];
-        let daemon = Serve::start(&self.run_folder(), &arguments);
+        let daemon = DaemonProcess::start(&self.run_folder(), &arguments);
         self.store = Some(daemon.connect());
         self.daemon = Some(daemon);
-        self.counts.slowest = self.counts.slowest.max(started.elapsed());
+        self.counts.slowest_restart = self.counts.slowest_restart.max(started.elapsed());
     }
 
     fn durable_options(&self) -> PutOptions {
         PutOptions { durability: self.storage.durability(), ..PutOptions::default() }
     }
 
-    fn writer(&self, index: usize) -> Actor {
+    fn writer(&self, index: usize) -> ClientProcess {
         self.actor(format_args!("writer {index}"))
     }
 
-    fn reader(&self, index: usize) -> Actor {
+    fn reader(&self, index: usize) -> ClientProcess {
         self.actor(format_args!("reader {index}"))
     }
 
-    fn actor(&self, role: std::fmt::Arguments<'_>) -> Actor {
-        let pace = Pace { rest: Duration::from_millis(1), timeout: Duration::from_secs(5) };
-        Actor::start(role, &self.url(), self.folder.path(), self.storage.durability(), pace)
+    fn actor(&self, role: std::fmt::Arguments<'_>) -> ClientProcess {
+        let pace = Timing { pause: Duration::from_millis(1), timeout: Duration::from_secs(5) };
+        ClientProcess::start(role, &self.url(), self.folder.path(), self.storage.durability(), pace)
     }
 
     fn start_clients(&mut self) {
@@ -182,7 +182,7 @@ impl Troupe {
     }
 
     /// Kills a process and starts it again. Then checks all versions, and waits for new ones.
-    pub(super) fn round(&mut self, rng: &mut Dice) {
+    pub(super) fn run_round(&mut self, rng: &mut SeededRng) {
         std::thread::sleep(Duration::from_millis(rng.below(120)));
         let before = self.acknowledged();
         match rng.below(10) {
@@ -212,7 +212,7 @@ impl Troupe {
     }
 
     /// Samples the daemon. Its successors over the same root must not need more resources.
-    pub(super) fn sample(&self, growth: &mut Growth) {
+    pub(super) fn sample_daemon(&self, growth: &mut ResourceGrowth) {
         if let Some(daemon) = &self.daemon {
             growth.sample(daemon.process.id());
         }
@@ -220,7 +220,7 @@ impl Troupe {
 
     fn kill_all(&mut self) {
         let all = self.writers.iter().chain(&self.readers);
-        all.for_each(Actor::kill);
+        all.for_each(ClientProcess::kill);
         self.counts.killed += (WRITERS.len() + READERS) as u64;
         self.writers.clear();
         self.readers.clear();
@@ -237,16 +237,16 @@ impl Troupe {
     }
 
     /// Reads what the writers have logged.
-    fn acknowledged(&self) -> Acknowledged {
-        Acknowledged::read(self.folder.path())
+    fn acknowledged(&self) -> AckLog {
+        AckLog::read(self.folder.path())
     }
 
     /// Checks that no durable version is missing, and that every visible version is complete.
-    fn check_versions(&self, acknowledged: &Acknowledged, is_restarted: bool) {
+    fn check_versions(&self, acknowledged: &AckLog, is_restarted: bool) {
         for name in KEYS {
             let numbers: Vec<u64> =
                 self.store().versions(&key(name)).unwrap().iter().map(|info| info.number).collect();
-            let lost = acknowledged.lost(name, &numbers, KEEP);
+            let lost = acknowledged.missing_durable(name, &numbers, KEEP);
             assert!(
                 lost.is_empty(),
                 "versions {lost:?} of {name} were acknowledged, and there are {numbers:?} \
@@ -261,7 +261,7 @@ impl Troupe {
         for info in self.store().versions(&key).unwrap() {
             let options = GetOptions { version: Some(info.number), ..GetOptions::default() };
             match self.store().get_state_dict(&key, &options) {
-                Ok((dict, _)) => drop(check(&key, &info, &dict)),
+                Ok((dict, _)) => drop(check_version(&key, &info, &dict)),
                 // A newer version has replaced it.
                 Err(error) => {
                     let replaced = [ErrorKind::NotFound, ErrorKind::Overtaken];
@@ -272,7 +272,7 @@ impl Troupe {
     }
 
     /// Waits until each key has a new version. Fails if a client process has ended.
-    fn wait_for_progress(&mut self, before: &Acknowledged) {
+    fn wait_for_progress(&mut self, before: &AckLog) {
         let until = Instant::now() + PROGRESS_TIMEOUT;
         loop {
             let now = self.acknowledged();
@@ -285,20 +285,20 @@ impl Troupe {
                 Instant::now() < until,
                 "{:?}: no new version of {waiting:?}:\n{}",
                 self.storage,
-                complaints(self.folder.path())
+                last_errors(self.folder.path())
             );
-            assert!(self.writers.iter_mut().all(Actor::is_running), "a writer has failed");
-            assert!(self.readers.iter_mut().all(Actor::is_running), "a reader has failed");
+            assert!(self.writers.iter_mut().all(ClientProcess::is_running), "a writer has failed");
+            assert!(self.readers.iter_mut().all(ClientProcess::is_running), "a reader has failed");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
     /// Kills all processes, and checks that no foreign file is left.
-    pub(super) fn end(mut self) -> Counts {
+    pub(super) fn finish(mut self) -> Counts {
         self.kill_all();
         if self.daemon.is_some() {
-            self.daemon().settles_at(self.descriptors, self.store());
-            self.counts.resident = self.daemon().resident();
+            self.daemon().assert_idle_descriptors(self.descriptors, self.store());
+            self.counts.resident = self.daemon().resident_bytes();
             let segments = self.store().status().unwrap().memory.segments;
             assert!(segments <= 64, "{segments} segments of {} keys", KEYS.len());
             self.kill_daemon();
@@ -314,13 +314,13 @@ impl Troupe {
         }
         let bucket = Store::connect(&format!("file:{}", self.root().display()));
         let durable_store =
-            if self.storage == Home::Bucket { &bucket.unwrap() } else { self.store() };
+            if self.storage == DurableStorage::Bucket { &bucket.unwrap() } else { self.store() };
         let versions = |name| {
             let versions = durable_store.versions(&key(name)).unwrap();
             versions.iter().map(|info| (info.number, info.bytes)).collect()
         };
         let keys: Vec<_> = KEYS.iter().map(|name| (*name, versions(name))).collect();
-        let mut problems = folder::strangers(&self.root(), &keys);
+        let mut problems = folder::foreign_files(&self.root(), &keys);
         problems.retain(|name| !name.starts_with("first/"));
         assert!(problems.is_empty(), "in the directory: {problems:?}");
         if let Some(mut daemon) = self.daemon.take() {
@@ -332,8 +332,8 @@ impl Troupe {
         }
         let acknowledged = self.acknowledged();
         self.counts.acknowledged = acknowledged.len();
-        self.counts.durable = acknowledged.durable();
-        self.counts.tensors = acknowledged.checked;
+        self.counts.durable = acknowledged.durable_count();
+        self.counts.tensors = acknowledged.compared_tensors;
         self.counts
     }
 }

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tssd_store::blocking::Store;
 use tssd_store::{Durability, GetOptions, Key, PutOptions};
-use tssd_tests::command::{Serve, quick_folder};
-use tssd_tests::hostile::{Hostile, WAYS};
-use tssd_tests::proof::Proof;
+use tssd_tests::command::{DaemonProcess, memory_tempdir};
+use tssd_tests::hostile::{BEHAVIOURS, HostileConnection};
+use tssd_tests::proof::Campaign;
 
-use super::processes::{Actor, count};
+use super::processes::{LimitedProcess, proc_entries};
 use crate::contents::Contents;
 
 /// Number of simultaneous hostile connections. Half of them use TCP.
@@ -43,14 +43,14 @@ fn run_client(url: &str, number: usize, versions: std::ops::Range<u64>) -> Vec<D
         let started = Instant::now();
         let (dict, _) = store.get_state_dict(&key, &GetOptions::default()).unwrap();
         time(started);
-        contents(&name, version).check(&dict);
+        contents(&name, version).assert_matches(&dict);
     }
     latencies
 }
 
 /// Runs all clients. Returns the number of their calls and the 99th percentile of the latency.
 fn run_all_clients(
-    serve: &Serve,
+    serve: &DaemonProcess,
     versions: &std::ops::Range<u64>,
     address: &str,
 ) -> (u64, Duration) {
@@ -70,14 +70,14 @@ fn run_all_clients(
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn daemon_serves_clients_despite_a_thousand_hostile_connections() {
-    let campaign = Proof::begin("limits: a hostile crowd");
-    let folder = quick_folder();
+    let campaign = Campaign::start("limits: a hostile crowd");
+    let folder = memory_tempdir();
     let root = folder.path().join("root");
     std::fs::create_dir(&root).unwrap();
     let args =
         ["--memory-limit", "256MB", "--listen", "127.0.0.1:0", "--root", root.to_str().unwrap()];
-    let serve = Serve::under(&[], folder.path(), &args);
-    let address = serve.said.split("for other hosts ").nth(1).unwrap().trim().to_owned();
+    let serve = DaemonProcess::start_by(&[], folder.path(), &args);
+    let address = serve.startup_line.split("for other hosts ").nth(1).unwrap().trim().to_owned();
     let socket = Path::new(serve.url.strip_prefix("unix:").unwrap());
     let pid = serve.process.id();
     let store = serve.connect();
@@ -89,24 +89,24 @@ fn daemon_serves_clients_despite_a_thousand_hostile_connections() {
     let (calls, baseline_p99) =
         run_all_clients(&serve, &(CALLS_PER_CLIENT..2 * CALLS_PER_CLIENT), &address);
     let (descriptors, threads, resident) =
-        (serve.settled(&store), count(pid, "task"), serve.resident());
+        (serve.idle_descriptors(&store), proc_entries(pid, "task"), serve.resident_bytes());
     let arguments = format!("{} {address} {manifest}", socket.display());
     let (mut rounds, mut peak_resident, mut attacked_p99, mut served) = (0, 0, Duration::ZERO, 0);
-    while campaign.goes_on(rounds, 1) {
+    while campaign.should_continue(rounds, 1) {
         // The attacker is a process of its own, whose end closes all its connections.
-        let attacker = Actor::start(&[], "hostile", &arguments);
+        let attacker = LimitedProcess::start(&[], "hostile", &arguments);
         let is_attacking = (0..1000).any(|_| {
             thread::sleep(Duration::from_millis(10));
-            count(pid, "fd") >= descriptors + HOSTILE_CONNECTIONS as u64 / 3
+            proc_entries(pid, "fd") >= descriptors + HOSTILE_CONNECTIONS as u64 / 3
         });
-        assert!(is_attacking, "{} descriptors", count(pid, "fd"));
+        assert!(is_attacking, "{} descriptors", proc_entries(pid, "fd"));
         let is_done = AtomicBool::new(false);
         thread::scope(|scope| {
             let watch = scope.spawn(|| {
                 let (mut peak_resident, mut fewest_descriptors) = (0, u64::MAX);
                 while !is_done.load(Ordering::Relaxed) {
-                    peak_resident = peak_resident.max(serve.resident());
-                    fewest_descriptors = fewest_descriptors.min(count(pid, "fd"));
+                    peak_resident = peak_resident.max(serve.resident_bytes());
+                    fewest_descriptors = fewest_descriptors.min(proc_entries(pid, "fd"));
                     thread::sleep(Duration::from_millis(20));
                 }
                 (peak_resident, fewest_descriptors)
@@ -123,7 +123,7 @@ fn daemon_serves_clients_despite_a_thousand_hostile_connections() {
             );
         });
         drop(attacker);
-        serve.settles_at(descriptors, &store);
+        serve.assert_idle_descriptors(descriptors, &store);
         rounds += 1;
     }
     assert_eq!(served, calls * rounds);
@@ -131,12 +131,12 @@ fn daemon_serves_clients_despite_a_thousand_hostile_connections() {
     assert!(growth <= 64 << 20, "{peak_resident} bytes, {resident} before");
     let is_idle = (0..1500).any(|_| {
         thread::sleep(Duration::from_millis(10));
-        count(pid, "task") <= threads
+        proc_entries(pid, "task") <= threads
     });
-    assert!(is_idle, "{} threads, {threads} before", count(pid, "task"));
+    assert!(is_idle, "{} threads, {threads} before", proc_entries(pid, "task"));
 
-    campaign.end(json!({
-        "at once": HOSTILE_CONNECTIONS, "ways to be hostile": WAYS,
+    campaign.finish(json!({
+        "at once": HOSTILE_CONNECTIONS, "ways to be hostile": BEHAVIOURS,
         "honest calls": served, "failed": 0, "rounds": rounds,
         "p99 in ms before": baseline_p99.as_millis(), "p99 in ms meanwhile": attacked_p99.as_millis(),
         "MiB more at most": growth >> 20, "left behind": 0,
@@ -144,21 +144,22 @@ fn daemon_serves_clients_despite_a_thousand_hostile_connections() {
 }
 
 /// Keeps hostile connections to a socket and to an address open, until the process is killed.
-pub(super) fn attack(arguments: &str) {
+pub(super) fn run_attacker(arguments: &str) {
     let [socket, address, manifest] = *arguments.split(' ').collect::<Vec<_>>() else { panic!() };
     let connect = |index: usize| {
         let way = index / 2;
         let hostile = if index.is_multiple_of(2) {
-            Hostile::near(Path::new(socket), way, "bait", manifest)
+            HostileConnection::connect_unix(Path::new(socket), way, "bait", manifest)
         } else {
-            Hostile::far(address, way, "bait", manifest)
+            HostileConnection::connect_tcp(address, way, "bait", manifest)
         };
         hostile.ok()
     };
-    let mut hostile: Vec<Option<Hostile>> = (0..HOSTILE_CONNECTIONS).map(connect).collect();
+    let mut hostile: Vec<Option<HostileConnection>> =
+        (0..HOSTILE_CONNECTIONS).map(connect).collect();
     loop {
         for (index, each) in hostile.iter_mut().enumerate() {
-            if !each.as_mut().is_some_and(Hostile::go_on) {
+            if !each.as_mut().is_some_and(HostileConnection::step) {
                 *each = connect(index);
             }
         }

@@ -9,11 +9,11 @@ use std::time::Duration;
 use serde_json::json;
 use tssd_store::blocking::Store;
 use tssd_store::{ErrorKind, GetOptions, Key, PutOptions};
-use tssd_tests::command::{Serve, quick_folder};
-use tssd_tests::proof::Proof;
+use tssd_tests::command::{DaemonProcess, memory_tempdir};
+use tssd_tests::proof::Campaign;
 
-use super::holdings::assert_typed;
-use super::processes::{Actor, count};
+use super::holdings::assert_error_kind;
+use super::processes::{LimitedProcess, proc_entries};
 use crate::contents::Contents;
 
 /// Number of simultaneous connections.
@@ -35,7 +35,7 @@ fn put(store: &Store, name: &str) -> tssd_store::Result<()> {
 
 fn get(store: &Store, name: &str) -> tssd_store::Result<tssd_format::StateDict> {
     let (dict, _) = store.get_state_dict(&Key::new(name).unwrap(), &GetOptions::default())?;
-    contents(name).check(&dict);
+    contents(name).assert_matches(&dict);
     Ok(dict)
 }
 
@@ -45,9 +45,9 @@ const EXPECTED_KINDS: [ErrorKind; 3] = [ErrorKind::Io, ErrorKind::Busy, ErrorKin
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn descriptor_exhaustion_is_reported_and_recoverable() {
-    let campaign = Proof::begin("limits: descriptors");
+    let campaign = Campaign::start("limits: descriptors");
     let (mut rounds, mut counts) = (0, BTreeMap::<&str, u64>::new());
-    while campaign.goes_on(rounds, 2) {
+    while campaign.should_continue(rounds, 2) {
         daemon(&mut counts);
         client(&mut counts);
         rounds += 1;
@@ -56,19 +56,19 @@ fn descriptor_exhaustion_is_reported_and_recoverable() {
     for (name, count) in counts {
         figures[name] = count.into();
     }
-    campaign.end(figures);
+    campaign.finish(figures);
 }
 
 /// Connects many clients to a daemon with few descriptors.
 fn daemon(counts: &mut BTreeMap<&str, u64>) {
-    let folder = quick_folder();
-    let serve = Serve::under(&PRLIMIT, folder.path(), &["--memory-limit", "256MB"]);
+    let folder = memory_tempdir();
+    let serve = DaemonProcess::start_by(&PRLIMIT, folder.path(), &["--memory-limit", "256MB"]);
     let socket = Path::new(serve.url.strip_prefix("unix:").unwrap());
     let pid = serve.process.id();
     let (writer, reader) = (serve.connect(), serve.connect());
     put(&writer, "policy").unwrap();
     get(&reader, "policy").unwrap();
-    let (before, threads) = (count(pid, "fd"), count(pid, "task"));
+    let (before, threads) = (proc_entries(pid, "fd"), proc_entries(pid, "task"));
     // Half of them are silent, the others are ordinary clients.
     let silent: Vec<UnixStream> =
         (0..CONNECTIONS / 2).map(|_| UnixStream::connect(socket).unwrap()).collect();
@@ -88,7 +88,7 @@ fn daemon(counts: &mut BTreeMap<&str, u64>) {
         match put(&writer, "policy") {
             Ok(()) => *counts.entry("puts meanwhile").or_default() += 1,
             Err(error) => {
-                assert_typed(&error, &EXPECTED_KINDS);
+                assert_error_kind(&error, &EXPECTED_KINDS);
                 *counts.entry("puts refused").or_default() += 1;
             }
         }
@@ -102,14 +102,15 @@ fn daemon(counts: &mut BTreeMap<&str, u64>) {
                 connected.push(store);
             }
             Err(error) => {
-                assert_typed(&error, &EXPECTED_KINDS);
+                assert_error_kind(&error, &EXPECTED_KINDS);
                 *counts.entry("clients refused").or_default() += 1;
             }
         }
     }
     drop((silent, connected));
     // After all connections are closed, the daemon has as many descriptors and threads as before.
-    let is_settled = || count(pid, "fd") <= before && count(pid, "task") <= threads + 1;
+    let is_settled =
+        || proc_entries(pid, "fd") <= before && proc_entries(pid, "task") <= threads + 1;
     let has_settled = (0..1000).any(|_| {
         thread::sleep(Duration::from_millis(10));
         is_settled()
@@ -117,8 +118,8 @@ fn daemon(counts: &mut BTreeMap<&str, u64>) {
     assert!(
         has_settled,
         "{} descriptors, {before} before; {} threads, {threads} before",
-        count(pid, "fd"),
-        count(pid, "task")
+        proc_entries(pid, "fd"),
+        proc_entries(pid, "task")
     );
     for _ in 0..4 {
         let store = serve.connect();
@@ -129,14 +130,14 @@ fn daemon(counts: &mut BTreeMap<&str, u64>) {
 
 /// Reads many versions in a client with few descriptors.
 fn client(counts: &mut BTreeMap<&str, u64>) {
-    let folder = quick_folder();
-    let serve = Serve::start(folder.path(), &[]);
+    let folder = memory_tempdir();
+    let serve = DaemonProcess::start(folder.path(), &[]);
     let store = serve.connect();
-    let settled = serve.settled(&store);
+    let settled = serve.idle_descriptors(&store);
     for number in 0..VERSIONS {
         put(&store, &format!("k{number}")).unwrap();
     }
-    let output = Actor::start(&PRLIMIT, "few descriptors", &serve.url).words();
+    let output = LimitedProcess::start(&PRLIMIT, "few descriptors", &serve.url).counts();
     let [held, refused] = output.as_slice() else { panic!("{output:?}") };
     *counts.entry("versions held with 64").or_default() += held;
     *counts.entry("gets refused with 64").or_default() += refused;
@@ -145,7 +146,7 @@ fn client(counts: &mut BTreeMap<&str, u64>) {
         .unwrap()
         .iter()
         .for_each(|key| assert_eq!(store.delete(key, None).unwrap(), 1));
-    serve.settles_at(settled, &store);
+    serve.assert_idle_descriptors(settled, &store);
 }
 
 /// Number of versions that the client reads and retains.
@@ -154,7 +155,7 @@ const VERSIONS: u64 = 100;
 /// Reads versions until no descriptor is left. Each version that is retained needs one.
 ///
 /// Returns the number of versions retained and the number of failed reads.
-pub(super) fn read_until_there_are_none(url: &str) -> Vec<u64> {
+pub(super) fn read_until_descriptors_run_out(url: &str) -> Vec<u64> {
     let pid = std::process::id();
     let store = Store::connect(url).unwrap();
     let (mut dicts, mut refused) = (Vec::new(), 0);
@@ -162,7 +163,7 @@ pub(super) fn read_until_there_are_none(url: &str) -> Vec<u64> {
         match get(&store, &format!("k{number}")) {
             Ok(dict) => dicts.push(dict),
             Err(error) => {
-                assert_typed(&error, &EXPECTED_KINDS);
+                assert_error_kind(&error, &EXPECTED_KINDS);
                 refused += 1;
             }
         }
@@ -170,17 +171,17 @@ pub(super) fn read_until_there_are_none(url: &str) -> Vec<u64> {
     assert!(refused > 0, "{} versions needed no more descriptors", dicts.len());
     let retained = dicts.len() as u64;
     for (number, dict) in dicts.iter().enumerate() {
-        contents(&format!("k{number}")).check(dict);
+        contents(&format!("k{number}")).assert_matches(dict);
     }
     drop((dicts, store));
     // Everything is released, so other versions can be read.
     let store = Store::connect(url).unwrap();
-    let before = count(pid, "fd");
+    let before = proc_entries(pid, "fd");
     for number in (0..VERSIONS).rev().take(10) {
         drop(get(&store, &format!("k{number}")).unwrap());
     }
     // Each version and its manifest stay mapped after a read, for the next one.
-    let after = count(pid, "fd");
+    let after = proc_entries(pid, "fd");
     assert!(after <= before + 15, "{after} descriptors, {before} before");
     vec![retained, refused]
 }

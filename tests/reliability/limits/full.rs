@@ -10,11 +10,11 @@ use tssd_format::TorchStoreStateDict;
 use tssd_store::blocking::Store;
 use tssd_store::{Durability, Error, ErrorKind, PutOptions};
 use tssd_tests::command::binary;
-use tssd_tests::proof::Proof;
-use tssd_tests::served::Served;
+use tssd_tests::proof::Campaign;
+use tssd_tests::served::TestDaemon;
 
-use super::holdings::{Holding, assert_typed};
-use super::mounted::Mounted;
+use super::holdings::{KeyFixture, assert_error_kind};
+use super::mounted::TempMount;
 use crate::contents::Contents;
 use crate::folder;
 
@@ -22,7 +22,7 @@ use crate::folder;
 const FREE_LEVELS: u64 = 110;
 
 /// Archives larger than the 256 KiB that fit in the data of a frame.
-const FIXTURE: Holding = Holding { key: "policy", writers: 1, elements: 9000 };
+const FIXTURE: KeyFixture = KeyFixture { key: "policy", writers: 1, elements: 9000 };
 
 /// Approximate size of a put, in bytes.
 const PUT_BYTES: u64 = 340 << 10;
@@ -37,11 +37,11 @@ struct Counts {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn full_disk_fails_puts_until_space_is_freed() {
-    let campaign = Proof::begin("limits: full disks");
+    let campaign = Campaign::start("limits: full disks");
     let mut figures = Map::new();
     let (mut all, mut round) = (Counts::default(), 0);
-    while campaign.goes_on(round, 1) {
-        for mounted in [Mounted::tmpfs(6), Mounted::ext4(10)] {
+    while campaign.should_continue(round, 1) {
+        for mounted in [TempMount::tmpfs(6), TempMount::ext4(10)] {
             let mounted = match mounted {
                 Ok(mounted) => mounted,
                 Err(reason) => {
@@ -64,7 +64,7 @@ fn full_disk_fails_puts_until_space_is_freed() {
                     "daemon" => {
                         let root = mounted.root().join(kind);
                         fs::create_dir(&root).unwrap();
-                        let served = Served::over(&root);
+                        let served = TestDaemon::with_root(&root);
                         check_puts(&mounted, &root, &served.connect(), &mut counts);
                     }
                     _ => check_convert(&mounted, &mut counts),
@@ -86,7 +86,7 @@ fn full_disk_fails_puts_until_space_is_freed() {
     figures.insert("reads meanwhile".into(), json!(all.reads));
     figures.insert("acknowledged and lost".into(), json!(0));
     figures.insert("left behind".into(), json!(0));
-    campaign.end(figures.into());
+    campaign.finish(figures.into());
 }
 
 /// Returns the free space of a level, in bytes.
@@ -96,13 +96,13 @@ fn free_at(level: u64) -> u64 {
 
 /// Checks that an error says that the disk is full, and where.
 fn assert_full(error: &Error, root: &Path) {
-    assert_typed(error, &[ErrorKind::Io]);
+    assert_error_kind(error, &[ErrorKind::Io]);
     let text = error.to_string();
     assert!(text.contains("No space left on device"), "{text}");
     assert!(text.contains(root.to_str().unwrap()) || text.contains("policy"), "{text}");
 }
 
-fn check_puts(mounted: &Mounted, root: &Path, store: &Store, counts: &mut Counts) {
+fn check_puts(mounted: &TempMount, root: &Path, store: &Store, counts: &mut Counts) {
     let mut version = 1;
     put(store, version).unwrap();
     for level in 0..FREE_LEVELS {
@@ -132,7 +132,7 @@ fn check_puts(mounted: &Mounted, root: &Path, store: &Store, counts: &mut Counts
         put(store, version).unwrap();
         assert_eq!(FIXTURE.get(store, None).unwrap(), version);
         let bytes = store.head(&FIXTURE.key()).unwrap().unwrap().bytes;
-        let foreign = folder::strangers(root, &[("policy", vec![(version, bytes)])]);
+        let foreign = folder::foreign_files(root, &[("policy", vec![(version, bytes)])]);
         assert!(foreign.is_empty(), "level {level}: {foreign:?}");
         counts.levels += 1;
     }
@@ -154,14 +154,14 @@ fn put(store: &Store, version: u64) -> Result<(), Error> {
 
 /// Checks that no temporary file is left.
 fn assert_no_temporary_files(root: &Path) {
-    let names: Vec<_> = super::holdings::files(root);
+    let names: Vec<_> = super::holdings::list_files(root);
     let temporary = names.iter().find(|path| path.to_str().unwrap().contains(".tmp-"));
     assert!(temporary.is_none(), "{temporary:?} still exists");
 }
 
 /// Runs `tssd convert` onto a full disk. The existing output file must stay unchanged.
-fn check_convert(mounted: &Mounted, counts: &mut Counts) {
-    let folder = tssd_tests::command::quick_folder();
+fn check_convert(mounted: &TempMount, counts: &mut Counts) {
+    let folder = tssd_tests::command::memory_tempdir();
     let input = folder.path().join("new.tssd");
     let dict = |version| Contents { key: "file", version, writers: 1, elements: 9000 }.part(0);
     let encode =

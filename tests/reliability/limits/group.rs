@@ -7,11 +7,11 @@ use std::time::Duration;
 use serde_json::json;
 use tssd_store::blocking::Store;
 use tssd_store::{ErrorKind, GetOptions, Key, PutOptions};
-use tssd_tests::command::{Serve, quick_folder};
-use tssd_tests::proof::Proof;
+use tssd_tests::command::{DaemonProcess, memory_tempdir};
+use tssd_tests::proof::Campaign;
 
-use super::holdings::assert_typed;
-use super::processes::Actor;
+use super::holdings::assert_error_kind;
+use super::processes::LimitedProcess;
 use crate::contents::Contents;
 
 /// Memory limit of the cgroup, in bytes.
@@ -87,30 +87,35 @@ impl Drop for Cgroup {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn daemon_stays_within_its_cgroup_memory_limit() {
-    let campaign = Proof::begin("limits: control group");
+    let campaign = Campaign::start("limits: control group");
     let cgroup = match Cgroup::new() {
         Ok(cgroup) => cgroup,
-        Err(reason) => return campaign.end(json!({ "skipped": reason })),
+        Err(reason) => return campaign.finish(json!({ "skipped": reason })),
     };
     let (mut rounds, mut puts, mut refused, mut reads) = (0, 0, 0, 0);
-    while campaign.goes_on(rounds, 2) {
-        let folder = quick_folder();
+    while campaign.should_continue(rounds, 2) {
+        let folder = memory_tempdir();
         let enter_script = format!("echo $$ > {}/cgroup.procs && exec \"$@\"", cgroup.0.display());
         let prefix = ["sh", "-c", &enter_script, "sh"];
-        let serve = Serve::under(&prefix, folder.path(), &[]);
+        let serve = DaemonProcess::start_by(&prefix, folder.path(), &[]);
         let store = serve.connect();
         let limit = store.status().unwrap().memory.limit;
-        assert_eq!(limit, LIMIT_BYTES / 2, "half of the limit of the cgroup: {}", serve.said);
-        assert!(serve.said.contains(": 100 MB of memory"), "{}", serve.said);
+        assert_eq!(
+            limit,
+            LIMIT_BYTES / 2,
+            "half of the limit of the cgroup: {}",
+            serve.startup_line
+        );
+        assert!(serve.startup_line.contains(": 100 MB of memory"), "{}", serve.startup_line);
         // The memory of the writer is charged to the cgroup, too.
-        let counts = Actor::start(&prefix, "little memory", &serve.url).words();
+        let counts = LimitedProcess::start(&prefix, "little memory", &serve.url).counts();
         puts += counts[0];
         refused += counts[1];
         for number in 0..counts[0] {
             let name = format!("k{number}");
             let (dict, _) =
                 store.get_state_dict(&Key::new(&name).unwrap(), &GetOptions::default()).unwrap();
-            contents(&name).check(&dict);
+            contents(&name).assert_matches(&dict);
             reads += 1;
         }
         store
@@ -128,7 +133,7 @@ fn daemon_stays_within_its_cgroup_memory_limit() {
         rounds += 1;
     }
     assert_eq!(cgroup.oom_kills(), 0);
-    campaign.end(json!({
+    campaign.finish(json!({
         "rounds": rounds, "MiB of the group": LIMIT_BYTES >> 20, "puts": puts, "refused for want of memory": refused,
         "reads": reads, "killed": 0, "most MiB of the group": cgroup.peak_bytes() >> 20,
     }));
@@ -137,7 +142,7 @@ fn daemon_stays_within_its_cgroup_memory_limit() {
 /// Puts versions until no memory is left, and once more after a delete.
 ///
 /// Returns the number of versions that stay and the number of refused puts.
-pub(super) fn put_until_there_is_none(url: &str) -> Vec<u64> {
+pub(super) fn put_until_memory_runs_out(url: &str) -> Vec<u64> {
     let store = Store::connect(url).unwrap();
     let options = PutOptions { timeout: Duration::from_millis(300), ..PutOptions::default() };
     let put = |number: u64| {
@@ -150,13 +155,13 @@ pub(super) fn put_until_there_is_none(url: &str) -> Vec<u64> {
         match put(number) {
             Ok(_) => number += 1,
             Err(error) => {
-                assert_typed(&error, &[ErrorKind::Busy]);
+                assert_error_kind(&error, &[ErrorKind::Busy]);
                 assert!(error.to_string().contains("memory"), "{error}");
                 refused += 1;
                 // Stored versions stay readable.
                 let (dict, _) =
                     store.get_state_dict(&Key::new("k0").unwrap(), &GetOptions::default()).unwrap();
-                contents("k0").check(&dict);
+                contents("k0").assert_matches(&dict);
             }
         }
     }

@@ -12,13 +12,13 @@ use crate::contents::Contents;
 
 /// A key, the number of writers of its versions, and the number of elements of each tensor.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Holding {
+pub(super) struct KeyFixture {
     pub(super) key: &'static str,
     pub(super) writers: u32,
     pub(super) elements: u64,
 }
 
-impl Holding {
+impl KeyFixture {
     pub(super) fn key(&self) -> Key {
         Key::new(self.key).unwrap()
     }
@@ -54,7 +54,7 @@ impl Holding {
         let options = GetOptions { version, ..GetOptions::default() };
         let (dict, report) = store.get_state_dict(&self.key(), &options)?;
         assert!(version.is_none_or(|version| version == report.version), "{self:?}");
-        self.contents(report.version).check(&dict);
+        self.contents(report.version).assert_matches(&dict);
         Ok(report.version)
     }
 
@@ -64,13 +64,13 @@ impl Holding {
     }
 
     /// Returns whether a path, relative to the root, is in the directory of the key.
-    pub(super) fn owns(&self, path: &Path) -> bool {
+    pub(super) fn contains_path(&self, path: &Path) -> bool {
         path.starts_with(self.folder())
     }
 }
 
 /// Creates a root with this number of versions of each key. Retention keeps all of them.
-pub(super) fn fill(root: &Path, holdings: &[Holding], versions: u64) {
+pub(super) fn create_root(root: &Path, holdings: &[KeyFixture], versions: u64) {
     fs::create_dir_all(root).unwrap();
     let store = Store::directory(root).unwrap();
     let keep = u32::try_from(versions + 2).unwrap();
@@ -83,7 +83,7 @@ pub(super) fn fill(root: &Path, holdings: &[Holding], versions: u64) {
 }
 
 /// Returns the files below a directory, sorted, as relative paths.
-pub(super) fn files(folder: &Path) -> Vec<PathBuf> {
+pub(super) fn list_files(folder: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     let mut folders = vec![PathBuf::new()];
     while let Some(below) = folders.pop() {
@@ -102,15 +102,15 @@ pub(super) fn files(folder: &Path) -> Vec<PathBuf> {
 }
 
 /// Returns the records of the ledger of a key, oldest first.
-pub(super) fn records(root: &Path, holding: &Holding) -> Vec<PathBuf> {
+pub(super) fn list_records(root: &Path, holding: &KeyFixture) -> Vec<PathBuf> {
     let is_record = |path: &PathBuf| {
-        holding.owns(path) && path.extension().is_some_and(|extension| extension == "json")
+        holding.contains_path(path) && path.extension().is_some_and(|extension| extension == "json")
     };
-    files(root).into_iter().filter(is_record).collect()
+    list_files(root).into_iter().filter(is_record).collect()
 }
 
 /// Runs `tssd verify` on a root. Returns the damaged files as relative paths, and their reports.
-pub(super) fn scrub(root: &Path) -> (BTreeSet<PathBuf>, Vec<serde_json::Value>) {
+pub(super) fn verify_root(root: &Path) -> (BTreeSet<PathBuf>, Vec<serde_json::Value>) {
     let output = std::process::Command::new(tssd_tests::command::binary())
         .args(["verify", "--json"])
         .arg(root)
@@ -129,7 +129,7 @@ pub(super) fn scrub(root: &Path) -> (BTreeSet<PathBuf>, Vec<serde_json::Value>) 
 }
 
 /// Checks that an error has one of these kinds, and a message.
-pub(super) fn assert_typed(error: &Error, kinds: &[ErrorKind]) {
+pub(super) fn assert_error_kind(error: &Error, kinds: &[ErrorKind]) {
     assert!(kinds.contains(&error.kind()), "{:?}: {error}", error.kind());
     assert!(error.to_string().len() > 10, "{error}");
 }

@@ -19,12 +19,12 @@ use serde_json::json;
 use tempfile::TempDir;
 use tssd_store::blocking::Store;
 use tssd_store::{Error, ErrorKind, GetOptions, Key, PutOptions};
-use tssd_tests::command::{Serve, quick_folder};
-use tssd_tests::proof::Proof;
-use tssd_tests::raw::{Raw, frame};
+use tssd_tests::command::{DaemonProcess, memory_tempdir};
+use tssd_tests::proof::Campaign;
+use tssd_tests::raw::{RawConnection, frame};
 
-use super::holdings::assert_typed;
-use super::processes::count;
+use super::holdings::assert_error_kind;
+use super::processes::proc_entries;
 use crate::contents::Contents;
 
 /// Size of the memory that the peer announces.
@@ -148,12 +148,12 @@ struct MaliciousDaemon {
 
 impl MaliciousDaemon {
     fn new(head: String, fds: Vec<OwnedFd>) -> Self {
-        let folder = quick_folder();
+        let folder = memory_tempdir();
         let socket = folder.path().join("socket");
         let listener = UnixListener::bind(&socket).unwrap();
         let url = format!("unix:{}", socket.display());
         let thread = thread::spawn(move || {
-            let mut raw = Raw(listener.accept().unwrap().0);
+            let mut raw = RawConnection(listener.accept().unwrap().0);
             let welcome = r#"{"welcome":{"protocol":{"major":1,"minor":0},"pid":1,"inline":0}}"#;
             let (number, _) = raw.receive().unwrap();
             raw.send(&frame(3, number, welcome, b""));
@@ -166,7 +166,7 @@ impl MaliciousDaemon {
                 match fds.take() {
                     Some(fds) if !fds.is_empty() => {
                         bytes[5] = u8::try_from(fds.len()).unwrap();
-                        raw.send_with(&bytes, &fds);
+                        raw.send_with_descriptors(&bytes, &fds);
                     }
                     _ if request["op"].is_string() => raw.send(&bytes),
                     _ => {}
@@ -216,23 +216,23 @@ fn begun_reply(capacity: u64) -> String {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn invalid_shared_memory_harms_no_process() {
-    let campaign = Proof::begin("limits: lies about memory");
+    let campaign = Campaign::start("limits: lies about memory");
     let pid = std::process::id();
     let (mut rounds, mut kinds, mut cases, mut resized, mut sent) = (0, 0, 0, 0, 0);
-    while campaign.goes_on(rounds, 1) {
-        let before = count(pid, "fd");
+    while campaign.should_continue(rounds, 1) {
+        let before = proc_entries(pid, "fd");
         (kinds, cases) = attack_clients(cases);
         resized += resize_during_puts();
         let is_settled = (0..200).any(|_| {
             thread::sleep(Duration::from_millis(10));
-            count(pid, "fd") <= before
+            proc_entries(pid, "fd") <= before
         });
-        assert!(is_settled, "{} descriptors, {before} before", count(pid, "fd"));
+        assert!(is_settled, "{} descriptors, {before} before", proc_entries(pid, "fd"));
         sent += attack_daemon();
         rounds += 1;
     }
     assert!(kinds >= 24, "{kinds} kinds");
-    campaign.end(json!({
+    campaign.finish(json!({
         "kinds of descriptors": kinds, "lies to clients": cases, "lies in time": resized,
         "descriptors sent to a daemon": sent, "killed": 0, "left open": 0, "rounds": rounds,
     }));
@@ -240,7 +240,7 @@ fn invalid_shared_memory_harms_no_process() {
 
 /// Sends clients each invalid descriptor in place of memory, and invalid lengths and offsets.
 fn attack_clients(mut cases: u64) -> (u64, u64) {
-    let folder = quick_folder();
+    let folder = memory_tempdir();
     let kinds = invalid_descriptors(folder.path()).len() as u64;
     for number in 0..usize::try_from(kinds).unwrap() {
         // Each descriptor is moved to the daemon.
@@ -249,10 +249,10 @@ fn attack_clients(mut cases: u64) -> (u64, u64) {
         let error = MaliciousDaemon::new(leased_reply(0, 4096, &segments_json(CAPACITY)), vec![fd])
             .get()
             .expect_err(name);
-        assert_typed(&error, &EXPECTED_KINDS);
+        assert_error_kind(&error, &EXPECTED_KINDS);
         let (name, fd) = invalid();
         let error = MaliciousDaemon::new(begun_reply(CAPACITY), vec![fd]).put().expect_err(name);
-        assert_typed(&error, &EXPECTED_KINDS);
+        assert_error_kind(&error, &EXPECTED_KINDS);
         cases += 2;
     }
     let sealed = || read_only(memory(CAPACITY, ALL_SEALS, MemfdFlags::empty())).unwrap();
@@ -275,14 +275,14 @@ fn attack_clients(mut cases: u64) -> (u64, u64) {
         )
         .get()
         .unwrap_err();
-        assert_typed(&error, &EXPECTED_KINDS);
+        assert_error_kind(&error, &EXPECTED_KINDS);
         cases += 1;
     }
     for capacity in [0, 1, CAPACITY / 2, most] {
         let segment =
             memory(capacity.min(CAPACITY), SealFlags::empty(), MemfdFlags::empty()).unwrap();
         let error = MaliciousDaemon::new(begun_reply(capacity), vec![segment]).put().unwrap_err();
-        assert_typed(&error, &EXPECTED_KINDS);
+        assert_error_kind(&error, &EXPECTED_KINDS);
         cases += 1;
     }
     // Fewer or more descriptors than announced, and the most that a message may have.
@@ -291,7 +291,7 @@ fn attack_clients(mut cases: u64) -> (u64, u64) {
         let error = MaliciousDaemon::new(leased_reply(0, 4096, &segments_json(CAPACITY)), fds)
             .get()
             .unwrap_err();
-        assert_typed(&error, &EXPECTED_KINDS);
+        assert_error_kind(&error, &EXPECTED_KINDS);
         cases += 1;
     }
     (kinds, cases)
@@ -314,7 +314,7 @@ fn resize_during_puts() -> u64 {
             });
             match MaliciousDaemon::new(begun_reply(CAPACITY), vec![segment]).put() {
                 Ok(()) => accepted += 1,
-                Err(error) => assert_typed(&error, &EXPECTED_KINDS),
+                Err(error) => assert_error_kind(&error, &EXPECTED_KINDS),
             }
             is_over.store(true, Ordering::Relaxed);
         });
@@ -325,40 +325,44 @@ fn resize_during_puts() -> u64 {
 
 /// Sends descriptors to a daemon, which must close them, and tries to change memory that it shares.
 fn attack_daemon() -> u64 {
-    let folder = quick_folder();
-    let serve = Serve::start(folder.path(), &[]);
+    let folder = memory_tempdir();
+    let serve = DaemonProcess::start(folder.path(), &[]);
     let socket = Path::new(serve.url.strip_prefix("unix:").unwrap());
     let client = serve.connect();
     let put =
         || client.put_state_dict(&key(), &contents().part(0), &PutOptions::default()).unwrap();
     put();
-    let idle_descriptors = serve.settled(&client);
+    let idle_descriptors = serve.idle_descriptors(&client);
     let mut sent = 0;
     let status = frame(1, 2, r#"{"op":"status"}"#, b"");
     for fd_count in [1, 3, 64, 65, 253] {
         for (_, fd) in invalid_descriptors(folder.path()) {
             let fds: Vec<_> = (0..fd_count).map(|_| fd.as_fd()).collect();
             for is_greeted in [false, true] {
-                let mut raw = if is_greeted { Raw::greet(socket) } else { Raw::connect(socket) };
+                let mut raw = if is_greeted {
+                    RawConnection::connect_with_hello(socket)
+                } else {
+                    RawConnection::connect(socket)
+                };
                 for _ in 0..4 {
                     // Half a frame each time: the daemon waits for the rest while more descriptors
                     // arrive.
-                    if !raw.send_with(&status[..7], &fds) {
+                    if !raw.send_with_descriptors(&status[..7], &fds) {
                         break;
                     }
                     sent += fd_count;
                 }
-                assert!(count(serve.process.id(), "fd") < idle_descriptors + 600);
-                assert!(raw.is_ended());
+                assert!(proc_entries(serve.process.id(), "fd") < idle_descriptors + 600);
+                assert!(raw.is_closed());
             }
         }
     }
-    let mut raw = Raw::greet(socket);
+    let mut raw = RawConnection::connect_with_hello(socket);
     let begin = format!(
         r#"{{"op":"begin","key":"cut","proposal":{{"writer":0,"writers":"0","file_len":{CAPACITY},
             "timeout":{{"secs":1,"nanos":0}}}}}}"#
     );
-    let (answer, fds) = raw.ask_for_descriptors(&begin);
+    let (answer, fds) = raw.request_with_descriptors(&begin);
     let mut segment = File::from(fds.into_iter().next().unwrap());
     assert!(segment.set_len(0).is_err() && segment.set_len(CAPACITY * 8).is_err());
     segment.write_all(b"no archive").unwrap();
@@ -367,14 +371,14 @@ fn attack_daemon() -> u64 {
     let _ = rustix::fs::fallocate(&segment, punch, 0, CAPACITY);
     let contribution = &answer["begun"]["contribution"];
     let commit = format!(r#"{{"op":"commit","contribution":{contribution},"digest":"{ID}"}}"#);
-    assert_eq!(raw.ask(6, &commit)["failed"]["kind"], "rejected");
+    assert_eq!(raw.request(6, &commit)["failed"]["kind"], "rejected");
     // The daemon reuses the memory after the client says that it no longer has it mapped.
     raw.send(&frame(4, 0, r#"{"op":"goodbye"}"#, b""));
     drop((raw, segment));
     put();
     let (dict, _) = client.get_state_dict(&key(), &GetOptions::default()).unwrap();
-    contents().check(&dict);
+    contents().assert_matches(&dict);
     drop(dict);
-    serve.settles_at(idle_descriptors, &client);
+    serve.assert_idle_descriptors(idle_descriptors, &client);
     sent
 }

@@ -6,10 +6,10 @@ use std::process::Command;
 
 use rustix::fs::{FallocateFlags, fallocate, statvfs};
 use tempfile::TempDir;
-use tssd_tests::command::quick_folder;
+use tssd_tests::command::memory_tempdir;
 
 /// A mounted file system of a few MiB. Unmounted on drop.
-pub(super) struct Mounted {
+pub(super) struct TempMount {
     pub(super) kind: &'static str,
     folder: TempDir,
 }
@@ -23,10 +23,10 @@ fn run(program: &str, args: &[&str], path: &Path) -> Result<(), String> {
     Err(format!("{program}: {}", String::from_utf8_lossy(&output.stderr).trim()))
 }
 
-impl Mounted {
+impl TempMount {
     /// Mounts a tmpfs.
     pub(super) fn tmpfs(mib: u64) -> Result<Self, String> {
-        let mounted = Self { kind: "tmpfs", folder: quick_folder() };
+        let mounted = Self { kind: "tmpfs", folder: memory_tempdir() };
         fs::create_dir(mounted.root()).unwrap();
         let size = format!("size={mib}m");
         run("mount", &["-t", "tmpfs", "-o", &size, "tssd"], &mounted.root())?;
@@ -35,7 +35,7 @@ impl Mounted {
 
     /// Mounts an ext4 with blocks of 1 KiB, from an image file.
     pub(super) fn ext4(mib: u64) -> Result<Self, String> {
-        let mounted = Self { kind: "ext4", folder: quick_folder() };
+        let mounted = Self { kind: "ext4", folder: memory_tempdir() };
         fs::create_dir(mounted.root()).unwrap();
         let image = mounted.folder.path().join("image");
         File::create(&image).unwrap().set_len(mib << 20).unwrap();
@@ -55,7 +55,7 @@ impl Mounted {
     }
 
     /// Fills the file system up to this number of free bytes, until the result is dropped.
-    pub(super) fn fill(&self, free: u64) -> Ballast {
+    pub(super) fn fill(&self, free: u64) -> FillerFile {
         let path = self.root().join("ballast");
         let file = File::create(&path).unwrap();
         let mut len = self.free().saturating_sub(free);
@@ -63,11 +63,11 @@ impl Mounted {
         while len > 0 && fallocate(&file, FallocateFlags::empty(), 0, len).is_err() {
             len = len.saturating_sub(1024);
         }
-        Ballast(path)
+        FillerFile(path)
     }
 }
 
-impl Drop for Mounted {
+impl Drop for TempMount {
     fn drop(&mut self) {
         // This also detaches the loop device.
         let unmounted = run("umount", &[], &self.root());
@@ -79,9 +79,9 @@ impl Drop for Mounted {
 }
 
 /// A file that fills a disk. Removed on drop.
-pub(super) struct Ballast(PathBuf);
+pub(super) struct FillerFile(PathBuf);
 
-impl Drop for Ballast {
+impl Drop for FillerFile {
     fn drop(&mut self) {
         fs::remove_file(&self.0).unwrap();
     }

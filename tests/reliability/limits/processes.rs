@@ -5,16 +5,16 @@ use std::io::Read;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use tssd_tests::command::end;
+use tssd_tests::command::kill_and_wait;
 
 /// Environment variables: the role of a process, and the URL of its store.
 pub(super) const ROLE: &str = "TSSD_LIMITS_ROLE";
 pub(super) const URL: &str = "TSSD_LIMITS_URL";
 
 /// A client process. Killed on drop.
-pub(super) struct Actor(Child);
+pub(super) struct LimitedProcess(Child);
 
-impl Actor {
+impl LimitedProcess {
     /// Starts the process through another program, which executes it.
     pub(super) fn start(prefix: &[&str], role: &str, url: &str) -> Self {
         let program = std::env::current_exe().unwrap();
@@ -30,7 +30,7 @@ impl Actor {
     }
 
     /// Waits for the end of the process. Returns the numbers that it has printed.
-    pub(super) fn words(mut self) -> Vec<u64> {
+    pub(super) fn counts(mut self) -> Vec<u64> {
         let mut output = String::new();
         self.0.stdout.take().unwrap().read_to_string(&mut output).unwrap();
         assert!(self.0.wait().unwrap().success(), "{output}");
@@ -40,9 +40,9 @@ impl Actor {
     }
 }
 
-impl Drop for Actor {
+impl Drop for LimitedProcess {
     fn drop(&mut self) {
-        end(&mut self.0);
+        kill_and_wait(&mut self.0);
     }
 }
 
@@ -52,9 +52,9 @@ fn process() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let url = std::env::var(URL).unwrap();
     let counts = match role.as_str() {
-        "hostile" => return super::crowd::attack(&url),
-        "few descriptors" => super::descriptors::read_until_there_are_none(&url),
-        "little memory" => super::group::put_until_there_is_none(&url),
+        "hostile" => return super::crowd::run_attacker(&url),
+        "few descriptors" => super::descriptors::read_until_descriptors_run_out(&url),
+        "little memory" => super::group::put_until_memory_runs_out(&url),
         other => panic!("{other}"),
     };
     let counts: Vec<String> = counts.iter().map(u64::to_string).collect();
@@ -62,6 +62,6 @@ fn process() {
 }
 
 /// Returns the number of entries in a directory of `/proc/PID`, such as `fd` or `task`.
-pub(super) fn count(pid: u32, folder: &str) -> u64 {
+pub(super) fn proc_entries(pid: u32, folder: &str) -> u64 {
     fs::read_dir(Path::new("/proc").join(pid.to_string()).join(folder)).unwrap().count() as u64
 }

@@ -12,13 +12,15 @@ use serde_json::json;
 use tssd_format::{Archive, MAX_CHUNK_BYTES, Node};
 use tssd_store::ErrorKind;
 use tssd_store::blocking::Store;
-use tssd_tests::command::quick_folder;
-use tssd_tests::dice::Dice;
+use tssd_tests::command::memory_tempdir;
+use tssd_tests::dice::SeededRng;
 use tssd_tests::layout;
-use tssd_tests::proof::Proof;
-use tssd_tests::served::Served;
+use tssd_tests::proof::Campaign;
+use tssd_tests::served::TestDaemon;
 
-use super::holdings::{Holding, assert_typed, files, fill, records, scrub};
+use super::holdings::{
+    KeyFixture, assert_error_kind, create_root, list_files, list_records, verify_root,
+};
 use crate::folder;
 
 /// Number of bit flips in CI.
@@ -26,12 +28,12 @@ const FLIPS: u64 = 3000;
 
 const VERSIONS: u64 = 4;
 
-const FIXTURES: [Holding; 4] = [
-    Holding { key: "small", writers: 1, elements: 16 },
-    Holding { key: "team/policy", writers: 2, elements: 500 },
-    Holding { key: "of four", writers: 4, elements: 100 },
+const FIXTURES: [KeyFixture; 4] = [
+    KeyFixture { key: "small", writers: 1, elements: 16 },
+    KeyFixture { key: "team/policy", writers: 2, elements: 500 },
+    KeyFixture { key: "of four", writers: 4, elements: 100 },
     // Tensors of several chunks.
-    Holding { key: "large", writers: 1, elements: 150_000 },
+    KeyFixture { key: "large", writers: 1, elements: 150_000 },
 ];
 
 /// A flipped bit.
@@ -91,12 +93,12 @@ struct Counts {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn verify_reports_exactly_the_files_with_flipped_bits() {
-    let campaign = Proof::begin("limits: rot");
-    let tempdir = quick_folder();
+    let campaign = Campaign::start("limits: rot");
+    let tempdir = memory_tempdir();
     let root = tempdir.path().join("root");
-    fill(&root, &FIXTURES, VERSIONS);
-    assert!(scrub(&root).0.is_empty());
-    let mut stored = files(&root);
+    create_root(&root, &FIXTURES, VERSIONS);
+    assert!(verify_root(&root).0.is_empty());
+    let mut stored = list_files(&root);
     // Lock files are empty. No one reads the file of the daemon after its end.
     stored
         .retain(|path| root.join(path).metadata().unwrap().len() > 0 && !path.ends_with(".daemon"));
@@ -109,13 +111,13 @@ fn verify_reports_exactly_the_files_with_flipped_bits() {
         .filter(is_archive)
         .map(|path| (path, TensorRanges::of(&root.join(path))))
         .collect();
-    let (mut rng, mut counts, mut round) = (Dice::new(0x0707), Counts::default(), 0);
-    while campaign.goes_on(counts.flips, FLIPS) {
+    let (mut rng, mut counts, mut round) = (SeededRng::new(0x0707), Counts::default(), 0);
+    while campaign.should_continue(counts.flips, FLIPS) {
         // From a single file to nearly all files.
         let sparsity = 1 + rng.below(8);
         let mut flips: Vec<Flip> = Vec::new();
         for path in &stored {
-            if rng.hits(sparsity) {
+            if rng.one_in(sparsity) {
                 let len = root.join(path).metadata().unwrap().len();
                 flips.push(Flip { path: path.clone(), byte: rng.below(len), bit: rng.below(8) });
             }
@@ -131,9 +133,9 @@ fn verify_reports_exactly_the_files_with_flipped_bits() {
             // A daemon writes records at the first read, so it gets a copy.
             let copy = tempdir.path().join("copy");
             folder::copy(&root, &copy);
-            let served = Served::over(&copy);
+            let served = TestDaemon::with_root(&copy);
             check_reads(&served.connect(), &root, &flips, &mut counts);
-            check_reads(&served.connect_far(), &root, &flips, &mut counts);
+            check_reads(&served.connect_tcp(), &root, &flips, &mut counts);
             drop(served);
             std::fs::remove_dir_all(copy).unwrap();
         }
@@ -143,9 +145,9 @@ fn verify_reports_exactly_the_files_with_flipped_bits() {
         counts.flips += flips.len() as u64;
         round += 1;
     }
-    assert!(scrub(&root).0.is_empty(), "all bits are restored");
+    assert!(verify_root(&root).0.is_empty(), "all bits are restored");
     assert!(counts.served > 1000 && counts.refused > 1000 && counts.tensors > 500);
-    campaign.end(json!({
+    campaign.finish(json!({
         "bits flipped": counts.flips, "of them in tensors": counts.tensors, "in records": counts.records,
         "rounds": round, "files": stored.len(), "found": counts.flips, "named without cause": 0,
         "gets served": counts.served, "gets refused": counts.refused, "wrong bytes": 0,
@@ -159,7 +161,7 @@ fn check_verify_report(
     tensors: &BTreeMap<&PathBuf, TensorRanges>,
     counts: &mut Counts,
 ) {
-    let (reported, report) = scrub(root);
+    let (reported, report) = verify_root(root);
     let flipped: BTreeSet<PathBuf> = flips.iter().map(|flip| flip.path.clone()).collect();
     assert_eq!(reported, flipped);
     let by_path = |path: &Path| {
@@ -190,9 +192,10 @@ fn check_reads(store: &Store, root: &Path, flips: &[Flip], counts: &mut Counts) 
     for holding in &FIXTURES {
         // A store that advances the ledger reads its newest record only.
         let is_ledger_damaged =
-            records(root, holding).last().is_some_and(|newest| is_flipped(newest));
+            list_records(root, holding).last().is_some_and(|newest| is_flipped(newest));
         for version in 1..=VERSIONS {
-            let folder = layout::version(&root.join(holding.folder()), &format!("0-{version}"));
+            let folder =
+                layout::version_folder(&root.join(holding.folder()), &format!("0-{version}"));
             let is_damaged = flips.iter().any(|flip| root.join(&flip.path).starts_with(&folder));
             match holding.get(store, Some(version)) {
                 // The damaged bytes may be ones that the read does not need.
@@ -200,7 +203,7 @@ fn check_reads(store: &Store, root: &Path, flips: &[Flip], counts: &mut Counts) 
                 Ok(_) => panic!("{holding:?}: whose ledger is damaged is not served"),
                 Err(error) => {
                     assert!(is_ledger_damaged || is_damaged, "{holding:?} {version}: {error}");
-                    assert_typed(&error, &[ErrorKind::Corrupt]);
+                    assert_error_kind(&error, &[ErrorKind::Corrupt]);
                     counts.refused += 1;
                 }
             }

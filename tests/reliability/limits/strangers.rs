@@ -15,12 +15,12 @@ use serde_json::json;
 use tssd_store::DaemonOptions;
 use tssd_store::ErrorKind;
 use tssd_store::blocking::{Daemon, Store};
-use tssd_tests::command::quick_folder;
-use tssd_tests::dice::Dice;
-use tssd_tests::proof::Proof;
-use tssd_tests::served::Served;
+use tssd_tests::command::memory_tempdir;
+use tssd_tests::dice::SeededRng;
+use tssd_tests::proof::Campaign;
+use tssd_tests::served::TestDaemon;
 
-use super::holdings::{Holding, assert_typed, files, fill, scrub};
+use super::holdings::{KeyFixture, assert_error_kind, create_root, list_files, verify_root};
 use crate::folder;
 
 /// Number of cases in CI with two changes.
@@ -37,9 +37,9 @@ const NEXT_VERSION: u64 = 9;
 /// Time limit of a case. A store must not block on a file.
 const CASE_TIMEOUT: Duration = Duration::from_secs(50);
 
-const FIXTURES: [Holding; 2] = [
-    Holding { key: "one", writers: 1, elements: 8 },
-    Holding { key: "of/two", writers: 2, elements: 8 },
+const FIXTURES: [KeyFixture; 2] = [
+    KeyFixture { key: "one", writers: 1, elements: 8 },
+    KeyFixture { key: "of/two", writers: 2, elements: 8 },
 ];
 
 /// Kinds of errors that a damaged store may report.
@@ -146,7 +146,7 @@ impl Sandbox {
                 let is_same_kind = |other: &PathBuf| {
                     other != path && other.extension() == path.extension() && is_file(other)
                 };
-                let other = files(&self.root()).into_iter().find(is_same_kind);
+                let other = list_files(&self.root()).into_iter().find(is_same_kind);
                 if let (Some(other), false) = (other, is_folder) {
                     let bytes = fs::read(self.root().join(other)).unwrap();
                     remove().unwrap();
@@ -207,7 +207,10 @@ impl Sandbox {
                 let copy = beside("copy.tssd");
                 if is_folder {
                     folder::copy(&at, &copy);
-                    return files(&copy).iter().map(|path| relative(&copy.join(path))).collect();
+                    return list_files(&copy)
+                        .iter()
+                        .map(|path| relative(&copy.join(path)))
+                        .collect();
                 }
                 fs::copy(&at, &copy).unwrap();
                 return vec![relative(&copy)];
@@ -228,10 +231,10 @@ struct Counts {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn foreign_files_are_rejected_or_left_alone() {
-    let campaign = Proof::begin("limits: strangers");
-    let base = quick_folder();
+    let campaign = Campaign::start("limits: strangers");
+    let base = memory_tempdir();
     let root = base.path().join("root");
-    fill(&root, &FIXTURES, VERSIONS);
+    create_root(&root, &FIXTURES, VERSIONS);
     let outside = base.path().join("outside");
     fs::create_dir_all(outside.join(FOREIGN_VERSION)).unwrap();
     fs::write(outside.join("precious.tssd"), "precious").unwrap();
@@ -239,7 +242,7 @@ fn foreign_files_are_rejected_or_left_alone() {
         fs::write(outside.join(FOREIGN_VERSION).join(name), name).unwrap();
     }
     fs::write(root.join(".daemon"), "").unwrap();
-    let mut names = files(&root);
+    let mut names = list_files(&root);
     let folders: Vec<PathBuf> =
         names.iter().filter_map(|path| path.parent().map(Path::to_owned)).collect();
     names.extend(folders.into_iter().filter(|path| *path != Path::new("")));
@@ -259,14 +262,14 @@ fn foreign_files_are_rejected_or_left_alone() {
         run_case(base.path(), &[change], &mut counts);
         singles += 1;
     }
-    let (mut rng, mut pairs) = (Dice::new(0xF11E), 0);
+    let (mut rng, mut pairs) = (SeededRng::new(0xF11E), 0);
     let all: Vec<Change> = all().collect();
-    while campaign.goes_on(pairs, PAIRS) {
+    while campaign.should_continue(pairs, PAIRS) {
         let mut pick = || all[usize::try_from(rng.below(all.len() as u64)).unwrap()].clone();
         run_case(base.path(), &[pick(), pick()], &mut counts);
         pairs += 1;
     }
-    campaign.end(json!({
+    campaign.finish(json!({
         "cases of one": singles, "cases of two": pairs, "names": names.len(), "kinds": MUTATIONS.len(),
         "calls that were right": counts.succeeded, "calls that were refused": counts.refused,
         "lost files named": counts.reported, "foreign files deleted": 0, "files touched outside": 0,
@@ -293,7 +296,7 @@ fn run_case(base: &Path, changes: &[Change], counts: &mut Counts) {
 }
 
 fn run_in_copy(base: &Path, changes: &[Change], by_daemon: bool, counts: &mut Counts) {
-    let folder = quick_folder();
+    let folder = memory_tempdir();
     let sandbox = Sandbox { folder: folder.path().to_owned() };
     folder::copy(base, &sandbox.folder);
     let foreign: Vec<PathBuf> = changes.iter().flat_map(|change| sandbox.apply(change)).collect();
@@ -306,7 +309,8 @@ fn run_in_copy(base: &Path, changes: &[Change], by_daemon: bool, counts: &mut Co
     if !by_daemon {
         check_verify_report(&sandbox, changes, counts);
     }
-    let is_untouched = |holding: &Holding| !changes.iter().any(|change| holding.owns(&change.path));
+    let is_untouched =
+        |holding: &KeyFixture| !changes.iter().any(|change| holding.contains_path(&change.path));
     let touches_root = changes.iter().any(|change| change.path.components().count() < 2);
     if by_daemon {
         let options = DaemonOptions {
@@ -317,18 +321,18 @@ fn run_in_copy(base: &Path, changes: &[Change], by_daemon: bool, counts: &mut Co
             Ok(daemon) => drop(daemon),
             Err(error) => {
                 assert!(touches_root, "{error}");
-                assert_typed(&error, &EXPECTED_KINDS);
+                assert_error_kind(&error, &EXPECTED_KINDS);
                 return;
             }
         }
-        let served = Served::over(&sandbox.root());
+        let served = TestDaemon::with_root(&sandbox.root());
         exercise_store(&served.connect(), is_untouched, counts);
     } else {
         match Store::directory(sandbox.root()) {
             Ok(store) => {
                 exercise_store(&store, |holding| is_untouched(holding) && !touches_root, counts)
             }
-            Err(error) => assert_typed(&error, &[ErrorKind::Unreachable]),
+            Err(error) => assert_error_kind(&error, &[ErrorKind::Unreachable]),
         }
     }
     assert_eq!(snapshot(&sandbox.outside()), outside, "files outside are unchanged");
@@ -350,10 +354,13 @@ fn check_verify_report(sandbox: &Sandbox, changes: &[Change], counts: &mut Count
     let is_folder = !is_archive && is_version;
     match mutation {
         Mutation::Foreign => assert!(
-            scrub(&sandbox.root()).0.iter().all(|found| found.file_name().unwrap() == "notes.tssd"),
+            verify_root(&sandbox.root())
+                .0
+                .iter()
+                .all(|found| found.file_name().unwrap() == "notes.tssd"),
         ),
         Mutation::Copy => {
-            let (found, _) = scrub(&sandbox.root());
+            let (found, _) = verify_root(&sandbox.root());
             assert!(
                 found
                     .iter()
@@ -363,7 +370,7 @@ fn check_verify_report(sandbox: &Sandbox, changes: &[Change], counts: &mut Count
         // Mutations that only apply to files.
         Mutation::Empty | Mutation::Halve | Mutation::Lengthen | Mutation::Swap if !is_archive => {}
         _ if is_archive || is_folder => {
-            let (found, report) = scrub(&sandbox.root());
+            let (found, report) = verify_root(&sandbox.root());
             // The manifest reveals an archive in place of another one, by its name.
             let name = path.file_name().unwrap().to_str().unwrap();
             let is_replacement_reported =
@@ -378,9 +385,11 @@ fn check_verify_report(sandbox: &Sandbox, changes: &[Change], counts: &mut Count
 }
 
 /// Uses everything that a store has. Untouched keys must work, others may fail.
-fn exercise_store(store: &Store, is_untouched: impl Fn(&Holding) -> bool, counts: &mut Counts) {
-    let mut check_result =
-        |operation: &str, holding: &Holding, result: Result<u64, tssd_store::Error>| match result {
+fn exercise_store(store: &Store, is_untouched: impl Fn(&KeyFixture) -> bool, counts: &mut Counts) {
+    let mut check_result = |operation: &str,
+                            holding: &KeyFixture,
+                            result: Result<u64, tssd_store::Error>| {
+        match result {
             Ok(number) => {
                 counts.succeeded += 1;
                 Some(number)
@@ -391,11 +400,12 @@ fn exercise_store(store: &Store, is_untouched: impl Fn(&Holding) -> bool, counts
                     &EXPECTED_KINDS[..],
                     &[ErrorKind::Refused, ErrorKind::Rejected, ErrorKind::Overtaken],
                 ];
-                assert_typed(&error, &known.concat());
+                assert_error_kind(&error, &known.concat());
                 counts.refused += 1;
                 None
             }
-        };
+        }
+    };
     for holding in &FIXTURES {
         let key = holding.key();
         check_result(
@@ -431,7 +441,7 @@ fn exercise_store(store: &Store, is_untouched: impl Fn(&Holding) -> bool, counts
 
 /// Returns paths, contents and modification times of all files below a directory.
 fn snapshot(folder: &Path) -> Vec<(PathBuf, Vec<u8>, std::time::SystemTime)> {
-    files(folder)
+    list_files(folder)
         .into_iter()
         .map(|path| {
             let at = folder.join(&path);

@@ -30,7 +30,7 @@
 
 use std::collections::BTreeMap;
 
-use super::history::{Answer, Call, Operation, name_of};
+use super::history::{Call, Operation, Response, shared_put_id};
 use super::pins::Pins;
 
 /// A response that no sequential store gives.
@@ -64,7 +64,7 @@ struct Puts {
 /// A put that may have made a version visible.
 struct Put {
     asked: u64,
-    answer: Option<Answer>,
+    answer: Option<Response>,
 }
 
 /// Combines the parts of each version of several writers into one put.
@@ -75,7 +75,7 @@ struct Put {
 fn combine_parts(operations: &[Operation]) -> BTreeMap<u32, Put> {
     let mut parts: BTreeMap<u64, Vec<&Operation>> = BTreeMap::new();
     let mut puts = BTreeMap::new();
-    for operation in operations.iter().filter(|it| it.answer != Some(Answer::Failed)) {
+    for operation in operations.iter().filter(|it| it.response != Some(Response::Failed)) {
         if let Call::Part { number, .. } = operation.call {
             parts.entry(number).or_default().push(operation);
         }
@@ -84,20 +84,21 @@ fn combine_parts(operations: &[Operation]) -> BTreeMap<u32, Put> {
         // A part whose response is that the version is visible was not stored while others were
         // missing.
         let pending_parts =
-            parts.iter().filter(|it| matches!(it.answer, None | Some(Answer::Waits)));
+            parts.iter().filter(|it| matches!(it.response, None | Some(Response::PartsMissing)));
         let first_call = |other: u32| {
             let parts_of_writer =
                 pending_parts.clone().filter(|it| it.call.writer() == Some(other));
-            parts_of_writer.map(|it| it.asked).min().unwrap_or(u64::MAX)
+            parts_of_writer.map(|it| it.invoked_at).min().unwrap_or(u64::MAX)
         };
         let asked = |it: &&Operation| {
-            let Call::Part { writer, of, .. } = it.call else { unreachable!("it is a part") };
-            let others = (0..of).filter(|other| *other != writer).map(first_call);
-            others.fold(it.asked, u64::max)
+            let Call::Part { writer, writers, .. } = it.call else { unreachable!("it is a part") };
+            let others = (0..writers).filter(|other| *other != writer).map(first_call);
+            others.fold(it.invoked_at, u64::max)
         };
-        let last = parts.iter().filter(|it| it.answer != Some(Answer::Waits)).map(asked).min();
+        let last =
+            parts.iter().filter(|it| it.response != Some(Response::PartsMissing)).map(asked).min();
         if let Some(asked) = last.filter(|asked| *asked != u64::MAX) {
-            puts.insert(name_of(number), Put { asked, answer: None });
+            puts.insert(shared_put_id(number), Put { asked, answer: None });
         }
     }
     puts
@@ -112,33 +113,35 @@ impl Puts {
             numbers: BTreeMap::new(),
         };
         for operation in operations {
-            let Operation { call, asked, answer, .. } = *operation;
+            let Operation { call, invoked_at, response, .. } = *operation;
             if let Call::Put(put) = call
-                && puts.by_id.insert(put, Put { asked, answer }).is_some()
+                && puts.by_id.insert(put, Put { asked: invoked_at, answer: response }).is_some()
             {
                 return violation("two puts have one name", operation);
             }
         }
         for operation in operations {
-            match (operation.call, operation.answer) {
-                (_, Some(Answer::Torn(_))) => return violation("what is read is torn", operation),
-                (Call::Part { number: wanted, .. }, Some(Answer::Put(number)))
-                | (Call::Numbered(wanted), Some(Answer::Found(number, _)))
+            match (operation.call, operation.response) {
+                (_, Some(Response::Torn(_))) => {
+                    return violation("what is read is torn", operation);
+                }
+                (Call::Part { number: wanted, .. }, Some(Response::Put(number)))
+                | (Call::GetVersion(wanted), Some(Response::Found(number, _)))
                     if number != wanted =>
                 {
                     return violation("another number is found than was asked for", operation);
                 }
-                (Call::Wait(wanted, _), Some(Answer::Found(number, _))) if number < wanted => {
+                (Call::Wait(wanted, _), Some(Response::Found(number, _))) if number < wanted => {
                     return violation("a wait is over before its version is there", operation);
                 }
-                (Call::Wait(_, patience), Some(Answer::Nothing))
-                    if operation.answered - operation.asked < patience =>
+                (Call::Wait(_, patience), Some(Response::NotFound))
+                    if operation.returned_at - operation.invoked_at < patience =>
                 {
                     return violation("a wait is given up before its time is over", operation);
                 }
                 _ => {}
             }
-            if let Some((number, put)) = operation.seen() {
+            if let Some((number, put)) = operation.observed_version() {
                 puts.observe(number, put, operation)?;
             }
         }
@@ -149,7 +152,7 @@ impl Puts {
     fn observe(&mut self, number: u64, put: u32, operation: &Operation) -> Result<(), Violation> {
         match self.by_id.get(&put) {
             None => return violation("what is read was never put", operation),
-            Some(put) if put.answer == Some(Answer::Failed) => {
+            Some(put) if put.answer == Some(Response::Failed) => {
                 return violation("what is read is a put that has failed", operation);
             }
             Some(_) => {}
@@ -207,9 +210,9 @@ impl Timeline {
         for operation in operations {
             let Call::Delete(number) = operation.call else { continue };
             assert_eq!(keep, 1, "the order of changes is unknown if more versions are kept");
-            let is_known = match operation.answer {
+            let is_known = match operation.response {
                 None => false,
-                Some(Answer::Deleted) => true,
+                Some(Response::Deleted) => true,
                 Some(_) => continue,
             };
             if is_known && !puts.by_number.contains_key(&number) {
@@ -221,10 +224,10 @@ impl Timeline {
                 }
                 Some((_, true)) => {}
                 Some((asked, false)) if !is_known => {
-                    let asked = operation.asked.min(*asked);
+                    let asked = operation.invoked_at.min(*asked);
                     deletes.insert(number, (asked, false));
                 }
-                _ => drop(deletes.insert(number, (operation.asked, is_known))),
+                _ => drop(deletes.insert(number, (operation.invoked_at, is_known))),
             }
         }
         let (mut changes, mut versions) = (Vec::new(), Vec::new());
@@ -247,7 +250,7 @@ impl Timeline {
             }
             first_empty[position] = next;
         }
-        let (unobserved, pins) = (puts.unobserved(), Pins::of(operations));
+        let (unobserved, pins) = (puts.unobserved(), Pins::from_operations(operations));
         Ok(Self {
             keep,
             changes,
@@ -268,26 +271,26 @@ impl Timeline {
     /// Returns the first position from `from` on at which the response of a read is true.
     fn first_position(&self, read: &Operation, from: usize) -> Option<usize> {
         let not_before = |first: usize| (first >= from).then_some(first);
-        match (read.call, read.answer?) {
-            (Call::Newest | Call::Wait(..), Answer::Found(number, _)) => {
+        match (read.call, read.response?) {
+            (Call::GetNewest | Call::Wait(..), Response::Found(number, _)) => {
                 not_before(self.versions[self.version(number)?].1)
             }
-            (Call::Pin(number, _), Answer::Done)
-            | (Call::Numbered(_), Answer::Found(number, _)) => {
+            (Call::Pin(number, _), Response::Done)
+            | (Call::GetVersion(_), Response::Found(number, _)) => {
                 let version = self.version(number)?;
                 let first = self.versions[version].1.max(from);
                 (first < self.displaced_at(version)).then_some(first)
             }
-            (Call::Newest, Answer::Nothing) => self.first_empty[from],
+            (Call::GetNewest, Response::NotFound) => self.first_empty[from],
             // Neither its version nor a higher one is visible.
-            (Call::Part { number, .. }, Answer::Waits) => {
+            (Call::Part { number, .. }, Response::PartsMissing) => {
                 let newest = self.visible_counts[from]
                     .checked_sub(1)
                     .map(|version| self.versions[version].0);
                 newest.is_none_or(|newest| newest < number).then_some(from)
             }
-            (Call::Unpin(_), Answer::Done) => Some(from),
-            (Call::Wait(number, _), Answer::Nothing) => {
+            (Call::Unpin(_), Response::Done) => Some(from),
+            (Call::Wait(number, _), Response::NotFound) => {
                 let newest = self.visible_counts[from]
                     .checked_sub(1)
                     .map(|version| self.versions[version].0);
@@ -295,14 +298,14 @@ impl Timeline {
                 if is_old { Some(from) } else { self.first_empty[from] }
             }
             (
-                Call::Numbered(number) | Call::Delete(number) | Call::Pin(number, _),
-                Answer::Nothing,
+                Call::GetVersion(number) | Call::Delete(number) | Call::Pin(number, _),
+                Response::NotFound,
             ) => {
                 let Some(version) = self.version(number) else { return Some(from) };
-                let is_released = self.pins.are_released(number, read.answered);
+                let is_released = self.pins.may_be_released(number, read.returned_at);
                 let is_true = |at: &usize| {
                     *at < self.versions[version].1
-                        || is_released && self.may_be_displaced(version, *at, read.answered)
+                        || is_released && self.may_be_displaced(version, *at, read.returned_at)
                 };
                 (from..self.visible_counts.len()).find(is_true)
             }
@@ -337,15 +340,15 @@ impl Timeline {
 
     /// Returns the position that a change leads to, if the change is known to have been made.
     fn position_after(&self, operation: &Operation) -> Option<usize> {
-        match (operation.call, operation.answer) {
-            (Call::Part { number, .. }, Some(Answer::Put(_))) => {
+        match (operation.call, operation.response) {
+            (Call::Part { number, .. }, Some(Response::Put(_))) => {
                 Some(self.versions[self.version(number)?].1)
             }
             (Call::Put(put), _) => {
                 let version = self.version(*self.numbers.get(&put)?)?;
                 Some(self.versions[version].1)
             }
-            (Call::Delete(number), Some(Answer::Deleted)) => {
+            (Call::Delete(number), Some(Response::Deleted)) => {
                 Some(self.versions[self.version(number)?].1 + 1)
             }
             _ => None,
@@ -355,8 +358,8 @@ impl Timeline {
     fn walk(&self, operations: &[Operation]) -> Result<(), Violation> {
         let mut moments: Vec<(u64, bool, usize)> = Vec::with_capacity(2 * operations.len());
         for (index, operation) in operations.iter().enumerate() {
-            moments.push((operation.asked, false, index));
-            moments.push((operation.answered, true, index));
+            moments.push((operation.invoked_at, false, index));
+            moments.push((operation.returned_at, true, index));
         }
         // Operations at the same moment overlap.
         moments.sort_unstable();
@@ -371,7 +374,7 @@ impl Timeline {
                 if position > walk.at && !walk.advance_to(position, now) {
                     return violation("it is done before something older is asked", operation);
                 }
-            } else if operation.answer.is_some_and(|answer| answer != Answer::Failed) {
+            } else if operation.response.is_some_and(|answer| answer != Response::Failed) {
                 let from = |index: usize| from[index];
                 let satisfied = walk.first_satisfying(operation, from(index), now);
                 let pinned = || walk.is_pinned(index, operation, from).then_some(walk.at);
@@ -403,27 +406,27 @@ impl Walk<'_> {
     ///
     /// The label must have been given when the version existed.
     fn is_pinned(&self, index: usize, read: &Operation, from: impl Fn(usize) -> usize) -> bool {
-        let (Call::Numbered(number) | Call::Pin(number, _)) = read.call else { return false };
-        if read.answer == Some(Answer::Nothing) {
+        let (Call::GetVersion(number) | Call::Pin(number, _)) = read.call else { return false };
+        if read.response == Some(Response::NotFound) {
             return false;
         }
         let Some(version) = self.timeline.version(number) else { return false };
         let is_missing = self
             .missing_since
             .get(&number)
-            .is_some_and(|missing_since| *missing_since < read.asked);
+            .is_some_and(|missing_since| *missing_since < read.invoked_at);
         let end = self.timeline.displaced_at(version);
-        !is_missing && self.timeline.pins.hold(number, index, read, |index| from(index) < end)
+        !is_missing && self.timeline.pins.may_keep(number, index, read, |index| from(index) < end)
     }
 
     /// Records that a version was missing.
     fn record_missing(&mut self, read: &Operation, position: usize) {
-        let (Call::Numbered(number) | Call::Pin(number, _)) = read.call else { return };
+        let (Call::GetVersion(number) | Call::Pin(number, _)) = read.call else { return };
         let version = self.timeline.version(number);
         let has_come = version.is_some_and(|version| self.timeline.versions[version].1 <= position);
-        if has_come && read.answer == Some(Answer::Nothing) {
-            let missing_since = self.missing_since.entry(number).or_insert(read.answered);
-            *missing_since = read.answered.min(*missing_since);
+        if has_come && read.response == Some(Response::NotFound) {
+            let missing_since = self.missing_since.entry(number).or_insert(read.returned_at);
+            *missing_since = read.returned_at.min(*missing_since);
         }
     }
 

@@ -13,25 +13,27 @@ use tssd_store::blocking::Store;
 use tssd_store::{
     Error, ErrorKind, GetOptions, JobId, PutOptions, Refusal, VersionInfo, WriterSet,
 };
-use tssd_tests::dice::Dice;
+use tssd_tests::dice::SeededRng;
 
-use super::contents::{dict, part, put_of};
-use super::history::{Answer, Call, Recorder, name_of, number_at, place};
-use super::home::Home;
-use super::object::{Custom, KEYS, TOGETHER, custom, keep, name, retain, writers};
+use super::contents::{dict, identify_put, part};
+use super::history::{Call, Recorder, Response, position, shared_put_id, version_number};
+use super::home::LedgerStorage;
+use super::object::{
+    KEYS, KeyUsage, MULTI_WRITER_KEYS, kept_versions, key_usage, set_retention, store_key, writers,
+};
 use super::workload;
 
 /// Environment variable: the configuration of a client, as JSON.
-pub(crate) const TOLD: &str = "TSSD_LINEAR_CLIENT";
+pub(crate) const CONFIG_VAR: &str = "TSSD_LINEAR_CLIENT";
 
 /// Timeout of a wait for a version.
 const WAIT_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// Configuration of a client process.
 #[derive(Serialize, Deserialize)]
-pub(crate) struct Told {
+pub(crate) struct ClientConfig {
     pub(crate) url: String,
-    pub(crate) home: Home,
+    pub(crate) home: LedgerStorage,
     /// Environment variables that the client needs to reach the store.
     pub(crate) environment: Vec<(String, String)>,
     pub(crate) folder: PathBuf,
@@ -44,8 +46,8 @@ pub(crate) struct Told {
 #[test]
 #[ignore = "a process of the proof, which says what it is to do"]
 fn child() {
-    let Ok(config) = std::env::var(TOLD) else { return };
-    let config: Told = serde_json::from_str(&config).unwrap();
+    let Ok(config) = std::env::var(CONFIG_VAR) else { return };
+    let config: ClientConfig = serde_json::from_str(&config).unwrap();
     // A panic in a thread ends the process. The process also ends when its parent closes stdin.
     let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -58,9 +60,9 @@ fn child() {
     });
     let connection =
         Connection { url: config.url.clone(), home: config.home, state: Mutex::new((0, None)) };
-    if config.home != Home::Daemon {
+    if config.home != LedgerStorage::Daemon {
         // The first client sets it. The others repeat it.
-        while let Err(error) = retain(&connection.store().1) {
+        while let Err(error) = set_retention(&connection.store().1) {
             assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
         }
     }
@@ -73,7 +75,7 @@ fn child() {
                 puts: &puts,
                 number: config.number,
                 recorder: Recorder(File::create_new(path).unwrap()),
-                rng: Dice::new(u64::from(config.number) << 8 | u64::from(thread)),
+                rng: SeededRng::new(u64::from(config.number) << 8 | u64::from(thread)),
                 generation: 0,
                 seen: [0; KEYS as usize],
                 pinned: [None; KEYS as usize],
@@ -88,7 +90,7 @@ fn child() {
 /// The connection of a process. Restored after it is lost.
 struct Connection {
     url: String,
-    home: Home,
+    home: LedgerStorage,
     /// Number of the connection, and its store while it is open.
     state: Mutex<(u64, Option<Store>)>,
 }
@@ -122,7 +124,7 @@ struct Client<'a> {
     puts: &'a AtomicU32,
     number: u32,
     recorder: Recorder<File>,
-    rng: Dice,
+    rng: SeededRng,
     generation: u64,
     /// Highest number of each key that was observed on this connection.
     seen: [u64; KEYS as usize],
@@ -133,8 +135,8 @@ struct Client<'a> {
 impl Client<'_> {
     /// Chooses the next key. A writer of versions of several writers often chooses one of these.
     fn key(&mut self) -> u8 {
-        let together = TOGETHER[usize::try_from(self.rng.below(2)).unwrap()];
-        if self.writer < writers(together) && self.rng.hits(2) {
+        let together = MULTI_WRITER_KEYS[usize::try_from(self.rng.below(2)).unwrap()];
+        if self.writer < writers(together) && self.rng.one_in(2) {
             return together;
         }
         u8::try_from(self.rng.below(KEYS.into())).unwrap()
@@ -150,46 +152,46 @@ impl Client<'_> {
             }
             let key = self.key();
             let seen = self.seen[usize::from(key)];
-            let client = workload::Client {
-                custom: custom(key),
-                keep: keep(key),
-                seen,
+            let client = workload::ClientState {
+                usage: key_usage(key),
+                keep: kept_versions(key),
+                observed: seen,
                 put: self.number << 20 | self.puts.fetch_add(1, Ordering::Relaxed),
-                patience: u64::try_from(WAIT_TIMEOUT.as_nanos()).unwrap(),
+                wait_timeout: u64::try_from(WAIT_TIMEOUT.as_nanos()).unwrap(),
                 writer: self.writer,
                 pinned: self.pinned[usize::from(key)],
             };
-            let call = client.call(&mut self.rng);
-            let number = number_at(seen);
-            let rewinds = custom(key) == Custom::Rewound && number > 0 && self.rng.hits(4);
+            let call = client.next_call(&mut self.rng);
+            let number = version_number(seen);
+            let rewinds = key_usage(key) == KeyUsage::Rewound && number > 0 && self.rng.one_in(4);
             let version = if rewinds {
                 Some(1 + self.rng.below(number))
             } else {
-                self.rng.hits(4).then(|| number + 1 + self.rng.below(2))
+                self.rng.one_in(4).then(|| number + 1 + self.rng.below(2))
             };
-            let (is_head, home) = (self.rng.hits(3), self.connection.home);
+            let (is_head, home) = (self.rng.one_in(3), self.connection.home);
             let mut is_lost = false;
             let answer = self.recorder.record(key, call, || {
                 let answer = match call {
-                    Call::Put(put) => put_once(&store, home, key, put, (version, rewinds)),
-                    Call::Newest if is_head => head(&store, key),
-                    Call::Newest => get(&store, key, None),
-                    Call::Numbered(number) => get(&store, key, Some(number)),
+                    Call::Put(put) => try_put(&store, home, key, put, (version, rewinds)),
+                    Call::GetNewest if is_head => head(&store, key),
+                    Call::GetNewest => get(&store, key, None),
+                    Call::GetVersion(number) => get(&store, key, Some(number)),
                     Call::Wait(number, _) => {
-                        let found = store.wait_for_version(&name(key), number, WAIT_TIMEOUT);
+                        let found = store.wait_for_version(&store_key(key), number, WAIT_TIMEOUT);
                         to_response(found.map(|version| found_version(key, &version)))
                     }
                     Call::Delete(number) => delete(&store, key, number),
-                    Call::Part { number, writer, of } => {
-                        try_put_part(&store, home, key, number, (writer, of))
+                    Call::Part { number, writer, writers } => {
+                        try_put_part(&store, home, key, number, (writer, writers))
                     }
                     Call::Pin(number, label) => to_response(
                         store
-                            .pin(&name(key), Some(number), &label.to_string())
-                            .map(|_| Answer::Done),
+                            .pin(&store_key(key), Some(number), &label.to_string())
+                            .map(|_| Response::Done),
                     ),
                     Call::Unpin(label) => to_response(
-                        store.unpin(&name(key), &label.to_string()).map(|()| Answer::Done),
+                        store.unpin(&store_key(key), &label.to_string()).map(|()| Response::Done),
                     ),
                 };
                 is_lost = answer.is_none();
@@ -199,7 +201,7 @@ impl Client<'_> {
                 self.connection.mark_lost(generation);
             }
             self.pinned[usize::from(key)] = client.pinned_after(call, answer);
-            if let Some(Answer::Put(number) | Answer::Found(number, _)) = answer {
+            if let Some(Response::Put(number) | Response::Found(number, _)) = answer {
                 let seen = &mut self.seen[usize::from(key)];
                 *seen = number.max(*seen);
             }
@@ -208,13 +210,13 @@ impl Client<'_> {
 }
 
 /// Puts a state dict. Returns `None` if the outcome is unknown.
-pub(crate) fn put_once(
+pub(crate) fn try_put(
     store: &Store,
-    home: Home,
+    home: LedgerStorage,
     key: u8,
     put: u32,
     (version, rewind): (Option<u64>, bool),
-) -> Option<Answer> {
+) -> Option<Response> {
     let options = PutOptions {
         version,
         rewind,
@@ -223,11 +225,11 @@ pub(crate) fn put_once(
         durability: home.durability(key),
         ..PutOptions::default()
     };
-    match store.put_state_dict(&name(key), &dict(key, put), &options) {
-        Ok(report) => Some(Answer::Put(place(report.epoch, report.version))),
+    match store.put_state_dict(&store_key(key), &dict(key, put), &options) {
+        Ok(report) => Some(Response::Put(position(report.epoch, report.version))),
         Err(error) => match error.kind() {
             ErrorKind::Unreachable => None,
-            ErrorKind::Overtaken | ErrorKind::Refused => Some(Answer::Failed),
+            ErrorKind::Overtaken | ErrorKind::Refused => Some(Response::Failed),
             _ => panic!("put {put} of {key}: {error}"),
         },
     }
@@ -238,29 +240,30 @@ pub(crate) fn put_once(
 /// Every attempt puts the same contents.
 fn try_put_part(
     store: &Store,
-    home: Home,
+    home: LedgerStorage,
     key: u8,
     number: u64,
-    (writer, of): (u32, u32),
-) -> Option<Answer> {
+    (writer, writers): (u32, u32),
+) -> Option<Response> {
     let options = PutOptions {
         version: Some(number),
         writer: Some(writer),
-        writers: Some((0..of).collect()),
+        writers: Some((0..writers).collect()),
         job: Some(JobId("together".into())),
         durability: home.durability(key),
         timeout: Duration::from_millis(200),
         ..PutOptions::default()
     };
-    match store.put_state_dict(&name(key), &part(key, name_of(number), writer), &options) {
-        Ok(report) if report.visible => Some(Answer::Put(report.version)),
-        Ok(_) => Some(Answer::Waits),
+    match store.put_state_dict(&store_key(key), &part(key, shared_put_id(number), writer), &options)
+    {
+        Ok(report) if report.visible => Some(Response::Put(report.version)),
+        Ok(_) => Some(Response::PartsMissing),
         Err(error) => match error.kind() {
             ErrorKind::Unreachable => None,
-            ErrorKind::Overtaken | ErrorKind::Refused | ErrorKind::Busy => Some(Answer::Failed),
+            ErrorKind::Overtaken | ErrorKind::Refused | ErrorKind::Busy => Some(Response::Failed),
             // An earlier attempt completed the version, which was deleted since.
             ErrorKind::NotFound if matches!(error.refusal(), Some(Refusal::Gone { .. })) => {
-                Some(Answer::Failed)
+                Some(Response::Failed)
             }
             _ => panic!("part {writer} of {number} of {key}: {error}"),
         },
@@ -268,49 +271,52 @@ fn try_put_part(
 }
 
 /// Gets a version, or the newest one.
-pub(crate) fn get(store: &Store, key: u8, version: Option<u64>) -> Option<Answer> {
+pub(crate) fn get(store: &Store, key: u8, version: Option<u64>) -> Option<Response> {
     let options = GetOptions { version, ..GetOptions::default() };
-    to_response(store.get_state_dict(&name(key), &options).map(|(dict, report)| {
-        let place = place(report.epoch, report.version);
-        let put = put_of(key, writers(key), &dict);
-        put.map_or(Answer::Torn(place), |put| Answer::Found(place, put))
+    to_response(store.get_state_dict(&store_key(key), &options).map(|(dict, report)| {
+        let place = position(report.epoch, report.version);
+        let put = identify_put(key, writers(key), &dict);
+        put.map_or(Response::Torn(place), |put| Response::Found(place, put))
     }))
 }
 
-fn head(store: &Store, key: u8) -> Option<Answer> {
+fn head(store: &Store, key: u8) -> Option<Response> {
     let found_version = |version: &VersionInfo| found_version(key, version);
     to_response(
-        store.head(&name(key)).map(|head| head.as_ref().map_or(Answer::Nothing, found_version)),
+        store
+            .head(&store_key(key))
+            .map(|head| head.as_ref().map_or(Response::NotFound, found_version)),
     )
 }
 
 /// Returns the response for a version.
 ///
 /// The writer of the version identifies the put. If it has several writers, the number does.
-fn found_version(key: u8, version: &VersionInfo) -> Answer {
-    let of = writers(key);
-    if of > 1 && version.writers == (0..of).collect() {
-        return Answer::Found(version.number, name_of(version.number));
+fn found_version(key: u8, version: &VersionInfo) -> Response {
+    let writer_count = writers(key);
+    if writer_count > 1 && version.writers == (0..writer_count).collect() {
+        return Response::Found(version.number, shared_put_id(version.number));
     }
-    let (put, place) = (version.writers.to_string().parse(), place(version.epoch, version.number));
-    put.map_or(Answer::Torn(place), |put| Answer::Found(place, put))
+    let (put, place) =
+        (version.writers.to_string().parse(), position(version.epoch, version.number));
+    put.map_or(Response::Torn(place), |put| Response::Found(place, put))
 }
 
-fn to_response(result: Result<Answer, Error>) -> Option<Answer> {
+fn to_response(result: Result<Response, Error>) -> Option<Response> {
     match result {
         Ok(answer) => Some(answer),
         Err(error) => match error.kind() {
-            ErrorKind::NotFound => Some(Answer::Nothing),
+            ErrorKind::NotFound => Some(Response::NotFound),
             ErrorKind::Unreachable => None,
             _ => panic!("a read: {error}"),
         },
     }
 }
 
-fn delete(store: &Store, key: u8, number: u64) -> Option<Answer> {
-    match store.delete(&name(key), Some(number)) {
-        Ok(0) => Some(Answer::Nothing),
-        Ok(1) => Some(Answer::Deleted),
+fn delete(store: &Store, key: u8, number: u64) -> Option<Response> {
+    match store.delete(&store_key(key), Some(number)) {
+        Ok(0) => Some(Response::NotFound),
+        Ok(1) => Some(Response::Deleted),
         Err(error) if error.kind() == ErrorKind::Unreachable => None,
         other => panic!("delete {number} of {key}: {other:?}"),
     }

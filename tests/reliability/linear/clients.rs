@@ -3,19 +3,19 @@
 use std::path::{Path, PathBuf};
 
 use rustix::process::Signal;
-use tssd_tests::dice::Dice;
+use tssd_tests::dice::SeededRng;
 
-use super::client::Told;
-use super::history::{Operation, read};
-use super::home::Home;
-use super::processes::{Process, client};
+use super::client::ClientConfig;
+use super::history::{Operation, parse_log};
+use super::home::LedgerStorage;
+use super::processes::{Process, spawn_client};
 
 /// Number of slots.
 pub(crate) const CLIENTS: usize = 6;
 
 /// Client processes that make calls and log them.
 pub(crate) struct Clients {
-    home: Home,
+    home: LedgerStorage,
     environment: Vec<(String, String)>,
     log: PathBuf,
     processes: Vec<Process>,
@@ -26,7 +26,7 @@ pub(crate) struct Clients {
 impl Clients {
     /// Starts the clients. `url` returns the address of the store for each slot.
     pub(crate) fn start(
-        home: Home,
+        home: LedgerStorage,
         environment: Vec<(String, String)>,
         folder: &Path,
         url: impl Fn(usize) -> String,
@@ -46,7 +46,7 @@ impl Clients {
         let (number, writer) = (self.started, u32::try_from(slot).unwrap());
         let (home, folder) = (self.home, self.log.clone());
         let (environment, threads) = (self.environment.clone(), home.threads());
-        client(&Told { url, home, environment, folder, number, threads, writer })
+        spawn_client(&ClientConfig { url, home, environment, folder, number, threads, writer })
     }
 
     /// Kills the client in a slot and starts another one in it.
@@ -57,14 +57,14 @@ impl Clients {
     }
 
     /// Stops the client in a slot for a while.
-    pub(crate) fn stop(&self, slot: usize, rng: &mut Dice) {
+    pub(crate) fn stop(&self, slot: usize, rng: &mut SeededRng) {
         self.processes[slot].signal(Signal::STOP);
-        rng.pause(200);
+        rng.sleep_below(200);
         self.processes[slot].signal(Signal::CONT);
     }
 
     /// Kills all clients.
-    pub(crate) fn end(&mut self) {
+    pub(crate) fn kill_all(&mut self) {
         assert!(self.processes.iter_mut().all(Process::is_running), "a client has failed");
         self.processes.clear();
     }
@@ -73,6 +73,6 @@ impl Clients {
     pub(crate) fn operations(&self) -> Vec<Operation> {
         let files = std::fs::read_dir(&self.log).unwrap();
         let texts = files.map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap());
-        texts.flat_map(|text| read(&text)).collect()
+        texts.flat_map(|text| parse_log(&text)).collect()
     }
 }

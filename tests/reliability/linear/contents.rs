@@ -42,7 +42,7 @@ pub(crate) fn part(key: u8, put: u32, writer: u32) -> StateDict {
 }
 
 /// Returns which put a state dict is. `None` if it is not one complete put of this key.
-pub(crate) fn put_of(key: u8, of: u32, dict: &StateDict) -> Option<u32> {
+pub(crate) fn identify_put(key: u8, of: u32, dict: &StateDict) -> Option<u32> {
     let Ok(Value::Int(put)) = dict.leaf("put") else { return None };
     let put = u32::try_from(put.as_i64()?).ok()?;
     let is_whole = |tensor| {

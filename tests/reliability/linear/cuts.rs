@@ -6,14 +6,14 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use tssd_store::ErrorKind;
 use tssd_store::blocking::Store;
-use tssd_tests::proof::Proof;
+use tssd_tests::proof::Campaign;
 
 use super::checker::check;
-use super::client::{get, put_once};
-use super::history::{Answer, Call, Recorder, read};
-use super::home::Home;
-use super::object::{keep, name, retain};
-use super::processes::Serve;
+use super::client::{get, try_put};
+use super::history::{Call, Recorder, Response, parse_log};
+use super::home::LedgerStorage;
+use super::object::{kept_versions, set_retention, store_key};
+use super::processes::LinearDaemon;
 use super::proxy::{Direction, Proxy};
 
 /// The key: durable, with several versions.
@@ -35,34 +35,35 @@ struct Setup {
     store: Store,
     recorder: Recorder<Vec<u8>>,
     puts: u32,
-    _serve: Serve,
+    _serve: LinearDaemon,
     _folder: TempDir,
 }
 
 impl Setup {
     fn new(over_tcp: bool) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let serve = Serve::over(folder.path());
+        let serve = LinearDaemon::with_root(folder.path());
         let proxy = if over_tcp {
-            Proxy::before(serve.address)
+            Proxy::listen_tcp(serve.address)
         } else {
-            Proxy::at(folder.path().join("proxy"), serve.socket.clone())
+            Proxy::listen_unix(folder.path().join("proxy"), serve.socket.clone())
         };
         let store = serve.connect();
-        retain(&store).unwrap();
+        set_retention(&store).unwrap();
         let recorder = Recorder(Vec::new());
         Self { proxy, store, recorder, puts: 0, _serve: serve, _folder: folder }
     }
 
-    fn put(&mut self, store: &Store) -> Option<Answer> {
+    fn put(&mut self, store: &Store) -> Option<Response> {
         self.puts += 1;
         let put = self.puts;
-        self.recorder
-            .record(KEY, Call::Put(put), || put_once(store, Home::Daemon, KEY, put, (None, false)))
+        self.recorder.record(KEY, Call::Put(put), || {
+            try_put(store, LedgerStorage::Daemon, KEY, put, (None, false))
+        })
     }
 
-    fn get(&mut self, store: &Store, version: Option<u64>) -> Option<Answer> {
-        let call = version.map_or(Call::Newest, Call::Numbered);
+    fn get(&mut self, store: &Store, version: Option<u64>) -> Option<Response> {
+        let call = version.map_or(Call::GetNewest, Call::GetVersion);
         self.recorder.record(KEY, call, || get(store, KEY, version))
     }
 
@@ -88,10 +89,10 @@ impl Setup {
     fn check_next_client(&mut self) {
         let started = Instant::now();
         let store = self.store.clone();
-        for version in store.versions(&name(KEY)).unwrap() {
+        for version in store.versions(&store_key(KEY)).unwrap() {
             assert!(self.get(&store, Some(version.number)).is_some(), "a get has a response");
         }
-        assert!(matches!(self.put(&store), Some(Answer::Put(_))), "a put succeeds");
+        assert!(matches!(self.put(&store), Some(Response::Put(_))), "a put succeeds");
         assert!(self.get(&store, None).is_some(), "a get has a response");
         let elapsed = started.elapsed();
         assert!(elapsed < MAX_LATENCY, "the next client was blocked for {elapsed:?}");
@@ -99,8 +100,8 @@ impl Setup {
 
     /// Checks the history. Returns the number of its operations.
     fn check(&self) -> u64 {
-        let operations = read(std::str::from_utf8(&self.recorder.0).unwrap());
-        let checked = check(keep(KEY), &operations);
+        let operations = parse_log(std::str::from_utf8(&self.recorder.0).unwrap());
+        let checked = check(kept_versions(KEY), &operations);
         assert!(checked.is_ok(), "{checked:#?}");
         operations.len() as u64
     }
@@ -126,7 +127,13 @@ impl CutSeries {
         assert!(setup.run_session(), "a session without a cut succeeds");
         setup.check_next_client();
         setup.check();
-        Self { over_tcp, direction, bytes: setup.proxy.passed(direction), tried: 0, cut: 0 }
+        Self {
+            over_tcp,
+            direction,
+            bytes: setup.proxy.forwarded_bytes(direction),
+            tried: 0,
+            cut: 0,
+        }
     }
 
     /// Returns the next offset, far from the previous one.
@@ -140,7 +147,7 @@ impl CutSeries {
 
     fn figures(&self) -> Value {
         let endpoint = if self.over_tcp { "address" } else { "socket" };
-        let preposition = if self.direction == Direction::Up { "to" } else { "from" };
+        let preposition = if self.direction == Direction::ToDaemon { "to" } else { "from" };
         json!({ "way": format!("{preposition} the {endpoint}"), "of": self.bytes, "cut": self.cut })
     }
 
@@ -156,21 +163,23 @@ fn is_coprime(left: u64, right: u64) -> bool {
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn session_cut_after_any_byte_keeps_history_linearizable() {
-    let campaign = Proof::begin("histories: cuts");
-    let directions = [Direction::Up, Direction::Down];
+    let campaign = Campaign::start("histories: cuts");
+    let directions = [Direction::ToDaemon, Direction::FromDaemon];
     let transports = [false, true].into_iter();
     let mut all_series: Vec<CutSeries> = transports
         .flat_map(|over_tcp| directions.map(|direction| CutSeries::measure(over_tcp, direction)))
         .collect();
     let (mut unanswered, mut operations) = (0, 0);
     let cut = |all_series: &[CutSeries]| all_series.iter().map(|series| series.cut).sum::<u64>();
-    while campaign.goes_on(cut(&all_series), 1000) && !all_series.iter().all(CutSeries::is_done) {
+    while campaign.should_continue(cut(&all_series), 1000)
+        && !all_series.iter().all(CutSeries::is_done)
+    {
         for series in &mut all_series {
             let mut setup = Setup::new(series.over_tcp);
             for _ in 0..SESSIONS_PER_DAEMON.min(series.bytes - series.tried) {
                 setup.proxy.cut_after(series.direction, series.next_offset());
                 let is_answered = setup.run_session();
-                series.cut += u64::from(setup.proxy.has_cut());
+                series.cut += u64::from(setup.proxy.has_reached_limit());
                 unanswered += u64::from(!is_answered);
                 setup.check_next_client();
             }
@@ -178,7 +187,7 @@ fn session_cut_after_any_byte_keeps_history_linearizable() {
         }
     }
     let offsets: Vec<Value> = all_series.iter().map(CutSeries::figures).collect();
-    campaign.end(json!({
+    campaign.finish(json!({
         "cuts": cut(&all_series),
         "sessions not answered": unanswered,
         "operations": operations,

@@ -11,21 +11,21 @@ pub(crate) struct Operation {
     /// Number of the key.
     pub(crate) key: u8,
     /// Time of the invocation, in nanoseconds.
-    pub(crate) asked: u64,
+    pub(crate) invoked_at: u64,
     /// Time of the response, in nanoseconds. Without one, the time until which it may have taken effect.
-    pub(crate) answered: u64,
+    pub(crate) returned_at: u64,
     pub(crate) call: Call,
     /// `None` if the outcome is unknown: the connection was cut, or the client killed.
-    pub(crate) answer: Option<Answer>,
+    pub(crate) response: Option<Response>,
 }
 
 /// Returns the position of a version as one number. Each epoch is above all earlier ones.
-pub(crate) fn place(epoch: u32, number: u64) -> u64 {
+pub(crate) fn position(epoch: u32, number: u64) -> u64 {
     u64::from(epoch) << EPOCH_SHIFT | number
 }
 
 /// Returns the version number at a position.
-pub(crate) fn number_at(place: u64) -> u64 {
+pub(crate) fn version_number(place: u64) -> u64 {
     place & ((1 << EPOCH_SHIFT) - 1)
 }
 
@@ -38,9 +38,9 @@ const EPOCH_SHIFT: u32 = 32;
 pub(crate) enum Call {
     Put(u32),
     /// Reads the newest version: its contents, or its head.
-    Newest,
+    GetNewest,
     /// Reads the version of a number.
-    Numbered(u64),
+    GetVersion(u64),
     /// Waits for this number or a higher one, with a timeout in nanoseconds.
     Wait(u64, u64),
     /// Deletes the version of a number that the same client has observed.
@@ -49,7 +49,7 @@ pub(crate) enum Call {
     Part {
         number: u64,
         writer: u32,
-        of: u32,
+        writers: u32,
     },
     /// Puts a label, which is used once, on the version of a number.
     Pin(u64, u32),
@@ -66,7 +66,7 @@ impl Call {
 
 /// The response of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) enum Answer {
+pub(crate) enum Response {
     /// The put is visible as the version of this number.
     Put(u64),
     /// The put was refused or overtaken. No client ever observes it.
@@ -74,10 +74,10 @@ pub(crate) enum Answer {
     /// The version of this number, which is this put.
     Found(u64, u32),
     /// No such version exists.
-    Nothing,
+    NotFound,
     Deleted,
     /// The part is stored, and others are missing.
-    Waits,
+    PartsMissing,
     /// The label is set, or removed.
     Done,
     /// The version of this number is a mixture of puts.
@@ -86,10 +86,10 @@ pub(crate) enum Answer {
 
 impl Operation {
     /// Returns the number and the put of a version that the operation has observed.
-    pub(crate) fn seen(&self) -> Option<(u64, u32)> {
-        match (self.call, self.answer?) {
-            (Call::Part { .. }, Answer::Put(number)) => Some((number, name_of(number))),
-            (Call::Put(put), Answer::Put(number)) | (_, Answer::Found(number, put)) => {
+    pub(crate) fn observed_version(&self) -> Option<(u64, u32)> {
+        match (self.call, self.response?) {
+            (Call::Part { .. }, Response::Put(number)) => Some((number, shared_put_id(number))),
+            (Call::Put(put), Response::Put(number)) | (_, Response::Found(number, put)) => {
                 Some((number, put))
             }
             _ => None,
@@ -98,17 +98,17 @@ impl Operation {
 
     /// Returns whether the call may have an effect without a response.
     fn changes(&self) -> bool {
-        !matches!(self.call, Call::Newest | Call::Numbered(_) | Call::Wait(..))
+        !matches!(self.call, Call::GetNewest | Call::GetVersion(_) | Call::Wait(..))
     }
 }
 
 /// Returns the name of the put of a version of several writers.
-pub(crate) fn name_of(number: u64) -> u32 {
+pub(crate) fn shared_put_id(number: u64) -> u32 {
     u32::try_from(number).unwrap()
 }
 
 /// Returns nanoseconds of the monotonic clock, which all processes of a host share.
-pub(crate) fn now() -> u64 {
+pub(crate) fn monotonic_nanos() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
 }
@@ -125,19 +125,20 @@ impl<W: Write> Recorder<W> {
         &mut self,
         key: u8,
         call: Call,
-        work: impl FnOnce() -> Option<Answer>,
-    ) -> Option<Answer> {
-        let asked = now();
-        let mut operation = Operation { key, asked, answered: u64::MAX, call, answer: None };
+        work: impl FnOnce() -> Option<Response>,
+    ) -> Option<Response> {
+        let asked = monotonic_nanos();
+        let mut operation =
+            Operation { key, invoked_at: asked, returned_at: u64::MAX, call, response: None };
         if operation.changes() {
             self.write(&operation);
         }
-        operation.answer = work();
-        if operation.answer.is_some() {
-            operation.answered = now();
+        operation.response = work();
+        if operation.response.is_some() {
+            operation.returned_at = monotonic_nanos();
             self.write(&operation);
         }
-        operation.answer
+        operation.response
     }
 
     /// Writes a line at once. If the process is killed, the line is whole or has no end.
@@ -149,12 +150,13 @@ impl<W: Write> Recorder<W> {
 }
 
 /// Parses what one thread has logged.
-pub(crate) fn read(text: &str) -> Vec<Operation> {
+pub(crate) fn parse_log(text: &str) -> Vec<Operation> {
     let mut operations: Vec<Operation> = Vec::new();
     for line in text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n')) {
         let operation: Operation = serde_json::from_str(line).unwrap();
         // A call was logged at its invocation, and again with its response.
-        operations.pop_if(|last| last.answer.is_none() && last.asked == operation.asked);
+        operations
+            .pop_if(|last| last.response.is_none() && last.invoked_at == operation.invoked_at);
         operations.push(operation);
     }
     operations

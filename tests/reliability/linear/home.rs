@@ -7,7 +7,7 @@ use super::object::is_on_disk;
 
 /// Where the ledgers of all keys are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Home {
+pub(crate) enum LedgerStorage {
     /// In the directory of a daemon.
     Daemon,
     /// In etcd. The daemons keep versions in memory.
@@ -18,7 +18,7 @@ pub(crate) enum Home {
     Bucket,
 }
 
-impl Home {
+impl LedgerStorage {
     /// Returns the number of threads of a client. The server of the bucket is sequential.
     pub(crate) fn threads(self) -> u32 {
         if self == Self::Bucket { 1 } else { 4 }

@@ -5,10 +5,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::history::{Answer, Call, Operation, name_of};
+use super::history::{Call, Operation, Response, shared_put_id};
 
 /// Maximum number of operations.
-pub(crate) const LONGEST: usize = 128;
+pub(crate) const MAX_OPERATIONS: usize = 128;
 
 /// A sequential store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -36,14 +36,15 @@ impl Store {
 
 /// Returns whether an order exists.
 pub(crate) fn is_linearizable(keep: usize, operations: &[Operation]) -> bool {
-    let seen = operations.iter().filter_map(Operation::seen);
+    let seen = operations.iter().filter_map(Operation::observed_version);
     let observed: BTreeMap<u32, u64> = seen.map(|(number, put)| (put, number)).collect();
-    let effective = operations.iter().filter(|operation| operation.answer != Some(Answer::Failed));
+    let effective =
+        operations.iter().filter(|operation| operation.response != Some(Response::Failed));
     let operations: Vec<&Operation> = effective.collect();
-    assert!(operations.len() <= LONGEST);
+    assert!(operations.len() <= MAX_OPERATIONS);
     let is_optional = |operation: &Operation| match operation.call {
-        Call::Put(put) => operation.answer.is_none() && !observed.contains_key(&put),
-        _ => operation.answer.is_none(),
+        Call::Put(put) => operation.response.is_none() && !observed.contains_key(&put),
+        _ => operation.response.is_none(),
     };
     let required = operations.iter().enumerate().filter(|(_, operation)| !is_optional(operation));
     let required: u128 = required.map(|(index, _)| 1 << index).sum();
@@ -72,10 +73,12 @@ impl Search<'_> {
         let is_remaining = |index: &usize| executed & 1 << index == 0;
         let remaining: Vec<usize> = (0..self.operations.len()).filter(is_remaining).collect();
         let required_left = remaining.iter().filter(|index| self.required & 1 << **index != 0);
-        let earliest_response = required_left.map(|index| self.operations[*index].answered).min();
+        let earliest_response =
+            required_left.map(|index| self.operations[*index].returned_at).min();
         remaining.into_iter().any(|index| {
             let operation = self.operations[index];
-            earliest_response.is_none_or(|earliest_response| operation.asked <= earliest_response)
+            earliest_response
+                .is_none_or(|earliest_response| operation.invoked_at <= earliest_response)
                 && self
                     .execute(store, operation)
                     .is_some_and(|next| self.has_order(executed | 1 << index, &next))
@@ -89,11 +92,11 @@ impl Search<'_> {
         let find = |wanted: u64| {
             store.visible.iter().position(|(number, put)| *number == wanted && put.is_some())
         };
-        let is_consistent = match (operation.call, operation.answer) {
-            (_, Some(Answer::Torn(_))) => false,
+        let is_consistent = match (operation.call, operation.response) {
+            (_, Some(Response::Torn(_))) => false,
             (Call::Put(put), answer) => {
                 let (number, put) = match answer {
-                    Some(Answer::Put(number)) => (number, Some(put)),
+                    Some(Response::Put(number)) => (number, Some(put)),
                     _ => match self.observed.get(&put) {
                         Some(number) => (*number, Some(put)),
                         None => (store.highest + 1, None),
@@ -104,57 +107,57 @@ impl Search<'_> {
                 next.apply_retention(self.keep);
                 number > store.highest
             }
-            (Call::Part { number, writer, of }, answer) => {
+            (Call::Part { number, writer, writers }, answer) => {
                 next.parts.insert((number, writer));
                 let is_new = number > store.highest;
-                let is_whole = (0..of).all(|writer| next.parts.contains(&(number, writer)));
-                if is_new && is_whole && answer != Some(Answer::Waits) {
+                let is_whole = (0..writers).all(|writer| next.parts.contains(&(number, writer)));
+                if is_new && is_whole && answer != Some(Response::PartsMissing) {
                     next.highest = number;
-                    next.visible.push((number, Some(name_of(number))));
+                    next.visible.push((number, Some(shared_put_id(number))));
                     next.completed.insert(number);
                     next.apply_retention(self.keep);
                 }
                 match answer {
-                    Some(Answer::Waits) => is_new,
+                    Some(Response::PartsMissing) => is_new,
                     Some(answer) => {
-                        answer == Answer::Put(number) && next.completed.contains(&number)
+                        answer == Response::Put(number) && next.completed.contains(&number)
                     }
                     None => true,
                 }
             }
             (Call::Pin(number, label), answer) => {
                 let exists = find(number).is_some();
-                if exists && answer != Some(Answer::Nothing) {
+                if exists && answer != Some(Response::NotFound) {
                     next.pins.insert(label, number);
                 }
-                answer.is_none_or(|answer| (answer == Answer::Done) == exists)
+                answer.is_none_or(|answer| (answer == Response::Done) == exists)
             }
             (Call::Unpin(label), _) => {
                 next.pins.remove(&label);
                 next.apply_retention(self.keep);
                 true
             }
-            (Call::Newest, Some(Answer::Found(number, put))) => {
+            (Call::GetNewest, Some(Response::Found(number, put))) => {
                 newest == Some(&(number, Some(put)))
             }
-            (Call::Newest, _) => newest.is_none(),
-            (Call::Numbered(wanted), Some(Answer::Found(number, put))) => {
+            (Call::GetNewest, _) => newest.is_none(),
+            (Call::GetVersion(wanted), Some(Response::Found(number, put))) => {
                 number == wanted && store.visible.contains(&(number, Some(put)))
             }
-            (Call::Numbered(number), _) => find(number).is_none(),
-            (Call::Wait(wanted, _), Some(Answer::Found(number, put))) => {
+            (Call::GetVersion(number), _) => find(number).is_none(),
+            (Call::Wait(wanted, _), Some(Response::Found(number, put))) => {
                 number >= wanted && newest == Some(&(number, Some(put)))
             }
             (Call::Wait(wanted, patience), _) => {
-                operation.answered - operation.asked >= patience
+                operation.returned_at - operation.invoked_at >= patience
                     && newest.is_none_or(|(number, _)| *number < wanted)
             }
             (Call::Delete(number), answer) => {
                 let place = find(number);
-                if let Some(place) = place.filter(|_| answer != Some(Answer::Nothing)) {
+                if let Some(place) = place.filter(|_| answer != Some(Response::NotFound)) {
                     next.visible.remove(place);
                 }
-                answer.is_none_or(|answer| (answer == Answer::Deleted) == place.is_some())
+                answer.is_none_or(|answer| (answer == Response::Deleted) == place.is_some())
             }
         };
         is_consistent.then_some(next)

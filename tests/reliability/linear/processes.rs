@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use tssd_store::blocking::Store;
 use tssd_tests::command::binary;
 
-use super::client::{TOLD, Told};
+use super::client::{CONFIG_VAR, ClientConfig};
 
 /// A process. Killed on drop.
 pub(crate) struct Process(Child);
@@ -39,15 +39,15 @@ impl Drop for Process {
 }
 
 /// A `tssd serve` process with a socket and a TCP address.
-pub(crate) struct Serve {
+pub(crate) struct LinearDaemon {
     pub(crate) process: Process,
     pub(crate) socket: PathBuf,
     pub(crate) address: SocketAddr,
 }
 
-impl Serve {
+impl LinearDaemon {
     /// Starts a daemon with a directory.
-    pub(crate) fn over(folder: &Path) -> Self {
+    pub(crate) fn with_root(folder: &Path) -> Self {
         Self::start(folder, "--root", folder.to_str().unwrap())
     }
 
@@ -78,12 +78,12 @@ impl Serve {
 }
 
 /// Starts this program as a client.
-pub(crate) fn client(config: &Told) -> Process {
+pub(crate) fn spawn_client(config: &ClientConfig) -> Process {
     let module = module_path!().split_once("::").unwrap().1;
     let test = module.replace("processes", "client::child");
     let child = Command::new(std::env::current_exe().unwrap())
         .args([&test, "--exact", "--ignored", "--nocapture"])
-        .env(TOLD, serde_json::to_string(config).unwrap())
+        .env(CONFIG_VAR, serde_json::to_string(config).unwrap())
         .envs(config.environment.iter().map(|(name, value)| (name, value)))
         .stdin(Stdio::piped())
         .stdout(Stdio::null())

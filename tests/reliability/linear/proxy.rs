@@ -24,12 +24,12 @@ const BLOCK_BYTES: usize = 64 << 10;
 
 /// Address of a proxy or of its upstream.
 #[derive(Clone, Debug)]
-pub(crate) enum Place {
+pub(crate) enum Endpoint {
     Socket(PathBuf),
     Address(SocketAddr),
 }
 
-impl Place {
+impl Endpoint {
     fn connect(&self) -> io::Result<OwnedFd> {
         Ok(match self {
             Self::Socket(path) => UnixStream::connect(path)?.into(),
@@ -70,19 +70,19 @@ impl Listener {
 /// Direction of data: to the daemon, or from it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Direction {
-    Up,
-    Down,
+    ToDaemon,
+    FromDaemon,
 }
 
 /// A proxy. It and its connections end on drop.
 pub(crate) struct Proxy {
-    endpoint: Place,
+    endpoint: Endpoint,
     shared: Arc<Mutex<State>>,
     thread: Option<JoinHandle<()>>,
 }
 
 struct State {
-    upstream: Place,
+    upstream: Endpoint,
     /// Both ends of each connection.
     connections: Vec<[Weak<OwnedFd>; 2]>,
     /// Delay of each block.
@@ -123,19 +123,23 @@ impl State {
 
 impl Proxy {
     /// Starts a proxy in front of a TCP address.
-    pub(crate) fn before(upstream: SocketAddr) -> Self {
+    pub(crate) fn listen_tcp(upstream: SocketAddr) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let endpoint = Place::Address(listener.local_addr().unwrap());
-        Self::start(Listener::Address(listener), endpoint, Place::Address(upstream))
+        let endpoint = Endpoint::Address(listener.local_addr().unwrap());
+        Self::start(Listener::Address(listener), endpoint, Endpoint::Address(upstream))
     }
 
     /// Starts a proxy at a Unix socket, in front of another one.
-    pub(crate) fn at(socket: PathBuf, upstream: PathBuf) -> Self {
+    pub(crate) fn listen_unix(socket: PathBuf, upstream: PathBuf) -> Self {
         let listener = UnixListener::bind(&socket).unwrap();
-        Self::start(Listener::Socket(listener), Place::Socket(socket), Place::Socket(upstream))
+        Self::start(
+            Listener::Socket(listener),
+            Endpoint::Socket(socket),
+            Endpoint::Socket(upstream),
+        )
     }
 
-    fn start(listener: Listener, endpoint: Place, upstream: Place) -> Self {
+    fn start(listener: Listener, endpoint: Endpoint, upstream: Endpoint) -> Self {
         let shared = Arc::new(Mutex::new(State {
             upstream,
             connections: Vec::new(),
@@ -167,22 +171,22 @@ impl Proxy {
     }
 
     /// Sets the upstream of new connections.
-    pub(crate) fn turn_to(&self, upstream: SocketAddr) {
-        self.state().upstream = Place::Address(upstream);
+    pub(crate) fn set_upstream(&self, upstream: SocketAddr) {
+        self.state().upstream = Endpoint::Address(upstream);
     }
 
     /// Sets the delay of each block.
-    pub(crate) fn delay(&self, delay: Duration) {
+    pub(crate) fn set_delay(&self, delay: Duration) {
         self.state().delay = delay;
     }
 
     /// Cuts all connections. Returns their number.
-    pub(crate) fn cut(&self) -> u64 {
+    pub(crate) fn cut_all(&self) -> u64 {
         self.state().cut()
     }
 
     /// Returns the number of bytes forwarded in a direction.
-    pub(crate) fn passed(&self, direction: Direction) -> u64 {
+    pub(crate) fn forwarded_bytes(&self, direction: Direction) -> u64 {
         self.state().passed[direction as usize]
     }
 
@@ -194,7 +198,7 @@ impl Proxy {
     }
 
     /// Returns whether that limit was reached.
-    pub(crate) fn has_cut(&self) -> bool {
+    pub(crate) fn has_reached_limit(&self) -> bool {
         let state = self.state();
         state.limit.is_some_and(|(direction, limit)| state.passed[direction as usize] == limit)
     }
@@ -224,9 +228,9 @@ fn connect_upstream(client: OwnedFd, shared: &Arc<Mutex<State>>) -> io::Result<(
         state.connections.retain(|endpoints| endpoints[0].strong_count() > 0);
         state.connections.push([Arc::downgrade(&endpoints[0]), Arc::downgrade(&endpoints[1])]);
     }
-    for direction in [Direction::Up, Direction::Down] {
+    for direction in [Direction::ToDaemon, Direction::FromDaemon] {
         let (mut from, mut to) = (endpoints[0].clone(), endpoints[1].clone());
-        if direction == Direction::Down {
+        if direction == Direction::FromDaemon {
             std::mem::swap(&mut from, &mut to);
         }
         let shared = shared.clone();

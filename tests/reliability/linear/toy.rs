@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use tssd_format::StateDict;
-use tssd_tests::dice::Dice;
+use tssd_tests::dice::SeededRng;
 
-use super::contents::{dict, part, put_of};
-use super::history::{Answer, Call, name_of};
+use super::contents::{dict, identify_put, part};
+use super::history::{Call, Response, shared_put_id};
 
 /// Bugs of the store.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -85,7 +85,7 @@ pub(crate) const BUGS: [Bug; 22] = [
 type Version = (u64, StateDict);
 
 /// A store of one key.
-pub(crate) struct Toy {
+pub(crate) struct ToyStore {
     keep: usize,
     bug: Option<Bug>,
     visible: Vec<Version>,
@@ -100,58 +100,58 @@ pub(crate) struct Toy {
     writers: u32,
     /// Version numbers by label.
     pins: BTreeMap<u32, u64>,
-    rng: Dice,
+    rng: SeededRng,
 }
 
 const KEY: u8 = 0;
 
-impl Toy {
+impl ToyStore {
     pub(crate) fn new(keep: usize, bug: Option<Bug>) -> Self {
         let (visible, removed, acknowledged) = (Vec::new(), Vec::new(), None);
-        let (parts, pins, rng) = (BTreeMap::new(), BTreeMap::new(), Dice::new(7));
+        let (parts, pins, rng) = (BTreeMap::new(), BTreeMap::new(), SeededRng::new(7));
         Self { keep, bug, visible, highest: 0, removed, acknowledged, parts, writers: 1, pins, rng }
     }
 
     /// Returns whether the bug is enabled and occurs this time.
     fn occurs(&mut self, bug: Bug) -> bool {
-        self.bug == Some(bug) && self.rng.hits(4)
+        self.bug == Some(bug) && self.rng.one_in(4)
     }
 
     /// Skips a number, as after a put that failed after it had begun.
-    pub(crate) fn skip(&mut self) {
+    pub(crate) fn skip_number(&mut self) {
         self.highest += 1;
     }
 
     /// Executes a call. Some bugs affect every second client only.
-    pub(crate) fn answer(&mut self, call: Call, is_odd: bool) -> Option<Answer> {
+    pub(crate) fn execute(&mut self, call: Call, is_odd: bool) -> Option<Response> {
         match call {
             Call::Put(put) => self.put(put),
-            Call::Newest => Some(self.newest(is_odd)),
-            Call::Numbered(number) => Some(self.numbered(number)),
+            Call::GetNewest => Some(self.newest(is_odd)),
+            Call::GetVersion(number) => Some(self.numbered(number)),
             Call::Wait(number, _) => Some(self.wait(number)),
             Call::Delete(number) => Some(self.delete(number)),
-            Call::Part { number, writer, of } => Some(self.part(number, writer, of)),
+            Call::Part { number, writer, writers } => Some(self.part(number, writer, writers)),
             Call::Pin(number, label) => {
                 let is_there = self.visible.iter().any(|version| version.0 == number);
                 if is_there {
                     self.pins.insert(label, number);
                 }
-                Some(if is_there { Answer::Done } else { Answer::Nothing })
+                Some(if is_there { Response::Done } else { Response::NotFound })
             }
             Call::Unpin(label) => {
                 if !self.occurs(Bug::PinNotRemoved) {
                     self.pins.remove(&label);
                 }
                 self.apply_retention();
-                Some(Answer::Done)
+                Some(Response::Done)
             }
         }
     }
 
-    fn put(&mut self, put: u32) -> Option<Answer> {
+    fn put(&mut self, put: u32) -> Option<Response> {
         if self.occurs(Bug::FailedPutVisible) {
             self.make_visible(self.highest + 1, dict(KEY, put));
-            return Some(Answer::Failed);
+            return Some(Response::Failed);
         }
         if self.occurs(Bug::DuplicateVersion) {
             self.make_visible(self.highest + 1, dict(KEY, put));
@@ -167,7 +167,7 @@ impl Toy {
         };
         if self.occurs(Bug::LostUpdate) {
             self.highest = number;
-            return Some(Answer::Put(number));
+            return Some(Response::Put(number));
         }
         if let Some((number, dict)) = self.acknowledged.take() {
             self.make_visible(number, dict);
@@ -178,7 +178,7 @@ impl Toy {
         } else {
             self.make_visible(number, dict(KEY, put));
         }
-        Some(Answer::Put(number))
+        Some(Response::Put(number))
     }
 
     fn make_visible(&mut self, number: u64, dict: StateDict) {
@@ -204,15 +204,15 @@ impl Toy {
     }
 
     /// Puts a part. The version is visible when all its parts are stored.
-    fn part(&mut self, number: u64, writer: u32, writers: u32) -> Answer {
+    fn part(&mut self, number: u64, writer: u32, writers: u32) -> Response {
         self.writers = writers;
         let parts = self.parts.entry(number).or_default();
         let is_complete = parts.len() == writers as usize;
         if is_complete && !self.occurs(Bug::PendingAfterVisible) {
-            return Answer::Put(number);
+            return Response::Put(number);
         }
         if number <= self.highest {
-            return if is_complete { Answer::Waits } else { Answer::Failed };
+            return if is_complete { Response::PartsMissing } else { Response::Failed };
         }
         let is_early = self.occurs(Bug::VisibleTooEarly);
         let parts = self.parts.entry(number).or_default();
@@ -221,26 +221,26 @@ impl Toy {
             parts.extend(0..writers);
         }
         if parts.len() < writers as usize {
-            return Answer::Waits;
+            return Response::PartsMissing;
         }
         let is_torn = self.occurs(Bug::TornParts);
-        let mut whole = part(KEY, name_of(number), 0);
+        let mut whole = part(KEY, shared_put_id(number), 0);
         for writer in 1..writers {
             let number = if is_torn { number - 1 } else { number };
-            for (name, value) in part(KEY, name_of(number), writer).leaves() {
+            for (name, value) in part(KEY, shared_put_id(number), writer).leaves() {
                 whole.insert(name.fqn(), value.clone());
             }
         }
-        whole.insert("put", i64::from(name_of(number)));
+        whole.insert("put", i64::from(shared_put_id(number)));
         self.make_visible(number, whole);
-        Answer::Put(number)
+        Response::Put(number)
     }
 
-    fn newest(&mut self, is_odd: bool) -> Answer {
+    fn newest(&mut self, is_odd: bool) -> Response {
         let is_stale = self.occurs(Bug::StaleRead) || is_odd && self.occurs(Bug::NotMonotonic);
         let is_stale = is_stale || self.visible.is_empty() && self.occurs(Bug::DeletedNewest);
         let newest = if is_stale { self.removed.last() } else { self.visible.last() };
-        let Some((number, stored)) = newest.cloned() else { return Answer::Nothing };
+        let Some((number, stored)) = newest.cloned() else { return Response::NotFound };
         if self.occurs(Bug::TornRead)
             && let Some((_, other)) = self.removed.last()
         {
@@ -254,42 +254,42 @@ impl Toy {
         self.found(number, &stored)
     }
 
-    fn numbered(&mut self, number: u64) -> Answer {
+    fn numbered(&mut self, number: u64) -> Response {
         let is_of = |version: &&Version| version.0 == number;
         let mut version = self.visible.iter().find(is_of).cloned();
         let is_late = self.occurs(Bug::DisplacedTooLate) || self.occurs(Bug::DeletedVersionFound);
         if version.is_none() && is_late {
             version = self.removed.iter().find(is_of).cloned();
         }
-        version.map_or(Answer::Nothing, |(number, dict)| self.found(number, &dict))
+        version.map_or(Response::NotFound, |(number, dict)| self.found(number, &dict))
     }
 
     /// Never waits. Its clients use a timeout of zero.
-    fn wait(&mut self, wanted: u64) -> Answer {
+    fn wait(&mut self, wanted: u64) -> Response {
         if self.occurs(Bug::WaitTooEarly) {
             return self.newest(false);
         }
         match self.visible.last() {
             Some((number, dict)) if *number >= wanted => self.found(*number, dict),
-            _ => Answer::Nothing,
+            _ => Response::NotFound,
         }
     }
 
     /// Returns the timeout of a wait, in nanoseconds.
-    pub(crate) fn patience(&mut self) -> u64 {
+    pub(crate) fn wait_timeout(&mut self) -> u64 {
         if self.occurs(Bug::WaitTooShort) { 1_000_000_000 } else { 0 }
     }
 
-    fn delete(&mut self, number: u64) -> Answer {
+    fn delete(&mut self, number: u64) -> Response {
         if let Some(place) = self.visible.iter().position(|version| version.0 == number) {
             self.removed.push(self.visible.remove(place));
-            return Answer::Deleted;
+            return Response::Deleted;
         }
-        if self.occurs(Bug::DeletedTwice) { Answer::Deleted } else { Answer::Nothing }
+        if self.occurs(Bug::DeletedTwice) { Response::Deleted } else { Response::NotFound }
     }
 
-    fn found(&self, number: u64, dict: &StateDict) -> Answer {
-        let put = put_of(KEY, self.writers, dict);
-        put.map_or(Answer::Torn(number), |put| Answer::Found(number, put))
+    fn found(&self, number: u64, dict: &StateDict) -> Response {
+        let put = identify_put(KEY, self.writers, dict);
+        put.map_or(Response::Torn(number), |put| Response::Found(number, put))
     }
 }

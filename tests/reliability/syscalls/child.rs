@@ -25,7 +25,7 @@ use super::scenario::{Scenario, Step, keep};
 use crate::contents::Contents;
 
 pub(crate) const SCENARIO: &str = "TSSD_RELIABILITY_SCENARIO";
-pub(crate) const PLACE: &str = "TSSD_RELIABILITY_PLACE";
+pub(crate) const WORK_DIR: &str = "TSSD_RELIABILITY_PLACE";
 
 /// Elements of each tensor.
 const ELEMENTS: u64 = 256;
@@ -34,7 +34,7 @@ const ELEMENTS: u64 = 256;
 const BUCKET: u64 = 1 << 10;
 
 /// Returns the directory of the store in the working directory of a process.
-pub(crate) fn root(place: &Path) -> PathBuf {
+pub(crate) fn store_root(place: &Path) -> PathBuf {
     place.join("root")
 }
 
@@ -59,8 +59,10 @@ fn options(version: u64) -> PutOptions {
 #[test]
 #[ignore = "a process of `syscalls`"]
 fn process() {
-    let (Ok(scenario), Ok(place)) = (std::env::var(SCENARIO), std::env::var(PLACE)) else { return };
-    let scenario = Scenario::named(&scenario);
+    let (Ok(scenario), Ok(place)) = (std::env::var(SCENARIO), std::env::var(WORK_DIR)) else {
+        return;
+    };
+    let scenario = Scenario::by_name(&scenario);
     pin_to_one_core();
     let mut runtime = Builder::new_current_thread();
     runtime.enable_all().max_blocking_threads(1).thread_keep_alive(Duration::from_hours(1));
@@ -69,9 +71,10 @@ fn process() {
         let worker = tokio::task::spawn_blocking(|| gettid().as_raw_nonzero()).await.unwrap();
         print_line(format_args!("threads {main} {worker}"));
         std::io::stdin().read_line(&mut String::new()).unwrap();
-        let mut actor = Actor { place: place.into(), is_daemon: scenario.is_daemon, store: None };
+        let mut actor =
+            StepRunner { work_dir: place.into(), is_daemon: scenario.is_daemon, store: None };
         for (index, step) in scenario.steps.iter().enumerate() {
-            match actor.perform(*step).await {
+            match actor.run_step(*step).await {
                 Ok(()) => print_line(format_args!("ack {index}")),
                 Err(error) => {
                     print_line(format_args!("err {} {error}", error.kind().name()));
@@ -104,13 +107,13 @@ fn pin_to_one_core() {
     sched_setaffinity(None, &one).unwrap();
 }
 
-pub(crate) struct Actor {
-    pub(crate) place: PathBuf,
+pub(crate) struct StepRunner {
+    pub(crate) work_dir: PathBuf,
     pub(crate) is_daemon: bool,
     pub(crate) store: Option<Store>,
 }
 
-impl Actor {
+impl StepRunner {
     async fn store(&mut self) -> Result<Store> {
         if self.store.is_none() {
             self.store = Some(self.open_store().await?);
@@ -119,11 +122,11 @@ impl Actor {
     }
 
     async fn open_store(&self) -> Result<Store> {
-        let root = root(&self.place);
+        let root = store_root(&self.work_dir);
         if !self.is_daemon {
             return tokio::task::spawn_blocking(|| Store::directory(root)).await.unwrap();
         }
-        let socket = self.place.join("run/socket");
+        let socket = self.work_dir.join("run/socket");
         let mut options = DaemonOptions::at(&socket, 64 << 20);
         options.root = Some(root);
         match Daemon::bind(options).await {
@@ -136,10 +139,10 @@ impl Actor {
     }
 
     /// Starts a daemon, which sweeps, and ends it.
-    pub(crate) async fn sweep(&mut self) -> Result<()> {
+    pub(crate) async fn run_sweep(&mut self) -> Result<()> {
         self.store = None;
-        let mut options = DaemonOptions::at(self.place.join("run/socket"), 64 << 20);
-        options.root = Some(root(&self.place));
+        let mut options = DaemonOptions::at(self.work_dir.join("run/socket"), 64 << 20);
+        options.root = Some(store_root(&self.work_dir));
         Daemon::bind(options).await?.serve(std::future::ready(())).await
     }
 
@@ -149,10 +152,10 @@ impl Actor {
         let versions = self.store().await?.versions(&key()).await?;
         let numbers: Vec<_> = versions.iter().map(|info| info.number.to_string()).collect();
         print_line(format_args!("seen {}", numbers.join(",")));
-        self.perform(step).await
+        self.run_step(step).await
     }
 
-    pub(crate) async fn perform(&mut self, step: Step) -> Result<()> {
+    pub(crate) async fn run_step(&mut self, step: Step) -> Result<()> {
         let (store, key) = (self.store().await?, key());
         match step {
             Step::Open => {}
@@ -160,7 +163,7 @@ impl Actor {
                 let dict = contents(number, 1).part(0);
                 assert!(store.put_state_dict(&key, &dict, &options(number)).await?.visible);
             }
-            Step::PutByTwo(number) => {
+            Step::PutByTwoWriters(number) => {
                 for writer in 0..2 {
                     let options = PutOptions {
                         writer: Some(writer),
@@ -180,7 +183,7 @@ impl Actor {
                 }
                 assert!(publisher.finish().await?.visible);
             }
-            Step::Get => drop(self.get().await?),
+            Step::Get => drop(self.read_all().await?),
             Step::Delete(number) => drop(store.delete(&key, number).await?),
             Step::Retain(count) => store.retain(&key, keep(count)).await?,
         }
@@ -188,7 +191,7 @@ impl Actor {
     }
 
     /// Reads all visible versions in all ways. Returns their numbers and sizes in bytes.
-    pub(crate) async fn get(&mut self) -> Result<Vec<(u64, u64)>> {
+    pub(crate) async fn read_all(&mut self) -> Result<Vec<(u64, u64)>> {
         loop {
             match self.read_all_once().await {
                 // A pending verification has finished meanwhile, and another version is visible.
@@ -206,7 +209,7 @@ impl Actor {
             let writers = u32::try_from(info.writers.len()).unwrap();
             let contents = contents(info.number, writers);
             let (dict, _) = store.get_state_dict(&key, &options).await?;
-            contents.check(&dict);
+            contents.assert_matches(&dict);
             self.check_partial_reads(&store, &contents, &options).await?;
         }
         Ok(versions.iter().map(|info| (info.number, info.bytes)).collect())

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use super::child::{PLACE, SCENARIO};
+use super::child::{SCENARIO, WORK_DIR};
 use super::scenario::Scenario;
 
 /// Time limit of a process.
@@ -23,15 +23,15 @@ pub(crate) struct Process {
 
 /// Outcome of a process that has ended.
 #[derive(Debug)]
-pub(crate) struct Ended {
+pub(crate) struct ProcessOutcome {
     pub(crate) status: ExitStatus,
-    pub(crate) said: String,
-    pub(crate) complaints: String,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
     /// Whether the fault was injected. `None` if the process did not reach the call.
-    pub(crate) is_hit: Option<bool>,
+    pub(crate) fault_injected: Option<bool>,
 }
 
-impl Ended {
+impl ProcessOutcome {
     pub(crate) fn is_killed(&self) -> bool {
         self.status.signal() == Some(9)
     }
@@ -43,7 +43,7 @@ impl Process {
             .args(["syscalls::child::process", "--exact", "--ignored", "--nocapture"])
             .arg("--test-threads=1")
             .env(SCENARIO, scenario.name)
-            .env(PLACE, place)
+            .env(WORK_DIR, place)
             .envs(environment.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -56,13 +56,13 @@ impl Process {
     }
 
     /// Lets the process begin, and waits for its end.
-    pub(crate) fn finish(mut self) -> Ended {
+    pub(crate) fn finish(mut self) -> ProcessOutcome {
         self.child.stdin.take().unwrap().write_all(b"go\n").unwrap();
-        let status = end(&mut self.child);
+        let status = wait_for_exit(&mut self.child);
         let (mut said, mut complaints) = (String::new(), String::new());
         self.output.read_to_string(&mut said).unwrap();
         self.child.stderr.take().unwrap().read_to_string(&mut complaints).unwrap();
-        Ended { status, said, complaints, is_hit: None }
+        ProcessOutcome { status, stdout: said, stderr: complaints, fault_injected: None }
     }
 }
 
@@ -80,7 +80,7 @@ fn read_threads(output: &mut BufReader<ChildStdout>) -> [String; 2] {
 }
 
 /// Waits for the end of a process. Kills it after the time limit.
-pub(crate) fn end(process: &mut Child) -> ExitStatus {
+pub(crate) fn wait_for_exit(process: &mut Child) -> ExitStatus {
     let started = Instant::now();
     loop {
         if let Some(status) = process.try_wait().unwrap() {

@@ -9,7 +9,7 @@ pub(crate) enum Step {
     Open,
     Put(u64),
     /// Puts by two writers of one job, one after the other.
-    PutByTwo(u64),
+    PutByTwoWriters(u64),
     /// A put in buckets of one tensor.
     Publish(u64),
     /// Reads all visible versions: whole, into memory, and as slices.
@@ -22,7 +22,7 @@ pub(crate) enum Step {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scenario {
     pub(crate) name: &'static str,
-    pub(crate) before: &'static [Step],
+    pub(crate) setup: &'static [Step],
     pub(crate) steps: &'static [Step],
     /// Whether the process is a daemon with a client in it.
     pub(crate) is_daemon: bool,
@@ -30,70 +30,70 @@ pub(crate) struct Scenario {
 
 /// Steps of the next process after one that was killed.
 pub(crate) const RECOVERY: Scenario =
-    Scenario { name: "recovery", before: &[], steps: RECOVER, is_daemon: false };
+    Scenario { name: "recovery", setup: &[], steps: RECOVER, is_daemon: false };
 
 /// The same in a daemon.
 pub(crate) const DAEMON_RECOVERY: Scenario =
-    Scenario { name: "recovery by a daemon", before: &[], steps: RECOVER, is_daemon: true };
+    Scenario { name: "recovery by a daemon", setup: &[], steps: RECOVER, is_daemon: true };
 
 const RECOVER: &[Step] = &[Step::Open, Step::Get, Step::Put(9)];
 
-const THREE: &[Step] = &[Step::Retain(3), Step::Put(1), Step::PutByTwo(2), Step::Put(3)];
+const THREE: &[Step] = &[Step::Retain(3), Step::Put(1), Step::PutByTwoWriters(2), Step::Put(3)];
 
 pub(crate) const SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "first put",
-        before: &[],
+        setup: &[],
         steps: &[Step::Open, Step::Put(1)],
         is_daemon: false,
     },
     Scenario {
         name: "put over an older version",
-        before: &[Step::Put(1)],
+        setup: &[Step::Put(1)],
         steps: &[Step::Open, Step::Put(2)],
         is_daemon: false,
     },
     Scenario {
         name: "publish",
-        before: &[Step::Put(1)],
+        setup: &[Step::Put(1)],
         steps: &[Step::Open, Step::Publish(2)],
         is_daemon: false,
     },
     Scenario {
         name: "commit of two writers",
-        before: &[Step::PutByTwo(1)],
-        steps: &[Step::Open, Step::PutByTwo(2)],
+        setup: &[Step::PutByTwoWriters(1)],
+        steps: &[Step::Open, Step::PutByTwoWriters(2)],
         is_daemon: false,
     },
-    Scenario { name: "get", before: THREE, steps: &[Step::Open, Step::Get], is_daemon: false },
+    Scenario { name: "get", setup: THREE, steps: &[Step::Open, Step::Get], is_daemon: false },
     Scenario {
         name: "delete",
-        before: THREE,
+        setup: THREE,
         steps: &[Step::Open, Step::Delete(Some(2)), Step::Delete(None)],
         is_daemon: false,
     },
     Scenario {
         name: "retention",
-        before: THREE,
+        setup: THREE,
         steps: &[Step::Open, Step::Retain(1)],
         is_daemon: false,
     },
     Scenario {
         name: "put in a daemon",
-        before: &[Step::Put(1)],
+        setup: &[Step::Put(1)],
         steps: &[Step::Open, Step::Put(2), Step::Get],
         is_daemon: true,
     },
     Scenario {
         name: "publish and delete in a daemon",
-        before: THREE,
+        setup: THREE,
         steps: &[Step::Open, Step::Publish(4), Step::Delete(None)],
         is_daemon: true,
     },
 ];
 
 impl Scenario {
-    pub(crate) fn named(name: &str) -> Self {
+    pub(crate) fn by_name(name: &str) -> Self {
         let all = SCENARIOS.iter().chain([&RECOVERY, &DAEMON_RECOVERY]);
         *all.into_iter().find(|scenario| scenario.name == name).unwrap()
     }
@@ -113,14 +113,14 @@ impl Default for State {
 }
 
 impl State {
-    pub(crate) fn after(&self, steps: &[Step]) -> Self {
+    pub(crate) fn apply(&self, steps: &[Step]) -> Self {
         steps.iter().fold(self.clone(), |state, step| state.apply_step(*step))
     }
 
     fn apply_step(mut self, step: Step) -> Self {
         match step {
             Step::Open | Step::Get => {}
-            Step::Put(number) | Step::PutByTwo(number) | Step::Publish(number) => {
+            Step::Put(number) | Step::PutByTwoWriters(number) | Step::Publish(number) => {
                 // Repeating a put changes nothing.
                 if !self.versions.contains(&number) {
                     self.versions.push(number);

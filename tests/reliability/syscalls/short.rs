@@ -4,26 +4,27 @@
 
 use std::path::Path;
 
-use tssd_tests::command::library;
+use tssd_tests::command::preload_library;
 
-use super::process::{Ended, Process};
+use super::process::{Process, ProcessOutcome};
 use super::scenario::Scenario;
 use super::strace::Call;
 
 /// Calls that may transfer fewer bytes than requested.
 const SHORT_CALLS: [&str; 4] = ["pread64", "pwrite64", "read", "write"];
 
-pub(crate) fn may_be(call: &Call) -> bool {
+pub(crate) fn can_be_short(call: &Call) -> bool {
     SHORT_CALLS.contains(&call.name)
 }
 
 /// Runs a process in which one call is short.
-pub(crate) fn run(scenario: Scenario, place: &Path, call: &Call) -> Ended {
-    let target = format!("{}:{}:{}", call.name, call.number, place.display());
-    let library = library("tssd-short");
+pub(crate) fn run_with_short_call(scenario: Scenario, place: &Path, call: &Call) -> ProcessOutcome {
+    let target = format!("{}:{}:{}", call.name, call.store_index, place.display());
+    let library = preload_library("tssd-short");
     let environment = [("LD_PRELOAD", library.as_os_str()), ("TSSD_SHORT", target.as_ref())];
     let mut ended = Process::start(scenario, place, &environment).finish();
-    let contains = |word| ended.complaints.contains(word);
-    ended.is_hit = contains("short: ").then_some(true).or(contains("whole: ").then_some(false));
+    let contains = |word| ended.stderr.contains(word);
+    ended.fault_injected =
+        contains("short: ").then_some(true).or(contains("whole: ").then_some(false));
     ended
 }

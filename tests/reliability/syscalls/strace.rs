@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use super::process::{Ended, Process, end};
+use super::process::{Process, ProcessOutcome, wait_for_exit};
 use super::scenario::Scenario;
 
 /// What happens at a call instead of its execution.
@@ -15,9 +15,9 @@ pub(crate) enum Fault {
     Kill,
     Error(&'static str),
     /// It returns that no byte was read or written.
-    Nothing,
+    NoBytes,
     /// It reads or writes half of the bytes.
-    Half,
+    HalfBytes,
 }
 
 impl fmt::Display for Fault {
@@ -25,13 +25,13 @@ impl fmt::Display for Fault {
         match self {
             Self::Kill => f.write_str("SIGKILL"),
             Self::Error(error) => f.write_str(error),
-            Self::Nothing => f.write_str("no byte"),
-            Self::Half => f.write_str("half of the bytes"),
+            Self::NoBytes => f.write_str("no byte"),
+            Self::HalfBytes => f.write_str("half of the bytes"),
         }
     }
 }
 
-use Fault::{Error, Half, Kill, Nothing};
+use Fault::{Error, HalfBytes, Kill, NoBytes};
 
 const EIO: Fault = Error("EIO");
 const EINTR: Fault = Error("EINTR");
@@ -59,9 +59,9 @@ const FAULTS_BY_CALL: &[(&str, &[Fault])] = &[
     ("newfstatat", &[Kill, EIO]),
     ("open", &[Kill, EIO, ENOSPC, EINTR, EMFILE]),
     ("openat", &[Kill, EIO, ENOSPC, EINTR, EMFILE]),
-    ("pread64", &[Kill, EIO, EINTR, Nothing]),
-    ("pwrite64", &[Kill, EIO, ENOSPC, EINTR, Nothing]),
-    ("read", &[Kill, EIO, EINTR, Nothing]),
+    ("pread64", &[Kill, EIO, EINTR, NoBytes]),
+    ("pwrite64", &[Kill, EIO, ENOSPC, EINTR, NoBytes]),
+    ("read", &[Kill, EIO, EINTR, NoBytes]),
     ("readlink", &[Kill, EIO]),
     ("readlinkat", &[Kill, EIO]),
     ("rename", &[Kill, EIO, ENOSPC, EINTR]),
@@ -72,7 +72,7 @@ const FAULTS_BY_CALL: &[(&str, &[Fault])] = &[
     ("sync_file_range", &[Kill, EIO, ENOSPC, EINTR]),
     ("unlink", &[Kill, EIO, ENOSPC, EINTR]),
     ("unlinkat", &[Kill, EIO, ENOSPC, EINTR]),
-    ("write", &[Kill, EIO, ENOSPC, EINTR, Nothing]),
+    ("write", &[Kill, EIO, ENOSPC, EINTR, NoBytes]),
 ];
 
 /// Calls that change the disk.
@@ -111,7 +111,7 @@ pub(crate) struct Call {
     index: u64,
     thread: Thread,
     /// Sequence number among the calls of this name on such files, from 1 on.
-    pub(crate) number: u64,
+    pub(crate) store_index: u64,
 }
 
 impl Call {
@@ -119,20 +119,20 @@ impl Call {
         FAULTS_BY_CALL.iter().find(|(name, _)| *name == self.name).unwrap().1
     }
 
-    pub(crate) fn changes(&self) -> bool {
+    pub(crate) fn modifies_disk(&self) -> bool {
         MODIFYING_CALLS.contains(&self.name)
     }
 }
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { name, index, thread, number } = self;
-        write!(f, "{name} {index} of {thread:?}, {number} on its files")
+        let Self { name, index, thread, store_index } = self;
+        write!(f, "{name} {index} of {thread:?}, {store_index} on its files")
     }
 }
 
 /// Records the calls of a process without faults.
-pub(crate) fn calls(scenario: Scenario, place: &Path) -> Vec<Call> {
+pub(crate) fn record_calls(scenario: Scenario, place: &Path) -> Vec<Call> {
     let log = place.with_extension("strace");
     let process = Process::start(scenario, place, &[]);
     let [main, worker] = process.threads.clone();
@@ -167,14 +167,19 @@ pub(crate) fn calls(scenario: Scenario, place: &Path) -> Vec<Call> {
         if is_relevant {
             let number = relevant_counts.entry(name).or_default();
             *number += 1;
-            calls.push(Call { name, index: *index, thread, number: *number });
+            calls.push(Call { name, index: *index, thread, store_index: *number });
         }
     }
     calls
 }
 
 /// Runs a process, and injects a fault that a tracer supports.
-pub(crate) fn inject(scenario: Scenario, place: &Path, call: &Call, fault: Fault) -> Ended {
+pub(crate) fn inject(
+    scenario: Scenario,
+    place: &Path,
+    call: &Call,
+    fault: Fault,
+) -> ProcessOutcome {
     let log = place.with_extension("strace");
     let process = Process::start(scenario, place, &[]);
     let [main, worker] = &process.threads;
@@ -182,8 +187,8 @@ pub(crate) fn inject(scenario: Scenario, place: &Path, call: &Call, fault: Fault
     let injection = match fault {
         Kill => "signal=SIGKILL".to_owned(),
         Error(error) => format!("error={error}"),
-        Nothing => "retval=0".to_owned(),
-        Half => unreachable!("a tracer does not do a part of a call"),
+        NoBytes => "retval=0".to_owned(),
+        HalfBytes => unreachable!("a tracer does not do a part of a call"),
     };
     let trace = format!("trace={}", call.name);
     let inject = format!("inject={}:{injection}:when={}", call.name, call.index);
@@ -191,7 +196,7 @@ pub(crate) fn inject(scenario: Scenario, place: &Path, call: &Call, fault: Fault
     let mut ended = process.finish();
     drop(tracer);
     let log = std::fs::read_to_string(log).unwrap();
-    ended.is_hit = (ended.is_killed() || log.contains("(INJECTED)")).then_some(true);
+    ended.fault_injected = (ended.is_killed() || log.contains("(INJECTED)")).then_some(true);
     ended
 }
 
@@ -225,6 +230,6 @@ impl Tracer {
 
 impl Drop for Tracer {
     fn drop(&mut self) {
-        end(&mut self.0);
+        wait_for_exit(&mut self.0);
     }
 }

@@ -35,12 +35,12 @@ impl Curve {
     }
 
     /// Measures one point. The runners take turns.
-    pub fn at(&mut self, bench: &Bench, x: u64, rounds: usize, runners: Vec<Runner<'_>>) {
+    pub fn measure(&mut self, bench: &Bench, x: u64, rounds: usize, runners: Vec<Runner<'_>>) {
         self.point(bench, &json!({"x": x}), "values", rounds, runners);
     }
 
     /// Measures one point of a fit. The runners take turns.
-    pub fn at_size(
+    pub fn measure_size(
         &mut self,
         bench: &Bench,
         (tensors, bytes): (usize, u64),
@@ -53,7 +53,7 @@ impl Curve {
 
     /// Adds a value of TSSD that is not a time.
     #[expect(clippy::print_stdout, reason = "a bench prints its result")]
-    pub fn value(&mut self, x: u64, name: &str, value: f64) {
+    pub fn add_value(&mut self, x: u64, name: &str, value: f64) {
         println!("{} at {x}: {name} {value}", self.title);
         self.add(name, Role::Ours, json!({"x": x, "values": [number(value)]}));
     }
@@ -68,7 +68,7 @@ impl Curve {
         runners: Vec<Runner<'_>>,
     ) {
         let rounds = bench.options.iterations.unwrap_or(rounds);
-        let turns = Turns::take(runners, bench.options.warmup, rounds);
+        let turns = Turns::measure(runners, bench.options.warmup, rounds);
         println!("{} at {point} ({rounds} rounds, interleaved; medians)", self.title);
         for at in 0..turns.runners.len() {
             let seconds = turns.seconds(at);

@@ -9,7 +9,7 @@ use tssd_format::TensorMeta;
 /// # Errors
 ///
 /// If no layer fits. The error names the size of the smallest one.
-pub(crate) fn cut<T>(
+pub(crate) fn truncate_model<T>(
     tensors: Vec<(String, T)>,
     size: Option<u64>,
     meta: impl Fn(&T) -> &TensorMeta,
@@ -63,7 +63,7 @@ mod tests {
         let meta = |bytes: u64| TensorMeta::new(Dtype::Uint8, &[bytes]).unwrap();
         let tensors =
             names.iter().map(|(name, bytes)| ((*name).to_owned(), meta(*bytes))).collect();
-        let kept = cut(tensors, Some(size), |meta| meta)?;
+        let kept = truncate_model(tensors, Some(size), |meta| meta)?;
         Ok(kept.into_iter().map(|(name, _)| name).collect())
     }
 

@@ -1,7 +1,7 @@
 use tssd_format::{DeviceMesh, Placement, ShardSpec, TensorMeta, TensorReference, TensorSlice};
 use tssd_store::plan::{Copy, Wanted, plan};
 
-use crate::sharding::meta_of;
+use crate::sharding::local_meta;
 
 /// A model that writers hold sharded by rows (FSDP), and that tensor-parallel ranks (TP) read.
 pub struct Fsdp {
@@ -20,7 +20,7 @@ impl Fsdp {
             let of_rank = |rank: u32| {
                 let place = shard_place(meta, &mesh, rank, Placement::Shard { dim: 0 });
                 TensorReference {
-                    meta: meta_of(meta.dtype(), &place),
+                    meta: local_meta(meta.dtype(), &place),
                     storage: Some(rank * tensor_count(tensors) + number),
                     byte_offset: 0,
                     shard_spec: Some(place),
@@ -50,7 +50,7 @@ impl Fsdp {
             let wanted = Wanted {
                 region: place.slice().region(),
                 global_shape: meta.shape().into(),
-                meta: meta_of(meta.dtype(), &place),
+                meta: local_meta(meta.dtype(), &place),
             };
             copies.extend(plan(stored, &wanted).unwrap());
         }
@@ -68,7 +68,7 @@ impl Fsdp {
     /// # Panics
     ///
     /// If they do not.
-    pub fn expect_whole(&self, reader: u32, copies: &[Copy]) {
+    pub fn assert_complete(&self, reader: u32, copies: &[Copy]) {
         let mut found = vec![0; self.tensors()];
         for copy in copies {
             let number = usize::try_from(copy.storage).unwrap() % self.tensors();
@@ -76,7 +76,7 @@ impl Fsdp {
         }
         for (number, (meta, dim)) in self.tensors.iter().zip(&self.dims).enumerate() {
             let place = self.wanted(meta, *dim, reader);
-            assert_eq!(found[number], meta_of(meta.dtype(), &place).nbytes(), "tensor {number}");
+            assert_eq!(found[number], local_meta(meta.dtype(), &place).nbytes(), "tensor {number}");
         }
     }
 }

@@ -2,16 +2,16 @@ use std::cell::RefCell;
 
 /// Result of the last turn of a runner. It is compared with its source after the race.
 #[derive(Default)]
-pub struct Last<T>(RefCell<Option<T>>);
+pub struct LastResult<T>(RefCell<Option<T>>);
 
-impl<T> Last<T> {
+impl<T> LastResult<T> {
     /// Creates an empty result.
     pub const fn new() -> Self {
         Self(RefCell::new(None))
     }
 
     /// Drops the previous result, then stores a new one. So each turn includes the time of one drop.
-    pub fn renew(&self, make: impl FnOnce() -> T) {
+    pub fn replace_with(&self, make: impl FnOnce() -> T) {
         self.clear();
         self.0.replace(Some(make()));
     }

@@ -12,13 +12,13 @@ use std::thread;
 const PIECE_BYTES: usize = 1 << 20;
 
 /// Returns a number of cores in words.
-pub const fn cores(count: usize) -> &'static str {
+pub const fn core_label(count: usize) -> &'static str {
     if count == 1 { "1 core" } else { "2 cores" }
 }
 
 /// Runs a closure on a thread with this number of cores. Threads that it starts share them.
 #[cfg(target_os = "linux")]
-pub fn on_cores(count: usize, work: impl FnOnce() + Send) {
+pub fn run_on_cores(count: usize, work: impl FnOnce() + Send) {
     thread::scope(|scope| {
         scope.spawn(|| {
             let mut cores = rustix::thread::CpuSet::new();
@@ -30,19 +30,19 @@ pub fn on_cores(count: usize, work: impl FnOnce() + Send) {
 }
 
 /// Returns the number of minor page faults of this process so far.
-pub fn faults() -> u64 {
+pub fn minor_faults() -> u64 {
     let Ok(text) = std::fs::read_to_string("/proc/self/stat") else { return 0 };
     let (_, rest) = text.rsplit_once(')').unwrap();
     rest.split_whitespace().nth(7).unwrap().parse().unwrap()
 }
 
 /// Two buffers whose pages are mapped.
-pub struct Memory {
+pub struct CopyBuffers {
     source: Vec<u8>,
     target: Vec<u8>,
 }
 
-impl Memory {
+impl CopyBuffers {
     /// Creates two buffers of this number of bytes.
     pub fn new(bytes: u64) -> Self {
         let source = vec![1; usize::try_from(bytes).unwrap()];
@@ -70,7 +70,7 @@ impl Memory {
     }
 
     /// Copies the buffer on several threads into newly allocated memory.
-    pub fn copy_fresh(&mut self, threads: usize) {
+    pub fn copy_to_new_memory(&mut self, threads: usize) {
         self.target = Vec::new();
         // The pages of a large zeroed vector are mapped at the first write, as those of a new
         // segment are.
@@ -154,7 +154,7 @@ impl Echo {
     /// # Panics
     ///
     /// If they return changed.
-    pub fn there_and_back(&mut self) {
+    pub fn round_trip(&mut self) {
         let mut word = [7; 64];
         self.0.write_all(&word).unwrap();
         self.0.read_exact(&mut word).unwrap();

@@ -7,8 +7,8 @@ use bytes::Bytes;
 use half::bf16;
 use tssd_format::{Dtype, StateDict, Storage, Tensor, TensorMeta, Value};
 
-use super::cut::cut;
-use super::options::{Options, refuse};
+use super::cut::truncate_model;
+use super::options::{Options, exit_with_error};
 use super::shapes::shapes;
 
 /// A state dict for measurements.
@@ -27,16 +27,16 @@ impl Model {
     /// Creates the model of the command line: shapes of a published model, or tensors from files.
     ///
     /// On failure prints an error and ends the process.
-    pub fn of(options: &Options) -> Self {
+    pub fn from_options(options: &Options) -> Self {
         let model = match options.model.strip_prefix("shape:") {
             Some(name) => Self::from_shapes(name, options.size),
             None => Self::read_folder(Path::new(&options.model), options.size),
         };
-        model.unwrap_or_else(|error| refuse(&error))
+        model.unwrap_or_else(|error| exit_with_error(&error))
     }
 
     fn from_shapes(name: &str, size: Option<u64>) -> Result<Self, String> {
-        let shapes = cut(shapes(name)?, size, |meta| meta)?;
+        let shapes = truncate_model(shapes(name)?, size, |meta| meta)?;
         Ok(Self::new(name, shapes.into_iter().enumerate().map(distinct_tensor)))
     }
 
@@ -62,8 +62,7 @@ impl Model {
 
     /// Creates tensors of one element.
     pub fn tiny(tensors: usize) -> Self {
-        let tensor =
-            |number| (name_of_expert(number), Tensor::from_slice(&[1.5_f32], &[1]).unwrap());
+        let tensor = |number| (expert_name(number), Tensor::from_slice(&[1.5_f32], &[1]).unwrap());
         Self::new("tiny", (0..tensors).map(tensor))
     }
 
@@ -74,7 +73,7 @@ impl Model {
             let elements: Vec<u8> =
                 (0..bytes).map(|at| u8::try_from((at * 31 + seed) % 251).unwrap()).collect();
             let len = u64::try_from(bytes).unwrap();
-            (name_of_expert(number), Tensor::from_slice(&elements, &[len]).unwrap())
+            (expert_name(number), Tensor::from_slice(&elements, &[len]).unwrap())
         };
         Self::new("experts", (0..tensors).map(tensor))
     }
@@ -99,7 +98,7 @@ impl Model {
         if tensors.is_empty() {
             return Err(failed(folder, &"no tensors in *.safetensors"));
         }
-        let tensors = cut(tensors, size, Tensor::meta)?;
+        let tensors = truncate_model(tensors, size, Tensor::meta)?;
         Ok(Self::new(&folder.display().to_string(), tensors.into_iter()))
     }
 
@@ -129,7 +128,7 @@ impl Model {
     /// # Panics
     ///
     /// If they differ.
-    pub fn expect_same(&self, found: &StateDict) {
+    pub fn assert_equals(&self, found: &StateDict) {
         let leaves = found.leaves();
         assert_eq!(leaves.len(), self.tensors);
         let leaves: BTreeMap<String, &Value> =
@@ -150,7 +149,7 @@ impl Model {
     /// # Panics
     ///
     /// If they differ.
-    pub fn expect_bytes(&self, mut found: &[u8]) {
+    pub fn assert_bytes_equal(&self, mut found: &[u8]) {
         for (name, tensor) in self.tensors() {
             let wanted = tensor.view().contiguous_bytes().unwrap();
             let (read, rest) = found.split_at(wanted.len());
@@ -177,7 +176,7 @@ fn distinct_tensor((number, (name, meta)): (usize, (String, TensorMeta))) -> (St
 }
 
 /// Returns the name of a tensor of a mixture of experts.
-pub fn name_of_expert(number: usize) -> String {
+pub fn expert_name(number: usize) -> String {
     let projection = ["down", "gate", "up"][number % 3];
     let (layer, expert) = (number / 768, number / 3 % 256);
     format!("model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight")
@@ -196,7 +195,7 @@ pub fn targets<'a>(model: &Model, mut memory: &'a mut [u8]) -> Vec<tssd_store::T
 }
 
 /// Reads every word.
-pub fn adding_up(bytes: &[u8]) {
+pub fn sum_words(bytes: &[u8]) {
     let (words, _) = bytes.as_chunks::<8>();
     black_box(words.iter().fold(0_u64, |sum, word| sum.wrapping_add(u64::from_le_bytes(*word))));
 }
@@ -204,7 +203,7 @@ pub fn adding_up(bytes: &[u8]) {
 /// Returns normally distributed numbers of deviation 0.02, as weights have.
 ///
 /// The Box-Muller transform makes two of two uniform numbers.
-pub fn normal(count: usize) -> Vec<bf16> {
+pub fn normal_bf16(count: usize) -> Vec<bf16> {
     let mut state = 1_u64;
     let mut uniform = || {
         state =

@@ -18,7 +18,7 @@ impl Options {
     pub(crate) fn from_args(suite: &str, model: &str, size: Option<u64>) -> Self {
         match Self::parse(model, size, std::env::args().skip(1)) {
             Ok(options) => options,
-            Err(error) => refuse(&format!(
+            Err(error) => exit_with_error(&format!(
                 "{error}\n\nUsage: cargo xtask bench {suite} [CASE…] [--model DIR|shape:NAME] \
                  [--iterations N] [--warmup N] [--size SIZE]\n\n\
                  NAME is one of tests/shapes.json; SIZE is in bytes, or has a unit: 600MB, 2GB"
@@ -75,7 +75,7 @@ impl Options {
 }
 
 /// Prints an error and ends the process.
-pub fn refuse(why: &str) -> ! {
+pub fn exit_with_error(why: &str) -> ! {
     eprintln!("{why}");
     std::process::exit(2);
 }

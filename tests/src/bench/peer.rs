@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-use crate::served::Served;
+use crate::served::TestDaemon;
 
 /// Environment variable: the role of a child process.
 const ROLE: &str = "TSSD_BENCH_ROLE";
@@ -15,27 +15,27 @@ pub fn role() -> Option<String> {
 
 /// Sends words without spaces to the parent.
 #[expect(clippy::print_stdout, reason = "the parent reads it")]
-pub fn say(words: &[&str]) {
+pub fn send_to_parent(words: &[&str]) {
     println!("{}", words.join(" "));
 }
 
 /// Receives a line from the parent. `None` if the parent has ended or closed the pipe.
-pub fn told() -> Option<String> {
+pub fn receive_from_parent() -> Option<String> {
     let mut line = String::new();
     let read = std::io::stdin().read_line(&mut line).unwrap();
     (read > 0).then_some(line)
 }
 
 /// Waits until the parent has ended or closed the pipe.
-pub fn until_the_end() {
+pub fn wait_for_parent() {
     let _ = std::io::stdin().read_to_end(&mut Vec::new());
 }
 
 /// Serves a daemon. Sends its URL, its TCP address and the address of its metrics to the parent.
 #[expect(clippy::needless_pass_by_value, reason = "it ends when the parent does")]
-pub fn serve(served: Served) {
-    say(&[&served.url(), served.address(), &served.metrics().to_string()]);
-    until_the_end();
+pub fn serve_for_parent(served: TestDaemon) {
+    send_to_parent(&[&served.url(), served.address(), &served.metrics_address().to_string()]);
+    wait_for_parent();
 }
 
 /// A child process. It ends on drop.
@@ -43,7 +43,7 @@ pub struct Peer {
     child: Child,
     output: BufReader<ChildStdout>,
     /// Words that the child process has sent first.
-    pub said: Vec<String>,
+    pub startup_words: Vec<String>,
 }
 
 impl Peer {
@@ -57,8 +57,8 @@ impl Peer {
         command.env(ROLE, role).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
-        let mut peer = Self { child, output, said: Vec::new() };
-        peer.said = peer.hear();
+        let mut peer = Self { child, output, startup_words: Vec::new() };
+        peer.startup_words = peer.receive();
         peer
     }
 
@@ -67,7 +67,7 @@ impl Peer {
     /// # Panics
     ///
     /// If the process has ended.
-    pub fn tell(&mut self, line: &str) {
+    pub fn send(&mut self, line: &str) {
         writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 
@@ -76,7 +76,7 @@ impl Peer {
     /// # Panics
     ///
     /// If it sends no more.
-    pub fn hear(&mut self) -> Vec<String> {
+    pub fn receive(&mut self) -> Vec<String> {
         let mut line = String::new();
         let read = self.output.read_line(&mut line).unwrap();
         assert!(read > 0, "the other process has ended");

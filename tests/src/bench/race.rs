@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::limit::faults;
+use super::limit::minor_faults;
 use super::record::number;
 use super::{Bench, Model};
 
@@ -23,7 +23,7 @@ pub enum Role {
     /// A limit of the hardware or the operating system.
     Limit,
     /// A variant of TSSD, or another comparison.
-    Also,
+    Variant,
 }
 
 /// Target of a figure.
@@ -89,30 +89,30 @@ impl<'a> Runner<'a> {
     }
 
     /// Creates a runner of a variant of TSSD, or of another comparison.
-    pub fn also(name: &'a str, run: impl FnMut() + 'a) -> Self {
-        Self::new(Role::Also, name, run)
+    pub fn variant(name: &'a str, run: impl FnMut() + 'a) -> Self {
+        Self::new(Role::Variant, name, run)
     }
 
     fn new(role: Role, name: &'a str, mut run: impl FnMut() + 'a) -> Self {
         let run = move || {
-            let before = faults();
+            let before = minor_faults();
             let start = Instant::now();
             run();
             let time = start.elapsed();
-            Turn { time, faults: Some(faults() - before) }
+            Turn { time, faults: Some(minor_faults() - before) }
         };
         Self { name, role, run: Box::new(run), targets: Vec::new() }
     }
 
     /// Creates a runner that measures its own time and returns it in seconds.
-    pub fn timed(role: Role, name: &'a str, mut run: impl FnMut() -> f64 + 'a) -> Self {
+    pub fn self_timed(role: Role, name: &'a str, mut run: impl FnMut() -> f64 + 'a) -> Self {
         let run = move || Turn { time: Duration::from_secs_f64(run()), faults: None };
         Self { name, role, run: Box::new(run), targets: Vec::new() }
     }
 
     /// Adds an action before each run, outside its time.
     #[must_use]
-    pub fn before(self, mut before: impl FnMut() + 'a) -> Self {
+    pub fn with_setup(self, mut before: impl FnMut() + 'a) -> Self {
         let mut run = self.run;
         let run = move || {
             before();
@@ -123,7 +123,7 @@ impl<'a> Runner<'a> {
 
     /// Adds an action after each run, outside its time.
     #[must_use]
-    pub fn after(self, mut after: impl FnMut() + 'a) -> Self {
+    pub fn with_teardown(self, mut after: impl FnMut() + 'a) -> Self {
         let mut run = self.run;
         let run = move || {
             let turn = run();
@@ -135,7 +135,7 @@ impl<'a> Runner<'a> {
 
     /// Adds a target.
     #[must_use]
-    pub fn target(mut self, target: Target<'a>) -> Self {
+    pub fn with_target(mut self, target: Target<'a>) -> Self {
         self.targets.push(target);
         self
     }
@@ -148,7 +148,7 @@ pub(crate) struct Turns<'a> {
 }
 
 impl<'a> Turns<'a> {
-    pub(crate) fn take(mut runners: Vec<Runner<'a>>, warmup: usize, rounds: usize) -> Self {
+    pub(crate) fn measure(mut runners: Vec<Runner<'a>>, warmup: usize, rounds: usize) -> Self {
         let mut turns = vec![Vec::with_capacity(rounds); runners.len()];
         for _ in 0..warmup {
             for runner in &mut runners {
@@ -214,32 +214,32 @@ impl<'a> Race<'a> {
 
     /// Sets the model that all runners process.
     #[must_use]
-    pub fn of(self, model: &'a Model) -> Self {
+    pub fn with_model(self, model: &'a Model) -> Self {
         let (name, bytes) = (Some(model.name.as_str()), Some(model.bytes));
         Self { state_dict: name, bytes, tensors: Some(model.tensors), ..self }
     }
 
     /// Sets the state dict that all runners process, without a number of bytes.
     #[must_use]
-    pub fn of_tensors(self, name: &'a str, tensors: usize) -> Self {
+    pub fn with_tensors(self, name: &'a str, tensors: usize) -> Self {
         Self { state_dict: Some(name), tensors: Some(tensors), ..self }
     }
 
     /// Sets the number of bytes that each turn transfers.
     #[must_use]
-    pub fn bytes(self, bytes: u64) -> Self {
+    pub fn with_bytes(self, bytes: u64) -> Self {
         Self { bytes: Some(bytes), ..self }
     }
 
     /// Disables warmup, so that the first turn is measured.
     #[must_use]
-    pub fn cold(self) -> Self {
+    pub fn without_warmup(self) -> Self {
         Self { warmup: Some(0), ..self }
     }
 
     /// Adds a runner. The first one is TSSD.
     #[must_use]
-    pub fn with(mut self, runner: Runner<'a>) -> Self {
+    pub fn with_runner(mut self, runner: Runner<'a>) -> Self {
         self.runners.push(runner);
         self
     }
@@ -251,7 +251,7 @@ impl Bench {
     pub fn race(&mut self, race: Race<'_>) {
         let Race { case, what, state_dict, bytes, tensors, rounds, warmup, runners } = race;
         let rounds = self.options.iterations.unwrap_or(rounds);
-        let race = Turns::take(runners, warmup.unwrap_or(self.options.warmup), rounds);
+        let race = Turns::measure(runners, warmup.unwrap_or(self.options.warmup), rounds);
         let of = state_dict.map_or_else(String::new, |name| format!(": {name}"));
         println!("{case}: {what}{of} ({rounds} rounds, interleaved; medians)");
         let ours = race.seconds(0);

@@ -3,8 +3,8 @@ use std::path::Path;
 use serde::Deserialize;
 use tssd_format::{Dtype, TensorMeta};
 
-use super::cut::cut;
-use super::options::{Options, refuse};
+use super::cut::truncate_model;
+use super::options::{Options, exit_with_error};
 
 #[derive(Deserialize)]
 struct Table {
@@ -68,10 +68,10 @@ pub(crate) fn shapes(name: &str) -> Result<Vec<(String, TensorMeta)>, String> {
 /// Returns the name of the model of the command line, and the names and shapes of its tensors.
 pub fn shapes_of(options: &Options) -> (String, Vec<(String, TensorMeta)>) {
     let Some(name) = options.model.strip_prefix("shape:") else {
-        refuse("this suite takes shapes: --model shape:NAME")
+        exit_with_error("this suite takes shapes: --model shape:NAME")
     };
-    let shapes = shapes(name).and_then(|shapes| cut(shapes, options.size, |meta| meta));
-    (name.to_owned(), shapes.unwrap_or_else(|error| refuse(&error)))
+    let shapes = shapes(name).and_then(|shapes| truncate_model(shapes, options.size, |meta| meta));
+    (name.to_owned(), shapes.unwrap_or_else(|error| exit_with_error(&error)))
 }
 
 /// Returns names and shapes with all experts of a layer as one tensor, as in training.

@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Returns the versions of crates in `Cargo.lock`.
-pub(crate) fn of(crates: &[&str]) -> BTreeMap<String, String> {
+pub(crate) fn locked_versions(crates: &[&str]) -> BTreeMap<String, String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../Cargo.lock");
     let lock = std::fs::read_to_string(path).unwrap();
     let version = |name: &&str| {

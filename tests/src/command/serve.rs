@@ -11,23 +11,23 @@ use tssd_store::blocking::Store;
 use super::binary;
 
 /// A `tssd serve` process. Killed on drop.
-pub struct Serve {
+pub struct DaemonProcess {
     /// The process.
     pub process: Child,
     /// URL of its socket.
     pub url: String,
     /// The line that it has printed after its start.
-    pub said: String,
+    pub startup_line: String,
 }
 
-impl Serve {
+impl DaemonProcess {
     /// Starts a daemon whose socket is in a directory, and waits until it serves.
     ///
     /// # Panics
     ///
     /// If it does not serve.
     pub fn start(folder: &Path, args: &[&str]) -> Self {
-        Self::under(&[], folder, &[&["--memory-limit", "256MB"], args].concat())
+        Self::start_by(&[], folder, &[&["--memory-limit", "256MB"], args].concat())
     }
 
     /// Starts a daemon through another program, which executes it, and waits until it serves.
@@ -35,7 +35,7 @@ impl Serve {
     /// # Panics
     ///
     /// If it does not serve.
-    pub fn under(prefix: &[&str], folder: &Path, args: &[&str]) -> Self {
+    pub fn start_by(prefix: &[&str], folder: &Path, args: &[&str]) -> Self {
         let socket = folder.join("socket");
         let binary = binary();
         let command_line = [prefix, &[binary.to_str().unwrap()]].concat();
@@ -51,7 +51,7 @@ impl Serve {
         let mut startup_line = String::new();
         BufReader::new(process.stdout.take().unwrap()).read_line(&mut startup_line).unwrap();
         assert!(startup_line.contains("serving"), "{startup_line}");
-        Self { process, url: format!("unix:{}", socket.display()), said: startup_line }
+        Self { process, url: format!("unix:{}", socket.display()), startup_line: startup_line }
     }
 
     /// Connects to the socket, on a new connection.
@@ -66,7 +66,7 @@ impl Serve {
     }
 
     /// Returns the resident memory in bytes, shared memory included.
-    pub fn resident(&self) -> u64 {
+    pub fn resident_bytes(&self) -> u64 {
         let status = format!("/proc/{}/status", self.process.id());
         let status = std::fs::read_to_string(status).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
@@ -74,14 +74,14 @@ impl Serve {
     }
 
     /// Waits until only this process is connected. Returns the number of descriptors beyond segments.
-    pub fn settled(&self, store: &Store) -> u64 {
+    pub fn idle_descriptors(&self, store: &Store) -> u64 {
         self.wait_until_idle(store, |_| true)
     }
 
     /// Waits until the number of descriptors beyond segments is this again.
     ///
     /// The daemon may still work for clients that have disconnected, for example read a file.
-    pub fn settles_at(&self, descriptors: u64, store: &Store) {
+    pub fn assert_idle_descriptors(&self, descriptors: u64, store: &Store) {
         self.wait_until_idle(store, |now| now == descriptors);
     }
 
@@ -106,24 +106,24 @@ impl Serve {
 
     /// Sends a signal to the daemon.
     pub fn signal(&self, signal: Signal) {
-        send(&self.process, signal);
+        send_signal(&self.process, signal);
     }
 }
 
-impl Drop for Serve {
+impl Drop for DaemonProcess {
     fn drop(&mut self) {
-        end(&mut self.process);
+        kill_and_wait(&mut self.process);
     }
 }
 
 /// Sends a signal to a process.
-pub fn send(process: &Child, signal: Signal) {
+pub fn send_signal(process: &Child, signal: Signal) {
     let pid = Pid::from_raw(process.id().cast_signed()).unwrap();
     kill_process(pid, signal).unwrap();
 }
 
 /// Kills a process, which may have ended already, and waits for its end.
-pub fn end(process: &mut Child) {
+pub fn kill_and_wait(process: &mut Child) {
     let _ = process.kill();
     let _ = process.wait();
 }

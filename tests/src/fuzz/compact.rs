@@ -10,7 +10,7 @@ const CRCS: usize = 7;
 /// The input has two bytes with the length of the blob in units of 64 bytes, one byte with the
 /// additional length of the root in units of 8 bytes, then blob and index. All checksums are set to
 /// valid values, including those of the payload.
-pub fn expanded(data: &[u8]) -> Vec<u8> {
+pub fn expand(data: &[u8]) -> Vec<u8> {
     let Some(([low, high, longer], rest)) = data.split_first_chunk::<3>() else {
         return data.to_vec();
     };
@@ -38,19 +38,19 @@ pub fn expanded(data: &[u8]) -> Vec<u8> {
     file.extend(trailer);
     let index_off = 4096 + blob.len();
     repair_payload(&mut file, index_off, index.len().saturating_sub(root_len));
-    crate::damage::repair(&mut file);
+    crate::damage::repair_checksums(&mut file);
     file
 }
 
 /// Returns the input that expands to this archive, if there is one.
-pub fn compacted(file: &[u8]) -> Option<Vec<u8>> {
-    let index_off = crate::damage::index_off(file);
+pub fn compact(file: &[u8]) -> Option<Vec<u8>> {
+    let index_off = crate::damage::index_offset(file);
     let units = u16::try_from(index_off.checked_sub(4096)? / 64).ok()?;
     let root_len = u32::from_le_bytes(file[file.len() - 44..][..4].try_into().ok()?);
     let longer = u8::try_from(root_len.checked_sub(104)? / 8).ok()?;
     let [low, high] = units.to_le_bytes();
     let data = [&[low, high, longer], &file[4096..file.len() - 64]].concat();
-    (expanded(&data) == file).then_some(data)
+    (expand(&data) == file).then_some(data)
 }
 
 /// Returns offset and number of records of a table, if the root has plausible values.

@@ -7,7 +7,7 @@ use tssd_format::{
 };
 
 /// Generates a state dict and the options to write it with. `None` if the bytes do not suffice.
-pub(super) fn of(data: &[u8]) -> Option<(StateDict, Options)> {
+pub(super) fn generate(data: &[u8]) -> Option<(StateDict, Options)> {
     let mut generator = Generator { u: Unstructured::new(data), pool: Vec::new() };
     let options = generator.options().ok()?;
     let dict = generator.dict(0).ok()?;

@@ -35,8 +35,8 @@ pub(super) fn compare(file: &[u8]) {
     if is_too_large(file) {
         return;
     }
-    readers_agree(file);
-    if *WITH_PYTHON && let Some(difference) = python_differs(file) {
+    assert_readers_agree(file);
+    if *WITH_PYTHON && let Some(difference) = python_difference(file) {
         panic!("{difference}");
     }
 }
@@ -46,7 +46,7 @@ pub(super) fn compare(file: &[u8]) {
 /// # Panics
 ///
 /// If the verdicts differ.
-pub fn readers_agree(file: &[u8]) {
+pub fn assert_readers_agree(file: &[u8]) {
     let with = verdict!(tssd_format, file);
     assert_eq!(with, verdict!(tssd_format_plain, file), "with rkyv and without");
 }
@@ -67,7 +67,7 @@ fn is_too_large(file: &[u8]) -> bool {
 /// # Panics
 ///
 /// If there is no Python 3.
-pub fn python_differs(file: &[u8]) -> Option<String> {
+pub fn python_difference(file: &[u8]) -> Option<String> {
     static PYTHON: LazyLock<Mutex<Python>> = LazyLock::new(|| Mutex::new(Python::start()));
     let mut python = PYTHON.lock().expect("nobody panics while asking");
     let theirs = python.ask(file).unwrap_or_else(|error| panic!("reader.py: {error}"));

@@ -6,7 +6,7 @@ use std::sync::{Arc, LazyLock};
 use bytes::Bytes;
 use serde_json::json;
 
-use crate::damage::{index_off, repair};
+use crate::damage::{index_offset, repair_checksums};
 use crate::vectors::{Content, vectors};
 
 /// The shard sets of the test vectors, as files by name.
@@ -46,7 +46,7 @@ macro_rules! verdict {
 ///
 /// The input gives the number of a set, then changes: a file, an offset in its index (or in the
 /// whole file, if the highest bit of the offset is set), and a byte.
-pub(super) fn open_changed(data: &[u8]) {
+pub(super) fn open_modified_set(data: &[u8]) {
     let Some((which, changes)) = data.split_first() else { return };
     let mut files = SETS[usize::from(*which) % SETS.len()].clone();
     let names: Vec<String> = files.keys().cloned().collect();
@@ -54,10 +54,10 @@ pub(super) fn open_changed(data: &[u8]) {
         let [file, low, high, byte] = *change else { continue };
         let file = files.get_mut(&names[usize::from(file) % names.len()]).expect("a file of it");
         let place = u16::from_le_bytes([low, high]);
-        let start = if place & 0x8000 == 0 { index_off(file).min(file.len() - 1) } else { 0 };
+        let start = if place & 0x8000 == 0 { index_offset(file).min(file.len() - 1) } else { 0 };
         let place = start + usize::from(place & 0x7FFF) % (file.len() - start);
         file[place] = byte;
-        repair(file);
+        repair_checksums(file);
     }
     if let Some(bytes) = updated_manifest(&files) {
         files.insert(tssd_format::MANIFEST_NAME.to_owned(), bytes);

@@ -2,39 +2,43 @@
 
 use tssd_format::{AttrValue, Options, Shard, ShardSpec, TensorSlice};
 
-use super::{Vector, dict_of, encode, f32s, file, one, plain};
+use super::{Vector, dict_of, encode, encode_plain, f32_tensor, file_vector, single_value};
 
 pub(super) fn vectors() -> Vec<Vector> {
-    let current_file = || plain(&one(f32s(&[1.0, 2.0], &[2])));
+    let current_file = || encode_plain(&single_value(f32_tensor(&[1.0, 2.0], &[2])));
     let vendor = Options::new().attr("x-example.run", AttrValue::Text("a1b2".into()));
     vec![
-        file(
+        file_vector(
             "090-minor",
             "a later minor version",
             with_head(current_file(), 10, &7_u16.to_le_bytes()),
         ),
-        file(
+        file_vector(
             "091-compat",
             "unknown compat bits",
             with_head(current_file(), 32, &0x8001_u64.to_le_bytes()),
         ),
-        file(
+        file_vector(
             "092-ro-compat",
             "unknown ro_compat bits",
             with_head(current_file(), 24, &3_u64.to_le_bytes()),
         ),
-        file(
+        file_vector(
             "093-longer-root",
             "a root with a table of a later version",
             with_longer_root(&current_file(), 8),
         ),
-        file(
+        file_vector(
             "094-much-longer-root",
             "a later root, with data in front of it",
             with_longer_root(&current_file(), 4096),
         ),
-        file("095-vendor-attr", "an attribute of a vendor", encode(&one(1_i64), &vendor)),
-        file(
+        file_vector(
+            "095-vendor-attr",
+            "an attribute of a vendor",
+            encode(&single_value(1_i64), &vendor),
+        ),
+        file_vector(
             "096-slice-of-two-shapes",
             "one slice of two tensors, which differ in shape",
             slice_of_two_shapes(),
@@ -49,16 +53,16 @@ pub(super) fn vectors() -> Vec<Vector> {
 fn slice_of_two_shapes() -> Vec<u8> {
     let shard = || {
         let slice = TensorSlice::new(&[1], &[2], &[4]).expect("a legal slice");
-        Shard::new(f32s(&[1.0, 2.0], &[2]), ShardSpec::new(slice)).expect("two elements")
+        Shard::new(f32_tensor(&[1.0, 2.0], &[2]), ShardSpec::new(slice)).expect("two elements")
     };
-    let mut file = plain(&dict_of(vec![
-        ("shape".into(), f32s(&[0.0], &[1]).into()),
+    let mut file = encode_plain(&dict_of(vec![
+        ("shape".into(), f32_tensor(&[0.0], &[1]).into()),
         ("two".into(), shard().into()),
         ("one".into(), shard().into()),
     ]));
     let shape = tensors_offset(&file) + 2 * 32 + 8;
     file[shape..shape + 4].fill(0);
-    crate::damage::repair(&mut file);
+    crate::damage::repair_checksums(&mut file);
     file
 }
 

@@ -6,33 +6,33 @@ use tssd_format::{
     StorageReference, Tensor, TensorMeta, TensorReference, TensorSlice, Value,
 };
 
-use super::{Vector, counting, dict_of, encode, file, plain};
+use super::{Vector, bit_tensor, dict_of, encode, encode_plain, file_vector};
 
 pub(super) fn vectors() -> Vec<Vector> {
     vec![
-        file(
+        file_vector(
             "100-key-limits",
             "keys of 4096 bytes: bytes, a bigint, a packed tuple; 64 elements, those of inner tuples \
              included",
-            plain(&keys()),
+            encode_plain(&keys()),
         ),
-        file(
+        file_vector(
             "101-content-limits",
             "bytes and opaque leaves of 4096 bytes, in the heap, and of 4097, in storages",
             encode(&content(), &Options::new().allow_opaque()),
         ),
-        file(
+        file_vector(
             "102-mesh-limits",
             "a mesh of 64 dimensions, a name of 256 bytes, global rank 2^32 - 1, a shard of dimension \
              63",
-            plain(&mesh()),
+            encode_plain(&mesh()),
         ),
-        file(
+        file_vector(
             "103-size-limits",
             "tensors, strides, global tensors and meshes of the largest sizes",
-            plain(&sizes()),
+            encode_plain(&sizes()),
         ),
-        file(
+        file_vector(
             "104-manifest-limits",
             "names of 1 and 255 bytes, the shortest files, writer 2^32 - 1, alignment 2 MiB, frames \
              as short as they may be",
@@ -75,7 +75,7 @@ fn mesh() -> StateDict {
     let place = ShardSpec::new(slices.expect("legal placements").remove(0))
         .with_mesh(mesh)
         .and_then(|place| place.with_placements(placements));
-    let shard = Shard::new(counting(Dtype::Uint8, &[1; 64]), place.expect("it fits the mesh"));
+    let shard = Shard::new(bit_tensor(Dtype::Uint8, &[1; 64]), place.expect("it fits the mesh"));
     dict_of(vec![("value".into(), shard.expect("it has the local shape").into())])
 }
 
@@ -89,7 +89,7 @@ fn sizes() -> StateDict {
     let last = TensorSlice::new(&[LARGEST - 2], &[2], &[LARGEST])
         .and_then(|slice| slice.with_mesh(&[RANKS], Some(&[RANKS - 1])))
         .expect("a legal slice");
-    let last = Shard::new(counting(Dtype::Uint8, &[2]), ShardSpec::new(last));
+    let last = Shard::new(bit_tensor(Dtype::Uint8, &[2]), ShardSpec::new(last));
     dict_of(vec![
         ("empty".into(), empty.into()),
         ("last".into(), last.expect("it has the local shape").into()),

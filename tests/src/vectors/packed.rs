@@ -5,7 +5,10 @@ use tssd_format::{
     TensorMeta, Value,
 };
 
-use super::{Vector, counting, dict_of, encode, f32s, file, noise, of_bytes, one};
+use super::{
+    Vector, bit_tensor, dict_of, encode, f32_tensor, file_vector, noise, single_value,
+    tensor_from_bytes,
+};
 
 pub(super) fn vectors() -> Vec<Vector> {
     compressed().into_iter().chain(chunk_sizes()).collect()
@@ -35,88 +38,95 @@ fn compressed() -> Vec<Vector> {
         if fqn.starts_with("moment") { Compression::ShuffledZstd } else { Compression::None }
     });
     vec![
-        file(
+        file_vector(
             "060-zstd-zeros",
             "64 KiB of zeros in one frame",
-            encode(&one(of_bytes(Dtype::Uint8, &[65536], |_| 0)), &zstd),
+            encode(&single_value(tensor_from_bytes(Dtype::Uint8, &[65536], |_| 0)), &zstd),
         ),
-        file(
+        file_vector(
             "061-shuffle-bf16",
             "bf16 weights, shuffled by 2",
-            encode(&one(weights(Dtype::Bfloat16, 3000)), &shuffled),
+            encode(&single_value(weights(Dtype::Bfloat16, 3000)), &shuffled),
         ),
-        file(
+        file_vector(
             "062-shuffle-widths",
             "shuffles by 2, 4, 8 and 16, and none for single bytes",
             encode(&widths(), &shuffled),
         ),
-        file(
+        file_vector(
             "063-raw-chunk",
             "two chunks, of which the noisy one stays raw",
-            encode(&one(half_noise()), &zstd),
+            encode(&single_value(half_noise()), &zstd),
         ),
-        file(
+        file_vector(
             "064-three-chunks",
             "three chunks of zeros, the last one short",
-            encode(&one(of_bytes(Dtype::Float32, &[(2 << 18) + 5], |_| 0)), &shuffled),
+            encode(
+                &single_value(tensor_from_bytes(Dtype::Float32, &[(2 << 18) + 5], |_| 0)),
+                &shuffled,
+            ),
         ),
-        file(
+        file_vector(
             "065-zstd-content",
             "a str, bytes and an opaque leaf in frames",
             encode(&content(), &zstd.clone().allow_opaque()),
         ),
-        file(
+        file_vector(
             "066-zstd-ties",
             "tied and transposed views of a compressed storage",
             encode(&tied(), &shuffled),
         ),
-        file(
+        file_vector(
             "067-digests",
             "digests of raw storages, one of more than one chunk",
             encode(&raw_storages(), &digests),
         ),
-        file(
+        file_vector(
             "068-digests-empty",
             "asked for digests where there is no storage",
-            encode(&one(1_i64), &digests),
+            encode(&single_value(1_i64), &digests),
         ),
-        file("069-mixed", "compression leaf by leaf, and digests", encode(&moments(), &mixed)),
-        file(
+        file_vector(
+            "069-mixed",
+            "compression leaf by leaf, and digests",
+            encode(&moments(), &mixed),
+        ),
+        file_vector(
             "070-zstd-tail",
             "a view whose storage is no multiple of the shuffle's width",
-            encode(&one(odd_tail()), &shuffled),
+            encode(&single_value(odd_tail()), &shuffled),
         ),
-        file(
+        file_vector(
             "071-incompressible",
             "noise, which stays raw",
-            encode(&one(of_bytes(Dtype::Uint8, &[4096], noise)), &zstd),
+            encode(&single_value(tensor_from_bytes(Dtype::Uint8, &[4096], noise)), &zstd),
         ),
-        file(
+        file_vector(
             "072-level",
             "another level",
-            encode(&one(weights(Dtype::Float32, 2000)), &shuffled.clone().zstd_level(7)),
+            encode(&single_value(weights(Dtype::Float32, 2000)), &shuffled.clone().zstd_level(7)),
         ),
-        file(
+        file_vector(
             "073-zstd-aligned",
             "compressed and aligned to 16 KiB",
             encode(&moments(), &shuffled.clone().align(16384).expect("a legal alignment")),
         ),
-        file(
+        file_vector(
             "074-small",
             "storages too small to be worth it",
-            encode(&one(f32s(&[0.0; 100], &[100])), &shuffled),
+            encode(&single_value(f32_tensor(&[0.0; 100], &[100])), &shuffled),
         ),
-        file(
+        file_vector(
             "075-zstd-shard",
             "a compressed shard with a digest",
             encode(&shard(), &shuffled.digests()),
         ),
-        file(
+        file_vector(
             "076-fine-chunks",
             "raw storages in chunks of 4 and of 8 KiB, one of one chunk, with digests",
             encode(&fine_storages(), &digests.chunks(ChunkPolicy::Fine)),
         ),
-        file(
+        file_vector(
             "077-fine-and-zstd",
             "fine chunks beside a compressed storage, whose chunks have 1 MiB",
             encode(&moments(), &mixed.chunks(ChunkPolicy::Fine)),
@@ -127,20 +137,21 @@ fn compressed() -> Vec<Vector> {
 /// Returns a vector with storages of exactly one chunk, of one more byte, and of fewer.
 fn chunk_size_vector(name: &'static str, log2: u8) -> Vector {
     let size = ChunkSize::from_log2(log2).expect("a size of chunks");
-    let bytes = |len: u64| of_bytes(Dtype::Uint8, &[len], |place| place.to_le_bytes()[1]).into();
+    let bytes =
+        |len: u64| tensor_from_bytes(Dtype::Uint8, &[len], |place| place.to_le_bytes()[1]).into();
     let dict = dict_of(vec![
         ("whole".into(), bytes(size.bytes())),
         ("more".into(), bytes(size.bytes() + 1)),
         ("less".into(), bytes(100)),
     ]);
     let about = "storages of one chunk, of two and of a part of one";
-    file(name, about, encode(&dict, &Options::new().chunks(ChunkPolicy::Fixed(size))))
+    file_vector(name, about, encode(&dict, &Options::new().chunks(ChunkPolicy::Fixed(size))))
 }
 
 /// Returns values that look like weights: small, of both signs, with noisy low bits.
 fn weights(dtype: Dtype, count: u64) -> Tensor {
     let itemsize = dtype.itemsize();
-    of_bytes(dtype, &[count], |place| {
+    tensor_from_bytes(dtype, &[count], |place| {
         let element = place / itemsize;
         match itemsize - 1 - place % itemsize {
             0 => 0x3C | (noise(element) & 0x80),
@@ -154,17 +165,17 @@ fn widths() -> StateDict {
     let dtypes = [Dtype::Uint8, Dtype::Int16, Dtype::Float32, Dtype::Complex64, Dtype::Complex128];
     let tensor = |dtype: Dtype| {
         let itemsize = dtype.itemsize();
-        of_bytes(dtype, &[1024 / itemsize], |place| (place / itemsize).to_le_bytes()[0] / 3)
+        tensor_from_bytes(dtype, &[1024 / itemsize], |place| {
+            (place / itemsize).to_le_bytes()[0] / 3
+        })
     };
     dict_of(dtypes.iter().map(|dtype| (dtype.name().into(), tensor(*dtype).into())).collect())
 }
 
 fn half_noise() -> Tensor {
-    of_bytes(
-        Dtype::Uint8,
-        &[(1 << 20) + 3000],
-        |place| if place < 1 << 20 { 7 } else { noise(place) },
-    )
+    tensor_from_bytes(Dtype::Uint8, &[(1 << 20) + 3000], |place| {
+        if place < 1 << 20 { 7 } else { noise(place) }
+    })
 }
 
 fn content() -> StateDict {
@@ -195,17 +206,21 @@ fn tied() -> StateDict {
 
 fn raw_storages() -> StateDict {
     dict_of(vec![
-        ("small".into(), f32s(&[1.0, 2.0], &[2]).into()),
+        ("small".into(), f32_tensor(&[1.0, 2.0], &[2]).into()),
         (
             "large".into(),
-            of_bytes(Dtype::Uint8, &[(1 << 20) + 1], |place| (place >> 13).to_le_bytes()[0]).into(),
+            tensor_from_bytes(Dtype::Uint8, &[(1 << 20) + 1], |place| {
+                (place >> 13).to_le_bytes()[0]
+            })
+            .into(),
         ),
-        ("same as small".into(), f32s(&[1.0, 2.0], &[2]).into()),
+        ("same as small".into(), f32_tensor(&[1.0, 2.0], &[2]).into()),
     ])
 }
 
 fn fine_storages() -> StateDict {
-    let tensor = |len: u64| of_bytes(Dtype::Uint8, &[len], |at| (at % 251).to_le_bytes()[0]);
+    let tensor =
+        |len: u64| tensor_from_bytes(Dtype::Uint8, &[len], |at| (at % 251).to_le_bytes()[0]);
     let lens = [("small", 100), ("one", 4096), ("three", 9000), ("wider", (2 << 20) + 1)];
     let tensors = lens.map(|(name, len)| (name.into(), tensor(len).into()));
     dict_of(tensors.into_iter().collect())
@@ -213,9 +228,9 @@ fn fine_storages() -> StateDict {
 
 fn moments() -> StateDict {
     dict_of(vec![
-        ("weight".into(), counting(Dtype::Bfloat16, &[40, 50]).into()),
+        ("weight".into(), bit_tensor(Dtype::Bfloat16, &[40, 50]).into()),
         ("moment.0".into(), weights(Dtype::Float32, 2000).into()),
-        ("moment.1".into(), of_bytes(Dtype::Float32, &[2000], |_| 0).into()),
+        ("moment.1".into(), tensor_from_bytes(Dtype::Float32, &[2000], |_| 0).into()),
     ])
 }
 
@@ -233,6 +248,7 @@ fn odd_tail() -> Value {
 fn shard() -> StateDict {
     use tssd_format::{Shard, ShardSpec, TensorSlice};
     let slice = TensorSlice::new(&[100, 0], &[100, 10], &[200, 10]).expect("a legal slice");
-    let tensor = of_bytes(Dtype::Float32, &[100, 10], |place| (place / 400).to_le_bytes()[0]);
-    one(Shard::new(tensor, ShardSpec::new(slice)).expect("it has the local shape"))
+    let tensor =
+        tensor_from_bytes(Dtype::Float32, &[100, 10], |place| (place / 400).to_le_bytes()[0]);
+    single_value(Shard::new(tensor, ShardSpec::new(slice)).expect("it has the local shape"))
 }

@@ -6,12 +6,16 @@ use tssd_format::{
     TensorSlice, Value,
 };
 
-use super::{Content, Vector, dict_of, encode, f32s, file, of_bytes};
+use super::{Content, Vector, dict_of, encode, f32_tensor, file_vector, tensor_from_bytes};
 
 pub(super) fn vectors() -> Vec<Vector> {
     vec![
-        file("023-manifest", "a version of two writers: slices in two files", manifest_alone()),
-        file(
+        file_vector(
+            "023-manifest",
+            "a version of two writers: slices in two files",
+            manifest_alone(),
+        ),
+        file_vector(
             "024-divergent",
             "a version whose writers hold different values for one leaf",
             divergent(),
@@ -101,19 +105,20 @@ fn place(row: u64, local: &[u64], global: &[u64]) -> ShardSpec {
 fn contribution(writer: u64, writers: u64) -> StateDict {
     let (rows, global) = (40, [40 * writers, 8]);
     let place = place(writer * rows, &[rows, 8], &global);
-    let tensor =
-        of_bytes(Dtype::Float32, &[rows, 8], |byte| ((byte / 256) + writer).to_le_bytes()[0]);
+    let tensor = tensor_from_bytes(Dtype::Float32, &[rows, 8], |byte| {
+        ((byte / 256) + writer).to_le_bytes()[0]
+    });
     let shard = tssd_format::Shard::new(tensor, place).expect("it has the local shape");
     let mut entries = vec![("matrix".into(), shard.into())];
     if writer == 0 {
-        entries.push(("vector".into(), f32s(&[1.0, 2.0, 3.0], &[3]).into()));
+        entries.push(("vector".into(), f32_tensor(&[1.0, 2.0, 3.0], &[3]).into()));
         entries.push(("text".into(), "long ".repeat(1000).into()));
     }
     dict_of(entries)
 }
 
 /// Returns a vector with the archives of several writers and their manifest.
-fn set(name: &'static str, about: &'static str, options: &Options, writers: u64) -> Vector {
+fn set(name: &'static str, description: &'static str, options: &Options, writers: u64) -> Vector {
     let mut files = Vec::new();
     let (mut shards, mut storages) = (Vec::new(), Vec::new());
     let mut matrix = Vec::new();
@@ -158,5 +163,5 @@ fn set(name: &'static str, about: &'static str, options: &Options, writers: u64)
     let root = Node::Container(Container::Dict, children);
     let manifest = tssd_format::encode_manifest(&root, &storages, &Attrs::new(), &shards);
     files.push((tssd_format::MANIFEST_NAME.to_owned(), manifest.expect("a legal manifest")));
-    Vector { name, about, content: Content::Set(files) }
+    Vector { name, description, content: Content::Set(files) }
 }

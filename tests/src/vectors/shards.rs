@@ -4,35 +4,42 @@ use tssd_format::{
     DeviceMesh, Dtype, Placement, Shard, ShardSpec, StateDict, Tensor, TensorSlice, Value,
 };
 
-use super::{Vector, counting, dict_of, f32s, file, of_bytes, one, plain};
+use super::{
+    Vector, bit_tensor, dict_of, encode_plain, f32_tensor, file_vector, single_value,
+    tensor_from_bytes,
+};
 
 pub(super) fn vectors() -> Vec<Vector> {
     vec![
-        file(
+        file_vector(
             "015-shard",
             "shards of a 2 x 2 mesh with ranks, names and placements; an empty one",
-            plain(&shards()),
+            encode_plain(&shards()),
         ),
-        file("016-boxes", "two boxes of one global tensor, without a mesh", plain(&one(boxes()))),
-        file(
+        file_vector(
+            "016-boxes",
+            "two boxes of one global tensor, without a mesh",
+            encode_plain(&single_value(boxes())),
+        ),
+        file_vector(
             "017-strided-shard",
             "a _StridedShard on a mesh without names",
-            plain(&one(strided())),
+            encode_plain(&single_value(strided())),
         ),
-        file(
+        file_vector(
             "050-replicate",
             "a mesh dimension that replicates, one that shards",
-            plain(&one(mesh_shard(
+            encode_plain(&single_value(mesh_shard(
                 &mesh(&[2, 3], &["dp", "tp"]),
                 4,
                 &[Placement::Replicate, Placement::Shard { dim: 1 }],
                 &[2, 7],
             ))),
         ),
-        file(
+        file_vector(
             "051-mesh-3d",
             "three mesh dimensions that shard two of three tensor dimensions",
-            plain(&one(mesh_shard(
+            encode_plain(&single_value(mesh_shard(
                 &mesh(&[2, 2, 2], &["pp", "dp", "tp"]),
                 5,
                 &[
@@ -43,45 +50,50 @@ pub(super) fn vectors() -> Vec<Vector> {
                 &[3, 2, 6],
             ))),
         ),
-        file(
+        file_vector(
             "052-uneven",
             "the last rank of a dimension that does not divide gets less, and nothing",
-            plain(&uneven()),
+            encode_plain(&uneven()),
         ),
-        file(
+        file_vector(
             "053-mesh-without-ranks",
             "slices that know the shape of their mesh, with and without coordinates",
-            plain(&bare_meshes()),
+            encode_plain(&bare_meshes()),
         ),
-        file(
+        file_vector(
             "054-mesh-ranks",
             "a mesh whose ranks are neither first nor in order",
-            plain(&one(mesh_shard(
+            encode_plain(&single_value(mesh_shard(
                 &DeviceMesh::new(&[3], &[4_000_000_000, 7, 0]).expect("distinct"),
                 7,
                 &[Placement::Shard { dim: 0 }],
                 &[5],
             ))),
         ),
-        file(
+        file_vector(
             "055-shared-mesh",
             "many leaves on one mesh, whose tables hold it once",
-            plain(&shared_mesh()),
+            encode_plain(&shared_mesh()),
         ),
-        file(
+        file_vector(
             "056-scalar-shard",
             "a replicated 0-dim tensor",
-            plain(&one(mesh_shard(&mesh(&[2], &["dp"]), 1, &[Placement::Replicate], &[]))),
+            encode_plain(&single_value(mesh_shard(
+                &mesh(&[2], &["dp"]),
+                1,
+                &[Placement::Replicate],
+                &[],
+            ))),
         ),
-        file(
+        file_vector(
             "057-nested-strided",
             "_StridedShard over two dimensions: one rank, several boxes",
-            plain(&one(several_boxes())),
+            encode_plain(&single_value(several_boxes())),
         ),
-        file(
+        file_vector(
             "058-adjacent-meshes",
             "meshes that end where another begins, and some that are a global shape at once",
-            plain(&adjacent_meshes()),
+            encode_plain(&adjacent_meshes()),
         ),
     ]
 }
@@ -108,7 +120,7 @@ fn placed(mesh: &DeviceMesh, slice: TensorSlice, placements: &[Placement]) -> Sh
 fn counted(shape: &[u64]) -> Tensor {
     let values: Vec<f32> =
         (0..shape.iter().product()).zip(0_u16..).map(|(_, at): (u64, _)| at.into()).collect();
-    f32s(&values, shape)
+    f32_tensor(&values, shape)
 }
 
 fn shard_of_rank(rank: u32) -> Shard {
@@ -123,7 +135,8 @@ fn slice(offsets: &[u64], local: &[u64], global: &[u64]) -> TensorSlice {
 }
 
 fn shards() -> StateDict {
-    let empty = Shard::new(f32s(&[], &[0, 5]), ShardSpec::new(slice(&[3, 0], &[0, 5], &[3, 5])));
+    let empty =
+        Shard::new(f32_tensor(&[], &[0, 5]), ShardSpec::new(slice(&[3, 0], &[0, 5], &[3, 5])));
     dict_of(vec![
         ("shard".into(), shard_of_rank(4).into()),
         ("same place".into(), shard_of_rank(4).into()),
@@ -134,7 +147,7 @@ fn shards() -> StateDict {
 fn boxes() -> Value {
     let shard = |row| {
         let place = ShardSpec::new(slice(&[row, 0], &[1, 2], &[4, 2]));
-        Shard::new(f32s(&[1.0, 2.0], &[1, 2]), place).expect("it has the local shape")
+        Shard::new(f32_tensor(&[1.0, 2.0], &[1, 2]), place).expect("it has the local shape")
     };
     Value::Shards(vec![shard(0), shard(3)])
 }
@@ -147,7 +160,8 @@ fn strided() -> Shard {
     let slice = slices.expect("legal placements").remove(0);
     let place =
         ShardSpec::new(slice).with_mesh(mesh).and_then(|place| place.with_placements(placements));
-    Shard::new(f32s(&[4.0, 5.0], &[2]), place.expect("it fits the mesh")).expect("two elements")
+    Shard::new(f32_tensor(&[4.0, 5.0], &[2]), place.expect("it fits the mesh"))
+        .expect("two elements")
 }
 
 fn uneven() -> StateDict {
@@ -159,7 +173,9 @@ fn uneven() -> StateDict {
 fn bare_meshes() -> StateDict {
     let shard = |coordinates: Option<&[u64]>| {
         let slice = slice(&[2], &[2], &[4]).with_mesh(&[2], coordinates).expect("inside the mesh");
-        Shard::new(f32s(&[3.0, 4.0], &[2]), ShardSpec::new(slice)).expect("two elements").into()
+        Shard::new(f32_tensor(&[3.0, 4.0], &[2]), ShardSpec::new(slice))
+            .expect("two elements")
+            .into()
     };
     dict_of(vec![("known".into(), shard(Some(&[1]))), ("unknown".into(), shard(None))])
 }
@@ -185,7 +201,7 @@ fn adjacent_meshes() -> StateDict {
         mesh_shard(&mesh, ranks[1], &[Placement::Shard { dim: 0 }], &[2, 0, last]).into()
     };
     dict_of(vec![
-        ("coordinate".into(), counting(Dtype::Uint8, &[1]).into()),
+        ("coordinate".into(), bit_tensor(Dtype::Uint8, &[1]).into()),
         ("shape".into(), leaf(1, [0, 1])),
         ("after it".into(), leaf(1, [4, 5])),
         ("after another shape".into(), leaf(3, [6, 7])),
@@ -200,7 +216,8 @@ fn several_boxes() -> Value {
         vec![Placement::StridedShard { dim: 0, split_factor: 4 }, Placement::Shard { dim: 0 }];
     let slices = TensorSlice::from_placements(&[16, 2], &mesh, 0, &placements);
     let shards = slices.expect("legal placements").into_iter().map(|slice| {
-        let tensor = of_bytes(Dtype::Int16, slice.local_shape(), |place| place.to_le_bytes()[0]);
+        let tensor =
+            tensor_from_bytes(Dtype::Int16, slice.local_shape(), |place| place.to_le_bytes()[0]);
         let place = ShardSpec::new(slice).with_mesh(mesh.clone());
         let place = place.and_then(|place| place.with_placements(placements.clone()));
         Shard::new(tensor, place.expect("it fits the mesh")).expect("it has the local shape")

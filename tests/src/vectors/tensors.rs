@@ -4,80 +4,99 @@ use tssd_format::{
     Dtype, MapKey, Options, StateDict, Storage, Tensor, TensorFlags, TensorMeta, Value,
 };
 
-use super::{Vector, counting, dict_of, encode, f32s, file, noise, of_bytes, one, plain};
+use super::{
+    Vector, bit_tensor, dict_of, encode, encode_plain, f32_tensor, file_vector, noise,
+    single_value, tensor_from_bytes,
+};
 
 pub(super) fn vectors() -> Vec<Vector> {
     let dtypes = Dtype::ALL
         .iter()
-        .map(|dtype| (MapKey::from(dtype.name()), Value::from(counting(*dtype, &[3]))));
+        .map(|dtype| (MapKey::from(dtype.name()), Value::from(bit_tensor(*dtype, &[3]))));
     let aligned = |bytes| Options::new().align(bytes).expect("a legal alignment");
     vec![
-        file(
+        file_vector(
             "003-one-tensor",
             "one float32 tensor: the worked example of section 10",
-            plain(&one(f32s(&[1.0, -2.0, 0.5], &[3]))),
+            encode_plain(&single_value(f32_tensor(&[1.0, -2.0, 0.5], &[3]))),
         ),
-        file("010-dtypes", "all 47 dtypes", plain(&dict_of(dtypes.collect()))),
-        file("011-ranks", "0-dim and empty tensors", plain(&ranks())),
-        file(
+        file_vector("010-dtypes", "all 47 dtypes", encode_plain(&dict_of(dtypes.collect()))),
+        file_vector("011-ranks", "0-dim and empty tensors", encode_plain(&ranks())),
+        file_vector(
             "012-ties",
             "tied, overlapping, transposed, expanded views of one storage",
-            plain(&ties()),
+            encode_plain(&ties()),
         ),
-        file(
+        file_vector(
             "013-flags",
             "a Parameter that requires grad",
-            plain(&one(flagged(TensorFlags::PARAMETER.union(TensorFlags::REQUIRES_GRAD)))),
+            encode_plain(&single_value(flagged(
+                TensorFlags::PARAMETER.union(TensorFlags::REQUIRES_GRAD),
+            ))),
         ),
-        file("022-alignment", "a storage of 64 KiB is aligned to 4096", plain(&two_sizes())),
-        file("040-numpy", "a numpy array and a numpy scalar", plain(&numpy())),
-        file(
+        file_vector(
+            "022-alignment",
+            "a storage of 64 KiB is aligned to 4096",
+            encode_plain(&two_sizes()),
+        ),
+        file_vector("040-numpy", "a numpy array and a numpy scalar", encode_plain(&numpy())),
+        file_vector(
             "041-lead",
             "overlapping views whose alignment takes zeros in front of the storage",
-            plain(&lead()),
+            encode_plain(&lead()),
         ),
-        file(
+        file_vector(
             "042-channels-last",
             "a 4-dim tensor in channels_last order",
-            plain(&one(channels_last())),
+            encode_plain(&single_value(channels_last())),
         ),
-        file(
+        file_vector(
             "043-empty-strided",
             "tensors without elements, with strides and huge other sizes",
-            plain(&empty_strided()),
+            encode_plain(&empty_strided()),
         ),
-        file(
+        file_vector(
             "044-rank-64",
             "a tensor of 64 dimensions",
-            plain(&one(counting(Dtype::Uint8, &[1; 64]))),
+            encode_plain(&single_value(bit_tensor(Dtype::Uint8, &[1; 64]))),
         ),
-        file(
+        file_vector(
             "045-chunks",
             "a storage of two chunks: 1 MiB and 3 bytes",
-            plain(&one(of_bytes(Dtype::Uint8, &[(1 << 20) + 3], |place| {
-                (place >> 12).to_le_bytes()[0]
-            }))),
+            encode_plain(&single_value(tensor_from_bytes(
+                Dtype::Uint8,
+                &[(1 << 20) + 3],
+                |place| (place >> 12).to_le_bytes()[0],
+            ))),
         ),
-        file("046-align-64", "all storages aligned to 64", encode(&two_sizes(), &aligned(64))),
-        file(
+        file_vector(
+            "046-align-64",
+            "all storages aligned to 64",
+            encode(&two_sizes(), &aligned(64)),
+        ),
+        file_vector(
             "047-align-16384",
             "all storages aligned to 16384",
             encode(&two_sizes(), &aligned(16384)),
         ),
-        file(
+        file_vector(
             "048-noncontiguous",
             "every second row, and a column, of one matrix",
-            plain(&strided_views()),
+            encode_plain(&strided_views()),
         ),
-        file("049-expanded", "one element expanded to a million", plain(&one(expanded()))),
+        file_vector(
+            "049-expanded",
+            "one element expanded to a million",
+            encode_plain(&single_value(expanded())),
+        ),
     ]
 }
 
 fn ranks() -> StateDict {
     dict_of(vec![
-        ("scalar".into(), f32s(&[1.0], &[]).into()),
-        ("empty".into(), f32s(&[], &[0, 4]).into()),
-        ("ones".into(), f32s(&[2.0], &[1, 1, 1]).into()),
+        ("scalar".into(), f32_tensor(&[1.0], &[]).into()),
+        ("empty".into(), f32_tensor(&[], &[0, 4]).into()),
+        ("ones".into(), f32_tensor(&[2.0], &[1, 1, 1]).into()),
     ])
 }
 
@@ -108,8 +127,8 @@ fn flagged(flags: TensorFlags) -> Tensor {
 
 fn two_sizes() -> StateDict {
     dict_of(vec![
-        ("small".into(), f32s(&[1.0], &[1]).into()),
-        ("large".into(), counting(Dtype::Uint8, &[65536]).into()),
+        ("small".into(), f32_tensor(&[1.0], &[1]).into()),
+        ("large".into(), bit_tensor(Dtype::Uint8, &[65536]).into()),
     ])
 }
 

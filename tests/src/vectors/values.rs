@@ -4,101 +4,125 @@ use tssd_format::{
     ArchiveWriter, AttrValue, Dict, Dtype, Float, Int, MapKey, Options, StateDict, Text, Value,
 };
 
-use super::{Vector, dict_of, encode, f32s, file, one, plain};
+use super::{Vector, dict_of, encode, encode_plain, f32_tensor, file_vector, single_value};
 
 pub(super) fn vectors() -> Vec<Vector> {
     vec![
-        file("001-empty-dict", "the smallest archive: an empty dict", plain(&StateDict::new())),
-        file("002-empty-ordered-dict", "an empty OrderedDict", plain(&StateDict::ordered())),
-        file(
+        file_vector(
+            "001-empty-dict",
+            "the smallest archive: an empty dict",
+            encode_plain(&StateDict::new()),
+        ),
+        file_vector(
+            "002-empty-ordered-dict",
+            "an empty OrderedDict",
+            encode_plain(&StateDict::ordered()),
+        ),
+        file_vector(
             "004-containers",
             "list, tuple, ordered dict, namedtuple, empty ones",
-            plain(&containers()),
+            encode_plain(&containers()),
         ),
-        file("005-keys", "every kind of key", plain(&keys())),
-        file("006-scalars", "every kind of leaf but tensors, ints and strs", plain(&scalars())),
-        file("007-ints", "ints around the ends of i64 and beyond", plain(&ints())),
-        file("008-strs", "strs: empty, other planes, a lone surrogate", plain(&strs())),
-        file(
+        file_vector("005-keys", "every kind of key", encode_plain(&keys())),
+        file_vector(
+            "006-scalars",
+            "every kind of leaf but tensors, ints and strs",
+            encode_plain(&scalars()),
+        ),
+        file_vector("007-ints", "ints around the ends of i64 and beyond", encode_plain(&ints())),
+        file_vector(
+            "008-strs",
+            "strs: empty, other planes, a lone surrogate",
+            encode_plain(&strs()),
+        ),
+        file_vector(
             "009-long-content",
             "str and bytes over 4096 bytes are storages, at 4096 bytes they are not",
-            plain(&one(long_content())),
+            encode_plain(&single_value(long_content())),
         ),
-        file(
+        file_vector(
             "014-optimizer",
             "nested optimizer state with int keys",
-            plain(&dict_of(vec![("state".into(), optimizer().into())])),
+            encode_plain(&dict_of(vec![("state".into(), optimizer().into())])),
         ),
-        file("018-deep", "64 levels of containers", plain(&one(deep()))),
-        file(
+        file_vector("018-deep", "64 levels of containers", encode_plain(&single_value(deep()))),
+        file_vector(
             "019-opaque",
             "an opaque leaf",
-            encode(&one(opaque(vec![0x80, 4, b'.'])), &Options::new().allow_opaque()),
+            encode(&single_value(opaque(vec![0x80, 4, b'.'])), &Options::new().allow_opaque()),
         ),
-        file("020-attrs", "attributes of every kind", encode(&one(1_i64), &attrs())),
-        file("021-streamed", "written as a stream", streamed()),
-        file(
+        file_vector(
+            "020-attrs",
+            "attributes of every kind",
+            encode(&single_value(1_i64), &attrs()),
+        ),
+        file_vector("021-streamed", "written as a stream", streamed()),
+        file_vector(
             "025-floats",
             "floats and complex numbers at the ends of their range, and NaNs",
-            plain(&floats()),
+            encode_plain(&floats()),
         ),
-        file("026-bytes", "no byte, and each of the 256", plain(&bytes())),
-        file("027-dtype-leaves", "every dtype as a value", plain(&dtype_leaves())),
-        file(
+        file_vector("026-bytes", "no byte, and each of the 256", encode_plain(&bytes())),
+        file_vector("027-dtype-leaves", "every dtype as a value", encode_plain(&dtype_leaves())),
+        file_vector(
             "028-sizes",
             "torch.Size: empty, negative entries, 64 entries, one shared",
-            plain(&sizes()),
+            encode_plain(&sizes()),
         ),
-        file(
+        file_vector(
             "029-devices",
             "devices, an empty name and one with a surrogate among them",
-            plain(&devices()),
+            encode_plain(&devices()),
         ),
-        file(
+        file_vector(
             "030-namedtuples",
             "namedtuples in each other, with an empty name, with a surrogate",
-            plain(&namedtuples()),
+            encode_plain(&namedtuples()),
         ),
-        file(
+        file_vector(
             "031-float-keys",
             "float keys: -0.0, subnormal, infinite, beyond i64",
-            plain(&float_keys()),
+            encode_plain(&float_keys()),
         ),
-        file(
+        file_vector(
             "032-int-keys",
             "int keys around the ends of i64 and beyond, in by_key order",
-            plain(&int_keys()),
+            encode_plain(&int_keys()),
         ),
-        file(
+        file_vector(
             "033-tuple-keys",
             "tuple keys: empty, 8 deep, 64 elements, of every kind",
-            plain(&tuple_keys()),
+            encode_plain(&tuple_keys()),
         ),
-        file("034-long-key", "a key of 4096 bytes, which a leaf shares", plain(&long_key())),
-        file(
+        file_vector(
+            "034-long-key",
+            "a key of 4096 bytes, which a leaf shares",
+            encode_plain(&long_key()),
+        ),
+        file_vector(
             "035-many-keys",
             "300 keys, inserted in an order that is not by_key's",
-            plain(&many_keys()),
+            encode_plain(&many_keys()),
         ),
-        file(
+        file_vector(
             "036-long-surrogates",
             "a str in a storage that holds a lone surrogate",
-            plain(&long_surrogates()),
+            encode_plain(&long_surrogates()),
         ),
-        file(
+        file_vector(
             "037-long-opaque",
             "an opaque leaf in a storage",
-            encode(&one(opaque(vec![b'.'; 5000])), &Options::new().allow_opaque()),
+            encode(&single_value(opaque(vec![b'.'; 5000])), &Options::new().allow_opaque()),
         ),
-        file(
+        file_vector(
             "038-shared-text",
             "one text as key, value, type name and attribute: in the heap once",
             encode(&shared_text(), &Options::new().attr("text", AttrValue::Text("text".into()))),
         ),
-        file(
+        file_vector(
             "039-equal-looking",
             "`{\"a.b\"}`, `{\"a\": {\"b\"}}`, `1` and `\"1\"` in one dict",
-            plain(&equal_looking()),
+            encode_plain(&equal_looking()),
         ),
     ]
 }
@@ -174,7 +198,7 @@ fn ints() -> StateDict {
         "-9223372036854775809",
         "340282366920938463463374607431768211456",
     ];
-    one(Value::List(ints.iter().map(|digits| Value::Int(int(digits))).collect()))
+    single_value(Value::List(ints.iter().map(|digits| Value::Int(int(digits))).collect()))
 }
 
 fn surrogate() -> Text {
@@ -182,7 +206,7 @@ fn surrogate() -> Text {
 }
 
 fn strs() -> StateDict {
-    one(Value::List(vec!["".into(), "漢😀".into(), surrogate().into()]))
+    single_value(Value::List(vec!["".into(), "漢😀".into(), surrogate().into()]))
 }
 
 fn long_content() -> Value {
@@ -195,8 +219,8 @@ fn long_content() -> Value {
 
 fn optimizer() -> Dict {
     let state = Dict::from_iter([
-        ("step", Value::from(f32s(&[3.0], &[]))),
-        ("exp_avg", f32s(&[0.1, 0.2], &[2]).into()),
+        ("step", Value::from(f32_tensor(&[3.0], &[]))),
+        ("exp_avg", f32_tensor(&[0.1, 0.2], &[2]).into()),
     ]);
     Dict::from_iter([(0_i64, state), (1, Dict::new())])
 }
@@ -219,9 +243,9 @@ fn attrs() -> Options {
 fn streamed() -> Vec<u8> {
     let write = || {
         let mut writer = ArchiveWriter::new(Vec::new(), Options::new())?;
-        writer.insert("first", f32s(&[1.0], &[1]))?;
+        writer.insert("first", f32_tensor(&[1.0], &[1]))?;
         writer.insert("second", 2_i64)?;
-        writer.insert("third", f32s(&[3.0; 5], &[5]))?;
+        writer.insert("third", f32_tensor(&[3.0; 5], &[5]))?;
         writer.finish()
     };
     write().expect("a Vec takes all")
@@ -237,34 +261,34 @@ fn floats() -> StateDict {
     ];
     let float = |bits: &u64| Value::Float(Float::from_bits(*bits));
     let complex = |bits: &u64| Value::Complex(Float::from_bits(*bits), Float::from(-0.0));
-    one(Value::List(bits.iter().map(float).chain(bits.iter().map(complex)).collect()))
+    single_value(Value::List(bits.iter().map(float).chain(bits.iter().map(complex)).collect()))
 }
 
 fn bytes() -> StateDict {
     let all: Vec<u8> = (0..=255).collect();
-    one(Value::List(vec![Value::Bytes(Vec::new().into()), Value::Bytes(all.into())]))
+    single_value(Value::List(vec![Value::Bytes(Vec::new().into()), Value::Bytes(all.into())]))
 }
 
 fn dtype_leaves() -> StateDict {
-    one(Value::List(Dtype::ALL.iter().map(|dtype| Value::Dtype(*dtype)).collect()))
+    single_value(Value::List(Dtype::ALL.iter().map(|dtype| Value::Dtype(*dtype)).collect()))
 }
 
 fn sizes() -> StateDict {
     let sizes =
         [vec![], vec![i64::MIN, -1, 0, i64::MAX], (0..64).collect(), vec![3, 4], vec![3, 4]];
-    one(Value::List(sizes.into_iter().map(|size| Value::Size(size.into())).collect()))
+    single_value(Value::List(sizes.into_iter().map(|size| Value::Size(size.into())).collect()))
 }
 
 fn devices() -> StateDict {
     let names = ["cpu".into(), "meta".into(), Text::from(""), surrogate()];
-    one(Value::List(names.into_iter().map(Value::Device).collect()))
+    single_value(Value::List(names.into_iter().map(Value::Device).collect()))
 }
 
 fn namedtuples() -> StateDict {
     let inner = Value::NamedTuple("".into(), Dict::new());
     let field = MapKey::Str(surrogate());
     let outer = Dict::from_iter([(MapKey::from("inner"), inner), (field, Value::None)]);
-    one(Value::NamedTuple(surrogate(), outer))
+    single_value(Value::NamedTuple(surrogate(), outer))
 }
 
 fn float_keys() -> StateDict {
@@ -309,7 +333,7 @@ fn many_keys() -> StateDict {
 
 fn long_surrogates() -> StateDict {
     let bytes = [vec![b'x'; 5000], surrogate().as_bytes().to_vec()].concat();
-    one(Text::from_generalized_utf8(bytes).expect("it is generalized UTF-8"))
+    single_value(Text::from_generalized_utf8(bytes).expect("it is generalized UTF-8"))
 }
 
 fn shared_text() -> StateDict {

@@ -5,7 +5,7 @@
 
 #[cfg(target_os = "linux")]
 mod daemon;
-mod machine;
+mod memcpy;
 mod model;
 mod round;
 mod shard;
@@ -54,7 +54,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let sources: Vec<StateDict> =
         (1..=VERSIONS).map(|version| model.version(version)).collect::<Result<_>>()?;
     spinner.set_message("measuring memcpy");
-    let memcpy = machine::measure_memcpy(model.bytes());
+    let memcpy = memcpy::measure_memcpy(model.bytes());
     if !console.json && !console.quiet {
         spinner.suspend(|| print(intro(&model, &memcpy)))?;
     }
@@ -80,7 +80,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     report(console, &model, &memcpy, &results)
 }
 
-fn intro(model: &Model, memcpy: &machine::Memcpy) -> String {
+fn intro(model: &Model, memcpy: &memcpy::Memcpy) -> String {
     format!(
         "{model}\n\
          4 trainers shard it (FSDP) and put {VERSIONS} versions; 2 generators pull them tensor-parallel, \
@@ -93,7 +93,7 @@ fn intro(model: &Model, memcpy: &machine::Memcpy) -> String {
 fn report(
     console: Console,
     model: &Model,
-    memcpy: &machine::Memcpy,
+    memcpy: &memcpy::Memcpy,
     results: &[(&str, Vec<Measurement>)],
 ) -> Result<Exit> {
     let measurements = || results.iter().flat_map(|(_, measurements)| measurements);
@@ -127,7 +127,7 @@ fn report(
     Ok(exit)
 }
 
-fn table(memcpy: &machine::Memcpy, results: &[(&str, Vec<Measurement>)]) -> Table {
+fn table(memcpy: &memcpy::Memcpy, results: &[(&str, Vec<Measurement>)]) -> Table {
     let mut table = Table::new(&[
         ("STORE", Align::Left),
         ("OPERATION", Align::Left),

@@ -1,7 +1,7 @@
 //! `tssd diff`: compares two files.
 
 mod elements;
-mod storing;
+mod storage_diff;
 mod ties;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,8 +13,8 @@ use tssd_format::{
     AttrValue, Container, ContentKind, MapKey, Node, ObjectPath, Step, TensorReference,
 };
 
-use self::storing::StorageDiff;
 use crate::console::{Console, print, print_json};
+use crate::diff::storage_diff::StorageDiff;
 use crate::document::Document;
 use crate::exit::Exit;
 use crate::failure::Result;

@@ -1,7 +1,7 @@
 //! `tssd roundtrip`: checks that reading and rewriting a file loses nothing.
 
-mod packed;
-mod same;
+mod compare_writer;
+mod safetensors;
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -13,7 +13,6 @@ use tssd_format::{
     encode_manifest,
 };
 
-use self::same::CompareWriter;
 use crate::archives::list_archives;
 use crate::console::{Console, print, print_json};
 use crate::diff;
@@ -22,6 +21,7 @@ use crate::encode;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::{display_input_path, open, open_shard_set};
+use crate::roundtrip::compare_writer::CompareWriter;
 use crate::verify;
 
 /// Maximum number of reasons that are printed for a file. Further reasons are counted.
@@ -140,7 +140,7 @@ fn check(path: &Path, console: Console) -> Result<Verdict> {
     let file = open(path)?;
     let path = display_input_path(path);
     if looks_like_safetensors(&*file) {
-        return packed::check(path, &*file, console);
+        return safetensors::check(path, &*file, console);
     }
     let archive = match Archive::from_blob(file.clone()) {
         Ok(archive) => archive,

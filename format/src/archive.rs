@@ -14,7 +14,6 @@ use crate::convert::index_to_usize;
 use crate::digest::{self, Digest};
 use crate::encode::{Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fill::length;
 use crate::frame::{FRAME_LEN, MAGIC, check_len, parse_head, parse_trailer};
 use crate::index::Index;
 use crate::key::ObjectPath;
@@ -24,8 +23,9 @@ use crate::record::kind;
 use crate::state_dict::{StateDict, Value};
 use crate::storage::{RangeDecoder, StorageDecoder, StorageReference};
 use crate::structure::{Node, TensorReference};
+use crate::table_views::TableViews;
 use crate::tensor::Tensor;
-use crate::views::TableViews;
+use crate::write_job::length;
 
 /// Block size in bytes for reading file ranges that are only checksummed (256 KiB).
 const READ_BLOCK_BYTES: usize = 256 << 10;

@@ -2,7 +2,7 @@
 
 use crc32fast::Hasher;
 
-use crate::fetch::{CacheLine, fetch, helps};
+use crate::prefetch::{CacheLine, prefetch, should_prefetch};
 
 /// Lines per checksum step (2 KiB). Shorter steps are slower, because each one ends with a reduction.
 const STEP_LINES: usize = (2 << 10) / size_of::<CacheLine>();
@@ -19,7 +19,7 @@ const PREFETCH_STEPS: usize = 4;
 /// ```
 pub fn checksum(bytes: &[u8]) -> u32 {
     let is_long = bytes.len() / size_of::<CacheLine>() > PREFETCH_STEPS * STEP_LINES;
-    if is_long && helps() { checksum_prefetched(bytes) } else { crc32fast::hash(bytes) }
+    if is_long && should_prefetch() { checksum_prefetched(bytes) } else { crc32fast::hash(bytes) }
 }
 
 /// Computes the same checksum with software prefetch, for processors that gain from it.
@@ -44,7 +44,7 @@ fn checksum_prefetched(bytes: &[u8]) -> u32 {
 /// calls give it other work in between.
 #[inline(never)]
 fn prefetch_one(line: &CacheLine) {
-    fetch(line);
+    prefetch(line);
 }
 
 /// Extends `crc`, the CRC-32 of the preceding bytes, by further bytes. The CRC-32 of no bytes is 0.

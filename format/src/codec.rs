@@ -45,12 +45,12 @@ impl ChunkEncoder {
 
 /// Placeholder in a build without zstd. It has no values.
 #[cfg(not(feature = "zstd"))]
-pub(crate) enum Encoder {}
+pub(crate) enum ChunkEncoder {}
 
 #[cfg(not(feature = "zstd"))]
 impl ChunkEncoder {
     pub(crate) fn new(_: i32) -> Result<Self> {
-        Err(Error::new(ErrorKind::FeatureMissing).note("zstd"))
+        Err(Error::new(ErrorKind::FeatureMissing).with_detail("zstd"))
     }
 
     pub(crate) fn encode(&mut self, _: &[u8], _: u8) -> Result<Option<Vec<u8>>> {
@@ -116,7 +116,7 @@ impl ChunkDecoder {
     #[cfg(not(feature = "zstd"))]
     #[expect(clippy::unused_self, reason = "as with the feature")]
     fn decode_frame(&mut self, _: &[u8], _: u8, _: &mut [u8]) -> Result<()> {
-        Err(Error::new(ErrorKind::FeatureMissing).note("zstd"))
+        Err(Error::new(ErrorKind::FeatureMissing).with_detail("zstd"))
     }
 }
 

@@ -17,9 +17,9 @@ use crate::shard::{Shard, ShardSpec};
 use crate::slice::TensorSlice;
 use crate::state_dict::{Dict, Value};
 use crate::structure::{Container, ContentKind, Node, TensorReference};
+use crate::table_views::TableViews;
 use crate::tensor::{Tensor, TensorFlags, TensorMeta};
 use crate::text::Text;
-use crate::views::TableViews;
 
 /// Decodes the subtree at a node of validated tables.
 ///

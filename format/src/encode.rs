@@ -19,8 +19,8 @@ use crate::shard::ShardSpec;
 use crate::state_dict::Value;
 use crate::structure::{BorrowedNode, BorrowedStep, BorrowedTensor, Container, ContentKind};
 use crate::table::{Tables, record_number};
+use crate::table_views::TableViews;
 use crate::text::Text;
-use crate::views::TableViews;
 
 /// Value of an attribute of an archive.
 #[derive(Clone, Debug, PartialEq, Eq)]

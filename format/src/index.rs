@@ -17,8 +17,8 @@ use crate::state_dict::Value;
 use crate::storage::{ChunkLocation, CompressedLayout, StorageReference};
 use crate::structure::Node;
 use crate::table::{self, TableMap};
+use crate::table_views::TableViews;
 use crate::validate::validate;
-use crate::views::TableViews;
 
 /// The validated tables of one archive: every rule of the spec up to F-082 holds.
 #[derive(Debug)]

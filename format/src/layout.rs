@@ -5,20 +5,20 @@ use std::sync::{Arc, LazyLock};
 
 use bytes::Bytes;
 
-use crate::arrange::StorageAllocator;
 use crate::blob::Blob;
+use crate::compress::{CompressJob, CompressedChunks};
 use crate::encode::{Attrs, ShardFile, encode};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fill::{JobChecksums, Source, WriteJob, jobs, length, parts};
 use crate::frame::{self, DATA_START, FRAME_LEN, IndexLocation};
 use crate::key::ObjectPath;
 use crate::options::Options;
-use crate::pack::{CompressJob, CompressedChunks};
-use crate::seal::StorageTables;
 use crate::state_dict::StateDict;
 use crate::storage::StorageReference;
+use crate::storage_allocator::StorageAllocator;
+use crate::storage_tables::StorageTables;
 use crate::structure::Node;
 use crate::table::{ROOT_LEN, TableViews, Tables};
+use crate::write_job::{JobChecksums, Source, WriteJob, jobs, length, parts};
 
 /// A planned archive whose storages have no offsets yet, because they may still be compressed.
 ///

@@ -48,8 +48,8 @@ mod tensor;
 // Memory: allocation, copies, checksums.
 mod checksum;
 mod copy;
-mod fetch;
 mod memory;
+mod prefetch;
 
 // The structure of a file.
 mod frame;
@@ -58,15 +58,15 @@ mod structure;
 mod table;
 
 // Writers.
-mod arrange;
 mod codec;
+mod compress;
 mod digest;
 mod encode;
-mod fill;
 mod layout;
 mod options;
-mod pack;
-mod seal;
+mod storage_allocator;
+mod storage_tables;
+mod write_job;
 mod writer;
 
 // Readers.
@@ -80,10 +80,10 @@ mod lookup;
 #[cfg(feature = "mmap")]
 mod mmap;
 mod shard_set;
-mod tssd;
+mod table_views;
+mod torchstore_state_dict;
 mod validate;
 mod verify;
-mod views;
 
 // Other file formats.
 #[cfg(feature = "safetensors")]
@@ -95,12 +95,12 @@ pub use archive::Archive;
 pub use blob::Blob;
 pub use checksum::checksum;
 pub use chunk::{ChunkPolicy, ChunkSize, MAX_CHUNK_BYTES};
+pub use compress::{CompressJob, CompressedChunks};
 pub use copy::{copy, copy_and_checksum, copy_chunks, copy_runs};
 pub use digest::Digest;
 pub use dtype::Dtype;
 pub use encode::{AttrValue, Attrs, ShardFile};
 pub use error::{Error, ErrorKind, Result};
-pub use fill::{JobChecksums, Piece, WriteJob};
 pub use frame::DATA_START;
 #[cfg(feature = "json")]
 pub use json::{to_json, to_json_without_elements};
@@ -112,7 +112,6 @@ pub use mesh::DeviceMesh;
 pub use mmap::{Mmap, map_file};
 pub use number::{Float, Int};
 pub use options::{Compression, Options, ZSTD_LEVEL_ATTR};
-pub use pack::{CompressJob, CompressedChunks};
 pub use placement::Placement;
 pub use region::Region;
 pub use runs::{Loop, Runs};
@@ -125,8 +124,9 @@ pub use storage::{ChunkLocation, CompressedLayout, RangeDecoder, StorageReferenc
 pub use structure::{Container, ContentKind, Node, TensorReference};
 pub use tensor::{Element, Storage, Tensor, TensorFlags, TensorMeta, TensorView};
 pub use text::Text;
-pub use tssd::{FlatLeaf, TorchStoreStateDict};
+pub use torchstore_state_dict::{FlatLeaf, TorchStoreStateDict};
 pub use verify::VerifyJob;
+pub use write_job::{JobChecksums, Piece, WriteJob};
 pub use writer::ArchiveWriter;
 
 /// Returns the records of the format: name, offset and size of each field.

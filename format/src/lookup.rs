@@ -6,7 +6,7 @@ use crate::key::kind::{FLOAT, NONE, STR};
 use crate::key::{MapKey, ObjectPath, Step};
 use crate::number::Int;
 use crate::record::kind;
-use crate::views::{LINEAR_SEARCH_MAX, TableViews, path_of};
+use crate::table_views::{LINEAR_SEARCH_MAX, TableViews, path_of};
 
 /// Returns the number of the node at an exact path, with one search per level.
 pub(crate) fn find(views: &TableViews<'_>, path: &ObjectPath) -> Result<usize> {

@@ -20,10 +20,10 @@
 //! # Ok::<(), tssd_format::Error>(())
 //! ```
 
+mod auxiliary;
 mod export;
 mod header;
 mod index;
-mod other;
 mod source;
 
 use bytes::Bytes;
@@ -32,10 +32,10 @@ use crate::encode::Attrs;
 use crate::error::Result;
 use crate::state_dict::StateDict;
 
+pub use auxiliary::{AuxiliaryFile, is_auxiliary_file_name};
 pub use export::{Directory, Export, File};
 pub use header::{Entry, Header};
 pub use index::Index;
-pub use other::{AuxiliaryFile, is_auxiliary_file_name};
 
 /// The attribute that stores the header of a file if the header is not in canonical form.
 pub const HEADER_ATTR: &str = "tssd.safetensors_header";

@@ -7,23 +7,23 @@
 //! Memory is linear too, and never exceeds the size of the index: two bits for each byte of the heap,
 //! one byte for each storage, and a few words for each mesh, divergent node and shard.
 
+mod attrs_and_shards;
 mod claims;
-mod files;
 mod slices;
 mod storages;
 mod tensors;
 mod tree;
 
 #[cfg(feature = "safetensors")]
-pub(crate) use self::files::is_base_name;
+pub(crate) use crate::validate::attrs_and_shards::is_base_name;
 
 use self::claims::{Claims, HeapClaims};
 use crate::convert::index_to_usize;
 use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
 use crate::record::split_heap_range;
+use crate::table_views::{TableViews, dims_range_error, heap_range_error};
 use crate::text::is_text;
-use crate::views::{TableViews, dims_range_error, heap_range_error};
 
 /// Validates the tables of a file whose index begins at `index_off`, in bytes.
 ///

@@ -11,11 +11,11 @@ use crate::convert::index_to_usize;
 use crate::digest::{self, ChunkHasher};
 use crate::encode::ShardFile;
 use crate::error::{Error, ErrorKind, Result};
-use crate::fill::length;
 use crate::frame::DATA_START;
-use crate::seal::combine_crcs;
 use crate::storage::StorageReference;
+use crate::storage_tables::combine_crcs;
 use crate::text::is_text;
+use crate::write_job::length;
 
 impl Archive {
     /// Verifies every stored byte, every byte of padding, and the texts in uncompressed storages.

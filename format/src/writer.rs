@@ -4,17 +4,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::sync::Arc;
 
-use crate::arrange::StorageAllocator;
+use crate::compress::{CompressJob, CompressedChunks};
 use crate::encode::{AttrValue, Attrs, encode};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fill::{ChunkChecksum, jobs};
 use crate::frame;
 use crate::key::{MapKey, ObjectPath, Step};
 use crate::layout::write_tail;
 use crate::options::Options;
-use crate::pack::{CompressJob, CompressedChunks};
 use crate::state_dict::Value;
+use crate::storage_allocator::StorageAllocator;
 use crate::structure::{BorrowedNode, Container, Node, borrow_step};
+use crate::write_job::{ChunkChecksum, jobs};
 
 /// Writes one archive to a stream, entry by entry.
 ///

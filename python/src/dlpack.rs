@@ -2,15 +2,15 @@
 //!
 //! The consumer of a tensor calls its deleter when it is done with the memory.
 
-mod borrow;
-mod lend;
+mod export;
+mod import;
 
 use std::ffi::c_void;
 
 use tssd_format::Dtype;
 
-pub(crate) use self::borrow::{ImportedTensor, import_tensor};
-pub(crate) use self::lend::export_capsule;
+pub(crate) use crate::dlpack::export::export_capsule;
+pub(crate) use crate::dlpack::import::{ImportedTensor, import_tensor};
 
 /// Dtypes of DLPack, each with its `DLDataTypeCode` and the bits of an element.
 const DLPACK_DTYPES: [(Dtype, u8, u8); 21] = [

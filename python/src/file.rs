@@ -16,15 +16,17 @@ use tssd_format::{
 };
 use tssd_store::{Replacement, file};
 
+use crate::builder::{
+    Framework, MODULE_METADATA_ATTR, ObjectBuilder, StorageSource, storage_spans,
+};
 use crate::error::{BindingError, Failure, Result};
+use crate::importer::{ImportedStateDict, import_state_dict};
 use crate::index::BasicIndex;
 use crate::interrupt::InterruptCheck;
 use crate::memory::{MemoryBlock, PrivateMapping};
 use crate::metadata;
 use crate::numpy::Numpy;
-use crate::object::{Framework, MODULE_METADATA_ATTR, ObjectBuilder, StorageSource, storage_spans};
 use crate::torch::Torch;
-use crate::value::{ImportedStateDict, import_state_dict};
 
 /// Minimum length of a mapped range, in bytes.
 ///

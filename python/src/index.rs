@@ -6,7 +6,7 @@ use pyo3::types::{PyBool, PyEllipsis, PyInt, PySlice, PyTuple};
 use tssd_format::Region;
 
 use crate::error::Result;
-use crate::value::class_name;
+use crate::importer::class_name;
 
 /// An index of ints, slices and `...`.
 ///

@@ -8,47 +8,49 @@
 
 use pyo3::prelude::*;
 
+/// Construction of Python objects from the nodes of an archive.
+mod builder;
 /// GPU memory that holds the elements of Python tensors.
 mod device;
 /// DLPack: the protocol by which frameworks share tensor memory.
 mod dlpack;
 /// Conversion of torch DTensors.
 mod dtensor;
+/// State dicts encoded in memory.
+mod encoded;
 /// Errors, and their conversion to Python exceptions.
 mod error;
 /// Saving, loading, opening and verifying files.
 mod file;
+/// Tensors whose memory a framework owns.
+mod foreign_memory;
+/// A pause of Python's garbage collector.
+mod gc_pause;
+/// Import of Python objects as values of the format.
+mod importer;
 /// Basic indices: ints, slices and `...`.
 mod index;
 /// Interruption of long calls by signals and cancelled tasks.
 mod interrupt;
 /// Import of plain tensors and arrays, to be stored or to be filled.
-mod local;
+mod leaf_import;
 /// Private memory that holds the elements of Python tensors.
 mod memory;
 /// Metadata of a state dict.
 mod metadata;
 /// Conversion between numpy arrays and tensors.
 mod numpy;
-/// Construction of Python objects from the nodes of an archive.
-mod object;
-/// A pause of Python's garbage collector.
-mod pause;
 /// Tensor slices and shards.
 mod slice;
 /// A store of state dicts.
 mod store;
-/// Tensors whose memory a framework owns.
-mod tensor;
 /// Conversion between torch tensors and tensors.
 mod torch;
-/// State dicts encoded in memory.
-mod tssd;
-/// Import of Python objects as values of the format.
-mod value;
 
 #[pymodule]
 mod _tssd {
+    #[pymodule_export]
+    use crate::encoded::TorchStoreStateDict;
     #[pymodule_export]
     use crate::error::kinds;
     #[pymodule_export]
@@ -64,8 +66,6 @@ mod _tssd {
         OpenVersion, PyPendingPut, PyPin, PyPublisher, PyReceiver, PySubscription, Store,
         VersionItems, VersionSlice,
     };
-    #[pymodule_export]
-    use crate::tssd::TorchStoreStateDict;
     use pyo3::prelude::*;
     #[cfg(unix)]
     use pyo3::types::PyDict;

@@ -5,9 +5,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyInt, PyString};
 use tssd_format::{AttrValue, Attrs};
 
+use crate::builder::decode_str;
 use crate::error::Result;
-use crate::object::decode_str;
-use crate::value::to_text;
+use crate::importer::to_text;
 
 /// Attribute with the values that have no attribute type: a JSON object.
 const JSON_ATTR: &str = "tssd.json";

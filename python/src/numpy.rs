@@ -10,8 +10,8 @@ use pyo3::types::{PyDict, PyTuple};
 use tssd_format::{Dtype, Tensor, TensorFlags, TensorMeta, TensorReference};
 
 use crate::error::{BindingError, Result};
+use crate::foreign_memory::tensor_from_raw_parts;
 use crate::memory::{Buffer, MemoryBlock};
-use crate::tensor::tensor_from_raw_parts;
 
 /// The module numpy, with cached attributes.
 pub(crate) struct Numpy<'py> {

@@ -11,24 +11,26 @@ use pyo3::types::{PyDict, PyIterator, PyString, PyTuple};
 use tssd_format::{MapKey, Node, Step};
 use tssd_store::{ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Opened, Residency};
 
-/// The connection of this process to a store.
-mod connected;
-/// Reads into the caller's tensors.
-mod into;
-/// An open version, leased while it is read.
-mod lease;
 /// Extraction of version numbers and writer ranks from Python arguments.
-mod number;
+mod arguments;
+/// The connection of this process to a store.
+mod connection;
+/// Reads into the caller's tensors.
+mod fill;
+/// Reads without `into`: views of stored bytes, and copies.
+mod loaded_tree;
+/// An open version, leased while it is read.
+mod open_version;
 /// The state dict of a version on torch's "meta" device, without tensor bytes.
 mod outline;
 /// A put that continues in the background.
-mod pending;
+mod pending_put;
 /// A version pinned under a label.
 mod pin;
 /// A version that is put tensor by tensor.
-mod publish;
+mod publisher;
 /// Options of a put.
-mod put;
+mod put_arguments;
 /// A receiver that fills tensors with the versions of a ring.
 mod receiver;
 /// Reports of puts and gets, as Python dataclasses.
@@ -37,27 +39,25 @@ mod report;
 mod select;
 /// An iterator over the versions of a key as they become visible.
 mod subscription;
-/// Reads without `into`: views of stored bytes, and copies.
-mod version;
 
-use self::connected::{Connection, Deadline, parse_seconds};
-use self::into::{Differences, FillOptions, FillResult, fill_state_dict, fill_tensor};
-pub(crate) use self::lease::{OpenVersion, VersionItems, VersionSlice};
-pub(crate) use self::pending::PyPendingPut;
 pub(crate) use self::pin::PyPin;
-use self::publish::ImportOptions;
-pub(crate) use self::publish::PyPublisher;
-use self::put::{PutArguments, import_for_put};
 pub(crate) use self::receiver::PyReceiver;
 use self::report::{get_report, put_report, version_info};
 use self::select::select;
 pub(crate) use self::subscription::PySubscription;
-use self::version::{LoadedTree, ReadOptions};
+use crate::builder::{Framework, ObjectBuilder};
+use crate::encoded::TorchStoreStateDict;
 use crate::error::{BindingError, Failure, Result};
-use crate::local::CastRule;
-use crate::object::{Framework, ObjectBuilder};
+use crate::leaf_import::CastRule;
 use crate::slice::{TensorShard, TensorSlice};
-use crate::tssd::TorchStoreStateDict;
+use crate::store::connection::{Connection, Deadline, parse_seconds};
+use crate::store::fill::{Differences, FillOptions, FillResult, fill_state_dict, fill_tensor};
+use crate::store::loaded_tree::{LoadedTree, ReadOptions};
+pub(crate) use crate::store::open_version::{OpenVersion, VersionItems, VersionSlice};
+pub(crate) use crate::store::pending_put::PyPendingPut;
+use crate::store::publisher::ImportOptions;
+pub(crate) use crate::store::publisher::PyPublisher;
+use crate::store::put_arguments::{PutArguments, import_for_put};
 
 /// A store of state dicts by key, in immutable versions.
 ///
@@ -117,7 +117,7 @@ impl<'py> VersionSelector<'py> {
         if let Ok(lease) = version.cast::<OpenVersion>() {
             return Ok(Self::Lease(lease.clone()));
         }
-        Ok(Self::Number(number::extract_version(version)?))
+        Ok(Self::Number(arguments::extract_version(version)?))
     }
 }
 
@@ -301,9 +301,9 @@ impl Store {
         &self,
         state_dict: &Bound<'py, PyAny>,
         key: &Bound<'py, PyAny>,
-        #[pyo3(from_py_with = number::extract_optional_version)] version: Option<u64>,
+        #[pyo3(from_py_with = arguments::extract_optional_version)] version: Option<u64>,
         writers: Option<Bound<'py, PyAny>>,
-        #[pyo3(from_py_with = number::extract_optional_writer)] writer: Option<u32>,
+        #[pyo3(from_py_with = arguments::extract_optional_writer)] writer: Option<u32>,
         job: Option<String>,
         divergent: &'py str,
         replicas: &'py str,
@@ -406,7 +406,7 @@ impl Store {
         key: &Bound<'py, PyAny>,
         into: Option<&Bound<'py, PyAny>>,
         version: Option<&Bound<'py, PyAny>>,
-        #[pyo3(from_py_with = number::extract_optional_writer)] writer: Option<u32>,
+        #[pyo3(from_py_with = arguments::extract_optional_writer)] writer: Option<u32>,
         names: Option<&Bound<'py, PyAny>>,
         strict: bool,
         cast: bool,
@@ -562,7 +562,7 @@ impl Store {
         fqn: Option<&str>,
         tensor_slice: Option<&Bound<'py, TensorSlice>>,
         version: Option<&Bound<'py, PyAny>>,
-        #[pyo3(from_py_with = number::extract_optional_writer)] writer: Option<u32>,
+        #[pyo3(from_py_with = arguments::extract_optional_writer)] writer: Option<u32>,
         verify: bool,
         require: Option<&str>,
         timeout: Option<f64>,
@@ -623,9 +623,9 @@ impl Store {
     fn publish<'py>(
         &self,
         key: &Bound<'py, PyAny>,
-        #[pyo3(from_py_with = number::extract_optional_version)] version: Option<u64>,
+        #[pyo3(from_py_with = arguments::extract_optional_version)] version: Option<u64>,
         writers: Option<Bound<'py, PyAny>>,
-        #[pyo3(from_py_with = number::extract_optional_writer)] writer: Option<u32>,
+        #[pyo3(from_py_with = arguments::extract_optional_writer)] writer: Option<u32>,
         job: Option<String>,
         bucket_bytes: u64,
         divergent: &'py str,
@@ -690,7 +690,7 @@ impl Store {
         key: &Bound<'py, PyAny>,
         version: Option<&Bound<'py, PyAny>>,
         names: Option<&Bound<'py, PyAny>>,
-        #[pyo3(from_py_with = number::extract_optional_writer)] writer: Option<u32>,
+        #[pyo3(from_py_with = arguments::extract_optional_writer)] writer: Option<u32>,
         verify: bool,
         require: Option<&str>,
         timeout: Option<f64>,
@@ -754,7 +754,7 @@ impl Store {
     fn exists(
         &self,
         key: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = number::extract_optional_version)] version: Option<u64>,
+        #[pyo3(from_py_with = arguments::extract_optional_version)] version: Option<u64>,
     ) -> Result<bool> {
         let (connection, name) = self.connect_for_key(key)?;
         connection.block_on(key.py(), None, connection.store.exists(&name, version))
@@ -799,7 +799,7 @@ impl Store {
     fn delete(
         &self,
         key: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = number::extract_optional_version)] version: Option<u64>,
+        #[pyo3(from_py_with = arguments::extract_optional_version)] version: Option<u64>,
     ) -> Result<u64> {
         let (connection, name) = self.connect_for_key(key)?;
         connection.block_on(key.py(), None, connection.store.delete(&name, version))
@@ -823,7 +823,7 @@ impl Store {
     fn wait_for_version(
         &self,
         key: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = number::extract_version)] version: u64,
+        #[pyo3(from_py_with = arguments::extract_version)] version: u64,
         timeout: Option<f64>,
     ) -> Result<OpenVersion> {
         let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
@@ -864,7 +864,7 @@ impl Store {
         &self,
         key: &Bound<'_, PyAny>,
         label: &str,
-        #[pyo3(from_py_with = number::extract_optional_version)] version: Option<u64>,
+        #[pyo3(from_py_with = arguments::extract_optional_version)] version: Option<u64>,
     ) -> Result<PyPin> {
         let (connection, name) = self.connect_for_key(key)?;
         let pinned =
@@ -893,7 +893,7 @@ impl Store {
     fn prefetch(
         &self,
         key: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = number::extract_optional_version)] version: Option<u64>,
+        #[pyo3(from_py_with = arguments::extract_optional_version)] version: Option<u64>,
         timeout: Option<f64>,
     ) -> Result<u64> {
         let (connection, name) = self.connect_for_key(key)?;

@@ -13,8 +13,8 @@ use tssd_store::ErrorKind;
 use crate::device::DeviceRegions;
 use crate::dlpack::export_capsule;
 use crate::error::{BindingError, Failure, Result};
+use crate::foreign_memory::{CopyCache, tensor_from_raw_parts};
 use crate::memory::MemoryBlock;
-use crate::tensor::{CopyCache, tensor_from_raw_parts};
 
 /// The module torch, with cached attributes.
 pub(crate) struct Torch<'py> {

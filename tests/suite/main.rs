@@ -35,6 +35,8 @@ mod ledger;
 /// Lifecycle of daemons: started by clients, ended when idle, shared by a group.
 #[cfg(target_os = "linux")]
 mod operation;
+/// Imports between the modules of each crate.
+mod modules;
 /// Directories of models, whose files other than tensors are packed too.
 mod packed_files;
 /// Compression, digests and alignment, under all options of a writer.

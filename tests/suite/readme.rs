@@ -12,12 +12,13 @@ use tssd_format::{
 use tssd_store::blocking::Store;
 use tssd_store::{Divergent, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport};
 
-const DOCUMENTS: [&str; 9] = [
+const DOCUMENTS: [&str; 10] = [
     "README.md",
     "ARCHITECTURE.md",
     "CHANGELOG.md",
     "SECURITY.md",
     "docs/guarantees.md",
+    "docs/internals.md",
     "docs/migration.md",
     "spec/format.md",
     "spec/protocol.md",
@@ -68,33 +69,6 @@ fn named_tests_and_files_exist() {
     }
 }
 
-/// The module tables of ARCHITECTURE.md list exactly the top-level files of each crate.
-#[test]
-fn module_tables_match_source_files() {
-    let text = read("ARCHITECTURE.md");
-    for package in ["format", "store", "cli", "python"] {
-        let heading = format!("### {package}");
-        let (_, section) = text.split_once(&heading).expect(&heading);
-        let section = section.split("\n##").next().unwrap();
-        let rows = section.lines().filter_map(|line| line.strip_prefix("| `"));
-        let named: BTreeSet<&str> = rows.flat_map(modules_of_row).collect();
-        let files = std::fs::read_dir(root().join(package).join("src")).unwrap();
-        let files: Vec<String> =
-            files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
-        let modules: BTreeSet<&str> =
-            files.iter().filter_map(|file| file.strip_suffix(".rs")).collect();
-        let without_root: BTreeSet<&str> =
-            modules.into_iter().filter(|name| !matches!(*name, "lib" | "main")).collect();
-        assert_eq!(named, without_root, "{package}");
-    }
-}
-
-/// Returns the modules in the first cell of a row.
-fn modules_of_row(row: &str) -> impl Iterator<Item = &str> {
-    let cell = row.split('|').next().unwrap();
-    cell.split(['`', ',', ' ']).filter(|name| !name.is_empty())
-}
-
 #[test]
 fn every_reshard_and_protocol_rule_names_a_test() {
     for (document, letter) in [("spec/reshard.md", 'R'), ("spec/protocol.md", 'P')] {
@@ -132,7 +106,7 @@ fn every_guarantee_names_existing_tests() {
 #[test]
 fn unsafe_code_table_matches_source_files() {
     let mut found = BTreeMap::new();
-    for package in ["format", "store", "cli", "python", FAKE_DRIVER, SHORT_CALLS] {
+    for package in ["format", "store", "gpu", "cli", "python", FAKE_DRIVER, SHORT_CALLS] {
         let mut folders = vec![PathBuf::from(package).join("src")];
         while let Some(folder) = folders.pop() {
             for entry in std::fs::read_dir(root().join(&folder)).unwrap() {
@@ -167,7 +141,7 @@ fn unsafe_code_table_matches_source_files() {
         named.iter().filter(|(path, _)| is_counted(path)).map(|(_, places)| places).sum()
     };
     let is_for_gpus =
-        |path: &str| path.starts_with("store/src/cuda/") || path == "python/src/device.rs";
+        |path: &str| path.starts_with("gpu/src/") || path == "python/src/device.rs";
     let (for_gpus, total) = (sum(&is_for_gpus), sum(&|path| !path.starts_with("tests/")));
     let sentence = format!("Of the {total} places that are not for tests, {for_gpus} are for GPUs");
     assert!(text.contains(&sentence), "{sentence}");
@@ -182,7 +156,7 @@ const SHORT_CALLS: &str = "tests/libshort";
 #[test]
 fn the_readme_is_short() {
     assert!(read("README.md").lines().count() <= 125);
-    assert!(read("ARCHITECTURE.md").lines().count() <= 150);
+    assert!(read("ARCHITECTURE.md").lines().count() <= 90);
 }
 
 fn put(

@@ -2,8 +2,8 @@
 //!
 //! Spec: sections 2 to 7.
 
-mod meaning;
-mod page;
+mod field;
+mod line_buffer;
 mod record;
 
 use std::collections::BTreeMap;
@@ -12,12 +12,12 @@ use std::path::Path;
 
 use tssd_format::{Archive, Blob, DATA_START, Dtype, MANIFEST_NAME, StorageReference};
 
-use self::page::{LINE_BYTES, LineBuffer};
 use self::record::{NONE, Record, RecordLayout, decode_le, heap_range};
 use crate::element::ElementDecoder;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::{display_input_path, is_shard_set, open};
+use crate::inspect::hex::line_buffer::{LINE_BYTES, LineBuffer};
 use crate::value::quote;
 
 /// Tables without records: name, and the size and alignment of an entry in bytes.
@@ -119,7 +119,7 @@ impl<'a> Dump<'a> {
 
     fn dump_record(&mut self, record: &Record<'_>) -> Result<()> {
         for (field, offset, size) in record.layout.fields {
-            let description = meaning::describe_field(record, field);
+            let description = field::describe_field(record, field);
             let bytes = &record.bytes[*offset..offset + size];
             self.page.add_bytes(record.offset + to_u64(*offset), bytes, &description)?;
         }
@@ -324,7 +324,7 @@ impl EntryUses {
                 let record =
                     Record { layout: shape, offset: 0, bytes: &bytes[at..at + table.size] };
                 for (field, ..) in shape.fields {
-                    if let Some(kind) = meaning::heap_kind(&record, field) {
+                    if let Some(kind) = field::heap_kind(&record, field) {
                         uses.add_heap_range(record.get(field), kind);
                     }
                 }

@@ -17,7 +17,7 @@ use std::arch::x86_64::{
 
 use crc32fast::Hasher;
 
-use crate::fetch::CacheLine;
+use crate::prefetch::CacheLine;
 
 /// Lines that are folded in parallel, because the folds into one line form a dependency chain.
 type Stripe = [CacheLine; 4];

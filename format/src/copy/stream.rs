@@ -7,7 +7,7 @@ use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
 use super::BLOCK_BYTES;
 use super::fold::FoldingCrc;
 use crate::checksum::extend_checksum;
-use crate::fetch::{self, CacheLine, fetch};
+use crate::prefetch::{self, CacheLine, prefetch};
 
 /// Strategy of copying with non-temporal stores.
 ///
@@ -35,7 +35,7 @@ impl Drop for StreamingCopy {
 impl StreamingCopy {
     /// Selects the fastest strategy for this processor.
     pub(super) fn select() -> Self {
-        if fetch::helps() {
+        if prefetch::should_prefetch() {
             return Self::PrefetchedBlocks;
         }
         FoldingCrc::detect().map_or(Self::Blocks, Self::Fold)
@@ -112,7 +112,7 @@ fn copy_and_prefetch(source: &[CacheLine], target: &mut [CacheLine], next: &[Cac
     let quarter = source.len() / 4;
     for line in 0..quarter {
         for at in [line, line + quarter, line + 2 * quarter, line + 3 * quarter] {
-            next.get(at).into_iter().for_each(fetch);
+            next.get(at).into_iter().for_each(prefetch);
             copy_line(&source[at], &mut target[at]);
         }
     }

@@ -6,7 +6,6 @@ use std::io::Write;
 
 use super::header::{Header, METADATA, MetadataMap, canonical_header};
 use super::index::{Index, common_metadata, parse_index_attr};
-use super::other::{AuxiliaryEntry, AuxiliaryFile, check_name_conflicts};
 use super::source::Source;
 use super::{FILE_NAME, HEADER_ATTR, INDEX_ATTR, INDEX_NAME};
 use crate::archive::Archive;
@@ -15,6 +14,7 @@ use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
 use crate::runs::Runs;
+use crate::safetensors::auxiliary::{AuxiliaryEntry, AuxiliaryFile, check_name_conflicts};
 use crate::state_dict::StateDict;
 use crate::structure::{
     Container, Node, PathCursor, PayloadItem, TensorReference, structure_of, walk,

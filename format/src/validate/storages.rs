@@ -8,7 +8,7 @@ use crate::convert::to_usize;
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::record::{self, NONE};
-use crate::views::TableViews;
+use crate::table_views::TableViews;
 
 /// The largest number of decoded bytes for each stored byte of a chunk.
 const MAX_EXPANSION: u64 = 1 << 15;

@@ -5,12 +5,12 @@ use super::{StorageUse, Validator};
 use crate::convert::to_u64;
 use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
-use crate::fetch::prefetch_ahead;
 use crate::key::ObjectPath;
+use crate::prefetch::prefetch_ahead;
 use crate::record::{self, NONE, kind};
 use crate::shape::{MAX_RANK, SIZE_LIMIT, check_shape, span_bytes};
+use crate::table_views::{TableViews, path_of};
 use crate::tensor::TensorFlags;
-use crate::views::{TableViews, path_of};
 
 impl<'a> Validator<'a> {
     pub(super) fn global_shape(&self, tensor: &record::Tensor) -> Result<&[u64]> {

@@ -11,7 +11,7 @@ use crate::number::is_canonical_bigint;
 use crate::record::{self, INLINE_MAX_BYTES, NONE, STORED_FLAG, kind, split_heap_range};
 use crate::shape::MAX_RANK;
 use crate::state_dict::MAX_DEPTH;
-use crate::views::{TableViews, dims_range_error, path_of};
+use crate::table_views::{TableViews, dims_range_error, path_of};
 
 impl Validator<'_> {
     pub(super) fn validate_nodes(&mut self) -> Result<()> {

@@ -11,10 +11,10 @@ use tssd_format::{
 };
 use tssd_store::Opened;
 
-use super::connected::Connection;
+use crate::builder::{ArchiveContents, Framework, ObjectBuilder, StorageSource};
 use crate::error::Result;
 use crate::memory::MemoryBlock;
-use crate::object::{ArchiveContents, Framework, ObjectBuilder, StorageSource};
+use crate::store::connection::Connection;
 
 /// A tree whose tensors have no storage.
 struct Outline {

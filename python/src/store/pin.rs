@@ -6,8 +6,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use tssd_store::Key;
 
-use super::connected::Connection;
 use crate::error::Result;
+use crate::store::connection::Connection;
 
 /// A version that is pinned under a label: see `Store.pin`.
 #[pyclass(frozen, name = "Pin", module = "tssd")]

@@ -7,10 +7,10 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tssd_store::{GetOptions, Key, Receiver};
 
-use super::connected::{Connection, parse_seconds};
-use super::into::{common_device, receive};
 use super::report::receive_report;
 use crate::error::Result;
+use crate::store::connection::{Connection, parse_seconds};
+use crate::store::fill::{common_device, receive};
 
 /// A receiver of versions that are put with `residency="ring"` or "lent": see `Store.receiver`.
 #[pyclass(frozen, name = "Receiver", module = "tssd")]

@@ -6,8 +6,8 @@ use tssd_format::Attrs;
 use tssd_gpu::CopyStats;
 use tssd_store::{GetReport, PutPhases, PutReport, ReceiveReport, VersionInfo};
 
-use super::into::Differences;
 use crate::error::Result;
+use crate::store::fill::Differences;
 
 /// Returns the `DeviceCopies` of a put, a get or a receive. `None` if there were none.
 fn device_copies(py: Python<'_>, copied: Option<CopyStats>) -> Result<Option<Bound<'_, PyAny>>> {

@@ -7,9 +7,9 @@ use pyo3::prelude::*;
 use tokio::sync::watch;
 use tssd_store::{Key, Subscription};
 
-use super::connected::Connection;
 use super::report::version_info;
 use crate::error::Result;
+use crate::store::connection::Connection;
 
 /// An iterator over the versions of a key as they become visible: see `Store.subscribe`.
 #[pyclass(frozen, name = "Subscription", module = "tssd")]

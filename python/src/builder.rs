@@ -18,12 +18,12 @@ use tssd_format::{
 
 use crate::dtensor::encode_placement;
 use crate::error::{BindingError, Failure, Result};
+use crate::gc_pause::GcPause;
+use crate::importer::PICKLE;
 use crate::memory::MemoryBlock;
 use crate::numpy::Numpy;
-use crate::pause::GcPause;
 use crate::slice::{TensorShard, box_index, local_offsets};
 use crate::torch::Torch;
-use crate::value::PICKLE;
 
 /// Attribute with the `_metadata` of ordered dicts: a JSON object whose keys are their paths.
 pub(crate) const MODULE_METADATA_ATTR: &str = "tssd.module_metadata";

@@ -18,7 +18,7 @@ use crate::device::DeviceRegions;
 use crate::dlpack::{self, ImportedTensor};
 use crate::dtensor::{self, MeshCache, TensorSubclass};
 use crate::error::{BindingError, Result};
-use crate::local::{CastRule, FillState, ImportPurpose};
+use crate::leaf_import::{CastRule, FillState, ImportPurpose};
 use crate::numpy::Numpy;
 use crate::slice::{self, TensorShard};
 use crate::torch::Torch;

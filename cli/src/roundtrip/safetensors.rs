@@ -5,10 +5,10 @@ use std::path::Path;
 use tssd_format::safetensors::{Export, Header};
 use tssd_format::{Archive, ArchiveWriter, Blob, Error, Options};
 
-use super::same::CompareWriter;
 use super::{Verdict, difference_note, verdict_from_error};
 use crate::console::Console;
 use crate::failure::{Failure, Result};
+use crate::roundtrip::compare_writer::CompareWriter;
 
 /// Packs and unpacks a file in memory. The result must have the same bytes.
 pub(super) fn check(path: &Path, file: &dyn Blob, console: Console) -> Result<Verdict> {

@@ -7,10 +7,10 @@ use crate::chunk::ChunkSize;
 use crate::convert::index_to_usize;
 use crate::digest::{self, Digest};
 use crate::error::Result;
-use crate::fill::ChunkChecksum;
 use crate::record::{self, NONE};
 use crate::storage::{ChunkLocation, StorageReference};
 use crate::table::{TableViews, Tables, record_number};
+use crate::write_job::ChunkChecksum;
 
 /// The index tables that describe storages.
 #[derive(Clone, Debug, Default)]

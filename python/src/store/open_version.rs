@@ -8,13 +8,13 @@ use pyo3::types::{PyDict, PyString, PyTuple};
 use tssd_format::{Dtype, Node, TensorSlice as Slice};
 use tssd_store::{Key, Opened};
 
-use super::connected::Connection;
 use super::outline::build_outline;
 use super::select::match_names;
-use super::version::{LoadedTree, ReadOptions};
 use crate::error::{BindingError, Result};
 use crate::index::BasicIndex;
 use crate::slice::TensorSlice;
+use crate::store::connection::Connection;
+use crate::store::loaded_tree::{LoadedTree, ReadOptions};
 
 /// An open version, which is read tensor by tensor: see `Store.open`.
 ///

@@ -9,16 +9,16 @@ use tssd_format::{
 };
 use tssd_store::file;
 
+use crate::builder::{Framework, MODULE_METADATA_ATTR, ObjectBuilder, StorageSource};
 use crate::device::DeviceRegions;
 use crate::error::{BindingError, Result};
 use crate::file::{InMemoryArchive, PlannedStateDict, copy_buffer, plan_state_dict};
+use crate::importer::ImportedStateDict;
 use crate::interrupt::InterruptCheck;
 use crate::memory::{MemoryBlock, PrivateMapping};
 use crate::numpy::Numpy;
-use crate::object::{Framework, MODULE_METADATA_ATTR, ObjectBuilder, StorageSource};
 use crate::slice::TensorSlice;
 use crate::torch::Torch;
-use crate::value::ImportedStateDict;
 
 /// A state dict as one value: a flattened dict of references, and the tensor blob that they refer to.
 ///

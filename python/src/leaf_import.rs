@@ -13,9 +13,9 @@ use tssd_store::pieces;
 use crate::device::DeviceRegions;
 use crate::dlpack::ImportedTensor;
 use crate::error::{BindingError, Result};
+use crate::foreign_memory::{CopyCache, tensor_from_raw_parts};
 use crate::numpy::Numpy;
 use crate::slice::{LocalTensors, box_index};
-use crate::tensor::{CopyCache, tensor_from_raw_parts};
 use crate::torch::Torch;
 
 /// Purpose for which plain tensors are imported.

@@ -7,10 +7,10 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tssd_store::{Key, PendingPut, PutReport};
 
-use super::connected::Connection;
 use super::report::put_report;
 use crate::device::SharedCopyStats;
 use crate::error::{Failure, Result};
+use crate::store::connection::Connection;
 
 /// A put that continues in the background: see `wait=False` of `Store.put_state_dict`.
 #[pyclass(frozen, name = "PendingPut", module = "tssd")]

@@ -17,7 +17,7 @@ pub(crate) fn should_prefetch() -> bool {
 pub(crate) fn prefetch<T>(_: &T) {}
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86_64::{fetch, helps};
+pub(crate) use x86_64::{prefetch, should_prefetch};
 
 /// Prefetches the record 64 entries after `number`, if the table has it.
 ///
@@ -25,7 +25,7 @@ pub(crate) use x86_64::{fetch, helps};
 #[inline]
 pub(crate) fn prefetch_ahead<T>(table: &[T], number: usize) {
     if let Some(record) = table.get(number + 64) {
-        fetch(record);
+        prefetch(record);
     }
 }
 
@@ -40,12 +40,12 @@ mod x86_64 {
         [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"GenuineIntel"
     });
 
-    pub(crate) fn helps() -> bool {
+    pub(crate) fn should_prefetch() -> bool {
         *IS_INTEL
     }
 
     #[inline]
-    pub(crate) fn fetch<T>(value: &T) {
+    pub(crate) fn prefetch<T>(value: &T) {
         // SAFETY: `_mm_prefetch` is a hint: it changes no memory that the program can observe, and accepts any address.
         // It needs SSE, which every x86_64 processor has.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(value).cast()) }

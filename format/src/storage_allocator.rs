@@ -8,21 +8,21 @@ use bytes::Bytes;
 
 use crate::blob::Blob;
 use crate::chunk::ChunkSize;
+use crate::compress::{CompressJob, CompressedChunks, StoredChunk};
 use crate::convert::index_to_usize;
 use crate::digest::{self, Digest};
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fill::{Body, RawBytes, Segment, Segments, Source, length};
 use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::key::ObjectPath;
 use crate::options::{Compression, Options, ZSTD_LEVEL_ATTR};
-use crate::pack::{CompressJob, CompressedChunks, StoredChunk};
 use crate::record::NONE;
-use crate::seal::{StorageTables, combine_crcs};
 use crate::state_dict::Value;
 use crate::storage::{ChunkLocation, CompressedLayout, StorageReference};
+use crate::storage_tables::{StorageTables, combine_crcs};
 use crate::structure::{BorrowedNode, PathCursor, PayloadItem, structure_of, walk};
 use crate::table::record_number;
+use crate::write_job::{Body, RawBytes, Segment, Segments, Source, length};
 
 /// Smallest storage that is compressed, in bytes. Below it, the chunk records outweigh the gain.
 const COMPRESS_MIN_BYTES: u64 = 512;

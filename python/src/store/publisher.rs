@@ -10,15 +10,15 @@ use tssd_format::{AttrValue, Shard, ShardSpec, TensorSlice, Value};
 use tssd_gpu::CopyStats;
 use tssd_store::{Key, Publisher, PutOptions};
 
-use super::connected::Connection;
-use super::put::{find_job_and_rank, mesh_ranks, verify_mesh_coverage};
 use super::report::put_report;
+use crate::builder::MODULE_METADATA_ATTR;
 use crate::device::SharedCopyStats;
 use crate::error::{BindingError, Result};
+use crate::importer::{ImportedStateDict, import_state_dict};
 use crate::interrupt::InterruptCheck;
-use crate::local::{CastRule, ObjectPart};
-use crate::object::MODULE_METADATA_ATTR;
-use crate::value::{ImportedStateDict, import_state_dict};
+use crate::leaf_import::{CastRule, ObjectPart};
+use crate::store::connection::Connection;
+use crate::store::put_arguments::{find_job_and_rank, mesh_ranks, verify_mesh_coverage};
 
 /// A version that is put tensor by tensor: see `Store.publish`.
 #[pyclass(frozen, name = "Publisher", module = "tssd")]

@@ -7,7 +7,7 @@ use crate::chunk::ChunkSize;
 use crate::codec::ChunkEncoder;
 use crate::digest::{ChunkHasher, Digest};
 use crate::error::Result;
-use crate::fill::RawBytes;
+use crate::write_job::RawBytes;
 
 /// Maximum number of chunks of a job.
 const JOB_CHUNKS: u64 = 4;

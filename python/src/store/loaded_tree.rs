@@ -10,10 +10,10 @@ use tssd_format::{
 };
 use tssd_store::{GetReport, Opened, Private, Target};
 
-use super::connected::{Connection, Deadline};
+use crate::builder::{ArchiveContents, Framework, ObjectBuilder, StorageSource};
 use crate::error::{BindingError, Failure, Result};
 use crate::memory::{MemoryBlock, PrivateMapping};
-use crate::object::{ArchiveContents, Framework, ObjectBuilder, StorageSource};
+use crate::store::connection::{Connection, Deadline};
 
 /// Options of a read without `into`.
 #[derive(Clone, Copy, Default)]

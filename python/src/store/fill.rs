@@ -14,13 +14,13 @@ use tssd_format::{
 use tssd_gpu::CopyStats;
 use tssd_store::{GetOptions, GetReport, Opened, ReceiveReport, Receiver, Target, TargetMemory};
 
-use super::connected::{Connection, Deadline};
-use super::version::{LoadedTree, ReadOptions, global_shape};
+use crate::builder::{Framework, ObjectBuilder};
 use crate::device::{DeviceRegions, DeviceTarget};
 use crate::error::{BindingError, Failure, Result};
-use crate::local::is_floating;
-use crate::object::{Framework, ObjectBuilder};
-use crate::value::{StagingPairs, TargetImporter, namedtuple_fields, to_map_key};
+use crate::importer::{StagingPairs, TargetImporter, namedtuple_fields, to_map_key};
+use crate::leaf_import::is_floating;
+use crate::store::connection::{Connection, Deadline};
+use crate::store::loaded_tree::{LoadedTree, ReadOptions, global_shape};
 
 /// A batch is filled once its staging tensors have this many bytes.
 const BATCH_STAGED_BYTES: u64 = 512 << 20;

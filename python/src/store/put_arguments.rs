@@ -9,13 +9,13 @@ use pyo3::types::PyDict;
 use tssd_format::{AttrValue, Attrs, Value};
 use tssd_store::{Divergent, Durability, JobId, PutOptions, Replicas, Residency, Ring, WriterSet};
 
-use super::connected::parse_seconds;
+use crate::builder::MODULE_METADATA_ATTR;
+use crate::encoded::TorchStoreStateDict;
 use crate::error::Result;
-use crate::local::CastRule;
+use crate::importer::{ImportedStateDict, import_state_dict};
+use crate::leaf_import::CastRule;
 use crate::metadata;
-use crate::object::MODULE_METADATA_ATTR;
-use crate::tssd::TorchStoreStateDict;
-use crate::value::{ImportedStateDict, import_state_dict};
+use crate::store::connection::parse_seconds;
 
 /// The largest size of the metadata of a version, in bytes.
 const MAX_METADATA: usize = 64 << 10;

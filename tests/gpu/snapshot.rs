@@ -428,6 +428,7 @@ fn as_a_writer_that_is_killed() {
 #[test]
 #[ignore = "is run by another test"]
 fn as_a_reader_that_is_killed() {
+    tssd_gpu::register();
     let (Some(url), Some(_)) = (told("TSSD_TESTS_URL"), told("TSSD_TESTS_DEVICE")) else { return };
     let store = Store::connect(&url).unwrap();
     let _held = store.open(&key(), &GetOptions::default()).unwrap();
@@ -459,6 +460,7 @@ fn who_does_not_see_the_device_is_told_what_to_do() {
 #[test]
 #[ignore = "is run by another test"]
 fn as_a_reader_without_a_device() {
+    tssd_gpu::register();
     let Some(url) = told("TSSD_TESTS_URL") else { return };
     let store = Store::connect(&url).unwrap();
     let error = store.get_state_dict(&key(), &GetOptions::default()).unwrap_err();

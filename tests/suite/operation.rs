@@ -300,7 +300,7 @@ fn log_option_enables_events_of_put_and_get() {
     let lines = text(&logged.stderr);
     for [event, fields @ ..] in [
         ["written", "version=2", "bytes=", "begin_seconds=", "write_seconds="],
-        ["committed", "put{key=policy}", "version=2", "visible=true", "commit_seconds="],
+        ["committed", "put{key=policy version=2}", "version=2", "visible=true", "commit_seconds="],
     ] {
         let line = lines.lines().find(|line| line.contains(event)).expect(&lines);
         assert!(fields.iter().all(|field| line.contains(field)), "{fields:?} in {line}");

@@ -87,7 +87,7 @@ fn remove(path: &Path) {
 pub(crate) struct CleanupGuard(PathBuf);
 
 impl CleanupGuard {
-    /// Creates a file or a directory with `make`, and registers its path.
+    /// Creates a file or a directory with `create`, and registers its path.
     ///
     /// The list is locked meanwhile: an interrupt comes before the creation, or finds the path in the
     /// list. The file is the second element, so that it is dropped before the guard.

@@ -40,7 +40,7 @@ thread_local! {
 /// Every constructor validates the index, so an `Archive` is always well-formed. [`Archive::verify`]
 /// verifies the payload.
 ///
-/// Opening an archive does not copy the blob. It copies the index, unless [`Blob::stable`] returns a view.
+/// Opening an archive does not copy the blob. It copies the index, unless [`Blob::read_stable`] returns a view.
 /// Cloning an archive is cheap.
 #[derive(Clone)]
 pub struct Archive {

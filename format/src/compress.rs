@@ -25,7 +25,7 @@ pub struct CompressJob {
     digest: bool,
 }
 
-/// The stored chunks that a job produced, for [`Draft::place`](crate::Draft::place).
+/// The stored chunks that a job produced, for [`Draft::into_layout`](crate::Draft::into_layout).
 #[derive(Debug)]
 #[must_use = "the layout needs the chunks of all jobs"]
 pub struct CompressedChunks {

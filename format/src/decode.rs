@@ -30,7 +30,7 @@ pub(crate) fn decode_node(views: &TableViews<'_>, heap: Bytes, node: usize) -> N
 
 /// Decodes the value at a node, with bytes in place of references to storages.
 ///
-/// Otherwise as [`decode`]. `storage` returns the raw bytes of a storage by its number.
+/// Otherwise as [`decode_node`]. `storage` returns the raw bytes of a storage by its number.
 ///
 /// # Errors
 ///

@@ -17,8 +17,14 @@ struct Inner {
     note: Option<String>,
     path: Option<String>,
     offset: Option<u64>,
-    region: Option<(Box<[u64]>, Box<[u64]>)>,
+    region: Option<ErrorRegion>,
     source: Option<std::io::Error>,
+}
+
+/// A region of a global tensor, in elements.
+struct ErrorRegion {
+    offsets: Box<[u64]>,
+    shape: Box<[u64]>,
 }
 
 impl Error {
@@ -69,7 +75,7 @@ impl Error {
     /// Sets the region of the global tensor, in elements.
     #[must_use]
     pub fn with_region(mut self, offsets: &[u64], shape: &[u64]) -> Self {
-        self.0.region = Some((offsets.into(), shape.into()));
+        self.0.region = Some(ErrorRegion { offsets: offsets.into(), shape: shape.into() });
         self
     }
 
@@ -91,7 +97,7 @@ impl Error {
     /// Returns the region of the global tensor where the error occurred, if it is known: its offsets and its shape, in
     /// elements.
     pub fn region(&self) -> Option<(&[u64], &[u64])> {
-        self.0.region.as_ref().map(|(offsets, shape)| (&**offsets, &**shape))
+        self.0.region.as_ref().map(|region| (&*region.offsets, &*region.shape))
     }
 }
 
@@ -117,7 +123,7 @@ impl fmt::Display for Error {
         if let Some(offset) = offset {
             write_location(f, format_args!("at byte {offset}"))?;
         }
-        if let Some((offsets, shape)) = region {
+        if let Some(ErrorRegion { offsets, shape }) = region {
             write_location(f, format_args!("region {}", RegionText { offsets, shape }))?;
         }
         if separator == ", " { f.write_str(")") } else { Ok(()) }

@@ -284,7 +284,7 @@ impl<'a> EncodedKey<'a> {
         }
     }
 
-    /// Decodes and validates the key: the inverse of [`FileKey::of`].
+    /// Decodes and validates the key: the inverse of [`EncodedKey::encode`].
     ///
     /// # Errors
     ///
@@ -316,7 +316,7 @@ impl<'a> EncodedKey<'a> {
         })
     }
 
-    /// Validates the key like [`FileKey::to_key`], but does not allocate for the common kinds.
+    /// Validates the key like [`EncodedKey::decode`], but does not allocate for the common kinds.
     pub(crate) fn check(&self) -> Result<()> {
         match (self.kind, &self.content) {
             (kind::STR, KeyContent::Heap(bytes)) if !is_text(bytes) => {

@@ -149,7 +149,7 @@ impl Layout {
 
     /// Returns all bytes before the index in order, as slices of the memory that contains them.
     ///
-    /// For a caller that writes them sequentially and gets the checksums from [`Fill::sum`]. Returns `None` if some of
+    /// For a caller that writes them sequentially and gets the checksums from [`WriteJob::checksum`]. Returns `None` if some of
     /// the bytes are not in the memory of this process.
     pub fn parts(&self) -> Option<Vec<&[u8]>> {
         static HEAD: LazyLock<[u8; FRAME_LEN]> = LazyLock::new(frame::head);

@@ -18,7 +18,7 @@ use crate::error::Result;
 #[derive(Clone, Debug)]
 pub struct Mmap(Bytes);
 
-/// [`Blob::stable`] copies the bytes.
+/// [`Blob::read_stable`] copies the bytes.
 ///
 /// If a caller breaks the contract and changes the file, validated bytes must not change.
 impl Blob for Mmap {

@@ -54,7 +54,7 @@ impl Int {
         }
     }
 
-    /// Decodes the result of [`Int::big_bytes`].
+    /// Decodes the result of [`Int::to_bigint_bytes`].
     pub(crate) fn from_bigint_bytes(bytes: &[u8]) -> Result<Self> {
         if is_canonical_bigint(bytes) {
             Ok(Self(Repr::Big(Box::new(BigInt::from_signed_bytes_le(bytes)))))

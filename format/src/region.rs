@@ -228,7 +228,7 @@ const MAX_CUTS: u32 = 64;
 /// either a cut or a hole.
 fn verify_by_cuts(region: &Region, boxes: &mut [&Region], cuts_left: u32) -> Result<()> {
     if boxes.is_empty() {
-        return Err(uncovered(region.clone()));
+        return Err(uncovered(region));
     }
     for dim in 0..region.rank() {
         boxes.sort_unstable_by_key(|part| part.offsets[dim]);
@@ -261,7 +261,7 @@ fn group_into_runs(
     for part in boxes {
         let range = part.range(dim);
         if covered_end < range.start {
-            return Err(uncovered(region.narrowed(dim, covered_end..range.start)));
+            return Err(uncovered(&region.narrowed(dim, covered_end..range.start)));
         }
         match runs.last_mut() {
             Some((count, run)) if range.start < run.end => {
@@ -273,7 +273,7 @@ fn group_into_runs(
         covered_end = covered_end.max(range.end);
     }
     if covered_end < end {
-        return Err(uncovered(region.narrowed(dim, covered_end..end)));
+        return Err(uncovered(&region.narrowed(dim, covered_end..end)));
     }
     Ok(runs)
 }
@@ -287,7 +287,7 @@ fn verify_by_volume(region: &Region, boxes: &mut [&Region]) -> Result<()> {
     let volume =
         region.checked_cross_section(0).ok_or_else(|| Error::new(ErrorKind::ShapeOverflow))?;
     let covered: u128 = boxes.iter().map(|part| part.cross_section(0)).sum();
-    if covered == volume { Ok(()) } else { Err(uncovered(find_hole(region, boxes.to_vec()))) }
+    if covered == volume { Ok(()) } else { Err(uncovered(&find_hole(region, boxes.to_vec()))) }
 }
 
 /// Checks that no two boxes overlap.
@@ -356,6 +356,6 @@ fn first_underfilled_slab(region: &Region, boxes: &[&Region], dim: usize) -> Opt
     })
 }
 
-fn uncovered(region: Region) -> Error {
+fn uncovered(region: &Region) -> Error {
     Error::new(ErrorKind::Uncovered).with_region(&region.offsets, &region.shape)
 }

@@ -134,7 +134,7 @@ impl Runs {
     pub fn for_each(&self, mut copy: impl FnMut(u64, u64, u64)) {
         if self.run_bytes > 0 {
             visit_loops(&self.loops, 0, 0, &mut |source, target| {
-                copy(source, target, self.run_bytes)
+                copy(source, target, self.run_bytes);
             });
         }
     }

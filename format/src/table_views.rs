@@ -52,7 +52,7 @@ impl<'a> TableViews<'a> {
         })
     }
 
-    /// Returns the sort key of a node in its container, as [`FileKey::order`] defines it.
+    /// Returns the sort key of a node in its container, as [`EncodedKey::sort_key`] defines it.
     #[inline]
     pub(crate) fn key_order(&self, node: &record::Node) -> Result<SortKey<'a>> {
         let key = node.key.to_native();

@@ -134,7 +134,7 @@ impl Archive {
     }
 }
 
-/// One job of [`Archive::verify_jobs`] or [`Archive::decode_jobs`].
+/// One job of [`Archive::verify_jobs`] or [`Archive::deep_verify_jobs`].
 #[derive(Debug)]
 pub struct VerifyJob<'a> {
     archive: &'a Archive,

@@ -254,7 +254,7 @@ impl WriteJob {
 
     /// Completes a range whose blob bytes the caller has already written to `target`.
     ///
-    /// The caller writes the ranges that [`Fill::elsewhere`] lists. This method writes the rest, and reads the
+    /// The caller writes the ranges that [`WriteJob::for_each_blob_range`] lists. This method writes the rest, and reads the
     /// ranges of the caller to compute their checksums.
     ///
     /// # Errors

@@ -22,7 +22,7 @@ use tssd_store::{Error, Result};
 
 /// Memory of a device, such as that of a tensor's storage.
 ///
-/// What is put: [`Storage::elsewhere`](tssd_format::Storage::elsewhere) makes tensors of it, which are put as others are.
+/// What is put: [`Storage::from_blob`](tssd_format::Storage::from_blob) makes tensors of it, which are put as others are.
 /// What is filled by a get: [`TargetMemory::Elsewhere`](tssd_store::TargetMemory::Elsewhere). Bytes are copied at the speed of
 /// the bus from and to the memory of a daemon of this host.
 pub struct DeviceMemory {

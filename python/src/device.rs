@@ -20,7 +20,7 @@ pub(crate) struct DeviceRegions {
     copy_stats: SharedCopyStats,
 }
 
-/// Statistics of the device copies so far, shared with [`Devices`]. Does not keep the memory alive.
+/// Statistics of the device copies so far, shared with [`DeviceRegions`]. Does not keep the memory alive.
 #[derive(Clone, Default)]
 pub(crate) struct SharedCopyStats(Arc<Mutex<CopyStats>>);
 
@@ -50,7 +50,7 @@ impl DeviceRegions {
 
     /// Returns a range of GPU memory as a storage. An equal range returns the same memory.
     ///
-    /// The range has `len` bytes from the address `start`. Accesses wait for the work that `stream` has queued so far.
+    /// The range has `len` bytes from the address `address`. Accesses wait for the work that `stream` has queued so far.
     ///
     /// # Errors
     ///

@@ -37,7 +37,7 @@ const DLPACK_DTYPES: [(Dtype, u8, u8); 21] = [
     (Dtype::Float8E8m0fnu, 14, 8),
 ];
 
-/// Number of leading entries of [`TYPES`] that every torch with DLPack supports.
+/// Number of leading entries of [`DLPACK_DTYPES`] that every torch with DLPack supports.
 const LEGACY_DTYPE_COUNT: usize = 12;
 
 /// `kDLCPU`, `kDLCUDA` and `kDLCUDAManaged`.

@@ -27,7 +27,7 @@ use crate::torch::Torch;
 pub(crate) struct TorchStoreStateDict {
     encoded: Encoded,
     memory: PrivateMapping,
-    /// As in [`Taken`]. The encoded bytes do not record it.
+    /// As in [`ImportedStateDict`]. The encoded bytes do not record it.
     omits_tensors: bool,
 }
 

@@ -23,7 +23,7 @@ thread_local! {
 /// Check for pending signals and for cancellation of the call that created it.
 ///
 /// It acts only on the thread that created it, because Python handles signals only on its main thread. It looks for
-/// signals at most once every [`EVERY`].
+/// signals at most once every [`SIGNAL_CHECK_INTERVAL`].
 pub(crate) struct InterruptCheck {
     thread: ThreadId,
     next_check: Mutex<Instant>,

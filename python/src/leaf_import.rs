@@ -20,7 +20,7 @@ use crate::torch::Torch;
 
 /// Purpose for which plain tensors are imported.
 pub(crate) enum ImportPurpose<'py> {
-    /// The tensors are stored. With a [`Transfer`], some of them are stored as another dtype.
+    /// The tensors are stored. With a [`CastRule`], some of them are stored as another dtype.
     Store(Option<CastRule<'py>>),
     /// The tensors are filled.
     Fill(FillState<'py>),

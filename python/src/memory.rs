@@ -56,7 +56,7 @@ impl PrivateMapping {
 
     /// Returns all of the memory as bytes.
     ///
-    /// The bytes must not be read after a [`Block`] of them was given to Python, which may write to it.
+    /// The bytes must not be read after a [`MemoryBlock`] of them was given to Python, which may write to it.
     pub(crate) fn bytes(&self) -> Bytes {
         Bytes::from_owner(self.clone())
     }
@@ -80,7 +80,7 @@ impl PrivateMapping {
 impl AsRef<[u8]> for PrivateMapping {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: the mapping has that many initialised bytes, and lives as long as `self`. They are not written to
-        // meanwhile: see `Memory::bytes`.
+        // meanwhile: see `PrivateMapping::bytes`.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr(), self.0.len()) }
     }
 }

@@ -129,7 +129,7 @@ impl<'py> Torch<'py> {
         self.import_resolved(&Self::resolve_lazy(tensor)?, flags, devices)
     }
 
-    /// As [`Torch::take`], for a tensor that [`Torch::storable`] returned or that was made from one.
+    /// As [`Torch::import_tensor`], for a tensor that [`Torch::resolve_storable`] returned or that was made from one.
     pub(crate) fn import_resolved(
         &self,
         tensor: &Bound<'py, PyAny>,
@@ -148,7 +148,7 @@ impl<'py> Torch<'py> {
 
     /// Returns the tensor with all elements in memory, for work on it before the import.
     ///
-    /// Rejects the tensors that [`Torch::take`] rejects.
+    /// Rejects the tensors that [`Torch::import_tensor`] rejects.
     pub(crate) fn resolve_storable(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         self.check_strided(tensor)?;
         let tensor = Self::resolve_lazy(tensor)?;

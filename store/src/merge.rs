@@ -324,7 +324,7 @@ impl Merger<'_> {
             if let Node::Tensors(references) = node {
                 match references.as_slice() {
                     [plain @ TensorReference { shard_spec: None, .. }] => {
-                        tensors.push((*writer, plain))
+                        tensors.push((*writer, plain));
                     }
                     run => {
                         sliced += 1;

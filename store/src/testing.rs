@@ -1,12 +1,14 @@
 //! Test support: crash worlds, schedules, faulty backends, conformance suites.
 
-#[cfg(all(test, feature = "object"))]
+#[cfg(test)]
+#[cfg(feature = "object")]
 mod bucket_faults;
 #[cfg(test)]
 mod clock;
 #[cfg(test)]
 pub(crate) mod crash;
-#[cfg(all(test, feature = "object"))]
+#[cfg(test)]
+#[cfg(feature = "object")]
 pub(crate) mod faulty_bucket;
 #[cfg(test)]
 mod faulty_metadata;

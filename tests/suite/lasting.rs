@@ -305,7 +305,7 @@ fn restore_fails_without_enough_memory() {
     put(&daemon_with_bucket(bucket.path(), 1).connect());
     // Room for one of the two archives of 2 MiB.
     let daemon = TestDaemon::with_options(7 << 20, |options| {
-        options.bucket = Some(bucket_url(bucket.path()))
+        options.bucket = Some(bucket_url(bucket.path()));
     });
     let store = daemon.connect();
     let read = std::thread::spawn({

@@ -32,11 +32,11 @@ mod hosts;
 mod lasting;
 /// The ledger of one key under random commands and crashes.
 mod ledger;
+/// Imports between the modules of each crate.
+mod modules;
 /// Lifecycle of daemons: started by clients, ended when idle, shared by a group.
 #[cfg(target_os = "linux")]
 mod operation;
-/// Imports between the modules of each crate.
-mod modules;
 /// Directories of models, whose files other than tensors are packed too.
 mod packed_files;
 /// Compression, digests and alignment, under all options of a writer.

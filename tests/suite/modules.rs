@@ -49,7 +49,10 @@ impl Imports {
                     Some(path) if !modules.contains(&path[..1]) => path.clone(),
                     _ => path,
                 };
-                (0..=path.len()).rev().map(|len| path[..len].to_vec()).find(|it| modules.contains(it))
+                (0..=path.len())
+                    .rev()
+                    .map(|len| path[..len].to_vec())
+                    .find(|it| modules.contains(it))
             });
             (module.clone(), named.collect())
         });
@@ -80,11 +83,13 @@ fn without_tests(code: &str) -> String {
             kept.push('\n');
             continue;
         }
-        let (mut depth, mut has_body) = (0_i32, false);
+        let (mut depth, mut has_body) = (0, false);
         for line in lines.by_ref() {
-            depth += line.matches('{').count() as i32 - line.matches('}').count() as i32;
+            depth += line.matches('{').count();
+            let closed = line.matches('}').count();
             has_body |= line.contains('{');
-            let is_end = if has_body { depth <= 0 } else { line.trim_end().ends_with(';') };
+            depth = depth.saturating_sub(closed);
+            let is_end = if has_body { depth == 0 } else { line.trim_end().ends_with(';') };
             if is_end {
                 break;
             }
@@ -212,7 +217,7 @@ fn folders_of_store_import_only_from_folders_below() {
         // The last line has several folders, between which there may be no imports in both directions.
         let (names, rest) = line.split_at(line.find("  ").unwrap_or(line.len()));
         let names = names.split(' ').filter(|name| !name.is_empty());
-        names.for_each(|name| drop(level.insert(name.to_owned(), (number, rest.is_empty()))));
+        level.extend(names.map(|name| (name.to_owned(), (number, rest.is_empty()))));
     }
     let imports = Imports::read("store");
     let folders: BTreeSet<&String> = imports.modules.iter().filter_map(|it| it.first()).collect();
@@ -230,7 +235,14 @@ fn cycles_and_paths_are_found() {
                 #[cfg(test)]\nmod tests {\n    use crate::z::Z;\n}\nuse self::k::*;\n";
     let found: BTreeSet<String> =
         paths(&without_tests(code)).iter().map(|path| path.join("::")).collect();
-    let expected = ["crate::a::B", "crate::a::c::D", "crate::a::c::self", "crate::a::e", "super::h::i", "self::k"];
+    let expected = [
+        "crate::a::B",
+        "crate::a::c::D",
+        "crate::a::c::self",
+        "crate::a::e",
+        "super::h::i",
+        "self::k",
+    ];
     assert_eq!(found, expected.map(str::to_owned).into());
     let names = |names: &[&str]| -> Vec<String> { names.iter().map(|&it| it.to_owned()).collect() };
     assert_eq!(resolve(&names(&["m", "n"]), &names(&["super", "h"])), Some(names(&["m", "h"])));

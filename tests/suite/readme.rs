@@ -140,8 +140,7 @@ fn unsafe_code_table_matches_source_files() {
     let sum = |is_counted: &dyn Fn(&str) -> bool| -> usize {
         named.iter().filter(|(path, _)| is_counted(path)).map(|(_, places)| places).sum()
     };
-    let is_for_gpus =
-        |path: &str| path.starts_with("gpu/src/") || path == "python/src/device.rs";
+    let is_for_gpus = |path: &str| path.starts_with("gpu/src/") || path == "python/src/device.rs";
     let (for_gpus, total) = (sum(&is_for_gpus), sum(&|path| !path.starts_with("tests/")));
     let sentence = format!("Of the {total} places that are not for tests, {for_gpus} are for GPUs");
     assert!(text.contains(&sentence), "{sentence}");

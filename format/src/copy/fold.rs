@@ -44,7 +44,7 @@ impl FoldingCrc {
     /// `target` must have the same length and be aligned to lines.
     #[expect(clippy::unused_self, reason = "it is the proof that the processor can")]
     pub(super) fn copy_and_checksum(self, source: &[u8], target: &mut [u8], crc: u32) -> u32 {
-        // SAFETY: `copy_and_fold` requires avx512f and vpclmulqdq. Only `find` creates a `Folding`, after it has
+        // SAFETY: `copy_and_fold` requires avx512f and vpclmulqdq. Only `detect` creates a `FoldingCrc`, after it has
         // detected both.
         unsafe { copy_and_fold(source, target, crc) }
     }

@@ -140,7 +140,7 @@ impl<'a> AuxiliaryFile<'a> {
         Self { other, source }
     }
 
-    /// Returns the name in the directory: a relative path with `/` that satisfies [`is_other_name`].
+    /// Returns the name in the directory: a relative path with `/` that satisfies [`is_auxiliary_file_name`].
     pub fn name(&self) -> &'a str {
         &self.other.name
     }

@@ -70,7 +70,7 @@ impl Export {
     ///
     /// # Errors
     ///
-    /// As [`Export::of_archive`]; `Io` if bytes outside this process's memory cannot be read.
+    /// As [`Export::from_archive`]; `Io` if bytes outside this process's memory cannot be read.
     pub fn from_state_dict(dict: &StateDict, attrs: &Attrs) -> Result<Self> {
         let (mut storages, mut locations) = (Vec::new(), Vec::new());
         // `new` rejects other leaves, with their path. They get a location here because `structure_of`

@@ -82,7 +82,7 @@ impl Header {
 
     /// Reads and validates the header at the beginning of a stream.
     ///
-    /// [`Entry::read_from`] and [`Header::end`] check that exactly its tensors follow.
+    /// [`Entry::read_from`] and [`Header::expect_end`] check that exactly its tensors follow.
     ///
     /// # Errors
     ///

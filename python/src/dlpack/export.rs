@@ -93,7 +93,7 @@ fn new_capsule<'py>(
 ///
 /// # Safety
 ///
-/// `managed` comes from [`capsule`], and is not used afterwards.
+/// `managed` comes from [`export_capsule`], and is not used afterwards.
 unsafe extern "C" fn delete_tensor(managed: *mut ManagedTensor) {
     // SAFETY: the pointer comes from `Box::into_raw`, and the caller passes it only once.
     drop(unsafe { Box::from_raw(managed) });
@@ -103,7 +103,7 @@ unsafe extern "C" fn delete_tensor(managed: *mut ManagedTensor) {
 ///
 /// # Safety
 ///
-/// `object` is a capsule made by [`capsule`] that Python is destroying.
+/// `object` is a capsule made by [`export_capsule`] that Python is destroying.
 unsafe extern "C" fn destroy_capsule(object: *mut ffi::PyObject) {
     // SAFETY: `object` is a capsule, and the name is static.
     let is_ours: c_int = unsafe { ffi::PyCapsule_IsValid(object, CAPSULE_NAME.as_ptr()) };

@@ -113,7 +113,7 @@ impl Connection {
     }
 }
 
-/// Polls `work` to completion on this thread, and checks for signals every [`EVERY`].
+/// Polls `work` to completion on this thread, and checks for signals every [`SIGNAL_CHECK_INTERVAL`].
 ///
 /// A timer for these checks would have to wake up the thread of the runtime each time.
 fn block_on<T>(
@@ -128,7 +128,7 @@ fn block_on<T>(
         if let Poll::Ready(result) = work.as_mut().poll(&mut Context::from_waker(&waker)) {
             return result;
         }
-        // The first check comes after `EVERY`: short work, such as most puts, completes rather than being cancelled.
+        // The first check comes after `SIGNAL_CHECK_INTERVAL`: short work, such as most puts, completes rather than being cancelled.
         if last_check.elapsed() >= SIGNAL_CHECK_INTERVAL {
             deadline.interrupt.check()?;
             last_check = Instant::now();
@@ -157,7 +157,7 @@ impl Deadline {
         self.remaining().map(drop)
     }
 
-    /// Returns how long to sleep before the next check: the remaining time, at most [`EVERY`].
+    /// Returns how long to sleep before the next check: the remaining time, at most [`SIGNAL_CHECK_INTERVAL`].
     ///
     /// # Errors
     ///

@@ -594,7 +594,7 @@ fn store_target(target: &FillTarget) -> Target<'_> {
         TargetMemory::Here(&mut [])
     } else {
         let start = std::ptr::with_exposed_provenance_mut(target.start);
-        // SAFETY: `Lender` verified that the tensor has these bytes and may be written to, and `_tensor` keeps them
+        // SAFETY: `TargetImporter` verified that the tensor has these bytes and may be written to, and `_tensor` keeps them
         // allocated. No two targets that are filled at the same time share a byte: `split_into_rounds` separates
         // them and rounds run one after the other, and `receive` rejects them. If Python accesses the tensor
         // meanwhile, that is a race in the caller's program, as with torch's own `copy_`.

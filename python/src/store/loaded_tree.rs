@@ -170,7 +170,7 @@ fn view_of(reference: &TensorReference, region: &Region) -> Option<Result<Tensor
 }
 
 impl LoadedTree {
-    /// Converts the leaf that [`Version::read_leaf`] read to a Python object.
+    /// Converts the leaf that [`LoadedTree::read_leaf`] read to a Python object.
     pub(crate) fn to_object<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         let mut maker = ObjectBuilder::new(py, self, self, Framework::parse(py, None)?);
         maker.build_leaf(&self.root)

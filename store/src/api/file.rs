@@ -213,7 +213,7 @@ pub fn raw<E: From<Error> + Send>(
 ///
 /// # Errors
 ///
-/// As [`Verify::run`]; what `pause` returns.
+/// As [`VerifyJob::run`]; what `pause` returns.
 pub fn verify<E: From<Error> + Send>(
     jobs: Vec<VerifyJob<'_>>,
     pause: impl Fn() -> Result<(), E> + Sync,

@@ -44,7 +44,7 @@ pub(crate) fn bfloat16(bench: &mut Bench) {
             .with_bytes(len)
             .with_runner(
                 Runner::ours("tssd", || {
-                    unpacked.replace_with(|| archive.storage_bytes(0).unwrap())
+                    unpacked.replace_with(|| archive.storage_bytes(0).unwrap());
                 })
                 .with_target(Target::Rate(1.0)),
             )
@@ -56,7 +56,7 @@ pub(crate) fn bfloat16(bench: &mut Bench) {
                 black_box(zstd::bulk::decompress(&plain, raw.len()).unwrap());
             }))
             .with_runner(Runner::limit("memcpy into new memory", || {
-                memory.borrow_mut().copy_to_new_memory(1)
+                memory.borrow_mut().copy_to_new_memory(1);
             })),
     );
     assert!(unpacked.take() == source, "what is unpacked is what was packed");

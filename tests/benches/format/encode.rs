@@ -42,13 +42,13 @@ pub(crate) fn into_memory(bench: &mut Bench) {
                 Race::new(&case, "into memory that is new each time", 5)
                     .with_model(model)
                     .with_runner(Runner::ours("tssd", || {
-                        new.replace_with(|| encoded(vec![0; len]))
+                        new.replace_with(|| encoded(vec![0; len]));
                     }))
                     .with_runner(Runner::variant("tssd, huge pages", || {
                         huge.replace_with(|| encoded(zeroed(len).unwrap()));
                     }))
                     .with_runner(Runner::limit("memcpy into new memory", || {
-                        memory.copy_to_new_memory(threads)
+                        memory.copy_to_new_memory(threads);
                     })),
             );
             for file in [new.take(), huge.take()] {

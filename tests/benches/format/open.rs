@@ -61,7 +61,7 @@ fn a_million(bench: &mut Bench) {
         )
         .with_runner(
             Runner::variant("tssd, a file", || {
-                last_of_file.replace_with(|| Archive::open(&path).unwrap())
+                last_of_file.replace_with(|| Archive::open(&path).unwrap());
             })
             .with_target(Target::Milliseconds(300.0)),
         )

@@ -43,7 +43,7 @@ pub(crate) fn a_file(bench: &mut Bench) {
             )
             .with_runner(Runner::limit(READ, || read_into(&path, &mut warm, threads)))
             .with_runner(Runner::variant("read 1 MiB at a time, and add", || {
-                read(threads, sum_words)
+                read(threads, sum_words);
             }))
             .with_runner(Runner::variant("read 1 MiB at a time", || read(threads, |_| {}))),
         );

@@ -35,7 +35,7 @@ pub(crate) fn there_and_back(bench: &mut Bench) {
         race("to the host", "a new version, in the host's memory when it returns")
             .with_runner(Runner::ours("tssd", put).with_target(Target::Speed(0.9, COPY)))
             .with_runner(Runner::limit(COPY, || {
-                caller.read_into(&whole, &mut pinned.bytes()[..len])
+                caller.read_into(&whole, &mut pinned.bytes()[..len]);
             })),
     );
     bench.race(

@@ -107,6 +107,7 @@ impl Sandbox {
     }
 
     /// Makes the change. Returns the files that no store may delete, relative to the root.
+    #[expect(clippy::too_many_lines, reason = "one arm for each mutation")]
     fn apply(&self, Change { path, mutation }: &Change) -> Vec<PathBuf> {
         let at = self.root().join(path);
         let Ok(metadata) = at.symlink_metadata() else { return Vec::new() };
@@ -330,7 +331,7 @@ fn run_in_copy(base: &Path, changes: &[Change], by_daemon: bool, counts: &mut Co
     } else {
         match Store::directory(sandbox.root()) {
             Ok(store) => {
-                exercise_store(&store, |holding| is_untouched(holding) && !touches_root, counts)
+                exercise_store(&store, |holding| is_untouched(holding) && !touches_root, counts);
             }
             Err(error) => assert_error_kind(&error, &[ErrorKind::Unreachable]),
         }

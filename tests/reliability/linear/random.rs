@@ -109,8 +109,8 @@ fn corrupt(rng: &mut SeededRng, operations: &mut [Operation]) {
                 (other.invoked_at, corrupted.returned_at.max(other.invoked_at));
         }
         (_, Some(answer @ Response::Found(..))) if rng.one_in(2) => *answer = Response::NotFound,
-        (Call::GetNewest, Some(answer)) => {
-            *answer = other.response.filter(is_read_response).unwrap_or(*answer)
+        (Call::GetNewest | Call::Wait(..), Some(answer)) => {
+            *answer = other.response.filter(is_read_response).unwrap_or(*answer);
         }
         (Call::GetVersion(wanted), Some(answer)) => match other.response {
             Some(Response::Found(number, _)) if number == wanted => *answer = Response::NotFound,
@@ -123,9 +123,6 @@ fn corrupt(rng: &mut SeededRng, operations: &mut [Operation]) {
             let is_deleted = *answer == Some(Response::Deleted);
             *answer = Some(if is_deleted { Response::NotFound } else { Response::Deleted });
             corrupted.returned_at = corrupted.returned_at.min(corrupted.invoked_at + CALL_INTERVAL);
-        }
-        (Call::Wait(..), Some(answer)) => {
-            *answer = other.response.filter(is_read_response).unwrap_or(*answer);
         }
         _ => {}
     }

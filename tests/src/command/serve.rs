@@ -51,7 +51,7 @@ impl DaemonProcess {
         let mut startup_line = String::new();
         BufReader::new(process.stdout.take().unwrap()).read_line(&mut startup_line).unwrap();
         assert!(startup_line.contains("serving"), "{startup_line}");
-        Self { process, url: format!("unix:{}", socket.display()), startup_line: startup_line }
+        Self { process, url: format!("unix:{}", socket.display()), startup_line }
     }
 
     /// Connects to the socket, on a new connection.

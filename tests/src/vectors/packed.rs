@@ -29,6 +29,7 @@ fn chunk_sizes() -> Vec<Vector> {
     .into()
 }
 
+#[expect(clippy::too_many_lines, reason = "a list")]
 fn compressed() -> Vec<Vector> {
     let zstd = Options::new().compress(Compression::Zstd);
     let shuffled = Options::new().compress(Compression::ShuffledZstd);

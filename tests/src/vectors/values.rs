@@ -6,6 +6,7 @@ use tssd_format::{
 
 use super::{Vector, dict_of, encode, encode_plain, f32_tensor, file_vector, single_value};
 
+#[expect(clippy::too_many_lines, reason = "a list")]
 pub(super) fn vectors() -> Vec<Vector> {
     vec![
         file_vector(

@@ -1,9 +1,9 @@
-"""Makes a virtual environment if it is missing, incomplete or damaged, and prints its size on the disk.
+"""Creates a virtual environment if it is missing, incomplete or damaged, and prints its size on disk.
 
 Usage: environment.py FOLDER REQUIREMENTS IMPORTS [PACKAGE]
 
-FOLDER is named NAME-HASH. IMPORTS, separated by commas, must be importable, else the environment is made anew.
-PACKAGE is installed without its dependencies, which pin older versions of what REQUIREMENTS names.
+FOLDER has the name NAME-HASH. If one of the modules IMPORTS, separated by commas, cannot be imported, the environment
+is created again. PACKAGE is installed without its dependencies, which pin older versions of packages in REQUIREMENTS.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PIP = ["-m", "pip", "install", "--no-compile", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
-# Written last, so that an environment without it is incomplete. Each use sets its time.
-RECORD = "complete"
-# An environment of other requirements is removed when it has not been used for this long.
-UNUSED_DAYS = 14
+# Marker file. It is written last, so an environment without it is incomplete. Each use updates its modification time.
+MARKER = "complete"
+# Environments of other requirements are removed if they have not been used for this many days.
+MAX_UNUSED_DAYS = 14
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Two checkouts on one machine share the environments."""
+    """Locks an environment, which several checkouts on one machine share."""
     with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
         if os.name == "posix":
             import fcntl
@@ -41,32 +41,32 @@ def python_of(folder: Path) -> Path:
 
 
 def is_usable(folder: Path, imports: str) -> bool:
-    if not (folder / RECORD).exists():
+    if not (folder / MARKER).exists():
         return False
     probe = [python_of(folder), "-c", f"import {imports}"]
     try:
         return subprocess.run(probe, check=False, stdout=sys.stderr).returncode == 0
-    except OSError:  # its Python is missing, or a link to one that is
+    except OSError:  # The Python of the environment is missing, or a dangling link.
         return False
 
 
-def make(folder: Path, requirements: str, packages: list[str]) -> None:
-    (folder / RECORD).unlink(missing_ok=True)
+def create(folder: Path, requirements: str, packages: list[str]) -> None:
+    (folder / MARKER).unlink(missing_ok=True)
     installs = [["--no-deps", *packages]] if packages else []
     if Path(requirements).read_text().strip():
         installs.append(["--requirement", requirements])
     venv.create(folder, clear=True, with_pip=bool(installs), symlinks=os.name != "nt")
     for install in installs:
         subprocess.run([python_of(folder), *PIP, *install], check=True)
-    (folder / RECORD).touch()
+    (folder / MARKER).touch()
 
 
 def remove_unused(folder: Path) -> None:
     name = folder.name.rpartition("-")[0]
-    for record in folder.parent.glob(f"{name}-*/{RECORD}"):
-        if record.parent != folder and time.time() - record.stat().st_mtime > UNUSED_DAYS * 86400:
-            print(f"removed {record.parent}: not used for {UNUSED_DAYS} days")
-            shutil.rmtree(record.parent, ignore_errors=True)
+    for marker in folder.parent.glob(f"{name}-*/{MARKER}"):
+        if marker.parent != folder and time.time() - marker.stat().st_mtime > MAX_UNUSED_DAYS * 86400:
+            print(f"removed {marker.parent}: not used for {MAX_UNUSED_DAYS} days")
+            shutil.rmtree(marker.parent, ignore_errors=True)
 
 
 def size_of(folder: Path) -> int:
@@ -85,13 +85,13 @@ def main() -> int:
     with locked(folder):
         if not is_usable(folder, imports):
             try:
-                make(folder, requirements, packages)
+                create(folder, requirements, packages)
             except subprocess.CalledProcessError as error:
                 return error.returncode
             if not is_usable(folder, imports):
                 print(f"{folder} is new, but `import {imports}` fails", file=sys.stderr)
                 return 1
-        (folder / RECORD).touch()
+        (folder / MARKER).touch()
         remove_unused(folder)
     print(f"{size_of(folder) / 1e9:.2f} GB in {folder}")
     return 0

@@ -63,7 +63,7 @@ pub(crate) fn open(path: &Path) -> Result<Arc<dyn Blob>> {
 
 /// Returns the URL of an object in a bucket, or `None` if the path is an ordinary path.
 pub(crate) fn object_url(path: &Path) -> Option<&str> {
-    path.to_str().filter(|url| tssd_store::file::is_object(url))
+    path.to_str().filter(|url| tssd_store::file::is_object_url(url))
 }
 
 /// Returns whether a path is a directory with a manifest.

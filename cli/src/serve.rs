@@ -96,8 +96,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     }
     let stop = interrupt::shutdown_signal()?;
     let name = args.socket.to_str().filter(|name| !name.contains('/'));
-    let mut options =
-        DaemonOptions::of(name.unwrap_or("default")).map_err(|error| store_failure(&error))?;
+    let mut options = DaemonOptions::for_store(name.unwrap_or("default"))
+        .map_err(|error| store_failure(&error))?;
     if name.is_none() {
         options.socket.clone_from(&args.socket);
     }

@@ -1,4 +1,4 @@
-//! Devices, and what copies from and to them.
+//! Devices and their streams.
 
 use std::fmt;
 use std::ops::Deref;
@@ -8,7 +8,7 @@ use cudarc::driver::result;
 use cudarc::driver::sys::{CUdevice, CUstream};
 
 use crate::Stream;
-use crate::driver::{self, Context, Lane, failed};
+use crate::driver::{self, Context, CopyStream, driver_error};
 use tssd_store::{Error, ErrorKind, Result};
 
 /// A GPU that this process sees.
@@ -20,8 +20,8 @@ struct Inner {
     uuid: [u8; 16],
     name: String,
     context: OnceLock<Context>,
-    /// Streams that are not used.
-    lanes: Mutex<Vec<Lane>>,
+    /// Idle streams.
+    idle_streams: Mutex<Vec<CopyStream>>,
 }
 
 impl Stream {
@@ -31,24 +31,25 @@ impl Stream {
 }
 
 impl Device {
-    /// All that this process sees, in the driver's order.
+    /// Returns all GPUs that this process sees, in the order of the driver.
     ///
     /// # Errors
     ///
-    /// `Unsupported` if there is no driver, or no device.
+    /// `Unsupported` if there is no driver or no device.
     pub fn all() -> Result<Vec<Self>> {
         static ALL: OnceLock<Vec<Device>> = OnceLock::new();
         if let Some(all) = ALL.get() {
             return Ok(all.clone());
         }
         driver::load()?;
-        let count = result::device::get_count().map_err(|error| failed("its devices", error))?;
-        let all = (0..count).map(Self::find).collect::<Result<Vec<_>>>()?;
+        let count =
+            result::device::get_count().map_err(|error| driver_error("its devices", error))?;
+        let all = (0..count).map(Self::open).collect::<Result<Vec<_>>>()?;
         Ok(ALL.get_or_init(|| all).clone())
     }
 
-    fn find(ordinal: i32) -> Result<Self> {
-        let failed = |error| failed(format_args!("device {ordinal}"), error);
+    fn open(ordinal: i32) -> Result<Self> {
+        let failed = |error| driver_error(format_args!("device {ordinal}"), error);
         let raw = result::device::get(ordinal).map_err(failed)?;
         let uuid = result::device::get_uuid(raw).map_err(failed)?;
         Ok(Self(Arc::new(Inner {
@@ -56,12 +57,12 @@ impl Device {
             uuid: uuid.bytes.map(|byte| byte.to_le_bytes()[0]),
             name: result::device::get_name(raw).map_err(failed)?,
             context: OnceLock::new(),
-            lanes: Mutex::default(),
+            idle_streams: Mutex::default(),
         })))
     }
 
-    /// The one whose memory a pointer is of.
-    pub(crate) fn of(pointer: u64) -> Result<Self> {
+    /// Returns the device whose memory a pointer points to.
+    pub(crate) fn of_pointer(pointer: u64) -> Result<Self> {
         let all = Self::all()?;
         let device = driver::device_of(pointer)
             .and_then(|ordinal| usize::try_from(ordinal).ok())
@@ -71,7 +72,7 @@ impl Device {
         })
     }
 
-    /// What it is known by, in all processes and whatever they call it.
+    /// Returns the UUID, which is the same in all processes, for any ordinal that they give the device.
     pub fn uuid(&self) -> String {
         let mut bytes = self.0.uuid;
         bytes.reverse();
@@ -80,7 +81,7 @@ impl Device {
         format!("GPU-{}", parts.join("-"))
     }
 
-    /// What its maker calls it.
+    /// Returns the product name.
     pub fn name(&self) -> &str {
         &self.0.name
     }
@@ -89,27 +90,28 @@ impl Device {
         if let Some(context) = self.0.context.get() {
             return Ok(*context);
         }
-        let context = Context::of(self.0.raw).map_err(|error| failed(self.name(), error))?;
+        let context =
+            Context::primary(self.0.raw).map_err(|error| driver_error(self.name(), error))?;
         Ok(*self.0.context.get_or_init(|| context))
     }
 
-    /// A stream of this library's own, on which nothing is on its way.
-    pub(crate) fn lane(&self) -> Result<OwnLane> {
-        let idle = self.lanes().pop();
-        let lane = idle.map_or_else(|| Lane::new(self.context()?), Ok)?;
-        Ok(OwnLane { device: self.clone(), lane: Some(lane) })
+    /// Returns an idle stream of this crate.
+    pub(crate) fn stream(&self) -> Result<PooledStream> {
+        let idle = self.idle_streams().pop();
+        let stream = idle.map_or_else(|| CopyStream::new(self.context()?), Ok)?;
+        Ok(PooledStream { device: self.clone(), stream: Some(stream) })
     }
 
-    fn lanes(&self) -> MutexGuard<'_, Vec<Lane>> {
-        self.0.lanes.lock().expect("nobody panics while holding the streams")
+    fn idle_streams(&self) -> MutexGuard<'_, Vec<CopyStream>> {
+        self.0.idle_streams.lock().expect("nobody panics while holding the streams")
     }
 
-    /// How the driver calls it.
+    /// Returns the handle of the driver.
     pub(crate) fn raw(&self) -> CUdevice {
         self.0.raw
     }
 
-    /// The one that has a UUID, as [`Device::uuid`] says it.
+    /// Returns the device with a UUID in the format of [`Device::uuid`].
     pub(crate) fn by_uuid(uuid: &str) -> Result<Self> {
         let all = Self::all()?;
         let found = all.iter().find(|device| device.uuid() == uuid).cloned();
@@ -123,33 +125,33 @@ impl Device {
     }
 }
 
-/// A stream that nobody else uses meanwhile. All that was begun on it is done when it is dropped, and others may use it.
-pub(crate) struct OwnLane {
+/// A stream for exclusive use. Dropping it waits for its copies and returns it to the device.
+pub(crate) struct PooledStream {
     device: Device,
-    /// There until it is dropped.
-    lane: Option<Lane>,
+    /// None only during the drop.
+    stream: Option<CopyStream>,
 }
 
-impl OwnLane {
+impl PooledStream {
     pub(crate) fn device(&self) -> &Device {
         &self.device
     }
 }
 
-impl Deref for OwnLane {
-    type Target = Lane;
+impl Deref for PooledStream {
+    type Target = CopyStream;
 
-    fn deref(&self) -> &Lane {
-        self.lane.as_ref().expect("it is there until it is dropped")
+    fn deref(&self) -> &CopyStream {
+        self.stream.as_ref().expect("it is there until it is dropped")
     }
 }
 
-impl Drop for OwnLane {
+impl Drop for PooledStream {
     fn drop(&mut self) {
-        if let Some(lane) = self.lane.take() {
-            // Nothing is read or written any more when what that needs goes. One that has failed is not used again.
-            if lane.finish().is_ok() {
-                self.device.lanes().push(lane);
+        if let Some(stream) = self.stream.take() {
+            // Wait for the copies before their sources and targets are dropped. A stream that failed is not reused.
+            if stream.finish().is_ok() {
+                self.device.idle_streams().push(stream);
             }
         }
     }
@@ -161,7 +163,7 @@ impl fmt::Debug for Device {
     }
 }
 
-/// Two of the same GPU are equal.
+/// Handles of the same GPU are equal.
 impl PartialEq for Device {
     fn eq(&self, other: &Self) -> bool {
         self.0.uuid == other.0.uuid

@@ -1,5 +1,7 @@
-//! An archive on its way from devices to memory of the host that is pinned: all of its copies are begun, in order, and each
-//! part is looked at when its own have come, while those of the next ones are still coming.
+//! Download of an archive from devices to pinned host memory.
+//!
+//! All copies begin in the order of the parts. Each part is processed when its own copies are done, while those of the
+//! next parts are in flight.
 #![expect(unsafe_code, reason = "what is copied must be there until it is done")]
 
 use std::ops::Range;
@@ -7,31 +9,31 @@ use std::sync::Mutex;
 
 use tssd_format::WriteJob;
 
-use crate::device::{Device, OwnLane};
+use crate::device::{Device, PooledStream};
 use crate::driver::Event;
 use crate::memory::{DeviceMemory, device_memory};
 use tssd_store::Result;
 use tssd_store::device::{Download, DownloadTarget};
 
-/// The streams that the parts of an archive come on: one for each device.
+/// The streams of the copies of one archive: one per device.
 #[derive(Default)]
-pub(crate) struct DmaBatch(Mutex<Vec<OwnLane>>);
+pub(crate) struct DmaBatch(Mutex<Vec<PooledStream>>);
 
-/// The memory of a part, to which devices write what they have of it. Nobody looks at it before that is there.
+/// The memory of a part, into which devices copy. It is not accessed before the copies are done.
 struct DmaTarget<'a> {
     batch: &'a DmaBatch,
     part: &'a mut [u8],
-    /// What comes when all is there.
+    /// Events after the copies.
     events: Vec<Event>,
-    /// Whose bytes they are: it holds them.
+    /// The job whose bytes are copied. It keeps the device memory alive.
     job: Option<WriteJob>,
 }
 
-/// What a part has of a device.
+/// A range of the part that one device holds.
 struct Piece<'a> {
     memory: &'a DeviceMemory,
     offset: u64,
-    /// Where it belongs in the part.
+    /// Range in the part.
     place: Range<usize>,
 }
 
@@ -42,59 +44,61 @@ impl Download for DmaBatch {
 }
 
 impl DownloadTarget for DmaTarget<'_> {
-    /// Begins to copy what of a job is elsewhere to its places, if devices can do that by themselves.
+    /// Begins to copy the device bytes of a job to the part, if the devices can do so by DMA.
     fn begin(&mut self, job: &WriteJob) -> Result<()> {
-        let Some(pieces) = pieces_of(job, self.part) else { return Ok(()) };
+        let Some(pieces) = device_pieces(job, self.part) else { return Ok(()) };
         self.job = Some(job.clone());
-        let mut lanes = self.batch.0.lock().expect("nobody panics while beginning copies");
-        // SAFETY: the part is borrowed by this, which lets nobody look at it before the events have come, and waits for them
-        // when it is dropped; nobody forgets it. It has the job. If this fails, the copies are waited for below.
-        let begun = unsafe { begin(&mut lanes, &pieces, self.part) };
-        if begun.is_err() {
-            lanes.clear();
+        let mut streams = self.batch.0.lock().expect("nobody panics while beginning copies");
+        // SAFETY: this target borrows the part. It gives no access to it before the events are done, and its drop waits
+        // for them; it is never forgotten. It holds the job. If this call fails, the copies are waited for below.
+        let result = unsafe { begin(&mut streams, &pieces, self.part) };
+        if result.is_err() {
+            streams.clear();
         }
-        self.events = begun?;
+        self.events = result?;
         Ok(())
     }
 
-    /// The memory, and whether all that the job has elsewhere is there.
+    /// Returns the part, and whether it has all device bytes of the job.
     fn finish(&mut self) -> Result<(&mut [u8], bool)> {
         let is_there = !self.events.is_empty();
-        self.settle()?;
+        self.wait_for_copies()?;
         Ok((self.part, is_there))
     }
 }
 
 impl DmaTarget<'_> {
-    fn settle(&mut self) -> Result<()> {
-        let waited: Vec<Result<()>> = self.events.drain(..).map(|event| event.wait()).collect();
+    fn wait_for_copies(&mut self) -> Result<()> {
+        let results: Vec<Result<()>> = self.events.drain(..).map(|event| event.wait()).collect();
         self.job = None;
-        waited.into_iter().collect()
+        results.into_iter().collect()
     }
 }
 
 impl Drop for DmaTarget<'_> {
     fn drop(&mut self) {
-        let _ = self.settle();
+        let _ = self.wait_for_copies();
     }
 }
 
-/// All that a job has elsewhere, if it is on devices that copy it to the memory by themselves, and there is some.
-fn pieces_of<'a>(job: &'a WriteJob, part: &[u8]) -> Option<Vec<Piece<'a>>> {
+/// Returns the device bytes of a job as pieces.
+///
+/// Returns none if there are none, or if a device cannot copy them to the part by DMA.
+fn device_pieces<'a>(job: &'a WriteJob, part: &[u8]) -> Option<Vec<Piece<'a>>> {
     let mut pieces: Option<Vec<Piece<'a>>> = Some(Vec::new());
-    // That it is pinned holds for all devices.
+    // Memory pinned for one device is pinned for all.
     let mut is_pinned = None;
     let start = job.range().start;
     job.for_each_blob_range(|at, blob, bytes| {
         let Some(found) = &mut pieces else { return };
         let Some(memory) = device_memory(blob) else { return pieces = None };
-        if !*is_pinned.get_or_insert_with(|| memory.pins(part)) {
+        if !*is_pinned.get_or_insert_with(|| memory.can_pin(part)) {
             return pieces = None;
         }
         let place = native(at - start)..native(at - start + (bytes.end - bytes.start));
         match found.last_mut() {
-            // Chunks of one tensor are copied at once.
-            Some(last) if last.is_before(memory, bytes.start, place.start) => {
+            // Chunks of one tensor are copied together.
+            Some(last) if last.is_continued_by(memory, bytes.start, place.start) => {
                 last.place.end = place.end;
             }
             _ => found.push(Piece { memory, offset: bytes.start, place }),
@@ -104,8 +108,8 @@ fn pieces_of<'a>(job: &'a WriteJob, part: &[u8]) -> Option<Vec<Piece<'a>>> {
 }
 
 impl Piece<'_> {
-    /// Whether what is there goes on with what is here.
-    fn is_before(&self, memory: &DeviceMemory, offset: u64, place: usize) -> bool {
+    /// Whether a range continues this piece, in the memory and in the part.
+    fn is_continued_by(&self, memory: &DeviceMemory, offset: u64, place: usize) -> bool {
         let len = u64::try_from(self.place.len()).unwrap_or(u64::MAX);
         std::ptr::eq(self.memory, memory)
             && self.offset.checked_add(len) == Some(offset)
@@ -113,36 +117,36 @@ impl Piece<'_> {
     }
 }
 
-/// Begins to copy the pieces. Returns what comes when they are there.
+/// Begins to copy the pieces. Returns events after the copies.
 ///
 /// # Safety
 ///
-/// Until the events have come, or, if this fails, the lanes were dropped, the part must be there, and nobody may look at it,
-/// and what the pieces are of must be held.
+/// The part and the memory of the pieces must exist, and the part must not be accessed, until the events are done, or,
+/// if this call fails, until the streams were dropped.
 unsafe fn begin(
-    lanes: &mut Vec<OwnLane>,
+    streams: &mut Vec<PooledStream>,
     pieces: &[Piece<'_>],
     part: &mut [u8],
 ) -> Result<Vec<Event>> {
-    let mut used = Vec::new();
+    let mut used_streams = Vec::new();
     for Piece { memory, offset, place } in pieces {
-        let number = number_of(memory.device(), lanes)?;
-        // SAFETY: as the caller says.
-        unsafe { memory.start_read(&lanes[number], *offset, &mut part[place.clone()])? };
-        if !used.contains(&number) {
-            used.push(number);
+        let index = stream_index(memory.device(), streams)?;
+        // SAFETY: the caller upholds the same contract.
+        unsafe { memory.start_read(&streams[index], *offset, &mut part[place.clone()])? };
+        if !used_streams.contains(&index) {
+            used_streams.push(index);
         }
     }
-    used.into_iter().map(|number| lanes[number].begun()).collect()
+    used_streams.into_iter().map(|index| streams[index].record_event()).collect()
 }
 
-/// Which of the streams is that of a device.
-fn number_of(device: &Device, lanes: &mut Vec<OwnLane>) -> Result<usize> {
-    if let Some(number) = lanes.iter().position(|lane| lane.device() == device) {
-        return Ok(number);
+/// Returns the index of the stream of a device. Creates the stream if needed.
+fn stream_index(device: &Device, streams: &mut Vec<PooledStream>) -> Result<usize> {
+    if let Some(index) = streams.iter().position(|stream| stream.device() == device) {
+        return Ok(index);
     }
-    lanes.push(device.lane()?);
-    Ok(lanes.len() - 1)
+    streams.push(device.stream()?);
+    Ok(streams.len() - 1)
 }
 
 fn native(len: u64) -> usize {

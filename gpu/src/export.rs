@@ -1,4 +1,4 @@
-//! Tensors that are lent where they are: in which allocations, and where in these.
+//! Export of tensors in place: the allocations that contain them, and their ranges.
 
 use tssd_format::{Layout, Piece};
 
@@ -7,41 +7,43 @@ use crate::memory::{DeviceMemory, device_memory};
 use tssd_store::device::{ExportedAllocation, ExportedRange, IpcExport};
 use tssd_store::{Error, Result};
 
-/// Lends what the tensors of an archive are in, once all that they wait for is done; or says why it cannot be lent. All of
-/// them must be on one device.
+/// Exports the allocations that contain the tensors of an archive.
+///
+/// It waits for all work that the tensors wait for. If the export is impossible, it returns the reason. All tensors
+/// must be on one device.
 pub(crate) fn export(layout: &Layout) -> Result<Result<IpcExport, String>> {
-    if let Err(why) = ipc::is_there() {
-        return Ok(Err(why));
+    if let Err(reason) = ipc::check_support() {
+        return Ok(Err(reason));
     }
     let mut builder = ExportBuilder::default();
     for job in layout.jobs() {
-        let mut why = Ok(());
+        let mut reason = Ok(());
         let added = job.for_each_piece(|at, piece| {
-            if let (Piece::Blob { blob, offset, len }, Ok(())) = (piece, &why) {
-                why = match device_memory(blob) {
+            if let (Piece::Blob { blob, offset, len }, Ok(())) = (piece, &reason) {
+                reason = match device_memory(blob) {
                     Some(memory) => builder.add(at, memory, (offset, len)),
                     None => Err("not all of its tensors are on a GPU".to_owned()),
                 };
             }
             Ok(())
         });
-        let _ = added.map_err(|error| Error::request("the memory of a GPU", error))?;
-        if let Err(why) = why {
-            return Ok(Err(why));
+        let _ = added.map_err(|error| Error::from_request("the memory of a GPU", error))?;
+        if let Err(reason) = reason {
+            return Ok(Err(reason));
         }
     }
-    settle(layout)?;
+    wait_for_tensors(layout)?;
     let ExportBuilder { allocations, ranges } = builder;
-    Ok(Ok(IpcExport { process: ipc::this_process(), allocations, ranges }))
+    Ok(Ok(IpcExport { process: ipc::process_id(), allocations, ranges }))
 }
 
-/// Waits for what the tensors of an archive wait for.
-fn settle(layout: &Layout) -> Result<()> {
+/// Waits for the work that the tensors of an archive wait for.
+fn wait_for_tensors(layout: &Layout) -> Result<()> {
     let memories: Vec<&DeviceMemory> = layout.blobs().filter_map(device_memory).collect();
     let Some(first) = memories.first() else { return Ok(()) };
-    let lane = first.device().lane()?;
-    memories.iter().try_for_each(|memory| memory.settle(&lane))?;
-    lane.finish()
+    let stream = first.device().stream()?;
+    memories.iter().try_for_each(|memory| memory.wait_until_ready(&stream))?;
+    stream.finish()
 }
 
 #[derive(Default)]
@@ -60,16 +62,16 @@ impl ExportBuilder {
         if len == 0 {
             return Ok(());
         }
-        let pointer = memory.begins(offset, len).map_err(|error| error.to_string())?;
+        let pointer = memory.device_address(offset, len).map_err(|error| error.to_string())?;
         let context = memory.device().context().map_err(|error| error.to_string())?;
         let _entered = context.enter().map_err(|error| error.to_string())?;
         let (base, size) = ipc::allocation_of(pointer)?;
         if pointer + len > base + size {
             return Err("a tensor lies in more than one allocation".to_owned());
         }
-        let known = self.allocations.iter().position(|allocation| allocation.base == base);
-        let number = if let Some(number) = known {
-            number
+        let index = self.allocations.iter().position(|allocation| allocation.base == base);
+        let index = if let Some(index) = index {
+            index
         } else {
             self.allocations.push(ExportedAllocation { handle: ipc::handle_of(base)?, base });
             self.allocations.len() - 1
@@ -77,7 +79,7 @@ impl ExportBuilder {
         let range = ExportedRange {
             archive_offset: at,
             len,
-            allocation: u64::try_from(number).expect("usize is at most 64 bits"),
+            allocation: u64::try_from(index).expect("usize is at most 64 bits"),
             offset: pointer - base,
         };
         match self.ranges.last_mut() {
@@ -88,7 +90,7 @@ impl ExportBuilder {
     }
 }
 
-/// Whether two ranges are one in the archive and in their allocation.
+/// Whether two ranges are adjacent in the archive and in their allocation.
 fn is_adjacent(range: &ExportedRange, next: &ExportedRange) -> bool {
     (range.allocation, range.archive_offset + range.len, range.offset + range.len)
         == (next.allocation, next.archive_offset, next.offset)

@@ -10,7 +10,7 @@ use crate::Stream;
 use crate::device::Device;
 use crate::driver::Event;
 
-/// Fences that the tensors of one call share: one for each stream, whatever the number of tensors.
+/// Fences that the tensors of one call share: one per stream, for any number of tensors.
 ///
 /// See [`DeviceMemory::with_fences`](crate::DeviceMemory::with_fences).
 #[derive(Default)]
@@ -25,8 +25,9 @@ struct Fence {
 }
 
 impl StreamFences {
-    /// Returns an event after the work that `stream` has been given so far. It is shared with earlier calls for the stream,
-    /// which wait for that work too.
+    /// Returns an event after the work that `stream` has been given so far.
+    ///
+    /// Earlier calls for the same stream share the event, so they wait for that work too.
     ///
     /// # Safety
     ///
@@ -40,11 +41,11 @@ impl StreamFences {
         let known = fences.iter().find(is_same);
         if let Some(Fence { event, .. }) = known {
             // SAFETY: the caller guarantees the context of the stream, and the event belongs to it.
-            unsafe { event.move_to_now(stream.raw())? };
+            unsafe { event.record_again(stream.raw())? };
             return Ok(event.clone());
         }
         // SAFETY: the caller guarantees the context of the stream.
-        let event = Arc::new(unsafe { Event::now(device.context()?, stream.raw())? });
+        let event = Arc::new(unsafe { Event::record(device.context()?, stream.raw())? });
         fences.push(Fence { device: device.clone(), stream, thread, event: event.clone() });
         Ok(event)
     }

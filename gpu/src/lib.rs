@@ -1,10 +1,10 @@
 //! The CUDA driver of the TSSD store: tensors in the memory of NVIDIA GPUs.
 //!
-//! [`register`] makes the driver known to `tssd_store` in this process. [`DeviceMemory`] then describes tensors on a GPU.
-//! The crate loads `libcuda.so.1` when the first tensor of a GPU appears, and runs without it until then.
+//! [`register`] registers the driver with `tssd_store` in this process. [`DeviceMemory`] then describes tensors on a
+//! GPU. The crate loads `libcuda.so.1` when the first tensor of a GPU appears, and runs without it until then.
 //!
-//! Experimental: it has run on a simulated driver only, and may change in any release. It works on Linux; elsewhere every
-//! call returns `Unsupported`.
+//! Experimental: it has run on a simulated driver only, and may change in any release. It works on Linux. On other
+//! systems every call returns `Unsupported`.
 //!
 //! # Examples
 //!
@@ -22,8 +22,6 @@ mod stream;
 pub use self::stats::CopyStats;
 pub use self::stream::Stream;
 
-#[cfg(not(target_os = "linux"))]
-mod absent;
 #[cfg(target_os = "linux")]
 mod cuda;
 #[cfg(target_os = "linux")]
@@ -44,12 +42,14 @@ mod memory;
 mod pinned;
 #[cfg(target_os = "linux")]
 mod segment;
+#[cfg(not(target_os = "linux"))]
+mod unsupported;
 #[cfg(target_os = "linux")]
 mod upload;
 #[cfg(target_os = "linux")]
 mod virtual_memory;
 
-#[cfg(not(target_os = "linux"))]
-pub use self::absent::{Device, DeviceMemory, StreamFences, register};
 #[cfg(target_os = "linux")]
 pub use self::{cuda::register, device::Device, fences::StreamFences, memory::DeviceMemory};
+#[cfg(not(target_os = "linux"))]
+pub use crate::unsupported::{Device, DeviceMemory, StreamFences, register};

@@ -7,16 +7,16 @@ use tssd_store::device::host_maps::{self, HostMap};
 
 use crate::driver::{self, Context};
 
-/// What this crate knows of a map of the store.
-enum State {
+/// State of this crate for a map of the store.
+enum PinState {
     Pinned {
         _registration: Registration,
     },
-    /// It could not be pinned: why.
+    /// The map could not be pinned, with the reason.
     Pageable(String),
 }
 
-/// A pinned map. The store drops it before it unmaps the memory.
+/// The registration of a pinned map. The store drops it before it unmaps the memory.
 struct Registration {
     context: Context,
     start: usize,
@@ -30,7 +30,7 @@ impl Drop for Registration {
     }
 }
 
-/// Pins the map of the store that contains `memory`, once. The error says why the memory is not pinned.
+/// Pins the map of the store that contains `memory`, once. The error is the reason why it is pageable.
 pub(crate) fn pin(context: Context, memory: &Range<usize>) -> Result<(), String> {
     let pinned = host_maps::with_map(memory, |map| pin_map(context, map));
     pinned.unwrap_or_else(|| {
@@ -43,17 +43,18 @@ fn pin_map(context: Context, map: HostMap<'_>) -> Result<(), String> {
     let HostMap { start, len, is_writable, driver_state } = map;
     let known = driver_state.as_ref().and_then(|state| (&**state as &dyn Any).downcast_ref());
     match known {
-        Some(State::Pinned { .. }) => return Ok(()),
-        Some(State::Pageable(why)) => return Err(why.clone()),
+        Some(PinState::Pinned { .. }) => return Ok(()),
+        Some(PinState::Pageable(reason)) => return Err(reason.clone()),
         None => {}
     }
-    let entered = context.enter().map_err(|error| error.to_string())?;
-    // SAFETY: the memory is mapped until the store removes the map, which drops `Registration` before: that unpins it.
+    let guard = context.enter().map_err(|error| error.to_string())?;
+    // SAFETY: the memory is mapped until the store removes the map. It drops `Registration` first, which unpins the
+    // memory.
     let pinned = unsafe { driver::pin(start, len, is_writable) };
-    drop(entered);
+    drop(guard);
     let state = match &pinned {
-        Ok(()) => State::Pinned { _registration: Registration { context, start } },
-        Err(why) => State::Pageable(why.clone()),
+        Ok(()) => PinState::Pinned { _registration: Registration { context, start } },
+        Err(reason) => PinState::Pageable(reason.clone()),
     };
     *driver_state = Some(Box::new(state));
     pinned

@@ -10,15 +10,15 @@ pub struct CopyStats {
     pub pageable: u64,
     /// Bytes copied within the device.
     pub device: u64,
-    /// Why the last pageable copy was not pinned.
-    pub why: Option<String>,
+    /// Reason why the last pageable copy was not pinned.
+    pub pageable_reason: Option<String>,
 }
 
 impl CopyStats {
     /// Counts bytes of a pageable copy.
-    pub fn count_pageable(&mut self, bytes: u64, why: impl Into<String>) {
+    pub fn count_pageable(&mut self, bytes: u64, reason: impl Into<String>) {
         self.pageable += bytes;
-        self.why = Some(why.into());
+        self.pageable_reason = Some(reason.into());
     }
 }
 
@@ -27,8 +27,8 @@ impl AddAssign<&Self> for CopyStats {
         self.pinned += other.pinned;
         self.pageable += other.pageable;
         self.device += other.device;
-        if other.why.is_some() {
-            self.why.clone_from(&other.why);
+        if other.pageable_reason.is_some() {
+            self.pageable_reason.clone_from(&other.pageable_reason);
         }
     }
 }

@@ -55,7 +55,7 @@ impl TorchStoreStateDict {
         let len = usize::try_from(len).map_err(io::Error::other)?;
         state_dict.py().detach(|| {
             let memory = PrivateMapping::allocate_with(len, |target| {
-                file::fill(layout, target, || interrupt.check())
+                file::write_into(layout, target, || interrupt.check())
             })?;
             Ok(Self { omits_tensors, ..Self::from_memory(memory)? })
         })

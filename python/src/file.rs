@@ -177,7 +177,7 @@ pub(crate) fn save_file(
 #[cfg(unix)]
 #[pyfunction]
 pub(crate) fn wait_for_deferred_drops(py: Python<'_>) {
-    py.detach(file::settle);
+    py.detach(file::wait_for_deferred_drops);
 }
 
 /// Saves a state dict as bytes: the content of the file that `save_file` would write.
@@ -199,7 +199,7 @@ pub(crate) fn save<'py>(
         &plan_state_dict(state_dict, options, allow_pickle)?;
     let len = usize::try_from(layout.file_len()).map_err(io::Error::other)?;
     Ok(PyBytes::new_with(py, len, |target| {
-        py.detach(|| file::fill(layout, target, || interrupt.check())).map_err(PyErr::from)
+        py.detach(|| file::write_into(layout, target, || interrupt.check())).map_err(PyErr::from)
     })?)
 }
 
@@ -456,7 +456,7 @@ fn decompress_range(
 ) -> Result<PrivateMapping> {
     let len = usize::try_from(range.end - range.start).map_err(io::Error::other)?;
     PrivateMapping::allocate_with(len, |target| {
-        file::raw(archive, number, range.start, target, || interrupt.check())
+        file::read_storage(archive, number, range.start, target, || interrupt.check())
     })
 }
 
@@ -699,7 +699,7 @@ impl OpenFile {
             (buffer, 0)
         };
         let bytes = &memory.as_ref()[offset..];
-        file::prove(&storage, &unverified, chunk_span.start, bytes, || interrupt.check()).map_err(
+        file::verify_chunks(&storage, &unverified, chunk_span.start, bytes, || interrupt.check()).map_err(
             |error: Failure| error.with_fqn_if_missing(|| self.archive.storage_fqn(number)),
         )?;
         self.verified_chunks

@@ -15,7 +15,7 @@ use memmap2::UncheckedAdvice;
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tssd_store::Private;
+use tssd_store::CowBuffer;
 
 /// Page size in bytes that also suits systems with large pages.
 ///
@@ -93,7 +93,7 @@ pub(crate) struct MemoryBlock(BlockMemory);
 enum BlockMemory {
     Mapped(MappedRange),
     /// A storage of a store.
-    Private(Private),
+    Private(CowBuffer),
 }
 
 #[derive(Debug)]
@@ -122,8 +122,8 @@ impl MemoryBlock {
     }
 }
 
-impl From<Private> for MemoryBlock {
-    fn from(private: Private) -> Self {
+impl From<CowBuffer> for MemoryBlock {
+    fn from(private: CowBuffer) -> Self {
         Self(BlockMemory::Private(private))
     }
 }

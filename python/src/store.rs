@@ -9,7 +9,9 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyIterator, PyString, PyTuple};
 use tssd_format::{MapKey, Node, Step};
-use tssd_store::{ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Opened, Residency};
+use tssd_store::{
+    ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Residency, VersionReader,
+};
 
 /// Extraction of version numbers and writer ranks from Python arguments.
 mod arguments;
@@ -139,7 +141,12 @@ impl ReadRequest<'_, '_> {
         }
     }
 
-    fn open(&self, py: Python<'_>, connection: &Connection, key: &Key) -> Result<Arc<Opened>> {
+    fn open(
+        &self,
+        py: Python<'_>,
+        connection: &Connection,
+        key: &Key,
+    ) -> Result<Arc<VersionReader>> {
         let options = GetOptions {
             version: self.number(),
             writer: self.writer,
@@ -148,7 +155,7 @@ impl ReadRequest<'_, '_> {
             ..GetOptions::default()
         };
         if let VersionSelector::Lease(lease) = &self.version {
-            return Ok(Arc::new(lease.get().reader_for_key(key)?.with(&options)?));
+            return Ok(Arc::new(lease.get().reader_for_key(key)?.with_options(&options)?));
         }
         Ok(Arc::new(connection.block_on(py, self.timeout, connection.store.open(key, &options))?))
     }

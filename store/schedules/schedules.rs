@@ -1,4 +1,6 @@
-//! What `tssd_store::schedules` is run for: no order of events breaks a promise, and every planted bug is found.
+//! Campaign over the scenarios of `tssd_store_schedules::schedules`.
+//!
+//! The invariants hold under every schedule that shuttle tries, and every planted bug is found.
 #![cfg(target_os = "linux")]
 
 use std::collections::BTreeMap;
@@ -8,66 +10,68 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use serde_json::json;
-use tssd_store_schedules::schedules::SUBJECTS;
-use tssd_tests::proof::Campaign;
+use tssd_store_schedules::schedules::SCENARIOS;
+use tssd_tests::campaign::Campaign;
 
-/// Names for how many schedules are wanted, at least.
-const SCHEDULES: &str = "TSSD_SCHEDULES";
+/// Environment variable: minimum number of schedules.
+const SCHEDULES_VARIABLE: &str = "TSSD_SCHEDULES";
 
-/// As many belong to one seed.
+/// Schedules per seed.
 const BATCH: u64 = 100;
 
-/// A planted bug is found before so many.
-const PATIENCE: u64 = 20_000;
+/// Maximum number of schedules until a planted bug is found.
+const MAX_SCHEDULES_PER_BUG: u64 = 20_000;
 
-fn wanted() -> u64 {
-    std::env::var(SCHEDULES).map_or(5_000, |text| text.parse().expect("it is a number"))
+fn min_schedules() -> u64 {
+    std::env::var(SCHEDULES_VARIABLE).map_or(5_000, |text| text.parse().expect("it is a number"))
 }
 
 #[test]
-fn no_order_of_events_breaks_a_promise() {
+fn schedules_preserve_invariants() {
     let proof = Campaign::start("schedules");
     let (next, done) = (AtomicU64::new(0), AtomicU64::new(0));
-    let by_subject = Mutex::new(BTreeMap::<&str, u64>::new());
+    let by_scenario = Mutex::new(BTreeMap::<&str, u64>::new());
     let threads = thread::available_parallelism().map_or(1, usize::from);
     thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
-                while proof.should_continue(done.load(Ordering::Relaxed), wanted()) {
+                while proof.should_continue(done.load(Ordering::Relaxed), min_schedules()) {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
-                    // Each gets its share of every hundred pairs of batches, one after the other.
-                    let mut place = seed / 2 * 37 % 100;
-                    let subject = SUBJECTS.iter().find(|subject| {
-                        let is_it = place < subject.share;
-                        place = place.saturating_sub(subject.share);
-                        is_it
+                    // Seeds 2n and 2n + 1 run the same scenario. Of 100 such pairs, each scenario gets its share. 37
+                    // and 100 are coprime, so that the scenarios alternate.
+                    let mut slot = seed / 2 * 37 % 100;
+                    let scenario = SCENARIOS.iter().find(|scenario| {
+                        let is_in_share = slot < scenario.share;
+                        slot = slot.saturating_sub(scenario.share);
+                        is_in_share
                     });
-                    let subject = subject.unwrap();
-                    let explored = catch_unwind(|| subject.explore(seed, BATCH));
-                    assert!(explored.is_ok(), "{}: explore({seed}, {BATCH})", subject.name);
-                    *by_subject.lock().unwrap().entry(subject.name).or_default() += BATCH;
+                    let scenario = scenario.unwrap();
+                    let explored = catch_unwind(|| scenario.run_schedules(seed, BATCH));
+                    assert!(explored.is_ok(), "{}: run_schedules({seed}, {BATCH})", scenario.name);
+                    *by_scenario.lock().unwrap().entry(scenario.name).or_default() += BATCH;
                     done.fetch_add(BATCH, Ordering::Relaxed);
                 }
             });
         }
     });
-    let (schedules, by_subject) = (done.into_inner(), by_subject.into_inner().unwrap());
-    proof.finish(json!({ "schedules": schedules, "violations": 0, "by subject": by_subject }));
+    let (schedules, by_scenario) = (done.into_inner(), by_scenario.into_inner().unwrap());
+    proof.finish(json!({ "schedules": schedules, "violations": 0, "by scenario": by_scenario }));
 }
 
 #[test]
 fn planted_bugs_are_found() {
     let proof = Campaign::start("schedules: planted bugs");
     let (mut planted, mut found_after) = (0, BTreeMap::new());
-    for subject in &SUBJECTS {
-        for bug in subject.bugs {
+    for scenario in &SCENARIOS {
+        for bug in scenario.bugs {
             planted += 1;
-            // In turns, as above: some need a scheduler that changes its mind rarely.
-            let mut seeds = 0..PATIENCE / BATCH;
+            // Odd seeds use the random scheduler, even seeds the PCT scheduler. Some bugs need the latter, which
+            // switches between tasks rarely.
+            let mut seeds = 0..MAX_SCHEDULES_PER_BUG / BATCH;
             let found =
-                seeds.find_map(|seed| Some(seed * BATCH + subject.find(*bug, seed, BATCH)?));
-            let after = found.unwrap_or_else(|| panic!("{}: {bug:?} is not found", subject.name));
-            found_after.insert(format!("{}: {bug:?}", subject.name), after);
+                seeds.find_map(|seed| Some(seed * BATCH + scenario.find_bug(*bug, seed, BATCH)?));
+            let after = found.unwrap_or_else(|| panic!("{}: {bug:?} is not found", scenario.name));
+            found_after.insert(format!("{}: {bug:?}", scenario.name), after);
         }
     }
     proof.finish(json!({ "planted": planted, "found": found_after.len(), "after": found_after }));

@@ -1,4 +1,4 @@
-//! What users call.
+//! The public API of the store.
 
 pub mod blocking;
 mod connect;
@@ -13,7 +13,7 @@ mod subscription;
 pub use self::connect::ConnectOptions;
 pub use self::follower::Follower;
 pub use self::publisher::{Parts, Publisher};
-pub use self::reader::Opened;
+pub use self::reader::VersionReader;
 pub use self::scrub::{Defect, scrub};
 pub use self::store::{PrefetchReport, Store};
 pub use self::subscription::Subscription;

@@ -1,4 +1,4 @@
-//! Where archives are: bytes by name. A volume never sees a tensor.
+//! Storage of archives: immutable bytes under names. A volume knows nothing about tensors.
 
 pub(crate) mod backend;
 mod remote;
@@ -9,135 +9,149 @@ use std::sync::Arc;
 use tssd_format::{Blob, JobChecksums, WriteJob};
 
 use crate::error::Result;
-use crate::io::local_archive::Near;
+use crate::io::local_archive::LocalArchive;
 use crate::ledger::Durability;
 use crate::route::Route;
 
-pub(crate) use self::remote::{Boxed, Far, Holder, Job, Proof};
-pub(crate) use self::verify::Proving;
+pub(crate) use self::remote::{RangeCopy, RangeJob, RangeReader, RemoteArchive, VerifyMode};
+pub(crate) use self::verify::StreamingVerifier;
 
-/// Immutable blobs by name. Calls may wait for the disk: async callers bring a thread that may, unless
-/// [`is_in_memory`](Self::is_in_memory).
+/// A store of immutable blobs under names.
+///
+/// Calls may block on the disk. An async caller runs them on a thread that may block, unless
+/// [`is_in_memory`](Self::is_in_memory) is true.
 ///
 /// # Contract
 ///
-/// - A blob is there completely or not at all, also after a crash, and never changes.
+/// - A blob exists completely or not at all, also after a crash. It never changes.
 /// - Names are `/`-separated.
-/// - A blob that is open stays readable after it is deleted.
+/// - An open blob stays readable after it is deleted.
 pub(crate) trait Volume: Send + Sync {
-    /// How durable what is put here is, if it can be as durable as is wanted.
+    /// Returns the durability that a blob put here gets.
+    ///
+    /// # Errors
+    ///
+    /// `Invalid` if the volume cannot provide the wanted durability.
     fn admit(&self, wanted: Durability) -> Result<Durability> {
         Ok(wanted)
     }
 
-    /// Whether no call on a blob waits for a disk, for others or for a GPU: it is in memory of this host, or nowhere.
+    /// Whether no call for this blob blocks on a disk, a network or a GPU.
+    ///
+    /// The blob is in the memory of this host, or does not exist.
     fn is_in_memory(&self, _name: &str) -> bool {
         false
     }
 
-    /// Room for a new blob of this many bytes, which is to be at least so durable. Nobody sees it
-    /// before it is sealed; dropping it gives the room back.
+    /// Reserves space for a new blob of `len` bytes, with at least this durability.
+    ///
+    /// The blob is invisible until it is sealed. Dropping the reservation frees the space.
     fn reserve(&self, name: &str, len: u64, durability: Durability)
     -> Result<Box<dyn Reservation>>;
 
-    /// A blob, if it is there.
-    fn open(&self, name: &str) -> Result<Option<Near>>;
+    /// Opens a blob. Returns none if it does not exist.
+    fn open(&self, name: &str) -> Result<Option<LocalArchive>>;
 
-    /// Blobs to be read by ranges, wherever they are; none if one of them is not there.
-    fn open_all(&self, names: &[String]) -> Result<Option<Vec<Archived>>> {
-        let open = |name: &String| Ok(self.open(name)?.map(Archived::Near));
+    /// Opens blobs, local or remote, to read ranges of them. Returns none if one of them does not exist.
+    fn open_all(&self, names: &[String]) -> Result<Option<Vec<OpenArchive>>> {
+        let open = |name: &String| Ok(self.open(name)?.map(OpenArchive::Local));
         names.iter().map(open).collect()
     }
 
-    /// Deletes a blob, if it is there.
+    /// Deletes a blob, if it exists.
     fn delete(&self, name: &str) -> Result<()>;
 
-    /// The last parts of the names directly below `name`, sorted.
+    /// Returns the names of the entries directly below `name`, sorted: one path component each.
     fn list(&self, name: &str) -> Result<Vec<String>>;
 
-    /// How bytes come here.
+    /// Returns how bytes reach this volume.
     fn route(&self) -> Route;
 
-    /// Forgets a folder that is empty.
+    /// Removes an empty folder.
     fn remove_folder(&self, name: &str) -> Result<()>;
 }
 
-/// An archive that is open, wherever it is.
+/// An open archive, local or remote.
 #[derive(Clone)]
-pub(crate) enum Archived {
-    Near(Near),
-    Far(Far),
+pub(crate) enum OpenArchive {
+    Local(LocalArchive),
+    Remote(RemoteArchive),
 }
 
-impl Archived {
+impl OpenArchive {
     pub(crate) fn blob(&self) -> &dyn Blob {
         match self {
-            Self::Near(near) => &*near.blob,
-            Self::Far(far) => far,
+            Self::Local(near) => &*near.blob,
+            Self::Remote(far) => far,
         }
     }
 
-    /// The same, to be kept.
+    /// Returns an owned handle of the blob.
     pub(crate) fn to_blob(&self) -> Arc<dyn Blob> {
         match self {
-            Self::Near(near) => near.blob.clone(),
-            Self::Far(far) => Arc::new(far.clone()),
+            Self::Local(near) => near.blob.clone(),
+            Self::Remote(far) => Arc::new(far.clone()),
         }
     }
 
-    /// If its bytes are elsewhere, where.
-    pub(crate) fn far(&self) -> Option<&Far> {
+    /// Returns the remote archive, if it is one.
+    pub(crate) fn remote(&self) -> Option<&RemoteArchive> {
         match self {
-            Self::Near(_) => None,
-            Self::Far(far) => Some(far),
+            Self::Local(_) => None,
+            Self::Remote(far) => Some(far),
         }
     }
 
-    /// Whether its index has the checksums of its bytes.
-    pub(crate) fn is_summed(&self) -> bool {
-        self.near().is_none_or(|near| near.is_summed)
+    /// Whether the index has checksums of the data.
+    pub(crate) fn has_checksums(&self) -> bool {
+        self.local().is_none_or(|near| near.has_checksums)
     }
 
-    /// If its bytes are here, where.
-    pub(crate) fn near(&self) -> Option<&Near> {
+    /// Returns the local archive, if it is one.
+    pub(crate) fn local(&self) -> Option<&LocalArchive> {
         match self {
-            Self::Near(near) => Some(near),
-            Self::Far(_) => None,
+            Self::Local(near) => Some(near),
+            Self::Remote(_) => None,
         }
     }
 }
 
-/// A blob that is being written.
+/// A blob being written. It is invisible until it is [sealed](Self::seal).
 pub(crate) trait Reservation: Send {
-    /// Its parts, one for each of these lengths in bytes from its beginning on; each may be written
-    /// on a thread of its own.
+    /// Splits the blob into consecutive parts of these lengths in bytes.
+    ///
+    /// Each part may be written on its own thread.
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>>;
 
-    /// Makes it visible under its name, as durable as it is to be; false if the name is taken.
+    /// Makes the blob visible under its name, with the reserved durability.
+    ///
+    /// Returns false if the name is taken.
     fn seal(self: Box<Self>) -> Result<bool>;
 }
 
-/// A part of a blob that is being written.
+/// A part of a blob being written.
 pub(crate) trait Part: Send {
-    /// Begins ahead what of a job can be. [`fill`](Self::fill) is called with the same job later.
+    /// Starts the parts of a job that can run ahead.
+    ///
+    /// The caller passes the same job to [`fill`](Self::fill) later.
     fn begin(&mut self, _job: &WriteJob) -> Result<()> {
         Ok(())
     }
 
     /// Runs a job whose range is this part.
-    fn fill(&mut self, job: &WriteJob) -> Result<JobChecksums>;
+    fn write_job(&mut self, job: &WriteJob) -> Result<JobChecksums>;
 
-    /// Writes these bytes, which are as long as the part.
+    /// Writes bytes. Their length is the length of the part.
     fn write(&mut self, bytes: &[u8]) -> Result<()>;
 }
 
-/// Memory as parts of these lengths.
+/// Splits memory into parts of these lengths in bytes.
 pub(crate) fn split<'a>(memory: &'a mut [u8], lens: &[u64]) -> Vec<Box<dyn Part + 'a>> {
-    slices(memory, lens).map(|slice| Box::new(slice) as Box<dyn Part>).collect()
+    split_slices(memory, lens).map(|slice| Box::new(slice) as Box<dyn Part>).collect()
 }
 
-/// Memory in pieces of these lengths.
-pub(crate) fn slices<'a>(
+/// Splits memory into slices of these lengths in bytes.
+pub(crate) fn split_slices<'a>(
     mut memory: &'a mut [u8],
     lens: &[u64],
 ) -> impl Iterator<Item = &'a mut [u8]> {
@@ -149,11 +163,8 @@ pub(crate) fn slices<'a>(
     })
 }
 
-/// The first parts of what follows a prefix in names that are sorted, each once.
-pub(crate) fn directly_below<'a>(
-    prefix: &str,
-    names: impl Iterator<Item = &'a str>,
-) -> Vec<String> {
+/// Returns the distinct first path components after `prefix`, sorted. The names must be sorted.
+pub(crate) fn child_names<'a>(prefix: &str, names: impl Iterator<Item = &'a str>) -> Vec<String> {
     let below = names.map_while(|name| name.strip_prefix(prefix));
     let mut parts: Vec<String> =
         below.map(|rest| rest.split_once('/').map_or(rest, |(part, _)| part).to_owned()).collect();

@@ -1,9 +1,9 @@
-//! What a store asks of whoever decides and knows where bytes are: here, or behind a connection.
+//! The control plane of a store: local, or in a daemon.
 
-mod contributed;
-mod keepers;
+mod archive_placement;
+mod committed_contribution;
 pub(crate) mod layout;
-mod place;
+mod replica_locator;
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -17,64 +17,71 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use tssd_format::Blob;
 
-use crate::blob::{Archived, Part};
+use crate::blob::{OpenArchive, Part};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
-    Digest, Durability, JobId, Selection, Selector, Status, Timestamp, Version, VersionId,
+    ArchiveDigest, Durability, JobId, Selection, Selector, Status, Timestamp, Version, VersionId,
     WriterSet,
 };
 use crate::route::{Route, Transport};
 use crate::status::DaemonStatus;
 
-pub(crate) use contributed::Contributed;
-pub(crate) use keepers::{Everyone, Keepers, Reached};
-pub(crate) use place::Place;
+pub(crate) use archive_placement::ArchivePlacement;
+pub(crate) use committed_contribution::CommittedContribution;
+pub(crate) use replica_locator::{ReplicaLocator, ResolvedReplicas, SingleHost};
 
-/// Which versions keys have, and what holds them.
+/// The versions of all keys, with their retention and their pins.
 #[async_trait]
 pub(crate) trait Catalog: Send + Sync {
-    /// The visible versions of a key, oldest first.
+    /// Returns the visible versions of a key, oldest first.
     async fn versions(&self, key: &Key) -> Result<Vec<VersionInfo>>;
 
-    /// The newest visible version as soon as it is not `seen`; none after `patience`.
-    async fn newer(
+    /// Waits until a visible version other than `seen` is the newest one, and returns it.
+    ///
+    /// Returns `None` after `timeout`.
+    async fn wait_for_newer(
         &self,
         key: &Key,
         seen: Option<VersionId>,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Option<VersionInfo>>;
 
-    /// The keys that have a visible version and begin with a prefix, sorted.
+    /// Returns the keys that begin with `prefix` and have a visible version, sorted.
     async fn keys(&self, prefix: &str) -> Result<Vec<Key>>;
 
-    /// Deletes versions; says how many.
+    /// Deletes versions. Returns their number.
     async fn delete(&self, key: &Key, selection: Selection) -> Result<u64>;
 
-    /// How many of the newest versions of a key are kept from now on, and for how long.
+    /// Sets the retention of a key: how many of the newest versions are kept, and for how long.
+    ///
+    /// Without `ttl`, they do not expire.
     async fn retain(&self, key: &Key, keep: NonZeroU32, ttl: Option<Duration>) -> Result<()>;
 
-    /// A label holds a version, which is returned; it holds what it held before no longer.
+    /// Pins a version under a label, and returns its number. The label unpins its previous version.
     async fn pin(&self, key: &Key, selector: Selector, label: &str) -> Result<u64>;
 
-    /// A label holds its version no longer.
+    /// Removes a label, and unpins its version.
     async fn unpin(&self, key: &Key, label: &str) -> Result<()>;
 
-    /// The labels of a key, each with the number of the version that it holds.
+    /// Returns the labels of a key, each with the number of the version that it pins.
     async fn pins(&self, key: &Key) -> Result<BTreeMap<String, u64>>;
 }
 
-/// What a store asks.
+/// The control plane of a store.
 #[async_trait]
 pub(crate) trait Controller: Catalog {
-    /// A writer starts to contribute to a version: waits for its turn, and makes room for the archive.
-    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<Begun>;
+    /// Begins a contribution of a writer to a version.
+    ///
+    /// Waits for the turn of the contribution, and reserves room for its first archive.
+    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<BeginResult>;
 
-    /// A visible version, open for reading.
-    async fn locate(&self, key: &Key, selector: Selector) -> Result<Located>;
+    /// Opens a visible version for reading.
+    async fn locate(&self, key: &Key, selector: Selector) -> Result<LocatedVersion>;
 
-    /// Copies a version into the memory of this host's daemon: those of its archives that are named, or all.
-    /// Says its number, its identity, and how many bytes came.
+    /// Copies archives of a version into the memory of this host's daemon: `archives` by name, or all.
+    ///
+    /// Returns the number and the identity of the version, and the bytes that were received.
     async fn prefetch(
         &self,
         key: &Key,
@@ -82,120 +89,140 @@ pub(crate) trait Controller: Catalog {
         archives: Option<Vec<String>>,
     ) -> Result<(u64, VersionId, u64)>;
 
-    /// From now on every version of a key that becomes visible is held until it has been read.
-    async fn follow(&self, _key: &Key) -> Result<Box<dyn Following>> {
-        Err(nobody_to_ask())
+    /// Follows a key: each version that becomes visible is held until the follower has read it.
+    ///
+    /// # Errors
+    ///
+    /// `Unsupported` without a daemon.
+    async fn follow(&self, _key: &Key) -> Result<Box<dyn VersionFollower>> {
+        Err(follow_unsupported())
     }
 
-    /// Waits until not more than so many versions of a key are held for those who follow it, for so long at most. Says how
-    /// many follow it, and how many versions are held for them.
-    async fn unread(&self, _key: &Key, _at_most: u64, _patience: Duration) -> Result<(u64, u64)> {
-        Err(nobody_to_ask())
+    /// Waits until at most `at_most` versions of a key are held for its followers, or `timeout` ends.
+    ///
+    /// Returns the number of followers, and the number of versions that are held for them.
+    ///
+    /// # Errors
+    ///
+    /// `Unsupported` without a daemon.
+    async fn wait_until_read(
+        &self,
+        _key: &Key,
+        _at_most: u64,
+        _timeout: Duration,
+    ) -> Result<(u64, u64)> {
+        Err(follow_unsupported())
     }
 
-    /// Puts of small archives in one request, if this controller is remote.
+    /// Returns the interface for puts in one request, if this controller is remote.
     fn inline_put(&self) -> Option<&dyn InlinePut> {
         None
     }
 
-    /// How the bytes of what is put travel.
+    /// Returns the route of the bytes of a put.
     fn route(&self) -> Route;
 
-    /// Whether archives may stay in the memory of a GPU.
-    fn takes_devices(&self) -> bool {
+    /// Returns whether archives may stay in GPU memory.
+    fn supports_device_memory(&self) -> bool {
         false
     }
 
-    /// What a read has come to: whoever counts such things is told.
-    fn got(&self, _got: Got) {}
+    /// Records the statistics of a read.
+    fn record_read(&self, _got: ReadStats) {}
 
-    /// Whether it can be asked: a connection that is lost does not come back.
+    /// Returns whether this controller can be used. A lost connection is not opened again.
     fn is_open(&self) -> bool {
         true
     }
 
-    /// How the daemon is, if there is one.
+    /// Returns the status of the daemon.
+    ///
+    /// # Errors
+    ///
+    /// `Invalid` without a daemon.
     async fn status(&self) -> Result<DaemonStatus>;
 }
 
 /// Puts small archives in one request.
 #[async_trait]
 pub(crate) trait InlinePut: Send + Sync {
-    /// Returns the most bytes of such an archive.
+    /// Returns the maximum length of such an archive, in bytes.
     fn max_bytes(&self) -> u64;
 
-    /// As [`Controller::begin`], with the only archive of the contribution: nothing is left to write. If the request did
-    /// not wait for other writers, the contribution is committed, and [`Contribution::commit`] only reports it.
+    /// As [`Controller::begin`], with the only archive of the contribution. Nothing is left to write.
+    ///
+    /// If the request did not wait for other writers, the contribution is committed, and [`Contribution::commit`] only
+    /// reports it.
     async fn put_inline(
         &self,
         key: &Key,
         proposal: Proposal,
         archive: Bytes,
-        digest: Digest,
-    ) -> Result<Begun>;
+        digest: ArchiveDigest,
+    ) -> Result<BeginResult>;
 }
 
-/// Every version of a key, one after the other. Dropped, it follows the key no longer.
+/// A follower of a key, which receives each version in order. Dropping it unfollows the key.
 #[async_trait]
-pub(crate) trait Following: Send + Sync {
-    /// The next one; none after so long.
-    async fn next(&mut self, patience: Duration) -> Result<Option<Located>>;
+pub(crate) trait VersionFollower: Send + Sync {
+    /// Returns the next version, or `None` after `timeout`.
+    async fn next(&mut self, timeout: Duration) -> Result<Option<LocatedVersion>>;
 }
 
-fn nobody_to_ask() -> Error {
+fn follow_unsupported() -> Error {
     let text =
         "versions are held for those who follow a key by a daemon of this host: connect to one";
     Error::new(ErrorKind::Unsupported, text)
 }
 
-/// What a read has come to, in bytes: of what was asked for, of what was copied or is seen, of what was
-/// checksummed.
+/// Statistics of one read: bytes requested, bytes copied or viewed, and bytes checksummed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Got {
+pub(crate) struct ReadStats {
     pub(crate) transport: Transport,
     pub(crate) needed: u64,
     pub(crate) transferred: u64,
     pub(crate) verified: u64,
 }
 
-/// What a writer says of its contribution before it makes it.
+/// A request to contribute to a version.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Proposal {
     pub(crate) writer: u32,
     pub(crate) writers: WriterSet,
-    /// Whether the writers were found in the state dict, not said.
+    /// Whether `writers` was derived from the state dict and not given by the caller.
     #[serde(default)]
     pub(crate) writers_defaulted: bool,
     #[serde(default)]
     pub(crate) job: Option<JobId>,
-    /// The how-manieth put of the job to the key by the writer it is.
+    /// Sequence number of this put of the job to the key by this writer, from 1 on.
     #[serde(default)]
-    pub(crate) call: Option<u64>,
+    #[serde(rename = "call")]
+    pub(crate) sequence: Option<u64>,
     #[serde(default)]
     pub(crate) number: Option<u64>,
     #[serde(default)]
     pub(crate) rewind: bool,
     #[serde(default)]
     pub(crate) durability: Durability,
-    /// Length of the archive in bytes, or of the first.
+    /// Length of the archive in bytes, or of the first archive.
     pub(crate) file_len: u64,
-    /// The GPU whose memory it is to be in, if it is.
+    /// The GPU memory that is requested for the archive. `None` is host memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) device: Option<OnDevice>,
-    /// For how long others are waited for.
+    pub(crate) device: Option<DeviceMemoryRequest>,
+    /// How long to wait for other writers.
     pub(crate) timeout: Duration,
 }
 
 #[cfg(test)]
 impl Proposal {
-    /// That of one writer, of a version of this number, who waits for nobody.
-    pub(crate) fn alone(number: u64, durability: Durability) -> Self {
+    /// Returns the proposal of a single writer for a version of this number, with a timeout of 0.
+    pub(crate) fn single_writer(number: u64, durability: Durability) -> Self {
         Self {
             writer: 0,
             writers: WriterSet::one(0),
             writers_defaulted: false,
             job: None,
-            call: None,
+            sequence: None,
             number: Some(number),
             rewind: false,
             durability,
@@ -206,99 +233,105 @@ impl Proposal {
     }
 }
 
-/// An archive that is to be in the memory of a GPU.
+/// A request for GPU memory for an archive.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct OnDevice {
+pub(crate) struct DeviceMemoryRequest {
     pub(crate) uuid: String,
-    /// How many bytes of it: what is in front of its index.
+    /// Bytes of the archive in GPU memory: those in front of its index.
     pub(crate) len: u64,
-    /// How many bytes others like it may have there, in the same memory.
+    /// Minimum capacity of the memory in bytes, so that other archives can reuse it.
     #[serde(default)]
-    pub(crate) room: u64,
+    #[serde(rename = "room")]
+    pub(crate) min_capacity: u64,
 }
 
-/// A contribution that has begun.
-pub(crate) struct Begun {
+/// The result of [`Controller::begin`].
+pub(crate) struct BeginResult {
     pub(crate) id: VersionId,
     pub(crate) epoch: u32,
     pub(crate) number: u64,
-    /// What this writer has committed to the version before, in an earlier try: the same is committed
-    /// again without being written.
-    pub(crate) committed: Option<Digest>,
+    /// Digest that this writer has committed to the version in an earlier attempt.
+    ///
+    /// Then nothing is written, and the same digest is committed again.
+    pub(crate) committed: Option<ArchiveDigest>,
     pub(crate) contribution: Box<dyn Contribution>,
 }
 
-/// Room for an archive, until it is committed. Dropped before that, it is withdrawn.
+/// A contribution in progress. Dropping it before the commit withdraws it.
 #[async_trait]
 pub(crate) trait Contribution: Send {
-    /// Whether what is written goes to memory of this host, and waits for nothing.
+    /// Returns whether writes go to memory of this host and never block.
     fn is_in_memory(&self) -> bool {
         false
     }
 
-    /// The parts of the archive, one for each of these lengths in bytes from its beginning on; each may
-    /// be written on a thread of its own.
+    /// Returns the parts of the current archive, one for each length in bytes, from its start.
+    ///
+    /// Each part may be written on its own thread.
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>>;
 
-    /// The archive is complete: makes room for another one of so many bytes, which becomes part of the
-    /// contribution.
-    async fn extend(&mut self, file_len: u64, device: Option<OnDevice>) -> Result<()>;
+    /// Completes the current archive, and reserves room for the next one of the contribution.
+    ///
+    /// `file_len` is the length of the next archive in bytes.
+    async fn extend(&mut self, file_len: u64, device: Option<DeviceMemoryRequest>) -> Result<()>;
 
-    /// The archive is complete, and the last. The digest is of all. Says how far the version has come.
-    async fn commit(self: Box<Self>, digest: Digest) -> Result<Committed>;
+    /// Completes the last archive, and commits the contribution. `digest` covers all its archives.
+    async fn commit(self: Box<Self>, digest: ArchiveDigest) -> Result<CommitResult>;
 
-    /// Takes it back, and says why the put failed: what has become of the version comes before what
-    /// that has led to.
+    /// Withdraws the contribution, and returns the reason why the put failed.
+    ///
+    /// If the version was dropped, the reason of the drop replaces an `error` that it has caused.
     async fn withdraw(self: Box<Self>, error: Error) -> Error;
 }
 
 /// A committed contribution.
-pub(crate) struct Committed {
+pub(crate) struct CommitResult {
     pub(crate) progress: Progress,
     /// The upload of the contribution to a bucket, if it must be there.
     pub(crate) upload: Option<UploadFuture>,
 }
 
-/// Resolves to the progress of the version in a bucket, once a contribution is there. The upload does not depend on the
-/// future being polled.
+/// The upload of a contribution to a bucket. Resolves to the progress of the version in the bucket.
+///
+/// The upload continues if the future is not polled.
 pub(crate) type UploadFuture = Pin<Box<dyn Future<Output = Result<Progress>> + Send>>;
 
-/// How far a version has come.
+/// The progress of a version after a commit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Progress {
-    /// Whether readers see it, or have seen it.
+    /// Whether the version is visible or has been.
     pub(crate) visible: bool,
-    /// The writers whose contributions it waits for.
+    /// The writers that have not committed.
     pub(crate) missing: WriterSet,
 }
 
-/// A visible version: its bytes, and what holds them.
+/// A visible version that is open: its manifest, its archives, and the lease that holds them.
 #[derive(Clone)]
-pub(crate) struct Located {
+pub(crate) struct LocatedVersion {
     pub(crate) id: VersionId,
     pub(crate) route: Route,
     pub(crate) manifest: Arc<dyn Blob>,
-    /// The archives, by the names that the manifest gives them.
-    pub(crate) archives: BTreeMap<String, Archived>,
-    /// Dropped when the last view of these bytes is.
+    /// The archives by their names in the manifest.
+    pub(crate) archives: BTreeMap<String, OpenArchive>,
+    /// The lease of the version. Each view holds it.
     pub(crate) lease: Arc<dyn Any + Send + Sync>,
 }
 
-/// A visible version.
+/// Information about a visible version.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct VersionInfo {
-    /// Its number.
+    /// The number of the version.
     pub number: u64,
-    /// How often the key had been rewound when it opened.
+    /// The epoch of the version: the number of rewinds of the key before it opened.
     pub epoch: u32,
-    /// Its identity.
+    /// The identity of the version.
     pub id: VersionId,
-    /// Length of its archives together, in bytes.
+    /// Length of all archives, in bytes.
     pub bytes: u64,
-    /// Who wrote it.
+    /// All writers of the version.
     pub writers: WriterSet,
-    /// When it became visible.
+    /// When the version became visible.
     pub since: Timestamp,
 }
 

@@ -1,14 +1,14 @@
-//! Who a side is, and whom it believes.
+//! TLS credentials of a client or a daemon.
 
 use std::path::PathBuf;
 
-/// What a side proves itself with, and whom it believes: files in PEM.
+/// The TLS credentials of one side of a connection, as PEM files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Credentials {
-    /// The certificates of the authority whose certificates are believed.
+    /// The certificates of the trusted certificate authority.
     pub ca: PathBuf,
-    /// This side's certificate, and those between it and the authority's.
+    /// The certificate of this side, with the intermediate certificates up to the authority.
     pub cert: PathBuf,
-    /// Its private key.
+    /// The private key of the certificate.
     pub key: PathBuf,
 }

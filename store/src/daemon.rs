@@ -1,21 +1,21 @@
-//! A daemon: one controller and one arena, for all processes of a host.
+//! The daemon of a host: one control plane and one pool of shared memory for all its processes.
 
+mod bucket_sync;
+mod chunk_verifier;
+mod control_plane;
 mod counters;
-mod delegate;
-pub(crate) mod elsewhere;
-mod hosts;
-pub(crate) mod house;
+mod host_defaults;
 mod http;
-mod lost;
 mod metrics;
-mod mirror;
-mod place;
-mod reading;
-mod registry;
+mod peers;
+mod process_watcher;
+mod proxy;
+pub(crate) mod remote_blobs;
 mod replicas;
+mod reserve_fd;
 mod session;
-mod spare;
-pub(crate) mod tiers;
+pub(crate) mod state;
+pub(crate) mod tiered;
 
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
@@ -26,100 +26,113 @@ use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream, UnixListener};
 use tokio::task::JoinSet;
 
-use self::house::House;
-use self::mirror::Bucket;
-pub use self::place::default_memory_limit;
-use self::place::listen;
-use self::session::Guest;
-use self::spare::Spare;
+use self::session::IncomingConnection;
 use crate::credentials::Credentials;
+use crate::daemon::bucket_sync::Bucket;
+pub use crate::daemon::host_defaults::default_memory_limit;
+use crate::daemon::host_defaults::listen;
+use crate::daemon::reserve_fd::ReserveFd;
+use crate::daemon::state::DaemonState;
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::disk::{self, CLAIM, FileLock};
+use crate::io::disk::{self, DAEMON_LOCK, FileLock};
 use crate::io::sync::boxed;
-use crate::net::socket::{beside, socket_of};
+use crate::net::socket::{sibling_path, socket_path};
 use crate::net::tls::{Endpoint, Identity};
 
-/// How many connections there are at most from this host, and as many from elsewhere.
+/// Maximum number of connections through the socket, and of connections through TCP.
 const MAX_PEERS: usize = 1024;
 
-/// How long what has begun has to end when the daemon does, and then the sessions.
-const DRAIN: Duration = Duration::from_secs(10);
+/// Time that open contributions, and then sessions, have to finish when the daemon shuts down.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long the last answers have to go.
-const FAREWELL: Duration = Duration::from_millis(100);
+/// Time to send the last replies before the sessions are closed.
+const REPLY_FLUSH_DELAY: Duration = Duration::from_millis(100);
 
-/// How a daemon serves.
+/// Options of a daemon.
 #[derive(Clone, Debug)]
 pub struct DaemonOptions {
-    /// Where it listens. Its folder must be there.
+    /// The path of the Unix socket. Its folder must exist.
     pub socket: PathBuf,
-    /// The directory for versions that must last; none keeps everything in memory. No other process may
-    /// use it meanwhile, but through the daemon.
+    /// The directory for versions of durability `disk`. If `None`, all versions are in memory only.
+    ///
+    /// While the daemon runs, other processes may use the directory only through the daemon.
     pub root: Option<PathBuf>,
-    /// How many of the newest versions of a key are kept, as long as nobody says otherwise.
+    /// Number of newest versions to keep per key. A client can set another number for a key.
     pub keep: NonZeroU32,
-    /// How many bytes of memory segments take at most, together.
+    /// Maximum total size of the segments in host memory, in bytes.
     pub memory_limit: u64,
-    /// Whose processes may connect, besides those of the user that the daemon runs as, and root's; of a
-    /// socket's group only these may, unless nobody is named.
+    /// Users whose processes may connect, in addition to root and the user that runs the daemon.
+    ///
+    /// If the list is empty and `socket_group` is set, all members of the group may connect. If the list is not
+    /// empty, only the listed users may connect, also within the group.
     pub allow_uids: Vec<u32>,
-    /// The group whose members may connect: they can reach the socket, and that is all the proof there
-    /// is of a membership. They must be able to enter the socket's folder, in which nobody else than the
-    /// daemon's user should write.
+    /// The group that owns the socket: its members may connect.
+    ///
+    /// The permissions of the socket are the only check of the membership. The members must be able to enter the
+    /// folder of the socket. Only the user that runs the daemon should be able to write to that folder.
     pub socket_group: Option<u32>,
-    /// Where `/metrics`, `/healthz` and `/readyz` are answered over HTTP: an address of this host alone.
+    /// The loopback address of the HTTP server for `/metrics`, `/healthz` and `/readyz`.
     pub metrics: Option<SocketAddr>,
-    /// Where clients of other hosts connect, by TCP; none: they do not. Without credentials it is an address
-    /// of this host alone, and whoever can connect to it may.
+    /// The TCP address for clients on other hosts. If `None`, only processes of this host can connect.
+    ///
+    /// Without `credentials` it must be a loopback address, and the daemon accepts every connection to it.
     pub listen: Option<SocketAddr>,
-    /// What the daemon proves itself with to other hosts, and whom it believes.
+    /// The TLS certificate and key of the daemon, and the authorities that it accepts for clients.
     pub credentials: Option<Credentials>,
-    /// The daemon that decides, in place of this one: `tls://HOST:PORT`. Archives stay here; the others read
-    /// them where this one listens.
+    /// The address of the daemon that is the controller instead of this one: `tls://HOST:PORT`.
+    ///
+    /// Archives stay in the memory of this daemon. Other daemons read them at the address in `listen`.
     pub controller: Option<String>,
-    /// Where several daemons have their ledgers, in place of each its own: `etcd://HOST:PORT[,HOST:PORT…][/PREFIX]`.
-    /// They find each other there, archives stay where they are put, and the others read them where this one
-    /// listens.
+    /// The etcd cluster in which several daemons share their ledgers.
+    ///
+    /// The address is `etcd://HOST:PORT[,HOST:PORT…][/PREFIX]`. The daemons find each other there. Archives stay in
+    /// the memory of the daemon that received the put. Other daemons read them at the address in `listen`.
     pub meta: Option<String>,
-    /// Where versions are copied that must outlast the host: the address of a store in a bucket, `s3://BUCKET/PREFIX`,
-    /// or `file:DIR`, a directory that other hosts have too. What is in it, and not known otherwise, is served.
+    /// The bucket for versions of durability `object`.
+    ///
+    /// The address is `s3://BUCKET/PREFIX`, or `file:DIR` for a directory that all hosts share. The daemon also
+    /// serves versions that are only in the bucket.
     pub bucket: Option<String>,
-    /// How many bytes go there in a second at most, of all versions together.
+    /// Maximum upload rate to the bucket in bytes per second, for all versions together.
     pub bucket_rate: Option<u64>,
-    /// `HOST:PORT`, by which other hosts reach this daemon, if that is not the address that it listens at.
+    /// `HOST:PORT` at which other hosts reach this daemon, if it differs from `listen`.
     pub advertise: Option<String>,
-    /// How long after its last client has left it ends, unless it holds a version that would be lost
-    /// then; none: it stays.
+    /// Time without a client after which the daemon exits. If `None`, it does not exit by itself.
+    ///
+    /// It does not exit while it has a version that would be lost.
     pub linger: Option<Duration>,
 }
 
-/// A daemon that listens.
+/// A daemon that listens for connections.
 pub struct Daemon {
     listener: UnixListener,
-    house: Arc<House>,
+    state: Arc<DaemonState>,
     metrics: Option<TcpListener>,
-    /// Where other hosts connect.
-    far: Option<TcpListener>,
+    /// For clients on other hosts.
+    remote_listener: Option<TcpListener>,
     identity: Identity,
     options: Arc<DaemonOptions>,
-    /// Held as long as the daemon lives, however it ends.
+    /// The locks on the socket and on the directory. The kernel releases them when the process exits.
     _locks: Vec<FileLock>,
 }
 
 impl DaemonOptions {
-    /// Those of the daemon of a store, by the store's name: it listens in a folder that is the user's,
-    /// keeps one version, and takes half of the memory.
+    /// Returns the default options for the daemon of the store `name`.
+    ///
+    /// The socket is in a folder that belongs to the user. The daemon keeps one version per key and uses at most
+    /// half of the memory.
     ///
     /// # Errors
     ///
-    /// `Invalid` for a name that is none; `Io` if that folder is not the user's alone.
-    pub fn of(name: &str) -> Result<Self> {
-        Ok(Self::at(socket_of(name)?, default_memory_limit()?))
+    /// `Invalid` if `name` is not a valid name; `Io` if other users can access the folder.
+    pub fn for_store(name: &str) -> Result<Self> {
+        Ok(Self::for_socket(socket_path(name)?, default_memory_limit()?))
     }
 
-    /// Those of a daemon that listens at a socket and keeps one version in memory, for processes of this
-    /// user.
-    pub fn at(socket: impl Into<PathBuf>, memory_limit: u64) -> Self {
+    /// Returns the options for a daemon on a socket that keeps one version per key in memory.
+    ///
+    /// Only root and the user that runs the daemon may connect.
+    pub fn for_socket(socket: impl Into<PathBuf>, memory_limit: u64) -> Self {
         Self {
             socket: socket.into(),
             root: None,
@@ -139,18 +152,18 @@ impl DaemonOptions {
         }
     }
 
-    /// Whether processes of a user are served.
+    /// Whether processes of a user may connect.
     fn admits(&self, uid: u32) -> bool {
         let own = rustix::process::geteuid().as_raw();
         let is_named = match self.allow_uids.as_slice() {
-            // Whoever is not of the group could not have connected.
+            // The permissions of the socket admit only members of the group.
             [] => self.socket_group.is_some(),
             named => named.contains(&uid),
         };
         uid == own || uid == 0 || is_named
     }
 
-    /// What the socket's mode is: who can connect is then asked who it is.
+    /// Returns the mode of the socket. [`Self::admits`] checks the user of each connection afterwards.
     fn socket_mode(&self) -> u32 {
         match (self.socket_group, self.allow_uids.is_empty()) {
             (Some(_), _) => 0o660,
@@ -161,25 +174,27 @@ impl DaemonOptions {
 }
 
 impl Daemon {
-    /// Listens at a socket.
+    /// Takes the locks, opens the storage and listens on the addresses of the options.
     ///
     /// # Errors
     ///
-    /// `Busy` if another daemon does, with its process; `Invalid` if others than this host could ask for
-    /// metrics, or connect without a proof of who they are, if credentials cannot be read, if the bucket is none, or
-    /// if the socket's group could not reach it; `Unreachable` if the controller, the ledgers or the bucket cannot be
-    /// reached; `Io` if the system does not let it.
+    /// - `Busy` if another daemon serves the socket, with its process id, or if another process uses the directory.
+    /// - `Invalid` if `metrics` is not a loopback address, if `listen` is not one and there are no credentials, if
+    ///   the credentials cannot be read, if `bucket` is not the address of a bucket, if the group cannot enter the
+    ///   folder of the socket, or if options contradict each other.
+    /// - `Unreachable` if the controller, the shared ledgers or the bucket cannot be reached.
+    /// - `Io` if a system call fails.
     pub async fn bind(options: DaemonOptions) -> Result<Self> {
         let bucket = options.bucket.as_deref().map(Bucket::open).transpose()?;
-        Self::over(options, bucket).await
+        Self::bind_with_bucket(options, bucket).await
     }
 
-    /// The same with a bucket that is open.
-    async fn over(options: DaemonOptions, bucket: Option<Bucket>) -> Result<Self> {
+    /// As [`Self::bind`], with a bucket that is open.
+    async fn bind_with_bucket(options: DaemonOptions, bucket: Option<Bucket>) -> Result<Self> {
         let socket = &options.socket;
-        let at = |error| Error::io(socket.display(), error);
-        let lock_path = beside(socket, "lock");
-        let Some(lock) = disk::lock(&lock_path).map_err(at)? else {
+        let io_error = |error| Error::io(socket.display(), error);
+        let lock_path = sibling_path(socket, "lock");
+        let Some(lock) = disk::lock(&lock_path).map_err(io_error)? else {
             let pid = std::fs::read_to_string(&lock_path).unwrap_or_default();
             let pid = pid.trim();
             return Err(Error::new(
@@ -187,10 +202,10 @@ impl Daemon {
                 format_args!("a daemon, process {pid}, serves `{}` already", socket.display()),
             ));
         };
-        lock.write(&format!("{}\n", std::process::id())).map_err(at)?;
+        lock.write(&format!("{}\n", std::process::id())).map_err(io_error)?;
         let mut locks = vec![lock];
         if let Some(root) = &options.root {
-            locks.push(claim(root, socket)?);
+            locks.push(lock_root(root, socket)?);
         }
         let metrics = match options.metrics {
             Some(address) => Some(http::bind(address).await?),
@@ -198,116 +213,121 @@ impl Daemon {
         };
         let identity = options.credentials.as_ref().map(Identity::read).transpose()?;
         let identity = identity.unwrap_or_default();
-        let far = match options.listen {
-            Some(address) => Some(listen_far(address, &identity).await?),
+        let remote_listener = match options.listen {
+            Some(address) => Some(listen_remote(address, &identity).await?),
             None => None,
         };
-        // What listens nowhere any more was left by a daemon that was killed.
-        disk::remove(socket).map_err(at)?;
+        // This daemon has the lock, so a socket at this path was left by a daemon that was killed.
+        disk::remove(socket).map_err(io_error)?;
         let listener = listen(socket, options.socket_group, options.socket_mode())?;
-        let is_alone = options.controller.is_none() && options.meta.is_none();
-        let own = || own_endpoint(&options, far.as_ref(), &identity);
-        let own = if is_alone { None } else { Some(own()?) };
-        let house = Arc::new(House::open(&options, identity.clone(), own, bucket).await?);
+        let is_standalone = options.controller.is_none() && options.meta.is_none();
+        let endpoint = || own_endpoint(&options, remote_listener.as_ref(), &identity);
+        let endpoint = if is_standalone { None } else { Some(endpoint()?) };
+        let state =
+            Arc::new(DaemonState::open(&options, identity.clone(), endpoint, bucket).await?);
         tracing::info!(socket = %options.socket.display(), memory = options.memory_limit, "serving");
         let options = Arc::new(options);
-        Ok(Self { listener, house, metrics, far, identity, options, _locks: locks })
+        Ok(Self { listener, state, metrics, remote_listener, identity, options, _locks: locks })
     }
 
-    /// Where it listens.
+    /// Returns the path of the Unix socket.
     pub fn socket(&self) -> &Path {
         &self.options.socket
     }
 
-    /// Where clients of other hosts connect, if they can: as an address of a store.
+    /// Returns the address of this store for clients on other hosts, if the daemon listens on TCP.
     pub fn address(&self) -> Option<String> {
-        let address = self.far.as_ref()?.local_addr().ok()?;
+        let address = self.remote_listener.as_ref()?.local_addr().ok()?;
         Some(self.identity.endpoint(address).to_string())
     }
 
-    /// Where metrics are answered, if they are.
+    /// Returns the address of the HTTP server, if there is one.
     pub fn metrics(&self) -> Option<SocketAddr> {
         self.metrics.as_ref()?.local_addr().ok()
     }
 
-    /// Serves until `stop` is done, or nobody needs it any more if it lingers only; then nothing begins, and what has
-    /// begun has 10 seconds to end.
+    /// Serves clients until `stop` completes, or until the daemon is idle for `linger`.
+    ///
+    /// Then the daemon rejects new contributions. Open contributions and uploads have 10 seconds to complete, and
+    /// sessions have 10 seconds to end after that.
     ///
     /// # Errors
     ///
-    /// `Io` if the system takes the socket away.
+    /// None today: the result is always `Ok`.
     pub async fn serve(self, stop: impl Future<Output = ()>) -> Result<()> {
-        // It ends with this: that the daemon is ending is told until it has.
-        let mut watched = JoinSet::new();
+        // The HTTP server runs until this function returns, so that it reports the shutdown.
+        let mut http_tasks = JoinSet::new();
         if let Some(listener) = self.metrics {
-            watched.spawn(boxed(http::serve(listener, self.house.clone())));
+            http_tasks.spawn(boxed(http::serve(listener, self.state.clone())));
         }
-        let (mut sessions, mut far_sessions) = (JoinSet::new(), JoinSet::new());
+        let (mut sessions, mut remote_sessions) = (JoinSet::new(), JoinSet::new());
         let mut stop = std::pin::pin!(stop);
-        let mut spare = Spare::new();
-        let mut unneeded = std::pin::pin!(self.house.unneeded(self.options.linger));
+        let mut reserve_fd = ReserveFd::new();
+        let mut linger_expired = std::pin::pin!(self.state.wait_until_idle(self.options.linger));
         loop {
             tokio::select! {
                 () = &mut stop => break,
-                () = &mut unneeded => break,
+                () = &mut linger_expired => break,
                 Some(_) = sessions.join_next(), if !sessions.is_empty() => {}
-                Some(_) = far_sessions.join_next(), if !far_sessions.is_empty() => {}
+                Some(_) = remote_sessions.join_next(), if !remote_sessions.is_empty() => {}
                 accepted = self.listener.accept() => match accepted {
                     Ok((stream, _)) if sessions.len() < MAX_PEERS => {
-                        let (house, options) = (self.house.clone(), self.options.clone());
-                        if let Some(guest) = Guest::near(stream) {
-                            sessions.spawn(boxed(session::run(house, guest, options)));
+                        let (state, options) = (self.state.clone(), self.options.clone());
+                        if let Some(connection) = IncomingConnection::local(stream) {
+                            sessions.spawn(boxed(session::run(state, connection, options)));
                         }
                     }
-                    Ok(_) => self.house.counters.count().turned_away += 1,
+                    Ok(_) => self.state.counters.lock().rejected_connections += 1,
                     Err(_) => {
-                        let shed = spare.shed(self.listener.accept()).await;
-                        self.house.counters.count().turned_away += shed;
+                        let shed = reserve_fd.reject_one(self.listener.accept()).await;
+                        self.state.counters.lock().rejected_connections += shed;
                     }
                 },
-                accepted = accept(self.far.as_ref()) => match accepted {
-                    Ok((stream, address)) if far_sessions.len() < MAX_PEERS => {
-                        let (house, options) = (self.house.clone(), self.options.clone());
+                accepted = accept(self.remote_listener.as_ref()) => match accepted {
+                    Ok((stream, address)) if remote_sessions.len() < MAX_PEERS => {
+                        let (state, options) = (self.state.clone(), self.options.clone());
                         let identity = self.identity.clone();
-                        far_sessions.spawn(boxed(async move {
-                            match Guest::far(stream, address, &identity).await {
-                                Some(guest) => session::run(house, guest, options).await,
-                                None => house.counters.count().turned_away += 1,
+                        remote_sessions.spawn(boxed(async move {
+                            match IncomingConnection::remote(stream, address, &identity).await {
+                                Some(connection) => session::run(state, connection, options).await,
+                                None => state.counters.lock().rejected_connections += 1,
                             }
                         }));
                     }
-                    Ok(_) => self.house.counters.count().turned_away += 1,
+                    Ok(_) => self.state.counters.lock().rejected_connections += 1,
                     Err(_) => {
-                        let shed = spare.shed(accept(self.far.as_ref())).await;
-                        self.house.counters.count().turned_away += shed;
+                        let shed = reserve_fd.reject_one(accept(self.remote_listener.as_ref())).await;
+                        self.state.counters.lock().rejected_connections += shed;
                     }
                 },
             }
         }
         tracing::info!("ending");
-        // Who comes later finds nobody.
+        // New clients cannot connect from here on.
         let _ = disk::remove(&self.options.socket);
-        drop((self.listener, self.far));
-        let is_busy = self.house.is_busy();
-        // What is on its way to memory or to the bucket is nowhere else.
-        let _ = tokio::time::timeout(DRAIN, self.house.drain()).await;
+        drop((self.listener, self.remote_listener));
+        let is_busy = self.state.is_busy();
+        // Contributions that are not committed and versions that are not uploaded exist only in this process.
+        let _ = tokio::time::timeout(DRAIN_TIMEOUT, self.state.drain()).await;
         if is_busy {
-            // Who has waited for it hears so.
-            tokio::time::sleep(FAREWELL).await;
+            // Clients that wait for a commit or an upload receive their replies.
+            tokio::time::sleep(REPLY_FLUSH_DELAY).await;
         }
-        self.house.close();
-        let all = async {
+        self.state.close();
+        let sessions_end = async {
             while sessions.join_next().await.is_some() {}
-            while far_sessions.join_next().await.is_some() {}
+            while remote_sessions.join_next().await.is_some() {}
         };
-        // Whoever takes longer is cut off.
-        let _ = tokio::time::timeout(DRAIN, all).await;
-        self.house.registry.leave().await;
+        // Sessions that take longer are aborted.
+        let _ = tokio::time::timeout(DRAIN_TIMEOUT, sessions_end).await;
+        self.state.control_plane.end_session().await;
         Ok(())
     }
 }
 
-/// How other daemons reach this one.
+/// Returns the address at which other daemons reach this one.
+///
+/// Also checks the options that have restrictions if the ledgers are not local.
 fn own_endpoint(
     options: &DaemonOptions,
     listener: Option<&TcpListener>,
@@ -334,7 +354,7 @@ fn own_endpoint(
         invalid("others could not read what is put here: --controller and --meta need --listen")
     })?;
     match &options.advertise {
-        Some(place) if identity.is_some() => format!("tls://{place}").parse(),
+        Some(place) if identity.is_tls() => format!("tls://{place}").parse(),
         Some(place) => format!("tcp://{place}").parse(),
         None if address.ip().is_unspecified() => {
             Err(invalid("say by which name others reach this daemon: --advertise HOST:PORT"))
@@ -343,7 +363,7 @@ fn own_endpoint(
     }
 }
 
-/// The next connection; never, if nobody listens.
+/// Accepts a connection. Pends forever if there is no listener.
 async fn accept(listener: Option<&TcpListener>) -> std::io::Result<(TcpStream, SocketAddr)> {
     match listener {
         Some(listener) => listener.accept().await,
@@ -351,9 +371,9 @@ async fn accept(listener: Option<&TcpListener>) -> std::io::Result<(TcpStream, S
     }
 }
 
-/// Listens for other hosts, if it is safe.
-async fn listen_far(address: SocketAddr, identity: &Identity) -> Result<TcpListener> {
-    if !identity.is_some() && !address.ip().is_loopback() {
+/// Listens on TCP. Without credentials the address must be a loopback address.
+async fn listen_remote(address: SocketAddr, identity: &Identity) -> Result<TcpListener> {
+    if !identity.is_tls() && !address.ip().is_loopback() {
         return Err(Error::new(
             ErrorKind::Invalid,
             format_args!(
@@ -364,18 +384,18 @@ async fn listen_far(address: SocketAddr, identity: &Identity) -> Result<TcpListe
     TcpListener::bind(address).await.map_err(|error| Error::io(address, error))
 }
 
-/// Takes a directory for this daemon alone, and says in it where the daemon is.
-fn claim(root: &Path, socket: &Path) -> Result<FileLock> {
-    let at = |error| Error::io(root.display(), error);
-    let lock = disk::lock(&root.join(CLAIM)).map_err(at)?;
+/// Locks a directory for this daemon and writes the path of the socket into the lock file.
+fn lock_root(root: &Path, socket: &Path) -> Result<FileLock> {
+    let io_error = |error| Error::io(root.display(), error);
+    let lock = disk::lock(&root.join(DAEMON_LOCK)).map_err(io_error)?;
     let lock = lock.ok_or_else(|| {
         Error::new(
             ErrorKind::Busy,
             format_args!("other processes use `{}`, or another daemon does", root.display()),
         )
     })?;
-    let socket = std::path::absolute(socket).map_err(at)?;
-    lock.write(&socket.display().to_string()).map_err(at)?;
+    let socket = std::path::absolute(socket).map_err(io_error)?;
+    lock.write(&socket.display().to_string()).map_err(io_error)?;
     Ok(lock)
 }
 

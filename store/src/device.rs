@@ -1,7 +1,8 @@
 //! Device memory, such as that of GPUs: the interface between the store and a device driver.
 //!
-//! The store knows no device. A driver implements [`Driver`] and [registers](register) itself. `tssd-gpu` is the driver
-//! for CUDA. Everything here is experimental: it has run on a simulated driver only, and may change in any release.
+//! The store contains no driver. A driver implements [`Driver`] and [registers](register) itself. `tssd-gpu` is the
+//! driver for CUDA. Everything here is experimental: it has run on a simulated driver only, and may change in any
+//! release.
 
 #[cfg(target_os = "linux")]
 mod archive;

@@ -1,4 +1,4 @@
-//! What puts and gets do, over volumes, ledgers and controllers.
+//! Puts and gets over volumes, ledgers and controllers.
 
 pub(crate) mod address;
 pub(crate) mod context;

@@ -1,4 +1,4 @@
-//! What can go wrong in a store, sorted by what its caller can do about it.
+//! The errors of the store, classified by what the caller can do.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use crate::ledger::{Reason, Refusal};
 /// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of the store: its kind says what can be done, its text says where and why.
+/// An error of the store. Its kind says what the caller can do; its text says what failed and why.
 #[derive(Debug)]
 pub struct Error(Box<Inner>);
 
@@ -21,36 +21,36 @@ struct Inner {
     source: Option<Box<dyn std::error::Error + Send + Sync>>,
 }
 
-/// What can be done about an [`Error`].
+/// The kind of an [`Error`]: what the caller can do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// There is no such key, version or leaf: wait for it, or ask for another.
+    /// The key, version or leaf does not exist. Wait for it, or use another.
     NotFound,
-    /// The request cannot be met as it is: mend it.
+    /// The request is invalid. Correct it.
     Invalid,
-    /// The ledger does not allow it; the text says what it does allow.
+    /// The ledger does not allow the command. The text says what is allowed.
     Refused,
-    /// The writers' contributions do not fit together, and the version was dropped: mend the state
-    /// dicts and put again in every writer.
+    /// The writers' contributions do not form one state dict, and the version was dropped. Correct the state dicts
+    /// and put again in every writer.
     Rejected,
-    /// A newer version became visible first, or the key was deleted meanwhile: go on with what there is.
+    /// A newer version became visible first, or the key was deleted meanwhile. Continue with the current version.
     Overtaken,
-    /// Stored bytes are damaged: read another version, or put again.
+    /// Stored bytes are corrupt. Read another version, or put again.
     Corrupt,
-    /// Others are in the way: try again later.
+    /// The operation conflicts with others. Retry later.
     Busy,
     /// The store cannot be reached.
     Unreachable,
-    /// This machine lacks what it takes, such as a GPU: the text says what.
+    /// This machine lacks a requirement, such as a GPU. The text names it.
     Unsupported,
-    /// The system failed to read or write.
+    /// The operating system failed to read or write.
     Io,
 }
 
 impl ErrorKind {
-    /// What the protocol calls it.
+    /// Returns the name of the kind in the protocol.
     pub fn name(self) -> &'static str {
         match self {
             Self::NotFound => "not_found",
@@ -68,26 +68,28 @@ impl ErrorKind {
 }
 
 impl Error {
-    /// An error of a kind. The text says what failed, on which object, and why.
+    /// Creates an error. The text says what failed, on which object, and why.
     pub fn new(kind: ErrorKind, text: impl fmt::Display) -> Self {
         Self(Box::new(Inner { kind, text: text.to_string(), target_modified: false, source: None }))
     }
 
-    /// An I/O error. The text names the operation or the object. An error of the store inside `source` is returned as it is.
-    pub fn io(doing: impl fmt::Display, source: std::io::Error) -> Self {
+    /// Creates an I/O error. The text names the operation or the object.
+    ///
+    /// If `source` wraps an error of the store, that error is returned unchanged.
+    pub fn io(context: impl fmt::Display, source: std::io::Error) -> Self {
         let source = match source.downcast::<Self>() {
             Ok(error) => return error,
             Err(source) => source,
         };
-        let mut error = Self::new(ErrorKind::Io, doing);
+        let mut error = Self::new(ErrorKind::Io, context);
         error.0.source = Some(Box::new(source));
         error
     }
 
-    /// An error of the format in something that has a name.
-    pub(crate) fn format(name: impl fmt::Display, source: tssd_format::Error) -> Self {
+    /// Converts an error of the format crate in the object `name`.
+    pub(crate) fn from_format(name: impl fmt::Display, source: tssd_format::Error) -> Self {
         use tssd_format::ErrorKind as Format;
-        if let Some(own) = of_store(&source) {
+        if let Some(own) = store_error(&source) {
             return Self::new(own.kind(), format_args!("{name}: {own}"));
         }
         let kind = match source.kind() {
@@ -101,19 +103,20 @@ impl Error {
         error
     }
 
-    /// An error of the format about the caller's state dict or request, which `name` names.
-    pub fn request(name: impl fmt::Display, source: tssd_format::Error) -> Self {
-        let mut error = Self::format(name, source);
+    /// Converts an error of the format crate in the caller's state dict or request `name`.
+    pub fn from_request(name: impl fmt::Display, source: tssd_format::Error) -> Self {
+        let mut error = Self::from_format(name, source);
         if error.kind() == ErrorKind::Corrupt {
             error.0.kind = ErrorKind::Invalid;
         }
         error
     }
 
-    pub(crate) fn refused(key: impl fmt::Display, refusal: Refusal) -> Self {
+    /// Converts a refusal of the ledger of a key.
+    pub(crate) fn from_refusal(key: impl fmt::Display, refusal: Refusal) -> Self {
         let kind = match &refusal {
             Refusal::NotFound { .. }
-            | Refusal::Gone { .. }
+            | Refusal::DataDeleted { .. }
             | Refusal::Dropped { reason: Reason::Lost { .. }, .. } => ErrorKind::NotFound,
             Refusal::Dropped { reason: Reason::Rejected { .. }, .. } => ErrorKind::Rejected,
             Refusal::Dropped { reason: Reason::Superseded { .. } | Reason::Deleted, .. } => {
@@ -126,8 +129,8 @@ impl Error {
         error
     }
 
-    /// The same, because of something.
-    pub(crate) fn because(
+    /// Sets the source of the error.
+    pub(crate) fn with_source(
         mut self,
         source: impl std::error::Error + Send + Sync + 'static,
     ) -> Self {
@@ -135,33 +138,33 @@ impl Error {
         self
     }
 
-    /// Its own words, without those of what it is because of.
-    pub(crate) fn text(&self) -> &str {
+    /// Returns the text of the error without its source.
+    pub(crate) fn message(&self) -> &str {
         &self.0.text
     }
 
-    pub(crate) fn target_modified(mut self) -> Self {
+    /// Marks that a get wrote to the caller's memory before it failed.
+    pub(crate) fn with_target_modified(mut self) -> Self {
         self.0.target_modified = true;
         self
     }
 
-    /// What can be done about it.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
-    /// What the ledger said, if it refused.
+    /// Returns the refusal of the ledger, if it is the source.
     pub fn refusal(&self) -> Option<&Refusal> {
         self.0.source.as_ref()?.downcast_ref()
     }
 
-    /// What the format said, if it did.
+    /// Returns the error of the format crate, if it is the source.
     pub fn format_error(&self) -> Option<&tssd_format::Error> {
         self.0.source.as_ref()?.downcast_ref()
     }
 
-    /// Whether a get has written to the caller's memory before it failed: its targets hold no whole
-    /// version then.
+    /// Whether a get wrote to the caller's memory before it failed. Its targets then hold no complete version.
     pub fn is_target_modified(&self) -> bool {
         self.0.target_modified
     }
@@ -184,21 +187,21 @@ impl std::error::Error for Error {
     }
 }
 
-/// What the store has said to the format, as the reason why bytes could not be read.
-fn of_store(error: &tssd_format::Error) -> Option<&Error> {
+/// Returns the error of the store inside an error of the format crate, if reading from the store failed.
+fn store_error(error: &tssd_format::Error) -> Option<&Error> {
     let source = std::error::Error::source(error)?.downcast_ref::<std::io::Error>()?;
     source.get_ref()?.downcast_ref()
 }
 
-/// An error of others, with what has led to it.
+/// Returns the text of an error followed by the texts of its sources.
 #[cfg(any(feature = "etcd", feature = "object"))]
-pub(crate) fn causes(error: &dyn std::error::Error) -> String {
-    because(error.to_string(), error.source())
+pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
+    append_causes(error.to_string(), error.source())
 }
 
-/// What an error says, with what has led to it.
+/// Appends the texts of a chain of errors to a text. A text that is already contained is skipped.
 #[cfg(any(feature = "etcd", feature = "object"))]
-pub(crate) fn because(mut text: String, mut cause: Option<&dyn std::error::Error>) -> String {
+pub(crate) fn append_causes(mut text: String, mut cause: Option<&dyn std::error::Error>) -> String {
     while let Some(error) = cause {
         let more = error.to_string();
         if !text.contains(&more) {

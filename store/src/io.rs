@@ -1,4 +1,4 @@
-//! What touches the system: files, memory maps, threads, time.
+//! Access to the system: files, memory maps, threads, time, buckets.
 
 #[cfg(feature = "object")]
 pub(crate) mod bucket;

@@ -1,4 +1,4 @@
-//! Names of state dicts.
+//! Keys: the names of state dicts.
 
 use std::fmt::{self, Write};
 use std::str::FromStr;
@@ -7,19 +7,19 @@ use crate::error::{Error, ErrorKind, Result};
 
 /// The name of a state dict in a store.
 ///
-/// - UTF-8, at most 1024 bytes; the empty key is one.
-/// - No control characters, NUL among them.
+/// - It is UTF-8 of at most [`MAX_KEY_BYTES`] (1024) bytes, and may be empty.
+/// - It has no control characters, such as NUL.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key(String);
 
-/// The longest key, in bytes.
+/// Maximum length of a key, in bytes.
 pub const MAX_KEY_BYTES: usize = 1024;
 
-/// The longest part of a file name that a key takes: longer keys take several folders.
-const PART: usize = 200;
+/// Length in bytes beyond which the path of a key continues in another folder.
+const MAX_FOLDER_BYTES: usize = 200;
 
 impl Key {
-    /// A key.
+    /// Creates a key.
     ///
     /// # Errors
     ///
@@ -42,45 +42,49 @@ impl Key {
         Ok(Self(text))
     }
 
-    /// The text.
+    /// Returns the text of the key.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// The key as a relative path, the same on every system, of which some have one folder for `A` and `a`, drop a dot at
-    /// the end, or open a device by name: everything but `a-z0-9_-` and inner dots percent-encoded, in folders of about 200
-    /// bytes; one that goes on in the next folder ends with `%`.
+    /// Returns the key as a relative path.
+    ///
+    /// Everything but `a-z0-9_-` and inner dots is percent-encoded. A folder name has about 200 bytes at most; a name
+    /// that continues in the next folder ends with `%`.
+    ///
+    /// The path is the same on every system. Some systems have one folder for `A` and `a`, drop a trailing dot, or open
+    /// a device by its name.
     pub(crate) fn to_path(&self) -> String {
         if self.0.is_empty() {
             return "%%".to_owned();
         }
         let mut parts = vec![String::new()];
         for (index, byte) in self.0.bytes().enumerate() {
-            if let Some(last) = parts.last_mut().filter(|last| last.len() + 3 > PART) {
+            if let Some(last) = parts.last_mut().filter(|last| last.len() + 3 > MAX_FOLDER_BYTES) {
                 last.push('%');
                 parts.push(String::new());
             }
             let last = parts.last_mut().expect("there is one part at least");
-            // No folder of a key begins with a dot: those are the store's own.
+            // Folder names that begin with a dot are reserved for the store.
             let is_inner = !last.is_empty() && index + 1 < self.0.len();
-            let plain = byte.is_ascii_lowercase()
+            let is_plain = byte.is_ascii_lowercase()
                 || byte.is_ascii_digit()
                 || matches!(byte, b'_' | b'-')
                 || byte == b'.' && is_inner;
-            if plain {
+            if is_plain {
                 last.push(char::from(byte));
             } else {
                 write!(last, "%{byte:02X}").expect("writing to a String does not fail");
             }
         }
-        for part in parts.iter_mut().filter(|part| is_device(part)) {
+        for part in parts.iter_mut().filter(|part| is_windows_device(part)) {
             let first = part.remove(0);
             *part = format!("%{:02X}{part}", u32::from(first));
         }
         parts.join("/")
     }
 
-    /// The inverse of [`Key::to_path`]; none if the path is not a key's.
+    /// Returns the key of a path: the inverse of [`Key::to_path`]. Returns `None` if no key has this path.
     pub(crate) fn from_path(path: &str) -> Option<Self> {
         if path == "%%" {
             return Some(Self(String::new()));
@@ -103,8 +107,8 @@ impl Key {
     }
 }
 
-/// Whether Windows has a device of this name, whatever comes after a dot.
-fn is_device(name: &str) -> bool {
+/// Whether Windows has a device of this name. Windows ignores what follows the first dot.
+fn is_windows_device(name: &str) -> bool {
     let name = name.split('.').next().unwrap_or_default();
     let is_numbered = |name: &str| {
         let number = name.strip_prefix("com").or_else(|| name.strip_prefix("lpt"));
@@ -143,14 +147,14 @@ impl FromStr for Key {
 pub struct KeyVersion {
     /// The key.
     pub key: Key,
-    /// The number of the version; none is the newest.
+    /// The number of the version; `None` selects the newest version.
     pub version: Option<u64>,
 }
 
 impl FromStr for KeyVersion {
     type Err = Error;
 
-    /// Splits at the last `@` that digits follow to the end.
+    /// Splits at the last `@` if only digits follow it.
     fn from_str(text: &str) -> Result<Self> {
         let split = text.rsplit_once('@').filter(|(_, digits)| {
             !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())
@@ -170,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_are_paths_and_back() {
+    fn keys_round_trip_through_paths() {
         let long = "é/".repeat(300);
         let dots = [198, 199, 200, 201].map(|len| "a".repeat(len) + "..");
         let device = "con.".repeat(250);
@@ -196,7 +200,7 @@ mod tests {
                 part.len() <= 205
                     && !part.starts_with('.')
                     && !part.ends_with('.')
-                    && !is_device(part)
+                    && !is_windows_device(part)
             };
             assert!(path.split('/').all(is_portable), "{path}");
             assert_eq!(Key::from_path(&path), Some(key), "{path}");
@@ -209,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn these_are_the_folders_of_these_keys() {
+    fn keys_map_to_expected_folders() {
         let long = "a".repeat(193);
         let cases = [
             ("", "%%".to_owned()),
@@ -220,7 +224,7 @@ mod tests {
             ("com1", "%63om1".to_owned()),
             ("com10", "com10".to_owned()),
             (&"b".repeat(200), format!("{}%/bb", "b".repeat(198))),
-            // It is divided first: a device is two bytes longer then.
+            // The key is divided first. Encoding a device name then makes it two bytes longer.
             (&format!("con.{long}bc"), format!("%63on.{long}b%/c")),
             (&format!("{}con.d", "b".repeat(198)), format!("{}%/%63on.d", "b".repeat(198))),
         ];
@@ -229,13 +233,13 @@ mod tests {
         }
     }
 
-    /// On macOS and Windows files have one name in capitals and without.
+    /// File names on macOS and Windows do not depend on case.
     #[test]
     fn keys_that_differ_in_case_have_different_folders() {
         let folder = |text: &str| Key::new(text).unwrap().to_path();
         assert_eq!(folder("Qwen3-0.6B"), "%51wen3-0.6%42");
         assert_ne!(folder("Policy").to_lowercase(), folder("policy").to_lowercase());
-        // What Windows takes for `a`, and for a device.
+        // Windows takes the first name for `a` and the others for devices.
         assert_eq!([folder("a."), folder("con"), folder("lpt1.x")], ["a%2E", "%63on", "%6Cpt1.x"]);
         assert_eq!([folder("cone"), folder("com"), folder("com10")], ["cone", "com", "com10"]);
     }

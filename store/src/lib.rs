@@ -1,12 +1,14 @@
-//! The TSSD store: keeps, moves and reshards state dicts, in immutable versions.
+//! The TSSD store: keeps, moves and reshards state dicts in immutable versions.
 //!
-//! N writers put their shards of a state dict under a key; the version becomes visible in one step
-//! when the last of them has committed and all shards are proven to be one state dict. M readers then
-//! get it whole or in another sharding, each exactly the bytes that it needs, all of one version.
+//! N writers put their shards of a state dict under a key. The version becomes visible in one step:
+//! when the last writer has committed and the shards are verified to form one state dict. M readers
+//! then get the version whole or in another sharding. Each reader gets exactly the bytes that it
+//! needs, all from one version.
 //!
-//! A [`Store`] lives in this process's memory or in a directory that several processes share. What it
-//! decides is pure ([`ledger`], the merge of contributions, [`plan`]); files are touched in one
-//! module. [`blocking::Store`] is the same for programs without an async runtime.
+//! A [`Store`] is in the memory of this process, in a directory or bucket that several processes
+//! share, or in a daemon. Its decisions are pure functions: the [`ledger`], the merge of
+//! contributions, and the [`plan`]. One module accesses files. [`blocking::Store`] is the same
+//! store for programs without an async runtime.
 
 #![cfg_attr(
     not(target_os = "linux"),
@@ -38,8 +40,8 @@ mod status;
 mod testing;
 
 pub use api::{
-    ConnectOptions, Defect, Follower, Opened, Parts, PrefetchReport, Publisher, Store,
-    Subscription, blocking, file, scrub,
+    ConnectOptions, Defect, Follower, Parts, PrefetchReport, Publisher, Store, Subscription,
+    VersionReader, blocking, file, scrub,
 };
 pub use control::VersionInfo;
 pub use credentials::Credentials;
@@ -52,12 +54,12 @@ pub use engine::put::{
 pub use engine::ring::{ReceiveReport, Receiver};
 pub use engine::version::VERSION_ATTRS;
 pub use error::{Error, ErrorKind, Result};
-pub use io::cow_map::Private;
+pub use io::cow_map::CowBuffer;
 pub use io::disk::Replacement;
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
-pub use ledger::{Digest, Durability, JobId, Refusal, VersionId, WriterSet};
+pub use ledger::{ArchiveDigest, Durability, JobId, Refusal, VersionId, WriterSet};
 pub use merge::Divergent;
 pub use route::Transport;
-pub use status::{DaemonStatus, HostStatus, LeaseStatus, Memory, PeerStatus, UploadStatus};
+pub use status::{DaemonStatus, HostStatus, LeaseStatus, MemoryStatus, PeerStatus, UploadStatus};
 #[cfg(all(target_os = "linux", feature = "shuttle"))]
 pub use testing::schedules;

@@ -1,5 +1,6 @@
-//! The proof of a commit: the archives of all writers merged into one manifest, or what keeps them
-//! from being one state dict. Pure. Spec: `spec/reshard.md`, section 2.
+//! The merge of a commit: verifies that the archives of all writers form one state dict, and builds its manifest.
+//!
+//! Merging is a pure function. Spec: `spec/reshard.md`, section 2.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,62 +11,65 @@ use tssd_format::{
     StorageReference, TensorMeta, TensorReference, ZSTD_LEVEL_ATTR,
 };
 
-use crate::ledger::{Digest, WriterSet};
+use crate::ledger::{ArchiveDigest, WriterSet};
 use crate::plan::fingerprint;
 
-/// What torch has hung on state dicts of modules: spec, format.md, section 7.
+/// The attribute for the `_metadata` of state dicts of modules. Spec: `spec/format.md`, section 7.
 const MODULE_METADATA_ATTR: &str = "tssd.module_metadata";
 
-/// The attribute of an archive that says how its writer wants divergent leaves to be merged.
+/// The attribute of an archive that selects how divergent leaves are merged: see [`Divergent`].
 pub(crate) const DIVERGENT_ATTR: &str = "tssd.divergent";
 
-/// What one writer has committed.
-pub(crate) struct Contribution {
+/// An archive that a writer has committed.
+pub(crate) struct WriterArchive {
     pub(crate) writer: u32,
-    /// The base name of its file.
+    /// The base name of the archive file.
     pub(crate) file: String,
     pub(crate) archive: Archive,
-    /// Whether its bytes can be looked at here.
-    pub(crate) is_seen: bool,
+    /// Whether the bytes of the archive can be read here.
+    pub(crate) is_readable: bool,
 }
 
-/// What to do with a leaf that several writers hold differently and that is no slice of a global
-/// tensor.
+/// How to merge a divergent leaf: several writers hold different values, which are not slices of a global tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Divergent {
     /// Reject the version.
     #[default]
     Error,
-    /// Keep that of the lowest writer.
+    /// Keep the value of the lowest writer.
     Lowest,
-    /// Keep each writer's own; a get then says whose it wants.
+    /// Keep the value of each writer. A get then selects a writer.
     Keep,
 }
 
-/// What the manifest says of its version.
-pub(crate) struct Label {
+/// The description of a version in the attributes of its manifest.
+pub(crate) struct VersionAttrs {
     pub(crate) id: u128,
     pub(crate) epoch: u32,
     pub(crate) number: u64,
     pub(crate) writers: WriterSet,
-    pub(crate) digest: Digest,
+    pub(crate) digest: ArchiveDigest,
 }
 
-/// The manifest of a version, given its contributions in the order of their writers; or what is
-/// wrong and where: fqn, region, writers.
+/// Returns the encoded manifest of a version. `contributions` are ordered by writer.
+///
+/// # Errors
+///
+/// Returns a text with the error and its place: fqn, region, writers.
 pub(crate) fn merge(
-    contributions: &[Contribution],
+    contributions: &[WriterArchive],
     divergent: Divergent,
-    label: &Label,
+    label: &VersionAttrs,
 ) -> Result<Vec<u8>, String> {
-    let stored = Stored::of(contributions)?;
-    let roots: Vec<Node> = (0..contributions.len()).map(|place| stored.structure(place)).collect();
-    let copies: Vec<Held<'_>> = contributions.iter().map(|each| each.writer).zip(&roots).collect();
-    let mut merger = Merger { stored: &stored, divergent, ties: BTreeMap::new() };
-    let mut root = merger.node(&ObjectPath::root(), &copies)?;
-    let storages = stored.compact(&mut root);
-    let shards: Vec<ShardFile> = contributions.iter().map(Contribution::shard_file).collect();
+    let ids = StorageIds::new(contributions)?;
+    let roots: Vec<Node> = (0..contributions.len()).map(|index| ids.tree(index)).collect();
+    let nodes: Vec<WriterNode<'_>> =
+        contributions.iter().map(|each| each.writer).zip(&roots).collect();
+    let mut merger = Merger { storages: &ids, divergent, ties: BTreeMap::new() };
+    let mut root = merger.merge_node(&ObjectPath::root(), &nodes)?;
+    let storages = ids.compact(&mut root);
+    let shards: Vec<ShardFile> = contributions.iter().map(WriterArchive::shard_file).collect();
     let mut attrs = common_attrs(contributions)?;
     attrs.extend([
         ("tssd.digest".to_owned(), AttrValue::Text(label.digest.to_string().into())),
@@ -79,50 +83,53 @@ pub(crate) fn merge(
         .map_err(|error| error.to_string())
 }
 
-/// What the writers say of the state dict as a whole, together.
-fn common_attrs(contributions: &[Contribution]) -> Result<Attrs, String> {
+/// Returns the attributes of all archives together. Writers that share an attribute must agree on its value.
+fn common_attrs(contributions: &[WriterArchive]) -> Result<Attrs, String> {
     let mut common = Attrs::new();
     for contribution in contributions {
-        // How an archive was compressed says nothing of the version.
+        // The compression level is a property of an archive, not of the version.
         let attrs = contribution.archive.attrs().into_iter();
         for (name, value) in attrs.filter(|(name, _)| name != ZSTD_LEVEL_ATTR) {
-            let both = match common.remove(&name) {
-                Some(other) if name == MODULE_METADATA_ATTR => modules(&other, &value),
+            let merged = match common.remove(&name) {
+                Some(other) if name == MODULE_METADATA_ATTR => {
+                    merge_module_metadata(&other, &value)
+                }
                 Some(other) => Some(other).filter(|other| *other == value),
                 None => Some(value),
             };
-            let Some(both) = both else {
+            let Some(merged) = merged else {
                 let writer = contribution.writer;
                 return Err(format!("writer {writer} gives the attribute `{name}` another value"));
             };
-            common.insert(name, both);
+            common.insert(name, merged);
         }
     }
     Ok(common)
 }
 
-/// What is said of modules here and there; none if that differs for one that is in both. Stages of a pipeline have each
-/// their own.
-fn modules(one: &AttrValue, other: &AttrValue) -> Option<AttrValue> {
+/// Merges the module metadata of two writers. Returns `None` if they differ for a module that both have.
+///
+/// Each stage of a pipeline has the metadata of its own modules.
+fn merge_module_metadata(one: &AttrValue, other: &AttrValue) -> Option<AttrValue> {
     if one == other {
         return Some(one.clone());
     }
-    let read = |value: &AttrValue| match value {
+    let parse = |value: &AttrValue| match value {
         AttrValue::Text(text) => serde_json::from_slice(text.as_bytes()).ok(),
         _ => None,
     };
-    let mut united: Json = read(one)?;
-    unite(&mut united, read(other)?)?;
-    Some(AttrValue::Text(united.to_string().into()))
+    let mut merged: Json = parse(one)?;
+    merge_json(&mut merged, parse(other)?)?;
+    Some(AttrValue::Text(merged.to_string().into()))
 }
 
-/// Adds what another object has; none if both have something under one name that is no object and differs.
-fn unite(one: &mut Json, other: Json) -> Option<()> {
+/// Merges a JSON object into another, recursively. Returns `None` if both have different values under one name.
+fn merge_json(one: &mut Json, other: Json) -> Option<()> {
     match (one, other) {
         (Json::Object(one), Json::Object(other)) => {
             for (name, value) in other {
                 match one.entry(name) {
-                    Entry::Occupied(mut own) => unite(own.get_mut(), value)?,
+                    Entry::Occupied(mut own) => merge_json(own.get_mut(), value)?,
                     Entry::Vacant(vacant) => drop(vacant.insert(value)),
                 }
             }
@@ -132,7 +139,7 @@ fn unite(one: &mut Json, other: Json) -> Option<()> {
     }
 }
 
-impl Contribution {
+impl WriterArchive {
     fn shard_file(&self) -> ShardFile {
         ShardFile {
             name: self.file.clone(),
@@ -145,62 +152,60 @@ impl Contribution {
     }
 }
 
-/// A writer, and what it holds at one path.
-type Held<'a> = (u32, &'a Node);
+/// A writer and its node at a path.
+type WriterNode<'a> = (u32, &'a Node);
 
-/// The storages of all writers, numbered through.
-struct Stored<'a> {
-    contributions: &'a [Contribution],
-    /// The number of the first storage of each writer.
-    firsts: Vec<u32>,
+/// Ids of the storages of all writers, consecutive over all archives.
+struct StorageIds<'a> {
+    contributions: &'a [WriterArchive],
+    /// The id of the first storage of each contribution.
+    first_ids: Vec<u32>,
 }
 
-impl<'a> Stored<'a> {
-    fn of(contributions: &'a [Contribution]) -> Result<Self, String> {
-        let mut firsts = Vec::with_capacity(contributions.len());
+impl<'a> StorageIds<'a> {
+    fn new(contributions: &'a [WriterArchive]) -> Result<Self, String> {
+        let mut first_ids = Vec::with_capacity(contributions.len());
         let mut next = 0_u32;
         for contribution in contributions {
-            firsts.push(next);
+            first_ids.push(next);
             next = next
                 .checked_add(contribution.archive.storage_count())
                 .ok_or("the writers hold more storages together than a manifest can name")?;
         }
-        Ok(Self { contributions, firsts })
+        Ok(Self { contributions, first_ids })
     }
 
-    /// The tree of one writer, with storages as they are numbered here.
-    fn structure(&self, place: usize) -> Node {
-        let mut root = self.contributions[place].archive.structure();
-        let first = self.firsts[place];
-        each_storage(&mut root, &mut |storage| *storage += first);
+    /// Returns the tree of one contribution, with storage ids in place of its storage numbers.
+    fn tree(&self, index: usize) -> Node {
+        let mut root = self.contributions[index].archive.structure();
+        let first = self.first_ids[index];
+        for_each_storage(&mut root, &mut |storage| *storage += first);
         root
     }
 
-    /// The place of the writer that has a storage, and the number that the storage has there.
-    fn local(&self, storage: u32) -> (usize, u32) {
-        let place = self.firsts.partition_point(|first| *first <= storage) - 1;
-        (place, storage - self.firsts[place])
+    /// Returns the index of the contribution that has a storage, and the number of the storage in its archive.
+    fn locate(&self, storage: u32) -> (usize, u32) {
+        let index = self.first_ids.partition_point(|first| *first <= storage) - 1;
+        (index, storage - self.first_ids[index])
     }
 
     fn storage(&self, storage: u32) -> StorageReference {
-        let (place, local) = self.local(storage);
-        let shard = u32::try_from(place).expect("there are fewer writers than 2^32");
-        StorageReference { shard, ..self.contributions[place].archive.storage(local) }
+        let (index, number) = self.locate(storage);
+        let shard = u32::try_from(index).expect("there are fewer writers than 2^32");
+        StorageReference { shard, ..self.contributions[index].archive.storage(number) }
     }
 
-    /// Numbers the storages that a tree names from 0 on, and returns them. Their order stays, which
-    /// is that of writers and of offsets.
+    /// Renumbers the storages of a tree from 0 and returns them. Their order, by writer and offset, stays the same.
     fn compact(&self, root: &mut Node) -> Vec<StorageReference> {
-        let mut named = BTreeSet::new();
-        each_storage(root, &mut |storage| named.extend([*storage]));
-        let numbers: BTreeMap<u32, u32> = named.iter().copied().zip(0..).collect();
-        each_storage(root, &mut |storage| *storage = numbers[storage]);
-        named.into_iter().map(|storage| self.storage(storage)).collect()
+        let mut used = BTreeSet::new();
+        for_each_storage(root, &mut |storage| used.extend([*storage]));
+        let numbers: BTreeMap<u32, u32> = used.iter().copied().zip(0..).collect();
+        for_each_storage(root, &mut |storage| *storage = numbers[storage]);
+        used.into_iter().map(|storage| self.storage(storage)).collect()
     }
 
-    /// Whether two storages hold the same bytes, by length and by their digests or the checksum of
-    /// every chunk, as it is stored.
-    fn same_content(&self, one: u32, other: u32) -> bool {
+    /// Whether two storages hold the same bytes: equal lengths, and equal digests or stored chunk checksums.
+    fn has_same_bytes(&self, one: u32, other: u32) -> bool {
         let (one, other) = (self.storage(one), self.storage(other));
         one.len == other.len
             && match (one.digest, other.digest) {
@@ -210,155 +215,165 @@ impl<'a> Stored<'a> {
     }
 
     /// Whether two plain tensors have the same elements.
-    fn same_tensor(&self, one: &TensorReference, other: &TensorReference) -> Result<bool, String> {
+    fn is_same_tensor(
+        &self,
+        one: &TensorReference,
+        other: &TensorReference,
+    ) -> Result<bool, String> {
         if one.meta != other.meta {
             return Ok(false);
         }
         let (Some(first), Some(second)) = (one.storage, other.storage) else { return Ok(true) };
-        if one.byte_offset == other.byte_offset && self.same_content(first, second) {
+        if one.byte_offset == other.byte_offset && self.has_same_bytes(first, second) {
             return Ok(true);
         }
-        // The same elements may lie in other company, where they can be looked at.
-        let is_seen = |storage| self.contributions[self.local(storage).0].is_seen;
-        if !is_seen(first) || !is_seen(second) {
+        // The same elements may be in storages with other contents. Compare them if the archives can be read.
+        let is_readable = |storage| self.contributions[self.locate(storage).0].is_readable;
+        if !is_readable(first) || !is_readable(second) {
             return Ok(false);
         }
         let tensor = |reference: &TensorReference, storage| {
-            let (place, local) = self.local(storage);
-            let local = TensorReference { storage: Some(local), ..reference.clone() };
-            self.contributions[place].archive.read_tensor(&local).map_err(|error| error.to_string())
+            let (index, number) = self.locate(storage);
+            let reference = TensorReference { storage: Some(number), ..reference.clone() };
+            self.contributions[index]
+                .archive
+                .read_tensor(&reference)
+                .map_err(|error| error.to_string())
         };
         let (one, other) = (tensor(one, first)?, tensor(other, second)?);
         let (one, other) = (one.view(), other.view());
-        Ok(if overlaps(one.meta()) {
+        Ok(if has_overlapping_elements(one.meta()) {
             one.span() == other.span()
         } else {
             one.elements_equal(&other)
         })
     }
 
-    fn same_leaf(&self, one: &Node, other: &Node) -> bool {
+    fn is_same_leaf(&self, one: &Node, other: &Node) -> bool {
         match (one, other) {
             (Node::StoredLeaf(kind, first), Node::StoredLeaf(other, second)) => {
-                kind == other && self.same_content(*first, *second)
+                kind == other && self.has_same_bytes(*first, *second)
             }
             _ => one == other,
         }
     }
 }
 
-/// Whether elements share bytes, but for those that a stride of 0 repeats: a few bytes can make any number of them, and
-/// are compared in their place.
-fn overlaps(meta: &TensorMeta) -> bool {
+/// Whether elements of a tensor share bytes other than by a stride of 0.
+///
+/// Such a tensor can have any number of elements on a few bytes, so its bytes are compared and not its elements.
+fn has_overlapping_elements(meta: &TensorMeta) -> bool {
     let strides = meta.strides();
-    let apart = meta.shape().iter().zip(&strides).filter(|(_, stride)| **stride > 0);
-    let elements = apart.fold(1_u64, |product, (size, _)| product.saturating_mul(*size));
+    let dimensions = meta.shape().iter().zip(&strides).filter(|(_, stride)| **stride > 0);
+    let elements = dimensions.fold(1_u64, |product, (size, _)| product.saturating_mul(*size));
     elements.saturating_mul(meta.dtype().itemsize()) > meta.span_bytes()
 }
 
 struct Merger<'a> {
-    stored: &'a Stored<'a>,
+    storages: &'a StorageIds<'a>,
     divergent: Divergent,
-    /// For each storage that plain tensors were taken from: what all writers hold in their place.
-    ties: BTreeMap<u32, Vec<Holders>>,
+    /// For each storage of a merged plain tensor, the storages of its leaves in all writers that hold them.
+    ties: BTreeMap<u32, Vec<StorageByWriter>>,
 }
 
-/// The storage of one leaf in each writer that holds it.
-type Holders = BTreeMap<u32, u32>;
+/// The storage id of one leaf, by writer that holds it.
+type StorageByWriter = BTreeMap<u32, u32>;
 
 impl Merger<'_> {
-    fn node(&mut self, path: &ObjectPath, copies: &[Held<'_>]) -> Result<Node, String> {
-        let containers = copies.iter().filter(|(_, node)| matches!(node, Node::Container(..)));
-        match (containers.count(), copies) {
-            (0, _) => self.leaf(path, copies),
-            (count, [(_, Node::Container(container, _)), ..]) if count == copies.len() => {
-                self.container(path, container, copies)
+    fn merge_node(&mut self, path: &ObjectPath, nodes: &[WriterNode<'_>]) -> Result<Node, String> {
+        let containers = nodes.iter().filter(|(_, node)| matches!(node, Node::Container(..)));
+        match (containers.count(), nodes) {
+            (0, _) => self.merge_leaf(path, nodes),
+            (count, [(_, Node::Container(container, _)), ..]) if count == nodes.len() => {
+                self.merge_container(path, container, nodes)
             }
-            _ => Err(disagree(path, copies, "some hold a container and some a leaf")),
+            _ => Err(disagreement(path, nodes, "some hold a container and some a leaf")),
         }
     }
 
-    fn container(
+    fn merge_container(
         &mut self,
         path: &ObjectPath,
         container: &Container,
-        copies: &[Held<'_>],
+        nodes: &[WriterNode<'_>],
     ) -> Result<Node, String> {
-        // What one alone holds is as it is, once its slices are proven.
-        if let [(writer, Node::Container(_, entries))] = copies {
+        // A container of one writer stays as it is, except that its slices are verified.
+        if let [(writer, Node::Container(_, entries))] = nodes {
             let child = |(step, child): &(Step, Node)| {
                 let path = path.clone().step(step.clone());
-                Ok((step.clone(), self.node(&path, &[(*writer, child)])?))
+                Ok((step.clone(), self.merge_node(&path, &[(*writer, child)])?))
             };
             let merged = entries.iter().map(child).collect::<Result<_, String>>()?;
             return Ok(Node::Container(container.clone(), merged));
         }
-        // By writer, then by insertion.
-        let mut children: indexmap::IndexMap<&Step, Vec<Held<'_>>> = indexmap::IndexMap::new();
-        for (writer, node) in copies {
+        // Ordered by writer, then by insertion.
+        let mut children: indexmap::IndexMap<&Step, Vec<WriterNode<'_>>> =
+            indexmap::IndexMap::new();
+        for (writer, node) in nodes {
             let Node::Container(other, entries) = node else { continue };
             if other != container {
-                return Err(disagree(path, copies, "containers of different kinds"));
+                return Err(disagreement(path, nodes, "containers of different kinds"));
             }
             for (step, child) in entries {
                 children.entry(step).or_default().push((*writer, child));
             }
         }
         let is_dict = matches!(container, Container::Dict | Container::OrderedDict);
-        if !is_dict && children.values().any(|held| held.len() < copies.len()) {
-            return Err(disagree(path, copies, "different numbers of elements"));
+        if !is_dict && children.values().any(|holders| holders.len() < nodes.len()) {
+            return Err(disagreement(path, nodes, "different numbers of elements"));
         }
         let mut merged = Vec::with_capacity(children.len());
-        for (step, held) in children {
+        for (step, child_nodes) in children {
             let path = path.clone().step(step.clone());
-            merged.push((step.clone(), self.node(&path, &held)?));
+            merged.push((step.clone(), self.merge_node(&path, &child_nodes)?));
         }
         Ok(Node::Container(container.clone(), merged))
     }
 
-    fn leaf(&mut self, path: &ObjectPath, copies: &[Held<'_>]) -> Result<Node, String> {
+    fn merge_leaf(&mut self, path: &ObjectPath, nodes: &[WriterNode<'_>]) -> Result<Node, String> {
         let mut slices = Vec::new();
         let mut tensors = Vec::new();
-        let mut sliced = 0;
-        for (writer, node) in copies {
+        let mut sharded = 0;
+        for (writer, node) in nodes {
             if let Node::Tensors(references) = node {
                 match references.as_slice() {
                     [plain @ TensorReference { shard_spec: None, .. }] => {
                         tensors.push((*writer, plain));
                     }
-                    run => {
-                        sliced += 1;
-                        slices.extend(run.iter().map(|slice| (*writer, slice)));
+                    references => {
+                        sharded += 1;
+                        slices.extend(references.iter().map(|slice| (*writer, slice)));
                     }
                 }
             }
         }
         if !slices.is_empty() {
-            return if sliced == copies.len() {
-                Self::slices(path, &slices)
+            return if sharded == nodes.len() {
+                Self::merge_slices(path, &slices)
             } else {
-                Err(disagree(path, copies, "some hold slices and some a whole leaf"))
+                Err(disagreement(path, nodes, "some hold slices and some a whole leaf"))
             };
         }
-        if tensors.len() == copies.len() {
-            return self.tensors(path, copies, &tensors);
+        if tensors.len() == nodes.len() {
+            return self.merge_tensors(path, nodes, &tensors);
         }
-        let [(_, first), others @ ..] = copies else { unreachable!("somebody holds the leaf") };
-        if others.iter().all(|(_, other)| self.stored.same_leaf(first, other)) {
+        let [(_, first), others @ ..] = nodes else { unreachable!("somebody holds the leaf") };
+        if others.iter().all(|(_, other)| self.storages.is_same_leaf(first, other)) {
             return Ok(Node::clone(first));
         }
-        self.diverge(path, copies)
+        self.merge_divergent(path, nodes)
     }
 
-    /// The slices of one global tensor: equal boxes are replicas, of which the first is kept; all
-    /// others must tile it.
-    fn slices(path: &ObjectPath, slices: &[(u32, &TensorReference)]) -> Result<Node, String> {
-        let place = |slice: &TensorReference| slice.shard_spec.clone().expect("slices have places");
+    /// Merges the slices of a global tensor.
+    ///
+    /// Slices with equal regions are replicas; the first is kept. The remaining regions must tile the global tensor.
+    fn merge_slices(path: &ObjectPath, slices: &[(u32, &TensorReference)]) -> Result<Node, String> {
+        let spec = |slice: &TensorReference| slice.shard_spec.clone().expect("slices have places");
         let [(first_writer, first), ..] = slices else { unreachable!("there is a slice") };
-        let global_shape = place(first).slice().global_shape().to_vec();
-        let mut boxes: indexmap::IndexMap<Region, &TensorReference> = indexmap::IndexMap::new();
+        let global_shape = spec(first).slice().global_shape().to_vec();
+        let mut regions: indexmap::IndexMap<Region, &TensorReference> = indexmap::IndexMap::new();
         for (writer, slice) in slices {
-            let own = place(slice);
+            let own = spec(slice);
             if slice.meta.dtype() != first.meta.dtype() {
                 let (one, other) = (first.meta.dtype(), slice.meta.dtype());
                 return Err(format!(
@@ -376,43 +391,43 @@ impl Merger<'_> {
             }
             let region = own.slice().region();
             if !region.is_empty() {
-                boxes.entry(region).or_insert(slice);
+                regions.entry(region).or_insert(slice);
             }
         }
-        Region::whole(&global_shape).verify_tiling(boxes.keys()).map_err(|error| {
+        Region::whole(&global_shape).verify_tiling(regions.keys()).map_err(|error| {
             let writers: WriterSet = slices.iter().map(|(writer, _)| *writer).collect();
             format!("`{}`: {error}; writers {writers} hold it", path.fqn())
         })?;
-        let mut kept: Vec<TensorReference> = boxes.into_values().cloned().collect();
+        let mut kept: Vec<TensorReference> = regions.into_values().cloned().collect();
         if kept.is_empty() {
             kept.push(TensorReference::clone(first));
         }
         Ok(Node::Tensors(kept))
     }
 
-    /// A plain tensor: kept once if all writers hold the same.
-    fn tensors(
+    /// Merges a plain tensor. It is stored once if all writers hold equal tensors.
+    fn merge_tensors(
         &mut self,
         path: &ObjectPath,
-        copies: &[Held<'_>],
+        nodes: &[WriterNode<'_>],
         tensors: &[(u32, &TensorReference)],
     ) -> Result<Node, String> {
         let [(_, first), others @ ..] = tensors else { unreachable!("somebody holds the leaf") };
-        if self.stored.contributions.len() == 1 {
-            // Its ties are its own.
+        if self.storages.contributions.len() == 1 {
+            // With one writer, all ties survive.
             return Ok(Node::Tensors(vec![TensorReference::clone(first)]));
         }
         for (_, other) in others {
-            if !self.stored.same_tensor(first, other)? {
-                return self.diverge(path, copies);
+            if !self.storages.is_same_tensor(first, other)? {
+                return self.merge_divergent(path, nodes);
             }
         }
-        let holders: Holders = tensors
+        let holders: StorageByWriter = tensors
             .iter()
             .filter_map(|(writer, reference)| Some((*writer, reference.storage?)))
             .collect();
-        // A tie survives only if every writer that holds both leaves ties them; where one does not,
-        // its own storage is taken, which nothing else lies in.
+        // A tie survives only if every writer that holds both leaves ties them. So the tensor is taken from the first
+        // writer whose storage creates no other tie. If there is none, it is taken from the first writer.
         let breaks_tie = |storage: u32| {
             self.ties.get(&storage).into_iter().flatten().any(|tied| {
                 holders
@@ -428,16 +443,16 @@ impl Merger<'_> {
         Ok(Node::Tensors(vec![TensorReference::clone(chosen)]))
     }
 
-    fn diverge(&self, path: &ObjectPath, copies: &[Held<'_>]) -> Result<Node, String> {
+    fn merge_divergent(&self, path: &ObjectPath, nodes: &[WriterNode<'_>]) -> Result<Node, String> {
         match self.divergent {
-            Divergent::Error => Err(disagree(
+            Divergent::Error => Err(disagreement(
                 path,
-                copies,
+                nodes,
                 "different values; shard it, or put with divergent=\"lowest\" or \"keep\"",
             )),
-            Divergent::Lowest => Ok(Node::clone(copies[0].1)),
+            Divergent::Lowest => Ok(Node::clone(nodes[0].1)),
             Divergent::Keep => {
-                let own = copies.iter().map(|(writer, node)| {
+                let own = nodes.iter().map(|(writer, node)| {
                     (Step::Key(MapKey::from_writer(*writer)), Node::clone(node))
                 });
                 Ok(Node::Container(Container::Divergent, own.collect()))
@@ -446,24 +461,24 @@ impl Merger<'_> {
     }
 }
 
-/// Calls `storage` with every storage number in a tree.
-fn each_storage(node: &mut Node, storage: &mut impl FnMut(&mut u32)) {
+/// Calls `visit` for every storage number in a tree.
+fn for_each_storage(node: &mut Node, visit: &mut impl FnMut(&mut u32)) {
     match node {
         Node::Leaf(_) => {}
-        Node::StoredLeaf(_, number) => storage(number),
+        Node::StoredLeaf(_, number) => visit(number),
         Node::Tensors(references) => {
-            references.iter_mut().filter_map(|each| each.storage.as_mut()).for_each(storage);
+            references.iter_mut().filter_map(|each| each.storage.as_mut()).for_each(visit);
         }
         Node::Container(_, children) => {
             for (_, child) in children {
-                each_storage(child, storage);
+                for_each_storage(child, visit);
             }
         }
     }
 }
 
-fn disagree(path: &ObjectPath, copies: &[Held<'_>], what: &str) -> String {
-    let writers: WriterSet = copies.iter().map(|(writer, _)| *writer).collect();
+fn disagreement(path: &ObjectPath, nodes: &[WriterNode<'_>], what: &str) -> String {
+    let writers: WriterSet = nodes.iter().map(|(writer, _)| *writer).collect();
     format!("writers {writers} disagree on `{}`: {what}", path.fqn())
 }
 

@@ -1,4 +1,4 @@
-//! Ledgers by key: where their states are, and who may advance one now.
+//! The ledgers of all keys: where their states are stored, and the lock to advance one.
 
 pub(crate) mod backend;
 mod owned;
@@ -25,61 +25,74 @@ pub(crate) use shared::SharedLedgers;
 /// The ledgers of all keys.
 #[async_trait]
 pub(crate) trait Ledgers: Send + Sync {
-    /// The ledger of a key as it is now; one that was never written is empty.
+    /// Returns the current state of the ledger of a key. A key that was never written has an empty ledger.
     async fn state(&self, key: &Key) -> Result<Arc<State>>;
 
-    /// Waits until nobody else advances the ledger of a key. Nobody does until the turn is dropped, as far as others
-    /// can be kept away: what is done in a turn must harm nobody even if one cannot be.
-    async fn turn(&self, key: &Key) -> Result<Box<dyn Turn>>;
+    /// Waits for the lock to advance the ledger of a key. It is released when the result is dropped.
+    ///
+    /// Not every backend can exclude other processes. So actions under the lock must do no harm if another process
+    /// advances the ledger at the same time.
+    async fn lock(&self, key: &Key) -> Result<Box<dyn LedgerGuard>>;
 
-    /// Begins the session of a process, which lasts until the result is dropped or the process has ended; none
-    /// if no other process advances the ledgers.
-    async fn session(&self, id: SessionId) -> Result<Option<Box<dyn Any + Send>>>;
+    /// Begins the session of this process. It lasts until the result is dropped or the process ends.
+    ///
+    /// Returns `None` if no other process advances the ledgers.
+    async fn begin_session(&self, id: SessionId) -> Result<Option<Box<dyn Any + Send>>>;
 
     /// Whether a session has ended.
     async fn has_ended(&self, id: SessionId) -> Result<bool>;
 
-    /// The keys that have a ledger, in no order.
+    /// Returns the keys that have a ledger, in no particular order.
     async fn keys(&self) -> Result<Vec<Key>>;
 
-    /// Returns when the ledger of a key may be another than the one that was seen, and after
-    /// `patience` at the latest.
-    async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration);
+    /// Returns when the ledger of a key may differ from `seen`, and after `timeout` at the latest.
+    async fn changed(&self, key: &Key, seen: &Arc<State>, timeout: Duration);
 }
 
-/// What a ledger is of which nothing is recorded: as the bucket has it from which it is restored, or blank.
-async fn first(origin: Option<&Arc<dyn Ledgers>>, key: &Key, blank: &Arc<State>) -> Result<State> {
+/// Returns the state of a ledger without records: restored from the bucket `origin`, or else `default_state`.
+async fn initial_state(
+    origin: Option<&Arc<dyn Ledgers>>,
+    key: &Key,
+    default_state: &Arc<State>,
+) -> Result<State> {
     let found = match origin {
         Some(origin) => origin.state(key).await?,
         None => Arc::default(),
     };
-    Ok(if *found == State::default() { State::clone(blank) } else { found.restored() })
+    Ok(if *found == State::default() {
+        State::clone(default_state)
+    } else {
+        found.restored_state()
+    })
 }
 
-/// Makes this the state of a ledger, as [`Turn::save`]. Whoever asks may stop waiting: the turn lasts until it is
-/// written.
-pub(crate) async fn save(mut turn: Box<dyn Turn>, next: State) -> Result<bool> {
+/// Saves the next state of a ledger, as [`Turn::save`].
+///
+/// If the caller is cancelled, the save continues and the lock is held until the state is written.
+pub(crate) async fn save(mut turn: Box<dyn LedgerGuard>, next: State) -> Result<bool> {
     let mut saving = Box::pin(async move { turn.save(next).await });
-    // What is written nowhere is done at once: no other thread has to wake up for it.
-    let tried = poll_fn(|context| Poll::Ready(saving.as_mut().poll(context)));
-    if let Poll::Ready(saved) = tried.await {
+    // A save without I/O completes at the first poll, so it needs no task.
+    let first_poll = poll_fn(|context| Poll::Ready(saving.as_mut().poll(context)));
+    if let Poll::Ready(saved) = first_poll.await {
         return saved;
     }
-    let ended = |error| Error::io("a step of a ledger was cut off", std::io::Error::other(error));
-    sync::spawn(saving).await.map_err(ended)?
+    let join_error =
+        |error| Error::io("a step of a ledger was cut off", std::io::Error::other(error));
+    sync::spawn(saving).await.map_err(join_error)?
 }
 
 /// The right to advance one ledger.
 #[async_trait]
-pub(crate) trait Turn: Send {
-    /// The ledger as it was when the turn began.
+pub(crate) trait LedgerGuard: Send {
+    /// Returns the state of the ledger at the time when the lock was acquired.
     fn state(&self) -> &State;
 
-    /// Returns once its state is durable, as far as it ever will be. Before that nothing may be done that only
-    /// this state allows.
-    async fn settle(&mut self) -> Result<()>;
+    /// Returns once the state is durable, if the backend makes it durable at all.
+    ///
+    /// Before that, the caller must not act on this state.
+    async fn sync(&mut self) -> Result<()>;
 
-    /// Makes this its state; false if somebody who could not be kept away has advanced it meanwhile.
+    /// Saves the next state. Returns `false` if another process has advanced the ledger despite the lock.
     async fn save(&mut self, next: State) -> Result<bool>;
 }
 
@@ -95,32 +108,33 @@ mod tests {
     use crate::control::Catalog;
     use crate::engine::local::LocalController;
     use crate::error::ErrorKind;
-    use crate::io::disk::TEMPORARY;
+    use crate::io::disk::TEMPORARY_PREFIX;
     use crate::io::environment::SystemEnvironment;
     use crate::metadata::backend::{MemoryMeta, MetaStore};
 
-    /// Records that are there before whoever has made them hears of it, as those of a disk are; or of an
-    /// error, next time.
+    /// A meta store in which a record exists before `create` returns, as on a disk.
+    ///
+    /// The next `create` can return an error nevertheless.
     #[derive(Default)]
-    struct Disklike {
+    struct SlowMeta {
         inner: MemoryMeta,
-        takes: Duration,
-        fails: AtomicBool,
+        create_delay: Duration,
+        fail_next_create: AtomicBool,
     }
 
     #[async_trait]
-    impl MetaStore for Disklike {
+    impl MetaStore for SlowMeta {
         async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool> {
             let created = self.inner.create(name, record).await;
-            tokio::time::sleep(self.takes).await;
-            if self.fails.swap(false, Ordering::SeqCst) {
+            tokio::time::sleep(self.create_delay).await;
+            if self.fail_next_create.swap(false, Ordering::SeqCst) {
                 return Err(Error::new(ErrorKind::Io, "the folder could not be synced"));
             }
             created
         }
 
-        async fn settle(&self, name: &str) -> Result<()> {
-            self.inner.settle(name).await
+        async fn sync(&self, name: &str) -> Result<()> {
+            self.inner.sync(name).await
         }
 
         async fn get(&self, name: &str) -> Result<Option<Vec<u8>>> {
@@ -145,42 +159,43 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_record_that_could_not_be_synced_is_replaced_by_the_next_one() {
-        let meta = Arc::new(Disklike::default());
+    async fn record_that_failed_to_sync_is_replaced_by_next_record() {
+        let meta = Arc::new(SlowMeta::default());
         let key = Key::new("policy").unwrap();
-        let keeping = |keep| State::keeping(NonZeroU32::new(keep).unwrap());
+        let state_with_keep = |keep| State::with_keep(NonZeroU32::new(keep).unwrap());
         let recover = || OwnedLedgers::default().recover(meta.clone());
         let ledgers = recover().await.unwrap();
-        let save = async |next| save(ledgers.turn(&key).await.unwrap(), next).await;
-        save(keeping(2)).await.unwrap();
-        meta.fails.store(true, Ordering::SeqCst);
-        save(keeping(3)).await.unwrap_err();
-        // What the process goes on with is what the next one finds, though for this one nothing has changed.
-        save(keeping(2)).await.unwrap();
-        assert_eq!(*recover().await.unwrap().state(&key).await.unwrap(), keeping(2));
-        save(keeping(4)).await.unwrap();
-        assert_eq!(*recover().await.unwrap().state(&key).await.unwrap(), keeping(4));
+        let save = async |next| save(ledgers.lock(&key).await.unwrap(), next).await;
+        save(state_with_keep(2)).await.unwrap();
+        meta.fail_next_create.store(true, Ordering::SeqCst);
+        save(state_with_keep(3)).await.unwrap_err();
+        // This process still has keep 2. The save changes nothing for it, but the next process must find this state.
+        save(state_with_keep(2)).await.unwrap();
+        assert_eq!(*recover().await.unwrap().state(&key).await.unwrap(), state_with_keep(2));
+        save(state_with_keep(4)).await.unwrap();
+        assert_eq!(*recover().await.unwrap().state(&key).await.unwrap(), state_with_keep(4));
     }
 
     #[tokio::test]
-    async fn what_is_left_of_a_first_record_goes_with_the_next_one() {
+    async fn temporary_file_of_first_record_is_deleted_with_next_record() {
         let (meta, key) = (Arc::new(MemoryMeta::default()), Key::new("policy").unwrap());
         let folder = format!("{}/.ledger", key.to_path());
-        meta.create(&format!("{folder}/{TEMPORARY}1"), b"cut off".to_vec()).await.unwrap();
+        meta.create(&format!("{folder}/{TEMPORARY_PREFIX}1"), b"cut off".to_vec()).await.unwrap();
         let ledgers = OwnedLedgers::default().recover(meta.clone()).await.unwrap();
-        // Whoever has had a turn and saved nothing leaves all as it was.
-        drop(ledgers.turn(&key).await.unwrap());
-        let next = State::keeping(NonZeroU32::new(2).unwrap());
-        save(ledgers.turn(&key).await.unwrap(), next).await.unwrap();
+        // A lock without a save changes nothing.
+        drop(ledgers.lock(&key).await.unwrap());
+        let next = State::with_keep(NonZeroU32::new(2).unwrap());
+        save(ledgers.lock(&key).await.unwrap(), next).await.unwrap();
         assert_eq!(meta.list(&folder).await.unwrap(), [format!("{:020}.json", 1)]);
     }
 
     #[test]
-    fn who_stops_waiting_leaves_no_step_halfway() {
+    fn cancelled_step_is_completed() {
         let mut runtime = tokio::runtime::Builder::new_current_thread();
         runtime.enable_all().start_paused(true).build().unwrap().block_on(async {
-            let slow =
-                || Arc::new(Disklike { takes: Duration::from_secs(1), ..Disklike::default() });
+            let slow = || {
+                Arc::new(SlowMeta { create_delay: Duration::from_secs(1), ..SlowMeta::default() })
+            };
             let shared: Arc<dyn Ledgers> = Arc::new(SharedLedgers::new(slow()));
             let owned = OwnedLedgers::default().recover(slow()).await.unwrap();
             for ledgers in [shared, Arc::new(owned)] {
@@ -189,9 +204,9 @@ mod tests {
                 let key = Key::new("policy").unwrap();
                 for keep in 2..6 {
                     let retain = controller.retain(&key, NonZeroU32::new(keep).unwrap(), None);
-                    // Every other one is not waited for.
-                    let patience = Duration::from_millis(if keep % 2 == 0 { 100 } else { 10_000 });
-                    match timeout(patience, retain).await {
+                    // Every other call is cancelled before it completes.
+                    let limit = Duration::from_millis(if keep % 2 == 0 { 100 } else { 10_000 });
+                    match timeout(limit, retain).await {
                         Ok(retained) => retained.unwrap(),
                         Err(_) => assert_eq!(keep % 2, 0),
                     }

@@ -1,4 +1,4 @@
-//! Between processes: messages, connections, and the client of a daemon.
+//! Communication between processes: messages, connections, and the client of a daemon.
 
 pub(crate) mod client;
 pub(crate) mod link;

@@ -1,67 +1,69 @@
-//! The reshard planner: which bytes of which storages go where. Pure. Spec: `spec/reshard.md`,
-//! section 3.
+//! The reshard planner: the byte ranges to copy from storages to a reader's memory. Spec: `spec/reshard.md`, section 3.
 //!
-//! A plan moves exactly the elements that are wanted: every wanted element from one stored slice, and
-//! nothing else.
+//! Planning is a pure function. A plan copies exactly the requested elements, each from one stored slice.
 
 use tssd_format::{
     Container, Error, ErrorKind, Node, Region, Result, Runs, ShardSpec, StorageReference,
     TensorMeta, TensorReference,
 };
 
-/// One tensor that a reader wants: a box of a leaf, laid out in the reader's memory.
+/// A request of a reader: a region of a leaf, and its layout in the reader's memory.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Wanted {
-    /// The box of the global tensor.
+pub struct RegionRequest {
+    /// The region of the global tensor.
     pub region: Region,
     /// The shape of the whole global tensor.
     pub global_shape: Box<[u64]>,
-    /// Dtype and strides of the memory; its shape is that of the box.
+    /// Dtype and strides of the memory. Its shape is the shape of the region.
     pub meta: TensorMeta,
 }
 
-/// A copy of one box from a storage into one wanted tensor.
+/// A copy of one region from a storage into the memory of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Copy {
-    /// The storage.
+pub struct RegionCopy {
+    /// The source storage.
     pub storage: u32,
-    /// Where the box begins in the raw bytes of the storage.
-    pub source: u64,
-    /// Where the box begins in the reader's memory, in bytes.
-    pub target: u64,
-    /// The runs of bytes that it is made of.
+    /// Offset of the region in the raw bytes of the storage.
+    pub source_offset: u64,
+    /// Offset of the region in the reader's memory, in bytes.
+    pub target_offset: u64,
+    /// The byte runs of the region.
     pub runs: Runs,
 }
 
-/// The slices of a stored leaf that a reader's box is made of.
+/// Returns the copies that fill the region of a request from the slices of a stored leaf.
 ///
 /// # Errors
 ///
-/// `Uncovered` with the region that no slice holds; `OutsideGlobal` if the box or its global shape
-/// does not fit the leaf; `WrongType` if the dtype is another one.
-pub fn plan(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<Copy>> {
-    let copies = shared(stored, wanted)?;
-    // The proof of the commit has left no two slices that overlap, so counting is enough.
+/// - `Uncovered`, with the region that no slice holds.
+/// - `OutsideGlobal` if the region is outside the leaf, or the global shapes differ.
+/// - `WrongType` if the dtypes differ.
+pub fn plan(stored: &[TensorReference], wanted: &RegionRequest) -> Result<Vec<RegionCopy>> {
+    let copies = plan_partial(stored, wanted)?;
+    // The verification of the commit ensures that slices do not overlap, so counting bytes is sufficient.
     let covered: u64 = copies.iter().map(|copy| copy.runs.total_bytes()).sum();
     if covered == wanted.meta.nbytes() {
         return Ok(copies);
     }
     let mut holes = vec![wanted.region.clone()];
     for slice in stored {
-        let held = region(slice);
-        holes = holes.iter().flat_map(|hole| hole.subtract(&held)).collect();
+        let stored_region = region(slice);
+        holes = holes.iter().flat_map(|hole| hole.subtract(&stored_region)).collect();
     }
     let hole = holes.into_iter().find(|hole| !hole.is_empty());
     let hole = hole.as_ref().unwrap_or(&wanted.region);
     Err(Error::new(ErrorKind::Uncovered).with_region(hole.offsets(), hole.shape()))
 }
 
-/// What of a reader's box these slices of a stored leaf hold, be it all of it, a part or nothing.
+/// Returns the copies of those parts of the region that the given slices hold: all of it, a part, or none.
 ///
 /// # Errors
 ///
-/// As [`plan`], but for `Uncovered` of what no slice holds.
-pub(crate) fn shared(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<Copy>> {
+/// As [`plan`], except that a region that no slice holds is no error. `Uncovered` if there is no slice at all.
+pub(crate) fn plan_partial(
+    stored: &[TensorReference],
+    wanted: &RegionRequest,
+) -> Result<Vec<RegionCopy>> {
     let Some(first) = stored.first() else {
         return Err(Error::new(ErrorKind::Uncovered)
             .with_region(wanted.region.offsets(), wanted.region.shape()));
@@ -86,109 +88,111 @@ pub(crate) fn shared(stored: &[TensorReference], wanted: &Wanted) -> Result<Vec<
     let itemsize = dtype.itemsize();
     let mut copies = Vec::new();
     for slice in stored {
-        let held = region(slice);
-        let Some(shared) = held.intersect(&wanted.region) else { continue };
+        let stored_region = region(slice);
+        let Some(overlap) = stored_region.intersect(&wanted.region) else { continue };
         let Some(storage) = slice.storage else { continue };
         let source_strides = slice.meta.strides();
         let offset = |outer: &Region, strides: &[u64]| {
-            let inner = shared.relative_to(outer);
+            let inner = overlap.relative_to(outer);
             let elements: u64 =
                 inner.offsets().iter().zip(strides).map(|(at, stride)| at * stride).sum();
             elements * itemsize
         };
-        copies.push(Copy {
+        copies.push(RegionCopy {
             storage,
-            source: slice.byte_offset + offset(&held, &source_strides),
-            target: offset(&wanted.region, &target_strides),
-            runs: Runs::new(itemsize, shared.shape(), &source_strides, &target_strides),
+            source_offset: slice.byte_offset + offset(&stored_region, &source_strides),
+            target_offset: offset(&wanted.region, &target_strides),
+            runs: Runs::new(itemsize, overlap.shape(), &source_strides, &target_strides),
         });
     }
     Ok(copies)
 }
 
-/// The box of its global tensor that a reference holds; all of it for a plain tensor.
+/// Returns the region of the global tensor that a reference holds. A plain tensor holds all of it.
 pub fn region(reference: &TensorReference) -> Region {
     match &reference.shard_spec {
-        Some(place) => place.slice().region(),
+        Some(spec) => spec.slice().region(),
         None => Region::whole(reference.meta.shape()),
     }
 }
 
-/// The shape of the global tensor that a reference is a part of.
+/// Returns the shape of the global tensor of a reference.
 pub fn global_shape(reference: &TensorReference) -> Vec<u64> {
     match &reference.shard_spec {
-        Some(place) => place.slice().global_shape().to_vec(),
+        Some(spec) => spec.slice().global_shape().to_vec(),
         None => reference.meta.shape().to_vec(),
     }
 }
 
-/// Whether one reference is all of its tensor.
-pub(crate) fn is_whole(run: &[TensorReference]) -> bool {
-    let [only] = run else { return false };
-    let Some(slice) = only.shard_spec.as_ref().map(ShardSpec::slice) else { return true };
+/// Whether the references are a single one that holds its whole tensor.
+pub(crate) fn is_whole(references: &[TensorReference]) -> bool {
+    let [reference] = references else { return false };
+    let Some(slice) = reference.shard_spec.as_ref().map(ShardSpec::slice) else { return true };
     slice.local_shape() == slice.global_shape()
 }
 
-/// A name for the layout of a version: equal for two versions whose leaves, shapes, slices and
-/// storages are the same and only whose contents differ. Plans are cached under it.
+/// Returns a fingerprint of the layout of a version, under which plans are cached.
+///
+/// Two versions have the same fingerprint if their leaves, shapes, slices and storages are the same. Contents do not
+/// count.
 pub(crate) fn fingerprint(root: &Node, storages: &[StorageReference]) -> [u8; 16] {
-    let mut layout = Layout::default();
+    let mut hasher = LayoutHasher::default();
     for storage in storages {
-        layout.words(&[u64::from(storage.shard), storage.offset, storage.len]);
+        hasher.hash_words(&[u64::from(storage.shard), storage.offset, storage.len]);
     }
-    layout.node(root);
+    hasher.hash_node(root);
     let mut short = [0; 16];
-    short.copy_from_slice(&layout.finish().as_bytes()[..16]);
+    short.copy_from_slice(&hasher.finish().as_bytes()[..16]);
     short
 }
 
-/// What of a tree is layout, its keys and its tensors, as a hash in the making.
+/// A hasher of the layout of a tree: its keys and the metadata of its tensors.
 #[derive(Default)]
-struct Layout {
+struct LayoutHasher {
     hash: blake3::Hasher,
-    /// What is to be hashed next: a few bytes at a time take long.
+    /// Pending input. Hashing a few bytes at a time is slow, so up to 64 KiB are collected first.
     bytes: Vec<u8>,
 }
 
-impl Layout {
-    fn node(&mut self, node: &Node) {
+impl LayoutHasher {
+    fn hash_node(&mut self, node: &Node) {
         match node {
-            Node::Leaf(_) | Node::StoredLeaf(..) => self.words(&[0]),
+            Node::Leaf(_) | Node::StoredLeaf(..) => self.hash_words(&[0]),
             Node::Container(container, children) => {
-                // Whose leaf it is stands in no fqn.
+                // The fqn of a leaf does not contain its writer, so a divergent node is marked here.
                 let kind = if *container == Container::Divergent { 3 } else { 1 };
-                self.words(&[kind, wide(children.len())]);
+                self.hash_words(&[kind, to_u64(children.len())]);
                 for (step, child) in children {
                     let step = step.to_string();
-                    self.words(&[wide(step.len())]);
+                    self.hash_words(&[to_u64(step.len())]);
                     self.bytes.extend(step.as_bytes());
-                    self.node(child);
+                    self.hash_node(child);
                 }
             }
             Node::Tensors(references) => {
-                self.words(&[2, wide(references.len())]);
+                self.hash_words(&[2, to_u64(references.len())]);
                 for reference in references {
-                    self.tensor(reference);
+                    self.hash_tensor(reference);
                 }
             }
         }
     }
 
-    fn tensor(&mut self, reference: &TensorReference) {
+    fn hash_tensor(&mut self, reference: &TensorReference) {
         let meta = &reference.meta;
-        self.words(&[
+        self.hash_words(&[
             u64::from(meta.dtype().code()),
             reference.storage.map_or(u64::MAX, u64::from),
             reference.byte_offset,
         ]);
         let (strides, region) = (meta.strides(), region(reference));
         for vector in [meta.shape(), &strides, region.offsets(), &global_shape(reference)] {
-            self.words(&[wide(vector.len())]);
-            self.words(vector);
+            self.hash_words(&[to_u64(vector.len())]);
+            self.hash_words(vector);
         }
     }
 
-    fn words(&mut self, words: &[u64]) {
+    fn hash_words(&mut self, words: &[u64]) {
         self.bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
         if self.bytes.len() >= 64 << 10 {
             self.hash.update(&self.bytes);
@@ -202,7 +206,7 @@ impl Layout {
     }
 }
 
-fn wide(len: usize) -> u64 {
+fn to_u64(len: usize) -> u64 {
     u64::try_from(len).unwrap_or(u64::MAX)
 }
 
@@ -213,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn leaves_of_writers_are_another_layout_than_a_dict_of_them() {
+    fn divergent_node_and_dict_have_different_fingerprints() {
         let leaf = Node::Tensors(vec![TensorReference {
             meta: TensorMeta::new(Dtype::Uint8, &[2]).unwrap(),
             storage: Some(0),

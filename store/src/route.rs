@@ -1,4 +1,4 @@
-//! How bytes travel, and why that way.
+//! The transport of a read or a write, and the reason for its choice.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,36 +7,36 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// How bytes travel between a state dict and its store.
+/// The transport of bytes between a state dict and its store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Transport {
-    /// They stay in this process.
+    /// Memory of this process.
     Memory,
-    /// Through memory that this host's processes share.
+    /// Memory that is shared between the processes of this host.
     Arena,
-    /// Within the memory of a GPU that processes share, or from it.
+    /// GPU memory that is shared between processes, through CUDA IPC.
     CudaIpc,
-    /// To and from files.
+    /// Files.
     File,
-    /// In the open, to and from a daemon of this host.
+    /// Unencrypted TCP to a daemon of this host.
     Tcp,
-    /// Encrypted, to and from a daemon of another host.
+    /// TLS to a daemon of another host.
     Tls,
-    /// To and from a bucket of an object store.
+    /// A bucket of an object store.
     Object,
 }
 
-/// A way, and what it depends on.
+/// The chosen transport, with the reason for the choice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Route {
     pub(crate) transport: Transport,
-    pub(crate) why: String,
+    pub(crate) reason: String,
 }
 
 impl Transport {
-    /// All of them, by name.
+    /// All transports with their names.
     const NAMES: [(Self, &str); 7] = [
         (Self::Memory, "memory"),
         (Self::Arena, "arena"),
@@ -70,19 +70,21 @@ impl FromStr for Transport {
 
 impl Route {
     pub(crate) fn new(transport: Transport, why: impl Into<String>) -> Self {
-        Self { transport, why: why.into() }
+        Self { transport, reason: why.into() }
     }
 
+    /// Checks that the route has the required transport.
+    ///
     /// # Errors
     ///
-    /// `Refused` if another way is required.
-    pub(crate) fn admit(&self, required: Option<Transport>) -> Result<()> {
-        let Self { transport, why } = self;
+    /// `Refused` if another transport is required.
+    pub(crate) fn check_required(&self, required: Option<Transport>) -> Result<()> {
+        let Self { transport, reason } = self;
         match required {
             Some(required) if required != *transport => Err(Error::new(
                 ErrorKind::Refused,
                 format_args!(
-                    "{required} is required, and the bytes would go by {transport}: {why}"
+                    "{required} is required, and the bytes would go by {transport}: {reason}"
                 ),
             )),
             _ => Ok(()),

@@ -1,14 +1,15 @@
-//! Memory that processes of one host share: segments, each an anonymous file that one process writes
-//! and others map to read.
+//! Memory that processes of one host share.
 //!
-//! Nothing has a name in a file system: a segment lives as long as somebody has it open or mapped, so
-//! nothing is left behind whoever dies.
+//! A segment is an anonymous file that one process writes and others map to read. It has no name in a file system and
+//! lives as long as a process has it open or mapped. A process that dies therefore leaves nothing behind.
 
 mod extents;
 mod pool;
 mod segment;
 
-pub(crate) use pool::{Exhausted, Hollow, PeerId, Pool, SegmentId, Shared, Span, Spare, Writing};
+pub(crate) use pool::{
+    BlobWriter, DeviceSpan, Evictor, PeerId, Pool, PoolExhausted, SegmentId, SegmentMemory, Span,
+};
 #[cfg(test)]
 pub(crate) use segment::create;
-pub(crate) use segment::{ReadMap, WriteMap, check_lent, check_shared};
+pub(crate) use segment::{ReadMap, WriteMap, check_readable, check_writable};

@@ -1,108 +1,113 @@
-//! How a daemon is: what it holds, who is connected, who reads.
+//! The status of a daemon: its memory, connections, leases and uploads.
 
 use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// How a daemon is.
+/// The status of a daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DaemonStatus {
-    /// Its process.
+    /// Its process id.
     pub pid: u32,
-    /// Which program and version it is.
+    /// The name and version of its program.
     pub daemon: String,
-    /// For how long it has served.
+    /// Time since it started to serve.
     pub uptime: Duration,
     /// Its memory.
-    pub memory: Memory,
-    /// Who is connected.
+    pub memory: MemoryStatus,
+    /// Its connections.
     pub peers: Vec<PeerStatus>,
-    /// Who reads.
+    /// The leases of its readers.
     pub leases: Vec<LeaseStatus>,
-    /// What is on its way to the bucket.
+    /// The pending uploads to the bucket.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub uploads: Vec<UploadStatus>,
-    /// The daemons of its store on all hosts, as far as they are found: those that share its ledgers, itself included,
-    /// or the one that decides for it. None if it alone decides.
+    /// The known daemons of its store on all hosts.
+    ///
+    /// These are the daemons that share its ledgers, itself included, or the daemon that is its controller. The list is
+    /// empty if the daemon is the only controller.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub hosts: Vec<HostStatus>,
-    /// Why they cannot be told now.
+    /// The error if `hosts` cannot be determined now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hosts_error: Option<String>,
 }
 
-/// A daemon of the same store.
+/// The status of a daemon of the same store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct HostStatus {
-    /// Where other hosts find it.
+    /// The address at which other hosts connect to it.
     pub address: String,
-    /// Whether it is the one that says this.
-    pub is_own: bool,
+    /// Whether it is the daemon that reports this status.
+    #[serde(rename = "is_own")]
+    pub is_self: bool,
 }
 
-/// What the segments of a daemon take, in bytes.
+/// The memory of the segments of a daemon, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub struct Memory {
-    /// What they may take together.
+pub struct MemoryStatus {
+    /// Maximum bytes of all segments.
     pub limit: u64,
-    /// What they take.
+    /// Bytes of all segments.
     pub used: u64,
-    /// Of that, what is retired, and mapped by somebody still.
+    /// Bytes of `used` in retired segments that a process still maps.
     pub retired: u64,
-    /// Of that, what is free and warm.
-    pub warm: u64,
-    /// Beside that, what segments of GPUs take there.
+    /// Bytes of `used` that are free and still mapped.
+    #[serde(rename = "warm")]
+    pub free_bytes: u64,
+    /// Bytes of segments in GPU memory. They are not part of `used`.
     #[serde(default)]
-    pub devices: u64,
-    /// How many segments there are.
+    #[serde(rename = "devices")]
+    pub device_bytes: u64,
+    /// Number of segments.
     pub segments: u64,
-    /// How many segments were lent again, warm, since the start.
+    /// Number of segments that were reused while still mapped, since the start.
     pub recycled: u64,
-    /// The bytes of segments that were made since the start: fresh pages.
+    /// Bytes of segments that were created since the start, with new pages.
     pub created_bytes: u64,
-    /// The bytes of segments that were retired since the start.
+    /// Bytes of segments that were retired since the start.
     pub retired_bytes: u64,
 }
 
-/// One connection.
+/// The status of one connection.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct PeerStatus {
-    /// Its process; 0 for one that has come by TCP, or of a PID namespace that the daemon does not see.
+    /// Its process id. 0 for a TCP connection, or a process in a PID namespace that the daemon cannot see.
     pub pid: u32,
-    /// Where that is.
+    /// The address of the process, if it is connected by TCP.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
-    /// Which program and version it says it is.
+    /// The name and version of the program, as the client states them.
     pub client: String,
-    /// For how long it has been there.
+    /// Time since it connected.
     pub age: Duration,
 }
 
-/// One writer's contribution on its way to the bucket.
+/// The status of the upload of one contribution to the bucket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct UploadStatus {
-    /// Its key.
+    /// The key of the contribution.
     pub key: String,
-    /// The number of its version.
+    /// The number of the version.
     pub version: u64,
-    /// Who has put it.
+    /// The writer of the contribution.
     pub writer: u32,
-    /// How many bytes it has.
+    /// Size of the contribution, in bytes.
     pub bytes: u64,
-    /// How many of them have gone, in the try that is under way.
+    /// Bytes that the current attempt has sent.
     pub sent: u64,
-    /// How many tries have failed.
+    /// Number of failed attempts.
     pub failures: u32,
-    /// Why the last one has.
+    /// The error of the last failed attempt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// How long ago it was put.
+    /// Time since the put.
     pub age: Duration,
 }
 
@@ -121,21 +126,23 @@ impl fmt::Display for UploadStatus {
     }
 }
 
-/// One lease.
+/// The status of one lease.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct LeaseStatus {
-    /// The key that is read.
+    /// The key of the leased version.
     pub key: String,
     /// The number of the version.
     pub version: u64,
-    /// The process that reads: the daemon itself for what it has fetched; 0 for one that has come by TCP, or of a PID
-    /// namespace that the daemon does not see.
+    /// The process id of the reader.
+    ///
+    /// The daemon itself for data that it has fetched. 0 for a reader that is connected by TCP, or in a PID namespace
+    /// that the daemon cannot see.
     pub pid: u32,
-    /// Where that is.
+    /// The address of the process, if it is connected by TCP.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
-    /// For how long it has read.
+    /// Time since the lease was taken.
     pub age: Duration,
 }
 

@@ -1,10 +1,10 @@
-//! Test support: crash worlds, schedules, faulty backends, conformance suites.
+//! Test support: simulated crashes, schedules, faulty backends and conformance suites.
 
 #[cfg(test)]
 #[cfg(feature = "object")]
-mod bucket_faults;
+mod bucket_fault_tests;
 #[cfg(test)]
-mod clock;
+mod clock_jumps;
 #[cfg(test)]
 pub(crate) mod crash;
 #[cfg(test)]

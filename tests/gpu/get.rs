@@ -1,4 +1,4 @@
-//! Tensors of devices are filled in place, in any sharding, from wherever the version is.
+//! Gets into device tensors, in place and in any sharding, from every kind of store.
 
 use std::sync::Arc;
 
@@ -6,55 +6,59 @@ use tssd_format::{Dtype, Shard, ShardSpec, StateDict, Storage, Tensor, TensorMet
 use tssd_gpu::DeviceMemory;
 use tssd_store::blocking::Store;
 use tssd_store::{ErrorKind, GetOptions, JobId, PutOptions, Target, TargetMemory};
-use tssd_tests::caller::{Allocation, DeviceContext, devices};
-use tssd_tests::served::TestDaemon;
+use tssd_tests::device_context::{Allocation, DeviceContext, devices};
+use tssd_tests::test_daemon::TestDaemon;
 
 use crate::{key, pattern};
 
 const ROWS: u64 = 1200;
 const COLUMNS: u64 = 1000;
 
-/// The bytes of a matrix of 16-bit elements in a step.
+/// Returns the bytes of the matrix of a step: `ROWS` x `COLUMNS` elements of 16 bits.
 pub(crate) fn matrix(step: u64) -> Vec<u8> {
     pattern(step, (ROWS * COLUMNS * 2) as usize)
 }
 
-/// A box of it: first row and column, rows and columns.
+/// A region of the matrix: first row, first column, number of rows, number of columns.
 pub(crate) type Part = [u64; 4];
 
-pub(crate) fn cut(matrix: &[u8], [row, column, rows, columns]: Part) -> Vec<u8> {
-    let line = |at: u64| {
-        let start = ((at * COLUMNS + column) * 2) as usize;
+/// Returns the bytes of a region of the matrix.
+pub(crate) fn region_bytes(matrix: &[u8], [row, column, rows, columns]: Part) -> Vec<u8> {
+    let row_bytes = |row: u64| {
+        let start = ((row * COLUMNS + column) * 2) as usize;
         matrix[start..start + (columns * 2) as usize].iter().copied()
     };
-    (row..row + rows).flat_map(line).collect()
+    (row..row + rows).flat_map(row_bytes).collect()
 }
 
-pub(crate) fn place([row, column, rows, columns]: Part) -> ShardSpec {
+/// Returns the shard spec of a region of the matrix.
+pub(crate) fn shard_spec([row, column, rows, columns]: Part) -> ShardSpec {
     let slice = TensorSlice::new(&[row, column], &[rows, columns], &[ROWS, COLUMNS]);
     ShardSpec::new(slice.unwrap())
 }
 
-/// Three writers put rows of it, from this process's memory.
-fn publish(stores: &[Store], step: u64) {
-    publish_from(stores, step, &|bytes| (bytes.into(), PutOptions::default()));
+/// Puts the matrix by three writers, each with a third of the rows in host memory.
+fn put_rows(stores: &[Store], step: u64) {
+    put_rows_from(stores, step, &|bytes| (bytes.into(), PutOptions::default()));
 }
 
-/// The same from where the bytes are brought first, and as is said.
-pub(crate) fn publish_from(
+/// Puts the matrix by three writers.
+///
+/// `upload` returns the storage for the bytes of a writer, and its put options.
+pub(crate) fn put_rows_from(
     stores: &[Store],
     step: u64,
-    bring: &dyn Fn(Vec<u8>) -> (Storage, PutOptions),
+    upload: &dyn Fn(Vec<u8>) -> (Storage, PutOptions),
 ) {
     let all = matrix(step);
     std::thread::scope(|scope| {
         for writer in 0..3_u32 {
             let part = [u64::from(writer) * 400, 0, 400, COLUMNS];
             let meta = TensorMeta::new(Dtype::Bfloat16, &part[2..]).unwrap();
-            let (storage, options) = bring(cut(&all, part));
+            let (storage, options) = upload(region_bytes(&all, part));
             let tensor = Tensor::new(meta, storage, 0).unwrap();
             let mut dict = StateDict::new();
-            dict.insert("weight", Shard::new(tensor, place(part)).unwrap());
+            dict.insert("weight", Shard::new(tensor, shard_spec(part)).unwrap());
             let options = PutOptions {
                 writer: Some(writer),
                 writers: Some("0-2".parse().unwrap()),
@@ -68,22 +72,22 @@ pub(crate) fn publish_from(
     });
 }
 
-/// A tensor of a device that is filled: which part it is, and how far its rows are from each other, in elements.
-pub(crate) struct Wanted {
+/// A device tensor for a region of the matrix. `stride` is the distance of its rows in elements.
+pub(crate) struct DeviceTarget {
     pub(crate) part: Part,
     stride: u64,
     pub(crate) allocation: Arc<Allocation>,
     pub(crate) target: DeviceMemory,
 }
 
-/// What it has where it has no element.
+/// Value of the bytes in the gaps between rows.
 const GAP: u8 = 0xA5;
 
-impl Wanted {
+impl DeviceTarget {
     pub(crate) fn new(caller: &DeviceContext, part: Part, stride: u64) -> Self {
         let len = ((part[2] - 1) * stride + part[3]) as usize * 2;
         let allocation = caller.allocate(len);
-        // Written when its target is made already, after other work: what is got comes after it.
+        // The stream executes this fill, with a delay, after the target is created. The get must wait for it.
         caller.enqueue_delay(&allocation);
         caller.enqueue_fill(&allocation, vec![GAP; len]);
         let target = caller.device_memory(&allocation);
@@ -93,17 +97,18 @@ impl Wanted {
     pub(crate) fn as_target(&self) -> Target<'_> {
         let meta = TensorMeta::new(Dtype::Bfloat16, &self.part[2..]).unwrap();
         let meta = meta.with_strides(&[self.stride, 1]).unwrap();
-        let memory = TargetMemory::Elsewhere(&self.target);
-        Target { fqn: "weight".to_owned(), place: Some(place(self.part)), meta, memory }
+        let memory = TargetMemory::Device(&self.target);
+        Target { fqn: "weight".to_owned(), shard_spec: Some(shard_spec(self.part)), meta, memory }
     }
 
+    /// Returns the expected bytes after a get of a step.
     pub(crate) fn expected(&self, step: u64) -> Vec<u8> {
         let mut bytes = vec![GAP; self.allocation.len];
-        let lines = cut(&matrix(step), self.part);
-        let line = (self.part[3] * 2) as usize;
-        for (row, elements) in lines.chunks(line).enumerate() {
+        let region = region_bytes(&matrix(step), self.part);
+        let row_len = (self.part[3] * 2) as usize;
+        for (row, elements) in region.chunks(row_len).enumerate() {
             let start = row * (self.stride * 2) as usize;
-            bytes[start..start + line].copy_from_slice(elements);
+            bytes[start..start + row_len].copy_from_slice(elements);
         }
         bytes
     }
@@ -111,7 +116,7 @@ impl Wanted {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn tensors_are_filled_in_any_sharding_from_anywhere() {
+fn get_fills_device_tensors_in_any_sharding() {
     for ordinal in 0..devices().len() {
         let caller = DeviceContext::new(ordinal);
         let folder = tempfile::tempdir().unwrap();
@@ -123,19 +128,19 @@ fn tensors_are_filled_in_any_sharding_from_anywhere() {
             vec![directory.clone()],
             vec![served.connect(), served.connect()],
         ];
-        // Whether what is got lies in memory that the driver has pinned.
-        let near = (served.connect(), true);
+        // Each reader, and whether the driver has pinned the memory that it reads from.
+        let local = (served.connect(), true);
         let gets = [
             vec![(memory, false)],
             vec![(directory, false)],
-            vec![near, (served.connect_tcp(), false)],
+            vec![local, (served.connect_tcp(), false)],
         ];
         for (writers, readers) in puts.iter().zip(&gets) {
             for step in 1..4 {
-                publish(writers, step);
+                put_rows(writers, step);
                 for (store, is_pinned) in readers {
                     let wanted = [
-                        // As it was put; over two of the parts; columns; with gaps; all of it; one element.
+                        // The part of one writer; of two writers; columns; with gaps; everything; one element.
                         ([400, 0, 400, COLUMNS], COLUMNS),
                         ([300, 0, 500, COLUMNS], COLUMNS),
                         ([0, 500, ROWS, 250], 250),
@@ -143,17 +148,22 @@ fn tensors_are_filled_in_any_sharding_from_anywhere() {
                         ([0, 0, ROWS, COLUMNS], COLUMNS),
                         ([1199, 999, 1, 1], 1),
                     ]
-                    .map(|(part, stride)| Wanted::new(&caller, part, stride));
+                    .map(|(part, stride)| DeviceTarget::new(&caller, part, stride));
                     let mut host = vec![0; 200];
                     let mut targets: Vec<Target<'_>> =
-                        wanted.iter().map(Wanted::as_target).collect();
-                    // One of this process's memory among them.
+                        wanted.iter().map(DeviceTarget::as_target).collect();
+                    // One target in host memory among the device targets.
                     let meta = TensorMeta::new(Dtype::Bfloat16, &[1, 100]).unwrap();
                     let part = [7, 0, 1, 100];
-                    let memory = TargetMemory::Here(&mut host);
+                    let memory = TargetMemory::Host(&mut host);
                     targets.insert(
                         3,
-                        Target { fqn: "weight".to_owned(), place: Some(place(part)), meta, memory },
+                        Target {
+                            fqn: "weight".to_owned(),
+                            shard_spec: Some(shard_spec(part)),
+                            meta,
+                            memory,
+                        },
                     );
                     let report = store
                         .get_state_dict_into(&key(), &mut targets, &GetOptions::default())
@@ -164,7 +174,7 @@ fn tensors_are_filled_in_any_sharding_from_anywhere() {
                     for wanted in &wanted {
                         let found = caller.read(&wanted.allocation);
                         assert!(found == wanted.expected(step), "{:?}, step {step}", wanted.part);
-                        // Whatever its strides are: no byte went through other memory.
+                        // For any strides, no byte is copied through a staging buffer.
                         let copied = wanted.target.stats();
                         let bytes = wanted.part[2] * wanted.part[3] * 2;
                         if *is_pinned {
@@ -173,7 +183,7 @@ fn tensors_are_filled_in_any_sharding_from_anywhere() {
                             assert_eq!(copied.pinned, 0, "{copied:?}");
                         }
                     }
-                    assert!(host == cut(&matrix(step), part));
+                    assert!(host == region_bytes(&matrix(step), part));
                 }
             }
         }
@@ -182,17 +192,18 @@ fn tensors_are_filled_in_any_sharding_from_anywhere() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_does_not_fit_is_refused_before_a_byte_is_written() {
+fn get_rejects_small_target_before_writing() {
     for ordinal in 0..devices().len() {
         let caller = DeviceContext::new(ordinal);
         let store = Store::memory().unwrap();
-        publish(std::slice::from_ref(&store), 1);
+        put_rows(std::slice::from_ref(&store), 1);
         let small = caller.allocate(100);
         let target = caller.device_memory(&small);
         let part = [0, 0, 10, 10];
         let meta = TensorMeta::new(Dtype::Bfloat16, &part[2..]).unwrap();
-        let memory = TargetMemory::Elsewhere(&target);
-        let target = Target { fqn: "weight".to_owned(), place: Some(place(part)), meta, memory };
+        let memory = TargetMemory::Device(&target);
+        let target =
+            Target { fqn: "weight".to_owned(), shard_spec: Some(shard_spec(part)), meta, memory };
         let error =
             store.get_state_dict_into(&key(), &mut [target], &GetOptions::default()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");

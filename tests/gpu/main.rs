@@ -1,7 +1,7 @@
-//! Tensors of GPUs, put and got.
+//! Puts and gets of GPU tensors.
 //!
-//! On a machine with a GPU: `cargo test -p tssd-tests --features cuda --test gpu -- --ignored`. Everywhere else they run
-//! on a driver without one, which is told to take its time.
+//! On a machine with a GPU: `cargo test -p tssd-tests --features cuda --test gpu -- --ignored`. On other machines the
+//! tests run on the fake CUDA driver, with delays.
 #![cfg(target_os = "linux")]
 #![expect(unsafe_code, reason = "the caller's tensors are made here")]
 #![expect(
@@ -27,7 +27,7 @@ fn key() -> Key {
     Key::new("policy").unwrap()
 }
 
-/// Bytes that are others at each place and in each version.
+/// Returns pseudorandom bytes that depend on the seed and on their position.
 fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     for (at, word) in (seed << 32..).zip(bytes.chunks_mut(8)) {
@@ -37,31 +37,31 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// The bytes of a tensor that was got to the host's memory.
+/// Returns the bytes of a tensor in host memory.
 fn bytes_of(dict: &StateDict, fqn: &str) -> Vec<u8> {
     let Value::Tensor(tensor) = dict.leaf(fqn).unwrap().clone() else { panic!("a tensor") };
     tensor.view().span().to_vec()
 }
 
-/// Runs the tests that need a GPU in a process that finds this driver.
-fn run(driver: Option<&Path>, environment: &[(&str, &str)], test: &str) -> Output {
+/// Runs matching tests that need a GPU in a new process, with this file as its CUDA driver.
+fn run_tests(driver: Option<&Path>, environment: &[(&str, &str)], test: &str) -> Output {
     let folder = tempfile::tempdir().unwrap();
     if let Some(driver) = driver {
         std::os::unix::fs::symlink(driver, folder.path().join("libcuda.so")).unwrap();
     }
-    set(test, environment).env("LD_LIBRARY_PATH", folder.path()).output().unwrap()
+    test_command(test, environment).env("LD_LIBRARY_PATH", folder.path()).output().unwrap()
 }
 
-/// These tests in a process of their own.
-fn set(test: &str, environment: &[(&str, &str)]) -> Command {
+/// Returns a command that runs matching tests in a new process.
+fn test_command(test: &str, environment: &[(&str, &str)]) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([test, "--ignored", "--test-threads=2"]).envs(environment.iter().copied());
     command
 }
 
-/// A process that does what a test of this name says.
-fn child(test: &str, environment: &[(&str, &str)]) -> Child {
-    set(test, environment).stdout(Stdio::null()).spawn().unwrap()
+/// Starts a process that runs the test of this name.
+fn spawn_test(test: &str, environment: &[(&str, &str)]) -> Child {
+    test_command(test, environment).stdout(Stdio::null()).spawn().unwrap()
 }
 
 fn expect_success(output: &Output) {
@@ -70,13 +70,15 @@ fn expect_success(output: &Output) {
     assert!(output.status.success(), "{}{}", text[0], text[1]);
 }
 
-/// The tests of a driver that has everything.
+/// Filters that select all tests of a driver with all features.
 const ALL: &[&str] = &[
     "get::",
-    "put::what",
-    "put::bytes",
-    "put::the",
-    "put::memory",
+    "put::put",
+    "put::publisher",
+    "put::archive",
+    "put::non_device",
+    "put::current",
+    "put::daemon",
     "put::many_chunks",
     "put::many_tensors",
     "ring::",
@@ -84,20 +86,25 @@ const ALL: &[&str] = &[
 ];
 
 #[test]
-fn all_of_it_on_a_driver_without_a_gpu() {
-    let little = [("TSSD_FAKE_CUDA_DELAY", "100"), ("TSSD_FAKE_CUDA_MEMORY", "20000000")];
+fn gpu_tests_pass_on_fake_driver() {
+    let little_memory = [("TSSD_FAKE_CUDA_DELAY", "100"), ("TSSD_FAKE_CUDA_MEMORY", "20000000")];
     for (environment, tests) in [
-        // What counts is alone in its process.
+        // Each filter has its own process, since some tests count calls and bytes.
         (&[("TSSD_FAKE_CUDA_DELAY", "0")][..], ALL),
         (&[("TSSD_FAKE_CUDA_DELAY", "1000"), ("TSSD_FAKE_CUDA_DEVICES", "2")], ALL),
         (
             &[("TSSD_FAKE_CUDA_NO_VMM", "1")],
-            &["ring::handles", "ring::readers", "ring::what_is_lent", "snapshot::where"],
+            &[
+                "ring::receive_fails",
+                "ring::dead_readers",
+                "ring::in_place_put_is_copied",
+                "snapshot::report",
+            ],
         ),
-        (&little, &["snapshot::a_device_that_is_full"]),
+        (&little_memory, &["snapshot::full_device"]),
     ] {
         for test in tests {
-            let output = run(Some(&preload_library("tssd-fake-cuda")), environment, test);
+            let output = run_tests(Some(&preload_library("tssd-fake-cuda")), environment, test);
             expect_success(&output);
             let text = String::from_utf8_lossy(&output.stdout);
             assert!(!text.contains("left out") && !text.contains("ok. 0 passed"), "{text}");
@@ -105,36 +112,36 @@ fn all_of_it_on_a_driver_without_a_gpu() {
     }
 }
 
-/// A machine without a driver, with one that is no driver, or with one and no device.
+/// Without a driver, with a library that is not a driver, and with a driver without a device.
 #[test]
-fn what_is_missing_is_said() {
-    let none = ("TSSD_TESTS_EXPECT", "there is no driver here");
+fn missing_driver_or_device_is_reported() {
+    let no_library = ("TSSD_TESTS_EXPECT", "there is no driver here");
     let no_device = ("TSSD_TESTS_EXPECT", "CUDA_ERROR_NO_DEVICE");
     let too_old = ("TSSD_TESTS_EXPECT", "the driver is too old: it has no cuCtxPopCurrent_v2");
-    let no_driver = Path::new("/usr/lib/x86_64-linux-gnu/libm.so.6");
-    let missing = "what_is_missing_is_an_error";
-    if no_driver.exists() {
-        expect_success(&run(Some(no_driver), &[too_old], missing));
+    let other_library = Path::new("/usr/lib/x86_64-linux-gnu/libm.so.6");
+    let test = "devices_fail_without_driver";
+    if other_library.exists() {
+        expect_success(&run_tests(Some(other_library), &[too_old], test));
     } else {
-        println!("left out: there is no {}", no_driver.display());
+        println!("left out: there is no {}", other_library.display());
     }
-    expect_success(&run(
+    expect_success(&run_tests(
         Some(&preload_library("tssd-fake-cuda")),
         &[no_device, ("TSSD_FAKE_CUDA_DEVICES", "0")],
-        missing,
+        test,
     ));
-    let found = run(None, &[none], missing);
-    if String::from_utf8_lossy(&found.stdout).contains("a driver was found") {
+    let output = run_tests(None, &[no_library], test);
+    if String::from_utf8_lossy(&output.stdout).contains("a driver was found") {
         println!("left out: this machine has a driver");
     } else {
-        expect_success(&found);
+        expect_success(&output);
     }
 }
 
-/// In a process that lacks something.
+/// Runs in a process without a driver or without a device.
 #[test]
 #[ignore = "needs to be told what is missing"]
-fn what_is_missing_is_an_error() {
+fn devices_fail_without_driver() {
     let Ok(expected) = std::env::var("TSSD_TESTS_EXPECT") else { return };
     let Err(error) = Device::all() else { panic!("a driver was found") };
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
@@ -142,9 +149,9 @@ fn what_is_missing_is_an_error() {
         error.to_string().contains("no CUDA") && error.to_string().contains(&expected),
         "{error}"
     );
-    // The same again, and for tensors.
+    // A second call and the creation of device memory return the same error.
     assert_eq!(Device::all().unwrap_err().to_string(), error.to_string());
-    // SAFETY: nothing is read: there is no driver.
+    // SAFETY: there is no driver, so the pointer is not accessed.
     let memory = unsafe { tssd_gpu::DeviceMemory::new(4096, 1, tssd_gpu::Stream::default(), ()) };
     assert_eq!(memory.unwrap_err().kind(), ErrorKind::Unsupported);
 }

@@ -1,4 +1,4 @@
-//! Tensors of devices go into archives as others do.
+//! Puts of device tensors.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,20 +10,21 @@ use tssd_format::{
 use tssd_gpu::{DeviceMemory, Stream};
 use tssd_store::blocking::Store;
 use tssd_store::{ErrorKind, GetOptions, PutOptions, Residency, Target, TargetMemory};
-use tssd_tests::caller::{Allocation, DeviceContext, devices};
-use tssd_tests::served::TestDaemon;
+use tssd_tests::device_context::{Allocation, DeviceContext, devices};
+use tssd_tests::test_daemon::TestDaemon;
 
 use crate::{bytes_of, key, pattern};
 
-/// What a trainer has on a device: dtypes of all widths, ties, strides, shards, an empty tensor.
+/// Device tensors of a trainer: dtypes of all widths, tied tensors, strides, shards, an empty tensor.
 pub(crate) struct Model {
     pub(crate) caller: DeviceContext,
     storages: Vec<Arc<Allocation>>,
 }
 
-/// A tensor: its storage, its dtype and shape, its strides if it has such, its first byte, whether it is a shard.
+/// Name, storage number, dtype, shape, strides unless row-major, offset in bytes, whether a shard.
 type Leaf = (&'static str, usize, Dtype, &'static [u64], Option<&'static [u64]>, u64, bool);
 
+/// Lengths of the storages in bytes.
 const LENS: [usize; 4] = [3 << 20, 5_000_001, 640, 1 << 20];
 
 const LEAVES: [Leaf; 11] = [
@@ -47,15 +48,15 @@ impl Model {
         Self { caller, storages }
     }
 
-    /// Gives the stream a step to write.
-    pub(crate) fn step(&self, step: u64) {
+    /// Enqueues the writes of a step, after a delay.
+    pub(crate) fn write_step(&self, step: u64) {
         self.caller.enqueue_delay(&self.storages[0]);
         for (number, storage) in self.storages.iter().enumerate() {
             self.caller.enqueue_fill(storage, pattern(step * 100 + number as u64, storage.len));
         }
     }
 
-    /// What it has when the stream has done what it was given.
+    /// Returns the state dict, whose contents are valid when the stream has executed the writes.
     pub(crate) fn dict(&self) -> StateDict {
         dict(&self.storages(), true)
     }
@@ -65,7 +66,9 @@ impl Model {
     }
 }
 
-/// The leaves; a shard that is all of its tensor comes back as that.
+/// Returns the state dict over these storages.
+///
+/// With `is_put`, some tensors are shards that cover their whole tensor. A get returns such shards as tensors.
 fn dict(storages: &[Storage], is_put: bool) -> StateDict {
     let mut dict = StateDict::new();
     for (name, storage, dtype, shape, strides, offset, is_shard) in LEAVES {
@@ -85,7 +88,7 @@ fn dict(storages: &[Storage], is_put: bool) -> StateDict {
     dict
 }
 
-/// What is to be found of a step.
+/// Returns the state dict that a get of a step must return.
 pub(crate) fn expected(step: u64) -> StateDict {
     let storage =
         |(number, len): (usize, &usize)| Storage::from(pattern(step * 100 + number as u64, *len));
@@ -94,7 +97,7 @@ pub(crate) fn expected(step: u64) -> StateDict {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_is_put_is_what_was_there_when_the_stream_was_done() {
+fn put_waits_for_the_stream() {
     for (ordinal, device) in devices().iter().enumerate() {
         assert!(device.uuid().starts_with("GPU-") && !device.name().is_empty());
         let folder = tempfile::tempdir().unwrap();
@@ -108,8 +111,8 @@ fn what_is_put_is_what_was_there_when_the_stream_was_done() {
         let model = Model::new(ordinal);
         for (number, store) in stores.iter().enumerate() {
             for step in 1..4 {
-                model.step(step);
-                // Nobody waits for the stream but the put itself.
+                model.write_step(step);
+                // The test does not wait for the stream, so the put must.
                 let storages = model.storages();
                 let compression =
                     if step == 3 { Compression::ShuffledZstd } else { Compression::None };
@@ -118,8 +121,8 @@ fn what_is_put_is_what_was_there_when_the_stream_was_done() {
                     store.put_state_dict(&key(), &dict(&storages, true), &options).unwrap();
                 assert!(report.visible);
                 drop(storages);
-                // What happens there afterwards changes nothing.
-                model.step(99);
+                // Later writes do not change the version.
+                model.write_step(99);
                 let found = store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
                 assert!(found == expected(step), "store {number}, step {step}");
                 let [Value::Tensor(one), Value::Tensor(other)] =
@@ -136,13 +139,13 @@ fn what_is_put_is_what_was_there_when_the_stream_was_done() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_a_stream_was_given_between_two_tensors_is_waited_for() {
+fn put_waits_for_work_enqueued_between_tensors() {
     const LEN: usize = 1 << 20;
     for ordinal in 0..devices().len() {
         let (caller, served) = (DeviceContext::new(ordinal), TestDaemon::new(1 << 30));
         let (store, own) = (served.connect(), [caller.allocate(LEN), caller.allocate(LEN)]);
         for (step, residency) in (0..).zip([Residency::Host, Residency::Device, Residency::Host]) {
-            // The first one is written when it is known already, as casts of later ones may be.
+            // The first tensor is written after its storage was created, like the source of a later cast.
             let write = |(number, allocation)| {
                 if number == 1 {
                     caller.enqueue_delay(&own[1]);
@@ -164,16 +167,16 @@ fn what_a_stream_was_given_between_two_tensors_is_waited_for() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn bytes_depend_on_no_place() {
+fn archive_bytes_are_equal_for_device_and_host_tensors() {
     for ordinal in 0..devices().len() {
         let model = Model::new(ordinal);
-        model.step(1);
+        model.write_step(1);
         let storages = model.storages();
-        let [there, here] = [dict(&storages, false), expected(1)].map(|dict| {
+        let [device, host] = [dict(&storages, false), expected(1)].map(|dict| {
             let options = tssd_format::Options::new().digests();
             tssd_format::TorchStoreStateDict::with_options(&dict, &options).unwrap()
         });
-        assert!(there.as_bytes() == here.as_bytes());
+        assert!(device.as_bytes() == host.as_bytes());
         let Value::Tensor(tensor) = dict(&storages, false).leaf("part").unwrap().clone() else {
             panic!("a tensor")
         };
@@ -186,22 +189,22 @@ fn bytes_depend_on_no_place() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_is_no_memory_of_a_device_is_refused() {
+fn non_device_pointer_is_refused() {
     for ordinal in 0..devices().len() {
         let _caller = DeviceContext::new(ordinal);
-        let here = [0_u8; 100];
-        for pointer in [0, here.as_ptr().addr() as u64] {
-            // SAFETY: it is refused before anything is read.
+        let host = [0_u8; 100];
+        for pointer in [0, host.as_ptr().addr() as u64] {
+            // SAFETY: the pointer is rejected, so it is not accessed.
             let memory = unsafe { DeviceMemory::new(pointer, 100, Stream::default(), ()) };
             assert_eq!(memory.unwrap_err().kind(), ErrorKind::Invalid, "{pointer:#x}");
         }
     }
 }
 
-/// The context that a caller's thread has is what it was.
+/// A put of tensors of one device must not change the current context of the calling thread.
 #[test]
 #[ignore = "needs several GPUs"]
-fn the_callers_device_stays_the_callers() {
+fn current_context_of_the_caller_is_preserved() {
     let devices = devices();
     if devices.len() < 2 {
         println!("only one device");
@@ -210,7 +213,7 @@ fn the_callers_device_stays_the_callers() {
     let other = Model::new(1);
     let own = Model::new(0);
     let before = cudarc::driver::result::ctx::get_current().unwrap();
-    other.step(1);
+    other.write_step(1);
     let store = Store::memory().unwrap();
     let storages = other.storages();
     let options = PutOptions { timeout: Duration::from_secs(5), ..PutOptions::default() };
@@ -221,24 +224,27 @@ fn the_callers_device_stays_the_callers() {
     drop(own);
 }
 
-/// How many bytes the driver without a GPU has copied from and to memory of the host that is pinned, and that is not.
+/// Returns the bytes that the fake driver has copied from and to pinned and pageable host memory.
+///
+/// `None` for a real driver.
 fn copied() -> Option<[u64; 2]> {
     type Copied = extern "C" fn(bool) -> u64;
-    // SAFETY: the driver was loaded before.
+    // SAFETY: the driver is loaded already.
     let library = unsafe { cudarc::driver::sys::culib() };
-    // SAFETY: that is what it is, where it is.
+    // SAFETY: only the fake driver has this symbol, and there it is a function of this type.
     let copied = unsafe { library.get::<Copied>(b"tssd_fake_cuda_copied") }.ok()?;
     Some([copied(true), copied(false)])
 }
 
-/// How many events the driver without a GPU has made, how often it was waited for one, or for a stream, and how often
-/// somebody has copied.
+/// Returns the numbers of created events, of waits, and of copies of the fake driver.
+///
+/// `None` for a real driver.
 fn calls() -> Option<[u64; 3]> {
     type Count = extern "C" fn() -> u64;
-    // SAFETY: the driver was loaded before.
+    // SAFETY: the driver is loaded already.
     let library = unsafe { cudarc::driver::sys::culib() };
     let count = |name: &[u8]| {
-        // SAFETY: that is what they are, where they are.
+        // SAFETY: only the fake driver has these symbols, and there they are functions of this type.
         let count = unsafe { library.get::<Count>(name) }.ok()?;
         Some(count())
     };
@@ -250,15 +256,15 @@ fn calls() -> Option<[u64; 3]> {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn many_chunks_of_a_tensor_are_copied_at_once() {
+fn many_chunks_are_combined_into_few_copies() {
     const LEN: usize = 64 << 20;
     for ordinal in 0..devices().len() {
         let (caller, served) = (DeviceContext::new(ordinal), TestDaemon::new(1 << 30));
         let (store, own) = (served.connect(), caller.allocate(LEN));
         let meta = TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap();
-        // Within the device at once; to the host in pieces of 4 MiB, which are looked at while others come.
-        for (residency, most) in [(Residency::Device, 4), (Residency::Host, 20)] {
-            caller.write(&own, &pattern(most, LEN));
+        // Within the device, all chunks are one copy. To the host, copies of 4 MiB overlap with checksums.
+        for (residency, max_copies) in [(Residency::Device, 4), (Residency::Host, 20)] {
+            caller.write(&own, &pattern(max_copies, LEN));
             let before = calls();
             let mut dict = StateDict::new();
             dict.insert("weight", Tensor::new(meta.clone(), caller.to_storage(&own), 0).unwrap());
@@ -266,18 +272,18 @@ fn many_chunks_of_a_tensor_are_copied_at_once() {
             store.put_state_dict(&key(), &dict, &options).unwrap();
             if let (Some(before), Some(after)) = (before, calls()) {
                 let copies = after[2] - before[2];
-                assert!(copies <= most, "{residency:?}: {copies} copies");
+                assert!(copies <= max_copies, "{residency:?}: {copies} copies");
             }
             let found = store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
-            assert!(bytes_of(&found, "weight") == pattern(most, LEN));
+            assert!(bytes_of(&found, "weight") == pattern(max_copies, LEN));
         }
     }
 }
 
-/// Gather, put, flush: what comes in turn waits for what was given in turn, whatever the driver calls the events.
+/// Each flush waits for the writes enqueued before it, even if the driver reuses event handles.
 #[test]
 #[ignore = "needs a GPU"]
-fn what_is_published_in_turn_is_what_was_there_when_the_stream_was_done() {
+fn publisher_waits_for_the_stream_at_each_flush() {
     const LEN: usize = 1 << 20;
     for ordinal in 0..devices().len() {
         let (caller, served) = (DeviceContext::new(ordinal), TestDaemon::new(1 << 30));
@@ -305,7 +311,7 @@ fn what_is_published_in_turn_is_what_was_there_when_the_stream_was_done() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn many_tensors_wait_for_one_event_and_are_waited_for_once() {
+fn many_tensors_share_events_and_waits() {
     const LEN: usize = 4096;
     const TENSORS: u64 = 500;
     for ordinal in 0..devices().len() {
@@ -330,14 +336,14 @@ fn many_tensors_wait_for_one_event_and_are_waited_for_once() {
             store.put_state_dict(&key(), &dict, &options).unwrap();
             let memories = caller.device_memories(&others);
             let targets = memories.iter().enumerate().map(|(number, memory)| {
-                let (fqn, memory) = (format!("{number}"), TargetMemory::Elsewhere(memory));
-                Target { fqn, place: None, meta: meta.clone(), memory }
+                let (fqn, memory) = (format!("{number}"), TargetMemory::Device(memory));
+                Target { fqn, shard_spec: None, meta: meta.clone(), memory }
             });
             let mut targets: Vec<Target<'_>> = targets.collect();
             store.get_state_dict_into(&key(), &mut targets, &GetOptions::default()).unwrap();
             if let (Some(before), Some(after)) = (before, calls()) {
                 let [events, waits] = [after[0] - before[0], after[1] - before[1]];
-                // One for all that is put, one for all that is filled, and for each 4 MiB one more.
+                // One event for the put, one for the get, and one for each 4 MiB.
                 assert!(events <= 6 && waits <= 8, "{residency:?}: {events} events, {waits} waits");
             }
             drop(targets);
@@ -350,39 +356,39 @@ fn many_tensors_wait_for_one_event_and_are_waited_for_once() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn memory_of_a_daemon_is_pinned() {
+fn daemon_memory_is_pinned() {
     const LEN: usize = 16 << 20;
     for ordinal in 0..devices().len() {
         let caller = DeviceContext::new(ordinal);
         let allocation = caller.allocate(LEN);
         let (served, folder) = (TestDaemon::new(1 << 30), tempfile::tempdir().unwrap());
-        let (near, directory) = (served.connect(), Store::directory(folder.path()).unwrap());
+        let (local, directory) = (served.connect(), Store::directory(folder.path()).unwrap());
         let before = copied();
         let mut expected = [0, 0];
         for step in 0..4 {
             caller.enqueue_fill(&allocation, pattern(step, LEN));
-            // What the caller itself has copied here.
+            // The copy of the fill itself.
             expected[1] += LEN as u64;
             let memory = Arc::new(caller.device_memory(&allocation));
             let storage = Storage::from_blob(memory.clone()).unwrap();
             let meta = TensorMeta::new(Dtype::Uint8, &[LEN as u64]).unwrap();
             let mut dict = StateDict::new();
             dict.insert("weight", Tensor::new(meta.clone(), storage, 0).unwrap());
-            let is_near = step < 3;
-            let store = if is_near { &near } else { &directory };
+            let is_pinned = step < 3;
+            let store = if is_pinned { &local } else { &directory };
             store.put_state_dict(&key(), &dict, &PutOptions::default()).unwrap();
             let target = caller.device_memory(&allocation);
-            let into = TargetMemory::Elsewhere(&target);
-            let wanted = Target { fqn: "weight".to_owned(), place: None, meta, memory: into };
+            let into = TargetMemory::Device(&target);
+            let wanted = Target { fqn: "weight".to_owned(), shard_spec: None, meta, memory: into };
             store.get_state_dict_into(&key(), &mut [wanted], &GetOptions::default()).unwrap();
             for copied in [memory.stats(), target.stats()] {
                 let found = [copied.pinned, copied.pageable];
-                assert_eq!(found, if is_near { [LEN as u64, 0] } else { [0, LEN as u64] });
-                assert_eq!(copied.why.is_some(), !is_near, "{copied:?}");
+                assert_eq!(found, if is_pinned { [LEN as u64, 0] } else { [0, LEN as u64] });
+                assert_eq!(copied.pageable_reason.is_some(), !is_pinned, "{copied:?}");
             }
-            expected[usize::from(!is_near)] += 2 * LEN as u64;
+            expected[usize::from(!is_pinned)] += 2 * LEN as u64;
         }
-        // The driver has seen the same.
+        // The counts of the driver are equal.
         if let (Some(before), Some(after)) = (before, copied()) {
             assert_eq!([after[0] - before[0], after[1] - before[1]], expected);
         }

@@ -1,4 +1,4 @@
-//! Versions that go to readers of a GPU through a few buckets in its memory.
+//! Transfers between processes on one GPU: through a ring of buckets, or in place.
 
 use std::num::NonZeroU32;
 use std::process::Child;
@@ -13,12 +13,12 @@ use tssd_store::{
     ErrorKind, GetOptions, Key, PutOptions, PutReport, ReceiveReport, Residency, Ring, Target,
     TargetMemory, Transport,
 };
-use tssd_tests::caller::{Allocation, DeviceContext, devices};
-use tssd_tests::served::TestDaemon;
+use tssd_tests::device_context::{Allocation, DeviceContext, devices};
+use tssd_tests::test_daemon::TestDaemon;
 
-use crate::{child, key, pattern};
+use crate::{key, pattern, spawn_test};
 
-/// One that is cut, and some that are not, of other dtypes: each where its elements may be.
+/// Tensors of several dtypes, with their lengths in bytes. One is larger than a bucket.
 const TENSORS: [(&str, Dtype, usize); 5] = [
     ("bias", Dtype::Float8E4m3fn, 1001),
     ("weight", Dtype::Bfloat16, 5_000_002),
@@ -37,7 +37,7 @@ fn meta(dtype: Dtype, len: usize) -> TensorMeta {
     TensorMeta::new(dtype, &[len as u64 / dtype.itemsize()]).unwrap()
 }
 
-/// How many bytes of a tensor a version has: versions are of several sizes.
+/// Returns the length of a tensor in a version, in bytes: versions have several sizes.
 fn len_of(version: u64, len: usize) -> usize {
     match version % 3 {
         1 => len,
@@ -45,7 +45,7 @@ fn len_of(version: u64, len: usize) -> usize {
     }
 }
 
-/// The tensors of one who puts, the largest there are.
+/// The tensors of a writer, with memory for the largest version.
 struct Model<'a> {
     caller: &'a DeviceContext,
     tensors: Vec<(&'static str, Dtype, Arc<Allocation>)>,
@@ -57,7 +57,7 @@ impl<'a> Model<'a> {
         Self { caller, tensors: tensors.into() }
     }
 
-    /// Gives the stream a version to write, which it does after it was put.
+    /// Enqueues the writes of a version, with delays, and returns its state dict.
     fn write(&self, version: u64) -> StateDict {
         let mut dict = StateDict::new();
         for (at, (name, dtype, allocation)) in (0..).zip(&self.tensors) {
@@ -70,14 +70,14 @@ impl<'a> Model<'a> {
         dict
     }
 
-    /// Other bytes.
-    fn spoil(&self) {
+    /// Overwrites the tensors.
+    fn overwrite(&self) {
         for (_, _, allocation) in &self.tensors {
             self.caller.enqueue_fill(allocation, vec![0xFF; allocation.len]);
         }
     }
 
-    /// Puts a version, and spoils it as soon as that returns.
+    /// Puts a version, and overwrites the tensors as soon as the put returns.
     fn put(
         &self,
         store: &Store,
@@ -87,7 +87,7 @@ impl<'a> Model<'a> {
         let dict = self.write(version);
         let report = store.put_state_dict(&key(), &dict, options);
         drop(dict);
-        self.spoil();
+        self.overwrite();
         report
     }
 }
@@ -97,7 +97,7 @@ fn options(residency: Residency) -> PutOptions {
     PutOptions { residency, require, timeout: SOON, ..PutOptions::default() }
 }
 
-/// Receives a version into new tensors, which must become what it is.
+/// Receives a version into new tensors, and compares them.
 fn receive(
     receiver: &mut Receiver,
     caller: &DeviceContext,
@@ -110,7 +110,7 @@ fn receive(
         tensors.iter().map(|(_, _, allocation)| caller.device_memory(allocation)).collect();
     let targets = tensors.iter().zip(&memories).map(|((name, dtype, allocation), memory)| {
         let (fqn, meta) = ((*name).to_owned(), meta(*dtype, allocation.len));
-        Target { fqn, place: None, meta, memory: TargetMemory::Elsewhere(memory) }
+        Target { fqn, shard_spec: None, meta, memory: TargetMemory::Device(memory) }
     });
     let mut targets: Vec<Target<'_>> = targets.collect();
     let report = receiver.receive(&mut targets, &GetOptions::default(), timeout)?;
@@ -123,6 +123,7 @@ fn receive(
     Ok(report)
 }
 
+/// Receives these versions on a device.
 fn read(
     reader: &Store,
     (ordinal, device): (usize, &Device),
@@ -135,17 +136,19 @@ fn read(
     }
 }
 
-fn has_segments() -> bool {
+/// Returns whether the device supports virtual memory management, which rings need.
+fn supports_rings() -> bool {
     std::env::var_os("TSSD_FAKE_CUDA_NO_VMM").is_none()
 }
 
-/// Each version comes whole, in the memory of two buckets, whatever its size; the caller may change its tensors as soon as
-/// the put returns.
+/// Versions of any size are transferred completely within the memory of two buckets.
+///
+/// The caller may change its tensors as soon as the put returns.
 #[test]
 #[ignore = "needs a GPU"]
-fn versions_go_through_the_memory_of_two_buckets() {
+fn ring_transfers_versions_within_two_buckets() {
     const VERSIONS: std::ops::RangeInclusive<u64> = 1..=12;
-    for (ordinal, device) in devices().into_iter().enumerate().filter(|_| has_segments()) {
+    for (ordinal, device) in devices().into_iter().enumerate().filter(|_| supports_rings()) {
         let served = TestDaemon::new(64 << 20);
         let (writer, status) = (served.connect(), served.connect());
         let options = options(Residency::Ring(ring(2)));
@@ -161,21 +164,25 @@ fn versions_go_through_the_memory_of_two_buckets() {
                 let report = model.put(&writer, version, &options).unwrap();
                 assert_eq!((report.version, report.transport), (version, Transport::CudaIpc));
                 let memory = status.status().unwrap().memory;
-                assert_eq!(*used.get_or_insert(memory.devices), memory.devices, "{version}");
-                assert!(memory.devices <= 2 * (2 << 20), "{memory:?}");
+                assert_eq!(
+                    *used.get_or_insert(memory.device_bytes),
+                    memory.device_bytes,
+                    "{version}"
+                );
+                assert!(memory.device_bytes <= 2 * (2 << 20), "{memory:?}");
             }
         });
     }
 }
 
-/// The same, tensor by tensor: what is put is in the buckets when it is flushed.
+/// A flush copies the tensors into the buckets, so that the caller may overwrite them afterwards.
 #[test]
 #[ignore = "needs a GPU"]
-fn what_is_published_goes_through_the_ring_while_it_is_made() {
-    for (ordinal, device) in devices().into_iter().enumerate().filter(|_| has_segments()) {
+fn publisher_sends_through_ring_at_each_flush() {
+    for (ordinal, device) in devices().into_iter().enumerate().filter(|_| supports_rings()) {
         let served = TestDaemon::new(64 << 20);
         let writer = served.connect();
-        for residency in [Residency::Ring(ring(1)), Residency::Lent(ring(1))] {
+        for residency in [Residency::Ring(ring(1)), Residency::InPlace(ring(1))] {
             thread::scope(|scope| {
                 let (reader, device) = (served.connect(), &device);
                 let reading = scope.spawn(move || {
@@ -203,31 +210,38 @@ fn what_is_published_goes_through_the_ring_while_it_is_made() {
     }
 }
 
-fn asks<'a>(url: &'a str, ordinal: &'a str, versions: &'a str) -> [(&'static str, &'a str); 3] {
+/// Returns the environment variables of a child process.
+fn child_env<'a>(
+    url: &'a str,
+    ordinal: &'a str,
+    versions: &'a str,
+) -> [(&'static str, &'a str); 3] {
     [("TSSD_TESTS_URL", url), ("TSSD_TESTS_DEVICE", ordinal), ("TSSD_TESTS_VERSIONS", versions)]
 }
 
-/// What this process was told to do, by another test.
-fn told() -> Option<(Store, usize, u64)> {
-    let told = |name| std::env::var(name).ok();
-    let store = Store::connect(&told("TSSD_TESTS_URL")?).unwrap();
-    let ordinal = told("TSSD_TESTS_DEVICE")?.parse().unwrap();
-    Some((store, ordinal, told("TSSD_TESTS_VERSIONS")?.parse().unwrap()))
+/// Returns the store, the device and the versions of a child process.
+///
+/// `None` if this process is not a child.
+fn child_args() -> Option<(Store, usize, u64)> {
+    let variable = |name| std::env::var(name).ok();
+    let store = Store::connect(&variable("TSSD_TESTS_URL")?).unwrap();
+    let ordinal = variable("TSSD_TESTS_DEVICE")?.parse().unwrap();
+    Some((store, ordinal, variable("TSSD_TESTS_VERSIONS")?.parse().unwrap()))
 }
 
 #[test]
 #[ignore = "is run by another test"]
 fn as_a_reader() {
-    let Some((store, ordinal, versions)) = told() else { return };
+    let Some((store, ordinal, versions)) = child_args() else { return };
     let device = &Device::all().unwrap()[ordinal];
     read(&store, (ordinal, device), 1..=versions);
 }
 
-/// It opens the same handles twice, and closes them in turn.
+/// Two readers in one process open the same handles, and close them one after the other.
 #[test]
 #[ignore = "is run by another test"]
 fn as_two_readers() {
-    let Some((store, ordinal, versions)) = told() else { return };
+    let Some((store, ordinal, versions)) = child_args() else { return };
     let (device, caller) = (&Device::all().unwrap()[ordinal], DeviceContext::new(ordinal));
     let [mut one, mut other] =
         [(); 2].map(|()| Some(store.receiver(&key(), Some(&device.uuid())).unwrap()));
@@ -244,33 +258,33 @@ fn as_two_readers() {
 
 #[test]
 #[ignore = "is run by another test"]
-fn as_a_writer_that_lends() {
-    let Some((store, ordinal, version)) = told() else { return };
+fn as_an_in_place_writer() {
+    let Some((store, ordinal, version)) = child_args() else { return };
     let caller = DeviceContext::new(ordinal);
     let model = Model::new(&caller);
-    let options = PutOptions { version: Some(version), ..options(Residency::Lent(ring(1))) };
+    let options = PutOptions { version: Some(version), ..options(Residency::InPlace(ring(1))) };
     drop(model.put(&store, version, &options));
 }
 
-/// Readers in other processes copy from the caller's memory, and from nowhere else; it is the caller's again when the put
-/// returns.
+/// Readers in other processes copy directly from the memory of the caller, until the put returns.
 #[test]
 #[ignore = "needs a GPU"]
-fn what_is_lent_is_copied_from_where_it_is() {
+fn in_place_put_is_copied_from_the_callers_memory() {
     for ordinal in 0..devices().len() {
         let served = TestDaemon::new(64 << 20);
         let (writer, url, ordinal_text) = (served.connect(), served.url(), ordinal.to_string());
-        let asks = asks(&url, &ordinal_text, "6");
-        let mut readers = [child("ring::as_a_reader", &asks), child("ring::as_two_readers", &asks)];
+        let env = child_env(&url, &ordinal_text, "6");
+        let mut readers =
+            [spawn_test("ring::as_a_reader", &env), spawn_test("ring::as_two_readers", &env)];
         let caller = DeviceContext::new(ordinal);
         let model = Model::new(&caller);
         for version in 1..=6 {
             let readers = if version > 2 { 2 } else { 3 };
             let report =
-                model.put(&writer, version, &options(Residency::Lent(ring(readers)))).unwrap();
+                model.put(&writer, version, &options(Residency::InPlace(ring(readers)))).unwrap();
             assert_eq!((report.version, report.transport), (version, Transport::CudaIpc));
             assert!(report.why.contains("lent where it is, in 5 allocations"), "{report:?}");
-            assert_eq!(writer.status().unwrap().memory.devices, 0);
+            assert_eq!(writer.status().unwrap().memory.device_bytes, 0);
         }
         for reader in &mut readers {
             assert!(reader.wait().unwrap().success());
@@ -278,19 +292,20 @@ fn what_is_lent_is_copied_from_where_it_is() {
     }
 }
 
-/// A reader that dies in the middle holds nobody up, and what it was reading is not written again.
+/// A killed reader does not block the ring, and its bucket is not reused while it may be read.
 #[test]
 #[ignore = "needs a GPU"]
-fn readers_that_die_hold_up_no_ring() {
+fn dead_readers_do_not_block_the_writer() {
     for (ordinal, device) in devices().into_iter().enumerate() {
-        for residency in [Residency::Ring(ring(2)), Residency::Lent(ring(2))] {
-            if matches!(residency, Residency::Ring(_)) && !has_segments() {
+        for residency in [Residency::Ring(ring(2)), Residency::InPlace(ring(2))] {
+            if matches!(residency, Residency::Ring(_)) && !supports_rings() {
                 continue;
             }
             let served = TestDaemon::new(64 << 20);
             let (writer, reader, url) = (served.connect(), served.connect(), served.url());
             let ordinal_text = ordinal.to_string();
-            let mut dying = child("ring::as_a_reader", &asks(&url, &ordinal_text, "1000"));
+            let mut dying =
+                spawn_test("ring::as_a_reader", &child_env(&url, &ordinal_text, "1000"));
             thread::scope(|scope| {
                 let device = &device;
                 scope.spawn(move || read(&reader, (ordinal, device), 1..=6));
@@ -312,35 +327,37 @@ fn readers_that_die_hold_up_no_ring() {
 fn with_one_reader(residency: Residency) -> Residency {
     match residency {
         Residency::Ring(_) => Residency::Ring(ring(1)),
-        _ => Residency::Lent(ring(1)),
+        _ => Residency::InPlace(ring(1)),
     }
 }
 
-/// Whoever reads too late what was lent takes it for nothing: the caller's memory may be anything by then.
+/// Reads after the end of an in-place put fail, since the memory may have other contents by then.
 #[test]
 #[ignore = "needs a GPU"]
-fn what_was_taken_back_is_not_taken_for_a_version() {
+fn receive_after_in_place_put_has_ended_fails() {
     for (ordinal, device) in devices().into_iter().enumerate() {
         let served = TestDaemon::new(64 << 20);
         let (writer, reader) = (served.connect(), served.connect());
         let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
         let caller = DeviceContext::new(ordinal);
         let model = Model::new(&caller);
-        let hurried =
-            PutOptions { timeout: Duration::from_millis(300), ..options(Residency::Lent(ring(1))) };
-        let error = model.put(&writer, 1, &hurried).unwrap_err();
+        let short_timeout = PutOptions {
+            timeout: Duration::from_millis(300),
+            ..options(Residency::InPlace(ring(1)))
+        };
+        let error = model.put(&writer, 1, &short_timeout).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
         let error = receive(&mut receiver, &caller, 1, Duration::from_millis(300)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
         assert!(error.is_target_modified(), "{error}");
-        goes_on(&mut receiver, &writer, ordinal);
+        expect_next_version(&mut receiver, &writer, ordinal);
     }
 }
 
-/// A put that nobody waits for any more takes back what it has lent, whoever reads it.
+/// A cancelled in-place put revokes the access of its readers.
 #[test]
 #[ignore = "needs a GPU"]
-fn what_a_put_has_lent_is_taken_back_when_nobody_waits_for_it() {
+fn cancelled_in_place_put_revokes_its_memory() {
     for (ordinal, device) in devices().into_iter().enumerate() {
         let served = TestDaemon::new(64 << 20);
         let (writer, reader) = (served.connect(), served.connect());
@@ -350,7 +367,7 @@ fn what_a_put_has_lent_is_taken_back_when_nobody_waits_for_it() {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let store = tssd_store::Store::connect(&served.url()).await.unwrap();
-            let (dict, options) = (model.write(1), options(Residency::Lent(ring(1))));
+            let (dict, options) = (model.write(1), options(Residency::InPlace(ring(1))));
             let (key, channel) = (key(), channel(&device));
             tokio::select! {
                 put = store.put_state_dict(&key, &dict, &options) => panic!("{put:?}"),
@@ -358,20 +375,20 @@ fn what_a_put_has_lent_is_taken_back_when_nobody_waits_for_it() {
             }
         });
         reader.wait_for_version(&channel(&device), 2, SOON).unwrap();
-        model.spoil();
+        model.overwrite();
         let error = receive(&mut receiver, &caller, 1, Duration::from_millis(300)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
-        goes_on(&mut receiver, &writer, ordinal);
+        expect_next_version(&mut receiver, &writer, ordinal);
     }
 }
 
-/// The next writer's version comes.
-fn goes_on(receiver: &mut Receiver, writer: &Store, ordinal: usize) {
+/// Checks that the receiver gets the next version, of another writer.
+fn expect_next_version(receiver: &mut Receiver, writer: &Store, ordinal: usize) {
     let caller = DeviceContext::new(ordinal);
     let model = Model::new(&caller);
     thread::scope(|scope| {
         scope.spawn(|| receive(receiver, &DeviceContext::new(ordinal), 2, SOON).unwrap());
-        let second = PutOptions { version: Some(2), ..options(Residency::Lent(ring(1))) };
+        let second = PutOptions { version: Some(2), ..options(Residency::InPlace(ring(1))) };
         model.put(writer, 2, &second).unwrap();
     });
 }
@@ -380,25 +397,25 @@ fn channel(device: &Device) -> Key {
     Key::new(format!("policy/.ring/{}", device.uuid())).unwrap()
 }
 
-/// A process that lends version 1, and waits for a reader.
-fn lending(served: &TestDaemon, ordinal: usize, device: &Device) -> Child {
+/// Starts a process that puts version 1 in place, and waits for a reader.
+fn start_in_place_writer(served: &TestDaemon, ordinal: usize, device: &Device) -> Child {
     let (url, ordinal) = (served.url(), ordinal.to_string());
-    let child = child("ring::as_a_writer_that_lends", &asks(&url, &ordinal, "1"));
+    let child = spawn_test("ring::as_an_in_place_writer", &child_env(&url, &ordinal, "1"));
     served.connect().wait_for_version(&channel(device), 1, SOON).unwrap();
     child
 }
 
-/// What a writer lends goes with it, and is nobody's version.
+/// If the writer of an in-place put is killed, its version cannot be received.
 #[test]
 #[ignore = "needs a GPU"]
-fn what_a_writer_has_lent_goes_with_it() {
+fn in_place_put_ends_with_its_writer() {
     for (ordinal, device) in devices().into_iter().enumerate() {
         let served = TestDaemon::new(64 << 20);
         let (writer, reader) = (served.connect(), served.connect());
         let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
         let peers = || writer.status().unwrap().peers.len();
         let before = peers();
-        let mut dying = lending(&served, ordinal, &device);
+        let mut dying = start_in_place_writer(&served, ordinal, &device);
         dying.kill().unwrap();
         dying.wait().unwrap();
         while peers() > before {
@@ -407,30 +424,31 @@ fn what_a_writer_has_lent_goes_with_it() {
         let caller = DeviceContext::new(ordinal);
         let error = receive(&mut receiver, &caller, 1, Duration::from_millis(300)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
-        goes_on(&mut receiver, &writer, ordinal);
+        expect_next_version(&mut receiver, &writer, ordinal);
     }
 }
 
-/// A writer that is there, whose handles nobody can open, as in another namespace of processes: that is said, and the next
-/// version comes.
+/// The handles of a live writer cannot be opened, for example because it is in another PID namespace.
+///
+/// The reader gets an error, and can receive the next version.
 #[test]
 #[ignore = "needs a GPU"]
-fn handles_that_nobody_can_open_are_an_error() {
+fn receive_fails_if_handles_cannot_be_opened() {
     for (ordinal, device) in devices().into_iter().enumerate() {
         let served = TestDaemon::new(64 << 20);
         let (writer, reader) = (served.connect(), served.connect());
         let mut receiver = reader.receiver(&key(), Some(&device.uuid())).unwrap();
-        let mut child = lending(&served, ordinal, &device);
+        let mut child = start_in_place_writer(&served, ordinal, &device);
         let options = GetOptions::default();
         let (mut table, _) = writer.get_state_dict(&channel(&device), &options).unwrap();
         child.kill().unwrap();
         child.wait().unwrap();
         let Value::Tensor(handles) = table.leaf("handles").unwrap() else { panic!("a tensor") };
-        let none = Tensor::from_slice(
+        let invalid = Tensor::from_slice(
             &vec![0xA5_u8; handles.meta().numel() as usize],
             handles.meta().shape(),
         );
-        table.insert("handles", none.unwrap());
+        table.insert("handles", invalid.unwrap());
         let _lender =
             writer.follow(&Key::new(format!("{}/lender/7", channel(&device))).unwrap()).unwrap();
         let mark = r#"{"version": 1, "put": 7, "part": 0, "is_last": true, "is_lent": true}"#;
@@ -441,6 +459,6 @@ fn handles_that_nobody_can_open_are_an_error() {
         let error = receive(&mut receiver, &caller, 1, SOON).unwrap_err();
         assert!(error.to_string().contains("that another process lends"), "{error}");
         assert!(!error.is_target_modified(), "{error}");
-        goes_on(&mut receiver, &writer, ordinal);
+        expect_next_version(&mut receiver, &writer, ordinal);
     }
 }

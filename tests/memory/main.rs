@@ -107,7 +107,7 @@ fn damage_is_found_before_allocation() {
         TorchStoreStateDict::from_state_dict(&StateDict::new()).unwrap().as_bytes().to_vec();
     let trailer = file.len() - 64;
     file[trailer + 8..trailer + 16].copy_from_slice(&(1_u64 << 30).to_le_bytes());
-    tssd_tests::damage::repair_checksums(&mut file);
+    tssd_tests::checksums::repair_checksums(&mut file);
     let (opened, open) = peak(|| Archive::from_bytes(Bytes::from(file)));
     assert!(opened.is_err());
     assert!(open < 64 << 10, "rejecting the file took {open}");

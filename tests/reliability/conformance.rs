@@ -4,33 +4,33 @@
 //! difference is shrunk and printed with its seed. `TSSD_RELIABILITY_SEED` repeats the sequences of
 //! a seed.
 
-/// Merge of the contributions of all writers, element by element.
-mod fit;
 /// Backends: stores in memory, in directories, and behind daemons.
-mod home;
+mod backend;
 /// Conversion between model types and store types.
-mod interpreter;
+mod convert;
+/// Runs a store and its model side by side.
+mod harness;
+/// Merge of the contributions of all writers, element by element.
+mod merge;
 /// Reference model of a store.
 mod model;
 /// Operations of a store and of its model, and random sequences of them.
 mod operations;
+/// Plain types of the model.
+mod types;
 /// One version in the model.
 mod version;
-/// Plain types of the model.
-mod words;
-/// Runs a store and its model side by side.
-mod world;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
 use serde_json::json;
-use tssd_tests::proof::Campaign;
+use tssd_tests::campaign::Campaign;
 
-use self::home::{Backend, BackendKind};
 use self::operations::{OPERATION_NAMES, Operation, sequences};
-use self::world::{Harness, PlantedBug, RunStats};
+use crate::conformance::backend::{Backend, BackendKind};
+use crate::conformance::harness::{Harness, PlantedBug, RunStats};
 
 /// Number of sequences that CI runs, by kind of store.
 const SEQUENCES_PER_KIND: [(BackendKind, u64); 5] = [

@@ -10,10 +10,10 @@ use std::collections::BTreeMap;
 use serde_json::json;
 use tssd_store::ledger::{Reason, Refusal};
 use tssd_store::{Durability, ErrorKind};
-use tssd_tests::dice::SeededRng;
+use tssd_tests::campaign::Campaign;
 use tssd_tests::network::Network;
-use tssd_tests::proof::Campaign;
-use tssd_tests::steps::{publish, publish_with_durability, read_step, wait_until};
+use tssd_tests::rng::SeededRng;
+use tssd_tests::training_steps::{publish, publish_with_durability, read_step, wait_until};
 
 use self::cluster::{Cluster, HOSTS, Workload};
 

@@ -3,13 +3,13 @@
 //! Exhausted disks, memory and descriptors; slow or malicious peers; damaged, lost and foreign
 //! files; a clock that jumps.
 
-mod crowd;
+mod bit_flips;
+mod cgroup;
+mod client_process;
 mod descriptors;
-mod full;
-mod group;
-mod holdings;
-mod liar;
-mod mounted;
-mod processes;
-mod rot;
-mod strangers;
+mod fixtures;
+mod foreign_files;
+mod full_disk;
+mod hostile_clients;
+mod malicious_peer;
+mod temp_mount;

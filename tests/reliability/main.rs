@@ -6,32 +6,32 @@
 
 /// Logs of acknowledged versions.
 #[cfg(target_os = "linux")]
-mod acknowledged;
+mod ack_log;
 /// Writer and reader processes.
 #[cfg(target_os = "linux")]
-mod actor;
+mod client_process;
 /// Random operations against a store and its model.
 #[cfg(target_os = "linux")]
 mod conformance;
 /// State dicts whose elements identify their key, version and writer.
 #[cfg(target_os = "linux")]
 mod contents;
-/// Inspection of the directory of a store.
-#[cfg(target_os = "linux")]
-mod folder;
 /// Killed and disconnected hosts that share etcd and a bucket.
 #[cfg(target_os = "linux")]
 #[cfg(feature = "etcd")]
 mod hosts;
-/// Killed daemons, writers and readers under load; reopening of large stores.
-#[cfg(target_os = "linux")]
-mod kill;
 /// Exhausted disks, memory and descriptors, damaged files, malicious peers.
 #[cfg(target_os = "linux")]
 mod limits;
 /// Linearizability of the history of each key under faults.
 #[cfg(target_os = "linux")]
-mod linear;
+mod linearizability;
+/// Killed daemons, writers and readers under load; reopening of large stores.
+#[cfg(target_os = "linux")]
+mod process_kills;
+/// Inspection of the directory of a store.
+#[cfg(target_os = "linux")]
+mod store_dir;
 /// Failure or kill at every system call.
 #[cfg(target_os = "linux")]
 mod syscalls;

@@ -2,11 +2,11 @@
 //!
 //! Every call of a store fails, transfers less than requested, or is the last one of its process.
 
-mod child;
 mod process;
 mod scenario;
-mod short;
+mod short_io;
 mod strace;
+mod test_process;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -17,14 +17,14 @@ use std::thread;
 use serde_json::json;
 use tempfile::TempDir;
 use tokio::runtime::Builder;
+use tssd_tests::campaign::Campaign;
 use tssd_tests::command::memory_tempdir;
-use tssd_tests::proof::Campaign;
 
-use self::child::{StepRunner, store_root};
 use self::process::ProcessOutcome;
 use self::scenario::{DAEMON_RECOVERY, RECOVERY, SCENARIOS, Scenario, State, Step};
 use self::strace::{Call, Fault};
-use crate::folder;
+use crate::store_dir;
+use crate::syscalls::test_process::{StepRunner, store_root};
 
 /// Number of rounds in CI.
 const ROUNDS: u64 = 1000;
@@ -73,7 +73,7 @@ impl StartState {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let place = self.folder.path().join(number.to_string());
-        folder::copy(&self.folder.path().join("before"), &place);
+        store_dir::copy(&self.folder.path().join("before"), &place);
         std::fs::create_dir_all(place.join("run")).unwrap();
         WorkDir(place)
     }
@@ -158,7 +158,7 @@ impl InjectionPoint {
     fn run_process(&self, place: &WorkDir) -> ProcessOutcome {
         let scenario = self.start.scenario;
         match self.fault {
-            Fault::HalfBytes => short::run_with_short_call(scenario, &place.0, &self.call),
+            Fault::HalfBytes => short_io::run_with_short_call(scenario, &place.0, &self.call),
             fault => strace::inject(scenario, &place.0, &self.call, fault),
         }
     }
@@ -200,7 +200,7 @@ impl InjectionPoint {
             if self.start.had_daemon {
                 actor.run_sweep().await.map_err(|error| format!("the next daemon: {error}"))?;
             }
-            let problems = folder::foreign_files(&store_root(place), &[("model", seen)]);
+            let problems = store_dir::foreign_files(&store_root(place), &[("model", seen)]);
             if problems.is_empty() {
                 Ok(is_blocked)
             } else {
@@ -275,13 +275,14 @@ fn states_after_kills(
         let place = start.copy_to_work_dir();
         let outcome = point.run_process(&place);
         let acknowledged = outcome.stdout.lines().filter(|line| line.starts_with("ack ")).count();
-        if !outcome.is_killed() || !fingerprints.insert(folder::fingerprint(&store_root(&place.0)))
+        if !outcome.is_killed()
+            || !fingerprints.insert(store_dir::fingerprint(&store_root(&place.0)))
         {
             continue;
         }
         for scenario in [RECOVERY, DAEMON_RECOVERY] {
             let folder = memory_tempdir();
-            folder::copy(&place.0, &folder.path().join("before"));
+            store_dir::copy(&place.0, &folder.path().join("before"));
             let states = start.allowed_states(acknowledged);
             let had_daemon = start.had_daemon || scenario.is_daemon;
             let kills = start.kills + 1;
@@ -468,7 +469,7 @@ fn store_survives_short_reads_and_writes() {
     }
     counts.starts = starts.len() as u64;
     let points = starts.iter().flat_map(|start| {
-        let calls = start.calls().into_iter().filter(short::can_be_short);
+        let calls = start.calls().into_iter().filter(short_io::can_be_short);
         calls.map(|call| InjectionPoint { start: start.clone(), call, fault: Fault::HalfBytes })
     });
     counts.run(|_| true, &points.collect::<Vec<_>>());

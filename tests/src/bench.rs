@@ -4,16 +4,16 @@
 #![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
 
 mod curve;
-mod cut;
 mod fsdp;
-mod last;
-mod limit;
+mod hardware_limits;
+mod last_result;
 mod model;
 mod options;
 pub mod peer;
 mod race;
 mod record;
 mod shapes;
+mod truncate;
 mod versions;
 
 use std::collections::BTreeMap;
@@ -24,10 +24,10 @@ use crate::bench::record::Records;
 
 pub use crate::bench::curve::Curve;
 pub use crate::bench::fsdp::Fsdp;
-pub use crate::bench::last::LastResult;
-pub use crate::bench::limit::{
+pub use crate::bench::hardware_limits::{
     CopyBuffers, Echo, core_label, minor_faults, read_in_pieces, read_into, run_on_cores,
 };
+pub use crate::bench::last_result::LastResult;
 pub use crate::bench::model::{Model, expert_name, normal_bf16, sum_words, targets};
 pub use crate::bench::options::{Options, exit_with_error};
 pub use crate::bench::race::{Race, Role, Runner, Target};

@@ -4,37 +4,37 @@
 //! processes.
 
 #[cfg(target_os = "linux")]
-pub mod authority;
-#[cfg(target_os = "linux")]
 pub mod bench;
-#[cfg(all(target_os = "linux", feature = "cuda"))]
-pub mod caller;
+pub mod campaign;
+#[cfg(target_os = "linux")]
+pub mod certificates;
+pub mod checksums;
 pub mod command;
 pub mod corpus;
-pub mod damage;
-pub mod dice;
+#[cfg(all(target_os = "linux", feature = "cuda"))]
+pub mod device_context;
 #[cfg(target_os = "linux")]
 pub mod etcd;
 pub mod fuzz;
 pub mod generate;
 #[cfg(target_os = "linux")]
-pub mod growth;
-#[cfg(target_os = "linux")]
 pub mod host;
 #[cfg(target_os = "linux")]
-pub mod hostile;
+pub mod hostile_connection;
 pub mod layout;
 #[cfg(target_os = "linux")]
 pub mod network;
-pub mod proof;
 #[cfg(target_os = "linux")]
-pub mod raw;
+pub mod raw_connection;
+#[cfg(target_os = "linux")]
+pub mod resource_growth;
+pub mod rng;
 #[cfg(target_os = "linux")]
 pub mod s3;
-#[cfg(target_os = "linux")]
-pub mod served;
 pub mod sharding;
-pub mod steps;
+#[cfg(target_os = "linux")]
+pub mod test_daemon;
+pub mod training_steps;
 pub mod vectors;
 
 /// Compiles the examples of the README as doc tests.

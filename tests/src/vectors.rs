@@ -2,10 +2,10 @@
 //!
 //! They are written by the writer of this project.
 
-mod future;
+mod compressed;
+mod forward_compat;
 mod limits;
-mod packed;
-mod sets;
+mod shard_sets;
 mod shards;
 mod tensors;
 mod values;
@@ -41,9 +41,9 @@ pub fn vectors() -> Vec<Vector> {
     let mut vectors = values::vectors();
     vectors.extend(tensors::vectors());
     vectors.extend(shards::vectors());
-    vectors.extend(packed::vectors());
-    vectors.extend(sets::vectors());
-    vectors.extend(future::vectors());
+    vectors.extend(compressed::vectors());
+    vectors.extend(shard_sets::vectors());
+    vectors.extend(forward_compat::vectors());
     vectors.extend(limits::vectors());
     vectors.sort_by_key(|vector| vector.name);
     vectors

@@ -16,8 +16,8 @@ use tssd_store::{
     DaemonOptions, Durability, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target,
 };
 use tssd_tests::command::{DaemonProcess, memory_tempdir};
-use tssd_tests::raw::{HELLO, RawConnection, frame};
-use tssd_tests::served::TestDaemon;
+use tssd_tests::raw_connection::{HELLO, RawConnection, frame};
+use tssd_tests::test_daemon::TestDaemon;
 
 const MIB: u64 = 1 << 20;
 
@@ -184,7 +184,7 @@ fn in_place_reads_fill_targets_and_can_skip_verification() {
         let mut memory = vec![0; usize::try_from(4 * MIB).unwrap()];
         let meta = TensorMeta::new(tssd_format::Dtype::Uint8, &[4, MIB]).unwrap();
         let target =
-            Target { fqn: "weight".into(), place: None, meta, memory: (&mut memory).into() };
+            Target { fqn: "weight".into(), shard_spec: None, meta, memory: (&mut memory).into() };
         let options = GetOptions { unverified: step == 2, ..GetOptions::default() };
         let report = reader.get_state_dict_into(&key(), &mut [target], &options).unwrap();
         assert_eq!(report.bytes_transferred, 4 * MIB);
@@ -212,7 +212,7 @@ fn daemon_exit_fails_requests_and_keeps_views() {
 #[test]
 fn second_daemon_on_socket_is_refused() {
     let daemon = TestDaemon::new(1 << 30);
-    let error = Daemon::bind(DaemonOptions::at(daemon.socket(), MIB)).unwrap_err();
+    let error = Daemon::bind(DaemonOptions::for_socket(daemon.socket(), MIB)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy);
     assert!(error.to_string().contains(&format!("process {}", std::process::id())), "{error}");
 }
@@ -235,7 +235,7 @@ fn daemon_takes_over_socket_of_killed_daemon() {
     // A stale socket: no process listens on it.
     drop(UnixListener::bind(&socket).unwrap());
     assert!(socket.exists());
-    let daemon = Daemon::bind(DaemonOptions::at(&socket, MIB));
+    let daemon = Daemon::bind(DaemonOptions::for_socket(&socket, MIB));
     let (stop, stopped) = tokio::sync::oneshot::channel();
     let thread = std::thread::spawn(move || daemon.unwrap().serve(stopped).unwrap());
     let store = Store::connect(&format!("unix:{}", socket.display())).unwrap();
@@ -625,7 +625,7 @@ fn directory_has_one_daemon_or_direct_writers() {
     put(&direct, 1, 1);
     let options = |socket: &str| DaemonOptions {
         root: Some(folder.path().to_owned()),
-        ..DaemonOptions::at(folder.path().join(socket), 1 << 30)
+        ..DaemonOptions::for_socket(folder.path().join(socket), 1 << 30)
     };
     let error = Daemon::bind(options("one")).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "a store writes the directory directly: {error}");
@@ -1226,7 +1226,7 @@ fn socket_is_private_unless_other_users_are_allowed() {
     for (allow_uids, mode) in [(vec![], 0o600), (vec![12345], 0o666)] {
         let daemon = Daemon::bind(DaemonOptions {
             allow_uids,
-            ..DaemonOptions::at(folder.path().join("socket"), MIB)
+            ..DaemonOptions::for_socket(folder.path().join("socket"), MIB)
         });
         let daemon = daemon.unwrap();
         let metadata = std::fs::metadata(daemon.socket()).unwrap();
@@ -1489,7 +1489,7 @@ fn metrics_on_public_address_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let options = DaemonOptions {
         metrics: Some("0.0.0.0:0".parse().unwrap()),
-        ..DaemonOptions::at(folder.path().join("socket"), MIB)
+        ..DaemonOptions::for_socket(folder.path().join("socket"), MIB)
     };
     let error = Daemon::bind(options).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
@@ -1502,7 +1502,7 @@ fn stopped_daemon_is_alive_but_not_ready() {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let options = DaemonOptions {
         metrics: Some("127.0.0.1:0".parse().unwrap()),
-        ..DaemonOptions::at(folder.path().join("socket"), MIB)
+        ..DaemonOptions::for_socket(folder.path().join("socket"), MIB)
     };
     let daemon = runtime.block_on(tssd_store::Daemon::bind(options)).unwrap();
     let address = daemon.metrics().unwrap();

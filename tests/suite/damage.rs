@@ -9,7 +9,7 @@ use tssd_format::{
     Archive, Attrs, Blob, ChunkPolicy, Compression, Error, ErrorKind, Options, Result, ShardFile,
     StateDict, StorageReference, Tensor, TorchStoreStateDict, Value, VerifyJob,
 };
-use tssd_tests::damage::{index_offset, repair_checksums};
+use tssd_tests::checksums::{index_offset, repair_checksums};
 use tssd_tests::generate;
 use tssd_tests::vectors::Content;
 

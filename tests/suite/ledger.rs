@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use tssd_store::ledger::{
-    ArchiveReference, Begin, Command, Commit, Contribution, Digest, Durability, Effect, Fate,
-    JobId, LeaseId, MAX_DELETIONS, MAX_ENDED, MAX_OPEN, ManifestReference, OPEN_LIMIT, Outcome,
-    Reason, Refusal, Selection, Selector, SessionId, State, Status, Step, Timestamp, Version,
-    VersionId, WriterSet, pending, step,
+    ArchiveDigest, ArchiveReference, Begin, Command, Commit, Contribution, Durability, Effect,
+    JobId, LeaseId, MAX_OPEN, MAX_PENDING_DELETIONS, MAX_TOMBSTONES, ManifestReference,
+    OPEN_TIMEOUT, Outcome, Reason, Refusal, Selection, Selector, SessionId, State, Status, Step,
+    Timestamp, Version, VersionId, VersionOutcome, WriterSet, pending, step,
 };
 
 proptest! {
@@ -148,8 +148,8 @@ const NEWEST: &str = "newest";
 const NEWER: &str = "newer";
 const OLDER: &str = "older";
 
-fn any_digest() -> impl Strategy<Value = Digest> {
-    (0..3_u8).prop_map(|contents| Digest([contents; 16]))
+fn any_digest() -> impl Strategy<Value = ArchiveDigest> {
+    (0..3_u8).prop_map(|contents| ArchiveDigest([contents; 16]))
 }
 
 fn any_version_action() -> impl Strategy<Value = VersionAction> {
@@ -190,7 +190,7 @@ fn any_command() -> impl Strategy<Value = Command> {
         3 => (0..480_000_u64).prop_map(|now| Command::Expire { now: Timestamp(now) }),
         4 => (selector.clone(), 0..4_u128, 0..2_u8).prop_map(lease),
         2 => (0..4_u128).prop_map(|lease| Command::Release { lease: LeaseId(lease) }),
-        1 => (0..2_u8).prop_map(|holder| Command::HolderGone { holder: holder.to_string() }),
+        1 => (0..2_u8).prop_map(|holder| Command::HolderEnded { holder: holder.to_string() }),
         2 => any_session().prop_map(session_ended),
         2 => (selector, label()).prop_map(|(selector, label)| Command::Pin { selector, label }),
         2 => label().prop_map(|label| Command::Unpin { label }),
@@ -215,12 +215,12 @@ struct LedgerModel {
     opened: BTreeMap<VersionId, Version>,
     /// Each version as it was when it became visible.
     made_visible: BTreeMap<VersionId, Version>,
-    committed: BTreeMap<(VersionId, u32), Digest>,
+    committed: BTreeMap<(VersionId, u32), ArchiveDigest>,
     calls: BTreeMap<(JobId, u64), VersionId>,
     last_call: u64,
     jobs: u32,
     fenced_jobs: BTreeSet<JobId>,
-    outcomes: BTreeMap<VersionId, Fate>,
+    outcomes: BTreeMap<VersionId, VersionOutcome>,
     begin_count: u128,
 }
 
@@ -308,14 +308,14 @@ impl LedgerModel {
     ) -> Result<Outcome, Refusal> {
         let archives =
             vec![ArchiveReference { name: format!("{id}.{writer}"), file_len: 9, bytes: 8 }];
-        let (digest, now) = (Digest([contents; 16]), Timestamp(self.now));
+        let (digest, now) = (ArchiveDigest([contents; 16]), Timestamp(self.now));
         self.apply(&Command::Commit(Commit {
             id,
             writer,
             job,
             digest,
             archives,
-            keeper: replica,
+            replica_session: replica,
             now,
         }))
     }
@@ -350,19 +350,19 @@ impl LedgerModel {
             VersionAction::Abort(writer) => Command::Abort { id, writer },
             VersionAction::Proved(is_other) => {
                 let manifest = if is_other { manifest(VersionId(0)) } else { manifest(id) };
-                Command::Proved { id, manifest, now }
+                Command::Verified { id, manifest, now }
             }
             VersionAction::Rejected => Command::Rejected { id, reason: "hole".repeat(400) },
             VersionAction::Reclaimed => Command::Reclaimed { id },
             VersionAction::Delete => Command::Delete { selection: Selection::Id(id) },
             VersionAction::PublishReplicas(writers, session) => {
-                Command::Keep { id, writers, session }
+                Command::PublishReplicas { id, writers, session }
             }
             VersionAction::ReleaseReplica(writer, session) => {
-                Command::LetGo { id, writer, session }
+                Command::ReleaseReplica { id, writer, session }
             }
-            VersionAction::Stored => Command::Stored { id },
-            VersionAction::NotStored => Command::NotStored { id },
+            VersionAction::Stored => Command::Uploaded { id },
+            VersionAction::NotStored => Command::NotUploaded { id },
             VersionAction::Abandon => Command::Abandon { id },
             VersionAction::Lease(lease) => {
                 let (selector, lease) = (Selector::Id(id), LeaseId(lease));
@@ -398,10 +398,10 @@ impl LedgerModel {
     /// Returns the command that reports an effect as done.
     fn effect_result(&self, effect: Effect) -> Command {
         match effect {
-            Effect::Prove { id } if id.0 % 8 == 7 => {
+            Effect::Verify { id } if id.0 % 8 == 7 => {
                 self.version_command(id, VersionAction::Rejected)
             }
-            Effect::Prove { id } => self.version_command(id, VersionAction::Proved(false)),
+            Effect::Verify { id } => self.version_command(id, VersionAction::Proved(false)),
             Effect::Delete { id, .. } => Command::Reclaimed { id },
             _ => unreachable!("{effect:?}"),
         }
@@ -410,24 +410,24 @@ impl LedgerModel {
     /// Ends all open versions, leases, pins and uploads. Then only retained versions remain.
     fn finish(&mut self) {
         self.run_pending_effects();
-        self.now += u64::try_from(OPEN_LIMIT.as_millis()).unwrap();
+        self.now += u64::try_from(OPEN_TIMEOUT.as_millis()).unwrap();
         self.apply(&Command::Expire { now: Timestamp(self.now) }).unwrap();
         for holder in ["0", "1"] {
-            self.apply(&Command::HolderGone { holder: holder.to_owned() }).unwrap();
+            self.apply(&Command::HolderEnded { holder: holder.to_owned() }).unwrap();
         }
         for label in ["0", "1", "2"] {
             self.apply(&Command::Unpin { label: label.to_owned() }).unwrap();
         }
         for id in self.begun.clone() {
-            self.apply(&Command::NotStored { id }).unwrap();
+            self.apply(&Command::NotUploaded { id }).unwrap();
         }
         self.run_pending_effects();
         assert!(self.state.versions().all(Version::is_visible));
         assert!(self.state.visible().count() <= 3 * self.keep());
         let ended = &serde_json::to_value(&self.state).unwrap()["ended"];
-        assert!(ended.as_array().unwrap().len() <= MAX_ENDED);
+        assert!(ended.as_array().unwrap().len() <= MAX_TOMBSTONES);
         for id in self.opened.keys() {
-            assert!(!matches!(self.state.outcome_of(*id), Some(Fate::Pending { .. })));
+            assert!(!matches!(self.state.outcome_of(*id), Some(VersionOutcome::Pending { .. })));
         }
     }
 
@@ -482,17 +482,18 @@ impl LedgerModel {
             let Some(now) = now else { continue };
             let mut lost_writers = BTreeSet::new();
             for (writer, contribution) in &version.contributions {
-                let replicas: Vec<_> = contribution.keepers().collect();
-                let remaining = now.contributions.get(writer).map(|now| now.keepers().collect());
+                let replicas: Vec<_> = contribution.replica_sessions().collect();
+                let remaining =
+                    now.contributions.get(writer).map(|now| now.replica_sessions().collect());
                 let mut expected = replicas.clone();
                 match command {
                     Command::SessionEnded { session, .. } => {
                         expected.retain(|replica| replica != session);
-                        if replicas == [*session] && !version.stored {
+                        if replicas == [*session] && !version.uploaded {
                             lost_writers.insert(*writer);
                         }
                     }
-                    Command::Keep { id, writers, session }
+                    Command::PublishReplicas { id, writers, session }
                         if *id == version.id
                             && writers.contains(*writer)
                             && version.is_visible()
@@ -501,7 +502,7 @@ impl LedgerModel {
                     {
                         expected.push(*session);
                     }
-                    Command::LetGo { id, writer: of, session }
+                    Command::ReleaseReplica { id, writer: of, session }
                         if (id, of) == (&version.id, writer) && replicas != [*session] =>
                     {
                         expected.retain(|replica| replica != session);
@@ -531,10 +532,10 @@ impl LedgerModel {
                 assert_eq!(reason, Some(lost_writers.into_iter().collect()), "{command:?}");
                 assert!(!self.state.is_held(now.id));
                 let number = now.number;
-                let refusal = self.state.found(Selector::Id(now.id)).err();
+                let refusal = self.state.select(Selector::Id(now.id)).err();
                 let is_lost = |refusal: &Refusal| matches!(refusal, Refusal::Dropped { number: of, reason: Reason::Lost { .. } } if *of == number);
                 assert!(refusal.as_ref().is_some_and(is_lost), "{refusal:?}");
-                self.outcomes.insert(now.id, now.fate());
+                self.outcomes.insert(now.id, now.outcome());
                 self.made_visible.remove(&now.id);
             } else if was_live {
                 assert_eq!(reason, None, "{command:?}");
@@ -596,7 +597,7 @@ impl LedgerModel {
                     self.check_call(job, call, *id);
                 }
             }
-            (Command::Proved { id, manifest, .. }, _) => {
+            (Command::Verified { id, manifest, .. }, _) => {
                 let version = self.state.versions().find(|version| version.id == *id);
                 assert_eq!(version.and_then(Version::manifest), Some(manifest));
             }
@@ -627,7 +628,7 @@ impl LedgerModel {
         let mut names = BTreeSet::new();
         for version in self.state.versions() {
             let opened = self.opened.entry(version.id).or_insert_with(|| version.clone());
-            let identity = |it: &Version| (it.epoch, it.number, it.call, it.rewinds);
+            let identity = |it: &Version| (it.epoch, it.number, it.call, it.rewind_from);
             assert_eq!(identity(opened), identity(version));
             assert_eq!((&opened.job, &opened.writers), (&version.job, &version.writers));
             assert!(names.insert((version.epoch, version.number)), "two versions have one name");
@@ -640,7 +641,7 @@ impl LedgerModel {
             if version.manifest().is_some() {
                 let visible_version = self.made_visible.entry(version.id).or_insert_with(|| {
                     let is_proof = |command: &Command| match command {
-                        Command::Proved { id, manifest, .. } => {
+                        Command::Verified { id, manifest, .. } => {
                             *id == version.id && Some(manifest) == version.manifest()
                         }
                         _ => false,
@@ -661,7 +662,7 @@ impl LedgerModel {
                 let is_fenced =
                     version.job.as_ref().is_some_and(|job| self.fenced_jobs.contains(job));
                 assert!(!is_fenced, "a fenced job has an open version");
-                let is_proving = matches!(version.status, Status::Proving { .. });
+                let is_proving = matches!(version.status, Status::Verifying { .. });
                 assert_eq!(is_proving, version.missing().is_empty());
             }
         }
@@ -700,14 +701,15 @@ impl LedgerModel {
                 self.state.visible().filter(|it| before.version(Selector::Id(it.id)).is_none());
             let new: Vec<_> = new.collect();
             let is_rewound = |version: &&Version| {
-                let from = new.first().and_then(|it| it.rewinds.map(|from| (it.epoch, from)));
+                let from = new.first().and_then(|it| it.rewind_from.map(|from| (it.epoch, from)));
                 from.is_some_and(|(epoch, from)| version.epoch < epoch && version.number >= from)
             };
             let is_lost = |version: &&Version| {
-                let mut replicas = version.contributions.values().map(Contribution::keepers);
+                let mut replicas =
+                    version.contributions.values().map(Contribution::replica_sessions);
                 match command {
                     Command::SessionEnded { session, .. } => {
-                        !version.stored
+                        !version.uploaded
                             && replicas.any(|replicas| replicas.collect::<Vec<_>>() == [*session])
                     }
                     _ => false,
@@ -719,7 +721,7 @@ impl LedgerModel {
             let now = |id: &VersionId| self.state.versions().find(|version| version.id == *id);
             let newest_durable = |stored: bool| {
                 let is_match =
-                    move |version: &Version| version.is_durable() && version.stored == stored;
+                    move |version: &Version| version.is_durable() && version.uploaded == stored;
                 let durable = expected.iter().rev().filter(move |id| now(id).is_some_and(is_match));
                 durable.take(self.keep()).copied()
             };
@@ -727,7 +729,7 @@ impl LedgerModel {
                 newest_durable(false).chain(newest_durable(true)).collect();
             retained.extend(expected.iter().rev().take(self.keep()));
             retained.extend(self.state.pins().map(|(_, id)| id));
-            let is_uploading = |id: &VersionId| now(id).is_some_and(Version::is_to_be_stored);
+            let is_uploading = |id: &VersionId| now(id).is_some_and(Version::is_upload_pending);
             expected.retain(|id| retained.contains(id) || is_uploading(id));
             assert_eq!(visible(&self.state), expected, "{command:?}");
         }
@@ -742,13 +744,16 @@ impl LedgerModel {
         for id in self.opened.keys() {
             let (known, now) = (self.outcomes.get(id), self.state.outcome_of(*id));
             match (known, now) {
-                (Some(Fate::Pending { .. }) | None, Some(now)) => {
+                (Some(VersionOutcome::Pending { .. }) | None, Some(now)) => {
                     self.outcomes.insert(*id, now);
                 }
                 // A visible version may be lost later.
-                (Some(Fate::Visible), Some(Fate::Dropped(Reason::Lost { .. }))) => {}
+                (
+                    Some(VersionOutcome::Visible),
+                    Some(VersionOutcome::Dropped(Reason::Lost { .. })),
+                ) => {}
                 (Some(known), Some(now)) => assert_eq!(known, &now),
-                (known, None) => assert!(!matches!(known, Some(Fate::Pending { .. }))),
+                (known, None) => assert!(!matches!(known, Some(VersionOutcome::Pending { .. }))),
             }
         }
     }
@@ -756,11 +761,11 @@ impl LedgerModel {
     /// A version that is stored in a bucket stays stored. After all sessions have ended, only durable
     /// versions remain, and all of them.
     fn check_durable(&self, before: &State) {
-        for version in before.versions().filter(|version| version.stored) {
+        for version in before.versions().filter(|version| version.uploaded) {
             let now = self.state.versions().find(|now| now.id == version.id);
-            assert!(now.is_none_or(|now| now.stored && now.is_durable()));
+            assert!(now.is_none_or(|now| now.uploaded && now.is_durable()));
         }
-        let durable = self.state.durable();
+        let durable = self.state.durable_state();
         let remaining = self.state.versions().filter(|version| version.is_durable());
         let is_retained = |version: &Version| {
             version.is_visible() || self.state.pins().any(|(_, id)| id == version.id)
@@ -774,7 +779,7 @@ impl LedgerModel {
         assert!(durable.versions().cloned().eq(remaining));
         let newest = durable.versions().map(|version| (version.epoch, version.number)).max();
         assert!(newest <= durable.highest().map(|number| (durable.epoch(), number)));
-        assert_eq!(durable.durable(), durable);
+        assert_eq!(durable.durable_state(), durable);
     }
 
     /// Every state survives serialization to JSON.
@@ -786,16 +791,17 @@ impl LedgerModel {
     }
 
     fn check_size(&self) {
-        let uploading = self.state.versions().filter(|version| version.is_to_be_stored()).count();
+        let uploading = self.state.versions().filter(|version| version.is_upload_pending()).count();
         let in_use = self.state.pins().count() + 4 + uploading;
         let retained = 3 * self.keep();
         assert!(
-            self.state.versions().count() <= 2 * MAX_OPEN + retained + in_use + MAX_DELETIONS + 4
+            self.state.versions().count()
+                <= 2 * MAX_OPEN + retained + in_use + MAX_PENDING_DELETIONS + 4
         );
     }
 }
 
 fn manifest(id: VersionId) -> ManifestReference {
-    let (name, digest) = (format!("{id}.manifest"), Digest([9; 16]));
-    ManifestReference { name, digest, file_len: 1, keeper: None }
+    let (name, digest) = (format!("{id}.manifest"), ArchiveDigest([9; 16]));
+    ManifestReference { name, digest, file_len: 1, replica_session: None }
 }

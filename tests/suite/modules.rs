@@ -39,7 +39,15 @@ impl Imports {
                 }
             }
         }
-        files.retain(|module, _| !module.iter().any(|name| name == "tests" || name == "bin"));
+        // A module that product code does not declare is a test, or a program of its own.
+        let declares = |parent: &[String], name: &str| {
+            files.get(parent).is_some_and(|code| code.contains(&format!("mod {name};")))
+        };
+        let is_product = |module: &ModulePath| {
+            (0..module.len()).all(|len| declares(&module[..len], &module[len]))
+        };
+        let product: BTreeSet<_> = files.keys().filter(|it| is_product(it)).cloned().collect();
+        files.retain(|module, _| product.contains(module));
         let modules: BTreeSet<ModulePath> = files.keys().cloned().collect();
         let exported = exports(&files[&Vec::new()]);
         let by_module = files.iter().map(|(module, code)| {

@@ -10,8 +10,8 @@ use tssd_format::{Dtype, Region, StateDict, Storage, Tensor, TensorMeta};
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, PutOptions};
 use tssd_tests::etcd::Etcd;
-use tssd_tests::served::TestDaemon;
-use tssd_tests::steps::{key, publish, read_step, wait_until};
+use tssd_tests::test_daemon::TestDaemon;
+use tssd_tests::training_steps::{key, publish, read_step, wait_until};
 
 const MIB: u64 = 1 << 20;
 

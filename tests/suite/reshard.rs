@@ -12,14 +12,14 @@ use tssd_format::{
     ShardSpec, StateDict, TensorMeta, TensorReference, TensorSlice, Value,
 };
 use tssd_store::blocking::Store;
-use tssd_store::plan::{Wanted, plan};
+use tssd_store::plan::{RegionRequest, plan};
 use tssd_store::{GetOptions, JobId, Key, PutOptions, Target};
 use tssd_tests::command::memory_tempdir;
-use tssd_tests::served::TestDaemon;
 use tssd_tests::sharding::{
     counting_elements, local_meta, local_places, local_shards, region_elements, strided_meta,
     to_u32s,
 };
+use tssd_tests::test_daemon::TestDaemon;
 
 /// A mesh, and the placements of a tensor on it.
 #[derive(Clone, Debug)]
@@ -90,7 +90,7 @@ proptest! {
         for rank in get.mesh.ranks() {
             for place in local_places(&shape, &get.mesh, *rank, &get.placements) {
                 let region = place.slice().region();
-                let wanted = Wanted {
+                let wanted = RegionRequest {
                     meta: strided_meta(region.shape()),
                     region: region.clone(),
                     global_shape: shape.clone().into(),
@@ -102,8 +102,8 @@ proptest! {
                     moved += copy.runs.total_bytes();
                     copy.runs.for_each(|from, to, bytes| {
                         for offset in 0..bytes / 4 {
-                            let from = usize::try_from(copy.source + from).unwrap() / 4;
-                            let to = usize::try_from(copy.target + to).unwrap() / 4;
+                            let from = usize::try_from(copy.source_offset + from).unwrap() / 4;
+                            let to = usize::try_from(copy.target_offset + to).unwrap() / 4;
                             let offset = usize::try_from(offset).unwrap();
                             let slot = &mut target[to + offset];
                             assert!(slot.is_none(), "an element is written twice");
@@ -131,7 +131,7 @@ proptest! {
         let missing = stored.remove(index.index(stored.len()));
         let region = missing.shard_spec.unwrap().slice().region();
         prop_assume!(!region.is_empty());
-        let wanted = Wanted {
+        let wanted = RegionRequest {
             meta: TensorMeta::new(Dtype::Uint32, &shape).unwrap(),
             region: Region::whole(&shape),
             global_shape: shape.into(),
@@ -201,7 +201,7 @@ fn check_get(store: &Store, key: &Key, shape: &[u64], get: &Sharding, seed: u32)
             let mut memory = vec![0xEE_u8; usize::try_from(meta.span_bytes()).unwrap()];
             let target = Target {
                 fqn: "sharded".to_owned(),
-                place: Some(place.clone()),
+                shard_spec: Some(place.clone()),
                 meta: meta.clone(),
                 memory: (&mut memory).into(),
             };
@@ -344,7 +344,7 @@ fn bucket_slice_transfers_little_more_than_its_bytes() {
             .zip(&mut memory)
             .map(|((name, meta, place), bytes)| Target {
                 fqn: (*name).into(),
-                place: Some(place.clone()),
+                shard_spec: Some(place.clone()),
                 meta: meta.clone(),
                 memory: bytes.into(),
             })

@@ -12,8 +12,8 @@ use tssd_store::{
     Durability, ErrorKind, GetOptions, PutOptions, PutReport, ReceiveReport, Refusal, Residency,
     Ring, Target,
 };
-use tssd_tests::served::TestDaemon;
-use tssd_tests::steps::{key, wait_until};
+use tssd_tests::test_daemon::TestDaemon;
+use tssd_tests::training_steps::{key, wait_until};
 
 const ROWS: u64 = 300;
 const COLUMNS: u64 = 200;
@@ -82,11 +82,11 @@ impl ReadTargets {
         let meta = TensorMeta::new(Dtype::Uint8, &[ROWS * 4, width]).unwrap();
         let place = Some(ShardSpec::new(slice.unwrap()));
         let memory = (&mut self.large).into();
-        let mut targets = vec![Target { fqn: "large".to_owned(), place, meta, memory }];
+        let mut targets = vec![Target { fqn: "large".to_owned(), shard_spec: place, meta, memory }];
         for (layer, bytes) in &mut self.layers {
             let meta = TensorMeta::new(Dtype::Uint8, &[ROWS, COLUMNS / 4]).unwrap();
             let fqn = format!("layers.{layer}");
-            targets.push(Target { fqn, place: None, meta, memory: bytes.into() });
+            targets.push(Target { fqn, shard_spec: None, meta, memory: bytes.into() });
         }
         targets
     }
@@ -217,12 +217,12 @@ fn every_kind_of_put_uses_the_ring() {
         let options =
             |residency| PutOptions { residency, timeout: TIMEOUT, ..PutOptions::default() };
         let report =
-            writer.put_state_dict(&key(), &model(1), &options(Residency::Lent(RING))).unwrap();
+            writer.put_state_dict(&key(), &model(1), &options(Residency::InPlace(RING))).unwrap();
         assert!(
             report.why.contains("not lent: its tensors are in the host's memory"),
             "{report:?}"
         );
-        for (version, residency) in [(2, Residency::Ring(RING)), (3, Residency::Lent(RING))] {
+        for (version, residency) in [(2, Residency::Ring(RING)), (3, Residency::InPlace(RING))] {
             let mut publisher =
                 writer.publish(&key(), &options(residency), RING.bucket_bytes).unwrap();
             for (path, leaf) in model(version).leaves() {
@@ -251,7 +251,7 @@ fn receive_names_target_that_no_bucket_contains() {
             let mut bytes = vec![0; 10];
             let meta = TensorMeta::new(Dtype::Uint8, &[10]).unwrap();
             let fqn = "missing".to_owned();
-            let target = Target { fqn, place: None, meta, memory: (&mut bytes).into() };
+            let target = Target { fqn, shard_spec: None, meta, memory: (&mut bytes).into() };
             let error =
                 receiver.receive(&mut [target], &GetOptions::default(), TIMEOUT).unwrap_err();
             assert!(error.to_string().contains("missing"), "{error}");
@@ -283,7 +283,7 @@ fn reader_receives_whole_tensor_from_shards() {
             let mut bytes = vec![0; all.len()];
             let meta = TensorMeta::new(Dtype::Uint8, &[ROWS, COLUMNS]).unwrap();
             let fqn = "weight".to_owned();
-            let target = Target { fqn, place: None, meta, memory: (&mut bytes).into() };
+            let target = Target { fqn, shard_spec: None, meta, memory: (&mut bytes).into() };
             receiver.receive(&mut [target], &GetOptions::default(), TIMEOUT).unwrap();
             assert!(bytes == all);
         });

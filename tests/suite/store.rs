@@ -15,7 +15,7 @@ use tssd_store::{
     Divergent, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, Refusal, Replicas,
     Target, WriterSet,
 };
-use tssd_tests::served::TestDaemon;
+use tssd_tests::test_daemon::TestDaemon;
 
 fn key() -> Key {
     Key::new("policy/actor").unwrap()
@@ -321,7 +321,7 @@ fn attempt_overtaken_by_its_retry_succeeds() {
         assert!(slow.finish().unwrap().visible);
         put(&store, &dict(vec![]), &PutOptions::default()).unwrap();
         let error = slower.finish().unwrap_err();
-        assert!(matches!(error.refusal(), Some(Refusal::Gone { number: 1 })), "{error}");
+        assert!(matches!(error.refusal(), Some(Refusal::DataDeleted { number: 1 })), "{error}");
     }
 }
 
@@ -476,8 +476,12 @@ fn plan_cache_distinguishes_leaves_of_same_name() {
     let float = || TensorMeta::new(Dtype::Float32, &[1]).unwrap();
     let read_into = |store: &Store, fqn: &str, writer| {
         let mut memory = [0; 4];
-        let mut targets =
-            [Target { fqn: fqn.into(), place: None, meta: float(), memory: (&mut memory).into() }];
+        let mut targets = [Target {
+            fqn: fqn.into(),
+            shard_spec: None,
+            meta: float(),
+            memory: (&mut memory).into(),
+        }];
         let options = GetOptions { writer, ..GetOptions::default() };
         let result = store.get_state_dict_into(&key(), &mut targets, &options);
         result.map(|_| memory)
@@ -513,7 +517,7 @@ fn plan_cache_distinguishes_leaves_of_same_name() {
         let mut memory = [0; 8];
         let meta = TensorMeta::new(Dtype::Float32, &[2, 1]).unwrap();
         let mut targets =
-            [Target { fqn: "a.b".into(), place: None, meta, memory: (&mut memory).into() }];
+            [Target { fqn: "a.b".into(), shard_spec: None, meta, memory: (&mut memory).into() }];
         let error = store.get_state_dict_into(&key(), &mut targets, &GetOptions::default());
         assert!(error.unwrap_err().to_string().contains("a.b"));
     }
@@ -714,7 +718,7 @@ fn targets_are_validated_before_they_are_written() {
         let try_into = |fqn: &str, meta: TensorMeta, len: usize| {
             let mut memory = vec![0xEE_u8; len];
             let target =
-                Target { fqn: fqn.into(), place: None, meta, memory: (&mut memory).into() };
+                Target { fqn: fqn.into(), shard_spec: None, meta, memory: (&mut memory).into() };
             let result = store.get_state_dict_into(&key(), &mut [target], &GetOptions::default());
             (result, memory)
         };
@@ -787,7 +791,7 @@ fn damaged_file_is_reported_with_its_leaf() {
 
     let mut memory = vec![0; 4096 * 4];
     let meta = TensorMeta::new(Dtype::Float32, &[4096]).unwrap();
-    let target = Target { fqn: "w".into(), place: None, meta, memory: (&mut memory).into() };
+    let target = Target { fqn: "w".into(), shard_spec: None, meta, memory: (&mut memory).into() };
     let error = Store::directory(folder.path())
         .unwrap()
         .get_state_dict_into(&key(), &mut [target], &GetOptions::default())

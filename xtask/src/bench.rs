@@ -5,66 +5,67 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::bench::built::Built;
-use crate::bench::kept::Kept;
 use crate::bench::machine::Machine;
+use crate::bench::programs::SuitePrograms;
+use crate::bench::saved_run::SavedRun;
 use crate::python;
 use crate::workspace::Workspace;
 
-/// The suites as programs.
-mod built;
-/// A run to test with.
+/// A saved run, for tests.
 #[cfg(test)]
 mod example;
-/// What an operation costs once, for each tensor and for each byte.
+/// Fits of the fixed, per-tensor and per-byte cost of an operation.
 mod fit;
-/// The runs that the page is made of.
-mod kept;
-/// What races are called.
+/// Labels of races.
 mod label;
-/// What the figures were measured on.
+/// The machine that a run was measured on.
 mod machine;
-/// `docs/performance.md`.
+/// The page `docs/performance.md`.
 mod page;
-/// Its plots.
+/// The plots of the page.
 mod plot;
-/// Figures as people read them.
+/// The programs of the suites.
+mod programs;
+/// Formatting of numbers with units.
 mod quantity;
-/// What suites write.
+/// The records that suites write.
 mod record;
-/// Medians.
+/// The saved runs, from which the page is generated.
+mod saved_run;
+/// Medians, quartiles and ratios.
 mod statistics;
-/// Whether targets are met.
+/// Comparison of results with their targets.
 mod verdict;
 
-/// The suites, in the order in which they run: what needs torch comes late, and last what runs only when it is named,
-/// since few machines have a GPU.
+/// The suites, in the order in which they run.
+///
+/// The suite gpu runs only if it is named, since it needs a GPU.
 pub(crate) const NAMES: [&str; 5] = ["format", "store", "counts", "python", "gpu"];
 
-/// So many of them run on every machine.
-const EVERYWHERE: usize = 4;
+/// Number of suites, from the first on, that run by default.
+const DEFAULT_SUITES: usize = 4;
 
-/// The variable that names the file to which a suite appends its records.
+/// Environment variable: the file to which a suite appends its records.
 const RECORDS: &str = "TSSD_BENCH_RECORDS";
 
-/// What the command line asks for.
+/// Task of the command line.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Task<'a> {
-    /// To write the page anew, from what was kept.
+    /// Generates the page from the saved runs.
     Page,
-    /// To run suites, or parts of them.
+    /// Runs suites, or parts of them.
     Run { suites: Vec<&'a str>, arguments: Vec<&'a str> },
 }
 
 impl<'a> Task<'a> {
-    /// The first word may be the name of a suite; what follows is for the suites to understand.
+    /// Parses the command line. The first word may name a suite. The other words are passed to the suites.
     pub(crate) fn parse(words: &[&'a str]) -> Option<Self> {
         let (suites, arguments) = match words {
             ["page"] => return Some(Self::Page),
             ["page", ..] => return None,
-            ["all", rest @ ..] => (NAMES[..EVERYWHERE].to_vec(), rest),
+            ["all", rest @ ..] => (NAMES[..DEFAULT_SUITES].to_vec(), rest),
             [name, rest @ ..] if NAMES.contains(name) => (vec![*name], rest),
-            rest => (NAMES[..EVERYWHERE].to_vec(), rest),
+            rest => (NAMES[..DEFAULT_SUITES].to_vec(), rest),
         };
         Some(Self::Run { suites, arguments: arguments.to_vec() })
     }
@@ -77,59 +78,61 @@ impl<'a> Task<'a> {
     }
 }
 
-/// Runs these suites. What whole ones measure by their own defaults is kept for the page, nothing else,
-/// so that its figures can be compared with earlier ones.
+/// Runs suites.
+///
+/// Saves the results only of complete suites with default options, so that saved results are comparable.
 fn run(workspace: &Workspace, suites: &[&str], arguments: &[&str]) -> io::Result<bool> {
-    let is_whole = arguments.is_empty();
+    let is_complete = arguments.is_empty();
     let Some((built, mut python)) = prepare(workspace, suites.contains(&"python"))? else {
         return Ok(false);
     };
-    let (mut has_run, commit) = (true, machine::commit(&workspace.root));
+    let (mut has_passed, commit) = (true, machine::commit(&workspace.root));
     for suite in suites {
         let started = Instant::now();
         let records = workspace.target.join("bench").join(format!("{suite}.jsonl"));
         let mut command = match python.take_if(|_| *suite == "python") {
             Some(command) => command,
-            None => built.suite(suite)?,
+            None => built.suite_command(suite)?,
         };
         command.args(arguments).current_dir(&workspace.root);
-        if is_whole {
-            make_way(&records)?;
+        if is_complete {
+            remove_old_records(&records)?;
             command.env(RECORDS, &records);
         }
         if !command.status()?.success() {
-            println!("nothing is kept of the suite {suite}: it failed");
-            has_run = false;
-        } else if is_whole {
-            let kept = kept(suite, &records, (&commit, started.elapsed()))?;
-            kept.write(&folder(&workspace.root))?;
+            println!("suite {suite} failed: its results are not saved");
+            has_passed = false;
+        } else if is_complete {
+            let run = read_run(suite, &records, (&commit, started.elapsed()))?;
+            run.write(&folder(&workspace.root))?;
             page::write(&workspace.root)?;
-            println!("written: docs/performance/{suite}.json, the page and its plots");
+            println!("wrote docs/performance/{suite}.json, docs/performance.md and its plots");
         }
     }
-    if !is_whole {
-        println!("docs/ is as it was: only whole suites without options are kept for the page");
+    if !is_complete {
+        println!("docs/ is unchanged: only results of complete suites without options are saved");
     }
-    Ok(has_run)
+    Ok(has_passed)
 }
 
-/// Builds and installs all that is needed, side by side, before anything is measured; none if that fails.
+/// Builds and installs everything in parallel, before anything is measured. `None` if that fails.
 fn prepare(
     workspace: &Workspace,
     with_python: bool,
-) -> io::Result<Option<(Built, Option<Command>)>> {
+) -> io::Result<Option<(SuitePrograms, Option<Command>)>> {
     let (built, installed) = thread::scope(|scope| {
-        let install = || if with_python { python::install(workspace) } else { Ok(true) };
+        let install =
+            || if with_python { python::install_environment(workspace) } else { Ok(true) };
         let installing = scope.spawn(install);
-        (Built::all(workspace), installing.join().expect("it does not panic"))
+        (SuitePrograms::build(workspace), installing.join().expect("it does not panic"))
     });
     let (Some(built), true) = (built?, installed?) else { return Ok(None) };
-    let python = if with_python { Some(python::bench(workspace)?) } else { None };
+    let python = if with_python { Some(python::bench_command(workspace)?) } else { None };
     Ok(Some((built, python)))
 }
 
-/// Suites append to what is there.
-fn make_way(records: &Path) -> io::Result<()> {
+/// Removes records of an earlier run, since suites append to the file.
+fn remove_old_records(records: &Path) -> io::Result<()> {
     records.parent().map_or(Ok(()), fs::create_dir_all)?;
     match fs::remove_file(records) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -137,20 +140,24 @@ fn make_way(records: &Path) -> io::Result<()> {
     }
 }
 
-/// What a suite has measured of a commit in so long.
-fn kept(suite: &str, records: &Path, (commit, took): (&str, Duration)) -> io::Result<Kept> {
+/// Reads the records of a complete suite, with the commit and the duration of the run.
+fn read_run(
+    suite: &str,
+    records: &Path,
+    (commit, duration): (&str, Duration),
+) -> io::Result<SavedRun> {
     let failed = |error| io::Error::other(format!("{}: {error}", records.display()));
     let lines = fs::read_to_string(records).map_err(|error| failed(error.to_string()))?;
     let (date, commit) = (machine::today(), commit.to_owned());
-    let kept = Kept::parse(&lines, Machine::here()).map_err(failed)?;
-    let kept = Kept { date, commit, seconds: took.as_secs(), ..kept };
-    if kept.suite.name != suite {
-        return Err(failed(format!("these are of the suite {}", kept.suite.name)));
+    let run = SavedRun::parse(&lines, Machine::detect()).map_err(failed)?;
+    let run = SavedRun { date, commit, seconds: duration.as_secs(), ..run };
+    if run.suite.name != suite {
+        return Err(failed(format!("the records are of suite {}", run.suite.name)));
     }
-    Ok(kept)
+    Ok(run)
 }
 
-/// Where runs are kept, and plots.
+/// Returns the folder of saved runs and plots.
 fn folder(root: &Path) -> PathBuf {
     root.join("docs/performance")
 }
@@ -160,20 +167,20 @@ mod tests {
     use super::Task;
 
     #[test]
-    fn the_first_word_may_be_a_suite() {
-        const EVERYWHERE: [&str; 4] = ["format", "store", "counts", "python"];
+    fn first_word_may_be_a_suite() {
+        const DEFAULT: [&str; 4] = ["format", "store", "counts", "python"];
         let run = |suites: &[&'static str], arguments: &[&'static str]| {
             Some(Task::Run { suites: suites.to_vec(), arguments: arguments.to_vec() })
         };
         for (words, task) in [
-            ("", run(&EVERYWHERE, &[])),
-            ("all", run(&EVERYWHERE, &[])),
-            ("all put", run(&EVERYWHERE, &["put"])),
-            ("put", run(&EVERYWHERE, &["put"])),
+            ("", run(&DEFAULT, &[])),
+            ("all", run(&DEFAULT, &[])),
+            ("all put", run(&DEFAULT, &["put"])),
+            ("put", run(&DEFAULT, &["put"])),
             ("gpu", run(&["gpu"], &[])),
             ("store", run(&["store"], &[])),
             ("store --size 600MB put get", run(&["store"], &["--size", "600MB", "put", "get"])),
-            ("--iterations 3", run(&EVERYWHERE, &["--iterations", "3"])),
+            ("--iterations 3", run(&DEFAULT, &["--iterations", "3"])),
             ("page", Some(Task::Page)),
             ("page put", None),
         ] {

@@ -1,10 +1,10 @@
 use std::env;
 use std::path::PathBuf;
 
-/// Overrides the folder.
+/// Environment variable: overrides the cache folder.
 const VARIABLE: &str = "TSSD_XTASK_CACHE";
 
-/// The folder that all checkouts of this user share: Python environments and tools.
+/// Returns the cache folder for Python environments and tools, which all checkouts of the user share.
 pub(crate) fn folder() -> PathBuf {
     let from = |variable: &str| env::var_os(variable).filter(|value| !value.is_empty());
     if let Some(folder) = from(VARIABLE) {

@@ -8,58 +8,64 @@ use serde_json::{Value, json};
 
 use crate::etcd;
 use crate::figures::{self, Figures};
-use crate::report::LeftOut;
+use crate::report::SkippedStep;
 use crate::runner;
-use crate::step::{Step, Worth};
+use crate::step::{Step, StepKind};
 use crate::workspace::Workspace;
 
-/// What decodes, validates, plans and commits: of these it is said how much the tests run.
+/// Modules that decode, validate, plan and commit. The command reports their coverage.
 const MODULES: [&str; 16] = [
     "format/src/decode",
     "format/src/frame",
     "format/src/index",
     "format/src/record",
     "format/src/table",
+    "format/src/table_views",
     "format/src/validate",
     "format/src/verify",
-    "format/src/views",
-    "store/src/controller",
-    "store/src/disk",
+    "store/src/blob",
+    "store/src/control",
+    "store/src/engine/local",
+    "store/src/io/disk",
     "store/src/ledger",
-    "store/src/ledgers",
     "store/src/merge",
-    "store/src/meta",
+    "store/src/metadata",
     "store/src/plan",
-    "store/src/volume",
 ];
 
-/// What of these modules only tests have.
-const TESTS: [&str; 2] = ["store/src/testing/simulated_disk.rs", "store/src/ledger/stories"];
+/// Files and folders of these modules that contain only tests. They do not count.
+const TESTS: [&str; 5] = [
+    "store/src/engine/local/tests",
+    "store/src/engine/local/tests.rs",
+    "store/src/ledger/tests",
+    "store/src/ledger/tests.rs",
+    "store/src/merge/tests.rs",
+];
 
 const SUITES: &str =
     "--package tssd-format --package tssd-store --package tssd-tests --all-features";
 
-/// How many lines of a module there are, and how many of them are run.
+/// Number of lines of a module, and of those that the tests execute.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Lines {
     count: u64,
     covered: u64,
 }
 
-/// Runs the tests, counting which lines they run, and says it by module.
+/// Runs the tests with coverage instrumentation, and prints the line coverage of each module.
 pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
-    let Some(tools) = Tools::find()? else {
-        let left_out = LeftOut { name: "coverage", why: "rustup component add llvm-tools" };
+    let Some(tools) = LlvmTools::find()? else {
+        let left_out = SkippedStep { name: "coverage", reason: "rustup component add llvm-tools" };
         return Ok(runner::run(workspace, Vec::new(), vec![left_out], verbose)?.has_passed());
     };
-    let folder = Folder(workspace.target.join("coverage"));
+    let folder = CoverageFolder(workspace.target.join("coverage"));
     let profiles = folder.profiles();
     if profiles.exists() {
         fs::remove_dir_all(&profiles)?;
     }
-    let mut all = Vec::from_iter(etcd::installation());
-    all.extend(steps(&folder));
-    let report = runner::run(workspace, vec![all], Vec::new(), verbose)?;
+    let mut chain = Vec::from_iter(etcd::install_step());
+    chain.extend(steps(&folder));
+    let report = runner::run(workspace, vec![chain], Vec::new(), verbose)?;
     if !report.has_passed() {
         return Ok(false);
     }
@@ -72,44 +78,44 @@ pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
         ((*module).to_owned(), json!({ "lines": count, "covered": covered }))
     });
     let figures: Figures = figures.collect();
-    figures::keep(
+    figures::save(
         workspace,
         Figures::from_iter([("coverage".to_owned(), Value::Object(figures))]),
     )?;
     Ok(true)
 }
 
-fn steps(folder: &Folder) -> Vec<Step> {
-    let counted = |step: Step| {
+fn steps(folder: &CoverageFolder) -> Vec<Step> {
+    let instrumented = |step: Step| {
         step.argument("--target-dir")
             .argument(&folder.0)
             .env("RUSTFLAGS", "-Cinstrument-coverage")
-            // Four files for each program, which its processes add to.
+            // `%4m` merges the counts of all processes of a program into four files.
             .env("LLVM_PROFILE_FILE", folder.profiles().join("%4m.profraw"))
             .env("TSSD_BIN", folder.0.join("debug/tssd"))
     };
     let build = format!("build --package tssd {SUITES} --bins");
     let test = format!("test --package tssd {SUITES} --lib --test suite --no-fail-fast");
-    let tests = counted(Step::cargo("tests, counted", &test))
+    let tests = instrumented(Step::cargo("tests with coverage", &test))
         .argument("--")
-        // A daemon of another user may not write what it has counted.
+        // The daemon of another user cannot write its counts.
         .argument("--skip")
         .argument("daemon_serves_only_members_of_socket_group");
     vec![
-        counted(Step::cargo("build with counters", &build)).worth(Worth::Nothing),
-        tests.worth(Worth::Tests),
+        instrumented(Step::cargo("build with coverage", &build)).kind(StepKind::Setup),
+        tests.kind(StepKind::Tests),
     ]
 }
 
-/// Where everything is built once more, with counters.
-struct Folder(PathBuf);
+/// Target folder of the instrumented build.
+struct CoverageFolder(PathBuf);
 
-impl Folder {
+impl CoverageFolder {
     fn profiles(&self) -> PathBuf {
         self.0.join("profiles")
     }
 
-    /// The programs that count: the command, and the test binaries.
+    /// Returns the instrumented programs: the command and the test binaries.
     fn programs(&self) -> io::Result<Vec<PathBuf>> {
         let mut programs = vec![self.0.join("debug/tssd")];
         for entry in fs::read_dir(self.0.join("debug/deps"))? {
@@ -125,10 +131,11 @@ impl Folder {
     }
 }
 
-/// The programs of LLVM that read what was counted, as the compiler has them.
-struct Tools(PathBuf);
+/// Folder of the LLVM tools of the Rust toolchain, which read the counts.
+struct LlvmTools(PathBuf);
 
-impl Tools {
+impl LlvmTools {
+    /// Returns the tools, if they are installed.
     fn find() -> io::Result<Option<Self>> {
         let libraries = Command::new("rustc").args(["--print", "target-libdir"]).output()?.stdout;
         let libraries = String::from_utf8_lossy(&libraries);
@@ -136,11 +143,11 @@ impl Tools {
         Ok(folder.join("llvm-cov").exists().then_some(Self(folder)))
     }
 
-    /// What was counted, by file.
-    fn export(&self, folder: &Folder) -> io::Result<Value> {
+    /// Exports the coverage of each file as JSON.
+    fn export(&self, folder: &CoverageFolder) -> io::Result<Value> {
         let merged = folder.0.join("counted.profdata");
         let mut merge = Command::new(self.0.join("llvm-profdata"));
-        // What a process that was killed has left may be no profile.
+        // Killed processes may leave invalid profiles.
         merge
             .args(["merge", "--failure-mode=all", "--sparse", "--output"])
             .arg(&merged)
@@ -155,6 +162,7 @@ impl Tools {
     }
 }
 
+/// Runs a command, and returns its stdout.
 fn output(command: &mut Command) -> io::Result<Vec<u8>> {
     let output = command.output()?;
     if output.status.success() {
@@ -165,7 +173,7 @@ fn output(command: &mut Command) -> io::Result<Vec<u8>> {
     Err(io::Error::other(format!("{program}: {}: {errors}", output.status)))
 }
 
-/// The lines of each module, of all of its files.
+/// Returns the sum of the lines of each module over its files.
 fn modules(root: &Path, export: &Value) -> BTreeMap<&'static str, Lines> {
     let mut modules = BTreeMap::new();
     for file in export["data"][0]["files"].as_array().into_iter().flatten() {
@@ -195,7 +203,7 @@ mod tests {
     use super::{Lines, modules};
 
     #[test]
-    fn files_are_counted_with_their_module() {
+    fn lines_are_summed_by_module() {
         let file = |path, count, covered| json!({ "filename": path, "summary": { "lines": { "count": count, "covered": covered } } });
         let export = json!({ "data": [{ "files": [
             file("/tssd/store/src/ledger.rs", 10, 9),
@@ -207,7 +215,7 @@ mod tests {
         ] }] });
         let found = modules(Path::new("/tssd"), &export);
         let lines = |count, covered| Lines { count, covered };
-        let wanted = [("store/src/ledger", lines(30, 29)), ("store/src/ledgers", lines(5, 1))];
-        assert_eq!(found, wanted.into());
+        let expected = [("store/src/ledger", lines(30, 29)), ("store/src/metadata", lines(5, 1))];
+        assert_eq!(found, expected.into());
     }
 }

@@ -2,12 +2,12 @@ use std::env;
 use std::path::PathBuf;
 
 use crate::cache;
-use crate::step::{Step, Worth};
+use crate::step::{Step, StepKind};
 
-/// Names it for the tests.
+/// Environment variable: the etcd program, which tests start.
 pub(crate) const VARIABLE: &str = "TSSD_ETCD";
 
-/// etcd, which tests start: that of the `PATH`, or Debian's, unpacked in the cache.
+/// Returns the etcd program: on `PATH`, or of the Debian package that is unpacked in the cache folder.
 pub(crate) fn program() -> PathBuf {
     let path = env::var_os("PATH").unwrap_or_default();
     let mut folders = env::split_paths(&path);
@@ -15,15 +15,15 @@ pub(crate) fn program() -> PathBuf {
     installed.unwrap_or_else(|| folder().join("usr/bin")).join("etcd")
 }
 
-/// What unpacks it: nothing if it is there.
-pub(crate) fn installation() -> Option<Step> {
+/// Returns the step that installs etcd, or `None` if it is installed.
+pub(crate) fn install_step() -> Option<Step> {
     if program().is_file() {
         return None;
     }
     let unpack = "mkdir -p \"$0\" && cd \"$0\" && apt-get download etcd-server && \
                   dpkg --extract etcd-server_*.deb .";
-    let step = Step::program("etcd from Debian", "sh", "-c").argument(unpack);
-    Some(step.argument(folder()).worth(Worth::Nothing))
+    let step = Step::program("install etcd", "sh", "-c").argument(unpack);
+    Some(step.argument(folder()).kind(StepKind::Setup))
 }
 
 fn folder() -> PathBuf {

@@ -1,84 +1,85 @@
-//! The project's own commands: `cargo xtask help` lists them.
+//! Commands for developers of the project. `cargo xtask help` lists them.
 
 use std::process::ExitCode;
 
 use crate::workspace::Workspace;
 
-/// `bench`: what tests/benches and python/bench measure, and the page about it.
+/// `bench`: runs the benchmarks of tests/benches and python/bench, and generates docs/performance.md.
 mod bench;
-/// The folder that all checkouts share.
+/// The cache folder that all checkouts share.
 mod cache;
-/// `corpus`: the inputs that fuzzing has found, as folders and as archives.
+/// `corpus`: converts the fuzz corpora between archives and folders.
 mod corpus;
-/// `coverage`: how much of what decides the tests run.
+/// `coverage`: line coverage of the modules that decode, validate, plan and commit.
 mod coverage;
-/// What comes from others: licences, versions, sources.
+/// Checks of the dependencies: licences, bans, sources.
 mod dependencies;
+/// The etcd program of the tests.
 mod etcd;
-/// What proofs count, in `target/reliability.json`.
+/// Figures of the reliability campaigns, in `target/reliability.json`.
 mod figures;
-/// The Python package: its tests; `wheel`: what is installed; `bench python`: its races.
+/// The Python package: tests, `wheel`, and `bench python`.
 mod python;
-/// `reliability`: what the store promises, under faults.
+/// `reliability`: tests the guarantees of the store under faults.
 mod reliability;
-/// What the summary says at the end.
+/// The summary at the end of a run.
 mod report;
 /// Runs steps in order, up to the first that fails.
 mod runner;
-/// `sanitize`: the suites with checks of every access to memory.
+/// `sanitize`: runs the tests with the address and thread sanitizers.
 mod sanitize;
-/// One command that is run.
+/// A step: one command of a run.
 mod step;
-/// How many tests an output reports.
-mod tally;
-/// `test`: every check there is.
+/// `test`: runs the checks.
 mod test;
-/// Programs of others, in a folder of their own.
+/// Test counts in the output of `cargo test`.
+mod test_counts;
+/// Programs from crates.io, installed in the cache folder.
 mod tool;
-/// The checks against torch.
+/// Checks against torch.
 mod torch;
-/// `vectors`: the vectors of the spec, written anew.
+/// `vectors`: generates the test vectors of the specification.
 mod vectors;
-/// Pythons with packages of its own.
+/// Python virtual environments.
 mod virtual_environment;
-/// Where things are.
+/// Paths of the checkout.
 mod workspace;
 
 const HELP: &str = "\
-The project's own commands.
+Commands for developers of TSSD.
 
-    cargo xtask test [-v]         runs every check that needs no torch; installs numpy, pytest and moto (0.4 GB)
-    cargo xtask test --all [-v]   runs the others too; needs valgrind, installs torch and cargo-deny (7 GB)
-    cargo xtask wheel [--target TRIPLE] [-v]
-                                  the Python package with the command, in target/wheels; for another target if
-                                  rustc has its standard library and cargo is told its linker
-    cargo xtask vectors [-v]      writes spec/vectors anew, and has both readers read them
-    cargo xtask corpus unpack     writes the corpora of the fuzz targets as folders, for `cargo fuzz`
-    cargo xtask corpus pack       writes the archives of the corpora from these folders
-    cargo xtask bench [SUITE] [OPTION…] [CASE…]
-                                  runs races; SUITE: format, store, counts, python or all (default)
-    cargo xtask bench page        writes docs/performance.md anew, from what is kept
-    cargo xtask ci [-v]           everything that CI runs: test --all and reliability, in one run
-    cargo xtask reliability [-v]  tests the promises of docs/guarantees.md under faults, as much as CI does; needs strace
+    cargo xtask test [-v]         Runs all checks that do not need torch. Installs numpy, pytest and moto (0.4 GB).
+    cargo xtask test --all [-v]   Runs all checks. Needs valgrind. Installs torch and cargo-deny (7 GB).
+    cargo xtask ci [-v]           Runs everything that CI runs: test --all and reliability, in one run.
+    cargo xtask reliability [-v]  Tests the guarantees of docs/guarantees.md under faults, as in CI. Needs strace.
     cargo xtask reliability --long [--minutes N] [-v]
-                                  the same with larger campaigns, for at least N minutes, and with sanitizers
-    cargo xtask sanitize [-v]     the suites with the address and the thread sanitizer
-    cargo xtask coverage [-v]     which part of the lines that decode, validate, plan and commit the tests run
-    cargo xtask help              this text
+                                  Runs larger campaigns for at least N minutes, and the tests with sanitizers.
+    cargo xtask sanitize [-v]     Runs the tests with the address sanitizer and the thread sanitizer.
+    cargo xtask coverage [-v]     Prints the line coverage of the modules that decode, validate, plan and commit.
+    cargo xtask wheel [--target TRIPLE] [-v]
+                                  Builds the Python package with the command, in target/wheels. For another target,
+                                  install its standard library and configure its linker first.
+    cargo xtask vectors [-v]      Generates spec/vectors, and checks them with both readers.
+    cargo xtask corpus unpack     Unpacks the fuzz corpora into folders, for `cargo fuzz`.
+    cargo xtask corpus pack       Packs the folders of the fuzz corpora into archives.
+    cargo xtask bench [SUITE] [OPTION…] [CASE…]
+                                  Runs benchmarks. SUITE: format, store, counts, python, gpu, or all (default), which
+                                  is all except gpu. CASE: part of the name of a case.
+    cargo xtask bench page        Generates docs/performance.md from the saved results.
+    cargo xtask help              Prints this text.
 
-Bench options, and words that the names of cases are to have:
+Options of bench:
 
-    --model DIR|shape:NAME        the state dict: the safetensors files of a folder, or a known shape
-    --size SIZE                   as many of its layers as fit in this, such as 600MB
-    --iterations N, --warmup N    the rounds that count, and those before them
+    --model DIR|shape:NAME        State dict: the safetensors files of a folder, or a known shape.
+    --size SIZE                   Maximum size of the state dict, such as 600MB. Layers beyond it are dropped.
+    --iterations N, --warmup N    Number of measured rounds, and of rounds before them.
 
-Whole suites without options are kept in docs/performance, for the page. The suite python installs
-torch (7 GB).
+Results of complete suites without options are saved in docs/performance. The suite python installs torch (7 GB).
 
-Packages and tools are installed in ~/.cache/tssd-xtask, for all checkouts; TSSD_XTASK_CACHE names another folder.
+Packages and tools are installed in ~/.cache/tssd-xtask, which all checkouts share. TSSD_XTASK_CACHE overrides the folder.
 
-Two steps run at the same time; with -v one, whose output is shown as it comes. Else the output of a step is shown if it
-fails, and target/xtask-logs has all of it.
+Two steps run at the same time. The output of a step is shown if it fails. target/xtask-logs has the output of each step.
+With -v, one step runs at a time, and its output is shown immediately.
 ";
 
 #[derive(Debug, PartialEq, Eq)]
@@ -100,7 +101,7 @@ fn main() -> ExitCode {
         std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let Some(task) = Task::parse(&words) else {
-        eprint!("cargo xtask {}: there is no such command\n\n{HELP}", words.join(" "));
+        eprint!("cargo xtask {}: unknown command\n\n{HELP}", words.join(" "));
         return ExitCode::from(2);
     };
     let outcome = Workspace::find().and_then(|workspace| match task {
@@ -110,7 +111,7 @@ fn main() -> ExitCode {
         }
         Task::Test { all, verbose } => test::run(&workspace, all, verbose),
         Task::Ci { verbose } => test::run_ci(&workspace, verbose),
-        Task::Wheel { target, verbose } => python::run(&workspace, target, verbose),
+        Task::Wheel { target, verbose } => python::build_wheel(&workspace, target, verbose),
         Task::Vectors { verbose } => vectors::run(&workspace, verbose),
         Task::Corpus { direction } => corpus::run(&workspace, direction),
         Task::Reliability { long, verbose } => reliability::run(&workspace, long, verbose),
@@ -174,7 +175,7 @@ mod tests {
     use super::{Task, bench};
 
     #[test]
-    fn commands_are_told_apart() {
+    fn commands_are_parsed() {
         for (words, task) in [
             ("help", Some(Task::Help)),
             ("bench store --help", Some(Task::Help)),

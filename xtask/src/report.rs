@@ -1,39 +1,39 @@
 use std::io::IsTerminal;
 use std::time::Duration;
 
-/// A step that ran.
-pub(crate) struct Done {
+/// A step that has run.
+pub(crate) struct FinishedStep {
     pub(crate) name: &'static str,
-    /// As one would type it.
+    /// Command line.
     pub(crate) command: String,
     pub(crate) time: Duration,
-    /// The processor time of its processes, where the system tells.
+    /// Processor time of its processes, if available.
     pub(crate) cpu: Option<Duration>,
     pub(crate) passed: u64,
     pub(crate) failed: u64,
-    /// How many tests it ran, or how it failed.
+    /// Test counts, or how the step failed.
     pub(crate) note: String,
     pub(crate) output: String,
 }
 
-/// A step that did not run.
-pub(crate) struct LeftOut {
+/// A step that was skipped.
+pub(crate) struct SkippedStep {
     pub(crate) name: &'static str,
-    /// Why, or how to run it.
-    pub(crate) why: &'static str,
+    /// The reason, or how to run the step.
+    pub(crate) reason: &'static str,
 }
 
-/// What ran and what did not.
+/// Summary of a run.
 pub(crate) struct Report {
-    pub(crate) done: Vec<Done>,
-    pub(crate) left_out: Vec<LeftOut>,
-    /// From the start of the first step to the end of the last.
+    pub(crate) finished: Vec<FinishedStep>,
+    pub(crate) skipped: Vec<SkippedStep>,
+    /// Time from the start of the first step to the end of the last.
     pub(crate) time: Duration,
 }
 
-impl Done {
-    /// Its time and its note.
-    pub(crate) fn line(&self, style: Style) -> String {
+impl FinishedStep {
+    /// Returns the time and the note of the step in one line.
+    pub(crate) fn summary_line(&self, style: Style) -> String {
         let failed = if self.failed > 0 { style.red("FAILED  ") } else { String::new() };
         let line = format!("{:.1} s  {failed}{}", self.time.as_secs_f64(), self.note);
         line.trim_end().into()
@@ -46,34 +46,34 @@ impl Report {
     }
 
     fn failed(&self) -> u64 {
-        self.done.iter().map(|done| done.failed).sum()
+        self.finished.iter().map(|done| done.failed).sum()
     }
 
-    /// Prints the table, and as the last line, alone, how many passed and failed.
+    /// Prints the table of steps, and the numbers of passed and failed checks as the last line.
     pub(crate) fn print(&self, style: Style) {
         let seconds = |time: Duration| format!("{:.1} s", time.as_secs_f64());
-        let names = self.done.iter().map(|done| done.name);
+        let names = self.finished.iter().map(|done| done.name);
         let width = names.map(str::len).max().unwrap_or_default().max("total".len());
         println!();
         println!("  {:width$}  {:>9}  {:>9}", "", "time", "CPU time");
-        for Done { name, time, cpu, failed, note, .. } in &self.done {
+        for FinishedStep { name, time, cpu, failed, note, .. } in &self.finished {
             let (time, cpu) = (seconds(*time), cpu.map(seconds).unwrap_or_default());
             let mark = if *failed > 0 { style.red("✗") } else { style.green("✓") };
             println!("{}", format!("{mark} {name:width$}  {time:>9}  {cpu:>9}  {note}").trim_end());
         }
         let total = seconds(self.time);
-        let cpu = seconds(self.done.iter().filter_map(|done| done.cpu).sum());
+        let cpu = seconds(self.finished.iter().filter_map(|done| done.cpu).sum());
         println!("  {:width$}  {total:>9}  {cpu:>9}", "total");
-        for group in self.left_out.chunk_by(|one, next| one.why == next.why) {
+        for group in self.skipped.chunk_by(|one, next| one.reason == next.reason) {
             let names: Vec<&str> = group.iter().map(|left_out| left_out.name).collect();
-            println!("left out: {} ({})", names.join(", "), group[0].why);
+            println!("skipped: {} ({})", names.join(", "), group[0].reason);
         }
-        let passed: u64 = self.done.iter().map(|done| done.passed).sum();
+        let passed: u64 = self.finished.iter().map(|done| done.passed).sum();
         println!("\n{passed} passed, {} failed", self.failed());
     }
 }
 
-/// Colours, on a terminal that wants them.
+/// Colours of the output. Used on terminals, unless `NO_COLOR` is set.
 #[derive(Clone, Copy)]
 pub(crate) struct Style {
     colours: bool,
@@ -82,9 +82,9 @@ pub(crate) struct Style {
 impl Style {
     pub(crate) const PLAIN: Self = Self { colours: false };
 
-    pub(crate) fn of_terminal() -> Self {
-        let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-        Self { colours: !refused && std::io::stdout().is_terminal() }
+    pub(crate) fn for_terminal() -> Self {
+        let is_disabled = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+        Self { colours: !is_disabled && std::io::stdout().is_terminal() }
     }
 
     fn green(self, text: &str) -> String {

@@ -7,30 +7,33 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::etcd;
-use crate::report::{Done, LeftOut, Report, Style};
-use crate::step::{Chain, Step, Worth};
-use crate::tally::Tally;
+use crate::report::{FinishedStep, Report, SkippedStep, Style};
+use crate::step::{Chain, Step, StepKind};
+use crate::test_counts::TestCounts;
 use crate::workspace::Workspace;
 
-/// Steps that run at the same time. Many wait for timers, disks or downloads, and leave the cores to the other.
-const AT_ONCE: usize = 2;
-
-/// Runs the steps of each chain in order, chains beside each other, up to the first step that fails, then prints what
-/// ran and what did not.
+/// Number of steps that run at the same time.
 ///
-/// The output of a step goes to a file of its own, and to the terminal if the step fails. A verbose run prints all
-/// output at once, and so runs one step at a time.
+/// Many steps wait for timers, disks or downloads while the other one computes.
+const MAX_RUNNING: usize = 2;
+
+/// Runs the steps of each chain in order, and chains in parallel, up to the first step that fails.
+///
+/// Prints a summary.
+///
+/// The output of each step goes to its own file, and to the terminal if the step fails. A verbose run prints all output
+/// immediately, and runs one step at a time.
 pub(crate) fn run(
     workspace: &Workspace,
     chains: Vec<Chain>,
-    left_out: Vec<LeftOut>,
+    left_out: Vec<SkippedStep>,
     verbose: bool,
 ) -> io::Result<Report> {
-    let style = Style::of_terminal();
+    let style = Style::for_terminal();
     fs::create_dir_all(workspace.logs())?;
     let start = Instant::now();
-    let mut report = Report { done: Vec::new(), left_out, time: Duration::ZERO };
-    let mut schedule = Schedule::new(chains, if verbose { 1 } else { AT_ONCE });
+    let mut report = Report { finished: Vec::new(), skipped: left_out, time: Duration::ZERO };
+    let mut schedule = Schedule::new(chains, if verbose { 1 } else { MAX_RUNNING });
     thread::scope(|scope| {
         let (sender, finished) = mpsc::channel();
         loop {
@@ -39,9 +42,9 @@ pub(crate) fn run(
             {
                 println!("{} …", step.name);
                 if verbose {
-                    println!("$ {}", step.spelled());
+                    println!("$ {}", step.command_line());
                 }
-                let sender: Sender<io::Result<Done>> = sender.clone();
+                let sender: Sender<io::Result<FinishedStep>> = sender.clone();
                 scope.spawn(move || {
                     // The receiver lives as long as a step runs.
                     sender.send(execute(workspace, step, verbose)).ok();
@@ -52,11 +55,11 @@ pub(crate) fn run(
             }
             let done = finished.recv().map_err(io::Error::other)??;
             schedule.finish(done.name);
-            println!("{} … {}", done.name, done.line(style));
+            println!("{} … {}", done.name, done.summary_line(style));
             if done.failed > 0 && !verbose {
                 println!("\n$ {}\n{}", done.command, done.output.trim_end());
             }
-            report.done.push(done);
+            report.finished.push(done);
         }
     })
     .map_err(|error: io::Error| error)?;
@@ -64,19 +67,20 @@ pub(crate) fn run(
         println!("\nthe output of each step is in {}", workspace.logs().display());
     }
     let rest = schedule.into_rest();
-    report.left_out.extend(rest.map(|step| LeftOut { name: step.name, why: "not reached" }));
+    report.skipped.extend(rest.map(|step| SkippedStep { name: step.name, reason: "not reached" }));
     report.time = start.elapsed();
     report.print(style);
     Ok(report)
 }
 
-/// Which step may start.
+/// Selects the step that starts next.
 struct Schedule {
     chains: Vec<Queue>,
-    at_once: usize,
+    max_running: usize,
     running: usize,
-    is_alone: bool,
-    /// Steps that have not passed yet.
+    /// Whether an exclusive step is running.
+    is_exclusive: bool,
+    /// Steps that have not finished.
     pending: BTreeSet<&'static str>,
 }
 
@@ -87,21 +91,21 @@ struct Queue {
 }
 
 impl Schedule {
-    fn new(chains: Vec<Chain>, at_once: usize) -> Self {
+    fn new(chains: Vec<Chain>, max_running: usize) -> Self {
         let pending = chains.iter().flatten().map(|step| step.name).collect();
         let queue = |chain: Chain| Queue { steps: chain.into(), running: None };
         let chains = chains.into_iter().map(queue).collect();
-        Self { chains, at_once, running: 0, is_alone: false, pending }
+        Self { chains, max_running, running: 0, is_exclusive: false, pending }
     }
 
-    /// A step that may start now. Earlier chains go first.
+    /// Removes and returns a step that may start now. Earlier chains have precedence.
     fn next(&mut self) -> Option<Step> {
-        if self.is_alone || self.running == self.at_once {
+        if self.is_exclusive || self.running == self.max_running {
             return None;
         }
         let is_ready = |step: &Step| {
-            let has_waited = step.after.is_none_or(|name| !self.pending.contains(name));
-            has_waited && (!step.is_alone || self.running == 0)
+            let is_unblocked = step.after.is_none_or(|name| !self.pending.contains(name));
+            is_unblocked && (!step.is_exclusive || self.running == 0)
         };
         let queue = self
             .chains
@@ -110,14 +114,14 @@ impl Schedule {
         let step = queue.steps.pop_front()?;
         queue.running = Some(step.name);
         self.running += 1;
-        self.is_alone = step.is_alone;
+        self.is_exclusive = step.is_exclusive;
         Some(step)
     }
 
     fn finish(&mut self, name: &'static str) {
         self.pending.remove(name);
         self.running -= 1;
-        self.is_alone = false;
+        self.is_exclusive = false;
         if let Some(queue) = self.chains.iter_mut().find(|queue| queue.running == Some(name)) {
             queue.running = None;
         }
@@ -128,30 +132,30 @@ impl Schedule {
     }
 }
 
-/// Runs the command of a step to its end.
-fn execute(workspace: &Workspace, mut step: Step, verbose: bool) -> io::Result<Done> {
+/// Runs the command of a step, and writes its log.
+fn execute(workspace: &Workspace, mut step: Step, verbose: bool) -> io::Result<FinishedStep> {
     let mut log = File::create(workspace.logs().join(format!("{}.log", file_name(step.name))))?;
-    writeln!(log, "$ {}", step.spelled())?;
+    writeln!(log, "$ {}", step.command_line())?;
     let start = Instant::now();
     let mut output = Vec::new();
-    let outcome = stream(workspace, &mut step, &mut log, verbose, &mut output);
-    let (outcome, cpu) = match outcome {
+    let result = stream(workspace, &mut step, &mut log, verbose, &mut output);
+    let (status, cpu) = match result {
         Ok((status, cpu)) => (Ok(status), cpu),
         Err(error) => (Err(error), None),
     };
     let output = String::from_utf8_lossy(&output).into_owned();
-    let judgement = Judgement::of(&step, &outcome, &output);
-    let done = Done {
+    let outcome = Outcome::new(&step, &status, &output);
+    let done = FinishedStep {
         name: step.name,
-        command: step.spelled(),
+        command: step.command_line(),
         time: start.elapsed(),
         cpu,
-        passed: judgement.passed,
-        failed: judgement.failed,
-        note: judgement.note,
+        passed: outcome.passed,
+        failed: outcome.failed,
+        note: outcome.note,
         output,
     };
-    writeln!(log, "{}", done.line(Style::PLAIN))?;
+    writeln!(log, "{}", done.summary_line(Style::PLAIN))?;
     Ok(done)
 }
 
@@ -159,8 +163,9 @@ fn file_name(step: &str) -> String {
     step.replace(|letter: char| !letter.is_alphanumeric(), "-")
 }
 
-/// How the command ends, and its processor time. Its two outputs, in the order in which it wrote them, go to the log as
-/// they come, and to `output`.
+/// Runs the command of a step. Returns its exit status and its processor time.
+///
+/// Writes stdout and stderr, in their order, to the log and to `output`.
 fn stream(
     workspace: &Workspace,
     step: &mut Step,
@@ -176,17 +181,17 @@ fn stream(
     if let Ok(protoc) = protoc_bin_vendored::protoc_bin_path() {
         command.env("PROTOC", protoc);
     }
-    // Cargo sets these for the program that it runs. Build scripts that look at them would run again.
-    let own = std::env::vars_os().map(|(name, _)| name).filter(|name| {
+    // Cargo sets these variables for the program that it runs. Build scripts that depend on them would run again.
+    let cargo_variables = std::env::vars_os().map(|(name, _)| name).filter(|name| {
         let name = name.to_string_lossy();
         name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")
     });
-    for name in own {
+    for name in cargo_variables {
         command.env_remove(name);
     }
     command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
     let child = command.spawn();
-    // The command owns our ends for writing; while they are open, the output has no end.
+    // The command owns copies of the write end of the pipe. Close them, or the pipe never reports its end.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = child?;
     let mut reader = BufReader::new(reader);
@@ -202,15 +207,16 @@ fn stream(
     Ok((child.wait()?, cpu))
 }
 
-/// Waits until the process has ended, and gives its processor time and that of the processes below it, where the system
-/// tells.
+/// Waits until a process has ended.
+///
+/// Returns its processor time and that of its descendants, if available.
 #[cfg(target_os = "linux")]
 fn processor_time(child: &Child) -> Option<Duration> {
     use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
 
-    /// `USER_HZ`, the same on all Linux systems of today.
+    /// `USER_HZ`, which is 100 on all current Linux systems.
     const TICKS_PER_SECOND: u32 = 100;
-    // It stays a zombie, so that its figures can be read.
+    // `NOWAIT` leaves the process a zombie, so that its figures can be read.
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
     waitid(WaitId::Pid(Pid::from_child(child)), options).ok()?;
     let stat = fs::read_to_string(format!("/proc/{}/stat", child.id())).ok()?;
@@ -227,47 +233,47 @@ fn processor_time(_: &Child) -> Option<Duration> {
     None
 }
 
-/// Whether a step has passed.
-struct Judgement {
+/// Outcome of a step.
+struct Outcome {
     passed: u64,
     failed: u64,
     note: String,
 }
 
-impl Judgement {
-    fn of(step: &Step, outcome: &io::Result<ExitStatus>, output: &str) -> Self {
-        let judgement = |passed, failed, note| Self { passed, failed, note };
-        let tally = Tally::of(output);
-        match outcome {
+impl Outcome {
+    fn new(step: &Step, status: &io::Result<ExitStatus>, output: &str) -> Self {
+        let outcome = |passed, failed, note| Self { passed, failed, note };
+        let tally = TestCounts::parse(output);
+        match status {
             Err(error) => {
                 let program = step.command.get_program().to_string_lossy();
-                judgement(0, 1, format!("{program}: {error}"))
+                outcome(0, 1, format!("{program}: {error}"))
             }
             Ok(status) if !status.success() => match tally {
                 Some(tally) if tally.failed > 0 => {
-                    judgement(tally.passed, tally.failed, tally.to_string())
+                    outcome(tally.passed, tally.failed, tally.to_string())
                 }
-                _ => judgement(0, 1, own_count(output).unwrap_or_else(|| status.to_string())),
+                _ => outcome(0, 1, script_counts(output).unwrap_or_else(|| status.to_string())),
             },
-            // Cargo is content with a name that no test has.
+            // Cargo succeeds if no test matches the filter.
             Ok(_) if tally.is_some_and(|tally| tally.passed == 0) => {
-                judgement(0, 1, "no test ran".into())
+                outcome(0, 1, "no test ran".into())
             }
-            Ok(_) => match (step.worth, tally) {
-                (Worth::Nothing, _) => {
+            Ok(_) => match (step.kind, tally) {
+                (StepKind::Setup, _) => {
                     let last = output.lines().last().filter(|_| step.shows_last_line);
-                    judgement(0, 0, last.unwrap_or_default().into())
+                    outcome(0, 0, last.unwrap_or_default().into())
                 }
-                (Worth::One, _) => judgement(1, 0, own_count(output).unwrap_or_default()),
-                (Worth::Tests, Some(tally)) => judgement(tally.passed, 0, tally.to_string()),
-                (Worth::Tests, None) => judgement(0, 1, "no test was reported".into()),
+                (StepKind::Check, _) => outcome(1, 0, script_counts(output).unwrap_or_default()),
+                (StepKind::Tests, Some(tally)) => outcome(tally.passed, 0, tally.to_string()),
+                (StepKind::Tests, None) => outcome(0, 1, "no test was reported".into()),
             },
         }
     }
 }
 
-/// The last line of a script that ends with a count of its own.
-fn own_count(output: &str) -> Option<String> {
+/// Returns the last line of the output of a script, if it has the form "N passed, M failed".
+fn script_counts(output: &str) -> Option<String> {
     let last = output.lines().last()?;
     let (passed, rest) = last.split_once(" passed, ")?;
     let counts = passed.parse::<u64>().is_ok() && rest.ends_with(" failed");
@@ -283,9 +289,9 @@ mod tests {
     }
 
     #[test]
-    fn chains_run_beside_each_other() {
+    fn chains_run_in_parallel() {
         let chains = vec![
-            vec![step("a1"), step("a2").after("b1"), step("a3").alone()],
+            vec![step("a1"), step("a2").after("b1"), step("a3").exclusive()],
             vec![step("b1"), step("b2").after("no such step")],
             vec![step("c1")],
         ];
@@ -307,8 +313,8 @@ mod tests {
     }
 
     #[test]
-    fn nothing_starts_beside_a_step_that_runs_alone() {
-        let chains = vec![vec![step("a1").alone(), step("a2")], vec![step("b1")]];
+    fn exclusive_step_runs_alone() {
+        let chains = vec![vec![step("a1").exclusive(), step("a2")], vec![step("b1")]];
         let mut schedule = Schedule::new(chains, 2);
         assert_eq!(schedule.next().unwrap().name, "a1");
         assert!(schedule.next().is_none());

@@ -7,67 +7,77 @@ use serde_json::json;
 
 use crate::etcd;
 use crate::figures::{self, Figures};
-use crate::report::{LeftOut, Report};
+use crate::report::{Report, SkippedStep};
 use crate::runner;
-use crate::step::{Step, Worth};
+use crate::step::{Step, StepKind};
 use crate::workspace::Workspace;
 
-/// The platform that both are for here.
+/// Target platform of both sanitizers.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// What is built with one. The extension module is not: it would want a Python that is, too; and shuttle runs its
-/// tasks by itself, one at a time.
+/// Packages that are built with a sanitizer.
+///
+/// Not the extension module, which would need a Python with the sanitizer. Not the schedules: shuttle runs one task at
+/// a time.
 const PACKAGES: &str = "--workspace --exclude tssd-python --exclude tssd-store-schedules --exclude xtask \
                         --all-features";
 
-/// What runs with one: not what makes the same few accesses for every state, byte or command that there is, and
-/// not what measures memory, of which a sanitizer takes its share.
+/// Tests that run with a sanitizer.
+///
+/// Not exhaustive tests, which repeat the same few memory accesses. Not tests that measure memory, since a sanitizer
+/// uses memory itself.
 const SUITES: &str = "--lib --test suite --no-fail-fast -- --skip crash:: --skip convert:: --skip geometry:: \
-                      --skip ledger:: --skip packed_files:: --skip packing:: --skip pickled:: --skip safetensors:: \
+                      --skip ledger:: --skip model_directory:: --skip write_options:: --skip convert_pickle:: --skip safetensors:: \
                       --skip damage_of_small_files --skip hostile_connections_use_little_memory";
 
-/// Nor, with the thread sanitizer, what counts the descriptors of daemons, of which it takes two, and what sends a
-/// signal to one whose threads wait in calls that it does not know: it holds the signal back until they return.
-const NOT_ITS: &str = "--skip torture:: --skip daemon_completes_open_puts";
+/// Tests that do not run with the thread sanitizer.
+///
+/// Not tests that count the descriptors of daemons, since the sanitizer uses two. Not tests that send signals to
+/// daemons whose threads wait in system calls that it does not intercept: it defers the signals until these return.
+const THREAD_SKIPS: &str = "--skip process_faults:: --skip daemon_completes_open_puts";
 
-/// Checks that the compiler puts beside every access to memory.
+/// A sanitizer of the compiler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sanitizer {
-    /// What is accessed is there: within its allocation, not freed, on a stack that still is. And nothing leaks.
+    /// Detects accesses outside of allocations, uses after free and after return, and leaks.
     Address,
-    /// What two threads access, one of them to write, they access one after the other.
+    /// Detects data races.
     Thread,
 }
 
-/// Runs the suites with both, as far as they are there.
+/// Runs the tests with both sanitizers, if they are available.
 pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
-    let mut steps = Vec::from_iter(etcd::installation());
+    let mut steps = Vec::from_iter(etcd::install_step());
     steps.extend(Sanitizer::Address.steps(workspace)?);
-    let left_out = add_thread(workspace, &mut steps)?;
+    let left_out = add_thread_sanitizer(workspace, &mut steps)?;
     let report = runner::run(workspace, vec![steps], left_out.into_iter().collect(), verbose)?;
-    figures::keep(workspace, figures(&report))?;
+    figures::save(workspace, figures(&report))?;
     Ok(report.has_passed())
 }
 
-/// Adds the thread sanitizer: without the sources of the standard library, which it would take all locks of for
-/// none, it is left out.
-pub(crate) fn add_thread(
+/// Adds the steps of the thread sanitizer, or returns why it is skipped.
+///
+/// It needs the sources of the standard library, to instrument its locks.
+pub(crate) fn add_thread_sanitizer(
     workspace: &Workspace,
     steps: &mut Vec<Step>,
-) -> io::Result<Option<LeftOut>> {
+) -> io::Result<Option<SkippedStep>> {
     let output = Command::new("rustc").args(["--print", "sysroot"]).output()?.stdout;
     let sysroot = String::from_utf8_lossy(&output).trim().to_owned();
     if Path::new(&sysroot).join("lib/rustlib/src/rust/library/std").exists() {
         steps.extend(Sanitizer::Thread.steps(workspace)?);
         return Ok(None);
     }
-    Ok(Some(LeftOut { name: Sanitizer::Thread.name(), why: "rustup component add rust-src" }))
+    Ok(Some(SkippedStep {
+        name: Sanitizer::Thread.name(),
+        reason: "rustup component add rust-src",
+    }))
 }
 
-/// How many tests have run with sanitizers.
+/// Returns the number of tests that have run with each sanitizer.
 pub(crate) fn figures(report: &Report) -> Figures {
     let names = [Sanitizer::Address, Sanitizer::Thread].map(Sanitizer::name);
-    let done = report.done.iter().filter(|done| names.contains(&done.name));
+    let done = report.finished.iter().filter(|done| names.contains(&done.name));
     done.map(|done| {
         let seconds = done.time.as_secs_f64().round();
         (done.name.to_owned(), json!({ "tests": done.passed, "seconds": seconds }))
@@ -83,7 +93,7 @@ impl Sanitizer {
         }
     }
 
-    /// As the compiler calls it.
+    /// Returns the value of the compiler option `-Zsanitizer`.
     fn flag(self) -> &'static str {
         match self {
             Self::Address => "address",
@@ -91,70 +101,71 @@ impl Sanitizer {
         }
     }
 
+    /// Returns the steps: build, tests, and a check that there are no reports.
     pub(crate) fn steps(self, workspace: &Workspace) -> io::Result<Vec<Step>> {
         let reports = self.folder(workspace).join("reports");
         if reports.exists() {
             fs::remove_dir_all(&reports)?;
         }
         fs::create_dir_all(&reports)?;
-        // Whoever finds something says it in a file: what a daemon prints may be nobody's to see.
-        let found =
+        // Reports go to files, since the output of daemons may be discarded.
+        let search =
             format!("! grep --recursive --before-context=200 SUMMARY: {}", reports.display());
         let tests = match self {
             Self::Address => format!("test {SUITES}"),
-            Self::Thread => format!("test {SUITES} {NOT_ITS}"),
+            Self::Thread => format!("test {SUITES} {THREAD_SKIPS}"),
         };
-        let silence = Step::program(self.silence(), "sh", "-c").argument(found);
+        let no_reports = Step::program(self.no_reports(), "sh", "-c").argument(search);
         Ok(vec![
-            self.cargo(workspace, self.build(), "build --bins").worth(Worth::Nothing),
-            self.cargo(workspace, self.name(), &tests).worth(Worth::Tests),
-            silence.worth(Worth::Nothing),
+            self.cargo(workspace, self.build(), "build --bins").kind(StepKind::Setup),
+            self.cargo(workspace, self.name(), &tests).kind(StepKind::Tests),
+            no_reports.kind(StepKind::Setup),
         ])
     }
 
     fn build(self) -> &'static str {
         match self {
-            Self::Address => "build with the address sanitizer",
-            Self::Thread => "build with the thread sanitizer",
+            Self::Address => "build with address sanitizer",
+            Self::Thread => "build with thread sanitizer",
         }
     }
 
-    fn silence(self) -> &'static str {
+    fn no_reports(self) -> &'static str {
         match self {
-            Self::Address => "no report of the address sanitizer",
-            Self::Thread => "no report of the thread sanitizer",
+            Self::Address => "no reports of the address sanitizer",
+            Self::Thread => "no reports of the thread sanitizer",
         }
     }
 
-    /// Where everything is built once more.
+    /// Returns the target folder of the build with the sanitizer.
     fn folder(self, workspace: &Workspace) -> PathBuf {
         workspace.target.join(format!("sanitize-{}", self.flag()))
     }
 
-    /// A command of Cargo in that folder.
+    /// Returns a Cargo command with the sanitizer. Its reports go to `reports` in the target folder.
     fn cargo(self, workspace: &Workspace, name: &'static str, arguments: &str) -> Step {
         let folder = self.folder(workspace);
-        let (command, what) = arguments.split_once(' ').unwrap_or((arguments, ""));
-        let standard = if self == Self::Thread { "-Zbuild-std" } else { "" };
-        let arguments = format!("{command} {PACKAGES} --target {TARGET} {standard} --target-dir");
+        let (command, rest) = arguments.split_once(' ').unwrap_or((arguments, ""));
+        let build_std = if self == Self::Thread { "-Zbuild-std" } else { "" };
+        let arguments = format!("{command} {PACKAGES} --target {TARGET} {build_std} --target-dir");
         let reports = folder.join("reports/report");
         let (variable, options) = match self {
             Self::Address => ("ASAN_OPTIONS", "detect_stack_use_after_return=1".to_owned()),
             Self::Thread => {
-                let unseen = workspace.root.join("tests/thread_sanitizer.txt");
-                ("TSAN_OPTIONS", format!("suppressions={}", unseen.display()))
+                let suppressions = workspace.root.join("tests/thread_sanitizer.txt");
+                ("TSAN_OPTIONS", format!("suppressions={}", suppressions.display()))
             }
         };
-        // What cannot be allocated is an error, which tests look at.
+        // Tests check how failed allocations are handled, so they must not abort the process.
         let options =
             format!("log_path={}:allocator_may_return_null=1:{options}", reports.display());
         let step = Step::cargo(name, &arguments).argument(&folder);
-        what.split_whitespace()
+        rest.split_whitespace()
             .fold(step, Step::argument)
-            // The compiler is a stable one.
+            // Enables unstable options in the stable compiler.
             .env("RUSTC_BOOTSTRAP", "1")
             .env("RUSTFLAGS", format!("-Zsanitizer={}", self.flag()))
-            // The C compiler has one of its own, which does not know this one.
+            // The sanitizer runtime of the C compiler is not compatible with that of rustc.
             .env("CFLAGS", "-fno-sanitize=all")
             .env(variable, options)
             .env("TSSD_BIN", folder.join(TARGET).join("debug/tssd"))

@@ -1,68 +1,69 @@
 use std::ffi::OsStr;
 use std::process::Command;
 
-/// The Python that is on every machine with Python 3.
+/// Name of the Python 3 program.
 pub(crate) const PYTHON: &str = if cfg!(windows) { "python" } else { "python3" };
 
 /// One command of a run.
 pub(crate) struct Step {
+    /// Name in the summary, and of the log file.
     pub(crate) name: &'static str,
     pub(crate) command: Command,
-    pub(crate) worth: Worth,
-    /// Whether the summary shows the last line of its output.
+    pub(crate) kind: StepKind,
+    /// Whether the summary shows the last line of the output.
     pub(crate) shows_last_line: bool,
-    /// A step of another chain that must have passed before it starts.
+    /// A step of another chain that must finish before this one starts.
     pub(crate) after: Option<&'static str>,
-    /// Whether no other step may run beside it.
-    pub(crate) is_alone: bool,
+    /// Whether no other step may run at the same time.
+    pub(crate) is_exclusive: bool,
 }
 
-/// Steps that run in order, beside those of other chains.
+/// Steps that run in order, in parallel to other chains.
 pub(crate) type Chain = Vec<Step>;
 
-/// What the success of a step adds to the number of what passed.
+/// How a successful step counts in the number of passed checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Worth {
-    /// Nothing: it only makes what other steps need.
-    Nothing,
+pub(crate) enum StepKind {
+    /// It is no check: it prepares other steps.
+    Setup,
     /// It is one check.
-    One,
-    /// The tests of Cargo that its output reports.
+    Check,
+    /// Each test that Cargo reports in its output is a check.
     Tests,
 }
 
 impl Step {
-    /// A command of Cargo; arguments are split at spaces.
+    /// Creates a step that runs Cargo. Arguments are split at spaces.
     pub(crate) fn cargo(name: &'static str, arguments: &str) -> Self {
         Self::program(name, cargo(), arguments)
     }
 
-    /// A script for any Python 3; arguments are split at spaces.
+    /// Creates a step that runs a Python script without dependencies. Arguments are split at spaces.
     pub(crate) fn python(name: &'static str, arguments: &str) -> Self {
         Self::program(name, PYTHON, arguments)
     }
 
-    /// Any program; arguments are split at spaces.
+    /// Creates a step that runs a program. Arguments are split at spaces.
     pub(crate) fn program(name: &'static str, program: impl AsRef<OsStr>, arguments: &str) -> Self {
         let mut command = Command::new(program);
         command.args(arguments.split_whitespace());
         Self {
             name,
             command,
-            worth: Worth::One,
+            kind: StepKind::Check,
             shows_last_line: false,
             after: None,
-            is_alone: false,
+            is_exclusive: false,
         }
     }
 
-    /// Adds an argument as it is.
+    /// Adds one argument, which is not split.
     pub(crate) fn argument(mut self, argument: impl AsRef<OsStr>) -> Self {
         self.command.arg(argument);
         self
     }
 
-    /// Adds arguments as they are.
+    /// Adds arguments, which are not split.
     pub(crate) fn arguments(mut self, arguments: impl IntoIterator<Item: AsRef<OsStr>>) -> Self {
         self.command.args(arguments);
         self
@@ -73,8 +74,8 @@ impl Step {
         self
     }
 
-    pub(crate) fn worth(mut self, worth: Worth) -> Self {
-        self.worth = worth;
+    pub(crate) fn kind(mut self, worth: StepKind) -> Self {
+        self.kind = worth;
         self
     }
 
@@ -83,26 +84,26 @@ impl Step {
         self
     }
 
-    /// Starts only after this step of another chain, if the run has it.
+    /// Lets the step start after this step of another chain, if the run has that step.
     pub(crate) fn after(mut self, name: &'static str) -> Self {
         self.after = Some(name);
         self
     }
 
-    /// Runs while no other step does.
-    pub(crate) fn alone(mut self) -> Self {
-        self.is_alone = true;
+    /// Lets the step run while no other step runs.
+    pub(crate) fn exclusive(mut self) -> Self {
+        self.is_exclusive = true;
         self
     }
 
-    /// The command as one would type it.
-    pub(crate) fn spelled(&self) -> String {
+    /// Returns the command line.
+    pub(crate) fn command_line(&self) -> String {
         let words = std::iter::once(self.command.get_program()).chain(self.command.get_args());
         words.map(OsStr::to_string_lossy).collect::<Vec<_>>().join(" ")
     }
 }
 
-/// The Cargo that runs this program.
+/// Returns the Cargo program that runs xtask.
 pub(crate) fn cargo() -> impl AsRef<OsStr> {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }

@@ -2,14 +2,14 @@ use std::env::consts::EXE_SUFFIX;
 use std::path::PathBuf;
 
 use crate::cache;
-use crate::step::{Step, Worth};
+use crate::step::{Step, StepKind};
 
 /// A program from crates.io, installed once for all checkouts.
 pub(crate) struct Tool {
-    /// Its package and its program.
+    /// Name of the package and of the program.
     pub(crate) name: &'static str,
     pub(crate) version: &'static str,
-    /// What the step that installs it is called.
+    /// Name of the step that installs it.
     pub(crate) step: &'static str,
 }
 
@@ -18,17 +18,17 @@ impl Tool {
         self.folder().join("bin").join(format!("{}{EXE_SUFFIX}", self.name))
     }
 
-    /// What installs it: nothing if it is there, in this version.
-    pub(crate) fn installation(&self) -> Option<Step> {
+    /// Returns the step that installs the tool, or `None` if this version is installed.
+    pub(crate) fn install_step(&self) -> Option<Step> {
         if self.program().exists() {
             return None;
         }
-        // It runs for a second: to optimise it would take longer than that.
+        // A debug build: the tool runs for a second, and optimisation would take longer.
         let step = Step::cargo(self.step, "install --locked --debug --no-default-features --root")
             .argument(self.folder())
             .argument(format!("{}@{}", self.name, self.version))
             .env("CARGO_PROFILE_DEV_DEBUG", "none");
-        Some(step.worth(Worth::Nothing))
+        Some(step.kind(StepKind::Setup))
     }
 
     fn folder(&self) -> PathBuf {

@@ -1,11 +1,11 @@
 use std::io;
 use std::path::Path;
 
-use crate::step::{Step, Worth};
+use crate::step::{Step, StepKind};
 use crate::virtual_environment::{Requirements, VirtualEnvironment};
 use crate::workspace::Workspace;
 
-/// The newest torch, and the packages that the suites compare with.
+/// Returns the environment with the newest torch, and with the other packages to compare with.
 pub(crate) fn environment(workspace: &Workspace) -> io::Result<VirtualEnvironment> {
     let requirements = Requirements {
         name: "torch",
@@ -14,20 +14,20 @@ pub(crate) fn environment(workspace: &Workspace) -> io::Result<VirtualEnvironmen
         imports: "torch, numpy, safetensors, ml_dtypes, pytest, mypy, pyright, transformers",
         without_dependencies: Some("torchstore==0.1.2"),
     };
-    VirtualEnvironment::of(workspace, requirements)
+    VirtualEnvironment::new(workspace, requirements)
 }
 
-/// Our answers beside those of torch and of the safetensors library.
+/// Compares results with those of torch and of the safetensors library.
 pub(crate) fn checks(workspace: &Workspace, python: &Path) -> Vec<Step> {
     let cases = workspace.target.join("torch-cases.json");
     vec![
-        // Everything is selected as for the tests before it, so that nothing is built anew.
+        // The selection of packages and features is that of the other tests, so that Cargo builds nothing else.
         Step::cargo(
-            "cases for torch",
+            "write torch cases",
             "test --workspace --all-features --test suite write_torch_cases -- --ignored",
         )
         .env("TSSD_TORCH_CASES", &cases)
-        .worth(Worth::Nothing)
+        .kind(StepKind::Setup)
         .after("build"),
         Step::program("torch geometry", python, "tests/torch/geometry.py").argument(&cases),
         Step::program("safetensors demo", python, "tests/torch/safetensors_demo.py")

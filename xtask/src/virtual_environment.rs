@@ -4,46 +4,49 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use crate::cache;
-use crate::step::{PYTHON, Step, Worth};
+use crate::step::{PYTHON, Step, StepKind};
 use crate::workspace::Workspace;
 
 /// A set of Python packages that can be installed together.
 pub(crate) struct Requirements {
-    /// How the folder of the environment begins.
+    /// Prefix of the name of the folder of the environment.
     pub(crate) name: &'static str,
-    /// The name of the step that makes it.
+    /// Name of the step that creates the environment.
     pub(crate) step: &'static str,
-    /// The requirements file, below the root of the repository.
+    /// Path of the requirements file, relative to the root of the repository.
     pub(crate) file: &'static str,
     /// Modules that an intact environment can import, separated by commas.
     pub(crate) imports: &'static str,
-    /// A package that is installed without its dependencies, which pin older versions of the packages in the file.
+    /// A package that is installed without its dependencies.
+    ///
+    /// They would pin older versions of the packages in the file.
     pub(crate) without_dependencies: Option<&'static str>,
 }
 
-/// A Python with these packages, in a folder that all checkouts share.
+/// A Python virtual environment, in a folder that all checkouts share.
 pub(crate) struct VirtualEnvironment {
     requirements: Requirements,
     folder: PathBuf,
 }
 
 impl VirtualEnvironment {
-    /// The environment of these requirements: its folder is named after their hash.
-    pub(crate) fn of(workspace: &Workspace, requirements: Requirements) -> io::Result<Self> {
+    /// Returns the environment of these requirements. Their hash is part of the name of its folder.
+    pub(crate) fn new(workspace: &Workspace, requirements: Requirements) -> io::Result<Self> {
         let Requirements { name, file, without_dependencies, .. } = requirements;
         let mut hasher = DefaultHasher::new();
         std::fs::read_to_string(workspace.root.join(file))?.hash(&mut hasher);
-        // A wheel is for one version of Python.
+        // Installed packages depend on the version of Python.
         (without_dependencies, python_version()?).hash(&mut hasher);
         let folder = cache::folder().join(format!("venv/{name}-{:016x}", hasher.finish()));
         Ok(Self { requirements, folder })
     }
 
+    /// Returns the path of the Python of the environment.
     pub(crate) fn python(&self) -> PathBuf {
         self.folder.join(if cfg!(windows) { "Scripts/python.exe" } else { "bin/python" })
     }
 
-    /// Makes the environment, or checks that it is intact.
+    /// Returns the step that creates the environment, or checks that it is intact.
     pub(crate) fn step(&self) -> Step {
         let Requirements { step, file, imports, without_dependencies, .. } = &self.requirements;
         Step::python(step, "xtask/environment.py")
@@ -51,7 +54,7 @@ impl VirtualEnvironment {
             .argument(file)
             .argument(imports)
             .arguments(*without_dependencies)
-            .worth(Worth::Nothing)
+            .kind(StepKind::Setup)
             .shows_last_line()
     }
 }
@@ -81,18 +84,18 @@ mod tests {
     }
 
     #[test]
-    fn damaged_environment_is_made_anew() {
+    fn damaged_environment_is_recreated() {
         let root = std::env::temp_dir().join(format!("tssd-environment-{}", std::process::id()));
         fs::create_dir_all(&root).unwrap();
         let (folder, requirements) = (root.join("name-0"), root.join("requirements.txt"));
         fs::write(&requirements, "").unwrap();
-        let (mark, python) = (folder.join("mark"), folder.join("bin/python"));
+        let (marker, python) = (folder.join("mark"), folder.join("bin/python"));
         let is_kept = || {
             let output = run(&folder, &requirements, "json");
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
             assert!(Command::new(&python).arg("--version").status().unwrap().success());
-            let is_kept = mark.exists();
-            fs::write(&mark, "").unwrap();
+            let is_kept = marker.exists();
+            fs::write(&marker, "").unwrap();
             is_kept
         };
 
@@ -106,7 +109,7 @@ mod tests {
 
         let output = run(&folder, &requirements, "no_such_module");
         assert!(!output.status.success());
-        assert!(!mark.exists(), "a package cannot be imported");
+        assert!(!marker.exists(), "a package cannot be imported");
         assert!(String::from_utf8_lossy(&output.stderr).contains("`import no_such_module` fails"));
         fs::remove_dir_all(root).unwrap();
     }

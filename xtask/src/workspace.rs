@@ -4,15 +4,20 @@ use std::path::{Path, PathBuf};
 
 /// The folders of this checkout.
 pub(crate) struct Workspace {
-    /// The repository.
+    /// Root of the repository.
     pub(crate) root: PathBuf,
-    /// Where Cargo puts what it builds, whatever its settings: it has put this program there.
+    /// Target folder of Cargo.
     pub(crate) target: PathBuf,
 }
 
 impl Workspace {
+    /// Derives the folders from the path of this program.
+    ///
+    /// # Errors
+    ///
+    /// If the program is not in a target folder.
     pub(crate) fn find() -> io::Result<Self> {
-        // This program is TARGET/PROFILE/xtask.
+        // This program is TARGET/PROFILE/xtask, for any configuration of the target folder.
         let program = std::env::current_exe()?;
         let target = program.ancestors().nth(2).ok_or_else(|| {
             io::Error::other(format!("{} is not in a target directory", program.display()))
@@ -21,12 +26,12 @@ impl Workspace {
         Ok(Self { root: root.parent().unwrap_or(root).into(), target: target.into() })
     }
 
-    /// The command-line tool as the dev profile builds it.
+    /// Returns the path of the command `tssd` of the dev profile.
     pub(crate) fn tssd(&self) -> PathBuf {
         self.target.join("debug").join(format!("tssd{EXE_SUFFIX}"))
     }
 
-    /// What each step of the last run has printed, one file for each.
+    /// Returns the folder with the output of each step of the last run.
     pub(crate) fn logs(&self) -> PathBuf {
         self.target.join("xtask-logs")
     }

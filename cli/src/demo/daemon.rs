@@ -16,8 +16,8 @@ pub(super) fn with_daemon<T>(
 ) -> Result<T> {
     // Memory for two concurrent versions, doubled for overhead, plus 256 MiB.
     let limit = model_bytes.saturating_mul(4).saturating_add(1 << 28);
-    let daemon =
-        Daemon::bind(DaemonOptions::at(socket, limit)).map_err(|error| store_failure(&error))?;
+    let daemon = Daemon::bind(DaemonOptions::for_socket(socket, limit))
+        .map_err(|error| store_failure(&error))?;
     let (sender, receiver) = tokio::sync::oneshot::channel();
     let server = std::thread::spawn(move || daemon.serve(receiver));
     let result = Store::connect(&format!("unix:{}", socket.display()))

@@ -76,7 +76,7 @@ impl TargetTensor {
     fn as_target(&mut self) -> Target<'_> {
         Target {
             fqn: self.fqn.clone(),
-            place: self.place.clone(),
+            shard_spec: self.place.clone(),
             meta: self.meta.clone(),
             memory: (&mut self.memory).into(),
         }

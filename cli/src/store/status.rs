@@ -35,13 +35,13 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         Size(memory.used),
         Size(memory.limit),
         memory.segments,
-        Size(memory.warm),
+        Size(memory.free_bytes),
         Size(memory.retired),
         Size(memory.created_bytes),
         memory.recycled,
     ))?;
-    if memory.devices > 0 {
-        print(format!("memory of GPUs: {}\n", Size(memory.devices)))?;
+    if memory.device_bytes > 0 {
+        print(format!("memory of GPUs: {}\n", Size(memory.device_bytes)))?;
     }
     let mut peers =
         Table::new(&[("PEER", Align::Right), ("CLIENT", Align::Left), ("AGE", Align::Right)]);
@@ -60,7 +60,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         print(format!("on its way to the bucket: {upload}\n"))?;
     }
     for host in &status.hosts {
-        let own = if host.is_own { " (this one)" } else { "" };
+        let own = if host.is_self { " (this one)" } else { "" };
         print(format!("host: {}{own}\n", host.address))?;
     }
     if let Some(error) = &status.hosts_error {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tokio::runtime::{Builder, Runtime};
-use tssd_store::{ConnectOptions, GetReport, Opened, Store, Target};
+use tssd_store::{ConnectOptions, GetReport, Store, Target, VersionReader};
 
 use crate::error::{BindingError, Failure, Result};
 use crate::interrupt::{InterruptCheck, SIGNAL_CHECK_INTERVAL};
@@ -104,12 +104,12 @@ impl Connection {
     /// Fills `targets` from an open version, until `deadline` is over.
     pub(super) fn fill(
         &self,
-        reader: &Opened,
+        reader: &VersionReader,
         targets: &mut [Target<'_>],
         deadline: &Deadline,
     ) -> Result<GetReport> {
         let _guard = self.runtime.enter();
-        reader.fill_while(targets, || deadline.check())
+        reader.read_into_cancellable(targets, || deadline.check())
     }
 }
 

@@ -12,7 +12,9 @@ use tssd_format::{
     TensorFlags, TensorMeta, Value,
 };
 use tssd_gpu::CopyStats;
-use tssd_store::{GetOptions, GetReport, Opened, ReceiveReport, Receiver, Target, TargetMemory};
+use tssd_store::{
+    GetOptions, GetReport, ReceiveReport, Receiver, Target, TargetMemory, VersionReader,
+};
 
 use crate::builder::{Framework, ObjectBuilder};
 use crate::device::{DeviceRegions, DeviceTarget};
@@ -173,7 +175,7 @@ impl<'a, 'py> LeafCollector<'a, 'py> {
 /// All differences that `options` does not allow, in one error, before the first byte of a tensor is written.
 pub(crate) fn fill_state_dict(
     connection: &Connection,
-    reader: &Opened,
+    reader: &VersionReader,
     into: &Bound<'_, PyAny>,
     options: FillOptions,
     (timeout, deadline): (Option<f64>, &Deadline),
@@ -202,7 +204,7 @@ pub(crate) fn fill_state_dict(
 /// Reads leaves that are not tensors. Returns a dict of fqns to values.
 fn read_values<'py>(
     py: Python<'py>,
-    (connection, reader): (&Connection, &Opened),
+    (connection, reader): (&Connection, &VersionReader),
     leaves: Vec<(Step, Node)>,
     options: ReadOptions,
     allow_pickle: bool,
@@ -233,7 +235,7 @@ fn is_plain(node: &Node, allow_pickle: bool) -> bool {
 /// Fills one tensor with the stored tensor of an fqn.
 pub(crate) fn fill_tensor(
     connection: &Connection,
-    reader: &Opened,
+    reader: &VersionReader,
     into: &Bound<'_, PyAny>,
     fqn: &str,
     deadline: &Deadline,
@@ -398,7 +400,7 @@ impl<'py> Batch<'py> {
 fn fill_leaves<'py>(
     py: Python<'py>,
     connection: &Connection,
-    reader: &Opened,
+    reader: &VersionReader,
     deadline: &Deadline,
     lender: &mut TargetImporter<'py>,
     leaves: Vec<(Leaf<'py>, Dtype)>,
@@ -425,7 +427,7 @@ impl Batch<'_> {
         self,
         py: Python<'_>,
         connection: &Connection,
-        reader: &Opened,
+        reader: &VersionReader,
         deadline: &Deadline,
         report: &mut GetReport,
     ) -> Result<()> {
@@ -589,20 +591,20 @@ fn split_into_rounds(mut targets: Vec<FillTarget>) -> Vec<Vec<FillTarget>> {
 
 fn store_target(target: &FillTarget) -> Target<'_> {
     let memory = if let Some(window) = &target.window {
-        TargetMemory::Elsewhere(window)
+        TargetMemory::Device(window)
     } else if target.len == 0 {
-        TargetMemory::Here(&mut [])
+        TargetMemory::Host(&mut [])
     } else {
         let start = std::ptr::with_exposed_provenance_mut(target.start);
         // SAFETY: `TargetImporter` verified that the tensor has these bytes and may be written to, and `_tensor` keeps them
         // allocated. No two targets that are filled at the same time share a byte: `split_into_rounds` separates
         // them and rounds run one after the other, and `receive` rejects them. If Python accesses the tensor
         // meanwhile, that is a race in the caller's program, as with torch's own `copy_`.
-        TargetMemory::Here(unsafe { std::slice::from_raw_parts_mut(start, target.len) })
+        TargetMemory::Host(unsafe { std::slice::from_raw_parts_mut(start, target.len) })
     };
     Target {
         fqn: target.fqn.clone(),
-        place: target.part.clone(),
+        shard_spec: target.part.clone(),
         meta: target.meta.clone(),
         memory,
     }

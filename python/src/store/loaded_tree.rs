@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use tssd_format::{
     Attrs, Node, ObjectPath, Region, ShardSpec, Step, TensorMeta, TensorReference, TensorSlice,
 };
-use tssd_store::{GetReport, Opened, Private, Target};
+use tssd_store::{CowBuffer, GetReport, Target, VersionReader};
 
 use crate::builder::{ArchiveContents, Framework, ObjectBuilder, StorageSource};
 use crate::error::{BindingError, Failure, Result};
@@ -180,7 +180,7 @@ impl LoadedTree {
     pub(crate) fn read(
         py: Python<'_>,
         connection: &Connection,
-        reader: &Opened,
+        reader: &VersionReader,
         root: Arc<Node>,
         options: ReadOptions,
     ) -> Result<Self> {
@@ -193,7 +193,7 @@ impl LoadedTree {
     pub(crate) fn read_leaf(
         py: Python<'_>,
         connection: &Connection,
-        reader: &Opened,
+        reader: &VersionReader,
         fqn: &str,
         slice: Option<&TensorSlice>,
         options: ReadOptions,
@@ -224,7 +224,7 @@ impl LoadedTree {
     fn from_plan(
         py: Python<'_>,
         connection: &Connection,
-        reader: &Opened,
+        reader: &VersionReader,
         root: Arc<Node>,
         mut plan: ReadPlan,
         ReadOptions { copy, timeout }: ReadOptions,
@@ -234,17 +234,17 @@ impl LoadedTree {
         let storages = &plan.storages;
         let deadline = Deadline::new(timeout)?;
         let (views, copies, leaf_bytes) = connection.block_on(py, timeout, async {
-            let views: Vec<Option<Private>> = if copy {
+            let views: Vec<Option<CowBuffer>> = if copy {
                 storages.iter().map(|_| None).collect()
             } else {
-                reader.private(storages).await?
+                reader.cow_buffers(storages).await?
             };
-            let is_copy = |(_, view): &(&u32, &Option<Private>)| view.is_none();
+            let is_copy = |(_, view): &(&u32, &Option<CowBuffer>)| view.is_none();
             let copies = storages.iter().zip(&views).filter(is_copy);
             let copies: Vec<u32> = copies.map(|(number, _)| *number).collect();
-            let bytes = reader.storages(&copies).await?;
+            let bytes = reader.read_storages(&copies).await?;
             let copies: Vec<(u32, Bytes)> = copies.into_iter().zip(bytes).collect();
-            Ok((views, copies, reader.storages(&plan.leaf_storages).await?))
+            Ok((views, copies, reader.read_storages(&plan.leaf_storages).await?))
         })?;
         let size = |bytes: usize| u64::try_from(bytes).unwrap_or(u64::MAX);
         let views = storages.iter().zip(views);
@@ -284,7 +284,7 @@ type NewBlocks = (Vec<(u32, MemoryBlock)>, Option<GetReport>);
 /// Allocates memory, copies storages to it, and assembles tensors in it.
 fn copy_to_blocks(
     connection: &Connection,
-    reader: &Opened,
+    reader: &VersionReader,
     deadline: &Deadline,
     copies: &[(u32, Bytes)],
     assembled: Vec<AssembledTensor>,
@@ -322,7 +322,7 @@ fn copy_to_blocks(
             let (bytes, tail) = tail.split_at_mut(range.len());
             (rest, offset) = (tail, range.end);
             let AssembledTensor { fqn, meta, part: place, .. } = tensor;
-            targets.push(Target { fqn, place, meta, memory: bytes.into() });
+            targets.push(Target { fqn, shard_spec: place, meta, memory: bytes.into() });
         }
         if !targets.is_empty() {
             report = Some(connection.fill(reader, &mut targets, deadline)?);

@@ -6,7 +6,7 @@ use pyo3::exceptions::{PyStopIteration, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
 use tssd_format::{Dtype, Node, TensorSlice as Slice};
-use tssd_store::{Key, Opened};
+use tssd_store::{Key, VersionReader};
 
 use super::outline::build_outline;
 use super::select::match_names;
@@ -25,7 +25,7 @@ pub(crate) struct OpenVersion {
     key: Key,
     version: u64,
     /// `None` once the version is closed.
-    reader: Mutex<Option<Arc<Opened>>>,
+    reader: Mutex<Option<Arc<VersionReader>>>,
     /// The fqns of the selected tensors.
     names: Vec<String>,
 }
@@ -35,7 +35,7 @@ impl OpenVersion {
         py: Python<'_>,
         connection: Arc<Connection>,
         key: Key,
-        reader: Arc<Opened>,
+        reader: Arc<VersionReader>,
         names: Option<&Bound<'_, PyAny>>,
     ) -> Result<Self> {
         let selection = names.map(|names| match_names(py, &reader, names)).transpose()?;
@@ -49,13 +49,13 @@ impl OpenVersion {
     }
 
     /// Returns the reader of the version. An error once the version is closed.
-    fn reader(&self) -> Result<Arc<Opened>> {
+    fn reader(&self) -> Result<Arc<VersionReader>> {
         let reader = self.reader.lock().expect("nothing panics that holds it").clone();
         Ok(reader.ok_or_else(|| PyValueError::new_err("the version is closed"))?)
     }
 
     /// Returns the reader of the version. An error if the version is not one of `key`, or is closed.
-    pub(super) fn reader_for_key(&self, key: &Key) -> Result<Arc<Opened>> {
+    pub(super) fn reader_for_key(&self, key: &Key) -> Result<Arc<VersionReader>> {
         if *key != self.key {
             let text =
                 format!("the version that is open is one of key `{}`, not `{key}`", self.key);

@@ -9,7 +9,7 @@ use pyo3::types::PyString;
 use tssd_format::{
     Attrs, ContentKind, Node, ShardSpec, TensorFlags, TensorMeta, TensorReference, Value,
 };
-use tssd_store::Opened;
+use tssd_store::VersionReader;
 
 use crate::builder::{ArchiveContents, Framework, ObjectBuilder, StorageSource};
 use crate::error::Result;
@@ -28,11 +28,11 @@ struct Outline {
 pub(super) fn build_outline<'py>(
     py: Python<'py>,
     connection: &Connection,
-    reader: &Opened,
+    reader: &VersionReader,
 ) -> Result<Bound<'py, PyAny>> {
     let (mut root, mut storages) = (Node::clone(reader.structure()), Vec::new());
     strip(&mut root, &mut storages)?;
-    let bytes = connection.block_on(py, None, reader.storages(&storages))?;
+    let bytes = connection.block_on(py, None, reader.read_storages(&storages))?;
     let leaf_bytes = storages.into_iter().zip(bytes).collect();
     let outline = Outline { root: Arc::new(root), attrs: reader.attrs().clone(), leaf_bytes };
     ObjectBuilder::new(py, &outline, &outline, Framework::Torch)

@@ -178,7 +178,7 @@ fn extract_residency(residency: &Bound<'_, PyAny>) -> Result<Residency> {
             "host" => Residency::Host,
             "device" => Residency::Device,
             "ring" => Residency::Ring(Ring::default()),
-            "lent" => Residency::Lent(Ring::default()),
+            "lent" => Residency::InPlace(Ring::default()),
             other => {
                 let text = format!(
                     "residency is \"host\", \"device\", \"ring\", \"lent\" or a tssd.Ring, not {other:?}"
@@ -199,7 +199,7 @@ fn extract_residency(residency: &Bound<'_, PyAny>) -> Result<Residency> {
     let readers = residency.getattr("readers")?.extract()?;
     let ring = Ring { bucket_bytes, buckets: buckets.ok_or_else(empty_ring)?, readers };
     let is_lent: bool = residency.getattr("lent")?.extract()?;
-    Ok(if is_lent { Residency::Lent(ring) } else { Residency::Ring(ring) })
+    Ok(if is_lent { Residency::InPlace(ring) } else { Residency::Ring(ring) })
 }
 
 /// Returns the attributes of a version: the caller's metadata, and the `_metadata` of ordered dicts.

@@ -13,7 +13,12 @@ use crate::store::fill::Differences;
 fn device_copies(py: Python<'_>, copied: Option<CopyStats>) -> Result<Option<Bound<'_, PyAny>>> {
     let Some(copied) = copied else { return Ok(None) };
     let class = py.import("tssd._reports")?.getattr("DeviceCopies")?;
-    Ok(Some(class.call1((copied.pinned, copied.pageable, copied.device, copied.why))?))
+    Ok(Some(class.call1((
+        copied.pinned,
+        copied.pageable,
+        copied.device,
+        copied.pageable_reason,
+    ))?))
 }
 
 /// Returns a `PutReport`.

@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use tssd_format::{Container, Node};
-use tssd_store::Opened;
+use tssd_store::VersionReader;
 
 use crate::error::Result;
 
 /// Returns for each leaf of a version, in order, whether `names` selects it: see `_names.chosen`.
 pub(super) fn match_names(
     py: Python<'_>,
-    reader: &Opened,
+    reader: &VersionReader,
     names: &Bound<'_, PyAny>,
 ) -> Result<Vec<bool>> {
     let fqns: Vec<String> = reader.leaves().iter().map(|(path, _)| path.fqn()).collect();
@@ -23,7 +23,7 @@ pub(super) fn match_names(
 /// The children of a container that is not a dict have fixed positions. So all of it is kept, or none of it.
 pub(super) fn select(
     py: Python<'_>,
-    reader: &Opened,
+    reader: &VersionReader,
     names: &Bound<'_, PyAny>,
 ) -> Result<Arc<Node>> {
     let selection = match_names(py, reader, names)?;

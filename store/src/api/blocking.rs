@@ -1,4 +1,4 @@
-//! The store for programs without an async runtime.
+//! Blocking API of the store, for programs without an async runtime.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -20,24 +20,24 @@ use crate::io::exec::block_on;
 use crate::key::Key;
 use crate::status::DaemonStatus;
 
-/// [`crate::Store`], whose calls return when they are done. Several threads may call it at once.
+/// A blocking [`crate::Store`]. Several threads may call it at the same time.
 ///
 /// # Panics
 ///
-/// Its calls panic inside an async runtime: use [`crate::Store`] there.
+/// Its methods panic inside an async runtime. Use [`crate::Store`] there.
 #[derive(Clone, Debug)]
 pub struct Store {
     store: crate::Store,
     runtime: Arc<Runtime>,
 }
 
-/// Each call is the one of the same name of [`crate::Store`], errors included.
+/// Each method is the blocking form of the method of [`crate::Store`] with the same name.
 impl Store {
     /// See [`crate::Store::memory`].
     ///
     /// # Errors
     ///
-    /// `Io` if the system gives no threads.
+    /// `Io` if no threads can be started.
     pub fn memory() -> Result<Self> {
         Self::new(crate::Store::memory())
     }
@@ -46,7 +46,7 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// See there; `Io` if the system gives no threads.
+    /// See there; `Io` if no threads can be started.
     pub fn directory(path: impl AsRef<Path>) -> Result<Self> {
         Self::new(crate::Store::directory(path)?)
     }
@@ -55,25 +55,25 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// See there; `Io` if the system gives no threads.
+    /// See there; `Io` if no threads can be started.
     pub fn connect(url: &str) -> Result<Self> {
-        Self::opened(crate::Store::connect(url))
+        Self::on_new_runtime(crate::Store::connect(url))
     }
 
     /// See [`crate::Store::connect_with`].
     ///
     /// # Errors
     ///
-    /// See there; `Io` if the system gives no threads.
+    /// See there; `Io` if no threads can be started.
     pub fn connect_with(url: &str, options: &ConnectOptions) -> Result<Self> {
-        Self::opened(crate::Store::connect_with(url, options))
+        Self::on_new_runtime(crate::Store::connect_with(url, options))
     }
 
     /// See [`crate::Store::in_bucket`].
     ///
     /// # Errors
     ///
-    /// See there; `Io` if the system gives no threads.
+    /// See there; `Io` if no threads can be started.
     #[cfg(feature = "object")]
     pub fn in_bucket<B>(bucket: Arc<B>, prefix: &str) -> Result<Self>
     where
@@ -86,39 +86,39 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// See there; `Io` if the system gives no threads.
+    /// See there; `Io` if no threads can be started.
     pub fn create(url: &str) -> Result<Self> {
-        Self::opened(crate::Store::create(url))
+        Self::on_new_runtime(crate::Store::create(url))
     }
 
     /// See [`crate::Store::create_with`].
     ///
     /// # Errors
     ///
-    /// See there; `Io` if the system gives no threads.
+    /// See there; `Io` if no threads can be started.
     pub fn create_with(url: &str, options: &ConnectOptions) -> Result<Self> {
-        Self::opened(crate::Store::create_with(url, options))
+        Self::on_new_runtime(crate::Store::create_with(url, options))
     }
 
     fn new(store: crate::Store) -> Result<Self> {
-        Self::opened(std::future::ready(Ok(store)))
+        Self::on_new_runtime(std::future::ready(Ok(store)))
     }
 
-    /// A store that is opened on the runtime that it will have.
-    fn opened(store: impl Future<Output = Result<crate::Store>>) -> Result<Self> {
+    /// Opens a store on a new runtime.
+    fn on_new_runtime(store: impl Future<Output = Result<crate::Store>>) -> Result<Self> {
         let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime = runtime.map_err(|error| Error::io("no runtime", error))?;
         let store = block_on(&runtime, store)?;
         Ok(Self { store, runtime: Arc::new(runtime) })
     }
 
-    /// The store itself, for async code.
+    /// Returns the store for async code.
     pub fn as_async(&self) -> &crate::Store {
         &self.store
     }
 }
 
-macro_rules! blocking {
+macro_rules! blocking_methods {
     ($($name:ident($($argument:ident: $ty:ty),*) -> $result:ty;)*) => {
         impl Store {
             $(
@@ -135,7 +135,7 @@ macro_rules! blocking {
     };
 }
 
-blocking! {
+blocking_methods! {
     put_state_dict(key: &Key, dict: &StateDict, options: &PutOptions) -> PutReport;
     get_state_dict(key: &Key, options: &GetOptions) -> (StateDict, GetReport);
     get_state_dict_into(key: &Key, targets: &mut [Target<'_>], options: &GetOptions) -> GetReport;
@@ -155,7 +155,7 @@ blocking! {
     status() -> DaemonStatus;
 }
 
-/// [`crate::PendingPut`], which is waited for.
+/// A blocking [`crate::PendingPut`].
 #[derive(Debug)]
 pub struct PendingPut {
     pending: crate::PendingPut,
@@ -182,7 +182,7 @@ impl PendingPut {
     }
 }
 
-/// [`crate::Publisher`], whose calls return when they are done.
+/// A blocking [`crate::Publisher`].
 #[derive(Debug)]
 #[must_use = "nobody sees a version before it is finished"]
 pub struct Publisher {
@@ -190,7 +190,7 @@ pub struct Publisher {
     runtime: Arc<Runtime>,
 }
 
-/// Each call is the one of the same name of [`crate::Publisher`], errors included.
+/// Each method is the blocking form of the method of [`crate::Publisher`] with the same name.
 #[expect(clippy::missing_errors_doc, reason = "they are said there")]
 impl Publisher {
     /// See [`crate::Publisher::add`].
@@ -215,7 +215,7 @@ impl Publisher {
     }
 }
 
-/// [`crate::Parts`], whose call returns when it is done.
+/// A blocking [`crate::Parts`].
 #[derive(Debug)]
 pub struct Parts<'a> {
     parts: crate::Parts<'a>,
@@ -233,15 +233,15 @@ impl Parts<'_> {
     }
 }
 
-/// [`crate::Opened`], whose leaves are read one after the other.
+/// A blocking [`crate::Opened`], which is an iterator over the leaves.
 #[derive(Debug)]
-pub struct Opened {
-    opened: crate::Opened,
+pub struct VersionReader {
+    opened: crate::VersionReader,
     runtime: Arc<Runtime>,
 }
 
-impl Opened {
-    /// The number of the version.
+impl VersionReader {
+    /// Returns the number of the version.
     pub fn version(&self) -> u64 {
         self.opened.version()
     }
@@ -256,7 +256,7 @@ impl Opened {
     }
 }
 
-impl Iterator for Opened {
+impl Iterator for VersionReader {
     type Item = Result<(ObjectPath, Value)>;
 
     fn next(&mut self) -> Option<Self::Item> {
@@ -264,7 +264,7 @@ impl Iterator for Opened {
     }
 }
 
-/// [`crate::Subscription`], whose next version is waited for.
+/// A blocking [`crate::Subscription`], which is an iterator over the versions.
 #[derive(Debug)]
 pub struct Subscription {
     subscription: crate::Subscription,
@@ -272,8 +272,9 @@ pub struct Subscription {
 }
 
 impl Store {
-    /// See [`crate::Store::put_state_dict_later`]. It goes on as long as a clone of this store, or what
-    /// is returned, is there.
+    /// See [`crate::Store::put_state_dict_later`].
+    ///
+    /// The put continues as long as a clone of this store or the returned value exists.
     ///
     /// # Errors
     ///
@@ -309,9 +310,9 @@ impl Store {
     /// # Errors
     ///
     /// See there.
-    pub fn open(&self, key: &Key, options: &GetOptions) -> Result<Opened> {
+    pub fn open(&self, key: &Key, options: &GetOptions) -> Result<VersionReader> {
         let opened = block_on(&self.runtime, self.store.open(key, options))?;
-        Ok(Opened { opened, runtime: self.runtime.clone() })
+        Ok(VersionReader { opened, runtime: self.runtime.clone() })
     }
 
     /// See [`crate::Store::subscribe`].
@@ -342,7 +343,7 @@ impl Store {
     }
 }
 
-/// [`crate::Follower`], whose next version is waited for.
+/// A blocking [`crate::Follower`].
 #[derive(Debug)]
 pub struct Follower {
     follower: crate::Follower,
@@ -355,13 +356,17 @@ impl Follower {
     /// # Errors
     ///
     /// See there.
-    pub fn next(&mut self, options: &GetOptions, timeout: Duration) -> Result<Option<Opened>> {
+    pub fn next(
+        &mut self,
+        options: &GetOptions,
+        timeout: Duration,
+    ) -> Result<Option<VersionReader>> {
         let opened = block_on(&self.runtime, self.follower.next(options, timeout))?;
-        Ok(opened.map(|opened| Opened { opened, runtime: self.runtime.clone() }))
+        Ok(opened.map(|opened| VersionReader { opened, runtime: self.runtime.clone() }))
     }
 }
 
-/// [`crate::Receiver`], whose next version is waited for.
+/// A blocking [`crate::Receiver`].
 #[derive(Debug)]
 pub struct Receiver {
     receiver: crate::Receiver,
@@ -384,7 +389,7 @@ impl Receiver {
     }
 }
 
-/// It never ends: there is always a next version, or an error.
+/// An iterator without an end: each item is the next version or an error.
 impl Iterator for Subscription {
     type Item = Result<VersionInfo>;
 
@@ -393,7 +398,7 @@ impl Iterator for Subscription {
     }
 }
 
-/// [`crate::Daemon`], for programs without an async runtime.
+/// A blocking [`crate::Daemon`].
 #[cfg(target_os = "linux")]
 #[derive(Debug)]
 pub struct Daemon {
@@ -407,7 +412,7 @@ impl Daemon {
     ///
     /// # Errors
     ///
-    /// See there; `Io` if the system gives no threads.
+    /// See there; `Io` if no threads can be started.
     pub fn bind(options: crate::DaemonOptions) -> Result<Self> {
         let runtime = Builder::new_multi_thread().enable_all().build();
         let runtime = runtime.map_err(|error| Error::io("no runtime", error))?;
@@ -415,22 +420,22 @@ impl Daemon {
         Ok(Self { daemon, runtime })
     }
 
-    /// Where it listens.
+    /// Returns the path of the socket.
     pub fn socket(&self) -> &Path {
         self.daemon.socket()
     }
 
-    /// Where clients of other hosts connect, if they can: as an address of a store.
+    /// Returns the address for clients of other hosts, if the daemon serves them.
     pub fn address(&self) -> Option<String> {
         self.daemon.address()
     }
 
-    /// Where metrics are answered, if they are.
+    /// Returns the address of the metrics, if the daemon serves them.
     pub fn metrics(&self) -> Option<std::net::SocketAddr> {
         self.daemon.metrics()
     }
 
-    /// Serves until something comes through `stop`, or its other end is dropped.
+    /// Serves until `stop` receives a message, or its sender is dropped.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! The ways to a store.
+//! Constructors of a store: in memory, in a directory, in a bucket, or in a daemon.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,8 +11,10 @@ use crate::api::store::Store;
 use crate::blob::backend::MemoryVolume;
 use crate::credentials::Credentials;
 #[cfg(feature = "object")]
-use crate::engine::address::over;
-use crate::engine::address::{Address, Parts, claimed_by, directory, open_bucket, unreachable_at};
+use crate::engine::address::from_bucket;
+use crate::engine::address::{
+    Address, StoreBackend, daemon_address, open_bucket, open_directory, unreachable_at,
+};
 use crate::engine::local::LocalController;
 use crate::error::Result;
 #[cfg(not(target_os = "linux"))]
@@ -27,12 +29,13 @@ use crate::net::client::RemoteController;
 #[cfg(target_os = "linux")]
 use crate::net::tls::Identity;
 
-/// How a store is reached that is not in this process.
+/// Options of a connection to a store outside this process.
 #[derive(Clone, Debug)]
 pub struct ConnectOptions {
-    /// What this side proves itself with to a daemon of another host, and whom it believes.
+    /// Certificate and key of this side, and the authority that it trusts, for daemons of other
+    /// hosts.
     pub credentials: Option<Credentials>,
-    /// For how long an answer is waited for.
+    /// Timeout of a response.
     pub timeout: Duration,
 }
 
@@ -43,7 +46,10 @@ impl Default for ConnectOptions {
 }
 
 impl ConnectOptions {
-    /// With the credentials in the files that `TSSD_CA`, `TSSD_CERT` and `TSSD_KEY` name, if all do.
+    /// Reads credentials from the environment.
+    ///
+    /// `TSSD_CA`, `TSSD_CERT` and `TSSD_KEY` name the files. If one of them is not set, there are
+    /// no credentials.
     pub fn from_environment() -> Self {
         let path = |name| std::env::var_os(name).filter(|path| !path.is_empty());
         let files = (path("TSSD_CA"), path("TSSD_CERT"), path("TSSD_KEY"));
@@ -54,93 +60,102 @@ impl ConnectOptions {
 }
 
 impl Store {
-    /// A store in this process's memory. It ends with its last clone.
+    /// Creates a store in this process's memory. It ends with its last clone.
     pub fn memory() -> Self {
         let (ledgers, volume) = (OwnedLedgers::default(), MemoryVolume::default());
         let environment = Arc::new(SystemEnvironment);
         Self::new(LocalController::new(Arc::new(ledgers), Arc::new(volume), environment))
     }
 
-    /// A store in a directory that is there. See [`Store::directory`], which makes one.
+    /// Opens a store in an existing directory. [`Store::directory`] can also create one.
     ///
     /// # Errors
     ///
-    /// `Unreachable` if there is no such directory, or it cannot be read.
+    /// `Unreachable` if the directory does not exist or cannot be read.
     pub fn open_directory(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let is_folder = |root: &PathBuf| {
+        let check_directory = |root: &PathBuf| {
             if root.is_dir() { Ok(()) } else { Err(std::io::ErrorKind::NotADirectory.into()) }
         };
-        let reached = path.canonicalize().and_then(|root| is_folder(&root).map(|()| root));
-        reached.map(|root| Self::of(directory(root))).map_err(|error| unreachable_at(path, &error))
+        let root = path.canonicalize().and_then(|root| check_directory(&root).map(|()| root));
+        root.map(|root| Self::from_parts(open_directory(root)))
+            .map_err(|error| unreachable_at(path, &error))
     }
 
-    /// A store in a directory, which is made if it is not there. Each version is a folder of ordinary
-    /// `.tssd` files and a manifest; several processes may use the directory at once.
+    /// Opens a store in a directory. Creates the directory if it does not exist.
+    ///
+    /// Each version is a directory of ordinary `.tssd` files and a manifest. Several processes may
+    /// use the store at the same time.
     ///
     /// # Errors
     ///
-    /// `Unreachable` if the directory cannot be made or read.
+    /// `Unreachable` if the directory cannot be created or read.
     pub fn directory(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let reached = Disk::at(path.to_owned()).make_root().and_then(|()| path.canonicalize());
-        reached.map(|root| Self::of(directory(root))).map_err(|error| unreachable_at(path, &error))
+        let root = Disk::at(path.to_owned()).make_root().and_then(|()| path.canonicalize());
+        root.map(|root| Self::from_parts(open_directory(root)))
+            .map_err(|error| unreachable_at(path, &error))
     }
 
-    fn of((ledgers, volume): Parts) -> Self {
+    fn from_parts((ledgers, volume): StoreBackend) -> Self {
         Self::new(LocalController::new(ledgers, volume, Arc::new(SystemEnvironment)))
     }
 
-    /// The store at an address:
+    /// Connects to the store at an address.
     ///
-    /// - `PATH` or `file:PATH`: a directory that is there, or the daemon that serves it;
-    /// - `unix:PATH`: the daemon that listens at that socket;
-    /// - `unix:NAME`: the user's of that name, which is started if there is none: `tssd serve`, by the
-    ///   program that `TSSD_BIN` names or the one on the `PATH`. It ends a minute after its last client
-    ///   has left, unless it holds a version;
-    /// - `tls://HOST:PORT`: the daemon of another host that listens there (`tssd serve --listen`), with the
-    ///   credentials in the files that `TSSD_CA`, `TSSD_CERT` and `TSSD_KEY` name;
-    /// - `tcp://HOST:PORT`: a daemon of this host, in the open;
-    /// - `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`: what is below a prefix of a bucket
-    ///   (feature `object`), with the regions, endpoints and keys that the usual environment variables say;
-    /// - `memory:`: a new one in this process.
+    /// - `PATH` or `file:PATH`: an existing directory, or the daemon that serves it.
+    /// - `unix:PATH`: the daemon that listens at this socket.
+    /// - `unix:NAME`: the user's daemon with this name. If it does not run, `tssd serve` is
+    ///   started: the program in `TSSD_BIN`, or the one on the `PATH`. It exits a minute after its
+    ///   last client has disconnected, unless it holds a version.
+    /// - `tls://HOST:PORT`: the daemon of another host that listens there (`tssd serve --listen`),
+    ///   with the credentials in the files that `TSSD_CA`, `TSSD_CERT` and `TSSD_KEY` name.
+    /// - `tcp://HOST:PORT`: a daemon of this host, without encryption.
+    /// - `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`: the objects below a
+    ///   prefix of a bucket (feature `object`). The usual environment variables give the region,
+    ///   endpoint and keys.
+    /// - `memory:`: a new store in this process.
     ///
     /// # Errors
     ///
-    /// `Unreachable` if it cannot be reached; `Invalid` for another kind of address, or credentials that
-    /// cannot be read; `Refused` for a way in the open that leads off this host; `Unsupported` for a daemon where
-    /// there are none: off Linux.
+    /// - `Unreachable` if the store cannot be reached.
+    /// - `Invalid` for another kind of address, or credentials that cannot be read.
+    /// - `Refused` for an unencrypted connection to another host.
+    /// - `Unsupported` for a daemon on a system other than Linux.
     pub async fn connect(url: &str) -> Result<Self> {
         Self::connect_with(url, &ConnectOptions::from_environment()).await
     }
 
-    /// As [`Store::connect`], in a way that is said and not taken from the environment.
+    /// As [`Store::connect`], with the given options instead of those of the environment.
     ///
     /// # Errors
     ///
     /// As [`Store::connect`].
     pub async fn connect_with(url: &str, options: &ConnectOptions) -> Result<Self> {
-        match Address::of(url)? {
+        match Address::parse(url)? {
             Address::Memory => Ok(Self::memory()),
-            Address::Directory(path) => match claimed_by(path)? {
-                Some(socket) => Self::daemon(Path::new(&socket)).await,
+            Address::Directory(path) => match daemon_address(path)? {
+                Some(socket) => Self::connect_daemon(Path::new(&socket)).await,
                 None => Self::open_directory(path),
             },
-            Address::Socket(path) => Self::daemon(path).await,
-            Address::Host(url) => Self::host(url, options).await,
-            Address::Bucket(url) => Ok(Self::of(open_bucket(url, options.timeout)?)),
+            Address::Socket(path) => Self::connect_daemon(path).await,
+            Address::Host(url) => Self::connect_host(url, options).await,
+            Address::Bucket(url) => Ok(Self::from_parts(open_bucket(url, options.timeout)?)),
         }
     }
 
-    /// A store in a bucket that the caller has opened: what is below a prefix of it. [`Store::connect`] opens one by its
-    /// address, with what the environment says; this is for one with other credentials, limits or retries.
+    /// Opens a store below a prefix of a bucket that the caller has opened.
     ///
-    /// The bucket must create objects only where there are none ([`object_store::PutMode::Create`]). A put of more than
-    /// 16 MiB goes in parts of 16 MiB or more, eight at once; a get asks for ranges of up to 8 MiB, sixteen at once.
+    /// [`Store::connect`] opens a bucket by its address, with settings from the environment. Use
+    /// this method for other credentials, limits or retries.
+    ///
+    /// The bucket must support creation of an object only if it does not exist
+    /// ([`object_store::PutMode::Create`]). A put of more than 16 MiB is sent in parts of at least
+    /// 16 MiB, eight at a time. A get requests ranges of up to 8 MiB, sixteen at a time.
     ///
     /// # Errors
     ///
-    /// `Invalid` if the prefix is not a path of objects; `Io` if the system gives no threads.
+    /// `Invalid` if the prefix is not a valid object path; `Io` if no threads can be started.
     ///
     /// # Examples
     ///
@@ -170,44 +185,49 @@ impl Store {
         bucket: Arc<B>,
         prefix: &str,
     ) -> Result<Self> {
-        let shown = format!("{bucket}/{prefix}");
-        Ok(Self::over(Bucket::new(bucket, bucket::prefix(prefix, prefix)?, &shown)?))
+        let display_name = format!("{bucket}/{prefix}");
+        Ok(Self::from_bucket(Bucket::new(
+            bucket,
+            bucket::parse_prefix(prefix, prefix)?,
+            &display_name,
+        )?))
     }
 
     #[cfg(feature = "object")]
-    pub(crate) fn over(bucket: Bucket) -> Self {
-        Self::of(over(bucket))
+    pub(crate) fn from_bucket(bucket: Bucket) -> Self {
+        Self::from_parts(from_bucket(bucket))
     }
 
     #[cfg(target_os = "linux")]
-    async fn host(url: &str, options: &ConnectOptions) -> Result<Self> {
+    async fn connect_host(url: &str, options: &ConnectOptions) -> Result<Self> {
         let identity = options.credentials.as_ref().map(Identity::read).transpose()?;
         let identity = identity.unwrap_or_default();
-        let reached = RemoteController::reach(&url.parse()?, &identity, options.timeout).await?;
-        Ok(Self::new(reached))
+        let controller =
+            RemoteController::connect_remote(&url.parse()?, &identity, options.timeout).await?;
+        Ok(Self::new(controller))
     }
 
     #[cfg(target_os = "linux")]
-    async fn daemon(socket: &Path) -> Result<Self> {
-        // A name has no folders.
+    async fn connect_daemon(socket: &Path) -> Result<Self> {
+        // A name has no slash.
         let controller = match socket.to_str().filter(|name| !name.contains('/')) {
-            Some(name) => crate::net::client::join(name).await?,
+            Some(name) => crate::net::client::connect_or_start(name).await?,
             None => RemoteController::connect(socket).await?,
         };
         Ok(Self::new(controller))
     }
 
     #[cfg(not(target_os = "linux"))]
-    async fn host(url: &str, _options: &ConnectOptions) -> Result<Self> {
-        Err(no_daemons(url))
+    async fn connect_host(url: &str, _options: &ConnectOptions) -> Result<Self> {
+        Err(daemon_unsupported(url))
     }
 
     #[cfg(not(target_os = "linux"))]
-    async fn daemon(socket: &Path) -> Result<Self> {
-        Err(no_daemons(&format!("unix:{}", socket.display())))
+    async fn connect_daemon(socket: &Path) -> Result<Self> {
+        Err(daemon_unsupported(&format!("unix:{}", socket.display())))
     }
 
-    /// As [`Store::connect`], but makes the directory if it is not there.
+    /// As [`Store::connect`], but creates the directory if it does not exist.
     ///
     /// # Errors
     ///
@@ -216,22 +236,24 @@ impl Store {
         Self::create_with(url, &ConnectOptions::from_environment()).await
     }
 
-    /// As [`Store::create`], in a way that is said and not taken from the environment.
+    /// As [`Store::create`], with the given options instead of those of the environment.
     ///
     /// # Errors
     ///
     /// As [`Store::connect`].
     pub async fn create_with(url: &str, options: &ConnectOptions) -> Result<Self> {
-        match Address::of(url)? {
-            Address::Directory(path) if claimed_by(path)?.is_none() => Self::directory(path),
+        match Address::parse(url)? {
+            Address::Directory(path) if daemon_address(path)?.is_none() => Self::directory(path),
             _ => Self::connect_with(url, options).await,
         }
     }
 }
 
-/// Daemons share memory, and are reached, in ways that only Linux has so far.
+/// Returns the error for a daemon.
+///
+/// Shared memory and connections of daemons are implemented only for Linux.
 #[cfg(not(target_os = "linux"))]
-fn no_daemons(url: &str) -> Error {
+fn daemon_unsupported(url: &str) -> Error {
     let text = format_args!(
         "`{url}`: there are daemons on Linux alone; use a store in a directory (file:DIR), in a bucket, or in memory"
     );

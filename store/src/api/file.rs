@@ -1,7 +1,7 @@
-//! Archives that are files of the user's own, or memory: planned, written, read and proven on all cores.
+//! Archives in the user's own files or in memory: planned, written, read and verified on all cores.
 //!
-//! What is passed as `pause` is called before each job, on the thread that is to do it. An error that it
-//! returns ends the work.
+//! Functions with a parameter `check_interrupt` call it before each job, on the thread that runs
+//! the job. An error that it returns ends the work.
 
 use std::io::{BufWriter, Write};
 use std::ops::Range;
@@ -14,61 +14,63 @@ use tssd_format::{
     VerifyJob, WriteJob, checksum,
 };
 
-pub use crate::engine::address::is_object;
-pub use crate::io::deferred_drop::settle;
+pub use crate::engine::address::is_object_url;
+pub use crate::io::deferred_drop::wait_for_deferred_drops;
 use crate::io::disk::{BUFFER_BYTES, Replacement};
 use crate::io::parallel;
 
 /// Files are read and written in parts that end at multiples of this many bytes.
 const PART_BYTES: usize = 4 << 20;
 
-/// Plans the archive of a state dict; what is to be compressed, is.
+/// Plans the archive of a state dict. Compresses the storages for which `options` ask that.
 ///
 /// # Errors
 ///
-/// As [`Layout::plan`]; what `pause` returns.
+/// As [`Layout::plan`]; the error of `check_interrupt`.
 pub fn plan<E: From<Error> + Send>(
     dict: &StateDict,
     options: &Options,
-    pause: impl Fn() -> Result<(), E> + Sync,
+    check_interrupt: impl Fn() -> Result<(), E> + Sync,
 ) -> Result<Layout, E> {
     let draft = Draft::new(dict, options)?;
-    let packed = parallel::map(draft.jobs(), |job: CompressJob| {
-        pause()?;
+    let compressed = parallel::map(draft.jobs(), |job: CompressJob| {
+        check_interrupt()?;
         Ok::<_, E>(job.run()?)
     })?;
-    Ok(draft.into_layout(packed)?)
+    Ok(draft.into_layout(compressed)?)
 }
 
-/// Writes an archive. It is whole once this returns, and appears with [`Replacement::commit`].
+/// Writes an archive.
+///
+/// It is complete on return, and appears under its name with [`Replacement::commit`].
 ///
 /// # Errors
 ///
-/// `Io`; what `pause` returns.
+/// `Io`; the error of `check_interrupt`.
 pub fn write<E: From<Error> + Send>(
     layout: &Layout,
     file: &Replacement,
-    pause: impl Fn() -> Result<(), E> + Sync,
+    check_interrupt: impl Fn() -> Result<(), E> + Sync,
 ) -> Result<(), E> {
-    file.expect(layout.file_len());
+    file.preallocate(layout.file_len());
     let jobs = layout.jobs();
     let has_failed = AtomicBool::new(false);
     let mut writer = BufWriter::with_capacity(BUFFER_BYTES, file.at(0));
     let Some(parts) = layout.parts() else {
-        // What is elsewhere comes once: it is summed on its way.
-        let fill = |job: &WriteJob| {
-            pause()?;
+        // Bytes that are not in memory are read once: they are checksummed while they are written.
+        let write_job = |job: &WriteJob| {
+            check_interrupt()?;
             Ok(job.write_to(&mut writer)?)
         };
-        let filled = jobs.iter().map(fill).collect::<Result<Vec<_>, E>>()?;
-        writer.write_all(&layout.seal(filled)?).map_err(Error::io)?;
+        let checksums = jobs.iter().map(write_job).collect::<Result<Vec<_>, E>>()?;
+        writer.write_all(&layout.seal(checksums)?).map_err(Error::io)?;
         return Ok(writer.flush().map_err(Error::io)?);
     };
     let write = || {
         let mut at = 0;
         for mut part in parts {
             while !part.is_empty() {
-                pause()?;
+                check_interrupt()?;
                 let piece;
                 (piece, part) = part.split_at(part.len().min(PART_BYTES - at % PART_BYTES));
                 writer.write_all(piece).map_err(Error::io)?;
@@ -77,10 +79,11 @@ pub fn write<E: From<Error> + Send>(
         }
         Ok::<_, E>(writer.flush().map_err(Error::io)?)
     };
-    // A system lets one thread at a time write to a file: others sum meanwhile.
-    let filled = thread::scope(|scope| {
-        let sums = scope.spawn(|| {
-            parallel::map_beside(jobs.iter().collect(), |job: &WriteJob| {
+    // The kernel lets one thread at a time write to a file. The other threads compute checksums
+    // meanwhile.
+    let checksums = thread::scope(|scope| {
+        let checksums = scope.spawn(|| {
+            parallel::map_on_other_cores(jobs.iter().collect(), |job: &WriteJob| {
                 if has_failed.load(Ordering::Relaxed) {
                     Err(())
                 } else {
@@ -90,33 +93,36 @@ pub fn write<E: From<Error> + Send>(
         });
         let written = write();
         has_failed.store(written.is_err(), Ordering::Relaxed);
-        let sums = sums.join().expect("to sum does not panic");
-        written.map(|()| sums.expect("nothing failed"))
+        let checksums = checksums.join().expect("to sum does not panic");
+        written.map(|()| checksums.expect("nothing failed"))
     })?;
-    let tail = layout.seal(filled)?;
+    let tail = layout.seal(checksums)?;
     Ok(file.at(layout.index_off()).write_all(&tail).map_err(Error::io)?)
 }
 
-/// Opens an object of a bucket. Its two ends come at once, the rest as it is asked for. Regions, endpoints and keys
-/// are those that the usual environment variables say.
+/// Opens an object of a bucket. Reads both ends of it at once, and the rest on request.
+///
+/// The usual environment variables give the region, endpoint and keys.
 ///
 /// # Errors
 ///
-/// `NotFound` if there is no such object; `Unreachable` if the bucket cannot be reached for half a minute, `Refused`
-/// if it does not let us; `Invalid` without the feature `object`.
+/// - `NotFound` if the object does not exist.
+/// - `Unreachable` if the bucket cannot be reached for 30 seconds.
+/// - `Refused` if the bucket denies access.
+/// - `Invalid` without the feature `object`.
 #[cfg(feature = "object")]
 pub fn open_object(url: &str) -> crate::Result<Arc<dyn Blob>> {
     use crate::io::bucket::Bucket;
-    use crate::{Error, ErrorKind, blob::backend::alone};
+    use crate::{Error, ErrorKind, blob::backend::open_object};
     let missing = || Error::new(ErrorKind::NotFound, format_args!("there is no object `{url}`"));
-    let named =
+    let split =
         url.rsplit_once('/').filter(|(folder, name)| !name.is_empty() && !folder.ends_with('/'));
-    let (folder, name) = named.ok_or_else(missing)?;
+    let (folder, name) = split.ok_or_else(missing)?;
     let bucket = Bucket::open(folder, std::time::Duration::from_secs(30))?;
-    Ok(Arc::new(alone(bucket, name)?.ok_or_else(missing)?))
+    Ok(Arc::new(open_object(bucket, name)?.ok_or_else(missing)?))
 }
 
-/// As with the feature `object`.
+/// Fails, because objects of buckets need the feature `object`.
 ///
 /// # Errors
 ///
@@ -129,7 +135,7 @@ pub fn open_object(url: &str) -> crate::Result<Arc<dyn Blob>> {
     Err(crate::Error::new(crate::ErrorKind::Invalid, text))
 }
 
-fn length(bytes: &[u8]) -> u64 {
+fn len_u64(bytes: &[u8]) -> u64 {
     u64::try_from(bytes.len()).expect("usize is at most 64 bits")
 }
 
@@ -137,15 +143,15 @@ fn length(bytes: &[u8]) -> u64 {
 ///
 /// # Errors
 ///
-/// What `pause` returns.
+/// The error of `check_interrupt`.
 ///
 /// # Panics
 ///
 /// If the memory has another length.
-pub fn fill<E: From<Error> + Send>(
+pub fn write_into<E: From<Error> + Send>(
     layout: &Layout,
     target: &mut [u8],
-    pause: impl Fn() -> Result<(), E> + Sync,
+    check_interrupt: impl Fn() -> Result<(), E> + Sync,
 ) -> Result<(), E> {
     assert_eq!(u64::try_from(target.len()), Ok(layout.file_len()), "the memory fits");
     let mut rest = target;
@@ -157,92 +163,92 @@ pub fn fill<E: From<Error> + Send>(
         jobs.push((job, part));
         rest = tail;
     }
-    let filled = parallel::map(jobs, |(job, part)| {
-        pause()?;
+    let checksums = parallel::map(jobs, |(job, part)| {
+        check_interrupt()?;
         Ok::<_, E>(job.run(part)?)
     })?;
-    rest.copy_from_slice(&layout.seal(filled)?);
+    rest.copy_from_slice(&layout.seal(checksums)?);
     Ok(())
 }
 
-/// Reads a blob from `offset` on.
+/// Reads bytes of a blob, from `offset` on.
 ///
 /// # Errors
 ///
-/// `Io`; what `pause` returns.
+/// `Io`; the error of `check_interrupt`.
 pub fn read<E: From<Error> + Send>(
     blob: &dyn Blob,
     offset: u64,
     target: &mut [u8],
-    pause: impl Fn() -> Result<(), E> + Sync,
+    check_interrupt: impl Fn() -> Result<(), E> + Sync,
 ) -> Result<(), E> {
     let parts = (offset..).step_by(PART_BYTES).zip(target.chunks_mut(PART_BYTES)).collect();
     parallel::map(parts, |(offset, part): (u64, &mut [u8])| {
-        pause()?;
+        check_interrupt()?;
         Ok::<_, E>(blob.read_exact_at(part, offset).map_err(Error::io)?)
     })?;
     Ok(())
 }
 
-/// The raw bytes of a storage from `start` on, decoded if they are compressed.
+/// Reads raw bytes of a storage, from `start` on. Decodes them if they are compressed.
 ///
 /// # Errors
 ///
-/// As [`Archive::storage_range`]; what `pause` returns.
+/// As [`Archive::storage_range`]; the error of `check_interrupt`.
 ///
 /// # Panics
 ///
-/// If they do not lie in the storage.
-pub fn raw<E: From<Error> + Send>(
+/// If the bytes do not lie in the storage.
+pub fn read_storage<E: From<Error> + Send>(
     archive: &Archive,
     storage: u32,
     start: u64,
     target: &mut [u8],
-    pause: impl Fn() -> Result<(), E> + Sync,
+    check_interrupt: impl Fn() -> Result<(), E> + Sync,
 ) -> Result<(), E> {
     let parts = (start..).step_by(PART_BYTES).zip(target.chunks_mut(PART_BYTES)).collect();
     parallel::map(parts, |(start, part): (u64, &mut [u8])| {
-        pause()?;
-        part.copy_from_slice(&archive.storage_range(storage, start..start + length(part))?);
+        check_interrupt()?;
+        part.copy_from_slice(&archive.storage_range(storage, start..start + len_u64(part))?);
         Ok::<_, E>(())
     })?;
     Ok(())
 }
 
-/// Proves what the jobs are about, in any order; the first thing that is wrong is the error.
+/// Runs verification jobs in any order. Returns the first error that is found.
 ///
 /// # Errors
 ///
-/// As [`VerifyJob::run`]; what `pause` returns.
+/// As [`VerifyJob::run`]; the error of `check_interrupt`.
 pub fn verify<E: From<Error> + Send>(
     jobs: Vec<VerifyJob<'_>>,
-    pause: impl Fn() -> Result<(), E> + Sync,
+    check_interrupt: impl Fn() -> Result<(), E> + Sync,
 ) -> Result<(), E> {
     parallel::map(jobs, |job: VerifyJob<'_>| {
-        pause()?;
+        check_interrupt()?;
         Ok::<_, E>(job.run()?)
     })?;
     Ok(())
 }
 
-/// Proves stored chunks of a storage that is not compressed, of which `bytes` begin at its byte `start`.
+/// Verifies stored chunks of an uncompressed storage. `bytes` are its bytes from `start` on.
 ///
 /// # Errors
 ///
-/// `ChunkCorrupt`; what `pause` returns.
+/// `ChunkCorrupt`; the error of `check_interrupt`.
 ///
 /// # Panics
 ///
-/// If a chunk does not lie in the bytes.
-pub fn prove<E: From<Error> + Send>(
+/// If a chunk does not lie in `bytes`.
+pub fn verify_chunks<E: From<Error> + Send>(
     storage: &StorageReference,
     chunks: &[u64],
     start: u64,
     bytes: &[u8],
-    pause: impl Fn() -> Result<(), E> + Sync,
+    check_interrupt: impl Fn() -> Result<(), E> + Sync,
 ) -> Result<(), E> {
     parallel::map(chunks.to_vec(), |chunk| {
-        pause()?;
+        check_interrupt()?;
         let Range { start: from, end: to } = storage.chunk(chunk);
         let place = |at: u64| usize::try_from(at - start).expect("it is in memory");
         let crc = checksum(&bytes[place(from)..place(to)]);

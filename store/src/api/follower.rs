@@ -1,18 +1,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::reader::Opened;
-use crate::control::Following;
+use super::reader::VersionReader;
+use crate::control::VersionFollower;
 use crate::engine::context::Context;
 use crate::engine::get::GetOptions;
 use crate::error::Result;
 use crate::key::Key;
 
-/// Receives every version of a key from a moment on: see [`Store::follow`](crate::Store::follow). Dropping it ends that.
+/// Receives every version of a key that becomes visible from now on.
+///
+/// See [`Store::follow`](crate::Store::follow). Dropping the follower ends that.
 pub struct Follower {
     context: Arc<Context>,
     key: Key,
-    following: Box<dyn Following>,
+    following: Box<dyn VersionFollower>,
 }
 
 impl Follower {
@@ -21,24 +23,27 @@ impl Follower {
         Ok(Self { context: context.clone(), key: key.clone(), following })
     }
 
-    /// The key.
+    /// Returns the key.
     pub fn key(&self) -> &Key {
         &self.key
     }
 
-    /// Returns the next version, under a lease, or none after `timeout`. The version number in the options is ignored.
+    /// Returns the next version, under a lease, or none after `timeout`.
+    ///
+    /// The version number in the options is ignored.
     ///
     /// # Errors
     ///
-    /// As [`Store::open`](crate::Store::open); `Busy` in place of versions that were dropped because too many waited.
+    /// As [`Store::open`](crate::Store::open); `Busy` in place of versions that were dropped
+    /// because too many waited.
     pub async fn next(
         &mut self,
         options: &GetOptions,
         timeout: Duration,
-    ) -> Result<Option<Opened>> {
+    ) -> Result<Option<VersionReader>> {
         let next = self.context.open_next(&self.key, &mut *self.following, options, timeout);
         match next.await? {
-            Some(version) => Opened::new(self.context.clone(), version, options).map(Some),
+            Some(version) => VersionReader::new(self.context.clone(), version, options).map(Some),
             None => Ok(None),
         }
     }

@@ -10,18 +10,19 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::JobId;
 
-/// Puts a state dict entry by entry: see [`Store::publish`](crate::Store::publish). Dropping it before
-/// [`Publisher::finish`] withdraws the version.
+/// Puts a state dict entry by entry: see [`Store::publish`](crate::Store::publish).
+///
+/// Dropping it before [`Publisher::finish`] withdraws the version.
 #[must_use = "a version is invisible before it is finished"]
 pub struct Publisher {
     context: Arc<Context>,
     key: Key,
-    /// The entries so far.
+    /// Names of the entries so far.
     names: BTreeSet<String>,
     sink: Sink,
 }
 
-/// Where the entries go.
+/// The destination of the entries.
 enum Sink {
     Version(Box<BucketWriter>),
     Ring(Box<Sender>),
@@ -49,12 +50,15 @@ impl Publisher {
         Ok(Self { context: context.clone(), key: key.clone(), names: BTreeSet::new(), sink })
     }
 
-    /// Adds an entry of the state dict. A full bucket is written. A tensor that is larger than a bucket is split, and gets
-    /// return it whole. Tensors must keep their contents until the version is finished, or [`Publisher::flush`] returns.
+    /// Adds an entry of the state dict. Writes the bucket if it is full.
+    ///
+    /// A tensor that is larger than a bucket is split. A get returns it whole. Tensors must keep
+    /// their contents until the version is finished, or [`Publisher::flush`] returns.
     ///
     /// # Errors
     ///
-    /// As [`Store::put_state_dict`](crate::Store::put_state_dict). After an error the version is withdrawn.
+    /// As [`Store::put_state_dict`](crate::Store::put_state_dict). After an error the version is
+    /// withdrawn.
     pub async fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) -> Result<()> {
         let (name, value) = (name.into(), value.into());
         self.add_name(&name).await?;
@@ -71,7 +75,9 @@ impl Publisher {
         }
     }
 
-    /// Adds a tensor part by part. Only one part is in memory beside the version.
+    /// Adds a tensor part by part.
+    ///
+    /// In addition to the version, only one part is in memory.
     ///
     /// # Errors
     ///
@@ -103,12 +109,12 @@ impl Publisher {
         let name = name.into();
         self.add_name(&name).await?;
         if let Sink::Ring(sender) = &mut self.sink {
-            sender.take_name(&name)?;
+            sender.reserve_fqn(&name)?;
         }
         Ok(Parts { sink: &mut self.sink, name })
     }
 
-    /// Refuses the name of an earlier entry.
+    /// Records the name of an entry. Fails if an earlier entry has it.
     async fn add_name(&mut self, name: &str) -> Result<()> {
         if self.names.insert(name.to_owned()) {
             return Ok(());
@@ -121,8 +127,10 @@ impl Publisher {
         })
     }
 
-    /// Sets job and writer, unless the options have set the job. A version with shards needs both. Without a job, or after
-    /// the first archive is written, it has no effect.
+    /// Sets job and writer, unless the options have set the job.
+    ///
+    /// A version with shards needs both. Without a job, or after the first archive is written, the
+    /// call has no effect.
     ///
     /// # Errors
     ///
@@ -155,8 +163,10 @@ impl Publisher {
         }
     }
 
-    /// Whether this writer stores the bytes of a shard at this place. Unless all replicas are stored, only the first is. A
-    /// ring has no other writer, so it sends each.
+    /// Returns whether this writer stores the bytes of a shard at this place.
+    ///
+    /// Unless all replicas are stored, only the first is. A ring has no other writer, so it sends
+    /// each.
     pub fn stores(&self, place: &ShardSpec) -> bool {
         match &self.sink {
             Sink::Version(writer) => {
@@ -166,7 +176,9 @@ impl Publisher {
         }
     }
 
-    /// Whether an archive is written. The writers of the version are fixed then.
+    /// Returns whether an archive has been written.
+    ///
+    /// From then on the writers of the version are fixed.
     pub fn has_begun(&self) -> bool {
         match &self.sink {
             Sink::Version(writer) => writer.version.has_begun(),
@@ -186,7 +198,9 @@ impl Publisher {
         }
     }
 
-    /// Writes the pending entries and commits. The version is visible if all other writers have committed.
+    /// Writes the pending entries and commits.
+    ///
+    /// The version is visible if all other writers have committed.
     ///
     /// # Errors
     ///
@@ -206,8 +220,10 @@ pub struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    /// Adds a part, such as one of [`pieces`](crate::pieces), and writes it. Its memory can be reused afterwards. A part
-    /// consists of any number of shards. All parts together must cover the tensor.
+    /// Adds a part, such as one of [`pieces`](crate::pieces), and writes it.
+    ///
+    /// Its memory can be reused afterwards. A part consists of any number of shards. All parts
+    /// together must cover the tensor.
     ///
     /// # Errors
     ///
@@ -228,13 +244,13 @@ impl Parts<'_> {
     }
 }
 
-/// Gathers entries into archives of about `bucket_bytes` bytes.
+/// Collects entries in archives of about `bucket_bytes` bytes.
 struct BucketWriter {
     version: VersionWriter,
     bucket_bytes: u64,
     /// The entries of the next archive.
     pending: StateDict,
-    /// Bytes of their tensors.
+    /// Number of bytes of the tensors in `pending`.
     pending_bytes: u64,
 }
 
@@ -252,7 +268,7 @@ impl BucketWriter {
             _ => return self.add_unsplit(name, value).await,
         };
         let parts = split_tensor(tensor, self.bucket_bytes);
-        let parts = parts.map_err(|error| Error::request(format_args!("`{name}`"), error))?;
+        let parts = parts.map_err(|error| Error::from_request(format_args!("`{name}`"), error))?;
         for part in parts {
             self.add_unsplit(name.clone(), part.into()).await?;
             // The next part has the same name.
@@ -300,7 +316,7 @@ impl std::fmt::Debug for Parts<'_> {
     }
 }
 
-/// Bytes of the tensors of an entry that is one leaf.
+/// Returns the number of bytes of the tensors of an entry that is one leaf.
 fn tensor_bytes(value: &Value) -> u64 {
     match value {
         Value::Tensor(tensor) => tensor.meta().nbytes(),

@@ -1,4 +1,4 @@
-//! Reading a version leaf by leaf, all of it under one lease.
+//! Reads a version leaf by leaf, under one lease.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
@@ -11,29 +11,31 @@ use tssd_format::{
 
 use crate::engine::context::Context;
 use crate::engine::get::{GetOptions, GetReport, Read, Target, fill};
-use crate::engine::version::{OpenVersion, Tally};
+use crate::engine::version::{OpenVersion, ReadCounters};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::cow_map::Private;
+use crate::io::cow_map::CowBuffer;
 use crate::io::exec::run_blocking;
 use crate::io::sync::Lock;
 use crate::ledger::VersionId;
 
-/// A version that stays there while it is read: see [`Store::open`](crate::Store::open).
-pub struct Opened {
+/// An open version.
+///
+/// It stays available while it is read: see [`Store::open`](crate::Store::open).
+pub struct VersionReader {
     context: Arc<Context>,
     version: OpenVersion,
     options: GetOptions,
     root: Arc<Node>,
     leaves: OnceLock<Vec<(ObjectPath, Node)>>,
-    started: Instant,
-    before: Tally,
-    /// How many of them were read by [`Opened::next`].
-    read: usize,
-    /// Where in `leaves` an fqn is; none for one that two have.
+    opened_at: Instant,
+    initial_tally: ReadCounters,
+    /// Number of leaves that [`Opened::next`] has returned.
+    next_leaf: usize,
+    /// Index into `leaves` by fqn, or none if several leaves have the fqn.
     by_fqn: OnceLock<BTreeMap<String, Option<usize>>>,
 }
 
-impl Opened {
+impl VersionReader {
     pub(crate) fn new(
         context: Arc<Context>,
         version: OpenVersion,
@@ -41,46 +43,48 @@ impl Opened {
     ) -> Result<Self> {
         let root = version.tree(options.writer)?;
         let (leaves, by_fqn) = (OnceLock::new(), OnceLock::new());
-        let (started, before) = (Instant::now(), version.tally());
+        let (opened_at, initial_tally) = (Instant::now(), version.counters());
         Ok(Self {
             context,
             version,
             options: options.clone(),
             root,
             leaves,
-            started,
-            before,
-            read: 0,
+            opened_at,
+            initial_tally,
+            next_leaf: 0,
             by_fqn,
         })
     }
 
-    /// The number of the version.
+    /// Returns the number of the version.
     pub fn version(&self) -> u64 {
         self.version.number
     }
 
-    /// Its identity.
+    /// Returns the id of the version.
     pub fn id(&self) -> VersionId {
         self.version.id
     }
 
-    /// Its tree: every leaf that is a tensor names the slices that it is made of, and each of those the storage
-    /// that it lies in.
+    /// Returns the tree of the version.
+    ///
+    /// Each leaf that is a tensor lists its slices, and each slice names the storage that contains
+    /// it.
     pub fn structure(&self) -> &Arc<Node> {
         &self.root
     }
 
-    /// Its leaves, in insertion order.
+    /// Returns the leaves in insertion order.
     pub fn leaves(&self) -> &[(ObjectPath, Node)] {
         self.leaves.get_or_init(|| Node::clone(&self.root).into_leaves())
     }
 
-    /// The leaf with an fqn.
+    /// Returns the leaf with an fqn.
     ///
     /// # Errors
     ///
-    /// `NotFound` if there is none; `Invalid` if there are two.
+    /// `NotFound` if there is none; `Invalid` if there are several.
     pub fn leaf(&self, fqn: &str) -> Result<(ObjectPath, Node)> {
         let by_fqn = self.by_fqn.get_or_init(|| {
             let mut by_fqn = BTreeMap::new();
@@ -95,47 +99,53 @@ impl Opened {
             None => FormatKind::NotFound,
         };
         let name = format_args!("version {}", self.version.number);
-        Err(Error::format(name, FormatError::new(kind).with_path(fqn)))
+        Err(Error::from_format(name, FormatError::new(kind).with_path(fqn)))
     }
 
-    /// The same version, under the same lease, read otherwise: `version` and `require` of the options say
-    /// nothing more.
+    /// Returns the same version under the same lease, with other options.
+    ///
+    /// `version` and `require` of the options have no effect.
     ///
     /// # Errors
     ///
-    /// `Invalid` if writers hold leaves each their own, and `writer` does not say whose.
-    pub fn with(&self, options: &GetOptions) -> Result<Self> {
+    /// `Invalid` if each writer has its own leaves, and `writer` does not select a writer.
+    pub fn with_options(&self, options: &GetOptions) -> Result<Self> {
         Self::new(self.context.clone(), self.version.clone(), options)
     }
 
-    /// What the writers said of the state dict as a whole.
+    /// Returns the attributes of the whole state dict.
     pub fn attrs(&self) -> &Attrs {
         &self.version.attrs
     }
 
-    /// What it is, how its bytes come, how many of them came and were checksummed since it was opened, and how long
-    /// that is ago. How many were asked for and copied is known to who has read them.
+    /// Returns a report of what was read since the version was opened.
+    ///
+    /// It has the identity of the version, its transport, the bytes that were received and
+    /// verified, and the time. Bytes that were requested or copied are not counted: the caller
+    /// knows what it has read.
     pub fn report(&self) -> GetReport {
-        let Tally { verified, received } = self.version.tally().since(self.before);
+        let ReadCounters { verified, received } = self.version.counters().since(self.initial_tally);
         GetReport {
             bytes_received: received,
             bytes_verified: verified,
-            seconds: self.started.elapsed().as_secs_f64(),
+            seconds: self.opened_at.elapsed().as_secs_f64(),
             ..Read::new(&self.version, self.context.get(), &self.options).report()
         }
     }
 
-    /// How many bytes a storage has.
+    /// Returns the length of a storage in bytes.
     pub fn storage_len(&self, storage: u32) -> u64 {
         self.version.storage_len(storage)
     }
 
-    /// Reads whole storages, proven unless [`GetOptions::unverified`] says otherwise, in their order.
+    /// Reads whole storages, in the given order.
+    ///
+    /// Verifies them unless [`GetOptions::unverified`] is set.
     ///
     /// # Errors
     ///
     /// As [`Store::get_state_dict`](crate::Store::get_state_dict).
-    pub async fn storages(&self, storages: &[u32]) -> Result<Vec<Bytes>> {
+    pub async fn read_storages(&self, storages: &[u32]) -> Result<Vec<Bytes>> {
         if storages.is_empty() {
             return Ok(Vec::new());
         }
@@ -145,75 +155,83 @@ impl Opened {
         run_blocking(move || Read::new(&version, context.get(), &options).storages(&storages)).await
     }
 
-    /// Whole storages, proven as [`Opened::storages`] proves them, in memory that the caller alone sees and may
-    /// write to. It is copy-on-write: only what is written takes memory. None for a storage that is not in
-    /// this host's memory or files as it is, raw: read that with [`Opened::storages`].
+    /// Returns whole storages in private copy-on-write memory, verified as by [`Opened::storages`].
+    ///
+    /// The caller alone sees this memory and may write to it. Only pages that it writes take
+    /// memory. The result is none for a storage that is not raw in this host's memory or files:
+    /// read that with [`Opened::storages`].
     ///
     /// # Errors
     ///
     /// As [`Store::get_state_dict`](crate::Store::get_state_dict).
-    pub async fn private(&self, storages: &[u32]) -> Result<Vec<Option<Private>>> {
+    pub async fn cow_buffers(&self, storages: &[u32]) -> Result<Vec<Option<CowBuffer>>> {
         if storages.is_empty() {
             return Ok(Vec::new());
         }
         let (context, version, options) =
             (self.context.clone(), self.version.clone(), self.options.clone());
         if options.unverified {
-            // Nothing is looked at.
-            return Read::new(&version, context.get(), &options).private(storages);
+            // Reads no bytes, so it does not block.
+            return Read::new(&version, context.get(), &options).cow_buffers(storages);
         }
         let storages = storages.to_vec();
-        run_blocking(move || Read::new(&version, context.get(), &options).private(&storages)).await
+        run_blocking(move || Read::new(&version, context.get(), &options).cow_buffers(&storages))
+            .await
     }
 
-    /// Reads into the caller's tensors, as [`Store::get_state_dict_into`](crate::Store::get_state_dict_into).
+    /// Reads into the caller's tensors, as
+    /// [`Store::get_state_dict_into`](crate::Store::get_state_dict_into).
     ///
     /// # Errors
     ///
-    /// As there.
-    pub fn fill(&self, targets: &mut [Target<'_>]) -> Result<GetReport> {
+    /// As [`Store::get_state_dict_into`](crate::Store::get_state_dict_into).
+    pub fn read_into(&self, targets: &mut [Target<'_>]) -> Result<GetReport> {
         fill(&self.version, self.context.get(), targets, &self.options, None)
     }
 
-    /// The same as long as it goes on: this thread asks now and then while bytes are on their way that are elsewhere. What
-    /// the tensors hold after an error is not proven.
+    /// As [`Opened::fill`], but can be cancelled.
+    ///
+    /// While bytes are received from elsewhere, this thread calls `check_cancelled` repeatedly.
+    /// After an error, the contents of the tensors are not verified.
     ///
     /// # Errors
     ///
-    /// As [`Opened::fill`], and the one that says that it does not go on.
-    pub fn fill_while<E: From<Error> + Send>(
+    /// As [`Opened::fill`]; the error of `check_cancelled`.
+    pub fn read_into_cancellable<E: From<Error> + Send>(
         &self,
         targets: &mut [Target<'_>],
-        goes_on: impl Fn() -> Result<(), E> + Sync,
+        check_cancelled: impl Fn() -> Result<(), E> + Sync,
     ) -> Result<GetReport, E> {
-        let stopped = Lock::new(None);
-        let goes_on = || {
-            goes_on().map_err(|error| {
-                *stopped.lock() = Some(error);
+        let cancellation = Lock::new(None);
+        let check_cancelled = || {
+            check_cancelled().map_err(|error| {
+                *cancellation.lock() = Some(error);
                 Error::new(ErrorKind::Busy, "it does not go on")
             })
         };
         let filled =
-            fill(&self.version, self.context.get(), targets, &self.options, Some(&goes_on));
-        match stopped.into_inner() {
+            fill(&self.version, self.context.get(), targets, &self.options, Some(&check_cancelled));
+        match cancellation.into_inner() {
             Some(error) => Err(error),
             None => Ok(filled?),
         }
     }
 
-    /// How many leaves are still to come.
+    /// Returns the number of leaves that [`Opened::next`] has not returned yet.
     pub fn remaining(&self) -> usize {
-        self.leaves().len() - self.read
+        self.leaves().len() - self.next_leaf
     }
 
-    /// The next leaf, in insertion order; read now. None after the last one.
+    /// Reads the next leaf, in insertion order. Returns none after the last one.
     ///
     /// # Errors
     ///
     /// As [`Store::get_state_dict`](crate::Store::get_state_dict).
     pub async fn next(&mut self) -> Result<Option<(ObjectPath, Value)>> {
-        let Some((path, node)) = self.leaves().get(self.read).cloned() else { return Ok(None) };
-        self.read += 1;
+        let Some((path, node)) = self.leaves().get(self.next_leaf).cloned() else {
+            return Ok(None);
+        };
+        self.next_leaf += 1;
         let (context, version, options) =
             (self.context.clone(), self.version.clone(), self.options.clone());
         run_blocking(move || {
@@ -224,7 +242,7 @@ impl Opened {
         .await
     }
 
-    /// A tensor of it, or one box of the tensor.
+    /// Reads a tensor, or one box of it.
     ///
     /// # Errors
     ///
@@ -241,7 +259,7 @@ impl Opened {
     }
 }
 
-impl std::fmt::Debug for Opened {
+impl std::fmt::Debug for VersionReader {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Opened").field("version", &self.version.number).finish_non_exhaustive()
     }

@@ -1,4 +1,5 @@
-//! What of a directory is not as its ledgers say: records that are damaged, files that are lost or others.
+//! Compares a directory with its ledgers: finds damaged records, and files that are missing or
+//! differ.
 
 use std::fs::File;
 use std::io::Read;
@@ -12,22 +13,24 @@ use crate::control::layout::folder;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::disk::Disk;
 use crate::key::Key;
-use crate::ledger::{Contribution, Digest, Version};
+use crate::ledger::{ArchiveDigest, Contribution, Version};
 use crate::metadata::Records;
 use crate::metadata::backend::DirectoryMeta;
 
 /// A file of a store in a directory that is not as its ledger says.
 #[derive(Debug)]
 pub struct Defect {
-    /// Where it is, or would be.
+    /// Path of the file, even if the file is missing.
     pub path: PathBuf,
-    /// What is wrong with it.
+    /// Why the file is a defect.
     pub error: Error,
 }
 
-/// Compares a directory with what its ledgers say is in it, but for the bytes of archives, which prove themselves
-/// ([`tssd_format::Archive::verify`]). Nothing is locked or changed, and whoever uses the directory goes on. A
-/// directory that is no store's has no ledgers, and no defects.
+/// Compares the files of a directory with its ledgers, except for the contents of archives.
+///
+/// Archives contain checksums of their own ([`tssd_format::Archive::verify`]). Nothing is locked or
+/// changed, and other processes may use the directory meanwhile. A directory without a store has no
+/// ledgers, and so no defects.
 ///
 /// # Errors
 ///
@@ -35,17 +38,17 @@ pub struct Defect {
 pub fn scrub(root: impl AsRef<Path>) -> Result<Vec<Defect>> {
     let runtime = Builder::new_current_thread().build();
     let runtime = runtime.map_err(|error| Error::io("no runtime", error))?;
-    runtime.block_on(Scrub::new(root.as_ref()).run())
+    runtime.block_on(Scrubber::new(root.as_ref()).run())
 }
 
-struct Scrub<'a> {
+struct Scrubber<'a> {
     root: &'a Path,
     disk: Disk,
     records: Records,
     defects: Vec<Defect>,
 }
 
-impl<'a> Scrub<'a> {
+impl<'a> Scrubber<'a> {
     fn new(root: &'a Path) -> Self {
         let disk = Disk::at(root.to_owned());
         let records = Records::new(Arc::new(DirectoryMeta::new(disk.clone())));
@@ -54,82 +57,83 @@ impl<'a> Scrub<'a> {
 
     async fn run(mut self) -> Result<Vec<Defect>> {
         for key in self.records.keys().await? {
-            let before = self.defects.len();
-            match self.records.damaged(&key).await {
+            let defects_before = self.defects.len();
+            match self.records.corrupt_records(&key).await {
                 Ok(damaged) => {
                     for (name, error) in damaged {
-                        self.add(&name, error);
+                        self.add_defect(&name, error);
                     }
                 }
-                Err(error) => self.add(&format!("{}/.ledger", key.to_path()), error),
+                Err(error) => self.add_defect(&format!("{}/.ledger", key.to_path()), error),
             }
             match self.records.load(&key).await {
                 Ok(record) => {
                     for version in record.state.visible() {
-                        self.compare(&key, version).await;
+                        self.check_version(&key, version).await;
                     }
                 }
-                // It is one of those above, or they are gone.
-                Err(_) if self.defects.len() > before => {}
-                Err(error) => self.add(&format!("{}/.ledger", key.to_path()), error),
+                // A defect above is the cause, or the damaged records were deleted meanwhile.
+                Err(_) if self.defects.len() > defects_before => {}
+                Err(error) => self.add_defect(&format!("{}/.ledger", key.to_path()), error),
             }
         }
         Ok(self.defects)
     }
 
-    fn add(&mut self, name: &str, error: Error) {
+    fn add_defect(&mut self, name: &str, error: Error) {
         self.defects.push(Defect { path: self.root.join(name), error });
     }
 
-    /// Looks for the files of a visible version.
-    async fn compare(&mut self, key: &Key, version: &Version) {
+    /// Checks the files of a visible version.
+    async fn check_version(&mut self, key: &Key, version: &Version) {
         let folder = folder(key, version);
         let archives = version.contributions.values().flat_map(Contribution::archives);
-        let mut wrong: Vec<(String, String)> = archives
+        let mut failures: Vec<(String, String)> = archives
             .filter_map(|archive| {
                 let name = format!("{folder}/{}", archive.name);
-                let why = self.archive(&name, archive.file_len).err()?;
+                let why = self.check_archive(&name, archive.file_len).err()?;
                 Some((name, why))
             })
             .collect();
         if let Some(manifest) = version.manifest() {
             let name = format!("{folder}/{MANIFEST_NAME}");
-            wrong.extend(self.manifest(&name, manifest.digest).err().map(|why| (name, why)));
+            failures
+                .extend(self.check_manifest(&name, manifest.digest).err().map(|why| (name, why)));
         }
-        // Whoever has deleted the version meanwhile has lost nothing.
-        let is_there =
-            !wrong.is_empty()
+        // If the version was deleted meanwhile, its files are not missing.
+        let is_visible =
+            !failures.is_empty()
                 && self.records.load(key).await.is_ok_and(|record| {
                     record.state.visible().any(|visible| visible.id == version.id)
                 });
-        for (name, why) in wrong.into_iter().filter(|_| is_there) {
+        for (name, why) in failures.into_iter().filter(|_| is_visible) {
             let number = version.number;
             let text = format_args!("{why}; version {number} of key `{key}` needs it");
-            self.add(&name, Error::new(ErrorKind::Corrupt, text));
+            self.add_defect(&name, Error::new(ErrorKind::Corrupt, text));
         }
     }
 
-    /// A file, if a store would read it.
-    fn file(&self, name: &str) -> Result<(File, u64), String> {
-        match self.disk.lend(&self.root.join(name)) {
+    /// Opens a file as a store opens it for reading. Returns the file and its length in bytes.
+    fn open_file(&self, name: &str) -> Result<(File, u64), String> {
+        match self.disk.open_file(&self.root.join(name)) {
             Ok(Some(found)) => Ok(found),
             Ok(None) => Err("it is gone".to_owned()),
             Err(error) => Err(format!("it cannot be read: {error}")),
         }
     }
 
-    fn archive(&self, name: &str, expected: u64) -> Result<(), String> {
-        match self.file(name)?.1 {
+    fn check_archive(&self, name: &str, expected: u64) -> Result<(), String> {
+        match self.open_file(name)?.1 {
             len if len == expected => Ok(()),
             len => Err(format!("it has {len} bytes, not {expected}")),
         }
     }
 
-    fn manifest(&self, name: &str, expected: Digest) -> Result<(), String> {
-        let (mut file, _) = self.file(name)?;
+    fn check_manifest(&self, name: &str, expected: ArchiveDigest) -> Result<(), String> {
+        let (mut file, _) = self.open_file(name)?;
         let mut bytes = Vec::new();
         match file.read_to_end(&mut bytes) {
-            Ok(_) if Digest::of(&bytes) == expected => Ok(()),
+            Ok(_) if ArchiveDigest::compute(&bytes) == expected => Ok(()),
             Ok(_) => Err("it is not the one that was written".to_owned()),
             Err(error) => Err(format!("it cannot be read: {error}")),
         }

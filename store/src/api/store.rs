@@ -1,4 +1,4 @@
-//! The store: state dicts by key, in immutable versions.
+//! The store: state dicts in immutable versions, by key.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -9,7 +9,7 @@ use tssd_format::{Region, ShardSpec, StateDict, Tensor};
 
 use super::follower::Follower;
 use super::publisher::Publisher;
-use super::reader::Opened;
+use super::reader::VersionReader;
 use super::subscription::{POLL_TIMEOUT, Subscription};
 use crate::control::{Controller, VersionInfo};
 use crate::engine::context::Context;
@@ -22,18 +22,18 @@ use crate::key::Key;
 use crate::ledger::{Selection, Selector, VersionId};
 use crate::status::DaemonStatus;
 
-/// A store of state dicts: in this process's memory, or in a directory that several processes share.
+/// A store of state dicts: in this process's memory, in a directory or bucket, or in a daemon.
 ///
-/// Each put makes a version or contributes to one; a version becomes visible in one step, complete,
-/// and never changes. Cloning a store is cheap, and the clone is the same store.
+/// Each put makes a version or contributes to one. A version becomes visible in one step, complete,
+/// and never changes. A clone is cheap and is the same store.
 ///
-/// Calls that read and write run on threads that may wait; [`Store::get_state_dict_into`] copies
-/// before it returns, so that no one touches the caller's memory later.
+/// Reads and writes run on threads that may block. [`Store::get_state_dict_into`] copies before it
+/// returns, so that the caller's memory is not accessed later.
 ///
 /// # Panics
 ///
-/// Its calls panic outside a tokio runtime with time and I/O enabled. [`crate::api::blocking::Store`] brings
-/// one.
+/// Its methods panic outside a tokio runtime with time and I/O enabled.
+/// [`crate::api::blocking::Store`] has a runtime of its own.
 ///
 /// # Examples
 ///
@@ -61,21 +61,27 @@ impl Store {
         Self(Arc::new(Context::new(controller)))
     }
 
-    /// Puts one writer's state dict: a version of its own, or its contribution to a version that
-    /// becomes visible when all writers have put theirs.
+    /// Puts the state dict of one writer: a version of its own, or its contribution to a version.
     ///
-    /// Returns when this writer's contribution is committed; the report says whether the version is
-    /// visible, and else whose contributions are missing. What is to be in a daemon's bucket is visible before it is
-    /// there; this returns when the contribution is.
+    /// A version of several writers becomes visible when all of them have put their contributions.
+    /// This call returns when the contribution of this writer is committed. The report says whether
+    /// the version is visible, and otherwise which contributions are missing.
+    ///
+    /// With [`Durability::Object`](crate::Durability::Object), the version may be visible before it
+    /// is in the bucket. This call returns when the contribution is in the bucket.
     ///
     /// # Errors
     ///
-    /// `Invalid` for what cannot be stored, with its path; `Refused` for what the ledger does not
-    /// allow, with the way out; `Rejected` if this was the last contribution and they do not fit
-    /// together; `Busy` after the timeout; `Io` if the disk fails or is full; `NotFound` if a host that kept another
-    /// writer's contribution, or an earlier attempt of this one, has ended before the answer: put again in every
-    /// writer. What was visible before stays so. A version that is visible and cannot be brought to the bucket stays so
-    /// in memory; one that is late is brought there all the same.
+    /// - `Invalid` for a value that cannot be stored, with its path.
+    /// - `Refused` if the ledger does not allow the put, with the remedy.
+    /// - `Rejected` if this was the last contribution and the contributions do not fit together.
+    /// - `Busy` after the timeout.
+    /// - `Io` if the disk fails or is full.
+    /// - `NotFound` if a host that stored another writer's contribution, or an earlier attempt of
+    ///   this one, ended before the response. Put again in every writer.
+    ///
+    /// Versions that were visible before stay visible. If a visible version cannot be uploaded to
+    /// the bucket, it stays visible in memory. An upload that exceeds the timeout continues.
     pub async fn put_state_dict(
         &self,
         key: &Key,
@@ -88,12 +94,16 @@ impl Store {
         }
     }
 
-    /// As [`Store::put_state_dict`], but returns as soon as the state dict's memory is read no more, such as
-    /// before a durable version is on disk. The put goes on by itself, whether or not it is waited for.
+    /// As [`Store::put_state_dict`], but returns as soon as the memory of the state dict is no
+    /// longer read.
+    ///
+    /// That may be before a durable version is on disk. The put continues in the background,
+    /// whether or not the caller waits for it.
     ///
     /// # Errors
     ///
-    /// Those of [`Store::put_state_dict`] that are found until then; [`PendingPut::wait`] gives the others.
+    /// Those errors of [`Store::put_state_dict`] that are found until then. [`PendingPut::wait`]
+    /// returns the others.
     pub async fn put_state_dict_later(
         &self,
         key: &Key,
@@ -101,18 +111,19 @@ impl Store {
         options: &PutOptions,
     ) -> Result<PendingPut> {
         if options.residency.ring().is_some() {
-            // Its readers read the state dict's memory, or may still wait for room in the buckets.
-            return Ok(PendingPut::ended(self.put_state_dict(key, dict, options).await?));
+            // The readers read the state dict's memory, or the put may still wait for free buckets.
+            return Ok(PendingPut::from_report(self.put_state_dict(key, dict, options).await?));
         }
         self.0.put_later(key, dict, options).await
     }
 
-    /// Puts a state dict entry by entry, in archives of about `bucket_bytes` bytes: no more of it is held
-    /// back than that. The version is visible in one step, at the end.
+    /// Puts a state dict entry by entry, in archives of about `bucket_bytes` bytes.
+    ///
+    /// No more than that is held back. The version becomes visible in one step, at the end.
     ///
     /// # Errors
     ///
-    /// `Invalid` for buckets of no bytes, and as [`Store::put_state_dict`].
+    /// `Invalid` if `bucket_bytes` is 0; as [`Store::put_state_dict`].
     ///
     /// # Examples
     ///
@@ -140,26 +151,31 @@ impl Store {
         Publisher::new(&self.0, key, options, bucket_bytes)
     }
 
-    /// Opens a version to read it leaf by leaf. It stays there, whatever is put meanwhile, as long as
-    /// this or something that was read of it does.
+    /// Opens a version to read it leaf by leaf.
+    ///
+    /// The version stays available as long as the returned value, or a value that was read from it,
+    /// exists. Later puts do not affect it.
     ///
     /// # Errors
     ///
     /// As [`Store::get_state_dict`].
-    pub async fn open(&self, key: &Key, options: &GetOptions) -> Result<Opened> {
+    pub async fn open(&self, key: &Key, options: &GetOptions) -> Result<VersionReader> {
         let version = self.0.open(key, options).await?;
-        Opened::new(self.0.clone(), version, options)
+        VersionReader::new(self.0.clone(), version, options)
     }
 
-    /// Copies a version into the memory of this host's daemon, while its reader still does something else: the
-    /// get that follows, of the number that is returned, is local. Of the version, what is copied are the
-    /// archives that hold the leaves that are wanted, or the parts of them; all, if none is named. It stays
-    /// there until another version of the key is copied.
+    /// Copies a version into the memory of this host's daemon, while the reader does other work.
+    ///
+    /// A following get of the returned version number is local. `wanted` names leaves, or parts of
+    /// them: only the archives that contain these are copied. If it is empty, all are. The copy
+    /// stays until another version of the key is prefetched.
     ///
     /// # Errors
     ///
-    /// `Invalid` if the store is not a daemon's of this host; `Unreachable` if a daemon that has the bytes is
-    /// lost; `Busy` if there is no memory; else as [`Store::get_state_dict`].
+    /// - `Invalid` if the store is not in a daemon of this host.
+    /// - `Unreachable` if a daemon that has the bytes is lost.
+    /// - `Busy` if there is not enough memory.
+    /// - As [`Store::get_state_dict`].
     pub async fn prefetch(
         &self,
         key: &Key,
@@ -167,12 +183,12 @@ impl Store {
         options: &GetOptions,
     ) -> Result<PrefetchReport> {
         let started = Instant::now();
-        // What is looked at stays there until it is copied.
-        let mut looked_at = None;
+        // Its lease keeps the version available until it is copied.
+        let mut opened = None;
         let (selector, archives) = if wanted.is_empty() {
             (selector(options.version), None)
         } else {
-            let version = &*looked_at.insert(self.0.open(key, options).await?);
+            let version = &*opened.insert(self.0.open(key, options).await?);
             let mut read = Read::new(version, self.0.get(), options);
             let archives = read.archives_of(wanted, options.writer)?;
             (Selector::Id(version.id), Some(archives.into_iter().collect()))
@@ -182,13 +198,15 @@ impl Store {
         Ok(PrefetchReport { version, id, bytes, seconds })
     }
 
-    /// Reads a state dict: whole, or with the slices that the options ask for. Leaves that lie in one
-    /// piece are views of the store's memory; all bytes are proven against their checksums.
+    /// Reads a state dict: whole, or with the slices that the options select.
+    ///
+    /// Leaves that are contiguous in the store are views of its memory. All bytes are verified
+    /// against their checksums.
     ///
     /// # Errors
     ///
-    /// `NotFound` if there is no such version or leaf; `Corrupt` if bytes are damaged; `Invalid` if a
-    /// slice does not fit its leaf.
+    /// `NotFound` if the version or leaf does not exist; `Corrupt` if bytes are damaged; `Invalid`
+    /// if a slice does not fit its leaf.
     pub async fn get_state_dict(
         &self,
         key: &Key,
@@ -204,13 +222,13 @@ impl Store {
         .await
     }
 
-    /// Reads into the caller's tensors, and allocates nothing of their size.
+    /// Reads into the caller's tensors, and allocates no memory of their size.
     ///
     /// # Errors
     ///
-    /// As [`Store::get_state_dict`]; `Invalid` also if a target overlaps itself or does not fit. All
-    /// of that is found before a byte is written; if damage is found later,
-    /// [`Error::is_target_modified`] says so.
+    /// As [`Store::get_state_dict`]; `Invalid` also if a target overlaps itself or does not fit.
+    /// All of these are found before a byte is written. If damage is found later,
+    /// [`Error::is_target_modified`] is true.
     pub async fn get_state_dict_into(
         &self,
         key: &Key,
@@ -225,7 +243,7 @@ impl Store {
         fill(&version, self.0.get(), targets, options, None)
     }
 
-    /// Reads one tensor, whole.
+    /// Reads a whole tensor.
     ///
     /// # Errors
     ///
@@ -265,7 +283,7 @@ impl Store {
         run_blocking(read).await
     }
 
-    /// The visible versions of a key, oldest first; none for a key that was never written.
+    /// Returns the visible versions of a key, oldest first. A key that was never written has none.
     ///
     /// # Errors
     ///
@@ -274,7 +292,7 @@ impl Store {
         self.0.controller().versions(key).await
     }
 
-    /// The newest visible version of a key.
+    /// Returns the newest visible version of a key.
     ///
     /// # Errors
     ///
@@ -283,7 +301,9 @@ impl Store {
         Ok(self.versions(key).await?.pop())
     }
 
-    /// The keys that have a visible version, sorted; those that begin with `prefix`, if it is given.
+    /// Returns the keys that have a visible version, sorted.
+    ///
+    /// With `prefix`, only those that begin with it.
     ///
     /// # Errors
     ///
@@ -292,7 +312,7 @@ impl Store {
         self.0.controller().keys(prefix.unwrap_or_default()).await
     }
 
-    /// Whether a version of a key is visible; any version, if none is given.
+    /// Returns whether a version of a key is visible. Without `version`, whether any is.
     ///
     /// # Errors
     ///
@@ -302,9 +322,11 @@ impl Store {
         Ok(versions.iter().any(|each| version.is_none_or(|number| each.number == number)))
     }
 
-    /// Deletes a version of a key, or all versions, open ones included; says how many there were.
-    /// Readers that have one open keep it. Numbers are not used again, but where the ledger ended with what it was about:
-    /// versions in the memory of a daemon that has ended.
+    /// Deletes one version of a key, or all, and returns how many were deleted.
+    ///
+    /// Versions that are not visible yet are deleted too. Readers keep the versions that they have
+    /// open. Numbers are not reused, unless the ledger is lost with its versions, as in the memory
+    /// of a daemon that has ended.
     ///
     /// # Errors
     ///
@@ -314,7 +336,7 @@ impl Store {
         self.0.controller().delete(key, selection).await
     }
 
-    /// How many of the newest versions of a key are kept from now on; 1 unless it is said.
+    /// Sets how many of the newest versions of a key are retained. The default is 1.
     ///
     /// # Errors
     ///
@@ -323,18 +345,20 @@ impl Store {
         self.0.controller().retain(key, keep, None).await
     }
 
-    /// Counts a put that this writer does not make. The n-th puts of all writers of a job contribute to one version, unless
-    /// they have a number. Without this call, the next put of this writer would contribute to the skipped version.
+    /// Counts a put that this writer does not make.
+    ///
+    /// The n-th puts of all writers of a job contribute to one version, unless they have a number.
+    /// Without this call, the next put of this writer would contribute to the skipped version.
     pub fn skip_put(&self, key: &Key, options: &PutOptions) {
         // Options without a sequence number need no count.
         let _ = self.0.put_sequences().next(key, options);
     }
 
-    /// Waits until a version is visible whose number is `version` or higher, and returns the newest.
+    /// Waits until a version whose number is at least `version` is visible, and returns the newest.
     ///
     /// # Errors
     ///
-    /// `NotFound` if there is none after `timeout`; else as [`Store::versions`].
+    /// `NotFound` if there is none after `timeout`; as [`Store::versions`].
     pub async fn wait_for_version(
         &self,
         key: &Key,
@@ -344,14 +368,14 @@ impl Store {
         let deadline = Instant::now().checked_add(timeout);
         let mut seen: Option<VersionInfo> = None;
         loop {
-            let left = deadline.map_or(Duration::MAX, |deadline| {
+            let remaining = deadline.map_or(Duration::MAX, |deadline| {
                 deadline.saturating_duration_since(Instant::now())
             });
             let id = seen.as_ref().map(|info| info.id);
-            match self.0.controller().newer(key, id, left.min(POLL_TIMEOUT)).await? {
+            match self.0.controller().wait_for_newer(key, id, remaining.min(POLL_TIMEOUT)).await? {
                 Some(info) if info.number >= version => return Ok(info),
                 Some(info) => seen = Some(info),
-                None if left > POLL_TIMEOUT => {}
+                None if remaining > POLL_TIMEOUT => {}
                 None => {
                     let newest = match seen {
                         Some(info) => format!("the newest is {}", info.number),
@@ -368,24 +392,28 @@ impl Store {
         }
     }
 
-    /// The versions of a key as they become visible, from the newest one on.
+    /// Subscribes to the versions of a key, from the newest one on.
     pub fn subscribe(&self, key: &Key) -> Subscription {
         Subscription::new(&self.0, key)
     }
 
-    /// Every version of a key that becomes visible from now on, each held until it has been read: none is missed, as
-    /// [`Store::subscribe`] may. What is not read stays in the memory of the daemon.
+    /// Follows a key: every version that becomes visible from now on is held until it is read.
+    ///
+    /// No version is skipped, unlike with [`Store::subscribe`]. Versions that are not read stay in
+    /// the memory of the daemon.
     ///
     /// # Errors
     ///
-    /// `Unsupported` if the store has no daemon, or one that does not decide alone; `Refused` for more than 64 keys.
+    /// `Unsupported` without a daemon, or if the daemon is not the only controller; `Refused` for
+    /// more than 64 keys.
     pub async fn follow(&self, key: &Key) -> Result<Follower> {
         Follower::new(&self.0, key).await
     }
 
-    /// Receives what is put to a key with [`Residency::Ring`](crate::Residency::Ring) from now on: from a GPU, given by its UUID
-    /// (`Device::uuid`), or, without one, from the host's memory. Such puts wait for this reader as
-    /// long as the receiver is there.
+    /// Receives what is put to a key with [`Residency::Ring`](crate::Residency::Ring) from now on.
+    ///
+    /// It receives from the GPU with the UUID `device` (`Device::uuid`), or from host memory if
+    /// that is none. Such puts wait for this reader as long as the receiver exists.
     ///
     /// # Errors
     ///
@@ -394,17 +422,19 @@ impl Store {
         Receiver::new(&self.0, key, device).await
     }
 
-    /// Lets a label hold a version, the newest if none is given, whose number is returned: it stays
-    /// whatever is kept. What the label held before, it holds no longer.
+    /// Pins a version with a label: the newest if none is given. Returns its number.
+    ///
+    /// Retention keeps a pinned version. A label pins one version: the version that it pinned
+    /// before is released.
     ///
     /// # Errors
     ///
-    /// `NotFound` if there is no such version; `Io` if the store cannot be written.
+    /// `NotFound` if the version does not exist; `Io` if the store cannot be written.
     pub async fn pin(&self, key: &Key, version: Option<u64>, label: &str) -> Result<u64> {
         self.0.controller().pin(key, selector(version), label).await
     }
 
-    /// Lets a label hold its version no longer.
+    /// Removes a label, and with it the pin of its version.
     ///
     /// # Errors
     ///
@@ -413,7 +443,7 @@ impl Store {
         self.0.controller().unpin(key, label).await
     }
 
-    /// The labels of a key, each with the number of the version that it holds.
+    /// Returns the labels of a key, each with the number of the version that it pins.
     ///
     /// # Errors
     ///
@@ -422,33 +452,34 @@ impl Store {
         self.0.controller().pins(key).await
     }
 
-    /// Whether the daemon can be asked still; true where there is none. A connection that is lost does not come back:
-    /// connect again, which finds the daemon that was started since.
+    /// Returns whether the connection to the daemon is open; true without a daemon.
+    ///
+    /// A lost connection is not restored. Connect again to reach a daemon that was started since.
     pub fn is_connected(&self) -> bool {
         self.0.controller().is_open()
     }
 
-    /// How the daemon of the store is.
+    /// Returns the status of the daemon.
     ///
     /// # Errors
     ///
-    /// `Invalid` if the store has none.
+    /// `Invalid` if the store has no daemon.
     pub async fn status(&self) -> Result<DaemonStatus> {
         self.0.controller().status().await
     }
 }
 
-/// What a prefetch has done.
+/// The result of a prefetch.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PrefetchReport {
     /// The number of the version.
     pub version: u64,
-    /// Its identity.
+    /// The id of the version.
     pub id: VersionId,
-    /// How many bytes came from other hosts: those of whole archives.
+    /// Bytes received from other hosts. Archives are received as a whole.
     pub bytes: u64,
-    /// How long it took.
+    /// Duration in seconds.
     pub seconds: f64,
 }
 

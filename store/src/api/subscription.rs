@@ -7,7 +7,9 @@ use crate::error::Result;
 use crate::key::Key;
 use crate::ledger::VersionId;
 
-/// How long one request waits for a newer version. A request of a dropped future ends after this time.
+/// How long one request waits for a newer version.
+///
+/// A request of a dropped future ends after this time.
 pub(super) const POLL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Waits for new versions of a key: see [`Store::subscribe`](crate::Store::subscribe).
@@ -23,8 +25,9 @@ impl Subscription {
         Self { context: context.clone(), key: key.clone(), seen: None }
     }
 
-    /// Waits until the newest version differs from the one that was returned last. Versions that were replaced in between
-    /// are skipped.
+    /// Waits until the newest version differs from the one that was returned last.
+    ///
+    /// Versions that were replaced in between are skipped.
     ///
     /// # Errors
     ///
@@ -32,7 +35,9 @@ impl Subscription {
     pub async fn next(&mut self) -> Result<VersionInfo> {
         loop {
             let controller = self.context.controller();
-            if let Some(info) = controller.newer(&self.key, self.seen, POLL_TIMEOUT).await? {
+            if let Some(info) =
+                controller.wait_for_newer(&self.key, self.seen, POLL_TIMEOUT).await?
+            {
                 self.seen = Some(info.id);
                 return Ok(info);
             }

@@ -1,4 +1,4 @@
-//! The places that a volume can be in.
+//! Implementations of a volume: a directory, memory, a bucket, the shared memory of a daemon.
 
 mod directory;
 mod memory;
@@ -10,6 +10,6 @@ mod shm;
 pub(crate) use self::directory::DirectoryVolume;
 pub(crate) use self::memory::MemoryVolume;
 #[cfg(feature = "object")]
-pub(crate) use self::object::{ObjectVolume, alone};
+pub(crate) use self::object::{ObjectVolume, open_object};
 #[cfg(target_os = "linux")]
-pub(crate) use self::shm::ArenaVolume;
+pub(crate) use self::shm::PoolVolume;

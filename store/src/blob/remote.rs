@@ -1,4 +1,4 @@
-//! Archives whose bytes another host holds: they are read in boxes, straight into memory.
+//! Archives in the memory of another host or in a bucket: range copies read them straight into memory.
 
 use std::io;
 use std::sync::Arc;
@@ -7,57 +7,61 @@ use bytes::Bytes;
 use tssd_format::{Blob, Runs, StorageReference};
 
 use crate::error::Result;
-use crate::io::cancel::Stop;
+use crate::io::cancel::CancelToken;
 
-/// Whoever holds archives elsewhere, and gives exactly the bytes that are asked for. Calls wait.
-pub(crate) trait Holder: Send + Sync {
-    /// Fills memory, and returns how many bytes came for that. What it holds after an error is not proven. Soon after it
-    /// is stopped it ends with an error.
-    fn pull(&self, jobs: Vec<Job<'_>>, stop: &Stop) -> Result<u64>;
+/// A source of remote archives, which returns exactly the requested bytes. Calls block.
+pub(crate) trait RangeReader: Send + Sync {
+    /// Runs the jobs and returns the number of bytes received for them.
+    ///
+    /// After an error the targets may hold bytes that are not verified. Soon after `stop` is set, the call ends with an
+    /// error.
+    fn read_ranges(&self, jobs: Vec<RangeJob<'_>>, stop: &CancelToken) -> Result<u64>;
 
-    /// Reads bytes of a blob as they come: whoever asks proves them.
+    /// Reads bytes of a blob without verification: the caller verifies them.
     fn read_exact_at(&self, blob: &str, target: &mut [u8], offset: u64) -> io::Result<()>;
 }
 
-/// Memory, and the boxes of bytes that it is filled with.
-pub(crate) struct Job<'a> {
+/// A target in memory and the range copies that fill it.
+pub(crate) struct RangeJob<'a> {
     pub(crate) target: &'a mut [u8],
-    pub(crate) boxes: Vec<Boxed>,
+    pub(crate) copies: Vec<RangeCopy>,
 }
 
-/// A box of bytes of a blob.
-pub(crate) struct Boxed {
+/// Runs of bytes to copy from a blob to memory.
+pub(crate) struct RangeCopy {
     pub(crate) blob: Arc<str>,
-    /// Where it begins in the blob, and in the memory.
+    /// Offset of the first run in the blob, in bytes. `target` is the offset in the target memory.
     pub(crate) source: u64,
     pub(crate) target: u64,
     pub(crate) runs: Runs,
-    pub(crate) proof: Proof,
+    pub(crate) verify: VerifyMode,
 }
 
-/// How it is known that the bytes of a box are those that were put.
+/// How the bytes of a range copy are verified.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Proof {
-    /// They are whole chunks of this storage, which has their checksums.
-    Whole(Arc<StorageReference>),
-    /// They are of chunks of this storage, which has the checksums: the holder proves the chunks and sums what it
-    /// sends, or gets them whole and proves them itself.
-    Part(Arc<StorageReference>),
-    /// Nobody asks.
-    None,
+pub(crate) enum VerifyMode {
+    /// The runs are whole chunks of this storage, which has their checksums.
+    WholeChunks(Arc<StorageReference>),
+    /// The runs cover parts of chunks of this storage, which has their checksums.
+    ///
+    /// The reader fetches the whole chunks and verifies them, or the remote host verifies the chunks and sends a
+    /// checksum of the bytes that it returns.
+    PartialChunks(Arc<StorageReference>),
+    /// The bytes are not verified.
+    Skip,
 }
 
-/// An archive that is held elsewhere.
+/// An open archive on another host or in a bucket.
 #[derive(Clone)]
-pub(crate) struct Far {
-    pub(crate) holder: Arc<dyn Holder>,
+pub(crate) struct RemoteArchive {
+    pub(crate) reader: Arc<dyn RangeReader>,
     pub(crate) blob: Arc<str>,
     pub(crate) len: u64,
-    /// Its last bytes, if they have come already.
+    /// The last bytes of the archive, if they were fetched when it was opened.
     pub(crate) tail: Option<Bytes>,
 }
 
-impl Blob for Far {
+impl Blob for RemoteArchive {
     fn size(&self) -> io::Result<u64> {
         Ok(self.len)
     }
@@ -70,7 +74,7 @@ impl Blob for Far {
         });
         match tail {
             Some(bytes) => target.copy_from_slice(bytes),
-            None => self.holder.read_exact_at(&self.blob, target, offset)?,
+            None => self.reader.read_exact_at(&self.blob, target, offset)?,
         }
         Ok(())
     }

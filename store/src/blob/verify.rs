@@ -1,80 +1,81 @@
-//! Chunks whose bytes come one after the other are proven as they come.
+//! Verification of chunks whose bytes arrive in order.
 
 use crc32fast::Hasher;
 use tssd_format::{StorageReference, copy_chunks};
 
-/// Proves each chunk of a raw storage, from one on.
-pub(crate) struct Proving<'a> {
+/// Verifies the raw chunks of a storage while their bytes arrive, from one chunk on.
+pub(crate) struct StreamingVerifier<'a> {
     storage: &'a StorageReference,
-    /// Where the next byte is among the raw ones.
-    at: u64,
+    /// Raw offset in the storage of the next byte.
+    position: u64,
     crc: Hasher,
-    /// The first chunk that is not what was put.
-    wrong: Option<u64>,
+    /// The first chunk whose checksum does not match.
+    mismatch: Option<u64>,
 }
 
-impl<'a> Proving<'a> {
-    /// From a raw byte of the storage on, at which a chunk begins.
-    pub(crate) fn new(storage: &'a StorageReference, at: u64) -> Self {
-        Self { storage, at, crc: Hasher::new(), wrong: None }
+impl<'a> StreamingVerifier<'a> {
+    /// Starts at raw offset `position` of the storage, which must be the start of a chunk.
+    pub(crate) fn new(storage: &'a StorageReference, position: u64) -> Self {
+        Self { storage, position, crc: Hasher::new(), mismatch: None }
     }
 
-    /// Adds the next bytes. What follows the last chunk is in none.
-    pub(crate) fn add(&mut self, mut bytes: &[u8]) {
+    /// Adds the next bytes. Bytes after the last chunk are ignored.
+    pub(crate) fn update(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
-            let number = self.at >> self.storage.chunk_size.log2();
-            let left = self.storage.chunk(number).end.saturating_sub(self.at);
+            let number = self.position >> self.storage.chunk_size.log2();
+            let left = self.storage.chunk(number).end.saturating_sub(self.position);
             if left == 0 {
                 return;
             }
             let (chunk, rest) = bytes
                 .split_at(usize::try_from(left).map_or(bytes.len(), |left| left.min(bytes.len())));
             self.crc.update(chunk);
-            self.go(chunk.len());
+            self.advance(chunk.len());
             bytes = rest;
-            if self.at == self.storage.chunk(number).end {
+            if self.position == self.storage.chunk(number).end {
                 let crc = std::mem::take(&mut self.crc).finalize();
-                self.prove(number, crc);
+                self.check(number, crc);
             }
         }
     }
 
-    /// Copies the next chunks, which are whole, to memory of the same length, and adds them: one pass over memory.
-    /// What is no chunk is wrong.
-    pub(crate) fn copy(&mut self, source: &[u8], target: &mut [u8]) {
+    /// Copies the next bytes to `target` and verifies them in one pass over memory.
+    ///
+    /// `target` has the length of `source`, which must consist of whole chunks. Anything else counts as a mismatch.
+    pub(crate) fn copy_and_update(&mut self, source: &[u8], target: &mut [u8]) {
         let size = usize::try_from(self.storage.chunk_size.bytes()).expect("at most 1 MiB");
         copy_chunks(source, target, size, |chunk, crc| {
-            let start = self.at;
+            let start = self.position;
             let number = start >> self.storage.chunk_size.log2();
-            self.go(chunk.len());
-            if self.storage.chunk(number) == (start..self.at) {
-                self.prove(number, crc);
+            self.advance(chunk.len());
+            if self.storage.chunk(number) == (start..self.position) {
+                self.check(number, crc);
             } else {
-                self.wrong.get_or_insert(number);
+                self.mismatch.get_or_insert(number);
             }
         });
     }
 
-    fn go(&mut self, len: usize) {
-        self.at += u64::try_from(len).expect("usize is at most 64 bits");
+    fn advance(&mut self, len: usize) {
+        self.position += u64::try_from(len).expect("usize is at most 64 bits");
     }
 
-    fn prove(&mut self, number: u64, crc: u32) {
+    fn check(&mut self, number: u64, crc: u32) {
         if self.storage.verify_chunk(number, crc).is_err() {
-            self.wrong.get_or_insert(number);
+            self.mismatch.get_or_insert(number);
         }
     }
 
-    /// Whether all chunks that have come are those that were put.
+    /// Checks that all chunks so far match their checksums.
     ///
     /// # Errors
     ///
-    /// The number of the first one that is not, or of which a part has not come.
+    /// Number of the first chunk that does not match or is incomplete.
     pub(crate) fn finish(self) -> Result<(), u64> {
-        let number = self.at >> self.storage.chunk_size.log2();
-        let place = self.storage.chunk(number);
-        let is_cut = place.start < self.at && self.at < place.end;
-        self.wrong.or(is_cut.then_some(number)).map_or(Ok(()), Err)
+        let number = self.position >> self.storage.chunk_size.log2();
+        let chunk = self.storage.chunk(number);
+        let is_cut = chunk.start < self.position && self.position < chunk.end;
+        self.mismatch.or(is_cut.then_some(number)).map_or(Ok(()), Err)
     }
 }
 
@@ -85,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_chunk_is_proven_however_its_bytes_come() {
+    fn verifier_checks_each_chunk_for_any_block_size() {
         let bytes: Vec<u8> =
             (0..21_000_u32).map(|at| at.wrapping_mul(97).to_le_bytes()[1]).collect();
         let len = bytes.len().try_into().unwrap();
@@ -93,42 +94,42 @@ mod tests {
         let crcs: Vec<u32> = bytes.chunks(4096).map(crc32fast::hash).collect();
         let whole = StorageReference { len, chunk_size, crcs, ..StorageReference::default() };
         for (first, block) in [(0, 1), (0, 4096), (1, 1000), (2, 9000), (5, 7), (0, 50_000)] {
-            let proven = |storage: &StorageReference| {
-                let from = first << 12;
-                let mut proving = Proving::new(storage, from);
-                let rest = &bytes[usize::try_from(from).unwrap()..];
-                rest.chunks(block).for_each(|block| proving.add(block));
-                proving.add(b"beyond its end");
-                proving.finish()
+            let verify_streamed = |storage: &StorageReference| {
+                let start = first << 12;
+                let mut verifier = StreamingVerifier::new(storage, start);
+                let rest = &bytes[usize::try_from(start).unwrap()..];
+                rest.chunks(block).for_each(|block| verifier.update(block));
+                verifier.update(b"beyond its end");
+                verifier.finish()
             };
-            let copied = |storage: &StorageReference| {
+            let verify_copied = |storage: &StorageReference| {
                 let source = &bytes[usize::try_from(first << 12).unwrap()..];
                 let mut target = vec![0; source.len()];
-                let mut proving = Proving::new(storage, first << 12);
-                proving.copy(source, &mut target);
+                let mut verifier = StreamingVerifier::new(storage, first << 12);
+                verifier.copy_and_update(source, &mut target);
                 assert_eq!(target, source);
-                proving.finish()
+                verifier.finish()
             };
-            assert_eq!(proven(&whole), Ok(()), "{first} {block}");
-            assert_eq!(copied(&whole), Ok(()), "{first}");
-            let mut cut = Proving::new(&whole, first << 12);
-            cut.add(&bytes[usize::try_from(first << 12).unwrap()..bytes.len() - 1]);
+            assert_eq!(verify_streamed(&whole), Ok(()), "{first} {block}");
+            assert_eq!(verify_copied(&whole), Ok(()), "{first}");
+            let mut cut = StreamingVerifier::new(&whole, first << 12);
+            cut.update(&bytes[usize::try_from(first << 12).unwrap()..bytes.len() - 1]);
             assert_eq!(cut.finish(), Err(5));
-            let mut cut = Proving::new(&whole, 0);
-            cut.copy(&bytes[..5000], &mut [0; 5000]);
+            let mut cut = StreamingVerifier::new(&whole, 0);
+            cut.copy_and_update(&bytes[..5000], &mut [0; 5000]);
             assert_eq!(cut.finish(), Err(1));
             let long = [&bytes[..], b"beyond its end"].concat();
-            let mut beyond = Proving::new(&whole, 0);
-            beyond.copy(&long, &mut vec![0; long.len()]);
+            let mut beyond = StreamingVerifier::new(&whole, 0);
+            beyond.copy_and_update(&long, &mut vec![0; long.len()]);
             assert_eq!(beyond.finish(), Err(5));
             for wrong in 0..6_u64 {
                 let mut storage = whole.clone();
                 storage.crcs[usize::try_from(wrong).unwrap()] ^= 1;
-                // The last one is wrong as well: the first is told.
+                // The last chunk is wrong too: the first wrong one must be reported.
                 storage.crcs[5] ^= 1 << 7;
                 let expected = if wrong >= first { wrong } else { 5 };
-                assert_eq!(proven(&storage), Err(expected), "{first} {block} {wrong}");
-                assert_eq!(copied(&storage), Err(expected), "{first} {wrong}");
+                assert_eq!(verify_streamed(&storage), Err(expected), "{first} {block} {wrong}");
+                assert_eq!(verify_copied(&storage), Err(expected), "{first} {wrong}");
             }
         }
     }

@@ -13,13 +13,13 @@ pub(crate) fn folder(key: &Key, version: &Version) -> String {
 
 /// As [`folder`], for a version that has just begun.
 ///
-/// No two versions share a folder, not even two of one number. So a late deletion affects no other version.
+/// No two versions share a folder, not even two versions of one number. So a late deletion affects no other version.
 pub(crate) fn folder_of(key: &Key, epoch: u32, number: u64, id: VersionId) -> String {
     let id = &id.to_string()[..ID_DIGITS];
     format!("{}/{epoch}-{number}-{id}", key.to_path())
 }
 
-/// Whether `name` is the last part of a folder that [`folder`] returns.
+/// Returns whether `name` is the last part of a folder that [`folder`] returns.
 pub(crate) fn is_version(name: &str) -> bool {
     let mut parts = name.split('-');
     let has_numbers = parts.next().is_some_and(|epoch| epoch.parse::<u32>().is_ok())
@@ -35,7 +35,7 @@ pub(crate) fn archives(version: &Version) -> Vec<String> {
     archives.map(|archive| archive.name.clone()).collect()
 }
 
-/// Whether a file has the name of an archive: writer, attempt, and a number unless it is the first.
+/// Returns whether `name` is that of an archive: writer, attempt, and a number unless it is the first.
 pub(crate) fn is_archive(name: &str) -> bool {
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|it| it.is_ascii_digit());
     let is_attempt = |text: &str| text.len() == 32 && text.bytes().all(|it| it.is_ascii_hexdigit());

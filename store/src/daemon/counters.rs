@@ -1,37 +1,38 @@
-//! What a daemon counts, for whoever watches it.
+//! Counters of a daemon, for the metrics.
 
 use std::collections::BTreeMap;
 
-use super::elsewhere::Source;
-use crate::control::Got;
+use crate::control::ReadStats;
+use crate::daemon::remote_blobs::ReplicaKind;
 use crate::error::ErrorKind;
 use crate::io::sync::{Lock, MutexGuard};
 use crate::route::Transport;
 
-/// What is counted since the start.
+/// Counters since the start of the daemon.
 #[derive(Default)]
 pub(crate) struct Counters(Lock<Counts>);
 
+/// Values of the counters.
 #[derive(Clone, Default)]
 pub(crate) struct Counts {
     pub(crate) connections: u64,
-    pub(crate) turned_away: u64,
+    pub(crate) rejected_connections: u64,
     pub(crate) puts: u64,
-    pub(crate) bytes_put: u64,
+    pub(crate) put_bytes: u64,
     pub(crate) gets: u64,
-    /// Bytes that were leased: those that this host has, and those that others have, by why they do.
-    pub(crate) bytes_leased: BTreeMap<Option<Source>, u64>,
+    /// Bytes of leased archives, by the kind of replica. `None` stands for archives on this host.
+    pub(crate) leased_bytes: BTreeMap<Option<ReplicaKind>, u64>,
     pub(crate) published: u64,
-    /// Bytes of archives that went out over connections.
-    pub(crate) bytes_read: u64,
-    /// What readers say that they have read.
-    pub(crate) got: BTreeMap<Transport, Got>,
-    /// Requests by what they ask for and what came of them.
+    /// Bytes of archives that were sent over connections.
+    pub(crate) sent_bytes: u64,
+    /// Bytes that readers have reported, by transport.
+    pub(crate) reads: BTreeMap<Transport, ReadStats>,
+    /// Number of requests, by operation and kind of error.
     pub(crate) requests: BTreeMap<(&'static str, Option<ErrorKind>), u64>,
 }
 
-/// What a reader has read last of a key.
-pub(crate) struct Reader {
+/// The version of a key that a connected reader leased last.
+pub(crate) struct ReaderPosition {
     pub(crate) peer: u64,
     pub(crate) pid: u32,
     pub(crate) key: String,
@@ -39,19 +40,20 @@ pub(crate) struct Reader {
 }
 
 impl Counts {
-    /// One more read.
-    pub(crate) fn add(&mut self, got: Got) {
-        let Got { transport, needed, transferred, verified } = got;
-        let none = Got { transport, needed: 0, transferred: 0, verified: 0 };
-        let all = self.got.entry(transport).or_insert(none);
-        all.needed = all.needed.saturating_add(needed);
-        all.transferred = all.transferred.saturating_add(transferred);
-        all.verified = all.verified.saturating_add(verified);
+    /// Adds the report of a read.
+    pub(crate) fn add_read(&mut self, got: ReadStats) {
+        let ReadStats { transport, needed, transferred, verified } = got;
+        let zero = ReadStats { transport, needed: 0, transferred: 0, verified: 0 };
+        let total = self.reads.entry(transport).or_insert(zero);
+        total.needed = total.needed.saturating_add(needed);
+        total.transferred = total.transferred.saturating_add(transferred);
+        total.verified = total.verified.saturating_add(verified);
     }
 }
 
 impl Counters {
-    pub(crate) fn count(&self) -> MutexGuard<'_, Counts> {
+    /// Locks the values.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Counts> {
         self.0.lock()
     }
 }

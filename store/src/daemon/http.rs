@@ -1,4 +1,4 @@
-//! What a daemon answers to who watches it: `/metrics`, `/healthz`, `/readyz`.
+//! HTTP server for monitoring: `/metrics`, `/healthz` and `/readyz`.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -13,21 +13,25 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 
-use super::house::House;
 use super::metrics;
+use crate::daemon::state::DaemonState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::sync::boxed;
 
-/// A connection ends after this time, whatever it has said or read.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Maximum duration of a connection.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How much of a request is kept; hyper takes no less.
+/// Size in bytes of the buffer of a connection. This is the minimum that hyper accepts.
 const MAX_REQUEST: usize = 8 << 10;
 
-/// How many connections are served at once; one more is closed.
+/// Maximum number of concurrent connections. Further connections are closed.
 const MAX_CONNECTIONS: usize = 16;
 
-/// Listens at an address of this host.
+/// Listens on a loopback address.
+///
+/// # Errors
+///
+/// `Invalid` if it is not a loopback address; `Io` if the system does not bind it.
 pub(crate) async fn bind(address: SocketAddr) -> Result<TcpListener> {
     if !address.ip().is_loopback() {
         return Err(Error::new(
@@ -44,47 +48,48 @@ pub(crate) async fn bind(address: SocketAddr) -> Result<TcpListener> {
     bound.map_err(|error| Error::io(format_args!("metrics at {address}"), error))
 }
 
-/// Answers until it is dropped.
-pub(crate) async fn serve(listener: TcpListener, house: Arc<House>) {
+/// Serves requests until the future is dropped.
+pub(crate) async fn serve(listener: TcpListener, state: Arc<DaemonState>) {
     let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
                 let Ok(permit) = permits.clone().try_acquire_owned() else { continue };
-                let house = house.clone();
+                let state = state.clone();
                 tokio::spawn(boxed(async move {
-                    // Whoever is slower gets no answer.
-                    let _ = timeout(PATIENCE, connection(stream, house)).await;
+                    // A slower client gets no response.
+                    let _ = timeout(CONNECTION_TIMEOUT, serve_connection(stream, state)).await;
                     drop(permit);
                 }));
             }
-            // No descriptors are left, or the like: some will be.
+            // Usually no descriptors are left: retry later.
             Err(_) => sleep(Duration::from_millis(50)).await,
         }
     }
 }
 
-async fn connection(stream: TcpStream, house: Arc<House>) -> hyper::Result<()> {
-    let answer = service_fn(move |request: Request<Incoming>| {
-        let house = house.clone();
-        async move { Ok::<_, std::convert::Infallible>(answer(&request, &house).await) }
+async fn serve_connection(stream: TcpStream, state: Arc<DaemonState>) -> hyper::Result<()> {
+    let service = service_fn(move |request: Request<Incoming>| {
+        let state = state.clone();
+        async move { Ok::<_, std::convert::Infallible>(respond(&request, &state).await) }
     });
     hyper::server::conn::http1::Builder::new()
         .keep_alive(false)
         .max_buf_size(MAX_REQUEST)
-        .serve_connection(TokioIo::new(stream), answer)
+        .serve_connection(TokioIo::new(stream), service)
         .await
 }
 
-async fn answer(request: &Request<Incoming>, house: &House) -> Response<String> {
+/// Returns the response to a request.
+async fn respond(request: &Request<Incoming>, state: &DaemonState) -> Response<String> {
     let (status, text) = match (request.method(), request.uri().path()) {
         (&Method::GET | &Method::HEAD, path) => match path {
-            "/metrics" => match metrics::page(house).await {
+            "/metrics" => match metrics::render(state).await {
                 Ok(page) => (StatusCode::OK, page),
                 Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
             },
             "/healthz" => (StatusCode::OK, "alive\n".to_owned()),
-            "/readyz" => match house.ready().await {
+            "/readyz" => match state.check_ready().await {
                 Ok(()) => (StatusCode::OK, "it serves\n".to_owned()),
                 Err(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
             },

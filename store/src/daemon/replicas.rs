@@ -1,7 +1,9 @@
-//! Archives of other daemons that readers of this host have asked for: each byte comes once, and stays until its version
-//! goes or the memory is needed.
+//! Cached replicas of archives of other daemons that clients of this host read.
+//!
+//! Each byte is read from the other daemon once. A replica stays until its version is deleted or the memory is
+//! needed.
 
-mod coming;
+mod partial;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -14,67 +16,70 @@ use bytes::Bytes;
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tssd_format::Archive;
 
-use self::coming::{Coming, Memory};
-use super::elsewhere::Elsewhere;
-use super::registry::Registry;
 use crate::control::layout::folder_of;
+use crate::daemon::control_plane::ControlPlane;
+use crate::daemon::remote_blobs::RemoteBlobIndex;
+use crate::daemon::replicas::partial::{PartialReplica, ReplicaBuffer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::io::parallel;
 use crate::io::sync::{Lock, MutexGuard, boxed};
 use crate::key::Key;
-use crate::net::wire::{INLINE, Range, Sum};
-use crate::shm::{Exhausted, Pool, Spare};
+use crate::net::wire::{MAX_INLINE_BYTES, Range, ReadChecksum};
+use crate::shm::{Evictor, Pool, PoolExhausted};
 
-/// Runs shorter than this, in a loop, are not kept: to know which of them are here takes more than they do.
-const MIN_RUN: u64 = 256;
+/// Minimum length in bytes of the runs of a strided read that are cached.
+///
+/// The records of shorter runs take more memory than the runs.
+const MIN_CACHED_RUN: u64 = 256;
 
-/// How often it is looked whether the versions of replicas are still visible.
-const UPKEEP: Duration = Duration::from_secs(5);
+/// Interval at which replicas of versions that are no longer visible are removed.
+const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// For how long a read waits to hear which versions are visible.
-const REGISTRY: Duration = Duration::from_secs(1);
+/// Maximum time that a read waits for the list of visible versions.
+const VERSIONS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// For how long memory is not looked for again.
-const REFUSED: Duration = Duration::from_secs(1);
+/// Time after a failed allocation of a replica in which it is not tried again.
+const ALLOCATION_RETRY_DELAY: Duration = Duration::from_secs(1);
 
+/// Cached replicas of archives of other daemons.
 pub(crate) struct Replicas {
     pool: Arc<Pool>,
-    elsewhere: Arc<Elsewhere>,
+    elsewhere: Arc<RemoteBlobIndex>,
     inner: Lock<Inner>,
-    /// Whoever has it tells others what is kept here, or lets go of something.
-    telling: AsyncMutex<()>,
-    /// Rung whenever one is complete, or will not be.
+    /// Excludes evictions while the replicas of this host are recorded in a ledger.
+    eviction_lock: AsyncMutex<()>,
+    /// Notified when a replica is complete, or is removed.
     pub(crate) changed: Notify,
 }
 
 #[derive(Default)]
 struct Inner {
-    /// Those of which something is missing, by their names.
-    coming: BTreeMap<String, Arc<Coming>>,
-    /// Those that are in the pool, each with the how-manieth it was.
-    whole: BTreeMap<String, u64>,
-    /// For what there was no memory, and when.
-    refused: BTreeMap<String, Instant>,
-    next: u64,
+    /// Replicas that are incomplete, by name.
+    partial: BTreeMap<String, Arc<PartialReplica>>,
+    /// Complete replicas, which are in the pool. The number gives the order of completion.
+    complete: BTreeMap<String, u64>,
+    /// Archives for which there was no memory, and the time of the attempt.
+    allocation_failures: BTreeMap<String, Instant>,
+    next_number: u64,
 }
 
 impl Inner {
-    /// Drops an archive that has come in part, and is not to come whole now. Says whether there was one.
-    fn drop_partial(&mut self, may_go: impl Fn(&String) -> bool) -> bool {
-        let mut partial = self.coming.iter().filter(|(_, coming)| !coming.is_rest_asked());
-        let name = partial.find(|(name, _)| may_go(name)).map(|(name, _)| name.clone());
-        name.and_then(|name| self.coming.remove(&name)).is_some()
+    /// Removes an incomplete replica that is not being completed. Returns whether there was one.
+    fn drop_partial(&mut self, may_evict: impl Fn(&String) -> bool) -> bool {
+        let mut partial = self.partial.iter().filter(|(_, replica)| !replica.is_rest_requested());
+        let name = partial.find(|(name, _)| may_evict(name)).map(|(name, _)| name.clone());
+        name.and_then(|name| self.partial.remove(&name)).is_some()
     }
 }
 
 impl Replicas {
-    pub(crate) fn new(pool: Arc<Pool>, elsewhere: Arc<Elsewhere>) -> Self {
-        let (inner, telling) = (Lock::default(), AsyncMutex::default());
-        Self { pool, elsewhere, inner, telling, changed: Notify::new() }
+    pub(crate) fn new(pool: Arc<Pool>, elsewhere: Arc<RemoteBlobIndex>) -> Self {
+        let (inner, eviction_lock) = (Lock::default(), AsyncMutex::default());
+        Self { pool, elsewhere, inner, eviction_lock, changed: Notify::new() }
     }
 
-    /// Where they are.
+    /// Returns the pool that contains the complete replicas.
     pub(crate) fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }
@@ -83,7 +88,11 @@ impl Replicas {
         self.inner.lock()
     }
 
-    /// Bytes of an archive that others keep, with their checksum if they are to be proven; none if it is in the pool.
+    /// Reads ranges of an archive of other daemons, through the cache.
+    ///
+    /// If `prove` is true, the sender verifies the chunks that contain the ranges, and the result has the checksum of
+    /// the data.
+    /// Returns `None` if the archive is in the pool.
     ///
     /// # Errors
     ///
@@ -93,156 +102,159 @@ impl Replicas {
         name: &str,
         ranges: &[Range],
         prove: bool,
-    ) -> Result<Option<(Bytes, Sum)>> {
-        let is_fine = |range: &Range| !range.2.is_empty() && range.1 < MIN_RUN;
-        let coming = if ranges.iter().any(is_fine) { None } else { self.find(name) };
-        if let Some(coming) = coming {
-            if let Some(read) = coming.read(&self.elsewhere, ranges, prove).await? {
-                if coming.wants_its_rest() {
+    ) -> Result<Option<(Bytes, ReadChecksum)>> {
+        let is_fine_grained = |range: &Range| !range.2.is_empty() && range.1 < MIN_CACHED_RUN;
+        let replica = if ranges.iter().any(is_fine_grained) { None } else { self.partial(name) };
+        if let Some(replica) = replica {
+            if let Some(read) = replica.read(&self.elsewhere, ranges, prove).await? {
+                if replica.claim_rest() {
                     let replicas = self.clone();
                     drop(tokio::spawn(boxed(async move {
-                        if let Err(error) = replicas.bring_rest(&coming).await {
-                            tracing::debug!(name = coming.name, %error, "its rest did not come");
+                        if let Err(error) = replicas.fetch_rest(&replica).await {
+                            tracing::debug!(name = replica.name, %error, "its rest did not come");
                         }
                     })));
                 }
                 return Ok(Some(read));
             }
-            self.settled(&coming).await;
+            self.wait_until_published(&replica).await;
             if self.pool.span(name).is_some() {
                 return Ok(None);
             }
         }
-        // It is not kept.
+        // This read is not cached.
         self.elsewhere.read(name, ranges, prove).await.map(Some)
     }
 
-    fn find(&self, name: &str) -> Option<Arc<Coming>> {
-        self.inner().coming.get(name).cloned()
+    fn partial(&self, name: &str) -> Option<Arc<PartialReplica>> {
+        self.inner().partial.get(name).cloned()
     }
 
-    /// Whether an archive is in the pool, or has room there.
-    fn has_begun(&self, name: &str) -> bool {
-        self.inner().coming.contains_key(name) || self.pool.span(name).is_some()
+    /// Whether an archive is in the pool, or has memory allocated.
+    fn is_allocated(&self, name: &str) -> bool {
+        self.inner().partial.contains_key(name) || self.pool.span(name).is_some()
     }
 
-    /// Makes room for an archive of so many bytes, if there is none yet and it is not in the pool.
-    pub(crate) fn begin(
+    /// Allocates memory for a replica of `len` bytes, unless it has memory already or is in the pool.
+    pub(crate) fn allocate(
         &self,
         name: &str,
         len: u64,
-    ) -> io::Result<std::result::Result<(), Exhausted>> {
+    ) -> io::Result<std::result::Result<(), PoolExhausted>> {
         let mut inner = self.inner();
-        if inner.coming.contains_key(name) || self.pool.span(name).is_some() {
+        if inner.partial.contains_key(name) || self.pool.span(name).is_some() {
             return Ok(Ok(()));
         }
-        let small = usize::try_from(len).ok().filter(|_| len <= INLINE.into());
+        let small = usize::try_from(len).ok().filter(|_| len <= MAX_INLINE_BYTES.into());
         let memory = match small {
-            Some(len) => Memory::Small(vec![0; len]),
-            None => match self.pool.write_sparse(len)? {
-                Ok(writing) => Memory::Segment(writing),
+            Some(len) => ReplicaBuffer::Heap(vec![0; len]),
+            None => match self.pool.begin_sparse_blob(len)? {
+                Ok(writing) => ReplicaBuffer::Segment(writing),
                 Err(exhausted) => return Ok(Err(exhausted)),
             },
         };
-        let coming = Arc::new(Coming::new(name.to_owned(), len, memory));
-        inner.coming.insert(name.to_owned(), coming);
+        let replica = Arc::new(PartialReplica::new(name.to_owned(), len, memory));
+        inner.partial.insert(name.to_owned(), replica);
         Ok(Ok(()))
     }
 
-    /// Brings all of an archive that has [begun](Replicas::begin), and proves it.
+    /// Reads the missing bytes of a replica that [`Replicas::begin`] has allocated, and verifies it.
     ///
     /// # Errors
     ///
-    /// As [`Elsewhere::read`]; `Corrupt` if it is damaged.
+    /// As [`Elsewhere::read`]; `Corrupt` if the archive is damaged; `Busy` if there is no memory for it, or if it was
+    /// deleted meanwhile.
     pub(crate) async fn complete(self: &Arc<Self>, name: &str) -> Result<()> {
-        match self.find(name) {
-            Some(coming) => {
-                // It is not let go of on its way.
-                coming.ask_for_rest();
-                self.bring_rest(&coming).await
+        match self.partial(name) {
+            Some(replica) => {
+                // An incomplete replica is not evicted once its rest is requested.
+                replica.request_rest();
+                self.fetch_rest(&replica).await
             }
             None if self.pool.span(name).is_some() => Ok(()),
-            None => Err(Self::not_whole(name)),
+            None => Err(Self::incomplete_error(name)),
         }
     }
 
-    fn not_whole(name: &str) -> Error {
+    fn incomplete_error(name: &str) -> Error {
         let text = format_args!("`{name}` did not come whole; get it again");
         Error::new(ErrorKind::Corrupt, text)
     }
 
-    async fn bring_rest(self: &Arc<Self>, coming: &Arc<Coming>) -> Result<()> {
-        let complete = coming.complete(&self.elsewhere).await;
-        complete.inspect_err(|_| coming.give_up_rest())?;
-        if let Some(memory) = coming.take() {
-            let (replicas, name) = (self.clone(), coming.name.clone());
+    /// Reads the missing bytes of a replica, verifies it and publishes it in the pool.
+    async fn fetch_rest(self: &Arc<Self>, replica: &Arc<PartialReplica>) -> Result<()> {
+        let complete = replica.complete(&self.elsewhere).await;
+        complete.inspect_err(|_| replica.cancel_rest())?;
+        if let Some(memory) = replica.take_buffer() {
+            let (replicas, name) = (self.clone(), replica.name.clone());
             let published = run_blocking(move || replicas.publish(&name, memory)).await;
-            let number = self.number();
+            let number = self.next_number();
             let mut inner = self.inner();
-            if inner.coming.get(&coming.name).is_some_and(|it| Arc::ptr_eq(it, coming)) {
-                inner.coming.remove(&coming.name);
+            if inner.partial.get(&replica.name).is_some_and(|it| Arc::ptr_eq(it, replica)) {
+                inner.partial.remove(&replica.name);
             }
             if let Ok(true) = published {
-                inner.whole.insert(coming.name.clone(), number);
+                inner.complete.insert(replica.name.clone(), number);
             }
             drop(inner);
             self.changed.notify_waiters();
             return published.map(drop);
         }
-        self.settled(coming).await;
-        if self.pool.span(&coming.name).is_some() {
+        self.wait_until_published(replica).await;
+        if self.pool.span(&replica.name).is_some() {
             return Ok(());
         }
-        Err(Self::not_whole(&coming.name))
+        Err(Self::incomplete_error(&replica.name))
     }
 
-    /// Waits until an archive of which all has come is proven, or is not.
-    async fn settled(&self, coming: &Arc<Coming>) {
+    /// Waits until a replica with all bytes is published or removed.
+    async fn wait_until_published(&self, replica: &Arc<PartialReplica>) {
         loop {
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
-            if self.find(&coming.name).is_none_or(|it| !Arc::ptr_eq(&it, coming)) {
+            if self.partial(&replica.name).is_none_or(|it| !Arc::ptr_eq(&it, replica)) {
                 return;
             }
             changed.await;
         }
     }
 
-    /// Proves an archive, and gives it its name in the pool, unless another one has that.
-    fn publish(&self, name: &str, memory: Memory) -> Result<bool> {
+    /// Verifies an archive and publishes it under its name. Returns false if the pool has another one.
+    fn publish(&self, name: &str, memory: ReplicaBuffer) -> Result<bool> {
         let failed = |error| Error::io(name, error);
-        // It has its name when it is proven; until then one that is no key's.
-        let unproven = format!("fetch/{}", self.number());
+        // Until it is verified, the archive has a name that belongs to no key.
+        let unverified = format!("fetch/{}", self.next_number());
         match memory {
-            Memory::Small(bytes) => {
-                let written = self.pool.write(&unproven, &bytes).map_err(failed)?;
+            ReplicaBuffer::Heap(bytes) => {
+                let written = self.pool.write(&unverified, &bytes).map_err(failed)?;
                 written.map_err(|exhausted| Error::new(ErrorKind::Busy, exhausted))?;
             }
-            Memory::Segment(writing) => writing.publish(&unproven).map_err(failed)?,
+            ReplicaBuffer::Segment(writing) => writing.publish(&unverified).map_err(failed)?,
         }
-        let proven = self.prove(&unproven, name);
-        let is_named = proven.is_ok() && self.pool.rename(&unproven, name);
-        if !is_named {
-            self.pool.delete(&unproven);
+        let verified = self.verify(&unverified, name);
+        let is_published = verified.is_ok() && self.pool.rename(&unverified, name);
+        if !is_published {
+            self.pool.delete(&unverified);
         }
-        proven?;
+        verified?;
         if self.pool.span(name).is_none() {
             let text = format_args!("`{name}` was deleted meanwhile");
             return Err(Error::new(ErrorKind::Busy, text));
         }
-        // If it has come from the bucket meanwhile, that is as good, and stays as long as it does.
-        Ok(is_named)
+        // The archive may have been restored from the bucket meanwhile. It is the same, and it is not a replica.
+        Ok(is_published)
     }
 
-    /// One that no other has.
-    fn number(&self) -> u64 {
+    /// Returns a unique number.
+    fn next_number(&self) -> u64 {
         let mut inner = self.inner();
-        inner.next += 1;
-        inner.next
+        inner.next_number += 1;
+        inner.next_number
     }
 
-    fn prove(&self, blob: &str, name: &str) -> Result<()> {
-        let failed = |error| Error::format(name, error);
+    /// Verifies the blob `blob`, which is the archive `name`.
+    fn verify(&self, blob: &str, name: &str) -> Result<()> {
+        let failed = |error| Error::from_format(name, error);
         let opened = self.pool.open(blob).map_err(|error| Error::io(name, error))?;
         let opened = opened.ok_or_else(|| {
             Error::new(ErrorKind::Busy, format_args!("`{name}` was deleted meanwhile"))
@@ -251,52 +263,57 @@ impl Replicas {
         parallel::map(archive.verify_jobs(), |job| job.run()).map(drop).map_err(failed)
     }
 
-    /// Whether something is in the pool only because it was read.
-    pub(crate) fn is_one(&self, name: &str) -> bool {
-        self.inner().whole.contains_key(name)
+    /// Whether a blob in the pool is a cached replica.
+    pub(crate) fn is_replica(&self, name: &str) -> bool {
+        self.inner().complete.contains_key(name)
     }
 
-    /// The names of what is in the pool and stays, of one key or of all.
-    pub(crate) fn staying(&self, key: Option<&Key>) -> BTreeSet<String> {
+    /// Returns the names of the blobs in the pool that are not pending deletion, for one key or for all.
+    pub(crate) fn retained_names(&self, key: Option<&Key>) -> BTreeSet<String> {
         let prefix = key.map_or_else(String::new, |key| format!("{}/", key.to_path()));
         let mut names = self.pool.names(&prefix);
-        names.retain(|name| !self.pool.is_doomed(name));
+        names.retain(|name| !self.pool.is_pending_delete(name));
         names.into_iter().collect()
     }
 
-    /// Tells others what is kept here, and nothing of that is let go of meanwhile.
-    pub(crate) async fn tell<T>(&self, telling: impl Future<Output = T>) -> T {
-        let _telling = self.telling.lock().await;
-        telling.await
+    /// Runs a future that records the replicas of this host. No replica is evicted meanwhile.
+    pub(crate) async fn without_eviction<T>(&self, work: impl Future<Output = T>) -> T {
+        let _guard = self.eviction_lock.lock().await;
+        work.await
     }
 
-    /// Lets go of something: of what has come in part and nobody reads, of the oldest that is whole and nobody reads, or,
-    /// if it `must` be, of what somebody reads in part, who gets the rest without it. Says whether there was something.
-    pub(crate) async fn let_go_of_one(&self, must: bool, registry: &dyn Registry) -> bool {
-        // What others are told is so as long as they are told.
-        let _telling = self.telling.lock().await;
+    /// Evicts a replica. Returns whether there was one to evict.
+    ///
+    /// The candidates, in this order:
+    ///
+    /// 1. an incomplete replica without a reader;
+    /// 2. the oldest complete replica without a reader;
+    /// 3. if `must` is true, an incomplete replica with readers. They read the rest without the cache.
+    pub(crate) async fn evict_one(&self, must: bool, registry: &dyn ControlPlane) -> bool {
+        // No eviction while the replicas are recorded in a ledger.
+        let _guard = self.eviction_lock.lock().await;
         loop {
             let (name, key) = {
                 let mut inner = self.inner();
-                let is_free = |name: &String| !self.pool.is_held(name);
-                if inner.drop_partial(is_free) {
+                let is_idle = |name: &String| !self.pool.is_held(name);
+                if inner.drop_partial(is_idle) {
                     return true;
                 }
-                let oldest = inner.whole.iter().filter(|(name, _)| is_free(name));
+                let oldest = inner.complete.iter().filter(|(name, _)| is_idle(name));
                 let Some((name, _)) = oldest.min_by_key(|(_, number)| **number) else {
                     return must && inner.drop_partial(|_| true);
                 };
-                (name.clone(), key_of(name))
+                (name.clone(), blob_key(name))
             };
-            let may_go = match key {
-                Some(key) => registry.let_go(&key, &name).await,
+            let may_evict = match key {
+                Some(key) => registry.release_replica(&key, &name).await,
                 None => Ok(true),
             };
-            match may_go {
-                Ok(may_go) => {
-                    // What nobody else keeps is no replica any more.
-                    self.inner().whole.remove(&name);
-                    if may_go {
+            match may_evict {
+                Ok(may_evict) => {
+                    // If no other daemon stores the archive, this copy is no longer a replica and must stay.
+                    self.inner().complete.remove(&name);
+                    if may_evict {
                         self.pool.delete(&name);
                         return true;
                     }
@@ -309,17 +326,18 @@ impl Replicas {
         }
     }
 
-    /// Lets go of the memory of an archive that is in the directory or in the bucket too, and that nobody reads: whoever
-    /// asks for it has it from there. Says whether there was one.
-    async fn let_go_of_lasting(&self, registry: &dyn Registry) -> bool {
-        let _telling = self.telling.lock().await;
+    /// Evicts the memory of a durable archive without a reader. Returns whether there was one.
+    ///
+    /// The archive is in the directory or in the bucket too. Later reads use that copy.
+    async fn evict_durable(&self, registry: &dyn ControlPlane) -> bool {
+        let _guard = self.eviction_lock.lock().await;
         let keys: BTreeSet<Key> =
-            self.pool.names("").iter().filter_map(|name| key_of(name)).collect();
+            self.pool.names("").iter().filter_map(|name| blob_key(name)).collect();
         for key in keys {
-            let Ok(lasting) = registry.lasting(&key).await else { continue };
-            let idle = lasting
+            let Ok(durable) = registry.durable_archives(&key).await else { continue };
+            let idle = durable
                 .into_iter()
-                .find(|name| self.pool.takes_idle_memory(name) && !self.is_one(name));
+                .find(|name| self.pool.is_evictable(name) && !self.is_replica(name));
             if let Some(name) = idle {
                 self.pool.delete(&name);
                 return true;
@@ -328,137 +346,140 @@ impl Replicas {
         false
     }
 
-    /// Does something that needs memory, as [`Pool::when_free`]; what is here only because it was read goes before anybody
-    /// waits.
-    pub(crate) async fn in_memory<T>(
+    /// Runs an allocation as [`Pool::when_free`]. Evicts replicas and durable archives before it waits.
+    pub(crate) async fn with_memory<T>(
         &self,
-        registry: &dyn Registry,
-        waits_no_more: impl Future<Output = ()>,
-        work: impl FnMut(&Arc<Pool>) -> io::Result<std::result::Result<T, Exhausted>>,
-    ) -> io::Result<std::result::Result<T, Exhausted>> {
-        let spare = Held { replicas: self, registry };
-        self.pool.when_free(waits_no_more, &spare, work).await
+        registry: &dyn ControlPlane,
+        give_up: impl Future<Output = ()>,
+        work: impl FnMut(&Arc<Pool>) -> io::Result<std::result::Result<T, PoolExhausted>>,
+    ) -> io::Result<std::result::Result<T, PoolExhausted>> {
+        let evictor = ReplicaEvictor { replicas: self, registry };
+        self.pool.with_memory(give_up, &evictor, work).await
     }
 
-    /// What is read of an archive of others stays from now on, if there is memory for it.
-    pub(crate) async fn make(&self, name: &str, len: u64, registry: &dyn Registry) {
-        if self.has_begun(name) || self.was_refused(name) {
+    /// Prepares to cache an archive: allocates memory for a replica if there is enough.
+    ///
+    /// Without memory, reads of the archive are not cached.
+    pub(crate) async fn prepare(&self, name: &str, len: u64, registry: &dyn ControlPlane) {
+        if self.is_allocated(name) || self.allocation_failed_recently(name) {
             return;
         }
-        if let Some(key) = key_of(name)
+        if let Some(key) = blob_key(name)
             && self.is_first_of_its_version(name)
         {
-            // What it replaces is written over. Nobody waits long for that.
-            let _ = tokio::time::timeout(REGISTRY, self.drop_replaced(&key, registry)).await;
+            // Replicas of the versions that this one replaces are removed first, so that their memory is reused.
+            let _ =
+                tokio::time::timeout(VERSIONS_TIMEOUT, self.remove_replaced(&key, registry)).await;
         }
-        let begun = loop {
-            match self.begin(name, len) {
+        let allocated = loop {
+            match self.allocate(name, len) {
                 Ok(Err(exhausted))
                     if exhausted.wanted <= exhausted.limit
-                        && self.let_go_of_one(false, registry).await => {}
-                begun => break begun,
+                        && self.evict_one(false, registry).await => {}
+                allocated => break allocated,
             }
         };
-        let why = match begun {
+        let why = match allocated {
             Ok(Ok(())) => return,
             Ok(Err(exhausted)) => exhausted.to_string(),
             Err(error) => error.to_string(),
         };
         tracing::debug!(name, why, "what is read of it is not kept");
-        self.inner().refused.insert(name.to_owned(), Instant::now());
+        self.inner().allocation_failures.insert(name.to_owned(), Instant::now());
     }
 
     /// Whether there was no memory for an archive a moment ago.
-    fn was_refused(&self, name: &str) -> bool {
+    fn allocation_failed_recently(&self, name: &str) -> bool {
         let mut inner = self.inner();
-        inner.refused.retain(|_, since| since.elapsed() < REFUSED);
-        inner.refused.contains_key(name)
+        inner.allocation_failures.retain(|_, since| since.elapsed() < ALLOCATION_RETRY_DELAY);
+        inner.allocation_failures.contains_key(name)
     }
 
-    /// Forgets all: whoever decides knows nothing of it any more.
+    /// Forgets all replicas. Used when the control plane has restarted and does not know them.
     pub(crate) fn clear(&self) {
         *self.inner() = Inner::default();
         self.changed.notify_waiters();
     }
 
-    /// The names of all.
+    /// Returns the names of all replicas, incomplete ones included.
     fn names(&self) -> Vec<String> {
         let inner = self.inner();
-        inner.coming.keys().chain(inner.whole.keys()).cloned().collect()
+        inner.partial.keys().chain(inner.complete.keys()).cloned().collect()
     }
 
-    /// Whether nothing of the version that an archive is of has been read here.
+    /// Whether there is no replica yet of the version that contains an archive.
     fn is_first_of_its_version(&self, name: &str) -> bool {
-        self.names().iter().all(|other| folder(other) != folder(name))
+        self.names().iter().all(|other| version_folder(other) != version_folder(name))
     }
 
-    /// Drops what was read of versions of a key that are visible no more.
-    async fn drop_replaced(&self, key: &Key, registry: &dyn Registry) {
-        let names = self.names().into_iter().filter(|name| key_of(name).as_ref() == Some(key));
+    /// Removes the replicas of versions of a key that are no longer visible.
+    async fn remove_replaced(&self, key: &Key, registry: &dyn ControlPlane) {
+        let names = self.names().into_iter().filter(|name| blob_key(name).as_ref() == Some(key));
         let names: Vec<String> = names.collect();
         if names.is_empty() {
             return;
         }
-        // Whoever cannot be asked may have it still.
+        // Without an answer, the versions may still be visible.
         let Ok(versions) = registry.versions(key).await else { return };
         let visible = versions.iter().map(|it| folder_of(key, it.epoch, it.number, it.id));
         let visible: BTreeSet<String> = visible.collect();
         for name in names {
-            if folder(&name).is_some_and(|folder| !visible.contains(folder)) {
-                self.forget(&name);
+            if version_folder(&name).is_some_and(|folder| !visible.contains(folder)) {
+                self.remove_replica(&name);
             }
         }
     }
 
-    /// Drops a replica, at the latest when nobody reads it.
-    fn forget(&self, name: &str) {
+    /// Removes a replica. Its memory is freed when it has no reader.
+    fn remove_replica(&self, name: &str) {
         let mut inner = self.inner();
         if !self.pool.is_held(name) {
-            inner.coming.remove(name);
+            inner.partial.remove(name);
         }
-        let was_whole = inner.whole.remove(name).is_some();
+        let was_complete = inner.complete.remove(name).is_some();
         drop(inner);
-        if was_whole {
+        if was_complete {
             self.pool.delete(name);
         }
         self.changed.notify_waiters();
     }
 }
 
-/// What is kept, and who is asked before it goes.
-struct Held<'a> {
+/// Evicts replicas, with the consent of the control plane, and memory of durable archives.
+struct ReplicaEvictor<'a> {
     replicas: &'a Replicas,
-    registry: &'a dyn Registry,
+    registry: &'a dyn ControlPlane,
 }
 
 #[async_trait]
-impl Spare for Held<'_> {
-    async fn let_go_of_one(&self) -> bool {
+impl Evictor for ReplicaEvictor<'_> {
+    async fn evict_one(&self) -> bool {
         let Self { replicas, registry } = *self;
-        replicas.let_go_of_one(false, registry).await
-            || replicas.let_go_of_lasting(registry).await
-            || replicas.let_go_of_one(true, registry).await
+        replicas.evict_one(false, registry).await
+            || replicas.evict_durable(registry).await
+            || replicas.evict_one(true, registry).await
     }
 }
 
-/// Now and then drops what was read of versions that are visible no more.
-pub(crate) async fn look_after(replicas: Arc<Replicas>, registry: Arc<dyn Registry>) {
+/// Removes replicas of versions that are no longer visible, at each interval.
+pub(crate) async fn maintain(replicas: Arc<Replicas>, registry: Arc<dyn ControlPlane>) {
     loop {
-        tokio::time::sleep(UPKEEP).await;
-        let keys: BTreeSet<Key> = replicas.names().iter().filter_map(|name| key_of(name)).collect();
+        tokio::time::sleep(MAINTENANCE_INTERVAL).await;
+        let keys: BTreeSet<Key> =
+            replicas.names().iter().filter_map(|name| blob_key(name)).collect();
         for key in keys {
-            replicas.drop_replaced(&key, &*registry).await;
+            replicas.remove_replaced(&key, &*registry).await;
         }
     }
 }
 
-/// The folder of the version that an archive is of.
-fn folder(name: &str) -> Option<&str> {
+/// Returns the folder of the version that contains an archive.
+fn version_folder(name: &str) -> Option<&str> {
     name.rsplit_once('/').map(|(folder, _)| folder)
 }
 
-/// The key of an archive or manifest.
-pub(crate) fn key_of(name: &str) -> Option<Key> {
-    let (key, _) = folder(name)?.rsplit_once('/')?;
+/// Returns the key of an archive or manifest, from its name in the volume.
+pub(crate) fn blob_key(name: &str) -> Option<Key> {
+    let (key, _) = version_folder(name)?.rsplit_once('/')?;
     Key::from_path(key)
 }

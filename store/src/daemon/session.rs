@@ -1,9 +1,9 @@
-//! One connection of a daemon.
+//! The session of one connection: receives requests, runs them and sends the replies.
 
-mod asked;
-mod fetching;
-mod guest;
-mod writing;
+mod connection;
+mod contributions;
+mod in_flight;
+mod prefetch;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -14,139 +14,151 @@ use bytes::Bytes;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
 
-use self::asked::{Asked, REQUESTS, Requests};
-pub(crate) use self::guest::Guest;
-use self::guest::Origin;
-use self::writing::Contributions;
 use super::DaemonOptions;
-use super::house::{House, Leased};
-use super::mirror::Storing;
-use super::reading::{copied, gather, total};
-use super::tiers::Place;
+use crate::daemon::bucket_sync::UploadReceiver;
+use crate::daemon::chunk_verifier::{copied_bytes, gather, total_bytes};
+pub(crate) use crate::daemon::session::connection::IncomingConnection;
+use crate::daemon::session::connection::Origin;
+use crate::daemon::session::contributions::Contributions;
+use crate::daemon::session::in_flight::{InFlightRequest, InFlightRequests, MAX_ACTIVE_REQUESTS};
+use crate::daemon::state::{DaemonState, LocatedVersion};
+use crate::daemon::tiered::BlobLocation;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::io::sync::{Lock, MutexGuard, boxed};
 use crate::key::Key;
 use crate::ledger::Selector;
-use crate::net::link::Receiver;
+use crate::net::link::FrameReceiver;
 use crate::net::wire::{
-    self, Archives, Data, Failure, Frame, FrameKind, Hello, INLINE, Keys, Limits, Location,
-    MAX_FDS, Notice, Protocol, Range, Reply, Request, SharedSegment, Sum, Welcome,
+    self, Archives, Data, Failure, Frame, FrameKind, Hello, KeyPage, Limits, Location, MAX_FDS,
+    MAX_INLINE_BYTES, Notice, ProtocolVersion, Range, ReadChecksum, Reply, Request, SharedSegment,
+    Welcome,
 };
-use crate::shm::{PeerId, SegmentId, Shared};
+use crate::shm::{PeerId, SegmentId, SegmentMemory};
 use crate::status::DaemonStatus;
 
-/// A client says what it is within this time.
-const HANDSHAKE: Duration = Duration::from_secs(5);
+/// Time within which a client must send its hello.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How many kilobytes that were asked for are on their way to one client at most.
-const READING: usize = 16 << 10;
+/// Maximum size in KiB of requested data that is not yet sent to a client.
+const MAX_UNSENT_KIB: usize = 16 << 10;
 
-/// So many archives go into one head, whatever their key is: the names of each have 4 KiB at most.
-const MANY: usize = 200;
+/// Maximum number of archives in a head.
+///
+/// The names of an archive have at most 4 KiB for any key, so the head is within its limit.
+const MAX_ARCHIVES_PER_HEAD: usize = 200;
 
-/// How many bytes of keys go into one reply: in JSON they have a few times as many at most.
-const PAGE: usize = 128 << 10;
+/// Maximum total length in bytes of the keys in a reply. In JSON it is a few times longer at most.
+const MAX_KEY_BYTES: usize = 128 << 10;
 
-/// How often a client hears that a version is on its way from the bucket.
-const BEAT: Duration = Duration::from_secs(10);
+/// Interval of keepalive parts, which a client receives while its version is restored from the bucket.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// For how long a request waits at most, whatever it says.
-const LONGEST: Duration = Duration::from_hours(1);
+/// Maximum time that a request waits. It limits the timeout that the request has.
+const MAX_WAIT: Duration = Duration::from_hours(1);
 
+/// A connection after the handshake.
 struct Session {
-    house: Arc<House>,
+    state: Arc<DaemonState>,
     peer: PeerId,
     origin: Origin,
-    /// What has begun and is not decided.
+    /// Contributions that are neither committed nor withdrawn.
     contributions: Lock<Contributions>,
-    /// What was committed here and is on its way to the bucket, by the numbers of the contributions.
-    storing: Lock<BTreeMap<u64, Storing>>,
-    outgoing: mpsc::Sender<Outgoing>,
-    requests: Arc<Requests>,
-    /// How many more kilobytes may be on their way to the client.
-    reading: Arc<Semaphore>,
-    /// Whoever has it sends memory. What has gone once does not go again, so whatever names it must
-    /// come after.
-    sharing: tokio::sync::Mutex<()>,
+    /// Uploads of contributions that were committed on this connection, by contribution number.
+    uploads: Lock<BTreeMap<u64, UploadReceiver>>,
+    outgoing: mpsc::Sender<OutgoingFrame>,
+    requests: Arc<InFlightRequests>,
+    /// Credit for data that is not yet sent to the client, in KiB. See [`MAX_UNSENT_KIB`].
+    read_credit: Arc<Semaphore>,
+    /// Orders replies that send descriptors of segments.
+    ///
+    /// A descriptor is sent once per connection, so replies that name its segment must follow the one that sends it.
+    share_lock: tokio::sync::Mutex<()>,
 }
 
-/// What a request is answered with.
-struct Answer<'a> {
+/// The response to a request.
+struct Response<'a> {
     reply: Reply,
     data: Data,
     fds: Vec<OwnedFd>,
-    /// The right to send memory of segments, kept until it is sent.
-    sharing: Option<tokio::sync::MutexGuard<'a, ()>>,
+    /// The guard of [`Session::share_lock`], held until the reply is queued.
+    share_guard: Option<tokio::sync::MutexGuard<'a, ()>>,
     credits: Vec<OwnedSemaphorePermit>,
 }
 
-impl From<Reply> for Answer<'_> {
+impl From<Reply> for Response<'_> {
     fn from(reply: Reply) -> Self {
         let (fds, credits) = (Vec::new(), Vec::new());
-        Self { reply, data: Data::default(), fds, sharing: None, credits }
+        Self { reply, data: Data::default(), fds, share_guard: None, credits }
     }
 }
 
-/// A frame, and what is free again once it has gone.
-struct Outgoing {
+/// A frame, and the credit that is returned once it is sent.
+struct OutgoingFrame {
     frame: Frame,
     _credits: Vec<OwnedSemaphorePermit>,
 }
 
-/// Serves a connection until it ends.
-pub(crate) async fn run(house: Arc<House>, guest: Guest, options: Arc<DaemonOptions>) {
-    let Guest { mut sender, mut receiver, origin } = guest;
-    let Ok(Some((number, said))) = tokio::time::timeout(HANDSHAKE, hello(&mut receiver)).await
+/// Performs the handshake and serves a connection until it ends.
+pub(crate) async fn run(
+    state: Arc<DaemonState>,
+    connection: IncomingConnection,
+    options: Arc<DaemonOptions>,
+) {
+    let IncomingConnection { mut sender, mut receiver, origin } = connection;
+    let Ok(Some((number, hello))) =
+        tokio::time::timeout(HANDSHAKE_TIMEOUT, receive_hello(&mut receiver)).await
     else {
         return;
     };
-    let client = match said.and_then(|client| origin.allow(&options).map(|()| client)) {
+    let client = match hello.and_then(|client| origin.check_access(&options).map(|()| client)) {
         Ok(client) => client,
         Err(error) => {
             tracing::warn!(?origin, %error, "turned away");
-            house.counters.count().turned_away += 1;
-            // It is turned away, whether it hears it or not.
-            let _ = sender.send(&reply(number, Reply::Failed(error.into()).into()).frame).await;
+            state.counters.lock().rejected_connections += 1;
+            // The connection ends whether or not this reply can be sent.
+            let _ =
+                sender.send(&reply_frame(number, Reply::Failed(error.into()).into()).frame).await;
             return;
         }
     };
-    receiver.limit(origin.limits());
-    // None if it has ended since it said hello, or if nobody here can say when it does: then what it has mapped counts as
-    // handed back, and is not written again all the same if it was leased. Who has said nothing costs one descriptor, not two.
-    let process = origin.process();
-    let peer = house.number();
+    receiver.set_limits(origin.limits());
+    // `None` if the process has exited since its hello, or if its exit cannot be observed. Then its mappings count
+    // as released at the end of the connection. Even so, segments that it leased are not recycled. The pidfd is
+    // opened after the hello, so that a connection without a hello takes one descriptor and not two.
+    let process = origin.open_pidfd();
+    let peer = state.next_number();
     tracing::info!(peer, ?origin, client, "connected");
-    house.join(peer, (origin.pid(), origin.address()), client);
-    let mut unmapped = house.pool.join(peer);
-    let (outgoing, mut frames) = mpsc::channel::<Outgoing>(REQUESTS);
+    state.add_peer(peer, (origin.pid(), origin.address()), client);
+    let mut unmapped = state.pool.add_peer(peer);
+    let (outgoing, mut frames) = mpsc::channel::<OutgoingFrame>(MAX_ACTIVE_REQUESTS);
     let session = Arc::new(Session {
-        house,
+        state,
         peer,
         origin,
         contributions: Lock::default(),
-        storing: Lock::default(),
+        uploads: Lock::default(),
         outgoing,
-        requests: Requests::new(),
-        reading: Arc::new(Semaphore::new(READING)),
-        sharing: tokio::sync::Mutex::default(),
+        requests: InFlightRequests::new(),
+        read_credit: Arc::new(Semaphore::new(MAX_UNSENT_KIB)),
+        share_lock: tokio::sync::Mutex::default(),
     });
     let welcome = Welcome {
-        protocol: Protocol::OWN,
+        protocol: ProtocolVersion::CURRENT,
         daemon: concat!("tssd ", env!("CARGO_PKG_VERSION")).to_owned(),
         pid: std::process::id(),
-        instance: session.house.instance,
-        inline: INLINE.into(),
-        // Whoever decides elsewhere cannot look at what is here.
-        devices: session.origin.is_near() && !session.house.registry.is_elsewhere(),
+        instance: session.state.instance,
+        inline_max_bytes: MAX_INLINE_BYTES.into(),
+        // Other daemons cannot read the memory of GPUs of this host when they verify a version.
+        supports_devices: session.origin.is_local() && !session.state.control_plane.is_shared(),
     };
-    // Who is gone already is seen to be so below.
-    let _ = session.outgoing.send(reply(number, Reply::Welcome(welcome).into())).await;
+    // A client that has disconnected is detected below.
+    let _ = session.outgoing.send(reply_frame(number, Reply::Welcome(welcome).into())).await;
     let sending = async {
         loop {
             let frame = tokio::select! {
                 frame = frames.recv() => frame,
-                segment = unmapped.recv() => segment.map(unmap),
+                segment = unmapped.recv() => segment.map(unmap_frame),
             };
             let Some(frame) = frame else { break };
             if sender.send(&frame.frame).await.is_err() {
@@ -155,48 +167,50 @@ pub(crate) async fn run(house: Arc<House>, guest: Guest, options: Arc<DaemonOpti
         }
     };
     let mut tasks = JoinSet::new();
-    let was_said = tokio::select! {
-        was_said = session.receive(&mut receiver, &mut tasks) => was_said,
+    let said_goodbye = tokio::select! {
+        said_goodbye = session.receive_all(&mut receiver, &mut tasks) => said_goodbye,
         () = sending => false,
-        () = session.house.closed() => false,
+        () = session.state.closed() => false,
     };
     sender.close();
-    tracing::info!(peer, was_said, "disconnected");
-    // What has begun is carried out, what waits for others ends; nobody hears of it.
+    tracing::info!(peer, said_goodbye, "disconnected");
+    // Requests that run are completed without a reply. Requests that wait are cancelled.
     drop(frames);
     while tasks.join_next().await.is_some() {}
-    session.end().await;
-    let pool = session.house.pool.clone();
+    session.close().await;
+    let pool = session.state.pool.clone();
     match process {
-        // Its maps may be there as long as it is, which is longer than the connection.
-        Some(process) if !was_said && pool.is_mapped_by(peer) => {
+        // The mappings of the process can outlive the connection.
+        Some(process) if !said_goodbye && pool.is_mapped_by(peer) => {
             let pid = session.origin.pid();
-            session.house.lost.add(pool, (pid, process), peer);
+            session.state.process_watcher.watch(pool, (pid, process), peer);
         }
-        _ => pool.exited(peer),
+        _ => pool.record_exit(peer),
     }
 }
 
-/// The first request of a client: its number, and which program it is, or why it is turned away; none
-/// if it does not speak the protocol at all.
-async fn hello(receiver: &mut Receiver) -> Option<(u64, Result<String>)> {
+/// Receives the first request of a client.
+///
+/// Returns the number of the request, and the name of the program or the reason to reject the client. Returns
+/// `None` if the client does not speak the protocol at all.
+async fn receive_hello(receiver: &mut FrameReceiver) -> Option<(u64, Result<String>)> {
     let frame = receiver.receive().await.ok()??;
     if frame.kind != FrameKind::Request {
         return None;
     }
-    let said = match serde_json::from_slice(&frame.head) {
+    let hello = match serde_json::from_slice(&frame.head) {
         Ok(Request::Hello(Hello { protocol, client })) => {
-            let (theirs, own) = (protocol.major, Protocol::OWN.major);
+            let (theirs, own) = (protocol.major, ProtocolVersion::CURRENT.major);
             let other = format_args!("protocol {theirs} is not spoken here, only {own}");
             if theirs == own { Ok(client) } else { Err(Error::new(ErrorKind::Refused, other)) }
         }
         Ok(_) => Err(Error::new(ErrorKind::Invalid, "hello comes first")),
-        Err(error) => Err(not_understood(&error)),
+        Err(error) => Err(malformed_request(&error)),
     };
-    Some((frame.number, said))
+    Some((frame.number, hello))
 }
 
-fn not_understood(error: &serde_json::Error) -> Error {
+fn malformed_request(error: &serde_json::Error) -> Error {
     Error::new(ErrorKind::Invalid, format_args!("a request that is not understood: {error}"))
 }
 
@@ -205,100 +219,106 @@ impl Session {
         self.contributions.lock()
     }
 
-    fn storing(&self) -> MutexGuard<'_, BTreeMap<u64, Storing>> {
-        self.storing.lock()
+    fn uploads(&self) -> MutexGuard<'_, BTreeMap<u64, UploadReceiver>> {
+        self.uploads.lock()
     }
 
-    /// Takes requests until the connection ends. Says whether the client has said goodbye.
-    async fn receive(self: &Arc<Self>, receiver: &mut Receiver, tasks: &mut JoinSet<()>) -> bool {
+    /// Receives requests and notices until the connection ends. Returns whether the client said goodbye.
+    async fn receive_all(
+        self: &Arc<Self>,
+        receiver: &mut FrameReceiver,
+        tasks: &mut JoinSet<()>,
+    ) -> bool {
         loop {
             while tasks.try_join_next().is_some() {}
             let Ok(Some(frame)) = receiver.receive().await else { return false };
             match frame.kind {
                 FrameKind::Notice => match serde_json::from_slice(&frame.head) {
-                    Ok(Notice::Release { lease }) => self.house.release(self.peer, lease).await,
+                    Ok(Notice::Release { lease }) => self.state.release(self.peer, lease).await,
                     Ok(Notice::Unmap { segments }) => {
                         for segment in segments {
-                            self.house.pool.unmapped(self.peer, segment);
+                            self.state.pool.record_unmap(self.peer, segment);
                         }
                     }
-                    Ok(Notice::Got(got)) => self.house.counters.count().add(got),
+                    Ok(Notice::ReadStats(got)) => self.state.counters.lock().add_read(got),
                     Ok(Notice::Unfollow { follower }) => {
-                        self.house.unfollow(self.peer, follower).await;
+                        self.state.unfollow(self.peer, follower).await;
                     }
                     Ok(Notice::Cancel { request }) => self.requests.cancel(request),
                     Ok(Notice::Goodbye) => return true,
-                    // A notice that is not known yet.
+                    // A notice of a later minor version of the protocol.
                     Err(_) => {}
                 },
                 FrameKind::Request => {
-                    let asked = self.requests.begin(frame.number).await;
+                    let request = self.requests.register(frame.number).await;
                     let session = self.clone();
-                    tasks.spawn(boxed(async move { session.answer(frame, asked).await }));
+                    tasks.spawn(boxed(async move { session.respond(frame, request).await }));
                 }
-                // No client says such a thing.
+                // Only daemons send these.
                 FrameKind::Part | FrameKind::Reply => return false,
             }
         }
     }
 
-    async fn answer(&self, frame: Frame, asked: Asked) {
+    /// Runs a request and queues its reply.
+    async fn respond(&self, frame: Frame, in_flight: InFlightRequest) {
         let started = Instant::now();
         let Frame { number, head, data, fds, .. } = frame;
         let data = data.into_bytes();
         let bytes = data.len();
         let request = serde_json::from_slice::<Request>(&head);
-        // It may have to wait.
+        // The request may wait for long. It does not need its head.
         drop(head);
         let op = request.as_ref().map_or("unknown", Request::op);
-        let answered = match request {
-            Ok(request) => self.handle(&asked, request, (data, fds)).await,
-            Err(error) => Err(not_understood(&error)),
+        let result = match request {
+            Ok(request) => self.handle(&in_flight, request, (data, fds)).await,
+            Err(error) => Err(malformed_request(&error)),
         };
-        let failed = answered.as_ref().err().map(Error::kind);
+        let failed = result.as_ref().err().map(Error::kind);
         let (peer, seconds) = (self.peer, started.elapsed().as_secs_f64());
-        match &answered {
+        match &result {
             Ok(_) => tracing::debug!(peer, op, bytes, seconds, "answered"),
             Err(error) => tracing::debug!(peer, op, bytes, seconds, %error, "failed"),
         }
-        *self.house.counters.count().requests.entry((op, failed)).or_default() += 1;
-        let mut answer =
-            answered.unwrap_or_else(|error| Reply::Failed(Failure::from(error)).into());
-        let sharing = answer.sharing.take();
-        let room = self.outgoing.reserve().await;
-        // Whoever hears the answer may ask for as much again.
-        drop(asked);
-        // Who is gone needs no answer.
-        if let Ok(room) = room {
-            room.send(reply(number, answer));
+        *self.state.counters.lock().requests.entry((op, failed)).or_default() += 1;
+        let mut answer = result.unwrap_or_else(|error| Reply::Failed(Failure::from(error)).into());
+        let share_guard = answer.share_guard.take();
+        let slot = self.outgoing.reserve().await;
+        // A client that has this reply may send a new request in its place.
+        drop(in_flight);
+        // A client that has disconnected needs no reply.
+        if let Ok(slot) = slot {
+            slot.send(reply_frame(number, answer));
         }
-        // Memory that others are to send goes after this.
-        drop(sharing);
+        // Other replies that send descriptors follow this one.
+        drop(share_guard);
     }
 
+    /// Runs a request.
     async fn handle(
         &self,
-        asked: &Asked,
+        in_flight: &InFlightRequest,
         request: Request,
         (data, fds): (Bytes, Vec<OwnedFd>),
-    ) -> Result<Answer<'_>> {
-        let controller = &self.house.registry;
-        // What nobody takes is not kept while something is waited for.
-        let data = if request.takes_data() { data } else { Bytes::new() };
-        let fds = if matches!(request, Request::Bring { .. }) { fds } else { Vec::new() };
+    ) -> Result<Response<'_>> {
+        let controller = &self.state.control_plane;
+        // Data and descriptors that the request does not use are freed before it waits.
+        let data = if request.accepts_data() { data } else { Bytes::new() };
+        let fds =
+            if matches!(request, Request::AttachDeviceMemory { .. }) { fds } else { Vec::new() };
         let answer = match request {
             Request::Hello(_) => {
                 return Err(Error::new(ErrorKind::Invalid, "hello is said once"));
             }
-            Request::Begin(begin) => return self.begin(asked, begin, data).await,
+            Request::Begin(begin) => return self.begin(in_flight, begin, data).await,
             Request::Extend { contribution, file_len, device } => {
-                return self.extend(asked, contribution, (file_len, device), data).await;
+                return self.extend(in_flight, contribution, (file_len, device), data).await;
             }
             Request::Commit { contribution, digest, lens } => {
-                Reply::Progress(self.commit(asked, contribution, (digest, lens), data).await?)
+                Reply::Progress(self.commit(in_flight, contribution, (digest, lens), data).await?)
             }
-            Request::Stored { contribution, patience } => {
-                Reply::Progress(self.stored(asked, contribution, patience).await?)
+            Request::AwaitUpload { contribution, timeout } => {
+                Reply::Progress(self.wait_stored(in_flight, contribution, timeout).await?)
             }
             Request::Write { contribution, offset } => {
                 self.write(contribution, offset, &data)?;
@@ -308,150 +328,180 @@ impl Session {
                 self.withdraw(contribution).await?;
                 Reply::Done
             }
-            Request::Locate { key, selector, devices } => {
-                return self.locate(asked, &Key::new(key)?, selector, devices).await;
+            Request::Locate { key, selector, supports_devices } => {
+                return self.locate(in_flight, &Key::new(key)?, selector, supports_devices).await;
             }
-            Request::Read { blob, ranges, prove } => {
-                return self.read(blob, ranges, prove).await;
+            Request::Read { blob, ranges, verify } => {
+                return self.read(blob, ranges, verify).await;
             }
-            Request::Bring { segment } => {
-                self.bring(segment, fds)?;
+            Request::AttachDeviceMemory { segment } => {
+                self.attach_device_memory(segment, fds)?;
                 Reply::Done
             }
             Request::Discard { blobs } => {
-                if self.origin.is_near() {
+                if self.origin.is_local() {
                     return Err(Error::new(ErrorKind::Refused, "only daemons say that"));
                 }
-                self.house.discard(&blobs)?;
+                self.state.discard(&blobs)?;
                 Reply::Done
             }
-            Request::Missing { blobs } => {
-                let is_missing = |name: &String| self.house.tiers.elsewhere.place(name).is_none();
-                Reply::Missing(blobs.into_iter().filter(is_missing).collect())
+            Request::FindUnknownBlobs { blobs } => {
+                let is_missing =
+                    |name: &String| self.state.volume.remote_blobs.locate(name).is_none();
+                Reply::UnknownBlobs(blobs.into_iter().filter(is_missing).collect())
             }
             Request::Prefetch { key, selector, archives } => {
                 let key = Key::new(key)?;
-                let fetched = self.prefetch(asked, &key, (selector, archives.as_deref()));
+                let fetched = self.prefetch(in_flight, &key, (selector, archives.as_deref()));
                 Reply::Prefetched(fetched.await?)
             }
+            Request::Newer { key, seen, timeout } => {
+                let key = Key::new(key)?;
+                let newer = controller.wait_for_newer(&key, seen, timeout.min(MAX_WAIT));
+                Reply::Newer(self.unless_abandoned(in_flight, newer).await.transpose()?.flatten())
+            }
+            Request::Follow { key } => {
+                Reply::Following(self.state.follow(self.peer, &Key::new(key)?)?)
+            }
+            Request::Next { follower, supports_devices, timeout } => {
+                return self
+                    .next_version(in_flight, (follower, supports_devices), timeout.min(MAX_WAIT))
+                    .await;
+            }
+            Request::AwaitUnread { key, at_most, timeout } => {
+                let key = Key::new(key)?;
+                let unread = self.state.wait_unread(&key, at_most, timeout.min(MAX_WAIT));
+                self.unless_abandoned(in_flight, unread).await.map_or(Reply::Done, Reply::Unread)
+            }
+            Request::Status => Reply::Status(self.status().await),
+            request @ (Request::Versions { .. }
+            | Request::Keys { .. }
+            | Request::Delete { .. }
+            | Request::Retain { .. }
+            | Request::Pin { .. }
+            | Request::Unpin { .. }
+            | Request::Pins { .. }) => self.handle_catalog(request).await?,
+        };
+        Ok(answer.into())
+    }
+
+    /// Runs a request about the keys, versions and pins of the control plane.
+    async fn handle_catalog(&self, request: Request) -> Result<Reply> {
+        let controller = &self.state.control_plane;
+        Ok(match request {
             Request::Versions { key } => {
                 Reply::Versions(controller.versions(&Key::new(key)?).await?)
             }
-            Request::Newer { key, seen, patience } => {
-                let key = Key::new(key)?;
-                let newer = controller.newer(&key, seen, patience.min(LONGEST));
-                Reply::Newer(self.while_asked(asked, newer).await.transpose()?.flatten())
-            }
             Request::Keys { prefix, after } => {
-                Reply::Keys(page(&controller.keys(&prefix).await?, after.as_deref()))
+                Reply::Keys(page_of_keys(&controller.keys(&prefix).await?, after.as_deref()))
             }
             Request::Delete { key, selection } => {
                 let key = Key::new(key)?;
                 let deleted = controller.delete(&key, selection);
-                Reply::Deleted(self.house.change(&key, deleted).await?)
+                Reply::Deleted(self.state.with_bucket_sync(&key, deleted).await?)
             }
             Request::Retain { key, keep, ttl } => {
                 let key = Key::new(key)?;
-                self.house.change(&key, controller.retain(&key, keep, ttl)).await?;
+                self.state.with_bucket_sync(&key, controller.retain(&key, keep, ttl)).await?;
                 Reply::Done
             }
             Request::Pin { key, selector, label } => {
                 let key = Key::new(key)?;
                 let pinned = controller.pin(&key, selector, &label);
-                Reply::Pinned(self.house.change(&key, pinned).await?)
+                Reply::Pinned(self.state.with_bucket_sync(&key, pinned).await?)
             }
             Request::Unpin { key, label } => {
                 let key = Key::new(key)?;
-                self.house.change(&key, controller.unpin(&key, &label)).await?;
+                self.state.with_bucket_sync(&key, controller.unpin(&key, &label)).await?;
                 Reply::Done
             }
             Request::Pins { key } => Reply::Pins(controller.pins(&Key::new(key)?).await?),
-            Request::Follow { key } => {
-                Reply::Following(self.house.follow(self.peer, &Key::new(key)?)?)
+            request => {
+                let text = format_args!("`{}` is not a request about keys", request.op());
+                return Err(Error::new(ErrorKind::Invalid, text));
             }
-            Request::Next { follower, devices, patience } => {
-                return self.next(asked, (follower, devices), patience.min(LONGEST)).await;
-            }
-            Request::Unread { key, at_most, patience } => {
-                let key = Key::new(key)?;
-                let unread = self.house.unread(&key, at_most, patience.min(LONGEST));
-                self.while_asked(asked, unread).await.map_or(Reply::Done, Reply::Unread)
-            }
-            Request::Status => Reply::Status(self.status().await),
-        };
-        Ok(answer.into())
+        })
     }
 
-    /// The next version of a key that is followed.
-    async fn next(
+    /// Waits for the next version for a follower.
+    async fn next_version(
         &self,
-        asked: &Asked,
+        in_flight: &InFlightRequest,
         (follower, devices): (u64, bool),
         patience: Duration,
-    ) -> Result<Answer<'_>> {
-        asked.wait(0);
-        match self.house.next((self.peer, follower), patience, self.unasked(asked)).await? {
-            Some((key, leased)) => self.hand(asked.number, &key, leased, devices).await,
+    ) -> Result<Response<'_>> {
+        in_flight.release_active_slot(0);
+        match self
+            .state
+            .next_version((self.peer, follower), patience, self.abandoned(in_flight))
+            .await?
+        {
+            Some((key, leased)) => self.send_lease(in_flight.number, &key, leased, devices).await,
             None => Ok(Reply::Done.into()),
         }
     }
 
-    /// What something comes to, unless nobody asks before, or the daemon ends.
-    async fn while_asked<T>(&self, asked: &Asked, waiting: impl Future<Output = T>) -> Option<T> {
-        asked.wait(0);
+    /// Waits for a future. Returns `None` if the request is abandoned first.
+    async fn unless_abandoned<T>(
+        &self,
+        in_flight: &InFlightRequest,
+        waiting: impl Future<Output = T>,
+    ) -> Option<T> {
+        in_flight.release_active_slot(0);
         tokio::select! {
             done = waiting => Some(done),
-            () = self.unasked(asked) => None,
+            () = self.abandoned(in_flight) => None,
         }
     }
 
-    /// Returns once nobody waits for an answer: the request was taken back, the client is gone, or the daemon ends.
-    async fn unasked(&self, asked: &Asked) {
+    /// Waits until the request is abandoned: it is cancelled, the client disconnects, or the daemon closes.
+    async fn abandoned(&self, in_flight: &InFlightRequest) {
         tokio::select! {
-            () = asked.cancelled() => {}
+            () = in_flight.cancelled() => {}
             () = self.outgoing.closed() => {}
-            () = self.house.closed() => {}
+            () = self.state.closed() => {}
         }
     }
 
-    /// Whether the client waits for an answer, as far as it has said.
-    fn is_asked(&self, asked: &Asked) -> bool {
-        !asked.is_cancelled() && !self.outgoing.is_closed()
+    /// Whether the client still waits for the reply.
+    fn is_awaited(&self, in_flight: &InFlightRequest) -> bool {
+        !in_flight.is_cancelled() && !self.outgoing.is_closed()
     }
 
+    /// Returns the status of the daemon with its peers.
     async fn status(&self) -> DaemonStatus {
-        let (hosts, hosts_error) = match self.house.hosts().await {
+        let (hosts, hosts_error) = match self.state.peers().await {
             Ok(hosts) => (hosts, None),
             Err(error) => (Vec::new(), Some(error)),
         };
-        DaemonStatus { hosts, hosts_error, ..self.house.status() }
+        DaemonStatus { hosts, hosts_error, ..self.state.status() }
     }
 
-    /// A version, with the memory of its segments that the client does not have yet, and the right to send
-    /// that.
+    /// Leases a version, and returns its locations with the segments that the client does not have yet.
     async fn locate(
         &self,
-        asked: &Asked,
+        in_flight: &InFlightRequest,
         key: &Key,
         selector: Selector,
         devices: bool,
-    ) -> Result<Answer<'_>> {
-        let leased = self.house.lease(self.peer, key, selector);
-        let leased = self.alive(asked, leased).await?;
-        self.hand(asked.number, key, leased, devices).await
+    ) -> Result<Response<'_>> {
+        let leased = self.state.lease(self.peer, key, selector);
+        let leased = self.with_keepalive(in_flight, leased).await?;
+        self.send_lease(in_flight.number, key, leased, devices).await
     }
 
-    /// The same for what is leased already.
-    async fn hand(
+    /// As [`Self::locate`], for a version that is leased already. Releases the lease on failure.
+    async fn send_lease(
         &self,
         number: u64,
         key: &Key,
-        Leased { grant, manifest, archives }: Leased,
+        LocatedVersion { grant, manifest, archives }: LocatedVersion,
         devices: bool,
-    ) -> Result<Answer<'_>> {
-        let hollow = archives.values().any(|place| matches!(place, Place::Hollow(_)));
-        if hollow && !(self.origin.is_near() && devices) {
-            self.house.release(self.peer, grant.lease).await;
+    ) -> Result<Response<'_>> {
+        let has_device_archives =
+            archives.values().any(|place| matches!(place, BlobLocation::Device(_)));
+        if has_device_archives && !(self.origin.is_local() && devices) {
+            self.state.release(self.peer, grant.lease).await;
             let text = format_args!(
                 "key `{key}`: version {} is in the memory of a GPU, which only processes of its host that know of \
                  such memory can read: put it with residency=host",
@@ -459,13 +509,13 @@ impl Session {
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        let location = |name: &String, place: &Place| match (place, self.origin) {
-            (Place::Hollow(hollow), _) => Location::Hollow(*hollow),
-            (Place::Here(span), Origin::Process { .. }) => Location::Span(*span),
-            (Place::Here(span), Origin::Address(_)) => {
+        let location = |name: &String, place: &BlobLocation| match (place, self.origin) {
+            (BlobLocation::Device(hollow), _) => Location::Device(*hollow),
+            (BlobLocation::Local(span), Origin::Process { .. }) => Location::Span(*span),
+            (BlobLocation::Local(span), Origin::Address(_)) => {
                 Location::Blob { blob: name.clone(), len: span.len, at: None }
             }
-            (Place::There(keeper, len), _) => {
+            (BlobLocation::Remote(keeper, len), _) => {
                 let at = Some(keeper.endpoint.to_string());
                 Location::Blob { blob: name.clone(), len: *len, at }
             }
@@ -473,96 +523,103 @@ impl Session {
         let located = archives.iter();
         let located =
             located.map(|(file, place)| (file.clone(), location(&grant.archives[file], place)));
-        let mut leased = wire::Leased {
+        let mut leased = wire::LeaseReply {
             lease: grant.lease,
             id: grant.id,
             number: grant.number,
             epoch: grant.epoch,
-            manifest: location(&grant.manifest, &Place::Here(manifest)),
+            manifest: location(&grant.manifest, &BlobLocation::Local(manifest)),
             archives: located.collect(),
             segments: Vec::new(),
         };
-        // What does not go into one head goes ahead.
-        for part in parts(&mut leased.archives) {
-            let mut part = reply(number, Reply::Archives(part).into());
+        // Archives that do not fit into the head of the reply precede it in parts.
+        for part in split_archives(&mut leased.archives) {
+            let mut part = reply_frame(number, Reply::Archives(part).into());
             part.frame.kind = FrameKind::Part;
             let _ = self.outgoing.send(part).await;
         }
-        if !self.origin.is_near() {
+        if !self.origin.is_local() {
             return Ok(Reply::Leased(leased).into());
         }
-        let segments = archives.values().flat_map(Place::segments);
+        let segments = archives.values().flat_map(BlobLocation::segments);
         let segments: Vec<SegmentId> = segments.chain([manifest.segment]).collect();
-        let sharing = self.sharing.lock().await;
+        let share_guard = self.share_lock.lock().await;
         let mut shared = Vec::new();
         for segment in segments {
-            match self.house.pool.share(self.peer, segment) {
+            match self.state.pool.share(self.peer, segment) {
                 Ok(None) => {}
-                Ok(Some(Shared { memory, capacity, device })) => {
+                Ok(Some(SegmentMemory { memory, capacity, device })) => {
                     let device = device.map(|uuid| uuid.to_string());
                     shared.push((SharedSegment { segment, capacity, device }, memory));
                 }
                 Err(error) => {
-                    drop(sharing);
-                    self.house.release(self.peer, leased.lease).await;
+                    drop(share_guard);
+                    self.state.release(self.peer, leased.lease).await;
                     return Err(Error::io("segment", error));
                 }
             }
         }
-        // What does not go into one frame goes ahead.
+        // Descriptors that do not fit into the frame of the reply precede it in parts.
         while shared.len() > usize::from(MAX_FDS) {
             let (segments, fds) = shared.drain(..usize::from(MAX_FDS)).unzip();
-            let mut part = reply(number, Answer { fds, ..Reply::Segments(segments).into() });
+            let mut part =
+                reply_frame(number, Response { fds, ..Reply::Segments(segments).into() });
             part.frame.kind = FrameKind::Part;
             let _ = self.outgoing.send(part).await;
         }
         let (segments, fds) = shared.into_iter().unzip();
         leased.segments = segments;
-        Ok(Answer { fds, sharing: Some(sharing), ..Reply::Leased(leased).into() })
+        Ok(Response { fds, share_guard: Some(share_guard), ..Reply::Leased(leased).into() })
     }
 
-    /// Waits for what takes long; now and then the client is told that it is still waited for.
-    async fn alive<T>(&self, asked: &Asked, work: impl Future<Output = T>) -> T {
+    /// Waits for a future that may take long. Sends the client an empty part at each interval.
+    async fn with_keepalive<T>(
+        &self,
+        in_flight: &InFlightRequest,
+        work: impl Future<Output = T>,
+    ) -> T {
         let mut work = std::pin::pin!(work);
         loop {
             tokio::select! {
                 done = &mut work => return done,
-                () = tokio::time::sleep(BEAT) => {
-                    asked.wait(0);
-                    let mut part = reply(asked.number, Reply::Archives(Archives::new()).into());
+                () = tokio::time::sleep(KEEPALIVE_INTERVAL) => {
+                    in_flight.release_active_slot(0);
+                    let mut part = reply_frame(in_flight.number, Reply::Archives(Archives::new()).into());
                     part.frame.kind = FrameKind::Part;
-                    // Who has that much to hear already needs no more.
+                    // If the queue is full, the client receives other frames.
                     let _ = self.outgoing.try_send(part);
                 }
             }
         }
     }
 
-    /// Bytes of a blob. Copies of them are as many as there is credit for, here and for all.
-    async fn read(&self, name: String, ranges: Vec<Range>, prove: bool) -> Result<Answer<'_>> {
-        let house = self.house.clone();
-        // What has come back from the bucket is noted to be elsewhere still.
-        let is_here = house.pool.span(&name).is_some();
-        let elsewhere = house.tiers.elsewhere.place(&name).filter(|_| !is_here);
-        if let Some((_, len)) = elsewhere {
-            match self.relay(&name, &ranges, prove, len).await {
-                Ok(Some(relayed)) => return Ok(relayed),
-                // It is here now.
+    /// Reads ranges of a blob, from memory or through this daemon from another one.
+    ///
+    /// The data and the copies of it take credit until they are sent.
+    async fn read(&self, name: String, ranges: Vec<Range>, prove: bool) -> Result<Response<'_>> {
+        let state = self.state.clone();
+        // An archive that was restored from the bucket is still listed as remote.
+        let is_local = state.pool.span(&name).is_some();
+        let remote = state.volume.remote_blobs.locate(&name).filter(|_| !is_local);
+        if let Some((_, len)) = remote {
+            match self.read_remote(&name, &ranges, prove, len).await {
+                Ok(Some(answer)) => return Ok(answer),
+                // The archive is local now.
                 Ok(None) => {}
                 Err(error) if error.kind() == ErrorKind::Unreachable => {
-                    house.rescue(&name, error).await?;
+                    state.restore_from_bucket(&name, error).await?;
                 }
                 Err(error) => return Err(error),
             }
         }
-        let blob = house.open_blob(&name)?;
+        let blob = state.open_blob(&name)?;
         let size = blob.size().map_err(|error| Error::io(&name, error))?;
-        let bytes = total(&ranges, size)?;
-        let copied = copied(&*blob, &ranges);
-        let credits = self.credits(bytes, copied).await?;
+        let bytes = total_bytes(&ranges, size)?;
+        let copied = copied_bytes(&*blob, &ranges);
+        let credits = self.acquire_credits(bytes, copied).await?;
         let read = move || {
             if prove {
-                house.reading.prove(&name, &blob, &ranges)?;
+                state.chunk_verifier.verify(&name, &blob, &ranges)?;
             }
             let data = gather(&*blob, &ranges)?;
             let crc32 = prove.then(|| {
@@ -570,53 +627,57 @@ impl Session {
                 data.pieces().iter().for_each(|piece| all.update(piece));
                 all.finalize()
             });
-            Ok((data, Sum { crc32 }))
+            Ok((data, ReadChecksum { crc32 }))
         };
         let (data, sum) = if copied > 0 || prove { run_blocking(read).await? } else { read()? };
-        self.house.counters.count().bytes_read += bytes;
-        Ok(Answer { data, credits, ..Reply::Read(sum).into() })
+        self.state.counters.lock().sent_bytes += bytes;
+        Ok(Response { data, credits, ..Reply::Read(sum).into() })
     }
 
-    /// Bytes of a blob of so many that other daemons have; none if it is here meanwhile.
-    async fn relay(
+    /// Reads ranges of a blob of `len` bytes from other daemons. `None` if it is local meanwhile.
+    async fn read_remote(
         &self,
         name: &str,
         ranges: &[Range],
         prove: bool,
         len: u64,
-    ) -> Result<Option<Answer<'_>>> {
-        let bytes = total(ranges, len)?;
-        let credits = self.credits(bytes, 0).await?;
-        let replicas = &self.house.tiers.replicas;
-        replicas.make(name, len, &*self.house.registry).await;
+    ) -> Result<Option<Response<'_>>> {
+        let bytes = total_bytes(ranges, len)?;
+        let credits = self.acquire_credits(bytes, 0).await?;
+        let replicas = &self.state.volume.replicas;
+        replicas.prepare(name, len, &*self.state.control_plane).await;
         let read = replicas.read(name, ranges, prove).await?;
-        Ok(read.map(|(data, sum)| Answer { data: data.into(), credits, ..Reply::Read(sum).into() }))
+        Ok(read.map(|(data, sum)| Response {
+            data: data.into(),
+            credits,
+            ..Reply::Read(sum).into()
+        }))
     }
 
-    /// The right to send so many bytes here, and of all to copy so many of them.
-    async fn credits(&self, bytes: u64, copied: u64) -> Result<Vec<OwnedSemaphorePermit>> {
+    /// Waits for credit to send `bytes` bytes to the client, `copied` of which are copies.
+    async fn acquire_credits(&self, bytes: u64, copied: u64) -> Result<Vec<OwnedSemaphorePermit>> {
         let kilobytes = |bytes: u64| u32::try_from(bytes.div_ceil(1 << 10)).unwrap_or(u32::MAX);
-        let own = self.reading.clone().acquire_many_owned(kilobytes(bytes)).await;
-        let mut credits = vec![own.map_err(closed)?];
+        let own = self.read_credit.clone().acquire_many_owned(kilobytes(bytes)).await;
+        let mut credits = vec![own.map_err(semaphore_closed)?];
         if copied > 0 {
-            let copies = self.house.copies.clone().acquire_many_owned(kilobytes(copied)).await;
-            credits.push(copies.map_err(closed)?);
+            let copies = self.state.copy_credit.clone().acquire_many_owned(kilobytes(copied)).await;
+            credits.push(copies.map_err(semaphore_closed)?);
         }
         Ok(credits)
     }
 
-    /// The connection is over: what it has not decided is withdrawn, what it read is handed back.
-    async fn end(&self) {
+    /// Withdraws the open contributions and releases the leases after the connection has ended.
+    async fn close(&self) {
         self.withdraw_all().await;
-        self.house.pool.leave(self.peer);
-        self.house.lose(self.peer, self.origin.is_near()).await;
+        self.state.pool.remove_peer(self.peer);
+        self.state.remove_peer(self.peer, self.origin.is_local()).await;
     }
 }
 
-/// Takes archives away until the others surely go into a reply; returns them in parts that do.
-fn parts(archives: &mut Archives) -> Vec<Archives> {
+/// Removes archives until the rest fits into a reply, and returns the removed ones in parts that fit.
+fn split_archives(archives: &mut Archives) -> Vec<Archives> {
     let mut parts = Vec::new();
-    while let Some((file, _)) = archives.iter().nth(MANY) {
+    while let Some((file, _)) = archives.iter().nth(MAX_ARCHIVES_PER_HEAD) {
         let file = file.clone();
         let rest = archives.split_off(&file);
         parts.push(std::mem::replace(archives, rest));
@@ -624,24 +685,25 @@ fn parts(archives: &mut Archives) -> Vec<Archives> {
     parts
 }
 
-/// As many keys as surely go into a reply.
-fn page(keys: &[Key], after: Option<&str>) -> Keys {
+/// Returns the keys after `after` that fit into a reply.
+fn page_of_keys(keys: &[Key], after: Option<&str>) -> KeyPage {
     let first = after.map_or(0, |after| keys.partition_point(|key| key.as_str() <= after));
     let mut bytes = 0;
     let fit = keys[first..].iter().take_while(|key| {
         bytes += key.as_str().len();
-        bytes <= PAGE
+        bytes <= MAX_KEY_BYTES
     });
     let fit: Vec<String> = fit.map(ToString::to_string).collect();
-    Keys { more: first + fit.len() < keys.len(), keys: fit }
+    KeyPage { more: first + fit.len() < keys.len(), keys: fit }
 }
 
-fn closed(error: tokio::sync::AcquireError) -> Error {
+fn semaphore_closed(error: tokio::sync::AcquireError) -> Error {
     Error::io("the daemon ends", std::io::Error::other(error))
 }
 
-fn reply(number: u64, answer: Answer<'_>) -> Outgoing {
-    let Answer { reply, data, fds, credits, .. } = answer;
+/// Encodes a response as a frame, or an error in its place if it exceeds the limits of a frame.
+fn reply_frame(number: u64, answer: Response<'_>) -> OutgoingFrame {
+    let Response { reply, data, fds, credits, .. } = answer;
     let head = serde_json::to_vec(&reply).expect("a reply is JSON");
     let mut frame = Frame { kind: FrameKind::Reply, number, head, data, fds };
     if !frame.is_within(Limits::DAEMON) {
@@ -651,15 +713,16 @@ fn reply(number: u64, answer: Answer<'_>) -> Outgoing {
         frame.head = serde_json::to_vec(&failed).expect("a reply is JSON");
         (frame.data, frame.fds) = (Data::default(), Vec::new());
     }
-    Outgoing { frame, _credits: credits }
+    OutgoingFrame { frame, _credits: credits }
 }
 
-fn unmap(segment: SegmentId) -> Outgoing {
+/// Encodes the notice to unmap a segment.
+fn unmap_frame(segment: SegmentId) -> OutgoingFrame {
     let notice = Notice::Unmap { segments: vec![segment] };
     let head = serde_json::to_vec(&notice).expect("a notice is JSON");
     let (data, fds) = (Data::default(), Vec::new());
     let frame = Frame { kind: FrameKind::Notice, number: 0, head, data, fds };
-    Outgoing { frame, _credits: Vec::new() }
+    OutgoingFrame { frame, _credits: Vec::new() }
 }
 
 #[cfg(test)]
@@ -667,11 +730,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limits_are_those_of_the_spec() {
+    fn limits_match_spec() {
         let spec = include_str!("../../../spec/protocol.md");
         let seconds = |span: Duration| span.as_secs();
         let count = |count: usize| u64::try_from(count).unwrap();
-        let (daemon, client, stranger) = (Limits::DAEMON, Limits::CLIENT, Limits::STRANGER);
+        let (daemon, client, stranger) = (Limits::DAEMON, Limits::CLIENT, Limits::BEFORE_HELLO);
         let limits = [
             ("daemon_head", daemon.head.into()),
             ("daemon_data", daemon.data.into()),
@@ -680,24 +743,24 @@ mod tests {
             ("client_data", client.data.into()),
             ("client_fds", client.fds.into()),
             ("hello_head", stranger.head.into()),
-            ("hello", seconds(HANDSHAKE)),
-            ("frame", seconds(crate::net::link::PATIENCE)),
-            ("beat", seconds(BEAT)),
-            ("longest", seconds(LONGEST)),
-            ("drain", seconds(super::super::DRAIN)),
-            ("far_client_data", Limits::FAR_CLIENT.data.into()),
-            ("read", wire::MAX_READ),
-            ("reading", count(READING << 10)),
-            ("copies", count(super::super::house::COPIES << 10)),
-            ("requests", count(REQUESTS)),
-            ("waiting", count(asked::WAITING)),
-            ("follow", count(super::super::house::MAX_FOLLOWED)),
-            ("follow_waiting", count(super::super::house::MAX_WAITING)),
+            ("hello", seconds(HANDSHAKE_TIMEOUT)),
+            ("frame", seconds(crate::net::link::FRAME_TIMEOUT)),
+            ("beat", seconds(KEEPALIVE_INTERVAL)),
+            ("longest", seconds(MAX_WAIT)),
+            ("drain", seconds(super::super::DRAIN_TIMEOUT)),
+            ("far_client_data", Limits::REMOTE_CLIENT.data.into()),
+            ("read", wire::MAX_READ_BYTES),
+            ("reading", count(MAX_UNSENT_KIB << 10)),
+            ("copies", count(crate::daemon::state::MAX_COPIED_KIB << 10)),
+            ("requests", count(MAX_ACTIVE_REQUESTS)),
+            ("waiting", count(in_flight::MAX_WAITING_REQUESTS)),
+            ("follow", count(crate::daemon::state::MAX_FOLLOWED_KEYS)),
+            ("follow_waiting", count(crate::daemon::state::MAX_QUEUED_VERSIONS)),
             ("connections", count(super::super::MAX_PEERS)),
         ];
         for (name, value) in limits {
             assert!(spec.contains(&format!("\n| `{name}` | {value} | ")), "{name} = {value}");
         }
-        assert_eq!((client.data, stranger.data, stranger.fds), (INLINE, 0, 0));
+        assert_eq!((client.data, stranger.data, stranger.fds), (MAX_INLINE_BYTES, 0, 0));
     }
 }

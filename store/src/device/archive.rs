@@ -26,7 +26,11 @@ pub struct DeviceArchive {
 }
 
 impl DeviceArchive {
-    /// An archive of `len` bytes.
+    /// Creates an archive of `len` bytes.
+    ///
+    /// # Errors
+    ///
+    /// An error if `len` is too small for the host part.
     pub(crate) fn new(
         host_part: Bytes,
         len: u64,
@@ -43,7 +47,9 @@ impl DeviceArchive {
         Ok(Self { host_part, device_range: HEAD_BYTES..end, segment })
     }
 
-    /// Returns the device memory, if this process maps it. Each byte has the offset that it has in the archive.
+    /// Returns the device memory, if this process maps it.
+    ///
+    /// Each byte has the offset that it has in the archive.
     pub fn segment(&self) -> Option<&dyn Segment> {
         self.segment.as_deref()
     }
@@ -66,7 +72,7 @@ impl Blob for DeviceArchive {
     fn read_exact_at(&self, target: &mut [u8], offset: u64) -> io::Result<()> {
         let (mut rest, mut at) = (target, offset);
         while !rest.is_empty() {
-            // Up to the end of the head, of the device range, or of the archive.
+            // End of the head, of the device range or of the archive: this read stops there.
             let (host_offset, end) = if at < self.device_range.start {
                 (Some(at), self.device_range.start)
             } else if at < self.device_range.end {

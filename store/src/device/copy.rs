@@ -6,7 +6,7 @@ use std::{fmt, io};
 
 use tssd_format::{Blob, Runs};
 
-/// Bytes that several threads can write at once, each at its own offsets.
+/// A target in which several threads can write bytes at once, each at its own offsets.
 pub trait BlobMut: fmt::Debug + Send + Sync {
     /// Returns the length in bytes.
     fn size(&self) -> u64;
@@ -18,13 +18,17 @@ pub trait BlobMut: fmt::Debug + Send + Sync {
     /// Errors of the device; `UnexpectedEof` if the bytes do not fit.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
 
-    /// Whether [`begin_copy`](Self::begin_copy) accepts `source`, such as memory of the same GPU or pinned host memory.
+    /// Whether [`begin_copy`](Self::begin_copy) accepts `source`.
+    ///
+    /// Examples are memory of the same GPU and pinned host memory.
     fn can_copy_from(&self, source: &dyn Blob) -> bool {
         let _ = source;
         false
     }
 
-    /// Begins copies from a blob that [`can_copy_from`](Self::can_copy_from) accepts, and adds them to `batch`.
+    /// Begins copies from a blob, and adds them to `batch`.
+    ///
+    /// [`can_copy_from`](Self::can_copy_from) must accept the blob.
     ///
     /// # Errors
     ///
@@ -71,11 +75,11 @@ pub struct CopyBatch<'a> {
 }
 
 impl CopyBatch<'_> {
-    /// Returns the queue of type `T` that `matches` accepts. Without one, `begin` makes it.
+    /// Returns the queue of type `T` that `matches` accepts. If there is none, `begin` creates it.
     ///
     /// # Errors
     ///
-    /// Those of `begin`.
+    /// Errors of `begin`.
     pub fn get_or_begin<T: PendingCopy>(
         &mut self,
         matches: impl Fn(&T) -> bool,

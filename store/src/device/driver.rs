@@ -8,7 +8,7 @@ use tssd_format::{JobChecksums, Layout, StateDict, WriteJob};
 use super::export::IpcExport;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Why nothing can be done with devices.
+/// Text of the error of a call that needs a device driver.
 pub(crate) const NO_DRIVER: &str = "no device driver is registered in this process: `tssd_gpu::register()` registers \
                                     that of CUDA";
 
@@ -20,7 +20,7 @@ pub fn register(driver: Arc<dyn Driver>) {
     let _ = DRIVER.set(driver);
 }
 
-/// The registered driver.
+/// Returns the registered driver.
 ///
 /// # Errors
 ///
@@ -32,14 +32,15 @@ pub(crate) fn driver() -> Result<&'static dyn Driver> {
 
 /// Devices whose memory processes can share.
 ///
-/// Tensors on a device have storages whose [`Blob`](tssd_format::Blob) the driver recognizes. Devices are named by UUIDs,
-/// such as `GPU-01234567-89ab-cdef-0123-456789abcdef`.
+/// Tensors on a device have storages whose [`Blob`](tssd_format::Blob) the driver recognizes.
+///
+/// The name of a device is its UUID, such as `GPU-01234567-89ab-cdef-0123-456789abcdef`.
 pub trait Driver: Send + Sync {
-    /// Returns the device that holds most tensors of an archive, or why the archive cannot stay on a device.
+    /// Returns the device that holds most tensors of an archive.
     ///
     /// # Errors
     ///
-    /// The reason, for the report of the put.
+    /// The reason why the archive cannot stay on a device, for the report of the put.
     fn device_of(&self, layout: &Layout) -> std::result::Result<String, String>;
 
     /// Returns the devices that hold tensors of a state dict.
@@ -56,10 +57,12 @@ pub trait Driver: Send + Sync {
     ///
     /// # Errors
     ///
-    /// `Unsupported` if this process does not see the device, or the descriptor is none of its driver.
+    /// `Unsupported` if this process does not see the device, or the descriptor does not come from its driver.
     fn import(&self, device: &str, memory: &OwnedFd, len: u64) -> Result<Arc<dyn Segment>>;
 
-    /// Exports the tensors of an archive in place, after all work that they wait for, or says why that is impossible.
+    /// Exports the tensors of an archive in place, or returns the reason why that is impossible.
+    ///
+    /// The export is valid after all work that the tensors wait for: the call waits for it.
     ///
     /// # Errors
     ///
@@ -77,7 +80,9 @@ pub trait Driver: Send + Sync {
     fn download(&self) -> Box<dyn Download>;
 }
 
-/// Device memory that several processes map. One writes it before the commit, others read it afterwards.
+/// Device memory that several processes map.
+///
+/// One process writes it before the commit. The others read it after the commit.
 pub trait Segment: Any + Send + Sync {
     /// Copies bytes at `offset` to host memory.
     ///
@@ -96,7 +101,9 @@ pub trait Segment: Any + Send + Sync {
 
 /// Writes one archive into a segment. Dropping it waits for the copies in flight.
 pub trait Upload: Send + Sync {
-    /// Begins to copy what a job writes to its offsets. The beginning of the archive is also written to `head`.
+    /// Begins to copy the bytes that a job writes to their offsets.
+    ///
+    /// The beginning of the archive is also written to `head`.
     ///
     /// # Errors
     ///
@@ -126,7 +133,9 @@ pub trait DownloadTarget: Send {
     /// Errors of the device.
     fn begin(&mut self, job: &WriteJob) -> Result<()>;
 
-    /// Waits for these copies. Returns the part, and whether everything that the job reads from devices is in it.
+    /// Waits for these copies.
+    ///
+    /// Returns the part, and whether it has all bytes that the job reads from devices.
     ///
     /// # Errors
     ///

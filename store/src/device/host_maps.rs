@@ -1,4 +1,4 @@
-//! Host memory that the store has mapped: a driver may pin it, so that devices copy from and to it by DMA.
+//! Host memory that the store has mapped. A driver may pin it, so that devices copy by DMA.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -23,8 +23,9 @@ pub struct HostMap<'a> {
     pub len: usize,
     /// Whether this process may write to it.
     pub is_writable: bool,
-    /// State of the driver, such as a registration whose `Drop` unpins the memory. The store drops it before it unmaps
-    /// the memory.
+    /// State of the driver. The store drops it before it unmaps the memory.
+    ///
+    /// An example is a registration whose `Drop` unpins the memory.
     pub driver_state: &'a mut Option<Box<dyn Any + Send>>,
 }
 
@@ -32,7 +33,9 @@ fn maps() -> MutexGuard<'static, BTreeMap<usize, Entry>> {
     MAPS.lock().expect("no code panics while it holds the host maps")
 }
 
-/// Calls `visit` with the map that contains a range of addresses, if there is one. The map stays mapped during the call.
+/// Calls `visit` with the map that contains a range of addresses, if there is one.
+///
+/// The map stays mapped during the call.
 pub fn with_map<T>(range: &Range<usize>, visit: impl FnOnce(HostMap<'_>) -> T) -> Option<T> {
     let mut maps = maps();
     let (&start, entry) = maps.range_mut(..=range.start).next_back()?;

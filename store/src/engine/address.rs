@@ -1,4 +1,4 @@
-//! Where stores are, and what they are made of there.
+//! Addresses of stores, and the ledgers and volumes behind them.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,15 +17,15 @@ use crate::metadata::backend::DirectoryMeta;
 use crate::metadata::backend::ObjectMeta;
 use crate::metadata::{Ledgers, SharedLedgers};
 
-/// How addresses of buckets begin.
-const BUCKETS: [&str; 7] = ["s3", "s3a", "gs", "az", "azure", "abfs", "abfss"];
+/// URL schemes of buckets.
+const BUCKET_SCHEMES: [&str; 7] = ["s3", "s3a", "gs", "az", "azure", "abfs", "abfss"];
 
-/// Whether an address is that of a bucket, or of an object in one, such as `s3://BUCKET/NAME`.
-pub fn is_object(url: &str) -> bool {
-    url.split_once("://").is_some_and(|(scheme, _)| BUCKETS.contains(&scheme))
+/// Returns whether a URL names a bucket, or an object in one, such as `s3://BUCKET/NAME`.
+pub fn is_object_url(url: &str) -> bool {
+    url.split_once("://").is_some_and(|(scheme, _)| BUCKET_SCHEMES.contains(&scheme))
 }
 
-/// Where a store is.
+/// The address of a store.
 pub(crate) enum Address<'a> {
     Memory,
     Directory(&'a Path),
@@ -35,7 +35,7 @@ pub(crate) enum Address<'a> {
 }
 
 impl<'a> Address<'a> {
-    pub(crate) fn of(url: &'a str) -> Result<Self> {
+    pub(crate) fn parse(url: &'a str) -> Result<Self> {
         let path = |path: &'a str| {
             let path = path.strip_prefix("//").unwrap_or(path);
             // On Windows `file:///C:/store` is `C:/store`.
@@ -46,7 +46,7 @@ impl<'a> Address<'a> {
             _ if url.is_empty() => {
                 Err(Error::new(ErrorKind::Invalid, "the address of the store is empty"))
             }
-            _ if is_object(url) => Ok(Self::Bucket(url)),
+            _ if is_object_url(url) => Ok(Self::Bucket(url)),
             Some(("memory", "")) => Ok(Self::Memory),
             Some(("file", rest)) => Ok(Self::Directory(path(rest))),
             Some(("unix", rest)) => Ok(Self::Socket(path(rest))),
@@ -62,49 +62,49 @@ impl<'a> Address<'a> {
     }
 }
 
-/// Where the daemon listens that serves a directory.
-pub(crate) fn claimed_by(path: &Path) -> Result<Option<String>> {
-    disk::claimed_by(path).map_err(|error| unreachable_at(path, &error))
+/// Returns the address of the daemon that serves a directory, if there is one.
+pub(crate) fn daemon_address(path: &Path) -> Result<Option<String>> {
+    disk::daemon_socket(path).map_err(|error| unreachable_at(path, &error))
 }
 
-/// A store's ledgers and volume.
-pub(crate) type Parts = (Arc<dyn Ledgers>, Arc<dyn Volume>);
+/// The ledgers and the volume of a store.
+pub(crate) type StoreBackend = (Arc<dyn Ledgers>, Arc<dyn Volume>);
 
-/// Those in a directory.
-pub(crate) fn directory(root: PathBuf) -> Parts {
+/// Opens the ledgers and the volume in a directory.
+pub(crate) fn open_directory(root: PathBuf) -> StoreBackend {
     let disk = Disk::at(root);
     let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
     (Arc::new(ledgers), Arc::new(DirectoryVolume::new(disk)))
 }
 
-/// Those in a bucket.
+/// Opens the ledgers and the volume in a bucket.
 #[cfg(feature = "object")]
-pub(crate) fn open_bucket(url: &str, patience: Duration) -> Result<Parts> {
-    Ok(over(Bucket::open(url, patience)?))
+pub(crate) fn open_bucket(url: &str, timeout: Duration) -> Result<StoreBackend> {
+    Ok(from_bucket(Bucket::open(url, timeout)?))
 }
 
 #[cfg(not(feature = "object"))]
-pub(crate) fn open_bucket(url: &str, _patience: Duration) -> Result<Parts> {
+pub(crate) fn open_bucket(url: &str, _timeout: Duration) -> Result<StoreBackend> {
     let text = format_args!(
         "`{url}`: stores in buckets need the feature `object`: `cargo install --features object`, or the wheel"
     );
     Err(Error::new(ErrorKind::Invalid, text))
 }
 
-/// The same, however it is reached.
+/// Returns the ledgers and the volume in an open bucket.
 #[cfg(feature = "object")]
-pub(crate) fn over(bucket: Bucket) -> Parts {
+pub(crate) fn from_bucket(bucket: Bucket) -> StoreBackend {
     let ledgers = SharedLedgers::new(Arc::new(ObjectMeta::new(bucket.clone())));
     (Arc::new(ledgers), Arc::new(ObjectVolume::new(bucket)))
 }
 
-/// Those of what outlasts a host: in a bucket, or in a directory that other hosts have too, `file:DIR`.
-pub(crate) fn at_bucket(url: &str, patience: Duration) -> Result<Parts> {
-    match Address::of(url)? {
-        Address::Bucket(url) => open_bucket(url, patience),
+/// Opens a store that outlives a host: in a bucket, or in a directory that hosts share (`file:DIR`).
+pub(crate) fn open_shared_store(url: &str, timeout: Duration) -> Result<StoreBackend> {
+    match Address::parse(url)? {
+        Address::Bucket(url) => open_bucket(url, timeout),
         Address::Directory(path) if url.starts_with("file:") => {
             let root = path.canonicalize().map_err(|error| unreachable_at(path, &error))?;
-            Ok(directory(root))
+            Ok(open_directory(root))
         }
         _ => {
             let text = format_args!(

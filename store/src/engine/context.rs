@@ -8,7 +8,7 @@ use tssd_format::StateDict;
 use super::get::{GetContext, GetOptions, PlanCache};
 use super::put::{self, PendingPut, PutOptions, PutReport, PutSequences};
 use super::version::{Contents, OpenVersion};
-use crate::control::{Controller, Following, Located};
+use crate::control::{Controller, LocatedVersion, VersionFollower};
 use crate::error::Result;
 use crate::io::exec::run_blocking;
 use crate::io::sync::Lock;
@@ -21,7 +21,7 @@ const MAX_KNOWN_CONTENTS: usize = 16;
 /// The state that all operations on one store share.
 pub(crate) struct Context {
     get: GetContext,
-    /// The contents of the version of each key that was read last, such as its index and its verified chunks.
+    /// Contents of the version of each key that was read last: its index and its verified chunks.
     known_contents: Lock<BTreeMap<Key, Arc<Contents>>>,
     put_sequences: PutSequences,
 }
@@ -39,7 +39,7 @@ impl Context {
         &self.get.controller
     }
 
-    /// What gets need.
+    /// Returns the state that gets share.
     pub(crate) fn get(&self) -> &GetContext {
         &self.get
     }
@@ -75,7 +75,7 @@ impl Context {
         let selector = options.version.map_or(Selector::Newest, Selector::Number);
         let locate = self.controller().locate(key, selector);
         let located = locate.instrument(span.clone()).await?;
-        located.route.admit(options.require)?;
+        located.route.check_required(options.require)?;
         let locate_seconds = started.elapsed().as_secs_f64();
         let version = self.open_located(&span, key, located).await?;
         let entered = span.enter();
@@ -88,12 +88,12 @@ impl Context {
     pub(crate) async fn open_next(
         &self,
         key: &Key,
-        following: &mut dyn Following,
+        following: &mut dyn VersionFollower,
         options: &GetOptions,
         timeout: Duration,
     ) -> Result<Option<OpenVersion>> {
         let Some(located) = following.next(timeout).await? else { return Ok(None) };
-        located.route.admit(options.require)?;
+        located.route.check_required(options.require)?;
         let span = tracing::debug_span!("get", %key, version = tracing::field::Empty);
         self.open_located(&span, key, located).await.map(Some)
     }
@@ -102,10 +102,10 @@ impl Context {
         &self,
         span: &tracing::Span,
         key: &Key,
-        located: Located,
+        located: LocatedVersion,
     ) -> Result<OpenVersion> {
         let known = self.known_contents.lock().get(key).cloned();
-        let is_remote = located.archives.values().any(|archive| archive.far().is_some());
+        let is_remote = located.archives.values().any(|archive| archive.remote().is_some());
         let in_span = span.clone();
         let open = move || in_span.in_scope(|| OpenVersion::open(located, known));
         // The index of a remote archive is requested.

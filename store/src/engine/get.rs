@@ -1,11 +1,11 @@
-//! Getting: a version, or parts of it, as values or into the caller's memory.
+//! Gets: a version, or parts of it, as values or in the caller's memory.
 
-mod beyond;
+mod device_parts;
+mod lazy_path;
 mod plans;
+mod read_set;
 mod target;
-mod tree;
-mod way;
-mod wishes;
+mod value_builder;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,99 +19,102 @@ use tssd_format::{
 };
 
 pub(crate) use self::plans::PlanCache;
-use self::plans::{Box, Cover, Leaf, Plan, Request};
-use self::target::expect_room;
+use self::plans::{Coverage, GlobalRegion, LeafSelector, Plan, Request};
+use self::target::check_size;
 pub use self::target::{Target, TargetMemory};
-use self::tree::Tree;
-use self::way::{Way, leaves};
-use self::wishes::{Wish, Wishes};
-use crate::blob::{Job, Proof};
-use crate::control::{Controller, Got};
-use crate::engine::version::{OpenVersion, Tally};
+use crate::blob::{RangeJob, VerifyMode};
+use crate::control::{Controller, ReadStats};
+use crate::engine::get::lazy_path::{LazyPath, for_each_leaf};
+use crate::engine::get::read_set::{ReadSet, TensorRequest};
+use crate::engine::get::value_builder::ValueBuilder;
+use crate::engine::version::{OpenVersion, ReadCounters};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::cancel::{GoesOn, Stop};
-use crate::io::cow_map::Private;
+use crate::io::cancel::{CancelCheck, CancelToken};
+use crate::io::cow_map::CowBuffer;
 use crate::io::exec::block_in_place;
 use crate::io::parallel;
-use crate::ledger::{Digest, VersionId};
-use crate::plan::{self, Copy};
+use crate::ledger::{ArchiveDigest, VersionId};
+use crate::plan::{self, RegionCopy};
 use crate::route::Transport;
 
-/// How a state dict is read. The default reads the newest version, whole.
+/// How a state dict is read. The default reads the newest version as a whole.
 #[derive(Clone, Debug, Default)]
 pub struct GetOptions {
-    /// The number of the version; none is the newest.
+    /// The number of the version. None is the newest.
     pub version: Option<u64>,
-    /// Whose values to take where writers hold different ones
-    /// ([`Divergent::Keep`](crate::Divergent::Keep)).
+    /// The writer whose values are read where writers hold different ones.
+    ///
+    /// Such versions are put with [`Divergent::Keep`](crate::Divergent::Keep).
     pub writer: Option<u32>,
-    /// The slices that are wanted of a leaf, by fqn; all other leaves come whole.
+    /// The slices of each leaf, by fqn. All other leaves are read as a whole.
     pub slices: BTreeMap<String, Vec<ShardSpec>>,
-    /// Whether bytes are taken as they are, without a look at their checksums: what is compressed is
-    /// proven all the same.
+    /// Whether checksums are ignored. Compressed chunks are verified in any case.
     pub unverified: bool,
-    /// How the bytes must come; none: any way is good.
+    /// The transport that must be used. None accepts each.
     pub require: Option<Transport>,
 }
 
-/// What a get has done.
+/// The result of a get.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct GetReport {
-    /// The number of the version that was read.
+    /// The number of the version.
     pub version: u64,
-    /// Its epoch.
+    /// The epoch of the version: the number of rewinds of the key before it.
     pub epoch: u32,
-    /// Its identity.
+    /// The identity of the version.
     pub id: VersionId,
-    /// What the version contains: equal digests are equal contents. Of a version of one writer it is the
-    /// digest of its put.
-    pub digest: Digest,
-    /// What the writers said of the state dict as a whole.
+    /// Digest of the contents. Equal digests mean equal contents.
+    ///
+    /// For a version of one writer it is the digest of its put.
+    pub digest: ArchiveDigest,
+    /// Attributes of the whole state dict.
     pub attrs: Attrs,
-    /// How many bytes of tensors were asked for: tied ones once.
+    /// Bytes of the requested tensors. Tied tensors count once.
     pub bytes_needed: u64,
-    /// How many bytes of tensors were copied, or are seen through views.
+    /// Bytes of tensors that were copied, or that views give access to.
     pub bytes_transferred: u64,
-    /// How many came over a connection, from another host or a bucket: more than were asked for where that is
-    /// cheaper than a further request, and where whole chunks are needed to prove parts of them.
+    /// Bytes that were received over a connection, from another host or a bucket.
+    ///
+    /// It is more than was requested if further bytes are cheaper than a further request, or if parts of chunks are
+    /// needed, because chunks can only be verified as a whole.
     pub bytes_received: u64,
-    /// How many bytes were checksummed: each chunk once for a version.
+    /// Bytes that were checksummed. Each chunk of a version is checksummed once.
     pub bytes_verified: u64,
-    /// How the bytes came.
+    /// The transport of the bytes.
     pub transport: Transport,
-    /// Why that way.
+    /// Why this transport was used.
     pub why: String,
-    /// How long it took to find out what to copy.
+    /// The time to plan the copies, in seconds.
     pub plan_seconds: f64,
-    /// How long it took.
+    /// The time of the get, in seconds.
     pub seconds: f64,
 }
 
-/// A thread gets targets of at least this many bytes together: fewer are copied before it has started.
-const SHARE_BYTES: usize = 1 << 20;
+/// Minimum bytes of targets for one thread: fewer are copied before a thread has started.
+const MIN_BYTES_PER_THREAD: usize = 1 << 20;
 
-/// Storages of fewer bytes are no work for a thread.
-const SMALL_BYTES: u64 = 64 << 10;
+/// Storages of fewer bytes are verified on the calling thread.
+const MIN_PARALLEL_STORAGE_BYTES: u64 = 64 << 10;
 
-/// What all gets of one store share.
+/// The state that all gets of one store share.
 pub(crate) struct GetContext {
     pub(crate) controller: Arc<dyn Controller>,
     pub(crate) plans: PlanCache,
 }
 
-/// A read in progress: the version, and what is counted.
+/// A read in progress: the version and the counters of the read.
 pub(crate) struct Read<'a> {
     version: &'a OpenVersion,
     context: &'a GetContext,
     unverified: bool,
     writer: Option<u32>,
-    goes_on: Option<GoesOn<'a>>,
+    cancel_check: Option<CancelCheck<'a>>,
     started: Instant,
-    copying: Duration,
-    /// How long it took to plan.
-    planned: Duration,
-    before: Tally,
+    copy_time: Duration,
+    /// The time to plan the copies so far.
+    plan_time: Duration,
+    before: ReadCounters,
     needed: u64,
     transferred: u64,
 }
@@ -127,18 +130,18 @@ impl<'a> Read<'a> {
             context,
             unverified: options.unverified,
             writer: options.writer,
-            goes_on: None,
-            planned: Duration::ZERO,
+            cancel_check: None,
+            plan_time: Duration::ZERO,
             started: Instant::now(),
-            copying: Duration::ZERO,
-            before: version.tally(),
+            copy_time: Duration::ZERO,
+            before: version.counters(),
             needed: 0,
             transferred: 0,
         }
     }
 
     pub(crate) fn report(&self) -> GetReport {
-        let Tally { verified, received } = self.version.tally().since(self.before);
+        let ReadCounters { verified, received } = self.version.counters().since(self.before);
         GetReport {
             version: self.version.number,
             epoch: self.version.epoch,
@@ -150,20 +153,21 @@ impl<'a> Read<'a> {
             bytes_received: received,
             bytes_verified: verified,
             transport: self.version.route().transport,
-            why: self.version.route().why.clone(),
-            plan_seconds: self.planned.as_secs_f64(),
+            why: self.version.route().reason.clone(),
+            plan_seconds: self.plan_time.as_secs_f64(),
             seconds: self.started.elapsed().as_secs_f64(),
         }
     }
 
-    /// The whole state dict, with slices where they are wanted. A leaf that lies in one piece is a
-    /// view; others are assembled. Tied leaves come back tied.
+    /// Reads the whole state dict, or slices of its leaves where they are requested.
+    ///
+    /// A leaf that lies in one archive as a whole is a view. Other leaves are assembled. Tied leaves stay tied.
     pub(crate) fn state_dict(&mut self, options: &GetOptions) -> Result<StateDict> {
         let root = self.version.tree(options.writer)?;
-        let way = Way::To(&ObjectPath::root());
+        let way = LazyPath::Full(&ObjectPath::root());
         if !options.slices.is_empty() {
             let mut names = BTreeSet::new();
-            leaves(way, &root, &mut |way, node| {
+            for_each_leaf(way, &root, &mut |way, node| {
                 if matches!(node, Node::Tensors(_)) {
                     names.insert(way.path().fqn());
                 }
@@ -174,61 +178,61 @@ impl<'a> Read<'a> {
                 );
             }
         }
-        let mut wishes = Wishes::default();
-        leaves(way, &root, &mut |way, node| wishes.add(way, node, &options.slices));
-        let needed = wishes.needed();
-        let tree = self.tree(wishes, &options.slices)?;
+        let mut read_set = ReadSet::default();
+        for_each_leaf(way, &root, &mut |way, node| read_set.add(way, node, &options.slices));
+        let needed = read_set.needed_bytes();
+        let tree = self.load_tree(read_set, &options.slices)?;
         self.needed += needed;
         let value = tree.value(way, &root);
         value.and_then(StateDict::from_value).map_err(|error| self.format_error(error))
     }
 
-    /// All that is wished for, with a tree of it in mind.
-    fn tree<'w>(
+    /// Reads the storages and the tensors of a read set.
+    fn load_tree<'w>(
         &mut self,
-        wishes: Wishes<'w>,
+        read_set: ReadSet<'w>,
         slices: &'w BTreeMap<String, Vec<ShardSpec>>,
-    ) -> Result<Tree<'w>> {
-        let views = self.views(wishes.viewed)?;
-        let made = self.assemble(&wishes.assembled)?;
-        let made = wishes.assembled.into_keys().zip(made).collect();
-        Ok(Tree { views, made, slices })
+    ) -> Result<ValueBuilder<'w>> {
+        let views = self.load_views(read_set.viewed_storages)?;
+        let assembled = self.assemble(&read_set.tensor_requests)?;
+        let made = read_set.tensor_requests.into_keys().zip(assembled).collect();
+        Ok(ValueBuilder { views, assembled: made, slices })
     }
 
-    /// Whole storages, in their order: views where they can be.
+    /// Reads whole storages, in the given order. They are views where possible.
     pub(crate) fn storages(&mut self, storages: &[u32]) -> Result<Vec<Bytes>> {
-        let views = self.views(storages.iter().copied().collect())?;
-        self.needed += views.values().map(|bytes| wide(bytes.len())).sum::<u64>();
+        let views = self.load_views(storages.iter().copied().collect())?;
+        self.needed += views.values().map(|bytes| to_u64(bytes.len())).sum::<u64>();
         Ok(storages.iter().map(|storage| views[storage].clone()).collect())
     }
 
-    /// Whole storages in memory of this reader alone, where that takes no copy.
-    pub(crate) fn private(&mut self, storages: &[u32]) -> Result<Vec<Option<Private>>> {
-        let private = self.version.private(storages)?;
+    /// Returns whole storages in copy-on-write memory of the caller, where that needs no copy.
+    pub(crate) fn cow_buffers(&mut self, storages: &[u32]) -> Result<Vec<Option<CowBuffer>>> {
+        let private = self.version.cow_buffers(storages)?;
         let found = storages.iter().zip(&private).filter(|(_, found)| found.is_some());
         let found = found.map(|(storage, _)| *storage);
         if self.unverified {
             self.transferred += found.map(|storage| self.version.storage_len(storage)).sum::<u64>();
         } else {
-            self.views(found.collect())?;
+            self.load_views(found.collect())?;
         }
         Ok(private)
     }
 
-    /// One leaf: a view if it lies in one piece, sliced if slices of it are wanted.
+    /// Reads one leaf: a view if it lies in one archive as a whole, or its requested slices.
     pub(crate) fn leaf(
         &mut self,
         path: &ObjectPath,
         node: &Node,
         options: &GetOptions,
     ) -> Result<Value> {
-        let mut wishes = Wishes::default();
-        wishes.add(Way::To(path), node, &options.slices);
-        let tree = self.tree(wishes, &options.slices)?;
-        tree.value(Way::To(path), node).map_err(|error| self.format_error(error))
+        let mut read_set = ReadSet::default();
+        read_set.add(LazyPath::Full(path), node, &options.slices);
+        let tree = self.load_tree(read_set, &options.slices)?;
+        tree.value(LazyPath::Full(path), node).map_err(|error| self.format_error(error))
     }
 
-    /// One tensor, whole, or one box of it.
+    /// Reads one tensor, or one region of it.
     pub(crate) fn tensor(
         &mut self,
         fqn: &str,
@@ -237,8 +241,9 @@ impl<'a> Read<'a> {
     ) -> Result<Tensor> {
         let references = self.version.tensor(fqn, writer)?;
         let TensorReference { meta, storage, byte_offset, .. } = &references[0];
-        let is_far = storage.is_some_and(|storage| self.version.far(storage).is_some());
-        if region.is_none() && plan::is_whole(&references) && !is_far {
+        let is_remote =
+            storage.is_some_and(|storage| self.version.remote_archive(storage).is_some());
+        if region.is_none() && plan::is_whole(&references) && !is_remote {
             let span = *byte_offset..byte_offset + meta.span_bytes();
             let bytes = storage
                 .map(|storage| self.version.view(storage, span, self.unverified))
@@ -253,16 +258,16 @@ impl<'a> Read<'a> {
         let region = region.unwrap_or(&whole);
         let (offsets, shape) = (region.offsets(), region.shape());
         let meta = self.meta(&references[0], shape)?;
-        let mut memory = memory(meta.nbytes())?;
+        let mut memory = allocate(meta.nbytes())?;
         self.needed += meta.nbytes();
-        let part = Some(Box { offsets, shape, global_shape: &global_shape });
-        let request = Request { leaf: Leaf::Named(fqn), part, meta: &meta };
+        let region = Some(GlobalRegion { offsets, shape, global_shape: &global_shape });
+        let request = Request { leaf: LeafSelector::Fqn(fqn), region, meta: &meta };
         let memories = vec![(&mut memory).into()];
-        self.fill((&[request], Cover::Whole), memories, |_| Ok(references.clone()))?;
+        self.fill((&[request], Coverage::Whole), memories, |_| Ok(references.clone()))?;
         Tensor::new(meta, memory.into(), 0).map_err(|error| self.format_error(error))
     }
 
-    /// The archives that leaves are in, or the parts of them that are wanted.
+    /// Returns the archives that contain leaves, or the requested parts of leaves.
     pub(crate) fn archives_of(
         &mut self,
         wanted: &[(String, Option<ShardSpec>)],
@@ -279,16 +284,16 @@ impl<'a> Read<'a> {
         let mut requests = Vec::with_capacity(wanted.len());
         for ((fqn, place), meta) in wanted.iter().zip(&metas) {
             requests.push(Request {
-                leaf: Leaf::Named(fqn),
-                part: place.as_ref().map(Box::from),
+                leaf: LeafSelector::Fqn(fqn),
+                region: place.as_ref().map(GlobalRegion::from),
                 meta,
             });
         }
-        let plan = self.plan((&requests, Cover::Whole), |at| Ok(leaves[at].clone()))?;
+        let plan = self.plan((&requests, Coverage::Whole), |at| Ok(leaves[at].clone()))?;
         Ok(self.version.archives_of(plan.copies().map(|copy| copy.storage)))
     }
 
-    /// Fills the caller's tensors; allocates nothing of their size.
+    /// Fills the caller's tensors. Allocates no memory of their size.
     pub(crate) fn fill_targets(
         &mut self,
         targets: &mut [Target<'_>],
@@ -297,26 +302,27 @@ impl<'a> Read<'a> {
         let mut requests = Vec::with_capacity(targets.len());
         let mut memories = Vec::with_capacity(targets.len());
         for target in targets {
-            expect_room(target).map_err(|error| self.format_error(error))?;
-            let Target { fqn, place, meta, memory } = target;
-            let part = place.as_ref().map(Box::from);
-            requests.push(Request { leaf: Leaf::Named(fqn), part, meta });
+            check_size(target).map_err(|error| self.format_error(error))?;
+            let Target { fqn, shard_spec, meta, memory } = target;
+            let region = shard_spec.as_ref().map(GlobalRegion::from);
+            requests.push(Request { leaf: LeafSelector::Fqn(fqn), region, meta });
             memories.push(match memory {
-                TargetMemory::Here(bytes) => TargetMemory::Here(bytes),
-                TargetMemory::Elsewhere(blob) => TargetMemory::Elsewhere(*blob),
+                TargetMemory::Host(bytes) => TargetMemory::Host(bytes),
+                TargetMemory::Device(blob) => TargetMemory::Device(*blob),
             });
         }
         let version = self.version;
-        self.fill((&requests, Cover::Whole), memories, |at| {
+        self.fill((&requests, Coverage::Whole), memories, |at| {
             version.tensor(requests[at].leaf.fqn(), writer)
         })?;
-        // No element is there twice, so they are not more than there is memory.
+        // The elements of a target do not overlap, so the sum is at most the bytes of the memory.
         self.needed += requests.iter().map(|request| request.meta.nbytes()).sum::<u64>();
         Ok(())
     }
 
-    /// Fills what of the caller's tensors these references hold: others have the rest. Says which box of which target that
-    /// was.
+    /// Fills the parts of the caller's tensors that these references hold. Other references hold the rest.
+    ///
+    /// Returns each filled region with the index of its target.
     pub(crate) fn fill_parts(
         &mut self,
         targets: &mut [Target<'_>],
@@ -326,11 +332,11 @@ impl<'a> Read<'a> {
         let mut memories = Vec::new();
         let mut filled = Vec::new();
         for (at, target) in targets.iter_mut().enumerate() {
-            expect_room(target).map_err(|error| self.format_error(error))?;
-            let Target { fqn, place, meta, memory } = target;
+            check_size(target).map_err(|error| self.format_error(error))?;
+            let Target { fqn, shard_spec, meta, memory } = target;
             let Some(references) = leaves.get(fqn) else { continue };
-            let part = place.as_ref().map(Box::from);
-            let wanted = match &part {
+            let region = shard_spec.as_ref().map(GlobalRegion::from);
+            let wanted = match &region {
                 Some(part) => Region::new(part.offsets, part.shape)
                     .map_err(|error| self.format_error(error.with_path(&**fqn)))?,
                 None => Region::whole(meta.shape()),
@@ -338,153 +344,164 @@ impl<'a> Read<'a> {
             filled.extend(references.iter().filter_map(|reference| {
                 plan::region(reference).intersect(&wanted).map(|region| (at, region))
             }));
-            requests.push(Request { leaf: Leaf::Run(fqn, references), part, meta });
+            requests.push(Request {
+                leaf: LeafSelector::References(fqn, references),
+                region,
+                meta,
+            });
             memories.push(match memory {
-                TargetMemory::Here(bytes) => TargetMemory::Here(bytes),
-                TargetMemory::Elsewhere(blob) => TargetMemory::Elsewhere(*blob),
+                TargetMemory::Host(bytes) => TargetMemory::Host(bytes),
+                TargetMemory::Device(blob) => TargetMemory::Device(*blob),
             });
         }
         let before = self.transferred;
         let references = |at: usize| match requests[at].leaf {
-            Leaf::Run(_, references) => Ok(references.into()),
-            Leaf::Named(_) => unreachable!("each has its own"),
+            LeafSelector::References(_, references) => Ok(references.into()),
+            LeafSelector::Fqn(_) => unreachable!("each has its own"),
         };
-        self.fill((&requests, Cover::Part), memories, references)?;
+        self.fill((&requests, Coverage::Part), memories, references)?;
         self.needed += self.transferred - before;
         Ok(filled)
     }
 
-    /// The storages that leaves are views of, proven.
-    fn views(&mut self, storages: BTreeSet<u32>) -> Result<BTreeMap<u32, Bytes>> {
+    /// Reads and verifies the storages that leaves are views of.
+    fn load_views(&mut self, storages: BTreeSet<u32>) -> Result<BTreeMap<u32, Bytes>> {
         let load = |storage: u32| -> Result<_> {
             let len = self.version.storage_len(storage);
             Ok((storage, self.version.view(storage, 0..len, self.unverified)?))
         };
-        let (far, near): (Vec<u32>, Vec<u32>) =
-            storages.into_iter().partition(|storage| self.version.far(*storage).is_some());
-        // Small ones are looked at sooner than handed to another thread.
-        let (small, large): (Vec<u32>, Vec<u32>) =
-            near.into_iter().partition(|storage| self.version.storage_len(*storage) < SMALL_BYTES);
+        let (remote, local): (Vec<u32>, Vec<u32>) = storages
+            .into_iter()
+            .partition(|storage| self.version.remote_archive(*storage).is_some());
+        // To pass a small storage to another thread takes longer than to verify it.
+        let (small, large): (Vec<u32>, Vec<u32>) = local
+            .into_iter()
+            .partition(|storage| self.version.storage_len(*storage) < MIN_PARALLEL_STORAGE_BYTES);
         let mut views: BTreeMap<u32, Bytes> = parallel::map(large, load)?.into_iter().collect();
-        views.extend(self.pulled(far)?);
+        views.extend(self.read_remote(remote)?);
         for storage in small {
             views.extend([load(storage)?]);
         }
-        self.transferred += views.values().map(|bytes| wide(bytes.len())).sum::<u64>();
+        self.transferred += views.values().map(|bytes| to_u64(bytes.len())).sum::<u64>();
         Ok(views)
     }
 
-    /// Storages that are elsewhere, in new memory.
-    fn pulled(&self, storages: Vec<u32>) -> Result<Vec<(u32, Bytes)>> {
-        let whole = |storage: u32| Copy {
+    /// Reads whole remote storages into new memory.
+    fn read_remote(&self, storages: Vec<u32>) -> Result<Vec<(u32, Bytes)>> {
+        let whole = |storage: u32| RegionCopy {
             storage,
-            source: 0,
-            target: 0,
+            source_offset: 0,
+            target_offset: 0,
             runs: Runs::contiguous(self.version.storage_len(storage)),
         };
-        let copies: Vec<Copy> = storages.iter().map(|storage| whole(*storage)).collect();
-        let memories = storages.iter().map(|storage| memory(self.version.storage_len(*storage)));
+        let copies: Vec<RegionCopy> = storages.iter().map(|storage| whole(*storage)).collect();
+        let memories = storages.iter().map(|storage| allocate(self.version.storage_len(*storage)));
         let mut memories: Vec<Vec<u8>> = memories.collect::<Result<_>>()?;
         let copies = copies.iter().map(std::slice::from_ref);
         self.pull(copies.zip(memories.iter_mut().map(Vec::as_mut_slice)).collect())?;
         Ok(storages.into_iter().zip(memories.into_iter().map(Bytes::from)).collect())
     }
 
-    /// Tensors in new memory, one for each wish.
-    fn assemble(&mut self, wishes: &IndexMap<Wish<'_>, String>) -> Result<Vec<Tensor>> {
-        let mut metas = Vec::with_capacity(wishes.len());
-        let mut memories = Vec::with_capacity(wishes.len());
-        for (references, place) in wishes.keys() {
+    /// Assembles tensors in new memory, one for each request.
+    fn assemble(&mut self, tensors: &IndexMap<TensorRequest<'_>, String>) -> Result<Vec<Tensor>> {
+        let mut metas = Vec::with_capacity(tensors.len());
+        let mut memories = Vec::with_capacity(tensors.len());
+        for (references, place) in tensors.keys() {
             let global_shape = plan::global_shape(&references[0]);
             let shape = place.map_or(&*global_shape, |place| place.slice().local_shape());
             let meta = self.meta(&references[0], shape)?;
-            memories.push(memory(meta.nbytes())?);
+            memories.push(allocate(meta.nbytes())?);
             metas.push(meta);
         }
-        let mut requests = Vec::with_capacity(wishes.len());
-        for (((references, place), fqn), meta) in wishes.iter().zip(&metas) {
+        let mut requests = Vec::with_capacity(tensors.len());
+        for (((references, place), fqn), meta) in tensors.iter().zip(&metas) {
             requests.push(Request {
-                leaf: Leaf::Run(fqn, references),
-                part: place.map(Box::from),
+                leaf: LeafSelector::References(fqn, references),
+                region: place.map(GlobalRegion::from),
                 meta,
             });
         }
         let targets = memories.iter_mut().map(TargetMemory::from).collect();
-        let references = |at| Ok(wishes.get_index(at).expect("one for each").0.0.into());
-        self.fill((&requests, Cover::Whole), targets, references)?;
+        let references = |at| Ok(tensors.get_index(at).expect("one for each").0.0.into());
+        self.fill((&requests, Coverage::Whole), targets, references)?;
         let tensor = |(meta, memory): (TensorMeta, Vec<u8>)| Tensor::new(meta, memory.into(), 0);
-        let tensors = metas.into_iter().zip(memories).map(tensor);
-        tensors.collect::<tssd_format::Result<_>>().map_err(|error| self.format_error(error))
+        let assembled = metas.into_iter().zip(memories).map(tensor);
+        assembled.collect::<tssd_format::Result<_>>().map_err(|error| self.format_error(error))
     }
 
-    /// Plans all requests before any byte is touched, then copies on all cores. The slices of the leaf that a
-    /// request is about are looked up if there is no plan yet.
+    /// Plans all requests before any byte is copied, then copies on all cores.
+    ///
+    /// `references` returns the slices of the leaf of a request. It is called if no plan is cached.
     fn fill(
         &mut self,
-        (requests, cover): (&[Request<'_>], Cover),
+        (requests, cover): (&[Request<'_>], Coverage),
         targets: Vec<TargetMemory<'_>>,
         references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
     ) -> Result<()> {
         let plan = self.plan((requests, cover), references)?;
         self.transferred += plan.bytes;
-        let (mut parts, beyond) = plan.cut(targets);
-        let is_near = |copy: &&Copy| self.version.far(copy.storage).is_none();
-        let fill = |(copies, target): &mut (&[Copy], &mut [u8])| {
-            copies.iter().filter(is_near).try_for_each(|copy| self.copy(copy, target))
+        let (mut parts, device_parts) = plan.split_targets(targets);
+        let is_local = |copy: &&RegionCopy| self.version.remote_archive(copy.storage).is_none();
+        let fill = |(copies, target): &mut (&[RegionCopy], &mut [u8])| {
+            copies.iter().filter(is_local).try_for_each(|copy| self.copy(copy, target))
         };
         let started = Instant::now();
-        let copied = parallel::map(shares(&mut parts), |share| share.iter_mut().try_for_each(fill));
-        let filled =
-            copied.and_then(|_| self.pull(parts)).and_then(|()| self.send(requests, beyond));
-        self.copying += started.elapsed();
-        filled.map_err(Error::target_modified)
+        let copied =
+            parallel::map(split_shares(&mut parts), |share| share.iter_mut().try_for_each(fill));
+        let filled = copied
+            .and_then(|_| self.pull(parts))
+            .and_then(|()| self.fill_device_parts(requests, device_parts));
+        self.copy_time += started.elapsed();
+        filled.map_err(Error::with_target_modified)
     }
 
-    /// Fills targets with what is elsewhere.
-    fn pull(&self, parts: Vec<(&[Copy], &mut [u8])>) -> Result<()> {
-        let Some(holder) = self.version.holder() else { return Ok(()) };
+    /// Fills targets with the bytes of remote archives.
+    fn pull(&self, parts: Vec<(&[RegionCopy], &mut [u8])>) -> Result<()> {
+        let Some(reader) = self.version.range_reader() else { return Ok(()) };
         let mut verified = 0;
         let mut jobs = Vec::new();
         for (copies, target) in parts {
-            let mut boxes = Vec::new();
+            let mut range_copies = Vec::new();
             for copy in copies {
-                if let Some(far) = self.version.far(copy.storage) {
-                    self.version.boxes(far, copy, self.unverified, &mut boxes);
+                if let Some(remote) = self.version.remote_archive(copy.storage) {
+                    self.version.add_range_copies(remote, copy, self.unverified, &mut range_copies);
                 }
             }
-            let proven = boxes.iter().filter(|each| each.proof != Proof::None);
-            verified += proven.map(|each| each.runs.total_bytes()).sum::<u64>();
-            if !boxes.is_empty() {
-                jobs.push(Job { target, boxes });
+            let verifiable = range_copies.iter().filter(|each| each.verify != VerifyMode::Skip);
+            verified += verifiable.map(|each| each.runs.total_bytes()).sum::<u64>();
+            if !range_copies.is_empty() {
+                jobs.push(RangeJob { target, copies: range_copies });
             }
         }
-        let received = match self.goes_on {
-            Some(goes_on) => Stop::watch(goes_on, |stop| holder.pull(jobs, stop))?,
-            None => holder.pull(jobs, &Stop::default())?,
+        let received = match self.cancel_check {
+            Some(cancel_check) => {
+                CancelToken::run_cancellable(cancel_check, |stop| reader.read_ranges(jobs, stop))?
+            }
+            None => reader.read_ranges(jobs, &CancelToken::default())?,
         };
-        self.version.count(Tally { verified, received });
+        self.version.count(ReadCounters { verified, received });
         Ok(())
     }
 
     fn plan(
         &mut self,
-        requests: (&[Request<'_>], Cover),
+        requests: (&[Request<'_>], Coverage),
         references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
     ) -> Result<Arc<Plan>> {
         let started = Instant::now();
-        let name = plans::name(&self.version.layout, self.writer, requests);
-        // The version says itself what layout it has: what it says must not make us look where nothing is.
-        let known =
+        let name = plans::plan_fingerprint(&self.version.layout, self.writer, requests);
+        // The manifest itself names its layout. A false name must not lead to a read beyond the end of a storage.
+        let cached =
             self.context.plans.get(&name).filter(|plan| plan.fits(self.version.storage_lens()));
-        let plan = known.map_or_else(|| self.new_plan(name, requests, references), Ok);
-        self.planned += started.elapsed();
+        let plan = cached.map_or_else(|| self.new_plan(name, requests, references), Ok);
+        self.plan_time += started.elapsed();
         plan
     }
 
     fn new_plan(
         &self,
         name: [u8; 32],
-        (requests, cover): (&[Request<'_>], Cover),
+        (requests, cover): (&[Request<'_>], Coverage),
         references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
     ) -> Result<Arc<Plan>> {
         let mut plan = Plan::default();
@@ -497,20 +514,20 @@ impl<'a> Read<'a> {
         Ok(plan)
     }
 
-    fn copy(&self, copy: &Copy, target: &mut [u8]) -> Result<()> {
+    fn copy(&self, copy: &RegionCopy, target: &mut [u8]) -> Result<()> {
         let span = copy.runs.source_span();
-        let range = copy.source..copy.source + span;
-        let target = &mut target[native(copy.target)..];
+        let range = copy.source_offset..copy.source_offset + span;
+        let target = &mut target[to_usize(copy.target_offset)..];
         if copy.runs.loops().is_empty() {
-            let target = &mut target[..native(span)];
+            let target = &mut target[..to_usize(span)];
             return self.version.copy(copy.storage, range, target, self.unverified);
         }
         let mut window = self.version.window(copy.storage, range, self.unverified)?;
         let bytes = window.bytes.clone();
-        copy_runs(&copy.runs, &bytes, target, |run| window.prove(&run))
+        copy_runs(&copy.runs, &bytes, target, |run| window.verify(&run))
     }
 
-    /// A contiguous tensor of a leaf's dtype.
+    /// Returns the metadata of a contiguous tensor with the dtype of a leaf.
     fn meta(&self, reference: &TensorReference, shape: &[u64]) -> Result<TensorMeta> {
         TensorMeta::new(reference.meta.dtype(), shape)
             .map(|meta| meta.with_flags(reference.meta.flags()))
@@ -518,39 +535,41 @@ impl<'a> Read<'a> {
     }
 
     fn format_error(&self, error: FormatError) -> Error {
-        Error::request(format_args!("version {}", self.version.number), error)
+        Error::from_request(format_args!("version {}", self.version.number), error)
     }
 }
 
-/// Fills the caller's tensors from a version; what is elsewhere, as long as that goes on. The memory is the caller's: no
-/// other thread may have it when the future is dropped that this is called in.
+/// Fills the caller's tensors from a version. Remote reads continue until `cancel_check` fails.
+///
+/// The copies are done when this function returns. So no thread writes to the caller's memory after the future that
+/// calls it is dropped.
 pub(crate) fn fill(
     version: &OpenVersion,
     context: &GetContext,
     targets: &mut [Target<'_>],
     options: &GetOptions,
-    goes_on: Option<GoesOn<'_>>,
+    cancel_check: Option<CancelCheck<'_>>,
 ) -> Result<GetReport> {
     let mut fill = || {
         let mut read = Read::new(version, context, options);
-        read.goes_on = goes_on;
+        read.cancel_check = cancel_check;
         read.fill_targets(targets, options.writer)?;
         Ok(read.report())
     };
-    if version.holder().is_some() { block_in_place(fill) } else { fill() }
+    if version.range_reader().is_some() { block_in_place(fill) } else { fill() }
 }
 
-/// Parts of targets, for a thread each.
-fn shares<'p, 'a, 't>(
-    mut parts: &'p mut [(&'a [Copy], &'t mut [u8])],
-) -> Vec<&'p mut [(&'a [Copy], &'t mut [u8])]> {
+/// Splits parts of targets into slices, one for each thread.
+fn split_shares<'p, 'a, 't>(
+    mut parts: &'p mut [(&'a [RegionCopy], &'t mut [u8])],
+) -> Vec<&'p mut [(&'a [RegionCopy], &'t mut [u8])]> {
     let mut shares = Vec::new();
     let mut bytes = 0;
     let mut count = 0;
     while count < parts.len() {
         bytes += parts[count].1.len();
         count += 1;
-        if bytes >= SHARE_BYTES {
+        if bytes >= MIN_BYTES_PER_THREAD {
             let (share, rest) = std::mem::take(&mut parts).split_at_mut(count);
             shares.push(share);
             (parts, bytes, count) = (rest, 0, 0);
@@ -562,8 +581,8 @@ fn shares<'p, 'a, 't>(
 
 impl Drop for Read<'_> {
     fn drop(&mut self) {
-        let Tally { verified, received } = self.version.tally().since(self.before);
-        self.context.controller.got(Got {
+        let ReadCounters { verified, received } = self.version.counters().since(self.before);
+        self.context.controller.record_read(ReadStats {
             transport: self.version.route().transport,
             needed: self.needed,
             transferred: self.transferred,
@@ -575,27 +594,27 @@ impl Drop for Read<'_> {
             bytes_transferred = self.transferred,
             bytes_received = received,
             bytes_verified = verified,
-            plan_seconds = self.planned.as_secs_f64(),
-            copy_seconds = self.copying.as_secs_f64(),
+            plan_seconds = self.plan_time.as_secs_f64(),
+            copy_seconds = self.copy_time.as_secs_f64(),
             seconds = self.started.elapsed().as_secs_f64(),
             "read"
         );
     }
 }
 
-/// New memory; what does not fit is refused before the system is asked to give up.
-fn memory(bytes: u64) -> Result<Vec<u8>> {
+/// Allocates zeroed memory. If it does not fit, this returns an error and the process is not aborted.
+fn allocate(bytes: u64) -> Result<Vec<u8>> {
     let too_large =
         || Error::new(ErrorKind::Invalid, format_args!("{bytes} bytes do not fit into memory"));
     let len = usize::try_from(bytes).map_err(|_| too_large())?;
     zeroed(len).map_err(|_| too_large())
 }
 
-/// Lengths of what is in memory.
-fn native(bytes: u64) -> usize {
+/// Converts a length in memory.
+fn to_usize(bytes: u64) -> usize {
     usize::try_from(bytes).expect("what is in memory fits usize")
 }
 
-fn wide(len: usize) -> u64 {
+fn to_u64(len: usize) -> u64 {
     u64::try_from(len).expect("usize is at most 64 bits")
 }

@@ -1,20 +1,19 @@
-//! Versions over ledgers and a volume: the ledger's commands, and the effects that they owe.
+//! Versions over ledgers and a volume: the commands of the ledger and their effects.
 //!
-//! A key's turn is kept from one step of its ledger to the next, and while data is deleted or
-//! a manifest gets its name, so that all of these see one order. Whoever finds an effect owed by
-//! a process that died carries it out.
+//! The ledger of a key is locked for each step, and while data is deleted or a manifest gets its name, so that all
+//! processes see one order. If a process dies with pending effects, another process runs them.
 
-mod attempt;
 mod catalog;
-mod folder;
-mod lost;
-mod owed;
-mod proof;
+mod contributions;
+mod effects;
+mod lost_leaves;
 mod sessions;
-mod storing;
 #[cfg(test)]
 mod tests;
-mod writing;
+mod uploads;
+mod verification;
+mod version_folder;
+mod write_transaction;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -22,13 +21,13 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use tssd_format::MANIFEST_NAME;
 
-use self::attempt::Attempt;
 use self::sessions::Session;
 use crate::blob::Volume;
 use crate::control::layout::{archives, folder};
-use crate::control::{Begun, Controller, Located, Place, Proposal};
-use crate::control::{Everyone, Keepers};
-use crate::engine::local::folder::locate;
+use crate::control::{ArchivePlacement, BeginResult, Controller, LocatedVersion, Proposal};
+use crate::control::{ReplicaLocator, SingleHost};
+use crate::engine::local::version_folder::locate;
+use crate::engine::local::write_transaction::WriteTransaction;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::environment::Environment;
 use crate::io::exec::{INLINE_MAX_BYTES, run_blocking, run_inline};
@@ -42,11 +41,11 @@ use crate::metadata::{Ledgers, save};
 use crate::route::Route;
 use crate::status::DaemonStatus;
 
-/// How often a read starts anew because the version it was about to open is deleted.
-const OPEN_TRIES: u32 = 16;
+/// Maximum number of attempts to open a version. An attempt fails if the version is deleted meanwhile.
+const MAX_OPEN_ATTEMPTS: u32 = 16;
 
-/// How many keys' versions stay open between reads.
-const MAX_OPENED: usize = 16;
+/// Maximum number of keys whose last located version stays open between reads.
+const MAX_LOCATED_KEYS: usize = 16;
 
 #[derive(Clone)]
 pub(crate) struct LocalController(Arc<Inner>);
@@ -54,23 +53,24 @@ pub(crate) struct LocalController(Arc<Inner>);
 struct Inner {
     ledgers: Arc<dyn Ledgers>,
     volume: Arc<dyn Volume>,
-    keepers: Arc<dyn Keepers>,
+    replica_locator: Arc<dyn ReplicaLocator>,
     environment: Arc<dyn Environment>,
-    opened: Lock<Opened>,
-    /// What this process proves now: nobody takes that over.
-    proving: Lock<BTreeSet<VersionId>>,
-    /// The keys in whose folders nothing is left of others' versions.
-    swept: Lock<BTreeSet<Key>>,
+    located_cache: Lock<LocatedCache>,
+    /// Versions that this process is verifying. No other task of the process takes them over.
+    running_verifications: Lock<BTreeSet<VersionId>>,
+    /// Keys whose folders this process has swept: no data of unknown versions is left there.
+    swept_keys: Lock<BTreeSet<Key>>,
     session: OnceCell<Option<Session>>,
-    /// The leases that could not be released yet.
-    unreleased: Lock<Vec<(Key, LeaseId)>>,
+    /// Leases that are still to be released.
+    pending_releases: Lock<Vec<(Key, LeaseId)>>,
 }
 
+/// Versions that stay open between reads.
 #[derive(Default)]
-struct Opened {
-    /// The version of each key that was located last: whoever reads it again finds it mapped.
-    located: BTreeMap<Key, Located>,
-    /// How often something of a key was deleted: what was looked up before is not kept after that.
+struct LocatedCache {
+    /// The version of each key that was located last. It is still mapped for the next read.
+    located: BTreeMap<Key, LocatedVersion>,
+    /// Number of deletions of each key. A version that was located before a deletion is not kept after it.
     deletions: BTreeMap<Key, u64>,
 }
 
@@ -80,14 +80,14 @@ impl LocalController {
         volume: Arc<dyn Volume>,
         environment: Arc<dyn Environment>,
     ) -> Self {
-        Self::among(ledgers, volume, Arc::new(Everyone), environment)
+        Self::with_replica_locator(ledgers, volume, Arc::new(SingleHost), environment)
     }
 
-    /// One of several, each of which keeps what is put to it.
-    pub(crate) fn among(
+    /// Creates the controller of one process of several, each of which holds what is put to it.
+    pub(crate) fn with_replica_locator(
         ledgers: Arc<dyn Ledgers>,
         volume: Arc<dyn Volume>,
-        keepers: Arc<dyn Keepers>,
+        keepers: Arc<dyn ReplicaLocator>,
         environment: Arc<dyn Environment>,
     ) -> Self {
         let (opened, proving, swept) = (Lock::default(), Lock::default(), Lock::default());
@@ -95,19 +95,19 @@ impl LocalController {
         Self(Arc::new(Inner {
             ledgers,
             volume,
-            keepers,
+            replica_locator: keepers,
             environment,
-            opened,
-            proving,
-            swept,
+            located_cache: opened,
+            running_verifications: proving,
+            swept_keys: swept,
             session,
-            unreleased: Lock::default(),
+            pending_releases: Lock::default(),
         }))
     }
 
-    /// How many use it, those included who were not waited for.
+    /// Returns the number of references, including those of cancelled calls that are still running.
     #[cfg(feature = "shuttle")]
-    pub(crate) fn users(&self) -> usize {
+    pub(crate) fn reference_count(&self) -> usize {
         Arc::strong_count(&self.0)
     }
 
@@ -116,33 +116,35 @@ impl LocalController {
     }
 
     pub(crate) fn random(&self) -> u128 {
-        self.0.environment.random()
+        self.0.environment.random_id()
     }
 
-    /// Gives a command to the ledger of a key. Time passes first, so that what is too old is gone.
+    /// Applies a command to the ledger of a key, after a [`Command::Expire`] for the current time.
     pub(crate) async fn apply(&self, key: &Key, command: Command) -> Result<Outcome> {
         loop {
-            let turn = self.0.ledgers.turn(key).await?;
-            let expired = advance(key, turn.state(), Command::Expire { now: self.now() })?;
+            let guard = self.0.ledgers.lock(key).await?;
+            let expired = advance(key, guard.state(), Command::Expire { now: self.now() })?;
             let next = advance(key, &expired.state, command.clone())?;
-            if save(turn, next.state).await? {
+            if save(guard, next.state).await? {
                 return Ok(next.outcome);
             }
         }
     }
 
-    /// The ledger of a key as it is now; one that was never written is empty.
+    /// Returns the current state of the ledger of a key. A key that was never written has an empty one.
+    ///
+    /// An overdue verification is run first.
     pub(crate) async fn state(&self, key: &Key) -> Result<Arc<State>> {
         let state = self.0.ledgers.state(key).await?;
-        // Somebody who may not write, or cannot now, still reads what is visible.
-        if self.owes_old_proof(&state) && self.settle(key).await.is_ok() {
+        // A process that cannot write still reads the visible versions.
+        if self.has_overdue_verification(&state) && self.run_pending_effects(key).await.is_ok() {
             return self.0.ledgers.state(key).await;
         }
         Ok(state)
     }
 
-    /// Runs something that waits for the volume on a thread that may wait.
-    pub(crate) async fn on_disk<T: Send + 'static>(
+    /// Runs work that may block on the volume, on a thread that may block.
+    pub(crate) async fn run_on_volume<T: Send + 'static>(
         &self,
         work: impl FnOnce(&dyn Volume) -> Result<T> + Send + 'static,
     ) -> Result<T> {
@@ -150,26 +152,26 @@ impl LocalController {
         run_blocking(move || work(&*volume)).await
     }
 
-    /// The same with the folder of a version; right here if its files are few bytes of memory.
-    async fn on_version<T: Send + 'static>(
+    /// Runs work on the folder of a version. It runs inline if the files are small and in memory.
+    async fn run_on_version_folder<T: Send + 'static>(
         &self,
         key: &Key,
         version: &Version,
         work: impl FnOnce(&dyn Volume, &str) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let (volume, folder) = (self.0.volume.clone(), folder(key, version));
-        let is_brief = is_brief(&*volume, version, &folder);
+        let is_inline = fits_inline(&*volume, version, &folder);
         let work = move || work(&*volume, &folder);
-        if is_brief { run_inline(work) } else { run_blocking(work).await }
+        if is_inline { run_inline(work) } else { run_blocking(work).await }
     }
 
-    fn opened(&self) -> MutexGuard<'_, Opened> {
-        self.0.opened.lock()
+    fn located_cache(&self) -> MutexGuard<'_, LocatedCache> {
+        self.0.located_cache.lock()
     }
 
-    /// A version that is about to be deleted stays open for those who have it, and for nobody who may come.
-    fn close(&self, key: &Key, id: VersionId) {
-        let mut opened = self.opened();
+    /// Removes a version that is about to be deleted from the cache. Readers that have it keep it open.
+    fn evict_located(&self, key: &Key, id: VersionId) {
+        let mut opened = self.located_cache();
         *opened.deletions.entry(key.clone()).or_default() += 1;
         if opened.located.get(key).is_some_and(|located| located.id == id) {
             opened.located.remove(key);
@@ -177,8 +179,10 @@ impl LocalController {
     }
 }
 
-/// Whether a version is one archive at most, which nothing is compared with, of few bytes, and in memory.
-fn is_brief(volume: &dyn Volume, version: &Version, folder: &str) -> bool {
+/// Returns whether work on a version runs inline: at most one archive, small and in memory.
+///
+/// A single archive is not compared with others.
+fn fits_inline(volume: &dyn Volume, version: &Version, folder: &str) -> bool {
     let mut archives = version.contributions.values().flat_map(Contribution::archives);
     let (first, others) = (archives.next(), archives.next());
     let mut names = first.map(|archive| archive.name.as_str()).into_iter().chain([MANIFEST_NAME]);
@@ -189,31 +193,31 @@ fn is_brief(volume: &dyn Volume, version: &Version, folder: &str) -> bool {
 
 #[async_trait]
 impl Controller for LocalController {
-    async fn begin(&self, key: &Key, mut proposal: Proposal) -> Result<Begun> {
+    async fn begin(&self, key: &Key, mut proposal: Proposal) -> Result<BeginResult> {
         proposal.durability = self.0.volume.admit(proposal.durability)?;
         let (place, committed) = self.open(key, &proposal, || true).await?;
-        let Place { id, epoch, number, .. } = place;
-        let mut attempt = Box::new(Attempt::new(self.clone(), place, proposal.file_len));
+        let ArchivePlacement { id, epoch, number, .. } = place;
+        let mut attempt = Box::new(WriteTransaction::new(self.clone(), place, proposal.file_len));
         if committed.is_none() {
             attempt.reserve().await?;
         }
-        Ok(Begun { id, epoch, number, committed, contribution: attempt })
+        Ok(BeginResult { id, epoch, number, committed, contribution: attempt })
     }
 
-    async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
+    async fn locate(&self, key: &Key, selector: Selector) -> Result<LocatedVersion> {
         let mut failed = None;
-        for _ in 0..OPEN_TRIES {
-            let deletions = self.opened().deletions.get(key).copied();
+        for _ in 0..MAX_OPEN_ATTEMPTS {
+            let deletions = self.located_cache().deletions.get(key).copied();
             let state = self.state(key).await?;
-            let found = state.found(selector);
-            let version = found.map_err(|refusal| Error::refused(key, refusal))?;
+            let found = state.select(selector);
+            let version = found.map_err(|refusal| Error::from_refusal(key, refusal))?;
             let (folder, names, id) = (folder(key, version), archives(version), version.id);
             {
-                let mut opened = self.opened();
+                let mut opened = self.located_cache();
                 if let Some(located) = opened.located.get(key).filter(|located| located.id == id) {
                     return Ok(located.clone());
                 }
-                // What was replaced is let go before its successor is opened.
+                // The replaced version is dropped before its successor is opened.
                 opened.located.remove(key);
             }
             if failed.replace(id) == Some(id) {
@@ -222,18 +226,19 @@ impl Controller for LocalController {
                     format_args!("key `{key}`: version {} lacks files", version.number),
                 ));
             }
-            let located = self.on_disk(move |volume| locate(volume, &folder, names, id)).await?;
+            let located =
+                self.run_on_volume(move |volume| locate(volume, &folder, names, id)).await?;
             if let Some(located) = located {
-                let mut opened = self.opened();
+                let mut opened = self.located_cache();
                 if opened.deletions.get(key).copied() == deletions {
-                    if opened.located.len() >= MAX_OPENED {
+                    if opened.located.len() >= MAX_LOCATED_KEYS {
                         opened.located.pop_first();
                     }
                     opened.located.insert(key.clone(), located.clone());
                 }
                 return Ok(located);
             }
-            // It was deleted between the look at the ledger and the opening: look again.
+            // The version was deleted after the ledger was read: read the ledger again.
         }
         Err(Error::new(
             ErrorKind::Busy,
@@ -262,5 +267,5 @@ impl Controller for LocalController {
 }
 
 fn advance(key: &Key, state: &State, command: Command) -> Result<Step> {
-    step(state, command).map_err(|refusal| Error::refused(key, refusal))
+    step(state, command).map_err(|refusal| Error::from_refusal(key, refusal))
 }

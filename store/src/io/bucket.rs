@@ -1,4 +1,4 @@
-//! A bucket of an object store (S3, Google Cloud Storage, Azure), or what is below a prefix of one.
+//! A bucket of an object store (S3, Google Cloud Storage, Azure), or the objects below a prefix of one.
 
 use std::future::Future;
 use std::sync::{Arc, mpsc};
@@ -13,38 +13,38 @@ use object_store::{ClientConfigKey, ObjectStore, RetryConfig};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::error::{Error, ErrorKind, Result, causes};
+use crate::error::{Error, ErrorKind, Result, error_chain};
 use crate::io::exec::backoff;
 use crate::io::sync::boxed;
 
-/// A request may take so long, its bytes included: many share a line that may be slow.
-const REQUEST: &str = "2 minutes";
+/// Timeout of a request, including its body: many requests may share a slow connection.
+const REQUEST_TIMEOUT: &str = "2 minutes";
 
-/// The name of an object is not longer, prefix included, in any of the stores.
+/// Maximum bytes of an object name with its prefix. All stores accept this length.
 const MAX_PATH_BYTES: usize = 1024;
 
-/// How many requests for bytes are under way at once.
-const REQUESTS: usize = 16;
+/// Maximum number of range requests in flight.
+const MAX_RANGE_REQUESTS: usize = 16;
 
-/// The objects below a prefix. Requests are made by threads of its own, whoever asks and waits for them.
+/// The objects below a prefix of a bucket. Its own threads make the requests.
 #[derive(Clone)]
 pub(crate) struct Bucket(Arc<Inner>);
 
 struct Inner {
     objects: Arc<dyn ObjectStore>,
     uploads: Arc<dyn MultipartStore>,
-    /// The prefix, and how it is shown.
+    /// The prefix. `shown` is the URL for messages.
     root: Path,
     shown: String,
-    /// The right to have a request for bytes under way.
+    /// Limits the range requests in flight.
     requests: Arc<Semaphore>,
-    runtime: Background,
+    runtime: BackgroundRuntime,
 }
 
-/// A runtime that may be dropped anywhere.
-struct Background(Option<Runtime>);
+/// A runtime that can be dropped in any context, also in async code.
+struct BackgroundRuntime(Option<Runtime>);
 
-impl Drop for Background {
+impl Drop for BackgroundRuntime {
     fn drop(&mut self) {
         if let Some(runtime) = self.0.take() {
             runtime.shutdown_background();
@@ -52,43 +52,47 @@ impl Drop for Background {
     }
 }
 
-/// What is to come of a request.
-type Answer<T> = std::result::Result<T, object_store::Error>;
+/// Result of a request.
+type ObjectResult<T> = std::result::Result<T, object_store::Error>;
 
 impl Bucket {
-    /// The bucket at an address such as `s3://BUCKET/PREFIX`, with what the environment says of regions,
-    /// endpoints and keys. Requests that fail are tried again that long, with longer and longer pauses of random
-    /// length in between.
-    pub(crate) fn open(url: &str, patience: Duration) -> Result<Self> {
+    /// Opens the bucket at a URL such as `s3://BUCKET/PREFIX`.
+    ///
+    /// Regions, endpoints and credentials come from environment variables. A failed request is retried for
+    /// `retry_limit`, with growing delays of random length.
+    pub(crate) fn open(url: &str, retry_limit: Duration) -> Result<Self> {
         let (scheme, rest) = url.split_once("://").unwrap_or_default();
         let (_, below) = rest.split_once('/').unwrap_or((rest, ""));
-        let root = prefix(below, url)?;
-        // A process has one; one that has chosen another already keeps that.
+        let root = parse_prefix(below, url)?;
+        // TLS needs a default provider. If the process has installed one already, that one stays.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let retry = RetryConfig { retry_timeout: patience, ..RetryConfig::default() };
+        let retry = RetryConfig { retry_timeout: retry_limit, ..RetryConfig::default() };
         let timeout = ClientConfigKey::Timeout;
-        let failed =
-            |error| Error::new(ErrorKind::Invalid, format_args!("`{url}`: {}", causes(&error)));
+        let failed = |error| {
+            Error::new(ErrorKind::Invalid, format_args!("`{url}`: {}", error_chain(&error)))
+        };
         match scheme {
             "s3" | "s3a" => {
                 let builder = AmazonS3Builder::from_env().with_url(url).with_retry(retry);
-                let builder = builder.with_config(AmazonS3ConfigKey::Client(timeout), REQUEST);
+                let builder =
+                    builder.with_config(AmazonS3ConfigKey::Client(timeout), REQUEST_TIMEOUT);
                 Self::new(Arc::new(builder.build().map_err(failed)?), root, url)
             }
             "gs" => {
                 let builder = GoogleCloudStorageBuilder::from_env().with_url(url).with_retry(retry);
-                let builder = builder.with_config(GoogleConfigKey::Client(timeout), REQUEST);
+                let builder =
+                    builder.with_config(GoogleConfigKey::Client(timeout), REQUEST_TIMEOUT);
                 Self::new(Arc::new(builder.build().map_err(failed)?), root, url)
             }
             _ => {
                 let builder = MicrosoftAzureBuilder::from_env().with_url(url).with_retry(retry);
-                let builder = builder.with_config(AzureConfigKey::Client(timeout), REQUEST);
+                let builder = builder.with_config(AzureConfigKey::Client(timeout), REQUEST_TIMEOUT);
                 Self::new(Arc::new(builder.build().map_err(failed)?), root, url)
             }
         }
     }
 
-    /// What is below a prefix of an object store.
+    /// Opens the objects below a prefix of an object store.
     pub(crate) fn new<S: ObjectStore + MultipartStore>(
         store: Arc<S>,
         root: Path,
@@ -102,8 +106,8 @@ impl Bucket {
             uploads: store,
             root,
             shown: shown.trim_end_matches('/').to_owned(),
-            requests: Arc::new(Semaphore::new(REQUESTS)),
-            runtime: Background(Some(runtime)),
+            requests: Arc::new(Semaphore::new(MAX_RANGE_REQUESTS)),
+            runtime: BackgroundRuntime(Some(runtime)),
         })))
     }
 
@@ -115,19 +119,19 @@ impl Bucket {
         self.0.uploads.clone()
     }
 
-    pub(crate) fn requests(&self) -> Arc<Semaphore> {
+    pub(crate) fn request_permits(&self) -> Arc<Semaphore> {
         self.0.requests.clone()
     }
 
-    /// Where an object is, by its name below the prefix.
+    /// Returns the path of an object, given its name below the prefix.
     pub(crate) fn path(&self, name: &str) -> Result<Path> {
         let root = self.0.root.as_ref();
-        let whole = if root.is_empty() || name.is_empty() {
+        let path = if root.is_empty() || name.is_empty() {
             format!("{root}{name}")
         } else {
             format!("{root}/{name}")
         };
-        let len = whole.len();
+        let len = path.len();
         if len > MAX_PATH_BYTES {
             let text = format_args!(
                 "`{name}`: {len} bytes are more than the {MAX_PATH_BYTES} of a name in a bucket, where what is not \
@@ -135,52 +139,52 @@ impl Bucket {
             );
             return Err(Error::new(ErrorKind::Invalid, text));
         }
-        Path::parse(whole)
+        Path::parse(path)
             .map_err(|error| Error::new(ErrorKind::Invalid, format_args!("`{name}`: {error}")))
     }
 
-    /// What it is called in messages.
-    pub(crate) fn shown(&self, name: &str) -> String {
+    /// Returns the URL of an object for messages.
+    pub(crate) fn display_name(&self, name: &str) -> String {
         format!("{}/{name}", self.0.shown)
     }
 
-    /// Lets the bucket's threads do something, whether it is waited for or not.
+    /// Runs a future on the threads of the bucket, without waiting for it.
     pub(crate) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         if let Some(runtime) = &self.0.runtime.0 {
             drop(runtime.spawn(boxed(work)));
         }
     }
 
-    /// Lets them do something, and waits for it.
-    pub(crate) async fn ask<T: Send + 'static>(
+    /// Runs a request on the threads of the bucket and returns its result.
+    pub(crate) async fn request<T: Send + 'static>(
         &self,
         name: &str,
-        work: impl Future<Output = Answer<T>> + Send + 'static,
+        work: impl Future<Output = ObjectResult<T>> + Send + 'static,
     ) -> Result<T> {
-        let (answer, answered) = oneshot::channel();
-        self.spawn(async move { drop(answer.send(work.await)) });
-        let answer = answered.await.map_err(|_| self.ended(name))?;
-        answer.map_err(|error| self.error(name, &error))
+        let (sender, receiver) = oneshot::channel();
+        self.spawn(async move { drop(sender.send(work.await)) });
+        let result = receiver.await.map_err(|_| self.cut_off_error(name))?;
+        result.map_err(|error| self.error(name, &error))
     }
 
-    /// The same for a thread that may wait.
-    pub(crate) fn wait<T: Send + 'static>(
+    /// As [`ask`](Self::ask), for a thread that may block.
+    pub(crate) fn request_blocking<T: Send + 'static>(
         &self,
         name: &str,
-        work: impl Future<Output = Answer<T>> + Send + 'static,
+        work: impl Future<Output = ObjectResult<T>> + Send + 'static,
     ) -> Result<T> {
-        let (answer, answered) = mpsc::sync_channel(1);
-        self.spawn(async move { drop(answer.send(work.await)) });
-        let answer = answered.recv().map_err(|_| self.ended(name))?;
-        answer.map_err(|error| self.error(name, &error))
+        let (sender, receiver) = mpsc::sync_channel(1);
+        self.spawn(async move { drop(sender.send(work.await)) });
+        let result = receiver.recv().map_err(|_| self.cut_off_error(name))?;
+        result.map_err(|error| self.error(name, &error))
     }
 
-    fn ended(&self, name: &str) -> Error {
-        let shown = self.shown(name);
+    fn cut_off_error(&self, name: &str) -> Error {
+        let shown = self.display_name(name);
         Error::new(ErrorKind::Unreachable, format_args!("`{shown}`: the request was cut off"))
     }
 
-    /// An error of the object store at something.
+    /// Converts an error of the object store about the object `name`.
     pub(crate) fn error(&self, name: &str, error: &object_store::Error) -> Error {
         use object_store::Error as Failed;
         let kind = match error {
@@ -192,17 +196,17 @@ impl Bucket {
             | Failed::UnknownConfigurationKey { .. } => ErrorKind::Invalid,
             _ => ErrorKind::Unreachable,
         };
-        Error::new(kind, format_args!("`{}`: {}", self.shown(name), causes(error)))
+        Error::new(kind, format_args!("`{}`: {}", self.display_name(name), error_chain(error)))
     }
 
-    /// The names directly below a name, sorted.
+    /// Lists the names directly below `name`, sorted.
     pub(crate) fn list(
         &self,
         name: &str,
-    ) -> Result<impl Future<Output = Answer<Vec<String>>> + Send + 'static> {
+    ) -> Result<impl Future<Output = ObjectResult<Vec<String>>> + Send + 'static> {
         let (objects, path) = (self.objects(), self.path(name)?);
         Ok(async move {
-            let found = again(|| objects.list_with_delimiter(Some(&path))).await?;
+            let found = retry(|| objects.list_with_delimiter(Some(&path))).await?;
             let objects = found.objects.iter().map(|object| &object.location);
             let names = found.common_prefixes.iter().chain(objects).filter_map(Path::filename);
             let mut names: Vec<String> = names.map(str::to_owned).collect();
@@ -213,39 +217,40 @@ impl Bucket {
     }
 }
 
-/// A prefix, of what is shown so.
-pub(crate) fn prefix(prefix: &str, shown: &str) -> Result<Path> {
+/// Parses a prefix. `shown` names it in the error.
+pub(crate) fn parse_prefix(prefix: &str, shown: &str) -> Result<Path> {
     Path::parse(prefix.trim_matches('/'))
         .map_err(|error| Error::new(ErrorKind::Invalid, format_args!("`{shown}`: {error}")))
 }
 
-/// How often something is done again that has failed on its way, and how long after the first try no more.
+/// Maximum number of retries, and maximum time after the first try at which one starts.
 const TRIES: u32 = 4;
-const PATIENCE: Duration = Duration::from_secs(20);
+const RETRY_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Does something until it has not failed on its way: requests are tried again by themselves, but not where the
-/// connection is lost in the middle of an answer.
-pub(crate) async fn again<T, F: Future<Output = Answer<T>>>(
+/// Retries a request that failed in transit.
+///
+/// The client retries most failures itself, but not a connection that is lost in the middle of a response.
+pub(crate) async fn retry<T, F: Future<Output = ObjectResult<T>>>(
     mut work: impl FnMut() -> F,
-) -> Answer<T> {
+) -> ObjectResult<T> {
     let (started, mut tries) = (Instant::now(), 0);
     loop {
         match work().await {
             Err(object_store::Error::Generic { .. })
-                if tries < TRIES && started.elapsed() < PATIENCE =>
+                if tries < TRIES && started.elapsed() < RETRY_TIMEOUT =>
             {
                 tries += 1;
                 backoff(tries).await;
             }
-            answer => return answer,
+            result => return result,
         }
     }
 }
 
-/// What is asked of an object; none if there is no such object.
-pub(crate) fn optional<T>(answer: Answer<T>) -> Answer<Option<T>> {
-    match answer {
+/// Returns none instead of the error of a missing object.
+pub(crate) fn optional<T>(result: ObjectResult<T>) -> ObjectResult<Option<T>> {
+    match result {
         Err(object_store::Error::NotFound { .. }) => Ok(None),
-        answer => answer.map(Some),
+        result => result.map(Some),
     }
 }

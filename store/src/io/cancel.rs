@@ -1,4 +1,4 @@
-//! Work that waits for others, while somebody looks whether it is still wanted.
+//! Cancellation of blocking work: one thread works, another checks whether the result is still wanted.
 
 use std::panic;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,74 +8,78 @@ use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// An error if nobody waits any more for what is done.
-pub(crate) type GoesOn<'a> = &'a (dyn Fn() -> Result<()> + Sync);
+/// A check that returns an error once the work is no longer wanted.
+pub(crate) type CancelCheck<'a> = &'a (dyn Fn() -> Result<()> + Sync);
 
-/// Whether nobody waits any more for what is done.
+/// A flag that tells blocking work to end early.
 #[derive(Debug, Default)]
-pub(crate) struct Stop(AtomicBool);
+pub(crate) struct CancelToken(AtomicBool);
 
-impl Stop {
-    /// How often who waits for others looks.
-    pub(crate) const INTERVAL: Duration = Duration::from_millis(50);
+impl CancelToken {
+    /// Interval at which blocking work checks the token.
+    pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-    /// An error if it is so.
+    /// Returns an error if the work was cancelled.
     pub(crate) fn check(&self) -> Result<()> {
         let text = "nobody waits for it any more";
         if self.0.load(Ordering::Relaxed) { Err(Error::new(ErrorKind::Busy, text)) } else { Ok(()) }
     }
 
-    /// Does something that cannot be stopped, such as to connect, on a thread of its own: who is stopped leaves it there.
-    pub(crate) fn leave<T: Send + 'static>(
+    /// Runs work that cannot be cancelled, such as a connect, on its own thread.
+    ///
+    /// If the token is cancelled, the call returns an error at once and the thread runs on by itself.
+    pub(crate) fn run_detached<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<T> {
         self.check()?;
         let (done, ended) = mpsc::sync_channel(1);
-        let working = thread::Builder::new().spawn(move || drop(done.send(work())));
-        let working = working.map_err(|error| Error::io("a thread", error))?;
+        let worker = thread::Builder::new().spawn(move || drop(done.send(work())));
+        let worker = worker.map_err(|error| Error::io("a thread", error))?;
         loop {
-            match ended.recv_timeout(Self::INTERVAL) {
+            match ended.recv_timeout(Self::POLL_INTERVAL) {
                 Ok(done) => {
-                    // None is left over to be lost in a fork.
-                    drop(working.join());
+                    // The thread has ended: a forked child cannot lose it.
+                    drop(worker.join());
                     return done;
                 }
                 Err(RecvTimeoutError::Timeout) => self.check()?,
                 Err(RecvTimeoutError::Disconnected) => {
-                    let panic = working.join().expect_err("what ends without a word has panicked");
+                    let panic = worker.join().expect_err("what ends without a word has panicked");
                     panic::resume_unwind(panic)
                 }
             }
         }
     }
 
-    /// Does something that waits on a thread of its own, and looks on this one whether it goes on: after an error there it
-    /// is stopped, and that error is what has become of it.
-    pub(crate) fn watch<T: Send>(
-        goes_on: GoesOn<'_>,
+    /// Runs blocking work on its own thread, and `check` on this one at every [`INTERVAL`](Self::INTERVAL).
+    ///
+    /// After the first error of the check, the work is cancelled. The call waits for the work to end and returns that
+    /// error.
+    pub(crate) fn run_cancellable<T: Send>(
+        check: CancelCheck<'_>,
         work: impl FnOnce(&Self) -> Result<T> + Send,
     ) -> Result<T> {
-        let stop = &Self::default();
-        // It is dropped when the work has ended, however it has.
-        let (works, ended) = mpsc::channel::<()>();
+        let token = &Self::default();
+        // The sender is dropped when the work ends, also by a panic.
+        let (running, ended) = mpsc::channel::<()>();
         thread::scope(|scope| {
-            let working = scope.spawn(move || {
-                let _works = works;
-                work(stop)
+            let worker = scope.spawn(move || {
+                let _running = running;
+                work(token)
             });
-            let mut going = Ok(());
+            let mut status = Ok(());
             loop {
-                if going.is_ok() {
-                    going = goes_on();
-                    stop.0.store(going.is_err(), Ordering::Relaxed);
+                if status.is_ok() {
+                    status = check();
+                    token.0.store(status.is_err(), Ordering::Relaxed);
                 }
-                if ended.recv_timeout(Self::INTERVAL) != Err(RecvTimeoutError::Timeout) {
+                if ended.recv_timeout(Self::POLL_INTERVAL) != Err(RecvTimeoutError::Timeout) {
                     break;
                 }
             }
-            let done = working.join().unwrap_or_else(|panic| panic::resume_unwind(panic));
-            going.and(done)
+            let done = worker.join().unwrap_or_else(|panic| panic::resume_unwind(panic));
+            status.and(done)
         })
     }
 }
@@ -88,54 +92,65 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_stopped_ends_with_why() {
-        let looked = AtomicUsize::new(0);
-        let goes_on = || match looked.fetch_add(1, Ordering::Relaxed) {
+    fn run_cancellable_returns_the_error_of_the_check() {
+        let checks = AtomicUsize::new(0);
+        let check = || match checks.fetch_add(1, Ordering::Relaxed) {
             0 | 1 => Ok(()),
             _ => Err(Error::new(ErrorKind::Invalid, "no more")),
         };
-        let waits = |stop: &Stop| -> Result<()> {
+        let wait_until_cancelled = |token: &CancelToken| -> Result<()> {
             loop {
-                stop.check()?;
+                token.check()?;
                 thread::sleep(Duration::from_millis(1));
             }
         };
-        assert_eq!(Stop::watch(&goes_on, waits).unwrap_err().kind(), ErrorKind::Invalid);
-        assert_eq!(looked.load(Ordering::Relaxed), 3, "nobody looks again");
+        assert_eq!(
+            CancelToken::run_cancellable(&check, wait_until_cancelled).unwrap_err().kind(),
+            ErrorKind::Invalid
+        );
+        assert_eq!(checks.load(Ordering::Relaxed), 3, "nobody looks again");
     }
 
     #[test]
-    fn what_cannot_be_stopped_is_left() {
-        let (begun, begins) = mpsc::channel();
-        let begins = Mutex::new(begins);
-        let (end, ended) = mpsc::channel::<()>();
-        let goes_on = || match begins.lock().unwrap().try_recv() {
+    fn cancellation_leaves_detached_work_running() {
+        let (started, starts) = mpsc::channel();
+        let starts = Mutex::new(starts);
+        let (finish, finished) = mpsc::channel::<()>();
+        let check = || match starts.lock().unwrap().try_recv() {
             Ok(()) => Err(Error::new(ErrorKind::Invalid, "no more")),
             Err(_) => Ok(()),
         };
-        let waits = |stop: &Stop| {
-            stop.leave(move || {
-                begun.send(()).unwrap();
-                // Nobody says it before the call has returned.
-                ended.recv().unwrap();
+        let run_detached = |token: &CancelToken| {
+            token.run_detached(move || {
+                started.send(()).unwrap();
+                // The test sends this only after the call has returned.
+                finished.recv().unwrap();
                 Ok(())
             })
         };
-        assert_eq!(Stop::watch(&goes_on, waits).unwrap_err().kind(), ErrorKind::Invalid);
-        end.send(()).unwrap();
-        assert_eq!(Stop::default().leave(|| Ok(7)).unwrap(), 7);
-        let panics =
-            panic::catch_unwind(|| Stop::default().leave(|| -> Result<()> { panic!("it") }));
-        assert_eq!(*panics.unwrap_err().downcast::<&str>().unwrap(), "it");
+        assert_eq!(
+            CancelToken::run_cancellable(&check, run_detached).unwrap_err().kind(),
+            ErrorKind::Invalid
+        );
+        finish.send(()).unwrap();
+        assert_eq!(CancelToken::default().run_detached(|| Ok(7)).unwrap(), 7);
+        let outcome = panic::catch_unwind(|| {
+            CancelToken::default().run_detached(|| -> Result<()> { panic!("it") })
+        });
+        assert_eq!(*outcome.unwrap_err().downcast::<&str>().unwrap(), "it");
     }
 
     #[test]
-    fn what_goes_on_says_what_has_become_of_it() {
-        assert_eq!(Stop::watch(&|| Ok(()), |_| Ok(7)).unwrap(), 7);
-        let fails = |_: &Stop| Err::<(), _>(Error::new(ErrorKind::Io, "lost"));
-        assert_eq!(Stop::watch(&|| Ok(()), fails).unwrap_err().kind(), ErrorKind::Io);
-        let panics =
-            panic::catch_unwind(|| Stop::watch(&|| Ok(()), |_| -> Result<()> { panic!("it") }));
-        assert_eq!(*panics.unwrap_err().downcast::<&str>().unwrap(), "it");
+    fn run_cancellable_returns_the_result_of_the_work() {
+        assert_eq!(CancelToken::run_cancellable(&|| Ok(()), |_| Ok(7)).unwrap(), 7);
+        let fail = |_: &CancelToken| Err::<(), _>(Error::new(ErrorKind::Io, "lost"));
+        assert_eq!(
+            CancelToken::run_cancellable(&|| Ok(()), fail).unwrap_err().kind(),
+            ErrorKind::Io
+        );
+        let outcome = panic::catch_unwind(|| {
+            CancelToken::run_cancellable(&|| Ok(()), |_| -> Result<()> { panic!("it") })
+        });
+        assert_eq!(*outcome.unwrap_err().downcast::<&str>().unwrap(), "it");
     }
 }

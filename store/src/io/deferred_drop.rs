@@ -1,7 +1,9 @@
-//! Letting go of files, and of maps. When the last one lets go of a file without a name, the system takes its room back, which takes
-//! 90 ms for 512 MiB in its cache: nobody is to wait for that but who needs the room.
+//! Background drops of large open files and maps.
 //!
-//! There are no locks here, which a process that is forked meanwhile would find locked for ever.
+//! When the last reference to an unlinked file is dropped, the system frees its blocks, which takes 90 ms for 512 MiB
+//! in the page cache. Only a call that needs the space waits for that.
+//!
+//! This module has no locks: a process forked in the meantime would inherit a locked one.
 
 use std::io::{self, ErrorKind};
 use std::process;
@@ -9,125 +11,136 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A file of fewer bytes is sooner let go than a thread started.
-pub(crate) const LARGE: u64 = 16 << 20;
+/// Minimum bytes of a file that is dropped in the background. For less, starting a thread takes longer.
+pub(crate) const MIN_DEFERRED_BYTES: u64 = 16 << 20;
 
-/// So many are let go at a time, more or less. Who has more lets go of the rest itself, and starts no crowd of threads.
-const MAX_PARTING: usize = 4;
+/// Approximate maximum of concurrent background drops. Above that, the calling thread drops inline.
+const MAX_CONCURRENT_DROPS: usize = 4;
 
-/// For room nobody waits longer.
+/// Maximum time that a call waits for background drops.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How often who waits looks.
-const INTERVAL: Duration = Duration::from_millis(2);
+/// Interval at which a waiting call checks the counter.
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// What has a large file open, or mapped. When it is dropped, it lets go of that on a thread of its own.
+/// An owner of a large open or mapped file. Its drop runs on a background thread.
 #[derive(Debug)]
-pub(crate) struct Parting<T: Send + 'static>(Option<T>);
+pub(crate) struct DeferredDrop<T: Send + 'static>(Option<T>);
 
-impl<T: Send + 'static> Parting<T> {
-    pub(crate) fn new(it: T) -> Self {
-        Self(Some(it))
+impl<T: Send + 'static> DeferredDrop<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self(Some(value))
     }
 }
 
-impl<T: AsRef<[u8]> + Send + 'static> AsRef<[u8]> for Parting<T> {
+impl<T: AsRef<[u8]> + Send + 'static> AsRef<[u8]> for DeferredDrop<T> {
     fn as_ref(&self) -> &[u8] {
         self.0.as_ref().expect("it is taken when it is dropped").as_ref()
     }
 }
 
-impl<T: Send + 'static> Drop for Parting<T> {
+impl<T: Send + 'static> Drop for DeferredDrop<T> {
     fn drop(&mut self) {
-        if FILES.pending() < MAX_PARTING {
-            let it = self.0.take();
-            apart("tssd-parting", &FILES, move || drop(it));
+        if FILE_DROPS.pending() < MAX_CONCURRENT_DROPS {
+            let value = self.0.take();
+            spawn_counted("tssd-parting", &FILE_DROPS, move || drop(value));
         }
     }
 }
 
-/// Restores a map on a thread of its own, which may be the last to have its file. Without a thread it is let go here.
-pub(crate) fn restoring(work: impl FnOnce() + Send + 'static) {
-    apart("tssd-restore", &MAPS, work);
+/// Restores a map on a background thread, which may drop the last reference to the file of the map.
+///
+/// If no thread can be started, `work` is dropped inline, and the map with it.
+pub(crate) fn spawn_restore(work: impl FnOnce() + Send + 'static) {
+    spawn_counted("tssd-restore", &MAP_RESTORES, work);
 }
 
-fn apart(name: &str, count: &'static Count, work: impl FnOnce() + Send + 'static) {
-    let counted = Counted::of(count);
+fn spawn_counted(name: &str, count: &'static DropCounter, work: impl FnOnce() + Send + 'static) {
+    let guard = CountGuard::of(count);
     let work = move || {
         work();
-        drop(counted);
+        drop(guard);
     };
     drop(thread::Builder::new().name(name.to_owned()).spawn(work));
 }
 
-/// Waits until this process has let go of the files that it is about to, such as those of versions that are gone; ten
-/// seconds at most. Before a process forks: its child would have them as long as it lives.
-pub fn settle() {
+/// Waits until the background drops of this process are done, for at most 10 seconds.
+///
+/// Call it before a fork: the child would keep the files open as long as it lives.
+pub fn wait_for_deferred_drops() {
     let deadline = Instant::now() + TIMEOUT;
-    // A map that is restored may be what lets go of a file.
-    for count in [&MAPS, &FILES] {
-        while count.pending() > 0 && count.wait(count.gone(), deadline) {}
+    // A restored map may have the last reference to a file.
+    for count in [&MAP_RESTORES, &FILE_DROPS] {
+        while count.pending() > 0 && count.wait(count.completed(), deadline) {}
     }
 }
 
-/// Does something that takes room on the disk: once more if there is too little, whenever a file is gone that was let go.
-pub(crate) fn with_room<T>(mut work: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+/// Runs work that allocates disk space.
+///
+/// If the disk or the quota is full, retries after each background drop that completes.
+pub(crate) fn retry_when_full<T>(mut work: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     let deadline = Instant::now() + TIMEOUT;
     loop {
-        let before = FILES.gone();
+        let before = FILE_DROPS.completed();
         let error = match work() {
             Err(error) => error,
-            done => return done,
+            result => return result,
         };
         let is_full = matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
-        if !is_full || Instant::now() >= deadline || !FILES.wait(before, deadline) {
+        if !is_full || Instant::now() >= deadline || !FILE_DROPS.wait(before, deadline) {
             return Err(error);
         }
     }
 }
 
-/// Files that are being let go.
-static FILES: Count = Count::new();
+/// Files that are being dropped.
+static FILE_DROPS: DropCounter = DropCounter::new();
 /// Maps that are being restored.
-static MAPS: Count = Count::new();
+static MAP_RESTORES: DropCounter = DropCounter::new();
 
-/// What is under way on threads of its own.
-struct Count {
-    /// Whose threads they are: a process that was forked has none of them.
+/// Counts background threads and the work that they have completed.
+struct DropCounter {
+    /// The process of these threads. A forked child has none of them.
     process: AtomicU32,
     pending: AtomicUsize,
-    gone: AtomicU64,
+    completed: AtomicU64,
 }
 
-impl Count {
+impl DropCounter {
     const fn new() -> Self {
-        Self { process: AtomicU32::new(0), pending: AtomicUsize::new(0), gone: AtomicU64::new(0) }
+        Self {
+            process: AtomicU32::new(0),
+            pending: AtomicUsize::new(0),
+            completed: AtomicU64::new(0),
+        }
     }
 
     fn pending(&self) -> usize {
-        let is_own = self.process.load(Ordering::SeqCst) == process::id();
-        if is_own { self.pending.load(Ordering::SeqCst) } else { 0 }
+        let is_own_process = self.process.load(Ordering::SeqCst) == process::id();
+        if is_own_process { self.pending.load(Ordering::SeqCst) } else { 0 }
     }
 
-    /// How many are gone by now.
-    fn gone(&self) -> u64 {
-        self.gone.load(Ordering::SeqCst)
+    /// Returns the number of completed drops.
+    fn completed(&self) -> u64 {
+        self.completed.load(Ordering::SeqCst)
     }
 
-    /// Waits until more than so many are gone; false if nobody else is going, or not until then.
+    /// Waits until more than `before` drops are completed.
+    ///
+    /// Returns false if none is pending, or at the deadline.
     fn wait(&self, before: u64, deadline: Instant) -> bool {
-        while self.gone() == before && self.pending() > 0 && Instant::now() < deadline {
-            thread::sleep(INTERVAL);
+        while self.completed() == before && self.pending() > 0 && Instant::now() < deadline {
+            thread::sleep(POLL_INTERVAL);
         }
-        self.gone() != before
+        self.completed() != before
     }
 }
 
-/// One that is counted as long as this lives.
-struct Counted(&'static Count);
+/// A guard that counts one background thread.
+struct CountGuard(&'static DropCounter);
 
-impl Counted {
-    fn of(count: &'static Count) -> Self {
+impl CountGuard {
+    fn of(count: &'static DropCounter) -> Self {
         if count.process.swap(process::id(), Ordering::SeqCst) != process::id() {
             count.pending.store(0, Ordering::SeqCst);
         }
@@ -136,12 +149,12 @@ impl Counted {
     }
 }
 
-impl Drop for Counted {
+impl Drop for CountGuard {
     fn drop(&mut self) {
-        // First: who sees that none is pending has seen what is gone.
-        self.0.gone.fetch_add(1, Ordering::SeqCst);
-        let less = |pending: usize| pending.checked_sub(1);
-        let _ = self.0.pending.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+        // Count the completion first: a thread that sees no pending drop has then seen all completed ones.
+        self.0.completed.fetch_add(1, Ordering::SeqCst);
+        let decrement = |pending: usize| pending.checked_sub(1);
+        let _ = self.0.pending.fetch_update(Ordering::SeqCst, Ordering::SeqCst, decrement);
     }
 }
 
@@ -151,85 +164,85 @@ mod tests {
 
     use super::*;
 
-    /// Tests count all that are pending in this process: one at a time.
-    fn alone() -> MutexGuard<'static, ()> {
-        static ALONE: Mutex<()> = Mutex::new(());
-        ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Serializes the tests: they count all pending drops of this process.
+    fn serialize() -> MutexGuard<'static, ()> {
+        static SERIAL: Mutex<()> = Mutex::new(());
+        SERIAL.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes until it is told to drop, and says on which thread that was.
-    struct Slow(mpsc::Receiver<()>, mpsc::Sender<thread::ThreadId>);
+    /// Blocks its drop until a signal, and then reports the thread that dropped it.
+    struct SlowDrop(mpsc::Receiver<()>, mpsc::Sender<thread::ThreadId>);
 
-    impl Drop for Slow {
+    impl Drop for SlowDrop {
         fn drop(&mut self) {
             let _ = self.0.recv_timeout(Duration::from_mins(1));
             let _ = self.1.send(thread::current().id());
         }
     }
 
-    fn soon() -> Instant {
+    fn in_one_minute() -> Instant {
         Instant::now() + Duration::from_mins(1)
     }
 
     #[test]
-    fn who_lets_go_does_not_wait_but_who_needs_the_room_does() {
-        let _alone = alone();
-        let (go, told) = mpsc::channel();
-        let (says, dropped) = mpsc::channel();
-        let before = FILES.gone();
-        drop(Parting::new(Slow(told, says)));
+    fn deferred_drop_blocks_only_calls_that_wait_for_it() {
+        let _serial = serialize();
+        let (release, released) = mpsc::channel();
+        let (report, dropped) = mpsc::channel();
+        let before = FILE_DROPS.completed();
+        drop(DeferredDrop::new(SlowDrop(released, report)));
         assert!(dropped.try_recv().is_err(), "it is not dropped yet");
-        assert!(!FILES.wait(before, Instant::now()), "nor is it until now");
-        let tells = thread::spawn(move || go.send(()));
-        assert!(FILES.wait(before, soon()));
-        tells.join().unwrap().unwrap();
+        assert!(!FILE_DROPS.wait(before, Instant::now()), "nor is it until now");
+        let releaser = thread::spawn(move || release.send(()));
+        assert!(FILE_DROPS.wait(before, in_one_minute()));
+        releaser.join().unwrap().unwrap();
         assert_ne!(dropped.recv().unwrap(), thread::current().id());
-        // What is gone already is not waited for, nor missed.
-        assert!(FILES.wait(before, Instant::now()));
+        // A drop that is completed already counts without a wait.
+        assert!(FILE_DROPS.wait(before, Instant::now()));
     }
 
     #[test]
-    fn who_lets_go_of_many_waits_for_the_rest() {
-        let _alone = alone();
-        let (says, dropped) = mpsc::channel();
-        let goes: Vec<_> = (0..MAX_PARTING)
+    fn drops_above_the_limit_run_inline() {
+        let _serial = serialize();
+        let (report, dropped) = mpsc::channel();
+        let releases: Vec<_> = (0..MAX_CONCURRENT_DROPS)
             .map(|_| {
-                let (go, told) = mpsc::channel();
-                drop(Parting::new(Slow(told, says.clone())));
-                go
+                let (release, released) = mpsc::channel();
+                drop(DeferredDrop::new(SlowDrop(released, report.clone())));
+                release
             })
             .collect();
-        let (go, told) = mpsc::channel();
-        go.send(()).unwrap();
-        drop(Parting::new(Slow(told, says)));
+        let (release, released) = mpsc::channel();
+        release.send(()).unwrap();
+        drop(DeferredDrop::new(SlowDrop(released, report)));
         assert_eq!(dropped.try_recv().unwrap(), thread::current().id());
-        for go in goes {
-            go.send(()).unwrap();
+        for release in releases {
+            release.send(()).unwrap();
         }
         assert!(dropped.iter().all(|thread| thread != thread::current().id()));
-        settle();
-        assert_eq!(FILES.pending(), 0);
+        wait_for_deferred_drops();
+        assert_eq!(FILE_DROPS.pending(), 0);
     }
 
     #[test]
-    fn who_lacks_room_tries_again_when_a_file_is_gone_that_was_let_go() {
-        let _alone = alone();
-        let (go, told) = mpsc::channel();
-        drop(Parting::new(Slow(told, mpsc::channel().0)));
+    fn full_disk_is_retried_after_a_completed_drop() {
+        let _serial = serialize();
+        let (release, released) = mpsc::channel();
+        drop(DeferredDrop::new(SlowDrop(released, mpsc::channel().0)));
         let mut tries = 0;
-        let found = with_room(|| {
+        let result = retry_when_full(|| {
             tries += 1;
             if tries > 1 {
                 return Ok(tries);
             }
-            go.send(()).unwrap();
+            release.send(()).unwrap();
             Err(ErrorKind::StorageFull.into())
         });
-        assert_eq!(found.unwrap(), 2);
-        let full = with_room::<()>(|| Err(ErrorKind::StorageFull.into()));
+        assert_eq!(result.unwrap(), 2);
+        let full = retry_when_full::<()>(|| Err(ErrorKind::StorageFull.into()));
         assert_eq!(full.unwrap_err().kind(), ErrorKind::StorageFull);
         let mut tries = 0;
-        let other = with_room::<()>(|| {
+        let other = retry_when_full::<()>(|| {
             tries += 1;
             Err(ErrorKind::NotFound.into())
         });

@@ -1,8 +1,8 @@
-//! The one door to files.
+//! The files of a store. All access to them goes through this module.
 //!
-//! A file of a store is created once, complete, and never changed: it is written under a temporary
-//! name, synced, linked to its own name if that is free, and the folder is synced. So whoever sees a
-//! file sees all of it, after a power cut too, and may map it.
+//! A file of a store is written once and never changed. The disk writes it under a temporary name, syncs it, links it
+//! to its final name if that is free, and syncs the folder. A reader therefore sees a complete file, also after a power
+//! failure, and may map it.
 
 mod files;
 mod lock;
@@ -16,116 +16,121 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-pub(crate) use files::{Files, Folder, Output, SystemFiles};
+pub(crate) use files::{FileSystem, FolderId, LocalFileSystem, OutputFile};
 pub(crate) use lock::FileLock;
 
 use self::system::Access;
-use crate::io::local_archive::Near;
+use crate::io::local_archive::LocalArchive;
 use crate::io::sync::{Lock, MutexGuard};
 
-/// The lock of a directory that a daemon serves, which says where the daemon listens.
-pub(crate) const CLAIM: &str = ".daemon";
+/// The lock file of a directory that a daemon serves. It contains the socket of the daemon.
+pub(crate) const DAEMON_LOCK: &str = ".daemon";
 
-/// Temporary names begin so; no key, version or archive does.
-pub(crate) const TEMPORARY: &str = ".tmp-";
+/// Prefix of temporary names. No key, version or archive has a name with this prefix.
+pub(crate) const TEMPORARY_PREFIX: &str = ".tmp-";
 
-/// How many folders a process knows to be durable, at most.
-const MAX_DURABLE: usize = 4096;
+/// Maximum number of folders that a process remembers as durable.
+const MAX_DURABLE_FOLDERS: usize = 4096;
 
-/// The files below a root, which are durable once they are there.
+/// The files below a root. A file is durable once it has its name.
 #[derive(Clone, Debug)]
 pub(crate) struct Disk {
-    files: Arc<dyn Files>,
+    files: Arc<dyn FileSystem>,
     root: PathBuf,
     /// The folders whose names this process has made durable.
-    durable: Arc<Lock<BTreeMap<PathBuf, Folder>>>,
+    durable: Arc<Lock<BTreeMap<PathBuf, FolderId>>>,
 }
 
 impl Disk {
-    /// Those of this machine.
+    /// The files of this machine below `root`.
     pub(crate) fn at(root: PathBuf) -> Self {
-        Self::of(Arc::new(SystemFiles), root)
+        Self::with_files(Arc::new(LocalFileSystem), root)
     }
 
-    pub(crate) fn of(files: Arc<dyn Files>, root: PathBuf) -> Self {
+    pub(crate) fn with_files(files: Arc<dyn FileSystem>, root: PathBuf) -> Self {
         Self { files, root, durable: Arc::default() }
     }
 
-    /// The folder that all is in.
+    /// Returns the root folder.
     pub(crate) fn root(&self) -> &Path {
         &self.root
     }
 
-    /// Starts a file that will have this name, making its folders.
-    pub(crate) fn begin(&self, target: &Path) -> io::Result<NewFile> {
+    /// Creates a temporary file that will have the name `target`, and the folders above it.
+    pub(crate) fn create_temporary(&self, target: &Path) -> io::Result<NewFile> {
         self.make_folders(parent(target)?)?;
-        NewFile::beside(self.clone(), target, TEMPORARY, true)
+        NewFile::create_beside(self.clone(), target, TEMPORARY_PREFIX, true)
     }
 
-    /// Creates a file with these bytes, durably; false if there is one of this name.
+    /// Creates a file with these bytes, durably. Returns false if the name is taken.
     pub(crate) fn create(&self, target: &Path, bytes: &[u8]) -> io::Result<bool> {
-        let file = self.begin(target)?;
+        let file = self.create_temporary(target)?;
         file.at(0).write_all(bytes)?;
         file.link()
     }
 
-    /// The bytes of a file; none if there is no such file.
+    /// Reads a file. Returns none if it does not exist.
     pub(crate) fn read(&self, path: &Path) -> io::Result<Option<Vec<u8>>> {
-        self.inside(parent(path)?)?;
+        self.reject_links(parent(path)?)?;
         optional(self.files.read(path))
     }
 
-    /// A file of a store; none if there is no such file.
-    pub(crate) fn open(&self, path: &Path) -> io::Result<Option<Near>> {
-        self.inside(parent(path)?)?;
+    /// Opens a file of the store as an archive. Returns none if it does not exist.
+    pub(crate) fn open(&self, path: &Path) -> io::Result<Option<LocalArchive>> {
+        self.reject_links(parent(path)?)?;
         optional(self.files.open(path))
     }
 
-    /// A file of a store to give away, and its length; none if there is no such file.
-    pub(crate) fn lend(&self, path: &Path) -> io::Result<Option<(File, u64)>> {
-        self.inside(parent(path)?)?;
+    /// Opens a file for a caller that passes it on, and returns its length in bytes.
+    ///
+    /// Returns none if the file does not exist.
+    pub(crate) fn open_file(&self, path: &Path) -> io::Result<Option<(File, u64)>> {
+        self.reject_links(parent(path)?)?;
         let Some(file) = optional(system::open(path, Access::Read))? else { return Ok(None) };
         let len = file.metadata()?.len();
         Ok(Some((file, len)))
     }
 
-    /// Removes a file, if it is there.
+    /// Removes a file, if it exists.
     pub(crate) fn remove(&self, path: &Path) -> io::Result<()> {
-        self.inside(parent(path)?)?;
+        self.reject_links(parent(path)?)?;
         optional(self.files.remove(path)).map(drop)
     }
 
-    /// Removes a folder if it is there and has nothing in it but what killed processes left behind.
+    /// Removes a folder, if it exists and contains only temporary files of killed processes.
     pub(crate) fn remove_folder(&self, path: &Path) -> io::Result<()> {
         for name in self.list(path)? {
-            if name.starts_with(TEMPORARY) {
+            if name.starts_with(TEMPORARY_PREFIX) {
                 self.remove(&path.join(name))?;
             }
         }
         self.durable().remove(path);
         match optional(self.files.remove_folder(path)) {
             Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
-            done => done.map(drop),
+            result => result.map(drop),
         }
     }
 
-    /// The names in a folder, sorted, temporary ones included; none if there is no such folder. A name that
-    /// is not UTF-8 is not ours.
+    /// Lists the names in a folder, sorted, including temporary ones. A missing folder has none.
+    ///
+    /// Names that are not UTF-8 are skipped: they do not belong to the store.
     pub(crate) fn list(&self, path: &Path) -> io::Result<Vec<String>> {
-        self.inside(path)?;
+        self.reject_links(path)?;
         let mut names = optional(self.files.list(path))?.unwrap_or_default();
         names.sort_unstable();
         Ok(names)
     }
 
-    /// Makes what has been created in a folder durable, whoever has created it: he may have been killed
-    /// before it was.
-    pub(crate) fn settle(&self, folder: &Path) -> io::Result<()> {
+    /// Syncs a folder, so that the names created in it are durable.
+    ///
+    /// The process that created them may have been killed before it synced the folder.
+    pub(crate) fn sync_folder(&self, folder: &Path) -> io::Result<()> {
         optional(self.files.sync_folder(folder)).map(drop)
     }
 
-    /// Locks a file, which is made if it is not there, alone or with others who share it; none if
-    /// somebody has locked it otherwise. Dropping the lock lets go.
+    /// Locks a file, exclusively or shared, and creates it if needed. Dropping the guard unlocks it.
+    ///
+    /// Returns none if another holder has a conflicting lock.
     pub(crate) fn lock(
         &self,
         path: &Path,
@@ -135,45 +140,49 @@ impl Disk {
         self.files.lock(path, is_shared)
     }
 
-    /// Whether nobody has locked a file, or whoever had has ended; then the file is removed.
-    pub(crate) fn is_free(&self, path: &Path) -> io::Result<bool> {
+    /// Whether no process holds the lock of a file. An unlocked file is removed.
+    pub(crate) fn remove_if_unlocked(&self, path: &Path) -> io::Result<bool> {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        if !self.list(parent(path)?)?.iter().any(|there| there == name) {
+        if !self.list(parent(path)?)?.iter().any(|entry| entry == name) {
             return Ok(true);
         }
         let lock = self.files.lock(path, false)?;
         let is_free = lock.is_some();
         if is_free {
-            // As long as it is locked: nobody else has it after that.
+            // Remove it while it is locked: afterwards another process may hold the lock.
             self.remove(path)?;
         }
         Ok(is_free)
     }
 
-    /// Makes the root, and what is above it, durably. It is made here only: if it is gone later, so is the store, such
-    /// as with what was mounted there.
+    /// Creates the root and the folders above it, durably.
+    ///
+    /// Only this function creates the root. If it disappears later, for example by an unmount, the store does not exist
+    /// any more.
     pub(crate) fn make_root(&self) -> io::Result<()> {
         self.make_folder(&self.root)
     }
 
-    /// Makes a folder of the store and those above it up to the root, durably.
+    /// Creates a folder below the root and the missing folders above it, durably.
     fn make_folders(&self, path: &Path) -> io::Result<()> {
-        self.inside(path)?;
+        self.reject_links(path)?;
         if path != self.root {
             return self.make_folder(path);
         }
-        if self.files.folder(&self.root).is_none() {
+        if self.files.folder_id(&self.root).is_none() {
             let text = format!("the store's folder `{}` is gone", self.root.display());
             return Err(io::Error::new(io::ErrorKind::NotFound, text));
         }
         Ok(())
     }
 
-    /// One that is there may have been made by a process that was killed before it was durable. So it is
-    /// synced all the same, unless it is the one that was synced before; but the root, and what is above it,
-    /// are what they are.
+    /// Creates a folder, durably.
+    ///
+    /// An existing folder below the root may have been created by a process that was killed before it synced. It is
+    /// synced too, unless this process has synced it before. The root and the folders above it are not synced if they
+    /// exist.
     fn make_folder(&self, path: &Path) -> io::Result<()> {
-        let found = self.files.folder(path);
+        let found = self.files.folder_id(path);
         let is_below = path.starts_with(&self.root) && path != self.root;
         if found.is_some() && (!is_below || self.durable().get(path) == found.as_ref()) {
             return Ok(());
@@ -184,48 +193,53 @@ impl Disk {
         } else {
             self.make_folder(above)?;
         }
-        let made = if found.is_none() { self.files.make_folder(path) } else { Ok(()) };
-        let Some(folder) = self.files.folder(path) else {
-            // That it is there already says no more than that somebody else has made it, if he has.
-            return Err(made.err().unwrap_or_else(|| io::ErrorKind::NotFound.into()));
+        let created = if found.is_none() { self.files.make_folder(path) } else { Ok(()) };
+        let Some(folder) = self.files.folder_id(path) else {
+            // `AlreadyExists` is no error as long as the folder exists, because another process may have created it.
+            return Err(created.err().unwrap_or_else(|| io::ErrorKind::NotFound.into()));
         };
         self.files.sync_folder(above)?;
         let mut durable = self.durable();
-        if durable.len() >= MAX_DURABLE {
-            // To sync a folder once more costs time, no more.
+        if durable.len() >= MAX_DURABLE_FOLDERS {
+            // A forgotten folder is synced once more, which costs only time.
             durable.clear();
         }
         durable.insert(path.to_owned(), folder);
         Ok(())
     }
 
-    /// Nothing is reached by a link below the root: it may lead out of the store, to what is not to be deleted.
-    fn inside(&self, folder: &Path) -> io::Result<()> {
+    /// Rejects symbolic links below the root.
+    ///
+    /// They may lead to files outside the store, which must not be deleted.
+    fn reject_links(&self, folder: &Path) -> io::Result<()> {
         let below = |path: &&Path| path.starts_with(&self.root) && **path != self.root;
         match folder.ancestors().take_while(below).find(|path| self.files.is_link(path)) {
-            Some(link) => Err(system::link_at(link)),
+            Some(link) => Err(system::link_error(link)),
             None => Ok(()),
         }
     }
 
-    fn durable(&self) -> MutexGuard<'_, BTreeMap<PathBuf, Folder>> {
+    fn durable(&self) -> MutexGuard<'_, BTreeMap<PathBuf, FolderId>> {
         self.durable.lock()
     }
 }
 
-/// Smaller writes are gathered. A system that keeps files in large pages makes them as large as the writes
-/// and their places in the file allow, and maps them the faster.
+/// Size of write buffers, which combine smaller writes.
+///
+/// A system that caches files in large pages chooses their size by the length and the alignment of the writes. Larger
+/// pages are mapped faster.
 pub(crate) const BUFFER_BYTES: usize = 1 << 20;
 
-/// What is to be durable sets out for the disk by so many bytes, while the next ones are written. By itself it would stay
-/// until it is synced, and the disk would have nothing to do until then.
-const SEND_BYTES: u64 = 4 << 20;
+/// Bytes after which the writeback of a durable file starts, while the next bytes are written.
+///
+/// Without it, the system would keep the bytes in memory until the sync, and the disk would be idle until then.
+const WRITEBACK_BYTES: u64 = 4 << 20;
 
-/// A file that is being written. Dropping it removes it.
+/// A file being written. Dropping it removes it.
 #[derive(Debug)]
 pub(crate) struct NewFile {
     disk: Disk,
-    output: Box<dyn Output>,
+    output: Box<dyn OutputFile>,
     is_durable: bool,
     temporary: PathBuf,
     is_removed: bool,
@@ -233,8 +247,13 @@ pub(crate) struct NewFile {
 }
 
 impl NewFile {
-    /// Starts a file that will have this name, under one that begins otherwise.
-    fn beside(disk: Disk, target: &Path, prefix: &str, is_durable: bool) -> io::Result<Self> {
+    /// Creates a temporary file next to `target`. Its name starts with `prefix`.
+    fn create_beside(
+        disk: Disk,
+        target: &Path,
+        prefix: &str,
+        is_durable: bool,
+    ) -> io::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let folder = parent(target)?;
         loop {
@@ -247,31 +266,32 @@ impl NewFile {
                     let is_removed = false;
                     return Ok(Self { disk, output, is_durable, temporary, is_removed, target });
                 }
-                // Left behind by a process of the same id that was killed.
+                // A killed process with the same ID left this file behind.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(error),
             }
         }
     }
 
-    /// Says how long it will be: a system that knows finds room at once.
-    pub(crate) fn expect(&self, len: u64) {
-        self.output.expect(len);
+    /// Preallocates `len` bytes.
+    pub(crate) fn preallocate(&self, len: u64) {
+        self.output.preallocate(len);
     }
 
-    /// A writer at a place of the file; several may write different places at once.
+    /// Returns a writer at an offset. Several writers may write at different offsets at once.
     pub(crate) fn at(&self, offset: u64) -> impl Write + Send + use<'_> {
-        At { output: &*self.output, progress: self.progress(offset) }
+        PositionedWriter { output: &*self.output, progress: self.progress(offset) }
     }
 
-    fn progress(&self, at: u64) -> Progress {
-        Progress { at, waiting: self.is_durable.then_some(at) }
+    fn progress(&self, offset: u64) -> Progress {
+        Progress { offset, writeback_start: self.is_durable.then_some(offset) }
     }
 
-    /// Gives the file its name, durably, unless the name is taken: then it says so by false, and what has the
-    /// name is durable.
+    /// Gives the file its final name, durably.
     ///
-    /// A failed sync is never tried again: the system may have thrown the bytes away.
+    /// Returns false if the name is taken. The existing file is then durable.
+    ///
+    /// A failed sync is not retried: the system may have dropped the bytes.
     pub(crate) fn link(mut self) -> io::Result<bool> {
         self.output.sync()?;
         let is_free = match self.disk.files.link(&self.temporary, &self.target) {
@@ -279,14 +299,15 @@ impl NewFile {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
             Err(error) => return Err(error),
         };
-        // Before the folder is synced: else a power cut might bring it back.
+        // Remove it before the folder is synced: otherwise the temporary name could reappear after a power failure.
         self.remove();
-        self.disk.settle(parent(&self.target)?)?;
+        self.disk.sync_folder(parent(&self.target)?)?;
         Ok(is_free)
     }
 
-    /// The temporary name goes, whether the file has another one by now or not. What cannot be removed is swept
-    /// with the folder.
+    /// Removes the temporary name, whether the file has its final name or not.
+    ///
+    /// A name that cannot be removed stays until the folder is swept.
     fn remove(&mut self) {
         if !std::mem::replace(&mut self.is_removed, true) {
             let _ = self.disk.files.remove(&self.temporary);
@@ -300,8 +321,9 @@ impl Drop for NewFile {
     }
 }
 
-/// A file of a user's own that appears under its name once it is complete. Until then it has a temporary
-/// name beside it; whatever had the name before is there until then, and stays if this is dropped.
+/// A file of the user that replaces the one of its name when it is [committed](Self::commit).
+///
+/// Until then it has a temporary name in the same folder. If it is dropped, the old file stays.
 #[derive(Debug)]
 pub struct Replacement {
     new: NewFile,
@@ -309,12 +331,14 @@ pub struct Replacement {
 }
 
 impl Replacement {
-    /// Begins the file that will be at `target`, and on the disk then if it is to be durable. A link stays a link:
-    /// what it points to is replaced. The file gets the permissions of the one that it replaces.
+    /// Creates a temporary file that will replace `target`.
+    ///
+    /// If `is_durable` is set, the file is on the disk after the commit. If `target` is a symbolic link, the file that
+    /// it points to is replaced. The new file gets the permissions of the old one.
     ///
     /// # Errors
     ///
-    /// Whatever the system says; `InvalidInput` if what is there is no regular file.
+    /// Errors of the system; `InvalidInput` if `target` exists and is not a regular file.
     pub fn create(target: &Path, is_durable: bool) -> io::Result<Self> {
         let target = match target.canonicalize() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => target.to_owned(),
@@ -325,33 +349,33 @@ impl Replacement {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
         }
         let disk = Disk::at(parent(&target)?.to_owned());
-        let new = Self::on(disk, &target, is_durable)?;
+        let new = Self::create_on(disk, &target, is_durable)?;
         if let Some(old) = old {
             fs::set_permissions(&new.new.temporary, old.permissions())?;
         }
         Ok(new)
     }
 
-    pub(crate) fn on(disk: Disk, target: &Path, is_durable: bool) -> io::Result<Self> {
-        let new = NewFile::beside(disk, target, ".tssd-", is_durable)?;
+    pub(crate) fn create_on(disk: Disk, target: &Path, is_durable: bool) -> io::Result<Self> {
+        let new = NewFile::create_beside(disk, target, ".tssd-", is_durable)?;
         Ok(Self { progress: new.progress(0), new })
     }
 
-    /// Says how long the file will be, for the system to find room for it at once.
-    pub fn expect(&self, len: u64) {
-        self.new.expect(len);
+    /// Preallocates `len` bytes.
+    pub fn preallocate(&self, len: u64) {
+        self.new.preallocate(len);
     }
 
-    /// A writer at a place of the file; several may write different places at once.
+    /// Returns a writer at an offset. Several writers may write at different offsets at once.
     pub fn at(&self, offset: u64) -> impl Write + Send + use<'_> {
         self.new.at(offset)
     }
 
-    /// Lets the file appear. If it is to be durable it is on the disk then, whatever happens.
+    /// Replaces the file of this name. A durable file is on the disk when the call returns.
     ///
     /// # Errors
     ///
-    /// Whatever the system says.
+    /// Errors of the system.
     pub fn commit(mut self) -> io::Result<()> {
         let new = &mut self.new;
         if new.is_durable {
@@ -363,14 +387,14 @@ impl Replacement {
     }
 }
 
-/// Its temporary path.
+/// The path of the temporary file.
 impl AsRef<Path> for Replacement {
     fn as_ref(&self) -> &Path {
         &self.new.temporary
     }
 }
 
-/// One byte after the other.
+/// Writes one byte after the other, from the beginning of the file.
 impl Write for Replacement {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.progress.write(&*self.new.output, bytes)
@@ -381,34 +405,34 @@ impl Write for Replacement {
     }
 }
 
-/// How far whoever writes one byte after the other has come.
+/// State of a sequential write.
 #[derive(Debug)]
 struct Progress {
-    at: u64,
-    /// What is written from here on has not set out for the disk yet; none if it need not get there.
-    waiting: Option<u64>,
+    offset: u64,
+    /// Offset at which the next writeback starts. None if the file need not be durable.
+    writeback_start: Option<u64>,
 }
 
 impl Progress {
-    fn write(&mut self, output: &dyn Output, bytes: &[u8]) -> io::Result<usize> {
-        let written = output.write_at(bytes, self.at)?;
-        self.at += u64::try_from(written).map_err(io::Error::other)?;
-        if let Some(start) = &mut self.waiting
-            && self.at - *start >= SEND_BYTES
+    fn write(&mut self, output: &dyn OutputFile, bytes: &[u8]) -> io::Result<usize> {
+        let written = output.write_at(bytes, self.offset)?;
+        self.offset += u64::try_from(written).map_err(io::Error::other)?;
+        if let Some(start) = &mut self.writeback_start
+            && self.offset - *start >= WRITEBACK_BYTES
         {
-            output.send(*start..self.at);
-            *start = self.at;
+            output.start_writeback(*start..self.offset);
+            *start = self.offset;
         }
         Ok(written)
     }
 }
 
-struct At<'a> {
-    output: &'a dyn Output,
+struct PositionedWriter<'a> {
+    output: &'a dyn OutputFile,
     progress: Progress,
 }
 
-impl Write for At<'_> {
+impl Write for PositionedWriter<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.progress.write(self.output, bytes)
     }
@@ -418,28 +442,27 @@ impl Write for At<'_> {
     }
 }
 
-/// Takes the lock of a file, which is made if it is not there, with its folders; none if somebody else holds
-/// it.
+/// Locks a file exclusively and creates it and its folders if needed. Returns none if it is locked.
 pub(crate) fn lock(path: &Path) -> io::Result<Option<FileLock>> {
     let folder = parent(path)?;
     Disk::at(folder.to_owned()).make_root()?;
-    FileLock::take(path)
+    FileLock::try_exclusive(path)
 }
 
-/// Removes a file, if it is there.
+/// Removes a file, if it exists.
 pub(crate) fn remove(path: &Path) -> io::Result<()> {
     optional(fs::remove_file(path)).map(drop)
 }
 
-/// The bytes of a file; none if there is no such file.
+/// Reads a file. Returns none if it does not exist.
 pub(crate) fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
-    optional(SystemFiles.read(path))
+    optional(LocalFileSystem.read(path))
 }
 
-/// Where the daemon listens that serves a directory, if one does.
-pub(crate) fn claimed_by(root: &Path) -> io::Result<Option<String>> {
-    let claim = system::open(&root.join(CLAIM), Access::Read);
-    let Some(mut file) = optional(claim)? else { return Ok(None) };
+/// Returns the socket of the daemon that serves a directory, if one does.
+pub(crate) fn daemon_socket(root: &Path) -> io::Result<Option<String>> {
+    let lock_file = system::open(&root.join(DAEMON_LOCK), Access::Read);
+    let Some(mut file) = optional(lock_file)? else { return Ok(None) };
     match file.try_lock_shared() {
         Ok(()) => Ok(None),
         Err(fs::TryLockError::WouldBlock) => {
@@ -463,7 +486,7 @@ fn optional<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
         Err(error) => match error.kind() {
-            // What lies below a file is not there either.
+            // A path below a regular file does not exist either.
             io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => Ok(None),
             _ => Err(error),
         },
@@ -478,7 +501,7 @@ mod tests {
     use crate::testing::simulated_disk::{Event, SimulatedFiles};
 
     #[test]
-    fn the_root_may_be_behind_a_link_and_nothing_below_it() {
+    fn links_are_allowed_above_the_root_and_rejected_below() {
         let folder = tempfile::tempdir().unwrap();
         let real = folder.path().join("real");
         fs::create_dir_all(real.join("root/there")).unwrap();
@@ -500,14 +523,14 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_process_of_the_same_id_has_left_is_in_nobodys_way() {
+    fn temporary_files_of_a_killed_process_with_the_same_id_are_skipped() {
         let files = SimulatedFiles::default();
-        let disk = Disk::of(Arc::new(files.clone()), PathBuf::from("/"));
-        let begun = disk.begin(Path::new("/file")).unwrap();
-        let own = begun.temporary.to_str().unwrap();
-        let (prefix, number) = own.rsplit_once('-').unwrap();
+        let disk = Disk::with_files(Arc::new(files.clone()), PathBuf::from("/"));
+        let first = disk.create_temporary(Path::new("/file")).unwrap();
+        let temporary = first.temporary.to_str().unwrap();
+        let (prefix, number) = temporary.rsplit_once('-').unwrap();
         let number: u64 = number.parse().unwrap();
-        // Other tests begin files meanwhile.
+        // Other tests create files meanwhile.
         for next in 1..1000 {
             files.create(Path::new(&format!("{prefix}-{}", number + next))).unwrap();
         }
@@ -516,10 +539,10 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_named_or_removed_is_said() {
+    fn names_and_folders_that_the_system_rejects_are_errors() {
         let folder = tempfile::tempdir().unwrap();
         let disk = Disk::at(folder.path().canonicalize().unwrap());
-        // Its temporary name is a short one.
+        // The temporary name is short enough, the final one is not.
         let long = disk.root().join("long".repeat(100));
         disk.create(&long, b"").unwrap_err();
         assert_eq!(disk.list(disk.root()).unwrap(), [""; 0]);
@@ -538,9 +561,9 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_is_made_durable_once_by_each_process() {
+    fn each_process_syncs_a_folder_once() {
         let files = SimulatedFiles::default();
-        let disk = || Disk::of(Arc::new(files.clone()), PathBuf::from("/"));
+        let disk = || Disk::with_files(Arc::new(files.clone()), PathBuf::from("/"));
         let syncs = |disk: &Disk, path: &str| {
             files.take_events();
             assert!(disk.create(Path::new(path), b"").unwrap());
@@ -548,12 +571,12 @@ mod tests {
             events.iter().filter(|event| matches!(event, Event::Synced(_))).count()
         };
         let (one, other) = (disk(), disk());
-        // The file and its folder, and those that each folder is in.
+        // The file, its folder, and the folders that contain each new folder.
         assert_eq!(syncs(&one, "/a/b/file"), 4);
         for path in ["/a/b/next", "/a/next"] {
             assert_eq!(syncs(&one, path), 2, "{path}");
         }
-        // Who has made them may have been killed before they were durable.
+        // The process that created the folders may have been killed before it synced them.
         assert_eq!(syncs(&other, "/a/b/other"), 4);
     }
 }

@@ -1,16 +1,16 @@
-//! What a store takes from the world: the time and random identities.
+//! The clock and the random numbers of a store, which tests replace.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::ledger::Timestamp;
 
-/// Time and chance, so that tests can bring their own.
+/// A clock and a source of random numbers.
 pub(crate) trait Environment: Send + Sync {
-    /// The moment.
+    /// Returns the current time.
     fn now(&self) -> Timestamp;
 
-    /// A number that nobody else has.
-    fn random(&self) -> u128;
+    /// Returns a random 128-bit number, which is unique in practice.
+    fn random_id(&self) -> u128;
 }
 
 /// The clock and the randomness of the system.
@@ -18,11 +18,11 @@ pub(crate) struct SystemEnvironment;
 
 impl Environment for SystemEnvironment {
     fn now(&self) -> Timestamp {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Timestamp(0).after(since)
+        let elapsed = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Timestamp(0).saturating_add(elapsed)
     }
 
-    fn random(&self) -> u128 {
+    fn random_id(&self) -> u128 {
         let mut bytes = [0; 16];
         getrandom::fill(&mut bytes).expect("the system has randomness");
         u128::from_le_bytes(bytes)

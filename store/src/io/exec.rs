@@ -1,4 +1,4 @@
-//! Where work runs: inline, on a thread that may block, or after a pause.
+//! Execution of blocking work: inline, on a blocking thread, or after a delay.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::{Pin, pin};
@@ -9,7 +9,9 @@ use tokio::runtime::Runtime;
 use crate::error::{Error, Result};
 use crate::io::sync::{Lock, spawn_blocking};
 
-/// Work in memory that touches at most this many bytes runs [inline](run_inline): a hand-over to another thread takes longer.
+/// Maximum bytes that work in memory may touch to run [inline](run_inline).
+///
+/// For less work, the hand-over to another thread takes longer than the work.
 pub(crate) const INLINE_MAX_BYTES: u64 = 256 << 10;
 
 /// Runs blocking work on a thread of the runtime that may block.
@@ -28,7 +30,7 @@ pub(crate) async fn run_blocking<T: Send + 'static>(
     done.expect("a task that ended well has written its result")
 }
 
-/// Not generic, so that code of the runtime is compiled once and not for each kind of work.
+/// Runs a task on a blocking thread. It is not generic: the code of the runtime is compiled only once.
 async fn run_task(task: Box<dyn FnOnce() + Send>) -> Result<()> {
     spawn_blocking(task)
         .await
@@ -37,7 +39,7 @@ async fn run_task(task: Box<dyn FnOnce() + Send>) -> Result<()> {
 
 /// Runs a future to completion on this thread.
 pub(crate) fn block_on<F: Future>(runtime: &Runtime, future: F) -> F::Output {
-    // Without an output, the future has one type for the runtime, whose code is compiled once.
+    // Without an output, all futures have one type for the runtime, whose code is compiled only once.
     let mut output = None;
     {
         let mut future = pin!(async { output = Some(future.await) });
@@ -53,13 +55,13 @@ pub(crate) fn run_inline<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     })
 }
 
-/// Sleeps before a retry: longer after each try, and for a random part of the time.
+/// Sleeps before a retry. The delay grows with each try and is partly random.
 #[cfg(any(feature = "etcd", feature = "object", target_os = "linux"))]
 pub(crate) async fn backoff(tries: u32) {
     let mut random = [0];
     let _ = getrandom::fill(&mut random);
-    let longest = 100_u64 << tries.min(6);
-    let span = longest / 2 + longest * u64::from(random[0]) / 512;
+    let limit = 100_u64 << tries.min(6);
+    let span = limit / 2 + limit * u64::from(random[0]) / 512;
     tokio::time::sleep(std::time::Duration::from_millis(span)).await;
 }
 

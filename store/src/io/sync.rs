@@ -1,5 +1,7 @@
-//! What tasks wait for each other with: the standard library's and tokio's, or, for `schedules`, the same by
-//! shuttle, which decides at each of them who goes on.
+//! Synchronization primitives of the standard library and tokio.
+//!
+//! With the feature `shuttle` they come from shuttle instead: the tests in `schedules` then control the order in which
+//! tasks run.
 
 use std::fmt;
 use std::pin::Pin;
@@ -28,7 +30,7 @@ pub(crate) use shuttle_tokio::{
     time::{sleep, timeout},
 };
 
-/// A mutex that no code panics under: a panic of one thread that holds it is passed on to the next.
+/// A mutex whose holders do not panic. If one does, the next call of [`lock`](Self::lock) panics too.
 #[derive(Default)]
 pub(crate) struct Lock<T>(Mutex<T>);
 
@@ -52,7 +54,9 @@ impl<T: fmt::Debug> fmt::Debug for Lock<T> {
     }
 }
 
-/// A future whose type says only its output: code of the runtime that takes it is compiled once for each output.
+/// A boxed future, whose type depends only on the output.
+///
+/// The code of the runtime is compiled only once per output type.
 pub(crate) type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// Boxes a future.

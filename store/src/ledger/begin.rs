@@ -1,27 +1,27 @@
-//! Begin: which version a contribution belongs to, and whether one may open for it.
+//! Begin: finds the version that a contribution belongs to, or opens a new one.
 
-use super::MAX_FENCED;
+use super::MAX_FENCED_JOBS;
 use super::command::{Begin, Outcome};
 use super::identity::{JobId, VersionId};
-use super::place::Place;
 use super::refusal::{Reason, Refusal};
 use super::state::{Job, State};
 use super::version::{Contribution, Version};
+use crate::ledger::numbering::VersionPosition;
 
 impl State {
     pub(super) fn begin(&mut self, begin: Begin) -> Result<Outcome, Refusal> {
         begin.refuse_incomplete()?;
         self.refuse_fenced(begin.job.as_ref())?;
         if let Some(job) = &begin.job {
-            self.fence_older(job);
+            self.fence_previous_job(job);
         }
-        match self.matching(&begin)? {
+        match self.matching_version(&begin)? {
             Some(id) => self.join(id, &begin),
             None => self.open_version(begin),
         }
     }
 
-    /// Refuses a job that a newer one has fenced.
+    /// Refuses a job that a newer job has fenced.
     pub(super) fn refuse_fenced(&self, job: Option<&JobId>) -> Result<(), Refusal> {
         match &self.job {
             Some(newest) if job.is_some_and(|job| self.fenced.contains(job)) => {
@@ -31,8 +31,10 @@ impl State {
         }
     }
 
-    /// Makes a job that never contributed before the newest one.
-    fn fence_older(&mut self, newest: &JobId) {
+    /// Makes a new job the newest one, fences the previous one and drops its open versions.
+    ///
+    /// Does nothing if `newest` is already the newest job.
+    fn fence_previous_job(&mut self, newest: &JobId) {
         if self.job() == Some(newest) {
             return;
         }
@@ -40,65 +42,69 @@ impl State {
         let Some(older) = self.job.replace(job) else {
             return;
         };
-        self.change(
+        self.update_versions(
             |version| version.is_open() && version.job.as_ref() == Some(&older.id),
-            |version| version.drop_because(Reason::Fenced { by: newest.clone() }),
+            |version| version.mark_dropped(Reason::Fenced { by: newest.clone() }),
         );
         self.fenced.push_back(older.id);
-        if self.fenced.len() > MAX_FENCED {
+        if self.fenced.len() > MAX_FENCED_JOBS {
             self.fenced.pop_front();
         }
     }
 
-    /// The version that a contribution belongs to, if it is there.
-    fn matching(&self, begin: &Begin) -> Result<Option<VersionId>, Refusal> {
-        if let Some(ended) = self.ended(begin.id) {
+    /// Returns the existing version that a contribution belongs to.
+    fn matching_version(&self, begin: &Begin) -> Result<Option<VersionId>, Refusal> {
+        if let Some(ended) = self.tombstone(begin.id) {
             return Err(ended.refusal());
         }
-        if let Some(version) = self.known(begin.id) {
-            return if version.answers(begin) {
+        if let Some(version) = self.version_by_id(begin.id) {
+            return if version.may_be_opened_by(begin) {
                 Ok(Some(version.id))
             } else {
                 Err(Refusal::IdTaken { id: begin.id })
             };
         }
         match (begin.number, &begin.job, begin.call) {
-            // A copy is of its own version alone.
+            // A copy never joins a version with another id.
             _ if begin.epoch.is_some() => Ok(None),
-            (Some(number), ..) => Ok(self.matching_number(number, begin)),
-            (None, Some(job), Some(call)) => self.matching_call(job, call),
+            (Some(number), ..) => Ok(self.version_of_number(number, begin)),
+            (None, Some(job), Some(call)) => self.version_of_call(job, call),
             (None, ..) => Ok(None),
         }
     }
 
-    /// An open version of that number, or one that this begin repeats identically.
-    fn matching_number(&self, number: u64, begin: &Begin) -> Option<VersionId> {
+    /// Returns the open version with this number, or the version whose contribution this begin repeats.
+    fn version_of_number(&self, number: u64, begin: &Begin) -> Option<VersionId> {
         let open = self.open().find(|version| version.number == number);
-        open.or_else(|| self.identical(number, begin)).map(|version| version.id)
+        open.or_else(|| self.repeated_version(number, begin)).map(|version| version.id)
     }
 
-    /// The proved version that a begin repeats. One that a rewind took back is not meant: its
-    /// number is free for the new epoch.
-    fn identical(&self, number: u64, begin: &Begin) -> Option<&Version> {
+    /// Returns the verified version whose contribution this begin repeats.
+    ///
+    /// A version that a rewind has retired does not count: its number is free in the new epoch.
+    fn repeated_version(&self, number: u64, begin: &Begin) -> Option<&Version> {
         if self.timeline().is_newer(number) {
             return None;
         }
-        let stands = |version: &&Version| version.is_visible() || version.epoch == self.epoch;
-        let mut standing = self.versions().rev().filter(stands);
-        // A rewind to a number that is visible is meant; only the same job's rewind is a retry of it.
-        let is_meant =
-            |version: &Version| !begin.rewind || version.rewinds.is_some() && version.job.is_some();
-        standing.find(|version| is_meant(version) && version.is_repeated_by(number, begin))
+        let is_current = |version: &&Version| version.is_visible() || version.epoch == self.epoch;
+        let mut current = self.versions().rev().filter(is_current);
+        // A rewind to a visible number is intentional. It is a retry only if it repeats a rewind of the same job.
+        let may_be_repeated = |version: &Version| {
+            !begin.rewind || version.rewind_from.is_some() && version.job.is_some()
+        };
+        current.find(|version| may_be_repeated(version) && version.is_repeated_by(number, begin))
     }
 
-    /// The version of that call, open or not; a call that has passed never opens one again.
-    fn matching_call(&self, job: &JobId, call: u64) -> Result<Option<VersionId>, Refusal> {
+    /// Returns the version of this call, open or not.
+    ///
+    /// A call that is not above the last call that opened a version is refused: it can no longer open one.
+    fn version_of_call(&self, job: &JobId, call: u64) -> Result<Option<VersionId>, Refusal> {
         let is_match = |of: Option<&JobId>, to| of == Some(job) && to == Some(call);
         let mut versions = self.versions();
         if let Some(version) = versions.find(|it| is_match(it.job.as_ref(), it.call)) {
             return Ok(Some(version.id));
         }
-        let mut ended = self.ended.iter();
+        let mut ended = self.tombstones.iter();
         if let Some(ended) = ended.find(|it| is_match(it.job.as_ref(), it.call)) {
             return Err(ended.refusal());
         }
@@ -108,9 +114,9 @@ impl State {
         }
     }
 
-    /// Adds a contribution to a version that is there.
+    /// Adds a contribution to an existing version.
     fn join(&mut self, id: VersionId, begin: &Begin) -> Result<Outcome, Refusal> {
-        let version = self.named(id)?;
+        let version = self.version_by_id_mut(id)?;
         version.refuse_dropped()?;
         version.refuse_other_job(begin.job.as_ref())?;
         version.refuse_other_writers(&begin.writers)?;
@@ -129,24 +135,25 @@ impl State {
         Ok(Outcome::Retry { id, epoch, number, digest })
     }
 
-    /// Opens a version; the job that begins it, if any, is the newest one by now.
+    /// Opens a version. The job of `begin`, if any, must be the newest job of the key.
     fn open_version(&mut self, begin: Begin) -> Result<Outcome, Refusal> {
         self.refuse_changed_default(&begin)?;
-        let place = self.place_of(&begin)?;
-        let on = self.in_the_way(&place);
+        let position = self.position_of(&begin)?;
+        let on = self.blocking_versions(&position);
         if !on.is_empty() {
-            return Ok(Outcome::Wait { on });
+            return Ok(Outcome::Wait { blocking: on });
         }
-        let Place { epoch, number, .. } = place;
+        let VersionPosition { epoch, number, .. } = position;
         let Begin { id, .. } = begin;
-        self.remember_opened(&begin, number);
-        let index = self.versions.partition_point(|version| version.place() < (epoch, number));
-        self.versions.insert(index, place.opened_by(begin).into());
+        self.record_opened(&begin, number);
+        let index = self.versions.partition_point(|version| version.position() < (epoch, number));
+        self.versions.insert(index, position.into_version(begin).into());
         Ok(Outcome::Begun { id, epoch, number })
     }
 
-    /// A set of writers that nobody said must be that of the job's previous version: a rank that
-    /// holds no shard this time would else be left out unnoticed.
+    /// Refuses a default set of writers that differs from the writers of the job's previous version.
+    ///
+    /// Otherwise, a rank that holds no shard this time would be left out silently.
     fn refuse_changed_default(&self, begin: &Begin) -> Result<(), Refusal> {
         let job = self.job.as_ref().filter(|_| begin.job.is_some());
         match job.and_then(|job| job.writers.as_ref()) {
@@ -160,7 +167,8 @@ impl State {
         }
     }
 
-    fn remember_opened(&mut self, begin: &Begin, number: u64) {
+    /// Records the writers of a version that opens, and its call if its number is implicit.
+    fn record_opened(&mut self, begin: &Begin, number: u64) {
         let Some(job) = self.job.as_mut().filter(|_| begin.job.is_some()) else {
             return;
         };
@@ -188,8 +196,8 @@ impl Begin {
 }
 
 impl Version {
-    /// Whether it may be the version that an earlier try of a begin opened.
-    fn answers(&self, begin: &Begin) -> bool {
+    /// Whether an earlier attempt of this begin may have opened this version.
+    fn may_be_opened_by(&self, begin: &Begin) -> bool {
         let is_named = match begin.number {
             Some(number) => number == self.number,
             None => self.call == begin.call.filter(|_| self.job.is_some()),
@@ -197,8 +205,9 @@ impl Version {
         is_named && self.job == begin.job && self.writers == begin.writers
     }
 
-    /// Whether a begin is the identical retry of a contribution to this proved version. The digest
-    /// counts if it is known already; else the commit will compare it.
+    /// Whether a begin repeats a contribution to this verified version.
+    ///
+    /// If the begin has a digest, it is compared here; otherwise the commit compares it.
     fn is_repeated_by(&self, number: u64, begin: &Begin) -> bool {
         let committed = self.manifest().and(self.digest_of(begin.writer));
         self.number == number

@@ -1,4 +1,4 @@
-//! What can be asked of the ledger, what it answers, and what it owes.
+//! The commands, outcomes and effects of the ledger.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -7,45 +7,49 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::durability::Durability;
-use super::identity::{Digest, JobId, LeaseId, SessionId, Timestamp, VersionId};
+use super::identity::{ArchiveDigest, JobId, LeaseId, SessionId, Timestamp, VersionId};
 use super::selector::{Selection, Selector};
 use super::version::{ArchiveReference, ManifestReference};
 use super::writers::WriterSet;
 
-/// What can be asked of the ledger of one key.
+/// A command to the ledger of one key.
 ///
-/// Every command may be repeated at once: the second time it changes nothing, and either succeeds
-/// again or is refused.
+/// Every command may be repeated immediately. The repeated command changes nothing; it succeeds again or is refused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Command {
     /// A writer starts to contribute.
     Begin(Begin),
-    /// A writer's archive is complete.
+    /// The archives of a writer are complete.
     Commit(Commit),
-    /// A writer's put failed on its way: its contribution is withdrawn unless it is committed.
+    /// A writer's put failed: its contribution is withdrawn unless it is committed.
     ///
-    /// A version with an implicit number is dropped with it, because the writer's next put is
-    /// another call: no one will ever complete this one, and the other writers learn it at once. A
-    /// version with a number of the caller's stays open for a second try while another writer
-    /// contributes to it.
+    /// A version with an implicit number is dropped too. The writer's next put is another call, so this version can
+    /// never be completed, and its other writers get the reason at once. A version with an explicit number stays open
+    /// for a retry as long as another writer contributes to it.
     Abort {
         /// The version.
         id: VersionId,
         /// The writer whose put failed.
         writer: u32,
     },
-    /// A process has ended: what it had begun and not committed is withdrawn, as by [`Command::Abort`], its leases are
-    /// released, and what it alone has kept of a version is lost, and with that the version.
+    /// A process has ended.
+    ///
+    /// - Its uncommitted contributions are withdrawn, as by [`Command::Abort`].
+    /// - Its leases are released.
+    /// - A version is dropped if the process held the only replica of one of its archives.
     SessionEnded {
         /// The process.
         session: SessionId,
-        /// What would be lost with it of which versions, if somebody knows: tensors and slices.
+        /// By version, the tensors and slices that would be lost, if the caller knows them.
         #[serde(default)]
         slices: BTreeMap<VersionId, String>,
     },
-    /// A process keeps what these writers have committed, besides those that did before.
-    Keep {
+    /// A process has a replica of the archives that these writers have committed.
+    ///
+    /// It does not replace the processes that hold these archives already.
+    #[serde(rename = "Keep")]
+    PublishReplicas {
         /// The version.
         id: VersionId,
         /// The writers.
@@ -53,9 +57,11 @@ pub enum Command {
         /// The process.
         session: SessionId,
     },
-    /// A process wants to keep what a writer has committed no longer. It has to if nobody else does: then nothing
-    /// changes.
-    LetGo {
+    /// A process asks to release its replica of the archives that a writer has committed.
+    ///
+    /// If no other process holds one, nothing changes: the process must keep the last replica.
+    #[serde(rename = "LetGo")]
+    ReleaseReplica {
         /// The version.
         id: VersionId,
         /// The writer.
@@ -63,56 +69,60 @@ pub enum Command {
         /// The process.
         session: SessionId,
     },
-    /// All of a version is in the bucket that was asked for: it outlives the processes that keep it.
-    Stored {
+    /// The upload of a version to the bucket is complete: the version outlives the processes that hold its archives.
+    #[serde(rename = "Stored")]
+    Uploaded {
         /// The version.
         id: VersionId,
     },
-    /// A version will not be in the bucket that was asked for: it is kept as one that is in memory.
-    NotStored {
+    /// A version will not be uploaded to the bucket: it is retained as a version in memory.
+    #[serde(rename = "NotStored")]
+    NotUploaded {
         /// The version.
         id: VersionId,
     },
-    /// The proof of a fully committed version succeeded: it becomes visible.
-    Proved {
+    /// The verification of a fully committed version succeeded: the version becomes visible.
+    #[serde(rename = "Proved")]
+    Verified {
         /// The version.
         id: VersionId,
         /// Its manifest.
         manifest: ManifestReference,
-        /// The moment.
+        /// The current time.
         now: Timestamp,
     },
-    /// The proof of a fully committed version failed: it is dropped.
+    /// The verification of a fully committed version failed: the version is dropped.
     Rejected {
         /// The version.
         id: VersionId,
-        /// What is wrong and where: fqn, region, writers. Longer texts than
-        /// [`MAX_REASON_BYTES`](super::MAX_REASON_BYTES) are cut.
+        /// The error and its place: fqn, region, writers. It is truncated to
+        /// [`MAX_REASON_BYTES`](super::MAX_REASON_BYTES).
         reason: String,
     },
-    /// Nobody will ever complete a version that is open: it is dropped at once.
+    /// An open version can never be completed: it is dropped at once.
     Abandon {
         /// The version.
         id: VersionId,
     },
-    /// Time has passed: open versions that are too old are abandoned, versions and leases past
-    /// their time to live end. Carry out what is [`pending`](super::pending) first: a version whose
-    /// proof nobody made in time is abandoned too.
+    /// Time has passed: open versions past their limit are abandoned, and versions and leases past their time to live
+    /// end.
+    ///
+    /// Run the [`pending`](super::pending) effects first: a version that was not verified in time is abandoned too.
     Expire {
-        /// The moment.
+        /// The current time.
         now: Timestamp,
     },
-    /// A reader takes a visible version, or renews a lease that has not expired.
+    /// A reader takes a lease on a visible version, or renews a lease that has not expired.
     Lease {
-        /// Which version.
+        /// The version.
         selector: Selector,
-        /// The lease; the same one again is the same version again.
+        /// The identity of the lease. The same identity again renews the lease of the same version.
         lease: LeaseId,
-        /// Who reads, as [`Command::HolderGone`] will name it.
+        /// The reader, as [`Command::HolderGone`] names it.
         holder: String,
-        /// For how long new reads may start.
+        /// How long new reads may start.
         ttl: Duration,
-        /// The moment.
+        /// The current time.
         now: Timestamp,
     },
     /// A reader has dropped its last view.
@@ -120,98 +130,101 @@ pub enum Command {
         /// The lease.
         lease: LeaseId,
     },
-    /// A reader is proven gone, and its views with it: its leases are released.
-    HolderGone {
-        /// Who read.
+    /// A reader has ended, and its views with it: its leases are released.
+    #[serde(rename = "HolderGone")]
+    HolderEnded {
+        /// The reader.
         holder: String,
     },
-    /// A label holds a version: retention passes over it. A label that exists moves.
+    /// A label pins a version: retention skips it. An existing label moves to this version.
     Pin {
-        /// Which version.
+        /// The version.
         selector: Selector,
         /// The label.
         label: String,
     },
-    /// A label holds its version no longer.
+    /// A label is removed, and its version is no longer pinned by it.
     Unpin {
         /// The label.
         label: String,
     },
-    /// Which versions are kept from now on.
+    /// Sets the retention of the key.
     Retain {
-        /// How many of the newest.
+        /// The number of newest versions to keep.
         keep: NonZeroU32,
-        /// For how long after they became visible; forever if none is given.
+        /// How long a version is kept after it became visible; without limit if `None`.
         ttl: Option<Duration>,
     },
-    /// Versions are retired, or dropped if they are open. Leases and pins still hold their data.
+    /// Visible versions are retired and open versions are dropped. Leases and pins still hold their data.
     Delete {
-        /// Which versions.
+        /// The versions.
         selection: Selection,
     },
-    /// The data of a version is deleted: the answer to [`Effect::Delete`].
+    /// The data of a version is deleted: [`Effect::Delete`] is done.
     Reclaimed {
         /// The version.
         id: VersionId,
     },
 }
 
-/// A writer starts to contribute to a version, which opens if it is the first.
+/// A writer starts to contribute to a version. The first writer opens it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Begin {
-    /// Who contributes.
+    /// The writer that contributes.
     pub writer: u32,
-    /// Everyone who will.
+    /// All writers of the version.
     pub writers: WriterSet,
-    /// Whether the writers were derived from the state dict, not said by the caller.
+    /// Whether `writers` was derived from the state dict and not given by the caller.
     pub writers_defaulted: bool,
-    /// The job; one writer alone needs none.
+    /// The job. A single writer needs none.
     pub job: Option<JobId>,
-    /// The how-manieth put of this job, to this key, by this writer it is, failures counted. It
-    /// matches the contributions to a version with an implicit number.
+    /// Sequence number of this put of the job to the key by this writer, failed puts included.
+    ///
+    /// Contributions to a version with an implicit number belong together if their calls are equal.
     pub call: Option<u64>,
-    /// The number, or none: highest + 1.
+    /// The number of the version; `None` is the highest number + 1.
     pub number: Option<u64>,
-    /// Whether a number that is not above the highest opens a new epoch.
+    /// Whether a number that is not above the highest one opens a new epoch.
     pub rewind: bool,
-    /// Whether the version is to outlive the process that holds it.
+    /// Whether the version must outlive the process that holds it.
     #[serde(default)]
     pub durability: Durability,
-    /// What the contribution will contain, if that is known already.
-    pub digest: Option<Digest>,
-    /// The writer's process, if others can tell whether it has ended.
+    /// Digest of the contribution, if it is already known.
+    pub digest: Option<ArchiveDigest>,
+    /// Session of the writer's process, if other processes can detect its end.
     #[serde(default)]
     pub session: Option<SessionId>,
-    /// The identity of the version if this command opens it: random.
+    /// Identity of the version if this command opens it. It is random.
     pub id: VersionId,
-    /// The epoch of the version, if it is a copy of one that has its place elsewhere; its number is said too.
+    /// Epoch of the version, if it is a copy of a version of another store. `number` is given too then.
     #[serde(default)]
     pub epoch: Option<u32>,
-    /// The moment.
+    /// The current time.
     pub now: Timestamp,
 }
 
-/// A writer's archives are complete.
+/// A writer commits its complete archives.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Commit {
     /// The version.
     pub id: VersionId,
-    /// Whose archives they are.
+    /// The writer of the archives.
     pub writer: u32,
     /// The writer's job.
     pub job: Option<JobId>,
-    /// What they contain.
-    pub digest: Digest,
-    /// Where they are, in their order: usually there is one.
+    /// Digest of the archives.
+    pub digest: ArchiveDigest,
+    /// The archives in order. Usually there is one.
     pub archives: Vec<ArchiveReference>,
-    /// The process that keeps them, if they end with it.
+    /// Session of the process that holds the archives, if they end with that process.
     #[serde(default)]
-    pub keeper: Option<SessionId>,
-    /// The moment.
+    #[serde(rename = "keeper")]
+    pub replica_session: Option<SessionId>,
+    /// The current time.
     pub now: Timestamp,
 }
 
-/// What the ledger answers.
+/// The answer of the ledger to a command.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Outcome {
@@ -224,8 +237,10 @@ pub enum Outcome {
         /// The version's number.
         number: u64,
     },
-    /// The writer has committed to that version before. A caller that has the same contents is
-    /// done: a commit of that digest succeeds, and another one is refused.
+    /// The writer has already committed to this version.
+    ///
+    /// A caller with the same contents is done. A commit with this digest succeeds; one with another digest is
+    /// refused.
     Retry {
         /// The version's identity.
         id: VersionId,
@@ -233,23 +248,25 @@ pub enum Outcome {
         epoch: u32,
         /// The version's number.
         number: u64,
-        /// What the writer committed.
-        digest: Digest,
+        /// Digest that the writer committed.
+        digest: ArchiveDigest,
     },
-    /// Nothing opened: begin again when one of these versions has become visible or is gone. (If
-    /// the command came from a newer job, older ones are fenced all the same.)
+    /// No version opened. Begin again when one of these versions has become visible or was deleted.
+    ///
+    /// If the command came from a newer job, older jobs are fenced nevertheless.
     Wait {
-        /// The open versions, or those whose data is still to be deleted.
-        on: Vec<VersionId>,
+        /// The open versions, or the versions whose deletion is pending.
+        #[serde(rename = "on")]
+        blocking: Vec<VersionId>,
     },
     /// The contribution is committed.
     Committed {
-        /// Whether the version is or was visible.
+        /// Whether the version is visible or has been.
         visible: bool,
-        /// The writers that have not committed; none if only the proof is owed.
+        /// The writers that have not committed. It is empty if only the verification is pending.
         missing: WriterSet,
     },
-    /// The lease is held.
+    /// The lease is granted.
     Leased {
         /// The version's identity.
         id: VersionId,
@@ -260,37 +277,38 @@ pub enum Outcome {
         /// The version's manifest.
         manifest: ManifestReference,
     },
-    /// The label holds that version.
+    /// The label pins this version.
     Pinned {
         /// The version's identity.
         id: VersionId,
         /// The version's number.
         number: u64,
     },
-    /// Those versions are retired or dropped; none if there were none, or none was left.
+    /// These versions are retired or dropped. The list is empty if the selection matched no open or visible version.
     Deleted {
         /// The versions.
         ids: Vec<VersionId>,
     },
-    /// It is so, whether by this command or by an earlier one.
+    /// The command is in effect, by itself or by an earlier one.
     Done,
 }
 
-/// What somebody has to do outside the ledger. It stays owed until the command that reports it: see
-/// [`pending`](super::pending).
+/// An action outside the ledger.
+///
+/// It stays pending until a command reports its completion: see [`pending`](super::pending).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Effect {
-    /// Prove that the contributions fit together; then [`Command::Proved`] or
-    /// [`Command::Rejected`].
-    Prove {
+    /// Verify that the contributions form one state dict. Report with [`Command::Proved`] or [`Command::Rejected`].
+    #[serde(rename = "Prove")]
+    Verify {
         /// The version.
         id: VersionId,
     },
-    /// Delete the data of a version that nobody can reach; then [`Command::Reclaimed`].
+    /// Delete the data of a version that no reader can reach. Report with [`Command::Reclaimed`].
     ///
-    /// Two processes may do it at the same time, and once one has reported it another version may
-    /// take the number: delete what carries the identity.
+    /// Two processes may delete at the same time. Once one of them has reported it, another version may take the
+    /// number. So delete by identity, not by number.
     Delete {
         /// The version's identity.
         id: VersionId,

@@ -1,4 +1,4 @@
-//! Commit, abort and proof: how a version becomes visible, or does not.
+//! Commit, abort and verification: the steps by which a version becomes visible or is dropped.
 
 use std::collections::BTreeMap;
 
@@ -13,9 +13,9 @@ use super::writers::WriterSet;
 
 impl State {
     pub(super) fn commit(&mut self, commit: Commit) -> Result<Outcome, Refusal> {
-        let Commit { id, writer, job, digest, archives, keeper, now } = commit;
+        let Commit { id, writer, job, digest, archives, replica_session, now } = commit;
         self.refuse_fenced(job.as_ref())?;
-        let version = self.named(id)?;
+        let version = self.version_by_id_mut(id)?;
         version.refuse_dropped()?;
         version.refuse_other_job(job.as_ref())?;
         let number = version.number;
@@ -26,20 +26,20 @@ impl State {
             }
             Some(Contribution::Committed { .. }) => {}
             Some(begun) => {
-                let keepers = keeper.into_iter().collect();
-                *begun = Contribution::Committed { digest, archives, keepers };
+                let keepers = replica_session.into_iter().collect();
+                *begun = Contribution::Committed { digest, archives, replica_sessions: keepers };
             }
         }
         version.sessions.remove(&writer);
         let missing = version.missing();
         if missing.is_empty() && matches!(version.status, Status::Open { .. }) {
-            version.status = Status::Proving { since: now };
+            version.status = Status::Verifying { since: now };
         }
         Ok(Outcome::Committed { visible: version.manifest().is_some(), missing })
     }
 
     pub(super) fn abort(&mut self, id: VersionId, writer: u32) -> Outcome {
-        let Ok(version) = self.named(id) else {
+        let Ok(version) = self.version_by_id_mut(id) else {
             return Outcome::Done;
         };
         let begun = version.contributions.get(&writer) == Some(&Contribution::Begun);
@@ -47,7 +47,7 @@ impl State {
             version.contributions.remove(&writer);
             version.sessions.remove(&writer);
             if version.call.is_some() || version.contributions.is_empty() {
-                version.drop_because(Reason::Aborted { writer });
+                version.mark_dropped(Reason::Aborted { writer });
             }
         }
         Outcome::Done
@@ -59,68 +59,79 @@ impl State {
         mut slices: BTreeMap<VersionId, String>,
     ) -> Outcome {
         let begun = self.open().flat_map(|version| {
-            let of_it = version.sessions.iter().filter(|(_, each)| **each == session);
-            of_it.map(|(writer, _)| (version.id, *writer))
+            let sessions = version.sessions.iter().filter(|(_, each)| **each == session);
+            sessions.map(|(writer, _)| (version.id, *writer))
         });
         let begun: Vec<(VersionId, u32)> = begun.collect();
         for (id, writer) in begun {
             self.abort(id, writer);
         }
-        let is_kept = |version: &Version| {
-            let mut keepers = version.contributions.values().flat_map(Contribution::keepers);
+        let has_replica = |version: &Version| {
+            let mut keepers =
+                version.contributions.values().flat_map(Contribution::replica_sessions);
             keepers.any(|keeper| keeper == session)
         };
         let mut lost = Vec::new();
-        self.change(is_kept, |version| {
+        self.update_versions(has_replica, |version| {
             let slices = slices.remove(&version.id).unwrap_or_default();
-            lost.extend(version.lose(session, cut(slices)).then_some(version.id));
+            lost.extend(
+                version.remove_replicas(session, truncate_reason(slices)).then_some(version.id),
+            );
         });
-        // Whoever holds them can hold nothing of them.
+        // Pins and leases cannot hold data that is lost.
         self.pins.retain(|_, id| !lost.contains(id));
         self.leases.retain(|_, lease| !lost.contains(&lease.version));
-        self.holder_gone(&session.to_string())
+        self.holder_ended(&session.to_string())
     }
 
-    pub(super) fn keep(
+    pub(super) fn publish_replicas(
         &mut self,
         id: VersionId,
         writers: &WriterSet,
         session: SessionId,
     ) -> Outcome {
-        if let Ok(version) = self.named(id)
+        if let Ok(version) = self.version_by_id_mut(id)
             && version.is_visible()
         {
-            let kept = version.contributions.iter_mut();
-            for (_, contribution) in kept.filter(|(writer, _)| writers.contains(**writer)) {
-                contribution.keep(session);
+            let contributions = version.contributions.iter_mut();
+            for (_, contribution) in contributions.filter(|(writer, _)| writers.contains(**writer))
+            {
+                contribution.add_replica(session);
             }
         }
         Outcome::Done
     }
 
-    pub(super) fn let_go(&mut self, id: VersionId, writer: u32, session: SessionId) -> Outcome {
-        if let Ok(version) = self.named(id)
+    pub(super) fn release_replica(
+        &mut self,
+        id: VersionId,
+        writer: u32,
+        session: SessionId,
+    ) -> Outcome {
+        if let Ok(version) = self.version_by_id_mut(id)
             && let Some(contribution) = version.contributions.get_mut(&writer)
-            && contribution.keepers().any(|keeper| keeper != session)
+            && contribution.replica_sessions().any(|keeper| keeper != session)
         {
-            contribution.lose(session);
+            contribution.remove_replica(session);
         }
         Outcome::Done
     }
 
-    pub(super) fn proved(
+    pub(super) fn verified(
         &mut self,
         id: VersionId,
         manifest: ManifestReference,
         now: Timestamp,
     ) -> Result<Outcome, Refusal> {
-        let version = self.named(id)?;
+        let version = self.version_by_id_mut(id)?;
         let number = version.number;
         match &version.status {
-            Status::Open { .. } => Err(Refusal::NotProving { number, missing: version.missing() }),
-            Status::Proving { .. } => {
+            Status::Open { .. } => {
+                Err(Refusal::NotFullyCommitted { number, missing: version.missing() })
+            }
+            Status::Verifying { .. } => {
                 version.status = Status::Visible { since: now, manifest };
-                self.reached(id);
+                self.make_newest(id);
                 Ok(Outcome::Done)
             }
             Status::Visible { manifest: shown, .. } | Status::Retired { manifest: shown } => {
@@ -134,64 +145,67 @@ impl State {
         }
     }
 
-    /// Readers have reached a version: what is older and open will never be the newest, and what a
-    /// rewind takes back goes in the same step.
-    fn reached(&mut self, id: VersionId) {
-        let Some(version) = self.known(id) else {
+    /// Makes a version that became visible the newest version of its key.
+    ///
+    /// In the same step, drops older open versions and retires the versions that a rewind takes back.
+    fn make_newest(&mut self, id: VersionId) {
+        let Some(version) = self.version_by_id(id) else {
             return;
         };
-        let (place, rewinds) = (version.place(), version.rewinds);
-        let (is_durable, is_copy) = (version.is_durable(), version.copy);
-        let (epoch, number) = place;
-        self.change(
-            |version| version.is_open() && version.place() < place,
-            |version| version.drop_because(Reason::Superseded { by: number }),
+        let (position, rewinds) = (version.position(), version.rewind_from);
+        let (is_durable, is_copy) = (version.is_durable(), version.is_copy);
+        let (epoch, number) = position;
+        self.update_versions(
+            |version| version.is_open() && version.position() < position,
+            |version| version.mark_dropped(Reason::Superseded { by: number }),
         );
-        self.change(
+        self.update_versions(
             |version| version.epoch < epoch && rewinds.is_some_and(|from| version.number >= from),
             Version::retire,
         );
         self.epoch = epoch;
         self.highest = Some(number);
         if is_durable {
-            self.durable = Some((epoch, number));
+            self.newest_durable = Some((epoch, number));
         }
-        // What a copy replaces is kept until the store that it is of knows that the copy is there.
+        // A copy does not retire older versions: they stay until the source store knows that the copy is visible.
         if !is_copy {
             self.retire_surplus();
         }
     }
 
-    pub(super) fn stored(&mut self, id: VersionId) -> Result<Outcome, Refusal> {
-        let version = self.named(id)?;
+    pub(super) fn uploaded(&mut self, id: VersionId) -> Result<Outcome, Refusal> {
+        let version = self.version_by_id_mut(id)?;
         if version.manifest().is_none() {
             let (number, missing) = (version.number, version.missing());
             version.refuse_dropped()?;
-            return Err(Refusal::NotProving { number, missing });
+            return Err(Refusal::NotFullyCommitted { number, missing });
         }
         if version.durability == Durability::Object {
-            version.stored = true;
-            let place = version.place();
-            self.durable = self.durable.max(Some(place));
+            version.uploaded = true;
+            let position = version.position();
+            self.newest_durable = self.newest_durable.max(Some(position));
             self.retire_surplus();
         }
         Ok(Outcome::Done)
     }
 
-    pub(super) fn not_stored(&mut self, id: VersionId) -> Outcome {
-        let is_it = |version: &Version| version.id == id && version.is_to_be_stored();
-        self.change(is_it, |version| version.durability = Durability::Memory);
+    pub(super) fn not_uploaded(&mut self, id: VersionId) -> Outcome {
+        let is_upload_pending = |version: &Version| version.id == id && version.is_upload_pending();
+        self.update_versions(is_upload_pending, |version| version.durability = Durability::Memory);
         self.retire_surplus();
         Outcome::Done
     }
 
     pub(super) fn rejected(&mut self, id: VersionId, reason: String) -> Result<Outcome, Refusal> {
-        let version = self.named(id)?;
+        let version = self.version_by_id_mut(id)?;
         let number = version.number;
         match &version.status {
-            Status::Open { .. } => Err(Refusal::NotProving { number, missing: version.missing() }),
-            Status::Proving { .. } => {
-                version.drop_because(Reason::Rejected { reason: cut(reason) });
+            Status::Open { .. } => {
+                Err(Refusal::NotFullyCommitted { number, missing: version.missing() })
+            }
+            Status::Verifying { .. } => {
+                version.mark_dropped(Reason::Rejected { reason: truncate_reason(reason) });
                 Ok(Outcome::Done)
             }
             Status::Visible { .. } | Status::Retired { .. } => {
@@ -203,7 +217,7 @@ impl State {
     }
 }
 
-fn cut(mut reason: String) -> String {
+fn truncate_reason(mut reason: String) -> String {
     reason.truncate(reason.floor_char_boundary(MAX_REASON_BYTES));
     reason
 }

@@ -1,4 +1,4 @@
-//! What names a version, a lease, a job, an archive's contents, and a moment.
+//! Identities of versions, leases, sessions and jobs; digests of archives; timestamps.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Text that is not 32 lower-case hexadecimal digits.
+/// Error for text that is not 32 lower-case hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidHexadecimal;
 
@@ -18,9 +18,10 @@ impl fmt::Display for InvalidHexadecimal {
 
 impl std::error::Error for InvalidHexadecimal {}
 
-/// A type over 16 bytes is shown, parsed and serialized as 32 hexadecimal digits, so that it can be
-/// a file name, a key of a JSON object and a word in a log.
-macro_rules! hexadecimal {
+/// Implements formatting, parsing and serialization as 32 lower-case hexadecimal digits for a type of 16 bytes.
+///
+/// The text works as a file name, as a key of a JSON object and as a word in a log.
+macro_rules! impl_hex_id {
     ($name:ident, |$value:ident| $to_bytes:expr, |$bytes:ident| $from_bytes:expr) => {
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -39,7 +40,7 @@ macro_rules! hexadecimal {
             type Err = InvalidHexadecimal;
 
             fn from_str(text: &str) -> Result<Self, Self::Err> {
-                let $bytes = sixteen_bytes(text)?;
+                let $bytes = parse_hex(text)?;
                 Ok(Self($from_bytes))
             }
         }
@@ -60,45 +61,48 @@ macro_rules! hexadecimal {
     };
 }
 
-/// The identity of a version: random, never reused. Leases, plans, caches and segments name a
-/// version by it; its number is only its name.
+/// The identity of a version: random and never reused.
+///
+/// Leases, plans, caches and segments refer to a version by its identity. The number is only a name for users.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct VersionId(pub u128);
 
-hexadecimal!(VersionId, |value| bytes_of(value), |bytes| integer_of(bytes));
+impl_hex_id!(VersionId, |value| to_big_endian(value), |bytes| from_big_endian(bytes));
 
-/// The identity of a lease: random, never reused.
+/// The identity of a lease: random and never reused.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct LeaseId(pub u128);
 
-hexadecimal!(LeaseId, |value| bytes_of(value), |bytes| integer_of(bytes));
+impl_hex_id!(LeaseId, |value| to_big_endian(value), |bytes| from_big_endian(bytes));
 
-/// A process that writes, by which others can tell whether it has ended: random, never reused.
+/// The identity of a session: random and never reused.
+///
+/// A process that writes has a session, by which other processes detect that it has ended.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct SessionId(pub u128);
 
-hexadecimal!(SessionId, |value| bytes_of(value), |bytes| integer_of(bytes));
+impl_hex_id!(SessionId, |value| to_big_endian(value), |bytes| from_big_endian(bytes));
 
-/// What a file contains, in 16 bytes: equal digests are equal contents.
+/// A digest of file contents, 16 bytes. Equal digests mean equal contents.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct Digest(pub [u8; 16]);
+pub struct ArchiveDigest(pub [u8; 16]);
 
-hexadecimal!(Digest, |value| value, |bytes| bytes);
+impl_hex_id!(ArchiveDigest, |value| value, |bytes| bytes);
 
-impl Digest {
-    /// The first 16 bytes of the BLAKE3 digest of `bytes`.
-    pub(crate) fn of(bytes: &[u8]) -> Self {
+impl ArchiveDigest {
+    /// Returns the first 16 bytes of the BLAKE3 digest of `bytes`.
+    pub(crate) fn compute(bytes: &[u8]) -> Self {
         let mut short = [0; 16];
         short.copy_from_slice(&blake3::hash(bytes).as_bytes()[..16]);
         Self(short)
     }
 }
 
-/// One run of the writers, from start to crash or end: opaque text that differs from run to run.
+/// The identity of one run of the writers, from start to end or crash: opaque text, different in every run.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct JobId(pub String);
@@ -109,23 +113,25 @@ impl fmt::Display for JobId {
     }
 }
 
-/// A moment, in milliseconds since the Unix epoch. It is given with each command: the ledger has
-/// no clock, and a clock that jumps back makes it wait longer and does no other harm.
+/// A point in time, in milliseconds since the Unix epoch.
+///
+/// Commands carry it, because the ledger has no clock. If the caller's clock jumps back, timeouts take longer; it has
+/// no other effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Timestamp(pub u64);
 
 impl Timestamp {
-    /// The moment that lies `span` after this one, or the last one that can be told.
+    /// Returns the time `span` after this one, saturating at the largest timestamp.
     #[must_use]
-    pub fn after(self, span: Duration) -> Self {
+    pub fn saturating_add(self, span: Duration) -> Self {
         let milliseconds = u64::try_from(span.as_millis()).unwrap_or(u64::MAX);
         Self(self.0.saturating_add(milliseconds))
     }
 }
 
-fn sixteen_bytes(text: &str) -> Result<[u8; 16], InvalidHexadecimal> {
-    let digits: Vec<u8> = text.bytes().map(digit).collect::<Result<_, _>>()?;
+fn parse_hex(text: &str) -> Result<[u8; 16], InvalidHexadecimal> {
+    let digits: Vec<u8> = text.bytes().map(hex_digit).collect::<Result<_, _>>()?;
     let bytes: Vec<u8> = digits.chunks_exact(2).map(|pair| pair[0] * 16 + pair[1]).collect();
     if digits.len() != 32 {
         return Err(InvalidHexadecimal);
@@ -133,7 +139,7 @@ fn sixteen_bytes(text: &str) -> Result<[u8; 16], InvalidHexadecimal> {
     bytes.try_into().map_err(|_| InvalidHexadecimal)
 }
 
-fn digit(character: u8) -> Result<u8, InvalidHexadecimal> {
+fn hex_digit(character: u8) -> Result<u8, InvalidHexadecimal> {
     match character {
         b'0'..=b'9' => Ok(character - b'0'),
         b'a'..=b'f' => Ok(character - b'a' + 10),
@@ -141,14 +147,14 @@ fn digit(character: u8) -> Result<u8, InvalidHexadecimal> {
     }
 }
 
-/// The bytes of an integer, most significant first, as people write numbers.
-fn bytes_of(integer: u128) -> [u8; 16] {
+/// Returns the bytes of an integer in big-endian order, the order of its digits.
+fn to_big_endian(integer: u128) -> [u8; 16] {
     let mut bytes = integer.to_le_bytes();
     bytes.reverse();
     bytes
 }
 
-fn integer_of(mut bytes: [u8; 16]) -> u128 {
+fn from_big_endian(mut bytes: [u8; 16]) -> u128 {
     bytes.reverse();
     u128::from_le_bytes(bytes)
 }
@@ -158,12 +164,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_identity_has_one_text() {
+    fn identity_has_one_text_form() {
         let text = "00112233445566778899aabbccddeeff";
         let id: VersionId = text.parse().unwrap();
         assert_eq!(id, VersionId(0x0011_2233_4455_6677_8899_aabb_ccdd_eeff));
         assert_eq!(id.to_string(), text);
-        let digest: Digest = text.parse().unwrap();
+        let digest: ArchiveDigest = text.parse().unwrap();
         assert_eq!((digest.0[1], digest.to_string()), (0x11, text.to_owned()));
         for wrong in
             ["", "0", "00112233445566778899AABBCCDDEEFF", "+0112233445566778899aabbccddeeff"]
@@ -175,8 +181,8 @@ mod tests {
     }
 
     #[test]
-    fn time_does_not_overflow() {
-        assert_eq!(Timestamp(1).after(Duration::MAX), Timestamp(u64::MAX));
-        assert_eq!(Timestamp(1).after(Duration::from_secs(1)), Timestamp(1001));
+    fn timestamp_addition_saturates() {
+        assert_eq!(Timestamp(1).saturating_add(Duration::MAX), Timestamp(u64::MAX));
+        assert_eq!(Timestamp(1).saturating_add(Duration::from_secs(1)), Timestamp(1001));
     }
 }

@@ -1,52 +1,52 @@
-//! Why a version was dropped, and why a command is refused.
+//! The reasons for which versions are dropped and commands are refused.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
 use super::durability::Durability;
-use super::identity::{Digest, JobId, LeaseId, VersionId};
+use super::identity::{ArchiveDigest, JobId, LeaseId, VersionId};
 use super::selector::Selector;
 use super::writers::WriterSet;
 
-/// Why a version never became visible, or is so no longer.
+/// The reason for which a version was dropped.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Reason {
-    /// A newer one became visible first.
+    /// A newer version became visible first.
     Superseded {
-        /// The number of the newer one.
+        /// The number of the newer version.
         by: u64,
     },
-    /// It was open too long.
+    /// The version was open too long.
     Abandoned {
-        /// The writers that did not commit; none if the proof did not come.
+        /// The writers that did not commit. It is empty if the version was not verified in time.
         missing: WriterSet,
     },
-    /// Its contributions do not fit together.
+    /// The contributions of the version do not form one state dict.
     Rejected {
-        /// What is wrong and where.
+        /// The error and its place.
         reason: String,
     },
-    /// A newer job contributed to the key.
+    /// A newer job has contributed to the key.
     Fenced {
         /// The newer job.
         by: JobId,
     },
-    /// A put failed on its way and nobody could have completed the version.
+    /// The put of a writer failed, and the version could not be completed.
     Aborted {
         /// The writer whose put failed.
         writer: u32,
     },
-    /// It was deleted while it was open.
+    /// The version was deleted while it was open.
     Deleted,
-    /// The hosts that kept some of its archives have ended. It may have been visible.
+    /// All hosts that held one of its archives have ended. The version may have been visible.
     Lost {
-        /// The writers whose archives they were.
+        /// The writers of the lost archives.
         writers: WriterSet,
-        /// The tensors and slices that were in them, as far as somebody knew; longer texts than
-        /// [`MAX_REASON_BYTES`](super::MAX_REASON_BYTES) are cut.
+        /// The tensors and slices in the lost archives, if they were known. The text is truncated to
+        /// [`MAX_REASON_BYTES`](super::MAX_REASON_BYTES).
         #[serde(default, skip_serializing_if = "String::is_empty")]
         slices: String,
     },
@@ -88,24 +88,24 @@ impl Reason {
     }
 }
 
-/// Why a command is refused. A refused command has changed nothing.
+/// The reason for which a command is refused. A refused command changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Refusal {
-    /// A writer that is not declared wants to contribute.
+    /// A writer that is not among the declared writers contributes.
     NotAWriter {
         /// The writer.
         writer: u32,
         /// The declared writers.
         writers: WriterSet,
     },
-    /// Several writers, and no job to tell their contributions from those of an earlier run.
+    /// Several writers without a job: their contributions could be mixed with those of an earlier run.
     JobRequired {
         /// The declared writers.
         writers: WriterSet,
     },
-    /// Several writers, and neither a number nor a call to match their contributions by.
+    /// Several writers with neither a number nor a call, by which their contributions would be matched.
     CallRequired {
         /// The declared writers.
         writers: WriterSet,
@@ -115,7 +115,7 @@ pub enum Refusal {
         /// The newest job.
         by: JobId,
     },
-    /// The number is open for another job, or for none.
+    /// The open version with this number belongs to another job, or to no job.
     JobsDisagree {
         /// The number.
         number: u64,
@@ -124,40 +124,40 @@ pub enum Refusal {
         /// The job of the version.
         expected: Option<JobId>,
     },
-    /// The writers are not those of the version, or a defaulted set is not that of the same job's
-    /// previous version.
+    /// The writers differ from those of the version, or default writers differ from those of the job's previous
+    /// version.
     WritersDisagree {
         /// The writers that this contribution declares.
         declared: WriterSet,
-        /// The writers that the version or the previous version has.
+        /// The writers of the version or of the previous version.
         expected: WriterSet,
     },
-    /// The writers do not want the version equally durable.
+    /// The writers declare different durabilities for the version.
     DurabilityDisagrees {
         /// The number.
         number: u64,
-        /// What this contribution declares.
+        /// The durability that this contribution declares.
         declared: Durability,
-        /// What the version has.
+        /// The durability of the version.
         expected: Durability,
     },
-    /// The number is not above the highest that ever became visible.
+    /// The number is not above the highest number that ever became visible.
     VersionNotNewer {
         /// The number.
         number: u64,
-        /// The highest that ever became visible; while a rewind is open, what it rewinds to.
+        /// The highest number that ever became visible. While a rewind is open, the number before the rewind.
         highest: u64,
     },
-    /// A later call of the job has opened its version; this one can no longer open.
+    /// A later call of the job has opened a version, so this call can no longer open one.
     LateCall {
-        /// The call.
+        /// The call of this contribution.
         call: u64,
         /// The number of the version that the last call opened.
         number: u64,
     },
-    /// There is no number or no epoch left above the highest.
+    /// No number or no epoch is left above the highest one.
     NumbersExhausted,
-    /// The identity that a begin proposes is that of another version.
+    /// Another version already has the identity that a begin proposes.
     IdTaken {
         /// The identity.
         id: VersionId,
@@ -166,37 +166,39 @@ pub enum Refusal {
     Dropped {
         /// Its number.
         number: u64,
-        /// Why.
+        /// The reason.
         reason: Reason,
     },
-    /// The version was visible, and its data has been deleted since.
-    Gone {
+    /// The version was visible, and its data has been deleted.
+    #[serde(rename = "gone")]
+    DataDeleted {
         /// Its number.
         number: u64,
     },
-    /// No version has that identity, or the ledger has forgotten it.
+    /// No version has this identity, or the ledger no longer remembers the version.
     Unknown {
         /// The identity.
         id: VersionId,
     },
-    /// The writer commits what it has not begun, or what was withdrawn by an abort.
+    /// The writer commits a contribution that it has not begun, or that an abort has withdrawn.
     NotBegun {
         /// The version's number.
         number: u64,
         /// The writer.
         writer: u32,
     },
-    /// The writer has committed other contents to the version.
+    /// The writer has already committed other contents to the version.
     ContributionDiffers {
         /// The version's number.
         number: u64,
         /// The writer.
         writer: u32,
-        /// What it has committed.
-        committed: Digest,
+        /// The digest that it has committed.
+        committed: ArchiveDigest,
     },
-    /// The version is not fully committed, so it cannot be proved or rejected.
-    NotProving {
+    /// The version is not fully committed, so it can be neither verified nor rejected.
+    #[serde(rename = "not_proving")]
+    NotFullyCommitted {
         /// The version's number.
         number: u64,
         /// The writers that have not committed.
@@ -217,14 +219,15 @@ pub enum Refusal {
         /// The version's number.
         number: u64,
     },
-    /// No visible version is meant by the selector.
+    /// The selector selects no visible version.
     NotFound {
         /// The selector.
         selector: Selector,
         /// The number of the newest visible version.
         newest: Option<u64>,
-        /// The number of the newest open version, and the writers that it waits for.
-        coming: Option<(u64, WriterSet)>,
+        /// The number of the newest open version, and the writers that have not committed to it.
+        #[serde(rename = "coming")]
+        newest_open: Option<(u64, WriterSet)>,
     },
     /// The lease has expired, so it cannot be renewed.
     LeaseExpired {
@@ -243,7 +246,7 @@ impl fmt::Display for Refusal {
 impl std::error::Error for Refusal {}
 
 impl Refusal {
-    /// What is wrong.
+    /// Writes what is wrong.
     fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotAWriter { writer, writers } => {
@@ -257,7 +260,8 @@ impl Refusal {
             }
             Self::Fenced { by } => write!(f, "job {by} has taken over the key"),
             Self::JobsDisagree { number, declared, expected } => {
-                let (declared, expected) = (named(declared.as_ref()), named(expected.as_ref()));
+                let (declared, expected) =
+                    (describe_job(declared.as_ref()), describe_job(expected.as_ref()));
                 write!(f, "version {number} takes contributions of {expected}, not of {declared}")
             }
             Self::WritersDisagree { declared, expected } => {
@@ -275,7 +279,7 @@ impl Refusal {
             Self::NumbersExhausted => f.write_str("no number or no epoch is left"),
             Self::IdTaken { id } => write!(f, "another version has the identity {id}"),
             Self::Dropped { number, reason } => write!(f, "version {number} was {reason}"),
-            Self::Gone { number } => {
+            Self::DataDeleted { number } => {
                 write!(f, "version {number} was visible and its data is deleted")
             }
             Self::Unknown { id } => write!(f, "no version with the identity {id} is known"),
@@ -285,7 +289,7 @@ impl Refusal {
             Self::ContributionDiffers { number, writer, committed } => {
                 write!(f, "writer {writer} has committed {committed} to version {number} already")
             }
-            Self::NotProving { number, missing } => {
+            Self::NotFullyCommitted { number, missing } => {
                 write!(f, "writers {missing} have not committed to version {number}")
             }
             Self::ManifestDiffers { number } => {
@@ -293,14 +297,14 @@ impl Refusal {
             }
             Self::AlreadyVisible { number } => write!(f, "version {number} is visible"),
             Self::InUse { number } => write!(f, "version {number} is in use"),
-            Self::NotFound { selector, newest, coming } => {
+            Self::NotFound { selector, newest, newest_open } => {
                 match newest {
                     Some(newest) => {
                         write!(f, "no visible version is {selector}: the newest is {newest}")?;
                     }
                     None => f.write_str("no version is visible")?,
                 }
-                match coming {
+                match newest_open {
                     Some((number, missing)) if !missing.is_empty() => {
                         write!(f, ", and version {number} waits for writers {missing}")
                     }
@@ -311,7 +315,7 @@ impl Refusal {
         }
     }
 
-    /// What to do about it.
+    /// Returns what the caller can do.
     fn remedy(&self) -> &'static str {
         match self {
             Self::NotAWriter { .. } => "declare every rank that contributes with writers=",
@@ -328,10 +332,10 @@ impl Refusal {
             Self::NumbersExhausted => "rewind to a lower number, or use another key",
             Self::IdTaken { .. } => "begin again with a new one",
             Self::Dropped { reason, .. } => reason.remedy(),
-            Self::Gone { .. } => "use a newer version",
+            Self::DataDeleted { .. } => "use a newer version",
             Self::Unknown { .. } => "begin again",
             Self::NotBegun { .. } => "begin before you commit, and again after an abort",
-            Self::NotProving { .. } => "prove it when they have",
+            Self::NotFullyCommitted { .. } => "prove it when they have",
             Self::ManifestDiffers { .. } => "discard this one: a visible version never changes",
             Self::AlreadyVisible { .. } => "it never changes: it can only be deleted",
             Self::InUse { .. } => "delete its data when that is owed",
@@ -341,6 +345,6 @@ impl Refusal {
     }
 }
 
-fn named(job: Option<&JobId>) -> String {
+fn describe_job(job: Option<&JobId>) -> String {
     job.map_or_else(|| "no job".to_owned(), |job| format!("job {job}"))
 }

@@ -1,9 +1,9 @@
-//! Retention: what is retired, abandoned, deleted, and forgotten at last.
+//! Retention: retires, abandons, deletes and finally forgets versions.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use super::OPEN_LIMIT;
+use super::OPEN_TIMEOUT;
 use super::command::{Effect, Outcome};
 use super::identity::{Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
@@ -19,15 +19,21 @@ impl State {
         Outcome::Done
     }
 
-    /// Retires what is visible beyond the newest ones and not pinned. Of the versions on disk, and of those in a
-    /// bucket, as many of the newest stay, whatever is newer elsewhere: they are what a restart finds, or another
-    /// host. So do those that are on their way to a bucket.
+    /// Retires the visible versions that retention does not keep.
+    ///
+    /// With `keep` from [`Command::Retain`](super::Command::Retain), these versions are kept:
+    ///
+    /// - the newest `keep` visible versions;
+    /// - the newest `keep` versions on disk, which a restart finds;
+    /// - the newest `keep` versions in a bucket, which other hosts find;
+    /// - versions whose upload to a bucket is pending;
+    /// - pinned versions.
     pub(super) fn retire_surplus(&mut self) {
         let keep = usize::try_from(self.keep.get()).unwrap_or(usize::MAX);
-        let on_disk = self.visible().rev().filter(|it| it.is_durable() && !it.stored).take(keep);
-        let stored = self.visible().rev().filter(|version| version.stored).take(keep);
+        let on_disk = self.visible().rev().filter(|it| it.is_durable() && !it.uploaded).take(keep);
+        let stored = self.visible().rev().filter(|version| version.uploaded).take(keep);
         let durable: Vec<_> = on_disk.chain(stored).map(|version| version.id).collect();
-        let surplus = self.visible().rev().skip(keep).filter(|it| !it.is_to_be_stored());
+        let surplus = self.visible().rev().skip(keep).filter(|it| !it.is_upload_pending());
         let surplus = surplus.map(|version| version.id);
         let surplus: Vec<_> = surplus.filter(|id| !durable.contains(id)).collect();
         self.retire_unpinned(&surplus);
@@ -35,35 +41,36 @@ impl State {
 
     fn retire_unpinned(&mut self, ids: &[VersionId]) {
         let unpinned: Vec<_> = ids.iter().copied().filter(|id| !self.is_pinned(*id)).collect();
-        self.change(|version| unpinned.contains(&version.id), Version::retire);
+        self.update_versions(|version| unpinned.contains(&version.id), Version::retire);
     }
 
     pub(super) fn abandon(&mut self, id: VersionId) -> Outcome {
-        self.change(|version| version.id == id && version.is_open(), Version::abandon);
+        self.update_versions(|version| version.id == id && version.is_open(), Version::abandon);
         Outcome::Done
     }
 
     pub(super) fn expire(&mut self, now: Timestamp) -> Outcome {
-        self.change(|version| version.is_abandoned(now), Version::abandon);
+        self.update_versions(|version| version.is_past_open_limit(now), Version::abandon);
         if let Some(ttl) = self.ttl {
-            let is_old = |version: &&Version| version.is_older(ttl, now);
-            let old: Vec<_> = self.visible().filter(is_old).map(|version| version.id).collect();
-            self.retire_unpinned(&old);
+            let is_expired = |version: &&Version| version.is_past_ttl(ttl, now);
+            let expired: Vec<_> =
+                self.visible().filter(is_expired).map(|version| version.id).collect();
+            self.retire_unpinned(&expired);
         }
         for lease in self.leases.values_mut() {
-            lease.expired |= lease.until <= now;
+            lease.expired |= lease.expires_at <= now;
         }
         Outcome::Done
     }
 
     pub(super) fn delete(&mut self, selection: Selection) -> Outcome {
         let mut ids = Vec::new();
-        self.change(
+        self.update_versions(
             |version| selection.includes(version) && (version.is_open() || version.is_visible()),
             |version| {
                 ids.push(version.id);
                 if version.is_open() {
-                    version.drop_because(Reason::Deleted);
+                    version.mark_dropped(Reason::Deleted);
                 } else {
                     version.retire();
                 }
@@ -73,9 +80,9 @@ impl State {
     }
 
     pub(super) fn reclaimed(&mut self, id: VersionId) -> Result<Outcome, Refusal> {
-        if let Some(version) = self.known(id) {
-            match self.owed(version) {
-                Some(Effect::Delete { .. }) => self.forget(id),
+        if let Some(version) = self.version_by_id(id) {
+            match self.pending_effect(version) {
+                Some(Effect::Delete { .. }) => self.replace_with_tombstone(id),
                 _ => {
                     return Err(Refusal::InUse { number: version.number });
                 }
@@ -86,21 +93,23 @@ impl State {
 }
 
 impl Version {
-    fn is_abandoned(&self, now: Timestamp) -> bool {
+    fn is_past_open_limit(&self, now: Timestamp) -> bool {
         match self.status {
-            // Whoever has begun it says so.
-            _ if self.copy => false,
-            Status::Open { since } | Status::Proving { since } => since.after(OPEN_LIMIT) <= now,
+            // The store of the original version abandons it.
+            _ if self.is_copy => false,
+            Status::Open { since } | Status::Verifying { since } => {
+                since.saturating_add(OPEN_TIMEOUT) <= now
+            }
             _ => false,
         }
     }
 
     fn abandon(&mut self) {
-        self.drop_because(Reason::Abandoned { missing: self.missing() });
+        self.mark_dropped(Reason::Abandoned { missing: self.missing() });
     }
 
-    fn is_older(&self, ttl: Duration, now: Timestamp) -> bool {
-        matches!(self.status, Status::Visible { since, .. } if since.after(ttl) <= now)
+    fn is_past_ttl(&self, ttl: Duration, now: Timestamp) -> bool {
+        matches!(self.status, Status::Visible { since, .. } if since.saturating_add(ttl) <= now)
     }
 }
 

@@ -8,11 +8,11 @@ use super::identity::VersionId;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Selector {
-    /// The newest.
+    /// The newest visible version.
     Newest,
-    /// The version of this number.
+    /// The version with this number.
     Number(u64),
-    /// The version of this identity.
+    /// The version with this identity.
     Id(VersionId),
 }
 
@@ -26,14 +26,14 @@ impl fmt::Display for Selector {
     }
 }
 
-/// Selects versions to delete, open or visible.
+/// Selects open and visible versions to delete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Selection {
     /// All versions.
     All,
-    /// The versions of this number.
+    /// The versions with this number.
     Number(u64),
-    /// The version of this identity.
+    /// The version with this identity.
     Id(VersionId),
 }

@@ -1,4 +1,4 @@
-//! All that the ledger knows of a key, and the questions it answers.
+//! The state of the ledger of one key, and queries of it.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::num::NonZeroU32;
@@ -7,60 +7,64 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::MAX_ENDED;
+use super::MAX_TOMBSTONES;
 use super::command::Effect;
 use super::durability::Durability;
 use super::identity::{JobId, LeaseId, SessionId, Timestamp, VersionId};
 use super::refusal::Refusal;
 use super::selector::Selector;
-use super::version::{Contribution, Ended, Fate, Status, Version};
+use super::version::{Contribution, Status, Tombstone, Version, VersionOutcome};
 use super::writers::WriterSet;
 
-/// The ledger of one key at one moment. The default is that of a key never written.
+/// The state of the ledger of one key. The default is the state of a key that was never written.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {
-    /// How often the key was rewound, as readers see it.
+    /// Number of rewinds of the key that became visible.
     pub(super) epoch: u32,
-    /// The highest number that was ever visible in the epoch. It survives deletion.
+    /// The highest number that ever became visible in the epoch. Deletion does not change it.
     pub(super) highest: Option<u64>,
-    /// Epoch and number of the newest version that was visible and durable.
+    /// Epoch and number of the newest version that became visible and durable.
     #[serde(default)]
-    pub(super) durable: Option<(u32, u64)>,
+    #[serde(rename = "durable")]
+    pub(super) newest_durable: Option<(u32, u64)>,
     pub(super) keep: NonZeroU32,
     pub(super) ttl: Option<Duration>,
-    /// The newest job that contributed.
+    /// The newest job that contributed to the key.
     pub(super) job: Option<Job>,
-    /// The older ones, oldest first.
+    /// The older jobs, oldest first.
     pub(super) fenced: VecDeque<JobId>,
-    /// Those that have data, in the order of their places; no two have the same place.
-    /// A step copies the state, and changes one or two of them: they share the others.
+    /// The versions that have data, ordered by epoch and number. The pair of epoch and number is unique.
+    ///
+    /// A step copies the state and changes one or two versions. `Arc` lets both states share the others.
     pub(super) versions: Vec<Arc<Version>>,
-    /// Those whose data is gone, oldest first.
-    pub(super) ended: VecDeque<Ended>,
+    /// Tombstones of the versions whose data is deleted, oldest first.
+    #[serde(rename = "ended")]
+    pub(super) tombstones: VecDeque<Tombstone>,
     pub(super) leases: BTreeMap<LeaseId, Lease>,
     pub(super) pins: BTreeMap<String, VersionId>,
 }
 
-/// The newest job, and what its next put is compared with.
+/// The newest job, with the values that its next put is checked against.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Job {
     pub(super) id: JobId,
-    /// The writers of the version that it opened last.
+    /// The writers of the version that the job opened last.
     pub(super) writers: Option<WriterSet>,
-    /// The last of its calls that opened a version, and the number of that version.
+    /// The last call of the job that opened a version, and the number of that version.
     pub(super) last_call: Option<(u64, u64)>,
 }
 
-/// A reader's hold on a version.
+/// A reader's lease on a version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
-    /// The version.
+    /// The leased version.
     pub version: VersionId,
-    /// Who reads.
+    /// The reader.
     pub holder: String,
-    /// Until when new reads may start.
-    pub until: Timestamp,
-    /// Whether that moment has passed. The data stays until the lease is released all the same.
+    /// The time until which new reads may start.
+    #[serde(rename = "until")]
+    pub expires_at: Timestamp,
+    /// Whether that time has passed. The data stays nevertheless until the lease is released.
     pub expired: bool,
 }
 
@@ -69,13 +73,13 @@ impl Default for State {
         Self {
             epoch: 0,
             highest: None,
-            durable: None,
+            newest_durable: None,
             keep: NonZeroU32::MIN,
             ttl: None,
             job: None,
             fenced: VecDeque::new(),
             versions: Vec::new(),
-            ended: VecDeque::new(),
+            tombstones: VecDeque::new(),
             leases: BTreeMap::new(),
             pins: BTreeMap::new(),
         }
@@ -83,68 +87,72 @@ impl Default for State {
 }
 
 impl State {
-    /// That of a key never written, of which so many of the newest versions are kept.
-    pub fn keeping(keep: NonZeroU32) -> Self {
+    /// Returns the state of a key that was never written and keeps its newest `keep` versions.
+    pub fn with_keep(keep: NonZeroU32) -> Self {
         Self { keep, ..Self::default() }
     }
 
-    /// Whether another state differs from this one, and in nothing but who reads.
-    pub(crate) fn differs_in_leases_alone(&self, other: &Self) -> bool {
+    /// Whether another state differs from this one, and only in its leases.
+    pub(crate) fn differs_only_in_leases(&self, other: &Self) -> bool {
         self.leases != other.leases
             && *self == Self { leases: self.leases.clone(), ..other.clone() }
     }
 
-    /// What is left when the process that holds the memory ends: versions that are on disk or in a bucket, and what
-    /// is said of the key as a whole. Its open versions and leases end with the process, and the calls of what is
+    /// Returns the state that remains when the process that holds the memory ends.
+    ///
+    /// The versions on disk and in a bucket remain, and so do retention, jobs and the newest durable number. Open
+    /// versions, versions in memory, tombstones and leases end with the process. So do the calls of versions that are
     /// neither visible nor pinned.
     #[must_use]
-    pub fn durable(&self) -> Self {
+    pub fn durable_state(&self) -> Self {
         let durable = self.versions.iter().filter(|version| version.is_durable());
-        let left = durable.map(|version| {
+        let kept = durable.map(|version| {
             if version.is_visible() || self.is_pinned(version.id) {
                 return version.clone();
             }
-            // It is about to be deleted: no call means it, as none means what was deleted just before.
+            // This version will be deleted. Its call no longer names it, as if it had been deleted before the restart.
             Arc::new(Version { call: None, ..Version::clone(version) })
         });
-        let versions: Vec<Arc<Version>> = left.collect();
-        let is_there = |id: &VersionId| versions.iter().any(|version| version.id == *id);
-        let pins = self.pins.iter().filter(|(_, id)| is_there(id));
+        let versions: Vec<Arc<Version>> = kept.collect();
+        let has_data = |id: &VersionId| versions.iter().any(|version| version.id == *id);
+        let pins = self.pins.iter().filter(|(_, id)| has_data(id));
         let job =
             self.job.as_ref().map(|job| Job { writers: None, last_call: None, ..job.clone() });
         Self {
-            epoch: self.durable.map_or(0, |(epoch, _)| epoch),
-            highest: self.durable.map(|(_, number)| number),
-            durable: self.durable,
+            epoch: self.newest_durable.map_or(0, |(epoch, _)| epoch),
+            highest: self.newest_durable.map(|(_, number)| number),
+            newest_durable: self.newest_durable,
             keep: self.keep,
             ttl: self.ttl,
             job,
             fenced: self.fenced.clone(),
             pins: pins.map(|(label, id)| (label.clone(), *id)).collect(),
             versions,
-            ended: VecDeque::new(),
+            tombstones: VecDeque::new(),
             leases: BTreeMap::new(),
         }
     }
 
-    /// What is found by somebody who has nothing but the bucket of which this is the ledger: what is visible there.
+    /// Returns the state that a host restores from a bucket, where this is the ledger of the bucket.
+    ///
+    /// It has the visible versions, all durable.
     #[must_use]
-    pub(crate) fn restored(&self) -> Self {
+    pub(crate) fn restored_state(&self) -> Self {
         let visible = self.visible().map(|version| {
             let (durability, sessions) = (Durability::Object, BTreeMap::new());
-            Arc::new(Version { durability, sessions, stored: true, ..version.clone() })
+            Arc::new(Version { durability, sessions, uploaded: true, ..version.clone() })
         });
         let versions = visible.collect();
         let durable = self.highest.map(|number| (self.epoch, number));
-        Self { durable, versions, ..self.clone() }.durable()
+        Self { newest_durable: durable, versions, ..self.clone() }.durable_state()
     }
 
-    /// The newest visible version.
+    /// Returns the newest visible version.
     pub fn head(&self) -> Option<&Version> {
         self.visible().next_back()
     }
 
-    /// The visible version that a selector means.
+    /// Returns the visible version that a selector selects.
     pub fn version(&self, selector: Selector) -> Option<&Version> {
         match selector {
             Selector::Newest => self.head(),
@@ -153,65 +161,66 @@ impl State {
         }
     }
 
-    /// The visible versions, oldest first.
+    /// Returns the visible versions, oldest first.
     pub fn visible(&self) -> impl DoubleEndedIterator<Item = &Version> {
         self.versions().filter(|version| version.is_visible())
     }
 
-    /// The open versions, in the order of their epochs and numbers.
+    /// Returns the open versions, ordered by epoch and number.
     pub fn open(&self) -> impl DoubleEndedIterator<Item = &Version> {
         self.versions().filter(|version| version.is_open())
     }
 
-    /// All versions that have data, in the order of their epochs and numbers.
+    /// Returns all versions that have data, ordered by epoch and number.
     pub fn versions(&self) -> impl DoubleEndedIterator<Item = &Version> {
         self.versions.iter().map(Arc::as_ref)
     }
 
-    /// What became of a version, as one who waits for it sees it: none if the ledger has never
-    /// known it, or has forgotten it.
-    pub fn outcome_of(&self, id: VersionId) -> Option<Fate> {
-        let ended = || self.ended(id).map(Ended::fate);
-        self.known(id).map(Version::fate).or_else(ended)
+    /// Returns the outcome of a version for a caller that waits for it.
+    ///
+    /// Returns `None` if the ledger never had the version or no longer remembers it.
+    pub fn outcome_of(&self, id: VersionId) -> Option<VersionOutcome> {
+        let ended = || self.tombstone(id).map(Tombstone::outcome);
+        self.version_by_id(id).map(Version::outcome).or_else(ended)
     }
 
-    /// The highest number that was ever visible, or the one that the key was rewound to since.
+    /// Returns the highest number that ever became visible, or the highest one since the last rewind.
     pub fn highest(&self) -> Option<u64> {
         self.highest
     }
 
-    /// How often the key was rewound, as readers see it.
+    /// Returns the number of rewinds of the key that became visible.
     pub fn epoch(&self) -> u32 {
         self.epoch
     }
 
-    /// How many of the newest versions are kept, and for how long.
+    /// Returns how many of the newest versions are kept, and how long.
     pub(crate) fn retention(&self) -> (NonZeroU32, Option<Duration>) {
         (self.keep, self.ttl)
     }
 
-    /// The newest job that contributed.
+    /// Returns the newest job that contributed to the key.
     pub fn job(&self) -> Option<&JobId> {
         self.job.as_ref().map(|job| &job.id)
     }
 
-    /// The processes that matter to it: that have begun something, keep it, or read it.
+    /// Returns the sessions that contribute to versions of the key, hold replicas of them, or read them.
     pub(crate) fn sessions(&self) -> BTreeSet<SessionId> {
-        let of = |version: &Version| {
-            let kept = version.contributions.values().flat_map(Contribution::keepers);
-            version.sessions.values().copied().chain(kept).collect::<Vec<_>>()
+        let of_version = |version: &Version| {
+            let replicas = version.contributions.values().flat_map(Contribution::replica_sessions);
+            version.sessions.values().copied().chain(replicas).collect::<Vec<_>>()
         };
-        // Other holders are no processes that others know.
-        let reading = self.leases.values().filter_map(|lease| lease.holder.parse().ok());
-        self.versions().flat_map(of).chain(reading).collect()
+        // A holder that does not parse as a session id is not a session.
+        let readers = self.leases.values().filter_map(|lease| lease.holder.parse().ok());
+        self.versions().flat_map(of_version).chain(readers).collect()
     }
 
-    /// A lease that is held.
+    /// Returns the lease with this identity.
     pub fn lease(&self, lease: LeaseId) -> Option<&Lease> {
         self.leases.get(&lease)
     }
 
-    /// The labels, each with the version that it holds.
+    /// Returns the labels, each with the version that it pins.
     pub fn pins(&self) -> impl Iterator<Item = (&str, VersionId)> {
         self.pins.iter().map(|(label, id)| (label.as_str(), *id))
     }
@@ -225,12 +234,12 @@ impl State {
         self.pins.values().any(|pinned| *pinned == id)
     }
 
-    /// What somebody has to do about a version.
-    pub(super) fn owed(&self, version: &Version) -> Option<Effect> {
+    /// Returns the pending effect of a version.
+    pub(super) fn pending_effect(&self, version: &Version) -> Option<Effect> {
         let Version { id, epoch, number, .. } = *version;
         match version.status {
             Status::Open { .. } | Status::Visible { .. } => None,
-            Status::Proving { .. } => Some(Effect::Prove { id }),
+            Status::Verifying { .. } => Some(Effect::Verify { id }),
             Status::Retired { .. } if self.is_held(id) => None,
             Status::Retired { .. } | Status::Dropped { .. } => {
                 Some(Effect::Delete { id, epoch, number })
@@ -238,38 +247,44 @@ impl State {
         }
     }
 
-    pub(super) fn known(&self, id: VersionId) -> Option<&Version> {
+    /// Returns the version with this identity, if it has data.
+    pub(super) fn version_by_id(&self, id: VersionId) -> Option<&Version> {
         self.versions().find(|version| version.id == id)
     }
 
-    pub(super) fn ended(&self, id: VersionId) -> Option<&Ended> {
-        self.ended.iter().rev().find(|ended| ended.id == id)
+    /// Returns the tombstone of the version with this identity.
+    pub(super) fn tombstone(&self, id: VersionId) -> Option<&Tombstone> {
+        self.tombstones.iter().rev().find(|ended| ended.id == id)
     }
 
-    /// The version that a command names.
-    pub(super) fn named(&mut self, id: VersionId) -> Result<&mut Version, Refusal> {
-        let ended = self.ended(id).map_or(Refusal::Unknown { id }, Ended::refusal);
+    /// Returns the version that a command names, for a change.
+    ///
+    /// # Errors
+    ///
+    /// `Dropped` or `Gone` if the data of the version is deleted, `Unknown` if the ledger does not know it.
+    pub(super) fn version_by_id_mut(&mut self, id: VersionId) -> Result<&mut Version, Refusal> {
+        let ended = self.tombstone(id).map_or(Refusal::Unknown { id }, Tombstone::refusal);
         let named = self.versions.iter_mut().find(|version| version.id == id);
         named.map(Arc::make_mut).ok_or(ended)
     }
 
-    /// Changes some of the versions.
-    pub(super) fn change(
+    /// Applies a change to all versions that satisfy a predicate.
+    pub(super) fn update_versions(
         &mut self,
-        which: impl Fn(&Version) -> bool,
+        predicate: impl Fn(&Version) -> bool,
         mut change: impl FnMut(&mut Version),
     ) {
-        for version in self.versions.iter_mut().filter(|version| which(version)) {
+        for version in self.versions.iter_mut().filter(|version| predicate(version)) {
             change(Arc::make_mut(version));
         }
     }
 
-    /// Forgets the data of a version, and remembers what became of it.
-    pub(super) fn forget(&mut self, id: VersionId) {
-        let gone = self.versions.extract_if(.., |version| version.id == id);
-        self.ended.extend(gone.map(Arc::unwrap_or_clone).map(Ended::from));
-        while self.ended.len() > MAX_ENDED {
-            self.ended.pop_front();
+    /// Replaces a version whose data is deleted by a tombstone.
+    pub(super) fn replace_with_tombstone(&mut self, id: VersionId) {
+        let removed = self.versions.extract_if(.., |version| version.id == id);
+        self.tombstones.extend(removed.map(Arc::unwrap_or_clone).map(Tombstone::from));
+        while self.tombstones.len() > MAX_TOMBSTONES {
+            self.tombstones.pop_front();
         }
     }
 }

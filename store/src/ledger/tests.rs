@@ -1,10 +1,10 @@
-//! The rules of what a version is, each told as a story.
+//! Tests of the rules of versions.
 
-mod endings;
 mod jobs;
 mod numbers;
+mod outcomes;
 mod retention;
-mod stored;
+mod uploads;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -14,34 +14,34 @@ use super::*;
 
 const MINUTE: u64 = 60_000;
 
-/// A ledger that is told a story: one moment, effects carried out only where the story says so.
+/// A ledger under test. Its time stands still, and its effects run only when the test runs them.
 #[derive(Default)]
-struct Ledger {
+struct TestLedger {
     state: State,
     now: u64,
-    ids: u128,
-    /// Who keeps what is committed.
-    keeper: Option<SessionId>,
+    last_id: u128,
+    /// The session that holds the archives that are committed.
+    replica_session: Option<SessionId>,
 }
 
-impl Ledger {
-    fn keeping(keep: u32) -> Self {
+impl TestLedger {
+    fn with_keep(keep: u32) -> Self {
         let mut ledger = Self::default();
         let keep = NonZeroU32::new(keep).unwrap();
-        ledger.give(Command::Retain { keep, ttl: None }).unwrap();
+        ledger.apply(Command::Retain { keep, ttl: None }).unwrap();
         ledger
     }
 
-    fn give(&mut self, command: Command) -> Result<Outcome, Refusal> {
+    fn apply(&mut self, command: Command) -> Result<Outcome, Refusal> {
         let Step { state, outcome, .. } = step(&self.state, command)?;
         self.state = state;
         Ok(outcome)
     }
 
-    /// A process ends.
-    fn end(&mut self, session: u128) {
+    /// Ends the session of a process.
+    fn end_session(&mut self, session: u128) {
         let (session, slices) = (SessionId(session), BTreeMap::new());
-        self.give(Command::SessionEnded { session, slices }).unwrap();
+        self.apply(Command::SessionEnded { session, slices }).unwrap();
     }
 
     fn begin(&mut self, put: Put<'_>) -> Result<VersionId, Refusal> {
@@ -52,10 +52,10 @@ impl Ledger {
     }
 
     fn begin_outcome(&mut self, put: Put<'_>) -> Result<Outcome, Refusal> {
-        self.ids += 1;
+        self.last_id += 1;
         let Put { writer, writers, job, number, call, rewind, defaulted, .. } = put;
-        let Put { durability, offers, session, epoch, .. } = put;
-        self.give(Command::Begin(Begin {
+        let Put { durability, announced_contents, session, epoch, .. } = put;
+        self.apply(Command::Begin(Begin {
             epoch,
             writer,
             writers: writers.parse().unwrap(),
@@ -65,54 +65,54 @@ impl Ledger {
             number,
             rewind,
             durability,
-            digest: offers.map(|contents| Digest([contents; 16])),
+            digest: announced_contents.map(|contents| ArchiveDigest([contents; 16])),
             session: session.map(SessionId),
-            id: VersionId(self.ids),
+            id: VersionId(self.last_id),
             now: Timestamp(self.now),
         }))
     }
 
     fn commit(&mut self, id: VersionId, put: Put<'_>, contents: u8) -> Result<Outcome, Refusal> {
-        self.give(Command::Commit(Commit {
+        self.apply(Command::Commit(Commit {
             id,
             writer: put.writer,
             job: put.job.map(job_id),
-            digest: Digest([contents; 16]),
+            digest: ArchiveDigest([contents; 16]),
             archives: vec![ArchiveReference {
                 name: format!("{id}.{}", put.writer),
                 file_len: 1,
                 bytes: 1,
             }],
-            keeper: self.keeper,
+            replica_session: self.replica_session,
             now: Timestamp(self.now),
         }))
     }
 
-    /// Begins and commits; the contents are the number of the writer.
+    /// Begins and commits. The digest of the contents is 7 in every byte.
     fn put(&mut self, put: Put<'_>) -> Result<VersionId, Refusal> {
         let id = self.begin(put)?;
         self.commit(id, put, 7)?;
         Ok(id)
     }
 
-    fn prove(&mut self, id: VersionId) -> Result<Outcome, Refusal> {
-        let (name, digest) = (format!("{id}"), Digest([1; 16]));
-        let manifest = ManifestReference { name, digest, file_len: 1, keeper: None };
-        self.give(Command::Proved { id, manifest, now: Timestamp(self.now) })
+    fn verify(&mut self, id: VersionId) -> Result<Outcome, Refusal> {
+        let (name, digest) = (format!("{id}"), ArchiveDigest([1; 16]));
+        let manifest = ManifestReference { name, digest, file_len: 1, replica_session: None };
+        self.apply(Command::Verified { id, manifest, now: Timestamp(self.now) })
     }
 
-    /// Carries out all that is owed: proofs succeed.
-    fn settle(&mut self) {
+    /// Runs all pending effects. Every verification succeeds.
+    fn run_effects(&mut self) {
         while let Some(effect) = pending(&self.state).first().copied() {
             match effect {
-                Effect::Prove { id } => self.prove(id).unwrap(),
-                Effect::Delete { id, .. } => self.give(Command::Reclaimed { id }).unwrap(),
+                Effect::Verify { id } => self.verify(id).unwrap(),
+                Effect::Delete { id, .. } => self.apply(Command::Reclaimed { id }).unwrap(),
             };
         }
     }
 
     fn lease(&mut self, lease: u128, selector: Selector) -> Result<Outcome, Refusal> {
-        self.give(Command::Lease {
+        self.apply(Command::Lease {
             selector,
             lease: LeaseId(lease),
             holder: "reader".to_owned(),
@@ -122,16 +122,16 @@ impl Ledger {
     }
 
     fn expire(&mut self) {
-        self.give(Command::Expire { now: Timestamp(self.now) }).unwrap();
+        self.apply(Command::Expire { now: Timestamp(self.now) }).unwrap();
     }
 
-    fn visible(&self) -> Vec<u64> {
+    fn visible_numbers(&self) -> Vec<u64> {
         self.state.visible().map(|version| version.number).collect()
     }
 
-    fn reason(&self, id: VersionId) -> Reason {
+    fn drop_reason(&self, id: VersionId) -> Reason {
         match self.state.outcome_of(id) {
-            Some(Fate::Dropped(reason)) => reason,
+            Some(VersionOutcome::Dropped(reason)) => reason,
             fate => panic!("{fate:?}"),
         }
     }
@@ -147,15 +147,15 @@ struct Put<'a> {
     rewind: bool,
     defaulted: bool,
     durability: Durability,
-    /// The contents that it says it will have.
-    offers: Option<u8>,
+    /// The contents that the writer announces with its begin.
+    announced_contents: Option<u8>,
     session: Option<u128>,
-    /// Where it has its place, if it is a copy.
+    /// The epoch of the version, if it is a copy.
     epoch: Option<u32>,
 }
 
-/// A put of one writer without a job.
-fn alone(number: Option<u64>) -> Put<'static> {
+/// Returns a put of one writer without a job.
+fn single_put(number: Option<u64>) -> Put<'static> {
     Put {
         writer: 0,
         writers: "0",
@@ -165,20 +165,20 @@ fn alone(number: Option<u64>) -> Put<'static> {
         rewind: false,
         defaulted: true,
         durability: Durability::Memory,
-        offers: None,
+        announced_contents: None,
         session: None,
         epoch: None,
     }
 }
 
-/// One of two writers of a job, with a number of the caller's.
-fn step_of(job: &str, writer: u32, number: u64) -> Put<'_> {
-    Put { writer, writers: "0-1", job: Some(job), number: Some(number), ..alone(None) }
+/// Returns a put of one of two writers of a job, with an explicit number.
+fn numbered_put(job: &str, writer: u32, number: u64) -> Put<'_> {
+    Put { writer, writers: "0-1", job: Some(job), number: Some(number), ..single_put(None) }
 }
 
-/// One of two writers of a job, with an implicit number.
-fn call_of(job: &str, writer: u32, call: u64) -> Put<'_> {
-    Put { number: None, call: Some(call), ..step_of(job, writer, 0) }
+/// Returns a put of one of two writers of a job, with an implicit number.
+fn implicit_put(job: &str, writer: u32, call: u64) -> Put<'_> {
+    Put { number: None, call: Some(call), ..numbered_put(job, writer, 0) }
 }
 
 fn job_id(job: &str) -> JobId {

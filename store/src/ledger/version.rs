@@ -1,151 +1,161 @@
-//! One version in the ledger: who writes it, what has arrived, how far it has come.
+//! One version in the ledger: its writers, its contributions and its status.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
 use super::durability::Durability;
-use super::identity::{Digest, JobId, SessionId, Timestamp, VersionId};
+use super::identity::{ArchiveDigest, JobId, SessionId, Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::writers::WriterSet;
 
-/// A set of archives, one per declared writer, that becomes visible in one step or never.
+/// A set of archives, from all declared writers, that becomes visible in one step or never.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Version {
     /// Its identity.
     pub id: VersionId,
-    /// How often the key had been rewound when it opened.
+    /// Number of rewinds of the key when the version opened.
     pub epoch: u32,
-    /// Its name. The pair of epoch and number is unique among the versions that have data.
+    /// Its number. The pair of epoch and number is unique among the versions that have data.
     pub number: u64,
-    /// The number at which its epoch begins, if readers had not reached that epoch when it opened:
-    /// what is numbered so or higher in older epochs is retired when this version becomes visible.
-    pub rewinds: Option<u64>,
-    /// The one job whose contributions it takes.
+    /// The number at which its epoch begins, if no version of that epoch was visible when it opened.
+    ///
+    /// When this version becomes visible, versions of older epochs with this number or a higher one are retired.
+    #[serde(rename = "rewinds")]
+    pub rewind_from: Option<u64>,
+    /// The job whose contributions it accepts.
     pub job: Option<JobId>,
-    /// Which call of put of its job it is, if its number is implicit.
+    /// Sequence number of the put within its job, if the number of the version is implicit.
     pub call: Option<u64>,
     /// Every writer that must contribute.
     pub writers: WriterSet,
-    /// What has arrived, by writer.
+    /// The contributions by writer.
     pub contributions: BTreeMap<u32, Contribution>,
-    /// The processes of writers that have begun and not committed, as far as they have said.
+    /// The sessions of writers that have begun and not committed, if they have one.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub sessions: BTreeMap<u32, SessionId>,
-    /// Whether it outlives the process that holds it.
+    /// Whether the version must outlive the process that holds it.
     #[serde(default)]
     pub durability: Durability,
-    /// Whether all of it is in the bucket that was asked for, too.
+    /// Whether the version is uploaded to the bucket.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub stored: bool,
-    /// Whether it is a copy of a version of another store, which says when it ends.
+    #[serde(rename = "stored")]
+    pub uploaded: bool,
+    /// Whether it is a copy of a version of another store. That store abandons it; it has no time limit.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub copy: bool,
-    /// How far it has come.
+    #[serde(rename = "copy")]
+    pub is_copy: bool,
+    /// Its status.
     pub status: Status,
 }
 
-/// What one writer has given to a version.
+/// The contribution of one writer to a version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Contribution {
     /// The writer has begun and may be writing.
     Begun,
     /// The archives are complete and never change.
     Committed {
-        /// What they contain.
-        digest: Digest,
-        /// Where they are, in their order: usually there is one.
+        /// Digest of the archives.
+        digest: ArchiveDigest,
+        /// The archives in order. Usually there is one.
         archives: Vec<ArchiveReference>,
-        /// The processes that keep them, each all of them, if they end with the last of these. The first is the one
-        /// that they were put to, unless it has ended.
+        /// Sessions of the processes that hold a replica of all archives, if the archives end with the last of them.
+        ///
+        /// The first is the process to which the writer put them, unless it has ended.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
-        keepers: Vec<SessionId>,
+        #[serde(rename = "keepers")]
+        replica_sessions: Vec<SessionId>,
     },
 }
 
-/// Where a writer's archive is and how long it is.
+/// The name and the sizes of a writer's archive.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArchiveReference {
-    /// Its name, as the volume that holds it knows it.
+    /// Its name in the volume that holds it.
     pub name: String,
-    /// Its whole length.
+    /// Its length in bytes.
     pub file_len: u64,
-    /// How many bytes of tensors it holds.
+    /// Number of tensor bytes in it.
     pub bytes: u64,
 }
 
-/// Where the manifest of a version is and what it contains.
+/// The name, digest and length of the manifest of a version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ManifestReference {
-    /// Its name, as the volume that holds it knows it.
+    /// Its name in the volume that holds it.
     pub name: String,
-    /// What it contains.
-    pub digest: Digest,
-    /// Its whole length.
+    /// Digest of its contents.
+    pub digest: ArchiveDigest,
+    /// Its length in bytes.
     #[serde(default)]
     pub file_len: u64,
-    /// The process that keeps it, if it ends with that.
+    /// Session of the process that holds it, if the manifest ends with that process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub keeper: Option<SessionId>,
+    #[serde(rename = "keeper")]
+    pub replica_session: Option<SessionId>,
 }
 
 impl ManifestReference {
-    /// Whether another one is of the same manifest, whoever keeps it.
+    /// Whether another reference names the same manifest. The process that holds it may differ.
     pub(super) fn is_same(&self, other: &Self) -> bool {
         (&self.name, self.digest) == (&other.name, other.digest)
     }
 }
 
-/// How far a version has come. Each step leads down this list, to `Visible` and `Retired` or
-/// straight to `Dropped`; then the data is deleted and the version is gone.
+/// The status of a version.
+///
+/// Every transition goes down this list: to `Visible` and `Retired`, or to `Dropped`. Then the data is deleted, and a
+/// tombstone replaces the version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Status {
-    /// Contributions arrive.
+    /// The version accepts contributions.
     Open {
-        /// When it opened.
+        /// When the version opened.
         since: Timestamp,
     },
-    /// All declared writers have committed; the proof is owed. It still counts as open.
-    Proving {
+    /// All declared writers have committed, and the verification is pending. The version still counts as open.
+    #[serde(rename = "Proving")]
+    Verifying {
         /// When the last writer committed.
         since: Timestamp,
     },
-    /// Readers see it.
+    /// Readers see the version.
     Visible {
-        /// When it became visible.
+        /// When the version became visible.
         since: Timestamp,
         /// Its manifest.
         manifest: ManifestReference,
     },
-    /// It takes no new leases; its data stays while a lease or a pin holds it.
+    /// The version accepts no new leases. Its data stays while a lease or a pin holds it.
     Retired {
         /// Its manifest.
         manifest: ManifestReference,
     },
-    /// It never became visible and never will, or it was and has lost archives; its data is to be deleted.
+    /// The version will never become visible, or it was visible and has lost archives. Its data will be deleted.
     Dropped {
-        /// Why.
+        /// The reason.
         reason: Reason,
     },
 }
 
-/// What became of a version, as one who waits for it sees it.
+/// The outcome of a version, for a caller that waits for it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Fate {
-    /// It is open.
+pub enum VersionOutcome {
+    /// The version is open.
     Pending {
-        /// The writers that have not committed; none if only the proof is owed.
+        /// The writers that have not committed. It is empty if only the verification is pending.
         missing: WriterSet,
     },
-    /// It became visible. (It may have been retired since, and its data deleted.)
+    /// The version became visible. It may have been retired since, and its data deleted.
     Visible,
-    /// It never became visible and never will, or it was and is lost.
+    /// The version will never become visible, or it was visible and is lost.
     Dropped(Reason),
 }
 
 impl Contribution {
-    /// The archives that are complete.
+    /// Returns the committed archives.
     pub fn archives(&self) -> &[ArchiveReference] {
         match self {
             Self::Begun => &[],
@@ -153,102 +163,102 @@ impl Contribution {
         }
     }
 
-    /// The processes that keep them, if they end with the last of these.
-    pub fn keepers(&self) -> impl Iterator<Item = SessionId> {
+    /// Returns the sessions that hold a replica of the archives, if the archives end with the last of them.
+    pub fn replica_sessions(&self) -> impl Iterator<Item = SessionId> {
         let keepers = match self {
             Self::Begun => None,
-            Self::Committed { keepers, .. } => Some(keepers),
+            Self::Committed { replica_sessions, .. } => Some(replica_sessions),
         };
         keepers.into_iter().flatten().copied()
     }
 
-    /// A process keeps them too, if they end with those who do.
-    pub(super) fn keep(&mut self, session: SessionId) {
-        if let Self::Committed { keepers, .. } = self
-            && !keepers.is_empty()
-            && !keepers.contains(&session)
+    /// Adds a session that holds a replica of the archives. Does nothing if the archives do not depend on sessions.
+    pub(super) fn add_replica(&mut self, session: SessionId) {
+        if let Self::Committed { replica_sessions, .. } = self
+            && !replica_sessions.is_empty()
+            && !replica_sessions.contains(&session)
         {
-            keepers.push(session);
+            replica_sessions.push(session);
         }
     }
 
-    /// A process keeps them no longer. Says whether now nobody does.
-    pub(super) fn lose(&mut self, session: SessionId) -> bool {
+    /// Removes a session that held a replica. Returns whether it was the last one.
+    pub(super) fn remove_replica(&mut self, session: SessionId) -> bool {
         match self {
             Self::Begun => false,
-            Self::Committed { keepers, .. } => {
-                let had = keepers.len();
-                keepers.retain(|keeper| *keeper != session);
-                keepers.is_empty() && had > 0
+            Self::Committed { replica_sessions, .. } => {
+                let count = replica_sessions.len();
+                replica_sessions.retain(|keeper| *keeper != session);
+                replica_sessions.is_empty() && count > 0
             }
         }
     }
 }
 
 impl Version {
-    /// Whether it is open: contributions arrive, or the proof is owed.
+    /// Whether the version is open: it accepts contributions, or its verification is pending.
     pub fn is_open(&self) -> bool {
-        matches!(self.status, Status::Open { .. } | Status::Proving { .. })
+        matches!(self.status, Status::Open { .. } | Status::Verifying { .. })
     }
 
-    /// Whether readers see it.
+    /// Whether readers see the version.
     pub fn is_visible(&self) -> bool {
         matches!(self.status, Status::Visible { .. })
     }
 
-    /// Whether it was visible, and outlives the processes that hold it.
+    /// Whether the version has been visible and outlives the processes that hold it.
     pub fn is_durable(&self) -> bool {
-        let lasts = match self.durability {
+        let is_persistent = match self.durability {
             Durability::Memory => false,
             Durability::Disk => true,
-            Durability::Object => self.stored,
+            Durability::Object => self.uploaded,
         };
-        lasts && self.manifest().is_some()
+        is_persistent && self.manifest().is_some()
     }
 
-    /// Whether it is to be in a bucket, and is not so far.
-    pub fn is_to_be_stored(&self) -> bool {
-        self.durability == Durability::Object && !self.stored
+    /// Whether the version must be uploaded to a bucket and is not yet.
+    pub fn is_upload_pending(&self) -> bool {
+        self.durability == Durability::Object && !self.uploaded
     }
 
-    /// Its manifest, if it ever became visible.
+    /// Returns its manifest, if the version is visible or retired.
     pub fn manifest(&self) -> Option<&ManifestReference> {
         match &self.status {
             Status::Visible { manifest, .. } | Status::Retired { manifest } => Some(manifest),
-            Status::Open { .. } | Status::Proving { .. } | Status::Dropped { .. } => None,
+            Status::Open { .. } | Status::Verifying { .. } | Status::Dropped { .. } => None,
         }
     }
 
-    /// The declared writers that have not committed.
+    /// Returns the declared writers that have not committed.
     pub fn missing(&self) -> WriterSet {
         self.writers.without(&self.committed())
     }
 
-    /// What the writer has committed.
-    pub fn digest_of(&self, writer: u32) -> Option<Digest> {
+    /// Returns the digest that a writer has committed.
+    pub fn digest_of(&self, writer: u32) -> Option<ArchiveDigest> {
         match self.contributions.get(&writer)? {
             Contribution::Begun => None,
             Contribution::Committed { digest, .. } => Some(*digest),
         }
     }
 
-    /// What became of it.
-    pub fn fate(&self) -> Fate {
+    /// Returns the outcome of the version.
+    pub fn outcome(&self) -> VersionOutcome {
         match &self.status {
-            Status::Open { .. } | Status::Proving { .. } => {
-                Fate::Pending { missing: self.missing() }
+            Status::Open { .. } | Status::Verifying { .. } => {
+                VersionOutcome::Pending { missing: self.missing() }
             }
-            Status::Visible { .. } | Status::Retired { .. } => Fate::Visible,
-            Status::Dropped { reason } => Fate::Dropped(reason.clone()),
+            Status::Visible { .. } | Status::Retired { .. } => VersionOutcome::Visible,
+            Status::Dropped { reason } => VersionOutcome::Dropped(reason.clone()),
         }
     }
 
-    /// Its place in the order of the versions of the key.
-    pub(super) fn place(&self) -> (u32, u64) {
+    /// Returns epoch and number, which order the versions of the key.
+    pub(super) fn position(&self) -> (u32, u64) {
         (self.epoch, self.number)
     }
 
-    /// Refuses with the reason for which it was dropped, if it was.
+    /// Refuses with the reason if the version was dropped.
     pub(super) fn refuse_dropped(&self) -> Result<(), Refusal> {
         match &self.status {
             Status::Dropped { reason } => {
@@ -258,7 +268,7 @@ impl Version {
         }
     }
 
-    /// Refuses a job other than its own.
+    /// Refuses a job that differs from the job of the version.
     pub(super) fn refuse_other_job(&self, declared: Option<&JobId>) -> Result<(), Refusal> {
         if self.job.as_ref() == declared {
             return Ok(());
@@ -270,7 +280,7 @@ impl Version {
         })
     }
 
-    /// Refuses a set of writers other than its own.
+    /// Refuses a set of writers that differs from the writers of the version.
     pub(super) fn refuse_other_writers(&self, declared: &WriterSet) -> Result<(), Refusal> {
         if self.writers == *declared {
             return Ok(());
@@ -278,7 +288,7 @@ impl Version {
         Err(Refusal::WritersDisagree { declared: declared.clone(), expected: self.writers.clone() })
     }
 
-    /// Refuses a durability other than its own.
+    /// Refuses a durability that differs from the durability of the version.
     pub(super) fn refuse_other_durability(&self, declared: Durability) -> Result<(), Refusal> {
         let (number, expected) = (self.number, self.durability);
         if expected == declared {
@@ -287,28 +297,29 @@ impl Version {
         Err(Refusal::DurabilityDisagrees { number, declared, expected })
     }
 
-    /// Ends an open version.
-    pub(super) fn drop_because(&mut self, reason: Reason) {
+    /// Drops an open version.
+    pub(super) fn mark_dropped(&mut self, reason: Reason) {
         debug_assert!(self.is_open(), "only an open version is dropped");
         self.status = Status::Dropped { reason };
     }
 
-    /// A process has ended. If it alone has kept something that is not in a bucket too, that is lost, and nobody can read
-    /// the version any more; says whether that is so.
-    pub(super) fn lose(&mut self, session: SessionId, slices: String) -> bool {
-        let lost = self
-            .contributions
-            .iter_mut()
-            .filter_map(|(writer, contribution)| contribution.lose(session).then_some(*writer));
+    /// Removes the replicas of a session that has ended. Returns whether the version is lost and was dropped.
+    ///
+    /// The version is lost if the session held the only replica of an archive and the version is not in a bucket.
+    pub(super) fn remove_replicas(&mut self, session: SessionId, slices: String) -> bool {
+        let lost = self.contributions.iter_mut().filter_map(|(writer, contribution)| {
+            contribution.remove_replica(session).then_some(*writer)
+        });
         let writers = WriterSet::from_iter(lost.collect::<Vec<_>>());
-        let is_lost = !writers.is_empty() && !self.stored && (self.is_open() || self.is_visible());
+        let is_lost =
+            !writers.is_empty() && !self.uploaded && (self.is_open() || self.is_visible());
         if is_lost {
             self.status = Status::Dropped { reason: Reason::Lost { writers, slices } };
         }
         is_lost
     }
 
-    /// Takes a visible version from the readers.
+    /// Retires a visible version: it accepts no new leases.
     pub(super) fn retire(&mut self) {
         if let Status::Visible { manifest, .. } = &self.status {
             self.status = Status::Retired { manifest: manifest.clone() };
@@ -321,32 +332,32 @@ impl Version {
     }
 }
 
-/// What the ledger remembers of a version whose data is gone.
+/// The tombstone of a version whose data is deleted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Ended {
+pub(super) struct Tombstone {
     pub(super) id: VersionId,
     pub(super) number: u64,
     pub(super) job: Option<JobId>,
     pub(super) call: Option<u64>,
-    /// Why it was dropped; none if it was visible to its end.
+    /// The reason if the version was dropped; `None` if it was visible and then retired.
     pub(super) reason: Option<Reason>,
 }
 
-impl Ended {
-    /// What a command that names the version is told.
+impl Tombstone {
+    /// Returns the refusal of a command that names the version.
     pub(super) fn refusal(&self) -> Refusal {
         match &self.reason {
             Some(reason) => Refusal::Dropped { number: self.number, reason: reason.clone() },
-            None => Refusal::Gone { number: self.number },
+            None => Refusal::DataDeleted { number: self.number },
         }
     }
 
-    pub(super) fn fate(&self) -> Fate {
-        self.reason.clone().map_or(Fate::Visible, Fate::Dropped)
+    pub(super) fn outcome(&self) -> VersionOutcome {
+        self.reason.clone().map_or(VersionOutcome::Visible, VersionOutcome::Dropped)
     }
 }
 
-impl From<Version> for Ended {
+impl From<Version> for Tombstone {
     fn from(version: Version) -> Self {
         let reason = match version.status {
             Status::Dropped { reason } => Some(reason),

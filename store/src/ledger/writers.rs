@@ -1,4 +1,4 @@
-//! A set of writers: global ranks, kept and written as ranges.
+//! Sets of writers, stored and written as ranges of global ranks.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -6,14 +6,14 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// A set of writers, each a global rank. It is shown, parsed and serialized compactly: `0-3,8`.
+/// A set of writers, each a global rank. Its text form is compact: `0-3,8`.
 ///
-/// It is kept as ranges too, so that a set costs what its text costs: `0-4294967295` is as cheap
-/// as `0`.
+/// The set is also stored as ranges, so its size in memory is proportional to its text: `0-4294967295` takes one
+/// range, as `0` does.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct WriterSet {
-    /// Ascending, with at least one absent rank between each two.
+    /// Ascending, with at least one absent rank between neighbours.
     ranges: Vec<Range>,
 }
 
@@ -24,33 +24,33 @@ struct Range {
 }
 
 impl WriterSet {
-    /// The set of one writer.
+    /// Returns the set of one writer.
     pub fn one(writer: u32) -> Self {
         Self { ranges: vec![Range { first: writer, last: writer }] }
     }
 
     /// Whether the writer is in the set.
     pub fn contains(&self, writer: u32) -> bool {
-        let after = self.ranges.partition_point(|range| range.first <= writer);
-        after > 0 && writer <= self.ranges[after - 1].last
+        let index = self.ranges.partition_point(|range| range.first <= writer);
+        index > 0 && writer <= self.ranges[index - 1].last
     }
 
-    /// How many writers there are.
+    /// Returns the number of writers.
     pub fn len(&self) -> u64 {
         self.ranges.iter().map(|range| u64::from(range.last - range.first) + 1).sum()
     }
 
-    /// Whether there is no writer.
+    /// Whether the set has no writer.
     pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()
     }
 
-    /// The writers, in ascending order.
+    /// Returns the writers in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u32> {
         self.ranges.iter().flat_map(|range| range.first..=range.last)
     }
 
-    /// This set without some of its writers.
+    /// Returns this set without some of its writers.
     #[must_use]
     pub fn without(&self, writers: &BTreeSet<u32>) -> Self {
         let ranges = self.ranges.iter().flat_map(|range| range.without(writers)).collect();
@@ -59,7 +59,7 @@ impl WriterSet {
 }
 
 impl Range {
-    /// What the absent writers leave of the range, in time proportional to their number.
+    /// Returns the range without the absent writers, in time proportional to the number of absent writers.
     fn without(self, absent: &BTreeSet<u32>) -> Vec<Self> {
         let mut left = Vec::new();
         let mut first = Some(self.first);
@@ -103,7 +103,7 @@ impl fmt::Display for WriterSet {
     }
 }
 
-/// Text that is not a set of writers such as `0-3,8`: ranges in ascending order that do not touch.
+/// Error for text that is not a set of writers such as `0-3,8`: ascending ranges that do not touch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InvalidWriterSet(String);
 
@@ -118,16 +118,16 @@ impl std::error::Error for InvalidWriterSet {}
 impl FromStr for WriterSet {
     type Err = InvalidWriterSet;
 
-    /// Reads exactly what `Display` writes, so that each set has one text.
+    /// Parses exactly the text that `Display` writes, so each set has one text form.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let invalid = || InvalidWriterSet(text.to_owned());
-        let ranges = text.split(',').filter(|part| !part.is_empty()).map(range);
+        let ranges = text.split(',').filter(|part| !part.is_empty()).map(parse_range);
         let set = Self { ranges: ranges.collect::<Option<_>>().ok_or_else(invalid)? };
         if set.is_ordered() && set.to_string() == text { Ok(set) } else { Err(invalid()) }
     }
 }
 
-fn range(text: &str) -> Option<Range> {
+fn parse_range(text: &str) -> Option<Range> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
     let range = Range { first: first.parse().ok()?, last: last.parse().ok()? };
     (range.first <= range.last).then_some(range)
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_set_is_written_as_its_ranges() {
+    fn writer_set_displays_as_ranges() {
         for text in ["", "0", "0-3,8", "1,3,5-4294967295"] {
             assert_eq!(writers(text).to_string(), text);
         }
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_is_no_set_is_refused() {
+    fn parsing_rejects_text_that_is_not_a_writer_set() {
         for text in ["-", "a", "3-1", "1,0", "0,1", "0-3,3", "+1", "0,", " 0", "4294967296"] {
             let error = text.parse::<WriterSet>().unwrap_err();
             assert!(error.to_string().ends_with(&format!("found `{text}`")), "{error}");
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_set_without_some_writers() {
+    fn without_removes_writers() {
         let absent = |ranks: &[u32]| ranks.iter().copied().collect();
         assert_eq!(writers("0-3,8").without(&absent(&[0, 2, 8])).to_string(), "1,3");
         assert_eq!(writers("0-3,8").without(&absent(&[1, 7])).to_string(), "0,2-3,8");
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_set_contains_its_writers() {
+    fn contains_agrees_with_iter() {
         let set = writers("1-3,8");
         let found: Vec<u32> = (0..10).filter(|&writer| set.contains(writer)).collect();
         assert_eq!(found, set.iter().collect::<Vec<_>>());

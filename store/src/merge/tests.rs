@@ -1,4 +1,4 @@
-//! What becomes of what several writers hold.
+//! Tests of the merge of the archives of several writers.
 
 use std::sync::Arc;
 
@@ -10,69 +10,69 @@ use tssd_format::{
 
 use super::*;
 
-/// The archives of writers 1, 3, 5 and so on, so that no number is a place.
-struct Writers {
+/// The archives of writers 1, 3, 5 and so on. No writer number is equal to its index.
+struct Archives {
     files: Vec<Bytes>,
-    contributions: Vec<Contribution>,
+    contributions: Vec<WriterArchive>,
 }
 
-impl Writers {
-    fn of<const N: usize>(dicts: [StateDict; N]) -> Self {
-        Self::with(dicts.map(|dict| (dict, Options::new())))
+impl Archives {
+    fn new<const N: usize>(dicts: [StateDict; N]) -> Self {
+        Self::with_options(dicts.map(|dict| (dict, Options::new())))
     }
 
-    fn with<const N: usize>(dicts: [(StateDict, Options); N]) -> Self {
+    fn with_options<const N: usize>(dicts: [(StateDict, Options); N]) -> Self {
         let encode = |(dict, options): (StateDict, Options)| {
             TorchStoreStateDict::with_options(&dict, &options).unwrap().as_bytes().clone()
         };
         let files = dicts.map(encode).to_vec();
-        let contribution = |(place, bytes): (u32, &Bytes)| Contribution {
-            writer: 2 * place + 1,
-            file: format!("{place}.tssd"),
+        let contribution = |(index, bytes): (u32, &Bytes)| WriterArchive {
+            writer: 2 * index + 1,
+            file: format!("{index}.tssd"),
             archive: Archive::from_bytes(bytes.clone()).unwrap(),
-            is_seen: true,
+            is_readable: true,
         };
         let contributions = (0..).zip(&files).map(contribution).collect();
         Self { files, contributions }
     }
 
-    /// The bytes of these, by place, are not to be looked at.
-    fn unseen(mut self, places: &[usize]) -> Self {
-        for place in places {
-            self.contributions[*place].is_seen = false;
+    /// Makes the bytes of the archives with these indices unreadable.
+    fn unreadable(mut self, indices: &[usize]) -> Self {
+        for index in indices {
+            self.contributions[*index].is_readable = false;
         }
         self
     }
 
-    /// The version that they make together, as readers open it.
-    fn merged_if(&self, divergent: Divergent) -> Result<Archive, String> {
-        let label = Label {
+    /// Returns the merged version, as readers open it.
+    fn merge_with(&self, divergent: Divergent) -> Result<Archive, String> {
+        let label = VersionAttrs {
             id: 0xAB,
             epoch: 3,
             number: 7,
             writers: self.contributions.iter().map(|each| each.writer).collect(),
-            digest: Digest([5; 16]),
+            digest: ArchiveDigest([5; 16]),
         };
         let manifest = merge(&self.contributions, divergent, &label)?;
         let open = |file: &ShardFile| -> tssd_format::Result<Arc<dyn Blob>> {
-            let place = self.contributions.iter().position(|each| each.file == file.name);
-            Ok(Arc::new(self.files[place.unwrap()].clone()))
+            let index = self.contributions.iter().position(|each| each.file == file.name);
+            Ok(Arc::new(self.files[index.unwrap()].clone()))
         };
         let archive = Archive::from_shard_set(Arc::new(Bytes::from(manifest)), open).unwrap();
         archive.verify_deep().unwrap();
         Ok(archive)
     }
 
-    fn merged(&self) -> Result<Archive, String> {
-        self.merged_if(Divergent::Error)
+    fn merge(&self) -> Result<Archive, String> {
+        self.merge_with(Divergent::Error)
     }
 
     #[track_caller]
     fn expect_disagreement(&self, fqn: &str, what: &str) {
         let writers: WriterSet = self.contributions.iter().map(|each| each.writer).collect();
-        let error = self.merged().map(|_| ()).unwrap_err();
-        let begin = format!("writers {writers} disagree on `{fqn}`: {what}");
-        assert!(error.starts_with(&begin), "{error}");
+        let error = self.merge().map(|_| ()).unwrap_err();
+        let prefix = format!("writers {writers} disagree on `{fqn}`: {what}");
+        assert!(error.starts_with(&prefix), "{error}");
     }
 }
 
@@ -88,19 +88,19 @@ fn tensor(elements: &[u32]) -> Tensor {
     Tensor::from_slice(elements, &[elements.len() as u64]).unwrap()
 }
 
-/// Elements from a place on, of a global vector.
+/// Returns a slice of a global vector.
 fn slice(offset: u64, elements: &[u32], global: u64) -> Value {
     let len = elements.len() as u64;
     let slice = TensorSlice::new(&[offset], &[len], &[global]).unwrap();
     Shard::new(tensor(elements), ShardSpec::new(slice)).unwrap().into()
 }
 
-/// Too long for the index.
+/// Returns a text that is too long for the index, so it has a storage.
 fn long(letter: &str) -> Value {
     Value::from(letter.repeat(5000))
 }
 
-/// The storages that leaves lie in, in order.
+/// Returns the names of the leaves in order, each with its storages.
 fn storages(archive: &Archive) -> Vec<(String, Vec<u32>)> {
     let leaves = archive.leaves().into_iter();
     leaves.map(|(path, node)| (path.fqn(), node.storages().collect())).collect()
@@ -115,14 +115,15 @@ fn names(archive: &Archive) -> Vec<String> {
 }
 
 #[test]
-fn what_each_holds_alone_is_there_and_what_all_hold_once() {
-    let own = |own: &str, number: u32| {
+fn merge_keeps_all_leaves_and_stores_shared_ones_once() {
+    let dict_of = |own: &str, number: u32| {
         let mut dict = dict([("all", tensor(&[1, 2]).into()), ("text", long("x"))]);
         dict.insert(own, tensor(&[number; 3]));
         dict.insert("step", 12_i64);
         dict
     };
-    let found = Writers::of([own("b", 10), own("a", 11), own("c", 12)]).merged().unwrap();
+    let found =
+        Archives::new([dict_of("b", 10), dict_of("a", 11), dict_of("c", 12)]).merge().unwrap();
     assert_eq!(names(&found), ["all", "text", "b", "step", "a", "c"]);
     let expected = dict([
         ("all", tensor(&[1, 2]).into()),
@@ -133,7 +134,7 @@ fn what_each_holds_alone_is_there_and_what_all_hold_once() {
         ("c", tensor(&[12; 3]).into()),
     ]);
     assert_eq!(found.to_state_dict().unwrap(), expected);
-    // The first writer's are the ones that are kept, and nobody's that is not named.
+    // A shared leaf is stored in the archive of the first writer. Storages that no leaf names are left out.
     let shards: Vec<u32> =
         (0..found.storage_count()).map(|number| found.storage(number).shard).collect();
     assert_eq!(shards, [0, 0, 0, 1, 2]);
@@ -143,7 +144,7 @@ fn what_each_holds_alone_is_there_and_what_all_hold_once() {
 }
 
 #[test]
-fn what_differs_is_refused_or_kept_as_is_asked_for() {
+fn divergent_leaves_follow_the_option() {
     let bytes = |letter: u8| Value::Bytes(vec![letter; 5000].into());
     for (what, one, other) in [
         ("numbers", Value::from(1_i64), Value::from(2_i64)),
@@ -160,14 +161,14 @@ fn what_differs_is_refused_or_kept_as_is_asked_for() {
         ("dtypes", tensor(&[1, 2]).into(), Tensor::from_slice(&[1_i32, 2], &[2]).unwrap().into()),
         ("a tensor and a number", tensor(&[1]).into(), Value::from(1_i64)),
     ] {
-        let of = |value: &Value| {
+        let dict_of = |value: &Value| {
             dict([("inner", Value::Dict(dict([("x", value.clone())]).entries().clone()))])
         };
-        let writers = Writers::of([of(&one), of(&other), of(&one)]);
-        writers.expect_disagreement("inner.x", "different values; shard it, or put with");
-        let lowest = writers.merged_if(Divergent::Lowest).unwrap();
-        assert_eq!(lowest.to_state_dict().unwrap(), of(&one), "{what}");
-        let keep = writers.merged_if(Divergent::Keep).unwrap();
+        let archives = Archives::new([dict_of(&one), dict_of(&other), dict_of(&one)]);
+        archives.expect_disagreement("inner.x", "different values; shard it, or put with");
+        let lowest = archives.merge_with(Divergent::Lowest).unwrap();
+        assert_eq!(lowest.to_state_dict().unwrap(), dict_of(&one), "{what}");
+        let keep = archives.merge_with(Divergent::Keep).unwrap();
         let mut entries = Dict::new();
         for (writer, value) in [(1, &one), (3, &other), (5, &one)] {
             entries.insert(MapKey::from_writer(writer), value.clone());
@@ -179,7 +180,7 @@ fn what_differs_is_refused_or_kept_as_is_asked_for() {
 }
 
 #[test]
-fn containers_agree_in_kind_and_lists_in_length() {
+fn containers_must_agree_in_kind_and_lists_in_length() {
     let numbers = |count: i64| (0..count).map(Value::from).collect::<Vec<_>>();
     let entries = || dict([("y", Value::from(1_i64))]).entries().clone();
     for (one, other, what) in [
@@ -190,106 +191,111 @@ fn containers_agree_in_kind_and_lists_in_length() {
         (Value::List(numbers(2)), Value::List(numbers(3)), "different numbers of elements"),
         (Value::Tuple(numbers(3)), Value::Tuple(numbers(2)), "different numbers of elements"),
     ] {
-        let writers = Writers::of([dict([("x", one)]), dict([("x", other)])]);
-        writers.expect_disagreement("x", what);
+        let archives = Archives::new([dict([("x", one)]), dict([("x", other)])]);
+        archives.expect_disagreement("x", what);
     }
     let same = || dict([("x", Value::List(numbers(3))), ("y", Value::OrderedDict(entries()))]);
-    let found = Writers::of([same(), same()]).merged().unwrap();
+    let found = Archives::new([same(), same()]).merge().unwrap();
     assert_eq!(found.to_state_dict().unwrap(), same());
-    // Of dicts each may have what others have not.
-    let of = |name| Value::OrderedDict(dict([(name, Value::from(1_i64))]).entries().clone());
-    let found = Writers::of([dict([("x", of("a"))]), dict([("x", of("b"))])]).merged().unwrap();
+    // Dicts of several writers may have different keys.
+    let dict_of = |name| Value::OrderedDict(dict([(name, Value::from(1_i64))]).entries().clone());
+    let found =
+        Archives::new([dict([("x", dict_of("a"))]), dict([("x", dict_of("b"))])]).merge().unwrap();
     assert_eq!(names(&found), ["x.a", "x.b"]);
 }
 
 #[test]
-fn slices_tile_their_tensor() {
-    let of = |value| dict([("x", value)]);
-    let found = Writers::of([
-        of(slice(2, &[3, 4], 5)),
-        of(slice(0, &[1, 2], 5)),
-        // A replica, of which the first one is kept, and what has no elements.
-        of(slice(2, &[3, 4], 5)),
-        of(slice(5, &[], 5)),
-        of(slice(4, &[5], 5)),
+fn slices_must_tile_their_tensor() {
+    let dict_of = |value| dict([("x", value)]);
+    let found = Archives::new([
+        dict_of(slice(2, &[3, 4], 5)),
+        dict_of(slice(0, &[1, 2], 5)),
+        // A replica, of which the first is kept, and a slice without elements.
+        dict_of(slice(2, &[3, 4], 5)),
+        dict_of(slice(5, &[], 5)),
+        dict_of(slice(4, &[5], 5)),
     ])
-    .merged()
+    .merge()
     .unwrap();
-    let [(_, Node::Tensors(run))] = &*found.leaves() else { panic!("one leaf of slices") };
-    let boxes: Vec<(u64, u32)> = run
+    let [(_, Node::Tensors(references))] = &*found.leaves() else { panic!("one leaf of slices") };
+    let slices: Vec<(u64, u32)> = references
         .iter()
         .map(|each| {
-            let place = each.shard_spec.as_ref().unwrap();
-            (place.slice().offsets()[0], found.storage(each.storage.unwrap()).shard)
+            let spec = each.shard_spec.as_ref().unwrap();
+            (spec.slice().offsets()[0], found.storage(each.storage.unwrap()).shard)
         })
         .collect();
-    // By where they lie in the tensor or by writer: each is there once.
-    let mut sorted = boxes.clone();
+    // Each slice is there once. Their order is not checked.
+    let mut sorted = slices.clone();
     sorted.sort_unstable();
     assert_eq!(sorted, [(0, 1), (2, 0), (4, 4)]);
 
-    let whole = || of(tensor(&[1, 2, 3, 4]).into());
-    for (one, other) in [(whole(), of(slice(0, &[1; 4], 4))), (of(slice(0, &[1; 4], 4)), whole())] {
-        let writers = Writers::of([one, other]);
-        writers.expect_disagreement("x", "some hold slices and some a whole leaf");
+    let whole = || dict_of(tensor(&[1, 2, 3, 4]).into());
+    for (one, other) in
+        [(whole(), dict_of(slice(0, &[1; 4], 4))), (dict_of(slice(0, &[1; 4], 4)), whole())]
+    {
+        let archives = Archives::new([one, other]);
+        archives.expect_disagreement("x", "some hold slices and some a whole leaf");
     }
     let error = |one: Value, other: Value| {
-        Writers::of([of(one), of(other)]).merged().map(|_| ()).unwrap_err()
+        Archives::new([dict_of(one), dict_of(other)]).merge().map(|_| ()).unwrap_err()
     };
     let other_dtype = {
         let local = Tensor::from_slice(&[1_i8], &[1]).unwrap();
         let slice = TensorSlice::new(&[1], &[1], &[2]).unwrap();
         Shard::new(local, ShardSpec::new(slice)).unwrap().into()
     };
-    let said = error(slice(0, &[1], 2), other_dtype);
-    assert_eq!(said, "`x` is uint32 at writer 1 and int8 at writer 3");
-    let said = error(slice(0, &[1], 2), slice(1, &[1], 3));
-    assert_eq!(said, "`x` has the global shape [2] at writer 1 and [3] at writer 3");
+    let message = error(slice(0, &[1], 2), other_dtype);
+    assert_eq!(message, "`x` is uint32 at writer 1 and int8 at writer 3");
+    let message = error(slice(0, &[1], 2), slice(1, &[1], 3));
+    assert_eq!(message, "`x` has the global shape [2] at writer 1 and [3] at writer 3");
     for other in [slice(2, &[1], 4), slice(1, &[1, 1, 1], 4), slice(0, &[1], 4)] {
-        let said = error(slice(0, &[1, 1], 4), other);
+        let message = error(slice(0, &[1, 1], 4), other);
         let writers: WriterSet = [1, 3].into_iter().collect();
         let end = format!("; writers {writers} hold it");
-        assert!(said.starts_with("`x`: ") && said.ends_with(&end), "{said}");
+        assert!(message.starts_with("`x`: ") && message.ends_with(&end), "{message}");
     }
-    // Who is alone must have all of it, too.
-    Writers::of([of(slice(0, &[1, 1], 4))]).merged().map(|_| ()).unwrap_err();
-    // Of a tensor without elements something stays.
-    let found = Writers::of([of(slice(0, &[], 0)), of(slice(0, &[], 0))]).merged().unwrap();
+    // A single writer must hold the whole tensor too.
+    Archives::new([dict_of(slice(0, &[1, 1], 4))]).merge().map(|_| ()).unwrap_err();
+    // One reference to a tensor without elements stays.
+    let found =
+        Archives::new([dict_of(slice(0, &[], 0)), dict_of(slice(0, &[], 0))]).merge().unwrap();
     assert_eq!(storages(&found), [("x".to_owned(), vec![])]);
 }
 
 #[test]
-fn the_same_elements_are_the_same_however_they_lie() {
-    let of = |tensor: Tensor| dict([("x", Value::from(tensor))]);
-    let merged = |writers: &Writers| writers.merged().map(|found| storages(&found)[0].1.clone());
-    // At one place of equal storages nobody has to look.
-    let same = Writers::of([of(tensor(&[1, 2])), of(tensor(&[1, 2]))]).unseen(&[0, 1]);
-    assert_eq!(merged(&same), Ok(vec![0]));
-    let empty = Writers::of([of(tensor(&[])), of(tensor(&[]))]).unseen(&[0, 1]);
-    assert_eq!(merged(&empty), Ok(vec![]));
-    // A part of a storage that another leaf has all of.
-    let part = |all: &[u32], at: u64, len: u64| {
+fn equal_elements_match_in_any_storage() {
+    let dict_of = |tensor: Tensor| dict([("x", Value::from(tensor))]);
+    let merge = |archives: &Archives| archives.merge().map(|found| storages(&found)[0].1.clone());
+    // At one offset of equal storages, the bytes need not be read.
+    let same =
+        Archives::new([dict_of(tensor(&[1, 2])), dict_of(tensor(&[1, 2]))]).unreadable(&[0, 1]);
+    assert_eq!(merge(&same), Ok(vec![0]));
+    let empty = Archives::new([dict_of(tensor(&[])), dict_of(tensor(&[]))]).unreadable(&[0, 1]);
+    assert_eq!(merge(&empty), Ok(vec![]));
+    // A view of a part of a storage, and another leaf with the whole storage.
+    let part = |all: &[u32], start: u64, len: u64| {
         let all = tensor(all);
         let meta = TensorMeta::new(Dtype::Uint32, &[len]).unwrap();
-        let part = Tensor::new(meta, all.storage().clone(), 4 * at).unwrap();
+        let part = Tensor::new(meta, all.storage().clone(), 4 * start).unwrap();
         dict([("x", part.into()), ("all", all.into())])
     };
-    let company = || Writers::of([of(tensor(&[1, 2])), part(&[7, 1, 2], 1, 2)]);
-    assert_eq!(merged(&company()), Ok(vec![0]));
-    for unseen in [&[0][..], &[1], &[0, 1]] {
-        company().unseen(unseen).expect_disagreement("x", "different values");
+    let mixed = || Archives::new([dict_of(tensor(&[1, 2])), part(&[7, 1, 2], 1, 2)]);
+    assert_eq!(merge(&mixed()), Ok(vec![0]));
+    for indices in [&[0][..], &[1], &[0, 1]] {
+        mixed().unreadable(indices).expect_disagreement("x", "different values");
     }
-    // Equal storages, and another place in them.
-    let places = || Writers::of([part(&[5, 5, 5], 2, 1), part(&[5, 5, 5], 1, 1)]);
-    assert_eq!(merged(&places()), Ok(vec![0]));
-    places().unseen(&[1]).expect_disagreement("x", "different values");
-    let differing = Writers::of([of(tensor(&[1, 2])), part(&[7, 1, 3], 1, 2)]);
+    // Equal storages, different offsets.
+    let different_offsets = || Archives::new([part(&[5, 5, 5], 2, 1), part(&[5, 5, 5], 1, 1)]);
+    assert_eq!(merge(&different_offsets()), Ok(vec![0]));
+    different_offsets().unreadable(&[1]).expect_disagreement("x", "different values");
+    let differing = Archives::new([dict_of(tensor(&[1, 2])), part(&[7, 1, 3], 1, 2)]);
     differing.expect_disagreement("x", "different values");
 }
 
 #[test]
-fn elements_that_share_bytes_are_compared_in_their_place() {
-    // A windowed view of few bytes, such as `unfold` makes: to look at each element would take years.
+fn overlapping_elements_are_compared_as_bytes() {
+    // A windowed view of few bytes, as `unfold` makes it. To compare each element would take years.
     let x = |last: u8, lead: u64| {
         let mut bytes = vec![7; usize::try_from(6 * 1023 + 1 + lead).unwrap()];
         *bytes.last_mut().unwrap() = last;
@@ -297,49 +303,50 @@ fn elements_that_share_bytes_are_compared_in_their_place() {
         let meta = meta.with_strides(&[1; 6]).unwrap();
         dict([("x", Tensor::new(meta, Storage::from_owner(bytes), lead).unwrap().into())])
     };
-    assert!(Writers::of([x(7, 0), x(7, 0)]).merged().is_ok());
-    // In other company.
-    assert!(Writers::of([x(7, 0), x(7, 3)]).merged().is_ok());
-    Writers::of([x(7, 0), x(8, 0)]).expect_disagreement("x", "different values");
-    Writers::of([x(7, 0), x(8, 3)]).expect_disagreement("x", "different values");
+    assert!(Archives::new([x(7, 0), x(7, 0)]).merge().is_ok());
+    // In storages with other contents.
+    assert!(Archives::new([x(7, 0), x(7, 3)]).merge().is_ok());
+    Archives::new([x(7, 0), x(8, 0)]).expect_disagreement("x", "different values");
+    Archives::new([x(7, 0), x(8, 3)]).expect_disagreement("x", "different values");
 }
 
 #[test]
-fn what_is_compressed_is_known_by_its_digest_or_looked_at() {
-    let of = || dict([("x", Value::from(tensor(&[7; 1000])))]);
+fn compressed_tensors_match_by_digest_or_contents() {
+    let dict_of = || dict([("x", Value::from(tensor(&[7; 1000])))]);
     let raw = Options::new();
-    let packed = Options::new().compress(Compression::Zstd);
-    for (one, other, is_known) in [
+    let compressed = Options::new().compress(Compression::Zstd);
+    for (one, other, is_equal) in [
         (raw.clone(), raw.clone(), true),
-        (packed.clone(), packed.clone(), true),
-        (raw.clone(), packed.clone(), false),
-        (packed.clone(), raw.clone(), false),
-        (raw.clone().digests(), packed.clone().digests(), true),
+        (compressed.clone(), compressed.clone(), true),
+        (raw.clone(), compressed.clone(), false),
+        (compressed.clone(), raw.clone(), false),
+        (raw.clone().digests(), compressed.clone().digests(), true),
         (raw.clone().digests(), raw.clone(), true),
-        (raw.digests(), packed, false),
+        (raw.digests(), compressed, false),
     ] {
-        let writers = || Writers::with([(of(), one.clone()), (of(), other.clone())]);
-        assert_eq!(writers().merged().unwrap().storage_count(), 1);
-        let unseen = writers().unseen(&[0, 1]);
-        if is_known {
-            assert_eq!(unseen.merged().unwrap().storage_count(), 1);
+        let archives =
+            || Archives::with_options([(dict_of(), one.clone()), (dict_of(), other.clone())]);
+        assert_eq!(archives().merge().unwrap().storage_count(), 1);
+        let unreadable = archives().unreadable(&[0, 1]);
+        if is_equal {
+            assert_eq!(unreadable.merge().unwrap().storage_count(), 1);
         } else {
-            unseen.expect_disagreement("x", "different values");
+            unreadable.expect_disagreement("x", "different values");
         }
     }
-    // Of equal length, and other bytes.
+    // Equal lengths, different bytes.
     let other = || dict([("x", Value::from(tensor(&[8; 1000])))]);
     for options in [Options::new(), Options::new().digests()] {
-        let writers = Writers::with([(of(), options.clone()), (other(), options)]);
-        writers.unseen(&[0, 1]).expect_disagreement("x", "different values");
+        let archives = Archives::with_options([(dict_of(), options.clone()), (other(), options)]);
+        archives.unreadable(&[0, 1]).expect_disagreement("x", "different values");
     }
 }
 
-/// A tie survives if every writer that holds both leaves has it.
+/// A tie survives if every writer that holds both leaves has the tie.
 #[test]
-fn ties_are_those_of_all_who_hold_both() {
-    // Leaves of one letter are tied: `aab` are three leaves, of which the first two are.
-    let of = |leaves: &str| {
+fn tie_survives_only_if_all_holders_have_it() {
+    // Leaves with the same letter are tied. `aab` stands for three leaves, the first two tied.
+    let dict_of = |leaves: &str| {
         let mut tied = BTreeMap::new();
         let mut dict = StateDict::new();
         for (name, letter) in ["x", "y", "z"].into_iter().zip(leaves.chars()) {
@@ -360,11 +367,11 @@ fn ties_are_those_of_all_who_hold_both() {
         ("aab", "abb", "abc"),
         ("aaa", "aa-", "aaa"),
         ("aaa", "a-b", "aab"),
-        // What the first one has not lies in the archive of who has it.
+        // A leaf that the first writer lacks is stored in the archive of another writer.
         ("aa-", "aaa", "aab"),
         ("aa-", "--b", "aab"),
     ] {
-        let found = Writers::of([of(one), of(other)]).merged().unwrap();
+        let found = Archives::new([dict_of(one), dict_of(other)]).merge().unwrap();
         let found = numbers(&found);
         let mut letters = Vec::new();
         for storage in &found {
@@ -373,62 +380,68 @@ fn ties_are_those_of_all_who_hold_both() {
             }
         }
         let letter = |storage: &u32| {
-            let at = letters.iter().position(|each| each == storage).unwrap();
-            ["a", "b", "c"][at]
+            let index = letters.iter().position(|each| each == storage).unwrap();
+            ["a", "b", "c"][index]
         };
         let found: String = found.iter().map(letter).collect();
         assert_eq!(found, expected, "{one} and {other}");
     }
-    let alone = Writers::of([of("aab")]).merged().unwrap();
-    assert_eq!(numbers(&alone), [0, 0, 1]);
+    let single = Archives::new([dict_of("aab")]).merge().unwrap();
+    assert_eq!(numbers(&single), [0, 0, 1]);
 }
 
 #[test]
-fn a_manifest_says_what_all_say_and_whose_it_is() {
-    let of = |options: Options| (dict([("x", Value::from(tensor(&[1])))]), options);
+fn manifest_has_common_attributes_and_version() {
+    let input = |options: Options| (dict([("x", Value::from(tensor(&[1])))]), options);
     let step = |step: i64| Options::new().attr("step", AttrValue::Int(step));
     let run = Options::new().attr("run", AttrValue::Text("r".into()));
-    let found = Writers::with([of(step(3)), of(run), of(step(3))]).merged().unwrap();
+    let found =
+        Archives::with_options([input(step(3)), input(run), input(step(3))]).merge().unwrap();
     let attrs = found.attrs();
     assert_eq!(attrs["step"], AttrValue::Int(3));
     assert_eq!(attrs["run"], AttrValue::Text("r".into()));
     assert_eq!(attrs["tssd.version"], AttrValue::Int(7));
     assert_eq!(attrs["tssd.epoch"], AttrValue::Int(3));
     assert_eq!(attrs["tssd.id"], AttrValue::Text(format!("{:032x}", 0xAB).into()));
-    assert_eq!(attrs["tssd.digest"], AttrValue::Text(Digest([5; 16]).to_string().into()));
+    assert_eq!(attrs["tssd.digest"], AttrValue::Text(ArchiveDigest([5; 16]).to_string().into()));
     let writers: WriterSet = [1, 3, 5].into_iter().collect();
     assert_eq!(attrs["tssd.writers"], AttrValue::Text(writers.to_string().into()));
-    let said = Writers::with([of(step(3)), of(step(4))]).merged().map(|_| ()).unwrap_err();
-    assert_eq!(said, "writer 3 gives the attribute `step` another value");
-    // Of modules each says what it has.
-    let modules =
-        |text: &str| of(Options::new().attr("tssd.module_metadata", AttrValue::Text(text.into())));
+    let message =
+        Archives::with_options([input(step(3)), input(step(4))]).merge().map(|_| ()).unwrap_err();
+    assert_eq!(message, "writer 3 gives the attribute `step` another value");
+    // Module metadata of several writers is merged.
+    let modules = |text: &str| {
+        input(Options::new().attr("tssd.module_metadata", AttrValue::Text(text.into())))
+    };
     let [first, last] =
         [r#"{"[]":{"":{"version":1},"a":{"version":2}}}"#, r#"{"[]":{"":{"version":1},"b":{}}}"#];
-    let found = Writers::with([modules(first), of(step(3)), modules(last)]).merged().unwrap();
+    let found =
+        Archives::with_options([modules(first), input(step(3)), modules(last)]).merge().unwrap();
     let both = r#"{"[]":{"":{"version":1},"a":{"version":2},"b":{}}}"#;
     assert_eq!(found.attrs()["tssd.module_metadata"], AttrValue::Text(both.into()));
     for other in [r#"{"[]":{"":{"version":2}}}"#, r#"{"[]":{"":1}}"#, "no JSON"] {
-        let said =
-            Writers::with([modules(first), modules(other)]).merged().map(|_| ()).unwrap_err();
-        assert_eq!(said, "writer 3 gives the attribute `tssd.module_metadata` another value");
+        let message = Archives::with_options([modules(first), modules(other)])
+            .merge()
+            .map(|_| ())
+            .unwrap_err();
+        assert_eq!(message, "writer 3 gives the attribute `tssd.module_metadata` another value");
     }
-    // How each has compressed is its own affair.
-    let level = |level| of(Options::new().compress(Compression::Zstd).zstd_level(level));
-    let found = Writers::with([level(2), level(3)]).merged().unwrap();
+    // The compression level of an archive is not an attribute of the version.
+    let level = |level| input(Options::new().compress(Compression::Zstd).zstd_level(level));
+    let found = Archives::with_options([level(2), level(3)]).merge().unwrap();
     assert!(!found.attrs().contains_key(ZSTD_LEVEL_ATTR));
 }
 
 #[test]
-fn a_layout_has_a_name_that_values_do_not_change() {
+fn layout_fingerprint_ignores_values() {
     let layout = |dicts: [StateDict; 2]| {
-        Writers::of(dicts).merged().unwrap().attrs().remove("tssd.layout").unwrap()
+        Archives::new(dicts).merge().unwrap().attrs().remove("tssd.layout").unwrap()
     };
-    let of = |offset, elements: &[u32]| dict([("x", slice(offset, elements, 4))]);
-    let one = layout([of(0, &[1, 2]), of(2, &[3, 4])]);
-    assert_eq!(one, layout([of(0, &[5, 6]), of(2, &[7, 8])]));
-    assert_ne!(one, layout([of(0, &[1, 2, 3]), of(3, &[4])]));
-    assert_ne!(one, layout([of(2, &[3, 4]), of(0, &[1, 2])]));
+    let dict_of = |offset, elements: &[u32]| dict([("x", slice(offset, elements, 4))]);
+    let one = layout([dict_of(0, &[1, 2]), dict_of(2, &[3, 4])]);
+    assert_eq!(one, layout([dict_of(0, &[5, 6]), dict_of(2, &[7, 8])]));
+    assert_ne!(one, layout([dict_of(0, &[1, 2, 3]), dict_of(3, &[4])]));
+    assert_ne!(one, layout([dict_of(2, &[3, 4]), dict_of(0, &[1, 2])]));
     let AttrValue::Bytes(name) = one else { panic!("a name of bytes") };
     assert_eq!(name.len(), 16);
 }

@@ -1,4 +1,4 @@
-//! Where the ledger's records are kept.
+//! Meta stores: the storage of the records of ledgers.
 
 mod directory;
 #[cfg(feature = "etcd")]
@@ -26,27 +26,30 @@ pub(crate) use memory::MemoryMeta;
 #[cfg(feature = "object")]
 pub(crate) use object::ObjectMeta;
 
-/// Small records by name, created once: what a ledger needs of the thing that it runs over.
+/// A store of small immutable records by name, on which ledgers are built.
 ///
 /// # Contract
 ///
-/// - A record is there completely or not at all, also after a crash, and never changes. It is durable once
-///   `create` or `settle` has returned.
-/// - Of several that create one name at once, one succeeds. Who is answered by an error may have succeeded.
-/// - Names are `/`-separated; a listing gives the names directly below one. It may lack what was created last.
+/// - A record exists completely or not at all, also after a crash, and never changes. It is durable once
+///   `create` or `sync` has returned.
+/// - If several processes create the same name at the same time, one of them succeeds. A call that returns an error may
+///   have created the record.
+/// - Names are separated by `/`. A listing returns the names directly below a name. It may lack the newest records.
 #[async_trait]
 pub(crate) trait MetaStore: Send + Sync {
-    /// Creates a record; false if there is one of this name.
+    /// Creates a record. Returns `false` if a record with this name exists.
     async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool>;
 
-    /// The same with the records themselves, where they come along.
+    /// Lists names as `list` does, with the records if the backend returns them with the listing.
     async fn list_records(&self, name: &str) -> Result<Vec<(String, Option<Vec<u8>>)>> {
         Ok(self.list(name).await?.into_iter().map(|name| (name, None)).collect())
     }
 
-    /// Creates the record of a folder that follows its last one, if it has any; false if there is one of this name, or
-    /// it is seen that `last` is the last no more. What is older than `last` may go with it.
-    async fn follow(
+    /// Creates the next record of a folder, after `last` if the folder has records.
+    ///
+    /// Returns `false` if a record with the name `next` exists, or if the backend detects that `last` is no longer the
+    /// last record. Records older than `last` may be deleted in the same operation.
+    async fn create_next(
         &self,
         folder: &str,
         _last: Option<&str>,
@@ -56,64 +59,69 @@ pub(crate) trait MetaStore: Send + Sync {
         self.create(&format!("{folder}/{next}"), record).await
     }
 
-    /// Makes the records directly below `name` durable, whoever has created them: he may have been killed
-    /// before they were.
-    async fn settle(&self, name: &str) -> Result<()>;
+    /// Makes the records directly below `name` durable, also those of other processes.
+    ///
+    /// A process may have been killed after it created a record and before the record was durable.
+    async fn sync(&self, name: &str) -> Result<()>;
 
-    /// A record, if it is there.
+    /// Returns a record, if it exists.
     async fn get(&self, name: &str) -> Result<Option<Vec<u8>>>;
 
-    /// The last parts of the names directly below `name`, sorted.
+    /// Returns the last components of the names directly below `name`, sorted.
     async fn list(&self, name: &str) -> Result<Vec<String>>;
 
-    /// Deletes a record, if it is there.
+    /// Deletes a record, if it exists.
     async fn delete(&self, name: &str) -> Result<()>;
 
-    /// Deletes records directly below `folder` that others have followed, oldest first, and gives the names of
-    /// those that stay for now. What cannot be deleted now is listed the next time too.
-    async fn retire(&self, folder: &str, names: Vec<String>) -> Vec<String> {
+    /// Deletes superseded records directly below `folder`, oldest first. Returns the names of those that stay for now.
+    ///
+    /// A record that cannot be deleted now is listed again the next time.
+    async fn delete_superseded(&self, folder: &str, names: Vec<String>) -> Vec<String> {
         for name in names {
             let _ = self.delete(&format!("{folder}/{name}")).await;
         }
         Vec::new()
     }
 
-    /// How long a record stays at least after another one has followed it, where no lock keeps others away: who
-    /// takes longer than that from reading one to creating the next could create what was there and is deleted.
-    fn grace(&self) -> Option<Duration> {
+    /// Returns how long a superseded record stays at least, for a backend whose locks do not exclude other processes.
+    ///
+    /// A process that takes longer between reading a record and creating the next one could create a record that
+    /// existed before and was deleted.
+    fn grace_period(&self) -> Option<Duration> {
         None
     }
 
-    /// Whether a lock keeps other processes away, and not only others in this one.
-    fn keeps_away(&self) -> bool {
+    /// Whether a lock excludes other processes, and not only other tasks of this process.
+    fn excludes_other_processes(&self) -> bool {
         true
     }
 
-    /// Waits until nobody else holds `name`, and holds it until the result is dropped; fails after a minute.
+    /// Waits for the lock `name`, and holds it until the result is dropped. Fails after one minute.
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>>;
 
-    /// Holds `name` until the result is dropped or this process has ended. Processes of other hosts find the record
-    /// under that name.
-    async fn session(&self, name: &str, _record: Vec<u8>) -> Result<Box<dyn Any + Send>> {
+    /// Holds the session `name` until the result is dropped or this process ends.
+    ///
+    /// Processes of other hosts find the record under this name.
+    async fn hold_session(&self, name: &str, _record: Vec<u8>) -> Result<Box<dyn Any + Send>> {
         self.lock(name).await
     }
 
-    /// Whether nobody holds `name`, or whoever did has ended, as far as other processes can tell; then what is left
-    /// of it is removed.
+    /// Whether the session `name` has ended, as far as other processes can detect. If so, its remains are removed.
     async fn has_ended(&self, name: &str) -> Result<bool>;
 
-    /// Tells of changes directly below `name`, for as long as `patience` lasts.
-    fn watch(&self, _name: &str, patience: Duration) -> Box<dyn Watch> {
-        Box::new(Poll::new(Duration::from_millis(100), patience))
+    /// Watches for changes directly below `name`. The watch ends after `timeout`.
+    fn watch(&self, _name: &str, timeout: Duration) -> Box<dyn Watch> {
+        Box::new(PollingWatch::new(Duration::from_millis(100), timeout))
     }
 }
 
-/// The meta store at an address that several hosts share.
+/// Opens the meta store at an address, which several hosts share.
 ///
 /// # Errors
 ///
-/// `Invalid` for an address that is none, or without the feature `etcd`; `Unreachable` or `Refused` if nobody answers
-/// there, or lets us.
+/// - `Invalid` if the address is not valid, or without the feature `etcd`.
+/// - `Unreachable` if no server answers there.
+/// - `Refused` if the server denies access.
 #[cfg(feature = "etcd")]
 pub(crate) async fn open(url: &str) -> Result<Arc<dyn MetaStore>> {
     Ok(Arc::new(EtcdMeta::connect(url).await?))
@@ -128,55 +136,55 @@ pub(crate) async fn open(url: &str) -> Result<Arc<dyn MetaStore>> {
     Err(crate::error::Error::new(crate::error::ErrorKind::Invalid, text))
 }
 
-/// Who waits for changes.
+/// A watch for changes of records.
 #[async_trait]
 pub(crate) trait Watch: Send {
-    /// Returns when something may have changed; false if nobody waits any longer.
+    /// Returns when something may have changed, or `false` when the timeout of the watch is over.
     async fn changed(&mut self) -> bool;
 }
 
-/// Nobody tells: it is looked at again, soon at first.
-struct Poll {
-    span: Duration,
-    longest: Duration,
-    left: Duration,
+/// A watch that polls: it reports a possible change after an interval, which doubles up to a maximum.
+struct PollingWatch {
+    interval: Duration,
+    max_interval: Duration,
+    remaining: Duration,
 }
 
-impl Poll {
-    fn new(longest: Duration, patience: Duration) -> Self {
-        Self { span: Duration::from_millis(1), longest, left: patience }
+impl PollingWatch {
+    fn new(max_interval: Duration, timeout: Duration) -> Self {
+        Self { interval: Duration::from_millis(1), max_interval, remaining: timeout }
     }
 }
 
 #[async_trait]
-impl Watch for Poll {
+impl Watch for PollingWatch {
     async fn changed(&mut self) -> bool {
-        if self.left.is_zero() {
+        if self.remaining.is_zero() {
             return false;
         }
-        sleep(self.span.min(self.left)).await;
-        self.left = self.left.saturating_sub(self.span);
-        self.span = (self.span * 2).min(self.longest);
+        sleep(self.interval.min(self.remaining)).await;
+        self.remaining = self.remaining.saturating_sub(self.interval);
+        self.interval = (self.interval * 2).min(self.max_interval);
         true
     }
 }
 
-/// Whose turn it is in this process: one at a time for each name.
+/// Locks by name within this process.
 #[derive(Debug, Default)]
-struct Turns(Lock<BTreeMap<String, Arc<AsyncMutex<()>>>>);
+struct NameLocks(Lock<BTreeMap<String, Arc<AsyncMutex<()>>>>);
 
-impl Turns {
-    async fn take(&self, name: &str) -> OwnedMutexGuard<()> {
-        let turn = {
-            let mut turns = self.0.lock();
-            turns.entry(name.to_owned()).or_default().clone()
+impl NameLocks {
+    async fn lock(&self, name: &str) -> OwnedMutexGuard<()> {
+        let lock = {
+            let mut locks = self.0.lock();
+            locks.entry(name.to_owned()).or_default().clone()
         };
-        turn.lock_owned().await
+        lock.lock_owned().await
     }
 
     #[cfg(any(test, feature = "shuttle"))]
     fn is_free(&self, name: &str) -> bool {
-        let turns = self.0.lock();
-        turns.get(name).is_none_or(|turn| turn.try_lock().is_ok())
+        let locks = self.0.lock();
+        locks.get(name).is_none_or(|lock| lock.try_lock().is_ok())
     }
 }

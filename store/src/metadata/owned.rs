@@ -1,4 +1,4 @@
-//! Ledgers that this process alone advances: in memory, and what of them is durable in records.
+//! Ledgers that only this process advances. They are in memory; their durable part is in records.
 
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,7 +9,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::records::{Record, Records};
-use super::{Ledgers, Turn, first};
+use super::{LedgerGuard, Ledgers, initial_state};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::sync::{AsyncMutex, Lock, MutexGuard, OwnedMutexGuard, select, sleep, watch};
 use crate::key::Key;
@@ -19,29 +19,29 @@ use crate::metadata::backend::MetaStore;
 #[derive(Clone, Default)]
 pub(crate) struct OwnedLedgers {
     slots: Arc<Lock<BTreeMap<Key, Arc<Slot>>>>,
-    /// What the ledger of a key is before anybody has written it.
-    blank: Arc<State>,
+    /// The state of a key that was never written.
+    default_state: Arc<State>,
     records: Option<Records>,
-    /// Where keys are found of which nothing is recorded.
+    /// The ledgers of the bucket from which keys without records are restored.
     origin: Option<Arc<dyn Ledgers>>,
-    /// The keys whose records could not be read so far.
+    /// The keys whose records could not be read yet.
     unread: Arc<Lock<BTreeSet<Key>>>,
 }
 
 /// The ledger of one key.
 struct Slot {
-    /// Its newest record, for whoever has the turn.
+    /// The newest record. Its mutex is the lock to advance the ledger.
     record: Arc<AsyncMutex<Record>>,
     state: watch::Sender<Arc<State>>,
 }
 
 impl OwnedLedgers {
-    /// Ledgers that keep so many versions of a key as long as nobody says otherwise.
-    pub(crate) fn keeping(keep: NonZeroU32) -> Self {
-        Self { blank: Arc::new(State::keeping(keep)), ..Self::default() }
+    /// Creates ledgers in which a new key keeps its newest `keep` versions.
+    pub(crate) fn with_keep(keep: NonZeroU32) -> Self {
+        Self { default_state: Arc::new(State::with_keep(keep)), ..Self::default() }
     }
 
-    /// The same, with what is durable of them in a meta store that nobody else writes.
+    /// Loads the durable part of the ledgers from a meta store that no other process writes.
     pub(crate) async fn recover(mut self, meta: Arc<dyn MetaStore>) -> Result<Self> {
         let records = Records::new(meta);
         let keys = records.keys().await?;
@@ -55,7 +55,7 @@ impl OwnedLedgers {
         Ok(self)
     }
 
-    /// The same, with the versions that are in a bucket, of the keys that are not known otherwise.
+    /// Restores keys that have no ledger yet from the ledgers of a bucket.
     pub(crate) async fn restore(mut self, origin: Arc<dyn Ledgers>) -> Result<Self> {
         let keys = origin.keys().await?;
         self.origin = Some(origin);
@@ -74,9 +74,9 @@ impl OwnedLedgers {
             Some(records) => records.load(key).await?,
             None => Record::default(),
         };
-        // What was there before is no more than a folder.
+        // A key without a record has at most a folder.
         let state = if record.number == 0 {
-            first(self.origin.as_ref(), key, &self.blank).await?
+            initial_state(self.origin.as_ref(), key, &self.default_state).await?
         } else {
             record.state.clone()
         };
@@ -85,10 +85,10 @@ impl OwnedLedgers {
         Ok(())
     }
 
-    /// Proves that the records of a key are known, or reads what could not be read before.
-    async fn prove_read(&self, key: &Key) -> Result<()> {
-        let is_unread = self.unread().contains(key);
-        if is_unread {
+    /// Reads the records of a key if they could not be read before.
+    async fn ensure_read(&self, key: &Key) -> Result<()> {
+        let must_read = self.unread().contains(key);
+        if must_read {
             self.read(key).await?;
             self.unread().remove(key);
         }
@@ -103,44 +103,45 @@ impl OwnedLedgers {
         self.slots.lock()
     }
 
-    /// The slot of a key, which is made if it is not there, for as long as it is needed.
-    fn visit(&self, key: &Key) -> Visit {
-        let blank = || Arc::new(Slot::new(Record::default(), self.blank.clone()));
-        let slot = self.slots().entry(key.clone()).or_insert_with(blank).clone();
-        Visit { ledgers: self.clone(), key: key.clone(), slot: Some(slot) }
+    /// Returns the slot of a key. The slot is created if the key has none.
+    fn acquire_slot(&self, key: &Key) -> SlotGuard {
+        let new_slot = || Arc::new(Slot::new(Record::default(), self.default_state.clone()));
+        let slot = self.slots().entry(key.clone()).or_insert_with(new_slot).clone();
+        SlotGuard { ledgers: self.clone(), key: key.clone(), slot: Some(slot) }
     }
 
-    /// Forgets a key whoever waits for it: a bug to be found.
+    /// Removes a key although other tasks wait for it: a planted bug that the schedules must find.
     #[cfg(feature = "shuttle")]
-    pub(crate) fn forget(&self, key: &Key) {
+    pub(crate) fn remove_slot(&self, key: &Key) {
         self.slots().remove(key);
     }
 }
 
-/// A slot in use. Whoever needs it last takes it away if nothing was written: asking for keys costs no memory,
-/// not even if one stops waiting for the answer.
-struct Visit {
+/// A reference to a slot in use. The last reference removes the slot if nothing was written.
+///
+/// So requests for keys that do not exist use no memory, also if they are cancelled.
+struct SlotGuard {
     ledgers: OwnedLedgers,
     key: Key,
-    /// There until it is dropped.
+    /// `Some` until the guard is dropped.
     slot: Option<Arc<Slot>>,
 }
 
-impl Visit {
+impl SlotGuard {
     fn slot(&self) -> &Slot {
         self.slot.as_ref().expect("it is there until it is dropped")
     }
 }
 
-impl Drop for Visit {
+impl Drop for SlotGuard {
     fn drop(&mut self) {
         let mut slots = self.ledgers.slots();
-        // Of two that go at once, the second one finds itself alone.
+        // Under the lock of the map: of two guards that are dropped at once, the second sees itself as the last.
         self.slot = None;
         let is_unused = |slot: &Arc<Slot>| {
-            // The map's own.
+            // The map holds the only reference.
             Arc::strong_count(slot) == 1
-                && **slot.state.borrow() == *self.ledgers.blank
+                && **slot.state.borrow() == *self.ledgers.default_state
                 && slot.record.try_lock().is_ok_and(|record| record.is_blank())
         };
         if slots.get(&self.key).is_some_and(is_unused) {
@@ -158,21 +159,21 @@ impl Slot {
 #[async_trait]
 impl Ledgers for OwnedLedgers {
     async fn state(&self, key: &Key) -> Result<Arc<State>> {
-        self.prove_read(key).await?;
+        self.ensure_read(key).await?;
         let slots = self.slots();
         let state = slots.get(key).map(|slot| slot.state.borrow().clone());
-        Ok(state.unwrap_or_else(|| self.blank.clone()))
+        Ok(state.unwrap_or_else(|| self.default_state.clone()))
     }
 
-    async fn turn(&self, key: &Key) -> Result<Box<dyn Turn>> {
-        self.prove_read(key).await?;
-        let visit = self.visit(key);
-        let record = visit.slot().record.clone().lock_owned().await;
-        let state = visit.slot().state.borrow().clone();
-        Ok(Box::new(OwnedTurn { state, record, visit }))
+    async fn lock(&self, key: &Key) -> Result<Box<dyn LedgerGuard>> {
+        self.ensure_read(key).await?;
+        let guard = self.acquire_slot(key);
+        let record = guard.slot().record.clone().lock_owned().await;
+        let state = guard.slot().state.borrow().clone();
+        Ok(Box::new(OwnedLedgerGuard { state, record, guard }))
     }
 
-    async fn session(&self, _id: SessionId) -> Result<Option<Box<dyn Any + Send>>> {
+    async fn begin_session(&self, _id: SessionId) -> Result<Option<Box<dyn Any + Send>>> {
         Ok(None)
     }
 
@@ -186,50 +187,50 @@ impl Ledgers for OwnedLedgers {
         Ok(keys)
     }
 
-    async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration) {
-        let visit = self.visit(key);
-        let mut states = visit.slot().state.subscribe();
-        let is_other = |state: &Arc<State>| !Arc::ptr_eq(state, seen) && **state != **seen;
-        // That the time is over is an answer too.
+    async fn changed(&self, key: &Key, seen: &Arc<State>, timeout: Duration) {
+        let guard = self.acquire_slot(key);
+        let mut states = guard.slot().state.subscribe();
+        let is_different = |state: &Arc<State>| !Arc::ptr_eq(state, seen) && **state != **seen;
+        // The end of the timeout is a valid result.
         select! {
-            _ = states.wait_for(is_other) => {}
-            () = sleep(patience) => {}
+            _ = states.wait_for(is_different) => {}
+            () = sleep(timeout) => {}
         }
     }
 }
 
-struct OwnedTurn {
+struct OwnedLedgerGuard {
     state: Arc<State>,
-    /// The turn itself, which ends before the visit does.
+    /// The lock. It is declared before `guard`, so it is released before the slot.
     record: OwnedMutexGuard<Record>,
-    visit: Visit,
+    guard: SlotGuard,
 }
 
 #[async_trait]
-impl Turn for OwnedTurn {
+impl LedgerGuard for OwnedLedgerGuard {
     fn state(&self) -> &State {
         &self.state
     }
 
-    async fn settle(&mut self) -> Result<()> {
-        match &self.visit.ledgers.records {
-            Some(records) => records.settle(&self.visit.key, &self.record).await,
+    async fn sync(&mut self) -> Result<()> {
+        match &self.guard.ledgers.records {
+            Some(records) => records.sync(&self.guard.key, &self.record).await,
             None => Ok(()),
         }
     }
 
     async fn save(&mut self, next: State) -> Result<bool> {
-        // Who reads needs no disk, even if that is full and the newest record in doubt.
-        if let Some(records) = &self.visit.ledgers.records
-            && !self.state.differs_in_leases_alone(&next)
-            && !records.append(&self.visit.key, &mut self.record, next.durable()).await?
+        // A change of leases alone needs no record. So reads work if the disk is full or the newest record is in doubt.
+        if let Some(records) = &self.guard.ledgers.records
+            && !self.state.differs_only_in_leases(&next)
+            && !records.append(&self.guard.key, &mut self.record, next.durable_state()).await?
         {
-            let key = &self.visit.key;
+            let key = &self.guard.key;
             let text = format_args!("key `{key}` was written by another process than its daemon");
             return Err(Error::new(ErrorKind::Busy, text));
         }
         self.state = Arc::new(next);
-        self.visit.slot().state.send_replace(self.state.clone());
+        self.guard.slot().state.send_replace(self.state.clone());
         Ok(true)
     }
 }
@@ -241,31 +242,31 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn who_stops_waiting_for_a_key_that_nobody_writes_leaves_nothing_behind() {
+    async fn cancelled_waits_leave_no_slot() {
         let (ledgers, key) = (OwnedLedgers::default(), Key::new("policy").unwrap());
         let seen = ledgers.state(&key).await.unwrap();
-        let turn = ledgers.turn(&key).await.unwrap();
-        // Both are dropped while they wait.
-        let soon = Duration::from_millis(10);
-        let next = tokio::time::timeout(soon, ledgers.turn(&key)).await;
+        let turn = ledgers.lock(&key).await.unwrap();
+        // Both calls are cancelled while they wait.
+        let short = Duration::from_millis(10);
+        let next = tokio::time::timeout(short, ledgers.lock(&key)).await;
         assert!(next.is_err());
         drop(turn);
         let changed = ledgers.changed(&key, &seen, Duration::from_hours(1));
-        tokio::time::timeout(soon, changed).await.unwrap_err();
+        tokio::time::timeout(short, changed).await.unwrap_err();
         assert_eq!(ledgers.keys().await.unwrap(), []);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_waits_hears_of_what_is_other_and_of_nothing_else() {
+    async fn changed_returns_only_for_different_state() {
         let (ledgers, key) = (OwnedLedgers::default(), Key::new("policy").unwrap());
         let seen = ledgers.state(&key).await.unwrap();
         let mut changed = std::pin::pin!(ledgers.changed(&key, &seen, Duration::from_hours(1)));
-        let soon = Duration::from_millis(10);
-        tokio::time::timeout(soon, &mut changed).await.unwrap_err();
-        let save = async |next| ledgers.turn(&key).await.unwrap().save(next).await.unwrap();
+        let short = Duration::from_millis(10);
+        tokio::time::timeout(short, &mut changed).await.unwrap_err();
+        let save = async |next| ledgers.lock(&key).await.unwrap().save(next).await.unwrap();
         assert!(save(State::clone(&seen)).await);
-        tokio::time::timeout(soon, &mut changed).await.unwrap_err();
-        assert!(save(State::keeping(NonZeroU32::new(7).unwrap())).await);
-        tokio::time::timeout(soon, &mut changed).await.unwrap();
+        tokio::time::timeout(short, &mut changed).await.unwrap_err();
+        assert!(save(State::with_keep(NonZeroU32::new(7).unwrap())).await);
+        tokio::time::timeout(short, &mut changed).await.unwrap();
     }
 }

@@ -1,58 +1,59 @@
-//! Ledgers as records of a meta store: each state is a record, and the next state is the next record,
-//! created only if it is not there.
+//! Ledgers as records of a meta store.
+//!
+//! Each state is a record. The next state is the record with the next number, created only if that does not exist.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::disk::TEMPORARY;
+use crate::io::disk::TEMPORARY_PREFIX;
 use crate::io::sync::{Lock, MutexGuard};
 use crate::key::Key;
 use crate::ledger::State;
 use crate::metadata::backend::{MetaStore, Watch};
 
-/// How often a read starts anew because the record it was about to read is deleted.
-const READ_TRIES: u32 = 16;
+/// Maximum number of attempts to read, if the record to read is deleted meanwhile.
+const MAX_READ_ATTEMPTS: u32 = 16;
 
-/// After so many that follow a record, what is listed is nearer to the newest.
-const MAX_FOLLOWED: usize = 16;
+/// Maximum number of records to read one after the other. Beyond that, a listing finds the newest record sooner.
+const MAX_SEQUENTIAL_READS: usize = 16;
 
-/// Of how many keys the newest record is kept.
-const MAX_RECENT: usize = 64;
+/// Maximum number of keys whose newest record is cached.
+const MAX_CACHED_KEYS: usize = 64;
 
 /// The records of all keys.
 #[derive(Clone)]
 pub(crate) struct Records {
     pub(super) meta: Arc<dyn MetaStore>,
-    /// The number of the newest record of each key that this process knows to be durable.
-    settled: Arc<Lock<BTreeMap<Key, u64>>>,
-    /// The newest record of each key that was read or created last, where those that follow it stay for a while.
-    recent: Arc<Lock<BTreeMap<Key, Record>>>,
+    /// By key, the number of the newest record that is known to be durable.
+    synced: Arc<Lock<BTreeMap<Key, u64>>>,
+    /// By key, the newest record that was read or created, for a meta store with a grace period.
+    cache: Arc<Lock<BTreeMap<Key, Record>>>,
 }
 
-/// A ledger's state, the number of its record, and what else is in the folder of the records: older
-/// ones, and what processes that died have left behind.
+/// A record of a ledger: its number and its state, and the other files in the folder of the records.
 #[derive(Clone)]
 pub(crate) struct Record {
     pub(super) number: u64,
     pub(crate) state: State,
+    /// Names of older records, and of temporary files of processes that died.
     stale: Vec<String>,
-    /// Whether there may be a newer one, which could not be made durable.
+    /// Whether a newer record may exist that could not be made durable.
     is_in_doubt: bool,
-    /// The moment before which it was read.
-    read: Instant,
+    /// A time before the record was read.
+    read_at: Instant,
 }
 
 impl Default for Record {
     fn default() -> Self {
         let (number, state, stale) = (0, State::default(), Vec::new());
-        Self { number, state, stale, is_in_doubt: false, read: Instant::now() }
+        Self { number, state, stale, is_in_doubt: false, read_at: Instant::now() }
     }
 }
 
 impl Record {
-    /// Whether nothing of a key is there.
+    /// Whether the key has neither records nor temporary files.
     pub(super) fn is_blank(&self) -> bool {
         self.number == 0 && self.stale.is_empty()
     }
@@ -60,106 +61,107 @@ impl Record {
 
 impl Records {
     pub(crate) fn new(meta: Arc<dyn MetaStore>) -> Self {
-        Self { meta, settled: Arc::default(), recent: Arc::default() }
+        Self { meta, synced: Arc::default(), cache: Arc::default() }
     }
 
-    /// Returns once a record is durable. Whoever has created it may have been killed before it was.
-    pub(super) async fn settle(&self, key: &Key, record: &Record) -> Result<()> {
-        if record.number > 0 && self.settled().get(key) != Some(&record.number) {
-            self.meta.settle(&folder(key)).await?;
-            self.settled().insert(key.clone(), record.number);
+    /// Makes a record durable. The process that created it may have been killed before it was durable.
+    pub(super) async fn sync(&self, key: &Key, record: &Record) -> Result<()> {
+        if record.number > 0 && self.synced().get(key) != Some(&record.number) {
+            self.meta.sync(&folder(key)).await?;
+            self.synced().insert(key.clone(), record.number);
         }
         Ok(())
     }
 
-    fn settled(&self) -> MutexGuard<'_, BTreeMap<Key, u64>> {
-        self.settled.lock()
+    fn synced(&self) -> MutexGuard<'_, BTreeMap<Key, u64>> {
+        self.synced.lock()
     }
 
-    /// The newest record of a key; an empty one of a key that has none.
+    /// Loads the newest record of a key. A key without records has an empty one.
     pub(crate) async fn load(&self, key: &Key) -> Result<Record> {
-        match self.meta.grace() {
-            None => self.listed(key).await,
-            Some(grace) => self.followed(key, grace).await,
+        match self.meta.grace_period() {
+            None => self.load_listed(key).await,
+            Some(grace) => self.load_newest(key, grace).await,
         }
     }
 
-    /// The newest record where those that follow one stay for a while: the one that none follows, looked for from the
-    /// newest that is known or listed.
-    async fn followed(&self, key: &Key, grace: Duration) -> Result<Record> {
-        let mut known = self.recent().get(key).cloned();
+    /// Loads the newest record from a meta store with a grace period.
+    ///
+    /// Starts at the newest record that is cached or listed, and reads the next records until one has no successor.
+    async fn load_newest(&self, key: &Key, grace: Duration) -> Result<Record> {
+        let mut cached = self.cache().get(key).cloned();
         loop {
-            let read = Instant::now();
-            let known = known.take().filter(|known| known.read.elapsed() < grace / 2);
-            let mut record = match known {
-                Some(known) => known,
-                None => self.listed(key).await?,
+            let read_at = Instant::now();
+            let cached = cached.take().filter(|cached| cached.read_at.elapsed() < grace / 2);
+            let mut record = match cached {
+                Some(cached) => cached,
+                None => self.load_listed(key).await?,
             };
-            // What has followed it has done so since then.
-            let since = record.read;
+            // Any successor of this record was created after this time.
+            let since = record.read_at;
             let mut is_newest = false;
-            for _ in 0..MAX_FOLLOWED {
+            for _ in 0..MAX_SEQUENTIAL_READS {
                 let name = record_name(key, record.number.saturating_add(1));
                 let Some(next) = self.meta.get(&name).await? else {
                     is_newest = true;
                     break;
                 };
                 record.stale.extend((record.number > 0).then(|| file_name(record.number)));
-                record.state = opened(&name, &next)?;
+                record.state = decode_record(&name, &next)?;
                 record.number += 1;
             }
-            // So it cannot have been deleted already: there is none that was not found.
+            // Within the grace period no successor can have been deleted, so none was missed.
             if is_newest && since.elapsed() < grace {
-                record.read = read;
-                self.remember(key, &record);
+                record.read_at = read_at;
+                self.store_in_cache(key, &record);
                 return Ok(record);
             }
         }
     }
 
-    /// Keeps a record from which those that follow it can be found.
-    fn remember(&self, key: &Key, record: &Record) {
-        let mut recent = self.recent();
-        if recent.len() >= MAX_RECENT {
-            recent.pop_first();
+    /// Caches a record, from which its successors can be found.
+    fn store_in_cache(&self, key: &Key, record: &Record) {
+        let mut cache = self.cache();
+        if cache.len() >= MAX_CACHED_KEYS {
+            cache.pop_first();
         }
-        recent.insert(key.clone(), record.clone());
+        cache.insert(key.clone(), record.clone());
     }
 
-    /// Tells of changes of a key's records.
-    pub(super) fn watch(&self, key: &Key, patience: Duration) -> Box<dyn Watch> {
-        self.meta.watch(&folder(key), patience)
+    /// Watches for changes of the records of a key, until the timeout.
+    pub(super) fn watch(&self, key: &Key, timeout: Duration) -> Box<dyn Watch> {
+        self.meta.watch(&folder(key), timeout)
     }
 
-    fn recent(&self) -> MutexGuard<'_, BTreeMap<Key, Record>> {
-        self.recent.lock()
+    fn cache(&self) -> MutexGuard<'_, BTreeMap<Key, Record>> {
+        self.cache.lock()
     }
 
-    /// The newest record of a key that is listed.
-    async fn listed(&self, key: &Key) -> Result<Record> {
-        let (folder, read) = (folder(key), Instant::now());
-        for _ in 0..READ_TRIES {
+    /// Loads the newest listed record of a key.
+    async fn load_listed(&self, key: &Key) -> Result<Record> {
+        let (folder, read_at) = (folder(key), Instant::now());
+        for _ in 0..MAX_READ_ATTEMPTS {
             let mut records = self.meta.list_records(&folder).await?;
-            records.retain(|(name, _)| is_ours(name));
+            records.retain(|(name, _)| is_ledger_file(name));
             let newest = records.iter_mut().rev().find_map(|(name, record)| {
                 record_number(name).map(|number| (number, record.take()))
             });
             let mut names: Vec<String> = records.into_iter().map(|(name, _)| name).collect();
             let Some((number, record)) = newest else {
-                return Ok(Record { stale: names, read, ..Record::default() });
+                return Ok(Record { stale: names, read_at, ..Record::default() });
             };
             let name = record_name(key, number);
             let record = match record {
                 Some(record) => record,
-                // Whoever has created a newer one since may have deleted this one: look again.
+                // A process that has created a newer record since may have deleted this one: list again.
                 None => match self.meta.get(&name).await? {
                     Some(record) => record,
                     None => continue,
                 },
             };
-            let state = opened(&name, &record)?;
+            let state = decode_record(&name, &record)?;
             names.retain(|name| *name != file_name(number));
-            return Ok(Record { number, state, stale: names, is_in_doubt: false, read });
+            return Ok(Record { number, state, stale: names, is_in_doubt: false, read_at });
         }
         Err(Error::new(
             ErrorKind::Corrupt,
@@ -167,85 +169,86 @@ impl Records {
         ))
     }
 
-    /// Creates the next record, unless nothing has changed; false if somebody else has.
+    /// Creates the next record, unless the state has not changed. Returns `false` if another process has created it.
     ///
-    /// If that fails, the record may be there all the same. Then the one that is created next replaces it too.
+    /// After an error, the record may exist nevertheless. The next record that is created then replaces it.
     pub(super) async fn append(&self, key: &Key, last: &mut Record, next: State) -> Result<bool> {
         if last.state == next && !last.is_in_doubt {
-            // Whoever gets the answer takes it for durable.
-            return self.settle(key, last).await.map(|()| true);
+            // The caller relies on a durable state after this call.
+            return self.sync(key, last).await.map(|()| true);
         }
         let number = last.number.checked_add(1).ok_or_else(|| {
             Error::new(ErrorKind::Corrupt, format_args!("key `{key}` has no record numbers left"))
         })?;
         let name = record_name(key, number);
-        let record = sealed(&name, &next).map_err(|error| {
+        let record = encode_record(&name, &next).map_err(|error| {
             Error::new(ErrorKind::Invalid, format_args!("key `{key}`: {error}"))
         })?;
-        let before = (last.number > 0).then(|| file_name(last.number));
+        let previous = (last.number > 0).then(|| file_name(last.number));
         let next_name = file_name(number);
-        let created = self.meta.follow(&folder(key), before.as_deref(), &next_name, record).await;
+        let created =
+            self.meta.create_next(&folder(key), previous.as_deref(), &next_name, record).await;
         if created.is_err() {
             last.stale.extend([last.number, number].map(file_name));
             (last.number, last.is_in_doubt) = (number, true);
         }
         if !created? {
-            self.recent().remove(key);
-            if self.meta.keeps_away() {
-                // Nobody else could have.
+            self.cache().remove(key);
+            if self.meta.excludes_other_processes() {
+                // The lock excludes other processes, so none of them may have created the record.
                 let text = format_args!("key `{key}` was written without its lock; try again");
                 return Err(Error::new(ErrorKind::Busy, text));
             }
             return Ok(false);
         }
-        if !self.was_next(key, last).await? {
-            self.recent().remove(key);
+        if !self.is_valid_successor(key, last).await? {
+            self.cache().remove(key);
             let text =
                 format_args!("key `{key}`: a step of its ledger took longer than others wait");
             return Err(Error::new(ErrorKind::Busy, text));
         }
-        self.settled().insert(key.clone(), number);
-        // The record before the newest stays, for readers that have just listed it.
+        self.synced().insert(key.clone(), number);
+        // The previous record stays, for readers that have just listed it.
         let stale = std::mem::take(&mut last.stale);
-        let mut stale = self.meta.retire(&folder(key), stale).await;
+        let mut stale = self.meta.delete_superseded(&folder(key), stale).await;
         stale.extend((last.number > 0).then(|| file_name(last.number)));
-        *last = Record { number, state: next, stale, is_in_doubt: false, read: last.read };
-        if self.meta.grace().is_some() {
-            self.remember(key, last);
+        *last = Record { number, state: next, stale, is_in_doubt: false, read_at: last.read_at };
+        if self.meta.grace_period().is_some() {
+            self.store_in_cache(key, last);
         }
         Ok(true)
     }
 
-    /// Whether the record that was just created is the first of its number: where nobody can be kept away, another
-    /// one may have been there and be deleted.
+    /// Whether the record that was just created is the first one with its number.
     ///
-    /// The oldest are deleted first, so as long as the one before is there, none that followed it was. The very first
-    /// has none before: of that the clock tells.
-    async fn was_next(&self, key: &Key, before: &Record) -> Result<bool> {
-        let Some(grace) = self.meta.grace() else { return Ok(true) };
-        if before.read.elapsed() >= grace / 2 {
+    /// If the meta store cannot exclude other processes, a record with this number may have existed and been deleted.
+    /// The oldest records are deleted first: as long as the previous record exists, none of its successors was deleted.
+    /// The first record has no previous one, so only the time since the read decides.
+    async fn is_valid_successor(&self, key: &Key, previous: &Record) -> Result<bool> {
+        let Some(grace) = self.meta.grace_period() else { return Ok(true) };
+        if previous.read_at.elapsed() >= grace / 2 {
             return Ok(false);
         }
-        let is_first = before.number == 0;
-        Ok(is_first || self.meta.get(&record_name(key, before.number)).await?.is_some())
+        let is_first = previous.number == 0;
+        Ok(is_first || self.meta.get(&record_name(key, previous.number)).await?.is_some())
     }
 
-    /// The records of a key that are damaged, by their names.
-    pub(crate) async fn damaged(&self, key: &Key) -> Result<Vec<(String, Error)>> {
+    /// Returns the corrupt records of a key: name and error of each.
+    pub(crate) async fn corrupt_records(&self, key: &Key) -> Result<Vec<(String, Error)>> {
         let mut damaged = Vec::new();
         for number in self.meta.list(&folder(key)).await?.iter().filter_map(|it| record_number(it))
         {
             let name = record_name(key, number);
             let found = self.meta.get(&name).await.and_then(|record| {
-                // It was deleted meanwhile.
-                record.map_or(Ok(()), |record| opened(&name, &record).map(drop))
+                // `None`: the record was deleted meanwhile.
+                record.map_or(Ok(()), |record| decode_record(&name, &record).map(drop))
             });
             damaged.extend(found.err().map(|error| (name, error)));
         }
         Ok(damaged)
     }
 
-    /// The keys that have a folder, in no order.
+    /// Returns the keys that have a folder, in no particular order.
     pub(crate) async fn keys(&self) -> Result<Vec<Key>> {
         let mut keys = Vec::new();
         let mut folders = vec![String::new()];
@@ -254,7 +257,7 @@ impl Records {
                 let path = if folder.is_empty() { name } else { format!("{folder}/{name}") };
                 match Key::from_path(&path) {
                     Some(key) => keys.push(key),
-                    // The beginning of a long key ends so.
+                    // The first folders of a long key end with `%`.
                     None => folders.extend(path.ends_with('%').then_some(path)),
                 }
             }
@@ -263,42 +266,42 @@ impl Records {
     }
 }
 
-/// A record as it is stored: a state, and in a line of its own a checksum over that and the name. So nobody takes what
-/// has rotted, or a record of another key, for the ledger.
-fn sealed(name: &str, state: &State) -> serde_json::Result<Vec<u8>> {
+/// Encodes a record: the state, and on a second line a checksum over the name and the state.
+///
+/// The checksum detects corruption, and records of another key.
+fn encode_record(name: &str, state: &State) -> serde_json::Result<Vec<u8>> {
     let mut record = serde_json::to_vec(state)?;
-    let sum = sum(name, &record);
+    let sum = record_checksum(name, &record);
     record.extend_from_slice(format!("\n{sum}\n").as_bytes());
     Ok(record)
 }
 
-/// The state of a record that is stored under a name.
-fn opened(name: &str, record: &[u8]) -> Result<State> {
-    let damaged = |why: &dyn std::fmt::Display| {
+/// Decodes the record `name` and verifies its checksum.
+fn decode_record(name: &str, record: &[u8]) -> Result<State> {
+    let corrupt = |why: &dyn std::fmt::Display| {
         Error::new(ErrorKind::Corrupt, format_args!("ledger record `{name}`: {why}"))
     };
     let mut lines = record.splitn(2, |byte| *byte == b'\n');
-    let (state, seal) = (lines.next().unwrap_or_default(), lines.next().unwrap_or_default());
-    if seal != format!("{}\n", sum(name, state)).as_bytes() {
-        return Err(damaged(&"its checksum is not that of what it says under this name"));
+    let (state, checksum) = (lines.next().unwrap_or_default(), lines.next().unwrap_or_default());
+    if checksum != format!("{}\n", record_checksum(name, state)).as_bytes() {
+        return Err(corrupt(&"its checksum is not that of what it says under this name"));
     }
-    serde_json::from_slice(state).map_err(|error| damaged(&error))
+    serde_json::from_slice(state).map_err(|error| corrupt(&error))
 }
 
-fn sum(name: &str, state: &[u8]) -> String {
+fn record_checksum(name: &str, state: &[u8]) -> String {
     let mut crc = crc32fast::Hasher::new();
     crc.update(name.as_bytes());
     crc.update(state);
     format!("{:08x}", crc.finalize())
 }
 
-/// Whether a name in the folder of records is that of a record, or what is left of one: what else is there is not
-/// ours.
-fn is_ours(name: &str) -> bool {
-    record_number(name).is_some() || name.starts_with(TEMPORARY)
+/// Whether a name in the folder of records is a record or a temporary file. Other files do not belong to the ledger.
+fn is_ledger_file(name: &str) -> bool {
+    record_number(name).is_some() || name.starts_with(TEMPORARY_PREFIX)
 }
 
-/// The number of a record by the last part of its name.
+/// Returns the number of a record from the last component of its name.
 fn record_number(name: &str) -> Option<u64> {
     let digits = name.strip_suffix(".json").filter(|digits| digits.len() == 20)?;
     digits.parse().ok().filter(|number| format!("{number:020}") == digits)
@@ -308,7 +311,7 @@ fn file_name(number: u64) -> String {
     format!("{number:020}.json")
 }
 
-/// Where the records of a key are.
+/// Returns the folder of the records of a key.
 fn folder(key: &Key) -> String {
     format!("{}/.ledger", key.to_path())
 }
@@ -329,51 +332,51 @@ mod tests {
     use crate::metadata::backend::MemoryMeta;
     use crate::metadata::{Ledgers, SharedLedgers, save};
 
-    /// Records that stay for a while when others have followed them, and what is asked of them.
+    /// A meta store with a grace period that counts its requests.
     #[derive(Default)]
-    struct Staying {
+    struct CountingMeta {
         inner: MemoryMeta,
         grace: Option<Duration>,
-        /// How long listings take.
-        listing: Lock<Duration>,
-        listed: AtomicU64,
-        settled: AtomicU64,
+        /// How long a listing takes.
+        list_delay: Lock<Duration>,
+        list_count: AtomicU64,
+        sync_count: AtomicU64,
         retired: Lock<Vec<String>>,
     }
 
-    impl Staying {
-        fn long() -> Arc<Self> {
-            Self::for_(Duration::from_hours(1))
+    impl CountingMeta {
+        fn with_long_grace() -> Arc<Self> {
+            Self::with_grace(Duration::from_hours(1))
         }
 
-        fn for_(grace: Duration) -> Arc<Self> {
+        fn with_grace(grace: Duration) -> Arc<Self> {
             Arc::new(Self { grace: Some(grace), ..Self::default() })
         }
 
-        fn listed(&self) -> u64 {
-            self.listed.load(Ordering::SeqCst)
+        fn list_count(&self) -> u64 {
+            self.list_count.load(Ordering::SeqCst)
         }
 
-        fn settled(&self) -> u64 {
-            self.settled.load(Ordering::SeqCst)
+        fn sync_count(&self) -> u64 {
+            self.sync_count.load(Ordering::SeqCst)
         }
 
-        /// The numbers of the records that are not needed any more, since this was asked last.
-        fn retired(&self) -> Vec<u64> {
+        /// Returns the numbers of the records that were retired since the last call.
+        fn take_retired(&self) -> Vec<u64> {
             let retired = std::mem::take(&mut *self.retired.lock());
             retired.iter().map(|name| record_number(name).unwrap()).collect()
         }
     }
 
     #[async_trait]
-    impl MetaStore for Staying {
+    impl MetaStore for CountingMeta {
         async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool> {
             self.inner.create(name, record).await
         }
 
-        async fn settle(&self, name: &str) -> Result<()> {
-            self.settled.fetch_add(1, Ordering::SeqCst);
-            self.inner.settle(name).await
+        async fn sync(&self, name: &str) -> Result<()> {
+            self.sync_count.fetch_add(1, Ordering::SeqCst);
+            self.inner.sync(name).await
         }
 
         async fn get(&self, name: &str) -> Result<Option<Vec<u8>>> {
@@ -381,9 +384,9 @@ mod tests {
         }
 
         async fn list(&self, name: &str) -> Result<Vec<String>> {
-            self.listed.fetch_add(1, Ordering::SeqCst);
-            let takes = *self.listing.lock();
-            tokio::time::sleep(takes).await;
+            self.list_count.fetch_add(1, Ordering::SeqCst);
+            let delay = *self.list_delay.lock();
+            tokio::time::sleep(delay).await;
             self.inner.list(name).await
         }
 
@@ -391,16 +394,16 @@ mod tests {
             self.inner.delete(name).await
         }
 
-        async fn retire(&self, _folder: &str, names: Vec<String>) -> Vec<String> {
+        async fn delete_superseded(&self, _folder: &str, names: Vec<String>) -> Vec<String> {
             self.retired.lock().extend(names);
             Vec::new()
         }
 
-        fn grace(&self) -> Option<Duration> {
+        fn grace_period(&self) -> Option<Duration> {
             self.grace
         }
 
-        fn keeps_away(&self) -> bool {
+        fn excludes_other_processes(&self) -> bool {
             self.grace.is_none()
         }
 
@@ -413,8 +416,8 @@ mod tests {
         }
     }
 
-    fn keeping(keep: u32) -> State {
-        State::keeping(NonZeroU32::new(keep).unwrap())
+    fn state_with_keep(keep: u32) -> State {
+        State::with_keep(NonZeroU32::new(keep).unwrap())
     }
 
     fn key() -> Key {
@@ -422,59 +425,59 @@ mod tests {
     }
 
     /// Creates the next record of a key.
-    async fn next(records: &Records, key: &Key, keep: u32) {
+    async fn append_next(records: &Records, key: &Key, keep: u32) {
         let mut last = records.load(key).await.unwrap();
-        assert!(records.append(key, &mut last, keeping(keep)).await.unwrap());
+        assert!(records.append(key, &mut last, state_with_keep(keep)).await.unwrap());
     }
 
     #[tokio::test]
-    async fn what_follows_a_known_record_is_found_without_a_listing() {
-        let meta = Staying::long();
+    async fn following_records_are_found_without_listing() {
+        let meta = CountingMeta::with_long_grace();
         let (one, other) = (Records::new(meta.clone()), Records::new(meta.clone()));
         let (key, second) = (key(), Key::new("second").unwrap());
         for key in [&key, &second] {
             assert!(one.load(key).await.unwrap().is_blank());
             assert!(other.load(key).await.unwrap().is_blank());
         }
-        assert_eq!(meta.listed(), 4);
+        assert_eq!(meta.list_count(), 4);
         for keep in 2..9 {
             for key in [&key, &second] {
-                next(&other, key, keep).await;
-                assert_eq!(one.load(key).await.unwrap().state, keeping(keep));
+                append_next(&other, key, keep).await;
+                assert_eq!(one.load(key).await.unwrap().state, state_with_keep(keep));
             }
         }
-        assert_eq!(meta.listed(), 4);
-        // Far behind, a listing is nearer, and what is found is the newest all the same.
+        assert_eq!(meta.list_count(), 4);
+        // Many records later, a listing is used, and the newest record is found again.
         for keep in 9..50 {
-            next(&other, &key, keep).await;
+            append_next(&other, &key, keep).await;
         }
-        assert_eq!(one.load(&key).await.unwrap().state, keeping(49));
-        assert_eq!(meta.listed(), 5);
+        assert_eq!(one.load(&key).await.unwrap().state, state_with_keep(49));
+        assert_eq!(meta.list_count(), 5);
     }
 
     #[tokio::test]
-    async fn what_was_followed_is_retired_once_whoever_has_created_it() {
-        let meta = Staying::long();
+    async fn superseded_records_are_retired_once() {
+        let meta = CountingMeta::with_long_grace();
         let (one, other) = (Records::new(meta.clone()), Records::new(meta.clone()));
         let key = key();
         one.load(&key).await.unwrap();
         let mut last = other.load(&key).await.unwrap();
         for (keep, retired) in [(2, vec![]), (3, vec![]), (4, vec![1]), (5, vec![2])] {
-            assert!(other.append(&key, &mut last, keeping(keep)).await.unwrap());
-            assert_eq!(meta.retired(), retired, "{keep}");
+            assert!(other.append(&key, &mut last, state_with_keep(keep)).await.unwrap());
+            assert_eq!(meta.take_retired(), retired, "{keep}");
         }
-        // Who has found what others have created knows it too.
+        // A process that has loaded the records of another process retires them too.
         let mut last = one.load(&key).await.unwrap();
         for (keep, retired) in [(6, vec![1, 2, 3]), (7, vec![4])] {
-            assert!(one.append(&key, &mut last, keeping(keep)).await.unwrap());
-            assert_eq!(meta.retired(), retired, "{keep}");
+            assert!(one.append(&key, &mut last, state_with_keep(keep)).await.unwrap());
+            assert_eq!(meta.take_retired(), retired, "{keep}");
         }
     }
 
     #[tokio::test]
-    async fn what_is_not_of_a_ledger_is_not_retired() {
-        let (meta, key) = (Staying::long(), key());
-        let left = format!("{TEMPORARY}1");
+    async fn foreign_files_are_not_retired() {
+        let (meta, key) = (CountingMeta::with_long_grace(), key());
+        let left = format!("{TEMPORARY_PREFIX}1");
         for name in ["notes.txt", "1.json", "+0000000000000000001.json", left.as_str()] {
             assert!(meta.create(&format!("{}/{name}", folder(&key)), vec![]).await.unwrap());
         }
@@ -484,45 +487,45 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_listing_that_has_taken_too_long_is_not_trusted() {
-        let meta = Staying::for_(Duration::from_millis(200));
-        *meta.listing.lock() = Duration::from_millis(210);
+    async fn slow_listing_is_repeated() {
+        let meta = CountingMeta::with_grace(Duration::from_millis(200));
+        *meta.list_delay.lock() = Duration::from_millis(210);
         let (records, key) = (Records::new(meta.clone()), key());
         let load = tokio::spawn(async move { records.load(&key).await.map(|it| it.number) });
-        while meta.listed() < 2 {
+        while meta.list_count() < 2 {
             assert!(!load.is_finished(), "it is looked for again");
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        *meta.listing.lock() = Duration::ZERO;
+        *meta.list_delay.lock() = Duration::ZERO;
         assert_eq!(load.await.unwrap().unwrap(), 0);
     }
 
     #[tokio::test]
-    async fn a_step_that_has_taken_too_long_is_none() {
-        let meta = Staying::for_(Duration::from_millis(200));
+    async fn slow_step_is_refused() {
+        let meta = CountingMeta::with_grace(Duration::from_millis(200));
         let (records, key) = (Records::new(meta), key());
         let mut last = records.load(&key).await.unwrap();
         tokio::time::sleep(Duration::from_millis(150)).await;
-        let error = records.append(&key, &mut last, keeping(2)).await.unwrap_err();
+        let error = records.append(&key, &mut last, state_with_keep(2)).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     }
 
     #[tokio::test]
-    async fn who_finds_a_record_settles_it_once() {
-        let (meta, key) = (Arc::new(Staying::default()), key());
+    async fn reader_syncs_found_record_once() {
+        let (meta, key) = (Arc::new(CountingMeta::default()), key());
         let ledgers = || SharedLedgers::new(meta.clone());
-        let settle = async |ledgers: &SharedLedgers| {
-            ledgers.turn(&key).await.unwrap().settle().await.unwrap();
-            meta.settled()
+        let sync = async |ledgers: &SharedLedgers| {
+            ledgers.lock(&key).await.unwrap().sync().await.unwrap();
+            meta.sync_count()
         };
         let one = ledgers();
-        assert_eq!(settle(&one).await, 0, "there is nothing");
-        assert!(save(one.turn(&key).await.unwrap(), keeping(2)).await.unwrap());
-        assert_eq!(settle(&one).await, 0, "who has created it knows");
+        assert_eq!(sync(&one).await, 0, "there is nothing");
+        assert!(save(one.lock(&key).await.unwrap(), state_with_keep(2)).await.unwrap());
+        assert_eq!(sync(&one).await, 0, "who has created it knows");
         let other = ledgers();
-        assert_eq!(settle(&other).await, 1, "who has created it may have been killed");
-        assert_eq!(settle(&other).await, 1);
-        assert!(save(one.turn(&key).await.unwrap(), keeping(3)).await.unwrap());
-        assert_eq!(settle(&other).await, 2, "it is another one");
+        assert_eq!(sync(&other).await, 1, "who has created it may have been killed");
+        assert_eq!(sync(&other).await, 1);
+        assert!(save(one.lock(&key).await.unwrap(), state_with_keep(3)).await.unwrap());
+        assert_eq!(sync(&other).await, 2, "it is another one");
     }
 }

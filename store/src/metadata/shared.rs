@@ -1,4 +1,4 @@
-//! Ledgers that several processes advance: whoever does locks the key.
+//! Ledgers that several processes advance, each under the lock of the key.
 
 use std::any::Any;
 use std::num::NonZeroU32;
@@ -8,50 +8,52 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::records::{Record, Records};
-use super::{Ledgers, Turn, first};
+use super::{LedgerGuard, Ledgers, initial_state};
 use crate::error::Result;
 use crate::key::Key;
 use crate::ledger::{SessionId, State};
 use crate::metadata::backend::MetaStore;
 
-/// Where each process that writes holds a session as long as it lives.
+/// The folder of sessions. Each process that writes holds a session as long as it lives.
 const SESSIONS: &str = ".sessions";
 
 #[derive(Clone)]
 pub(crate) struct SharedLedgers {
     records: Records,
-    /// What the ledger of a key is before anybody has written it.
-    blank: Arc<State>,
-    /// Where keys are found of which nothing is recorded.
+    /// The state of a key that was never written.
+    default_state: Arc<State>,
+    /// The ledgers of the bucket from which keys without records are restored.
     origin: Option<Arc<dyn Ledgers>>,
-    /// What others find under the session of this process.
-    record: Arc<Vec<u8>>,
+    /// The record of this process, which other processes find under its session.
+    own_record: Arc<Vec<u8>>,
 }
 
 impl SharedLedgers {
     pub(crate) fn new(meta: Arc<dyn MetaStore>) -> Self {
-        let (records, blank, record) = (Records::new(meta), Arc::default(), Arc::default());
-        Self { records, blank, origin: None, record }
+        let (records, default_state, own_record) =
+            (Records::new(meta), Arc::default(), Arc::default());
+        Self { records, default_state, origin: None, own_record }
     }
 
-    /// The same of a process that others find by what is said here, and which keeps so many versions of a key as long
-    /// as nobody says otherwise.
-    pub(crate) fn of_host(meta: Arc<dyn MetaStore>, record: Vec<u8>, keep: NonZeroU32) -> Self {
-        let blank = Arc::new(State::keeping(keep));
-        Self { blank, record: Arc::new(record), ..Self::new(meta) }
+    /// Creates the ledgers of a process that other hosts find by `record`.
+    ///
+    /// A new key keeps its newest `keep` versions.
+    pub(crate) fn for_host(meta: Arc<dyn MetaStore>, record: Vec<u8>, keep: NonZeroU32) -> Self {
+        let default_state = Arc::new(State::with_keep(keep));
+        Self { default_state, own_record: Arc::new(record), ..Self::new(meta) }
     }
 
-    /// The same, with the versions that are in a bucket, of the keys of which nothing is recorded.
+    /// Restores keys without records from the ledgers of a bucket.
     pub(crate) fn restore(self, origin: Arc<dyn Ledgers>) -> Self {
         Self { origin: Some(origin), ..self }
     }
 
-    /// What a process has said of itself; none if it has ended.
+    /// Returns the record of a session, or `None` if the session has ended.
     pub(crate) async fn session_record(&self, id: SessionId) -> Result<Option<Vec<u8>>> {
         self.records.meta.get(&session_name(id)).await
     }
 
-    /// What all processes that have not ended have said of themselves.
+    /// Returns the records of all sessions that have not ended.
     pub(crate) async fn session_records(&self) -> Result<Vec<(SessionId, Vec<u8>)>> {
         let records = self.records.meta.list_records(SESSIONS).await?.into_iter();
         Ok(records.filter_map(|(name, record)| Some((name.parse().ok()?, record?))).collect())
@@ -60,7 +62,7 @@ impl SharedLedgers {
     async fn load(&self, key: &Key) -> Result<Record> {
         let mut record = self.records.load(key).await?;
         if record.number == 0 {
-            record.state = first(self.origin.as_ref(), key, &self.blank).await?;
+            record.state = initial_state(self.origin.as_ref(), key, &self.default_state).await?;
         }
         Ok(record)
     }
@@ -72,21 +74,21 @@ impl Ledgers for SharedLedgers {
         Ok(Arc::new(self.load(key).await?.state))
     }
 
-    async fn turn(&self, key: &Key) -> Result<Box<dyn Turn>> {
+    async fn lock(&self, key: &Key) -> Result<Box<dyn LedgerGuard>> {
         let lock = self.records.meta.lock(&format!("{}/.lock", key.to_path())).await?;
         let (records, record) = (self.records.clone(), self.load(key).await?);
-        Ok(Box::new(SharedTurn { records, key: key.clone(), record, _lock: lock }))
+        Ok(Box::new(SharedLedgerGuard { records, key: key.clone(), record, _lock: lock }))
     }
 
-    async fn session(&self, id: SessionId) -> Result<Option<Box<dyn Any + Send>>> {
+    async fn begin_session(&self, id: SessionId) -> Result<Option<Box<dyn Any + Send>>> {
         let meta = &self.records.meta;
         let names = meta.list(SESSIONS).await?;
-        // What has another name is not ours.
+        // Other names are not sessions.
         for other in names.iter().filter_map(|name| name.parse().ok()) {
-            // What a process that has ended has left behind goes now or later.
+            // This removes the remains of a session that has ended. If it fails, a later call removes them.
             let _ = meta.has_ended(&session_name(other)).await;
         }
-        meta.session(&session_name(id), self.record.to_vec()).await.map(Some)
+        meta.hold_session(&session_name(id), self.own_record.to_vec()).await.map(Some)
     }
 
     async fn has_ended(&self, id: SessionId) -> Result<bool> {
@@ -106,10 +108,10 @@ impl Ledgers for SharedLedgers {
         Ok(keys)
     }
 
-    async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration) {
-        let mut watch = self.records.watch(key, patience);
+    async fn changed(&self, key: &Key, seen: &Arc<State>, timeout: Duration) {
+        let mut watch = self.records.watch(key, timeout);
         while watch.changed().await {
-            // What cannot be read now is for the caller to find.
+            // The caller finds a read error when it loads the state.
             if self.load(key).await.map_or(true, |record| record.state != **seen) {
                 return;
             }
@@ -117,7 +119,7 @@ impl Ledgers for SharedLedgers {
     }
 }
 
-struct SharedTurn {
+struct SharedLedgerGuard {
     records: Records,
     key: Key,
     record: Record,
@@ -125,13 +127,13 @@ struct SharedTurn {
 }
 
 #[async_trait]
-impl Turn for SharedTurn {
+impl LedgerGuard for SharedLedgerGuard {
     fn state(&self) -> &State {
         &self.record.state
     }
 
-    async fn settle(&mut self) -> Result<()> {
-        self.records.settle(&self.key, &self.record).await
+    async fn sync(&mut self) -> Result<()> {
+        self.records.sync(&self.key, &self.record).await
     }
 
     async fn save(&mut self, next: State) -> Result<bool> {

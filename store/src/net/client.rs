@@ -1,11 +1,11 @@
-//! A controller in a daemon of this host, and what of its memory this process has mapped.
+//! Client of a daemon: a controller, and the maps of the daemon's memory in this process.
 
 mod calls;
-mod lines;
+mod connection_pool;
+mod contribution;
+mod launcher;
 mod maps;
-mod outgoing;
-mod room;
-mod start;
+mod send_queue;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -20,51 +20,52 @@ use tokio::net::UnixStream;
 use tssd_format::Blob;
 
 use self::calls::Calls;
-pub(crate) use self::calls::{Answer, Owed};
-use self::lines::Dial;
-pub(crate) use self::lines::Lines;
-use self::maps::Maps;
-use self::room::RemoteContribution;
-pub(crate) use self::start::join;
-use crate::blob::{Archived, Far};
+pub(crate) use self::calls::{ReleaseOnDrop, Response};
+use self::maps::SegmentMaps;
+use crate::blob::{OpenArchive, RemoteArchive};
 use crate::control::{
-    self, Catalog, Controller, Following, Got, InlinePut, Located, Proposal, VersionInfo,
+    self, Catalog, Controller, InlinePut, LocatedVersion, Proposal, ReadStats, VersionFollower,
+    VersionInfo,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::key::Key;
-use crate::ledger::{Digest, Selection, Selector, VersionId};
-use crate::net::link::{Receiver, Sender, split, split_net};
-use crate::net::tls::{Duplex, Endpoint, Identity, SILENCE};
+use crate::ledger::{ArchiveDigest, Selection, Selector, VersionId};
+pub(crate) use crate::net::client::connection_pool::ConnectionPool;
+use crate::net::client::connection_pool::Connector;
+use crate::net::client::contribution::RemoteContribution;
+pub(crate) use crate::net::client::launcher::connect_or_start;
+use crate::net::link::{FrameReceiver, FrameSender, split_tcp, split_unix};
+use crate::net::tls::{Duplex, Endpoint, IO_TIMEOUT, Identity};
 use crate::net::wire::{
-    Archives, Begin, Begun, Hello, Keys, Limits, Location, Notice, Prefetched, Protocol, Reply,
-    Request, Unread,
+    Archives, Begin, BeginReply, Hello, KeyPage, Limits, Location, Notice, PrefetchReply,
+    ProtocolVersion, Reply, Request, UnreadCounts,
 };
 use crate::route::{Route, Transport};
 use crate::status::DaemonStatus;
 
-/// A call whose answer does not come within this time, beyond what it waits for, has failed.
-const PATIENCE: Duration = Duration::from_mins(1);
+/// Timeout of a response, in addition to the time that the request itself waits.
+const RESPONSE_TIMEOUT: Duration = Duration::from_mins(1);
 
-/// A version may take so long to come from another host.
-const FETCH: Duration = Duration::from_hours(1);
+/// Time that a prefetch from another host may take.
+const PREFETCH_TIMEOUT: Duration = Duration::from_hours(1);
 
 /// A controller in a daemon.
 #[derive(Clone)]
 pub(crate) struct RemoteController(Arc<Client>);
 
-/// One connection. It ends with the last store and the last view.
+/// One connection to a daemon. It stays open as long as a store or a view uses it.
 struct Client {
     calls: Calls,
-    maps: Arc<Maps>,
-    /// For the bytes that are not in this host's memory.
-    lines: Arc<Lines>,
+    maps: Arc<SegmentMaps>,
+    /// Connections for bytes that are not in this host's memory.
+    pool: Arc<ConnectionPool>,
     instance: u64,
-    /// Whether it takes archives in the memory of GPUs.
-    takes_devices: bool,
-    /// Archives of at most so many bytes go in frames.
-    inline: u64,
-    /// How bytes travel to it.
+    /// Whether the daemon accepts archives in GPU memory.
+    supports_devices: bool,
+    /// Maximum length in bytes of an archive that is sent as data of a frame.
+    inline_max_bytes: u64,
+    /// How bytes travel to the daemon.
     route: Route,
 }
 
@@ -72,114 +73,132 @@ impl RemoteController {
     /// Connects to the daemon that listens at a socket.
     pub(crate) async fn connect(socket: &Path) -> Result<Self> {
         let connected = UnixStream::connect(socket).await;
-        Self::greet(connected.map_err(|error| unreachable(socket, &error))?, socket).await
+        Self::from_stream(connected.map_err(|error| unreachable(socket, &error))?, socket).await
     }
 
     /// Connects to the daemon of another host.
-    pub(crate) async fn reach(
+    pub(crate) async fn connect_remote(
         endpoint: &Endpoint,
         identity: &Identity,
         timeout: Duration,
     ) -> Result<Self> {
-        let link = split_net(endpoint.connect(identity, timeout).await?, Limits::FAR_DAEMON);
-        let dial = {
+        let link = split_tcp(endpoint.connect(identity, timeout).await?, Limits::REMOTE_DAEMON);
+        let connector = {
             let (endpoint, identity) = (endpoint.clone(), identity.clone());
-            Arc::new(move || endpoint.dial(&identity, timeout))
+            Arc::new(move || endpoint.connect_blocking(&identity, timeout))
         };
         let unreachable = |error: &dyn std::fmt::Display| endpoint.unreachable(error);
-        let reached = Self::start(link, endpoint.route(), dial, &unreachable);
-        let slow = |_| endpoint.unreachable(&format_args!("it has not answered for {timeout:?}"));
-        tokio::time::timeout(timeout, reached).await.map_err(slow)?
+        let connecting = Self::handshake(link, endpoint.route(), connector, &unreachable);
+        let timed_out =
+            |_| endpoint.unreachable(&format_args!("it has not answered for {timeout:?}"));
+        tokio::time::timeout(timeout, connecting).await.map_err(timed_out)?
     }
 
-    async fn greet(stream: UnixStream, socket: &Path) -> Result<Self> {
-        let dial = {
+    async fn from_stream(stream: UnixStream, socket: &Path) -> Result<Self> {
+        let connector = {
             let socket = socket.to_owned();
-            Arc::new(move || dial(&socket))
+            Arc::new(move || connect_blocking(&socket))
         };
-        let link = split(stream, Limits::DAEMON);
+        let link = split_unix(stream, Limits::DAEMON);
         let route = Route::new(Transport::Arena, "the daemon is of this host");
-        Self::start(link, route, dial, &|error| unreachable(socket, error)).await
+        Self::handshake(link, route, connector, &|error| unreachable(socket, error)).await
     }
 
-    /// Says hello.
-    async fn start(
-        link: (Sender, Receiver),
+    /// Exchanges hello and welcome, and checks the protocol version.
+    async fn handshake(
+        link: (FrameSender, FrameReceiver),
         route: Route,
-        dial: Dial,
+        connector: Connector,
         unreachable: &(dyn Fn(&dyn std::fmt::Display) -> Error + Sync),
     ) -> Result<Self> {
-        let maps = Arc::new(Maps::default());
+        let maps = Arc::new(SegmentMaps::default());
         let is_near = route.transport == Transport::Arena;
-        let limits = if is_near { Limits::CLIENT } else { Limits::FAR_CLIENT };
+        let limits = if is_near { Limits::CLIENT } else { Limits::REMOTE_CLIENT };
         let calls = Calls::start(link, limits, maps.clone());
-        let answer = calls.call(&Request::Hello(hello()), Bytes::new(), PATIENCE).await?;
-        match answer.reply {
-            Reply::Welcome(welcome) if welcome.protocol.major == Protocol::OWN.major => {
-                let lines = Arc::new(Lines::new(dial).while_held(calls.openness()));
+        let response = calls.call(&Request::Hello(hello()), Bytes::new(), RESPONSE_TIMEOUT).await?;
+        match response.reply {
+            Reply::Welcome(welcome) if welcome.protocol.major == ProtocolVersion::CURRENT.major => {
+                let pool = Arc::new(ConnectionPool::new(connector).valid_while(calls.open_check()));
                 let instance = welcome.instance;
-                let takes_devices = is_near && welcome.devices;
-                let inline = welcome.inline.min(limits.data.into());
-                let client = Client { calls, maps, lines, instance, takes_devices, inline, route };
+                let supports_devices = is_near && welcome.supports_devices;
+                let inline_max_bytes = welcome.inline_max_bytes.min(limits.data.into());
+                let client = Client {
+                    calls,
+                    maps,
+                    pool,
+                    instance,
+                    supports_devices,
+                    inline_max_bytes,
+                    route,
+                };
                 Ok(Self(Arc::new(client)))
             }
             Reply::Welcome(welcome) => {
-                let (theirs, own) = (welcome.protocol.major, Protocol::OWN.major);
+                let (theirs, own) = (welcome.protocol.major, ProtocolVersion::CURRENT.major);
                 Err(unreachable(&format_args!("it speaks protocol {theirs}, not {own}")))
             }
-            other => Err(unexpected(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
-    /// Asks, for a daemon that asks for others; a new answer within this time.
-    pub(crate) async fn ask(&self, request: &Request, patience: Duration) -> Result<Answer> {
-        self.0.calls.call(request, Bytes::new(), patience.saturating_add(PATIENCE)).await
+    /// Sends a request. `patience` is the time that the request itself may wait.
+    pub(crate) async fn send_request(
+        &self,
+        request: &Request,
+        patience: Duration,
+    ) -> Result<Response> {
+        self.0.calls.call(request, Bytes::new(), patience.saturating_add(RESPONSE_TIMEOUT)).await
     }
 
-    /// Which start of the daemon it is.
+    /// Returns the number that identifies this start of the daemon.
     pub(crate) fn instance(&self) -> u64 {
         self.0.instance
     }
 
-    /// Whether the connection is there still.
+    /// Returns whether the connection is open.
     pub(crate) fn is_open(&self) -> bool {
         self.0.calls.is_open()
     }
 
     /// Begins a contribution. An inline archive is sent as data of the request, with its digest.
-    async fn propose(
+    async fn begin_contribution(
         &self,
         key: &Key,
         proposal: &Proposal,
-        inline: Option<(Bytes, Digest)>,
-    ) -> Result<(Begun, RemoteContribution)> {
+        inline: Option<(Bytes, ArchiveDigest)>,
+    ) -> Result<(BeginReply, RemoteContribution)> {
         let (data, digest) =
             inline.map_or_else(Default::default, |(data, digest)| (data, Some(digest)));
-        let patience = proposal.timeout.saturating_add(PATIENCE);
-        let begin =
-            Begin { key: key.to_string(), proposal: proposal.clone(), keeper: None, digest };
+        let patience = proposal.timeout.saturating_add(RESPONSE_TIMEOUT);
+        let begin = Begin {
+            key: key.to_string(),
+            proposal: proposal.clone(),
+            replica_address: None,
+            digest,
+        };
         let request = Request::Begin(begin);
-        let Answer { reply, owed } = self.0.calls.call(&request, data, patience).await?;
-        let Reply::Begun(begun) = reply else { return Err(unexpected(&reply)) };
+        let Response { reply, release } = self.0.calls.call(&request, data, patience).await?;
+        let Reply::Begun(begun) = reply else { return Err(unexpected_reply(&reply)) };
         if begun.progress.is_some() && digest.is_none() {
-            return Err(broken("it has committed what was not written"));
+            return Err(protocol_violation("it has committed what was not written"));
         }
-        let contribution = RemoteContribution::new(self.0.clone(), &begun, proposal, owed).await?;
+        let contribution =
+            RemoteContribution::new(self.0.clone(), &begun, proposal, release).await?;
         Ok((begun, contribution))
     }
 
     async fn call(&self, request: Request) -> Result<Reply> {
-        Ok(self.0.calls.call(&request, Bytes::new(), PATIENCE).await?.reply)
+        Ok(self.0.calls.call(&request, Bytes::new(), RESPONSE_TIMEOUT).await?.reply)
     }
 }
 
 impl Client {
-    fn open(&self, place: Location) -> Result<Archived> {
-        Ok(match place {
-            Location::Span(span) => Archived::Near(self.maps.archive(span)?),
-            Location::Hollow(hollow) => Archived::Near(self.maps.hollow(hollow)?),
-            Location::Blob { blob, len, .. } => Archived::Far(Far {
-                holder: self.lines.clone(),
+    fn open_archive(&self, location: Location) -> Result<OpenArchive> {
+        Ok(match location {
+            Location::Span(span) => OpenArchive::Local(self.maps.open_archive(span)?),
+            Location::Device(hollow) => OpenArchive::Local(self.maps.open_device_archive(hollow)?),
+            Location::Blob { blob, len, .. } => OpenArchive::Remote(RemoteArchive {
+                reader: self.pool.clone(),
                 blob: blob.into(),
                 len,
                 tail: None,
@@ -187,47 +206,49 @@ impl Client {
         })
     }
 
-    /// Whether nothing has to be mapped or asked for to open it.
-    fn has_mapped(&self, place: &Location) -> bool {
-        matches!(place, Location::Span(span) if self.maps.has(span.segment))
+    /// Returns whether an archive can be opened without mapping memory or sending a request.
+    fn is_mapped(&self, location: &Location) -> bool {
+        matches!(location, Location::Span(span) if self.maps.is_mapped(span.segment))
     }
 
-    /// How the bytes of these archives come.
-    fn route_of(&self, archives: &Archives) -> Route {
-        let hollow = archives.values().filter(|place| matches!(place, Location::Hollow(_))).count();
+    /// Returns how the bytes of these archives travel.
+    fn route_for(&self, archives: &Archives) -> Route {
+        let hollow =
+            archives.values().filter(|location| matches!(location, Location::Device(_))).count();
         if hollow > 0 {
             let all = archives.len();
             let why = format!("{hollow} of {all} archives are in the memory of GPUs");
             return Route::new(Transport::CudaIpc, why);
         }
-        let far = archives.values().filter_map(|place| match place {
-            Location::Span(_) | Location::Hollow(_) => None,
+        let addresses = archives.values().filter_map(|location| match location {
+            Location::Span(_) | Location::Device(_) => None,
             Location::Blob { at, .. } => at.as_deref(),
         });
-        let far: Vec<&str> = far.collect();
-        let Some(endpoint) = far.first().and_then(|at| at.parse::<Endpoint>().ok()) else {
+        let addresses: Vec<&str> = addresses.collect();
+        let Some(endpoint) = addresses.first().and_then(|at| at.parse::<Endpoint>().ok()) else {
             return self.route.clone();
         };
         if self.route.transport != Transport::Arena {
             return self.route.clone();
         }
-        let (count, all) = (far.len(), archives.len());
+        let (count, all) = (addresses.len(), archives.len());
         let why = format!("{count} of {all} archives are at other daemons, such as {endpoint}");
-        Route { why, ..endpoint.route() }
+        Route { reason: why, ..endpoint.route() }
     }
 
-    /// A manifest is read at once, whole.
-    fn manifest(&self, place: Location) -> Result<Arc<dyn Blob>> {
-        let opened = self.open(place)?;
-        let Some(far) = opened.far() else { return Ok(opened.to_blob()) };
-        Ok(Arc::new(Bytes::from(self.lines.manifest(&far.blob, far.len)?)))
+    /// Opens a manifest. If it is not in this host's memory, reads all of it now.
+    fn open_manifest(&self, location: Location) -> Result<Arc<dyn Blob>> {
+        let opened = self.open_archive(location)?;
+        let Some(remote) = opened.remote() else { return Ok(opened.to_blob()) };
+        Ok(Arc::new(Bytes::from(self.pool.read_manifest(&remote.blob, remote.len)?)))
     }
 }
 
 impl Drop for Client {
     fn drop(&mut self) {
         self.maps.clear();
-        // Views that are left keep their maps: then the daemon waits for the end of the process.
+        // If views still use a map, no goodbye is sent: the daemon waits for the end of this
+        // process.
         if self.maps.is_all_unmapped() {
             self.calls.notify(&Notice::Goodbye);
         }
@@ -239,21 +260,21 @@ impl Catalog for RemoteController {
     async fn versions(&self, key: &Key) -> Result<Vec<VersionInfo>> {
         match self.call(Request::Versions { key: key.to_string() }).await? {
             Reply::Versions(versions) => Ok(versions),
-            other => Err(unexpected(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
-    async fn newer(
+    async fn wait_for_newer(
         &self,
         key: &Key,
         seen: Option<VersionId>,
         patience: Duration,
     ) -> Result<Option<VersionInfo>> {
-        let request = Request::Newer { key: key.to_string(), seen, patience };
-        let all = patience.saturating_add(PATIENCE);
-        match self.0.calls.call(&request, Bytes::new(), all).await?.reply {
+        let request = Request::Newer { key: key.to_string(), seen, timeout: patience };
+        let timeout = patience.saturating_add(RESPONSE_TIMEOUT);
+        match self.0.calls.call(&request, Bytes::new(), timeout).await?.reply {
             Reply::Newer(version) => Ok(version),
-            other => Err(unexpected(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
@@ -261,12 +282,12 @@ impl Catalog for RemoteController {
         let (mut all, mut after) = (Vec::new(), None);
         loop {
             match self.call(Request::Keys { prefix: prefix.to_owned(), after }).await? {
-                Reply::Keys(Keys { keys, more }) => {
-                    // The last one again would be no end.
+                Reply::Keys(KeyPage { keys, more }) => {
+                    // An empty page ends the loop: to ask again with the same key would never end.
                     after = keys.last().filter(|_| more).cloned();
                     all.extend(keys.into_iter().map(Key::new).collect::<Result<Vec<_>>>()?);
                 }
-                other => return Err(unexpected(&other)),
+                other => return Err(unexpected_reply(&other)),
             }
             if after.is_none() {
                 return Ok(all);
@@ -277,67 +298,72 @@ impl Catalog for RemoteController {
     async fn delete(&self, key: &Key, selection: Selection) -> Result<u64> {
         match self.call(Request::Delete { key: key.to_string(), selection }).await? {
             Reply::Deleted(count) => Ok(count),
-            other => Err(unexpected(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
     async fn retain(&self, key: &Key, keep: NonZeroU32, ttl: Option<Duration>) -> Result<()> {
-        done(self.call(Request::Retain { key: key.to_string(), keep, ttl }).await?)
+        expect_done(self.call(Request::Retain { key: key.to_string(), keep, ttl }).await?)
     }
 
     async fn pin(&self, key: &Key, selector: Selector, label: &str) -> Result<u64> {
         let (key, label) = (key.to_string(), label.to_owned());
         match self.call(Request::Pin { key, selector, label }).await? {
             Reply::Pinned(number) => Ok(number),
-            other => Err(unexpected(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
     async fn unpin(&self, key: &Key, label: &str) -> Result<()> {
         let (key, label) = (key.to_string(), label.to_owned());
-        done(self.call(Request::Unpin { key, label }).await?)
+        expect_done(self.call(Request::Unpin { key, label }).await?)
     }
 
     async fn pins(&self, key: &Key) -> Result<BTreeMap<String, u64>> {
         match self.call(Request::Pins { key: key.to_string() }).await? {
             Reply::Pins(pins) => Ok(pins),
-            other => Err(unexpected(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 }
 
 #[async_trait]
 impl Controller for RemoteController {
-    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<control::Begun> {
-        let (begun, contribution) = self.propose(key, &proposal, None).await?;
-        Ok(contribution.begun(&begun))
+    async fn begin(&self, key: &Key, proposal: Proposal) -> Result<control::BeginResult> {
+        let (begun, contribution) = self.begin_contribution(key, &proposal, None).await?;
+        Ok(contribution.into_begin_response(&begun))
     }
 
     fn inline_put(&self) -> Option<&dyn InlinePut> {
         Some(self)
     }
 
-    async fn locate(&self, key: &Key, selector: Selector) -> Result<Located> {
+    async fn locate(&self, key: &Key, selector: Selector) -> Result<LocatedVersion> {
         let devices = self.0.route.transport == Transport::Arena;
-        let request = Request::Locate { key: key.to_string(), selector, devices };
-        let answer = self.0.calls.call(&request, Bytes::new(), PATIENCE).await?;
-        located(&self.0, answer).await
+        let request = Request::Locate { key: key.to_string(), selector, supports_devices: devices };
+        let response = self.0.calls.call(&request, Bytes::new(), RESPONSE_TIMEOUT).await?;
+        open_leased(&self.0, response).await
     }
 
-    async fn follow(&self, key: &Key) -> Result<Box<dyn Following>> {
+    async fn follow(&self, key: &Key) -> Result<Box<dyn VersionFollower>> {
         match self.call(Request::Follow { key: key.to_string() }).await? {
             Reply::Following(follower) => {
-                Ok(Box::new(RemoteFollowing { client: self.0.clone(), follower }))
+                Ok(Box::new(RemoteFollower { client: self.0.clone(), follower }))
             }
-            other => Err(unexpected(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
-    async fn unread(&self, key: &Key, at_most: u64, patience: Duration) -> Result<(u64, u64)> {
-        let request = Request::Unread { key: key.to_string(), at_most, patience };
-        match self.ask(&request, patience).await?.reply {
-            Reply::Unread(Unread { followers, versions }) => Ok((followers, versions)),
-            other => Err(unexpected(&other)),
+    async fn wait_until_read(
+        &self,
+        key: &Key,
+        at_most: u64,
+        patience: Duration,
+    ) -> Result<(u64, u64)> {
+        let request = Request::AwaitUnread { key: key.to_string(), at_most, timeout: patience };
+        match self.send_request(&request, patience).await?.reply {
+            Reply::Unread(UnreadCounts { followers, versions }) => Ok((followers, versions)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
@@ -353,9 +379,9 @@ impl Controller for RemoteController {
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let request = Request::Prefetch { key: key.to_string(), selector, archives };
-        match self.ask(&request, FETCH).await?.reply {
-            Reply::Prefetched(Prefetched { number, id, bytes }) => Ok((number, id, bytes)),
-            other => Err(unexpected(&other)),
+        match self.send_request(&request, PREFETCH_TIMEOUT).await?.reply {
+            Reply::Prefetched(PrefetchReply { number, id, bytes }) => Ok((number, id, bytes)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
@@ -363,12 +389,12 @@ impl Controller for RemoteController {
         self.0.route.clone()
     }
 
-    fn takes_devices(&self) -> bool {
-        self.0.takes_devices
+    fn supports_device_memory(&self) -> bool {
+        self.0.supports_devices
     }
 
-    fn got(&self, got: Got) {
-        self.0.calls.notify(&Notice::Got(got));
+    fn record_read(&self, got: ReadStats) {
+        self.0.calls.notify(&Notice::ReadStats(got));
     }
 
     fn is_open(&self) -> bool {
@@ -378,7 +404,7 @@ impl Controller for RemoteController {
     async fn status(&self) -> Result<DaemonStatus> {
         match self.call(Request::Status).await? {
             Reply::Status(status) => Ok(status),
-            other => Err(unexpected(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 }
@@ -386,7 +412,7 @@ impl Controller for RemoteController {
 #[async_trait]
 impl InlinePut for RemoteController {
     fn max_bytes(&self) -> u64 {
-        self.0.inline
+        self.0.inline_max_bytes
     }
 
     async fn put_inline(
@@ -394,64 +420,68 @@ impl InlinePut for RemoteController {
         key: &Key,
         proposal: Proposal,
         archive: Bytes,
-        digest: Digest,
-    ) -> Result<control::Begun> {
+        digest: ArchiveDigest,
+    ) -> Result<control::BeginResult> {
         let inline = Some((archive.clone(), digest));
-        let (begun, mut contribution) = self.propose(key, &proposal, inline).await?;
+        let (begun, mut contribution) = self.begin_contribution(key, &proposal, inline).await?;
         contribution.write(&archive)?;
-        Ok(contribution.begun(&begun))
+        Ok(contribution.into_begin_response(&begun))
     }
 }
 
-/// A version that was leased, with its memory mapped.
-async fn located(client: &Arc<Client>, Answer { reply, owed }: Answer) -> Result<Located> {
-    let Reply::Leased(leased) = reply else { return Err(unexpected(&reply)) };
-    let (client, route) = (client.clone(), client.route_of(&leased.archives));
+/// Opens a leased version, and maps its memory.
+async fn open_leased(
+    client: &Arc<Client>,
+    Response { reply, release }: Response,
+) -> Result<LocatedVersion> {
+    let Reply::Leased(leased) = reply else { return Err(unexpected_reply(&reply)) };
+    let (client, route) = (client.clone(), client.route_for(&leased.archives));
     let is_mapped = {
-        let mut places = leased.archives.values().chain([&leased.manifest]);
-        places.all(|place| client.has_mapped(place))
+        let mut locations = leased.archives.values().chain([&leased.manifest]);
+        locations.all(|location| client.is_mapped(location))
     };
     let open = move || {
         let named = leased.archives.into_iter();
-        let named = named.map(|(name, place)| Ok((name, client.open(place)?)));
+        let named = named.map(|(name, location)| Ok((name, client.open_archive(location)?)));
         let archives = named.collect::<Result<BTreeMap<_, _>>>()?;
-        Ok((client.manifest(leased.manifest)?, archives))
+        Ok((client.open_manifest(leased.manifest)?, archives))
     };
-    // What has come for the first time is mapped with all its pages: that takes long.
+    // A segment is mapped with all its pages, which takes long.
     let (manifest, archives) = if is_mapped { open()? } else { run_blocking(open).await? };
-    Ok(Located { id: leased.id, route, manifest, archives, lease: Arc::new(owed) })
+    Ok(LocatedVersion { id: leased.id, route, manifest, archives, lease: Arc::new(release) })
 }
 
-/// What a daemon holds for this process of a key.
-struct RemoteFollowing {
+/// A follower of a key in a daemon.
+struct RemoteFollower {
     client: Arc<Client>,
     follower: u64,
 }
 
 #[async_trait]
-impl Following for RemoteFollowing {
-    async fn next(&mut self, patience: Duration) -> Result<Option<Located>> {
+impl VersionFollower for RemoteFollower {
+    async fn next(&mut self, patience: Duration) -> Result<Option<LocatedVersion>> {
         let devices = self.client.route.transport == Transport::Arena;
-        let request = Request::Next { follower: self.follower, devices, patience };
-        let all = patience.saturating_add(PATIENCE);
-        let answer = self.client.calls.call(&request, Bytes::new(), all).await?;
-        match answer.reply {
+        let request =
+            Request::Next { follower: self.follower, supports_devices: devices, timeout: patience };
+        let timeout = patience.saturating_add(RESPONSE_TIMEOUT);
+        let response = self.client.calls.call(&request, Bytes::new(), timeout).await?;
+        match response.reply {
             Reply::Done => Ok(None),
-            _ => located(&self.client, answer).await.map(Some),
+            _ => open_leased(&self.client, response).await.map(Some),
         }
     }
 }
 
-impl Drop for RemoteFollowing {
+impl Drop for RemoteFollower {
     fn drop(&mut self) {
         self.client.calls.notify(&Notice::Unfollow { follower: self.follower });
     }
 }
 
-fn done(reply: Reply) -> Result<()> {
+fn expect_done(reply: Reply) -> Result<()> {
     match reply {
         Reply::Done => Ok(()),
-        other => Err(unexpected(&other)),
+        other => Err(unexpected_reply(&other)),
     }
 }
 
@@ -460,27 +490,27 @@ fn unreachable(socket: &Path, error: &dyn std::fmt::Display) -> Error {
     Error::new(ErrorKind::Unreachable, format_args!("no daemon at `{socket}`: {error}"))
 }
 
-fn dial(socket: &Path) -> Result<Box<dyn Duplex>> {
-    let failed = |error| unreachable(socket, &error);
-    let stream = BlockingStream::connect(socket).map_err(failed)?;
-    stream.set_read_timeout(Some(SILENCE)).map_err(failed)?;
-    stream.set_write_timeout(Some(SILENCE)).map_err(failed)?;
+fn connect_blocking(socket: &Path) -> Result<Box<dyn Duplex>> {
+    let io_error = |error| unreachable(socket, &error);
+    let stream = BlockingStream::connect(socket).map_err(io_error)?;
+    stream.set_read_timeout(Some(IO_TIMEOUT)).map_err(io_error)?;
+    stream.set_write_timeout(Some(IO_TIMEOUT)).map_err(io_error)?;
     Ok(Box::new(stream))
 }
 
-/// What is said first.
+/// Returns the first message of a connection.
 fn hello() -> Hello {
     let client = concat!("tssd-store ", env!("CARGO_PKG_VERSION")).to_owned();
-    Hello { protocol: Protocol::OWN, client }
+    Hello { protocol: ProtocolVersion::CURRENT, client }
 }
 
-/// A daemon that breaks the protocol.
-fn broken(text: &str) -> Error {
+/// Returns the error for a violation of the protocol by the daemon.
+fn protocol_violation(text: &str) -> Error {
     Error::new(ErrorKind::Unreachable, format_args!("the daemon breaks the protocol: {text}"))
 }
 
-/// A reply to another question.
-pub(crate) fn unexpected(reply: &Reply) -> Error {
+/// Returns the error for a reply of another kind than the request expects.
+pub(crate) fn unexpected_reply(reply: &Reply) -> Error {
     let mut text = format!("{reply:?}");
     text.truncate(text.floor_char_boundary(100));
     Error::new(ErrorKind::Unreachable, format_args!("the daemon answers something else: {text}"))

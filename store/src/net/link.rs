@@ -1,6 +1,6 @@
-//! Frames over a connection, with descriptors where it carries them.
+//! Sends and receives frames over a connection, with descriptors if the connection carries them.
 
-mod net;
+mod tcp;
 mod unix;
 
 use std::collections::VecDeque;
@@ -17,207 +17,226 @@ use tokio::net::UnixStream;
 use crate::net::tls::AsyncDuplex;
 use crate::net::wire::{Frame, HEADER_BYTES, Header, Limits};
 
-/// A frame that has begun to come or to go is complete within this time, or the peer is lost.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+/// Timeout of a frame, from its first byte to its last. After it, the peer is considered lost.
+pub(crate) const FRAME_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How much is received at once: at least, so that a frame comes in one call mostly, and at most. An
-/// idle connection holds no more than the first.
-const BLOCKS: std::ops::RangeInclusive<usize> = 4 << 10..=64 << 10;
+/// Smallest and largest number of bytes that one call requests.
+///
+/// The smallest is enough for most frames, so that one call receives the whole frame. An idle
+/// connection allocates no more than that.
+const RECEIVE_BYTES: std::ops::RangeInclusive<usize> = 4 << 10..=64 << 10;
 
-/// Of how many pieces bytes are sent at once: the system takes no more than 1024.
-const MAX_PARTS: usize = 256;
+/// Maximum number of slices that one call sends. Linux accepts at most 1024 (`IOV_MAX`).
+const MAX_SLICES: usize = 256;
 
-/// Where bytes go out.
+/// The sending half of a byte stream.
 #[async_trait]
-trait Outlet: Send + Sync {
-    /// Sends some bytes of these parts, which are not all empty, and descriptors with the first one; says
-    /// how many.
+trait SendHalf: Send + Sync {
+    /// Sends some bytes of `parts`, and the descriptors with the first byte.
+    ///
+    /// Returns the number of bytes.
+    ///
+    /// The parts must not all be empty.
     async fn send(&mut self, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::Result<usize>;
 
-    /// The same as far as the system takes it at once: says how many bytes, none if something fails.
-    fn send_now(&self, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> usize;
+    /// Sends as many bytes as the kernel accepts without blocking.
+    ///
+    /// Returns their number, 0 after an error.
+    fn try_send(&self, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> usize;
 
-    /// Ends the connection, both ways.
+    /// Closes the connection in both directions.
     fn close(&self);
 }
 
-/// Where bytes come in.
+/// The receiving half of a byte stream.
 #[async_trait]
-trait Inlet: Send {
-    /// Receives some bytes, and descriptors; says how many bytes, 0 at the end.
+trait ReceiveHalf: Send {
+    /// Receives some bytes and descriptors.
+    ///
+    /// Returns the number of bytes, 0 at the end of the stream.
     async fn receive(&mut self, block: &mut [u8], fds: &mut VecDeque<OwnedFd>)
     -> io::Result<usize>;
 }
 
-/// One end that sends.
-pub(crate) struct Sender(Box<dyn Outlet>);
+/// Sends frames to the peer.
+pub(crate) struct FrameSender(Box<dyn SendHalf>);
 
-/// The same end, receiving.
-pub(crate) struct Receiver {
-    inlet: Box<dyn Inlet>,
-    /// Bytes that have come and belong to the next frame.
-    bytes: Vec<u8>,
-    /// Descriptors that have come, which belong to the next frames in turn.
+/// Receives frames from the peer.
+pub(crate) struct FrameReceiver {
+    half: Box<dyn ReceiveHalf>,
+    /// Received bytes of the next frame.
+    buffer: Vec<u8>,
+    /// Received descriptors. The next frames take them in order.
     fds: VecDeque<OwnedFd>,
-    /// What the peer's frames have at most.
+    /// Limits of the peer's frames.
     limits: Limits,
 }
 
-/// Both directions of a connection within a host, to a peer whose frames are within these limits.
-pub(crate) fn split(stream: UnixStream, limits: Limits) -> (Sender, Receiver) {
+/// Returns both directions of a connection within this host.
+///
+/// `limits` are those of the peer's frames.
+pub(crate) fn split_unix(stream: UnixStream, limits: Limits) -> (FrameSender, FrameReceiver) {
     let stream = Arc::new(stream);
-    (Sender(Box::new(stream.clone())), Receiver::new(Box::new(stream), limits))
+    (FrameSender(Box::new(stream.clone())), FrameReceiver::new(Box::new(stream), limits))
 }
 
-/// As [`split`], of a connection to another host and the socket below it.
-pub(crate) fn split_net(
+/// As [`split`], for a stream to another host and the socket below it.
+pub(crate) fn split_tcp(
     (stream, socket): (Box<dyn AsyncDuplex>, TcpStream),
     limits: Limits,
-) -> (Sender, Receiver) {
-    let (inlet, outlet) = tokio::io::split(stream);
-    (Sender(Box::new(net::Out(outlet, socket))), Receiver::new(Box::new(inlet), limits))
+) -> (FrameSender, FrameReceiver) {
+    let (receiving, sending) = tokio::io::split(stream);
+    (
+        FrameSender(Box::new(tcp::TcpSendHalf(sending, socket))),
+        FrameReceiver::new(Box::new(receiving), limits),
+    )
 }
 
-impl Sender {
-    /// Sends a frame. One at a time: frames do not mix.
+impl FrameSender {
+    /// Sends a frame. Frames are sent one at a time: they must not be interleaved.
     pub(crate) async fn send(&mut self, frame: &Frame) -> io::Result<()> {
-        self.send_rest(frame, 0).await
+        self.send_remaining(frame, 0).await
     }
 
-    /// Sends what is left of a frame of which so many bytes have gone.
-    pub(crate) async fn send_rest(&mut self, frame: &Frame, sent: usize) -> io::Result<()> {
-        deadline(PATIENCE, self.send_from(frame, sent)).await
+    /// Sends the rest of a frame, of which the first `sent` bytes have been sent.
+    pub(crate) async fn send_remaining(&mut self, frame: &Frame, sent: usize) -> io::Result<()> {
+        with_timeout(FRAME_TIMEOUT, self.send_unsent(frame, sent)).await
     }
 
-    /// The same as far as the system takes it at once. If that is not all, says how many bytes have gone.
-    pub(crate) fn send_now(&self, frame: &Frame, sent: usize) -> Result<(), usize> {
+    /// Sends as much of the rest as the kernel accepts without blocking.
+    ///
+    /// # Errors
+    ///
+    /// The number of bytes of the frame that have been sent so far, if some are left.
+    pub(crate) fn try_send(&self, frame: &Frame, sent: usize) -> Result<(), usize> {
         let header = frame.header().to_bytes();
-        let (mut parts, mut fds) = parts(&header, frame);
-        let rest = rest(&mut parts, &mut fds, sent);
-        let all: usize = rest.iter().map(|part| part.len()).sum();
-        let now = self.0.send_now(&rest[..rest.len().min(MAX_PARTS)], &fds);
-        if now == all { Ok(()) } else { Err(sent + now) }
+        let (mut slices, mut fds) = io_slices(&header, frame);
+        let unsent = skip_sent(&mut slices, &mut fds, sent);
+        let unsent_bytes: usize = unsent.iter().map(|slice| slice.len()).sum();
+        let sent_now = self.0.try_send(&unsent[..unsent.len().min(MAX_SLICES)], &fds);
+        if sent_now == unsent_bytes { Ok(()) } else { Err(sent + sent_now) }
     }
 
-    /// Ends the connection, both ways.
+    /// Closes the connection in both directions.
     pub(crate) fn close(&self) {
         self.0.close();
     }
 
-    async fn send_from(&mut self, frame: &Frame, sent: usize) -> io::Result<()> {
+    async fn send_unsent(&mut self, frame: &Frame, sent: usize) -> io::Result<()> {
         let header = frame.header().to_bytes();
-        let (mut parts, mut fds) = parts(&header, frame);
-        let mut left = rest(&mut parts, &mut fds, sent);
-        while !left.is_empty() {
-            let sent = self.0.send(&left[..left.len().min(MAX_PARTS)], &fds).await?;
-            left = rest(left, &mut fds, sent);
+        let (mut slices, mut fds) = io_slices(&header, frame);
+        let mut unsent = skip_sent(&mut slices, &mut fds, sent);
+        while !unsent.is_empty() {
+            let sent = self.0.send(&unsent[..unsent.len().min(MAX_SLICES)], &fds).await?;
+            unsent = skip_sent(unsent, &mut fds, sent);
         }
         Ok(())
     }
 }
 
-/// A frame as it goes: its bytes, and its descriptors.
-fn parts<'a>(
+/// Returns the bytes of a frame as slices, and its descriptors.
+fn io_slices<'a>(
     header: &'a [u8; HEADER_BYTES],
     frame: &'a Frame,
 ) -> (Vec<IoSlice<'a>>, Vec<BorrowedFd<'a>>) {
     let pieces = frame.data.pieces().iter().map(|piece| &piece[..]);
-    let parts = [&header[..], &frame.head].into_iter().chain(pieces);
-    (parts.map(IoSlice::new).collect(), frame.fds.iter().map(AsFd::as_fd).collect())
+    let slices = [&header[..], &frame.head].into_iter().chain(pieces);
+    (slices.map(IoSlice::new).collect(), frame.fds.iter().map(AsFd::as_fd).collect())
 }
 
-/// What is left once so many more bytes have gone; the descriptors go with the first ones.
-fn rest<'a, 'b>(
-    mut parts: &'a mut [IoSlice<'b>],
+/// Skips `sent` bytes. If the first byte has been sent, the descriptors have been sent with it.
+fn skip_sent<'a, 'b>(
+    mut slices: &'a mut [IoSlice<'b>],
     fds: &mut Vec<BorrowedFd<'_>>,
     sent: usize,
 ) -> &'a mut [IoSlice<'b>] {
-    IoSlice::advance_slices(&mut parts, sent);
+    IoSlice::advance_slices(&mut slices, sent);
     if sent > 0 {
         fds.clear();
     }
-    parts
+    slices
 }
 
-impl Receiver {
-    fn new(inlet: Box<dyn Inlet>, limits: Limits) -> Self {
-        Self { inlet, bytes: Vec::new(), fds: VecDeque::new(), limits }
+impl FrameReceiver {
+    fn new(half: Box<dyn ReceiveHalf>, limits: Limits) -> Self {
+        Self { half, buffer: Vec::new(), fds: VecDeque::new(), limits }
     }
 
-    /// From now on the peer's frames are within these limits.
-    pub(crate) fn limit(&mut self, limits: Limits) {
+    /// Sets the limits of the frames that follow.
+    pub(crate) fn set_limits(&mut self, limits: Limits) {
         self.limits = limits;
     }
 
-    /// The next frame; none if the peer has ended the connection between two frames.
+    /// Receives the next frame. Returns none if the peer closed the connection between two frames.
     ///
-    /// Not to be dropped before it is done, unless nothing more is to be received.
+    /// Not cancel-safe: after this future is dropped, the connection must not be read again.
     pub(crate) async fn receive(&mut self) -> io::Result<Option<Frame>> {
-        // Nothing is owed until the first byte has come.
-        if self.bytes.is_empty() && self.fill(HEADER_BYTES).await? == 0 {
+        // The timeout starts with the first byte of a frame: before that, the peer may be idle.
+        if self.buffer.is_empty() && self.fill(HEADER_BYTES).await? == 0 {
             return Ok(None);
         }
-        deadline(PATIENCE, self.rest()).await.map(Some)
+        with_timeout(FRAME_TIMEOUT, self.receive_frame()).await.map(Some)
     }
 
-    async fn rest(&mut self) -> io::Result<Frame> {
+    async fn receive_frame(&mut self) -> io::Result<Frame> {
         self.fill_to(HEADER_BYTES).await?;
-        let (header, _) = self.bytes.split_first_chunk().expect("there are so many bytes");
-        let header = Header::parse(header, self.limits).map_err(invalid)?;
+        let (header, _) = self.buffer.split_first_chunk().expect("there are so many bytes");
+        let header = Header::parse(header, self.limits).map_err(invalid_data)?;
         let size = |len: u32| usize::try_from(len).map_err(io::Error::other);
         let (head_len, data_len) = (size(header.head_len)?, size(header.data_len)?);
         let end = HEADER_BYTES + head_len + data_len;
         self.fill_to(end).await?;
-        let rest = self.bytes.split_off(end);
-        let mut head = std::mem::replace(&mut self.bytes, rest);
+        let rest = self.buffer.split_off(end);
+        let mut head = std::mem::replace(&mut self.buffer, rest);
         let data = head.split_off(HEADER_BYTES + head_len);
         head.drain(..HEADER_BYTES);
         let count = usize::from(header.fds);
         if self.fds.len() < count {
-            return Err(invalid("fewer descriptors have come than the frame says"));
+            return Err(invalid_data("fewer descriptors have come than the frame says"));
         }
         let fds = self.fds.drain(..count).collect();
-        // Those of a frame come with its first byte.
-        if self.bytes.is_empty() && !self.fds.is_empty() {
-            return Err(invalid("more descriptors have come than frames say"));
+        // A frame's descriptors arrive with its first byte, so none can be left without a byte.
+        if self.buffer.is_empty() && !self.fds.is_empty() {
+            return Err(invalid_data("more descriptors have come than frames say"));
         }
         let data = Bytes::from(data).into();
         Ok(Frame { kind: header.kind, number: header.number, head, data, fds })
     }
 
     async fn fill_to(&mut self, len: usize) -> io::Result<()> {
-        while self.bytes.len() < len {
-            if self.fill(len - self.bytes.len()).await? == 0 {
+        while self.buffer.len() < len {
+            if self.fill(len - self.buffer.len()).await? == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
         }
         Ok(())
     }
 
-    /// Receives what there is, of so many bytes that are missing and some more; says how many have
-    /// come, and 0 at the end.
+    /// Receives bytes, of which `missing` are needed. More than that may be received.
+    ///
+    /// Returns the number of bytes, 0 at the end of the stream.
     async fn fill(&mut self, missing: usize) -> io::Result<usize> {
-        let start = self.bytes.len();
-        self.bytes.resize(start + missing.clamp(*BLOCKS.start(), *BLOCKS.end()), 0);
-        let received = self.inlet.receive(&mut self.bytes[start..], &mut self.fds).await;
-        self.bytes.truncate(start + received.as_ref().map_or(0, |received| *received));
-        // What nobody has announced is not kept.
+        let start = self.buffer.len();
+        self.buffer.resize(start + missing.clamp(*RECEIVE_BYTES.start(), *RECEIVE_BYTES.end()), 0);
+        let received = self.half.receive(&mut self.buffer[start..], &mut self.fds).await;
+        self.buffer.truncate(start + received.as_ref().map_or(0, |received| *received));
+        // Bounds the number of descriptors that are queued without a frame that announces them.
         if self.fds.len() > 2 * usize::from(self.limits.fds) {
-            return Err(invalid("more descriptors have come than frames say"));
+            return Err(invalid_data("more descriptors have come than frames say"));
         }
         received
     }
 }
 
-async fn deadline<T>(
-    patience: Duration,
+async fn with_timeout<T>(
+    timeout: Duration,
     work: impl Future<Output = io::Result<T>>,
 ) -> io::Result<T> {
     let slow = |_| io::Error::new(io::ErrorKind::TimedOut, "the peer is too slow");
-    tokio::time::timeout(patience, work).await.map_err(slow)?
+    tokio::time::timeout(timeout, work).await.map_err(slow)?
 }
 
-fn invalid(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
+fn invalid_data(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
@@ -228,15 +247,15 @@ mod tests {
     use super::*;
     use crate::net::wire::FrameKind;
 
-    /// A runtime whose time passes when nothing else happens.
-    fn run<T>(work: impl Future<Output = T>) -> T {
+    /// Runs a future on a runtime with paused time, which advances when no task can run.
+    fn run_paused<T>(work: impl Future<Output = T>) -> T {
         let mut runtime = tokio::runtime::Builder::new_current_thread();
         runtime.enable_all().start_paused(true).build().unwrap().block_on(work)
     }
 
-    fn frame(data: usize) -> Frame {
-        // In pieces, some of which are empty.
-        let mut rest = Bytes::from(vec![7; data]);
+    fn frame(data_len: usize) -> Frame {
+        // The data consists of several pieces, some of which are empty.
+        let mut rest = Bytes::from(vec![7; data_len]);
         let mut data = Vec::new();
         while !rest.is_empty() {
             data.extend([rest.split_to(rest.len().min(100_001)), Bytes::new()]);
@@ -246,11 +265,11 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_that_begins_must_end() {
-        run(async {
+    fn incomplete_frame_times_out() {
+        run_paused(async {
             for len in [1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 2] {
                 let (near, far) = UnixStream::pair().unwrap();
-                let (_sender, mut receiver) = split(near, Limits::DAEMON);
+                let (_sender, mut receiver) = split_unix(near, Limits::DAEMON);
                 let mut far = far;
                 far.write_all(&frame(1).header().to_bytes()[..len.min(HEADER_BYTES)])
                     .await
@@ -263,21 +282,21 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_does_not_receive_is_lost() {
-        run(async {
+    fn send_to_stalled_peer_times_out() {
+        run_paused(async {
             let (near, _far) = UnixStream::pair().unwrap();
-            let (mut sender, _receiver) = split(near, Limits::CLIENT);
+            let (mut sender, _receiver) = split_unix(near, Limits::CLIENT);
             let error = sender.send(&frame(16 << 20)).await.unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         });
     }
 
     #[test]
-    fn frames_come_as_they_went_however_they_are_cut() {
-        run(async {
+    fn frames_round_trip_across_partial_reads() {
+        run_paused(async {
             let (near, far) = UnixStream::pair().unwrap();
             let ((mut sender, _), (_, mut receiver)) =
-                (split(near, Limits::DAEMON), split(far, Limits::DAEMON));
+                (split_unix(near, Limits::DAEMON), split_unix(far, Limits::DAEMON));
             let sizes = [0, 1, 4 << 10, 300_000, 0, 16 << 20, 5];
             let sending = async {
                 for size in sizes {
@@ -287,12 +306,12 @@ mod tests {
             };
             let receiving = async {
                 for size in sizes {
-                    let come = receiver.receive().await.unwrap().unwrap();
+                    let received = receiver.receive().await.unwrap().unwrap();
                     assert_eq!(
-                        (come.number, come.head, come.data.len()),
+                        (received.number, received.head, received.data.len()),
                         (9, b"{}".to_vec(), size)
                     );
-                    assert!(come.data.into_bytes().iter().all(|byte| *byte == 7));
+                    assert!(received.data.into_bytes().iter().all(|byte| *byte == 7));
                 }
                 assert!(receiver.receive().await.unwrap().is_none());
             };

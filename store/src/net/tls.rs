@@ -1,7 +1,7 @@
-//! Other hosts: how they are named, and connections to them, by TCP in the open or by TLS.
+//! Endpoints of daemons, and connections to them by plain TCP or TLS.
 //!
-//! In the open nothing leaves the host. By TLS both sides prove who they are: whoever has
-//! a certificate of the one authority is admitted.
+//! Plain TCP connects only processes of the same host. With TLS, both sides authenticate: a peer is
+//! accepted if its certificate was issued by the configured authority.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -26,14 +26,16 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::route::{Route, Transport};
 
-/// A connection that sends nothing for this time while it owes something is lost, and so is one whose
-/// peer's host does not acknowledge for so long.
-pub(crate) const SILENCE: Duration = Duration::from_secs(30);
+/// Timeout of reads and writes.
+///
+/// A connection is lost if the peer has to send and sends nothing for this time, or if the peer's
+/// host acknowledges nothing for this time.
+pub(crate) const IO_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// After so long without a word the peer's host is asked whether it is still there.
-const KEEPALIVE: Duration = Duration::from_secs(15);
+/// Time without traffic after which TCP keepalive probes the peer's host.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);
 
-/// Where a daemon of another host listens: `tls://HOST:PORT`, or `tcp://HOST:PORT` on this one.
+/// Address of a daemon: `tls://HOST:PORT` on another host, or `tcp://HOST:PORT` on this one.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Endpoint {
     is_tls: bool,
@@ -41,26 +43,26 @@ pub(crate) struct Endpoint {
     port: u16,
 }
 
-/// Credentials that were read.
+/// TLS configuration from credentials. The default has none: it connects by plain TCP only.
 #[derive(Clone, Default)]
-pub(crate) struct Identity(Option<Configs>);
+pub(crate) struct Identity(Option<TlsConfigs>);
 
 #[derive(Clone)]
-struct Configs {
+struct TlsConfigs {
     client: Arc<ClientConfig>,
     server: Arc<ServerConfig>,
 }
 
-/// A connection of bytes both ways.
+/// A blocking byte stream in both directions.
 pub(crate) trait Duplex: Read + Write + Send {
-    /// The socket below it.
+    /// Returns the socket below the stream.
     fn socket(&self) -> BorrowedFd<'_>;
 
-    /// Whether the other side has not ended it, as far as is known.
+    /// Returns whether the peer has the stream open, as far as the kernel knows.
     fn is_open(&self) -> bool {
         let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
         match rustix::net::recv(self.socket(), &mut [0; 1], flags) {
-            Ok((come, _)) => come > 0,
+            Ok((received, _)) => received > 0,
             Err(error) => error == rustix::io::Errno::AGAIN,
         }
     }
@@ -84,7 +86,7 @@ impl Duplex for StreamOwned<ClientConnection, TcpStream> {
     }
 }
 
-/// The same, for tasks.
+/// An async byte stream in both directions.
 pub(crate) trait AsyncDuplex: AsyncRead + AsyncWrite + Send + Sync + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Sync + Unpin> AsyncDuplex for T {}
@@ -95,8 +97,8 @@ impl FromStr for Endpoint {
     fn from_str(url: &str) -> Result<Self> {
         let (scheme, rest) = url.split_once(':').unwrap_or(("", url));
         let is_tls = scheme == "tls";
-        let place = rest.strip_prefix("//").unwrap_or(rest);
-        let parts = place.rsplit_once(':').and_then(|(host, port)| {
+        let authority = rest.strip_prefix("//").unwrap_or(rest);
+        let parts = authority.rsplit_once(':').and_then(|(host, port)| {
             let host =
                 host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
             let port: u16 = port.parse().ok().filter(|port| *port != 0)?;
@@ -125,12 +127,16 @@ impl fmt::Display for Endpoint {
 }
 
 impl Endpoint {
-    /// Connects, for a thread that waits.
-    pub(crate) fn dial(&self, identity: &Identity, timeout: Duration) -> Result<Box<dyn Duplex>> {
-        let stream = self.reach(timeout)?;
+    /// Connects, for blocking reads and writes.
+    pub(crate) fn connect_blocking(
+        &self,
+        identity: &Identity,
+        timeout: Duration,
+    ) -> Result<Box<dyn Duplex>> {
+        let stream = self.connect_tcp(timeout)?;
         let unreachable = |error| self.unreachable(&error);
-        stream.set_read_timeout(Some(SILENCE)).map_err(unreachable)?;
-        stream.set_write_timeout(Some(SILENCE)).map_err(unreachable)?;
+        stream.set_read_timeout(Some(IO_TIMEOUT)).map_err(unreachable)?;
+        stream.set_write_timeout(Some(IO_TIMEOUT)).map_err(unreachable)?;
         if !self.is_tls {
             return Ok(Box::new(stream));
         }
@@ -138,19 +144,20 @@ impl Endpoint {
         let connection =
             ClientConnection::new(config, name).map_err(|error| self.unreachable(&error))?;
         let mut stream = StreamOwned::new(connection, stream);
-        // So that what is wrong with it is said as such.
-        shake_hands(&mut stream, Instant::now() + timeout).map_err(unreachable)?;
+        // With the handshake done here, its errors are reported as errors of the connection
+        // attempt.
+        complete_handshake(&mut stream, Instant::now() + timeout).map_err(unreachable)?;
         Ok(Box::new(stream))
     }
 
-    /// Connects, for tasks; also gives a handle on the socket.
+    /// Connects, for async reads and writes. Also returns a handle of the socket below the stream.
     pub(crate) async fn connect(
         &self,
         identity: &Identity,
         timeout: Duration,
     ) -> Result<(Box<dyn AsyncDuplex>, TcpStream)> {
         let endpoint = self.clone();
-        let stream = run_blocking(move || endpoint.reach(timeout)).await?;
+        let stream = run_blocking(move || endpoint.connect_tcp(timeout)).await?;
         let unreachable = |error| self.unreachable(&error);
         let handle = stream.try_clone().map_err(unreachable)?;
         stream.set_nonblocking(true).map_err(unreachable)?;
@@ -159,15 +166,15 @@ impl Endpoint {
             return Ok((Box::new(stream), handle));
         }
         let (config, name) = (identity.client(self)?, self.server_name()?);
-        let greeted = TlsConnector::from(config).connect(name, stream);
-        let greeted = tokio::time::timeout(timeout, greeted).await.map_err(|_| {
+        let handshake = TlsConnector::from(config).connect(name, stream);
+        let connected = tokio::time::timeout(timeout, handshake).await.map_err(|_| {
             self.unreachable(&format_args!("it has not said hello for {timeout:?}"))
         })?;
-        Ok((Box::new(greeted.map_err(unreachable)?), handle))
+        Ok((Box::new(connected.map_err(unreachable)?), handle))
     }
 
-    /// A connection to the first of its addresses that answers.
-    fn reach(&self, timeout: Duration) -> Result<TcpStream> {
+    /// Connects to the first address of the host that accepts.
+    fn connect_tcp(&self, timeout: Duration) -> Result<TcpStream> {
         let unreachable = |error| self.unreachable(&error);
         let addresses = (self.host.as_str(), self.port).to_socket_addrs().map_err(unreachable)?;
         let addresses: Vec<SocketAddr> = addresses.collect();
@@ -177,17 +184,17 @@ impl Endpoint {
                 format_args!("{self} leads off this host in the open: use tls://"),
             ));
         }
-        let mut failed = io::Error::other("it has no address");
+        let mut last_error = io::Error::other("it has no address");
         for address in addresses {
             match TcpStream::connect_timeout(&address, timeout) {
                 Ok(stream) => {
-                    prepare(&stream).map_err(unreachable)?;
+                    configure_socket(&stream).map_err(unreachable)?;
                     return Ok(stream);
                 }
-                Err(error) => failed = error,
+                Err(error) => last_error = error,
             }
         }
-        Err(self.unreachable(&failed))
+        Err(self.unreachable(&last_error))
     }
 
     fn server_name(&self) -> Result<ServerName<'static>> {
@@ -198,7 +205,7 @@ impl Endpoint {
         self.is_tls
     }
 
-    /// How bytes travel to it.
+    /// Returns how bytes travel to the daemon.
     pub(crate) fn route(&self) -> Route {
         let transport = if self.is_tls { Transport::Tls } else { Transport::Tcp };
         Route::new(transport, format!("the daemon is at {self}"))
@@ -210,42 +217,48 @@ impl Endpoint {
 }
 
 impl Identity {
-    /// Reads credentials.
+    /// Reads the certificate files and the key.
     ///
     /// # Errors
     ///
-    /// `Invalid` for a file that is missing or not what it should be, by its name.
+    /// `Invalid`, with the path, for a file that is missing or has invalid contents.
     pub(crate) fn read(credentials: &Credentials) -> Result<Self> {
         let Credentials { ca, cert, key } = credentials;
         let certificates = |path: &Path| {
-            let read = CertificateDer::pem_file_iter(path).and_then(Iterator::collect);
-            let read: Vec<CertificateDer<'static>> = read.map_err(|error| bad(path, &error))?;
-            if read.is_empty() { Err(bad(path, &"it has no certificate")) } else { Ok(read) }
+            let parsed = CertificateDer::pem_file_iter(path).and_then(Iterator::collect);
+            let parsed: Vec<CertificateDer<'static>> =
+                parsed.map_err(|error| invalid_file(path, &error))?;
+            if parsed.is_empty() {
+                Err(invalid_file(path, &"it has no certificate"))
+            } else {
+                Ok(parsed)
+            }
         };
         let mut roots = RootCertStore::empty();
         for root in certificates(ca)? {
-            roots.add(root).map_err(|error| bad(ca, &error))?;
+            roots.add(root).map_err(|error| invalid_file(ca, &error))?;
         }
         let chain = certificates(cert)?;
-        let private = PrivateKeyDer::from_pem_file(key).map_err(|error| bad(key, &error))?;
+        let private_key =
+            PrivateKeyDer::from_pem_file(key).map_err(|error| invalid_file(key, &error))?;
         let roots = Arc::new(roots);
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let verifier =
             WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone()).build();
-        let verifier = verifier.map_err(|error| bad(ca, &error))?;
+        let verifier = verifier.map_err(|error| invalid_file(ca, &error))?;
         let server = ServerConfig::builder_with_provider(provider.clone())
             .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(|error| bad(cert, &error))?
+            .map_err(|error| invalid_file(cert, &error))?
             .with_client_cert_verifier(verifier)
-            .with_single_cert(chain.clone(), private.clone_key())
-            .map_err(|error| bad(cert, &error))?;
+            .with_single_cert(chain.clone(), private_key.clone_key())
+            .map_err(|error| invalid_file(cert, &error))?;
         let client = ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(|error| bad(cert, &error))?
+            .map_err(|error| invalid_file(cert, &error))?
             .with_root_certificates(roots)
-            .with_client_auth_cert(chain, private)
-            .map_err(|error| bad(cert, &error))?;
-        Ok(Self(Some(Configs { client: Arc::new(client), server: Arc::new(server) })))
+            .with_client_auth_cert(chain, private_key)
+            .map_err(|error| invalid_file(cert, &error))?;
+        Ok(Self(Some(TlsConfigs { client: Arc::new(client), server: Arc::new(server) })))
     }
 
     fn client(&self, endpoint: &Endpoint) -> Result<Arc<ClientConfig>> {
@@ -259,43 +272,43 @@ impl Identity {
         Ok(configs.client.clone())
     }
 
-    /// Whether connections are encrypted.
-    pub(crate) fn is_some(&self) -> bool {
+    /// Returns whether connections are encrypted.
+    pub(crate) fn is_tls(&self) -> bool {
         self.0.is_some()
     }
 
-    /// What listens here is called so.
+    /// Returns the endpoint of a listener at `address`.
     pub(crate) fn endpoint(&self, address: SocketAddr) -> Endpoint {
-        Endpoint { is_tls: self.is_some(), host: address.ip().to_string(), port: address.port() }
+        Endpoint { is_tls: self.is_tls(), host: address.ip().to_string(), port: address.port() }
     }
 
-    /// A connection that has come: proves who is there, and that this is us.
+    /// Accepts a connection. With TLS, both sides authenticate.
     ///
     /// # Errors
     ///
-    /// Why it is turned away.
+    /// The reason why the connection is rejected.
     pub(crate) async fn accept(
         &self,
         stream: tokio::net::TcpStream,
         timeout: Duration,
     ) -> io::Result<(Box<dyn AsyncDuplex>, TcpStream)> {
         let stream = stream.into_std()?;
-        prepare(&stream)?;
+        configure_socket(&stream)?;
         let handle = stream.try_clone()?;
         let stream = tokio::net::TcpStream::from_std(stream)?;
         let Some(configs) = &self.0 else { return Ok((Box::new(stream), handle)) };
-        let accepted = TlsAcceptor::from(configs.server.clone()).accept(stream);
-        let accepted = tokio::time::timeout(timeout, accepted).await?;
+        let handshake = TlsAcceptor::from(configs.server.clone()).accept(stream);
+        let accepted = tokio::time::timeout(timeout, handshake).await?;
         Ok((Box::new(accepted?), handle))
     }
 }
 
-fn bad(path: &Path, error: &dyn fmt::Display) -> Error {
+fn invalid_file(path: &Path, error: &dyn fmt::Display) -> Error {
     Error::new(ErrorKind::Invalid, format_args!("`{}`: {error}", path.display()))
 }
 
-/// Does all of the handshake by then, however slowly the other side speaks.
-fn shake_hands(
+/// Completes the TLS handshake before `until`, even if the peer sends slowly.
+fn complete_handshake(
     stream: &mut StreamOwned<ClientConnection, TcpStream>,
     until: Instant,
 ) -> io::Result<()> {
@@ -315,7 +328,7 @@ fn shake_hands(
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         if let Err(error) = conn.process_new_packets() {
-            // What it is told of that, it may not hear.
+            // The peer may not receive the TLS alert.
             let _ = conn.write_tls(sock);
             return Err(io::Error::new(io::ErrorKind::InvalidData, error));
         }
@@ -323,21 +336,21 @@ fn shake_hands(
     Ok(())
 }
 
-/// Small words go at once, and a host that is gone is found out.
-fn prepare(stream: &TcpStream) -> io::Result<()> {
+/// Sends small messages without delay, and detects hosts that no longer respond.
+fn configure_socket(stream: &TcpStream) -> io::Result<()> {
     use rustix::net::sockopt;
     stream.set_nodelay(true)?;
     sockopt::set_socket_keepalive(stream, true)?;
-    sockopt::set_tcp_keepidle(stream, KEEPALIVE)?;
-    sockopt::set_tcp_keepintvl(stream, KEEPALIVE / 3)?;
-    let silence = u32::try_from(SILENCE.as_millis()).unwrap_or(u32::MAX);
-    sockopt::set_tcp_user_timeout(stream, silence)?;
+    sockopt::set_tcp_keepidle(stream, KEEPALIVE_IDLE)?;
+    sockopt::set_tcp_keepintvl(stream, KEEPALIVE_IDLE / 3)?;
+    let user_timeout = u32::try_from(IO_TIMEOUT.as_millis()).unwrap_or(u32::MAX);
+    sockopt::set_tcp_user_timeout(stream, user_timeout)?;
     Ok(())
 }
 
 impl fmt::Debug for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Identity").field(&self.is_some()).finish()
+        f.debug_tuple("Identity").field(&self.is_tls()).finish()
     }
 }
 
@@ -346,7 +359,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_read_and_written() {
+    fn endpoint_parses_and_displays_address() {
         for (text, written) in [
             ("tls://gpu-7:7000", "tls://gpu-7:7000"),
             ("tls:10.0.0.7:7000", "tls://10.0.0.7:7000"),
@@ -364,10 +377,10 @@ mod tests {
     }
 
     #[test]
-    fn nothing_leaves_the_host_in_the_open() {
-        // An address for documents: nobody has it.
+    fn plain_tcp_rejects_other_hosts() {
+        // The address is reserved for documentation: no host has it.
         let endpoint: Endpoint = "tcp://192.0.2.1:7000".parse().unwrap();
-        let error = endpoint.dial(&Identity::default(), SILENCE).err().unwrap();
+        let error = endpoint.connect_blocking(&Identity::default(), IO_TIMEOUT).err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Refused);
         assert!(error.to_string().contains("use tls://"), "{error}");
     }

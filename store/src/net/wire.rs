@@ -1,15 +1,16 @@
-//! What goes between a store and a daemon: frames, and the messages in them. Pure. Spec:
-//! `spec/protocol.md`.
+//! Frames and messages between a store and a daemon, without I/O. Spec: `spec/protocol.md`.
 
 mod frame;
 mod message;
 mod range;
 
 pub(crate) use frame::{
-    Data, Frame, FrameKind, HEADER_BYTES, Header, INLINE, Limits, MAX_FDS, MAX_WRITE,
+    Data, Frame, FrameKind, HEADER_BYTES, Header, Limits, MAX_FDS, MAX_INLINE_BYTES,
+    MAX_WRITE_BYTES,
 };
 pub(crate) use message::{
-    Archives, Begin, Begun, Failure, Hello, Keys, Leased, Location, Notice, Prefetched, Protocol,
-    Reply, Request, Room, SharedSegment, Sum, Unread, Welcome,
+    Archives, Begin, BeginReply, Failure, Hello, KeyPage, LeaseReply, Location, Notice,
+    PrefetchReply, ProtocolVersion, ReadChecksum, Reply, Request, SharedSegment, UnreadCounts,
+    Welcome, WriteTarget,
 };
-pub(crate) use range::{MAX_READ, Piece, Range};
+pub(crate) use range::{MAX_READ_BYTES, Piece, Range};

@@ -1,4 +1,4 @@
-//! An object store in memory that fails at one request, in each of the ways that those of the clouds do.
+//! An object store in memory that injects the faults of cloud object stores into single requests.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,85 +17,90 @@ use object_store::{
     PutResult, Result,
 };
 
-/// What happens at a request.
+/// A fault of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// It is done, and the answer is lost.
-    LostAnswer,
-    /// It is not done: 500, 503, a timeout, a cut connection.
-    NotDone,
-    /// 409: it is not done, because of another one that may not be done either.
+    /// The request is executed, but its response is lost.
+    LostResponse,
+    /// The request is not executed: status 500 or 503, a timeout, a lost connection.
+    NotExecuted,
+    /// Status 409: the request is not executed because of a concurrent one, which may fail too.
     Conflict,
-    /// 412: the same, in other words.
+    /// Status 412: like [`Self::Conflict`], with the status that other object stores use.
     Precondition,
-    /// The body of the answer ends too early, or comes after some time.
-    CutBody,
+    /// The body of the response is truncated.
+    TruncatedBody,
+    /// The body of the response is delayed.
     SlowBody,
-    /// The listing lacks what was created last.
+    /// The listing lacks the object that was created last.
     StaleList,
-    /// 403: it is not allowed, and there is no use in asking again.
-    Denied,
+    /// Status 403: permission denied. Retries are futile.
+    PermissionDenied,
 }
 
-/// Those that pass.
-pub(crate) const FAULTS: [Fault; 7] = [
-    Fault::LostAnswer,
-    Fault::NotDone,
+/// The transient faults, which a retry overcomes.
+pub(crate) const TRANSIENT_FAULTS: [Fault; 7] = [
+    Fault::LostResponse,
+    Fault::NotExecuted,
     Fault::Conflict,
     Fault::Precondition,
-    Fault::CutBody,
+    Fault::TruncatedBody,
     Fault::SlowBody,
     Fault::StaleList,
 ];
 
+/// An object store in memory with injected faults.
 #[derive(Debug, Default)]
-pub(crate) struct Faulty {
+pub(crate) struct FaultyBucket {
     inner: Arc<InMemory>,
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// How many requests there were.
+    /// Number of requests so far.
     count: usize,
-    /// At which request what happens, and whether it has.
+    /// The planned fault, and the number of its request, counted from 0.
     fault: Option<(usize, Fault)>,
-    happened: bool,
-    /// Whether those that follow fail too.
-    lasts: bool,
-    /// The listings before the newest object was created.
+    /// Whether the planned fault took effect.
+    has_triggered: bool,
+    /// Whether all later requests fail too.
+    is_permanent: bool,
+    /// Listings of folders before their newest object was created.
     listings: BTreeMap<Path, ListResult>,
-    /// Uploads that are neither complete nor given up.
+    /// Number of uploads that are neither completed nor aborted.
     pub(crate) uploads: usize,
 }
 
-impl Faulty {
-    /// From the next request on, the one of this number, counted from 0, fails in this way.
-    pub(crate) fn plan(&self, number: usize, fault: Fault) {
+impl FaultyBucket {
+    /// Plans a fault for the request with this number, counted from 0 at the next request.
+    pub(crate) fn inject_fault(&self, number: usize, fault: Fault) {
         let mut state = self.state();
-        (state.count, state.fault, state.happened) = (0, Some((number, fault)), false);
+        (state.count, state.fault, state.has_triggered) = (0, Some((number, fault)), false);
     }
 
-    /// From the next request on none is done.
-    pub(crate) fn end(&self) {
-        self.plan(0, Fault::NotDone);
-        self.state().lasts = true;
+    /// Lets the next request and all later ones fail.
+    pub(crate) fn fail_all(&self) {
+        self.inject_fault(0, Fault::NotExecuted);
+        self.state().is_permanent = true;
     }
 
-    /// Nothing fails; requests are counted from 0.
-    pub(crate) fn mend(&self) {
+    /// Removes the planned fault, and sets the count of requests to 0.
+    pub(crate) fn clear_fault(&self) {
         let mut state = self.state();
-        (state.count, state.fault, state.lasts) = (0, None, false);
+        (state.count, state.fault, state.is_permanent) = (0, None, false);
     }
 
-    /// How many requests there were, and whether the fault was at one that it can be at.
-    pub(crate) fn seen(&self) -> (usize, bool) {
+    /// Returns the number of requests, and whether the planned fault took effect.
+    ///
+    /// A fault has no effect on requests that it does not apply to.
+    pub(crate) fn request_stats(&self) -> (usize, bool) {
         let state = self.state();
-        (state.count, state.happened)
+        (state.count, state.has_triggered)
     }
 
-    /// How many uploads are neither complete nor given up.
-    pub(crate) fn uploads(&self) -> usize {
+    /// Returns the number of uploads that are neither completed nor aborted.
+    pub(crate) fn open_uploads(&self) -> usize {
         self.state().uploads
     }
 
@@ -103,37 +108,37 @@ impl Faulty {
         self.state.lock().unwrap()
     }
 
-    /// What happens at this request, if it is one of those that it can happen to.
-    fn next(&self, possible: &[Fault]) -> Option<Fault> {
+    /// Counts a request, and returns the fault that is planned for it, if that is one of the possible ones.
+    fn next_fault(&self, possible: &[Fault]) -> Option<Fault> {
         let mut state = self.state();
         let number = state.count;
         state.count += 1;
-        let is_meant = |at| at == number || (state.lasts && at < number);
-        let fault = state.fault.filter(|(at, fault)| is_meant(*at) && possible.contains(fault));
-        state.happened |= fault.is_some();
+        let is_planned = |at| at == number || (state.is_permanent && at < number);
+        let fault = state.fault.filter(|(at, fault)| is_planned(*at) && possible.contains(fault));
+        state.has_triggered |= fault.is_some();
         fault.map(|(_, fault)| fault)
     }
 
-    /// Does something, or not.
-    async fn may<T>(
+    /// Executes a request, unless its fault prevents that.
+    async fn execute<T>(
         &self,
         possible: &[Fault],
         path: &Path,
         work: impl Future<Output = Result<T>>,
     ) -> Result<T> {
         let source = || "as planned".into();
-        match self.next(possible) {
-            Some(Fault::NotDone) => Err(Error::Generic { store: "Faulty", source: source() }),
+        match self.next_fault(possible) {
+            Some(Fault::NotExecuted) => Err(Error::Generic { store: "Faulty", source: source() }),
             Some(Fault::Conflict) => {
                 Err(Error::AlreadyExists { path: path.to_string(), source: source() })
             }
             Some(Fault::Precondition) => {
                 Err(Error::Precondition { path: path.to_string(), source: source() })
             }
-            Some(Fault::Denied) => {
+            Some(Fault::PermissionDenied) => {
                 Err(Error::PermissionDenied { path: path.to_string(), source: source() })
             }
-            Some(Fault::LostAnswer) => {
+            Some(Fault::LostResponse) => {
                 work.await?;
                 Err(Error::Generic { store: "Faulty", source: source() })
             }
@@ -142,30 +147,36 @@ impl Faulty {
     }
 }
 
-impl fmt::Display for Faulty {
+impl fmt::Display for FaultyBucket {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Faulty")
     }
 }
 
-const BOTH: [Fault; 2] = [Fault::LostAnswer, Fault::NotDone];
+const RESPONSE_FAULTS: [Fault; 2] = [Fault::LostResponse, Fault::NotExecuted];
 
 #[async_trait]
-impl ObjectStore for Faulty {
+impl ObjectStore for FaultyBucket {
     async fn put_opts(
         &self,
         path: &Path,
         payload: PutPayload,
         options: PutOptions,
     ) -> Result<PutResult> {
-        let all = [BOTH[0], BOTH[1], Fault::Conflict, Fault::Precondition, Fault::Denied];
-        let possible = if options.mode == PutMode::Create { &all[..] } else { &BOTH };
+        let all = [
+            RESPONSE_FAULTS[0],
+            RESPONSE_FAULTS[1],
+            Fault::Conflict,
+            Fault::Precondition,
+            Fault::PermissionDenied,
+        ];
+        let possible = if options.mode == PutMode::Create { &all[..] } else { &RESPONSE_FAULTS };
         if let Some(folder) = path.as_ref().rsplit_once('/') {
             let folder = Path::parse(folder.0).unwrap();
             let listing = self.inner.list_with_delimiter(Some(&folder)).await?;
             self.state().listings.insert(folder, listing);
         }
-        self.may(possible, path, self.inner.put_opts(path, payload, options)).await
+        self.execute(possible, path, self.inner.put_opts(path, payload, options)).await
     }
 
     async fn put_multipart_opts(
@@ -180,9 +191,9 @@ impl ObjectStore for Faulty {
     }
 
     async fn get_opts(&self, path: &Path, options: GetOptions) -> Result<GetResult> {
-        let possible = [Fault::NotDone, Fault::CutBody, Fault::SlowBody];
-        let fault = self.next(&possible);
-        if fault == Some(Fault::NotDone) {
+        let possible = [Fault::NotExecuted, Fault::TruncatedBody, Fault::SlowBody];
+        let fault = self.next_fault(&possible);
+        if fault == Some(Fault::NotExecuted) {
             return Err(Error::Generic { store: "Faulty", source: "as planned".into() });
         }
         let mut got = self.inner.get_opts(path, options).await?;
@@ -190,7 +201,7 @@ impl ObjectStore for Faulty {
             let (meta, range) = (got.meta.clone(), got.range.clone());
             let bytes = got.bytes().await?;
             let half = bytes.slice(..bytes.len() / 2);
-            let rest: Result<Bytes> = if fault == Some(Fault::CutBody) {
+            let rest: Result<Bytes> = if fault == Some(Fault::TruncatedBody) {
                 Err(Error::Generic { store: "Faulty", source: "as planned".into() })
             } else {
                 Ok(bytes.slice(half.len()..))
@@ -214,14 +225,14 @@ impl ObjectStore for Faulty {
         &self,
         paths: BoxStream<'static, Result<Path>>,
     ) -> BoxStream<'static, Result<Path>> {
-        match self.next(&BOTH) {
+        match self.next_fault(&RESPONSE_FAULTS) {
             None => {
                 let inner = self.inner.clone();
                 let delete = move |path: Result<Path>| {
                     let inner = inner.clone();
                     async move {
                         let path = path?;
-                        // Some of the clouds say it if there is no such object.
+                        // Some cloud object stores return an error if the object does not exist.
                         inner.head(&path).await?;
                         inner.delete(&path).await.map(|()| path)
                     }
@@ -231,7 +242,7 @@ impl ObjectStore for Faulty {
             Some(fault) => {
                 let failed =
                     || Err(Error::Generic { store: "Faulty", source: "as planned".into() });
-                if fault == Fault::NotDone {
+                if fault == Fault::NotExecuted {
                     return stream::iter([failed()]).boxed();
                 }
                 self.inner.delete_stream(paths).map(move |_| failed()).boxed()
@@ -246,14 +257,14 @@ impl ObjectStore for Faulty {
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
         let root = Path::default();
         let path = prefix.unwrap_or(&root);
-        match self.next(&[Fault::NotDone, Fault::StaleList]) {
-            Some(Fault::NotDone) => {
+        match self.next_fault(&[Fault::NotExecuted, Fault::StaleList]) {
+            Some(Fault::NotExecuted) => {
                 Err(Error::Generic { store: "Faulty", source: "as planned".into() })
             }
             Some(_) => {
-                let known = self.state().listings.remove(path);
-                match known {
-                    Some(known) => Ok(known),
+                let stale = self.state().listings.remove(path);
+                match stale {
+                    Some(stale) => Ok(stale),
                     None => self.inner.list_with_delimiter(prefix).await,
                 }
             }
@@ -267,15 +278,16 @@ impl ObjectStore for Faulty {
 }
 
 #[async_trait]
-impl MultipartStore for Faulty {
+impl MultipartStore for FaultyBucket {
     async fn create_multipart(&self, path: &Path) -> Result<String> {
         let begin = async {
             let id = self.inner.create_multipart(path).await?;
             self.state().uploads += 1;
             Ok(id)
         };
-        // If its answer is lost, nobody knows its number: such uploads a bucket's own rules end.
-        self.may(&[Fault::NotDone], path, begin).await
+        // No `LostAnswer`: the caller would not know the identifier of the upload. Lifecycle rules of a bucket
+        // abort such uploads.
+        self.execute(&[Fault::NotExecuted], path, begin).await
     }
 
     async fn put_part(
@@ -285,7 +297,7 @@ impl MultipartStore for Faulty {
         part: usize,
         data: PutPayload,
     ) -> Result<PartId> {
-        self.may(&BOTH, path, self.inner.put_part(path, id, part, data)).await
+        self.execute(&RESPONSE_FAULTS, path, self.inner.put_part(path, id, part, data)).await
     }
 
     async fn complete_multipart(
@@ -299,12 +311,12 @@ impl MultipartStore for Faulty {
             self.state().uploads -= 1;
             Ok(completed)
         };
-        self.may(&BOTH, path, complete).await
+        self.execute(&RESPONSE_FAULTS, path, complete).await
     }
 
     async fn abort_multipart(&self, path: &Path, id: &String) -> Result<()> {
         let abort = async {
-            // As those of the clouds say it.
+            // Cloud object stores return `NotFound` for an unknown upload.
             self.inner.abort_multipart(path, id).await.map_err(|source| Error::NotFound {
                 path: path.to_string(),
                 source: source.into(),
@@ -312,6 +324,6 @@ impl MultipartStore for Faulty {
             self.state().uploads -= 1;
             Ok(())
         };
-        self.may(&BOTH, path, abort).await
+        self.execute(&RESPONSE_FAULTS, path, abort).await
     }
 }

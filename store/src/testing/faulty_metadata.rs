@@ -1,4 +1,4 @@
-//! A meta store that fails now and then, before or after what it was asked for is done.
+//! A metadata store with random faults, before or after the execution of a request.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -10,32 +10,38 @@ use async_trait::async_trait;
 use crate::error::{Error, ErrorKind, Result};
 use crate::metadata::backend::{MetaStore, Watch};
 
-pub(super) struct Faulty {
+/// A metadata store with random faults.
+pub(super) struct FaultyMetaStore {
     inner: Arc<dyn MetaStore>,
     seed: AtomicU64,
-    /// How many requests have failed that were done, and that were not.
-    done: AtomicU64,
-    not_done: AtomicU64,
+    /// Number of failed requests that were executed.
+    executed: AtomicU64,
+    /// Number of failed requests that were not executed.
+    not_executed: AtomicU64,
 }
 
-impl Faulty {
+impl FaultyMetaStore {
     pub(super) fn new(inner: Arc<dyn MetaStore>, seed: u64) -> Self {
-        let (done, not_done) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self { inner, seed: AtomicU64::new(seed), done, not_done }
+        let (executed, not_executed) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { inner, seed: AtomicU64::new(seed), executed, not_executed }
     }
 
-    /// The same, which does not fail.
-    pub(super) fn bare(&self) -> Arc<dyn MetaStore> {
+    /// Returns the underlying store, which does not fail.
+    pub(super) fn inner(&self) -> Arc<dyn MetaStore> {
         self.inner.clone()
     }
 
-    /// Whether requests have failed that were done, and such that were not.
-    pub(super) fn has_failed(&self) -> bool {
-        [&self.done, &self.not_done].into_iter().all(|count| count.load(Ordering::Relaxed) > 0)
+    /// Returns whether both kinds of fault have occurred: after execution, and without execution.
+    pub(super) fn has_triggered_all_faults(&self) -> bool {
+        [&self.executed, &self.not_executed]
+            .into_iter()
+            .all(|count| count.load(Ordering::Relaxed) > 0)
     }
 
-    /// Of eight requests one is done and its answer is lost, and another one is not done.
-    async fn may<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+    /// Executes a request with a random fault.
+    ///
+    /// With probability 1/8 the request is executed and its response is lost. With probability 1/8 it is not executed.
+    async fn execute<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
         let step = self.seed.fetch_add(0x9E37_79B9_7F4A_7C15, Ordering::Relaxed);
         let mixed = (step ^ (step >> 31)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         let failed = |count: &AtomicU64| {
@@ -43,10 +49,10 @@ impl Faulty {
             Error::new(ErrorKind::Unreachable, "it fails now and then")
         };
         match mixed >> 61 {
-            0 => Err(failed(&self.not_done)),
+            0 => Err(failed(&self.not_executed)),
             1 => {
                 work.await?;
-                Err(failed(&self.done))
+                Err(failed(&self.executed))
             }
             _ => work.await,
         }
@@ -54,63 +60,63 @@ impl Faulty {
 }
 
 #[async_trait]
-impl MetaStore for Faulty {
+impl MetaStore for FaultyMetaStore {
     async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool> {
-        self.may(self.inner.create(name, record)).await
+        self.execute(self.inner.create(name, record)).await
     }
 
     async fn list_records(&self, name: &str) -> Result<Vec<(String, Option<Vec<u8>>)>> {
-        self.may(self.inner.list_records(name)).await
+        self.execute(self.inner.list_records(name)).await
     }
 
-    async fn follow(
+    async fn create_next(
         &self,
         folder: &str,
         last: Option<&str>,
         next: &str,
         record: Vec<u8>,
     ) -> Result<bool> {
-        self.may(self.inner.follow(folder, last, next, record)).await
+        self.execute(self.inner.create_next(folder, last, next, record)).await
     }
 
-    async fn settle(&self, name: &str) -> Result<()> {
-        self.may(self.inner.settle(name)).await
+    async fn sync(&self, name: &str) -> Result<()> {
+        self.execute(self.inner.sync(name)).await
     }
 
     async fn get(&self, name: &str) -> Result<Option<Vec<u8>>> {
-        self.may(self.inner.get(name)).await
+        self.execute(self.inner.get(name)).await
     }
 
     async fn list(&self, name: &str) -> Result<Vec<String>> {
-        self.may(self.inner.list(name)).await
+        self.execute(self.inner.list(name)).await
     }
 
     async fn delete(&self, name: &str) -> Result<()> {
-        self.may(self.inner.delete(name)).await
+        self.execute(self.inner.delete(name)).await
     }
 
-    async fn retire(&self, folder: &str, names: Vec<String>) -> Vec<String> {
-        self.inner.retire(folder, names).await
+    async fn delete_superseded(&self, folder: &str, names: Vec<String>) -> Vec<String> {
+        self.inner.delete_superseded(folder, names).await
     }
 
-    fn grace(&self) -> Option<Duration> {
-        self.inner.grace()
+    fn grace_period(&self) -> Option<Duration> {
+        self.inner.grace_period()
     }
 
-    fn keeps_away(&self) -> bool {
-        self.inner.keeps_away()
+    fn excludes_other_processes(&self) -> bool {
+        self.inner.excludes_other_processes()
     }
 
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
-        self.may(self.inner.lock(name)).await
+        self.execute(self.inner.lock(name)).await
     }
 
-    async fn session(&self, name: &str, record: Vec<u8>) -> Result<Box<dyn Any + Send>> {
-        self.may(self.inner.session(name, record)).await
+    async fn hold_session(&self, name: &str, record: Vec<u8>) -> Result<Box<dyn Any + Send>> {
+        self.execute(self.inner.hold_session(name, record)).await
     }
 
     async fn has_ended(&self, name: &str) -> Result<bool> {
-        self.may(self.inner.has_ended(name)).await
+        self.execute(self.inner.has_ended(name)).await
     }
 
     fn watch(&self, name: &str, patience: Duration) -> Box<dyn Watch> {

@@ -1,8 +1,8 @@
-//! Orders of events: a few tasks over the real pool, ledgers and controller, in any order in which shuttle lets
-//! them go on, under observers that know only what must hold.
+//! Scenarios for shuttle: a few tasks over the real pool, ledgers and controller.
 //!
-//! This is no part of tssd-store: `store/schedules` is, and runs it. Bugs are planted into whoever calls what is
-//! tested, or into what that calls.
+//! shuttle runs the tasks under many schedules, while observers check invariants. The package `store/schedules` compiles
+//! and runs these scenarios; `tssd-store` itself does not contain them. Bugs are planted into the callers of the code
+//! under test, or into the code that it calls.
 
 #![expect(
     clippy::unwrap_used,
@@ -10,13 +10,13 @@
 )]
 
 mod commit;
+mod environment;
 mod leases;
 mod ledgers;
 mod observer;
-mod planted;
+mod planted_bugs;
 mod pool;
 mod retention;
-mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -26,124 +26,126 @@ use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Config, FailurePersistence, Runner};
 
+pub(crate) use environment::{TestEnvironment, archive, digest_of, value_of};
 pub(crate) use observer::Observer;
-pub(crate) use world::{World, archive, digest_of, value_of};
 
-/// What is looked at.
-pub struct Subject {
-    /// What it is called.
+/// A scenario: a set of tasks, and the invariants that they must preserve.
+pub struct Scenario {
+    /// Name in reports.
     pub name: &'static str,
-    /// How much of all schedules are its own, in hundredths.
+    /// Share of all schedules, in percent.
     pub share: u64,
-    /// What is planted.
+    /// Bugs that can be planted.
     pub bugs: &'static [Bug],
-    /// One schedule.
+    /// Runs the tasks under one schedule.
     run: fn(Option<Bug>),
 }
 
-/// Something wrong that is found.
+/// A planted bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bug {
-    /// Who finds no room begins to listen for some only then.
-    ListensLate,
-    /// A reader looks where a blob is before it holds it.
-    LooksBeforeItHolds,
-    /// A reader lets a blob go and reads on.
-    LetsGoTooSoon,
-    /// Nobody says that a lost reader may still see what it read.
-    LosesSilently,
-    /// A process is taken for gone while it has its maps.
-    ExitsTooSoon,
-    /// A writer takes what it read before its turn for the ledger.
-    ReadsBeforeItsTurn,
-    /// A ledger is forgotten though somebody waits for it.
-    ForgetsWhoWaits,
-    /// A reader does not lease what it reads.
-    LeasesNothing,
-    /// A reader releases its lease and reads on.
-    ReleasesTooSoon,
-    /// Turns are not waited for.
-    TakesNoTurns,
-    /// A blob has its name before it is complete.
-    NamesBeforeItWrites,
-    /// Data is deleted by a ledger that was read before.
-    DeletesByMemory,
+    /// A task that finds no free memory subscribes to the notification only afterwards.
+    LateSubscription,
+    /// A reader looks up the span of a blob before it holds the blob.
+    LookupBeforeHold,
+    /// A reader releases a blob, and continues to read it.
+    EarlyHoldRelease,
+    /// The loss of a reader is not reported to the pool, although the reader may still read its segments.
+    UnreportedReaderLoss,
+    /// A process is reported as exited while it still has segments mapped.
+    EarlyExit,
+    /// A writer uses the state that it read before it acquired the ledger.
+    StaleLedgerState,
+    /// A ledger is evicted while a task waits for its changes.
+    EvictsWatchedLedger,
+    /// A reader reads a version without a lease.
+    NoLease,
+    /// A reader releases its lease, and continues to read.
+    EarlyLeaseRelease,
+    /// Ledgers are advanced without mutual exclusion.
+    NoLedgerLock,
+    /// A blob gets its name before it is complete.
+    NameBeforeWrite,
+    /// Data is deleted according to an outdated state of the ledger.
+    StaleDelete,
 }
 
-/// All of them.
-pub const SUBJECTS: [Subject; 5] = [
-    Subject {
+/// All scenarios.
+pub const SCENARIOS: [Scenario; 5] = [
+    Scenario {
         name: "pool",
         share: 35,
         bugs: &[
-            Bug::ListensLate,
-            Bug::LooksBeforeItHolds,
-            Bug::LetsGoTooSoon,
-            Bug::LosesSilently,
-            Bug::ExitsTooSoon,
+            Bug::LateSubscription,
+            Bug::LookupBeforeHold,
+            Bug::EarlyHoldRelease,
+            Bug::UnreportedReaderLoss,
+            Bug::EarlyExit,
         ],
         run: pool::run,
     },
-    Subject {
+    Scenario {
         name: "ledgers",
         share: 30,
-        bugs: &[Bug::ReadsBeforeItsTurn, Bug::ForgetsWhoWaits],
+        bugs: &[Bug::StaleLedgerState, Bug::EvictsWatchedLedger],
         run: ledgers::run,
     },
-    Subject {
+    Scenario {
         name: "leases",
         share: 3,
-        bugs: &[Bug::LeasesNothing, Bug::ReleasesTooSoon, Bug::LosesSilently],
+        bugs: &[Bug::NoLease, Bug::EarlyLeaseRelease, Bug::UnreportedReaderLoss],
         run: leases::run,
     },
-    Subject {
+    Scenario {
         name: "commit",
         share: 16,
-        bugs: &[Bug::TakesNoTurns, Bug::NamesBeforeItWrites, Bug::DeletesByMemory],
+        bugs: &[Bug::NoLedgerLock, Bug::NameBeforeWrite, Bug::StaleDelete],
         run: commit::run,
     },
-    Subject {
+    Scenario {
         name: "retention",
         share: 16,
-        bugs: &[Bug::TakesNoTurns, Bug::LeasesNothing],
+        bugs: &[Bug::NoLedgerLock, Bug::NoLease],
         run: retention::run,
     },
 ];
 
-/// What a task of shuttle's has for its stack.
-const STACK: usize = 1 << 20;
+/// Stack size of a task in bytes: 1 MiB.
+const STACK_BYTES: usize = 1 << 20;
 
-/// How many changes of priorities the other half of the schedules have.
-const DEPTH: usize = 3;
+/// Bug depth of the PCT scheduler: the number of its priority changes per schedule.
+const PCT_DEPTH: usize = 3;
 
-impl Subject {
-    /// Runs so many schedules. Odd seeds choose among all that can go on, even ones go on with the same until a few
-    /// moments.
+impl Scenario {
+    /// Runs this many schedules.
+    ///
+    /// Odd seeds choose at random among all runnable tasks (random scheduler). Even seeds run the task of the highest
+    /// priority, and change priorities at a few moments (PCT scheduler).
     ///
     /// # Panics
     ///
-    /// If one breaks something; says which one.
-    pub fn explore(&self, seed: u64, schedules: u64) {
+    /// If an invariant is violated. shuttle prints the schedule.
+    pub fn run_schedules(&self, seed: u64, schedules: u64) {
         let run = self.run;
-        schedule(seed, schedules, FailurePersistence::Print, move || run(None));
+        run_schedules(seed, schedules, FailurePersistence::Print, move || run(None));
     }
 
-    /// After how many schedules a planted bug is found, if it is.
-    pub fn find(&self, bug: Bug, seed: u64, schedules: u64) -> Option<u64> {
-        let (run, begun) = (self.run, Arc::new(AtomicU64::new(0)));
-        let count = begun.clone();
-        let explored = catch_unwind(AssertUnwindSafe(|| {
-            schedule(seed, schedules, FailurePersistence::None, move || {
+    /// Returns the number of schedules until a planted bug is found, or `None`.
+    pub fn find_bug(&self, bug: Bug, seed: u64, schedules: u64) -> Option<u64> {
+        let (run, started) = (self.run, Arc::new(AtomicU64::new(0)));
+        let count = started.clone();
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            run_schedules(seed, schedules, FailurePersistence::None, move || {
                 count.fetch_add(1, Ordering::Relaxed);
                 run(Some(bug));
             });
         }));
-        explored.is_err().then(|| begun.load(Ordering::Relaxed))
+        result.is_err().then(|| started.load(Ordering::Relaxed))
     }
 }
 
-/// Runs so many schedules.
-fn schedule(
+/// Runs this many schedules.
+fn run_schedules(
     seed: u64,
     schedules: u64,
     failure_persistence: FailurePersistence,
@@ -151,27 +153,27 @@ fn schedule(
 ) {
     let schedules = usize::try_from(schedules).unwrap();
     let mut config = Config::new();
-    (config.stack_size, config.failure_persistence) = (STACK, failure_persistence);
+    (config.stack_size, config.failure_persistence) = (STACK_BYTES, failure_persistence);
     if seed.is_multiple_of(2) {
-        Runner::new(PctScheduler::new_from_seed(seed, DEPTH, schedules), config).run(run);
+        Runner::new(PctScheduler::new_from_seed(seed, PCT_DEPTH, schedules), config).run(run);
     } else {
         Runner::new(RandomScheduler::new_from_seed(seed, schedules), config).run(run);
     }
 }
 
-/// A number below this one, which a schedule repeats.
-pub(crate) fn below(end: u64) -> u64 {
+/// Returns a random number below `end`. A replayed schedule gives the same numbers.
+pub(crate) fn random_below(end: u64) -> u64 {
     thread_rng().gen_range(0..end)
 }
 
-/// True once in so many times.
-pub(crate) fn once_in(times: u64) -> bool {
-    below(times) == 0
+/// Returns true with probability 1/`times`.
+pub(crate) fn one_in(times: u64) -> bool {
+    random_below(times) == 0
 }
 
-/// Lets others go on, a few times or not at all.
-pub(crate) async fn dawdle() {
-    for _ in 0..below(3) {
+/// Yields to other tasks 0 to 2 times.
+pub(crate) async fn yield_randomly() {
+    for _ in 0..random_below(3) {
         shuttle::future::yield_now().await;
     }
 }

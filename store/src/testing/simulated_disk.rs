@@ -1,9 +1,9 @@
-//! A file system in memory that knows what a power cut leaves of it.
+//! A file system in memory that computes the states that a power cut may leave.
 //!
-//! What is done to a file or a folder waits until that is synced. A power cut makes durable any part of what
-//! waits: some calls and not others, a write torn or its length alone. So the same calls lead to many trees,
-//! each of which a real file system may show after it is mounted again (the abstract persistence model of
-//! Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, at its weakest).
+//! A change of a file or folder is pending until the file or folder is synced. At a power cut, any subset of the
+//! pending changes becomes durable, and a write may be torn or extend the file without its bytes. So the same calls
+//! lead to many trees, each of which a real file system may show after a remount. This is the weakest form of the
+//! abstract persistence model of Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014.
 
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,19 +15,21 @@ use std::time::SystemTime;
 
 use bytes::Bytes;
 
-use crate::io::disk::{Files, Folder, Output};
-use crate::io::local_archive::Near;
+use crate::io::disk::{FileSystem, FolderId, OutputFile};
+use crate::io::local_archive::LocalArchive;
 use crate::io::sync::{Lock, MutexGuard};
 
-/// What tells files and folders apart, whatever their names are.
+/// Identity of a file or folder, independent of its names.
 type Inode = u64;
 
 const ROOT: Inode = 0;
 
-/// Storages are aligned within a blob: the blob must be too, for views to be.
+/// Alignment of blobs in bytes.
+///
+/// Storages are aligned within a blob, so views are aligned only if the blob is.
 const ALIGNMENT: usize = 64;
 
-/// Files and folders at one moment.
+/// The files and folders at one moment.
 #[derive(Clone, Debug)]
 pub(crate) struct Tree(BTreeMap<Inode, Node>);
 
@@ -43,65 +45,69 @@ impl Default for Tree {
     }
 }
 
-/// One call that has changed something. All of them are about one file or one folder.
+/// A change by one call. Each change concerns one file or one folder.
 #[derive(Clone, Debug)]
 pub(crate) enum Change {
-    /// A file is written.
+    /// Bytes are written to a file.
     Write { file: Inode, offset: usize, bytes: Arc<[u8]> },
-    /// A file is made longer.
+    /// A file is extended with zeros.
     Extend { file: Inode, len: usize },
-    /// A name is there.
-    Enter { folder: Inode, name: String, inode: Inode, is_folder: bool },
-    /// A name is gone.
-    Leave { folder: Inode, name: String },
-    /// A name is gone, and another one stands for what it stood for.
+    /// A name is added to a folder.
+    AddName { folder: Inode, name: String, inode: Inode, is_folder: bool },
+    /// A name is removed from a folder.
+    RemoveName { folder: Inode, name: String },
+    /// A file or folder is renamed within its folder.
     Rename { folder: Inode, from: String, to: String },
 }
 
-/// How much of a change has become durable.
+/// The part of a change that has become durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Extent {
+pub(crate) enum DurablePart {
     Nothing,
     All,
-    /// The first half of what is written.
+    /// The first half of the bytes.
     Torn,
-    /// The length without the bytes.
+    /// The length of the file, without the bytes.
     Zeros,
 }
 
-/// What has happened, in order.
+/// An event of the file system, in the order of the calls.
 #[derive(Clone, Debug)]
 pub(crate) enum Event {
-    /// Something has changed.
+    /// A file or folder was changed.
     Changed(Change),
-    /// What was done to a file or folder is durable.
+    /// A file or folder was synced: its changes are durable.
     Synced(Inode),
 }
 
 impl Change {
-    /// What must be synced for it to be durable.
-    fn subject(&self) -> Inode {
+    /// Returns the file or folder that must be synced to make the change durable.
+    fn inode(&self) -> Inode {
         match self {
             Self::Write { file, .. } | Self::Extend { file, .. } => *file,
-            Self::Enter { folder, .. }
-            | Self::Leave { folder, .. }
+            Self::AddName { folder, .. }
+            | Self::RemoveName { folder, .. }
             | Self::Rename { folder, .. } => *folder,
         }
     }
 
-    /// What may become of it in a power cut.
-    pub(crate) fn extents(&self) -> &'static [Extent] {
+    /// Returns the parts of the change that a power cut may make durable.
+    pub(crate) fn possible_parts(&self) -> &'static [DurablePart] {
         match self {
-            Self::Write { .. } => &[Extent::Nothing, Extent::All, Extent::Torn, Extent::Zeros],
-            _ => &[Extent::Nothing, Extent::All],
+            Self::Write { .. } => {
+                &[DurablePart::Nothing, DurablePart::All, DurablePart::Torn, DurablePart::Zeros]
+            }
+            _ => &[DurablePart::Nothing, DurablePart::All],
         }
     }
 }
 
 impl Tree {
-    /// Applies what of a change is durable. What it is about may be gone, or never have been there.
-    pub(crate) fn apply(&mut self, change: &Change, extent: Extent) {
-        if extent == Extent::Nothing {
+    /// Applies the durable part of a change.
+    ///
+    /// Its file or folder need not exist: it may be deleted, or its creation lost.
+    pub(crate) fn apply(&mut self, change: &Change, extent: DurablePart) {
+        if extent == DurablePart::Nothing {
             return;
         }
         match change {
@@ -110,9 +116,9 @@ impl Tree {
                 let len = file.len().max(offset + bytes.len());
                 file.resize(len, 0);
                 let durable = match extent {
-                    Extent::All => bytes.len(),
-                    Extent::Torn => bytes.len() / 2,
-                    Extent::Zeros | Extent::Nothing => 0,
+                    DurablePart::All => bytes.len(),
+                    DurablePart::Torn => bytes.len() / 2,
+                    DurablePart::Zeros | DurablePart::Nothing => 0,
                 };
                 file[*offset..offset + durable].copy_from_slice(&bytes[..durable]);
             }
@@ -120,7 +126,7 @@ impl Tree {
                 let file = self.file(*file);
                 file.resize(file.len().max(*len), 0);
             }
-            Change::Enter { folder, name, inode, is_folder } => {
+            Change::AddName { folder, name, inode, is_folder } => {
                 self.names(*folder).insert(name.clone(), *inode);
                 let node = || {
                     if *is_folder {
@@ -131,7 +137,7 @@ impl Tree {
                 };
                 self.0.entry(*inode).or_insert_with(node);
             }
-            Change::Leave { folder, name } => drop(self.names(*folder).remove(name)),
+            Change::RemoveName { folder, name } => drop(self.names(*folder).remove(name)),
             Change::Rename { folder, from, to } => {
                 let names = self.names(*folder);
                 if let Some(inode) = names.remove(from) {
@@ -141,7 +147,7 @@ impl Tree {
         }
     }
 
-    /// The bytes of a file, which has none if it is not there yet.
+    /// Returns the bytes of a file. Creates an empty file if there is none.
     fn file(&mut self, inode: Inode) -> &mut Vec<u8> {
         match self.0.entry(inode).or_insert_with(|| Node::File(Arc::default())) {
             Node::File(bytes) => Arc::make_mut(bytes),
@@ -149,7 +155,7 @@ impl Tree {
         }
     }
 
-    /// The names in a folder, which has none if it is not there yet.
+    /// Returns the names in a folder. Creates an empty folder if there is none.
     fn names(&mut self, inode: Inode) -> &mut BTreeMap<String, Inode> {
         match self.0.entry(inode).or_insert_with(|| Node::Folder(Arc::default())) {
             Node::Folder(names) => Arc::make_mut(names),
@@ -184,8 +190,8 @@ impl Tree {
         }
     }
 
-    /// The folder that a path is in, and the name there.
-    fn place(&self, path: &Path) -> io::Result<(Inode, String)> {
+    /// Returns the parent folder of a path, and the name in it.
+    fn parent_and_name(&self, path: &Path) -> io::Result<(Inode, String)> {
         let name = path.file_name().and_then(|name| name.to_str());
         let name = name.ok_or(io::ErrorKind::InvalidInput)?.to_owned();
         let folder = self.find(path.parent().unwrap_or(Path::new("/")))?;
@@ -193,7 +199,7 @@ impl Tree {
         Ok((folder, name))
     }
 
-    /// A name for what can be reached: equal trees have equal ones.
+    /// Returns a digest of the reachable files and folders.
     pub(crate) fn digest(&self) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new();
         self.add_to(&mut hasher, ROOT);
@@ -218,7 +224,7 @@ impl Tree {
     }
 }
 
-/// The file system, which all its clones are.
+/// A file system in memory. Clones share the same files.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SimulatedFiles(Arc<Lock<State>>);
 
@@ -227,29 +233,30 @@ struct State {
     tree: Tree,
     next: Inode,
     events: Vec<Event>,
-    locks: BTreeMap<PathBuf, Held>,
+    locks: BTreeMap<PathBuf, LockMode>,
 }
 
-/// Who has locked a file.
+/// How a file is locked.
 #[derive(Debug)]
-enum Held {
-    Alone,
+enum LockMode {
+    Exclusive,
+    /// Shared by this many holders.
     Shared(usize),
 }
 
 impl SimulatedFiles {
-    /// One that holds what a power cut has left.
-    pub(crate) fn of(tree: Tree) -> Self {
+    /// Creates a file system with the files that a power cut has left.
+    pub(crate) fn with_tree(tree: Tree) -> Self {
         let next = tree.0.keys().next_back().copied().unwrap_or(ROOT);
         Self(Arc::new(Lock::new(State { tree, next, ..State::default() })))
     }
 
-    /// Takes what has happened since this was asked last.
+    /// Returns the events since the last call.
     pub(crate) fn take_events(&self) -> Vec<Event> {
         std::mem::take(&mut self.state().events)
     }
 
-    /// Where all files are.
+    /// Returns the paths of all files.
     pub(crate) fn paths(&self) -> BTreeSet<String> {
         let state = self.state();
         let mut paths = BTreeSet::new();
@@ -271,43 +278,44 @@ impl SimulatedFiles {
 
 impl State {
     fn change(&mut self, change: Change) {
-        self.tree.apply(&change, Extent::All);
+        self.tree.apply(&change, DurablePart::All);
         self.events.push(Event::Changed(change));
     }
 
     fn enter(&mut self, path: &Path, is_folder: bool) -> io::Result<Inode> {
-        let (folder, name) = self.tree.place(path)?;
+        let (folder, name) = self.tree.parent_and_name(path)?;
         if self.tree.folder(folder)?.contains_key(&name) {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
         self.next += 1;
         let inode = self.next;
-        self.change(Change::Enter { folder, name, inode, is_folder });
+        self.change(Change::AddName { folder, name, inode, is_folder });
         Ok(inode)
     }
 }
 
-impl Files for SimulatedFiles {
-    fn create(&self, path: &Path) -> io::Result<Box<dyn Output>> {
+impl FileSystem for SimulatedFiles {
+    fn create(&self, path: &Path) -> io::Result<Box<dyn OutputFile>> {
         let file = self.state().enter(path, false)?;
-        Ok(Box::new(Open { files: self.clone(), file }))
+        Ok(Box::new(OpenFile { files: self.clone(), file }))
     }
 
     fn link(&self, path: &Path, name: &Path) -> io::Result<()> {
         let mut state = self.state();
         let inode = state.tree.find(path)?;
-        let (folder, name) = state.tree.place(name)?;
+        let (folder, name) = state.tree.parent_and_name(name)?;
         if state.tree.folder(folder)?.contains_key(&name) {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
-        state.change(Change::Enter { folder, name, inode, is_folder: false });
+        state.change(Change::AddName { folder, name, inode, is_folder: false });
         Ok(())
     }
 
     fn rename(&self, path: &Path, name: &Path) -> io::Result<()> {
         let mut state = self.state();
         state.tree.find(path)?;
-        let ((folder, from), (other, to)) = (state.tree.place(path)?, state.tree.place(name)?);
+        let ((folder, from), (other, to)) =
+            (state.tree.parent_and_name(path)?, state.tree.parent_and_name(name)?);
         assert_eq!(folder, other, "nothing is moved from folder to folder");
         state.change(Change::Rename { folder, from, to });
         Ok(())
@@ -316,8 +324,8 @@ impl Files for SimulatedFiles {
     fn remove(&self, path: &Path) -> io::Result<()> {
         let mut state = self.state();
         state.tree.bytes(path)?;
-        let (folder, name) = state.tree.place(path)?;
-        state.change(Change::Leave { folder, name });
+        let (folder, name) = state.tree.parent_and_name(path)?;
+        state.change(Change::RemoveName { folder, name });
         Ok(())
     }
 
@@ -331,8 +339,8 @@ impl Files for SimulatedFiles {
         if !state.tree.folder(inode)?.is_empty() {
             return Err(io::ErrorKind::DirectoryNotEmpty.into());
         }
-        let (folder, name) = state.tree.place(path)?;
-        state.change(Change::Leave { folder, name });
+        let (folder, name) = state.tree.parent_and_name(path)?;
+        state.change(Change::RemoveName { folder, name });
         Ok(())
     }
 
@@ -340,11 +348,11 @@ impl Files for SimulatedFiles {
         false
     }
 
-    fn folder(&self, path: &Path) -> Option<Folder> {
+    fn folder_id(&self, path: &Path) -> Option<FolderId> {
         let state = self.state();
         let inode = state.tree.find(path).ok()?;
         state.tree.folder(inode).ok()?;
-        Some(Folder { device: 0, inode, created: SystemTime::UNIX_EPOCH })
+        Some(FolderId { device: 0, inode, created: SystemTime::UNIX_EPOCH })
     }
 
     fn list(&self, path: &Path) -> io::Result<Vec<String>> {
@@ -364,13 +372,13 @@ impl Files for SimulatedFiles {
         Ok(self.state().tree.bytes(path)?.to_vec())
     }
 
-    fn open(&self, path: &Path) -> io::Result<Near> {
+    fn open(&self, path: &Path) -> io::Result<LocalArchive> {
         let bytes = self.read(path)?;
         let mut memory = vec![0; bytes.len() + ALIGNMENT];
         let start = memory.as_ptr().align_offset(ALIGNMENT);
         let range = start..start + bytes.len();
         memory[range.clone()].copy_from_slice(&bytes);
-        Ok(Near::new(Bytes::from(memory).slice(range)))
+        Ok(LocalArchive::new(Bytes::from(memory).slice(range)))
     }
 
     fn lock(&self, path: &Path, is_shared: bool) -> io::Result<Option<Box<dyn Any + Send>>> {
@@ -380,39 +388,39 @@ impl Files for SimulatedFiles {
         }
         match (state.locks.get_mut(path), is_shared) {
             (None, _) => {
-                let held = if is_shared { Held::Shared(1) } else { Held::Alone };
-                state.locks.insert(path.to_owned(), held);
+                let mode = if is_shared { LockMode::Shared(1) } else { LockMode::Exclusive };
+                state.locks.insert(path.to_owned(), mode);
             }
-            (Some(Held::Shared(count)), true) => *count += 1,
+            (Some(LockMode::Shared(count)), true) => *count += 1,
             _ => return Ok(None),
         }
         drop(state);
-        Ok(Some(Box::new(Locked { files: self.clone(), path: path.to_owned() })))
+        Ok(Some(Box::new(LockGuard { files: self.clone(), path: path.to_owned() })))
     }
 }
 
-struct Locked {
+struct LockGuard {
     files: SimulatedFiles,
     path: PathBuf,
 }
 
-impl Drop for Locked {
+impl Drop for LockGuard {
     fn drop(&mut self) {
         let mut state = self.files.state();
         match state.locks.get_mut(&self.path) {
-            Some(Held::Shared(count)) if *count > 1 => *count -= 1,
+            Some(LockMode::Shared(count)) if *count > 1 => *count -= 1,
             _ => drop(state.locks.remove(&self.path)),
         }
     }
 }
 
 #[derive(Debug)]
-struct Open {
+struct OpenFile {
     files: SimulatedFiles,
     file: Inode,
 }
 
-impl Output for Open {
+impl OutputFile for OpenFile {
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
         let offset = usize::try_from(offset).map_err(io::Error::other)?;
         let file = self.file;
@@ -420,13 +428,13 @@ impl Output for Open {
         Ok(bytes.len())
     }
 
-    fn expect(&self, len: u64) {
+    fn preallocate(&self, len: u64) {
         let len = usize::try_from(len).expect("files are small");
         self.files.state().change(Change::Extend { file: self.file, len });
     }
 
-    /// What was written may be on the disk after a power cut, or not, whether it has set out or not.
-    fn send(&self, _range: Range<u64>) {}
+    /// Does nothing. Unsynced bytes may be durable after a power cut or not, with or without writeback.
+    fn start_writeback(&self, _range: Range<u64>) {}
 
     fn sync(&self) -> io::Result<()> {
         self.files.state().events.push(Event::Synced(self.file));
@@ -434,40 +442,40 @@ impl Output for Open {
     }
 }
 
-/// What a power cut may leave: what is durable, and what waits.
+/// The durable state of a disk, and its pending changes.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Aftermath {
+pub(crate) struct DiskState {
     durable: Tree,
-    waiting: Vec<Change>,
+    pending: Vec<Change>,
 }
 
-impl Aftermath {
-    pub(crate) fn of(durable: Tree) -> Self {
-        Self { durable, waiting: Vec::new() }
+impl DiskState {
+    pub(crate) fn new(durable: Tree) -> Self {
+        Self { durable, pending: Vec::new() }
     }
 
-    /// Goes on by one event.
-    pub(crate) fn add(&mut self, event: &Event) {
+    /// Applies one event.
+    pub(crate) fn apply_event(&mut self, event: &Event) {
         match event {
-            Event::Changed(change) => self.waiting.push(change.clone()),
+            Event::Changed(change) => self.pending.push(change.clone()),
             Event::Synced(inode) => {
-                // What is done to one file or folder becomes durable in order.
-                for change in self.waiting.extract_if(.., |change| change.subject() == *inode) {
-                    self.durable.apply(&change, Extent::All);
+                // Changes of one file or folder become durable in order.
+                for change in self.pending.extract_if(.., |change| change.inode() == *inode) {
+                    self.durable.apply(&change, DurablePart::All);
                 }
             }
         }
     }
 
-    /// The changes that may be lost.
-    pub(crate) fn waiting(&self) -> &[Change] {
-        &self.waiting
+    /// Returns the changes that a power cut may lose.
+    pub(crate) fn pending(&self) -> &[Change] {
+        &self.pending
     }
 
-    /// The tree that is there if so much of each waiting change is durable.
-    pub(crate) fn tree(&self, extents: &[Extent]) -> Tree {
+    /// Returns the tree after a power cut that makes these parts of the pending changes durable.
+    pub(crate) fn after_power_cut(&self, extents: &[DurablePart]) -> Tree {
         let mut tree = self.durable.clone();
-        for (change, extent) in self.waiting.iter().zip(extents) {
+        for (change, extent) in self.pending.iter().zip(extents) {
             tree.apply(change, *extent);
         }
         tree

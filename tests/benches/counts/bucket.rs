@@ -1,4 +1,4 @@
-//! What comes out of a bucket for a slice of a sharded state dict.
+//! Bytes received from a bucket for a slice of a sharded state dict.
 
 use std::sync::Arc;
 
@@ -8,27 +8,28 @@ use tssd_store::GetOptions;
 use tssd_store::blocking::Store;
 use tssd_tests::bench::Bench;
 
-use crate::sharded::Sharded;
+use crate::sharded::ShardedMatrix;
 
-/// Of the writers, and of the readers: each has a twentieth.
+/// Number of writers, which shard by rows.
 const WRITERS: u64 = 4;
+/// Number of readers. Each needs 5 % of the matrix.
 const READERS: u64 = 20;
 
-/// The reader that is asked for.
+/// The reader that is measured.
 const RANK: u32 = 7;
 
-/// Matrices as they are in models of half a billion and of 30 billion parameters.
+/// Matrix sizes of models of half a billion to 30 billion parameters.
 const SHAPES: [(&str, [u64; 2]); 3] =
     [("4 MiB", [1024, 1024]), ("64 MiB", [4096, 4096]), ("512 MiB", [32_768, 4096])];
 
-/// A twentieth of a matrix, by rows and by columns: proven, and as it comes.
+/// Gets 5 % of a matrix by rows, with and without verification, and by columns without verification.
 #[expect(clippy::cast_precision_loss, reason = "a ratio is rounded anyway")]
 pub(crate) fn five_percent(bench: &mut Bench) {
     let [writers, readers] =
         [WRITERS, READERS].map(|ranks| DeviceMesh::from_shape(&[ranks]).unwrap());
     for (size, shape) in SHAPES {
         let store = Store::in_bucket(Arc::new(InMemory::new()), "").unwrap();
-        let model = Sharded::new("model", shape);
+        let model = ShardedMatrix::new("model", shape);
         model.put(&store, &writers, &[Placement::Shard { dim: 0 }]);
         let ratio = |dim, unverified| {
             let options = GetOptions { unverified, ..GetOptions::default() };

@@ -1,6 +1,7 @@
-//! How many instructions the hot paths take, as callgrind counts them: what wall clocks of shared machines
-//! cannot tell, these do. They are compared with `instructions.json`, so a change that makes a path 5 % longer
-//! fails; `TSSD_UPDATE_INSTRUCTIONS=1` writes it anew.
+//! Instruction counts of the hot paths, measured by callgrind.
+//!
+//! Instruction counts are reproducible, unlike times on shared machines. They are compared with `instructions.json`: a
+//! path that takes over 5 % more instructions fails. `TSSD_UPDATE_INSTRUCTIONS=1` updates the file.
 
 use std::collections::BTreeMap;
 use std::hint::black_box;
@@ -10,25 +11,25 @@ use bytes::Bytes;
 use tssd_format::{Archive, Layout, Options, StateDict, TorchStoreStateDict, VerifyJob};
 use tssd_store::{GetOptions, Key, PutOptions};
 use tssd_tests::bench::{Bench, Fsdp, Model, stacked_shapes, targets};
-use tssd_tests::served::TestDaemon;
+use tssd_tests::test_daemon::TestDaemon;
 
-/// Says what a child runs under callgrind, and how often.
-const COUNTED: &str = "TSSD_BENCH_COUNTED";
+/// Environment variable of a child process under callgrind: number of turns, a space, name of a path.
+const CHILD_VARIABLE: &str = "TSSD_BENCH_COUNTED";
 
-/// More than this part above what is written down is a failure.
+/// Relative increase of a count above which the bench fails.
 const TOLERANCE: f64 = 0.05;
 
-/// What is counted: the difference between one turn and several, so that what comes before does not count.
+/// Numbers of turns. The difference of their counts does not contain the setup.
 const TURNS: [u64; 2] = [1, 4];
 
-/// The expected counts. The dev profile, which `cargo xtask test --all` uses, has its own.
-const WRITTEN: &str = if cfg!(debug_assertions) {
+/// File of the expected counts. The dev profile, which `cargo xtask test --all` uses, has its own.
+const EXPECTED_COUNTS: &str = if cfg!(debug_assertions) {
     concat!(env!("CARGO_MANIFEST_DIR"), "/benches/counts/instructions-dev.json")
 } else {
     concat!(env!("CARGO_MANIFEST_DIR"), "/benches/counts/instructions.json")
 };
 
-/// The name of a path, and what runs it so many times.
+/// Name of a path, and the function that runs it a number of times.
 type Path = (&'static str, fn(u64));
 
 const PATHS: &[Path] = &[
@@ -45,32 +46,32 @@ const PATHS: &[Path] = &[
     ("store: put and get 1 tensor 10 times, daemon included", single),
 ];
 
-/// Runs a path if this process is one that is counted.
-pub(crate) fn is_counted() -> bool {
-    let Ok(wanted) = std::env::var(COUNTED) else { return false };
-    let (turns, name) = wanted.split_once(' ').unwrap();
+/// Runs a path if this process is a child under callgrind. Returns whether it is.
+pub(crate) fn run_if_child() -> bool {
+    let Ok(args) = std::env::var(CHILD_VARIABLE) else { return false };
+    let (turns, name) = args.split_once(' ').unwrap();
     let (_, run) = PATHS.iter().find(|(path, _)| *path == name).unwrap();
     run(turns.parse().unwrap());
     true
 }
 
-/// Counts all of them, and compares.
+/// Counts the instructions of all paths, and compares them with the expected counts.
 ///
 /// # Panics
 ///
-/// If valgrind is not there, or a path has become longer.
+/// If valgrind is not installed, or a path takes over 5 % more instructions than expected.
 #[expect(clippy::cast_precision_loss, reason = "counts are below 2^53")]
 #[expect(clippy::print_stdout, reason = "a bench prints its result")]
 pub(crate) fn all(bench: &mut Bench) {
-    let written = std::fs::read_to_string(WRITTEN).unwrap_or_else(|_| "{}".into());
-    let written: BTreeMap<String, u64> = serde_json::from_str(&written).unwrap();
+    let expected = std::fs::read_to_string(EXPECTED_COUNTS).unwrap_or_else(|_| "{}".into());
+    let expected: BTreeMap<String, u64> = serde_json::from_str(&expected).unwrap();
     let mut found = BTreeMap::new();
     let mut longer = Vec::new();
     for (name, _) in PATHS {
         let [one, several] = TURNS.map(|turns| count(name, turns));
         let own = (several - one) / (TURNS[1] - TURNS[0]);
         found.insert((*name).to_owned(), own);
-        let change = written.get(*name).map(|&before| own as f64 / before as f64 - 1.0);
+        let change = expected.get(*name).map(|&before| own as f64 / before as f64 - 1.0);
         bench.record_counts(name, &[("instructions", own as f64)]);
         if let Some(change) = change {
             println!("  that is {:+.1} % of what is written down\n", 100.0 * change);
@@ -80,7 +81,8 @@ pub(crate) fn all(bench: &mut Bench) {
         }
     }
     if std::env::var_os("TSSD_UPDATE_INSTRUCTIONS").is_some() {
-        std::fs::write(WRITTEN, serde_json::to_string_pretty(&found).unwrap() + "\n").unwrap();
+        std::fs::write(EXPECTED_COUNTS, serde_json::to_string_pretty(&found).unwrap() + "\n")
+            .unwrap();
     } else {
         assert!(
             longer.is_empty(),
@@ -95,13 +97,13 @@ fn count(name: &str, turns: u64) -> u64 {
     let output = Command::new("valgrind")
         .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
         .arg(program)
-        .env(COUNTED, format!("{turns} {name}"))
+        .env(CHILD_VARIABLE, format!("{turns} {name}"))
         .output()
         .expect("valgrind is installed");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{name}: {said}");
-    // The last line: what was collected.
-    let (_, count) = said.rsplit_once("Collected :").expect("callgrind says what it has counted");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{name}: {stderr}");
+    // The last line has the total count.
+    let (_, count) = stderr.rsplit_once("Collected :").expect("callgrind says what it has counted");
     count.split_whitespace().next().unwrap().parse().unwrap()
 }
 

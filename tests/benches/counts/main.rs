@@ -1,4 +1,4 @@
-//! What does not depend on the clock: instructions, allocations, page faults, requests, bytes.
+//! Costs that do not depend on the clock: instructions, allocations, page faults, requests, bytes.
 #![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
 
 #[cfg(feature = "object")]
@@ -13,13 +13,13 @@ use std::alloc::System;
 
 use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
 use tssd_tests::bench::{Bench, Suite, peer};
-use tssd_tests::served::TestDaemon;
+use tssd_tests::test_daemon::TestDaemon;
 
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
 fn main() {
-    if instructions::is_counted() {
+    if instructions::run_if_child() {
         return;
     }
     if peer::role().is_some() {
@@ -28,8 +28,8 @@ fn main() {
     Bench::run(
         Suite::new("counts"),
         &[
-            ("operations", operations::steady),
-            ("reshard", reshard::matrix),
+            ("operations", operations::steady_state),
+            ("reshard", reshard::all_layouts),
             #[cfg(feature = "object")]
             ("bucket", bucket::five_percent),
             ("plan", reshard::plan_memory),

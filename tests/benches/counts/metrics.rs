@@ -1,7 +1,7 @@
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 
-/// The sum of a daemon's counters whose lines begin so.
+/// Returns the sum of the counters of a daemon whose lines begin with `counter`.
 pub(crate) fn sum(metrics: SocketAddr, counter: &str) -> u64 {
     let mut stream = TcpStream::connect(metrics).unwrap();
     write!(stream, "GET /metrics HTTP/1.1\r\nHost: daemon\r\nConnection: close\r\n\r\n").unwrap();

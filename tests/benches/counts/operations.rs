@@ -1,4 +1,4 @@
-//! What an operation costs in steady state: a daemon in a process of its own, one writer, one reader.
+//! Costs of operations in steady state: a daemon in its own process, one writer, two readers.
 
 use std::cell::RefCell;
 use std::net::SocketAddr;
@@ -13,19 +13,24 @@ use crate::{ALLOCATOR, metrics};
 
 const REQUESTS: &str = "tssd_requests_total{";
 
-/// Two versions are there at once: from the third on, every segment is warm.
+/// Turns before the measurement.
+///
+/// Two versions exist at once, so from the third one on every segment is recycled.
 const WARMUP: usize = 5;
 
-/// So many turns, of which the median counts.
+/// Number of measured turns. The result is their median.
 const TURNS: usize = 9;
 
-pub(crate) fn steady(bench: &mut Bench) {
+/// Counts puts, gets and pulls of models of several sizes.
+pub(crate) fn steady_state(bench: &mut Bench) {
     for model in [Model::four_hundred(), Model::tiny(10_000), Model::tiny(1)] {
         let daemon = Peer::start("serve");
-        let (near, far) = (daemon.startup_words[0].as_str(), daemon.startup_words[1].as_str());
+        let (local_url, tcp_url) =
+            (daemon.startup_words[0].as_str(), daemon.startup_words[1].as_str());
         let metrics = daemon.startup_words[2].parse().unwrap();
-        let (writer, reader) = (Store::connect(near).unwrap(), Store::connect(near).unwrap());
-        let far = Store::connect(far).unwrap();
+        let (writer, reader) =
+            (Store::connect(local_url).unwrap(), Store::connect(local_url).unwrap());
+        let tcp_reader = Store::connect(tcp_url).unwrap();
         let key = Key::new("model").unwrap();
         let memory = RefCell::new(vec![1_u8; usize::try_from(model.bytes).unwrap()]);
         let put =
@@ -46,13 +51,13 @@ pub(crate) fn steady(bench: &mut Bench) {
             ("put", &put),
             ("get in place", &|| into(&reader)),
             ("get views", &views),
-            ("pull in place, TCP", &|| into(&far)),
+            ("pull in place, TCP", &|| into(&tcp_reader)),
         ];
         let mut turns = vec![Vec::new(); operations.len()];
         for turn in 0..WARMUP + TURNS {
             for ((name, run), turns) in operations.iter().zip(&mut turns) {
                 let counted = count(metrics, run);
-                // Each get is of a version that its reader has not had yet.
+                // Each get reads a version that is new to its reader.
                 if *name != "put" && turn % 4 == 3 {
                     put();
                 }
@@ -72,19 +77,19 @@ type Counts = [(&'static str, f64); 4];
 
 #[expect(clippy::cast_precision_loss, reason = "counts are small")]
 fn count(metrics: SocketAddr, run: &dyn Fn()) -> Counts {
-    let asked = metrics::sum(metrics, REQUESTS);
-    let faulted = minor_faults();
+    let requests = metrics::sum(metrics, REQUESTS);
+    let faults = minor_faults();
     let region = Region::new(ALLOCATOR);
     run();
     let allocated = region.change();
-    let faulted = minor_faults() - faulted;
-    // A reader hands a lease back after the call: what it says then is counted with the next.
-    let asked = metrics::sum(metrics, REQUESTS) - asked;
+    let faults = minor_faults() - faults;
+    // A reader releases its lease after the call. That request is counted in the next turn.
+    let requests = metrics::sum(metrics, REQUESTS) - requests;
     [
-        ("requests", asked as f64),
+        ("requests", requests as f64),
         ("allocations", allocated.allocations as f64),
         ("bytes allocated", allocated.bytes_allocated as f64),
-        ("minor faults", faulted as f64),
+        ("minor faults", faults as f64),
     ]
 }
 

@@ -1,20 +1,20 @@
-//! What resharding asks for, and what it needs.
+//! Bytes that resharding transfers, compared with the bytes that it needs, and the memory of its plans.
 
 use stats_alloc::Region;
 use tssd_format::{DeviceMesh, Placement};
 use tssd_store::GetOptions;
 use tssd_tests::bench::{Bench, Curve, Fsdp, stacked_shapes};
-use tssd_tests::served::TestDaemon;
+use tssd_tests::test_daemon::TestDaemon;
 
-use crate::sharded::{Sharded, ranks};
+use crate::sharded::{ShardedMatrix, ranks};
 use crate::{ALLOCATOR, metrics};
 
 const SENT: &str = "tssd_read_bytes_total ";
 
-/// Odd, and so large that the index, which is read as well, is little beside it.
+/// Shape of the matrix: odd, and so large that the size of the index is negligible.
 const SHAPE: [u64; 2] = [1231, 617];
 
-/// How writers and readers may have a tensor.
+/// Returns the layouts of writers and readers.
 fn layouts() -> Vec<(DeviceMesh, Vec<Placement>)> {
     let rows = || Placement::Shard { dim: 0 };
     let columns = || Placement::Shard { dim: 1 };
@@ -33,48 +33,48 @@ fn layouts() -> Vec<(DeviceMesh, Vec<Placement>)> {
     layouts.into_iter().map(layout).collect()
 }
 
-/// Each layout to each: by shared memory and over TCP.
+/// Reshards from each layout to each layout, through shared memory and over TCP.
 #[expect(clippy::cast_precision_loss, reason = "a ratio is rounded anyway")]
-pub(crate) fn matrix(bench: &mut Bench) {
+pub(crate) fn all_layouts(bench: &mut Bench) {
     let served = TestDaemon::new(1 << 30);
-    let near = served.connect();
-    let far = served.connect_tcp();
+    let local = served.connect();
+    let remote = served.connect_tcp();
     let (mut pairs, mut worst) = (0_u32, [0_f64; 2]);
     for (number, (mesh, placements)) in layouts().into_iter().enumerate() {
-        let model = Sharded::new(&format!("model.{number}"), SHAPE);
-        model.put(&near, &mesh, &placements);
+        let model = ShardedMatrix::new(&format!("model.{number}"), SHAPE);
+        model.put(&local, &mesh, &placements);
         for (mesh, placements) in layouts() {
             pairs += 1;
-            for (store, worst) in [&near, &far].into_iter().zip(&mut worst) {
-                let (mut needed, mut moved) = (0, 0);
+            for (store, worst) in [&local, &remote].into_iter().zip(&mut worst) {
+                let (mut needed, mut transferred) = (0, 0);
                 let sent = metrics::sum(served.metrics_address(), SENT);
                 for rank in ranks(&mesh) {
                     let options = GetOptions::default();
                     let report = model.get(store, &mesh, rank, &placements, &options);
                     needed += report.bytes_needed;
-                    moved += report.bytes_transferred;
+                    transferred += report.bytes_transferred;
                 }
-                // What went over connections is what the daemon says.
+                // For TCP, use the number of bytes that the daemon has sent.
                 let sent = metrics::sum(served.metrics_address(), SENT) - sent;
-                if std::ptr::eq(store, &raw const far) {
-                    moved = sent;
+                if std::ptr::eq(store, &raw const remote) {
+                    transferred = sent;
                 }
-                *worst = worst.max(moved as f64 / needed as f64);
+                *worst = worst.max(transferred as f64 / needed as f64);
             }
         }
     }
-    let [near, far] = worst;
+    let [local, remote] = worst;
     bench.record_counts(
         "reshard, each of 8 layouts to each",
         &[
             ("pairs", f64::from(pairs)),
-            ("bytes copied / needed, shared memory, worst", near),
-            ("bytes received / needed, TCP, worst", far),
+            ("bytes copied / needed, shared memory, worst", local),
+            ("bytes received / needed, TCP, worst", remote),
         ],
     );
 }
 
-/// The memory of a plan and of what it is made with, for ever more writers.
+/// Measures the memory of a plan and of its inputs, for a growing number of writers.
 #[expect(clippy::cast_precision_loss, reason = "it is rounded anyway")]
 pub(crate) fn plan_memory(bench: &mut Bench) {
     let what =

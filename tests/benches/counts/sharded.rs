@@ -1,23 +1,23 @@
-//! One matrix of 32-bit words that ranks put, and that ranks of other layouts get.
+//! A matrix of 32-bit words that ranks put in one layout, and get in another one.
 
 use tssd_format::{DeviceMesh, Dtype, Placement, StateDict, TensorMeta};
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, GetReport, JobId, Key, PutOptions, Target};
 use tssd_tests::sharding::{counting_elements, local_meta, local_places, local_shards};
 
-/// A key's version with one tensor, whose words count.
-pub(crate) struct Sharded {
+/// A version with one tensor, whose elements are consecutive numbers.
+pub(crate) struct ShardedMatrix {
     key: Key,
     shape: [u64; 2],
     global: Vec<u32>,
 }
 
-impl Sharded {
+impl ShardedMatrix {
     pub(crate) fn new(key: &str, shape: [u64; 2]) -> Self {
         Self { key: Key::new(key).unwrap(), shape, global: counting_elements(&shape, 1) }
     }
 
-    /// All ranks of a mesh put what they have.
+    /// Puts the shards of all ranks of a mesh.
     pub(crate) fn put(&self, store: &Store, mesh: &DeviceMesh, placements: &[Placement]) {
         for rank in ranks(mesh) {
             let mut dict = StateDict::new();
@@ -34,7 +34,7 @@ impl Sharded {
         }
     }
 
-    /// A rank gets what it has of a mesh, and compares it.
+    /// Gets the shards of one rank of a mesh, and compares them.
     pub(crate) fn get(
         &self,
         store: &Store,
@@ -54,7 +54,7 @@ impl Sharded {
             .zip(&mut memory)
             .map(|((place, meta), bytes)| Target {
                 fqn: "weight".into(),
-                place: Some(place),
+                shard_spec: Some(place),
                 meta,
                 memory: bytes.into(),
             })
@@ -71,7 +71,7 @@ impl Sharded {
     }
 }
 
-/// The ranks of a mesh.
+/// Returns the ranks of a mesh.
 pub(crate) fn ranks(mesh: &DeviceMesh) -> std::ops::Range<u32> {
     0..u32::try_from(mesh.shape().iter().product::<u64>()).unwrap()
 }

@@ -1,4 +1,4 @@
-//! Compression of what weights look like.
+//! Compression of data with the distribution of model weights.
 
 use std::cell::RefCell;
 use std::hint::black_box;
@@ -11,11 +11,11 @@ use tssd_tests::bench::{Bench, CopyBuffers, LastResult, Race, Runner, Target, no
 
 const ELEMENTS: usize = 32 << 20;
 
-/// The level that is ours by default.
+/// The default compression level of the format.
 const LEVEL: i32 = 1;
 
-/// 64 MiB of `bfloat16`, normal with a deviation of 0.02, on one thread, beside zstd alone.
-pub(crate) fn bfloat16(bench: &mut Bench) {
+/// Compresses and decompresses 64 MiB of `bfloat16`, N(0, 0.02), on one thread. The peer is plain zstd.
+pub(crate) fn compress_bfloat16(bench: &mut Bench) {
     let mut dict = StateDict::new();
     let shape = [u64::try_from(ELEMENTS).unwrap()];
     let tensor = Tensor::from_slice(&normal_bf16(ELEMENTS), &shape).unwrap();
@@ -30,21 +30,24 @@ pub(crate) fn bfloat16(bench: &mut Bench) {
     let mut target = vec![1_u8; usize::try_from(layout.file_len()).unwrap()];
     let plain = zstd::bulk::compress(&raw, LEVEL).unwrap();
     let memory = RefCell::new(CopyBuffers::new(len));
-    let stored = |len: u64| 100.0 * ratio(len, 2 * u64::try_from(ELEMENTS).unwrap());
+    let stored_percent = |len: u64| 100.0 * ratio(len, 2 * u64::try_from(ELEMENTS).unwrap());
     bench.record_counts(
         "zstd level 1 of 64 MiB of bfloat16, N(0, 0.02)",
         &[
-            ("stored % after a byte shuffle (target 69)", stored(archive.storage(0).stored_len())),
-            ("stored % of zstd alone", stored(u64::try_from(plain.len()).unwrap())),
+            (
+                "stored % after a byte shuffle (target 69)",
+                stored_percent(archive.storage(0).stored_len()),
+            ),
+            ("stored % of zstd alone", stored_percent(u64::try_from(plain.len()).unwrap())),
         ],
     );
-    let unpacked = LastResult::new();
+    let decompressed = LastResult::new();
     bench.race(
         Race::new("unpack zstd", "64 MiB of bfloat16, checksums proven, 1 thread", 7)
             .with_bytes(len)
             .with_runner(
                 Runner::ours("tssd", || {
-                    unpacked.replace_with(|| archive.storage_bytes(0).unwrap());
+                    decompressed.replace_with(|| archive.storage_bytes(0).unwrap());
                 })
                 .with_target(Target::Rate(1.0)),
             )
@@ -59,15 +62,15 @@ pub(crate) fn bfloat16(bench: &mut Bench) {
                 memory.borrow_mut().copy_to_new_memory(1);
             })),
     );
-    assert!(unpacked.take() == source, "what is unpacked is what was packed");
+    assert!(decompressed.take() == source, "what is unpacked is what was packed");
     bench.race(
         Race::new("pack zstd", "64 MiB of bfloat16, 1 thread", 5)
             .with_bytes(len)
             .with_runner(Runner::ours("tssd", || {
                 let draft = Draft::new(&dict, &options).unwrap();
-                let packed: Vec<_> =
+                let compressed: Vec<_> =
                     draft.jobs().iter().map(|job| CompressJob::run(job).unwrap()).collect();
-                draft.into_layout(packed).unwrap().write_into(black_box(&mut target)).unwrap();
+                draft.into_layout(compressed).unwrap().write_into(black_box(&mut target)).unwrap();
             }))
             .with_runner(Runner::peer("zstd alone", || {
                 black_box(zstd::bulk::compress(&raw, LEVEL).unwrap());

@@ -1,4 +1,4 @@
-//! Encoding: a plan, a copy with checksums, an index.
+//! Encoding: plan the layout, copy with checksums, write the index.
 
 use std::cell::RefCell;
 
@@ -7,9 +7,10 @@ use tssd_tests::bench::{
     Bench, CopyBuffers, LastResult, Model, Race, Runner, Target, core_label, run_on_cores,
 };
 
-/// Into memory that was used before, and into memory that the system has just given. Copying alone is one
-/// call for each thread.
-pub(crate) fn into_memory(bench: &mut Bench) {
+/// Encodes into used memory and into new memory of the operating system.
+///
+/// The limit is one memcpy per thread.
+pub(crate) fn encode_into_memory(bench: &mut Bench) {
     let model = &Model::four_hundred();
     let layout = Layout::plan(&model.dict, &Options::new()).unwrap();
     let len = usize::try_from(layout.file_len()).unwrap();
@@ -59,32 +60,32 @@ pub(crate) fn into_memory(bench: &mut Bench) {
     }
 }
 
-/// Encodes on so many threads, each with the jobs of one part of the file.
+/// Encodes on several threads. Each thread runs the jobs of one contiguous part of the file.
 fn encode(dict: &StateDict, file: &mut [u8], threads: usize) {
     let layout = Layout::plan(dict, &Options::new()).unwrap();
     let jobs = layout.jobs();
     let (mut rest, tail) = file.split_at_mut(usize::try_from(layout.index_off()).unwrap());
-    let filled: Vec<JobChecksums> = std::thread::scope(|scope| {
+    let checksums: Vec<JobChecksums> = std::thread::scope(|scope| {
         let mut running = Vec::new();
         for part in jobs.chunks(jobs.len().div_ceil(threads)) {
             let target;
             (target, rest) = rest.split_at_mut(part.iter().map(len).sum());
-            running.push(scope.spawn(|| fill(part, target)));
+            running.push(scope.spawn(|| run_jobs(part, target)));
         }
         running.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
     });
-    tail.copy_from_slice(&layout.seal(filled).unwrap());
+    tail.copy_from_slice(&layout.seal(checksums).unwrap());
 }
 
-fn fill(jobs: &[WriteJob], target: &mut [u8]) -> Vec<JobChecksums> {
+fn run_jobs(jobs: &[WriteJob], target: &mut [u8]) -> Vec<JobChecksums> {
     let mut rest = target;
-    let mut filled = Vec::new();
+    let mut checksums = Vec::new();
     for job in jobs {
         let (target, tail) = rest.split_at_mut(len(job));
-        filled.push(job.run(target).unwrap());
+        checksums.push(job.run(target).unwrap());
         rest = tail;
     }
-    filled
+    checksums
 }
 
 fn len(job: &WriteJob) -> usize {

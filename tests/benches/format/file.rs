@@ -1,4 +1,4 @@
-//! Whole files: written without waiting for the disk, and loaded from the page cache.
+//! Whole files: saves without sync, and loads from the page cache.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -14,23 +14,23 @@ use tssd_tests::bench::{
     Bench, Curve, LastResult, Model, Race, Runner, Target, read_in_pieces, sum_words,
 };
 
-use crate::theirs;
+use crate::safetensors_peer;
 use crate::verify::verify;
 
-/// Stays when files are cleared: what the last turn has written.
+/// File of the last turn, which [`clear`] keeps for the comparison.
 const LAST: &str = "last.tssd";
 
-/// Who loads.
+/// Names of the runners that load.
 const OURS: &str = "tssd, mapped, 2 threads";
 const THEIRS: &str = "safetensors, mapped, 1 thread";
 
-/// Each makes a file that was not there.
+/// Saves to a new file in each turn.
 pub(crate) fn save(bench: &mut Bench) {
     for model in [Model::four_hundred(), Model::from_options(&bench.options)] {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
-        let views = theirs::views(&model);
-        let plain = theirs::encoded(&model);
+        let views = safetensors_peer::views(&model);
+        let plain = safetensors_peer::encoded(&model);
         let payload = bytes::Bytes::from(plain);
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let objects = LocalFileSystem::new_with_prefix(folder.path()).unwrap();
@@ -69,18 +69,19 @@ pub(crate) fn save(bench: &mut Bench) {
     }
 }
 
-/// A load is over when every byte was looked at once. The limit is to read the file through a buffer that stays in the
-/// cache of each core.
+/// Loads a file, and reads every byte once.
+///
+/// The limit is to read the file through a small buffer that stays in the cache of the core.
 pub(crate) fn load(bench: &mut Bench) {
     for model in [Model::four_hundred(), Model::from_options(&bench.options)] {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         write(&model, &at("x.tssd"));
-        safetensors::serialize_to_file(theirs::views(&model), None, &at("x.st")).unwrap();
+        safetensors::serialize_to_file(safetensors_peer::views(&model), None, &at("x.st")).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let objects = LocalFileSystem::new_with_prefix(folder.path()).unwrap();
         let lasts = [const { LastResult::new() }; 3];
-        let [last, alone, own] = &lasts;
+        let [last, single_thread, copied] = &lasts;
         bench.race(
             Race::new(
                 "load",
@@ -93,10 +94,10 @@ pub(crate) fn load(bench: &mut Bench) {
                     .with_target(Target::Speed(1.0, THEIRS)),
             )
             .with_runner(Runner::variant("tssd, mapped, 1 thread", || {
-                alone.replace_with(|| read(&at("x.tssd"), 1));
+                single_thread.replace_with(|| read(&at("x.tssd"), 1));
             }))
             .with_runner(Runner::variant("tssd, read, 2 threads", || {
-                own.replace_with(|| {
+                copied.replace_with(|| {
                     let archive = Archive::open(at("x.tssd")).unwrap();
                     verify(&archive, 2);
                     archive.to_state_dict().unwrap()
@@ -118,7 +119,7 @@ pub(crate) fn load(bench: &mut Bench) {
     }
 }
 
-/// What a save and a load cost by tensor and by byte.
+/// Measures the cost of a save and of a load per tensor and per byte.
 pub(crate) fn fits(bench: &mut Bench) {
     let mut saves = Curve::fit("save", "a new file, nobody waits for the disk");
     let mut loads = Curve::fit("load", "a file in the page cache, every byte looked at once");
@@ -127,7 +128,7 @@ pub(crate) fn fits(bench: &mut Bench) {
             let model = Model::uniform(tensors, bytes);
             let folder = tempfile::tempdir().unwrap();
             let at = |name: &str| folder.path().join(name);
-            let views = theirs::views(&model);
+            let views = safetensors_peer::views(&model);
             saves.measure_size(
                 bench,
                 (tensors, bytes),
@@ -153,7 +154,7 @@ pub(crate) fn fits(bench: &mut Bench) {
                     Runner::peer(THEIRS, || read_theirs(&at("x.st"))),
                 ],
             );
-            // It was read from the file that the last save has made.
+            // The last load has read the file of the last save.
             model.assert_equals(&last.take());
         }
     }
@@ -162,16 +163,16 @@ pub(crate) fn fits(bench: &mut Bench) {
 }
 
 fn write(model: &Model, path: &Path) {
-    let goes_on = || Ok::<(), Error>(());
-    let layout = file::plan(&model.dict, &Options::new(), goes_on).unwrap();
+    let never_cancelled = || Ok::<(), Error>(());
+    let layout = file::plan(&model.dict, &Options::new(), never_cancelled).unwrap();
     let replacement = Replacement::create(path, false).unwrap();
-    file::write(&layout, &replacement, goes_on).unwrap();
+    file::write(&layout, &replacement, never_cancelled).unwrap();
     replacement.commit().unwrap();
 }
 
 #[expect(unsafe_code, reason = "maps are what users of safetensors have")]
 fn read(path: &Path, threads: usize) -> StateDict {
-    // SAFETY: as of `map`.
+    // SAFETY: as in `map`.
     let archive = unsafe { Archive::map(&File::open(path).unwrap()).unwrap() };
     verify(&archive, threads);
     archive.to_state_dict().unwrap()
@@ -184,14 +185,14 @@ fn read_theirs(path: &Path) {
     }
 }
 
-/// A map of a file that nobody changes.
+/// Maps a file.
 #[expect(unsafe_code, reason = "maps are what users of safetensors have")]
 pub(crate) fn map(path: &Path) -> Mmap {
-    // SAFETY: this process alone has the folder, and writes nothing while the map lives.
+    // SAFETY: only this process uses the temporary folder, and it does not write to the file while the map lives.
     unsafe { Mmap::map(&File::open(path).unwrap()).unwrap() }
 }
 
-/// Takes away what was written before, but for what is kept to be compared, and waits until the disk has parted with it.
+/// Deletes all files except [`LAST`], and waits until the deletions are on disk.
 fn clear(folder: &Path) {
     for entry in folder.read_dir().unwrap() {
         let entry = entry.unwrap();

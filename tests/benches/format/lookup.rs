@@ -1,4 +1,4 @@
-//! One tensor among many.
+//! Lookups of single tensors among many.
 
 use std::hint::black_box;
 
@@ -8,16 +8,16 @@ use tssd_format::{
 };
 use tssd_tests::bench::{Bench, LastResult, Model, Race, Runner, Target, expert_name};
 
-use crate::theirs;
+use crate::safetensors_peer;
 
-/// 10,000 lookups in an order that is not that of the file.
-pub(crate) fn one_of_many(bench: &mut Bench) {
+/// Looks up 10,000 tensors in an order different from that of the file.
+pub(crate) fn look_up_tensors(bench: &mut Bench) {
     const COUNT: usize = 30_000;
     const LOOKUPS: usize = 10_000;
     let names: Vec<String> =
         (0..LOOKUPS).map(|number| expert_name(number * 7919 % COUNT)).collect();
     let model = Model::experts(COUNT, 4);
-    let theirs = theirs::encoded(&model);
+    let theirs = safetensors_peer::encoded(&model);
     let theirs = SafeTensors::deserialize(&theirs).unwrap();
     let open = |dict: &StateDict| {
         let encoded = TorchStoreStateDict::from_state_dict(dict).unwrap();
@@ -29,7 +29,7 @@ pub(crate) fn one_of_many(bench: &mut Bench) {
     let step = |part| Step::Key(MapKey::from(part));
     let nested_paths: Vec<ObjectPath> =
         names.iter().map(|name| name.split('.').map(step).collect()).collect();
-    // Each is dropped before the next one is looked up. The last one of each turn stays, to be compared.
+    // Each tensor is dropped before the next lookup. The last one of each turn is kept for the comparison.
     let lasts = [const { LastResult::new() }; 4];
     let by_path = |archive: &Archive, paths: &[ObjectPath], last: &LastResult<Value>| {
         let (end, others) = paths.split_last().unwrap();
@@ -45,7 +45,7 @@ pub(crate) fn one_of_many(bench: &mut Bench) {
         }
         last.replace_with(|| Value::Tensor(archive.tensor(end).unwrap()));
     };
-    // A microsecond for each.
+    // 1 µs per lookup.
     let target = Target::Milliseconds(10.0);
     bench.race(
         Race::new("look up", "10,000 of 30,000 tensors by name: 1 ms is 100 ns for each", 21)
@@ -74,7 +74,7 @@ pub(crate) fn one_of_many(bench: &mut Bench) {
     assert!(lasts.iter().all(|last| last.take() == *end), "what is found is what was written");
 }
 
-/// The same tensors in a tree of dicts, cut at the dots.
+/// Returns the same tensors in nested dicts: each dot of a name separates two levels.
 fn nested(flat: &Model) -> StateDict {
     fn insert(dict: &mut Dict, name: &str, tensor: &Tensor) {
         let Some((first, rest)) = name.split_once('.') else {

@@ -1,5 +1,6 @@
-//! What the format takes: each case against what bounds it, memcpy, reading or safetensors, in one run.
-//! A name or a part of one runs that case alone.
+//! Benchmarks of the format, compared with memcpy, with plain reads, or with safetensors, in one run.
+//!
+//! Arguments select cases by name or part of a name.
 #![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
 
 mod compress;
@@ -8,8 +9,8 @@ mod file;
 mod lookup;
 mod open;
 mod part;
+mod safetensors_peer;
 mod small;
-mod theirs;
 mod verify;
 
 use tssd_tests::bench::{Bench, Suite};
@@ -18,16 +19,16 @@ fn main() {
     Bench::run(
         Suite::new("format").with_crates(&["safetensors", "object_store"]),
         &[
-            ("open", open::all_names),
-            ("encode", encode::into_memory),
-            ("verify", verify::a_file),
+            ("open", open::open_archives),
+            ("encode", encode::encode_into_memory),
+            ("verify", verify::verify_file),
             ("save", file::save),
             ("load", file::load),
-            ("one", part::one_tensor),
-            ("slice", part::five_percent),
+            ("one", part::copy_one_tensor),
+            ("slice", part::copy_rows),
             ("small", small::save_and_load),
-            ("lookup", lookup::one_of_many),
-            ("compress", compress::bfloat16),
+            ("lookup", lookup::look_up_tensors),
+            ("compress", compress::compress_bfloat16),
             ("fit", file::fits),
         ],
     );

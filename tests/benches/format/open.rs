@@ -1,4 +1,4 @@
-//! Opening: all names, shapes and places proven, and the checksum of the index.
+//! Opening: validation of all names, shapes and offsets, and the checksum of the index.
 
 use std::hint::black_box;
 
@@ -6,15 +6,16 @@ use safetensors::SafeTensors;
 use tssd_format::{Archive, TorchStoreStateDict};
 use tssd_tests::bench::{Bench, LastResult, Model, Race, Runner, Target};
 
-use crate::theirs;
+use crate::safetensors_peer;
 
-/// Files in memory, against the library that reads names and shapes without checksums; and one of more
-/// tensors than it takes.
-pub(crate) fn all_names(bench: &mut Bench) {
+/// Opens archives in memory. The peer is safetensors, which reads names and shapes without checksums.
+///
+/// Also opens archives with more tensors than safetensors supports.
+pub(crate) fn open_archives(bench: &mut Bench) {
     for (tensors, rounds, speed) in [(30_000, 31, Some(20.0)), (232_670, 9, None)] {
         let model = Model::experts(tensors, 4);
         let ours = encoded(&model);
-        let theirs = theirs::encoded(&model);
+        let theirs = safetensors_peer::encoded(&model);
         let last = LastResult::new();
         let open = Runner::ours("tssd", || {
             last.replace_with(|| Archive::from_bytes(black_box(ours.clone())).unwrap());
@@ -32,11 +33,11 @@ pub(crate) fn all_names(bench: &mut Bench) {
         })));
         model.assert_equals(&last.take().to_state_dict().unwrap());
     }
-    a_million(bench);
+    million_tensors(bench);
 }
 
-/// What safetensors refuses, from memory and from a file that the system has in memory.
-fn a_million(bench: &mut Bench) {
+/// Opens an archive of a million tensors, which safetensors refuses, from memory and page cache.
+fn million_tensors(bench: &mut Bench) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("million.tssd");
     let model = Model::experts(1_000_000, 4);

@@ -1,4 +1,4 @@
-//! A part of a file: what an inference engine of several ranks reads.
+//! Reads of a part of a file, as by the ranks of an inference engine.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -9,35 +9,35 @@ use tssd_format::{Archive, Node, TorchStoreStateDict};
 use tssd_tests::bench::{Bench, LastResult, Model, Race, Runner, Target};
 
 use crate::file::map;
-use crate::theirs;
+use crate::safetensors_peer;
 
 const NAME: &str = "layers.200.weight";
 
-/// A file, open and read, of which one tensor is wanted in memory of its own.
-pub(crate) fn one_tensor(bench: &mut Bench) {
+/// Opens a file, and copies one tensor into new memory.
+pub(crate) fn copy_one_tensor(bench: &mut Bench) {
     part(bench, "one tensor", "open a file, copy one tensor of 400", 1..1);
 }
 
-/// The same, of a twentieth of its rows.
-pub(crate) fn five_percent(bench: &mut Bench) {
+/// Opens a file, and copies 5 % of the rows of one tensor into new memory.
+pub(crate) fn copy_rows(bench: &mut Bench) {
     part(bench, "slice", "open a file, copy 5 % of one tensor of 400", 32..64);
 }
 
-/// An empty range of rows stands for all.
+/// Races the copy of these rows of one tensor. An empty range selects all rows.
 fn part(bench: &mut Bench, case: &str, what: &str, rows: std::ops::Range<usize>) {
     let model = Model::four_hundred();
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     let ours = TorchStoreStateDict::from_state_dict(&model.dict).unwrap();
     std::fs::write(at("x.tssd"), ours.as_bytes()).unwrap();
-    std::fs::write(at("x.st"), theirs::encoded(&model)).unwrap();
+    std::fs::write(at("x.st"), safetensors_peer::encoded(&model)).unwrap();
     let Node::Tensors(run) = ours.archive().node(NAME).unwrap() else { panic!("a tensor") };
     let shape: Vec<usize> =
         run[0].meta.shape().iter().map(|&size| usize::try_from(size).unwrap()).collect();
     let rows = if rows.is_empty() { 0..shape[0] } else { rows };
     let row = 2 * u64::try_from(shape[1]).unwrap();
     let part = u64::try_from(rows.start).unwrap() * row..u64::try_from(rows.end).unwrap() * row;
-    let place = ours.archive().storage(run[0].storage.unwrap()).offset + part.start;
+    let offset = ours.archive().storage(run[0].storage.unwrap()).offset + part.start;
     let read_ours = || {
         let archive = Archive::open(at("x.tssd")).unwrap();
         let Node::Tensors(run) = archive.node(NAME).unwrap() else { panic!("a tensor") };
@@ -51,7 +51,7 @@ fn part(bench: &mut Bench, case: &str, what: &str, rows: std::ops::Range<usize>)
     };
     let read_plain = || {
         let mut bytes = vec![0; usize::try_from(part.end - part.start).unwrap()];
-        File::open(at("x.tssd")).unwrap().read_exact_at(&mut bytes, place).unwrap();
+        File::open(at("x.tssd")).unwrap().read_exact_at(&mut bytes, offset).unwrap();
         bytes
     };
     let lasts = [LastResult::new(), LastResult::new(), LastResult::new()];

@@ -1,5 +1,6 @@
-//! Tensors of one element: all names, hardly a byte. What is wanted beside safetensors and DCP, which exists in
-//! Python alone, is measured there, all in one run: `python/bench/tiny.py`.
+//! Many tensors of one element, so that names dominate the cost.
+//!
+//! `python/bench/tiny.py` has the targets: it compares with safetensors and with DCP, which exists only in Python.
 
 use std::hint::black_box;
 
@@ -7,17 +8,18 @@ use safetensors::SafeTensors;
 use tssd_format::{Archive, Layout, Node, Options, StateDict};
 use tssd_tests::bench::{Bench, LastResult, Model, Race, Runner};
 
-use crate::theirs;
+use crate::safetensors_peer;
 
-/// safetensors makes a view of each tensor. We make all of the state dict again, or, in the second of our
-/// lines, the reference of each tensor with its bytes. A turn drops what is loaded: that of the turn before, for the last
-/// one is compared.
+/// Saves and loads, in memory and through a file.
+///
+/// safetensors creates a view of each tensor. TSSD creates the complete state dict or, in the variant "references",
+/// reads each tensor. Each turn drops the result of the turn before. The last result is compared.
 pub(crate) fn save_and_load(bench: &mut Bench) {
     let folder = tempfile::tempdir().unwrap();
     let [their_path, our_path] = ["theirs", "ours"].map(|name| folder.path().join(name));
     for (tensors, rounds) in [(10_000, 51), (20_000, 25)] {
         let model = Model::tiny(tensors);
-        let views = theirs::views(&model);
+        let views = safetensors_peer::views(&model);
         let save_theirs = || safetensors::serialize(&views, None).unwrap();
         let plain = save(&model.dict);
         let peer = "safetensors";

@@ -1,4 +1,4 @@
-//! Verifying: every stored byte against its checksum.
+//! Verification of every stored byte against its checksum.
 
 use tssd_format::{Archive, TorchStoreStateDict, VerifyJob};
 use tssd_tests::bench::{
@@ -6,11 +6,11 @@ use tssd_tests::bench::{
     sum_words,
 };
 
-/// A file that the system has in memory, against reading it: one `pread` for each thread, of its part of the file into
-/// its part of memory that is warm. To compare there is `pread` of chunks of 1 MiB into one buffer, which stays in the
-/// cache of the core: with a look at each word of it, and without. Then the same bytes in memory, as they are in a map,
-/// against adding them up.
-pub(crate) fn a_file(bench: &mut Bench) {
+/// Verifies a file in the page cache, and the same bytes in memory.
+///
+/// The limit for the file is one `pread` per thread into warm memory. Variants read 1 MiB at a time into a buffer that
+/// stays in the cache of the core, with and without a sum of its words. The limit for memory is the sum of its words.
+pub(crate) fn verify_file(bench: &mut Bench) {
     const READ: &str = "read";
     const ADD: &str = "add";
     let folder = tempfile::tempdir().unwrap();
@@ -18,13 +18,13 @@ pub(crate) fn a_file(bench: &mut Bench) {
     let model = Model::four_hundred();
     let bytes = TorchStoreStateDict::from_state_dict(&model.dict).unwrap().as_bytes().clone();
     std::fs::write(&path, &bytes).unwrap();
-    let read = |threads, look: fn(&[u8])| read_in_pieces(&path, threads, look);
+    let read = |threads, visit: fn(&[u8])| read_in_pieces(&path, threads, visit);
     let verified = |archive: Archive, threads| {
         verify(&archive, threads);
         archive
     };
     let last: LastResult<Archive> = LastResult::new();
-    let expect_same = || model.assert_equals(&last.take().to_state_dict().unwrap());
+    let assert_unchanged = || model.assert_equals(&last.take().to_state_dict().unwrap());
     let mut warm = vec![1; bytes.len()];
     for threads in [1, 2] {
         let case = format!("verify a file, {}", core_label(threads));
@@ -47,7 +47,7 @@ pub(crate) fn a_file(bench: &mut Bench) {
             }))
             .with_runner(Runner::variant("read 1 MiB at a time", || read(threads, |_| {}))),
         );
-        expect_same();
+        assert_unchanged();
         assert!(warm == bytes, "what is read is what was written");
         let case = format!("verify memory, {}", core_label(threads));
         bench.race(
@@ -62,17 +62,18 @@ pub(crate) fn a_file(bench: &mut Bench) {
                 )
                 .with_runner(Runner::limit(ADD, || on_threads(&bytes, threads, sum_words))),
         );
-        expect_same();
+        assert_unchanged();
     }
 }
 
+/// Verifies all chunks of an archive.
 pub(crate) fn verify(archive: &Archive, threads: usize) {
     on_threads(&archive.verify_jobs(), threads, |jobs| {
         jobs.iter().try_for_each(VerifyJob::run).unwrap();
     });
 }
 
-/// Gives each thread its part of the work.
+/// Runs the work on several threads, an equal part on each.
 fn on_threads<T: Sync>(work: &[T], threads: usize, run: impl Fn(&[T]) + Sync) {
     std::thread::scope(|scope| {
         for part in work.chunks(work.len().div_ceil(threads)) {

@@ -1,26 +1,29 @@
-//! What torch does between processes (`reduce_tensor`), without Python: for each tensor a handle of what was allocated
-//! with it, and where in that it is.
+//! The scheme of torch for transfers between processes (`reduce_tensor`), without Python.
+//!
+//! Each tensor is sent as the IPC handle of its allocation, and its offset in the allocation.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use tssd_tests::caller::{Allocation, DeviceContext, IpcHandle};
+use tssd_tests::device_context::{Allocation, DeviceContext, IpcHandle};
 
-use crate::reader::{Ask, Reader};
+use crate::reader::{Command, Reader};
 use crate::weights::Weights;
 
-/// For each tensor, in order: a handle, how many bytes it is of, and where in them the tensor begins.
+/// For each tensor: the handle of its allocation, the length of the allocation, the tensor offset.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Handles(Vec<(IpcHandle, usize, usize)>);
 
-/// The writer's side: handles are made anew for each version, since memory is.
+/// Sends the handles to the reader.
+///
+/// They are created for each version, because torch allocates new memory for each.
 pub(crate) fn publish(weights: &Weights, reader: &Reader) {
     let handle = |(whole, start): (&Allocation, usize)| (whole.handle(), whole.len, start);
     let handles = weights.allocations().map(|allocation| handle(allocation.whole()));
-    reader.ask(&Ask::Handles(Handles(handles.collect())));
+    reader.send(&Command::Handles(Handles(handles.collect())));
 }
 
-/// The reader's: what it has opened is open until all is copied.
+/// Copies the tensors in the reader. Each handle is opened once, and closed after the copies.
 pub(crate) fn copy(caller: &DeviceContext, weights: &Weights, handles: &Handles) {
     let mut opened = BTreeMap::new();
     for (own, (handle, len, start)) in weights.allocations().zip(&handles.0) {

@@ -1,28 +1,29 @@
-//! A version from the device to the host's memory, and back.
+//! Transfers of a version from the device to host memory, and back.
 
 use tssd_store::{GetOptions, PutOptions};
 use tssd_tests::bench::{Bench, Race, Runner, Target, shapes_of};
-use tssd_tests::caller::DeviceContext;
-use tssd_tests::served::TestDaemon;
+use tssd_tests::device_context::DeviceContext;
+use tssd_tests::test_daemon::TestDaemon;
 
 use crate::weights::Weights;
 use crate::{ORDINAL, key};
 
 const COPY: &str = "a plain copy, pinned";
 
-pub(crate) fn there_and_back(bench: &mut Bench) {
+/// Races puts of device tensors into host memory, and gets into device tensors.
+pub(crate) fn put_and_get(bench: &mut Bench) {
     let (name, shapes) = shapes_of(&bench.options);
     let caller = DeviceContext::new(ORDINAL);
     let weights = Weights::new(&caller, &shapes);
     weights.write(&caller);
-    let (sums, len) = (weights.sums(&caller), usize::try_from(weights.bytes()).unwrap());
-    // The version that is there, the next one, and what lies between tensors.
+    let (sums, len) = (weights.checksums(&caller), usize::try_from(weights.bytes()).unwrap());
+    // Memory for the current version, the next one, and the padding between tensors.
     let served = TestDaemon::new(weights.bytes() * 3 + (256 << 20));
     let (store, key) = (served.connect(), key("host"));
     let put = || {
         store.put_state_dict(&key, &weights.dict(&caller), &PutOptions::default()).unwrap();
     };
-    let memories = weights.memories(&caller);
+    let memories = weights.device_memories(&caller);
     let get = || {
         let mut targets = weights.targets(&memories);
         store.get_state_dict_into(&key, &mut targets, &GetOptions::default()).unwrap();
@@ -46,5 +47,5 @@ pub(crate) fn there_and_back(bench: &mut Bench) {
     put();
     weights.clear(&caller);
     get();
-    assert!(weights.sums(&caller) == sums, "what was got is not what was put");
+    assert!(weights.checksums(&caller) == sums, "what was got is not what was put");
 }

@@ -1,14 +1,16 @@
-//! What the store takes for tensors of a GPU, between two processes of it: each case against plain copies of the driver
-//! and against the schemes that others use, in one run. A name or a part of one runs that case alone.
+//! Benchmarks of the store for GPU tensors, between two processes on one GPU.
+//!
+//! Each case is compared with plain copies of the driver and with other transfer schemes, in one run. Arguments select
+//! cases by name or part of a name.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
 
-mod across;
 mod handles;
 mod host;
 mod packed;
 mod reader;
-mod room;
+mod ring_memory;
+mod transfer;
 mod weights;
 
 use std::time::Duration;
@@ -17,14 +19,14 @@ use tssd_gpu::Device;
 use tssd_store::Key;
 use tssd_tests::bench::{Bench, Suite, exit_with_error};
 
-/// Nothing takes longer.
-const SOON: Duration = Duration::from_mins(2);
+/// Timeout of all operations.
+const TIMEOUT: Duration = Duration::from_mins(2);
 
-/// The device that is measured: the first one.
+/// Number of the device that is measured.
 const ORDINAL: usize = 0;
 
 fn main() {
-    if reader::is_child() {
+    if reader::run_if_child() {
         return;
     }
     let device = Device::all()
@@ -34,10 +36,10 @@ fn main() {
     Bench::run(
         suite.with_version(device.name(), device.uuid()),
         &[
-            ("across", across::few),
-            ("many", across::many),
-            ("host", host::there_and_back),
-            ("room", room::of_a_ring),
+            ("across", transfer::model_tensors),
+            ("many", transfer::many_tensors),
+            ("host", host::put_and_get),
+            ("room", ring_memory::record_memory),
         ],
     );
 }

@@ -1,18 +1,20 @@
-//! The scheme that ours grew out of: tensors of one dtype, back to back in a bucket, which is handed over by one handle
-//! and written again when it was read.
+//! A simpler transfer scheme, which the ring is derived from.
+//!
+//! Tensors of one dtype are packed into a bucket, which is shared by one handle. The bucket is reused after the reader
+//! has copied it.
 
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use tssd_tests::caller::{Allocation, DeviceContext, IpcHandle};
+use tssd_tests::device_context::{Allocation, DeviceContext, IpcHandle};
 
-use crate::reader::{Ask, Reader};
+use crate::reader::{Command, Reader};
 use crate::weights::Weights;
 
-/// As ours has them.
+/// Size of a bucket in bytes, 512 MiB, as in the ring.
 const BUCKET: usize = 512 << 20;
 
-/// A bucket that is full, and what of each tensor is in it.
+/// A full bucket, and the parts of tensors in it.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Bucket {
     handle: IpcHandle,
@@ -20,40 +22,41 @@ pub(crate) struct Bucket {
     parts: Vec<Part>,
 }
 
-/// So many bytes of a tensor, from one on; they follow those of the part before.
+/// A range of bytes of a tensor. In the bucket, it follows the previous part.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 struct Part {
     tensor: usize,
-    from: usize,
+    /// Offset in the tensor.
+    offset: usize,
     len: usize,
 }
 
-/// The writer's side.
+/// The writer.
 pub(crate) struct Packer<'a> {
     caller: &'a DeviceContext,
     weights: &'a Weights,
     bucket: Arc<Allocation>,
-    /// Of each bucket.
+    /// Parts of each bucket.
     parts: Vec<Vec<Part>>,
 }
 
 impl<'a> Packer<'a> {
     pub(crate) fn new(caller: &'a DeviceContext, weights: &'a Weights) -> Self {
-        let (mut parts, mut room) = (vec![Vec::new()], BUCKET);
+        let (mut parts, mut free) = (vec![Vec::new()], BUCKET);
         for (tensor, allocation) in weights.allocations().enumerate() {
-            let mut from = 0;
-            while from < allocation.len {
-                if room == 0 {
+            let mut offset = 0;
+            while offset < allocation.len {
+                if free == 0 {
                     parts.push(Vec::new());
-                    room = BUCKET;
+                    free = BUCKET;
                 }
-                let len = room.min(allocation.len - from);
-                parts.last_mut().unwrap().push(Part { tensor, from, len });
-                (from, room) = (from + len, room - len);
+                let len = free.min(allocation.len - offset);
+                parts.last_mut().unwrap().push(Part { tensor, offset, len });
+                (offset, free) = (offset + len, free - len);
             }
         }
-        let most = usize::try_from(weights.bytes()).unwrap().min(BUCKET);
-        Self { caller, weights, bucket: caller.allocate(most), parts }
+        let bucket_len = usize::try_from(weights.bytes()).unwrap().min(BUCKET);
+        Self { caller, weights, bucket: caller.allocate(bucket_len), parts }
     }
 
     pub(crate) fn publish(&self, reader: &Reader) {
@@ -61,17 +64,17 @@ impl<'a> Packer<'a> {
             let mut at = 0;
             for part in parts {
                 let (_, _, tensor) = &self.weights.tensors[part.tensor];
-                self.caller.enqueue_copy((&self.bucket, at), (tensor, part.from), part.len);
+                self.caller.enqueue_copy((&self.bucket, at), (tensor, part.offset), part.len);
                 at += part.len;
             }
             self.caller.synchronize();
             let (handle, len, parts) = (self.bucket.handle(), self.bucket.len, parts.clone());
-            reader.ask(&Ask::Bucket(Bucket { handle, len, parts }));
+            reader.send(&Command::Bucket(Bucket { handle, len, parts }));
         }
     }
 }
 
-/// The reader's side: the bucket is opened once.
+/// Copies the tensors out of a bucket in the reader. The handle of the bucket is opened once.
 pub(crate) fn unpack(
     caller: &DeviceContext,
     weights: &Weights,
@@ -85,7 +88,7 @@ pub(crate) fn unpack(
     let mut at = 0;
     for part in &bucket.parts {
         let (_, _, tensor) = &weights.tensors[part.tensor];
-        caller.enqueue_copy((tensor, part.from), (memory, at), part.len);
+        caller.enqueue_copy((tensor, part.offset), (memory, at), part.len);
         at += part.len;
     }
     caller.synchronize();

@@ -1,18 +1,19 @@
-//! Tensors of a device, where torch would have them.
+//! Device tensors, allocated like by torch.
 
 use std::sync::Arc;
 
 use tssd_format::{StateDict, Tensor, TensorMeta};
 use tssd_gpu::DeviceMemory;
 use tssd_store::{Target, TargetMemory};
-use tssd_tests::caller::{Allocation, DeviceContext};
+use tssd_tests::device_context::{Allocation, DeviceContext};
 
+/// Device tensors of a model.
 pub(crate) struct Weights {
     pub(crate) tensors: Vec<(String, TensorMeta, Arc<Allocation>)>,
 }
 
 impl Weights {
-    /// All zero.
+    /// Allocates zeroed tensors of these names and shapes.
     pub(crate) fn new(caller: &DeviceContext, shapes: &[(String, TensorMeta)]) -> Self {
         let (mut tensors, mut pool) = (Vec::new(), Pool::default());
         for (name, meta) in shapes {
@@ -30,7 +31,7 @@ impl Weights {
         self.tensors.iter().map(|(_, _, allocation)| allocation)
     }
 
-    /// Writes words that are all different, and other ones in tensors that follow each other.
+    /// Fills each tensor with distinct words. Up to 1,000 successive tensors have different contents.
     pub(crate) fn write(&self, caller: &DeviceContext) {
         const TENSORS: usize = 1000;
         let longest = self.allocations().map(|allocation| allocation.len).max().unwrap_or(0);
@@ -47,12 +48,12 @@ impl Weights {
         caller.synchronize();
     }
 
-    /// The checksum of each tensor.
-    pub(crate) fn sums(&self, caller: &DeviceContext) -> Vec<u32> {
+    /// Returns the CRC-32 of each tensor.
+    pub(crate) fn checksums(&self, caller: &DeviceContext) -> Vec<u32> {
         self.allocations().map(|allocation| crc32fast::hash(&caller.read(allocation))).collect()
     }
 
-    /// As a state dict.
+    /// Returns the tensors as a state dict.
     pub(crate) fn dict(&self, caller: &DeviceContext) -> StateDict {
         let mut dict = StateDict::new();
         for ((name, meta, _), storage) in
@@ -63,33 +64,36 @@ impl Weights {
         dict
     }
 
-    /// As memory that may be filled.
-    pub(crate) fn memories(&self, caller: &DeviceContext) -> Vec<DeviceMemory> {
+    /// Returns the memory of the tensors, for targets.
+    pub(crate) fn device_memories(&self, caller: &DeviceContext) -> Vec<DeviceMemory> {
         caller.device_memories(self.allocations())
     }
 
-    /// The same as targets.
+    /// Returns the tensors as targets of a get.
     pub(crate) fn targets<'a>(&self, memories: &'a [DeviceMemory]) -> Vec<Target<'a>> {
         let target = |((name, meta, _), memory): (&(String, TensorMeta, _), &'a DeviceMemory)| {
-            let memory = TargetMemory::Elsewhere(memory);
-            Target { fqn: name.clone(), place: None, meta: meta.clone(), memory }
+            let memory = TargetMemory::Device(memory);
+            Target { fqn: name.clone(), shard_spec: None, meta: meta.clone(), memory }
         };
         self.tensors.iter().zip(memories).map(target).collect()
     }
 }
 
-/// As torch's allocator does: what is small lies together, in blocks of 2 MiB, or 20 MiB from 1 MiB on; from 10 MiB on
-/// each has an allocation of its own.
+/// A memory pool that imitates the allocator of torch.
+///
+/// Tensors below 1 MiB share blocks of 2 MiB. Tensors below 10 MiB share blocks of 20 MiB. Larger tensors have their
+/// own allocation.
 #[derive(Default)]
 struct Pool {
     small: Option<Block>,
     large: Option<Block>,
 }
 
-/// A block, and how much of it is taken.
+/// A block of memory that several tensors share.
 struct Block {
     memory: Arc<Allocation>,
-    taken: usize,
+    /// Number of bytes in use, from the start.
+    used: usize,
 }
 
 impl Pool {
@@ -101,11 +105,11 @@ impl Pool {
             _ => return caller.allocate(len),
         };
         let block = match block {
-            Some(block) if block.taken + len <= size => block,
-            block => block.insert(Block { memory: caller.allocate(size), taken: 0 }),
+            Some(block) if block.used + len <= size => block,
+            block => block.insert(Block { memory: caller.allocate(size), used: 0 }),
         };
-        let start = block.taken;
-        block.taken = (start + len).next_multiple_of(512);
+        let start = block.used;
+        block.used = (start + len).next_multiple_of(512);
         block.memory.part(start..start + len)
     }
 }

@@ -1,5 +1,8 @@
-//! To a bucket and back, beside what the same bucket takes when its library is asked for the same bytes in parallel.
-//! The bucket is in this process's memory: a server would be what is measured.
+//! Uploads to a bucket and downloads from it.
+//!
+//! The peer is `object_store`, with parallel requests for the same bytes.
+//!
+//! The bucket is in the memory of this process, so that the benchmark does not measure a server.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -20,50 +23,52 @@ use crate::copies::{get_into, put_one};
 
 const PEER: &str = "object_store";
 
-/// Where our objects are.
+/// Prefix of the objects of TSSD.
 const OURS: &str = "ours";
 
-/// No other object of ours is larger than this.
+/// Maximum size of objects of TSSD other than archives, in bytes: 8 MiB.
 const SMALL_BYTES: u64 = 8 << 20;
 
-/// As ours.
+/// Size of the parts of an upload in bytes, as in TSSD: 16 MiB.
 const PART_BYTES: usize = 16 << 20;
+/// Size of the ranges of a download in bytes, as in TSSD: 8 MiB.
 const RANGE_BYTES: usize = 8 << 20;
 
 const UPLOAD: (&str, &str) = ("upload", "a new version in a bucket in memory, checksums included");
 const DOWNLOAD: (&str, &str) =
     ("download", "in place, from a bucket in memory, a new version, verified");
 
-pub(crate) fn up_and_down(bench: &mut Bench) {
-    // More would tell how soon the system gives memory back and has it again.
+/// Races uploads and downloads of one model.
+pub(crate) fn upload_and_download(bench: &mut Bench) {
+    // Larger models would measure how fast the operating system frees and allocates memory.
     run_on_cores(2, || {
-        let (sides, mut memory) = Sides::new(Model::uniform(100, 128 << 20));
+        let (competitors, mut memory) = Competitors::new(Model::uniform(100, 128 << 20));
         let mut race = |(operation, what), [ours, peer]: [Runner<'_>; 2]| {
             let ours = ours.with_target(Target::Speed(0.8, PEER));
             bench.race(
                 Race::new(operation, what, 15)
-                    .with_model(&sides.model)
+                    .with_model(&competitors.model)
                     .with_runner(ours)
                     .with_runner(peer),
             );
         };
-        race(UPLOAD, sides.uploads());
-        race(DOWNLOAD, sides.downloads(&mut memory));
-        sides.expect(&memory);
+        race(UPLOAD, competitors.uploads());
+        race(DOWNLOAD, competitors.downloads(&mut memory));
+        competitors.assert_equal(&memory);
     });
 }
 
-/// What both take by tensor and by byte.
+/// Measures the cost of both per tensor and per byte.
 pub(crate) fn fits(bench: &mut Bench) {
     let (mut up, mut down) = (Curve::fit(UPLOAD.0, UPLOAD.1), Curve::fit(DOWNLOAD.0, DOWNLOAD.1));
     for tensors in [100, 10_000] {
         for bytes in [16_000_000, 128_000_000] {
             run_on_cores(2, || {
-                let (sides, mut memory) = Sides::new(Model::uniform(tensors, bytes));
+                let (competitors, mut memory) = Competitors::new(Model::uniform(tensors, bytes));
                 let size = (tensors, bytes);
-                up.measure_size(bench, size, 7, sides.uploads().into());
-                down.measure_size(bench, size, 7, sides.downloads(&mut memory).into());
-                sides.expect(&memory);
+                up.measure_size(bench, size, 7, competitors.uploads().into());
+                down.measure_size(bench, size, 7, competitors.downloads(&mut memory).into());
+                competitors.assert_equal(&memory);
             });
         }
     }
@@ -71,27 +76,27 @@ pub(crate) fn fits(bench: &mut Bench) {
     down.record(bench);
 }
 
-/// Our store in a bucket, and what is done without it there.
-struct Sides {
+/// The two competitors: the store and plain `object_store`, in the same bucket.
+struct Competitors {
     model: Model,
     store: Store,
-    theirs: Theirs,
+    plain: PlainBucket,
 }
 
-/// What is downloaded to.
-struct Downloaded {
+/// The targets of the downloads.
+struct Downloads {
     tensors: Vec<u8>,
     archive: Vec<u8>,
 }
 
-impl Sides {
-    fn new(model: Model) -> (Self, Downloaded) {
+impl Competitors {
+    fn new(model: Model) -> (Self, Downloads) {
         let bucket = Arc::new(InMemory::new());
         let store = Store::in_bucket(bucket.clone(), OURS).unwrap();
-        let theirs = Theirs::new(bucket, &model);
+        let plain = PlainBucket::new(bucket, &model);
         let tensors = vec![1; usize::try_from(model.bytes).unwrap()];
-        let downloaded = Downloaded { tensors, archive: vec![1; theirs.archive.len()] };
-        (Self { model, store, theirs }, downloaded)
+        let downloads = Downloads { tensors, archive: vec![1; plain.archive.len()] };
+        (Self { model, store, plain }, downloads)
     }
 
     fn put(&self) {
@@ -99,39 +104,40 @@ impl Sides {
     }
 
     fn uploads(&self) -> [Runner<'_>; 2] {
-        // Nobody is to wait for what is given up in the background.
-        let ours = Runner::ours("tssd", || self.put()).with_teardown(|| self.theirs.settle());
-        [ours, Runner::peer(PEER, || self.theirs.replace())]
+        // Deletions in the background must not slow down the next turn.
+        let ours =
+            Runner::ours("tssd", || self.put()).with_teardown(|| self.plain.wait_for_deletions());
+        [ours, Runner::peer(PEER, || self.plain.replace())]
     }
 
-    fn downloads<'a>(&'a self, to: &'a mut Downloaded) -> [Runner<'a>; 2] {
-        let Downloaded { tensors, archive } = to;
+    fn downloads<'a>(&'a self, targets: &'a mut Downloads) -> [Runner<'a>; 2] {
+        let Downloads { tensors, archive } = targets;
         let read = || get_into(&self.store, &self.model, tensors, &GetOptions::default());
         let ours = Runner::ours("tssd", read).with_setup(|| {
             self.put();
-            self.theirs.settle();
+            self.plain.wait_for_deletions();
         });
-        let peer = Runner::peer(PEER, || self.theirs.download(archive));
-        [ours, peer.with_setup(|| self.theirs.replace())]
+        let peer = Runner::peer(PEER, || self.plain.download(archive));
+        [ours, peer.with_setup(|| self.plain.replace())]
     }
 
-    /// What came back is what was sent.
-    fn expect(&self, downloaded: &Downloaded) {
-        self.model.assert_bytes_equal(&downloaded.tensors);
-        assert!(downloaded.archive == self.theirs.archive, "what came back is what was sent");
+    /// Compares the downloads with their sources.
+    fn assert_equal(&self, downloads: &Downloads) {
+        self.model.assert_bytes_equal(&downloads.tensors);
+        assert!(downloads.archive == self.plain.archive, "what came back is what was sent");
     }
 }
 
-/// The same bytes by the library alone: nothing is laid out, summed or proven.
-struct Theirs {
+/// Plain `object_store` with the same bytes: no encoding, no checksums, no verification.
+struct PlainBucket {
     bucket: Arc<InMemory>,
     archive: Bytes,
-    /// The newest version, by its number.
+    /// Number of the newest version.
     newest: Cell<u32>,
     runtime: Runtime,
 }
 
-impl Theirs {
+impl PlainBucket {
     fn new(bucket: Arc<InMemory>, model: &Model) -> Self {
         let archive = TorchStoreStateDict::from_state_dict(&model.dict).unwrap();
         let runtime = Builder::new_multi_thread().worker_threads(2).build().unwrap();
@@ -142,17 +148,17 @@ impl Theirs {
         format!("theirs-{version}").into()
     }
 
-    /// A new version, and then without the one before, as ours.
+    /// Uploads a new version, and deletes the previous one, like TSSD.
     fn replace(&self) {
-        let before = self.newest.get();
-        self.upload(&Self::path(before + 1));
-        self.newest.set(before + 1);
-        // There was none before the first one.
-        let _ = self.runtime.block_on(self.bucket.delete(&Self::path(before)));
+        let previous = self.newest.get();
+        self.upload(&Self::path(previous + 1));
+        self.newest.set(previous + 1);
+        // Fails for the first version, which has no predecessor.
+        let _ = self.runtime.block_on(self.bucket.delete(&Self::path(previous)));
     }
 
-    /// Waits until there is one version of ours.
-    fn settle(&self) {
+    /// Waits until TSSD has deleted all versions except one.
+    fn wait_for_deletions(&self) {
         let ours = Path::from(OURS);
         let archives = || {
             let listed = self.bucket.list(Some(&ours)).try_collect::<Vec<_>>();
@@ -164,7 +170,7 @@ impl Theirs {
         }
     }
 
-    /// In parts, all at once. A request has bytes of its own: they are copied, as ours are.
+    /// Uploads all parts in parallel. Each request owns a copy of its bytes, as in TSSD.
     fn upload(&self, path: &Path) {
         self.runtime.block_on(async {
             let mut upload = self.bucket.put_multipart(path).await.unwrap();
@@ -181,7 +187,7 @@ impl Theirs {
         });
     }
 
-    /// In ranges, all at once, to where the caller wants them.
+    /// Downloads all ranges in parallel into the memory of the caller.
     fn download(&self, memory: &mut [u8]) {
         let (bucket, runtime, path) = (&self.bucket, &self.runtime, &Self::path(self.newest.get()));
         let half_len = self.archive.len().div_ceil(2);

@@ -1,4 +1,4 @@
-//! Puts and gets of a model against memcpy, on one core and on two.
+//! Puts and gets of a model, compared with memcpy, on one core and on two.
 
 use std::cell::RefCell;
 
@@ -7,16 +7,16 @@ use tssd_store::{GetOptions, PutOptions};
 use tssd_tests::bench::{
     Bench, CopyBuffers, Model, Race, Runner, Target, core_label, run_on_cores, targets,
 };
-use tssd_tests::served::TestDaemon;
+use tssd_tests::test_daemon::TestDaemon;
 
 use crate::key;
 
 const MEMCPY: &str = "memcpy";
 
-/// What the daemons of the benches may take.
+/// Memory limit of the daemons in bytes: 20 GiB.
 pub(crate) const LIMIT: u64 = 20 << 30;
 
-/// The models, and on how many cores.
+/// Returns the cases: a model, the number of cores, the number of rounds.
 fn cases(bench: &Bench) -> [(Model, usize, usize); 3] {
     [
         (Model::four_hundred(), 1, 9),
@@ -25,7 +25,9 @@ fn cases(bench: &Bench) -> [(Model, usize, usize); 3] {
     ]
 }
 
-/// The third and later versions: two are there at once, so from then on every segment is warm.
+/// Puts the fourth and later versions.
+///
+/// Two versions exist at once, so from the third one on every segment is recycled.
 pub(crate) fn put(bench: &mut Bench) {
     for (model, threads, rounds) in &cases(bench) {
         run_on_cores(*threads, || {
@@ -48,7 +50,7 @@ pub(crate) fn put(bench: &mut Bench) {
     }
 }
 
-/// Into the caller's tensors: a version that was not read before, and without a look at checksums.
+/// Gets a new version into the tensors of the caller, with and without verification.
 pub(crate) fn get(bench: &mut Bench) {
     for (model, threads, rounds) in &cases(bench) {
         run_on_cores(*threads, || {
@@ -60,9 +62,9 @@ pub(crate) fn get(bench: &mut Bench) {
                 let options = GetOptions { unverified, ..GetOptions::default() };
                 get_into(&reader, model, &mut tensors.borrow_mut(), &options);
             };
-            let renew = || put_one(&writer, model);
+            let put_next = || put_one(&writer, model);
             (0..3).for_each(|_| {
-                renew();
+                put_next();
                 read(false);
             });
             let case = format!("get in place, {}", core_label(*threads));
@@ -71,12 +73,12 @@ pub(crate) fn get(bench: &mut Bench) {
                     .with_model(model)
                     .with_runner(
                         Runner::ours("tssd", || read(false))
-                            .with_setup(renew)
+                            .with_setup(put_next)
                             .with_target(Target::Speed(0.85, MEMCPY)),
                     )
                     .with_runner(
                         Runner::variant("tssd, not verified", || read(true))
-                            .with_setup(renew)
+                            .with_setup(put_next)
                             .with_target(Target::Speed(0.95, MEMCPY)),
                     )
                     .with_runner(Runner::limit(MEMCPY, || memory.copy(*threads))),
@@ -86,7 +88,7 @@ pub(crate) fn get(bench: &mut Bench) {
     }
 }
 
-/// The first version of a key, in a daemon that has no memory yet, and the first get of a reader.
+/// Puts the first version of a new daemon without memory, and gets a version with a new reader.
 pub(crate) fn cold(bench: &mut Bench) {
     for (model, rounds) in [(Model::four_hundred(), 5), (Model::from_options(&bench.options), 3)] {
         run_on_cores(2, || {
@@ -98,25 +100,25 @@ pub(crate) fn cold(bench: &mut Bench) {
 
 fn put_cold(bench: &mut Bench, model: &Model, rounds: usize) {
     let mut memory = CopyBuffers::new(model.bytes);
-    let there: RefCell<Option<(TestDaemon, Store)>> = RefCell::new(None);
+    let current: RefCell<Option<(TestDaemon, Store)>> = RefCell::new(None);
     bench.race(
         Race::new("put cold", "the first version of a daemon, all memory is new, 2 cores", rounds)
             .with_model(model)
             .without_warmup()
             .with_runner(
                 Runner::ours("tssd", || {
-                    put_one(&there.borrow().as_ref().unwrap().1, model);
+                    put_one(&current.borrow().as_ref().unwrap().1, model);
                 })
                 .with_setup(|| {
-                    there.take();
+                    current.take();
                     let served = TestDaemon::new(LIMIT);
                     let store = served.connect();
-                    there.replace(Some((served, store)));
+                    current.replace(Some((served, store)));
                 }),
             )
             .with_runner(Runner::limit("memcpy into new memory", || memory.copy_to_new_memory(2))),
     );
-    let (_served, store) = there.take().unwrap();
+    let (_served, store) = current.take().unwrap();
     model.assert_equals(&store.get_state_dict(&key(), &GetOptions::default()).unwrap().0);
 }
 

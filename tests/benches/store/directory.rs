@@ -1,4 +1,4 @@
-//! What must last: a version in a directory, on the disk before anybody sees it.
+//! Durable versions in a directory: on disk before they become visible.
 
 use std::fs::File;
 use std::io::Write;
@@ -8,13 +8,13 @@ use object_store::local::LocalFileSystem;
 use tssd_format::TorchStoreStateDict;
 use tssd_store::GetOptions;
 use tssd_store::blocking::Store;
-use tssd_store::file::settle;
+use tssd_store::file::wait_for_deferred_drops;
 use tssd_tests::bench::{Bench, LastResult, Model, Race, Runner, read_into};
 
 use crate::copies::put_one;
 use crate::key;
 
-/// Nothing else serves the directory.
+/// Puts and gets versions in a directory without a daemon.
 pub(crate) fn put_and_get(bench: &mut Bench) {
     let model = Model::four_hundred();
     let folder = tempfile::tempdir().unwrap();
@@ -27,7 +27,10 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
     bench.race(
         Race::new("put durable", "a version in a directory, on the disk at the end", 3)
             .with_model(&model)
-            .with_runner(Runner::ours("tssd", || put_one(&store, &model)).with_setup(settle))
+            .with_runner(
+                Runner::ours("tssd", || put_one(&store, &model))
+                    .with_setup(wait_for_deferred_drops),
+            )
             .with_runner(
                 Runner::peer("object_store", || {
                     let put = async { objects.put(&"object".into(), encoded.clone().into()).await };
@@ -35,7 +38,7 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
                     sync(&folder.path().join("object"));
                     sync(folder.path());
                 })
-                .with_setup(settle),
+                .with_setup(wait_for_deferred_drops),
             )
             .with_runner(
                 Runner::limit("write", || {
@@ -46,12 +49,12 @@ pub(crate) fn put_and_get(bench: &mut Bench) {
                 })
                 .with_setup(|| {
                     drop(std::fs::remove_file(&plain));
-                    settle();
+                    wait_for_deferred_drops();
                 }),
             ),
     );
     let get = || store.get_state_dict(&key(), &GetOptions::default()).unwrap().0;
-    // What was got is given up before the next version, and nobody waits for that.
+    // The last result is dropped before the next version, outside the measured time.
     let (last, object) = (LastResult::new(), LastResult::new());
     let mut warm = vec![1; encoded.len()];
     bench.race(

@@ -1,16 +1,17 @@
-//! What operations cost by tensor and by byte.
+//! Costs of operations per tensor and per byte.
 
 use std::cell::RefCell;
 
 use tssd_store::GetOptions;
 use tssd_tests::bench::peer::Peer;
 use tssd_tests::bench::{Bench, CopyBuffers, Curve, Echo, LastResult, Model, Runner, run_on_cores};
-use tssd_tests::served::TestDaemon;
+use tssd_tests::test_daemon::TestDaemon;
 
 use crate::copies::{LIMIT, get_into, put_one};
 use crate::key;
-use crate::pull::Copy;
+use crate::pull::SocketCopy;
 
+/// Measures puts, gets in place, views and pulls of several sizes.
 pub(crate) fn all(bench: &mut Bench) {
     let mut put = Curve::fit("put", "a new version, warm memory");
     let mut into = Curve::fit("get in place", "a new version, verified");
@@ -22,20 +23,20 @@ pub(crate) fn all(bench: &mut Bench) {
             run_on_cores(2, || {
                 let served = TestDaemon::new(LIMIT);
                 let (writer, reader) = (served.connect(), served.connect());
-                let far = served.connect_tcp();
+                let remote = served.connect_tcp();
                 let (copier, mut echo) = (Peer::start("copy"), Echo::new());
-                let mut socket = Copy::new(&copier.startup_words[0], 2, bytes);
+                let mut socket = SocketCopy::new(&copier.startup_words[0], 2, bytes);
                 let memory = RefCell::new(CopyBuffers::new(bytes));
-                let tensors_of = RefCell::new(vec![1_u8; usize::try_from(bytes).unwrap()]);
-                let renew = || put_one(&writer, model);
+                let target_bytes = RefCell::new(vec![1_u8; usize::try_from(bytes).unwrap()]);
+                let put_next = || put_one(&writer, model);
                 let read = |store| {
                     let options = GetOptions::default();
-                    get_into(store, model, &mut tensors_of.borrow_mut(), &options);
+                    get_into(store, model, &mut target_bytes.borrow_mut(), &options);
                 };
                 (0..3).for_each(|_| {
-                    renew();
+                    put_next();
                     read(&reader);
-                    read(&far);
+                    read(&remote);
                 });
                 let copy = || {
                     Runner::limit("memcpy of each, 2 threads", || {
@@ -43,26 +44,27 @@ pub(crate) fn all(bench: &mut Bench) {
                     })
                 };
                 let size = (tensors, bytes);
-                put.measure_size(bench, size, 5, vec![Runner::ours("tssd", renew), copy()]);
-                let ours = Runner::ours("tssd", || read(&reader)).with_setup(renew);
+                put.measure_size(bench, size, 5, vec![Runner::ours("tssd", put_next), copy()]);
+                let ours = Runner::ours("tssd", || read(&reader)).with_setup(put_next);
                 into.measure_size(bench, size, 5, vec![ours, copy()]);
                 let options = GetOptions { unverified: true, ..GetOptions::default() };
                 let last = LastResult::new();
                 let view =
                     || last.replace_with(|| reader.get_state_dict(&key(), &options).unwrap().0);
-                // As in the race of views: what was got is dropped first.
+                // As in the race of views, the last result is dropped first.
                 let ours = Runner::ours("tssd", view).with_setup(|| {
                     last.clear();
-                    renew();
+                    put_next();
                 });
-                let there = Runner::limit("64 B there and back by a socket", || echo.round_trip());
-                views.measure_size(bench, size, 5, vec![ours, there]);
+                let round_trip =
+                    Runner::limit("64 B there and back by a socket", || echo.round_trip());
+                views.measure_size(bench, size, 5, vec![ours, round_trip]);
                 model.assert_equals(&last.take());
-                model.assert_bytes_equal(&tensors_of.borrow());
-                let ours = Runner::ours("tssd", || read(&far)).with_setup(renew);
+                model.assert_bytes_equal(&target_bytes.borrow());
+                let ours = Runner::ours("tssd", || read(&remote)).with_setup(put_next);
                 let plain = Runner::limit("socket copy", || socket.run());
                 pull.measure_size(bench, size, 3, vec![ours, plain]);
-                model.assert_bytes_equal(&tensors_of.borrow());
+                model.assert_bytes_equal(&target_bytes.borrow());
             });
         }
     }

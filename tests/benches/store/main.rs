@@ -1,5 +1,6 @@
-//! What the store takes: each case against what bounds it, in one run. A name or a part of one runs that
-//! case alone.
+//! Benchmarks of the store: each case is compared with its physical limit, in one run.
+//!
+//! Arguments select cases by name or part of a name.
 #![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
 
 #[cfg(feature = "object")]
@@ -19,7 +20,7 @@ use tssd_store::Key;
 use tssd_tests::bench::{Bench, Suite};
 
 fn main() {
-    if pull::is_child() {
+    if pull::run_if_child() {
         return;
     }
     Bench::run(
@@ -28,15 +29,15 @@ fn main() {
             ("put", copies::put),
             ("get", copies::get),
             ("cold", copies::cold),
-            ("views", views::of_one_version),
+            ("views", views::create_and_read),
             ("tiny", tiny::put_and_get),
             ("reshard", reshard::all),
-            ("pull", pull::over_loopback),
+            ("pull", pull::pull_over_loopback),
             ("directory", directory::put_and_get),
             #[cfg(feature = "object")]
-            ("bucket", bucket::up_and_down),
+            ("bucket", bucket::upload_and_download),
             ("plan", plans::many_ranks),
-            ("hostile", hostile::attacked),
+            ("hostile", hostile::requests_under_attack),
             ("fit", fits::all),
             #[cfg(feature = "object")]
             ("fit to a bucket", bucket::fits),

@@ -1,4 +1,4 @@
-//! Ranks put shards, and other ranks get shards of another layout in place: all of them at once.
+//! Resharding: ranks put shards, and other ranks get shards of another layout, all in parallel.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,18 +10,18 @@ use tssd_format::{
 use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, JobId, PutOptions, Target as Wanted, TargetMemory};
 use tssd_tests::bench::{Bench, CopyBuffers, Race, Runner, run_on_cores};
-use tssd_tests::served::TestDaemon;
 use tssd_tests::sharding::local_meta;
+use tssd_tests::test_daemon::TestDaemon;
 
 use crate::copies::LIMIT;
 use crate::key;
 
 const DTYPE: Dtype = Dtype::Bfloat16;
 
-/// 16 matrices of about 16 MiB.
+/// Number of matrices, of about 16 MiB each.
 const TENSORS: u32 = 16;
 
-/// How a global tensor lies on ranks.
+/// How a global tensor is sharded.
 pub(crate) struct Layout {
     mesh: DeviceMesh,
     placements: Vec<Placement>,
@@ -36,7 +36,7 @@ impl Layout {
         u32::try_from(self.mesh.shape().iter().product::<u64>()).unwrap()
     }
 
-    /// What a rank has of a tensor.
+    /// Returns the shard of a rank.
     fn place(&self, shape: &[u64], rank: u32) -> ShardSpec {
         let slices = TensorSlice::from_placements(shape, &self.mesh, rank, &self.placements);
         let place = ShardSpec::new(slices.unwrap().remove(0)).with_mesh(self.mesh.clone()).unwrap();
@@ -67,25 +67,25 @@ pub(crate) fn all(bench: &mut Bench) {
             Layout::new(&[3], vec![rows()]),
         ),
     ] {
-        run_on_cores(2, || one(bench, name, &shape, &writers, &readers));
+        run_on_cores(2, || race(bench, name, &shape, &writers, &readers));
     }
 }
 
-fn one(bench: &mut Bench, name: &str, shape: &[u64], writers: &Layout, readers: &Layout) {
+fn race(bench: &mut Bench, name: &str, shape: &[u64], writers: &Layout, readers: &Layout) {
     let served = TestDaemon::new(LIMIT);
-    let put = Writers::new(&served, shape, writers);
-    let get = RefCell::new(Readers::new(&served, shape, readers));
+    let writer_ranks = Writers::new(&served, shape, writers);
+    let reader_ranks = RefCell::new(Readers::new(&served, shape, readers));
     (0..3).for_each(|_| {
-        put.put();
-        get.borrow_mut().get();
+        writer_ranks.put();
+        reader_ranks.borrow_mut().get();
     });
-    let bytes = get.borrow().bytes();
+    let bytes = reader_ranks.borrow().bytes();
     let mut memory = CopyBuffers::new(bytes);
     let case = format!("put shards, {name}");
     bench.race(
         Race::new(&case, "all ranks at once, 2 cores", 9)
             .with_bytes(bytes)
-            .with_runner(Runner::ours("tssd", || put.put()))
+            .with_runner(Runner::ours("tssd", || writer_ranks.put()))
             .with_runner(Runner::limit("memcpy", || memory.copy(2))),
     );
     let case = format!("reshard, {name}");
@@ -94,16 +94,16 @@ fn one(bench: &mut Bench, name: &str, shape: &[u64], writers: &Layout, readers: 
             .with_bytes(bytes)
             .with_runner(
                 Runner::ours("tssd", || {
-                    get.borrow_mut().get();
+                    reader_ranks.borrow_mut().get();
                 })
-                .with_setup(|| put.put()),
+                .with_setup(|| writer_ranks.put()),
             )
             .with_runner(Runner::limit("memcpy", || memory.copy(2))),
     );
-    get.borrow().check(shape, readers);
+    reader_ranks.borrow().check(shape, readers);
 }
 
-/// Ranks that write, each with a connection of its own.
+/// Ranks that write, each with its own connection.
 pub(crate) struct Writers {
     ranks: Vec<(Store, StateDict)>,
     step: AtomicU64,
@@ -115,7 +115,7 @@ impl Writers {
         Self { ranks: (0..layout.ranks()).map(rank).collect(), step: AtomicU64::new(0) }
     }
 
-    /// A version of all ranks.
+    /// Puts the next version, with all ranks in parallel.
     pub(crate) fn put(&self) {
         let step = self.step.fetch_add(1, Ordering::Relaxed) + 1;
         thread::scope(|scope| {
@@ -143,20 +143,20 @@ fn shards(shape: &[u64], layout: &Layout, rank: u32) -> StateDict {
     dict
 }
 
-/// Elements that tell where they are in the global tensor.
+/// Returns elements that depend on their position in the global tensor.
 fn elements(shape: &[u64], place: &ShardSpec, number: u32) -> Vec<u8> {
     let region = place.slice().region();
     let mut bytes = Vec::with_capacity(usize::try_from(local_meta(DTYPE, place).nbytes()).unwrap());
     for row in region.offsets()[0]..region.offsets()[0] + region.shape()[0] {
         for column in region.offsets()[1]..region.offsets()[1] + region.shape()[1] {
-            let at = (row * shape[1] + column).wrapping_mul(0x9E37_79B9) + u64::from(number);
-            bytes.extend_from_slice(&at.to_le_bytes()[..2]);
+            let element = (row * shape[1] + column).wrapping_mul(0x9E37_79B9) + u64::from(number);
+            bytes.extend_from_slice(&element.to_le_bytes()[..2]);
         }
     }
     bytes
 }
 
-/// Ranks that read into memory of their own, each with a connection of its own.
+/// Ranks that read into their own memory, each with its own connection.
 pub(crate) struct Readers {
     ranks: Vec<(Store, ShardSpec, Vec<u8>)>,
 }
@@ -176,11 +176,12 @@ impl Readers {
         self.ranks.iter().map(|(.., memory)| memory.len() as u64).sum()
     }
 
+    /// Gets the newest version, with all ranks in parallel.
     pub(crate) fn get(&mut self) {
         thread::scope(|scope| {
             for (store, place, memory) in &mut self.ranks {
                 scope.spawn(move || {
-                    let mut targets = layers(place, memory);
+                    let mut targets = layer_targets(place, memory);
                     let options = GetOptions::default();
                     let report = store.get_state_dict_into(&key(), &mut targets, &options).unwrap();
                     assert_eq!(report.bytes_transferred, report.bytes_needed);
@@ -189,6 +190,7 @@ impl Readers {
         });
     }
 
+    /// Compares the results of the last get with the elements that were put.
     pub(crate) fn check(&self, shape: &[u64], layout: &Layout) {
         for (rank, (_, place, memory)) in (0..).zip(&self.ranks) {
             assert_eq!(place, &layout.place(shape, rank));
@@ -200,15 +202,15 @@ impl Readers {
     }
 }
 
-/// What has a place in each of so many matrices, one after the other in memory.
-pub(crate) fn layers<'a>(place: &ShardSpec, memory: &'a mut [u8]) -> Vec<Wanted<'a>> {
+/// Returns targets for the same shard of each matrix, consecutive in memory.
+pub(crate) fn layer_targets<'a>(place: &ShardSpec, memory: &'a mut [u8]) -> Vec<Wanted<'a>> {
     let meta = local_meta(DTYPE, place);
     let len = usize::try_from(meta.nbytes()).unwrap();
     let target = |(number, bytes)| Wanted {
         fqn: format!("layers.{number}"),
-        place: Some(place.clone()),
+        shard_spec: Some(place.clone()),
         meta: meta.clone(),
-        memory: TargetMemory::Here(bytes),
+        memory: TargetMemory::Host(bytes),
     };
     memory.chunks_mut(len).enumerate().map(target).collect()
 }

@@ -1,4 +1,4 @@
-//! What one daemon takes as writers, readers and versions become more.
+//! Growth of the costs of one daemon with the number of writers, readers and versions.
 
 use std::cell::RefCell;
 use std::num::NonZeroU32;
@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 use tssd_format::Placement;
 use tssd_store::GetOptions;
 use tssd_tests::bench::{Bench, CopyBuffers, Curve, LastResult, Model, Runner, run_on_cores};
-use tssd_tests::served::TestDaemon;
+use tssd_tests::test_daemon::TestDaemon;
 
 use crate::copies::{LIMIT, put_one};
 use crate::key;
@@ -26,7 +26,7 @@ fn rows(ranks: u64) -> Layout {
     Layout::new(&[ranks], vec![Placement::Shard { dim: 0 }])
 }
 
-/// The same bytes, put by more writers.
+/// Puts the same number of bytes by a growing number of writers.
 fn writers(bench: &mut Bench) {
     let what = "put of 268 MB by so many at once, 2 cores";
     let mut curve = Curve::series("writers", what, "writers");
@@ -44,12 +44,12 @@ fn writers(bench: &mut Bench) {
                 Runner::limit("memcpy", || memory.copy(2)),
             ],
         );
-        expect_all(&served);
+        assert_complete(&served);
     }
     curve.record(bench);
 }
 
-/// Each reader gets all of it.
+/// Gets all bytes by each of a growing number of readers.
 fn readers(bench: &mut Bench) {
     let what = "get of 268 MB in place by each of so many at once, verified, 2 cores";
     let mut curve = Curve::series("readers", what, "readers");
@@ -79,15 +79,15 @@ fn readers(bench: &mut Bench) {
     curve.record(bench);
 }
 
-/// Compares what was put last with its source.
-fn expect_all(served: &TestDaemon) {
+/// Gets the newest version, and compares it with its source.
+fn assert_complete(served: &TestDaemon) {
     let all = Layout::new(&[1], vec![Placement::Replicate]);
     let mut reader = Readers::new(served, &SHAPE, &all);
     reader.get();
     reader.check(&SHAPE, &all);
 }
 
-/// Small versions, of which a daemon keeps so many.
+/// Puts and gets small versions while the daemon retains a growing number of them.
 fn versions(bench: &mut Bench) {
     let what = "put and get of 20 tensors, 1.3 MB, where so many versions are kept";
     let mut curve = Curve::series("versions", what, "versions kept");

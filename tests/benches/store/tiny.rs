@@ -1,15 +1,17 @@
-//! Many tiny tensors.
+//! Puts and gets of many tensors of one element.
 
 use tssd_format::StateDict;
 use tssd_store::GetOptions;
 use tssd_tests::bench::{Bench, LastResult, Model, Race, Runner, Target};
-use tssd_tests::served::TestDaemon;
+use tssd_tests::test_daemon::TestDaemon;
 
 use crate::copies::{LIMIT, put_one};
 use crate::key;
 
-/// The limit is what another thread of the same process would be handed: a dict of names and tensors of its own. What a
-/// turn has made, the next one drops.
+/// Puts and gets 10,000 and 20,000 tensors.
+///
+/// The limit is a handover to another thread of the same process: a new dict of cloned names and tensors.
+/// Each turn drops the result of the turn before.
 pub(crate) fn put_and_get(bench: &mut Bench) {
     for (tensors, target) in [(10_000, None), (20_000, Some(60.0))] {
         let model = Model::tiny(tensors);

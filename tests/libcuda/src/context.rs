@@ -1,35 +1,35 @@
-//! Contexts: each device has one, and each thread a stack of those that are current.
+//! Contexts: each device has one, and each thread has a stack of current contexts.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::{c_int, c_void};
 
-use crate::devices;
+use crate::device_count;
 use crate::result::Code;
 
-/// Contexts are numbers that are no addresses: the device's and this.
-const FIRST: usize = 0xC0DE_0000;
+/// Context of device 0. The context of device `n` is this plus `n`. Contexts are not addresses.
+const BASE: usize = 0xC0DE_0000;
 
 thread_local! {
     static CURRENT: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
-    /// What this thread minds while others capture.
-    static CAPTURE: Cell<c_int> = const { Cell::new(0) };
+    /// Stream capture mode of this thread.
+    static CAPTURE_MODE: Cell<c_int> = const { Cell::new(0) };
 }
 
-/// Gives a thread another one.
+/// Sets the stream capture mode of this thread, and returns the previous one.
 pub(crate) fn exchange_capture(mode: c_int) -> Result<c_int, Code> {
-    if (0..=2).contains(&mode) { Ok(CAPTURE.replace(mode)) } else { Err(Code::InvalidValue) }
+    if (0..=2).contains(&mode) { Ok(CAPTURE_MODE.replace(mode)) } else { Err(Code::InvalidValue) }
 }
 
-/// The primary context of a device.
-pub(crate) fn of(device: c_int) -> Result<*mut c_void, Code> {
-    let number = usize::try_from(device).ok().filter(|_| device < devices());
+/// Returns the primary context of a device.
+pub(crate) fn primary(device: c_int) -> Result<*mut c_void, Code> {
+    let number = usize::try_from(device).ok().filter(|_| device < device_count());
     let number = number.ok_or(Code::InvalidDevice)?;
-    Ok(std::ptr::without_provenance_mut(FIRST + number))
+    Ok(std::ptr::without_provenance_mut(BASE + number))
 }
 
 fn check(context: usize) -> Result<(), Code> {
-    let count = usize::try_from(devices()).unwrap_or(0);
-    if (FIRST..FIRST + count).contains(&context) { Ok(()) } else { Err(Code::InvalidContext) }
+    let count = usize::try_from(device_count()).unwrap_or(0);
+    if (BASE..BASE + count).contains(&context) { Ok(()) } else { Err(Code::InvalidContext) }
 }
 
 pub(crate) fn current() -> *mut c_void {
@@ -53,9 +53,9 @@ pub(crate) fn pop() -> Result<*mut c_void, Code> {
     Ok(std::ptr::without_provenance_mut(popped))
 }
 
-/// The device of this thread's context: most calls need one.
-pub(crate) fn device() -> Result<c_int, Code> {
+/// Returns the device of the current context of this thread. Most calls need one.
+pub(crate) fn current_device() -> Result<c_int, Code> {
     let current = current().addr();
     check(current)?;
-    c_int::try_from(current - FIRST).map_err(|_| Code::InvalidContext)
+    c_int::try_from(current - BASE).map_err(|_| Code::InvalidContext)
 }

@@ -1,28 +1,29 @@
-//! Handles by which other processes of this machine open what `cuMemAlloc` has allocated.
+//! IPC handles, by which other processes of this machine open allocations of `cuMemAlloc`.
 
 use std::ffi::c_uint;
 
 use crate::context;
-use crate::memory::{self, Kind, Range};
-use crate::pages::{GRANULE, Pages};
+use crate::device_memory::{DeviceMemory, GRANULE};
+use crate::memory::{self, MappingKind, Range};
 use crate::result::Code;
 
-/// A text, and zeros after it: the process, its descriptor of the memory, and the memory's serial number, because another
-/// may have that descriptor later.
+/// IPC handle: process, file descriptor and serial number of the memory, as text padded with zeros.
+///
+/// The serial number detects that the descriptor has been reused for other memory.
 #[repr(C)]
 pub struct CUipcMemHandle {
     bytes: [u8; 64],
 }
 
-/// That of the whole allocation.
+/// Returns the handle of the allocation that contains an address.
 pub(crate) fn handle(pointer: u64) -> Result<CUipcMemHandle, Code> {
-    context::device()?;
-    let text = memory::find(pointer, |range, _| match range.kind {
-        Kind::Allocated => {
-            let (descriptor, serial) = (range.pages.number(), &range.pages.serial);
+    context::current_device()?;
+    let text = memory::with_range(pointer, |range, _| match range.kind {
+        MappingKind::Allocated => {
+            let (descriptor, serial) = (range.pages.descriptor(), &range.pages.serial);
             Ok(format!("{} {descriptor} {serial}", std::process::id()))
         }
-        Kind::Mapped(_) | Kind::Opened(_) => Err(Code::InvalidValue),
+        MappingKind::Mapped(_) | MappingKind::Opened(_) => Err(Code::InvalidValue),
     })?;
     let mut bytes = [0; 64];
     let room = bytes.get_mut(..text.len()).ok_or(Code::InvalidValue)?;
@@ -41,7 +42,7 @@ impl CUipcMemHandle {
 
 pub(crate) fn open(handle: &CUipcMemHandle, flags: c_uint) -> Result<u64, Code> {
     const ENABLE_PEERS: c_uint = 1;
-    context::device()?;
+    context::current_device()?;
     if flags != ENABLE_PEERS {
         return Err(Code::InvalidValue);
     }
@@ -51,25 +52,25 @@ pub(crate) fn open(handle: &CUipcMemHandle, flags: c_uint) -> Result<u64, Code> 
     }
     let mut ranges = memory::ranges();
     for (start, range) in ranges.iter_mut() {
-        if let Kind::Opened(count) = &mut range.kind
+        if let MappingKind::Opened(count) = &mut range.kind
             && range.pages.serial == serial
         {
             *count += 1;
             return Ok(*start as u64);
         }
     }
-    // It is not there if the process is one of another namespace.
-    let pages = Pages::open(format!("/proc/{process}/fd/{descriptor}").as_ref());
+    // The path does not exist if the process is in another PID namespace.
+    let pages = DeviceMemory::open(format!("/proc/{process}/fd/{descriptor}").as_ref());
     let pages = pages.ok().filter(|pages| pages.serial == serial).ok_or(Code::InvalidHandle)?;
     let start = memory::reserve(pages.len, GRANULE)?;
-    ranges.insert(start, Range { len: pages.len, pages, kind: Kind::Opened(1) });
+    ranges.insert(start, Range { len: pages.len, pages, kind: MappingKind::Opened(1) });
     Ok(start as u64)
 }
 
 pub(crate) fn close(pointer: u64) -> Result<(), Code> {
     let start = usize::try_from(pointer).map_err(|_| Code::InvalidValue)?;
     let mut ranges = memory::ranges();
-    let Some(Range { len, kind: Kind::Opened(count), .. }) = ranges.get_mut(&start) else {
+    let Some(Range { len, kind: MappingKind::Opened(count), .. }) = ranges.get_mut(&start) else {
         return Err(Code::InvalidValue);
     };
     *count -= 1;
@@ -88,7 +89,7 @@ mod tests {
     use super::*;
     use crate::{
         cuCtxSetCurrent, cuIpcCloseMemHandle, cuIpcGetMemHandle, cuIpcOpenMemHandle_v2,
-        cuMemAlloc_v2, cuMemFree_v2, cuMemcpyDtoH_v2, cuMemsetD8Async, cuStreamSynchronize, held,
+        cuMemAlloc_v2, cuMemFree_v2, cuMemcpyDtoH_v2, cuMemsetD8Async, cuStreamSynchronize, lock,
         tssd_fake_cuda_memory,
     };
 
@@ -98,13 +99,14 @@ mod tests {
     fn open(handle: &str) -> Result<u64, u32> {
         let (mut bytes, mut pointer) = ([0; 64], 0);
         bytes[..handle.len()].copy_from_slice(handle.as_bytes());
-        // SAFETY: there is room for a pointer.
+        // SAFETY: the pointer is valid for writing.
         match unsafe { cuIpcOpenMemHandle_v2(&raw mut pointer, CUipcMemHandle { bytes }, 1) } {
             0 => Ok(pointer),
             code => Err(code),
         }
     }
 
+    /// Runs a test in another process, with a handle.
     fn run(test: &str, handle: &str) {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--ignored", "--exact", test]).env("TSSD_TESTS_HANDLE", handle);
@@ -114,33 +116,33 @@ mod tests {
     }
 
     #[test]
-    fn another_process_opens_what_is_there() {
-        let _turn = held(&crate::TESTS);
-        assert_eq!(cuCtxSetCurrent(context::of(0).unwrap()), 0);
+    fn other_process_opens_allocation_until_it_is_freed() {
+        let _lock = lock(&crate::TESTS);
+        assert_eq!(cuCtxSetCurrent(context::primary(0).unwrap()), 0);
         let (mut pointer, mut handle) = (0, CUipcMemHandle { bytes: [0; 64] });
-        // SAFETY: there is room for a pointer.
+        // SAFETY: the pointer is valid for writing.
         assert_eq!(unsafe { cuMemAlloc_v2(&raw mut pointer, 1000) }, 0);
-        // SAFETY: there is room for a handle.
+        // SAFETY: the pointer is valid for writing a handle.
         assert_eq!(unsafe { cuIpcGetMemHandle(&raw mut handle, pointer + 999) }, 0);
         assert_eq!(cuMemsetD8Async(pointer, 7, 1000, STREAM), 0);
         assert_eq!(cuStreamSynchronize(STREAM), 0);
         let text = str::from_utf8(&handle.bytes).unwrap().trim_end_matches('\0');
         assert_eq!(open(text), Err(201));
         assert_eq!(cuIpcCloseMemHandle(pointer), 1);
-        run("ipc::tests::it_is_there", text);
+        run("ipc::tests::handle_is_open", text);
         assert_eq!(cuMemFree_v2(pointer), 0);
-        run("ipc::tests::it_is_gone", text);
-        // SAFETY: as above.
+        run("ipc::tests::handle_is_invalid", text);
+        // SAFETY: the pointer is valid for writing.
         assert_eq!(unsafe { cuMemAlloc_v2(&raw mut pointer, 1000) }, 0);
-        run("ipc::tests::it_is_gone", text);
+        run("ipc::tests::handle_is_invalid", text);
         assert_eq!(cuMemFree_v2(pointer), 0);
     }
 
     #[test]
     #[ignore = "needs a handle of another process"]
-    fn it_is_there() {
+    fn handle_is_open() {
         let Ok(handle) = std::env::var("TSSD_TESTS_HANDLE") else { return };
-        assert_eq!(cuCtxSetCurrent(context::of(0).unwrap()), 0);
+        assert_eq!(cuCtxSetCurrent(context::primary(0).unwrap()), 0);
         let [one, other] = [(); 2].map(|()| open(&handle).unwrap());
         assert_eq!((one, tssd_fake_cuda_memory(0)), (other, GRANULE as u64));
         let mut found = [0_u8; 1001];
@@ -156,9 +158,9 @@ mod tests {
 
     #[test]
     #[ignore = "needs a handle of another process"]
-    fn it_is_gone() {
+    fn handle_is_invalid() {
         let Ok(handle) = std::env::var("TSSD_TESTS_HANDLE") else { return };
-        assert_eq!(cuCtxSetCurrent(context::of(0).unwrap()), 0);
+        assert_eq!(cuCtxSetCurrent(context::primary(0).unwrap()), 0);
         assert_eq!(open(&handle), Err(400));
     }
 }

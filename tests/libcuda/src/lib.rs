@@ -1,25 +1,30 @@
-//! A driver without a GPU, with the names and the ABI of NVIDIA's `libcuda.so.1`.
+//! A fake CUDA driver, with the names and the ABI of NVIDIA's `libcuda.so.1`.
 //!
-//! Memory of a device is anonymous memory that the process does not see: a pointer to it is an address at which nothing
-//! may be read or written, so that who takes it for memory of the host is killed. Work that a stream is given is done by
-//! a thread, later: after a delay of up to `TSSD_FAKE_CUDA_DELAY` microseconds, so that who does not wait for it finds
-//! what was there before. `TSSD_FAKE_CUDA_DEVICES` says how many devices there are (1), `TSSD_FAKE_CUDA_MEMORY` how many
-//! bytes of all of them together a process may allocate. With `TSSD_FAKE_CUDA_NO_VMM` they have no virtual memory.
+//! Device memory is a memfd, mapped at an address that only the driver knows. A device pointer is a reserved address
+//! without access, so that a process that uses it as host memory is killed. Memfds can be passed to other processes,
+//! and live as long as one of them holds them, like the memory of a real device.
 //!
-//! Memory has descriptors of files without a path, so that it goes from process to process as a real device's does, and
-//! is there as long as one of them has it.
+//! Each stream has a thread that executes its work after a random delay, so that a caller that does not wait finds the
+//! previous contents.
+//!
+//! Environment variables:
+//!
+//! - `TSSD_FAKE_CUDA_DELAY`: maximum delay in microseconds (default 0)
+//! - `TSSD_FAKE_CUDA_DEVICES`: number of devices (default 1)
+//! - `TSSD_FAKE_CUDA_MEMORY`: maximum number of bytes that a process may allocate on all devices together
+//! - `TSSD_FAKE_CUDA_NO_VMM`: if set, the devices do not support virtual memory management
 #![cfg(target_os = "linux")]
 #![expect(unsafe_code, reason = "its callers are those of a library of C")]
 #![expect(clippy::missing_safety_doc, reason = "each is what the driver's documentation says")]
 #![expect(missing_docs, reason = "as above")]
 
 mod context;
+mod device_memory;
 mod ipc;
 mod memory;
-mod pages;
 mod result;
-mod rows;
 mod stream;
+mod strided_copy;
 mod virtual_memory;
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
@@ -27,9 +32,9 @@ use std::os::fd::{AsRawFd, IntoRawFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::ipc::CUipcMemHandle;
-use crate::memory::Side;
-use crate::result::{CUresult, Code, answer};
-use crate::rows::{CUDA_MEMCPY2D, CUDA_MEMCPY3D};
+use crate::memory::CopyAddress;
+use crate::result::{CUresult, Code, to_result};
+use crate::strided_copy::{CUDA_MEMCPY2D, CUDA_MEMCPY3D};
 use crate::virtual_memory::{CUmemAccessDesc, CUmemAllocationProp};
 
 type CUdevice = c_int;
@@ -40,40 +45,50 @@ type CUevent = *mut c_void;
 type CUmemGenericAllocationHandle = c_ulonglong;
 type CUhostFn = Option<stream::Function>;
 
-/// Some tests count what the process has: one at a time runs.
+/// Serializes the tests that count the memory of the process.
 #[cfg(test)]
 static TESTS: Mutex<()> = Mutex::new(());
 
 const NAME: &[u8] = b"a fake GPU\0";
 
-fn devices() -> c_int {
+/// Returns the number of devices.
+fn device_count() -> c_int {
     let count = std::env::var("TSSD_FAKE_CUDA_DEVICES").ok();
     count.and_then(|count| count.parse().ok()).unwrap_or(1)
 }
 
-fn held<T>(all: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Locks a mutex, also if a thread has panicked while it held it.
+fn lock<T>(all: &Mutex<T>) -> MutexGuard<'_, T> {
     all.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Writes what a caller asked for.
-unsafe fn put<T>(place: *mut T, value: T) -> Result<(), Code> {
-    if place.is_null() {
+/// Writes a result to an output pointer of the caller.
+///
+/// # Safety
+///
+/// The pointer must be null, or valid for writing a `T`.
+unsafe fn write_output<T>(pointer: *mut T, value: T) -> Result<(), Code> {
+    if pointer.is_null() {
         return Err(Code::InvalidValue);
     }
-    // SAFETY: it is the caller's room for one, and not nothing.
-    unsafe { place.write(value) };
+    // SAFETY: it is valid for writing, as this function requires, and it is not null.
+    unsafe { pointer.write(value) };
     Ok(())
 }
 
-/// What a caller points to.
-unsafe fn get<'a, T>(place: *const T) -> Result<&'a T, Code> {
-    // SAFETY: it is one of the caller's, or nothing.
-    unsafe { place.as_ref() }.ok_or(Code::InvalidValue)
+/// Reads an input pointer of the caller.
+///
+/// # Safety
+///
+/// The pointer must be null, or point to a `T` that lives for `'a`.
+unsafe fn read_input<'a, T>(pointer: *const T) -> Result<&'a T, Code> {
+    // SAFETY: it is null, or points to a `T` that lives for `'a`, as this function requires.
+    unsafe { pointer.as_ref() }.ok_or(Code::InvalidValue)
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuInit(flags: c_uint) -> CUresult {
-    answer(|| match (flags, devices()) {
+    to_result(|| match (flags, device_count()) {
         (0, 0) => Err(Code::NoDevice),
         (0, _) => Ok(()),
         _ => Err(Code::InvalidValue),
@@ -82,36 +97,36 @@ pub extern "C" fn cuInit(flags: c_uint) -> CUresult {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(version, 12080) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(version, 12080) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorName(error: c_uint, name: *mut *const c_char) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(name, result::name(error)?.as_ptr()) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(name, result::name(error)?.as_ptr()) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorString(error: c_uint, text: *mut *const c_char) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(text, result::name(error)?.as_ptr()) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(text, result::name(error)?.as_ptr()) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(count, devices()) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(count, device_count()) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGet(device: *mut CUdevice, ordinal: c_int) -> CUresult {
-    answer(|| {
-        if !(0..devices()).contains(&ordinal) {
+    to_result(|| {
+        if !(0..device_count()).contains(&ordinal) {
             return Err(Code::InvalidDevice);
         }
-        // SAFETY: it is the caller's.
-        unsafe { put(device, ordinal) }
+        // SAFETY: the caller passes a valid pointer, as the driver API requires.
+        unsafe { write_output(device, ordinal) }
     })
 }
 
@@ -121,11 +136,11 @@ pub unsafe extern "C" fn cuDeviceGetName(
     len: c_int,
     _device: CUdevice,
 ) -> CUresult {
-    answer(|| {
+    to_result(|| {
         if usize::try_from(len).is_ok_and(|len| len < NAME.len()) {
             return Err(Code::InvalidValue);
         }
-        // SAFETY: there is room for so many, as the caller says.
+        // SAFETY: the buffer has `len` bytes, as the driver API requires, and `len` is at least `NAME.len()`.
         unsafe { name.cast::<u8>().copy_from_nonoverlapping(NAME.as_ptr(), NAME.len()) };
         Ok(())
     })
@@ -135,13 +150,13 @@ pub unsafe extern "C" fn cuDeviceGetName(
 pub unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: CUdevice) -> CUresult {
     let mut bytes = *b"a fake GPU: no. ";
     bytes[15] = device.to_le_bytes()[0];
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(uuid, bytes) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(uuid, bytes) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetUuid(uuid: *mut [u8; 16], device: CUdevice) -> CUresult {
-    // SAFETY: as the caller says.
+    // SAFETY: both functions have the same contract.
     unsafe { cuDeviceGetUuid_v2(uuid, device) }
 }
 
@@ -155,12 +170,12 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(
     const VIRTUAL_MEMORY: c_uint = 102;
     const SHARED_BY_DESCRIPTORS: c_uint = 103;
     let found = match attribute {
-        MAX_PITCH => rows::MAX_PITCH,
+        MAX_PITCH => strided_copy::MAX_PITCH,
         VIRTUAL_MEMORY | SHARED_BY_DESCRIPTORS => c_int::from(virtual_memory::is_supported()),
         _ => 0,
     };
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(value, found) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(value, found) })
 }
 
 #[unsafe(no_mangle)]
@@ -168,70 +183,72 @@ pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(
     context: *mut CUcontext,
     device: CUdevice,
 ) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(context, context::of(device)?) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(context, context::primary(device)?) })
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuDevicePrimaryCtxRelease_v2(_device: CUdevice) -> CUresult {
-    answer(|| Ok(()))
+    to_result(|| Ok(()))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxSetCurrent(context: CUcontext) -> CUresult {
-    answer(|| context::set(context))
+    to_result(|| context::set(context))
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxGetCurrent(context: *mut CUcontext) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(context, context::current()) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(context, context::current()) })
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxPushCurrent_v2(context: CUcontext) -> CUresult {
-    answer(|| context::push(context))
+    to_result(|| context::push(context))
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut CUcontext) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(context, context::pop()?) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(context, context::pop()?) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) -> CUresult {
-    answer(|| {
-        // SAFETY: it is the caller's.
+    to_result(|| {
+        // SAFETY: the caller passes a valid pointer, as the driver API requires.
         let wanted = unsafe { *mode };
-        // SAFETY: as above.
-        unsafe { put(mode, context::exchange_capture(wanted)?) }
+        // SAFETY: the caller passes valid pointers, as the driver API requires.
+        unsafe { write_output(mode, context::exchange_capture(wanted)?) }
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAlloc_v2(pointer: *mut CUdeviceptr, len: usize) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(pointer, memory::allocate(context::device()?, len)?) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe {
+        write_output(pointer, memory::allocate(context::current_device()?, len)?)
+    })
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemFree_v2(pointer: CUdeviceptr) -> CUresult {
-    answer(|| {
-        // It is not freed under what is on its way.
-        stream::settle_all();
+    to_result(|| {
+        // Pending work may still use the memory.
+        stream::synchronize_all();
         memory::free(pointer)
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> CUresult {
-    answer(|| {
-        let (left, all) = pages::left();
-        // SAFETY: they are the caller's.
-        unsafe { put(free, left) }?;
-        // SAFETY: as above.
-        unsafe { put(total, all) }
+    to_result(|| {
+        let (left, all) = device_memory::available_and_total();
+        // SAFETY: the caller passes valid pointers, as the driver API requires.
+        unsafe { write_output(free, left) }?;
+        // SAFETY: the caller passes valid pointers, as the driver API requires.
+        unsafe { write_output(total, all) }
     })
 }
 
@@ -241,11 +258,11 @@ pub unsafe extern "C" fn cuMemGetAllocationGranularity(
     wanted: *const CUmemAllocationProp,
     option: c_uint,
 ) -> CUresult {
-    answer(|| {
-        // SAFETY: it is the caller's.
-        let found = virtual_memory::granularity(unsafe { get(wanted) }?, option)?;
-        // SAFETY: as above.
-        unsafe { put(granularity, found) }
+    to_result(|| {
+        // SAFETY: the caller passes a valid pointer, as the driver API requires.
+        let found = virtual_memory::granularity(unsafe { read_input(wanted) }?, option)?;
+        // SAFETY: the caller passes valid pointers, as the driver API requires.
+        unsafe { write_output(granularity, found) }
     })
 }
 
@@ -256,17 +273,17 @@ pub unsafe extern "C" fn cuMemCreate(
     wanted: *const CUmemAllocationProp,
     flags: c_ulonglong,
 ) -> CUresult {
-    answer(|| {
-        // SAFETY: it is the caller's.
-        let created = virtual_memory::create(len, unsafe { get(wanted) }?, flags)?;
-        // SAFETY: as above.
-        unsafe { put(handle, created) }
+    to_result(|| {
+        // SAFETY: the caller passes a valid pointer, as the driver API requires.
+        let created = virtual_memory::create(len, unsafe { read_input(wanted) }?, flags)?;
+        // SAFETY: the caller passes valid pointers, as the driver API requires.
+        unsafe { write_output(handle, created) }
     })
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemRelease(handle: CUmemGenericAllocationHandle) -> CUresult {
-    answer(|| virtual_memory::release(handle))
+    to_result(|| virtual_memory::release(handle))
 }
 
 #[unsafe(no_mangle)]
@@ -276,11 +293,11 @@ pub unsafe extern "C" fn cuMemExportToShareableHandle(
     kind: c_uint,
     flags: c_ulonglong,
 ) -> CUresult {
-    answer(|| {
+    to_result(|| {
         let descriptor = virtual_memory::export(handle, kind, flags)?;
-        // SAFETY: the caller has room for a descriptor, which is an int.
-        unsafe { put(shared.cast::<c_int>(), descriptor.as_raw_fd()) }?;
-        // It is the caller's from now on.
+        // SAFETY: for this kind of handle, the caller passes a pointer to an `int`, as the driver API requires.
+        unsafe { write_output(shared.cast::<c_int>(), descriptor.as_raw_fd()) }?;
+        // The caller owns the descriptor from now on.
         let _ = descriptor.into_raw_fd();
         Ok(())
     })
@@ -292,11 +309,11 @@ pub unsafe extern "C" fn cuMemImportFromShareableHandle(
     shared: *mut c_void,
     kind: c_uint,
 ) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(handle, virtual_memory::import(shared.addr(), kind)?) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(handle, virtual_memory::import(shared.addr(), kind)?) })
 }
 
-/// Where the caller would like the addresses to be is not looked at: the real one need not do it either.
+/// Ignores the address that the caller would like. The real driver treats it as a hint too.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAddressReserve(
     pointer: *mut CUdeviceptr,
@@ -305,13 +322,13 @@ pub unsafe extern "C" fn cuMemAddressReserve(
     _wanted: CUdeviceptr,
     flags: c_ulonglong,
 ) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(pointer, virtual_memory::reserve(len, alignment, flags)?) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(pointer, virtual_memory::reserve(len, alignment, flags)?) })
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemAddressFree(pointer: CUdeviceptr, len: usize) -> CUresult {
-    answer(|| virtual_memory::free(pointer, len))
+    to_result(|| virtual_memory::free(pointer, len))
 }
 
 #[unsafe(no_mangle)]
@@ -322,13 +339,13 @@ pub extern "C" fn cuMemMap(
     handle: CUmemGenericAllocationHandle,
     flags: c_ulonglong,
 ) -> CUresult {
-    answer(|| virtual_memory::map(pointer, len, offset, handle, flags))
+    to_result(|| virtual_memory::map(pointer, len, offset, handle, flags))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemUnmap(pointer: CUdeviceptr, len: usize) -> CUresult {
-    answer(|| {
-        stream::settle_all();
+    to_result(|| {
+        stream::synchronize_all();
         virtual_memory::unmap(pointer, len)
     })
 }
@@ -340,11 +357,11 @@ pub unsafe extern "C" fn cuMemSetAccess(
     wanted: *const CUmemAccessDesc,
     count: usize,
 ) -> CUresult {
-    answer(|| {
+    to_result(|| {
         if wanted.is_null() || count == 0 {
             return Err(Code::InvalidValue);
         }
-        // SAFETY: they are the caller's, and so many.
+        // SAFETY: the caller passes `count` descriptors, as the driver API requires, and the pointer is not null.
         let wanted = unsafe { std::slice::from_raw_parts(wanted, count) };
         virtual_memory::set_access(pointer, len, wanted)
     })
@@ -355,8 +372,8 @@ pub unsafe extern "C" fn cuIpcGetMemHandle(
     handle: *mut CUipcMemHandle,
     pointer: CUdeviceptr,
 ) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(handle, ipc::handle(pointer)?) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(handle, ipc::handle(pointer)?) })
 }
 
 #[unsafe(no_mangle)]
@@ -365,23 +382,24 @@ pub unsafe extern "C" fn cuIpcOpenMemHandle_v2(
     handle: CUipcMemHandle,
     flags: c_uint,
 ) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(pointer, ipc::open(&handle, flags)?) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(pointer, ipc::open(&handle, flags)?) })
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuIpcCloseMemHandle(pointer: CUdeviceptr) -> CUresult {
-    answer(|| {
-        stream::settle_all();
+    to_result(|| {
+        stream::synchronize_all();
         ipc::close(pointer)
     })
 }
 
-/// No function of the real one: how many bytes of a device's memory this process has created or imported, and has not
-/// let go of.
+/// Returns the number of bytes of a device that this process has created or imported, and not released.
+///
+/// Not a function of the real driver.
 #[unsafe(no_mangle)]
 pub extern "C" fn tssd_fake_cuda_memory(device: CUdevice) -> u64 {
-    pages::count(device)
+    device_memory::device_bytes(device)
 }
 
 #[unsafe(no_mangle)]
@@ -390,12 +408,12 @@ pub unsafe extern "C" fn cuMemGetAddressRange_v2(
     len: *mut usize,
     pointer: CUdeviceptr,
 ) -> CUresult {
-    answer(|| {
+    to_result(|| {
         let (start, all) = memory::allocation(pointer)?;
-        // SAFETY: both are the caller's.
-        unsafe { put(base, start) }?;
-        // SAFETY: as above.
-        unsafe { put(len, all) }
+        // SAFETY: the caller passes valid pointers, as the driver API requires.
+        unsafe { write_output(base, start) }?;
+        // SAFETY: the caller passes valid pointers, as the driver API requires.
+        unsafe { write_output(len, all) }
     })
 }
 
@@ -408,27 +426,28 @@ pub unsafe extern "C" fn cuPointerGetAttribute(
     const MEMORY_TYPE: c_uint = 2;
     const DEVICE_ORDINAL: c_uint = 9;
     const DEVICE: c_int = 2;
-    answer(|| {
+    to_result(|| {
         let device = memory::device(pointer)?;
         let found = match attribute {
             MEMORY_TYPE => DEVICE,
             DEVICE_ORDINAL => device,
             _ => return Err(Code::InvalidValue),
         };
-        // SAFETY: both attributes are ints, for which the caller has room.
-        unsafe { put(value.cast(), found) }
+        // SAFETY: both attributes are of type `int`, for which the caller passes a valid pointer, as the driver API
+        // requires.
+        unsafe { write_output(value.cast(), found) }
     })
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemHostRegister_v2(start: *mut c_void, len: usize, flags: c_uint) -> CUresult {
-    answer(|| memory::register(start.addr(), len, flags))
+    to_result(|| memory::register(start.addr(), len, flags))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemHostUnregister(start: *mut c_void) -> CUresult {
-    answer(|| {
-        stream::settle_all();
+    to_result(|| {
+        stream::synchronize_all();
         memory::unregister(start.addr())
     })
 }
@@ -440,7 +459,9 @@ pub extern "C" fn cuMemcpyDtoHAsync_v2(
     len: usize,
     stream: CUstream,
 ) -> CUresult {
-    answer(|| stream::copy(stream, Side::Host(target.addr()), Side::Device(source), len))
+    to_result(|| {
+        stream::copy(stream, CopyAddress::Host(target.addr()), CopyAddress::Device(source), len)
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -450,7 +471,9 @@ pub extern "C" fn cuMemcpyHtoDAsync_v2(
     len: usize,
     stream: CUstream,
 ) -> CUresult {
-    answer(|| stream::copy(stream, Side::Device(target), Side::Host(source.addr()), len))
+    to_result(|| {
+        stream::copy(stream, CopyAddress::Device(target), CopyAddress::Host(source.addr()), len)
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -460,7 +483,9 @@ pub extern "C" fn cuMemcpyDtoDAsync_v2(
     len: usize,
     stream: CUstream,
 ) -> CUresult {
-    answer(|| stream::copy(stream, Side::Device(target), Side::Device(source), len))
+    to_result(|| {
+        stream::copy(stream, CopyAddress::Device(target), CopyAddress::Device(source), len)
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -469,9 +494,14 @@ pub extern "C" fn cuMemcpyDtoH_v2(
     source: CUdeviceptr,
     len: usize,
 ) -> CUresult {
-    answer(|| {
-        stream::copy(std::ptr::null_mut(), Side::Host(target.addr()), Side::Device(source), len)?;
-        stream::settle(std::ptr::null_mut())
+    to_result(|| {
+        stream::copy(
+            std::ptr::null_mut(),
+            CopyAddress::Host(target.addr()),
+            CopyAddress::Device(source),
+            len,
+        )?;
+        stream::synchronize(std::ptr::null_mut())
     })
 }
 
@@ -481,9 +511,14 @@ pub extern "C" fn cuMemcpyHtoD_v2(
     source: *const c_void,
     len: usize,
 ) -> CUresult {
-    answer(|| {
-        stream::copy(std::ptr::null_mut(), Side::Device(target), Side::Host(source.addr()), len)?;
-        stream::settle(std::ptr::null_mut())
+    to_result(|| {
+        stream::copy(
+            std::ptr::null_mut(),
+            CopyAddress::Device(target),
+            CopyAddress::Host(source.addr()),
+            len,
+        )?;
+        stream::synchronize(std::ptr::null_mut())
     })
 }
 
@@ -492,9 +527,9 @@ pub unsafe extern "C" fn cuMemcpy2DAsync_v2(
     copy: *const CUDA_MEMCPY2D,
     stream: CUstream,
 ) -> CUresult {
-    answer(|| {
-        // SAFETY: it is the caller's.
-        let (rows, len) = unsafe { get(copy) }?.rows()?;
+    to_result(|| {
+        // SAFETY: the caller passes a valid pointer, as the driver API requires.
+        let (rows, len) = unsafe { read_input(copy) }?.rows()?;
         stream::copy_rows(stream, &rows, len)
     })
 }
@@ -504,9 +539,9 @@ pub unsafe extern "C" fn cuMemcpy3DAsync_v2(
     copy: *const CUDA_MEMCPY3D,
     stream: CUstream,
 ) -> CUresult {
-    answer(|| {
-        // SAFETY: it is the caller's.
-        let (rows, len) = unsafe { get(copy) }?.rows()?;
+    to_result(|| {
+        // SAFETY: the caller passes a valid pointer, as the driver API requires.
+        let (rows, len) = unsafe { read_input(copy) }?.rows()?;
         stream::copy_rows(stream, &rows, len)
     })
 }
@@ -518,57 +553,60 @@ pub extern "C" fn cuMemsetD8Async(
     len: usize,
     stream: CUstream,
 ) -> CUresult {
-    answer(|| stream::fill(stream, target, byte, len))
+    to_result(|| stream::fill(stream, target, byte, len))
 }
 
-/// No function of the real one: how many bytes were copied from and to memory of the host that is registered, or is not.
+/// Returns the number of bytes copied from and to registered or other host memory.
+///
+/// Not a function of the real driver.
 #[unsafe(no_mangle)]
 pub extern "C" fn tssd_fake_cuda_copied(is_registered: bool) -> u64 {
-    let counted = &stream::COPIED[usize::from(!is_registered)];
-    counted.load(std::sync::atomic::Ordering::Relaxed)
+    let bytes = &stream::COPIED_BYTES[usize::from(!is_registered)];
+    bytes.load(std::sync::atomic::Ordering::Relaxed)
 }
 
-/// No functions of the real one: how many events were made, how often somebody has copied, and waited for an event or a
-/// stream.
+/// Returns the number of events created. Not a function of the real driver.
 #[unsafe(no_mangle)]
 pub extern "C" fn tssd_fake_cuda_events() -> u64 {
     stream::EVENTS_MADE.load(std::sync::atomic::Ordering::Relaxed)
 }
 
+/// Returns the number of copies. Not a function of the real driver.
 #[unsafe(no_mangle)]
 pub extern "C" fn tssd_fake_cuda_copies() -> u64 {
     stream::COPIES.load(std::sync::atomic::Ordering::Relaxed)
 }
 
+/// Returns the number of waits for a stream or an event. Not a function of the real driver.
 #[unsafe(no_mangle)]
 pub extern "C" fn tssd_fake_cuda_waits() -> u64 {
-    stream::WAITED.load(std::sync::atomic::Ordering::Relaxed)
+    stream::WAITS.load(std::sync::atomic::Ordering::Relaxed)
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamCreate(stream: *mut CUstream, _flags: c_uint) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(stream, stream::create()?) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(stream, stream::create()?) })
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamDestroy_v2(stream: CUstream) -> CUresult {
-    answer(|| stream::destroy(stream))
+    to_result(|| stream::destroy(stream))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamQuery(stream: CUstream) -> CUresult {
-    answer(|| stream::query(stream))
+    to_result(|| stream::query(stream))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamSynchronize(stream: CUstream) -> CUresult {
-    answer(|| stream::settle(stream))
+    to_result(|| stream::synchronize(stream))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamWaitEvent(stream: CUstream, event: CUevent, _flags: c_uint) -> CUresult {
-    answer(|| stream::wait(stream, event))
+    to_result(|| stream::wait(stream, event))
 }
 
 #[unsafe(no_mangle)]
@@ -577,31 +615,31 @@ pub extern "C" fn cuLaunchHostFunc(
     function: CUhostFn,
     data: *mut c_void,
 ) -> CUresult {
-    answer(|| stream::call(stream, function, data))
+    to_result(|| stream::call(stream, function, data))
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventCreate(event: *mut CUevent, _flags: c_uint) -> CUresult {
-    // SAFETY: it is the caller's.
-    answer(|| unsafe { put(event, stream::create_event()?) })
+    // SAFETY: the caller passes a valid pointer, as the driver API requires.
+    to_result(|| unsafe { write_output(event, stream::create_event()?) })
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventRecord(event: CUevent, stream: CUstream) -> CUresult {
-    answer(|| stream::record(event, stream))
+    to_result(|| stream::record(event, stream))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventQuery(event: CUevent) -> CUresult {
-    answer(|| stream::query_event(event))
+    to_result(|| stream::query_event(event))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventSynchronize(event: CUevent) -> CUresult {
-    answer(|| stream::settle_event(event))
+    to_result(|| stream::synchronize_event(event))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventDestroy_v2(event: CUevent) -> CUresult {
-    answer(|| stream::destroy_event(event))
+    to_result(|| stream::destroy_event(event))
 }

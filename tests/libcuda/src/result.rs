@@ -1,11 +1,11 @@
-//! What calls are answered with.
+//! Result codes of the driver.
 
 use std::ffi::{CStr, c_uint};
 
-/// The driver's result of a call.
+/// The driver's result type.
 pub(crate) type CUresult = c_uint;
 
-/// Errors, by the driver's numbers.
+/// Error codes, with the numbers of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Code {
     InvalidValue = 1,
@@ -21,7 +21,7 @@ pub(crate) enum Code {
     NotSupported = 801,
 }
 
-/// What C calls it.
+/// Returns the C name of an error code.
 pub(crate) fn name(code: c_uint) -> Result<&'static CStr, Code> {
     let all = [
         (Code::InvalidValue, c"CUDA_ERROR_INVALID_VALUE"),
@@ -40,8 +40,8 @@ pub(crate) fn name(code: c_uint) -> Result<&'static CStr, Code> {
     found.map(|(_, name)| name).ok_or(Code::InvalidValue)
 }
 
-/// Does what a call asks for.
-pub(crate) fn answer(call: impl FnOnce() -> Result<(), Code>) -> CUresult {
+/// Executes a call of the driver API, and converts its result.
+pub(crate) fn to_result(call: impl FnOnce() -> Result<(), Code>) -> CUresult {
     match call() {
         Ok(()) => 0,
         Err(code) => code as CUresult,

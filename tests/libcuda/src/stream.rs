@@ -1,4 +1,4 @@
-//! Streams: each has a thread, which does what it is given in turn, some time later.
+//! Streams: each has a thread that executes its work in order, with delays.
 #![expect(unsafe_code, reason = "functions of callers are called here")]
 
 use std::collections::BTreeMap;
@@ -8,85 +8,96 @@ use std::sync::mpsc::{self, SyncSender};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::held;
-use crate::memory::{self, Place, Side};
+use crate::lock;
+use crate::memory::{self, CopyAddress, ResolvedAddress};
 use crate::result::Code;
 
-/// A moment that comes.
+/// A one-shot notification that a stream has reached a position in its work.
 #[derive(Default)]
-struct Moment {
-    has_come: Mutex<bool>,
-    came: Condvar,
+struct Completion {
+    is_complete: Mutex<bool>,
+    completed: Condvar,
 }
 
-impl Moment {
-    fn come(&self) {
-        *held(&self.has_come) = true;
-        self.came.notify_all();
+impl Completion {
+    fn complete(&self) {
+        *lock(&self.is_complete) = true;
+        self.completed.notify_all();
     }
 
     fn wait(&self) {
-        let waited = self.came.wait_while(held(&self.has_come), |has_come| !*has_come);
+        let waited =
+            self.completed.wait_while(lock(&self.is_complete), |is_complete| !*is_complete);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
-    fn has_come(&self) -> bool {
-        *held(&self.has_come)
+    fn is_complete(&self) -> bool {
+        *lock(&self.is_complete)
     }
 }
 
-/// A function of a caller's.
+/// A host function of the caller.
 pub(crate) type Function = unsafe extern "C" fn(*mut c_void);
 
-/// Bytes that are copied, in one piece on both sides.
+/// A copy that is contiguous at both ends.
 struct Piece {
-    target: Place,
-    source: Place,
+    target: ResolvedAddress,
+    source: ResolvedAddress,
     len: usize,
 }
 
+/// An entry of the work queue of a stream.
 enum Work {
     Copy(Vec<Piece>),
-    Fill { pieces: Vec<(Place, usize)>, byte: u8 },
-    Call { function: Function, data: usize },
-    Wait(Arc<Moment>),
-    Come(Arc<Moment>),
+    Fill {
+        pieces: Vec<(ResolvedAddress, usize)>,
+        byte: u8,
+    },
+    Call {
+        function: Function,
+        data: usize,
+    },
+    /// Waits for an event.
+    Wait(Arc<Completion>),
+    /// Notifies the waiters of an event.
+    Complete(Arc<Completion>),
 }
 
-/// How much a stream is given that it has not done: then who gives more waits.
-const LONGEST: usize = 1024;
+/// Maximum length of a work queue. Beyond it, the caller waits.
+const QUEUE_CAPACITY: usize = 1024;
 
-/// Streams by their handles; the default one has the handle 0.
+/// Work queues of streams, by handle. The default stream has handle 0.
 static STREAMS: LazyLock<Mutex<BTreeMap<usize, SyncSender<Work>>>> =
     LazyLock::new(|| Mutex::new(BTreeMap::from([(0, start())])));
 
-/// Events by their handles, each with the moment that it was recorded for last.
-static EVENTS: Mutex<BTreeMap<usize, Option<Arc<Moment>>>> = Mutex::new(BTreeMap::new());
+/// Events by handle, each with its last recording.
+static EVENTS: Mutex<BTreeMap<usize, Option<Arc<Completion>>>> = Mutex::new(BTreeMap::new());
 
-/// Handles of events that are no more: the next ones have them again.
-static GONE: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+/// Handles of destroyed events, which new events reuse.
+static FREE_EVENT_HANDLES: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 
-static NEXT: AtomicUsize = AtomicUsize::new(0xFA4E_0001);
+static NEXT_HANDLE: AtomicUsize = AtomicUsize::new(0xFA4E_0001);
 
-fn handle() -> usize {
-    NEXT.fetch_add(1, Ordering::Relaxed)
+fn new_handle() -> usize {
+    NEXT_HANDLE.fetch_add(1, Ordering::Relaxed)
 }
 
-/// How long something takes: now this long, now that.
+/// Returns a varying delay of at most `TSSD_FAKE_CUDA_DELAY` microseconds.
 fn delay() -> Duration {
-    static LONGEST: LazyLock<u64> = LazyLock::new(|| {
-        let longest = std::env::var("TSSD_FAKE_CUDA_DELAY").ok();
-        longest.and_then(|longest| longest.parse().ok()).unwrap_or(0)
+    static MAX_MICROS: LazyLock<u64> = LazyLock::new(|| {
+        let max = std::env::var("TSSD_FAKE_CUDA_DELAY").ok();
+        max.and_then(|max| max.parse().ok()).unwrap_or(0)
     });
     static COUNT: AtomicU64 = AtomicU64::new(1);
     let mixed = COUNT.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    Duration::from_micros((mixed >> 32) % (*LONGEST + 1))
+    Duration::from_micros((mixed >> 32) % (*MAX_MICROS + 1))
 }
 
+/// Starts the thread of a stream.
 fn start() -> SyncSender<Work> {
-    let (sender, works) = mpsc::sync_channel::<Work>(LONGEST);
+    let (sender, queue) = mpsc::sync_channel::<Work>(QUEUE_CAPACITY);
     std::thread::spawn(move || {
-        for work in works {
+        for work in queue {
             match work {
                 Work::Copy(pieces) => {
                     std::thread::sleep(delay());
@@ -102,64 +113,68 @@ fn start() -> SyncSender<Work> {
                 }
                 Work::Call { function, data } => {
                     std::thread::sleep(delay());
-                    // SAFETY: it is the caller's, who has given it for this, with these data.
+                    // SAFETY: the caller passed the function and its data to `cuLaunchHostFunc`, whose contract is
+                    // that the function may be called with the data.
                     unsafe { function(std::ptr::with_exposed_provenance_mut(data)) };
                 }
-                Work::Wait(moment) => moment.wait(),
-                Work::Come(moment) => moment.come(),
+                Work::Wait(completion) => completion.wait(),
+                Work::Complete(completion) => completion.complete(),
             }
         }
     });
     sender
 }
 
-fn give(stream: *mut c_void, work: Work) -> Result<(), Code> {
-    let sender = held(&STREAMS).get(&stream.addr()).cloned().ok_or(Code::InvalidHandle)?;
+/// Appends work to the queue of a stream.
+fn enqueue(stream: *mut c_void, work: Work) -> Result<(), Code> {
+    let sender = lock(&STREAMS).get(&stream.addr()).cloned().ok_or(Code::InvalidHandle)?;
     sender.send(work).map_err(|_| Code::InvalidHandle)
 }
 
 pub(crate) fn create() -> Result<*mut c_void, Code> {
-    crate::context::device()?;
-    let handle = handle();
-    held(&STREAMS).insert(handle, start());
+    crate::context::current_device()?;
+    let handle = new_handle();
+    lock(&STREAMS).insert(handle, start());
     Ok(std::ptr::without_provenance_mut(handle))
 }
 
 pub(crate) fn destroy(stream: *mut c_void) -> Result<(), Code> {
-    // What it was given is done all the same.
-    held(&STREAMS).remove(&stream.addr()).map(drop).ok_or(Code::InvalidHandle)
+    // The thread executes the remaining work, and then ends.
+    lock(&STREAMS).remove(&stream.addr()).map(drop).ok_or(Code::InvalidHandle)
 }
 
-/// How many bytes were copied from and to memory of the host that is registered, and that is not.
-pub(crate) static COPIED: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
+/// Number of bytes copied from and to registered host memory, and from and to other host memory.
+pub(crate) static COPIED_BYTES: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
 
-/// How often somebody has copied, and waited, and how many events were made.
+/// Number of copies.
 pub(crate) static COPIES: AtomicU64 = AtomicU64::new(0);
-pub(crate) static WAITED: AtomicU64 = AtomicU64::new(0);
+/// Number of waits for streams and events.
+pub(crate) static WAITS: AtomicU64 = AtomicU64::new(0);
+/// Number of events created.
 pub(crate) static EVENTS_MADE: AtomicU64 = AtomicU64::new(0);
 
 pub(crate) fn copy(
     stream: *mut c_void,
-    target: Side,
-    source: Side,
+    target: CopyAddress,
+    source: CopyAddress,
     len: usize,
 ) -> Result<(), Code> {
     copy_rows(stream, &[(target, source)], len)
 }
 
-/// Copies rows, each to where it belongs; all of them are that long.
+/// Copies rows of `len` bytes, each from its source to its target.
 pub(crate) fn copy_rows(
     stream: *mut c_void,
-    rows: &[(Side, Side)],
+    rows: &[(CopyAddress, CopyAddress)],
     len: usize,
 ) -> Result<(), Code> {
-    let device = crate::context::device()?;
+    let device = crate::context::current_device()?;
     let mut pieces = Vec::new();
     for (target, source) in rows {
         let mut done = 0;
         loop {
-            let (target, piece) = target.after(done)?.place(device, len - done)?;
-            let (source, piece) = source.after(done)?.place(device, piece)?;
+            let (target, piece) = target.offset_by(done)?.resolve(device, len - done)?;
+            let (source, piece) = source.offset_by(done)?.resolve(device, piece)?;
             pieces.push(Piece { target, source, len: piece });
             done += piece;
             if done == len {
@@ -168,25 +183,25 @@ pub(crate) fn copy_rows(
         }
     }
     for side in rows.iter().flat_map(|(target, source)| [target, source]) {
-        if let Side::Host(start) = side {
-            let counted = usize::from(!memory::is_registered(*start, len));
-            COPIED[counted].fetch_add(len as u64, Ordering::Relaxed);
+        if let CopyAddress::Host(start) = side {
+            let counter = usize::from(!memory::is_registered(*start, len));
+            COPIED_BYTES[counter].fetch_add(len as u64, Ordering::Relaxed);
         }
     }
     COPIES.fetch_add(1, Ordering::Relaxed);
-    give(stream, Work::Copy(pieces))
+    enqueue(stream, Work::Copy(pieces))
 }
 
 pub(crate) fn fill(stream: *mut c_void, target: u64, byte: u8, len: usize) -> Result<(), Code> {
-    let device = crate::context::device()?;
+    let device = crate::context::current_device()?;
     let mut pieces = Vec::new();
     let mut done = 0;
     while done < len {
-        let found = Side::Device(target).after(done)?.place(device, len - done)?;
+        let found = CopyAddress::Device(target).offset_by(done)?.resolve(device, len - done)?;
         done += found.1;
         pieces.push(found);
     }
-    give(stream, Work::Fill { pieces, byte })
+    enqueue(stream, Work::Fill { pieces, byte })
 }
 
 pub(crate) fn call(
@@ -194,80 +209,83 @@ pub(crate) fn call(
     function: Option<Function>,
     data: *mut c_void,
 ) -> Result<(), Code> {
-    crate::context::device()?;
+    crate::context::current_device()?;
     let function = function.ok_or(Code::InvalidValue)?;
-    give(stream, Work::Call { function, data: data.expose_provenance() })
+    enqueue(stream, Work::Call { function, data: data.expose_provenance() })
 }
 
-/// The moment at which a stream has done what it was given until now.
-fn now(stream: *mut c_void) -> Result<Arc<Moment>, Code> {
-    let moment = Arc::new(Moment::default());
-    give(stream, Work::Come(moment.clone()))?;
-    Ok(moment)
+/// Returns a completion of all work that the stream has been given so far.
+fn enqueue_completion(stream: *mut c_void) -> Result<Arc<Completion>, Code> {
+    let completion = Arc::new(Completion::default());
+    enqueue(stream, Work::Complete(completion.clone()))?;
+    Ok(completion)
 }
 
-pub(crate) fn settle(stream: *mut c_void) -> Result<(), Code> {
-    WAITED.fetch_add(1, Ordering::Relaxed);
-    now(stream)?.wait();
+/// Waits until a stream has executed all of its work.
+pub(crate) fn synchronize(stream: *mut c_void) -> Result<(), Code> {
+    WAITS.fetch_add(1, Ordering::Relaxed);
+    enqueue_completion(stream)?.wait();
     Ok(())
 }
 
-pub(crate) fn settle_all() {
-    let handles: Vec<usize> = held(&STREAMS).keys().copied().collect();
+/// Waits until all streams have executed all of their work.
+pub(crate) fn synchronize_all() {
+    let handles: Vec<usize> = lock(&STREAMS).keys().copied().collect();
     for handle in handles {
-        // One may be destroyed meanwhile.
-        let _ = settle(std::ptr::without_provenance_mut(handle));
+        // A stream may be destroyed meanwhile.
+        let _ = synchronize(std::ptr::without_provenance_mut(handle));
     }
 }
 
 pub(crate) fn query(stream: *mut c_void) -> Result<(), Code> {
-    let moment = now(stream)?;
-    if moment.has_come() { Ok(()) } else { Err(Code::NotReady) }
+    let completion = enqueue_completion(stream)?;
+    if completion.is_complete() { Ok(()) } else { Err(Code::NotReady) }
 }
 
 pub(crate) fn create_event() -> Result<*mut c_void, Code> {
-    crate::context::device()?;
+    crate::context::current_device()?;
     EVENTS_MADE.fetch_add(1, Ordering::Relaxed);
-    let handle = held(&GONE).pop().unwrap_or_else(handle);
-    held(&EVENTS).insert(handle, None);
+    let handle = lock(&FREE_EVENT_HANDLES).pop().unwrap_or_else(new_handle);
+    lock(&EVENTS).insert(handle, None);
     Ok(std::ptr::without_provenance_mut(handle))
 }
 
 pub(crate) fn record(event: *mut c_void, stream: *mut c_void) -> Result<(), Code> {
-    let moment = now(stream)?;
-    let mut events = held(&EVENTS);
-    *events.get_mut(&event.addr()).ok_or(Code::InvalidHandle)? = Some(moment);
+    let completion = enqueue_completion(stream)?;
+    let mut events = lock(&EVENTS);
+    *events.get_mut(&event.addr()).ok_or(Code::InvalidHandle)? = Some(completion);
     Ok(())
 }
 
-/// One that was never recorded has come.
-fn moment(event: *mut c_void) -> Result<Option<Arc<Moment>>, Code> {
-    held(&EVENTS).get(&event.addr()).cloned().ok_or(Code::InvalidHandle)
+/// Returns the last recording of an event. An event that was never recorded counts as complete.
+fn last_recording(event: *mut c_void) -> Result<Option<Arc<Completion>>, Code> {
+    lock(&EVENTS).get(&event.addr()).cloned().ok_or(Code::InvalidHandle)
 }
 
 pub(crate) fn wait(stream: *mut c_void, event: *mut c_void) -> Result<(), Code> {
-    match moment(event)? {
-        Some(moment) => give(stream, Work::Wait(moment)),
+    match last_recording(event)? {
+        Some(completion) => enqueue(stream, Work::Wait(completion)),
         None => Ok(()),
     }
 }
 
 pub(crate) fn query_event(event: *mut c_void) -> Result<(), Code> {
-    let has_come = moment(event)?.is_none_or(|moment| moment.has_come());
-    if has_come { Ok(()) } else { Err(Code::NotReady) }
+    let is_complete = last_recording(event)?.is_none_or(|completion| completion.is_complete());
+    if is_complete { Ok(()) } else { Err(Code::NotReady) }
 }
 
-pub(crate) fn settle_event(event: *mut c_void) -> Result<(), Code> {
-    WAITED.fetch_add(1, Ordering::Relaxed);
-    if let Some(moment) = moment(event)? {
-        moment.wait();
+/// Waits until the last recording of an event is complete.
+pub(crate) fn synchronize_event(event: *mut c_void) -> Result<(), Code> {
+    WAITS.fetch_add(1, Ordering::Relaxed);
+    if let Some(completion) = last_recording(event)? {
+        completion.wait();
     }
     Ok(())
 }
 
 pub(crate) fn destroy_event(event: *mut c_void) -> Result<(), Code> {
-    held(&EVENTS).remove(&event.addr()).ok_or(Code::InvalidHandle)?;
-    held(&GONE).push(event.addr());
+    lock(&EVENTS).remove(&event.addr()).ok_or(Code::InvalidHandle)?;
+    lock(&FREE_EVENT_HANDLES).push(event.addr());
     Ok(())
 }
 
@@ -277,16 +295,16 @@ mod tests {
     use crate::{cuCtxSetCurrent, cuLaunchHostFunc, cuStreamSynchronize};
 
     unsafe extern "C" fn add(data: *mut c_void) {
-        // SAFETY: it is the test's number, which is there until the stream has done this.
+        // SAFETY: `data` points to the number of the test, which lives until the stream is synchronized.
         let number = unsafe { &*data.cast::<AtomicU64>() };
         number.fetch_add(1, Ordering::Relaxed);
     }
 
     #[test]
-    fn functions_are_called_with_their_data() {
+    fn host_functions_are_called_with_their_data() {
         let (number, stream) = (AtomicU64::new(1), std::ptr::null_mut());
         let data = (&raw const number).cast_mut().cast();
-        assert_eq!(cuCtxSetCurrent(crate::context::of(0).unwrap()), 0);
+        assert_eq!(cuCtxSetCurrent(crate::context::primary(0).unwrap()), 0);
         assert_eq!(cuLaunchHostFunc(stream, Some(add), data), 0);
         assert_eq!(cuLaunchHostFunc(stream, Some(add), data), 0);
         assert_eq!(cuStreamSynchronize(stream), 0);

@@ -1,4 +1,4 @@
-//! Virtual memory: allocations that have handles, and reserved addresses at which they are mapped.
+//! Virtual memory management: allocations with handles, and their mapping at reserved addresses.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{c_int, c_uint, c_void};
@@ -6,22 +6,22 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::memory::{self, Kind, Range};
-use crate::pages::{GRANULE, Pages};
+use crate::device_memory::{DeviceMemory, GRANULE};
+use crate::memory::{self, MappingKind, Range};
 use crate::result::Code;
-use crate::{devices, held};
+use crate::{device_count, lock};
 
-/// The kind of what is shared that is a descriptor of a file: the only one.
+/// Kind of shareable handles: a POSIX file descriptor. No other kind is supported.
 const DESCRIPTOR: c_uint = 1;
 
-/// Where memory is, or who uses it.
+/// A device that holds memory, or has access to it.
 #[repr(C)]
 struct CUmemLocation {
     kind: c_uint,
     id: c_int,
 }
 
-/// What memory is to be.
+/// Properties of an allocation.
 #[repr(C)]
 pub struct CUmemAllocationProp {
     kind: c_uint,
@@ -31,21 +31,23 @@ pub struct CUmemAllocationProp {
     _flags: [u8; 8],
 }
 
-/// Who may use memory.
+/// Access of a device to memory.
 #[repr(C)]
 pub struct CUmemAccessDesc {
     location: CUmemLocation,
     flags: c_uint,
 }
 
+/// An allocation that a handle refers to.
 struct Handle {
-    pages: Arc<Pages>,
-    is_shared: bool,
+    pages: Arc<DeviceMemory>,
+    /// Whether it can be exported.
+    is_shareable: bool,
 }
 
 static HANDLES: Mutex<BTreeMap<u64, Handle>> = Mutex::new(BTreeMap::new());
 
-/// Reserved addresses: where they begin, and how many they are. Who locks this and the ranges locks this first.
+/// Lengths of reserved address ranges, by first address. Lock order: this before [`memory::ranges`].
 static RESERVED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
 
 pub(crate) fn is_supported() -> bool {
@@ -56,19 +58,23 @@ fn check_supported() -> Result<(), Code> {
     if is_supported() { Ok(()) } else { Err(Code::NotSupported) }
 }
 
-/// Makes an address and lengths numbers of the system, if they are multiples of what they are to be multiples of.
+/// Returns the start and end of an address range that is not empty and aligned to [`GRANULE`].
+///
+/// # Errors
+///
+/// [`Code::InvalidValue`] for other ranges.
 fn check(pointer: u64, len: usize) -> Result<(usize, usize), Code> {
     let start = usize::try_from(pointer).map_err(|_| Code::InvalidValue)?;
     let end = start.checked_add(len).ok_or(Code::InvalidValue)?;
-    let is_whole = start.is_multiple_of(GRANULE) && len.is_multiple_of(GRANULE) && len > 0;
-    if is_whole { Ok((start, end)) } else { Err(Code::InvalidValue) }
+    let is_aligned = start.is_multiple_of(GRANULE) && len.is_multiple_of(GRANULE) && len > 0;
+    if is_aligned { Ok((start, end)) } else { Err(Code::InvalidValue) }
 }
 
 impl CUmemLocation {
     fn device(&self) -> Result<c_int, Code> {
         const DEVICE: c_uint = 1;
         match self.kind {
-            DEVICE if (0..devices()).contains(&self.id) => Ok(self.id),
+            DEVICE if (0..device_count()).contains(&self.id) => Ok(self.id),
             DEVICE => Err(Code::InvalidDevice),
             _ => Err(Code::InvalidValue),
         }
@@ -76,7 +82,7 @@ impl CUmemLocation {
 }
 
 impl CUmemAllocationProp {
-    /// The device, if it can have such memory.
+    /// Returns the device, if it supports such allocations.
     fn device(&self) -> Result<c_int, Code> {
         const PINNED: c_uint = 1;
         check_supported()?;
@@ -90,14 +96,15 @@ impl CUmemAllocationProp {
 
 pub(crate) fn granularity(wanted: &CUmemAllocationProp, option: c_uint) -> Result<usize, Code> {
     wanted.device()?;
-    // What is possible, or what is recommended.
+    // 0 is the minimum granularity, 1 the recommended one.
     if option > 1 { Err(Code::InvalidValue) } else { Ok(GRANULE) }
 }
 
-fn give_handle(pages: Arc<Pages>, is_shared: bool) -> u64 {
+/// Creates a handle for memory.
+fn new_handle(pages: Arc<DeviceMemory>, is_shareable: bool) -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(0xFA4E_0000_0001);
     let handle = NEXT.fetch_add(1, Ordering::Relaxed);
-    held(&HANDLES).insert(handle, Handle { pages, is_shared });
+    lock(&HANDLES).insert(handle, Handle { pages, is_shareable });
     handle
 }
 
@@ -107,32 +114,32 @@ pub(crate) fn create(len: usize, wanted: &CUmemAllocationProp, flags: u64) -> Re
     if flags != 0 {
         return Err(Code::InvalidValue);
     }
-    Ok(give_handle(Pages::new(device, len)?, wanted.shared == DESCRIPTOR))
+    Ok(new_handle(DeviceMemory::new(device, len)?, wanted.shared == DESCRIPTOR))
 }
 
-/// What is mapped stays.
+/// Releases a handle. Mappings of its memory stay.
 pub(crate) fn release(handle: u64) -> Result<(), Code> {
-    held(&HANDLES).remove(&handle).map(drop).ok_or(Code::InvalidValue)
+    lock(&HANDLES).remove(&handle).map(drop).ok_or(Code::InvalidValue)
 }
 
 pub(crate) fn export(handle: u64, kind: c_uint, flags: u64) -> Result<OwnedFd, Code> {
-    let handles = held(&HANDLES);
+    let handles = lock(&HANDLES);
     let found = handles.get(&handle).ok_or(Code::InvalidValue)?;
     match (kind, flags) {
-        (DESCRIPTOR, 0) if found.is_shared => found.pages.export(),
+        (DESCRIPTOR, 0) if found.is_shareable => found.pages.export(),
         (DESCRIPTOR, _) => Err(Code::InvalidValue),
         _ => Err(Code::NotSupported),
     }
 }
 
-/// The descriptor stays the caller's.
+/// Imports memory from a descriptor, which the caller still owns.
 pub(crate) fn import(descriptor: usize, kind: c_uint) -> Result<u64, Code> {
     check_supported()?;
     if kind != DESCRIPTOR {
         return Err(Code::NotSupported);
     }
-    let pages = Pages::open(format!("/proc/self/fd/{descriptor}").as_ref())?;
-    Ok(give_handle(pages, true))
+    let pages = DeviceMemory::open(format!("/proc/self/fd/{descriptor}").as_ref())?;
+    Ok(new_handle(pages, true))
 }
 
 pub(crate) fn reserve(len: usize, alignment: usize, flags: u64) -> Result<u64, Code> {
@@ -142,13 +149,13 @@ pub(crate) fn reserve(len: usize, alignment: usize, flags: u64) -> Result<u64, C
         return Err(Code::InvalidValue);
     }
     let start = memory::reserve(len, alignment.max(GRANULE))?;
-    held(&RESERVED).insert(start, len);
+    lock(&RESERVED).insert(start, len);
     Ok(start as u64)
 }
 
 pub(crate) fn free(pointer: u64, len: usize) -> Result<(), Code> {
     let (start, end) = check(pointer, len)?;
-    let mut reserved = held(&RESERVED);
+    let mut reserved = lock(&RESERVED);
     let is_mapped = memory::ranges().range(start..end).next().is_some();
     if is_mapped || reserved.get(&start) != Some(&len) {
         return Err(Code::InvalidValue);
@@ -166,31 +173,31 @@ pub(crate) fn map(
     flags: u64,
 ) -> Result<(), Code> {
     let (start, end) = check(pointer, len)?;
-    // The real one maps allocations from their beginning on, too.
+    // The real driver requires an offset of 0, too.
     if offset != 0 || flags != 0 {
         return Err(Code::InvalidValue);
     }
-    let pages = held(&HANDLES).get(&handle).map(|handle| handle.pages.clone());
+    let pages = lock(&HANDLES).get(&handle).map(|handle| handle.pages.clone());
     let pages = pages.filter(|pages| len <= pages.len).ok_or(Code::InvalidValue)?;
-    let reserved = held(&RESERVED);
-    let (first, all) = reserved.range(..=start).next_back().ok_or(Code::InvalidValue)?;
+    let reserved = lock(&RESERVED);
+    let (first, first_len) = reserved.range(..=start).next_back().ok_or(Code::InvalidValue)?;
     let mut ranges = memory::ranges();
     let before = ranges.range(..end).next_back();
     let overlaps = before.is_some_and(|(other, range)| start < other + range.len);
-    if overlaps || first + all < end {
+    if overlaps || first + first_len < end {
         return Err(Code::InvalidValue);
     }
-    ranges.insert(start, Range { len, pages, kind: Kind::Mapped(BTreeSet::new()) });
+    ranges.insert(start, Range { len, pages, kind: MappingKind::Mapped(BTreeSet::new()) });
     Ok(())
 }
 
-/// The beginnings of maps that are these addresses, all of them and no others.
+/// Returns the start addresses of the mappings that exactly cover an address range.
 fn maps(ranges: &BTreeMap<usize, Range>, start: usize, end: usize) -> Result<Vec<usize>, Code> {
     let mut found = Vec::new();
     let mut at = start;
     while at < end {
         match ranges.get(&at) {
-            Some(Range { len, kind: Kind::Mapped(_), .. }) => {
+            Some(Range { len, kind: MappingKind::Mapped(_), .. }) => {
                 found.push(at);
                 at += len;
             }
@@ -214,22 +221,22 @@ pub(crate) fn set_access(pointer: u64, len: usize, wanted: &[CUmemAccessDesc]) -
     const READ: c_uint = 1;
     const READ_WRITE: c_uint = 3;
     let (start, end) = check(pointer, len)?;
-    let mut all = Vec::new();
-    for one in wanted {
-        let may_use = match one.flags {
+    let mut access = Vec::new();
+    for entry in wanted {
+        let has_access = match entry.flags {
             NONE => false,
             READ_WRITE => true,
             READ => return Err(Code::NotSupported),
             _ => return Err(Code::InvalidValue),
         };
-        all.push((one.location.device()?, may_use));
+        access.push((entry.location.device()?, has_access));
     }
     let mut ranges = memory::ranges();
     for found in maps(&ranges, start, end)? {
         let kind = ranges.get_mut(&found).map(|range| &mut range.kind);
-        let Some(Kind::Mapped(devices)) = kind else { return Err(Code::InvalidValue) };
-        for (device, may_use) in &all {
-            if *may_use {
+        let Some(MappingKind::Mapped(devices)) = kind else { return Err(Code::InvalidValue) };
+        for (device, has_access) in &access {
+            if *has_access {
                 devices.insert(*device);
             } else {
                 devices.remove(device);
@@ -255,12 +262,12 @@ mod tests {
     /// The default stream.
     const STREAM: *mut c_void = std::ptr::null_mut();
 
-    fn place(id: c_int) -> CUmemLocation {
+    fn device_location(id: c_int) -> CUmemLocation {
         CUmemLocation { kind: 1, id }
     }
 
     fn create(len: usize, shared: c_uint) -> Result<u64, u32> {
-        let location = place(0);
+        let location = device_location(0);
         let wanted = CUmemAllocationProp {
             kind: 1,
             shared,
@@ -269,7 +276,7 @@ mod tests {
             _flags: [0; 8],
         };
         let mut handle = 0;
-        // SAFETY: there is room for a handle.
+        // SAFETY: the pointers are valid.
         match unsafe { cuMemCreate(&raw mut handle, len, &raw const wanted, 0) } {
             0 => Ok(handle),
             code => Err(code),
@@ -278,7 +285,7 @@ mod tests {
 
     fn reserve(len: usize) -> u64 {
         let mut pointer = 0;
-        // SAFETY: there is room for a pointer.
+        // SAFETY: the pointer is valid for writing.
         assert_eq!(unsafe { cuMemAddressReserve(&raw mut pointer, len, 0, 0, 0) }, 0);
         pointer
     }
@@ -286,42 +293,42 @@ mod tests {
     fn import(descriptor: c_int) -> Result<u64, u32> {
         let descriptor = usize::try_from(descriptor).unwrap();
         let (mut handle, shared) = (0, std::ptr::without_provenance_mut(descriptor));
-        // SAFETY: there is room for a handle.
+        // SAFETY: the pointer is valid for writing.
         match unsafe { cuMemImportFromShareableHandle(&raw mut handle, shared, 1) } {
             0 => Ok(handle),
             code => Err(code),
         }
     }
 
-    fn allow(pointer: u64, len: usize, flags: c_uint) -> u32 {
-        let wanted = CUmemAccessDesc { location: place(0), flags };
-        // SAFETY: there is one.
+    fn set_flags(pointer: u64, len: usize, flags: c_uint) -> u32 {
+        let wanted = CUmemAccessDesc { location: device_location(0), flags };
+        // SAFETY: the pointer points to one descriptor.
         unsafe { cuMemSetAccess(pointer, len, &raw const wanted, 1) }
     }
 
     #[test]
-    fn layouts_are_those_of_the_driver() {
+    fn layouts_match_the_driver() {
         assert_eq!(size_of::<CUmemAllocationProp>(), 32);
         assert_eq!(size_of::<CUmemAccessDesc>(), 12);
     }
 
     #[test]
-    fn what_is_exported_is_imported_and_mapped_and_is_the_same_memory() {
+    fn exported_memory_is_shared_with_its_import() {
         const LEN: usize = 2 * GRANULE;
-        let _turn = held(&crate::TESTS);
-        assert_eq!(cuCtxSetCurrent(crate::context::of(0).unwrap()), 0);
+        let _lock = lock(&crate::TESTS);
+        assert_eq!(cuCtxSetCurrent(crate::context::primary(0).unwrap()), 0);
         assert_eq!(tssd_fake_cuda_memory(0), 0);
         let handle = create(LEN, 1).unwrap();
         let mut descriptor: c_int = -1;
-        let room = (&raw mut descriptor).cast();
-        // SAFETY: there is room for a descriptor.
-        assert_eq!(unsafe { cuMemExportToShareableHandle(room, handle, 1, 0) }, 0);
-        // SAFETY: it was given to this test.
+        let target = (&raw mut descriptor).cast();
+        // SAFETY: the pointer is valid for writing a descriptor.
+        assert_eq!(unsafe { cuMemExportToShareableHandle(target, handle, 1, 0) }, 0);
+        // SAFETY: the call above has returned the descriptor, which this test owns.
         let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
         let other = import(descriptor.as_raw_fd()).unwrap();
         assert_eq!(tssd_fake_cuda_memory(0), LEN as u64);
 
-        // Twice the same, one after the other, and once elsewhere.
+        // Map the memory three times: twice in succession, and once in another range.
         let (twice, once) = (reserve(2 * LEN), reserve(LEN));
         let second = twice + LEN as u64;
         for (pointer, handle) in [(twice, handle), (second, other), (once, other)] {
@@ -331,22 +338,22 @@ mod tests {
         let mut to = vec![0; 256];
         let write = || cuMemcpyHtoDAsync_v2(once + 300, from.as_ptr().cast(), 256, STREAM);
         assert_eq!(write(), 1, "nobody may use it yet");
-        assert_eq!(allow(twice, 2 * LEN, 3), 0);
+        assert_eq!(set_flags(twice, 2 * LEN, 3), 0);
         assert_eq!(write(), 1, "that was elsewhere");
-        assert_eq!(allow(once, LEN, 3), 0);
+        assert_eq!(set_flags(once, LEN, 3), 0);
         assert_eq!(write(), 0);
-        // Over the border between two maps.
+        // Across the boundary of two mappings.
         assert_eq!(cuMemcpyDtoDAsync_v2(second - 100, once + 300, 256, STREAM), 0);
         assert_eq!(cuMemsetD8Async(once + 160, 7, 1, STREAM), 0);
         assert_eq!(cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), once, 256, STREAM), 0);
         assert_eq!(cuStreamSynchronize(STREAM), 0);
         assert_eq!((&to[..156], to[160], to[161]), (&from[100..], 7, 0));
         let mut device = 5;
-        // SAFETY: there is room for a number.
-        let asked = unsafe { cuPointerGetAttribute((&raw mut device).cast(), 9, second + 1) };
-        assert_eq!((asked, device), (0, 0));
+        // SAFETY: the pointer is valid for writing an `int`.
+        let code = unsafe { cuPointerGetAttribute((&raw mut device).cast(), 9, second + 1) };
+        assert_eq!((code, device), (0, 0));
 
-        // What is wrong.
+        // Invalid calls.
         let small = create(GRANULE, 0).unwrap();
         let free = reserve(LEN);
         let granule = GRANULE as u64;
@@ -364,30 +371,30 @@ mod tests {
         }
         assert_eq!(create(4096, 0), Err(1));
         assert_eq!(create(GRANULE, 8), Err(801));
-        let room = (&raw mut device).cast();
-        // SAFETY: nothing is written.
+        let target = (&raw mut device).cast();
+        // SAFETY: the calls fail, so nothing is written.
         let exported = [(small, 1), (handle, 8)]
-            .map(|(handle, kind)| unsafe { cuMemExportToShareableHandle(room, handle, kind, 0) });
+            .map(|(handle, kind)| unsafe { cuMemExportToShareableHandle(target, handle, kind, 0) });
         assert_eq!(exported, [1, 801]);
         let no_memory = std::fs::File::open("/dev/null").unwrap();
         assert_eq!([import(no_memory.as_raw_fd()), import(12345)], [Err(1); 2]);
         assert_eq!(cuMemFree_v2(once), 1);
-        // SAFETY: nothing is written.
+        // SAFETY: the call fails, so nothing is written.
         assert_eq!(unsafe { cuIpcGetMemHandle(std::ptr::null_mut(), once) }, 1);
         assert_eq!([cuMemAddressFree(once, LEN), cuMemUnmap(once, GRANULE)], [1; 2]);
 
-        // What is let go of.
+        // Release everything.
         assert_eq!([handle, other, small].map(|handle| cuMemRelease(handle)), [0; 3]);
         assert_eq!(cuMemRelease(handle), 1);
         assert_eq!(tssd_fake_cuda_memory(0), LEN as u64);
-        assert_eq!(allow(once, LEN, 0), 0);
+        assert_eq!(set_flags(once, LEN, 0), 0);
         assert_eq!(write(), 1, "nobody may use it any more");
         assert_eq!([cuMemUnmap(once, LEN), cuMemUnmap(twice, 2 * LEN)], [0; 2]);
         for (pointer, len) in [(once, LEN), (twice, 2 * LEN), (free, LEN)] {
             assert_eq!([(); 2].map(|()| cuMemAddressFree(pointer, len)), [0, 1]);
         }
         assert_eq!(tssd_fake_cuda_memory(0), 0);
-        // There still is a descriptor of it.
+        // The descriptor still keeps the memory alive.
         let handle = import(descriptor.as_raw_fd()).unwrap();
         assert_eq!(tssd_fake_cuda_memory(0), LEN as u64);
         assert_eq!(cuMemRelease(handle), 0);

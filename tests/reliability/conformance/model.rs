@@ -5,10 +5,12 @@
 
 use std::collections::BTreeMap;
 
-use super::fit::merge;
 use super::version::Stage::{self, Ended, Open, Visible};
 use super::version::{Position, Version};
-use super::words::{Contribution, DropReason, Id, Job, ModelError, Progress, PutRequest, Writers};
+use crate::conformance::merge::merge;
+use crate::conformance::types::{
+    Contribution, DropReason, Id, Job, ModelError, Progress, PutRequest, Writers,
+};
 
 /// State of one key.
 #[derive(Clone, Debug, Default, PartialEq)]

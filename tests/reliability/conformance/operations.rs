@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::words::{Array, Contribution, Extent, Job, Kind, PutRequest};
+use crate::conformance::types::{Array, Contribution, Extent, Job, Kind, PutRequest};
 
 /// Number of clients and of keys.
 pub(crate) const CLIENTS: usize = 2;

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use super::fit::merge;
-use super::words::{Contribution, Dict, Id, ModelError, PutRequest, Writers};
+use crate::conformance::merge::merge;
+use crate::conformance::types::{Contribution, Dict, Id, ModelError, PutRequest, Writers};
 
 /// Position of a version: epoch and number.
 pub(crate) type Position = (u32, u64);

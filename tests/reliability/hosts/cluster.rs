@@ -7,16 +7,16 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tssd_store::blocking::Store;
 use tssd_store::{Credentials, Durability, ErrorKind, GetOptions, Key};
-use tssd_tests::authority::CertificateAuthority;
+use tssd_tests::certificates::CertificateAuthority;
 use tssd_tests::command::DaemonProcess;
-use tssd_tests::dice::SeededRng;
 use tssd_tests::etcd::Etcd;
 use tssd_tests::host::Host;
 use tssd_tests::network::{Network, NetworkFault};
+use tssd_tests::rng::SeededRng;
 use tssd_tests::s3::S3Server;
 
-use crate::acknowledged::AckLog;
-use crate::actor::{ClientProcess, KEYS, Timing, WRITERS, check_version, last_errors};
+use crate::ack_log::AckLog;
+use crate::client_process::{ClientProcess, KEYS, Timing, WRITERS, check_version, last_errors};
 
 /// Number of hosts with a daemon and an etcd member. The bucket is on the next one.
 pub(super) const HOSTS: usize = 3;

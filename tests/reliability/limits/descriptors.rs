@@ -9,12 +9,12 @@ use std::time::Duration;
 use serde_json::json;
 use tssd_store::blocking::Store;
 use tssd_store::{ErrorKind, GetOptions, Key, PutOptions};
+use tssd_tests::campaign::Campaign;
 use tssd_tests::command::{DaemonProcess, memory_tempdir};
-use tssd_tests::proof::Campaign;
 
-use super::holdings::assert_error_kind;
-use super::processes::{LimitedProcess, proc_entries};
 use crate::contents::Contents;
+use crate::limits::client_process::{LimitedProcess, proc_entries};
+use crate::limits::fixtures::assert_error_kind;
 
 /// Number of simultaneous connections.
 const CONNECTIONS: usize = 220;

@@ -7,8 +7,8 @@ use std::path::Path;
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use super::child::{SCENARIO, WORK_DIR};
 use super::scenario::Scenario;
+use crate::syscalls::test_process::{SCENARIO, WORK_DIR};
 
 /// Time limit of a process.
 const TIMEOUT: Duration = Duration::from_mins(1);
@@ -40,7 +40,7 @@ impl ProcessOutcome {
 impl Process {
     pub(crate) fn start(scenario: Scenario, place: &Path, environment: &[(&str, &OsStr)]) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["syscalls::child::process", "--exact", "--ignored", "--nocapture"])
+            .args(["syscalls::test_process::process", "--exact", "--ignored", "--nocapture"])
             .arg("--test-threads=1")
             .env(SCENARIO, scenario.name)
             .env(WORK_DIR, place)

@@ -1,5 +1,5 @@
 use tssd_format::{DeviceMesh, Placement, ShardSpec, TensorMeta, TensorReference, TensorSlice};
-use tssd_store::plan::{Copy, Wanted, plan};
+use tssd_store::plan::{RegionCopy, RegionRequest, plan};
 
 use crate::sharding::local_meta;
 
@@ -43,11 +43,11 @@ impl Fsdp {
     }
 
     /// Plans all copies of one reader.
-    pub fn plan(&self, reader: u32) -> Vec<Copy> {
+    pub fn plan(&self, reader: u32) -> Vec<RegionCopy> {
         let mut copies = Vec::new();
         for ((stored, meta), dim) in self.stored.iter().zip(&self.tensors).zip(&self.dims) {
             let place = self.wanted(meta, *dim, reader);
-            let wanted = Wanted {
+            let wanted = RegionRequest {
                 region: place.slice().region(),
                 global_shape: meta.shape().into(),
                 meta: local_meta(meta.dtype(), &place),
@@ -68,7 +68,7 @@ impl Fsdp {
     /// # Panics
     ///
     /// If they do not.
-    pub fn assert_complete(&self, reader: u32, copies: &[Copy]) {
+    pub fn assert_complete(&self, reader: u32, copies: &[RegionCopy]) {
         let mut found = vec![0; self.tensors()];
         for copy in copies {
             let number = usize::try_from(copy.storage).unwrap() % self.tensors();

@@ -7,9 +7,9 @@ use bytes::Bytes;
 use half::bf16;
 use tssd_format::{Dtype, StateDict, Storage, Tensor, TensorMeta, Value};
 
-use super::cut::truncate_model;
 use super::options::{Options, exit_with_error};
 use super::shapes::shapes;
+use crate::bench::truncate::truncate_model;
 
 /// A state dict for measurements.
 pub struct Model {
@@ -189,7 +189,7 @@ pub fn targets<'a>(model: &Model, mut memory: &'a mut [u8]) -> Vec<tssd_store::T
         let meta = tensor.meta().clone();
         let (bytes, rest) = memory.split_at_mut(usize::try_from(meta.nbytes()).unwrap());
         memory = rest;
-        targets.push(tssd_store::Target { fqn, place: None, meta, memory: bytes.into() });
+        targets.push(tssd_store::Target { fqn, shard_spec: None, meta, memory: bytes.into() });
     }
     targets
 }

@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-use crate::served::TestDaemon;
+use crate::test_daemon::TestDaemon;
 
 /// Environment variable: the role of a child process.
 const ROLE: &str = "TSSD_BENCH_ROLE";

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::limit::minor_faults;
 use super::record::number;
 use super::{Bench, Model};
+use crate::bench::hardware_limits::minor_faults;
 
 /// Role of a runner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

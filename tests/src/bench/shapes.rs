@@ -3,8 +3,8 @@ use std::path::Path;
 use serde::Deserialize;
 use tssd_format::{Dtype, TensorMeta};
 
-use super::cut::truncate_model;
 use super::options::{Options, exit_with_error};
+use crate::bench::truncate::truncate_model;
 
 #[derive(Deserialize)]
 struct Table {

@@ -38,13 +38,13 @@ pub fn expand(data: &[u8]) -> Vec<u8> {
     file.extend(trailer);
     let index_off = 4096 + blob.len();
     repair_payload(&mut file, index_off, index.len().saturating_sub(root_len));
-    crate::damage::repair_checksums(&mut file);
+    crate::checksums::repair_checksums(&mut file);
     file
 }
 
 /// Returns the input that expands to this archive, if there is one.
 pub fn compact(file: &[u8]) -> Option<Vec<u8>> {
-    let index_off = crate::damage::index_offset(file);
+    let index_off = crate::checksums::index_offset(file);
     let units = u16::try_from(index_off.checked_sub(4096)? / 64).ok()?;
     let root_len = u32::from_le_bytes(file[file.len() - 44..][..4].try_into().ok()?);
     let longer = u8::try_from(root_len.checked_sub(104)? / 8).ok()?;

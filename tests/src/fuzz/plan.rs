@@ -4,7 +4,7 @@ use arbitrary::Unstructured;
 use tssd_format::{
     Dtype, ErrorKind, Region, ShardSpec, TensorMeta, TensorReference, TensorSlice, numel,
 };
-use tssd_store::plan::{Wanted, plan};
+use tssd_store::plan::{RegionRequest, plan};
 
 /// Checks a plan that the input describes.
 ///
@@ -153,7 +153,7 @@ fn compare(
         })
     });
     let request =
-        Wanted { region: wanted.clone(), global_shape: shape.into(), meta: target.clone() };
+        RegionRequest { region: wanted.clone(), global_shape: shape.into(), meta: target.clone() };
     let copies = match plan(stored, &request) {
         Ok(copies) => copies,
         Err(error) => {
@@ -167,11 +167,11 @@ fn compare(
     let mut moved = 0;
     for copy in copies {
         let storage_index = usize::try_from(copy.storage).expect("a few");
-        let start = copy.source - stored[storage_index].byte_offset;
+        let start = copy.source_offset - stored[storage_index].byte_offset;
         copy.runs.for_each(|from, to, bytes| {
             let words = |byte: u64| usize::try_from(byte / 4).expect("it is small");
             let from = words(start + from);
-            let to = words(copy.target + to);
+            let to = words(copy.target_offset + to);
             filled[to..to + words(bytes)]
                 .copy_from_slice(&memories[storage_index][from..from + words(bytes)]);
             moved += bytes;

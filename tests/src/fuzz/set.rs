@@ -6,7 +6,7 @@ use std::sync::{Arc, LazyLock};
 use bytes::Bytes;
 use serde_json::json;
 
-use crate::damage::{index_offset, repair_checksums};
+use crate::checksums::{index_offset, repair_checksums};
 use crate::vectors::{Content, vectors};
 
 /// The shard sets of the test vectors, as files by name.

@@ -1,11 +1,11 @@
-//! A run that never happened, to test with: its figures are invented.
+//! A saved run with invented figures, for tests.
 
-use crate::bench::kept::Kept;
 use crate::bench::machine::Machine;
+use crate::bench::saved_run::SavedRun;
 
 pub(crate) const LINES: &str = include_str!("example.jsonl");
 
-pub(crate) fn kept() -> Kept {
+pub(crate) fn example_run() -> SavedRun {
     let machine = Machine {
         cpu: "a machine".into(),
         cores: 2,
@@ -13,6 +13,6 @@ pub(crate) fn kept() -> Kept {
         kernel: "Linux 1.0".into(),
         rust: "rustc 1.0".into(),
     };
-    let kept = Kept::parse(LINES, machine).unwrap();
-    Kept { date: "2000-01-01".into(), commit: "0123456789ab".into(), ..kept }
+    let kept = SavedRun::parse(LINES, machine).unwrap();
+    SavedRun { date: "2000-01-01".into(), commit: "0123456789ab".into(), ..kept }
 }

@@ -3,30 +3,30 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use crate::bench::kept::Kept;
 use crate::bench::page::table::Table;
 use crate::bench::plot::Plot;
+use crate::bench::saved_run::SavedRun;
 use crate::bench::{NAMES, folder};
 
-/// What operations need of the machine.
+/// Tables of counts.
 mod counts;
-/// What grows, and with what.
+/// Tables and plots of series and fits.
 mod growth;
-/// Who measured what, when and where.
+/// Table of the dates, machines and options of the runs.
 mod machine;
-/// Races, and the targets of all.
+/// Tables and plots of races, and the list of targets.
 mod races;
-/// A table of Markdown.
+/// Markdown tables.
 mod table;
 
-/// Writes the marked regions of the page and all plots, from what is kept.
+/// Generates the marked regions of the page, and all plots, from the saved runs.
 pub(crate) fn write(root: &Path) -> io::Result<()> {
     let folder = folder(root);
-    let all = Kept::read_all(&folder)?;
+    let all = SavedRun::read_all(&folder)?;
     let page = root.join("docs/performance.md");
     let text = with_regions(&fs::read_to_string(&page)?, &all).map_err(io::Error::other)?;
     let plots = plots(&all)?;
-    for name in drawn(&folder)?.keys().filter(|name| !plots.contains_key(*name)) {
+    for name in existing_plots(&folder)?.keys().filter(|name| !plots.contains_key(*name)) {
         fs::remove_file(folder.join(name))?;
     }
     for (name, svg) in plots {
@@ -35,15 +35,16 @@ pub(crate) fn write(root: &Path) -> io::Result<()> {
     fs::write(page, text)
 }
 
-/// The text with what stands between the marks of each region made anew.
-fn with_regions(text: &str, all: &[Kept]) -> Result<String, String> {
+/// Returns the text with newly generated contents between the markers of each region.
+fn with_regions(text: &str, all: &[SavedRun]) -> Result<String, String> {
     let mut written = Vec::new();
     let mut rest = text;
     while let Some((before, after)) = rest.split_once("<!-- bench:") {
-        let (name, after) = after.split_once(" -->\n").ok_or("a mark of a region has no end")?;
+        let (name, after) = after.split_once(" -->\n").ok_or("a region marker is not closed")?;
         let end = format!("<!-- /bench:{name} -->");
-        let (_, after) = after.split_once(&end).ok_or(format!("region {name} has no end"))?;
-        let region = region(name, all).ok_or(format!("there is no region {name}"))?;
+        let (_, after) =
+            after.split_once(&end).ok_or(format!("region {name} has no end marker"))?;
+        let region = region(name, all).ok_or(format!("unknown region {name}"))?;
         let region = if region.is_empty() { "Not measured yet.\n" } else { &region };
         written.push(format!("{before}<!-- bench:{name} -->\n\n{region}\n{end}"));
         rest = after;
@@ -51,8 +52,10 @@ fn with_regions(text: &str, all: &[Kept]) -> Result<String, String> {
     Ok(written.concat() + rest)
 }
 
-/// What stands in a region: nothing if nobody has measured it yet.
-fn region(name: &str, all: &[Kept]) -> Option<String> {
+/// Generates the contents of a region, which are empty if there are no results.
+///
+/// `None` if the region is unknown.
+fn region(name: &str, all: &[SavedRun]) -> Option<String> {
     let (kind, suite) = name.split_once(':').unwrap_or((name, ""));
     let of_suite = || all.iter().find(|kept| kept.suite.name == suite);
     Some(match (kind, suite) {
@@ -69,21 +72,21 @@ fn region(name: &str, all: &[Kept]) -> Option<String> {
     })
 }
 
-/// The files of all plots.
-fn plots(all: &[Kept]) -> io::Result<BTreeMap<String, String>> {
+/// Returns the files of all plots, by name.
+fn plots(all: &[SavedRun]) -> io::Result<BTreeMap<String, String>> {
     let mut files = BTreeMap::new();
     for plot in Plot::all(all) {
         for (name, svg) in plot.files()? {
             if files.insert(name.clone(), svg).is_some() {
-                return Err(io::Error::other(format!("two plots are called {name}")));
+                return Err(io::Error::other(format!("two plots have the name {name}")));
             }
         }
     }
     Ok(files)
 }
 
-/// Those that are there.
-fn drawn(folder: &Path) -> io::Result<BTreeMap<String, String>> {
+/// Reads the existing plots, by name.
+fn existing_plots(folder: &Path) -> io::Result<BTreeMap<String, String>> {
     let mut files = BTreeMap::new();
     if folder.exists() {
         for entry in fs::read_dir(folder)? {
@@ -103,7 +106,7 @@ fn drawn(folder: &Path) -> io::Result<BTreeMap<String, String>> {
 mod tests {
     use std::path::Path;
 
-    use super::{Kept, drawn, folder, plots, with_regions};
+    use super::{SavedRun, existing_plots, folder, plots, with_regions};
     use crate::bench::example;
 
     const EXAMPLE: &str = include_str!("page/example.md");
@@ -116,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn regions_are_replaced_and_nothing_else() {
+    fn only_regions_are_replaced() {
         let text = "# A\n<!-- other -->\n\n<!-- bench:counts -->\nold\n<!-- /bench:counts -->\nB\n\
                     <!-- bench:races:python -->\n<!-- /bench:races:python -->\nC";
         let written = with_regions(text, &[]).unwrap();
@@ -139,10 +142,10 @@ mod tests {
         }
     }
 
-    /// To have it written anew: `TSSD_EXAMPLE_PAGE=1`.
+    /// `TSSD_EXAMPLE_PAGE=1` updates the example.
     #[test]
-    fn an_example_gives_all_regions() {
-        let written = with_regions(EXAMPLE, &[example::kept()]).unwrap();
+    fn example_run_generates_all_regions() {
+        let written = with_regions(EXAMPLE, &[example::example_run()]).unwrap();
         if std::env::var_os("TSSD_EXAMPLE_PAGE").is_some() {
             let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/bench/page/example.md");
             return std::fs::write(page, written).unwrap();
@@ -151,12 +154,12 @@ mod tests {
     }
 
     #[test]
-    fn the_page_and_its_plots_are_what_is_kept() {
+    fn page_and_plots_match_saved_runs() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-        let all = Kept::read_all(&folder(&root)).unwrap();
+        let all = SavedRun::read_all(&folder(&root)).unwrap();
         let page = std::fs::read_to_string(root.join("docs/performance.md")).unwrap();
         assert_same(&page, &with_regions(&page, &all).unwrap(), "`cargo xtask bench page`");
-        let (found, expected) = (drawn(&folder(&root)).unwrap(), plots(&all).unwrap());
+        let (found, expected) = (existing_plots(&folder(&root)).unwrap(), plots(&all).unwrap());
         assert!(found.keys().eq(expected.keys()), "{:?} {:?}", found.keys(), expected.keys());
         for (name, svg) in found {
             assert_same(&svg, &expected[&name], &name);

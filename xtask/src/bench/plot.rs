@@ -1,34 +1,34 @@
 use std::io;
 
-use crate::bench::kept::Kept;
-use crate::bench::label::{place, what};
+use crate::bench::label::{race_input, race_title};
 use crate::bench::plot::bars::{Bar, Bars, Row};
 use crate::bench::plot::canvas::Canvas;
 use crate::bench::plot::curves::{Curves, Line};
-use crate::bench::plot::theme::{Ink, Theme};
+use crate::bench::plot::theme::{ColourRole, Theme};
 use crate::bench::quantity;
 use crate::bench::record::{Race, Role, Runner, Series};
+use crate::bench::saved_run::SavedRun;
 use crate::bench::statistics::{median, speed};
 use crate::bench::verdict;
 
-/// From values to pixels.
+/// Axes, which convert values to pixels.
 mod axis;
-/// Ratios of many races.
+/// Bar charts of the ratios of races.
 mod bars;
-/// What is drawn on.
+/// The drawing surface.
 mod canvas;
-/// What grows.
+/// Line charts of series.
 mod curves;
-/// Words in a plot.
+/// Text in plots.
 mod text;
-/// The colours.
+/// Colours.
 mod theme;
 
-/// One of the page's plots: two files, for light and dark pages.
+/// A plot of the page: two SVG files, for light and dark pages.
 pub(crate) struct Plot {
-    /// The file, without the ending.
+    /// File name, without extension.
     name: String,
-    /// What it shows, for those who do not see it.
+    /// Alternative text.
     about: String,
     drawing: Drawing,
 }
@@ -39,8 +39,8 @@ enum Drawing {
 }
 
 impl Plot {
-    /// All that these runs give.
-    pub(crate) fn all(all: &[Kept]) -> Vec<Self> {
+    /// Returns all plots of these runs.
+    pub(crate) fn all(all: &[SavedRun]) -> Vec<Self> {
         let mut plots = Vec::new();
         for kept in all {
             plots.extend(Self::ratios(kept));
@@ -49,18 +49,19 @@ impl Plot {
         plots
     }
 
-    /// How fast ours is beside the limit and the best peer, in all races of a suite.
-    pub(crate) fn ratios(kept: &Kept) -> Option<Self> {
+    /// Returns the plot of the speed of ours relative to the best limit and peer in all races of a suite.
+    pub(crate) fn ratios(kept: &SavedRun) -> Option<Self> {
         let rows: Vec<Row> = kept.races.iter().filter_map(row).collect();
         let suite = &kept.suite.name;
         (!rows.is_empty()).then(|| Self {
             name: format!("ratios-{suite}"),
-            about: format!("How many times as fast ours is, in each race of the suite {suite}"),
+            about: format!("Relative speed of TSSD in each race of the suite {suite}"),
             drawing: Drawing::Bars(Bars { rows }),
         })
     }
 
-    pub(crate) fn series(kept: &Kept, series: &Series) -> Self {
+    /// Returns the plot of a series.
+    pub(crate) fn series(kept: &SavedRun, series: &Series) -> Self {
         let lines = series.runners.iter().map(|runner| {
             let points = runner.points.iter().map(|point| (point.x, median(&point.values)));
             Line {
@@ -77,15 +78,15 @@ impl Plot {
             drawing: Drawing::Curves(Curves {
                 title,
                 x_name: series.x.clone(),
-                x_value: Box::new(quantity::plain),
-                y_value: Box::new(move |value| round(&verdict::value(unit, value))),
+                x_value: Box::new(quantity::shortest_float),
+                y_value: Box::new(move |value| strip_decimals(&verdict::format_value(unit, value))),
                 lines: lines.collect(),
             }),
         }
     }
 
-    /// How the page shows it.
-    pub(crate) fn picture(&self) -> String {
+    /// Returns the HTML of the plot in the page.
+    pub(crate) fn html(&self) -> String {
         let Self { name, about, .. } = self;
         let about = about.replace('&', "&amp;").replace('"', "&quot;").replace('<', "&lt;");
         format!(
@@ -96,7 +97,7 @@ impl Plot {
         )
     }
 
-    /// Its files: their names and what is in them.
+    /// Returns the names and contents of the two files.
     pub(crate) fn files(&self) -> io::Result<[(String, String); 2]> {
         let light = (format!("{}.svg", self.name), self.svg(&theme::LIGHT)?);
         let dark = (format!("{}-dark.svg", self.name), self.svg(&theme::DARK)?);
@@ -113,32 +114,34 @@ impl Plot {
     }
 }
 
-/// The bars of a race that has anything to compare with.
+/// Returns the bars of a race. `None` if the race has neither a limit nor a peer.
 fn row(race: &Race) -> Option<Row> {
     let bar = |role, ink| {
-        best(race, role).map(|other| Bar {
+        fastest_runner(race, role).map(|other| Bar {
             ratio: speed(&race.ours().seconds, &other.seconds),
             other: other.name.clone(),
             ink,
         })
     };
-    let bars: Vec<Bar> =
-        [bar(Role::Peer, Ink::Ours), bar(Role::Limit, Ink::Limit)].into_iter().flatten().collect();
-    (!bars.is_empty()).then(|| Row { what: what(race), place: place(race), bars })
+    let bars: Vec<Bar> = [bar(Role::Peer, ColourRole::Ours), bar(Role::Limit, ColourRole::Limit)]
+        .into_iter()
+        .flatten()
+        .collect();
+    (!bars.is_empty()).then(|| Row { what: race_title(race), place: race_input(race), bars })
 }
 
-/// The fastest runner of this role.
-pub(crate) fn best(race: &Race, role: Role) -> Option<&Runner> {
+/// Returns the fastest runner of a role.
+pub(crate) fn fastest_runner(race: &Race, role: Role) -> Option<&Runner> {
     let candidates = race.runners.iter().filter(|runner| runner.role == role);
     candidates.min_by(|one, other| median(&one.seconds).total_cmp(&median(&other.seconds)))
 }
 
-/// One peer has one colour in all plots of a suite.
-fn ink(kept: &Kept, role: Role, name: &str) -> Ink {
+/// Returns the colour of a runner. A peer has the same colour in all plots of a suite.
+fn ink(kept: &SavedRun, role: Role, name: &str) -> ColourRole {
     match role {
-        Role::Ours => Ink::Ours,
-        Role::Limit => Ink::Limit,
-        Role::Also => Ink::Also,
+        Role::Ours => ColourRole::Ours,
+        Role::Limit => ColourRole::Limit,
+        Role::Variant => ColourRole::Variant,
         Role::Peer => {
             let fits = kept.fits.iter().flat_map(|fit| &fit.runners);
             let series = kept.series.iter().flat_map(|series| &series.runners);
@@ -151,17 +154,17 @@ fn ink(kept: &Kept, role: Role, name: &str) -> Ink {
                     names.push(name);
                 }
             }
-            Ink::Peer(names.iter().position(|found| *found == name).unwrap_or(0))
+            ColourRole::Peer(names.iter().position(|found| *found == name).unwrap_or(0))
         }
     }
 }
 
-/// A figure beside an axis, which is round.
-fn round(figure: &str) -> String {
+/// Removes the decimals of a round number at an axis.
+fn strip_decimals(figure: &str) -> String {
     figure.replacen(".00 ", " ", 1).replacen(".0 ", " ", 1)
 }
 
-/// Words as a file may be called.
+/// Converts words to a file name: lower case, separated by `-`.
 fn file_name(words: &str) -> String {
     let is_word = |character: char| character.is_ascii_alphanumeric();
     let words: Vec<String> = words
@@ -178,14 +181,16 @@ mod tests {
     use crate::bench::example;
 
     #[test]
-    fn files_have_simple_names() {
+    fn file_names_are_simple() {
         assert_eq!(file_name("get, 2 Cores"), "get-2-cores");
     }
 
     #[test]
     fn all_plots_are_drawn() {
-        let files: Vec<(String, String)> =
-            Plot::all(&[example::kept()]).iter().flat_map(|plot| plot.files().unwrap()).collect();
+        let files: Vec<(String, String)> = Plot::all(&[example::example_run()])
+            .iter()
+            .flat_map(|plot| plot.files().unwrap())
+            .collect();
         let names: Vec<&str> = files.iter().map(|(name, _)| name.as_str()).collect();
         let expected = ["ratios-store", "series-store-readers"]
             .map(|name| [format!("{name}.svg"), format!("{name}-dark.svg")]);

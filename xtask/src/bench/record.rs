@@ -3,7 +3,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Number, Value};
 
-/// One line that a suite has written.
+/// A record: one line of JSON that a suite has written.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Record {
@@ -14,7 +14,7 @@ pub(crate) enum Record {
     Count(Count),
 }
 
-/// What ran: the first line.
+/// The suite that has run. The first record of a file.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Suite {
@@ -23,7 +23,7 @@ pub(crate) struct Suite {
     pub(crate) options: Map<String, Value>,
 }
 
-/// Runners that took turns at the same work.
+/// A race: runners that do the same work in turns.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Race {
@@ -38,35 +38,37 @@ pub(crate) struct Race {
     pub(crate) runners: Vec<Runner>,
 }
 
-/// One of them, with the seconds of each round.
+/// A runner of a race.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Runner {
     pub(crate) name: String,
     pub(crate) role: Role,
+    /// Duration of the turn of each round.
     pub(crate) seconds: Vec<f64>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) targets: Vec<Target>,
-    /// What was counted for one turn.
+    /// Counts of one turn, such as minor faults.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(crate) counts: BTreeMap<String, Number>,
 }
 
-/// What a runner is to the one that is measured.
+/// Role of a runner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Role {
-    /// The one that is measured.
+    /// TSSD, which the race is about.
     Ours,
-    /// What one would use instead.
+    /// An alternative that a user would choose.
     Peer,
-    /// What the machine itself can do.
+    /// A limit of the hardware or the operating system.
     Limit,
-    /// Ours another way, or what helps to understand the others.
-    Also,
+    /// A variant of TSSD, or another comparison.
+    #[serde(rename = "Also")]
+    Variant,
 }
 
-/// What the figure of a runner is to be.
+/// Target of a runner.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(untagged)]
 pub(crate) enum Target {
@@ -75,22 +77,23 @@ pub(crate) enum Target {
     Rate(Rate),
 }
 
-/// At least `speed` times as fast as the runner `of`.
+/// Target: at least `speed` times as fast as the runner `of`.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Speed {
-    pub(crate) of: String,
+    #[serde(rename = "of")]
+    pub(crate) reference: String,
     pub(crate) speed: f64,
 }
 
-/// At most so many.
+/// Target: at most this many milliseconds.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Milliseconds {
     pub(crate) milliseconds: f64,
 }
 
-/// At least so many.
+/// Target: at least this many GB/s.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Rate {
@@ -106,7 +109,7 @@ pub(crate) struct Fit {
     pub(crate) runners: Vec<FitRunner>,
 }
 
-/// Who did it.
+/// A runner of a fit.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct FitRunner {
@@ -115,7 +118,7 @@ pub(crate) struct FitRunner {
     pub(crate) points: Vec<FitPoint>,
 }
 
-/// How long one size took.
+/// Times of one size of state dict.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct FitPoint {
@@ -124,20 +127,20 @@ pub(crate) struct FitPoint {
     pub(crate) seconds: Vec<f64>,
 }
 
-/// What something costs as something else grows.
+/// A series: costs for a growing parameter.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Series {
     pub(crate) name: String,
     pub(crate) what: String,
-    /// What grows.
+    /// Name of the parameter.
     pub(crate) x: String,
-    /// What is measured.
+    /// Unit of the costs.
     pub(crate) y: Unit,
     pub(crate) runners: Vec<SeriesRunner>,
 }
 
-/// What a value of a series counts.
+/// Unit of the values of a series.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Unit {
@@ -145,7 +148,7 @@ pub(crate) enum Unit {
     Bytes,
 }
 
-/// Whose cost it is.
+/// A runner of a series.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct SeriesRunner {
@@ -154,7 +157,7 @@ pub(crate) struct SeriesRunner {
     pub(crate) points: Vec<SeriesPoint>,
 }
 
-/// The values of its rounds at one x.
+/// Costs of all rounds at one value of the parameter.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct SeriesPoint {
@@ -162,7 +165,7 @@ pub(crate) struct SeriesPoint {
     pub(crate) values: Vec<f64>,
 }
 
-/// What one turn of an operation needs of the machine, where time would say less.
+/// Counts of one turn of an operation, such as allocations and requests.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Count {
@@ -171,8 +174,11 @@ pub(crate) struct Count {
 }
 
 impl Record {
-    /// Reads a line: what is missing, unknown or without a figure is refused, for it would be a hole
-    /// in the page.
+    /// Parses a line.
+    ///
+    /// # Errors
+    ///
+    /// If a field is missing or unknown, or a figure is missing: the page would have a gap.
     pub(crate) fn parse(line: &str) -> Result<Self, String> {
         let record: Self = serde_json::from_str(line).map_err(|error| error.to_string())?;
         match &record {
@@ -186,7 +192,7 @@ impl Record {
 }
 
 impl Race {
-    /// Ours, which is the first.
+    /// Returns the runner with the role `Ours`, which is the first one.
     pub(crate) fn ours(&self) -> &Runner {
         &self.runners[0]
     }
@@ -196,22 +202,22 @@ impl Race {
     }
 
     fn check(&self) -> Result<(), String> {
-        let wrong =
-            |what: &str| Err(format!("race {} of {:?}: {what}", self.case, self.state_dict));
+        let invalid =
+            |reason: &str| Err(format!("race {} of {:?}: {reason}", self.case, self.state_dict));
         let is_ours = |runner: &Runner| runner.role == Role::Ours;
         if !self.runners.first().is_some_and(is_ours) || self.runners.iter().skip(1).any(is_ours) {
-            return wrong("the first runner and no other is ours");
+            return invalid("the first runner, and no other one, must have the role \"ours\"");
         }
         let names: BTreeSet<&str> = self.runners.iter().map(|runner| &*runner.name).collect();
         if names.len() < self.runners.len() {
-            return wrong("two runners have one name");
+            return invalid("two runners have the same name");
         }
         let rounds = self.ours().seconds.len();
         if self.runners.iter().any(|runner| runner.seconds.len() != rounds) {
-            return wrong("not all runners have as many rounds");
+            return invalid("runners have different numbers of rounds");
         }
         if !self.runners.iter().all(|runner| are_times(&runner.seconds)) {
-            return wrong("a turn took no time, or there is none");
+            return invalid("a turn has no duration, or there are no turns");
         }
         Ok(())
     }
@@ -221,7 +227,10 @@ impl Fit {
     fn check(&self) -> Result<(), String> {
         let mut points = self.runners.iter().flat_map(|runner| &runner.points);
         if !points.all(|point| are_times(&point.seconds)) {
-            return Err(format!("fit {}: a turn took no time, or there is none", self.operation));
+            return Err(format!(
+                "fit {}: a turn has no duration, or there are no turns",
+                self.operation
+            ));
         }
         Ok(())
     }
@@ -232,13 +241,17 @@ impl Series {
         for runner in &self.runners {
             let is_empty = runner.points.iter().any(|point| point.values.is_empty());
             if is_empty || !runner.points.is_sorted_by(|one, next| one.x < next.x) {
-                return Err(format!("series {}: {} is not a curve", self.name, runner.name));
+                return Err(format!(
+                    "series {}: the points of {} are empty, or not sorted by x",
+                    self.name, runner.name
+                ));
             }
         }
         Ok(())
     }
 }
 
+/// Returns whether there are times, and all of them are positive.
 fn are_times(seconds: &[f64]) -> bool {
     !seconds.is_empty() && seconds.iter().all(|seconds| *seconds > 0.0)
 }
@@ -252,7 +265,7 @@ mod tests {
         {"name":"memcpy","role":"limit","seconds":[0.1,0.3],"counts":{"minor faults":12}}]}}"#;
 
     #[test]
-    fn a_race_is_read() {
+    fn race_is_parsed() {
         let Record::Race(race) = Record::parse(RACE).unwrap() else { panic!() };
         assert_eq!(race.ours().name, "tssd");
         assert!(matches!(race.ours().targets[1], Target::Milliseconds(_)));
@@ -260,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_page_would_not_show_is_refused() {
+    fn invalid_records_are_refused() {
         for (found, instead) in [
             (r#""case":"put""#, r#""case":"put","colour":"red""#),
             (r#""case":"put","#, ""),
@@ -282,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn the_other_records_are_read() {
+    fn other_records_are_parsed() {
         for line in [
             r#"{"suite":{"name":"python","versions":{"torch":"2.15.0"},"options":{"size":null,"iterations":9}}}"#,
             r#"{"fit":{"operation":"save","what":"Save","runners":[{"name":"tssd","role":"ours","points":[{"tensors":100,"bytes":16000000,"seconds":[0.1]}]}]}}"#,

@@ -1,27 +1,28 @@
-/// The value in the middle.
+/// Returns the median. NaN if there are no values.
 pub(crate) fn median(values: &[f64]) -> f64 {
     quantile(values, 0.5)
 }
 
-/// Half of the values lie between these.
+/// Returns the first and the third quartile.
 pub(crate) fn quartiles(values: &[f64]) -> (f64, f64) {
     (quantile(values, 0.25), quantile(values, 0.75))
 }
 
-/// How many times as fast `own` was as `other`: the median of the ratios within rounds, for what else
-/// the machine did in a round it did to both.
+/// Returns the speed of `own` relative to `other`: the median of the ratios of each round.
+///
+/// Other load of the machine during a round slows down both, so the ratio is stable.
 pub(crate) fn speed(own: &[f64], other: &[f64]) -> f64 {
     let ratios: Vec<f64> = own.iter().zip(other).map(|(own, other)| other / own).collect();
     median(&ratios)
 }
 
-/// By how much the power of x y grows, from the first point to the last.
+/// Returns the exponent of the power of x with which y grows, from the first to the last point.
 pub(crate) fn exponent(first: (f64, f64), last: (f64, f64)) -> Option<f64> {
     let exponent = (last.1 / first.1).ln() / (last.0 / first.0).ln();
     exponent.is_finite().then_some(exponent)
 }
 
-/// Between two values it lies on the line through them.
+/// Returns a quantile, with linear interpolation between values.
 fn quantile(values: &[f64], part: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -43,7 +44,7 @@ mod tests {
     }
 
     #[test]
-    fn of_few_values() {
+    fn quantiles_of_few_values() {
         assert!(is_near(median(&[3.0]), 3.0));
         assert!(is_near(median(&[3.0, 1.0]), 2.0));
         assert!(is_near(median(&[9.0, 1.0, 2.0]), 2.0));
@@ -55,14 +56,14 @@ mod tests {
     }
 
     #[test]
-    fn ratios_are_those_of_rounds() {
-        // The machine was ten times as slow in the last round, for both.
+    fn speed_is_median_of_ratios_within_rounds() {
+        // In the last round, both are ten times as slow.
         assert!(is_near(speed(&[1.0, 1.0, 10.0], &[2.0, 2.0, 20.0]), 2.0));
         assert!(is_near(speed(&[1.0, 2.0], &[0.5, 1.0]), 0.5));
     }
 
     #[test]
-    fn growth() {
+    fn exponent_of_growth() {
         assert!(is_near(exponent((1.0, 3.0), (8.0, 24.0)).unwrap(), 1.0));
         assert!(is_near(exponent((2.0, 5.0), (4.0, 20.0)).unwrap(), 2.0));
         assert_eq!(exponent((1.0, 0.0), (2.0, 1.0)), None);

@@ -1,68 +1,68 @@
-use crate::bench::fit::float;
-use crate::bench::quantity::{bytes, plain, rate, time, times};
+use crate::bench::fit::to_float;
+use crate::bench::quantity::{bytes, rate, ratio, shortest_float, time};
 use crate::bench::record::{Race, Role, Runner, Series, SeriesRunner, Target, Unit};
 use crate::bench::statistics::{exponent, median, speed};
 
-/// What grows as this power of x or less grows linearly: two medians are never quite the same.
-const LINEAR: f64 = 1.1;
+/// Maximum exponent of linear growth. It is above 1, since medians vary.
+const MAX_LINEAR_EXPONENT: f64 = 1.1;
 
-/// A target beside what was found.
+/// A target, and the measured result.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Verdict {
-    /// What was to be reached.
-    pub(crate) wanted: String,
-    /// What was; nothing if nobody measured it.
-    pub(crate) found: Option<String>,
+    /// The target.
+    pub(crate) target: String,
+    /// The result, if it was measured.
+    pub(crate) result: Option<String>,
     pub(crate) is_met: bool,
 }
 
 impl Verdict {
-    /// Those of a runner.
+    /// Compares a runner of a race with each of its targets.
     pub(crate) fn all(race: &Race, runner: &Runner) -> Vec<Self> {
-        runner.targets.iter().map(|target| Self::of(race, runner, target)).collect()
+        runner.targets.iter().map(|target| Self::new(race, runner, target)).collect()
     }
 
-    /// Whether what grows does so linearly or better, which all of ours is to do.
+    /// Checks that a series of ours grows at most linearly. `None` for other roles.
     pub(crate) fn growth(series: &Series, runner: &SeriesRunner) -> Option<Self> {
-        let exponent = growth(runner)?;
+        let exponent = growth_exponent(runner)?;
         (runner.role == Role::Ours).then(|| Self {
-            wanted: format!("linear in {}", series.x),
-            found: Some(format!("as {}^{exponent:.2}", series.x)),
-            is_met: exponent <= LINEAR,
+            target: format!("linear in {}", series.x),
+            result: Some(format!("as {}^{exponent:.2}", series.x)),
+            is_met: exponent <= MAX_LINEAR_EXPONENT,
         })
     }
 
-    fn of(race: &Race, runner: &Runner, target: &Target) -> Self {
-        let own = median(&runner.seconds);
+    fn new(race: &Race, runner: &Runner, target: &Target) -> Self {
+        let median_seconds = median(&runner.seconds);
         match target {
             Target::Speed(target) => {
-                let other = race.runner(&target.of);
+                let other = race.runner(&target.reference);
                 let found = other.map(|other| speed(&runner.seconds, &other.seconds));
                 Self {
-                    wanted: format!("{}× {}", plain(target.speed), target.of),
-                    found: found.map(times),
+                    target: format!("{}× {}", shortest_float(target.speed), target.reference),
+                    result: found.map(ratio),
                     is_met: found.is_some_and(|found| found >= target.speed),
                 }
             }
             Target::Milliseconds(target) => Self {
-                wanted: format!("{} ms", plain(target.milliseconds)),
-                found: Some(time(own)),
-                is_met: own * 1e3 <= target.milliseconds,
+                target: format!("{} ms", shortest_float(target.milliseconds)),
+                result: Some(time(median_seconds)),
+                is_met: median_seconds * 1e3 <= target.milliseconds,
             },
             Target::Rate(target) => {
-                let found = race.bytes.map(|bytes| float(bytes) / own);
+                let found = race.bytes.map(|bytes| to_float(bytes) / median_seconds);
                 Self {
-                    wanted: format!("{} GB/s", plain(target.gigabytes_per_second)),
-                    found: found.map(rate),
+                    target: format!("{} GB/s", shortest_float(target.gigabytes_per_second)),
+                    result: found.map(rate),
                     is_met: found.is_some_and(|found| found >= target.gigabytes_per_second * 1e9),
                 }
             }
         }
     }
 
-    /// In words.
-    pub(crate) fn said(&self) -> &'static str {
-        match (self.found.is_some(), self.is_met) {
+    /// Returns the label of the verdict in the page.
+    pub(crate) fn label(&self) -> &'static str {
+        match (self.result.is_some(), self.is_met) {
             (false, _) => "not measured",
             (true, true) => "met",
             (true, false) => "**not met**",
@@ -70,14 +70,14 @@ impl Verdict {
     }
 }
 
-/// The power of x as which it grows from the first point to the last.
-pub(crate) fn growth(runner: &SeriesRunner) -> Option<f64> {
+/// Returns the exponent with which a runner grows, from its first to its last point.
+pub(crate) fn growth_exponent(runner: &SeriesRunner) -> Option<f64> {
     let (first, last) = (runner.points.first()?, runner.points.last()?);
     exponent((first.x, median(&first.values)), (last.x, median(&last.values)))
 }
 
-/// A value of a series.
-pub(crate) fn value(unit: Unit, value: f64) -> String {
+/// Formats a value of a series.
+pub(crate) fn format_value(unit: Unit, value: f64) -> String {
     match unit {
         Unit::Seconds => time(value),
         Unit::Bytes => bytes(value),
@@ -90,14 +90,14 @@ mod tests {
     use crate::bench::example;
 
     #[test]
-    fn targets_are_judged() {
-        let kept = example::kept();
+    fn targets_are_compared_with_results() {
+        let kept = example::example_run();
         let verdicts = |case: &str| {
             let race = kept.races.iter().find(|race| race.case == case).unwrap();
             let all = Verdict::all(race, race.ours());
             let said = |verdict: Verdict| {
-                let found = verdict.found.clone().unwrap_or_default();
-                [verdict.wanted.clone(), found, verdict.said().into()].join("; ")
+                let found = verdict.result.clone().unwrap_or_default();
+                [verdict.target.clone(), found, verdict.label().into()].join("; ")
             };
             all.into_iter().map(said).collect::<Vec<_>>()
         };

@@ -8,10 +8,11 @@ use tssd_format::{JobChecksums, WriteJob};
 use crate::blob::{Part, Reservation, Volume};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::disk::{BUFFER_BYTES, Disk, NewFile};
-use crate::io::local_archive::Near;
+use crate::io::local_archive::LocalArchive;
 use crate::ledger::Durability;
 use crate::route::{Route, Transport};
 
+/// A volume in a directory. Each blob is a file.
 #[derive(Clone, Debug)]
 pub(crate) struct DirectoryVolume {
     disk: Disk,
@@ -22,18 +23,24 @@ impl DirectoryVolume {
         Self { disk }
     }
 
-    /// Where a blob is, or would be.
+    /// Returns the path that the name of a blob stands for.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.disk.root().join(name)
     }
 
-    /// The file of a blob, to give away, and its length; none if there is none.
+    /// Opens the file of a blob for a caller that passes it on. Returns the file and its length in bytes.
+    ///
+    /// Returns none if the file does not exist.
     #[cfg(target_os = "linux")]
-    pub(crate) fn lend(&self, name: &str) -> Result<Option<(std::fs::File, u64)>> {
-        self.at(name, |path| self.disk.lend(path))
+    pub(crate) fn open_file(&self, name: &str) -> Result<Option<(std::fs::File, u64)>> {
+        self.with_path(name, |path| self.disk.open_file(path))
     }
 
-    fn at<T>(&self, name: &str, work: impl FnOnce(&Path) -> std::io::Result<T>) -> Result<T> {
+    fn with_path<T>(
+        &self,
+        name: &str,
+        work: impl FnOnce(&Path) -> std::io::Result<T>,
+    ) -> Result<T> {
         let is_normal = |part| matches!(part, std::path::Component::Normal(_));
         if !Path::new(name).components().all(is_normal) {
             let text = format_args!("`{name}` is no name of an archive");
@@ -53,30 +60,31 @@ impl Volume for DirectoryVolume {
         Ok(wanted)
     }
 
-    /// The file is written by positioned writes, not through a map: a full disk is an error then,
-    /// not a signal.
+    /// Writes the file by positioned writes instead of through a memory map.
+    ///
+    /// On a full disk a write returns an error. A store to mapped memory would raise a signal.
     fn reserve(
         &self,
         name: &str,
         len: u64,
         _durability: Durability,
     ) -> Result<Box<dyn Reservation>> {
-        let file = self.at(name, |path| self.disk.begin(path))?;
-        file.expect(len);
-        let shown = self.path(name).display().to_string();
-        Ok(Box::new(Reserved { file, name: shown }))
+        let file = self.with_path(name, |path| self.disk.create_temporary(path))?;
+        file.preallocate(len);
+        let display_path = self.path(name).display().to_string();
+        Ok(Box::new(FileReservation { file, name: display_path }))
     }
 
-    fn open(&self, name: &str) -> Result<Option<Near>> {
-        self.at(name, |path| self.disk.open(path))
+    fn open(&self, name: &str) -> Result<Option<LocalArchive>> {
+        self.with_path(name, |path| self.disk.open(path))
     }
 
     fn delete(&self, name: &str) -> Result<()> {
-        self.at(name, |path| self.disk.remove(path))
+        self.with_path(name, |path| self.disk.remove(path))
     }
 
     fn list(&self, name: &str) -> Result<Vec<String>> {
-        self.at(name, |path| self.disk.list(path))
+        self.with_path(name, |path| self.disk.list(path))
     }
 
     fn route(&self) -> Route {
@@ -84,21 +92,21 @@ impl Volume for DirectoryVolume {
     }
 
     fn remove_folder(&self, name: &str) -> Result<()> {
-        self.at(name, |path| self.disk.remove_folder(path))
+        self.with_path(name, |path| self.disk.remove_folder(path))
     }
 }
 
-struct Reserved {
+struct FileReservation {
     file: NewFile,
     name: String,
 }
 
-impl Reservation for Reserved {
+impl Reservation for FileReservation {
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
         let mut offset = 0;
         let mut parts: Vec<Box<dyn Part + '_>> = Vec::with_capacity(lens.len());
         for len in lens {
-            parts.push(Box::new(FilePart { reserved: self, offset }));
+            parts.push(Box::new(FilePart { reservation: self, offset }));
             offset += len;
         }
         parts
@@ -111,26 +119,26 @@ impl Reservation for Reserved {
 }
 
 struct FilePart<'a> {
-    reserved: &'a Reserved,
+    reservation: &'a FileReservation,
     offset: u64,
 }
 
 impl Part for FilePart<'_> {
-    fn fill(&mut self, job: &WriteJob) -> Result<JobChecksums> {
+    fn write_job(&mut self, job: &WriteJob) -> Result<JobChecksums> {
         let range = job.range();
         let len = usize::try_from(range.end - range.start).unwrap_or(BUFFER_BYTES);
         let mut writer =
-            BufWriter::with_capacity(len.min(BUFFER_BYTES), self.reserved.file.at(self.offset));
-        let mut fill = || {
-            let filled = job.write_to(&mut writer)?;
+            BufWriter::with_capacity(len.min(BUFFER_BYTES), self.reservation.file.at(self.offset));
+        let mut run = || {
+            let checksums = job.write_to(&mut writer)?;
             writer.flush()?;
-            Ok(filled)
+            Ok(checksums)
         };
-        fill().map_err(|error| Error::format(&self.reserved.name, error))
+        run().map_err(|error| Error::from_format(&self.reservation.name, error))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        let written = self.reserved.file.at(self.offset).write_all(bytes);
-        written.map_err(|error| Error::io(&self.reserved.name, error))
+        let written = self.reservation.file.at(self.offset).write_all(bytes);
+        written.map_err(|error| Error::io(&self.reservation.name, error))
     }
 }

@@ -1,4 +1,4 @@
-//! Blobs in this process.
+//! Blobs in the memory of this process.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -7,13 +7,14 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tssd_format::{JobChecksums, WriteJob};
 
-use crate::blob::{Part, Reservation, Volume, directly_below, split};
+use crate::blob::{Part, Reservation, Volume, child_names, split};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::local_archive::Near;
+use crate::io::local_archive::LocalArchive;
 use crate::io::sync::{Lock, MutexGuard};
 use crate::ledger::Durability;
 use crate::route::{Route, Transport};
 
+/// A volume in the memory of this process.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct MemoryVolume {
     blobs: Arc<Lock<BTreeMap<String, Bytes>>>,
@@ -49,15 +50,20 @@ impl Volume for MemoryVolume {
         let too_large =
             |_| Error::new(ErrorKind::Invalid, format_args!("{len} bytes do not fit into memory"));
         let len = usize::try_from(len).map_err(too_large)?;
-        // Storages are aligned within a blob: the blob must be too, for views to be.
+        // Storages are aligned relative to the blob. A page-aligned blob makes their addresses aligned too.
         let memory = vec![0; len + PAGE];
         let start = memory.as_ptr().align_offset(PAGE);
         let range = start..start + len;
-        Ok(Box::new(Reserved { volume: self.clone(), name: name.to_owned(), memory, range }))
+        Ok(Box::new(MemoryReservation {
+            volume: self.clone(),
+            name: name.to_owned(),
+            memory,
+            range,
+        }))
     }
 
-    fn open(&self, name: &str) -> Result<Option<Near>> {
-        Ok(self.blobs().get(name).cloned().map(Near::new))
+    fn open(&self, name: &str) -> Result<Option<LocalArchive>> {
+        Ok(self.blobs().get(name).cloned().map(LocalArchive::new))
     }
 
     fn delete(&self, name: &str) -> Result<()> {
@@ -69,7 +75,7 @@ impl Volume for MemoryVolume {
         let prefix = format!("{name}/");
         let blobs = self.blobs();
         let names = blobs.range(prefix.clone()..).map(|(name, _)| name.as_str());
-        Ok(directly_below(&prefix, names))
+        Ok(child_names(&prefix, names))
     }
 
     fn route(&self) -> Route {
@@ -83,14 +89,14 @@ impl Volume for MemoryVolume {
 
 const PAGE: usize = 4096;
 
-struct Reserved {
+struct MemoryReservation {
     volume: MemoryVolume,
     name: String,
     memory: Vec<u8>,
     range: Range<usize>,
 }
 
-impl Reservation for Reserved {
+impl Reservation for MemoryReservation {
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
         split(&mut self.memory[self.range.clone()], lens)
     }
@@ -106,8 +112,8 @@ impl Reservation for Reserved {
 }
 
 impl Part for &mut [u8] {
-    fn fill(&mut self, job: &WriteJob) -> Result<JobChecksums> {
-        job.run(self).map_err(|error| Error::request("fill", error))
+    fn write_job(&mut self, job: &WriteJob) -> Result<JobChecksums> {
+        job.run(self).map_err(|error| Error::from_request("fill", error))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {

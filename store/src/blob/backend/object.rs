@@ -12,93 +12,96 @@ use tokio::task::JoinSet;
 use tssd_format::{Blob, MANIFEST_NAME};
 
 use self::fetch::Fetcher;
-use self::upload::{Small, Spare, Upload};
-use crate::blob::{Archived, Far, Reservation, Volume};
+use self::upload::{BufferPool, MultipartUpload, SingleUpload};
+use crate::blob::{OpenArchive, RemoteArchive, Reservation, Volume};
 use crate::error::{ErrorKind, Result};
-use crate::io::bucket::{Bucket, again, optional};
-use crate::io::disk::TEMPORARY;
-use crate::io::local_archive::Near;
+use crate::io::bucket::{Bucket, optional, retry};
+use crate::io::disk::TEMPORARY_PREFIX;
+use crate::io::local_archive::LocalArchive;
 use crate::ledger::Durability;
 use crate::route::{Route, Transport};
 
-/// So many bytes of the end of an archive come when it is opened: its index, if that is not larger.
+/// Bytes to fetch from the end of an archive when it is opened.
+///
+/// They include the index, unless it is larger.
 const TAIL_BYTES: u64 = 256 << 10;
 
-/// The same for an object that is opened by itself, of which the beginning comes too.
-const ALONE_TAIL_BYTES: u64 = 1 << 20;
+/// As [`TAIL_BYTES`], for a single object. Its first [`HEAD_BYTES`] are fetched at the same time.
+const OBJECT_TAIL_BYTES: u64 = 1 << 20;
 const HEAD_BYTES: u64 = 4 << 10;
 
+/// A volume in a bucket. Each blob is an object.
 #[derive(Clone)]
 pub(crate) struct ObjectVolume {
     bucket: Bucket,
-    holder: Arc<Fetcher>,
-    spare: Arc<Spare>,
+    reader: Arc<Fetcher>,
+    buffers: Arc<BufferPool>,
 }
 
 impl ObjectVolume {
     pub(crate) fn new(bucket: Bucket) -> Self {
-        Self { holder: Arc::new(Fetcher::new(bucket.clone())), spare: Arc::default(), bucket }
+        Self { reader: Arc::new(Fetcher::new(bucket.clone())), buffers: Arc::default(), bucket }
     }
 
-    /// Opens blobs, all at once; none for those that are not there.
-    fn far(&self, names: &[String]) -> Result<Vec<Option<Far>>> {
+    /// Opens blobs with concurrent requests. The result has none for each blob that does not exist.
+    fn open_remote(&self, names: &[String]) -> Result<Vec<Option<RemoteArchive>>> {
         let mut paths = Vec::with_capacity(names.len());
         for name in names {
             paths.push(self.bucket.path(name)?);
         }
-        let (objects, requests) = (self.bucket.objects(), self.bucket.requests());
+        let (objects, permits) = (self.bucket.objects(), self.bucket.request_permits());
         let open = async move {
-            let mut opening = JoinSet::new();
-            for (place, path) in paths.into_iter().enumerate() {
-                let (objects, requests) = (objects.clone(), requests.clone());
-                opening.spawn(async move {
-                    let _one = requests.acquire().await;
-                    (place, tail(&*objects, &path, TAIL_BYTES).await)
+            let mut tasks = JoinSet::new();
+            for (index, path) in paths.into_iter().enumerate() {
+                let (objects, permits) = (objects.clone(), permits.clone());
+                tasks.spawn(async move {
+                    let _one = permits.acquire().await;
+                    (index, read_tail(&*objects, &path, TAIL_BYTES).await)
                 });
             }
-            let mut tails: Vec<_> = opening.join_all().await;
-            tails.sort_unstable_by_key(|(place, _)| *place);
+            let mut tails: Vec<_> = tasks.join_all().await;
+            tails.sort_unstable_by_key(|(index, _)| *index);
             tails.into_iter().map(|(_, tail)| tail).collect()
         };
         let first = names.first().map_or("", String::as_str);
-        let tails: Vec<Option<(u64, Bytes)>> = self.bucket.wait(first, open)?;
-        let far = |(name, tail): (&String, Option<(u64, Bytes)>)| {
+        let tails: Vec<Option<(u64, Bytes)>> = self.bucket.request_blocking(first, open)?;
+        let to_remote = |(name, tail): (&String, Option<(u64, Bytes)>)| {
             let (len, tail) = tail?;
-            let (holder, blob) = (self.holder.clone(), name.as_str().into());
-            Some(Far { holder, blob, len, tail: Some(tail) })
+            let (holder, blob) = (self.reader.clone(), name.as_str().into());
+            Some(RemoteArchive { reader: holder, blob, len, tail: Some(tail) })
         };
-        Ok(names.iter().zip(tails).map(far).collect())
+        Ok(names.iter().zip(tails).map(to_remote).collect())
     }
 
-    /// Gives up an upload that somebody has left behind.
+    /// Aborts an upload that another process left behind.
     fn abort(&self, name: &str, marker: &str) -> Result<()> {
         let (objects, uploads) = (self.bucket.objects(), self.bucket.uploads());
         let (path, marker) = (self.bucket.path(name)?, self.bucket.path(marker)?);
-        self.bucket.wait(name, async move {
+        self.bucket.request_blocking(name, async move {
             let id = match objects.get(&marker).await {
                 Err(object_store::Error::NotFound { .. }) => return Ok(()),
                 found => found?.bytes().await?,
             };
             let id = String::from_utf8_lossy(&id).into_owned();
             match uploads.abort_multipart(&path, &id).await {
-                // It is complete, or was given up already.
+                // The upload is complete or was aborted already.
                 Ok(()) | Err(object_store::Error::NotFound { .. }) => objects.delete(&marker).await,
-                // It stays noted, for whoever sweeps next. That hinders nobody.
+                // The marker stays for the next sweep. It does not affect readers or writers.
                 Err(_) => Ok(()),
             }
         })
     }
 }
 
-/// An object by itself: what is looked at when it is opened comes in two requests at once.
-struct Alone {
-    far: Far,
+/// A single object. Two concurrent requests fetch its head and its tail, which readers need to open it.
+struct ObjectBlob {
+    remote: RemoteArchive,
     head: Bytes,
 }
 
-impl Blob for Alone {
+impl Blob for ObjectBlob {
     fn size(&self) -> std::io::Result<u64> {
-        self.far.size()
+        self.remote.size()
     }
 
     fn read_exact_at(&self, target: &mut [u8], offset: u64) -> std::io::Result<()> {
@@ -107,7 +110,7 @@ impl Blob for Alone {
             .and_then(|start| self.head.get(start..start.checked_add(target.len())?));
         match within {
             Some(head) => target.copy_from_slice(head),
-            None => self.far.read_exact_at(target, offset)?,
+            None => self.remote.read_exact_at(target, offset)?,
         }
         Ok(())
     }
@@ -117,66 +120,69 @@ impl Blob for Alone {
     }
 }
 
-/// The object of this name; none if there is none.
-pub(crate) fn alone(bucket: Bucket, name: &str) -> Result<Option<impl Blob + use<>>> {
+/// Opens the object `name`. Returns none if it does not exist.
+pub(crate) fn open_object(bucket: Bucket, name: &str) -> Result<Option<impl Blob + use<>>> {
     let (objects, path) = (bucket.objects(), bucket.path(name)?);
-    let opened = bucket.wait(name, async move {
+    let opened = bucket.request_blocking(name, async move {
         let (head, tail) = tokio::join!(
             objects.get_range(&path, 0..HEAD_BYTES),
-            tail(&*objects, &path, ALONE_TAIL_BYTES)
+            read_tail(&*objects, &path, OBJECT_TAIL_BYTES)
         );
-        // Of an object without bytes no range can be had, and none is needed.
+        // A range request for an empty object fails. Its head is empty.
         Ok(tail?.map(|(len, tail)| (len, tail, head.unwrap_or_default())))
     })?;
     let Some((len, tail, head)) = opened else { return Ok(None) };
     let (holder, blob) = (Arc::new(Fetcher::new(bucket)), name.into());
-    Ok(Some(Alone { far: Far { holder, blob, len, tail: Some(tail) }, head }))
+    Ok(Some(ObjectBlob {
+        remote: RemoteArchive { reader: holder, blob, len, tail: Some(tail) },
+        head,
+    }))
 }
 
-/// The length of an object and its last bytes; none if there is no such object.
-async fn tail(
+/// Returns the length of an object and its last bytes. Returns none if the object does not exist.
+async fn read_tail(
     objects: &dyn ObjectStore,
     path: &Path,
     wanted: u64,
 ) -> object_store::Result<Option<(u64, Bytes)>> {
-    let tail = || async {
+    let request = || async {
         let range = Some(GetRange::Suffix(wanted));
         let options = GetOptions { range, ..GetOptions::default() };
         match objects.get_opts(path, options).await {
-            // Azure gives no last bytes: the length comes first.
+            // Azure supports no suffix ranges: the length comes first.
             Err(object_store::Error::NotSupported { .. }) => {
                 let size = objects.head(path).await?.size;
                 let range = size.saturating_sub(wanted)..size;
                 Ok((size, objects.get_range(path, range).await?))
             }
-            got => {
-                let got = got?;
-                Ok((got.meta.size, got.bytes().await?))
+            response => {
+                let response = response?;
+                Ok((response.meta.size, response.bytes().await?))
             }
         }
     };
-    // It is kept as long as the archive is open: not so what it may be a part of.
-    let own = |(len, tail): (u64, Bytes)| (len, Bytes::copy_from_slice(&tail));
-    Ok(optional(again(tail).await)?.map(own))
+    // The tail lives as long as the archive is open. A copy does not retain the larger buffer it may be part of.
+    let copy_tail = |(len, tail): (u64, Bytes)| (len, Bytes::copy_from_slice(&tail));
+    Ok(optional(retry(request).await)?.map(copy_tail))
 }
 
-/// Where it is noted which upload of a blob is under way.
-fn marker(name: &str) -> String {
+/// Returns the name of the marker object, which contains the ID of the upload of a blob in progress.
+fn upload_marker(name: &str) -> String {
     match name.rsplit_once('/') {
-        Some((folder, file)) => format!("{folder}/{TEMPORARY}{file}"),
-        None => format!("{TEMPORARY}{name}"),
+        Some((folder, file)) => format!("{folder}/{TEMPORARY_PREFIX}{file}"),
+        None => format!("{TEMPORARY_PREFIX}{name}"),
     }
 }
 
-/// The blob whose upload is noted under a name.
-fn marked(name: &str) -> Option<String> {
+/// Returns the blob whose upload the marker `name` belongs to. Returns none if `name` is not a marker.
+fn blob_of_marker(name: &str) -> Option<String> {
     let (folder, file) = name.rsplit_once('/').unwrap_or(("", name));
-    let file = file.strip_prefix(TEMPORARY)?;
+    let file = file.strip_prefix(TEMPORARY_PREFIX)?;
     Some(if folder.is_empty() { file.to_owned() } else { format!("{folder}/{file}") })
 }
 
 impl Volume for ObjectVolume {
-    /// What is seen here is in the bucket.
+    /// An object is durable when its put completes.
     fn admit(&self, wanted: Durability) -> Result<Durability> {
         Ok(if wanted == Durability::Object { Durability::Disk } else { wanted })
     }
@@ -187,36 +193,36 @@ impl Volume for ObjectVolume {
         len: u64,
         _durability: Durability,
     ) -> Result<Box<dyn Reservation>> {
-        // A manifest is created, however long it is, which parts cannot be.
-        if len <= upload::SMALL_BYTES || name.ends_with(MANIFEST_NAME) {
-            return Ok(Box::new(Small::new(self.bucket.clone(), name, len)?));
+        // A manifest of any length is created by a conditional put. A multipart upload has no such condition.
+        if len <= upload::MAX_SINGLE_BYTES || name.ends_with(MANIFEST_NAME) {
+            return Ok(Box::new(SingleUpload::new(self.bucket.clone(), name, len)?));
         }
-        let (bucket, spare) = (self.bucket.clone(), self.spare.clone());
-        Ok(Box::new(Upload::begin(bucket, spare, name, len)?))
+        let (bucket, buffers) = (self.bucket.clone(), self.buffers.clone());
+        Ok(Box::new(MultipartUpload::begin(bucket, buffers, name, len)?))
     }
 
-    fn open(&self, name: &str) -> Result<Option<Near>> {
-        Ok(self.far(&[name.to_owned()])?.pop().flatten().map(Near::new))
+    fn open(&self, name: &str) -> Result<Option<LocalArchive>> {
+        Ok(self.open_remote(&[name.to_owned()])?.pop().flatten().map(LocalArchive::new))
     }
 
-    fn open_all(&self, names: &[String]) -> Result<Option<Vec<Archived>>> {
-        let all: Option<Vec<Far>> = self.far(names)?.into_iter().collect();
-        Ok(all.map(|all| all.into_iter().map(Archived::Far).collect()))
+    fn open_all(&self, names: &[String]) -> Result<Option<Vec<OpenArchive>>> {
+        let all: Option<Vec<RemoteArchive>> = self.open_remote(names)?.into_iter().collect();
+        Ok(all.map(|all| all.into_iter().map(OpenArchive::Remote).collect()))
     }
 
     fn delete(&self, name: &str) -> Result<()> {
-        if let Some(blob) = marked(name) {
+        if let Some(blob) = blob_of_marker(name) {
             return self.abort(&blob, name);
         }
         let (objects, path) = (self.bucket.objects(), self.bucket.path(name)?);
-        match self.bucket.wait(name, async move { objects.delete(&path).await }) {
+        match self.bucket.request_blocking(name, async move { objects.delete(&path).await }) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             deleted => deleted,
         }
     }
 
     fn list(&self, name: &str) -> Result<Vec<String>> {
-        self.bucket.wait(name, self.bucket.list(name)?)
+        self.bucket.request_blocking(name, self.bucket.list(name)?)
     }
 
     fn route(&self) -> Route {
@@ -233,36 +239,36 @@ mod tests {
     use object_store::PutPayload;
 
     use super::*;
-    use crate::testing::faulty_bucket::Faulty;
+    use crate::testing::faulty_bucket::FaultyBucket;
 
-    fn bucket(objects: &Arc<Faulty>) -> Bucket {
+    fn bucket(objects: &Arc<FaultyBucket>) -> Bucket {
         Bucket::new(objects.clone(), Path::default(), "s3://test").unwrap()
     }
 
     fn put(bucket: &Bucket, name: &str, bytes: &[u8]) {
         let (objects, path) = (bucket.objects(), Path::from(name));
         let payload = PutPayload::from(bytes.to_vec());
-        bucket.wait(name, async move { objects.put(&path, payload).await }).unwrap();
+        bucket.request_blocking(name, async move { objects.put(&path, payload).await }).unwrap();
     }
 
-    /// Bytes that differ wherever they are.
+    /// Bytes that differ at each offset.
     fn bytes(len: usize) -> Vec<u8> {
         (0..).flat_map(u32::to_le_bytes).take(len).collect()
     }
 
     #[test]
-    fn an_object_by_itself_is_asked_for_what_its_two_ends_do_not_have() {
+    fn single_object_requests_only_bytes_outside_its_head_and_tail() {
         let objects = Arc::default();
         let bucket = bucket(&objects);
         let head = native(HEAD_BYTES);
-        let tail = |len: usize| len.saturating_sub(native(ALONE_TAIL_BYTES));
+        let tail = |len: usize| len.saturating_sub(native(OBJECT_TAIL_BYTES));
         for len in [0, 100, head, head + 1, 3 << 20] {
             let written = bytes(len);
             put(&bucket, "object", &written);
-            objects.mend();
-            let opened = alone(bucket.clone(), "object").unwrap().unwrap();
+            objects.clear_fault();
+            let opened = open_object(bucket.clone(), "object").unwrap().unwrap();
             let size = opened.size().unwrap();
-            assert_eq!((size, objects.seen().0), (len.try_into().unwrap(), 2));
+            assert_eq!((size, objects.request_stats().0), (len.try_into().unwrap(), 2));
             for (range, requests) in [
                 (0..head, 0),
                 (head - 1..head, 0),
@@ -272,27 +278,27 @@ mod tests {
                 (len.saturating_sub(1)..len, 0),
             ] {
                 let Some(wanted) = written.get(range.clone()) else { continue };
-                // All of what is short is in its end.
+                // The tail contains all of a short object.
                 let requests = if tail(len) == 0 { 0 } else { requests };
-                objects.mend();
+                objects.clear_fault();
                 let mut found = vec![0; wanted.len()];
                 opened.read_exact_at(&mut found, range.start.try_into().unwrap()).unwrap();
                 assert!(found == wanted, "{len} {range:?}");
-                assert_eq!(objects.seen().0, requests, "{len} {range:?}");
+                assert_eq!(objects.request_stats().0, requests, "{len} {range:?}");
             }
             assert!(opened.bytes().is_none(), "nobody has all of them");
         }
-        assert!(alone(bucket, "another").unwrap().is_none());
+        assert!(open_object(bucket, "another").unwrap().is_none());
     }
 
     #[test]
-    fn an_archive_that_is_opened_has_its_end() {
+    fn opened_archive_reads_its_tail_without_a_request() {
         let objects = Arc::default();
         let volume = ObjectVolume::new(bucket(&objects));
         let (tail, long) = (native(TAIL_BYTES), bytes(native(TAIL_BYTES) + 1));
         put(&volume.bucket, "a/long", &long);
         put(&volume.bucket, "a/short", &long[..10]);
-        objects.mend();
+        objects.clear_fault();
         let names = ["a/short", "a/long"].map(str::to_owned);
         let opened = volume.open_all(&names).unwrap().unwrap();
         for (archive, bytes) in opened.iter().zip([&long[..10], &long]) {
@@ -301,36 +307,36 @@ mod tests {
             archive.blob().read_exact_at(&mut found, start.try_into().unwrap()).unwrap();
             assert!(found == bytes[start..]);
         }
-        assert_eq!(objects.seen().0, 2);
+        assert_eq!(objects.request_stats().0, 2);
         opened[1].blob().read_exact_at(&mut [0], 0).unwrap();
-        assert_eq!(objects.seen().0, 3, "the rest is asked for");
+        assert_eq!(objects.request_stats().0, 3, "the rest is asked for");
         let all = [&names[..], &["a/none".to_owned()]].concat();
         assert!(volume.open_all(&all).unwrap().is_none());
     }
 
     #[test]
-    fn what_is_small_or_a_manifest_is_created_by_one_request() {
+    fn small_blobs_and_manifests_are_created_by_one_request() {
         let objects = Arc::default();
         let volume = ObjectVolume::new(bucket(&objects));
-        let long = upload::SMALL_BYTES + 1;
+        let long = upload::MAX_SINGLE_BYTES + 1;
         for (name, len) in [("a/blob", 10), ("a/blob", long - 1), ("a/manifest.tssd", long)] {
             let name = format!("{len}/{name}");
             for (is_new, byte) in [(true, 1), (false, 2)] {
-                objects.mend();
+                objects.clear_fault();
                 let mut reserved = volume.reserve(&name, len, Durability::Disk).unwrap();
                 for part in &mut reserved.parts(&[len]) {
                     part.write(&vec![byte; native(len)]).unwrap();
                 }
                 assert_eq!(reserved.seal().unwrap(), is_new, "{name}");
-                assert_eq!(objects.uploads(), 0);
-                // Who finds it taken looks whether that was an earlier request of its own.
-                assert_eq!(objects.seen().0, 2 - usize::from(is_new), "{name}");
+                assert_eq!(objects.open_uploads(), 0);
+                // If the name is taken, the writer reads the object: its own earlier request may have created it.
+                assert_eq!(objects.request_stats().0, 2 - usize::from(is_new), "{name}");
             }
         }
     }
 
     #[test]
-    fn what_is_in_a_bucket_is_durable() {
+    fn bucket_volume_admits_every_durability() {
         let volume = ObjectVolume::new(bucket(&Arc::default()));
         for (wanted, admitted) in [
             (Durability::Memory, Durability::Memory),
@@ -342,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_can_be_deleted() {
+    fn delete_of_missing_blob_succeeds() {
         let volume = ObjectVolume::new(bucket(&Arc::default()));
         put(&volume.bucket, "a/blob", b"7");
         for name in ["a/blob", "a/blob", "a/.tmp-none", "none"] {
@@ -353,15 +359,15 @@ mod tests {
     }
 
     #[test]
-    fn the_note_of_an_upload_is_beside_its_blob() {
+    fn upload_marker_lies_in_the_folder_of_its_blob() {
         for name in ["blob", "a/blob", "a/b/blob"] {
-            let marker = marker(name);
+            let marker = upload_marker(name);
             assert_eq!(
                 marker.rsplit_once('/').map(|it| it.0),
                 name.rsplit_once('/').map(|it| it.0)
             );
-            assert_eq!(marked(&marker).as_deref(), Some(name));
-            assert_eq!(marked(name), None);
+            assert_eq!(blob_of_marker(&marker).as_deref(), Some(name));
+            assert_eq!(blob_of_marker(name), None);
         }
     }
 

@@ -1,19 +1,19 @@
-//! A pool as a volume: what the daemon itself reads and writes of it.
+//! The shared memory pool of a daemon as a volume, for reads and writes by the daemon itself.
 
 use std::sync::Arc;
 
-use crate::blob::{Part, Reservation, Volume, directly_below, split};
+use crate::blob::{Part, Reservation, Volume, child_names, split};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::local_archive::Near;
+use crate::io::local_archive::LocalArchive;
 use crate::ledger::Durability;
 use crate::route::{Route, Transport};
 use crate::shm::Pool;
 
-/// The blobs of a pool, by name. What is written here lies in segments of the daemon.
+/// The blobs of a pool, by name. Blobs written here are copied into segments of the daemon.
 #[derive(Clone)]
-pub(crate) struct ArenaVolume(pub(crate) Arc<Pool>);
+pub(crate) struct PoolVolume(pub(crate) Arc<Pool>);
 
-impl Volume for ArenaVolume {
+impl Volume for PoolVolume {
     fn reserve(
         &self,
         name: &str,
@@ -22,10 +22,14 @@ impl Volume for ArenaVolume {
     ) -> Result<Box<dyn Reservation>> {
         let len = usize::try_from(len)
             .map_err(|_| Error::new(ErrorKind::Invalid, "it does not fit into memory"))?;
-        Ok(Box::new(Reserved { pool: self.0.clone(), name: name.to_owned(), bytes: vec![0; len] }))
+        Ok(Box::new(PoolReservation {
+            pool: self.0.clone(),
+            name: name.to_owned(),
+            bytes: vec![0; len],
+        }))
     }
 
-    fn open(&self, name: &str) -> Result<Option<Near>> {
+    fn open(&self, name: &str) -> Result<Option<LocalArchive>> {
         self.0.open(name).map_err(|error| Error::io(name, error))
     }
 
@@ -37,7 +41,7 @@ impl Volume for ArenaVolume {
     fn list(&self, name: &str) -> Result<Vec<String>> {
         let prefix = format!("{name}/");
         let names = self.0.names(&prefix);
-        Ok(directly_below(&prefix, names.iter().map(String::as_str)))
+        Ok(child_names(&prefix, names.iter().map(String::as_str)))
     }
 
     fn route(&self) -> Route {
@@ -49,13 +53,13 @@ impl Volume for ArenaVolume {
     }
 }
 
-struct Reserved {
+struct PoolReservation {
     pool: Arc<Pool>,
     name: String,
     bytes: Vec<u8>,
 }
 
-impl Reservation for Reserved {
+impl Reservation for PoolReservation {
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
         split(&mut self.bytes, lens)
     }

@@ -1,4 +1,4 @@
-//! What is copied where, kept for the next version of the same layout.
+//! Copy plans, which are cached for other versions with the same layout.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,55 +8,54 @@ use tssd_format::{
     TensorReference,
 };
 
-use super::target::{TargetMemory, expect_apart, span};
-use super::{native, wide};
+use super::target::{TargetMemory, check_no_overlap, span};
+use super::{to_u64, to_usize};
 use crate::device::BlobMut;
 use crate::io::sync::Lock;
-use crate::plan::{self, Copy, Wanted};
+use crate::plan::{self, RegionCopy, RegionRequest};
 
-/// Plans of the last reads, by layout and wish: a version with the layout of the one before it needs
-/// no planning.
+/// Plans of recent reads, by layout and requests. A version with a cached layout needs no planning.
 #[derive(Default)]
 pub(crate) struct PlanCache(Lock<VecDeque<([u8; 32], Arc<Plan>)>>);
 
-/// How many plans are kept.
-const PLANS: usize = 16;
+/// Maximum number of cached plans.
+const MAX_PLANS: usize = 16;
 
-/// Large contiguous targets are cut into parts of about this many bytes, for several threads.
+/// Large contiguous targets are split into parts of about this many bytes, for several threads.
 const PART_BYTES: u64 = 16 << 20;
 
-/// What is wanted of a leaf: a box of it, or all of it, and how it is to lie in memory.
+/// A request for a leaf, or for a region of it, and the layout of the target.
 pub(super) struct Request<'a> {
-    pub(super) leaf: Leaf<'a>,
-    pub(super) part: Option<Box<'a>>,
+    pub(super) leaf: LeafSelector<'a>,
+    pub(super) region: Option<GlobalRegion<'a>>,
     pub(super) meta: &'a TensorMeta,
 }
 
-/// Which leaf is meant.
+/// Selects a leaf.
 #[derive(Clone, Copy)]
-pub(super) enum Leaf<'a> {
-    /// The one that this fqn names, if it names one.
-    Named(&'a str),
-    /// The one of these references, which has this fqn, maybe with others.
-    Run(&'a str, &'a [TensorReference]),
+pub(super) enum LeafSelector<'a> {
+    /// The only leaf with this fqn.
+    Fqn(&'a str),
+    /// The leaf with these references. Other leaves may have the same fqn.
+    References(&'a str, &'a [TensorReference]),
 }
 
-impl<'a> Leaf<'a> {
+impl<'a> LeafSelector<'a> {
     pub(super) fn fqn(self) -> &'a str {
-        let (Self::Named(fqn) | Self::Run(fqn, _)) = self;
+        let (Self::Fqn(fqn) | Self::References(fqn, _)) = self;
         fqn
     }
 }
 
-/// A box of a global tensor.
+/// A region of a global tensor.
 #[derive(Clone, Copy)]
-pub(super) struct Box<'a> {
+pub(super) struct GlobalRegion<'a> {
     pub(super) offsets: &'a [u64],
     pub(super) shape: &'a [u64],
     pub(super) global_shape: &'a [u64],
 }
 
-impl<'a> From<&'a ShardSpec> for Box<'a> {
+impl<'a> From<&'a ShardSpec> for GlobalRegion<'a> {
     fn from(place: &'a ShardSpec) -> Self {
         let slice = place.slice();
         let (offsets, shape) = (slice.offsets(), slice.local_shape());
@@ -64,49 +63,51 @@ impl<'a> From<&'a ShardSpec> for Box<'a> {
     }
 }
 
-/// How much of what is wanted a version must have.
+/// How much of a request a version must hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Cover {
-    /// Each element.
+pub(super) enum Coverage {
+    /// All elements.
     Whole,
-    /// Others may have the rest.
+    /// Any elements. Other versions may hold the rest.
     Part,
 }
 
-/// What fills each target.
+/// The copies that fill each target.
 #[derive(Default)]
 pub(super) struct Plan {
     /// The parts of each target, in order.
-    targets: Vec<Vec<Part>>,
-    /// How far storages are read, side by side: what a version must have is compared each time.
+    targets: Vec<Vec<TargetPart>>,
+    /// Ends of the ranges that are read, with their storages. Contiguous, because each read compares them.
     ends: Vec<(u32, u64)>,
-    /// How many bytes are copied.
+    /// Bytes that are copied.
     pub(super) bytes: u64,
 }
 
-/// A part of a target, from where the one before it ends, and what fills it: its copies count from there.
-struct Part {
-    /// How many bytes of its memory.
+/// A part of a target, which begins where the part before it ends.
+///
+/// The target offsets of its copies are relative to its start.
+struct TargetPart {
+    /// Bytes of memory of the part.
     len: usize,
-    copies: Vec<Copy>,
+    copies: Vec<RegionCopy>,
 }
 
-/// A part of a target in this process's memory, and what fills it.
-pub(super) type Here<'p, 't> = (&'p [Copy], &'t mut [u8]);
+/// Copies, and the part of a target in this process's memory that they fill.
+pub(super) type HostPart<'p, 't> = (&'p [RegionCopy], &'t mut [u8]);
 
-/// A part of a target that this process does not see.
-pub(super) struct Beyond<'p, 't> {
-    /// The number of the target.
-    pub(super) number: usize,
+/// A part of a target that this process cannot address.
+pub(super) struct DevicePart<'p, 't> {
+    /// Index of the target.
+    pub(super) target_index: usize,
     pub(super) blob: &'t dyn BlobMut,
-    /// Where it begins there, and how many bytes it has.
+    /// Offset of the part in the blob, in bytes. `len` is its length in bytes.
     pub(super) start: u64,
     pub(super) len: usize,
-    pub(super) copies: &'p [Copy],
+    pub(super) copies: &'p [RegionCopy],
 }
 
 impl PlanCache {
-    /// The plan of a name, if it is one of the last.
+    /// Returns the cached plan with this fingerprint.
     pub(super) fn get(&self, name: &[u8; 32]) -> Option<Arc<Plan>> {
         let plans = self.0.lock();
         plans.iter().find(|(other, _)| other == name).map(|(_, plan)| plan.clone())
@@ -115,57 +116,58 @@ impl PlanCache {
     pub(super) fn insert(&self, name: [u8; 32], plan: Arc<Plan>) {
         let mut plans = self.0.lock();
         plans.push_front((name, plan));
-        plans.truncate(PLANS);
+        plans.truncate(MAX_PLANS);
     }
 }
 
-/// What a plan is kept under: the layout of the version, which says where each leaf lies, whose leaves are
-/// read, and all that is wanted of them.
-pub(super) fn name(
+/// Returns the fingerprint under which a plan is cached.
+///
+/// It covers the layout of the version (the place of each leaf), the writer, and all requests.
+pub(super) fn plan_fingerprint(
     layout: &[u8; 16],
     writer: Option<u32>,
-    (requests, cover): (&[Request<'_>], Cover),
+    (requests, cover): (&[Request<'_>], Coverage),
 ) -> [u8; 32] {
     let mut bytes = Vec::with_capacity(128 * requests.len());
     bytes.extend(layout);
-    bytes.push(u8::from(cover == Cover::Part));
+    bytes.push(u8::from(cover == Coverage::Part));
     bytes.extend(writer.map_or(u64::MAX, u64::from).to_le_bytes());
     let mut add = |words: &[u64]| bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
-    // Leaves may be tied that begin at one place, and lie there in different orders.
+    // Tied leaves may begin at the same place and have different strides.
     let add_order = |add: &mut dyn FnMut(&[u64]), meta: &TensorMeta| {
         add(&[u64::from(meta.dtype().code()), u64::from(meta.is_contiguous())]);
         if !meta.is_contiguous() {
             add(&meta.strides());
         }
     };
-    for Request { leaf, part, meta } in requests {
+    for Request { leaf, region, meta } in requests {
         match leaf {
-            Leaf::Named(fqn) => add(&[0, wide(fqn.len())]),
-            Leaf::Run(_, references) => {
+            LeafSelector::Fqn(fqn) => add(&[0, to_u64(fqn.len())]),
+            LeafSelector::References(_, references) => {
                 let global_shape = plan::global_shape(&references[0]);
-                add(&[1, wide(references.len()), wide(global_shape.len())]);
+                add(&[1, to_u64(references.len()), to_u64(global_shape.len())]);
                 add(&global_shape);
                 for reference in *references {
                     let storage = reference.storage.map_or(u64::MAX, u64::from);
                     let region = plan::region(reference);
-                    add(&[storage, reference.byte_offset, wide(region.rank())]);
+                    add(&[storage, reference.byte_offset, to_u64(region.rank())]);
                     add(region.offsets());
                     add(region.shape());
                     add_order(&mut add, &reference.meta);
                 }
             }
         }
-        add(&[wide(meta.shape().len())]);
+        add(&[to_u64(meta.shape().len())]);
         add(meta.shape());
         add_order(&mut add, meta);
-        add(&[u64::from(part.is_some())]);
-        for vector in part.iter().flat_map(|part| [part.offsets, part.shape, part.global_shape]) {
-            add(&[wide(vector.len())]);
+        add(&[u64::from(region.is_some())]);
+        for vector in region.iter().flat_map(|part| [part.offsets, part.shape, part.global_shape]) {
+            add(&[to_u64(vector.len())]);
             add(vector);
         }
     }
     for Request { leaf, .. } in requests {
-        if let Leaf::Named(fqn) = leaf {
+        if let LeafSelector::Fqn(fqn) = leaf {
             bytes.extend(fqn.as_bytes());
         }
     }
@@ -173,18 +175,18 @@ pub(super) fn name(
 }
 
 impl Plan {
-    /// Adds what fills the next target.
+    /// Plans the copies that fill the next target.
     pub(super) fn add(
         &mut self,
         request: &Request<'_>,
         references: &[TensorReference],
-        cover: Cover,
+        cover: Coverage,
     ) -> Result<()> {
-        let Request { leaf, part, meta } = request;
+        let Request { leaf, region, meta } = request;
         let fqn = leaf.fqn();
-        expect_apart(fqn, meta)?;
+        check_no_overlap(fqn, meta)?;
         let global_shape = plan::global_shape(&references[0]);
-        let (region, global_shape) = match part {
+        let (region, global_shape) = match region {
             Some(part) => {
                 let region = Region::new(part.offsets, part.shape);
                 (region.map_err(|error| error.with_path(fqn))?, part.global_shape.to_vec())
@@ -196,25 +198,27 @@ impl Plan {
                 format_args!("target {:?}, wanted {:?}", meta.shape(), region.shape()),
             ));
         }
-        let wanted = Wanted { region, global_shape: global_shape.into(), meta: (*meta).clone() };
-        let part = |wanted: Wanted| {
+        let wanted =
+            RegionRequest { region, global_shape: global_shape.into(), meta: (*meta).clone() };
+        let part = |wanted: RegionRequest| {
             let copies = match cover {
-                Cover::Whole => plan::plan(references, &wanted),
-                Cover::Part => plan::shared(references, &wanted),
+                Coverage::Whole => plan::plan(references, &wanted),
+                Coverage::Part => plan::plan_partial(references, &wanted),
             };
             let copies = copies.map_err(|error| error.with_path(fqn))?;
-            Ok(Part { len: native(span(&wanted.meta)), copies })
+            Ok(TargetPart { len: to_usize(span(&wanted.meta)), copies })
         };
-        let parts: Vec<Part> = rows(wanted).into_iter().map(part).collect::<Result<_>>()?;
+        let parts: Vec<TargetPart> =
+            split_rows(wanted).into_iter().map(part).collect::<Result<_>>()?;
         self.push(parts);
         Ok(())
     }
 
-    /// The parts of the next target.
-    fn push(&mut self, parts: Vec<Part>) {
+    /// Adds the parts of the next target.
+    fn push(&mut self, parts: Vec<TargetPart>) {
         for copy in parts.iter().flat_map(|part| &part.copies) {
             self.bytes += copy.runs.total_bytes();
-            let end = copy.source.saturating_add(copy.runs.source_span());
+            let end = copy.source_offset.saturating_add(copy.runs.source_span());
             match self.ends.last_mut() {
                 Some((storage, last)) if *storage == copy.storage => *last = end.max(*last),
                 _ => self.ends.push((copy.storage, end)),
@@ -223,48 +227,55 @@ impl Plan {
         self.targets.push(parts);
     }
 
-    /// All that is copied.
-    pub(super) fn copies(&self) -> impl Iterator<Item = &Copy> {
+    /// Returns all copies.
+    pub(super) fn copies(&self) -> impl Iterator<Item = &RegionCopy> {
         self.targets.iter().flatten().flat_map(|part| &part.copies)
     }
 
-    /// Whether storages of these lengths have all that is copied.
+    /// Returns whether storages of these lengths contain all ranges that are read.
     pub(super) fn fits(&self, lens: impl Fn(u32) -> Option<u64>) -> bool {
         self.ends.iter().all(|(storage, end)| lens(*storage).is_some_and(|len| *end <= len))
     }
 
-    /// The memory of each part of the targets that are here, with the copies that fill it; and the parts of those that
-    /// are elsewhere.
-    pub(super) fn cut<'p, 't>(
+    /// Splits the targets into the parts of the plan.
+    ///
+    /// Returns the parts in host memory, and the parts in device memory.
+    pub(super) fn split_targets<'p, 't>(
         &'p self,
         targets: Vec<TargetMemory<'t>>,
-    ) -> (Vec<Here<'p, 't>>, Vec<Beyond<'p, 't>>) {
-        let mut cut = Vec::with_capacity(self.targets.len());
-        let mut beyond = Vec::new();
+    ) -> (Vec<HostPart<'p, 't>>, Vec<DevicePart<'p, 't>>) {
+        let mut host_parts = Vec::with_capacity(self.targets.len());
+        let mut device_parts = Vec::new();
         for (number, (parts, target)) in self.targets.iter().zip(targets).enumerate() {
             match target {
-                TargetMemory::Here(mut rest) => {
+                TargetMemory::Host(mut rest) => {
                     for part in parts {
                         let (memory, tail) = rest.split_at_mut(part.len);
-                        cut.push((&*part.copies, memory));
+                        host_parts.push((&*part.copies, memory));
                         rest = tail;
                     }
                 }
-                TargetMemory::Elsewhere(blob) => {
+                TargetMemory::Device(blob) => {
                     let mut start = 0;
-                    for Part { len, copies } in parts {
-                        beyond.push(Beyond { number, blob, start, len: *len, copies });
-                        start += wide(*len);
+                    for TargetPart { len, copies } in parts {
+                        device_parts.push(DevicePart {
+                            target_index: number,
+                            blob,
+                            start,
+                            len: *len,
+                            copies,
+                        });
+                        start += to_u64(*len);
                     }
                 }
             }
         }
-        (cut, beyond)
+        (host_parts, device_parts)
     }
 }
 
-/// Cuts a large contiguous wish into rows, so that several threads can fill it.
-fn rows(wanted: Wanted) -> Vec<Wanted> {
+/// Splits a large contiguous request into rows, so that several threads can fill it.
+fn split_rows(wanted: RegionRequest) -> Vec<RegionRequest> {
     let rows = wanted.meta.shape().first().copied().unwrap_or(1);
     let row_bytes = wanted.meta.nbytes().checked_div(rows).unwrap_or(0);
     if wanted.meta.nbytes() < 2 * PART_BYTES || !wanted.meta.is_contiguous() || rows < 2 {
@@ -278,9 +289,9 @@ fn rows(wanted: Wanted) -> Vec<Wanted> {
         shape[0] = step.min(rows - row);
         let region = Region::new(&offsets, &shape).expect("a part of a region");
         let meta = TensorMeta::new(wanted.meta.dtype(), &shape).expect("a part of a tensor");
-        Wanted { region, global_shape: wanted.global_shape.clone(), meta }
+        RegionRequest { region, global_shape: wanted.global_shape.clone(), meta }
     };
-    (0..rows).step_by(native(step)).map(part).collect()
+    (0..rows).step_by(to_usize(step)).map(part).collect()
 }
 
 #[cfg(test)]
@@ -293,14 +304,14 @@ mod tests {
         TensorMeta::new(Dtype::Uint8, shape).unwrap()
     }
 
-    fn copy(storage: u32, source: u64, len: u64) -> Copy {
-        Copy { storage, source, target: 0, runs: Runs::contiguous(len) }
+    fn copy(storage: u32, source: u64, len: u64) -> RegionCopy {
+        RegionCopy { storage, source_offset: source, target_offset: 0, runs: Runs::contiguous(len) }
     }
 
     #[test]
-    fn a_plan_fits_what_has_all_that_it_copies() {
+    fn plan_fits_storages_that_contain_all_ranges() {
         let mut plan = Plan::default();
-        plan.push(vec![Part { len: 4, copies: vec![copy(1, 8, 4)] }]);
+        plan.push(vec![TargetPart { len: 4, copies: vec![copy(1, 8, 4)] }]);
         assert_eq!(plan.bytes, 4);
         let lens = |lens: &'static [u64]| move |storage: u32| lens.get(storage as usize).copied();
         assert!(plan.fits(lens(&[0, 12])));
@@ -309,58 +320,58 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_knows_how_far_it_reads() {
+    fn plan_records_ends_of_ranges() {
         let mut plan = Plan::default();
-        plan.push(vec![Part { len: 9, copies: vec![copy(1, 8, 4), copy(1, 2, 5)] }]);
-        plan.push(vec![Part { len: 3, copies: vec![copy(2, 0, 3)] }]);
-        plan.push(vec![Part { len: 1, copies: vec![copy(1, 20, 1)] }]);
+        plan.push(vec![TargetPart { len: 9, copies: vec![copy(1, 8, 4), copy(1, 2, 5)] }]);
+        plan.push(vec![TargetPart { len: 3, copies: vec![copy(2, 0, 3)] }]);
+        plan.push(vec![TargetPart { len: 1, copies: vec![copy(1, 20, 1)] }]);
         assert_eq!(plan.bytes, 13);
         assert_eq!(plan.ends, [(1, 12), (2, 3), (1, 21)]);
-        let sources: Vec<u64> = plan.copies().map(|copy| copy.source).collect();
+        let sources: Vec<u64> = plan.copies().map(|copy| copy.source_offset).collect();
         assert_eq!(sources, [8, 2, 0, 20]);
     }
 
     #[test]
-    fn the_last_plans_are_kept() {
+    fn cache_keeps_recent_plans() {
         let cache = PlanCache::default();
         let name = |number: usize| [u8::try_from(number).unwrap(); 32];
-        for number in 0..=PLANS {
-            let plan = Plan { bytes: wide(number), ..Plan::default() };
+        for number in 0..=MAX_PLANS {
+            let plan = Plan { bytes: to_u64(number), ..Plan::default() };
             cache.insert(name(number), Arc::new(plan));
         }
         assert!(cache.get(&name(0)).is_none());
-        for number in 1..=PLANS {
-            assert_eq!(cache.get(&name(number)).unwrap().bytes, wide(number));
+        for number in 1..=MAX_PLANS {
+            assert_eq!(cache.get(&name(number)).unwrap().bytes, to_u64(number));
         }
     }
 
-    /// What a test wants of one leaf.
+    /// A request of a test.
     #[derive(Clone)]
-    struct Wish {
+    struct TestRequest {
         fqn: &'static str,
         references: Option<Vec<TensorReference>>,
         part: Option<[Vec<u64>; 3]>,
         meta: TensorMeta,
     }
 
-    impl Wish {
-        fn request(&self) -> Request<'_> {
+    impl TestRequest {
+        fn as_request(&self) -> Request<'_> {
             let leaf = match &self.references {
-                Some(references) => Leaf::Run(self.fqn, references),
-                None => Leaf::Named(self.fqn),
+                Some(references) => LeafSelector::References(self.fqn, references),
+                None => LeafSelector::Fqn(self.fqn),
             };
-            let part = self.part.as_ref().map(|[offsets, shape, global_shape]| Box {
+            let region = self.part.as_ref().map(|[offsets, shape, global_shape]| GlobalRegion {
                 offsets,
                 shape,
                 global_shape,
             });
-            Request { leaf, part, meta: &self.meta }
+            Request { leaf, region, meta: &self.meta }
         }
     }
 
-    /// All that can differ in what is read and wanted, each time one of it: each has a name of its own.
+    /// Requests that differ in one property each. All have different fingerprints.
     #[test]
-    fn what_differs_has_another_name() {
+    fn different_requests_have_different_fingerprints() {
         let place = |offsets: [u64; 2], global: [u64; 2]| {
             Some(ShardSpec::new(TensorSlice::new(&offsets, &[2, 3], &global).unwrap()))
         };
@@ -370,92 +381,95 @@ mod tests {
             byte_offset: 0,
             shard_spec: None,
         };
-        let wish = Wish { fqn: "weight", references: None, part: None, meta: meta(&[2, 3]) };
-        let referring =
-            |reference: TensorReference| Wish { references: Some(vec![reference]), ..wish.clone() };
-        let part = |vectors: [[u64; 2]; 3]| Wish {
-            part: Some(vectors.map(|vector| vector.to_vec())),
-            ..wish.clone()
+        let request =
+            TestRequest { fqn: "weight", references: None, part: None, meta: meta(&[2, 3]) };
+        let with_reference = |reference: TensorReference| TestRequest {
+            references: Some(vec![reference]),
+            ..request.clone()
         };
-        let of_meta = |meta: TensorMeta| Wish { meta, ..wish.clone() };
-        let named = |fqn| Wish { fqn, ..wish.clone() };
-        let wishes: Vec<Vec<Wish>> = vec![
+        let part = |vectors: [[u64; 2]; 3]| TestRequest {
+            part: Some(vectors.map(|vector| vector.to_vec())),
+            ..request.clone()
+        };
+        let with_meta = |meta: TensorMeta| TestRequest { meta, ..request.clone() };
+        let named = |fqn| TestRequest { fqn, ..request.clone() };
+        let cases: Vec<Vec<TestRequest>> = vec![
             vec![],
-            vec![wish.clone()],
-            vec![wish.clone(), wish.clone()],
+            vec![request.clone()],
+            vec![request.clone(), request.clone()],
             vec![named("bias")],
             vec![named("ab"), named("c")],
             vec![named("a"), named("bc")],
             vec![named("abc")],
-            vec![of_meta(meta(&[3, 2]))],
-            vec![of_meta(meta(&[6]))],
-            vec![of_meta(TensorMeta::new(Dtype::Int8, &[2, 3]).unwrap())],
-            vec![of_meta(meta(&[2, 3]).with_strides(&[1, 2]).unwrap())],
-            vec![of_meta(meta(&[2, 3]).with_strides(&[4, 1]).unwrap())],
+            vec![with_meta(meta(&[3, 2]))],
+            vec![with_meta(meta(&[6]))],
+            vec![with_meta(TensorMeta::new(Dtype::Int8, &[2, 3]).unwrap())],
+            vec![with_meta(meta(&[2, 3]).with_strides(&[1, 2]).unwrap())],
+            vec![with_meta(meta(&[2, 3]).with_strides(&[4, 1]).unwrap())],
             vec![part([[0, 0], [2, 3], [2, 3]])],
             vec![part([[0, 1], [2, 3], [2, 3]])],
             vec![part([[0, 0], [2, 4], [2, 3]])],
             vec![part([[0, 0], [2, 3], [2, 5]])],
-            vec![referring(reference.clone())],
-            vec![Wish {
+            vec![with_reference(reference.clone())],
+            vec![TestRequest {
                 references: Some(vec![reference.clone(), reference.clone()]),
-                ..wish.clone()
+                ..request.clone()
             }],
-            vec![referring(TensorReference { storage: None, ..reference.clone() })],
-            vec![referring(TensorReference { storage: Some(2), ..reference.clone() })],
-            vec![referring(TensorReference { byte_offset: 1, ..reference.clone() })],
-            vec![referring(TensorReference {
+            vec![with_reference(TensorReference { storage: None, ..reference.clone() })],
+            vec![with_reference(TensorReference { storage: Some(2), ..reference.clone() })],
+            vec![with_reference(TensorReference { byte_offset: 1, ..reference.clone() })],
+            vec![with_reference(TensorReference {
                 meta: meta(&[2, 3]).with_strides(&[1, 2]).unwrap(),
                 ..reference.clone()
             })],
-            vec![referring(TensorReference {
+            vec![with_reference(TensorReference {
                 meta: TensorMeta::new(Dtype::Int8, &[2, 3]).unwrap(),
                 ..reference.clone()
             })],
-            vec![referring(TensorReference {
+            vec![with_reference(TensorReference {
                 shard_spec: place([0, 0], [2, 4]),
                 ..reference.clone()
             })],
-            vec![referring(TensorReference {
+            vec![with_reference(TensorReference {
                 shard_spec: place([0, 0], [3, 4]),
                 ..reference.clone()
             })],
-            vec![referring(TensorReference {
+            vec![with_reference(TensorReference {
                 shard_spec: place([1, 0], [3, 4]),
                 ..reference.clone()
             })],
         ];
-        let mut names = Vec::new();
-        for wishes in &wishes {
-            let requests: Vec<Request<'_>> = wishes.iter().map(Wish::request).collect();
+        let mut fingerprints = Vec::new();
+        for requests in &cases {
+            let requests: Vec<Request<'_>> = requests.iter().map(TestRequest::as_request).collect();
             for (layout, writer, cover) in [
-                ([1; 16], None, Cover::Whole),
-                ([2; 16], None, Cover::Whole),
-                ([1; 16], Some(0), Cover::Whole),
-                ([1; 16], Some(1), Cover::Whole),
-                ([1; 16], None, Cover::Part),
+                ([1; 16], None, Coverage::Whole),
+                ([2; 16], None, Coverage::Whole),
+                ([1; 16], Some(0), Coverage::Whole),
+                ([1; 16], Some(1), Coverage::Whole),
+                ([1; 16], None, Coverage::Part),
             ] {
-                let found = name(&layout, writer, (&requests, cover));
-                assert_eq!(found, name(&layout, writer, (&requests, cover)));
-                names.push(found);
+                let fingerprint = plan_fingerprint(&layout, writer, (&requests, cover));
+                assert_eq!(fingerprint, plan_fingerprint(&layout, writer, (&requests, cover)));
+                fingerprints.push(fingerprint);
             }
         }
-        let count = names.len();
-        names.sort_unstable();
-        names.dedup();
-        assert_eq!(names.len(), count);
+        let count = fingerprints.len();
+        fingerprints.sort_unstable();
+        fingerprints.dedup();
+        assert_eq!(fingerprints.len(), count);
     }
 
-    /// Large wishes in parts of whole rows, one behind the other; all others as they are.
+    /// Large requests are split into consecutive parts of whole rows. Other requests are not split.
     #[test]
-    fn large_wishes_are_cut_into_rows() {
+    fn large_requests_are_split_into_rows() {
         const MIB: u64 = 1 << 20;
         let wanted = |offset: u64, meta: TensorMeta| {
             let mut offsets = vec![0; meta.shape().len()];
             offsets.first_mut().into_iter().for_each(|first| *first = offset);
             let region = Region::new(&offsets, meta.shape()).unwrap();
             let global_shape = offsets.iter().zip(meta.shape()).map(|(offset, len)| offset + len);
-            Wanted { region, global_shape: global_shape.collect(), meta }
+            RegionRequest { region, global_shape: global_shape.collect(), meta }
         };
         let strided = meta(&[64, MIB]).with_strides(&[2 * MIB, 1]).unwrap();
         for (offset, meta, expected) in [
@@ -467,12 +481,12 @@ mod tests {
             (5, meta(&[33 * MIB]), vec![16 * MIB, 16 * MIB, MIB]),
             (0, meta(&[1, 40 * MIB]), vec![1]),
             (0, meta(&[2, 40 * MIB]), vec![1, 1]),
-            // Sixteen MiB are no whole number of rows: a part has more.
+            // 16 MiB is not a whole number of rows: a part is larger.
             (7, meta(&[8, 5 * MIB]), vec![4, 4]),
             (7, meta(&[9, 5 * MIB]), vec![4, 4, 1]),
             (0, strided, vec![64]),
         ] {
-            let parts = rows(wanted(offset, meta.clone()));
+            let parts = split_rows(wanted(offset, meta.clone()));
             let lens: Vec<u64> =
                 parts.iter().map(|part| part.meta.shape().first().copied().unwrap_or(1)).collect();
             assert_eq!(lens, expected, "{meta:?}");
@@ -488,34 +502,36 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_by_name() {
+    fn mismatched_requests_are_rejected_by_fqn() {
         let references = [TensorReference {
             meta: meta(&[2, 3]),
             storage: Some(1),
             byte_offset: 5,
             shard_spec: None,
         }];
-        let add =
-            |plan: &mut Plan, wish: &Wish| plan.add(&wish.request(), &references, Cover::Whole);
-        let wish = |meta| Wish { fqn: "weight", references: None, part: None, meta };
+        let add = |plan: &mut Plan, request: &TestRequest| {
+            plan.add(&request.as_request(), &references, Coverage::Whole)
+        };
+        let request = |meta| TestRequest { fqn: "weight", references: None, part: None, meta };
         let mut plan = Plan::default();
-        add(&mut plan, &wish(meta(&[2, 3]))).unwrap();
-        let all = Wish { references: Some(references.to_vec()), ..wish(meta(&[2, 3])) };
+        add(&mut plan, &request(meta(&[2, 3]))).unwrap();
+        let all = TestRequest { references: Some(references.to_vec()), ..request(meta(&[2, 3])) };
         add(&mut plan, &all).unwrap();
-        let found: Vec<_> = plan.copies().map(|copy| (copy.source, copy.target)).collect();
+        let found: Vec<_> =
+            plan.copies().map(|copy| (copy.source_offset, copy.target_offset)).collect();
         assert_eq!((plan.targets.len(), found), (2, vec![(5, 0), (5, 0)]));
         assert_eq!((plan.bytes, &plan.ends[..]), (12, &[(1, 11)][..]));
-        let part = |shape: [u64; 2], global_shape: [u64; 2]| Wish {
+        let part = |shape: [u64; 2], global_shape: [u64; 2]| TestRequest {
             part: Some([vec![0, 0], shape.to_vec(), global_shape.to_vec()]),
-            ..wish(meta(&[2, 3]))
+            ..request(meta(&[2, 3]))
         };
-        let by_run = |meta| Wish { references: Some(references.to_vec()), ..wish(meta) };
+        let by_run = |meta| TestRequest { references: Some(references.to_vec()), ..request(meta) };
         for (wrong, kind) in [
-            (wish(meta(&[3, 2])), FormatKind::SliceMismatch),
-            (wish(meta(&[6])), FormatKind::SliceMismatch),
+            (request(meta(&[3, 2])), FormatKind::SliceMismatch),
+            (request(meta(&[6])), FormatKind::SliceMismatch),
             (by_run(meta(&[2, 2])), FormatKind::SliceMismatch),
             (part([2, 2], [2, 3]), FormatKind::SliceMismatch),
-            // Of another tensor than the one that is there.
+            // The global shape differs from that of the stored tensor.
             (part([2, 3], [2, 4]), FormatKind::OutsideGlobal),
         ] {
             let error = add(&mut plan, &wrong).unwrap_err();
@@ -524,11 +540,11 @@ mod tests {
         assert_eq!(plan.targets.len(), 2);
     }
 
-    /// Memory that only counts.
+    /// Memory of 9 bytes that ignores writes.
     #[derive(Debug)]
-    struct Far;
+    struct NullMemory;
 
-    impl BlobMut for Far {
+    impl BlobMut for NullMemory {
         fn size(&self) -> u64 {
             9
         }
@@ -539,21 +555,23 @@ mod tests {
     }
 
     #[test]
-    fn each_part_has_its_memory() {
+    fn each_part_gets_its_memory() {
         let mut plan = Plan::default();
-        let part = |len, source| Part { len, copies: vec![copy(0, source, wide(len))] };
+        let part = |len, source| TargetPart { len, copies: vec![copy(0, source, to_u64(len))] };
         plan.push(vec![part(2, 10), part(3, 20)]);
         plan.push(vec![part(4, 30), part(5, 40)]);
         let mut memory = [1, 2, 3, 4, 5, 6];
-        let targets = vec![TargetMemory::Here(&mut memory), TargetMemory::Elsewhere(&Far)];
-        let (here, beyond) = plan.cut(targets);
-        let here: Vec<_> =
-            here.iter().map(|(copies, bytes)| (copies[0].source, &bytes[..])).collect();
-        assert_eq!(here, [(10, &[1, 2][..]), (20, &[3, 4, 5])]);
-        let beyond: Vec<_> = beyond
+        let targets = vec![TargetMemory::Host(&mut memory), TargetMemory::Device(&NullMemory)];
+        let (host_parts, device_parts) = plan.split_targets(targets);
+        let host_parts: Vec<_> = host_parts
             .iter()
-            .map(|part| (part.number, part.start, part.len, part.copies[0].source))
+            .map(|(copies, bytes)| (copies[0].source_offset, &bytes[..]))
             .collect();
-        assert_eq!(beyond, [(1, 0, 4, 30), (1, 4, 5, 40)]);
+        assert_eq!(host_parts, [(10, &[1, 2][..]), (20, &[3, 4, 5])]);
+        let device_parts: Vec<_> = device_parts
+            .iter()
+            .map(|part| (part.target_index, part.start, part.len, part.copies[0].source_offset))
+            .collect();
+        assert_eq!(device_parts, [(1, 0, 4, 30), (1, 4, 5, 40)]);
     }
 }

@@ -1,17 +1,17 @@
-//! The caller's memory: what may be written.
+//! The caller's memory that a get fills.
 
 use tssd_format::{Error, ErrorKind, Result, ShardSpec, TensorMeta};
 
-use super::wide;
+use super::to_u64;
 use crate::device::BlobMut;
 
 /// A tensor in the caller's memory that a get fills.
 #[derive(Debug)]
 pub struct Target<'a> {
-    /// The leaf.
+    /// The fqn of the leaf.
     pub fqn: String,
-    /// The part of the leaf that is wanted; none is all of it.
-    pub place: Option<ShardSpec>,
+    /// The part of the leaf. None is the whole leaf.
+    pub shard_spec: Option<ShardSpec>,
     /// Dtype, shape and strides of the memory.
     pub meta: TensorMeta,
     /// The memory, from the first element to the last.
@@ -21,41 +21,41 @@ pub struct Target<'a> {
 /// Memory that a get fills.
 #[derive(Debug)]
 pub enum TargetMemory<'a> {
-    /// This process's.
-    Here(&'a mut [u8]),
-    /// What is written and not seen, such as a GPU's.
-    Elsewhere(&'a dyn BlobMut),
+    /// Memory of this process.
+    Host(&'a mut [u8]),
+    /// Memory that can be written and not read, such as that of a GPU.
+    Device(&'a dyn BlobMut),
 }
 
 impl<'a> From<&'a mut [u8]> for TargetMemory<'a> {
     fn from(bytes: &'a mut [u8]) -> Self {
-        Self::Here(bytes)
+        Self::Host(bytes)
     }
 }
 
 impl<'a> From<&'a mut Vec<u8>> for TargetMemory<'a> {
     fn from(bytes: &'a mut Vec<u8>) -> Self {
-        Self::Here(bytes)
+        Self::Host(bytes)
     }
 }
 
 impl<'a, const N: usize> From<&'a mut [u8; N]> for TargetMemory<'a> {
     fn from(bytes: &'a mut [u8; N]) -> Self {
-        Self::Here(bytes)
+        Self::Host(bytes)
     }
 }
 
 impl TargetMemory<'_> {
     fn len(&self) -> u64 {
         match self {
-            Self::Here(bytes) => wide(bytes.len()),
-            Self::Elsewhere(blob) => blob.size(),
+            Self::Host(bytes) => to_u64(bytes.len()),
+            Self::Device(blob) => blob.size(),
         }
     }
 }
 
-/// Proves that a target's memory holds its tensor.
-pub(super) fn expect_room(target: &Target<'_>) -> Result<()> {
+/// Checks that the memory of a target is large enough for its tensor.
+pub(super) fn check_size(target: &Target<'_>) -> Result<()> {
     let (needed, found) = (span(&target.meta), target.memory.len());
     if needed <= found {
         return Ok(());
@@ -64,8 +64,8 @@ pub(super) fn expect_room(target: &Target<'_>) -> Result<()> {
     Err(Error::new(ErrorKind::TargetSize).with_path(&target.fqn).with_detail(note))
 }
 
-/// Proves that each element of a tensor has a place of its own.
-pub(super) fn expect_apart(fqn: &str, meta: &TensorMeta) -> Result<()> {
+/// Checks that no two elements of a tensor overlap.
+pub(super) fn check_no_overlap(fqn: &str, meta: &TensorMeta) -> Result<()> {
     if meta.is_contiguous() {
         return Ok(());
     }
@@ -76,19 +76,19 @@ pub(super) fn expect_apart(fqn: &str, meta: &TensorMeta) -> Result<()> {
         .filter(|(_, size)| *size > 1)
         .collect();
     dims.sort_unstable();
-    let mut reach = 1;
+    let mut end = 1;
     for (stride, size) in dims {
-        if stride < reach {
+        if stride < end {
             let strides = meta.strides();
             let note = format_args!("elements of the target overlap: strides {strides:?}");
             return Err(Error::new(ErrorKind::Overlap).with_path(fqn).with_detail(note));
         }
-        reach += stride * (size - 1);
+        end += stride * (size - 1);
     }
     Ok(())
 }
 
-/// How many bytes a tensor spans.
+/// Returns the bytes that a tensor spans.
 pub(super) fn span(meta: &TensorMeta) -> u64 {
     if meta.numel() == 0 { 0 } else { meta.span_bytes() }
 }

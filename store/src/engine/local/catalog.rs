@@ -1,4 +1,4 @@
-//! Which versions keys have.
+//! The catalog of the local controller.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 
 use super::LocalController;
-use super::owed::PROOF_PATIENCE;
 use crate::control::{Catalog, VersionInfo};
+use crate::engine::local::effects::VERIFICATION_TIMEOUT;
 use crate::error::Result;
 use crate::key::Key;
 use crate::ledger::{Command, Outcome, Selection, Selector, VersionId};
@@ -19,13 +19,13 @@ impl Catalog for LocalController {
         Ok(self.state(key).await?.visible().map(VersionInfo::of).collect())
     }
 
-    async fn newer(
+    async fn wait_for_newer(
         &self,
         key: &Key,
         seen: Option<VersionId>,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Option<VersionInfo>> {
-        let deadline = Instant::now().checked_add(patience);
+        let deadline = Instant::now().checked_add(timeout);
         loop {
             let state = self.state(key).await?;
             if let Some(head) = state.head().filter(|head| Some(head.id) != seen) {
@@ -37,8 +37,8 @@ impl Catalog for LocalController {
             if left.is_zero() {
                 return Ok(None);
             }
-            // A proof that is owed is looked at again by then.
-            self.0.ledgers.changed(key, &state, left.min(PROOF_PATIENCE)).await;
+            // A pending verification may be overdue after this time. Then `state` takes it over.
+            self.0.ledgers.changed(key, &state, left.min(VERIFICATION_TIMEOUT)).await;
         }
     }
 
@@ -47,7 +47,7 @@ impl Catalog for LocalController {
         keys.retain(|key| key.as_str().starts_with(prefix));
         let mut visible = Vec::with_capacity(keys.len());
         for key in keys {
-            // What a key has whose ledger cannot be read, nobody can say: whoever asks for it is told why.
+            // A key whose ledger cannot be read is listed too: a read of the key returns the error.
             if self.0.ledgers.state(&key).await.is_ok_and(|state| state.head().is_none()) {
                 continue;
             }
@@ -59,13 +59,13 @@ impl Catalog for LocalController {
 
     async fn delete(&self, key: &Key, selection: Selection) -> Result<u64> {
         let outcome = self.apply(key, Command::Delete { selection }).await?;
-        // Whoever carries it out.
+        // They are closed here even if another process deletes the data.
         if let Outcome::Deleted { ids } = &outcome {
             for id in ids {
-                self.close(key, *id);
+                self.evict_located(key, *id);
             }
         }
-        self.reclaim_owed(key).await?;
+        self.run_pending_deletions(key).await?;
         Ok(match outcome {
             Outcome::Deleted { ids } => u64::try_from(ids.len()).unwrap_or(u64::MAX),
             _ => 0,
@@ -74,13 +74,13 @@ impl Catalog for LocalController {
 
     async fn retain(&self, key: &Key, keep: NonZeroU32, ttl: Option<Duration>) -> Result<()> {
         self.apply(key, Command::Retain { keep, ttl }).await?;
-        self.reclaim_owed(key).await
+        self.run_pending_deletions(key).await
     }
 
     async fn pin(&self, key: &Key, selector: Selector, label: &str) -> Result<u64> {
         let command = Command::Pin { selector, label: label.to_owned() };
         let outcome = self.apply(key, command).await?;
-        self.reclaim_owed(key).await?;
+        self.run_pending_deletions(key).await?;
         match outcome {
             Outcome::Pinned { number, .. } => Ok(number),
             other => unreachable!("pin does not lead to {other:?}"),
@@ -89,15 +89,15 @@ impl Catalog for LocalController {
 
     async fn unpin(&self, key: &Key, label: &str) -> Result<()> {
         self.apply(key, Command::Unpin { label: label.to_owned() }).await?;
-        self.reclaim_owed(key).await
+        self.run_pending_deletions(key).await
     }
 
     async fn pins(&self, key: &Key) -> Result<BTreeMap<String, u64>> {
         let state = self.state(key).await?;
-        let number = |id| state.versions().find(|version| version.id == id);
+        let find = |id| state.versions().find(|version| version.id == id);
         let pins = state
             .pins()
-            .filter_map(|(label, id)| number(id).map(|version| (label.to_owned(), version.number)));
+            .filter_map(|(label, id)| find(id).map(|version| (label.to_owned(), version.number)));
         Ok(pins.collect())
     }
 }

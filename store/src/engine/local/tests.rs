@@ -1,49 +1,49 @@
-//! A controller over ledgers and a volume that fail, wait, or are taken away.
+//! Tests of the local controller, with ledgers and volumes that fail or block.
 
-mod keepers;
-mod opened;
-mod owed;
-mod proofs;
+mod effects;
+mod located_cache;
+mod replicas;
+mod verification;
 mod writers;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::owed::{PROOF_PATIENCE, Proving};
 use super::*;
 use crate::blob::Reservation;
 use crate::blob::backend::{DirectoryVolume, MemoryVolume};
 use crate::control::Catalog;
-use crate::control::Reached;
+use crate::control::ResolvedReplicas;
 use crate::control::layout::folder_of;
-use crate::engine::local::folder::write;
-use crate::engine::local::lost;
+use crate::engine::local::effects::{RunningVerification, VERIFICATION_TIMEOUT};
+use crate::engine::local::lost_leaves;
+use crate::engine::local::version_folder::write;
 use crate::io::disk::Disk;
 use crate::io::environment::SystemEnvironment;
-use crate::io::local_archive::Near;
-use crate::ledger::{Digest, Durability, JobId, Reason, Refusal, Selection, SessionId};
+use crate::io::local_archive::LocalArchive;
+use crate::ledger::{ArchiveDigest, Durability, JobId, Reason, Refusal, Selection, SessionId};
 use crate::metadata::backend::{DirectoryMeta, MemoryMeta};
-use crate::metadata::{OwnedLedgers, SharedLedgers, Turn};
+use crate::metadata::{LedgerGuard, OwnedLedgers, SharedLedgers};
 use crate::{PutOptions, Store};
 
-type Happening = Box<dyn FnOnce() -> Result<()> + Send>;
+type Hook = Box<dyn FnOnce() -> Result<()> + Send>;
 
-/// A volume in which something happens before the next call of a name.
+/// A volume that runs a hook before the next call of a method.
 #[derive(Clone, Default)]
-struct Hooked(MemoryVolume, Arc<Lock<Option<(&'static str, Happening)>>>);
+struct HookedVolume(MemoryVolume, Arc<Lock<Option<(&'static str, Hook)>>>);
 
-impl Hooked {
-    fn before(&self, call: &'static str, happens: impl FnOnce() -> Result<()> + Send + 'static) {
-        *self.1.lock() = Some((call, Box::new(happens)));
+impl HookedVolume {
+    fn before(&self, call: &'static str, hook: impl FnOnce() -> Result<()> + Send + 'static) {
+        *self.1.lock() = Some((call, Box::new(hook)));
     }
 
     fn fail(&self, call: &'static str) {
         self.before(call, || Err(Error::new(ErrorKind::Io, "the disk says no")));
     }
 
-    fn may(&self, call: &str) -> Result<()> {
-        let happens = self.1.lock().take_if(|(awaited, _)| *awaited == call);
-        happens.map_or(Ok(()), |(_, happens)| happens())
+    fn run_hook(&self, call: &str) -> Result<()> {
+        let hook = self.1.lock().take_if(|(awaited, _)| *awaited == call);
+        hook.map_or(Ok(()), |(_, hook)| hook())
     }
 
     fn controller(&self) -> LocalController {
@@ -52,7 +52,7 @@ impl Hooked {
     }
 }
 
-impl Volume for Hooked {
+impl Volume for HookedVolume {
     fn is_in_memory(&self, name: &str) -> bool {
         self.0.is_in_memory(name)
     }
@@ -66,8 +66,8 @@ impl Volume for Hooked {
         self.0.reserve(name, len, durability)
     }
 
-    fn open(&self, name: &str) -> Result<Option<Near>> {
-        self.may("open")?;
+    fn open(&self, name: &str) -> Result<Option<LocalArchive>> {
+        self.run_hook("open")?;
         self.0.open(name)
     }
 
@@ -76,7 +76,7 @@ impl Volume for Hooked {
     }
 
     fn list(&self, name: &str) -> Result<Vec<String>> {
-        self.may("list")?;
+        self.run_hook("list")?;
         self.0.list(name)
     }
 
@@ -89,8 +89,8 @@ impl Volume for Hooked {
     }
 }
 
-/// That of a process of its own, on a directory; and its volume.
-fn on_directory(root: &tempfile::TempDir) -> (LocalController, Arc<DirectoryVolume>) {
+/// Returns the controller of a separate process on a directory, and its volume.
+fn directory_controller(root: &tempfile::TempDir) -> (LocalController, Arc<DirectoryVolume>) {
     let disk = Disk::at(root.path().canonicalize().unwrap());
     let ledgers = SharedLedgers::new(Arc::new(DirectoryMeta::new(disk.clone())));
     let volume = Arc::new(DirectoryVolume::new(disk));
@@ -98,7 +98,7 @@ fn on_directory(root: &tempfile::TempDir) -> (LocalController, Arc<DirectoryVolu
     (LocalController::new(Arc::new(ledgers), volume.clone(), environment), volume)
 }
 
-/// A clock that shows what it is told to.
+/// A clock whose time the test sets.
 #[derive(Clone, Default)]
 struct Clock(Arc<AtomicU64>);
 
@@ -107,18 +107,18 @@ impl Environment for Clock {
         Timestamp(self.0.load(Ordering::SeqCst))
     }
 
-    fn random(&self) -> u128 {
-        SystemEnvironment.random()
+    fn random_id(&self) -> u128 {
+        SystemEnvironment.random_id()
     }
 }
 
-/// An archive at the place of a writer; its digest, and its length.
-fn written(volume: &dyn Volume, place: &Place) -> (Digest, u64) {
+/// Writes an archive at a placement. Returns its digest and its length.
+fn write_archive(volume: &dyn Volume, place: &ArchivePlacement) -> (ArchiveDigest, u64) {
     let dict = tssd_format::StateDict::new();
     let archive = tssd_format::TorchStoreStateDict::from_state_dict(&dict).unwrap();
     let bytes = archive.as_bytes();
     write(volume, &place.path(0), bytes, place.durability).unwrap();
-    (Digest::of(bytes), u64::try_from(bytes.len()).unwrap())
+    (ArchiveDigest::compute(bytes), u64::try_from(bytes.len()).unwrap())
 }
 
 /// Commits a version of one archive.
@@ -126,11 +126,12 @@ async fn put(
     controller: &LocalController,
     volume: &dyn Volume,
     archive: &tssd_format::TorchStoreStateDict,
-) -> Result<Place> {
-    let (key, proposal) = (Key::new("policy").unwrap(), Proposal::alone(1, Durability::Memory));
+) -> Result<ArchivePlacement> {
+    let (key, proposal) =
+        (Key::new("policy").unwrap(), Proposal::single_writer(1, Durability::Memory));
     let (place, _) = controller.open(&key, &proposal, || true).await?;
     let bytes = archive.as_bytes();
     write(volume, &place.path(0), bytes, Durability::Memory)?;
     let lens = [u64::try_from(bytes.len()).unwrap()];
-    controller.commit(&place, Digest::of(bytes), &lens).await.map(|_| place)
+    controller.commit(&place, ArchiveDigest::compute(bytes), &lens).await.map(|_| place)
 }

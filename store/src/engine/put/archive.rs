@@ -13,12 +13,13 @@ use crate::error::{Error, Result};
 use crate::io::exec::{INLINE_MAX_BYTES, run_blocking, run_inline};
 use crate::io::parallel;
 use crate::key::Key;
-use crate::ledger::{Digest, Durability};
+use crate::ledger::{ArchiveDigest, Durability};
 use crate::merge::{DIVERGENT_ATTR, Divergent};
 use crate::route::Transport;
 
-/// Number of jobs whose copies from GPUs begin before the first of them is checksummed: 32 MiB, which take a millisecond. A
-/// stream with much more work blocks its caller.
+/// Number of jobs whose copies from GPUs begin before the first job is checksummed.
+///
+/// The jobs copy 32 MiB, which takes a millisecond. A stream with much more work blocks its caller.
 const DMA_AHEAD_JOBS: usize = 8;
 
 /// Lays out what this writer stores, and compresses it if the options say so.
@@ -31,7 +32,7 @@ pub(super) async fn layout(
     // Readers of a bucket request ranges, and each byte beside them is transferred too.
     let fine_chunks = options.durability == Durability::Object || transport == Transport::Object;
     let draft = draft(dict, options, fine_chunks)
-        .map_err(|error| Error::request(format_args!("key `{key}`"), error))?;
+        .map_err(|error| Error::from_request(format_args!("key `{key}`"), error))?;
     let jobs = draft.jobs();
     if jobs.is_empty() {
         place(draft, jobs)
@@ -40,7 +41,7 @@ pub(super) async fn layout(
     }
 }
 
-/// Whether all bytes of an archive are in memory of this process.
+/// Returns whether all bytes of an archive are in memory of this process.
 pub(super) fn is_in_memory(layout: &Layout) -> bool {
     layout.blobs().next().is_none()
 }
@@ -49,7 +50,7 @@ pub(super) fn is_in_memory(layout: &Layout) -> bool {
 pub(super) async fn write(
     mut contribution: Box<dyn Contribution>,
     layout: Layout,
-) -> Result<(Box<dyn Contribution>, Result<Digest>)> {
+) -> Result<(Box<dyn Contribution>, Result<ArchiveDigest>)> {
     let is_in_memory = is_in_memory(&layout);
     let is_short =
         is_in_memory && contribution.is_in_memory() && layout.file_len() <= INLINE_MAX_BYTES;
@@ -62,22 +63,22 @@ pub(super) async fn write(
 }
 
 /// Computes the digest of an archive that is stored already.
-pub(super) async fn digest(layout: Layout, has_checksums: bool) -> Result<Digest> {
+pub(super) async fn digest(layout: Layout, has_checksums: bool) -> Result<ArchiveDigest> {
     let is_short = is_in_memory(&layout) && layout.file_len() <= INLINE_MAX_BYTES;
     let work = move || {
         let run = |job: WriteJob| {
-            let filled =
+            let checksums =
                 if has_checksums { job.checksum() } else { job.for_each_piece(|_, _| Ok(())) };
-            filled.map_err(|error| Error::request("checksum", error))
+            checksums.map_err(|error| Error::from_request("checksum", error))
         };
-        let filled = parallel::map(layout.jobs(), run)?;
-        Ok(Digest::of(&seal(&layout, filled)?))
+        let checksums = parallel::map(layout.jobs(), run)?;
+        Ok(ArchiveDigest::compute(&seal(&layout, checksums)?))
     };
     if is_short { run_inline(work) } else { run_blocking(work).await }
 }
 
-/// A small archive in new memory, and its digest.
-pub(super) fn to_bytes(layout: &Layout) -> Result<(Bytes, Digest)> {
+/// Returns a small archive in new memory, and its digest.
+pub(super) fn to_bytes(layout: &Layout) -> Result<(Bytes, ArchiveDigest)> {
     let len = usize::try_from(layout.file_len()).expect("it is at most `INLINE_MAX_BYTES`");
     let mut archive = vec![0; len];
     let digest = run_inline(|| write_parts(|lens| split(&mut archive, lens), layout, 0))?;
@@ -114,9 +115,9 @@ fn draft(dict: &StateDict, options: &PutOptions, fine_chunks: bool) -> tssd_form
 
 /// Compresses on all cores, then places the storages.
 fn place(draft: Draft, jobs: Vec<CompressJob>) -> Result<Layout> {
-    let failed = |error| Error::request("compression", error);
-    let packed = parallel::map(jobs, |job| job.run()).map_err(failed)?;
-    draft.into_layout(packed).map_err(failed)
+    let failed = |error| Error::from_request("compression", error);
+    let compressed = parallel::map(jobs, |job| job.run()).map_err(failed)?;
+    draft.into_layout(compressed).map_err(failed)
 }
 
 /// Writes an archive to parts of the requested lengths. Returns its digest.
@@ -124,7 +125,7 @@ fn write_parts<'a>(
     parts: impl FnOnce(&[u64]) -> Vec<Box<dyn Part + 'a>>,
     layout: &Layout,
     ahead: usize,
-) -> Result<Digest> {
+) -> Result<ArchiveDigest> {
     let len = |job: &WriteJob| job.range().end - job.range().start;
     let jobs = layout.jobs();
     let mut lens: Vec<u64> = jobs.iter().map(len).collect();
@@ -133,12 +134,13 @@ fn write_parts<'a>(
     let mut tail_part = parts.pop().expect("the tail is a part");
     let work = jobs.iter().zip(parts).collect();
     let begin = |(job, part): &mut (&WriteJob, Box<dyn Part + 'a>)| part.begin(job);
-    let filled = parallel::map_ahead(work, (ahead, begin), |(job, mut part)| part.fill(job))?;
-    let tail = seal(layout, filled)?;
+    let checksums =
+        parallel::map_with_lookahead(work, (ahead, begin), |(job, mut part)| part.write_job(job))?;
+    let tail = seal(layout, checksums)?;
     tail_part.write(&tail)?;
-    Ok(Digest::of(&tail))
+    Ok(ArchiveDigest::compute(&tail))
 }
 
-fn seal(layout: &Layout, filled: Vec<JobChecksums>) -> Result<Vec<u8>> {
-    layout.seal(filled).map_err(|error| Error::request("index", error))
+fn seal(layout: &Layout, checksums: Vec<JobChecksums>) -> Result<Vec<u8>> {
+    layout.seal(checksums).map_err(|error| Error::from_request("index", error))
 }

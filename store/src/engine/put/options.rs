@@ -16,11 +16,13 @@ pub struct PutOptions {
     pub writer: Option<u32>,
     /// All writers of the version. None is all ranks of the dict's meshes, or one writer if it has none.
     pub writers: Option<WriterSet>,
-    /// The run that the contribution belongs to: the same in all writers, and a new one in each run. A single writer needs
-    /// none.
+    /// The run that the contribution belongs to. A single writer needs none.
+    ///
+    /// All writers of a run have the same job, and each run has a new one.
     pub job: Option<JobId>,
-    /// Attributes of the whole state dict, such as the metadata of safetensors. Writers that set the same attribute must
-    /// agree on its value.
+    /// Attributes of the whole state dict, such as the metadata of safetensors.
+    ///
+    /// Writers that set the same attribute must agree on its value.
     pub attrs: Attrs,
     /// How to merge a plain leaf on which writers disagree.
     pub divergent: Divergent,
@@ -34,8 +36,9 @@ pub struct PutOptions {
     pub compression: Compression,
     /// Whether the archive contains BLAKE3 digests: one for each storage, and one for the whole archive.
     pub digests: bool,
-    /// Whether the version outlives its daemon, or its host. All writers must agree. A store in a directory keeps every
-    /// version on disk, and a store in a bucket keeps it there.
+    /// Whether the version outlives its daemon, or its host. All writers must agree.
+    ///
+    /// A store in a directory keeps every version on disk, and a store in a bucket keeps it there.
     pub durability: Durability,
     /// The memory that holds tensors of GPUs after the put.
     pub residency: Residency,
@@ -71,8 +74,9 @@ impl Default for PutOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Replicas {
-    /// The replica of the writer whose coordinate is 0 in each replicated dimension. The other writers contribute the
-    /// metadata of the shard without its bytes.
+    /// The replica of the writer whose coordinate is 0 in each replicated dimension.
+    ///
+    /// The other writers contribute the metadata of the shard without its bytes.
     #[default]
     Primary,
     /// All replicas.
@@ -86,18 +90,21 @@ pub enum Residency {
     /// Host memory. Every reader can use it, and the archive contains checksums.
     #[default]
     Host,
-    /// Memory of the same GPU, in an immutable copy. Readers of that GPU copy within its memory. It needs GPU memory for
-    /// each version that is kept, and for one more. The store does not see the bytes: there are no checksums. If a GPU
-    /// cannot hold the copy, host memory does, unless [`Transport::CudaIpc`] is required.
+    /// Memory of the same GPU, in an immutable copy. Readers of that GPU copy within its memory.
+    ///
+    /// It needs GPU memory for each version that is kept, and for one more. The store cannot read the bytes, so there
+    /// are no checksums. If a GPU cannot hold the copy, host memory does, unless [`Transport::CudaIpc`] is required.
     Device,
-    /// Buckets that are reused: the version is streamed to the current [receivers](crate::Store::receiver) within the
-    /// memory of the GPU, or through host memory. The put returns when all receivers have it. It cannot be read later. It
-    /// needs memory for the buckets only.
+    /// Buckets that are reused: the version is streamed to its current receivers, and cannot be read later.
+    ///
+    /// The buckets are in the memory of the GPU, or in host memory. They are the only memory that is needed. The put
+    /// returns when all [receivers](crate::Store::receiver) have the version.
     Ring(Ring),
-    /// The tensors themselves: receivers copy from them once. It needs memory of `cuMemAlloc` (torch's default; not with
-    /// expandable segments) and processes of one PID namespace. Tensors that cannot be exported go through the ring, and
-    /// the report's `why` says so.
-    Lent(Ring),
+    /// The tensors themselves: receivers copy from them once.
+    ///
+    /// It needs memory of `cuMemAlloc` (torch's default; not with expandable segments) and processes of one PID
+    /// namespace. Tensors that cannot be exported go through the ring, and the report's `why` says so.
+    InPlace(Ring),
 }
 
 impl Residency {
@@ -105,7 +112,7 @@ impl Residency {
     pub(crate) fn ring(self) -> Option<Ring> {
         match self {
             Self::Host | Self::Device => None,
-            Self::Ring(ring) | Self::Lent(ring) => Some(ring),
+            Self::Ring(ring) | Self::InPlace(ring) => Some(ring),
         }
     }
 }

@@ -7,7 +7,9 @@ use super::version_writer::StagedPut;
 use crate::error::{Error, Result};
 use crate::io::sync::boxed;
 
-/// A put that continues in the background: see [`Store::put_state_dict_later`](crate::Store::put_state_dict_later).
+/// A put that continues in the background.
+///
+/// See [`Store::put_state_dict_later`](crate::Store::put_state_dict_later).
 #[derive(Debug)]
 pub struct PendingPut {
     task: JoinHandle<Result<PutReport>>,
@@ -27,13 +29,15 @@ impl PendingPut {
         Self { task: tokio::spawn(boxed(commit.instrument(span))), committed }
     }
 
-    /// A put that has ended.
-    pub(crate) fn ended(report: PutReport) -> Self {
+    /// Returns a put that has ended.
+    pub(crate) fn from_report(report: PutReport) -> Self {
         let (_, committed) = watch::channel(Some(report.clone()));
         Self { task: tokio::spawn(boxed(async { Ok(report) })), committed }
     }
 
-    /// Waits until the contribution is committed. It may not be in the bucket yet. After an error the put has ended.
+    /// Waits until the contribution is committed. It may not be in the bucket yet.
+    ///
+    /// After an error the put has ended.
     ///
     /// # Errors
     ///

@@ -4,8 +4,9 @@ use tssd_format::{Region, Result, Shard, StateDict, Storage, Tensor, TensorMeta,
 
 use super::leaves;
 
-/// Replaces each shard whose first replica another writer stores by an empty one. It keeps its dtype, global shape and mesh,
-/// which the merge compares.
+/// Replaces each shard whose first replica another writer stores by an empty one.
+///
+/// The empty shard keeps the dtype, the global shape and the mesh, which the merge compares.
 pub(super) fn without_replicas(dict: &StateDict) -> Result<StateDict> {
     leaves::map(dict, |leaf| match leaf {
         Value::Shards(shards) => {

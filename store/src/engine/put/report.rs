@@ -1,6 +1,6 @@
 use std::ops::AddAssign;
 
-use crate::ledger::{Digest, VersionId, WriterSet};
+use crate::ledger::{ArchiveDigest, VersionId, WriterSet};
 use crate::route::Transport;
 
 /// The result of a put.
@@ -14,12 +14,14 @@ pub struct PutReport {
     /// The identity of the version.
     pub id: VersionId,
     /// Digest of the contribution. Equal digests mean equal contents.
-    pub digest: Digest,
+    pub digest: ArchiveDigest,
     /// Whether the version is visible to readers.
     pub visible: bool,
     /// The writers whose contributions are missing.
     pub missing: WriterSet,
-    /// Whether the whole version is in the bucket, if [`Durability::Object`](crate::Durability::Object) was requested.
+    /// Whether the whole version is in the bucket.
+    ///
+    /// It is false unless [`Durability::Object`](crate::Durability::Object) was requested.
     pub stored: bool,
     /// Bytes that this put has stored.
     pub bytes: u64,
@@ -33,14 +35,17 @@ pub struct PutReport {
     pub seconds: f64,
 }
 
-/// The time of each phase of a put, in seconds. A [`Publisher`](crate::Publisher) adds the times of its archives.
+/// The time of each phase of a put, in seconds.
+///
+/// A [`Publisher`](crate::Publisher) adds the times of its archives.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct PutPhases {
     /// Computing the layout of the archive.
     pub arrange: f64,
-    /// Beginning the contribution, which may wait for other writers and for memory. A small archive is written before; it
-    /// is sent in the same request and may be committed by it.
+    /// Beginning the contribution, which may wait for other writers and for memory.
+    ///
+    /// A small archive is written before. It is sent in the same request, and may be committed by it.
     pub begin: f64,
     /// Copying and checksumming.
     pub write: f64,

@@ -8,51 +8,53 @@ use std::sync::Arc;
 use tssd_format::{Blob, Layout, Result as FormatResult, StateDict, Storage, Tensor, Value};
 
 use super::{PutOptions, Residency, leaves};
-use crate::control::{Controller, OnDevice};
+use crate::control::{Controller, DeviceMemoryRequest};
 #[cfg(target_os = "linux")]
 use crate::device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
-use crate::ledger::{Digest, Durability, VersionId};
+use crate::ledger::{ArchiveDigest, Durability, VersionId};
 use crate::route::{Route, Transport};
 
 /// Returns the route to host memory. It must be the required one if the tensors go to host memory.
 pub(super) fn admit(controller: &dyn Controller, options: &PutOptions) -> Result<Route> {
     let host = controller.route();
     if options.residency == Residency::Host {
-        host.admit(options.require)?;
+        host.check_required(options.require)?;
     }
     Ok(host)
 }
 
-/// Returns the device that keeps an archive, and the route of the archive. Without a device it goes to host memory.
+/// Returns the device that keeps an archive, and the route of the archive.
+///
+/// Without a device the archive goes to host memory.
 pub(super) fn choose(
     controller: &dyn Controller,
     host: Route,
     layout: &Layout,
     options: &PutOptions,
-) -> Result<(Option<OnDevice>, Route)> {
+) -> Result<(Option<DeviceMemoryRequest>, Route)> {
     if options.residency == Residency::Host {
         return Ok((None, host));
     }
-    Ok(match home(controller, layout, options)? {
+    Ok(match find_device(controller, layout, options)? {
         Ok(device) => {
             let why = format!("its tensors are on {}", device.uuid);
             (Some(device), Route::new(Transport::CudaIpc, why))
         }
         Err(why) => {
-            let why = format!("{}; not in the memory of a GPU: {why}", host.why);
+            let why = format!("{}; not in the memory of a GPU: {why}", host.reason);
             (None, Route::new(host.transport, why))
         }
     })
 }
 
-/// The device that can keep an archive, or why there is none.
-fn home(
+/// Returns the device that can keep an archive, or why there is none.
+fn find_device(
     controller: &dyn Controller,
     layout: &Layout,
     options: &PutOptions,
-) -> Result<std::result::Result<OnDevice, String>> {
+) -> Result<std::result::Result<DeviceMemoryRequest, String>> {
     let invalid = |text| Err(Error::new(ErrorKind::Invalid, text));
     if options.durability != Durability::Memory {
         return invalid(
@@ -64,7 +66,7 @@ fn home(
             "nobody sees the bytes in the memory of a GPU: digests need residency=host",
         );
     }
-    if !controller.takes_devices() {
+    if !controller.supports_device_memory() {
         return Ok(Err("that takes a daemon of this host that knows of it".to_owned()));
     }
     #[cfg(target_os = "linux")]
@@ -76,27 +78,32 @@ fn home(
     // All buckets have one size, so that each reuses the memory of an earlier one.
     let room = options.residency.ring().map_or(0, |ring| ring.max_data_bytes());
     let len = layout.index_off();
-    Ok(uuid.map(|uuid| OnDevice { uuid, len, room }))
+    Ok(uuid.map(|uuid| DeviceMemoryRequest { uuid, len, min_capacity: room }))
 }
 
-/// The dict with plain tensors in host memory if other writers put them too: they are compared by their checksums.
+/// Returns the dict with plain tensors in host memory if other writers put them too.
+///
+/// The merge compares such tensors by their checksums.
 pub(super) async fn visible_tensors<'a>(
     controller: &dyn Controller,
     dict: &'a StateDict,
     is_alone: bool,
     options: &PutOptions,
 ) -> Result<Cow<'a, StateDict>> {
-    let may_stay = options.residency == Residency::Device && controller.takes_devices();
+    let may_stay = options.residency == Residency::Device && controller.supports_device_memory();
     if is_alone || !may_stay {
         return Ok(Cow::Borrowed(dict));
     }
     let dict = dict.clone();
-    let visible =
-        run_blocking(move || to_host(&dict).map_err(|error| Error::request("state dict", error)));
+    let visible = run_blocking(move || {
+        to_host(&dict).map_err(|error| Error::from_request("state dict", error))
+    });
     Ok(Cow::Owned(visible.await?))
 }
 
-/// Copies all plain tensors to host memory. Overlapping tensors of one storage are copied once, and stay tied.
+/// Copies all plain tensors to host memory.
+///
+/// Overlapping tensors of one storage are copied once, and stay tied.
 fn to_host(dict: &StateDict) -> FormatResult<StateDict> {
     let mut spans: BTreeMap<usize, Vec<Range<u64>>> = BTreeMap::new();
     for (_, leaf) in dict.leaves() {
@@ -131,7 +138,7 @@ fn to_host(dict: &StateDict) -> FormatResult<StateDict> {
     })
 }
 
-/// The span of a plain tensor in memory that this process cannot address.
+/// Returns the span of a plain tensor in memory that this process cannot address.
 fn device_span(leaf: &Value) -> Option<(&Arc<dyn Blob>, Range<u64>)> {
     let Value::Tensor(tensor) = leaf else { return None };
     let (blob, start) = (tensor.storage().blob()?, tensor.byte_offset());
@@ -139,9 +146,9 @@ fn device_span(leaf: &Value) -> Option<(&Arc<dyn Blob>, Range<u64>)> {
     has_elements.then(|| (blob, start..start + tensor.meta().span_bytes()))
 }
 
-/// The digest of an archive whose data have no checksums. It is unique to the version.
-pub(crate) fn unverified_digest(of_host_part: Digest, id: VersionId) -> Digest {
-    Digest::of(&[of_host_part.0, id.0.to_le_bytes()].concat())
+/// Returns the digest of an archive whose data have no checksums. It is unique to the version.
+pub(crate) fn unverified_digest(of_host_part: ArchiveDigest, id: VersionId) -> ArchiveDigest {
+    ArchiveDigest::compute(&[of_host_part.0, id.0.to_le_bytes()].concat())
 }
 
 #[cfg(test)]
@@ -150,10 +157,10 @@ mod tests {
 
     use super::*;
 
-    /// Bytes that have no address; counts the bytes that are read.
-    struct Far(Vec<u8>, std::sync::Mutex<u64>);
+    /// Bytes without an address. Counts the bytes that are read.
+    struct CountingBlob(Vec<u8>, std::sync::Mutex<u64>);
 
-    impl Blob for Far {
+    impl Blob for CountingBlob {
         fn size(&self) -> std::io::Result<u64> {
             self.0.as_slice().len().try_into().map_err(std::io::Error::other)
         }
@@ -172,8 +179,8 @@ mod tests {
 
     #[test]
     fn tied_tensors_stay_tied_and_are_copied_once() {
-        let far = Arc::new(Far((0..=255).cycle().take(1000).collect(), 0.into()));
-        let storage = Storage::from_blob(far.clone()).unwrap();
+        let blob = Arc::new(CountingBlob((0..=255).cycle().take(1000).collect(), 0.into()));
+        let storage = Storage::from_blob(blob.clone()).unwrap();
         let tensor = |offset: u64, len: u64| {
             let meta = TensorMeta::new(Dtype::Uint8, &[len]).unwrap();
             Tensor::new(meta, storage.clone(), offset).unwrap()
@@ -192,10 +199,10 @@ mod tests {
             parts.into_iter().enumerate().filter(|(_, (_, len))| *len > 0)
         {
             let [start, end] = [offset, offset + len].map(|at| usize::try_from(at).unwrap());
-            assert_eq!(of(number).view().span(), &far.0[start..end], "{number}");
+            assert_eq!(of(number).view().span(), &blob.0[start..end], "{number}");
         }
         let place = |number: usize| of(number).view().span().as_ptr().addr();
         assert_eq!((place(0), place(2) - place(0)), (place(1), 50));
-        assert_eq!(*far.1.lock().unwrap(), 140 + 7 + 5 + 3);
+        assert_eq!(*blob.1.lock().unwrap(), 140 + 7 + 5 + 3);
     }
 }

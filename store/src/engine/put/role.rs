@@ -15,7 +15,7 @@ pub(crate) struct Role {
 }
 
 impl Role {
-    /// Whether the version has one writer.
+    /// Returns whether the version has one writer.
     pub(crate) fn is_alone(&self) -> bool {
         self.writers.len() == 1
     }
@@ -53,7 +53,7 @@ impl Role {
     }
 }
 
-/// The rank that all shards belong to.
+/// Returns the rank that all shards belong to.
 fn own_rank(places: &[&ShardSpec]) -> Result<u32> {
     let rank = |place: &&ShardSpec| place.mesh()?.rank_at(place.slice().coordinates()?);
     let mut ranks = places.iter().filter_map(rank);

@@ -6,12 +6,16 @@ use crate::io::sync::Lock;
 use crate::key::Key;
 use crate::ledger::JobId;
 
-/// Counts the puts of each writer of each job. The counts match contributions to versions without a number.
+/// Counts the puts of each writer of each job.
+///
+/// The counts match contributions to versions without a number.
 #[derive(Default)]
 pub(crate) struct PutSequences(Lock<BTreeMap<(Key, JobId, u32), u64>>);
 
 impl PutSequences {
-    /// Returns the sequence number of a put, from 1 on, if contributions are matched by it. A put that fails counts too.
+    /// Returns the sequence number of a put, from 1 on, if contributions are matched by it.
+    ///
+    /// A put that fails counts too.
     ///
     /// # Errors
     ///

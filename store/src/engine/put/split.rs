@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 ///
 /// `Invalid` if no tensor can have this shape.
 pub fn pieces(shape: &[u64], dtype: Dtype, limit: u64) -> Result<Vec<Region>> {
-    regions(shape, dtype, limit).map_err(|error| Error::request("a shape", error))
+    regions(shape, dtype, limit).map_err(|error| Error::from_request("a shape", error))
 }
 
 fn regions(shape: &[u64], dtype: Dtype, limit: u64) -> Result<Vec<Region>, FormatError> {

@@ -7,15 +7,18 @@ use tssd_format::{Layout, StateDict};
 use super::report::{PutPhases, PutReport};
 use super::{PutOptions, PutSequences, Role, archive, residency};
 use crate::control::{
-    Begun, Committed, Contribution, Controller, InlinePut, OnDevice, Progress, Proposal,
+    BeginResult, CommitResult, Contribution, Controller, DeviceMemoryRequest, InlinePut, Progress,
+    Proposal,
 };
 use crate::error::{Error, Result};
 use crate::io::exec::INLINE_MAX_BYTES;
 use crate::key::Key;
-use crate::ledger::{Digest, VersionId, WriterSet};
+use crate::ledger::{ArchiveDigest, VersionId, WriterSet};
 use crate::route::Route;
 
-/// Writes one writer's contribution to a version, archive by archive. Dropping it withdraws the contribution.
+/// Writes one writer's contribution to a version, archive by archive.
+///
+/// Dropping it withdraws the contribution.
 pub(crate) struct VersionWriter {
     controller: Arc<dyn Controller>,
     key: Key,
@@ -42,16 +45,16 @@ struct OpenContribution {
     number: u64,
     /// Whether the version has no other writer.
     is_alone: bool,
-    /// What an earlier attempt has committed. Then nothing is written.
-    committed: Option<Digest>,
+    /// Digest that an earlier attempt has committed. Then nothing is written.
+    committed: Option<ArchiveDigest>,
     contribution: Box<dyn Contribution>,
     /// The digests of its archives, in their order.
-    digests: Vec<Digest>,
+    digests: Vec<ArchiveDigest>,
 }
 
 impl OpenContribution {
-    fn new(begun: Begun, is_alone: bool) -> Self {
-        let Begun { id, epoch, number, committed, contribution } = begun;
+    fn new(begun: BeginResult, is_alone: bool) -> Self {
+        let BeginResult { id, epoch, number, committed, contribution } = begun;
         Self { id, epoch, number, is_alone, committed, contribution, digests: Vec::new() }
     }
 }
@@ -60,12 +63,12 @@ impl OpenContribution {
 struct Planned {
     layout: Layout,
     /// The device that keeps its data.
-    device: Option<OnDevice>,
+    device: Option<DeviceMemoryRequest>,
     is_alone: bool,
 }
 
 impl VersionWriter {
-    /// Counts the put, whatever becomes of it.
+    /// Creates a writer. `sequences` counts the put, even if it fails.
     ///
     /// # Errors
     ///
@@ -110,12 +113,14 @@ impl VersionWriter {
         Ok(())
     }
 
-    /// Whether an archive is written: the role of this writer cannot change any more.
+    /// Returns whether an archive is written: the role of this writer cannot change any more.
     pub(crate) fn has_begun(&self) -> bool {
         self.open.is_some()
     }
 
-    /// Writes a contribution of one archive. A small one goes with the request that begins the contribution.
+    /// Writes a contribution of one archive.
+    ///
+    /// A small archive is sent with the request that begins the contribution.
     pub(crate) async fn write_only(mut self, dict: &StateDict) -> Result<StagedPut> {
         let planned = self.plan(dict, true).await?;
         let len = planned.layout.file_len();
@@ -148,7 +153,9 @@ impl VersionWriter {
         }
     }
 
-    /// Withdraws the contribution because of an error. Returns the reason of the ledger, if it has one, else the error.
+    /// Withdraws the contribution because of an error.
+    ///
+    /// Returns the reason of the ledger if it has one, else the error.
     pub(crate) async fn withdraw(&mut self, error: Error) -> Error {
         match self.open.take() {
             Some(open) => open.contribution.withdraw(error).await,
@@ -158,13 +165,15 @@ impl VersionWriter {
 
     /// Ends the writing: no tensor is read any more. At least one archive must be written.
     pub(crate) async fn stage(mut self) -> Result<StagedPut> {
-        if let Err(error) = self.route.admit(self.options.require) {
+        if let Err(error) = self.route.check_required(self.options.require) {
             return Err(self.withdraw(error).await);
         }
         let open = self.open.take().expect("an archive is written");
         let digest = match open.digests.as_slice() {
             [only] => *only,
-            all => Digest::of(&all.iter().flat_map(|digest| digest.0).collect::<Vec<u8>>()),
+            all => {
+                ArchiveDigest::compute(&all.iter().flat_map(|digest| digest.0).collect::<Vec<u8>>())
+            }
         };
         let phases = self.phases;
         tracing::debug!(
@@ -185,7 +194,7 @@ impl VersionWriter {
             stored: false,
             bytes: self.bytes,
             transport: self.route.transport,
-            why: self.route.why,
+            why: self.route.reason,
             phases,
             seconds: 0.0,
         };
@@ -205,9 +214,9 @@ impl VersionWriter {
             archive::layout(&self.key, &visible, options, self.host_route.transport).await?;
         let (device, route) =
             residency::choose(controller, self.host_route.clone(), &layout, options)?;
-        // An archive without tensors of a device may go to host memory, whatever the others require.
+        // Host memory is accepted for an archive without tensors in device memory, even if others need another route.
         if is_only || device.is_some() || !archive::is_in_memory(&layout) {
-            route.admit(options.require)?;
+            route.check_required(options.require)?;
             self.route = route;
         }
         self.phases.arrange += started.elapsed().as_secs_f64();
@@ -222,7 +231,7 @@ impl VersionWriter {
             writers: role.writers,
             writers_defaulted: role.defaulted,
             job: options.job.clone(),
-            call: self.sequence,
+            sequence: self.sequence,
             number: options.version,
             rewind: options.rewind,
             durability: options.durability,
@@ -233,7 +242,7 @@ impl VersionWriter {
     }
 
     async fn write_planned(&mut self, dict: &StateDict, planned: Planned) -> Result<()> {
-        let asked = Instant::now();
+        let started = Instant::now();
         let open = self.reserve(dict, &planned).await?;
         let begun = Instant::now();
         let Planned { layout, device, .. } = planned;
@@ -244,14 +253,14 @@ impl VersionWriter {
             archive::write(open.contribution, layout).await?
         };
         let open = self.open.insert(OpenContribution { contribution, ..open });
-        self.phases.begin += (begun - asked).as_secs_f64();
+        self.phases.begin += (begun - started).as_secs_f64();
         self.phases.write += begun.elapsed().as_secs_f64();
         let digest = written?;
         let digest =
             if has_checksums { digest } else { residency::unverified_digest(digest, open.id) };
         open.digests.push(digest);
         self.bytes += len;
-        tracing::debug!(bytes = len, seconds = asked.elapsed().as_secs_f64(), "archive");
+        tracing::debug!(bytes = len, seconds = started.elapsed().as_secs_f64(), "archive");
         Ok(())
     }
 
@@ -298,11 +307,13 @@ pub(crate) struct StagedPut {
 }
 
 impl StagedPut {
-    /// Commits the contribution, and waits until it is as durable as it must be. `on_commit` gets the report before that.
+    /// Commits the contribution, and waits until it is as durable as it must be.
+    ///
+    /// `on_commit` gets the report of the commit before the wait.
     pub(crate) async fn commit(self, on_commit: impl FnOnce(&PutReport)) -> Result<PutReport> {
         let Self { contribution, report, started } = self;
         let written = Instant::now();
-        let Committed { progress, upload } = contribution.commit(report.digest).await?;
+        let CommitResult { progress, upload } = contribution.commit(report.digest).await?;
         let Progress { visible, missing } = progress;
         let committed = Instant::now();
         let commit_seconds = (committed - written).as_secs_f64();

@@ -1,4 +1,4 @@
-//! What is in a bucket: tensors that are there as a whole, and pieces of others.
+//! The contents of a bucket: whole tensors, and pieces of tensors.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -12,32 +12,32 @@ use crate::engine::version::OpenVersion;
 use crate::error::{Error, ErrorKind, Result};
 use crate::plan::global_shape;
 
-/// What a piece of a tensor says of itself.
-const PIECE: [&str; 3] = ["tensor", "offsets", "shape"];
+/// The entries of the dict that describes a piece of a tensor.
+const PIECE_ENTRIES: [&str; 3] = ["tensor", "offsets", "shape"];
 
-/// Buckets in the making.
-pub(super) struct Filling {
+/// Fills buckets with leaves.
+pub(super) struct BucketBuilder {
     limit: u64,
     bytes: u64,
     entries: Dict,
     full: VecDeque<StateDict>,
 }
 
-/// How much of a bucket a tensor takes, where it lies as archives align it.
-fn room_for(tensor: &Tensor) -> u64 {
+/// Returns the bytes of a bucket that a tensor takes, with the alignment of an archive.
+fn aligned_bytes(tensor: &Tensor) -> u64 {
     let span = tensor.meta().span_bytes();
     span.next_multiple_of(if span < 64 << 10 { 256 } else { 4096 })
 }
 
-impl Filling {
-    /// Of buckets of at most so many bytes.
+impl BucketBuilder {
+    /// Creates a builder of buckets of at most `limit` bytes.
     pub(super) fn new(limit: u64) -> Self {
         Self { limit, bytes: 0, entries: Dict::new(), full: VecDeque::new() }
     }
 
-    /// Adds a leaf, whose tensors are cut if they are larger than a bucket.
+    /// Adds a leaf. Tensors that are larger than a bucket are split.
     pub(super) fn add(&mut self, fqn: &str, leaf: &Value) -> Result<()> {
-        let failed = |error| Error::request(format_args!("`{fqn}`"), error);
+        let failed = |error| Error::from_request(format_args!("`{fqn}`"), error);
         match leaf {
             Value::Tensor(tensor) => self.add_tensor(fqn, tensor, None).map_err(failed),
             Value::Shards(shards) => shards.iter().try_for_each(|shard| {
@@ -52,22 +52,22 @@ impl Filling {
         }
     }
 
-    /// How many buckets are full.
-    pub(super) fn full(&self) -> usize {
+    /// Returns the number of full buckets.
+    pub(super) fn full_count(&self) -> usize {
         self.full.len()
     }
 
-    /// The first one that is.
+    /// Removes and returns the first full bucket.
     pub(super) fn pop(&mut self) -> Option<StateDict> {
         self.full.pop_front()
     }
 
-    /// What is in none that is full makes one.
+    /// Completes the current bucket unless it is empty.
     pub(super) fn flush(&mut self) -> Result<()> {
         if self.entries.is_empty() {
             return Ok(());
         }
-        self.close().map_err(|error| Error::request("state dict", error))
+        self.close().map_err(|error| Error::from_request("state dict", error))
     }
 
     fn add_tensor(
@@ -76,7 +76,7 @@ impl Filling {
         tensor: &Tensor,
         slice: Option<&TensorSlice>,
     ) -> tssd_format::Result<()> {
-        if room_for(tensor) <= self.limit {
+        if aligned_bytes(tensor) <= self.limit {
             return self.add_piece(fqn, tensor, slice);
         }
         for piece in split_tensor(tensor, self.limit)? {
@@ -100,11 +100,11 @@ impl Filling {
         tensor: &Tensor,
         slice: Option<&TensorSlice>,
     ) -> tssd_format::Result<()> {
-        let room = room_for(tensor);
-        if self.bytes > 0 && self.bytes + room > self.limit {
+        let len = aligned_bytes(tensor);
+        if self.bytes > 0 && self.bytes + len > self.limit {
             self.close()?;
         }
-        self.bytes += room;
+        self.bytes += len;
         let value = Value::Tensor(tensor.clone());
         let Some(slice) = slice else {
             self.entries.insert(fqn, value);
@@ -113,7 +113,7 @@ impl Filling {
         let sizes =
             |sizes: &[u64]| Value::Size(sizes.iter().map(|size| size.cast_signed()).collect());
         let values = [value, sizes(slice.offsets()), sizes(slice.global_shape())];
-        let piece = Value::Dict(PIECE.into_iter().zip(values).collect());
+        let piece = Value::Dict(PIECE_ENTRIES.into_iter().zip(values).collect());
         if let Some(Value::List(pieces)) = self.entries.get_mut(fqn) {
             pieces.push(piece);
         } else {
@@ -129,40 +129,40 @@ impl Filling {
     }
 }
 
-/// The tensors of a bucket, each with what of it is there.
+/// Returns the tensors of a bucket, each with the references that the bucket contains.
 pub(super) fn leaves_of(bucket: &OpenVersion) -> Result<BTreeMap<String, Vec<TensorReference>>> {
-    let broken = || Error::new(ErrorKind::Corrupt, "a bucket that says wrongly what is in it");
+    let malformed = || Error::new(ErrorKind::Corrupt, "a bucket that says wrongly what is in it");
     let root = bucket.tree(None)?;
-    let Node::Container(Container::Dict, children) = &*root else { return Err(broken()) };
+    let Node::Container(Container::Dict, children) = &*root else { return Err(malformed()) };
     let mut leaves = BTreeMap::new();
     for (step, child) in children {
-        let Step::Key(MapKey::Str(fqn)) = step else { return Err(broken()) };
+        let Step::Key(MapKey::Str(fqn)) = step else { return Err(malformed()) };
         let references = match child {
             Node::Tensors(run) => run.clone(),
             Node::Container(Container::List, pieces) => pieces
                 .iter()
-                .map(|(_, piece)| piece_of(piece))
+                .map(|(_, piece)| parse_piece(piece))
                 .collect::<Option<_>>()
-                .ok_or_else(broken)?,
-            _ => return Err(broken()),
+                .ok_or_else(malformed)?,
+            _ => return Err(malformed()),
         };
-        if !is_of_one(&references) {
-            return Err(broken());
+        if !are_of_one_tensor(&references) {
+            return Err(malformed());
         }
         leaves.insert(fqn.to_string(), references);
     }
     Ok(leaves)
 }
 
-/// Whether these are pieces of one tensor, one at least.
-fn is_of_one(references: &[TensorReference]) -> bool {
-    let of = |reference: &TensorReference| (reference.meta.dtype(), global_shape(reference));
-    let first = references.first().map(of);
-    first.is_some() && references.iter().all(|reference| Some(of(reference)) == first)
+/// Returns whether there is at least one reference, and all are pieces of one tensor.
+fn are_of_one_tensor(references: &[TensorReference]) -> bool {
+    let identity = |reference: &TensorReference| (reference.meta.dtype(), global_shape(reference));
+    let first = references.first().map(identity);
+    first.is_some() && references.iter().all(|reference| Some(identity(reference)) == first)
 }
 
-/// A piece of a tensor, with its place.
-fn piece_of(piece: &Node) -> Option<TensorReference> {
+/// Returns the reference of a piece of a tensor, with its region.
+fn parse_piece(piece: &Node) -> Option<TensorReference> {
     let Node::Container(Container::Dict, children) = piece else { return None };
     let [
         (_, Node::Tensors(run)),

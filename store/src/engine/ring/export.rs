@@ -9,8 +9,8 @@ use tssd_format::{
     Archive, Dtype, Layout, Options, Piece, StateDict, Storage, Tensor, TensorMeta, Value,
 };
 
-use crate::blob::Archived;
-use crate::control::Located;
+use crate::blob::OpenArchive;
+use crate::control::LocatedVersion;
 use crate::device::{
     self, DeviceArchive, ExportedAllocation, ExportedRange, HANDLE_BYTES, HEAD_BYTES, HEAD_LEN,
     IpcExport,
@@ -19,9 +19,9 @@ use crate::engine::put::{PutReport, unverified_digest};
 use crate::engine::version::OpenVersion;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
-use crate::io::local_archive::Near;
+use crate::io::local_archive::LocalArchive;
 use crate::ledger::WriterSet;
-use crate::merge::{Contribution, Divergent, Label, merge};
+use crate::merge::{Divergent, VersionAttrs, WriterArchive, merge};
 use crate::route::{Route, Transport};
 
 /// The table of exported tensors, as the state dict of a bucket.
@@ -59,7 +59,7 @@ pub(super) async fn export(
     }
     let bucket = bucket.clone();
     run_blocking(move || {
-        let failed = |error| Error::request("state dict", error);
+        let failed = |error| Error::from_request("state dict", error);
         let layout = Layout::plan(&bucket, &Options::new()).map_err(failed)?;
         let Ok(driver) = device::driver() else { return Ok(Err(device::NO_DRIVER.to_owned())) };
         let export = match driver.export(&layout)? {
@@ -74,12 +74,12 @@ pub(super) async fn export(
     .await
 }
 
-/// The head of an archive, its index and its trailer.
+/// Returns the head of an archive, its index and its trailer.
 fn host_part(layout: &Layout) -> tssd_format::Result<Vec<u8>> {
     let mut host_part = vec![0; HEAD_LEN];
-    let mut filled = Vec::new();
+    let mut checksums = Vec::new();
     for job in layout.jobs() {
-        filled.push(job.for_each_piece(|at, piece| {
+        checksums.push(job.for_each_piece(|at, piece| {
             if let (Ok(at), Piece::Memory(bytes)) = (usize::try_from(at), piece)
                 && let Some(rest) = host_part.get_mut(at..)
             {
@@ -89,7 +89,7 @@ fn host_part(layout: &Layout) -> tssd_format::Result<Vec<u8>> {
             Ok(())
         })?);
     }
-    host_part.extend(layout.seal(filled)?);
+    host_part.extend(layout.seal(checksums)?);
     Ok(host_part)
 }
 
@@ -153,7 +153,9 @@ fn from_table(table: &StateDict) -> Option<(IpcExport, Bytes, u64)> {
     Some((export, bytes("shell")?.into(), file_len))
 }
 
-/// Maps exported tensors and opens them as a version. They are valid as long as the exporting put waits.
+/// Maps exported tensors and opens them as a version.
+///
+/// They are valid as long as the exporting put waits.
 pub(super) fn open(
     table: &StateDict,
     bucket: &OpenVersion,
@@ -168,30 +170,31 @@ pub(super) fn open(
     };
     let index = Archive::from_blob(Arc::new(archive(None)?)).map_err(|error| corrupt(&error))?;
     let (file, writer) = ("lent".to_owned(), 0);
-    let label = Label {
+    let label = VersionAttrs {
         id: bucket.id.0,
         epoch: bucket.epoch,
         number: bucket.number,
         writers: WriterSet::one(writer),
         digest: bucket.digest,
     };
-    let contribution = Contribution { writer, file: file.clone(), archive: index, is_seen: false };
+    let contribution =
+        WriterArchive { writer, file: file.clone(), archive: index, is_readable: false };
     let manifest = merge(&[contribution], Divergent::default(), &label);
     let manifest = Bytes::from(manifest.map_err(|why| corrupt(&why))?);
-    let index_off = file_len.saturating_sub(wide(host_part.len()) - HEAD_BYTES);
+    let index_off = file_len.saturating_sub(to_u64(host_part.len()) - HEAD_BYTES);
     let segment = device::driver()?.open_export(device, &export, index_off)?;
     let why = format!("its owner lends it, in {} allocations", export.allocations.len());
-    let archive = Near::without_checksums(archive(Some(segment.clone()))?);
-    let located = Located {
+    let archive = LocalArchive::without_checksums(archive(Some(segment.clone()))?);
+    let located = LocatedVersion {
         id: bucket.id,
         route: Route::new(Transport::CudaIpc, why),
         manifest: Arc::new(manifest),
-        archives: BTreeMap::from([(file, Archived::Near(archive))]),
+        archives: BTreeMap::from([(file, OpenArchive::Local(archive))]),
         lease: Arc::new(bucket.clone()),
     };
     Ok((OpenVersion::open(located, None)?, segment))
 }
 
-fn wide(len: usize) -> u64 {
+fn to_u64(len: usize) -> u64 {
     u64::try_from(len).expect("usize is at most 64 bits")
 }

@@ -1,4 +1,4 @@
-//! The readers' side of a ring.
+//! The receiving side of a ring.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use tssd_format::{Error as FormatError, ErrorKind as FormatKind, Region};
 
 use super::bucket::leaves_of;
-use super::{MARK, Mark, channel, lender};
-use crate::control::Following;
+use super::{BucketHeader, HEADER_ATTR, channel, exporter_key};
+use crate::control::VersionFollower;
 #[cfg(target_os = "linux")]
 use crate::device::Segment;
 use crate::engine::context::Context;
@@ -17,35 +17,36 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::route::{Route, Transport};
 
-/// Receives versions that are put with [`Residency::Ring`](crate::Residency::Ring): see [`Store::receiver`](crate::Store::receiver). As long as it is there, such puts
-/// wait for it.
+/// Receives versions that are put with [`Residency::Ring`](crate::Residency::Ring).
+///
+/// [`Store::receiver`](crate::Store::receiver) creates it. Such puts wait for each receiver until it is dropped.
 pub struct Receiver {
     context: Arc<Context>,
     /// The key of the buckets.
     channel: Key,
-    following: Box<dyn Following>,
-    /// The GPU that it receives from.
+    follower: Box<dyn VersionFollower>,
+    /// The GPU that it receives from. `None` is host memory.
     device: Option<String>,
-    /// What was lent last: what comes next is in the same allocations, mostly, which stay open so.
+    /// The last exported memory. It stays mapped, because the next export mostly uses the same allocations.
     #[cfg(target_os = "linux")]
-    lent: Option<Arc<dyn Segment>>,
+    exported: Option<Arc<dyn Segment>>,
 }
 
-/// What was received.
+/// The result of a receive.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ReceiveReport {
     /// The number of the version.
     pub version: u64,
-    /// In how many buckets it came.
+    /// Number of buckets of the version.
     pub buckets: u64,
-    /// How many bytes of tensors were copied.
+    /// Bytes of tensors that were copied.
     pub bytes: u64,
-    /// How the bytes came.
+    /// The transport of the bytes.
     pub transport: Transport,
-    /// Why that way.
+    /// Why this transport was used.
     pub why: String,
-    /// How long it took, from when its first bucket was there.
+    /// The time from the arrival of the first bucket, in seconds.
     pub seconds: f64,
 }
 
@@ -56,24 +57,26 @@ impl Receiver {
         device: Option<&str>,
     ) -> Result<Self> {
         let channel = channel(key, device)?;
-        let following = context.controller().follow(&channel).await?;
+        let follower = context.controller().follow(&channel).await?;
         Ok(Self {
             context: context.clone(),
             channel,
-            following,
+            follower,
             device: device.map(str::to_owned),
             #[cfg(target_os = "linux")]
-            lent: None,
+            exported: None,
         })
     }
 
-    /// Fills the caller's tensors with the next version, bucket by bucket, as they come.
+    /// Fills the caller's tensors with the next version, bucket by bucket.
     ///
     /// # Errors
     ///
-    /// `NotFound` if no version has come whole within `timeout`, or one does not have all that is wanted; else as
-    /// [`Store::get_state_dict_into`](crate::Store::get_state_dict_into). [`Error::is_target_modified`] says whether a part of a version is in the
-    /// targets: then the next one that comes whole mends that.
+    /// `NotFound` if no complete version arrives within `timeout`, or if a version does not contain all requested
+    /// elements; else as [`Store::get_state_dict_into`](crate::Store::get_state_dict_into).
+    ///
+    /// [`Error::is_target_modified`] says whether the targets contain a part of a version. The next complete version
+    /// overwrites it.
     pub async fn receive(
         &mut self,
         targets: &mut [Target<'_>],
@@ -81,55 +84,57 @@ impl Receiver {
         timeout: Duration,
     ) -> Result<ReceiveReport> {
         let mut is_modified = false;
-        let received = self.next(targets, (options, timeout), &mut is_modified).await;
-        received.map_err(|error| if is_modified { error.target_modified() } else { error })
+        let received = self.receive_next(targets, (options, timeout), &mut is_modified).await;
+        received.map_err(|error| if is_modified { error.with_target_modified() } else { error })
     }
 
-    async fn next(
+    async fn receive_next(
         &mut self,
         targets: &mut [Target<'_>],
-        (options, patience): (&GetOptions, Duration),
+        (options, timeout): (&GetOptions, Duration),
         is_modified: &mut bool,
     ) -> Result<ReceiveReport> {
-        // Which way is required is looked at where something comes that way.
-        let any = GetOptions { require: None, ..options.clone() };
-        let mut coming: Option<Coming> = None;
+        // The required transport is checked only for buckets that contain tensors.
+        let bucket_options = GetOptions { require: None, ..options.clone() };
+        let mut partial: Option<PartialVersion> = None;
         let since = Instant::now();
         loop {
-            let left = patience.saturating_sub(since.elapsed());
+            let left = timeout.saturating_sub(since.elapsed());
             let bucket = match self
                 .context
-                .open_next(&self.channel, &mut *self.following, &any, left)
+                .open_next(&self.channel, &mut *self.follower, &bucket_options, left)
                 .await?
             {
                 Some(bucket) => bucket,
-                // A daemon does not wait as long as one may want.
-                None if since.elapsed() < patience => continue,
-                None => return Err(self.nothing(coming.as_ref())),
+                // The daemon limits how long one request waits.
+                None if since.elapsed() < timeout => continue,
+                None => return Err(self.missing_version(partial.as_ref())),
             };
-            let mark = bucket.attrs.get(MARK).and_then(Mark::of).ok_or_else(|| {
-                Error::new(ErrorKind::Corrupt, format_args!("`{}`: no bucket", &self.channel))
-            })?;
-            if mark.part == 0 {
-                coming = Some(Coming::new(&mark, targets.len()));
+            let header =
+                bucket.attrs.get(HEADER_ATTR).and_then(BucketHeader::parse).ok_or_else(|| {
+                    Error::new(ErrorKind::Corrupt, format_args!("`{}`: no bucket", &self.channel))
+                })?;
+            if header.part == 0 {
+                partial = Some(PartialVersion::new(&header, targets.len()));
             }
-            // What began before this was there, or does not go on with what it began with.
-            let Some(version) = coming.as_mut().filter(|version| version.is_next(&mark)) else {
-                coming = None;
+            // A bucket is ignored if its put began before this receiver existed, or if it does not continue the current
+            // put.
+            let Some(version) = partial.as_mut().filter(|version| version.is_next(&header)) else {
+                partial = None;
                 continue;
             };
-            let lent = match mark.is_lent.then(|| self.borrow(&bucket, options)) {
-                // What it has lent goes with its writer, before anybody has opened it too.
-                Some(Err(_)) if !self.is_lent(&bucket, &mark).await? => {
-                    coming = None;
+            let exported = match header.is_exported.then(|| self.open_export(&bucket, options)) {
+                // An export ends with its writer, which may happen before it is opened here.
+                Some(Err(_)) if !self.is_export_valid(&bucket, &header).await? => {
+                    partial = None;
                     continue;
                 }
-                lent => lent.transpose()?,
+                exported => exported.transpose()?,
             };
-            let source = lent.as_ref().unwrap_or(&bucket);
+            let source = exported.as_ref().unwrap_or(&bucket);
             let leaves = leaves_of(source)?;
             if version.route.is_none() || !leaves.is_empty() {
-                source.route().admit(options.require.filter(|_| !leaves.is_empty()))?;
+                source.route().check_required(options.require.filter(|_| !leaves.is_empty()))?;
                 version.route = Some(source.route().clone());
             }
             let mut read = Read::new(source, self.context.get(), options);
@@ -139,9 +144,9 @@ impl Receiver {
                 Err(error) => error.is_target_modified(),
             };
             let filled = filled?;
-            if mark.is_lent && !self.is_lent(&bucket, &mark).await? {
-                // Whoever has lent it may have written there meanwhile: it is as if it had not come.
-                coming = None;
+            if header.is_exported && !self.is_export_valid(&bucket, &header).await? {
+                // The writer may have written to the tensors meanwhile: the version is discarded.
+                partial = None;
                 continue;
             }
             version.next += 1;
@@ -149,54 +154,54 @@ impl Receiver {
             for (at, region) in filled {
                 version.filled[at].push(region);
             }
-            if mark.is_last {
-                version.prove(targets)?;
+            if header.is_last {
+                version.check_complete(targets)?;
                 let route = version.route.take().expect("it has come some way");
                 return Ok(ReceiveReport {
-                    version: mark.version,
+                    version: header.version,
                     buckets: version.next,
                     bytes: version.bytes,
                     transport: route.transport,
-                    why: route.why,
+                    why: route.reason,
                     seconds: version.since.elapsed().as_secs_f64(),
                 });
             }
         }
     }
 
-    /// Whether what a bucket lends is still lent: its writer is there, and has put nothing after it.
-    async fn is_lent(&self, bucket: &OpenVersion, mark: &Mark) -> Result<bool> {
+    /// Returns whether an export is still valid: its writer is present, and has put no later bucket.
+    async fn is_export_valid(&self, bucket: &OpenVersion, header: &BucketHeader) -> Result<bool> {
         let channel = &self.channel;
-        let lender = lender(channel, mark.put)?;
+        let lender = exporter_key(channel, header.put)?;
         let (lenders, _) =
-            self.context.controller().unread(&lender, u64::MAX, Duration::ZERO).await?;
+            self.context.controller().wait_until_read(&lender, u64::MAX, Duration::ZERO).await?;
         let newest = self.context.controller().versions(channel).await?.pop();
         Ok(lenders > 0 && newest.is_some_and(|newest| newest.id == bucket.id))
     }
 
     #[cfg(not(target_os = "linux"))]
-    fn borrow(&self, _bucket: &OpenVersion, _options: &GetOptions) -> Result<OpenVersion> {
+    fn open_export(&self, _bucket: &OpenVersion, _options: &GetOptions) -> Result<OpenVersion> {
         Err(Error::new(ErrorKind::Unsupported, "there are no GPUs here"))
     }
 
-    /// What a bucket says is lent.
+    /// Opens the tensors that a bucket exports.
     #[cfg(target_os = "linux")]
-    fn borrow(&mut self, bucket: &OpenVersion, options: &GetOptions) -> Result<OpenVersion> {
+    fn open_export(&mut self, bucket: &OpenVersion, options: &GetOptions) -> Result<OpenVersion> {
         let table = Read::new(bucket, self.context.get(), options).state_dict(options)?;
         let device = self.device.as_deref().ok_or_else(|| {
             Error::new(ErrorKind::Corrupt, "memory of a GPU that is lent to readers of the host's")
         })?;
-        let (lent, memory) = super::export::open(&table, bucket, device)?;
-        self.lent = Some(memory);
-        Ok(lent)
+        let (exported, memory) = super::export::open(&table, bucket, device)?;
+        self.exported = Some(memory);
+        Ok(exported)
     }
 
-    fn nothing(&self, coming: Option<&Coming>) -> Error {
+    fn missing_version(&self, partial: Option<&PartialVersion>) -> Error {
         let key = &self.channel;
-        match coming {
+        match partial {
             None => Error::new(ErrorKind::NotFound, format_args!("`{key}`: no version has come")),
-            Some(coming) => {
-                let (version, buckets) = (coming.version, coming.next);
+            Some(partial) => {
+                let (version, buckets) = (partial.version, partial.next);
                 let text = format_args!(
                     "`{key}`: of version {version} {buckets} buckets have come, and no more: its writer may have ended"
                 );
@@ -212,34 +217,34 @@ impl std::fmt::Debug for Receiver {
     }
 }
 
-/// A version on its way.
-struct Coming {
+/// A version of which some buckets have arrived.
+struct PartialVersion {
     version: u64,
     put: u64,
     since: Instant,
-    /// The part that comes next.
+    /// Index of the next bucket.
     next: u64,
     bytes: u64,
-    /// The way of the last bucket that had something.
+    /// Route of the last bucket that contained tensors.
     route: Option<Route>,
-    /// The boxes of each target that have come.
+    /// The regions of each target that have arrived.
     filled: Vec<Vec<Region>>,
 }
 
-impl Coming {
-    fn new(mark: &Mark, targets: usize) -> Self {
-        let (Mark { version, put, .. }, filled) = (*mark, vec![Vec::new(); targets]);
+impl PartialVersion {
+    fn new(header: &BucketHeader, targets: usize) -> Self {
+        let (BucketHeader { version, put, .. }, filled) = (*header, vec![Vec::new(); targets]);
         Self { version, put, since: Instant::now(), next: 0, bytes: 0, route: None, filled }
     }
 
-    fn is_next(&self, mark: &Mark) -> bool {
-        (self.version, self.put, self.next) == (mark.version, mark.put, mark.part)
+    fn is_next(&self, header: &BucketHeader) -> bool {
+        (self.version, self.put, self.next) == (header.version, header.put, header.part)
     }
 
-    /// All that is wanted has come.
-    fn prove(&self, targets: &[Target<'_>]) -> Result<()> {
+    /// Checks that all requested elements have arrived.
+    fn check_complete(&self, targets: &[Target<'_>]) -> Result<()> {
         for (target, filled) in targets.iter().zip(&self.filled) {
-            let wanted = match &target.place {
+            let wanted = match &target.shard_spec {
                 Some(place) => place.slice().region(),
                 None => Region::whole(target.meta.shape()),
             };
@@ -251,7 +256,7 @@ impl Coming {
                 let error = FormatError::new(FormatKind::Uncovered)
                     .with_path(&*target.fqn)
                     .with_region(hole.offsets(), hole.shape());
-                return Err(Error::request(format_args!("version {}", self.version), error));
+                return Err(Error::from_request(format_args!("version {}", self.version), error));
             }
         }
         Ok(())

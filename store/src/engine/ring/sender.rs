@@ -1,4 +1,4 @@
-//! The writer's side of a ring.
+//! The sending side of a ring.
 
 use std::collections::BTreeSet;
 #[cfg(target_os = "linux")]
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tssd_format::{Error as FormatError, ErrorKind as FormatKind, StateDict, Value};
 
-use super::bucket::Filling;
+use super::bucket::BucketBuilder;
 #[cfg(target_os = "linux")]
-use super::lender;
-use super::{MARK, Mark, channel};
+use super::exporter_key;
+use super::{BucketHeader, HEADER_ATTR, channel};
 #[cfg(target_os = "linux")]
 use crate::device;
 use crate::engine::context::Context;
@@ -23,11 +23,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::io::environment::{Environment, SystemEnvironment};
 use crate::io::sync::boxed;
 use crate::key::Key;
-use crate::ledger::{Digest, Durability, Refusal, WriterSet};
+use crate::ledger::{ArchiveDigest, Durability, Refusal, WriterSet};
 #[cfg(target_os = "linux")]
 use crate::route::Transport;
 
-/// Puts a state dict to those who [receive](crate::Store::receiver) it now. Returns when all of them have it.
+/// Puts a state dict to the current [receivers](crate::Store::receiver). Returns when all have read it.
 pub(crate) async fn put(
     context: &Arc<Context>,
     key: &Key,
@@ -37,12 +37,12 @@ pub(crate) async fn put(
 ) -> Result<PutReport> {
     let mut sender = Sender::new(context, key, options, ring)?;
     for (path, leaf) in dict.leaves() {
-        sender.hold(&path.fqn(), leaf)?;
+        sender.enqueue_new(&path.fqn(), leaf)?;
     }
     sender.finish().await
 }
 
-/// A version on its way.
+/// A put of a version through a ring.
 pub(crate) struct Sender {
     context: Arc<Context>,
     key: Key,
@@ -50,36 +50,36 @@ pub(crate) struct Sender {
     ring: Ring,
     started: Instant,
     writer: u32,
-    /// Of all leaves.
+    /// The fqns of all leaves.
     names: BTreeSet<String>,
-    filling: Filling,
-    /// What is to be lent, if it is; else it is in the filling.
+    builder: BucketBuilder,
+    /// Leaves to export. If no tensors are exported, leaves go to `builder`.
     pending: Vec<(String, Value)>,
-    begun: Option<Begun>,
-    /// Why something was not lent that was to be.
-    not_lent: Option<String>,
+    active: Option<ActivePut>,
+    /// Why tensors were not exported.
+    export_failure: Option<String>,
 }
 
-/// What is known from the first bucket on.
-struct Begun {
+/// The state of a put from its first bucket on.
+struct ActivePut {
     device: Option<String>,
     channel: Key,
     version: u64,
-    /// The number of this put.
+    /// Identity of this put.
     put: u64,
     readers: u64,
-    /// How many parts have been put.
+    /// Number of buckets that were put.
     parts: u64,
-    /// Of all of them.
+    /// The sum of the reports of all buckets.
     report: Option<PutReport>,
     digests: Vec<u8>,
 }
 
-impl Begun {
-    /// What the next bucket says of itself.
-    fn mark(&self, is_last: bool) -> Mark {
+impl ActivePut {
+    /// Returns the header of the next bucket.
+    fn header(&self, is_last: bool) -> BucketHeader {
         let Self { version, put, parts: part, .. } = *self;
-        Mark { version, put, part, is_last, is_lent: false }
+        BucketHeader { version, put, part, is_last, is_exported: false }
     }
 }
 
@@ -100,82 +100,84 @@ impl Sender {
             options: options.clone(),
             ring,
             started: Instant::now(),
-            writer: prove_alone(&format!("key `{key}`"), &StateDict::new(), options)?,
+            writer: single_writer(&format!("key `{key}`"), &StateDict::new(), options)?,
             names: BTreeSet::new(),
-            filling: Filling::new(ring.bucket_bytes),
+            builder: BucketBuilder::new(ring.bucket_bytes),
             pending: Vec::new(),
-            begun: None,
-            not_lent: None,
+            active: None,
+            export_failure: None,
         })
     }
 
-    fn lends(&self) -> bool {
-        matches!(self.options.residency, Residency::Lent(_))
+    fn exports(&self) -> bool {
+        matches!(self.options.residency, Residency::InPlace(_))
     }
 
-    /// Takes a leaf that was not added before.
-    fn hold(&mut self, fqn: &str, leaf: &Value) -> Result<()> {
-        self.take_name(fqn)?;
-        self.hold_more(fqn, leaf)
+    /// Accepts a leaf that was not added before.
+    fn enqueue_new(&mut self, fqn: &str, leaf: &Value) -> Result<()> {
+        self.reserve_fqn(fqn)?;
+        self.enqueue(fqn, leaf)
     }
 
-    /// Notes the fqn of a leaf; refuses one that was noted before.
-    pub(crate) fn take_name(&mut self, fqn: &str) -> Result<()> {
+    /// Reserves the fqn of a leaf. Returns an error if it is reserved already.
+    pub(crate) fn reserve_fqn(&mut self, fqn: &str) -> Result<()> {
         if self.names.insert(fqn.to_owned()) {
             return Ok(());
         }
         let error = FormatError::new(FormatKind::AmbiguousFqn);
-        Err(Error::request(format_args!("`{fqn}`"), error))
+        Err(Error::from_request(format_args!("`{fqn}`"), error))
     }
 
-    fn hold_more(&mut self, fqn: &str, leaf: &Value) -> Result<()> {
+    fn enqueue(&mut self, fqn: &str, leaf: &Value) -> Result<()> {
         if let Value::Shards(_) = leaf {
-            // Their meshes may name others.
+            // The meshes of its shards may name other writers.
             let mut alone = StateDict::new();
             alone.insert(fqn, leaf.clone());
-            prove_alone(&format!("`{fqn}`"), &alone, &self.options)?;
+            single_writer(&format!("`{fqn}`"), &alone, &self.options)?;
         }
-        if self.lends() {
+        if self.exports() {
             self.pending.push((fqn.to_owned(), leaf.clone()));
             return Ok(());
         }
-        self.filling.add(fqn, leaf)
+        self.builder.add(fqn, leaf)
     }
 
-    /// Adds a leaf, and puts what is full. It must stay as it is until [`Sender::flush`] or [`Sender::finish`] returns.
+    /// Adds a leaf, and puts all full buckets but one.
+    ///
+    /// The leaf must not change until [`Sender::flush`] or [`Sender::finish`] returns.
     pub(crate) async fn add(&mut self, fqn: &str, leaf: &Value) -> Result<()> {
-        self.hold(fqn, leaf)?;
-        // The last one says so.
-        while self.filling.full() > 1 {
+        self.enqueue_new(fqn, leaf)?;
+        // The header of the last bucket says that it is the last one. So one full bucket is kept.
+        while self.builder.full_count() > 1 {
             self.put_full(false).await?;
         }
         Ok(())
     }
 
-    /// Adds a part of a tensor whose name is taken, and puts it.
+    /// Adds a part of a tensor whose fqn is reserved, and puts it.
     pub(crate) async fn add_part(&mut self, fqn: &str, part: &Value) -> Result<()> {
-        self.hold_more(fqn, part)?;
+        self.enqueue(fqn, part)?;
         self.put_all(false).await
     }
 
-    /// Puts what there is.
+    /// Puts all leaves that were added.
     pub(crate) async fn flush(&mut self) -> Result<()> {
         self.put_all(false).await
     }
 
-    /// Puts what is left; returns when all readers have everything.
+    /// Puts the remaining leaves. Returns when all receivers have read everything.
     pub(crate) async fn finish(mut self) -> Result<PutReport> {
         self.put_all(true).await?;
-        let begun = self.begun.take().expect("there is one bucket at least");
-        taken(&self.context, &begun.channel, 0, self.options.timeout).await?;
-        let report = begun.report.expect("it is put");
-        let mut why = format!("{}; {} readers took it", report.why, begun.readers);
-        if let Some(not_lent) = &self.not_lent {
+        let active = self.active.take().expect("there is one bucket at least");
+        wait_until_read(&self.context, &active.channel, 0, self.options.timeout).await?;
+        let report = active.report.expect("it is put");
+        let mut why = format!("{}; {} readers took it", report.why, active.readers);
+        if let Some(not_lent) = &self.export_failure {
             why = format!("{why}; not lent: {not_lent}");
         }
         Ok(PutReport {
-            version: begun.version,
-            digest: Digest::of(&begun.digests),
+            version: active.version,
+            digest: ArchiveDigest::compute(&active.digests),
             why,
             seconds: self.started.elapsed().as_secs_f64(),
             ..report
@@ -185,44 +187,44 @@ impl Sender {
     async fn put_all(&mut self, is_last: bool) -> Result<()> {
         let pending = std::mem::take(&mut self.pending);
         if !pending.is_empty() {
-            match self.lend(&pending, is_last).await? {
-                Lent::Taken => return Ok(()),
-                Lent::Cannot(why) => {
-                    self.not_lent = Some(why);
+            match self.export_leaves(&pending, is_last).await? {
+                ExportOutcome::Received => return Ok(()),
+                ExportOutcome::Impossible(why) => {
+                    self.export_failure = Some(why);
                     for (fqn, leaf) in &pending {
-                        self.filling.add(fqn, leaf)?;
+                        self.builder.add(fqn, leaf)?;
                     }
                 }
             }
         }
-        self.filling.flush()?;
-        while self.filling.full() > 1 {
+        self.builder.flush()?;
+        while self.builder.full_count() > 1 {
             self.put_full(false).await?;
         }
-        if self.filling.full() > 0 || is_last { self.put_full(is_last).await } else { Ok(()) }
+        if self.builder.full_count() > 0 || is_last { self.put_full(is_last).await } else { Ok(()) }
     }
 
-    /// Puts the first bucket that is full; an empty one if there is none.
+    /// Puts the first full bucket, or an empty one if there is none.
     async fn put_full(&mut self, is_last: bool) -> Result<()> {
-        let bucket = self.filling.pop().unwrap_or_default();
+        let bucket = self.builder.pop().unwrap_or_default();
         self.begin(&bucket).await?;
-        let begun = self.begun.as_ref().expect("it has begun");
-        let behind = u64::from(self.ring.buckets.get()) - 1;
-        taken(&self.context, &begun.channel, behind, self.options.timeout).await?;
-        let mark = begun.mark(is_last);
+        let active = self.active.as_ref().expect("it has begun");
+        let max_unread = u64::from(self.ring.buckets.get()) - 1;
+        wait_until_read(&self.context, &active.channel, max_unread, self.options.timeout).await?;
+        let header = active.header(is_last);
         let residency = Residency::Ring(self.ring);
-        // One that is empty goes no way.
+        // An empty bucket uses no transport.
         let require = self.options.require.filter(|_| !bucket.entries().is_empty());
-        let put = PutOptions { residency, require, ..self.bucket_options(mark) };
-        let report = self.context.put(&begun.channel, &bucket, &put).await?;
+        let put = PutOptions { residency, require, ..self.bucket_options(header) };
+        let report = self.context.put(&active.channel, &bucket, &put).await?;
         self.count(report);
         Ok(())
     }
 
-    /// What a bucket is put with.
-    fn bucket_options(&self, mark: Mark) -> PutOptions {
+    /// Returns the options to put a bucket with.
+    fn bucket_options(&self, header: BucketHeader) -> PutOptions {
         let mut attrs = self.options.attrs.clone();
-        attrs.extend([mark.attr()]);
+        attrs.extend([header.to_attr()]);
         PutOptions {
             version: None,
             writer: Some(self.writer),
@@ -235,11 +237,11 @@ impl Sender {
     }
 
     fn count(&mut self, report: PutReport) {
-        let begun = self.begun.as_mut().expect("it has begun");
-        begun.parts += 1;
-        begun.digests.extend(report.digest.0);
-        match &mut begun.report {
-            None => begun.report = Some(report),
+        let active = self.active.as_mut().expect("it has begun");
+        active.parts += 1;
+        active.digests.extend(report.digest.0);
+        match &mut active.report {
+            None => active.report = Some(report),
             Some(all) => {
                 all.bytes += report.bytes;
                 all.phases += report.phases;
@@ -248,23 +250,26 @@ impl Sender {
         }
     }
 
-    /// Finds out where the first bucket goes, and waits for readers there; the others go there too.
+    /// Checks that a bucket goes to the channel of this put.
+    ///
+    /// The first bucket determines the channel, and waits for receivers there.
     async fn begin(&mut self, bucket: &StateDict) -> Result<()> {
-        let device = home(bucket)?;
-        if let Some(begun) = &self.begun {
-            return match (&begun.device, &device) {
+        let device = device_of(bucket)?;
+        if let Some(active) = &self.active {
+            return match (&active.device, &device) {
                 (known, Some(other)) if known.as_ref() != Some(other) => {
-                    Err(elsewhere(known.as_deref(), other))
+                    Err(mixed_devices(known.as_deref(), other))
                 }
                 _ => Ok(()),
             };
         }
         let channel = channel(&self.key, device.as_deref())?;
-        let version = number(&self.context, &channel, &self.options).await?;
-        let patience = self.options.timeout;
-        let readers = readers(&self.context, &channel, self.ring.readers, patience).await?;
-        let put = u64::try_from(SystemEnvironment.random() >> 64).expect("it is half of it");
-        self.begun = Some(Begun {
+        let version = next_version(&self.context, &channel, &self.options).await?;
+        let timeout = self.options.timeout;
+        let readers =
+            wait_for_receivers(&self.context, &channel, self.ring.readers, timeout).await?;
+        let put = u64::try_from(SystemEnvironment.random_id() >> 64).expect("it is half of it");
+        self.active = Some(ActivePut {
             device,
             channel,
             version,
@@ -278,8 +283,8 @@ impl Sender {
     }
 }
 
-/// A version that goes through a ring has one writer: says who that is.
-fn prove_alone(what: &str, dict: &StateDict, options: &PutOptions) -> Result<u32> {
+/// Returns the writer of a version. A version that goes through a ring has no other writer.
+fn single_writer(what: &str, dict: &StateDict, options: &PutOptions) -> Result<u32> {
     let role = Role::of(dict, options)?;
     if role.is_alone() {
         return Ok(role.writer());
@@ -291,94 +296,108 @@ fn prove_alone(what: &str, dict: &StateDict, options: &PutOptions) -> Result<u32
     Err(Error::new(ErrorKind::Invalid, text))
 }
 
-/// What has become of tensors that were to be lent.
-enum Lent {
-    /// All readers have them.
-    Taken,
-    /// Nothing yet: why they cannot be lent.
-    Cannot(String),
+/// The result of an attempt to export tensors.
+enum ExportOutcome {
+    /// All receivers have read the tensors.
+    Received,
+    /// The tensors cannot be exported. Contains the reason.
+    Impossible(String),
 }
 
 #[cfg(not(target_os = "linux"))]
 impl Sender {
-    async fn lend(&mut self, _pending: &[(String, Value)], _is_last: bool) -> Result<Lent> {
-        Ok(Lent::Cannot("there are no GPUs here".to_owned()))
+    async fn export_leaves(
+        &mut self,
+        _pending: &[(String, Value)],
+        _is_last: bool,
+    ) -> Result<ExportOutcome> {
+        Ok(ExportOutcome::Impossible("there are no GPUs here".to_owned()))
     }
 }
 
 #[cfg(target_os = "linux")]
 impl Sender {
-    /// Lends tensors to the readers, and waits until they have them.
-    async fn lend(&mut self, pending: &[(String, Value)], is_last: bool) -> Result<Lent> {
-        if let Some(other) = self.options.require.filter(|way| *way != Transport::CudaIpc) {
-            return Ok(Lent::Cannot(format!("{other} is required")));
+    /// Exports tensors to the receivers, and waits until all have read them.
+    async fn export_leaves(
+        &mut self,
+        pending: &[(String, Value)],
+        is_last: bool,
+    ) -> Result<ExportOutcome> {
+        if let Some(other) =
+            self.options.require.filter(|transport| *transport != Transport::CudaIpc)
+        {
+            return Ok(ExportOutcome::Impossible(format!("{other} is required")));
         }
-        let mut filling = Filling::new(u64::MAX);
+        let mut builder = BucketBuilder::new(u64::MAX);
         for (fqn, leaf) in pending {
-            filling.add(fqn, leaf)?;
+            builder.add(fqn, leaf)?;
         }
-        filling.flush()?;
-        let bucket = filling.pop().unwrap_or_default();
+        builder.flush()?;
+        let bucket = builder.pop().unwrap_or_default();
         self.begin(&bucket).await?;
-        let begun = self.begun.as_ref().expect("it has begun");
-        let export = match super::export::export(&bucket, begun.device.as_deref()).await? {
+        let active = self.active.as_ref().expect("it has begun");
+        let export = match super::export::export(&bucket, active.device.as_deref()).await? {
             Ok(export) => export,
-            Err(why) => return Ok(Lent::Cannot(why)),
+            Err(why) => return Ok(ExportOutcome::Impossible(why)),
         };
-        let mark = Mark { is_lent: true, ..begun.mark(is_last) };
+        let header = BucketHeader { is_exported: true, ..active.header(is_last) };
         let options =
-            PutOptions { residency: Residency::Host, require: None, ..self.bucket_options(mark) };
+            PutOptions { residency: Residency::Host, require: None, ..self.bucket_options(header) };
         let (context, channel, left) =
-            (self.context.clone(), begun.channel.clone(), self.options.timeout);
-        // Until this call ends, in whatever way, and the connection is there.
-        let _lender = context.controller().follow(&lender(&channel, begun.put)?).await?;
-        let (waiting, is_left) = oneshot::channel::<Infallible>();
-        // It goes on if nobody waits for it any more: until it is taken back the tensors are held here.
-        let lending = tokio::spawn(boxed(async move {
+            (self.context.clone(), active.channel.clone(), self.options.timeout);
+        // Receivers see that the export is valid as long as this call and its connection exist.
+        let _lender = context.controller().follow(&exporter_key(&channel, active.put)?).await?;
+        let (caller_guard, caller_dropped) = oneshot::channel::<Infallible>();
+        // The task continues if the caller drops the future. It holds the tensors until all have read them, or the
+        // export is withdrawn.
+        let task = tokio::spawn(boxed(async move {
             let put = context.put(&channel, &export.dict, &options).await;
-            let taken = match &put {
+            let all_read = match &put {
                 Ok(_) => tokio::select! {
-                    taken = taken(&context, &channel, 0, left) => Some(taken),
-                    _ = is_left => None,
+                    all_read = wait_until_read(&context, &channel, 0, left) => Some(all_read),
+                    _ = caller_dropped => None,
                 },
                 Err(_) => None,
             };
-            if !matches!(taken, Some(Ok(()))) {
-                // Whoever is reading now finds another version when it has read, and takes it for nothing.
-                let mark = Mark { part: u64::MAX, is_last: false, is_lent: false, ..mark };
+            if !matches!(all_read, Some(Ok(()))) {
+                // The export is withdrawn by a newer version: a receiver that is reading now finds it afterwards, and
+                // discards what it has read.
+                let header =
+                    BucketHeader { part: u64::MAX, is_last: false, is_exported: false, ..header };
                 let mut attrs = options.attrs.clone();
-                attrs.extend([mark.attr()]);
+                attrs.extend([header.to_attr()]);
                 let timeout = PutOptions::default().timeout;
                 let options = PutOptions { attrs, timeout, ..options };
                 context.put(&channel, &StateDict::new(), &options).await?;
             }
-            taken.transpose()?;
+            all_read.transpose()?;
             drop(bucket);
             put.map(|report| export.report(report))
         }));
-        let ended = |error| Error::io("the put was cut off", std::io::Error::other(error));
-        let lent = lending.await;
-        drop(waiting);
-        self.count(lent.map_err(ended)??);
-        Ok(Lent::Taken)
+        let cancelled = |error| Error::io("the put was cut off", std::io::Error::other(error));
+        let result = task.await;
+        drop(caller_guard);
+        self.count(result.map_err(cancelled)??);
+        Ok(ExportOutcome::Received)
     }
 }
 
-/// The GPU that the tensors of a state dict are on; none if they are in the host's memory.
-fn home(dict: &StateDict) -> Result<Option<String>> {
+/// Returns the GPU that holds the tensors of a state dict. `None` is host memory.
+fn device_of(dict: &StateDict) -> Result<Option<String>> {
     #[cfg(target_os = "linux")]
-    let homes = device::driver().map_or_else(|_| BTreeSet::new(), |driver| driver.devices_of(dict));
+    let devices =
+        device::driver().map_or_else(|_| BTreeSet::new(), |driver| driver.devices_of(dict));
     #[cfg(not(target_os = "linux"))]
-    let homes = BTreeSet::<String>::new();
-    let mut homes = homes.into_iter();
-    let home = homes.next();
-    match homes.next() {
-        None => Ok(home),
-        Some(other) => Err(elsewhere(home.as_deref(), &other)),
+    let devices = BTreeSet::<String>::new();
+    let mut devices = devices.into_iter();
+    let device = devices.next();
+    match devices.next() {
+        None => Ok(device),
+        Some(other) => Err(mixed_devices(device.as_deref(), &other)),
     }
 }
 
-fn elsewhere(home: Option<&str>, other: &str) -> Error {
+fn mixed_devices(home: Option<&str>, other: &str) -> Error {
     let text = format_args!(
         "a ring is of one GPU, or of the host's memory, and tensors are {} and on {other}: put what is on each by itself",
         home.map_or("there".to_owned(), |home| format!("on {home}"))
@@ -386,37 +405,43 @@ fn elsewhere(home: Option<&str>, other: &str) -> Error {
     Error::new(ErrorKind::Invalid, text)
 }
 
-/// The number of the version that is put: the one that is asked for, or that after the last one.
-async fn number(context: &Context, channel: &Key, options: &PutOptions) -> Result<u64> {
+/// Returns the number of the version: the requested one, or the one after the last version.
+async fn next_version(context: &Context, channel: &Key, options: &PutOptions) -> Result<u64> {
     let last = match context.open(channel, &GetOptions::default()).await {
-        // One that has not come whole may be tried again.
+        // The number of an incomplete version may be used again.
         Ok(version) => version
             .attrs
-            .get(MARK)
-            .and_then(Mark::of)
-            .map(|mark| mark.version.saturating_sub(u64::from(!mark.is_last))),
+            .get(HEADER_ATTR)
+            .and_then(BucketHeader::parse)
+            .map(|header| header.version.saturating_sub(u64::from(!header.is_last))),
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         Err(error) => return Err(error),
     };
     let next = last.map_or(1, |last| last.saturating_add(1));
     match (options.version, last) {
         (Some(number), Some(highest)) if number <= highest && !options.rewind => {
-            Err(Error::refused(channel, Refusal::VersionNotNewer { number, highest }))
+            Err(Error::from_refusal(channel, Refusal::VersionNotNewer { number, highest }))
         }
         (Some(number), _) => Ok(number),
         (None, _) => Ok(next),
     }
 }
 
-/// Waits until so many readers are there. Says how many there are.
-async fn readers(context: &Context, channel: &Key, wanted: u64, patience: Duration) -> Result<u64> {
+/// Waits until at least `wanted` receivers exist. Returns their number.
+async fn wait_for_receivers(
+    context: &Context,
+    channel: &Key,
+    wanted: u64,
+    timeout: Duration,
+) -> Result<u64> {
     let since = Instant::now();
     loop {
-        let (readers, _) = context.controller().unread(channel, u64::MAX, Duration::ZERO).await?;
+        let (readers, _) =
+            context.controller().wait_until_read(channel, u64::MAX, Duration::ZERO).await?;
         if readers >= wanted.max(1) {
             return Ok(readers);
         }
-        if since.elapsed() >= patience {
+        if since.elapsed() >= timeout {
             let text = format_args!(
                 "`{channel}`: {readers} readers are there to receive it, {wanted} are wanted: open a receiver in each \
                  before the put"
@@ -427,16 +452,22 @@ async fn readers(context: &Context, channel: &Key, wanted: u64, patience: Durati
     }
 }
 
-/// Waits until not more than so many buckets are still to be read.
-async fn taken(context: &Context, channel: &Key, at_most: u64, patience: Duration) -> Result<()> {
+/// Waits until at most `at_most` buckets are unread.
+async fn wait_until_read(
+    context: &Context,
+    channel: &Key,
+    at_most: u64,
+    patience: Duration,
+) -> Result<()> {
     let since = Instant::now();
     let (readers, unread) = loop {
         let left = patience.saturating_sub(since.elapsed());
-        let (readers, unread) = context.controller().unread(channel, at_most, left).await?;
+        let (readers, unread) =
+            context.controller().wait_until_read(channel, at_most, left).await?;
         if unread <= at_most {
             return Ok(());
         }
-        // A daemon does not wait as long as one may want.
+        // The daemon limits how long one request waits.
         if since.elapsed() >= patience {
             break (readers, unread);
         }

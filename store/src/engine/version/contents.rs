@@ -1,4 +1,4 @@
-//! What is known of a version, without its bytes.
+//! The index of a version, without its bytes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,48 +10,50 @@ use tssd_format::{
     Node, ObjectPath, Step, StorageReference, TensorReference, ZSTD_LEVEL_ATTR, checksum,
 };
 
-use crate::control::Located;
+use crate::control::LocatedVersion;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::sync::Lock;
-use crate::ledger::{Digest, VersionId};
+use crate::ledger::{ArchiveDigest, VersionId};
 
-/// What is known of a version, without its bytes: it stays true whoever has them.
+/// The index of a version, and the state of its verification.
+///
+/// It does not depend on where the archives are.
 pub(crate) struct Contents {
     pub(crate) id: VersionId,
-    /// What it contains.
-    pub(crate) digest: Digest,
+    /// Digest of the contents.
+    pub(crate) digest: ArchiveDigest,
     pub(crate) epoch: u32,
     pub(crate) number: u64,
-    /// The name of its layout, under which plans are cached.
+    /// Fingerprint of the layout. Plans are cached by it.
     pub(crate) layout: [u8; 16],
     root: Arc<Node>,
-    /// Whether writers hold leaves of it each their own.
+    /// Whether the tree has divergent nodes, which contain a value for each writer.
     is_divergent: bool,
-    /// What its writers say of it as a whole.
+    /// The attributes of the whole state dict.
     pub(crate) attrs: Attrs,
     pub(super) manifest: Archive,
     storages: Vec<Arc<StorageReference>>,
-    /// Which chunks are known to be whole, of all storages; and where those of each begin.
-    proven: Box<[AtomicBool]>,
-    chunks_before: Box<[usize]>,
-    /// How many bytes each has, side by side: a plan is compared with all of them.
+    /// Whether each chunk of each storage is verified, and the index of the first chunk of each storage.
+    verified_chunks: Box<[AtomicBool]>,
+    first_chunks: Box<[usize]>,
+    /// Length of each storage in bytes. Contiguous, because a plan is compared with all of them.
     lens: Box<[u64]>,
-    /// The tensor leaves by fqn, as each writer that was asked for has them.
+    /// The tensor leaves by fqn, for each requested writer.
     tensors: Lock<BTreeMap<Option<u32>, Arc<TensorsByFqn>>>,
     verified: AtomicU64,
     received: AtomicU64,
 }
 
-/// What has been done for those who read a version, in bytes.
+/// Counters of the reads of a version.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Tally {
-    /// Those that were checksummed.
+pub(crate) struct ReadCounters {
+    /// Bytes that were checksummed.
     pub(crate) verified: u64,
-    /// Those that came from elsewhere.
+    /// Bytes that were received over a connection.
     pub(crate) received: u64,
 }
 
-impl Tally {
+impl ReadCounters {
     pub(crate) fn since(self, before: Self) -> Self {
         Self {
             verified: self.verified - before.verified,
@@ -63,21 +65,21 @@ impl Tally {
 /// Tensor leaves by fqn.
 type TensorsByFqn = BTreeMap<String, Entry>;
 
-/// What an fqn names.
+/// The leaf or leaves of an fqn.
 enum Entry {
     /// A tensor leaf.
     Tensor(Arc<[TensorReference]>),
-    /// Two leaves.
-    Twice,
-    /// What these writers hold each their own of.
+    /// Several leaves.
+    Ambiguous,
+    /// A divergent leaf, with a value of each of these writers.
     Divergent(Vec<String>),
 }
 
 impl Contents {
-    pub(super) fn read(located: &Located) -> Result<Self> {
+    pub(super) fn read(located: &LocatedVersion) -> Result<Self> {
         let corrupt = |text: &dyn fmt::Display| Error::new(ErrorKind::Corrupt, text);
         let manifest = Archive::from_blob(located.manifest.clone())
-            .map_err(|error| Error::format("manifest", error))?;
+            .map_err(|error| Error::from_format("manifest", error))?;
         let Some(label) = Label::of(&manifest) else {
             return Err(corrupt(&"the manifest names no version"));
         };
@@ -95,7 +97,7 @@ impl Contents {
             chunks += reference.crcs.len();
             chunks - reference.crcs.len()
         };
-        let chunks_before = storages.iter().map(count).collect();
+        let first_chunks = storages.iter().map(count).collect();
         let root = manifest.structure();
         Ok(Self {
             id: label.id,
@@ -108,8 +110,8 @@ impl Contents {
             attrs: user_attrs(&manifest),
             lens: storages.iter().map(|stored| stored.len).collect(),
             storages,
-            proven: (0..chunks).map(|_| AtomicBool::new(false)).collect(),
-            chunks_before,
+            verified_chunks: (0..chunks).map(|_| AtomicBool::new(false)).collect(),
+            first_chunks,
             tensors: Lock::default(),
             verified: AtomicU64::new(0),
             received: AtomicU64::new(0),
@@ -117,7 +119,7 @@ impl Contents {
         })
     }
 
-    /// The tree, as a writer has it.
+    /// Returns the tree, with the values of a writer in the place of divergent nodes.
     pub(crate) fn tree(&self, writer: Option<u32>) -> Result<Arc<Node>> {
         if !self.is_divergent {
             return Ok(self.root.clone());
@@ -127,77 +129,79 @@ impl Contents {
         Ok(Arc::new(root))
     }
 
-    /// The references of the tensor leaf with an fqn, as a writer has it.
+    /// Returns the references of the tensor leaf with an fqn.
+    ///
+    /// `writer` selects the value of a divergent leaf.
     pub(crate) fn tensor(&self, fqn: &str, writer: Option<u32>) -> Result<Arc<[TensorReference]>> {
         let tensors = self.tensors_of(writer);
         let kind = match tensors.get(fqn) {
             Some(Entry::Tensor(references)) => return Ok(references.clone()),
-            Some(Entry::Divergent(writers)) => return Err(say_writer(fqn, writers)),
-            Some(Entry::Twice) => FormatKind::AmbiguousFqn,
+            Some(Entry::Divergent(writers)) => return Err(writer_required(fqn, writers)),
+            Some(Entry::Ambiguous) => FormatKind::AmbiguousFqn,
             None => FormatKind::NotFound,
         };
-        Err(Error::format(self.name(), FormatError::new(kind).with_path(fqn)))
+        Err(Error::from_format(self.name(), FormatError::new(kind).with_path(fqn)))
     }
 
-    /// How errors name it.
+    /// Returns the name of the version for errors.
     pub(super) fn name(&self) -> String {
         format!("version {}", self.number)
     }
 
     fn tensors_of(&self, writer: Option<u32>) -> Arc<TensorsByFqn> {
-        let mut known = self.tensors.lock();
+        let mut cached = self.tensors.lock();
         let by_fqn = || {
             let mut tensors = TensorsByFqn::new();
             collect(&ObjectPath::root(), &self.root, writer, &mut tensors);
             Arc::new(tensors)
         };
-        known.entry(writer).or_insert_with(by_fqn).clone()
+        cached.entry(writer).or_insert_with(by_fqn).clone()
     }
 
-    pub(super) fn stored(&self, storage: u32) -> &Arc<StorageReference> {
-        &self.storages[native(u64::from(storage))]
+    pub(super) fn storage(&self, storage: u32) -> &Arc<StorageReference> {
+        &self.storages[to_usize(u64::from(storage))]
     }
 
-    /// Which chunks of a storage are known to be whole.
-    pub(super) fn proven_chunks(&self, storage: u32) -> &[AtomicBool] {
-        let start = self.chunks_before[native(u64::from(storage))];
-        &self.proven[start..start + self.stored(storage).crcs.len()]
+    /// Returns whether each chunk of a storage is verified.
+    pub(super) fn verified_chunks(&self, storage: u32) -> &[AtomicBool] {
+        let start = self.first_chunks[to_usize(u64::from(storage))];
+        &self.verified_chunks[start..start + self.storage(storage).crcs.len()]
     }
 
-    /// How many bytes of a storage there are.
+    /// Returns the length of a storage in bytes.
     pub(crate) fn storage_len(&self, storage: u32) -> u64 {
-        self.stored(storage).len
+        self.storage(storage).len
     }
 
-    /// How many bytes each storage has; none if there are not so many storages.
+    /// Returns a function from storages to their lengths in bytes, or `None` for an unknown storage.
     pub(crate) fn storage_lens(&self) -> impl Fn(u32) -> Option<u64> {
-        |storage| self.lens.get(native(u64::from(storage))).copied()
+        |storage| self.lens.get(to_usize(u64::from(storage))).copied()
     }
 
-    /// What has been done since the version was opened.
-    pub(crate) fn tally(&self) -> Tally {
-        Tally {
+    /// Returns the counters since the index was read.
+    pub(crate) fn counters(&self) -> ReadCounters {
+        ReadCounters {
             verified: self.verified.load(Ordering::Relaxed),
             received: self.received.load(Ordering::Relaxed),
         }
     }
 
-    /// What was proven elsewhere, or came from there, is counted too.
-    pub(crate) fn count(&self, more: Tally) {
+    /// Adds bytes that were verified or received elsewhere.
+    pub(crate) fn count(&self, more: ReadCounters) {
         self.verified.fetch_add(more.verified, Ordering::Relaxed);
         self.received.fetch_add(more.received, Ordering::Relaxed);
     }
 
-    /// Compares the checksum of the stored bytes of a chunk.
-    pub(super) fn prove(&self, storage: u32, chunk: u64, bytes: &[u8]) -> Result<()> {
-        self.verified.fetch_add(wide(bytes.len()), Ordering::Relaxed);
-        let proven = self.stored(storage).verify_chunk(chunk, checksum(bytes));
-        proven.map_err(|_| self.corrupt(storage, chunk))
+    /// Verifies the checksum of the stored bytes of a chunk.
+    pub(super) fn verify_chunk(&self, storage: u32, chunk: u64, bytes: &[u8]) -> Result<()> {
+        self.verified.fetch_add(to_u64(bytes.len()), Ordering::Relaxed);
+        let verified = self.storage(storage).verify_chunk(chunk, checksum(bytes));
+        verified.map_err(|_| self.corrupt(storage, chunk))
     }
 
-    /// A chunk is not what was put.
+    /// Returns the error for a chunk with a wrong checksum.
     pub(super) fn corrupt(&self, storage: u32, chunk: u64) -> Error {
-        let reference = self.stored(storage);
+        let reference = self.storage(storage);
         let place = reference.stored_chunk(chunk);
         let error = FormatError::new(FormatKind::ChunkCorrupt)
             .with_offset(place.start)
@@ -207,14 +211,14 @@ impl Contents {
                 reference.shard
             ))
             .with_path(self.manifest.storage_fqn(storage));
-        Error::format(self.name(), error)
+        Error::from_format(self.name(), error)
     }
 }
 
-/// What the attributes of a manifest say of its version.
+/// The attributes of a manifest that describe its version.
 struct Label {
     id: VersionId,
-    digest: Digest,
+    digest: ArchiveDigest,
     epoch: u32,
     number: u64,
     layout: [u8; 16],
@@ -240,7 +244,7 @@ impl Label {
     }
 }
 
-/// The attributes that say something of a version in a store, and nothing of its state dict.
+/// Names of the attributes that describe a version in a store, not its state dict.
 pub const VERSION_ATTRS: [&str; 7] = [
     "tssd.digest",
     "tssd.divergent",
@@ -251,7 +255,7 @@ pub const VERSION_ATTRS: [&str; 7] = [
     "tssd.writers",
 ];
 
-/// The attributes of a manifest but those that the store and its compression have added.
+/// Returns the attributes of a manifest without those that the store and the compression have added.
 fn user_attrs(manifest: &Archive) -> Attrs {
     let mut attrs = manifest.attrs();
     for own in VERSION_ATTRS.into_iter().chain([ZSTD_LEVEL_ATTR]) {
@@ -270,26 +274,26 @@ fn choose_writer(path: &ObjectPath, node: &mut Node, writer: Option<u32>) -> Res
     }
     let key = writer.map(|writer| Step::Key(MapKey::from_writer(writer)));
     let Some((_, own)) = children.iter().find(|(step, _)| Some(step) == key.as_ref()) else {
-        let held: Vec<String> = children.iter().map(|(step, _)| step.to_string()).collect();
-        return Err(say_writer(&path.fqn(), &held));
+        let writers: Vec<String> = children.iter().map(|(step, _)| step.to_string()).collect();
+        return Err(writer_required(&path.fqn(), &writers));
     };
     *node = own.clone();
     Ok(())
 }
 
-/// Whether writers hold leaves of a tree each their own.
+/// Returns whether a tree has divergent nodes.
 fn is_divergent(node: &Node) -> bool {
     let Node::Container(container, children) = node else { return false };
     *container == Container::Divergent || children.iter().any(|(_, child)| is_divergent(child))
 }
 
-/// Finds the tensor leaves of a tree, with one writer's own in the place of divergent nodes.
+/// Collects the tensor leaves of a tree, with the values of one writer in the place of divergent nodes.
 fn collect(path: &ObjectPath, node: &Node, writer: Option<u32>, tensors: &mut TensorsByFqn) {
     match node {
         Node::Tensors(references) => {
             let entry = tensors.entry(path.fqn());
             entry
-                .and_modify(|twice| *twice = Entry::Twice)
+                .and_modify(|existing| *existing = Entry::Ambiguous)
                 .or_insert_with(|| Entry::Tensor(references.as_slice().into()));
         }
         Node::Container(Container::Divergent, children) => {
@@ -309,8 +313,8 @@ fn collect(path: &ObjectPath, node: &Node, writer: Option<u32>, tensors: &mut Te
     }
 }
 
-/// A leaf that writers hold each their own of, asked for without saying whose.
-pub(crate) fn say_writer(fqn: &str, writers: &[String]) -> Error {
+/// Returns the error for a divergent leaf that is requested without a writer.
+pub(crate) fn writer_required(fqn: &str, writers: &[String]) -> Error {
     let writers = writers.join(", ");
     Error::new(
         ErrorKind::Invalid,
@@ -318,11 +322,11 @@ pub(crate) fn say_writer(fqn: &str, writers: &[String]) -> Error {
     )
 }
 
-/// Places in what is in memory, or within the length of a file that was compared.
-fn native(place: u64) -> usize {
+/// Converts an offset in memory, or within a file whose length was compared.
+fn to_usize(place: u64) -> usize {
     usize::try_from(place).expect("a place in memory fits usize")
 }
 
-fn wide(len: usize) -> u64 {
+fn to_u64(len: usize) -> u64 {
     u64::try_from(len).expect("usize is at most 64 bits")
 }

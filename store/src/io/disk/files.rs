@@ -1,4 +1,4 @@
-//! The calls of a file system, as far as a store needs them.
+//! The file system calls of a store.
 
 use std::any::Any;
 use std::fmt::Debug;
@@ -14,73 +14,74 @@ use tssd_format::{Blob, Mmap};
 
 use super::lock::FileLock;
 use super::system::{self, Access};
-use crate::io::cow_map::PrivateMaps;
-use crate::io::deferred_drop::{self, Parting, with_room};
-use crate::io::local_archive::Near;
+use crate::io::cow_map::CowMapPool;
+use crate::io::deferred_drop::{self, DeferredDrop, retry_when_full};
+use crate::io::local_archive::LocalArchive;
 
-/// Calls of a file system, by which crashes can be simulated: what a store does is a sequence of them.
+/// File system calls that a store makes. Tests implement them to simulate crashes.
 ///
-/// What they do is durable once the file or folder that they change is synced, not before.
-pub(crate) trait Files: Debug + Send + Sync {
-    /// Creates an empty file; an error if the name is taken.
-    fn create(&self, path: &Path) -> io::Result<Box<dyn Output>>;
+/// A change is durable once the changed file or folder is synced, not before.
+pub(crate) trait FileSystem: Debug + Send + Sync {
+    /// Creates an empty file. Fails if the name is taken.
+    fn create(&self, path: &Path) -> io::Result<Box<dyn OutputFile>>;
 
-    /// Gives a file one more name; an error if that is taken.
+    /// Adds a name to a file. Fails if the name is taken.
     fn link(&self, path: &Path, name: &Path) -> io::Result<()>;
 
-    /// Gives a file another name, and takes that from whatever has it.
+    /// Renames a file, and replaces the file that has the new name.
     fn rename(&self, path: &Path, name: &Path) -> io::Result<()>;
 
     /// Removes a name of a file.
     fn remove(&self, path: &Path) -> io::Result<()>;
 
-    /// Makes a folder; an error if the name is taken.
+    /// Creates a folder. Fails if the name is taken.
     fn make_folder(&self, path: &Path) -> io::Result<()>;
 
-    /// Removes a folder that has nothing in it.
+    /// Removes an empty folder.
     fn remove_folder(&self, path: &Path) -> io::Result<()>;
 
-    /// Whether a name is that of a link.
+    /// Whether a name is a symbolic link.
     fn is_link(&self, path: &Path) -> bool;
 
-    /// What tells a folder from others that have had the name; none if there is none.
-    fn folder(&self, path: &Path) -> Option<Folder>;
+    /// Returns the identity of a folder. Returns none if there is no such folder.
+    fn folder_id(&self, path: &Path) -> Option<FolderId>;
 
-    /// The names in a folder that are UTF-8, without those of links: they are not ours.
+    /// Lists the names in a folder that are UTF-8, except those of symbolic links.
     fn list(&self, path: &Path) -> io::Result<Vec<String>>;
 
-    /// Makes the names in a folder durable.
+    /// Syncs the names in a folder.
     fn sync_folder(&self, path: &Path) -> io::Result<()>;
 
-    /// The bytes of a file.
+    /// Reads a file.
     fn read(&self, path: &Path) -> io::Result<Vec<u8>>;
 
-    /// A file that is complete and never changes, as a blob.
-    fn open(&self, path: &Path) -> io::Result<Near>;
+    /// Opens a complete file, which never changes, as an archive.
+    fn open(&self, path: &Path) -> io::Result<LocalArchive>;
 
-    /// Locks a file, which is made if it is not there, alone or with others who share it; none if
-    /// somebody has locked it otherwise. Dropping the lock lets go.
+    /// Locks a file, exclusively or shared, and creates it if needed. Dropping the guard unlocks it.
+    ///
+    /// Returns none if another holder has a conflicting lock.
     fn lock(&self, path: &Path, is_shared: bool) -> io::Result<Option<Box<dyn Any + Send>>>;
 }
 
-/// A file that is being written.
-pub(crate) trait Output: Debug + Send + Sync {
-    /// Writes some bytes at a place, from the first on, and says how many.
+/// A file being written.
+pub(crate) trait OutputFile: Debug + Send + Sync {
+    /// Writes a prefix of `bytes` at an offset, and returns its length.
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize>;
 
-    /// Says how long the file will be.
-    fn expect(&self, len: u64);
+    /// Preallocates `len` bytes.
+    fn preallocate(&self, len: u64);
 
-    /// Lets what was written set out for the disk, without waiting for it: syncing takes the less time then.
-    fn send(&self, range: Range<u64>);
+    /// Starts the writeback of a range without waiting for it, so that a later sync is faster.
+    fn start_writeback(&self, range: Range<u64>);
 
-    /// Makes the bytes durable.
+    /// Syncs the bytes of the file.
     fn sync(&self) -> io::Result<()>;
 }
 
-/// What tells a folder from others that have had its name.
+/// Identity of a folder, which a later folder of the same name does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Folder {
+pub(crate) struct FolderId {
     pub(crate) device: u64,
     pub(crate) inode: u64,
     pub(crate) created: SystemTime,
@@ -88,10 +89,10 @@ pub(crate) struct Folder {
 
 /// The file system of this machine.
 #[derive(Debug)]
-pub(crate) struct SystemFiles;
+pub(crate) struct LocalFileSystem;
 
-impl Files for SystemFiles {
-    fn create(&self, path: &Path) -> io::Result<Box<dyn Output>> {
+impl FileSystem for LocalFileSystem {
+    fn create(&self, path: &Path) -> io::Result<Box<dyn OutputFile>> {
         Ok(Box::new(File::options().write(true).create_new(true).open(path)?))
     }
 
@@ -104,7 +105,7 @@ impl Files for SystemFiles {
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {
-        let _removed = system::kept(path);
+        let _deferred = system::defer_removal(path);
         system::remove(path)
     }
 
@@ -120,12 +121,12 @@ impl Files for SystemFiles {
         path.is_symlink()
     }
 
-    fn folder(&self, path: &Path) -> Option<Folder> {
+    fn folder_id(&self, path: &Path) -> Option<FolderId> {
         let metadata = path.metadata().ok().filter(Metadata::is_dir)?;
-        // Where nobody knows when it was made, it is another one each time.
+        // Without a creation time, each call returns a new identity.
         let created = metadata.created().unwrap_or_else(|_| SystemTime::now());
         let (device, inode) = system::identity(path, &metadata).ok()?;
-        Some(Folder { device, inode, created })
+        Some(FolderId { device, inode, created })
     }
 
     fn list(&self, path: &Path) -> io::Result<Vec<String>> {
@@ -143,53 +144,55 @@ impl Files for SystemFiles {
     }
 
     #[expect(unsafe_code, reason = "files of a store are created once and never changed")]
-    fn open(&self, path: &Path) -> io::Result<Near> {
+    fn open(&self, path: &Path) -> io::Result<LocalArchive> {
         let file = system::open(path, Access::Read)?;
-        // SAFETY: a file of a store gets its name when it is complete (`NewFile::link`) and is never
-        // opened for writing again; deleting it removes the name and leaves the map as it is. Whoever
-        // else may write in the folder is trusted as the owner of the store.
+        // SAFETY: a file of a store gets its name when it is complete (`NewFile::link`) and is never opened for writing
+        // again. Deleting it removes the name and leaves the map as it is. Other writers of the folder are trusted like
+        // the owner of the store.
         let map = unsafe { tssd_format::map_file(&file)? };
         let bytes = map.bytes().cloned().unwrap_or_default();
-        let maps = PrivateMaps::new(file, bytes.len());
-        if map.size()? < deferred_drop::LARGE {
-            return Ok(Near::new(map).mapped(maps, 0));
+        let maps = CowMapPool::new(file, bytes.len());
+        if map.size()? < deferred_drop::MIN_DEFERRED_BYTES {
+            return Ok(LocalArchive::new(map).with_maps(maps, 0));
         }
-        let bytes = Bytes::from_owner(Parting::new(Open { bytes, _maps: maps.clone() }));
-        Ok(Near::new(Mmap::from(bytes)).mapped(maps, 0))
+        let bytes = Bytes::from_owner(DeferredDrop::new(MappedFile { bytes, _maps: maps.clone() }));
+        Ok(LocalArchive::new(Mmap::from(bytes)).with_maps(maps, 0))
     }
 
     fn lock(&self, path: &Path, is_shared: bool) -> io::Result<Option<Box<dyn Any + Send>>> {
-        let lock = if is_shared { FileLock::share(path)? } else { FileLock::take(path)? };
+        let lock =
+            if is_shared { FileLock::try_shared(path)? } else { FileLock::try_exclusive(path)? };
         Ok(lock.map(|lock| -> Box<dyn Any + Send> { Box::new(lock) }))
     }
 }
 
-/// A file that is mapped, and what else has it open: so whoever drops the last of both is the one who drops this.
-struct Open {
+/// A mapped file and the pool of maps that has it open too, so that one deferred drop releases both.
+struct MappedFile {
     bytes: Bytes,
-    _maps: Arc<PrivateMaps>,
+    _maps: Arc<CowMapPool>,
 }
 
-impl AsRef<[u8]> for Open {
+impl AsRef<[u8]> for MappedFile {
     fn as_ref(&self) -> &[u8] {
         &self.bytes
     }
 }
 
-impl Output for File {
+impl OutputFile for File {
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
-        with_room(|| system::write_at(self, bytes, offset))
+        retry_when_full(|| system::write_at(self, bytes, offset))
     }
 
-    /// A system that knows finds room at once, a third faster than bit by bit. Where there is no room, or no such call,
-    /// writing says so or does without.
-    fn expect(&self, len: u64) {
-        let _found = with_room(|| system::expect(self, len));
+    /// Preallocates the file, which makes the writes a third faster.
+    ///
+    /// Errors are ignored: if space is missing, the writes fail, and on a system without the call they work without it.
+    fn preallocate(&self, len: u64) {
+        let _ignored = retry_when_full(|| system::preallocate(self, len));
     }
 
-    /// What fails, fails again when it is synced, which says so.
-    fn send(&self, range: Range<u64>) {
-        system::send(self, range);
+    /// Ignores errors: the sync reports them again.
+    fn start_writeback(&self, range: Range<u64>) {
+        system::start_writeback(self, range);
     }
 
     fn sync(&self) -> io::Result<()> {

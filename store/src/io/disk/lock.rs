@@ -1,4 +1,4 @@
-//! Locked files, by which processes hold each other off.
+//! File locks that exclude other processes.
 
 use std::fs::{File, TryLockError};
 use std::io::{self, Seek, Write};
@@ -6,30 +6,30 @@ use std::path::Path;
 
 use super::system::{self, Access};
 
-/// Holds off everyone else who locks the same file, in this process and others, until it is dropped.
+/// A lock of a file, which excludes other holders in this process and others. Dropping it unlocks.
 #[derive(Debug)]
 pub(crate) struct FileLock(File);
 
 impl FileLock {
-    /// Takes the lock of a file, which is made if it is not there; none if somebody else holds it.
-    pub(crate) fn take(path: &Path) -> io::Result<Option<Self>> {
-        Self::locked(path, File::try_lock)
+    /// Locks a file exclusively, and creates it if needed. Returns none if it is locked.
+    pub(crate) fn try_exclusive(path: &Path) -> io::Result<Option<Self>> {
+        Self::lock_with(path, File::try_lock)
     }
 
-    /// Shares the lock with others who share it; none if somebody holds it alone.
-    pub(crate) fn share(path: &Path) -> io::Result<Option<Self>> {
-        Self::locked(path, File::try_lock_shared)
+    /// Locks a file shared, and creates it if needed. Returns none if it is locked exclusively.
+    pub(crate) fn try_shared(path: &Path) -> io::Result<Option<Self>> {
+        Self::lock_with(path, File::try_lock_shared)
     }
 
-    fn locked(
+    fn lock_with(
         path: &Path,
         lock: impl Fn(&File) -> Result<(), TryLockError>,
     ) -> io::Result<Option<Self>> {
         loop {
             let file = system::open(path, Access::Lock)?;
             match lock(&file) {
-                // Somebody has removed it between the opening and the lock: it is nobody's.
-                Ok(()) if system::names(&file)? == 0 => {}
+                // Another process removed the file between the open and the lock. The lock has no effect: try again.
+                Ok(()) if system::link_count(&file)? == 0 => {}
                 Ok(()) => return Ok(Some(Self(file))),
                 Err(TryLockError::WouldBlock) => return Ok(None),
                 Err(TryLockError::Error(error)) => return Err(error),
@@ -37,7 +37,7 @@ impl FileLock {
         }
     }
 
-    /// Says something in the locked file, for those who find it locked.
+    /// Writes text into the locked file, for processes that find it locked.
     pub(crate) fn write(&self, text: &str) -> io::Result<()> {
         self.0.set_len(0)?;
         (&self.0).rewind()?;
@@ -47,7 +47,7 @@ impl FileLock {
 
 impl Drop for FileLock {
     fn drop(&mut self) {
-        // Closing the file is not enough: a child that was forked meanwhile has it open too.
+        // To close the file is not enough: a forked child has it open too.
         let _ = self.0.unlock();
     }
 }
@@ -59,28 +59,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lock_of_a_file_that_was_removed_meanwhile_is_none() {
+    fn lock_of_removed_file_is_retried() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(".lock");
         let is_removed = Cell::new(false);
-        let lock = FileLock::locked(&path, |file| {
+        let lock = FileLock::lock_with(&path, |file| {
             if !is_removed.replace(true) {
                 std::fs::remove_file(&path).unwrap();
             }
             file.try_lock()
         });
         let _lock = lock.unwrap().unwrap();
-        assert!(FileLock::take(&path).unwrap().is_none(), "nobody else has it");
+        assert!(FileLock::try_exclusive(&path).unwrap().is_none(), "nobody else has it");
     }
 
     #[test]
-    fn a_lock_ends_though_a_child_that_was_forked_has_its_file() {
+    fn drop_unlocks_file_that_a_forked_child_has_open() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(".lock");
-        let lock = FileLock::take(&path).unwrap().unwrap();
-        let _of_child = lock.0.try_clone().unwrap();
-        assert!(FileLock::share(&path).unwrap().is_none());
+        let lock = FileLock::try_exclusive(&path).unwrap().unwrap();
+        let _inherited = lock.0.try_clone().unwrap();
+        assert!(FileLock::try_shared(&path).unwrap().is_none());
         drop(lock);
-        assert!(FileLock::take(&path).unwrap().is_some());
+        assert!(FileLock::try_exclusive(&path).unwrap().is_some());
     }
 }

@@ -1,4 +1,4 @@
-//! What systems do each in their own way with files and folders.
+//! Operations on files and folders that differ between systems.
 
 #[cfg(unix)]
 mod unix;
@@ -10,28 +10,29 @@ use std::path::Path;
 
 #[cfg(unix)]
 pub(crate) use unix::{
-    expect, identity, kept, list, names, open, remove, send, sync_folder, write_at,
+    defer_removal, identity, link_count, list, open, preallocate, remove, start_writeback,
+    sync_folder, write_at,
 };
 #[cfg(windows)]
 pub(crate) use windows::{
     expect, identity, kept, list, names, open, remove, send, sync_folder, write_at,
 };
 
-/// What a file is opened for.
+/// The purpose of an open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
-    /// It is there, and is read.
+    /// To read an existing file.
     Read,
-    /// It is locked, and made if it is not there.
+    /// To lock the file. It is created if needed.
     Lock,
 }
 
-fn irregular(path: &Path) -> io::Error {
+fn not_a_regular_file(path: &Path) -> io::Error {
     let text = format!("`{}` is no regular file", path.display());
     io::Error::new(ErrorKind::InvalidInput, text)
 }
 
-pub(crate) fn link_at(path: &Path) -> io::Error {
+pub(crate) fn link_error(path: &Path) -> io::Error {
     let text = format!("`{}` is a link, and nothing of a store is reached by one", path.display());
     io::Error::new(ErrorKind::InvalidInput, text)
 }

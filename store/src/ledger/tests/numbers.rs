@@ -1,189 +1,199 @@
-//! Numbers: how versions are named, retried and rewound.
+//! Tests of version numbers, retries and rewinds.
 
 use super::*;
 
 #[test]
-fn a_single_writer_needs_no_job_and_its_numbers_start_at_one() {
-    let mut ledger = Ledger::keeping(9);
+fn single_writer_needs_no_job_and_numbers_start_at_one() {
+    let mut ledger = TestLedger::with_keep(9);
     for put in [None, None, Some(7), None] {
-        ledger.put(alone(put)).unwrap();
-        ledger.settle();
+        ledger.put(single_put(put)).unwrap();
+        ledger.run_effects();
     }
-    assert_eq!(ledger.visible(), [1, 2, 7, 8]);
+    assert_eq!(ledger.visible_numbers(), [1, 2, 7, 8]);
 
-    let mut ledger = Ledger::default();
-    ledger.put(alone(Some(0))).unwrap();
-    ledger.settle();
-    assert_eq!((ledger.visible(), ledger.state.highest()), (vec![0], Some(0)));
+    let mut ledger = TestLedger::default();
+    ledger.put(single_put(Some(0))).unwrap();
+    ledger.run_effects();
+    assert_eq!((ledger.visible_numbers(), ledger.state.highest()), (vec![0], Some(0)));
 }
 
 #[test]
-fn an_identical_retry_succeeds_and_another_content_is_refused() {
-    let mut ledger = Ledger::default();
-    let id = ledger.put(alone(Some(5))).unwrap();
-    ledger.settle();
-    assert_eq!(ledger.begin(alone(Some(5))), Ok(id));
+fn identical_retry_succeeds_and_other_contents_are_refused() {
+    let mut ledger = TestLedger::default();
+    let id = ledger.put(single_put(Some(5))).unwrap();
+    ledger.run_effects();
+    assert_eq!(ledger.begin(single_put(Some(5))), Ok(id));
     let missing = WriterSet::default();
     let success = Outcome::Committed { visible: true, missing };
-    assert_eq!(ledger.commit(id, alone(None), 7), Ok(success));
-    let (number, committed) = (5, Digest([7; 16]));
+    assert_eq!(ledger.commit(id, single_put(None), 7), Ok(success));
+    let (number, committed) = (5, ArchiveDigest([7; 16]));
     let refusal = Refusal::ContributionDiffers { number, writer: 0, committed };
-    assert_eq!(ledger.commit(id, alone(None), 8), Err(refusal));
+    assert_eq!(ledger.commit(id, single_put(None), 8), Err(refusal));
     let refusal = Refusal::VersionNotNewer { number: 4, highest: 5 };
-    assert_eq!(ledger.begin(alone(Some(4))), Err(refusal));
+    assert_eq!(ledger.begin(single_put(Some(4))), Err(refusal));
 }
 
 #[test]
-fn contents_that_are_said_ahead_are_compared_at_once() {
-    let mut ledger = Ledger::default();
-    let open = ledger.put(step_of("a", 0, 5)).unwrap();
-    let offers = |contents| Put { offers: Some(contents), ..step_of("a", 0, 5) };
-    assert_eq!(ledger.begin(offers(7)), Ok(open));
-    let (number, committed) = (5, Digest([7; 16]));
+fn announced_digest_is_compared_at_begin() {
+    let mut ledger = TestLedger::default();
+    let open = ledger.put(numbered_put("a", 0, 5)).unwrap();
+    let announce = |contents| Put { announced_contents: Some(contents), ..numbered_put("a", 0, 5) };
+    assert_eq!(ledger.begin(announce(7)), Ok(open));
+    let (number, committed) = (5, ArchiveDigest([7; 16]));
     let refusal = Refusal::ContributionDiffers { number, writer: 0, committed };
-    assert_eq!(ledger.begin(offers(8)), Err(refusal));
-    ledger.put(step_of("a", 1, 5)).unwrap();
-    ledger.settle();
-    assert_eq!(ledger.begin(offers(7)), Ok(open));
+    assert_eq!(ledger.begin(announce(8)), Err(refusal));
+    ledger.put(numbered_put("a", 1, 5)).unwrap();
+    ledger.run_effects();
+    assert_eq!(ledger.begin(announce(7)), Ok(open));
     let refusal = Refusal::VersionNotNewer { number: 5, highest: 5 };
-    assert_eq!(ledger.begin(offers(8)), Err(refusal));
+    assert_eq!(ledger.begin(announce(8)), Err(refusal));
 }
 
 #[test]
-fn what_was_visible_is_retried_while_it_has_data() {
-    let mut ledger = Ledger::default();
-    let retired = ledger.put(alone(Some(5))).unwrap();
-    ledger.settle();
+fn retry_matches_verified_version_while_it_has_data() {
+    let mut ledger = TestLedger::default();
+    let retired = ledger.put(single_put(Some(5))).unwrap();
+    ledger.run_effects();
     ledger.lease(1, Selector::Newest).unwrap();
-    ledger.put(alone(Some(6))).unwrap();
-    ledger.settle();
-    assert_eq!((ledger.visible(), ledger.begin(alone(Some(5)))), (vec![6], Ok(retired)));
+    ledger.put(single_put(Some(6))).unwrap();
+    ledger.run_effects();
+    assert_eq!(
+        (ledger.visible_numbers(), ledger.begin(single_put(Some(5)))),
+        (vec![6], Ok(retired))
+    );
 
-    // One that a rewind has left visible is of an older epoch.
-    let mut ledger = Ledger::keeping(3);
-    let older = ledger.put(alone(Some(5))).unwrap();
+    // The version that the rewind left visible belongs to an older epoch.
+    let mut ledger = TestLedger::with_keep(3);
+    let older = ledger.put(single_put(Some(5))).unwrap();
     for number in [9, 7] {
-        ledger.settle();
-        ledger.put(Put { rewind: number == 7, ..alone(Some(number)) }).unwrap();
+        ledger.run_effects();
+        ledger.put(Put { rewind: number == 7, ..single_put(Some(number)) }).unwrap();
     }
-    ledger.settle();
-    assert_eq!((ledger.visible(), ledger.begin(alone(Some(5)))), (vec![5, 7], Ok(older)));
+    ledger.run_effects();
+    assert_eq!(
+        (ledger.visible_numbers(), ledger.begin(single_put(Some(5)))),
+        (vec![5, 7], Ok(older))
+    );
 }
 
 #[test]
-fn only_the_rewind_of_a_job_is_retried_as_one() {
-    let one_of = |job| Put { job, rewind: true, ..alone(Some(5)) };
+fn rewind_is_retried_only_with_a_job() {
+    let rewind_put = |job| Put { job, rewind: true, ..single_put(Some(5)) };
     for (job, epoch_of_retry) in [(None, 2), (Some("a"), 1)] {
-        let mut ledger = Ledger::default();
-        ledger.put(Put { rewind: false, ..one_of(job) }).unwrap();
-        ledger.settle();
-        // The number is visible, and the same contents are there: a rewind is meant all the same.
+        let mut ledger = TestLedger::default();
+        ledger.put(Put { rewind: false, ..rewind_put(job) }).unwrap();
+        ledger.run_effects();
+        // The number is visible with the same contents. Without a job, the put is a new rewind nevertheless.
         for epoch in [1, epoch_of_retry] {
-            ledger.put(one_of(job)).unwrap();
-            ledger.settle();
-            assert_eq!((ledger.state.epoch(), ledger.visible()), (epoch, vec![5]), "{job:?}");
+            ledger.put(rewind_put(job)).unwrap();
+            ledger.run_effects();
+            assert_eq!(
+                (ledger.state.epoch(), ledger.visible_numbers()),
+                (epoch, vec![5]),
+                "{job:?}"
+            );
         }
     }
 }
 
 #[test]
-fn an_implicit_number_is_above_those_that_are_open() {
-    let mut ledger = Ledger::default();
-    ledger.begin(alone(Some(7))).unwrap();
-    let id = ledger.begin(alone(None)).unwrap();
+fn implicit_number_is_above_open_numbers() {
+    let mut ledger = TestLedger::default();
+    ledger.begin(single_put(Some(7))).unwrap();
+    let id = ledger.begin(single_put(None)).unwrap();
     let open: Vec<_> = ledger.state.open().map(|version| (version.number, version.id)).collect();
     assert_eq!(open[1], (8, id));
 }
 
 #[test]
-fn a_rewind_opens_an_epoch_and_takes_back_what_is_newer_when_it_becomes_visible() {
-    let mut ledger = Ledger::keeping(3);
+fn visible_rewind_opens_epoch_and_retires_newer_versions() {
+    let mut ledger = TestLedger::with_keep(3);
     for number in [10, 20, 30] {
-        ledger.put(alone(Some(number))).unwrap();
-        ledger.settle();
+        ledger.put(single_put(Some(number))).unwrap();
+        ledger.run_effects();
     }
-    let rewind = Put { rewind: true, ..step_of("b", 0, 20) };
+    let rewind = Put { rewind: true, ..numbered_put("b", 0, 20) };
     ledger.put(rewind).unwrap();
-    // Writer 0 goes on before writer 1 has come: its next step belongs to the new epoch.
-    ledger.put(step_of("b", 0, 21)).unwrap();
-    assert_eq!((ledger.visible(), ledger.state.highest()), (vec![10, 20, 30], Some(30)));
+    // Writer 0 continues before writer 1 has begun. Its next version belongs to the new epoch.
+    ledger.put(numbered_put("b", 0, 21)).unwrap();
+    assert_eq!((ledger.visible_numbers(), ledger.state.highest()), (vec![10, 20, 30], Some(30)));
     ledger.put(Put { writer: 1, ..rewind }).unwrap();
-    ledger.settle();
-    assert_eq!((ledger.visible(), ledger.state.highest()), (vec![10, 20], Some(20)));
-    ledger.put(step_of("b", 1, 21)).unwrap();
-    ledger.settle();
-    assert_eq!((ledger.visible(), ledger.state.epoch()), (vec![10, 20, 21], 1));
+    ledger.run_effects();
+    assert_eq!((ledger.visible_numbers(), ledger.state.highest()), (vec![10, 20], Some(20)));
+    ledger.put(numbered_put("b", 1, 21)).unwrap();
+    ledger.run_effects();
+    assert_eq!((ledger.visible_numbers(), ledger.state.epoch()), (vec![10, 20, 21], 1));
 }
 
 #[test]
-fn a_rewind_below_an_open_rewind_has_an_epoch_of_its_own() {
-    let mut ledger = Ledger::keeping(3);
+fn rewind_below_open_rewind_opens_its_own_epoch() {
+    let mut ledger = TestLedger::with_keep(3);
     for number in [10, 20, 30] {
-        ledger.put(alone(Some(number))).unwrap();
-        ledger.settle();
+        ledger.put(single_put(Some(number))).unwrap();
+        ledger.run_effects();
     }
     for number in [20, 10] {
-        ledger.put(Put { rewind: true, ..step_of("b", 0, number) }).unwrap();
+        ledger.put(Put { rewind: true, ..numbered_put("b", 0, number) }).unwrap();
     }
     let epochs: Vec<_> = ledger.state.open().map(|version| version.epoch).collect();
     assert_eq!(epochs, [1, 2]);
     for number in [20, 10] {
-        ledger.put(Put { rewind: true, ..step_of("b", 1, number) }).unwrap();
-        ledger.settle();
+        ledger.put(Put { rewind: true, ..numbered_put("b", 1, number) }).unwrap();
+        ledger.run_effects();
     }
-    assert_eq!((ledger.visible(), ledger.state.highest()), (vec![10], Some(10)));
+    assert_eq!((ledger.visible_numbers(), ledger.state.highest()), (vec![10], Some(10)));
 }
 
 #[test]
-fn what_a_rewind_took_back_is_not_retried() {
-    let mut ledger = Ledger::keeping(3);
+fn rewound_version_is_not_retried() {
+    let mut ledger = TestLedger::with_keep(3);
     for number in [10, 20, 30] {
-        ledger.put(alone(Some(number))).unwrap();
-        ledger.settle();
+        ledger.put(single_put(Some(number))).unwrap();
+        ledger.run_effects();
     }
     ledger.lease(1, Selector::Number(20)).unwrap();
     for number in [15, 25] {
-        ledger.put(Put { rewind: number == 15, ..alone(Some(number)) }).unwrap();
-        ledger.settle();
+        ledger.put(Put { rewind: number == 15, ..single_put(Some(number)) }).unwrap();
+        ledger.run_effects();
     }
     let refusal = Refusal::VersionNotNewer { number: 20, highest: 25 };
-    assert_eq!(ledger.begin(alone(Some(20))), Err(refusal));
+    assert_eq!(ledger.begin(single_put(Some(20))), Err(refusal));
 }
 
 #[test]
-fn a_rewind_to_a_number_above_the_highest_is_an_ordinary_put() {
-    let mut ledger = Ledger::default();
-    ledger.put(Put { rewind: true, ..alone(Some(5)) }).unwrap();
-    ledger.settle();
+fn rewind_above_highest_number_is_ordinary_put() {
+    let mut ledger = TestLedger::default();
+    ledger.put(Put { rewind: true, ..single_put(Some(5)) }).unwrap();
+    ledger.run_effects();
     assert_eq!((ledger.state.epoch(), ledger.state.highest()), (0, Some(5)));
 }
 
 #[test]
-fn the_highest_number_survives_deletion() {
-    let mut ledger = Ledger::default();
-    let visible = ledger.put(alone(Some(5))).unwrap();
-    ledger.settle();
-    let open = ledger.begin(alone(None)).unwrap();
+fn highest_number_survives_deletion() {
+    let mut ledger = TestLedger::default();
+    let visible = ledger.put(single_put(Some(5))).unwrap();
+    ledger.run_effects();
+    let open = ledger.begin(single_put(None)).unwrap();
     let delete = Command::Delete { selection: Selection::All };
     let ids = vec![visible, open];
-    assert_eq!(ledger.give(delete.clone()), Ok(Outcome::Deleted { ids }));
-    assert_eq!(ledger.give(delete), Ok(Outcome::Deleted { ids: Vec::new() }));
-    ledger.settle();
+    assert_eq!(ledger.apply(delete.clone()), Ok(Outcome::Deleted { ids }));
+    assert_eq!(ledger.apply(delete), Ok(Outcome::Deleted { ids: Vec::new() }));
+    ledger.run_effects();
     assert_eq!((ledger.state.versions().count(), ledger.state.highest()), (0, Some(5)));
-    assert_eq!(ledger.reason(open), Reason::Deleted);
-    assert_eq!(ledger.state.outcome_of(visible), Some(Fate::Visible));
-    assert!(ledger.begin(alone(Some(5))).is_err());
+    assert_eq!(ledger.drop_reason(open), Reason::Deleted);
+    assert_eq!(ledger.state.outcome_of(visible), Some(VersionOutcome::Visible));
+    assert!(ledger.begin(single_put(Some(5))).is_err());
 }
 
 #[test]
-fn numbers_end_without_a_panic() {
-    let mut ledger = Ledger::default();
-    ledger.put(alone(Some(u64::MAX))).unwrap();
-    ledger.settle();
-    assert_eq!(ledger.put(alone(None)), Err(Refusal::NumbersExhausted));
-    ledger.put(Put { rewind: true, ..alone(Some(0)) }).unwrap();
-    ledger.settle();
-    ledger.put(alone(None)).unwrap();
-    ledger.settle();
-    assert_eq!(ledger.visible(), [1]);
+fn exhausted_numbers_are_refused() {
+    let mut ledger = TestLedger::default();
+    ledger.put(single_put(Some(u64::MAX))).unwrap();
+    ledger.run_effects();
+    assert_eq!(ledger.put(single_put(None)), Err(Refusal::NumbersExhausted));
+    ledger.put(Put { rewind: true, ..single_put(Some(0)) }).unwrap();
+    ledger.run_effects();
+    ledger.put(single_put(None)).unwrap();
+    ledger.run_effects();
+    assert_eq!(ledger.visible_numbers(), [1]);
 }

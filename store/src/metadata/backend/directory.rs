@@ -1,4 +1,4 @@
-//! Records as files of a directory that several processes share.
+//! A meta store of files in a directory that several processes share.
 
 use std::any::Any;
 use std::path::Path;
@@ -7,50 +7,50 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use tokio::time::sleep;
 
-use super::{MetaStore, Turns};
+use super::{MetaStore, NameLocks};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::disk::{CLAIM, Disk, claimed_by};
+use crate::io::disk::{DAEMON_LOCK, Disk, daemon_socket};
 use crate::io::sync::{Lock, MutexGuard};
 
 #[derive(Debug)]
 pub(crate) struct DirectoryMeta {
     disk: Disk,
-    turns: Turns,
-    /// That no daemon serves the directory, from the first time that something is written.
-    share: Lock<Option<Box<dyn Any + Send>>>,
+    locks: NameLocks,
+    /// A shared lock that prevents daemons from serving the directory. It is taken by the first lock or session.
+    shared_lock: Lock<Option<Box<dyn Any + Send>>>,
 }
 
-/// How long a lock that another process holds is waited for.
-const PATIENCE: Duration = Duration::from_mins(1);
+/// Maximum time to wait for a lock that another process holds.
+const LOCK_TIMEOUT: Duration = Duration::from_mins(1);
 
 impl DirectoryMeta {
     pub(crate) fn new(disk: Disk) -> Self {
-        Self { disk, turns: Turns::default(), share: Lock::default() }
+        Self { disk, locks: NameLocks::default(), shared_lock: Lock::default() }
     }
 
-    /// Keeps daemons from serving the directory, as long as this lives.
-    async fn share(&self) -> Result<()> {
-        if self.held().is_some() {
+    /// Prevents daemons from serving the directory, as long as this meta store exists.
+    async fn exclude_daemons(&self) -> Result<()> {
+        if self.shared_lock().is_some() {
             return Ok(());
         }
-        let lock = self.wait(CLAIM, |disk, path| disk.lock(path, true)).await?;
+        let lock = self.run_blocking(DAEMON_LOCK, |disk, path| disk.lock(path, true)).await?;
         let Some(lock) = lock else {
-            let socket = claimed_by(self.disk.root()).ok().flatten().unwrap_or_default();
+            let socket = daemon_socket(self.disk.root()).ok().flatten().unwrap_or_default();
             return Err(Error::new(
                 ErrorKind::Busy,
                 format_args!("a daemon serves this directory: connect to unix:{socket}"),
             ));
         };
-        *self.held() = Some(lock);
+        *self.shared_lock() = Some(lock);
         Ok(())
     }
 
-    fn held(&self) -> MutexGuard<'_, Option<Box<dyn Any + Send>>> {
-        self.share.lock()
+    fn shared_lock(&self) -> MutexGuard<'_, Option<Box<dyn Any + Send>>> {
+        self.shared_lock.lock()
     }
 
-    /// Runs something that waits for the disk on a thread that may wait.
-    async fn wait<T: Send + 'static>(
+    /// Runs a disk operation on a thread for blocking calls.
+    async fn run_blocking<T: Send + 'static>(
         &self,
         name: &str,
         work: impl FnOnce(&Disk, &Path) -> std::io::Result<T> + Send + 'static,
@@ -68,35 +68,36 @@ impl DirectoryMeta {
 #[async_trait]
 impl MetaStore for DirectoryMeta {
     async fn create(&self, name: &str, record: Vec<u8>) -> Result<bool> {
-        self.wait(name, move |disk, path| disk.create(path, &record)).await
+        self.run_blocking(name, move |disk, path| disk.create(path, &record)).await
     }
 
-    async fn settle(&self, name: &str) -> Result<()> {
-        self.wait(name, Disk::settle).await
+    async fn sync(&self, name: &str) -> Result<()> {
+        self.run_blocking(name, Disk::sync_folder).await
     }
 
     async fn get(&self, name: &str) -> Result<Option<Vec<u8>>> {
-        self.wait(name, Disk::read).await
+        self.run_blocking(name, Disk::read).await
     }
 
     async fn list(&self, name: &str) -> Result<Vec<String>> {
-        self.wait(name, Disk::list).await
+        self.run_blocking(name, Disk::list).await
     }
 
     async fn delete(&self, name: &str) -> Result<()> {
-        self.wait(name, Disk::remove).await
+        self.run_blocking(name, Disk::remove).await
     }
 
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
-        self.share().await?;
-        // One of this process at a time asks the others, so that no more than one thread waits.
-        let turn = self.turns.take(name).await;
+        self.exclude_daemons().await?;
+        // Only one task of this process at a time competes with other processes, so at most one thread blocks.
+        let local = self.locks.lock(name).await;
         let started = Instant::now();
         loop {
-            if let Some(lock) = self.wait(name, |disk, path| disk.lock(path, false)).await? {
-                return Ok(Box::new((lock, turn)));
+            if let Some(lock) = self.run_blocking(name, |disk, path| disk.lock(path, false)).await?
+            {
+                return Ok(Box::new((lock, local)));
             }
-            if started.elapsed() > PATIENCE {
+            if started.elapsed() > LOCK_TIMEOUT {
                 let path = self.disk.root().join(name);
                 return Err(Error::new(
                     ErrorKind::Busy,
@@ -108,6 +109,6 @@ impl MetaStore for DirectoryMeta {
     }
 
     async fn has_ended(&self, name: &str) -> Result<bool> {
-        self.wait(name, Disk::is_free).await
+        self.run_blocking(name, Disk::remove_if_unlocked).await
     }
 }

@@ -1,4 +1,4 @@
-//! Records as keys of etcd.
+//! A meta store of keys in etcd.
 
 use std::any::Any;
 use std::future::Future;
@@ -12,56 +12,59 @@ use etcd_client::{
 use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
-use super::{MetaStore, Turns, Watch};
-use crate::error::{Error, ErrorKind, Result, because, causes};
+use super::{MetaStore, NameLocks, Watch};
+use crate::error::{Error, ErrorKind, Result, append_causes, error_chain};
 use crate::io::environment::{Environment, SystemEnvironment};
 use crate::io::exec::backoff;
 use crate::io::sync::boxed;
 
-/// How an address of etcd begins.
+/// Scheme of an etcd address.
 const SCHEME: &str = "etcd://";
 
-/// Where keys are, if nothing else is said.
-const PREFIX: &str = "tssd";
+/// Default prefix of all keys.
+const DEFAULT_PREFIX: &str = "tssd";
 
-/// What is asked while etcd elects a leader is not answered: it is asked again.
-const REQUEST: Duration = Duration::from_secs(2);
+/// Timeout of a request. While etcd elects a leader, it does not answer, and the request is retried.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// After this time it is not asked again.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Time after which a request is not retried.
+const RETRY_LIMIT: Duration = Duration::from_secs(30);
 
-/// A connection on which nothing comes for so long is tried, and then given up.
-const IDLE: Duration = Duration::from_secs(10);
-const SILENCE: Duration = Duration::from_secs(3);
+/// Time without traffic after which a connection is probed.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// How long a session outlives its process, in seconds.
-const SESSION_SECONDS: i64 = 10;
+/// Time without an answer to the probe after which a connection is closed.
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// A session is renewed so often.
-const RENEWAL: Duration = Duration::from_secs(3);
+/// Time to live of a session without renewal, in seconds.
+const SESSION_TTL_SECONDS: i64 = 10;
 
-/// Behind each record stands who has created it: so many bytes.
+/// Interval at which a session is renewed.
+const RENEWAL_INTERVAL: Duration = Duration::from_secs(3);
+
+/// Length in bytes of the token that follows each record and identifies its creation.
 const TOKEN_BYTES: usize = 16;
 
-/// How many names are listed by one request.
-const PAGE: i64 = 1000;
+/// Maximum number of names in the answer to one list request.
+const PAGE_LIMIT: i64 = 1000;
 
-/// The keys below a prefix.
+/// A meta store of the keys below a prefix.
 pub(crate) struct EtcdMeta {
     client: Client,
-    /// Its address, as messages have it.
-    shown: String,
-    /// It ends with `/`.
+    /// Its address, for error messages.
+    url: String,
+    /// Prefix of all keys. It ends with `/`.
     prefix: String,
-    turns: Turns,
+    locks: NameLocks,
     environment: SystemEnvironment,
 }
 
-type Answer<T> = std::result::Result<T, etcd_client::Error>;
+type EtcdResult<T> = std::result::Result<T, etcd_client::Error>;
 
 impl EtcdMeta {
-    /// Those at an address `etcd://HOST:PORT[,HOST:PORT…][/PREFIX]`, below `tssd` if no prefix is named. Certificates,
-    /// and the name and password of a user, are those that `etcdctl` takes from the environment: `ETCDCTL_CACERT`,
+    /// Connects to an address `etcd://HOST:PORT[,HOST:PORT…][/PREFIX]`. The default prefix is `tssd`.
+    ///
+    /// Certificates and the user are read from the environment variables of `etcdctl`: `ETCDCTL_CACERT`,
     /// `ETCDCTL_CERT`, `ETCDCTL_KEY` and `ETCDCTL_USER`.
     pub(crate) async fn connect(url: &str) -> Result<Self> {
         let invalid = |text: &str| Error::new(ErrorKind::Invalid, format_args!("`{url}`: {text}"));
@@ -75,28 +78,28 @@ impl EtcdMeta {
             return Err(invalid("others can read it: set ETCDCTL_USER to USER:PASSWORD"));
         }
         let options = ConnectOptions::new()
-            .with_timeout(REQUEST)
-            .with_connect_timeout(REQUEST)
-            .with_keep_alive(IDLE, SILENCE)
+            .with_timeout(REQUEST_TIMEOUT)
+            .with_connect_timeout(REQUEST_TIMEOUT)
+            .with_keep_alive(KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT)
             .with_require_leader(true)
             .with_auto_token_refresh(true);
-        let options = match tls()? {
+        let options = match read_tls_options()? {
             Some(tls) => options.with_tls(tls),
             None => options,
         };
-        let options = match user()? {
+        let options = match read_user()? {
             Some((name, password)) => options.with_user(name, password),
             None => options,
         };
-        // A process has one; one that has chosen another already keeps that.
+        // A process has one crypto provider. If it has installed another one already, that one stays.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let connected = Client::connect(hosts, Some(options)).await;
-        let client = connected.map_err(|error| failed(url, &error))?;
+        let client = connected.map_err(|error| convert_error(url, &error))?;
         let prefix = Some(prefix.trim_matches('/')).filter(|prefix| !prefix.is_empty());
-        let prefix = format!("{}/", prefix.unwrap_or(PREFIX));
-        let (turns, environment) = (Turns::default(), SystemEnvironment);
-        let meta = Self { client, shown: url.to_owned(), prefix, turns, environment };
-        // Whether somebody answers, and lets us, is said now and not at the first put.
+        let prefix = format!("{}/", prefix.unwrap_or(DEFAULT_PREFIX));
+        let (locks, environment) = (NameLocks::default(), SystemEnvironment);
+        let meta = Self { client, url: url.to_owned(), prefix, locks, environment };
+        // Reports an unreachable server or denied access now, and not at the first put.
         meta.get(".sessions").await?;
         Ok(meta)
     }
@@ -105,63 +108,63 @@ impl EtcdMeta {
         format!("{}{name}", self.prefix)
     }
 
-    /// With what the keys below a name begin.
-    fn below(&self, name: &str) -> String {
+    /// Returns the prefix of the keys below a name.
+    fn prefix_of(&self, name: &str) -> String {
         if name.is_empty() { self.prefix.clone() } else { format!("{}{name}/", self.prefix) }
     }
 
-    /// What is stored of a record.
-    fn record(&self, name: &str, found: &KeyValue) -> Result<Vec<u8>> {
+    /// Returns the record of a key, without its token.
+    fn decode_record(&self, name: &str, found: &KeyValue) -> Result<Vec<u8>> {
         let record = found.value();
         let record = record.len().checked_sub(TOKEN_BYTES).map(|len| record[..len].to_vec());
         record.ok_or_else(|| {
-            let text = format_args!("`{}`: `{name}` is cut off", self.shown);
+            let text = format_args!("`{}`: `{name}` is cut off", self.url);
             Error::new(ErrorKind::Corrupt, text)
         })
     }
 
-    /// Asks until there is an answer.
-    async fn ask<T, F: Future<Output = Answer<T>>>(
+    /// Sends a request, and retries it while etcd is unreachable.
+    async fn send<T, F: Future<Output = EtcdResult<T>>>(
         &self,
         mut request: impl FnMut(Client) -> F,
     ) -> Result<T> {
-        let (started, mut tries) = (Instant::now(), 0);
+        let (started, mut attempts) = (Instant::now(), 0);
         loop {
-            let error = match timeout(REQUEST * 2, request(self.client.clone())).await {
+            let error = match timeout(REQUEST_TIMEOUT * 2, request(self.client.clone())).await {
                 Ok(Ok(answer)) => return Ok(answer),
-                Ok(Err(error)) => failed(&self.shown, &error),
+                Ok(Err(error)) => convert_error(&self.url, &error),
                 Err(_) => {
-                    Error::new(ErrorKind::Unreachable, format_args!("`{}`: no answer", self.shown))
+                    Error::new(ErrorKind::Unreachable, format_args!("`{}`: no answer", self.url))
                 }
             };
-            if error.kind() != ErrorKind::Unreachable || started.elapsed() > PATIENCE {
+            if error.kind() != ErrorKind::Unreachable || started.elapsed() > RETRY_LIMIT {
                 return Err(error);
             }
-            tries += 1;
-            backoff(tries).await;
+            attempts += 1;
+            backoff(attempts).await;
         }
     }
 
-    /// Creates a record, if a condition holds, and does something besides.
+    /// Creates a record in one transaction, with an optional condition and an optional further operation.
     async fn put(
         &self,
         name: &str,
         mut record: Vec<u8>,
         condition: Option<Compare>,
-        besides: Option<TxnOp>,
+        extra: Option<TxnOp>,
     ) -> Result<bool> {
-        let token = self.environment.random().to_le_bytes();
+        let token = self.environment.random_id().to_le_bytes();
         record.extend(token);
         let key = self.key(name);
         let is_new = Compare::create_revision(key.clone(), CompareOp::Equal, 0);
         let put = TxnOp::put(key.clone(), record, None);
         let create = Txn::new()
             .when(condition.into_iter().chain([is_new]).collect::<Vec<_>>())
-            .and_then(besides.into_iter().chain([put]).collect::<Vec<_>>())
+            .and_then(extra.into_iter().chain([put]).collect::<Vec<_>>())
             .or_else([TxnOp::get(key, None)]);
         let mut requests = 0;
         let answer = self
-            .ask(|mut client| {
+            .send(|mut client| {
                 requests += 1;
                 let create = create.clone();
                 async move { client.txn(create).await }
@@ -170,31 +173,31 @@ impl EtcdMeta {
         if answer.succeeded() {
             return Ok(true);
         }
-        // An earlier request of this call may have been done and not answered: the token tells.
-        let there = answer.op_responses().into_iter().find_map(|response| match response {
+        // An earlier request of this call may have succeeded without an answer. The token shows whether it did.
+        let is_own = answer.op_responses().into_iter().find_map(|response| match response {
             TxnOpResponse::Get(found) => found.kvs().first().map(|it| it.value().ends_with(&token)),
             _ => None,
         });
-        there.or((requests == 1).then_some(false)).ok_or_else(|| {
-            // It was followed so often since then that it is deleted, or it never was.
-            let text = format_args!("`{}`: nobody knows whether `{name}` was ours", self.shown);
+        is_own.or((requests == 1).then_some(false)).ok_or_else(|| {
+            // Either the record was created and then deleted as superseded, or it was never created.
+            let text = format_args!("`{}`: nobody knows whether `{name}` was ours", self.url);
             Error::new(ErrorKind::Unreachable, text)
         })
     }
 }
 
-/// The name and the password of etcd's user, if the environment says them.
-fn user() -> Result<Option<(String, String)>> {
+/// Reads the name and the password of the etcd user from the environment.
+fn read_user() -> Result<Option<(String, String)>> {
     let Ok(user) = std::env::var("ETCDCTL_USER") else { return Ok(None) };
-    let named = user.split_once(':').ok_or_else(|| {
+    let (name, password) = user.split_once(':').ok_or_else(|| {
         let text = "the environment says ETCDCTL_USER without `:PASSWORD`";
         Error::new(ErrorKind::Invalid, text)
     })?;
-    Ok(Some((named.0.to_owned(), named.1.to_owned())))
+    Ok(Some((name.to_owned(), password.to_owned())))
 }
 
-/// How connections to etcd are encrypted, if the environment says that they are.
-fn tls() -> Result<Option<TlsOptions>> {
+/// Reads the TLS options of connections to etcd from the environment.
+fn read_tls_options() -> Result<Option<TlsOptions>> {
     let read = |variable: &str| match std::env::var_os(variable) {
         None => Ok(None),
         Some(path) => {
@@ -223,23 +226,24 @@ fn tls() -> Result<Option<TlsOptions>> {
     Ok(Some(options))
 }
 
-/// An error of etcd.
-fn failed(shown: &str, error: &etcd_client::Error) -> Error {
-    use etcd_client::Error as Failed;
+/// Converts an error of the etcd client.
+fn convert_error(shown: &str, error: &etcd_client::Error) -> Error {
+    use etcd_client::Error as EtcdError;
     let (code, text) = match error {
-        Failed::GRpcStatus(status) => {
-            let text = because(status.message().to_owned(), std::error::Error::source(status));
+        EtcdError::GRpcStatus(status) => {
+            let text =
+                append_causes(status.message().to_owned(), std::error::Error::source(status));
             (Some(i32::from(status.code())), text)
         }
-        error => (None, causes(error)),
+        error => (None, error_chain(error)),
     };
     let kind = match (error, code) {
-        (Failed::InvalidArgs(_) | Failed::InvalidUri(_), _) => ErrorKind::Invalid,
-        // An argument that is invalid, a permission that is denied, somebody who is not known.
+        (EtcdError::InvalidArgs(_) | EtcdError::InvalidUri(_), _) => ErrorKind::Invalid,
+        // gRPC codes: 3 is an invalid argument, 7 permission denied, 16 unauthenticated.
         (_, Some(3 | 7 | 16)) => ErrorKind::Refused,
-        // A record that no message has room for, now or ever: so says whoever receives it.
+        // gRPC code 8, resource exhausted: the receiver rejects a record that is larger than a message can be.
         (_, Some(8)) if text.contains("larger than max") => ErrorKind::Refused,
-        // There is no room left, or nobody has time.
+        // gRPC code 8 otherwise: the server has no space left or is overloaded.
         (_, Some(8)) => ErrorKind::Busy,
         _ => ErrorKind::Unreachable,
     };
@@ -252,80 +256,83 @@ impl MetaStore for EtcdMeta {
         self.put(name, record, None, None).await
     }
 
-    /// In one transaction, so nobody needs to be kept away: as long as the last one is there, none that followed it
-    /// was deleted.
-    async fn follow(
+    /// Creates the record in one transaction, which needs no lock.
+    ///
+    /// As long as the last record exists, none of its successors was deleted.
+    async fn create_next(
         &self,
         folder: &str,
         last: Option<&str>,
         next: &str,
         record: Vec<u8>,
     ) -> Result<bool> {
-        let below = self.below(folder);
+        let prefix = self.prefix_of(folder);
         let (condition, deletion) = match last {
             Some(last) => {
-                let last = format!("{below}{last}");
+                let last = format!("{prefix}{last}");
                 let older = DeleteOptions::new().with_range(last.clone());
-                let is_there = Compare::create_revision(last, CompareOp::Greater, 0);
-                (is_there, Some(TxnOp::delete(below, Some(older))))
+                let exists = Compare::create_revision(last, CompareOp::Greater, 0);
+                (exists, Some(TxnOp::delete(prefix, Some(older))))
             }
-            None => (Compare::create_revision(below, CompareOp::Equal, 0).with_prefix(), None),
+            None => (Compare::create_revision(prefix, CompareOp::Equal, 0).with_prefix(), None),
         };
         self.put(&format!("{folder}/{next}"), record, Some(condition), deletion).await
     }
 
-    async fn settle(&self, _name: &str) -> Result<()> {
+    async fn sync(&self, _name: &str) -> Result<()> {
         Ok(())
     }
 
     async fn get(&self, name: &str) -> Result<Option<Vec<u8>>> {
         let key = self.key(name);
         let found = self
-            .ask(|mut client| {
+            .send(|mut client| {
                 let key = key.clone();
                 async move { client.get(key, None).await }
             })
             .await?;
-        found.kvs().first().map(|found| self.record(name, found)).transpose()
+        found.kvs().first().map(|found| self.decode_record(name, found)).transpose()
     }
 
     async fn list_records(&self, name: &str) -> Result<Vec<(String, Option<Vec<u8>>)>> {
-        let below = self.below(name);
+        let prefix = self.prefix_of(name);
         let found = self
-            .ask(|mut client| {
-                let (below, all) = (below.clone(), GetOptions::new().with_prefix());
-                async move { client.get(below, Some(all)).await }
+            .send(|mut client| {
+                let (prefix, all) = (prefix.clone(), GetOptions::new().with_prefix());
+                async move { client.get(prefix, Some(all)).await }
             })
             .await?;
         let record = |found: &KeyValue| {
-            let name = String::from_utf8_lossy(&found.key()[below.len()..]).into_owned();
-            let record = self.record(&name, found)?;
+            let name = String::from_utf8_lossy(&found.key()[prefix.len()..]).into_owned();
+            let record = self.decode_record(&name, found)?;
             Ok((name, Some(record)))
         };
-        let is_directly_below = |found: &&KeyValue| !found.key()[below.len()..].contains(&b'/');
-        found.kvs().iter().filter(is_directly_below).map(record).collect()
+        let is_direct_child = |found: &&KeyValue| !found.key()[prefix.len()..].contains(&b'/');
+        found.kvs().iter().filter(is_direct_child).map(record).collect()
     }
 
     async fn list(&self, name: &str) -> Result<Vec<String>> {
-        let prefix = self.below(name);
+        let prefix = self.prefix_of(name);
         let (mut from, mut names) = (prefix.clone().into_bytes(), Vec::new());
-        let end = after(&prefix);
+        let end = prefix_end(&prefix);
         loop {
             let page = self
-                .ask(|mut client| {
-                    let options =
-                        GetOptions::new().with_range(end.clone()).with_keys_only().with_limit(PAGE);
+                .send(|mut client| {
+                    let options = GetOptions::new()
+                        .with_range(end.clone())
+                        .with_keys_only()
+                        .with_limit(PAGE_LIMIT);
                     let from = from.clone();
                     async move { client.get(from, Some(options)).await }
                 })
                 .await?;
             for found in page.kvs() {
-                // What is no text is not ours.
+                // A key that is not UTF-8 is not a record.
                 let Ok(key) = std::str::from_utf8(found.key()) else { continue };
-                let below = key.strip_prefix(&prefix).unwrap_or_default();
-                let part = below.split('/').next().unwrap_or_default();
-                if names.last().is_none_or(|last| last != part) {
-                    names.push(part.to_owned());
+                let rest = key.strip_prefix(&prefix).unwrap_or_default();
+                let component = rest.split('/').next().unwrap_or_default();
+                if names.last().is_none_or(|last| last != component) {
+                    names.push(component.to_owned());
                 }
             }
             let Some(last) = page.kvs().last().filter(|_| page.more()) else { break };
@@ -343,29 +350,29 @@ impl MetaStore for EtcdMeta {
             let key = key.clone();
             async move { client.delete(key, None).await }
         };
-        self.ask(delete).await.map(drop)
+        self.send(delete).await.map(drop)
     }
 
-    /// They have gone with the record that followed.
-    async fn retire(&self, _folder: &str, _names: Vec<String>) -> Vec<String> {
+    /// Deletes nothing: `create_next` has already deleted superseded records.
+    async fn delete_superseded(&self, _folder: &str, _names: Vec<String>) -> Vec<String> {
         Vec::new()
     }
 
-    fn keeps_away(&self) -> bool {
+    fn excludes_other_processes(&self) -> bool {
         false
     }
 
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
-        Ok(Box::new(self.turns.take(name).await))
+        Ok(Box::new(self.locks.lock(name).await))
     }
 
-    async fn session(&self, name: &str, mut record: Vec<u8>) -> Result<Box<dyn Any + Send>> {
-        record.extend(self.environment.random().to_le_bytes());
+    async fn hold_session(&self, name: &str, mut record: Vec<u8>) -> Result<Box<dyn Any + Send>> {
+        record.extend(self.environment.random_id().to_le_bytes());
         let session = Session { client: self.client.clone(), key: self.key(name), record };
-        let lease = self.ask(|_| session.begin()).await?;
+        let lease = self.send(|_| session.begin()).await?;
         let (end, ended) = oneshot::channel::<()>();
-        // It ends with the other half, which is dropped.
-        drop(tokio::spawn(boxed(session.last(lease, ended))));
+        // The task ends when the caller drops the sender.
+        drop(tokio::spawn(boxed(session.keep_alive(lease, ended))));
         Ok(Box::new(end))
     }
 
@@ -373,18 +380,18 @@ impl MetaStore for EtcdMeta {
         Ok(self.get(name).await?.is_none())
     }
 
-    fn watch(&self, name: &str, patience: Duration) -> Box<dyn Watch> {
-        let deadline = Instant::now().checked_add(patience);
-        Box::new(Watched {
+    fn watch(&self, name: &str, duration: Duration) -> Box<dyn Watch> {
+        let deadline = Instant::now().checked_add(duration);
+        Box::new(EtcdWatch {
             client: self.client.clone(),
-            below: self.below(name),
+            prefix: self.prefix_of(name),
             deadline,
             stream: None,
         })
     }
 }
 
-/// A key that is there as long as its process is, and a few seconds more.
+/// A session: a key under a lease, which exists until a few seconds after its process has ended.
 struct Session {
     client: Client,
     key: String,
@@ -392,10 +399,10 @@ struct Session {
 }
 
 impl Session {
-    /// Creates the key, and gives the lease that it goes with.
-    async fn begin(&self) -> Answer<i64> {
+    /// Creates the key under a new lease, and returns the lease.
+    async fn begin(&self) -> EtcdResult<i64> {
         let mut client = self.client.clone();
-        let lease = client.lease_grant(SESSION_SECONDS, None).await?.id();
+        let lease = client.lease_grant(SESSION_TTL_SECONDS, None).await?.id();
         let options = PutOptions::new().with_lease(lease);
         client.put(self.key.clone(), self.record.clone(), Some(options)).await?;
         Ok(lease)
@@ -403,45 +410,45 @@ impl Session {
 
     /// Renews the lease until the session ends.
     ///
-    /// Who was stopped or cut off for so long that it was lost takes another one: what others have decided meanwhile
-    /// stands in the ledgers, and nothing else hangs on it.
-    async fn last(self, mut lease: i64, ended: oneshot::Receiver<()>) {
-        let renewed = async {
-            let mut tries = 0;
+    /// If the process was paused or disconnected until the lease expired, it takes another lease. What other processes
+    /// have decided meanwhile is in the ledgers, and nothing else depends on the lease.
+    async fn keep_alive(self, mut lease: i64, ended: oneshot::Receiver<()>) {
+        let renewal = async {
+            let mut failures = 0;
             loop {
-                match tries {
-                    0 => sleep(RENEWAL).await,
-                    tries => backoff(tries).await,
+                match failures {
+                    0 => sleep(RENEWAL_INTERVAL).await,
+                    failures => backoff(failures).await,
                 }
-                let renewed = timeout(REQUEST, self.renew(lease)).await;
+                let renewed = timeout(REQUEST_TIMEOUT, self.renew(lease)).await;
                 let failed = match renewed {
                     Ok(Ok(true)) => None,
-                    Ok(Ok(false)) => match timeout(REQUEST, self.begin()).await {
-                        Ok(Ok(begun)) => {
-                            lease = begun;
+                    Ok(Ok(false)) => match timeout(REQUEST_TIMEOUT, self.begin()).await {
+                        Ok(Ok(new_lease)) => {
+                            lease = new_lease;
                             None
                         }
                         failed => Some(failed.map(drop)),
                     },
                     failed => Some(failed.map(drop)),
                 };
-                tries = if failed.is_some() { tries + 1 } else { 0 };
+                failures = if failed.is_some() { failures + 1 } else { 0 };
                 if let Some(failed) = failed {
                     tracing::warn!(?failed, key = self.key, "not renewed");
                 }
             }
         };
         tokio::select! {
-            () = renewed => {}
+            () = renewal => {}
             _ = ended => {}
         }
-        // If nobody hears it, the lease runs out.
-        let _ = timeout(REQUEST, self.client.clone().lease_revoke(lease)).await;
+        // If the request fails, the lease expires.
+        let _ = timeout(REQUEST_TIMEOUT, self.client.clone().lease_revoke(lease)).await;
     }
 
-    /// Whether the lease was still there.
-    async fn renew(&self, lease: i64) -> Answer<bool> {
-        // It renews the lease before it returns.
+    /// Renews the lease. Returns `false` if it does not exist any longer.
+    async fn renew(&self, lease: i64) -> EtcdResult<bool> {
+        // `lease_keep_alive` renews the lease once before it returns.
         match self.client.clone().lease_keep_alive(lease).await {
             Ok(_) => Ok(true),
             Err(etcd_client::Error::LeaseKeepAliveError(_)) => Ok(false),
@@ -450,37 +457,37 @@ impl Session {
     }
 }
 
-/// Who waits for changes below a name.
-struct Watched {
+/// A watch for changes below a prefix.
+struct EtcdWatch {
     client: Client,
-    below: String,
-    /// None is beyond all time.
+    prefix: String,
+    /// `None` means no deadline.
     deadline: Option<Instant>,
     stream: Option<WatchStream>,
 }
 
 #[async_trait]
-impl Watch for Watched {
+impl Watch for EtcdWatch {
     async fn changed(&mut self) -> bool {
-        let left = self
+        let remaining = self
             .deadline
             .map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
-        if left.is_zero() {
+        if remaining.is_zero() {
             return false;
         }
         match &mut self.stream {
             None => {
                 let options = WatchOptions::new().with_prefix();
-                let begun = self.client.watch(self.below.clone(), Some(options));
-                match timeout(REQUEST.min(left), begun).await {
+                let started = self.client.watch(self.prefix.clone(), Some(options));
+                match timeout(REQUEST_TIMEOUT.min(remaining), started).await {
                     Ok(Ok(stream)) => self.stream = Some(stream),
-                    _ => sleep(REQUEST.min(left)).await,
+                    _ => sleep(REQUEST_TIMEOUT.min(remaining)).await,
                 }
-                // What has changed until now is not told.
+                // The watch does not report changes that were made before it began.
                 true
             }
             Some(stream) => {
-                let answer = timeout(left, stream.message()).await;
+                let answer = timeout(remaining, stream.message()).await;
                 if !matches!(answer, Ok(Ok(Some(_)))) {
                     self.stream = None;
                 }
@@ -490,8 +497,8 @@ impl Watch for Watched {
     }
 }
 
-/// The end of the keys that begin with a prefix, which ends with `/`.
-fn after(prefix: &str) -> Vec<u8> {
+/// Returns the exclusive end of the range of keys with a prefix. The prefix ends with `/`.
+fn prefix_end(prefix: &str) -> Vec<u8> {
     let mut end = prefix.as_bytes().to_vec();
     end.pop();
     end.push(b'/' + 1);

@@ -1,19 +1,19 @@
-//! Records in this process.
+//! A meta store in the memory of this process.
 
 use std::any::Any;
 use std::collections::BTreeMap;
 
 use async_trait::async_trait;
 
-use super::{MetaStore, Turns};
-use crate::blob::directly_below;
+use super::{MetaStore, NameLocks};
+use crate::blob::child_names;
 use crate::error::Result;
 use crate::io::sync::{Lock, MutexGuard};
 
 #[derive(Debug, Default)]
 pub(crate) struct MemoryMeta {
     records: Lock<BTreeMap<String, Vec<u8>>>,
-    turns: Turns,
+    locks: NameLocks,
 }
 
 impl MemoryMeta {
@@ -33,7 +33,7 @@ impl MetaStore for MemoryMeta {
         Ok(is_new)
     }
 
-    async fn settle(&self, _name: &str) -> Result<()> {
+    async fn sync(&self, _name: &str) -> Result<()> {
         Ok(())
     }
 
@@ -45,7 +45,7 @@ impl MetaStore for MemoryMeta {
         let prefix = if name.is_empty() { String::new() } else { format!("{name}/") };
         let records = self.records();
         let names = records.range(prefix.clone()..).map(|(name, _)| name.as_str());
-        Ok(directly_below(&prefix, names))
+        Ok(child_names(&prefix, names))
     }
 
     async fn delete(&self, name: &str) -> Result<()> {
@@ -54,10 +54,10 @@ impl MetaStore for MemoryMeta {
     }
 
     async fn lock(&self, name: &str) -> Result<Box<dyn Any + Send>> {
-        Ok(Box::new(self.turns.take(name).await))
+        Ok(Box::new(self.locks.lock(name).await))
     }
 
     async fn has_ended(&self, name: &str) -> Result<bool> {
-        Ok(self.turns.is_free(name))
+        Ok(self.locks.is_free(name))
     }
 }

@@ -1,4 +1,4 @@
-//! Calls to a daemon over one connection: many at a time, each with a deadline.
+//! Requests to a daemon over one connection: many in flight, each with a timeout.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -9,68 +9,69 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::oneshot;
 
-use super::maps::Maps;
-use super::outgoing::{Outgoing, WeakOutgoing};
+use super::maps::SegmentMaps;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::sync::{Lock, boxed};
-use crate::net::link::{Receiver, Sender};
+use crate::net::client::send_queue::{SendQueue, WeakSendQueue};
+use crate::net::link::{FrameReceiver, FrameSender};
 use crate::net::wire::{Archives, Frame, FrameKind, Limits, Notice, Reply, Request, SharedSegment};
 
-/// The asking end of a connection.
+/// The requesting end of a connection.
 pub(super) struct Calls {
-    outgoing: Outgoing,
-    waiting: Arc<Waiting>,
-    next: AtomicU64,
-    /// What the daemon takes.
+    outgoing: SendQueue,
+    pending: Arc<PendingRequests>,
+    next_number: AtomicU64,
+    /// Limits of the frames that the daemon accepts.
     limits: Limits,
 }
 
-/// Who waits for an answer.
+/// Requests without a reply, by number; none after the connection is lost.
 #[derive(Default)]
-struct Waiting(Lock<Option<Callers>>);
+struct PendingRequests(Lock<Option<PendingMap>>);
 
-type Callers = BTreeMap<u64, Caller>;
+type PendingMap = BTreeMap<u64, PendingRequest>;
 
-struct Caller {
-    answer: oneshot::Sender<Answer>,
-    /// How many parts have come before the answer: as long as they do, it is on its way.
+struct PendingRequest {
+    response: oneshot::Sender<Response>,
+    /// Number of received parts of the reply. Each part restarts the timeout.
     parts: Arc<AtomicU64>,
 }
 
-/// A reply, and what it obliges to.
-pub(crate) struct Answer {
+/// A reply, and the release of what it grants.
+pub(crate) struct Response {
     pub(crate) reply: Reply,
-    pub(crate) owed: Owed,
+    pub(crate) release: ReleaseOnDrop,
 }
 
-/// What is said to the daemon when this is dropped, if it is anything: that a lease is handed back,
-/// a contribution withdrawn. Whoever stops waiting for an answer says so too.
-pub(crate) struct Owed(Option<(Outgoing, Frame)>);
+/// Releases on drop what a reply grants: returns a lease, or withdraws a contribution.
+///
+/// This also happens if the caller stops waiting for the reply.
+pub(crate) struct ReleaseOnDrop(Option<(SendQueue, Frame)>);
 
-impl Owed {
-    fn by(reply: &Reply, outgoing: &WeakOutgoing) -> Self {
+impl ReleaseOnDrop {
+    fn for_reply(reply: &Reply, outgoing: &WeakSendQueue) -> Self {
         let frame = match reply {
-            Reply::Leased(leased) => notice(&Notice::Release { lease: leased.lease }),
+            Reply::Leased(leased) => encode_notice(&Notice::Release { lease: leased.lease }),
             Reply::Begun(begun) if begun.progress.is_none() => {
                 let withdraw = Request::Withdraw { contribution: begun.contribution };
-                // Nobody waits for the answer: no call has the number 0.
-                frame(FrameKind::Request, 0, &withdraw, Bytes::new(), Limits::CLIENT)
+                // The reply is ignored, because no request has the number 0.
+                encode_frame(FrameKind::Request, 0, &withdraw, Bytes::new(), Limits::CLIENT)
             }
             _ => return Self(None),
         };
         Self(outgoing.upgrade().zip(frame.ok()))
     }
 
-    /// It is done already.
-    pub(crate) fn settle(&mut self) {
+    /// Disarms the release, because the daemon no longer needs it.
+    pub(crate) fn disarm(&mut self) {
         self.0 = None;
     }
 }
 
-impl Drop for Owed {
+impl Drop for ReleaseOnDrop {
     fn drop(&mut self) {
         if let Some((outgoing, frame)) = self.0.take() {
-            // A connection that is lost has told the daemon already.
+            // After the connection is lost, the daemon releases everything by itself.
             outgoing.send(frame);
         }
     }
@@ -79,129 +80,130 @@ impl Drop for Owed {
 impl Calls {
     /// Starts the tasks that receive and send.
     pub(super) fn start(
-        (sender, receiver): (Sender, Receiver),
+        (sender, receiver): (FrameSender, FrameReceiver),
         limits: Limits,
-        maps: Arc<Maps>,
+        maps: Arc<SegmentMaps>,
     ) -> Self {
-        let (outgoing, sending) = Outgoing::start(sender);
-        let waiting = Arc::new(Waiting(Lock::new(Some(Callers::new()))));
-        tokio::spawn(boxed(receive(receiver, waiting.clone(), maps, outgoing.downgrade())));
-        let ended = waiting.clone();
+        let (outgoing, sending) = SendQueue::start(sender);
+        let pending = Arc::new(PendingRequests(Lock::new(Some(PendingMap::new()))));
+        tokio::spawn(boxed(receive(receiver, pending.clone(), maps, outgoing.downgrade())));
+        let pending_requests = pending.clone();
         tokio::spawn(boxed(async move {
             sending.await;
-            ended.end();
+            pending_requests.fail_all();
         }));
-        Self { outgoing, waiting, next: AtomicU64::new(1), limits }
+        Self { outgoing, pending, next_number: AtomicU64::new(1), limits }
     }
 
-    /// Asks, and waits for the answer, or another part of it, for so long.
+    /// Sends a request and waits for its reply. Each part of the reply restarts the timeout.
     pub(super) async fn call(
         &self,
         request: &Request,
         data: Bytes,
         patience: Duration,
-    ) -> Result<Answer> {
-        self.call_with(request, (data, None), patience).await
+    ) -> Result<Response> {
+        self.call_with_fd(request, (data, None), patience).await
     }
 
-    /// The same with a descriptor that goes along.
-    pub(super) async fn call_with(
+    /// As `call`, with a descriptor.
+    pub(super) async fn call_with_fd(
         &self,
         request: &Request,
         (data, fd): (Bytes, Option<OwnedFd>),
         patience: Duration,
-    ) -> Result<Answer> {
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
+    ) -> Result<Response> {
+        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
         let fds = fd.into_iter().collect();
-        let frame = Frame { fds, ..frame(FrameKind::Request, number, request, data, self.limits)? };
-        let (answer, mut answered) = oneshot::channel();
+        let frame =
+            Frame { fds, ..encode_frame(FrameKind::Request, number, request, data, self.limits)? };
+        let (response, mut response_receiver) = oneshot::channel();
         let parts = Arc::new(AtomicU64::new(0));
-        let caller = Caller { answer, parts: parts.clone() };
-        let is_open = self.waiting.with(|callers| drop(callers.insert(number, caller)));
-        let called = Called { calls: self, number };
+        let pending_request = PendingRequest { response, parts: parts.clone() };
+        let is_open = self.pending.with(|requests| drop(requests.insert(number, pending_request)));
+        let guard = CallGuard { calls: self, number };
         if is_open.is_none() || !self.outgoing.send(frame) {
-            return Err(lost());
+            return Err(connection_lost());
         }
-        let answer = loop {
-            let come = parts.load(Ordering::Relaxed);
-            match tokio::time::timeout(patience, &mut answered).await {
-                Ok(answer) => break answer,
-                Err(_) if parts.load(Ordering::Relaxed) != come => {}
+        let response = loop {
+            let parts_before = parts.load(Ordering::Relaxed);
+            match tokio::time::timeout(patience, &mut response_receiver).await {
+                Ok(response) => break response,
+                Err(_) if parts.load(Ordering::Relaxed) != parts_before => {}
                 Err(_) => {
                     let text = format_args!("the daemon has not answered for {patience:?}");
                     return Err(Error::new(ErrorKind::Unreachable, text));
                 }
             }
         };
-        drop(called);
-        match answer.map_err(|_| lost())? {
-            Answer { reply: Reply::Failed(failure), .. } => Err(failure.into()),
-            answer => Ok(answer),
+        drop(guard);
+        match response.map_err(|_| connection_lost())? {
+            Response { reply: Reply::Failed(failure), .. } => Err(failure.into()),
+            response => Ok(response),
         }
     }
 
-    /// Whether the connection is there still.
+    /// Returns whether the connection is open.
     pub(super) fn is_open(&self) -> bool {
-        self.waiting.with(|_| ()).is_some()
+        self.pending.with(|_| ()).is_some()
     }
 
-    /// The same, for whoever outlives this.
-    pub(super) fn openness(&self) -> impl Fn() -> bool + Send + Sync + 'static {
-        let waiting = self.waiting.clone();
-        move || waiting.with(|_| ()).is_some()
+    /// Returns a function that makes the same check and can outlive this value.
+    pub(super) fn open_check(&self) -> impl Fn() -> bool + Send + Sync + 'static {
+        let pending = self.pending.clone();
+        move || pending.with(|_| ()).is_some()
     }
 
-    /// Says something that is not answered.
-    pub(super) fn notify(&self, said: &Notice) {
-        if let Ok(frame) = notice(said) {
+    /// Sends a notice.
+    pub(super) fn notify(&self, message: &Notice) {
+        if let Ok(frame) = encode_notice(message) {
             self.outgoing.send(frame);
         }
     }
 }
 
-/// What comes ahead of a reply.
+/// Parts of a reply that is not complete.
 #[derive(Default)]
-struct Parts {
+struct PartialReply {
     archives: Archives,
     segments: Vec<SharedSegment>,
     fds: Vec<OwnedFd>,
 }
 
-/// A call that is waited for: whoever stops waiting is forgotten, and says so.
-struct Called<'a> {
+/// Removes a pending request on drop. If it has no reply, cancels it.
+struct CallGuard<'a> {
     calls: &'a Calls,
     number: u64,
 }
 
-impl Drop for Called<'_> {
+impl Drop for CallGuard<'_> {
     fn drop(&mut self) {
-        let waiting = self.calls.waiting.with(|callers| callers.remove(&self.number));
-        if let Some(Some(_unanswered)) = waiting {
+        let removed = self.calls.pending.with(|requests| requests.remove(&self.number));
+        if let Some(Some(_unanswered)) = removed {
             self.calls.notify(&Notice::Cancel { request: self.number });
         }
     }
 }
 
-impl Waiting {
-    /// Does something to those who wait; nothing once the connection is lost.
-    fn with<T>(&self, work: impl FnOnce(&mut Callers) -> T) -> Option<T> {
+impl PendingRequests {
+    /// Runs `work` on the pending requests. Returns none if the connection is lost.
+    fn with<T>(&self, work: impl FnOnce(&mut PendingMap) -> T) -> Option<T> {
         self.0.lock().as_mut().map(work)
     }
 
-    /// The connection is lost: nobody waits any more.
-    fn end(&self) {
+    /// Fails all pending requests, because the connection is lost.
+    fn fail_all(&self) {
         *self.0.lock() = None;
     }
 }
 
 async fn receive(
-    mut receiver: Receiver,
-    waiting: Arc<Waiting>,
-    maps: Arc<Maps>,
-    outgoing: WeakOutgoing,
+    mut receiver: FrameReceiver,
+    pending: Arc<PendingRequests>,
+    maps: Arc<SegmentMaps>,
+    outgoing: WeakSendQueue,
 ) {
-    // What belongs to replies whose end has not come.
-    let mut parts: BTreeMap<u64, Parts> = BTreeMap::new();
+    // By request number.
+    let mut parts: BTreeMap<u64, PartialReply> = BTreeMap::new();
     while let Ok(Some(frame)) = receiver.receive().await {
         let Frame { kind, number, head, fds, .. } = frame;
         match kind {
@@ -213,31 +215,32 @@ async fn receive(
                     _ => break,
                 }
                 part.fds.extend(fds);
-                waiting.with(|callers| {
-                    let caller = callers.get(&number);
-                    caller.map(|caller| caller.parts.fetch_add(1, Ordering::Relaxed))
+                pending.with(|requests| {
+                    let request = requests.get(&number);
+                    request.map(|request| request.parts.fetch_add(1, Ordering::Relaxed))
                 });
             }
             FrameKind::Reply => {
                 let Ok(mut reply) = serde_json::from_slice(&head) else { break };
-                let mut all = parts.remove(&number).unwrap_or_default();
-                all.fds.extend(fds);
+                let mut partial = parts.remove(&number).unwrap_or_default();
+                partial.fds.extend(fds);
                 if let Reply::Leased(leased) = &mut reply {
-                    leased.segments.splice(0..0, all.segments);
-                    leased.archives.extend(all.archives);
+                    leased.segments.splice(0..0, partial.segments);
+                    leased.archives.extend(partial.archives);
                 }
-                maps.receive(&reply, all.fds);
-                let owed = Owed::by(&reply, &outgoing);
-                if let Some(Some(caller)) = waiting.with(|callers| callers.remove(&number)) {
-                    // Whoever asked may have gone: then what is owed is done.
-                    drop(caller.answer.send(Answer { reply, owed }));
+                maps.store_descriptors(&reply, partial.fds);
+                let owed = ReleaseOnDrop::for_reply(&reply, &outgoing);
+                if let Some(Some(request)) = pending.with(|requests| requests.remove(&number)) {
+                    // If the caller no longer waits, dropping the response releases what the reply
+                    // grants.
+                    drop(request.response.send(Response { reply, release: owed }));
                 }
             }
             FrameKind::Notice => {
                 let Ok(Notice::Unmap { segments }) = serde_json::from_slice(&head) else {
                     continue;
                 };
-                let unmapped = notice(&Notice::Unmap { segments: maps.unmap(&segments) });
+                let unmapped = encode_notice(&Notice::Unmap { segments: maps.unmap(&segments) });
                 if let (Some(outgoing), Ok(frame)) = (outgoing.upgrade(), unmapped) {
                     outgoing.send(frame);
                 }
@@ -245,14 +248,14 @@ async fn receive(
             FrameKind::Request => break,
         }
     }
-    waiting.end();
+    pending.fail_all();
 }
 
-fn notice(said: &Notice) -> Result<Frame> {
-    frame(FrameKind::Notice, 0, said, Bytes::new(), Limits::CLIENT)
+fn encode_notice(message: &Notice) -> Result<Frame> {
+    encode_frame(FrameKind::Notice, 0, message, Bytes::new(), Limits::CLIENT)
 }
 
-fn frame(
+fn encode_frame(
     kind: FrameKind,
     number: u64,
     head: &impl serde::Serialize,
@@ -270,7 +273,7 @@ fn frame(
     Err(Error::new(ErrorKind::Invalid, text))
 }
 
-fn lost() -> Error {
+fn connection_lost() -> Error {
     Error::new(ErrorKind::Unreachable, "the daemon is gone: start it and connect again")
 }
 
@@ -278,16 +281,17 @@ fn lost() -> Error {
 mod tests {
     use tokio::net::UnixStream;
 
-    use super::super::PATIENCE;
+    use super::super::RESPONSE_TIMEOUT;
     use super::*;
     use crate::error::ErrorKind;
-    use crate::net::link::split;
+    use crate::net::link::split_unix;
 
     #[tokio::test]
-    async fn who_hears_parts_waits_for_the_rest() {
+    async fn parts_restart_request_timeout() {
         let (client, daemon) = UnixStream::pair().unwrap();
-        let calls = Calls::start(split(client, Limits::DAEMON), Limits::CLIENT, Arc::default());
-        let (mut sender, mut receiver) = split(daemon, Limits::CLIENT);
+        let calls =
+            Calls::start(split_unix(client, Limits::DAEMON), Limits::CLIENT, Arc::default());
+        let (mut sender, mut receiver) = split_unix(daemon, Limits::CLIENT);
         let daemon = tokio::spawn(async move {
             for parts in [8, 0] {
                 let number = receiver.receive().await.unwrap().unwrap().number;
@@ -298,54 +302,56 @@ mod tests {
                     } else {
                         (FrameKind::Reply, Reply::Done)
                     };
-                    let part = frame(kind, number, &reply, Bytes::new(), Limits::DAEMON);
-                    // Nobody may be there any more.
+                    let part = encode_frame(kind, number, &reply, Bytes::new(), Limits::DAEMON);
+                    // The client may have disconnected.
                     let _ = sender.send(&part.unwrap()).await;
                 }
             }
         });
-        let ask =
+        let call_for =
             |millis| calls.call(&Request::Status, Bytes::new(), Duration::from_millis(millis));
-        assert!(matches!(ask(200).await.unwrap().reply, Reply::Done));
-        let error = ask(20).await.err().unwrap();
+        assert!(matches!(call_for(200).await.unwrap().reply, Reply::Done));
+        let error = call_for(20).await.err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
         drop(calls);
         daemon.await.unwrap();
     }
 
     #[tokio::test]
-    async fn who_stops_waiting_says_so() {
+    async fn dropped_request_is_cancelled() {
         let (client, daemon) = UnixStream::pair().unwrap();
-        let calls = Calls::start(split(client, Limits::DAEMON), Limits::CLIENT, Arc::default());
-        let (mut sender, mut receiver) = split(daemon, Limits::CLIENT);
-        let ask = || calls.call(&Request::Status, Bytes::new(), PATIENCE);
-        // One that is answered, and one that is dropped while it waits.
+        let calls =
+            Calls::start(split_unix(client, Limits::DAEMON), Limits::CLIENT, Arc::default());
+        let (mut sender, mut receiver) = split_unix(daemon, Limits::CLIENT);
+        let start_call = || calls.call(&Request::Status, Bytes::new(), RESPONSE_TIMEOUT);
+        // The first call gets a reply, the second is dropped while it waits.
         for is_answered in [true, false] {
-            let asked = {
-                let mut call = std::pin::pin!(ask());
-                let asked = tokio::select! {
+            let request = {
+                let mut call = std::pin::pin!(start_call());
+                let request = tokio::select! {
                     _ = &mut call => panic!("it is not answered yet"),
                     frame = receiver.receive() => frame.unwrap().unwrap(),
                 };
                 if is_answered {
-                    let (kind, number) = (FrameKind::Reply, asked.number);
-                    let reply = frame(kind, number, &Reply::Done, Bytes::new(), Limits::DAEMON);
+                    let (kind, number) = (FrameKind::Reply, request.number);
+                    let reply =
+                        encode_frame(kind, number, &Reply::Done, Bytes::new(), Limits::DAEMON);
                     sender.send(&reply.unwrap()).await.unwrap();
                     call.await.unwrap();
                 }
-                asked
+                request
             };
             calls.notify(&Notice::Goodbye);
-            let mut said = Vec::new();
+            let mut notices = Vec::new();
             loop {
                 let notice = receiver.receive().await.unwrap().unwrap();
                 match serde_json::from_slice(&notice.head).unwrap() {
                     Notice::Goodbye => break,
-                    other => said.push(other),
+                    other => notices.push(other),
                 }
             }
-            let cancelled = Notice::Cancel { request: asked.number };
-            assert_eq!(said, if is_answered { vec![] } else { vec![cancelled] });
+            let cancelled = Notice::Cancel { request: request.number };
+            assert_eq!(notices, if is_answered { vec![] } else { vec![cancelled] });
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A Unix socket: descriptors come along.
+//! A connection over a Unix socket, which carries descriptors.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -14,15 +14,15 @@ use rustix::net::{
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
-use super::{Inlet, Outlet};
+use super::{ReceiveHalf, SendHalf};
 
 #[async_trait]
-impl Outlet for Arc<UnixStream> {
+impl SendHalf for Arc<UnixStream> {
     async fn send(&mut self, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
         self.async_io(Interest::WRITABLE, || send(self, parts, fds)).await
     }
 
-    fn send_now(&self, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> usize {
+    fn try_send(&self, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> usize {
         send(self, parts, fds).unwrap_or(0)
     }
 
@@ -33,7 +33,7 @@ impl Outlet for Arc<UnixStream> {
 }
 
 #[async_trait]
-impl Inlet for Arc<UnixStream> {
+impl ReceiveHalf for Arc<UnixStream> {
     async fn receive(
         &mut self,
         block: &mut [u8],
@@ -67,7 +67,7 @@ fn send(stream: &UnixStream, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> i
     Ok(rustix::net::sendmsg(stream, parts, &mut control, flags)?)
 }
 
-/// Room for the descriptors of a frame.
+/// Returns the size of a control buffer for the descriptors of one frame, in bytes.
 const fn fd_space() -> usize {
     rustix::cmsg_space!(ScmRights(64))
 }

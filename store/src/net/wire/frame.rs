@@ -1,4 +1,4 @@
-//! Frames: a header of fixed length, a head in JSON, data as it is. Spec: `spec/protocol.md`,
+//! Frames: a header of fixed length, a head in JSON, and raw data. Spec: `spec/protocol.md`,
 //! section 2.
 
 use std::fmt;
@@ -9,13 +9,13 @@ use bytes::Bytes;
 /// Length of a header in bytes.
 pub(crate) const HEADER_BYTES: usize = 24;
 
-/// The longest head, in bytes.
-pub(crate) const MAX_HEAD: u32 = 1 << 20;
+/// Maximum length of a head in bytes.
+pub(crate) const MAX_HEAD_BYTES: u32 = 1 << 20;
 
-/// The most data, in bytes.
-pub(crate) const MAX_DATA: u32 = 16 << 20;
+/// Maximum length of the data in bytes.
+pub(crate) const MAX_DATA_BYTES: u32 = 16 << 20;
 
-/// What a frame may have at most.
+/// Limits of a frame: bytes of the head, bytes of the data, and number of descriptors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Limits {
     pub(crate) head: u32,
@@ -24,45 +24,45 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
-    /// From a daemon.
-    pub(crate) const DAEMON: Self = Self { head: MAX_HEAD, data: MAX_DATA, fds: MAX_FDS };
+    /// Frames from a daemon of this host.
+    pub(crate) const DAEMON: Self =
+        Self { head: MAX_HEAD_BYTES, data: MAX_DATA_BYTES, fds: MAX_FDS };
 
-    /// From a client of another host.
-    pub(crate) const FAR_CLIENT: Self = Self { data: MAX_WRITE, fds: 0, ..Self::CLIENT };
+    /// Frames from a client of another host.
+    pub(crate) const REMOTE_CLIENT: Self = Self { data: MAX_WRITE_BYTES, fds: 0, ..Self::CLIENT };
 
-    /// To another host.
-    pub(crate) const FAR_DAEMON: Self = Self { fds: 0, ..Self::DAEMON };
+    /// Frames from a daemon of another host.
+    pub(crate) const REMOTE_DAEMON: Self = Self { fds: 0, ..Self::DAEMON };
 
-    /// From a client: what it sends takes the memory of all.
-    pub(crate) const CLIENT: Self = Self { head: 64 << 10, data: INLINE, fds: 1 };
+    /// Frames from a client. They are small, because they take memory that all clients share.
+    pub(crate) const CLIENT: Self = Self { head: 64 << 10, data: MAX_INLINE_BYTES, fds: 1 };
 
-    /// From a client that has not said hello.
-    pub(crate) const STRANGER: Self = Self { head: 4 << 10, data: 0, fds: 0 };
+    /// Frames from a client before its hello is accepted.
+    pub(crate) const BEFORE_HELLO: Self = Self { head: 4 << 10, data: 0, fds: 0 };
 }
 
-/// Archives of at most this many bytes come as data of a frame.
-pub(crate) const INLINE: u32 = 256 << 10;
+/// Maximum length in bytes of an archive that is sent as data of one frame.
+pub(crate) const MAX_INLINE_BYTES: u32 = 256 << 10;
 
-/// Archives that are longer come from another host as data of several frames, of at most this many
-/// bytes.
-pub(crate) const MAX_WRITE: u32 = 1 << 20;
+/// Maximum data of one write, in bytes. Another host sends longer archives as several writes.
+pub(crate) const MAX_WRITE_BYTES: u32 = 1 << 20;
 
-/// The most descriptors of one frame.
+/// Maximum number of descriptors of one frame.
 pub(crate) const MAX_FDS: u8 = 64;
 
-/// Four bytes that every frame begins with, so that whoever talks something else is found at once.
-const MARK: [u8; 4] = *b"TSSD";
+/// The first bytes of every frame. A peer with another protocol is detected at its first frame.
+const MAGIC: [u8; 4] = *b"TSSD";
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FrameKind {
-    /// Asks for a reply of the same number.
+    /// Asks for a reply with the same number.
     Request,
-    /// Part of a reply: more follows.
+    /// Part of a reply: more frames of the reply follow.
     Part,
-    /// A reply, or the end of one.
+    /// A reply, or the last frame of one.
     Reply,
-    /// Is not replied to.
+    /// A message without a reply.
     Notice,
 }
 
@@ -70,31 +70,31 @@ pub(crate) enum FrameKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) kind: FrameKind,
-    /// How many descriptors come with it.
+    /// Number of descriptors that come with the frame.
     pub(crate) fds: u8,
     pub(crate) head_len: u32,
     pub(crate) data_len: u32,
-    /// Which request it is, or belongs to.
+    /// Number of the request that the frame is, or belongs to.
     pub(crate) number: u64,
 }
 
-/// A header that no frame has.
+/// The reason why a header is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum InvalidHeader {
-    /// It does not begin as frames do.
-    Mark,
-    /// There is no such kind of frame.
+    /// The magic bytes are wrong.
+    Magic,
+    /// The kind is unknown.
     Kind(u8),
-    /// What must be zero is not.
+    /// Reserved bytes are not zero.
     Reserved,
-    /// More than a frame may have of something.
+    /// A length or count exceeds its limit: its name, its value, and the limit.
     TooLong(&'static str, u32, u32),
 }
 
 impl fmt::Display for InvalidHeader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Mark => f.write_str("what comes is no frame"),
+            Self::Magic => f.write_str("what comes is no frame"),
             Self::Kind(kind) => write!(f, "frames of kind {kind} are unknown"),
             Self::Reserved => f.write_str("reserved bytes of a frame are not zero"),
             Self::TooLong(what, len, most) => {
@@ -109,7 +109,7 @@ impl std::error::Error for InvalidHeader {}
 impl Header {
     pub(crate) fn to_bytes(self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
-        bytes[..4].copy_from_slice(&MARK);
+        bytes[..4].copy_from_slice(&MAGIC);
         bytes[4] = match self.kind {
             FrameKind::Request => 1,
             FrameKind::Part => 2,
@@ -123,15 +123,18 @@ impl Header {
         bytes
     }
 
+    /// Parses a header.
+    ///
     /// # Errors
     ///
-    /// What is wrong; nothing is allocated for lengths before they are compared with the limits.
-    pub(crate) fn parse(bytes: &[u8; HEADER_BYTES], most: Limits) -> Result<Self, InvalidHeader> {
+    /// The first field that is invalid or exceeds its limit. Lengths are checked before anything is
+    /// allocated.
+    pub(crate) fn parse(bytes: &[u8; HEADER_BYTES], limits: Limits) -> Result<Self, InvalidHeader> {
         let word = |at: usize| {
             u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
         };
-        if bytes[..4] != MARK {
-            return Err(InvalidHeader::Mark);
+        if bytes[..4] != MAGIC {
+            return Err(InvalidHeader::Magic);
         }
         let kind = match bytes[4] {
             1 => FrameKind::Request,
@@ -143,14 +146,14 @@ impl Header {
         if bytes[6..8] != [0; 2] {
             return Err(InvalidHeader::Reserved);
         }
-        let limits = [
-            ("descriptors", u32::from(bytes[5]), u32::from(most.fds)),
-            ("a head of bytes", word(8), most.head),
-            ("data of bytes", word(12), most.data),
+        let checks = [
+            ("descriptors", u32::from(bytes[5]), u32::from(limits.fds)),
+            ("a head of bytes", word(8), limits.head),
+            ("data of bytes", word(12), limits.data),
         ];
-        for (what, len, most) in limits {
-            if len > most {
-                return Err(InvalidHeader::TooLong(what, len, most));
+        for (what, len, max) in checks {
+            if len > max {
+                return Err(InvalidHeader::TooLong(what, len, max));
             }
         }
         let number = u64::from(word(16)) | u64::from(word(20)) << 32;
@@ -158,12 +161,12 @@ impl Header {
     }
 }
 
-/// Data of a frame: memory that goes out piece by piece, from where it lies. What comes in is one piece.
+/// Data of a frame: slices of memory that are sent without a copy. Received data is one slice.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Data(Vec<Bytes>);
 
 impl Data {
-    /// How many bytes they have together.
+    /// Returns the number of bytes.
     pub(crate) fn len(&self) -> usize {
         self.0.iter().map(Bytes::len).sum()
     }
@@ -172,7 +175,7 @@ impl Data {
         &self.0
     }
 
-    /// All bytes in one piece.
+    /// Returns all bytes as one slice. Several slices are copied.
     pub(crate) fn into_bytes(mut self) -> Bytes {
         match self.0.len() {
             0 | 1 => self.0.pop().unwrap_or_default(),
@@ -193,7 +196,7 @@ impl From<Vec<Bytes>> for Data {
     }
 }
 
-/// A frame, with the descriptors that come with it.
+/// A frame with its descriptors.
 #[derive(Debug)]
 pub(crate) struct Frame {
     pub(crate) kind: FrameKind,
@@ -205,7 +208,7 @@ pub(crate) struct Frame {
 
 impl Frame {
     pub(crate) fn header(&self) -> Header {
-        let len = |what: usize| u32::try_from(what).unwrap_or(u32::MAX);
+        let len = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);
         Header {
             kind: self.kind,
             fds: u8::try_from(self.fds.len()).unwrap_or(u8::MAX),
@@ -215,10 +218,10 @@ impl Frame {
         }
     }
 
-    /// Whether whoever receives it takes it.
-    pub(crate) fn is_within(&self, most: Limits) -> bool {
+    /// Returns whether the frame is within these limits.
+    pub(crate) fn is_within(&self, limits: Limits) -> bool {
         let Header { fds, head_len, data_len, .. } = self.header();
-        fds <= most.fds && head_len <= most.head && data_len <= most.data
+        fds <= limits.fds && head_len <= limits.head && data_len <= limits.data
     }
 }
 
@@ -231,12 +234,12 @@ mod tests {
     }
 
     #[test]
-    fn a_header_is_bytes_and_back() {
+    fn header_round_trips() {
         assert_eq!(Header::parse(&header().to_bytes(), Limits::DAEMON), Ok(header()));
     }
 
     #[test]
-    fn the_frame_of_the_spec_is_a_frame() {
+    fn spec_frame_example_parses() {
         let spec = include_str!("../../../../spec/protocol.md");
         let dump = spec.split("```hex").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
         let bytes = dump.split_whitespace().map(|byte| u8::from_str_radix(byte, 16).unwrap());
@@ -251,13 +254,13 @@ mod tests {
     }
 
     #[test]
-    fn other_headers_are_refused() {
+    fn invalid_headers_are_rejected() {
         let change = |at: usize, byte: u8| {
             let mut bytes = header().to_bytes();
             bytes[at] = byte;
             Header::parse(&bytes, Limits::DAEMON)
         };
-        assert_eq!(change(0, b'G'), Err(InvalidHeader::Mark));
+        assert_eq!(change(0, b'G'), Err(InvalidHeader::Magic));
         assert_eq!(change(4, 0), Err(InvalidHeader::Kind(0)));
         assert_eq!(change(4, 5), Err(InvalidHeader::Kind(5)));
         assert_eq!(change(6, 1), Err(InvalidHeader::Reserved));
@@ -265,7 +268,8 @@ mod tests {
         assert_eq!(change(5, 65), Err(InvalidHeader::TooLong("descriptors", 65, 64)));
         assert!(matches!(change(11, 0x80), Err(InvalidHeader::TooLong("a head of bytes", ..))));
         assert!(matches!(change(15, 0x01), Err(InvalidHeader::TooLong("data of bytes", ..))));
-        let at_limit = Header { head_len: MAX_HEAD, data_len: MAX_DATA, fds: MAX_FDS, ..header() };
+        let at_limit =
+            Header { head_len: MAX_HEAD_BYTES, data_len: MAX_DATA_BYTES, fds: MAX_FDS, ..header() };
         assert_eq!(Header::parse(&at_limit.to_bytes(), Limits::DAEMON), Ok(at_limit));
         let of_client = Header { head_len: 64 << 10, data_len: 256 << 10, fds: 1, ..header() };
         assert_eq!(Header::parse(&of_client.to_bytes(), Limits::CLIENT), Ok(of_client));
@@ -277,7 +281,7 @@ mod tests {
             assert!(Header::parse(&beyond.to_bytes(), Limits::CLIENT).is_err(), "{beyond:?}");
         }
         let first = Header { head_len: 4 << 10, data_len: 0, fds: 0, ..of_client };
-        assert_eq!(Header::parse(&first.to_bytes(), Limits::STRANGER), Ok(first));
-        assert!(Header::parse(&of_client.to_bytes(), Limits::STRANGER).is_err());
+        assert_eq!(Header::parse(&first.to_bytes(), Limits::BEFORE_HELLO), Ok(first));
+        assert!(Header::parse(&of_client.to_bytes(), Limits::BEFORE_HELLO).is_err());
     }
 }

@@ -1,7 +1,7 @@
-//! What the heads of frames say. Spec: `spec/protocol.md`, section 4.
+//! Messages in the heads of frames. Spec: `spec/protocol.md`, sections 3 to 11.
 //!
-//! A field that came after the first version of the protocol has a default; fields that are unknown
-//! are passed over. So versions of one major number understand each other.
+//! Fields that were added after the first version of the protocol have defaults, and unknown fields
+//! are ignored. So all versions with the same major number are compatible.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -10,138 +10,149 @@ use std::time::Duration;
 use serde::de::IntoDeserializer;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::control::{Got, OnDevice, Progress, Proposal, VersionInfo};
+use crate::control::{DeviceMemoryRequest, Progress, Proposal, ReadStats, VersionInfo};
 use crate::error::{Error, ErrorKind};
-use crate::ledger::{Digest, LeaseId, Refusal, Selection, Selector, VersionId};
+use crate::ledger::{ArchiveDigest, LeaseId, Refusal, Selection, Selector, VersionId};
 use crate::net::wire::Range;
-use crate::shm::{Hollow, SegmentId, Span};
+use crate::shm::{DeviceSpan, SegmentId, Span};
 use crate::status::DaemonStatus;
 
-/// A version of the protocol: those of one major number understand each other.
+/// A version of the protocol. Versions with the same major number are compatible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Protocol {
+pub(crate) struct ProtocolVersion {
     pub(crate) major: u32,
     pub(crate) minor: u32,
 }
 
-impl Protocol {
-    /// The one that is spoken here.
-    pub(crate) const OWN: Self = Self { major: 1, minor: 0 };
+impl ProtocolVersion {
+    /// The version of this crate.
+    pub(crate) const CURRENT: Self = Self { major: 1, minor: 0 };
 }
 
-/// The first thing that a client says.
+/// The first request of a client.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Hello {
-    pub(crate) protocol: Protocol,
-    /// Which program and version it is, for people.
+    pub(crate) protocol: ProtocolVersion,
+    /// Name and version of the client program, for people.
     #[serde(default)]
     pub(crate) client: String,
 }
 
-/// What a daemon says to that.
+/// The reply to [`Hello`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Welcome {
-    pub(crate) protocol: Protocol,
-    /// Which program and version it is, for people.
+    pub(crate) protocol: ProtocolVersion,
+    /// Name and version of the daemon program, for people.
     #[serde(default)]
     pub(crate) daemon: String,
     pub(crate) pid: u32,
-    /// Another one after each start.
+    /// Identifies this start of the daemon: another start has another number.
     #[serde(default)]
     pub(crate) instance: u64,
-    /// Archives of at most this many bytes are committed as data of a frame.
-    pub(crate) inline: u64,
-    /// Whether archives may be in the memory of GPUs.
+    /// Maximum length in bytes of an archive that is sent as data of a frame.
+    #[serde(rename = "inline")]
+    pub(crate) inline_max_bytes: u64,
+    /// Whether the daemon accepts archives in GPU memory.
     #[serde(default)]
-    pub(crate) devices: bool,
+    #[serde(rename = "devices")]
+    pub(crate) supports_devices: bool,
 }
 
-/// What a client asks.
+/// A request of a client.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
 pub(crate) enum Request {
     Hello(Hello),
-    /// Begin a contribution.
+    /// Begins a contribution.
     Begin(Begin),
-    /// Another archive of a contribution. The one before is the data of the frame if its room was inline.
+    /// Adds an archive to a contribution. The data is the previous archive, if its write target was
+    /// inline.
     Extend {
         contribution: u64,
         file_len: u64,
-        /// The GPU whose memory it is to be in, if it is.
+        /// The GPU whose memory stores the archive, if the client wants that.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        device: Option<OnDevice>,
+        device: Option<DeviceMemoryRequest>,
     },
-    /// Commit one; the last archive is the data of the frame if its room is inline.
+    /// Commits a contribution. The data is the last archive, if its write target is inline.
     Commit {
         contribution: u64,
-        digest: Digest,
-        /// The lengths of the archives, if the client keeps them.
+        digest: ArchiveDigest,
+        /// Lengths of the archives in bytes, if the client stores them.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         lens: Vec<u64>,
     },
-    /// Bytes of the archive of a contribution whose room is frames: the data of the frame.
+    /// Writes bytes of an archive whose write target is frames. The data is these bytes.
     Write {
         contribution: u64,
         offset: u64,
     },
-    /// How far the version has come in the bucket, once the contribution that was committed is there; waits for that.
-    Stored {
+    /// Waits until a committed contribution is in the bucket. Replies with the version's progress
+    /// there.
+    #[serde(rename = "stored")]
+    AwaitUpload {
         contribution: u64,
-        patience: Duration,
+        #[serde(rename = "patience")]
+        timeout: Duration,
     },
-    /// Take one back, and say why it failed.
+    /// Withdraws a contribution. Fails with the outcome of the version, if that is known.
     Withdraw {
         contribution: u64,
     },
-    /// A visible version, under a lease.
+    /// Leases a visible version.
     Locate {
         key: String,
         selector: Selector,
-        /// Whether the client knows of memory of GPUs.
+        /// Whether the client can read archives in GPU memory.
         #[serde(default)]
-        devices: bool,
+        #[serde(rename = "devices")]
+        supports_devices: bool,
     },
-    /// Bytes of a blob: the data of the reply.
+    /// Reads ranges of a blob. The data of the reply is their bytes.
     Read {
         blob: String,
         ranges: Vec<Range>,
-        /// Whether the daemon is to prove the chunks that these are of, and to sum what it sends.
+        /// Whether the daemon verifies the chunks of the ranges and returns the CRC-32 of the data.
         #[serde(default)]
-        prove: bool,
+        #[serde(rename = "prove")]
+        verify: bool,
     },
-    /// Blobs that this daemon keeps for the one that asks, which nobody needs any more.
+    /// Deletes blobs that this daemon stores for the controller that sends the request.
     Discard {
         blobs: Vec<String>,
     },
-    /// Which of these blobs, that the client keeps, nobody knows of.
-    Missing {
+    /// Returns which of these blobs, which the client stores, the daemon does not know.
+    #[serde(rename = "missing")]
+    FindUnknownBlobs {
         blobs: Vec<String>,
     },
-    /// The memory of a segment of a GPU that was lent: it comes with the request.
-    Bring {
+    /// Attaches memory to a GPU segment. Its descriptor comes with the request.
+    #[serde(rename = "bring")]
+    AttachDeviceMemory {
         segment: SegmentId,
     },
-    /// A version, to be copied here: those of its archives that are named, or all.
+    /// Copies archives of a version to this host: the named ones, or all.
     Prefetch {
         key: String,
         selector: Selector,
         #[serde(default)]
         archives: Option<Vec<String>>,
     },
-    /// The visible versions of a key.
+    /// Returns the visible versions of a key.
     Versions {
         key: String,
     },
-    /// The newest version, if it is another than the one that was seen; waits for it.
+    /// Waits until the newest version differs from `seen`, and returns it.
     Newer {
         key: String,
         #[serde(default)]
         seen: Option<VersionId>,
-        patience: Duration,
+        #[serde(rename = "patience")]
+        timeout: Duration,
     },
     Keys {
         prefix: String,
-        /// Only those that come after this one.
+        /// Only keys after this one.
         #[serde(default)]
         after: Option<String>,
     },
@@ -167,35 +178,40 @@ pub(crate) enum Request {
     Pins {
         key: String,
     },
-    /// Hold every version of a key that becomes visible from now on, until it was asked for and handed back.
+    /// Leases every version of a key that becomes visible from now on, until the client releases
+    /// it.
     Follow {
         key: String,
     },
-    /// The next one of these; waits for it.
+    /// Waits for the next version of a follower.
     Next {
         follower: u64,
-        /// Whether the client knows of memory of GPUs.
+        /// Whether the client can read archives in GPU memory.
         #[serde(default)]
-        devices: bool,
-        patience: Duration,
+        #[serde(rename = "devices")]
+        supports_devices: bool,
+        #[serde(rename = "patience")]
+        timeout: Duration,
     },
-    /// How many versions of a key are held for those who follow it; waits until there are not more than so many.
-    Unread {
+    /// Waits until the followers of a key hold at most `at_most` versions. Returns both numbers.
+    #[serde(rename = "unread")]
+    AwaitUnread {
         key: String,
         at_most: u64,
-        patience: Duration,
+        #[serde(rename = "patience")]
+        timeout: Duration,
     },
     Status,
 }
 
 impl Request {
-    /// Whether data may come along.
-    pub(crate) fn takes_data(&self) -> bool {
+    /// Returns whether the frame of the request can have data.
+    pub(crate) fn accepts_data(&self) -> bool {
         use Request::{Begin, Commit, Extend, Write};
         matches!(self, Begin(_) | Extend { .. } | Commit { .. } | Write { .. })
     }
 
-    /// What it is called, as in its JSON.
+    /// Returns the name of the request in JSON.
     pub(crate) fn op(&self) -> &'static str {
         match self {
             Self::Hello(_) => "hello",
@@ -203,13 +219,13 @@ impl Request {
             Self::Extend { .. } => "extend",
             Self::Commit { .. } => "commit",
             Self::Write { .. } => "write",
-            Self::Stored { .. } => "stored",
+            Self::AwaitUpload { .. } => "stored",
             Self::Withdraw { .. } => "withdraw",
             Self::Locate { .. } => "locate",
             Self::Read { .. } => "read",
             Self::Discard { .. } => "discard",
-            Self::Missing { .. } => "missing",
-            Self::Bring { .. } => "bring",
+            Self::FindUnknownBlobs { .. } => "missing",
+            Self::AttachDeviceMemory { .. } => "bring",
             Self::Prefetch { .. } => "prefetch",
             Self::Versions { .. } => "versions",
             Self::Newer { .. } => "newer",
@@ -221,7 +237,7 @@ impl Request {
             Self::Pins { .. } => "pins",
             Self::Follow { .. } => "follow",
             Self::Next { .. } => "next",
-            Self::Unread { .. } => "unread",
+            Self::AwaitUnread { .. } => "unread",
             Self::Status => "status",
         }
     }
@@ -231,123 +247,132 @@ impl Request {
 pub(crate) struct Begin {
     pub(crate) key: String,
     pub(crate) proposal: Proposal,
-    /// The address of the client, if it is a daemon that keeps the archives itself.
+    /// Address of the client, if it is a daemon that stores the archives itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) keeper: Option<String>,
-    /// That of the archive, if it is the data of the frame, and the only one: it is committed, unless others are waited
-    /// for.
+    #[serde(rename = "keeper")]
+    pub(crate) replica_address: Option<String>,
+    /// Digest of the archive, if that is the data of the frame and the only archive. The daemon
+    /// then commits it, unless the version has to wait for other writers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) digest: Option<Digest>,
+    pub(crate) digest: Option<ArchiveDigest>,
 }
 
-/// What is not replied to.
+/// A message without a reply.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
 pub(crate) enum Notice {
     /// A reader has dropped its last view.
     Release { lease: LeaseId },
-    /// To a client: unmap these segments. From one: it has.
+    /// From the daemon: unmap these segments. From a client: they are unmapped.
     Unmap { segments: Vec<SegmentId> },
-    /// What a read has come to.
-    Got(Got),
-    /// A client follows a key no longer.
+    /// Statistics of a read.
+    #[serde(rename = "got")]
+    ReadStats(ReadStats),
+    /// The client no longer follows a key.
     Unfollow { follower: u64 },
-    /// Nobody waits for the answer of this request any more.
+    /// The client no longer waits for the reply to this request.
     Cancel { request: u64 },
-    /// A client ends, and has nothing mapped any more.
+    /// The client disconnects and has nothing mapped.
     Goodbye,
 }
 
-/// What a daemon answers.
+/// A reply of a daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Reply {
     Welcome(Welcome),
-    Begun(Begun),
-    /// Where the next archive of a contribution is written.
-    Room(Room),
-    /// The same for one that has its shell there, and the rest in the memory of a GPU.
-    Rooms {
-        room: Room,
+    Begun(BeginReply),
+    /// Write target of the next archive of a contribution.
+    #[serde(rename = "room")]
+    WriteTarget(WriteTarget),
+    /// Write targets of an archive in GPU memory: one for its host part, one for the rest.
+    #[serde(rename = "rooms")]
+    DeviceWriteTargets {
+        #[serde(rename = "room")]
+        target: WriteTarget,
         device: SharedSegment,
     },
     Progress(Progress),
-    Leased(Leased),
-    /// The bytes come as data.
-    Read(Sum),
-    /// The blobs that nobody knows of.
-    Missing(Vec<String>),
+    Leased(LeaseReply),
+    /// The data is the bytes.
+    Read(ReadChecksum),
+    /// The blobs that the daemon does not know.
+    #[serde(rename = "missing")]
+    UnknownBlobs(Vec<String>),
     /// The version that was copied.
-    Prefetched(Prefetched),
+    Prefetched(PrefetchReply),
     Versions(Vec<VersionInfo>),
     Newer(Option<VersionInfo>),
-    Keys(Keys),
+    Keys(KeyPage),
     Deleted(u64),
     Pinned(u64),
     Pins(BTreeMap<String, u64>),
-    /// By which number a client follows a key.
+    /// Number of the follower on this connection.
     Following(u64),
-    Unread(Unread),
+    Unread(UnreadCounts),
     Status(DaemonStatus),
     /// More archives of the reply that follows.
     Archives(Archives),
-    /// More descriptors of segments of the reply that follows.
+    /// More segments of the reply that follows. Their descriptors come with this frame.
     Segments(Vec<SharedSegment>),
     Done,
     Failed(Failure),
 }
 
-/// What is held for those who follow a key.
+/// Counts of the followers of a key, and of the versions that they hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Unread {
-    /// How many they are.
+pub(crate) struct UnreadCounts {
+    /// Number of followers.
     pub(crate) followers: u64,
-    /// How many versions some of them have not read, or not handed back.
+    /// Number of versions that a follower has not read, or not released.
     pub(crate) versions: u64,
 }
 
 /// A contribution that has begun.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Begun {
-    /// How the client names it from now on.
+pub(crate) struct BeginReply {
+    /// Number of the contribution on this connection.
     pub(crate) contribution: u64,
     pub(crate) id: VersionId,
     pub(crate) epoch: u32,
     pub(crate) number: u64,
-    /// What the writer has committed before: then there is no room.
+    /// Digest that the writer committed earlier. Then there is nothing to write.
     #[serde(default)]
-    pub(crate) committed: Option<Digest>,
+    pub(crate) committed: Option<ArchiveDigest>,
     #[serde(default)]
-    pub(crate) room: Room,
-    /// Where the archive is written that has its shell in the room, if it was to be in the memory of a GPU.
+    #[serde(rename = "room")]
+    pub(crate) target: WriteTarget,
+    /// GPU segment for the archive, if the client asked for one. The other write target is then
+    /// that of the host part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) device: Option<SharedSegment>,
-    /// What the names of the archives begin with, if the client keeps them.
+    /// Common beginning of the archive names, if the client stores the archives.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub(crate) stem: String,
-    /// How far the version has come, if the archive came along: then it is committed.
+    /// Progress of the version, if the archive came with the request and is committed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) progress: Option<Progress>,
 }
 
-/// Where an archive is written.
+/// The place to which the client writes an archive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Room {
-    /// In the client's memory: it is the data of the commit.
+pub(crate) enum WriteTarget {
+    /// Memory of the client. The archive is the data of the next `extend` or `commit`.
     #[default]
     Inline,
-    /// Where the client keeps it.
-    Kept,
-    /// In the daemon's memory: it comes as data of writes.
+    /// The client stores the archive itself.
+    #[serde(rename = "kept")]
+    ClientReplica,
+    /// Memory of the daemon. The archive is the data of `write` requests.
     Frames,
-    /// In a segment, whose memory comes with the reply if the client does not have it yet.
+    /// A segment. Its descriptor comes with the reply, unless the client already has it.
     Segment { segment: SegmentId, capacity: u64 },
 }
 
 /// A version under a lease.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Leased {
+pub(crate) struct LeaseReply {
     pub(crate) lease: LeaseId,
     pub(crate) id: VersionId,
     #[serde(default)]
@@ -356,22 +381,23 @@ pub(crate) struct Leased {
     pub(crate) epoch: u32,
     pub(crate) manifest: Location,
     pub(crate) archives: Archives,
-    /// The segments whose memory comes with the reply, in the order of its descriptors.
+    /// The segments whose memory comes with the reply, in the order of the descriptors.
     pub(crate) segments: Vec<SharedSegment>,
 }
 
-/// Archives by the names that the manifest gives them.
+/// Archives by their names in the manifest.
 pub(crate) type Archives = BTreeMap<String, Location>;
 
-/// Where a blob is.
+/// The place of a blob.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub(crate) enum Location {
     /// In a segment that the client has.
     Span(Span),
-    /// In a segment of a GPU that the client has, but for its shell.
-    Hollow(Hollow),
-    /// Elsewhere: it is read by this name, here or from the daemon that keeps it.
+    /// In a GPU segment that the client has, except for its host part.
+    Device(DeviceSpan),
+    /// Not in shared memory. It is read by name from this daemon, or from the daemon at the address
+    /// `at`.
     Blob {
         blob: String,
         len: u64,
@@ -380,65 +406,65 @@ pub(crate) enum Location {
     },
 }
 
-/// Keys, sorted, as many as go into one reply.
+/// A page of keys, sorted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Keys {
+pub(crate) struct KeyPage {
     pub(crate) keys: Vec<String>,
-    /// Whether there are more after them.
+    /// Whether there are more keys after the last one.
     #[serde(default)]
     pub(crate) more: bool,
 }
 
-/// A version that is here.
+/// A version that was copied to this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Prefetched {
+pub(crate) struct PrefetchReply {
     pub(crate) number: u64,
     pub(crate) id: VersionId,
-    /// How many bytes came for it.
+    /// Number of bytes that were received for it.
     pub(crate) bytes: u64,
 }
 
-/// What the bytes of a reply add up to.
+/// Checksum of the data of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Sum {
-    /// Their CRC-32, if the daemon has proven the chunks that they are of.
+pub(crate) struct ReadChecksum {
+    /// CRC-32 of the data, if the daemon has verified the chunks that contain it.
     #[serde(default)]
     pub(crate) crc32: Option<u32>,
 }
 
-/// A segment whose memory comes along.
+/// A segment whose descriptor comes with the message.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SharedSegment {
     pub(crate) segment: SegmentId,
     pub(crate) capacity: u64,
-    /// The GPU that it is of, by its UUID; none is this host's memory.
+    /// UUID of the GPU, or none for host memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) device: Option<String>,
 }
 
-/// Why something failed.
+/// An error as a message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Failure {
     #[serde(deserialize_with = "kind")]
     pub(crate) kind: ErrorKind,
-    /// What failed, and why if `reason` is empty.
+    /// What failed, and also why if `reason` is empty.
     pub(crate) text: String,
-    /// What the refusal says, for those who do not know it.
+    /// Text of the refusal, for clients that do not know it.
     #[serde(default)]
     pub(crate) reason: String,
     #[serde(default, deserialize_with = "refusal")]
     pub(crate) refusal: Option<Refusal>,
 }
 
-/// A kind that came later is a refusal: what can be done about it is in the words.
+/// Reads a kind. An unknown kind of a later version becomes `Refused`: the text says what to do.
 fn kind<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ErrorKind, D::Error> {
     let name = String::deserialize(deserializer)?;
-    let known: Result<_, serde::de::value::Error> =
+    let parsed: Result<_, serde::de::value::Error> =
         ErrorKind::deserialize(name.into_deserializer());
-    Ok(known.unwrap_or(ErrorKind::Refused))
+    Ok(parsed.unwrap_or(ErrorKind::Refused))
 }
 
-/// A refusal that came later is none: its reason says it in words.
+/// Reads a refusal. An unknown refusal of a later version becomes none: `reason` has its text.
 fn refusal<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Refusal>, D::Error> {
     let value = serde_json::Value::deserialize(deserializer)?;
     Ok(serde_json::from_value(value).unwrap_or_default())
@@ -449,7 +475,7 @@ impl From<Error> for Failure {
         let kind = error.kind();
         match error.refusal().cloned() {
             Some(refusal) => {
-                let (text, reason) = (error.text().to_owned(), refusal.to_string());
+                let (text, reason) = (error.message().to_owned(), refusal.to_string());
                 Self { kind, text, reason, refusal: Some(refusal) }
             }
             None => Self { kind, text: error.to_string(), reason: String::new(), refusal: None },
@@ -461,7 +487,7 @@ impl From<Failure> for Error {
     fn from(failure: Failure) -> Self {
         let Failure { kind, text, reason, refusal } = failure;
         match refusal {
-            Some(refusal) => Self::new(kind, text).because(refusal),
+            Some(refusal) => Self::new(kind, text).with_source(refusal),
             None if reason.is_empty() => Self::new(kind, text),
             None => Self::new(kind, format_args!("{text}: {reason}")),
         }
@@ -472,7 +498,7 @@ impl From<Failure> for Error {
 mod tests {
     use super::*;
 
-    fn failed(text: &str) -> Error {
+    fn error_from_json(text: &str) -> Error {
         match serde_json::from_str(text).unwrap() {
             Reply::Failed(failure) => failure.into(),
             other => panic!("{other:?}"),
@@ -480,33 +506,33 @@ mod tests {
     }
 
     #[test]
-    fn errors_come_as_they_are_sent() {
-        let refused = Error::refused("policy", Refusal::Gone { number: 7 });
-        let (kind, words, refusal) =
+    fn error_round_trips() {
+        let refused = Error::from_refusal("policy", Refusal::DataDeleted { number: 7 });
+        let (kind, text, refusal) =
             (refused.kind(), refused.to_string(), refused.refusal().cloned());
         let sent = serde_json::to_string(&Reply::Failed(refused.into())).unwrap();
-        let come = failed(&sent);
+        let received = error_from_json(&sent);
         assert_eq!(
-            (come.kind(), come.to_string(), come.refusal().cloned()),
-            (kind, words, refusal)
+            (received.kind(), received.to_string(), received.refusal().cloned()),
+            (kind, text, refusal)
         );
         assert!(sent.contains(r#""refusal":{"gone":{"number":7}}"#), "{sent}");
     }
 
     #[test]
-    fn errors_of_a_later_version_are_errors() {
-        let error = failed(
+    fn unknown_error_kind_and_refusal_are_accepted() {
+        let error = error_from_json(
             r#"{"failed": {"kind": "bewitched", "text": "key `k`", "reason": "it is under a spell",
                 "refusal": {"spell": {"by": "a witch"}}, "broom": null}}"#,
         );
         assert_eq!(error.kind(), ErrorKind::Refused);
         assert_eq!(error.to_string(), "key `k`: it is under a spell");
-        let error = failed(r#"{"failed": {"kind": "busy", "text": "later"}}"#);
+        let error = error_from_json(r#"{"failed": {"kind": "busy", "text": "later"}}"#);
         assert_eq!((error.kind(), error.to_string().as_str()), (ErrorKind::Busy, "later"));
     }
 
     #[test]
-    fn what_may_be_left_out_has_a_default() {
+    fn optional_fields_have_defaults() {
         let request = |text: &str| serde_json::from_str::<Request>(text).unwrap();
         let hello = request(r#"{"op": "hello", "protocol": {"major": 1, "minor": 9}, "pace": 3}"#);
         assert!(matches!(hello, Request::Hello(Hello { client, .. }) if client.is_empty()));
@@ -516,8 +542,8 @@ mod tests {
         );
         let Request::Begin(Begin { proposal, .. }) = begin else { panic!("{begin:?}") };
         assert!(!proposal.writers_defaulted && !proposal.rewind);
-        assert_eq!((proposal.job, proposal.call, proposal.number), (None, None, None));
-        // None and nothing are the same, and an empty text is a text.
+        assert_eq!((proposal.job, proposal.sequence, proposal.number), (None, None, None));
+        // A null field is the same as an absent one. An empty string is a value.
         let newer = |seen: &str| {
             let patience = r#""patience": {"secs": 1, "nanos": 0}"#;
             request(&format!(r#"{{"op": "newer", "key": "k", {seen} {patience}}}"#))
@@ -536,11 +562,14 @@ mod tests {
         let begun = reply(&format!(
             r#"{{"begun": {{"contribution": 1, "id": "{id}", "epoch": 0, "number": 1}}}}"#
         ));
-        assert!(matches!(begun, Reply::Begun(Begun { committed: None, room: Room::Inline, .. })));
+        assert!(matches!(
+            begun,
+            Reply::Begun(BeginReply { committed: None, target: WriteTarget::Inline, .. })
+        ));
     }
 
-    /// The examples of one kind, and that they are written as they were read.
-    fn examples<T>(kind: &str, split: bool) -> Vec<String>
+    /// Returns the examples of one kind in the spec. Checks that each round-trips.
+    fn check_examples<T>(kind: &str, split: bool) -> Vec<String>
     where
         T: Serialize + serde::de::DeserializeOwned,
     {
@@ -558,43 +587,45 @@ mod tests {
         texts.into_iter().map(str::to_owned).collect()
     }
 
-    /// All names that a message may have, as its reader says them when it meets another one.
-    fn names<T: serde::de::DeserializeOwned>(strange: &str) -> Vec<String> {
-        let error = serde_json::from_str::<T>(strange).err().unwrap().to_string();
+    /// Returns all names that a message can have, from the error for an unknown one.
+    fn message_names<T: serde::de::DeserializeOwned>(unknown: &str) -> Vec<String> {
+        let error = serde_json::from_str::<T>(unknown).err().unwrap().to_string();
         let (_, names) = error.split_once("expected one of ").expect(&error);
         names.split('`').skip(1).step_by(2).map(str::to_owned).collect()
     }
 
     #[test]
-    fn the_examples_of_the_spec_are_messages() {
+    fn spec_examples_round_trip_and_name_every_message() {
         let (by_op, by_name) = (r#"{"op":"?"}"#, r#"{"?":{}}"#);
-        let requests = examples::<Request>("request", false);
-        for name in names::<Request>(by_op) {
+        let requests = check_examples::<Request>("request", false);
+        for name in message_names::<Request>(by_op) {
             let op = format!(r#""op": "{name}""#);
             assert!(requests.iter().any(|text| text.contains(&op)), "request {name}");
         }
-        let mut notices = examples::<Notice>("notice", false);
+        let mut notices = check_examples::<Notice>("notice", false);
         notices.retain(|text| !text.is_empty());
-        for name in names::<Notice>(by_op) {
+        for name in message_names::<Notice>(by_op) {
             let op = format!(r#""op": "{name}""#);
             assert!(notices.iter().any(|text| text.contains(&op)), "notice {name}");
         }
-        let mut replies = examples::<Reply>("reply", false);
-        replies.extend(examples::<Reply>("part", false));
-        for name in names::<Reply>(by_name) {
+        let mut replies = check_examples::<Reply>("reply", false);
+        replies.extend(check_examples::<Reply>("part", false));
+        for name in message_names::<Reply>(by_name) {
             let is_of = |text: &String| {
                 text.starts_with(&format!(r#"{{"{name}":"#)) || *text == format!("\"{name}\"\n")
             };
             assert!(replies.iter().any(is_of), "reply {name}");
         }
-        let refusals = examples::<Refusal>("refusals", true);
-        let all = [names::<Refusal>(by_name), names::<crate::ledger::Reason>(by_name)].concat();
+        let refusals = check_examples::<Refusal>("refusals", true);
+        let all =
+            [message_names::<Refusal>(by_name), message_names::<crate::ledger::Reason>(by_name)]
+                .concat();
         for name in all {
             let is_of = |text: &String| text.contains(&format!("\"{name}\""));
             assert!(refusals.iter().any(is_of), "refusal {name}");
         }
         let spec = include_str!("../../../../spec/protocol.md");
-        for name in names::<ErrorKind>(r#""?""#) {
+        for name in message_names::<ErrorKind>(r#""?""#) {
             assert!(spec.contains(&format!("\n| `{name}` | ")), "kind {name}");
         }
     }

@@ -1,96 +1,102 @@
-//! What a pool knows, under its lock: its segments, the blobs that are in them, who has which of them mapped.
+//! The state of a pool under its lock: segments, blobs and the peers that have segments mapped.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::{Exhausted, PeerId, STEP, SegmentId, Span, Unmap, room_for};
+use super::{PeerId, PoolExhausted, SEGMENT_GRANULARITY, SegmentId, Span, Unmap, slab_bytes};
 use crate::io::sync::mpsc;
 use crate::shm::extents::Extents;
 use crate::shm::segment::{self, ReadMap, SLAB_BYTES, WriteMap};
 
+/// The state of a pool.
 #[derive(Default)]
 pub(super) struct Inner {
     pub(super) next: SegmentId,
     pub(super) segments: BTreeMap<SegmentId, Segment>,
-    /// What is retired and still mapped by somebody.
-    pub(super) retired: BTreeMap<SegmentId, Retired>,
+    /// Retired segments that a process still has mapped.
+    pub(super) retired: BTreeMap<SegmentId, RetiredSegment>,
     pub(super) blobs: BTreeMap<String, Span>,
-    /// Of the blobs that are shells, the segments of GPUs that have the rest, and the lengths of the archives.
-    pub(super) hollow: BTreeMap<String, (SegmentId, u64)>,
-    /// How many read a blob, or will.
+    /// Archives in device memory, by name: the device segment, and the length of the archive in bytes.
+    pub(super) device_archives: BTreeMap<String, (SegmentId, u64)>,
+    /// Number of holds of each held blob.
     pub(super) holds: BTreeMap<String, u64>,
-    /// What is deleted as soon as nobody holds it.
-    pub(super) doomed: BTreeSet<String>,
+    /// Blobs to delete when their last hold ends.
+    pub(super) pending_delete: BTreeSet<String>,
     pub(super) peers: BTreeMap<PeerId, mpsc::UnboundedSender<Unmap>>,
-    /// Capacity of all segments, retired ones included.
+    /// Capacity of all segments, including retired ones.
     pub(super) used: u64,
     pub(super) recycled: u64,
     pub(super) created_bytes: u64,
     pub(super) retired_bytes: u64,
 }
 
-pub(super) struct Retired {
+/// A closed segment that is still mapped.
+pub(super) struct RetiredSegment {
     pub(super) cost: u64,
     pub(super) mappers: BTreeSet<PeerId>,
 }
 
+/// A segment and its state.
 pub(super) struct Segment {
     pub(super) memory: Backing,
     pub(super) capacity: u64,
-    /// How much of the limit it takes: nothing, if it is a file or a GPU's.
+    /// Bytes that count against the limit: 0 for a file or device memory.
     pub(super) cost: u64,
     pub(super) writer: Writer,
-    /// Blobs that are in it.
+    /// Number of blobs in it.
     pub(super) blobs: usize,
     /// Whether its writer is writing.
-    pub(super) is_lent: bool,
-    /// Who has it mapped to read.
+    pub(super) is_acquired: bool,
+    /// Peers that have it mapped for reading.
     pub(super) readers: BTreeSet<PeerId>,
-    /// Whether somebody who read it was lost.
-    pub(super) is_suspect: bool,
-    /// Whether it was warm, of a GPU, and not what was wanted, since it was lent last.
+    /// Whether a reader of it was lost.
+    pub(super) is_recycling_blocked: bool,
+    /// Whether this device segment was unused and did not fit a request since it was last acquired.
     pub(super) is_unfit: bool,
     /// The daemon's own map.
     pub(super) map: Option<Arc<ReadMap>>,
 }
 
-/// What a segment is made of.
+/// The memory of a segment.
 pub(super) enum Backing {
     /// Memory of this host, or a file.
     Host(OwnedFd),
-    /// Memory of a GPU, which only its writer can make: by its driver's descriptor, once that has come.
+    /// Memory of a GPU, which only the writer can allocate: the descriptor of the driver, once attached.
     Device { uuid: Arc<str>, memory: Option<OwnedFd> },
 }
 
+/// The writer of a segment.
 pub(super) enum Writer {
+    /// A peer.
     Peer(PeerId),
-    /// The daemon, which writes small blobs into what is free of it.
+    /// The daemon, which writes small blobs into the free extents.
     Slab(WriteMap, Extents),
-    /// The daemon, one blob at a time; it has no map while it writes.
-    Own(Option<WriteMap>),
-    Gone,
+    /// The daemon, which writes one blob at a time. None while it writes: the writer has the map.
+    Daemon(Option<WriteMap>),
+    /// No writer: it has left, or the segment is a file.
+    None,
 }
 
 impl Inner {
-    /// A segment of somebody for so many bytes, now lent, and whether it is new.
-    pub(super) fn prepare(
+    /// Acquires a segment of at least `len` bytes, and returns whether it is new.
+    pub(super) fn acquire(
         &mut self,
         len: u64,
         limit: u64,
         is_own: impl Fn(&Segment) -> bool,
         writer: impl FnOnce() -> Writer,
-    ) -> io::Result<Result<(SegmentId, bool), Exhausted>> {
-        let Some(capacity) = len.max(1).checked_next_multiple_of(STEP) else {
-            return Ok(Err(Exhausted { wanted: len, used: self.used, limit }));
+    ) -> io::Result<Result<(SegmentId, bool), PoolExhausted>> {
+        let Some(capacity) = len.max(1).checked_next_multiple_of(SEGMENT_GRANULARITY) else {
+            return Ok(Err(PoolExhausted { wanted: len, used: self.used, limit }));
         };
         let is_own = |segment: &Segment| segment.device().is_none() && is_own(segment);
-        if let Some(id) = self.warm(len, capacity, is_own) {
-            self.segments.get_mut(&id).expect("it was just found").is_lent = true;
+        if let Some(id) = self.find_unused(len, capacity, is_own) {
+            self.segments.get_mut(&id).expect("it was just found").is_acquired = true;
             return Ok(Ok((id, false)));
         }
-        // The manifest goes into a slab: there must be room for one.
+        // The manifest goes into a slab: reserve room for one.
         let slab =
             if self.segments.values().any(|segment| matches!(segment.writer, Writer::Slab(..))) {
                 0
@@ -102,12 +108,12 @@ impl Inner {
         }
         let memory = Backing::Host(segment::create(capacity)?);
         let mut segment = Segment::new(memory, capacity, writer());
-        segment.is_lent = true;
+        segment.is_acquired = true;
         Ok(Ok((self.add(segment), true)))
     }
 
-    /// A segment for so many bytes that is warm: the smallest that is not much larger.
-    pub(super) fn warm(
+    /// Returns an unused segment of at least `len` bytes: the smallest of at most twice `capacity`.
+    pub(super) fn find_unused(
         &mut self,
         len: u64,
         capacity: u64,
@@ -115,7 +121,7 @@ impl Inner {
     ) -> Option<SegmentId> {
         let fits = |(_, segment): &(&SegmentId, &Segment)| {
             is_own(segment)
-                && segment.is_warm()
+                && segment.is_unused()
                 && segment.capacity >= len
                 && segment.capacity <= capacity.saturating_mul(2)
         };
@@ -125,8 +131,8 @@ impl Inner {
         Some(id)
     }
 
-    /// A segment that a writer fills.
-    pub(super) fn lent(
+    /// Returns a segment that its writer has acquired.
+    pub(super) fn acquired_mut(
         &mut self,
         id: SegmentId,
         is_lent: impl Fn(&Segment) -> bool,
@@ -135,7 +141,7 @@ impl Inner {
         segment.ok_or_else(|| io::Error::other("the segment is not lent to it"))
     }
 
-    /// Gives the blob a name that a writer has filled a segment with.
+    /// Publishes the blob that a writer has written into a segment.
     pub(super) fn publish(
         &mut self,
         id: SegmentId,
@@ -146,12 +152,12 @@ impl Inner {
         if self.blobs.contains_key(name) {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
-        let segment = self.lent(id, is_lent)?;
+        let segment = self.acquired_mut(id, is_lent)?;
         if len > segment.capacity {
             return Err(io::Error::other("the segment is shorter"));
         }
         segment::seal(segment.host()?)?;
-        segment.is_lent = false;
+        segment.is_acquired = false;
         segment.blobs += 1;
         self.blobs.insert(name.to_owned(), Span { segment: id, offset: 0, len });
         Ok(())
@@ -168,38 +174,40 @@ impl Inner {
 
     pub(super) fn delete(&mut self, name: &str) {
         let Some(span) = self.blobs.remove(name) else { return };
-        if let Some((device, _)) = self.hollow.remove(name) {
-            self.vacate(device);
+        if let Some((device, _)) = self.device_archives.remove(name) {
+            self.remove_blob(device);
         }
         let segment = self.segments.get_mut(&span.segment).expect("a blob lies in a segment");
-        if let Writer::Slab(_, free) = &mut segment.writer {
-            free.give(span.offset, room_for(span.len));
+        if let Writer::Slab(_, extents) = &mut segment.writer {
+            extents.free(span.offset, slab_bytes(span.len));
         }
-        self.vacate(span.segment);
+        self.remove_blob(span.segment);
     }
 
-    /// A segment has one blob less.
-    pub(super) fn vacate(&mut self, id: SegmentId) {
+    /// Records that a segment has one blob less.
+    pub(super) fn remove_blob(&mut self, id: SegmentId) {
         let segment = self.segments.get_mut(&id).expect("a blob lies in a segment");
         segment.blobs -= 1;
-        if segment.blobs == 0 && (segment.is_suspect || matches!(segment.writer, Writer::Gone)) {
+        if segment.blobs == 0
+            && (segment.is_recycling_blocked || matches!(segment.writer, Writer::None))
+        {
             self.retire(id);
         }
     }
 
-    /// Retires warm segments until there is room.
-    pub(super) fn make_room(&mut self, wanted: u64, limit: u64) -> Result<(), Exhausted> {
+    /// Retires unused segments until `wanted` bytes fit.
+    pub(super) fn make_room(&mut self, wanted: u64, limit: u64) -> Result<(), PoolExhausted> {
         while self.used.saturating_add(wanted) > limit {
-            let warm = self.segments.iter().find(|(_, segment)| segment.gives_room());
+            let warm = self.segments.iter().find(|(_, segment)| segment.frees_memory());
             let Some((&id, _)) = warm else {
-                return Err(Exhausted { wanted, used: self.used, limit });
+                return Err(PoolExhausted { wanted, used: self.used, limit });
             };
             self.retire(id);
         }
         Ok(())
     }
 
-    /// Closes a segment. Its bytes count until nobody has it mapped.
+    /// Closes a segment. Its bytes count until no process has it mapped.
     pub(super) fn retire(&mut self, id: SegmentId) {
         let Some(segment) = self.segments.remove(&id) else { return };
         self.retired_bytes += segment.cost;
@@ -209,19 +217,19 @@ impl Inner {
         }
         for peer in &mappers {
             if let Some(unmaps) = self.peers.get(peer) {
-                // Whoever does not listen any more is about to leave.
+                // A peer that has closed its receiver is about to leave.
                 let _ = unmaps.send(id);
             }
         }
         if mappers.is_empty() {
             self.used -= segment.cost;
         } else {
-            self.retired.insert(id, Retired { cost: segment.cost, mappers });
+            self.retired.insert(id, RetiredSegment { cost: segment.cost, mappers });
         }
     }
 
-    /// A peer has one segment mapped no longer, or none.
-    pub(super) fn forget_mapper(&mut self, peer: PeerId, only: Option<SegmentId>) {
+    /// Records that a peer has unmapped one retired segment, or all of them.
+    pub(super) fn remove_mapper(&mut self, peer: PeerId, only: Option<SegmentId>) {
         let mut freed = 0;
         self.retired.retain(|id, retired| {
             if only.is_none_or(|only| only == *id) {
@@ -245,15 +253,15 @@ impl Segment {
             cost,
             writer,
             blobs: 0,
-            is_lent: false,
+            is_acquired: false,
             readers: BTreeSet::new(),
-            is_suspect: false,
+            is_recycling_blocked: false,
             is_unfit: false,
             map: None,
         }
     }
 
-    /// Its memory, if that is this host's.
+    /// Returns the host memory of the segment.
     pub(super) fn host(&self) -> io::Result<&OwnedFd> {
         match &self.memory {
             Backing::Host(memory) => Ok(memory),
@@ -261,7 +269,7 @@ impl Segment {
         }
     }
 
-    /// The GPU that it is memory of.
+    /// Returns the UUID of the GPU whose memory it is.
     pub(super) fn device(&self) -> Option<&str> {
         match &self.memory {
             Backing::Host(_) => None,
@@ -273,27 +281,29 @@ impl Segment {
         self.device().map(|_| self.capacity)
     }
 
-    /// Whether there is more room for others when it is retired.
-    pub(super) fn gives_room(&self) -> bool {
-        self.is_warm() && self.cost > 0 && !matches!(self.writer, Writer::Gone)
+    /// Whether retiring it frees memory for others.
+    pub(super) fn frees_memory(&self) -> bool {
+        self.is_unused() && self.cost > 0 && !matches!(self.writer, Writer::None)
     }
 
-    pub(super) fn is_of(&self, peer: PeerId) -> bool {
+    pub(super) fn belongs_to(&self, peer: PeerId) -> bool {
         matches!(self.writer, Writer::Peer(writer) if writer == peer)
     }
 
-    pub(super) fn is_warm(&self) -> bool {
-        self.blobs == 0 && !self.is_lent
+    pub(super) fn is_unused(&self) -> bool {
+        self.blobs == 0 && !self.is_acquired
     }
 
-    pub(super) fn is_lent_to(&self, peer: PeerId) -> bool {
-        self.is_of(peer) && self.is_lent
+    pub(super) fn is_acquired_by(&self, peer: PeerId) -> bool {
+        self.belongs_to(peer) && self.is_acquired
     }
 
-    /// Takes so many bytes of it, if it is a slab that has them. Who was lost may still read what is free of it.
-    pub(super) fn take(&mut self, len: u64) -> Option<u64> {
+    /// Allocates `len` bytes, if this is a slab with free space.
+    ///
+    /// A lost reader may still read freed extents of its slab, so nothing is allocated there.
+    pub(super) fn allocate(&mut self, len: u64) -> Option<u64> {
         match &mut self.writer {
-            Writer::Slab(_, free) if !self.is_suspect => free.take(len),
+            Writer::Slab(_, extents) if !self.is_recycling_blocked => extents.allocate(len),
             _ => None,
         }
     }

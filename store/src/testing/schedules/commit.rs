@@ -1,4 +1,4 @@
-//! Commits: writers of two jobs, which try again, give up or are overtaken, and readers.
+//! Scenario "commit": readers, and writers of two jobs that retry, withdraw or are overtaken.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,8 +6,10 @@ use std::time::Duration;
 
 use shuttle::future::yield_now;
 
-use super::planted::{Hasty, Torn};
-use super::{Bug, Observer, World, archive, below, dawdle, digest_of, once_in, value_of};
+use super::{
+    Bug, Observer, TestEnvironment, archive, digest_of, one_in, random_below, value_of,
+    yield_randomly,
+};
 use crate::blob::Volume;
 use crate::blob::backend::MemoryVolume;
 use crate::control::layout::folder;
@@ -21,25 +23,28 @@ use crate::ledger::{
 };
 use crate::metadata::backend::MemoryMeta;
 use crate::metadata::{Ledgers, OwnedLedgers, SharedLedgers};
+use crate::testing::schedules::planted_bugs::{TornVolume, UnlockedLedgers};
 
-struct Stage {
+/// State that the tasks share.
+struct Fixture {
     controller: LocalController,
     volume: Arc<dyn Volume>,
-    observer: Observer<Seen>,
+    observer: Observer<Observed>,
     bug: Option<Bug>,
 }
 
+/// Results that the tasks have observed. Versions are identified by epoch and number.
 #[derive(Default)]
-struct Seen {
-    /// What each version is that somebody has seen or was told of.
+struct Observed {
+    /// Value of each version that was read or acknowledged.
     values: BTreeMap<(u32, u64), u64>,
-    /// The number of each identity.
+    /// Epoch and number of each version identity.
     numbers: BTreeMap<VersionId, (u32, u64)>,
-    /// The highest version that was acknowledged.
+    /// The greatest acknowledged version.
     acknowledged: (u32, u64),
 }
 
-/// A job's version.
+/// The version that a job puts.
 #[derive(Clone, Copy)]
 struct Job {
     value: u64,
@@ -52,68 +57,69 @@ fn key() -> Key {
 
 pub(super) fn run(bug: Option<Bug>) {
     shuttle::future::block_on(async move {
-        let ledgers: Arc<dyn Ledgers> = match below(3) {
+        let ledgers: Arc<dyn Ledgers> = match random_below(3) {
             0 => Arc::new(SharedLedgers::new(Arc::new(MemoryMeta::default()))),
             _ => Arc::new(OwnedLedgers::default()),
         };
         let ledgers: Arc<dyn Ledgers> = match bug {
-            Some(Bug::TakesNoTurns) => Arc::new(Hasty(ledgers)),
+            Some(Bug::NoLedgerLock) => Arc::new(UnlockedLedgers(ledgers)),
             _ => ledgers,
         };
-        let torn = Torn::default();
+        let torn = TornVolume::default();
         let volume: Arc<dyn Volume> = match bug {
-            Some(Bug::NamesBeforeItWrites) => Arc::new(torn.clone()),
+            Some(Bug::NameBeforeWrite) => Arc::new(torn.clone()),
             _ => Arc::new(MemoryVolume::default()),
         };
-        let world = Arc::new(World::default());
+        let world = Arc::new(TestEnvironment::default());
         let controller = LocalController::new(ledgers, volume.clone(), world);
-        let stage = Arc::new(Stage { controller, volume, observer: Observer::default(), bug });
+        let fixture = Arc::new(Fixture { controller, volume, observer: Observer::default(), bug });
         let mut tasks = Vec::new();
         for writer in [0, 1] {
-            let tries = if once_in(3) { 2 } else { 1 };
+            let tries = if one_in(3) { 2 } else { 1 };
             for _ in 0..tries {
-                tasks.push(spawn(put(stage.clone(), writer, Job { value: 1, number: 1 })));
+                tasks.push(spawn(put(fixture.clone(), writer, Job { value: 1, number: 1 })));
             }
         }
-        if !once_in(3) {
-            // A job that was started again: for the same number, or the next one.
-            let job = Job { value: 2, number: 1 + below(2) };
+        if !one_in(3) {
+            // A restarted job, which puts the same version number or the next one.
+            let job = Job { value: 2, number: 1 + random_below(2) };
             for writer in [0, 1] {
-                tasks.push(spawn(put(stage.clone(), writer, job)));
+                tasks.push(spawn(put(fixture.clone(), writer, job)));
             }
         }
-        for _ in 0..=below(2) {
-            tasks.push(spawn(get(stage.clone())));
+        for _ in 0..=random_below(2) {
+            tasks.push(spawn(get(fixture.clone())));
         }
-        if bug == Some(Bug::DeletesByMemory) {
-            tasks.push(spawn(sweep(stage.clone())));
+        if bug == Some(Bug::StaleDelete) {
+            tasks.push(spawn(delete_by_stale_state(fixture.clone())));
         }
         for task in tasks {
             task.await.unwrap();
         }
-        stage.end().await;
-        torn.end().await;
-        stage.observer.end();
+        fixture.check_final_state().await;
+        torn.finish_writes().await;
+        fixture.observer.assert_no_violation();
     });
 }
 
-/// A writer's part of a job's version, and perhaps once more.
-async fn put(stage: Arc<Stage>, writer: u32, job: Job) {
-    for _ in 0..=below(2) {
-        match contribute(&stage, writer, job).await {
+/// Puts a writer's part of a job's version, and retries at most once.
+async fn put(fixture: Arc<Fixture>, writer: u32, job: Job) {
+    for _ in 0..=random_below(2) {
+        match contribute(&fixture, writer, job).await {
             Ok(()) => return,
             Err(error) => {
                 let is_refused = !matches!(
                     error.kind(),
                     ErrorKind::Io | ErrorKind::Corrupt | ErrorKind::Rejected | ErrorKind::Busy
                 );
-                stage.observer.must(is_refused, || format!("writer {writer}: {error}"));
+                fixture.observer.check(is_refused, || format!("writer {writer}: {error}"));
             }
         }
     }
 }
 
-async fn contribute(stage: &Stage, writer: u32, job: Job) -> Result<(), Error> {
+/// Puts a writer's part of a job's version. May withdraw it, or drop its future.
+async fn contribute(fixture: &Fixture, writer: u32, job: Job) -> Result<(), Error> {
     let bytes = archive(writer, job.value);
     let len = u64::try_from(bytes.len()).unwrap();
     let proposal = Proposal {
@@ -121,7 +127,7 @@ async fn contribute(stage: &Stage, writer: u32, job: Job) -> Result<(), Error> {
         writers: [0, 1].into_iter().collect(),
         writers_defaulted: false,
         job: Some(JobId(format!("job {}", job.value))),
-        call: None,
+        sequence: None,
         number: Some(job.number),
         rewind: false,
         durability: Durability::Memory,
@@ -129,17 +135,17 @@ async fn contribute(stage: &Stage, writer: u32, job: Job) -> Result<(), Error> {
         device: None,
         timeout: Duration::from_hours(1),
     };
-    let mut begun = stage.controller.begin(&key(), proposal).await?;
+    let mut begun = fixture.controller.begin(&key(), proposal).await?;
     let place = (begun.epoch, begun.number);
-    stage.note(begun.id, place);
+    fixture.check_number(begun.id, place);
     if begun.committed.is_none() {
         for part in &mut begun.contribution.parts(&[len]) {
             part.write(bytes)?;
         }
     }
-    dawdle().await;
-    match below(12) {
-        // Its future is dropped.
+    yield_randomly().await;
+    match random_below(12) {
+        // The future is dropped.
         0 => {
             drop(begun.contribution);
             return Ok(());
@@ -151,23 +157,23 @@ async fn contribute(stage: &Stage, writer: u32, job: Job) -> Result<(), Error> {
         _ => {}
     }
     let progress = begun.contribution.commit(digest_of(writer, job.value)).await?.progress;
-    let says = progress.visible || progress.missing != WriterSet::default();
-    stage.observer.must(says, || format!("writer {writer} hears nothing of {place:?}"));
+    let has_progress = progress.visible || progress.missing != WriterSet::default();
+    fixture.observer.check(has_progress, || format!("writer {writer} hears nothing of {place:?}"));
     if progress.visible {
-        stage.learn(place, job.value);
-        let mut seen = stage.observer.seen();
-        seen.acknowledged = seen.acknowledged.max(place);
+        fixture.check_value(place, job.value);
+        let mut observed = fixture.observer.observed();
+        observed.acknowledged = observed.acknowledged.max(place);
     }
     Ok(())
 }
 
-/// A reader.
-async fn get(stage: Arc<Stage>) {
+/// Reads the newest version twice. Versions must be complete, and must not become older.
+async fn get(fixture: Arc<Fixture>) {
     let mut last = (0, 0);
     for _ in 0..2 {
-        dawdle().await;
-        let floor = stage.observer.seen().acknowledged.max(last);
-        match stage.controller.locate(&key(), Selector::Newest).await {
+        yield_randomly().await;
+        let floor = fixture.observer.observed().acknowledged.max(last);
+        match fixture.controller.locate(&key(), Selector::Newest).await {
             Ok(located) => {
                 let archives = located.archives.values();
                 let values: Vec<_> =
@@ -179,71 +185,71 @@ async fn get(stage: Arc<Stage>) {
                         *one
                     }
                     mix => {
-                        stage.observer.must(false, || format!("{mix:?} is a version"));
+                        fixture.observer.check(false, || format!("{mix:?} is a version"));
                         return;
                     }
                 };
-                let place = stage.observer.seen().numbers[&located.id];
-                stage.learn(place, value);
-                stage.observer.must(place >= floor, || format!("{place:?} after {floor:?}"));
+                let place = fixture.observer.observed().numbers[&located.id];
+                fixture.check_value(place, value);
+                fixture.observer.check(place >= floor, || format!("{place:?} after {floor:?}"));
                 last = place;
             }
             Err(error) => {
                 let is_missing = error.kind() == ErrorKind::NotFound && floor == (0, 0);
-                stage.observer.must(is_missing, || format!("after {floor:?}: {error}"));
+                fixture.observer.check(is_missing, || format!("after {floor:?}: {error}"));
             }
         }
     }
 }
 
-/// Deletes what was to be deleted some time ago.
-async fn sweep(stage: Arc<Stage>) {
+/// Deletes data according to an outdated state: [`Bug::DeletesByMemory`].
+async fn delete_by_stale_state(fixture: Arc<Fixture>) {
     for _ in 0..3 {
-        let state = stage.controller.state(&key()).await.unwrap();
+        let state = fixture.controller.state(&key()).await.unwrap();
         for _ in 0..3 {
-            dawdle().await;
+            yield_randomly().await;
         }
         for effect in pending(&state) {
             let Effect::Delete { id, .. } = effect else { continue };
             let deleted = state.versions().find(|version| version.id == id);
             let folder = folder(&key(), deleted.expect("what is owed is of a version"));
-            for name in stage.volume.list(&folder).unwrap() {
-                stage.volume.delete(&format!("{folder}/{name}")).unwrap();
+            for name in fixture.volume.list(&folder).unwrap() {
+                fixture.volume.delete(&format!("{folder}/{name}")).unwrap();
             }
         }
     }
 }
 
-impl Stage {
-    /// An identity has one number.
-    fn note(&self, id: VersionId, place: (u32, u64)) {
-        let known = *self.observer.seen().numbers.entry(id).or_insert(place);
-        self.observer.must(known == place, || format!("{id} is {known:?} and {place:?}"));
+impl Fixture {
+    /// Checks that a version identity always has the same epoch and number.
+    fn check_number(&self, id: VersionId, place: (u32, u64)) {
+        let known = *self.observer.observed().numbers.entry(id).or_insert(place);
+        self.observer.check(known == place, || format!("{id} is {known:?} and {place:?}"));
     }
 
-    /// A number has one value.
-    fn learn(&self, place: (u32, u64), value: u64) {
-        let known = *self.observer.seen().values.entry(place).or_insert(value);
-        self.observer.must(known == value, || format!("{place:?} is {known} and {value}"));
+    /// Checks that a version always has the same value.
+    fn check_value(&self, place: (u32, u64), value: u64) {
+        let known = *self.observer.observed().values.entry(place).or_insert(value);
+        self.observer.check(known == value, || format!("{place:?} is {known} and {value}"));
     }
 
-    /// All have ended: nothing is owed, nothing is left but what the ledger has.
-    async fn end(&self) {
-        // Who was not waited for withdraws some time.
-        while self.controller.users() > 1 {
+    /// Checks the final state: no pending effects, and no data other than that of the ledger.
+    async fn check_final_state(&self) {
+        // A contribution whose future was dropped is withdrawn in the background.
+        while self.controller.reference_count() > 1 {
             yield_now().await;
         }
         if self.bug.is_some() {
             return;
         }
         let state = self.controller.state(&key()).await.unwrap();
-        let owed = pending(&state);
-        self.observer.must(owed.is_empty(), || format!("{owed:?} are owed"));
+        let effects = pending(&state);
+        self.observer.check(effects.is_empty(), || format!("{effects:?} are owed"));
         let head = state.head().map_or((0, 0), |head| (head.epoch, head.number));
-        let acknowledged = self.observer.seen().acknowledged;
-        self.observer.must(head >= acknowledged, || format!("{head:?} of {acknowledged:?}"));
+        let acknowledged = self.observer.observed().acknowledged;
+        self.observer.check(head >= acknowledged, || format!("{head:?} of {acknowledged:?}"));
         self.controller.delete(&key(), Selection::All).await.unwrap();
         let left = self.volume.list(&key().to_path()).unwrap();
-        self.observer.must(left.is_empty(), || format!("{left:?} are left"));
+        self.observer.check(left.is_empty(), || format!("{left:?} are left"));
     }
 }

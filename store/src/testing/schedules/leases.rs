@@ -1,4 +1,6 @@
-//! Leases of a daemon: versions that come and go while readers hold them, and some of the readers are lost.
+//! Scenario "leases": versions of a daemon are replaced and deleted while readers hold leases.
+//!
+//! Some readers are lost.
 
 #![expect(
     clippy::unwrap_used,
@@ -11,9 +13,9 @@ use std::time::Duration;
 
 use crate::control::layout::{archives, folder};
 use crate::control::{Catalog, Proposal};
-use crate::daemon::elsewhere::Elsewhere;
-use crate::daemon::house::{House, Leased};
-use crate::daemon::tiers::{Place, Tiers};
+use crate::daemon::remote_blobs::RemoteBlobIndex;
+use crate::daemon::state::{DaemonState, LocatedVersion};
+use crate::daemon::tiered::{BlobLocation, TieredVolume};
 use crate::engine::local::LocalController;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::sync::spawn;
@@ -23,23 +25,25 @@ use crate::metadata::OwnedLedgers;
 use crate::net::tls::Identity;
 use crate::shm::{PeerId, Pool};
 use crate::testing::schedules::{
-    Bug, Observer, World, archive, dawdle, digest_of, once_in, value_of,
+    Bug, Observer, TestEnvironment, archive, digest_of, one_in, value_of, yield_randomly,
 };
 
-/// Enough for all: the pool has its own subject.
+/// Memory limit of the pool in bytes. It is never reached: the scenario "pool" tests that.
 const LIMIT: u64 = 64 << 20;
 
-struct Stage {
-    house: House,
+/// State that the tasks share.
+struct Fixture {
+    house: DaemonState,
     controller: LocalController,
-    world: Arc<World>,
-    observer: Observer<Seen>,
+    world: Arc<TestEnvironment>,
+    observer: Observer<Observed>,
     bug: Option<Bug>,
 }
 
+/// Results that the tasks have observed.
 #[derive(Default)]
-struct Seen {
-    /// The value of each version that is visible, or was.
+struct Observed {
+    /// Value of each version that was read, by version number.
     values: BTreeMap<u64, u64>,
 }
 
@@ -50,90 +54,90 @@ fn key() -> Key {
 pub(crate) fn run(bug: Option<Bug>) {
     shuttle::future::block_on(async move {
         let pool = Arc::new(Pool::new(LIMIT));
-        let tiers = Tiers::new(pool, None, Elsewhere::new(Identity::default()));
-        let world = Arc::new(World::default());
+        let tiers = TieredVolume::new(pool, None, RemoteBlobIndex::new(Identity::default()));
+        let world = Arc::new(TestEnvironment::default());
         let ledgers = Arc::new(OwnedLedgers::default());
         let controller = LocalController::new(ledgers, Arc::new(tiers.clone()), world.clone());
-        let house = House::new(Arc::new(controller.clone()), tiers);
-        let stage =
-            Arc::new(Stage { house, controller, world, observer: Observer::default(), bug });
-        stage.put(0).await;
-        let mut tasks = vec![spawn(put(stage.clone())), spawn(get(stage.clone(), 2))];
-        if once_in(2) {
-            tasks.push(spawn(get(stage.clone(), 3)));
+        let house = DaemonState::new(Arc::new(controller.clone()), tiers);
+        let fixture =
+            Arc::new(Fixture { house, controller, world, observer: Observer::default(), bug });
+        fixture.put(0).await;
+        let mut tasks = vec![spawn(put(fixture.clone())), spawn(get(fixture.clone(), 2))];
+        if one_in(2) {
+            tasks.push(spawn(get(fixture.clone(), 3)));
         }
-        if once_in(2) {
-            tasks.push(spawn(delete(stage.clone())));
+        if one_in(2) {
+            tasks.push(spawn(delete(fixture.clone())));
         }
         for task in tasks {
             task.await.unwrap();
         }
-        stage.end().await;
-        stage.observer.end();
+        fixture.check_final_state().await;
+        fixture.observer.assert_no_violation();
     });
 }
 
-async fn put(stage: Arc<Stage>) {
+async fn put(fixture: Arc<Fixture>) {
     for value in 1..4 {
-        stage.put(value).await;
-        dawdle().await;
+        fixture.put(value).await;
+        yield_randomly().await;
     }
 }
 
-/// A reader of the same host, until its process ends.
-async fn get(stage: Arc<Stage>, peer: PeerId) {
-    stage.house.join(peer, (0, None), "a reader".into());
+/// Reads the newest version twice on the same host, and then ends its process.
+async fn get(fixture: Arc<Fixture>, peer: PeerId) {
+    fixture.house.add_peer(peer, (0, None), "a reader".into());
     for _ in 0..2 {
-        let leased = match stage.lease(peer).await {
+        let leased = match fixture.lease(peer).await {
             Ok(leased) => leased,
             Err(error) => {
                 let is_missing = error.kind() == ErrorKind::NotFound;
-                stage.observer.must(is_missing, || format!("reader {peer}: {error}"));
+                fixture.observer.check(is_missing, || format!("reader {peer}: {error}"));
                 continue;
             }
         };
         let (lease, number, name) = leased;
-        let Some(near) = stage.house.pool.open(&name).unwrap() else {
-            stage.observer.must(false, || format!("version {number} is leased and not there"));
+        let Some(near) = fixture.house.pool.open(&name).unwrap() else {
+            fixture.observer.check(false, || format!("version {number} is leased and not there"));
             continue;
         };
         let bytes = near.blob.bytes().unwrap();
         let value = value_of(bytes);
-        stage.learn(number, value);
-        dawdle().await;
-        // The right to new reads ends, not what is read.
-        if once_in(6) {
-            stage.world.pass(Duration::from_mins(11));
+        fixture.check_value(number, value);
+        yield_randomly().await;
+        // The lease expires, which ends the right to new reads. The mapped bytes stay unchanged.
+        if one_in(6) {
+            fixture.world.advance(Duration::from_mins(11));
         }
-        let is_lost = once_in(5);
+        let is_lost = one_in(5);
         if is_lost {
-            let is_said = stage.bug != Some(Bug::LosesSilently);
-            stage.house.lose(peer, is_said).await;
-        } else if let Some(lease) = lease.filter(|_| stage.bug == Some(Bug::ReleasesTooSoon)) {
-            stage.house.release(peer, lease).await;
+            let is_reported = fixture.bug != Some(Bug::UnreportedReaderLoss);
+            fixture.house.remove_peer(peer, is_reported).await;
+        } else if let Some(lease) = lease.filter(|_| fixture.bug == Some(Bug::EarlyLeaseRelease)) {
+            fixture.house.release(peer, lease).await;
         }
-        dawdle().await;
+        yield_randomly().await;
         let is_same = value == value_of(bytes);
-        stage.observer.must(is_same, || format!("version {number} changes under its reader"));
+        fixture.observer.check(is_same, || format!("version {number} changes under its reader"));
         drop(near);
         if is_lost {
             break;
         }
         if let Some(lease) = lease {
-            stage.house.release(peer, lease).await;
+            fixture.house.release(peer, lease).await;
         }
     }
-    stage.house.lose(peer, true).await;
-    stage.house.pool.exited(peer);
+    fixture.house.remove_peer(peer, true).await;
+    fixture.house.pool.record_exit(peer);
 }
 
-async fn delete(stage: Arc<Stage>) {
-    dawdle().await;
-    stage.controller.delete(&key(), Selection::All).await.unwrap();
+async fn delete(fixture: Arc<Fixture>) {
+    yield_randomly().await;
+    fixture.controller.delete(&key(), Selection::All).await.unwrap();
 }
 
-impl Stage {
-    /// A put as sessions make it.
+impl Fixture {
+    /// Puts a version like a session of the daemon.
     async fn put(&self, value: u64) {
         let bytes = archive(0, value);
         let len = u64::try_from(bytes.len()).unwrap();
@@ -142,7 +146,7 @@ impl Stage {
             writers: WriterSet::one(0),
             writers_defaulted: false,
             job: None,
-            call: None,
+            sequence: None,
             number: None,
             rewind: false,
             durability: Durability::Memory,
@@ -150,18 +154,18 @@ impl Stage {
             device: None,
             timeout: Duration::from_hours(1),
         };
-        let (registry, pool) = (&self.house.registry, &self.house.pool);
+        let (registry, pool) = (&self.house.control_plane, &self.house.pool);
         let put = async {
             let (place, _) = registry.open(&key(), &proposal, &|| true).await?;
             let path = place.path(0);
-            // What is as small goes into a slab. New segments take long to make, so there are few of them
-            // where they find nothing.
-            let is_small = !once_in(if self.bug.is_some() { 2 } else { 5 });
+            // Small blobs go into a slab, large ones into their own segment. Segments are slow to create, so they are
+            // rare unless they help to find a planted bug.
+            let is_small = !one_in(if self.bug.is_some() { 2 } else { 5 });
             if is_small {
                 pool.write(&path, bytes).unwrap().unwrap();
             } else {
-                let mut writing = pool.write_own(len).unwrap().unwrap();
-                dawdle().await;
+                let mut writing = pool.begin_blob(len).unwrap().unwrap();
+                yield_randomly().await;
                 writing.bytes_mut().copy_from_slice(bytes);
                 writing.publish(&path).unwrap();
             }
@@ -175,53 +179,54 @@ impl Stage {
         };
         match put.await {
             Ok(progress) => {
-                self.observer.must(progress.visible, || format!("{value} is not visible"));
+                self.observer.check(progress.visible, || format!("{value} is not visible"));
             }
-            // Deleted while it was open, or too old: the clock makes leaps.
+            // The open version was deleted, or expired because the clock jumped.
             Err(error) => {
-                let is_said = matches!(error.kind(), ErrorKind::Overtaken | ErrorKind::Refused);
-                self.observer.must(is_said, || format!("a put of {value}: {error}"));
+                let is_expected = matches!(error.kind(), ErrorKind::Overtaken | ErrorKind::Refused);
+                self.observer.check(is_expected, || format!("a put of {value}: {error}"));
             }
         }
     }
 
-    /// The newest version: a lease, its number, and the name of its archive.
+    /// Leases the newest version. Returns the lease, the version number and the name of the archive.
     async fn lease(&self, peer: PeerId) -> Result<(Option<LeaseId>, u64, String)> {
-        if self.bug == Some(Bug::LeasesNothing) {
+        if self.bug == Some(Bug::NoLease) {
             let state = self.controller.state(&key()).await?;
-            let head = state.found(Selector::Newest);
-            let head = head.map_err(|refusal| Error::refused(key(), refusal))?;
+            let head = state.select(Selector::Newest);
+            let head = head.map_err(|refusal| Error::from_refusal(key(), refusal))?;
             let name = archives(head).remove(0);
             return Ok((None, head.number, format!("{}/{name}", folder(&key(), head))));
         }
-        let Leased { grant, archives, .. } =
+        let LocatedVersion { grant, archives, .. } =
             self.house.lease(peer, &key(), Selector::Newest).await?;
-        let is_here = archives.values().all(|place| matches!(place, Place::Here(_)));
-        self.observer.must(is_here, || format!("version {} is elsewhere", grant.number));
+        let is_local = archives.values().all(|place| matches!(place, BlobLocation::Local(_)));
+        self.observer.check(is_local, || format!("version {} is elsewhere", grant.number));
         let name = grant.archives.into_values().next().unwrap();
         Ok((Some(grant.lease), grant.number, name))
     }
 
-    /// A number has one value.
-    fn learn(&self, number: u64, value: Option<(u32, u64)>) {
+    /// Checks that a version always has the same value.
+    fn check_value(&self, number: u64, value: Option<(u32, u64)>) {
         let Some((0, value)) = value else {
-            self.observer.must(false, || format!("version {number} is {value:?}"));
+            self.observer.check(false, || format!("version {number} is {value:?}"));
             return;
         };
-        let known = *self.observer.seen().values.entry(number).or_insert(value);
-        self.observer.must(known == value, || format!("{number} is {known} and {value}"));
+        let known = *self.observer.observed().values.entry(number).or_insert(value);
+        self.observer.check(known == value, || format!("{number} is {known} and {value}"));
     }
 
-    /// Nobody reads any more: nothing is held, and nothing stays when it is deleted.
-    async fn end(&self) {
-        let held = self.house.status().leases;
-        self.observer.must(held.is_empty(), || format!("{held:?} are held"));
+    /// Checks the final state: no leases, and after a deletion of all versions no data.
+    async fn check_final_state(&self) {
+        let leases = self.house.status().leases;
+        self.observer.check(leases.is_empty(), || format!("{leases:?} are held"));
         self.controller.delete(&key(), Selection::All).await.unwrap();
         let state = self.controller.state(&key()).await.unwrap();
-        let (owed, count) = (pending(&state), state.versions().count());
-        self.observer.must(owed.is_empty() && count == 0, || format!("{count}, {owed:?}"));
+        let (effects, count) = (pending(&state), state.versions().count());
+        self.observer.check(effects.is_empty() && count == 0, || format!("{count}, {effects:?}"));
         let (memory, names) = (self.house.pool.status(), self.house.pool.names(""));
-        self.observer.must(names.is_empty(), || format!("{names:?} are left"));
-        self.observer.must(memory.used == memory.warm, || format!("memory is left: {memory:?}"));
+        self.observer.check(names.is_empty(), || format!("{names:?} are left"));
+        self.observer
+            .check(memory.used == memory.free_bytes, || format!("memory is left: {memory:?}"));
     }
 }

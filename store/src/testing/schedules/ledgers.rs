@@ -1,31 +1,34 @@
-//! Ledgers of keys: tasks that take turns and advance them, or not, that watch them, and that stop waiting.
+//! Scenario "ledgers": tasks acquire ledgers, advance them or not, watch them, and cancel their waits.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Bug, Observer, below, dawdle, once_in};
+use super::{Bug, Observer, one_in, random_below, yield_randomly};
 use crate::io::sync::{select, spawn};
 use crate::key::Key;
 use crate::ledger::State;
 use crate::metadata::backend::MemoryMeta;
 use crate::metadata::{Ledgers, OwnedLedgers, SharedLedgers, save};
 
-/// For ever, as shuttle's clock sees it.
+/// A timeout that shuttle's clock never reaches.
 const FOREVER: Duration = Duration::from_hours(24 * 800);
 
-struct Stage {
+/// State that the tasks share.
+struct Fixture {
     ledgers: Arc<dyn Ledgers>,
-    /// The same, if it is this process alone that has them.
+    /// The same ledgers, if this process owns them.
     owned: Option<OwnedLedgers>,
-    observer: Observer<Seen>,
+    observer: Observer<Steps>,
     bug: Option<Bug>,
 }
 
-/// How far the ledger of the key came: it counts how often it was advanced.
+/// Number of steps by which the ledger was advanced.
 #[derive(Default)]
-struct Seen {
+struct Steps {
+    /// Steps that have begun.
     begun: u32,
+    /// Steps that are complete.
     done: u32,
 }
 
@@ -33,24 +36,24 @@ fn key() -> Key {
     Key::new("policy").unwrap()
 }
 
-/// Nobody ever writes this one.
-fn unwritten() -> Key {
+/// Returns a key that is never written.
+fn unwritten_key() -> Key {
     Key::new("nothing").unwrap()
 }
 
-fn counted(state: &State) -> u32 {
-    // What a key keeps is one to begin with, and nothing else looks at it here.
-    (1..100).find(|keep| *state == counting(*keep)).unwrap() - 1
+/// Returns the number of steps of a ledger. Its `keep`, which is 1 initially, serves as the counter.
+fn step_count(state: &State) -> u32 {
+    (1..100).find(|keep| *state == state_with_keep(*keep)).unwrap() - 1
 }
 
-fn counting(keep: u32) -> State {
-    State::keeping(NonZeroU32::new(keep).unwrap())
+fn state_with_keep(keep: u32) -> State {
+    State::with_keep(NonZeroU32::new(keep).unwrap())
 }
 
 pub(super) fn run(bug: Option<Bug>) {
     shuttle::future::block_on(async move {
         let meta = Arc::new(MemoryMeta::default());
-        let kind = if bug.is_some() { 0 } else { below(4) };
+        let kind = if bug.is_some() { 0 } else { random_below(4) };
         let owned = match kind {
             0 | 1 => Some(OwnedLedgers::default()),
             2 => Some(OwnedLedgers::default().recover(meta.clone()).await.unwrap()),
@@ -60,113 +63,116 @@ pub(super) fn run(bug: Option<Bug>) {
             Some(owned) => Arc::new(owned.clone()),
             None => Arc::new(SharedLedgers::new(meta.clone())),
         };
-        let stage = Arc::new(Stage { ledgers, owned, observer: Observer::default(), bug });
-        let writers: Vec<u32> = (0..2).map(|_| u32::try_from(below(2)).unwrap() + 1).collect();
+        let fixture = Arc::new(Fixture { ledgers, owned, observer: Observer::default(), bug });
+        let writers: Vec<u32> =
+            (0..2).map(|_| u32::try_from(random_below(2)).unwrap() + 1).collect();
         let all = writers.iter().sum();
-        let mut tasks = vec![spawn(watch(stage.clone(), all)), spawn(glance(stage.clone()))];
+        let mut tasks =
+            vec![spawn(watch(fixture.clone(), all)), spawn(watch_briefly(fixture.clone()))];
         for times in writers {
-            tasks.push(spawn(advance(stage.clone(), times)));
+            tasks.push(spawn(advance(fixture.clone(), times)));
         }
-        tasks.push(spawn(hesitate(stage.clone())));
+        tasks.push(spawn(acquire_idle(fixture.clone())));
         for task in tasks {
             task.await.unwrap();
         }
-        stage.end(all).await;
+        fixture.check_final_state(all).await;
         if kind == 2 {
             let recovered = OwnedLedgers::default().recover(meta).await.unwrap();
-            let count = counted(&recovered.state(&key()).await.unwrap());
-            stage.observer.must(count == all, || format!("{count} of {all} steps are durable"));
+            let count = step_count(&recovered.state(&key()).await.unwrap());
+            fixture.observer.check(count == all, || format!("{count} of {all} steps are durable"));
         }
-        stage.observer.end();
+        fixture.observer.assert_no_violation();
     });
 }
 
-/// Advances the ledger.
-async fn advance(stage: Arc<Stage>, times: u32) {
+/// Advances the ledger this many times.
+async fn advance(fixture: Arc<Fixture>, times: u32) {
     for _ in 0..times {
-        let before = stage.ledgers.state(&key()).await.unwrap();
-        dawdle().await;
-        let turn = stage.ledgers.turn(&key()).await.unwrap();
-        let count = match stage.bug {
-            Some(Bug::ReadsBeforeItsTurn) => counted(&before),
-            _ => counted(turn.state()),
+        let before = fixture.ledgers.state(&key()).await.unwrap();
+        yield_randomly().await;
+        let turn = fixture.ledgers.lock(&key()).await.unwrap();
+        let count = match fixture.bug {
+            Some(Bug::StaleLedgerState) => step_count(&before),
+            _ => step_count(turn.state()),
         };
         {
-            let mut seen = stage.observer.seen();
+            let mut seen = fixture.observer.observed();
             let (begun, done) = (seen.begun, seen.done);
-            let is_alone = begun == done && (stage.bug.is_some() || count == done);
-            stage.observer.must(is_alone, || format!("a turn at {count} of {done}, {begun}"));
+            let is_alone = begun == done && (fixture.bug.is_some() || count == done);
+            fixture.observer.check(is_alone, || format!("a turn at {count} of {done}, {begun}"));
             seen.begun += 1;
         }
-        dawdle().await;
-        let next = counting(count + 2);
+        yield_randomly().await;
+        let next = state_with_keep(count + 2);
         let saving = {
-            // Whoever has the next turn may have it before this hears of its end.
-            stage.observer.seen().done += 1;
+            // The next task may acquire the ledger before this task learns that its save has ended.
+            fixture.observer.observed().done += 1;
             save(turn, next)
         };
         assert!(saving.await.unwrap());
-        stage.look(count + 1).await;
+        fixture.check_count(count + 1).await;
     }
 }
 
-/// Takes turns and does nothing with them, or does not wait until it has one.
-async fn hesitate(stage: Arc<Stage>) {
-    for key in [key(), unwritten(), key()] {
-        if once_in(2) {
+/// Acquires ledgers without advancing them, or cancels the wait for a ledger.
+async fn acquire_idle(fixture: Arc<Fixture>) {
+    for key in [key(), unwritten_key(), key()] {
+        if one_in(2) {
             select! {
-                turn = stage.ledgers.turn(&key) => drop(turn),
-                () = dawdle() => {}
+                turn = fixture.ledgers.lock(&key) => drop(turn),
+                () = yield_randomly() => {}
             }
         } else {
-            let turn = stage.ledgers.turn(&key).await.unwrap();
-            dawdle().await;
+            let turn = fixture.ledgers.lock(&key).await.unwrap();
+            yield_randomly().await;
             drop(turn);
         }
     }
 }
 
-/// Waits until the ledger is as far as it will come.
-async fn watch(stage: Arc<Stage>, all: u32) {
+/// Waits until the ledger has made all steps.
+async fn watch(fixture: Arc<Fixture>, all: u32) {
     loop {
-        let state = stage.ledgers.state(&key()).await.unwrap();
-        if counted(&state) == all {
+        let state = fixture.ledgers.state(&key()).await.unwrap();
+        if step_count(&state) == all {
             return;
         }
-        stage.ledgers.changed(&key(), &state, FOREVER).await;
+        fixture.ledgers.changed(&key(), &state, FOREVER).await;
     }
 }
 
-/// Waits a while for changes, or until it does not care any more, of a key that nobody writes too.
-async fn glance(stage: Arc<Stage>) {
-    for key in [unwritten(), key(), unwritten()] {
-        let state = stage.ledgers.state(&key).await.unwrap();
-        // Who looks again and again does not wait.
-        let is_over = stage.owned.is_none() || once_in(2);
-        let patience = if is_over { Duration::from_millis(2) } else { FOREVER };
+/// Waits for changes with a short timeout, or cancels the wait. Also for a key that is never written.
+async fn watch_briefly(fixture: Arc<Fixture>) {
+    for key in [unwritten_key(), key(), unwritten_key()] {
+        let state = fixture.ledgers.state(&key).await.unwrap();
+        // Shared ledgers poll, so their waits end by timeout.
+        let has_timeout = fixture.owned.is_none() || one_in(2);
+        let timeout = if has_timeout { Duration::from_millis(2) } else { FOREVER };
         select! {
-            () = stage.ledgers.changed(&key, &state, patience) => {}
-            () = dawdle(), if !is_over => {}
+            () = fixture.ledgers.changed(&key, &state, timeout) => {}
+            () = yield_randomly(), if !has_timeout => {}
         }
-        if stage.bug == Some(Bug::ForgetsWhoWaits) {
-            stage.owned.as_ref().unwrap().forget(&key);
+        if fixture.bug == Some(Bug::EvictsWatchedLedger) {
+            fixture.owned.as_ref().unwrap().remove_slot(&key);
         }
     }
 }
 
-impl Stage {
-    /// What is there is no older than what was done, and no newer than what was begun.
-    async fn look(&self, least: u32) {
-        let count = counted(&self.ledgers.state(&key()).await.unwrap());
-        let begun = self.observer.seen().begun;
-        let is_between = (least..=begun).contains(&count) || self.bug.is_some();
-        self.observer.must(is_between, || format!("{count} is there, of {least} to {begun}"));
+impl Fixture {
+    /// Checks that the ledger has at least `min` steps, and at most those that have begun.
+    async fn check_count(&self, min: u32) {
+        let count = step_count(&self.ledgers.state(&key()).await.unwrap());
+        let begun = self.observer.observed().begun;
+        let is_valid = (min..=begun).contains(&count) || self.bug.is_some();
+        self.observer.check(is_valid, || format!("{count} is there, of {min} to {begun}"));
     }
 
-    async fn end(&self, all: u32) {
-        let count = counted(&self.ledgers.state(&key()).await.unwrap());
-        self.observer.must(count == all, || format!("{count} of {all} steps are there"));
+    /// Checks the final state: all steps are made, and only the written key has a ledger.
+    async fn check_final_state(&self, all: u32) {
+        let count = step_count(&self.ledgers.state(&key()).await.unwrap());
+        self.observer.check(count == all, || format!("{count} of {all} steps are there"));
         let keys = self.ledgers.keys().await.unwrap();
-        self.observer.must(keys == [key()], || format!("{keys:?} are kept"));
+        self.observer.check(keys == [key()], || format!("{keys:?} are kept"));
     }
 }

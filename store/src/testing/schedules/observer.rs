@@ -1,34 +1,38 @@
-//! Who looks on: it keeps what has happened, and what must not have.
+//! An observer of a scenario: records results, and the first violated invariant.
 
 use std::sync::{Mutex, MutexGuard};
 
-/// What has been seen so far. It is locked by the standard library: looking on is no event.
+/// The results that the tasks of a scenario have observed, and the first violated invariant.
+///
+/// Uses locks of the standard library, so that shuttle does not schedule at them.
 #[derive(Default)]
 pub(crate) struct Observer<T> {
-    seen: Mutex<T>,
-    broken: Mutex<Option<String>>,
+    observed: Mutex<T>,
+    violation: Mutex<Option<String>>,
 }
 
 impl<T> Observer<T> {
-    /// What has been seen. Nothing may be waited for while this is kept.
-    pub(crate) fn seen(&self) -> MutexGuard<'_, T> {
-        self.seen.lock().unwrap()
+    /// Returns the observed results. Do not await while this guard is held.
+    pub(crate) fn observed(&self) -> MutexGuard<'_, T> {
+        self.observed.lock().unwrap()
     }
 
-    /// Something must hold. The others go on: whoever panics amid them would hide what it has broken.
-    pub(crate) fn must(&self, holds: bool, otherwise: impl FnOnce() -> String) {
+    /// Records a violation unless `holds`.
+    ///
+    /// Does not panic: other tasks would fail as a consequence, and hide the cause.
+    pub(crate) fn check(&self, holds: bool, message: impl FnOnce() -> String) {
         if !holds {
-            self.broken.lock().unwrap().get_or_insert_with(otherwise);
+            self.violation.lock().unwrap().get_or_insert_with(message);
         }
     }
 
-    /// All have ended.
+    /// Reports the first violation after all tasks have ended.
     ///
     /// # Panics
     ///
-    /// If something did not hold.
-    pub(crate) fn end(&self) {
-        let broken = self.broken.lock().unwrap().take();
-        assert!(broken.is_none(), "{}", broken.unwrap_or_default());
+    /// If an invariant was violated.
+    pub(crate) fn assert_no_violation(&self) {
+        let violation = self.violation.lock().unwrap().take();
+        assert!(violation.is_none(), "{}", violation.unwrap_or_default());
     }
 }

@@ -1,5 +1,4 @@
-//! The pool: writers that fill what they are lent, readers of that, some of which are lost, and whoever deletes;
-//! all in memory that is too small for them.
+//! Scenario "pool": writers, readers of which some are lost, and a task that deletes, in scarce memory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::pending;
@@ -8,46 +7,51 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
-use super::{Bug, Observer, dawdle, once_in};
+use super::{Bug, Observer, one_in, yield_randomly};
 use crate::io::sync::{mpsc, spawn};
-use crate::shm::{Exhausted, PeerId, Pool, SegmentId, Spare};
+use crate::shm::{Evictor, PeerId, Pool, PoolExhausted, SegmentId};
 
-/// What a segment takes.
+/// Size of a segment in bytes: 2 MiB.
 const SEGMENT: u64 = 2 << 20;
 
-/// Two segments, and room for what is small.
+/// Memory limit of the pool in bytes: two segments, and 4 MiB for small blobs.
 const LIMIT: u64 = (4 << 20) + 2 * SEGMENT;
 
-/// Who is there: two writers, then two readers. The daemon itself writes as well.
+/// The daemon, which writes too. Peers 1 and 2 are the writers, 3 and 4 the readers.
 const DAEMON: PeerId = 0;
 
-/// All of it is needed.
-struct Nothing;
+/// An evictor without evictable blobs.
+struct NothingEvictable;
 
 #[async_trait]
-impl Spare for Nothing {
-    async fn let_go_of_one(&self) -> bool {
+impl Evictor for NothingEvictable {
+    async fn evict_one(&self) -> bool {
         false
     }
 }
 
-struct Stage {
+/// State that the tasks share.
+struct Fixture {
     pool: Arc<Pool>,
-    observer: Observer<Seen>,
+    observer: Observer<Usage>,
     bug: Option<Bug>,
 }
 
+/// Current use of the segments.
 #[derive(Default)]
-struct Seen {
+struct Usage {
+    /// Number of writes so far. Each write has its number as its stamp.
     stamps: u64,
-    /// What was written last.
+    /// Stamp of the last write of each segment.
     contents: BTreeMap<SegmentId, u64>,
-    written: BTreeSet<SegmentId>,
-    read: BTreeMap<(PeerId, SegmentId), u64>,
+    /// Segments that are being written.
+    writing: BTreeSet<SegmentId>,
+    /// Number of reads in progress.
+    reading: BTreeMap<(PeerId, SegmentId), u64>,
     mapped: BTreeSet<(PeerId, SegmentId)>,
 }
 
-/// Something that has a name, and what is in it.
+/// A blob, and the stamp of its contents.
 #[derive(Clone)]
 struct Blob {
     name: String,
@@ -57,158 +61,169 @@ struct Blob {
 pub(super) fn run(bug: Option<Bug>) {
     shuttle::future::block_on(async move {
         let (pool, observer) = (Arc::new(Pool::new(LIMIT)), Observer::default());
-        let stage = Arc::new(Stage { pool, observer, bug });
+        let fixture = Arc::new(Fixture { pool, observer, bug });
         let mut listeners = Vec::new();
         let mut tasks = Vec::new();
         for reader in [3, 4] {
-            if reader == 3 || once_in(2) {
-                let (named, names) = mpsc::unbounded_channel();
-                listeners.push(named);
-                tasks.push(spawn(read(stage.clone(), reader, names)));
+            if reader == 3 || one_in(2) {
+                let (sender, blobs) = mpsc::unbounded_channel();
+                listeners.push(sender);
+                tasks.push(spawn(read(fixture.clone(), reader, blobs)));
             }
         }
-        let (named, names) = mpsc::unbounded_channel();
-        listeners.push(named);
-        tasks.push(spawn(delete(stage.clone(), names)));
+        let (sender, blobs) = mpsc::unbounded_channel();
+        listeners.push(sender);
+        tasks.push(spawn(delete(fixture.clone(), blobs)));
         for writer in [1, 2] {
-            tasks.push(spawn(write(stage.clone(), writer, listeners.clone())));
+            tasks.push(spawn(write(fixture.clone(), writer, listeners.clone())));
         }
-        if once_in(4) {
-            tasks.push(spawn(copy(stage.clone(), listeners.clone())));
+        if one_in(4) {
+            tasks.push(spawn(copy(fixture.clone(), listeners.clone())));
         }
         drop(listeners);
         for task in tasks {
             task.await.unwrap();
         }
-        stage.empty();
-        stage.observer.end();
+        fixture.check_empty();
+        fixture.observer.assert_no_violation();
     });
 }
 
-/// A writer, until its process ends.
-async fn write(stage: Arc<Stage>, peer: PeerId, listeners: Vec<mpsc::UnboundedSender<Blob>>) {
-    let unmapping = spawn(unmap(stage.clone(), peer, stage.pool.join(peer)));
+/// Writes two segments, and then ends the process of the writer.
+async fn write(fixture: Arc<Fixture>, peer: PeerId, listeners: Vec<mpsc::UnboundedSender<Blob>>) {
+    let unmapping = spawn(unmap(fixture.clone(), peer, fixture.pool.add_peer(peer)));
     for round in 0..2 {
-        let lent = stage.room(|pool| pool.lend(peer, SEGMENT)).await;
-        if lent.memory.is_some() {
-            stage.observer.seen().mapped.insert((peer, lent.segment));
+        let target = fixture.with_memory(|pool| pool.acquire_segment(peer, SEGMENT)).await;
+        if target.memory.is_some() {
+            fixture.observer.observed().mapped.insert((peer, target.segment));
         }
-        let stamp = stage.begin_write(peer, lent.segment);
-        dawdle().await;
-        stage.observer.seen().written.remove(&lent.segment);
-        if once_in(5) {
-            stage.pool.give_back(peer, lent.segment);
+        let stamp = fixture.begin_write(peer, target.segment);
+        yield_randomly().await;
+        fixture.observer.observed().writing.remove(&target.segment);
+        if one_in(5) {
+            fixture.pool.release_segment(peer, target.segment);
             continue;
         }
         let name = format!("{peer}/{round}");
-        stage.pool.publish(peer, lent.segment, &name, SEGMENT).unwrap();
-        stage.tell(&listeners, &Blob { name, stamp });
+        fixture.pool.publish(peer, target.segment, &name, SEGMENT).unwrap();
+        fixture.announce(&listeners, &Blob { name, stamp });
     }
-    // Whoever leaves amid a loan has it taken back.
-    if once_in(4) {
-        let lent = stage.room(|pool| pool.lend(peer, SEGMENT)).await;
-        if lent.memory.is_some() {
-            stage.observer.seen().mapped.insert((peer, lent.segment));
+    // The pool reclaims the segment of a writer that leaves during a write.
+    if one_in(4) {
+        let target = fixture.with_memory(|pool| pool.acquire_segment(peer, SEGMENT)).await;
+        if target.memory.is_some() {
+            fixture.observer.observed().mapped.insert((peer, target.segment));
         }
     }
-    stage.pool.leave(peer);
-    stage.exit(peer).await;
+    fixture.pool.remove_peer(peer);
+    fixture.exit(peer).await;
     unmapping.await.unwrap();
 }
 
-/// The daemon, which copies something under another name first.
-async fn copy(stage: Arc<Stage>, listeners: Vec<mpsc::UnboundedSender<Blob>>) {
-    let writing = stage.room(|pool| pool.write_own(SEGMENT)).await;
+/// Writes a blob as the daemon: under a temporary name first, and then renames it.
+async fn copy(fixture: Arc<Fixture>, listeners: Vec<mpsc::UnboundedSender<Blob>>) {
+    let writing = fixture.with_memory(|pool| pool.begin_blob(SEGMENT)).await;
     writing.publish("unproven").unwrap();
-    let span = stage.pool.span("unproven").unwrap();
-    let stamp = stage.begin_write(DAEMON, span.segment);
-    stage.observer.seen().written.remove(&span.segment);
-    assert!(stage.pool.rename("unproven", "copy"));
-    stage.tell(&listeners, &Blob { name: "copy".into(), stamp });
+    let span = fixture.pool.span("unproven").unwrap();
+    let stamp = fixture.begin_write(DAEMON, span.segment);
+    fixture.observer.observed().writing.remove(&span.segment);
+    assert!(fixture.pool.rename("unproven", "copy"));
+    fixture.announce(&listeners, &Blob { name: "copy".into(), stamp });
 }
 
-/// A reader, until its process ends.
-async fn read(stage: Arc<Stage>, peer: PeerId, mut names: mpsc::UnboundedReceiver<Blob>) {
-    let unmapping = spawn(unmap(stage.clone(), peer, stage.pool.join(peer)));
-    while let Some(blob) = names.recv().await {
-        let held = [blob.name.clone()];
+/// Reads the announced blobs, and then ends the process of the reader.
+///
+/// The reader may be lost during a read.
+async fn read(fixture: Arc<Fixture>, peer: PeerId, mut blobs: mpsc::UnboundedReceiver<Blob>) {
+    let unmapping = spawn(unmap(fixture.clone(), peer, fixture.pool.add_peer(peer)));
+    while let Some(blob) = blobs.recv().await {
+        let names = [blob.name.clone()];
         let mut span = None;
-        if stage.bug == Some(Bug::LooksBeforeItHolds) {
-            span = stage.pool.span(&blob.name);
-            dawdle().await;
+        if fixture.bug == Some(Bug::LookupBeforeHold) {
+            span = fixture.pool.span(&blob.name);
+            yield_randomly().await;
         }
-        stage.pool.hold(&held);
-        if stage.bug != Some(Bug::LooksBeforeItHolds) {
-            span = stage.pool.span(&blob.name);
+        fixture.pool.hold(&names);
+        if fixture.bug != Some(Bug::LookupBeforeHold) {
+            span = fixture.pool.span(&blob.name);
         }
         let Some(span) = span else {
-            stage.pool.let_go(&held);
+            fixture.pool.release(&names);
             continue;
         };
-        match stage.pool.share(peer, span.segment) {
-            Ok(Some(_)) => _ = stage.observer.seen().mapped.insert((peer, span.segment)),
+        match fixture.pool.share(peer, span.segment) {
+            Ok(Some(_)) => _ = fixture.observer.observed().mapped.insert((peer, span.segment)),
             Ok(None) => {}
             Err(error) => {
-                stage.observer.must(false, || format!("`{}` is held: {error}", blob.name));
-                stage.pool.let_go(&held);
+                fixture.observer.check(false, || format!("`{}` is held: {error}", blob.name));
+                fixture.pool.release(&names);
                 continue;
             }
         }
-        stage.begin_read(peer, span.segment, &blob);
-        dawdle().await;
-        let is_lost = once_in(6);
+        fixture.begin_read(peer, span.segment, &blob);
+        yield_randomly().await;
+        let is_lost = one_in(6);
         if is_lost {
-            if stage.bug != Some(Bug::LosesSilently) {
-                stage.pool.suspect(&blob.name);
+            if fixture.bug != Some(Bug::UnreportedReaderLoss) {
+                fixture.pool.block_recycling(&blob.name);
             }
-            stage.pool.leave(peer);
-            stage.pool.let_go(&held);
-            dawdle().await;
-        } else if stage.bug == Some(Bug::LetsGoTooSoon) {
-            stage.pool.let_go(&held);
-            dawdle().await;
+            fixture.pool.remove_peer(peer);
+            fixture.pool.release(&names);
+            yield_randomly().await;
+        } else if fixture.bug == Some(Bug::EarlyHoldRelease) {
+            fixture.pool.release(&names);
+            yield_randomly().await;
         }
-        stage.end_read(peer, span.segment, &blob);
+        fixture.end_read(peer, span.segment, &blob);
         if is_lost {
-            stage.exit(peer).await;
+            fixture.exit(peer).await;
             return unmapping.await.unwrap();
         }
-        if stage.bug != Some(Bug::LetsGoTooSoon) {
-            stage.pool.let_go(&held);
+        if fixture.bug != Some(Bug::EarlyHoldRelease) {
+            fixture.pool.release(&names);
         }
-        stage.account();
+        fixture.check_used_bytes();
     }
-    stage.pool.leave(peer);
-    stage.exit(peer).await;
+    fixture.pool.remove_peer(peer);
+    fixture.exit(peer).await;
     unmapping.await.unwrap();
 }
 
-async fn delete(stage: Arc<Stage>, mut names: mpsc::UnboundedReceiver<Blob>) {
-    while let Some(blob) = names.recv().await {
-        dawdle().await;
-        stage.pool.delete(&blob.name);
-        stage.account();
+async fn delete(fixture: Arc<Fixture>, mut blobs: mpsc::UnboundedReceiver<Blob>) {
+    while let Some(blob) = blobs.recv().await {
+        yield_randomly().await;
+        fixture.pool.delete(&blob.name);
+        fixture.check_used_bytes();
     }
 }
 
-/// A peer unmaps what it is told to.
-async fn unmap(stage: Arc<Stage>, peer: PeerId, mut segments: mpsc::UnboundedReceiver<SegmentId>) {
+/// Unmaps the segments of a peer that the pool retires.
+async fn unmap(
+    fixture: Arc<Fixture>,
+    peer: PeerId,
+    mut segments: mpsc::UnboundedReceiver<SegmentId>,
+) {
     while let Some(segment) = segments.recv().await {
-        let is_read = stage.observer.seen().read.contains_key(&(peer, segment));
-        stage.observer.must(!is_read, || format!("{peer} reads {segment}, which is retired"));
-        stage.observer.seen().mapped.remove(&(peer, segment));
-        stage.pool.unmapped(peer, segment);
+        let is_read = fixture.observer.observed().reading.contains_key(&(peer, segment));
+        fixture.observer.check(!is_read, || format!("{peer} reads {segment}, which is retired"));
+        fixture.observer.observed().mapped.remove(&(peer, segment));
+        fixture.pool.record_unmap(peer, segment);
     }
 }
 
-impl Stage {
-    /// Waits for room, however long it takes.
-    async fn room<T>(
+impl Fixture {
+    /// Repeats `work` until there is enough memory for it, without a timeout.
+    async fn with_memory<T>(
         &self,
-        mut work: impl FnMut(&Arc<Pool>) -> io::Result<Result<T, Exhausted>>,
+        mut work: impl FnMut(&Arc<Pool>) -> io::Result<Result<T, PoolExhausted>>,
     ) -> T {
-        if self.bug != Some(Bug::ListensLate) {
-            return self.pool.when_free(pending(), &Nothing, work).await.unwrap().unwrap();
+        if self.bug != Some(Bug::LateSubscription) {
+            return self
+                .pool
+                .with_memory(pending(), &NothingEvictable, work)
+                .await
+                .unwrap()
+                .unwrap();
         }
         loop {
             match work(&self.pool).unwrap() {
@@ -218,79 +233,81 @@ impl Stage {
         }
     }
 
-    fn tell(&self, listeners: &[mpsc::UnboundedSender<Blob>], blob: &Blob) {
+    /// Sends the name of a blob to the readers and to the task that deletes.
+    fn announce(&self, listeners: &[mpsc::UnboundedSender<Blob>], blob: &Blob) {
         for listener in listeners {
-            // A reader that is lost does not listen.
+            // Lost readers have dropped their receivers.
             let _ = listener.send(blob.clone());
         }
-        self.account();
+        self.check_used_bytes();
     }
 
-    /// Somebody writes something new.
+    /// Begins a write, and checks that the segment is mapped by the writer and used by no other task.
     fn begin_write(&self, peer: PeerId, segment: SegmentId) -> u64 {
-        let mut seen = self.observer.seen();
-        let is_mapped = peer == DAEMON || seen.mapped.contains(&(peer, segment));
-        self.observer.must(is_mapped, || format!("{peer} has not mapped {segment}"));
-        let is_new = seen.written.insert(segment);
-        self.observer.must(is_new, || format!("{segment} is lent twice"));
-        let is_read = seen.read.keys().any(|(_, read)| *read == segment);
-        self.observer.must(!is_read, || format!("{segment} is written while it is read"));
-        seen.stamps += 1;
-        let stamp = seen.stamps;
-        seen.contents.insert(segment, stamp);
+        let mut usage = self.observer.observed();
+        let is_mapped = peer == DAEMON || usage.mapped.contains(&(peer, segment));
+        self.observer.check(is_mapped, || format!("{peer} has not mapped {segment}"));
+        let is_new = usage.writing.insert(segment);
+        self.observer.check(is_new, || format!("{segment} is lent twice"));
+        let is_read = usage.reading.keys().any(|(_, read)| *read == segment);
+        self.observer.check(!is_read, || format!("{segment} is written while it is read"));
+        usage.stamps += 1;
+        let stamp = usage.stamps;
+        usage.contents.insert(segment, stamp);
         stamp
     }
 
     fn begin_read(&self, peer: PeerId, segment: SegmentId, blob: &Blob) {
-        *self.observer.seen().read.entry((peer, segment)).or_default() += 1;
+        *self.observer.observed().reading.entry((peer, segment)).or_default() += 1;
         self.check(segment, blob);
     }
 
     fn end_read(&self, peer: PeerId, segment: SegmentId, blob: &Blob) {
         self.check(segment, blob);
-        self.observer.seen().read.remove(&(peer, segment));
+        self.observer.observed().reading.remove(&(peer, segment));
     }
 
-    /// What is read is what was put.
+    /// Checks that a segment has the contents of a blob, and is not being written.
     fn check(&self, segment: SegmentId, blob: &Blob) {
-        let seen = self.observer.seen();
-        let is_it = seen.contents.get(&segment) == Some(&blob.stamp);
-        let is_whole = !seen.written.contains(&segment);
-        self.observer.must(is_it && is_whole, || format!("`{}` is not what was put", blob.name));
+        let usage = self.observer.observed();
+        let is_same = usage.contents.get(&segment) == Some(&blob.stamp);
+        let is_complete = !usage.writing.contains(&segment);
+        self.observer
+            .check(is_same && is_complete, || format!("`{}` is not what was put", blob.name));
     }
 
-    /// A process that has left ends, and its maps with it.
+    /// Ends the process of a peer that has left, and with it its maps.
     async fn exit(&self, peer: PeerId) {
-        let is_soon = self.bug == Some(Bug::ExitsTooSoon);
-        if is_soon {
-            self.pool.exited(peer);
-            self.account();
+        let is_early = self.bug == Some(Bug::EarlyExit);
+        if is_early {
+            self.pool.record_exit(peer);
+            self.check_used_bytes();
         }
-        dawdle().await;
-        self.observer.seen().mapped.retain(|(mapper, _)| *mapper != peer);
-        if !is_soon {
-            self.pool.exited(peer);
+        yield_randomly().await;
+        self.observer.observed().mapped.retain(|(mapper, _)| *mapper != peer);
+        if !is_early {
+            self.pool.record_exit(peer);
         }
     }
 
-    /// What is mapped counts.
-    fn account(&self) {
-        let mapped = || self.observer.seen().mapped.clone();
+    /// Checks that the pool counts all mapped segments as used, and stays within its limit.
+    fn check_used_bytes(&self) {
+        let mapped = || self.observer.observed().mapped.clone();
         let before = mapped();
         let used = self.pool.status().used;
-        // What was mapped before and after was meanwhile.
+        // Segments that are mapped before and after the status were mapped meanwhile.
         let all: BTreeSet<SegmentId> =
             before.intersection(&mapped()).map(|(_, segment)| *segment).collect();
         let bytes = SEGMENT * u64::try_from(all.len()).unwrap();
-        self.observer.must(bytes <= used, || format!("{bytes} bytes are mapped, {used} count"));
-        self.observer.must(used <= LIMIT, || format!("{used} of {LIMIT} bytes are used"));
+        self.observer.check(bytes <= used, || format!("{bytes} bytes are mapped, {used} count"));
+        self.observer.check(used <= LIMIT, || format!("{used} of {LIMIT} bytes are used"));
     }
 
-    /// Nobody is there any more, nothing has a name.
-    fn empty(&self) {
+    /// Checks the final state: no blobs, no used and no retired segments.
+    fn check_empty(&self) {
         let (memory, names) = (self.pool.status(), self.pool.names(""));
-        self.observer.must(names.is_empty(), || format!("{names:?} are left"));
-        let is_free = memory.used == memory.warm && memory.retired == 0;
-        self.observer.must(is_free, || format!("memory is left: {memory:?}"));
+        self.observer.check(names.is_empty(), || format!("{names:?} are left"));
+        let is_free = memory.used == memory.free_bytes && memory.retired == 0;
+        self.observer.check(is_free, || format!("memory is left: {memory:?}"));
     }
 }

@@ -1,4 +1,4 @@
-//! Retention: versions that come and are replaced, deleted and too old, while others pin, lease and read them.
+//! Scenario "retention": tasks pin, lease and read versions that are replaced, deleted or expire.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -8,15 +8,17 @@ use std::time::Duration;
 use bytes::Bytes;
 use tssd_format::Blob;
 
-use super::planted::Hasty;
-use super::{Bug, Observer, World, archive, below, dawdle, digest_of, once_in, value_of};
+use super::{
+    Bug, Observer, TestEnvironment, archive, digest_of, one_in, random_below, value_of,
+    yield_randomly,
+};
 use crate::blob::backend::MemoryVolume;
 use crate::blob::{Reservation, Volume};
 use crate::control::layout::folder;
 use crate::control::{Catalog, Controller, Proposal};
 use crate::engine::local::LocalController;
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::local_archive::Near;
+use crate::io::local_archive::LocalArchive;
 use crate::io::sync::spawn;
 use crate::key::Key;
 use crate::ledger::{
@@ -25,21 +27,22 @@ use crate::ledger::{
 use crate::metadata::backend::MemoryMeta;
 use crate::metadata::{Ledgers, OwnedLedgers, SharedLedgers};
 use crate::route::Route;
+use crate::testing::schedules::planted_bugs::UnlockedLedgers;
 
-/// A volume that counts what is open of it.
+/// A volume that counts its open blobs.
 #[derive(Clone, Default)]
-struct Counted {
+struct CountingVolume {
     volume: MemoryVolume,
     open: Arc<AtomicI64>,
 }
 
-/// A blob of it.
-struct Open {
+/// An open blob of a [`CountingVolume`].
+struct OpenBlob {
     blob: Arc<dyn Blob>,
     open: Arc<AtomicI64>,
 }
 
-impl Volume for Counted {
+impl Volume for CountingVolume {
     fn reserve(
         &self,
         name: &str,
@@ -49,10 +52,10 @@ impl Volume for Counted {
         self.volume.reserve(name, len, durability)
     }
 
-    fn open(&self, name: &str) -> Result<Option<Near>> {
+    fn open(&self, name: &str) -> Result<Option<LocalArchive>> {
         Ok(self.volume.open(name)?.map(|near| {
             self.open.fetch_add(1, Ordering::SeqCst);
-            Near::new(Open { blob: near.blob, open: self.open.clone() })
+            LocalArchive::new(OpenBlob { blob: near.blob, open: self.open.clone() })
         }))
     }
 
@@ -73,7 +76,7 @@ impl Volume for Counted {
     }
 }
 
-impl Blob for Open {
+impl Blob for OpenBlob {
     fn size(&self) -> std::io::Result<u64> {
         self.blob.size()
     }
@@ -87,17 +90,18 @@ impl Blob for Open {
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenBlob {
     fn drop(&mut self) {
         self.open.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-struct Stage {
+/// State that the tasks share.
+struct Fixture {
     controller: LocalController,
-    world: Arc<World>,
-    volume: Counted,
-    /// Whether versions have become too old.
+    world: Arc<TestEnvironment>,
+    volume: CountingVolume,
+    /// Whether versions have had a time to live.
     observer: Observer<bool>,
     bug: Option<Bug>,
 }
@@ -108,48 +112,49 @@ fn key() -> Key {
 
 pub(super) fn run(bug: Option<Bug>) {
     shuttle::future::block_on(async move {
-        let ledgers: Arc<dyn Ledgers> = match below(3) {
+        let ledgers: Arc<dyn Ledgers> = match random_below(3) {
             0 => Arc::new(SharedLedgers::new(Arc::new(MemoryMeta::default()))),
             _ => Arc::new(OwnedLedgers::default()),
         };
         let ledgers: Arc<dyn Ledgers> = match bug {
-            Some(Bug::TakesNoTurns) => Arc::new(Hasty(ledgers)),
+            Some(Bug::NoLedgerLock) => Arc::new(UnlockedLedgers(ledgers)),
             _ => ledgers,
         };
-        let (world, volume) = (Arc::new(World::default()), Counted::default());
+        let (world, volume) = (Arc::new(TestEnvironment::default()), CountingVolume::default());
         let controller = LocalController::new(ledgers, Arc::new(volume.clone()), world.clone());
-        let stage =
-            Arc::new(Stage { controller, world, volume, observer: Observer::default(), bug });
-        stage.put(0).await;
-        let mut tasks = vec![spawn(put(stage.clone())), spawn(get(stage.clone()))];
-        tasks.push(match below(2) {
-            0 => spawn(pin(stage.clone())),
-            _ => spawn(lease(stage.clone())),
+        let fixture =
+            Arc::new(Fixture { controller, world, volume, observer: Observer::default(), bug });
+        fixture.put(0).await;
+        let mut tasks = vec![spawn(put(fixture.clone())), spawn(get(fixture.clone()))];
+        tasks.push(match random_below(2) {
+            0 => spawn(pin(fixture.clone())),
+            _ => spawn(lease(fixture.clone())),
         });
-        tasks.push(match below(3) {
-            0 => spawn(delete(stage.clone())),
-            1 => spawn(retain(stage.clone())),
-            _ => spawn(lease(stage.clone())),
+        tasks.push(match random_below(3) {
+            0 => spawn(delete(fixture.clone())),
+            1 => spawn(retain(fixture.clone())),
+            _ => spawn(lease(fixture.clone())),
         });
         for task in tasks {
             task.await.unwrap();
         }
-        stage.end().await;
-        stage.observer.end();
+        fixture.check_final_state().await;
+        fixture.observer.assert_no_violation();
     });
 }
 
-async fn put(stage: Arc<Stage>) {
+async fn put(fixture: Arc<Fixture>) {
     for value in 1..3 {
-        stage.put(value).await;
-        dawdle().await;
+        fixture.put(value).await;
+        yield_randomly().await;
     }
 }
 
-/// A reader: what it has open stays as it is.
-async fn get(stage: Arc<Stage>) {
+/// Opens the newest version twice. Its bytes must not change while it is open.
+async fn get(fixture: Arc<Fixture>) {
     for _ in 0..2 {
-        let Some(located) = stage.found(stage.controller.locate(&key(), Selector::Newest).await)
+        let Some(located) =
+            fixture.unless_deleted(fixture.controller.locate(&key(), Selector::Newest).await)
         else {
             continue;
         };
@@ -158,67 +163,67 @@ async fn get(stage: Arc<Stage>) {
             value_of(archive.blob().bytes()?)
         };
         let before = value();
-        dawdle().await;
+        yield_randomly().await;
         let is_same = before.is_some() && before == value();
-        stage.observer.must(is_same, || format!("{before:?} has become {:?}", value()));
+        fixture.observer.check(is_same, || format!("{before:?} has become {:?}", value()));
     }
 }
 
-/// Somebody who wants to have a version for longer.
-async fn pin(stage: Arc<Stage>) {
+/// Pins the newest version, and moves the pin. A pinned version must keep its data.
+async fn pin(fixture: Arc<Fixture>) {
     for label in ["one", "other"] {
-        let pinned = stage.controller.pin(&key(), Selector::Newest, label).await;
-        let Some(number) = stage.found(pinned) else { continue };
-        dawdle().await;
-        stage.check(number, "pinned").await;
-        if once_in(2) {
-            // A label that moves lets go of what it held.
-            let moved = stage.controller.pin(&key(), Selector::Newest, label).await;
-            if let Some(number) = stage.found(moved) {
-                dawdle().await;
-                stage.check(number, "pinned").await;
+        let pinned = fixture.controller.pin(&key(), Selector::Newest, label).await;
+        let Some(number) = fixture.unless_deleted(pinned) else { continue };
+        yield_randomly().await;
+        fixture.check(number, "pinned").await;
+        if one_in(2) {
+            // A label that moves to another version no longer pins the first one.
+            let moved = fixture.controller.pin(&key(), Selector::Newest, label).await;
+            if let Some(number) = fixture.unless_deleted(moved) {
+                yield_randomly().await;
+                fixture.check(number, "pinned").await;
             }
         }
-        stage.controller.unpin(&key(), label).await.unwrap();
+        fixture.controller.unpin(&key(), label).await.unwrap();
     }
 }
 
-/// A reader of what others keep for it.
-async fn lease(stage: Arc<Stage>) {
+/// Leases the newest version twice. A leased version must keep its data.
+async fn lease(fixture: Arc<Fixture>) {
     for _ in 0..2 {
-        let leased = stage.lease().await;
-        let Some((lease, number)) = stage.found(leased) else { continue };
-        dawdle().await;
-        // The right to read ends, and what is read stays all the same.
-        if once_in(3) {
-            stage.world.pass(Duration::from_secs(2));
+        let leased = fixture.lease().await;
+        let Some((lease, number)) = fixture.unless_deleted(leased) else { continue };
+        yield_randomly().await;
+        // The lease expires, but the data stays until the lease is released.
+        if one_in(3) {
+            fixture.world.advance(Duration::from_secs(2));
         }
-        stage.check(number, "leased").await;
+        fixture.check(number, "leased").await;
         if let Some(lease) = lease {
-            stage.controller.apply(&key(), Command::Release { lease }).await.unwrap();
+            fixture.controller.apply(&key(), Command::Release { lease }).await.unwrap();
         }
-        stage.controller.reclaim_owed(&key()).await.unwrap();
+        fixture.controller.run_pending_deletions(&key()).await.unwrap();
     }
 }
 
-async fn delete(stage: Arc<Stage>) {
-    dawdle().await;
-    let selection = if once_in(2) { Selection::All } else { Selection::Number(1 + below(3)) };
-    stage.controller.delete(&key(), selection).await.unwrap();
+async fn delete(fixture: Arc<Fixture>) {
+    yield_randomly().await;
+    let selection = if one_in(2) { Selection::All } else { Selection::Number(1 + random_below(3)) };
+    fixture.controller.delete(&key(), selection).await.unwrap();
 }
 
-async fn retain(stage: Arc<Stage>) {
-    let ttl = once_in(2).then_some(Duration::from_secs(1));
-    *stage.observer.seen() |= ttl.is_some();
+async fn retain(fixture: Arc<Fixture>) {
+    let ttl = one_in(2).then_some(Duration::from_secs(1));
+    *fixture.observer.observed() |= ttl.is_some();
     for keep in [2, 1] {
         let keep = NonZeroU32::new(keep).unwrap();
-        stage.controller.retain(&key(), keep, ttl).await.unwrap();
-        dawdle().await;
+        fixture.controller.retain(&key(), keep, ttl).await.unwrap();
+        yield_randomly().await;
     }
 }
 
-impl Stage {
-    /// Makes a version.
+impl Fixture {
+    /// Puts a version.
     async fn put(&self, value: u64) {
         let bytes = archive(0, value);
         let len = u64::try_from(bytes.len()).unwrap();
@@ -227,7 +232,7 @@ impl Stage {
             writers: WriterSet::one(0),
             writers_defaulted: false,
             job: None,
-            call: None,
+            sequence: None,
             number: None,
             rewind: false,
             durability: Durability::Memory,
@@ -244,24 +249,24 @@ impl Stage {
         };
         match put.await {
             Ok(progress) => {
-                self.observer.must(progress.visible, || format!("{value} is not visible"));
+                self.observer.check(progress.visible, || format!("{value} is not visible"));
             }
-            // Whoever deletes takes what is open too.
+            // A delete aborts open versions too.
             Err(error) => {
                 let is_deleted = error.kind() == ErrorKind::Overtaken;
-                self.observer.must(is_deleted, || format!("a put of {value}: {error}"));
+                self.observer.check(is_deleted, || format!("a put of {value}: {error}"));
             }
         }
     }
 
-    /// Takes a lease of the newest version, for a second: its name, and which version it is.
+    /// Leases the newest version for one second. Returns the lease and the version number.
     async fn lease(&self) -> Result<(Option<LeaseId>, u64)> {
-        if self.bug == Some(Bug::LeasesNothing) {
+        if self.bug == Some(Bug::NoLease) {
             let state = self.controller.state(&key()).await?;
-            let head = state.found(Selector::Newest);
+            let head = state.select(Selector::Newest);
             return head
                 .map(|head| (None, head.number))
-                .map_err(|refusal| Error::refused(key(), refusal));
+                .map_err(|refusal| Error::from_refusal(key(), refusal));
         }
         let lease = LeaseId(self.controller.random());
         let command = Command::Lease {
@@ -277,15 +282,15 @@ impl Stage {
         }
     }
 
-    /// What somebody asked for, unless it has been deleted.
-    fn found<T>(&self, answer: Result<T>) -> Option<T> {
-        let kind = answer.as_ref().err().map(Error::kind);
-        let is_missing = kind.is_none_or(|kind| kind == ErrorKind::NotFound);
-        self.observer.must(is_missing, || format!("{:?}", answer.as_ref().err()));
-        answer.ok()
+    /// Returns a result, or `None` if the version has been deleted. Other errors are violations.
+    fn unless_deleted<T>(&self, result: Result<T>) -> Option<T> {
+        let kind = result.as_ref().err().map(Error::kind);
+        let is_expected = kind.is_none_or(|kind| kind == ErrorKind::NotFound);
+        self.observer.check(is_expected, || format!("{:?}", result.as_ref().err()));
+        result.ok()
     }
 
-    /// A version that is held has all that it consists of.
+    /// Checks that a pinned or leased version has all of its blobs.
     async fn check(&self, number: u64, held: &str) {
         let state = self.controller.state(&key()).await.unwrap();
         let version = state.versions().find(|version| version.number == number);
@@ -294,23 +299,23 @@ impl Stage {
             self.volume.list(&folder).unwrap()
         });
         let is_there = names.as_ref().is_some_and(|names| names.len() == 2);
-        self.observer.must(is_there, || format!("version {number} is {held} and has {names:?}"));
+        self.observer.check(is_there, || format!("version {number} is {held} and has {names:?}"));
     }
 
-    /// Nobody holds anything: one version is left, then none.
-    async fn end(&self) {
+    /// Checks the final state: at most one version, and none after a deletion of all versions.
+    async fn check_final_state(&self) {
         let state = self.controller.state(&key()).await.unwrap();
-        let (owed, count) = (pending(&state), state.versions().count());
-        self.observer.must(owed.is_empty() && count <= 1, || format!("{count}, {owed:?}"));
-        let is_deleted = count == 0 && !*self.observer.seen();
+        let (effects, count) = (pending(&state), state.versions().count());
+        self.observer.check(effects.is_empty() && count <= 1, || format!("{count}, {effects:?}"));
+        let is_deleted = count == 0 && !*self.observer.observed();
         let open = self.volume.open.load(Ordering::SeqCst);
         self.observer
-            .must(!is_deleted || open == 0, || format!("all is deleted, {open} blobs are open"));
+            .check(!is_deleted || open == 0, || format!("all is deleted, {open} blobs are open"));
         let ids: Vec<VersionId> = state.versions().map(|version| version.id).collect();
         let folders = self.volume.list(&key().to_path()).unwrap();
-        self.observer.must(folders.len() == count, || format!("{folders:?} of {ids:?}"));
+        self.observer.check(folders.len() == count, || format!("{folders:?} of {ids:?}"));
         self.controller.delete(&key(), Selection::All).await.unwrap();
         let left = self.volume.list(&key().to_path()).unwrap();
-        self.observer.must(left.is_empty(), || format!("{left:?} are left"));
+        self.observer.check(left.is_empty(), || format!("{left:?} are left"));
     }
 }

@@ -1,33 +1,35 @@
 use std::collections::BTreeMap;
 
-use crate::bench::fit::float;
-use crate::bench::kept::Kept;
-use crate::bench::label::{place, what};
+use crate::bench::fit::to_float;
+use crate::bench::label::{race_input, race_title};
 use crate::bench::page::Table;
-use crate::bench::plot::{Plot, best};
-use crate::bench::quantity::{count, rate, time, times};
+use crate::bench::plot::{Plot, fastest_runner};
+use crate::bench::quantity::{count, rate, ratio, time};
 use crate::bench::record::{Race, Role, Runner};
+use crate::bench::saved_run::SavedRun;
 use crate::bench::statistics::{median, quartiles, speed};
 use crate::bench::verdict::Verdict;
 
-/// How many targets are met, and those that are not.
-pub(crate) fn targets(all: &[Kept]) -> String {
+/// Generates the number of targets that are met, and the table of those that are not.
+pub(crate) fn targets(all: &[SavedRun]) -> String {
     let mut numbers: BTreeMap<&str, usize> = BTreeMap::new();
-    let mut missed = Table::new(&["Suite", "What", "State dict", "Who", ">Wanted", ">Found", ""]);
+    let mut missed =
+        Table::new(&["Suite", "Case", "State dict", "Runner", ">Target", ">Measured", ""]);
     for kept in all {
         let suite = &kept.suite.name;
-        for (what, place, who, verdict) in of_suite(kept) {
-            *numbers.entry(verdict.said()).or_default() += 1;
+        for (title, input, runner, verdict) in suite_verdicts(kept) {
+            *numbers.entry(verdict.label()).or_default() += 1;
             if !verdict.is_met {
-                let (said, found) = (verdict.said(), verdict.found.unwrap_or_default());
-                let cells = [suite.clone(), what, place, who, verdict.wanted, found, said.into()];
+                let (label, found) = (verdict.label(), verdict.result.unwrap_or_default());
+                let cells =
+                    [suite.clone(), title, input, runner, verdict.target, found, label.into()];
                 missed.row(&cells);
             }
         }
     }
     let sums: Vec<String> = ["met", "**not met**", "not measured"]
         .iter()
-        .filter_map(|said| Some(format!("{} {said}", numbers.get(said)?)))
+        .filter_map(|label| Some(format!("{} {label}", numbers.get(label)?)))
         .collect();
     let total: usize = numbers.values().sum();
     if total == 0 {
@@ -38,13 +40,13 @@ pub(crate) fn targets(all: &[Kept]) -> String {
     format!("{total} targets: {}.\n{missed}", sums.join(", "))
 }
 
-/// What was done, with what, by whom, and whether that was enough.
-fn of_suite(kept: &Kept) -> impl Iterator<Item = (String, String, String, Verdict)> {
+/// Returns the title, the input, the runner and the verdict of each target of a suite.
+fn suite_verdicts(kept: &SavedRun) -> impl Iterator<Item = (String, String, String, Verdict)> {
     let races = kept.races.iter().flat_map(|race| {
         race.runners.iter().flat_map(move |runner| {
-            Verdict::all(race, runner)
-                .into_iter()
-                .map(move |verdict| (what(race), place(race), runner.name.clone(), verdict))
+            Verdict::all(race, runner).into_iter().map(move |verdict| {
+                (race_title(race), race_input(race), runner.name.clone(), verdict)
+            })
         })
     });
     let series = kept.series.iter().flat_map(|series| {
@@ -56,19 +58,19 @@ fn of_suite(kept: &Kept) -> impl Iterator<Item = (String, String, String, Verdic
     races.chain(series)
 }
 
-/// A plot and a table of each suite.
-pub(crate) fn summary(all: &[Kept]) -> String {
+/// Generates a plot and a table of each suite.
+pub(crate) fn summary(all: &[SavedRun]) -> String {
     let parts = all.iter().filter_map(|kept| {
-        let plot = Plot::ratios(kept)?.picture();
-        Some(format!("### In the suite {}\n\n{plot}\n{}", kept.suite.name, compared(kept)))
+        let plot = Plot::ratios(kept)?.html();
+        Some(format!("### Suite {}\n\n{plot}\n{}", kept.suite.name, comparison(kept)))
     });
     parts.collect::<Vec<_>>().join("\n")
 }
 
-/// A row for each race that has something to compare with.
-fn compared(kept: &Kept) -> String {
+/// Generates the table of races that have a limit or a peer.
+fn comparison(kept: &SavedRun) -> String {
     let mut table = Table::new(&[
-        "What",
+        "Case",
         "State dict",
         ">Limit",
         ">Ours",
@@ -78,22 +80,24 @@ fn compared(kept: &Kept) -> String {
         "Target",
     ]);
     for race in &kept.races {
-        let [limit, peer] = [Role::Limit, Role::Peer].map(|role| best(race, role));
+        let [limit, peer] = [Role::Limit, Role::Peer].map(|role| fastest_runner(race, role));
         if limit.is_none() && peer.is_none() {
             continue;
         }
         let other = |other: Option<&Runner>| {
-            other.map(|other| format!("{}: {}", other.name, pace(race, other))).unwrap_or_default()
+            other
+                .map(|other| format!("{}: {}", other.name, time_and_rate(race, other)))
+                .unwrap_or_default()
         };
         let ratio = |other: Option<&Runner>| {
-            let ratio = other.map(|other| speed(&race.ours().seconds, &other.seconds));
-            ratio.map(times).unwrap_or_default()
+            let speed = other.map(|other| speed(&race.ours().seconds, &other.seconds));
+            speed.map(ratio).unwrap_or_default()
         };
         table.row(&[
-            what(race),
-            place(race),
+            race_title(race),
+            race_input(race),
             other(limit),
-            pace(race, race.ours()),
+            time_and_rate(race, race.ours()),
             other(peer),
             ratio(limit),
             ratio(peer),
@@ -103,36 +107,36 @@ fn compared(kept: &Kept) -> String {
     table.text()
 }
 
-/// All runners of all races of a suite.
-pub(crate) fn all(kept: &Kept) -> String {
+/// Generates the table of all runners of all races of a suite.
+pub(crate) fn all(kept: &SavedRun) -> String {
     let mut table = Table::new(&[
-        "What",
-        "Who",
-        "As",
+        "Case",
+        "Runner",
+        "Role",
         ">Median",
         ">Quartiles",
         ">Rate",
-        ">Ours is",
+        ">Speed of ours",
         "Counts",
         "Target",
     ]);
     for race in &kept.races {
         for runner in &race.runners {
             let is_ours = runner.role == Role::Ours;
-            let what = format!("**{}**: {}<br>{}", race.case, race.what, place(race));
-            let what = what.trim_end_matches("<br>").to_owned();
+            let title = format!("**{}**: {}<br>{}", race.case, race.what, race_input(race));
+            let title = title.trim_end_matches("<br>").to_owned();
             let (low, high) = quartiles(&runner.seconds);
-            let own = median(&runner.seconds);
-            let ratio = speed(&race.ours().seconds, &runner.seconds);
+            let median_seconds = median(&runner.seconds);
+            let speed = speed(&race.ours().seconds, &runner.seconds);
             let counts = runner.counts.iter().map(|(name, n)| format!("{name}: {}", count(n)));
             table.row(&[
-                if is_ours { what } else { String::new() },
+                if is_ours { title } else { String::new() },
                 if is_ours { format!("**{}**", runner.name) } else { runner.name.clone() },
                 role(runner.role).into(),
-                time(own),
+                time(median_seconds),
                 format!("{} to {}", time(low), time(high)),
-                race.bytes.map(|bytes| rate(float(bytes) / own)).unwrap_or_default(),
-                if is_ours { String::new() } else { times(ratio) },
+                race.bytes.map(|bytes| rate(to_float(bytes) / median_seconds)).unwrap_or_default(),
+                if is_ours { String::new() } else { ratio(speed) },
                 counts.collect::<Vec<_>>().join("<br>"),
                 verdicts(race, runner),
             ]);
@@ -146,20 +150,20 @@ fn role(role: Role) -> &'static str {
         Role::Ours => "ours",
         Role::Peer => "peer",
         Role::Limit => "limit",
-        Role::Also => "also",
+        Role::Variant => "variant",
     }
 }
 
-/// How long it took, and how fast that is.
-fn pace(race: &Race, runner: &Runner) -> String {
-    let own = median(&runner.seconds);
-    let rate = race.bytes.map(|bytes| format!(", {}", rate(float(bytes) / own)));
-    time(own) + &rate.unwrap_or_default()
+/// Formats the median time of a runner, and its rate if the race has a size.
+fn time_and_rate(race: &Race, runner: &Runner) -> String {
+    let median_seconds = median(&runner.seconds);
+    let rate = race.bytes.map(|bytes| format!(", {}", rate(to_float(bytes) / median_seconds)));
+    time(median_seconds) + &rate.unwrap_or_default()
 }
 
-/// Each target, and whether it is met.
+/// Formats the targets of a runner, and whether they are met.
 fn verdicts(race: &Race, runner: &Runner) -> String {
     let all = Verdict::all(race, runner);
-    let said = all.iter().map(|verdict| format!("{}: {}", verdict.wanted, verdict.said()));
-    said.collect::<Vec<_>>().join("<br>")
+    let lines = all.iter().map(|verdict| format!("{}: {}", verdict.target, verdict.label()));
+    lines.collect::<Vec<_>>().join("<br>")
 }

@@ -1,11 +1,11 @@
-/// Rows of cells, as Markdown has them.
+/// A Markdown table.
 pub(crate) struct Table {
     lines: Vec<String>,
     columns: usize,
 }
 
 impl Table {
-    /// One with these columns; names that begin with `>` are of figures, which end in one line.
+    /// Creates a table with these columns. Columns whose names begin with `>` are right-aligned.
     pub(crate) fn new(columns: &[&str]) -> Self {
         let mut table = Self { lines: Vec::new(), columns: columns.len() };
         table.line(columns.iter().map(|name| name.trim_start_matches('>').to_owned()));
@@ -16,10 +16,10 @@ impl Table {
 
     pub(crate) fn row(&mut self, cells: &[String]) {
         debug_assert_eq!(cells.len(), self.columns, "{cells:?}");
-        self.line(cells.iter().map(|cell| escaped(cell)));
+        self.line(cells.iter().map(|cell| escape(cell)));
     }
 
-    /// The whole table; nothing if it has no rows.
+    /// Returns the table as Markdown, or an empty text if it has no rows.
     pub(crate) fn text(self) -> String {
         if self.lines.len() > 2 { self.lines.concat() } else { String::new() }
     }
@@ -30,8 +30,8 @@ impl Table {
     }
 }
 
-/// Words of a suite, which may have what means something here.
-fn escaped(cell: &str) -> String {
+/// Escapes characters with a meaning in Markdown tables, except `<br>`.
+fn escape(cell: &str) -> String {
     cell.replace('|', "\\|").replace('<', "&lt;").replace("&lt;br>", "<br>")
 }
 
@@ -40,7 +40,7 @@ mod tests {
     use super::Table;
 
     #[test]
-    fn cells_hold_what_they_say() {
+    fn cells_are_escaped() {
         let mut table = Table::new(&["a", ">b"]);
         table.row(&["x | <y>".into(), String::new()]);
         assert_eq!(table.text(), "| a | b |\n|---|---:|\n| x \\| &lt;y> | |\n");

@@ -1,23 +1,28 @@
-/// From this ratio of the largest to the smallest value on, an axis is logarithmic.
-const WIDE: f64 = 7.0;
+/// Ratio of the largest to the smallest value from which on an axis is logarithmic.
+const MIN_LOG_RATIO: f64 = 7.0;
 
 /// An axis of a plot.
 pub(crate) struct Axis {
     low: f64,
     high: f64,
     is_log: bool,
-    /// The pixels of `low` and `high`.
+    /// The pixels of `low` (`from`) and of `high` (`to`).
     from: i32,
     to: i32,
 }
 
 impl Axis {
-    /// One that shows all these values, between these pixels. Linear ones begin at zero, so that a
-    /// height is a ratio.
-    pub(crate) fn over(values: impl Iterator<Item = f64> + Clone, from: i32, to: i32) -> Self {
+    /// Creates an axis for these values, between two pixels.
+    ///
+    /// Linear axes begin at zero, so that heights are proportional.
+    pub(crate) fn for_values(
+        values: impl Iterator<Item = f64> + Clone,
+        from: i32,
+        to: i32,
+    ) -> Self {
         let smallest = values.clone().fold(f64::INFINITY, f64::min);
         let largest = values.fold(f64::NEG_INFINITY, f64::max);
-        if smallest > 0.0 && largest / smallest >= WIDE {
+        if smallest > 0.0 && largest / smallest >= MIN_LOG_RATIO {
             Self::log(smallest / 1.15, largest * 1.15, from, to)
         } else {
             let high = if largest > 0.0 { largest * 1.08 } else { 1.0 };
@@ -29,20 +34,20 @@ impl Axis {
         Self { low, high, is_log: true, from, to }
     }
 
-    /// The pixel of a value.
-    pub(crate) fn at(&self, value: f64) -> i32 {
-        let part = if self.is_log {
+    /// Returns the pixel of a value.
+    pub(crate) fn pixel(&self, value: f64) -> i32 {
+        let fraction = if self.is_log {
             (value.max(f64::MIN_POSITIVE) / self.low).ln() / (self.high / self.low).ln()
         } else {
             (value - self.low) / (self.high - self.low)
         };
         let length = f64::from(self.to - self.from);
         #[expect(clippy::cast_possible_truncation, reason = "it is a pixel")]
-        let pixel = (part.clamp(0.0, 1.0) * length).round() as i32;
+        let pixel = (fraction.clamp(0.0, 1.0) * length).round() as i32;
         self.from + pixel
     }
 
-    /// Round values along it.
+    /// Returns round values for the labels of the axis.
     pub(crate) fn ticks(&self) -> Vec<f64> {
         if !self.is_log {
             return multiples(self.high);
@@ -53,17 +58,17 @@ impl Axis {
         enough.cloned().unwrap_or_default()
     }
 
-    /// These multiples of all powers of ten.
+    /// Returns these multiples of all powers of ten that are on the axis.
     fn decades(&self, factors: &[u8]) -> Vec<f64> {
         let values = (-15..=15).flat_map(|power| {
-            // A product would not always be the float that one would write.
+            // Parse instead of multiply: a product may differ from the nearest float of the decimal number.
             factors.iter().filter_map(move |factor| format!("{factor}e{power}").parse().ok())
         });
         values.filter(|tick: &f64| (self.low..=self.high).contains(tick)).collect()
     }
 }
 
-/// The multiples of a round step, up to here.
+/// Returns the multiples of a round step from 0 to `high`: at most 7.
 fn multiples(high: f64) -> Vec<f64> {
     let power = 10_f64.powf((high / 5.0).log10().floor());
     let steps = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * power);
@@ -77,24 +82,24 @@ mod tests {
 
     #[test]
     fn narrow_values_have_a_linear_axis() {
-        let axis = Axis::over([2.0, 4.0].into_iter(), 300, 0);
-        assert_eq!((axis.at(0.0), axis.at(4.32), axis.at(2.16)), (300, 0, 150));
+        let axis = Axis::for_values([2.0, 4.0].into_iter(), 300, 0);
+        assert_eq!((axis.pixel(0.0), axis.pixel(4.32), axis.pixel(2.16)), (300, 0, 150));
         assert_eq!(axis.ticks(), [0.0, 1.0, 2.0, 3.0, 4.0]);
     }
 
     #[test]
     fn wide_values_have_a_logarithmic_axis() {
         let axis = Axis::log(0.5, 5_000.0, 0, 400);
-        assert_eq!((axis.at(0.5), axis.at(50.0), axis.at(5_000.0)), (0, 200, 400));
+        assert_eq!((axis.pixel(0.5), axis.pixel(50.0), axis.pixel(5_000.0)), (0, 200, 400));
         assert_eq!(axis.ticks(), [1.0, 10.0, 100.0, 1_000.0]);
         assert_eq!(Axis::log(0.05, 5.0, 0, 1).ticks(), [0.1, 0.3, 1.0, 3.0]);
         assert_eq!(Axis::log(0.5, 20.0, 0, 1).ticks(), [0.5, 1.0, 2.0, 5.0, 10.0, 20.0]);
     }
 
     #[test]
-    fn zeros_are_shown() {
-        let axis = Axis::over([0.0, 0.0].into_iter(), 0, 10);
-        assert_eq!(axis.at(0.0), 0);
-        assert_eq!(Axis::over(std::iter::empty(), 0, 10).at(1.0), 10);
+    fn zero_values_are_supported() {
+        let axis = Axis::for_values([0.0, 0.0].into_iter(), 0, 10);
+        assert_eq!(axis.pixel(0.0), 0);
+        assert_eq!(Axis::for_values(std::iter::empty(), 0, 10).pixel(1.0), 10);
     }
 }

@@ -8,24 +8,24 @@ use plotters::style::{IntoTextStyle, RGBColor, ShapeStyle};
 
 use crate::bench::plot::theme::Theme;
 
-/// A size of 15 is one of 12 pixels in the file.
+/// Font of all text. Size 15 results in 12 pixels in the SVG file.
 const FONT: (&str, i32) = ("sans-serif", 15);
 
-/// Whether something could be drawn.
-pub(crate) type Drawn = Result<(), DrawingAreaErrorKind<io::Error>>;
+/// Result of drawing.
+pub(crate) type DrawResult = Result<(), DrawingAreaErrorKind<io::Error>>;
 
-/// What a plot is drawn on, and in which colours.
+/// A drawing surface with its colours.
 pub(crate) struct Canvas<'a> {
     area: DrawingArea<SVGBackend<'a>, Shift>,
     pub(crate) theme: &'a Theme,
 }
 
 impl Canvas<'_> {
-    /// The SVG of what is drawn on one of this size.
+    /// Returns the SVG that `draw` draws on a canvas of this size.
     pub(crate) fn svg(
         size: (u32, u32),
         theme: &Theme,
-        draw: impl FnOnce(&Canvas<'_>) -> Drawn,
+        draw: impl FnOnce(&Canvas<'_>) -> DrawResult,
     ) -> io::Result<String> {
         let mut text = String::new();
         {
@@ -36,33 +36,33 @@ impl Canvas<'_> {
         Ok(text)
     }
 
-    /// Writes text; `place` is its left or right end or its middle, at half its height.
+    /// Writes text. `anchor` is its left end, right end or middle, at half of its height.
     pub(crate) fn write(
         &self,
         text: &str,
-        place: (i32, i32),
-        end: HPos,
+        anchor: (i32, i32),
+        alignment: HPos,
         colour: RGBColor,
-    ) -> Drawn {
+    ) -> DrawResult {
         let style =
-            FONT.into_text_style(&self.area).pos(Pos::new(end, VPos::Center)).color(&colour);
-        self.area.draw(&Text::new(text.to_owned(), place, style))
+            FONT.into_text_style(&self.area).pos(Pos::new(alignment, VPos::Center)).color(&colour);
+        self.area.draw(&Text::new(text.to_owned(), anchor, style))
     }
 
-    /// A line through these points.
+    /// Draws a line through points.
     pub(crate) fn line(
         &self,
         points: impl Into<Vec<(i32, i32)>>,
         style: impl Into<ShapeStyle>,
-    ) -> Drawn {
+    ) -> DrawResult {
         self.area.draw(&PathElement::new(points, style))
     }
 
-    pub(crate) fn rectangle(&self, corners: [(i32, i32); 2], style: ShapeStyle) -> Drawn {
+    pub(crate) fn rectangle(&self, corners: [(i32, i32); 2], style: ShapeStyle) -> DrawResult {
         self.area.draw(&Rectangle::new(corners, style))
     }
 
-    pub(crate) fn circle(&self, centre: (i32, i32), radius: i32, style: ShapeStyle) -> Drawn {
+    pub(crate) fn circle(&self, centre: (i32, i32), radius: i32, style: ShapeStyle) -> DrawResult {
         self.area.draw(&Circle::new(centre, radius, style))
     }
 }

@@ -1,5 +1,5 @@
-/// At most this many characters.
-pub(crate) fn short(text: &str, length: usize) -> String {
+/// Truncates a text to at most `length` characters. A truncated text ends with "…".
+pub(crate) fn truncate(text: &str, length: usize) -> String {
     if text.chars().count() <= length {
         return text.into();
     }
@@ -9,11 +9,11 @@ pub(crate) fn short(text: &str, length: usize) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::short;
+    use super::truncate;
 
     #[test]
-    fn what_is_too_long_is_cut() {
-        assert_eq!(short("abc", 3), "abc");
-        assert_eq!(short("ab cd", 4), "ab…");
+    fn long_text_is_truncated() {
+        assert_eq!(truncate("abc", 3), "abc");
+        assert_eq!(truncate("ab cd", 4), "ab…");
     }
 }

@@ -1,9 +1,9 @@
 use plotters::style::RGBColor;
 
-/// The colours of a page, on no background of their own.
+/// Colours for a light or a dark page. Plots have a transparent background.
 pub(crate) struct Theme {
     pub(crate) text: RGBColor,
-    /// Text that is less important.
+    /// Secondary text.
     pub(crate) muted: RGBColor,
     pub(crate) grid: RGBColor,
     ours: RGBColor,
@@ -12,11 +12,11 @@ pub(crate) struct Theme {
     peers: [RGBColor; 6],
 }
 
-/// What something is drawn in.
+/// The role of a line or a bar, which selects its colour.
 #[derive(Clone, Copy)]
-pub(crate) enum Ink {
+pub(crate) enum ColourRole {
     Ours,
-    Also,
+    Variant,
     Limit,
     Peer(usize),
 }
@@ -56,12 +56,12 @@ pub(crate) const DARK: Theme = Theme {
 };
 
 impl Theme {
-    pub(crate) fn colour(&self, ink: Ink) -> RGBColor {
+    pub(crate) fn colour(&self, ink: ColourRole) -> RGBColor {
         match ink {
-            Ink::Ours => self.ours,
-            Ink::Also => self.also,
-            Ink::Limit => self.limit,
-            Ink::Peer(number) => self.peers[number % self.peers.len()],
+            ColourRole::Ours => self.ours,
+            ColourRole::Variant => self.also,
+            ColourRole::Limit => self.limit,
+            ColourRole::Peer(number) => self.peers[number % self.peers.len()],
         }
     }
 }

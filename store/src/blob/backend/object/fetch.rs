@@ -1,5 +1,7 @@
-//! Bytes of archives out of a bucket: what lies close together comes in one request, many at once, and is proven
-//! before it is handed over.
+//! Range reads from a bucket.
+//!
+//! Ranges that lie close together share one request. Several requests are in flight at once. Bytes are verified before
+//! the call returns.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,70 +15,71 @@ use object_store::ObjectStoreExt;
 use object_store::path::Path;
 use tssd_format::{Loop, Runs, checksum, copy_runs};
 
-use crate::blob::{Boxed, Holder, Job, Proof, Proving};
+use crate::blob::{RangeCopy, RangeJob, RangeReader, StreamingVerifier, VerifyMode};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::bucket::{Bucket, again};
-use crate::io::cancel::Stop;
+use crate::io::bucket::{Bucket, retry};
+use crate::io::cancel::CancelToken;
 use crate::io::parallel;
 use crate::io::sync::Lock;
 
-/// A request asks for at most so many bytes, unless one chunk or run has more.
+/// Maximum bytes of a request, unless one chunk or one run is longer.
 const REQUEST_BYTES: u64 = 8 << 20;
 
-/// Bytes that nobody wants come along if they are no more than these: less than a further request costs.
+/// Maximum gap between two ranges of one request: to fetch the gap costs less than another request.
 const GAP_BYTES: u64 = 64 << 10;
 
-/// How many requests a pull has under way, or answered and not looked at.
+/// Requests of one call that are in flight, or answered and not processed yet.
 const WINDOW: usize = 16;
 
+/// Reads ranges of the objects of a bucket.
 pub(super) struct Fetcher {
     bucket: Bucket,
 }
 
-/// Runs of bytes of a blob that go to a target, and what must come for them.
-struct Want {
+/// Runs of bytes of a blob to copy to a target, and the bytes to fetch for them.
+struct PlannedCopy {
     blob: Arc<str>,
-    /// What must come: more than the runs, where chunks are proven.
-    need: Range<u64>,
-    /// Where the runs begin in the blob.
+    /// The bytes to fetch: more than the runs if whole chunks are verified.
+    fetch_range: Range<u64>,
+    /// Offset of the first run in the blob.
     source: u64,
     job: usize,
     target: u64,
     runs: Runs,
-    proof: Proof,
+    proof: VerifyMode,
 }
 
-/// One request, and what it is for.
-struct Fetch {
+/// One request, and the copies that its bytes are for.
+struct Request {
     blob: Arc<str>,
     range: Range<u64>,
-    wants: Vec<Want>,
+    copies: Vec<PlannedCopy>,
 }
 
-/// What is to come of a request: it is sent when this is dropped, whatever becomes of the request.
-struct Answer {
+/// Sends the response of a request. If it is dropped without a response, it sends an error.
+struct PendingResponse {
     number: usize,
     bytes: Option<object_store::Result<Bytes>>,
-    answers: Answers,
+    responses: ResponseSender,
 }
 
-type Answers = mpsc::SyncSender<(usize, object_store::Result<Bytes>)>;
+type ResponseSender = mpsc::SyncSender<(usize, object_store::Result<Bytes>)>;
 
-impl Answer {
-    fn give(mut self, bytes: object_store::Result<Bytes>) {
+impl PendingResponse {
+    fn send(mut self, bytes: object_store::Result<Bytes>) {
         self.bytes = Some(bytes);
     }
 }
 
-impl Drop for Answer {
+impl Drop for PendingResponse {
     fn drop(&mut self) {
-        let ended = || {
+        let cut_off = || {
             let source = "the request was cut off".into();
             Err(object_store::Error::Generic { store: "bucket", source })
         };
-        let bytes = self.bytes.take().unwrap_or_else(ended);
-        // Nobody waits for it any more, or there is room: no more are sent than that.
-        drop(self.answers.try_send((self.number, bytes)));
+        let bytes = self.bytes.take().unwrap_or_else(cut_off);
+        // The channel has room for every request in flight. It fails only if the receiver has stopped waiting.
+        drop(self.responses.try_send((self.number, bytes)));
     }
 }
 
@@ -85,108 +88,114 @@ impl Fetcher {
         Self { bucket }
     }
 
-    /// Lets a request be made; its answer comes with its number.
-    fn send(&self, number: usize, path: &Path, range: &Range<u64>, answers: &Answers) {
-        let (objects, requests) = (self.bucket.objects(), self.bucket.requests());
+    /// Starts a request. Its response arrives in the channel with its number.
+    fn send(&self, number: usize, path: &Path, range: &Range<u64>, responses: &ResponseSender) {
+        let (objects, requests) = (self.bucket.objects(), self.bucket.request_permits());
         let (path, range) = (path.clone(), range.clone());
-        let answer = Answer { number, bytes: None, answers: answers.clone() };
+        let pending = PendingResponse { number, bytes: None, responses: responses.clone() };
         self.bucket.spawn(async move {
             let _one = requests.acquire().await;
-            answer.give(again(|| objects.get_range(&path, range.clone())).await);
+            pending.send(retry(|| objects.get_range(&path, range.clone())).await);
         });
     }
 
-    fn received(&self, fetch: &Fetch, answer: object_store::Result<Bytes>) -> Result<Bytes> {
-        let name = &*fetch.blob;
-        let bytes = match answer {
+    fn check_response(
+        &self,
+        request: &Request,
+        response: object_store::Result<Bytes>,
+    ) -> Result<Bytes> {
+        let name = &*request.blob;
+        let bytes = match response {
             Err(object_store::Error::NotFound { .. }) => {
                 let text = format_args!(
                     "`{}` was deleted while it was read: read the newest version, or keep more of them",
-                    self.bucket.shown(name)
+                    self.bucket.display_name(name)
                 );
                 return Err(Error::new(ErrorKind::Overtaken, text));
             }
-            answer => answer.map_err(|error| self.bucket.error(name, &error))?,
+            response => response.map_err(|error| self.bucket.error(name, &error))?,
         };
-        if wide(bytes.len()) != fetch.range.end - fetch.range.start {
-            let text = format_args!("`{}` is cut off", self.bucket.shown(name));
+        if wide(bytes.len()) != request.range.end - request.range.start {
+            let text = format_args!("`{}` is cut off", self.bucket.display_name(name));
             return Err(Error::new(ErrorKind::Corrupt, text));
         }
         Ok(bytes)
     }
 
     fn corrupt(&self, blob: &str, chunk: &Range<u64>) -> Error {
-        let (shown, Range { start, end }) = (self.bucket.shown(blob), chunk);
+        let (shown, Range { start, end }) = (self.bucket.display_name(blob), chunk);
         let text = format_args!("bytes {start}..{end} of `{shown}` do not have their checksum");
         Error::new(ErrorKind::Corrupt, text)
     }
 
-    /// Puts what has come where it belongs, proven.
-    fn place(&self, fetch: &Fetch, bytes: &Bytes, targets: &[Lock<&mut [u8]>]) -> Result<()> {
+    /// Verifies the bytes of a response and copies them to the targets.
+    fn scatter(&self, request: &Request, bytes: &Bytes, targets: &[Lock<&mut [u8]>]) -> Result<()> {
         let within = |range: Range<u64>| {
-            &bytes[native(range.start - fetch.range.start)..native(range.end - fetch.range.start)]
+            &bytes
+                [native(range.start - request.range.start)..native(range.end - request.range.start)]
         };
-        let mut proven = BTreeSet::new();
-        for want in &fetch.wants {
-            let source = want.source..want.source + want.runs.source_span();
-            let mut target = targets[want.job].lock();
-            let target = &mut target[native(want.target)..];
-            match &want.proof {
-                Proof::Whole(storage) => {
-                    let mut proving = Proving::new(storage, source.start - storage.offset);
+        let mut verified = BTreeSet::new();
+        for copy in &request.copies {
+            let source = copy.source..copy.source + copy.runs.source_span();
+            let mut target = targets[copy.job].lock();
+            let target = &mut target[native(copy.target)..];
+            match &copy.proof {
+                VerifyMode::WholeChunks(storage) => {
+                    let mut verifier =
+                        StreamingVerifier::new(storage, source.start - storage.offset);
                     let bytes = within(source);
-                    proving.copy(bytes, &mut target[..bytes.len()]);
-                    proving
+                    verifier.copy_and_update(bytes, &mut target[..bytes.len()]);
+                    verifier
                         .finish()
-                        .map_err(|chunk| self.corrupt(&want.blob, &storage.stored_chunk(chunk)))?;
+                        .map_err(|chunk| self.corrupt(&copy.blob, &storage.stored_chunk(chunk)))?;
                     continue;
                 }
-                Proof::Part(storage) => {
+                VerifyMode::PartialChunks(storage) => {
                     let raw = source.start - storage.offset..source.end - storage.offset;
                     for number in storage.chunks(&raw) {
                         let chunk = storage.stored_chunk(number);
-                        if proven.insert(chunk.start)
+                        if verified.insert(chunk.start)
                             && checksum(within(chunk.clone())) != storage.crcs[native(number)]
                         {
-                            return Err(self.corrupt(&want.blob, &chunk));
+                            return Err(self.corrupt(&copy.blob, &chunk));
                         }
                     }
                 }
-                Proof::None => {}
+                VerifyMode::Skip => {}
             }
-            copy_runs(&want.runs, within(source), target, |_| Ok::<(), Error>(()))?;
+            copy_runs(&copy.runs, within(source), target, |_| Ok::<(), Error>(()))?;
         }
         Ok(())
     }
 }
 
-impl Holder for Fetcher {
-    fn pull(&self, jobs: Vec<Job<'_>>, stop: &Stop) -> Result<u64> {
-        let (mut targets, mut wants) = (Vec::with_capacity(jobs.len()), Vec::new());
-        for (job, Job { target, boxes }) in jobs.into_iter().enumerate() {
+impl RangeReader for Fetcher {
+    fn read_ranges(&self, jobs: Vec<RangeJob<'_>>, stop: &CancelToken) -> Result<u64> {
+        let (mut targets, mut parts) = (Vec::with_capacity(jobs.len()), Vec::new());
+        for (job, RangeJob { target, copies }) in jobs.into_iter().enumerate() {
             targets.push(Lock::new(target));
-            for each in boxes {
-                add(job, each, &mut wants);
+            for copy in copies {
+                split_copy(job, copy, &mut parts);
             }
         }
-        let fetches = group(wants);
-        let paths = fetches.iter().map(|fetch| self.bucket.path(&fetch.blob));
+        let requests = coalesce(parts);
+        let paths = requests.iter().map(|request| self.bucket.path(&request.blob));
         let paths: Vec<Path> = paths.collect::<Result<_>>()?;
-        let (answers, answered) = mpsc::sync_channel(WINDOW);
-        let (answered, next) = (Lock::new(answered), AtomicUsize::new(0));
+        let (responses, receiver) = mpsc::sync_channel(WINDOW);
+        let (receiver, next) = (Lock::new(receiver), AtomicUsize::new(0));
         let send = || {
             let number = next.fetch_add(1, Ordering::Relaxed);
-            if let (Some(fetch), Some(path)) = (fetches.get(number), paths.get(number)) {
-                self.send(number, path, &fetch.range, &answers);
+            if let (Some(request), Some(path)) = (requests.get(number), paths.get(number)) {
+                self.send(number, path, &request.range, &responses);
             }
         };
         (0..WINDOW).for_each(|_| send());
-        let place = |_: usize| {
-            let answered = answered.lock();
-            let (number, answer) = loop {
+        let process = |_: usize| {
+            let receiver = receiver.lock();
+            let (number, response) = loop {
                 stop.check()?;
-                match answered.recv_timeout(Stop::INTERVAL) {
-                    Ok(answer) => break answer,
+                match receiver.recv_timeout(CancelToken::POLL_INTERVAL) {
+                    Ok(response) => break response,
                     Err(RecvTimeoutError::Timeout) => {}
                     Err(RecvTimeoutError::Disconnected) => {
                         let text = "the requests to the bucket ended";
@@ -194,125 +203,140 @@ impl Holder for Fetcher {
                     }
                 }
             };
-            drop(answered);
-            let bytes = self.received(&fetches[number], answer)?;
+            drop(receiver);
+            let bytes = self.check_response(&requests[number], response)?;
             send();
-            self.place(&fetches[number], &bytes, &targets)?;
+            self.scatter(&requests[number], &bytes, &targets)?;
             Ok::<_, Error>(wide(bytes.len()))
         };
-        Ok(parallel::map((0..fetches.len()).collect(), place)?.into_iter().sum())
+        Ok(parallel::map((0..requests.len()).collect(), process)?.into_iter().sum())
     }
 
     fn read_exact_at(&self, blob: &str, target: &mut [u8], offset: u64) -> io::Result<()> {
         let runs = Runs::contiguous(wide(target.len()));
-        let whole =
-            Boxed { blob: blob.into(), source: offset, target: 0, runs, proof: Proof::None };
-        let pulled = self.pull(vec![Job { target, boxes: vec![whole] }], &Stop::default());
+        let whole = RangeCopy {
+            blob: blob.into(),
+            source: offset,
+            target: 0,
+            runs,
+            verify: VerifyMode::Skip,
+        };
+        let pulled = self
+            .read_ranges(vec![RangeJob { target, copies: vec![whole] }], &CancelToken::default());
         pulled.map(drop).map_err(io::Error::other)
     }
 }
 
-/// Cuts a box into parts that a request can have.
-fn add(job: usize, each: Boxed, wants: &mut Vec<Want>) {
-    let Boxed { blob, source, target, runs, proof } = each;
+/// Splits a range copy into copies that fit into one request each.
+fn split_copy(job: usize, copy: RangeCopy, copies: &mut Vec<PlannedCopy>) {
+    let RangeCopy { blob, source, target, runs, verify } = copy;
     if runs.total_bytes() == 0 {
         return;
     }
-    let mut windows = Vec::new();
-    // What is far apart in the blob is cut first: the order in which runs are copied is nobody's concern.
+    let mut parts = Vec::new();
+    // The outermost loop should have the largest source stride. The order in which the runs are copied does not matter.
     let mut loops = runs.loops().to_vec();
     loops.sort_by_key(|each| std::cmp::Reverse(each.source_stride));
-    cut(source, target, runs.run_bytes(), &loops, &mut windows);
-    for (source, target, runs) in windows {
+    split_runs(source, target, runs.run_bytes(), &loops, &mut parts);
+    for (source, target, runs) in parts {
         let end = source + runs.source_span();
-        let need = match &proof {
-            Proof::Part(storage) => {
+        let fetch_range = match &verify {
+            VerifyMode::PartialChunks(storage) => {
                 let chunks = storage.chunks(&(source - storage.offset..end - storage.offset));
                 storage.stored_chunk(chunks.start).start..storage.stored_chunk(chunks.end - 1).end
             }
-            Proof::Whole(_) | Proof::None => source..end,
+            VerifyMode::WholeChunks(_) | VerifyMode::Skip => source..end,
         };
-        let (blob, proof) = (blob.clone(), proof.clone());
-        wants.push(Want { blob, need, source, job, target, runs, proof });
+        let (blob, proof) = (blob.clone(), verify.clone());
+        copies.push(PlannedCopy { blob, fetch_range, source, job, target, runs, proof });
     }
 }
 
-/// Runs as parts whose source spans no more than a request has, and no more that nobody wants than it may.
-fn cut(source: u64, target: u64, run: u64, loops: &[Loop], windows: &mut Vec<(u64, u64, Runs)>) {
+/// Splits runs into parts that fit into one request each.
+///
+/// The source of a part spans at most [`REQUEST_BYTES`], unless one run is longer, and its gaps are at most
+/// [`GAP_BYTES`] long.
+fn split_runs(
+    source: u64,
+    target: u64,
+    run: u64,
+    loops: &[Loop],
+    parts: &mut Vec<(u64, u64, Runs)>,
+) {
     let span = |loops: &[Loop]| {
         loops.iter().fold(run, |span, each| span + (each.count - 1) * each.source_stride)
     };
     let Some((outer, inner)) = loops.split_first() else {
         for start in (0..run).step_by(native(REQUEST_BYTES)) {
             let part = Runs::contiguous(REQUEST_BYTES.min(run - start));
-            windows.push((source + start, target + start, part));
+            parts.push((source + start, target + start, part));
         }
         return;
     };
     let inner_span = span(inner);
     let is_sparse = outer.source_stride > inner_span.saturating_add(GAP_BYTES);
-    let at_once = match REQUEST_BYTES.checked_sub(inner_span) {
+    let count_per_part = match REQUEST_BYTES.checked_sub(inner_span) {
         Some(room) if !is_sparse => room / outer.source_stride.max(1) + 1,
         _ => 1,
     };
-    let place = |number: u64| {
+    let offsets = |number: u64| {
         (source + number * outer.source_stride, target + number * outer.target_stride)
     };
-    if at_once == 1 {
+    if count_per_part == 1 {
         for number in 0..outer.count {
-            let (source, target) = place(number);
-            cut(source, target, run, inner, windows);
+            let (source, target) = offsets(number);
+            split_runs(source, target, run, inner, parts);
         }
         return;
     }
-    for number in (0..outer.count).step_by(native(at_once)) {
-        let count = at_once.min(outer.count - number);
+    for number in (0..outer.count).step_by(native(count_per_part)) {
+        let count = count_per_part.min(outer.count - number);
         let shape: Vec<u64> =
             [count].into_iter().chain(inner.iter().map(|each| each.count)).chain([run]).collect();
         let strides = |stride: fn(&Loop) -> u64| -> Vec<u64> {
             [stride(outer)].into_iter().chain(inner.iter().map(stride)).chain([1]).collect()
         };
         let (from, to) = (strides(|each| each.source_stride), strides(|each| each.target_stride));
-        let (source, target) = place(number);
-        windows.push((source, target, Runs::new(1, &shape, &from, &to)));
+        let (source, target) = offsets(number);
+        parts.push((source, target, Runs::new(1, &shape, &from, &to)));
     }
 }
 
-/// Puts what lies close together into one request.
-fn group(mut wants: Vec<Want>) -> Vec<Fetch> {
-    wants.sort_by(|one, other| {
-        (&one.blob, one.need.start, one.need.end).cmp(&(
+/// Combines copies whose bytes lie close together into one request.
+fn coalesce(mut copies: Vec<PlannedCopy>) -> Vec<Request> {
+    copies.sort_by(|one, other| {
+        (&one.blob, one.fetch_range.start, one.fetch_range.end).cmp(&(
             &other.blob,
-            other.need.start,
-            other.need.end,
+            other.fetch_range.start,
+            other.fetch_range.end,
         ))
     });
-    let mut fetches: Vec<Fetch> = Vec::new();
-    for want in wants {
-        let last = fetches.last_mut().filter(|last| {
-            let end = last.range.end.max(want.need.end);
-            last.blob == want.blob
-                && want.need.start <= last.range.end.saturating_add(GAP_BYTES)
+    let mut requests: Vec<Request> = Vec::new();
+    for copy in copies {
+        let last = requests.last_mut().filter(|last| {
+            let end = last.range.end.max(copy.fetch_range.end);
+            last.blob == copy.blob
+                && copy.fetch_range.start <= last.range.end.saturating_add(GAP_BYTES)
                 && (end == last.range.end || end - last.range.start <= REQUEST_BYTES)
         });
         match last {
             Some(last) => {
-                last.range.end = last.range.end.max(want.need.end);
-                last.wants.push(want);
+                last.range.end = last.range.end.max(copy.fetch_range.end);
+                last.copies.push(copy);
             }
-            None => fetches.push(Fetch {
-                blob: want.blob.clone(),
-                range: want.need.clone(),
-                wants: vec![want],
+            None => requests.push(Request {
+                blob: copy.blob.clone(),
+                range: copy.fetch_range.clone(),
+                copies: vec![copy],
             }),
         }
     }
-    fetches
+    requests
 }
 
-/// Places in what has come, and in targets.
-fn native(place: u64) -> usize {
-    usize::try_from(place).expect("what is in memory fits usize")
+/// Converts an offset in a response or a target.
+fn native(offset: u64) -> usize {
+    usize::try_from(offset).expect("what is in memory fits usize")
 }
 
 fn wide(len: usize) -> u64 {
@@ -327,20 +351,33 @@ mod tests {
 
     use super::*;
 
-    fn want(blob: &str, need: Range<u64>) -> Want {
-        let (source, runs) = (need.start, Runs::contiguous(need.end - need.start));
-        Want { blob: blob.into(), need, source, job: 0, target: 0, runs, proof: Proof::None }
+    fn planned_copy(blob: &str, fetch_range: Range<u64>) -> PlannedCopy {
+        let (source, runs) =
+            (fetch_range.start, Runs::contiguous(fetch_range.end - fetch_range.start));
+        PlannedCopy {
+            blob: blob.into(),
+            fetch_range,
+            source,
+            job: 0,
+            target: 0,
+            runs,
+            proof: VerifyMode::Skip,
+        }
     }
 
-    /// What must come for bytes that lie so, from byte 1000 on.
-    fn needs(shape: &[u64], strides: &[u64]) -> Vec<Range<u64>> {
+    /// Returns the ranges to fetch for bytes of this shape and these strides, from byte 1000 on.
+    fn fetch_ranges(shape: &[u64], strides: &[u64]) -> Vec<Range<u64>> {
         let runs = Runs::new(1, shape, strides, &row_major_strides(shape));
-        let (bytes, mut wants) = (runs.total_bytes(), Vec::new());
-        let proof = Proof::None;
-        add(7, Boxed { blob: "blob".into(), source: 1000, target: 3, runs, proof }, &mut wants);
-        assert!(wants.iter().all(|want| (&*want.blob, want.job) == ("blob", 7)));
-        assert_eq!(wants.iter().map(|want| want.runs.total_bytes()).sum::<u64>(), bytes);
-        wants.into_iter().map(|want| want.need).collect()
+        let (bytes, mut copies) = (runs.total_bytes(), Vec::new());
+        let proof = VerifyMode::Skip;
+        split_copy(
+            7,
+            RangeCopy { blob: "blob".into(), source: 1000, target: 3, runs, verify: proof },
+            &mut copies,
+        );
+        assert!(copies.iter().all(|copy| (&*copy.blob, copy.job) == ("blob", 7)));
+        assert_eq!(copies.iter().map(|copy| copy.runs.total_bytes()).sum::<u64>(), bytes);
+        copies.into_iter().map(|copy| copy.fetch_range).collect()
     }
 
     fn rows(count: u64, stride: u64, span: u64) -> Vec<Range<u64>> {
@@ -348,35 +385,38 @@ mod tests {
     }
 
     #[test]
-    fn boxes_are_cut_where_bytes_are_too_many_or_too_far_apart() {
+    fn copies_are_split_at_large_gaps_and_at_the_request_limit() {
         const MIB: u64 = 1 << 20;
-        assert_eq!(needs(&[0, 5], &[5, 1]), []);
-        assert_eq!(needs(&[5], &[1]), rows(1, 0, 5));
+        assert_eq!(fetch_ranges(&[0, 5], &[5, 1]), []);
+        assert_eq!(fetch_ranges(&[5], &[1]), rows(1, 0, 5));
         let mut three = rows(3, REQUEST_BYTES, REQUEST_BYTES);
         three[2].end = three[2].start + 1;
-        assert_eq!(needs(&[2 * REQUEST_BYTES + 1], &[1]), three);
-        // Rows whose gaps are no larger than a further request.
-        assert_eq!(needs(&[3, 100], &[100 + GAP_BYTES, 1]), rows(1, 0, 300 + 2 * GAP_BYTES));
-        assert_eq!(needs(&[3, 100], &[101 + GAP_BYTES, 1]), rows(3, 101 + GAP_BYTES, 100));
-        // The same for rows of rows, of which each spans 500 bytes.
+        assert_eq!(fetch_ranges(&[2 * REQUEST_BYTES + 1], &[1]), three);
+        // Rows with gaps of at most `GAP_BYTES`.
+        assert_eq!(fetch_ranges(&[3, 100], &[100 + GAP_BYTES, 1]), rows(1, 0, 300 + 2 * GAP_BYTES));
+        assert_eq!(fetch_ranges(&[3, 100], &[101 + GAP_BYTES, 1]), rows(3, 101 + GAP_BYTES, 100));
+        // Rows of rows. Each inner group spans 500 bytes.
         let span = 2 * (500 + GAP_BYTES) + 500;
-        assert_eq!(needs(&[3, 3, 100], &[500 + GAP_BYTES, 200, 1]), rows(1, 0, span));
-        assert_eq!(needs(&[3, 3, 100], &[501 + GAP_BYTES, 200, 1]), rows(3, 501 + GAP_BYTES, 500));
-        // As many rows as a request has.
+        assert_eq!(fetch_ranges(&[3, 3, 100], &[500 + GAP_BYTES, 200, 1]), rows(1, 0, span));
+        assert_eq!(
+            fetch_ranges(&[3, 3, 100], &[501 + GAP_BYTES, 200, 1]),
+            rows(3, 501 + GAP_BYTES, 500)
+        );
+        // As many rows as one request may have.
         let row = MIB - 10;
         let mut wanted = rows(3, 8 * MIB, 8 * MIB - 10);
         wanted[2].end = wanted[2].start + 4 * MIB - 10;
-        assert_eq!(needs(&[20, row], &[MIB, 1]), wanted);
-        // Rows of which two are too many.
-        assert_eq!(needs(&[2, 5 * MIB], &[5 * MIB + 1, 1]), rows(2, 5 * MIB + 1, 5 * MIB));
+        assert_eq!(fetch_ranges(&[20, row], &[MIB, 1]), wanted);
+        // Two rows exceed the request limit.
+        assert_eq!(fetch_ranges(&[2, 5 * MIB], &[5 * MIB + 1, 1]), rows(2, 5 * MIB + 1, 5 * MIB));
     }
 
     #[test]
-    fn chunks_that_are_proven_come_whole() {
+    fn verified_chunks_are_fetched_whole() {
         let chunk_size = ChunkSize::from_log2(12).unwrap();
         let (offset, len, crcs) = (1 << 20, 10_000, vec![0; 3]);
         let storage = StorageReference { offset, len, chunk_size, crcs, ..Default::default() };
-        let proof = Proof::Part(Arc::new(storage));
+        let proof = VerifyMode::PartialChunks(Arc::new(storage));
         for (wanted, chunks) in [
             (5000..5100, 4096..8192),
             (4096..8192, 4096..8192),
@@ -384,21 +424,32 @@ mod tests {
             (9999..10_000, 8192..10_000),
         ] {
             let runs = Runs::contiguous(wanted.end - wanted.start);
-            let (source, proof, mut wants) = (offset + wanted.start, proof.clone(), Vec::new());
-            add(0, Boxed { blob: "blob".into(), source, target: 0, runs, proof }, &mut wants);
-            let [Want { need, source: start, .. }] = &wants[..] else { panic!("{}", wants.len()) };
-            assert_eq!((need.start - offset..need.end - offset, *start), (chunks, source));
+            let (source, proof, mut copies) = (offset + wanted.start, proof.clone(), Vec::new());
+            split_copy(
+                0,
+                RangeCopy { blob: "blob".into(), source, target: 0, runs, verify: proof },
+                &mut copies,
+            );
+            let [PlannedCopy { fetch_range, source: start, .. }] = &copies[..] else {
+                panic!("{}", copies.len())
+            };
+            assert_eq!(
+                (fetch_range.start - offset..fetch_range.end - offset, *start),
+                (chunks, source)
+            );
         }
     }
 
-    /// Of a storage all chunks are proven that have a byte of what is wanted, and no others.
+    /// Verifies each chunk that contains a requested byte, and no other chunk.
     #[test]
-    fn parts_of_chunks_are_proven_with_the_rest_of_them() {
+    fn partial_reads_verify_the_chunks_they_touch_and_no_others() {
         let payload: Vec<u8> = (0..2500_u32).flat_map(u32::to_le_bytes).collect();
         let object = [&[0; 4096][..], &payload].concat();
         let bucket = Bucket::new(Arc::new(InMemory::new()), Path::default(), "s3://test").unwrap();
         let (objects, put) = (bucket.objects(), PutPayload::from(object));
-        bucket.wait("blob", async move { objects.put(&"blob".into(), put).await }).unwrap();
+        bucket
+            .request_blocking("blob", async move { objects.put(&"blob".into(), put).await })
+            .unwrap();
         let fetcher = Fetcher::new(bucket);
         let chunk_size = ChunkSize::from_log2(12).unwrap();
         let crcs: Vec<u32> = payload.chunks(4096).map(checksum).collect();
@@ -411,10 +462,14 @@ mod tests {
             for (wanted, chunks) in [(5000..5100, 1..2), (4095..8193, 0..3), (9999..10_000, 2..3)] {
                 let mut target = vec![0; wanted.len()];
                 let runs = Runs::contiguous(wide(wanted.len()));
-                let (source, proof) = (4096 + wide(wanted.start), Proof::Part(storage.clone()));
-                let part = Boxed { blob: "blob".into(), source, target: 0, runs, proof };
-                let pulled = fetcher
-                    .pull(vec![Job { target: &mut target, boxes: vec![part] }], &Stop::default());
+                let (source, proof) =
+                    (4096 + wide(wanted.start), VerifyMode::PartialChunks(storage.clone()));
+                let part =
+                    RangeCopy { blob: "blob".into(), source, target: 0, runs, verify: proof };
+                let pulled = fetcher.read_ranges(
+                    vec![RangeJob { target: &mut target, copies: vec![part] }],
+                    &CancelToken::default(),
+                );
                 if chunks.contains(&wrong) {
                     assert_eq!(pulled.unwrap_err().kind(), ErrorKind::Corrupt);
                 } else {
@@ -426,34 +481,42 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_close_together_is_one_request() {
+    fn ranges_that_lie_close_together_share_a_request() {
         type Wanted<'a> = &'a [(&'a str, Range<u64>)];
         const R: u64 = REQUEST_BYTES;
-        let near = GAP_BYTES;
+        let gap = GAP_BYTES;
         let one: [(Wanted, Range<u64>); 5] = [
-            (&[("a", 10 + near..20 + near), ("a", 0..10)], 0..20 + near),
+            (&[("a", 10 + gap..20 + gap), ("a", 0..10)], 0..20 + gap),
             (&[("a", 0..10), ("a", 0..5), ("a", 5..10)], 0..10),
             (&[("a", 5..R), ("a", 10..R + 5)], 5..R + 5),
-            // What has come already costs nothing, however long it is.
+            // A range inside a longer one adds no bytes to the request.
             (&[("a", 0..2 * R), ("a", 5..10)], 0..2 * R),
             (&[("a", 0..2 * R), ("a", 0..2 * R)], 0..2 * R),
         ];
         for (wanted, range) in one {
-            let fetches =
-                group(wanted.iter().map(|(blob, need)| want(blob, need.clone())).collect());
-            let [fetch] = &fetches[..] else { panic!("{wanted:?}: {}", fetches.len()) };
-            assert_eq!((&fetch.range, fetch.wants.len()), (&range, wanted.len()));
+            let requests = coalesce(
+                wanted
+                    .iter()
+                    .map(|(blob, fetch_range)| planned_copy(blob, fetch_range.clone()))
+                    .collect(),
+            );
+            let [request] = &requests[..] else { panic!("{wanted:?}: {}", requests.len()) };
+            assert_eq!((&request.range, request.copies.len()), (&range, wanted.len()));
         }
         let apart: [Wanted; 4] = [
-            &[("a", 0..10), ("a", 11 + near..20 + near)],
+            &[("a", 0..10), ("a", 11 + gap..20 + gap)],
             &[("a", 0..10), ("b", 5..20)],
             &[("a", 5..R), ("a", 10..R + 6)],
             &[("a", 0..2 * R), ("a", 5..2 * R + 1)],
         ];
         for wanted in apart {
-            let fetches =
-                group(wanted.iter().map(|(blob, need)| want(blob, need.clone())).collect());
-            let found = fetches.iter().map(|fetch| (&*fetch.blob, fetch.range.clone()));
+            let requests = coalesce(
+                wanted
+                    .iter()
+                    .map(|(blob, fetch_range)| planned_copy(blob, fetch_range.clone()))
+                    .collect(),
+            );
+            let found = requests.iter().map(|request| (&*request.blob, request.range.clone()));
             assert!(found.eq(wanted.iter().cloned()), "{wanted:?}");
         }
     }

@@ -1,4 +1,6 @@
-//! Blobs on their way to a bucket: small ones in one request, others in parts, as soon as each is full.
+//! Uploads to a bucket.
+//!
+//! A small blob takes one request. A large blob is sent in parts, each as soon as it is full.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -12,69 +14,72 @@ use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tssd_format::{JobChecksums, WriteJob};
 
-use super::marker;
+use super::upload_marker;
 use crate::blob::{Part, Reservation, split};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::bucket::{Bucket, again};
+use crate::io::bucket::{Bucket, retry};
 use crate::io::exec::backoff;
 use crate::io::sync::{Lock, MutexGuard};
 
-/// A blob of at most so many bytes goes in one request.
-pub(super) const SMALL_BYTES: u64 = 16 << 20;
+/// Maximum bytes of a blob that is uploaded in one request.
+pub(super) const MAX_SINGLE_BYTES: u64 = 16 << 20;
 
-/// A part has at least so many bytes, and all but the last have the same number: some stores want that.
+/// Minimum bytes of a part. All parts but the last have the same length, which some stores require.
 const PART_BYTES: u64 = 16 << 20;
 
-/// No store takes more parts than this.
+/// Maximum number of parts that every store accepts.
 const MAX_PARTS: u64 = 10_000;
 
-/// How many parts of an upload are under way at once.
-const PARTS_UNDER_WAY: u32 = 8;
+/// Maximum number of parts of one upload that are in flight.
+const MAX_PARTS_IN_FLIGHT: u32 = 8;
 
-/// Memory of parts that were sent, for those to come: new memory costs more than what is done with it. At most
-/// as many as are under way at once.
+/// Buffers of sent parts, for reuse by later parts. It holds at most [`MAX_PARTS_IN_FLIGHT`] buffers.
+///
+/// New memory costs more time than the work done in it.
 #[derive(Default)]
-pub(super) struct Spare(Lock<Vec<Bytes>>);
+pub(super) struct BufferPool(Lock<Vec<Bytes>>);
 
-impl Spare {
-    fn held(&self) -> MutexGuard<'_, Vec<Bytes>> {
+impl BufferPool {
+    fn lock(&self) -> MutexGuard<'_, Vec<Bytes>> {
         self.0.lock()
     }
 
-    /// So many bytes for a part: warm ones, of an earlier part, if the bucket has let go of it.
-    fn take(&self, len: usize) -> BytesMut {
-        let warm = {
-            let mut held = self.held();
-            let free = held.iter().position(|bytes| bytes.len() == len && bytes.is_unique());
-            free.map(|free| held.swap_remove(free))
+    /// Returns a buffer of `len` bytes: one of a sent part if the client has dropped it, else a new one.
+    fn acquire(&self, len: usize) -> BytesMut {
+        let reused = {
+            let mut buffers = self.lock();
+            let free = buffers.iter().position(|bytes| bytes.len() == len && bytes.is_unique());
+            free.map(|free| buffers.swap_remove(free))
         };
-        match warm.map(Bytes::try_into_mut) {
-            Some(Ok(warm)) => warm,
+        match reused.map(Bytes::try_into_mut) {
+            Some(Ok(reused)) => reused,
             _ => BytesMut::zeroed(len),
         }
     }
 
-    /// A part was sent, though the bucket may still look at it. The last one of a blob is seldom as long as another's.
-    fn keep(&self, part: Bytes) {
-        let mut held = self.held();
-        if wide(part.len()) == PART_BYTES && held.len() < PARTS_UNDER_WAY as usize {
-            held.push(part);
+    /// Adds the buffer of a sent part, to which the client may still hold a reference.
+    ///
+    /// Only buffers of [`PART_BYTES`] are kept: the length of a last part is rarely needed again.
+    fn release(&self, part: Bytes) {
+        let mut buffers = self.lock();
+        if wide(part.len()) == PART_BYTES && buffers.len() < MAX_PARTS_IN_FLIGHT as usize {
+            buffers.push(part);
         }
     }
 }
 
-/// How often it is asked whether an object is there after all.
+/// Maximum number of checks whether an object exists after all.
 const TRIES: u32 = 4;
 
-/// A blob that goes in one request, which creates it.
-pub(super) struct Small {
+/// A blob that one request creates.
+pub(super) struct SingleUpload {
     bucket: Bucket,
     name: String,
     path: Path,
     bytes: Vec<u8>,
 }
 
-impl Small {
+impl SingleUpload {
     pub(super) fn new(bucket: Bucket, name: &str, len: u64) -> Result<Self> {
         let len = usize::try_from(len).map_err(|_| too_large(len))?;
         let path = bucket.path(name)?;
@@ -82,18 +87,20 @@ impl Small {
     }
 }
 
-impl Reservation for Small {
+impl Reservation for SingleUpload {
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
         split(&mut self.bytes, lens)
     }
 
-    /// If it is there already, an earlier request of this call may have created it, whose answer was lost: what
-    /// has the same bytes is it.
+    /// Creates the object.
+    ///
+    /// If the name is taken, an earlier request of this call may have created the object and lost its response. The
+    /// call returns true if the object has the same bytes.
     fn seal(self: Box<Self>) -> Result<bool> {
         let Self { bucket, name, path, bytes } = *self;
         let objects = bucket.objects();
         let payload = PutPayload::from(bytes);
-        bucket.wait(&name, async move {
+        bucket.request_blocking(&name, async move {
             let mut tries = 0;
             loop {
                 let put = objects.put_opts(&path, payload.clone(), PutMode::Create.into()).await;
@@ -113,8 +120,8 @@ impl Reservation for Small {
     }
 }
 
-/// A blob that goes in parts.
-pub(super) struct Upload(Arc<Inner>);
+/// A blob that is uploaded in parts.
+pub(super) struct MultipartUpload(Arc<Inner>);
 
 struct Inner {
     bucket: Bucket,
@@ -124,49 +131,54 @@ struct Inner {
     id: String,
     len: u64,
     part_len: u64,
-    spare: Arc<Spare>,
+    buffers: Arc<BufferPool>,
     /// The parts that are being filled, by number.
-    filling: Lock<BTreeMap<u64, Filling>>,
+    parts: Lock<BTreeMap<u64, PartBuffer>>,
     state: Lock<State>,
-    /// The right to have a part under way.
-    under_way: Arc<Semaphore>,
+    /// Limits the parts in flight.
+    in_flight: Arc<Semaphore>,
 }
 
-/// A part that is being filled, by any number of threads: each has a piece of its memory.
-struct Filling {
-    /// Pieces that nobody has had yet, and those that are full, by where they begin.
+/// The buffer of a part that several threads fill. Each thread owns a piece of it.
+struct PartBuffer {
+    /// Pieces not taken yet, by their offsets. `full` has the filled pieces.
     free: BTreeMap<usize, BytesMut>,
     full: BTreeMap<usize, BytesMut>,
     missing: usize,
 }
 
-/// A piece of a part that is being filled.
+/// A piece of the buffer of a part.
 struct Piece {
     number: u64,
     start: usize,
     bytes: BytesMut,
-    /// How many of them are written.
+    /// Bytes written so far.
     filled: usize,
 }
 
 #[derive(Default)]
 struct State {
     sent: BTreeMap<u64, PartId>,
-    failed: Option<object_store::Error>,
+    error: Option<object_store::Error>,
     is_sealed: bool,
 }
 
-impl Upload {
-    pub(super) fn begin(bucket: Bucket, spare: Arc<Spare>, name: &str, len: u64) -> Result<Self> {
-        // Whole MiB, so that parts are filled in whole chunks mostly.
+impl MultipartUpload {
+    pub(super) fn begin(
+        bucket: Bucket,
+        buffers: Arc<BufferPool>,
+        name: &str,
+        len: u64,
+    ) -> Result<Self> {
+        // Whole MiB, so that most chunks lie in one part.
         let part_len = PART_BYTES.max(len.div_ceil(MAX_PARTS).next_multiple_of(1 << 20));
-        let (path, marker) = (bucket.path(name)?, bucket.path(&marker(name))?);
+        let (path, marker) = (bucket.path(name)?, bucket.path(&upload_marker(name))?);
         let (uploads, objects) = (bucket.uploads(), bucket.objects());
         let begin = {
             let (path, marker) = (path.clone(), marker.clone());
             async move {
                 let id = uploads.create_multipart(&path).await?;
-                // Whoever finds that this process has ended gives the upload up.
+                // If this process dies, a later sweep finds the marker and aborts the upload.
                 match objects.put(&marker, PutPayload::from(id.clone())).await {
                     Ok(_) => Ok(id),
                     Err(error) => {
@@ -176,7 +188,7 @@ impl Upload {
                 }
             }
         };
-        let id = bucket.wait(name, begin)?;
+        let id = bucket.request_blocking(name, begin)?;
         Ok(Self(Arc::new(Inner {
             bucket,
             name: name.to_owned(),
@@ -185,21 +197,21 @@ impl Upload {
             id,
             len,
             part_len,
-            spare,
-            filling: Lock::default(),
+            buffers,
+            parts: Lock::default(),
             state: Lock::default(),
-            under_way: Arc::new(Semaphore::new(PARTS_UNDER_WAY as usize)),
+            in_flight: Arc::new(Semaphore::new(MAX_PARTS_IN_FLIGHT as usize)),
         })))
     }
 }
 
-impl Filling {
+impl PartBuffer {
     fn new(memory: BytesMut, len: usize) -> Self {
         let free = BTreeMap::from([(0, memory)]);
         Self { free, full: BTreeMap::new(), missing: len }
     }
 
-    fn lend(&mut self, within: Range<usize>) -> BytesMut {
+    fn take_range(&mut self, within: Range<usize>) -> BytesMut {
         let (&start, _) = self.free.range(..=within.start).next_back().expect("nobody had it yet");
         let mut before = self.free.remove(&start).expect("it was found");
         let mut piece = before.split_off(within.start - start);
@@ -213,63 +225,65 @@ impl Filling {
 }
 
 impl Inner {
-    fn filling(&self) -> MutexGuard<'_, BTreeMap<u64, Filling>> {
-        self.filling.lock()
+    fn parts(&self) -> MutexGuard<'_, BTreeMap<u64, PartBuffer>> {
+        self.parts.lock()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }
 
-    /// The memory of bytes of the blob, as far as they are in one part. Nobody else asks for them.
-    fn lend(&self, bytes: Range<u64>) -> Result<Piece> {
-        let number = bytes.start / self.part_len;
+    /// Takes the piece of the part's buffer for these bytes of the blob, up to the end of the part.
+    ///
+    /// No other call takes the same bytes.
+    fn take_piece(&self, range: Range<u64>) -> Result<Piece> {
+        let number = range.start / self.part_len;
         let start = number * self.part_len;
         let end = self.len.min(start + self.part_len);
         let part_len = native(end - start)?;
-        let within = native(bytes.start - start)?..native(bytes.end.min(end) - start)?;
-        let mut filling = self.filling();
-        let part = filling
+        let within = native(range.start - start)?..native(range.end.min(end) - start)?;
+        let mut parts = self.parts();
+        let part = parts
             .entry(number)
-            .or_insert_with(|| Filling::new(self.spare.take(part_len), part_len));
-        Ok(Piece { number, start: within.start, bytes: part.lend(within), filled: 0 })
+            .or_insert_with(|| PartBuffer::new(self.buffers.acquire(part_len), part_len));
+        Ok(Piece { number, start: within.start, bytes: part.take_range(within), filled: 0 })
     }
 
-    /// Takes memory back that is full, and sends the part if it is the last of it.
-    fn take_back(self: &Arc<Self>, piece: Piece) -> Result<()> {
+    /// Returns a filled piece. If it is the last one of its part, sends the part.
+    fn return_piece(self: &Arc<Self>, piece: Piece) -> Result<()> {
         let full = {
-            let mut filling = self.filling();
-            let part = filling.get_mut(&piece.number).expect("a part is there until it is full");
+            let mut parts = self.parts();
+            let part = parts.get_mut(&piece.number).expect("a part is there until it is full");
             part.missing -= piece.bytes.len();
             part.full.insert(piece.start, piece.bytes);
             if part.missing > 0 {
                 return Ok(());
             }
-            filling.remove(&piece.number)
+            parts.remove(&piece.number)
         };
         let pieces = full.map(|part| part.full).into_iter().flatten();
         let whole = pieces.map(|(_, piece)| piece).reduce(|mut whole, piece| {
-            // They are neighbours in memory: nothing moves.
+            // The pieces are adjacent in memory: `unsplit` copies nothing.
             whole.unsplit(piece);
             whole
         });
         self.send(piece.number, whole.unwrap_or_default().freeze())
     }
 
-    /// Sends a part as soon as not too many are under way.
+    /// Sends a part. Blocks while [`MAX_PARTS_IN_FLIGHT`] parts are in flight.
     fn send(self: &Arc<Self>, number: u64, bytes: Bytes) -> Result<()> {
-        if let Some(error) = &self.state().failed {
+        if let Some(error) = &self.state().error {
             return Err(self.bucket.error(&self.name, error));
         }
         let permit = self.permit(1)?;
         let inner = self.clone();
         self.bucket.spawn(async move {
             let sent = inner.put(number, PutPayload::from(bytes.clone())).await;
-            inner.spare.keep(bytes);
+            inner.buffers.release(bytes);
             let mut state = inner.state();
             match sent {
                 Ok(id) => drop(state.sent.insert(number, id)),
-                Err(error) => drop(state.failed.get_or_insert(error)),
+                Err(error) => drop(state.error.get_or_insert(error)),
             }
             drop(permit);
         });
@@ -279,17 +293,19 @@ impl Inner {
     async fn put(&self, number: u64, payload: PutPayload) -> object_store::Result<PartId> {
         let uploads = self.bucket.uploads();
         let index = usize::try_from(number).unwrap_or(usize::MAX);
-        again(|| uploads.put_part(&self.path, &self.id, index, payload.clone())).await
+        retry(|| uploads.put_part(&self.path, &self.id, index, payload.clone())).await
     }
 
     fn permit(&self, count: u32) -> Result<OwnedSemaphorePermit> {
-        let under_way = self.under_way.clone();
-        self.bucket.wait(&self.name, async move {
-            Ok(under_way.acquire_many_owned(count).await.expect("it is never closed"))
+        let in_flight = self.in_flight.clone();
+        self.bucket.request_blocking(&self.name, async move {
+            Ok(in_flight.acquire_many_owned(count).await.expect("it is never closed"))
         })
     }
 
-    /// Puts the parts together. If the answer is lost, the object itself tells.
+    /// Completes the upload.
+    ///
+    /// If the response is lost, the length of the object shows whether the request succeeded.
     async fn complete(&self, parts: Vec<PartId>) -> object_store::Result<()> {
         let (uploads, objects) = (self.bucket.uploads(), self.bucket.objects());
         let mut tries = 0;
@@ -298,7 +314,7 @@ impl Inner {
             let Err(error) = completed else { return Ok(()) };
             tries += 1;
             match objects.head(&self.path).await {
-                // No other upload has its name.
+                // No other upload writes to this name.
                 Ok(found) if found.size == self.len => return Ok(()),
                 _ if tries < TRIES => backoff(tries).await,
                 _ => return Err(error),
@@ -307,15 +323,15 @@ impl Inner {
     }
 }
 
-impl Drop for Upload {
+impl Drop for MultipartUpload {
     fn drop(&mut self) {
         let inner = self.0.clone();
         if inner.state().is_sealed {
             return;
         }
         self.0.bucket.spawn(async move {
-            // Parts that are still under way would be parts of nothing.
-            let _all = inner.under_way.acquire_many(PARTS_UNDER_WAY).await;
+            // A part still in flight would outlive the aborted upload.
+            let _all = inner.in_flight.acquire_many(MAX_PARTS_IN_FLIGHT).await;
             let aborted = inner.bucket.uploads().abort_multipart(&inner.path, &inner.id).await;
             if matches!(aborted, Ok(()) | Err(object_store::Error::NotFound { .. })) {
                 let _ = inner.bucket.objects().delete(&inner.marker).await;
@@ -324,7 +340,7 @@ impl Drop for Upload {
     }
 }
 
-impl Reservation for Upload {
+impl Reservation for MultipartUpload {
     fn parts(&mut self, lens: &[u64]) -> Vec<Box<dyn Part + '_>> {
         let mut offset = 0;
         let mut parts: Vec<Box<dyn Part + '_>> = Vec::with_capacity(lens.len());
@@ -338,10 +354,10 @@ impl Reservation for Upload {
 
     fn seal(self: Box<Self>) -> Result<bool> {
         let inner = &self.0;
-        drop(inner.permit(PARTS_UNDER_WAY)?);
+        drop(inner.permit(MAX_PARTS_IN_FLIGHT)?);
         let parts: Vec<PartId> = {
             let mut state = inner.state();
-            if let Some(error) = &state.failed {
+            if let Some(error) = &state.error {
                 return Err(inner.bucket.error(&inner.name, error));
             }
             let wanted = inner.len.div_ceil(inner.part_len);
@@ -352,10 +368,10 @@ impl Reservation for Upload {
             std::mem::take(&mut state.sent).into_values().collect()
         };
         let completing = inner.clone();
-        inner.bucket.wait(&inner.name, async move {
+        inner.bucket.request_blocking(&inner.name, async move {
             completing.complete(parts).await?;
             completing.state().is_sealed = true;
-            // A note that stays is of nothing, and goes with the version.
+            // A leftover marker has no effect. It is deleted with the version.
             let _ = completing.bucket.objects().delete(&completing.marker).await;
             Ok(true)
         })
@@ -364,15 +380,15 @@ impl Reservation for Upload {
 
 struct UploadPart {
     inner: Arc<Inner>,
-    /// What was not asked for yet.
+    /// The bytes for which no memory was taken yet.
     rest: Range<u64>,
     piece: Option<Piece>,
 }
 
 impl UploadPart {
-    /// The memory of what comes next, as far as it is in one part of the upload.
+    /// Takes the memory for the next bytes, up to the end of a part of the upload.
     fn next(&mut self) -> Result<Piece> {
-        let piece = self.inner.lend(self.rest.clone())?;
+        let piece = self.inner.take_piece(self.rest.clone())?;
         self.rest.start += wide(piece.bytes.len());
         Ok(piece)
     }
@@ -387,11 +403,11 @@ impl UploadPart {
                 None => self.next()?,
             };
             let missing = &mut piece.bytes[piece.filled..];
-            let (now, rest) = bytes.split_at(missing.len().min(bytes.len()));
-            missing[..now.len()].copy_from_slice(now);
-            piece.filled += now.len();
+            let (head, rest) = bytes.split_at(missing.len().min(bytes.len()));
+            missing[..head.len()].copy_from_slice(head);
+            piece.filled += head.len();
             if piece.filled == piece.bytes.len() {
-                self.inner.take_back(piece)?;
+                self.inner.return_piece(piece)?;
             } else {
                 self.piece = Some(piece);
             }
@@ -402,20 +418,20 @@ impl UploadPart {
 }
 
 impl Part for UploadPart {
-    fn fill(&mut self, job: &WriteJob) -> Result<JobChecksums> {
+    fn write_job(&mut self, job: &WriteJob) -> Result<JobChecksums> {
         let inner = self.inner.clone();
-        let failed = |error| Error::format(&inner.name, error);
+        let format_error = |error| Error::from_format(&inner.name, error);
         if !self.rest.is_empty() {
             let mut piece = self.next()?;
             if self.rest.is_empty() {
-                // All of it is in one piece of memory.
-                let filled = job.run(&mut piece.bytes).map_err(failed)?;
-                inner.take_back(piece)?;
-                return Ok(filled);
+                // One piece of memory holds the whole part.
+                let checksums = job.run(&mut piece.bytes).map_err(format_error)?;
+                inner.return_piece(piece)?;
+                return Ok(checksums);
             }
             self.piece = Some(piece);
         }
-        job.write_to(self).map_err(failed)
+        job.write_to(self).map_err(format_error)
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
@@ -452,14 +468,14 @@ mod tests {
     use proptest::prelude::{ProptestConfig, any, prop, prop_assert, proptest};
 
     use super::*;
-    use crate::testing::faulty_bucket::{Fault, Faulty};
+    use crate::testing::faulty_bucket::{Fault, FaultyBucket};
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 6, ..ProptestConfig::default() })]
 
-        /// Whatever the cuts, and whoever writes first: each byte is where it belongs.
+        /// Each byte is where it belongs, for any lengths and any order of the writers.
         #[test]
-        fn parts_are_filled_by_many_threads_in_any_order(
+        fn threads_fill_parts_in_any_order(
             lens in prop::collection::vec((0..6_u64 << 20, any::<u32>()), 6..14),
             block in 1_usize..3 << 20,
         ) {
@@ -470,14 +486,14 @@ mod tests {
             }
             let objects = Arc::new(InMemory::new());
             let bucket = Bucket::new(objects.clone(), Path::default(), "memory").unwrap();
-            let spare = Arc::new(Spare::default());
+            let buffers = Arc::new(BufferPool::default());
             let cut: Vec<u64> = lens.iter().map(|(len, _)| *len).chain([1]).collect();
-            // The second one is in memory of the first.
-            for (name, turn) in [("blob", 1), ("another", 2)] {
+            // The second upload reuses the memory of the first.
+            for (name, factor) in [("blob", 1), ("another", 2)] {
                 for byte in &mut wanted {
-                    *byte = byte.wrapping_mul(turn);
+                    *byte = byte.wrapping_mul(factor);
                 }
-                let mut upload = Upload::begin(bucket.clone(), spare.clone(), name, total).unwrap();
+                let mut upload = MultipartUpload::begin(bucket.clone(), buffers.clone(), name, total).unwrap();
                 let mut offset = 0;
                 let mut jobs: Vec<_> = upload.parts(&cut).into_iter().zip(&cut).map(|(part, len)| {
                     let bytes = &wanted[offset..offset + native(*len).unwrap()];
@@ -497,52 +513,53 @@ mod tests {
                 drop(jobs);
                 prop_assert!(Box::new(upload).seal().unwrap());
                 let (objects, path) = (objects.clone(), Path::from(name));
-                let found = bucket.wait(name, async move { objects.get(&path).await?.bytes().await });
+                let found = bucket.request_blocking(name, async move { objects.get(&path).await?.bytes().await });
                 prop_assert!(found.unwrap() == wanted);
             }
         }
     }
 
     #[test]
-    fn memory_of_parts_comes_back_when_the_bucket_has_let_go_of_it() {
+    fn part_buffers_are_reused_once_the_client_drops_them() {
         let len = native(PART_BYTES).unwrap();
-        let spare = Spare::default();
+        let pool = BufferPool::default();
         let part = |byte| {
-            let mut part = spare.take(len);
+            let mut part = pool.acquire(len);
             part.fill(byte);
             part.freeze()
         };
         let first = part(1);
-        let (place, looked_at) = (first.as_ptr(), first.clone());
-        spare.keep(first);
-        assert_ne!(part(2).as_ptr(), place);
-        assert_eq!(looked_at[len - 1], 1);
-        drop(looked_at);
-        let again = spare.take(len);
-        assert_eq!((again.as_ptr(), again.len()), (place, len));
-        // What is shorter is not kept, nor more than are under way.
-        spare.keep(Bytes::from_static(&[1; 100]));
+        let (address, shared) = (first.as_ptr(), first.clone());
+        pool.release(first);
+        assert_ne!(part(2).as_ptr(), address);
+        assert_eq!(shared[len - 1], 1);
+        drop(shared);
+        let reused = pool.acquire(len);
+        assert_eq!((reused.as_ptr(), reused.len()), (address, len));
+        // Neither shorter buffers nor more than `MAX_PARTS_IN_FLIGHT` are kept.
+        pool.release(Bytes::from_static(&[1; 100]));
         let parts: Vec<_> = (0..20).map(part).collect();
         for part in parts {
-            spare.keep(part);
+            pool.release(part);
         }
-        assert_eq!(spare.held().len(), PARTS_UNDER_WAY as usize);
-        assert_eq!(spare.take(100).len(), 100, "it is not what a shorter part needs");
+        assert_eq!(pool.lock().len(), MAX_PARTS_IN_FLIGHT as usize);
+        assert_eq!(pool.acquire(100).len(), 100, "it is not what a shorter part needs");
     }
 
-    /// A bucket, and whatever is put there on its way: in one request, or in parts of which all have come.
-    fn on_their_way() -> [(Arc<Faulty>, Bucket, Box<dyn Reservation>); 2] {
+    /// A bucket and a blob in it ready to be sealed: in one request, or in parts that have all arrived.
+    fn unsealed_blobs() -> [(Arc<FaultyBucket>, Bucket, Box<dyn Reservation>); 2] {
         [false, true].map(|in_parts| {
-            let objects = Arc::<Faulty>::default();
+            let objects = Arc::<FaultyBucket>::default();
             let bucket = Bucket::new(objects.clone(), Path::default(), "s3://test").unwrap();
             if !in_parts {
-                let mut small = Small::new(bucket.clone(), "blob", 10).unwrap();
+                let mut small = SingleUpload::new(bucket.clone(), "blob", 10).unwrap();
                 small.parts(&[10])[0].write(&[7; 10]).unwrap();
                 return (objects, bucket, Box::new(small) as Box<dyn Reservation>);
             }
-            let mut upload = Upload::begin(bucket.clone(), Arc::default(), "blob", 10).unwrap();
+            let mut upload =
+                MultipartUpload::begin(bucket.clone(), Arc::default(), "blob", 10).unwrap();
             upload.parts(&[10])[0].write(&[7; 10]).unwrap();
-            drop(upload.0.permit(PARTS_UNDER_WAY).unwrap());
+            drop(upload.0.permit(MAX_PARTS_IN_FLIGHT).unwrap());
             (objects, bucket, Box::new(upload))
         })
     }
@@ -550,60 +567,62 @@ mod tests {
     fn found(bucket: &Bucket) -> Bytes {
         let objects = bucket.objects();
         let read = async move { objects.get(&Path::from("blob")).await?.bytes().await };
-        bucket.wait("blob", read).unwrap()
+        bucket.request_blocking("blob", read).unwrap()
     }
 
     #[test]
-    fn what_was_not_done_is_done_again() {
-        for (objects, bucket, reservation) in on_their_way() {
-            objects.plan(0, Fault::NotDone);
+    fn seal_retries_a_request_that_failed() {
+        for (objects, bucket, reservation) in unsealed_blobs() {
+            objects.inject_fault(0, Fault::NotExecuted);
             assert!(reservation.seal().unwrap());
             assert_eq!(found(&bucket), [7; 10][..]);
         }
     }
 
     #[test]
-    fn what_was_done_and_not_answered_is_not_done_again() {
-        for (objects, bucket, reservation) in on_their_way() {
-            objects.plan(0, Fault::LostAnswer);
+    fn seal_does_not_repeat_a_request_whose_response_was_lost() {
+        for (objects, bucket, reservation) in unsealed_blobs() {
+            objects.inject_fault(0, Fault::LostResponse);
             assert!(reservation.seal().unwrap());
             assert_eq!(found(&bucket), [7; 10][..]);
         }
     }
 
     #[test]
-    fn what_is_never_done_is_an_error_after_some_tries() {
-        for (objects, _bucket, reservation) in on_their_way() {
-            objects.end();
+    fn seal_fails_after_the_last_retry() {
+        for (objects, _bucket, reservation) in unsealed_blobs() {
+            objects.fail_all();
             assert_eq!(reservation.seal().unwrap_err().kind(), ErrorKind::Unreachable);
-            // Each looks whether it is there after all; an upload that has failed is given up besides.
-            assert_eq!(objects.seen().0 / 2, TRIES as usize);
+            // Each try checks whether the object exists. The failed upload is also aborted.
+            assert_eq!(objects.request_stats().0 / 2, TRIES as usize);
         }
     }
 
-    /// What is there is not what was put in parts, if it is not as long.
+    /// An object with another length is not the result of the upload.
     #[test]
-    fn parts_are_put_together_whatever_was_there() {
-        let [_, (objects, bucket, upload)] = on_their_way();
+    fn upload_replaces_an_existing_object() {
+        let [_, (objects, bucket, upload)] = unsealed_blobs();
         let (put, payload) = (bucket.objects(), PutPayload::from_static(b"another"));
-        bucket.wait("blob", async move { put.put(&Path::from("blob"), payload).await }).unwrap();
-        objects.plan(0, Fault::NotDone);
+        bucket
+            .request_blocking("blob", async move { put.put(&Path::from("blob"), payload).await })
+            .unwrap();
+        objects.inject_fault(0, Fault::NotExecuted);
         assert!(upload.seal().unwrap());
         assert_eq!(found(&bucket), [7; 10][..]);
     }
 
     #[test]
-    fn an_upload_that_is_dropped_is_given_up() {
-        let [_, (objects, bucket, upload)] = on_their_way();
-        assert_eq!(objects.uploads(), 1);
+    fn dropped_upload_is_aborted() {
+        let [_, (objects, bucket, upload)] = unsealed_blobs();
+        assert_eq!(objects.open_uploads(), 1);
         drop(upload);
         for _ in 0..2000 {
-            if bucket.wait("", bucket.list("").unwrap()).unwrap().is_empty() {
+            if bucket.request_blocking("", bucket.list("").unwrap()).unwrap().is_empty() {
                 break;
             }
             std::thread::sleep(std::time::Duration::from_millis(10));
         }
-        assert_eq!(objects.uploads(), 0);
-        assert_eq!(bucket.wait("", bucket.list("").unwrap()).unwrap(), [""; 0]);
+        assert_eq!(objects.open_uploads(), 0);
+        assert_eq!(bucket.request_blocking("", bucket.list("").unwrap()).unwrap(), [""; 0]);
     }
 }

@@ -1,14 +1,15 @@
-//! Writers who begin, commit, withdraw, or come too late.
+//! Writers that begin, commit, withdraw, or come late.
 
 use std::any::Any;
 
 use super::*;
 
 #[tokio::test]
-async fn who_withdraws_late_leaves_the_next_version_of_the_number_alone() {
+async fn late_withdrawal_does_not_affect_next_version_of_same_number() {
     let root = tempfile::tempdir().unwrap();
-    let (controller, volume) = on_directory(&root);
-    let (key, proposal) = (Key::new("policy").unwrap(), Proposal::alone(1, Durability::Disk));
+    let (controller, volume) = directory_controller(&root);
+    let (key, proposal) =
+        (Key::new("policy").unwrap(), Proposal::single_writer(1, Durability::Disk));
     let (first, _) = controller.open(&key, &proposal, || true).await.unwrap();
     controller.delete(&key, Selection::All).await.unwrap();
     let (second, _) = controller.open(&key, &proposal, || true).await.unwrap();
@@ -16,23 +17,23 @@ async fn who_withdraws_late_leaves_the_next_version_of_the_number_alone() {
     let reservation = volume.reserve(&second.path(0), 1, Durability::Disk).unwrap();
     controller.withdraw(&first, 1).await;
     assert!(reservation.seal().unwrap());
-    // His own folder he takes along.
+    // A writer that withdraws removes its own folder.
     controller.withdraw(&second, 1).await;
     assert!(!root.path().join(second.folder()).exists());
 }
 
 #[tokio::test]
-async fn who_has_no_time_to_wait_is_not_stopped_by_the_dead() {
+async fn put_with_zero_timeout_is_not_blocked_by_ended_process() {
     let root = tempfile::tempdir().unwrap();
-    // As a process each.
-    let controller = || on_directory(&root).0;
+    // Each controller is a separate process.
+    let controller = || directory_controller(&root).0;
     let key = Key::new("policy").unwrap();
-    let numbered = |number| Proposal::alone(number, Durability::Disk);
+    let numbered = |number| Proposal::single_writer(number, Durability::Disk);
     let killed = controller();
     for number in [1, 2] {
         killed.open(&key, &numbered(number), || true).await.unwrap();
     }
-    // While it lives, two open versions are in the way.
+    // While the process is alive, two open versions block a third.
     let other = controller();
     let error = other.open(&key, &numbered(3), || true).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
@@ -42,51 +43,51 @@ async fn who_has_no_time_to_wait_is_not_stopped_by_the_dead() {
 }
 
 #[tokio::test]
-async fn what_became_of_the_version_comes_before_what_that_has_led_to() {
-    let volume = Hooked::default();
+async fn drop_reason_replaces_its_consequences() {
+    let volume = HookedVolume::default();
     let (controller, key) = (volume.controller(), Key::new("policy").unwrap());
-    let proposal = Proposal::alone(1, Durability::Memory);
+    let proposal = Proposal::single_writer(1, Durability::Memory);
     let (place, _) = controller.open(&key, &proposal, || true).await.unwrap();
     let failed = |kind| Error::new(kind, "the disk says no");
-    let reason = async |error| controller.reason(&place, error).await;
-    // Nothing has become of it yet.
+    let reason = async |error| controller.explain_failure(&place, error).await;
+    // The version has not ended yet.
     assert_eq!(reason(failed(ErrorKind::Io)).await.kind(), ErrorKind::Io);
     write(&volume, &place.path(0), b"no archive", Durability::Memory).unwrap();
-    let rejected = controller.commit(&place, Digest::of(b""), &[10]).await.unwrap_err();
+    let rejected = controller.commit(&place, ArchiveDigest::compute(b""), &[10]).await.unwrap_err();
     let text = match rejected.refusal() {
         Some(Refusal::Dropped { reason: Reason::Rejected { reason }, .. }) => reason.clone(),
         other => unreachable!("{other:?}"),
     };
     let error = reason(failed(ErrorKind::Io)).await;
     assert!(matches!(error.refusal(), Some(Refusal::Dropped { number: 1, .. })), "{error}");
-    // It says the same as the ledger, or more.
+    // The error contains the reason in the ledger.
     let error = reason(Error::new(ErrorKind::Io, format_args!("{text}, it says"))).await;
     assert_eq!((error.kind(), error.refusal()), (ErrorKind::Io, None));
-    // Who was not reached has not been heard, and a refusal says by itself what has become of it.
+    // Errors of an unreachable controller and refusals are returned unchanged.
     let error = reason(failed(ErrorKind::Unreachable)).await;
     assert_eq!((error.kind(), error.refusal()), (ErrorKind::Unreachable, None));
     let refusal = Refusal::Unknown { id: place.id };
-    let error = reason(Error::refused(&key, refusal.clone())).await;
+    let error = reason(Error::from_refusal(&key, refusal.clone())).await;
     assert_eq!(error.refusal(), Some(&refusal));
 }
 
 #[tokio::test]
-async fn archives_are_not_needed_once_the_ledger_has_the_commit_or_the_version_has_ended() {
-    let volume = Hooked::default();
+async fn commit_is_decided_once_recorded_or_version_has_ended() {
+    let volume = HookedVolume::default();
     let (controller, key) = (volume.controller(), Key::new("policy").unwrap());
     let open = async |writer, number| {
         let writers = [0, 1].into_iter().collect();
         let job = Some(JobId("a".to_owned()));
-        let alone = Proposal::alone(number, Durability::Memory);
+        let alone = Proposal::single_writer(number, Durability::Memory);
         let proposal = Proposal { writer, writers, job, ..alone };
         controller.open(&key, &proposal, || true).await.unwrap().0
     };
     let place = open(0, 1).await;
     assert!(!controller.is_decided(&place).await);
-    let (digest, len) = written(&volume, &place);
+    let (digest, len) = write_archive(&volume, &place);
     assert!(!controller.commit(&place, digest, &[len]).await.unwrap().visible);
     assert!(controller.is_decided(&place).await);
-    // What he has committed to one version says nothing of another, and nothing of who else writes it.
+    // A commit decides neither other versions nor other writers.
     let (other, next) = (open(1, 1).await, open(0, 2).await);
     assert_eq!(other.id, place.id);
     for undecided in [&other, &next] {
@@ -99,17 +100,18 @@ async fn archives_are_not_needed_once_the_ledger_has_the_commit_or_the_version_h
 }
 
 #[tokio::test]
-async fn who_withdraws_takes_along_what_is_not_committed_and_nothing_else() {
+async fn withdrawal_deletes_only_uncommitted_archives() {
     let root = tempfile::tempdir().unwrap();
-    let (controller, volume) = on_directory(&root);
-    let (key, proposal) = (Key::new("policy").unwrap(), Proposal::alone(1, Durability::Disk));
+    let (controller, volume) = directory_controller(&root);
+    let (key, proposal) =
+        (Key::new("policy").unwrap(), Proposal::single_writer(1, Durability::Disk));
     let (late, _) = controller.open(&key, &proposal, || true).await.unwrap();
     controller.delete(&key, Selection::All).await.unwrap();
     let (committed, _) = controller.open(&key, &proposal, || true).await.unwrap();
-    let (digest, len) = written(&*volume, &committed);
+    let (digest, len) = write_archive(&*volume, &committed);
     assert!(controller.commit(&committed, digest, &[len]).await.unwrap().visible);
-    // He has gone on writing after his version was deleted.
-    written(&*volume, &late);
+    // The writer has continued to write after its version was deleted.
+    write_archive(&*volume, &late);
     controller.withdraw(&late, 1).await;
     assert!(!root.path().join(late.folder()).exists());
     controller.withdraw(&committed, 1).await;
@@ -117,15 +119,15 @@ async fn who_withdraws_takes_along_what_is_not_committed_and_nothing_else() {
 }
 
 #[tokio::test]
-async fn a_version_that_waits_ages_from_when_it_begins() {
+async fn open_limit_counts_from_begin_of_version() {
     let clock = Clock::default();
     let (volume, ledgers) = (Arc::new(MemoryVolume::default()), Arc::new(OwnedLedgers::default()));
     let controller = LocalController::new(ledgers, volume, Arc::new(clock.clone()));
-    let (key, patience) = (Key::new("policy").unwrap(), Duration::from_mins(1));
-    let numbered = |number| Proposal::alone(number, Durability::Memory);
+    let (key, timeout) = (Key::new("policy").unwrap(), Duration::from_mins(1));
+    let numbered = |number| Proposal::single_writer(number, Durability::Memory);
     let (first, _) = controller.open(&key, &numbered(1), || true).await.unwrap();
     controller.open(&key, &numbered(2), || true).await.unwrap();
-    let waiting = Proposal { timeout: patience, ..numbered(3) };
+    let waiting = Proposal { timeout, ..numbered(3) };
     let mut begin = std::pin::pin!(controller.open(&key, &waiting, || true));
     tokio::time::timeout(Duration::from_millis(20), &mut begin).await.unwrap_err();
     let open_for = 10 * 60 * 1000;
@@ -141,44 +143,44 @@ async fn a_version_that_waits_ages_from_when_it_begins() {
 }
 
 #[tokio::test]
-async fn a_version_that_was_replaced_while_another_try_proved_it_was_visible() {
+async fn commit_reports_replaced_version_as_visible() {
     let volume = MemoryVolume::default();
     let (key, ledgers) = (Key::new("policy").unwrap(), Arc::new(OwnedLedgers::default()));
     let controller =
         LocalController::new(ledgers, Arc::new(volume.clone()), Arc::new(SystemEnvironment));
     let open = async |number| {
-        let proposal = Proposal::alone(number, Durability::Memory);
+        let proposal = Proposal::single_writer(number, Durability::Memory);
         controller.open(&key, &proposal, || true).await.unwrap().0
     };
     let place = open(1).await;
-    let (digest, len) = written(&volume, &place);
-    let other = Proving::begin(&controller, place.id).unwrap();
+    let (digest, len) = write_archive(&volume, &place);
+    let other = RunningVerification::begin(&controller, place.id).unwrap();
     let lens = [len];
     let mut commit = std::pin::pin!(controller.commit(&place, digest, &lens));
     tokio::time::timeout(Duration::from_millis(20), &mut commit).await.unwrap_err();
     drop(other);
-    assert!(controller.prove(&key, place.id).await.unwrap());
-    // Of one key one version is kept.
+    assert!(controller.verify_version(&key, place.id).await.unwrap());
+    // The key retains one version.
     let next = open(2).await;
-    let (digest, len) = written(&volume, &next);
+    let (digest, len) = write_archive(&volume, &next);
     assert!(controller.commit(&next, digest, &[len]).await.unwrap().visible);
     assert!(controller.state(&key).await.unwrap().versions().all(|it| it.id == next.id));
     assert!(commit.await.unwrap().visible);
 }
 
 #[tokio::test]
-async fn who_has_committed_already_is_told_where() {
-    let volume = Hooked::default();
+async fn retry_returns_committed_version_and_digest() {
+    let volume = HookedVolume::default();
     let (controller, key) = (volume.controller(), Key::new("policy").unwrap());
-    let alone = Proposal::alone(9, Durability::Memory);
+    let alone = Proposal::single_writer(9, Durability::Memory);
     let (place, _) = controller.open(&key, &alone, || true).await.unwrap();
-    let (digest, len) = written(&volume, &place);
+    let (digest, len) = write_archive(&volume, &place);
     assert!(controller.commit(&place, digest, &[len]).await.unwrap().visible);
     let (writers, job) = ([0, 1].into_iter().collect(), Some(JobId("a".to_owned())));
     let proposal = Proposal { writers, job, number: Some(3), rewind: true, ..alone };
     let (place, committed) = controller.open(&key, &proposal, || true).await.unwrap();
     assert_eq!((place.epoch, place.number, committed), (1, 3, None));
-    let (digest, len) = written(&volume, &place);
+    let (digest, len) = write_archive(&volume, &place);
     assert!(!controller.commit(&place, digest, &[len]).await.unwrap().visible);
     let (again, committed) = controller.open(&key, &proposal, || true).await.unwrap();
     assert_eq!((again.id, again.epoch, again.number), (place.id, 1, 3));
@@ -186,10 +188,10 @@ async fn who_has_committed_already_is_told_where() {
 }
 
 #[tokio::test]
-async fn a_copy_is_durable_and_at_the_place_of_what_it_is_a_copy_of() {
-    let (volume, bucket) = (Hooked::default(), Hooked::default());
+async fn copy_is_durable_and_keeps_placement() {
+    let (volume, bucket) = (HookedVolume::default(), HookedVolume::default());
     let key = Key::new("policy").unwrap();
-    let proposal = Proposal::alone(7, Durability::Memory);
+    let proposal = Proposal::single_writer(7, Durability::Memory);
     let (of, _) = volume.controller().open(&key, &proposal, || true).await.unwrap();
     let bucket = bucket.controller();
     let (copy, _) = bucket.open_copy(&of, proposal.writers.clone(), Duration::ZERO).await.unwrap();
@@ -197,25 +199,25 @@ async fn a_copy_is_durable_and_at_the_place_of_what_it_is_a_copy_of() {
     assert_eq!((copy.durability, copy.is_copy), (Durability::Disk, true));
 }
 
-/// Ledgers that cannot be reached for a while.
+/// Ledgers that a test can make unreachable.
 #[derive(Default)]
-struct Cut(OwnedLedgers, AtomicBool);
+struct UnreachableLedgers(OwnedLedgers, AtomicBool);
 
 #[async_trait]
-impl Ledgers for Cut {
+impl Ledgers for UnreachableLedgers {
     async fn state(&self, key: &Key) -> Result<Arc<State>> {
         self.0.state(key).await
     }
 
-    async fn turn(&self, key: &Key) -> Result<Box<dyn Turn>> {
+    async fn lock(&self, key: &Key) -> Result<Box<dyn LedgerGuard>> {
         if self.1.load(Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::Unreachable, "nobody answers"));
         }
-        self.0.turn(key).await
+        self.0.lock(key).await
     }
 
-    async fn session(&self, id: SessionId) -> Result<Option<Box<dyn Any + Send>>> {
-        self.0.session(id).await
+    async fn begin_session(&self, id: SessionId) -> Result<Option<Box<dyn Any + Send>>> {
+        self.0.begin_session(id).await
     }
 
     async fn has_ended(&self, id: SessionId) -> Result<bool> {
@@ -226,20 +228,21 @@ impl Ledgers for Cut {
         self.0.keys().await
     }
 
-    async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration) {
-        self.0.changed(key, seen, patience).await;
+    async fn changed(&self, key: &Key, seen: &Arc<State>, timeout: Duration) {
+        self.0.changed(key, seen, timeout).await;
     }
 }
 
 #[tokio::test]
-async fn who_cannot_say_that_he_withdraws_leaves_what_he_has_written() {
-    let (volume, ledgers) = (Arc::new(MemoryVolume::default()), Arc::new(Cut::default()));
+async fn withdrawal_without_ledger_keeps_archives() {
+    let (volume, ledgers) =
+        (Arc::new(MemoryVolume::default()), Arc::new(UnreachableLedgers::default()));
     let (key, environment) = (Key::new("policy").unwrap(), Arc::new(SystemEnvironment));
     let controller = LocalController::new(ledgers.clone(), volume.clone(), environment);
-    let proposal = Proposal::alone(1, Durability::Memory);
+    let proposal = Proposal::single_writer(1, Durability::Memory);
     let (place, _) = controller.open(&key, &proposal, || true).await.unwrap();
-    written(&*volume, &place);
-    // What he has asked before may still be done: then the version needs it.
+    write_archive(&*volume, &place);
+    // An earlier request may still be executed. Then the version needs the archive.
     ledgers.1.store(true, Ordering::SeqCst);
     controller.withdraw(&place, 1).await;
     assert!(volume.open(&place.path(0)).unwrap().is_some());
@@ -249,8 +252,8 @@ async fn who_cannot_say_that_he_withdraws_leaves_what_he_has_written() {
 }
 
 #[tokio::test]
-async fn a_contribution_may_have_several_archives() {
-    let volume = Hooked::default();
+async fn contribution_may_have_several_archives() {
+    let volume = HookedVolume::default();
     let (controller, key) = (volume.controller(), Key::new("policy").unwrap());
     let archives = ["one", "other"].map(|name| {
         let mut dict = tssd_format::StateDict::new();
@@ -258,12 +261,12 @@ async fn a_contribution_may_have_several_archives() {
         tssd_format::TorchStoreStateDict::from_state_dict(&dict).unwrap()
     });
     let lens = archives.each_ref().map(|it| u64::try_from(it.as_bytes().len()).unwrap());
-    let proposal = Proposal { file_len: lens[0], ..Proposal::alone(1, Durability::Memory) };
+    let proposal = Proposal { file_len: lens[0], ..Proposal::single_writer(1, Durability::Memory) };
     let mut contribution = controller.begin(&key, proposal).await.unwrap().contribution;
     contribution.parts(&lens[..1])[0].write(archives[0].as_bytes()).unwrap();
     contribution.extend(lens[1], None).await.unwrap();
     contribution.parts(&lens[1..])[0].write(archives[1].as_bytes()).unwrap();
-    assert!(contribution.commit(Digest::of(b"both")).await.unwrap().progress.visible);
+    assert!(contribution.commit(ArchiveDigest::compute(b"both")).await.unwrap().progress.visible);
     let (dict, _) =
         Store::new(controller).get_state_dict(&key, &crate::GetOptions::default()).await.unwrap();
     for name in ["one", "other"] {

@@ -1,4 +1,4 @@
-//! Linux, macOS and their relatives.
+//! Linux, macOS and other Unix systems.
 
 use std::fs::{File, Metadata};
 use std::io;
@@ -11,18 +11,20 @@ use std::path::Path;
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::{Access, irregular, link_at};
+use super::{Access, link_error, not_a_regular_file};
 #[cfg(target_os = "linux")]
 use crate::io::deferred_drop;
-use crate::io::deferred_drop::Parting;
+use crate::io::deferred_drop::DeferredDrop;
 
-/// A folder that is there: its device, and its number there.
+/// Returns the device and the inode of an existing folder.
 #[expect(clippy::unnecessary_wraps, reason = "another system has to be asked")]
 pub(crate) fn identity(_folder: &Path, metadata: &Metadata) -> io::Result<(u64, u64)> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
-/// Opens a file of a store: a regular one. A link may lead out of the store, and a pipe would be waited for.
+/// Opens a regular file of a store.
+///
+/// Symbolic links are rejected, because they may lead out of the store. The open never blocks on a pipe.
 pub(crate) fn open(path: &Path, access: Access) -> io::Result<File> {
     let flags = match access {
         Access::Read => OFlags::RDONLY,
@@ -32,21 +34,21 @@ pub(crate) fn open(path: &Path, access: Access) -> io::Result<File> {
     let mode = Mode::from_raw_mode(0o666);
     let file = match rustix::fs::open(path, flags, mode) {
         Ok(file) => File::from(file),
-        Err(Errno::LOOP) => return Err(link_at(path)),
-        // A pipe that nobody reads, a socket (on Linux, on macOS), a device without a driver; a folder, to write.
+        Err(Errno::LOOP) => return Err(link_error(path)),
+        // A pipe without a reader, a socket (on Linux, on macOS), a device without a driver; a folder to lock.
         Err(Errno::NXIO | Errno::OPNOTSUPP | Errno::NODEV | Errno::ISDIR) => {
-            return Err(irregular(path));
+            return Err(not_a_regular_file(path));
         }
         Err(error) => return Err(error.into()),
     };
-    if file.metadata()?.is_file() { Ok(file) } else { Err(irregular(path)) }
+    if file.metadata()?.is_file() { Ok(file) } else { Err(not_a_regular_file(path)) }
 }
 
-/// The names in a folder that are UTF-8, without those of links.
+/// Lists the names in a folder that are UTF-8, except those of symbolic links.
 pub(crate) fn list(path: &Path) -> io::Result<Vec<String>> {
-    // What is no folder is not opened: a socket cannot be, and a pipe would wait for somebody.
+    // With `DIRECTORY`, the open fails on a socket and does not block on a pipe.
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    // That of std panics if closing the folder fails.
+    // The directory iterator of std panics if it fails to close the folder.
     let entries = rustix::fs::Dir::new(rustix::fs::open(path, flags, Mode::empty())?)?;
     let mut names = Vec::new();
     for entry in entries {
@@ -60,78 +62,79 @@ pub(crate) fn list(path: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// Makes the names in a folder durable.
+/// Syncs the names in a folder.
 pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     File::from(rustix::fs::open(path, flags, Mode::empty())?).sync_all()
 }
 
-/// Removes a file. Who has it open or mapped keeps it.
+/// Removes a file. Processes that have it open or mapped keep it.
 pub(crate) fn remove(path: &Path) -> io::Result<()> {
     std::fs::remove_file(path)
 }
 
-/// How many names a file has.
-pub(crate) fn names(file: &File) -> io::Result<u64> {
+/// Returns the number of names of a file.
+pub(crate) fn link_count(file: &File) -> io::Result<u64> {
     Ok(file.metadata()?.nlink())
 }
 
-/// Writes some bytes at a place, from the first on, and says how many.
+/// Writes a prefix of `bytes` at an offset, and returns its length.
 pub(crate) fn write_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<usize> {
     FileExt::write_at(file, bytes, offset)
 }
 
-/// A large file that is about to lose its last name, for its room to be taken back when this is dropped, not before.
+/// Opens a large file before its last name is removed: dropping the result frees its blocks.
 ///
-/// Only where that is nobody else's concern: a network's file system gives a file that is open another name in place of
-/// none.
+/// Returns none except on local file systems: a network file system renames an open file instead of removing it.
 #[cfg(target_os = "linux")]
-pub(crate) fn kept(path: &Path) -> Option<Parting<File>> {
-    /// ext4, XFS and tmpfs, as `statfs(2)` has them.
+pub(crate) fn defer_removal(path: &Path) -> Option<DeferredDrop<File>> {
+    /// Magic numbers of ext4, XFS and tmpfs. See `statfs(2)`.
     const LOCAL: [u64; 3] = [0xef53, 0x5846_5342, 0x0102_1994];
     let is_large = |metadata: &Metadata| {
-        metadata.is_file() && metadata.len() >= deferred_drop::LARGE && metadata.nlink() == 1
+        metadata.is_file()
+            && metadata.len() >= deferred_drop::MIN_DEFERRED_BYTES
+            && metadata.nlink() == 1
     };
     path.symlink_metadata().ok().filter(is_large)?;
-    // Nothing of it can be read or written by this, so nobody is asked whether that is allowed.
+    // With `PATH` the descriptor grants no access to the bytes, so no permission is needed.
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
     let kind = rustix::fs::fstatfs(&file).ok()?.f_type;
-    LOCAL.contains(&u64::try_from(kind).ok()?).then(|| Parting::new(file))
+    LOCAL.contains(&u64::try_from(kind).ok()?).then(|| DeferredDrop::new(file))
 }
 
-/// Elsewhere its room is taken back at once.
+/// Does nothing: on other systems the blocks are freed at once.
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn kept(_path: &Path) -> Option<Parting<File>> {
+pub(crate) fn defer_removal(_path: &Path) -> Option<Parting<File>> {
     None
 }
 
-/// Finds room for a file that will have so many bytes.
+/// Preallocates `len` bytes.
 #[cfg(target_os = "linux")]
-pub(crate) fn expect(file: &File, len: u64) -> io::Result<()> {
+pub(crate) fn preallocate(file: &File, len: u64) -> io::Result<()> {
     Ok(rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), 0, len)?)
 }
 
-/// Elsewhere nobody asks.
+/// Does nothing: other systems have no such call.
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn expect(_file: &File, _len: u64) -> io::Result<()> {
+pub(crate) fn preallocate(_file: &File, _len: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Lets what was written set out for the disk.
+/// Starts the writeback of a range.
 #[cfg(target_os = "linux")]
 #[expect(unsafe_code, reason = "no other crate has this call")]
-pub(crate) fn send(file: &File, range: Range<u64>) {
+pub(crate) fn start_writeback(file: &File, range: Range<u64>) {
     let offset = |at| libc::off64_t::try_from(at).unwrap_or(libc::off64_t::MAX);
     let (start, len) = (offset(range.start), offset(range.end - range.start));
-    // SAFETY: the call reads no memory of this process, and the descriptor is open as long as `file` is.
-    let _sent =
+    // SAFETY: the call reads no memory of this process, and the descriptor is open as long as `file` exists.
+    let _ignored =
         unsafe { libc::sync_file_range(file.as_raw_fd(), start, len, libc::SYNC_FILE_RANGE_WRITE) };
 }
 
-/// Elsewhere it sets out when it is synced.
+/// Does nothing: on other systems the sync starts the writeback.
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn send(_file: &File, _range: Range<u64>) {}
+pub(crate) fn start_writeback(_file: &File, _range: Range<u64>) {}
 
 #[cfg(test)]
 mod tests {
@@ -141,7 +144,7 @@ mod tests {
     use super::{Access, list, open};
 
     #[test]
-    fn a_socket_is_no_folder() {
+    fn list_rejects_socket() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("socket");
         let _listener = UnixListener::bind(&socket).unwrap();
@@ -150,11 +153,11 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_is_not_waited_for() {
+    fn open_rejects_pipe_without_blocking() {
         let folder = tempfile::tempdir().unwrap();
         let pipe = folder.path().join("pipe");
-        let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
-        assert!(made.success());
+        let status = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
+        assert!(status.success());
         let error = open(&pipe, Access::Read).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidInput);
     }

@@ -1,0 +1,363 @@
+//! Index of the archives that other daemons store, and connections to those daemons.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use tokio::sync::{Mutex as AsyncMutex, Semaphore};
+use tssd_format::checksum;
+
+use crate::blob::RemoteArchive;
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::exec::run_blocking;
+use crate::io::sync::{Lock, MutexGuard};
+use crate::net::client::ConnectionPool;
+use crate::net::tls::{Endpoint, Identity};
+use crate::net::wire::{Range, ReadChecksum};
+
+/// Timeout of a connection attempt.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Maximum number of concurrent reads from one daemon.
+const MAX_READS_PER_PEER: usize = 8;
+
+/// Maximum number of names in a discard request, so that it stays within the limits of a frame.
+const NAMES_PER_REQUEST: usize = 16;
+
+/// Timeout of a probe of a daemon.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Time for which a failed probe is not repeated.
+const FAILED_PROBE_TTL: Duration = Duration::from_secs(5);
+
+/// Number of tries of a discard request.
+const DISCARD_TRIES: u32 = 3;
+
+/// Index of the blobs that other daemons store, by name.
+pub(crate) struct RemoteBlobIndex {
+    identity: Identity,
+    inner: Lock<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    blobs: BTreeMap<String, RemoteBlob>,
+    peers: BTreeMap<Endpoint, Peer>,
+    traffic: RemoteReadStats,
+}
+
+/// Counters of the reads from other daemons.
+#[derive(Clone, Default)]
+pub(crate) struct RemoteReadStats {
+    /// Bytes read, by the kind of replica that sent them.
+    pub(crate) read_bytes: BTreeMap<ReplicaKind, u64>,
+    /// Number of locations that were skipped because the daemon failed, or does not have the blob.
+    pub(crate) skipped: u64,
+}
+
+/// Kind of replica that a daemon stores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum ReplicaKind {
+    /// The blob was put to that daemon.
+    Origin,
+    /// The daemon read the blob from another one and caches it.
+    Replica,
+}
+
+impl ReplicaKind {
+    pub(crate) const ALL: [Self; 2] = [Self::Origin, Self::Replica];
+}
+
+impl fmt::Display for ReplicaKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Origin => "origin",
+            Self::Replica => "replica",
+        })
+    }
+}
+
+/// Location of a blob in another daemon.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ReplicaLocation {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) kind: ReplicaKind,
+}
+
+/// Another daemon.
+struct Peer {
+    connections: Arc<ConnectionPool>,
+    read_permits: Arc<Semaphore>,
+    /// Names of blobs that it may delete. The task that adds the first name sends the requests.
+    discard_queue: Arc<Lock<Vec<String>>>,
+    /// Start of the last probe, and whether the daemon answered it.
+    last_probe: Arc<AsyncMutex<Option<(Instant, bool)>>>,
+}
+
+/// A blob that other daemons store.
+struct RemoteBlob {
+    /// Locations in the order in which reads try them. There is at least one.
+    locations: Vec<ReplicaLocation>,
+    len: u64,
+    /// Number of references to this entry.
+    references: u64,
+}
+
+impl RemoteBlobIndex {
+    pub(crate) fn new(identity: Identity) -> Self {
+        Self { identity, inner: Lock::default() }
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock()
+    }
+
+    /// Adds a reference to a blob of `len` bytes and sets its locations. Reads try them in this order.
+    ///
+    /// `locations` must not be empty.
+    pub(crate) fn add_reference(&self, name: &str, locations: &[ReplicaLocation], len: u64) {
+        let mut inner = self.inner();
+        let new = || RemoteBlob { locations: Vec::new(), len, references: 0 };
+        let blob = inner.blobs.entry(name.to_owned()).or_insert_with(new);
+        blob.locations = locations.to_vec();
+        blob.references += 1;
+    }
+
+    /// Removes a reference. The last one removes the entry.
+    pub(crate) fn remove_reference(&self, name: &str) {
+        let mut inner = self.inner();
+        if let Some(blob) = inner.blobs.get_mut(name) {
+            blob.references -= 1;
+            if blob.references == 0 {
+                inner.blobs.remove(name);
+            }
+        }
+    }
+
+    /// Removes the entry of a blob and asks the daemons that store it to delete it, in the background.
+    pub(crate) fn discard(&self, name: &str) {
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let mut inner = self.inner();
+        let Some(blob) = inner.blobs.remove(name) else { return };
+        for location in blob.locations {
+            let peer = self.peer_in(&mut inner, &location.endpoint);
+            let (connections, discard_queue) =
+                (peer.connections.clone(), peer.discard_queue.clone());
+            let is_first = {
+                let mut names = lock_names(&discard_queue);
+                names.push(name.to_owned());
+                names.len() == 1
+            };
+            // Otherwise the task that added the first name sends this one too. The task is not joined: no caller
+            // waits for a slow daemon, and one that has exited has nothing to delete.
+            if is_first {
+                drop(runtime.spawn_blocking(move || send_discards(&connections, &discard_queue)));
+            }
+        }
+    }
+
+    /// Returns the names of the blobs that begin with a prefix.
+    pub(crate) fn names(&self, prefix: &str) -> Vec<String> {
+        let inner = self.inner();
+        let names = inner.blobs.range(prefix.to_owned()..).map(|(name, _)| name);
+        names.take_while(|name| name.starts_with(prefix)).cloned().collect()
+    }
+
+    /// Returns the first location of a blob, and its length in bytes.
+    pub(crate) fn locate(&self, name: &str) -> Option<(ReplicaLocation, u64)> {
+        let inner = self.inner();
+        let blob = inner.blobs.get(name)?;
+        Some((blob.locations.first()?.clone(), blob.len))
+    }
+
+    /// Opens a blob at its first location.
+    pub(crate) fn open(&self, name: &str) -> Option<RemoteArchive> {
+        let (location, len) = self.locate(name)?;
+        Some(RemoteArchive {
+            reader: self.connections(&location.endpoint),
+            blob: name.into(),
+            len,
+            tail: None,
+        })
+    }
+
+    /// Returns the counters of the reads from other daemons.
+    pub(crate) fn stats(&self) -> RemoteReadStats {
+        self.inner().traffic.clone()
+    }
+
+    /// Returns the connections to a daemon.
+    pub(crate) fn connections(&self, endpoint: &Endpoint) -> Arc<ConnectionPool> {
+        self.peer_in(&mut self.inner(), endpoint).connections.clone()
+    }
+
+    /// Reads ranges of a blob from the first location that has them.
+    ///
+    /// If `prove` is true, the sender verifies the chunks that contain the ranges, and the result has the checksum of
+    /// the data.
+    ///
+    /// # Errors
+    ///
+    /// `Unreachable` if any daemon that was tried is unreachable; otherwise the error of the last one. `Corrupt` if
+    /// the data is damaged; `NotFound` if no daemon has the blob.
+    pub(crate) async fn read(
+        &self,
+        name: &str,
+        ranges: &[Range],
+        prove: bool,
+    ) -> Result<(Bytes, ReadChecksum)> {
+        let locations = self.inner().blobs.get(name).map(|blob| blob.locations.clone());
+        let mut last_error: Option<Error> = None;
+        for location in locations.unwrap_or_default() {
+            let (connections, read_permits) = {
+                let mut inner = self.inner();
+                let peer = self.peer_in(&mut inner, &location.endpoint);
+                (peer.connections.clone(), peer.read_permits.clone())
+            };
+            // Each read takes a connection and a thread.
+            let permit = read_permits.acquire_owned().await;
+            let _permit = permit.map_err(|error| Error::io(name, std::io::Error::other(error)))?;
+            let (blob, ranges) = (name.to_owned(), ranges.to_vec());
+            match run_blocking(move || read_from(&connections, &blob, ranges, prove)).await {
+                Ok((data, sum)) => {
+                    let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
+                    *self.inner().traffic.read_bytes.entry(location.kind).or_default() += bytes;
+                    return Ok((data, sum));
+                }
+                // A cached replica may have been evicted, or may be damaged.
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::Unreachable | ErrorKind::NotFound)
+                        || location.kind == ReplicaKind::Replica =>
+                {
+                    self.demote(name, &location);
+                    let is_unreachable =
+                        |last_error: &Error| last_error.kind() == ErrorKind::Unreachable;
+                    last_error = last_error.filter(is_unreachable).or(Some(error));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Err(last_error.unwrap_or_else(|| {
+            let text = format_args!("`{name}` is not there (any more): locate its version again");
+            Error::new(ErrorKind::NotFound, text)
+        }))
+    }
+
+    /// Moves the first location of a blob to the end, if it is `location` and not the only one.
+    fn demote(&self, name: &str, location: &ReplicaLocation) {
+        let mut inner = self.inner();
+        let Some(blob) = inner.blobs.get_mut(name) else { return };
+        if blob.locations.len() > 1 && blob.locations.first() == Some(location) {
+            blob.locations.rotate_left(1);
+            inner.traffic.skipped += 1;
+        }
+    }
+
+    /// Whether more than one daemon stores a blob.
+    pub(crate) fn has_several_replicas(&self, name: &str) -> bool {
+        self.inner().blobs.get(name).is_some_and(|blob| blob.locations.len() > 1)
+    }
+
+    /// Makes a daemon that answers the first location of a blob. Returns whether there is one.
+    ///
+    /// An answer to a probe that started at or after `since` counts.
+    pub(crate) async fn prefer_reachable(&self, name: &str, since: Instant) -> bool {
+        let locations = self.inner().blobs.get(name).map(|blob| blob.locations.clone());
+        for location in locations.unwrap_or_default() {
+            if self.is_reachable(&location.endpoint, since).await {
+                return true;
+            }
+            self.demote(name, &location);
+        }
+        false
+    }
+
+    /// Whether a daemon answers. Probes it unless there is a recent result.
+    ///
+    /// A success counts if its probe started at or after `since`, a failure for [`FAILED_PROBE_TTL`].
+    pub(crate) async fn is_reachable(&self, endpoint: &Endpoint, since: Instant) -> bool {
+        let (connections, last_probe) = {
+            let mut inner = self.inner();
+            let peer = self.peer_in(&mut inner, endpoint);
+            (peer.connections.clone(), peer.last_probe.clone())
+        };
+        let mut last_probe = last_probe.lock().await;
+        // Another task may have probed the daemon meanwhile.
+        match *last_probe {
+            Some((started, true)) if started >= since => return true,
+            Some((started, false)) if started.elapsed() < FAILED_PROBE_TTL => return false,
+            _ => {}
+        }
+        let started = Instant::now();
+        // An empty discard request is the probe.
+        let answer =
+            tokio::time::timeout(PROBE_TIMEOUT, run_blocking(move || connections.discard(&[])))
+                .await;
+        let has_answered = matches!(answer, Ok(Ok(())));
+        *last_probe = Some((started, has_answered));
+        has_answered
+    }
+
+    fn peer_in<'i>(&self, inner: &'i mut Inner, endpoint: &Endpoint) -> &'i Peer {
+        inner.peers.entry(endpoint.clone()).or_insert_with(|| {
+            let (endpoint, identity) = (endpoint.clone(), self.identity.clone());
+            let connections = ConnectionPool::new(Arc::new(move || {
+                endpoint.connect_blocking(&identity, CONNECT_TIMEOUT)
+            }));
+            Peer {
+                connections: Arc::new(connections),
+                read_permits: Arc::new(Semaphore::new(MAX_READS_PER_PEER)),
+                discard_queue: Arc::default(),
+                last_probe: Arc::default(),
+            }
+        })
+    }
+
+    /// Whether daemons talk to each other by TLS.
+    pub(crate) fn is_tls(&self) -> bool {
+        self.identity.is_tls()
+    }
+}
+
+/// Reads ranges of a blob from one daemon, and checks the length and, for `prove`, the checksum.
+fn read_from(
+    connections: &ConnectionPool,
+    blob: &str,
+    ranges: Vec<Range>,
+    prove: bool,
+) -> Result<(Bytes, ReadChecksum)> {
+    let bytes =
+        ranges.iter().try_fold(0_u64, |all, range| all.checked_add(range.total_bytes(u64::MAX)?));
+    let (data, sum) = connections.fetch_ranges(blob, ranges, prove)?;
+    let is_whole = u64::try_from(data.len()).ok() == bytes;
+    if is_whole && (!prove || sum.crc32 == Some(checksum(&data))) {
+        return Ok((data, sum));
+    }
+    let text = format_args!("bytes of `{blob}` came damaged; get them again");
+    Err(Error::new(ErrorKind::Corrupt, text))
+}
+
+/// Sends the queued discard requests to a daemon until the queue is empty.
+fn send_discards(connections: &ConnectionPool, discard_queue: &Lock<Vec<String>>) {
+    loop {
+        let names = lock_names(discard_queue).clone();
+        for part in names.chunks(NAMES_PER_REQUEST) {
+            let is_sent = (0..DISCARD_TRIES).any(|_| connections.discard(part).is_ok());
+            if !is_sent {
+                tracing::warn!(count = names.len(), "a daemon could not be told what to discard");
+                break;
+            }
+        }
+        let mut queue = lock_names(discard_queue);
+        queue.drain(..names.len());
+        if queue.is_empty() {
+            return;
+        }
+    }
+}
+
+fn lock_names(discard_queue: &Lock<Vec<String>>) -> MutexGuard<'_, Vec<String>> {
+    discard_queue.lock()
+}

@@ -1,0 +1,52 @@
+//! Prefetches: copies of versions from other daemons, before they are read.
+
+use std::time::Instant;
+
+use super::{InFlightRequest, MAX_WAIT, Session};
+use crate::error::{ErrorKind, Result};
+use crate::key::Key;
+use crate::ledger::Selector;
+use crate::net::wire::PrefetchReply;
+
+impl Session {
+    /// Copies the remote archives of a version into memory: the named ones, or all.
+    pub(crate) async fn prefetch(
+        &self,
+        asked: &InFlightRequest,
+        key: &Key,
+        (selector, archives): (Selector, Option<&[String]>),
+    ) -> Result<PrefetchReply> {
+        let started = Instant::now();
+        let (grant, remote) = self.state.begin_prefetch(key, selector, archives).await?;
+        let mut bytes = 0;
+        for (name, len) in remote {
+            if let Err(error) = self.copy_archive(asked, &name, len).await {
+                self.state.abort_prefetch(&grant).await;
+                return Err(error);
+            }
+            bytes += len;
+        }
+        let prefetched = PrefetchReply { number: grant.number, id: grant.id, bytes };
+        self.state.finish_prefetch(key, grant).await;
+        let seconds = started.elapsed().as_secs_f64();
+        tracing::debug!(peer = self.peer, %key, version = prefetched.number, bytes, seconds, "fetched");
+        Ok(prefetched)
+    }
+
+    /// Copies an archive into the memory of this daemon, and verifies it.
+    async fn copy_archive(&self, asked: &InFlightRequest, name: &str, len: u64) -> Result<()> {
+        let (deadline, replicas) = (Instant::now() + MAX_WAIT, &self.state.volume.replicas);
+        replicas.prepare(name, len, &*self.state.control_plane).await;
+        loop {
+            asked.check_cancelled()?;
+            self.with_memory((asked, deadline), 0, |_| replicas.allocate(name, len)).await?;
+            match replicas.complete(name).await {
+                // A small archive allocates its memory in the pool only when it is complete.
+                Err(error)
+                    if error.kind() == ErrorKind::Busy
+                        && replicas.evict_one(true, &*self.state.control_plane).await => {}
+                completed => return completed,
+            }
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! The verification of a version: its archives are opened and merged.
+
+use tssd_format::{Archive, AttrValue, ErrorKind as FormatKind};
+
+use crate::blob::Volume;
+use crate::error::{Error, Result};
+use crate::io::local_archive::LocalArchive;
+use crate::ledger::{ArchiveDigest, Version};
+use crate::merge::{DIVERGENT_ATTR, Divergent, VersionAttrs, WriterArchive, merge};
+
+/// Merges the archives that the writers of a version have committed, and returns the manifest.
+///
+/// The outer error is an I/O error: the verification stays pending. The inner error is the reason to reject the
+/// version.
+pub(super) fn merge_archives(
+    volume: &dyn Volume,
+    folder: &str,
+    version: &Version,
+) -> Result<Result<Vec<u8>, String>> {
+    let mut contributions = Vec::with_capacity(version.contributions.len());
+    let committed = version.contributions.iter().flat_map(|(writer, contribution)| {
+        contribution.archives().iter().map(move |archive| (writer, archive))
+    });
+    for (writer, archive) in committed {
+        let path = format!("{folder}/{}", archive.name);
+        let Some(LocalArchive { blob, has_checksums, .. }) = volume.open(&path)? else {
+            return Ok(Err(format!("the archive of writer {writer} is gone")));
+        };
+        match Archive::from_blob(blob) {
+            Ok(opened) => contributions.push(WriterArchive {
+                writer: *writer,
+                file: archive.name.clone(),
+                archive: opened,
+                is_readable: has_checksums,
+            }),
+            Err(error) if error.kind() == FormatKind::Io => {
+                return Err(Error::from_format(
+                    format_args!("the archive of writer {writer}"),
+                    error,
+                ));
+            }
+            Err(error) => return Ok(Err(format!("the archive of writer {writer}: {error}"))),
+        }
+    }
+    let divergent = match requested_divergent(&contributions) {
+        Ok(divergent) => divergent,
+        Err(reason) => return Ok(Err(reason)),
+    };
+    let label = VersionAttrs {
+        id: version.id.0,
+        epoch: version.epoch,
+        number: version.number,
+        writers: version.writers.clone(),
+        digest: version_digest(version),
+    };
+    Ok(merge(&contributions, divergent, &label))
+}
+
+/// Returns the digest of the contents of a version.
+///
+/// With one writer it is the digest of its contribution. With several it is the digest of all writers and their
+/// digests, in the order of the writers.
+fn version_digest(version: &Version) -> ArchiveDigest {
+    let writers = version.contributions.keys();
+    let digests = writers.filter_map(|writer| Some((*writer, version.digest_of(*writer)?)));
+    let digests: Vec<(u32, ArchiveDigest)> = digests.collect();
+    match digests.as_slice() {
+        [(_, only)] => *only,
+        all => {
+            let each = all
+                .iter()
+                .flat_map(|(writer, digest)| writer.to_le_bytes().into_iter().chain(digest.0));
+            ArchiveDigest::compute(&each.collect::<Vec<u8>>())
+        }
+    }
+}
+
+/// Returns the handling of divergent leaves that all writers have requested.
+fn requested_divergent(contributions: &[WriterArchive]) -> Result<Divergent, String> {
+    let mut agreed = None;
+    for contribution in contributions {
+        let own = match contribution.archive.attrs().get(DIVERGENT_ATTR) {
+            None => Divergent::Error,
+            Some(AttrValue::Text(text)) if text.as_str() == Some("lowest") => Divergent::Lowest,
+            Some(AttrValue::Text(text)) if text.as_str() == Some("keep") => Divergent::Keep,
+            Some(other) => return Err(format!("divergent={other:?} is unknown")),
+        };
+        if *agreed.get_or_insert(own) != own {
+            let writer = contribution.writer;
+            return Err(format!("writers disagree on divergent=: see writer {writer}"));
+        }
+    }
+    Ok(agreed.unwrap_or_default())
+}

@@ -13,7 +13,7 @@ use tssd_store::{
     ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Residency, VersionReader,
 };
 
-/// Extraction of version numbers and writer ranks from Python arguments.
+/// Extraction of version numbers, writer ranks and transports from Python arguments.
 mod arguments;
 /// The connection of this process to a store.
 mod connection;
@@ -59,7 +59,7 @@ pub(crate) use crate::store::open_version::{OpenVersion, VersionItems, VersionSl
 pub(crate) use crate::store::pending_put::PyPendingPut;
 use crate::store::publisher::ImportOptions;
 pub(crate) use crate::store::publisher::PyPublisher;
-use crate::store::put_arguments::{PutArguments, import_for_put};
+use crate::store::put_arguments::{PutArguments, PyPutOptions, import_for_put};
 
 /// A store of state dicts by key, in immutable versions.
 ///
@@ -128,7 +128,7 @@ struct ReadRequest<'py, 'a> {
     version: VersionSelector<'py>,
     writer: Option<u32>,
     verify: bool,
-    require: Option<&'a str>,
+    require_transport: Option<&'a str>,
     timeout: Option<f64>,
 }
 
@@ -151,7 +151,7 @@ impl ReadRequest<'_, '_> {
             version: self.number(),
             writer: self.writer,
             unverified: !self.verify,
-            require: self.require.map(str::parse).transpose()?,
+            require: self.require_transport.map(arguments::parse_transport).transpose()?,
             ..GetOptions::default()
         };
         if let VersionSelector::Lease(lease) = &self.version {
@@ -266,10 +266,6 @@ impl Store {
     ///     writer: the global rank of this process. None: its rank in torch.distributed, if a rank is needed.
     ///     job: the name of the run: the same in all writers, and a new one after a restart. None: agreed through
     ///         torch.distributed, else set by the launcher.
-    ///     divergent: how to handle a plain leaf whose values differ between writers: "error" rejects the version;
-    ///         "lowest" stores the value of the lowest writer; "keep" stores the value of each writer, and a get
-    ///         selects one with `writer=`.
-    ///     replicas: "primary" stores each replicated shard once, "all" stores every replica.
     ///     durability: "memory"; "disk": the version survives the daemon, and is on disk when this returns;
     ///         "object": the version survives the host. It is visible as soon as it is in memory, and in the
     ///         daemon's bucket when this returns.
@@ -279,30 +275,19 @@ impl Store {
     ///         give it back.
     ///     transfer_dtype: the dtype in which floating tensors are stored, such as torch.bfloat16. A cast copy is
     ///         stored. Floating tensors of fewer than 16 bits per element, and all other tensors, keep their dtype.
-    ///     keep_dtype: floating tensors that also keep their dtype: fqns, or patterns such as "*.norm.weight".
-    ///     require: the required transport: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls". Any
-    ///         other transport is an error.
-    ///     rewind: whether the number may be at or below the highest one. Existing versions from that number on
-    ///         are then retired when this version becomes visible.
     ///     allow_pickle: as for `save_file`.
     ///     timeout: how many seconds to wait for other processes and for memory. None: 60.
-    ///     residency: where the tensors are after the put. "host": tensors of GPUs are copied to the host's memory.
-    ///         "device": they stay in the memory of their GPU, in an immutable copy, from which readers of the same
-    ///         GPU copy. Their bytes are not read, so they have no checksums. Where this is not possible, they are
-    ///         copied to the host's memory: the report's `why` gives the reason, and `require="cuda_ipc"` makes it
-    ///         an error. "ring", or a tssd.Ring: the tensors are sent bucket by bucket to all processes that have a
-    ///         `receiver` of the key, and are not retained. The put returns when all of these have received them.
-    ///         "lent": as "ring", but receivers copy directly from tensors in the memory of a GPU, if the driver
-    ///         allows it. Through a ring, only tensors are sent.
+    ///     options: a PutOptions, with the options that few puts need. None: the defaults of PutOptions.
     ///
     /// Returns:
     ///     A PutReport: the version, whether it is visible, and if not, the writers whose contributions are missing.
+    ///     With `wait=False`, a PendingPut.
     ///
     /// Raises:
     ///     TssdTypeError, TssdValueError: as `save_file`; or the store does not allow the put, or the contributions
     ///         are inconsistent.
     ///     TssdTimeoutError: another process blocked the put, or memory was not free in time.
-    #[pyo3(signature = (state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent="error", replicas="primary", durability="memory", wait=true, metadata=None, transfer_dtype=None, keep_dtype=None, require=None, rewind=false, allow_pickle=false, timeout=None, residency=None), text_signature = "($self, state_dict, key, *, version=None, writers=None, writer=None, job=None, divergent='error', replicas='primary', durability='memory', wait=True, metadata=None, transfer_dtype=None, keep_dtype=(), require=None, rewind=False, allow_pickle=False, timeout=None, residency='host')")]
+    #[pyo3(signature = (state_dict, key, *, version=None, writers=None, writer=None, job=None, durability="memory", wait=true, metadata=None, transfer_dtype=None, allow_pickle=false, timeout=None, options=None))]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
     fn put_state_dict<'py>(
         &self,
@@ -312,40 +297,25 @@ impl Store {
         writers: Option<Bound<'py, PyAny>>,
         #[pyo3(from_py_with = arguments::extract_optional_writer)] writer: Option<u32>,
         job: Option<String>,
-        divergent: &'py str,
-        replicas: &'py str,
         durability: &'py str,
         wait: bool,
         metadata: Option<&Bound<'py, PyDict>>,
         transfer_dtype: Option<&Bound<'py, PyAny>>,
-        keep_dtype: Option<&Bound<'py, PyAny>>,
-        require: Option<&'py str>,
-        rewind: bool,
         allow_pickle: bool,
         timeout: Option<f64>,
-        residency: Option<Bound<'py, PyAny>>,
+        options: Option<&Bound<'py, PyAny>>,
     ) -> Result<Bound<'py, PyAny>> {
         let py = state_dict.py();
         let name = extract_key(key)?;
-        let put = PutArguments {
-            version,
-            writers,
-            writer,
-            job,
-            divergent,
-            replicas,
-            durability,
-            residency,
-            require,
-            rewind,
-            timeout,
-        };
+        let put = PutArguments { version, writers, writer, job, durability, timeout };
         let connection = self.connect(py)?;
         let with_key = |error: Failure| error.with_key(name.as_str(), version);
         let prepare = || {
+            let put_options = PyPutOptions::extract(options)?;
+            let keep_dtype = put_options.keep_dtype.as_ref();
             let transfer = transfer_dtype.map(|dtype| CastRule::new(dtype, keep_dtype));
             let imported = import_for_put(state_dict, allow_pickle, transfer.transpose()?)?;
-            let options = put.options(py, metadata, Some(&imported))?;
+            let options = put.options(py, &put_options, metadata, Some(&imported))?;
             Ok::<_, Failure>((imported, options))
         };
         let (imported, options) = match prepare() {
@@ -389,7 +359,8 @@ impl Store {
     ///     cast: with `into`: whether the dtypes of floating tensors may differ from the stored ones.
     ///     copy: without `into`: whether every tensor gets memory of its own.
     ///     verify: whether bytes are verified against their checksums.
-    ///     require: as for `put_state_dict`.
+    ///     require_transport: the required transport: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or
+    ///         "tls". Any other transport is an error. None: any transport.
     ///     return_report: whether a GetReport is returned as well.
     ///     allow_pickle: as for `load_file`.
     ///     timeout: how many seconds to wait for the store's answer, and for bytes that are not on this host.
@@ -402,7 +373,7 @@ impl Store {
     ///     TssdKeyError, TssdTypeError, TssdValueError: names, dtypes or shapes differ. Nothing was written. The
     ///         message lists the differences: the first 10, and the number of the others.
     ///     TssdCorruptError: bytes are damaged.
-    #[pyo3(signature = (key, into=None, *, version=None, writer=None, names=None, strict=true, cast=false, copy=false, verify=true, require=None, return_report=false, allow_pickle=false, timeout=None))]
+    #[pyo3(signature = (key, into=None, *, version=None, writer=None, names=None, strict=true, cast=false, copy=false, verify=true, require_transport=None, return_report=false, allow_pickle=false, timeout=None))]
     #[expect(
         clippy::too_many_arguments,
         clippy::fn_params_excessive_bools,
@@ -419,14 +390,14 @@ impl Store {
         cast: bool,
         copy: bool,
         verify: bool,
-        require: Option<&str>,
+        require_transport: Option<&str>,
         return_report: bool,
         allow_pickle: bool,
         timeout: Option<f64>,
     ) -> Result<Bound<'py, PyAny>> {
         let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
         let version = VersionSelector::extract(version)?;
-        let request = ReadRequest { version, writer, verify, require, timeout };
+        let request = ReadRequest { version, writer, verify, require_transport, timeout };
         let (number, deadline) = (request.number(), Deadline::new(timeout)?);
         let read = || {
             let reader = request.open(py, &connection, &name)?;
@@ -472,12 +443,12 @@ impl Store {
     /// Puts one value, as a state dict that contains nothing else.
     ///
     /// See `put_state_dict` for the arguments.
-    #[pyo3(signature = (key, value, **options))]
+    #[pyo3(signature = (key, value, **keywords))]
     fn put<'py>(
         slf: &Bound<'py, Self>,
         key: &Bound<'py, PyAny>,
         value: &Bound<'py, PyAny>,
-        options: Option<&Bound<'py, PyDict>>,
+        keywords: Option<&Bound<'py, PyDict>>,
     ) -> Result<Bound<'py, PyAny>> {
         let py = slf.py();
         let is_dict =
@@ -489,7 +460,7 @@ impl Store {
             dict.set_item("", value)?;
             dict.into_any()
         };
-        Ok(slf.call_method("put_state_dict", (dict, key), options)?)
+        Ok(slf.call_method("put_state_dict", (dict, key), keywords)?)
     }
 
     /// Puts several values, each under its own key, one after the other.
@@ -500,14 +471,14 @@ impl Store {
     ///     values: a dict of keys to values.
     ///
     /// Returns:
-    ///     A list of PutReports, one for each value.
-    #[pyo3(signature = (values, **options))]
+    ///     A list of PutReports, one for each value. With `wait=False`, a list of PendingPuts.
+    #[pyo3(signature = (values, **keywords))]
     fn put_batch<'py>(
         slf: &Bound<'py, Self>,
         values: &Bound<'py, PyDict>,
-        options: Option<&Bound<'py, PyDict>>,
+        keywords: Option<&Bound<'py, PyDict>>,
     ) -> Result<Vec<Bound<'py, PyAny>>> {
-        values.iter().map(|(key, value)| Self::put(slf, &key, &value, options)).collect()
+        values.iter().map(|(key, value)| Self::put(slf, &key, &value, keywords)).collect()
     }
 
     /// Gets several values.
@@ -519,11 +490,11 @@ impl Store {
     ///
     /// Returns:
     ///     A dict of names to values.
-    #[pyo3(signature = (keys, **options))]
+    #[pyo3(signature = (keys, **keywords))]
     fn get_batch<'py>(
         slf: &Bound<'py, Self>,
         keys: &Bound<'py, PyAny>,
-        options: Option<&Bound<'py, PyDict>>,
+        keywords: Option<&Bound<'py, PyDict>>,
     ) -> Result<Bound<'py, PyDict>> {
         let py = slf.py();
         let values = PyDict::new(py);
@@ -533,7 +504,7 @@ impl Store {
                 Ok(keys) => keys.get_item(&key)?,
                 Err(_) => None,
             };
-            values.set_item(&key, slf.call_method("get", (&key, into), options)?)?;
+            values.set_item(&key, slf.call_method("get", (&key, into), keywords)?)?;
         }
         Ok(values)
     }
@@ -556,11 +527,11 @@ impl Store {
     ///     into: a tensor to fill in place.
     ///     fqn: the leaf of the state dict. None: the value that was put with `put`.
     ///     tensor_slice: the part of the tensor. None: the whole tensor, or the part that `into` describes.
-    ///     version, writer, verify, require, timeout: as for `get_state_dict`.
+    ///     version, writer, verify, require_transport, timeout: as for `get_state_dict`.
     ///
     /// Raises:
     ///     TssdKeyError: the key, version or leaf does not exist.
-    #[pyo3(signature = (key, into=None, *, fqn=None, tensor_slice=None, version=None, writer=None, verify=true, require=None, timeout=None))]
+    #[pyo3(signature = (key, into=None, *, fqn=None, tensor_slice=None, version=None, writer=None, verify=true, require_transport=None, timeout=None))]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
     fn get<'py>(
         &self,
@@ -571,12 +542,12 @@ impl Store {
         version: Option<&Bound<'py, PyAny>>,
         #[pyo3(from_py_with = arguments::extract_optional_writer)] writer: Option<u32>,
         verify: bool,
-        require: Option<&str>,
+        require_transport: Option<&str>,
         timeout: Option<f64>,
     ) -> Result<Bound<'py, PyAny>> {
         let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
         let version = VersionSelector::extract(version)?;
-        let request = ReadRequest { version, writer, verify, require, timeout };
+        let request = ReadRequest { version, writer, verify, require_transport, timeout };
         let (number, fqn) = (request.number(), fqn.unwrap_or_default());
         let deadline = Deadline::new(timeout)?;
         let read = || {
@@ -618,14 +589,14 @@ impl Store {
     /// Args:
     ///     bucket_bytes: tensors are written when this many bytes of them are pending; half as many with
     ///         `transfer_dtype`. Larger tensors are cast and written in parts, except those in a container.
-    ///         Ranks that have the same box must pass the same value if `replicas="all"`, or if the tensors name
-    ///         their own offsets.
-    ///     key, version, writers, writer, job, divergent, replicas, durability, metadata, transfer_dtype,
-    ///         keep_dtype, require, rewind, allow_pickle, timeout, residency: as for `put_state_dict`.
+    ///         Ranks that have the same box must pass the same value if `options` has `replicas="all"`, or if the
+    ///         tensors name their own offsets.
+    ///     key, version, writers, writer, job, durability, metadata, transfer_dtype, allow_pickle, timeout,
+    ///         options: as for `put_state_dict`.
     ///
     /// Raises:
     ///     As `put_state_dict`.
-    #[pyo3(signature = (key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=512 << 20, divergent="error", replicas="primary", durability="memory", metadata=None, transfer_dtype=None, keep_dtype=None, require=None, rewind=false, allow_pickle=false, timeout=None, residency=None), text_signature = "($self, key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=536870912, divergent='error', replicas='primary', durability='memory', metadata=None, transfer_dtype=None, keep_dtype=(), require=None, rewind=False, allow_pickle=False, timeout=None, residency='host')")]
+    #[pyo3(signature = (key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=512 << 20, durability="memory", metadata=None, transfer_dtype=None, allow_pickle=false, timeout=None, options=None), text_signature = "($self, key, *, version=None, writers=None, writer=None, job=None, bucket_bytes=536870912, durability='memory', metadata=None, transfer_dtype=None, allow_pickle=False, timeout=None, options=None)")]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
     fn publish<'py>(
         &self,
@@ -635,34 +606,19 @@ impl Store {
         #[pyo3(from_py_with = arguments::extract_optional_writer)] writer: Option<u32>,
         job: Option<String>,
         bucket_bytes: u64,
-        divergent: &'py str,
-        replicas: &'py str,
         durability: &'py str,
         metadata: Option<&Bound<'py, PyDict>>,
         transfer_dtype: Option<&Bound<'py, PyAny>>,
-        keep_dtype: Option<&Bound<'py, PyAny>>,
-        require: Option<&'py str>,
-        rewind: bool,
         allow_pickle: bool,
         timeout: Option<f64>,
-        residency: Option<Bound<'py, PyAny>>,
+        options: Option<&Bound<'py, PyAny>>,
     ) -> Result<PyPublisher> {
-        let put = PutArguments {
-            version,
-            writers,
-            writer,
-            job,
-            divergent,
-            replicas,
-            durability,
-            residency,
-            require,
-            rewind,
-            timeout,
-        };
+        let put = PutArguments { version, writers, writer, job, durability, timeout };
         let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
         let has_writers = put.writers.is_some();
-        let options = put.options(py, metadata, None)?;
+        let put_options = PyPutOptions::extract(options)?;
+        let keep_dtype = put_options.keep_dtype.as_ref();
+        let options = put.options(py, &put_options, metadata, None)?;
         let unbind = |object: &Bound<'py, PyAny>| object.clone().unbind();
         let transfer = transfer_dtype.map(|dtype| {
             // Invalid arguments are an error now, not at the first tensor.
@@ -683,14 +639,14 @@ impl Store {
     ///
     /// Args:
     ///     names: the tensors to iterate over: their fqns, or patterns of fqns. None: all tensors.
-    ///     key, version, writer, verify, require, timeout: as for `get_state_dict`.
+    ///     key, version, writer, verify, require_transport, timeout: as for `get_state_dict`.
     ///
     /// Returns:
     ///     An OpenVersion.
     ///
     /// Raises:
     ///     TssdKeyError: the key or version does not exist.
-    #[pyo3(signature = (key, *, version=None, names=None, writer=None, verify=true, require=None, timeout=None))]
+    #[pyo3(signature = (key, *, version=None, names=None, writer=None, verify=true, require_transport=None, timeout=None))]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
     fn open<'py>(
         &self,
@@ -699,12 +655,12 @@ impl Store {
         names: Option<&Bound<'py, PyAny>>,
         #[pyo3(from_py_with = arguments::extract_optional_writer)] writer: Option<u32>,
         verify: bool,
-        require: Option<&str>,
+        require_transport: Option<&str>,
         timeout: Option<f64>,
     ) -> Result<OpenVersion> {
         let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
         let version = VersionSelector::extract(version)?;
-        let request = ReadRequest { version, writer, verify, require, timeout };
+        let request = ReadRequest { version, writer, verify, require_transport, timeout };
         let open = || {
             let reader = request.open(py, &connection, &name)?;
             OpenVersion::new(py, connection.clone(), name.clone(), reader, names)
@@ -719,7 +675,7 @@ impl Store {
         Ok(PySubscription::new(self.connect(key.py())?, &extract_key(key)?))
     }
 
-    /// Receives versions that are put to a key with `residency="ring"` or "lent" from now on.
+    /// Receives versions that are put to a key with `residency="ring"` or "in_place" from now on.
     ///
     /// The receiver fills the caller's tensors, which are all on one GPU or all in the host's memory. Such puts wait
     /// for the receiver until it is closed.
@@ -728,22 +684,22 @@ impl Store {
     ///     into: tensors to fill in place, as for `get_state_dict`, in any sharding. Each `receive` fills them with
     ///         the next version. Their dtypes must be those of the put. Other tensors of the version are skipped.
     ///     verify: whether bytes that pass through the host's memory are verified against their checksums.
-    ///     require: as for `put_state_dict`: any other transport is an error.
+    ///     require_transport: as for `get_state_dict`.
     ///
     /// Returns:
     ///     A Receiver: `receive(timeout=None)`, `close()`, and a context manager.
     ///
     /// Raises:
     ///     TssdUnsupportedError: the store has no daemon, or its daemon is not the only controller of the store.
-    #[pyo3(signature = (key, into, *, verify=true, require=None))]
+    #[pyo3(signature = (key, into, *, verify=true, require_transport=None))]
     fn receiver(
         &self,
         key: &Bound<'_, PyAny>,
         into: &Bound<'_, PyAny>,
         verify: bool,
-        require: Option<&str>,
+        require_transport: Option<&str>,
     ) -> Result<PyReceiver> {
-        let require = require.map(str::parse).transpose()?;
+        let require = require_transport.map(arguments::parse_transport).transpose()?;
         let options = GetOptions { unverified: !verify, require, ..GetOptions::default() };
         PyReceiver::new(self.connect(key.py())?, extract_key(key)?, into, options)
     }

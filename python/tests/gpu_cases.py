@@ -152,10 +152,12 @@ def test_shards_of_arrays_are_resharded(driver: gpu.Driver, store: tssd.Store) -
 def test_device_residency_keeps_arrays_on_device(driver: gpu.Driver, tmp_path: Path) -> None:
     weight, half = gpu.Array(driver, MATRIX), gpu.Array(driver, (MATRIX % 2048).astype(np.float16))
     state = {"model": {"weight": weight, "half": half}, "step": 3}
+    if_possible = tssd.PutOptions(residency="device")
+    on_device = tssd.PutOptions(residency="device", require_transport="cuda_ipc")
     with Daemon(tmp_path / "socket") as url, tssd.Store(url) as writer, tssd.Store(url) as reader:
         for step in range(4):
             weight.write(MATRIX + step)
-            report = writer.put_state_dict(state, "policy", residency="device", require="cuda_ipc")
+            report = writer.put_state_dict(state, "policy", options=on_device)
             weight.write(MATRIX - 1)
             copies = report.device_copies
             assert copies is not None and report.transport == "cuda_ipc" and "GPU-" in report.why
@@ -169,41 +171,43 @@ def test_device_residency_keeps_arrays_on_device(driver: gpu.Driver, tmp_path: P
             box = tssd.TensorSlice((200, 500), (), (512, 1024), (100, 300), ())
             reader.get_state_dict("policy", {"model.weight": tssd.TensorShard(part, box)}, strict=False)
             assert part.read() == (MATRIX + step)[200:300, 500:800].tobytes()
-            loaded = reader.get_state_dict("policy", require="cuda_ipc")
+            loaded = reader.get_state_dict("policy", require_transport="cuda_ipc")
             assert element_bytes(loaded["model"]["weight"]) == (MATRIX + step).tobytes() and loaded["step"] == 3
             assert element_bytes(loaded["model"]["half"]) == half.read()
             driver.wait()
-        with writer.publish("policy", bucket_bytes=1 << 20, residency="device", require="cuda_ipc") as publisher:
+        with writer.publish("policy", bucket_bytes=1 << 20, options=on_device) as publisher:
             weight.write(MATRIX + 9)
             publisher.put("model.weight", weight)
             publisher.flush()
             weight.write(MATRIX)
         assert publisher.report.device_copies.device == weight.size
         assert element_bytes(reader.get("policy", fqn="model.weight")) == (MATRIX + 9).tobytes()
-        assert report.digest != writer.put_state_dict(state, "policy", residency="device").digest
+        assert report.digest != writer.put_state_dict(state, "policy", options=if_possible).digest
         with pytest.raises(tssd.TssdValueError, match="residency=host"):
-            writer.put_state_dict(state, "policy", residency="device", durability="disk")
+            writer.put_state_dict(state, "policy", durability="disk", options=if_possible)
     store = tssd.Store("memory:")
-    assert "a daemon of this host" in store.put_state_dict(state, "policy", residency="device").why
+    assert "a daemon of this host" in store.put_state_dict(state, "policy", options=if_possible).why
     with pytest.raises(tssd.TssdValueError, match="cuda_ipc is required"):
-        store.put_state_dict(state, "policy", residency="device", require="cuda_ipc")
+        store.put_state_dict(state, "policy", options=on_device)
 
 
-@pytest.mark.parametrize("residency", ["ring", "lent", tssd.Ring(bucket_bytes=300 << 10, buckets=3)])
+@pytest.mark.parametrize("residency", ["ring", "in_place", tssd.Ring(bucket_bytes=300 << 10, buckets=3)])
 def test_arrays_are_sent_through_ring(driver: gpu.Driver, tmp_path: Path, residency: Any) -> None:
     weight, half = gpu.Array(driver, MATRIX), gpu.Array(driver, (MATRIX % 2048).astype(np.float16))
     state = {"model": {"weight": weight, "half": half}}
     part = gpu.Array(driver, np.zeros((100, 300), np.float32))
     into = {"half": gpu.Array(driver, np.zeros(MATRIX.shape, np.float16)), "weight": gpu.Array(driver, MATRIX * 0)}
     box = tssd.TensorSlice((200, 500), (), (512, 1024), (100, 300), ())
+    options = tssd.PutOptions(residency=residency)
     with Daemon(tmp_path / "socket") as url, tssd.Store(url) as writer, tssd.Store(url) as reader:
-        whole = reader.receiver("policy", {"model": into}, require="cuda_ipc" if residency != "lent" else None)
+        required = "cuda_ipc" if residency != "in_place" else None
+        whole = reader.receiver("policy", {"model": into}, require_transport=required)
         sliced = reader.receiver("policy", {"model.weight": tssd.TensorShard(part, box)})
         with whole, sliced, ThreadPoolExecutor() as pool:
             for step in range(3):
                 weight.write(MATRIX + step)
                 received = [pool.submit(receiver.receive, 60) for receiver in (whole, sliced)]
-                report = writer.put_state_dict(state, "policy", residency=residency, timeout=60)
+                report = writer.put_state_dict(state, "policy", timeout=60, options=options)
                 weight.write(MATRIX - 1)
                 assert report.transport == "cuda_ipc" and "2 readers took it" in report.why
                 reports = [each.result() for each in received]
@@ -218,7 +222,7 @@ def test_arrays_are_sent_through_ring(driver: gpu.Driver, tmp_path: Path, reside
         # The daemon handles the close of the receivers before it answers this request.
         assert not reader.exists("policy")
         with pytest.raises(tssd.TssdTimeoutError, match="open a receiver"):
-            writer.put_state_dict(state, "policy", residency=residency, timeout=0.1)
+            writer.put_state_dict(state, "policy", timeout=0.1, options=options)
         mixed_state = {"weight": into["weight"], "host": np.zeros(3)}
         with pytest.raises(tssd.TssdValueError, match="a receiver for each"):
             reader.receiver("policy", mixed_state)
@@ -247,7 +251,8 @@ def test_unsupported_arrays_are_rejected(driver: gpu.Driver) -> None:
     with pytest.raises(tssd.TssdTypeError, match="transfer_dtype"):
         store.put_state_dict({"weight": gpu.Array(driver, MATRIX)}, "policy", transfer_dtype="bfloat16")
     state = {"weight": gpu.Array(driver, MATRIX), "step": gpu.Array(driver, np.int64(3))}
-    store.put_state_dict(state, "policy", transfer_dtype="bfloat16", keep_dtype=["weight"])
+    options = tssd.PutOptions(keep_dtype=["weight"])
+    store.put_state_dict(state, "policy", transfer_dtype="bfloat16", options=options)
     for wrong, text in [
         (gpu.Array(driver, MATRIX, is_writable=False), "may be written"),
         (gpu.Array(driver, MATRIX, version=None), "may be written"),

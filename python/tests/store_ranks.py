@@ -357,11 +357,11 @@ def check_leaves_on_all_ranks(store: tssd.Store) -> None:
             assert error.kind in ("rejected", "refused") and f"a.{name}" in str(error), error
         dist.barrier()
         assert not store.exists("differ")
-    store.put_state_dict(state, "differ", version=1, divergent="lowest")
+    store.put_state_dict(state, "differ", version=1, options=tssd.PutOptions(on_divergence="lowest"))
     dist.barrier()
     assert store.get_state_dict("differ")["a"] == {"number": 0}
     dist.barrier()
-    store.put_state_dict(state, "differ", version=2, divergent="keep")
+    store.put_state_dict(state, "differ", version=2, options=tssd.PutOptions(on_divergence="keep"))
     dist.barrier()
     assert store.get_state_dict("differ", writer=RANK)["a"] == {"number": RANK}
     dist.barrier()

@@ -48,6 +48,8 @@ def test_values_roundtrip() -> None:
             assert await pending.visible() == 4 and (await pending.result()).version == 4
             assert await store.keys() == ["policy"] and await store.exists("policy")
             assert await store.delete_batch(["policy"]) == 1 and await store.head("policy") is None
+            batch = await store.put_batch({"x": 1, "y": 2}, wait=False, options=tssd.PutOptions())
+            assert [await each.visible() for each in batch] == [1, 1]
             with pytest.raises(KeyError):
                 await store.get_state_dict("policy")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -194,9 +196,15 @@ def test_errors_have_classes_and_advice(store: tssd.Store) -> None:
     with pytest.raises(TypeError) as caught:
         store.put_state_dict({"a": {"b": object()}}, "policy")
     assert isinstance(caught.value, tssd.TssdTypeError) and caught.value.fqn == "a.b"
-    for wrong in ({"divergent": "x"}, {"replicas": "x"}, {"durability": "x"}, {"residency": "x"}, {"require": "x"}, {"timeout": -1.0}):
+    for wrong in ({"durability": "x"}, {"timeout": -1.0}):
         with pytest.raises(ValueError):
-            store.put_state_dict({}, "policy", **wrong)  # type: ignore[arg-type]
+            store.put_state_dict({}, "policy", **wrong)  # type: ignore[call-overload]
+    for name in ("on_divergence", "replicas", "residency", "require_transport"):
+        with pytest.raises(tssd.TssdValueError, match=f'{name} is .*, not "x"'):
+            store.put_state_dict({}, "policy", options=tssd.PutOptions(**{name: "x"}))  # type: ignore[arg-type]
+    for call in (store.get_state_dict, store.get, store.open):
+        with pytest.raises(tssd.TssdValueError, match='require_transport is .*, not "x"'):
+            call("policy", require_transport="x")
     numbers: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"version": -1}, ValueError, "version is an int from 0 to 18446744073709551615, not -1"),
         ({"version": 1 << 64}, ValueError, "version is an int from 0"),
@@ -217,15 +225,72 @@ def test_errors_have_classes_and_advice(store: tssd.Store) -> None:
     with pytest.raises(ValueError, match="version is an int from 0"):
         store.wait_for_version("policy", -1)
     with pytest.raises(ValueError, match="tls is required"):
-        store.put_state_dict({}, "policy", require="tls")
+        store.put_state_dict({}, "policy", options=tssd.PutOptions(require_transport="tls"))
     store.put_state_dict({}, "policy", version=5)
     with pytest.raises(ValueError, match="rewind"):
         store.put_state_dict({"a": 1}, "policy", version=4)
-    assert store.put_state_dict({"a": 1}, "policy", version=4, rewind=True).epoch == 1
+    assert store.put_state_dict({"a": 1}, "policy", version=4, options=tssd.PutOptions(rewind=True)).epoch == 1
     with pytest.raises(ConnectionError):
         tssd.Store("tcp://127.0.0.1:9")
     with pytest.raises(ValueError, match="together"):
         tssd.Store("memory:", ca="ca.pem")
+
+
+def test_put_options_are_values() -> None:
+    options = tssd.PutOptions(keep_dtype=("norm",), rewind=True)
+    assert repr(options) == (
+        "PutOptions(on_divergence='error', replicas='primary', keep_dtype=('norm',), require_transport=None, "
+        "rewind=True, residency='host')"
+    )
+    assert dataclasses.replace(options, rewind=False) == tssd.PutOptions(keep_dtype=("norm",)) != options
+    assert pickle.loads(pickle.dumps(options)) == options and len({options, options}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.rewind = False  # type: ignore[misc]
+    with pytest.raises(TypeError, match="positional"):
+        tssd.PutOptions("keep")  # type: ignore[misc]
+
+
+def test_default_put_options_equal_no_options(store: tssd.Store) -> None:
+    reports = [
+        store.put_state_dict(make_state(1), "without", transfer_dtype="float16"),
+        store.put_state_dict(make_state(1), "with", transfer_dtype="float16", options=tssd.PutOptions()),
+    ]
+    assert len({(each.version, each.epoch, each.digest, each.bytes, each.transport) for each in reports}) == 1
+    assert same(store.get_state_dict("with"), store.get_state_dict("without"))
+
+
+def test_put_rejects_options_of_wrong_type(store: tssd.Store) -> None:
+    cases: list[tuple[Any, str]] = [
+        ({"rewind": True}, "options must be a tssd.PutOptions, not a dict; help: PutOptions(rewind=True)"),
+        (3, "options must be a tssd.PutOptions, not an int; help"),
+        (tssd.PutOptions, "options must be a tssd.PutOptions, not a type; help"),
+        (tssd.PutOptions(on_divergence=1), "on_divergence is a str, not 1"),  # type: ignore[arg-type]
+        (tssd.PutOptions(replicas=None), "replicas is a str, not None"),  # type: ignore[arg-type]
+        (tssd.PutOptions(keep_dtype=3), "not iterable"),  # type: ignore[arg-type]
+        (tssd.PutOptions(require_transport=3), "require_transport is a str or None, not 3"),  # type: ignore[arg-type]
+        (tssd.PutOptions(rewind="no"), "rewind is a bool, not 'no'"),  # type: ignore[arg-type]
+        (tssd.PutOptions(residency=None), "or a tssd.Ring, not None"),  # type: ignore[arg-type]
+    ]
+    for wrong, text in cases:
+        with pytest.raises(TypeError, match=re.escape(text)):
+            store.put_state_dict({}, "policy", transfer_dtype="float16", options=wrong)
+        with pytest.raises(TypeError, match=re.escape(text)):
+            store.put("policy", 1, transfer_dtype="float16", options=wrong)
+        with pytest.raises(TypeError, match=re.escape(text)):
+            store.publish("policy", transfer_dtype="float16", options=wrong)
+    assert store.keys() == []
+
+
+def test_fields_of_put_options_are_no_keywords(store: tssd.Store) -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(tssd.PutOptions)}
+    for name, value in {**fields, "divergent": "error", "require": None}.items():
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            store.put_state_dict({}, "policy", **{name: value})
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            store.publish("policy", **{name: value})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rewind'"):
+        store.put_state_dict({}, "policy", rewind=True)  # type: ignore[call-overload]
+    assert store.keys() == []
 
 
 def test_several_writers_create_one_version(store: tssd.Store) -> None:
@@ -260,7 +325,8 @@ def test_megatron_replicas_are_stored_once(store: tssd.Store) -> None:
     for writer in range(4):
         layer, replica = divmod(writer, 2)
         each = shard(layer, (0, replica), whole[layer])
-        options = {"version": 1, "writer": writer, "writers": 4, "job": "run", "replicas": "all"}
+        options = {"version": 1, "writer": writer, "writers": 4, "job": "run"}
+        options["options"] = tssd.PutOptions(replicas="all")
         assert store.put_state_dict({"w": each}, "replicated", **options).bytes >= puts[0].bytes
     assert np.array_equal(np.asarray(store.get_state_dict("policy")["w"]), whole)
     for replica in (0, 1):
@@ -364,8 +430,8 @@ def test_version_is_published_and_read_tensor_by_tensor(store: tssd.Store) -> No
 def test_publish_casts_and_merges_like_put(store: tssd.Store) -> None:
     for writer in (0, 1):
         with store.publish(
-            "policy", version=1, writer=writer, writers=2, job="run", divergent="lowest",
-            transfer_dtype="float16", keep_dtype=["norm"],
+            "policy", version=1, writer=writer, writers=2, job="run", transfer_dtype="float16",
+            options=tssd.PutOptions(on_divergence="lowest", keep_dtype=["norm"]),
         ) as publisher:  # fmt: skip
             for name in ("w", "norm"):
                 publisher.put(name, np.ones(3, np.float32))
@@ -531,7 +597,7 @@ def test_batches_put_get_and_delete_several_keys(store: tssd.Store) -> None:
 def test_transfer_dtype_casts_floats(store: tssd.Store) -> None:
     weight = np.linspace(0, 1, 5, dtype=np.float64)
     arrays = {"weight": weight, "tied": weight, "norm": weight.copy(), "ids": np.arange(3)}
-    store.put_state_dict(arrays, "policy", transfer_dtype="float16", keep_dtype=["no*"])
+    store.put_state_dict(arrays, "policy", transfer_dtype="float16", options=tssd.PutOptions(keep_dtype=["no*"]))
     got = {name: np.asarray(value) for name, value in store.get_state_dict("policy").items()}
     assert {name: str(value.dtype) for name, value in got.items()} == {
         "weight": "float16",
@@ -591,6 +657,16 @@ def test_pending_put_reports_visible_version(store: tssd.Store) -> None:
         half.visible(timeout=0.2)
     store.put_state_dict({"b": 2}, "two", version=1, writers=2, writer=1, job="j")
     assert half.visible(timeout=60) == 1
+
+
+def test_pending_put_takes_options(store: tssd.Store) -> None:
+    store.put_state_dict({"a": 1}, "policy", version=5)
+    pending = store.put_state_dict({"a": 2}, "policy", version=4, wait=False, options=tssd.PutOptions(rewind=True))
+    assert isinstance(pending, tssd.PendingPut)
+    report = pending.result(timeout=60)
+    assert (report.version, report.epoch, report.visible) == (4, 1, True)
+    batch = store.put_batch({"x": 1, "y": 2}, wait=False, options=tssd.PutOptions())
+    assert [each.visible(timeout=60) for each in batch] == [1, 1]
 
 
 def test_file_functions_reject_version_in_directory(tmp_path: Path) -> None:
@@ -654,7 +730,8 @@ def test_stores_without_url_share_one_daemon(tmp_path: Path, monkeypatch: pytest
 
 
 def test_ring_sends_versions_to_open_receivers(tmp_path: Path) -> None:
-    ring = tssd.Ring(bucket_bytes=64 << 10, readers=1)
+    small_ring = tssd.PutOptions(residency=tssd.Ring(bucket_bytes=64 << 10, readers=1))
+    ring = tssd.PutOptions(residency="ring")
     weight = np.arange(100_000, dtype=np.float32).reshape(1000, 100)
     state = {"model": {"weight": weight, "bias": np.arange(7), "tied": weight}}
     columns = np.zeros((1000, 30), np.float32)
@@ -669,9 +746,9 @@ def test_ring_sends_versions_to_open_receivers(tmp_path: Path) -> None:
                     received = pool.submit(receiver.receive)
                     weight += 1
                     if step < 3:
-                        report = writer.put_state_dict(state, "policy", residency=ring)
+                        report = writer.put_state_dict(state, "policy", options=small_ring)
                     else:
-                        with writer.publish("policy", residency="ring", bucket_bytes=64 << 10) as publisher:
+                        with writer.publish("policy", bucket_bytes=64 << 10, options=ring) as publisher:
                             for name, tensor in state["model"].items():
                                 publisher.put(f"model.{name}", tensor)
                         report = publisher.report
@@ -680,7 +757,7 @@ def test_ring_sends_versions_to_open_receivers(tmp_path: Path) -> None:
                 assert (got.version, got.transport) == (step, "arena") and got.buckets > 6
                 assert (columns == weight[:, 60:90]).all() and (bias == np.arange(7)).all()
             with pytest.raises(tssd.TssdValueError, match="is no tensor, and a ring"):
-                writer.put_state_dict({"step": 3}, "policy", residency="ring")
+                writer.put_state_dict({"step": 3}, "policy", options=ring)
         # An array that is cast is sent in parts, also as a replica or as several boxes.
         half = {"weight": np.zeros((1000, 100), np.float16)}
         small = weight / 100_000
@@ -695,7 +772,7 @@ def test_ring_sends_versions_to_open_receivers(tmp_path: Path) -> None:
             with reader.receiver("half", half) as receiver, ThreadPoolExecutor() as pool:
                 received = pool.submit(receiver.receive)
                 with writer.publish(
-                    "half", writer=0, writers=1, residency="ring", bucket_bytes=64 << 10, transfer_dtype="float16"
+                    "half", writer=0, writers=1, bucket_bytes=64 << 10, transfer_dtype="float16", options=ring
                 ) as publisher:
                     publisher.put("weight", sent)
                 assert received.result().buckets > 3
@@ -703,7 +780,8 @@ def test_ring_sends_versions_to_open_receivers(tmp_path: Path) -> None:
         assert not reader.exists("policy")
         for wrong, text in [("gpu", "residency is"), (3, "a tssd.Ring"), (tssd.Ring(buckets=0), "has buckets")]:
             with pytest.raises((TypeError, ValueError), match=text):
-                writer.put_state_dict(state, "policy", residency=wrong)  # type: ignore[arg-type]
+                options = tssd.PutOptions(residency=wrong)  # type: ignore[arg-type]
+                writer.put_state_dict(state, "policy", options=options)
         overlapping = {"a": bias[:4], "b": bias[2:]}
         with reader.receiver("policy", overlapping) as receiver, pytest.raises(tssd.TssdValueError, match="in common"):
             receiver.receive(timeout=0)

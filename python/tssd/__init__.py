@@ -22,6 +22,7 @@ from ._errors import (
     TssdUnsupportedError,
     TssdValueError,
 )
+from ._options import PutOptions
 from ._reference import TensorReference
 from ._reports import DeviceCopies, GetReport, PutReport, ReceiveReport, VersionInfo
 from ._ring import Ring
@@ -55,6 +56,7 @@ __all__ = [
     "PendingPut",
     "Pin",
     "Publisher",
+    "PutOptions",
     "PutReport",
     "ReceiveReport",
     "Receiver",

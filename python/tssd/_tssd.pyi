@@ -1,16 +1,17 @@
 from collections.abc import Callable, Sequence
 from os import PathLike
 from types import GenericAlias, TracebackType
-from typing import Any, Generic, Literal, TypeVar, final
+from typing import Any, Generic, Literal, TypedDict, TypeVar, final, overload, type_check_only
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from typing_extensions import Buffer
+from typing_extensions import Buffer, Unpack
 
+from ._options import PutOptions
 from ._reference import TensorReference
-from ._reports import PutReport, ReceiveReport, VersionInfo
-from ._ring import Ring
+from ._reports import GetReport, PutReport, ReceiveReport, VersionInfo
 
 _Path = str | PathLike[str]
 _Result = TypeVar("_Result")
@@ -201,12 +202,27 @@ class _Cancel:
 
 def _interrupted() -> None: ...
 
-_Divergent = Literal["error", "lowest", "keep"]
-_Replicas = Literal["primary", "all"]
-_Residency = Literal["host", "device", "ring", "lent"] | Ring
+_StateDict = dict[Any, Any] | TorchStoreStateDict
+_FloatingDtype = torch.dtype | np.dtype[Any] | type[np.generic] | str
 _Durability = Literal["memory", "disk", "object"]
 _Transport = Literal["arena", "cuda_ipc", "file", "memory", "object", "tcp", "tls"]
 _Metadata = dict[str, Any]
+_Into = TypeVar("_Into")
+_IntoDict = TypeVar("_IntoDict", bound=dict[Any, Any])
+
+# The keywords of `Store.put_state_dict`, except `wait`.
+@type_check_only
+class _PutKeywords(TypedDict, total=False):
+    version: int | None
+    writers: int | Sequence[int] | ProcessGroup | None
+    writer: int | None
+    job: str | None
+    durability: _Durability
+    metadata: _Metadata | None
+    transfer_dtype: _FloatingDtype | None
+    allow_pickle: bool
+    timeout: float | None
+    options: PutOptions | None
 
 @final
 class Store:
@@ -229,32 +245,65 @@ class Store:
     ) -> Store: ...
     @property
     def url(self) -> str: ...
+    @overload
     def put_state_dict(
         self,
-        state_dict: dict[Any, Any],
+        state_dict: _StateDict,
         key: str,
         *,
         version: int | None = None,
         writers: int | Sequence[int] | ProcessGroup | None = None,
         writer: int | None = None,
         job: str | None = None,
-        divergent: _Divergent = "error",
-        replicas: _Replicas = "primary",
         durability: _Durability = "memory",
-        wait: bool = True,
+        wait: Literal[True] = True,
         metadata: _Metadata | None = None,
-        transfer_dtype: Any = None,
-        keep_dtype: str | Sequence[str] = (),
-        require: _Transport | None = None,
-        rewind: bool = False,
+        transfer_dtype: _FloatingDtype | None = None,
         allow_pickle: bool = False,
         timeout: float | None = None,
-        residency: _Residency = "host",
-    ) -> Any: ...
+        options: PutOptions | None = None,
+    ) -> PutReport: ...
+    @overload
+    def put_state_dict(
+        self,
+        state_dict: _StateDict,
+        key: str,
+        *,
+        version: int | None = None,
+        writers: int | Sequence[int] | ProcessGroup | None = None,
+        writer: int | None = None,
+        job: str | None = None,
+        durability: _Durability = "memory",
+        wait: Literal[False],
+        metadata: _Metadata | None = None,
+        transfer_dtype: _FloatingDtype | None = None,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+        options: PutOptions | None = None,
+    ) -> PendingPut: ...
+    @overload
+    def put_state_dict(
+        self,
+        state_dict: _StateDict,
+        key: str,
+        *,
+        version: int | None = None,
+        writers: int | Sequence[int] | ProcessGroup | None = None,
+        writer: int | None = None,
+        job: str | None = None,
+        durability: _Durability = "memory",
+        wait: bool,
+        metadata: _Metadata | None = None,
+        transfer_dtype: _FloatingDtype | None = None,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+        options: PutOptions | None = None,
+    ) -> PutReport | PendingPut: ...
+    @overload
     def get_state_dict(
         self,
         key: str,
-        into: Any = None,
+        into: None = None,
         *,
         version: int | VersionInfo | OpenVersion | None = None,
         writer: int | None = None,
@@ -263,30 +312,167 @@ class Store:
         cast: bool = False,
         copy: bool = False,
         verify: bool = True,
-        require: _Transport | None = None,
-        return_report: bool = False,
+        require_transport: _Transport | None = None,
+        return_report: Literal[False] = False,
         allow_pickle: bool = False,
         timeout: float | None = None,
-    ) -> Any: ...
-    def put(self, /, key: str, value: Any, **options: Any) -> Any: ...
-    def put_batch(self, /, values: dict[str, Any], **options: Any) -> list[PutReport]: ...
-    def get_batch(
-        self, /, keys: Sequence[str] | dict[str, Any], **options: Any
-    ) -> dict[str, Any]: ...
-    def delete_batch(self, keys: Sequence[str]) -> int: ...
-    def get(
+    ) -> dict[Any, Any]: ...
+    @overload
+    def get_state_dict(
         self,
         key: str,
-        into: Any = None,
+        into: None = None,
+        *,
+        version: int | VersionInfo | OpenVersion | None = None,
+        writer: int | None = None,
+        names: str | Sequence[str] | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        copy: bool = False,
+        verify: bool = True,
+        require_transport: _Transport | None = None,
+        return_report: Literal[True],
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+    ) -> tuple[dict[Any, Any], GetReport]: ...
+    @overload
+    def get_state_dict(
+        self,
+        key: str,
+        into: None = None,
+        *,
+        version: int | VersionInfo | OpenVersion | None = None,
+        writer: int | None = None,
+        names: str | Sequence[str] | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        copy: bool = False,
+        verify: bool = True,
+        require_transport: _Transport | None = None,
+        return_report: bool,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+    ) -> dict[Any, Any] | tuple[dict[Any, Any], GetReport]: ...
+    @overload
+    def get_state_dict(
+        self,
+        key: str,
+        into: _IntoDict,
+        *,
+        version: int | VersionInfo | OpenVersion | None = None,
+        writer: int | None = None,
+        names: None = None,
+        strict: bool = True,
+        cast: bool = False,
+        copy: bool = False,
+        verify: bool = True,
+        require_transport: _Transport | None = None,
+        return_report: Literal[False] = False,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+    ) -> _IntoDict: ...
+    @overload
+    def get_state_dict(
+        self,
+        key: str,
+        into: _IntoDict,
+        *,
+        version: int | VersionInfo | OpenVersion | None = None,
+        writer: int | None = None,
+        names: None = None,
+        strict: bool = True,
+        cast: bool = False,
+        copy: bool = False,
+        verify: bool = True,
+        require_transport: _Transport | None = None,
+        return_report: Literal[True],
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+    ) -> tuple[_IntoDict, GetReport]: ...
+    @overload
+    def get_state_dict(
+        self,
+        key: str,
+        into: _IntoDict,
+        *,
+        version: int | VersionInfo | OpenVersion | None = None,
+        writer: int | None = None,
+        names: None = None,
+        strict: bool = True,
+        cast: bool = False,
+        copy: bool = False,
+        verify: bool = True,
+        require_transport: _Transport | None = None,
+        return_report: bool,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+    ) -> _IntoDict | tuple[_IntoDict, GetReport]: ...
+    @overload
+    def put(
+        self, /, key: str, value: object, *, wait: Literal[True] = True, **keywords: Unpack[_PutKeywords]
+    ) -> PutReport: ...
+    @overload
+    def put(
+        self, /, key: str, value: object, *, wait: Literal[False], **keywords: Unpack[_PutKeywords]
+    ) -> PendingPut: ...
+    @overload
+    def put(
+        self, /, key: str, value: object, *, wait: bool, **keywords: Unpack[_PutKeywords]
+    ) -> PutReport | PendingPut: ...
+    @overload
+    def put_batch(
+        self, /, values: dict[str, Any], *, wait: Literal[True] = True, **keywords: Unpack[_PutKeywords]
+    ) -> list[PutReport]: ...
+    @overload
+    def put_batch(
+        self, /, values: dict[str, Any], *, wait: Literal[False], **keywords: Unpack[_PutKeywords]
+    ) -> list[PendingPut]: ...
+    @overload
+    def put_batch(
+        self, /, values: dict[str, Any], *, wait: bool, **keywords: Unpack[_PutKeywords]
+    ) -> list[PutReport] | list[PendingPut]: ...
+    def get_batch(
+        self,
+        /,
+        keys: Sequence[str] | dict[str, Any],
         *,
         fqn: str | None = None,
         tensor_slice: TensorSlice | None = None,
         version: int | VersionInfo | OpenVersion | None = None,
         writer: int | None = None,
         verify: bool = True,
-        require: _Transport | None = None,
+        require_transport: _Transport | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]: ...
+    def delete_batch(self, keys: Sequence[str]) -> int: ...
+    @overload
+    def get(
+        self,
+        key: str,
+        into: None = None,
+        *,
+        fqn: str | None = None,
+        tensor_slice: TensorSlice | None = None,
+        version: int | VersionInfo | OpenVersion | None = None,
+        writer: int | None = None,
+        verify: bool = True,
+        require_transport: _Transport | None = None,
         timeout: float | None = None,
     ) -> Any: ...
+    @overload
+    def get(
+        self,
+        key: str,
+        into: _Into,
+        *,
+        fqn: str | None = None,
+        tensor_slice: TensorSlice | None = None,
+        version: int | VersionInfo | OpenVersion | None = None,
+        writer: int | None = None,
+        verify: bool = True,
+        require_transport: _Transport | None = None,
+        timeout: float | None = None,
+    ) -> _Into: ...
     def publish(
         self,
         key: str,
@@ -296,17 +482,12 @@ class Store:
         writer: int | None = None,
         job: str | None = None,
         bucket_bytes: int = 536870912,
-        divergent: _Divergent = "error",
-        replicas: _Replicas = "primary",
         durability: _Durability = "memory",
         metadata: _Metadata | None = None,
-        transfer_dtype: Any = None,
-        keep_dtype: str | Sequence[str] = (),
-        require: _Transport | None = None,
-        rewind: bool = False,
+        transfer_dtype: _FloatingDtype | None = None,
         allow_pickle: bool = False,
         timeout: float | None = None,
-        residency: _Residency = "host",
+        options: PutOptions | None = None,
     ) -> Publisher: ...
     def open(
         self,
@@ -316,12 +497,17 @@ class Store:
         names: str | Sequence[str] | None = None,
         writer: int | None = None,
         verify: bool = True,
-        require: _Transport | None = None,
+        require_transport: _Transport | None = None,
         timeout: float | None = None,
     ) -> OpenVersion: ...
     def subscribe(self, key: str) -> Subscription: ...
     def receiver(
-        self, key: str, into: Any, *, verify: bool = True, require: _Transport | None = None
+        self,
+        key: str,
+        into: dict[Any, Any],
+        *,
+        verify: bool = True,
+        require_transport: _Transport | None = None,
     ) -> Receiver: ...
     def keys(self, prefix: str = "") -> list[str]: ...
     def exists(self, key: str, version: int | VersionInfo | OpenVersion | None = None) -> bool: ...
@@ -356,7 +542,7 @@ class PendingPut:
 
 @final
 class Publisher:
-    def put(self, name: str, value: Any) -> None: ...
+    def put(self, name: str, value: object) -> None: ...
     def flush(self) -> None: ...
     @property
     def report(self) -> PutReport | None: ...

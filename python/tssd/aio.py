@@ -15,11 +15,16 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from . import _tssd
-from ._reports import PutReport, VersionInfo
+from ._reports import GetReport, PutReport, VersionInfo
+
+if TYPE_CHECKING:
+    from typing import TypedDict, type_check_only
+
+    from typing_extensions import Unpack
 
 __all__ = ["OpenVersion", "PendingPut", "Pin", "Publisher", "Receiver", "Store", "Subscription", "VersionSlice"]
 
@@ -27,6 +32,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Wrapped = TypeVar("_Wrapped")
 _Opened = TypeVar("_Opened")
+_Into = TypeVar("_Into")
+_IntoDict = TypeVar("_IntoDict", bound=dict[Any, Any])
 
 
 async def _run(call: Callable[[], _R]) -> _R:
@@ -88,8 +95,7 @@ def _awaitable(
 
     async def call(wrapper: _Wrapper[_Wrapped], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         options: dict[str, Any] = _unwrap_version(kwargs)
-        result: Any = await _run(lambda: method(wrapper._wrapped, *args, **options))
-        return _wrap_result(result)  # type: ignore[no-any-return]
+        return await _run(lambda: method(wrapper._wrapped, *args, **options))
 
     functools.update_wrapper(call, method)
     return call
@@ -296,6 +302,29 @@ class Subscription:
             self._subscription.close()
 
 
+if TYPE_CHECKING:
+
+    @type_check_only
+    class _ReadKeywords(TypedDict, total=False):
+        version: int | VersionInfo | OpenVersion | _tssd.OpenVersion | None
+        writer: int | None
+        verify: bool
+        require_transport: _tssd._Transport | None
+        timeout: float | None
+
+    @type_check_only
+    class _GetKeywords(_ReadKeywords, total=False):
+        fqn: str | None
+        tensor_slice: _tssd.TensorSlice | None
+
+    @type_check_only
+    class _GetStateDictKeywords(_ReadKeywords, total=False):
+        strict: bool
+        cast: bool
+        copy: bool
+        allow_pickle: bool
+
+
 class Store(_Wrapper[_tssd.Store]):
     """A store of state dicts by key, in immutable versions: `tssd.Store` for asyncio.
 
@@ -320,11 +349,131 @@ class Store(_Wrapper[_tssd.Store]):
         """The address of the store."""
         return self._wrapped.url
 
-    put_state_dict = _awaitable(_tssd.Store.put_state_dict)
-    get_state_dict = _awaitable(_tssd.Store.get_state_dict)
-    put = _awaitable(_tssd.Store.put)
-    put_batch = _awaitable(_tssd.Store.put_batch)
-    get = _awaitable(_tssd.Store.get)
+    @overload
+    async def put_state_dict(
+        self,
+        state_dict: _tssd._StateDict,
+        key: str,
+        *,
+        wait: Literal[True] = True,
+        **keywords: Unpack[_tssd._PutKeywords],
+    ) -> PutReport: ...
+    @overload
+    async def put_state_dict(
+        self, state_dict: _tssd._StateDict, key: str, *, wait: Literal[False], **keywords: Unpack[_tssd._PutKeywords]
+    ) -> PendingPut: ...
+    @overload
+    async def put_state_dict(
+        self, state_dict: _tssd._StateDict, key: str, *, wait: bool, **keywords: Unpack[_tssd._PutKeywords]
+    ) -> PutReport | PendingPut: ...
+    async def put_state_dict(self, state_dict: Any, key: str, **keywords: Any) -> Any:
+        """Puts this process's part of a state dict: see `tssd.Store.put_state_dict`."""
+        return await self._call(_tssd.Store.put_state_dict, state_dict, key, **keywords)
+
+    @overload
+    async def get_state_dict(
+        self,
+        key: str,
+        into: None = None,
+        *,
+        names: str | Sequence[str] | None = None,
+        return_report: Literal[False] = False,
+        **keywords: Unpack[_GetStateDictKeywords],
+    ) -> dict[Any, Any]: ...
+    @overload
+    async def get_state_dict(
+        self,
+        key: str,
+        into: None = None,
+        *,
+        names: str | Sequence[str] | None = None,
+        return_report: Literal[True],
+        **keywords: Unpack[_GetStateDictKeywords],
+    ) -> tuple[dict[Any, Any], GetReport]: ...
+    @overload
+    async def get_state_dict(
+        self,
+        key: str,
+        into: None = None,
+        *,
+        names: str | Sequence[str] | None = None,
+        return_report: bool,
+        **keywords: Unpack[_GetStateDictKeywords],
+    ) -> dict[Any, Any] | tuple[dict[Any, Any], GetReport]: ...
+    @overload
+    async def get_state_dict(
+        self,
+        key: str,
+        into: _IntoDict,
+        *,
+        names: None = None,
+        return_report: Literal[False] = False,
+        **keywords: Unpack[_GetStateDictKeywords],
+    ) -> _IntoDict: ...
+    @overload
+    async def get_state_dict(
+        self,
+        key: str,
+        into: _IntoDict,
+        *,
+        names: None = None,
+        return_report: Literal[True],
+        **keywords: Unpack[_GetStateDictKeywords],
+    ) -> tuple[_IntoDict, GetReport]: ...
+    @overload
+    async def get_state_dict(
+        self,
+        key: str,
+        into: _IntoDict,
+        *,
+        names: None = None,
+        return_report: bool,
+        **keywords: Unpack[_GetStateDictKeywords],
+    ) -> _IntoDict | tuple[_IntoDict, GetReport]: ...
+    async def get_state_dict(self, key: str, into: Any = None, **keywords: Any) -> Any:
+        """Gets a version of a state dict: see `tssd.Store.get_state_dict`."""
+        return await self._call(_tssd.Store.get_state_dict, key, into, **keywords)
+
+    @overload
+    async def put(
+        self, key: str, value: object, *, wait: Literal[True] = True, **keywords: Unpack[_tssd._PutKeywords]
+    ) -> PutReport: ...
+    @overload
+    async def put(
+        self, key: str, value: object, *, wait: Literal[False], **keywords: Unpack[_tssd._PutKeywords]
+    ) -> PendingPut: ...
+    @overload
+    async def put(
+        self, key: str, value: object, *, wait: bool, **keywords: Unpack[_tssd._PutKeywords]
+    ) -> PutReport | PendingPut: ...
+    async def put(self, key: str, value: object, **keywords: Any) -> Any:
+        """Puts one value, as a state dict that contains nothing else: see `tssd.Store.put`."""
+        return await self._call(_tssd.Store.put, key, value, **keywords)
+
+    @overload
+    async def put_batch(
+        self, values: dict[str, Any], *, wait: Literal[True] = True, **keywords: Unpack[_tssd._PutKeywords]
+    ) -> list[PutReport]: ...
+    @overload
+    async def put_batch(
+        self, values: dict[str, Any], *, wait: Literal[False], **keywords: Unpack[_tssd._PutKeywords]
+    ) -> list[PendingPut]: ...
+    @overload
+    async def put_batch(
+        self, values: dict[str, Any], *, wait: bool, **keywords: Unpack[_tssd._PutKeywords]
+    ) -> list[PutReport] | list[PendingPut]: ...
+    async def put_batch(self, values: dict[str, Any], **keywords: Any) -> Any:
+        """Puts several values, each under its own key: see `tssd.Store.put_batch`."""
+        return await self._call(_tssd.Store.put_batch, values, **keywords)
+
+    @overload
+    async def get(self, key: str, into: None = None, **keywords: Unpack[_GetKeywords]) -> Any: ...
+    @overload
+    async def get(self, key: str, into: _Into, **keywords: Unpack[_GetKeywords]) -> _Into: ...
+    async def get(self, key: str, into: Any = None, **keywords: Any) -> Any:
+        """Gets one value, or one leaf of a state dict: see `tssd.Store.get`."""
+        return await self._call(_tssd.Store.get, key, into, **keywords)
+
     get_batch = _awaitable(_tssd.Store.get_batch)
     keys = _awaitable(_tssd.Store.keys)
     exists = _awaitable(_tssd.Store.exists)
@@ -344,6 +493,11 @@ class Store(_Wrapper[_tssd.Store]):
     wait_for_version = _awaitable_open(_tssd.Store.wait_for_version, OpenVersion)
     pin = _awaitable_open(_tssd.Store.pin, Pin)
     receiver = _awaitable_open(_tssd.Store.receiver, Receiver)
+
+    async def _call(self, method: Callable[..., Any], /, *args: Any, **keywords: Any) -> Any:
+        """Runs a blocking method of the wrapped store, whose result may be pending puts."""
+        keywords = _unwrap_version(keywords)
+        return _wrap_result(await _run(lambda: method(self._wrapped, *args, **keywords)))
 
     def subscribe(self, key: str) -> Subscription:
         """Iterates over versions, as `tssd.Store.subscribe`: `async for info in store.subscribe(key)`."""

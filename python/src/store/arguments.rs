@@ -1,9 +1,10 @@
-//! Extraction of version numbers and writer ranks from Python arguments.
+//! Extraction of version numbers, writer ranks and transports from Python arguments.
 
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
+use tssd_store::Transport;
 
-use crate::error::{BindingError, Failure};
+use crate::error::{BindingError, Failure, Result};
 
 /// Extracts a version number, or None.
 pub(super) fn extract_optional_version(given: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
@@ -27,4 +28,22 @@ fn argument_error(given: &Bound<'_, PyAny>, (what, most): (&str, u64), error: &P
         return Failure::from(BindingError::new("invalid", text)).into();
     }
     PyTypeError::new_err(format!("{what} is an int, not {given:?}"))
+}
+
+/// Converts the value of `require_transport` to a transport.
+///
+/// # Errors
+///
+/// `TssdValueError` if there is no such transport.
+pub(super) fn parse_transport(name: &str) -> Result<Transport> {
+    name.parse::<Transport>().map_err(|_| {
+        let choices =
+            "\"arena\", \"cuda_ipc\", \"file\", \"memory\", \"object\", \"tcp\" or \"tls\"";
+        invalid_choice("require_transport", choices, name).into()
+    })
+}
+
+/// Returns the error for a value that is none of the `choices` of an argument.
+pub(super) fn invalid_choice(argument: &str, choices: &str, value: &str) -> BindingError {
+    BindingError::new("invalid", format!("{argument} is {choices}, not {value:?}"))
 }

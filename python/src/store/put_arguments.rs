@@ -7,7 +7,9 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tssd_format::{AttrValue, Attrs, Value};
-use tssd_store::{Divergent, Durability, JobId, PutOptions, Replicas, Residency, Ring, WriterSet};
+use tssd_store::{
+    Divergent, Durability, JobId, PutOptions, Replicas, Residency, Ring, Transport, WriterSet,
+};
 
 use crate::builder::MODULE_METADATA_ATTR;
 use crate::encoded::TorchStoreStateDict;
@@ -15,6 +17,7 @@ use crate::error::Result;
 use crate::importer::{ImportedStateDict, import_state_dict};
 use crate::leaf_import::CastRule;
 use crate::metadata;
+use crate::store::arguments::{invalid_choice, parse_transport};
 use crate::store::connection::parse_seconds;
 
 /// The largest size of the metadata of a version, in bytes.
@@ -59,12 +62,7 @@ pub(super) struct PutArguments<'py> {
     pub(super) writers: Option<Bound<'py, PyAny>>,
     pub(super) writer: Option<u32>,
     pub(super) job: Option<String>,
-    pub(super) divergent: &'py str,
-    pub(super) replicas: &'py str,
     pub(super) durability: &'py str,
-    pub(super) residency: Option<Bound<'py, PyAny>>,
-    pub(super) require: Option<&'py str>,
-    pub(super) rewind: bool,
     pub(super) timeout: Option<f64>,
 }
 
@@ -75,14 +73,12 @@ impl PutArguments<'_> {
     pub(super) fn options(
         &self,
         py: Python<'_>,
+        options: &PyPutOptions<'_>,
         metadata: Option<&Bound<'_, PyDict>>,
         imported: Option<&ImportedStateDict>,
     ) -> Result<PutOptions> {
         let attrs = build_attrs(metadata, imported)?;
         let mesh_ranks = imported.and_then(mesh_ranks);
-        let invalid_choice = |what: &str, value: &str, those: &str| {
-            PyValueError::new_err(format!("{what} is {those}, not {value:?}"))
-        };
         let writers = match &self.writers {
             None => None,
             Some(writers) => {
@@ -96,39 +92,21 @@ impl PutArguments<'_> {
             writers,
             job: self.job.clone().map(JobId),
             attrs,
-            divergent: match self.divergent {
-                "error" => Divergent::Error,
-                "lowest" => Divergent::Lowest,
-                "keep" => Divergent::Keep,
-                other => {
-                    return Err(invalid_choice(
-                        "divergent",
-                        other,
-                        "\"error\", \"lowest\" or \"keep\"",
-                    )
-                    .into());
-                }
-            },
-            replicas: match self.replicas {
-                "primary" => Replicas::Primary,
-                "all" => Replicas::All,
-                other => {
-                    return Err(invalid_choice("replicas", other, "\"primary\" or \"all\"").into());
-                }
-            },
+            divergent: options.on_divergence,
+            replicas: options.replicas,
             durability: match self.durability {
                 "memory" => Durability::Memory,
                 "disk" => Durability::Disk,
                 "object" => Durability::Object,
                 other => {
-                    let those = "\"memory\", \"disk\" or \"object\"";
-                    return Err(invalid_choice("durability", other, those).into());
+                    let choices = "\"memory\", \"disk\" or \"object\"";
+                    return Err(invalid_choice("durability", choices, other).into());
                 }
             },
-            residency: self.residency.as_ref().map_or(Ok(Residency::Host), extract_residency)?,
-            rewind: self.rewind,
+            residency: options.residency,
+            rewind: options.rewind,
             allow_opaque: true,
-            require: self.require.map(str::parse).transpose()?,
+            require: options.require_transport,
             ..PutOptions::default()
         };
         if let Some(timeout) = self.timeout {
@@ -171,25 +149,91 @@ impl PutArguments<'_> {
     }
 }
 
+/// The values of a `tssd.PutOptions`.
+#[derive(Default)]
+pub(super) struct PyPutOptions<'py> {
+    on_divergence: Divergent,
+    replicas: Replicas,
+    /// The names of tensors that keep their dtype. `None`: there are no such names.
+    pub(super) keep_dtype: Option<Bound<'py, PyAny>>,
+    require_transport: Option<Transport>,
+    rewind: bool,
+    residency: Residency,
+}
+
+impl<'py> PyPutOptions<'py> {
+    /// Extracts the argument `options` of a put. Without it, returns the defaults and calls no Python code.
+    ///
+    /// # Errors
+    ///
+    /// `TypeError` if the argument is not a `tssd.PutOptions`, or if a value has a wrong type. `TssdValueError` if a
+    /// value is unknown.
+    pub(super) fn extract(options: Option<&Bound<'py, PyAny>>) -> Result<Self> {
+        let Some(options) = options else { return Ok(Self::default()) };
+        let class = options.py().import("tssd._options")?.getattr("PutOptions")?;
+        if !options.is_instance(&class)? {
+            let given = options.get_type().name()?.to_string();
+            let article = if given.starts_with(['a', 'e', 'i', 'o', 'u']) { "an" } else { "a" };
+            let text = format!("options must be a tssd.PutOptions, not {article} {given}");
+            return Err(PyTypeError::new_err(text + "; help: PutOptions(rewind=True)").into());
+        }
+        let on_divergence: String = extract_field(options, "on_divergence", "a str")?;
+        let replicas: String = extract_field(options, "replicas", "a str")?;
+        let require_transport: Option<String> =
+            extract_field(options, "require_transport", "a str or None")?;
+        Ok(Self {
+            on_divergence: match on_divergence.as_str() {
+                "error" => Divergent::Error,
+                "lowest" => Divergent::Lowest,
+                "keep" => Divergent::Keep,
+                other => {
+                    let choices = "\"error\", \"lowest\" or \"keep\"";
+                    return Err(invalid_choice("on_divergence", choices, other).into());
+                }
+            },
+            replicas: match replicas.as_str() {
+                "primary" => Replicas::Primary,
+                "all" => Replicas::All,
+                other => {
+                    let choices = "\"primary\" or \"all\"";
+                    return Err(invalid_choice("replicas", choices, other).into());
+                }
+            },
+            keep_dtype: Some(options.getattr("keep_dtype")?),
+            require_transport: require_transport.as_deref().map(parse_transport).transpose()?,
+            rewind: extract_field(options, "rewind", "a bool")?,
+            residency: extract_residency(&options.getattr("residency")?)?,
+        })
+    }
+}
+
+/// Extracts a field of a `tssd.PutOptions`. `expected` describes its type in the error.
+fn extract_field<'py, T: FromPyObjectOwned<'py>>(
+    options: &Bound<'py, PyAny>,
+    field: &str,
+    expected: &str,
+) -> Result<T> {
+    let value = options.getattr(field)?;
+    value
+        .extract::<T>()
+        .map_err(|_| PyTypeError::new_err(format!("{field} is {expected}, not {value:?}")).into())
+}
+
 /// Extracts the residency of a put: a `str`, or a `tssd.Ring`.
 fn extract_residency(residency: &Bound<'_, PyAny>) -> Result<Residency> {
-    if let Ok(word) = residency.extract::<&str>() {
-        return Ok(match word {
+    let choices = "\"host\", \"device\", \"ring\", \"in_place\" or a tssd.Ring";
+    if let Ok(name) = residency.extract::<&str>() {
+        return Ok(match name {
             "host" => Residency::Host,
             "device" => Residency::Device,
             "ring" => Residency::Ring(Ring::default()),
-            "lent" => Residency::InPlace(Ring::default()),
-            other => {
-                let text = format!(
-                    "residency is \"host\", \"device\", \"ring\", \"lent\" or a tssd.Ring, not {other:?}"
-                );
-                return Err(PyValueError::new_err(text).into());
-            }
+            "in_place" => Residency::InPlace(Ring::default()),
+            other => return Err(invalid_choice("residency", choices, other).into()),
         });
     }
     let class = residency.py().import("tssd._ring")?.getattr("Ring")?;
     if !residency.is_instance(&class)? {
-        let text = "residency is a word or a tssd.Ring";
+        let text = format!("residency is {choices}, not {residency:?}");
         return Err(PyTypeError::new_err(text).into());
     }
     let buckets: u32 = residency.getattr("buckets")?.extract()?;
@@ -198,8 +242,8 @@ fn extract_residency(residency: &Bound<'_, PyAny>) -> Result<Residency> {
     let empty_ring = || PyValueError::new_err("a ring has buckets, and these hold something");
     let readers = residency.getattr("readers")?.extract()?;
     let ring = Ring { bucket_bytes, buckets: buckets.ok_or_else(empty_ring)?, readers };
-    let is_lent: bool = residency.getattr("lent")?.extract()?;
-    Ok(if is_lent { Residency::InPlace(ring) } else { Residency::Ring(ring) })
+    let is_in_place: bool = residency.getattr("in_place")?.extract()?;
+    Ok(if is_in_place { Residency::InPlace(ring) } else { Residency::Ring(ring) })
 }
 
 /// Returns the attributes of a version: the caller's metadata, and the `_metadata` of ordered dicts.

@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::store::connection::{Connection, parse_seconds};
 use crate::store::fill::{common_device, receive};
 
-/// A receiver of versions that are put with `residency="ring"` or "lent": see `Store.receiver`.
+/// A receiver of versions that are put with `residency="ring"` or "in_place": see `Store.receiver`.
 #[pyclass(frozen, name = "Receiver", module = "tssd")]
 pub(crate) struct PyReceiver {
     // Declared before `connection`, so that it is dropped while the runtime still runs.

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from .._errors import TssdError, TssdKeyError
+from .._options import PutOptions
 from .._reports import PutReport
 from .._tssd import OpenVersion, Store, TensorShard, TensorSlice, _interrupted
 from ..aio import _run
@@ -38,6 +39,9 @@ SETTINGS = ".torchstore"
 # Metadata of versions without leaves. The first: the number of the version of KEY from which this entry is deleted. The
 # second: KEY is a state dict.
 _DELETED_FROM, _STATE_DICT_MARK = "torchstore.deleted", "torchstore.state_dict"
+
+# torchstore accepts leaves whose values differ between ranks. The value of the lowest rank is stored.
+_PUT_OPTIONS = PutOptions(on_divergence="lowest")
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +189,11 @@ class LocalClient:
         return _KeyResolver(self._store, self._entry_names, many)
 
     def _put(
-        self, state_dict: dict[str, Any], key: str, transfer_dtype: torch.dtype | None, **options: Any
+        self,
+        state_dict: dict[str, Any],
+        key: str,
+        transfer_dtype: torch.dtype | None,
+        metadata: dict[str, Any] | None = None,
     ) -> PutReport | None:
         """Puts a version whose writers are the ranks of the meshes of all shards.
 
@@ -196,21 +204,20 @@ class LocalClient:
         ranks: set[int] = set()
         plain = _normalize(state_dict, ranks)
         try:
-            report: PutReport = self._store.put_state_dict(
+            return self._store.put_state_dict(
                 plain,
                 key,
                 writers=sorted(ranks) or None,
-                divergent="lowest",
+                metadata=metadata,
                 transfer_dtype=transfer_dtype,
                 allow_pickle=self._allow_pickle,
-                **options,
+                options=_PUT_OPTIONS,
             )
         except TssdError as error:
             # Of two concurrent puts, either may be the last.
             if error.kind != "overtaken":
                 raise
             return None
-        return report
 
     def _put_state_dict(
         self, state_dict: dict[str, Any], key: str, transfer_dtype: torch.dtype | None
@@ -272,15 +279,14 @@ class LocalClient:
         outline, mapping = flatten_state_dict(version.to_meta())
         outline.setdefault(MAPPING, mapping)
         to_read = [name for name in names if any(map(_is_placeholder, tree_leaves(outline[name])))]
-        options = {"names": [glob.escape(name) for name in to_read]}
-        flat, _ = flatten_state_dict(self._state_dict(version, **options)) if to_read else ({}, None)
+        patterns = [glob.escape(name) for name in to_read]
+        flat, _ = flatten_state_dict(self._state_dict(version, patterns)) if to_read else ({}, None)
         return {name: flat[name] if name in flat else outline[name] for name in names}
 
-    def _state_dict(self, version: OpenVersion, **options: Any) -> dict[str, Any]:
-        state_dict: dict[str, Any] = self._store.get_state_dict(
-            version.key, version=version, allow_pickle=self._allow_pickle, **options
+    def _state_dict(self, version: OpenVersion, names: Sequence[str] | None = None) -> dict[str, Any]:
+        return self._store.get_state_dict(
+            version.key, version=version, names=names, allow_pickle=self._allow_pickle
         )
-        return state_dict
 
     def _get_state_dict(
         self, key: str, user_state_dict: dict[str, Any] | None, strict: bool, direct: bool

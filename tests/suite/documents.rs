@@ -12,11 +12,12 @@ use tssd_format::{
 use tssd_store::blocking::Store;
 use tssd_store::{Divergent, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport};
 
-const DOCUMENTS: [&str; 10] = [
+const DOCUMENTS: [&str; 11] = [
     "README.md",
     "ARCHITECTURE.md",
     "CHANGELOG.md",
     "SECURITY.md",
+    "docs/glossary.md",
     "docs/guarantees.md",
     "docs/internals.md",
     "docs/migration.md",
@@ -81,6 +82,62 @@ fn every_reshard_and_protocol_rule_names_a_test() {
         }
         assert!(numbers.is_sorted_by(|one, next| one < next), "{numbers:?}");
         assert!(numbers.len() > 35, "{numbers:?}");
+    }
+}
+
+/// Keywords before the names that Rust and Python sources declare.
+const DECLARATIONS: [&str; 8] = ["struct", "enum", "trait", "type", "fn", "const", "class", "def"];
+
+/// Returns the Rust and Python sources in a folder and in its subfolders.
+fn read_sources(folder: &Path) -> Vec<String> {
+    let mut sources = Vec::new();
+    for entry in std::fs::read_dir(root().join(folder)).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources.extend(read_sources(&path));
+        } else if path.extension().is_some_and(|extension| extension == "rs" || extension == "py") {
+            sources.push(std::fs::read_to_string(path).unwrap());
+        }
+    }
+    sources
+}
+
+/// Returns the names that sources declare.
+fn declared_names(sources: &[String]) -> BTreeSet<&str> {
+    let mut names = BTreeSet::new();
+    for source in sources {
+        let mut is_declaration = false;
+        for word in source.split(|letter: char| !letter.is_alphanumeric() && letter != '_') {
+            if is_declaration {
+                names.insert(word);
+            }
+            is_declaration = DECLARATIONS.contains(&word);
+        }
+    }
+    names
+}
+
+#[test]
+fn glossary_is_sorted_and_names_declared_items() {
+    let text = read("docs/glossary.md");
+    let lines = text.lines().filter_map(|line| line.strip_prefix("| ")?.strip_suffix(" |"));
+    // The first line is the head of the table.
+    let rows: Vec<Vec<&str>> = lines.skip(1).map(|line| line.split(" | ").collect()).collect();
+    assert!((1..=60).contains(&rows.len()), "{} terms", rows.len());
+    assert!(rows.is_sorted_by(|one, next| one.first() < next.first()), "{rows:?}");
+    let folders = ["format/src", "store/src", "gpu/src", "python", "cli/src", "xtask/src", "tests"];
+    let sources: Vec<String> =
+        folders.iter().flat_map(|folder| read_sources(Path::new(folder))).collect();
+    let declared = declared_names(&sources);
+    for row in &rows {
+        let [term, _, names] = row.as_slice() else { panic!("{row:?}") };
+        assert!(code_spans(names).next().is_some(), "{term}");
+        for name in code_spans(names) {
+            // A path such as `Command::Pin` is a plain string in the sources.
+            let is_path = name.contains("::");
+            let occurs = || sources.iter().any(|source| source.contains(name));
+            assert!(declared.contains(name) || is_path && occurs(), "{term}: {name}");
+        }
     }
 }
 

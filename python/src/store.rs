@@ -151,7 +151,10 @@ impl ReadRequest<'_, '_> {
             version: self.number(),
             writer: self.writer,
             unverified: !self.verify,
-            require: self.require_transport.map(arguments::parse_transport).transpose()?,
+            require_transport: self
+                .require_transport
+                .map(arguments::parse_transport)
+                .transpose()?,
             ..GetOptions::default()
         };
         if let VersionSelector::Lease(lease) = &self.version {
@@ -699,8 +702,9 @@ impl Store {
         verify: bool,
         require_transport: Option<&str>,
     ) -> Result<PyReceiver> {
-        let require = require_transport.map(arguments::parse_transport).transpose()?;
-        let options = GetOptions { unverified: !verify, require, ..GetOptions::default() };
+        let require_transport = require_transport.map(arguments::parse_transport).transpose()?;
+        let options =
+            GetOptions { unverified: !verify, require_transport, ..GetOptions::default() };
         PyReceiver::new(self.connect(key.py())?, extract_key(key)?, into, options)
     }
 

@@ -58,7 +58,7 @@ pub use io::cow_map::CowBuffer;
 pub use io::disk::Replacement;
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
 pub use ledger::{ArchiveDigest, Durability, JobId, Refusal, VersionId, WriterSet};
-pub use merge::Divergent;
+pub use merge::DivergencePolicy;
 pub use route::Transport;
 pub use status::{DaemonStatus, HostStatus, LeaseStatus, MemoryStatus, PeerStatus, UploadStatus};
 #[cfg(all(target_os = "linux", feature = "shuttle"))]

@@ -33,7 +33,7 @@ pub(crate) struct WriterArchive {
 /// How to merge a divergent leaf: several writers hold different values, which are not slices of a global tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub enum Divergent {
+pub enum DivergencePolicy {
     /// Reject the version.
     #[default]
     Error,
@@ -59,7 +59,7 @@ pub(crate) struct VersionAttrs {
 /// Returns a text with the error and its place: fqn, region, writers.
 pub(crate) fn merge(
     contributions: &[WriterArchive],
-    divergent: Divergent,
+    divergent: DivergencePolicy,
     label: &VersionAttrs,
 ) -> Result<Vec<u8>, String> {
     let ids = StorageIds::new(contributions)?;
@@ -271,7 +271,7 @@ fn has_overlapping_elements(meta: &TensorMeta) -> bool {
 
 struct Merger<'a> {
     storages: &'a StorageIds<'a>,
-    divergent: Divergent,
+    divergent: DivergencePolicy,
     /// For each storage of a merged plain tensor, the storages of its leaves in all writers that hold them.
     ties: BTreeMap<u32, Vec<StorageByWriter>>,
 }
@@ -445,13 +445,13 @@ impl Merger<'_> {
 
     fn merge_divergent(&self, path: &ObjectPath, nodes: &[WriterNode<'_>]) -> Result<Node, String> {
         match self.divergent {
-            Divergent::Error => Err(disagreement(
+            DivergencePolicy::Error => Err(disagreement(
                 path,
                 nodes,
-                "different values; shard it, or put with divergent=\"lowest\" or \"keep\"",
+                "different values; shard it, or put with on_divergence=\"lowest\" or \"keep\"",
             )),
-            Divergent::Lowest => Ok(Node::clone(nodes[0].1)),
-            Divergent::Keep => {
+            DivergencePolicy::Lowest => Ok(Node::clone(nodes[0].1)),
+            DivergencePolicy::Keep => {
                 let own = nodes.iter().map(|(writer, node)| {
                     (Step::Key(MapKey::from_writer(*writer)), Node::clone(node))
                 });

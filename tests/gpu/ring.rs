@@ -94,7 +94,7 @@ impl<'a> Model<'a> {
 
 fn options(residency: Residency) -> PutOptions {
     let require = Some(Transport::CudaIpc);
-    PutOptions { residency, require, timeout: SOON, ..PutOptions::default() }
+    PutOptions { residency, require_transport: require, timeout: SOON, ..PutOptions::default() }
 }
 
 /// Receives a version into new tensors, and compares them.

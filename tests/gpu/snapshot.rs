@@ -9,8 +9,8 @@ use tssd_format::{
 use tssd_gpu::Device;
 use tssd_store::blocking::Store;
 use tssd_store::{
-    Divergent, Durability, ErrorKind, GetOptions, JobId, PutOptions, PutReport, Residency, Target,
-    TargetMemory, Transport,
+    DivergencePolicy, Durability, ErrorKind, GetOptions, JobId, PutOptions, PutReport, Residency,
+    Target, TargetMemory, Transport,
 };
 use tssd_tests::device_context::{Allocation, DeviceContext, devices};
 use tssd_tests::raw_connection::{RawConnection, frame};
@@ -24,7 +24,7 @@ const LEN: usize = 5_000_003;
 
 fn on_device() -> PutOptions {
     let (residency, require) = (Residency::Device, Some(Transport::CudaIpc));
-    PutOptions { residency, require, ..PutOptions::default() }
+    PutOptions { residency, require_transport: require, ..PutOptions::default() }
 }
 
 /// Returns the devices whose memory can be shared between processes.
@@ -241,7 +241,7 @@ fn report_explains_why_version_is_not_on_device() {
             tempfile::tempdir().unwrap(),
         );
         let local = served.connect();
-        let optional = PutOptions { require: None, ..on_device() };
+        let optional = PutOptions { require_transport: None, ..on_device() };
         let refused = |store: &Store, dict: &StateDict, why: &str| {
             let report = store.put_state_dict(&key(), dict, &optional).unwrap();
             assert!(
@@ -275,7 +275,8 @@ fn report_explains_why_version_is_not_on_device() {
         invalid(PutOptions { digests: true, ..on_device() }, "residency=host");
         // A reader that requires host memory, and a reader on another host, get an error that says what to do.
         put(&local, &caller, &allocation, 2);
-        let options = GetOptions { require: Some(Transport::Arena), ..GetOptions::default() };
+        let options =
+            GetOptions { require_transport: Some(Transport::Arena), ..GetOptions::default() };
         let error = local.get_state_dict(&key(), &options).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
         let error =
@@ -308,7 +309,11 @@ fn device_writers_must_agree_on_replicated_values() {
                 writers: Some("0-1".parse().unwrap()),
                 job: Some(JobId("run".to_owned())),
                 version: Some(step),
-                divergent: if step == 3 { Divergent::Lowest } else { Divergent::Error },
+                on_divergence: if step == 3 {
+                    DivergencePolicy::Lowest
+                } else {
+                    DivergencePolicy::Error
+                },
                 ..on_device()
             };
             stores[writer as usize].put_state_dict(&key(), &dict, &options)

@@ -415,7 +415,7 @@ fn convert_rejects_divergent_writers() {
             writer: Some(writer),
             writers: Some((0..2).collect()),
             job: Some(JobId("run-1".into())),
-            divergent: tssd_store::Divergent::Keep,
+            on_divergence: tssd_store::DivergencePolicy::Keep,
             ..PutOptions::default()
         };
         let dict = StateDict::from_value(Value::Dict(dict)).unwrap();

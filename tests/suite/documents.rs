@@ -10,7 +10,9 @@ use tssd_format::{
     Value,
 };
 use tssd_store::blocking::Store;
-use tssd_store::{Divergent, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport};
+use tssd_store::{
+    DivergencePolicy, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport,
+};
 
 const DOCUMENTS: [&str; 11] = [
     "README.md",
@@ -218,7 +220,7 @@ fn the_readme_is_short() {
 fn put(
     store: &Store,
     writer: u32,
-    divergent: Divergent,
+    divergent: DivergencePolicy,
     entries: impl IntoIterator<Item = (DictKey, Value)>,
 ) -> Result<PutReport, Error> {
     let dict = StateDict::from_value(Value::Dict(Dict::from_iter(entries))).unwrap();
@@ -226,7 +228,7 @@ fn put(
         writer: Some(writer),
         writers: Some((0..2).collect()),
         job: Some(JobId("run-1".into())),
-        divergent,
+        on_divergence: divergent,
         ..PutOptions::default()
     };
     store.put_state_dict(&Key::new("policy/actor").unwrap(), &dict, &options)
@@ -242,17 +244,17 @@ fn half_shard(writer: u32, local: &Tensor) -> Value {
 #[test]
 fn put_rejects_colliding_contributions() {
     let store = Store::memory().unwrap();
-    put(&store, 0, Divergent::Error, [(1_i64.into(), Value::None)]).unwrap();
+    put(&store, 0, DivergencePolicy::Error, [(1_i64.into(), Value::None)]).unwrap();
     let collision =
-        put(&store, 1, Divergent::Error, [(DictKey::Bool(true), Value::None)]).unwrap_err();
+        put(&store, 1, DivergencePolicy::Error, [(DictKey::Bool(true), Value::None)]).unwrap_err();
     assert_eq!(collision.kind(), ErrorKind::Rejected);
     assert!(collision.to_string().contains("equal in Python"), "{collision}");
 
-    put(&store, 0, Divergent::Keep, [("seed".into(), Value::from(1_i64))]).unwrap();
+    put(&store, 0, DivergencePolicy::Keep, [("seed".into(), Value::from(1_i64))]).unwrap();
     let seed = [("seed".into(), Value::from(2_i64))];
-    let divergence = put(&store, 1, Divergent::Lowest, seed).unwrap_err();
+    let divergence = put(&store, 1, DivergencePolicy::Lowest, seed).unwrap_err();
     assert_eq!(divergence.kind(), ErrorKind::Rejected);
-    assert!(divergence.to_string().contains("divergent="), "{divergence}");
+    assert!(divergence.to_string().contains("on_divergence="), "{divergence}");
 }
 
 /// Rule R-033.
@@ -266,7 +268,7 @@ fn sharded_leaves_stay_tied_if_all_writers_tie_them() {
             let b = if is_tied || writer == 0 { a.clone() } else { local() };
             let entries =
                 [("a".into(), half_shard(writer, &a)), ("b".into(), half_shard(writer, &b))];
-            put(&store, writer, Divergent::Error, entries).unwrap();
+            put(&store, writer, DivergencePolicy::Error, entries).unwrap();
         }
         let key = Key::new("policy/actor").unwrap();
         let (dict, _) = store.get_state_dict(&key, &GetOptions::default()).unwrap();
@@ -287,8 +289,8 @@ fn version_on_disk_has_described_layout() {
         let local = Tensor::from_slice(&[1.0_f32, 2.0], &[2]).unwrap();
         [("w".into(), half_shard(writer, &local))]
     };
-    put(&store, 0, Divergent::Error, entries(0)).unwrap();
-    let id = put(&store, 1, Divergent::Error, entries(1)).unwrap().id.to_string();
+    put(&store, 0, DivergencePolicy::Error, entries(0)).unwrap();
+    let id = put(&store, 1, DivergencePolicy::Error, entries(1)).unwrap().id.to_string();
 
     let names = |path: &str| -> BTreeSet<String> {
         let names = std::fs::read_dir(folder.path().join(path)).unwrap();

@@ -10,7 +10,7 @@ use tssd_format::{
 use tssd_store::blocking::Store;
 use tssd_store::ledger::Reason;
 use tssd_store::{
-    Divergent, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target, TargetMemory,
+    DivergencePolicy, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target, TargetMemory,
     WriterSet,
 };
 
@@ -81,7 +81,8 @@ fn cached_plans_are_specific_to_the_requested_writer() {
         dict(vec![("a", tensor.into()), ("same", 1_i64.into())])
     };
     for writer in 0..2 {
-        let options = PutOptions { divergent: Divergent::Keep, ..two_writer_options(writer) };
+        let options =
+            PutOptions { on_divergence: DivergencePolicy::Keep, ..two_writer_options(writer) };
         put(&store, &writer_dict(writer.into()), &options).unwrap();
     }
     let part = TensorSlice::new(&[0], &[2], &[2]).unwrap();

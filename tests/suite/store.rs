@@ -12,8 +12,8 @@ use tssd_format::{
 };
 use tssd_store::blocking::{PendingPut, Store};
 use tssd_store::{
-    Divergent, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, Refusal, Replicas,
-    Target, WriterSet,
+    DivergencePolicy, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, Refusal,
+    Replicas, Target, WriterSet,
 };
 use tssd_tests::test_daemon::TestDaemon;
 
@@ -377,11 +377,15 @@ fn version_becomes_visible_when_last_writer_puts() {
 }
 
 /// Puts all dicts as one version, one per writer. Returns the report of the last put.
-fn put_all(store: &Store, dicts: &[StateDict], divergent: Divergent) -> Result<PutReport, Error> {
+fn put_all(
+    store: &Store,
+    dicts: &[StateDict],
+    divergent: DivergencePolicy,
+) -> Result<PutReport, Error> {
     let of = u32::try_from(dicts.len()).unwrap();
     let mut last = None;
     for (writer, dict) in (0..).zip(dicts) {
-        let options = PutOptions { divergent, ..writer_options(writer, of) };
+        let options = PutOptions { on_divergence: divergent, ..writer_options(writer, of) };
         last = Some(put(store, dict, &options)?);
     }
     Ok(last.unwrap())
@@ -393,7 +397,7 @@ fn assert_rejected(dicts: &[StateDict], parts: &[&str]) {
     for (store, _backend) in stores() {
         let before = dict(vec![("before", 1_i64.into())]);
         put(&store, &before, &PutOptions { version: Some(1), ..PutOptions::default() }).unwrap();
-        let error = put_all(&store, dicts, Divergent::Error).unwrap_err();
+        let error = put_all(&store, dicts, DivergencePolicy::Error).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Rejected, "{error}");
         for part in parts {
             assert!(error.to_string().contains(part), "`{part}` is not in: {error}");
@@ -403,7 +407,7 @@ fn assert_rejected(dicts: &[StateDict], parts: &[&str]) {
         assert_eq!(versions.len(), 1);
         // The rejected version does not affect the next one of the same job.
         let good = [dict(vec![("a", 1_i64.into())]), dict(vec![("b", 2_i64.into())])];
-        assert!(put_all(&store, &good, Divergent::Error).unwrap().visible);
+        assert!(put_all(&store, &good, DivergencePolicy::Error).unwrap().visible);
     }
 }
 
@@ -445,7 +449,7 @@ fn put_rejects_inconsistent_contributions() {
     // Leaves that differ.
     assert_rejected(
         &[one(1_i64.into()), one(2_i64.into())],
-        &["`layers.w`", "writers 0-1", "divergent="],
+        &["`layers.w`", "writers 0-1", "on_divergence="],
     );
     assert_rejected(
         &[one(tensor(&[1.0]).into()), one(tensor(&[-1.0]).into())],
@@ -458,9 +462,9 @@ fn divergent_option_keeps_lowest_or_all_leaves() {
     for (store, _backend) in stores() {
         let of =
             |seed: i64| dict(vec![("seed", seed.into()), ("t", tensor(&[seed as f32]).into())]);
-        put_all(&store, &[of(1), of(2)], Divergent::Lowest).unwrap();
+        put_all(&store, &[of(1), of(2)], DivergencePolicy::Lowest).unwrap();
         assert_eq!(get(&store), of(1));
-        put_all(&store, &[of(1), of(2)], Divergent::Keep).unwrap();
+        put_all(&store, &[of(1), of(2)], DivergencePolicy::Keep).unwrap();
         for (writer, seed) in [(0, 1), (1, 2)] {
             let options = GetOptions { writer: Some(writer), ..GetOptions::default() };
             assert_eq!(store.get_state_dict(&key(), &options).unwrap().0, of(seed));
@@ -492,13 +496,13 @@ fn plan_cache_distinguishes_leaves_of_same_name() {
             let inner = Dict::from_iter([(key, Value::from(tensor(&[value])))]);
             dict(vec![("w", inner.into())])
         };
-        put_all(&store, &[of(0, 1.0), of(1, 2.0)], Divergent::Error).unwrap();
+        put_all(&store, &[of(0, 1.0), of(1, 2.0)], DivergencePolicy::Error).unwrap();
         assert_eq!(read_into(&store, "w.0", None).unwrap(), 1.0_f32.to_le_bytes());
         let own = |value: f32| dict(vec![("w", tensor(&[value]).into())]);
-        put_all(&store, &[own(1.0), own(2.0)], Divergent::Keep).unwrap();
+        put_all(&store, &[own(1.0), own(2.0)], DivergencePolicy::Keep).unwrap();
         assert_eq!(read_into(&store, "w.0", None).unwrap_err().kind(), ErrorKind::NotFound);
         assert_eq!(read_into(&store, "w", Some(1)).unwrap(), 2.0_f32.to_le_bytes());
-        put_all(&store, &[of(0, 1.0), of(1, 2.0)], Divergent::Error).unwrap();
+        put_all(&store, &[of(0, 1.0), of(1, 2.0)], DivergencePolicy::Error).unwrap();
         assert_eq!(read_into(&store, "w", Some(1)).unwrap_err().kind(), ErrorKind::NotFound);
 
         // Two leaves of the same fqn, each with a row of each writer.
@@ -506,7 +510,7 @@ fn plan_cache_distinguishes_leaves_of_same_name() {
             let inner = Dict::from_iter([("b", row(at, 2, &[other]))]);
             dict(vec![("a.b", row(at, 2, &[one])), ("a", inner.into())])
         };
-        put_all(&store, &[rows(0, 1.0, 5.0), rows(1, 2.0, 6.0)], Divergent::Error).unwrap();
+        put_all(&store, &[rows(0, 1.0, 5.0), rows(1, 2.0, 6.0)], DivergencePolicy::Error).unwrap();
         let mut read = Vec::new();
         for leaf in store.open(&key(), &GetOptions::default()).unwrap() {
             let (_, Value::Tensor(tensor)) = leaf.unwrap() else { panic!("a tensor") };
@@ -529,7 +533,7 @@ fn trees_merge_in_order_of_writers_and_keep_ties() {
         let (one, other) = (tensor(&[1.0, 2.0]), tensor(&[3.0]));
         let first = dict(vec![("b", one.clone().into()), ("a", one.clone().into())]);
         let second = dict(vec![("c", other.into()), ("a", one.clone().into())]);
-        put_all(&store, &[first, second], Divergent::Error).unwrap();
+        put_all(&store, &[first, second], DivergencePolicy::Error).unwrap();
         let whole = get(&store);
         let keys: Vec<String> = whole.entries().iter().map(|(key, _)| key.to_string()).collect();
         assert_eq!(keys, ["b", "a", "c"]);
@@ -542,7 +546,7 @@ fn trees_merge_in_order_of_writers_and_keep_ties() {
         // A second writer has both, and does not tie them.
         let untied = dict(vec![("a", one.clone().into()), ("b", tensor(&[1.0, 2.0]).into())]);
         let tied = dict(vec![("b", one.clone().into()), ("a", one.into())]);
-        put_all(&store, &[tied, untied], Divergent::Error).unwrap();
+        put_all(&store, &[tied, untied], DivergencePolicy::Error).unwrap();
         let whole = get(&store);
         let address_of = |fqn: &str| match whole.leaf(fqn).unwrap() {
             Value::Tensor(tensor) => tensor.view().span().as_ptr(),
@@ -757,7 +761,7 @@ fn version_on_disk_is_a_shard_set_of_ordinary_files() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::directory(folder.path()).unwrap();
     let of = |writer: u64| dict(vec![("m", row(writer, 2, &[1.0, 2.0]))]);
-    put_all(&store, &[of(0), of(1)], Divergent::Error).unwrap();
+    put_all(&store, &[of(0), of(1)], DivergencePolicy::Error).unwrap();
     let mut archives = 0;
     for path in files(folder.path()) {
         if path.extension().is_some_and(|extension| extension == "tssd") {

@@ -8,7 +8,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tssd_format::{AttrValue, Attrs, Value};
 use tssd_store::{
-    Divergent, Durability, JobId, PutOptions, Replicas, Residency, Ring, Transport, WriterSet,
+    DivergencePolicy, Durability, JobId, PutOptions, Replicas, Residency, Ring, Transport,
+    WriterSet,
 };
 
 use crate::builder::MODULE_METADATA_ATTR;
@@ -92,7 +93,7 @@ impl PutArguments<'_> {
             writers,
             job: self.job.clone().map(JobId),
             attrs,
-            divergent: options.on_divergence,
+            on_divergence: options.on_divergence,
             replicas: options.replicas,
             durability: match self.durability {
                 "memory" => Durability::Memory,
@@ -106,7 +107,7 @@ impl PutArguments<'_> {
             residency: options.residency,
             rewind: options.rewind,
             allow_opaque: true,
-            require: options.require_transport,
+            require_transport: options.require_transport,
             ..PutOptions::default()
         };
         if let Some(timeout) = self.timeout {
@@ -152,7 +153,7 @@ impl PutArguments<'_> {
 /// The values of a `tssd.PutOptions`.
 #[derive(Default)]
 pub(super) struct PyPutOptions<'py> {
-    on_divergence: Divergent,
+    on_divergence: DivergencePolicy,
     replicas: Replicas,
     /// The names of tensors that keep their dtype. `None`: there are no such names.
     pub(super) keep_dtype: Option<Bound<'py, PyAny>>,
@@ -183,9 +184,9 @@ impl<'py> PyPutOptions<'py> {
             extract_field(options, "require_transport", "a str or None")?;
         Ok(Self {
             on_divergence: match on_divergence.as_str() {
-                "error" => Divergent::Error,
-                "lowest" => Divergent::Lowest,
-                "keep" => Divergent::Keep,
+                "error" => DivergencePolicy::Error,
+                "lowest" => DivergencePolicy::Lowest,
+                "keep" => DivergencePolicy::Keep,
                 other => {
                     let choices = "\"error\", \"lowest\" or \"keep\"";
                     return Err(invalid_choice("on_divergence", choices, other).into());

@@ -75,7 +75,7 @@ impl Context {
         let selector = options.version.map_or(Selector::Newest, Selector::Number);
         let locate = self.controller().locate(key, selector);
         let located = locate.instrument(span.clone()).await?;
-        located.route.check_required(options.require)?;
+        located.route.check_required(options.require_transport)?;
         let locate_seconds = started.elapsed().as_secs_f64();
         let version = self.open_located(&span, key, located).await?;
         let entered = span.enter();
@@ -93,7 +93,7 @@ impl Context {
         timeout: Duration,
     ) -> Result<Option<OpenVersion>> {
         let Some(located) = following.next(timeout).await? else { return Ok(None) };
-        located.route.check_required(options.require)?;
+        located.route.check_required(options.require_transport)?;
         let span = tracing::debug_span!("get", %key, version = tracing::field::Empty);
         self.open_located(&span, key, located).await.map(Some)
     }

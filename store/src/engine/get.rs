@@ -51,7 +51,7 @@ pub struct GetOptions {
     /// Whether checksums are ignored. Compressed chunks are verified in any case.
     pub unverified: bool,
     /// The transport that must be used. None accepts each.
-    pub require: Option<Transport>,
+    pub require_transport: Option<Transport>,
 }
 
 /// The result of a get.

@@ -45,7 +45,7 @@ impl Archives {
     }
 
     /// Returns the merged version, as readers open it.
-    fn merge_with(&self, divergent: Divergent) -> Result<Archive, String> {
+    fn merge_with(&self, divergent: DivergencePolicy) -> Result<Archive, String> {
         let label = VersionAttrs {
             id: 0xAB,
             epoch: 3,
@@ -64,7 +64,7 @@ impl Archives {
     }
 
     fn merge(&self) -> Result<Archive, String> {
-        self.merge_with(Divergent::Error)
+        self.merge_with(DivergencePolicy::Error)
     }
 
     #[track_caller]
@@ -166,9 +166,9 @@ fn divergent_leaves_follow_the_option() {
         };
         let archives = Archives::new([dict_of(&one), dict_of(&other), dict_of(&one)]);
         archives.expect_disagreement("inner.x", "different values; shard it, or put with");
-        let lowest = archives.merge_with(Divergent::Lowest).unwrap();
+        let lowest = archives.merge_with(DivergencePolicy::Lowest).unwrap();
         assert_eq!(lowest.to_state_dict().unwrap(), dict_of(&one), "{what}");
-        let keep = archives.merge_with(Divergent::Keep).unwrap();
+        let keep = archives.merge_with(DivergencePolicy::Keep).unwrap();
         let mut entries = Dict::new();
         for (writer, value) in [(1, &one), (3, &other), (5, &one)] {
             entries.insert(MapKey::from_writer(writer), value.clone());

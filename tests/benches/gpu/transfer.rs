@@ -41,7 +41,12 @@ fn race(bench: &mut Bench, name: &str, shapes: &[(String, TensorMeta)], min_spee
     let (store, reader) = (served.connect(), &Reader::new(&served.url(), shapes));
     let put = |name: &str, residency| {
         let require = Some(Transport::CudaIpc);
-        let options = PutOptions { residency, require, timeout: TIMEOUT, ..PutOptions::default() };
+        let options = PutOptions {
+            residency,
+            require_transport: require,
+            timeout: TIMEOUT,
+            ..PutOptions::default()
+        };
         store.put_state_dict(&key(name), &weights.dict(caller), &options).unwrap();
     };
     let transfer = |name: &str, residency| {

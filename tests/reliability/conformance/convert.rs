@@ -9,7 +9,7 @@ use tssd_format::{
 };
 use tssd_store::ledger::Reason;
 use tssd_store::{
-    Divergent, Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport,
+    DivergencePolicy, Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport,
     Refusal, Store, Target, VersionId, WriterSet,
 };
 
@@ -125,7 +125,11 @@ pub(crate) fn put_options(wish: &PutSpec, is_busy: bool) -> PutOptions {
         writer: Some(wish.writer),
         writers: (!wish.infers_writers).then(|| (0..wish.writer_count).collect()),
         job: wish.job.map(|job| JobId(format!("job-{job}"))),
-        divergent: if wish.takes_lowest { Divergent::Lowest } else { Divergent::Error },
+        on_divergence: if wish.takes_lowest {
+            DivergencePolicy::Lowest
+        } else {
+            DivergencePolicy::Error
+        },
         rewind: wish.rewind,
         durability: if wish.durable { Durability::Disk } else { Durability::Memory },
         timeout: if is_busy { Duration::ZERO } else { Duration::from_secs(20) },

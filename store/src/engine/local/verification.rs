@@ -6,7 +6,7 @@ use crate::blob::Volume;
 use crate::error::{Error, Result};
 use crate::io::local_archive::LocalArchive;
 use crate::ledger::{ArchiveDigest, Version};
-use crate::merge::{DIVERGENT_ATTR, Divergent, VersionAttrs, WriterArchive, merge};
+use crate::merge::{DIVERGENT_ATTR, DivergencePolicy, VersionAttrs, WriterArchive, merge};
 
 /// Merges the archives that the writers of a version have committed, and returns the manifest.
 ///
@@ -42,7 +42,7 @@ pub(super) fn merge_archives(
             Err(error) => return Ok(Err(format!("the archive of writer {writer}: {error}"))),
         }
     }
-    let divergent = match requested_divergent(&contributions) {
+    let divergent = match requested_divergence_policy(&contributions) {
         Ok(divergent) => divergent,
         Err(reason) => return Ok(Err(reason)),
     };
@@ -76,18 +76,22 @@ fn version_digest(version: &Version) -> ArchiveDigest {
 }
 
 /// Returns the handling of divergent leaves that all writers have requested.
-fn requested_divergent(contributions: &[WriterArchive]) -> Result<Divergent, String> {
+fn requested_divergence_policy(
+    contributions: &[WriterArchive],
+) -> Result<DivergencePolicy, String> {
     let mut agreed = None;
     for contribution in contributions {
         let own = match contribution.archive.attrs().get(DIVERGENT_ATTR) {
-            None => Divergent::Error,
-            Some(AttrValue::Text(text)) if text.as_str() == Some("lowest") => Divergent::Lowest,
-            Some(AttrValue::Text(text)) if text.as_str() == Some("keep") => Divergent::Keep,
+            None => DivergencePolicy::Error,
+            Some(AttrValue::Text(text)) if text.as_str() == Some("lowest") => {
+                DivergencePolicy::Lowest
+            }
+            Some(AttrValue::Text(text)) if text.as_str() == Some("keep") => DivergencePolicy::Keep,
             Some(other) => return Err(format!("divergent={other:?} is unknown")),
         };
         if *agreed.get_or_insert(own) != own {
             let writer = contribution.writer;
-            return Err(format!("writers disagree on divergent=: see writer {writer}"));
+            return Err(format!("writers disagree on `on_divergence`: see writer {writer}"));
         }
     }
     Ok(agreed.unwrap_or_default())

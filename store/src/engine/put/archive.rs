@@ -14,7 +14,7 @@ use crate::io::exec::{INLINE_MAX_BYTES, run_blocking, run_inline};
 use crate::io::parallel;
 use crate::key::Key;
 use crate::ledger::{ArchiveDigest, Durability};
-use crate::merge::{DIVERGENT_ATTR, Divergent};
+use crate::merge::{DIVERGENT_ATTR, DivergencePolicy};
 use crate::route::Transport;
 
 /// Number of jobs whose copies from GPUs begin before the first job is checksummed.
@@ -99,10 +99,10 @@ fn draft(dict: &StateDict, options: &PutOptions, fine_chunks: bool) -> tssd_form
     if options.allow_opaque {
         format = format.allow_opaque();
     }
-    let divergent = match options.divergent {
-        Divergent::Error => None,
-        Divergent::Lowest => Some("lowest"),
-        Divergent::Keep => Some("keep"),
+    let divergent = match options.on_divergence {
+        DivergencePolicy::Error => None,
+        DivergencePolicy::Lowest => Some("lowest"),
+        DivergencePolicy::Keep => Some("keep"),
     };
     if let Some(divergent) = divergent {
         format = format.attr(DIVERGENT_ATTR, AttrValue::Text(divergent.into()));

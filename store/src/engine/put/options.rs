@@ -4,7 +4,7 @@ use std::time::Duration;
 use tssd_format::{Attrs, Compression};
 
 use crate::ledger::{Durability, JobId, WriterSet};
-use crate::merge::Divergent;
+use crate::merge::DivergencePolicy;
 use crate::route::Transport;
 
 /// How a state dict is put. The default suits a single writer.
@@ -25,7 +25,7 @@ pub struct PutOptions {
     /// Writers that set the same attribute must agree on its value.
     pub attrs: Attrs,
     /// How to merge a plain leaf on which writers disagree.
-    pub divergent: Divergent,
+    pub on_divergence: DivergencePolicy,
     /// Which replicas of a shard are stored.
     pub replicas: Replicas,
     /// Whether a version whose number is not above the highest opens a new epoch.
@@ -43,7 +43,7 @@ pub struct PutOptions {
     /// The memory that holds tensors of GPUs after the put.
     pub residency: Residency,
     /// The transport that must be used. None accepts each.
-    pub require: Option<Transport>,
+    pub require_transport: Option<Transport>,
     /// How long to wait for other writers and for memory.
     pub timeout: Duration,
 }
@@ -56,7 +56,7 @@ impl Default for PutOptions {
             writers: None,
             job: None,
             attrs: Attrs::new(),
-            divergent: Divergent::default(),
+            on_divergence: DivergencePolicy::default(),
             replicas: Replicas::default(),
             rewind: false,
             allow_opaque: false,
@@ -64,7 +64,7 @@ impl Default for PutOptions {
             digests: false,
             durability: Durability::default(),
             residency: Residency::default(),
-            require: None,
+            require_transport: None,
             timeout: Duration::from_mins(1),
         }
     }

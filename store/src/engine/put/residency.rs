@@ -20,7 +20,7 @@ use crate::route::{Route, Transport};
 pub(super) fn admit(controller: &dyn Controller, options: &PutOptions) -> Result<Route> {
     let host = controller.route();
     if options.residency == Residency::Host {
-        host.check_required(options.require)?;
+        host.check_required(options.require_transport)?;
     }
     Ok(host)
 }

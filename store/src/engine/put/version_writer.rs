@@ -165,7 +165,7 @@ impl VersionWriter {
 
     /// Ends the writing: no tensor is read any more. At least one archive must be written.
     pub(crate) async fn stage(mut self) -> Result<StagedPut> {
-        if let Err(error) = self.route.check_required(self.options.require) {
+        if let Err(error) = self.route.check_required(self.options.require_transport) {
             return Err(self.withdraw(error).await);
         }
         let open = self.open.take().expect("an archive is written");
@@ -216,7 +216,7 @@ impl VersionWriter {
             residency::choose(controller, self.host_route.clone(), &layout, options)?;
         // Host memory is accepted for an archive without tensors in device memory, even if others need another route.
         if is_only || device.is_some() || !archive::is_in_memory(&layout) {
-            route.check_required(options.require)?;
+            route.check_required(options.require_transport)?;
             self.route = route;
         }
         self.phases.arrange += started.elapsed().as_secs_f64();

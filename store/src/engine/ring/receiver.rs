@@ -95,7 +95,7 @@ impl Receiver {
         is_modified: &mut bool,
     ) -> Result<ReceiveReport> {
         // The required transport is checked only for buckets that contain tensors.
-        let bucket_options = GetOptions { require: None, ..options.clone() };
+        let bucket_options = GetOptions { require_transport: None, ..options.clone() };
         let mut partial: Option<PartialVersion> = None;
         let since = Instant::now();
         loop {
@@ -134,7 +134,9 @@ impl Receiver {
             let source = exported.as_ref().unwrap_or(&bucket);
             let leaves = leaves_of(source)?;
             if version.route.is_none() || !leaves.is_empty() {
-                source.route().check_required(options.require.filter(|_| !leaves.is_empty()))?;
+                source
+                    .route()
+                    .check_required(options.require_transport.filter(|_| !leaves.is_empty()))?;
                 version.route = Some(source.route().clone());
             }
             let mut read = Read::new(source, self.context.get(), options);

@@ -214,8 +214,9 @@ impl Sender {
         let header = active.header(is_last);
         let residency = Residency::Ring(self.ring);
         // An empty bucket uses no transport.
-        let require = self.options.require.filter(|_| !bucket.entries().is_empty());
-        let put = PutOptions { residency, require, ..self.bucket_options(header) };
+        let require = self.options.require_transport.filter(|_| !bucket.entries().is_empty());
+        let put =
+            PutOptions { residency, require_transport: require, ..self.bucket_options(header) };
         let report = self.context.put(&active.channel, &bucket, &put).await?;
         self.count(report);
         Ok(())
@@ -324,7 +325,7 @@ impl Sender {
         is_last: bool,
     ) -> Result<ExportOutcome> {
         if let Some(other) =
-            self.options.require.filter(|transport| *transport != Transport::CudaIpc)
+            self.options.require_transport.filter(|transport| *transport != Transport::CudaIpc)
         {
             return Ok(ExportOutcome::Impossible(format!("{other} is required")));
         }
@@ -341,8 +342,11 @@ impl Sender {
             Err(why) => return Ok(ExportOutcome::Impossible(why)),
         };
         let header = BucketHeader { is_exported: true, ..active.header(is_last) };
-        let options =
-            PutOptions { residency: Residency::Host, require: None, ..self.bucket_options(header) };
+        let options = PutOptions {
+            residency: Residency::Host,
+            require_transport: None,
+            ..self.bucket_options(header)
+        };
         let (context, channel, left) =
             (self.context.clone(), active.channel.clone(), self.options.timeout);
         // Receivers see that the export is valid as long as this call and its connection exist.

@@ -10,6 +10,6 @@ pub(crate) fn plan(dict: &StateDict, options: &Options, console: Console) -> Res
     let draft = Draft::new(dict, options)?;
     let jobs = draft.jobs();
     let compressed =
-        parallel::map(&jobs, (console, "compressing"), CompressJob::len, CompressJob::run);
+        parallel::map(&jobs, console, "compressing", CompressJob::len, CompressJob::run);
     draft.into_layout(compressed.into_iter().collect::<Result<Vec<_>>>()?)
 }

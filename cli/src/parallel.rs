@@ -11,7 +11,8 @@ use crate::console::Console;
 /// A progress bar with the message `label` advances by `len` bytes after each job.
 pub(crate) fn map<J: Sync, R: Send>(
     jobs: &[J],
-    (console, label): (Console, &'static str),
+    console: Console,
+    label: &'static str,
     len: impl Fn(&J) -> u64 + Sync,
     run: impl Fn(&J) -> R + Sync,
 ) -> Vec<R> {

@@ -261,7 +261,7 @@ pub(crate) fn verify_payload(archive: &Archive, deep: bool, console: Console) ->
     if deep {
         jobs.extend(archive.deep_verify_jobs());
     }
-    let results = parallel::map(&jobs, (console, "verifying"), VerifyJob::len, VerifyJob::run);
+    let results = parallel::map(&jobs, console, "verifying", VerifyJob::len, VerifyJob::run);
     results.into_iter().filter_map(Result::err).collect()
 }
 

@@ -91,7 +91,7 @@ impl CompressJob {
             let range = size.range(number, len);
             let raw = self.raw.contiguous(&range, &mut buffer)?;
             let digest = self.digest.then(|| {
-                let mut hasher = ChunkHasher::new(number, (len, size));
+                let mut hasher = ChunkHasher::new(number, len, size);
                 hasher.update(raw);
                 hasher.finish()
             });

@@ -20,7 +20,7 @@ pub(crate) struct ChunkHasher {
 
 impl ChunkHasher {
     /// Creates the hasher for chunk number `chunk` of a storage of `len` bytes with chunks of `size`.
-    pub(crate) fn new(chunk: u64, (len, size): (u64, ChunkSize)) -> Self {
+    pub(crate) fn new(chunk: u64, len: u64, size: ChunkSize) -> Self {
         let mut hasher = blake3::Hasher::new();
         hasher.set_input_offset(chunk * size.bytes());
         Self { hasher, is_only_chunk: len <= size.bytes() }
@@ -41,7 +41,7 @@ impl ChunkHasher {
 }
 
 /// Merges the digests of all chunks of a storage of `len` bytes into the digest of the storage.
-pub(crate) fn merge((len, size): (u64, ChunkSize), chunks: &[Digest]) -> Digest {
+pub(crate) fn merge(len: u64, size: ChunkSize, chunks: &[Digest]) -> Digest {
     fn halves(len: u64, size: ChunkSize, chunks: &[Digest]) -> (Digest, Digest) {
         let left_len = left_subtree_len(len);
         let left_chunks = usize::try_from(left_len / size.bytes()).unwrap_or(chunks.len());
@@ -92,12 +92,12 @@ mod tests {
             let bytes = &bytes[..len];
             let wide = u64::try_from(len).unwrap();
             let parts: Vec<Digest> = if len == 0 {
-                vec![ChunkHasher::new(0, (0, size)).finish()]
+                vec![ChunkHasher::new(0, 0, size).finish()]
             } else {
                 (0..)
                     .zip(bytes.chunks(chunk))
                     .map(|(number, part)| {
-                        let mut hasher = ChunkHasher::new(number, (wide, size));
+                        let mut hasher = ChunkHasher::new(number, wide, size);
                         let (one, other) = part.split_at(part.len() / 3);
                         hasher.update(one);
                         hasher.update(other);
@@ -105,7 +105,7 @@ mod tests {
                     })
                     .collect()
             };
-            assert_eq!(merge((wide, size), &parts), *blake3::hash(bytes).as_bytes(), "{len} bytes");
+            assert_eq!(merge(wide, size, &parts), *blake3::hash(bytes).as_bytes(), "{len} bytes");
         }
     }
 }

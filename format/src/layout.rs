@@ -38,7 +38,7 @@ use crate::write_job::{JobChecksums, Source, WriteJob, jobs, length, parts};
 ///     let threads: Vec<_> = jobs.iter().map(|job| scope.spawn(|| job.run())).collect();
 ///     threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Result<Vec<_>, _>>()
 /// })?;
-/// let layout = draft.place(compressed)?;
+/// let layout = draft.into_layout(compressed)?;
 /// assert!(layout.file_len() < 10_000);
 /// # let mut file = Vec::new();
 /// # layout.write_to(&mut file)?;

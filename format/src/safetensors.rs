@@ -13,7 +13,7 @@
 //! let mut dict = StateDict::new();
 //! dict.insert("weight", Tensor::from_slice(&[1.0_f32, 2.0], &[2])?);
 //! let mut file = Vec::new();
-//! Export::of_state_dict(&dict, &Default::default())?.file()?.write_to(&mut file)?;
+//! Export::from_state_dict(&dict, &Default::default())?.file()?.write_to(&mut file)?;
 //!
 //! let (imported, attrs) = import(Bytes::from(file))?; // the tensors are views of the file
 //! assert_eq!((imported, attrs.len()), (dict, 0));

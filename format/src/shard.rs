@@ -85,10 +85,10 @@ impl ShardSpec {
     /// # Examples
     ///
     /// ```
-    /// use tssd_format::{Region, ShardPlace, TensorSlice};
+    /// use tssd_format::{Region, ShardSpec, TensorSlice};
     ///
-    /// let rows = ShardPlace::new(TensorSlice::new(&[4, 0], &[4, 3], &[8, 3])?);
-    /// let last = rows.part(&Region::new(&[3, 0], &[1, 3])?)?;
+    /// let rows = ShardSpec::new(TensorSlice::new(&[4, 0], &[4, 3], &[8, 3])?);
+    /// let last = rows.subregion(&Region::new(&[3, 0], &[1, 3])?)?;
     /// assert_eq!(last.slice(), &TensorSlice::new(&[7, 0], &[1, 3], &[8, 3])?);
     /// # Ok::<(), tssd_format::Error>(())
     /// ```

@@ -107,11 +107,11 @@ impl StorageReference {
     /// If the range contains no whole chunk, the result is empty and starts at the end of the range.
     ///
     /// ```
-    /// use tssd_format::{CHUNK_BYTES, StorageReference};
+    /// use tssd_format::{MAX_CHUNK_BYTES, StorageReference};
     ///
-    /// let storage = StorageReference { len: 2 * CHUNK_BYTES + 5, ..StorageReference::default() };
-    /// assert_eq!(storage.whole_chunks(&(7..storage.len)), CHUNK_BYTES..storage.len);
-    /// assert_eq!(storage.whole_chunks(&(0..CHUNK_BYTES + 1)), 0..CHUNK_BYTES);
+    /// let storage = StorageReference { len: 2 * MAX_CHUNK_BYTES + 5, ..StorageReference::default() };
+    /// assert_eq!(storage.whole_chunks(&(7..storage.len)), MAX_CHUNK_BYTES..storage.len);
+    /// assert_eq!(storage.whole_chunks(&(0..MAX_CHUNK_BYTES + 1)), 0..MAX_CHUNK_BYTES);
     /// assert_eq!(storage.whole_chunks(&(7..9)), 9..9);
     /// ```
     pub fn whole_chunks(&self, range: &Range<u64>) -> Range<u64> {

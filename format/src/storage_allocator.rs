@@ -271,9 +271,9 @@ impl StorageAllocator {
         if chunks.iter().all(|chunk| chunk.frame.is_none()) {
             return self.append_raw(raw, options);
         }
-        let crc32 = combine_crcs((len, chunk_size), chunks.iter().map(|chunk| chunk.crc));
+        let crc32 = combine_crcs(len, chunk_size, chunks.iter().map(|chunk| chunk.crc));
         let digests: Option<Vec<Digest>> = chunks.iter().map(|chunk| chunk.digest).collect();
-        let digest = digests.map(|digests| digest::merge((len, chunk_size), &digests));
+        let digest = digests.map(|digests| digest::merge(len, chunk_size, &digests));
         let mut packing = CompressedLayout { shuffle, chunks: Vec::with_capacity(chunks.len()) };
         let mut parts = Vec::with_capacity(chunks.len());
         let mut offset = 0;

@@ -100,10 +100,10 @@ impl StorageTables {
             let first = index_to_usize(storage.crcs.to_native());
             let size = ChunkSize::from_log2(storage.chunk_log2).expect("it was one");
             let chunk_sums = &sums[first..first + chunk_count(len, size)];
-            storage.crc32 = combine_crcs((len, size), chunk_sums.iter().map(|sum| sum.crc)).into();
+            storage.crc32 = combine_crcs(len, size, chunk_sums.iter().map(|sum| sum.crc)).into();
             if let Some(digest) = self.digests.get_mut(number) {
                 let parts = chunk_sums.iter().filter_map(|sum| sum.digest.as_deref().copied());
-                *digest = digest::merge((len, size), &parts.collect::<Vec<_>>());
+                *digest = digest::merge(len, size, &parts.collect::<Vec<_>>());
             }
         }
     }
@@ -121,10 +121,7 @@ fn chunk_count(len: u64, size: ChunkSize) -> usize {
 }
 
 /// Combines the CRC-32s of chunks of this size into the CRC-32 of all `len` bytes.
-pub(crate) fn combine_crcs(
-    (len, size): (u64, ChunkSize),
-    crcs: impl IntoIterator<Item = u32>,
-) -> u32 {
+pub(crate) fn combine_crcs(len: u64, size: ChunkSize, crcs: impl IntoIterator<Item = u32>) -> u32 {
     let mut crcs = crcs.into_iter();
     let first_len = len.min(size.bytes());
     let Some(first) = crcs.next() else { return 0 };

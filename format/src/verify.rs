@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use crate::archive::Archive;
 use crate::blob::Blob;
-use crate::chunk::ChunkSize;
 use crate::convert::index_to_usize;
 use crate::digest::{self, ChunkHasher};
 use crate::encode::ShardFile;
@@ -234,7 +233,7 @@ fn verify_storage(
         }
         Check::Checksum => check_crc(
             storage,
-            combine_crcs(len_and_chunk_size(storage), storage.crcs.iter().copied()),
+            combine_crcs(storage.len, storage.chunk_size, storage.crcs.iter().copied()),
         ),
         Check::Text if is_text(&archive.storage_bytes(number)?) => Ok(()),
         Check::Text => Err(Error::new(ErrorKind::NotText)),
@@ -243,23 +242,18 @@ fn verify_storage(
             let mut digests = Vec::new();
             archive.for_each_chunk(storage, |chunk, raw| {
                 crc.update(raw);
-                let mut hasher = ChunkHasher::new(chunk, len_and_chunk_size(storage));
+                let mut hasher = ChunkHasher::new(chunk, storage.len, storage.chunk_size);
                 hasher.update(raw);
                 digests.push(hasher.finish());
             })?;
             check_crc(storage, crc.finalize())?;
-            let digest = digest::merge(len_and_chunk_size(storage), &digests);
+            let digest = digest::merge(storage.len, storage.chunk_size, &digests);
             match storage.digest {
                 Some(recorded) if recorded != digest => Err(Error::new(ErrorKind::DigestMismatch)),
                 _ => Ok(()),
             }
         }
     }
-}
-
-/// Returns the number of raw bytes of a storage, and its chunk size.
-fn len_and_chunk_size(storage: &StorageReference) -> (u64, ChunkSize) {
-    (storage.len, storage.chunk_size)
 }
 
 fn check_crc(storage: &StorageReference, crc: u32) -> Result<()> {

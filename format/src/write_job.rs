@@ -599,7 +599,7 @@ impl Source {
     fn checksum_builder(&self, chunk: usize) -> ChecksumBuilder {
         let hasher = match &self.body {
             Body::Raw { bytes, chunk_size, digest: true } => {
-                Some(ChunkHasher::new(to_u64(chunk), (bytes.len(), *chunk_size)).into())
+                Some(ChunkHasher::new(to_u64(chunk), bytes.len(), *chunk_size).into())
             }
             _ => None,
         };

@@ -275,14 +275,14 @@ impl CopyStream {
     }
 }
 
-/// Asynchronous copies. Their sources and targets must exist until [`Lane::finish`] has returned.
+/// Asynchronous copies. Their sources and targets must exist until [`CopyStream::finish`] has returned.
 impl CopyStream {
     /// Begins to copy runs of bytes to device memory.
     ///
     /// # Safety
     ///
     /// All runs, relative to `target`, must be device memory, and relative to `source` the memory that it names. Until
-    /// [`Lane::finish`] has returned, this memory must not be freed, the sources must not be written, and the targets
+    /// [`CopyStream::finish`] has returned, this memory must not be freed, the sources must not be written, and the targets
     /// must not be used.
     pub(crate) unsafe fn start_runs(
         &self,
@@ -334,7 +334,7 @@ impl CopyStream {
     ///
     /// # Safety
     ///
-    /// As [`Lane::start_runs`], for `target.len()` bytes at `source`. `target` must exist as long, and must not be
+    /// As [`CopyStream::start_runs`], for `target.len()` bytes at `source`. `target` must exist as long, and must not be
     /// accessed.
     pub(crate) unsafe fn start_read(&self, target: &mut [u8], source: u64) -> Result<()> {
         self.is_busy.set(true);
@@ -348,7 +348,7 @@ impl CopyStream {
     ///
     /// # Safety
     ///
-    /// As [`Lane::start_runs`], for `source.len()` bytes at `target`. `source` must exist as long.
+    /// As [`CopyStream::start_runs`], for `source.len()` bytes at `target`. `source` must exist as long.
     pub(crate) unsafe fn start_write(&self, target: u64, source: &[u8]) -> Result<()> {
         self.is_busy.set(true);
         let _entered = self.context.enter()?;

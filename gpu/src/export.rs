@@ -21,7 +21,7 @@ pub(crate) fn export(layout: &Layout) -> Result<Result<IpcExport, String>> {
         let added = job.for_each_piece(|at, piece| {
             if let (Piece::Blob { blob, offset, len }, Ok(())) = (piece, &reason) {
                 reason = match device_memory(blob) {
-                    Some(memory) => builder.add(at, memory, (offset, len)),
+                    Some(memory) => builder.add(at, memory, offset, len),
                     None => Err("not all of its tensors are on a GPU".to_owned()),
                 };
             }
@@ -53,12 +53,7 @@ struct ExportBuilder {
 }
 
 impl ExportBuilder {
-    fn add(
-        &mut self,
-        at: u64,
-        memory: &DeviceMemory,
-        (offset, len): (u64, u64),
-    ) -> Result<(), String> {
+    fn add(&mut self, at: u64, memory: &DeviceMemory, offset: u64, len: u64) -> Result<(), String> {
         if len == 0 {
             return Ok(());
         }

@@ -22,8 +22,8 @@ use tssd_store::{Error, Result};
 
 /// Memory of a device, such as that of a tensor's storage.
 ///
-/// - Put: [`Storage::elsewhere`](tssd_format::Storage::elsewhere) makes tensors of it, which are put like others.
-/// - Get: [`TargetMemory::Elsewhere`](tssd_store::TargetMemory::Elsewhere) makes it the target.
+/// - Put: [`Storage::from_blob`](tssd_format::Storage::from_blob) makes a storage of it; its tensors are put like others.
+/// - Get: [`TargetMemory::Device`](tssd_store::TargetMemory::Device) makes it the target.
 ///
 /// Copies from and to the memory of a daemon on this host run at the speed of the bus.
 pub struct DeviceMemory {
@@ -158,7 +158,7 @@ impl DeviceMemory {
     ///
     /// # Safety
     ///
-    /// This memory and the target must exist, and the target must not be accessed, until [`Lane::finish`] has returned,
+    /// This memory and the target must exist, and the target must not be accessed, until [`CopyStream::finish`] has returned,
     /// or until an event that was recorded on the stream after this call is done.
     pub(crate) unsafe fn start_read(
         &self,

@@ -137,7 +137,7 @@ impl DeviceCopy {
 ///
 /// # Safety
 ///
-/// As [`Lane::start_runs`].
+/// As [`CopyStream::start_runs`].
 unsafe fn begin_copy(stream: &CopyStream, copy: Option<DeviceCopy>) -> Result<()> {
     let Some(DeviceCopy { target, source, len }) = copy else { return Ok(()) };
     // SAFETY: the caller upholds the same contract.

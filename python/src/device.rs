@@ -50,7 +50,7 @@ impl DeviceRegions {
 
     /// Returns a range of GPU memory as a storage. An equal range returns the same memory.
     ///
-    /// The range has `len` bytes from the address `address`. Accesses wait for the work that `stream` has queued so far.
+    /// The range has `len` bytes from the address `start`. Accesses wait for the work that `stream` has queued so far.
     ///
     /// # Errors
     ///
@@ -61,7 +61,8 @@ impl DeviceRegions {
     /// As [`DeviceMemory::new`].
     pub(crate) unsafe fn register(
         &self,
-        (start, len): (u64, u64),
+        start: u64,
+        len: u64,
         stream: Stream,
         owner: impl Send + Sync + 'static,
     ) -> Result<Storage> {

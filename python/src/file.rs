@@ -173,7 +173,7 @@ pub(crate) fn save_file(
     })
 }
 
-/// Waits for the deferred drops of files and mappings: see [`file::settle`].
+/// Waits for the deferred drops of files and mappings: see [`file::wait_for_deferred_drops`].
 #[cfg(unix)]
 #[pyfunction]
 pub(crate) fn wait_for_deferred_drops(py: Python<'_>) {

@@ -424,9 +424,9 @@ fn import_borrowed(devices: &DeviceRegions, imported: ImportedTensor) -> Result<
         // SAFETY: the producer guarantees that the memory of the tensor is valid while `owner` lives.
         return unsafe { tensor_from_raw_parts(meta, address, owner) };
     }
-    let range = (u64::try_from(address)?, meta.span_bytes());
+    let (start, len) = (u64::try_from(address)?, meta.span_bytes());
     // SAFETY: as above. The producer was asked to order its pending work on the memory before later work on the default
     // stream.
-    let storage = unsafe { devices.register(range, Stream::default(), owner)? };
+    let storage = unsafe { devices.register(start, len, Stream::default(), owner)? };
     Ok(Tensor::new(meta, storage, 0)?)
 }

@@ -52,9 +52,9 @@ use crate::encoded::TorchStoreStateDict;
 use crate::error::{BindingError, Failure, Result};
 use crate::leaf_import::CastRule;
 use crate::slice::{TensorShard, TensorSlice};
-use crate::store::connection::{Connection, Deadline, parse_seconds};
+use crate::store::connection::{Connection, Deadline, VersionRead, parse_seconds};
 use crate::store::fill::{Differences, FillOptions, FillResult, fill_state_dict, fill_tensor};
-use crate::store::loaded_tree::{LoadedTree, ReadOptions};
+use crate::store::loaded_tree::LoadedTree;
 pub(crate) use crate::store::open_version::{OpenVersion, VersionItems, VersionSlice};
 pub(crate) use crate::store::pending_put::PyPendingPut;
 use crate::store::publisher::ImportOptions;
@@ -404,19 +404,16 @@ impl Store {
         let (number, deadline) = (request.number(), Deadline::new(timeout)?);
         let read = || {
             let reader = request.open(py, &connection, &name)?;
+            let read =
+                VersionRead { connection: &connection, reader: &reader, deadline: &deadline };
             if let Some(into) = into {
                 if names.is_some() {
                     return Err(
                         PyValueError::new_err("`into` says itself which names it has").into()
                     );
                 }
-                let (filled, differences) = fill_state_dict(
-                    &connection,
-                    &reader,
-                    into,
-                    FillOptions { strict, cast, allow_pickle },
-                    (timeout, &deadline),
-                )?;
+                let options = FillOptions { strict, cast, allow_pickle };
+                let (filled, differences) = fill_state_dict(&read, into, options)?;
                 let FillResult { report, copy_stats } = filled;
                 let report = || get_report(py, &report, 0, &differences, copy_stats);
                 return Ok((into.clone(), return_report.then(report).transpose()?));
@@ -425,8 +422,7 @@ impl Store {
                 Some(names) => select(py, &reader, names)?,
                 None => reader.structure().clone(),
             };
-            let version =
-                LoadedTree::read(py, &connection, &reader, root, ReadOptions { copy, timeout })?;
+            let version = LoadedTree::read(py, &read, root, copy)?;
             let framework = Framework::parse(py, None)?;
             let maker =
                 ObjectBuilder::new(py, &version, &version, framework).allow_pickle(allow_pickle);
@@ -555,6 +551,8 @@ impl Store {
         let deadline = Deadline::new(timeout)?;
         let read = || {
             let reader = request.open(py, &connection, &name)?;
+            let read =
+                VersionRead { connection: &connection, reader: &reader, deadline: &deadline };
             if let Some(into) = into {
                 let target = match tensor_slice {
                     Some(slice) => {
@@ -564,22 +562,19 @@ impl Store {
                     }
                     None => into.clone(),
                 };
-                fill_tensor(&connection, &reader, &target, fqn, &deadline)?;
+                fill_tensor(&read, &target, fqn)?;
                 return Ok(into.clone());
             }
             let slice = tensor_slice.map(|slice| &slice.get().0);
-            let read_options = ReadOptions { timeout, ..ReadOptions::default() };
             if fqn.is_empty() && slice.is_none() && is_single_container(reader.structure()) {
                 let root = reader.structure().clone();
-                let version = LoadedTree::read(py, &connection, &reader, root, read_options)?;
+                let version = LoadedTree::read(py, &read, root, false)?;
                 let framework = Framework::parse(py, None)?;
                 let dict =
                     ObjectBuilder::new(py, &version, &version, framework).build_state_dict()?;
                 return Ok(dict.get_item("")?);
             }
-            let version =
-                LoadedTree::read_leaf(py, &connection, &reader, fqn, slice, read_options)?;
-            version.to_object(py)
+            LoadedTree::read_leaf(py, &read, fqn, slice)?.to_object(py)
         };
         read().map_err(|error: Failure| error.with_key(name.as_str(), number))
     }

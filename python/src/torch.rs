@@ -272,7 +272,7 @@ impl<'py> Torch<'py> {
         // SAFETY: the storage has `len` bytes from `start`, and the owner keeps it alive. The docstrings require that
         // the caller does not change the tensors meanwhile. Earlier work on them is queued on the current stream of
         // the device.
-        let storage = unsafe { devices.register((start, len), stream, storage.unbind()) };
+        let storage = unsafe { devices.register(start, len, stream, storage.unbind()) };
         Ok(match storage {
             Ok(storage) => Ok(Tensor::new(meta, storage, offset * dtype.itemsize())?),
             Err(Failure::Store(error, ..)) if error.kind() == ErrorKind::Unsupported => {

@@ -133,7 +133,7 @@ pub(crate) trait Reservation: Send {
 pub(crate) trait Part: Send {
     /// Starts the parts of a job that can run ahead.
     ///
-    /// The caller passes the same job to [`fill`](Self::fill) later.
+    /// The caller passes the same job to [`write_job`](Self::write_job) later.
     fn begin(&mut self, _job: &WriteJob) -> Result<()> {
         Ok(())
     }

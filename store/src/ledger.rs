@@ -9,7 +9,7 @@
 //! state alone. Any process finds them with [`pending`], and may run an effect that another process has already run.
 //!
 //! The size of a state is bounded: at most [`MAX_OPEN`] open versions, the versions that retention, leases and pins
-//! keep, and lists of a maximum length. While [`MAX_DELETIONS`] deletions are pending, no version opens. The number of
+//! keep, and lists of a maximum length. While [`MAX_PENDING_DELETIONS`] deletions are pending, no version opens. The number of
 //! leases and pins is not limited.
 
 mod begin;

@@ -17,7 +17,7 @@ use crate::plan::fingerprint;
 /// The attribute for the `_metadata` of state dicts of modules. Spec: `spec/format.md`, section 7.
 const MODULE_METADATA_ATTR: &str = "tssd.module_metadata";
 
-/// The attribute of an archive that selects how divergent leaves are merged: see [`Divergent`].
+/// The attribute of an archive that selects how divergent leaves are merged: see [`DivergencePolicy`].
 pub(crate) const DIVERGENT_ATTR: &str = "tssd.divergent";
 
 /// An archive that a writer has committed.

@@ -66,7 +66,7 @@ async fn initial_state(
     })
 }
 
-/// Saves the next state of a ledger, as [`Turn::save`].
+/// Saves the next state of a ledger, as [`LedgerGuard::save`].
 ///
 /// If the caller is cancelled, the save continues and the lock is held until the state is written.
 pub(crate) async fn save(mut turn: Box<dyn LedgerGuard>, next: State) -> Result<bool> {

@@ -254,7 +254,7 @@ fn put_rejects_colliding_contributions() {
     let seed = [("seed".into(), Value::from(2_i64))];
     let divergence = put(&store, 1, DivergencePolicy::Lowest, seed).unwrap_err();
     assert_eq!(divergence.kind(), ErrorKind::Rejected);
-    assert!(divergence.to_string().contains("on_divergence="), "{divergence}");
+    assert!(divergence.to_string().contains("`on_divergence`"), "{divergence}");
 }
 
 /// Rule R-033.

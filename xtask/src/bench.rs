@@ -103,7 +103,7 @@ fn run(workspace: &Workspace, suites: &[&str], arguments: &[&str]) -> io::Result
             println!("suite {suite} failed: its results are not saved");
             has_passed = false;
         } else if is_complete {
-            let run = read_run(suite, &records, (&commit, started.elapsed()))?;
+            let run = read_run(suite, &records, &commit, started.elapsed())?;
             run.write(&folder(&workspace.root))?;
             page::write(&workspace.root)?;
             println!("wrote docs/performance/{suite}.json, docs/performance.md and its plots");
@@ -141,11 +141,7 @@ fn remove_old_records(records: &Path) -> io::Result<()> {
 }
 
 /// Reads the records of a complete suite, with the commit and the duration of the run.
-fn read_run(
-    suite: &str,
-    records: &Path,
-    (commit, duration): (&str, Duration),
-) -> io::Result<SavedRun> {
+fn read_run(suite: &str, records: &Path, commit: &str, duration: Duration) -> io::Result<SavedRun> {
     let failed = |error| io::Error::other(format!("{}: {error}", records.display()));
     let lines = fs::read_to_string(records).map_err(|error| failed(error.to_string()))?;
     let (date, commit) = (machine::today(), commit.to_owned());

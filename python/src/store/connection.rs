@@ -93,23 +93,55 @@ impl Connection {
     where
         T: Send,
     {
+        self.block_on_until(py, &Deadline::new(timeout)?, work)
+    }
+
+    /// Runs `work` to completion, as [`Connection::block_on`], but with a deadline that has begun.
+    fn block_on_until<T>(
+        &self,
+        py: Python<'_>,
+        deadline: &Deadline,
+        work: impl Future<Output = tssd_store::Result<T>> + Send,
+    ) -> Result<T>
+    where
+        T: Send,
+    {
         if self.process_id != std::process::id() {
             let text = "it was opened before this process was forked";
             return Err(BindingError::new("invalid", text).advice("open it again").into());
         }
-        let deadline = Deadline::new(timeout)?;
-        py.detach(|| block_on(&self.runtime, &deadline, pin!(async { Ok(work.await?) })))
+        py.detach(|| block_on(&self.runtime, deadline, pin!(async { Ok(work.await?) })))
+    }
+}
+
+/// A read of an open version, which ends at a deadline.
+pub(super) struct VersionRead<'a> {
+    pub(super) connection: &'a Connection,
+    pub(super) reader: &'a VersionReader,
+    pub(super) deadline: &'a Deadline,
+}
+
+impl VersionRead<'_> {
+    /// Runs `work` to completion, unless the deadline, Ctrl-C or cancellation end it early.
+    ///
+    /// # Errors
+    ///
+    /// As [`Connection::block_on`].
+    pub(super) fn block_on<T>(
+        &self,
+        py: Python<'_>,
+        work: impl Future<Output = tssd_store::Result<T>> + Send,
+    ) -> Result<T>
+    where
+        T: Send,
+    {
+        self.connection.block_on_until(py, self.deadline, work)
     }
 
-    /// Fills `targets` from an open version, until `deadline` is over.
-    pub(super) fn fill(
-        &self,
-        reader: &VersionReader,
-        targets: &mut [Target<'_>],
-        deadline: &Deadline,
-    ) -> Result<GetReport> {
-        let _guard = self.runtime.enter();
-        reader.read_into_cancellable(targets, || deadline.check())
+    /// Fills `targets`.
+    pub(super) fn fill(&self, targets: &mut [Target<'_>]) -> Result<GetReport> {
+        let _guard = self.connection.runtime.enter();
+        self.reader.read_into_cancellable(targets, || self.deadline.check())
     }
 }
 

@@ -12,17 +12,15 @@ use tssd_format::{
     TensorFlags, TensorMeta, Value,
 };
 use tssd_gpu::CopyStats;
-use tssd_store::{
-    GetOptions, GetReport, ReceiveReport, Receiver, Target, TargetMemory, VersionReader,
-};
+use tssd_store::{GetOptions, GetReport, ReceiveReport, Receiver, Target, TargetMemory};
 
 use crate::builder::{Framework, ObjectBuilder};
 use crate::device::{DeviceRegions, DeviceTarget};
 use crate::error::{BindingError, Failure, Result};
 use crate::importer::{StagingPairs, TargetImporter, namedtuple_fields, to_map_key};
 use crate::leaf_import::is_floating;
-use crate::store::connection::{Connection, Deadline};
-use crate::store::loaded_tree::{LoadedTree, ReadOptions, global_shape};
+use crate::store::connection::{Connection, VersionRead};
+use crate::store::loaded_tree::{LoadedTree, global_shape};
 
 /// A batch is filled once its staging tensors have this many bytes.
 const BATCH_STAGED_BYTES: u64 = 512 << 20;
@@ -76,7 +74,7 @@ struct Slot<'py> {
 
 /// A visitor that collects the leaves of a nested object.
 struct LeafCollector<'a, 'py> {
-    lender: &'a TargetImporter<'py>,
+    importer: &'a TargetImporter<'py>,
     path: Vec<Step>,
     tensors: Vec<Leaf<'py>>,
     slots: Vec<Slot<'py>>,
@@ -86,8 +84,9 @@ struct LeafCollector<'a, 'py> {
 type Parent<'a, 'py> = Option<(&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>)>;
 
 impl<'a, 'py> LeafCollector<'a, 'py> {
-    fn collect(lender: &'a TargetImporter<'py>, into: &Bound<'py, PyAny>) -> Result<Self> {
-        let mut leaves = Self { lender, path: Vec::new(), tensors: Vec::new(), slots: Vec::new() };
+    fn collect(importer: &'a TargetImporter<'py>, into: &Bound<'py, PyAny>) -> Result<Self> {
+        let mut leaves =
+            Self { importer, path: Vec::new(), tensors: Vec::new(), slots: Vec::new() };
         leaves.visit(into, None)?;
         Ok(leaves)
     }
@@ -133,7 +132,7 @@ impl<'a, 'py> LeafCollector<'a, 'py> {
     }
 
     fn visit_leaf(&mut self, object: &Bound<'py, PyAny>, parent: Parent<'_, 'py>) -> Result<()> {
-        let (found, fqn) = (self.lender.dtype_and_shape(object)?, || self.current_path().fqn());
+        let (found, fqn) = (self.importer.dtype_and_shape(object)?, || self.current_path().fqn());
         match (found, parent) {
             (Some((dtype, shape)), _) => {
                 let leaf = Leaf { fqn: fqn(), object: object.clone(), dtype, shape };
@@ -174,25 +173,21 @@ impl<'a, 'py> LeafCollector<'a, 'py> {
 ///
 /// All differences that `options` does not allow, in one error, before the first byte of a tensor is written.
 pub(crate) fn fill_state_dict(
-    connection: &Connection,
-    reader: &VersionReader,
+    read: &VersionRead<'_>,
     into: &Bound<'_, PyAny>,
     options: FillOptions,
-    (timeout, deadline): (Option<f64>, &Deadline),
 ) -> Result<(FillResult, Differences)> {
     let py = into.py();
-    let mut lender = TargetImporter::new(py)?;
-    let LeafCollector { tensors, slots, .. } = LeafCollector::collect(&lender, into)?;
-    let stored = reader.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
+    let mut importer = TargetImporter::new(py)?;
+    let LeafCollector { tensors, slots, .. } = LeafCollector::collect(&importer, into)?;
+    let stored = read.reader.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
     let (leaves, differences) = match_leaves(tensors, &stored, options)?;
     let plain = slots.iter().filter_map(|slot| {
         let node = stored.get(&slot.fqn).filter(|node| is_plain(node, options.allow_pickle))?;
         Some((Step::Key(MapKey::Str(slot.fqn.as_str().into())), Node::clone(node)))
     });
-    let read_options = ReadOptions { timeout, ..ReadOptions::default() };
-    let values =
-        read_values(py, (connection, reader), plain.collect(), read_options, options.allow_pickle)?;
-    let filled = fill_leaves(py, connection, reader, deadline, &mut lender, leaves)?;
+    let values = read_values(py, read, plain.collect(), options.allow_pickle)?;
+    let filled = fill_leaves(py, read, &mut importer, leaves)?;
     for Slot { fqn, container, key } in slots {
         if let Some(value) = values.get_item(fqn)? {
             container.set_item(key, value)?;
@@ -204,16 +199,15 @@ pub(crate) fn fill_state_dict(
 /// Reads leaves that are not tensors. Returns a dict of fqns to values.
 fn read_values<'py>(
     py: Python<'py>,
-    (connection, reader): (&Connection, &VersionReader),
+    read: &VersionRead<'_>,
     leaves: Vec<(Step, Node)>,
-    options: ReadOptions,
     allow_pickle: bool,
 ) -> Result<Bound<'py, PyDict>> {
     if leaves.is_empty() {
         return Ok(PyDict::new(py));
     }
     let root = Arc::new(Node::Container(Container::Dict, leaves));
-    let version = LoadedTree::read(py, connection, reader, root, options)?;
+    let version = LoadedTree::read(py, read, root, false)?;
     // None of the leaves is a tensor of torch. Values such as `torch.dtype` are made by torch regardless.
     let maker =
         ObjectBuilder::new(py, &version, &version, Framework::Numpy).allow_pickle(allow_pickle);
@@ -234,20 +228,18 @@ fn is_plain(node: &Node, allow_pickle: bool) -> bool {
 
 /// Fills one tensor with the stored tensor of an fqn.
 pub(crate) fn fill_tensor(
-    connection: &Connection,
-    reader: &VersionReader,
+    read: &VersionRead<'_>,
     into: &Bound<'_, PyAny>,
     fqn: &str,
-    deadline: &Deadline,
 ) -> Result<()> {
-    let mut lender = TargetImporter::new(into.py())?;
-    let (dtype, shape) = lender.dtype_and_shape(into)?.ok_or_else(|| {
+    let mut importer = TargetImporter::new(into.py())?;
+    let (dtype, shape) = importer.dtype_and_shape(into)?.ok_or_else(|| {
         BindingError::untyped_leaf(
             "`into` is no tensor",
             "give a tensor, a TensorShard or an array",
         )
     })?;
-    let (_, node) = reader.leaf(fqn)?;
+    let (_, node) = read.reader.leaf(fqn)?;
     if !matches!(node, Node::Tensors(_)) {
         return Err(BindingError::new("WrongType", format!("`{fqn}` is no tensor")).into());
     }
@@ -258,7 +250,7 @@ pub(crate) fn fill_tensor(
         &stored,
         FillOptions { strict: false, cast: false, allow_pickle: false },
     )?;
-    fill_leaves(into.py(), connection, reader, deadline, &mut lender, leaves)?;
+    fill_leaves(into.py(), read, &mut importer, leaves)?;
     Ok(())
 }
 
@@ -377,11 +369,11 @@ impl<'py> Batch<'py> {
     /// Adds a leaf, to be filled with elements of the stored dtype.
     fn add(
         &mut self,
-        lender: &mut TargetImporter<'py>,
+        importer: &mut TargetImporter<'py>,
         leaf: Leaf<'py>,
         stored: Dtype,
     ) -> Result<()> {
-        let lent = lender.import_targets(&leaf.object, stored);
+        let lent = importer.import_targets(&leaf.object, stored);
         let (lent, staged) = lent.map_err(|error| error.with_fqn(&leaf.fqn))?;
         if !staged.is_empty() {
             let bytes = lent.iter().map(|(tensor, _)| tensor.meta().nbytes());
@@ -389,7 +381,7 @@ impl<'py> Batch<'py> {
         }
         self.staged.extend(staged);
         self.objects.push(leaf.object);
-        let devices = lender.devices();
+        let devices = importer.devices();
         let target = |(tensor, part)| FillTarget::new(leaf.fqn.clone(), devices, tensor, part);
         self.targets.extend(lent.into_iter().map(target));
         Ok(())
@@ -399,43 +391,34 @@ impl<'py> Batch<'py> {
 /// Fills leaves, in batches of about [`BATCH_STAGED_BYTES`] of staging tensors.
 fn fill_leaves<'py>(
     py: Python<'py>,
-    connection: &Connection,
-    reader: &VersionReader,
-    deadline: &Deadline,
-    lender: &mut TargetImporter<'py>,
+    read: &VersionRead<'_>,
+    importer: &mut TargetImporter<'py>,
     leaves: Vec<(Leaf<'py>, Dtype)>,
 ) -> Result<FillResult> {
-    let mut report = reader.report();
+    let mut report = read.reader.report();
     let mut batch = Batch::default();
     for (leaf, stored) in leaves {
-        batch.add(lender, leaf, stored)?;
+        batch.add(importer, leaf, stored)?;
         if batch.staged_bytes >= BATCH_STAGED_BYTES {
-            std::mem::take(&mut batch).fill(py, connection, reader, deadline, &mut report)?;
-            lender.devices().release();
+            std::mem::take(&mut batch).fill(py, read, &mut report)?;
+            importer.devices().release();
         }
     }
-    batch.fill(py, connection, reader, deadline, &mut report)?;
-    let last = reader.report();
+    batch.fill(py, read, &mut report)?;
+    let last = read.reader.report();
     (report.bytes_received, report.bytes_verified) = (last.bytes_received, last.bytes_verified);
     report.seconds = last.seconds;
-    Ok(FillResult { report, copy_stats: lender.devices().copy_stats().snapshot() })
+    Ok(FillResult { report, copy_stats: importer.devices().copy_stats().snapshot() })
 }
 
 impl Batch<'_> {
     /// Fills all targets, and adds to the counts of `report`.
-    fn fill(
-        self,
-        py: Python<'_>,
-        connection: &Connection,
-        reader: &VersionReader,
-        deadline: &Deadline,
-        report: &mut GetReport,
-    ) -> Result<()> {
+    fn fill(self, py: Python<'_>, read: &VersionRead<'_>, report: &mut GetReport) -> Result<()> {
         let rounds = split_into_rounds(self.targets);
         py.detach(|| {
             for round in &rounds {
                 let mut targets: Vec<Target<'_>> = round.iter().map(store_target).collect();
-                let round_report = connection.fill(reader, &mut targets, deadline)?;
+                let round_report = read.fill(&mut targets)?;
                 report.bytes_needed += round_report.bytes_needed;
                 report.bytes_transferred += round_report.bytes_transferred;
                 report.plan_seconds += round_report.plan_seconds;
@@ -469,13 +452,13 @@ fn finish_fill<'py>(
 /// Returns a batch with all tensors of a nested object.
 fn collect_batch<'py>(
     into: &Bound<'py, PyAny>,
-    lender: &mut TargetImporter<'py>,
+    importer: &mut TargetImporter<'py>,
 ) -> Result<Batch<'py>> {
-    let leaves = LeafCollector::collect(lender, into)?;
+    let leaves = LeafCollector::collect(importer, into)?;
     let mut batch = Batch::default();
     for leaf in leaves.tensors {
         if let Some(dtype) = leaf.dtype {
-            batch.add(lender, leaf, dtype)?;
+            batch.add(importer, leaf, dtype)?;
         }
     }
     Ok(batch)
@@ -483,8 +466,8 @@ fn collect_batch<'py>(
 
 /// Returns the UUID of the GPU that all tensors are on. `None` if they are in the host's memory.
 pub(crate) fn common_device(into: &Bound<'_, PyAny>) -> Result<Option<String>> {
-    let mut lender = TargetImporter::new(into.py())?;
-    let batch = collect_batch(into, &mut lender)?;
+    let mut importer = TargetImporter::new(into.py())?;
+    let batch = collect_batch(into, &mut importer)?;
     // A tensor without elements is on no device.
     let targets = batch.targets.iter().filter(|target| target.meta.numel() > 0);
     let devices = targets.map(|target| target.window.as_ref().map(DeviceTarget::device));
@@ -503,11 +486,12 @@ pub(crate) fn receive(
     connection: &Connection,
     receiver: &mut Receiver,
     into: &Bound<'_, PyAny>,
-    (options, timeout): (&GetOptions, Duration),
+    options: &GetOptions,
+    timeout: Duration,
 ) -> Result<(ReceiveReport, Option<CopyStats>)> {
     let py = into.py();
-    let mut lender = TargetImporter::new(py)?;
-    let Batch { mut targets, objects, staged, .. } = collect_batch(into, &mut lender)?;
+    let mut importer = TargetImporter::new(py)?;
+    let Batch { mut targets, objects, staged, .. } = collect_batch(into, &mut importer)?;
     // Tied tensors are filled once, under the first of their names.
     targets.sort_by_key(|target| (target.start, target.len));
     targets.dedup_by(|next, target| next.is_same_memory(target));
@@ -522,7 +506,7 @@ pub(crate) fn receive(
         connection.block_on(py, None, receiver.receive(&mut store_targets, options, timeout))?;
     drop(store_targets);
     finish_fill(py, &staged, objects)?;
-    Ok((report, lender.devices().copy_stats().snapshot()))
+    Ok((report, importer.devices().copy_stats().snapshot()))
 }
 
 /// A tensor to fill, or a box of it.

@@ -8,21 +8,12 @@ use pyo3::prelude::*;
 use tssd_format::{
     Attrs, Node, ObjectPath, Region, ShardSpec, Step, TensorMeta, TensorReference, TensorSlice,
 };
-use tssd_store::{CowBuffer, GetReport, Target, VersionReader};
+use tssd_store::{CowBuffer, GetReport, Target};
 
 use crate::builder::{ArchiveContents, Framework, ObjectBuilder, StorageSource};
 use crate::error::{BindingError, Failure, Result};
 use crate::memory::{MemoryBlock, PrivateMapping};
-use crate::store::connection::{Connection, Deadline};
-
-/// Options of a read without `into`.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct ReadOptions {
-    /// Whether every leaf gets memory of its own.
-    pub(crate) copy: bool,
-    /// How many seconds to wait for the store. `None`: there is no timeout.
-    pub(crate) timeout: Option<f64>,
-}
+use crate::store::connection::VersionRead;
 
 /// A tree of leaves, with their bytes in the memory of this process.
 pub(crate) struct LoadedTree {
@@ -177,31 +168,30 @@ impl LoadedTree {
     }
 
     /// Reads a tree of a version. Tensors become whole ones.
+    ///
+    /// With `copy`, every leaf gets memory of its own. Otherwise leaves are views of the stored bytes if possible.
     pub(crate) fn read(
         py: Python<'_>,
-        connection: &Connection,
-        reader: &VersionReader,
+        read: &VersionRead<'_>,
         root: Arc<Node>,
-        options: ReadOptions,
+        copy: bool,
     ) -> Result<Self> {
         let mut plan = ReadPlan::default();
         let root = plan.add_node(&mut Vec::new(), &root)?.map_or(root, Arc::new);
-        Self::from_plan(py, connection, reader, root, plan, options)
+        Self::from_plan(py, read, root, plan, copy)
     }
 
     /// Reads one leaf, or a box of one tensor.
     pub(crate) fn read_leaf(
         py: Python<'_>,
-        connection: &Connection,
-        reader: &VersionReader,
+        read: &VersionRead<'_>,
         fqn: &str,
         slice: Option<&TensorSlice>,
-        options: ReadOptions,
     ) -> Result<Self> {
-        let leaf = reader.leaf(fqn);
+        let leaf = read.reader.leaf(fqn);
         if fqn.is_empty() && leaf.is_err() {
-            let text = "it is a state dict, and no single value";
-            let advice = "get it with get_state_dict(key), or say fqn=";
+            let text = "the version is a state dict, not a single value";
+            let advice = "get it with get_state_dict(key), or pass fqn=";
             return Err(BindingError::new("not_found", text).advice(advice).into());
         }
         let (path, node) = leaf?;
@@ -217,23 +207,22 @@ impl LoadedTree {
             (node, None) => plan.add_node(&mut path, node)?,
         };
         let root = Arc::new(replacement.unwrap_or(node));
-        Self::from_plan(py, connection, reader, root, plan, options)
+        Self::from_plan(py, read, root, plan, false)
     }
 
     /// Reads the storages of a plan, and assembles its tensors.
     fn from_plan(
         py: Python<'_>,
-        connection: &Connection,
-        reader: &VersionReader,
+        read: &VersionRead<'_>,
         root: Arc<Node>,
         mut plan: ReadPlan,
-        ReadOptions { copy, timeout }: ReadOptions,
+        copy: bool,
     ) -> Result<Self> {
         plan.storages.sort_unstable();
         plan.storages.dedup();
         let storages = &plan.storages;
-        let deadline = Deadline::new(timeout)?;
-        let (views, copies, leaf_bytes) = connection.block_on(py, timeout, async {
+        let reader = read.reader;
+        let (views, copies, leaf_bytes) = read.block_on(py, async {
             let views: Vec<Option<CowBuffer>> = if copy {
                 storages.iter().map(|_| None).collect()
             } else {
@@ -252,7 +241,7 @@ impl LoadedTree {
         let mut blocks: Vec<(u32, MemoryBlock)> = views.collect();
         let viewed = blocks.iter().map(|(_, block)| size(block.len())).sum();
         let copied: u64 = copies.iter().map(|(_, bytes)| size(bytes.len())).sum();
-        let make_blocks = || copy_to_blocks(connection, reader, &deadline, &copies, plan.assembled);
+        let make_blocks = || copy_to_blocks(read, &copies, plan.assembled);
         let (new_blocks, fill_report) = py.detach(make_blocks)?;
         let mut report = reader.report();
         report.bytes_needed = viewed + copied;
@@ -283,9 +272,7 @@ type NewBlocks = (Vec<(u32, MemoryBlock)>, Option<GetReport>);
 
 /// Allocates memory, copies storages to it, and assembles tensors in it.
 fn copy_to_blocks(
-    connection: &Connection,
-    reader: &VersionReader,
-    deadline: &Deadline,
+    read: &VersionRead<'_>,
     copies: &[(u32, Bytes)],
     assembled: Vec<AssembledTensor>,
 ) -> Result<NewBlocks> {
@@ -325,7 +312,7 @@ fn copy_to_blocks(
             targets.push(Target { fqn, shard_spec: place, meta, memory: bytes.into() });
         }
         if !targets.is_empty() {
-            report = Some(connection.fill(reader, &mut targets, deadline)?);
+            report = Some(read.fill(&mut targets)?);
         }
         Ok::<_, Failure>(())
     })?;

@@ -13,8 +13,8 @@ use super::select::match_names;
 use crate::error::{BindingError, Result};
 use crate::index::BasicIndex;
 use crate::slice::TensorSlice;
-use crate::store::connection::Connection;
-use crate::store::loaded_tree::{LoadedTree, ReadOptions};
+use crate::store::connection::{Connection, Deadline, VersionRead};
+use crate::store::loaded_tree::LoadedTree;
 
 /// An open version, which is read tensor by tensor: see `Store.open`.
 ///
@@ -77,9 +77,10 @@ impl OpenVersion {
             if !matches!(leaf, Node::Tensors(_)) {
                 return Err(not_a_tensor(name).into());
             }
-            let options = ReadOptions::default();
-            LoadedTree::read_leaf(py, &self.connection, &reader, name, slice, options)?
-                .to_object(py)
+            let deadline = Deadline::new(None)?;
+            let read =
+                VersionRead { connection: &self.connection, reader: &reader, deadline: &deadline };
+            LoadedTree::read_leaf(py, &read, name, slice)?.to_object(py)
         };
         read().map_err(|error| error.with_key(self.key.as_str(), None))
     }

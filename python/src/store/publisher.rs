@@ -101,7 +101,7 @@ impl PyPublisher {
         if let Some(transfer) = &transfer {
             let parts = transfer.split(value, name, self.import_options.cast_bytes);
             if let Some(parts) = parts.map_err(|error| error.with_fqn(name))? {
-                return self.add_parts(active, name, (&dict, transfer), parts);
+                return self.add_parts(active, name, &dict, transfer, parts);
             }
         }
         let mut imported = import_state_dict(&dict, self.import_options.allow_pickle, transfer)?;
@@ -138,7 +138,8 @@ impl PyPublisher {
         &self,
         active: &mut ActivePublish,
         name: &str,
-        (dict, transfer): (&Bound<'py, PyDict>, &CastRule<'py>),
+        dict: &Bound<'py, PyDict>,
+        transfer: &CastRule<'py>,
         parts: Vec<ObjectPart>,
     ) -> Result<()> {
         let py = dict.py();

@@ -65,7 +65,7 @@ impl PyReceiver {
         let receiver = receiver.as_mut().ok_or_else(closed)?;
         let timeout = timeout.map_or(Ok(DEFAULT_TIMEOUT), parse_seconds)?;
         let into = self.into.bind(py);
-        let result = receive(&self.connection, receiver, into, (&self.options, timeout));
+        let result = receive(&self.connection, receiver, into, &self.options, timeout);
         let (report, copied) = result.map_err(|error| error.with_key(self.key.as_str(), None))?;
         receive_report(py, &report, copied)
     }

@@ -233,7 +233,7 @@ impl Parts<'_> {
     }
 }
 
-/// A blocking [`crate::Opened`], which is an iterator over the leaves.
+/// A blocking [`crate::VersionReader`], which is an iterator over the leaves.
 #[derive(Debug)]
 pub struct VersionReader {
     opened: crate::VersionReader,
@@ -246,7 +246,7 @@ impl VersionReader {
         self.opened.version()
     }
 
-    /// See [`crate::Opened::tensor`].
+    /// See [`crate::VersionReader::tensor`].
     ///
     /// # Errors
     ///

@@ -86,7 +86,7 @@ impl Publisher {
     /// # Examples
     ///
     /// ```
-    /// use tssd_format::{Dtype, Shard, ShardPlace, Tensor, TensorSlice};
+    /// use tssd_format::{Dtype, Shard, ShardSpec, Tensor, TensorSlice};
     /// use tssd_store::{GetOptions, Key, PutOptions, Store, pieces};
     /// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
     /// let (store, key) = (Store::memory(), Key::new("policy")?);
@@ -96,7 +96,7 @@ impl Publisher {
     ///     let bytes = vec![7_u8; usize::try_from(region.shape().iter().product::<u64>())?];
     ///     let part = Tensor::from_slice(&bytes, region.shape())?;
     ///     let slice = TensorSlice::new(region.offsets(), region.shape(), &[3, 2])?;
-    ///     parts.add([Shard::new(part, ShardPlace::new(slice))?]).await?;
+    ///     parts.add([Shard::new(part, ShardSpec::new(slice))?]).await?;
     /// }
     /// publisher.finish().await?;
     /// let whole = store.get(&key, "weight", &GetOptions::default()).await?;

@@ -29,7 +29,7 @@ pub struct VersionReader {
     leaves: OnceLock<Vec<(ObjectPath, Node)>>,
     opened_at: Instant,
     initial_tally: ReadCounters,
-    /// Number of leaves that [`Opened::next`] has returned.
+    /// Number of leaves that [`VersionReader::next`] has returned.
     next_leaf: usize,
     /// Index into `leaves` by fqn, or none if several leaves have the fqn.
     by_fqn: OnceLock<BTreeMap<String, Option<usize>>>,
@@ -155,11 +155,11 @@ impl VersionReader {
         run_blocking(move || Read::new(&version, context.get(), &options).storages(&storages)).await
     }
 
-    /// Returns whole storages in private copy-on-write memory, verified as by [`Opened::storages`].
+    /// Returns whole storages in private copy-on-write memory, verified as by [`VersionReader::read_storages`].
     ///
     /// The caller alone sees this memory and may write to it. Only pages that it writes take
     /// memory. The result is none for a storage that is not raw in this host's memory or files:
-    /// read that with [`Opened::storages`].
+    /// read that with [`VersionReader::read_storages`].
     ///
     /// # Errors
     ///
@@ -189,14 +189,14 @@ impl VersionReader {
         fill(&self.version, self.context.get(), targets, &self.options, None)
     }
 
-    /// As [`Opened::fill`], but can be cancelled.
+    /// As [`VersionReader::read_into`], but can be cancelled.
     ///
-    /// While bytes are received from elsewhere, this thread calls `check_cancelled` repeatedly.
+    /// While bytes are received from another host, this thread calls `check_cancelled` repeatedly.
     /// After an error, the contents of the tensors are not verified.
     ///
     /// # Errors
     ///
-    /// As [`Opened::fill`]; the error of `check_cancelled`.
+    /// As [`VersionReader::read_into`]; the error of `check_cancelled`.
     pub fn read_into_cancellable<E: From<Error> + Send>(
         &self,
         targets: &mut [Target<'_>],
@@ -217,7 +217,7 @@ impl VersionReader {
         }
     }
 
-    /// Returns the number of leaves that [`Opened::next`] has not returned yet.
+    /// Returns the number of leaves that [`VersionReader::next`] has not returned yet.
     pub fn remaining(&self) -> usize {
         self.leaves().len() - self.next_leaf
     }

@@ -36,7 +36,7 @@ struct Storage {
 ///
 /// # Errors
 ///
-/// `Invalid` if a range is outside of a blob of this length, or if the total exceeds [`MAX_READ`].
+/// `Invalid` if a range is outside of a blob of this length, or if the total exceeds [`MAX_READ_BYTES`].
 pub(crate) fn total_bytes(ranges: &[Range], blob_len: u64) -> Result<u64> {
     let bytes =
         ranges.iter().try_fold(0_u64, |all, range| all.checked_add(range.total_bytes(blob_len)?));

@@ -38,7 +38,7 @@ const MAX_REPLICAS: usize = 2;
 /// Directory of the other daemons, by session.
 pub(crate) struct PeerDirectory {
     ledgers: SharedLedgers,
-    elsewhere: Arc<RemoteBlobIndex>,
+    remote_blobs: Arc<RemoteBlobIndex>,
     /// The blobs of this host.
     pool: Arc<Pool>,
     /// Addresses that were looked up recently.
@@ -48,10 +48,10 @@ pub(crate) struct PeerDirectory {
 impl PeerDirectory {
     pub(crate) fn new(
         ledgers: SharedLedgers,
-        elsewhere: Arc<RemoteBlobIndex>,
+        remote_blobs: Arc<RemoteBlobIndex>,
         pool: Arc<Pool>,
     ) -> Self {
-        Self { ledgers, elsewhere, pool, addresses: Lock::default() }
+        Self { ledgers, remote_blobs, pool, addresses: Lock::default() }
     }
 
     /// Returns the address of the daemon of a session, or `None` if the session has ended.
@@ -90,7 +90,7 @@ impl ReplicaLocator for PeerDirectory {
         own: SessionId,
     ) -> Result<ResolvedReplicas> {
         let mut index_guard =
-            RemoteIndexGuard { elsewhere: self.elsewhere.clone(), names: Vec::new() };
+            RemoteIndexGuard { remote_blobs: self.remote_blobs.clone(), names: Vec::new() };
         let mut ended = Vec::new();
         for contribution in version.contributions.values() {
             let keepers: Vec<SessionId> = contribution.replica_sessions().collect();
@@ -131,13 +131,13 @@ impl ReplicaLocator for PeerDirectory {
 
 /// References to entries of the index of remote blobs. They are removed on drop.
 struct RemoteIndexGuard {
-    elsewhere: Arc<RemoteBlobIndex>,
+    remote_blobs: Arc<RemoteBlobIndex>,
     names: Vec<String>,
 }
 
 impl RemoteIndexGuard {
     fn add(&mut self, name: String, locations: &[ReplicaLocation], len: u64) {
-        self.elsewhere.add_reference(&name, locations, len);
+        self.remote_blobs.add_reference(&name, locations, len);
         self.names.push(name);
     }
 }
@@ -145,7 +145,7 @@ impl RemoteIndexGuard {
 impl Drop for RemoteIndexGuard {
     fn drop(&mut self) {
         for name in &self.names {
-            self.elsewhere.remove_reference(name);
+            self.remote_blobs.remove_reference(name);
         }
     }
 }

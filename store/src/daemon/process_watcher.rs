@@ -46,7 +46,8 @@ impl ProcessWatcher {
     pub(crate) fn watch(
         self: &Arc<Self>,
         pool: Arc<Pool>,
-        (pid, process): (u32, OwnedFd),
+        pid: u32,
+        process: OwnedFd,
         peer: PeerId,
     ) {
         let mut processes = self.processes();

@@ -45,7 +45,7 @@ const ALLOCATION_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Cached replicas of archives of other daemons.
 pub(crate) struct Replicas {
     pool: Arc<Pool>,
-    elsewhere: Arc<RemoteBlobIndex>,
+    remote_blobs: Arc<RemoteBlobIndex>,
     inner: Lock<Inner>,
     /// Excludes evictions while the replicas of this host are recorded in a ledger.
     eviction_lock: AsyncMutex<()>,
@@ -74,9 +74,9 @@ impl Inner {
 }
 
 impl Replicas {
-    pub(crate) fn new(pool: Arc<Pool>, elsewhere: Arc<RemoteBlobIndex>) -> Self {
+    pub(crate) fn new(pool: Arc<Pool>, remote_blobs: Arc<RemoteBlobIndex>) -> Self {
         let (inner, eviction_lock) = (Lock::default(), AsyncMutex::default());
-        Self { pool, elsewhere, inner, eviction_lock, changed: Notify::new() }
+        Self { pool, remote_blobs, inner, eviction_lock, changed: Notify::new() }
     }
 
     /// Returns the pool that contains the complete replicas.
@@ -96,7 +96,7 @@ impl Replicas {
     ///
     /// # Errors
     ///
-    /// As [`Elsewhere::read`].
+    /// As [`RemoteBlobIndex::read`].
     pub(crate) async fn read(
         self: &Arc<Self>,
         name: &str,
@@ -106,7 +106,7 @@ impl Replicas {
         let is_fine_grained = |range: &Range| !range.2.is_empty() && range.1 < MIN_CACHED_RUN;
         let replica = if ranges.iter().any(is_fine_grained) { None } else { self.partial(name) };
         if let Some(replica) = replica {
-            if let Some(read) = replica.read(&self.elsewhere, ranges, prove).await? {
+            if let Some(read) = replica.read(&self.remote_blobs, ranges, prove).await? {
                 if replica.claim_rest() {
                     let replicas = self.clone();
                     drop(tokio::spawn(boxed(async move {
@@ -123,7 +123,7 @@ impl Replicas {
             }
         }
         // This read is not cached.
-        self.elsewhere.read(name, ranges, prove).await.map(Some)
+        self.remote_blobs.read(name, ranges, prove).await.map(Some)
     }
 
     fn partial(&self, name: &str) -> Option<Arc<PartialReplica>> {
@@ -158,11 +158,11 @@ impl Replicas {
         Ok(Ok(()))
     }
 
-    /// Reads the missing bytes of a replica that [`Replicas::begin`] has allocated, and verifies it.
+    /// Reads the missing bytes of a replica that [`Replicas::allocate`] has allocated, and verifies it.
     ///
     /// # Errors
     ///
-    /// As [`Elsewhere::read`]; `Corrupt` if the archive is damaged; `Busy` if there is no memory for it, or if it was
+    /// As [`RemoteBlobIndex::read`]; `Corrupt` if the archive is damaged; `Busy` if there is no memory for it, or if it was
     /// deleted meanwhile.
     pub(crate) async fn complete(self: &Arc<Self>, name: &str) -> Result<()> {
         match self.partial(name) {
@@ -183,7 +183,7 @@ impl Replicas {
 
     /// Reads the missing bytes of a replica, verifies it and publishes it in the pool.
     async fn fetch_rest(self: &Arc<Self>, replica: &Arc<PartialReplica>) -> Result<()> {
-        let complete = replica.complete(&self.elsewhere).await;
+        let complete = replica.complete(&self.remote_blobs).await;
         complete.inspect_err(|_| replica.cancel_rest())?;
         if let Some(memory) = replica.take_buffer() {
             let (replicas, name) = (self.clone(), replica.name.clone());
@@ -346,7 +346,7 @@ impl Replicas {
         false
     }
 
-    /// Runs an allocation as [`Pool::when_free`]. Evicts replicas and durable archives before it waits.
+    /// As [`Pool::with_memory`], but evicts replicas and durable archives before it waits.
     pub(crate) async fn with_memory<T>(
         &self,
         registry: &dyn ControlPlane,

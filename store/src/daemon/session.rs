@@ -129,7 +129,7 @@ pub(crate) async fn run(
     let process = origin.open_pidfd();
     let peer = state.next_number();
     tracing::info!(peer, ?origin, client, "connected");
-    state.add_peer(peer, (origin.pid(), origin.address()), client);
+    state.add_peer(peer, origin.pid(), origin.address(), client);
     let mut unmapped = state.pool.add_peer(peer);
     let (outgoing, mut frames) = mpsc::channel::<OutgoingFrame>(MAX_ACTIVE_REQUESTS);
     let session = Arc::new(Session {
@@ -183,7 +183,7 @@ pub(crate) async fn run(
         // The mappings of the process can outlive the connection.
         Some(process) if !said_goodbye && pool.is_mapped_by(peer) => {
             let pid = session.origin.pid();
-            session.state.process_watcher.watch(pool, (pid, process), peer);
+            session.state.process_watcher.watch(pool, pid, process, peer);
         }
         _ => pool.record_exit(peer),
     }
@@ -271,7 +271,7 @@ impl Session {
         drop(head);
         let op = request.as_ref().map_or("unknown", Request::op);
         let result = match request {
-            Ok(request) => self.handle(&in_flight, request, (data, fds)).await,
+            Ok(request) => self.handle(&in_flight, request, data, fds).await,
             Err(error) => Err(malformed_request(&error)),
         };
         let failed = result.as_ref().err().map(Error::kind);
@@ -299,7 +299,8 @@ impl Session {
         &self,
         in_flight: &InFlightRequest,
         request: Request,
-        (data, fds): (Bytes, Vec<OwnedFd>),
+        data: Bytes,
+        fds: Vec<OwnedFd>,
     ) -> Result<Response<'_>> {
         let controller = &self.state.control_plane;
         // Data and descriptors that the request does not use are freed before it waits.
@@ -312,10 +313,10 @@ impl Session {
             }
             Request::Begin(begin) => return self.begin(in_flight, begin, data).await,
             Request::Extend { contribution, file_len, device } => {
-                return self.extend(in_flight, contribution, (file_len, device), data).await;
+                return self.extend(in_flight, contribution, file_len, device, data).await;
             }
             Request::Commit { contribution, digest, lens } => {
-                Reply::Progress(self.commit(in_flight, contribution, (digest, lens), data).await?)
+                Reply::Progress(self.commit(in_flight, contribution, digest, lens, data).await?)
             }
             Request::AwaitUpload { contribution, timeout } => {
                 Reply::Progress(self.wait_stored(in_flight, contribution, timeout).await?)
@@ -352,7 +353,7 @@ impl Session {
             }
             Request::Prefetch { key, selector, archives } => {
                 let key = Key::new(key)?;
-                let fetched = self.prefetch(in_flight, &key, (selector, archives.as_deref()));
+                let fetched = self.prefetch(in_flight, &key, selector, archives.as_deref());
                 Reply::Prefetched(fetched.await?)
             }
             Request::Newer { key, seen, timeout } => {
@@ -365,7 +366,7 @@ impl Session {
             }
             Request::Next { follower, supports_devices, timeout } => {
                 return self
-                    .next_version(in_flight, (follower, supports_devices), timeout.min(MAX_WAIT))
+                    .next_version(in_flight, follower, supports_devices, timeout.min(MAX_WAIT))
                     .await;
             }
             Request::AwaitUnread { key, at_most, timeout } => {
@@ -427,16 +428,19 @@ impl Session {
     async fn next_version(
         &self,
         in_flight: &InFlightRequest,
-        (follower, devices): (u64, bool),
+        follower: u64,
+        supports_devices: bool,
         patience: Duration,
     ) -> Result<Response<'_>> {
         in_flight.release_active_slot(0);
         match self
             .state
-            .next_version((self.peer, follower), patience, self.abandoned(in_flight))
+            .next_version(self.peer, follower, patience, self.abandoned(in_flight))
             .await?
         {
-            Some((key, leased)) => self.send_lease(in_flight.number, &key, leased, devices).await,
+            Some((key, leased)) => {
+                self.send_lease(in_flight.number, &key, leased, supports_devices).await
+            }
             None => Ok(Reply::Done.into()),
         }
     }

@@ -68,7 +68,7 @@ pub(crate) struct DaemonState {
     manifest_copy_lock: AsyncMutex<()>,
     /// Random identity of this run of the daemon. It differs after each start.
     pub(crate) instance: u64,
-    /// Credit for copies of archives that wait to be sent, in KiB. See [`COPIES`].
+    /// Credit for copies of archives that wait to be sent, in KiB. See [`MAX_COPIED_KIB`].
     pub(crate) copy_credit: Arc<Semaphore>,
     inner: Lock<Inner>,
     /// Serializes commits to keys that have followers.
@@ -107,7 +107,7 @@ enum Phase {
 
 /// A guard that an open contribution holds until it is committed or withdrawn.
 ///
-/// [`House::drain`] waits until no guard exists.
+/// [`DaemonState::drain`] waits until no guard exists.
 pub(crate) type CommitGuard = watch::Receiver<()>;
 
 /// A connected client or daemon.
@@ -325,8 +325,13 @@ impl DaemonState {
     }
 
     /// Registers a connected peer.
-    pub(crate) fn add_peer(&self, peer: PeerId, origin: (u32, Option<SocketAddr>), client: String) {
-        let (pid, address) = origin;
+    pub(crate) fn add_peer(
+        &self,
+        peer: PeerId,
+        pid: u32,
+        address: Option<SocketAddr>,
+        client: String,
+    ) {
         let connected =
             Peer { pid, address, client, since: Instant::now(), last_leased: BTreeMap::new() };
         let mut inner = self.inner();

@@ -63,17 +63,11 @@ impl TieredVolume {
     pub(crate) fn new(
         pool: Arc<Pool>,
         directory: Option<DirectoryVolume>,
-        elsewhere: RemoteBlobIndex,
+        remote_blobs: RemoteBlobIndex,
     ) -> Self {
-        let elsewhere = Arc::new(elsewhere);
-        let replicas = Arc::new(Replicas::new(pool.clone(), elsewhere.clone()));
-        Self {
-            memory: PoolVolume(pool.clone()),
-            pool,
-            directory,
-            remote_blobs: elsewhere,
-            replicas,
-        }
+        let remote_blobs = Arc::new(remote_blobs);
+        let replicas = Arc::new(Replicas::new(pool.clone(), remote_blobs.clone()));
+        Self { memory: PoolVolume(pool.clone()), pool, directory, remote_blobs, replicas }
     }
 
     /// Returns the directory.
@@ -206,8 +200,8 @@ impl Volume for TieredVolume {
     fn list(&self, name: &str) -> Result<Vec<String>> {
         let mut names = self.memory.list(name)?;
         let prefix = format!("{name}/");
-        let elsewhere = self.remote_blobs.names(&prefix);
-        names.extend(child_names(&prefix, elsewhere.iter().map(String::as_str)));
+        let remote_names = self.remote_blobs.names(&prefix);
+        names.extend(child_names(&prefix, remote_names.iter().map(String::as_str)));
         if let Some(directory) = &self.directory {
             names.extend(directory.list(name)?);
         }

@@ -44,7 +44,7 @@ pub struct GetOptions {
     pub version: Option<u64>,
     /// The writer whose values are read where writers hold different ones.
     ///
-    /// Such versions are put with [`Divergent::Keep`](crate::Divergent::Keep).
+    /// Such versions are put with [`Divergent::Keep`](crate::DivergencePolicy::Keep).
     pub writer: Option<u32>,
     /// The slices of each leaf, by fqn. All other leaves are read as a whole.
     pub slices: BTreeMap<String, Vec<ShardSpec>>,
@@ -263,7 +263,7 @@ impl<'a> Read<'a> {
         let region = Some(GlobalRegion { offsets, shape, global_shape: &global_shape });
         let request = Request { leaf: LeafSelector::Fqn(fqn), region, meta: &meta };
         let memories = vec![(&mut memory).into()];
-        self.fill((&[request], Coverage::Whole), memories, |_| Ok(references.clone()))?;
+        self.fill(&[request], Coverage::Whole, memories, |_| Ok(references.clone()))?;
         Tensor::new(meta, memory.into(), 0).map_err(|error| self.format_error(error))
     }
 
@@ -289,7 +289,7 @@ impl<'a> Read<'a> {
                 meta,
             });
         }
-        let plan = self.plan((&requests, Coverage::Whole), |at| Ok(leaves[at].clone()))?;
+        let plan = self.plan(&requests, Coverage::Whole, |at| Ok(leaves[at].clone()))?;
         Ok(self.version.archives_of(plan.copies().map(|copy| copy.storage)))
     }
 
@@ -312,7 +312,7 @@ impl<'a> Read<'a> {
             });
         }
         let version = self.version;
-        self.fill((&requests, Coverage::Whole), memories, |at| {
+        self.fill(&requests, Coverage::Whole, memories, |at| {
             version.tensor(requests[at].leaf.fqn(), writer)
         })?;
         // The elements of a target do not overlap, so the sum is at most the bytes of the memory.
@@ -359,7 +359,7 @@ impl<'a> Read<'a> {
             LeafSelector::References(_, references) => Ok(references.into()),
             LeafSelector::Fqn(_) => unreachable!("each has its own"),
         };
-        self.fill((&requests, Coverage::Part), memories, references)?;
+        self.fill(&requests, Coverage::Part, memories, references)?;
         self.needed += self.transferred - before;
         Ok(filled)
     }
@@ -423,7 +423,7 @@ impl<'a> Read<'a> {
         }
         let targets = memories.iter_mut().map(TargetMemory::from).collect();
         let references = |at| Ok(tensors.get_index(at).expect("one for each").0.0.into());
-        self.fill((&requests, Coverage::Whole), targets, references)?;
+        self.fill(&requests, Coverage::Whole, targets, references)?;
         let tensor = |(meta, memory): (TensorMeta, Vec<u8>)| Tensor::new(meta, memory.into(), 0);
         let assembled = metas.into_iter().zip(memories).map(tensor);
         assembled.collect::<tssd_format::Result<_>>().map_err(|error| self.format_error(error))
@@ -434,11 +434,12 @@ impl<'a> Read<'a> {
     /// `references` returns the slices of the leaf of a request. It is called if no plan is cached.
     fn fill(
         &mut self,
-        (requests, cover): (&[Request<'_>], Coverage),
+        requests: &[Request<'_>],
+        coverage: Coverage,
         targets: Vec<TargetMemory<'_>>,
         references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
     ) -> Result<()> {
-        let plan = self.plan((requests, cover), references)?;
+        let plan = self.plan(requests, coverage, references)?;
         self.transferred += plan.bytes;
         let (mut parts, device_parts) = plan.split_targets(targets);
         let is_local = |copy: &&RegionCopy| self.version.remote_archive(copy.storage).is_none();
@@ -485,15 +486,16 @@ impl<'a> Read<'a> {
 
     fn plan(
         &mut self,
-        requests: (&[Request<'_>], Coverage),
+        requests: &[Request<'_>],
+        coverage: Coverage,
         references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
     ) -> Result<Arc<Plan>> {
         let started = Instant::now();
-        let name = plans::plan_fingerprint(&self.version.layout, self.writer, requests);
+        let name = plans::plan_fingerprint(&self.version.layout, self.writer, requests, coverage);
         // The manifest itself names its layout. A false name must not lead to a read beyond the end of a storage.
         let cached =
             self.context.plans.get(&name).filter(|plan| plan.fits(self.version.storage_lens()));
-        let plan = cached.map_or_else(|| self.new_plan(name, requests, references), Ok);
+        let plan = cached.map_or_else(|| self.new_plan(name, requests, coverage, references), Ok);
         self.plan_time += started.elapsed();
         plan
     }
@@ -501,12 +503,13 @@ impl<'a> Read<'a> {
     fn new_plan(
         &self,
         name: [u8; 32],
-        (requests, cover): (&[Request<'_>], Coverage),
+        requests: &[Request<'_>],
+        coverage: Coverage,
         references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
     ) -> Result<Arc<Plan>> {
         let mut plan = Plan::default();
         for (at, request) in requests.iter().enumerate() {
-            let added = plan.add(request, &references(at)?, cover);
+            let added = plan.add(request, &references(at)?, coverage);
             added.map_err(|error| self.format_error(error))?;
         }
         let plan = Arc::new(plan);

@@ -167,7 +167,7 @@ impl Bucket {
         result.map_err(|error| self.error(name, &error))
     }
 
-    /// As [`ask`](Self::ask), for a thread that may block.
+    /// As [`request`](Self::request), for a thread that may block.
     pub(crate) fn request_blocking<T: Send + 'static>(
         &self,
         name: &str,

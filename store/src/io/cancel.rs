@@ -52,7 +52,7 @@ impl CancelToken {
         }
     }
 
-    /// Runs blocking work on its own thread, and `check` on this one at every [`INTERVAL`](Self::INTERVAL).
+    /// Runs blocking work on its own thread, and `check` on this one at every [`POLL_INTERVAL`](Self::POLL_INTERVAL).
     ///
     /// After the first error of the check, the work is cancelled. The call waits for the work to end and returns that
     /// error.

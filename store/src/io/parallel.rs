@@ -46,7 +46,7 @@ pub(crate) fn map<J: Send, R: Send, E: Send>(
     jobs: Vec<J>,
     work: impl Fn(J) -> Result<R, E> + Sync,
 ) -> Result<Vec<R>, E> {
-    map_with_lookahead(jobs, (0, |_: &mut J| Ok(())), work)
+    map_with_lookahead(jobs, 0, |_: &mut J| Ok(()), work)
 }
 
 /// As [`map`], on one core less: the calling thread keeps one core for its own work.
@@ -54,26 +54,27 @@ pub(crate) fn map_on_other_cores<J: Send, R: Send, E: Send>(
     jobs: Vec<J>,
     work: impl Fn(J) -> Result<R, E> + Sync,
 ) -> Result<Vec<R>, E> {
-    map_on(cores() - 1, jobs, (0, |_: &mut J| Ok(())), work)
+    map_on(cores() - 1, jobs, 0, |_: &mut J| Ok(()), work)
 }
 
-/// As [`map`], but begins the next jobs ahead of the one that runs.
+/// As [`map`], but calls `begin` for the next `ahead` jobs before they run.
 ///
-/// `ahead` has the number of jobs to begin ahead, and the function that begins one. The jobs begin in their order, one
-/// at a time.
+/// The jobs begin in their order, one at a time.
 pub(crate) fn map_with_lookahead<J: Send, R: Send, E: Send>(
     jobs: Vec<J>,
-    ahead: (usize, impl Fn(&mut J) -> Result<(), E> + Sync),
+    ahead: usize,
+    begin: impl Fn(&mut J) -> Result<(), E> + Sync,
     work: impl Fn(J) -> Result<R, E> + Sync,
 ) -> Result<Vec<R>, E> {
     let cores = if jobs.len() > 1 { cores() } else { 1 };
-    map_on(cores, jobs, ahead, work)
+    map_on(cores, jobs, ahead, begin, work)
 }
 
 fn map_on<J: Send, R: Send, E: Send>(
     cores: usize,
     jobs: Vec<J>,
-    (ahead, begin): (usize, impl Fn(&mut J) -> Result<(), E> + Sync),
+    ahead: usize,
+    begin: impl Fn(&mut J) -> Result<(), E> + Sync,
     work: impl Fn(J) -> Result<R, E> + Sync,
 ) -> Result<Vec<R>, E> {
     let threads = cores.min(jobs.len());
@@ -149,7 +150,7 @@ mod tests {
                 assert!(begun.lock().len() >= wanted, "{job}");
                 Ok(job)
             };
-            let done = map_with_lookahead(jobs, (ahead, begin), work);
+            let done = map_with_lookahead(jobs, ahead, begin, work);
             assert_eq!(done, Ok((0..JOBS).collect()));
             let all = if ahead > 0 { (0..JOBS).collect() } else { Vec::new() };
             assert_eq!(*begun.lock(), all);
@@ -164,7 +165,7 @@ mod tests {
             worked.lock().push(job);
             Ok(job)
         };
-        assert_eq!(map_with_lookahead((0..JOBS).collect(), (8, begin), work), Err(5));
+        assert_eq!(map_with_lookahead((0..JOBS).collect(), 8, begin, work), Err(5));
         let mut worked = worked.into_inner();
         worked.sort_unstable();
         assert_eq!(worked, (0..5).collect::<Vec<_>>());

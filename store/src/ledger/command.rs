@@ -118,7 +118,7 @@ pub enum Command {
         selector: Selector,
         /// The identity of the lease. The same identity again renews the lease of the same version.
         lease: LeaseId,
-        /// The reader, as [`Command::HolderGone`] names it.
+        /// The reader, as [`Command::HolderEnded`] names it.
         holder: String,
         /// How long new reads may start.
         ttl: Duration,
@@ -299,7 +299,7 @@ pub enum Outcome {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Effect {
-    /// Verify that the contributions form one state dict. Report with [`Command::Proved`] or [`Command::Rejected`].
+    /// Verify that the contributions form one state dict. Report with [`Command::Verified`] or [`Command::Rejected`].
     #[serde(rename = "Prove")]
     Verify {
         /// The version.

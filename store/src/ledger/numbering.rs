@@ -117,7 +117,7 @@ impl State {
         let mut number = open.map(|it| it.number).max().max(highest).unwrap_or(0);
         loop {
             number = number.checked_add(1).ok_or(Refusal::NumbersExhausted)?;
-            if self.version_at((epoch, number)).is_none() {
+            if self.version_at(epoch, number).is_none() {
                 return Ok(number);
             }
         }
@@ -138,7 +138,7 @@ impl State {
 
     /// Returns the versions that block a new version: it must wait until they have become visible or are deleted.
     pub(super) fn blocking_versions(&self, position: &VersionPosition) -> Vec<VersionId> {
-        if let Some(version) = self.version_at((position.epoch, position.number)) {
+        if let Some(version) = self.version_at(position.epoch, position.number) {
             return vec![version.id];
         }
         let ids = |versions: Vec<&Version>| versions.iter().map(|version| version.id).collect();
@@ -152,9 +152,11 @@ impl State {
         if deletions.len() >= MAX_PENDING_DELETIONS { ids(deletions) } else { Vec::new() }
     }
 
-    fn version_at(&self, position: (u32, u64)) -> Option<&Version> {
-        let index =
-            self.versions.binary_search_by_key(&position, |version| version.position()).ok()?;
+    fn version_at(&self, epoch: u32, number: u64) -> Option<&Version> {
+        let index = self
+            .versions
+            .binary_search_by_key(&(epoch, number), |version| version.position())
+            .ok()?;
         self.versions.get(index).map(Arc::as_ref)
     }
 }

@@ -82,13 +82,15 @@ impl RemoteController {
         identity: &Identity,
         timeout: Duration,
     ) -> Result<Self> {
-        let link = split_tcp(endpoint.connect(identity, timeout).await?, Limits::REMOTE_DAEMON);
+        let (sender, receiver) =
+            split_tcp(endpoint.connect(identity, timeout).await?, Limits::REMOTE_DAEMON);
         let connector = {
             let (endpoint, identity) = (endpoint.clone(), identity.clone());
             Arc::new(move || endpoint.connect_blocking(&identity, timeout))
         };
         let unreachable = |error: &dyn std::fmt::Display| endpoint.unreachable(error);
-        let connecting = Self::handshake(link, endpoint.route(), connector, &unreachable);
+        let connecting =
+            Self::handshake(sender, receiver, endpoint.route(), connector, &unreachable);
         let timed_out =
             |_| endpoint.unreachable(&format_args!("it has not answered for {timeout:?}"));
         tokio::time::timeout(timeout, connecting).await.map_err(timed_out)?
@@ -99,14 +101,16 @@ impl RemoteController {
             let socket = socket.to_owned();
             Arc::new(move || connect_blocking(&socket))
         };
-        let link = split_unix(stream, Limits::DAEMON);
+        let (sender, receiver) = split_unix(stream, Limits::DAEMON);
         let route = Route::new(Transport::Arena, "the daemon is of this host");
-        Self::handshake(link, route, connector, &|error| unreachable(socket, error)).await
+        Self::handshake(sender, receiver, route, connector, &|error| unreachable(socket, error))
+            .await
     }
 
     /// Exchanges hello and welcome, and checks the protocol version.
     async fn handshake(
-        link: (FrameSender, FrameReceiver),
+        sender: FrameSender,
+        receiver: FrameReceiver,
         route: Route,
         connector: Connector,
         unreachable: &(dyn Fn(&dyn std::fmt::Display) -> Error + Sync),
@@ -114,7 +118,7 @@ impl RemoteController {
         let maps = Arc::new(SegmentMaps::default());
         let is_near = route.transport == Transport::Arena;
         let limits = if is_near { Limits::CLIENT } else { Limits::REMOTE_CLIENT };
-        let calls = Calls::start(link, limits, maps.clone());
+        let calls = Calls::start(sender, receiver, limits, maps.clone());
         let response = calls.call(&Request::Hello(hello()), Bytes::new(), RESPONSE_TIMEOUT).await?;
         match response.reply {
             Reply::Welcome(welcome) if welcome.protocol.major == ProtocolVersion::CURRENT.major => {

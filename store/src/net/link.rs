@@ -5,7 +5,6 @@ mod unix;
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
-use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +13,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use tokio::net::UnixStream;
 
-use crate::net::tls::AsyncDuplex;
+use crate::net::tls::TcpConnection;
 use crate::net::wire::{Frame, HEADER_BYTES, Header, Limits};
 
 /// Timeout of a frame, from its first byte to its last. After it, the peer is considered lost.
@@ -80,11 +79,11 @@ pub(crate) fn split_unix(stream: UnixStream, limits: Limits) -> (FrameSender, Fr
     (FrameSender(Box::new(stream.clone())), FrameReceiver::new(Box::new(stream), limits))
 }
 
-/// As [`split`], for a stream to another host and the socket below it.
-pub(crate) fn split_tcp(
-    (stream, socket): (Box<dyn AsyncDuplex>, TcpStream),
-    limits: Limits,
-) -> (FrameSender, FrameReceiver) {
+/// Returns both directions of a connection to another host.
+///
+/// `limits` are those of the peer's frames.
+pub(crate) fn split_tcp(connection: TcpConnection, limits: Limits) -> (FrameSender, FrameReceiver) {
+    let TcpConnection { stream, socket } = connection;
     let (receiving, sending) = tokio::io::split(stream);
     (
         FrameSender(Box::new(tcp::TcpSendHalf(sending, socket))),

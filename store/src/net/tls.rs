@@ -91,6 +91,13 @@ pub(crate) trait AsyncDuplex: AsyncRead + AsyncWrite + Send + Sync + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Sync + Unpin> AsyncDuplex for T {}
 
+/// A connection through TCP: the stream, with TLS or without, and its socket.
+pub(crate) struct TcpConnection {
+    pub(crate) stream: Box<dyn AsyncDuplex>,
+    /// A second handle of the socket, which closes the connection while the stream is in use.
+    pub(crate) socket: TcpStream,
+}
+
 impl FromStr for Endpoint {
     type Err = Error;
 
@@ -150,27 +157,28 @@ impl Endpoint {
         Ok(Box::new(stream))
     }
 
-    /// Connects, for async reads and writes. Also returns a handle of the socket below the stream.
+    /// Connects, for async reads and writes.
     pub(crate) async fn connect(
         &self,
         identity: &Identity,
         timeout: Duration,
-    ) -> Result<(Box<dyn AsyncDuplex>, TcpStream)> {
+    ) -> Result<TcpConnection> {
         let endpoint = self.clone();
         let stream = run_blocking(move || endpoint.connect_tcp(timeout)).await?;
         let unreachable = |error| self.unreachable(&error);
-        let handle = stream.try_clone().map_err(unreachable)?;
+        let socket = stream.try_clone().map_err(unreachable)?;
         stream.set_nonblocking(true).map_err(unreachable)?;
         let stream = tokio::net::TcpStream::from_std(stream).map_err(unreachable)?;
         if !self.is_tls {
-            return Ok((Box::new(stream), handle));
+            return Ok(TcpConnection { stream: Box::new(stream), socket });
         }
         let (config, name) = (identity.client(self)?, self.server_name()?);
         let handshake = TlsConnector::from(config).connect(name, stream);
         let connected = tokio::time::timeout(timeout, handshake).await.map_err(|_| {
-            self.unreachable(&format_args!("it has not said hello for {timeout:?}"))
+            self.unreachable(&format_args!("the TLS handshake took longer than {timeout:?}"))
         })?;
-        Ok((Box::new(connected.map_err(unreachable)?), handle))
+        let stream = Box::new(connected.map_err(unreachable)?);
+        Ok(TcpConnection { stream, socket })
     }
 
     /// Connects to the first address of the host that accepts.
@@ -291,15 +299,17 @@ impl Identity {
         &self,
         stream: tokio::net::TcpStream,
         timeout: Duration,
-    ) -> io::Result<(Box<dyn AsyncDuplex>, TcpStream)> {
+    ) -> io::Result<TcpConnection> {
         let stream = stream.into_std()?;
         configure_socket(&stream)?;
-        let handle = stream.try_clone()?;
+        let socket = stream.try_clone()?;
         let stream = tokio::net::TcpStream::from_std(stream)?;
-        let Some(configs) = &self.0 else { return Ok((Box::new(stream), handle)) };
+        let Some(configs) = &self.0 else {
+            return Ok(TcpConnection { stream: Box::new(stream), socket });
+        };
         let handshake = TlsAcceptor::from(configs.server.clone()).accept(stream);
         let accepted = tokio::time::timeout(timeout, handshake).await?;
-        Ok((Box::new(accepted?), handle))
+        Ok(TcpConnection { stream: Box::new(accepted?), socket })
     }
 }
 
@@ -319,10 +329,7 @@ fn complete_handshake(
             continue;
         }
         if Instant::now() > until {
-            return Err(io::Error::new(
-                io::ErrorKind::TimedOut,
-                "it has not said all of its hello",
-            ));
+            return Err(io::Error::new(io::ErrorKind::TimedOut, "the TLS handshake timed out"));
         }
         if conn.read_tls(sock)? == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());

@@ -183,7 +183,7 @@ impl Pool {
 
     /// Acquires a device segment for a writer: an unused one of its own, else a new one.
     ///
-    /// The writer allocates the memory of a new one and [attaches](Pool::bring) it. Returns none if the writer has too
+    /// The writer allocates the memory of a new one and [attaches](Pool::attach_device_memory) it. Returns none if the writer has too
     /// many device segments.
     pub(crate) fn acquire_device_segment(
         &self,
@@ -250,7 +250,7 @@ impl Pool {
         self.write_by(len, WriteMap::new)
     }
 
-    /// As [`write_own`](Self::write_own), for a blob of which only parts may arrive.
+    /// As [`begin_blob`](Self::begin_blob), for a blob of which only parts may arrive.
     ///
     /// The rest takes no pages.
     pub(crate) fn begin_sparse_blob(
@@ -452,7 +452,7 @@ impl Pool {
         }
     }
 
-    /// Holds blobs for a reader: they are not deleted before [`let_go`](Self::let_go).
+    /// Holds blobs for a reader: they are not deleted before [`release`](Self::release).
     pub(crate) fn hold(&self, names: &[String]) {
         let mut inner = self.inner();
         for name in names {

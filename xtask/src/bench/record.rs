@@ -64,7 +64,7 @@ pub(crate) enum Role {
     /// A limit of the hardware or the operating system.
     Limit,
     /// A variant of TSSD, or another comparison.
-    #[serde(rename = "Also")]
+    #[serde(rename = "also")]
     Variant,
 }
 

@@ -143,15 +143,15 @@ impl PartialReplica {
     ///
     /// # Errors
     ///
-    /// As [`Elsewhere::read`]; `Invalid` as [`total`].
+    /// As [`RemoteBlobIndex::read`]; `Invalid` as [`total_bytes`].
     pub(crate) async fn read(
         self: &Arc<Self>,
-        elsewhere: &RemoteBlobIndex,
+        remote_blobs: &RemoteBlobIndex,
         ranges: &[Range],
         prove: bool,
     ) -> Result<Option<(Bytes, ReadChecksum)>> {
         let bytes = total_bytes(ranges, self.len)?;
-        if let Some(fetched) = self.fetch_missing(elsewhere, ranges, prove).await? {
+        if let Some(fetched) = self.fetch_missing(remote_blobs, ranges, prove).await? {
             return Ok(Some(fetched));
         }
         let (replica, ranges) = (self.clone(), ranges.to_vec());
@@ -166,16 +166,20 @@ impl PartialReplica {
     }
 
     /// Fetches all missing bytes.
-    pub(crate) async fn complete(self: &Arc<Self>, elsewhere: &Arc<RemoteBlobIndex>) -> Result<()> {
+    pub(crate) async fn complete(
+        self: &Arc<Self>,
+        remote_blobs: &Arc<RemoteBlobIndex>,
+    ) -> Result<()> {
         let parts = Arc::new(Lock::new(self.missing_requests().into_iter()));
         let mut fetchers: JoinSet<Result<()>> = JoinSet::new();
         for _ in 0..FETCHERS {
-            let (replica, elsewhere, parts) = (self.clone(), elsewhere.clone(), parts.clone());
+            let (replica, remote_blobs, parts) =
+                (self.clone(), remote_blobs.clone(), parts.clone());
             fetchers.spawn(async move {
                 loop {
                     let next = parts.lock().next();
                     let Some(part) = next else { return Ok(()) };
-                    replica.fetch_missing(&elsewhere, &part, false).await?;
+                    replica.fetch_missing(&remote_blobs, &part, false).await?;
                 }
             });
         }
@@ -242,7 +246,7 @@ impl PartialReplica {
     /// Returns the data if one request fetched exactly these ranges.
     async fn fetch_missing(
         self: &Arc<Self>,
-        elsewhere: &RemoteBlobIndex,
+        remote_blobs: &RemoteBlobIndex,
         ranges: &[Range],
         prove: bool,
     ) -> Result<Option<(Bytes, ReadChecksum)>> {
@@ -259,7 +263,7 @@ impl PartialReplica {
                 MissingRanges::Claimed(claim) => claim,
             };
             for part in claim.ranges.chunks(MAX_RANGES) {
-                let fetched = elsewhere.read(&self.name, part, prove).await?;
+                let fetched = remote_blobs.read(&self.name, part, prove).await?;
                 let (replica, part) = (self.clone(), part.to_vec());
                 let (fetched, part) = run_blocking(move || {
                     replica.store(&part, &fetched.0, prove);

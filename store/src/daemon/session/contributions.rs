@@ -106,7 +106,7 @@ impl Session {
     /// Opens a contribution, and commits it at once if its only archive came with the request.
     pub(crate) async fn begin(
         &self,
-        asked: &InFlightRequest,
+        in_flight: &InFlightRequest,
         Begin { key, mut proposal, replica_address, digest }: Begin,
         data: Bytes,
     ) -> Result<Response<'_>> {
@@ -126,8 +126,8 @@ impl Session {
         let is_wanted = || {
             // A request that waits for other writers frees its slot and its archive. It is not committed at once.
             drop(take_inline());
-            asked.release_active_slot(0);
-            self.is_awaited(asked)
+            in_flight.release_active_slot(0);
+            self.is_awaited(in_flight)
         };
         if let (Durability::Object, Some(replicator)) =
             (proposal.durability, &self.state.replicator)
@@ -154,16 +154,16 @@ impl Session {
         if let Some(endpoint) = remote {
             open.target = Target::Remote(endpoint);
         }
-        let targets = self.allocate(&mut open, (asked, deadline)).await;
+        let targets = self.allocate(&mut open, in_flight, deadline).await;
         let (room, fds, device) =
-            match targets.and_then(|targets| asked.check_cancelled().map(|()| targets)) {
+            match targets.and_then(|targets| in_flight.check_cancelled().map(|()| targets)) {
                 Ok(targets) => targets,
                 Err(error) => return Err(self.abort(open, error).await),
             };
         let contribution = self.state.next_number();
         let archive = take_inline().filter(|_| room == WriteTarget::Inline && device.is_none());
-        let progress = if let Some(archive) = archive {
-            Some(self.commit_contribution(asked, contribution, open, archive).await?)
+        let progress = if let Some((digest, data)) = archive {
+            Some(self.commit_contribution(in_flight, contribution, open, digest, data).await?)
         } else {
             self.contributions().insert(contribution, Some(open));
             None
@@ -190,10 +190,11 @@ impl Session {
     async fn allocate(
         &self,
         open: &mut Contribution,
-        until: (&InFlightRequest, Instant),
+        in_flight: &InFlightRequest,
+        deadline: Instant,
     ) -> Result<(WriteTarget, Vec<OwnedFd>, Option<SharedSegment>)> {
         let device = self.allocate_on_device(open)?;
-        let (room, fds) = self.allocate_on_host(open, until).await?;
+        let (room, fds) = self.allocate_on_host(open, in_flight, deadline).await?;
         Ok((room, fds, device))
     }
 
@@ -201,7 +202,8 @@ impl Session {
     async fn allocate_on_host(
         &self,
         open: &mut Contribution,
-        until: (&InFlightRequest, Instant),
+        in_flight: &InFlightRequest,
+        deadline: Instant,
     ) -> Result<(WriteTarget, Vec<OwnedFd>)> {
         let len = open.host_len();
         if let Target::Remote(_) = open.target {
@@ -212,11 +214,14 @@ impl Session {
             return Ok((WriteTarget::Inline, Vec::new()));
         }
         if !self.origin.is_local() {
-            let writing = self.with_memory(until, 0, |pool| pool.begin_blob(len)).await?;
+            let writing =
+                self.with_memory(in_flight, deadline, 0, |pool| pool.begin_blob(len)).await?;
             open.target = Target::DaemonSegment(writing, 0);
             return Ok((WriteTarget::Frames, Vec::new()));
         }
-        let lent = self.with_memory(until, 0, |pool| pool.acquire_segment(self.peer, len)).await?;
+        let lent = self
+            .with_memory(in_flight, deadline, 0, |pool| pool.acquire_segment(self.peer, len))
+            .await?;
         open.target = Target::ClientSegment(lent.segment);
         let room = WriteTarget::Segment { segment: lent.segment, capacity: lent.capacity };
         Ok((room, lent.memory.into_iter().collect()))
@@ -239,7 +244,7 @@ impl Session {
         } else if !self.origin.is_local() {
             "only processes of this host put to the memory of its GPUs"
         } else if self.state.control_plane.is_shared() {
-            "whoever decides elsewhere cannot look at what is in the memory of a GPU here"
+            "the controller on another host cannot read a manifest in GPU memory of this host"
         } else if durability != Durability::Memory {
             "what must last does not stay in the memory of a GPU"
         } else if *len < HEAD_BYTES || *len > file_len {
@@ -332,20 +337,21 @@ impl Session {
     /// Completes the last archive of a contribution, and allocates memory for another one.
     pub(crate) async fn extend(
         &self,
-        asked: &InFlightRequest,
+        in_flight: &InFlightRequest,
         contribution: u64,
-        (file_len, device): (u64, Option<DeviceMemoryRequest>),
+        file_len: u64,
+        device: Option<DeviceMemoryRequest>,
         data: Bytes,
     ) -> Result<Response<'_>> {
         let taken = self.contributions().get_mut(&contribution).and_then(Option::take);
         let mut open = taken.ok_or_else(|| unknown_contribution(contribution))?;
         let extended = async {
             self.check_device(device.as_ref(), file_len, open.placement.durability)?;
-            self.publish_archive(asked, &mut open, data).await?;
+            self.publish_archive(in_flight, &mut open, data).await?;
             open.lens.push(file_len);
             (open.device, open.device_segment) = (device, None);
             let deadline = Instant::now() + open.timeout;
-            self.allocate(&mut open, (asked, deadline)).await
+            self.allocate(&mut open, in_flight, deadline).await
         };
         let error = match extended.await {
             Ok((room, fds, device)) => match self.contributions().get_mut(&contribution) {
@@ -371,16 +377,17 @@ impl Session {
     /// request keeps meanwhile.
     pub(crate) async fn with_memory<T>(
         &self,
-        (asked, deadline): (&InFlightRequest, Instant),
+        in_flight: &InFlightRequest,
+        deadline: Instant,
         bytes: usize,
         work: impl FnMut(&Arc<Pool>) -> std::io::Result<Result<T, PoolExhausted>>,
     ) -> Result<T> {
         let left = deadline.saturating_duration_since(Instant::now());
         let give_up = async {
-            asked.release_active_slot(bytes);
+            in_flight.release_active_slot(bytes);
             tokio::select! {
                 () = tokio::time::sleep(left) => {}
-                () = self.abandoned(asked) => {}
+                () = self.abandoned(in_flight) => {}
             }
         };
         let replicas = &self.state.volume.replicas;
@@ -397,9 +404,10 @@ impl Session {
     /// Commits a contribution of this connection.
     pub(crate) async fn commit(
         &self,
-        asked: &InFlightRequest,
+        in_flight: &InFlightRequest,
         contribution: u64,
-        (digest, lens): (ArchiveDigest, Vec<u64>),
+        digest: ArchiveDigest,
+        lens: Vec<u64>,
         data: Bytes,
     ) -> Result<Progress> {
         let mut open = self
@@ -411,26 +419,27 @@ impl Session {
                 Err(error) => return Err(self.abort(open, error).await),
             }
         }
-        self.commit_contribution(asked, contribution, open, (digest, data)).await
+        self.commit_contribution(in_flight, contribution, open, digest, data).await
     }
 
     /// Commits a contribution. `data` is its last archive if that is sent inline.
     async fn commit_contribution(
         &self,
-        asked: &InFlightRequest,
+        in_flight: &InFlightRequest,
         contribution: u64,
         mut open: Contribution,
-        (digest, data): (ArchiveDigest, Bytes),
+        digest: ArchiveDigest,
+        data: Bytes,
     ) -> Result<Progress> {
         let committed = async {
-            self.publish_archive(asked, &mut open, data).await?;
+            self.publish_archive(in_flight, &mut open, data).await?;
             let followers_guard = self.state.lock_commits(&open.placement.key).await;
-            asked.check_cancelled()?;
+            in_flight.check_cancelled()?;
             let progress =
                 self.state.control_plane.commit(&open.placement, digest, &open.lens).await?;
             if progress.visible {
                 let ArchivePlacement { key, id, epoch, number, .. } = &open.placement;
-                self.state.notify_followers(key, (*id, (*epoch, *number))).await;
+                self.state.notify_followers(key, *id, *epoch, *number).await;
             }
             drop(followers_guard);
             // A retry of a committed contribution is not counted again.
@@ -486,11 +495,11 @@ impl Session {
     /// connection has no such upload, or has waited for it before.
     pub(crate) async fn wait_stored(
         &self,
-        asked: &InFlightRequest,
+        in_flight: &InFlightRequest,
         contribution: u64,
         patience: Duration,
     ) -> Result<Progress> {
-        asked.release_active_slot(0);
+        in_flight.release_active_slot(0);
         let upload = self.uploads().remove(&contribution);
         let mut upload = upload.ok_or_else(|| unknown_contribution(contribution))?;
         let patience = patience.min(MAX_WAIT);
@@ -498,7 +507,7 @@ impl Session {
             biased;
             result = upload.wait_for(Option::is_some) => result.ok().and_then(|it| it.clone()),
             () = tokio::time::sleep(patience) => None,
-            () = self.abandoned(asked) => None,
+            () = self.abandoned(in_flight) => None,
         };
         match waited {
             Some(Ok(progress)) => Ok(progress),
@@ -522,7 +531,7 @@ impl Session {
     /// Completes the last archive: publishes it in the pool, and writes it to disk if it must be there.
     async fn publish_archive(
         &self,
-        asked: &InFlightRequest,
+        in_flight: &InFlightRequest,
         open: &mut Contribution,
         data: Bytes,
     ) -> Result<()> {
@@ -564,7 +573,7 @@ impl Session {
                 check_len(u64::try_from(data.len()).unwrap_or(u64::MAX))?;
                 let deadline = Instant::now() + open.timeout;
                 let write = |pool: &Arc<Pool>| pool.write(&path, &data);
-                self.with_memory((asked, deadline), data.len(), write).await?;
+                self.with_memory(in_flight, deadline, data.len(), write).await?;
             }
         }
         if let Some(segment) = open.device_segment {

@@ -12,15 +12,16 @@ impl Session {
     /// Copies the remote archives of a version into memory: the named ones, or all.
     pub(crate) async fn prefetch(
         &self,
-        asked: &InFlightRequest,
+        in_flight: &InFlightRequest,
         key: &Key,
-        (selector, archives): (Selector, Option<&[String]>),
+        selector: Selector,
+        archives: Option<&[String]>,
     ) -> Result<PrefetchReply> {
         let started = Instant::now();
         let (grant, remote) = self.state.begin_prefetch(key, selector, archives).await?;
         let mut bytes = 0;
         for (name, len) in remote {
-            if let Err(error) = self.copy_archive(asked, &name, len).await {
+            if let Err(error) = self.copy_archive(in_flight, &name, len).await {
                 self.state.abort_prefetch(&grant).await;
                 return Err(error);
             }
@@ -34,12 +35,12 @@ impl Session {
     }
 
     /// Copies an archive into the memory of this daemon, and verifies it.
-    async fn copy_archive(&self, asked: &InFlightRequest, name: &str, len: u64) -> Result<()> {
+    async fn copy_archive(&self, in_flight: &InFlightRequest, name: &str, len: u64) -> Result<()> {
         let (deadline, replicas) = (Instant::now() + MAX_WAIT, &self.state.volume.replicas);
         replicas.prepare(name, len, &*self.state.control_plane).await;
         loop {
-            asked.check_cancelled()?;
-            self.with_memory((asked, deadline), 0, |_| replicas.allocate(name, len)).await?;
+            in_flight.check_cancelled()?;
+            self.with_memory(in_flight, deadline, 0, |_| replicas.allocate(name, len)).await?;
             match replicas.complete(name).await {
                 // A small archive allocates its memory in the pool only when it is complete.
                 Err(error)

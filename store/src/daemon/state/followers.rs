@@ -35,7 +35,7 @@ impl DaemonState {
     ///
     /// # Errors
     ///
-    /// `Unsupported` if other daemons change the ledgers too; `Refused` if the peer has [`MAX_FOLLOWED`] followers.
+    /// `Unsupported` if other daemons change the ledgers too; `Refused` if the peer has [`MAX_FOLLOWED_KEYS`] followers.
     pub(crate) fn follow(&self, peer: PeerId, key: &Key) -> Result<u64> {
         if self.control_plane.is_shared() {
             let text = "who follows a key asks a daemon that decides alone: others decide with this one, or for it";
@@ -81,23 +81,24 @@ impl DaemonState {
     }
 
     /// Leases a version that has become visible for each follower of its key, and queues it for them.
-    pub(crate) async fn notify_followers(&self, key: &Key, (id, order): (VersionId, (u32, u64))) {
+    pub(crate) async fn notify_followers(&self, key: &Key, id: VersionId, epoch: u32, number: u64) {
         let followers: Vec<(u64, PeerId)> = {
             let mut inner = self.inner();
             let followers = inner.followers.iter_mut().filter(|(_, follower)| follower.key == *key);
-            let behind = followers.filter(|(_, follower)| follower.last_queued < Some(order));
-            let notified = behind.map(|(number, follower)| {
-                follower.last_queued = Some(order);
-                (*number, follower.peer)
+            let behind =
+                followers.filter(|(_, follower)| follower.last_queued < Some((epoch, number)));
+            let notified = behind.map(|(follower_number, follower)| {
+                follower.last_queued = Some((epoch, number));
+                (*follower_number, follower.peer)
             });
             notified.collect()
         };
-        for (number, peer) in followers {
+        for (follower_number, peer) in followers {
             let granted = self.control_plane.lease(peer, key, Selector::Id(id)).await;
             let granted = granted.map(|grant| self.record_lease(peer, key, grant));
             let surplus = {
                 let mut inner = self.inner();
-                match inner.followers.get_mut(&number) {
+                match inner.followers.get_mut(&follower_number) {
                     Some(follower) if follower.queue.len() < MAX_QUEUED_VERSIONS => {
                         follower
                             .leases
@@ -140,7 +141,8 @@ impl DaemonState {
     /// Returns `None` after `patience`, or when `unasked` completes.
     pub(crate) async fn next_version(
         &self,
-        (peer, number): (PeerId, u64),
+        peer: PeerId,
+        number: u64,
         patience: Duration,
         unasked: impl Future<Output = ()>,
     ) -> Result<Option<(Key, LocatedVersion)>> {

@@ -48,9 +48,11 @@ impl DaemonState {
             match self.volume.locate(name)? {
                 None => missing.push((name.clone(), RestoreReason::NoReplica)),
                 Some(BlobLocation::Remote(..)) => {
-                    let elsewhere = &self.volume.remote_blobs;
-                    let is_only_copy = !grant.is_in_bucket && !elsewhere.has_several_replicas(name);
-                    let is_reachable = is_only_copy || elsewhere.prefer_reachable(name, now).await;
+                    let remote_blobs = &self.volume.remote_blobs;
+                    let is_only_copy =
+                        !grant.is_in_bucket && !remote_blobs.has_several_replicas(name);
+                    let is_reachable =
+                        is_only_copy || remote_blobs.prefer_reachable(name, now).await;
                     if grant.is_in_bucket && !is_reachable {
                         missing.push((name.clone(), RestoreReason::Unreachable));
                     }
@@ -104,7 +106,10 @@ impl DaemonState {
         self.restore_missing(key, grant).await?;
         self.copy_manifest(key, grant).await?;
         let BlobLocation::Local(manifest) = self.locate_blob(key, grant, &grant.manifest)? else {
-            return Err(Error::new(ErrorKind::Corrupt, "the manifest is elsewhere"));
+            return Err(Error::new(
+                ErrorKind::Corrupt,
+                "this host does not have the bytes of the manifest",
+            ));
         };
         let archives = grant.archives.iter();
         let archives =
@@ -156,9 +161,9 @@ impl DaemonState {
         grant: &LeasedVersion,
         location: Option<(String, Endpoint, u64)>,
     ) -> Result<Vec<u8>> {
-        let (elsewhere, now) = (&self.volume.remote_blobs, Instant::now());
+        let (remote_blobs, now) = (&self.volume.remote_blobs, Instant::now());
         let is_reachable = match &location {
-            Some((_, endpoint, _)) => elsewhere.is_reachable(endpoint, now).await,
+            Some((_, endpoint, _)) => remote_blobs.is_reachable(endpoint, now).await,
             None => false,
         };
         if !is_reachable {
@@ -168,7 +173,7 @@ impl DaemonState {
                     self.volume.locate(name)?,
                     Some(BlobLocation::Local(_) | BlobLocation::Device(_))
                 );
-                can_rebuild &= is_here || elsewhere.prefer_reachable(name, now).await;
+                can_rebuild &= is_here || remote_blobs.prefer_reachable(name, now).await;
             }
             if can_rebuild
                 && let Some(rebuilt) = self.control_plane.rebuild_manifest(key, grant.id).await?
@@ -184,14 +189,14 @@ impl DaemonState {
             let text = format_args!("key `{key}`: nobody has the manifest of version {number}");
             return Err(Error::new(ErrorKind::Unreachable, text));
         };
-        let connections = elsewhere.connections(&endpoint);
+        let connections = remote_blobs.connections(&endpoint);
         run_blocking(move || connections.read_manifest(&name, len)).await
     }
 
     /// Leases a version for a prefetch, and returns the names and lengths of its archives on other daemons.
     ///
-    /// `only` selects archives by name; `None` selects all. The caller ends the prefetch with [`House::fetched`] or
-    /// [`House::give_up`].
+    /// `only` selects archives by name; `None` selects all. The caller ends the prefetch with [`DaemonState::finish_prefetch`] or
+    /// [`DaemonState::abort_prefetch`].
     pub(crate) async fn begin_prefetch(
         &self,
         key: &Key,

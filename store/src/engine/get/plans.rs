@@ -126,11 +126,12 @@ impl PlanCache {
 pub(super) fn plan_fingerprint(
     layout: &[u8; 16],
     writer: Option<u32>,
-    (requests, cover): (&[Request<'_>], Coverage),
+    requests: &[Request<'_>],
+    coverage: Coverage,
 ) -> [u8; 32] {
     let mut bytes = Vec::with_capacity(128 * requests.len());
     bytes.extend(layout);
-    bytes.push(u8::from(cover == Coverage::Part));
+    bytes.push(u8::from(coverage == Coverage::Part));
     bytes.extend(writer.map_or(u64::MAX, u64::from).to_le_bytes());
     let mut add = |words: &[u64]| bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
     // Tied leaves may begin at the same place and have different strides.
@@ -449,8 +450,8 @@ mod tests {
                 ([1; 16], Some(1), Coverage::Whole),
                 ([1; 16], None, Coverage::Part),
             ] {
-                let fingerprint = plan_fingerprint(&layout, writer, (&requests, cover));
-                assert_eq!(fingerprint, plan_fingerprint(&layout, writer, (&requests, cover)));
+                let fingerprint = plan_fingerprint(&layout, writer, &requests, cover);
+                assert_eq!(fingerprint, plan_fingerprint(&layout, writer, &requests, cover));
                 fingerprints.push(fingerprint);
             }
         }

@@ -212,7 +212,7 @@ impl LocalController {
     /// Returns the reason why a put failed.
     ///
     /// If the version was dropped, the reason of the drop replaces an `error` that it has caused.
-    pub(crate) async fn explain_failure(&self, place: &ArchivePlacement, error: Error) -> Error {
+    pub(crate) async fn failure_cause(&self, place: &ArchivePlacement, error: Error) -> Error {
         let state = self.state(&place.key).await;
         match state.ok().and_then(|state| state.outcome_of(place.id)) {
             // The result of a request to an unreachable ledger is unknown.

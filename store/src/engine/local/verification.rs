@@ -87,7 +87,11 @@ fn requested_divergence_policy(
                 DivergencePolicy::Lowest
             }
             Some(AttrValue::Text(text)) if text.as_str() == Some("keep") => DivergencePolicy::Keep,
-            Some(other) => return Err(format!("divergent={other:?} is unknown")),
+            Some(other) => {
+                return Err(format!(
+                    "attribute `{DIVERGENT_ATTR}` is {other:?}, not \"keep\" or \"lowest\""
+                ));
+            }
         };
         if *agreed.get_or_insert(own) != own {
             let writer = contribution.writer;

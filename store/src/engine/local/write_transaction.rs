@@ -45,7 +45,7 @@ impl WriteTransaction {
     async fn abort(&mut self, error: Error) -> Error {
         let Some(place) = self.place.take() else { return error };
         self.reservation = None;
-        let error = self.controller.explain_failure(&place, error).await;
+        let error = self.controller.failure_cause(&place, error).await;
         self.controller.withdraw(&place, self.lens.len()).await;
         error
     }

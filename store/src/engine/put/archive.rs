@@ -135,7 +135,7 @@ fn write_parts<'a>(
     let work = jobs.iter().zip(parts).collect();
     let begin = |(job, part): &mut (&WriteJob, Box<dyn Part + 'a>)| part.begin(job);
     let checksums =
-        parallel::map_with_lookahead(work, (ahead, begin), |(job, mut part)| part.write_job(job))?;
+        parallel::map_with_lookahead(work, ahead, begin, |(job, mut part)| part.write_job(job))?;
     let tail = seal(layout, checksums)?;
     tail_part.write(&tail)?;
     Ok(ArchiveDigest::compute(&tail))

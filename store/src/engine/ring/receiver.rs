@@ -84,14 +84,15 @@ impl Receiver {
         timeout: Duration,
     ) -> Result<ReceiveReport> {
         let mut is_modified = false;
-        let received = self.receive_next(targets, (options, timeout), &mut is_modified).await;
+        let received = self.receive_next(targets, options, timeout, &mut is_modified).await;
         received.map_err(|error| if is_modified { error.with_target_modified() } else { error })
     }
 
     async fn receive_next(
         &mut self,
         targets: &mut [Target<'_>],
-        (options, timeout): (&GetOptions, Duration),
+        options: &GetOptions,
+        timeout: Duration,
         is_modified: &mut bool,
     ) -> Result<ReceiveReport> {
         // The required transport is checked only for buckets that contain tensors.

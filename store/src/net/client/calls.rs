@@ -80,7 +80,8 @@ impl Drop for ReleaseOnDrop {
 impl Calls {
     /// Starts the tasks that receive and send.
     pub(super) fn start(
-        (sender, receiver): (FrameSender, FrameReceiver),
+        sender: FrameSender,
+        receiver: FrameReceiver,
         limits: Limits,
         maps: Arc<SegmentMaps>,
     ) -> Self {
@@ -102,14 +103,15 @@ impl Calls {
         data: Bytes,
         patience: Duration,
     ) -> Result<Response> {
-        self.call_with_fd(request, (data, None), patience).await
+        self.call_with_fd(request, data, None, patience).await
     }
 
     /// As `call`, with a descriptor.
     pub(super) async fn call_with_fd(
         &self,
         request: &Request,
-        (data, fd): (Bytes, Option<OwnedFd>),
+        data: Bytes,
+        fd: Option<OwnedFd>,
         patience: Duration,
     ) -> Result<Response> {
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
@@ -286,11 +288,15 @@ mod tests {
     use crate::error::ErrorKind;
     use crate::net::link::split_unix;
 
+    fn start_calls(client: UnixStream) -> Calls {
+        let (sender, receiver) = split_unix(client, Limits::DAEMON);
+        Calls::start(sender, receiver, Limits::CLIENT, Arc::default())
+    }
+
     #[tokio::test]
     async fn parts_restart_request_timeout() {
         let (client, daemon) = UnixStream::pair().unwrap();
-        let calls =
-            Calls::start(split_unix(client, Limits::DAEMON), Limits::CLIENT, Arc::default());
+        let calls = start_calls(client);
         let (mut sender, mut receiver) = split_unix(daemon, Limits::CLIENT);
         let daemon = tokio::spawn(async move {
             for parts in [8, 0] {
@@ -320,8 +326,7 @@ mod tests {
     #[tokio::test]
     async fn dropped_request_is_cancelled() {
         let (client, daemon) = UnixStream::pair().unwrap();
-        let calls =
-            Calls::start(split_unix(client, Limits::DAEMON), Limits::CLIENT, Arc::default());
+        let calls = start_calls(client);
         let (mut sender, mut receiver) = split_unix(daemon, Limits::CLIENT);
         let start_call = || calls.call(&Request::Status, Bytes::new(), RESPONSE_TIMEOUT);
         // The first call gets a reply, the second is dropped while it waits.

@@ -389,7 +389,7 @@ impl Connection {
             let batch = index.and_then(|index| in_flight.remove(index));
             let batch = batch.filter(|batch| batch.bytes == u64::from(len));
             let batch = batch.ok_or_else(|| connection_lost(&"it answers what was not asked"))?;
-            self.receive_data((&batch, sum), &mut queue.targets, stop)?;
+            self.receive_data(&batch, sum, &mut queue.targets, stop)?;
             credit += batch.bytes;
             received += batch.bytes;
         }
@@ -398,7 +398,8 @@ impl Connection {
     /// Receives the data of a response into the targets, and verifies it.
     fn receive_data(
         &mut self,
-        (batch, sum): (&Batch, ReadChecksum),
+        batch: &Batch,
+        sum: ReadChecksum,
         targets: &mut [&mut [u8]],
         stop: &CancelToken,
     ) -> Result<()> {

@@ -80,8 +80,8 @@ impl RemoteContribution {
             release,
         };
         if begun.committed.is_none() && begun.progress.is_none() {
-            let targets = (begun.target, begun.device.as_ref());
-            created.set_targets(targets, proposal.file_len, proposal.device.as_ref()).await?;
+            let (host, device) = (begun.target, begun.device.as_ref());
+            created.set_targets(host, device, proposal.file_len, proposal.device.as_ref()).await?;
         }
         Ok(created)
     }
@@ -91,15 +91,16 @@ impl RemoteContribution {
     /// An archive in GPU memory has one for its host part and one for the rest. Others have one.
     async fn set_targets(
         &mut self,
-        (room, shared): (WriteTarget, Option<&SharedSegment>),
+        host: WriteTarget,
+        shared: Option<&SharedSegment>,
         file_len: u64,
         device: Option<&DeviceMemoryRequest>,
     ) -> Result<()> {
-        let Some(on_device) = device else { return self.set_host_target(room, file_len).await };
+        let Some(on_device) = device else { return self.set_host_target(host, file_len).await };
         let shared =
             shared.ok_or_else(|| protocol_violation("it has no room in the memory of a GPU"))?;
         self.set_device_target(shared, on_device.len).await?;
-        self.set_host_target(room, HEAD_BYTES + file_len.saturating_sub(on_device.len)).await
+        self.set_host_target(host, HEAD_BYTES + file_len.saturating_sub(on_device.len)).await
     }
 
     /// Sets the GPU segment for the part in front of the index.
@@ -112,8 +113,12 @@ impl RemoteContribution {
         let (segment, new_memory) = self.device_segment(shared).await?;
         if let Some(memory) = new_memory {
             let request = Request::AttachDeviceMemory { segment: shared.segment };
-            let attached = (Bytes::new(), Some(memory));
-            match self.client.calls.call_with_fd(&request, attached, RESPONSE_TIMEOUT).await?.reply
+            match self
+                .client
+                .calls
+                .call_with_fd(&request, Bytes::new(), Some(memory), RESPONSE_TIMEOUT)
+                .await?
+                .reply
             {
                 Reply::Done => self.client.maps.add_device_segment(shared.segment, segment.clone()),
                 other => return Err(unexpected_reply(&other)),
@@ -262,10 +267,10 @@ impl Contribution for RemoteContribution {
         let patience = self.timeout.saturating_add(RESPONSE_TIMEOUT);
         match self.client.calls.call(&request, data, patience).await?.reply {
             Reply::WriteTarget(room) => {
-                self.set_targets((room, None), file_len, device.as_ref()).await
+                self.set_targets(room, None, file_len, device.as_ref()).await
             }
             Reply::DeviceWriteTargets { target, device: shared } => {
-                self.set_targets((target, Some(&shared)), file_len, device.as_ref()).await
+                self.set_targets(target, Some(&shared), file_len, device.as_ref()).await
             }
             other => Err(unexpected_reply(&other)),
         }

@@ -92,7 +92,9 @@ impl Piece {
                 .iter()
                 .map(|each| (each.count, each.source_stride, each.target_stride))
                 .collect();
-            split_runs(source, target, runs.run_bytes(), &loops, limit, &mut pieces);
+            let mut splitter = RunSplitter { run_bytes: runs.run_bytes(), limit, pieces };
+            splitter.split(source, target, &loops);
+            pieces = splitter.pieces;
         }
         pieces
     }
@@ -113,46 +115,50 @@ fn visit_runs(
     }
 }
 
-fn split_runs(
-    source: u64,
-    target: u64,
-    run: u64,
-    loops: &[(u64, u64, u64)],
+/// Splits runs of `run_bytes` bytes into pieces of at most `limit` bytes.
+struct RunSplitter {
+    run_bytes: u64,
     limit: u64,
-    pieces: &mut Vec<Piece>,
-) {
-    let inner_bytes = |loops: &[(u64, u64, u64)]| loops.iter().fold(run, |all, each| all * each.0);
-    if loops.len() <= MAX_LOOPS && inner_bytes(loops) <= limit {
-        let range = Range(source, run, loops.iter().map(|each| (each.0, each.1)).collect());
-        let strides = loops.iter().map(|each| each.2).collect();
-        return pieces.push(Piece { range, target, strides });
-    }
-    let Some((&(count, stride, target_stride), inner)) = loops.split_first() else {
-        // The run exceeds the limit by itself.
-        let mut at = 0;
-        while at < run {
-            let len = limit.min(run - at);
-            let range = Range::contiguous(source + at, len);
-            pieces.push(Piece { range, target: target + at, strides: Vec::new() });
-            at += len;
+    pieces: Vec<Piece>,
+}
+
+impl RunSplitter {
+    fn split(&mut self, source: u64, target: u64, loops: &[(u64, u64, u64)]) {
+        let (run, limit) = (self.run_bytes, self.limit);
+        let inner_bytes =
+            |loops: &[(u64, u64, u64)]| loops.iter().fold(run, |all, each| all * each.0);
+        if loops.len() <= MAX_LOOPS && inner_bytes(loops) <= limit {
+            let range = Range(source, run, loops.iter().map(|each| (each.0, each.1)).collect());
+            let strides = loops.iter().map(|each| each.2).collect();
+            return self.pieces.push(Piece { range, target, strides });
         }
-        return;
-    };
-    // A piece takes as many rounds as fit. If not even one fits, each round is split further.
-    let step =
-        if loops.len() > MAX_LOOPS { 1 } else { (limit / inner_bytes(inner)).clamp(1, count) };
-    let mut round = 0;
-    while round < count {
-        let rounds = step.min(count - round);
-        let (source, target) = (source + round * stride, target + round * target_stride);
-        if rounds == 1 {
-            split_runs(source, target, run, inner, limit, pieces);
-        } else {
-            let mut loops = vec![(rounds, stride, target_stride)];
-            loops.extend(inner);
-            split_runs(source, target, run, &loops, limit, pieces);
+        let Some((&(count, stride, target_stride), inner)) = loops.split_first() else {
+            // The run exceeds the limit by itself.
+            let mut at = 0;
+            while at < run {
+                let len = limit.min(run - at);
+                let range = Range::contiguous(source + at, len);
+                self.pieces.push(Piece { range, target: target + at, strides: Vec::new() });
+                at += len;
+            }
+            return;
+        };
+        // A piece takes as many rounds as fit. If not even one fits, each round is split further.
+        let step =
+            if loops.len() > MAX_LOOPS { 1 } else { (limit / inner_bytes(inner)).clamp(1, count) };
+        let mut round = 0;
+        while round < count {
+            let rounds = step.min(count - round);
+            let (source, target) = (source + round * stride, target + round * target_stride);
+            if rounds == 1 {
+                self.split(source, target, inner);
+            } else {
+                let mut loops = vec![(rounds, stride, target_stride)];
+                loops.extend(inner);
+                self.split(source, target, &loops);
+            }
+            round += rounds;
         }
-        round += rounds;
     }
 }
 

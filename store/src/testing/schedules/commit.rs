@@ -202,7 +202,7 @@ async fn get(fixture: Arc<Fixture>) {
     }
 }
 
-/// Deletes data according to an outdated state: [`Bug::DeletesByMemory`].
+/// Deletes data according to an outdated state: [`Bug::StaleDelete`].
 async fn delete_by_stale_state(fixture: Arc<Fixture>) {
     for _ in 0..3 {
         let state = fixture.controller.state(&key()).await.unwrap();

@@ -86,7 +86,7 @@ async fn put(fixture: Arc<Fixture>) {
 
 /// Reads the newest version twice on the same host, and then ends its process.
 async fn get(fixture: Arc<Fixture>, peer: PeerId) {
-    fixture.house.add_peer(peer, (0, None), "a reader".into());
+    fixture.house.add_peer(peer, 0, None, "a reader".into());
     for _ in 0..2 {
         let leased = match fixture.lease(peer).await {
             Ok(leased) => leased,

@@ -49,7 +49,7 @@ async fn drop_reason_replaces_its_consequences() {
     let proposal = Proposal::single_writer(1, Durability::Memory);
     let (place, _) = controller.open(&key, &proposal, || true).await.unwrap();
     let failed = |kind| Error::new(kind, "the disk says no");
-    let reason = async |error| controller.explain_failure(&place, error).await;
+    let reason = async |error| controller.failure_cause(&place, error).await;
     // The version has not ended yet.
     assert_eq!(reason(failed(ErrorKind::Io)).await.kind(), ErrorKind::Io);
     write(&volume, &place.path(0), b"no archive", Durability::Memory).unwrap();

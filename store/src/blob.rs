@@ -14,7 +14,7 @@ use crate::ledger::Durability;
 use crate::route::Route;
 
 pub(crate) use self::remote::{RangeCopy, RangeJob, RangeReader, RemoteArchive, VerifyMode};
-pub(crate) use self::verify::StreamingVerifier;
+pub(crate) use self::verify::{StreamingVerifier, VerifiedChunks};
 
 /// A store of immutable blobs under names.
 ///

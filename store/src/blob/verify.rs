@@ -1,7 +1,55 @@
-//! Verification of chunks whose bytes arrive in order.
+//! Verification of chunks, each once, or while their bytes arrive.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crc32fast::Hasher;
 use tssd_format::{StorageReference, copy_chunks};
+
+/// Storages, and for each of their chunks whether it is verified.
+pub(crate) struct VerifiedChunks {
+    storages: Vec<Arc<StorageReference>>,
+    /// Index in `is_verified` of the first chunk of each storage.
+    first_chunks: Box<[usize]>,
+    is_verified: Box<[AtomicBool]>,
+}
+
+impl VerifiedChunks {
+    /// Begins with no chunk verified.
+    pub(crate) fn new(storages: Vec<Arc<StorageReference>>) -> Self {
+        let mut count = 0;
+        let first_chunk = |storage: &Arc<StorageReference>| {
+            count += storage.crcs.len();
+            count - storage.crcs.len()
+        };
+        let first_chunks = storages.iter().map(first_chunk).collect();
+        let is_verified = (0..count).map(|_| AtomicBool::new(false)).collect();
+        Self { storages, first_chunks, is_verified }
+    }
+
+    /// Returns the storages, in the order given.
+    pub(crate) fn storages(&self) -> &[Arc<StorageReference>] {
+        &self.storages
+    }
+
+    /// Returns whether a chunk of a storage is verified.
+    pub(crate) fn contains(&self, storage: usize, chunk: u64) -> bool {
+        let chunk = usize::try_from(chunk).expect("chunks are counted in memory");
+        self.is_verified[self.first_chunks[storage] + chunk].load(Ordering::Relaxed)
+    }
+
+    /// Records that chunks of a storage are verified.
+    pub(crate) fn insert(&self, storage: usize, chunks: Range<u64>) {
+        let index = |chunk: u64| {
+            self.first_chunks[storage]
+                + usize::try_from(chunk).expect("chunks are counted in memory")
+        };
+        for is_verified in &self.is_verified[index(chunks.start)..index(chunks.end)] {
+            is_verified.store(true, Ordering::Relaxed);
+        }
+    }
+}
 
 /// Verifies the raw chunks of a storage while their bytes arrive, from one chunk on.
 pub(crate) struct StreamingVerifier<'a> {

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::{Bytes, BytesMut};
 use tssd_format::{Archive, Blob, StorageReference, checksum};
 
+use crate::blob::VerifiedChunks;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::sync::{Lock, MutexGuard};
 use crate::net::wire::{Data, MAX_READ_BYTES, Range};
@@ -24,13 +24,7 @@ const MIN_SHARED_BYTES: u64 = 16 << 10;
 pub(crate) struct ChunkVerifier(Lock<BTreeMap<String, Arc<VerifiedArchive>>>);
 
 /// The uncompressed storages of an archive, sorted by offset.
-struct VerifiedArchive(Vec<Storage>);
-
-/// A storage, and which of its chunks are verified.
-struct Storage {
-    reference: StorageReference,
-    is_verified: Box<[AtomicBool]>,
-}
+struct VerifiedArchive(VerifiedChunks);
 
 /// Returns the total length of ranges in bytes.
 ///
@@ -139,57 +133,47 @@ impl VerifiedArchive {
         let storages = (0..archive.storage_count()).map(|number| archive.storage(number));
         let raw =
             storages.filter(|reference| reference.compressed_layout.is_none() && reference.len > 0);
-        let mut storages: Vec<Storage> = raw.map(Storage::new).collect();
-        storages.sort_unstable_by_key(|storage| storage.reference.offset);
-        Ok(Self(storages))
+        let mut storages: Vec<Arc<StorageReference>> = raw.map(Arc::new).collect();
+        storages.sort_unstable_by_key(|storage| storage.offset);
+        Ok(Self(VerifiedChunks::new(storages)))
     }
 
     /// Verifies the chunks of one run of bytes.
     fn verify(&self, name: &str, blob: &dyn Blob, mut at: u64, len: u64) -> Result<()> {
         let end = at + len;
+        let storages = self.0.storages();
         while at < end {
-            let next = self.0.partition_point(|storage| storage.reference.offset <= at);
-            let storage = next.checked_sub(1).map(|index| &self.0[index]);
-            let storage = storage.filter(|storage| at < storage.end()).ok_or_else(|| {
-                let text = format_args!("`{name}`: byte {at} is none of an uncompressed tensor");
+            let next = storages.partition_point(|storage| storage.offset <= at);
+            let number = next.checked_sub(1).filter(|number| {
+                let storage = &storages[*number];
+                at < storage.offset + storage.len
+            });
+            let number = number.ok_or_else(|| {
+                let text = format_args!("`{name}`: byte {at} is not in an uncompressed tensor");
                 Error::new(ErrorKind::Invalid, text)
             })?;
-            let run_end = end.min(storage.end());
-            let start = storage.reference.offset;
-            for chunk in storage.reference.chunks(&(at - start..run_end - start)) {
-                storage.verify_chunk(name, blob, chunk)?;
+            let storage = &storages[number];
+            let run_end = end.min(storage.offset + storage.len);
+            for chunk in storage.chunks(&(at - storage.offset..run_end - storage.offset)) {
+                self.verify_chunk(name, blob, number, chunk)?;
             }
             at = run_end;
         }
         Ok(())
     }
-}
 
-impl Storage {
-    fn new(reference: StorageReference) -> Self {
-        let is_verified = reference.crcs.iter().map(|_| AtomicBool::new(false)).collect();
-        Self { reference, is_verified }
-    }
-
-    fn end(&self) -> u64 {
-        self.reference.offset + self.reference.len
-    }
-
-    fn verify_chunk(&self, name: &str, blob: &dyn Blob, chunk: u64) -> Result<()> {
-        let number = usize::try_from(chunk).expect("there are so many checksums");
-        let is_verified = &self.is_verified[number];
-        if is_verified.load(Ordering::Relaxed) {
+    fn verify_chunk(&self, name: &str, blob: &dyn Blob, storage: usize, chunk: u64) -> Result<()> {
+        if self.0.contains(storage, chunk) {
             return Ok(());
         }
-        let stored = self.reference.stored_chunk(chunk);
-        let len = stored.end - stored.start;
-        let bytes = gather(blob, &[Range::contiguous(stored.start, len)])?.into_bytes();
-        if checksum(&bytes) != self.reference.crcs[number] {
-            let (start, end) = (stored.start, stored.end);
-            let text = format_args!("`{name}`: bytes {start}..{end} do not have their checksum");
-            return Err(Error::new(ErrorKind::Corrupt, text));
-        }
-        is_verified.store(true, Ordering::Relaxed);
+        let reference = &self.0.storages()[storage];
+        let std::ops::Range { start, end } = reference.stored_chunk(chunk);
+        let bytes = gather(blob, &[Range::contiguous(start, end - start)])?.into_bytes();
+        reference.verify_chunk(chunk, checksum(&bytes)).map_err(|_| {
+            let text = format_args!("`{name}`: checksum mismatch in bytes {start}..{end}");
+            Error::new(ErrorKind::Corrupt, text)
+        })?;
+        self.0.insert(storage, chunk..chunk + 1);
         Ok(())
     }
 }

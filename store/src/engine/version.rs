@@ -6,7 +6,6 @@ use std::any::Any;
 use std::collections::BTreeSet;
 use std::collections::btree_map::{self, BTreeMap};
 use std::ops::{Deref, Range};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
@@ -302,7 +301,7 @@ impl OpenVersion {
         target: &mut [u8],
         unverified: bool,
     ) -> Result<()> {
-        let (reference, verified) = (self.storage(storage), self.verified_chunks(storage));
+        let reference = self.storage(storage);
         let blob = self.archive(reference).blob();
         let mapped = blob.bytes().filter(|_| reference.compressed_layout.is_none());
         let Some(mapped) = mapped else {
@@ -320,7 +319,7 @@ impl OpenVersion {
         let is_inline = |chunk: u64| {
             let place = reference.chunk(chunk);
             let is_whole = whole.start <= place.start && place.end <= whole.end;
-            is_whole && !verified[to_usize(chunk)].load(Ordering::Relaxed)
+            is_whole && !self.is_verified(storage, chunk)
         };
         let (mut rest, mut next) = (target, chunks.start);
         while next < chunks.end {
@@ -342,9 +341,7 @@ impl OpenVersion {
             verifier.copy_and_update(source, target);
             self.count(ReadCounters { verified: end - start, received: 0 });
             verifier.finish().map_err(|chunk| self.corrupt(storage, chunk))?;
-            verified[to_usize(first)..to_usize(next)]
-                .iter()
-                .for_each(|known| known.store(true, Ordering::Relaxed));
+            self.record_verified(storage, first..next);
         }
         Ok(())
     }
@@ -355,15 +352,14 @@ impl OpenVersion {
 
     /// Returns the stored bytes of a chunk. Chunks in memory are verified once.
     fn verified_chunk(&self, storage: u32, chunk: u64) -> Result<Bytes> {
-        let (reference, verified) = (self.storage(storage), self.verified_chunks(storage));
+        let reference = self.storage(storage);
         let blob = self.archive(reference).blob();
         let place = reference.stored_chunk(chunk);
         if let Some(mapped) = blob.bytes() {
             let stored = mapped.slice(to_usize(place.start)..to_usize(place.end));
-            let known = &verified[to_usize(chunk)];
-            if !known.load(Ordering::Relaxed) {
+            if !self.is_verified(storage, chunk) {
                 self.verify_chunk(storage, chunk, &stored)?;
-                known.store(true, Ordering::Relaxed);
+                self.record_verified(storage, chunk..chunk + 1);
             }
             return Ok(stored);
         }

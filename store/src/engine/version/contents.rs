@@ -2,14 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use tssd_format::{
     Archive, AttrValue, Attrs, Container, Error as FormatError, ErrorKind as FormatKind, MapKey,
     Node, ObjectPath, Step, StorageReference, TensorReference, ZSTD_LEVEL_ATTR, checksum,
 };
 
+use crate::blob::VerifiedChunks;
 use crate::control::LocatedVersion;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::sync::Lock;
@@ -32,10 +34,8 @@ pub(crate) struct Contents {
     /// The attributes of the whole state dict.
     pub(crate) attrs: Attrs,
     pub(super) manifest: Archive,
-    storages: Vec<Arc<StorageReference>>,
-    /// Whether each chunk of each storage is verified, and the index of the first chunk of each storage.
-    verified_chunks: Box<[AtomicBool]>,
-    first_chunks: Box<[usize]>,
+    /// The storages of the manifest.
+    chunks: VerifiedChunks,
     /// Length of each storage in bytes. Contiguous, because a plan is compared with all of them.
     lens: Box<[u64]>,
     /// The tensor leaves by fqn, for each requested writer.
@@ -92,12 +92,6 @@ impl Contents {
         let storages =
             (0..manifest.storage_count()).map(|number| Arc::new(manifest.storage(number)));
         let storages: Vec<Arc<StorageReference>> = storages.collect();
-        let mut chunks = 0;
-        let count = |reference: &Arc<StorageReference>| {
-            chunks += reference.crcs.len();
-            chunks - reference.crcs.len()
-        };
-        let first_chunks = storages.iter().map(count).collect();
         let root = manifest.structure();
         Ok(Self {
             id: label.id,
@@ -109,9 +103,7 @@ impl Contents {
             root: Arc::new(root),
             attrs: user_attrs(&manifest),
             lens: storages.iter().map(|stored| stored.len).collect(),
-            storages,
-            verified_chunks: (0..chunks).map(|_| AtomicBool::new(false)).collect(),
-            first_chunks,
+            chunks: VerifiedChunks::new(storages),
             tensors: Lock::default(),
             verified: AtomicU64::new(0),
             received: AtomicU64::new(0),
@@ -159,13 +151,17 @@ impl Contents {
     }
 
     pub(super) fn storage(&self, storage: u32) -> &Arc<StorageReference> {
-        &self.storages[to_usize(u64::from(storage))]
+        &self.chunks.storages()[to_usize(u64::from(storage))]
     }
 
-    /// Returns whether each chunk of a storage is verified.
-    pub(super) fn verified_chunks(&self, storage: u32) -> &[AtomicBool] {
-        let start = self.first_chunks[to_usize(u64::from(storage))];
-        &self.verified_chunks[start..start + self.storage(storage).crcs.len()]
+    /// Returns whether a chunk of a storage is verified.
+    pub(super) fn is_verified(&self, storage: u32, chunk: u64) -> bool {
+        self.chunks.contains(to_usize(u64::from(storage)), chunk)
+    }
+
+    /// Records that chunks of a storage are verified.
+    pub(super) fn record_verified(&self, storage: u32, chunks: Range<u64>) {
+        self.chunks.insert(to_usize(u64::from(storage)), chunks);
     }
 
     /// Returns the length of a storage in bytes.

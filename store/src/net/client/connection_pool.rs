@@ -446,6 +446,6 @@ fn connection_lost(error: &dyn std::fmt::Display) -> Error {
 }
 
 fn checksum_mismatch(what: &dyn std::fmt::Display) -> Error {
-    let text = format_args!("{what} that came do not have their checksum; get them again");
+    let text = format_args!("checksum mismatch in {what}, as received: get them again");
     Error::new(ErrorKind::Corrupt, text)
 }

@@ -124,7 +124,7 @@ impl Fetcher {
 
     fn corrupt(&self, blob: &str, chunk: &Range<u64>) -> Error {
         let (shown, Range { start, end }) = (self.bucket.display_name(blob), chunk);
-        let text = format_args!("bytes {start}..{end} of `{shown}` do not have their checksum");
+        let text = format_args!("checksum mismatch in bytes {start}..{end} of `{shown}`");
         Error::new(ErrorKind::Corrupt, text)
     }
 
@@ -154,10 +154,11 @@ impl Fetcher {
                     let raw = source.start - storage.offset..source.end - storage.offset;
                     for number in storage.chunks(&raw) {
                         let chunk = storage.stored_chunk(number);
-                        if verified.insert(chunk.start)
-                            && checksum(within(chunk.clone())) != storage.crcs[native(number)]
-                        {
-                            return Err(self.corrupt(&copy.blob, &chunk));
+                        if verified.insert(chunk.start) {
+                            let crc = checksum(within(chunk.clone()));
+                            storage
+                                .verify_chunk(number, crc)
+                                .map_err(|_| self.corrupt(&copy.blob, &chunk))?;
                         }
                     }
                 }

@@ -9,6 +9,7 @@ use std::sync::Mutex;
 
 use tssd_format::WriteJob;
 
+use crate::convert::to_usize;
 use crate::device::{Device, PooledStream};
 use crate::driver::Event;
 use crate::memory::{DeviceMemory, device_memory};
@@ -95,7 +96,7 @@ fn device_pieces<'a>(job: &'a WriteJob, part: &[u8]) -> Option<Vec<Piece<'a>>> {
         if !*is_pinned.get_or_insert_with(|| memory.can_pin(part)) {
             return pieces = None;
         }
-        let place = native(at - start)..native(at - start + (bytes.end - bytes.start));
+        let place = to_usize(at - start)..to_usize(at - start + (bytes.end - bytes.start));
         match found.last_mut() {
             // Chunks of one tensor are copied together.
             Some(last) if last.is_continued_by(memory, bytes.start, place.start) => {
@@ -147,8 +148,4 @@ fn stream_index(device: &Device, streams: &mut Vec<PooledStream>) -> Result<usiz
     }
     streams.push(device.stream()?);
     Ok(streams.len() - 1)
-}
-
-fn native(len: u64) -> usize {
-    usize::try_from(len).expect("what is in memory fits usize")
 }

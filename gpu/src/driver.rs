@@ -14,6 +14,8 @@ use tssd_format::{Loop, Runs};
 
 use tssd_store::{Error, ErrorKind, Result};
 
+use crate::convert::to_usize;
+
 /// Functions that this crate always needs. A driver without one of them is too old.
 const SYMBOLS: [&str; 28] = [
     "cuCtxPopCurrent_v2",
@@ -317,11 +319,11 @@ impl CopyStream {
                 begin(&|| match source.offset_by(row * rows.source_stride) {
                     // SAFETY: as above.
                     CopySource::Device(source) => unsafe {
-                        sys::cuMemcpyDtoDAsync_v2(target, source, native(run), self.raw)
+                        sys::cuMemcpyDtoDAsync_v2(target, source, to_usize(run), self.raw)
                     },
                     // SAFETY: as above.
                     CopySource::Host(source) => unsafe {
-                        sys::cuMemcpyHtoDAsync_v2(target, source.cast(), native(run), self.raw)
+                        sys::cuMemcpyHtoDAsync_v2(target, source.cast(), to_usize(run), self.raw)
                     },
                 });
             }
@@ -402,7 +404,7 @@ impl CopySource {
     fn offset_by(self, offset: u64) -> Self {
         match self {
             Self::Device(start) => Self::Device(start + offset),
-            Self::Host(start) => Self::Host(start.wrapping_add(native(offset))),
+            Self::Host(start) => Self::Host(start.wrapping_add(to_usize(offset))),
         }
     }
 }
@@ -422,21 +424,17 @@ fn rows_of(target: u64, source: CopySource, run: u64, rows: Loop) -> sys::CUDA_M
         srcHost: host,
         srcDevice: device,
         srcArray: std::ptr::null_mut(),
-        srcPitch: native(rows.source_stride),
+        srcPitch: to_usize(rows.source_stride),
         dstXInBytes: 0,
         dstY: 0,
         dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
         dstHost: std::ptr::null_mut(),
         dstDevice: target,
         dstArray: std::ptr::null_mut(),
-        dstPitch: native(rows.target_stride),
-        WidthInBytes: native(run),
-        Height: native(rows.count),
+        dstPitch: to_usize(rows.target_stride),
+        WidthInBytes: to_usize(run),
+        Height: to_usize(rows.count),
     }
-}
-
-fn native(bytes: u64) -> usize {
-    usize::try_from(bytes).expect("the driver is one of 64 bits")
 }
 
 /// `CU_MEMORYTYPE_DEVICE`.

@@ -2,6 +2,7 @@
 
 use tssd_format::{Layout, Piece};
 
+use crate::convert::to_u64;
 use crate::ipc;
 use crate::memory::{DeviceMemory, device_memory};
 use tssd_store::device::{ExportedAllocation, ExportedRange, IpcExport};
@@ -74,7 +75,7 @@ impl ExportBuilder {
         let range = ExportedRange {
             archive_offset: at,
             len,
-            allocation: u64::try_from(index).expect("usize is at most 64 bits"),
+            allocation: to_u64(index),
             offset: pointer - base,
         };
         match self.ranges.last_mut() {

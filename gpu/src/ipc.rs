@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use cudarc::driver::sys;
 
+use crate::convert::to_u64;
 use crate::device::Device;
 use crate::driver::{self, Context, driver_error};
 use tssd_store::device::{ExportedAllocation, ExportedRange, HANDLE_BYTES, IpcExport};
@@ -44,7 +45,7 @@ pub(crate) fn allocation_of(pointer: u64) -> Result<(u64, u64), String> {
     // SAFETY: the pointers are valid for both results. Any device pointer may be queried.
     let status = unsafe { sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut size, pointer) };
     status.result().map_err(|error| format!("its allocation is not known: {error}"))?;
-    Ok((base, wide(size)))
+    Ok((base, to_u64(size)))
 }
 
 /// Returns the handle of an allocation. A context must be current on this thread.
@@ -161,8 +162,4 @@ impl OpenExport {
         let within = offset - start;
         (within.checked_add(len)? <= size).then(|| pointer + within)
     }
-}
-
-fn wide(number: usize) -> u64 {
-    u64::try_from(number).expect("usize is at most 64 bits")
 }

@@ -23,6 +23,8 @@ pub use self::stats::CopyStats;
 pub use self::stream::Stream;
 
 #[cfg(target_os = "linux")]
+mod convert;
+#[cfg(target_os = "linux")]
 mod cuda;
 #[cfg(target_os = "linux")]
 mod device;

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use tssd_format::{JobChecksums, Piece, Runs, WriteJob};
 
+use crate::convert::to_u64;
 use crate::device::PooledStream;
 use crate::driver::{CopySource, CopyStream};
 use crate::memory::device_memory;
@@ -58,7 +59,7 @@ impl SegmentUpload {
     ) -> Result<()> {
         match piece {
             Piece::Memory(bytes) => {
-                let target = self.segment.device_address(at, wide(bytes.len()))?;
+                let target = self.segment.device_address(at, to_u64(bytes.len()))?;
                 // SAFETY: the range was checked, and the segment is reserved for this upload. The job holds the bytes,
                 // and stays until the stream has finished.
                 unsafe { stream.start_write(target, bytes) }
@@ -149,10 +150,6 @@ impl Drop for SegmentUpload {
         // Wait also after an error: the sources are dropped next.
         let _ = device::Upload::finish(self);
     }
-}
-
-fn wide(len: usize) -> u64 {
-    u64::try_from(len).expect("usize is at most 64 bits")
 }
 
 impl device::Segment for DeviceSegment {

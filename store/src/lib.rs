@@ -18,6 +18,7 @@
 mod api;
 mod blob;
 mod control;
+mod convert;
 mod credentials;
 #[cfg(target_os = "linux")]
 mod daemon;

@@ -7,6 +7,8 @@ use tssd_format::{
     TensorMeta, TensorReference,
 };
 
+use crate::convert::to_u64;
+
 /// A request of a reader: a region of a leaf, and its layout in the reader's memory.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RegionRequest {
@@ -204,10 +206,6 @@ impl LayoutHasher {
         self.hash.update(&self.bytes);
         self.hash.finalize()
     }
-}
-
-fn to_u64(len: usize) -> u64 {
-    u64::try_from(len).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use tssd_format::{
     VerifyJob, WriteJob, checksum,
 };
 
+use crate::convert::{to_u64, to_usize};
 pub use crate::engine::address::is_object_url;
 pub use crate::io::deferred_drop::wait_for_deferred_drops;
 use crate::io::disk::{BUFFER_BYTES, Replacement};
@@ -135,10 +136,6 @@ pub fn open_object(url: &str) -> crate::Result<Arc<dyn Blob>> {
     Err(crate::Error::new(crate::ErrorKind::Invalid, text))
 }
 
-fn len_u64(bytes: &[u8]) -> u64 {
-    u64::try_from(bytes.len()).expect("usize is at most 64 bits")
-}
-
 /// Writes an archive into memory of its exact length.
 ///
 /// # Errors
@@ -158,7 +155,7 @@ pub fn write_into<E: From<Error> + Send>(
     let mut jobs = Vec::new();
     for job in layout.jobs() {
         let Range { start, end } = job.range();
-        let len = usize::try_from(end - start).expect("it is in memory");
+        let len = to_usize(end - start);
         let (part, tail) = rest.split_at_mut(len);
         jobs.push((job, part));
         rest = tail;
@@ -209,7 +206,7 @@ pub fn read_storage<E: From<Error> + Send>(
     let parts = (start..).step_by(PART_BYTES).zip(target.chunks_mut(PART_BYTES)).collect();
     parallel::map(parts, |(start, part): (u64, &mut [u8])| {
         check_interrupt()?;
-        part.copy_from_slice(&archive.storage_range(storage, start..start + len_u64(part))?);
+        part.copy_from_slice(&archive.storage_range(storage, start..start + to_u64(part.len()))?);
         Ok::<_, E>(())
     })?;
     Ok(())
@@ -250,7 +247,7 @@ pub fn verify_chunks<E: From<Error> + Send>(
     parallel::map(chunks.to_vec(), |chunk| {
         check_interrupt()?;
         let Range { start: from, end: to } = storage.chunk(chunk);
-        let place = |at: u64| usize::try_from(at - start).expect("it is in memory");
+        let place = |at: u64| to_usize(at - start);
         let crc = checksum(&bytes[place(from)..place(to)]);
         let at = storage.stored_chunk(chunk).start;
         Ok::<_, E>(storage.verify_chunk(chunk, crc).map_err(|error| error.with_offset(at))?)

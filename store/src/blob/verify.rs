@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crc32fast::Hasher;
 use tssd_format::{StorageReference, copy_chunks};
 
+use crate::convert::{to_u64, to_usize};
+
 /// Storages, and for each of their chunks whether it is verified.
 pub(crate) struct VerifiedChunks {
     storages: Vec<Arc<StorageReference>>,
@@ -35,16 +37,13 @@ impl VerifiedChunks {
 
     /// Returns whether a chunk of a storage is verified.
     pub(crate) fn contains(&self, storage: usize, chunk: u64) -> bool {
-        let chunk = usize::try_from(chunk).expect("chunks are counted in memory");
+        let chunk = to_usize(chunk);
         self.is_verified[self.first_chunks[storage] + chunk].load(Ordering::Relaxed)
     }
 
     /// Records that chunks of a storage are verified.
     pub(crate) fn insert(&self, storage: usize, chunks: Range<u64>) {
-        let index = |chunk: u64| {
-            self.first_chunks[storage]
-                + usize::try_from(chunk).expect("chunks are counted in memory")
-        };
+        let index = |chunk: u64| self.first_chunks[storage] + to_usize(chunk);
         for is_verified in &self.is_verified[index(chunks.start)..index(chunks.end)] {
             is_verified.store(true, Ordering::Relaxed);
         }
@@ -91,7 +90,7 @@ impl<'a> StreamingVerifier<'a> {
     ///
     /// `target` has the length of `source`, which must consist of whole chunks. Anything else counts as a mismatch.
     pub(crate) fn copy_and_update(&mut self, source: &[u8], target: &mut [u8]) {
-        let size = usize::try_from(self.storage.chunk_size.bytes()).expect("at most 1 MiB");
+        let size = to_usize(self.storage.chunk_size.bytes());
         copy_chunks(source, target, size, |chunk, crc| {
             let start = self.position;
             let number = start >> self.storage.chunk_size.log2();
@@ -105,7 +104,7 @@ impl<'a> StreamingVerifier<'a> {
     }
 
     fn advance(&mut self, len: usize) {
-        self.position += u64::try_from(len).expect("usize is at most 64 bits");
+        self.position += to_u64(len);
     }
 
     fn check(&mut self, number: u64, crc: u32) {

@@ -7,6 +7,7 @@ use bytes::{Bytes, BytesMut};
 use tssd_format::{Archive, Blob, StorageReference, checksum};
 
 use crate::blob::VerifiedChunks;
+use crate::convert::to_usize;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::sync::{Lock, MutexGuard};
 use crate::net::wire::{Data, MAX_READ_BYTES, Range};
@@ -50,16 +51,16 @@ pub(crate) fn copied_bytes(blob: &dyn Blob, ranges: &[Range]) -> u64 {
 
 /// Returns the bytes of ranges, concatenated. Long runs in memory are shared with the blob, not copied.
 pub(crate) fn gather(blob: &dyn Blob, ranges: &[Range]) -> Result<Data> {
-    let mut copies = BytesMut::with_capacity(to_index(copied_bytes(blob, ranges)));
+    let mut copies = BytesMut::with_capacity(to_usize(copied_bytes(blob, ranges)));
     let (mut pieces, mut result) = (Vec::new(), Ok(()));
     for range in ranges {
-        let len = to_index(range.1);
+        let len = to_usize(range.1);
         range.for_each_run(|at| match blob.bytes() {
             Some(mapped) if range.1 >= MIN_SHARED_BYTES => {
                 pieces.extend(Some(copies.split().freeze()).filter(|copied| !copied.is_empty()));
-                pieces.push(mapped.slice(to_index(at)..to_index(at) + len));
+                pieces.push(mapped.slice(to_usize(at)..to_usize(at) + len));
             }
-            Some(mapped) => copies.extend_from_slice(&mapped[to_index(at)..][..len]),
+            Some(mapped) => copies.extend_from_slice(&mapped[to_usize(at)..][..len]),
             None if result.is_ok() => {
                 let start = copies.len();
                 copies.resize(start + len, 0);
@@ -79,17 +80,12 @@ pub(crate) fn gather(blob: &dyn Blob, ranges: &[Range]) -> Result<Data> {
 ///
 /// If a range is outside of `from`.
 pub(crate) fn copy_ranges(from: &[u8], ranges: &[Range], bytes: u64) -> Bytes {
-    let mut collected = BytesMut::with_capacity(to_index(bytes));
+    let mut collected = BytesMut::with_capacity(to_usize(bytes));
     for range in ranges {
-        let len = to_index(range.1);
-        range.for_each_run(|at| collected.extend_from_slice(&from[to_index(at)..][..len]));
+        let len = to_usize(range.1);
+        range.for_each_run(|at| collected.extend_from_slice(&from[to_usize(at)..][..len]));
     }
     collected.freeze()
-}
-
-/// Converts an offset in memory to an index.
-pub(crate) fn to_index(at: u64) -> usize {
-    usize::try_from(at).expect("a place in memory fits usize")
 }
 
 impl ChunkVerifier {
@@ -195,7 +191,7 @@ mod tests {
         }
 
         fn read_exact_at(&self, target: &mut [u8], offset: u64) -> io::Result<()> {
-            target.copy_from_slice(&self.0[to_index(offset)..][..target.len()]);
+            target.copy_from_slice(&self.0[to_usize(offset)..][..target.len()]);
             Ok(())
         }
 
@@ -227,7 +223,7 @@ mod tests {
             let bytes: Bytes = (0..SIZE).map(|at| (at % 251).to_le_bytes()[0]).collect();
             let mut expected = Vec::new();
             for range in &ranges {
-                range.for_each_run(|at| expected.extend_from_slice(&bytes[to_index(at)..][..to_index(range.1)]));
+                range.for_each_run(|at| expected.extend_from_slice(&bytes[to_usize(at)..][..to_usize(range.1)]));
             }
             prop_assert_eq!(total_bytes(&ranges, SIZE).unwrap(), expected.len() as u64);
             let gathered = gather(&bytes, &ranges).unwrap();

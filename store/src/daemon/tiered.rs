@@ -6,6 +6,7 @@ use super::replicas::Replicas;
 use crate::blob::backend::DirectoryVolume;
 use crate::blob::backend::PoolVolume;
 use crate::blob::{Part, Reservation, Volume, child_names};
+use crate::convert::to_u64;
 use crate::daemon::remote_blobs::{RemoteBlobIndex, ReplicaLocation};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::local_archive::LocalArchive;
@@ -127,7 +128,7 @@ pub(crate) fn write_durable(
     bytes: &[u8],
     before: &(dyn Fn(u64) + Sync),
 ) -> Result<()> {
-    let len = |bytes: &[u8]| u64::try_from(bytes.len()).expect("usize is at most 64 bits");
+    let len = |bytes: &[u8]| to_u64(bytes.len());
     let mut reservation = volume.reserve(name, len(bytes), Durability::Disk)?;
     {
         let sources = bytes.chunks(PART_BYTES);

@@ -7,6 +7,7 @@ use bytes::Bytes;
 use tssd_format::Blob;
 
 use super::driver::Segment;
+use crate::convert::to_u64;
 use crate::error::{Error, ErrorKind};
 
 /// Bytes at the beginning of an archive that are in host memory.
@@ -36,7 +37,7 @@ impl DeviceArchive {
         len: u64,
         segment: Option<Arc<dyn Segment>>,
     ) -> io::Result<Self> {
-        let tail = wide(host_part.len()).checked_sub(HEAD_BYTES);
+        let tail = to_u64(host_part.len()).checked_sub(HEAD_BYTES);
         let end = tail.and_then(|tail| len.checked_sub(tail)).filter(|end| *end >= HEAD_BYTES);
         let end = end.ok_or_else(|| {
             let host_len = host_part.len();
@@ -66,7 +67,7 @@ impl DeviceArchive {
 
 impl Blob for DeviceArchive {
     fn size(&self) -> io::Result<u64> {
-        Ok(self.device_range.end + wide(self.host_part.len()) - HEAD_BYTES)
+        Ok(self.device_range.end + to_u64(self.host_part.len()) - HEAD_BYTES)
     }
 
     fn read_exact_at(&self, target: &mut [u8], offset: u64) -> io::Result<()> {
@@ -90,7 +91,7 @@ impl Blob for DeviceArchive {
                 Some(start) => self.host_part.read_exact_at(part, start)?,
                 None => self.read_device(part, at)?,
             }
-            at += wide(len);
+            at += to_u64(len);
             rest = tail;
         }
         Ok(())
@@ -103,10 +104,6 @@ impl Blob for DeviceArchive {
     fn as_any(&self) -> Option<&dyn Any> {
         Some(self)
     }
-}
-
-fn wide(len: usize) -> u64 {
-    u64::try_from(len).expect("usize is at most 64 bits")
 }
 
 #[cfg(test)]

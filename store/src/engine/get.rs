@@ -24,6 +24,7 @@ use self::target::check_size;
 pub use self::target::{Target, TargetMemory};
 use crate::blob::{RangeJob, VerifyMode};
 use crate::control::{Controller, ReadStats};
+use crate::convert::{to_u64, to_usize};
 use crate::engine::get::lazy_path::{LazyPath, for_each_leaf};
 use crate::engine::get::read_set::{ReadSet, TensorRequest};
 use crate::engine::get::value_builder::ValueBuilder;
@@ -611,13 +612,4 @@ fn allocate(bytes: u64) -> Result<Vec<u8>> {
         || Error::new(ErrorKind::Invalid, format_args!("{bytes} bytes do not fit into memory"));
     let len = usize::try_from(bytes).map_err(|_| too_large())?;
     zeroed(len).map_err(|_| too_large())
-}
-
-/// Converts a length in memory.
-fn to_usize(bytes: u64) -> usize {
-    usize::try_from(bytes).expect("what is in memory fits usize")
-}
-
-fn to_u64(len: usize) -> u64 {
-    u64::try_from(len).expect("usize is at most 64 bits")
 }

@@ -15,6 +15,7 @@ use crate::blob::{
     OpenArchive, RangeCopy, RangeReader, RemoteArchive, StreamingVerifier, VerifyMode,
 };
 use crate::control::LocatedVersion;
+use crate::convert::{to_u64, to_usize};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::cow_map::{CowBuffer, LeasedCowMap};
 use crate::io::local_archive::LocalArchive;
@@ -422,13 +423,4 @@ impl Deref for OpenVersion {
     fn deref(&self) -> &Contents {
         &self.contents
     }
-}
-
-/// Converts an offset in memory, or within a file whose length was compared.
-fn to_usize(place: u64) -> usize {
-    usize::try_from(place).expect("a place in memory fits usize")
-}
-
-fn to_u64(len: usize) -> u64 {
-    u64::try_from(len).expect("usize is at most 64 bits")
 }

@@ -19,6 +19,7 @@ pub(crate) use crate::shm::pool::blob_writer::BlobWriter;
 use self::inner::{Backing, Inner, Segment, Writer};
 use super::extents::Extents;
 use super::segment::{self, ReadMap, SLAB_BYTES, WriteMap};
+use crate::convert::to_usize;
 use crate::device::DeviceArchive;
 use crate::io::local_archive::LocalArchive;
 use crate::io::sync::{Lock, MutexGuard, Notify, mpsc, select};
@@ -364,7 +365,7 @@ impl Pool {
         };
         let segment = inner.segments.get_mut(&id).expect("it was just found or made");
         let Writer::Slab(map, _) = &mut segment.writer else { unreachable!("it is a slab") };
-        let start = usize::try_from(offset).expect("it lies in the map");
+        let start = to_usize(offset);
         map.range_mut(start..start + bytes.len()).copy_from_slice(bytes);
         segment.blobs += 1;
         inner.blobs.insert(name.to_owned(), Span { segment: id, offset, len });

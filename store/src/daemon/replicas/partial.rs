@@ -10,7 +10,8 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tssd_format::checksum;
 
-use crate::daemon::chunk_verifier::{copy_ranges, to_index, total_bytes};
+use crate::convert::to_usize;
+use crate::daemon::chunk_verifier::{copy_ranges, total_bytes};
 use crate::daemon::remote_blobs::RemoteBlobIndex;
 use crate::error::{Error, Result};
 use crate::io::exec::run_blocking;
@@ -321,10 +322,10 @@ impl PartialReplica {
             if let Some(buffer) = &mut *buffer {
                 let (target, mut rest) = (buffer.bytes_mut(), &data[..]);
                 for range in ranges {
-                    let len = to_index(range.1);
+                    let len = to_usize(range.1);
                     range.for_each_run(|at| {
                         let (run, remaining) = rest.split_at(len);
-                        target[to_index(at)..][..len].copy_from_slice(run);
+                        target[to_usize(at)..][..len].copy_from_slice(run);
                         rest = remaining;
                     });
                 }

@@ -10,6 +10,7 @@ use tssd_format::MANIFEST_NAME;
 use super::{LocalController, advance};
 use crate::blob::Volume;
 use crate::control::layout::{archives, folder, is_version};
+use crate::convert::to_u64;
 use crate::engine::local::verification::merge_archives;
 use crate::engine::local::version_folder::{delete_surplus_archives, remove, write};
 use crate::error::{Error, ErrorKind, Result};
@@ -91,7 +92,7 @@ impl LocalController {
             Err(reason) => Command::Rejected { id, reason },
             Ok(manifest) => {
                 let name = format!("{}/{MANIFEST_NAME}", folder(key, &version));
-                let file_len = u64::try_from(manifest.len()).expect("usize is at most 64 bits");
+                let file_len = to_u64(manifest.len());
                 let (path, names) = (name.clone(), archives(&version));
                 let manifest_reference = ManifestReference {
                     name,

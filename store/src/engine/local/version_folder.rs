@@ -8,6 +8,7 @@ use tssd_format::MANIFEST_NAME;
 use crate::blob::{OpenArchive, Volume};
 use crate::control::LocatedVersion;
 use crate::control::layout::is_archive;
+use crate::convert::to_u64;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::disk::TEMPORARY_PREFIX;
 use crate::ledger::{Durability, VersionId};
@@ -66,7 +67,7 @@ pub(super) fn write(
     bytes: &[u8],
     durability: Durability,
 ) -> Result<()> {
-    let len = u64::try_from(bytes.len()).expect("usize is at most 64 bits");
+    let len = to_u64(bytes.len());
     let mut reservation = volume.reserve(path, len, durability)?;
     for part in &mut reservation.parts(&[len]) {
         part.write(bytes)?;

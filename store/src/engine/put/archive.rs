@@ -9,6 +9,7 @@ use super::replicas::without_replicas;
 use super::{PutOptions, Replicas};
 use crate::blob::{Part, split};
 use crate::control::Contribution;
+use crate::convert::to_usize;
 use crate::error::{Error, Result};
 use crate::io::exec::{INLINE_MAX_BYTES, run_blocking, run_inline};
 use crate::io::parallel;
@@ -79,7 +80,7 @@ pub(super) async fn digest(layout: Layout, has_checksums: bool) -> Result<Archiv
 
 /// Returns a small archive in new memory, and its digest.
 pub(super) fn to_bytes(layout: &Layout) -> Result<(Bytes, ArchiveDigest)> {
-    let len = usize::try_from(layout.file_len()).expect("it is at most `INLINE_MAX_BYTES`");
+    let len = to_usize(layout.file_len());
     let mut archive = vec![0; len];
     let digest = run_inline(|| write_parts(|lens| split(&mut archive, lens), layout, 0))?;
     Ok((archive.into(), digest))

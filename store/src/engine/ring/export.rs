@@ -11,6 +11,7 @@ use tssd_format::{
 
 use crate::blob::OpenArchive;
 use crate::control::LocatedVersion;
+use crate::convert::to_u64;
 use crate::device::{
     self, DeviceArchive, ExportedAllocation, ExportedRange, HANDLE_BYTES, HEAD_BYTES, HEAD_LEN,
     IpcExport,
@@ -99,7 +100,7 @@ fn to_table(
     file_len: u64,
 ) -> tssd_format::Result<StateDict> {
     let bytes = |bytes: Vec<u8>| -> tssd_format::Result<Tensor> {
-        let len = u64::try_from(bytes.len()).expect("usize is at most 64 bits");
+        let len = to_u64(bytes.len());
         Tensor::new(TensorMeta::new(Dtype::Uint8, &[len])?, Storage::from(bytes), 0)
     };
     let words = |words: Vec<u64>| bytes(words.into_iter().flat_map(u64::to_le_bytes).collect());
@@ -193,8 +194,4 @@ pub(super) fn open(
         lease: Arc::new(bucket.clone()),
     };
     Ok((OpenVersion::open(located, None)?, segment))
-}
-
-fn to_u64(len: usize) -> u64 {
-    u64::try_from(len).expect("usize is at most 64 bits")
 }

@@ -13,6 +13,7 @@ use tssd_format::{
 
 use crate::blob::VerifiedChunks;
 use crate::control::LocatedVersion;
+use crate::convert::{to_u64, to_usize};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::sync::Lock;
 use crate::ledger::{ArchiveDigest, VersionId};
@@ -316,13 +317,4 @@ pub(crate) fn writer_required(fqn: &str, writers: &[String]) -> Error {
         ErrorKind::Invalid,
         format_args!("writers {writers} hold `{fqn}` each their own; say writer="),
     )
-}
-
-/// Converts an offset in memory, or within a file whose length was compared.
-fn to_usize(place: u64) -> usize {
-    usize::try_from(place).expect("a place in memory fits usize")
-}
-
-fn to_u64(len: usize) -> u64 {
-    u64::try_from(len).expect("usize is at most 64 bits")
 }

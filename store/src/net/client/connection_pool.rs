@@ -14,6 +14,7 @@ use tssd_format::MAX_CHUNK_BYTES;
 
 use super::{hello, unexpected_reply};
 use crate::blob::{RangeCopy, RangeJob, RangeReader, StreamingVerifier, VerifyMode};
+use crate::convert::to_usize;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::cancel::CancelToken;
 use crate::io::parallel::{self, cores};
@@ -406,7 +407,7 @@ impl Connection {
         let mut crc = crc32fast::Hasher::new();
         for (target_index, piece, proof) in &batch.pieces {
             let target = &mut *targets[*target_index];
-            let len = usize::try_from(piece.range.1).expect("it fits the target");
+            let len = to_usize(piece.range.1);
             let mut verification = match proof {
                 VerifyMode::WholeChunks(storage) => {
                     Some((storage, StreamingVerifier::new(storage, piece.range.0 - storage.offset)))
@@ -414,7 +415,7 @@ impl Connection {
                 VerifyMode::PartialChunks(_) | VerifyMode::Skip => None,
             };
             piece.for_each_target(|at| {
-                let at = usize::try_from(at).expect("it lies in the target");
+                let at = to_usize(at);
                 for block in target[at..at + len].chunks_mut(SOCKET_READ_BYTES) {
                     self.read_exact(block, stop)?;
                     if let Some((_, verifier)) = &mut verification {

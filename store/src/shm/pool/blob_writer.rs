@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::inner::Writer;
 use super::{Pool, SegmentId};
+use crate::convert::to_usize;
 use crate::shm::segment::WriteMap;
 
 /// A blob that the daemon is writing. Dropping it returns the segment to the pool.
@@ -20,13 +21,13 @@ pub(crate) struct BlobWriter {
 impl BlobWriter {
     /// Returns the memory of the blob for writing.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        let len = usize::try_from(self.len).expect("it is in memory");
+        let len = to_usize(self.len);
         self.map.as_mut().expect("it was made").range_mut(0..len)
     }
 
     /// Returns the memory of the blob.
     pub(crate) fn bytes(&self) -> &[u8] {
-        let len = usize::try_from(self.len).expect("it is in memory");
+        let len = to_usize(self.len);
         self.map.as_ref().expect("it was made").prefix(len)
     }
 

@@ -16,6 +16,7 @@ use object_store::path::Path;
 use tssd_format::{Loop, Runs, checksum, copy_runs};
 
 use crate::blob::{RangeCopy, RangeJob, RangeReader, StreamingVerifier, VerifyMode};
+use crate::convert::{to_u64, to_usize};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::bucket::{Bucket, retry};
 use crate::io::cancel::CancelToken;
@@ -115,7 +116,7 @@ impl Fetcher {
             }
             response => response.map_err(|error| self.bucket.error(name, &error))?,
         };
-        if wide(bytes.len()) != request.range.end - request.range.start {
+        if to_u64(bytes.len()) != request.range.end - request.range.start {
             let text = format_args!("`{}` is cut off", self.bucket.display_name(name));
             return Err(Error::new(ErrorKind::Corrupt, text));
         }
@@ -131,14 +132,14 @@ impl Fetcher {
     /// Verifies the bytes of a response and copies them to the targets.
     fn scatter(&self, request: &Request, bytes: &Bytes, targets: &[Lock<&mut [u8]>]) -> Result<()> {
         let within = |range: Range<u64>| {
-            &bytes
-                [native(range.start - request.range.start)..native(range.end - request.range.start)]
+            &bytes[to_usize(range.start - request.range.start)
+                ..to_usize(range.end - request.range.start)]
         };
         let mut verified = BTreeSet::new();
         for copy in &request.copies {
             let source = copy.source..copy.source + copy.runs.source_span();
             let mut target = targets[copy.job].lock();
-            let target = &mut target[native(copy.target)..];
+            let target = &mut target[to_usize(copy.target)..];
             match &copy.proof {
                 VerifyMode::WholeChunks(storage) => {
                     let mut verifier =
@@ -208,13 +209,13 @@ impl RangeReader for Fetcher {
             let bytes = self.check_response(&requests[number], response)?;
             send();
             self.scatter(&requests[number], &bytes, &targets)?;
-            Ok::<_, Error>(wide(bytes.len()))
+            Ok::<_, Error>(to_u64(bytes.len()))
         };
         Ok(parallel::map((0..requests.len()).collect(), process)?.into_iter().sum())
     }
 
     fn read_exact_at(&self, blob: &str, target: &mut [u8], offset: u64) -> io::Result<()> {
-        let runs = Runs::contiguous(wide(target.len()));
+        let runs = Runs::contiguous(to_u64(target.len()));
         let whole = RangeCopy {
             blob: blob.into(),
             source: offset,
@@ -268,7 +269,7 @@ fn split_runs(
         loops.iter().fold(run, |span, each| span + (each.count - 1) * each.source_stride)
     };
     let Some((outer, inner)) = loops.split_first() else {
-        for start in (0..run).step_by(native(REQUEST_BYTES)) {
+        for start in (0..run).step_by(to_usize(REQUEST_BYTES)) {
             let part = Runs::contiguous(REQUEST_BYTES.min(run - start));
             parts.push((source + start, target + start, part));
         }
@@ -290,7 +291,7 @@ fn split_runs(
         }
         return;
     }
-    for number in (0..outer.count).step_by(native(count_per_part)) {
+    for number in (0..outer.count).step_by(to_usize(count_per_part)) {
         let count = count_per_part.min(outer.count - number);
         let shape: Vec<u64> =
             [count].into_iter().chain(inner.iter().map(|each| each.count)).chain([run]).collect();
@@ -333,15 +334,6 @@ fn coalesce(mut copies: Vec<PlannedCopy>) -> Vec<Request> {
         }
     }
     requests
-}
-
-/// Converts an offset in a response or a target.
-fn native(offset: u64) -> usize {
-    usize::try_from(offset).expect("what is in memory fits usize")
-}
-
-fn wide(len: usize) -> u64 {
-    u64::try_from(len).expect("usize is at most 64 bits")
 }
 
 #[cfg(test)]
@@ -462,9 +454,9 @@ mod tests {
                 Arc::new(StorageReference { offset, len, chunk_size, crcs, ..Default::default() });
             for (wanted, chunks) in [(5000..5100, 1..2), (4095..8193, 0..3), (9999..10_000, 2..3)] {
                 let mut target = vec![0; wanted.len()];
-                let runs = Runs::contiguous(wide(wanted.len()));
+                let runs = Runs::contiguous(to_u64(wanted.len()));
                 let (source, proof) =
-                    (4096 + wide(wanted.start), VerifyMode::PartialChunks(storage.clone()));
+                    (4096 + to_u64(wanted.start), VerifyMode::PartialChunks(storage.clone()));
                 let part =
                     RangeCopy { blob: "blob".into(), source, target: 0, runs, verify: proof };
                 let pulled = fetcher.read_ranges(

@@ -16,6 +16,7 @@ use tssd_format::{JobChecksums, WriteJob};
 
 use super::upload_marker;
 use crate::blob::{Part, Reservation, split};
+use crate::convert::to_u64;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::bucket::{Bucket, retry};
 use crate::io::exec::backoff;
@@ -62,7 +63,7 @@ impl BufferPool {
     /// Only buffers of [`PART_BYTES`] are kept: the length of a last part is rarely needed again.
     fn release(&self, part: Bytes) {
         let mut buffers = self.lock();
-        if wide(part.len()) == PART_BYTES && buffers.len() < MAX_PARTS_IN_FLIGHT as usize {
+        if to_u64(part.len()) == PART_BYTES && buffers.len() < MAX_PARTS_IN_FLIGHT as usize {
             buffers.push(part);
         }
     }
@@ -361,7 +362,7 @@ impl Reservation for MultipartUpload {
                 return Err(inner.bucket.error(&inner.name, error));
             }
             let wanted = inner.len.div_ceil(inner.part_len);
-            if wide(state.sent.len()) != wanted {
+            if to_u64(state.sent.len()) != wanted {
                 let text = format_args!("{} of {wanted} parts were written", state.sent.len());
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
@@ -389,7 +390,7 @@ impl UploadPart {
     /// Takes the memory for the next bytes, up to the end of a part of the upload.
     fn next(&mut self) -> Result<Piece> {
         let piece = self.inner.take_piece(self.rest.clone())?;
-        self.rest.start += wide(piece.bytes.len());
+        self.rest.start += to_u64(piece.bytes.len());
         Ok(piece)
     }
 
@@ -458,10 +459,6 @@ fn native(len: u64) -> Result<usize> {
     usize::try_from(len).map_err(|_| too_large(len))
 }
 
-fn wide(len: usize) -> u64 {
-    u64::try_from(len).expect("usize is at most 64 bits")
-}
-
 #[cfg(test)]
 mod tests {
     use object_store::memory::InMemory;
@@ -482,7 +479,7 @@ mod tests {
             let total: u64 = lens.iter().map(|(len, _)| len).sum::<u64>() + 1;
             let mut wanted = vec![0; native(total).unwrap()];
             for (number, word) in wanted.chunks_exact_mut(8).enumerate() {
-                word.copy_from_slice(&wide(number).to_le_bytes());
+                word.copy_from_slice(&to_u64(number).to_le_bytes());
             }
             let objects = Arc::new(InMemory::new());
             let bucket = Bucket::new(objects.clone(), Path::default(), "memory").unwrap();

@@ -48,11 +48,19 @@ class _ManagedTensorVersioned(ctypes.Structure):
     ]
 
 
+def load_library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        # The name of the fake driver.
+        return ctypes.CDLL("libcuda.so")
+
+
 class Driver:
     """The CUDA driver library, with a current context and a stream."""
 
     def __init__(self) -> None:
-        self.library = ctypes.CDLL("libcuda.so")
+        self.library = load_library()
         self.call("cuInit", 0)
         self.context = ctypes.c_void_p()
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), 0)

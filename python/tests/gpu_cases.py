@@ -15,7 +15,7 @@ import gpu
 import numpy as np
 import pytest
 import tssd
-from test_store import Daemon
+from processes import Daemon
 
 try:
     import torch

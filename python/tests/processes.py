@@ -1,4 +1,4 @@
-"""Runs the ranks of a test as processes that communicate over gloo."""
+"""The processes of tests: daemons, and ranks that communicate over gloo."""
 
 from __future__ import annotations
 
@@ -65,6 +65,28 @@ def run_ranks(script: str, count: int, folder: Path, *arguments: str) -> None:
         for process in processes:
             process.kill()
             process.wait()
+
+
+class Daemon:
+    """A daemon process of the command that is under test."""
+
+    def __init__(self, socket: Path, *options: str) -> None:
+        self.socket, self.options = socket, options
+
+    def __enter__(self) -> str:
+        command = os.environ.get("TSSD_BIN", "tssd")
+        arguments = [command, "serve", "--socket", str(self.socket), "--memory-limit", "1GB", *self.options]
+        self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.startup_line = self.process.stdout.readline()
+        assert "serving" in self.startup_line
+        return f"unix:{self.socket}"
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        assert self.process.wait(timeout=20) == 0
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 def stop_daemons(runtime_dir: Path) -> int:

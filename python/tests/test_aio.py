@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tssd
 import tssd.aio
-from test_store import Daemon
+from processes import Daemon
 
 
 def test_aio_store_has_all_methods_of_store() -> None:

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import tssd
-from processes import run_ranks
+from processes import Daemon, run_ranks
 from same import same
-from test_store import Daemon
 from tssd.dcp import TssdReader, TssdWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage")

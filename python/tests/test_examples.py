@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import retry_on_gloo_failure
-from test_store import Daemon
+from processes import Daemon, retry_on_gloo_failure
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import tssd
 import tssd.aio
-from test_store import Daemon
+from processes import Daemon
 
 torch = pytest.importorskip("torch")
 

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from test_store import Daemon
 
 # Size of the model, and limit of the peak above the start, in MiB.
 MODEL_MIB, LIMIT_MIB = 256, 64
@@ -19,6 +18,7 @@ PREAMBLE = """
 import re, sys, threading
 import numpy as np
 import tssd
+from processes import Daemon
 
 def anonymous_mib():
     with open("/proc/self/status") as status:

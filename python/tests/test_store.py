@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tssd
-from processes import stop_daemons
+from processes import Daemon, stop_daemons
 from same import same
 
 
@@ -34,28 +34,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tssd.Store
     else:
         with Daemon(tmp_path / "socket") as url:
             yield tssd.Store(url)
-
-
-class Daemon:
-    """A daemon process of the command that is under test."""
-
-    def __init__(self, socket: Path, *options: str) -> None:
-        self.socket, self.options = socket, options
-
-    def __enter__(self) -> str:
-        command = os.environ.get("TSSD_BIN", "tssd")
-        arguments = [command, "serve", "--socket", str(self.socket), "--memory-limit", "1GB", *self.options]
-        self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.startup_line = self.process.stdout.readline()
-        assert "serving" in self.startup_line
-        return f"unix:{self.socket}"
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        assert self.process.wait(timeout=20) == 0
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 def make_state(step: int) -> dict[str, Any]:

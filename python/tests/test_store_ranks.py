@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import run_ranks
-from test_store import Daemon
+from processes import Daemon, run_ranks
 
 
 @pytest.mark.parametrize("store_kind", ["daemon", "directory"])

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tssd
-from test_store import Daemon
+from processes import Daemon
 
 torch = pytest.importorskip("torch")
 

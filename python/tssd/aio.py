@@ -22,7 +22,7 @@ from . import _tssd
 from ._reports import GetReport, PutReport, VersionInfo
 
 if TYPE_CHECKING:
-    from typing import TypedDict, type_check_only
+    from typing import TypedDict
 
     from typing_extensions import Unpack
 
@@ -304,7 +304,6 @@ class Subscription:
 
 if TYPE_CHECKING:
 
-    @type_check_only
     class _ReadKeywords(TypedDict, total=False):
         version: int | VersionInfo | OpenVersion | _tssd.OpenVersion | None
         writer: int | None
@@ -312,12 +311,10 @@ if TYPE_CHECKING:
         require_transport: _tssd._Transport | None
         timeout: float | None
 
-    @type_check_only
     class _GetKeywords(_ReadKeywords, total=False):
         fqn: str | None
         tensor_slice: _tssd.TensorSlice | None
 
-    @type_check_only
     class _GetStateDictKeywords(_ReadKeywords, total=False):
         strict: bool
         cast: bool

@@ -1,7 +1,7 @@
 //! Puts and gets of GPU tensors.
 //!
-//! On a machine with a GPU: `cargo test -p tssd-tests --features cuda --test gpu -- --ignored`. On other machines the
-//! tests run on the fake CUDA driver, with delays.
+//! `cargo xtask gpu-bundle` assembles these tests for a machine with a GPU. On other machines they run on the fake CUDA
+//! driver, with delays.
 #![cfg(target_os = "linux")]
 #![expect(unsafe_code, reason = "the caller's tensors are made here")]
 #![expect(

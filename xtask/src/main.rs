@@ -18,6 +18,8 @@ mod dependencies;
 mod etcd;
 /// Figures of the reliability campaigns, in `target/reliability.json`.
 mod figures;
+/// `gpu-bundle`: the GPU tests and benchmarks, for machines without Rust.
+mod gpu_bundle;
 /// The Python package: tests, `wheel`, and `bench python`.
 mod python;
 /// `reliability`: tests the guarantees of the store under faults.
@@ -59,6 +61,8 @@ Commands for developers of TSSD.
     cargo xtask wheel [--target TRIPLE] [-v]
                                   Builds the Python package with the command, in target/wheels. For another target,
                                   install its standard library and configure its linker first.
+    cargo xtask gpu-bundle [-v]   Assembles the GPU tests and benchmarks in target/gpu-bundle, for a machine that has a
+                                  GPU, Python and torch, but no Rust.
     cargo xtask vectors [-v]      Generates spec/vectors, and checks them with both readers.
     cargo xtask corpus unpack     Unpacks the fuzz corpora into folders, for `cargo fuzz`.
     cargo xtask corpus pack       Packs the folders of the fuzz corpora into archives.
@@ -88,6 +92,7 @@ enum Task<'a> {
     Test { all: bool, verbose: bool },
     Ci { verbose: bool },
     Wheel { target: Option<&'a str>, verbose: bool },
+    GpuBundle { verbose: bool },
     Vectors { verbose: bool },
     Corpus { direction: corpus::Direction },
     Reliability { long: Option<u64>, verbose: bool },
@@ -112,6 +117,7 @@ fn main() -> ExitCode {
         Task::Test { all, verbose } => test::run(&workspace, all, verbose),
         Task::Ci { verbose } => test::run_ci(&workspace, verbose),
         Task::Wheel { target, verbose } => python::build_wheel(&workspace, target, verbose),
+        Task::GpuBundle { verbose } => gpu_bundle::run(&workspace, verbose),
         Task::Vectors { verbose } => vectors::run(&workspace, verbose),
         Task::Corpus { direction } => corpus::run(&workspace, direction),
         Task::Reliability { long, verbose } => reliability::run(&workspace, long, verbose),
@@ -150,6 +156,7 @@ impl<'a> Task<'a> {
             ("wheel", ["--target", target], _) => {
                 Some(Self::Wheel { target: Some(target), verbose })
             }
+            ("gpu-bundle", [], _) => Some(Self::GpuBundle { verbose }),
             ("vectors", [], _) => Some(Self::Vectors { verbose }),
             ("corpus", ["unpack"], false) => {
                 Some(Self::Corpus { direction: corpus::Direction::Unpack })
@@ -183,6 +190,8 @@ mod tests {
             ("test", Some(Task::Test { all: false, verbose: false })),
             ("test -v --all", Some(Task::Test { all: true, verbose: true })),
             ("ci", Some(Task::Ci { verbose: false })),
+            ("gpu-bundle -v", Some(Task::GpuBundle { verbose: true })),
+            ("gpu-bundle size", None),
             ("vectors --verbose", Some(Task::Vectors { verbose: true })),
             ("wheel", Some(Task::Wheel { target: None, verbose: false })),
             ("wheel --target", None),

@@ -125,7 +125,8 @@ fn install_wheel(workspace: &Workspace, python: &Path, folder: &Path) -> Step {
         .kind(StepKind::Setup)
 }
 
-fn wheels(workspace: &Workspace) -> PathBuf {
+/// Returns the folder of the wheels.
+pub(crate) fn wheels(workspace: &Workspace) -> PathBuf {
     workspace.target.join("wheels")
 }
 
@@ -134,7 +135,7 @@ fn installation(workspace: &Workspace) -> PathBuf {
 }
 
 /// Builds the wheel, which contains the package, the extension module and the command.
-fn wheel(workspace: &Workspace, target: Option<&str>) -> io::Result<Vec<Step>> {
+pub(crate) fn wheel(workspace: &Workspace, target: Option<&str>) -> io::Result<Vec<Step>> {
     let folder = target.map_or_else(|| workspace.target.clone(), |it| workspace.target.join(it));
     let is_windows = target.map_or(cfg!(windows), |target| target.contains("-windows-"));
     let command = if is_windows { "release/tssd-wheel.exe" } else { "release/tssd-wheel" };

@@ -2,6 +2,7 @@ use std::io;
 
 use crate::dependencies;
 use crate::etcd;
+use crate::gpu_bundle;
 use crate::python;
 use crate::reliability;
 use crate::report::SkippedStep;
@@ -49,9 +50,6 @@ pub(crate) fn run_ci(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
 fn chains_without_torch(workspace: &Workspace) -> io::Result<Vec<Chain>> {
     let mut checks = Vec::from_iter(etcd::install_step());
     checks.extend(rust_checks(workspace));
-    if cfg!(target_os = "linux") {
-        checks.extend(gpu_bench(workspace));
-    }
     Ok(vec![checks, python::checks(workspace)?])
 }
 
@@ -62,6 +60,9 @@ fn more_chains(workspace: &Workspace) -> io::Result<Vec<Chain>> {
     packages.extend(python::checks_of_wheel(workspace, &environment.python())?);
     packages.extend(torch::checks(workspace, &environment.python()));
     packages.push(python::tests_with_torch(workspace, &environment.python()));
+    if cfg!(target_os = "linux") {
+        packages.extend(gpu_bundle::checks(workspace, &environment.python()));
+    }
     Ok(vec![packages, dependencies::checks(), vec![instructions()]])
 }
 
@@ -71,19 +72,6 @@ fn instructions() -> Step {
     let arguments = "test --workspace --all-features --bench counts -- instructions";
     // A daemon on busy cores executes more instructions.
     Step::cargo("instruction counts", arguments).after("build").exclusive()
-}
-
-/// Runs the GPU bench on the fake CUDA driver. Its transfers are checked; its times are meaningless.
-fn gpu_bench(workspace: &Workspace) -> [Step; 2] {
-    let (debug, folder) = (workspace.target.join("debug"), workspace.target.join("driver"));
-    let arguments = "test --workspace --all-features --bench gpu -- --model shape:qwen3-0.6b --size 40MB --iterations 1";
-    [
-        Step::program("install fake CUDA driver", "install", "-D")
-            .argument(debug.join("libtssd_fake_cuda.so"))
-            .argument(folder.join("libcuda.so"))
-            .kind(StepKind::Setup),
-        Step::cargo("GPU bench", arguments).env("LD_LIBRARY_PATH", folder),
-    ]
 }
 
 /// Returns the checks of the Rust code and of the specification, the fast ones first.

@@ -39,7 +39,7 @@ fn main() {
             ("across", transfer::model_tensors),
             ("many", transfer::many_tensors),
             ("host", host::put_and_get),
-            ("room", ring_memory::record_memory),
+            ("memory", ring_memory::record_memory),
         ],
     );
 }

@@ -53,7 +53,7 @@ fn race(bench: &mut Bench, name: &str, shapes: &[(String, TensorMeta)], min_spee
         reader.send_during(&Command::Receive(name.to_owned()), || put(name, residency));
     };
     let ring = || transfer("ring", Residency::Ring(Ring::default()));
-    let in_place = || transfer("lent", Residency::InPlace(Ring::default()));
+    let in_place = || transfer("in_place", Residency::InPlace(Ring::default()));
     let device = || {
         put("device", Residency::Device);
         reader.send(&Command::Get("device".to_owned()));
@@ -79,7 +79,7 @@ fn race(bench: &mut Bench, name: &str, shapes: &[(String, TensorMeta)], min_spee
                     .with_target(Target::Speed(min_speed, HANDLES))
                     .with_target(Target::Speed(1.0, PACKED)),
             )
-            .with_runner(Runner::variant("tssd, lent where it is", in_place))
+            .with_runner(Runner::variant("tssd, in place", in_place))
             .with_runner(Runner::variant("tssd, kept on the device", device))
             .with_runner(Runner::peer(HANDLES, handles))
             .with_runner(Runner::peer(PACKED, packed))

@@ -1,5 +1,3 @@
-use std::path::Path;
-
 use serde::Deserialize;
 use tssd_format::{Dtype, TensorMeta};
 
@@ -92,10 +90,9 @@ pub fn stacked_shapes(name: &str) -> Vec<(String, TensorMeta)> {
 
 impl Table {
     fn load(name: &str) -> Result<Self, String> {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("shapes.json");
-        let text = std::fs::read_to_string(path).unwrap();
+        let text = include_str!("../../shapes.json");
         let mut tables: serde_json::Map<String, serde_json::Value> =
-            serde_json::from_str(&text).unwrap();
+            serde_json::from_str(text).unwrap();
         let Some(table) = tables.remove(name) else {
             let names: Vec<&str> = tables.keys().map(String::as_str).collect();
             return Err(format!("there is no shape {name:?}, only {}", names.join(", ")));

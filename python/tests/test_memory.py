@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from processes import Daemon
 
 # Size of the model, and limit of the peak above the start, in MiB.
 MODEL_MIB, LIMIT_MIB = 256, 64
@@ -18,7 +19,6 @@ PREAMBLE = """
 import re, sys, threading
 import numpy as np
 import tssd
-from processes import Daemon
 
 def anonymous_mib():
     with open("/proc/self/status") as status:

@@ -115,7 +115,6 @@ impl State {
                 self.lease_version(selector, lease, holder, now.saturating_add(ttl))
             }
             Command::Release { lease } => Ok(self.release(lease)),
-            Command::HolderEnded { holder } => Ok(self.holder_ended(&holder)),
             Command::Pin { selector, label } => self.pin(selector, label),
             Command::Unpin { label } => Ok(self.unpin(&label)),
             Command::Retain { keep, ttl } => Ok(self.retain(keep, ttl)),

@@ -69,8 +69,8 @@ async fn initial_state(
 /// Saves the next state of a ledger, as [`LedgerGuard::save`].
 ///
 /// If the caller is cancelled, the save continues and the lock is held until the state is written.
-pub(crate) async fn save(mut turn: Box<dyn LedgerGuard>, next: State) -> Result<bool> {
-    let mut saving = Box::pin(async move { turn.save(next).await });
+pub(crate) async fn save(mut guard: Box<dyn LedgerGuard>, next: State) -> Result<bool> {
+    let mut saving = Box::pin(async move { guard.save(next).await });
     // A save without I/O completes at the first poll, so it needs no task.
     let first_poll = poll_fn(|context| Poll::Ready(saving.as_mut().poll(context)));
     if let Poll::Ready(saved) = first_poll.await {

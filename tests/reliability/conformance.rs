@@ -47,7 +47,7 @@ const SEQUENCES_PER_KIND: [(BackendKind, u64); 5] = [
 /// retry has withdrawn, which a run may miss.
 const EXPECTED_ERRORS: [&str; 20] = [
     "Busy",
-    "Differs",
+    "ContributionDiffers",
     "Dropped Aborted",
     "Dropped Deleted",
     "Dropped Rejected",
@@ -59,12 +59,12 @@ const EXPECTED_ERRORS: [&str; 20] = [
     "JobRequired",
     "JobsDisagree",
     "LateCall",
+    "LeafNotFound",
     "Lost",
-    "NoLeaf",
     "NotAWriter",
-    "NotCome",
     "NotFound",
     "NotNewer",
+    "WaitTimedOut",
     "WritersDisagree",
 ];
 

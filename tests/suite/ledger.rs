@@ -190,7 +190,6 @@ fn any_command() -> impl Strategy<Value = Command> {
         3 => (0..480_000_u64).prop_map(|now| Command::Expire { now: Timestamp(now) }),
         4 => (selector.clone(), 0..4_u128, 0..2_u8).prop_map(lease),
         2 => (0..4_u128).prop_map(|lease| Command::Release { lease: LeaseId(lease) }),
-        1 => (0..2_u8).prop_map(|holder| Command::HolderEnded { holder: holder.to_string() }),
         2 => any_session().prop_map(session_ended),
         2 => (selector, label()).prop_map(|(selector, label)| Command::Pin { selector, label }),
         2 => label().prop_map(|label| Command::Unpin { label }),
@@ -412,8 +411,8 @@ impl LedgerModel {
         self.run_pending_effects();
         self.now += u64::try_from(OPEN_TIMEOUT.as_millis()).unwrap();
         self.apply(&Command::Expire { now: Timestamp(self.now) }).unwrap();
-        for holder in ["0", "1"] {
-            self.apply(&Command::HolderEnded { holder: holder.to_owned() }).unwrap();
+        for lease in 0..4 {
+            self.apply(&Command::Release { lease: LeaseId(lease) }).unwrap();
         }
         for label in ["0", "1", "2"] {
             self.apply(&Command::Unpin { label: label.to_owned() }).unwrap();

@@ -373,17 +373,17 @@ impl<'py> Batch<'py> {
         leaf: Leaf<'py>,
         stored: Dtype,
     ) -> Result<()> {
-        let lent = importer.import_targets(&leaf.object, stored);
-        let (lent, staged) = lent.map_err(|error| error.with_fqn(&leaf.fqn))?;
+        let imported = importer.import_targets(&leaf.object, stored);
+        let (imported, staged) = imported.map_err(|error| error.with_fqn(&leaf.fqn))?;
         if !staged.is_empty() {
-            let bytes = lent.iter().map(|(tensor, _)| tensor.meta().nbytes());
+            let bytes = imported.iter().map(|(tensor, _)| tensor.meta().nbytes());
             self.staged_bytes += bytes.sum::<u64>();
         }
         self.staged.extend(staged);
         self.objects.push(leaf.object);
         let devices = importer.devices();
         let target = |(tensor, part)| FillTarget::new(leaf.fqn.clone(), devices, tensor, part);
-        self.targets.extend(lent.into_iter().map(target));
+        self.targets.extend(imported.into_iter().map(target));
         Ok(())
     }
 }

@@ -150,7 +150,7 @@ impl ControlPlane for LocalController {
 
     async fn lease(&self, holder: PeerId, key: &Key, selector: Selector) -> Result<LeasedVersion> {
         let taken = self.lease_version(key, selector, holder.to_string(), LEASE_TTL).await?;
-        let (lease, version, ResolvedReplicas { guard: reached, .. }) = taken;
+        let (lease, version, ResolvedReplicas { guard: replica_guard, .. }) = taken;
         let Version { id, epoch, number, uploaded, .. } = version;
         let folder = folder(key, &version);
         let manifest = version.manifest().map(|manifest| manifest.name.clone());
@@ -167,7 +167,7 @@ impl ControlPlane for LocalController {
             is_in_bucket: uploaded,
             remote_manifest: None,
             archives,
-            replica_guard: reached,
+            replica_guard,
         })
     }
 

@@ -93,18 +93,18 @@ impl ReplicaLocator for PeerDirectory {
             RemoteIndexGuard { remote_blobs: self.remote_blobs.clone(), names: Vec::new() };
         let mut ended = Vec::new();
         for contribution in version.contributions.values() {
-            let keepers: Vec<SessionId> = contribution.replica_sessions().collect();
+            let holders: Vec<SessionId> = contribution.replica_sessions().collect();
             let name = |file: &str| format!("{folder}/{file}");
             let mut names = contribution.archives().iter().map(|archive| name(&archive.name));
-            if keepers.contains(&own) && names.all(|name| self.pool.span(&name).is_some()) {
+            if holders.contains(&own) && names.all(|name| self.pool.span(&name).is_some()) {
                 continue;
             }
-            let keepers: Vec<_> = keepers.into_iter().filter(|keeper| *keeper != own).collect();
+            let holders: Vec<_> = holders.into_iter().filter(|holder| *holder != own).collect();
             let mut locations = Vec::new();
-            for (keeper, source) in read_order(&keepers, SystemEnvironment.random_id()) {
-                match self.address_of(keeper).await? {
+            for (holder, source) in read_order(&holders, SystemEnvironment.random_id()) {
+                match self.address_of(holder).await? {
                     Some(endpoint) => locations.push(ReplicaLocation { endpoint, kind: source }),
-                    None => ended.push(keeper),
+                    None => ended.push(holder),
                 }
             }
             if locations.is_empty() {
@@ -114,10 +114,10 @@ impl ReplicaLocator for PeerDirectory {
                 index_guard.add(name(&archive.name), &locations, archive.file_len);
             }
         }
-        if let Some(ManifestReference { replica_session: Some(keeper), file_len, .. }) =
+        if let Some(ManifestReference { replica_session: Some(holder), file_len, .. }) =
             version.manifest()
-            && *keeper != own
-            && let Some(endpoint) = self.address_of(*keeper).await?
+            && *holder != own
+            && let Some(endpoint) = self.address_of(*holder).await?
         {
             let location = ReplicaLocation { endpoint, kind: ReplicaKind::Origin };
             index_guard.add(format!("{folder}/{MANIFEST_NAME}"), &[location], *file_len);
@@ -154,8 +154,8 @@ impl Drop for RemoteIndexGuard {
 ///
 /// `keepers` begins with the origin, which is tried last. At most [`MAX_REPLICAS`] of the replicas come before it.
 /// The random number `chance` selects them, so that readers are spread over all replicas.
-fn read_order(keepers: &[SessionId], chance: u128) -> Vec<(SessionId, ReplicaKind)> {
-    let Some((origin, replicas)) = keepers.split_first() else { return Vec::new() };
+fn read_order(holders: &[SessionId], chance: u128) -> Vec<(SessionId, ReplicaKind)> {
+    let Some((origin, replicas)) = holders.split_first() else { return Vec::new() };
     let mut order = replicas.to_vec();
     if let Some(count) = u128::try_from(replicas.len()).ok().filter(|count| *count > 0) {
         order.rotate_left(usize::try_from(chance % count).unwrap_or_default());
@@ -201,12 +201,12 @@ mod tests {
 
     #[test]
     fn reads_try_replicas_evenly_before_origin() {
-        let keepers = |count: u128| (0..count).map(SessionId).collect::<Vec<_>>();
-        assert_eq!(read_order(&keepers(0), 7), []);
-        assert_eq!(read_order(&keepers(1), 7), [(SessionId(0), ReplicaKind::Origin)]);
+        let holders = |count: u128| (0..count).map(SessionId).collect::<Vec<_>>();
+        assert_eq!(read_order(&holders(0), 7), []);
+        assert_eq!(read_order(&holders(1), 7), [(SessionId(0), ReplicaKind::Origin)]);
         let mut first = BTreeMap::new();
         for chance in 0..400 {
-            let order = read_order(&keepers(5), chance);
+            let order = read_order(&holders(5), chance);
             assert_eq!(order.len(), MAX_REPLICAS + 1);
             assert_eq!(order.last(), Some(&(SessionId(0), ReplicaKind::Origin)));
             let replicas: BTreeSet<_> = order[..MAX_REPLICAS].iter().copied().collect();

@@ -203,15 +203,11 @@ impl ControlPlane for ControllerProxy {
         is_wanted: &(dyn Fn() -> bool + Sync),
     ) -> Result<(ArchivePlacement, Option<ArchiveDigest>)> {
         let (timeout, proposal) = (proposal.timeout, proposal.clone());
-        let keeper = Some(self.own.to_string());
+        let replica_address = Some(self.own.to_string());
         let (writer, job, durability) =
             (proposal.writer, proposal.job.clone(), proposal.durability);
-        let begin = Request::Begin(Begin {
-            key: key.to_string(),
-            proposal,
-            replica_address: keeper,
-            digest: None,
-        });
+        let begin =
+            Request::Begin(Begin { key: key.to_string(), proposal, replica_address, digest: None });
         let controller = self.controller().await?;
         let unwanted = async {
             tokio::time::sleep(POLL_INTERVAL).await;
@@ -307,7 +303,7 @@ impl ControlPlane for ControllerProxy {
         let (missing, instance) = (Some((manifest, at, len)), controller.instance());
         // The name contains the id: a later version may have the same number and another manifest.
         let manifest = format!("manifest/{id}");
-        let (stored, reached) = (false, None);
+        let (stored, replica_guard) = (false, None);
         Ok(LeasedVersion {
             lease,
             id,
@@ -318,7 +314,7 @@ impl ControlPlane for ControllerProxy {
             is_in_bucket: stored,
             remote_manifest: missing,
             archives,
-            replica_guard: reached,
+            replica_guard,
         })
     }
 

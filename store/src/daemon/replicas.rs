@@ -350,11 +350,11 @@ impl Replicas {
     pub(crate) async fn with_memory<T>(
         &self,
         registry: &dyn ControlPlane,
-        give_up: impl Future<Output = ()>,
+        cancelled: impl Future<Output = ()>,
         work: impl FnMut(&Arc<Pool>) -> io::Result<std::result::Result<T, PoolExhausted>>,
     ) -> io::Result<std::result::Result<T, PoolExhausted>> {
         let evictor = ReplicaEvictor { replicas: self, registry };
-        self.pool.with_memory(give_up, &evictor, work).await
+        self.pool.with_memory(cancelled, &evictor, work).await
     }
 
     /// Prepares to cache an archive: allocates memory for a replica if there is enough.

@@ -519,8 +519,8 @@ impl Session {
             (BlobLocation::Local(span), Origin::Address(_)) => {
                 Location::Blob { blob: name.clone(), len: span.len, at: None }
             }
-            (BlobLocation::Remote(keeper, len), _) => {
-                let at = Some(keeper.endpoint.to_string());
+            (BlobLocation::Remote(holder, len), _) => {
+                let at = Some(holder.endpoint.to_string());
                 Location::Blob { blob: name.clone(), len: *len, at }
             }
         };

@@ -102,8 +102,8 @@ impl TieredVolume {
         if let Some(span) = self.pool.span(name) {
             return Ok(Some(BlobLocation::Local(span)));
         }
-        if let Some((keeper, len)) = self.remote_blobs.locate(name) {
-            return Ok(Some(BlobLocation::Remote(keeper, len)));
+        if let Some((holder, len)) = self.remote_blobs.locate(name) {
+            return Ok(Some(BlobLocation::Remote(holder, len)));
         }
         let Some(directory) = &self.directory else { return Ok(None) };
         let Some((file, len)) = directory.open_file(name)? else { return Ok(None) };

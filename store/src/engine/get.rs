@@ -165,12 +165,12 @@ impl<'a> Read<'a> {
     /// A leaf that lies in one archive as a whole is a view. Other leaves are assembled. Tied leaves stay tied.
     pub(crate) fn state_dict(&mut self, options: &GetOptions) -> Result<StateDict> {
         let root = self.version.tree(options.writer)?;
-        let way = LazyPath::Full(&ObjectPath::root());
+        let path = LazyPath::Full(&ObjectPath::root());
         if !options.slices.is_empty() {
             let mut names = BTreeSet::new();
-            for_each_leaf(way, &root, &mut |way, node| {
+            for_each_leaf(path, &root, &mut |path, node| {
                 if matches!(node, Node::Tensors(_)) {
-                    names.insert(way.path().fqn());
+                    names.insert(path.path().fqn());
                 }
             });
             if let Some(fqn) = options.slices.keys().find(|fqn| !names.contains(*fqn)) {
@@ -180,11 +180,11 @@ impl<'a> Read<'a> {
             }
         }
         let mut read_set = ReadSet::default();
-        for_each_leaf(way, &root, &mut |way, node| read_set.add(way, node, &options.slices));
+        for_each_leaf(path, &root, &mut |path, node| read_set.add(path, node, &options.slices));
         let needed = read_set.needed_bytes();
         let tree = self.load_tree(read_set, &options.slices)?;
         self.needed += needed;
-        let value = tree.value(way, &root);
+        let value = tree.value(path, &root);
         value.and_then(StateDict::from_value).map_err(|error| self.format_error(error))
     }
 

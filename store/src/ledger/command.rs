@@ -118,7 +118,7 @@ pub enum Command {
         selector: Selector,
         /// The identity of the lease. The same identity again renews the lease of the same version.
         lease: LeaseId,
-        /// The reader, as [`Command::HolderEnded`] names it.
+        /// The reader, for status reports.
         holder: String,
         /// How long new reads may start.
         ttl: Duration,
@@ -129,12 +129,6 @@ pub enum Command {
     Release {
         /// The lease.
         lease: LeaseId,
-    },
-    /// A reader has ended, and its views with it: its leases are released.
-    #[serde(rename = "HolderGone")]
-    HolderEnded {
-        /// The reader.
-        holder: String,
     },
     /// A label pins a version: retention skips it. An existing label moves to this version.
     Pin {

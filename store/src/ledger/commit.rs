@@ -26,8 +26,8 @@ impl State {
             }
             Some(Contribution::Committed { .. }) => {}
             Some(begun) => {
-                let keepers = replica_session.into_iter().collect();
-                *begun = Contribution::Committed { digest, archives, replica_sessions: keepers };
+                let holders = replica_session.into_iter().collect();
+                *begun = Contribution::Committed { digest, archives, replica_sessions: holders };
             }
         }
         version.sessions.remove(&writer);
@@ -67,9 +67,9 @@ impl State {
             self.abort(id, writer);
         }
         let has_replica = |version: &Version| {
-            let mut keepers =
+            let mut holders =
                 version.contributions.values().flat_map(Contribution::replica_sessions);
-            keepers.any(|keeper| keeper == session)
+            holders.any(|holder| holder == session)
         };
         let mut lost = Vec::new();
         self.update_versions(has_replica, |version| {
@@ -81,7 +81,9 @@ impl State {
         // Pins and leases cannot hold data that is lost.
         self.pins.retain(|_, id| !lost.contains(id));
         self.leases.retain(|_, lease| !lost.contains(&lease.version));
-        self.holder_ended(&session.to_string())
+        let holder = session.to_string();
+        self.leases.retain(|_, lease| lease.holder != holder);
+        Outcome::Done
     }
 
     pub(super) fn publish_replicas(
@@ -110,7 +112,7 @@ impl State {
     ) -> Outcome {
         if let Ok(version) = self.version_by_id_mut(id)
             && let Some(contribution) = version.contributions.get_mut(&writer)
-            && contribution.replica_sessions().any(|keeper| keeper != session)
+            && contribution.replica_sessions().any(|holder| holder != session)
         {
             contribution.remove_replica(session);
         }

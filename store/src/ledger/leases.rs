@@ -35,11 +35,6 @@ impl State {
         Outcome::Done
     }
 
-    pub(super) fn holder_ended(&mut self, holder: &str) -> Outcome {
-        self.leases.retain(|_, lease| lease.holder != holder);
-        Outcome::Done
-    }
-
     pub(super) fn pin(&mut self, selector: Selector, label: String) -> Result<Outcome, Refusal> {
         let Version { id, number, .. } = *self.select(selector)?;
         self.pins.insert(label, id);

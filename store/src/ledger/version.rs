@@ -188,7 +188,7 @@ impl Contribution {
             Self::Begun => false,
             Self::Committed { replica_sessions, .. } => {
                 let count = replica_sessions.len();
-                replica_sessions.retain(|keeper| *keeper != session);
+                replica_sessions.retain(|holder| *holder != session);
                 replica_sessions.is_empty() && count > 0
             }
         }

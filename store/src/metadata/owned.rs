@@ -25,7 +25,7 @@ pub(crate) struct OwnedLedgers {
     /// The ledgers of the bucket from which keys without records are restored.
     origin: Option<Arc<dyn Ledgers>>,
     /// The keys whose records could not be read yet.
-    unread: Arc<Lock<BTreeSet<Key>>>,
+    stale: Arc<Lock<BTreeSet<Key>>>,
 }
 
 /// The ledger of one key.
@@ -49,7 +49,7 @@ impl OwnedLedgers {
         for key in keys {
             if let Err(error) = self.read(&key).await {
                 tracing::error!(%key, %error, "its ledger cannot be read");
-                self.unread().insert(key);
+                self.stale().insert(key);
             }
         }
         Ok(self)
@@ -62,7 +62,7 @@ impl OwnedLedgers {
         for key in keys.into_iter().filter(|key| !self.slots().contains_key(key)) {
             if let Err(error) = self.read(&key).await {
                 tracing::error!(%key, %error, "its ledger in the bucket cannot be read");
-                self.unread().insert(key);
+                self.stale().insert(key);
             }
         }
         Ok(self)
@@ -87,16 +87,16 @@ impl OwnedLedgers {
 
     /// Reads the records of a key if they could not be read before.
     async fn ensure_read(&self, key: &Key) -> Result<()> {
-        let must_read = self.unread().contains(key);
+        let must_read = self.stale().contains(key);
         if must_read {
             self.read(key).await?;
-            self.unread().remove(key);
+            self.stale().remove(key);
         }
         Ok(())
     }
 
-    fn unread(&self) -> MutexGuard<'_, BTreeSet<Key>> {
-        self.unread.lock()
+    fn stale(&self) -> MutexGuard<'_, BTreeSet<Key>> {
+        self.stale.lock()
     }
 
     fn slots(&self) -> MutexGuard<'_, BTreeMap<Key, Arc<Slot>>> {
@@ -183,7 +183,7 @@ impl Ledgers for OwnedLedgers {
 
     async fn keys(&self) -> Result<Vec<Key>> {
         let mut keys: Vec<Key> = self.slots().keys().cloned().collect();
-        keys.extend(self.unread().iter().cloned());
+        keys.extend(self.stale().iter().cloned());
         Ok(keys)
     }
 
@@ -245,12 +245,12 @@ mod tests {
     async fn cancelled_waits_leave_no_slot() {
         let (ledgers, key) = (OwnedLedgers::default(), Key::new("policy").unwrap());
         let seen = ledgers.state(&key).await.unwrap();
-        let turn = ledgers.lock(&key).await.unwrap();
+        let guard = ledgers.lock(&key).await.unwrap();
         // Both calls are cancelled while they wait.
         let short = Duration::from_millis(10);
         let next = tokio::time::timeout(short, ledgers.lock(&key)).await;
         assert!(next.is_err());
-        drop(turn);
+        drop(guard);
         let changed = ledgers.changed(&key, &seen, Duration::from_hours(1));
         tokio::time::timeout(short, changed).await.unwrap_err();
         assert_eq!(ledgers.keys().await.unwrap(), []);

@@ -343,13 +343,13 @@ impl Pool {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
         let len = u64::try_from(bytes.len()).map_err(io::Error::other)?;
-        let room = slab_bytes(len);
+        let slab_len = slab_bytes(len);
         let mut segments = inner.segments.iter_mut();
-        let slot = segments.find_map(|(id, segment)| Some((*id, segment.allocate(room)?)));
+        let slot = segments.find_map(|(id, segment)| Some((*id, segment.allocate(slab_len)?)));
         let (id, offset) = if let Some(slot) = slot {
             slot
         } else {
-            let capacity = room.max(SLAB_BYTES);
+            let capacity = slab_len.max(SLAB_BYTES);
             if let Err(exhausted) = inner.make_room(capacity, self.limit) {
                 return Ok(Err(exhausted));
             }
@@ -359,7 +359,7 @@ impl Pool {
             let map = map(&memory, capacity)?;
             segment::seal(&memory)?;
             let mut extents = Extents::new(capacity);
-            let offset = extents.allocate(room).expect("it is as long at least");
+            let offset = extents.allocate(slab_len).expect("it is as long at least");
             let memory = Backing::Host(memory);
             (inner.add(Segment::new(memory, capacity, Writer::Slab(map, extents))), offset)
         };
@@ -425,15 +425,15 @@ impl Pool {
     /// Returns the memory of a segment and its length. Returns none if the reader has it already.
     pub(crate) fn share(&self, peer: PeerId, id: SegmentId) -> io::Result<Option<SegmentMemory>> {
         let mut inner = self.inner();
-        let gone = || io::Error::new(io::ErrorKind::NotFound, "the segment is gone");
-        let segment = inner.segments.get_mut(&id).ok_or_else(gone)?;
+        let not_found = || io::Error::new(io::ErrorKind::NotFound, "the segment is gone");
+        let segment = inner.segments.get_mut(&id).ok_or_else(not_found)?;
         if segment.readers.contains(&peer) {
             return Ok(None);
         }
         let (memory, device) = match &segment.memory {
             Backing::Host(memory) => (segment::read_only(memory)?, None),
             Backing::Device { uuid, memory } => {
-                let memory = memory.as_ref().ok_or_else(gone)?;
+                let memory = memory.as_ref().ok_or_else(not_found)?;
                 (memory.try_clone()?, Some(uuid.clone()))
             }
         };

@@ -201,8 +201,8 @@ async fn superseded_records_are_deleted_after_their_grace_period() {
     let ledgers = short_lived_ledgers(&fixture);
     for round in 0..4 {
         for step in 0..30 {
-            let turn = ledgers.lock(&key()).await.unwrap();
-            assert!(save(turn, state_with_keep(2 + step)).await.unwrap());
+            let guard = ledgers.lock(&key()).await.unwrap();
+            assert!(save(guard, state_with_keep(2 + step)).await.unwrap());
         }
         tokio::time::sleep(Duration::from_millis(200)).await;
         assert!(records(&fixture).await < 75, "round {round}");
@@ -215,7 +215,7 @@ async fn superseded_records_are_deleted_after_their_grace_period() {
 async fn writer_paused_beyond_grace_period_fails_to_commit() {
     let fixture = Fixture { faulty: Arc::default(), len: 10 };
     let (stopped, others) = (short_lived_ledgers(&fixture), short_lived_ledgers(&fixture));
-    let turn = stopped.lock(&key()).await.unwrap();
+    let guard = stopped.lock(&key()).await.unwrap();
     for round in 0..3 {
         for step in 0..30 {
             assert!(
@@ -229,13 +229,13 @@ async fn writer_paused_beyond_grace_period_fails_to_commit() {
     // The record that the paused process is about to create has existed, and is deleted.
     let first = Path::parse(format!("policy/.ledger/{:020}.json", 1)).unwrap();
     fixture.faulty.head(&first).await.unwrap_err();
-    let error = save(turn, state_with_keep(99)).await.unwrap_err();
+    let error = save(guard, state_with_keep(99)).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     assert_eq!(*short_lived_ledgers(&fixture).state(&key()).await.unwrap(), state_with_keep(7));
     // A retry starts from the current state.
-    let turn = stopped.lock(&key()).await.unwrap();
-    assert_eq!(*turn.state(), state_with_keep(7));
-    assert!(save(turn, state_with_keep(8)).await.unwrap());
+    let guard = stopped.lock(&key()).await.unwrap();
+    assert_eq!(*guard.state(), state_with_keep(7));
+    assert!(save(guard, state_with_keep(8)).await.unwrap());
 }
 
 /// Damaged compressed data may decompress without an error, to wrong bytes.

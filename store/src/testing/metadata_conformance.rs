@@ -168,9 +168,9 @@ async fn steps_of_two_processes_are_serialized() {
             tokio::spawn(async move {
                 let mut made = BTreeSet::new();
                 while made.len() < STEPS as usize {
-                    let turn = ledgers.lock(&key).await?;
-                    let next = kept(turn.state()).unwrap_or(0) + 1;
-                    if save(turn, state_with_keep(next)).await? {
+                    let guard = ledgers.lock(&key).await?;
+                    let next = kept(guard.state()).unwrap_or(0) + 1;
+                    if save(guard, state_with_keep(next)).await? {
                         made.insert(next);
                     }
                 }
@@ -198,11 +198,11 @@ async fn steps_are_serialized_despite_faults() {
             tokio::spawn(async move {
                 let (mut made, mut unknown, mut last) = (BTreeSet::new(), BTreeSet::new(), 0);
                 while made.len() < STEPS {
-                    let Ok(turn) = ledgers.lock(&key).await else { continue };
-                    let now = kept(turn.state());
+                    let Ok(guard) = ledgers.lock(&key).await else { continue };
+                    let now = kept(guard.state());
                     assert!(now >= last, "it goes back from {last} to {now}");
                     last = now;
-                    match save(turn, state_with_keep(now + 1)).await {
+                    match save(guard, state_with_keep(now + 1)).await {
                         Ok(true) => assert!(made.insert(now + 1)),
                         Ok(false) => {}
                         Err(_) => drop(unknown.insert(now + 1)),

@@ -95,11 +95,11 @@ mod tests {
         let verdicts = |case: &str| {
             let race = kept.races.iter().find(|race| race.case == case).unwrap();
             let all = Verdict::all(race, race.ours());
-            let said = |verdict: Verdict| {
+            let text = |verdict: Verdict| {
                 let found = verdict.result.clone().unwrap_or_default();
                 [verdict.target.clone(), found, verdict.label().into()].join("; ")
             };
-            all.into_iter().map(said).collect::<Vec<_>>()
+            all.into_iter().map(text).collect::<Vec<_>>()
         };
         assert_eq!(
             verdicts("put"),

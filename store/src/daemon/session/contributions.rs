@@ -155,13 +155,13 @@ impl Session {
             open.target = Target::Remote(endpoint);
         }
         let targets = self.allocate(&mut open, in_flight, deadline).await;
-        let (room, fds, device) =
+        let (target, fds, device) =
             match targets.and_then(|targets| in_flight.check_cancelled().map(|()| targets)) {
                 Ok(targets) => targets,
                 Err(error) => return Err(self.abort(open, error).await),
             };
         let contribution = self.state.next_number();
-        let archive = take_inline().filter(|_| room == WriteTarget::Inline && device.is_none());
+        let archive = take_inline().filter(|_| target == WriteTarget::Inline && device.is_none());
         let progress = if let Some((digest, data)) = archive {
             Some(self.commit_contribution(in_flight, contribution, open, digest, data).await?)
         } else {
@@ -174,7 +174,7 @@ impl Session {
             epoch,
             number,
             committed,
-            target: room,
+            target,
             device,
             stem,
             progress,
@@ -194,8 +194,8 @@ impl Session {
         deadline: Instant,
     ) -> Result<(WriteTarget, Vec<OwnedFd>, Option<SharedSegment>)> {
         let device = self.allocate_on_device(open)?;
-        let (room, fds) = self.allocate_on_host(open, in_flight, deadline).await?;
-        Ok((room, fds, device))
+        let (target, fds) = self.allocate_on_host(open, in_flight, deadline).await?;
+        Ok((target, fds, device))
     }
 
     /// Allocates host memory, and returns its descriptor if the client has not mapped it yet.
@@ -219,12 +219,13 @@ impl Session {
             open.target = Target::DaemonSegment(writing, 0);
             return Ok((WriteTarget::Frames, Vec::new()));
         }
-        let lent = self
+        let acquired = self
             .with_memory(in_flight, deadline, 0, |pool| pool.acquire_segment(self.peer, len))
             .await?;
-        open.target = Target::ClientSegment(lent.segment);
-        let room = WriteTarget::Segment { segment: lent.segment, capacity: lent.capacity };
-        Ok((room, lent.memory.into_iter().collect()))
+        open.target = Target::ClientSegment(acquired.segment);
+        let target =
+            WriteTarget::Segment { segment: acquired.segment, capacity: acquired.capacity };
+        Ok((target, acquired.memory.into_iter().collect()))
     }
 
     /// Checks a request to store an archive in the memory of a GPU.
@@ -259,14 +260,14 @@ impl Session {
     fn allocate_on_device(&self, open: &mut Contribution) -> Result<Option<SharedSegment>> {
         let device = open.device.as_ref().filter(|_| open.committed.is_none());
         let Some(DeviceMemoryRequest { uuid, len, min_capacity }) = device else { return Ok(None) };
-        let lent = self.state.pool.acquire_device_segment(self.peer, uuid, (*len).max(*min_capacity)).ok_or_else(|| {
+        let acquired = self.state.pool.acquire_device_segment(self.peer, uuid, (*len).max(*min_capacity)).ok_or_else(|| {
             let text = "this process has as many segments of GPUs as a daemon keeps for one: put larger buckets, \
                         or keep fewer versions";
             Error::new(ErrorKind::Busy, text)
         })?;
-        open.device_segment = Some(lent.segment);
+        open.device_segment = Some(acquired.segment);
         let device = Some(uuid.clone());
-        Ok(Some(SharedSegment { segment: lent.segment, capacity: lent.capacity, device }))
+        Ok(Some(SharedSegment { segment: acquired.segment, capacity: acquired.capacity, device }))
     }
 
     /// Attaches the memory that a client has allocated on a GPU to its segment.
@@ -279,8 +280,8 @@ impl Session {
         if matches!(kind, Err(_) | Ok(FileType::Socket | FileType::Fifo | FileType::Directory)) {
             return Err(invalid(&"what was brought is no memory of a GPU"));
         }
-        let brought = self.state.pool.attach_device_memory(self.peer, segment, memory);
-        brought.map_err(|error| invalid(&format_args!("segment {segment}: {error}")))
+        let attached = self.state.pool.attach_device_memory(self.peer, segment, memory);
+        attached.map_err(|error| invalid(&format_args!("segment {segment}: {error}")))
     }
 
     /// Writes the next bytes of an archive that is sent in frames.
@@ -288,21 +289,21 @@ impl Session {
         let mut open = self.contributions();
         let open = open.get_mut(&contribution).and_then(Option::as_mut);
         let open = open.ok_or_else(|| unknown_contribution(contribution))?;
-        let Target::DaemonSegment(writing, come) = &mut open.target else {
+        let Target::DaemonSegment(writing, written) = &mut open.target else {
             return Err(Error::new(ErrorKind::Invalid, "its room is not in frames"));
         };
         // Writes are sequential, so no bytes of an earlier archive stay in the recycled segment.
-        let start = usize::try_from(offset).ok().filter(|_| offset == *come);
+        let start = usize::try_from(offset).ok().filter(|_| offset == *written);
         let range = start.and_then(|start| Some(start..start.checked_add(data.len())?));
         let target = range.and_then(|range| writing.bytes_mut().get_mut(range));
         let target = target.ok_or_else(|| {
             let len = data.len();
             let text =
-                format_args!("{len} bytes at {offset} of an archive of which {come} have come");
+                format_args!("{len} bytes at {offset} of an archive of which {written} have come");
             Error::new(ErrorKind::Invalid, text)
         })?;
         target.copy_from_slice(data);
-        *come = come.saturating_add(u64::try_from(data.len()).unwrap_or(u64::MAX));
+        *written = written.saturating_add(u64::try_from(data.len()).unwrap_or(u64::MAX));
         Ok(())
     }
 
@@ -354,12 +355,12 @@ impl Session {
             self.allocate(&mut open, in_flight, deadline).await
         };
         let error = match extended.await {
-            Ok((room, fds, device)) => match self.contributions().get_mut(&contribution) {
+            Ok((target, fds, device)) => match self.contributions().get_mut(&contribution) {
                 Some(waiting) => {
                     *waiting = Some(open);
                     let reply = match device {
-                        Some(device) => Reply::DeviceWriteTargets { target: room, device },
-                        None => Reply::WriteTarget(room),
+                        Some(device) => Reply::DeviceWriteTargets { target, device },
+                        None => Reply::WriteTarget(target),
                     };
                     return Ok(Response { fds, ..reply.into() });
                 }
@@ -383,7 +384,7 @@ impl Session {
         work: impl FnMut(&Arc<Pool>) -> std::io::Result<Result<T, PoolExhausted>>,
     ) -> Result<T> {
         let left = deadline.saturating_duration_since(Instant::now());
-        let give_up = async {
+        let cancelled = async {
             in_flight.release_active_slot(bytes);
             tokio::select! {
                 () = tokio::time::sleep(left) => {}
@@ -391,7 +392,7 @@ impl Session {
             }
         };
         let replicas = &self.state.volume.replicas;
-        let done = replicas.with_memory(&*self.state.control_plane, give_up, work).await;
+        let done = replicas.with_memory(&*self.state.control_plane, cancelled, work).await;
         let done = done.map_err(|error| Error::io("memory", error))?;
         done.map_err(|exhausted| self.state.out_of_memory(&exhausted))
     }
@@ -540,9 +541,9 @@ impl Session {
         }
         let path = open.placement.path(open.lens.len() - 1);
         let len = open.host_len();
-        let check_len = |come: u64| {
-            let text = format!("an archive of {come} bytes where {len} were announced");
-            if come == len { Ok(()) } else { Err(Error::new(ErrorKind::Invalid, text)) }
+        let check_len = |written: u64| {
+            let text = format!("an archive of {written} bytes where {len} were announced");
+            if written == len { Ok(()) } else { Err(Error::new(ErrorKind::Invalid, text)) }
         };
         let failed = |error| Error::io(&path, error);
         match std::mem::replace(&mut open.target, Target::Inline) {
@@ -565,8 +566,8 @@ impl Session {
                     return Err(failed(error));
                 }
             }
-            Target::DaemonSegment(writing, come) => {
-                check_len(come)?;
+            Target::DaemonSegment(writing, written) => {
+                check_len(written)?;
                 writing.publish(&path).map_err(failed)?;
             }
             Target::Inline => {

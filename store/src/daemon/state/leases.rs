@@ -119,8 +119,9 @@ impl DaemonState {
         key: &Key,
         grant: LeasedVersion,
     ) -> LeasedVersion {
-        let (key, lease, reached) = (key.clone(), grant.lease, grant.replica_guard.clone());
-        let registered = Arc::new(SharedLease { key: key.clone(), lease, _replica_guard: reached });
+        let (key, lease, replica_guard) = (key.clone(), grant.lease, grant.replica_guard.clone());
+        let registered =
+            Arc::new(SharedLease { key: key.clone(), lease, _replica_guard: replica_guard });
         self.insert_lease(&mut self.inner(), peer, &key, grant, Some(registered))
     }
 
@@ -242,7 +243,7 @@ impl DaemonState {
         for place in archives.values() {
             let source = match place {
                 BlobLocation::Local(_) | BlobLocation::Device(_) => None,
-                BlobLocation::Remote(keeper, _) => Some(keeper.kind),
+                BlobLocation::Remote(holder, _) => Some(holder.kind),
             };
             let leased = counts.leased_bytes.entry(source).or_default();
             *leased = leased.saturating_add(place.len());

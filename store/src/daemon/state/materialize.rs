@@ -130,8 +130,8 @@ impl DaemonState {
     /// The copy is deleted with the last lease of the version.
     async fn copy_manifest(&self, key: &Key, grant: &LeasedVersion) -> Result<()> {
         let missing = grant.remote_manifest.clone().or_else(|| {
-            let (keeper, len) = self.volume.remote_blobs.locate(&grant.manifest)?;
-            Some((grant.manifest.clone(), keeper.endpoint, len))
+            let (holder, len) = self.volume.remote_blobs.locate(&grant.manifest)?;
+            Some((grant.manifest.clone(), holder.endpoint, len))
         });
         if missing.is_none() && self.volume.locate(&grant.manifest)?.is_some() {
             return Ok(());

@@ -13,19 +13,19 @@ impl LazyPath<'_> {
     pub(super) fn path(&self) -> ObjectPath {
         match self {
             Self::Full(path) => (*path).clone(),
-            Self::Child(way, step) => way.path().step((*step).clone()),
+            Self::Child(path, step) => path.path().step((*step).clone()),
         }
     }
 }
 
 /// Calls `each` with every node that is not a container, in insertion order.
 pub(super) fn for_each_leaf<'n>(
-    way: LazyPath<'_>,
+    path: LazyPath<'_>,
     node: &'n Node,
     each: &mut impl FnMut(LazyPath<'_>, &'n Node),
 ) {
-    let Node::Container(_, children) = node else { return each(way, node) };
+    let Node::Container(_, children) = node else { return each(path, node) };
     for (step, child) in children {
-        for_each_leaf(LazyPath::Child(&way, step), child, each);
+        for_each_leaf(LazyPath::Child(&path, step), child, each);
     }
 }

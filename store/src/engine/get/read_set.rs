@@ -25,14 +25,14 @@ impl<'a> ReadSet<'a> {
     /// Adds the storages and tensors of a leaf.
     pub(super) fn add(
         &mut self,
-        way: LazyPath<'_>,
+        path: LazyPath<'_>,
         node: &'a Node,
         slices: &'a BTreeMap<String, Vec<ShardSpec>>,
     ) {
         match node {
             Node::StoredLeaf(_, storage) => drop(self.viewed_storages.insert(*storage)),
             Node::Tensors(run) => {
-                let fqn = || way.path().fqn();
+                let fqn = || path.path().fqn();
                 let places = if slices.is_empty() { None } else { slices.get(&fqn()) };
                 match places {
                     Some(places) => places.iter().for_each(|place| {

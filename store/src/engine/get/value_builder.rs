@@ -20,7 +20,7 @@ pub(super) struct ValueBuilder<'a> {
 }
 
 impl ValueBuilder<'_> {
-    pub(super) fn value(&self, way: LazyPath<'_>, node: &Node) -> tssd_format::Result<Value> {
+    pub(super) fn value(&self, path: LazyPath<'_>, node: &Node) -> tssd_format::Result<Value> {
         Ok(match node {
             Node::Leaf(value) => value.clone(),
             Node::StoredLeaf(kind, storage) => {
@@ -31,12 +31,12 @@ impl ValueBuilder<'_> {
                     ContentKind::Opaque(media) => Value::Opaque { media: media.clone(), bytes },
                 }
             }
-            Node::Tensors(run) => self.tensors(way, run)?,
+            Node::Tensors(run) => self.tensors(path, run)?,
             Node::Container(container, children) => {
                 let mut dict = Dict::new();
                 let mut values = Vec::new();
                 for (step, child) in children {
-                    let value = self.value(LazyPath::Child(&way, step), child)?;
+                    let value = self.value(LazyPath::Child(&path, step), child)?;
                     match step {
                         Step::Key(key) => drop(dict.insert(key.clone(), value)),
                         Step::Index(_) => values.push(value),
@@ -47,9 +47,9 @@ impl ValueBuilder<'_> {
         })
     }
 
-    fn tensors(&self, way: LazyPath<'_>, run: &[TensorReference]) -> tssd_format::Result<Value> {
+    fn tensors(&self, path: LazyPath<'_>, run: &[TensorReference]) -> tssd_format::Result<Value> {
         if !self.slices.is_empty()
-            && let Some(places) = self.slices.get(&way.path().fqn())
+            && let Some(places) = self.slices.get(&path.path().fqn())
         {
             let shard = |place: &ShardSpec| {
                 Shard::new(self.assembled[&(run, Some(place))].clone(), place.clone())

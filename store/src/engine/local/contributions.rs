@@ -153,14 +153,14 @@ impl LocalController {
             bytes: *len,
         };
         let archives: Vec<_> = lens.iter().enumerate().map(archive).collect();
-        let keeper = self.replica_holder().await?;
+        let replica_session = self.replica_holder().await?;
         let commit = || Commit {
             id: *id,
             writer: *writer,
             job: job.clone(),
             digest,
             archives: archives.clone(),
-            replica_session: keeper,
+            replica_session,
             now: self.now(),
         };
         let to_progress = |outcome| match outcome {

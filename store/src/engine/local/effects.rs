@@ -73,10 +73,10 @@ impl LocalController {
         let Some(_running) = RunningVerification::begin(self, id) else { return Ok(false) };
         let state = self.0.ledgers.state(key).await?;
         let Some(version) = find_unverified(&state, id).cloned() else { return Ok(false) };
-        let (keeper, reached) =
+        let (replica_session, resolved) =
             (self.replica_holder().await?, self.resolve_replicas(key, &version).await?);
-        if !reached.ended_sessions.is_empty() {
-            self.mark_sessions_ended(key, reached.ended_sessions).await?;
+        if !resolved.ended_sessions.is_empty() {
+            self.mark_sessions_ended(key, resolved.ended_sessions).await?;
             return Ok(false);
         }
         let unverified = version.clone();
@@ -98,7 +98,7 @@ impl LocalController {
                     name,
                     digest: ArchiveDigest::compute(&manifest),
                     file_len,
-                    replica_session: keeper,
+                    replica_session,
                 };
                 let durability = version.durability;
                 let work = move |volume: &dyn Volume, folder: &str| {

@@ -187,19 +187,19 @@ impl LocalController {
             };
             let state = self.state(key).await?;
             // If the version is missing, the processes that held it have ended meanwhile.
-            let reached = match state.versions().find(|version| version.id == id) {
+            let resolved = match state.versions().find(|version| version.id == id) {
                 Some(version) => self
                     .resolve_replicas(key, version)
                     .await
-                    .map(|reached| Some((version, reached))),
+                    .map(|resolved| Some((version, resolved))),
                 None => Ok(None),
             };
-            let ended = match reached {
-                Ok(Some((version, reached))) if reached.ended_sessions.is_empty() => {
-                    return Ok((lease, version.clone(), reached));
+            let ended = match resolved {
+                Ok(Some((version, resolved))) if resolved.ended_sessions.is_empty() => {
+                    return Ok((lease, version.clone(), resolved));
                 }
-                Ok(reached) => {
-                    Ok(reached.map_or_else(Vec::new, |(_, reached)| reached.ended_sessions))
+                Ok(resolved) => {
+                    Ok(resolved.map_or_else(Vec::new, |(_, resolved)| resolved.ended_sessions))
                 }
                 Err(error) => Err(error),
             };
@@ -254,9 +254,9 @@ impl LocalController {
             let folder = folder(key, version);
             let is_here = |it: &ArchiveReference| names.contains(&format!("{folder}/{}", it.name));
             let is_new = |contribution: &Contribution| {
-                let mut keepers = contribution.replica_sessions().peekable();
+                let mut holders = contribution.replica_sessions().peekable();
                 // Only other processes hold it. An archive without a holder is lost with no process.
-                keepers.peek().is_some() && keepers.all(|keeper| keeper != own)
+                holders.peek().is_some() && holders.all(|holder| holder != own)
             };
             let held = version.contributions.iter().filter(|(_, contribution)| {
                 is_new(contribution) && contribution.archives().iter().all(is_here)
@@ -268,8 +268,8 @@ impl LocalController {
             }
             // Archives that the ledger lists for this process and that are not here.
             let missing = version.contributions.iter().filter(|(_, contribution)| {
-                contribution.replica_sessions().any(|keeper| keeper == own)
-                    && contribution.replica_sessions().any(|keeper| keeper != own)
+                contribution.replica_sessions().any(|holder| holder == own)
+                    && contribution.replica_sessions().any(|holder| holder != own)
                     && !contribution.archives().iter().all(is_here)
             });
             for (writer, _) in missing {
@@ -301,7 +301,7 @@ impl LocalController {
                 archives.any(|archive| name.ends_with(&format!("/{}", archive.name)))
             });
             let own_replica =
-                found.filter(|(.., it)| it.replica_sessions().any(|keeper| keeper == own));
+                found.filter(|(.., it)| it.replica_sessions().any(|holder| holder == own));
             own_replica.map(|(id, writer, _)| (id, writer))
         };
         if let Some((id, writer)) = find_replica(&*self.0.ledgers.state(key).await?) {

@@ -76,9 +76,9 @@ fn find_device(
     #[cfg(not(target_os = "linux"))]
     let uuid: std::result::Result<String, String> = Err("there are none here".to_owned());
     // All buckets have one size, so that each reuses the memory of an earlier one.
-    let room = options.residency.ring().map_or(0, |ring| ring.max_data_bytes());
+    let min_capacity = options.residency.ring().map_or(0, |ring| ring.max_data_bytes());
     let len = layout.index_off();
-    Ok(uuid.map(|uuid| DeviceMemoryRequest { uuid, len, min_capacity: room }))
+    Ok(uuid.map(|uuid| DeviceMemoryRequest { uuid, len, min_capacity }))
 }
 
 /// Returns the dict with plain tensors in host memory if other writers put them too.

@@ -65,6 +65,14 @@ struct Planned {
     /// The device that keeps its data.
     device: Option<DeviceMemoryRequest>,
     is_alone: bool,
+    /// The proposal that begins the contribution. `None` if it has begun.
+    proposal: Option<Proposal>,
+}
+
+impl Planned {
+    fn take_proposal(&mut self) -> Proposal {
+        self.proposal.take().expect("the archive is planned before the contribution begins")
+    }
 }
 
 impl VersionWriter {
@@ -131,8 +139,8 @@ impl VersionWriter {
         let inline =
             controller.inline_put().filter(|inline| may_inline && len <= inline.max_bytes());
         let written = match inline {
-            Some(inline) => self.write_inline(inline, dict, &planned).await,
-            None => self.write_planned(dict, planned).await,
+            Some(inline) => self.write_inline(inline, planned).await,
+            None => self.write_planned(planned).await,
         };
         match written {
             Ok(()) => self.stage().await,
@@ -145,7 +153,7 @@ impl VersionWriter {
         let span = self.span.clone();
         let write = async {
             let planned = self.plan(dict, is_only).await?;
-            self.write_planned(dict, planned).await
+            self.write_planned(planned).await
         };
         match write.instrument(span).await {
             Ok(()) => Ok(()),
@@ -204,9 +212,13 @@ impl VersionWriter {
     /// Lays out an archive, and finds the device that keeps it.
     async fn plan(&mut self, dict: &StateDict, is_only: bool) -> Result<Planned> {
         let started = Instant::now();
-        let is_alone = match &self.open {
-            Some(open) => open.is_alone,
-            None => Role::of(dict, &self.options)?.is_alone(),
+        let (role, is_alone) = match &self.open {
+            Some(open) => (None, open.is_alone),
+            None => {
+                let role = Role::of(dict, &self.options)?;
+                let is_alone = role.is_alone();
+                (Some(role), is_alone)
+            }
         };
         let (controller, options) = (&*self.controller, &self.options);
         let visible = residency::visible_tensors(controller, dict, is_alone, options).await?;
@@ -219,14 +231,14 @@ impl VersionWriter {
             route.check_required(options.require_transport)?;
             self.route = route;
         }
+        let proposal = role.map(|role| self.proposal(role, layout.file_len(), device.clone()));
         self.phases.arrange += started.elapsed().as_secs_f64();
-        Ok(Planned { layout, device, is_alone })
+        Ok(Planned { layout, device, is_alone, proposal })
     }
 
-    fn proposal(&self, dict: &StateDict, planned: &Planned) -> Result<Proposal> {
-        let role = Role::of(dict, &self.options)?;
+    fn proposal(&self, role: Role, file_len: u64, device: Option<DeviceMemoryRequest>) -> Proposal {
         let options = &self.options;
-        Ok(Proposal {
+        Proposal {
             writer: role.writer,
             writers: role.writers,
             writers_defaulted: role.defaulted,
@@ -235,15 +247,15 @@ impl VersionWriter {
             number: options.version,
             rewind: options.rewind,
             durability: options.durability,
-            file_len: planned.layout.file_len(),
-            device: planned.device.clone(),
+            file_len,
+            device,
             timeout: options.timeout,
-        })
+        }
     }
 
-    async fn write_planned(&mut self, dict: &StateDict, planned: Planned) -> Result<()> {
+    async fn write_planned(&mut self, mut planned: Planned) -> Result<()> {
         let started = Instant::now();
-        let open = self.reserve(dict, &planned).await?;
+        let open = self.reserve(&mut planned).await?;
         let begun = Instant::now();
         let Planned { layout, device, .. } = planned;
         let (len, has_checksums) = (layout.file_len(), device.is_none());
@@ -265,26 +277,21 @@ impl VersionWriter {
     }
 
     /// Reserves room for an archive. The first one begins the contribution.
-    async fn reserve(&mut self, dict: &StateDict, planned: &Planned) -> Result<OpenContribution> {
+    async fn reserve(&mut self, planned: &mut Planned) -> Result<OpenContribution> {
         if let Some(mut open) = self.open.take() {
             let (len, device) = (planned.layout.file_len(), planned.device.clone());
             open.contribution.extend(len, device).await?;
             return Ok(open);
         }
-        let proposal = self.proposal(dict, planned)?;
+        let proposal = planned.take_proposal();
         let begun = self.controller.begin(&self.key, proposal).await?;
         self.span.record("version", begun.number);
         Ok(OpenContribution::new(begun, planned.is_alone))
     }
 
     /// Writes the only archive, and sends it with the request that begins the contribution.
-    async fn write_inline(
-        &mut self,
-        inline: &dyn InlinePut,
-        dict: &StateDict,
-        planned: &Planned,
-    ) -> Result<()> {
-        let proposal = self.proposal(dict, planned)?;
+    async fn write_inline(&mut self, inline: &dyn InlinePut, mut planned: Planned) -> Result<()> {
+        let proposal = planned.take_proposal();
         let started = Instant::now();
         let (bytes, digest) = archive::to_bytes(&planned.layout)?;
         let written = Instant::now();

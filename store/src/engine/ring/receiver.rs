@@ -175,9 +175,9 @@ impl Receiver {
     /// Returns whether an export is still valid: its writer is present, and has put no later bucket.
     async fn is_export_valid(&self, bucket: &OpenVersion, header: &BucketHeader) -> Result<bool> {
         let channel = &self.channel;
-        let lender = exporter_key(channel, header.put)?;
+        let exporter = exporter_key(channel, header.put)?;
         let (lenders, _) =
-            self.context.controller().wait_until_read(&lender, u64::MAX, Duration::ZERO).await?;
+            self.context.controller().wait_until_read(&exporter, u64::MAX, Duration::ZERO).await?;
         let newest = self.context.controller().versions(channel).await?.pop();
         Ok(lenders > 0 && newest.is_some_and(|newest| newest.id == bucket.id))
     }

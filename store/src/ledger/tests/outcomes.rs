@@ -19,8 +19,9 @@ fn version_becomes_visible_after_all_commits_and_verification() {
     ledger.verify(id).unwrap();
     assert_eq!(ledger.state.head().unwrap().id, id);
     // A reference to the same manifest that another session holds is accepted.
-    let (name, digest, keeper) = (format!("{id}"), ArchiveDigest([1; 16]), Some(SessionId(3)));
-    let manifest = ManifestReference { name, digest, file_len: 1, replica_session: keeper };
+    let (name, digest, replica_session) =
+        (format!("{id}"), ArchiveDigest([1; 16]), Some(SessionId(3)));
+    let manifest = ManifestReference { name, digest, file_len: 1, replica_session };
     let again = Command::Verified { id, manifest, now: Timestamp(0) };
     assert_eq!(ledger.apply(again), Ok(Outcome::Done));
     let other = ManifestReference {

@@ -26,7 +26,7 @@ fn lease_holds_data_until_release_even_after_expiry() {
 
     ledger.apply(Command::Release { lease }).unwrap();
     assert!(pending(&ledger.state).is_empty());
-    ledger.apply(Command::HolderEnded { holder: "reader".to_owned() }).unwrap();
+    ledger.apply(Command::Release { lease: LeaseId(2) }).unwrap();
     assert_eq!(pending(&ledger.state), [Effect::Delete { id, epoch: 0, number: 1 }]);
 }
 

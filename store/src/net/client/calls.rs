@@ -231,11 +231,11 @@ async fn receive(
                     leased.archives.extend(partial.archives);
                 }
                 maps.store_descriptors(&reply, partial.fds);
-                let owed = ReleaseOnDrop::for_reply(&reply, &outgoing);
+                let release = ReleaseOnDrop::for_reply(&reply, &outgoing);
                 if let Some(Some(request)) = pending.with(|requests| requests.remove(&number)) {
                     // If the caller no longer waits, dropping the response releases what the reply
                     // grants.
-                    drop(request.response.send(Response { reply, release: owed }));
+                    drop(request.response.send(Response { reply, release }));
                 }
             }
             FrameKind::Notice => {

@@ -129,10 +129,10 @@ impl RemoteContribution {
     }
 
     /// Sets the write target in host memory.
-    async fn set_host_target(&mut self, room: WriteTarget, file_len: u64) -> Result<()> {
+    async fn set_host_target(&mut self, target: WriteTarget, file_len: u64) -> Result<()> {
         self.file_len = usize::try_from(file_len)
             .map_err(|_| Error::new(ErrorKind::Invalid, "the archive does not fit into memory"))?;
-        self.buffer = match room {
+        self.buffer = match target {
             WriteTarget::Inline => HostBuffer::Inline(vec![0; self.file_len]),
             WriteTarget::Frames => HostBuffer::Frames(vec![0; self.file_len]),
             WriteTarget::ClientReplica => {
@@ -266,8 +266,8 @@ impl Contribution for RemoteContribution {
         let request = Request::Extend { contribution, file_len, device: device.clone() };
         let patience = self.timeout.saturating_add(RESPONSE_TIMEOUT);
         match self.client.calls.call(&request, data, patience).await?.reply {
-            Reply::WriteTarget(room) => {
-                self.set_targets(room, None, file_len, device.as_ref()).await
+            Reply::WriteTarget(target) => {
+                self.set_targets(target, None, file_len, device.as_ref()).await
             }
             Reply::DeviceWriteTargets { target, device: shared } => {
                 self.set_targets(target, Some(&shared), file_len, device.as_ref()).await

@@ -268,8 +268,8 @@ mod tests {
     fn maps_with_segments(segments: impl IntoIterator<Item = SegmentId>) -> SegmentMaps {
         let maps = SegmentMaps::default();
         for segment in segments {
-            let room = WriteTarget::Segment { segment, capacity: CAPACITY };
-            maps.store_descriptors(&Reply::WriteTarget(room), vec![create(CAPACITY).unwrap()]);
+            let target = WriteTarget::Segment { segment, capacity: CAPACITY };
+            maps.store_descriptors(&Reply::WriteTarget(target), vec![create(CAPACITY).unwrap()]);
         }
         maps
     }

@@ -63,12 +63,12 @@ impl Explorer {
     }
 
     /// Cuts the power at every moment. Returns the first violation as an error.
-    async fn explore(&mut self, start: Tree, moments: &[TraceEntry]) -> Result<(), String> {
+    async fn explore(&mut self, start: Tree, entries: &[TraceEntry]) -> Result<(), String> {
         let mut aftermath = DiskState::new(start);
         let mut promise = ExpectedState::default();
-        for (at, moment) in moments.iter().enumerate() {
+        for (at, entry) in entries.iter().enumerate() {
             // After a change, only states that contain it are new. After a new expected state, all states are.
-            let is_new: fn(&[DurablePart]) -> bool = match moment {
+            let is_new: fn(&[DurablePart]) -> bool = match entry {
                 TraceEntry::Event(event @ Event::Changed(_)) => {
                     aftermath.apply_event(event);
                     |extents| extents.last() != Some(&DurablePart::Nothing)
@@ -152,22 +152,22 @@ impl Explorer {
 
         if self.dice.below(SECOND_CUT_INTERVAL) == 0 {
             let events = files.take_events().into_iter().map(TraceEntry::Event);
-            let mut moments = vec![TraceEntry::Promise(during)];
-            moments.extend(events);
-            moments.push(TraceEntry::Promise(after));
+            let mut entries = vec![TraceEntry::Promise(during)];
+            entries.extend(events);
+            entries.push(TraceEntry::Promise(after));
             let at =
-                usize::try_from(self.dice.below(u64::try_from(moments.len()).unwrap())).unwrap();
-            Box::pin(self.cut_again(tree, &moments[..=at])).await?;
+                usize::try_from(self.dice.below(u64::try_from(entries.len()).unwrap())).unwrap();
+            Box::pin(self.cut_again(tree, &entries[..=at])).await?;
         }
         Ok(())
     }
 
     /// Cuts the power a second time, after the last of these moments.
-    async fn cut_again(&mut self, start: Tree, moments: &[TraceEntry]) -> Result<(), String> {
+    async fn cut_again(&mut self, start: Tree, entries: &[TraceEntry]) -> Result<(), String> {
         let mut aftermath = DiskState::new(start);
         let mut promise = ExpectedState::default();
-        for moment in moments {
-            match moment {
+        for entry in entries {
+            match entry {
                 TraceEntry::Event(event) => aftermath.apply_event(event),
                 TraceEntry::Promise(new) => promise = new.clone(),
             }

@@ -33,7 +33,7 @@ const LIMIT: u64 = 64 << 20;
 
 /// State that the tasks share.
 struct Fixture {
-    house: DaemonState,
+    daemon: DaemonState,
     controller: LocalController,
     world: Arc<TestEnvironment>,
     observer: Observer<Observed>,
@@ -58,9 +58,9 @@ pub(crate) fn run(bug: Option<Bug>) {
         let world = Arc::new(TestEnvironment::default());
         let ledgers = Arc::new(OwnedLedgers::default());
         let controller = LocalController::new(ledgers, Arc::new(tiers.clone()), world.clone());
-        let house = DaemonState::new(Arc::new(controller.clone()), tiers);
+        let daemon = DaemonState::new(Arc::new(controller.clone()), tiers);
         let fixture =
-            Arc::new(Fixture { house, controller, world, observer: Observer::default(), bug });
+            Arc::new(Fixture { daemon, controller, world, observer: Observer::default(), bug });
         fixture.put(0).await;
         let mut tasks = vec![spawn(put(fixture.clone())), spawn(get(fixture.clone(), 2))];
         if one_in(2) {
@@ -86,7 +86,7 @@ async fn put(fixture: Arc<Fixture>) {
 
 /// Reads the newest version twice on the same host, and then ends its process.
 async fn get(fixture: Arc<Fixture>, peer: PeerId) {
-    fixture.house.add_peer(peer, 0, None, "a reader".into());
+    fixture.daemon.add_peer(peer, 0, None, "a reader".into());
     for _ in 0..2 {
         let leased = match fixture.lease(peer).await {
             Ok(leased) => leased,
@@ -97,7 +97,7 @@ async fn get(fixture: Arc<Fixture>, peer: PeerId) {
             }
         };
         let (lease, number, name) = leased;
-        let Some(near) = fixture.house.pool.open(&name).unwrap() else {
+        let Some(near) = fixture.daemon.pool.open(&name).unwrap() else {
             fixture.observer.check(false, || format!("version {number} is leased and not there"));
             continue;
         };
@@ -112,9 +112,9 @@ async fn get(fixture: Arc<Fixture>, peer: PeerId) {
         let is_lost = one_in(5);
         if is_lost {
             let is_reported = fixture.bug != Some(Bug::UnreportedReaderLoss);
-            fixture.house.remove_peer(peer, is_reported).await;
+            fixture.daemon.remove_peer(peer, is_reported).await;
         } else if let Some(lease) = lease.filter(|_| fixture.bug == Some(Bug::EarlyLeaseRelease)) {
-            fixture.house.release(peer, lease).await;
+            fixture.daemon.release(peer, lease).await;
         }
         yield_randomly().await;
         let is_same = value == value_of(bytes);
@@ -124,11 +124,11 @@ async fn get(fixture: Arc<Fixture>, peer: PeerId) {
             break;
         }
         if let Some(lease) = lease {
-            fixture.house.release(peer, lease).await;
+            fixture.daemon.release(peer, lease).await;
         }
     }
-    fixture.house.remove_peer(peer, true).await;
-    fixture.house.pool.record_exit(peer);
+    fixture.daemon.remove_peer(peer, true).await;
+    fixture.daemon.pool.record_exit(peer);
 }
 
 async fn delete(fixture: Arc<Fixture>) {
@@ -154,7 +154,7 @@ impl Fixture {
             device: None,
             timeout: Duration::from_hours(1),
         };
-        let (registry, pool) = (&self.house.control_plane, &self.house.pool);
+        let (registry, pool) = (&self.daemon.control_plane, &self.daemon.pool);
         let put = async {
             let (place, _) = registry.open(&key(), &proposal, &|| true).await?;
             let path = place.path(0);
@@ -199,7 +199,7 @@ impl Fixture {
             return Ok((None, head.number, format!("{}/{name}", folder(&key(), head))));
         }
         let LocatedVersion { grant, archives, .. } =
-            self.house.lease(peer, &key(), Selector::Newest).await?;
+            self.daemon.lease(peer, &key(), Selector::Newest).await?;
         let is_local = archives.values().all(|place| matches!(place, BlobLocation::Local(_)));
         self.observer.check(is_local, || format!("version {} is elsewhere", grant.number));
         let name = grant.archives.into_values().next().unwrap();
@@ -218,13 +218,13 @@ impl Fixture {
 
     /// Checks the final state: no leases, and after a deletion of all versions no data.
     async fn check_final_state(&self) {
-        let leases = self.house.status().leases;
+        let leases = self.daemon.status().leases;
         self.observer.check(leases.is_empty(), || format!("{leases:?} are held"));
         self.controller.delete(&key(), Selection::All).await.unwrap();
         let state = self.controller.state(&key()).await.unwrap();
         let (effects, count) = (pending(&state), state.versions().count());
         self.observer.check(effects.is_empty() && count == 0, || format!("{count}, {effects:?}"));
-        let (memory, names) = (self.house.pool.status(), self.house.pool.names(""));
+        let (memory, names) = (self.daemon.pool.status(), self.daemon.pool.names(""));
         self.observer.check(names.is_empty(), || format!("{names:?} are left"));
         self.observer
             .check(memory.used == memory.free_bytes, || format!("memory is left: {memory:?}"));

@@ -91,10 +91,10 @@ async fn advance(fixture: Arc<Fixture>, times: u32) {
     for _ in 0..times {
         let before = fixture.ledgers.state(&key()).await.unwrap();
         yield_randomly().await;
-        let turn = fixture.ledgers.lock(&key()).await.unwrap();
+        let guard = fixture.ledgers.lock(&key()).await.unwrap();
         let count = match fixture.bug {
             Some(Bug::StaleLedgerState) => step_count(&before),
-            _ => step_count(turn.state()),
+            _ => step_count(guard.state()),
         };
         {
             let mut seen = fixture.observer.observed();
@@ -108,7 +108,7 @@ async fn advance(fixture: Arc<Fixture>, times: u32) {
         let saving = {
             // The next task may acquire the ledger before this task learns that its save has ended.
             fixture.observer.observed().done += 1;
-            save(turn, next)
+            save(guard, next)
         };
         assert!(saving.await.unwrap());
         fixture.check_count(count + 1).await;
@@ -120,13 +120,13 @@ async fn acquire_idle(fixture: Arc<Fixture>) {
     for key in [key(), unwritten_key(), key()] {
         if one_in(2) {
             select! {
-                turn = fixture.ledgers.lock(&key) => drop(turn),
+                guard = fixture.ledgers.lock(&key) => drop(guard),
                 () = yield_randomly() => {}
             }
         } else {
-            let turn = fixture.ledgers.lock(&key).await.unwrap();
+            let guard = fixture.ledgers.lock(&key).await.unwrap();
             yield_randomly().await;
-            drop(turn);
+            drop(guard);
         }
     }
 }

@@ -278,7 +278,7 @@ fn split_runs(
     let inner_span = span(inner);
     let is_sparse = outer.source_stride > inner_span.saturating_add(GAP_BYTES);
     let count_per_part = match REQUEST_BYTES.checked_sub(inner_span) {
-        Some(room) if !is_sparse => room / outer.source_stride.max(1) + 1,
+        Some(free) if !is_sparse => free / outer.source_stride.max(1) + 1,
         _ => 1,
     };
     let offsets = |number: u64| {

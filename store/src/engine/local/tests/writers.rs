@@ -90,8 +90,8 @@ async fn commit_is_decided_once_recorded_or_version_has_ended() {
     // A commit decides neither other versions nor other writers.
     let (other, next) = (open(1, 1).await, open(0, 2).await);
     assert_eq!(other.id, place.id);
-    for undecided in [&other, &next] {
-        assert!(!controller.is_decided(undecided).await);
+    for pending in [&other, &next] {
+        assert!(!controller.is_decided(pending).await);
     }
     controller.delete(&key, Selection::All).await.unwrap();
     for ended in [&place, &other, &next] {

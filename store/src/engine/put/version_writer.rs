@@ -212,13 +212,12 @@ impl VersionWriter {
     /// Lays out an archive, and finds the device that keeps it.
     async fn plan(&mut self, dict: &StateDict, is_only: bool) -> Result<Planned> {
         let started = Instant::now();
-        let (role, is_alone) = match &self.open {
-            Some(open) => (None, open.is_alone),
-            None => {
-                let role = Role::of(dict, &self.options)?;
-                let is_alone = role.is_alone();
-                (Some(role), is_alone)
-            }
+        let (role, is_alone) = if let Some(open) = &self.open {
+            (None, open.is_alone)
+        } else {
+            let role = Role::of(dict, &self.options)?;
+            let is_alone = role.is_alone();
+            (Some(role), is_alone)
         };
         let (controller, options) = (&*self.controller, &self.options);
         let visible = residency::visible_tensors(controller, dict, is_alone, options).await?;

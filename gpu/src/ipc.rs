@@ -150,7 +150,7 @@ impl OpenExport {
             ranges.is_sorted_by(|(start, len, _), (next, ..)| start + len <= *next)
         };
         let ranges = ranges.filter(is_sorted).ok_or_else(|| {
-            Error::new(ErrorKind::Corrupt, "memory that is lent, and not as it is said to be")
+            Error::new(ErrorKind::Corrupt, "exported ranges overlap or exceed their allocations")
         })?;
         Ok(Self { _opened: opened, ranges })
     }

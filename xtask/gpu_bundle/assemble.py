@@ -36,7 +36,7 @@ def build_programs(arguments: list[str]) -> dict[str, Path]:
 
 
 def copy_distribution(name: str, folder: Path, done: set[str]) -> None:
-    """Copies the modules of an installed distribution, and of those that it requires on Linux."""
+    """Copies the modules of an installed distribution, and of those that it requires on Linux with Python 3.11."""
     if name in done:
         return
     done.add(name)
@@ -47,9 +47,9 @@ def copy_distribution(name: str, folder: Path, done: set[str]) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(Path(str(found.locate_file(file))), target)
     for requirement in found.requires or []:
-        required, _, marker = requirement.partition(";")
-        if "extra ==" not in marker and "win32" not in marker and "python_version" not in marker:
-            copy_distribution(re.split(r"[^\w.-]", required.strip())[0], folder, done)
+        # A marker selects an extra, another system, or Python before 3.11.
+        if ";" not in requirement:
+            copy_distribution(re.split(r"[^\w.-]", requirement)[0], folder, done)
 
 
 def size_of(folder: Path) -> int:

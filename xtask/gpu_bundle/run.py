@@ -1,6 +1,6 @@
 """Runs the GPU tests and benchmarks of TSSD on this machine, and prints one report.
 
-Needs Linux, an NVIDIA GPU with its driver, Python 3.10 or later, numpy, and torch 2.11 or later. Needs no Rust, no
+Needs Linux, an NVIDIA GPU with its driver, Python 3.11 or later, numpy, and torch 2.11 or later. Needs no Rust, no
 network and no installation: copy the folder to the machine, and run `python3 run.py`.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 MIN_TORCH = (2, 11)
-# A test of these takes seconds. After this many seconds it hangs.
+# Maximum duration of a Rust test in seconds. They take a few seconds each.
 TIMEOUT = 300
 # What the Rust tests print if a machine lacks what a test needs.
 SKIPPED = "left out"
@@ -170,7 +170,7 @@ def main() -> None:
             print(f"  {name:16} {'; '.join(value) if isinstance(value, list) else value}")
         version = re.match(r"(\d+)\.(\d+)", str(machine.get("torch")))
         if version is None or tuple(map(int, version.groups())) < MIN_TORCH:
-            print(f"\n  note: torch {'.'.join(map(str, MIN_TORCH))} or later is needed for results that compare")
+            print(f"\n  note: the tests of torch tensors need torch {'.'.join(map(str, MIN_TORCH))} or later")
         rust = [run_rust_test(name, environment) for name in rust_test_names()]
         print_results("Rust tests", rust)
         python = run_python_tests(folder, environment)
@@ -190,7 +190,9 @@ def main() -> None:
         arguments.json.write_text(json.dumps(report, indent=1))
     count = {outcome: sum(result[1] == outcome for result in results) for outcome in ("passed", "failed", "skipped")}
     seconds = time.monotonic() - started
-    print(f"\n{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped in {seconds:.0f} s")
+    print(f"\n{count['skipped']} skipped, {seconds:.0f} s")
+    # The last line has the format of all checks of the project.
+    print(f"{count['passed']} passed, {count['failed']} failed")
     # Without a GPU, all tests are skipped or have failed.
     sys.exit(0 if rust and count["passed"] > 0 and count["failed"] == 0 else 1)
 

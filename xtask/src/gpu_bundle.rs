@@ -1,5 +1,5 @@
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use crate::python;
 use crate::runner;
@@ -30,7 +30,6 @@ pub(crate) fn run(workspace: &Workspace, verbose: bool) -> io::Result<bool> {
 pub(crate) fn checks(workspace: &Workspace, python: &Path) -> Vec<Step> {
     let (bundle, driver) =
         (workspace.target.join("fake-gpu-bundle"), workspace.target.join("driver"));
-    let run: PathBuf = bundle.join("run.py");
     vec![
         Step::program("install fake CUDA driver", "install", "-D")
             .argument(workspace.target.join("debug/libtssd_fake_cuda.so"))
@@ -39,10 +38,9 @@ pub(crate) fn checks(workspace: &Workspace, python: &Path) -> Vec<Step> {
             .after("build"),
         assemble(workspace, python, &bundle, "0", "--workspace --all-features"),
         Step::program("GPU bundle", python, "")
-            .argument(run)
+            .argument(bundle.join("run.py"))
             .arguments(["--model", "shape:qwen3-0.6b", "--size", "40MB", "--iterations", "1"])
-            .env("LD_LIBRARY_PATH", driver)
-            .shows_last_line(),
+            .env("LD_LIBRARY_PATH", driver),
     ]
 }
 

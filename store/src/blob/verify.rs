@@ -37,16 +37,19 @@ impl VerifiedChunks {
 
     /// Returns whether a chunk of a storage is verified.
     pub(crate) fn contains(&self, storage: usize, chunk: u64) -> bool {
-        let chunk = to_usize(chunk);
-        self.is_verified[self.first_chunks[storage] + chunk].load(Ordering::Relaxed)
+        self.is_verified[self.index(storage, chunk)].load(Ordering::Relaxed)
     }
 
     /// Records that chunks of a storage are verified.
     pub(crate) fn insert(&self, storage: usize, chunks: Range<u64>) {
-        let index = |chunk: u64| self.first_chunks[storage] + to_usize(chunk);
-        for is_verified in &self.is_verified[index(chunks.start)..index(chunks.end)] {
+        let range = self.index(storage, chunks.start)..self.index(storage, chunks.end);
+        for is_verified in &self.is_verified[range] {
             is_verified.store(true, Ordering::Relaxed);
         }
+    }
+
+    fn index(&self, storage: usize, chunk: u64) -> usize {
+        self.first_chunks[storage] + to_usize(chunk)
     }
 }
 

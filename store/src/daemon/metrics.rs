@@ -81,7 +81,11 @@ pub(crate) async fn render(state: &DaemonState) -> Result<String> {
         memory.created_bytes,
     );
     page.counter("retired_bytes_total", "Bytes of segments retired.", memory.retired_bytes);
-    page.counter("recycled_total", "Segments that were lent again, warm.", memory.recycled);
+    page.counter(
+        "recycled_total",
+        "Segments that a writer has reused while they were mapped.",
+        memory.recycled,
+    );
 
     if let Some(replicator) = &state.replicator {
         page.bucket(&replicator.counts(), &status.uploads);

@@ -425,7 +425,10 @@ impl Pool {
     /// Returns the memory of a segment and its length. Returns none if the reader has it already.
     pub(crate) fn share(&self, peer: PeerId, id: SegmentId) -> io::Result<Option<SegmentMemory>> {
         let mut inner = self.inner();
-        let not_found = || io::Error::new(io::ErrorKind::NotFound, "the segment is gone");
+        let not_found = || {
+            let text = format!("segment {id} does not exist, or has no memory yet");
+            io::Error::new(io::ErrorKind::NotFound, text)
+        };
         let segment = inner.segments.get_mut(&id).ok_or_else(not_found)?;
         if segment.readers.contains(&peer) {
             return Ok(None);

@@ -192,7 +192,10 @@ impl Receiver {
     fn open_export(&mut self, bucket: &OpenVersion, options: &GetOptions) -> Result<OpenVersion> {
         let table = Read::new(bucket, self.context.get(), options).state_dict(options)?;
         let device = self.device.as_deref().ok_or_else(|| {
-            Error::new(ErrorKind::Corrupt, "memory of a GPU that is lent to readers of the host's")
+            Error::new(
+                ErrorKind::Corrupt,
+                "exported GPU memory was sent to a receiver in host memory",
+            )
         })?;
         let (exported, memory) = super::export::open(&table, bucket, device)?;
         self.exported = Some(memory);

@@ -135,10 +135,10 @@ impl Inner {
     pub(super) fn acquired_mut(
         &mut self,
         id: SegmentId,
-        is_lent: impl Fn(&Segment) -> bool,
+        is_acquired: impl Fn(&Segment) -> bool,
     ) -> io::Result<&mut Segment> {
-        let segment = self.segments.get_mut(&id).filter(|segment| is_lent(segment));
-        segment.ok_or_else(|| io::Error::other("the segment is not lent to it"))
+        let segment = self.segments.get_mut(&id).filter(|segment| is_acquired(segment));
+        segment.ok_or_else(|| io::Error::other("the peer has not acquired this segment"))
     }
 
     /// Publishes the blob that a writer has written into a segment.
@@ -147,14 +147,14 @@ impl Inner {
         id: SegmentId,
         name: &str,
         len: u64,
-        is_lent: impl Fn(&Segment) -> bool,
+        is_acquired: impl Fn(&Segment) -> bool,
     ) -> io::Result<()> {
         if self.blobs.contains_key(name) {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
-        let segment = self.acquired_mut(id, is_lent)?;
+        let segment = self.acquired_mut(id, is_acquired)?;
         if len > segment.capacity {
-            return Err(io::Error::other("the segment is shorter"));
+            return Err(io::Error::other("the archive is longer than the segment"));
         }
         segment::seal(segment.host()?)?;
         segment.is_acquired = false;

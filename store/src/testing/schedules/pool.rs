@@ -248,7 +248,7 @@ impl Fixture {
         let is_mapped = peer == DAEMON || usage.mapped.contains(&(peer, segment));
         self.observer.check(is_mapped, || format!("{peer} has not mapped {segment}"));
         let is_new = usage.writing.insert(segment);
-        self.observer.check(is_new, || format!("{segment} is lent twice"));
+        self.observer.check(is_new, || format!("{segment} is acquired twice"));
         let is_read = usage.reading.keys().any(|(_, read)| *read == segment);
         self.observer.check(!is_read, || format!("{segment} is written while it is read"));
         usage.stamps += 1;

@@ -47,7 +47,7 @@ struct PlannedCopy {
     job: usize,
     target: u64,
     runs: Runs,
-    proof: VerifyMode,
+    verify: VerifyMode,
 }
 
 /// One request, and the copies that its bytes are for.
@@ -140,7 +140,7 @@ impl Fetcher {
             let source = copy.source..copy.source + copy.runs.source_span();
             let mut target = targets[copy.job].lock();
             let target = &mut target[to_usize(copy.target)..];
-            match &copy.proof {
+            match &copy.verify {
                 VerifyMode::WholeChunks(storage) => {
                     let mut verifier =
                         StreamingVerifier::new(storage, source.start - storage.offset);
@@ -249,8 +249,8 @@ fn split_copy(job: usize, copy: RangeCopy, copies: &mut Vec<PlannedCopy>) {
             }
             VerifyMode::WholeChunks(_) | VerifyMode::Skip => source..end,
         };
-        let (blob, proof) = (blob.clone(), verify.clone());
-        copies.push(PlannedCopy { blob, fetch_range, source, job, target, runs, proof });
+        let (blob, verify) = (blob.clone(), verify.clone());
+        copies.push(PlannedCopy { blob, fetch_range, source, job, target, runs, verify });
     }
 }
 
@@ -354,7 +354,7 @@ mod tests {
             job: 0,
             target: 0,
             runs,
-            proof: VerifyMode::Skip,
+            verify: VerifyMode::Skip,
         }
     }
 
@@ -362,10 +362,10 @@ mod tests {
     fn fetch_ranges(shape: &[u64], strides: &[u64]) -> Vec<Range<u64>> {
         let runs = Runs::new(1, shape, strides, &row_major_strides(shape));
         let (bytes, mut copies) = (runs.total_bytes(), Vec::new());
-        let proof = VerifyMode::Skip;
+        let verify = VerifyMode::Skip;
         split_copy(
             7,
-            RangeCopy { blob: "blob".into(), source: 1000, target: 3, runs, verify: proof },
+            RangeCopy { blob: "blob".into(), source: 1000, target: 3, runs, verify },
             &mut copies,
         );
         assert!(copies.iter().all(|copy| (&*copy.blob, copy.job) == ("blob", 7)));
@@ -409,7 +409,7 @@ mod tests {
         let chunk_size = ChunkSize::from_log2(12).unwrap();
         let (offset, len, crcs) = (1 << 20, 10_000, vec![0; 3]);
         let storage = StorageReference { offset, len, chunk_size, crcs, ..Default::default() };
-        let proof = VerifyMode::PartialChunks(Arc::new(storage));
+        let verify = VerifyMode::PartialChunks(Arc::new(storage));
         for (wanted, chunks) in [
             (5000..5100, 4096..8192),
             (4096..8192, 4096..8192),
@@ -417,10 +417,10 @@ mod tests {
             (9999..10_000, 8192..10_000),
         ] {
             let runs = Runs::contiguous(wanted.end - wanted.start);
-            let (source, proof, mut copies) = (offset + wanted.start, proof.clone(), Vec::new());
+            let (source, verify, mut copies) = (offset + wanted.start, verify.clone(), Vec::new());
             split_copy(
                 0,
-                RangeCopy { blob: "blob".into(), source, target: 0, runs, verify: proof },
+                RangeCopy { blob: "blob".into(), source, target: 0, runs, verify },
                 &mut copies,
             );
             let [PlannedCopy { fetch_range, source: start, .. }] = &copies[..] else {
@@ -455,10 +455,9 @@ mod tests {
             for (wanted, chunks) in [(5000..5100, 1..2), (4095..8193, 0..3), (9999..10_000, 2..3)] {
                 let mut target = vec![0; wanted.len()];
                 let runs = Runs::contiguous(to_u64(wanted.len()));
-                let (source, proof) =
+                let (source, verify) =
                     (4096 + to_u64(wanted.start), VerifyMode::PartialChunks(storage.clone()));
-                let part =
-                    RangeCopy { blob: "blob".into(), source, target: 0, runs, verify: proof };
+                let part = RangeCopy { blob: "blob".into(), source, target: 0, runs, verify };
                 let pulled = fetcher.read_ranges(
                     vec![RangeJob { target: &mut target, copies: vec![part] }],
                     &CancelToken::default(),

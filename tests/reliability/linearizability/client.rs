@@ -307,7 +307,9 @@ fn to_response(result: Result<Response, Error>) -> Option<Response> {
         Ok(answer) => Some(answer),
         Err(error) => match error.kind() {
             ErrorKind::NotFound => Some(Response::NotFound),
-            ErrorKind::Unreachable => None,
+            // A bucket does not protect what a reader reads, so a version may be deleted after its
+            // ledger was read. Such a read does not tell which version was the newest.
+            ErrorKind::Unreachable | ErrorKind::Overtaken => None,
             _ => panic!("a read: {error}"),
         },
     }

@@ -25,7 +25,8 @@ pub(crate) use self::verify::{StreamingVerifier, VerifiedChunks};
 ///
 /// - A blob exists completely or not at all, also after a crash. It never changes.
 /// - Names are `/`-separated.
-/// - An open blob stays readable after it is deleted.
+/// - An open blob stays readable after it is deleted. In the memory of a daemon it does only while it is
+///   [held](crate::shm::Pool::hold). In a bucket, reads of it fail with `Overtaken`.
 pub(crate) trait Volume: Send + Sync {
     /// Returns the durability that a blob put here gets.
     ///
@@ -125,7 +126,8 @@ pub(crate) trait Reservation: Send {
 
     /// Makes the blob visible under its name, with the reserved durability.
     ///
-    /// Returns false if the name is taken.
+    /// Returns false if the name is taken. A bucket also returns true if an equal blob has the name, because the
+    /// response to the first request of this put may have been lost.
     fn seal(self: Box<Self>) -> Result<bool>;
 }
 

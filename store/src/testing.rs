@@ -18,6 +18,8 @@ mod metadata_conformance;
 pub mod schedules;
 #[cfg(test)]
 pub(crate) mod simulated_disk;
+#[cfg(test)]
+mod volume_conformance;
 
 #[cfg(all(test, feature = "etcd"))]
 #[path = "../../tests/src/etcd.rs"]

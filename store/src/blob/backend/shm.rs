@@ -65,13 +65,11 @@ impl Reservation for PoolReservation {
     }
 
     fn seal(self: Box<Self>) -> Result<bool> {
-        if self.pool.span(&self.name).is_some() {
-            return Ok(false);
-        }
-        let written = self.pool.write(&self.name, &self.bytes);
-        match written.map_err(|error| Error::io(&self.name, error))? {
-            Ok(()) => Ok(true),
-            Err(exhausted) => Err(Error::new(ErrorKind::Busy, exhausted)),
+        match self.pool.write(&self.name, &self.bytes) {
+            Ok(Ok(())) => Ok(true),
+            Ok(Err(exhausted)) => Err(Error::new(ErrorKind::Busy, exhausted)),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(false),
+            Err(error) => Err(Error::io(&self.name, error)),
         }
     }
 }

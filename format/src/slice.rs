@@ -126,7 +126,7 @@ impl TensorSlice {
     }
 
     /// Returns the slice as a box of the global tensor.
-    pub fn region(&self) -> Region {
-        self.region.clone()
+    pub fn region(&self) -> &Region {
+        &self.region
     }
 }

@@ -67,7 +67,7 @@ fn covers_rank(first: &TensorSlice, placements: &[Placement], slices: &[TensorSl
     };
     let (global, mesh) = (first.global_shape(), first.mesh_shape());
     Placement::local_regions(global, mesh, coordinates, placements)
-        .is_ok_and(|regions| regions.into_iter().eq(slices.iter().map(TensorSlice::region)))
+        .is_ok_and(|regions| regions.iter().eq(slices.iter().map(TensorSlice::region)))
 }
 
 /// Returns the path of a leaf.
@@ -461,12 +461,12 @@ impl<'py, 'a> ObjectBuilder<'py, 'a> {
             let mesh_shape = PyTuple::new(self.py, place.slice().mesh_shape())?;
             let coordinates =
                 place.slice().coordinates().map(|at| PyTuple::new(self.py, at)).transpose()?;
-            helper.call_method1("prove_mesh", (mesh, mesh_shape, coordinates))?;
+            helper.call_method1("check_mesh", (mesh, mesh_shape, coordinates))?;
             if covers_rank(place.slice(), placements, &slices) {
                 let placements: Vec<_> = placements.iter().map(encode_placement).collect();
                 let global_shape = PyTuple::new(self.py, place.slice().global_shape())?;
                 let arguments = (local, mesh, placements, global_shape);
-                return Ok(helper.call_method1("dtensor", arguments)?);
+                return Ok(helper.call_method1("make_dtensor", arguments)?);
             }
         }
         let shard = TensorShard::from_slices(self.py, local.unbind(), slices)?;

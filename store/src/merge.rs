@@ -4,11 +4,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use indexmap::IndexMap;
 use serde_json::Value as Json;
 use serde_json::map::Entry;
 use tssd_format::{
     Archive, AttrValue, Attrs, Container, MapKey, Node, ObjectPath, Region, ShardFile, Step,
-    StorageReference, TensorMeta, TensorReference, ZSTD_LEVEL_ATTR,
+    StorageReference, TensorMeta, TensorReference, TensorSlice, ZSTD_LEVEL_ATTR,
 };
 
 use crate::ledger::{ArchiveDigest, WriterSet};
@@ -307,8 +308,7 @@ impl Merger<'_> {
             return Ok(Node::Container(container.clone(), merged));
         }
         // Ordered by writer, then by insertion.
-        let mut children: indexmap::IndexMap<&Step, Vec<WriterNode<'_>>> =
-            indexmap::IndexMap::new();
+        let mut children: IndexMap<&Step, Vec<WriterNode<'_>>> = IndexMap::new();
         for (writer, node) in nodes {
             let Node::Container(other, entries) = node else { continue };
             if other != container {
@@ -368,12 +368,11 @@ impl Merger<'_> {
     ///
     /// Slices with equal regions are replicas; the first is kept. The remaining regions must tile the global tensor.
     fn merge_slices(path: &ObjectPath, slices: &[(u32, &TensorReference)]) -> Result<Node, String> {
-        let spec = |slice: &TensorReference| slice.shard_spec.clone().expect("slices have places");
         let [(first_writer, first), ..] = slices else { unreachable!("there is a slice") };
-        let global_shape = spec(first).slice().global_shape().to_vec();
-        let mut regions: indexmap::IndexMap<Region, &TensorReference> = indexmap::IndexMap::new();
+        let global_shape = tensor_slice(first).global_shape();
+        let mut regions: IndexMap<&Region, &TensorReference> = IndexMap::new();
         for (writer, slice) in slices {
-            let own = spec(slice);
+            let own = tensor_slice(slice);
             if slice.meta.dtype() != first.meta.dtype() {
                 let (one, other) = (first.meta.dtype(), slice.meta.dtype());
                 return Err(format!(
@@ -381,20 +380,19 @@ impl Merger<'_> {
                     path.fqn()
                 ));
             }
-            if own.slice().global_shape() != global_shape {
+            if own.global_shape() != global_shape {
                 return Err(format!(
                     "`{}` has the global shape {global_shape:?} at writer {first_writer} and {:?} \
                      at writer {writer}",
                     path.fqn(),
-                    own.slice().global_shape()
+                    own.global_shape()
                 ));
             }
-            let region = own.slice().region();
-            if !region.is_empty() {
-                regions.entry(region).or_insert(slice);
+            if !own.region().is_empty() {
+                regions.entry(own.region()).or_insert(slice);
             }
         }
-        Region::whole(&global_shape).verify_tiling(regions.keys()).map_err(|error| {
+        Region::whole(global_shape).verify_tiling(regions.keys().copied()).map_err(|error| {
             let writers: WriterSet = slices.iter().map(|(writer, _)| *writer).collect();
             format!("`{}`: {error}; writers {writers} hold it", path.fqn())
         })?;
@@ -459,6 +457,11 @@ impl Merger<'_> {
             }
         }
     }
+}
+
+/// Returns the slice of a global tensor that a reference holds.
+fn tensor_slice(reference: &TensorReference) -> &TensorSlice {
+    reference.shard_spec.as_ref().expect("the reference is a slice").slice()
 }
 
 /// Calls `visit` for every storage number in a tree.

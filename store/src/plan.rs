@@ -2,6 +2,8 @@
 //!
 //! Planning is a pure function. A plan copies exactly the requested elements, each from one stored slice.
 
+use std::borrow::Cow;
+
 use tssd_format::{
     Container, Error, ErrorKind, Node, Region, Result, Runs, ShardSpec, StorageReference,
     TensorMeta, TensorReference,
@@ -111,10 +113,10 @@ pub(crate) fn plan_partial(
 }
 
 /// Returns the region of the global tensor that a reference holds. A plain tensor holds all of it.
-pub fn region(reference: &TensorReference) -> Region {
+pub fn region(reference: &TensorReference) -> Cow<'_, Region> {
     match &reference.shard_spec {
-        Some(spec) => spec.slice().region(),
-        None => Region::whole(reference.meta.shape()),
+        Some(spec) => Cow::Borrowed(spec.slice().region()),
+        None => Cow::Owned(Region::whole(reference.meta.shape())),
     }
 }
 

@@ -73,7 +73,7 @@ pub fn local_shards(
 ) -> Vec<Shard> {
     let slices = TensorSlice::from_placements(shape, mesh, rank, placements).expect("they fit");
     let shard = |slice: TensorSlice| {
-        let tensor = region_tensor(global, shape, &slice.region());
+        let tensor = region_tensor(global, shape, slice.region());
         let place = ShardSpec::new(slice).with_mesh(mesh.clone()).expect("the same mesh");
         Shard::new(tensor, place.with_placements(placements).expect("they fit"))
             .expect("the same shape")

@@ -161,7 +161,7 @@ fn strided_shard_alone_is_not_one_region() {
     let mesh = DeviceMesh::from_shape(&[2]).unwrap();
     let slices = TensorSlice::from_placements(&[8, 4], &mesh, 1, &halves).unwrap();
     let regions: Vec<_> = slices.iter().map(TensorSlice::region).collect();
-    assert_eq!(regions, [region(&[2, 0], &[2, 4]), region(&[6, 0], &[2, 4])]);
+    assert_eq!(regions, [&region(&[2, 0], &[2, 4]), &region(&[6, 0], &[2, 4])]);
     assert_eq!(slices[0].coordinates(), Some(&[1][..]));
     assert_eq!(slices[0].mesh_shape(), [2]);
     // Together with the tensor parallel dimension that it belongs to, the local part is one region.
@@ -227,7 +227,7 @@ fn part_of_shard_lies_within_it_and_keeps_its_mesh() {
     let whole =
         ShardSpec::new(slice).with_mesh(mesh.clone()).unwrap().with_placements(placements).unwrap();
     let part = whole.subregion(&region(&[1, 2], &[3, 1])).unwrap();
-    assert_eq!(part.slice().region(), region(&[5, 3], &[3, 1]));
+    assert_eq!(*part.slice().region(), region(&[5, 3], &[3, 1]));
     assert_eq!(part.slice().global_shape(), [8, 5]);
     assert_eq!(part.slice().coordinates(), Some(&[1, 0][..]));
     assert_eq!((part.mesh(), part.placements()), (Some(&mesh), whole.placements()));

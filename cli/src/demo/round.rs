@@ -244,7 +244,7 @@ impl Generator {
         let tensors = tensors_of(source).into_iter().filter(|(fqn, _)| fqn.starts_with("model."));
         for (target, (fqn, tensor)) in self.targets.iter_mut().zip(tensors) {
             let expected = match &target.place {
-                Some(place) => shard::slice_tensor(tensor, &place.slice().region())?,
+                Some(place) => shard::slice_tensor(tensor, place.slice().region())?,
                 None => tensor.clone(),
             };
             if target.fqn != fqn || !memory_equals(&target.memory, &expected) {
@@ -313,7 +313,7 @@ mod tests {
         let elements: Vec<u8> = (0..24).collect();
         let tensor = Tensor::from_slice(&elements, &[4, 6]).unwrap();
         let place = generator_place("layers.0.mlp.down_proj.weight", &[4, 6], 1).unwrap().unwrap();
-        let columns = slice_tensor(&tensor, &place.slice().region()).unwrap();
+        let columns = slice_tensor(&tensor, place.slice().region()).unwrap();
         let mut memory = vec![3, 4, 5, 9, 10, 11, 15, 16, 17, 21, 22, 23];
         assert!(memory_equals(&memory, &columns));
         memory[7] ^= 1;

@@ -42,7 +42,7 @@ fn shard_value(
             let placement =
                 if is_buffer { Placement::Replicate } else { Placement::Shard { dim: 0 } };
             let place = shard_place(tensor.meta().shape(), mesh, rank, placement)?;
-            let local = slice_tensor(tensor, &place.slice().region())?;
+            let local = slice_tensor(tensor, place.slice().region())?;
             Value::from(Shard::new(local, place)?)
         }
         // Lists and plain values are the same on every rank.

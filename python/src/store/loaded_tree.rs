@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use tssd_format::{
     Attrs, Node, ObjectPath, Region, ShardSpec, Step, TensorMeta, TensorReference, TensorSlice,
 };
-use tssd_store::{CowBuffer, GetReport, Target};
+use tssd_store::{CowBuffer, GetReport, Target, plan};
 
 use crate::builder::{ArchiveContents, Framework, ObjectBuilder, StorageSource};
 use crate::error::{BindingError, Failure, Result};
@@ -99,7 +99,7 @@ impl ReadPlan {
             let text = format!("`{fqn}` has shape {global:?}, the slice is one of {given:?}");
             return Err(BindingError::new("SliceMismatch", text).with_fqn(&fqn).into());
         }
-        let region = &slice.map_or_else(|| Region::whole(global), TensorSlice::region);
+        let region = &slice.map_or_else(|| Region::whole(global), |slice| slice.region().clone());
         if let Some(view) = references.iter().find_map(|reference| view_of(reference, region)) {
             let view = view?;
             self.storages.extend(view.storage);
@@ -132,10 +132,7 @@ fn join_fqn(path: &[&Step]) -> String {
 /// `None` if the slice does not contain the whole box.
 fn view_of(reference: &TensorReference, region: &Region) -> Option<Result<TensorReference>> {
     let meta = &reference.meta;
-    let slice_region = match &reference.shard_spec {
-        Some(place) => place.slice().region(),
-        None => Region::whole(meta.shape()),
-    };
+    let slice_region = plan::region(reference);
     if !slice_region.contains(region) {
         return None;
     }

@@ -48,7 +48,7 @@ impl Fsdp {
         for ((stored, meta), dim) in self.stored.iter().zip(&self.tensors).zip(&self.dims) {
             let place = self.wanted(meta, *dim, reader);
             let wanted = RegionRequest {
-                region: place.slice().region(),
+                region: place.slice().region().clone(),
                 global_shape: meta.shape().into(),
                 meta: local_meta(meta.dtype(), &place),
             };

@@ -45,7 +45,7 @@ pub struct ReceiveReport {
     /// The transport of the bytes.
     pub transport: Transport,
     /// Why this transport was used.
-    pub why: String,
+    pub transport_reason: String,
     /// The time from the arrival of the first bucket, in seconds.
     pub seconds: f64,
 }
@@ -165,7 +165,7 @@ impl Receiver {
                     buckets: version.next,
                     bytes: version.bytes,
                     transport: route.transport,
-                    why: route.reason,
+                    transport_reason: route.reason,
                     seconds: version.since.elapsed().as_secs_f64(),
                 });
             }
@@ -251,7 +251,7 @@ impl PartialVersion {
     fn check_complete(&self, targets: &[Target<'_>]) -> Result<()> {
         for (target, filled) in targets.iter().zip(&self.filled) {
             let wanted = match &target.shard_spec {
-                Some(place) => place.slice().region(),
+                Some(place) => place.slice().region().clone(),
                 None => Region::whole(target.meta.shape()),
             };
             let mut holes = vec![wanted];

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -9,7 +10,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -43,28 +43,23 @@ def run_ranks(script: str, count: int, folder: Path, *arguments: str) -> None:
     A rank exits with 0 if all its checks hold.
     """
     (folder / "meet").unlink(missing_ok=True)
-    path = Path(__file__).with_name(script)
-    command = [sys.executable, "-W", "ignore", str(path), str(folder), str(count)]
-    logs = [folder / f"{rank}.log" for rank in range(count)]
-    processes = []
+    launcher, path = (str(Path(__file__).with_name(name)) for name in ("fork_ranks.py", script))
+    command = [sys.executable, "-W", "ignore", launcher, path, str(folder), str(count), *arguments]
+
+    def read_logs() -> str:
+        return "\n".join(f"{log.name}:\n{log.read_text()[-4000:]}" for log in sorted(folder.glob("*.log")))
+
+    # The ranks are in the group of the launcher, so that all of them can be killed.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
     try:
-        for rank, log in enumerate(logs):
-            with log.open("w") as output:
-                processes.append(
-                    subprocess.Popen([*command, str(rank), *arguments], stdout=output, stderr=subprocess.STDOUT)
-                )
-        deadline = time.monotonic() + 300
-        while any(process.poll() is None for process in processes):
-            # The other ranks would wait for a failed rank until the deadline.
-            failed_logs = [log.read_text() for process, log in zip(processes, logs) if process.poll() not in (None, 0)]
-            assert not failed_logs, failed_logs[0]
-            assert time.monotonic() < deadline, [log.read_text()[-2000:] for log in logs]
-            time.sleep(0.1)
-        assert [process.returncode for process in processes] == [0] * count, [log.read_text() for log in logs]
+        output, _ = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(read_logs()) from None
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, f"rank {output}\n{read_logs()}"
 
 
 class Daemon:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -17,8 +19,8 @@ import torch
 import torch.multiprocessing
 import tssd
 import tssd.torchstore as ts
+from equality import same
 from processes import GLOO_CONNECT_ERROR, retry_on_gloo_failure, stop_daemons
-from same import same
 from torchstore_cases import CASES, to_json
 
 HERE = Path(__file__).parent
@@ -106,10 +108,24 @@ def tssd_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reference_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    first = run_cases("torchstore", tmp_path_factory.mktemp("theirs"))
+    """Returns the results of torchstore.
+
+    They depend on the cases and on the installed packages, so they are stored in the environment.
+    """
+    cases = (HERE / "torchstore_cases.py").read_bytes()
+    stored = Path(sys.prefix) / f"torchstore-results-{hashlib.sha256(cases).hexdigest()[:16]}.json"
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        found: dict[str, Any] = json.loads(stored.read_text())
+        return found
+    results = run_cases("torchstore", tmp_path_factory.mktemp("theirs"))
     # On a busy machine, actors occasionally lose their connection, and later cases fail, too. All of them run again.
-    failed = [name for name, each in first.items() if raised_class(each) in ("ActorError", "TimeoutError")]
-    return first | run_cases("torchstore", tmp_path_factory.mktemp("theirs"), *failed)
+    failed = [name for name, each in results.items() if raised_class(each) in ("ActorError", "TimeoutError")]
+    results |= run_cases("torchstore", tmp_path_factory.mktemp("theirs"), *failed)
+    with contextlib.suppress(PermissionError):
+        temporary = stored.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(results))
+        temporary.rename(stored)
+    return results
 
 
 @pytest.mark.parametrize("name", CASES)

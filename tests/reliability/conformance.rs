@@ -34,11 +34,11 @@ use crate::conformance::harness::{Harness, PlantedBug, RunStats};
 
 /// Number of sequences that CI runs, by kind of store.
 const SEQUENCES_PER_KIND: [(BackendKind, u64); 5] = [
-    (BackendKind::Memory, 6800),
-    (BackendKind::Directory, 2500),
-    (BackendKind::Daemon, 200),
-    (BackendKind::DurableDaemon, 200),
-    (BackendKind::Process, 300),
+    (BackendKind::Memory, 2300),
+    (BackendKind::Directory, 800),
+    (BackendKind::Daemon, 100),
+    (BackendKind::DurableDaemon, 100),
+    (BackendKind::Process, 100),
 ];
 
 /// Model errors that a run must produce at least once.

@@ -15,13 +15,7 @@ use tssd_tests::network::Network;
 use tssd_tests::rng::SeededRng;
 use tssd_tests::training_steps::{publish, publish_with_durability, read_step, wait_until};
 
-use self::cluster::{Cluster, HOSTS, Workload};
-
-/// Number of rounds in CI.
-const ROUNDS: u64 = 10;
-
-/// Rounds with one cluster. After them only the bucket is kept.
-const ROUNDS_PER_CLUSTER: u64 = 10;
+use self::cluster::{Cluster, FaultKind, HOSTS, Workload};
 
 /// Creates the network of the hosts. Returns `None` if the system does not allow it.
 fn network() -> Option<Network> {
@@ -35,15 +29,16 @@ fn network() -> Option<Network> {
 fn durable_versions_survive_host_faults() {
     let campaign = Campaign::start("hosts");
     let (mut rng, mut rounds) = (SeededRng::new(0x5EED), 0);
-    let (mut faults, mut figures) = (BTreeMap::<String, u64>::new(), [0; 3]);
-    while campaign.should_continue(rounds, ROUNDS) {
+    let (mut faults, mut figures) = (BTreeMap::<&str, u64>::new(), [0; 3]);
+    while campaign.should_continue(rounds, 1) {
         let Some(network) = network() else { return campaign.finish(json!({ "left out": true })) };
         let mut cluster = Cluster::new(network);
         let mut load = Workload::start(&cluster);
-        for _ in 0..ROUNDS_PER_CLUSTER {
-            *faults.entry(cluster.run_round(&mut load, &mut rng)).or_default() += 1;
-            rounds += 1;
+        for kind in FaultKind::ALL {
+            *faults.entry(cluster.run_round(&mut load, kind, &mut rng)).or_default() += 1;
         }
+        rounds += FaultKind::ALL.len() as u64;
+        // Only the bucket is kept.
         let acknowledged = load.finish();
         cluster.check_after_total_loss(&acknowledged);
         let counts =

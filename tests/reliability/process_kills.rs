@@ -62,16 +62,22 @@ fn durable_versions_survive_process_kills() {
     }));
 }
 
+/// Durations of puts, and of the first get after a restart.
+struct ReopenTimes {
+    put: Duration,
+    daemon: Duration,
+    directory: Duration,
+}
+
 /// Measures how long it takes to reopen a root with `versions` durable versions of `keys` keys.
-///
-/// Returns the time of a daemon and that of a store without a daemon.
-fn measure_reopen(keys: u64, versions: u64) -> [Duration; 2] {
+fn measure_reopen(keys: u64, versions: u64) -> ReopenTimes {
     let folder = memory_tempdir();
     let root = folder.path().join("root");
     let keep = u32::try_from(versions / keys).unwrap();
     let names: Vec<Key> = (0..keys).map(|at| Key::new(format!("model-{at}")).unwrap()).collect();
     let options = PutOptions { durability: Durability::Disk, ..PutOptions::default() };
     std::fs::create_dir(&root).unwrap();
+    let started = Instant::now();
     {
         let served = TestDaemon::with_options(1 << 30, |options| {
             options.root = Some(root.clone());
@@ -96,37 +102,38 @@ fn measure_reopen(keys: u64, versions: u64) -> [Duration; 2] {
         let found = names.iter().map(|key| store.versions(key).unwrap().len() as u64);
         assert_eq!(found.sum::<u64>(), versions);
     };
+    let put = started.elapsed();
     let started = Instant::now();
     let serve = DaemonProcess::start(folder.path(), &["--root", root.to_str().unwrap()]);
     let store = serve.connect();
     check_newest(&store);
-    let by_daemon = started.elapsed();
+    let daemon = started.elapsed();
     check_count(&store);
     drop((store, serve));
     let started = Instant::now();
     let store = Store::directory(&root).unwrap();
     check_newest(&store);
-    let by_directory = started.elapsed();
+    let directory = started.elapsed();
     check_count(&store);
-    [by_daemon, by_directory]
+    ReopenTimes { put, daemon, directory }
 }
 
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
-fn ten_thousand_versions_reopen_within_ten_seconds() {
+fn ten_thousand_versions_reopen_faster_than_they_were_put() {
     let campaign = Campaign::start("kills: reopening");
     let mut figures = BTreeMap::new();
     // Each put rewrites the record of its key, so the versions of one key take quadratic time.
     for (keys, versions) in [(100, VERSIONS), (VERSIONS, VERSIONS), (1, VERSIONS / 5)] {
-        let [by_daemon, by_directory] = measure_reopen(keys, versions);
-        for elapsed in [by_daemon, by_directory] {
-            // The time is below 2 s on an idle machine. The limit leaves room for a busy one.
-            assert!(elapsed < Duration::from_secs(10), "{keys} keys: {elapsed:?}");
-        }
-        for (by, elapsed) in [("a daemon", by_daemon), ("a directory", by_directory)] {
+        let times = measure_reopen(keys, versions);
+        for (by, elapsed) in [("a daemon", times.daemon), ("a directory", times.directory)] {
+            // On an idle machine it takes a fifth at most.
+            assert!(elapsed < times.put, "{keys} keys: {elapsed:?}, and {:?} to put", times.put);
             let name = format!("ms for {versions} versions of {keys} keys by {by}");
             figures.insert(name, elapsed.as_millis());
         }
+        let name = format!("ms to put {versions} versions of {keys} keys");
+        figures.insert(name, times.put.as_millis());
     }
     campaign.finish(json!(figures));
 }

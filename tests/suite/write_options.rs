@@ -201,7 +201,7 @@ fn dict_of(storages: &[Storage], tensors: &[Extent]) -> StateDict {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(1000))]
+    #![proptest_config(ProptestConfig::with_cases(300))]
 
     /// Every way to write makes the same file from storages in a blob as from storages in memory.
     #[test]

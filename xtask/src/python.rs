@@ -14,6 +14,9 @@ const TESTS: &str = "-m pytest -p no:cacheprovider -c python/pyproject.toml pyth
 /// Name of the step that creates the environment without torch.
 pub(crate) const ENVIRONMENT: &str = "environment without torch";
 
+/// Name of the step that comes after the build and the environment without torch.
+pub(crate) const STAGE: &str = "stage Python package";
+
 /// Returns the environment without torch.
 ///
 /// It builds wheels, runs the tests without torch, and serves S3 to the reliability tests.
@@ -44,7 +47,7 @@ pub(crate) fn checks(workspace: &Workspace) -> io::Result<Vec<Step>> {
 /// Copies the package and the extension module of a profile into a folder.
 fn stage(workspace: &Workspace, profile: &str, package: &Path) -> Step {
     let library = format!("{profile}/{DLL_PREFIX}_tssd{DLL_SUFFIX}");
-    Step::python("stage Python package", "python/stage.py package")
+    Step::python(STAGE, "python/stage.py package")
         .argument(workspace.target.join(library))
         .argument(package)
         .kind(StepKind::Setup)

@@ -10,7 +10,7 @@ use crate::step::{Step, StepKind};
 use crate::workspace::Workspace;
 
 /// Minimum number of disk states after power cuts: in CI, and in the long campaign.
-const CRASH_STATES: [&str; 2] = ["100000", "1000000"];
+const CRASH_STATES: [&str; 2] = ["50000", "1000000"];
 
 /// Minimum number of schedules: in CI, and in the long campaign.
 const SCHEDULES: [&str; 2] = ["50000", "200000"];
@@ -76,7 +76,7 @@ pub(crate) fn campaigns(workspace: &Workspace, long: Option<u64>) -> io::Result<
         )
         .env("TSSD_BIN", workspace.tssd())
         .env(S3_PYTHON, python::environment(workspace)?.python())
-        .after(python::ENVIRONMENT),
+        .after(python::STAGE),
     ];
     // There are about 15 campaigns. Those of the last step share its time.
     let seconds = (long.unwrap_or(0) * 60 / 15).to_string();

@@ -14,8 +14,8 @@ use crate::workspace::Workspace;
 
 /// Number of steps that run at the same time.
 ///
-/// Many steps wait for timers, disks or downloads while the other one computes.
-const MAX_RUNNING: usize = 2;
+/// Many steps wait for timers, disks, downloads or the one thread of a compiler while others compute.
+const MAX_RUNNING: usize = 3;
 
 /// Runs the steps of each chain in order, and chains in parallel, up to the first step that fails.
 ///

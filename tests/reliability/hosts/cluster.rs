@@ -108,9 +108,14 @@ impl Cluster {
     }
 
     /// Injects a fault for a while. Then waits for new versions and checks all. Returns the kind of fault.
-    pub(super) fn run_round(&mut self, load: &mut Workload, rng: &mut SeededRng) -> String {
+    pub(super) fn run_round(
+        &mut self,
+        load: &mut Workload,
+        kind: FaultKind,
+        rng: &mut SeededRng,
+    ) -> &'static str {
         sleep(Duration::from_millis(rng.below(500)));
-        let fault = Fault::any(rng);
+        let fault = Fault::random(kind, rng);
         let longest_millis = if rng.one_in(3) { LONG_FAULT_MILLIS } else { SHORT_FAULT_MILLIS };
         let duration = Duration::from_millis(rng.below(longest_millis));
         self.inject(fault, load);
@@ -121,7 +126,7 @@ impl Cluster {
         for host in 0..HOSTS {
             self.check_versions(host, &acknowledged);
         }
-        fault.name().to_owned()
+        fault.name()
     }
 
     fn inject(&mut self, fault: Fault, load: &mut Workload) {
@@ -218,28 +223,56 @@ enum Fault {
     Network(usize, NetworkFault),
 }
 
+/// What a fault affects. A campaign has each kind equally often.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum FaultKind {
+    Daemon,
+    Member,
+    Bucket,
+    Host,
+    BucketNetwork,
+    HostNetwork,
+    OneWayNetwork,
+    LossyNetwork,
+    SlowNetwork,
+}
+
+impl FaultKind {
+    pub(super) const ALL: [Self; 9] = [
+        Self::Daemon,
+        Self::Member,
+        Self::Bucket,
+        Self::Host,
+        Self::BucketNetwork,
+        Self::HostNetwork,
+        Self::OneWayNetwork,
+        Self::LossyNetwork,
+        Self::SlowNetwork,
+    ];
+}
+
 impl Fault {
-    fn any(rng: &mut SeededRng) -> Self {
+    /// Returns a fault of a kind, at a random host and of a random severity.
+    fn random(kind: FaultKind, rng: &mut SeededRng) -> Self {
         let mut below = |count: usize| usize::try_from(rng.below(count as u64)).unwrap();
         let host = below(HOSTS);
-        match below(8) {
-            0 | 1 => Self::Daemon(host),
-            2 => Self::Member(host),
-            3 => Self::Bucket,
-            4 => Self::Host(host),
-            _ => {
-                let percent = u8::try_from(5 + below(40)).unwrap();
-                let megabits = u32::try_from(2 + below(50)).unwrap();
-                let troubles = [
-                    NetworkFault::DropAll,
-                    NetworkFault::DropIncoming,
-                    NetworkFault::DropOutgoing,
-                    NetworkFault::Lossy(percent),
-                    NetworkFault::RateLimited(megabits),
-                ];
-                // The host of the bucket is included.
-                Self::Network(below(HOSTS + 1), troubles[below(troubles.len())])
+        let lossy = NetworkFault::Lossy(u8::try_from(5 + below(40)).unwrap());
+        let slow = NetworkFault::RateLimited(u32::try_from(2 + below(50)).unwrap());
+        let one_way = [NetworkFault::DropIncoming, NetworkFault::DropOutgoing][below(2)];
+        match kind {
+            FaultKind::Daemon => Self::Daemon(host),
+            FaultKind::Member => Self::Member(host),
+            FaultKind::Bucket => Self::Bucket,
+            FaultKind::Host => Self::Host(host),
+            // The network of the host of the bucket can have any fault.
+            FaultKind::BucketNetwork => {
+                let all = [NetworkFault::DropAll, one_way, lossy, slow];
+                Self::Network(HOSTS, all[below(all.len())])
             }
+            FaultKind::HostNetwork => Self::Network(host, NetworkFault::DropAll),
+            FaultKind::OneWayNetwork => Self::Network(host, one_way),
+            FaultKind::LossyNetwork => Self::Network(host, lossy),
+            FaultKind::SlowNetwork => Self::Network(host, slow),
         }
     }
 
@@ -249,7 +282,7 @@ impl Fault {
             Self::Member(_) => "members of etcd killed",
             Self::Bucket => "buckets killed",
             Self::Host(_) => "hosts killed",
-            Self::Network(HOSTS, _) => "buckets cut off",
+            Self::Network(HOSTS, _) => "buckets with network faults",
             Self::Network(_, NetworkFault::DropAll) => "hosts cut off",
             Self::Network(_, NetworkFault::DropIncoming | NetworkFault::DropOutgoing) => {
                 "hosts cut off one way"

@@ -265,7 +265,7 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
 fn min_states_and_duration() -> (u64, Duration) {
     let number = |name: &str| std::env::var(name).map(|number| number.parse::<u64>().unwrap());
     // Other test runs check fewer states.
-    let states = number("TSSD_CRASH_STATES").unwrap_or(20_000);
+    let states = number("TSSD_CRASH_STATES").unwrap_or(5_000);
     (states, Duration::from_secs(number("TSSD_RELIABILITY_SECONDS").unwrap_or(0)))
 }
 

@@ -19,8 +19,8 @@ import records
 import torch
 import tssd
 from formats import DCP, SAFETENSORS, TORCH, TSSD, Format
-from model import Model, State, expect_same, model, tensors
-from race import Role, Rounds, Runner, ours, race, timed
+from model import Model, State, expect_same, iter_tensors, make_model
+from race import Role, Rounds, Runner, race, timed, tssd_runner
 from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
@@ -33,14 +33,14 @@ MIN_PART_BYTES = 1 << 20
 READ_POOL = ThreadPoolExecutor(torch.get_num_threads())
 
 
-class Files:
+class FileCases:
     """One state dict, in a file of each format."""
 
     def __init__(self, folder: Path, model: Model, rounds: Rounds) -> None:
         self.folder, self.model, self.rounds = folder, model, rounds
         self.state = model.state
-        self.buffer = warm(model.nbytes)
-        self.page_sum, self.word_sum = touch(self.state), sum_words(self.state)
+        self.buffer = resident_buffer(model.nbytes)
+        self.page_sum, self.word_sum = touch_pages(self.state), sum_words(self.state)
         self.is_saved = False
 
     def path(self, name: str) -> Path:
@@ -64,7 +64,7 @@ class Files:
             self.race(
                 "save, synced" if fsync else "save",
                 "on the disk when it returns" if fsync else "a new file, nobody waits for the disk",
-                ours(
+                tssd_runner(
                     timed(
                         partial(tssd.save_file, self.state, self.path("tssd"), fsync=fsync),
                         before=self.clear,
@@ -80,7 +80,7 @@ class Files:
                     )
                     for file_format in PEERS
                 ),
-                Runner(WRITE, time_save(partial(write, self.buffer, self.path("plain"))), "limit"),
+                Runner(WRITE, time_save(partial(write_buffer, self.buffer, self.path("plain"))), "limit"),
             )
         self.is_saved = False
 
@@ -94,10 +94,10 @@ class Files:
         self.race(
             "load",
             "all of it, checksums proven, each page touched",
-            ours(timed(partial(self.load_and_touch, partial(self.load_format, TSSD))), self.expect),
+            tssd_runner(timed(partial(self.load_and_touch, partial(self.load_format, TSSD))), self.expect),
             *(
                 Runner(
-                    file_format.loader,
+                    file_format.loader_name,
                     timed(partial(self.load_and_touch, partial(self.load_format, file_format))),
                     target=file_format.target,
                     check=self.expect,
@@ -132,12 +132,12 @@ class Files:
             self.plain_read(self.model.nbytes),
         )
 
-    def tensor(self) -> None:
+    def load_tensor(self) -> None:
         """Measures loads of one tensor."""
         name = sorted(self.state, key=lambda name: self.state[name].nbytes)[-2]
         self.race_one_tensor("one", f"one tensor of {self.model.count:,}, {name}", name, None)
 
-    def part(self) -> None:
+    def load_slice(self) -> None:
         """Measures loads of a slice of the largest tensor."""
         name = max(self.state, key=lambda name: int(self.state[name].nbytes))
         rows = self.state[name].shape[0]
@@ -182,7 +182,7 @@ class Files:
                 for runner, (load, role) in loads.items()
             ),
             self.plain_read(source.nbytes),
-            model=model(self.model.name, "", {name: source}),
+            model=make_model(self.model.name, "", {name: source}),
         )
 
     def verify(self) -> None:
@@ -191,11 +191,11 @@ class Files:
         self.race(
             "verify",
             "all checksums of a file",
-            ours(timed(partial(tssd.verify, self.path(TSSD.name)))),
+            tssd_runner(timed(partial(tssd.verify, self.path(TSSD.name)))),
             self.plain_read(self.model.nbytes),
         )
 
-    def zstd(self) -> None:
+    def compress(self) -> None:
         """Measures compressed files, in comparison with safetensors compressed by libzstd."""
         path = self.path("zstd")
 
@@ -211,7 +211,7 @@ class Files:
         self.race(
             "save, zstd",
             "compressed, level 1, nobody waits for the disk",
-            ours(timed(save, before=self.clear), lambda _: self.expect(load())),
+            tssd_runner(timed(save, before=self.clear), lambda _: self.expect(load())),
             *(
                 Runner(
                     file_format.name,
@@ -221,7 +221,7 @@ class Files:
                 for file_format in peers
             ),
             Runner("tssd, not compressed", timed(self.save_tssd, before=self.clear), "also"),
-            Runner(WRITE, timed(partial(write, self.buffer, self.path("plain")), before=self.clear), "limit"),
+            Runner(WRITE, timed(partial(write_buffer, self.buffer, self.path("plain")), before=self.clear), "limit"),
         )
         self.clear()
         save()
@@ -235,7 +235,7 @@ class Files:
         self.race(
             "load, zstd",
             "compressed, checksums proven, each page touched",
-            ours(timed(partial(self.load_and_touch, load)), self.expect),
+            tssd_runner(timed(partial(self.load_and_touch, load)), self.expect),
             *(
                 Runner(
                     file_format.name,
@@ -258,7 +258,7 @@ class Files:
 
     def plain_read(self, nbytes: int) -> Runner:
         """Returns the runner that reads the bytes of an uncompressed file into resident memory."""
-        return Runner(READ, timed(partial(read_whole, self.path(TSSD.name), self.buffer[:nbytes])), "limit")
+        return Runner(READ, timed(partial(read_into, self.path(TSSD.name), self.buffer[:nbytes])), "limit")
 
     def expect(self, found: State) -> None:
         expect_same(found, self.state)
@@ -287,7 +287,7 @@ class Files:
 
     def load_and_touch(self, load: Callable[[], State]) -> State:
         state = load()
-        if touch(state) != self.page_sum:
+        if touch_pages(state) != self.page_sum:
             raise AssertionError("other bytes than were saved")
         return state
 
@@ -298,10 +298,10 @@ class Files:
         return state
 
     def clear(self) -> None:
-        clear(self.folder)
+        empty_folder(self.folder)
 
 
-def clear(folder: Path) -> None:
+def empty_folder(folder: Path) -> None:
     """Empties a directory, and flushes all pending writes to the disk.
 
     Otherwise a save would wait until the file system has freed the old file and written the data of other runners.
@@ -319,10 +319,10 @@ def sync_directory(folder: Path) -> None:
         os.close(fd)
 
 
-def touch(value: Any) -> int:
+def touch_pages(value: Any) -> int:
     """Touches one byte of each page. Returns the sum of these bytes."""
     total = 0
-    for tensor in tensors(value):
+    for tensor in iter_tensors(value):
         total += int(tensor.detach().view(torch.uint8).flatten()[::4096].sum(dtype=torch.int64))
     return total
 
@@ -330,7 +330,7 @@ def touch(value: Any) -> int:
 def sum_words(value: Any) -> int:
     """Reads each tensor in words of 8 bytes, without a shorter rest. Returns the sum of the words."""
     total = 0
-    for tensor in tensors(value):
+    for tensor in iter_tensors(value):
         words = tensor.detach().view(torch.uint8).flatten()
         total += int(words[: words.numel() // 8 * 8].view(torch.int64).sum())
     return total
@@ -338,11 +338,11 @@ def sum_words(value: Any) -> int:
 
 def load_and_touch_tensor(load: Callable[[], torch.Tensor]) -> torch.Tensor:
     tensor = load()
-    touch(tensor)
+    touch_pages(tensor)
     return tensor
 
 
-def warm(nbytes: int) -> memoryview:
+def resident_buffer(nbytes: int) -> memoryview:
     """Returns a buffer in resident memory, in huge pages if torch uses them.
 
     A buffer of zeros would not be resident yet.
@@ -350,14 +350,14 @@ def warm(nbytes: int) -> memoryview:
     return torch.ones(nbytes, dtype=torch.uint8).numpy().data
 
 
-def write(buffer: memoryview, path: Path) -> None:
+def write_buffer(buffer: memoryview, path: Path) -> None:
     """Writes a buffer to a file in few calls, as fast as possible."""
     with open(path, "wb", buffering=0) as file:
         while buffer:
             buffer = buffer[file.write(buffer) :]
 
 
-def read_whole(path: Path, target: memoryview) -> None:
+def read_into(path: Path, target: memoryview) -> None:
     """Fills a buffer from a file, with one part for each thread."""
     part = max(MIN_PART_BYTES, -(-len(target) // torch.get_num_threads()))
     with open(path, "rb", buffering=0) as file:

@@ -11,14 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import peer
 import records
-from file_operations import clear, touch
+from files import empty_folder, touch_pages
 from formats import DCP, SAFETENSORS, TORCH, TSSD, Format
-from model import Model, State, expect_same, like, named
-from pair import Pair
-from peer import NEW, REUSED, RPC, Peer
-from measure_all import Role, Rounds, Runner, measure, ours, timed
+from model import Model, State, copy_structure, expect_same, model_from_spec
+from pair import ClientPair
+from peer import NEW_KEY, REUSED_KEY, RPC, TorchstoreProcess, torchstore_runners
+from race import Role, Rounds, Runner, measure, timed, tssd_runner
 from store import COPY
 
 COUNTS = (100, 1_500)
@@ -37,9 +36,9 @@ class TorchstoreCase:
     """A way to put and get with torchstore, which is measured together with tssd."""
 
     name: str
-    peer: Peer | None
-    put: Callable[[Peer], float]
-    get: Callable[[Peer], float]
+    peer: TorchstoreProcess | None
+    put: Callable[[TorchstoreProcess], float]
+    get: Callable[[TorchstoreProcess], float]
     rounds: Rounds
     counts: tuple[int, ...] = COUNTS
 
@@ -50,17 +49,25 @@ Operation = tuple[str, Callable[[], object], list[Runner]]
 Points = dict[str, dict[str, dict[tuple[int, int], list[float]]]]
 
 
-def fits(folder: Path, rounds: Rounds, shm_peer: Peer | None, rpc_peer: Peer | None, size: int | None) -> None:
+def fits(
+    folder: Path,
+    rounds: Rounds,
+    shm_peer: TorchstoreProcess | None,
+    rpc_peer: TorchstoreProcess | None,
+    size: int | None,
+) -> None:
     """Measures puts, gets, saves and loads of few and many tensors, small and large."""
     points: Points = {operation: {} for operation in OPERATIONS}
     roles: dict[str, Role] = {}
-    cases = [TorchstoreCase(REUSED, shm_peer, Peer.put_same, Peer.get_same, rounds)]
+    cases = [TorchstoreCase(REUSED_KEY, shm_peer, TorchstoreProcess.put_same, TorchstoreProcess.get_same, rounds)]
     if shm_peer:
         # A put of 400 MB in 1,500 tensors allocates 11 GB of new memory, which takes 10 s.
-        cases.append(TorchstoreCase(NEW, shm_peer, Peer.put_new, Peer.get_new, rounds, (100, 400)))
+        put, get = TorchstoreProcess.put_new, TorchstoreProcess.get_new
+        cases.append(TorchstoreCase(NEW_KEY, shm_peer, put, get, rounds, (100, 400)))
     if rpc_peer:
         # A round by RPC takes seconds.
-        cases.append(TorchstoreCase(RPC, rpc_peer, Peer.put_same, Peer.get_same, rounds.at_most(1)))
+        put, get = TorchstoreProcess.put_same, TorchstoreProcess.get_same
+        cases.append(TorchstoreCase(RPC, rpc_peer, put, get, rounds.at_most(1)))
 
     def measure_all(model: Model, operations: list[Operation], rounds: Rounds) -> None:
         for operation, prepare, runners in operations:
@@ -74,7 +81,7 @@ def fits(folder: Path, rounds: Rounds, shm_peer: Peer | None, rpc_peer: Peer | N
     sizes = [min(nbytes, size or nbytes) for nbytes in BYTES]
     for count in sorted({count for case in cases for count in case.counts}):
         for nbytes in sizes:
-            model = named(f"uniform:{count}:{nbytes}")
+            model = model_from_spec(f"uniform:{count}:{nbytes}")
             if count in COUNTS:
                 measure_all(model, file_operations(folder, model), rounds)
             # For 400 MB in 1,500 tensors, torchstore uses 11 GB (shared memory) or 13 GB (RPC). So only one runs at a
@@ -104,27 +111,27 @@ def fits(folder: Path, rounds: Rounds, shm_peer: Peer | None, rpc_peer: Peer | N
 
 def store_operations(stack: ExitStack, model: Model, case: TorchstoreCase) -> list[Operation]:
     """Returns the puts and gets of tssd and of torchstore."""
-    pair = stack.enter_context(Pair(model, like(model.state)))
+    pair = stack.enter_context(ClientPair(model, copy_structure(model.state)))
 
     def copy() -> None:
         for name, tensor in model.state.items():
             pair.into[name].copy_(tensor)
 
     if case.peer is not None:
-        stack.callback(case.peer.end)
-        case.peer.use(model, None)
+        stack.callback(case.peer.stop)
+        case.peer.select_model(model, None)
     limit = Runner(COPY, timed(copy, before=copy), "limit")
     puts = [
-        ours(timed(pair.put), pair.expect_put),
-        *peer.runners(case.peer, Peer.expect_put, (case.name, case.put, None)),
+        tssd_runner(timed(pair.put), pair.check_put),
+        *torchstore_runners(case.peer, TorchstoreProcess.check_put, (case.name, case.put, None)),
         limit,
     ]
     gets = [
-        ours(timed(pair.get_into, before=pair.put_anew), pair.expect_filled),
-        *peer.runners(case.peer, Peer.expect_got, (case.name, case.get, None)),
+        tssd_runner(timed(pair.get_into, before=pair.clear_and_put), pair.check_filled),
+        *torchstore_runners(case.peer, TorchstoreProcess.check_get, (case.name, case.get, None)),
         limit,
     ]
-    return [("put", pair.warm, puts), ("get", pair.warm, gets)]
+    return [("put", pair.warm_up, puts), ("get", pair.warm_up, gets)]
 
 
 def file_operations(folder: Path, model: Model) -> list[Operation]:
@@ -135,11 +142,11 @@ def file_operations(folder: Path, model: Model) -> list[Operation]:
 
     def load(file_format: Format) -> State:
         state = file_format.load(folder / file_format.name, model.state)
-        touch(state)
+        touch_pages(state)
         return state
 
     def save_all() -> None:
-        clear(folder)
+        empty_folder(folder)
         for file_format in FORMATS:
             save(file_format)
 
@@ -152,14 +159,14 @@ def file_operations(folder: Path, model: Model) -> list[Operation]:
     saves = [
         Runner(
             file_format.name,
-            timed(partial(save, file_format), before=partial(clear, folder)),
+            timed(partial(save, file_format), before=partial(empty_folder, folder)),
             file_format.role,
             check=partial(expect_saved, file_format),
         )
         for file_format in FORMATS
     ]
     loads = [
-        Runner(file_format.loader, timed(partial(load, file_format)), file_format.role, check=expect)
+        Runner(file_format.loader_name, timed(partial(load, file_format)), file_format.role, check=expect)
         for file_format in FORMATS
     ]
     return [("save", save_all, saves), ("load", save_all, loads)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 import tssd
-from model import State, like
+from model import State, copy_structure
 from race import Role
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
@@ -32,11 +32,11 @@ class Format:
     load_name: str = ""
 
     @property
-    def loader(self) -> str:
+    def loader_name(self) -> str:
         return self.load_name or self.name
 
     @property
-    def both(self) -> str:
+    def save_and_load_name(self) -> str:
         """The names of the save function and the load function."""
         return f"{self.name}, {self.load_name}" if self.load_name else self.name
 
@@ -46,7 +46,7 @@ def _save_dcp(state: State, path: Path) -> None:
 
 
 def _load_dcp(path: Path, source: State) -> State:
-    state: State = like(source, warm=False)
+    state: State = copy_structure(source, warm=False)
     load_dcp(state, checkpoint_id=str(path), no_dist=True)
     return state
 

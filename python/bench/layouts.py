@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from model import Normal
+from model import NormalGenerator
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -40,15 +40,15 @@ RESHARDS = {
 }
 
 
-def wholes(nbytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+def make_matrices(nbytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields square matrices of about `nbytes` in total. All ranks generate the same values."""
-    normal = Normal()
+    normal = NormalGenerator()
     count = max(1, nbytes // (2048 * 2048 * 2))
     side = 2048 if count > 1 else 512
     for number in range(count):
         yield f"layers.{number}.weight", normal.fill(torch.empty(side, side, dtype=torch.bfloat16))
 
 
-def placed(whole: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
+def shard_locally(whole: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
     """Returns the DTensor of a whole tensor. Each rank takes its part locally: no rank sends data."""
     return distribute_tensor(whole, mesh, layout.placements, src_data_rank=None)

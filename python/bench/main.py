@@ -28,12 +28,12 @@ import store
 import tiny
 import torch
 import tssd
-from files import Files
-from model import like, named
-from pair import Pair
-from peer import TORCHSTORE, Peer, torchstore
+from files import FileCases
+from model import copy_structure, model_from_spec
+from pair import ClientPair
+from peer import TORCHSTORE, TorchstoreProcess, torchstore
 from race import Rounds
-from store import Stores
+from store import StoreCases
 
 CASES = {
     "put": "a state dict put in a store",
@@ -94,20 +94,20 @@ def main() -> None:
 
 
 def run_store_cases(
-    options: argparse.Namespace, selected: list[str], rounds: Rounds, peer: Peer | None
+    options: argparse.Namespace, selected: list[str], rounds: Rounds, peer: TorchstoreProcess | None
 ) -> None:
-    cases = {"put": Stores.put, "get": Stores.get, "views": Stores.view}
-    first_cases = {"put": Stores.first_put, "get": Stores.first_get}
+    cases = {"put": StoreCases.put, "get": StoreCases.get, "views": StoreCases.get_views}
+    first_cases = {"put": StoreCases.first_put, "get": StoreCases.first_get}
     model_specs = [options.model]
     if options.model == DEFAULT_MODEL:
         model_specs.append(f"uniform:400:{min(536_870_912, options.size or 536_870_912)}")
     for spec in model_specs if set(cases) & set(selected) else []:
-        model = named(spec, options.size)
+        model = model_from_spec(spec, options.size)
         with ExitStack() as stack:
-            pair = stack.enter_context(Pair(model, like(model.state)))
+            pair = stack.enter_context(ClientPair(model, copy_structure(model.state)))
             # RPC is slow: it is measured with the last model only.
             rpc_peer = stack.enter_context(torchstore("MonarchRPC")) if spec == model_specs[-1] else None
-            stores = Stores(pair, rounds, (peer, rpc_peer), options.size)
+            stores = StoreCases(pair, rounds, (peer, rpc_peer), options.size)
             for case in selected:
                 if case in cases:
                     cases[case](stores)
@@ -119,31 +119,32 @@ def run_store_cases(
 
 def run_file_cases(options: argparse.Namespace, selected: list[str], rounds: Rounds) -> None:
     cases = {
-        "save": Files.save,
-        "load": Files.load,
-        "one": Files.tensor,
-        "slice": Files.part,
-        "verify": Files.verify,
+        "save": FileCases.save,
+        "load": FileCases.load,
+        "one": FileCases.load_tensor,
+        "slice": FileCases.load_slice,
+        "verify": FileCases.verify,
     }
     if set(cases) & set(selected):
         with temporary_directory() as directory:
             default_size = FILE_BYTES if options.model == DEFAULT_MODEL else None
-            files = Files(directory, named(options.model, options.size or default_size), rounds)
+            files = FileCases(directory, model_from_spec(options.model, options.size or default_size), rounds)
             for case in selected:
                 if case in cases:
                     cases[case](files)
     if "zstd" in selected:
         with temporary_directory() as directory:
-            Files(directory, named(options.model, min(ZSTD_BYTES, options.size or ZSTD_BYTES)), rounds).zstd()
+            model = model_from_spec(options.model, min(ZSTD_BYTES, options.size or ZSTD_BYTES))
+            FileCases(directory, model, rounds).compress()
 
 
 def run_mixed_cases(
-    options: argparse.Namespace, selected: list[str], rounds: Rounds, peer: Peer | None
+    options: argparse.Namespace, selected: list[str], rounds: Rounds, peer: TorchstoreProcess | None
 ) -> None:
     with temporary_directory() as directory:
         if "nested" in selected:
             size = min(NESTED_BYTES, options.size or NESTED_BYTES)
-            model = named(f"adamw:{options.model}", size)
+            model = model_from_spec(f"adamw:{options.model}", size)
             nested.files(directory, model, rounds)
             nested.store(model, rounds, peer, size)
         if "tiny" in selected:

@@ -48,7 +48,7 @@ class Model:
     """A state dict with its name, its spec, and its sizes."""
 
     name: str
-    word: str
+    spec: str
     state: State
     nbytes: int
     count: int
@@ -57,21 +57,21 @@ class Model:
         return f"{self.name}, {self.nbytes / 1e6:,.1f} MB in {self.count:,} tensors"
 
 
-def named(spec: str, size: int | None = None) -> Model:
+def model_from_spec(spec: str, size: int | None = None) -> Model:
     """Creates the state dict of a spec, cut to `size` bytes if it is given."""
     release_memory()
     kind, _, rest = spec.partition(":")
     if kind == "shape":
-        return model(rest, spec, from_shape(rest, size))
+        return make_model(rest, spec, from_shape(rest, size))
     if kind == "uniform":
         tensors, _, nbytes = rest.partition(":")
-        return model("of one size", spec, make_uniform(int(tensors), int(nbytes)))
+        return make_model("of one size", spec, make_uniform(int(tensors), int(nbytes)))
     if kind == "tiny":
-        return model("tiny", spec, make_tiny(int(rest)))
+        return make_model("tiny", spec, make_tiny(int(rest)))
     if kind == "adamw":
-        weights = named(rest, size)
-        return model(f"{weights.name} with AdamW", spec, make_adamw(weights.state))
-    return model(Path(spec).name, spec, read_safetensors(Path(spec), size))
+        weights = model_from_spec(rest, size)
+        return make_model(f"{weights.name} with AdamW", spec, make_adamw(weights.state))
+    return make_model(Path(spec).name, spec, read_safetensors(Path(spec), size))
 
 
 def release_memory() -> None:
@@ -84,8 +84,8 @@ def release_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def model(name: str, spec: str, state: State) -> Model:
-    all_tensors = list(tensors(state))
+def make_model(name: str, spec: str, state: State) -> Model:
+    all_tensors = list(iter_tensors(state))
     return Model(name, spec, state, sum(tensor.nbytes for tensor in all_tensors), len(all_tensors))
 
 
@@ -98,7 +98,7 @@ def from_shape(name: str, size: int | None) -> State:
     dtype = getattr(torch, config["dtype"])
     shapes_by_name = dict(expand_tensors(config))
     kept = cut_to_size({name: math.prod(shape) * dtype.itemsize for name, shape in shapes_by_name.items()}, size)
-    normal = Normal()
+    normal = NormalGenerator()
     return {name: normal.fill(torch.empty(shapes_by_name[name], dtype=dtype)) for name in kept}
 
 
@@ -172,7 +172,7 @@ def map_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def make_uniform(count: int, nbytes: int) -> State:
-    normal = Normal()
+    normal = NormalGenerator()
     elements = nbytes // count // 2
     return {
         f"layers.{number}.weight": normal.fill(torch.empty(elements, dtype=torch.bfloat16))
@@ -186,7 +186,7 @@ def make_tiny(count: int) -> State:
 
 def make_adamw(weights: State) -> State:
     """Returns a state dict as torch.optim.AdamW and a scheduler create it, with int keys, None and tuples."""
-    normal = Normal()
+    normal = NormalGenerator()
     moments = {
         number: {
             "step": torch.tensor(1000.0),
@@ -214,7 +214,7 @@ def make_adamw(weights: State) -> State:
     }
 
 
-class Normal:
+class NormalGenerator:
     """A generator of N(0, 0.02) values at the speed of a copy. Each tensor gets different values."""
 
     def __init__(self) -> None:
@@ -235,17 +235,17 @@ class Normal:
         return tensor
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
+def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yields all tensors in nested containers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
         children: Iterable[Any] = value.values() if isinstance(value, dict) else value
         for each in children:
-            yield from tensors(each)
+            yield from iter_tensors(each)
 
 
-def like(value: Any, *, warm: bool = True) -> Any:
+def copy_structure(value: Any, *, warm: bool = True) -> Any:
     """Returns a copy with other tensors of the same shapes.
 
     Warm tensors are zeros in resident memory: filling them causes no page faults.
@@ -253,15 +253,15 @@ def like(value: Any, *, warm: bool = True) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.empty_like(value).zero_() if warm else torch.empty_like(value)
     if isinstance(value, dict):
-        return {key: like(each, warm=warm) for key, each in value.items()}
+        return {key: copy_structure(each, warm=warm) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(like(each, warm=warm) for each in value)
+        return type(value)(copy_structure(each, warm=warm) for each in value)
     return value
 
 
-def clear(value: Any) -> None:
+def zero_tensors(value: Any) -> None:
     """Fills all tensors with zeros, so that a check detects a get that writes nothing."""
-    for tensor in tensors(value):
+    for tensor in iter_tensors(value):
         tensor.zero_()
 
 

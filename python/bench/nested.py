@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from files import READ, WRITE, clear, read_whole, warm, write
+from files import READ, WRITE, empty_folder, read_into, resident_buffer, write_buffer
 from formats import DCP, TORCH, TSSD, Format
-from model import Model, State, expect_same, like
-from pair import Pair
-from peer import Peer
+from model import Model, State, copy_structure, expect_same
+from pair import ClientPair
+from peer import TorchstoreProcess
 from race import Rounds, Runner, race, timed
-from store import Stores
+from store import StoreCases
 
 
 def files(folder: Path, model: Model, rounds: Rounds) -> None:
@@ -29,7 +29,7 @@ def files(folder: Path, model: Model, rounds: Rounds) -> None:
     def expect_saved(file_format: Format, _: object) -> None:
         expect(load(file_format))
 
-    buffer, clear_folder = warm(model.nbytes), partial(clear, folder)
+    buffer, clear_folder = resident_buffer(model.nbytes), partial(empty_folder, folder)
     race(
         "nested save",
         "a new file, nobody waits for the disk",
@@ -42,28 +42,28 @@ def files(folder: Path, model: Model, rounds: Rounds) -> None:
             )
             for file_format in (TSSD, TORCH, DCP)
         ),
-        Runner(WRITE, timed(partial(write, buffer, folder / "plain"), before=clear_folder), "limit"),
+        Runner(WRITE, timed(partial(write_buffer, buffer, folder / "plain"), before=clear_folder), "limit"),
         model=model,
         rounds=rounds,
     )
-    clear(folder)
+    empty_folder(folder)
     for file_format in (TSSD, TORCH, DCP):
         save(file_format)
     race(
         "nested load",
         "all of it, by each one's default",
         *(
-            Runner(file_format.loader, timed(partial(load, file_format)), file_format.role, check=expect)
+            Runner(file_format.loader_name, timed(partial(load, file_format)), file_format.role, check=expect)
             for file_format in (TSSD, TORCH, DCP)
         ),
-        Runner(READ, timed(partial(read_whole, folder / TSSD.name, buffer)), "limit"),
+        Runner(READ, timed(partial(read_into, folder / TSSD.name, buffer)), "limit"),
         model=model,
         rounds=rounds,
     )
 
 
-def store(model: Model, rounds: Rounds, other: Peer | None, size: int | None) -> None:
+def store(model: Model, rounds: Rounds, other: TorchstoreProcess | None, size: int | None) -> None:
     """Measures puts and gets."""
-    with Pair(model, like(model.state)) as pair:
-        stores = Stores(pair, rounds, (other, None), size)
+    with ClientPair(model, copy_structure(model.state)) as pair:
+        stores = StoreCases(pair, rounds, (other, None), size)
         stores.put_and_get("nested")

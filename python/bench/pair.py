@@ -7,11 +7,11 @@ from typing import Any
 
 import tssd
 from daemon import daemon
-from model import Model, State, clear, expect_same
+from model import Model, State, expect_same, zero_tensors
 from peer import KEY
 
 
-class Pair:
+class ClientPair:
     """A writer and a reader, each with its own connection, from `start` to `stop`."""
 
     def __init__(self, model: Model, into: State) -> None:
@@ -19,7 +19,7 @@ class Pair:
         #: The result of the last get, as views of the store.
         self.views: State = {}
 
-    def __enter__(self) -> Pair:
+    def __enter__(self) -> ClientPair:
         self.start()
         return self
 
@@ -40,7 +40,7 @@ class Pair:
         self.start()
 
     def stop(self) -> None:
-        self.drop()
+        self.drop_views()
         self.stack.close()
 
     def put(self) -> None:
@@ -52,7 +52,7 @@ class Pair:
     def get_views(self, verify: bool = True) -> None:
         self.views = self.reader.get_state_dict(KEY, verify=verify)
 
-    def drop(self) -> None:
+    def drop_views(self) -> None:
         """Drops the views, which retain their version. Otherwise three versions would exist at the next put."""
         self.views = {}
 
@@ -64,26 +64,26 @@ class Pair:
         self.put()
         self.get_views()
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         """Puts three versions. Two exist at a time, so from the third on, all memory is warm."""
         for _ in range(3):
             self.put_and_get_into()
 
-    def put_anew(self) -> None:
+    def clear_and_put(self) -> None:
         """Clears the tensors that a get fills, and puts a new version."""
-        clear(self.into)
+        zero_tensors(self.into)
         self.put()
 
-    def expect_filled(self, *_: object) -> None:
+    def check_filled(self, *_: object) -> None:
         """Raises an error unless the last get in place returned the values that were put."""
         expect_same(self.into, self.model.state)
 
-    def expect_viewed(self, *_: object) -> None:
+    def check_views(self, *_: object) -> None:
         """Raises an error unless the last views have the values that were put."""
         expect_same(self.views, self.model.state)
 
-    def expect_put(self, *_: object) -> None:
+    def check_put(self, *_: object) -> None:
         """Raises an error unless a get returns the values of the last put."""
-        clear(self.into)
+        zero_tensors(self.into)
         self.get_into()
-        self.expect_filled()
+        self.check_filled()

@@ -18,13 +18,13 @@ from race import Runner
 
 TORCHSTORE = "TSSD_BENCH_TORCHSTORE"
 KEY = "model"
-REUSED = "torchstore, key reused: torn"
-NEW = "torchstore, a new key per version"
+REUSED_KEY = "torchstore, key reused: torn"
+NEW_KEY = "torchstore, a new key per version"
 #: The transport between hosts without shared memory.
 RPC = "torchstore by RPC"
 
 
-class Peer:
+class TorchstoreProcess:
     """A process of torchstore_peer.py. It is controlled by lines of text."""
 
     def __init__(self, python: str, transport: str) -> None:
@@ -38,9 +38,9 @@ class Peer:
     def __call__(self, command: str, argument: str = KEY) -> float:
         if command == "put":
             self.last = argument
-        return self.ask(command, argument)[0]
+        return self.request(command, argument)[0]
 
-    def ask(self, command: str, argument: str) -> list[float]:
+    def request(self, command: str, argument: str) -> list[float]:
         if self.process is None:
             arguments = [self.python, str(Path(__file__).parent / "torchstore_peer.py"), self.transport]
             pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
@@ -53,16 +53,16 @@ class Peer:
             raise RuntimeError(f"torchstore_peer.py has ended at {command}: run it by {TORCHSTORE} to see why")
         return [float(each) for each in answer.split()]
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Stops the process, which frees its memory. The next command starts another process."""
         if self.process is not None:
             self.process.communicate()
             self.process = None
 
-    def use(self, model: Model, size: int | None) -> None:
+    def select_model(self, model: Model, size: int | None) -> None:
         """Selects the model for the next puts and gets. Deletes all keys of the previous one."""
         self.key = ""
-        self("use", f"{size or 0} {model.word}")
+        self("use", f"{size or 0} {model.spec}")
 
     def put_new(self) -> float:
         """Puts a version under a new key. Only in this way, no reader sees a mix of two versions."""
@@ -87,41 +87,41 @@ class Peer:
         self("put")
         return self("get")
 
-    def both_new(self) -> float:
+    def put_and_get_new(self) -> float:
         return self.put_new() + self("get", self.key)
 
-    def both_same(self) -> float:
+    def put_and_get_same(self) -> float:
         return self.put_same() + self("get")
 
-    def expect_got(self) -> None:
+    def check_get(self) -> None:
         """Raises an error unless the last get returned the values that were put."""
         self("check", self.last)
 
-    def expect_put(self) -> None:
+    def check_put(self) -> None:
         """Raises an error unless a get returns the values of the last put."""
         self("get", self.last)
-        self.expect_got()
+        self.check_get()
 
 
 @contextmanager
-def torchstore(transport: str = "SharedMemory") -> Iterator[Peer | None]:
+def torchstore(transport: str = "SharedMemory") -> Iterator[TorchstoreProcess | None]:
     """Yields a peer that runs torchstore; None if TSSD_BENCH_TORCHSTORE is not set."""
     python = os.environ.get(TORCHSTORE)
     if not python:
         print(f"torchstore is left out: {TORCHSTORE} names no Python that has it (docs/performance.md)\n")
         yield None
         return
-    peer = Peer(python, transport)
+    peer = TorchstoreProcess(python, transport)
     try:
         yield peer
     finally:
-        peer.end()
+        peer.stop()
 
 
-def runners(
-    peer: Peer | None,
-    check: Callable[[Peer], object],
-    *runs: tuple[str, Callable[[Peer], float], float | None],
+def torchstore_runners(
+    peer: TorchstoreProcess | None,
+    check: Callable[[TorchstoreProcess], object],
+    *runs: tuple[str, Callable[[TorchstoreProcess], float], float | None],
 ) -> list[Runner]:
     """Returns the runners of torchstore. Empty if it does not take part."""
     if peer is None:

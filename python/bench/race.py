@@ -52,7 +52,7 @@ class Runner:
     check: Callable[[Any], object] | None = None
 
 
-class Timed:
+class TimedCall:
     """A function that is timed in this process.
 
     Its result stays alive until `take`, so that its drop is not timed.
@@ -92,15 +92,15 @@ def timed(
     work: Callable[[], object],
     before: Callable[[], object] | None = None,
     after: Callable[[], object] | None = None,
-) -> Timed:
-    return Timed(work, before, after)
+) -> TimedCall:
+    return TimedCall(work, before, after)
 
 
 def minor_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def ours(run: Callable[[], float], check: Callable[[Any], object] | None = None) -> Runner:
+def tssd_runner(run: Callable[[], float], check: Callable[[Any], object] | None = None) -> Runner:
     return Runner("tssd", run, "ours", check=check)
 
 
@@ -129,7 +129,7 @@ def measure(runners: Sequence[Runner], rounds: Rounds) -> Times:
         for runner in random.Random(number).sample(runners, len(runners)):
             gc.collect()
             seconds = runner.run()
-            result = runner.run.take() if isinstance(runner.run, Timed) else None
+            result = runner.run.take() if isinstance(runner.run, TimedCall) else None
             if number == last and runner.check is not None:
                 runner.check(result)
             del result
@@ -170,7 +170,7 @@ def report(
                 line += f"   target {runner.target:g}: {verdict(ratio >= runner.target)}"
         elif milliseconds is not None:
             line += f"   target {milliseconds:g} ms: {verdict(median * 1e3 <= milliseconds)}"
-        if isinstance(runner.run, Timed):
+        if isinstance(runner.run, TimedCall):
             row["counts"] = {"minor faults": round(statistics.median(runner.run.faults[-len(seconds) :]))}
         rows.append(row)
         print(line, flush=True)

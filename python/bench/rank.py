@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from layouts import RESHARDS, Layout, placed, wholes
+from layouts import RESHARDS, Layout, make_matrices, shard_locally
 from torch.distributed.device_mesh import DeviceMesh
 
 State = dict[str, Any]
@@ -32,7 +32,7 @@ class Rank:
         self.source: State = {}
         self.into: State = {}
 
-    async def answer(self, method: str, command: str, name: str) -> float:
+    async def run_command(self, method: str, command: str, name: str) -> float:
         """Runs a put, a get, or a check of the last get. Returns its time in seconds.
 
         The time is 0 if this rank does not take part. All ranks begin at the same time.
@@ -74,7 +74,7 @@ class Rank:
         mesh = self.mesh(layout)
         if self.rank not in layout.ranks:
             return {}
-        return {name: placed(whole, mesh, layout) for name, whole in wholes(self.nbytes)}
+        return {name: shard_locally(whole, mesh, layout) for name, whole in make_matrices(self.nbytes)}
 
     def mesh(self, layout: Layout) -> DeviceMesh:
         """Returns the mesh of a layout. All ranks must create it, even those outside it."""

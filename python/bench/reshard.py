@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from daemon import daemon
-from layouts import RANKS, RESHARDS, wholes
-from model import Model, model
-from peer import REUSED, TORCHSTORE
+from layouts import RANKS, RESHARDS, make_matrices
+from model import Model, make_model
+from peer import REUSED_KEY, TORCHSTORE
 from race import Role, Rounds, Runner, race
 
 BYTES = 250_000_000
@@ -114,7 +114,7 @@ def stop_process(process: subprocess.Popen[str]) -> None:
 def reshard(rounds: Rounds, size: int | None) -> None:
     """Measures the transfers between all pairs of layouts in `RESHARDS`."""
     nbytes = min(BYTES, size or BYTES)
-    whole = model("square matrices", "", dict(wholes(nbytes)))
+    whole = make_model("square matrices", "", dict(make_matrices(nbytes)))
     with ExitStack() as stack:
         url = stack.enter_context(daemon(8 * nbytes))
         processes = stack.enter_context(start_ranks(nbytes, url))
@@ -137,7 +137,7 @@ def measure_reshard(
     for case, operation in (("reshard put", "put"), ("reshard get", "get")):
         peers = []
         if torchstore_processes is not None:
-            peers.append(runner(REUSED, torchstore_processes, "torchstore", operation, name))
+            peers.append(runner(REUSED_KEY, torchstore_processes, "torchstore", operation, name))
         race(
             case,
             f"{description}, {'all writers' if operation == 'put' else 'all readers, in place'}",

@@ -87,7 +87,7 @@ async def main(folder: Path, number: int, nbytes: int, url: str) -> None:
     join(folder, number, RANKS)
     rank = Rank(folder, number, nbytes, {"tssd": Tssd(url), "dcp": Dcp(folder / "dcp"), "copy": Copy()})
     for line in sys.stdin:
-        print(await rank.answer(*line.split()), file=replies, flush=True)
+        print(await rank.run_command(*line.split()), file=replies, flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

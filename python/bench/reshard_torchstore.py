@@ -47,7 +47,7 @@ class RankActor(Actor):  # type: ignore[misc]
 
     @endpoint  # type: ignore[untyped-decorator]
     async def answer(self, method: str, command: str, name: str) -> float:
-        return await self.rank.answer(method, command, name)
+        return await self.rank.run_command(method, command, name)
 
 
 async def main(folder: str, nbytes: int) -> None:

@@ -11,34 +11,40 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 
-import bare
-import peer
+import echo
 import torch
-from bare import Bare
-from model import State, clear, expect_same, like, named, tensors
-from pair import Pair
-from peer import KEY, NEW, REUSED, RPC, Peer
-from race import Role, Rounds, Runner, Timed, ours, race, report, timed
+from echo import EchoProcess
+from model import State, copy_structure, expect_same, iter_tensors, model_from_spec, zero_tensors
+from pair import ClientPair
+from peer import KEY, NEW_KEY, REUSED_KEY, RPC, TorchstoreProcess, torchstore_runners
+from race import Role, Rounds, Runner, TimedCall, race, report, timed, tssd_runner
 
 COPY = "torch copy_"
 #: Names of runners of torchstore, each with its operation.
-Turns = tuple[tuple[str, Callable[[Peer], float]], ...]
-BOTH: Turns = ((REUSED, Peer.both_same), (NEW, Peer.both_new))
+TorchstoreRuns = tuple[tuple[str, Callable[[TorchstoreProcess], float]], ...]
+PUT_AND_GET_RUNS: TorchstoreRuns = (
+    (REUSED_KEY, TorchstoreProcess.put_and_get_same),
+    (NEW_KEY, TorchstoreProcess.put_and_get_new),
+)
 
 
-class Stores:
+class StoreCases:
     """Cases with a writer and a reader of one model."""
 
     def __init__(
-        self, pair: Pair, rounds: Rounds, others: tuple[Peer | None, Peer | None], size: int | None
+        self,
+        pair: ClientPair,
+        rounds: Rounds,
+        others: tuple[TorchstoreProcess | None, TorchstoreProcess | None],
+        size: int | None,
     ) -> None:
         self.pair, self.model, self.rounds = pair, pair.model, rounds
         self.peer, self.far = others
-        self.copies = list(zip(tensors(pair.into), tensors(pair.model.state), strict=True))
+        self.copies = list(zip(iter_tensors(pair.into), iter_tensors(pair.model.state), strict=True))
         for other in others:
             if other is not None:
-                other.use(self.model, size)
-        pair.warm()
+                other.select_model(self.model, size)
+        pair.warm_up()
 
     def race(self, case: str, description: str, *runners: Runner, milliseconds: float | None = None) -> None:
         race(case, description, *runners, model=self.model, rounds=self.rounds, milliseconds=milliseconds)
@@ -48,11 +54,14 @@ class Stores:
         self.race(
             "put",
             "a new version, checksums included",
-            ours(timed(self.pair.put), self.pair.expect_put),
-            *peer.runners(
-                self.peer, Peer.expect_put, (REUSED, Peer.put_same, 2), (NEW, Peer.put_new, 4)
+            tssd_runner(timed(self.pair.put), self.pair.check_put),
+            *torchstore_runners(
+                self.peer,
+                TorchstoreProcess.check_put,
+                (REUSED_KEY, TorchstoreProcess.put_same, 2),
+                (NEW_KEY, TorchstoreProcess.put_new, 4),
             ),
-            *peer.runners(self.far, Peer.expect_put, (RPC, Peer.put_same, None)),
+            *torchstore_runners(self.far, TorchstoreProcess.check_put, (RPC, TorchstoreProcess.put_same, None)),
             self.copy_runner(0.8),
         )
 
@@ -62,42 +71,49 @@ class Stores:
         self.race(
             "get",
             "in place, a version not read before, verified",
-            ours(timed(pair.get_into, before=pair.put_anew), pair.expect_filled),
-            *peer.runners(self.peer, Peer.expect_got, (REUSED, Peer.get_same, 2), (NEW, Peer.get_new, 4)),
-            *peer.runners(self.far, Peer.expect_got, (RPC, Peer.get_same, None)),
+            tssd_runner(timed(pair.get_into, before=pair.clear_and_put), pair.check_filled),
+            *torchstore_runners(
+                self.peer,
+                TorchstoreProcess.check_get,
+                (REUSED_KEY, TorchstoreProcess.get_same, 2),
+                (NEW_KEY, TorchstoreProcess.get_new, 4),
+            ),
+            *torchstore_runners(self.far, TorchstoreProcess.check_get, (RPC, TorchstoreProcess.get_same, None)),
             self.copy_runner(0.8),
             Runner(
                 "tssd, not verified",
-                timed(partial(pair.get_into, False), before=pair.put_anew),
+                timed(partial(pair.get_into, False), before=pair.clear_and_put),
                 "also",
-                check=pair.expect_filled,
+                check=pair.check_filled,
             ),
         )
 
     def first_put(self) -> None:
         """Measures puts with only new memory."""
-        with Pair(self.model, self.pair.into) as new_pair:
+        with ClientPair(self.model, self.pair.into) as new_pair:
             self.race_first(
                 "put",
                 "the first version of a store that is new",
-                ours(timed(new_pair.put, before=new_pair.restart), new_pair.expect_put),
-                peer.runners(self.peer, Peer.expect_put, (NEW, Peer.put_new, None)),
+                tssd_runner(timed(new_pair.put, before=new_pair.restart), new_pair.check_put),
+                torchstore_runners(self.peer, TorchstoreProcess.check_put, (NEW_KEY, TorchstoreProcess.put_new, None)),
                 Runner("torch copy_ to new shared memory", timed(self.copy_shared), "limit"),
             )
 
     def first_get(self) -> None:
         """Measures gets by a reader that has not mapped the memory of the store yet."""
-        with Pair(self.model, self.pair.into) as new_pair:
+        with ClientPair(self.model, self.pair.into) as new_pair:
 
             def restart_and_put() -> None:
                 new_pair.restart()
-                new_pair.put_anew()
+                new_pair.clear_and_put()
 
             self.race_first(
                 "get",
                 "by a reader that is new, in place, verified",
-                ours(timed(new_pair.get_into, before=restart_and_put), new_pair.expect_filled),
-                peer.runners(self.peer, Peer.expect_got, (NEW, Peer.get_first, None)),
+                tssd_runner(timed(new_pair.get_into, before=restart_and_put), new_pair.check_filled),
+                torchstore_runners(
+                    self.peer, TorchstoreProcess.check_get, (NEW_KEY, TorchstoreProcess.get_first, None)
+                ),
                 self.copy_runner(),
             )
 
@@ -105,38 +121,40 @@ class Stores:
         """Runs a case with a new store, and a new key of torchstore, in each round."""
         self.race(f"first {case}", description, our_runner, *peers, limit)
 
-    def view(self) -> None:
+    def get_views(self) -> None:
         """Measures gets of views of the store, without and with reading their bytes."""
         pair = self.pair
 
         def drop_and_put() -> None:
-            pair.drop()
+            pair.drop_views()
             pair.put()
 
         def drop_put_and_get() -> None:
             drop_and_put()
             pair.get_views(False)
 
-        with Bare() as echo:
+        with EchoProcess() as echo_process:
             self.race(
                 "views",
                 "of a version not read before, handed over",
-                ours(timed(partial(pair.get_views, False), before=drop_and_put), pair.expect_viewed),
-                Runner("tssd, verified", timed(pair.get_views, before=drop_and_put), "also", check=pair.expect_viewed),
-                *peer.runners(self.peer, Peer.expect_got, (REUSED, Peer.get_same, None)),
-                Runner(bare.NAME, timed(echo.there_and_back), "limit"),
+                tssd_runner(timed(partial(pair.get_views, False), before=drop_and_put), pair.check_views),
+                Runner("tssd, verified", timed(pair.get_views, before=drop_and_put), "also", check=pair.check_views),
+                *torchstore_runners(
+                    self.peer, TorchstoreProcess.check_get, (REUSED_KEY, TorchstoreProcess.get_same, None)
+                ),
+                Runner(echo.RUNNER_NAME, timed(echo_process.round_trip), "limit"),
                 milliseconds=1,
             )
         self.race(
             "views read",
             "every byte of them read once",
-            ours(timed(lambda: sum_bytes(pair.views), before=drop_put_and_get), pair.expect_viewed),
+            tssd_runner(timed(lambda: sum_bytes(pair.views), before=drop_put_and_get), pair.check_views),
             Runner("memory of this process's own", timed(lambda: sum_bytes(self.model.state)), "limit", 0.9),
         )
-        pair.drop()
+        pair.drop_views()
 
     def put_and_get(
-        self, name: str, milliseconds: float | None = None, runs: Turns = BOTH, note: str = ""
+        self, name: str, milliseconds: float | None = None, runs: TorchstoreRuns = PUT_AND_GET_RUNS, note: str = ""
     ) -> None:
         """Measures a put and a get in place together."""
         pair = self.pair
@@ -148,32 +166,38 @@ class Stores:
         self.race_both(
             f"{name} put and get",
             f"a new version, into tensors that are there{note}",
-            ours(timed(pair.put_and_get_into, before=lambda: clear(pair.into)), pair.expect_filled),
+            tssd_runner(timed(pair.put_and_get_into, before=lambda: zero_tensors(pair.into)), pair.check_filled),
             runs,
             Runner(f"{COPY}, twice", timed(copy_twice, before=self.copy), "limit"),
             milliseconds,
         )
 
     def put_and_view(
-        self, name: str, milliseconds: float | None = None, runs: Turns = BOTH, note: str = ""
+        self, name: str, milliseconds: float | None = None, runs: TorchstoreRuns = PUT_AND_GET_RUNS, note: str = ""
     ) -> None:
         """Measures a put and a get of views together."""
         pair = self.pair
         self.race_both(
             f"{name} put and views",
             f"a new version, views{note}",
-            ours(timed(pair.put_and_get_views, before=pair.drop), pair.expect_viewed),
+            tssd_runner(timed(pair.put_and_get_views, before=pair.drop_views), pair.check_views),
             runs,
             self.copy_runner(),
             milliseconds,
         )
-        pair.drop()
+        pair.drop_views()
 
     def race_both(
-        self, case: str, description: str, our_runner: Runner, runs: Turns, limit: Runner, milliseconds: float | None
+        self,
+        case: str,
+        description: str,
+        our_runner: Runner,
+        runs: TorchstoreRuns,
+        limit: Runner,
+        milliseconds: float | None,
     ) -> None:
         without_targets = [(name, run, None) for name, run in runs]
-        peers = peer.runners(self.peer, Peer.expect_got, *without_targets)
+        peers = torchstore_runners(self.peer, TorchstoreProcess.check_get, *without_targets)
         self.race(case, description, our_runner, *peers, limit, milliseconds=milliseconds)
 
     def copy_runner(self, target: float | None = None) -> Runner:
@@ -190,36 +214,36 @@ class Stores:
     def copy_shared(self) -> None:
         """Copies the state dict to new memory that could be shared."""
         left = torch.frombuffer(mmap.mmap(-1, self.model.nbytes), dtype=torch.uint8)
-        for tensor in tensors(self.model.state):
+        for tensor in iter_tensors(self.model.state):
             left[: tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
             left = left[tensor.nbytes :]
 
 
-def single(rounds: Rounds, torchstore: Peer | None) -> None:
+def single(rounds: Rounds, torchstore: TorchstoreProcess | None) -> None:
     """Measures puts and gets of 400 tensors, each under its own key. The slowest call of a round counts.
 
     On a shared machine, one of some thousand round trips through a plain socket takes milliseconds. There are enough
     rounds that most of them have no such outlier.
     """
-    model = named("uniform:400:1638400")
+    model = model_from_spec("uniform:400:1638400")
     state = model.state
-    with Pair(model, like(state)) as pair, Bare() as echo:
+    with ClientPair(model, copy_structure(state)) as pair, EchoProcess() as echo_process:
         writer, reader, into = pair.writer, pair.reader, pair.into
         calls: dict[str, Callable[[str], object]] = {
             "put": lambda key: writer.put(key, state[key]),
             "get": lambda key: reader.get(key),
             "get in place": lambda key: reader.get(key, into[key]),
-            bare.NAME: lambda _: echo.there_and_back(),
+            echo.RUNNER_NAME: lambda _: echo_process.round_trip(),
         }
         slowest: dict[str, list[float]] = {name: [] for name in calls}
         medians: dict[str, list[float]] = {name: [] for name in calls}
         peer_times: list[list[float]] = []
         if torchstore is not None:
-            torchstore.use(model, None)
+            torchstore.select_model(model, None)
         last = rounds.warmup + 3 * rounds.iterations - 1
         for number in range(last + 1):
             counts = number >= rounds.warmup
-            clear(into)
+            zero_tensors(into)
             for name, call in calls.items():
                 timed_calls = {key: timed(partial(call, key)) for key in state}
                 # A view retains its version. So views are dropped at once; only those of the last round are checked.
@@ -230,18 +254,18 @@ def single(rounds: Rounds, torchstore: Peer | None) -> None:
                 if number == last and name == "get":
                     expect_same({key: each.take() for key, each in timed_calls.items()}, state)
             if torchstore is not None:
-                reply = torchstore.ask("single", KEY)
+                reply = torchstore.request("single", KEY)
                 if counts:
                     peer_times.append(reply)
         expect_same(into, state)
         for statistic, times, first in (("the slowest", slowest, 0), ("the median", medians, 2)):
-            limit = times.pop(bare.NAME)
+            limit = times.pop(echo.RUNNER_NAME)
             for name, seconds in times.items():
                 rows: list[tuple[str, Role, list[float]]] = [("tssd", "ours", seconds)]
                 column = first + (name != "put")
                 if peer_times and name != "get":
-                    rows.append((REUSED, "peer", [reply[column] for reply in peer_times]))
-                rows.append((bare.NAME, "limit", limit))
+                    rows.append((REUSED_KEY, "peer", [reply[column] for reply in peer_times]))
+                rows.append((echo.RUNNER_NAME, "limit", limit))
                 report(
                     f"single {name}",
                     f"{statistic} of 400 calls, 4 KB each",
@@ -252,7 +276,7 @@ def single(rounds: Rounds, torchstore: Peer | None) -> None:
                 )
 
 
-def run_once(call: Timed, *, keep: bool) -> float:
+def run_once(call: TimedCall, *, keep: bool) -> float:
     seconds = call()
     if not keep:
         call.take()
@@ -267,7 +291,7 @@ def already_measured() -> float:
 def sum_bytes(state: State) -> int:
     """Reads every byte, in words of 8 bytes. Returns the sum."""
     total = 0
-    for tensor in tensors(state):
+    for tensor in iter_tensors(state):
         flat = tensor.view(torch.uint8).flatten()
         words = flat[: flat.numel() // 8 * 8].view(torch.int64)
         total += int(words.sum()) + int(flat[words.nbytes :].sum())

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from files import clear
+from files import empty_folder
 from formats import DCP, SAFETENSORS, TORCH, TSSD, Format
-from model import Model, State, expect_same, like, named
-from pair import Pair
-from peer import Peer
+from model import Model, State, copy_structure, expect_same, model_from_spec
+from pair import ClientPair
+from peer import TorchstoreProcess
 from race import Rounds, Runner, race, timed
-from store import BOTH, Stores, Turns
+from store import PUT_AND_GET_RUNS, StoreCases, TorchstoreRuns
 
 FEW = 1_000
 MANY = 10_000
@@ -19,7 +19,7 @@ MOST = 20_000
 #: The peers for each number of tensors. DCP takes four seconds for 10,000 tensors, and eight for 20,000.
 PEERS = {FEW: (SAFETENSORS, TORCH, DCP), MANY: (SAFETENSORS, TORCH, DCP), MOST: (SAFETENSORS, TORCH)}
 #: The operations of torchstore. They take two seconds for 10,000 tensors, so only the faster one is measured.
-TORCHSTORE_RUNS: dict[int, Turns] = {FEW: BOTH, MANY: BOTH[:1]}
+TORCHSTORE_RUNS: dict[int, TorchstoreRuns] = {FEW: PUT_AND_GET_RUNS, MANY: PUT_AND_GET_RUNS[:1]}
 #: The maximum time in milliseconds, by number of tensors.
 MILLISECONDS = {MANY: 300}
 #: The required speed of tssd as a multiple of that of a peer, by number of tensors and name of the peer.
@@ -29,7 +29,7 @@ TARGETS = {(MANY, SAFETENSORS.name): 5, (MANY, DCP.name): 50}
 def files(folder: Path, rounds: Rounds) -> None:
     """Measures saves and loads."""
     for count in PEERS:
-        model = named(f"tiny:{count}")
+        model = model_from_spec(f"tiny:{count}")
         peers = PEERS[count]
 
         def save_and_load(file_format: Format, model: Model = model) -> State:
@@ -41,8 +41,8 @@ def files(folder: Path, rounds: Rounds) -> None:
             f"a new file, nobody waits for the disk{'' if DCP in peers else '; DCP takes eight seconds: left out'}",
             *(
                 Runner(
-                    file_format.both,
-                    timed(partial(save_and_load, file_format), before=partial(clear, folder)),
+                    file_format.save_and_load_name,
+                    timed(partial(save_and_load, file_format), before=partial(empty_folder, folder)),
                     file_format.role,
                     target=TARGETS.get((count, file_format.name)),
                     check=partial(expect_same, source=model.state),
@@ -53,16 +53,16 @@ def files(folder: Path, rounds: Rounds) -> None:
             rounds=rounds,
             milliseconds=MILLISECONDS.get(count),
         )
-        clear(folder)
+        empty_folder(folder)
 
 
-def store(rounds: Rounds, other: Peer | None) -> None:
+def store(rounds: Rounds, other: TorchstoreProcess | None) -> None:
     """Measures puts and gets."""
     for count in PEERS:
-        model = named(f"tiny:{count}")
+        model = model_from_spec(f"tiny:{count}")
         runs = TORCHSTORE_RUNS.get(count, ())
         note = "" if runs else "; torchstore takes four seconds: left out"
-        with Pair(model, like(model.state)) as pair:
-            stores = Stores(pair, rounds, (other if runs else None, None), None)
+        with ClientPair(model, copy_structure(model.state)) as pair:
+            stores = StoreCases(pair, rounds, (other if runs else None, None), None)
             stores.put_and_view("tiny", MILLISECONDS.get(count), runs, note)
             stores.put_and_get("tiny", MILLISECONDS.get(count), runs, note)

@@ -23,7 +23,7 @@ import sys
 import time
 
 import torch
-from model import State, clear, expect_same, like, named
+from model import State, copy_structure, expect_same, model_from_spec, zero_tensors
 
 # Libraries print to stdout. So answers go to a copy of it, and stdout becomes stderr.
 replies = os.fdopen(os.dup(1), "w")
@@ -47,7 +47,7 @@ class Clients:
 
     async def answer(self, command: str, argument: str) -> list[float]:
         if command in ("get", "first"):
-            clear(self.into)
+            zero_tensors(self.into)
         start = time.perf_counter()
         if command == "put":
             await put_state_dict(self.writer, self.state, argument)
@@ -64,8 +64,8 @@ class Clients:
         elif command == "use":
             await self.delete("")
             size, _, spec = argument.partition(" ")
-            self.state = named(spec, int(size) or None).state
-            self.into = like(self.state)
+            self.state = model_from_spec(spec, int(size) or None).state
+            self.into = copy_structure(self.state)
         else:
             # The returned dict has str keys where ints were put. So the filled tensors are compared.
             expect_same(self.into, self.state)
@@ -79,7 +79,7 @@ class Clients:
         self.reader = await new_client()
 
     async def single(self) -> list[float]:
-        clear(self.into)
+        zero_tensors(self.into)
         puts, gets = [], []
         for key, tensor in self.state.items():
             start = time.perf_counter()

@@ -38,7 +38,7 @@ pub(crate) type PlacementTuple = (String, u32, u64);
 pub(crate) fn wait_for_collective<'py>(tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
     let py = tensor.py();
     let helper = py.import(intern!(py, "tssd._torch"))?;
-    Ok(helper.call_method1(intern!(py, "waited"), (tensor,))?)
+    Ok(helper.call_method1(intern!(py, "wait_for_collective"), (tensor,))?)
 }
 
 /// Returns whether the local tensors declare their own offsets. Does not decompose the tensor.
@@ -54,7 +54,7 @@ pub(crate) fn declares_chunks(tensor: &Bound<'_, PyAny>) -> Result<bool> {
 pub(crate) fn decompose<'py>(tensor: &Bound<'py, PyAny>) -> Result<TensorSubclass<'py>> {
     let py = tensor.py();
     let helper = py.import(intern!(py, "tssd._torch"))?;
-    let parts = helper.call_method1(intern!(py, "parts"), (tensor,))?;
+    let parts = helper.call_method1(intern!(py, "decompose"), (tensor,))?;
     match parts.get_type().name()?.to_str()? {
         "DTensorParts" => Ok(TensorSubclass::DTensor(parts.extract()?)),
         "Chunks" => Ok(TensorSubclass::Chunks(parts.extract()?)),

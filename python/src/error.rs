@@ -221,7 +221,7 @@ fn store_error(
     new_exception(py, ExceptionArgs { fqn, key, version, ..args })
 }
 
-/// Arguments of `_errors.make`.
+/// Arguments of `_errors.new_exception`.
 struct ExceptionArgs {
     kind: &'static str,
     rule: &'static str,
@@ -244,7 +244,7 @@ impl ExceptionArgs {
 fn new_exception(py: Python<'_>, args: ExceptionArgs) -> PyErr {
     let ExceptionArgs { kind, rule, message, fqn, advice, file, errno, key, version } = args;
     let arguments = (kind, rule, message, fqn, advice, file, errno, key, version);
-    let call = || py.import("tssd._errors")?.getattr("make")?.call1(arguments);
+    let call = || py.import("tssd._errors")?.getattr("new_exception")?.call1(arguments);
     call().map_or_else(|error| error, PyErr::from_value)
 }
 

@@ -98,6 +98,6 @@ impl CancelToken {
 ///
 /// For use between short calls.
 #[pyfunction]
-pub(crate) fn _interrupted() -> Result<()> {
+pub(crate) fn _check_cancelled() -> Result<()> {
     InterruptCheck::new().check()
 }

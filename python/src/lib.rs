@@ -56,7 +56,7 @@ mod _tssd {
     #[pymodule_export]
     use crate::file::{SafeOpen, SafeSlice, inspect, load, load_file, save, save_file, verify};
     #[pymodule_export]
-    use crate::interrupt::{_interrupted, CancelToken};
+    use crate::interrupt::{_check_cancelled, CancelToken};
     #[pymodule_export]
     use crate::memory::Buffer;
     #[pymodule_export]

@@ -222,14 +222,14 @@ impl Store {
         key_file: Option<String>,
         connect_timeout: f64,
     ) -> Result<Self> {
-        let store = Self::_unconnected(url, ca, cert, key_file, connect_timeout)?;
+        let store = Self::_connect_lazily(url, ca, cert, key_file, connect_timeout)?;
         store.connect(py)?;
         Ok(store)
     }
 
     /// Creates a store that connects at its first call.
     #[staticmethod]
-    fn _unconnected(
+    fn _connect_lazily(
         url: Option<String>,
         ca: Option<String>,
         cert: Option<String>,
@@ -325,7 +325,7 @@ impl Store {
             Ok(prepared) => prepared,
             Err(error) => {
                 // Puts without a version number are matched by their count in each writer: count this one too.
-                if let Some(options) = put.skipped_put_options(state_dict)? {
+                if let Ok(Some(options)) = put.skipped_put_options(state_dict) {
                     connection.store.skip_put(&name, &options);
                 }
                 return Err(with_key(error));

@@ -20,7 +20,7 @@ collect_ignore = (
         "test_dcp.py",
         "test_distributed.py",
         "test_examples.py",
-        "test_oracles.py",
+        "test_reference_readers.py",
         "test_store_ranks.py",
         "test_store_torch.py",
         "test_torch.py",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tssd
-from same import same
+from equality import same
 from sharding import distribute
 from torch import nn
 from torch.distributed._shard import sharded_tensor

@@ -123,7 +123,7 @@ def test_arrays_are_filled(driver: gpu.Driver, store: tssd.Store) -> None:
     assert filled is into and whole.read() == MATRIX.tobytes() and bias.read() == MATRIX[0].tobytes()
     copies = report.device_copies
     assert copies is not None and copies.pinned + copies.pageable == whole.size + bias.size
-    assert (copies.why is None) == (copies.pageable == 0)
+    assert (copies.pageable_reason is None) == (copies.pageable == 0)
     part = gpu.Array(driver, np.zeros((100, 300), np.float32))
     box = tssd.TensorSlice((200, 500), (), (512, 1024), (100, 300), ())
     shard = tssd.TensorShard(part, box)
@@ -160,7 +160,7 @@ def test_device_residency_keeps_arrays_on_device(driver: gpu.Driver, tmp_path: P
             report = writer.put_state_dict(state, "policy", options=on_device)
             weight.write(MATRIX - 1)
             copies = report.device_copies
-            assert copies is not None and report.transport == "cuda_ipc" and "GPU-" in report.why
+            assert copies is not None and report.transport == "cuda_ipc" and "GPU-" in report.transport_reason
             assert (copies.device, copies.pinned, copies.pageable) == (weight.size + half.size, 0, 0)
             into = gpu.Array(driver, MATRIX * 0)
             part = gpu.Array(driver, np.zeros((100, 300), np.float32))
@@ -186,7 +186,7 @@ def test_device_residency_keeps_arrays_on_device(driver: gpu.Driver, tmp_path: P
         with pytest.raises(tssd.TssdValueError, match="residency=host"):
             writer.put_state_dict(state, "policy", durability="disk", options=if_possible)
     store = tssd.Store("memory:")
-    assert "a daemon of this host" in store.put_state_dict(state, "policy", options=if_possible).why
+    assert "a daemon of this host" in store.put_state_dict(state, "policy", options=if_possible).transport_reason
     with pytest.raises(tssd.TssdValueError, match="cuda_ipc is required"):
         store.put_state_dict(state, "policy", options=on_device)
 
@@ -209,7 +209,7 @@ def test_arrays_are_sent_through_ring(driver: gpu.Driver, tmp_path: Path, reside
                 received = [pool.submit(receiver.receive, 60) for receiver in (whole, sliced)]
                 report = writer.put_state_dict(state, "policy", timeout=60, options=options)
                 weight.write(MATRIX - 1)
-                assert report.transport == "cuda_ipc" and "2 readers took it" in report.why
+                assert report.transport == "cuda_ipc" and "2 readers took it" in report.transport_reason
                 reports = [each.result() for each in received]
                 assert [each.version for each in reports] == [step + 1, step + 1]
                 assert reports[0].buckets == (1 if isinstance(residency, str) else reports[0].buckets)

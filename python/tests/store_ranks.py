@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tssd
-from same import same
+from equality import same
 from sharding import SHAPES, distribute
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

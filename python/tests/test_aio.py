@@ -45,11 +45,11 @@ def test_values_roundtrip() -> None:
             assert (int(pin), await store.pins("policy")) == (3, {"best": 3})
             await pin.unpin()
             pending = await store.put_state_dict({"w": np.arange(5)}, "policy", wait=False)
-            assert await pending.visible() == 4 and (await pending.result()).version == 4
+            assert await pending.wait_visible() == 4 and (await pending.result()).version == 4
             assert await store.keys() == ["policy"] and await store.exists("policy")
             assert await store.delete_batch(["policy"]) == 1 and await store.head("policy") is None
             batch = await store.put_batch({"x": 1, "y": 2}, wait=False, options=tssd.PutOptions())
-            assert [await each.visible() for each in batch] == [1, 1]
+            assert [await each.wait_visible() for each in batch] == [1, 1]
             with pytest.raises(KeyError):
                 await store.get_state_dict("policy")
 

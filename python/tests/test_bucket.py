@@ -246,7 +246,7 @@ def test_put_without_wait_is_visible_before_it_is_in_bucket(tmp_path: Path, serv
         with BucketDaemon(tmp_path, url) as daemon:
             hanging_server.process.send_signal(signal.SIGSTOP)
             pending = daemon.store.put_state_dict(make_state(1), "policy", durability="object", wait=False, timeout=60)
-            assert pending.visible(10) == 1
+            assert pending.wait_visible(10) == 1
             assert daemon.store.get_state_dict("policy")["step"] == 1
             with pytest.raises(tssd.TssdTimeoutError):
                 pending.result(0.2)
@@ -257,7 +257,7 @@ def test_put_without_wait_is_visible_before_it_is_in_bucket(tmp_path: Path, serv
             (status,) = run_command("status", "--store", daemon.store.url).stdout.splitlines()[-2:-1]
             assert status.startswith("on its way to the bucket: `policy` version 1, writer 0: ")
             hanging_server.process.send_signal(signal.SIGCONT)
-            assert pending.result(60).stored and pending.visible() == 1
+            assert pending.result(60).stored and pending.wait_visible() == 1
             assert daemon.store.put_state_dict(make_state(3), "policy", durability="object").stored
             assert tssd.Store(url).head("policy").version == 3
     hanging_server.stop()

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import tssd
+from equality import same
 from processes import run_ranks
-from same import same
 from tssd.convert import load_dcp, load_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage")

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import tssd
+from equality import same
 from processes import Daemon, run_ranks
-from same import same
 from tssd.dcp import TssdReader, TssdWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage")

@@ -1,6 +1,6 @@
 """Archives of DTensors that several ranks wrote.
 
-The ranks run `ranks.py` over gloo. The tests read the files of the ranks.
+The ranks run `file_ranks.py` over gloo. The tests read the files of the ranks.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import tssd
+from equality import same
 from processes import run_ranks
-from same import same
 
 RANKS = 4
 
@@ -24,7 +24,7 @@ def rank_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     A rank exits with 0 only if all its checks hold.
     """
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks("ranks.py", RANKS, folder)
+    run_ranks("file_ranks.py", RANKS, folder)
     return folder
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tssd
-from same import same
+from equality import same
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -582,14 +582,14 @@ def test_every_error_kind_has_a_class() -> None:
     from tssd import _errors, _tssd
 
     kinds = {name: rule for name, rule, _ in _tssd._kinds()}
-    assert _errors._KINDS.keys() <= kinds.keys()
+    assert _errors._FORMAT_KINDS.keys() <= kinds.keys()
     for name, rule in kinds.items():
-        error = _errors.make(name, rule, "wrong", None, None, None, 28 if name == "Io" else None)
+        error = _errors.new_exception(name, rule, "wrong", None, None, None, 28 if name == "Io" else None)
         assert isinstance(error, tssd.TssdError)
         assert error.kind == name
-    assert issubclass(_errors.class_of("NotFound", "read"), KeyError)
-    assert issubclass(_errors.class_of("ChunkCorrupt", "F-090"), ValueError)
-    assert issubclass(_errors.class_of("LimitExceeded", "read"), MemoryError)
+    assert issubclass(_errors.exception_class("NotFound", "read"), KeyError)
+    assert issubclass(_errors.exception_class("ChunkCorrupt", "F-090"), ValueError)
+    assert issubclass(_errors.exception_class("LimitExceeded", "read"), MemoryError)
     assert issubclass(tssd.TssdTimeoutError, TimeoutError)
     assert issubclass(tssd.TssdConnectionError, ConnectionError)
 

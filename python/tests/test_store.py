@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tssd
+from equality import same
 from processes import Daemon, stop_daemons
-from same import same
 
 
 @pytest.fixture(params=["memory", "directory", "daemon"])
@@ -628,13 +628,13 @@ def test_encoded_state_dict_is_stored_decoded(store: tssd.Store) -> None:
 
 def test_pending_put_reports_visible_version(store: tssd.Store) -> None:
     pending = store.put_state_dict(make_state(1), "policy", wait=False)
-    assert pending.visible(timeout=60) == 1 and store.exists("policy", 1)
+    assert pending.wait_visible(timeout=60) == 1 and store.exists("policy", 1)
     assert pending.result().version == 1
     half = store.put_state_dict({"a": 1}, "two", version=1, writers=2, writer=0, job="j", wait=False)
     with pytest.raises(TimeoutError):
-        half.visible(timeout=0.2)
+        half.wait_visible(timeout=0.2)
     store.put_state_dict({"b": 2}, "two", version=1, writers=2, writer=1, job="j")
-    assert half.visible(timeout=60) == 1
+    assert half.wait_visible(timeout=60) == 1
 
 
 def test_pending_put_takes_options(store: tssd.Store) -> None:
@@ -644,7 +644,7 @@ def test_pending_put_takes_options(store: tssd.Store) -> None:
     report = pending.result(timeout=60)
     assert (report.version, report.epoch, report.visible) == (4, 1, True)
     batch = store.put_batch({"x": 1, "y": 2}, wait=False, options=tssd.PutOptions())
-    assert [each.visible(timeout=60) for each in batch] == [1, 1]
+    assert [each.wait_visible(timeout=60) for each in batch] == [1, 1]
 
 
 def test_file_functions_reject_version_in_directory(tmp_path: Path) -> None:

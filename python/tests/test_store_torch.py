@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import tssd
+from equality import element_bytes, same
 from processes import Daemon
-from same import element_bytes, same
 from test_store import store as store
 from test_torch import DTYPES, QUANTIZED, make_tensor
 from torch import nn

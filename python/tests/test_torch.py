@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import tssd
-from same import element_bytes, same
+from equality import element_bytes, same
 from torch import nn
 
 pytestmark = [

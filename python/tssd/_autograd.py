@@ -9,7 +9,7 @@ from typing import Any
 from ._tssd import TensorShard
 
 
-def filled(objects: Iterable[Any]) -> None:
+def increment_versions(objects: Iterable[Any]) -> None:
     """Increments the autograd version of each tensor.
 
     A backward pass that needs the values from before the fill then raises an error.

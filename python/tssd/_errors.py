@@ -81,8 +81,8 @@ class TssdPermissionError(TssdOSError, PermissionError):
 _DAMAGED_ADVICE = "take another copy of the file"
 _NEWER_ADVICE = "the file was written by a newer tssd: read it with that one"
 
-# Error kinds of the format, each with its class and default advice. `class_of` has the rule for all other kinds.
-_KINDS: dict[str, tuple[type[TssdError], str | None]] = {
+# Error kinds of the format, each with its class and default advice. `exception_class` has the rule for all other kinds.
+_FORMAT_KINDS: dict[str, tuple[type[TssdError], str | None]] = {
     "NotTssd": (TssdCorruptError, "`tssd pack` makes an archive of a safetensors file"),
     "UnsupportedVersion": (TssdCorruptError, _NEWER_ADVICE),
     "UnknownIncompat": (TssdCorruptError, _NEWER_ADVICE),
@@ -130,19 +130,19 @@ _OS_ERRORS: tuple[type[TssdOSError], ...] = (
 )
 
 
-def class_of(kind: str, rule: str) -> type[TssdError]:
+def exception_class(kind: str, rule: str) -> type[TssdError]:
     """Returns the class for an error kind, given the number of its rule in the specification.
 
     A kind that is in neither table is corruption if its rule is one of the file format, "F-...". Otherwise it is an
     invalid value.
     """
-    entry = _KINDS.get(kind) or _STORE_KINDS.get(kind)
+    entry = _FORMAT_KINDS.get(kind) or _STORE_KINDS.get(kind)
     if entry is not None:
         return entry[0]
     return TssdCorruptError if rule.startswith("F-") else TssdValueError
 
 
-def make(
+def new_exception(
     kind: str,
     rule: str,
     message: str,
@@ -162,9 +162,9 @@ def make(
     elif kind == "Io":
         error = TssdOSError(message)
     else:
-        cls = class_of(kind, rule)
+        cls = exception_class(kind, rule)
         if advice is None:
-            _, advice = _KINDS.get(kind) or _STORE_KINDS.get(kind) or (None, None)
+            _, advice = _FORMAT_KINDS.get(kind) or _STORE_KINDS.get(kind) or (None, None)
         if advice is None and cls is TssdCorruptError:
             advice = _DAMAGED_ADVICE
         file_prefix = f"{file}: " if file is not None else ""

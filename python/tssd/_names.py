@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._errors import TssdKeyError, make
+from ._errors import TssdKeyError, new_exception
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], Any]:
@@ -17,7 +17,7 @@ def matcher(patterns: Sequence[str]) -> Callable[[str], Any]:
     return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)").match
 
 
-def chosen(fqns: list[str], names: Sequence[str]) -> list[bool]:
+def match_names(fqns: list[str], names: Sequence[str]) -> list[bool]:
     """Returns for each fqn whether a name selects it.
 
     A name selects the fqn that equals it. If there is none, it selects all fqns below it. If there are none of these
@@ -45,7 +45,7 @@ def chosen(fqns: list[str], names: Sequence[str]) -> list[bool]:
         name_and_below = [name, f"{name}.*"]
         if not any(map(matcher(name_and_below), fqns)):
             advice = "`open(key).keys()` lists the tensors"
-            error = make("NotFound", "F-015", f"nothing is named {name!r}", name, advice, None, None)
+            error = new_exception("NotFound", "F-015", f"nothing is named {name!r}", name, advice, None, None)
             assert isinstance(error, TssdKeyError)
             raise error
         patterns += name_and_below

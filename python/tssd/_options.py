@@ -29,7 +29,7 @@ class PutOptions:
             "host": in the host's memory. Tensors of GPUs are copied there.
             "device": in the memory of their GPU, in an immutable copy, from which readers of the same GPU copy. Their
             bytes are not read, so they have no checksums. Where this is not possible, they are copied to the host's
-            memory: the report's `why` gives the reason, and `require_transport="cuda_ipc"` makes it an error.
+            memory: the report's `transport_reason` says why, and `require_transport="cuda_ipc"` makes it an error.
             "ring", or a tssd.Ring: not retained. The tensors are sent bucket by bucket to all processes that have a
             `receiver` of the key. The put returns when all of these have received them. Only tensors are sent.
             "in_place": as "ring", but receivers copy directly from tensors in the memory of a GPU, if the driver

@@ -9,7 +9,7 @@ import uuid
 import weakref
 from typing import Any
 
-from ._errors import make
+from ._errors import new_exception
 from ._tssd import Store, TensorShard
 
 
@@ -28,7 +28,7 @@ def rank() -> int | None:
     return None if distributed is None else int(distributed.get_rank())
 
 
-def prove_covered(mesh_ranks: set[int]) -> None:
+def verify_mesh_coverage(mesh_ranks: set[int]) -> None:
     """Checks that the meshes of the shards determine the writers of a put without `writers`.
 
     Raises:
@@ -42,7 +42,7 @@ def prove_covered(mesh_ranks: set[int]) -> None:
         found = f"ranks {sorted(mesh_ranks)}" if mesh_ranks else "no ranks"
         message = f"the meshes of the shards have {found}, and there are also ranks {missing}"
         advice = "say writers=, who puts: how many, a list of global ranks, or a ProcessGroup"
-        raise make("invalid", "", message, None, advice, None, None)
+        raise new_exception("invalid", "", message, None, advice, None, None)
 
 
 # The default process group, and the job name that its ranks agreed on.
@@ -86,7 +86,7 @@ def is_sharded(state_dict: Any) -> bool:
     return False
 
 
-def writers(argument: Any) -> list[int]:
+def parse_writers(argument: Any) -> list[int]:
     """Returns the global ranks that `writers=` means: a count, a list of ranks, or a ProcessGroup.
 
     Raises:
@@ -95,7 +95,7 @@ def writers(argument: Any) -> list[int]:
     """
     ranks = _global_ranks(argument)
     if not ranks:
-        raise make("invalid", "", f"writers={argument!r}: nobody would put", None, None, None, None)
+        raise new_exception("invalid", "", f"writers={argument!r}: nobody would put", None, None, None, None)
     return ranks
 
 
@@ -109,7 +109,7 @@ def _global_ranks(argument: Any) -> list[int]:
     if isinstance(argument, int):
         if argument > _MAX_WRITERS:
             message = f"writers={argument}: at most {_MAX_WRITERS} processes put one version"
-            raise make("invalid", "", message, None, None, None, None)
+            raise new_exception("invalid", "", message, None, None, None, None)
         return list(range(argument))
     distributed = _distributed()
     if distributed is not None and isinstance(argument, distributed.ProcessGroup):
@@ -119,7 +119,7 @@ def _global_ranks(argument: Any) -> list[int]:
     ranks = [operator.index(rank) for rank in argument]
     if any(not 0 <= rank < 1 << 32 for rank in ranks):
         message = f"writers={argument!r}: a rank is an int from 0 to {(1 << 32) - 1}"
-        raise make("invalid", "", message, None, None, None, None)
+        raise new_exception("invalid", "", message, None, None, None, None)
     return ranks
 
 

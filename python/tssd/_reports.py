@@ -14,13 +14,13 @@ class DeviceCopies:
         pinned: bytes copied directly from or to page-locked memory, at the speed of the bus.
         pageable: bytes that took an additional copy, through pageable memory.
         device: bytes copied within the memory of a GPU.
-        why: the reason for the last additional copy; None if there was none.
+        pageable_reason: the reason for the last additional copy; None if there was none.
     """
 
     pinned: int
     pageable: int
     device: int
-    why: str | None
+    pageable_reason: str | None
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PutReport:
         stored: whether the whole version is in the bucket, with durability="object".
         bytes: the number of bytes that this put stored.
         transport: the transport of the bytes: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls".
-        why: why this transport was used.
+        transport_reason: the reason why this transport was used.
         phases: the time of each phase, in seconds. "arrange": computing the layout of the archive. "begin":
             beginning the contribution, which may wait for other writers and for memory. A small archive is written
             before that; it is sent in the same request, and may be committed by it. "write": copying and
@@ -56,7 +56,7 @@ class PutReport:
     stored: bool
     bytes: int
     transport: str
-    why: str
+    transport_reason: str
     phases: dict[str, float]
     seconds: float
     device_copies: DeviceCopies | None = None
@@ -79,7 +79,7 @@ class GetReport:
             another request.
         bytes_verified: the number of bytes that were verified against their checksums.
         transport: the transport of the bytes: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls".
-        why: why this transport was used.
+        transport_reason: the reason why this transport was used.
         plan_seconds: the time of planning the copies, in seconds.
         seconds: the time of the copies, in seconds.
         missing_keys: fqns in `into` that are not stored.
@@ -98,7 +98,7 @@ class GetReport:
     bytes_received: int
     bytes_verified: int
     transport: str
-    why: str
+    transport_reason: str
     plan_seconds: float
     seconds: float
     missing_keys: list[str]
@@ -116,7 +116,7 @@ class ReceiveReport:
         buckets: the number of buckets of the version.
         bytes: the number of tensor bytes that were copied.
         transport: the transport of the bytes: "arena" or "cuda_ipc".
-        why: why this transport was used.
+        transport_reason: the reason why this transport was used.
         seconds: the time from the arrival of the first bucket to the end, in seconds.
         device_copies: how bytes were copied to GPUs; None if no tensor is on a GPU.
     """
@@ -125,7 +125,7 @@ class ReceiveReport:
     buckets: int
     bytes: int
     transport: str
-    why: str
+    transport_reason: str
     seconds: float
     device_copies: DeviceCopies | None = None
 

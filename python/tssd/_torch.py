@@ -53,7 +53,7 @@ _ADVICE = {
 }
 
 
-def waited(tensor: torch.Tensor) -> torch.Tensor:
+def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
     """Waits for an asynchronous collective and returns its result. Returns any other tensor unchanged."""
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         result: torch.Tensor = tensor.wait()  # type: ignore[attr-defined]
@@ -61,10 +61,10 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def parts(tensor: torch.Tensor) -> DTensorParts | Chunks | _Unsupported:
+def decompose(tensor: torch.Tensor) -> DTensorParts | Chunks | _Unsupported:
     """Decomposes a tensor whose class is neither `torch.Tensor` nor `Parameter`."""
     if isinstance(tensor, DTensor):
-        local = waited(tensor._local_tensor)
+        local = wait_for_collective(tensor._local_tensor)
         if hasattr(local, "__create_chunk_list__"):
             return _decompose_chunks(local, tuple(tensor.shape))
         if type(local) not in (torch.Tensor, torch.nn.Parameter):
@@ -100,7 +100,7 @@ def _decompose_chunks(local: Any, global_shape: tuple[int, ...]) -> Chunks | _Un
     chunks = local.__create_chunk_list__()
     advice = "store its local tensors as `tssd.TensorShard`s"
     if hasattr(local, "local_shards"):
-        tensors = [waited(shard) for shard in local.local_shards()]
+        tensors = [wait_for_collective(shard) for shard in local.local_shards()]
     elif len(chunks) == 1:
         tensors = [local.as_subclass(torch.Tensor)]
     else:
@@ -129,7 +129,7 @@ def _encode_placement(placement: Placement, ndim: int) -> _EncodedPlacement | No
     return None
 
 
-def prove_mesh(device_mesh: DeviceMesh, mesh_shape: tuple[int, ...], coordinates: tuple[int, ...] | None) -> None:
+def check_mesh(device_mesh: DeviceMesh, mesh_shape: tuple[int, ...], coordinates: tuple[int, ...] | None) -> None:
     """Checks that a mesh has the shape, and this rank the coordinates, that were stored with a shard.
 
     Raises:
@@ -137,14 +137,14 @@ def prove_mesh(device_mesh: DeviceMesh, mesh_shape: tuple[int, ...], coordinates
     """
     own = device_mesh.get_coordinate()
     if tuple(device_mesh.shape) != mesh_shape or (None if own is None else tuple(own)) != coordinates:
-        from ._errors import make
+        from ._errors import new_exception
 
         stored = f"mesh {mesh_shape} at {coordinates}"
         message = f"the shard is of a {stored}, this rank of mesh {tuple(device_mesh.shape)} at {own}"
-        raise make("MeshMismatch", "F-071", message, None, None, None, None)
+        raise new_exception("MeshMismatch", "F-071", message, None, None, None, None)
 
 
-def dtensor(
+def make_dtensor(
     local: torch.Tensor, device_mesh: DeviceMesh, placements: list[_EncodedPlacement], global_shape: tuple[int, ...]
 ) -> DTensor:
     """Returns the DTensor with this local tensor, from the encoded placements of a shard."""

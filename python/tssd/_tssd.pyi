@@ -36,7 +36,7 @@ __all__ = [
     "_Buffer",
     "_Cancel",
     "_Items",
-    "_interrupted",
+    "_check_cancelled",
     "__version__",
     "_kinds",
     "inspect",
@@ -200,7 +200,7 @@ class _Cancel:
     def cancel(self) -> None: ...
     def run(self, call: Callable[[], _Result]) -> _Result: ...
 
-def _interrupted() -> None: ...
+def _check_cancelled() -> None: ...
 
 _StateDict = dict[Any, Any] | TorchStoreStateDict
 _FloatingDtype = torch.dtype | np.dtype[Any] | type[np.generic] | str
@@ -236,7 +236,7 @@ class Store:
         connect_timeout: float = 30.0,
     ) -> Store: ...
     @staticmethod
-    def _unconnected(
+    def _connect_lazily(
         url: str | None,
         ca: str | None,
         cert: str | None,
@@ -537,7 +537,7 @@ class Store:
 
 @final
 class PendingPut:
-    def visible(self, timeout: float | None = None) -> int: ...
+    def wait_visible(self, timeout: float | None = None) -> int: ...
     def result(self, timeout: float | None = None) -> PutReport: ...
 
 @final

@@ -36,7 +36,7 @@ _Into = TypeVar("_Into")
 _IntoDict = TypeVar("_IntoDict", bound=dict[Any, Any])
 
 
-async def _run(call: Callable[[], _R]) -> _R:
+async def _run_in_thread(call: Callable[[], _R]) -> _R:
     """Runs a blocking call on its own thread. Ends the call if the task is cancelled."""
     cancel = _tssd._Cancel()
     loop = asyncio.get_running_loop()
@@ -95,7 +95,7 @@ def _awaitable(
 
     async def call(wrapper: _Wrapper[_Wrapped], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         options: dict[str, Any] = _unwrap_version(kwargs)
-        return await _run(lambda: method(wrapper._wrapped, *args, **options))
+        return await _run_in_thread(lambda: method(wrapper._wrapped, *args, **options))
 
     functools.update_wrapper(call, method)
     return call
@@ -134,7 +134,7 @@ def _awaitable_open(
     def call(wrapper: _Wrapper[_Wrapped], /, *args: _P.args, **kwargs: _P.kwargs) -> _OpenContext[_Opened]:
         async def open_wrapped() -> _Opened:
             options: dict[str, Any] = _unwrap_version(kwargs)
-            return wrapper_class(await _run(lambda: method(wrapper._wrapped, *args, **options)))
+            return wrapper_class(await _run_in_thread(lambda: method(wrapper._wrapped, *args, **options)))
 
         return _OpenContext(open_wrapped())
 
@@ -237,7 +237,7 @@ class Pin(_Wrapper[_tssd.Pin]):
 class PendingPut(_Wrapper[_tssd.PendingPut]):
     """A put that continues in the background: see `tssd.PendingPut`."""
 
-    visible = _awaitable(_tssd.PendingPut.visible)
+    wait_visible = _awaitable(_tssd.PendingPut.wait_visible)
     result = _awaitable(_tssd.PendingPut.result)
 
 
@@ -256,7 +256,7 @@ class Publisher(_Wrapper[_tssd.Publisher]):
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        await _run(lambda: self._wrapped.__exit__(*error))
+        await _run_in_thread(lambda: self._wrapped.__exit__(*error))
 
 
 class Receiver(_Wrapper[_tssd.Receiver]):
@@ -287,10 +287,10 @@ class Subscription:
         if self._is_closed:
             raise StopAsyncIteration
         if self._subscription is None:
-            self._subscription = await _run(lambda: self._store.subscribe(self._key))
+            self._subscription = await _run_in_thread(lambda: self._store.subscribe(self._key))
         subscription = self._subscription
         # A future cannot hold a StopIteration: None stands for the end.
-        info = await _run(lambda: next(subscription, None))
+        info = await _run_in_thread(lambda: next(subscription, None))
         if info is None:
             raise StopAsyncIteration
         return info
@@ -339,7 +339,7 @@ class Store(_Wrapper[_tssd.Store]):
         key_file: str | None = None,
         connect_timeout: float = 30.0,
     ) -> None:
-        super().__init__(_tssd.Store._unconnected(url, ca, cert, key_file, connect_timeout))
+        super().__init__(_tssd.Store._connect_lazily(url, ca, cert, key_file, connect_timeout))
 
     @property
     def url(self) -> str:
@@ -494,7 +494,7 @@ class Store(_Wrapper[_tssd.Store]):
     async def _call(self, method: Callable[..., Any], /, *args: Any, **keywords: Any) -> Any:
         """Runs a blocking method of the wrapped store, whose result may be pending puts."""
         keywords = _unwrap_version(keywords)
-        return _wrap_result(await _run(lambda: method(self._wrapped, *args, **keywords)))
+        return _wrap_result(await _run_in_thread(lambda: method(self._wrapped, *args, **keywords)))
 
     def subscribe(self, key: str) -> Subscription:
         """Iterates over versions, as `tssd.Store.subscribe`: `async for info in store.subscribe(key)`."""

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ._errors import TssdCorruptError, TssdError, make
+from ._errors import TssdCorruptError, TssdError, new_exception
 from ._tssd import save_file
 
 __all__ = ["convert", "load_dcp", "load_torch"]
@@ -72,7 +72,7 @@ def load_torch(path: _Path) -> dict[Any, Any]:
     loaded = _unpickle(os.fspath(path), path, is_mapped=is_zip)
     if not isinstance(loaded, dict):
         advice = "save it under a name: {'name': ...}"
-        raise make("refused", "", f"it holds a {type(loaded).__name__}, no dict", None, advice, str(path), None)
+        raise new_exception("refused", "", f"it holds a {type(loaded).__name__}, no dict", None, advice, str(path), None)
     return loaded
 
 
@@ -116,7 +116,7 @@ def _allocate_targets(metadata: Metadata, path: _Path) -> dict[str, Any]:
                 targets[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0]
-                raise make("LimitExceeded", "", reason, name, None, str(path), None) from error
+                raise new_exception("LimitExceeded", "", reason, name, None, str(path), None) from error
     return targets
 
 
@@ -175,12 +175,12 @@ def _unpickle(
         if match is None:
             reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
             message = f"it is no pickle that torch reads without running it: {reason}"
-            raise make("refused", "", message, fqn, _ADVICE, str(path), None) from error
+            raise new_exception("refused", "", message, fqn, _ADVICE, str(path), None) from error
         raise _disallowed(path, match[1], fqn) from error
     except Exception as error:
         if "TorchScript" in str(error):
             message, advice = "it is a TorchScript archive", "tssd.save_file torch.jit.load(...).state_dict()"
-            raise make("refused", "", message, fqn, advice, str(path), None) from error
+            raise new_exception("refused", "", message, fqn, advice, str(path), None) from error
         raise _corrupt(path, error, fqn) from error
 
 
@@ -254,18 +254,18 @@ def _read_metadata(path: _Path) -> Metadata:
 
 def _disallowed(path: _Path, class_name: str, fqn: str | None = None) -> TssdError:
     message = f"{class_name} is no tensor, container or plain value, and is not unpickled"
-    return make("refused", "", message, fqn, _ADVICE, str(path), None)
+    return new_exception("refused", "", message, fqn, _ADVICE, str(path), None)
 
 
 def _corrupt(path: _Path, error: BaseException | str, fqn: str | None = None) -> TssdError:
     # Some messages of torch are a page long.
     text = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
     message = text if isinstance(error, str) else f"{type(error).__name__}: {text}".removesuffix(": ")
-    return make("corrupt", "", message, fqn, "take another copy of it", str(path), None)
+    return new_exception("corrupt", "", message, fqn, "take another copy of it", str(path), None)
 
 
 def _os_error(error: OSError, path: _Path) -> TssdError:
-    return make("Io", "", str(error), None, None, error.filename or str(path), error.errno)
+    return new_exception("Io", "", str(error), None, None, error.filename or str(path), error.errno)
 
 
 @dataclasses.dataclass(frozen=True)

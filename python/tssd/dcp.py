@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ._errors import TssdKeyError, make
+from ._errors import TssdKeyError, new_exception
 from ._reports import PutReport
 from ._tssd import OpenVersion, Store, load, save
 
@@ -141,7 +141,7 @@ class TssdWriter(_CheckpointLocation, StorageWriter):
         _reject_cached_plans([plan])
         if any(item.index.fqn == _METADATA_LEAF for item in plan.items):
             message = "it is the name of what the checkpoint says of itself"
-            raise make("invalid", "", message, _METADATA_LEAF, "save the item under another name", None, None)
+            raise new_exception("invalid", "", message, _METADATA_LEAF, "save the item under another name", None, None)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -199,7 +199,7 @@ class TssdWriter(_CheckpointLocation, StorageWriter):
         report = self._put({_METADATA_LEAF: save(extra)}, self._last_contribution)
         if not report.visible:
             message = f"version {report.version} lacks what ranks {report.missing} should have put"
-            raise make("invalid", "", message, None, None, None, None, self._rank_key(self._rank), report.version)
+            raise new_exception("invalid", "", message, None, None, None, None, self._rank_key(self._rank), report.version)
 
     def _put(self, leaves: dict[str, Any], contribution: _Contribution) -> PutReport:
         with Store(self._path_or_url) as store:
@@ -218,7 +218,7 @@ def _reject_cached_plans(plans: Iterable[SavePlan]) -> None:
     """Rejects cached plans: their contributions belong to an earlier version."""
     if not all(getattr(plan, "usable", True) for plan in plans):
         message, advice = "the planner has kept its plan", "say enable_plan_caching=False"
-        raise make("invalid", "", message, None, advice, None, None)
+        raise new_exception("invalid", "", message, None, advice, None, None)
 
 
 class TssdReader(_CheckpointLocation, StorageReader):
@@ -262,7 +262,7 @@ class TssdReader(_CheckpointLocation, StorageReader):
         path = self._path_or_url
         if not _is_url(path) and not os.path.isdir(path):
             # `Store` would create the directory.
-            raise make("Io", "", "", None, None, path, errno.ENOENT)
+            raise new_exception("Io", "", "", None, None, path, errno.ENOENT)
         store = Store(path)
         version = store.open(self._rank_key(kwargs.get("rank")), version=self._version)
         self._opened = store, version
@@ -291,7 +291,7 @@ class TssdReader(_CheckpointLocation, StorageReader):
         versions = sorted({plan.storage_data for plan in plans})
         if len(versions) > 1:
             message, advice = f"ranks have opened versions {versions}", "load again, or say version="
-            raise make("invalid", "", message, None, advice, None, None, self._base_key)
+            raise new_exception("invalid", "", message, None, advice, None, None, self._base_key)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -311,7 +311,7 @@ class TssdReader(_CheckpointLocation, StorageReader):
             target = planner.resolve_tensor(item).detach()
             if target.shape != item.lengths:
                 message = f"the tensor to fill has shape {tuple(target.shape)}, not {tuple(item.lengths)}"
-                raise make("invalid", "", message, name, None, None, None, version.key, int(version))
+                raise new_exception("invalid", "", message, name, None, None, None, version.key, int(version))
             targets.append((item, target))
             # A tensor has one chunk, so offsets in the chunk are offsets in the tensor.
             boxes.setdefault(name, []).append((target, item.storage_offsets))

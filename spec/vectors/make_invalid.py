@@ -7,8 +7,8 @@
 
 Each vector is a valid archive that was changed to violate one rule of format.md. All checksums are then
 updated, unless the checksum is tested. The name begins with the number of the rule. A name that ends with
-a slash is that of a directory with a manifest and its shards. lies.py creates the archives in generated/,
-for each field of each table. builder.py builds the archives.
+a slash is that of a directory with a manifest and its shards. corruptions.py creates the archives in
+generated/, for each field of each table. builder.py builds the archives.
 """
 
 import hashlib
@@ -92,7 +92,7 @@ from builder import (
     two_compressed,
     two_meshes,
 )
-from lies import lies
+from corruptions import corruptions
 
 HERE = Path(__file__).parent
 
@@ -1044,9 +1044,9 @@ def half_with_bytes(content):
     return half(1).patch(4096, content).build()
 
 
-def lie_cases():
-    """The vectors of lies.py: archives with correct checksums and one invalid field."""
-    for corruption in lies():
+def corruption_cases():
+    """The vectors of corruptions.py: archives with correct checksums and one invalid field."""
+    for corruption in corruptions():
         name = f"{corruption.rule[2:]}-lie-{corruption.table}-{corruption.field}"
         yield name, corruption.about, corruption.archive, {"table": corruption.table, "field": corruption.field}
 
@@ -1062,7 +1062,7 @@ SECTIONS = (
     attr_and_shard_cases,
     shard_set_cases,
     payload_cases,
-    lie_cases,
+    corruption_cases,
 )
 # By its own text, no file can violate only F-022. F-072 is a rule for writers.
 NOT_TESTABLE = {"F-022", "F-072"}
@@ -1087,7 +1087,7 @@ def make_vectors():
     """Returns the files by name, and their list for the manifest. The files of a shard set are a dict.
 
     In the list, `at` is the stage that rejects the vector, after the stages before it have accepted it:
-    `open`, `verify` (of the stored bytes) or `deep`. A corruption of lies.py also has its table and field.
+    `open`, `verify` (of the stored bytes) or `deep`. A corruption of corruptions.py also has its table and field.
     """
     kinds = error_kinds()
     files, listed = {}, []
@@ -1103,8 +1103,8 @@ def make_vectors():
             listed.append({**entry, **(place[0] if place else {})})
     missing = kinds.keys() - NOT_TESTABLE - {vector["rule"] for vector in listed}
     assert not missing, f"no vector breaks {sorted(missing)}"
-    corruptions = {(each["rule"], each["table"], each["field"]) for each in listed if "table" in each}
-    assert len(corruptions) >= 320, f"only {len(corruptions)} lies"
+    fields = {(each["rule"], each["table"], each["field"]) for each in listed if "table" in each}
+    assert len(fields) >= 320, f"only {len(fields)} corruptions"
     return files, listed
 
 

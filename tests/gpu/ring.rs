@@ -283,7 +283,7 @@ fn in_place_put_is_copied_from_the_callers_memory() {
             let report =
                 model.put(&writer, version, &options(Residency::InPlace(ring(readers)))).unwrap();
             assert_eq!((report.version, report.transport), (version, Transport::CudaIpc));
-            assert!(report.why.contains("lent where it is, in 5 allocations"), "{report:?}");
+            assert!(report.transport_reason.contains("in place, in 5 allocations"), "{report:?}");
             assert_eq!(writer.status().unwrap().memory.device_bytes, 0);
         }
         for reader in &mut readers {

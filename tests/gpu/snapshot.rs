@@ -56,7 +56,7 @@ fn put(
 /// Gets the newest version into host memory, and returns its bytes.
 fn get_bytes(store: &Store) -> Vec<u8> {
     let (found, report) = store.get_state_dict(&key(), &GetOptions::default()).unwrap();
-    assert_eq!(report.transport, Transport::CudaIpc, "{}", report.why);
+    assert_eq!(report.transport, Transport::CudaIpc, "{}", report.transport_reason);
     bytes_of(&found, "weight")
 }
 
@@ -73,7 +73,7 @@ fn device_put_waits_for_the_stream() {
             let dict = model.dict();
             let report = writer.put_state_dict(&key(), &dict, &on_device()).unwrap();
             assert_eq!((report.visible, report.transport), (true, Transport::CudaIpc));
-            assert!(report.why.contains("GPU-"), "{}", report.why);
+            assert!(report.transport_reason.contains("GPU-"), "{}", report.transport_reason);
             drop(dict);
             // Later writes do not change the version.
             model.write_step(99);
@@ -245,7 +245,7 @@ fn report_explains_why_version_is_not_on_device() {
         let refused = |store: &Store, dict: &StateDict, why: &str| {
             let report = store.put_state_dict(&key(), dict, &optional).unwrap();
             assert!(
-                report.transport != Transport::CudaIpc && report.why.contains(why),
+                report.transport != Transport::CudaIpc && report.transport_reason.contains(why),
                 "{report:?}"
             );
             let error = store.put_state_dict(&key(), dict, &on_device()).unwrap_err();

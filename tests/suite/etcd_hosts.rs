@@ -233,7 +233,7 @@ fn versions_in_bucket_outlive_hosts() {
             .is_err_and(|error| lost_writers(&error).as_deref() == Some("1"))
     });
     assert_eq!(read_step(&generator, None, 2).unwrap(), 1);
-    assert!(third.metric(r#"tssd_restored_bytes_total{why="alone"}"#) > 0.0);
+    assert!(third.metric(r#"tssd_restored_bytes_total{reason="alone"}"#) > 0.0);
     drop((first, trainers, generator, third));
     // All hosts and their ledgers in etcd are lost.
     let new_etcd = Etcd::start(1);
@@ -265,7 +265,7 @@ fn reads_fall_back_to_bucket_if_host_does_not_respond() {
     assert_eq!(read_step(&generator, None, 2).unwrap(), 1);
     // As long as the hosts respond, the bytes come from them.
     let restored =
-        |why: &str| reader.metric(&format!("tssd_restored_bytes_total{{why=\"{why}\"}}"));
+        |why: &str| reader.metric(&format!("tssd_restored_bytes_total{{reason=\"{why}\"}}"));
     assert!(reader.metric(r#"tssd_leased_bytes_total{source="origin"}"#) > 0.0);
     assert!(restored("unanswered") + restored("alone") < 1.0);
     publish_with_durability(&trainers, 2, Durability::Object);

@@ -135,7 +135,7 @@ fn every_reader_gets_every_version_in_memory_of_ring() {
         for version in versions.clone() {
             let report = put(&writer, None, &model(version)).unwrap();
             assert_eq!(report.version, version);
-            assert!(report.why.contains("3 readers"), "{report:?}");
+            assert!(report.transport_reason.contains("3 readers"), "{report:?}");
             let created = writer.status().unwrap().memory.created_bytes;
             // The first versions allocate the buckets.
             if version > 3 {
@@ -219,7 +219,7 @@ fn every_kind_of_put_uses_the_ring() {
         let report =
             writer.put_state_dict(&key(), &model(1), &options(Residency::InPlace(RING))).unwrap();
         assert!(
-            report.why.contains("not lent: its tensors are in the host's memory"),
+            report.transport_reason.contains("not in place: its tensors are in the host's memory"),
             "{report:?}"
         );
         for (version, residency) in [(2, Residency::Ring(RING)), (3, Residency::InPlace(RING))] {

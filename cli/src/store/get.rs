@@ -77,7 +77,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         "bytes_received": report.bytes_received,
         "bytes_verified": report.bytes_verified,
         "transport": report.transport.to_string(),
-        "why": report.why,
+        "transport_reason": report.transport_reason,
         "seconds": report.seconds,
     });
     console.report(line, &json)?;

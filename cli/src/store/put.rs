@@ -132,7 +132,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         "stored": report.stored,
         "bytes": report.bytes,
         "transport": report.transport.to_string(),
-        "why": report.why,
+        "transport_reason": report.transport_reason,
         "seconds": report.seconds,
     });
     console.report(line, &json)?;

@@ -445,7 +445,7 @@ fn finish_fill<'py>(
             copy.call((object, staged), Some(&options))?;
         }
     }
-    py.import("tssd._autograd")?.call_method1("filled", (objects,))?;
+    py.import("tssd._autograd")?.call_method1("increment_versions", (objects,))?;
     Ok(())
 }
 

@@ -92,7 +92,7 @@ impl PyPendingPut {
     /// Raises:
     ///     As `result`.
     #[pyo3(signature = (timeout=None))]
-    fn visible(&self, py: Python<'_>, timeout: Option<f64>) -> Result<u64> {
+    fn wait_visible(&self, py: Python<'_>, timeout: Option<f64>) -> Result<u64> {
         let started = Instant::now();
         let report = self.wait_committed(py, timeout)?;
         if !report.visible {

@@ -53,7 +53,7 @@ pub(super) fn find_job_and_rank(py: Python<'_>) -> Result<(Option<JobId>, Option
 ///
 /// A `TssdValueError` that lists the ranks in `ranks`, and the ranks that are missing.
 pub(super) fn verify_mesh_coverage(py: Python<'_>, ranks: &BTreeSet<u32>) -> Result<()> {
-    py.import("tssd._ranks")?.call_method1("prove_covered", (ranks,))?;
+    py.import("tssd._ranks")?.call_method1("verify_mesh_coverage", (ranks,))?;
     Ok(())
 }
 
@@ -83,7 +83,7 @@ impl PutArguments<'_> {
         let writers = match &self.writers {
             None => None,
             Some(writers) => {
-                let ranks = py.import("tssd._ranks")?.call_method1("writers", (writers,))?;
+                let ranks = py.import("tssd._ranks")?.call_method1("parse_writers", (writers,))?;
                 Some(ranks.extract::<Vec<u32>>()?.into_iter().collect::<WriterSet>())
             }
         };

@@ -50,7 +50,7 @@ pub(super) fn put_report<'py>(
     fields.set_item("stored", report.stored)?;
     fields.set_item("bytes", report.bytes)?;
     fields.set_item("transport", report.transport.to_string())?;
-    fields.set_item("why", &report.why)?;
+    fields.set_item("transport_reason", &report.transport_reason)?;
     fields.set_item("phases", phases)?;
     fields.set_item("seconds", report.seconds)?;
     fields.set_item("device_copies", device_copies(py, copied)?)?;
@@ -76,7 +76,7 @@ pub(super) fn get_report<'py>(
     fields.set_item("bytes_received", report.bytes_received)?;
     fields.set_item("bytes_verified", report.bytes_verified)?;
     fields.set_item("transport", report.transport.to_string())?;
-    fields.set_item("why", &report.why)?;
+    fields.set_item("transport_reason", &report.transport_reason)?;
     fields.set_item("plan_seconds", report.plan_seconds)?;
     fields.set_item("seconds", report.seconds)?;
     fields.set_item("missing_keys", &differences.missing)?;
@@ -93,9 +93,18 @@ pub(super) fn receive_report<'py>(
     copied: Option<CopyStats>,
 ) -> Result<Bound<'py, PyAny>> {
     let class = py.import("tssd._reports")?.getattr("ReceiveReport")?;
-    let ReceiveReport { version, buckets, bytes, transport, why, seconds, .. } = report;
+    let ReceiveReport { version, buckets, bytes, transport, transport_reason, seconds, .. } =
+        report;
     let copies = device_copies(py, copied)?;
-    Ok(class.call1((version, buckets, bytes, transport.to_string(), why, seconds, copies))?)
+    Ok(class.call1((
+        version,
+        buckets,
+        bytes,
+        transport.to_string(),
+        transport_reason,
+        seconds,
+        copies,
+    ))?)
 }
 
 /// Returns a `VersionInfo`, without metadata.

@@ -8,14 +8,14 @@ use tssd_store::VersionReader;
 
 use crate::error::Result;
 
-/// Returns for each leaf of a version, in order, whether `names` selects it: see `_names.chosen`.
+/// Returns for each leaf of a version, in order, whether `names` selects it: see `_names.match_names`.
 pub(super) fn match_names(
     py: Python<'_>,
     reader: &VersionReader,
     names: &Bound<'_, PyAny>,
 ) -> Result<Vec<bool>> {
     let fqns: Vec<String> = reader.leaves().iter().map(|(path, _)| path.fqn()).collect();
-    Ok(py.import("tssd._names")?.call_method1("chosen", (fqns, names))?.extract()?)
+    Ok(py.import("tssd._names")?.call_method1("match_names", (fqns, names))?.extract()?)
 }
 
 /// Returns the tree without the leaves that `names` does not select.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .._tssd import Store, TensorSlice
-from ..aio import _run
-from ._client import SETTINGS, LocalClient
+from ..aio import _run_in_thread
+from ._client import SETTINGS_KEY, LocalClient
 from ._strategy import TorchStoreStrategy
 
 __all__ = [
@@ -38,7 +38,7 @@ _initialized: set[str] = set()
 _clients_lock = threading.Lock()
 
 
-def store_of(store_name: str) -> Store:
+def open_store(store_name: str) -> Store:
     """Connects to the daemon of this name on this host. Starts it if it does not run.
 
     Raises:
@@ -50,9 +50,9 @@ def store_of(store_name: str) -> Store:
 
 
 def _read_settings(store: Store) -> dict[str, Any] | None:
-    if not store.exists(SETTINGS):
+    if not store.exists(SETTINGS_KEY):
         return None
-    settings: dict[str, Any] = store.get_state_dict(SETTINGS)
+    settings: dict[str, Any] = store.get_state_dict(SETTINGS_KEY)
     return settings
 
 
@@ -81,19 +81,19 @@ async def initialize(
         raise RuntimeError("Must specify controller strategy if num_storage_volumes > 1")
 
     def start() -> LocalClient:
-        store = store_of(store_name)
+        store = open_store(store_name)
         settings = _read_settings(store)
         if settings is not None and store_name in _initialized:
             raise RuntimeError("TorchStore is already initialized")
         if settings is None:
             settings = {"allow_pickle": allow_pickle}
-            store.put_state_dict(settings, SETTINGS)
+            store.put_state_dict(settings, SETTINGS_KEY)
         if settings["allow_pickle"] is not allow_pickle:
             stored = settings["allow_pickle"]
             raise RuntimeError(f"TorchStore is already initialized, with allow_pickle={stored}")
         return LocalClient(store, allow_pickle)
 
-    _clients[store_name] = await _run(start)
+    _clients[store_name] = await _run_in_thread(start)
     _initialized.add(store_name)
 
 
@@ -101,13 +101,13 @@ async def shutdown(store_name: str = DEFAULT_TORCHSTORE_NAME) -> None:
     """Deletes everything in a store. Values that were read stay valid."""
 
     def clear() -> None:
-        with store_of(store_name) as store:
+        with open_store(store_name) as store:
             # The settings are deleted last: ranks that wait for the shutdown poll them.
-            keys = sorted(store.keys(), key=lambda key: key == SETTINGS)
+            keys = sorted(store.keys(), key=lambda key: key == SETTINGS_KEY)
             store.delete_batch(keys)
 
     try:
-        await _run(clear)
+        await _run_in_thread(clear)
     finally:
         _initialized.discard(store_name)
         reset_client(store_name)
@@ -128,7 +128,7 @@ async def client(store_name: str = DEFAULT_TORCHSTORE_NAME) -> LocalClient:
     def get_or_create() -> LocalClient:
         with _clients_lock:
             if store_name not in _clients:
-                store = store_of(store_name)
+                store = open_store(store_name)
                 settings = _read_settings(store)
                 text = f"TorchStore {store_name!r} is not initialized: call initialize first"
                 assert settings is not None, text
@@ -137,7 +137,7 @@ async def client(store_name: str = DEFAULT_TORCHSTORE_NAME) -> LocalClient:
 
     if store_name in _clients:
         return _clients[store_name]
-    return await _run(get_or_create)
+    return await _run_in_thread(get_or_create)
 
 
 async def put(key: str, value: Any, store_name: str = DEFAULT_TORCHSTORE_NAME) -> None:

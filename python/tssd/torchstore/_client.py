@@ -26,15 +26,15 @@ from torch.utils._pytree import tree_leaves
 from .._errors import TssdError, TssdKeyError
 from .._options import PutOptions
 from .._reports import PutReport
-from .._tssd import OpenVersion, Store, TensorShard, TensorSlice, _interrupted
-from ..aio import _run
-from ._transport import is_whole, prove_target
+from .._tssd import OpenVersion, Store, TensorShard, TensorSlice, _check_cancelled
+from ..aio import _run_in_thread
+from ._transport import is_whole, check_target
 
 DELIM = "/"
 MAPPING = "MAPPING"
 
 # The key of the settings of the store. Programs cannot use it.
-SETTINGS = ".torchstore"
+SETTINGS_KEY = ".torchstore"
 
 # Metadata of versions without leaves. The first: the number of the version of KEY from which this entry is deleted. The
 # second: KEY is a state dict.
@@ -71,10 +71,10 @@ class LocalClient:
 
         def put() -> None:
             for key, value in entries.items():
-                _interrupted()
+                _check_cancelled()
                 self._put({"": value}, key, None)
 
-        await _run(put)
+        await _run_in_thread(put)
 
     async def get(
         self,
@@ -83,11 +83,11 @@ class LocalClient:
         tensor_slice_spec: TensorSlice | None = None,
     ) -> Any:
         """Gets a value, or a slice of a tensor. If a tensor is given, fills and returns it."""
-        prove_target(inplace_tensor, tensor_slice_spec)
+        check_target(inplace_tensor, tensor_slice_spec)
         target: Any = inplace_tensor
         if inplace_tensor is not None and tensor_slice_spec is not None:
             target = TensorShard(inplace_tensor, tensor_slice_spec)
-        results = await _run(lambda: self._get({key: (target, tensor_slice_spec)}))
+        results = await _run_in_thread(lambda: self._get({key: (target, tensor_slice_spec)}))
         return results[key] if inplace_tensor is None else inplace_tensor
 
     async def get_batch(self, keys: list[str] | dict[str, torch.Tensor | None]) -> dict[str, Any]:
@@ -103,12 +103,12 @@ class LocalClient:
         if len(targets) != len(keys):
             raise ValueError("get_batch keys must be unique")
         for target in targets.values():
-            prove_target(target, None)
-        return await _run(lambda: self._get({key: (target, None) for key, target in targets.items()}))
+            check_target(target, None)
+        return await _run_in_thread(lambda: self._get({key: (target, None) for key, target in targets.items()}))
 
     async def keys(self, prefix: str | None = None) -> list[str]:
         """Returns the keys. With a prefix: those that equal it, or begin with it and a dot."""
-        keys = await _run(lambda: self._keys(prefix))
+        keys = await _run_in_thread(lambda: self._keys(prefix))
         return [key for key in keys if prefix is None or f"{key}.".startswith(f"{prefix}.")]
 
     async def delete(self, key: str) -> None:
@@ -124,13 +124,13 @@ class LocalClient:
                     resolver.resolve(key)
             self._delete([key])
 
-        await _run(delete)
+        await _run_in_thread(delete)
 
     async def delete_batch(self, keys: list[str]) -> None:
         """Deletes several keys. Keys that do not exist are ignored."""
         if not isinstance(keys, list):
             raise TypeError(f"delete_batch expects list[str], got {type(keys)}")
-        await _run(lambda: self._delete(keys))
+        await _run_in_thread(lambda: self._delete(keys))
 
     async def exists(self, key: str) -> bool:
         """Returns whether a key exists, with all parts of its value."""
@@ -141,7 +141,7 @@ class LocalClient:
                 return True
             return False
 
-        return await _run(exists)
+        return await _run_in_thread(exists)
 
     async def put_state_dict(
         self,
@@ -162,7 +162,7 @@ class LocalClient:
             state_dict, transfer_dtype = published
         if not isinstance(state_dict, dict):
             raise TypeError(f"a state dict is a dict, not {type(state_dict)}")
-        await _run(lambda: self._put_state_dict(state_dict, key, transfer_dtype))
+        await _run_in_thread(lambda: self._put_state_dict(state_dict, key, transfer_dtype))
 
     async def get_state_dict(
         self,
@@ -175,7 +175,7 @@ class LocalClient:
         assert not direct_rdma or user_state_dict is not None, "direct_rdma requires a user_state_dict"
         started = time.perf_counter()
         try:
-            result = await _run(lambda: self._get_state_dict(key, user_state_dict, strict, direct_rdma))
+            result = await _run_in_thread(lambda: self._get_state_dict(key, user_state_dict, strict, direct_rdma))
         except TssdKeyError as error:
             if direct_rdma:
                 raise
@@ -199,7 +199,7 @@ class LocalClient:
 
         Returns None if the version was replaced or deleted before it became visible.
         """
-        if key == SETTINGS:
+        if key == SETTINGS_KEY:
             raise ValueError(f"{key!r} is the key of the store's own settings")
         ranks: set[int] = set()
         plain = _normalize(state_dict, ranks)
@@ -330,7 +330,7 @@ class LocalClient:
         changed: dict[str, int] = {}
         with self._open_resolver() as resolver:
             for key in keys:
-                _interrupted()
+                _check_cancelled()
                 if resolver.is_state_dict(key):
                     self._delete_state_dict(key, None)
                     continue
@@ -488,7 +488,7 @@ class _KeyResolver:
         """
         is_dict = f"{key}{DELIM}{MAPPING}" in self._key_set
         can_match = prefix is None or key.startswith(prefix) or is_dict and prefix.startswith(f"{key}{DELIM}")
-        if key == SETTINGS or not can_match:
+        if key == SETTINGS_KEY or not can_match:
             return []
         if is_dict:
             return [f"{key}{DELIM}{name}" for name in self.entry_names(key) if name not in self.deleted_entries(key)]

@@ -8,9 +8,9 @@ import os
 import time
 from datetime import timedelta
 
-from ..aio import _run
+from ..aio import _run_in_thread
 from . import _api
-from ._client import SETTINGS
+from ._client import SETTINGS_KEY
 from ._strategy import HostStrategy, LocalRankStrategy, TorchStoreStrategy
 
 
@@ -95,9 +95,9 @@ async def initialize(
     if env.rank == 0:
         await _api.initialize(env.world_size, strategy, store_name, allow_pickle=allow_pickle)
         return
-    store = await _run(lambda: _api.store_of(store_name))
+    store = await _run_in_thread(lambda: _api.open_store(store_name))
     deadline = time.monotonic() + rendezvous_timeout.total_seconds()
-    while (settings := await _run(lambda: store.head(SETTINGS))) is None:
+    while (settings := await _run_in_thread(lambda: store.head(SETTINGS_KEY))) is None:
         if time.monotonic() > deadline:
             raise RuntimeError("Timed out waiting for rank 0 to initialize TorchStore")
         await asyncio.sleep(0.01)
@@ -115,9 +115,9 @@ async def shutdown(store_name: str = _api.DEFAULT_TORCHSTORE_NAME) -> None:
         return
     version, timeout = _joined.pop(store_name)
     _api.reset_client(store_name)
-    store = await _run(lambda: _api.store_of(store_name))
+    store = await _run_in_thread(lambda: _api.open_store(store_name))
     deadline = time.monotonic() + timeout.total_seconds()
-    while await _run(lambda: store.exists(SETTINGS, version)):
+    while await _run_in_thread(lambda: store.exists(SETTINGS_KEY, version)):
         if time.monotonic() > deadline:
             raise RuntimeError("Timed out waiting for TorchStore shutdown")
         await asyncio.sleep(0.01)

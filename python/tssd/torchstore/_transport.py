@@ -34,7 +34,7 @@ def is_whole(tensor: DTensor) -> bool:
     return tensor.device_mesh.size() == 1 or all(isinstance(placement, Replicate) for placement in tensor.placements)
 
 
-def prove_target(value: object, tensor_slice: TensorSlice | None) -> None:
+def check_target(value: object, tensor_slice: TensorSlice | None) -> None:
     """Checks that a get can fill a target.
 
     Raises:
@@ -69,9 +69,9 @@ class Request:
         """Returns the request for a tensor, a DTensor or None.
 
         Raises:
-            ValueError, TypeError: as `prove_target`.
+            ValueError, TypeError: as `check_target`.
         """
-        prove_target(value, tensor_slice)
+        check_target(value, tensor_slice)
         if isinstance(value, DTensor):
             return cls.from_tensor(key, value.to_local()) if is_whole(value) else cls.from_dtensor(key, value)
         return cls(key, value, tensor_slice)

@@ -165,9 +165,9 @@ impl Page {
         self.counter("upload_failures_total", help, counts.failures);
         let help = "Contributions that were given up.";
         self.counter("uploads_given_up_total", help, counts.given_up);
-        let restored = RestoreReason::ALL.map(|why| {
-            let bytes = counts.restored_bytes.get(&why).copied().unwrap_or_default();
-            (vec![("why", why.to_string())], bytes)
+        let restored = RestoreReason::ALL.map(|reason| {
+            let bytes = counts.restored_bytes.get(&reason).copied().unwrap_or_default();
+            (vec![("reason", reason.to_string())], bytes)
         });
         let help = "Bytes of archives that came back from the bucket: nobody else has them, or whoever has them did \
                     not answer.";

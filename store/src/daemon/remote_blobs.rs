@@ -195,7 +195,7 @@ impl RemoteBlobIndex {
 
     /// Reads ranges of a blob from the first location that has them.
     ///
-    /// If `prove` is true, the sender verifies the chunks that contain the ranges, and the result has the checksum of
+    /// If `verify` is true, the sender verifies the chunks that contain the ranges, and the result has the checksum of
     /// the data.
     ///
     /// # Errors
@@ -206,7 +206,7 @@ impl RemoteBlobIndex {
         &self,
         name: &str,
         ranges: &[Range],
-        prove: bool,
+        verify: bool,
     ) -> Result<(Bytes, ReadChecksum)> {
         let locations = self.inner().blobs.get(name).map(|blob| blob.locations.clone());
         let mut last_error: Option<Error> = None;
@@ -220,7 +220,7 @@ impl RemoteBlobIndex {
             let permit = read_permits.acquire_owned().await;
             let _permit = permit.map_err(|error| Error::io(name, std::io::Error::other(error)))?;
             let (blob, ranges) = (name.to_owned(), ranges.to_vec());
-            match run_blocking(move || read_from(&connections, &blob, ranges, prove)).await {
+            match run_blocking(move || read_from(&connections, &blob, ranges, verify)).await {
                 Ok((data, sum)) => {
                     let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
                     *self.inner().traffic.read_bytes.entry(location.kind).or_default() += bytes;
@@ -321,18 +321,18 @@ impl RemoteBlobIndex {
     }
 }
 
-/// Reads ranges of a blob from one daemon, and checks the length and, for `prove`, the checksum.
+/// Reads ranges of a blob from one daemon, and checks the length and, for `verify`, the checksum.
 fn read_from(
     connections: &ConnectionPool,
     blob: &str,
     ranges: Vec<Range>,
-    prove: bool,
+    verify: bool,
 ) -> Result<(Bytes, ReadChecksum)> {
     let bytes =
         ranges.iter().try_fold(0_u64, |all, range| all.checked_add(range.total_bytes(u64::MAX)?));
-    let (data, sum) = connections.fetch_ranges(blob, ranges, prove)?;
+    let (data, sum) = connections.fetch_ranges(blob, ranges, verify)?;
     let is_whole = u64::try_from(data.len()).ok() == bytes;
-    if is_whole && (!prove || sum.crc32 == Some(checksum(&data))) {
+    if is_whole && (!verify || sum.crc32 == Some(checksum(&data))) {
         return Ok((data, sum));
     }
     let text = format_args!("bytes of `{blob}` came damaged; get them again");

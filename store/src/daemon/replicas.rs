@@ -90,7 +90,7 @@ impl Replicas {
 
     /// Reads ranges of an archive of other daemons, through the cache.
     ///
-    /// If `prove` is true, the sender verifies the chunks that contain the ranges, and the result has the checksum of
+    /// If `verify` is true, the sender verifies the chunks that contain the ranges, and the result has the checksum of
     /// the data.
     /// Returns `None` if the archive is in the pool.
     ///
@@ -101,12 +101,12 @@ impl Replicas {
         self: &Arc<Self>,
         name: &str,
         ranges: &[Range],
-        prove: bool,
+        verify: bool,
     ) -> Result<Option<(Bytes, ReadChecksum)>> {
         let is_fine_grained = |range: &Range| !range.2.is_empty() && range.1 < MIN_CACHED_RUN;
         let replica = if ranges.iter().any(is_fine_grained) { None } else { self.partial(name) };
         if let Some(replica) = replica {
-            if let Some(read) = replica.read(&self.remote_blobs, ranges, prove).await? {
+            if let Some(read) = replica.read(&self.remote_blobs, ranges, verify).await? {
                 if replica.claim_rest() {
                     let replicas = self.clone();
                     drop(tokio::spawn(boxed(async move {
@@ -123,7 +123,7 @@ impl Replicas {
             }
         }
         // This read is not cached.
-        self.remote_blobs.read(name, ranges, prove).await.map(Some)
+        self.remote_blobs.read(name, ranges, verify).await.map(Some)
     }
 
     fn partial(&self, name: &str) -> Option<Arc<PartialReplica>> {

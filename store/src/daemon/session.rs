@@ -600,13 +600,13 @@ impl Session {
     /// Reads ranges of a blob, from memory or through this daemon from another one.
     ///
     /// The data and the copies of it take credit until they are sent.
-    async fn read(&self, name: String, ranges: Vec<Range>, prove: bool) -> Result<Response<'_>> {
+    async fn read(&self, name: String, ranges: Vec<Range>, verify: bool) -> Result<Response<'_>> {
         let state = self.state.clone();
         // An archive that was restored from the bucket is still listed as remote.
         let is_local = state.pool.span(&name).is_some();
         let remote = state.volume.remote_blobs.locate(&name).filter(|_| !is_local);
         if let Some((_, len)) = remote {
-            match self.read_remote(&name, &ranges, prove, len).await {
+            match self.read_remote(&name, &ranges, verify, len).await {
                 Ok(Some(answer)) => return Ok(answer),
                 // The archive is local now.
                 Ok(None) => {}
@@ -622,18 +622,18 @@ impl Session {
         let copied = copied_bytes(&*blob, &ranges);
         let credits = self.acquire_credits(bytes, copied).await?;
         let read = move || {
-            if prove {
+            if verify {
                 state.chunk_verifier.verify(&name, &blob, &ranges)?;
             }
             let data = gather(&*blob, &ranges)?;
-            let crc32 = prove.then(|| {
+            let crc32 = verify.then(|| {
                 let mut all = crc32fast::Hasher::new();
                 data.pieces().iter().for_each(|piece| all.update(piece));
                 all.finalize()
             });
             Ok((data, ReadChecksum { crc32 }))
         };
-        let (data, sum) = if copied > 0 || prove { run_blocking(read).await? } else { read()? };
+        let (data, sum) = if copied > 0 || verify { run_blocking(read).await? } else { read()? };
         self.state.counters.lock().sent_bytes += bytes;
         Ok(Response { data, credits, ..Reply::Read(sum).into() })
     }
@@ -643,14 +643,14 @@ impl Session {
         &self,
         name: &str,
         ranges: &[Range],
-        prove: bool,
+        verify: bool,
         len: u64,
     ) -> Result<Option<Response<'_>>> {
         let bytes = total_bytes(ranges, len)?;
         let credits = self.acquire_credits(bytes, 0).await?;
         let replicas = &self.state.volume.replicas;
         replicas.prepare(name, len, &*self.state.control_plane).await;
-        let read = replicas.read(name, ranges, prove).await?;
+        let read = replicas.read(name, ranges, verify).await?;
         Ok(read.map(|(data, sum)| Response {
             data: data.into(),
             credits,

@@ -85,7 +85,7 @@ pub struct GetReport {
     /// The transport of the bytes.
     pub transport: Transport,
     /// Why this transport was used.
-    pub why: String,
+    pub transport_reason: String,
     /// The time to plan the copies, in seconds.
     pub plan_seconds: f64,
     /// The time of the get, in seconds.
@@ -154,7 +154,7 @@ impl<'a> Read<'a> {
             bytes_received: received,
             bytes_verified: verified,
             transport: self.version.route().transport,
-            why: self.version.route().reason.clone(),
+            transport_reason: self.version.route().reason.clone(),
             plan_seconds: self.plan_time.as_secs_f64(),
             seconds: self.started.elapsed().as_secs_f64(),
         }

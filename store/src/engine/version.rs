@@ -128,12 +128,12 @@ impl OpenVersion {
         range_copies: &mut Vec<RangeCopy>,
     ) {
         let reference = self.storage(copy.storage);
-        let range_copy = |source: u64, target: u64, runs: Runs, proof: VerifyMode| RangeCopy {
+        let range_copy = |source: u64, target: u64, runs: Runs, mode: VerifyMode| RangeCopy {
             blob: remote.blob.clone(),
             source: reference.offset + source,
             target,
             runs,
-            verify: if unverified { VerifyMode::Skip } else { proof },
+            verify: if unverified { VerifyMode::Skip } else { mode },
         };
         let part = || VerifyMode::PartialChunks(reference.clone());
         if !copy.runs.loops().is_empty() {
@@ -147,7 +147,7 @@ impl OpenVersion {
         }
         let range = copy.source_offset..copy.source_offset + copy.runs.run_bytes();
         let whole = reference.whole_chunks(&range);
-        for (wanted, proof) in [
+        for (wanted, mode) in [
             (range.start..whole.start, part()),
             (whole.clone(), VerifyMode::WholeChunks(reference.clone())),
             (whole.end..range.end, part()),
@@ -155,7 +155,7 @@ impl OpenVersion {
             let (target, len) =
                 (copy.target_offset + (wanted.start - range.start), wanted.end - wanted.start);
             if len > 0 {
-                range_copies.push(range_copy(wanted.start, target, Runs::contiguous(len), proof));
+                range_copies.push(range_copy(wanted.start, target, Runs::contiguous(len), mode));
             }
         }
     }

@@ -57,7 +57,7 @@ impl fmt::Display for Reason {
         match self {
             Self::Superseded { by } => write!(f, "superseded: version {by} became visible first"),
             Self::Abandoned { missing } if missing.is_empty() => {
-                f.write_str("abandoned: nobody proved it in time")
+                f.write_str("abandoned: no process verified it in time")
             }
             Self::Abandoned { missing } => {
                 write!(f, "abandoned: writers {missing} did not commit in time")
@@ -335,7 +335,7 @@ impl Refusal {
             Self::DataDeleted { .. } => "use a newer version",
             Self::Unknown { .. } => "begin again",
             Self::NotBegun { .. } => "begin before you commit, and again after an abort",
-            Self::NotFullyCommitted { .. } => "prove it when they have",
+            Self::NotFullyCommitted { .. } => "verify it when they have",
             Self::ManifestDiffers { .. } => "discard this one: a visible version never changes",
             Self::AlreadyVisible { .. } => "it never changes: it can only be deleted",
             Self::InUse { .. } => "delete its data when that is owed",

@@ -59,7 +59,7 @@ impl Target<'_> {
 
 /// Duration of a turn, and its minor page faults.
 #[derive(Clone, Copy)]
-pub(crate) struct Turn {
+pub(crate) struct Timing {
     pub(crate) time: Duration,
     pub(crate) faults: Option<u64>,
 }
@@ -68,7 +68,7 @@ pub(crate) struct Turn {
 pub struct Runner<'a> {
     name: &'a str,
     role: Role,
-    run: Box<dyn FnMut() -> Turn + 'a>,
+    run: Box<dyn FnMut() -> Timing + 'a>,
     targets: Vec<Target<'a>>,
 }
 
@@ -99,14 +99,14 @@ impl<'a> Runner<'a> {
             let start = Instant::now();
             run();
             let time = start.elapsed();
-            Turn { time, faults: Some(minor_faults() - before) }
+            Timing { time, faults: Some(minor_faults() - before) }
         };
         Self { name, role, run: Box::new(run), targets: Vec::new() }
     }
 
     /// Creates a runner that measures its own time and returns it in seconds.
     pub fn self_timed(role: Role, name: &'a str, mut run: impl FnMut() -> f64 + 'a) -> Self {
-        let run = move || Turn { time: Duration::from_secs_f64(run()), faults: None };
+        let run = move || Timing { time: Duration::from_secs_f64(run()), faults: None };
         Self { name, role, run: Box::new(run), targets: Vec::new() }
     }
 
@@ -144,7 +144,7 @@ impl<'a> Runner<'a> {
 /// Turns of all runners. The turns of a round have the same index.
 pub(crate) struct Turns<'a> {
     pub(crate) runners: Vec<Runner<'a>>,
-    pub(crate) turns: Vec<Vec<Turn>>,
+    pub(crate) turns: Vec<Vec<Timing>>,
 }
 
 impl<'a> Turns<'a> {

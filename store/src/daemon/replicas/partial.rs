@@ -93,9 +93,9 @@ impl State {
         self.present.insert(run);
     }
 
-    /// Returns the bytes that a read can use: only verified ones if `prove` is true.
-    fn usable(&self, prove: bool) -> &RangeSet<u64> {
-        if prove { &self.verified } else { &self.present }
+    /// Returns the bytes that a read can use: only verified ones if `verify` is true.
+    fn usable(&self, verify: bool) -> &RangeSet<u64> {
+        if verify { &self.verified } else { &self.present }
     }
 }
 
@@ -138,7 +138,7 @@ impl PartialReplica {
 
     /// Reads ranges, and fetches those that are missing.
     ///
-    /// If `prove` is true, the sender verifies the chunks that contain the ranges, and the result has the checksum of
+    /// If `verify` is true, the sender verifies the chunks that contain the ranges, and the result has the checksum of
     /// the data.
     /// Returns `None` if the archive is complete and its memory was taken.
     ///
@@ -149,10 +149,10 @@ impl PartialReplica {
         self: &Arc<Self>,
         remote_blobs: &RemoteBlobIndex,
         ranges: &[Range],
-        prove: bool,
+        verify: bool,
     ) -> Result<Option<(Bytes, ReadChecksum)>> {
         let bytes = total_bytes(ranges, self.len)?;
-        if let Some(fetched) = self.fetch_missing(remote_blobs, ranges, prove).await? {
+        if let Some(fetched) = self.fetch_missing(remote_blobs, ranges, verify).await? {
             return Ok(Some(fetched));
         }
         let (replica, ranges) = (self.clone(), ranges.to_vec());
@@ -160,7 +160,7 @@ impl PartialReplica {
             let buffer = replica.buffer.read().expect("nobody panics while writing");
             let Some(buffer) = &*buffer else { return Ok(None) };
             let data = copy_ranges(buffer.bytes(), &ranges, bytes);
-            let crc32 = prove.then(|| checksum(&data));
+            let crc32 = verify.then(|| checksum(&data));
             Ok(Some((data, ReadChecksum { crc32 })))
         })
         .await
@@ -249,13 +249,13 @@ impl PartialReplica {
         self: &Arc<Self>,
         remote_blobs: &RemoteBlobIndex,
         ranges: &[Range],
-        prove: bool,
+        verify: bool,
     ) -> Result<Option<(Bytes, ReadChecksum)>> {
         loop {
             // Registered before the state is read, so that no change is missed.
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
-            let claim = match self.claim_missing(ranges, prove) {
+            let claim = match self.claim_missing(ranges, verify) {
                 MissingRanges::Empty => return Ok(None),
                 MissingRanges::InFlight => {
                     changed.await;
@@ -264,10 +264,10 @@ impl PartialReplica {
                 MissingRanges::Claimed(claim) => claim,
             };
             for part in claim.ranges.chunks(MAX_RANGES) {
-                let fetched = remote_blobs.read(&self.name, part, prove).await?;
+                let fetched = remote_blobs.read(&self.name, part, verify).await?;
                 let (replica, part) = (self.clone(), part.to_vec());
                 let (fetched, part) = run_blocking(move || {
-                    replica.store(&part, &fetched.0, prove);
+                    replica.store(&part, &fetched.0, verify);
                     Ok((fetched, part))
                 })
                 .await?;
@@ -279,7 +279,7 @@ impl PartialReplica {
     }
 
     /// Returns the missing bytes of these ranges, and claims those that no reader is fetching.
-    fn claim_missing(&self, ranges: &[Range], prove: bool) -> MissingRanges<'_> {
+    fn claim_missing(&self, ranges: &[Range], verify: bool) -> MissingRanges<'_> {
         let mut state = self.state();
         let (mut claimed, mut is_in_flight) = (Vec::new(), false);
         for range in ranges {
@@ -287,7 +287,7 @@ impl PartialReplica {
             range.for_each_run(|at| {
                 let run = at..at + range.1;
                 is_unclaimed &=
-                    !state.usable(prove).overlaps(&run) && !state.in_flight.overlaps(&run);
+                    !state.usable(verify).overlaps(&run) && !state.in_flight.overlaps(&run);
             });
             if is_unclaimed {
                 claimed.push(range.clone());
@@ -295,7 +295,7 @@ impl PartialReplica {
                 continue;
             }
             range.for_each_run(|at| {
-                let gaps: Vec<_> = state.usable(prove).gaps(&(at..at + range.1)).collect();
+                let gaps: Vec<_> = state.usable(verify).gaps(&(at..at + range.1)).collect();
                 for gap in gaps {
                     is_in_flight |= state.in_flight.overlaps(&gap);
                     let unclaimed: Vec<_> = state.in_flight.gaps(&gap).collect();
@@ -314,7 +314,7 @@ impl PartialReplica {
     }
 
     /// Copies fetched bytes into the replica and marks them as present.
-    fn store(&self, ranges: &[Range], data: &Bytes, prove: bool) {
+    fn store(&self, ranges: &[Range], data: &Bytes, verify: bool) {
         {
             let mut buffer = self.buffer.write().expect("nobody panics while writing");
             // `None` if the archive was completed meanwhile. It has these bytes then, from a fetch without
@@ -333,7 +333,7 @@ impl PartialReplica {
         }
         let mut state = self.state();
         for range in ranges {
-            range.for_each_run(|at| state.add(at..at + range.1, prove));
+            range.for_each_run(|at| state.add(at..at + range.1, verify));
         }
     }
 }

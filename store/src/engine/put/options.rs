@@ -103,7 +103,7 @@ pub enum Residency {
     /// The tensors themselves: receivers copy from them once.
     ///
     /// It needs memory of `cuMemAlloc` (torch's default; not with expandable segments) and processes of one PID
-    /// namespace. Tensors that cannot be exported go through the ring, and the report's `why` says so.
+    /// namespace. Tensors that cannot be exported go through the ring, and `transport_reason` of the report says why.
     InPlace(Ring),
 }
 

@@ -28,7 +28,7 @@ pub struct PutReport {
     /// The transport of the bytes.
     pub transport: Transport,
     /// Why this transport was used.
-    pub why: String,
+    pub transport_reason: String,
     /// The time of each phase.
     pub phases: PutPhases,
     /// The time of the put, in seconds.

@@ -202,7 +202,7 @@ impl VersionWriter {
             stored: false,
             bytes: self.bytes,
             transport: self.route.transport,
-            why: self.route.reason,
+            transport_reason: self.route.reason,
             phases,
             seconds: 0.0,
         };

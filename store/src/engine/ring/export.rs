@@ -36,9 +36,15 @@ pub(super) struct ExportTable {
 impl ExportTable {
     /// Turns the report about the put of the table into one about the exported archive.
     pub(super) fn report(&self, table: PutReport) -> PutReport {
-        let why = format!("lent where it is, in {} allocations", self.allocations);
+        let transport_reason = format!("in place, in {} allocations", self.allocations);
         let digest = unverified_digest(table.digest, table.id);
-        PutReport { bytes: self.bytes, transport: Transport::CudaIpc, why, digest, ..table }
+        PutReport {
+            bytes: self.bytes,
+            transport: Transport::CudaIpc,
+            transport_reason,
+            digest,
+            ..table
+        }
     }
 }
 
@@ -184,7 +190,7 @@ pub(super) fn open(
     let manifest = Bytes::from(manifest.map_err(|why| corrupt(&why))?);
     let index_off = file_len.saturating_sub(to_u64(host_part.len()) - HEAD_BYTES);
     let segment = device::driver()?.open_export(device, &export, index_off)?;
-    let why = format!("its owner lends it, in {} allocations", export.allocations.len());
+    let why = format!("exported by its writer, in {} allocations", export.allocations.len());
     let archive = LocalArchive::without_checksums(archive(Some(segment.clone()))?);
     let located = LocatedVersion {
         id: bucket.id,

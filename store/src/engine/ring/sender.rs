@@ -171,14 +171,15 @@ impl Sender {
         let active = self.active.take().expect("there is one bucket at least");
         wait_until_read(&self.context, &active.channel, 0, self.options.timeout).await?;
         let report = active.report.expect("it is put");
-        let mut why = format!("{}; {} readers took it", report.why, active.readers);
+        let mut transport_reason =
+            format!("{}; {} readers took it", report.transport_reason, active.readers);
         if let Some(not_lent) = &self.export_failure {
-            why = format!("{why}; not lent: {not_lent}");
+            transport_reason = format!("{transport_reason}; not in place: {not_lent}");
         }
         Ok(PutReport {
             version: active.version,
             digest: ArchiveDigest::compute(&active.digests),
-            why,
+            transport_reason,
             seconds: self.started.elapsed().as_secs_f64(),
             ..report
         })

@@ -171,7 +171,7 @@ fn refusals_name_their_subject() {
         (waiting("1-2"), "no version is visible, and version 3 waits for writers 1-2"),
         (waiting(""), "no version is visible"),
         (abandoned("1-2"), "version 5 was abandoned: writers 1-2 did not commit in time"),
-        (abandoned(""), "version 5 was abandoned: nobody proved it in time"),
+        (abandoned(""), "version 5 was abandoned: no process verified it in time"),
     ] {
         let message = refusal.to_string();
         assert_eq!(message.split("; ").next(), Some(text), "{message}");

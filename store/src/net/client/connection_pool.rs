@@ -129,14 +129,14 @@ impl ConnectionPool {
         read.map_err(|error| Error::io(blob, error)).map(|()| bytes)
     }
 
-    /// Reads ranges of a blob for another client. With `prove`, also returns their checksum.
+    /// Reads ranges of a blob for another client. With `verify`, also returns their checksum.
     pub(crate) fn fetch_ranges(
         &self,
         blob: &str,
         ranges: Vec<Range>,
-        prove: bool,
+        verify: bool,
     ) -> Result<(Bytes, ReadChecksum)> {
-        let request = Request::Read { blob: blob.to_owned(), ranges, verify: prove };
+        let request = Request::Read { blob: blob.to_owned(), ranges, verify };
         self.with_connection(&CancelToken::default(), |connection| {
             match connection.call(&request, &CancelToken::default())? {
                 (Reply::Read(sum), data) => Ok((data.into(), sum)),

@@ -476,7 +476,7 @@ def test_pending_puts_of_batch_are_awaitable() -> None:
     async def main() -> None:
         store = tssd.aio.Store("memory:")
         pending: Any = await store.put_batch({"a": torch.ones(1), "b": torch.ones(1)}, wait=False)
-        assert [await each.visible() for each in pending] == [1, 1]
+        assert [await each.wait_visible() for each in pending] == [1, 1]
 
     asyncio.run(main())
 
@@ -506,7 +506,7 @@ def test_task_cancelled_twice_waits_for_its_thread() -> None:
             time.sleep(0.5)
             ended.append(True)
 
-        task = asyncio.ensure_future(tssd.aio._run(work))
+        task = asyncio.ensure_future(tssd.aio._run_in_thread(work))
         await asyncio.sleep(0.1)
         task.cancel()
         await asyncio.sleep(0.1)

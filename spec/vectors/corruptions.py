@@ -1,7 +1,7 @@
 """Corruptions: archives with correct checksums and one invalid field.
 
-The specification calls them lies. Each violates one rule by one field of one table: its value is just outside
-the valid range, or contradicts another table. `table` and `field` name the field:
+Each violates one rule by one field of one table: its value is just outside the valid range, or contradicts another
+table. `table` and `field` name the field:
 
 - `table` is the name of a table of the index, `head`, `trailer` or `root`. For bytes of the payload it is
   `blob` or `frame`.
@@ -78,7 +78,7 @@ from builder import (
 Corruption = namedtuple("Corruption", "rule table field about archive")
 
 
-def lies():
+def corruptions():
     """Yields all corruptions. No two of them have the same rule, table and field."""
     for section in SECTIONS:
         for rule, table, field, about, archive in section():

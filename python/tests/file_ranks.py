@@ -1,4 +1,4 @@
-"""One rank of test_distributed.py: python ranks.py FOLDER RANKS RANK.
+"""One rank of test_distributed.py: python file_ranks.py FOLDER RANKS RANK.
 
 Exits with 0 if all checks hold.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tssd
-from same import same
+from equality import same
 from sharding import SHAPES, distribute
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 import tssd
-from same import same
+from equality import same
 from torch import nn
 
 

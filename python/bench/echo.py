@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-NAME = "bare socket, there and back"
+RUNNER_NAME = "bare socket, there and back"
 MESSAGE = b"01234567" * 8
 ECHO_SCRIPT = """
 import socket, sys
@@ -17,23 +17,23 @@ with socket.socket(fileno=int(sys.argv[1])) as other:
 """
 
 
-class Bare:
+class EchoProcess:
     """A process that echoes messages, and a socket to it. The process exits when the block ends."""
 
-    def __enter__(self) -> Bare:
+    def __enter__(self) -> EchoProcess:
         self.socket, peer_socket = socket.socketpair()
         with peer_socket:
             command = [sys.executable, "-S", "-c", ECHO_SCRIPT, str(peer_socket.fileno())]
             self.process = subprocess.Popen(command, pass_fds=[peer_socket.fileno()])
         # After the first round trip, the process has started.
-        self.there_and_back()
+        self.round_trip()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.socket.close()
         self.process.wait()
 
-    def there_and_back(self) -> None:
+    def round_trip(self) -> None:
         """Sends a message and waits for its echo."""
         self.socket.sendall(MESSAGE)
         if self.socket.recv(4096) != MESSAGE:

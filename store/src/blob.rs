@@ -82,16 +82,16 @@ pub(crate) enum OpenArchive {
 impl OpenArchive {
     pub(crate) fn blob(&self) -> &dyn Blob {
         match self {
-            Self::Local(near) => &*near.blob,
-            Self::Remote(far) => far,
+            Self::Local(archive) => &*archive.blob,
+            Self::Remote(archive) => archive,
         }
     }
 
     /// Returns an owned handle of the blob.
     pub(crate) fn to_blob(&self) -> Arc<dyn Blob> {
         match self {
-            Self::Local(near) => near.blob.clone(),
-            Self::Remote(far) => Arc::new(far.clone()),
+            Self::Local(archive) => archive.blob.clone(),
+            Self::Remote(archive) => Arc::new(archive.clone()),
         }
     }
 
@@ -99,19 +99,19 @@ impl OpenArchive {
     pub(crate) fn remote(&self) -> Option<&RemoteArchive> {
         match self {
             Self::Local(_) => None,
-            Self::Remote(far) => Some(far),
+            Self::Remote(archive) => Some(archive),
         }
     }
 
     /// Whether the index has checksums of the data.
     pub(crate) fn has_checksums(&self) -> bool {
-        self.local().is_none_or(|near| near.has_checksums)
+        self.local().is_none_or(|archive| archive.has_checksums)
     }
 
     /// Returns the local archive, if it is one.
     pub(crate) fn local(&self) -> Option<&LocalArchive> {
         match self {
-            Self::Local(near) => Some(near),
+            Self::Local(archive) => Some(archive),
             Self::Remote(_) => None,
         }
     }

@@ -152,7 +152,7 @@ impl Drop for RemoteIndexGuard {
 
 /// Returns the daemons from which to read an archive, in the order to try them.
 ///
-/// `keepers` begins with the origin, which is tried last. At most [`MAX_REPLICAS`] of the replicas come before it.
+/// `holders` begins with the origin, which is tried last. At most [`MAX_REPLICAS`] of the replicas come before it.
 /// The random number `chance` selects them, so that readers are spread over all replicas.
 fn read_order(holders: &[SessionId], chance: u128) -> Vec<(SessionId, ReplicaKind)> {
     let Some((origin, replicas)) = holders.split_first() else { return Vec::new() };

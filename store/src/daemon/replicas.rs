@@ -289,7 +289,7 @@ impl Replicas {
     /// 1. an incomplete replica without a reader;
     /// 2. the oldest complete replica without a reader;
     /// 3. if `must` is true, an incomplete replica with readers. They read the rest without the cache.
-    pub(crate) async fn evict_one(&self, must: bool, registry: &dyn ControlPlane) -> bool {
+    pub(crate) async fn evict_one(&self, must: bool, control_plane: &dyn ControlPlane) -> bool {
         // No eviction while the replicas are recorded in a ledger.
         let _guard = self.eviction_lock.lock().await;
         loop {
@@ -306,7 +306,7 @@ impl Replicas {
                 (name.clone(), blob_key(name))
             };
             let may_evict = match key {
-                Some(key) => registry.release_replica(&key, &name).await,
+                Some(key) => control_plane.release_replica(&key, &name).await,
                 None => Ok(true),
             };
             match may_evict {
@@ -329,12 +329,12 @@ impl Replicas {
     /// Evicts the memory of a durable archive without a reader. Returns whether there was one.
     ///
     /// The archive is in the directory or in the bucket too. Later reads use that copy.
-    async fn evict_durable(&self, registry: &dyn ControlPlane) -> bool {
+    async fn evict_durable(&self, control_plane: &dyn ControlPlane) -> bool {
         let _guard = self.eviction_lock.lock().await;
         let keys: BTreeSet<Key> =
             self.pool.names("").iter().filter_map(|name| blob_key(name)).collect();
         for key in keys {
-            let Ok(durable) = registry.durable_archives(&key).await else { continue };
+            let Ok(durable) = control_plane.durable_archives(&key).await else { continue };
             let idle = durable
                 .into_iter()
                 .find(|name| self.pool.is_evictable(name) && !self.is_replica(name));
@@ -349,18 +349,18 @@ impl Replicas {
     /// As [`Pool::with_memory`], but evicts replicas and durable archives before it waits.
     pub(crate) async fn with_memory<T>(
         &self,
-        registry: &dyn ControlPlane,
+        control_plane: &dyn ControlPlane,
         cancelled: impl Future<Output = ()>,
         work: impl FnMut(&Arc<Pool>) -> io::Result<std::result::Result<T, PoolExhausted>>,
     ) -> io::Result<std::result::Result<T, PoolExhausted>> {
-        let evictor = ReplicaEvictor { replicas: self, registry };
+        let evictor = ReplicaEvictor { replicas: self, control_plane };
         self.pool.with_memory(cancelled, &evictor, work).await
     }
 
     /// Prepares to cache an archive: allocates memory for a replica if there is enough.
     ///
     /// Without memory, reads of the archive are not cached.
-    pub(crate) async fn prepare(&self, name: &str, len: u64, registry: &dyn ControlPlane) {
+    pub(crate) async fn prepare(&self, name: &str, len: u64, control_plane: &dyn ControlPlane) {
         if self.is_allocated(name) || self.allocation_failed_recently(name) {
             return;
         }
@@ -369,13 +369,14 @@ impl Replicas {
         {
             // Replicas of the versions that this one replaces are removed first, so that their memory is reused.
             let _ =
-                tokio::time::timeout(VERSIONS_TIMEOUT, self.remove_replaced(&key, registry)).await;
+                tokio::time::timeout(VERSIONS_TIMEOUT, self.remove_replaced(&key, control_plane))
+                    .await;
         }
         let allocated = loop {
             match self.allocate(name, len) {
                 Ok(Err(exhausted))
                     if exhausted.wanted <= exhausted.limit
-                        && self.evict_one(false, registry).await => {}
+                        && self.evict_one(false, control_plane).await => {}
                 allocated => break allocated,
             }
         };
@@ -413,14 +414,14 @@ impl Replicas {
     }
 
     /// Removes the replicas of versions of a key that are no longer visible.
-    async fn remove_replaced(&self, key: &Key, registry: &dyn ControlPlane) {
+    async fn remove_replaced(&self, key: &Key, control_plane: &dyn ControlPlane) {
         let names = self.names().into_iter().filter(|name| blob_key(name).as_ref() == Some(key));
         let names: Vec<String> = names.collect();
         if names.is_empty() {
             return;
         }
         // Without an answer, the versions may still be visible.
-        let Ok(versions) = registry.versions(key).await else { return };
+        let Ok(versions) = control_plane.versions(key).await else { return };
         let visible = versions.iter().map(|it| folder_of(key, it.epoch, it.number, it.id));
         let visible: BTreeSet<String> = visible.collect();
         for name in names {
@@ -448,27 +449,27 @@ impl Replicas {
 /// Evicts replicas, with the consent of the control plane, and memory of durable archives.
 struct ReplicaEvictor<'a> {
     replicas: &'a Replicas,
-    registry: &'a dyn ControlPlane,
+    control_plane: &'a dyn ControlPlane,
 }
 
 #[async_trait]
 impl Evictor for ReplicaEvictor<'_> {
     async fn evict_one(&self) -> bool {
-        let Self { replicas, registry } = *self;
-        replicas.evict_one(false, registry).await
-            || replicas.evict_durable(registry).await
-            || replicas.evict_one(true, registry).await
+        let Self { replicas, control_plane } = *self;
+        replicas.evict_one(false, control_plane).await
+            || replicas.evict_durable(control_plane).await
+            || replicas.evict_one(true, control_plane).await
     }
 }
 
 /// Removes replicas of versions that are no longer visible, at each interval.
-pub(crate) async fn maintain(replicas: Arc<Replicas>, registry: Arc<dyn ControlPlane>) {
+pub(crate) async fn maintain(replicas: Arc<Replicas>, control_plane: Arc<dyn ControlPlane>) {
     loop {
         tokio::time::sleep(MAINTENANCE_INTERVAL).await;
         let keys: BTreeSet<Key> =
             replicas.names().iter().filter_map(|name| blob_key(name)).collect();
         for key in keys {
-            replicas.remove_replaced(&key, &*registry).await;
+            replicas.remove_replaced(&key, &*control_plane).await;
         }
     }
 }

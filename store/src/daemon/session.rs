@@ -514,7 +514,7 @@ impl Session {
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
         let location = |name: &String, place: &BlobLocation| match (place, self.origin) {
-            (BlobLocation::Device(hollow), _) => Location::Device(*hollow),
+            (BlobLocation::Device(span), _) => Location::Device(*span),
             (BlobLocation::Local(span), Origin::Process { .. }) => Location::Span(*span),
             (BlobLocation::Local(span), Origin::Address(_)) => {
                 Location::Blob { blob: name.clone(), len: span.len, at: None }

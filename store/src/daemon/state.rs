@@ -149,12 +149,12 @@ impl DaemonState {
         let tiers = TieredVolume::new(pool, directory, RemoteBlobIndex::new(identity.clone()));
         let mut background = JoinSet::new();
         let environment = || Arc::new(SystemEnvironment);
-        let mirror = |own: &LocalController, bucket: Option<Bucket>| {
+        let new_replicator = |own: &LocalController, bucket: Option<Bucket>| {
             let (store, shown) = bucket.map(|bucket| (bucket.controller(), bucket.url))?;
             let (own, replicas) = (own.clone(), tiers.replicas.clone());
             Some(BucketReplicator::new(store, shown, own, replicas, options.bucket_rate))
         };
-        let (registry, mirror): (Arc<dyn ControlPlane>, _) =
+        let (control_plane, replicator): (Arc<dyn ControlPlane>, _) =
             match (&options.controller, &options.meta, own) {
                 (Some(controller), _, Some(own)) => {
                     let controller = controller.parse()?;
@@ -183,8 +183,8 @@ impl DaemonState {
                     controller.begin_session().await?;
                     background
                         .spawn(boxed(peers::maintain(controller.clone(), tiers.replicas.clone())));
-                    let mirror = mirror(&controller, bucket);
-                    (Arc::new(controller), mirror)
+                    let replicator = new_replicator(&controller, bucket);
+                    (Arc::new(controller), replicator)
                 }
                 _ => {
                     if let Some(bucket) = &bucket {
@@ -198,20 +198,20 @@ impl DaemonState {
                         environment(),
                     );
                     controller.recover().await?;
-                    let mirror = mirror(&controller, bucket);
-                    (Arc::new(controller), mirror)
+                    let replicator = new_replicator(&controller, bucket);
+                    (Arc::new(controller), replicator)
                 }
             };
-        background.spawn(boxed(replicas::maintain(tiers.replicas.clone(), registry.clone())));
-        Ok(Self { replicator: mirror, _background: background, ..Self::new(registry, tiers) })
+        background.spawn(boxed(replicas::maintain(tiers.replicas.clone(), control_plane.clone())));
+        Ok(Self { replicator, _background: background, ..Self::new(control_plane, tiers) })
     }
 
     /// Creates the state of a daemon with a volume and the control plane of its versions.
-    pub(crate) fn new(registry: Arc<dyn ControlPlane>, tiers: TieredVolume) -> Self {
+    pub(crate) fn new(control_plane: Arc<dyn ControlPlane>, tiers: TieredVolume) -> Self {
         // 52 bits: a JSON parser that uses doubles represents the number exactly.
         let instance = u64::try_from(SystemEnvironment.random_id() >> 76).unwrap_or_default();
         Self {
-            control_plane: registry,
+            control_plane,
             pool: tiers.pool.clone(),
             volume: tiers,
             replicator: None,
@@ -268,8 +268,8 @@ impl DaemonState {
     pub(crate) async fn drain(&self) {
         self.phase.send_replace(Phase::Draining);
         self.commit_guards.closed().await;
-        if let Some(mirror) = &self.replicator {
-            mirror.wait_idle().await;
+        if let Some(replicator) = &self.replicator {
+            replicator.wait_idle().await;
         }
     }
 
@@ -362,12 +362,12 @@ impl DaemonState {
         key: &Key,
         change: impl Future<Output = Result<T>>,
     ) -> Result<T> {
-        let Some(mirror) = &self.replicator else { return change.await };
-        let was_there = mirror.has_versions(key).await?;
+        let Some(replicator) = &self.replicator else { return change.await };
+        let was_there = replicator.has_versions(key).await?;
         let changed = change.await?;
         self.release_replaced(key).await;
         if was_there {
-            mirror.sync(key).await?;
+            replicator.sync(key).await?;
         }
         Ok(changed)
     }
@@ -396,7 +396,7 @@ impl DaemonState {
     pub(crate) fn open_blob(&self, name: &str) -> Result<Arc<dyn Blob>> {
         // A leased blob is in the pool: the pool also has segments for files of the directory.
         let blob = self.pool.open(name).map_err(|error| Error::io(name, error))?;
-        blob.map(|near| near.blob).ok_or_else(|| {
+        blob.map(|archive| archive.blob).ok_or_else(|| {
             let text = format_args!("`{name}` is not there (any more): locate its version again");
             Error::new(ErrorKind::NotFound, text)
         })
@@ -456,7 +456,7 @@ impl DaemonState {
             memory: self.pool.status(),
             peers: inner.peers.values().map(peer).collect(),
             leases: inner.lease_statuses().collect(),
-            uploads: self.replicator.iter().flat_map(|mirror| mirror.uploads()).collect(),
+            uploads: self.replicator.iter().flat_map(|replicator| replicator.uploads()).collect(),
             hosts: Vec::new(),
             hosts_error: None,
         }

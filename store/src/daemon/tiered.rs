@@ -41,7 +41,7 @@ impl BlobLocation {
     pub(crate) fn segments(&self) -> impl Iterator<Item = SegmentId> + use<> {
         let (host, device) = match self {
             Self::Local(span) => (Some(span.segment), None),
-            Self::Device(hollow) => (Some(hollow.host_part.segment), Some(hollow.device)),
+            Self::Device(span) => (Some(span.host_part.segment), Some(span.device)),
             Self::Remote(..) => (None, None),
         };
         host.into_iter().chain(device)
@@ -51,7 +51,7 @@ impl BlobLocation {
     pub(crate) fn len(&self) -> u64 {
         match self {
             Self::Local(span) => span.len,
-            Self::Device(hollow) => hollow.len,
+            Self::Device(span) => span.len,
             Self::Remote(_, len) => *len,
         }
     }
@@ -96,8 +96,8 @@ impl TieredVolume {
     ///
     /// A blob that is only in the directory is added to the pool as a segment.
     pub(crate) fn locate(&self, name: &str) -> Result<Option<BlobLocation>> {
-        if let Some(hollow) = self.pool.device_span(name) {
-            return Ok(Some(BlobLocation::Device(hollow)));
+        if let Some(span) = self.pool.device_span(name) {
+            return Ok(Some(BlobLocation::Device(span)));
         }
         if let Some(span) = self.pool.span(name) {
             return Ok(Some(BlobLocation::Local(span)));

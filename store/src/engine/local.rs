@@ -87,20 +87,18 @@ impl LocalController {
     pub(crate) fn with_replica_locator(
         ledgers: Arc<dyn Ledgers>,
         volume: Arc<dyn Volume>,
-        keepers: Arc<dyn ReplicaLocator>,
+        replica_locator: Arc<dyn ReplicaLocator>,
         environment: Arc<dyn Environment>,
     ) -> Self {
-        let (opened, proving, swept) = (Lock::default(), Lock::default(), Lock::default());
-        let session = OnceCell::new();
         Self(Arc::new(Inner {
             ledgers,
             volume,
-            replica_locator: keepers,
+            replica_locator,
             environment,
-            located_cache: opened,
-            running_verifications: proving,
-            swept_keys: swept,
-            session,
+            located_cache: Lock::default(),
+            running_verifications: Lock::default(),
+            swept_keys: Lock::default(),
+            session: OnceCell::new(),
             pending_releases: Lock::default(),
         }))
     }

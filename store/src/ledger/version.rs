@@ -165,11 +165,11 @@ impl Contribution {
 
     /// Returns the sessions that hold a replica of the archives, if the archives end with the last of them.
     pub fn replica_sessions(&self) -> impl Iterator<Item = SessionId> {
-        let keepers = match self {
+        let sessions = match self {
             Self::Begun => None,
             Self::Committed { replica_sessions, .. } => Some(replica_sessions),
         };
-        keepers.into_iter().flatten().copied()
+        sessions.into_iter().flatten().copied()
     }
 
     /// Adds a session that holds a replica of the archives. Does nothing if the archives do not depend on sessions.

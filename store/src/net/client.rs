@@ -200,7 +200,7 @@ impl Client {
     fn open_archive(&self, location: Location) -> Result<OpenArchive> {
         Ok(match location {
             Location::Span(span) => OpenArchive::Local(self.maps.open_archive(span)?),
-            Location::Device(hollow) => OpenArchive::Local(self.maps.open_device_archive(hollow)?),
+            Location::Device(span) => OpenArchive::Local(self.maps.open_device_archive(span)?),
             Location::Blob { blob, len, .. } => OpenArchive::Remote(RemoteArchive {
                 reader: self.pool.clone(),
                 blob: blob.into(),
@@ -217,11 +217,11 @@ impl Client {
 
     /// Returns how the bytes of these archives travel.
     fn route_for(&self, archives: &Archives) -> Route {
-        let hollow =
+        let on_devices =
             archives.values().filter(|location| matches!(location, Location::Device(_))).count();
-        if hollow > 0 {
+        if on_devices > 0 {
             let all = archives.len();
-            let why = format!("{hollow} of {all} archives are in the memory of GPUs");
+            let why = format!("{on_devices} of {all} archives are in the memory of GPUs");
             return Route::new(Transport::CudaIpc, why);
         }
         let addresses = archives.values().filter_map(|location| match location {

@@ -267,13 +267,14 @@ mod tests {
     fn incomplete_frame_times_out() {
         run_paused(async {
             for len in [1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 2] {
-                let (near, far) = UnixStream::pair().unwrap();
-                let (_sender, mut receiver) = split_unix(near, Limits::DAEMON);
-                let mut far = far;
-                far.write_all(&frame(1).header().to_bytes()[..len.min(HEADER_BYTES)])
+                let (local, remote) = UnixStream::pair().unwrap();
+                let (_sender, mut receiver) = split_unix(local, Limits::DAEMON);
+                let mut remote = remote;
+                remote
+                    .write_all(&frame(1).header().to_bytes()[..len.min(HEADER_BYTES)])
                     .await
                     .unwrap();
-                far.write_all(&b"{}"[..len.saturating_sub(HEADER_BYTES)]).await.unwrap();
+                remote.write_all(&b"{}"[..len.saturating_sub(HEADER_BYTES)]).await.unwrap();
                 let error = receiver.receive().await.unwrap_err();
                 assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{len}");
             }
@@ -283,8 +284,8 @@ mod tests {
     #[test]
     fn send_to_stalled_peer_times_out() {
         run_paused(async {
-            let (near, _far) = UnixStream::pair().unwrap();
-            let (mut sender, _receiver) = split_unix(near, Limits::CLIENT);
+            let (local, _remote) = UnixStream::pair().unwrap();
+            let (mut sender, _receiver) = split_unix(local, Limits::CLIENT);
             let error = sender.send(&frame(16 << 20)).await.unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         });
@@ -293,9 +294,9 @@ mod tests {
     #[test]
     fn frames_round_trip_across_partial_reads() {
         run_paused(async {
-            let (near, far) = UnixStream::pair().unwrap();
+            let (local, remote) = UnixStream::pair().unwrap();
             let ((mut sender, _), (_, mut receiver)) =
-                (split_unix(near, Limits::DAEMON), split_unix(far, Limits::DAEMON));
+                (split_unix(local, Limits::DAEMON), split_unix(remote, Limits::DAEMON));
             let sizes = [0, 1, 4 << 10, 300_000, 0, 16 << 20, 5];
             let sending = async {
                 for size in sizes {

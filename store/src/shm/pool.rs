@@ -138,7 +138,7 @@ impl Pool {
     pub(crate) async fn with_memory<T>(
         self: &Arc<Self>,
         cancelled: impl Future<Output = ()>,
-        spare: &dyn Evictor,
+        evictor: &dyn Evictor,
         mut work: impl FnMut(&Arc<Self>) -> io::Result<Result<T, PoolExhausted>>,
     ) -> io::Result<Result<T, PoolExhausted>> {
         let mut cancelled = std::pin::pin!(cancelled);
@@ -150,7 +150,7 @@ impl Pool {
                 Err(exhausted) if exhausted.wanted <= exhausted.limit => exhausted,
                 result => return Ok(result),
             };
-            if spare.evict_one().await {
+            if evictor.evict_one().await {
                 continue;
             }
             select! {
@@ -309,7 +309,7 @@ impl Pool {
     ) -> io::Result<()> {
         let mut inner = self.inner();
         if !inner.blobs.contains_key(name) || inner.device_archives.contains_key(name) {
-            return Err(io::Error::other("it is no shell"));
+            return Err(io::Error::other("it is not the host part of an archive"));
         }
         let segment = inner.acquired_mut(id, |segment| segment.is_acquired_by(peer))?;
         if !matches!(segment.memory, Backing::Device { memory: Some(_), .. }) {
@@ -408,7 +408,7 @@ impl Pool {
     pub(crate) fn open(&self, name: &str) -> io::Result<Option<LocalArchive>> {
         let mut inner = self.inner();
         let Some(&Span { segment, offset, len }) = inner.blobs.get(name) else { return Ok(None) };
-        let hollow = inner.device_archives.get(name).copied();
+        let device_archive = inner.device_archives.get(name).copied();
         let segment = inner.segments.get_mut(&segment).expect("a blob lies in a segment");
         let map = if let Some(map) = &segment.map {
             map.clone()
@@ -416,10 +416,10 @@ impl Pool {
             let map = ReadMap::without_cow_maps(segment.host()?, segment.capacity)?;
             segment.map.insert(map).clone()
         };
-        let near = map.archive(offset, len).expect("a blob lies in its segment");
-        let Some((_, len)) = hollow else { return Ok(Some(near)) };
-        let shell = near.blob.bytes().cloned().unwrap_or_default();
-        Ok(Some(LocalArchive::without_checksums(DeviceArchive::new(shell, len, None)?)))
+        let archive = map.archive(offset, len).expect("a blob lies in its segment");
+        let Some((_, len)) = device_archive else { return Ok(Some(archive)) };
+        let host_part = archive.blob.bytes().cloned().unwrap_or_default();
+        Ok(Some(LocalArchive::without_checksums(DeviceArchive::new(host_part, len, None)?)))
     }
 
     /// Returns the memory of a segment and its length. Returns none if the reader has it already.
@@ -518,8 +518,8 @@ impl Pool {
         }
         let span = inner.blobs.remove(from);
         inner.blobs.extend(span.map(|span| (to.to_owned(), span)));
-        let hollow = inner.device_archives.remove(from);
-        inner.device_archives.extend(hollow.map(|hollow| (to.to_owned(), hollow)));
+        let device_archive = inner.device_archives.remove(from);
+        inner.device_archives.extend(device_archive.map(|archive| (to.to_owned(), archive)));
         span.is_some()
     }
 

@@ -276,10 +276,10 @@ impl ReadMap {
 
     /// As [`bytes`](Self::bytes), as an open archive.
     pub(crate) fn archive(self: &Arc<Self>, offset: u64, len: u64) -> Option<LocalArchive> {
-        let near = LocalArchive::new(BytesMap::from(self.bytes(offset, len)?));
+        let archive = LocalArchive::new(BytesMap::from(self.bytes(offset, len)?));
         Some(match &self.cow_maps {
-            Some(maps) => near.with_maps(maps.clone(), offset),
-            None => near,
+            Some(maps) => archive.with_maps(maps.clone(), offset),
+            None => archive,
         })
     }
 }

@@ -21,11 +21,16 @@ use crate::linearizability::ledger_storage::LedgerStorage;
 /// Number of daemons and of etcd members.
 const HOSTS: usize = 3;
 
+/// Minimum time between two kills of the bucket's server. Its restart takes seconds, in which no put succeeds.
+const BUCKET_UPTIME: Duration = Duration::from_secs(4);
+
 /// Clients, daemons and servers that share ledgers.
 pub(crate) struct SharedSetup {
     url: String,
     daemons: Vec<(LinearDaemon, Proxy)>,
     servers: Servers,
+    /// When the server of the bucket may be killed again.
+    next_bucket_kill: Instant,
     clients: Clients,
     _folder: TempDir,
 }
@@ -75,7 +80,8 @@ impl SharedSetup {
             _ => Vec::new(),
         };
         let clients = Clients::start(home, environment, folder.path(), client_url);
-        Self { url, daemons, servers, clients, _folder: folder }
+        let next_bucket_kill = Instant::now() + BUCKET_UPTIME;
+        Self { url, daemons, servers, next_bucket_kill, clients, _folder: folder }
     }
 
     /// Injects random faults during a time span.
@@ -120,7 +126,7 @@ impl SharedSetup {
         faults
     }
 
-    /// Kills a server and starts it again. Returns the number of servers killed.
+    /// Kills a server and starts it again, unless it was killed recently. Returns the number of servers killed.
     fn kill_server(&mut self, host: usize, rng: &mut SeededRng) -> u64 {
         match &mut self.servers {
             Servers::Etcd(etcd) => {
@@ -129,10 +135,12 @@ impl SharedSetup {
                 etcd.start_member(host);
                 etcd.wait();
             }
+            Servers::Bucket(_) if Instant::now() < self.next_bucket_kill => return 0,
             Servers::Bucket(server) => {
                 server.kill();
                 rng.sleep_below(500);
                 server.restart();
+                self.next_bucket_kill = Instant::now() + BUCKET_UPTIME;
             }
             Servers::None => return 0,
         }

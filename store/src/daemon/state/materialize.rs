@@ -42,7 +42,7 @@ impl DaemonState {
     ///
     /// They stay in memory until another version of the key is prefetched or restored.
     async fn restore_missing(&self, key: &Key, grant: &LeasedVersion) -> Result<()> {
-        let Some(mirror) = &self.replicator else { return Ok(()) };
+        let Some(replicator) = &self.replicator else { return Ok(()) };
         let (mut missing, now) = (Vec::new(), Instant::now());
         for name in grant.names() {
             match self.volume.locate(name)? {
@@ -66,9 +66,9 @@ impl DaemonState {
         let own = match self.control_plane.lease(DAEMON_PEER, key, Selector::Id(grant.id)).await {
             Ok(own) => self.record_lease(DAEMON_PEER, key, own),
             // The version was replaced. The caller leased it before, so its blobs are restored all the same.
-            Err(_) => return mirror.restore(key, grant.id, missing).await,
+            Err(_) => return replicator.restore(key, grant.id, missing).await,
         };
-        match mirror.restore(key, own.id, missing).await {
+        match replicator.restore(key, own.id, missing).await {
             Ok(()) => self.finish_prefetch(key, own).await,
             Err(error) => {
                 self.abort_prefetch(&own).await;
@@ -89,9 +89,11 @@ impl DaemonState {
             let held = inner.leases.values().find(|held| held.names.contains(name));
             held.map(|held| (held.key.clone(), held.id))
         };
-        let (Some(mirror), Some((key, id))) = (&self.replicator, held) else { return Err(failed) };
+        let (Some(replicator), Some((key, id))) = (&self.replicator, held) else {
+            return Err(failed);
+        };
         let missing = vec![(name.clone(), RestoreReason::Unreachable)];
-        let restored = mirror.restore(&key, id, missing).await;
+        let restored = replicator.restore(&key, id, missing).await;
         if restored.is_ok() && self.pool.span(name).is_some() { Ok(()) } else { Err(failed) }
     }
 

@@ -122,9 +122,9 @@ impl SegmentMaps {
         &self,
         DeviceSpan { host_part, device, len }: DeviceSpan,
     ) -> Result<LocalArchive> {
-        let shell = self.open_archive(host_part)?.blob.bytes().cloned().unwrap_or_default();
+        let host_part = self.open_archive(host_part)?.blob.bytes().cloned().unwrap_or_default();
         let segment = self.device_map(device)?;
-        let blob = DeviceArchive::new(shell, len, Some(segment))
+        let blob = DeviceArchive::new(host_part, len, Some(segment))
             .map_err(|error| Error::io(format_args!("segment {device}"), error))?;
         Ok(LocalArchive::without_checksums(blob))
     }

@@ -165,9 +165,9 @@ mod tests {
 
     #[tokio::test]
     async fn frames_are_sent_in_order() {
-        let (near, far) = UnixStream::pair().unwrap();
-        let (sender, _receiver) = split_unix(near, Limits::DAEMON);
-        let (_sender, mut receiver) = split_unix(far, Limits::DAEMON);
+        let (local, remote) = UnixStream::pair().unwrap();
+        let (sender, _receiver) = split_unix(local, Limits::DAEMON);
+        let (_sender, mut receiver) = split_unix(remote, Limits::DAEMON);
         let (outgoing, sending) = SendQueue::start(sender);
         let sending = tokio::spawn(sending);
         for (number, len) in (0..).zip(LENS) {
@@ -192,14 +192,14 @@ mod tests {
         let runtime = || Builder::new_current_thread().enable_all().build().unwrap();
         for lens in [&LENS[..1], &LENS[3..4], &[]] {
             let (first, second) = (runtime(), runtime());
-            let (near, far) = {
+            let (local, remote) = {
                 let _inside = first.enter();
                 UnixStream::pair().unwrap()
             };
-            let far = far.into_std().unwrap();
+            let remote = remote.into_std().unwrap();
             let (outgoing, sending) = {
                 let _inside = first.enter();
-                SendQueue::start(split_unix(near, Limits::DAEMON).0)
+                SendQueue::start(split_unix(local, Limits::DAEMON).0)
             };
             first.spawn(sending);
             for (number, len) in (0..).zip(lens) {
@@ -208,8 +208,8 @@ mod tests {
             drop(first);
             assert!(!outgoing.send(frame(9, 0, Vec::new())), "nobody sends it");
             second.block_on(async {
-                let far = UnixStream::from_std(far).unwrap();
-                let (_sender, mut receiver) = split_unix(far, Limits::DAEMON);
+                let remote = UnixStream::from_std(remote).unwrap();
+                let (_sender, mut receiver) = split_unix(remote, Limits::DAEMON);
                 for (number, len) in (0..).zip(lens) {
                     let received = receiver.receive().await.unwrap().unwrap();
                     assert_eq!((received.number, received.data.len()), (number, *len));
@@ -221,9 +221,9 @@ mod tests {
 
     #[tokio::test]
     async fn send_fails_after_connection_is_lost() {
-        let (near, far) = UnixStream::pair().unwrap();
-        let (outgoing, sending) = SendQueue::start(split_unix(near, Limits::DAEMON).0);
-        drop(far);
+        let (local, remote) = UnixStream::pair().unwrap();
+        let (outgoing, sending) = SendQueue::start(split_unix(local, Limits::DAEMON).0);
+        drop(remote);
         assert!(outgoing.send(frame(0, 1, Vec::new())), "it is not known yet");
         sending.await;
         assert!(!outgoing.send(frame(1, 1, Vec::new())));

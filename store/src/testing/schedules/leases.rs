@@ -97,11 +97,11 @@ async fn get(fixture: Arc<Fixture>, peer: PeerId) {
             }
         };
         let (lease, number, name) = leased;
-        let Some(near) = fixture.daemon.pool.open(&name).unwrap() else {
+        let Some(archive) = fixture.daemon.pool.open(&name).unwrap() else {
             fixture.observer.check(false, || format!("version {number} is leased and not there"));
             continue;
         };
-        let bytes = near.blob.bytes().unwrap();
+        let bytes = archive.blob.bytes().unwrap();
         let value = value_of(bytes);
         fixture.check_value(number, value);
         yield_randomly().await;
@@ -119,7 +119,7 @@ async fn get(fixture: Arc<Fixture>, peer: PeerId) {
         yield_randomly().await;
         let is_same = value == value_of(bytes);
         fixture.observer.check(is_same, || format!("version {number} changes under its reader"));
-        drop(near);
+        drop(archive);
         if is_lost {
             break;
         }
@@ -154,9 +154,9 @@ impl Fixture {
             device: None,
             timeout: Duration::from_hours(1),
         };
-        let (registry, pool) = (&self.daemon.control_plane, &self.daemon.pool);
+        let (control_plane, pool) = (&self.daemon.control_plane, &self.daemon.pool);
         let put = async {
-            let (place, _) = registry.open(&key(), &proposal, &|| true).await?;
+            let (place, _) = control_plane.open(&key(), &proposal, &|| true).await?;
             let path = place.path(0);
             // Small blobs go into a slab, large ones into their own segment. Segments are slow to create, so they are
             // rare unless they help to find a planted bug.
@@ -169,10 +169,10 @@ impl Fixture {
                 writing.bytes_mut().copy_from_slice(bytes);
                 writing.publish(&path).unwrap();
             }
-            match registry.commit(&place, digest_of(0, value), &[len]).await {
+            match control_plane.commit(&place, digest_of(0, value), &[len]).await {
                 Ok(progress) => Ok(progress),
                 Err(error) => {
-                    registry.withdraw(&place, 1).await;
+                    control_plane.withdraw(&place, 1).await;
                     Err(error)
                 }
             }

@@ -53,9 +53,9 @@ impl Volume for CountingVolume {
     }
 
     fn open(&self, name: &str) -> Result<Option<LocalArchive>> {
-        Ok(self.volume.open(name)?.map(|near| {
+        Ok(self.volume.open(name)?.map(|archive| {
             self.open.fetch_add(1, Ordering::SeqCst);
-            LocalArchive::new(OpenBlob { blob: near.blob, open: self.open.clone() })
+            LocalArchive::new(OpenBlob { blob: archive.blob, open: self.open.clone() })
         }))
     }
 

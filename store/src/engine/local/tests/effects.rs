@@ -56,8 +56,8 @@ async fn durable_archives_exclude_newest_version() {
         let put = store.put_state_dict(&key, &dict, &options).await.unwrap();
         folders.push(folder_of(&key, put.epoch, put.version, put.id));
     }
-    let lasting = controller.durable_archives(&key).await.unwrap();
-    let of: Vec<_> = lasting.iter().map(|name| name.rsplit_once('/').unwrap().0).collect();
+    let durable = controller.durable_archives(&key).await.unwrap();
+    let of: Vec<_> = durable.iter().map(|name| name.rsplit_once('/').unwrap().0).collect();
     assert_eq!(of, [&folders[0], &folders[2]]);
 }
 

@@ -197,7 +197,9 @@ impl LayoutHasher {
     }
 
     fn hash_words(&mut self, words: &[u64]) {
-        self.bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+        for word in words {
+            self.bytes.extend_from_slice(&word.to_le_bytes());
+        }
         if self.bytes.len() >= 64 << 10 {
             self.hash.update(&self.bytes);
             self.bytes.clear();

@@ -133,11 +133,16 @@ pub(super) fn plan_fingerprint(
     bytes.extend(layout);
     bytes.push(u8::from(coverage == Coverage::Part));
     bytes.extend(writer.map_or(u64::MAX, u64::from).to_le_bytes());
-    let mut add = |words: &[u64]| bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+    let mut add = |words: &[u64]| {
+        for word in words {
+            bytes.extend_from_slice(&word.to_le_bytes());
+        }
+    };
     // Tied leaves may begin at the same place and have different strides.
     let add_order = |add: &mut dyn FnMut(&[u64]), meta: &TensorMeta| {
-        add(&[u64::from(meta.dtype().code()), u64::from(meta.is_contiguous())]);
-        if !meta.is_contiguous() {
+        let is_contiguous = meta.is_contiguous();
+        add(&[u64::from(meta.dtype().code()), u64::from(is_contiguous)]);
+        if !is_contiguous {
             add(&meta.strides());
         }
     };

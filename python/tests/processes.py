@@ -49,8 +49,10 @@ def run_ranks(script: str, count: int, folder: Path, *arguments: str) -> None:
     def read_logs() -> str:
         return "\n".join(f"{log.name}:\n{log.read_text()[-4000:]}" for log in sorted(folder.glob("*.log")))
 
-    # The ranks are in the group of the launcher, so that all of them can be killed.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
+    # The ranks are in the process group of the launcher, so that all of them can be killed.
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
         output, _ = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:

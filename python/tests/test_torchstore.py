@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -91,7 +92,12 @@ def run_cases(module: str, folder: Path, *names: str) -> dict[str, Any]:
     if importlib.util.find_spec("monarch") is None or importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} or Monarch is not installed")
     out = folder / "outcomes.json"
-    run_python("torchstore_cases.py", module, out, *names)
+    try:
+        run_python("torchstore_cases.py", module, out, *names)
+    except AssertionError:
+        # On a busy machine, Monarch can abort when a process exits. The results of torchstore are complete by then.
+        if module != "torchstore" or not out.exists() or not json.loads(out.read_text()).keys() >= set(names or CASES):
+            raise
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 
@@ -110,22 +116,30 @@ def tssd_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def reference_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Returns the results of torchstore.
 
-    They depend on the cases and on the installed packages, so they are stored in the environment.
+    They depend on the cases and on the installed packages, so they are stored in the environment, under a hash of both.
     """
-    cases = (HERE / "torchstore_cases.py").read_bytes()
-    stored = Path(sys.prefix) / f"torchstore-results-{hashlib.sha256(cases).hexdigest()[:16]}.json"
+    packages = sorted(f"{each.name}=={each.version}" for each in importlib.metadata.distributions())
+    inputs = (HERE / "torchstore_cases.py").read_text() + "\n".join(packages)
+    stored = Path(sys.prefix) / f"torchstore-results-{hashlib.sha256(inputs.encode()).hexdigest()[:16]}.json"
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         found: dict[str, Any] = json.loads(stored.read_text())
         return found
     results = run_cases("torchstore", tmp_path_factory.mktemp("theirs"))
     # On a busy machine, actors occasionally lose their connection, and later cases fail, too. All of them run again.
-    failed = [name for name, each in results.items() if raised_class(each) in ("ActorError", "TimeoutError")]
-    results |= run_cases("torchstore", tmp_path_factory.mktemp("theirs"), *failed)
+    results |= run_cases("torchstore", tmp_path_factory.mktemp("theirs"), *connection_errors(results))
+    if not DIFFERENCES.keys() >= set(connection_errors(results)):
+        # A case may have lost its connection twice: the next run tries again.
+        return results
     with contextlib.suppress(PermissionError):
         temporary = stored.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(results))
         temporary.rename(stored)
     return results
+
+
+def connection_errors(results: dict[str, Any]) -> list[str]:
+    """Returns the cases with an error that a lost connection causes too."""
+    return [name for name, each in results.items() if raised_class(each) in ("ActorError", "TimeoutError")]
 
 
 @pytest.mark.parametrize("name", CASES)

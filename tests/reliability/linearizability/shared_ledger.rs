@@ -29,8 +29,6 @@ pub(crate) struct SharedSetup {
     url: String,
     daemons: Vec<(LinearDaemon, Proxy)>,
     servers: Servers,
-    /// When the server of the bucket may be killed again.
-    next_bucket_kill: Instant,
     clients: Clients,
     _folder: TempDir,
 }
@@ -38,7 +36,11 @@ pub(crate) struct SharedSetup {
 /// Servers that store the ledgers.
 enum Servers {
     Etcd(Etcd),
-    Bucket(S3Server),
+    /// The server may be killed again at `next_kill`.
+    Bucket {
+        server: S3Server,
+        next_kill: Instant,
+    },
     /// The file system stores them.
     None,
 }
@@ -57,7 +59,7 @@ impl SharedSetup {
             LedgerStorage::Bucket => {
                 let server = S3Server::start(Host::default());
                 let url = server.url();
-                (Servers::Bucket(server), url)
+                (Servers::Bucket { server, next_kill: Instant::now() + BUCKET_UPTIME }, url)
             }
             LedgerStorage::Daemon | LedgerStorage::Directory => {
                 (Servers::None, root.display().to_string())
@@ -76,12 +78,11 @@ impl SharedSetup {
         };
         let client_url = |slot| url_of_client(&daemons, &url, slot);
         let environment = match &servers {
-            Servers::Bucket(server) => server.environment(),
+            Servers::Bucket { server, .. } => server.environment(),
             _ => Vec::new(),
         };
         let clients = Clients::start(home, environment, folder.path(), client_url);
-        let next_bucket_kill = Instant::now() + BUCKET_UPTIME;
-        Self { url, daemons, servers, next_bucket_kill, clients, _folder: folder }
+        Self { url, daemons, servers, clients, _folder: folder }
     }
 
     /// Injects random faults during a time span.
@@ -135,12 +136,12 @@ impl SharedSetup {
                 etcd.start_member(host);
                 etcd.wait();
             }
-            Servers::Bucket(_) if Instant::now() < self.next_bucket_kill => return 0,
-            Servers::Bucket(server) => {
+            Servers::Bucket { next_kill, .. } if Instant::now() < *next_kill => return 0,
+            Servers::Bucket { server, next_kill } => {
                 server.kill();
                 rng.sleep_below(500);
                 server.restart();
-                self.next_bucket_kill = Instant::now() + BUCKET_UPTIME;
+                *next_kill = Instant::now() + BUCKET_UPTIME;
             }
             Servers::None => return 0,
         }

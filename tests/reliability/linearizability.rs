@@ -95,6 +95,11 @@ use crate::linearizability::shared_ledger::SharedSetup;
 /// Time during which faults are injected before the histories are checked.
 const ROUND_DURATION: Duration = Duration::from_secs(10);
 
+/// The same in a bucket, whose server takes seconds to start.
+#[cfg(feature = "etcd")]
+#[cfg(feature = "object")]
+const BUCKET_ROUND_DURATION: Duration = Duration::from_secs(30);
+
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn histories_at_a_daemon_are_linearizable() {
@@ -118,10 +123,14 @@ fn histories_at_a_daemon_are_linearizable() {
 #[cfg(feature = "object")]
 fn check_shared(name: &'static str, home: LedgerStorage, wanted: u64) {
     let campaign = Campaign::start(name);
+    let duration = match home {
+        LedgerStorage::Bucket => BUCKET_ROUND_DURATION,
+        _ => ROUND_DURATION,
+    };
     let (mut rng, mut checked) = (SeededRng::new(0x5EED), CheckedHistories::default());
     while campaign.should_continue(checked.operations, wanted) || checked.lacks_versions() {
         let mut setup = SharedSetup::new(home);
-        let faults = setup.inject_faults(&mut rng, ROUND_DURATION);
+        let faults = setup.inject_faults(&mut rng, duration);
         let (operations, ends) = setup.finish();
         checked.add(operations, &ends, faults);
     }

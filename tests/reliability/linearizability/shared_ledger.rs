@@ -21,8 +21,15 @@ use crate::linearizability::ledger_storage::LedgerStorage;
 /// Number of daemons and of etcd members.
 const HOSTS: usize = 3;
 
-/// Minimum time between two kills of the bucket's server. Its restart takes seconds, in which no put succeeds.
+/// Minimum time between two kills of the bucket's server. Its restart takes seconds, in which no put
+/// succeeds.
 const BUCKET_UPTIME: Duration = Duration::from_secs(4);
+
+/// Maximum time between two faults in milliseconds.
+const FAULT_INTERVAL: u64 = 150;
+
+/// The same in a bucket. Its calls are slow: with more faults, no version of three writers succeeds.
+const BUCKET_FAULT_INTERVAL: u64 = 1000;
 
 /// Clients, daemons and servers that share ledgers.
 pub(crate) struct SharedSetup {
@@ -89,8 +96,12 @@ impl SharedSetup {
     pub(crate) fn inject_faults(&mut self, rng: &mut SeededRng, span: Duration) -> FaultCounts {
         let mut faults = FaultCounts::default();
         let until = Instant::now() + span;
+        let interval = match self.servers {
+            Servers::Bucket { .. } => BUCKET_FAULT_INTERVAL,
+            Servers::Etcd(_) | Servers::None => FAULT_INTERVAL,
+        };
         while Instant::now() < until {
-            rng.sleep_below(150);
+            rng.sleep_below(interval);
             let slot = usize::try_from(rng.below(CLIENTS as u64)).unwrap();
             let host = slot % HOSTS;
             match rng.below(16) {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStderr, Command, Stdio};
 
 use super::process::{Process, ProcessOutcome, wait_for_exit};
 use super::scenario::Scenario;
@@ -207,7 +207,11 @@ fn trace_expression() -> String {
 }
 
 /// A `strace` process. It ends with the process that it traces.
-struct Tracer(Child);
+struct Tracer {
+    strace: Child,
+    /// Kept open: if `strace` cannot print a message, it ends, and its log is incomplete.
+    _messages: BufReader<ChildStderr>,
+}
 
 impl Tracer {
     fn start(arguments: &[&str], log: &Path) -> Self {
@@ -217,19 +221,20 @@ impl Tracer {
         let mut strace = spawned.spawn().unwrap_or_else(|error| {
             panic!("strace cannot be started ({error}): install it, such as by `apt-get install strace`")
         });
+        let mut messages = BufReader::new(strace.stderr.take().unwrap());
         let mut line = String::new();
-        BufReader::new(strace.stderr.take().unwrap()).read_line(&mut line).unwrap();
+        messages.read_line(&mut line).unwrap();
         assert!(
             line.contains("attached"),
             "{line}strace must be allowed to trace other processes: be root, or set \
              kernel.yama.ptrace_scope=0"
         );
-        Self(strace)
+        Self { strace, _messages: messages }
     }
 }
 
 impl Drop for Tracer {
     fn drop(&mut self) {
-        wait_for_exit(&mut self.0);
+        wait_for_exit(&mut self.strace);
     }
 }

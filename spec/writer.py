@@ -40,7 +40,7 @@ NONE = 0xFFFF_FFFF
 DATA_START = 4096
 CHUNK = 1 << 20
 MAX_LEVELS = 64
-MAX_INLINE = 4096  # maximum bytes of a key, and of a str or bytes leaf in the index
+MAX_INLINE = 4096  # maximum bytes of a key, of a big int, and of a str or bytes leaf in the index
 I64_RANGE = range(-(1 << 63), 1 << 63)
 DTYPES = {
     dtype["name"]: dtype
@@ -78,7 +78,12 @@ def atom(value: Any) -> tuple[int, Any] | None:
     if type(value) is bool:
         return BOOL, int(value)
     if type(value) is int:
-        return (INT, value & (1 << 64) - 1) if value in I64_RANGE else (BIGINT, bigint(value))
+        if value in I64_RANGE:
+            return INT, value & (1 << 64) - 1
+        content = bigint(value)
+        if len(content) > MAX_INLINE:
+            raise ValueError(f"an int of {len(content)} bytes is too long (F-046)")
+        return BIGINT, content
     if type(value) is float:
         return FLOAT, float_bits(value)
     if type(value) is str:
@@ -194,7 +199,7 @@ def build_node(value: Any, blob: Blob, level: int = 1) -> Node:
 def check_tensor(tensor: Tensor) -> None:
     if tensor.dtype not in DTYPES or len(tensor.shape) > 64:
         raise ValueError("a tensor of an unknown dtype (F-050), or of a rank above 64 (F-052)")
-    itemsize = DTYPES[tensor.dtype]["itemsize"]
+    itemsize = DTYPES[tensor.dtype]["size"]
     if min(tensor.shape, default=0) < 0 or len(tensor.data) != itemsize * prod(tensor.shape):
         raise ValueError(f"{len(tensor.data)} bytes do not fit the shape {tensor.shape}")
     if max(*tensor.shape, itemsize * prod(size for size in tensor.shape if size), 0) >= 1 << 63:
@@ -238,7 +243,7 @@ class Index:
         """Returns a word unchanged, or the heap range of bytes: length and offset (4)."""
         if isinstance(content, int):
             return content
-        if content not in self.strings or len(content) > MAX_INLINE:  # long ranges must not be shared
+        if content not in self.strings:
             self.strings[content] = len(content) << 32 | len(self.heap)
             self.heap += content
         return self.strings[content]
@@ -251,7 +256,7 @@ class Index:
         return self.vectors[numbers]
 
     def tensor_record(self, tensor: Tensor, storage: int) -> bytes:
-        dtype, shape = DTYPES[tensor.dtype]["code"], self.vector(tuple(tensor.shape))
+        dtype, shape = DTYPES[tensor.dtype]["number"], self.vector(tuple(tensor.shape))
         fields = storage, dtype, len(tensor.shape), 0, shape, NONE, NONE, 0, 0
         return struct.pack("<IHBBIIIIQ", *fields)
 

@@ -266,7 +266,7 @@ fn check_manifest(
             Ok(if whole.outcome == Outcome::Lossy { whole } else { index })
         }
         // Only a manifest can store values that differ between writers. All values have been read.
-        Err(error) if error.kind() == ErrorKind::ShardTable => {
+        Err(error) if error.kind() == ErrorKind::DivergentNode => {
             Ok(index.with_note("not joined, as its writers hold different values"))
         }
         Err(error) => verdict_from_error(path, &error),

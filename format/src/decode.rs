@@ -325,5 +325,5 @@ fn placement(record: &record::Placement) -> Placement {
 }
 
 fn dtype(code: u64) -> Dtype {
-    u16::try_from(code).ok().and_then(Dtype::from_code).expect("proven to be known")
+    u16::try_from(code).ok().and_then(Dtype::from_number).expect("proven to be known")
 }

@@ -1,107 +1,145 @@
-//! Element types: the 47 dtypes of torch, generated from one table.
+//! Element types: the dtypes of torch, generated from one table. Spec: section 6.
 
 use std::fmt;
 
 /// One row of the dtype table. `spec/dtypes.json` has the same rows.
 struct Row {
     name: &'static str,
+    class: DtypeClass,
     itemsize: u8,
+    values: u8,
     bits: u8,
     safetensors: Option<&'static str>,
 }
 
+/// The kind of values that the elements of a dtype hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum DtypeClass {
+    /// False and true.
+    Bool,
+    /// Signed integers in two's complement.
+    Int,
+    /// Unsigned integers.
+    Uint,
+    /// Floating-point numbers.
+    Float,
+    /// Complex numbers: a real and an imaginary float.
+    Complex,
+    /// Bits without a numeric meaning.
+    Bits,
+}
+
+impl DtypeClass {
+    /// Returns the name in `spec/dtypes.json`, such as `float`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Bool => "bool",
+            Self::Int => "int",
+            Self::Uint => "uint",
+            Self::Float => "float",
+            Self::Complex => "complex",
+            Self::Bits => "bits",
+        }
+    }
+}
+
 macro_rules! dtypes {
-    ($($code:literal $variant:ident $name:literal $itemsize:literal $bits:literal $safetensors:expr;)*) => {
-        /// The type of the elements of a tensor. The code of a dtype is its `ScalarType` number in torch.
+    ($($number:literal $variant:ident $name:literal $class:ident $itemsize:literal $values:literal $bits:literal
+        $safetensors:expr;)*) => {
+        /// The type of the elements of a tensor.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[non_exhaustive]
         #[repr(u16)]
         pub enum Dtype {
-            $(#[doc = concat!("`torch.", $name, "`.")] $variant = $code,)*
+            $(#[doc = concat!("`torch.", $name, "`.")] $variant = $number,)*
         }
 
         impl Dtype {
-            /// All dtypes, in the order of their codes.
+            /// All dtypes, in the order of their numbers.
             pub const ALL: &[Self] = &[$(Self::$variant,)*];
 
-            /// Returns the dtype with this code, if there is one.
+            /// Returns the dtype with this number, if there is one.
             #[inline]
-            pub const fn from_code(code: u16) -> Option<Self> {
-                match code { $($code => Some(Self::$variant),)* _ => None }
-            }
-
-            /// Returns the code in files, which is the `ScalarType` number of torch.
-            pub const fn code(self) -> u16 {
-                match self { $(Self::$variant => $code,)* }
+            pub const fn from_number(number: u16) -> Option<Self> {
+                match number { $($number => Some(Self::$variant),)* _ => None }
             }
 
             #[inline]
             const fn row(self) -> &'static Row {
-                // Codes have no gaps. A widening cast: `usize::from` is not const.
-                &ROWS[self.code() as usize]
+                match self { $(Self::$variant => &Row {
+                    name: $name,
+                    class: DtypeClass::$class,
+                    itemsize: $itemsize,
+                    values: $values,
+                    bits: $bits,
+                    safetensors: $safetensors,
+                },)* }
             }
         }
-
-        static ROWS: [Row; Dtype::ALL.len()] = [$(Row {
-            name: $name, itemsize: $itemsize, bits: $bits, safetensors: $safetensors,
-        },)*];
     };
 }
 
 dtypes! {
-    0 Uint8 "uint8" 1 8 Some("U8");
-    1 Int8 "int8" 1 8 Some("I8");
-    2 Int16 "int16" 2 16 Some("I16");
-    3 Int32 "int32" 4 32 Some("I32");
-    4 Int64 "int64" 8 64 Some("I64");
-    5 Float16 "float16" 2 16 Some("F16");
-    6 Float32 "float32" 4 32 Some("F32");
-    7 Float64 "float64" 8 64 Some("F64");
-    8 Complex32 "complex32" 4 32 None;
-    9 Complex64 "complex64" 8 64 Some("C64");
-    10 Complex128 "complex128" 16 128 None;
-    11 Bool "bool" 1 8 Some("BOOL");
-    12 Qint8 "qint8" 1 8 None;
-    13 Quint8 "quint8" 1 8 None;
-    14 Qint32 "qint32" 4 32 None;
-    15 Bfloat16 "bfloat16" 2 16 Some("BF16");
-    16 Quint4x2 "quint4x2" 1 8 None;
-    17 Quint2x4 "quint2x4" 1 8 None;
-    18 Bits1x8 "bits1x8" 1 8 None;
-    19 Bits2x4 "bits2x4" 1 8 None;
-    20 Bits4x2 "bits4x2" 1 8 None;
-    21 Bits8 "bits8" 1 8 None;
-    22 Bits16 "bits16" 2 16 None;
-    23 Float8E5m2 "float8_e5m2" 1 8 Some("F8_E5M2");
-    24 Float8E4m3fn "float8_e4m3fn" 1 8 Some("F8_E4M3");
-    25 Float8E5m2fnuz "float8_e5m2fnuz" 1 8 Some("F8_E5M2FNUZ");
-    26 Float8E4m3fnuz "float8_e4m3fnuz" 1 8 Some("F8_E4M3FNUZ");
-    27 Uint16 "uint16" 2 16 Some("U16");
-    28 Uint32 "uint32" 4 32 Some("U32");
-    29 Uint64 "uint64" 8 64 Some("U64");
-    30 Uint1 "uint1" 1 1 None;
-    31 Uint2 "uint2" 1 2 None;
-    32 Uint3 "uint3" 1 3 None;
-    33 Uint4 "uint4" 1 4 None;
-    34 Uint5 "uint5" 1 5 None;
-    35 Uint6 "uint6" 1 6 None;
-    36 Uint7 "uint7" 1 7 None;
-    37 Int1 "int1" 1 1 None;
-    38 Int2 "int2" 1 2 None;
-    39 Int3 "int3" 1 3 None;
-    40 Int4 "int4" 1 4 None;
-    41 Int5 "int5" 1 5 None;
-    42 Int6 "int6" 1 6 None;
-    43 Int7 "int7" 1 7 None;
-    44 Float8E8m0fnu "float8_e8m0fnu" 1 8 Some("F8_E8M0");
-    45 Float4E2m1fnX2 "float4_e2m1fn_x2" 1 8 Some("F4");
-    46 Bcomplex32 "bcomplex32" 4 32 None;
+    0x01 Bool "bool" Bool 1 1 8 Some("BOOL");
+    0x10 Int8 "int8" Int 1 1 8 Some("I8");
+    0x11 Int16 "int16" Int 2 1 16 Some("I16");
+    0x12 Int32 "int32" Int 4 1 32 Some("I32");
+    0x13 Int64 "int64" Int 8 1 64 Some("I64");
+    0x21 Int1 "int1" Int 1 1 1 None;
+    0x22 Int2 "int2" Int 1 1 2 None;
+    0x23 Int3 "int3" Int 1 1 3 None;
+    0x24 Int4 "int4" Int 1 1 4 None;
+    0x25 Int5 "int5" Int 1 1 5 None;
+    0x26 Int6 "int6" Int 1 1 6 None;
+    0x27 Int7 "int7" Int 1 1 7 None;
+    0x30 Uint8 "uint8" Uint 1 1 8 Some("U8");
+    0x31 Uint16 "uint16" Uint 2 1 16 Some("U16");
+    0x32 Uint32 "uint32" Uint 4 1 32 Some("U32");
+    0x33 Uint64 "uint64" Uint 8 1 64 Some("U64");
+    0x41 Uint1 "uint1" Uint 1 1 1 None;
+    0x42 Uint2 "uint2" Uint 1 1 2 None;
+    0x43 Uint3 "uint3" Uint 1 1 3 None;
+    0x44 Uint4 "uint4" Uint 1 1 4 None;
+    0x45 Uint5 "uint5" Uint 1 1 5 None;
+    0x46 Uint6 "uint6" Uint 1 1 6 None;
+    0x47 Uint7 "uint7" Uint 1 1 7 None;
+    0x50 Float16 "float16" Float 2 1 16 Some("F16");
+    0x51 Float32 "float32" Float 4 1 32 Some("F32");
+    0x52 Float64 "float64" Float 8 1 64 Some("F64");
+    0x53 Bfloat16 "bfloat16" Float 2 1 16 Some("BF16");
+    0x58 Float8E5m2 "float8_e5m2" Float 1 1 8 Some("F8_E5M2");
+    0x59 Float8E4m3fn "float8_e4m3fn" Float 1 1 8 Some("F8_E4M3");
+    0x5A Float8E5m2fnuz "float8_e5m2fnuz" Float 1 1 8 Some("F8_E5M2FNUZ");
+    0x5B Float8E4m3fnuz "float8_e4m3fnuz" Float 1 1 8 Some("F8_E4M3FNUZ");
+    0x5C Float8E8m0fnu "float8_e8m0fnu" Float 1 1 8 Some("F8_E8M0");
+    0x60 Float4E2m1fnX2 "float4_e2m1fn_x2" Float 1 2 4 Some("F4");
+    0x70 Complex32 "complex32" Complex 4 1 32 None;
+    0x71 Complex64 "complex64" Complex 8 1 64 Some("C64");
+    0x72 Complex128 "complex128" Complex 16 1 128 None;
+    0x73 Bcomplex32 "bcomplex32" Complex 4 1 32 None;
+    0x80 Bits8 "bits8" Bits 1 1 8 None;
+    0x81 Bits16 "bits16" Bits 2 1 16 None;
+    0x82 Bits1x8 "bits1x8" Bits 1 8 1 None;
+    0x83 Bits2x4 "bits2x4" Bits 1 4 2 None;
+    0x84 Bits4x2 "bits4x2" Bits 1 2 4 None;
 }
 
 impl Dtype {
+    /// Returns the number in files.
+    #[inline]
+    pub const fn number(self) -> u16 {
+        self as u16
+    }
+
     /// Returns the name without the prefix `torch.`, such as `bfloat16`.
     pub const fn name(self) -> &'static str {
         self.row().name
+    }
+
+    /// Returns the kind of values that elements hold.
+    pub const fn class(self) -> DtypeClass {
+        self.row().class
     }
 
     /// Returns the size of one element in bytes as torch reports it: 1 for types of less than 8 bits.
@@ -111,9 +149,12 @@ impl Dtype {
         self.row().itemsize as u64
     }
 
-    /// Returns the number of bits of an element that carry its value.
-    ///
-    /// This is 4 for `int4`, and 8 for `float4_e2m1fn_x2` (two values of 4 bits).
+    /// Returns the number of values in one element: 2 for `float4_e2m1fn_x2`, 1 for most dtypes.
+    pub const fn values(self) -> u8 {
+        self.row().values
+    }
+
+    /// Returns the number of bits of one value: 4 for `int4` and for `float4_e2m1fn_x2`.
     pub const fn bits(self) -> u8 {
         self.row().bits
     }

@@ -1,6 +1,7 @@
 //! Encoding of a structure into the tables of an index. Spec: sections 3 to 7.
 
 use std::hash::BuildHasher;
+use std::ops::RangeInclusive;
 
 use bytemuck::Pod;
 use hashbrown::HashTable;
@@ -10,10 +11,13 @@ use rend::u32_le;
 use crate::convert::index_to_usize;
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{EncodedKey, KeyContent, MapKey, ObjectPath, SortKey, equal_python_keys};
+use crate::key::{EncodedKey, KeyContent, MapKey, ObjectPath, SortKey};
 use crate::mesh::DeviceMesh;
+use crate::number::MAX_BIGINT_BYTES;
 use crate::placement::Placement;
-use crate::record::{self, NONE, STORED_FLAG, heap_range, kind};
+use crate::record::{
+    self, MAX_ATTR_NAME_BYTES, MAX_NAME_BYTES, NONE, STORED_FLAG, heap_range, kind,
+};
 use crate::shape::MAX_RANK;
 use crate::shard::ShardSpec;
 use crate::state_dict::Value;
@@ -255,7 +259,9 @@ impl<'a> TableEncoder<'a> {
                 let (kind, b) = match stored {
                     ContentKind::Str => (kind::STR, 0),
                     ContentKind::Bytes => (kind::BYTES, 0),
-                    ContentKind::Opaque(media) => (kind::OPAQUE, self.intern(media.as_bytes())?),
+                    ContentKind::Opaque(media) => {
+                        (kind::OPAQUE, self.intern_name(media.as_bytes())?)
+                    }
                 };
                 (kind, 0, u64::from(*storage), b)
             }
@@ -275,7 +281,11 @@ impl<'a> TableEncoder<'a> {
                     Container::List => (kind::LIST, 0),
                     Container::Tuple => (kind::TUPLE, 0),
                     Container::NamedTuple(name) => {
-                        (kind::NAMEDTUPLE, self.intern(name.as_bytes())?)
+                        (kind::NAMEDTUPLE, self.intern_name(name.as_bytes())?)
+                    }
+                    Container::Divergent if children.len() < 2 => {
+                        return Err(Error::new(ErrorKind::DivergentNode)
+                            .with_detail("it has fewer than two children"));
                     }
                     Container::Divergent => (kind::DIVERGENT, 0),
                 };
@@ -294,17 +304,21 @@ impl<'a> TableEncoder<'a> {
         Ok(match value {
             Value::None => (kind::NONE, 0, 0, 0),
             Value::Bool(bool) => (kind::BOOL, 0, u64::from(*bool), 0),
-            Value::Int(int) => match int.as_i64() {
-                Some(small) => (kind::INT, 0, small.cast_unsigned(), 0),
-                None => {
-                    (kind::BIGINT, 0, self.intern(&int.to_bigint_bytes().unwrap_or_default())?, 0)
+            Value::Int(int) => match (int.as_i64(), int.to_bigint_bytes().unwrap_or_default()) {
+                (Some(small), _) => (kind::INT, 0, small.cast_unsigned(), 0),
+                (None, bytes) if bytes.len() > MAX_BIGINT_BYTES => {
+                    return Err(Error::new(ErrorKind::TooLarge).with_detail(format_args!(
+                        "int of {} bytes, at most {MAX_BIGINT_BYTES}",
+                        bytes.len()
+                    )));
                 }
+                (None, bytes) => (kind::BIGINT, 0, self.intern(&bytes)?, 0),
             },
             Value::Float(float) => (kind::FLOAT, 0, float.to_bits(), 0),
             Value::Complex(re, im) => (kind::COMPLEX, 0, re.to_bits(), im.to_bits()),
             Value::Str(text) => (kind::STR, 0, self.intern(text.as_bytes())?, 0),
             Value::Bytes(bytes) => (kind::BYTES, 0, self.intern(bytes)?, 0),
-            Value::Dtype(dtype) => (kind::DTYPE, 0, u64::from(dtype.code()), 0),
+            Value::Dtype(dtype) => (kind::DTYPE, 0, u64::from(dtype.number()), 0),
             Value::Size(sizes) if sizes.len() > MAX_RANK => {
                 return Err(Error::new(ErrorKind::RankTooLarge)
                     .with_detail(format_args!("a size of {} entries", sizes.len())));
@@ -313,10 +327,10 @@ impl<'a> TableEncoder<'a> {
                 let words: Vec<u64> = sizes.iter().map(|size| size.cast_unsigned()).collect();
                 (kind::SIZE, sizes.len(), u64::from(self.intern_dims(&words)?), 0)
             }
-            Value::Device(name) => (kind::DEVICE, 0, self.intern(name.as_bytes())?, 0),
+            Value::Device(name) => (kind::DEVICE, 0, self.intern_name(name.as_bytes())?, 0),
             Value::Opaque { media, bytes } => {
                 let a = self.intern(bytes)?;
-                (kind::OPAQUE, 0, a, self.intern(media.as_bytes())?)
+                (kind::OPAQUE, 0, a, self.intern_name(media.as_bytes())?)
             }
             Value::Tensor(_)
             | Value::Shards(_)
@@ -335,6 +349,7 @@ impl<'a> TableEncoder<'a> {
 
     fn encode_tensor(&mut self, tensor: &BorrowedTensor<'a>) -> Result<()> {
         let BorrowedTensor { meta, storage, byte_offset, shard_spec } = *tensor;
+        meta.check_flags()?;
         let shape = self.intern_dims(meta.shape())?;
         let strides =
             meta.explicit_strides().map(|strides| self.intern_dims(strides)).transpose()?;
@@ -344,7 +359,7 @@ impl<'a> TableEncoder<'a> {
         });
         self.tables.tensors.push(record::Tensor {
             storage: storage.unwrap_or(NONE).into(),
-            dtype: meta.dtype().code().into(),
+            dtype: meta.dtype().number().into(),
             rank: rank(meta.shape())?,
             flags: meta.flags().bits(),
             shape: shape.into(),
@@ -432,6 +447,7 @@ impl<'a> TableEncoder<'a> {
 
     fn encode_attrs(&mut self, attrs: &'a Attrs) -> Result<()> {
         for (name, value) in attrs {
+            check_name(name.as_bytes(), 0..=MAX_ATTR_NAME_BYTES)?;
             let name = self.intern(name.as_bytes())?;
             let (kind, value) = match value {
                 AttrValue::Int(int) => (kind::INT, int.cast_unsigned()),
@@ -463,6 +479,12 @@ impl<'a> TableEncoder<'a> {
         Ok(())
     }
 
+    /// Interns the name of a device, a media tag or a type in the heap, and returns its heap range.
+    fn intern_name(&mut self, name: &[u8]) -> Result<u64> {
+        check_name(name, 1..=MAX_NAME_BYTES)?;
+        self.intern(name)
+    }
+
     /// Interns bytes in the heap, and returns their heap range.
     fn intern(&mut self, bytes: &[u8]) -> Result<u64> {
         if bytes.is_empty() {
@@ -488,6 +510,18 @@ impl<'a> TableEncoder<'a> {
     }
 }
 
+/// Checks that a name is UTF-8 without surrogates (F-032), and that its length is allowed (F-034).
+fn check_name(name: &[u8], lengths: RangeInclusive<usize>) -> Result<()> {
+    if !lengths.contains(&name.len()) {
+        let (min, max) = lengths.into_inner();
+        return Err(Error::new(ErrorKind::NameLength)
+            .with_detail(format_args!("{} bytes, not {min} to {max}", name.len())));
+    }
+    std::str::from_utf8(name)
+        .map(drop)
+        .map_err(|_| Error::new(ErrorKind::NotText).with_detail("a name with surrogates"))
+}
+
 /// Returns the children of a keyed container in the order of their keys.
 ///
 /// # Errors
@@ -511,23 +545,16 @@ fn sort_by_key(
     if let Some(pair) = order.windows(2).find(is_same) {
         return Err(Error::new(ErrorKind::DuplicateKey).with_path(path(pair[1].1)));
     }
-    let highest = order.last().map_or(0, |((kind, _), _)| *kind);
     let order: Vec<u32_le> = order.into_iter().map(|(_, child)| child.into()).collect();
-    // Only keys of kind bool or float can equal others in Python. The last key in order has the highest kind.
-    if highest < crate::key::kind::BOOL {
-        return Ok(order);
-    }
-    for child in order.iter().map(|child| child.to_native()) {
-        let (kind, _, word) = key(child);
-        for twin in equal_python_keys(kind, word) {
-            if let Ok(position) = views.search(&order, twin.sort_key()) {
-                return Err(Error::new(ErrorKind::KeysCollide)
-                    .with_path(path(child))
-                    .with_detail(path(order[position].to_native())));
-            }
+    match views.find_equal_keys(&order) {
+        Some([first, second]) => {
+            let path = |child: usize| record_number(child).map(&path);
+            Err(Error::new(ErrorKind::KeysCollide)
+                .with_path(path(first)?)
+                .with_detail(path(second)?))
         }
+        None => Ok(order),
     }
-    Ok(order)
 }
 
 /// Returns the length of the longest common prefix of the keys, in bytes.

@@ -6,7 +6,7 @@ use std::fmt;
 use bytes::Bytes;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::number::{Float, Int, is_canonical_bigint};
+use crate::number::{Float, Int, bigint_to_float, is_canonical_bigint};
 use crate::text::{Text, is_text};
 
 /// A key of a dict, with its Python type: `1`, `"1"` and `True` are three different keys.
@@ -332,39 +332,88 @@ impl<'a> EncodedKey<'a> {
     }
 }
 
-/// Returns the other keys that Python treats as equal (F-045): `True == 1 == 1.0`, `-0.0 == 0.0`.
-pub(crate) fn equal_python_keys(kind: u8, word: u64) -> Vec<EncodedKey<'static>> {
+/// Returns the keys of other kinds that Python treats as equal (F-045): `True == 1 == 1.0`, `-0.0 == 0.0`.
+///
+/// Only one of two equal keys needs to find the other one: a bool finds ints and floats, a float finds ints, a bigint
+/// finds floats. A key that breaks a rule of its own is equal to nothing.
+pub(crate) fn equal_python_keys((kind, bytes, word): SortKey<'_>) -> Vec<EncodedKey<'static>> {
+    let float = |float: f64| EncodedKey::word(kind::FLOAT, float.to_bits());
+    let int = |int: i64| EncodedKey::word(kind::INT, int.cast_unsigned());
+    match kind {
+        kind::BOOL if word == 0 => vec![int(0), float(0.0), float(-0.0)],
+        kind::BOOL if word == 1 => vec![int(1), float(1.0)],
+        kind::FLOAT => {
+            let value = f64::from_bits(word);
+            let zero = (value == 0.0).then(|| float(-value));
+            float_to_int(value).map(int).into_iter().chain(zero).collect()
+        }
+        kind::BIGINT if is_canonical_bigint(bytes) => {
+            bigint_to_float(bytes).map(float).into_iter().collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Returns a float without fraction as an int, if it is in the `i64` range.
+fn float_to_int(float: f64) -> Option<i64> {
     #[expect(
         clippy::cast_possible_truncation,
         reason = "in this range, a float without fraction is taken to an int exactly"
     )]
-    let to_int = |float: f64| {
-        // -2^63 is a float; 2^63 is the first float out of range.
-        let in_range = (-9_223_372_036_854_775_808.0..9_223_372_036_854_775_808.0).contains(&float);
-        (in_range && float.fract() == 0.0).then_some(float as i64)
+    // -2^63 is a float; 2^63 is the first float out of range.
+    ((-9_223_372_036_854_775_808.0..9_223_372_036_854_775_808.0).contains(&float)
+        && float.fract() == 0.0)
+        .then_some(float as i64)
+}
+
+/// Appends a form of a key that is the same for all keys that Python treats as equal (F-045).
+///
+/// It has at most as many bytes as the packed key, so forms need no more memory than the index.
+pub(crate) fn push_python_form(key: &MapKey, form: &mut Vec<u8>) {
+    let int = |int: i64, form: &mut Vec<u8>| {
+        if let Ok(bit @ 0..=1) = u8::try_from(int) {
+            form.extend([kind::BOOL, bit]);
+        } else {
+            form.push(kind::INT);
+            form.extend(int.to_le_bytes());
+        }
     };
-    let mut equal_keys = Vec::new();
-    match kind {
-        kind::BOOL => {
-            equal_keys.push(EncodedKey::word(kind::INT, word));
-            equal_keys
-                .push(EncodedKey::word(kind::FLOAT, if word == 0 { 0 } else { 1.0_f64.to_bits() }));
-            if word == 0 {
-                equal_keys.push(EncodedKey::word(kind::FLOAT, (-0.0_f64).to_bits()));
+    let float = |float: f64, form: &mut Vec<u8>| {
+        form.push(kind::FLOAT);
+        form.extend(float.to_bits().to_le_bytes());
+    };
+    let content = |kind: u8, bytes: &[u8], form: &mut Vec<u8>| {
+        form.push(kind);
+        let len = u32::try_from(bytes.len()).expect("a key has at most 4096 bytes");
+        form.extend(len.to_le_bytes());
+        form.extend_from_slice(bytes);
+    };
+    match key {
+        MapKey::Str(text) => content(kind::STR, text.as_bytes(), form),
+        MapKey::Bytes(bytes) => content(kind::BYTES, bytes, form),
+        MapKey::None => form.push(kind::NONE),
+        MapKey::Bool(bool) => int((*bool).into(), form),
+        MapKey::Float(value) => match float_to_int(value.get()) {
+            Some(value) => int(value, form),
+            None => float(value.get(), form),
+        },
+        MapKey::Int(value) => match (value.as_i64(), value.to_bigint_bytes()) {
+            (Some(value), _) => int(value, form),
+            (None, bytes) => {
+                let bytes = bytes.unwrap_or_default();
+                match bigint_to_float(&bytes) {
+                    Some(value) => float(value, form),
+                    None => content(kind::BIGINT, &bytes, form),
+                }
             }
+        },
+        MapKey::Tuple(keys) => {
+            form.push(kind::TUPLE);
+            // A tuple has at most 64 elements.
+            form.extend(u8::try_from(keys.len()));
+            keys.iter().for_each(|key| push_python_form(key, form));
         }
-        kind::FLOAT => {
-            let float = f64::from_bits(word);
-            if let Some(int) = to_int(float) {
-                equal_keys.push(EncodedKey::word(kind::INT, int.cast_unsigned()));
-            }
-            if float == 0.0 {
-                equal_keys.push(EncodedKey::word(kind::FLOAT, (-float).to_bits()));
-            }
-        }
-        _ => {}
     }
-    equal_keys
 }
 
 fn encode_tuple(

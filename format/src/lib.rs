@@ -98,7 +98,7 @@ pub use chunk::{ChunkPolicy, ChunkSize, MAX_CHUNK_BYTES};
 pub use compress::{CompressJob, CompressedChunks};
 pub use copy::{copy, copy_and_checksum, copy_chunks, copy_runs};
 pub use digest::Digest;
-pub use dtype::Dtype;
+pub use dtype::{Dtype, DtypeClass};
 pub use encode::{AttrValue, Attrs, ShardFile};
 pub use error::{Error, ErrorKind, Result};
 pub use frame::DATA_START;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::record::MAX_NAME_BYTES;
 use crate::region::check_rank;
 
 /// The device mesh of a `DTensor`: shape, global ranks and optional dimension names.
@@ -52,15 +53,16 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::MeshMismatch`] if there is not one name per dimension, if a name occurs twice, or if a name has
-    /// more than 256 bytes.
+    /// - [`ErrorKind::MeshMismatch`] if there is not one name per dimension, or if a name occurs twice.
+    /// - [`ErrorKind::NameLength`] if a name has more than 256 bytes.
     pub fn with_dim_names(mut self, names: Vec<String>) -> Result<Self> {
         if names.len() != self.shape.len() {
             let note = format!("{} dimensions, {} names", self.shape.len(), names.len());
             return Err(mismatch(note));
         }
-        if names.iter().any(|name| name.len() > 256) {
-            return Err(mismatch("dimension name of more than 256 bytes".to_owned()));
+        if let Some(long) = names.iter().find(|name| name.len() > MAX_NAME_BYTES) {
+            return Err(Error::new(ErrorKind::NameLength)
+                .with_detail(format_args!("dimension name of {} bytes", long.len())));
         }
         if let Some(name) = first_duplicate(&names) {
             return Err(mismatch(format!("dimension name `{name}` is there twice")));

@@ -64,15 +64,35 @@ impl Int {
     }
 }
 
-/// Returns whether the bytes are the shortest two's complement of a number outside the `i64` range.
+/// Maximum length of an int outside the `i64` range, in bytes (F-046).
+pub(crate) const MAX_BIGINT_BYTES: usize = 4096;
+
+/// Returns whether the bytes are the shortest two's complement of a number outside the `i64` range (F-046).
 pub(crate) fn is_canonical_bigint(bytes: &[u8]) -> bool {
     // A number of nine or more bytes is outside the range unless its last byte only repeats the sign bit.
     match bytes {
-        [.., below, last] if bytes.len() > 8 => {
+        [.., below, last] if (9..=MAX_BIGINT_BYTES).contains(&bytes.len()) => {
             !(*last == 0 && below & 0x80 == 0 || *last == 0xFF && below & 0x80 != 0)
         }
         _ => false,
     }
+}
+
+/// Returns a number outside the `i64` range, in little-endian two's complement, as the float that is equal to it.
+pub(crate) fn bigint_to_float(bytes: &[u8]) -> Option<f64> {
+    // The largest float is below 2^1024.
+    if bytes.len() > 129 {
+        return None;
+    }
+    let (sign, magnitude) = BigInt::from_signed_bytes_le(bytes).into_parts();
+    let exponent = magnitude.trailing_zeros()?;
+    if magnitude.bits() > 1024 || magnitude.bits() - exponent > 53 {
+        return None;
+    }
+    let mantissa = u64::try_from(magnitude >> exponent).ok()?;
+    #[expect(clippy::cast_precision_loss, reason = "it has at most 53 bits")]
+    let float = mantissa as f64 * f64::from_bits((1023 + exponent) << 52);
+    Some(if sign == num_bigint::Sign::Minus { -float } else { float })
 }
 
 impl From<i64> for Int {

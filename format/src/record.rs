@@ -173,6 +173,12 @@ pub(crate) const STORED_FLAG: u16 = 1;
 /// Maximum length in bytes of content in the index. Longer content is in a storage.
 pub(crate) const INLINE_MAX_BYTES: u64 = 4096;
 
+/// Maximum length in bytes of a device, a media tag, a type name and the name of a mesh dimension (F-034).
+pub(crate) const MAX_NAME_BYTES: usize = 256;
+
+/// Maximum length in bytes of the name of an attribute (F-034).
+pub(crate) const MAX_ATTR_NAME_BYTES: usize = 4096;
+
 /// Returns whether content of `len` bytes is in the index.
 pub(crate) fn is_inline(len: usize) -> bool {
     u64::try_from(len).is_ok_and(|len| len <= INLINE_MAX_BYTES)

@@ -75,6 +75,16 @@ pub fn row_major_strides(shape: &[u64]) -> Vec<u64> {
     strides
 }
 
+/// Returns true if these are the strides of a contiguous tensor of this shape.
+pub(crate) fn are_row_major(shape: &[u64], strides: &[u64]) -> bool {
+    let mut expected = 1_u64;
+    shape.iter().zip(strides).rev().all(|(size, stride)| {
+        let is_expected = *stride == expected;
+        expected = expected.saturating_mul((*size).max(1));
+        is_expected
+    })
+}
+
 /// Returns the number of elements of a tensor of this shape; 1 for a shape without dimensions.
 ///
 /// Saturates at `u64::MAX`, which no checked shape reaches.

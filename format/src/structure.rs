@@ -157,7 +157,7 @@ impl PathCursor<'_> {
 /// - `TooDeep` for containers nested deeper than [`MAX_DEPTH`].
 /// - `UntypedLeaf` for an opaque leaf unless `allow_opaque` is set.
 /// - `TensorRun` and `MixedRun` for shards that are empty or disagree on dtype or global shape.
-/// - `ShardTable` for a divergent value, `KeyKind` for a namedtuple field that is no str.
+/// - `DivergentNode` for a divergent value, `TensorFlags` for flags that do not fit, `KeyKind` for a namedtuple field that is no str.
 /// - The errors of `item`.
 pub(crate) fn walk<'a>(
     value: &'a Value,
@@ -166,7 +166,10 @@ pub(crate) fn walk<'a>(
     item: &mut impl FnMut(&PathCursor<'_>, PayloadItem<'a>) -> Result<()>,
 ) -> Result<()> {
     match value {
-        Value::Tensor(tensor) => item(path, PayloadItem::Tensor(tensor)),
+        Value::Tensor(tensor) => {
+            tensor.meta().check_flags().map_err(|error| error.with_path(path.to_path()))?;
+            item(path, PayloadItem::Tensor(tensor))
+        }
         Value::Shards(shards) => {
             if shards.is_empty() {
                 return Err(Error::new(ErrorKind::TensorRun)
@@ -195,9 +198,9 @@ pub(crate) fn walk<'a>(
             Some(bytes) => item(path, PayloadItem::Content(bytes)),
             None => Ok(()),
         },
-        Value::Divergent(_) => Err(Error::new(ErrorKind::ShardTable)
+        Value::Divergent(_) => Err(Error::new(ErrorKind::DivergentNode)
             .with_path(path.to_path())
-            .with_detail("what writers hold each their own of is for a store to write")),
+            .with_detail("only the merge of several writers makes one")),
         Value::NamedTuple(_, dict)
             if !dict.iter().all(|(key, _)| matches!(key, MapKey::Str(_))) =>
         {

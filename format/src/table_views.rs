@@ -7,7 +7,9 @@ use rend::u32_le;
 
 use crate::convert::index_to_usize;
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{self, EncodedKey, ObjectPath, SortKey, Step};
+use crate::key::{
+    self, EncodedKey, ObjectPath, SortKey, Step, equal_python_keys, push_python_form,
+};
 use crate::record::{self, NONE, kind, split_heap_range};
 
 use crate::text::Text;
@@ -87,6 +89,53 @@ impl<'a> TableViews<'a> {
         let order = &self.by_key[children];
         let found = self.search(order, key.sort_key());
         found.ok().map(|position| index_to_usize(order[position].to_native()))
+    }
+
+    /// Returns two children whose keys are equal in Python, if there are such keys (F-045).
+    ///
+    /// `order` lists the children in the order of their keys.
+    pub(crate) fn find_equal_keys(&self, order: &[u32_le]) -> Option<[usize; 2]> {
+        let child = |position: usize| index_to_usize(order[position].to_native());
+        let key = |position| self.validated_key(child(position));
+        // Only bools, floats and tuples can be equal to keys of another encoding. The last key has the highest kind.
+        if order.is_empty() || key(order.len() - 1).0 < key::kind::BOOL {
+            return None;
+        }
+        for position in 0..order.len() {
+            for twin in equal_python_keys(key(position)) {
+                if let Ok(other) = self.search(order, twin.sort_key()) {
+                    return Some([child(position), child(other)]);
+                }
+            }
+        }
+        let first_tuple = order.partition_point(|child| {
+            self.nodes[index_to_usize(child.to_native())].key_kind < key::kind::TUPLE
+        });
+        self.find_equal_tuples(&order[first_tuple..])
+    }
+
+    /// Returns two children whose tuple keys are equal in Python, if there are such keys.
+    fn find_equal_tuples(&self, children: &[u32_le]) -> Option<[usize; 2]> {
+        if children.len() < 2 {
+            return None;
+        }
+        let mut bytes = Vec::new();
+        let mut forms = Vec::new();
+        for child in children {
+            let child = index_to_usize(child.to_native());
+            // The validator rejects a malformed key later.
+            if let Ok(key) = self.file_key(&self.nodes[child]).and_then(|key| key.decode()) {
+                let start = bytes.len();
+                push_python_form(&key, &mut bytes);
+                forms.push((start..bytes.len(), child));
+            }
+        }
+        forms.sort_unstable_by(|(left, _), (right, _)| {
+            bytes[left.clone()].cmp(&bytes[right.clone()])
+        });
+        let is_same =
+            |pair: &&[(Range<usize>, usize)]| bytes[pair[0].0.clone()] == bytes[pair[1].0.clone()];
+        forms.windows(2).find(is_same).map(|pair| [pair[0].1, pair[1].1])
     }
 
     /// Returns the position of a key in a part of `by_key`, or the position to insert it at.

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::blob::Blob;
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, DtypeClass};
 use crate::error::{Error, ErrorKind, Result};
 use crate::runs::Runs;
-use crate::shape::{Sizes, check_shape, numel, row_major_strides, span_bytes};
+use crate::shape::{Sizes, are_row_major, check_shape, numel, row_major_strides, span_bytes};
 
 /// The metadata of a tensor: dtype, shape, strides and flags.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -47,7 +47,7 @@ impl TensorMeta {
             )));
         }
         span_bytes(self.dtype.itemsize(), &self.shape, Some(strides))?;
-        self.strides = (strides != row_major_strides(&self.shape)).then(|| strides.into());
+        self.strides = (!are_row_major(&self.shape, strides)).then(|| strides.into());
         Ok(self)
     }
 
@@ -76,6 +76,21 @@ impl TensorMeta {
     /// Returns true if the elements are row-major without gaps.
     pub fn is_contiguous(&self) -> bool {
         self.strides.is_none() || self.numel() == 0
+    }
+
+    /// Checks that the flags fit dtype and shape (F-056).
+    #[inline]
+    pub(crate) fn check_flags(&self) -> Result<()> {
+        if self.flags.fit(self.dtype, self.shape.len()) {
+            Ok(())
+        } else {
+            Err(Error::new(ErrorKind::TensorFlags).with_detail(format_args!(
+                "{:?} of {} with {} dimensions",
+                self.flags,
+                self.dtype,
+                self.shape.len()
+            )))
+        }
     }
 
     pub(crate) fn explicit_strides(&self) -> Option<&[u64]> {
@@ -113,13 +128,13 @@ impl TensorMeta {
 pub struct TensorFlags(u8);
 
 impl TensorFlags {
-    /// `tensor.requires_grad`.
+    /// `tensor.requires_grad`. Only tensors of floating-point or complex dtypes have it.
     pub const REQUIRES_GRAD: Self = Self(1);
     /// A `torch.nn.Parameter`.
     pub const PARAMETER: Self = Self(2);
     /// A `numpy.ndarray`.
     pub const NDARRAY: Self = Self(4);
-    /// A numpy scalar, such as `numpy.float32(1)`.
+    /// A numpy scalar, such as `numpy.float32(1)`. It has no dimensions.
     pub const SCALAR: Self = Self(8);
     /// All flags with their names in the JSON view.
     pub const NAMES: [(Self, &'static str); 4] = [
@@ -129,9 +144,24 @@ impl TensorFlags {
         (Self::SCALAR, "scalar"),
     ];
 
-    /// Returns the flags with these bits; `None` if a bit is unknown.
+    /// Returns the flags with these bits.
+    ///
+    /// Returns `None` if a bit is unknown, or if the bits exclude each other: a numpy object has no flag of torch,
+    /// and a numpy scalar is no array.
+    #[inline]
     pub const fn from_bits(bits: u8) -> Option<Self> {
-        if bits < 16 { Some(Self(bits)) } else { None }
+        if matches!(bits, 0..=4 | 8) { Some(Self(bits)) } else { None }
+    }
+
+    /// Returns true if a tensor of this dtype and rank can have these flags (F-056).
+    #[inline]
+    pub(crate) fn fit(self, dtype: Dtype, rank: usize) -> bool {
+        // Most tensors have no flags.
+        self.0 == 0
+            || Self::from_bits(self.0).is_some()
+                && (rank == 0 || !self.contains(Self::SCALAR))
+                && (matches!(dtype.class(), DtypeClass::Float | DtypeClass::Complex)
+                    || !self.contains(Self::REQUIRES_GRAD))
     }
 
     /// Returns the bits.

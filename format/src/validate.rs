@@ -17,6 +17,8 @@ mod tree;
 #[cfg(feature = "safetensors")]
 pub(crate) use crate::validate::attrs_and_shards::is_base_name;
 
+use std::ops::RangeInclusive;
+
 use self::claims::{Claims, HeapClaims};
 use crate::convert::index_to_usize;
 use crate::dtype::Dtype;
@@ -86,6 +88,18 @@ impl<'a> Validator<'a> {
         self.check_text(range, bytes)
     }
 
+    /// Claims a name whose length in bytes must lie in a range.
+    fn claim_name(&mut self, range: u64, lengths: RangeInclusive<usize>) -> Result<&'a str> {
+        let bytes = self.views.heap_at(range)?;
+        if !lengths.contains(&bytes.len()) {
+            let (min, max) = lengths.into_inner();
+            return Err(Error::new(ErrorKind::NameLength)
+                .with_detail(format_args!("{} bytes, not {min} to {max}", bytes.len())));
+        }
+        self.claim_heap_range(range)?;
+        std::str::from_utf8(bytes).map_err(|_| Error::new(ErrorKind::NotText))
+    }
+
     /// Claims a range that the caller has checked to lie in the heap.
     #[expect(clippy::inline_always, reason = "for each name; a hint alone is taken by chance")]
     #[inline(always)]
@@ -121,6 +135,6 @@ impl<'a> Validator<'a> {
     }
 }
 
-fn dtype_from_code(code: u64) -> Option<Dtype> {
-    u16::try_from(code).ok().and_then(Dtype::from_code)
+fn dtype_from_number(number: u64) -> Option<Dtype> {
+    u16::try_from(number).ok().and_then(Dtype::from_number)
 }

@@ -264,7 +264,7 @@ fn check_crc(storage: &StorageReference, crc: u32) -> Result<()> {
 ///
 /// # Errors
 ///
-/// `ShardMismatch` (F-083) if the archive lacks a storage that the manifest names; the errors of
+/// `ShardContent` (F-095) if the archive lacks a storage that the manifest names; the errors of
 /// opening and of verifying the archive.
 fn verify_shard(blob: &Arc<dyn Blob>, named: &[Arc<StorageReference>], depth: Depth) -> Result<()> {
     let archive = Archive::from_blob(blob.clone())?;
@@ -300,6 +300,6 @@ fn verify_shard(blob: &Arc<dyn Blob>, named: &[Arc<StorageReference>], depth: De
     if found == named.len() {
         return Ok(());
     }
-    Err(Error::new(ErrorKind::ShardMismatch)
+    Err(Error::new(ErrorKind::ShardContent)
         .with_detail("it has other storages than the manifest says"))
 }

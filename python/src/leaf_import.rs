@@ -6,7 +6,7 @@ use std::ops::Range;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use tssd_format::{Dtype, Region, Storage, Tensor, TensorFlags};
+use tssd_format::{Dtype, DtypeClass, Region, Storage, Tensor, TensorFlags};
 use tssd_gpu::Stream;
 use tssd_store::pieces;
 
@@ -172,7 +172,7 @@ impl<'py> CastRule<'py> {
 
     fn should_cast(&self, dtype: Option<Dtype>, fqn: impl FnOnce() -> String) -> Result<bool> {
         // The scale of a dtype with fewer than 16 bits is stored elsewhere.
-        let is_wide = dtype.is_some_and(|dtype| is_floating(dtype) && dtype.bits() >= 16);
+        let is_wide = dtype.is_some_and(|dtype| is_floating(dtype) && dtype.itemsize() >= 2);
         Ok(is_wide && dtype != Some(self.dtype) && self.keep_matcher.call1((fqn(),))?.is_none())
     }
 
@@ -253,7 +253,7 @@ fn region_view<'py>(object: &Bound<'py, PyAny>, region: &Region) -> Result<Bound
 
 /// Returns whether the dtype is a real floating-point type.
 pub(crate) fn is_floating(dtype: Dtype) -> bool {
-    dtype.name().starts_with("float") || dtype == Dtype::Bfloat16
+    dtype.class() == DtypeClass::Float
 }
 
 /// State of an import of tensors that are filled.

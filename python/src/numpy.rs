@@ -234,7 +234,7 @@ impl<'py> Numpy<'py> {
             .collect::<Result<_, _>>()?;
         let array =
             self.view(meta.dtype(), meta.shape(), &strides, reference.byte_offset, storage)?;
-        if meta.flags().contains(TensorFlags::SCALAR) && meta.shape().is_empty() {
+        if meta.flags().contains(TensorFlags::SCALAR) {
             return Ok(array.get_item(PyTuple::empty(array.py()))?);
         }
         Ok(array)

@@ -23,7 +23,7 @@ pub(crate) struct Torch<'py> {
     parameter: OnceCell<Bound<'py, PyType>>,
     from_dlpack: OnceCell<Bound<'py, PyAny>>,
     strided: Bound<'py, PyAny>,
-    /// Dtypes of torch that were looked up, by code; `None` for those that this torch lacks.
+    /// Dtypes of torch that were looked up, in the order of `Dtype::ALL`; `None` for those that this torch lacks.
     dtype_cache: [OnceCell<Option<Bound<'py, PyAny>>>; Dtype::ALL.len()],
     /// Tensors that were copied from devices to the host.
     host_copies: CopyCache<'py>,
@@ -87,7 +87,8 @@ impl<'py> Torch<'py> {
     /// Returns the torch dtype for a dtype; `None` if this torch lacks it.
     fn lookup_dtype(&self, dtype: Dtype) -> Option<&Bound<'py, PyAny>> {
         let lookup = || self.module.getattr(dtype.name()).ok();
-        self.dtype_cache[usize::from(dtype.code())].get_or_init(lookup).as_ref()
+        let index = Dtype::ALL.binary_search(&dtype).expect("it lists every dtype by number");
+        self.dtype_cache[index].get_or_init(lookup).as_ref()
     }
 
     /// Returns the torch dtype for a dtype.

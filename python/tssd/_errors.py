@@ -96,6 +96,7 @@ _FORMAT_KINDS: dict[str, tuple[type[TssdError], str | None]] = {
     "TooDeep": (TssdValueError, "make it flatter"),
     "KeyKind": (TssdValueError, None),
     "KeysCollide": (TssdValueError, None),
+    "NameLength": (TssdValueError, None),
     "PartialPlacement": (TssdValueError, "reduce it first: `.redistribute(...)` or `.full_tensor()`"),
     "MeshMismatch": (TssdValueError, None),
     "UnknownPlacement": (TssdValueError, None),

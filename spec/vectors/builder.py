@@ -24,7 +24,8 @@ NONE_LEAF, BOOL, INT, BIGINT, FLOAT, COMPLEX, STR, BYTES, DTYPE, SIZE = range(10
 DEVICE, TENSOR, OPAQUE = range(10, 13)
 DICT, ORDERED_DICT, LIST, TUPLE, NAMEDTUPLE, DIVERGENT = range(32, 38)
 K_INDEX, K_STR, K_INT, K_BIGINT, K_BOOL, K_FLOAT, K_NONE, K_BYTES, K_TUPLE = range(9)
-UINT8, FLOAT32, COMPLEX128 = 0, 6, 10
+# Numbers of dtypes
+BOOL_DTYPE, INT8, UINT8, FLOAT32, BFLOAT16, COMPLEX128, BITS8 = 0x01, 0x10, 0x30, 0x51, 0x53, 0x72, 0x80
 REPLICATE, SHARD, STRIDED_SHARD = range(3)
 
 # Layout, alignment and fields of each table. A record is a dict. A missing field is 0.
@@ -367,7 +368,7 @@ def leaves():
         "complex": Leaf(COMPLEX, float_bits(0.5), float_bits(-0.0)),
         "str": Leaf(STR, b"text"),
         "bytes": Leaf(BYTES, b"\0\xff"),
-        "dtype": Leaf(DTYPE, 15),
+        "dtype": Leaf(DTYPE, BFLOAT16),
         "size": Leaf(SIZE, (2, 3)),
         "device": Leaf(DEVICE, b"cuda:0"),
         "opaque": Leaf(OPAQUE, b"{}", b"application/json"),
@@ -639,17 +640,18 @@ def half(i, key="half", compress=False, more=b"", **packing):
     return archive.slice((2 * i, 0), (4, 50))
 
 
-def add_half(archive, i, compress, **fields):
-    return (archive.compressed if compress else archive.storage)(HALVES[i], **fields)
-
-
 HALVES = b"1" * 100, b"2" * 100
+
+
+def add_half(archive, i, compress, contents=HALVES, **fields):
+    return (archive.compressed if compress else archive.storage)(contents[i], **fields)
 
 
 def shard_set(digests=False, compress=False, more=b"", **packing):
     """Two archives with the halves of a tensor of 4 x 50, and their manifest.
 
     If `digests` is True, all three have correct digests. If it is bytes, all digests are these bytes.
+    `contents` has the bytes of the two storages, at least 100 each.
     """
     halves = [half(i, compress=compress, more=more, **packing) for i in range(2)]
     manifest = runs(2)

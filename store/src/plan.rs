@@ -185,7 +185,7 @@ impl LayoutHasher {
     fn hash_tensor(&mut self, reference: &TensorReference) {
         let meta = &reference.meta;
         self.hash_words(&[
-            u64::from(meta.dtype().code()),
+            u64::from(meta.dtype().number()),
             reference.storage.map_or(u64::MAX, u64::from),
             reference.byte_offset,
         ]);

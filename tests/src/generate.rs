@@ -72,6 +72,10 @@ fn same_in_python(left: &MapKey, right: &MapKey) -> bool {
         }
         _ => None,
     };
+    if let (MapKey::Tuple(left), MapKey::Tuple(right)) = (left, right) {
+        let mut pairs = left.iter().zip(right);
+        return left.len() == right.len() && pairs.all(|(left, right)| same_in_python(left, right));
+    }
     left == right || number(left).is_some_and(|left| number(right) == Some(left))
 }
 
@@ -96,8 +100,10 @@ fn dtype() -> impl Strategy<Value = Dtype> {
     (0..Dtype::ALL.len()).prop_map(|at| Dtype::ALL[at])
 }
 
+/// Generates flags that a tensor of any dtype and shape can have.
 fn flags() -> impl Strategy<Value = TensorFlags> {
-    (0_u8..16).prop_map(|bits| TensorFlags::from_bits(bits).expect("four bits"))
+    let flags = [TensorFlags::default(), TensorFlags::PARAMETER, TensorFlags::NDARRAY];
+    proptest::sample::select(flags.to_vec())
 }
 
 /// Generates tensors over a few shared storages, so that many overlap, with any strides that fit.
@@ -181,8 +187,10 @@ pub fn value() -> impl Strategy<Value = Value> {
                 dict(value.clone()).prop_map(Value::OrderedDict),
                 proptest::collection::vec(value.clone(), 0..5).prop_map(Value::List),
                 proptest::collection::vec(value.clone(), 0..5).prop_map(Value::Tuple),
-                (text(), proptest::collection::btree_map("[a-z]{1,4}", value, 0..4))
-                    .prop_map(|(name, fields)| Value::NamedTuple(name, Dict::from_iter(fields))),
+                ("[A-Za-z_]{1,8}", proptest::collection::btree_map("[a-z]{1,4}", value, 0..4))
+                    .prop_map(|(name, fields)| {
+                        Value::NamedTuple(name.into(), Dict::from_iter(fields))
+                    }),
             ]
         })
     })

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use num_bigint::BigInt;
 use proptest::prelude::*;
 use tssd_format::{
-    Archive, ArchiveWriter, Blob, Dict, ErrorKind, Float, Layout, MapKey, ObjectPath, Options,
+    Archive, ArchiveWriter, Blob, Dict, ErrorKind, Float, Int, Layout, MapKey, ObjectPath, Options,
     Shard, ShardSpec, StateDict, Step, Storage, Tensor, TensorMeta, TensorSlice, Text,
     TorchStoreStateDict, Value,
 };
@@ -138,6 +139,94 @@ fn tensor(len: u8) -> Tensor {
 }
 
 #[track_caller]
+fn single(value: Value) -> StateDict {
+    let mut dict = StateDict::new();
+    dict.insert("v", value);
+    dict
+}
+
+fn surrogate() -> Text {
+    Text::from_generalized_utf8(&b"\xED\xA0\x80"[..]).unwrap()
+}
+
+/// Returns 256 to this power, whose two's complement has one byte more.
+fn bigint(power: u32) -> Int {
+    (BigInt::from(1) << (8 * power)).into()
+}
+
+/// Returns 1 to 3 numbers or tuples that Python holds equal, or almost.
+fn similar_keys() -> impl Strategy<Value = Vec<MapKey>> {
+    let exponents = prop_oneof![0_u32..4, 50_u32..70, 1020_u32..1026];
+    let number = (exponents, -1_i64..=1, any::<bool>(), 0..4_u8).prop_map(
+        |(exponent, offset, is_negative, form)| {
+            let int = (BigInt::from(1) << exponent) + offset;
+            let int = if is_negative { -int } else { int };
+            match form {
+                0 => MapKey::Int(int.into()),
+                1 => MapKey::Bool(offset > 0),
+                2 if exponent == 0 && offset < 0 => MapKey::Float(Float::from(-0.0)),
+                _ => MapKey::Float(Float::from(int.to_string().parse::<f64>().unwrap())),
+            }
+        },
+    );
+    let number = number.boxed();
+    let leaf = prop_oneof![8 => number, 1 => Just(MapKey::None), 1 => Just("1".into())];
+    let key = leaf.prop_recursive(2, 8, 2, |key| {
+        proptest::collection::vec(key, 1..3).prop_map(|keys| MapKey::Tuple(keys.into()))
+    });
+    proptest::collection::vec(key, 2..8)
+}
+
+/// Returns whether Python holds two keys equal, by exact arithmetic.
+fn equal_in_python(left: &MapKey, right: &MapKey) -> bool {
+    // A number times 2^1074 is an int for every finite float.
+    let scaled = |key: &MapKey| match key {
+        MapKey::Bool(bool) => Some(BigInt::from(u8::from(*bool)) << 1074),
+        MapKey::Int(int) => Some(int.to_bigint() << 1074),
+        MapKey::Float(float) if float.get().is_finite() => {
+            let (bits, sign) = (float.to_bits(), float.get().is_sign_negative());
+            let (exponent, fraction) = (bits >> 52 & 0x7FF, bits & ((1 << 52) - 1));
+            let scaled = match exponent {
+                0 => BigInt::from(fraction),
+                _ => BigInt::from(fraction | 1 << 52) << (exponent - 1),
+            };
+            Some(if sign { -scaled } else { scaled })
+        }
+        _ => None,
+    };
+    match (left, right) {
+        (MapKey::Tuple(left), MapKey::Tuple(right)) => {
+            left.len() == right.len()
+                && left.iter().zip(right).all(|(left, right)| equal_in_python(left, right))
+        }
+        _ => match (scaled(left), scaled(right)) {
+            (Some(left), Some(right)) => left == right,
+            _ => left == right,
+        },
+    }
+}
+
+proptest! {
+    #[test]
+    fn writer_rejects_exactly_keys_that_python_holds_equal(keys in similar_keys()) {
+        let mut unique: Vec<MapKey> = Vec::new();
+        for key in keys {
+            if !unique.contains(&key) {
+                unique.push(key);
+            }
+        }
+        let is_equal = unique.iter().enumerate().any(|(at, left)| {
+            unique[at + 1..].iter().any(|right| equal_in_python(left, right))
+        });
+        let mut dict = StateDict::new();
+        for key in &unique {
+            dict.insert(key.clone(), 1_i64);
+        }
+        let result = Layout::plan(&dict, &Options::new()).map_err(|error| error.kind());
+        prop_assert_eq!(result.err(), is_equal.then_some(ErrorKind::KeysCollide), "{:?}", unique);
+    }
+}
+
 fn assert_rejected(dict: &StateDict, kind: ErrorKind, path: &str) {
     let error = Layout::plan(dict, &Options::new()).unwrap_err();
     assert_eq!((error.kind(), error.path()), (kind, Some(path)), "{error}");
@@ -229,6 +318,24 @@ fn writer_rejects_unsupported_value_by_path() {
     let mut dict = StateDict::new();
     dict.insert("a", Dict::from_iter([(MapKey::Bool(true), 1_i64), (MapKey::Int(1.into()), 2)]));
     assert_rejected(&dict, ErrorKind::KeysCollide, r#"["a"][True]"#);
+
+    for (name, path, kind) in [
+        (Value::Device("".into()), r#"["v"]"#, ErrorKind::NameLength),
+        (Value::Device("d".repeat(257).into()), r#"["v"]"#, ErrorKind::NameLength),
+        (Value::Device(surrogate()), r#"["v"]"#, ErrorKind::NotText),
+        (Value::NamedTuple("".into(), Dict::new()), r#"["v"]"#, ErrorKind::NameLength),
+        (Value::NamedTuple(surrogate(), Dict::new()), r#"["v"]"#, ErrorKind::NotText),
+        (Value::Int(bigint(4096)), r#"["v"]"#, ErrorKind::TooLarge),
+    ] {
+        assert_rejected(&single(name), kind, path);
+    }
+    for longest in [
+        Value::Device("d".repeat(256).into()),
+        Value::NamedTuple("t".repeat(256).into(), Dict::new()),
+        Value::Int(bigint(4095)),
+    ] {
+        Layout::plan(&single(longest), &Options::new()).unwrap();
+    }
 
     let mut dict = StateDict::new();
     dict.insert(MapKey::Float(Float::from(f64::NAN)), 1_i64);
@@ -424,7 +531,7 @@ fn plan_rejects_what_readers_reject() {
     let divergent = Dict::from_iter([(0_i64, 1_i64)]);
     let mut dict = StateDict::new();
     dict.insert("d", Value::Divergent(divergent));
-    assert_rejected(&dict, ErrorKind::ShardTable, r#"["d"]"#);
+    assert_rejected(&dict, ErrorKind::DivergentNode, r#"["d"]"#);
 
     let mut dict = StateDict::new();
     dict.insert("p", Value::NamedTuple("P".into(), Dict::from_iter([(1_i64, 2_i64)])));

@@ -3,17 +3,15 @@
 use super::Validator;
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::{DATA_START, INDEX_ALIGN};
-use crate::record::kind;
+use crate::record::{MAX_ATTR_NAME_BYTES, kind};
 
 impl Validator<'_> {
     pub(super) fn validate_attrs(&mut self) -> Result<()> {
         let mut last: Option<&[u8]> = None;
         for attr in self.views.attrs {
             let attr_error = || Error::new(ErrorKind::AttrTable);
-            let name = self.views.heap_at(attr.name.to_native())?;
-            self.claim_heap(attr.name.to_native())?;
-            let is_utf8 = std::str::from_utf8(name).is_ok();
-            if !is_utf8 || last.is_some_and(|last| last >= name) || attr.reserved != [0; 7] {
+            let name = self.claim_name(attr.name.to_native(), 0..=MAX_ATTR_NAME_BYTES)?.as_bytes();
+            if last.is_some_and(|last| last >= name) || attr.reserved != [0; 7] {
                 return Err(attr_error().with_path(name.escape_ascii()));
             }
             last = Some(name);

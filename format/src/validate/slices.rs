@@ -4,13 +4,8 @@ use super::Validator;
 use super::claims::Claims;
 use crate::convert::to_usize;
 use crate::error::{Error, ErrorKind, Result};
-use crate::record::{self, NONE};
+use crate::record::{self, MAX_NAME_BYTES, NONE};
 use crate::shape::MAX_RANK;
-
-/// The longest name of a mesh dimension, in bytes.
-///
-/// The limit is low because the names are validated again for each slice.
-const MAX_NAME_BYTES: usize = 256;
 
 impl Validator<'_> {
     pub(super) fn validate_slices(&mut self) -> Result<()> {
@@ -66,14 +61,9 @@ impl Validator<'_> {
                 return Err(mesh_error("names without ranks"));
             }
             let mut seen = std::collections::BTreeSet::new();
+            // Names are short, because they are validated again for each slice.
             for name in self.claim_dims(slice.names.to_native(), mesh_rank)? {
-                let name = self.claim_heap(*name)?;
-                if name.len() > MAX_NAME_BYTES {
-                    return Err(mesh_error("long name"));
-                }
-                if !seen
-                    .insert(std::str::from_utf8(name).map_err(|_| mesh_error("name is not UTF-8"))?)
-                {
+                if !seen.insert(self.claim_name(*name, 0..=MAX_NAME_BYTES)?) {
                     return Err(mesh_error("two dimensions have one name"));
                 }
             }

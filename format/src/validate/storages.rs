@@ -28,8 +28,7 @@ impl Validator<'_> {
             let (offset, len) = (storage.offset.to_native(), storage.stored_len.to_native());
             // A mask instead of a division: the low bits of an aligned offset are zero.
             let align_mask = (1_u64 << storage.align_log2) - 1;
-            let gap =
-                offset.checked_sub(min_offset).filter(|_| offset & align_mask == 0 && len > 0);
+            let gap = offset.checked_sub(min_offset).filter(|_| offset & align_mask == 0);
             let storage_end = offset.checked_add(len);
             let is_in_layout = if is_manifest {
                 gap.is_some()

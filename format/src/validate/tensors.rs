@@ -8,7 +8,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
 use crate::prefetch::prefetch_ahead;
 use crate::record::{self, NONE, kind};
-use crate::shape::{MAX_RANK, SIZE_LIMIT, check_shape, span_bytes};
+use crate::shape::{MAX_RANK, SIZE_LIMIT, are_row_major, check_shape, span_bytes};
 use crate::table_views::{TableViews, path_of};
 use crate::tensor::TensorFlags;
 
@@ -22,9 +22,7 @@ impl<'a> Validator<'a> {
         usize::try_from(tensor.slice.to_native())
             .ok()
             .and_then(|slice| self.views.slices.get(slice))
-            .ok_or_else(|| {
-                Error::new(ErrorKind::MeshMismatch).with_detail("slices are not claimed in order")
-            })
+            .ok_or_else(|| Error::new(ErrorKind::SliceTable).with_detail("there is no such slice"))
     }
 
     pub(super) fn validate_tensors(&mut self) -> Result<()> {
@@ -38,19 +36,21 @@ impl<'a> Validator<'a> {
                 .map_err(|error| error.with_path(path_of_tensor(views, number)))?;
         }
         if !slices.is_complete() {
-            return Err(Error::new(ErrorKind::MeshMismatch).with_detail("slices of no tensor"));
+            return Err(Error::new(ErrorKind::SliceTable).with_detail("slices of no tensor"));
         }
         Ok(())
     }
 
     fn validate_tensor(&mut self, tensor: &record::Tensor, slices: &mut Claims) -> Result<()> {
-        let Some(dtype) = Dtype::from_code(tensor.dtype.to_native()) else {
+        let Some(dtype) = Dtype::from_number(tensor.dtype.to_native()) else {
             return Err(Error::new(ErrorKind::UnknownDtype).with_detail(tensor.dtype));
         };
         if usize::from(tensor.rank) > MAX_RANK {
             return Err(Error::new(ErrorKind::RankTooLarge).with_detail(tensor.rank));
         }
-        if TensorFlags::from_bits(tensor.flags).is_none() || tensor.reserved != 0 {
+        let flags = TensorFlags::from_bits(tensor.flags);
+        let fit = flags.is_some_and(|flags| flags.fit(dtype, tensor.rank.into()));
+        if !fit || tensor.reserved != 0 {
             return Err(Error::new(ErrorKind::TensorFlags));
         }
         let rank = u64::from(tensor.rank);
@@ -62,7 +62,13 @@ impl<'a> Validator<'a> {
         let contiguous = check_shape(dtype.itemsize(), shape)?;
         let span = match strides {
             None => contiguous,
-            strides => span_bytes(dtype.itemsize(), shape, strides)?,
+            Some(strides) => {
+                let span = span_bytes(dtype.itemsize(), shape, Some(strides))?;
+                if are_row_major(shape, strides) {
+                    return Err(Error::new(ErrorKind::RowMajorStrides));
+                }
+                span
+            }
         };
         let byte_offset = tensor.byte_offset.to_native();
         let end = byte_offset.checked_add(span).filter(|end| *end < SIZE_LIMIT || span == 0);
@@ -77,7 +83,7 @@ impl<'a> Validator<'a> {
         }
         let slice = self.slice_of(tensor)?;
         if !slices.claim_in_order(u64::from(tensor.slice.to_native()), 1) {
-            return Err(Error::new(ErrorKind::MeshMismatch).with_detail("slices are out of order"));
+            return Err(Error::new(ErrorKind::SliceTable).with_detail("slices are out of order"));
         }
         self.validate_slice_bounds(slice, dtype, shape)
     }

@@ -3,12 +3,14 @@
 use std::ops::Range;
 
 use super::claims::Claims;
-use super::{StorageUse, Validator, dtype_from_code};
+use super::{StorageUse, Validator, dtype_from_number};
 use crate::convert::{index_to_usize, to_u64, to_usize};
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{self, SortKey, equal_python_keys};
+use crate::key::{self, SortKey};
 use crate::number::is_canonical_bigint;
-use crate::record::{self, INLINE_MAX_BYTES, NONE, STORED_FLAG, kind, split_heap_range};
+use crate::record::{
+    self, INLINE_MAX_BYTES, MAX_NAME_BYTES, NONE, STORED_FLAG, kind, split_heap_range,
+};
 use crate::shape::MAX_RANK;
 use crate::state_dict::MAX_DEPTH;
 use crate::table_views::{TableViews, dims_range_error, path_of};
@@ -104,7 +106,7 @@ impl Validator<'_> {
             return Err(Error::new(ErrorKind::LeafValue).with_detail("flags of a container"));
         }
         if node.kind == kind::NAMEDTUPLE {
-            self.claim_text(node.b.to_native())?;
+            self.claim_name(node.b.to_native(), 1..=MAX_NAME_BYTES)?;
         } else if node.b != 0 {
             return Err(Error::new(ErrorKind::LeafValue).with_detail("b of a container"));
         }
@@ -123,9 +125,17 @@ impl Validator<'_> {
                 return Err(key_kind_error(node.kind, child));
             }
         }
-        if node.kind == kind::DIVERGENT && (inside_divergent || self.views.shards.is_empty()) {
-            return Err(Error::new(ErrorKind::ShardTable)
-                .with_detail("a divergent node stands in a manifest, and in no other one"));
+        if node.kind == kind::DIVERGENT {
+            let violation = if self.views.shards.is_empty() {
+                Some("the file has no shards")
+            } else if inside_divergent {
+                Some("it is inside another divergent node")
+            } else {
+                (count < 2).then_some("it has fewer than two children")
+            };
+            if let Some(violation) = violation {
+                return Err(Error::new(ErrorKind::DivergentNode).with_detail(violation));
+            }
         }
         if node.kind == kind::DIVERGENT || inside_divergent {
             self.divergent.push(range);
@@ -170,22 +180,12 @@ impl Validator<'_> {
             }
             last = Some(next);
         }
-        // Only bools and floats can equal keys of other kinds. The last key has the highest kind.
-        if last.is_none_or(|(highest, ..)| highest < key::kind::BOOL) {
-            return Ok(());
+        match self.views.find_equal_keys(order) {
+            Some([first, second]) => Err(Error::new(ErrorKind::KeysCollide)
+                .with_path(path_of(self.views, first))
+                .with_detail(path_of(self.views, second))),
+            None => Ok(()),
         }
-        for child in order {
-            let child = index_to_usize(child.to_native());
-            let node = &self.views.nodes[child];
-            for twin in equal_python_keys(node.key_kind, node.key.to_native()) {
-                if self.views.child_by_key(children.clone(), &twin).is_some() {
-                    return Err(
-                        Error::new(ErrorKind::KeysCollide).with_path(path_of(self.views, child))
-                    );
-                }
-            }
-        }
-        Ok(())
     }
 
     #[inline]
@@ -217,15 +217,21 @@ impl Validator<'_> {
         match node.kind {
             kind::NONE if a != 0 => return value_error("a"),
             kind::BOOL if a > 1 => return value_error("bool"),
-            kind::DTYPE if dtype_from_code(a).is_none() => return value_error("dtype"),
+            kind::DTYPE if dtype_from_number(a).is_none() => {
+                return Err(Error::new(ErrorKind::UnknownDtype).with_detail(a));
+            }
             kind::SIZE if to_u64(MAX_RANK) < u64::from(count) => return value_error("size"),
-            kind::BIGINT if !is_canonical_bigint(self.claim_heap(a)?) => {
-                return Err(Error::new(ErrorKind::NonCanonicalInt));
+            kind::BIGINT => {
+                let bytes = self.views.heap_at(a)?;
+                if !is_canonical_bigint(bytes) {
+                    return Err(Error::new(ErrorKind::NonCanonicalInt));
+                }
+                self.claim_heap_range(a)?;
             }
             kind::STR | kind::BYTES | kind::OPAQUE => {
                 self.validate_content(node)?;
                 if node.kind == kind::OPAQUE {
-                    self.claim_text(b)?;
+                    self.claim_name(b, 1..=MAX_NAME_BYTES)?;
                 }
             }
             kind::SIZE => {
@@ -233,7 +239,7 @@ impl Validator<'_> {
                 let start = u32::try_from(a).map_err(|_| dims_range_error(a, len))?;
                 self.claim_dims(start, len)?;
             }
-            kind::DEVICE => self.claim_text(a)?,
+            kind::DEVICE => drop(self.claim_name(a, 1..=MAX_NAME_BYTES)?),
             kind::TENSOR if count == 0 || !tensor_claims.claim_once(a, u64::from(count)) => {
                 return Err(Error::new(ErrorKind::TensorRun)
                     .with_detail(format_args!("{count} tensors from {a}")));

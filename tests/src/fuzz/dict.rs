@@ -2,8 +2,9 @@
 
 use arbitrary::{Result, Unstructured};
 use tssd_format::{
-    ChunkPolicy, Compression, DeviceMesh, Dict, Dtype, Float, Int, MapKey, Options, Shard,
-    ShardSpec, StateDict, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
+    ChunkPolicy, Compression, DeviceMesh, Dict, Dtype, DtypeClass, Float, Int, MapKey, Options,
+    Shard, ShardSpec, StateDict, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text,
+    Value,
 };
 
 /// Generates a state dict and the options to write it with. `None` if the bytes do not suffice.
@@ -169,8 +170,17 @@ impl Generator<'_> {
     ///
     /// If the tensor does not fit there, it gets a storage of its own.
     fn tensor_of(&mut self, shape: &[u64]) -> Result<Tensor> {
-        let flags = TensorFlags::from_bits(self.u.int_in_range(0..=15)?).expect("four bits");
-        let meta = TensorMeta::new(self.dtype()?, shape).expect("it is small").with_flags(flags);
+        let bits = self.u.int_in_range(0..=15)?;
+        let dtype = self.dtype()?;
+        let flags = TensorFlags::from_bits(bits).unwrap_or_default();
+        let meta = TensorMeta::new(dtype, shape).expect("it is small");
+        // The format checks which flags a tensor can have.
+        let fits = match bits {
+            1 | 3 => matches!(dtype.class(), DtypeClass::Float | DtypeClass::Complex),
+            8 => shape.is_empty(),
+            _ => true,
+        };
+        let meta = meta.with_flags(if fits { flags } else { TensorFlags::default() });
         let mut strided = meta.clone();
         if self.u.ratio(1, 3)? {
             let strides: Vec<u64> =

@@ -1,12 +1,12 @@
 //! Sizes exactly at the limits of spec section 3, where no other vector has them.
 
 use tssd_format::{
-    Attrs, ChunkLocation, ChunkSize, CompressedLayout, Container, DeviceMesh, Dtype, Int, MapKey,
-    Node, Options, Placement, Shard, ShardFile, ShardSpec, StateDict, Step, Storage,
-    StorageReference, Tensor, TensorMeta, TensorReference, TensorSlice, Value,
+    AttrValue, Attrs, ChunkLocation, ChunkSize, CompressedLayout, Container, DeviceMesh, Dict,
+    Dtype, Int, MapKey, Node, Options, Placement, Shard, ShardFile, ShardSpec, StateDict, Step,
+    Storage, StorageReference, Tensor, TensorMeta, TensorReference, TensorSlice, Value,
 };
 
-use super::{Vector, bit_tensor, dict_of, encode, encode_plain, file_vector};
+use super::{Vector, bit_tensor, dict_of, encode, encode_plain, file_vector, single_value};
 
 pub(super) fn vectors() -> Vec<Vector> {
     vec![
@@ -26,6 +26,11 @@ pub(super) fn vectors() -> Vec<Vector> {
             "a mesh of 64 dimensions, a name of 256 bytes, global rank 2^32 - 1, a shard of dimension \
              63",
             encode_plain(&mesh()),
+        ),
+        file_vector(
+            "109-name-limits",
+            "names of 1 and 256 bytes, names of attributes of 0 and 4096, an int of 4096 bytes",
+            encode(&names(), &long_attr()),
         ),
         file_vector(
             "103-size-limits",
@@ -63,6 +68,26 @@ fn content() -> StateDict {
         ("bytes".into(), Value::List(vec![bytes(4096), bytes(4097)])),
         ("opaque".into(), Value::List(vec![opaque(4096), opaque(4097)])),
     ])
+}
+
+fn names() -> StateDict {
+    let opaque = |media: String| Value::Opaque { media: media.into(), bytes: vec![b'o'].into() };
+    let (short, long) = (|| "n".to_owned(), || "n".repeat(256));
+    let big = num_bigint::BigInt::from(-1) << 32_767_u32;
+    single_value(Value::List(vec![
+        Value::Device(short().into()),
+        Value::Device(long().into()),
+        opaque(short()),
+        opaque(long()),
+        Value::NamedTuple(short().into(), Dict::new()),
+        Value::NamedTuple(long().into(), Dict::new()),
+        Value::Int(Int::from(big)),
+    ]))
+}
+
+fn long_attr() -> Options {
+    let options = Options::new().allow_opaque();
+    options.attr("a".repeat(4096), AttrValue::Int(1)).attr("", AttrValue::Int(2))
 }
 
 fn mesh() -> StateDict {

@@ -20,7 +20,7 @@ pub(super) fn vectors() -> Vec<Vector> {
             "one float32 tensor: the worked example of section 10",
             encode_plain(&single_value(f32_tensor(&[1.0, -2.0, 0.5], &[3]))),
         ),
-        file_vector("010-dtypes", "all 47 dtypes", encode_plain(&dict_of(dtypes.collect()))),
+        file_vector("010-dtypes", "all 42 dtypes", encode_plain(&dict_of(dtypes.collect()))),
         file_vector("011-ranks", "0-dim and empty tensors", encode_plain(&ranks())),
         file_vector(
             "012-ties",
@@ -29,10 +29,8 @@ pub(super) fn vectors() -> Vec<Vector> {
         ),
         file_vector(
             "013-flags",
-            "a Parameter that requires grad",
-            encode_plain(&single_value(flagged(
-                TensorFlags::PARAMETER.union(TensorFlags::REQUIRES_GRAD),
-            ))),
+            "a tensor that requires grad, a Parameter, a Parameter that requires grad",
+            encode_plain(&flags()),
         ),
         file_vector(
             "022-alignment",
@@ -89,6 +87,12 @@ pub(super) fn vectors() -> Vec<Vector> {
             "one element expanded to a million",
             encode_plain(&single_value(expanded())),
         ),
+        file_vector(
+            "059-elements",
+            "bool 0, 1, 2, 255; int4 1, -8, -1 with other upper bits; complex64 1-2j; \
+             float4_e2m1fn_x2 0.5, 1, 6, -6; float32 NaN with a payload, -0.0; bfloat16 1, -2",
+            encode_plain(&elements()),
+        ),
     ]
 }
 
@@ -132,10 +136,41 @@ fn two_sizes() -> StateDict {
     ])
 }
 
+fn flags() -> StateDict {
+    let both = TensorFlags::PARAMETER.union(TensorFlags::REQUIRES_GRAD);
+    dict_of(vec![
+        ("requires_grad".into(), flagged(TensorFlags::REQUIRES_GRAD).into()),
+        ("parameter".into(), flagged(TensorFlags::PARAMETER).into()),
+        ("both".into(), flagged(both).into()),
+    ])
+}
+
+/// The encodings of section 6, "Elements".
+fn elements() -> StateDict {
+    let tensor = |dtype, bytes: &[u8], count| {
+        let meta = TensorMeta::new(dtype, &[count]).expect("a small shape");
+        Value::from(Tensor::new(meta, bytes.to_vec().into(), 0).expect("as many bytes"))
+    };
+    let complex = [1.0_f32, -2.0].map(f32::to_le_bytes);
+    let floats = [0x7FC0_1234_u32, 0x8000_0000].map(u32::to_le_bytes);
+    let halves = [0x3F80_u16, 0xC000].map(u16::to_le_bytes);
+    dict_of(vec![
+        ("bool".into(), tensor(Dtype::Bool, &[0, 1, 2, 255], 4)),
+        ("int4".into(), tensor(Dtype::Int4, &[0xF1, 0x08, 0xFF], 3)),
+        ("complex64".into(), tensor(Dtype::Complex64, complex.as_flattened(), 1)),
+        ("float4_e2m1fn_x2".into(), tensor(Dtype::Float4E2m1fnX2, &[0x21, 0xF7], 2)),
+        ("float32".into(), tensor(Dtype::Float32, floats.as_flattened(), 2)),
+        ("bfloat16".into(), tensor(Dtype::Bfloat16, halves.as_flattened(), 2)),
+    ])
+}
+
 fn numpy() -> StateDict {
+    let scalar = TensorMeta::new(Dtype::Float32, &[]).expect("a small shape");
+    let scalar = scalar.with_flags(TensorFlags::SCALAR);
+    let scalar = Tensor::new(scalar, Storage::from(&[1.0_f32][..]), 0);
     dict_of(vec![
         ("array".into(), flagged(TensorFlags::NDARRAY).into()),
-        ("scalar".into(), flagged(TensorFlags::NDARRAY.union(TensorFlags::SCALAR)).into()),
+        ("scalar".into(), scalar.expect("as many bytes").into()),
     ])
 }
 

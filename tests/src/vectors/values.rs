@@ -49,8 +49,8 @@ pub(super) fn vectors() -> Vec<Vector> {
         file_vector("018-deep", "64 levels of containers", encode_plain(&single_value(deep()))),
         file_vector(
             "019-opaque",
-            "an opaque leaf",
-            encode(&single_value(opaque(vec![0x80, 4, b'.'])), &Options::new().allow_opaque()),
+            "opaque leaves: a pickle and JSON",
+            encode(&opaques(), &Options::new().allow_opaque()),
         ),
         file_vector(
             "020-attrs",
@@ -72,18 +72,23 @@ pub(super) fn vectors() -> Vec<Vector> {
         ),
         file_vector(
             "029-devices",
-            "devices, an empty name and one with a surrogate among them",
+            "devices: cpu, meta, one with an index, one whose name is not ASCII",
             encode_plain(&devices()),
         ),
         file_vector(
             "030-namedtuples",
-            "namedtuples in each other, with an empty name, with a surrogate",
+            "namedtuples in each other; the name of a field has a surrogate",
             encode_plain(&namedtuples()),
         ),
         file_vector(
             "031-float-keys",
             "float keys: -0.0, subnormal, infinite, beyond i64",
             encode_plain(&float_keys()),
+        ),
+        file_vector(
+            "107-unequal-keys",
+            "numbers and tuples that are almost equal",
+            encode_plain(&unequal_keys()),
         ),
         file_vector(
             "032-int-keys",
@@ -234,6 +239,14 @@ fn opaque(bytes: Vec<u8>) -> Value {
     Value::Opaque { media: "application/x-python-pickle".into(), bytes: bytes.into() }
 }
 
+fn opaques() -> StateDict {
+    let json = Value::Opaque {
+        media: "application/json".into(),
+        bytes: br#"{"lr": 0.1}"#.to_vec().into(),
+    };
+    single_value(Value::List(vec![opaque(vec![0x80, 4, b'.']), json]))
+}
+
 fn attrs() -> Options {
     Options::new()
         .attr("format", AttrValue::Text("pt".into()))
@@ -281,20 +294,51 @@ fn sizes() -> StateDict {
 }
 
 fn devices() -> StateDict {
-    let names = ["cpu".into(), "meta".into(), Text::from(""), surrogate()];
-    single_value(Value::List(names.into_iter().map(Value::Device).collect()))
+    let names = ["cpu", "meta", "cuda:1", "\u{88c5}\u{7f6e}"];
+    single_value(Value::List(names.into_iter().map(|name| Value::Device(name.into())).collect()))
 }
 
 fn namedtuples() -> StateDict {
-    let inner = Value::NamedTuple("".into(), Dict::new());
+    let inner = Value::NamedTuple("Empty".into(), Dict::new());
     let field = MapKey::Str(surrogate());
     let outer = Dict::from_iter([(MapKey::from("inner"), inner), (field, Value::None)]);
-    single_value(Value::NamedTuple(surrogate(), outer))
+    single_value(Value::NamedTuple("Outer".into(), outer))
 }
 
 fn float_keys() -> StateDict {
     let keys = [-0.0, 5e-324, f64::INFINITY, -f64::INFINITY, 1e300, -0.5];
     with_keys(keys.into_iter().map(|key| MapKey::Float(Float::from(key))).collect())
+}
+
+fn unequal_keys() -> StateDict {
+    let float = |float: f64| MapKey::Float(Float::from(float));
+    let tuple = |keys: &[MapKey]| MapKey::Tuple(keys.into());
+    let power = |exponent: u32, offset: u8| {
+        MapKey::Int(((num_bigint::BigInt::from(1) << exponent) + offset).into())
+    };
+    let one = MapKey::from(1);
+    with_keys(vec![
+        power(53, 1),
+        float(2_f64.powi(53)),
+        power(70, 1),
+        float(2_f64.powi(70)),
+        power(1024, 0),
+        float(f64::INFINITY),
+        one.clone(),
+        "1".into(),
+        MapKey::Bytes(b"1".to_vec().into()),
+        float(0.1),
+        MapKey::None,
+        tuple(&[]),
+        tuple(std::slice::from_ref(&one)),
+        tuple(&[one.clone(), one.clone()]),
+        tuple(&[tuple(&[one])]),
+        tuple(&["1".into()]),
+        tuple(&[float(0.1)]),
+        tuple(&[power(70, 1)]),
+        tuple(&[float(2_f64.powi(70))]),
+        tuple(&[MapKey::None]),
+    ])
 }
 
 fn int_keys() -> StateDict {

@@ -116,7 +116,7 @@ pub(super) fn describe_field(record: &Record<'_>, field: &str) -> String {
         }
 
         ("Tensor", "storage") => or_none("it has no elements", plain()),
-        ("Tensor", "dtype") => with_name(dtype_name(value)),
+        ("Tensor", "dtype") => format!("{field}: {}", dtype_label(value)),
         ("Tensor", "flags") => flag_names(value).map_or_else(plain, |flags| with_name(&flags)),
         ("Tensor", "shape") | ("Slice", "offsets" | "global_shape") => {
             format!("{field}: dims offset {value}")
@@ -170,7 +170,7 @@ fn describe_value(record: &Record<'_>, field: &str, value: u64) -> String {
         }
         ("a", "tensor") => labeled(format!("first record is tensor {value}")),
         ("a", "size") => labeled(format!("dims offset {value}")),
-        ("a", "dtype") => labeled(format!("{value}, {}", dtype_name(value))),
+        ("a", "dtype") => labeled(dtype_label(value)),
         ("a" | "value" | "key", "int") => labeled(value.cast_signed().to_string()),
         ("a" | "key", "float") | ("a" | "b", "complex") => {
             labeled(format!("{:?}", f64::from_bits(value)))
@@ -179,8 +179,10 @@ fn describe_value(record: &Record<'_>, field: &str, value: u64) -> String {
     }
 }
 
-fn dtype_name(code: u64) -> &'static str {
-    u16::try_from(code).ok().and_then(Dtype::from_code).map_or("", Dtype::name)
+/// Returns the number of a dtype as section 6 of the spec writes it, and its name.
+fn dtype_label(number: u64) -> String {
+    let dtype = u16::try_from(number).ok().and_then(Dtype::from_number);
+    format!("0x{number:02X}, {}", dtype.map_or("unknown", Dtype::name))
 }
 
 fn flag_names(value: u64) -> Option<String> {

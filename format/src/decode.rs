@@ -324,6 +324,6 @@ fn placement(record: &record::Placement) -> Placement {
     }
 }
 
-fn dtype(code: u64) -> Dtype {
-    u16::try_from(code).ok().and_then(Dtype::from_number).expect("proven to be known")
+fn dtype(word: u64) -> Dtype {
+    Dtype::from_word(word).expect("proven to be known")
 }

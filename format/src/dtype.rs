@@ -126,6 +126,11 @@ dtypes! {
 }
 
 impl Dtype {
+    /// Returns the dtype whose number is in a word of a leaf, if there is one.
+    pub(crate) fn from_word(word: u64) -> Option<Self> {
+        u16::try_from(word).ok().and_then(Self::from_number)
+    }
+
     /// Returns the number in files.
     #[inline]
     pub const fn number(self) -> u16 {

@@ -24,7 +24,7 @@ use crate::state_dict::Value;
 use crate::structure::{BorrowedNode, BorrowedStep, BorrowedTensor, Container, ContentKind};
 use crate::table::{Tables, record_number};
 use crate::table_views::TableViews;
-use crate::text::Text;
+use crate::text::{Text, check_name_len};
 
 /// Value of an attribute of an archive.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -512,11 +512,7 @@ impl<'a> TableEncoder<'a> {
 
 /// Checks that a name is UTF-8 without surrogates (F-032), and that its length is allowed (F-034).
 fn check_name(name: &[u8], lengths: RangeInclusive<usize>) -> Result<()> {
-    if !lengths.contains(&name.len()) {
-        let (min, max) = lengths.into_inner();
-        return Err(Error::new(ErrorKind::NameLength)
-            .with_detail(format_args!("{} bytes, not {min} to {max}", name.len())));
-    }
+    check_name_len(name, lengths)?;
     std::str::from_utf8(name)
         .map(drop)
         .map_err(|_| Error::new(ErrorKind::NotText).with_detail("a name with surrogates"))

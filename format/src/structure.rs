@@ -157,7 +157,8 @@ impl PathCursor<'_> {
 /// - `TooDeep` for containers nested deeper than [`MAX_DEPTH`].
 /// - `UntypedLeaf` for an opaque leaf unless `allow_opaque` is set.
 /// - `TensorRun` and `MixedRun` for shards that are empty or disagree on dtype or global shape.
-/// - `DivergentNode` for a divergent value, `TensorFlags` for flags that do not fit, `KeyKind` for a namedtuple field that is no str.
+/// - `TensorFlags` for flags that the dtype or the shape of a tensor excludes.
+/// - `DivergentNode` for a divergent value, `KeyKind` for a namedtuple field that is no str.
 /// - The errors of `item`.
 pub(crate) fn walk<'a>(
     value: &'a Value,
@@ -165,11 +166,12 @@ pub(crate) fn walk<'a>(
     allow_opaque: bool,
     item: &mut impl FnMut(&PathCursor<'_>, PayloadItem<'a>) -> Result<()>,
 ) -> Result<()> {
+    let mut tensor_item = |tensor: &'a Tensor| {
+        tensor.meta().check_flags().map_err(|error| error.with_path(path.to_path()))?;
+        item(path, PayloadItem::Tensor(tensor))
+    };
     match value {
-        Value::Tensor(tensor) => {
-            tensor.meta().check_flags().map_err(|error| error.with_path(path.to_path()))?;
-            item(path, PayloadItem::Tensor(tensor))
-        }
+        Value::Tensor(tensor) => tensor_item(tensor),
         Value::Shards(shards) => {
             if shards.is_empty() {
                 return Err(Error::new(ErrorKind::TensorRun)
@@ -182,7 +184,7 @@ pub(crate) fn walk<'a>(
             if shards.iter().any(|shard| dtype_and_shape(shard) != dtype_and_shape(&shards[0])) {
                 return Err(Error::new(ErrorKind::MixedRun).with_path(path.to_path()));
             }
-            shards.iter().try_for_each(|shard| item(path, PayloadItem::Tensor(shard.tensor())))
+            shards.iter().try_for_each(|shard| tensor_item(shard.tensor()))
         }
         Value::Opaque { .. } if !allow_opaque => {
             Err(Error::new(ErrorKind::UntypedLeaf).with_path(path.to_path()))

@@ -1,6 +1,7 @@
 //! Python strings.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 
 use bytes::Bytes;
 
@@ -91,6 +92,16 @@ impl fmt::Debug for Text {
 /// Returns true if the bytes are generalized UTF-8.
 pub(crate) fn is_text(bytes: &[u8]) -> bool {
     parts(bytes).all(|part| !matches!(part, Part::Invalid))
+}
+
+/// Checks the length of a name in bytes (F-034).
+pub(crate) fn check_name_len(name: &[u8], lengths: RangeInclusive<usize>) -> Result<()> {
+    if lengths.contains(&name.len()) {
+        return Ok(());
+    }
+    let (min, max) = lengths.into_inner();
+    Err(Error::new(ErrorKind::NameLength)
+        .with_detail(format_args!("{} bytes, not {min} to {max}", name.len())))
 }
 
 enum Part<'a> {

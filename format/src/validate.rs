@@ -21,11 +21,10 @@ use std::ops::RangeInclusive;
 
 use self::claims::{Claims, HeapClaims};
 use crate::convert::index_to_usize;
-use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
 use crate::record::split_heap_range;
 use crate::table_views::{TableViews, dims_range_error, heap_range_error};
-use crate::text::is_text;
+use crate::text::{check_name_len, is_text};
 
 /// Validates the tables of a file whose index begins at `index_off`, in bytes.
 ///
@@ -91,11 +90,7 @@ impl<'a> Validator<'a> {
     /// Claims a name whose length in bytes must lie in a range.
     fn claim_name(&mut self, range: u64, lengths: RangeInclusive<usize>) -> Result<&'a str> {
         let bytes = self.views.heap_at(range)?;
-        if !lengths.contains(&bytes.len()) {
-            let (min, max) = lengths.into_inner();
-            return Err(Error::new(ErrorKind::NameLength)
-                .with_detail(format_args!("{} bytes, not {min} to {max}", bytes.len())));
-        }
+        check_name_len(bytes, lengths)?;
         self.claim_heap_range(range)?;
         std::str::from_utf8(bytes).map_err(|_| Error::new(ErrorKind::NotText))
     }
@@ -133,8 +128,4 @@ impl<'a> Validator<'a> {
             Err(dims_range_error(start.into(), len))
         }
     }
-}
-
-fn dtype_from_number(number: u64) -> Option<Dtype> {
-    u16::try_from(number).ok().and_then(Dtype::from_number)
 }

@@ -74,7 +74,6 @@ mod toy;
 mod workload;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
 
 use serde_json::{Value, json};
 use tssd_tests::campaign::Campaign;
@@ -92,14 +91,6 @@ use crate::linearizability::ledger_storage::LedgerStorage;
 #[cfg(feature = "object")]
 use crate::linearizability::shared_ledger::SharedSetup;
 
-/// Time during which faults are injected before the histories are checked.
-const ROUND_DURATION: Duration = Duration::from_secs(10);
-
-/// The same in a bucket, whose server takes seconds to start.
-#[cfg(feature = "etcd")]
-#[cfg(feature = "object")]
-const BUCKET_ROUND_DURATION: Duration = Duration::from_secs(30);
-
 #[test]
 #[ignore = "cargo xtask reliability runs it"]
 fn histories_at_a_daemon_are_linearizable() {
@@ -109,8 +100,7 @@ fn histories_at_a_daemon_are_linearizable() {
     while campaign.should_continue(checked.operations, 100_000) || checked.lacks_versions() {
         let mut setup = DaemonSetup::new();
         // Every second daemon is not killed, so that its resource usage can be measured over time.
-        let faults =
-            setup.inject_faults(&mut rng, ROUND_DURATION, checked.rounds % 2 == 0, &mut growth);
+        let faults = setup.inject_faults(&mut rng, checked.rounds % 2 == 0, &mut growth);
         let (operations, ends) = setup.finish();
         checked.add(operations, &ends, faults);
     }
@@ -123,14 +113,10 @@ fn histories_at_a_daemon_are_linearizable() {
 #[cfg(feature = "object")]
 fn check_shared(name: &'static str, home: LedgerStorage, wanted: u64) {
     let campaign = Campaign::start(name);
-    let duration = match home {
-        LedgerStorage::Bucket => BUCKET_ROUND_DURATION,
-        _ => ROUND_DURATION,
-    };
     let (mut rng, mut checked) = (SeededRng::new(0x5EED), CheckedHistories::default());
     while campaign.should_continue(checked.operations, wanted) || checked.lacks_versions() {
         let mut setup = SharedSetup::new(home);
-        let faults = setup.inject_faults(&mut rng, duration);
+        let faults = setup.inject_faults(&mut rng);
         let (operations, ends) = setup.finish();
         checked.add(operations, &ends, faults);
     }

@@ -7,7 +7,7 @@ use num_bigint::BigInt;
 use proptest::prelude::*;
 use tssd_format::{
     Archive, ArchiveWriter, Blob, Dict, ErrorKind, Float, Int, Layout, MapKey, ObjectPath, Options,
-    Shard, ShardSpec, StateDict, Step, Storage, Tensor, TensorMeta, TensorSlice, Text,
+    Shard, ShardSpec, StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text,
     TorchStoreStateDict, Value,
 };
 use tssd_tests::generate;
@@ -138,7 +138,6 @@ fn tensor(len: u8) -> Tensor {
     Tensor::from_slice(&(0..len).collect::<Vec<_>>(), &[u64::from(len)]).unwrap()
 }
 
-#[track_caller]
 fn single(value: Value) -> StateDict {
     let mut dict = StateDict::new();
     dict.insert("v", value);
@@ -154,7 +153,7 @@ fn bigint(power: u32) -> Int {
     (BigInt::from(1) << (8 * power)).into()
 }
 
-/// Returns 1 to 3 numbers or tuples that Python holds equal, or almost.
+/// Generates numbers and tuples, of which many are equal in Python, or almost.
 fn similar_keys() -> impl Strategy<Value = Vec<MapKey>> {
     let exponents = prop_oneof![0_u32..4, 50_u32..70, 1020_u32..1026];
     let number = (exponents, -1_i64..=1, any::<bool>(), 0..4_u8).prop_map(
@@ -169,7 +168,6 @@ fn similar_keys() -> impl Strategy<Value = Vec<MapKey>> {
             }
         },
     );
-    let number = number.boxed();
     let leaf = prop_oneof![8 => number, 1 => Just(MapKey::None), 1 => Just("1".into())];
     let key = leaf.prop_recursive(2, 8, 2, |key| {
         proptest::collection::vec(key, 1..3).prop_map(|keys| MapKey::Tuple(keys.into()))
@@ -227,6 +225,7 @@ proptest! {
     }
 }
 
+#[track_caller]
 fn assert_rejected(dict: &StateDict, kind: ErrorKind, path: &str) {
     let error = Layout::plan(dict, &Options::new()).unwrap_err();
     assert_eq!((error.kind(), error.path()), (kind, Some(path)), "{error}");
@@ -319,15 +318,27 @@ fn writer_rejects_unsupported_value_by_path() {
     dict.insert("a", Dict::from_iter([(MapKey::Bool(true), 1_i64), (MapKey::Int(1.into()), 2)]));
     assert_rejected(&dict, ErrorKind::KeysCollide, r#"["a"][True]"#);
 
-    for (name, path, kind) in [
-        (Value::Device("".into()), r#"["v"]"#, ErrorKind::NameLength),
-        (Value::Device("d".repeat(257).into()), r#"["v"]"#, ErrorKind::NameLength),
-        (Value::Device(surrogate()), r#"["v"]"#, ErrorKind::NotText),
-        (Value::NamedTuple("".into(), Dict::new()), r#"["v"]"#, ErrorKind::NameLength),
-        (Value::NamedTuple(surrogate(), Dict::new()), r#"["v"]"#, ErrorKind::NotText),
-        (Value::Int(bigint(4096)), r#"["v"]"#, ErrorKind::TooLarge),
+    let flagged = |flags| {
+        let tensor = tensor(1);
+        let meta = tensor.meta().clone().with_flags(flags);
+        Tensor::new(meta, tensor.storage().clone(), 0).unwrap()
+    };
+    let shard = |flags| {
+        let slice = TensorSlice::new(&[0], &[1], &[2]).unwrap();
+        Value::Shards(vec![Shard::new(flagged(flags), ShardSpec::new(slice)).unwrap()])
+    };
+    for (value, kind) in [
+        (Value::Device("".into()), ErrorKind::NameLength),
+        (Value::Device("d".repeat(257).into()), ErrorKind::NameLength),
+        (Value::Device(surrogate()), ErrorKind::NotText),
+        (Value::NamedTuple("".into(), Dict::new()), ErrorKind::NameLength),
+        (Value::NamedTuple(surrogate(), Dict::new()), ErrorKind::NotText),
+        (Value::Int(bigint(4096)), ErrorKind::TooLarge),
+        (flagged(TensorFlags::REQUIRES_GRAD).into(), ErrorKind::TensorFlags),
+        (flagged(TensorFlags::SCALAR).into(), ErrorKind::TensorFlags),
+        (shard(TensorFlags::REQUIRES_GRAD), ErrorKind::TensorFlags),
     ] {
-        assert_rejected(&single(name), kind, path);
+        assert_rejected(&single(value), kind, r#"["v"]"#);
     }
     for longest in [
         Value::Device("d".repeat(256).into()),

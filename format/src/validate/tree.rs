@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use super::claims::Claims;
-use super::{StorageUse, Validator, dtype_from_number};
+use super::{StorageUse, Validator};
 use crate::convert::{index_to_usize, to_u64, to_usize};
+use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{self, SortKey};
 use crate::number::is_canonical_bigint;
@@ -217,7 +218,7 @@ impl Validator<'_> {
         match node.kind {
             kind::NONE if a != 0 => return value_error("a"),
             kind::BOOL if a > 1 => return value_error("bool"),
-            kind::DTYPE if dtype_from_number(a).is_none() => {
+            kind::DTYPE if Dtype::from_word(a).is_none() => {
                 return Err(Error::new(ErrorKind::UnknownDtype).with_detail(a));
             }
             kind::SIZE if to_u64(MAX_RANK) < u64::from(count) => return value_error("size"),

@@ -52,22 +52,21 @@ impl DaemonSetup {
         self.daemon.as_ref().unwrap()
     }
 
-    /// Injects random faults during a time span.
+    /// Injects random faults for one round.
     ///
     /// Without `kills` no process is killed. A killed client leaves labels on its versions, and the
     /// daemon grows with them.
     pub(crate) fn inject_faults(
         &mut self,
         rng: &mut SeededRng,
-        span: Duration,
         kills: bool,
         growth: &mut ResourceGrowth,
     ) -> FaultCounts {
         let mut faults = FaultCounts::default();
-        let until = Instant::now() + span;
+        let until = Instant::now() + LedgerStorage::Daemon.round_duration();
         growth.start_process();
         while Instant::now() < until {
-            rng.sleep_below(150);
+            rng.sleep_below(LedgerStorage::Daemon.max_fault_interval());
             growth.sample(self.daemon().process.id());
             let slot = usize::try_from(rng.below(CLIENTS as u64)).unwrap();
             match rng.below(16) {

@@ -25,14 +25,9 @@ const HOSTS: usize = 3;
 /// succeeds.
 const BUCKET_UPTIME: Duration = Duration::from_secs(4);
 
-/// Maximum time between two faults in milliseconds.
-const FAULT_INTERVAL: u64 = 150;
-
-/// The same in a bucket. Its calls are slow: with more faults, no version of three writers succeeds.
-const BUCKET_FAULT_INTERVAL: u64 = 1000;
-
 /// Clients, daemons and servers that share ledgers.
 pub(crate) struct SharedSetup {
+    home: LedgerStorage,
     url: String,
     daemons: Vec<(LinearDaemon, Proxy)>,
     servers: Servers,
@@ -89,19 +84,15 @@ impl SharedSetup {
             _ => Vec::new(),
         };
         let clients = Clients::start(home, environment, folder.path(), client_url);
-        Self { url, daemons, servers, clients, _folder: folder }
+        Self { home, url, daemons, servers, clients, _folder: folder }
     }
 
-    /// Injects random faults during a time span.
-    pub(crate) fn inject_faults(&mut self, rng: &mut SeededRng, span: Duration) -> FaultCounts {
+    /// Injects random faults for one round.
+    pub(crate) fn inject_faults(&mut self, rng: &mut SeededRng) -> FaultCounts {
         let mut faults = FaultCounts::default();
-        let until = Instant::now() + span;
-        let interval = match self.servers {
-            Servers::Bucket { .. } => BUCKET_FAULT_INTERVAL,
-            Servers::Etcd(_) | Servers::None => FAULT_INTERVAL,
-        };
+        let until = Instant::now() + self.home.round_duration();
         while Instant::now() < until {
-            rng.sleep_below(interval);
+            rng.sleep_below(self.home.max_fault_interval());
             let slot = usize::try_from(rng.below(CLIENTS as u64)).unwrap();
             let host = slot % HOSTS;
             match rng.below(16) {

@@ -62,7 +62,9 @@ macro_rules! dtypes {
             /// Returns the dtype with this number, if there is one.
             #[inline]
             pub const fn from_number(number: u16) -> Option<Self> {
-                match number { $($number => Some(Self::$variant),)* _ => None }
+                // The cast widens: `usize::from` is not const.
+                let number = number as usize;
+                if number < NUMBERS { BY_NUMBER[number] } else { None }
             }
 
             #[inline]
@@ -77,8 +79,25 @@ macro_rules! dtypes {
                 },)* }
             }
         }
+
+        /// The dtype of each number. Opening a file looks at it for each tensor.
+        static BY_NUMBER: [Option<Dtype>; NUMBERS] = {
+            let mut dtypes = [None; NUMBERS];
+            $(dtypes[$number] = Some(Dtype::$variant);)*
+            dtypes
+        };
+
+        /// The size of the elements of each number, for the same reason.
+        static ITEMSIZES: [u8; NUMBERS] = {
+            let mut itemsizes = [0; NUMBERS];
+            $(itemsizes[$number] = $itemsize;)*
+            itemsizes
+        };
     };
 }
+
+/// The numbers of dtypes lie below this one.
+const NUMBERS: usize = 0x85;
 
 dtypes! {
     0x01 Bool "bool" Bool 1 1 8 Some("BOOL");
@@ -151,7 +170,7 @@ impl Dtype {
     #[inline]
     pub const fn itemsize(self) -> u64 {
         // A widening cast: `u64::from` is not const.
-        self.row().itemsize as u64
+        ITEMSIZES[self.number() as usize] as u64
     }
 
     /// Returns the number of values in one element: 2 for `float4_e2m1fn_x2`, 1 for most dtypes.

@@ -6,7 +6,6 @@ use std::fmt;
 struct Row {
     name: &'static str,
     class: DtypeClass,
-    itemsize: u8,
     values: u8,
     bits: u8,
     safetensors: Option<&'static str>,
@@ -72,7 +71,6 @@ macro_rules! dtypes {
                 match self { $(Self::$variant => &Row {
                     name: $name,
                     class: DtypeClass::$class,
-                    itemsize: $itemsize,
                     values: $values,
                     bits: $bits,
                     safetensors: $safetensors,

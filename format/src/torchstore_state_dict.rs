@@ -13,7 +13,7 @@ use crate::structure::{Node, TensorReference};
 
 /// An encoded state dict: a flattened state dict of references, and the tensor blob that they address.
 ///
-/// It is an [`Archive`] in memory. Files, arena segments and network peers receive exactly its bytes.
+/// It is an [`Archive`] in memory. Files, segments of shared memory and network peers receive exactly its bytes.
 ///
 /// # Examples
 ///

@@ -362,7 +362,7 @@ impl Store {
     ///     cast: with `into`: whether the dtypes of floating tensors may differ from the stored ones.
     ///     copy: without `into`: whether every tensor gets memory of its own.
     ///     verify: whether bytes are verified against their checksums.
-    ///     require_transport: the required transport: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or
+    ///     require_transport: the required transport: "cuda_ipc", "file", "memory", "object", "shared_memory", "tcp" or
     ///         "tls". Any other transport is an error. None: any transport.
     ///     return_report: whether a GetReport is returned as well.
     ///     allow_pickle: as for `load_file`.

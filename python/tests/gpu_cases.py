@@ -77,7 +77,7 @@ def test_arrays_roundtrip(driver: gpu.Driver, store: tssd.Store) -> None:
         copies = report.device_copies
         assert copies is not None
         assert copies.pinned + copies.pageable >= weight.size + half.size + transposed.size
-        assert (report.transport == "arena") == (copies.pinned > 0)
+        assert (report.transport == "shared_memory") == (copies.pinned > 0)
         loaded = store.get_state_dict("policy")
         model = loaded["model"]
         assert element_bytes(model["weight"]) == (MATRIX + step).tobytes() == element_bytes(model["tied"])
@@ -297,7 +297,7 @@ class TestTensors:
                 report = store.put_state_dict(state, "policy")
                 state["weight"].zero_()
             copies = report.device_copies
-            assert copies is not None and (copies.pageable == 0) == (report.transport == "arena")
+            assert copies is not None and (copies.pageable == 0) == (report.transport == "shared_memory")
             loaded = store.get_state_dict("policy")
             assert torch.equal(loaded["weight"], matrix + step) and torch.equal(loaded["turned"], loaded["weight"].T)
             assert loaded["part"].untyped_storage().data_ptr() == loaded["weight"].untyped_storage().data_ptr()

@@ -195,7 +195,7 @@ def test_daemon_replicates_durable_versions_to_bucket(server: Server, tmp_path: 
     url = server.new_url()
     with BucketDaemon(tmp_path, url) as daemon:
         report = daemon.store.put_state_dict(make_state(1), "policy", durability="object")
-        assert (report.visible, report.stored, report.transport) == (True, True, "arena")
+        assert (report.visible, report.stored, report.transport) == (True, True, "shared_memory")
         assert report.phases["store"] > 0
         assert not daemon.store.put_state_dict(make_state(2), "policy").stored
         assert daemon.store.head("policy").version == 2
@@ -207,7 +207,7 @@ def test_daemon_replicates_durable_versions_to_bucket(server: Server, tmp_path: 
     with BucketDaemon(tmp_path, url) as daemon:
         assert daemon.store.head("policy").version == 1
         got, report = daemon.store.get_state_dict("policy", return_report=True)
-        assert report.transport == "arena"
+        assert report.transport == "shared_memory"
         assert all(np.array_equal(np.asarray(got[name]), value) for name, value in make_state(1).items())
         with daemon.store.publish("policy", bucket_bytes=8 << 20, durability="object") as publisher:
             for name, value in make_state(2).items():

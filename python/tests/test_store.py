@@ -730,9 +730,9 @@ def test_ring_sends_versions_to_open_receivers(tmp_path: Path) -> None:
                             for name, tensor in state["model"].items():
                                 publisher.put(f"model.{name}", tensor)
                         report = publisher.report
-                    assert (report.version, report.transport) == (step, "arena")
+                    assert (report.version, report.transport) == (step, "shared_memory")
                     got = received.result()
-                assert (got.version, got.transport) == (step, "arena") and got.buckets > 6
+                assert (got.version, got.transport) == (step, "shared_memory") and got.buckets > 6
                 assert (columns == weight[:, 60:90]).all() and (bias == np.arange(7)).all()
             with pytest.raises(tssd.TssdValueError, match="is no tensor, and a ring"):
                 writer.put_state_dict({"step": 3}, "policy", options=ring)

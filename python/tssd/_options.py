@@ -39,6 +39,6 @@ class PutOptions:
     on_divergence: Literal["error", "lowest", "keep"] = "error"
     replicas: Literal["primary", "all"] = "primary"
     keep_dtype: str | Sequence[str] = ()
-    require_transport: Literal["arena", "cuda_ipc", "file", "memory", "object", "tcp", "tls"] | None = None
+    require_transport: Literal["cuda_ipc", "file", "memory", "object", "shared_memory", "tcp", "tls"] | None = None
     rewind: bool = False
     residency: Literal["host", "device", "ring", "in_place"] | Ring = "host"

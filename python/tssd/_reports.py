@@ -36,7 +36,7 @@ class PutReport:
         missing: the writers whose contributions are missing.
         stored: whether the whole version is in the bucket, with durability="object".
         bytes: the number of bytes that this put stored.
-        transport: the transport of the bytes: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls".
+        transport: the transport of the bytes: "cuda_ipc", "file", "memory", "object", "shared_memory", "tcp" or "tls".
         transport_reason: the reason why this transport was used.
         phases: the time of each phase, in seconds. "arrange": computing the layout of the archive. "begin":
             beginning the contribution, which may wait for other writers and for memory. A small archive is written
@@ -78,7 +78,7 @@ class GetReport:
             number of requested bytes: only whole chunks can be verified, and a longer range can be cheaper than
             another request.
         bytes_verified: the number of bytes that were verified against their checksums.
-        transport: the transport of the bytes: "arena", "cuda_ipc", "file", "memory", "object", "tcp" or "tls".
+        transport: the transport of the bytes: "cuda_ipc", "file", "memory", "object", "shared_memory", "tcp" or "tls".
         transport_reason: the reason why this transport was used.
         plan_seconds: the time of planning the copies, in seconds.
         seconds: the time of the copies, in seconds.
@@ -115,7 +115,7 @@ class ReceiveReport:
         version: the version number.
         buckets: the number of buckets of the version.
         bytes: the number of tensor bytes that were copied.
-        transport: the transport of the bytes: "arena" or "cuda_ipc".
+        transport: the transport of the bytes: "shared_memory" or "cuda_ipc".
         transport_reason: the reason why this transport was used.
         seconds: the time from the arrival of the first bucket to the end, in seconds.
         device_copies: how bytes were copied to GPUs; None if no tensor is on a GPU.

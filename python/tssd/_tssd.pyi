@@ -205,7 +205,7 @@ def _check_cancelled() -> None: ...
 _StateDict = dict[Any, Any] | TorchStoreStateDict
 _FloatingDtype = torch.dtype | np.dtype[Any] | type[np.generic] | str
 _Durability = Literal["memory", "disk", "object"]
-_Transport = Literal["arena", "cuda_ipc", "file", "memory", "object", "tcp", "tls"]
+_Transport = Literal["cuda_ipc", "file", "memory", "object", "shared_memory", "tcp", "tls"]
 _Metadata = dict[str, Any]
 _Into = TypeVar("_Into")
 _IntoDict = TypeVar("_IntoDict", bound=dict[Any, Any])

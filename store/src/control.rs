@@ -196,7 +196,6 @@ pub(crate) struct Proposal {
     pub(crate) job: Option<JobId>,
     /// Sequence number of this put of the job to the key by this writer, from 1 on.
     #[serde(default)]
-    #[serde(rename = "call")]
     pub(crate) sequence: Option<u64>,
     #[serde(default)]
     pub(crate) number: Option<u64>,
@@ -241,7 +240,6 @@ pub(crate) struct DeviceMemoryRequest {
     pub(crate) len: u64,
     /// Minimum capacity of the memory in bytes, so that other archives can reuse it.
     #[serde(default)]
-    #[serde(rename = "room")]
     pub(crate) min_capacity: u64,
 }
 

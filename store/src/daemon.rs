@@ -40,7 +40,7 @@ use crate::net::socket::{sibling_path, socket_path};
 use crate::net::tls::{Endpoint, Identity};
 
 /// Maximum number of connections through the socket, and of connections through TCP.
-const MAX_PEERS: usize = 1024;
+const MAX_CONNECTIONS: usize = 1024;
 
 /// Time that open contributions, and then sessions, have to finish when the daemon shuts down.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -271,7 +271,7 @@ impl Daemon {
                 Some(_) = sessions.join_next(), if !sessions.is_empty() => {}
                 Some(_) = remote_sessions.join_next(), if !remote_sessions.is_empty() => {}
                 accepted = self.listener.accept() => match accepted {
-                    Ok((stream, _)) if sessions.len() < MAX_PEERS => {
+                    Ok((stream, _)) if sessions.len() < MAX_CONNECTIONS => {
                         let (state, options) = (self.state.clone(), self.options.clone());
                         if let Some(connection) = IncomingConnection::local(stream) {
                             sessions.spawn(boxed(session::run(state, connection, options)));
@@ -284,7 +284,7 @@ impl Daemon {
                     }
                 },
                 accepted = accept(self.remote_listener.as_ref()) => match accepted {
-                    Ok((stream, address)) if remote_sessions.len() < MAX_PEERS => {
+                    Ok((stream, address)) if remote_sessions.len() < MAX_CONNECTIONS => {
                         let (state, options) = (self.state.clone(), self.options.clone());
                         let identity = self.identity.clone();
                         remote_sessions.spawn(boxed(async move {

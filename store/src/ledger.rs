@@ -33,7 +33,7 @@ pub use durability::Durability;
 pub use identity::{
     ArchiveDigest, InvalidHexadecimal, JobId, LeaseId, SessionId, Timestamp, VersionId,
 };
-pub use refusal::{Reason, Refusal};
+pub use refusal::{PendingVersion, Reason, Refusal};
 pub use selector::{Selection, Selector};
 pub use state::{Lease, State};
 pub use version::{
@@ -54,7 +54,7 @@ pub const MAX_PENDING_DELETIONS: usize = 64;
 
 /// Maximum number of tombstones: deleted versions that the ledger still knows.
 ///
-/// A command that names an older deleted version is refused with [`Refusal::Unknown`].
+/// A command that names an older deleted version is refused with [`Refusal::UnknownVersion`].
 pub const MAX_TOMBSTONES: usize = 64;
 
 /// Maximum number of fenced jobs that the ledger remembers. A job fenced earlier counts as new.

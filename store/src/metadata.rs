@@ -19,7 +19,7 @@ use crate::key::Key;
 use crate::ledger::{SessionId, State};
 
 pub(crate) use owned::OwnedLedgers;
-pub(crate) use records::Records;
+pub(crate) use records::{RECORD_VERSION, Records};
 pub(crate) use shared::SharedLedgers;
 
 /// The ledgers of all keys.

@@ -15,7 +15,7 @@ pub enum Transport {
     /// Memory of this process.
     Memory,
     /// Memory that is shared between the processes of this host.
-    Arena,
+    SharedMemory,
     /// GPU memory that is shared between processes, through CUDA IPC.
     CudaIpc,
     /// Files.
@@ -39,7 +39,7 @@ impl Transport {
     /// All transports with their names.
     const NAMES: [(Self, &str); 7] = [
         (Self::Memory, "memory"),
-        (Self::Arena, "arena"),
+        (Self::SharedMemory, "shared_memory"),
         (Self::CudaIpc, "cuda_ipc"),
         (Self::File, "file"),
         (Self::Tcp, "tcp"),

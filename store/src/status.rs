@@ -42,7 +42,6 @@ pub struct HostStatus {
     /// The address at which other hosts connect to it.
     pub address: String,
     /// Whether it is the daemon that reports this status.
-    #[serde(rename = "is_own")]
     pub is_self: bool,
 }
 
@@ -51,26 +50,23 @@ pub struct HostStatus {
 #[non_exhaustive]
 pub struct MemoryStatus {
     /// Maximum bytes of all segments.
-    pub limit: u64,
+    pub limit_bytes: u64,
     /// Bytes of all segments.
-    pub used: u64,
-    /// Bytes of `used` in retired segments that a process still maps.
-    pub retired: u64,
-    /// Bytes of `used` that are free and still mapped.
-    #[serde(rename = "warm")]
+    pub used_bytes: u64,
+    /// Bytes of `used_bytes` in retired segments that a process still maps.
+    pub retired_bytes: u64,
+    /// Bytes of `used_bytes` that are free and still mapped.
     pub free_bytes: u64,
-    /// Bytes of segments in GPU memory. They are not part of `used`.
-    #[serde(default)]
-    #[serde(rename = "devices")]
+    /// Bytes of segments in GPU memory. They are not part of `used_bytes`.
     pub device_bytes: u64,
     /// Number of segments.
     pub segments: u64,
     /// Number of segments that were reused while still mapped, since the start.
-    pub recycled: u64,
+    pub recycled_total: u64,
     /// Bytes of segments that were created since the start, with new pages.
-    pub created_bytes: u64,
+    pub created_bytes_total: u64,
     /// Bytes of segments that were retired since the start.
-    pub retired_bytes: u64,
+    pub retired_bytes_total: u64,
 }
 
 /// The status of one connection.

@@ -449,9 +449,9 @@ fn receive_fails_if_handles_cannot_be_opened() {
             handles.meta().shape(),
         );
         table.insert("handles", invalid.unwrap());
-        let _lender =
-            writer.follow(&Key::new(format!("{}/lender/7", channel(&device))).unwrap()).unwrap();
-        let mark = r#"{"version": 1, "put": 7, "part": 0, "is_last": true, "is_lent": true}"#;
+        let _follower =
+            writer.follow(&Key::new(format!("{}/exporter/7", channel(&device))).unwrap()).unwrap();
+        let mark = r#"{"version": 1, "put": 7, "part": 0, "is_last": true, "is_exported": true}"#;
         let attrs = [("tssd.ring".to_owned(), AttrValue::Text(mark.into()))].into_iter().collect();
         let put = PutOptions { attrs, ..PutOptions::default() };
         writer.put_state_dict(&channel(&device), &table, &put).unwrap();

@@ -275,8 +275,10 @@ fn report_explains_why_version_is_not_on_device() {
         invalid(PutOptions { digests: true, ..on_device() }, "residency=host");
         // A reader that requires host memory, and a reader on another host, get an error that says what to do.
         put(&local, &caller, &allocation, 2);
-        let options =
-            GetOptions { require_transport: Some(Transport::Arena), ..GetOptions::default() };
+        let options = GetOptions {
+            require_transport: Some(Transport::SharedMemory),
+            ..GetOptions::default()
+        };
         let error = local.get_state_dict(&key(), &options).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
         let error =

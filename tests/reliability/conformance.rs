@@ -58,7 +58,7 @@ const EXPECTED_ERRORS: [&str; 20] = [
     "Invalid",
     "JobRequired",
     "JobsDisagree",
-    "LateCall",
+    "StaleSequence",
     "LeafNotFound",
     "Lost",
     "NotAWriter",

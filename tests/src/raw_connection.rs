@@ -15,7 +15,7 @@ use rustix::net::{
 use serde_json::Value;
 
 /// The first request of a client.
-pub const HELLO: &str = r#"{"op":"hello","protocol":{"major":1,"minor":0},"client":"test"}"#;
+pub const HELLO: &str = r#"{"op":"hello","protocol":{"major":2,"minor":0},"client":"test"}"#;
 
 /// Encodes a frame as in `spec/protocol.md`.
 pub fn frame(kind: u8, number: u64, head: &str, data: &[u8]) -> Vec<u8> {
@@ -46,7 +46,7 @@ impl RawConnection {
         raw.send(&frame(1, 1, HELLO, b""));
         let (number, head) = raw.receive().unwrap();
         assert_eq!(number, 1);
-        assert_eq!(head["welcome"]["protocol"]["major"], 1);
+        assert_eq!(head["welcome"]["protocol"]["major"], 2);
         raw
     }
 

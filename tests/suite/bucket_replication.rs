@@ -182,7 +182,7 @@ fn unavailable_bucket_delays_only_object_durability() {
     assert!(put(5, &object_options(5)).unwrap().stored);
     wait_until("the daemon frees the memory of retired versions", || {
         let memory = store.status().unwrap().memory;
-        memory.used - memory.free_bytes < 10_000_000
+        memory.used_bytes - memory.free_bytes < 10_000_000
     });
 }
 

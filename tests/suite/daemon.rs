@@ -80,9 +80,12 @@ fn view_stays_unchanged_and_its_memory_is_recycled() {
         assert_eq!(step_of(&get(&reader)), step);
     }
     let memory = reader.status().unwrap().memory;
-    assert_eq!(memory.created_bytes, baseline.created_bytes, "no new pages: {memory:?}");
-    assert_eq!(memory.retired_bytes, 0, "the readers released all leases");
-    assert!(memory.recycled >= 9, "{memory:?}");
+    assert_eq!(
+        memory.created_bytes_total, baseline.created_bytes_total,
+        "no new pages: {memory:?}"
+    );
+    assert_eq!(memory.retired_bytes_total, 0, "the readers released all leases");
+    assert!(memory.recycled_total >= 9, "{memory:?}");
 }
 
 #[test]
@@ -130,7 +133,7 @@ fn memory_of_disconnected_reader_is_not_recycled() {
     assert_eq!(step_of(&view), 1);
     let memory = writer.status().unwrap().memory;
     assert!(
-        memory.retired >= 4 * MIB,
+        memory.retired_bytes >= 4 * MIB,
         "retired memory counts until the reader process ends: {memory:?}"
     );
 }
@@ -276,7 +279,7 @@ fn put_raw(
     memory: Option<&File>,
 ) -> (serde_json::Value, Option<File>) {
     let (begun, fds) = raw.request_with_descriptors(&begin("policy", archive.len()));
-    let room = &begun["begun"]["room"]["segment"];
+    let room = &begun["begun"]["write_target"]["segment"];
     let received = fds.into_iter().next().map(File::from);
     let file = received.as_ref().or(memory).expect("a new segment comes with a descriptor");
     assert_eq!(file.metadata().unwrap().len(), room["capacity"].as_u64().unwrap());
@@ -401,6 +404,10 @@ fn begin_on_gpu(len: u64, device_len: u64, durability: &str) -> String {
     )
 }
 
+fn attach(segment: &serde_json::Value) -> String {
+    format!(r#"{{"op":"attach_device_memory","segment":{segment}}}"#)
+}
+
 /// The daemon needs neither GPU nor driver to hold GPU memory, so a memfd stands in for it here.
 #[test]
 fn daemon_validates_attached_gpu_memory() {
@@ -418,7 +425,6 @@ fn daemon_validates_attached_gpu_memory() {
         bytes[5] = count;
         bytes
     };
-    let digest = "00000000000000000000000000000000";
     // `unmap` notices may arrive before the response.
     let response = |raw: &mut RawConnection, number: u64| {
         std::iter::from_fn(|| raw.receive()).find(|(answered, _)| *answered == number).unwrap().1
@@ -440,20 +446,19 @@ fn daemon_validates_attached_gpu_memory() {
     let long = begin_on_gpu(len, index_off, "memory").replace("GPU-1", &"G".repeat(65));
     assert_eq!(call(&mut raw, 19, &long, b"")["failed"]["kind"], "invalid");
     let begin = begin_on_gpu(len, index_off, "memory");
-    let attach = |segment: &serde_json::Value| format!(r#"{{"op":"bring","segment":{segment}}}"#);
-    let commit = |begun: &serde_json::Value| {
-        let contribution = &begun["contribution"];
-        format!(r#"{{"op":"commit","contribution":{contribution},"digest":"{digest}"}}"#)
-    };
+    let commit = |begun: &serde_json::Value| commit(&serde_json::json!({ "begun": begun }));
     // A commit without the device memory is refused.
     let begun = call(&mut raw, 20, &begin, b"")["begun"].clone();
-    assert_eq!((&begun["room"], &begun["device"]["device"]), (&"inline".into(), &"GPU-1".into()));
-    assert!(begun["device"]["capacity"].as_u64().unwrap() >= index_off);
+    assert_eq!(
+        (&begun["write_target"], &begun["device_segment"]["device_uuid"]),
+        (&"inline".into(), &"GPU-1".into())
+    );
+    assert!(begun["device_segment"]["capacity"].as_u64().unwrap() >= index_off);
     let reply = call(&mut raw, 21, &commit(&begun), &host_part);
     assert!(reply["failed"]["text"].as_str().unwrap().contains("has not come"), "{reply}");
-    // `bring` sends one descriptor for the assigned segment. A client that was interrupted may send it again.
+    // `attach_device_memory` comes with one descriptor for the assigned segment. A client that was interrupted may send it again.
     let first = call(&mut raw, 22, &begin, b"")["begun"].clone();
-    let assigned = &first["device"]["segment"];
+    let assigned = &first["device_segment"]["segment"];
     assert_eq!(call(&mut raw, 23, &attach(assigned), b"")["failed"]["kind"], "invalid");
     for (number, segment, is_accepted) in
         [(24, &999.into(), false), (25, assigned, true), (26, assigned, true)]
@@ -469,20 +474,21 @@ fn daemon_validates_attached_gpu_memory() {
     assert_eq!(call(&mut raw, 29, &commit(&first), &host_part[1..])["failed"]["kind"], "invalid");
     // A segment of a failed contribution is not assigned again: an interrupted client may not know that it failed.
     let begun = call(&mut raw, 30, &begin, b"")["begun"].clone();
-    let segment = &begun["device"]["segment"];
+    let segment = &begun["device_segment"]["segment"];
     assert_ne!(segment, assigned);
     assert!(raw.send_with_descriptors(&with_descriptors(31, &attach(segment), 1), &[memory()]));
     assert_eq!(response(&mut raw, 31), "done");
     assert_eq!(call(&mut raw, 32, &commit(&begun), &host_part)["progress"]["visible"], true);
-    // Only a client that asks for `devices` gets the memory. Readers without a GPU get `unsupported`.
+    // Only a client that has `supports_devices` gets the memory. Readers without a GPU get `unsupported`.
     let locate = r#"{"op":"locate","key":"policy","selector":"newest""#;
     let mut reader = RawConnection::connect_with_hello(&daemon.socket());
     assert_eq!(reader.request(2, &format!("{locate}}}"))["failed"]["kind"], "unsupported");
-    let (reply, fds) = reader.request_with_descriptors(&format!(r#"{locate},"devices":true}}"#));
+    let (reply, fds) =
+        reader.request_with_descriptors(&format!(r#"{locate},"supports_devices":true}}"#));
     let (_, archive) = reply["leased"]["archives"].as_object().unwrap().iter().next().unwrap();
-    assert_eq!((&archive["device"], &archive["len"]), (segment, &len.into()));
+    assert_eq!((&archive["device_segment"], &archive["len"]), (segment, &len.into()));
     let segments = reply["leased"]["segments"].as_array().unwrap();
-    let at = segments.iter().position(|each| each["device"] == "GPU-1").unwrap();
+    let at = segments.iter().position(|each| each["device_uuid"] == "GPU-1").unwrap();
     assert_eq!((fds.len(), segments.len()), (2, 2));
     let target = std::fs::read_link(format!("/proc/self/fd/{}", fds[at].as_raw_fd())).unwrap();
     assert!(target.to_str().unwrap().starts_with("/memfd:GPU"));
@@ -497,7 +503,7 @@ fn daemon_validates_attached_gpu_memory() {
     // The reader that was cut off may still have the segment mapped, so the daemon does not assign it again.
     for number in [40, 50, 60] {
         let begun = call(&mut raw, number, &begin, b"")["begun"].clone();
-        let assigned = &begun["device"]["segment"];
+        let assigned = &begun["device_segment"]["segment"];
         assert_ne!(assigned, segment);
         // The third put reuses the memory of the first.
         if number < 60 {
@@ -647,9 +653,10 @@ fn directory_has_one_daemon_or_direct_writers() {
 #[test]
 fn connection_without_valid_hello_is_refused() {
     let daemon = TestDaemon::new(1 << 30);
-    let newer = HELLO.replace(r#""major":1"#, r#""major":2"#);
+    let [older, newer] = [1, 3].map(|major| HELLO.replace('2', &major.to_string()));
     let cases = [
-        (newer.as_str(), "refused", "protocol 2 is not spoken here, only 1"),
+        (newer.as_str(), "refused", "protocol version 3 is not supported: daemon tssd "),
+        (older.as_str(), "refused", "supports version 2; use the same tssd release"),
         (r#"{"op":"status"}"#, "invalid", "hello comes first"),
         (r#"{"op":"dance"}"#, "invalid", "not understood"),
         ("hello", "invalid", "not understood"),
@@ -668,14 +675,14 @@ fn minor_protocol_versions_are_compatible() {
     let daemon = TestDaemon::new(1 << 30);
     let mut raw = RawConnection::connect(&daemon.socket());
     // A later minor version sends more fields, an earlier one fewer.
-    let later = r#"{"op":"hello","protocol":{"major":1,"minor":7,"patch":2},"client":"",
+    let later = r#"{"op":"hello","protocol":{"major":2,"minor":7,"patch":2},"client":"",
         "wants":["everything"]}"#;
     let welcome = &raw.request(1, later)["welcome"];
-    assert_eq!(welcome["protocol"], serde_json::json!({"major": 1, "minor": 0}));
+    assert_eq!(welcome["protocol"], serde_json::json!({"major": 2, "minor": 0}));
     assert_eq!(welcome["pid"], std::process::id());
-    assert_eq!(welcome["inline"], 256 << 10);
+    assert_eq!(welcome["inline_max_bytes"], 256 << 10);
     let mut raw = RawConnection::connect(&daemon.socket());
-    let earlier = r#"{"op":"hello","protocol":{"major":1,"minor":0}}"#;
+    let earlier = r#"{"op":"hello","protocol":{"major":2,"minor":0}}"#;
     assert!(raw.request(1, earlier)["welcome"].is_object());
     // Unknown notices and unknown fields are ignored.
     raw.send(&frame(4, 0, r#"{"op":"yawn","how":"widely"}"#, b""));
@@ -686,11 +693,11 @@ fn minor_protocol_versions_are_compatible() {
     assert_eq!(keys, &serde_json::json!([]));
     // Absent, `null` and empty fields are distinct.
     let newer = |seen: &str| {
-        format!(r#"{{"op":"newer","key":"",{seen}"patience":{{"secs":0,"nanos":1}}}}"#)
+        format!(r#"{{"op":"await_newer","key":"",{seen}"timeout":{{"secs":0,"nanos":1}}}}"#)
     };
     for seen in ["", r#""seen":null,"#] {
         let reply = raw.request(3, &newer(seen));
-        assert_eq!(reply, serde_json::json!({"newer": null}), "{seen}");
+        assert_eq!(reply, serde_json::json!({"newest": null}), "{seen}");
     }
     assert_eq!(raw.request(4, &newer(r#""seen":"","#))["failed"]["kind"], "invalid");
     assert_eq!(raw.request(5, r#"{"op":"keys","prefix":null}"#)["failed"]["kind"], "invalid");
@@ -703,7 +710,7 @@ fn disconnect_cancels_pending_requests_and_releases_leases() {
     let store = daemon.connect();
     put(&store, 1, 1);
     let waiting = [
-        r#"{"op":"newer","key":"none","patience":{"secs":3600,"nanos":0}}"#,
+        r#"{"op":"await_newer","key":"none","timeout":{"secs":3600,"nanos":0}}"#,
         // Two versions are open, so this one waits until one of them is closed.
         r#"{"op":"begin","key":"busy","proposal":{"writer":0,"writers":"0-1","job":"j","number":3,
             "file_len":9,"timeout":{"secs":3600,"nanos":0}}}"#,
@@ -913,9 +920,9 @@ fn retired_memory_counts_until_unmapped() {
     put(&store, 2, 1);
     let notice = reader.receive().unwrap();
     assert_eq!(notice, (0, serde_json::json!({"op": "unmap", "segments": [segment]})));
-    assert_eq!(store.status().unwrap().memory.retired, 2 * MIB);
+    assert_eq!(store.status().unwrap().memory.retired_bytes, 2 * MIB);
     reader.send(&frame(4, 0, &notice.1.to_string(), b""));
-    eventually(|| store.status().unwrap().memory.retired == 0);
+    eventually(|| store.status().unwrap().memory.retired_bytes == 0);
 }
 
 #[test]
@@ -955,7 +962,7 @@ fn small_archive_is_sent_with_begin() {
     let visible = serde_json::json!({"visible": true, "missing": ""});
     let whole = begin("policy", small.len());
     let begun = &ask(2, &whole, DIGEST, &small)["begun"];
-    assert_eq!((&begun["progress"], &begun["room"]), (&visible, &"inline".into()));
+    assert_eq!((&begun["progress"], &begun["write_target"]), (&visible, &"inline".into()));
     assert_eq!(get(&store), model(1, 0));
     // The contribution is committed already.
     let again = ask(3, &commit(&serde_json::json!({"begun": begun})), DIGEST, b"");
@@ -995,7 +1002,7 @@ fn small_archive_is_sent_with_begin() {
     // The daemon ignores the data of an archive that is above the inline limit.
     let begun = &ask(7, &begin("large", 1 << 20), DIGEST, &small)["begun"];
     assert_eq!(begun["progress"], serde_json::Value::Null);
-    assert!(begun["room"]["segment"].is_object(), "{begun}");
+    assert!(begun["write_target"]["segment"].is_object(), "{begun}");
 }
 
 #[test]
@@ -1020,7 +1027,7 @@ fn cancelled_begin_commits_nothing() {
     // The cancelled `begin` could proceed from here on.
     assert_eq!(raw.request(5, &commit(&first).replace("commit", "withdraw")), "done");
     let again = raw.request(6, &numbered(3));
-    assert_eq!(again["begun"]["committed"], serde_json::Value::Null, "{again}");
+    assert_eq!(again["begun"]["committed_digest"], serde_json::Value::Null, "{again}");
     // Cancelling an answered or an unknown request has no effect.
     for request in [6, 99] {
         raw.send(&frame(4, 0, &format!(r#"{{"op":"cancel","request":{request}}}"#), b""));
@@ -1050,7 +1057,7 @@ fn pending_requests_do_not_block_connection() {
     for key in 0..100 {
         let third = with_archive(&numbered(&format!("key {key}"), 3), DIGEST);
         raw.send(&frame(1, 100 + key, &third, &small));
-        let newer = r#"{"op":"newer","key":"none","patience":{"secs":3600,"nanos":0}}"#;
+        let newer = r#"{"op":"await_newer","key":"none","timeout":{"secs":3600,"nanos":0}}"#;
         raw.send(&frame(1, 1000 + key, newer, b""));
     }
     for (number, begun) in (10_000..).zip(begun) {
@@ -1073,16 +1080,16 @@ fn pending_requests_do_not_block_connection() {
     assert!(waited >= 37, "{waited}");
     // The requests that wait for a version are still pending. Cancelling one of them ends it.
     raw.send(&frame(4, 0, r#"{"op":"cancel","request":1042}"#, b""));
-    assert_eq!(raw.receive().unwrap(), (1042, serde_json::json!({"newer": null})));
+    assert_eq!(raw.receive().unwrap(), (1042, serde_json::json!({"newest": null})));
     // 99 requests wait. 925 more reach the limit of 1024 waiting requests, and 63 more use all but one active slot.
     for number in 2000..2000 + 925 + 63 {
-        let newer = r#"{"op":"newer","key":"none","patience":{"secs":3600,"nanos":0}}"#;
+        let newer = r#"{"op":"await_newer","key":"none","timeout":{"secs":3600,"nanos":0}}"#;
         raw.send(&frame(1, number, newer, b""));
     }
     assert!(raw.request(3, r#"{"op":"status"}"#)["status"].is_object());
     // Cancelling one of them frees its slot.
     raw.send(&frame(4, 0, r#"{"op":"cancel","request":2900}"#, b""));
-    assert_eq!(raw.receive().unwrap(), (2900, serde_json::json!({"newer": null})));
+    assert_eq!(raw.receive().unwrap(), (2900, serde_json::json!({"newest": null})));
 }
 
 #[test]
@@ -1098,14 +1105,13 @@ fn client_writes_archive_if_daemon_ignores_inline_data() {
         let segment = fds.first().map(|memory| memory.try_clone().unwrap());
         let daemon = std::thread::spawn(move || {
             let mut raw = RawConnection(listener.accept().unwrap().0);
-            let welcome =
-                r#"{"welcome":{"protocol":{"major":1,"minor":0},"pid":1,"inline":262144}}"#;
+            let welcome = r#"{"welcome":{"protocol":{"major":2,"minor":0},"pid":1,"inline_max_bytes":262144}}"#;
             let (number, _, _) = raw.receive_with_data().unwrap();
             raw.send(&frame(3, number, welcome, b""));
             let (number, begin, inline_data) = raw.receive_with_data().unwrap();
             assert!(begin["digest"].is_string(), "{begin}");
             let begun = format!(
-                r#"{{"begun":{{"contribution":7,"id":"{DIGEST}","epoch":0,"number":4,"room":{room}}}}}"#
+                r#"{{"begun":{{"contribution":7,"id":"{DIGEST}","epoch":0,"number":4,"write_target":{room}}}}}"#
             );
             let mut bytes = frame(3, number, &begun, b"");
             bytes[5] = u8::try_from(fds.len()).unwrap();
@@ -1164,10 +1170,13 @@ fn contribution_accepts_several_archives() {
     let contribution = &begun["begun"]["contribution"];
     let extend =
         |len: usize| format!(r#"{{"op":"extend","contribution":{contribution},"file_len":{len}}}"#);
-    assert_eq!(raw.request(2, &extend(archives[1].len())), serde_json::json!({"room": "inline"}));
+    assert_eq!(
+        raw.request(2, &extend(archives[1].len())),
+        serde_json::json!({"write_target": "inline"})
+    );
     raw.send(&frame(1, 3, &extend(archives[2].len()), &archives[1]));
     let (kind, room, fds) = raw.receive_with_descriptors();
-    assert_eq!((kind, room["room"]["segment"]["segment"].is_u64()), (3, true));
+    assert_eq!((kind, room["write_target"]["segment"]["segment"].is_u64()), (3, true));
     write(fds, &archives[2]);
     assert_eq!(raw.request(4, &commit(&begun))["progress"]["visible"], true);
     let leased = raw.request(5, LOCATE);
@@ -1188,7 +1197,7 @@ fn contribution_waiting_for_memory_can_be_withdrawn() {
     let extend =
         format!(r#"{{"op":"extend","contribution":{contribution},"file_len":{}}}"#, 15 * MIB);
     raw.send(&frame(1, 2, &extend, b""));
-    assert_eq!(raw.request(3, r#"{"op":"status"}"#)["status"]["memory"]["used"], 2 * MIB);
+    assert_eq!(raw.request(3, r#"{"op":"status"}"#)["status"]["memory"]["used_bytes"], 2 * MIB);
     raw.send(&frame(1, 4, &commit(&begun).replace("commit", "withdraw"), b""));
     let withdrawn = std::iter::from_fn(|| raw.receive()).find(|(number, _)| *number == 4);
     assert_eq!(withdrawn.unwrap().1, "done");
@@ -1204,7 +1213,7 @@ fn writer_resumes_put_after_lost_response() {
         "file_len":9,"timeout":{"secs":1,"nanos":0}}}"#;
     let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     let begun = raw.request(1, begin);
-    assert_eq!(begun["begun"]["committed"], serde_json::Value::Null);
+    assert_eq!(begun["begun"]["committed_digest"], serde_json::Value::Null);
     raw.send(&frame(1, 2, &commit(&begun), b"nine more"));
     let missing = serde_json::json!({"visible": false, "missing": "1"});
     assert_eq!(raw.receive().unwrap().1["progress"], missing);
@@ -1212,7 +1221,7 @@ fn writer_resumes_put_after_lost_response() {
     let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     let again = raw.request(1, begin);
     assert_eq!(again["begun"]["id"], begun["begun"]["id"]);
-    assert_eq!(again["begun"]["committed"], DIGEST);
+    assert_eq!(again["begun"]["committed_digest"], DIGEST);
     assert_eq!(raw.request(2, &commit(&again))["progress"], missing);
     let again = raw.request(3, begin);
     let other = commit(&again).replace(DIGEST, "11111111111111111111111111111111");
@@ -1240,7 +1249,8 @@ fn fake_daemon(head: String, fds: Vec<OwnedFd>) -> (tempfile::TempDir, Store) {
     let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
     std::thread::spawn(move || {
         let mut raw = RawConnection(listener.accept().unwrap().0);
-        let welcome = r#"{"welcome":{"protocol":{"major":1,"minor":0},"pid":1,"inline":0}}"#;
+        let welcome =
+            r#"{"welcome":{"protocol":{"major":2,"minor":0},"pid":1,"inline_max_bytes":0}}"#;
         let (number, _) = raw.receive().unwrap();
         raw.send(&frame(3, number, welcome, b""));
         let (number, _) = raw.receive().unwrap();
@@ -1421,7 +1431,7 @@ fn metrics_count_daemon_activity() {
     }
     let four = f64::from(4 << 20);
     for name in ["needed", "transferred", "verified"] {
-        let name = format!(r#"tssd_{name}_bytes_total{{transport="arena"}}"#);
+        let name = format!(r#"tssd_{name}_bytes_total{{transport="shared_memory"}}"#);
         assert!((samples[name.as_str()] - four).abs() < 1.0, "{name}\n{page}");
     }
     assert!(samples["tssd_put_bytes_total"] > 3.0 * four, "{page}");

@@ -98,7 +98,7 @@ fn any_begin() -> impl Strategy<Value = Begin> {
     ];
     let name = prop_oneof![
         3 => (0..8_u64).prop_map(|number| (Some(number), None)),
-        4 => (0..4_u64).prop_map(|call| (None, Some(call))),
+        4 => (0..4_u64).prop_map(|sequence| (None, Some(sequence))),
         1 => Just((None, None)),
     ];
     let digest = prop::option::weighted(0.3, any_digest());
@@ -113,14 +113,14 @@ fn any_begin() -> impl Strategy<Value = Begin> {
     (party, name, job, digest, flags, session).prop_map(
         |(party, name, job, digest, flags, session)| {
             let (writers, writer) = party;
-            let ((number, call), (rewind, writers_defaulted, durability)) = (name, flags);
+            let ((number, sequence), (rewind, writers_defaulted, durability)) = (name, flags);
             let (id, now) = (VersionId(0), Timestamp(0));
             Begin {
                 writer,
                 writers,
                 writers_defaulted,
                 job,
-                call,
+                sequence,
                 number,
                 rewind,
                 durability,
@@ -215,8 +215,8 @@ struct LedgerModel {
     /// Each version as it was when it became visible.
     made_visible: BTreeMap<VersionId, Version>,
     committed: BTreeMap<(VersionId, u32), ArchiveDigest>,
-    calls: BTreeMap<(JobId, u64), VersionId>,
-    last_call: u64,
+    sequences: BTreeMap<(JobId, u64), VersionId>,
+    last_sequence: u64,
     jobs: u32,
     fenced_jobs: BTreeSet<JobId>,
     outcomes: BTreeMap<VersionId, VersionOutcome>,
@@ -234,9 +234,10 @@ impl LedgerModel {
                 self.begin_count += u128::from(!repeats);
                 let (id, now) = (VersionId(self.begin_count), Timestamp(self.now));
                 let number = begin.number.map(|number| self.lowest() + number);
-                let call = begin.call.map(|call| self.last_call.saturating_sub(1) + call);
+                let sequence =
+                    begin.sequence.map(|sequence| self.last_sequence.saturating_sub(1) + sequence);
                 let job = begin.job.map(|job| self.job(&job));
-                self.apply(&Command::Begin(Begin { id, now, number, call, job, ..begin }))
+                self.apply(&Command::Begin(Begin { id, now, number, sequence, job, ..begin }))
             }
             Action::Commit { nth_newest, writer, job, contents, replica } => {
                 let Some(id) = self.nth_newest(nth_newest) else {
@@ -305,8 +306,7 @@ impl LedgerModel {
         contents: u8,
         replica: Option<SessionId>,
     ) -> Result<Outcome, Refusal> {
-        let archives =
-            vec![ArchiveReference { name: format!("{id}.{writer}"), file_len: 9, bytes: 8 }];
+        let archives = vec![ArchiveReference { name: format!("{id}.{writer}"), file_len: 9 }];
         let (digest, now) = (ArchiveDigest([contents; 16]), Timestamp(self.now));
         self.apply(&Command::Commit(Commit {
             id,
@@ -327,7 +327,7 @@ impl LedgerModel {
                 writers: writers.clone(),
                 writers_defaulted: false,
                 job: job.clone(),
-                call: None,
+                sequence: None,
                 number: Some(number),
                 rewind: false,
                 durability,
@@ -423,7 +423,7 @@ impl LedgerModel {
         self.run_pending_effects();
         assert!(self.state.versions().all(Version::is_visible));
         assert!(self.state.visible().count() <= 3 * self.keep());
-        let ended = &serde_json::to_value(&self.state).unwrap()["ended"];
+        let ended = &serde_json::to_value(&self.state).unwrap()["tombstones"];
         assert!(ended.as_array().unwrap().len() <= MAX_TOMBSTONES);
         for id in self.opened.keys() {
             assert!(!matches!(self.state.outcome_of(*id), Some(VersionOutcome::Pending { .. })));
@@ -551,9 +551,9 @@ impl LedgerModel {
         let newest = self.state.job().cloned();
         let is_fenced = job.is_some_and(|job| self.fenced_jobs.contains(job));
         let is_incomplete =
-            matches!(result, Err(Refusal::NotAWriter { .. } | Refusal::CallRequired { .. }));
+            matches!(result, Err(Refusal::NotAWriter { .. } | Refusal::SequenceRequired { .. }));
         if let Some(by) = newest.clone().filter(|_| is_fenced && !is_incomplete) {
-            assert_eq!(result, &Err(Refusal::Fenced { by }));
+            assert_eq!(result, &Err(Refusal::Fenced { job: by }));
         }
         if let (Ok(step), Some(newest)) = (result, newest)
             && step.state.job() != Some(&newest)
@@ -592,8 +592,10 @@ impl LedgerModel {
                 if !self.begun.contains(id) {
                     self.begun.push(*id);
                 }
-                if let (None, Some(job), Some(call)) = (begin.number, &begin.job, begin.call) {
-                    self.check_call(job, call, *id);
+                if let (None, Some(job), Some(sequence)) =
+                    (begin.number, &begin.job, begin.sequence)
+                {
+                    self.check_sequence(job, sequence, *id);
                 }
             }
             (Command::Verified { id, manifest, .. }, _) => {
@@ -611,23 +613,27 @@ impl LedgerModel {
         }
     }
 
-    /// A call opens one version, and the calls of a job open in order.
-    fn check_call(&mut self, job: &JobId, call: u64, id: VersionId) {
-        let is_later =
-            |(other_job, other_call): &(JobId, u64)| other_job == job && *other_call > call;
-        match self.calls.get(&(job.clone(), call)) {
-            Some(opened) => assert_eq!(*opened, id, "one call opened two versions"),
-            None => assert!(!self.calls.keys().any(is_later), "a call opened after a later one"),
+    /// A put opens one version, and the puts of a job open versions in order.
+    fn check_sequence(&mut self, job: &JobId, sequence: u64, id: VersionId) {
+        let is_later = |(other_job, other_sequence): &(JobId, u64)| {
+            other_job == job && *other_sequence > sequence
+        };
+        match self.sequences.get(&(job.clone(), sequence)) {
+            Some(opened) => assert_eq!(*opened, id, "one put opened two versions"),
+            None => assert!(
+                !self.sequences.keys().any(is_later),
+                "a put opened a version after a later one"
+            ),
         }
-        self.calls.insert((job.clone(), call), id);
-        self.last_call = self.last_call.max(call);
+        self.sequences.insert((job.clone(), sequence), id);
+        self.last_sequence = self.last_sequence.max(sequence);
     }
 
     fn check_versions(&mut self, command: &Command) {
         let mut names = BTreeSet::new();
         for version in self.state.versions() {
             let opened = self.opened.entry(version.id).or_insert_with(|| version.clone());
-            let identity = |it: &Version| (it.epoch, it.number, it.call, it.rewind_from);
+            let identity = |it: &Version| (it.epoch, it.number, it.sequence, it.rewind_from);
             assert_eq!(identity(opened), identity(version));
             assert_eq!((&opened.job, &opened.writers), (&version.job, &version.writers));
             assert!(names.insert((version.epoch, version.number)), "two versions have one name");
@@ -771,8 +777,8 @@ impl LedgerModel {
         };
         let remaining = remaining.map(|version| {
             let mut version = version.clone();
-            // A version that is about to be deleted loses its call.
-            version.call = version.call.filter(|_| is_retained(&version));
+            // A version that is about to be deleted loses its sequence number.
+            version.sequence = version.sequence.filter(|_| is_retained(&version));
             version
         });
         assert!(durable.versions().cloned().eq(remaining));

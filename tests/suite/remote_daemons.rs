@@ -145,7 +145,7 @@ fn remotely_read_values_stay_unchanged() {
     drop(remote);
     // A reader on another host maps no memory of this one, so its disconnect retires nothing.
     let memory = local.status().unwrap().memory;
-    assert_eq!((memory.retired, memory.retired_bytes), (0, 0), "{memory:?}");
+    assert_eq!((memory.retired_bytes, memory.retired_bytes_total), (0, 0), "{memory:?}");
 }
 
 #[test]
@@ -318,7 +318,7 @@ fn only_proxy_daemons_register_replicas_and_discard_blobs() {
     let discard = r#"{"op":"discard","blobs":["policy/0-1/manifest.tssd"]}"#;
     assert_eq!(request(discard)["failed"]["kind"], "refused");
     let begin = |durability: &str| {
-        json!({"op": "begin", "key": "policy", "keeper": "tcp://127.0.0.1:7", "proposal": {
+        json!({"op": "begin", "key": "policy", "replica_address": "tcp://127.0.0.1:7", "proposal": {
             "writer": 0, "writers": "0", "file_len": 9, "timeout": {"secs": 1, "nanos": 0},
             "durability": durability}})
     };
@@ -328,7 +328,7 @@ fn only_proxy_daemons_register_replicas_and_discard_blobs() {
     assert_eq!(RawTcpClient::greet(&durable).request_failure(&begin("disk"), b"").0, "invalid");
     let mut raw = RawTcpClient::greet(&daemon);
     let (begun, _) = raw.request(&begin("memory").to_string(), b"");
-    assert_eq!(begun["begun"]["room"], "kept");
+    assert_eq!(begun["begun"]["write_target"], "client_replica");
     // No daemon at that address has the archive, so the commit fails.
     let commit = json!({"op": "commit", "contribution": begun["begun"]["contribution"],
         "digest": "0".repeat(32), "lens": [9]});
@@ -346,7 +346,7 @@ impl RawTcpClient {
         let stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         let mut raw = Self(stream);
-        assert_eq!(raw.request(HELLO, b"").0["welcome"]["protocol"]["major"], 1);
+        assert_eq!(raw.request(HELLO, b"").0["welcome"]["protocol"]["major"], 2);
         raw
     }
 
@@ -390,7 +390,7 @@ fn invalid_ranges_are_refused() {
     let archives = located["leased"]["archives"].as_object().unwrap();
     let archive = archives.values().next().unwrap();
     let (blob, len) = (archive["blob"].as_str().unwrap(), archive["len"].as_u64().unwrap());
-    assert!(archive["at"].is_null(), "the blob is on this daemon");
+    assert!(archive["address"].is_null(), "the blob is on this daemon");
     let read = |ranges: serde_json::Value| json!({"op": "read", "blob": blob, "ranges": ranges});
     let max = u64::MAX;
     for ranges in [
@@ -414,7 +414,10 @@ fn invalid_ranges_are_refused() {
         (json!({"op": "read", "blob": blob, "ranges": [[-1, 1]]}), "invalid"),
         (json!({"op": "read", "blob": blob}), "invalid"),
         // The index has no chunk checksums that the daemon could verify.
-        (json!({"op": "read", "blob": blob, "ranges": [[len - 64, 64]], "prove": true}), "invalid"),
+        (
+            json!({"op": "read", "blob": blob, "ranges": [[len - 64, 64]], "verify": true}),
+            "invalid",
+        ),
         (json!({"op": "write", "contribution": 77, "offset": 0}), "invalid"),
     ] {
         assert_eq!(raw.request_failure(&request, b"").0, kind, "{request}");
@@ -423,7 +426,7 @@ fn invalid_ranges_are_refused() {
     assert_eq!(reply, json!({"read": {"crc32": null}}));
     assert_eq!(data.len(), 4 + 6);
     let verified =
-        json!({"op": "read", "blob": blob, "ranges": [[5000, 100, [[3, 200]]]], "prove": true});
+        json!({"op": "read", "blob": blob, "ranges": [[5000, 100, [[3, 200]]]], "verify": true});
     let (reply, data) = raw.request(&verified.to_string(), b"");
     assert_eq!(reply["read"]["crc32"], crc32fast::hash(&data));
     assert_eq!(data.len(), 300);
@@ -439,7 +442,7 @@ fn framed_archive_must_have_announced_length() {
         "writer": 0, "writers": "0", "file_len": len, "timeout": {"secs": 1, "nanos": 0}}});
     let begin_contribution = |raw: &mut RawTcpClient| {
         let (reply, _) = raw.request(&begin.to_string(), b"");
-        assert_eq!(reply["begun"]["room"], "frames");
+        assert_eq!(reply["begun"]["write_target"], "frames");
         reply["begun"]["contribution"].as_u64().unwrap()
     };
     let write = |contribution: u64, offset: u64| json!({"op": "write", "contribution": contribution, "offset": offset});
@@ -548,8 +551,8 @@ fn two_daemons_serve_one_version() {
     // Each host stores its own bytes and recycles its memory.
     for store in &stores {
         let memory = store.status().unwrap().memory;
-        assert!(memory.used < 40 * MIB, "{memory:?}");
-        assert!(memory.recycled > 0, "{memory:?}");
+        assert!(memory.used_bytes < 40 * MIB, "{memory:?}");
+        assert!(memory.recycled_total > 0, "{memory:?}");
     }
     let error = stores[1].get_state_dict(&key(), &first).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
@@ -560,7 +563,7 @@ fn two_daemons_serve_one_version() {
     eventually(|| {
         stores.iter().all(|store| {
             let memory = store.status().unwrap().memory;
-            memory.free_bytes + 8 * MIB >= memory.used
+            memory.free_bytes + 8 * MIB >= memory.used_bytes
         })
     });
 }
@@ -631,7 +634,7 @@ fn prefetched_version_is_read_locally() {
     let error = generator.get_state_dict(&key(), &first).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
     drop(view);
-    eventually(|| generator.status().unwrap().memory.used < 30 * MIB);
+    eventually(|| generator.status().unwrap().memory.used_bytes < 30 * MIB);
     // `prefetch` of a slice copies only the archives that contain it.
     for (store, writer) in [(&trainer, 0), (&generator, 1)] {
         store
@@ -829,7 +832,7 @@ fn prefetched_version_is_not_served_after_rewind() {
 
 /// Returns the `begin` request that a proxy daemon at `address` sends to its controller.
 fn begin_at_proxy_daemon(writers: &str, address: &str) -> serde_json::Value {
-    json!({"op": "begin", "key": "policy", "keeper": address, "proposal": {
+    json!({"op": "begin", "key": "policy", "replica_address": address, "proposal": {
         "writer": 0, "writers": writers, "job": "run", "number": 7, "file_len": 9,
         "timeout": {"secs": 1, "nanos": 0}}})
 }
@@ -1027,7 +1030,7 @@ fn repeated_put_leaves_no_memory_at_proxy_daemon() {
         "job": "run", "number": 7, "file_len": MIB, "timeout": {"secs": 1, "nanos": 0}}});
     let contributions = [(); 2].map(|()| {
         let (begun, _) = raw.request(&begin.to_string(), b"");
-        assert_eq!(begun["begun"]["room"], "frames", "{begun}");
+        assert_eq!(begun["begun"]["write_target"], "frames", "{begun}");
         begun["begun"]["contribution"].clone()
     });
     for contribution in contributions {
@@ -1119,7 +1122,7 @@ fn read_request_cannot_leave_store_directory() {
 fn waiting_requests_at_proxy_daemon_do_not_block_puts() {
     let controller = TestDaemon::new(1 << 30);
     let proxy_daemon = TestDaemon::with_controller(&controller);
-    let newer = json!({"op": "newer", "key": "policy", "patience": {"secs": 600, "nanos": 0}});
+    let newer = json!({"op": "await_newer", "key": "policy", "timeout": {"secs": 600, "nanos": 0}});
     let mut waiting = [RawTcpClient::greet(&proxy_daemon), RawTcpClient::greet(&proxy_daemon)];
     for raw in &mut waiting {
         for number in 0..40 {

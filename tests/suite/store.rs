@@ -1,6 +1,6 @@
 //! The store: versions, rejected puts, damage, several processes, crashes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -981,6 +981,44 @@ fn store_follows_no_link_out_of_its_directory() {
     for path in precious {
         assert_eq!(std::fs::read(path).unwrap(), b"precious");
     }
+}
+
+/// A record of another release with a right checksum refuses its key, and leaves all files as they are.
+#[test]
+fn ledger_record_of_other_version_is_left_unchanged() {
+    let folder = tempfile::tempdir().unwrap();
+    let other = Key::new("other").unwrap();
+    let value = dict(vec![("step", 1_i64.into())]);
+    let store = Store::directory(folder.path()).unwrap();
+    put(&store, &value, &PutOptions::default()).unwrap();
+    store.put_state_dict(&other, &value, &PutOptions::default()).unwrap();
+    drop(store);
+    let record = files(&folder.path().join("policy%2Factor/.ledger")).into_iter().max().unwrap();
+    let text = std::fs::read_to_string(&record).unwrap();
+    let body = text.lines().next().unwrap().replace("_version\":1,", "_version\":2,");
+    let name = record.strip_prefix(folder.path()).unwrap().to_str().unwrap();
+    let checksum = crc32fast::hash(format!("{name}{body}").as_bytes());
+    std::fs::write(&record, format!("{body}\n{checksum:08x}\n")).unwrap();
+    let checksums = || {
+        let mut paths = files(&folder.path().join("policy%2Factor"));
+        paths.retain(|path| !path.ends_with(".lock"));
+        let checksum = |path: &PathBuf| crc32fast::hash(&std::fs::read(path).unwrap());
+        paths.into_iter().map(|path| (checksum(&path), path)).collect::<BTreeSet<_>>()
+    };
+    let before = checksums();
+    let store = Store::directory(folder.path()).unwrap();
+    for error in [
+        store.versions(&key()).unwrap_err(),
+        put(&store, &value, &PutOptions::default()).unwrap_err(),
+        store.get_state_dict(&key(), &GetOptions::default()).unwrap_err(),
+        store.delete(&key(), None).unwrap_err(),
+        tssd_store::scrub(folder.path()).unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert!(error.to_string().contains("record version 2 is not supported"), "{error}");
+    }
+    assert_eq!(store.versions(&other).unwrap().len(), 1);
+    assert_eq!(checksums(), before);
 }
 
 #[test]

@@ -32,13 +32,13 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         status.daemon,
         status.pid,
         format_seconds(status.uptime),
-        Size(memory.used),
-        Size(memory.limit),
+        Size(memory.used_bytes),
+        Size(memory.limit_bytes),
         memory.segments,
         Size(memory.free_bytes),
-        Size(memory.retired),
-        Size(memory.created_bytes),
-        memory.recycled,
+        Size(memory.retired_bytes),
+        Size(memory.created_bytes_total),
+        memory.recycled_total,
     ))?;
     if memory.device_bytes > 0 {
         print(format!("memory of GPUs: {}\n", Size(memory.device_bytes)))?;

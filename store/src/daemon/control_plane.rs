@@ -154,7 +154,8 @@ impl ControlPlane for LocalController {
         let Version { id, epoch, number, uploaded, .. } = version;
         let folder = folder(key, &version);
         let manifest = version.manifest().map(|manifest| manifest.name.clone());
-        let manifest = manifest.ok_or_else(|| Error::from_refusal(key, Refusal::Unknown { id }))?;
+        let manifest =
+            manifest.ok_or_else(|| Error::from_refusal(key, Refusal::UnknownVersion { id }))?;
         let names = archives(&version).into_iter();
         let archives = names.map(|name| (name.clone(), format!("{folder}/{name}"))).collect();
         Ok(LeasedVersion {

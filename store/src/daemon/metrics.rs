@@ -65,26 +65,26 @@ pub(crate) async fn render(state: &DaemonState) -> Result<String> {
     });
     page.family(MetricKind::Counter, "requests_total", "Requests that were answered.", requests);
 
-    page.gauge("memory_limit_bytes", "What segments may take together.", memory.limit);
-    page.gauge("memory_used_bytes", "What segments take.", memory.used);
+    page.gauge("memory_limit_bytes", "What segments may take together.", memory.limit_bytes);
+    page.gauge("memory_used_bytes", "What segments take.", memory.used_bytes);
     page.gauge("device_bytes", "What segments of GPUs take there.", memory.device_bytes);
     page.gauge("memory_warm_bytes", "Of that, what is free and warm.", memory.free_bytes);
     page.gauge(
         "memory_retired_bytes",
         "Of that, what is retired and still mapped by somebody.",
-        memory.retired,
+        memory.retired_bytes,
     );
     page.gauge("segments", "Segments there are.", memory.segments);
     page.counter(
         "created_bytes_total",
         "Bytes of segments made: fresh pages.",
-        memory.created_bytes,
+        memory.created_bytes_total,
     );
-    page.counter("retired_bytes_total", "Bytes of segments retired.", memory.retired_bytes);
+    page.counter("retired_bytes_total", "Bytes of segments retired.", memory.retired_bytes_total);
     page.counter(
         "recycled_total",
         "Segments that a writer has reused while they were mapped.",
-        memory.recycled,
+        memory.recycled_total,
     );
 
     if let Some(replicator) = &state.replicator {

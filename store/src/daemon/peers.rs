@@ -8,18 +8,19 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use serde::{Deserialize, Serialize};
 use tssd_format::MANIFEST_NAME;
 
 use super::replicas::{Replicas, blob_key};
 use crate::control::{ReplicaLocator, ResolvedReplicas};
 use crate::daemon::remote_blobs::{RemoteBlobIndex, ReplicaKind, ReplicaLocation};
 use crate::engine::local::LocalController;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::io::environment::{Environment, SystemEnvironment};
 use crate::io::sync::Lock;
 use crate::key::Key;
 use crate::ledger::{ManifestReference, SessionId, Version};
-use crate::metadata::SharedLedgers;
+use crate::metadata::{RECORD_VERSION, SharedLedgers};
 use crate::net::tls::Endpoint;
 use crate::shm::Pool;
 
@@ -34,6 +35,37 @@ const MIN_PAUSE: Duration = Duration::from_millis(500);
 
 /// Maximum number of replicas that a read tries before the origin.
 const MAX_REPLICAS: usize = 2;
+
+/// The record of a session: where the other daemons reach its daemon. Spec: `spec/reshard.md`, R-078.
+#[derive(Serialize, Deserialize)]
+struct SessionRecord {
+    record_version: u32,
+    address: String,
+}
+
+/// Encodes the record of the session of the daemon at this address.
+pub(crate) fn encode_session_record(address: &Endpoint) -> Vec<u8> {
+    let address = address.to_string();
+    let record = SessionRecord { record_version: RECORD_VERSION, address };
+    serde_json::to_vec(&record).expect("a number and a string can be encoded")
+}
+
+/// Decodes the record of a session, and returns the address of its daemon.
+///
+/// # Errors
+///
+/// `Unsupported` if another release wrote the record.
+fn decode_session_record(session: SessionId, record: &[u8]) -> Result<String> {
+    let decoded: serde_json::Result<SessionRecord> = serde_json::from_slice(record);
+    let supported = decoded.ok().filter(|record| record.record_version == RECORD_VERSION);
+    supported.map(|record| record.address).ok_or_else(|| {
+        let text = format_args!(
+            "session `{session}`: another release of tssd runs its daemon; use one release for \
+             all daemons that share ledgers"
+        );
+        Error::new(ErrorKind::Unsupported, text)
+    })
+}
 
 /// Directory of the other daemons, by session.
 pub(crate) struct PeerDirectory {
@@ -65,7 +97,7 @@ impl PeerDirectory {
             return Ok(cached);
         }
         let Some(record) = self.ledgers.session_record(session).await? else { return Ok(None) };
-        let endpoint: Endpoint = String::from_utf8_lossy(&record).parse()?;
+        let endpoint: Endpoint = decode_session_record(session, &record)?.parse()?;
         let mut addresses = self.addresses.lock();
         addresses.insert(session, (endpoint.clone(), Instant::now()));
         Ok(Some(endpoint))
@@ -80,7 +112,7 @@ impl ReplicaLocator for PeerDirectory {
 
     async fn hosts(&self) -> Result<Vec<(SessionId, String)>> {
         let records = self.ledgers.session_records().await?.into_iter();
-        Ok(records.map(|(id, it)| (id, String::from_utf8_lossy(&it).into_owned())).collect())
+        records.map(|(id, record)| Ok((id, decode_session_record(id, &record)?))).collect()
     }
 
     async fn resolve(

@@ -235,7 +235,7 @@ impl ControlPlane for ControllerProxy {
         let contribution = begun.contribution;
         let open = OpenContribution { controller, contribution, guard: release };
         self.inner().contributions.insert(place.stem.clone(), open);
-        Ok((place, begun.committed))
+        Ok((place, begun.committed_digest))
     }
 
     async fn commit(
@@ -378,9 +378,12 @@ impl ControllerProxy {
     /// Returns the name of a blob, the daemon that stores it, and its length in bytes.
     fn locate(&self, location: Location) -> Result<(String, Endpoint, u64)> {
         match location {
-            Location::Blob { blob, len, at } => {
-                let at = at.map_or_else(|| Ok(self.endpoint.clone()), |at| at.parse())?;
-                Ok((blob, at, len))
+            Location::Blob { blob, len, address } => {
+                let endpoint = match address {
+                    Some(address) => address.parse()?,
+                    None => self.endpoint.clone(),
+                };
+                Ok((blob, endpoint, len))
             }
             // Only a daemon of the same host sends these.
             Location::Span(_) | Location::Device(_) => Err(connection_lost()),
@@ -405,9 +408,9 @@ impl Catalog for ControllerProxy {
         &self,
         key: &Key,
         seen: Option<VersionId>,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Option<VersionInfo>> {
-        self.controller().await?.wait_for_newer(key, seen, patience).await
+        self.controller().await?.wait_for_newer(key, seen, timeout).await
     }
 
     async fn keys(&self, prefix: &str) -> Result<Vec<Key>> {

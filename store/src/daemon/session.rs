@@ -21,7 +21,7 @@ pub(crate) use crate::daemon::session::connection::IncomingConnection;
 use crate::daemon::session::connection::Origin;
 use crate::daemon::session::contributions::Contributions;
 use crate::daemon::session::in_flight::{InFlightRequest, InFlightRequests, MAX_ACTIVE_REQUESTS};
-use crate::daemon::state::{DaemonState, LocatedVersion};
+use crate::daemon::state::{DAEMON_NAME, DaemonState, LocatedVersion};
 use crate::daemon::tiered::BlobLocation;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
@@ -145,7 +145,7 @@ pub(crate) async fn run(
     });
     let welcome = Welcome {
         protocol: ProtocolVersion::CURRENT,
-        daemon: concat!("tssd ", env!("CARGO_PKG_VERSION")).to_owned(),
+        daemon: DAEMON_NAME.to_owned(),
         pid: std::process::id(),
         instance: session.state.instance,
         inline_max_bytes: MAX_INLINE_BYTES.into(),
@@ -201,8 +201,17 @@ async fn receive_hello(receiver: &mut FrameReceiver) -> Option<(u64, Result<Stri
     let hello = match serde_json::from_slice(&frame.head) {
         Ok(Request::Hello(Hello { protocol, client })) => {
             let (theirs, own) = (protocol.major, ProtocolVersion::CURRENT.major);
-            let other = format_args!("protocol {theirs} is not spoken here, only {own}");
-            if theirs == own { Ok(client) } else { Err(Error::new(ErrorKind::Refused, other)) }
+            if theirs == own {
+                Ok(client)
+            } else {
+                let text = format_args!(
+                    "protocol version {theirs} is not supported: daemon {DAEMON_NAME} (process {}) \
+                     supports version {own}; use the same tssd release for the client and the \
+                     daemon, and restart the daemon",
+                    std::process::id()
+                );
+                Err(Error::new(ErrorKind::Refused, text))
+            }
         }
         Ok(_) => Err(Error::new(ErrorKind::Invalid, "hello comes first")),
         Err(error) => Err(malformed_request(&error)),
@@ -356,13 +365,13 @@ impl Session {
                 let fetched = self.prefetch(in_flight, &key, selector, archives.as_deref());
                 Reply::Prefetched(fetched.await?)
             }
-            Request::Newer { key, seen, timeout } => {
+            Request::AwaitNewer { key, seen, timeout } => {
                 let key = Key::new(key)?;
                 let newer = controller.wait_for_newer(&key, seen, timeout.min(MAX_WAIT));
-                Reply::Newer(self.unless_abandoned(in_flight, newer).await.transpose()?.flatten())
+                Reply::Newest(self.unless_abandoned(in_flight, newer).await.transpose()?.flatten())
             }
             Request::Follow { key } => {
-                Reply::Following(self.state.follow(self.peer, &Key::new(key)?)?)
+                Reply::Follower(self.state.follow(self.peer, &Key::new(key)?)?)
             }
             Request::Next { follower, supports_devices, timeout } => {
                 return self
@@ -372,7 +381,9 @@ impl Session {
             Request::AwaitUnread { key, at_most, timeout } => {
                 let key = Key::new(key)?;
                 let unread = self.state.wait_unread(&key, at_most, timeout.min(MAX_WAIT));
-                self.unless_abandoned(in_flight, unread).await.map_or(Reply::Done, Reply::Unread)
+                self.unless_abandoned(in_flight, unread)
+                    .await
+                    .map_or(Reply::Done, Reply::UnreadCounts)
             }
             Request::Status => Reply::Status(self.status().await),
             request @ (Request::Versions { .. }
@@ -430,12 +441,12 @@ impl Session {
         in_flight: &InFlightRequest,
         follower: u64,
         supports_devices: bool,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Response<'_>> {
         in_flight.release_active_slot(0);
         match self
             .state
-            .next_version(self.peer, follower, patience, self.abandoned(in_flight))
+            .next_version(self.peer, follower, timeout, self.abandoned(in_flight))
             .await?
         {
             Some((key, leased)) => {
@@ -517,11 +528,11 @@ impl Session {
             (BlobLocation::Device(span), _) => Location::Device(*span),
             (BlobLocation::Local(span), Origin::Process { .. }) => Location::Span(*span),
             (BlobLocation::Local(span), Origin::Address(_)) => {
-                Location::Blob { blob: name.clone(), len: span.len, at: None }
+                Location::Blob { blob: name.clone(), len: span.len, address: None }
             }
             (BlobLocation::Remote(holder, len), _) => {
-                let at = Some(holder.endpoint.to_string());
-                Location::Blob { blob: name.clone(), len: *len, at }
+                let address = Some(holder.endpoint.to_string());
+                Location::Blob { blob: name.clone(), len: *len, address }
             }
         };
         let located = archives.iter();
@@ -553,8 +564,8 @@ impl Session {
             match self.state.pool.share(self.peer, segment) {
                 Ok(None) => {}
                 Ok(Some(SegmentMemory { memory, capacity, device })) => {
-                    let device = device.map(|uuid| uuid.to_string());
-                    shared.push((SharedSegment { segment, capacity, device }, memory));
+                    let device_uuid = device.map(|uuid| uuid.to_string());
+                    shared.push((SharedSegment { segment, capacity, device_uuid }, memory));
                 }
                 Err(error) => {
                     drop(share_guard);
@@ -747,20 +758,20 @@ mod tests {
             ("client_data", client.data.into()),
             ("client_fds", client.fds.into()),
             ("hello_head", stranger.head.into()),
-            ("hello", seconds(HANDSHAKE_TIMEOUT)),
-            ("frame", seconds(crate::net::link::FRAME_TIMEOUT)),
-            ("beat", seconds(KEEPALIVE_INTERVAL)),
-            ("longest", seconds(MAX_WAIT)),
-            ("drain", seconds(super::super::DRAIN_TIMEOUT)),
-            ("far_client_data", Limits::REMOTE_CLIENT.data.into()),
-            ("read", wire::MAX_READ_BYTES),
-            ("reading", count(MAX_UNSENT_KIB << 10)),
-            ("copies", count(crate::daemon::state::MAX_COPIED_KIB << 10)),
-            ("requests", count(MAX_ACTIVE_REQUESTS)),
-            ("waiting", count(in_flight::MAX_WAITING_REQUESTS)),
-            ("follow", count(crate::daemon::state::MAX_FOLLOWED_KEYS)),
-            ("follow_waiting", count(crate::daemon::state::MAX_QUEUED_VERSIONS)),
-            ("connections", count(super::super::MAX_PEERS)),
+            ("handshake_timeout", seconds(HANDSHAKE_TIMEOUT)),
+            ("frame_timeout", seconds(crate::net::link::FRAME_TIMEOUT)),
+            ("keepalive_interval", seconds(KEEPALIVE_INTERVAL)),
+            ("max_wait", seconds(MAX_WAIT)),
+            ("drain_timeout", seconds(super::super::DRAIN_TIMEOUT)),
+            ("remote_client_data", Limits::REMOTE_CLIENT.data.into()),
+            ("max_read_bytes", wire::MAX_READ_BYTES),
+            ("max_unsent_bytes", count(MAX_UNSENT_KIB << 10)),
+            ("max_copied_bytes", count(crate::daemon::state::MAX_COPIED_KIB << 10)),
+            ("max_active_requests", count(MAX_ACTIVE_REQUESTS)),
+            ("max_waiting_requests", count(in_flight::MAX_WAITING_REQUESTS)),
+            ("max_followed_keys", count(crate::daemon::state::MAX_FOLLOWED_KEYS)),
+            ("max_queued_versions", count(crate::daemon::state::MAX_QUEUED_VERSIONS)),
+            ("max_connections", count(super::super::MAX_CONNECTIONS)),
         ];
         for (name, value) in limits {
             assert!(spec.contains(&format!("\n| `{name}` | {value} | ")), "{name} = {value}");

@@ -48,6 +48,9 @@ use crate::net::tls::{Endpoint, Identity};
 use crate::shm::{PeerId, Pool, PoolExhausted};
 use crate::status::{DaemonStatus, HostStatus, LeaseStatus, PeerStatus};
 
+/// Program and version of this daemon, for people.
+pub(super) const DAEMON_NAME: &str = concat!("tssd ", env!("CARGO_PKG_VERSION"));
+
 /// Maximum size in KiB of copies of archives that wait to be sent, for all sessions together.
 pub(crate) const MAX_COPIED_KIB: usize = 256 << 10;
 
@@ -163,7 +166,7 @@ impl DaemonState {
                     (Arc::new(delegate), None)
                 }
                 (None, Some(url), Some(own)) => {
-                    let record = own.to_string().into_bytes();
+                    let record = peers::encode_session_record(&own);
                     let meta = backend::open(url).await?;
                     let mut ledgers = SharedLedgers::for_host(meta, record, options.keep);
                     if let Some(bucket) = &bucket {
@@ -410,7 +413,7 @@ impl DaemonState {
             [] => "nobody reads: versions are being written or pinned".to_owned(),
             holders => format!("held by {}", holders.join(", ")),
         };
-        let retired = match self.pool.status().retired {
+        let retired = match self.pool.status().retired_bytes {
             0 => String::new(),
             bytes => format!("; {bytes} of them were let go, and processes have them mapped still"),
         };
@@ -451,7 +454,7 @@ impl DaemonState {
         };
         DaemonStatus {
             pid: std::process::id(),
-            daemon: concat!("tssd ", env!("CARGO_PKG_VERSION")).to_owned(),
+            daemon: DAEMON_NAME.to_owned(),
             uptime: self.started.elapsed(),
             memory: self.pool.status(),
             peers: inner.peers.values().map(peer).collect(),

@@ -41,7 +41,7 @@ impl BlobLocation {
     pub(crate) fn segments(&self) -> impl Iterator<Item = SegmentId> + use<> {
         let (host, device) = match self {
             Self::Local(span) => (Some(span.segment), None),
-            Self::Device(span) => (Some(span.host_part.segment), Some(span.device)),
+            Self::Device(span) => (Some(span.host_part.segment), Some(span.device_segment)),
             Self::Remote(..) => (None, None),
         };
         host.into_iter().chain(device)

@@ -27,7 +27,6 @@ struct BucketHeader {
     /// Number of the version that the bucket is a part of.
     version: u64,
     /// Identity of the put, which is random. Other puts may have tried the same version.
-    #[serde(default)]
     put: u64,
     /// Index of the bucket in the version, from 0 on.
     part: u64,
@@ -36,7 +35,6 @@ struct BucketHeader {
     is_last: bool,
     /// Whether the bucket contains a table of exported tensors in place of tensors.
     #[serde(default)]
-    #[serde(rename = "is_lent")]
     is_exported: bool,
 }
 
@@ -54,7 +52,7 @@ impl BucketHeader {
 
 /// Returns the key that the writer of a put follows as long as it exports tensors. It has no versions.
 fn exporter_key(channel: &Key, put: u64) -> Result<Key> {
-    Key::new(format!("{channel}/lender/{put}"))
+    Key::new(format!("{channel}/exporter/{put}"))
 }
 
 /// Returns the key of the buckets of a key, for receivers of a GPU or of host memory.

@@ -4,7 +4,7 @@ use super::MAX_FENCED_JOBS;
 use super::command::{Begin, Outcome};
 use super::identity::{JobId, VersionId};
 use super::refusal::{Reason, Refusal};
-use super::state::{Job, State};
+use super::state::{Job, LastSequence, State};
 use super::version::{Contribution, Version};
 use crate::ledger::numbering::VersionPosition;
 
@@ -24,8 +24,8 @@ impl State {
     /// Refuses a job that a newer job has fenced.
     pub(super) fn refuse_fenced(&self, job: Option<&JobId>) -> Result<(), Refusal> {
         match &self.job {
-            Some(newest) if job.is_some_and(|job| self.fenced.contains(job)) => {
-                Err(Refusal::Fenced { by: newest.id.clone() })
+            Some(newest) if job.is_some_and(|job| self.fenced_jobs.contains(job)) => {
+                Err(Refusal::Fenced { job: newest.id.clone() })
             }
             _ => Ok(()),
         }
@@ -38,17 +38,17 @@ impl State {
         if self.job() == Some(newest) {
             return;
         }
-        let job = Job { id: newest.clone(), writers: None, last_call: None };
+        let job = Job { id: newest.clone(), writers: None, last_sequence: None };
         let Some(older) = self.job.replace(job) else {
             return;
         };
         self.update_versions(
             |version| version.is_open() && version.job.as_ref() == Some(&older.id),
-            |version| version.mark_dropped(Reason::Fenced { by: newest.clone() }),
+            |version| version.mark_dropped(Reason::Fenced { job: newest.clone() }),
         );
-        self.fenced.push_back(older.id);
-        if self.fenced.len() > MAX_FENCED_JOBS {
-            self.fenced.pop_front();
+        self.fenced_jobs.push_back(older.id);
+        if self.fenced_jobs.len() > MAX_FENCED_JOBS {
+            self.fenced_jobs.pop_front();
         }
     }
 
@@ -64,11 +64,11 @@ impl State {
                 Err(Refusal::IdTaken { id: begin.id })
             };
         }
-        match (begin.number, &begin.job, begin.call) {
+        match (begin.number, &begin.job, begin.sequence) {
             // A copy never joins a version with another id.
             _ if begin.epoch.is_some() => Ok(None),
             (Some(number), ..) => Ok(self.version_of_number(number, begin)),
-            (None, Some(job), Some(call)) => self.version_of_call(job, call),
+            (None, Some(job), Some(sequence)) => self.version_of_sequence(job, sequence),
             (None, ..) => Ok(None),
         }
     }
@@ -95,21 +95,27 @@ impl State {
         current.find(|version| may_be_repeated(version) && version.is_repeated_by(number, begin))
     }
 
-    /// Returns the version of this call, open or not.
+    /// Returns the version that the put with this sequence number opened, open or not.
     ///
-    /// A call that is not above the last call that opened a version is refused: it can no longer open one.
-    fn version_of_call(&self, job: &JobId, call: u64) -> Result<Option<VersionId>, Refusal> {
-        let is_match = |of: Option<&JobId>, to| of == Some(job) && to == Some(call);
+    /// A sequence number that is not above the last one that opened a version is refused: its put can no longer open one.
+    fn version_of_sequence(
+        &self,
+        job: &JobId,
+        sequence: u64,
+    ) -> Result<Option<VersionId>, Refusal> {
+        let is_match = |of: Option<&JobId>, to| of == Some(job) && to == Some(sequence);
         let mut versions = self.versions();
-        if let Some(version) = versions.find(|it| is_match(it.job.as_ref(), it.call)) {
+        if let Some(version) = versions.find(|it| is_match(it.job.as_ref(), it.sequence)) {
             return Ok(Some(version.id));
         }
         let mut ended = self.tombstones.iter();
-        if let Some(ended) = ended.find(|it| is_match(it.job.as_ref(), it.call)) {
+        if let Some(ended) = ended.find(|it| is_match(it.job.as_ref(), it.sequence)) {
             return Err(ended.refusal());
         }
-        match self.job.as_ref().and_then(|job| job.last_call) {
-            Some((last, number)) if call <= last => Err(Refusal::LateCall { call, number }),
+        match self.job.as_ref().and_then(|job| job.last_sequence) {
+            Some(last) if sequence <= last.sequence => {
+                Err(Refusal::StaleSequence { sequence, number: last.number })
+            }
             _ => Ok(None),
         }
     }
@@ -167,14 +173,14 @@ impl State {
         }
     }
 
-    /// Records the writers of a version that opens, and its call if its number is implicit.
+    /// Records the writers of a version that opens, and the sequence number of the put if the number of the version is implicit.
     fn record_opened(&mut self, begin: &Begin, number: u64) {
         let Some(job) = self.job.as_mut().filter(|_| begin.job.is_some()) else {
             return;
         };
         job.writers = Some(begin.writers.clone());
-        if let (None, Some(call)) = (begin.number, begin.call) {
-            job.last_call = Some((call, number));
+        if let (None, Some(sequence)) = (begin.number, begin.sequence) {
+            job.last_sequence = Some(LastSequence { sequence, number });
         }
     }
 }
@@ -188,8 +194,8 @@ impl Begin {
         if writers.len() > 1 && self.job.is_none() {
             return Err(Refusal::JobRequired { writers: writers.clone() });
         }
-        if writers.len() > 1 && self.number.is_none() && self.call.is_none() {
-            return Err(Refusal::CallRequired { writers: writers.clone() });
+        if writers.len() > 1 && self.number.is_none() && self.sequence.is_none() {
+            return Err(Refusal::SequenceRequired { writers: writers.clone() });
         }
         Ok(())
     }
@@ -200,7 +206,7 @@ impl Version {
     fn may_be_opened_by(&self, begin: &Begin) -> bool {
         let is_named = match begin.number {
             Some(number) => number == self.number,
-            None => self.call == begin.call.filter(|_| self.job.is_some()),
+            None => self.sequence == begin.sequence.filter(|_| self.job.is_some()),
         };
         is_named && self.job == begin.job && self.writers == begin.writers
     }

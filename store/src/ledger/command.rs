@@ -4,8 +4,6 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
 use super::durability::Durability;
 use super::identity::{ArchiveDigest, JobId, LeaseId, SessionId, Timestamp, VersionId};
 use super::selector::{Selection, Selector};
@@ -15,7 +13,7 @@ use super::writers::WriterSet;
 /// A command to the ledger of one key.
 ///
 /// Every command may be repeated immediately. The repeated command changes nothing; it succeeds again or is refused.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Command {
     /// A writer starts to contribute.
@@ -42,13 +40,11 @@ pub enum Command {
         /// The process.
         session: SessionId,
         /// By version, the tensors and slices that would be lost, if the caller knows them.
-        #[serde(default)]
         slices: BTreeMap<VersionId, String>,
     },
     /// A process has a replica of the archives that these writers have committed.
     ///
     /// It does not replace the processes that hold these archives already.
-    #[serde(rename = "Keep")]
     PublishReplicas {
         /// The version.
         id: VersionId,
@@ -60,7 +56,6 @@ pub enum Command {
     /// A process asks to release its replica of the archives that a writer has committed.
     ///
     /// If no other process holds one, nothing changes: the process must keep the last replica.
-    #[serde(rename = "LetGo")]
     ReleaseReplica {
         /// The version.
         id: VersionId,
@@ -70,19 +65,16 @@ pub enum Command {
         session: SessionId,
     },
     /// The upload of a version to the bucket is complete: the version outlives the processes that hold its archives.
-    #[serde(rename = "Stored")]
     Uploaded {
         /// The version.
         id: VersionId,
     },
     /// A version will not be uploaded to the bucket: it is retained as a version in memory.
-    #[serde(rename = "NotStored")]
     NotUploaded {
         /// The version.
         id: VersionId,
     },
     /// The verification of a fully committed version succeeded: the version becomes visible.
-    #[serde(rename = "Proved")]
     Verified {
         /// The version.
         id: VersionId,
@@ -162,7 +154,7 @@ pub enum Command {
 }
 
 /// A writer starts to contribute to a version. The first writer opens it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Begin {
     /// The writer that contributes.
     pub writer: u32,
@@ -175,30 +167,27 @@ pub struct Begin {
     /// Sequence number of this put of the job to the key by this writer, failed puts included.
     ///
     /// Contributions to a version with an implicit number belong together if their calls are equal.
-    pub call: Option<u64>,
+    pub sequence: Option<u64>,
     /// The number of the version; `None` is the highest number + 1.
     pub number: Option<u64>,
     /// Whether a number that is not above the highest one opens a new epoch.
     pub rewind: bool,
     /// Whether the version must outlive the process that holds it.
-    #[serde(default)]
     pub durability: Durability,
     /// Digest of the contribution, if it is already known.
     pub digest: Option<ArchiveDigest>,
     /// Session of the writer's process, if other processes can detect its end.
-    #[serde(default)]
     pub session: Option<SessionId>,
     /// Identity of the version if this command opens it. It is random.
     pub id: VersionId,
     /// Epoch of the version, if it is a copy of a version of another store. `number` is given too then.
-    #[serde(default)]
     pub epoch: Option<u32>,
     /// The current time.
     pub now: Timestamp,
 }
 
 /// A writer commits its complete archives.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Commit {
     /// The version.
     pub id: VersionId,
@@ -211,15 +200,13 @@ pub struct Commit {
     /// The archives in order. Usually there is one.
     pub archives: Vec<ArchiveReference>,
     /// Session of the process that holds the archives, if they end with that process.
-    #[serde(default)]
-    #[serde(rename = "keeper")]
     pub replica_session: Option<SessionId>,
     /// The current time.
     pub now: Timestamp,
 }
 
 /// The answer of the ledger to a command.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Outcome {
     /// The writer may write its contribution and commit it.
@@ -250,7 +237,6 @@ pub enum Outcome {
     /// If the command came from a newer job, older jobs are fenced nevertheless.
     Wait {
         /// The open versions, or the versions whose deletion is pending.
-        #[serde(rename = "on")]
         blocking: Vec<VersionId>,
     },
     /// The contribution is committed.
@@ -290,11 +276,10 @@ pub enum Outcome {
 /// An action outside the ledger.
 ///
 /// It stays pending until a command reports its completion: see [`pending`](super::pending).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Effect {
     /// Verify that the contributions form one state dict. Report with [`Command::Verified`] or [`Command::Rejected`].
-    #[serde(rename = "Prove")]
     Verify {
         /// The version.
         id: VersionId,

@@ -7,7 +7,7 @@ use super::command::{Commit, Outcome};
 use super::durability::Durability;
 use super::identity::{SessionId, Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
-use super::state::State;
+use super::state::{NumberInEpoch, State};
 use super::version::{Contribution, ManifestReference, Status, Version};
 use super::writers::WriterSet;
 
@@ -46,7 +46,7 @@ impl State {
         if begun && version.is_open() {
             version.contributions.remove(&writer);
             version.sessions.remove(&writer);
-            if version.call.is_some() || version.contributions.is_empty() {
+            if version.sequence.is_some() || version.contributions.is_empty() {
                 version.mark_dropped(Reason::Aborted { writer });
             }
         }
@@ -159,7 +159,7 @@ impl State {
         let (epoch, number) = position;
         self.update_versions(
             |version| version.is_open() && version.position() < position,
-            |version| version.mark_dropped(Reason::Superseded { by: number }),
+            |version| version.mark_dropped(Reason::Superseded { number }),
         );
         self.update_versions(
             |version| version.epoch < epoch && rewinds.is_some_and(|from| version.number >= from),
@@ -168,7 +168,7 @@ impl State {
         self.epoch = epoch;
         self.highest = Some(number);
         if is_durable {
-            self.newest_durable = Some((epoch, number));
+            self.newest_durable = Some(NumberInEpoch { epoch, number });
         }
         // A copy does not retire older versions: they stay until the source store knows that the copy is visible.
         if !is_copy {
@@ -185,8 +185,8 @@ impl State {
         }
         if version.durability == Durability::Object {
             version.uploaded = true;
-            let position = version.position();
-            self.newest_durable = self.newest_durable.max(Some(position));
+            let (epoch, number) = version.position();
+            self.newest_durable = self.newest_durable.max(Some(NumberInEpoch { epoch, number }));
             self.retire_surplus();
         }
         Ok(Outcome::Done)

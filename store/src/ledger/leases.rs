@@ -2,7 +2,7 @@
 
 use super::command::Outcome;
 use super::identity::{LeaseId, Timestamp};
-use super::refusal::{Reason, Refusal};
+use super::refusal::{PendingVersion, Reason, Refusal};
 use super::selector::Selector;
 use super::state::{Lease, State};
 use super::version::{Status, Version};
@@ -58,7 +58,10 @@ impl State {
             self.lost_refusal(selector).unwrap_or_else(|| Refusal::NotFound {
                 selector,
                 newest: self.head().map(|version| version.number),
-                newest_open: self.open().next_back().map(|open| (open.number, open.missing())),
+                newest_open: self
+                    .open()
+                    .next_back()
+                    .map(|open| PendingVersion { number: open.number, missing: open.missing() }),
             })
         })
     }
@@ -85,9 +88,9 @@ impl State {
     }
 }
 
-/// Returns the answer to a reader. A version that was never visible is refused as [`Refusal::Unknown`].
+/// Returns the answer to a reader. A version that was never visible is refused as [`Refusal::UnknownVersion`].
 fn lease_outcome(version: &Version) -> Result<Outcome, Refusal> {
     let Version { id, epoch, number, .. } = *version;
-    let manifest = version.manifest().cloned().ok_or(Refusal::Unknown { id })?;
+    let manifest = version.manifest().cloned().ok_or(Refusal::UnknownVersion { id })?;
     Ok(Outcome::Leased { id, epoch, number, manifest })
 }

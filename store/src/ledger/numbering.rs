@@ -47,7 +47,7 @@ impl VersionPosition {
     pub(super) fn into_version(self, begin: Begin) -> Version {
         let Self { epoch, number, rewind_from } = self;
         let Begin { writer, writers, job, durability, session, id, now, .. } = begin;
-        let call = begin.call.filter(|_| begin.number.is_none() && job.is_some());
+        let sequence = begin.sequence.filter(|_| begin.number.is_none() && job.is_some());
         let contributions = BTreeMap::from([(writer, Contribution::Begun)]);
         let sessions = session.map(|session| (writer, session)).into_iter().collect();
         let (copy, status) = (begin.epoch.is_some(), Status::Open { since: now });
@@ -57,7 +57,7 @@ impl VersionPosition {
             number,
             rewind_from,
             job,
-            call,
+            sequence,
             writers,
             contributions,
             sessions,

@@ -17,7 +17,7 @@ pub enum Reason {
     /// A newer version became visible first.
     Superseded {
         /// The number of the newer version.
-        by: u64,
+        number: u64,
     },
     /// The version was open too long.
     Abandoned {
@@ -32,7 +32,7 @@ pub enum Reason {
     /// A newer job has contributed to the key.
     Fenced {
         /// The newer job.
-        by: JobId,
+        job: JobId,
     },
     /// The put of a writer failed, and the version could not be completed.
     Aborted {
@@ -55,7 +55,9 @@ pub enum Reason {
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Superseded { by } => write!(f, "superseded: version {by} became visible first"),
+            Self::Superseded { number } => {
+                write!(f, "superseded: version {number} became visible first")
+            }
             Self::Abandoned { missing } if missing.is_empty() => {
                 f.write_str("abandoned: no process verified it in time")
             }
@@ -63,7 +65,7 @@ impl fmt::Display for Reason {
                 write!(f, "abandoned: writers {missing} did not commit in time")
             }
             Self::Rejected { reason } => write!(f, "rejected: {reason}"),
-            Self::Fenced { by } => write!(f, "fenced: job {by} has taken over the key"),
+            Self::Fenced { job } => write!(f, "fenced: job {job} has taken over the key"),
             Self::Aborted { writer } => write!(f, "aborted: the put of writer {writer} failed"),
             Self::Deleted => f.write_str("deleted while it was open"),
             Self::Lost { writers, slices } => {
@@ -88,6 +90,15 @@ impl Reason {
     }
 }
 
+/// The newest open version, as [`Refusal::NotFound`] names it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PendingVersion {
+    /// Its number.
+    pub number: u64,
+    /// The writers that have not committed to it.
+    pub missing: WriterSet,
+}
+
 /// The reason for which a command is refused. A refused command changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -105,15 +116,15 @@ pub enum Refusal {
         /// The declared writers.
         writers: WriterSet,
     },
-    /// Several writers with neither a number nor a call, by which their contributions would be matched.
-    CallRequired {
+    /// Several writers with neither a number nor a sequence number, by which their contributions would be matched.
+    SequenceRequired {
         /// The declared writers.
         writers: WriterSet,
     },
     /// A newer job has taken over the key.
     Fenced {
         /// The newest job.
-        by: JobId,
+        job: JobId,
     },
     /// The open version with this number belongs to another job, or to no job.
     JobsDisagree {
@@ -148,11 +159,11 @@ pub enum Refusal {
         /// The highest number that ever became visible. While a rewind is open, the number before the rewind.
         highest: u64,
     },
-    /// A later call of the job has opened a version, so this call can no longer open one.
-    LateCall {
-        /// The call of this contribution.
-        call: u64,
-        /// The number of the version that the last call opened.
+    /// A later put of the job has opened a version, so this put can no longer open one.
+    StaleSequence {
+        /// The sequence number of this put.
+        sequence: u64,
+        /// The number of the version that the later put opened.
         number: u64,
     },
     /// No number or no epoch is left above the highest one.
@@ -170,13 +181,12 @@ pub enum Refusal {
         reason: Reason,
     },
     /// The version was visible, and its data has been deleted.
-    #[serde(rename = "gone")]
     DataDeleted {
         /// Its number.
         number: u64,
     },
     /// No version has this identity, or the ledger no longer remembers the version.
-    Unknown {
+    UnknownVersion {
         /// The identity.
         id: VersionId,
     },
@@ -197,7 +207,6 @@ pub enum Refusal {
         committed: ArchiveDigest,
     },
     /// The version is not fully committed, so it can be neither verified nor rejected.
-    #[serde(rename = "not_proving")]
     NotFullyCommitted {
         /// The version's number.
         number: u64,
@@ -225,9 +234,8 @@ pub enum Refusal {
         selector: Selector,
         /// The number of the newest visible version.
         newest: Option<u64>,
-        /// The number of the newest open version, and the writers that have not committed to it.
-        #[serde(rename = "coming")]
-        newest_open: Option<(u64, WriterSet)>,
+        /// The newest open version.
+        newest_open: Option<PendingVersion>,
     },
     /// The lease has expired, so it cannot be renewed.
     LeaseExpired {
@@ -255,10 +263,13 @@ impl Refusal {
             Self::JobRequired { writers } => {
                 write!(f, "writers {writers} contribute to one version without a job")
             }
-            Self::CallRequired { writers } => {
-                write!(f, "writers {writers} contribute to one version without a number or call")
+            Self::SequenceRequired { writers } => {
+                write!(
+                    f,
+                    "writers {writers} contribute to one version without a number or a sequence number"
+                )
             }
-            Self::Fenced { by } => write!(f, "job {by} has taken over the key"),
+            Self::Fenced { job } => write!(f, "job {job} has taken over the key"),
             Self::JobsDisagree { number, declared, expected } => {
                 let (declared, expected) =
                     (describe_job(declared.as_ref()), describe_job(expected.as_ref()));
@@ -273,8 +284,11 @@ impl Refusal {
             Self::VersionNotNewer { number, highest } => {
                 write!(f, "version {number} is not newer than {highest}")
             }
-            Self::LateCall { call, number } => {
-                write!(f, "call {call} is late: a later call has opened version {number}")
+            Self::StaleSequence { sequence, number } => {
+                write!(
+                    f,
+                    "sequence number {sequence} is stale: a later put of the job has opened version {number}"
+                )
             }
             Self::NumbersExhausted => f.write_str("no number or no epoch is left"),
             Self::IdTaken { id } => write!(f, "another version has the identity {id}"),
@@ -282,7 +296,7 @@ impl Refusal {
             Self::DataDeleted { number } => {
                 write!(f, "version {number} was visible and its data is deleted")
             }
-            Self::Unknown { id } => write!(f, "no version with the identity {id} is known"),
+            Self::UnknownVersion { id } => write!(f, "no version with the identity {id} is known"),
             Self::NotBegun { number, writer } => {
                 write!(f, "writer {writer} has not begun version {number}")
             }
@@ -305,7 +319,7 @@ impl Refusal {
                     None => f.write_str("no version is visible")?,
                 }
                 match newest_open {
-                    Some((number, missing)) if !missing.is_empty() => {
+                    Some(PendingVersion { number, missing }) if !missing.is_empty() => {
                         write!(f, ", and version {number} waits for writers {missing}")
                     }
                     _ => Ok(()),
@@ -320,7 +334,7 @@ impl Refusal {
         match self {
             Self::NotAWriter { .. } => "declare every rank that contributes with writers=",
             Self::JobRequired { .. } => "say job=, the same in every writer and new in every run",
-            Self::CallRequired { .. } => "say version=, or count the puts",
+            Self::SequenceRequired { .. } => "say version=, or count the puts",
             Self::Fenced { .. } => "end this job, or start it anew as a newer one",
             Self::JobsDisagree { .. } => "wait until that version has ended, or use another number",
             Self::WritersDisagree { .. } => "say the same writers= in all, also if the set changed",
@@ -328,12 +342,12 @@ impl Refusal {
             Self::VersionNotNewer { .. } | Self::ContributionDiffers { .. } => {
                 "use a higher number, or rewind"
             }
-            Self::LateCall { .. } => "put again",
+            Self::StaleSequence { .. } => "put again",
             Self::NumbersExhausted => "rewind to a lower number, or use another key",
             Self::IdTaken { .. } => "begin again with a new one",
             Self::Dropped { reason, .. } => reason.remedy(),
             Self::DataDeleted { .. } => "use a newer version",
-            Self::Unknown { .. } => "begin again",
+            Self::UnknownVersion { .. } => "begin again",
             Self::NotBegun { .. } => "begin before you commit, and again after an abort",
             Self::NotFullyCommitted { .. } => "verify it when they have",
             Self::ManifestDiffers { .. } => "discard this one: a visible version never changes",

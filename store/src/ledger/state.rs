@@ -23,22 +23,19 @@ pub struct State {
     pub(super) epoch: u32,
     /// The highest number that ever became visible in the epoch. Deletion does not change it.
     pub(super) highest: Option<u64>,
-    /// Epoch and number of the newest version that became visible and durable.
-    #[serde(default)]
-    #[serde(rename = "durable")]
-    pub(super) newest_durable: Option<(u32, u64)>,
+    /// The newest version that became visible and durable.
+    pub(super) newest_durable: Option<NumberInEpoch>,
     pub(super) keep: NonZeroU32,
     pub(super) ttl: Option<Duration>,
     /// The newest job that contributed to the key.
     pub(super) job: Option<Job>,
     /// The older jobs, oldest first.
-    pub(super) fenced: VecDeque<JobId>,
+    pub(super) fenced_jobs: VecDeque<JobId>,
     /// The versions that have data, ordered by epoch and number. The pair of epoch and number is unique.
     ///
     /// A step copies the state and changes one or two versions. `Arc` lets both states share the others.
     pub(super) versions: Vec<Arc<Version>>,
     /// Tombstones of the versions whose data is deleted, oldest first.
-    #[serde(rename = "ended")]
     pub(super) tombstones: VecDeque<Tombstone>,
     pub(super) leases: BTreeMap<LeaseId, Lease>,
     pub(super) pins: BTreeMap<String, VersionId>,
@@ -50,8 +47,24 @@ pub(super) struct Job {
     pub(super) id: JobId,
     /// The writers of the version that the job opened last.
     pub(super) writers: Option<WriterSet>,
-    /// The last call of the job that opened a version, and the number of that version.
-    pub(super) last_call: Option<(u64, u64)>,
+    /// The last put of the job that opened a version with an implicit number.
+    pub(super) last_sequence: Option<LastSequence>,
+}
+
+/// The last put of a job that opened a version with an implicit number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct LastSequence {
+    /// The sequence number of the put.
+    pub(super) sequence: u64,
+    /// The number of the version.
+    pub(super) number: u64,
+}
+
+/// The number of a version, and its epoch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(super) struct NumberInEpoch {
+    pub(super) epoch: u32,
+    pub(super) number: u64,
 }
 
 /// A reader's lease on a version.
@@ -62,7 +75,6 @@ pub struct Lease {
     /// The reader.
     pub holder: String,
     /// The time until which new reads may start.
-    #[serde(rename = "until")]
     pub expires_at: Timestamp,
     /// Whether that time has passed. The data stays nevertheless until the lease is released.
     pub expired: bool,
@@ -77,7 +89,7 @@ impl Default for State {
             keep: NonZeroU32::MIN,
             ttl: None,
             job: None,
-            fenced: VecDeque::new(),
+            fenced_jobs: VecDeque::new(),
             versions: Vec::new(),
             tombstones: VecDeque::new(),
             leases: BTreeMap::new(),
@@ -101,7 +113,7 @@ impl State {
     /// Returns the state that remains when the process that holds the memory ends.
     ///
     /// The versions on disk and in a bucket remain, and so do retention, jobs and the newest durable number. Open
-    /// versions, versions in memory, tombstones and leases end with the process. So do the calls of versions that are
+    /// versions, versions in memory, tombstones and leases end with the process. So do the sequence numbers of versions that are
     /// neither visible nor pinned.
     #[must_use]
     pub fn durable_state(&self) -> Self {
@@ -110,22 +122,22 @@ impl State {
             if version.is_visible() || self.is_pinned(version.id) {
                 return version.clone();
             }
-            // This version will be deleted. Its call no longer names it, as if it had been deleted before the restart.
-            Arc::new(Version { call: None, ..Version::clone(version) })
+            // This version will be deleted. Its sequence number no longer names it, as if the restart came after.
+            Arc::new(Version { sequence: None, ..Version::clone(version) })
         });
         let versions: Vec<Arc<Version>> = kept.collect();
         let has_data = |id: &VersionId| versions.iter().any(|version| version.id == *id);
         let pins = self.pins.iter().filter(|(_, id)| has_data(id));
         let job =
-            self.job.as_ref().map(|job| Job { writers: None, last_call: None, ..job.clone() });
+            self.job.as_ref().map(|job| Job { writers: None, last_sequence: None, ..job.clone() });
         Self {
-            epoch: self.newest_durable.map_or(0, |(epoch, _)| epoch),
-            highest: self.newest_durable.map(|(_, number)| number),
+            epoch: self.newest_durable.map_or(0, |newest| newest.epoch),
+            highest: self.newest_durable.map(|newest| newest.number),
             newest_durable: self.newest_durable,
             keep: self.keep,
             ttl: self.ttl,
             job,
-            fenced: self.fenced.clone(),
+            fenced_jobs: self.fenced_jobs.clone(),
             pins: pins.map(|(label, id)| (label.clone(), *id)).collect(),
             versions,
             tombstones: VecDeque::new(),
@@ -143,7 +155,7 @@ impl State {
             Arc::new(Version { durability, sessions, uploaded: true, ..version.clone() })
         });
         let versions = visible.collect();
-        let durable = self.highest.map(|number| (self.epoch, number));
+        let durable = self.highest.map(|number| NumberInEpoch { epoch: self.epoch, number });
         Self { newest_durable: durable, versions, ..self.clone() }.durable_state()
     }
 
@@ -261,9 +273,9 @@ impl State {
     ///
     /// # Errors
     ///
-    /// `Dropped` or `Gone` if the data of the version is deleted, `Unknown` if the ledger does not know it.
+    /// `Dropped` or `DataDeleted` if the data of the version is deleted, `UnknownVersion` if the ledger does not know it.
     pub(super) fn version_by_id_mut(&mut self, id: VersionId) -> Result<&mut Version, Refusal> {
-        let ended = self.tombstone(id).map_or(Refusal::Unknown { id }, Tombstone::refusal);
+        let ended = self.tombstone(id).map_or(Refusal::UnknownVersion { id }, Tombstone::refusal);
         let named = self.versions.iter_mut().find(|version| version.id == id);
         named.map(Arc::make_mut).ok_or(ended)
     }

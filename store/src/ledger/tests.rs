@@ -53,7 +53,7 @@ impl TestLedger {
 
     fn begin_outcome(&mut self, put: Put<'_>) -> Result<Outcome, Refusal> {
         self.last_id += 1;
-        let Put { writer, writers, job, number, call, rewind, defaulted, .. } = put;
+        let Put { writer, writers, job, number, sequence, rewind, defaulted, .. } = put;
         let Put { durability, announced_contents, session, epoch, .. } = put;
         self.apply(Command::Begin(Begin {
             epoch,
@@ -61,7 +61,7 @@ impl TestLedger {
             writers: writers.parse().unwrap(),
             writers_defaulted: defaulted,
             job: job.map(job_id),
-            call,
+            sequence,
             number,
             rewind,
             durability,
@@ -78,11 +78,7 @@ impl TestLedger {
             writer: put.writer,
             job: put.job.map(job_id),
             digest: ArchiveDigest([contents; 16]),
-            archives: vec![ArchiveReference {
-                name: format!("{id}.{}", put.writer),
-                file_len: 1,
-                bytes: 1,
-            }],
+            archives: vec![ArchiveReference { name: format!("{id}.{}", put.writer), file_len: 1 }],
             replica_session: self.replica_session,
             now: Timestamp(self.now),
         }))
@@ -143,7 +139,7 @@ struct Put<'a> {
     writers: &'static str,
     job: Option<&'a str>,
     number: Option<u64>,
-    call: Option<u64>,
+    sequence: Option<u64>,
     rewind: bool,
     defaulted: bool,
     durability: Durability,
@@ -161,7 +157,7 @@ fn single_put(number: Option<u64>) -> Put<'static> {
         writers: "0",
         job: None,
         number,
-        call: None,
+        sequence: None,
         rewind: false,
         defaulted: true,
         durability: Durability::Memory,
@@ -177,8 +173,8 @@ fn numbered_put(job: &str, writer: u32, number: u64) -> Put<'_> {
 }
 
 /// Returns a put of one of two writers of a job, with an implicit number.
-fn implicit_put(job: &str, writer: u32, call: u64) -> Put<'_> {
-    Put { number: None, call: Some(call), ..numbered_put(job, writer, 0) }
+fn implicit_put(job: &str, writer: u32, sequence: u64) -> Put<'_> {
+    Put { number: None, sequence: Some(sequence), ..numbered_put(job, writer, 0) }
 }
 
 fn job_id(job: &str) -> JobId {

@@ -22,12 +22,11 @@ pub struct Version {
     /// The number at which its epoch begins, if no version of that epoch was visible when it opened.
     ///
     /// When this version becomes visible, versions of older epochs with this number or a higher one are retired.
-    #[serde(rename = "rewinds")]
     pub rewind_from: Option<u64>,
     /// The job whose contributions it accepts.
     pub job: Option<JobId>,
     /// Sequence number of the put within its job, if the number of the version is implicit.
-    pub call: Option<u64>,
+    pub sequence: Option<u64>,
     /// Every writer that must contribute.
     pub writers: WriterSet,
     /// The contributions by writer.
@@ -40,11 +39,9 @@ pub struct Version {
     pub durability: Durability,
     /// Whether the version is uploaded to the bucket.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    #[serde(rename = "stored")]
     pub uploaded: bool,
     /// Whether it is a copy of a version of another store. That store abandons it; it has no time limit.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    #[serde(rename = "copy")]
     pub is_copy: bool,
     /// Its status.
     pub status: Status,
@@ -52,6 +49,7 @@ pub struct Version {
 
 /// The contribution of one writer to a version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Contribution {
     /// The writer has begun and may be writing.
     Begun,
@@ -65,20 +63,17 @@ pub enum Contribution {
         ///
         /// The first is the process to which the writer put them, unless it has ended.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
-        #[serde(rename = "keepers")]
         replica_sessions: Vec<SessionId>,
     },
 }
 
-/// The name and the sizes of a writer's archive.
+/// The name and the length of a writer's archive.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArchiveReference {
     /// Its name in the volume that holds it.
     pub name: String,
     /// Its length in bytes.
     pub file_len: u64,
-    /// Number of tensor bytes in it.
-    pub bytes: u64,
 }
 
 /// The name, digest and length of the manifest of a version.
@@ -89,11 +84,9 @@ pub struct ManifestReference {
     /// Digest of its contents.
     pub digest: ArchiveDigest,
     /// Its length in bytes.
-    #[serde(default)]
     pub file_len: u64,
     /// Session of the process that holds it, if the manifest ends with that process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[serde(rename = "keeper")]
     pub replica_session: Option<SessionId>,
 }
 
@@ -109,6 +102,7 @@ impl ManifestReference {
 /// Every transition goes down this list: to `Visible` and `Retired`, or to `Dropped`. Then the data is deleted, and a
 /// tombstone replaces the version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Status {
     /// The version accepts contributions.
     Open {
@@ -116,7 +110,6 @@ pub enum Status {
         since: Timestamp,
     },
     /// All declared writers have committed, and the verification is pending. The version still counts as open.
-    #[serde(rename = "Proving")]
     Verifying {
         /// When the last writer committed.
         since: Timestamp,
@@ -141,7 +134,7 @@ pub enum Status {
 }
 
 /// The outcome of a version, for a caller that waits for it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VersionOutcome {
     /// The version is open.
     Pending {
@@ -338,7 +331,7 @@ pub(super) struct Tombstone {
     pub(super) id: VersionId,
     pub(super) number: u64,
     pub(super) job: Option<JobId>,
-    pub(super) call: Option<u64>,
+    pub(super) sequence: Option<u64>,
     /// The reason if the version was dropped; `None` if it was visible and then retired.
     pub(super) reason: Option<Reason>,
 }
@@ -363,7 +356,7 @@ impl From<Version> for Tombstone {
             Status::Dropped { reason } => Some(reason),
             _ => None,
         };
-        let Version { id, number, job, call, .. } = version;
-        Self { id, number, job, call, reason }
+        let Version { id, number, job, sequence, .. } = version;
+        Self { id, number, job, sequence, reason }
     }
 }

@@ -6,6 +6,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::disk::TEMPORARY_PREFIX;
 use crate::io::sync::{Lock, MutexGuard};
@@ -266,33 +268,71 @@ impl Records {
     }
 }
 
-/// Encodes a record: the state, and on a second line a checksum over the name and the state.
+/// Version of the records that this crate reads and writes.
+pub(crate) const RECORD_VERSION: u32 = 1;
+
+/// The first line of a record. Spec: `spec/reshard.md`, R-058.
+#[derive(Serialize, Deserialize)]
+struct RecordBody<S> {
+    record_version: u32,
+    state: S,
+}
+
+/// The first member of the first line, which every version of records has.
+#[derive(Deserialize)]
+struct RecordHeader {
+    record_version: u32,
+}
+
+/// Encodes a record: version and state, and on a second line a checksum over the name and the first line.
 ///
 /// The checksum detects corruption, and records of another key.
 fn encode_record(name: &str, state: &State) -> serde_json::Result<Vec<u8>> {
-    let mut record = serde_json::to_vec(state)?;
+    let mut record = serde_json::to_vec(&RecordBody { record_version: RECORD_VERSION, state })?;
     let sum = record_checksum(name, &record);
     record.extend_from_slice(format!("\n{sum}\n").as_bytes());
     Ok(record)
 }
 
-/// Decodes the record `name` and verifies its checksum.
+/// Decodes the record `name`, and verifies its checksum and its version.
+///
+/// # Errors
+///
+/// - `Corrupt` if the checksum is wrong, or if the state is malformed.
+/// - `Unsupported` if another release wrote the record.
 fn decode_record(name: &str, record: &[u8]) -> Result<State> {
-    let corrupt = |why: &dyn std::fmt::Display| {
-        Error::new(ErrorKind::Corrupt, format_args!("ledger record `{name}`: {why}"))
+    let failed = |kind: ErrorKind, why: &dyn std::fmt::Display| {
+        Error::new(kind, format_args!("ledger record `{name}`: {why}"))
     };
     let mut lines = record.splitn(2, |byte| *byte == b'\n');
-    let (state, checksum) = (lines.next().unwrap_or_default(), lines.next().unwrap_or_default());
-    if checksum != format!("{}\n", record_checksum(name, state)).as_bytes() {
-        return Err(corrupt(&"its checksum is not that of what it says under this name"));
+    let (body, checksum) = (lines.next().unwrap_or_default(), lines.next().unwrap_or_default());
+    if checksum != format!("{}\n", record_checksum(name, body)).as_bytes() {
+        return Err(failed(
+            ErrorKind::Corrupt,
+            &"its checksum does not match its name and contents",
+        ));
     }
-    serde_json::from_slice(state).map_err(|error| corrupt(&error))
+    let Ok(RecordHeader { record_version }) = serde_json::from_slice(body) else {
+        let why = "it has no record version, so a draft of tssd wrote it; put the versions again \
+                   into an empty directory, or below a new prefix";
+        return Err(failed(ErrorKind::Unsupported, &why));
+    };
+    if record_version != RECORD_VERSION {
+        let why = format_args!(
+            "record version {record_version} is not supported, only version {RECORD_VERSION}; use \
+             the tssd release that wrote this store, or a later one"
+        );
+        return Err(failed(ErrorKind::Unsupported, &why));
+    }
+    let body: RecordBody<State> =
+        serde_json::from_slice(body).map_err(|error| failed(ErrorKind::Corrupt, &error))?;
+    Ok(body.state)
 }
 
-fn record_checksum(name: &str, state: &[u8]) -> String {
+fn record_checksum(name: &str, body: &[u8]) -> String {
     let mut crc = crc32fast::Hasher::new();
     crc.update(name.as_bytes());
-    crc.update(state);
+    crc.update(body);
     format!("{:08x}", crc.finalize())
 }
 
@@ -428,6 +468,37 @@ mod tests {
     async fn append_next(records: &Records, key: &Key, keep: u32) {
         let mut last = records.load(key).await.unwrap();
         assert!(records.append(key, &mut last, state_with_keep(keep)).await.unwrap());
+    }
+
+    /// Returns a record with this first line, and a checksum that matches.
+    fn record_of(name: &str, body: &str) -> Vec<u8> {
+        format!("{body}\n{}\n", record_checksum(name, body.as_bytes())).into_bytes()
+    }
+
+    #[test]
+    fn record_of_other_version_is_unsupported() {
+        let (name, state) = ("k/.ledger/1.json", state_with_keep(3));
+        let encoded = encode_record(name, &state).unwrap();
+        assert!(encoded.starts_with(br#"{"record_version":1,"state":{"epoch":0,"#));
+        assert_eq!(decode_record(name, &encoded).unwrap(), state);
+        let bare = serde_json::to_string(&state).unwrap();
+        let other = format!(r#"{{"record_version":2,"state":{bare}}}"#);
+        let changed = r#"{"record_version":2,"renamed":7}"#.to_owned();
+        for (body, text) in [
+            (other, "record version 2 is not supported, only version 1"),
+            (changed, "record version 2 is not supported, only version 1"),
+            (bare, "it has no record version, so a draft of tssd wrote it"),
+        ] {
+            let error = decode_record(name, &record_of(name, &body)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+            assert!(error.to_string().contains(text), "{error}");
+        }
+        for body in [r#"{"record_version":1,"state":{}}"#, r#"{"record_version":1}"#] {
+            let error = decode_record(name, &record_of(name, body)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+        }
+        let error = decode_record("other/.ledger/1.json", &encoded).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
     }
 
     #[tokio::test]

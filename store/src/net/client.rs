@@ -88,9 +88,7 @@ impl RemoteController {
             let (endpoint, identity) = (endpoint.clone(), identity.clone());
             Arc::new(move || endpoint.connect_blocking(&identity, timeout))
         };
-        let unreachable = |error: &dyn std::fmt::Display| endpoint.unreachable(error);
-        let connecting =
-            Self::handshake(sender, receiver, endpoint.route(), connector, &unreachable);
+        let connecting = Self::handshake(sender, receiver, endpoint.route(), connector);
         let timed_out =
             |_| endpoint.unreachable(&format_args!("it has not answered for {timeout:?}"));
         tokio::time::timeout(timeout, connecting).await.map_err(timed_out)?
@@ -102,9 +100,8 @@ impl RemoteController {
             Arc::new(move || connect_blocking(&socket))
         };
         let (sender, receiver) = split_unix(stream, Limits::DAEMON);
-        let route = Route::new(Transport::Arena, "the daemon is of this host");
-        Self::handshake(sender, receiver, route, connector, &|error| unreachable(socket, error))
-            .await
+        let route = Route::new(Transport::SharedMemory, "the daemon is of this host");
+        Self::handshake(sender, receiver, route, connector).await
     }
 
     /// Exchanges hello and welcome, and checks the protocol version.
@@ -113,10 +110,9 @@ impl RemoteController {
         receiver: FrameReceiver,
         route: Route,
         connector: Connector,
-        unreachable: &(dyn Fn(&dyn std::fmt::Display) -> Error + Sync),
     ) -> Result<Self> {
         let maps = Arc::new(SegmentMaps::default());
-        let is_near = route.transport == Transport::Arena;
+        let is_near = route.transport == Transport::SharedMemory;
         let limits = if is_near { Limits::CLIENT } else { Limits::REMOTE_CLIENT };
         let calls = Calls::start(sender, receiver, limits, maps.clone());
         let response = calls.call(&Request::Hello(hello()), Bytes::new(), RESPONSE_TIMEOUT).await?;
@@ -139,19 +135,24 @@ impl RemoteController {
             }
             Reply::Welcome(welcome) => {
                 let (theirs, own) = (welcome.protocol.major, ProtocolVersion::CURRENT.major);
-                Err(unreachable(&format_args!("it speaks protocol {theirs}, not {own}")))
+                let text = format_args!(
+                    "daemon {} (process {}) supports protocol version {theirs}, this program \
+                     supports version {own}; use the same tssd release for both",
+                    welcome.daemon, welcome.pid
+                );
+                Err(Error::new(ErrorKind::Refused, text))
             }
             other => Err(unexpected_reply(&other)),
         }
     }
 
-    /// Sends a request. `patience` is the time that the request itself may wait.
+    /// Sends a request. `timeout` is the time that the request itself may wait.
     pub(crate) async fn send_request(
         &self,
         request: &Request,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Response> {
-        self.0.calls.call(request, Bytes::new(), patience.saturating_add(RESPONSE_TIMEOUT)).await
+        self.0.calls.call(request, Bytes::new(), timeout.saturating_add(RESPONSE_TIMEOUT)).await
     }
 
     /// Returns the number that identifies this start of the daemon.
@@ -173,7 +174,7 @@ impl RemoteController {
     ) -> Result<(BeginReply, RemoteContribution)> {
         let (data, digest) =
             inline.map_or_else(Default::default, |(data, digest)| (data, Some(digest)));
-        let patience = proposal.timeout.saturating_add(RESPONSE_TIMEOUT);
+        let response_timeout = proposal.timeout.saturating_add(RESPONSE_TIMEOUT);
         let begin = Begin {
             key: key.to_string(),
             proposal: proposal.clone(),
@@ -181,7 +182,8 @@ impl RemoteController {
             digest,
         };
         let request = Request::Begin(begin);
-        let Response { reply, release } = self.0.calls.call(&request, data, patience).await?;
+        let Response { reply, release } =
+            self.0.calls.call(&request, data, response_timeout).await?;
         let Reply::Begun(begun) = reply else { return Err(unexpected_reply(&reply)) };
         if begun.progress.is_some() && digest.is_none() {
             return Err(protocol_violation("it has committed what was not written"));
@@ -226,13 +228,13 @@ impl Client {
         }
         let addresses = archives.values().filter_map(|location| match location {
             Location::Span(_) | Location::Device(_) => None,
-            Location::Blob { at, .. } => at.as_deref(),
+            Location::Blob { address, .. } => address.as_deref(),
         });
         let addresses: Vec<&str> = addresses.collect();
         let Some(endpoint) = addresses.first().and_then(|at| at.parse::<Endpoint>().ok()) else {
             return self.route.clone();
         };
-        if self.route.transport != Transport::Arena {
+        if self.route.transport != Transport::SharedMemory {
             return self.route.clone();
         }
         let (count, all) = (addresses.len(), archives.len());
@@ -272,12 +274,12 @@ impl Catalog for RemoteController {
         &self,
         key: &Key,
         seen: Option<VersionId>,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Option<VersionInfo>> {
-        let request = Request::Newer { key: key.to_string(), seen, timeout: patience };
-        let timeout = patience.saturating_add(RESPONSE_TIMEOUT);
-        match self.0.calls.call(&request, Bytes::new(), timeout).await?.reply {
-            Reply::Newer(version) => Ok(version),
+        let request = Request::AwaitNewer { key: key.to_string(), seen, timeout };
+        let response_timeout = timeout.saturating_add(RESPONSE_TIMEOUT);
+        match self.0.calls.call(&request, Bytes::new(), response_timeout).await?.reply {
+            Reply::Newest(version) => Ok(version),
             other => Err(unexpected_reply(&other)),
         }
     }
@@ -343,7 +345,7 @@ impl Controller for RemoteController {
     }
 
     async fn locate(&self, key: &Key, selector: Selector) -> Result<LocatedVersion> {
-        let devices = self.0.route.transport == Transport::Arena;
+        let devices = self.0.route.transport == Transport::SharedMemory;
         let request = Request::Locate { key: key.to_string(), selector, supports_devices: devices };
         let response = self.0.calls.call(&request, Bytes::new(), RESPONSE_TIMEOUT).await?;
         open_leased(&self.0, response).await
@@ -351,7 +353,7 @@ impl Controller for RemoteController {
 
     async fn follow(&self, key: &Key) -> Result<Box<dyn VersionFollower>> {
         match self.call(Request::Follow { key: key.to_string() }).await? {
-            Reply::Following(follower) => {
+            Reply::Follower(follower) => {
                 Ok(Box::new(RemoteFollower { client: self.0.clone(), follower }))
             }
             other => Err(unexpected_reply(&other)),
@@ -362,11 +364,11 @@ impl Controller for RemoteController {
         &self,
         key: &Key,
         at_most: u64,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<(u64, u64)> {
-        let request = Request::AwaitUnread { key: key.to_string(), at_most, timeout: patience };
-        match self.send_request(&request, patience).await?.reply {
-            Reply::Unread(UnreadCounts { followers, versions }) => Ok((followers, versions)),
+        let request = Request::AwaitUnread { key: key.to_string(), at_most, timeout };
+        match self.send_request(&request, timeout).await?.reply {
+            Reply::UnreadCounts(UnreadCounts { followers, versions }) => Ok((followers, versions)),
             other => Err(unexpected_reply(&other)),
         }
     }
@@ -377,7 +379,7 @@ impl Controller for RemoteController {
         selector: Selector,
         archives: Option<Vec<String>>,
     ) -> Result<(u64, VersionId, u64)> {
-        if self.0.route.transport != Transport::Arena {
+        if self.0.route.transport != Transport::SharedMemory {
             let text = "versions are fetched into the daemon of this host: serve one with \
                         --controller, and connect to that";
             return Err(Error::new(ErrorKind::Invalid, text));
@@ -463,12 +465,11 @@ struct RemoteFollower {
 
 #[async_trait]
 impl VersionFollower for RemoteFollower {
-    async fn next(&mut self, patience: Duration) -> Result<Option<LocatedVersion>> {
-        let devices = self.client.route.transport == Transport::Arena;
-        let request =
-            Request::Next { follower: self.follower, supports_devices: devices, timeout: patience };
-        let timeout = patience.saturating_add(RESPONSE_TIMEOUT);
-        let response = self.client.calls.call(&request, Bytes::new(), timeout).await?;
+    async fn next(&mut self, timeout: Duration) -> Result<Option<LocatedVersion>> {
+        let devices = self.client.route.transport == Transport::SharedMemory;
+        let request = Request::Next { follower: self.follower, supports_devices: devices, timeout };
+        let response_timeout = timeout.saturating_add(RESPONSE_TIMEOUT);
+        let response = self.client.calls.call(&request, Bytes::new(), response_timeout).await?;
         match response.reply {
             Reply::Done => Ok(None),
             _ => open_leased(&self.client, response).await.map(Some),

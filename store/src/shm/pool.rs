@@ -45,9 +45,8 @@ pub(crate) struct Span {
 /// host memory: head, index and trailer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct DeviceSpan {
-    #[serde(rename = "shell")]
     pub(crate) host_part: Span,
-    pub(crate) device: SegmentId,
+    pub(crate) device_segment: SegmentId,
     /// Length of the archive in bytes.
     pub(crate) len: u64,
 }
@@ -380,8 +379,8 @@ impl Pool {
     /// Returns the location of an archive in the memory of a GPU.
     pub(crate) fn device_span(&self, name: &str) -> Option<DeviceSpan> {
         let inner = self.inner();
-        let (device, len) = *inner.device_archives.get(name)?;
-        Some(DeviceSpan { host_part: *inner.blobs.get(name)?, device, len })
+        let (device_segment, len) = *inner.device_archives.get(name)?;
+        Some(DeviceSpan { host_part: *inner.blobs.get(name)?, device_segment, len })
     }
 
     /// Adds a file as a segment that contains one blob. It takes no memory.
@@ -587,16 +586,16 @@ impl Pool {
         let inner = self.inner();
         let warm = |segment: &&Segment| segment.is_unused();
         MemoryStatus {
-            limit: self.limit,
-            used: inner.used,
-            retired: inner.retired.values().map(|retired| retired.cost).sum(),
+            limit_bytes: self.limit,
+            used_bytes: inner.used,
+            retired_bytes: inner.retired.values().map(|retired| retired.cost).sum(),
             free_bytes: inner.segments.values().filter(warm).map(|segment| segment.cost).sum(),
             device_bytes: (inner.segments.values().filter_map(Segment::device_bytes))
                 .fold(0, u64::saturating_add),
             segments: u64::try_from(inner.segments.len()).unwrap_or(u64::MAX),
-            recycled: inner.recycled,
-            created_bytes: inner.created_bytes,
-            retired_bytes: inner.retired_bytes,
+            recycled_total: inner.recycled,
+            created_bytes_total: inner.created_bytes,
+            retired_bytes_total: inner.retired_bytes,
         }
     }
 }
@@ -614,7 +613,7 @@ mod tests {
         let _ = second.publish("a");
         pool.delete("a");
         let memory = pool.status();
-        assert_eq!(memory.free_bytes, memory.used, "{memory:?}");
+        assert_eq!(memory.free_bytes, memory.used_bytes, "{memory:?}");
     }
 
     #[test]
@@ -629,7 +628,7 @@ mod tests {
             (1..100).for_each(|number| pool.delete(&format!("{round}/{number}")));
         }
         let memory = pool.status();
-        assert!(memory.used <= 2 * SLAB_BYTES, "{memory:?}");
+        assert!(memory.used_bytes <= 2 * SLAB_BYTES, "{memory:?}");
         for round in 0..100 {
             let blob = pool.open(&format!("{round}/0")).unwrap().unwrap().blob;
             assert_eq!(blob.bytes().unwrap(), &bytes);
@@ -649,7 +648,7 @@ mod tests {
         pool.release(&names);
         assert!(pool.span("a").is_none() && !pool.is_pending_delete("a"));
         pool.release(&names);
-        assert_eq!(pool.status().free_bytes, pool.status().used);
+        assert_eq!(pool.status().free_bytes, pool.status().used_bytes);
     }
 
     #[test]

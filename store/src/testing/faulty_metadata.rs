@@ -119,7 +119,7 @@ impl MetaStore for FaultyMetaStore {
         self.execute(self.inner.has_ended(name)).await
     }
 
-    fn watch(&self, name: &str, patience: Duration) -> Box<dyn Watch> {
-        self.inner.watch(name, patience)
+    fn watch(&self, name: &str, timeout: Duration) -> Box<dyn Watch> {
+        self.inner.watch(name, timeout)
     }
 }

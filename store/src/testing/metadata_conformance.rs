@@ -478,7 +478,7 @@ mod etcd_only {
         for len in [1_700_000, 3 << 20] {
             let created = meta.create("a/large", vec![7; len]);
             let created = tokio::time::timeout(Duration::from_secs(20), created).await;
-            let error = created.expect("it is said before patience ends").unwrap_err();
+            let error = created.expect("the refusal comes before the timeout").unwrap_err();
             assert_eq!(error.kind(), crate::ErrorKind::Refused, "{error}");
         }
         assert_eq!(meta.get("a/large").await.unwrap(), None);

@@ -94,13 +94,13 @@ fn to_model_error(error: &Error) -> Option<ModelError> {
         Refusal::WritersDisagree { .. } => ModelError::WritersDisagree,
         Refusal::DurabilityDisagrees { .. } => ModelError::DurabilityDisagrees,
         Refusal::VersionNotNewer { highest, .. } => ModelError::NotNewer { highest: *highest },
-        Refusal::LateCall { .. } => ModelError::LateCall,
+        Refusal::StaleSequence { .. } => ModelError::StaleSequence,
         Refusal::NotBegun { .. } => ModelError::NotBegun,
         Refusal::ContributionDiffers { .. } => ModelError::ContributionDiffers,
         Refusal::DataDeleted { .. } => ModelError::Gone,
         Refusal::NotFound { newest, newest_open, .. } => ModelError::NotFound {
             newest: *newest,
-            open: newest_open.as_ref().map(|(number, missing)| (*number, writer_ids(missing))),
+            open: newest_open.as_ref().map(|open| (open.number, writer_ids(&open.missing))),
         },
         // The store reports one or the other, depending on whether it checks the job or the version
         // first.
@@ -108,7 +108,7 @@ fn to_model_error(error: &Error) -> Option<ModelError> {
             ModelError::Fenced
         }
         Refusal::Dropped { reason, .. } => ModelError::Dropped(match reason {
-            Reason::Superseded { by } => DropReason::Superseded { by: *by },
+            Reason::Superseded { number } => DropReason::Superseded { by: *number },
             Reason::Rejected { .. } => DropReason::Rejected,
             Reason::Aborted { .. } => DropReason::Aborted,
             Reason::Deleted => DropReason::Deleted,

@@ -25,7 +25,7 @@ pub(crate) struct Model {
     pub(crate) jobs: Vec<Job>,
     /// Writers of the version that the last job opened last, and the last call that opened a version.
     writers: Option<Writers>,
-    last_call: Option<u64>,
+    last_sequence: Option<u64>,
     /// All versions, including those whose data is deleted.
     pub(crate) versions: BTreeMap<Id, Version>,
     pub(crate) pins: BTreeMap<String, Id>,
@@ -134,7 +134,7 @@ impl Model {
         let older = self.jobs.last().copied();
         if job.is_some() && job != older {
             self.jobs.extend(job);
-            (self.writers, self.last_call) = (None, None);
+            (self.writers, self.last_sequence) = (None, None);
             self.end_versions(
                 |it| it.stage == Open && it.request.job.is_some(),
                 &ModelError::Fenced,
@@ -181,7 +181,8 @@ impl Model {
 
     fn open_version(&mut self, ask: &PutRequest, id: Id) -> Result<Id, ModelError> {
         // A late call opens no version.
-        ModelError::LateCall.err_if(ask.sequence.is_some() && ask.sequence <= self.last_call)?;
+        ModelError::StaleSequence
+            .err_if(ask.sequence.is_some() && ask.sequence <= self.last_sequence)?;
         let is_other = self.writers.as_ref().is_some_and(|writers| *writers != ask.writers);
         ModelError::WritersDisagree.err_if(ask.job.is_some() && ask.infers_writers && is_other)?;
         let (place, rewinds) = self.choose_position(ask)?;
@@ -193,7 +194,7 @@ impl Model {
         ModelError::Busy.err_if(self.is_occupied(place))?;
         if ask.job.is_some() {
             self.writers = Some(ask.writers.clone());
-            self.last_call = ask.sequence.or(self.last_call);
+            self.last_sequence = ask.sequence.or(self.last_sequence);
         }
         let (ask, parts, stage) = (ask.clone(), BTreeMap::from([(ask.writer, None)]), Open);
         self.versions.insert(

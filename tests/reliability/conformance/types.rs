@@ -73,7 +73,7 @@ pub(crate) enum ModelError {
     NotNewer {
         highest: u64,
     },
-    LateCall,
+    StaleSequence,
     /// Two versions are open.
     Busy,
     NotBegun,

@@ -99,7 +99,7 @@ fn daemon_stays_within_its_cgroup_memory_limit() {
         let prefix = ["sh", "-c", &enter_script, "sh"];
         let serve = DaemonProcess::start_by(&prefix, folder.path(), &[]);
         let store = serve.connect();
-        let limit = store.status().unwrap().memory.limit;
+        let limit = store.status().unwrap().memory.limit_bytes;
         assert_eq!(
             limit,
             LIMIT_BYTES / 2,

@@ -154,7 +154,8 @@ impl MaliciousDaemon {
         let url = format!("unix:{}", socket.display());
         let thread = thread::spawn(move || {
             let mut raw = RawConnection(listener.accept().unwrap().0);
-            let welcome = r#"{"welcome":{"protocol":{"major":1,"minor":0},"pid":1,"inline":0}}"#;
+            let welcome =
+                r#"{"welcome":{"protocol":{"major":2,"minor":0},"pid":1,"inline_max_bytes":0}}"#;
             let (number, _) = raw.receive().unwrap();
             raw.send(&frame(3, number, welcome, b""));
             let mut fds = Some(fds);
@@ -209,7 +210,7 @@ fn segments_json(capacity: u64) -> String {
 fn begun_reply(capacity: u64) -> String {
     format!(
         r#"{{"begun":{{"contribution":1,"id":"{ID}","epoch":0,"number":1,
-            "room":{{"segment":{{"segment":3,"capacity":{capacity}}}}}}}}}"#
+            "write_target":{{"segment":{{"segment":3,"capacity":{capacity}}}}}}}}}"#
     )
 }
 

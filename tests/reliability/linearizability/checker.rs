@@ -134,8 +134,8 @@ impl Puts {
                 (Call::Wait(wanted, _), Some(Response::Found(number, _))) if number < wanted => {
                     return violation("a wait is over before its version is there", operation);
                 }
-                (Call::Wait(_, patience), Some(Response::NotFound))
-                    if operation.returned_at - operation.invoked_at < patience =>
+                (Call::Wait(_, timeout), Some(Response::NotFound))
+                    if operation.returned_at - operation.invoked_at < timeout =>
                 {
                     return violation("a wait is given up before its time is over", operation);
                 }

@@ -148,8 +148,8 @@ impl Search<'_> {
             (Call::Wait(wanted, _), Some(Response::Found(number, put))) => {
                 number >= wanted && newest == Some(&(number, Some(put)))
             }
-            (Call::Wait(wanted, patience), _) => {
-                operation.returned_at - operation.invoked_at >= patience
+            (Call::Wait(wanted, timeout), _) => {
+                operation.returned_at - operation.invoked_at >= timeout
                     && newest.is_none_or(|(number, _)| *number < wanted)
             }
             (Call::Delete(number), answer) => {

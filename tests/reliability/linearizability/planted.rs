@@ -28,14 +28,14 @@ fn record_history(custom: KeyUsage, keep: usize, bug: Option<Bug>, seed: u64) ->
         let mut rng = SeededRng::new(seed << 8 | u64::from(thread));
         let (mut seen, mut pinned) = (0, None);
         for count in 0..OPERATIONS {
-            let patience = toy.lock().unwrap().wait_timeout();
+            let wait_timeout = toy.lock().unwrap().wait_timeout();
             let put = (thread + 1) << 16 | count;
             let client = ClientState {
                 usage: custom,
                 keep,
                 observed: seen,
                 put,
-                wait_timeout: patience,
+                wait_timeout,
                 writer: thread,
                 pinned,
             };

@@ -93,7 +93,7 @@ impl DaemonProcess {
             let descriptors = self.descriptors().saturating_sub(memory.segments);
             if status.peers.len() == 1
                 && status.leases.iter().all(|lease| lease.pid == status.pid)
-                && memory.retired == 0
+                && memory.retired_bytes == 0
                 && is_settled(descriptors)
             {
                 return descriptors;

@@ -45,7 +45,7 @@ impl Volume for PoolVolume {
     }
 
     fn route(&self) -> Route {
-        Route::new(Transport::Arena, "the daemon is of this host")
+        Route::new(Transport::SharedMemory, "the daemon is of this host")
     }
 
     fn remove_folder(&self, _name: &str) -> Result<()> {

@@ -173,9 +173,9 @@ impl Session {
             id,
             epoch,
             number,
-            committed,
-            target,
-            device,
+            committed_digest: committed,
+            write_target: target,
+            device_segment: device,
             stem,
             progress,
         };
@@ -266,19 +266,22 @@ impl Session {
             Error::new(ErrorKind::Busy, text)
         })?;
         open.device_segment = Some(acquired.segment);
-        let device = Some(uuid.clone());
-        Ok(Some(SharedSegment { segment: acquired.segment, capacity: acquired.capacity, device }))
+        Ok(Some(SharedSegment {
+            segment: acquired.segment,
+            capacity: acquired.capacity,
+            device_uuid: Some(uuid.clone()),
+        }))
     }
 
     /// Attaches the memory that a client has allocated on a GPU to its segment.
     pub(crate) fn attach_device_memory(&self, segment: SegmentId, fds: Vec<OwnedFd>) -> Result<()> {
         let invalid = |text: &dyn std::fmt::Display| Error::new(ErrorKind::Invalid, text);
         let Ok([memory]) = <[OwnedFd; 1]>::try_from(fds) else {
-            return Err(invalid(&"one descriptor comes with memory that is brought"));
+            return Err(invalid(&"attach_device_memory takes one descriptor"));
         };
         let kind = rustix::fs::fstat(&memory).map(|status| FileType::from_raw_mode(status.st_mode));
         if matches!(kind, Err(_) | Ok(FileType::Socket | FileType::Fifo | FileType::Directory)) {
-            return Err(invalid(&"what was brought is no memory of a GPU"));
+            return Err(invalid(&"the descriptor is not memory of a GPU"));
         }
         let attached = self.state.pool.attach_device_memory(self.peer, segment, memory);
         attached.map_err(|error| invalid(&format_args!("segment {segment}: {error}")))
@@ -359,7 +362,9 @@ impl Session {
                 Some(waiting) => {
                     *waiting = Some(open);
                     let reply = match device {
-                        Some(device) => Reply::DeviceWriteTargets { target, device },
+                        Some(device_segment) => {
+                            Reply::DeviceWriteTargets { write_target: target, device_segment }
+                        }
                         None => Reply::WriteTarget(target),
                     };
                     return Ok(Response { fds, ..reply.into() });
@@ -492,22 +497,22 @@ impl Session {
     ///
     /// # Errors
     ///
-    /// The error of the upload; `Busy` after `patience`; `Unreachable` if the daemon shuts down; `Invalid` if this
+    /// The error of the upload; `Busy` after `timeout`; `Unreachable` if the daemon shuts down; `Invalid` if this
     /// connection has no such upload, or has waited for it before.
     pub(crate) async fn wait_stored(
         &self,
         in_flight: &InFlightRequest,
         contribution: u64,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Progress> {
         in_flight.release_active_slot(0);
         let upload = self.uploads().remove(&contribution);
         let mut upload = upload.ok_or_else(|| unknown_contribution(contribution))?;
-        let patience = patience.min(MAX_WAIT);
+        let timeout = timeout.min(MAX_WAIT);
         let waited = tokio::select! {
             biased;
             result = upload.wait_for(Option::is_some) => result.ok().and_then(|it| it.clone()),
-            () = tokio::time::sleep(patience) => None,
+            () = tokio::time::sleep(timeout) => None,
             () = self.abandoned(in_flight) => None,
         };
         match waited {
@@ -522,7 +527,7 @@ impl Session {
             }
             None => {
                 let text = format_args!(
-                    "the version is in memory, and not in the bucket after {patience:?}: `status` says how far it is"
+                    "the version is in memory, and not in the bucket after {timeout:?}: `status` says how far it is"
                 );
                 Err(Error::new(ErrorKind::Busy, text))
             }

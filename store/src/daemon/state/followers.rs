@@ -138,12 +138,12 @@ impl DaemonState {
 
     /// Waits for the next queued version of a follower.
     ///
-    /// Returns `None` after `patience`, or when `unasked` completes.
+    /// Returns `None` after `timeout`, or when `unasked` completes.
     pub(crate) async fn next_version(
         &self,
         peer: PeerId,
         number: u64,
-        patience: Duration,
+        timeout: Duration,
         unasked: impl Future<Output = ()>,
     ) -> Result<Option<(Key, LocatedVersion)>> {
         let pop = || {
@@ -155,7 +155,7 @@ impl DaemonState {
         };
         // Cancellation affects only the wait: a version that `pop` has taken from the queue is always returned.
         let next = tokio::select! {
-            next = self.wait_for(patience, pop) => next,
+            next = self.wait_for(timeout, pop) => next,
             () = unasked => None,
         };
         let Some(next) = next else { return Ok(None) };
@@ -164,14 +164,14 @@ impl DaemonState {
         Ok(Some((key, leased)))
     }
 
-    /// Waits until at most `at_most` versions of a key are leased for its followers, or for `patience`.
+    /// Waits until at most `at_most` versions of a key are leased for its followers, or for `timeout`.
     ///
     /// Returns the number of followers and of versions at that time.
     pub(crate) async fn wait_unread(
         &self,
         key: &Key,
         at_most: u64,
-        patience: Duration,
+        timeout: Duration,
     ) -> UnreadCounts {
         let count_unread = || {
             let inner = self.inner();
@@ -185,15 +185,15 @@ impl DaemonState {
             UnreadCounts { followers: count, versions }
         };
         let at_most_unread = || Some(count_unread()).filter(|unread| unread.versions <= at_most);
-        self.wait_for(patience, at_most_unread).await.unwrap_or_else(count_unread)
+        self.wait_for(timeout, at_most_unread).await.unwrap_or_else(count_unread)
     }
 
     /// Calls `find` now and after each change of a follower, until it returns a value.
     ///
-    /// Returns `None` after `patience`.
+    /// Returns `None` after `timeout`.
     async fn wait_for<T>(
         &self,
-        patience: Duration,
+        timeout: Duration,
         mut find: impl FnMut() -> Option<T>,
     ) -> Option<T> {
         let found = async {
@@ -207,7 +207,7 @@ impl DaemonState {
                 changed.await;
             }
         };
-        tokio::time::timeout(patience, found).await.ok()
+        tokio::time::timeout(timeout, found).await.ok()
     }
 }
 

@@ -42,7 +42,7 @@ impl LocalController {
             writers: proposal.writers.clone(),
             writers_defaulted: proposal.writers_defaulted,
             job: proposal.job.clone(),
-            call: proposal.sequence,
+            sequence: proposal.sequence,
             number: proposal.number,
             rewind: proposal.rewind,
             durability: proposal.durability,
@@ -68,7 +68,7 @@ impl LocalController {
             writers,
             writers_defaulted: false,
             job: place.job.clone(),
-            call: None,
+            sequence: None,
             number: Some(place.number),
             rewind: false,
             durability: place.durability,
@@ -150,7 +150,6 @@ impl LocalController {
         let archive = |(number, len): (usize, &u64)| ArchiveReference {
             name: place.file_name(number),
             file_len: *len,
-            bytes: *len,
         };
         let archives: Vec<_> = lens.iter().enumerate().map(archive).collect();
         let replica_session = self.replica_holder().await?;

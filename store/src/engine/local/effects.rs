@@ -137,7 +137,8 @@ impl LocalController {
     ) -> Result<Option<Vec<u8>>> {
         let state = self.0.ledgers.state(key).await?;
         let version = state.versions().find(|version| version.id == id).cloned();
-        let version = version.ok_or_else(|| Error::from_refusal(key, Refusal::Unknown { id }))?;
+        let version =
+            version.ok_or_else(|| Error::from_refusal(key, Refusal::UnknownVersion { id }))?;
         let _reached = self.resolve_replicas(key, &version).await?;
         let (folder, number) = (folder(key, &version), version.number);
         let expected = version.manifest().map(|manifest| manifest.digest);

@@ -13,7 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::plan::global_shape;
 
 /// The entries of the dict that describes a piece of a tensor.
-const PIECE_ENTRIES: [&str; 3] = ["tensor", "offsets", "shape"];
+const PIECE_ENTRIES: [&str; 3] = ["tensor", "offsets", "global_shape"];
 
 /// Fills buckets with leaves.
 pub(super) struct BucketBuilder {

@@ -118,8 +118,8 @@ fn to_table(
     table.insert("process", bytes(process.to_vec())?);
     table.insert("handles", bytes(allocations.iter().flat_map(|each| each.handle).collect())?);
     table.insert("bases", words(allocations.iter().map(|each| each.base).collect())?);
-    table.insert("pieces", words(ranges.iter().flat_map(range).collect())?);
-    table.insert("shell", bytes(host_part)?);
+    table.insert("ranges", words(ranges.iter().flat_map(range).collect())?);
+    table.insert("host_part", bytes(host_part)?);
     Ok(table)
 }
 
@@ -138,7 +138,7 @@ fn from_table(table: &StateDict) -> Option<(IpcExport, Bytes, u64)> {
     let handles = bytes("handles")?;
     let (handles, rest) = handles.as_chunks::<HANDLE_BYTES>();
     let bases: Vec<u64> = words("bases")?;
-    let ranges: Vec<u64> = words("pieces")?;
+    let ranges: Vec<u64> = words("ranges")?;
     let (ranges, more) = ranges.as_chunks::<4>();
     if !rest.is_empty() || !more.is_empty() || bases.len() != handles.len() {
         return None;
@@ -157,7 +157,7 @@ fn from_table(table: &StateDict) -> Option<(IpcExport, Bytes, u64)> {
         ranges: ranges.iter().map(range).collect(),
     };
     let [file_len] = *words("file_len")?.as_slice() else { return None };
-    Some((export, bytes("shell")?.into(), file_len))
+    Some((export, bytes("host_part")?.into(), file_len))
 }
 
 /// Maps exported tensors and opens them as a version.
@@ -176,7 +176,7 @@ pub(super) fn open(
         DeviceArchive::new(host_part.clone(), file_len, segment).map_err(|error| corrupt(&error))
     };
     let index = Archive::from_blob(Arc::new(archive(None)?)).map_err(|error| corrupt(&error))?;
-    let (file, writer) = ("lent".to_owned(), 0);
+    let (file, writer) = ("exported".to_owned(), 0);
     let label = VersionAttrs {
         id: bucket.id.0,
         epoch: bucket.epoch,

@@ -176,10 +176,10 @@ impl Receiver {
     async fn is_export_valid(&self, bucket: &OpenVersion, header: &BucketHeader) -> Result<bool> {
         let channel = &self.channel;
         let exporter = exporter_key(channel, header.put)?;
-        let (lenders, _) =
+        let (exporters, _) =
             self.context.controller().wait_until_read(&exporter, u64::MAX, Duration::ZERO).await?;
         let newest = self.context.controller().versions(channel).await?.pop();
-        Ok(lenders > 0 && newest.is_some_and(|newest| newest.id == bucket.id))
+        Ok(exporters > 0 && newest.is_some_and(|newest| newest.id == bucket.id))
     }
 
     #[cfg(not(target_os = "linux"))]

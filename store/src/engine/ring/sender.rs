@@ -173,8 +173,8 @@ impl Sender {
         let report = active.report.expect("it is put");
         let mut transport_reason =
             format!("{}; {} readers took it", report.transport_reason, active.readers);
-        if let Some(not_lent) = &self.export_failure {
-            transport_reason = format!("{transport_reason}; not in place: {not_lent}");
+        if let Some(reason) = &self.export_failure {
+            transport_reason = format!("{transport_reason}; not in place: {reason}");
         }
         Ok(PutReport {
             version: active.version,
@@ -351,7 +351,7 @@ impl Sender {
         let (context, channel, left) =
             (self.context.clone(), active.channel.clone(), self.options.timeout);
         // Receivers see that the export is valid as long as this call and its connection exist.
-        let _lender = context.controller().follow(&exporter_key(&channel, active.put)?).await?;
+        let _follower = context.controller().follow(&exporter_key(&channel, active.put)?).await?;
         let (caller_guard, caller_dropped) = oneshot::channel::<Infallible>();
         // The task continues if the caller drops the future. It holds the tensors until all have read them, or the
         // export is withdrawn.
@@ -462,23 +462,23 @@ async fn wait_until_read(
     context: &Context,
     channel: &Key,
     at_most: u64,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<()> {
     let since = Instant::now();
     let (readers, unread) = loop {
-        let left = patience.saturating_sub(since.elapsed());
+        let left = timeout.saturating_sub(since.elapsed());
         let (readers, unread) =
             context.controller().wait_until_read(channel, at_most, left).await?;
         if unread <= at_most {
             return Ok(());
         }
         // The daemon limits how long one request waits.
-        if since.elapsed() >= patience {
+        if since.elapsed() >= timeout {
             break (readers, unread);
         }
     };
     let text = format_args!(
-        "`{channel}`: {unread} buckets have not been taken by all {readers} readers for {patience:?}: `status` says \
+        "`{channel}`: {unread} buckets have not been taken by all {readers} readers for {timeout:?}: `status` says \
          who holds them"
     );
     Err(Error::new(ErrorKind::Busy, text))

@@ -16,7 +16,7 @@ fn incomplete_begin_is_refused() {
         ),
         (
             Put { number: None, ..numbered_put("a", 0, 1) },
-            Refusal::CallRequired { writers: declared },
+            Refusal::SequenceRequired { writers: declared },
         ),
     ];
     for (put, refusal) in cases {
@@ -55,9 +55,9 @@ fn restarted_job_never_completes_version_of_old_job() {
     let begun = ledger.begin_outcome(numbered_put("b", 0, 5));
     assert_eq!(begun, Ok(Outcome::Wait { blocking: vec![old] }));
     let by = job_id("b");
-    assert_eq!(ledger.drop_reason(old), Reason::Fenced { by: by.clone() });
-    assert_eq!(ledger.begin(numbered_put("a", 1, 5)), Err(Refusal::Fenced { by: by.clone() }));
-    assert_eq!(ledger.commit(old, numbered_put("a", 0, 5), 7), Err(Refusal::Fenced { by }));
+    assert_eq!(ledger.drop_reason(old), Reason::Fenced { job: by.clone() });
+    assert_eq!(ledger.begin(numbered_put("a", 1, 5)), Err(Refusal::Fenced { job: by.clone() }));
+    assert_eq!(ledger.commit(old, numbered_put("a", 0, 5), 7), Err(Refusal::Fenced { job: by }));
     ledger.run_effects();
     for writer in [0, 1] {
         assert_ne!(ledger.put(numbered_put("b", writer, 5)).unwrap(), old);
@@ -117,7 +117,10 @@ fn failed_put_does_not_shift_later_calls() {
 fn late_call_cannot_open_version() {
     let mut ledger = TestLedger::default();
     ledger.put(implicit_put("a", 0, 2)).unwrap();
-    assert_eq!(ledger.put(implicit_put("a", 1, 1)), Err(Refusal::LateCall { call: 1, number: 1 }));
+    assert_eq!(
+        ledger.put(implicit_put("a", 1, 1)),
+        Err(Refusal::StaleSequence { sequence: 1, number: 1 })
+    );
 }
 
 #[test]
@@ -139,14 +142,14 @@ fn failed_put_with_number_can_be_retried() {
 #[test]
 fn call_is_ignored_with_number_or_without_job() {
     let mut ledger = TestLedger::default();
-    let numbered = |writer| Put { call: Some(1), ..numbered_put("a", writer, 5) };
+    let numbered = |writer| Put { sequence: Some(1), ..numbered_put("a", writer, 5) };
     let id = ledger.put(numbered(0)).unwrap();
     ledger.begin(numbered(1)).unwrap();
     ledger.apply(Command::Abort { id, writer: 1 }).unwrap();
     assert_eq!(ledger.put(numbered(1)), Ok(id));
     ledger.run_effects();
 
-    let jobless = Put { call: Some(1), ..single_put(None) };
+    let jobless = Put { sequence: Some(1), ..single_put(None) };
     let id = ledger.begin(jobless).unwrap();
     ledger.last_id -= 1;
     assert_eq!(ledger.begin(jobless), Ok(id));
@@ -163,11 +166,11 @@ fn oldest_fenced_job_is_forgotten_at_limit() {
         begin(job).unwrap();
     }
     let by = job_id(&MAX_FENCED_JOBS.to_string());
-    assert_eq!(begin(0), Err(Refusal::Fenced { by }));
+    assert_eq!(begin(0), Err(Refusal::Fenced { job: by }));
     begin(MAX_FENCED_JOBS + 1).unwrap();
     begin(0).unwrap();
     let by = job_id("0");
-    assert_eq!(begin(2), Err(Refusal::Fenced { by }));
+    assert_eq!(begin(2), Err(Refusal::Fenced { job: by }));
 }
 
 #[test]

@@ -42,8 +42,8 @@ fn visible_version_supersedes_older_open_versions() {
         ledger.put(numbered_put("a", writer, 6)).unwrap();
     }
     ledger.run_effects();
-    assert_eq!(ledger.drop_reason(slow), Reason::Superseded { by: 6 });
-    let refusal = Refusal::Dropped { number: 5, reason: Reason::Superseded { by: 6 } };
+    assert_eq!(ledger.drop_reason(slow), Reason::Superseded { number: 6 });
+    let refusal = Refusal::Dropped { number: 5, reason: Reason::Superseded { number: 6 } };
     assert_eq!(ledger.begin(numbered_put("a", 1, 5)), Err(refusal));
 }
 
@@ -64,7 +64,7 @@ fn superseded_reason_is_reported_only_to_writers_of_that_version() {
             ledger.run_effects();
         }
         assert_eq!(ledger.state.versions().any(|version| version.id == slow), !deleted);
-        let superseded = Refusal::Dropped { number: 5, reason: Reason::Superseded { by: 6 } };
+        let superseded = Refusal::Dropped { number: 5, reason: Reason::Superseded { number: 6 } };
         assert_eq!(ledger.begin(numbered_put("a", 1, 5)), Err(superseded));
         for (job, number) in [("a", 3), ("a", 4), ("b", 5)] {
             let refusal = Refusal::VersionNotNewer { number, highest: 6 };
@@ -160,11 +160,11 @@ fn refusals_name_their_subject() {
     };
     let unknown = |selector, newest| Refusal::NotFound { selector, newest, newest_open: None };
     let waiting = |missing| {
-        let coming = Some((3, writers(missing)));
+        let coming = Some(PendingVersion { number: 3, missing: writers(missing) });
         Refusal::NotFound { selector: Selector::Newest, newest: None, newest_open: coming }
     };
     for (refusal, text) in [
-        (Refusal::Fenced { by: job_id("b") }, "job b has taken over the key"),
+        (Refusal::Fenced { job: job_id("b") }, "job b has taken over the key"),
         (another, "version 5 takes contributions of job a, not of no job"),
         (unknown(Selector::Number(3), Some(5)), "no visible version is number 3: the newest is 5"),
         (unknown(Selector::Newest, None), "no version is visible"),

@@ -124,7 +124,8 @@ fn memory_versions_do_not_retire_disk_versions() {
 #[test]
 fn restart_keeps_disk_versions_and_settings_of_key() {
     let mut ledger = TestLedger::with_keep(2);
-    let put = |call, durability| Put { writers: "0", durability, ..implicit_put("a", 0, call) };
+    let put =
+        |sequence, durability| Put { writers: "0", durability, ..implicit_put("a", 0, sequence) };
     let on_disk = ledger.put(put(0, Durability::Disk)).unwrap();
     ledger.run_effects();
     ledger.put(put(1, Durability::Memory)).unwrap();
@@ -150,8 +151,11 @@ fn restart_keeps_disk_versions_and_settings_of_key() {
 fn call_after_restart_does_not_depend_on_deletion_time() {
     for (is_deleted, is_pinned) in [(true, false), (false, false), (false, true)] {
         let mut ledger = TestLedger::with_keep(1);
-        let put =
-            |call| Put { writers: "0", durability: Durability::Disk, ..implicit_put("a", 0, call) };
+        let put = |sequence| Put {
+            writers: "0",
+            durability: Durability::Disk,
+            ..implicit_put("a", 0, sequence)
+        };
         let first = ledger.put(put(1)).unwrap();
         ledger.run_effects();
         if is_pinned {

@@ -70,7 +70,7 @@ fn upload_of_invisible_version_is_refused() {
     let refusal = Refusal::NotFullyCommitted { number: 1, missing };
     assert_eq!(ledger.apply(Command::Uploaded { id }), Err(refusal));
     let unknown = VersionId(99);
-    let refusal = Refusal::Unknown { id: unknown };
+    let refusal = Refusal::UnknownVersion { id: unknown };
     assert_eq!(ledger.apply(Command::Uploaded { id: unknown }), Err(refusal));
     // The durability of this version is `Memory`, so the report changes nothing.
     let id = ledger.put(single_put(Some(2))).unwrap();

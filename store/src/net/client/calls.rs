@@ -101,9 +101,9 @@ impl Calls {
         &self,
         request: &Request,
         data: Bytes,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Response> {
-        self.call_with_fd(request, data, None, patience).await
+        self.call_with_fd(request, data, None, timeout).await
     }
 
     /// As `call`, with a descriptor.
@@ -112,7 +112,7 @@ impl Calls {
         request: &Request,
         data: Bytes,
         fd: Option<OwnedFd>,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Response> {
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
         let fds = fd.into_iter().collect();
@@ -128,11 +128,11 @@ impl Calls {
         }
         let response = loop {
             let parts_before = parts.load(Ordering::Relaxed);
-            match tokio::time::timeout(patience, &mut response_receiver).await {
+            match tokio::time::timeout(timeout, &mut response_receiver).await {
                 Ok(response) => break response,
                 Err(_) if parts.load(Ordering::Relaxed) != parts_before => {}
                 Err(_) => {
-                    let text = format_args!("the daemon has not answered for {patience:?}");
+                    let text = format_args!("the daemon has not answered for {timeout:?}");
                     return Err(Error::new(ErrorKind::Unreachable, text));
                 }
             }

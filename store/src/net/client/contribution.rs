@@ -79,8 +79,8 @@ impl RemoteContribution {
             progress: begun.progress.clone(),
             release,
         };
-        if begun.committed.is_none() && begun.progress.is_none() {
-            let (host, device) = (begun.target, begun.device.as_ref());
+        if begun.committed_digest.is_none() && begun.progress.is_none() {
+            let (host, device) = (begun.write_target, begun.device_segment.as_ref());
             created.set_targets(host, device, proposal.file_len, proposal.device.as_ref()).await?;
         }
         Ok(created)
@@ -177,7 +177,7 @@ impl RemoteContribution {
 
     /// Returns the contribution in the form that the controller returns.
     pub(super) fn into_begin_response(self, begun: &BeginReply) -> control::BeginResult {
-        let BeginReply { id, epoch, number, committed, .. } = *begun;
+        let BeginReply { id, epoch, number, committed_digest: committed, .. } = *begun;
         control::BeginResult { id, epoch, number, committed, contribution: Box::new(self) }
     }
 
@@ -225,8 +225,8 @@ impl RemoteContribution {
         let data = self.send_frames().await?;
         let request = Request::Commit { contribution: self.contribution, digest, lens: Vec::new() };
         // The daemon may have to wait for memory for the data.
-        let patience = self.timeout.saturating_add(RESPONSE_TIMEOUT);
-        let response = self.client.calls.call(&request, data, patience).await;
+        let response_timeout = self.timeout.saturating_add(RESPONSE_TIMEOUT);
+        let response = self.client.calls.call(&request, data, response_timeout).await;
         // The daemon has decided the contribution, whether or not the reply arrives.
         self.release.disarm();
         match response?.reply {
@@ -264,13 +264,14 @@ impl Contribution for RemoteContribution {
         let data = self.send_frames().await?;
         let contribution = self.contribution;
         let request = Request::Extend { contribution, file_len, device: device.clone() };
-        let patience = self.timeout.saturating_add(RESPONSE_TIMEOUT);
-        match self.client.calls.call(&request, data, patience).await?.reply {
+        let response_timeout = self.timeout.saturating_add(RESPONSE_TIMEOUT);
+        match self.client.calls.call(&request, data, response_timeout).await?.reply {
             Reply::WriteTarget(target) => {
                 self.set_targets(target, None, file_len, device.as_ref()).await
             }
-            Reply::DeviceWriteTargets { target, device: shared } => {
-                self.set_targets(target, Some(&shared), file_len, device.as_ref()).await
+            Reply::DeviceWriteTargets { write_target, device_segment } => {
+                self.set_targets(write_target, Some(&device_segment), file_len, device.as_ref())
+                    .await
             }
             other => Err(unexpected_reply(&other)),
         }
@@ -281,12 +282,12 @@ impl Contribution for RemoteContribution {
             Some(progress) => progress,
             None => self.send_commit(digest).await?,
         };
-        let (client, contribution, patience) =
+        let (client, contribution, timeout) =
             (self.client.clone(), self.contribution, self.timeout);
         let upload = async move {
-            let request = Request::AwaitUpload { contribution, timeout: patience };
-            let timeout = patience.saturating_add(RESPONSE_TIMEOUT);
-            match client.calls.call(&request, Bytes::new(), timeout).await?.reply {
+            let request = Request::AwaitUpload { contribution, timeout };
+            let response_timeout = timeout.saturating_add(RESPONSE_TIMEOUT);
+            match client.calls.call(&request, Bytes::new(), response_timeout).await?.reply {
                 Reply::Progress(progress) => Ok(progress),
                 other => Err(unexpected_reply(&other)),
             }

@@ -67,16 +67,21 @@ impl SegmentMaps {
         match reply {
             Reply::Leased(leased) => {
                 for (each, memory) in leased.segments.iter().zip(fds) {
-                    if each.device.is_some() {
+                    if each.device_uuid.is_some() {
                         inner.device_fds.insert(each.segment, (memory.into(), each.clone()));
                     } else {
                         inner.read_fds.insert(each.segment, (memory, each.capacity));
                     }
                 }
             }
-            Reply::Begun(BeginReply { target: WriteTarget::Segment { segment, .. }, .. })
+            Reply::Begun(BeginReply {
+                write_target: WriteTarget::Segment { segment, .. }, ..
+            })
             | Reply::WriteTarget(WriteTarget::Segment { segment, .. })
-            | Reply::DeviceWriteTargets { target: WriteTarget::Segment { segment, .. }, .. } => {
+            | Reply::DeviceWriteTargets {
+                write_target: WriteTarget::Segment { segment, .. },
+                ..
+            } => {
                 inner.write_fds.extend(fds.into_iter().map(|memory| (*segment, memory.into())));
             }
             // Descriptors of other replies were not requested.
@@ -120,12 +125,12 @@ impl SegmentMaps {
     /// Opens an archive in GPU memory. Maps its segment if that is not mapped yet.
     pub(super) fn open_device_archive(
         &self,
-        DeviceSpan { host_part, device, len }: DeviceSpan,
+        DeviceSpan { host_part, device_segment, len }: DeviceSpan,
     ) -> Result<LocalArchive> {
         let host_part = self.open_archive(host_part)?.blob.bytes().cloned().unwrap_or_default();
-        let segment = self.device_map(device)?;
+        let segment = self.device_map(device_segment)?;
         let blob = DeviceArchive::new(host_part, len, Some(segment))
-            .map_err(|error| Error::io(format_args!("segment {device}"), error))?;
+            .map_err(|error| Error::io(format_args!("segment {device_segment}"), error))?;
         Ok(LocalArchive::without_checksums(blob))
     }
 
@@ -139,9 +144,9 @@ impl SegmentMaps {
             return Ok(map.clone());
         }
         let received = inner.device_fds.get(&segment);
-        let (memory, SharedSegment { capacity, device, .. }) = received
+        let (memory, SharedSegment { capacity, device_uuid, .. }) = received
             .ok_or_else(|| protocol_violation("it names a segment of a GPU that it never sent"))?;
-        let (memory, uuid) = (memory.clone(), device.clone().unwrap_or_default());
+        let (memory, uuid) = (memory.clone(), device_uuid.clone().unwrap_or_default());
         let capacity = *capacity;
         drop(inner);
         // The descriptor stays until the map exists, so that a later call can try again.
@@ -165,7 +170,7 @@ impl SegmentMaps {
         if let Some(map) = self.inner().device_write_maps.get(&shared.segment) {
             return Ok((map.clone(), None));
         }
-        let uuid = shared.device.as_deref().unwrap_or_default();
+        let uuid = shared.device_uuid.as_deref().unwrap_or_default();
         let (map, memory) = device::driver()?.allocate(uuid, shared.capacity)?;
         Ok((map, Some(memory)))
     }

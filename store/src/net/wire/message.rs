@@ -26,7 +26,7 @@ pub(crate) struct ProtocolVersion {
 
 impl ProtocolVersion {
     /// The version of this crate.
-    pub(crate) const CURRENT: Self = Self { major: 1, minor: 0 };
+    pub(crate) const CURRENT: Self = Self { major: 2, minor: 0 };
 }
 
 /// The first request of a client.
@@ -50,11 +50,9 @@ pub(crate) struct Welcome {
     #[serde(default)]
     pub(crate) instance: u64,
     /// Maximum length in bytes of an archive that is sent as data of a frame.
-    #[serde(rename = "inline")]
     pub(crate) inline_max_bytes: u64,
     /// Whether the daemon accepts archives in GPU memory.
     #[serde(default)]
-    #[serde(rename = "devices")]
     pub(crate) supports_devices: bool,
 }
 
@@ -89,10 +87,8 @@ pub(crate) enum Request {
     },
     /// Waits until a committed contribution is in the bucket. Replies with the version's progress
     /// there.
-    #[serde(rename = "stored")]
     AwaitUpload {
         contribution: u64,
-        #[serde(rename = "patience")]
         timeout: Duration,
     },
     /// Withdraws a contribution. Fails with the outcome of the version, if that is known.
@@ -105,7 +101,6 @@ pub(crate) enum Request {
         selector: Selector,
         /// Whether the client can read archives in GPU memory.
         #[serde(default)]
-        #[serde(rename = "devices")]
         supports_devices: bool,
     },
     /// Reads ranges of a blob. The data of the reply is their bytes.
@@ -114,7 +109,6 @@ pub(crate) enum Request {
         ranges: Vec<Range>,
         /// Whether the daemon verifies the chunks of the ranges and returns the CRC-32 of the data.
         #[serde(default)]
-        #[serde(rename = "prove")]
         verify: bool,
     },
     /// Deletes blobs that this daemon stores for the controller that sends the request.
@@ -122,12 +116,10 @@ pub(crate) enum Request {
         blobs: Vec<String>,
     },
     /// Returns which of these blobs, which the client stores, the daemon does not know.
-    #[serde(rename = "missing")]
     FindUnknownBlobs {
         blobs: Vec<String>,
     },
     /// Attaches memory to a GPU segment. Its descriptor comes with the request.
-    #[serde(rename = "bring")]
     AttachDeviceMemory {
         segment: SegmentId,
     },
@@ -143,11 +135,10 @@ pub(crate) enum Request {
         key: String,
     },
     /// Waits until the newest version differs from `seen`, and returns it.
-    Newer {
+    AwaitNewer {
         key: String,
         #[serde(default)]
         seen: Option<VersionId>,
-        #[serde(rename = "patience")]
         timeout: Duration,
     },
     Keys {
@@ -188,17 +179,13 @@ pub(crate) enum Request {
         follower: u64,
         /// Whether the client can read archives in GPU memory.
         #[serde(default)]
-        #[serde(rename = "devices")]
         supports_devices: bool,
-        #[serde(rename = "patience")]
         timeout: Duration,
     },
     /// Waits until the followers of a key hold at most `at_most` versions. Returns both numbers.
-    #[serde(rename = "unread")]
     AwaitUnread {
         key: String,
         at_most: u64,
-        #[serde(rename = "patience")]
         timeout: Duration,
     },
     Status,
@@ -219,16 +206,16 @@ impl Request {
             Self::Extend { .. } => "extend",
             Self::Commit { .. } => "commit",
             Self::Write { .. } => "write",
-            Self::AwaitUpload { .. } => "stored",
+            Self::AwaitUpload { .. } => "await_upload",
             Self::Withdraw { .. } => "withdraw",
             Self::Locate { .. } => "locate",
             Self::Read { .. } => "read",
             Self::Discard { .. } => "discard",
-            Self::FindUnknownBlobs { .. } => "missing",
-            Self::AttachDeviceMemory { .. } => "bring",
+            Self::FindUnknownBlobs { .. } => "find_unknown_blobs",
+            Self::AttachDeviceMemory { .. } => "attach_device_memory",
             Self::Prefetch { .. } => "prefetch",
             Self::Versions { .. } => "versions",
-            Self::Newer { .. } => "newer",
+            Self::AwaitNewer { .. } => "await_newer",
             Self::Keys { .. } => "keys",
             Self::Delete { .. } => "delete",
             Self::Retain { .. } => "retain",
@@ -237,7 +224,7 @@ impl Request {
             Self::Pins { .. } => "pins",
             Self::Follow { .. } => "follow",
             Self::Next { .. } => "next",
-            Self::AwaitUnread { .. } => "unread",
+            Self::AwaitUnread { .. } => "await_unread",
             Self::Status => "status",
         }
     }
@@ -249,7 +236,6 @@ pub(crate) struct Begin {
     pub(crate) proposal: Proposal,
     /// Address of the client, if it is a daemon that stores the archives itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[serde(rename = "keeper")]
     pub(crate) replica_address: Option<String>,
     /// Digest of the archive, if that is the data of the frame and the only archive. The daemon
     /// then commits it, unless the version has to wait for other writers.
@@ -266,7 +252,6 @@ pub(crate) enum Notice {
     /// From the daemon: unmap these segments. From a client: they are unmapped.
     Unmap { segments: Vec<SegmentId> },
     /// Statistics of a read.
-    #[serde(rename = "got")]
     ReadStats(ReadStats),
     /// The client no longer follows a key.
     Unfollow { follower: u64 },
@@ -283,33 +268,29 @@ pub(crate) enum Reply {
     Welcome(Welcome),
     Begun(BeginReply),
     /// Write target of the next archive of a contribution.
-    #[serde(rename = "room")]
     WriteTarget(WriteTarget),
     /// Write targets of an archive in GPU memory: one for its host part, one for the rest.
-    #[serde(rename = "rooms")]
     DeviceWriteTargets {
-        #[serde(rename = "room")]
-        target: WriteTarget,
-        device: SharedSegment,
+        write_target: WriteTarget,
+        device_segment: SharedSegment,
     },
     Progress(Progress),
     Leased(LeaseReply),
     /// The data is the bytes.
     Read(ReadChecksum),
     /// The blobs that the daemon does not know.
-    #[serde(rename = "missing")]
     UnknownBlobs(Vec<String>),
     /// The version that was copied.
     Prefetched(PrefetchReply),
     Versions(Vec<VersionInfo>),
-    Newer(Option<VersionInfo>),
+    Newest(Option<VersionInfo>),
     Keys(KeyPage),
     Deleted(u64),
     Pinned(u64),
     Pins(BTreeMap<String, u64>),
     /// Number of the follower on this connection.
-    Following(u64),
-    Unread(UnreadCounts),
+    Follower(u64),
+    UnreadCounts(UnreadCounts),
     Status(DaemonStatus),
     /// More archives of the reply that follows.
     Archives(Archives),
@@ -338,14 +319,13 @@ pub(crate) struct BeginReply {
     pub(crate) number: u64,
     /// Digest that the writer committed earlier. Then there is nothing to write.
     #[serde(default)]
-    pub(crate) committed: Option<ArchiveDigest>,
+    pub(crate) committed_digest: Option<ArchiveDigest>,
     #[serde(default)]
-    #[serde(rename = "room")]
-    pub(crate) target: WriteTarget,
+    pub(crate) write_target: WriteTarget,
     /// GPU segment for the archive, if the client asked for one. The other write target is then
     /// that of the host part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) device: Option<SharedSegment>,
+    pub(crate) device_segment: Option<SharedSegment>,
     /// Common beginning of the archive names, if the client stores the archives.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub(crate) stem: String,
@@ -362,7 +342,6 @@ pub(crate) enum WriteTarget {
     #[default]
     Inline,
     /// The client stores the archive itself.
-    #[serde(rename = "kept")]
     ClientReplica,
     /// Memory of the daemon. The archive is the data of `write` requests.
     Frames,
@@ -396,13 +375,12 @@ pub(crate) enum Location {
     Span(Span),
     /// In a GPU segment that the client has, except for its host part.
     Device(DeviceSpan),
-    /// Not in shared memory. It is read by name from this daemon, or from the daemon at the address
-    /// `at`.
+    /// Not in shared memory. It is read by name from this daemon, or from the daemon at `address`.
     Blob {
         blob: String,
         len: u64,
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        at: Option<String>,
+        address: Option<String>,
     },
 }
 
@@ -439,7 +417,7 @@ pub(crate) struct SharedSegment {
     pub(crate) capacity: u64,
     /// UUID of the GPU, or none for host memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) device: Option<String>,
+    pub(crate) device_uuid: Option<String>,
 }
 
 /// An error as a message.
@@ -516,7 +494,7 @@ mod tests {
             (received.kind(), received.to_string(), received.refusal().cloned()),
             (kind, text, refusal)
         );
-        assert!(sent.contains(r#""refusal":{"gone":{"number":7}}"#), "{sent}");
+        assert!(sent.contains(r#""refusal":{"data_deleted":{"number":7}}"#), "{sent}");
     }
 
     #[test]
@@ -529,6 +507,17 @@ mod tests {
         assert_eq!(error.to_string(), "key `k`: it is under a spell");
         let error = error_from_json(r#"{"failed": {"kind": "busy", "text": "later"}}"#);
         assert_eq!((error.kind(), error.to_string().as_str()), (ErrorKind::Busy, "later"));
+    }
+
+    #[test]
+    fn op_is_the_name_in_json() {
+        let spec = include_str!("../../../../spec/protocol.md");
+        let examples = spec.split("```json request\n").skip(1);
+        for example in examples.map(|rest| rest.split("```").next().unwrap()) {
+            let request: Request = serde_json::from_str(example).unwrap();
+            let json: serde_json::Value = serde_json::from_str(example).unwrap();
+            assert_eq!(json["op"], request.op());
+        }
     }
 
     #[test]
@@ -545,8 +534,8 @@ mod tests {
         assert_eq!((proposal.job, proposal.sequence, proposal.number), (None, None, None));
         // A null field is the same as an absent one. An empty string is a value.
         let newer = |seen: &str| {
-            let patience = r#""patience": {"secs": 1, "nanos": 0}"#;
-            request(&format!(r#"{{"op": "newer", "key": "k", {seen} {patience}}}"#))
+            let timeout = r#""timeout": {"secs": 1, "nanos": 0}"#;
+            request(&format!(r#"{{"op": "await_newer", "key": "k", {seen} {timeout}}}"#))
         };
         assert_eq!(newer(""), newer(r#""seen": null,"#));
         assert!(serde_json::from_str::<Request>(r#"{"op": "keys", "prefix": null}"#).is_err());
@@ -555,7 +544,7 @@ mod tests {
         assert!(serde_json::from_str::<Request>(twice).is_err());
         let reply = |text: &str| serde_json::from_str::<Reply>(text).unwrap();
         let welcome = reply(
-            r#"{"welcome": {"protocol": {"major": 1, "minor": 1}, "pid": 1, "inline": 0, "x": {}}}"#,
+            r#"{"welcome": {"protocol": {"major": 1, "minor": 1}, "pid": 1, "inline_max_bytes": 0, "x": {}}}"#,
         );
         assert!(matches!(welcome, Reply::Welcome(welcome) if welcome.protocol.minor == 1));
         let id = "00112233445566778899aabbccddeeff";
@@ -564,7 +553,11 @@ mod tests {
         ));
         assert!(matches!(
             begun,
-            Reply::Begun(BeginReply { committed: None, target: WriteTarget::Inline, .. })
+            Reply::Begun(BeginReply {
+                committed_digest: None,
+                write_target: WriteTarget::Inline,
+                ..
+            })
         ));
     }
 

@@ -226,7 +226,8 @@ impl Fixture {
         self.observer.check(effects.is_empty() && count == 0, || format!("{count}, {effects:?}"));
         let (memory, names) = (self.daemon.pool.status(), self.daemon.pool.names(""));
         self.observer.check(names.is_empty(), || format!("{names:?} are left"));
-        self.observer
-            .check(memory.used == memory.free_bytes, || format!("memory is left: {memory:?}"));
+        self.observer.check(memory.used_bytes == memory.free_bytes, || {
+            format!("memory is left: {memory:?}")
+        });
     }
 }

@@ -45,8 +45,8 @@ impl Ledgers for UnlockedLedgers {
         self.0.keys().await
     }
 
-    async fn changed(&self, key: &Key, seen: &Arc<State>, patience: Duration) {
-        self.0.changed(key, seen, patience).await;
+    async fn changed(&self, key: &Key, seen: &Arc<State>, timeout: Duration) {
+        self.0.changed(key, seen, timeout).await;
     }
 }
 

@@ -294,7 +294,7 @@ impl Fixture {
     fn check_used_bytes(&self) {
         let mapped = || self.observer.observed().mapped.clone();
         let before = mapped();
-        let used = self.pool.status().used;
+        let used = self.pool.status().used_bytes;
         // Segments that are mapped before and after the status were mapped meanwhile.
         let all: BTreeSet<SegmentId> =
             before.intersection(&mapped()).map(|(_, segment)| *segment).collect();
@@ -307,7 +307,7 @@ impl Fixture {
     fn check_empty(&self) {
         let (memory, names) = (self.pool.status(), self.pool.names(""));
         self.observer.check(names.is_empty(), || format!("{names:?} are left"));
-        let is_free = memory.used == memory.free_bytes && memory.retired == 0;
+        let is_free = memory.used_bytes == memory.free_bytes && memory.retired_bytes == 0;
         self.observer.check(is_free, || format!("memory is left: {memory:?}"));
     }
 }

@@ -66,7 +66,7 @@ async fn drop_reason_replaces_its_consequences() {
     // Errors of an unreachable controller and refusals are returned unchanged.
     let error = reason(failed(ErrorKind::Unreachable)).await;
     assert_eq!((error.kind(), error.refusal()), (ErrorKind::Unreachable, None));
-    let refusal = Refusal::Unknown { id: place.id };
+    let refusal = Refusal::UnknownVersion { id: place.id };
     let error = reason(Error::from_refusal(&key, refusal.clone())).await;
     assert_eq!(error.refusal(), Some(&refusal));
 }

@@ -983,16 +983,21 @@ fn store_follows_no_link_out_of_its_directory() {
     }
 }
 
-/// A record of another release with a right checksum refuses its key, and leaves all files as they are.
-#[test]
-fn ledger_record_of_other_version_is_left_unchanged() {
+/// Returns the directory of a store with one version of `policy/actor` and of a second key, that key, and their value.
+fn directory_with_two_keys() -> (tempfile::TempDir, Key, StateDict) {
     let folder = tempfile::tempdir().unwrap();
     let other = Key::new("other").unwrap();
     let value = dict(vec![("step", 1_i64.into())]);
     let store = Store::directory(folder.path()).unwrap();
     put(&store, &value, &PutOptions::default()).unwrap();
     store.put_state_dict(&other, &value, &PutOptions::default()).unwrap();
-    drop(store);
+    (folder, other, value)
+}
+
+/// A record of another release with a right checksum refuses its key, and leaves all files as they are.
+#[test]
+fn ledger_record_of_other_version_is_left_unchanged() {
+    let (folder, other, value) = directory_with_two_keys();
     let record = files(&folder.path().join("policy%2Factor/.ledger")).into_iter().max().unwrap();
     let text = std::fs::read_to_string(&record).unwrap();
     let body = text.lines().next().unwrap().replace("_version\":1,", "_version\":2,");
@@ -1023,14 +1028,7 @@ fn ledger_record_of_other_version_is_left_unchanged() {
 
 #[test]
 fn damaged_ledger_record_is_detected() {
-    let folder = tempfile::tempdir().unwrap();
-    let other = Key::new("other").unwrap();
-    let of = dict(vec![("step", 1_i64.into())]);
-    {
-        let store = Store::directory(folder.path()).unwrap();
-        put(&store, &of, &PutOptions::default()).unwrap();
-        store.put_state_dict(&other, &of, &PutOptions::default()).unwrap();
-    }
+    let (folder, other, of) = directory_with_two_keys();
     let records = |key: &str| {
         let mut records = files(&folder.path().join(key).join(".ledger"));
         records.sort();

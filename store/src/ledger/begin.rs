@@ -5,7 +5,7 @@ use super::command::{Begin, Outcome};
 use super::identity::{JobId, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::state::{Job, LastSequence, State};
-use super::version::{Contribution, Version};
+use super::version::{Contribution, NumberInEpoch, Version};
 use crate::ledger::numbering::VersionPosition;
 
 impl State {
@@ -97,7 +97,8 @@ impl State {
 
     /// Returns the version that the put with this sequence number opened, open or not.
     ///
-    /// A sequence number that is not above the last one that opened a version is refused: its put can no longer open one.
+    /// A sequence number that is not above the last one that opened a version is refused: its put can no longer open
+    /// one.
     fn version_of_sequence(
         &self,
         job: &JobId,
@@ -152,7 +153,8 @@ impl State {
         let VersionPosition { epoch, number, .. } = position;
         let Begin { id, .. } = begin;
         self.record_opened(&begin, number);
-        let index = self.versions.partition_point(|version| version.position() < (epoch, number));
+        let opened = NumberInEpoch { epoch, number };
+        let index = self.versions.partition_point(|version| version.position() < opened);
         self.versions.insert(index, position.into_version(begin).into());
         Ok(Outcome::Begun { id, epoch, number })
     }
@@ -173,7 +175,8 @@ impl State {
         }
     }
 
-    /// Records the writers of a version that opens, and the sequence number of the put if the number of the version is implicit.
+    /// Records the writers of a version that opens, and the sequence number of the put if the version has an implicit
+    /// number.
     fn record_opened(&mut self, begin: &Begin, number: u64) {
         let Some(job) = self.job.as_mut().filter(|_| begin.job.is_some()) else {
             return;

@@ -166,7 +166,7 @@ pub struct Begin {
     pub job: Option<JobId>,
     /// Sequence number of this put of the job to the key by this writer, failed puts included.
     ///
-    /// Contributions to a version with an implicit number belong together if their calls are equal.
+    /// Contributions to a version with an implicit number belong together if their sequence numbers are equal.
     pub sequence: Option<u64>,
     /// The number of the version; `None` is the highest number + 1.
     pub number: Option<u64>,

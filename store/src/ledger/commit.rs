@@ -7,8 +7,8 @@ use super::command::{Commit, Outcome};
 use super::durability::Durability;
 use super::identity::{SessionId, Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
-use super::state::{NumberInEpoch, State};
-use super::version::{Contribution, ManifestReference, Status, Version};
+use super::state::State;
+use super::version::{Contribution, ManifestReference, NumberInEpoch, Status, Version};
 use super::writers::WriterSet;
 
 impl State {
@@ -156,7 +156,7 @@ impl State {
         };
         let (position, rewinds) = (version.position(), version.rewind_from);
         let (is_durable, is_copy) = (version.is_durable(), version.is_copy);
-        let (epoch, number) = position;
+        let NumberInEpoch { epoch, number } = position;
         self.update_versions(
             |version| version.is_open() && version.position() < position,
             |version| version.mark_dropped(Reason::Superseded { number }),
@@ -168,7 +168,7 @@ impl State {
         self.epoch = epoch;
         self.highest = Some(number);
         if is_durable {
-            self.newest_durable = Some(NumberInEpoch { epoch, number });
+            self.newest_durable = Some(position);
         }
         // A copy does not retire older versions: they stay until the source store knows that the copy is visible.
         if !is_copy {
@@ -185,8 +185,8 @@ impl State {
         }
         if version.durability == Durability::Object {
             version.uploaded = true;
-            let (epoch, number) = version.position();
-            self.newest_durable = self.newest_durable.max(Some(NumberInEpoch { epoch, number }));
+            let position = version.position();
+            self.newest_durable = self.newest_durable.max(Some(position));
             self.retire_surplus();
         }
         Ok(Outcome::Done)

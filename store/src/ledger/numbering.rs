@@ -7,7 +7,7 @@ use super::command::{Begin, Effect};
 use super::identity::{JobId, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::state::State;
-use super::version::{Contribution, Status, Tombstone, Version};
+use super::version::{Contribution, NumberInEpoch, Status, Tombstone, Version};
 use super::{MAX_OPEN, MAX_PENDING_DELETIONS};
 
 /// An epoch in which versions may open.
@@ -155,7 +155,7 @@ impl State {
     fn version_at(&self, epoch: u32, number: u64) -> Option<&Version> {
         let index = self
             .versions
-            .binary_search_by_key(&(epoch, number), |version| version.position())
+            .binary_search_by_key(&NumberInEpoch { epoch, number }, |version| version.position())
             .ok()?;
         self.versions.get(index).map(Arc::as_ref)
     }

@@ -13,7 +13,7 @@ use super::durability::Durability;
 use super::identity::{JobId, LeaseId, SessionId, Timestamp, VersionId};
 use super::refusal::Refusal;
 use super::selector::Selector;
-use super::version::{Contribution, Status, Tombstone, Version, VersionOutcome};
+use super::version::{Contribution, NumberInEpoch, Status, Tombstone, Version, VersionOutcome};
 use super::writers::WriterSet;
 
 /// The state of the ledger of one key. The default is the state of a key that was never written.
@@ -57,13 +57,6 @@ pub(super) struct LastSequence {
     /// The sequence number of the put.
     pub(super) sequence: u64,
     /// The number of the version.
-    pub(super) number: u64,
-}
-
-/// The number of a version, and its epoch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub(super) struct NumberInEpoch {
-    pub(super) epoch: u32,
     pub(super) number: u64,
 }
 
@@ -113,8 +106,8 @@ impl State {
     /// Returns the state that remains when the process that holds the memory ends.
     ///
     /// The versions on disk and in a bucket remain, and so do retention, jobs and the newest durable number. Open
-    /// versions, versions in memory, tombstones and leases end with the process. So do the sequence numbers of versions that are
-    /// neither visible nor pinned.
+    /// versions, versions in memory, tombstones and leases end with the process. So do the sequence numbers of versions
+    /// that are neither visible nor pinned.
     #[must_use]
     pub fn durable_state(&self) -> Self {
         let durable = self.versions.iter().filter(|version| version.is_durable());

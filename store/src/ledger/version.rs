@@ -9,6 +9,13 @@ use super::identity::{ArchiveDigest, JobId, SessionId, Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::writers::WriterSet;
 
+/// The number of a version, and its epoch. Versions of a key are ordered by epoch, then number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(super) struct NumberInEpoch {
+    pub(super) epoch: u32,
+    pub(super) number: u64,
+}
+
 /// A set of archives, from all declared writers, that becomes visible in one step or never.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -246,9 +253,9 @@ impl Version {
         }
     }
 
-    /// Returns epoch and number, which order the versions of the key.
-    pub(super) fn position(&self) -> (u32, u64) {
-        (self.epoch, self.number)
+    /// Returns number and epoch, which order the versions of the key.
+    pub(super) fn position(&self) -> NumberInEpoch {
+        NumberInEpoch { epoch: self.epoch, number: self.number }
     }
 
     /// Refuses with the reason if the version was dropped.

@@ -126,6 +126,7 @@ F-092 PaddingNotZero
 F-093 FrameCorrupt
 F-094 DigestMismatch
 F-095 ShardContent
+F-096 ContentNotText
 """.splitlines())
 
 
@@ -856,7 +857,7 @@ def check_elements(file: Archive, tensor: Record, shape: list[int], where: str) 
 def check_sliced(file: Archive, tensor: Record, shape: list[int], where: str) -> None:
     """Checks that a tensor is a part of its global tensor. `check_slices` claims the dims later."""
     record = file.tensor_slice(tensor)
-    require("F-070", record.rank == tensor.rank, where)
+    require("F-075", record.rank == tensor.rank, where)
     offsets = file.peek_dims(record.offsets, record.rank)
     whole = file.peek_dims(record.global_shape, record.rank)
     require("F-070", max(*whole, extent(tensor, whole), 0) < OVERFLOW, where)
@@ -1573,7 +1574,7 @@ def check_texts(file: Archive, codec: int) -> None:
     for i, node in enumerate(file.nodes):
         is_stored = node.kind == STR and node.flags & 1
         if is_stored and file.storages[node.a].codec == codec:
-            require("F-032", is_text(raw_bytes(file, node.a)), f"node {i}")
+            require("F-096", is_text(raw_bytes(file, node.a)), f"node {i}")
 
 
 def combined_crc(file: Archive, storage: Record) -> int:
@@ -1742,7 +1743,7 @@ def view_content(file: Archive, node: Record) -> Json:
         if content is None:
             return {"str": None}
         # Opening the file does not check the text in storages, but the view needs it.
-        require("F-032", is_text(content), f"storage {node.a}")
+        require("F-096", is_text(content), f"storage {node.a}")
         return view_str(content)
     digits = None if content is None else content.hex()
     if node.kind == BYTES:

@@ -216,7 +216,7 @@ impl Archive {
     ///
     /// - `BlobElsewhere` for a manifest that was opened without its shards.
     /// - `Io` if the file cannot be read.
-    /// - `NotText` if the storage of a long `str` is not text.
+    /// - `ContentNotText` if the storage of a long `str` is not text.
     /// - For compressed storages, as [`Archive::storage_bytes`].
     pub fn to_state_dict(&self) -> Result<StateDict> {
         StateDict::from_value(self.load(&self.index.views(), 0)?)

@@ -34,7 +34,7 @@ pub(crate) fn decode_node(views: &TableViews<'_>, heap: Bytes, node: usize) -> N
 ///
 /// # Errors
 ///
-/// The errors of `storage`; `NotText` if the storage of a `str` is not text.
+/// The errors of `storage`; `ContentNotText` if the storage of a `str` is not text.
 pub(crate) fn decode_value(
     views: &TableViews<'_>,
     heap: Bytes,
@@ -93,7 +93,7 @@ impl<'a> TableReader<'a> {
         if let Some(number) = content_storage(record) {
             let bytes = storage(number)?;
             return Ok(match record.kind {
-                kind::STR => Value::Str(Text::from_generalized_utf8(bytes)?),
+                kind::STR => Value::Str(Text::from_storage(bytes)?),
                 kind::BYTES => Value::Bytes(bytes),
                 _ => Value::Opaque { media: self.text(record.b.to_native()), bytes },
             });

@@ -275,7 +275,7 @@ kinds! {
     "F-072" PartialPlacement "Partial placement cannot be stored: reduce the tensor first",
     "F-073" UnknownPlacement "placement is unknown or does not fit the tensor",
     "F-074" MixedRun "slices of one tensor disagree on dtype or global shape",
-    "F-075" SliceTable "slices are not claimed in order by the tensors",
+    "F-075" SliceTable "slice does not fit its tensor, or slices are not claimed in order by the tensors",
     "F-076" DivergentNode "divergent node is not allowed here",
     "F-080" AttrTable "attributes are not sorted, or a value has a kind that is not allowed",
     "F-081" DigestTable "digest table does not match the storages",
@@ -288,6 +288,7 @@ kinds! {
     "F-093" FrameCorrupt "compressed chunk is no zstd frame of its bytes",
     "F-094" DigestMismatch "bytes of the storage do not match their digest",
     "F-095" ShardContent "archive lacks a storage that its manifest names",
+    "F-096" ContentNotText "content of a str leaf in a storage is not generalized UTF-8",
     // Writers and requests
     "write" UntypedLeaf "object is no typed leaf and cannot be stored",
     "write" ShapeMismatch "shape, strides and bytes do not fit together",

@@ -25,7 +25,7 @@ const MAX_DATA_BYTES: u64 = 65_536;
 ///
 /// # Errors
 ///
-/// `Io` if the file cannot be read; `NotText` if a long `str` is not valid text.
+/// `Io` if the file cannot be read; `ContentNotText` if a long `str` is not valid text.
 pub fn to_json(archive: &Archive) -> Result<Json> {
     build_view(archive, ElementFilter::SmallTensors)
 }
@@ -121,7 +121,7 @@ fn node_to_json(archive: &Archive, node: &Node, elements: ElementFilter) -> Resu
             }
             let bytes = archive.storage_bytes(*storage)?;
             match stored {
-                ContentKind::Str => text_to_json("str", &Text::from_generalized_utf8(bytes)?),
+                ContentKind::Str => text_to_json("str", &Text::from_storage(bytes)?),
                 ContentKind::Bytes => json!({ "bytes": hex(&bytes) }),
                 ContentKind::Opaque(media) => opaque_to_json(media, &bytes),
             }

@@ -35,6 +35,15 @@ impl Text {
         if is_text(&bytes) { Ok(Self(bytes)) } else { Err(Error::new(ErrorKind::NotText)) }
     }
 
+    /// Creates a text from the bytes of a storage.
+    ///
+    /// # Errors
+    ///
+    /// `ContentNotText` (F-096) if the bytes are not generalized UTF-8.
+    pub(crate) fn from_storage(bytes: Bytes) -> Result<Self> {
+        if is_text(&bytes) { Ok(Self(bytes)) } else { Err(Error::new(ErrorKind::ContentNotText)) }
+    }
+
     /// Creates a text from bytes that have been validated as generalized UTF-8.
     pub(crate) fn from_validated(bytes: Bytes) -> Self {
         debug_assert!(is_text(&bytes));

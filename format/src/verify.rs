@@ -21,7 +21,7 @@ impl Archive {
     ///
     /// # Errors
     ///
-    /// - `ChunkCorrupt`, `StorageCorrupt`, `PaddingNotZero` and `NotText`, with the byte offset and, for
+    /// - `ChunkCorrupt`, `StorageCorrupt`, `PaddingNotZero` and `ContentNotText`, with the byte offset and, for
     ///   a storage, an affected leaf.
     /// - `ShardMismatch` (F-083), and the errors of opening an archive, if an archive of a shard set does
     ///   not match the manifest.
@@ -236,7 +236,7 @@ fn verify_storage(
             combine_crcs(storage.len, storage.chunk_size, storage.crcs.iter().copied()),
         ),
         Check::Text if is_text(&archive.storage_bytes(number)?) => Ok(()),
-        Check::Text => Err(Error::new(ErrorKind::NotText)),
+        Check::Text => Err(Error::new(ErrorKind::ContentNotText)),
         Check::Decoded => {
             let mut crc = crc32fast::Hasher::new();
             let mut digests = Vec::new();

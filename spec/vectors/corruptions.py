@@ -426,7 +426,7 @@ def tensor_cases():
             "rank 2, of a size that is another's",
             edited(pair((8, 64), (8,)), 1, rank=2),
         ),
-        ("F-070", "rank", "rank 1 and a slice of rank 2", edited(two_corners(), 1, rank=1)),
+        ("F-075", "rank", "rank 1 and a slice of rank 2", edited(two_corners(), 1, rank=1)),
         ("F-056", "flags", "flag 128", edited(one_tensor((2,)), flags=128)),
         ("F-056", "reserved", "reserved", edited(one_tensor((2,)), reserved=1 << 31)),
         ("F-033", "shape", "a shape beyond dims", edited(one_tensor((2, 3)), shape=2)),
@@ -593,7 +593,7 @@ def slice_cases():
         ("F-033", "names", "beyond dims", edited(complete(), names=beyond)),
         ("F-071", "names", "names of no mesh", edited(one_slice((2,), (0,), (4,)), names=0)),
         ("F-030", "names", "numbers that are no heap ranges", edited(complete(), names=3)),
-        ("F-070", "rank", "rank 2 of a tensor of rank 1", slice_of_other_rank()),
+        ("F-075", "rank", "rank 2 of a tensor of rank 1", slice_of_other_rank()),
         ("F-071", "mesh_rank", "no mesh, with its fields", edited(complete(), mesh_rank=0)),
         (
             "F-033",
@@ -819,8 +819,8 @@ def payload_cases():
         ("F-092", "padding-first", "padding before the first storage", aligned.patch(8191, b"\1")),
         ("F-092", "padding-between", "padding between two", tensors().patch(4351, b"\1")),
         ("F-092", "padding-last", "padding before the index", tensors().patch(4352 + 16, b"\1")),
-        ("F-032", "text", "a str in a storage", stored(STR, bad_text).only("verify")),
-        ("F-032", "zstd-text", "a str in a compressed storage", zstd_text),
+        ("F-096", "text", "a str in a storage", stored(STR, bad_text).only("verify")),
+        ("F-096", "zstd-text", "a str in a compressed storage", zstd_text),
     ):
         yield rule, "blob", field, about, archive
     good = frame(bytes(400))

@@ -82,6 +82,9 @@ impl<'a> Validator<'a> {
             return Ok(());
         }
         let slice = self.slice_of(tensor)?;
+        if slice.rank != tensor.rank {
+            return Err(slice_rank_error(slice, tensor));
+        }
         if !slices.claim_in_order(u64::from(tensor.slice.to_native()), 1) {
             return Err(Error::new(ErrorKind::SliceTable).with_detail("slices are out of order"));
         }
@@ -125,12 +128,6 @@ impl<'a> Validator<'a> {
     ) -> Result<()> {
         let bounds_error = |note: String| Error::new(ErrorKind::OutsideGlobal).with_detail(note);
         let rank = u64::from(slice.rank);
-        if usize::from(slice.rank) != shape.len() {
-            return Err(bounds_error(format!(
-                "slice of rank {rank}, tensor of rank {}",
-                shape.len()
-            )));
-        }
         let offsets = self.views.dims_at(slice.offsets.to_native(), rank)?;
         let global = self.views.dims_at(slice.global_shape.to_native(), rank)?;
         check_shape(dtype.itemsize(), global).map_err(|error| bounds_error(error.to_string()))?;
@@ -141,6 +138,13 @@ impl<'a> Validator<'a> {
         }
         Ok(())
     }
+}
+
+#[cold]
+fn slice_rank_error(slice: &record::Slice, tensor: &record::Tensor) -> Error {
+    let (slice, tensor) = (slice.rank, tensor.rank);
+    Error::new(ErrorKind::SliceTable)
+        .with_detail(format_args!("slice of rank {slice}, tensor of rank {tensor}"))
 }
 
 #[cold]

@@ -45,7 +45,7 @@ import traceback
 import zlib
 from bisect import bisect
 from collections import namedtuple
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from io import BytesIO
 from math import prod
@@ -102,6 +102,7 @@ F-053 ShapeOverflow
 F-054 TensorRange
 F-055 Misaligned
 F-056 TensorFlags
+F-057 DtypeTable
 F-058 RowMajorStrides
 F-060 StorageLayout
 F-061 Alignment
@@ -227,7 +228,7 @@ def check_head(data: bytes) -> None:
     # A file of another format is reported as such, even if it is too short.
     foreign = len(data) >= 8 and not data.startswith(b"\x89TSD\r\n\x1a\n")
     require("F-002", not foreign, "head")
-    require("F-001", len(data) >= 4264, f"{len(data)} bytes")
+    require("F-001", len(data) >= MIN_FILE_LEN, f"{len(data)} bytes")
     (head,) = read_records(HEAD, data[:64])
     require("F-003", head.crc32 == zlib.crc32(data[:60]), "head")
     require("F-004", head.major == 1, f"version {head.major}")
@@ -264,7 +265,7 @@ nodes      8 B:kind B:key_kind H:flags I:count Q:key Q:a Q:b
 by_key     4 I:node
 tensors    8 I:storage H:dtype B:rank B:flags I:shape I:strides I:slice I:reserved Q:byte_offset
 storages   8 Q:offset Q:stored_len Q:raw_len I:shard I:chunks I:crcs I:crc32 B:codec B:align_log2 \
-             B:chunk_log2 B:shuffle I:reserved
+             B:chunk_log2 B:shuffle I:subtrees
 chunks     8 Q:offset I:stored_len I:codec
 crcs       4 I:crc32
 slices     4 I:offsets I:global_shape I:mesh I:coordinates I:ranks I:placements I:names B:rank \
@@ -273,11 +274,14 @@ placements 8 B:kind 3s:reserved I:dim Q:split_factor
 attrs      8 Q:name Q:value B:kind 7s:reserved
 digests    1 32s:digest
 shards     8 Q:name Q:file_len Q:index_off I:index_crc32 I:writer 32s:digest
+dtypes     8 Q:name H:number H:size H:bits B:values B:class_
+subtrees   1 32s:subtree
 """.splitlines()
 LAYOUTS = [
     (name, int(a), layout(fields)) for name, a, fields in (t.split(maxsplit=2) for t in TABLES)
 ]
 ROOT_LEN = 8 * len(TABLES)
+MIN_FILE_LEN = DATA_START + ROOT_LEN + 64
 NONE = 0xFFFF_FFFF
 
 
@@ -365,6 +369,9 @@ class Archive:
         self.attrs: list[Record] = tables["attrs"]
         self.digests: list[bytes] = tables["digests"]
         self.shards: list[Record] = tables["shards"]
+        self.dtypes: list[Record] = tables["dtypes"]
+        self.subtrees: list[bytes] = tables["subtrees"]
+        self.dtypes_by_number: dict[int, Dtype] = dict(DTYPES)  # `check_dtypes` adds those of the file
         self.heap_end = 0
         self.strings = {0: b""}  # the contents of the claimed heap ranges
         self.texts: set[tuple] = set()  # the ranges that were checked to be text, with the mode of the check
@@ -721,7 +728,7 @@ def check_leaf(walk: NodeWalk, node: Record, where: str) -> None:
     elif node.kind == BOOL:
         require("F-047", node.a <= 1, where)
     elif node.kind == DTYPE:
-        require("F-050", node.a in DTYPES, where)
+        require("F-050", node.a in file.dtypes_by_number, where)
     elif node.kind == BIGINT:
         require("F-046", is_canonical(file.peek_bytes(node.a)), where)
         file.claim_bytes(node.a)
@@ -771,10 +778,20 @@ def global_shape(file: Archive, tensor: Record) -> list[int]:
 
 # ---- 6. Tensors and storages ---------------------------------------------------------------------
 
-DTYPES: dict[int, dict] = {
-    dtype["number"]: dtype
+class Dtype(NamedTuple):
+    name: str
+    size: int  # bytes of an element
+    class_: str
+
+
+DTYPES = {
+    dtype["number"]: Dtype(dtype["name"], dtype["size"], dtype["class"])
     for dtype in json.loads(Path(__file__).with_name("dtypes.json").read_text(encoding="utf-8"))
 }
+CLASSES = ("other", "bool", "int", "uint", "float", "complex", "bits")
+WITHOUT_GRAD = ("bool", "int", "uint", "bits")
+DTYPE_NAME = re.compile(rb"[a-z0-9_.]{1,32}")
+MAX_ITEMSIZE = 256
 TENSOR_FLAGS = ("requires_grad", "parameter", "ndarray", "scalar")
 REQUIRES_GRAD, SCALAR = 1, 8
 VALID_FLAGS = (0, 1, 2, 3, 4, SCALAR)  # flags of torch and of numpy exclude each other
@@ -787,9 +804,37 @@ SHUFFLES = (0, 2, 4, 8, 16)
 MAX_DECODED_PER_BYTE = 32_768  # maximum decoded bytes for each stored byte of a chunk
 
 
-def extent(tensor: Record, shape: list[int]) -> int:
+def check_dtypes(file: Archive) -> None:
+    """Checks the Dtype records, except that each is used. `check_dtype_uses` claims their names later."""
+    names, previous = {dtype.name.encode() for dtype in DTYPES.values()}, 0
+    for i, record in enumerate(file.dtypes):
+        with PART:
+            where = f"dtype record {i}"
+            name = file.peek_bytes(record.name)
+            require("F-057", DTYPE_NAME.fullmatch(name) and name not in names, where)
+            require("F-057", previous < record.number and record.number not in DTYPES, where)
+            require("F-057", 1 <= record.size <= MAX_ITEMSIZE and record.class_ < len(CLASSES), where)
+            require("F-057", 0 < record.bits * record.values <= 8 * record.size, where)
+            names.add(name)
+            previous = record.number
+            # While violations are collected, the record may be wrong.
+            class_ = CLASSES[record.class_ % len(CLASSES)]
+            dtype = Dtype(name.decode("latin-1"), max(record.size, 1), class_)
+            file.dtypes_by_number.setdefault(record.number, dtype)
+
+
+def check_dtype_uses(file: Archive) -> None:
+    for record in file.dtypes:
+        file.claim_bytes(record.name)
+    used = {tensor.dtype for tensor in file.tensors}
+    used.update(node.a for node in file.nodes if node.kind == DTYPE)
+    for i, record in enumerate(file.dtypes):
+        require("F-057", record.number in used, f"dtype record {i} is not used")
+
+
+def extent(file: Archive, tensor: Record, shape: list[int]) -> int:
     """Returns the product of itemsize and all sizes that are not 0."""
-    return DTYPES[tensor.dtype]["size"] * prod(size for size in shape if size)
+    return file.dtypes_by_number[tensor.dtype].size * prod(size for size in shape if size)
 
 
 def effective_strides(file: Archive, tensor: Record, shape: list[int]) -> list[int]:
@@ -816,9 +861,9 @@ def check_tensors(file: Archive) -> None:
 
 
 def check_tensor(file: Archive, tensor: Record, where: str) -> list[int]:
-    is_known = require("F-050", tensor.dtype in DTYPES, where)
+    is_known = require("F-050", tensor.dtype in file.dtypes_by_number, where)
     require("F-052", tensor.rank <= MAX_RANK, where)
-    require("F-056", not is_known or has_valid_flags(tensor), where)
+    require("F-056", not is_known or has_valid_flags(file, tensor), where)
     shape = file.claim_dims(tensor.shape, tensor.rank)
     if tensor.strides != NONE:
         file.dims_claims.claim(tensor.strides, tensor.rank)
@@ -827,9 +872,9 @@ def check_tensor(file: Archive, tensor: Record, where: str) -> list[int]:
     return shape
 
 
-def has_valid_flags(tensor: Record) -> bool:
+def has_valid_flags(file: Archive, tensor: Record) -> bool:
     has_grad, is_scalar = tensor.flags & REQUIRES_GRAD, tensor.flags == SCALAR
-    fits_dtype = not has_grad or DTYPES[tensor.dtype]["class"] in ("float", "complex")
+    fits_dtype = not has_grad or file.dtypes_by_number[tensor.dtype].class_ not in WITHOUT_GRAD
     fits_rank = not is_scalar or tensor.rank == 0
     return tensor.flags in VALID_FLAGS and fits_dtype and fits_rank and tensor.reserved == 0
 
@@ -837,10 +882,10 @@ def has_valid_flags(tensor: Record) -> bool:
 def check_elements(file: Archive, tensor: Record, shape: list[int], where: str) -> None:
     """Checks strides, and the place of the elements in the storage."""
     strides = effective_strides(file, tensor, shape)
-    itemsize = DTYPES[tensor.dtype]["size"]
+    itemsize = file.dtypes_by_number[tensor.dtype].size
     last = sum((size - 1) * stride for size, stride in zip(shape, strides))
     span = 0 if 0 in shape else itemsize * (1 + last)
-    require("F-053", max(*shape, *strides, extent(tensor, shape), span) < OVERFLOW, where)
+    require("F-053", max(*shape, *strides, extent(file, tensor, shape), span) < OVERFLOW, where)
     require("F-058", tensor.strides == NONE or strides != row_major(shape), where)
     if 0 in shape:
         require("F-054", tensor.storage == NONE and tensor.byte_offset == 0, where)
@@ -860,7 +905,7 @@ def check_sliced(file: Archive, tensor: Record, shape: list[int], where: str) ->
     require("F-075", record.rank == tensor.rank, where)
     offsets = file.peek_dims(record.offsets, record.rank)
     whole = file.peek_dims(record.global_shape, record.rank)
-    require("F-070", max(*whole, extent(tensor, whole), 0) < OVERFLOW, where)
+    require("F-070", max(*whole, extent(file, tensor, whole), 0) < OVERFLOW, where)
     inside = all(at + n <= size for at, n, size in zip(offsets, shape, whole))
     require("F-070", inside, where)
 
@@ -883,14 +928,29 @@ def check_storages(file: Archive) -> None:
     require("F-060", file.index_off == (DATA_START if file.shards else align_up(end, 64)), "index")
     crcs.check_complete()
     chunks.check_complete()
-    require("F-081", len(file.digests) in (0, len(file.storages)), "digests")
+    check_digests(file)
     for i, named in enumerate(file.named):
         require("F-062", named, f"storage {i}")
 
 
+def check_digests(file: Archive) -> None:
+    require("F-081", len(file.digests) in (0, len(file.storages)), "digests")
+    subtrees = Claims("subtrees", file.subtrees, "F-081")
+    for i, storage in enumerate(file.storages):
+        if has_subtrees(file, storage):
+            subtrees.claim_once(storage.subtrees, chunk_count(storage))
+        else:
+            require("F-081", storage.subtrees == NONE, f"storage {i}")
+    subtrees.check_complete()
+
+
+def has_subtrees(file: Archive, storage: Record) -> bool:
+    return bool(file.digests) and not file.shards and chunk_count(storage) > 1
+
+
 def check_codec(storage: Record, where: str) -> None:
     smallest, largest = CHUNK_LOG2
-    require("F-063", storage.codec in (RAW, ZSTD) and storage.reserved == 0, where)
+    require("F-063", storage.codec in (RAW, ZSTD), where)
     min_log2 = smallest if storage.codec == RAW else largest
     require("F-063", min_log2 <= storage.chunk_log2 <= largest, where)
     if storage.codec == RAW:
@@ -947,6 +1007,7 @@ def check_chunks(file: Archive, storage: Record, where: str) -> None:
 REPLICATE, SHARD, STRIDED_SHARD = range(3)
 MANIFEST_NAME = "manifest.tssd"
 SHARD_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
+SIGNATURE_END = b".sig"
 
 
 def check_slices(file: Archive) -> None:
@@ -1051,14 +1112,24 @@ def check_shards(file: Archive) -> None:
     for i, shard in enumerate(file.shards):
         where = f"shard {i}"
         name = file.claim_bytes(shard.name).lower()
-        require("F-082", SHARD_NAME.fullmatch(name) and name not in names, where)
+        require("F-082", SHARD_NAME.fullmatch(name) and not name.endswith(SIGNATURE_END), where)
+        require("F-082", name not in names, where)
         names.add(name)
         require("F-082", shard.index_off % 64 == 0 and shard.index_off >= DATA_START, where)
         # The smallest index is a root.
         require("F-082", shard.index_off + ROOT_LEN + 64 <= shard.file_len, where)
 
 
-CHECKS = check_nodes, check_tensors, check_slices, check_storages, check_attrs, check_shards
+CHECKS = (
+    check_dtypes,
+    check_nodes,
+    check_tensors,
+    check_slices,
+    check_storages,
+    check_attrs,
+    check_shards,
+    check_dtype_uses,
+)
 
 
 def open_archive(data: bytes, limit: int = DEFAULT_LIMIT) -> Archive:
@@ -1107,7 +1178,7 @@ def read_file(dir_fd: int, name: str) -> bytes | None:
 def open_shard(manifest: Archive, record: Record, dir_fd: int) -> bytes:
     """Returns the bytes of an archive that a manifest names, after checking F-083.
 
-    Its index is opened only if the manifest has a root digest of it.
+    Its index is opened only if the manifest has its content digest.
     """
     name = manifest.strings[record.name].decode()
     data = read_file(dir_fd, name)
@@ -1115,19 +1186,14 @@ def open_shard(manifest: Archive, record: Record, dir_fd: int) -> bytes:
         raise InvalidArchive("F-083", f"there is no regular file {name}")
     require("F-083", len(data) == record.file_len, f"length of {name}")
     if not is_zero(record.digest):
-        require("F-083", root_digest(open_archive(data)) == record.digest, f"root digest of {name}")
+        shard = open_archive(data)
+        has_digests = require("F-083", len(shard.digests) == len(shard.storages), f"digests of {name}")
+        is_same = has_digests and content_digest(shard) == record.digest
+        require("F-083", is_same, f"content digest of {name}")
     trailer = check_trailer(data)
     same_index = trailer.index_crc32 == record.index_crc32
     require("F-083", trailer.index_off == record.index_off and same_index, f"index of {name}")
     return data
-
-
-def root_digest(file: Archive) -> bytes | None:
-    """Returns the digest of the whole content of a file (section 8). None if a storage has no digest."""
-    if len(file.digests) != len(file.storages):
-        return None
-    trailer = file.data[-64:]
-    return blake3(file.data[:64] + file.index + trailer[:52] + trailer[56:])
 
 
 # ---- 8. Payload ----------------------------------------------------------------------------------
@@ -1341,8 +1407,9 @@ COLUMNS_THEN_DIAGONALS = (
     *((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)),
     *((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14)),
 )
-CHUNK_START, CHUNK_END, PARENT, ROOT = 1, 2, 4, 8
-BLAKE3_CHUNK = 1024
+CHUNK_START, CHUNK_END, PARENT, ROOT, _, DERIVE_KEY_CONTEXT, DERIVE_KEY_MATERIAL = (1 << n for n in range(7))
+BLAKE3_CHUNK_LOG2 = 10
+BLAKE3_CHUNK = 1 << BLAKE3_CHUNK_LOG2
 # Eight rows, one for each word of a chaining value. Each row has one number for each chunk.
 Rows = list[list[int]]
 
@@ -1377,7 +1444,23 @@ def compress(cv: list[int], block: list[int], tail: list[int], count: int) -> li
     return [v[i] ^ v[i + 8] for i in range(8)]
 
 
-def chunk_rows(content: bytes, first: int, root: int = 0) -> Rows:
+class Mode(NamedTuple):
+    """A mode of BLAKE3: the words that each chaining value begins with, and the flags of each block."""
+
+    key: tuple[int, ...] = IV
+    flags: int = 0
+
+
+HASH = Mode()
+
+
+@lru_cache
+def derive_key(context: str) -> Mode:
+    digest = blake3(context.encode(), Mode(flags=DERIVE_KEY_CONTEXT))
+    return Mode(struct.unpack("<8I", digest), DERIVE_KEY_MATERIAL)
+
+
+def chunk_rows(content: bytes, first: int, mode: Mode, root: int = 0) -> Rows:
     """Returns the chaining values of whole chunks, from number `first` on, or of one shorter chunk."""
     count = max(len(content) // BLAKE3_CHUNK, 1)
     length = len(content) // count
@@ -1385,9 +1468,9 @@ def chunk_rows(content: bytes, first: int, root: int = 0) -> Rows:
     words = struct.unpack(f"<{16 * blocks * count}I", content.ljust(64 * blocks * count, b"\0"))
     low = spread([number & 0xFFFF_FFFF for number in range(first, first + count)])
     high = spread([number >> 32 for number in range(first, first + count)])
-    cv = [spread([word] * count) for word in IV]
+    cv = [spread([word] * count) for word in mode.key]
     for number in range(blocks):
-        flags = CHUNK_START * (number == 0) | (CHUNK_END | root) * (number == blocks - 1)
+        flags = CHUNK_START * (number == 0) | (CHUNK_END | root) * (number == blocks - 1) | mode.flags
         size = min(64, length - 64 * number)
         block = [spread(words[16 * number + i :: 16 * blocks]) for i in range(16)]
         cv = compress(
@@ -1396,66 +1479,90 @@ def chunk_rows(content: bytes, first: int, root: int = 0) -> Rows:
     return [gather(word, count) for word in cv]
 
 
-def parent_rows(rows: Rows, root: int = 0) -> Rows:
+def parent_rows(rows: Rows, mode: Mode, root: int = 0) -> Rows:
     """Returns the chaining values of the next level: one per pair, and an unpaired last one unchanged."""
     pairs = len(rows[0]) // 2
     block = [spread(row[side : 2 * pairs : 2]) for side in range(2) for row in rows]
-    tail = [0, 0, spread([64] * pairs), spread([PARENT | root] * pairs)]
-    parents = compress([spread([word] * pairs) for word in IV], block, tail, pairs)
+    tail = [0, 0, spread([64] * pairs), spread([PARENT | root | mode.flags] * pairs)]
+    parents = compress([spread([word] * pairs) for word in mode.key], block, tail, pairs)
     return [gather(word, pairs) + row[2 * pairs :] for word, row in zip(parents, rows)]
 
 
-class Blake3:
-    """BLAKE3 of pieces of 1 MiB. Only the last piece may be shorter."""
+def merge_rows(rows: Rows, mode: Mode = HASH) -> bytes:
+    """Returns the hash of the tree that has these chaining values, at least two, at one level."""
+    while len(rows[0]) > 2:
+        rows = parent_rows(rows, mode)
+    return struct.pack("<8I", *(row[0] for row in parent_rows(rows, mode, ROOT)))
 
-    def __init__(self) -> None:
-        self.rows: Rows = [
-            [] for _ in range(8)
-        ]  # the chaining values of all pieces but the last
+
+def merge_subtrees(subtrees: Sequence[bytes]) -> bytes:
+    """Returns the digest of a storage from the chaining values of its chunks, at least two."""
+    words = struct.unpack(f"<{8 * len(subtrees)}I", b"".join(subtrees))
+    return merge_rows([list(words[i::8]) for i in range(8)])
+
+
+class Blake3:
+    """BLAKE3 of pieces of 1 MiB. Only the last piece may be shorter.
+
+    It also has the chaining values of the subtrees of 2^`subtree_log2` bytes: at most 1 MiB.
+    """
+
+    def __init__(self, mode: Mode = HASH, subtree_log2: int = CHUNK_LOG2[1]) -> None:
+        self.mode = mode
+        self.levels = subtree_log2 - BLAKE3_CHUNK_LOG2
+        self.rows: Rows = [[] for _ in range(8)]  # of the subtrees of all pieces but the last
         self.last = b""
         self.count = 0
 
     def add(self, piece: bytes) -> None:
         if self.count:
-            self.finish_piece()
+            for row, new in zip(self.rows, self.last_rows()):
+                row += new
         self.last = piece
         self.count += 1
 
     def leaves(self) -> Rows:
-        """Returns the chaining values of the chunks of the last piece."""
+        """Returns the chaining values of the BLAKE3 chunks of the last piece."""
         whole = len(self.last) // BLAKE3_CHUNK * BLAKE3_CHUNK
         first = (self.count - 1) * (CHUNK // BLAKE3_CHUNK)
         parts = (self.last[:whole], first), (self.last[whole:], first + whole // BLAKE3_CHUNK)
-        parts_rows = [chunk_rows(part, number) for part, number in parts if part]
+        parts_rows = [chunk_rows(part, number, self.mode) for part, number in parts if part]
         return [sum(rows, []) for rows in zip(*parts_rows)]
 
-    def finish_piece(self) -> None:
-        """Adds the chaining value of the last piece, which is a whole subtree."""
+    def last_rows(self) -> Rows:
+        """Returns the chaining values of the subtrees of the last piece. The last subtree may be shorter."""
         rows = self.leaves()
-        while len(rows[0]) > 1:
-            rows = parent_rows(rows)
-        for row, new in zip(self.rows, rows):
-            row += new
+        for _ in range(self.levels):
+            rows = parent_rows(rows, self.mode)
+        return rows
+
+    def all_rows(self) -> Rows:
+        return [rows + last for rows, last in zip(self.rows, self.last_rows())]
+
+    def subtrees(self) -> list[bytes]:
+        return [struct.pack("<8I", *words) for words in zip(*self.all_rows())]
 
     def digest(self) -> bytes:
         if self.count <= 1 and len(self.last) <= BLAKE3_CHUNK:
-            rows = chunk_rows(self.last, 0, ROOT)
-        else:
-            if self.count == 1:
-                rows = self.leaves()
-            else:
-                self.finish_piece()
-                rows = self.rows
-            while len(rows[0]) > 2:
-                rows = parent_rows(rows)
-            rows = parent_rows(rows, ROOT)
-        return struct.pack("<8I", *(row[0] for row in rows))
+            root = chunk_rows(self.last, 0, self.mode, ROOT)
+            return struct.pack("<8I", *(row[0] for row in root))
+        return merge_rows(self.leaves() if self.count == 1 else self.all_rows(), self.mode)
 
 
-def blake3(content: bytes) -> bytes:
-    tree = Blake3()
-    for start in range(0, len(content), CHUNK):
-        tree.add(content[start : start + CHUNK])
+def blake3(content: bytes, mode: Mode = HASH) -> bytes:
+    return blake3_of_parts([content], mode)
+
+
+def blake3_of_parts(parts: Iterable[bytes], mode: Mode = HASH) -> bytes:
+    tree = Blake3(mode)
+    buffer = bytearray()
+    for part in parts:
+        buffer += part
+        while len(buffer) >= CHUNK:
+            tree.add(bytes(buffer[:CHUNK]))
+            del buffer[:CHUNK]
+    if buffer:
+        tree.add(bytes(buffer))
     return tree.digest()
 
 
@@ -1489,8 +1596,15 @@ def verify_storages(file: Archive, verified: Collection[int] = ()) -> None:
             require("F-091", storage.crc32 == combined_crc(file, storage), f"storage {i}")
         for number in range(chunk_count(storage) if has_all_blobs and i not in verified else 0):
             check_crc(file, storage, number, stored_chunk(file, storage, number)[0])
+        if has_subtrees(file, storage):
+            subtrees = storage_subtrees(file, storage)
+            require("F-094", merge_subtrees(subtrees) == file.digests[i], f"subtrees of storage {i}")
     if not file.shards:
         require("F-092", is_zero(file.data[end : file.index_off]), "before the index")
+
+
+def storage_subtrees(file: Archive, storage: Record) -> list[bytes]:
+    return file.subtrees[storage.subtrees : storage.subtrees + chunk_count(storage)]
 
 
 def verify_shard(manifest: Archive, number: int, data: bytes) -> None:
@@ -1543,8 +1657,8 @@ def verify_deep(file: Archive) -> None:
     decode_storages(file)
     for number, data in enumerate(file.shard_set or ()):
         shard = open_archive(data)
-        # Digests that the manifest omits are checked here.
-        is_verified = file.digests or not shard.digests
+        # Digests and subtrees that the manifest omits are checked here.
+        is_verified = (file.digests or not shard.digests) and not shard.subtrees
         decode_storages(shard, compare_storages(file, number, shard)[0] if is_verified else ())
 
 
@@ -1558,7 +1672,7 @@ def decode_storages(file: Archive, verified: Collection[int] = ()) -> None:
 
 
 def check_raw_bytes(file: Archive, i: int, storage: Record) -> None:
-    crc, tree = 0, Blake3()
+    crc, tree = 0, Blake3(subtree_log2=storage.chunk_log2)
     for start in range(0, storage.raw_len, CHUNK):
         piece = raw_bytes(file, i, start, min(start + CHUNK, storage.raw_len))
         crc = zlib.crc32(piece, crc)
@@ -1567,6 +1681,8 @@ def check_raw_bytes(file: Archive, i: int, storage: Record) -> None:
     require("F-091", storage.crc32 == crc, f"storage {i}")
     if file.digests:
         require("F-094", tree.digest() == file.digests[i], f"storage {i}")
+    if has_subtrees(file, storage):
+        require("F-094", tree.subtrees() == storage_subtrees(file, storage), f"subtrees of storage {i}")
 
 
 def check_texts(file: Archive, codec: int) -> None:
@@ -1575,6 +1691,159 @@ def check_texts(file: Archive, codec: int) -> None:
         is_stored = node.kind == STR and node.flags & 1
         if is_stored and file.storages[node.a].codec == codec:
             require("F-096", is_text(raw_bytes(file, node.a)), f"node {i}")
+
+
+# The content digest
+
+DIGEST_CONTEXT = "tssd 2026-11-28 {} digest v1"
+NOT_CONTENT = (b"tssd.file.", b"tssd.store.")  # the beginnings of the names of attributes
+
+
+def content_digest(file: Archive) -> bytes:
+    """Returns the digest of what a file means. Without digests of storages, the blobs must be open."""
+    layout = Layout(file)
+    layout_digest = blake3_of_parts(layout.encode(), derive_key(DIGEST_CONTEXT.format("layout")))
+    storage_digests = [storage_digest(file, i) for i in layout.numbers]
+    storages = blake3(b"".join(storage_digests), derive_key(DIGEST_CONTEXT.format("storages")))
+    return blake3(layout_digest + storages, derive_key(DIGEST_CONTEXT.format("content")))
+
+
+def storage_digest(file: Archive, i: int) -> bytes:
+    if file.digests:
+        return file.digests[i]
+    raw_len = file.storages[i].raw_len
+    file.count_output(raw_len)
+    starts = range(0, raw_len, CHUNK)
+    return blake3_of_parts(raw_bytes(file, i, start, min(start + CHUNK, raw_len)) for start in starts)
+
+
+def u8(number: int) -> bytes:
+    return struct.pack("<B", number)
+
+
+def u32(number: int) -> bytes:
+    return struct.pack("<I", number)
+
+
+def u64(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def counted(content: bytes) -> bytes:
+    """Encodes `str` of the layout: bytes after their length."""
+    return u64(len(content)) + content
+
+
+def vec(numbers: Sequence[int]) -> bytes:
+    return u32(len(numbers)) + u64(*numbers)
+
+
+def opt(content: bytes | None) -> bytes:
+    return u8(0) if content is None else u8(1) + content
+
+
+class Layout:
+    """`L` of section 8: what a file means, except the raw bytes of its storages."""
+
+    def __init__(self, file: Archive) -> None:
+        self.file = file
+        self.numbers: dict[int, int] = {}  # by storage: its number, in the order in which they are named
+        self.rank_digests: dict[tuple[int, int], bytes] = {}  # by offset in dims and count
+
+    def encode(self) -> Iterator[bytes]:
+        file = self.file
+        for node in file.nodes:
+            yield from self.encode_node(node)
+        attrs = [a for a in file.attrs if not file.strings[a.name].startswith(NOT_CONTENT)]
+        yield u32(len(attrs))
+        for attr in attrs:
+            value = u64(attr.value) if attr.kind == INT else counted(file.strings[attr.value])
+            yield counted(file.strings[attr.name]) + u8(attr.kind) + value
+
+    def encode_node(self, node: Record) -> Iterator[bytes]:
+        yield u8(node.kind) + u8(node.key_kind) + self.encode_key(node)
+        if node.kind == NAMEDTUPLE:
+            yield counted(self.file.strings[node.b])
+        if node.kind in KEYS_OF:
+            yield u32(node.count)
+        elif node.kind == TENSOR:
+            yield u32(node.count)
+            yield from map(self.encode_tensor, self.file.run(node))
+        else:
+            yield self.encode_value(node)
+
+    def encode_key(self, node: Record) -> bytes:
+        if node.key_kind in K_IN_HEAP:
+            return counted(self.file.strings[node.key])
+        if node.key_kind in (K_INDEX, K_NONE):
+            return b""
+        return u8(node.key) if node.key_kind == K_BOOL else u64(node.key)
+
+    def encode_value(self, node: Record) -> bytes:
+        """Encodes the value of a leaf that is no tensor."""
+        file = self.file
+        if node.kind == NONE_LEAF:
+            return b""
+        if node.kind == BOOL:
+            return u8(node.a)
+        if node.kind == DTYPE:
+            return self.encode_dtype(node.a)
+        if node.kind == SIZE:
+            return vec(file.vector(node.a, node.count))
+        if node.kind in STORABLE:
+            media = counted(file.strings[node.b]) if node.kind == OPAQUE else b""
+            is_stored = node.flags & 1
+            place = self.encode_storage(node.a) if is_stored else counted(file.strings[node.a])
+            return media + u8(is_stored) + place
+        if node.kind in (BIGINT, DEVICE):
+            return counted(file.strings[node.a])
+        return u64(node.a, node.b) if node.kind == COMPLEX else u64(node.a)
+
+    def encode_dtype(self, number: int) -> bytes:
+        dtype = self.file.dtypes_by_number[number]
+        return counted(dtype.name.encode()) + struct.pack("<H", dtype.size)
+
+    def encode_storage(self, i: int) -> bytes:
+        is_new = i not in self.numbers
+        number = self.numbers.setdefault(i, len(self.numbers))
+        return u32(number) + (u64(self.file.storages[i].raw_len) if is_new else b"")
+
+    def encode_tensor(self, tensor: Record) -> bytes:
+        file = self.file
+        shape = vec(file.vector(tensor.shape, tensor.rank))
+        strides = place = part = None
+        if tensor.strides != NONE:
+            strides = vec(file.vector(tensor.strides, tensor.rank))
+        if tensor.storage != NONE:
+            place = self.encode_storage(tensor.storage) + u64(tensor.byte_offset)
+        if tensor.slice != NONE:
+            part = self.encode_slice(file.tensor_slice(tensor))
+        dtype = self.encode_dtype(tensor.dtype)
+        return dtype + u8(tensor.flags) + shape + opt(strides) + opt(place) + opt(part)
+
+    def encode_slice(self, record: Record) -> bytes:
+        offsets, whole = (self.file.vector(at, record.rank) for at in (record.offsets, record.global_shape))
+        return vec(offsets) + vec(whole) + opt(self.encode_mesh(record) if record.mesh_rank else None)
+
+    def encode_mesh(self, record: Record) -> bytes:
+        file, rank = self.file, record.mesh_rank
+        shape = file.vector(record.mesh, rank)
+        coordinates = ranks = placements = names = None
+        if record.coordinates != NONE:
+            coordinates = vec(file.vector(record.coordinates, rank))
+        if record.ranks != NONE:
+            ranks = self.digest_ranks(record.ranks, prod(shape))
+        if record.placements != NONE:
+            fields = ((u8(p.kind), u32(p.dim), u64(p.split_factor)) for p in file.slice_placements(record))
+            placements = b"".join(map(b"".join, fields))
+        if record.names != NONE:
+            names = b"".join(counted(file.strings[name]) for name in file.vector(record.names, rank))
+        return vec(shape) + opt(coordinates) + opt(ranks) + opt(placements) + opt(names)
+
+    def digest_ranks(self, first: int, count: int) -> bytes:
+        if (first, count) not in self.rank_digests:
+            self.rank_digests[first, count] = blake3(u64(*self.file.vector(first, count)))
+        return self.rank_digests[first, count]
 
 
 def combined_crc(file: Archive, storage: Record) -> int:
@@ -1624,7 +1893,12 @@ def view(file: Archive) -> Json:
         digest = {} if is_zero(shard.digest) else {"digest": shard.digest.hex()}
         shards.append({"name": file.strings[shard.name].decode(), **fields, **digest})
     storages = [view_storage(file, i, storage) for i, storage in enumerate(file.storages)]
-    members: dict[str, Json] = {"tssd": 1, "attrs": attrs, "storages": storages}
+    members: dict[str, Json] = {"tssd": 1}
+    if has_blobs(file):
+        members["content_digest"] = content_digest(file).hex()
+    members.update(attrs=attrs, storages=storages)
+    if file.dtypes:
+        members["dtypes"] = [view_dtype(file, record) for record in file.dtypes]
     if shards:
         members["shards"] = shards
     return {**members, "root": view_node(file, file.nodes[0])}
@@ -1632,6 +1906,12 @@ def view(file: Archive) -> Json:
 
 def select_fields(record: Record, fields: str) -> dict[str, int]:
     return {field: getattr(record, field) for field in fields.split()}
+
+
+def view_dtype(file: Archive, record: Record) -> Json:
+    name = {"name": file.strings[record.name].decode()}
+    sizes = select_fields(record, "size bits values")
+    return {"number": record.number, **name, **sizes, "class": CLASSES[record.class_]}
 
 
 def view_storage(file: Archive, i: int, storage: Record) -> Json:
@@ -1703,7 +1983,7 @@ def view_node(file: Archive, node: Record) -> Json:
     if node.kind == COMPLEX:
         return {"complex": [view_float(node.a), view_float(node.b)]}
     if node.kind == DTYPE:
-        return {"dtype": DTYPES[node.a]["name"]}
+        return {"dtype": file.dtypes_by_number[node.a].name}
     if node.kind == SIZE:
         return {"size": [str(signed(entry)) for entry in file.vector(node.a, node.count)]}
     if node.kind == DEVICE:
@@ -1753,7 +2033,7 @@ def view_content(file: Archive, node: Record) -> Json:
 
 def view_tensor(file: Archive, tensor: Record) -> Json:
     shape = file.vector(tensor.shape, tensor.rank)
-    members: dict[str, Json] = {"dtype": DTYPES[tensor.dtype]["name"], "shape": shape}
+    members: dict[str, Json] = {"dtype": file.dtypes_by_number[tensor.dtype].name, "shape": shape}
     strides = effective_strides(file, tensor, shape)
     if strides != row_major(shape):
         members["strides"] = strides
@@ -1767,7 +2047,7 @@ def view_tensor(file: Archive, tensor: Record) -> Json:
         pass
     elif 0 in shape:
         members["data"] = ""
-    elif extent(tensor, shape) <= MAX_VIEW_DATA:
+    elif extent(file, tensor, shape) <= MAX_VIEW_DATA:
         members["data"] = elements(file, tensor, shape).hex()
     if tensor.slice != NONE:
         members["slice"] = view_slice(file, file.tensor_slice(tensor))
@@ -1776,11 +2056,11 @@ def view_tensor(file: Archive, tensor: Record) -> Json:
 
 def elements(file: Archive, tensor: Record, shape: list[int]) -> bytes:
     """Returns the elements of a small tensor, in row-major order."""
-    file.count_output(extent(tensor, shape))
-    itemsize = DTYPES[tensor.dtype]["size"]
+    file.count_output(extent(file, tensor, shape))
+    itemsize = file.dtypes_by_number[tensor.dtype].size
     strides = effective_strides(file, tensor, shape)
     if strides == row_major(shape):
-        end = tensor.byte_offset + extent(tensor, shape)
+        end = tensor.byte_offset + extent(file, tensor, shape)
         return raw_bytes(file, tensor.storage, tensor.byte_offset, end)
     places = [tensor.byte_offset]
     for count, stride in zip(shape, strides):
@@ -1960,6 +2240,19 @@ BLAKE3_KNOWN = {
     3150728: "f7fae2f336c67474fef536de6cb79bb35807f71f5f1c7273163b922727b34aa3",
 }
 
+# The BLAKE3 hash of the same bytes with a key that is derived from a context: test vectors of BLAKE3.
+DERIVED_CONTEXT = "BLAKE3 2019-12-27 16:29:52 test vectors context"
+DERIVED_KNOWN = {
+    0: "2cc39783c223154fea8dfb7c1b1660f2ac2dcbd1c1de8277b0b0dd39b7e50d7d",
+    1: "b3e2e340a117a499c6cf2398a19ee0d29cca2bb7404c73063382693bf66cb06c",
+    1023: "74a16c1c3d44368a86e1ca6df64be6a2f64cce8f09220787450722d85725dea5",
+    1024: "7356cd7720d5b66b6d0697eb3177d9f8d73a4a5c5e968896eb6a689684302706",
+    1025: "effaa245f065fbf82ac186839a249707c3bddf6d3fdda22d1b95a3c970379bcb",
+    8192: "ad01d7ae4ad059b0d33baa3c01319dcf8088094d0359e5fd45d6aeaa8b2d0c3d",
+    31744: "39772aef80e0ebe60596361e45b061e8f417429d529171b6764468c22928e28e",
+    1048577: "e00afb385303a8c7372a0f98b54d76771aaf9770ed42115e20f77d9cb7fc778f",
+}
+
 
 def self_test() -> int:
     for check in (test_blake3, test_shuffle, test_frames, test_zstd, test_numbers, test_kinds):
@@ -1973,6 +2266,17 @@ def test_blake3() -> None:
     for length, known in BLAKE3_KNOWN.items():
         content = (pattern * (length // 251 + 1))[:length]
         assert blake3(content).hex() == known, f"BLAKE3 of {length} bytes"
+    for length, log2 in ((5120, 12), (102400, 13), (1048577, 20), (3150728, 16)):
+        content = (pattern * (length // 251 + 1))[:length]
+        tree = Blake3(subtree_log2=log2)
+        for start in range(0, length, CHUNK):
+            tree.add(content[start : start + CHUNK])
+        subtrees = tree.subtrees()
+        assert len(subtrees) == align_up(length, 1 << log2) >> log2
+        assert merge_subtrees(subtrees).hex() == BLAKE3_KNOWN[length], f"subtrees of {length} bytes"
+    for length, known in DERIVED_KNOWN.items():
+        content = (pattern * (length // 251 + 1))[:length]
+        assert blake3(content, derive_key(DERIVED_CONTEXT)).hex() == known, f"derived key of {length} bytes"
 
 
 def test_shuffle() -> None:

@@ -9,8 +9,9 @@ parts, and the functions above it create them. The numbers in parentheses are th
 
 Its output equals that of the reference writer for the same values, byte for byte. It does not support
 tensors that share a storage, strides and flags of tensors, shards of tensors, namedtuples, complex
-numbers, dtypes, sizes, devices, opaque leaves, attributes, compression, digests and manifests. It
-rejects values of other types, because they could not be restored exactly.
+numbers, dtype leaves, dtypes that a file describes, sizes, devices, opaque leaves, attributes,
+compression, digests and manifests. It rejects values of other types, because they could not be restored
+exactly.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class Blob:
         offset = align_up(DATA_START + len(self.content), 1 << align_log2)
         self.content += bytes(offset - DATA_START - len(self.content)) + raw
         fields = offset, len(raw), len(raw), 0, NONE, len(self.crcs), zlib.crc32(raw)
-        self.storages.append(struct.pack("<QQQIIIIBBBBI", *fields, 0, align_log2, 20, 0, 0))
+        self.storages.append(struct.pack("<QQQIIIIBBBBI", *fields, 0, align_log2, 20, 0, NONE))
         self.crcs += (zlib.crc32(raw[at : at + CHUNK]) for at in range(0, len(raw), CHUNK))
         return len(self.storages) - 1
 
@@ -276,6 +277,8 @@ class Index:
             (0, 8, b""),  # attrs
             (0, 1, b""),  # digests
             (0, 8, b""),  # shards
+            (0, 8, b""),  # dtypes
+            (0, 1, b""),  # subtrees
         ]
         index, starts = b"", []
         for _, alignment, records in tables:
@@ -369,7 +372,8 @@ def storage_numbers(view: Any) -> Iterable[int]:
 def encode_view(view: dict) -> bytes:
     tensors = list(storage_numbers(view["root"]))
     is_plain = all(storage.keys() <= PLAIN for storage in view["storages"])
-    if view["attrs"] or "shards" in view or not is_plain or len(set(tensors)) < len(tensors):
+    has_tables = view["attrs"] or "dtypes" in view or "shards" in view
+    if has_tables or not is_plain or len(set(tensors)) < len(tensors):
         raise UnsupportedFeature("what is beyond one plain dict")
     return encode(value_of(view["root"]))
 

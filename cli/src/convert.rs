@@ -10,7 +10,6 @@ use tssd_format::{
     Archive, ChunkPolicy, ChunkSize, Compression, Container, Node, ObjectPath, Options,
     ZSTD_LEVEL_ATTR,
 };
-use tssd_store::VERSION_ATTRS;
 
 use self::torch::ConvertedCheckpoint;
 use crate::console::Console;
@@ -147,9 +146,7 @@ impl Args {
     fn options(&self, archive: &Archive) -> Result<Options> {
         let mut options = Options::from_archive(archive);
         if !archive.shards().is_empty() {
-            for name in VERSION_ATTRS {
-                options = options.without_attr(name);
-            }
+            options = options.without_store_attrs();
         }
         if self.digest {
             options = options.digests();

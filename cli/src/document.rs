@@ -6,10 +6,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tssd_format::safetensors::{Entry, HEADER_ATTR, Header, INDEX_ATTR};
 use tssd_format::{
-    Archive, AttrValue, Attrs, Blob, Container, MapKey, Node, StateDict, Step, Storage, Tensor,
-    TensorReference, Value, ZSTD_LEVEL_ATTR,
+    Archive, AttrValue, Attrs, Blob, Container, MapKey, Node, STORE_ATTR_PREFIX, StateDict, Step,
+    Storage, Tensor, TensorReference, Value, ZSTD_LEVEL_ATTR,
 };
-use tssd_store::VERSION_ATTRS;
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -105,7 +104,7 @@ impl Document {
     /// Returns [`attrs`](Self::attrs) without those that a store adds to a version.
     pub(crate) fn attrs_without_version(&self) -> Attrs {
         let mut attrs = self.attrs();
-        attrs.retain(|name, _| !VERSION_ATTRS.contains(&name.as_str()));
+        attrs.retain(|name, _| !name.starts_with(STORE_ATTR_PREFIX));
         attrs
     }
 

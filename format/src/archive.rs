@@ -10,8 +10,10 @@ use bytes::Bytes;
 
 use crate::blob::Blob;
 use crate::checksum::checksum;
+use crate::content_digest::content_digest;
 use crate::convert::index_to_usize;
-use crate::digest::{self, Digest};
+use crate::digest::Digest;
+use crate::dtype::OtherDtype;
 use crate::encode::{Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::{FRAME_LEN, MAGIC, check_len, parse_head, parse_trailer};
@@ -45,8 +47,6 @@ thread_local! {
 #[derive(Clone)]
 pub struct Archive {
     index: Arc<Index>,
-    /// The head, an input of the root digest.
-    head: [u8; FRAME_LEN],
     /// The blobs by shard number: this file, or the archives that the manifest names. Empty for a
     /// manifest that was opened without them.
     blobs: Arc<[Arc<dyn Blob>]>,
@@ -90,10 +90,10 @@ impl Archive {
     ///
     /// As [`Archive::from_bytes`]; `Io` if the blob cannot be read.
     pub fn from_blob(blob: Arc<dyn Blob>) -> Result<Self> {
-        let (index, head, file_len) = read_index(&*blob)?;
+        let (index, file_len) = read_index(&*blob)?;
         let is_manifest = !index.views().shards.is_empty();
         let blobs = if is_manifest { Vec::new() } else { vec![blob] };
-        Ok(Self { index: Arc::new(index), head, blobs: blobs.into(), file_len })
+        Ok(Self { index: Arc::new(index), blobs: blobs.into(), file_len })
     }
 
     /// Opens a shard set: a manifest and the archives that it names, read as one archive.
@@ -142,17 +142,57 @@ impl Archive {
         &self.blobs[index_to_usize(shard)]
     }
 
-    /// Returns the root digest, or `None` if a storage has no digest (spec: section 8).
+    /// Returns the content digest, or `None` if a storage has no digest (spec: section 8).
     ///
-    /// It covers the head, the index and the trailer, and through the digests of the storages everything
-    /// that the file means. A detached signature signs this digest.
-    pub fn root_digest(&self) -> Option<Digest> {
+    /// It names the content of the archive. Codec, alignment, chunks and the order of storages do not change it. A
+    /// detached signature signs this digest. Only the index is read. The result depends on the digests in the index:
+    /// [`Archive::verify_deep`] proves them.
+    pub fn content_digest(&self) -> Option<Digest> {
         let views = self.index.views();
         if views.digests.len() != views.storages.len() {
             return None;
         }
-        let trailer = self.index.location().trailer();
-        Some(digest::hash(&[&self.head, self.index.bytes(), &trailer[..52], &trailer[56..]]))
+        let recorded = |number: u32| Ok(views.digests[index_to_usize(number)]);
+        content_digest(&views, recorded).ok()
+    }
+
+    /// Computes the content digest of any archive from the raw bytes of its storages.
+    ///
+    /// # Errors
+    ///
+    /// As [`Archive::storage_bytes`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tssd_format::{Archive, Layout, Options, StateDict, Tensor};
+    /// let mut dict = StateDict::new();
+    /// dict.insert("weight", Tensor::from_slice(&[1.0_f32; 1000], &[10, 100])?);
+    /// let archive = |options: &Options| {
+    ///     let mut file = Vec::new();
+    ///     Layout::plan(&dict, options)?.write_to(&mut file)?;
+    ///     Archive::from_bytes(file)
+    /// };
+    ///
+    /// let plain = archive(&Options::new())?;
+    /// let with_digests = archive(&Options::new().digests())?;
+    /// assert_eq!(plain.content_digest(), None);
+    /// assert_eq!(with_digests.content_digest(), Some(plain.compute_content_digest()?));
+    /// # Ok::<(), tssd_format::Error>(())
+    /// ```
+    pub fn compute_content_digest(&self) -> Result<Digest> {
+        content_digest(&self.index.views(), |number| {
+            let mut hasher = blake3::Hasher::new();
+            self.for_each_chunk(&self.storage(number), |_, raw| {
+                hasher.update(raw);
+            })?;
+            Ok(*hasher.finalize().as_bytes())
+        })
+    }
+
+    /// Returns the chaining values of the chunks of a storage; none if it has one chunk or no digest.
+    pub(crate) fn subtrees(&self, number: u32) -> &[Digest] {
+        self.index.subtrees(number)
     }
 
     /// Returns the length of the file in bytes.
@@ -189,6 +229,13 @@ impl Archive {
     /// Returns the tree of the archive, with references in place of tensor bytes.
     pub fn structure(&self) -> Node {
         self.index.structure()
+    }
+
+    /// Returns the dtypes that the archive describes because the format does not list them, by number.
+    pub fn other_dtypes(&self) -> Vec<OtherDtype> {
+        let views = self.index.views();
+        let dtypes = views.dtypes.iter().map(|record| views.other_dtype(record));
+        dtypes.map(|dtype| dtype.expect("the validator has proven the record")).collect()
     }
 
     /// Returns the number of storages.
@@ -461,7 +508,7 @@ impl ShardFile {
     /// # Errors
     ///
     /// - `ShardMismatch` (F-083).
-    /// - The errors of [`Archive::from_blob`], if the manifest records a root digest.
+    /// - The errors of [`Archive::from_blob`], if the manifest records a content digest.
     /// - The kind of the rule that its trailer breaks.
     /// - `Io` if the blob cannot be read.
     pub fn verify(&self, blob: &Arc<dyn Blob>) -> Result<()> {
@@ -476,8 +523,8 @@ impl ShardFile {
         }
         if self.digest.is_some() {
             let archive = Archive::from_blob(blob.clone())?;
-            if archive.root_digest() != self.digest {
-                return Err(mismatch(&"another root digest"));
+            if archive.content_digest() != self.digest {
+                return Err(mismatch(&"another content digest"));
             }
         }
         let mut trailer = [0; FRAME_LEN];
@@ -493,7 +540,7 @@ impl ShardFile {
 /// Reads and validates head, trailer and index.
 ///
 /// Checks each length against the length of the file before it allocates memory of that length.
-fn read_index(file: &dyn Blob) -> Result<(Index, [u8; FRAME_LEN], u64)> {
+fn read_index(file: &dyn Blob) -> Result<(Index, u64)> {
     let file_len = file.size()?;
     let mut head = [0; 4096];
     let start = usize::try_from(file_len).unwrap_or(head.len()).min(head.len());
@@ -514,5 +561,5 @@ fn read_index(file: &dyn Blob) -> Result<(Index, [u8; FRAME_LEN], u64)> {
     file.read_exact_at(&mut trailer, file_len - 64)?;
     let location = parse_trailer(&trailer, file_len)?;
     let index = file.read_stable(location.index_off..location.index_off + location.index_len)?;
-    Ok((Index::parse(index, location)?, *frame, file_len))
+    Ok((Index::parse(index, location)?, file_len))
 }

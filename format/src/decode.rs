@@ -148,7 +148,9 @@ impl<'a> TableReader<'a> {
             kind::COMPLEX => Value::Complex(Float::from_bits(a), Float::from_bits(b)),
             kind::STR => Value::Str(self.text(a)),
             kind::BYTES => Value::Bytes(self.bytes(a)),
-            kind::DTYPE => Value::Dtype(dtype(a)),
+            kind::DTYPE => {
+                Value::Dtype(self.dtype(u16::try_from(a).expect("proven to be a dtype")))
+            }
             kind::SIZE => {
                 let start = u32::try_from(a).expect("proven to be in dims");
                 let sizes = views.validated_dims(start, index_to_usize(record.count.to_native()));
@@ -199,7 +201,7 @@ impl<'a> TableReader<'a> {
         let views = self.views;
         let rank = usize::from(tensor.rank);
         let shape = views.validated_dims(tensor.shape.to_native(), rank);
-        let meta = TensorMeta::new(dtype(u64::from(tensor.dtype.to_native())), shape)
+        let meta = TensorMeta::new(self.dtype(tensor.dtype.to_native()), shape)
             .expect("proven to be in limits")
             .with_flags(TensorFlags::from_bits(tensor.flags).expect("proven to be known"));
         if tensor.strides == NONE {
@@ -207,6 +209,11 @@ impl<'a> TableReader<'a> {
         }
         let strides = views.validated_dims(tensor.strides.to_native(), rank);
         meta.with_strides(strides).expect("proven to be in limits")
+    }
+
+    #[inline]
+    fn dtype(&self, number: u16) -> Dtype {
+        self.views.dtype(number).expect("proven to be listed or described")
     }
 
     fn shard_place(&mut self, number: u32, local_shape: &[u64]) -> ShardSpec {
@@ -322,8 +329,4 @@ fn placement(record: &record::Placement) -> Placement {
         1 => Placement::Shard { dim },
         _ => Placement::StridedShard { dim, split_factor: record.split_factor.to_native() },
     }
-}
-
-fn dtype(word: u64) -> Dtype {
-    Dtype::from_word(word).expect("proven to be known")
 }

@@ -1,4 +1,4 @@
-//! BLAKE3 digests of storages and of whole files. Spec: section 8.
+//! BLAKE3 digests of storages and of their chunks. Spec: section 8.
 //!
 //! The digest of a storage is merged from the digests of its chunks. BLAKE3 is a tree hash, and the size of a chunk is
 //! a power of two, so a chunk is a subtree. Independent jobs hash the chunks of a storage, as they compute checksums.
@@ -30,7 +30,9 @@ impl ChunkHasher {
         self.hasher.update(bytes);
     }
 
-    /// Returns the digest of the chunk, an input of [`merge`].
+    /// Returns the chaining value of the chunk, an input of [`merge`].
+    ///
+    /// If the storage has one chunk, this is the digest of the storage.
     pub(crate) fn finish(&self) -> Digest {
         if self.is_only_chunk {
             *self.hasher.finalize().as_bytes()
@@ -40,7 +42,7 @@ impl ChunkHasher {
     }
 }
 
-/// Merges the digests of all chunks of a storage of `len` bytes into the digest of the storage.
+/// Merges the chaining values of all chunks of a storage of `len` bytes into the digest of the storage.
 pub(crate) fn merge(len: u64, size: ChunkSize, chunks: &[Digest]) -> Digest {
     fn halves(len: u64, size: ChunkSize, chunks: &[Digest]) -> (Digest, Digest) {
         let left_len = left_subtree_len(len);
@@ -64,13 +66,9 @@ pub(crate) fn merge(len: u64, size: ChunkSize, chunks: &[Digest]) -> Digest {
     *merge_subtrees_root(&left, &right, Mode::Hash).as_bytes()
 }
 
-/// Returns the digest of the concatenation of `parts`.
-pub(crate) fn hash(parts: &[&[u8]]) -> Digest {
-    let mut hasher = blake3::Hasher::new();
-    for part in parts {
-        hasher.update(part);
-    }
-    *hasher.finalize().as_bytes()
+/// Returns the digest of `bytes`.
+pub(crate) fn hash(bytes: &[u8]) -> Digest {
+    *blake3::hash(bytes).as_bytes()
 }
 
 #[cfg(test)]

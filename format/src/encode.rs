@@ -1,5 +1,6 @@
 //! Encoding of a structure into the tables of an index. Spec: sections 3 to 7.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::BuildHasher;
 use std::ops::RangeInclusive;
 
@@ -10,6 +11,7 @@ use rend::u32_le;
 
 use crate::convert::index_to_usize;
 use crate::digest::Digest;
+use crate::dtype::{Dtype, OtherDtype};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{EncodedKey, KeyContent, MapKey, ObjectPath, SortKey};
 use crate::mesh::DeviceMesh;
@@ -38,7 +40,7 @@ pub enum AttrValue {
 }
 
 /// Attributes of an archive by name.
-pub type Attrs = std::collections::BTreeMap<String, AttrValue>;
+pub type Attrs = BTreeMap<String, AttrValue>;
 
 /// Record of a manifest about an archive that holds some of its storages.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,7 +55,7 @@ pub struct ShardFile {
     pub index_crc32: u32,
     /// Number of the writer that wrote the file.
     pub writer: u32,
-    /// Root digest of the file, if the manifest records one.
+    /// Content digest of the file, if the manifest records one.
     pub digest: Option<Digest>,
 }
 
@@ -85,6 +87,7 @@ pub(crate) fn encode(
     encoder.encode_slices()?;
     encoder.encode_attrs(attrs)?;
     encoder.encode_shards(shards)?;
+    encoder.encode_dtypes()?;
     Ok(encoder.tables)
 }
 
@@ -96,6 +99,8 @@ struct TableEncoder<'a> {
     dims: Interner,
     slices: RecordNumbers<&'a ShardSpec>,
     placements: RecordNumbers<&'a [Placement]>,
+    /// The dtypes that the format does not list, by number.
+    dtypes: BTreeMap<u16, OtherDtype>,
     /// The tensors of all encoded nodes, in the order of their records.
     tensors: Vec<&'a BorrowedTensor<'a>>,
 }
@@ -318,7 +323,7 @@ impl<'a> TableEncoder<'a> {
             Value::Complex(re, im) => (kind::COMPLEX, 0, re.to_bits(), im.to_bits()),
             Value::Str(text) => (kind::STR, 0, self.intern(text.as_bytes())?, 0),
             Value::Bytes(bytes) => (kind::BYTES, 0, self.intern(bytes)?, 0),
-            Value::Dtype(dtype) => (kind::DTYPE, 0, u64::from(dtype.number()), 0),
+            Value::Dtype(dtype) => (kind::DTYPE, 0, u64::from(self.dtype_number(*dtype)?), 0),
             Value::Size(sizes) if sizes.len() > MAX_RANK => {
                 return Err(Error::new(ErrorKind::RankTooLarge)
                     .with_detail(format_args!("a size of {} entries", sizes.len())));
@@ -350,6 +355,7 @@ impl<'a> TableEncoder<'a> {
     fn encode_tensor(&mut self, tensor: &BorrowedTensor<'a>) -> Result<()> {
         let BorrowedTensor { meta, storage, byte_offset, shard_spec } = *tensor;
         meta.check_flags()?;
+        let dtype = self.dtype_number(meta.dtype())?;
         let shape = self.intern_dims(meta.shape())?;
         let strides =
             meta.explicit_strides().map(|strides| self.intern_dims(strides)).transpose()?;
@@ -359,7 +365,7 @@ impl<'a> TableEncoder<'a> {
         });
         self.tables.tensors.push(record::Tensor {
             storage: storage.unwrap_or(NONE).into(),
-            dtype: meta.dtype().number().into(),
+            dtype: dtype.into(),
             rank: rank(meta.shape())?,
             flags: meta.flags().bits(),
             shape: shape.into(),
@@ -475,6 +481,37 @@ impl<'a> TableEncoder<'a> {
                 writer: shard.writer.into(),
                 digest: shard.digest.unwrap_or_default(),
             });
+        }
+        Ok(())
+    }
+
+    /// Returns the number of a dtype, and collects the dtypes that the file must describe.
+    ///
+    /// # Errors
+    ///
+    /// `DtypeTable` if two dtypes have the same number.
+    #[inline]
+    fn dtype_number(&mut self, dtype: Dtype) -> Result<u16> {
+        if let Dtype::Other(other) = dtype
+            && *self.dtypes.entry(other.number()).or_insert(other) != other
+        {
+            return Err(Error::new(ErrorKind::DtypeTable).with_detail(format_args!(
+                "{other:?} and {:?} have the same number",
+                self.dtypes[&other.number()]
+            )));
+        }
+        Ok(dtype.number())
+    }
+
+    fn encode_dtypes(&mut self) -> Result<()> {
+        let mut names = BTreeSet::new();
+        for dtype in std::mem::take(&mut self.dtypes).into_values() {
+            let name = self.intern(dtype.name().as_bytes())?;
+            if !names.insert(name) {
+                return Err(Error::new(ErrorKind::DtypeTable)
+                    .with_detail(format_args!("two dtypes have the name {}", dtype.name())));
+            }
+            self.tables.dtypes.push(dtype.to_record(name));
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use rend::{u16_le, u32_le, u64_le};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::record::Fields;
-use crate::table::MAX_INDEX_BYTES;
+use crate::table::{MAX_INDEX_BYTES, ROOT_LEN};
 
 /// Offset in the file of the blob, in bytes.
 pub const DATA_START: u64 = 4096;
@@ -20,7 +20,7 @@ pub(crate) const MAGIC: [u8; 8] = *b"\x89TSD\r\n\x1a\n";
 const END_MAGIC: [u8; 8] = *b"\n\x1a\n\rDST\x89";
 const MAJOR: u16 = 1;
 const INDEX_CODEC: u16 = 1;
-const MIN_FILE_LEN: u64 = DATA_START + 104 + 64;
+const MIN_FILE_LEN: u64 = DATA_START + (ROOT_LEN + FRAME_LEN) as u64;
 
 /// Feature bit of files written before version 1 of the format is declared.
 pub(crate) const DRAFT: u64 = 1 << 63;
@@ -230,7 +230,7 @@ mod tests {
     #[test]
     fn parse_trailer_accepts_indexes_up_to_the_size_limit() {
         let parse = |index_len| {
-            let (root_off, root_len, index_crc32) = (0, 104, 0);
+            let (root_off, root_len, index_crc32) = (0, 120, 0);
             let location =
                 IndexLocation { index_off: DATA_START, index_len, root_off, root_len, index_crc32 };
             let parsed = parse_trailer(&location.trailer(), location.file_len());

@@ -6,13 +6,14 @@ use bytes::Bytes;
 
 use crate::checksum::checksum;
 use crate::chunk::ChunkSize;
-use crate::convert::index_to_usize;
+use crate::convert::{index_to_usize, to_usize};
 use crate::decode::{decode_node, decode_value};
+use crate::digest::Digest;
 use crate::encode::{AttrValue, Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::IndexLocation;
 use crate::key::ObjectPath;
-use crate::record::{self, STORED_FLAG, kind};
+use crate::record::{self, NONE, STORED_FLAG, kind};
 use crate::state_dict::Value;
 use crate::storage::{ChunkLocation, CompressedLayout, StorageReference};
 use crate::structure::Node;
@@ -130,6 +131,19 @@ impl Index {
             compressed_layout,
             digest: views.digests.get(index_to_usize(number)).copied(),
         }
+    }
+
+    /// Returns the chaining values of the chunks of a storage; none if it has one chunk or no digest.
+    pub(crate) fn subtrees(&self, number: u32) -> &[Digest] {
+        let views = self.views();
+        let storage = &views.storages[index_to_usize(number)];
+        if storage.subtrees == NONE {
+            return &[];
+        }
+        let first = index_to_usize(storage.subtrees.to_native());
+        let size = ChunkSize::from_log2(storage.chunk_log2).expect("proven to be one");
+        let count = size.count(storage.raw_len.to_native());
+        &views.subtrees[first..first + to_usize(count)]
     }
 
     /// Returns the number of raw bytes of a storage.

@@ -4,6 +4,7 @@ use serde_json::{Map, Value as Json, json};
 
 use crate::archive::Archive;
 use crate::chunk::ChunkSize;
+use crate::dtype::{Dtype, OtherDtype};
 use crate::encode::AttrValue;
 use crate::error::Result;
 use crate::key::{MapKey, Step};
@@ -57,7 +58,16 @@ fn build_view(archive: &Archive, elements: ElementFilter) -> Result<Json> {
         };
         json!([name, value])
     });
-    let mut view = json!({ "tssd": 1, "attrs": attrs.collect::<Vec<_>>() });
+    let content = match elements {
+        _ if archive.is_manifest_only() => None,
+        ElementFilter::SmallTensors => Some(archive.compute_content_digest()?),
+        ElementFilter::None => archive.content_digest(),
+    };
+    let mut view = json!({ "tssd": 1 });
+    if let Some(digest) = content {
+        view["content_digest"] = json!(hex(&digest));
+    }
+    view["attrs"] = attrs.collect();
     let shards = archive.shards();
     let storages = (0..archive.storage_count()).map(|number| {
         let storage = archive.storage(number);
@@ -86,6 +96,10 @@ fn build_view(archive: &Archive, elements: ElementFilter) -> Result<Json> {
         view
     });
     view["storages"] = storages.collect();
+    let dtypes = archive.other_dtypes();
+    if !dtypes.is_empty() {
+        view["dtypes"] = dtypes.into_iter().map(dtype_to_json).collect();
+    }
     if !shards.is_empty() {
         let shard = |shard: &crate::encode::ShardFile| {
             let mut view = json!({
@@ -104,6 +118,18 @@ fn build_view(archive: &Archive, elements: ElementFilter) -> Result<Json> {
     }
     view["root"] = node_to_json(archive, &archive.structure(), elements)?;
     Ok(view)
+}
+
+fn dtype_to_json(dtype: OtherDtype) -> Json {
+    let listed = Dtype::Other(dtype);
+    json!({
+        "number": dtype.number(),
+        "name": dtype.name(),
+        "size": listed.itemsize(),
+        "bits": listed.bits(),
+        "values": listed.values(),
+        "class": listed.class().name(),
+    })
 }
 
 fn node_to_json(archive: &Archive, node: &Node, elements: ElementFilter) -> Result<Json> {

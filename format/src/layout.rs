@@ -271,7 +271,7 @@ pub(crate) fn write_tail(
     index_off: u64,
     writer: &mut impl Write,
 ) -> Result<()> {
-    let root_len = u32::try_from(ROOT_LEN).expect("104");
+    let root_len = u32::try_from(ROOT_LEN).expect("a small constant");
     let index_len = views.index_len()?;
     let mut crc = crc32fast::Hasher::new();
     views.for_each_part(|bytes| {

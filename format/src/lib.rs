@@ -27,6 +27,7 @@ compile_error!(
 
 // Values.
 mod chunk;
+mod content_digest;
 mod convert;
 mod dtype;
 mod key;
@@ -96,9 +97,10 @@ pub use blob::Blob;
 pub use checksum::checksum;
 pub use chunk::{ChunkPolicy, ChunkSize, MAX_CHUNK_BYTES};
 pub use compress::{CompressJob, CompressedChunks};
+pub use content_digest::STORE_ATTR_PREFIX;
 pub use copy::{copy, copy_and_checksum, copy_chunks, copy_runs};
 pub use digest::Digest;
-pub use dtype::{Dtype, DtypeClass};
+pub use dtype::{Dtype, DtypeClass, OtherDtype};
 pub use encode::{AttrValue, Attrs, ShardFile};
 pub use error::{Error, ErrorKind, Result};
 pub use frame::DATA_START;

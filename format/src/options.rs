@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::archive::Archive;
 use crate::chunk::ChunkPolicy;
 use crate::codec::is_shuffle_width;
+use crate::content_digest::STORE_ATTR_PREFIX;
 use crate::convert::index_to_usize;
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
@@ -16,7 +17,7 @@ use crate::tensor::TensorMeta;
 /// Name of the attribute that records the zstd level of all frames.
 ///
 /// It describes how an archive is compressed, and does not affect its meaning.
-pub const ZSTD_LEVEL_ATTR: &str = "tssd.zstd_level";
+pub const ZSTD_LEVEL_ATTR: &str = "tssd.file.zstd_level";
 
 /// The compression levels that zstd supports.
 const ZSTD_LEVELS: std::ops::RangeInclusive<i32> = -(1 << 17)..=22;
@@ -162,6 +163,13 @@ impl Options {
         self
     }
 
+    /// Removes the attributes that describe a version in a store ([`STORE_ATTR_PREFIX`]).
+    #[must_use]
+    pub fn without_store_attrs(mut self) -> Self {
+        self.attrs.retain(|name, _| !name.starts_with(STORE_ATTR_PREFIX));
+        self
+    }
+
     /// Allows opaque leaves ([`Value::Opaque`](crate::Value::Opaque)).
     #[must_use]
     pub fn allow_opaque(mut self) -> Self {
@@ -171,7 +179,7 @@ impl Options {
 
     /// Writes a BLAKE3 digest for each storage.
     ///
-    /// The digests give the archive a [root digest](Archive::root_digest).
+    /// The digests give the archive a [content digest](Archive::content_digest) that can be read from the index.
     #[must_use]
     pub fn digests(mut self) -> Self {
         self.digests = true;

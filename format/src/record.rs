@@ -73,7 +73,7 @@ record! {
         align_log2: u8,
         chunk_log2: u8,
         shuffle: u8,
-        reserved: u32_le,
+        subtrees: u32_le,
     }
 }
 
@@ -131,6 +131,18 @@ record! {
         index_crc32: u32_le,
         writer: u32_le,
         digest: [u8; 32],
+    }
+}
+
+record! {
+    /// A dtype that the format does not list. Spec: section 6.
+    Dtype 16 {
+        name: u64_le,
+        number: u16_le,
+        size: u16_le,
+        bits: u16_le,
+        values: u8,
+        class: u8,
     }
 }
 

@@ -54,7 +54,7 @@ struct Span<'a> {
     end: u64,
     owner: Owner<'a>,
     /// Required alignment of the first byte in the storage, in bytes.
-    align: u8,
+    align: u16,
     /// Whether this is the content of a str, bytes or opaque leaf.
     is_content: bool,
     /// Width of the byte shuffle in bytes (0: no shuffle); `None` if the leaf stays raw.
@@ -254,7 +254,7 @@ impl StorageAllocator {
         };
         let body =
             Body::Raw { bytes: raw, chunk_size: storage.chunk_size, digest: options.digests };
-        self.append(storage, body)
+        self.append(storage, body, &[])
     }
 
     fn append_compressed(
@@ -272,8 +272,8 @@ impl StorageAllocator {
             return self.append_raw(raw, options);
         }
         let crc32 = combine_crcs(len, chunk_size, chunks.iter().map(|chunk| chunk.crc));
-        let digests: Option<Vec<Digest>> = chunks.iter().map(|chunk| chunk.digest).collect();
-        let digest = digests.map(|digests| digest::merge(len, chunk_size, &digests));
+        let subtrees: Option<Vec<Digest>> = chunks.iter().map(|chunk| chunk.digest).collect();
+        let digest = subtrees.as_ref().map(|subtrees| digest::merge(len, chunk_size, subtrees));
         let mut packing = CompressedLayout { shuffle, chunks: Vec::with_capacity(chunks.len()) };
         let mut parts = Vec::with_capacity(chunks.len());
         let mut offset = 0;
@@ -294,18 +294,23 @@ impl StorageAllocator {
             digest,
             ..StorageReference::default()
         };
-        self.append(storage, Body::Compressed(parts))
+        self.append(storage, Body::Compressed(parts), &subtrees.unwrap_or_default())
     }
 
     /// Appends a storage to the blob at the next offset of its alignment.
-    fn append(&mut self, mut storage: StorageReference, body: Body) -> Result<()> {
+    fn append(
+        &mut self,
+        mut storage: StorageReference,
+        body: Body,
+        subtrees: &[Digest],
+    ) -> Result<()> {
         let offset = self.cursor.checked_next_multiple_of(1 << storage.align_log2);
         storage.offset = offset.ok_or_else(too_large)?;
         let end = storage.offset.checked_add(storage.stored_len());
         self.cursor = end.ok_or_else(too_large)?;
         let first_crc = self.storages.crc_count();
         self.sources.push(Source { offset: storage.offset, first_crc, body });
-        self.storages.push(&storage)
+        self.storages.push(&storage, subtrees)
     }
 
     /// Returns the file offset of the index, once all storages are placed.
@@ -353,7 +358,7 @@ impl<'a> Span<'a> {
                 };
                 let start = base + tensor.byte_offset();
                 let end = start + meta.span_bytes();
-                let align = meta.dtype().itemsize().to_le_bytes()[0];
+                let align = u16::try_from(meta.dtype().itemsize()).expect("at most 256 bytes");
                 Self { start, end, owner, align, is_content: false, shuffle, component: NONE }
             }
             PayloadItem::Content(bytes) => {
@@ -426,8 +431,8 @@ fn leading_zeros_for<'s, 'a: 's>(
             .clone()
             .all(|span| (span.start - start + u64::from(*zeros)).is_multiple_of(span.align.into()))
     };
-    // Elements have at most 16 bytes.
-    (0..16).find(aligns_all).ok_or_else(|| {
+    // Elements have at most 256 bytes.
+    (0..=u8::MAX).find(aligns_all).ok_or_else(|| {
         Error::new(ErrorKind::Misaligned)
             .with_detail("it overlaps other tensors at odd offsets: copy it first")
     })

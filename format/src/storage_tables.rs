@@ -19,6 +19,7 @@ pub(crate) struct StorageTables {
     chunks: Vec<record::Chunk>,
     crcs: Vec<u32_le>,
     digests: Vec<Digest>,
+    subtrees: Vec<Digest>,
 }
 
 impl StorageTables {
@@ -38,11 +39,14 @@ impl StorageTables {
     }
 
     /// Appends a storage. Its number is the previous count; the CRCs of its stored chunks are set to 0.
+    ///
+    /// `subtrees` are the chaining values of the chunks of a storage that was compressed with a digest.
     #[inline]
-    pub(crate) fn push(&mut self, storage: &StorageReference) -> Result<()> {
+    pub(crate) fn push(&mut self, storage: &StorageReference, subtrees: &[Digest]) -> Result<()> {
         let crcs = record_number(self.crcs.len())?;
         let first_chunk = record_number(self.chunks.len())?;
         self.crcs.resize(self.crcs.len() + chunk_count(storage.len, storage.chunk_size), 0.into());
+        let first_subtree = self.push_subtrees(storage, subtrees)?;
         let packing = storage.compressed_layout.as_ref();
         let chunk = |chunk: &ChunkLocation| record::Chunk {
             offset: chunk.offset.into(),
@@ -63,18 +67,31 @@ impl StorageTables {
             align_log2: storage.align_log2,
             chunk_log2: storage.chunk_size.log2(),
             shuffle: packing.map_or(0, |packing| packing.shuffle),
-            reserved: 0.into(),
+            subtrees: first_subtree.into(),
         });
         self.digests.extend(storage.digest);
         record_number(self.storages.len()).map(drop)
     }
 
-    /// Builds the tables of storages whose checksums are known, in the order of their numbers.
+    /// Appends the chaining values of the chunks, or zeros if they are unknown yet, and returns the first entry.
+    #[inline]
+    fn push_subtrees(&mut self, storage: &StorageReference, subtrees: &[Digest]) -> Result<u32> {
+        let count = chunk_count(storage.len, storage.chunk_size);
+        if storage.digest.is_none() || count < 2 {
+            return Ok(NONE);
+        }
+        let first = record_number(self.subtrees.len())?;
+        self.subtrees.extend(subtrees);
+        self.subtrees.resize(index_to_usize(first) + count, [0; 32]);
+        Ok(first)
+    }
+
+    /// Builds the tables of a manifest from storages whose checksums are known, in the order of their numbers.
     pub(crate) fn from_storages(storages: &[StorageReference]) -> Result<Self> {
         let mut tables = Self::default();
         for storage in storages {
             let first = tables.crcs.len();
-            tables.push(storage)?;
+            tables.push(storage, &[])?;
             for (entry, crc) in tables.crcs[first..].iter_mut().zip(&storage.crcs) {
                 *entry = (*crc).into();
             }
@@ -82,6 +99,10 @@ impl StorageTables {
         // A file has digests of all its storages or of none.
         if tables.digests.len() != tables.storages.len() {
             tables.digests.clear();
+        }
+        tables.subtrees.clear();
+        for storage in &mut tables.storages {
+            storage.subtrees = NONE.into();
         }
         Ok(tables)
     }
@@ -103,15 +124,20 @@ impl StorageTables {
             storage.crc32 = combine_crcs(len, size, chunk_sums.iter().map(|sum| sum.crc)).into();
             if let Some(digest) = self.digests.get_mut(number) {
                 let parts = chunk_sums.iter().filter_map(|sum| sum.digest.as_deref().copied());
-                *digest = digest::merge(len, size, &parts.collect::<Vec<_>>());
+                let parts: Vec<Digest> = parts.collect();
+                *digest = digest::merge(len, size, &parts);
+                if storage.subtrees != NONE {
+                    let first = index_to_usize(storage.subtrees.to_native());
+                    self.subtrees[first..first + parts.len()].copy_from_slice(&parts);
+                }
             }
         }
     }
 
     /// Returns views of these tables and of all other tables of an index.
     pub(crate) fn views<'a>(&'a self, others: &'a Tables) -> TableViews<'a> {
-        let Self { storages, chunks, crcs, digests } = self;
-        TableViews { storages, chunks, crcs, digests, ..others.views() }
+        let Self { storages, chunks, crcs, digests, subtrees } = self;
+        TableViews { storages, chunks, crcs, digests, subtrees, ..others.views() }
     }
 }
 

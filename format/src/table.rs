@@ -17,7 +17,7 @@ use crate::record::{self, Fields};
 pub(crate) const MAX_INDEX_BYTES: u64 = 1 << 30;
 
 /// The length of the root in this version of the format, in bytes.
-pub(crate) const ROOT_LEN: usize = 104;
+pub(crate) const ROOT_LEN: usize = 120;
 
 const ROOT_ALIGN: usize = 4;
 
@@ -112,6 +112,8 @@ tables! {
     attrs: record::Attr,
     digests: Digest,
     shards: record::Shard,
+    dtypes: record::Dtype,
+    subtrees: Digest,
 }
 
 /// Records and their fields, by the names that the spec uses.
@@ -125,6 +127,7 @@ pub(crate) const RECORDS: &[(&str, Fields)] = &[
     ("Placement", record::Placement::FIELDS),
     ("Attr", record::Attr::FIELDS),
     ("Shard", record::Shard::FIELDS),
+    ("Dtype", record::Dtype::FIELDS),
 ];
 
 /// One field of the root: the position and length of a table.

@@ -6,6 +6,7 @@ use std::ops::Range;
 use rend::u32_le;
 
 use crate::convert::index_to_usize;
+use crate::dtype::{Dtype, OtherDtype};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{
     self, EncodedKey, ObjectPath, SortKey, Step, equal_python_keys, push_python_form,
@@ -42,6 +43,21 @@ impl<'a> TableViews<'a> {
             // This crate compiles for little-endian hosts only.
             .map(bytemuck::cast_slice)
             .ok_or_else(|| dims_range_error(start.into(), len))
+    }
+
+    /// Decodes and validates a Dtype record by itself (F-057).
+    pub(crate) fn other_dtype(&self, record: &record::Dtype) -> Result<OtherDtype> {
+        OtherDtype::from_record(record, self.heap_at(record.name.to_native())?)
+    }
+
+    /// Returns the dtype with this number, listed or described in the file, if there is one.
+    #[inline]
+    pub(crate) fn dtype(&self, number: u16) -> Option<Dtype> {
+        Dtype::from_number(number).or_else(|| {
+            let key = |record: &record::Dtype| record.number.to_native();
+            let position = self.dtypes.binary_search_by_key(&number, key).ok()?;
+            self.other_dtype(&self.dtypes[position]).ok().map(Dtype::Other)
+        })
     }
 
     /// Returns the key of a node that has one.

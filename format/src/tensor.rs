@@ -128,7 +128,7 @@ impl TensorMeta {
 pub struct TensorFlags(u8);
 
 impl TensorFlags {
-    /// `tensor.requires_grad`. Only tensors of floating-point or complex dtypes have it.
+    /// `tensor.requires_grad`. Tensors of bools, ints, uints and bits do not have it.
     pub const REQUIRES_GRAD: Self = Self(1);
     /// A `torch.nn.Parameter`.
     pub const PARAMETER: Self = Self(2);
@@ -160,8 +160,7 @@ impl TensorFlags {
         self.0 == 0
             || Self::from_bits(self.0).is_some()
                 && (rank == 0 || !self.contains(Self::SCALAR))
-                && (matches!(dtype.class(), DtypeClass::Float | DtypeClass::Complex)
-                    || !self.contains(Self::REQUIRES_GRAD))
+                && (!self.contains(Self::REQUIRES_GRAD) || has_gradients(dtype.class()))
     }
 
     /// Returns the bits.
@@ -179,6 +178,11 @@ impl TensorFlags {
     pub const fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
+}
+
+/// Returns whether tensors of this class can require a gradient: floats, complex numbers and unknown values.
+fn has_gradients(class: DtypeClass) -> bool {
+    matches!(class, DtypeClass::Float | DtypeClass::Complex | DtypeClass::Other)
 }
 
 /// Shared, immutable bytes that hold the elements of tensors.

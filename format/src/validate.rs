@@ -9,6 +9,7 @@
 
 mod attrs_and_shards;
 mod claims;
+mod dtypes;
 mod slices;
 mod storages;
 mod tensors;
@@ -20,6 +21,7 @@ pub(crate) use crate::validate::attrs_and_shards::is_base_name;
 use std::ops::RangeInclusive;
 
 use self::claims::{Claims, HeapClaims};
+use self::dtypes::OtherDtypes;
 use crate::convert::index_to_usize;
 use crate::error::{Error, ErrorKind, Result};
 use crate::record::split_heap_range;
@@ -34,6 +36,7 @@ use crate::text::{check_name_len, is_text};
 pub(crate) fn validate(views: &TableViews<'_>, index_off: u64) -> Result<()> {
     let mut validator = Validator {
         views,
+        dtypes: OtherDtypes::new(views)?,
         heap: HeapClaims::new(views.heap),
         meshes: std::collections::BTreeMap::new(),
         dims: Claims::new(views.dims.len()),
@@ -46,6 +49,7 @@ pub(crate) fn validate(views: &TableViews<'_>, index_off: u64) -> Result<()> {
     validator.validate_storages(index_off)?;
     validator.validate_attrs()?;
     validator.validate_shards()?;
+    validator.validate_dtypes()?;
     if !validator.heap.claims.is_complete() {
         return Err(Error::new(ErrorKind::HeapUnclaimed).with_path("heap"));
     }
@@ -59,6 +63,8 @@ struct Validator<'a> {
     views: &'a TableViews<'a>,
     heap: HeapClaims,
     dims: Claims,
+    /// The dtypes that the file describes.
+    dtypes: OtherDtypes,
     /// Meshes with ranks: the length of each range in dims, by its start.
     meshes: std::collections::BTreeMap<u64, u64>,
     /// Ranges of nodes inside divergent nodes, in table order.

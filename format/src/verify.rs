@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::archive::Archive;
 use crate::blob::Blob;
 use crate::convert::index_to_usize;
-use crate::digest::{self, ChunkHasher};
+use crate::digest::{self, ChunkHasher, Digest};
 use crate::encode::ShardFile;
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::DATA_START;
@@ -66,6 +66,9 @@ impl Archive {
             end = storage.stored_range().end;
             if storage.compressed_layout.is_none() {
                 targets.push(check(Check::Checksum));
+            }
+            if !self.subtrees(number).is_empty() {
+                targets.push(check(Check::Subtrees));
             }
             let chunks = storage.chunks(&(0..storage.len)).filter(|_| !is_alone);
             targets.extend(chunks.map(|chunk| check(Check::Chunk(chunk))));
@@ -159,9 +162,11 @@ enum Check {
     Chunk(u64),
     /// The checksum of a raw storage against those of its chunks. Reads no payload.
     Checksum,
+    /// The digest of a storage against those of its chunks. Reads no payload.
+    Subtrees,
     /// The text of a storage that holds a str.
     Text,
-    /// The raw bytes: that the chunks decode, the checksum and the digest.
+    /// The raw bytes: that the chunks decode, the checksum, the digest and the digests of the chunks.
     Decoded,
 }
 
@@ -178,7 +183,7 @@ impl VerifyJob<'_> {
         let range = match &self.target {
             Target::Padding(range) => range.clone(),
             Target::Storage(_, storage, Check::Chunk(chunk)) => storage.stored_chunk(*chunk),
-            Target::Storage(_, _, Check::Checksum) => 0..0,
+            Target::Storage(_, _, Check::Checksum | Check::Subtrees) => 0..0,
             Target::Storage(_, storage, Check::Text | Check::Decoded) => storage.stored_range(),
             // The job reads the index and little more.
             Target::Shard(_, file, ..) => 0..file.index_len(),
@@ -235,6 +240,10 @@ fn verify_storage(
             storage,
             combine_crcs(storage.len, storage.chunk_size, storage.crcs.iter().copied()),
         ),
+        Check::Subtrees => {
+            let subtrees = archive.subtrees(number);
+            check_digest(storage, &digest::merge(storage.len, storage.chunk_size, subtrees))
+        }
         Check::Text if is_text(&archive.storage_bytes(number)?) => Ok(()),
         Check::Text => Err(Error::new(ErrorKind::ContentNotText)),
         Check::Decoded => {
@@ -247,12 +256,22 @@ fn verify_storage(
                 digests.push(hasher.finish());
             })?;
             check_crc(storage, crc.finalize())?;
-            let digest = digest::merge(storage.len, storage.chunk_size, &digests);
-            match storage.digest {
-                Some(recorded) if recorded != digest => Err(Error::new(ErrorKind::DigestMismatch)),
-                _ => Ok(()),
+            check_digest(storage, &digest::merge(storage.len, storage.chunk_size, &digests))?;
+            let subtrees = archive.subtrees(number);
+            if subtrees.is_empty() || subtrees == digests {
+                Ok(())
+            } else {
+                Err(Error::new(ErrorKind::DigestMismatch))
             }
         }
+    }
+}
+
+/// Checks a digest of the raw bytes against the recorded one, if there is one.
+fn check_digest(storage: &StorageReference, digest: &Digest) -> Result<()> {
+    match &storage.digest {
+        Some(recorded) if recorded != digest => Err(Error::new(ErrorKind::DigestMismatch)),
+        _ => Ok(()),
     }
 }
 
@@ -277,14 +296,18 @@ fn verify_shard(blob: &Arc<dyn Blob>, named: &[Arc<StorageReference>], depth: De
     };
     for job in jobs {
         let is_named = match &job.target {
-            Target::Storage(_, own, check) => by_offset
+            Target::Storage(number, own, check) => by_offset
                 .get(&own.offset)
                 .filter(|named| named.matches(own))
                 .is_some_and(|named| match check {
                     Check::Chunk(_) => true,
-                    Check::Decoded => named.digest == own.digest || own.digest.is_none(),
+                    Check::Decoded => {
+                        (named.digest == own.digest || own.digest.is_none())
+                            && archive.subtrees(*number).is_empty()
+                    }
                     // A str in the archive need not be a str in the manifest.
-                    Check::Text | Check::Checksum => false,
+                    // Manifests have no digests of chunks.
+                    Check::Text | Check::Checksum | Check::Subtrees => false,
                 }),
             Target::Padding(_) | Target::Shard(..) => false,
         };

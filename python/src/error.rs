@@ -7,7 +7,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use pyo3::prelude::*;
-use tssd_format::{Error, ErrorKind, ObjectPath};
+use tssd_format::{Dtype, Error, ErrorKind, ObjectPath};
 
 /// Result of the fallible functions of this crate.
 pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
@@ -36,6 +36,17 @@ pub(crate) struct BindingError {
     fqn: Option<String>,
     key: Option<String>,
     version: Option<u64>,
+}
+
+/// Checks that this version of the package knows a dtype.
+///
+/// # Errors
+///
+/// `UnsupportedDtype` if only the file describes it.
+pub(crate) fn require_listed(dtype: Dtype) -> Result<()> {
+    let Dtype::Other(other) = dtype else { return Ok(()) };
+    let text = format!("dtype {} (number {:#06x}) is unknown", other.name(), other.number());
+    Err(BindingError::new("UnsupportedDtype", text).into())
 }
 
 impl BindingError {

@@ -744,8 +744,8 @@ impl SafeSlice {
     }
 
     /// Returns the name of the dtype in torch: "bfloat16".
-    fn get_dtype(&self) -> &'static str {
-        self.reference.meta.dtype().name()
+    fn get_dtype(&self) -> String {
+        self.reference.meta.dtype().to_string()
     }
 
     /// Reads the part of the tensor that ints, slices and `...` select. Reads only the bytes from the

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::importer::to_text;
 
 /// Attribute with the values that have no attribute type: a JSON object.
-const JSON_ATTR: &str = "tssd.json";
+const JSON_ATTR: &str = "tssd.json_attributes";
 
 /// Prefix of the names that a caller must not use.
 const RESERVED: &str = "tssd.";

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use tssd_format::{Dtype, Tensor, TensorFlags, TensorMeta, TensorReference};
 
-use crate::error::{BindingError, Result};
+use crate::error::{BindingError, Result, require_listed};
 use crate::foreign_memory::tensor_from_raw_parts;
 use crate::memory::{Buffer, MemoryBlock};
 
@@ -197,6 +197,7 @@ impl<'py> Numpy<'py> {
         {
             return Ok(numpy_dtype.clone());
         }
+        require_listed(dtype)?;
         let numpy_dtype = if numpy_has(dtype) {
             self.module.call_method1("dtype", (dtype.name(),))?
         } else if ml_dtypes_has(dtype) {

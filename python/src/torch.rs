@@ -12,7 +12,7 @@ use tssd_store::ErrorKind;
 
 use crate::device::DeviceRegions;
 use crate::dlpack::export_capsule;
-use crate::error::{BindingError, Failure, Result};
+use crate::error::{BindingError, Failure, Result, require_listed};
 use crate::foreign_memory::{CopyCache, tensor_from_raw_parts};
 use crate::memory::MemoryBlock;
 
@@ -87,7 +87,7 @@ impl<'py> Torch<'py> {
     /// Returns the torch dtype for a dtype; `None` if this torch lacks it.
     fn lookup_dtype(&self, dtype: Dtype) -> Option<&Bound<'py, PyAny>> {
         let lookup = || self.module.getattr(dtype.name()).ok();
-        let index = Dtype::ALL.binary_search(&dtype).expect("it lists every dtype by number");
+        let index = Dtype::ALL.binary_search(&dtype).ok()?;
         self.dtype_cache[index].get_or_init(lookup).as_ref()
     }
 
@@ -95,8 +95,9 @@ impl<'py> Torch<'py> {
     ///
     /// # Errors
     ///
-    /// `FeatureMissing` if this torch lacks it.
+    /// `UnsupportedDtype` if only the file describes it; `FeatureMissing` if this torch lacks it.
     pub(crate) fn torch_dtype(&self, dtype: Dtype) -> Result<&Bound<'py, PyAny>> {
+        require_listed(dtype)?;
         self.lookup_dtype(dtype).ok_or_else(|| {
             BindingError::new("FeatureMissing", format!("this torch has no dtype {dtype}"))
                 .advice("read it with a newer torch")

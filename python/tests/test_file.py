@@ -442,6 +442,20 @@ def test_safe_open_reads_tensors_and_slices(path: Path, backend: str) -> None:
     assert same(tensor, big)
 
 
+def test_tensor_of_unknown_dtype_is_listed_and_not_converted() -> None:
+    file_name = Path(__file__).parents[2] / "spec/vectors/valid/105-other-dtypes.tssd"
+    message = r"dtype float6_e3m2 \(number 0x2000\) is unknown"
+    with pytest.raises(TypeError, match=message) as caught:
+        load(file_name)
+    assert (caught.value.kind, caught.value.fqn) == ("UnsupportedDtype", "tensor")  # type: ignore[attr-defined]
+    with tssd.safe_open(file_name, framework="np") as file:
+        assert file.keys() == ["tensor", "shard", "empty", "vendor"]
+        part = file.get_slice("vendor")
+        assert (part.get_shape(), part.get_dtype()) == ([2], "example.q4_0")
+        with pytest.raises(TypeError, match="example.q4_0"):
+            file.get_tensor("vendor")
+
+
 def test_safe_open_rejects_ambiguous_fqn(path: Path) -> None:
     tssd.save_file({"a.b": np.zeros(1), "a": {"b": np.ones(1)}}, path)
     with tssd.safe_open(path, "np") as file, pytest.raises(ValueError, match="more than one") as caught:

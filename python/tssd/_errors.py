@@ -90,6 +90,7 @@ _FORMAT_KINDS: dict[str, tuple[type[TssdError], str | None]] = {
     "UntypedLeaf": (TssdTypeError, None),
     "NotATensor": (TssdTypeError, "load_file gives every leaf"),
     "WrongType": (TssdTypeError, None),
+    "UnsupportedDtype": (TssdTypeError, _NEWER_ADVICE),
     "FeatureMissing": (TssdTypeError, None),
     "NotFound": (TssdKeyError, "`safe_open(...).keys()` lists the tensors"),
     "AmbiguousFqn": (TssdValueError, "read the whole state dict"),

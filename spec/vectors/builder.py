@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from reader import blake3  # noqa: E402
+from reader import Blake3, blake3, content_digest, open_archive  # noqa: E402
 
 NONE = 0xFFFF_FFFF
 CHUNK = 1 << 20
@@ -26,6 +26,8 @@ DICT, ORDERED_DICT, LIST, TUPLE, NAMEDTUPLE, DIVERGENT = range(32, 38)
 K_INDEX, K_STR, K_INT, K_BIGINT, K_BOOL, K_FLOAT, K_NONE, K_BYTES, K_TUPLE = range(9)
 # Numbers of dtypes
 BOOL_DTYPE, INT8, UINT8, FLOAT32, BFLOAT16, COMPLEX128, BITS8 = 0x01, 0x10, 0x30, 0x51, 0x53, 0x72, 0x80
+OTHER = 0x2000  # a number that is not in the table of dtypes
+INT_CLASS, FLOAT_CLASS = 2, 4
 REPLICATE, SHARD, STRIDED_SHARD = range(3)
 
 # Layout, alignment and fields of each table. A record is a dict. A missing field is 0.
@@ -43,7 +45,7 @@ TABLES = {
         "<QQQIIIIBBBBI",
         8,
         "offset stored_len raw_len shard chunks crcs crc32 codec align_log2 chunk_log2 shuffle"
-        " reserved",
+        " subtrees",
     ),
     "chunks": ("<QII", 8, "offset stored_len codec"),
     "crcs": ("<I", 4, None),
@@ -56,7 +58,12 @@ TABLES = {
     "attrs": ("<QQBBHI", 8, "name value kind reserved reserved2 reserved3"),
     "digests": ("<32s", 1, None),
     "shards": ("<QQQII32s", 8, "name file_len index_off index_crc32 writer digest"),
+    "dtypes": ("<QHHHBB", 8, "name number size bits values class"),
+    "subtrees": ("<32s", 1, None),
 }
+ROOT_LEN = 8 * len(TABLES)
+MIN_TAIL = ROOT_LEN + 64  # the smallest index, and the trailer
+MIN_FILE = 4096 + MIN_TAIL
 HEAD = "magic major minor data_start incompat ro_compat compat index_off index_len flags crc32"
 TRAILER = (
     "index_off index_len root_off root_len index_crc32 index_codec flags prev_trailer_off file_len"
@@ -78,6 +85,14 @@ def u64(number):
 
 def float_bits(number):
     return struct.unpack("<Q", struct.pack("<d", number))[0]
+
+
+def chunk_subtrees(content, chunk_log2):
+    """Returns the chaining values of the chunks of a storage."""
+    tree = Blake3(subtree_log2=chunk_log2)
+    for at in range(0, len(content), CHUNK):
+        tree.add(content[at : at + CHUNK])
+    return tree.subtrees() if content else []
 
 
 def pack(layout, fields, values):
@@ -220,7 +235,7 @@ class Archive:
 
     def place(self, content, stored, pieces, fields):
         record = {"stored_len": len(stored), "raw_len": len(content), "align_log2": 8}
-        record.update(chunk_log2=20, crc32=zlib.crc32(content), crcs=len(self.tables["crcs"]))
+        record.update(chunk_log2=20, crc32=zlib.crc32(content), crcs=len(self.tables["crcs"]), subtrees=NONE)
         record.update(fields)
         if "offset" not in record:
             start = align_up(4096 + len(self.blob), 1 << record["align_log2"])
@@ -230,8 +245,13 @@ class Archive:
         self.raw_contents.append(content)
         return self.add("storages", **record)
 
-    def digested(self):
-        """Adds the digest of each storage."""
+    def digested(self, subtrees=True):
+        """Adds the digest of each storage, and the subtrees. A manifest has no subtrees."""
+        for record, content in zip(self.tables["storages"], self.raw_contents):
+            entries = chunk_subtrees(content, record["chunk_log2"]) if subtrees else []
+            if len(entries) > 1:
+                record["subtrees"] = len(self.tables["subtrees"])
+                self.tables["subtrees"] += entries
         return self.set("digests", map(blake3, self.raw_contents))
 
     def tensor(self, shape, dtype=UINT8, strides=None, **fields):
@@ -261,6 +281,11 @@ class Archive:
     def shard(self, name, **fields):
         record = {"file_len": 12288, "index_off": 8192, "index_crc32": 0x01020304, "digest": b""}
         return self.add("shards", name=self.heap_range(name), **{**record, **fields})
+
+    def dtype(self, name=b"float6_e3m2", number=OTHER, **fields):
+        """Adds a Dtype record: by default that of a float of 6 bits, alone in its byte."""
+        record = {"name": self.heap_range(name), "number": number, "size": 1, "bits": 6, "values": 1}
+        return self.add("dtypes", **{**record, "class": FLOAT_CLASS, **fields})
 
     # Changes
 
@@ -408,6 +433,21 @@ def tensors():
     archive = runs(1, 1, 1, 1).storage(bytes(range(100))).storage(bytes(range(16)))
     archive.tensor((2, 3), FLOAT32, byte_offset=8).tensor((3, 2), FLOAT32, (1, 3), byte_offset=8)
     return archive.tensor((16,), storage=1).tensor((0, 3))
+
+
+def other_dtype(name=b"float6_e3m2", number=OTHER, **fields):
+    """A tensor of a dtype that the file describes, in a storage of 64 bytes."""
+    return one_tensor((4,), number).dtype(name, number, **fields)
+
+
+def other_dtypes(*named):
+    """Tensors of dtypes that the file describes. `named` has the name and the number of each."""
+    archive = runs(*[1] * len(named)).storage(bytes(range(64)))
+    for _, number in named:
+        archive.tensor((4,), number)
+    for name, number in named:
+        archive.dtype(name, number)
+    return archive
 
 
 def add_two_slices(archive):
@@ -592,7 +632,8 @@ class ShardSet:
             fields = {"index_off": trailer[0], "index_crc32": trailer[4], "file_len": trailer[8]}
             manifest.shard(name.encode(), writer=i, **fields)
             if archive.tables["digests"]:
-                manifest.edit("shards", i, digest=root_digest(self.files[name]))
+                digest = content_digest(open_archive(self.files[name]))
+                manifest.edit("shards", i, digest=digest)
 
     def record(self, i, **fields):
         """Edits the record of a shard in the manifest. A function gets the old value."""
@@ -621,13 +662,6 @@ class ShardSet:
 
     def build(self):
         return {"manifest.tssd": self.manifest.build(), **self.files}
-
-
-def root_digest(file):
-    index_off, index_len = struct.unpack_from("<QQ", file, len(file) - 64)
-    trailer = file[-64:]
-    index = file[index_off : index_off + index_len]
-    return blake3(file[:64] + index + trailer[:52] + trailer[56:])
 
 
 def half(i, key="half", compress=False, more=b"", **packing):
@@ -662,7 +696,7 @@ def shard_set(digests=False, compress=False, more=b"", **packing):
     for i in range(2):
         manifest.slice((2 * i, 0), (4, 50))
     for archive in (*halves, manifest) if digests else ():
-        archive.digested()
+        archive.digested(subtrees=archive is not manifest)
         if isinstance(digests, bytes):
             archive.set("digests", [digests] * len(archive.raw_contents))
     return ShardSet(manifest, {"a.tssd": halves[0], "b.tssd": halves[1]})

@@ -25,9 +25,11 @@ from builder import (
     DEVICE,
     DICT,
     DIVERGENT,
+    DTYPE,
     FLOAT32,
     INT,
     INT8,
+    INT_CLASS,
     K_BIGINT,
     K_BOOL,
     K_BYTES,
@@ -38,12 +40,15 @@ from builder import (
     Key,
     LIST,
     Leaf,
+    MIN_TAIL,
     NAMEDTUPLE,
     NONE,
     NONE_LEAF,
     OPAQUE,
     ORDERED_DICT,
+    OTHER,
     REPLICATE,
+    ROOT_LEN,
     SHARD,
     SIZE,
     STR,
@@ -58,6 +63,7 @@ from builder import (
     block,
     compressed,
     divergent,
+    fine,
     frame,
     framed,
     keyed,
@@ -67,6 +73,7 @@ from builder import (
     meshed,
     one_slice,
     one_tensor,
+    other_dtype,
     packed,
     packed_key,
     runs,
@@ -106,7 +113,7 @@ def head_and_trailer_cases():
     zeros = tensors().patch(2048, b"\x01")
     yield "F-006", "head", "zeros", "a byte between head and blob", zeros
     index_off, index_len = struct.unpack_from("<QQ", tensors().build()[-64:])
-    root_off = index_len - 104
+    root_off = index_len - ROOT_LEN
     for rule, field, fields in (
         ("F-007", "end_magic", {"end_magic": b"\n\x1a\n\rDST\x88"}),
         ("F-009", "file_len", {"file_len": index_off + index_len}),
@@ -118,8 +125,8 @@ def head_and_trailer_cases():
         ("F-011", "index_len", {"index_len": index_len - 64}),
         ("F-011", "index_off", {"index_off": index_off + 64}),
         ("F-020", "root_off", {"root_off": root_off - 4}),
-        ("F-020", "root_len", {"root_len": 108}),
-        ("F-021", "root_off", {"root_off": root_off - 8, "root_len": 112}),
+        ("F-020", "root_len", {"root_len": ROOT_LEN + 4}),
+        ("F-021", "root_off", {"root_off": root_off - 8, "root_len": ROOT_LEN + 8}),
     ):
         archive = tensors().override("trailer", **fields)
         yield rule, "trailer", field, f"{field} is {fields[field]}", archive
@@ -159,6 +166,9 @@ def record_count_cases():
         ("F-081", "digests", tensors().set("digests", [bytes(32)])),
         ("F-060", "shards", manifest().set("shards", manifest().tables["shards"][:1])),
         ("F-076", "shards", divergent(0, 1).set("shards", ())),
+        ("F-050", "dtypes", other_dtype().set("dtypes", ()).set("heap", b"0")),
+        ("F-057", "dtypes", one_tensor((4,)).dtype()),
+        ("F-081", "subtrees", without_last(fine().digested(), "subtrees")),
     ):
         yield rule, table, "records", f"{len(archive.tables[table])} records of {table}", archive
 
@@ -483,6 +493,39 @@ def tensor_with_wrong_slice():
     return archive.slice((0,), (3,))
 
 
+def dtype_cases():
+    beyond = 1 << 32 | 1 << 16
+
+    def other(**fields):
+        return other_dtype(**fields)
+
+    def edited(archive=None, **fields):
+        return (archive or other()).edit("dtypes", 0, **fields)
+
+    two_bytes = one_tensor((32,), OTHER).dtype(size=2)
+    many = one_tensor((1 << 61,), OTHER, strides=(0,)).dtype()
+    whole = one_slice((0,), (0,), (1 << 61,)).edit("tensors", 0, dtype=OTHER).dtype()
+    has_grad = one_tensor((4,), OTHER, flags=1).dtype()
+    odd = one_tensor((4,), OTHER, byte_offset=3).dtype()
+    for rule, field, about, archive in (
+        ("F-030", "name", "beyond the heap", edited(name=beyond)),
+        ("F-031", "name", "the name of a key", edited(name=other().tables["nodes"][1]["key"])),
+        ("F-057", "name", "an empty range", edited(name=0)),
+        ("F-050", "number", "another number than that of its tensor", edited(number=OTHER + 1)),
+        ("F-057", "number", "a number that is listed", edited(leaf(DTYPE, UINT8).dtype(), number=UINT8)),
+        ("F-053", "size", "2^61 elements of 4 bytes", edited(many, size=4)),
+        ("F-054", "size", "elements too large for the storage", edited(two_bytes, size=256)),
+        ("F-055", "size", "elements at byte 3, of 2 bytes", edited(odd, size=2)),
+        ("F-057", "size", "size 0", edited(size=0)),
+        ("F-070", "size", "a global tensor of 2^63 bytes", edited(whole, size=4)),
+        ("F-057", "bits", "2^16 - 1 bits in a byte", edited(bits=0xFFFF)),
+        ("F-057", "values", "255 values in a byte", edited(values=255)),
+        ("F-056", "class", "a tensor of ints that requires grad", edited(has_grad, **{"class": INT_CLASS})),
+        ("F-057", "class", "class 255", edited(**{"class": 255})),
+    ):
+        yield rule, "dtypes", field, about, archive
+
+
 def storage_cases():
     def first(make=lambda: one_tensor((2,)), **fields):
         return make().edit("storages", 0, **fields)
@@ -517,7 +560,7 @@ def storage_cases():
         ("F-063", "chunk_log2", "chunks of 2 KiB", first(chunk_log2=11)),
         ("F-063", "shuffle", "width 5", first(compressed, shuffle=5)),
         ("F-091", "shuffle", "width 2 in place of 4", first(compressed, shuffle=2).only("deep")),
-        ("F-063", "reserved", "reserved", first(reserved=1 << 31)),
+        ("F-081", "subtrees", "an entry, and no digests", first(subtrees=0)),
     ):
         yield rule, "storages", field, about, archive
 
@@ -552,6 +595,9 @@ def chunk_cases():
     digests = tensors().digested()
     digests.set("digests", [bytes(32), digests.tables["digests"][1]])
     yield "F-094", "digests", "digest", "the digest of a storage", digests
+    subtrees = fine().digested()
+    subtrees.set("subtrees", subtrees.tables["subtrees"][:2] + [bytes(32)])
+    yield "F-094", "subtrees", "subtree", "the subtree of a chunk", subtrees.only("verify")
 
 
 # ---- Slices, placements, attributes, shards ------------------------------------------------------
@@ -692,7 +738,7 @@ def attr_and_shard_cases():
     for rule, field, about, archive in (
         ("F-030", "name", "beyond the heap", shard(name=beyond)),
         ("F-082", "name", "the name of another", shard(name=first)),
-        ("F-082", "file_len", "a byte too short for index and trailer", shard(file_len=8192 + 167)),
+        ("F-082", "file_len", "a byte too short for index and trailer", shard(file_len=8192 + MIN_TAIL - 1)),
         ("F-082", "index_off", "no multiple of 64", shard(index_off=8191)),
         ("F-060", "index_off", "before the end of a storage", shard(index_off=4160)),
     ):
@@ -796,6 +842,7 @@ def heap_cases():
         ("F-032", "attr_value", "a str of an attribute", text(str_attr(), b"text", b"tex\xff")),
         ("F-071", "dim_name", "two names of a mesh that are one", text(two_names(), b"tp", b"dp")),
         ("F-082", "shard_name", "the name of a shard", text(manifest(), b"b.tssd", b"b/tssd")),
+        ("F-057", "dtype_name", "the name of a dtype", text(other_dtype(), b"float6", b"Float6")),
     ):
         yield rule, "heap", field, about, archive
 
@@ -853,6 +900,7 @@ SECTIONS = (
     key_cases,
     by_key_cases,
     tensor_cases,
+    dtype_cases,
     storage_cases,
     chunk_cases,
     slice_cases,

@@ -35,6 +35,7 @@ from builder import (
     DEVICE,
     DICT,
     DIVERGENT,
+    DTYPE,
     FLOAT,
     FLOAT32,
     HALVES,
@@ -50,10 +51,14 @@ from builder import (
     Key,
     LIST,
     Leaf,
+    MIN_FILE,
+    MIN_TAIL,
     NAMEDTUPLE,
     NONE,
     OPAQUE,
+    OTHER,
     REPLICATE,
+    ROOT_LEN,
     SHARD,
     SIZE,
     STR,
@@ -84,6 +89,8 @@ from builder import (
     one_mesh,
     one_slice,
     one_tensor,
+    other_dtype,
+    other_dtypes,
     packed,
     packed_key,
     packed_nested,
@@ -98,7 +105,7 @@ from builder import (
 )
 from corruptions import corruptions
 from precedence import check_precedence
-from reader import KINDS
+from reader import KINDS, blake3, merge_subtrees
 
 HERE = Path(__file__).parent
 
@@ -110,13 +117,13 @@ def zip_file():
     entry = zipfile.ZipInfo("archive/data.pkl")
     entry.create_system = 3
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(entry, bytes(4264))
+        archive.writestr(entry, bytes(MIN_FILE))
     return file.getvalue()
 
 
 def safetensors_file():
-    head = b'{"w":{"dtype":"U8","shape":[4264],"data_offsets":[0,4264]}}'
-    return struct.pack("<Q", len(head)) + head + bytes(4264)
+    head = b'{"w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (MIN_FILE, MIN_FILE)
+    return struct.pack("<Q", len(head)) + head + bytes(MIN_FILE)
 
 
 def png_file():
@@ -127,7 +134,7 @@ def png_file():
     size = struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)
     # One gray pixel in a stored block.
     pixel = b"\x78\x01\x01\x02\x00\xfd\xff\x00\x00\x00\x02\x00\x01"
-    chunks = (b"IHDR", size), (b"tEXt", b"Comment\0".ljust(4264)), (b"IDAT", pixel), (b"IEND", b"")
+    chunks = (b"IHDR", size), (b"tEXt", b"Comment\0".ljust(MIN_FILE)), (b"IDAT", pixel), (b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks)
 
 
@@ -140,16 +147,17 @@ def head_and_trailer_cases():
     index_off, index_len = struct.unpack_from("<QQ", trailer)
 
     yield "001-empty-file", "no bytes at all", b""
-    yield "001-one-byte-short", "4263 bytes, one less than F-001 allows", good[:4263]
+    short = MIN_FILE - 1
+    yield "001-one-byte-short", f"{short} bytes, one less than F-001 allows", good[:short]
     yield "001-magic", "the magic and nothing else", good[:8]
     yield "001-seven-bytes", "7 bytes, too few to say that they are no archive", zip_file()[:7]
 
-    yield "002-all-zeros", "nothing but zeros", bytes(4264)
+    yield "002-all-zeros", "nothing but zeros", bytes(MIN_FILE)
     yield "002-zip", "a zip file, as torch.save writes", zip_file()
     yield "002-safetensors", "a safetensors file", safetensors_file()
     yield "002-png", "a PNG image", png_file()
     yield "002-short", "8 bytes of a zip file: foreign, and too short besides", zip_file()[:8]
-    yield "002-one-byte-short", "4263 zeros: foreign, and too short besides", bytes(4263)
+    yield "002-one-byte-short", f"{short} zeros: foreign, and too short besides", bytes(short)
     yield "002-text-mode", "CR LF became LF on the way", good.replace(b"\r\n", b"\n")
 
     yield "003-bit-flipped", "a bit of `compat` flipped", tensors().patch(32, b"\x01")
@@ -193,9 +201,10 @@ def root_and_table_cases():
     def root_at(start, size):
         return leaves().override("trailer", root_off=start, root_len=size)
 
-    yield "020-root-too-short", "a root of 100 bytes", root_at(length - 100, 100)
-    yield "020-unaligned", "root_off no multiple of 4", root_at(length - 106, 106)
-    short = leaves().lay(after_root=bytes(8)).override("trailer", root_len=104)
+    short, unaligned = ROOT_LEN - 4, ROOT_LEN + 2
+    yield "020-root-too-short", f"a root of {short} bytes", root_at(length - short, short)
+    yield "020-unaligned", "root_off no multiple of 4", root_at(length - unaligned, unaligned)
+    short = leaves().lay(after_root=bytes(8)).override("trailer", root_len=ROOT_LEN)
     yield "020-short-of-end", "the root ends before the index", short
     wrapped = root_at((1 << 32) - 256, length + 256)
     yield "020-overflow", "root_off + root_len is right modulo 2^32", wrapped
@@ -214,14 +223,14 @@ def root_and_table_cases():
     yield "021-slices-aligned-to-8", "four zeros before the slices", spaced
     elsewhere = leaves().override("root", tensors=(0, 0))
     yield "021-empty-elsewhere", "no tensors, but elsewhere", elsewhere
-    # The shards are the last table, so no later table is misplaced.
+    # The subtrees are the last table, so no later table is misplaced.
     for name, records in (("into-root", 1), ("beyond-file", NONE)):
         about = f"the last table claims {records} records that it does not have"
-        yield f"021-{name}", about, leaves().override("root", shards=(end, records))
-    longer = leaves().lay(after_root=bytes(64)).override("root", shards=(end, 1))
-    yield "021-longer-root-in-table", "a root of 168 bytes begins in the last table", longer
+        yield f"021-{name}", about, leaves().override("root", subtrees=(end, records))
+    longer = leaves().lay(after_root=bytes(64)).override("root", subtrees=(end, 1))
+    yield "021-longer-root-in-table", f"a root of {ROOT_LEN + 64} bytes begins in the last table", longer
     gap = leaves().lay(gap=b"\x01", after_root=bytes(8))
-    yield "021-longer-root-gap", "a root of 112 bytes and gaps that are not zero", gap
+    yield "021-longer-root-gap", f"a root of {ROOT_LEN + 8} bytes and gaps that are not zero", gap
 
 
 def unaligned_tables():
@@ -261,6 +270,8 @@ def heap_and_dims_cases():
         ("type-name-beyond", "the name of a namedtuple", named_type(b"P").at("p", b=beyond | 1)),
         ("dim-name-beyond", "a mesh dimension's name", dim_name),
         ("shard-name-beyond", "a shard's name", divergent(0, 1).edit("shards", 0, name=beyond | 4)),
+        ("dtype-name-beyond", "the name of a dtype", other_dtype().edit("dtypes", 0, name=beyond | 4)),
+        ("dtype-name-straddles", "the name of a dtype begins in a key and goes on", straddling_dtype_name()),
     ):
         yield f"030-{name}", about, archive
 
@@ -505,6 +516,9 @@ def leaf_cases():
     for number in (0, 15, 1 << 16 | FLOAT32, 1 << 32 | FLOAT32):
         about = f"a dtype leaf of number {number}"
         yield f"050-leaf-{number}", about, leaves().at("dtype", a=number)
+    for name, number in (("", OTHER + 1), ("-wide", 1 << 16 | OTHER)):
+        about = f"a dtype leaf of number {number:#x}, and a record of {OTHER:#x}"
+        yield f"050-leaf{name}", about, dtype_and_tensor(number)
     for kind in ("int", "dict"):
         yield f"047-flag-0-{kind}", f"flag bit 0 on a {kind} node", leaves().at(kind, flags=1)
     yield "047-flag-1", "flag bit 1", leaves().at("str", flags=2)
@@ -523,7 +537,47 @@ def leaf_cases():
         yield f"049-storage-{number:x}", f"a str in storage {number:#x}, one is there", archive
 
 
+def dtype_and_tensor(number):
+    """A tensor of a dtype that the file describes, and a dtype leaf."""
+    items = [("tensor", Leaf(TENSOR, 0, count=1)), ("dtype", Leaf(DTYPE, number))]
+    return Archive().tree(Box(DICT, items)).storage(bytes(64)).tensor((4,), OTHER).dtype()
+
+
+def straddling_dtype_name():
+    """A key "float6", and a dtype whose name begins in it. The rest of the name follows in the heap."""
+    archive = Archive().tree(Box(DICT, [("float6", Leaf(TENSOR, 0, count=1))])).storage(bytes(64))
+    archive.tensor((4,), OTHER).dtype(b"_e3m2")
+    return archive.edit("dtypes", 0, name=len("float6_e3m2") << 32)
+
+
+def dtype_cases():
+    """Dtype records that break F-057."""
+    for name, about, archive in (
+        ("unsorted", "two records in the wrong order", other_dtypes((b"a", OTHER + 1), (b"b", OTHER))),
+        ("number-twice", "two records of one number", other_dtypes((b"a", OTHER), (b"b", OTHER))),
+        ("number-0", "a record of number 0", other_dtype(number=0)),
+        ("listed-number", "a record of the number of float32", other_dtype(number=FLOAT32)),
+        ("listed-name", "a record named float32", other_dtype(b"float32")),
+        ("name-twice", "two records of one name", other_dtypes((b"a", OTHER), (b"a", OTHER + 1))),
+        ("name-empty", "a record without a name", other_dtype(b"")),
+        ("name-33", "a name of 33 bytes", other_dtype(b"f" * 33)),
+        ("name-upper", "a name with a capital letter", other_dtype(b"Float6")),
+        ("name-dash", "a name with a dash", other_dtype(b"float6-e3m2")),
+        ("name-newline", "a name that ends with a line feed", other_dtype(b"float6\n")),
+        ("size-0", "elements of 0 bytes", other_dtype(size=0)),
+        ("size-257", "elements of 257 bytes", one_tensor((0,), OTHER).dtype(size=257)),
+        ("bits-0", "values of 0 bits", other_dtype(bits=0)),
+        ("values-0", "elements without values", other_dtype(values=0)),
+        ("too-many-bits", "three values of 6 bits in 2 bytes", other_dtype(size=2, values=3)),
+        ("class-7", "class 7", other_dtype(**{"class": 7})),
+        ("unused", "a record that neither a tensor nor a leaf uses", one_tensor((2,)).dtype()),
+    ):
+        yield f"057-{name}", about, archive
+
+
 def tensor_cases():
+    yield from dtype_cases()
+
     def empty_tensors(*lengths):
         archive = runs(*lengths)
         for _ in range(sum(lengths)):
@@ -615,7 +669,6 @@ def storage_cases():
         ("chunk-log2", "chunks of 2 MiB", {"chunk_log2": 21}),
         ("chunk-log2-small", "chunks of 2 KiB", {"chunk_log2": 11}),
         ("shuffle", "a byte shuffle", {"shuffle": 4}),
-        ("reserved", "reserved is 1", {"reserved": 1}),
         ("chunks", "a first chunk", {"chunks": 0}),
         ("raw-longer", "raw_len above stored_len", {"raw_len": 65}),
     ):
@@ -625,7 +678,6 @@ def storage_cases():
         ("shuffle-3", "a byte shuffle of width 3", {"shuffle": 3}),
         ("shuffle-32", "a byte shuffle of width 32", {"shuffle": 32}),
         ("zstd-chunk-log2", "compressed chunks of 64 KiB", {"chunk_log2": 16}),
-        ("zstd-reserved", "reserved is 1, and codec 1", {"reserved": 1}),
     ):
         yield f"063-{name}", about, compressed().edit("storages", 0, **fields)
 
@@ -851,6 +903,7 @@ def attr_and_shard_cases():
         ("manifest", "one digest of two storages in a manifest", manifest(), 1),
     ):
         yield f"081-{name}", about, archive.set("digests", [bytes(32)] * count)
+    yield from subtree_cases()
 
     for name, file in (
         ("parent", b"../x"),
@@ -864,12 +917,15 @@ def attr_and_shard_cases():
         ("manifest-case", b"Manifest.TSSD"),
     ):
         yield f"082-name-{name}", f"a shard named {file[:20]!r}", keyed("a").shard(file)
+    yield "082-sig", "a shard with the name of a signature", keyed("a").shard(b"b.tssd.sig")
+    yield "082-sig-case", "a shard whose name ends with .SIG", keyed("a").shard(b"b.SIG")
     twice = keyed("a").shard(b"b.tssd").shard(b"B.tssd", writer=1)
     yield "082-name-twice-case", "two shards of one name but for its case", twice
+    short = MIN_TAIL - 1
     for name, about, fields in (
         ("low", "below 4096", {"index_off": 4032}),
         ("unaligned", "no multiple of 64", {"index_off": 8200}),
-        ("short", "167 bytes before the end", {"index_off": 8192, "file_len": 8192 + 167}),
+        ("short", f"{short} bytes before the end", {"index_off": 8192, "file_len": 8192 + short}),
         ("overflow", "at 2^64 - 64", {"index_off": (1 << 64) - 64}),
     ):
         archive = keyed("a").shard(b"b.tssd", **fields)
@@ -886,6 +942,46 @@ def attr_and_shard_cases():
         ("one-child", "a divergent node with one child", divergent(0)),
     ):
         yield f"076-{name}", about, archive
+
+
+def subtree_cases():
+    """Entries of subtrees that break F-081."""
+
+    def digested(archive, count, **fields):
+        """Digests of zeros, and as many subtrees. The fields are those of storage 0."""
+        archive.set("digests", [bytes(32)] * len(archive.tables["storages"]))
+        return archive.set("subtrees", [bytes(32)] * count).edit("storages", 0, **fields)
+
+    def two_fine():
+        """Two storages of three chunks each."""
+        archive = runs(1, 1)
+        for number in range(2):
+            archive.storage(bytes(9000), chunk_log2=12).tensor((9000,), storage=number)
+        return archive
+
+    large = manifest()
+    for number in range(2):
+        large.edit("storages", number, chunk_log2=12, stored_len=4100, raw_len=4100)
+    large.set("crcs", [crc for crc in large.tables["crcs"] for _ in range(2)])
+    large.edit("storages", 1, crcs=2)
+    for number in range(2):
+        large.edit("shards", number, index_off=1 << 14, file_len=1 << 15)
+    digested(large, 4, subtrees=0).edit("storages", 1, subtrees=2)
+    without_digests = digested(fine(), 3, subtrees=0).set("digests", ())
+    swapped = digested(two_fine(), 6, subtrees=3).edit("storages", 1, subtrees=0)
+    shared = digested(two_fine(), 3, subtrees=0).edit("storages", 1, subtrees=0)
+    for name, about, archive in (
+        ("without-digests", "three subtrees of a storage, and no digests", without_digests),
+        ("none", "digests, and no subtrees of a storage of three chunks", digested(fine(), 0)),
+        ("too-few", "two subtrees of three chunks", digested(fine(), 2, subtrees=0)),
+        ("too-many", "four subtrees of three chunks", digested(fine(), 4, subtrees=0)),
+        ("late", "the subtrees of a storage begin at entry 1", digested(fine(), 4, subtrees=1)),
+        ("swapped-storages", "two storages with each other's subtrees", swapped),
+        ("shared", "two storages with the same subtrees", shared),
+        ("in-manifest", "a manifest with subtrees", large),
+        ("of-one-chunk", "a subtree of a storage of one chunk", digested(one_tensor((2,)), 1, subtrees=0)),
+    ):
+        yield f"081-subtrees-{name}", about, archive
 
 
 def payload_cases():
@@ -1000,6 +1096,21 @@ def digest_cases():
         ("zstd", "the digest of a compressed storage", digested(compressed(), bytes(32))),
     ):
         yield f"094-{name}", about, archive
+    one_wrong = fine().digested()
+    one_wrong.set("subtrees", [bytes(32)] + one_wrong.tables["subtrees"][1:]).only("verify")
+    swapped = fine().digested()
+    swapped.set("subtrees", swapped.tables["subtrees"][::-1]).only("verify")
+    both = fine().digested()
+    both.set("subtrees", [bytes(32)] + both.tables["subtrees"][1:])
+    both.set("digests", [merge_subtrees(both.tables["subtrees"])]).only("deep")
+    other = fine().digested().set("digests", [blake3(bytes(9000))]).only("verify")
+    for name, about, archive in (
+        ("subtree", "the subtree of the first of three chunks", one_wrong),
+        ("subtrees-swapped", "two chunks with each other's subtrees", swapped),
+        ("both", "a subtree, and the digest to which the subtrees merge", both),
+        ("digest-of-subtrees", "the digest of a storage whose subtrees are right", other),
+    ):
+        yield f"094-{name}", about, archive
     damaged = shard_set(digests=b"\1" * 32)
     yield "094-in-shard/", "a shard set: digests on which manifest and shards agree", damaged.only("deep")
 
@@ -1036,11 +1147,11 @@ def shard_set_cases():
         ("file-len", "file_len", shard_set().record(0, file_len=lambda size: size + 64)),
         ("index-off", "index_off", later),
         ("index-crc", "index_crc32", shard_set().record(1, index_crc32=lambda crc: crc ^ 1)),
-        ("digest", "a root digest", digested(1, b"\1" * 32)),
-        ("digest-swapped", "the root digest of the other shard", swap_digests()),
+        ("digest", "a content digest", digested(1, b"\1" * 32)),
+        ("digest-swapped", "the content digest of the other shard", swap_digests()),
         (
             "digest-of-none",
-            "a root digest of a shard without",
+            "a content digest of a shard without digests",
             shard_set().record(0, digest=b"\1" * 32),
         ),
         ("missing", "a shard that is not there", shard_set().remove(names[1])),

@@ -98,7 +98,7 @@ pub(crate) trait Controller: Catalog {
         Err(follow_unsupported())
     }
 
-    /// Waits until at most `at_most` versions of a key are held for its followers, or `timeout` ends.
+    /// Waits until at most `max_unread` versions of a key are held for its followers, or `timeout` ends.
     ///
     /// Returns the number of followers, and the number of versions that are held for them.
     ///
@@ -108,7 +108,7 @@ pub(crate) trait Controller: Catalog {
     async fn wait_until_read(
         &self,
         _key: &Key,
-        _at_most: u64,
+        _max_unread: u64,
         _timeout: Duration,
     ) -> Result<(u64, u64)> {
         Err(follow_unsupported())

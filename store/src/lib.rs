@@ -53,7 +53,6 @@ pub use engine::put::{
     PendingPut, PutOptions, PutPhases, PutReport, Replicas, Residency, Ring, pieces,
 };
 pub use engine::ring::{ReceiveReport, Receiver};
-pub use engine::version::VERSION_ATTRS;
 pub use error::{Error, ErrorKind, Result};
 pub use io::cow_map::CowBuffer;
 pub use io::disk::Replacement;

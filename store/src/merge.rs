@@ -19,7 +19,7 @@ use crate::plan::fingerprint;
 const MODULE_METADATA_ATTR: &str = "tssd.module_metadata";
 
 /// The attribute of an archive that selects how divergent leaves are merged: see [`DivergencePolicy`].
-pub(crate) const DIVERGENT_ATTR: &str = "tssd.divergent";
+pub(crate) const DIVERGENT_ATTR: &str = "tssd.store.divergent";
 
 /// An archive that a writer has committed.
 pub(crate) struct WriterArchive {
@@ -73,12 +73,15 @@ pub(crate) fn merge(
     let shards: Vec<ShardFile> = contributions.iter().map(WriterArchive::shard_file).collect();
     let mut attrs = common_attrs(contributions)?;
     attrs.extend([
-        ("tssd.digest".to_owned(), AttrValue::Text(label.digest.to_string().into())),
-        ("tssd.epoch".to_owned(), AttrValue::Int(i64::from(label.epoch))),
-        ("tssd.id".to_owned(), AttrValue::Text(format!("{:032x}", label.id).into())),
-        ("tssd.layout".to_owned(), AttrValue::Bytes(fingerprint(&root, &storages).into())),
-        ("tssd.version".to_owned(), AttrValue::Int(label.number.cast_signed())),
-        ("tssd.writers".to_owned(), AttrValue::Text(label.writers.to_string().into())),
+        ("tssd.store.digest".to_owned(), AttrValue::Text(label.digest.to_string().into())),
+        ("tssd.store.epoch".to_owned(), AttrValue::Int(i64::from(label.epoch))),
+        ("tssd.store.id".to_owned(), AttrValue::Text(format!("{:032x}", label.id).into())),
+        (
+            "tssd.store.layout_fingerprint".to_owned(),
+            AttrValue::Bytes(fingerprint(&root, &storages).into()),
+        ),
+        ("tssd.store.version".to_owned(), AttrValue::Int(label.number.cast_signed())),
+        ("tssd.store.writers".to_owned(), AttrValue::Text(label.writers.to_string().into())),
     ]);
     tssd_format::encode_manifest(&root, &storages, &attrs, &shards)
         .map_err(|error| error.to_string())
@@ -148,7 +151,7 @@ impl WriterArchive {
             index_off: self.archive.index_range().start,
             index_crc32: self.archive.index_crc32(),
             writer: self.writer,
-            digest: self.archive.root_digest(),
+            digest: self.archive.content_digest(),
         }
     }
 }

@@ -3,6 +3,7 @@
 //! Planning is a pure function. A plan copies exactly the requested elements, each from one stored slice.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 
 use tssd_format::{
     Container, Error, ErrorKind, Node, Region, Result, Runs, ShardSpec, StorageReference,
@@ -37,26 +38,40 @@ pub struct RegionCopy {
 
 /// Returns the copies that fill the region of a request from the slices of a stored leaf.
 ///
+/// Of slices with equal regions, the first one is copied. The regions of a committed version are disjoint. If
+/// those of other archives have both gaps and overlaps of the same size, this function does not notice.
+///
 /// # Errors
 ///
 /// - `Uncovered`, with the region that no slice holds.
+/// - `Overlap` if slices of different regions overlap in the region of the request.
 /// - `OutsideGlobal` if the region is outside the leaf, or the global shapes differ.
 /// - `WrongType` if the dtypes differ.
 pub fn plan(stored: &[TensorReference], wanted: &RegionRequest) -> Result<Vec<RegionCopy>> {
     let copies = plan_partial(stored, wanted)?;
-    // The verification of the commit ensures that slices do not overlap, so counting bytes is sufficient.
-    let covered: u64 = copies.iter().map(|copy| copy.runs.total_bytes()).sum();
-    if covered == wanted.meta.nbytes() {
+    // The regions of a committed version tile the global tensor, so counting bytes is sufficient.
+    let total =
+        |copies: &[RegionCopy]| -> u64 { copies.iter().map(|copy| copy.runs.total_bytes()).sum() };
+    let needed = wanted.meta.nbytes();
+    if total(&copies) == needed {
         return Ok(copies);
     }
+    // An archive of one writer can hold a region more than once. The first one counts.
+    let mut regions = BTreeSet::new();
+    let distinct: Vec<TensorReference> =
+        stored.iter().filter(|slice| regions.insert(region(slice).into_owned())).cloned().collect();
     let mut holes = vec![wanted.region.clone()];
-    for slice in stored {
-        let stored_region = region(slice);
-        holes = holes.iter().flat_map(|hole| hole.subtract(&stored_region)).collect();
+    for stored_region in &regions {
+        holes = holes.iter().flat_map(|hole| hole.subtract(stored_region)).collect();
     }
-    let hole = holes.into_iter().find(|hole| !hole.is_empty());
-    let hole = hole.as_ref().unwrap_or(&wanted.region);
-    Err(Error::new(ErrorKind::Uncovered).with_region(hole.offsets(), hole.shape()))
+    if let Some(hole) = holes.iter().find(|hole| !hole.is_empty()) {
+        return Err(Error::new(ErrorKind::Uncovered).with_region(hole.offsets(), hole.shape()));
+    }
+    let copies = plan_partial(&distinct, wanted)?;
+    if total(&copies) == needed {
+        return Ok(copies);
+    }
+    Err(Error::new(ErrorKind::Overlap).with_region(wanted.region.offsets(), wanted.region.shape()))
 }
 
 /// Returns the copies of those parts of the region that the given slices hold: all of it, a part, or none.
@@ -185,7 +200,7 @@ impl LayoutHasher {
     fn hash_tensor(&mut self, reference: &TensorReference) {
         let meta = &reference.meta;
         self.hash_words(&[
-            u64::from(meta.dtype().number()),
+            u64::from(meta.dtype().number()) | meta.dtype().itemsize() << 16,
             reference.storage.map_or(u64::MAX, u64::from),
             reference.byte_offset,
         ]);
@@ -214,9 +229,51 @@ impl LayoutHasher {
 
 #[cfg(test)]
 mod tests {
-    use tssd_format::{Dtype, MapKey, Step};
+    use tssd_format::{Dtype, MapKey, Step, TensorSlice};
 
     use super::*;
+
+    /// Returns a slice of 4 bytes of a tensor of 8 bytes, in a storage of its own.
+    fn slice_at(offset: u64, storage: u32) -> TensorReference {
+        let slice = TensorSlice::new(&[offset], &[4], &[8]).unwrap();
+        TensorReference {
+            meta: TensorMeta::new(Dtype::Uint8, &[4]).unwrap(),
+            storage: Some(storage),
+            byte_offset: 0,
+            shard_spec: Some(ShardSpec::new(slice)),
+        }
+    }
+
+    fn plan_whole(stored: &[TensorReference]) -> Result<Vec<u32>> {
+        let wanted = RegionRequest {
+            region: Region::whole(&[8]),
+            global_shape: [8].into(),
+            meta: TensorMeta::new(Dtype::Uint8, &[8])?,
+        };
+        Ok(plan(stored, &wanted)?.into_iter().map(|copy| copy.storage).collect())
+    }
+
+    #[test]
+    fn plan_takes_first_of_equal_regions() {
+        let stored = [(0, 7), (0, 3), (4, 1), (0, 9), (4, 2)];
+        let stored = stored.map(|(offset, storage)| slice_at(offset, storage));
+        assert_eq!(plan_whole(&stored).unwrap(), [7, 1]);
+    }
+
+    #[test]
+    fn plan_refuses_overlap_and_gap() {
+        for (offsets, kind) in [
+            (&[0, 2, 4][..], ErrorKind::Overlap),
+            (&[0, 0, 2, 4], ErrorKind::Overlap),
+            (&[2], ErrorKind::Uncovered),
+            (&[0, 2, 2], ErrorKind::Uncovered),
+            (&[4, 4], ErrorKind::Uncovered),
+        ] {
+            let stored: Vec<_> =
+                offsets.iter().zip(0..).map(|(offset, number)| slice_at(*offset, number)).collect();
+            assert_eq!(plan_whole(&stored).unwrap_err().kind(), kind, "{offsets:?}");
+        }
+    }
 
     #[test]
     fn divergent_node_and_dict_have_different_fingerprints() {

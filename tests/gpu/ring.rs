@@ -452,7 +452,8 @@ fn receive_fails_if_handles_cannot_be_opened() {
         let _follower =
             writer.follow(&Key::new(format!("{}/exporter/7", channel(&device))).unwrap()).unwrap();
         let mark = r#"{"version": 1, "put": 7, "part": 0, "is_last": true, "is_exported": true}"#;
-        let attrs = [("tssd.ring".to_owned(), AttrValue::Text(mark.into()))].into_iter().collect();
+        let attrs =
+            [("tssd.store.ring".to_owned(), AttrValue::Text(mark.into()))].into_iter().collect();
         let put = PutOptions { attrs, ..PutOptions::default() };
         writer.put_state_dict(&channel(&device), &table, &put).unwrap();
         let caller = DeviceContext::new(ordinal);

@@ -45,7 +45,7 @@ pub fn index(data: &[u8]) {
 fn read(file: Vec<u8>) {
     let Ok(archive) = Archive::from_bytes(file) else { return };
     let _ = archive.verify_deep();
-    let _ = archive.root_digest();
+    let _ = archive.content_digest();
     for (path, _) in archive.leaves() {
         let _ = archive.leaf(&path.fqn());
     }

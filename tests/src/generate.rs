@@ -4,8 +4,8 @@ use bytes::Bytes;
 use num_bigint::BigInt;
 use proptest::prelude::*;
 use tssd_format::{
-    DeviceMesh, Dict, Dtype, Float, Int, MapKey, Placement, Shard, ShardSpec, StateDict, Storage,
-    Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
+    DeviceMesh, Dict, Dtype, Float, Int, MapKey, OtherDtype, Placement, Shard, ShardSpec,
+    StateDict, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
 };
 
 /// Generates Python strings: ASCII, other planes, lone surrogates.
@@ -97,7 +97,12 @@ fn dict(value: impl Strategy<Value = Value>) -> impl Strategy<Value = Dict> {
 }
 
 fn dtype() -> impl Strategy<Value = Dtype> {
-    (0..Dtype::ALL.len()).prop_map(|at| Dtype::ALL[at])
+    (0..=Dtype::ALL.len()).prop_map(|at| {
+        Dtype::ALL.get(at).copied().unwrap_or_else(|| {
+            let block = OtherDtype::new(0x8000, "example.block").expect("a free number");
+            Dtype::Other(block.with_layout(2, 3, 5).expect("15 bits of 16"))
+        })
+    })
 }
 
 /// Generates flags that a tensor of any dtype and shape can have.

@@ -318,12 +318,12 @@ fn version_on_disk_has_described_layout() {
     let open = |name: &str| Archive::open(folder.path().join(&version).join(name)).unwrap();
     let manifest = open("manifest.tssd");
     let attrs = manifest.attrs();
-    assert_eq!(attrs.get("tssd.epoch"), Some(&AttrValue::Int(0)));
-    assert_eq!(attrs.get("tssd.id"), Some(&AttrValue::Text(id.as_str().into())));
-    assert_eq!(attrs.get("tssd.version"), Some(&AttrValue::Int(1)));
-    assert_eq!(attrs.get("tssd.writers"), Some(&AttrValue::Text("0-1".into())));
+    assert_eq!(attrs.get("tssd.store.epoch"), Some(&AttrValue::Int(0)));
+    assert_eq!(attrs.get("tssd.store.id"), Some(&AttrValue::Text(id.as_str().into())));
+    assert_eq!(attrs.get("tssd.store.version"), Some(&AttrValue::Int(1)));
+    assert_eq!(attrs.get("tssd.store.writers"), Some(&AttrValue::Text("0-1".into())));
     assert!(
-        matches!(attrs.get("tssd.layout"), Some(AttrValue::Bytes(layout)) if layout.len() == 16)
+        matches!(attrs.get("tssd.store.layout_fingerprint"), Some(AttrValue::Bytes(layout)) if layout.len() == 16)
     );
     assert_eq!(attrs.len(), 6);
     let shards = manifest.shards();
@@ -340,6 +340,6 @@ fn version_on_disk_has_described_layout() {
         digests.extend(&tail.as_bytes()[..16]);
     }
     let digest = blake3::hash(&digests).to_hex()[..32].to_owned();
-    assert_eq!(attrs.get("tssd.digest"), Some(&AttrValue::Text(digest.into())));
+    assert_eq!(attrs.get("tssd.store.digest"), Some(&AttrValue::Text(digest.into())));
     assert_eq!(shards.len(), 2);
 }

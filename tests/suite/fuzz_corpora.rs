@@ -81,7 +81,7 @@ fn write_seeds() {
         if bytes.len() < 5000 {
             write("parse", &name, &bytes);
         }
-        if bytes.len() >= 4264
+        if bytes.len() >= 4280
             && let Some(compact) = compact(&bytes)
         {
             write("index", &name, &compact);

@@ -274,13 +274,13 @@ fn daemons_of_two_hosts_reshard_like_memory() {
         .unwrap();
 }
 
-/// Returns the `tssd.layout` attribute of the only version of a store.
+/// Returns the `tssd.store.layout_fingerprint` attribute of the only version of a store.
 fn recorded_layout(folder: &Path) -> AttrValue {
     let versions = folder.join("policy").read_dir().unwrap();
     let manifests = versions.map(|version| version.unwrap().path().join(MANIFEST_NAME));
     let manifests: Vec<_> = manifests.filter(|manifest| manifest.is_file()).collect();
     let [manifest] = &*manifests else { panic!("{manifests:?}") };
-    Archive::open(manifest).unwrap().attrs().remove("tssd.layout").unwrap()
+    Archive::open(manifest).unwrap().attrs().remove("tssd.store.layout_fingerprint").unwrap()
 }
 
 #[test]

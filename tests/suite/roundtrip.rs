@@ -6,9 +6,9 @@ use bytes::Bytes;
 use num_bigint::BigInt;
 use proptest::prelude::*;
 use tssd_format::{
-    Archive, ArchiveWriter, Blob, Dict, ErrorKind, Float, Int, Layout, MapKey, ObjectPath, Options,
-    Shard, ShardSpec, StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text,
-    TorchStoreStateDict, Value,
+    Archive, ArchiveWriter, Blob, Dict, Dtype, ErrorKind, Float, Int, Layout, MapKey, ObjectPath,
+    Options, OtherDtype, Shard, ShardSpec, StateDict, Step, Storage, Tensor, TensorFlags,
+    TensorMeta, TensorSlice, Text, TorchStoreStateDict, Value,
 };
 use tssd_tests::generate;
 
@@ -360,7 +360,7 @@ fn writer_rejects_unsupported_value_by_path() {
     // Two u16 views of one u8 storage, one of them at an odd byte.
     let storage = Storage::from(vec![0_u8; 8]);
     let view = |offset| {
-        let meta = TensorMeta::new(tssd_format::Dtype::Int16, &[2]).unwrap();
+        let meta = TensorMeta::new(Dtype::Int16, &[2]).unwrap();
         Tensor::new(meta, storage.clone(), offset).unwrap()
     };
     let mut dict = StateDict::new();
@@ -395,9 +395,60 @@ fn shard_must_match_its_slice() {
     assert_eq!(Shard::new(tensor(3), place).unwrap_err().kind(), ErrorKind::SliceMismatch);
 }
 
+/// Rules F-057 and F-111 of the format.
+#[test]
+fn dtypes_that_files_describe_are_checked_and_not_converted() {
+    let other = |number, name| OtherDtype::new(number, name).map(Dtype::Other);
+    for (number, name) in [
+        (0, "a"),
+        (Dtype::Float32.number(), "a"),
+        (0x8000, ""),
+        (0x8000, "float32"),
+        (0x8000, "Upper"),
+        (0x8000, "a\0"),
+        (0x8000, "a234567890123456789012345678901234"),
+    ] {
+        let error = other(number, name).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::DtypeTable, "{number} {name:?}");
+    }
+    for (itemsize, values, bits) in [(0, 1, 8), (257, 1, 8), (1, 0, 8), (1, 1, 0), (1, 3, 3)] {
+        let dtype = OtherDtype::new(2, "a").unwrap().with_layout(itemsize, values, bits);
+        assert_eq!(dtype.unwrap_err().kind(), ErrorKind::DtypeTable, "{itemsize} {values} {bits}");
+    }
+
+    let (one, twin, namesake) = (other(2, "a"), other(2, "b"), other(3, "a"));
+    let one = one.unwrap();
+    for second in [twin, namesake] {
+        let mut dict = single(Value::Dtype(one));
+        dict.insert("second", Value::Dtype(second.unwrap()));
+        let error = Layout::plan(&dict, &Options::new()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::DtypeTable);
+    }
+
+    // Overlapping tensors of elements of 256 bytes and of 1 byte.
+    let block = OtherDtype::new(2, "block").unwrap().with_layout(256, 1, 8).unwrap();
+    let storage = Storage::from(vec![7; 1024]);
+    let view = |dtype, len, offset| {
+        let meta = TensorMeta::new(dtype, &[len]).unwrap();
+        Value::from(Tensor::new(meta, storage.clone(), offset).unwrap())
+    };
+    let mut dict = single(view(Dtype::Other(block), 3, 256));
+    dict.insert("bytes", view(Dtype::Uint8, 100, 200));
+    let loaded = Archive::from_bytes(encode(&dict)).unwrap().to_state_dict().unwrap();
+    assert_eq!(loaded, dict);
+
+    let meta = TensorMeta::new(one, &[3]).unwrap();
+    let dict = single(Tensor::new(meta, Storage::from(vec![1, 2, 3]), 0).unwrap().into());
+    let archive = Archive::from_bytes(encode(&dict)).unwrap();
+    let tensor = archive.tensor("v").unwrap();
+    assert_eq!(tensor.view().contiguous_bytes().unwrap(), [1, 2, 3]);
+    assert_eq!(tensor.view().as_slice::<u8>().unwrap_err().kind(), ErrorKind::WrongType);
+    assert_eq!(archive.other_dtypes().len(), 1);
+}
+
 #[test]
 fn views_check_dtype_and_size() {
-    let meta = TensorMeta::new(tssd_format::Dtype::Float32, &[1 << 40]).unwrap();
+    let meta = TensorMeta::new(Dtype::Float32, &[1 << 40]).unwrap();
     let expanded = meta.with_strides(&[0]).unwrap();
     let storage = Storage::from(&[1.5_f32][..]);
     let tensor = Tensor::new(expanded, storage, 0).unwrap();
@@ -417,7 +468,7 @@ fn views_check_dtype_and_size() {
 #[test]
 fn view_is_stored_without_rest_of_its_storage() {
     let storage = Storage::from(vec![9_u8; 1 << 20]);
-    let meta = TensorMeta::new(tssd_format::Dtype::Uint8, &[10]).unwrap();
+    let meta = TensorMeta::new(Dtype::Uint8, &[10]).unwrap();
     let mut dict = StateDict::new();
     dict.insert("slice", Tensor::new(meta, storage, 1000).unwrap());
     assert!(encode(&dict).len() < 8192);
@@ -567,7 +618,7 @@ fn plan_rejects_what_readers_reject() {
         assert_eq!(error.kind(), ErrorKind::MeshMismatch);
     }
     // The offset of a tensor without elements has no meaning.
-    let meta = TensorMeta::new(tssd_format::Dtype::Uint8, &[0]).unwrap();
+    let meta = TensorMeta::new(Dtype::Uint8, &[0]).unwrap();
     let mut dict = StateDict::new();
     dict.insert("empty", Tensor::new(meta, Storage::default(), u64::MAX).unwrap());
     assert_eq!(Archive::from_bytes(encode(&dict)).unwrap().to_state_dict().unwrap(), dict);
@@ -593,11 +644,7 @@ fn streaming_writer_survives_rejected_entries_but_not_io_errors() {
         let meta = TensorMeta::new(dtype, &[4]).unwrap();
         Value::from(Tensor::new(meta, storage.clone(), offset).unwrap())
     };
-    let odd = Value::List(vec![
-        tensor(9).into(),
-        view(tssd_format::Dtype::Float32, 5),
-        view(tssd_format::Dtype::Float32, 6),
-    ]);
+    let odd = Value::List(vec![tensor(9).into(), view(Dtype::Float32, 5), view(Dtype::Float32, 6)]);
     assert_eq!(writer.insert("odd", odd).unwrap_err().kind(), ErrorKind::Misaligned);
     let nan = writer.insert(MapKey::Float(f64::NAN.into()), 1_i64).unwrap_err();
     assert_eq!(nan.kind(), ErrorKind::KeyKind);
@@ -637,7 +684,7 @@ fn streaming_writer_survives_rejected_entries_but_not_io_errors() {
 #[test]
 fn expanded_tensors_are_compared_by_stored_bytes() {
     let expanded = || {
-        let meta = TensorMeta::new(tssd_format::Dtype::Uint8, &[1 << 60, 3]).unwrap();
+        let meta = TensorMeta::new(Dtype::Uint8, &[1 << 60, 3]).unwrap();
         let meta = meta.with_strides(&[0, 1]).unwrap();
         Tensor::new(meta, Storage::from(vec![1, 2, 3]), 0).unwrap()
     };

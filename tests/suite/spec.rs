@@ -52,6 +52,10 @@ fn every_rule_has_an_error_kind_and_vice_versa() {
     for part in text.split("\n- **").skip(1) {
         let part = part.split("\n\n").next().unwrap();
         let (Some(rule), true) = (part.get(..5), part.starts_with("F-")) else { continue };
+        // Rules for programs name errors of requests.
+        if rule > "F-100" {
+            continue;
+        }
         let named =
             ErrorKind::ALL.iter().filter(|kind| part.contains(&format!("`{}`", kind.name())));
         rules.extend(named.map(|kind| (rule.to_string(), kind.name().to_string())));

@@ -317,16 +317,20 @@ fn digest_depends_on_content_and_not_on_codec() {
         let archive = encoded.archive();
         let storages = [0, 1].map(|number| archive.storage(number).digest.unwrap());
         assert_eq!(storages[0], storages[1], "the same bytes");
-        (storages[0], archive.root_digest().unwrap())
+        (storages[0], archive.content_digest().unwrap())
     };
-    let (raw, raw_root) = digest(Options::new());
-    let (packed, packed_root) = digest(Options::new().compress(Compression::Zstd));
-    assert_eq!(raw, packed);
-    assert_ne!(raw_root, packed_root);
-    assert_eq!(encode(&dict, &Options::new()).archive().root_digest(), None);
-    // An additional attribute changes the root digest.
-    let attr = Options::new().attr("step", AttrValue::Int(1));
-    assert_ne!(digest(attr).1, raw_root);
+    let raw = digest(Options::new());
+    assert_eq!(digest(Options::new().compress(Compression::Zstd)), raw);
+    assert_eq!(digest(Options::new().align(1 << 14).unwrap()), raw);
+    assert_eq!(digest(Options::new().chunks(ChunkPolicy::Fine)), raw);
+    let encoded = encode(&dict, &Options::new());
+    assert_eq!(encoded.archive().content_digest(), None);
+    assert_eq!(encoded.archive().compute_content_digest().unwrap(), raw.1);
+    // An attribute is content, unless it describes the file or a version in a store.
+    let attr = |name: &str| digest(Options::new().attr(name, AttrValue::Int(1))).1;
+    assert_ne!(attr("step"), raw.1);
+    assert_eq!(attr("tssd.file.step"), raw.1);
+    assert_eq!(attr("tssd.store.step"), raw.1);
 }
 
 #[test]
@@ -343,7 +347,7 @@ fn alignment_is_validated_and_level_is_clamped() {
         let options = Options::new().compress(Compression::Zstd).zstd_level(level);
         let encoded = encode(&dict, &options);
         assert_eq!(encoded.to_state_dict().unwrap(), dict, "level {level}");
-        let recorded = encoded.archive().attrs()["tssd.zstd_level"].clone();
+        let recorded = encoded.archive().attrs()["tssd.file.zstd_level"].clone();
         assert_eq!(recorded, AttrValue::Int(i64::from(level.clamp(-131_072, 22))));
     }
 }

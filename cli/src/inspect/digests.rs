@@ -11,24 +11,27 @@ use crate::document::Document;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 
-/// Prints the root digest, then one line for each leaf in a storage, in the format of `b3sum`.
+/// Prints the content digest, then one line for each leaf in a storage, in the format of `b3sum`.
+///
+/// If the archive has no digests, the content digest is computed from the bytes, and no leaves are listed.
 pub(super) fn run(path: &Path, console: Console) -> Result<Exit> {
     let document = Document::open(path)?;
-    let no_digests = |help| {
+    let archive = document.archive().ok_or_else(|| {
         let message = format_args!("{} has no digests", document.path().display());
-        Failure::new(Exit::Refused, message).help(help)
+        Failure::new(Exit::Refused, message).help("`tssd pack` makes an archive of it")
+    })?;
+    let content = match archive.content_digest() {
+        Some(digest) => digest,
+        None => archive
+            .compute_content_digest()
+            .map_err(|error| Failure::format(document.path(), &error))?,
     };
-    let archive =
-        document.archive().ok_or_else(|| no_digests("`tssd pack` makes an archive of it"))?;
-    let root = archive.root_digest();
-    let root =
-        root.ok_or_else(|| no_digests("`tssd convert --digest` writes an archive with digests"))?;
     let leaves = leaf_digests(archive);
     if console.json {
-        print_json(&json!({ "root": to_hex(&root), "leaves": leaves }))?;
+        print_json(&json!({ "content": to_hex(&content), "leaves": leaves }))?;
         return Ok(Exit::Ok);
     }
-    let mut lines = format!("blake3:{}  root\n", to_hex(&root));
+    let mut lines = format!("blake3:{}  content\n", to_hex(&content));
     for (name, digest) in &leaves {
         let (prefix, name) = escape(name);
         writeln!(lines, "{prefix}{digest}  {name}").expect("a String takes any text");

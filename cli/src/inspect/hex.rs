@@ -21,8 +21,14 @@ use crate::inspect::hex::line_buffer::{LINE_BYTES, LineBuffer};
 use crate::value::quote;
 
 /// Tables without records: name, and the size and alignment of an entry in bytes.
-const PLAIN_TABLES: [(&str, usize, usize); 5] =
-    [("heap", 1, 1), ("dims", 8, 8), ("by_key", 4, 4), ("crcs", 4, 4), ("digests", 32, 1)];
+const PLAIN_TABLES: [(&str, usize, usize); 6] = [
+    ("heap", 1, 1),
+    ("dims", 8, 8),
+    ("by_key", 4, 4),
+    ("crcs", 4, 4),
+    ("digests", 32, 1),
+    ("subtrees", 32, 1),
+];
 
 /// Prints the dump of an archive, or of the manifest of a shard set.
 pub(super) fn run(path: &Path) -> Result<Exit> {

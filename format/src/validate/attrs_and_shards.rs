@@ -2,8 +2,9 @@
 
 use super::Validator;
 use crate::error::{Error, ErrorKind, Result};
-use crate::frame::{DATA_START, INDEX_ALIGN};
+use crate::frame::{DATA_START, FRAME_LEN, INDEX_ALIGN};
 use crate::record::{MAX_ATTR_NAME_BYTES, kind};
+use crate::table::ROOT_LEN;
 
 impl Validator<'_> {
     pub(super) fn validate_attrs(&mut self) -> Result<()> {
@@ -35,7 +36,7 @@ impl Validator<'_> {
             let is_valid = index_off >= DATA_START
                 && index_off.is_multiple_of(INDEX_ALIGN)
                 && end.is_some_and(|end| end <= shard.file_len.to_native());
-            let is_valid = is_valid && is_base_name(name) && !name.eq_ignore_ascii_case(MANIFEST);
+            let is_valid = is_valid && is_shard_name(name);
             if !is_valid || !names.insert(name.to_ascii_lowercase()) {
                 return Err(Error::new(ErrorKind::ShardTable).with_path(name.escape_ascii()));
             }
@@ -45,10 +46,20 @@ impl Validator<'_> {
 }
 
 /// The length of the smallest index, a root alone, and the trailer, in bytes.
-const MIN_TAIL_BYTES: u64 = 168;
+const MIN_TAIL_BYTES: u64 = (ROOT_LEN + FRAME_LEN) as u64;
 
 /// The reserved file name of manifests, which no shard can have.
 const MANIFEST: &[u8] = b"manifest.tssd";
+
+/// The file name extension of signatures, which no shard can have.
+const SIGNATURE_SUFFIX: &[u8] = b".sig";
+
+fn is_shard_name(name: &[u8]) -> bool {
+    let is_signature = name
+        .last_chunk::<{ SIGNATURE_SUFFIX.len() }>()
+        .is_some_and(|suffix| suffix.eq_ignore_ascii_case(SIGNATURE_SUFFIX));
+    is_base_name(name) && !name.eq_ignore_ascii_case(MANIFEST) && !is_signature
+}
 
 /// Returns true if a name is a base name that a manifest or an index can refer to (F-082).
 pub(crate) fn is_base_name(name: &[u8]) -> bool {

@@ -15,7 +15,7 @@ const MAX_EXPANSION: u64 = 1 << 15;
 
 impl Validator<'_> {
     pub(super) fn validate_storages(&self, index_off: u64) -> Result<()> {
-        let TableViews { storages, crcs, chunks, digests, shards, .. } = self.views;
+        let TableViews { storages, crcs, chunks, shards, .. } = self.views;
         let is_manifest = !shards.is_empty();
         let mut crc_claims = Claims::new(crcs.len());
         let mut chunk_claims = Claims::new(chunks.len());
@@ -66,15 +66,41 @@ impl Validator<'_> {
         if !chunk_claims.is_complete() {
             return Err(Error::new(ErrorKind::ChunkTable));
         }
-        if !digests.is_empty() && digests.len() != storages.len() {
-            return Err(Error::new(ErrorKind::DigestTable));
-        }
+        self.validate_digests()?;
         match self.uses.iter().position(|uses| *uses == StorageUse::None) {
             Some(unused) => Err(Error::new(ErrorKind::UnusedStorage)
                 .with_path(format_args!("storage {unused}"))
                 .with_offset(storages[unused].offset.to_native())),
             None => Ok(()),
         }
+    }
+
+    /// Checks that there are digests of all storages or of none, and subtrees to go with them (F-081).
+    fn validate_digests(&self) -> Result<()> {
+        let TableViews { storages, digests, shards, subtrees, .. } = self.views;
+        if !digests.is_empty() && digests.len() != storages.len() {
+            return Err(Error::new(ErrorKind::DigestTable));
+        }
+        let mut claims = Claims::new(subtrees.len());
+        for (number, storage) in storages.iter().enumerate() {
+            let count = match ChunkSize::from_log2(storage.chunk_log2) {
+                Some(size) if !digests.is_empty() && shards.is_empty() => {
+                    size.count(storage.raw_len.to_native())
+                }
+                _ => 0,
+            };
+            let is_valid = if count > 1 {
+                claims.claim_once(storage.subtrees.to_native().into(), count)
+            } else {
+                storage.subtrees == NONE
+            };
+            if !is_valid {
+                return Err(Error::new(ErrorKind::DigestTable)
+                    .with_path(format_args!("storage {number}"))
+                    .with_offset(storage.offset.to_native()));
+            }
+        }
+        if claims.is_complete() { Ok(()) } else { Err(Error::new(ErrorKind::DigestTable)) }
     }
 
     /// Returns true if the stored chunks of a compressed storage are valid (F-065).
@@ -116,20 +142,15 @@ fn chunk_size(storage: &record::Storage) -> Result<ChunkSize> {
     if !matches!(storage.align_log2, 6..=21) {
         return Err(storage_error(ErrorKind::Alignment, storage));
     }
-    let size = ChunkSize::from_log2(storage.chunk_log2).filter(|size| {
-        let is_valid = match storage.codec {
-            0 => {
-                storage.shuffle == 0
-                    && storage.chunks == NONE
-                    && storage.stored_len == storage.raw_len
-            }
-            1 => {
-                (storage.shuffle == 0 || is_shuffle_width(storage.shuffle))
-                    && *size == ChunkSize::default()
-            }
-            _ => false,
-        };
-        is_valid && storage.reserved == 0
+    let size = ChunkSize::from_log2(storage.chunk_log2).filter(|size| match storage.codec {
+        0 => {
+            storage.shuffle == 0 && storage.chunks == NONE && storage.stored_len == storage.raw_len
+        }
+        1 => {
+            (storage.shuffle == 0 || is_shuffle_width(storage.shuffle))
+                && *size == ChunkSize::default()
+        }
+        _ => false,
     });
     size.ok_or_else(|| storage_error(ErrorKind::UnknownCodec, storage))
 }

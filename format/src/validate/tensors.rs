@@ -3,7 +3,6 @@
 use super::claims::Claims;
 use super::{StorageUse, Validator};
 use crate::convert::to_u64;
-use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
 use crate::prefetch::prefetch_ahead;
@@ -42,15 +41,13 @@ impl<'a> Validator<'a> {
     }
 
     fn validate_tensor(&mut self, tensor: &record::Tensor, slices: &mut Claims) -> Result<()> {
-        let Some(dtype) = Dtype::from_number(tensor.dtype.to_native()) else {
-            return Err(Error::new(ErrorKind::UnknownDtype).with_detail(tensor.dtype));
-        };
+        let itemsize = self.itemsize(tensor.dtype.to_native())?;
         if usize::from(tensor.rank) > MAX_RANK {
             return Err(Error::new(ErrorKind::RankTooLarge).with_detail(tensor.rank));
         }
-        let flags = TensorFlags::from_bits(tensor.flags);
-        let fit = flags.is_some_and(|flags| flags.fit(dtype, tensor.rank.into()));
-        if !fit || tensor.reserved != 0 {
+        // Most tensors have no flags.
+        let are_flags_valid = tensor.flags == 0 || self.do_flags_fit(tensor);
+        if !are_flags_valid || tensor.reserved != 0 {
             return Err(Error::new(ErrorKind::TensorFlags));
         }
         let rank = u64::from(tensor.rank);
@@ -59,11 +56,11 @@ impl<'a> Validator<'a> {
             NONE => None,
             start => Some(self.claim_dims(start, rank)?),
         };
-        let contiguous = check_shape(dtype.itemsize(), shape)?;
+        let contiguous = check_shape(itemsize, shape)?;
         let span = match strides {
             None => contiguous,
             Some(strides) => {
-                let span = span_bytes(dtype.itemsize(), shape, Some(strides))?;
+                let span = span_bytes(itemsize, shape, Some(strides))?;
                 if are_row_major(shape, strides) {
                     return Err(Error::new(ErrorKind::RowMajorStrides));
                 }
@@ -75,7 +72,7 @@ impl<'a> Validator<'a> {
         let end = end.ok_or_else(|| Error::new(ErrorKind::ShapeOverflow))?;
         self.validate_byte_range(tensor, span, end)?;
         // Most offsets are 0; testing that first avoids a division.
-        if byte_offset != 0 && !byte_offset.is_multiple_of(dtype.itemsize()) {
+        if byte_offset != 0 && !byte_offset.is_multiple_of(itemsize) {
             return Err(Error::new(ErrorKind::Misaligned).with_detail(byte_offset));
         }
         if tensor.slice == NONE {
@@ -88,7 +85,14 @@ impl<'a> Validator<'a> {
         if !slices.claim_in_order(u64::from(tensor.slice.to_native()), 1) {
             return Err(Error::new(ErrorKind::SliceTable).with_detail("slices are out of order"));
         }
-        self.validate_slice_bounds(slice, dtype, shape)
+        self.validate_slice_bounds(slice, itemsize, shape)
+    }
+
+    /// Returns whether the flags of a tensor fit its dtype and rank (F-056).
+    fn do_flags_fit(&self, tensor: &record::Tensor) -> bool {
+        let flags = TensorFlags::from_bits(tensor.flags);
+        let dtype = self.views.dtype(tensor.dtype.to_native());
+        flags.zip(dtype).is_some_and(|(flags, dtype)| flags.fit(dtype, tensor.rank.into()))
     }
 
     /// Checks that the span of a tensor lies in its storage, and marks the storage as used.
@@ -123,14 +127,14 @@ impl<'a> Validator<'a> {
     fn validate_slice_bounds(
         &self,
         slice: &record::Slice,
-        dtype: Dtype,
+        itemsize: u64,
         shape: &[u64],
     ) -> Result<()> {
         let bounds_error = |note: String| Error::new(ErrorKind::OutsideGlobal).with_detail(note);
         let rank = u64::from(slice.rank);
         let offsets = self.views.dims_at(slice.offsets.to_native(), rank)?;
         let global = self.views.dims_at(slice.global_shape.to_native(), rank)?;
-        check_shape(dtype.itemsize(), global).map_err(|error| bounds_error(error.to_string()))?;
+        check_shape(itemsize, global).map_err(|error| bounds_error(error.to_string()))?;
         for ((offset, size), global) in offsets.iter().zip(shape).zip(global) {
             if offset.checked_add(*size).is_none_or(|end| end > *global) {
                 return Err(bounds_error(format!("{shape:?} at {offsets:?} of {global}")));

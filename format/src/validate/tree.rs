@@ -5,7 +5,6 @@ use std::ops::Range;
 use super::claims::Claims;
 use super::{StorageUse, Validator};
 use crate::convert::{index_to_usize, to_u64, to_usize};
-use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{self, SortKey};
 use crate::number::is_canonical_bigint;
@@ -218,8 +217,10 @@ impl Validator<'_> {
         match node.kind {
             kind::NONE if a != 0 => return value_error("a"),
             kind::BOOL if a > 1 => return value_error("bool"),
-            kind::DTYPE if Dtype::from_word(a).is_none() => {
-                return Err(Error::new(ErrorKind::UnknownDtype).with_detail(a));
+            kind::DTYPE => {
+                let number = u16::try_from(a)
+                    .map_err(|_| Error::new(ErrorKind::UnknownDtype).with_detail(a))?;
+                self.itemsize(number)?;
             }
             kind::SIZE if to_u64(MAX_RANK) < u64::from(count) => return value_error("size"),
             kind::BIGINT => {

@@ -230,8 +230,8 @@ impl VersionSlice {
     }
 
     /// Returns the dtype by its name in torch, such as "bfloat16".
-    fn get_dtype(&self) -> &'static str {
-        self.dtype.name()
+    fn get_dtype(&self) -> String {
+        self.dtype.to_string()
     }
 
     /// Reads a part of the tensor, given by ints, slices and `...`.

@@ -378,9 +378,9 @@ impl Session {
                     .next_version(in_flight, follower, supports_devices, timeout.min(MAX_WAIT))
                     .await;
             }
-            Request::AwaitUnread { key, at_most, timeout } => {
+            Request::AwaitUnread { key, max_unread, timeout } => {
                 let key = Key::new(key)?;
-                let unread = self.state.wait_unread(&key, at_most, timeout.min(MAX_WAIT));
+                let unread = self.state.wait_unread(&key, max_unread, timeout.min(MAX_WAIT));
                 self.unless_abandoned(in_flight, unread)
                     .await
                     .map_or(Reply::Done, Reply::UnreadCounts)

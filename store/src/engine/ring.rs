@@ -15,11 +15,9 @@ use tssd_format::AttrValue;
 
 pub use self::receiver::{ReceiveReport, Receiver};
 pub(crate) use self::sender::{Sender, put};
+use crate::engine::version::RING_ATTR;
 use crate::error::Result;
 use crate::key::Key;
-
-/// The attribute of a bucket that contains its header.
-const HEADER_ATTR: &str = "tssd.ring";
 
 /// The header of a bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,7 +44,7 @@ impl BucketHeader {
 
     fn to_attr(self) -> (String, AttrValue) {
         let text = serde_json::to_string(&self).expect("it is JSON");
-        (HEADER_ATTR.to_owned(), AttrValue::Text(text.as_str().into()))
+        (RING_ATTR.to_owned(), AttrValue::Text(text.as_str().into()))
     }
 }
 

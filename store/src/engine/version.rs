@@ -22,8 +22,7 @@ use crate::io::local_archive::LocalArchive;
 use crate::plan::RegionCopy;
 use crate::route::Route;
 
-pub use self::contents::VERSION_ATTRS;
-pub(crate) use self::contents::{Contents, ReadCounters};
+pub(crate) use self::contents::{Contents, RING_ATTR, ReadCounters};
 
 /// Minimum length of an archive for a copy-on-write map. A shorter one is copied faster than mapped.
 const COW_MIN_BYTES: u64 = 256 << 10;

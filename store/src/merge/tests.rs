@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tssd_format::{
-    Blob, Compression, Dict, Dtype, Options, Shard, ShardSpec, StateDict, Storage, Tensor,
-    TensorMeta, TensorSlice, TorchStoreStateDict, Value,
+    Blob, Compression, Dict, Dtype, Options, OtherDtype, Shard, ShardSpec, StateDict, Storage,
+    Tensor, TensorMeta, TensorSlice, TorchStoreStateDict, Value,
 };
 
 use super::*;
@@ -293,6 +293,20 @@ fn equal_elements_match_in_any_storage() {
     differing.expect_disagreement("x", "different values");
 }
 
+/// Rule F-057 of the format, for the merged tree.
+#[test]
+fn writers_must_describe_dtypes_alike() {
+    let leaf = |values| {
+        let dtype = OtherDtype::new(0x8000, "example.block").unwrap();
+        Value::Dtype(Dtype::Other(dtype.with_layout(4, values, 4).unwrap()))
+    };
+    let merged = Archives::new([dict([("a", leaf(8))]), dict([("b", leaf(8))])]).merge().unwrap();
+    assert_eq!(merged.other_dtypes().len(), 1);
+    let error =
+        Archives::new([dict([("a", leaf(8))]), dict([("b", leaf(4))])]).merge().unwrap_err();
+    assert!(error.contains("have the same number"), "{error}");
+}
+
 #[test]
 fn overlapping_elements_are_compared_as_bytes() {
     // A windowed view of few bytes, as `unfold` makes it. To compare each element would take years.
@@ -400,12 +414,15 @@ fn manifest_has_common_attributes_and_version() {
     let attrs = found.attrs();
     assert_eq!(attrs["step"], AttrValue::Int(3));
     assert_eq!(attrs["run"], AttrValue::Text("r".into()));
-    assert_eq!(attrs["tssd.version"], AttrValue::Int(7));
-    assert_eq!(attrs["tssd.epoch"], AttrValue::Int(3));
-    assert_eq!(attrs["tssd.id"], AttrValue::Text(format!("{:032x}", 0xAB).into()));
-    assert_eq!(attrs["tssd.digest"], AttrValue::Text(ArchiveDigest([5; 16]).to_string().into()));
+    assert_eq!(attrs["tssd.store.version"], AttrValue::Int(7));
+    assert_eq!(attrs["tssd.store.epoch"], AttrValue::Int(3));
+    assert_eq!(attrs["tssd.store.id"], AttrValue::Text(format!("{:032x}", 0xAB).into()));
+    assert_eq!(
+        attrs["tssd.store.digest"],
+        AttrValue::Text(ArchiveDigest([5; 16]).to_string().into())
+    );
     let writers: WriterSet = [1, 3, 5].into_iter().collect();
-    assert_eq!(attrs["tssd.writers"], AttrValue::Text(writers.to_string().into()));
+    assert_eq!(attrs["tssd.store.writers"], AttrValue::Text(writers.to_string().into()));
     let message =
         Archives::with_options([input(step(3)), input(step(4))]).merge().map(|_| ()).unwrap_err();
     assert_eq!(message, "writer 3 gives the attribute `step` another value");
@@ -435,7 +452,12 @@ fn manifest_has_common_attributes_and_version() {
 #[test]
 fn layout_fingerprint_ignores_values() {
     let layout = |dicts: [StateDict; 2]| {
-        Archives::new(dicts).merge().unwrap().attrs().remove("tssd.layout").unwrap()
+        Archives::new(dicts)
+            .merge()
+            .unwrap()
+            .attrs()
+            .remove("tssd.store.layout_fingerprint")
+            .unwrap()
     };
     let dict_of = |offset, elements: &[u32]| dict([("x", slice(offset, elements, 4))]);
     let one = layout([dict_of(0, &[1, 2]), dict_of(2, &[3, 4])]);

@@ -363,10 +363,10 @@ impl Controller for RemoteController {
     async fn wait_until_read(
         &self,
         key: &Key,
-        at_most: u64,
+        max_unread: u64,
         timeout: Duration,
     ) -> Result<(u64, u64)> {
-        let request = Request::AwaitUnread { key: key.to_string(), at_most, timeout };
+        let request = Request::AwaitUnread { key: key.to_string(), max_unread, timeout };
         match self.send_request(&request, timeout).await?.reply {
             Reply::UnreadCounts(UnreadCounts { followers, versions }) => Ok((followers, versions)),
             other => Err(unexpected_reply(&other)),

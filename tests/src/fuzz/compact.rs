@@ -5,6 +5,9 @@ const STORAGES: usize = 5;
 const CHUNKS: usize = 6;
 const CRCS: usize = 7;
 
+/// Length of the root of version 1, in bytes.
+const ROOT_LEN: usize = 120;
+
 /// Expands an input to an archive with its blob and its index.
 ///
 /// The input has two bytes with the length of the blob in units of 64 bytes, one byte with the
@@ -16,7 +19,7 @@ pub fn expand(data: &[u8]) -> Vec<u8> {
     };
     let blob_len = (usize::from(u16::from_le_bytes([*low, *high])) * 64).min(rest.len() / 64 * 64);
     let (blob, index) = rest.split_at(blob_len);
-    let root_len = 104 + usize::from(*longer) * 8;
+    let root_len = ROOT_LEN + usize::from(*longer) * 8;
     let wide = |len: usize| u64::try_from(len).expect("usize is at most 64 bits");
     let narrow = |len: usize| u32::try_from(len).unwrap_or(u32::MAX);
     let mut file = vec![0; 4096];
@@ -47,7 +50,8 @@ pub fn compact(file: &[u8]) -> Option<Vec<u8>> {
     let index_off = crate::checksums::index_offset(file);
     let units = u16::try_from(index_off.checked_sub(4096)? / 64).ok()?;
     let root_len = u32::from_le_bytes(file[file.len() - 44..][..4].try_into().ok()?);
-    let longer = u8::try_from(root_len.checked_sub(104)? / 8).ok()?;
+    let longer = usize::try_from(root_len).ok()?.checked_sub(ROOT_LEN)? / 8;
+    let longer = u8::try_from(longer).ok()?;
     let [low, high] = units.to_le_bytes();
     let data = [&[low, high, longer], &file[4096..file.len() - 64]].concat();
     (expand(&data) == file).then_some(data)

@@ -36,7 +36,7 @@ macro_rules! verdict {
                 return $reader::to_json(&archive);
             }
             let leaves = archive.to_state_dict()?.leaves().len();
-            Ok(json!({ "leaves": leaves, "root_digest": archive.root_digest() }))
+            Ok(json!({ "leaves": leaves, "content_digest": archive.content_digest() }))
         };
         open().unwrap_or_else(|error| json!({ "error": error.kind().name() }))
     }};

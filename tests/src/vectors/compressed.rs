@@ -1,8 +1,8 @@
 //! Compressed storages, and digests.
 
 use tssd_format::{
-    ChunkPolicy, ChunkSize, Compression, Dtype, ObjectPath, Options, StateDict, Storage, Tensor,
-    TensorMeta, Value,
+    AttrValue, ChunkPolicy, ChunkSize, Compression, Dtype, ObjectPath, Options, StateDict, Storage,
+    Tensor, TensorMeta, Value,
 };
 
 use super::{
@@ -11,7 +11,7 @@ use super::{
 };
 
 pub(super) fn vectors() -> Vec<Vector> {
-    compressed().into_iter().chain(chunk_sizes()).collect()
+    compressed().into_iter().chain(chunk_sizes()).chain(digested()).collect()
 }
 
 /// Returns a vector for each chunk size.
@@ -27,6 +27,54 @@ fn chunk_sizes() -> Vec<Vector> {
     ]
     .map(|(name, log2)| chunk_size_vector(name, log2))
     .into()
+}
+
+/// Returns vectors of subtrees, and two files with the same content digest.
+fn digested() -> Vec<Vector> {
+    let chunks = ChunkPolicy::Fixed(ChunkSize::from_log2(12).expect("4 KiB"));
+    let small_chunks = Options::new().digests().chunks(chunks);
+    let compressed = Options::new().digests().compress(Compression::ShuffledZstd);
+    let repacked = compressed.clone().align(1 << 13).expect("a power of two");
+    let format = |options: Options| options.attr("format", AttrValue::Text("pt".into()));
+    let content = dict_of(vec![
+        ("w".into(), weights(Dtype::Bfloat16, 3000).into()),
+        ("zeros".into(), bit_tensor(Dtype::Int64, &[700]).into()),
+        ("note".into(), "w".into()),
+    ]);
+    vec![
+        file_vector(
+            "120-subtrees",
+            "digests of storages of four chunks, of two and of one",
+            encode(&subtrees(), &small_chunks),
+        ),
+        file_vector(
+            "121-zstd-subtrees",
+            "digests of a compressed storage of three chunks",
+            encode(
+                &single_value(tensor_from_bytes(Dtype::Float32, &[(2 << 18) + 5], |_| 0)),
+                &compressed,
+            ),
+        ),
+        file_vector(
+            "122-content",
+            "a file without digests, with the content of 123-content-repacked",
+            encode(&content, &format(Options::new())),
+        ),
+        file_vector(
+            "123-content-repacked",
+            "the content of 122-content, compressed, with digests, at another alignment",
+            encode(&content, &format(repacked)),
+        ),
+    ]
+}
+
+fn subtrees() -> StateDict {
+    let pattern = |len| tensor_from_bytes(Dtype::Uint8, &[len], |at| (at % 251).to_le_bytes()[0]);
+    dict_of(vec![
+        ("four".into(), pattern((3 << 12) + 1).into()),
+        ("two".into(), pattern(2 << 12).into()),
+        ("one".into(), pattern(1 << 12).into()),
+    ])
 }
 
 #[expect(clippy::too_many_lines, reason = "a list")]

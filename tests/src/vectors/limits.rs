@@ -156,10 +156,10 @@ fn manifest() -> Vec<u8> {
             Node::Container(Container::Divergent, vec![own(0), own(u32::MAX)]),
         ),
     ];
-    // From its index on, an archive has at least a root of 104 bytes and the trailer.
+    // From its index on, an archive has at least a root of 120 bytes and the trailer.
     let shard = |name: String, writer, index_off| ShardFile {
         name,
-        file_len: index_off + 104 + 64,
+        file_len: index_off + 120 + 64,
         index_off,
         index_crc32: 4,
         writer,

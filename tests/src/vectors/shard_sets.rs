@@ -29,7 +29,7 @@ pub(super) fn vectors() -> Vec<Vector> {
         ),
         set(
             "082-shard-set-digests",
-            "archives named by their root digests",
+            "archives named by their content digests",
             &Options::new().digests(),
             3,
         ),
@@ -155,7 +155,7 @@ fn set(name: &'static str, description: &'static str, options: &Options, writers
             index_off: archive.index_range().start,
             index_crc32: archive.index_crc32(),
             writer: shard,
-            digest: archive.root_digest(),
+            digest: archive.content_digest(),
         });
         files.push((file, bytes));
     }

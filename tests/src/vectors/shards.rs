@@ -91,11 +91,36 @@ pub(super) fn vectors() -> Vec<Vector> {
             encode_plain(&single_value(several_boxes())),
         ),
         file_vector(
+            "108-slice-facts",
+            "replicas, gaps, offsets that contradict placements, and one leaf on two meshes",
+            encode_plain(&slice_facts()),
+        ),
+        file_vector(
             "058-adjacent-meshes",
             "meshes that end where another begins, and some that are a global shape at once",
             encode_plain(&adjacent_meshes()),
         ),
     ]
+}
+
+/// Returns sharded leaves whose regions follow from offsets and shapes alone.
+fn slice_facts() -> StateDict {
+    let plain = |offset, global| {
+        let slice = slice(&[offset], &[4], &[global]);
+        Shard::new(counted(&[4]), ShardSpec::new(slice)).expect("it has the local shape")
+    };
+    let on_mesh = |offset, ranks: [u32; 2], coordinate| {
+        let slice = slice(&[offset], &[4], &[8]).with_mesh(&[2], Some(&[coordinate]));
+        let mesh = DeviceMesh::new(&[2], &ranks).expect("distinct");
+        placed(&mesh, slice.expect("in the mesh"), &[Placement::Shard { dim: 0 }])
+    };
+    let leaf = |shards: Vec<Shard>| Value::Shards(shards);
+    dict_of(vec![
+        ("replicas".into(), leaf(vec![plain(0, 4), plain(0, 4)])),
+        ("gap".into(), leaf(vec![plain(0, 12), plain(8, 12)])),
+        ("contradiction".into(), leaf(vec![on_mesh(0, [0, 1], 1)])),
+        ("meshes".into(), leaf(vec![on_mesh(0, [0, 1], 0), on_mesh(4, [2, 3], 1)])),
+    ])
 }
 
 fn mesh(shape: &[u64], names: &[&str]) -> DeviceMesh {

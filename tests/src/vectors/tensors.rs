@@ -1,7 +1,8 @@
 //! Tensors: dtypes, shapes, strides, ties, flags, alignment.
 
 use tssd_format::{
-    Dtype, MapKey, Options, StateDict, Storage, Tensor, TensorFlags, TensorMeta, Value,
+    Dtype, DtypeClass, MapKey, Options, OtherDtype, Shard, ShardSpec, StateDict, Storage, Tensor,
+    TensorFlags, TensorMeta, TensorSlice, Value,
 };
 
 use super::{
@@ -21,6 +22,16 @@ pub(super) fn vectors() -> Vec<Vector> {
             encode_plain(&single_value(f32_tensor(&[1.0, -2.0, 0.5], &[3]))),
         ),
         file_vector("010-dtypes", "all 42 dtypes", encode_plain(&dict_of(dtypes.collect()))),
+        file_vector(
+            "105-other-dtypes",
+            "tensors, a shard and leaves of dtypes that the file describes",
+            encode_plain(&other_dtypes()),
+        ),
+        file_vector(
+            "106-dtype-limits",
+            "descriptions of dtypes at their limits",
+            encode_plain(&dtype_limits()),
+        ),
         file_vector("011-ranks", "0-dim and empty tensors", encode_plain(&ranks())),
         file_vector(
             "012-ties",
@@ -213,4 +224,37 @@ fn strided_views() -> StateDict {
 
 fn expanded() -> Tensor {
     view(&Storage::from(&[1.0_f32][..]), &[1000, 1000], &[0, 0], 0)
+}
+
+fn other_dtypes() -> StateDict {
+    let float6 = OtherDtype::new(0x2000, "float6_e3m2").expect("a free number");
+    let float6 = float6.with_layout(1, 1, 6).expect("6 bits fit").with_class(DtypeClass::Float);
+    let float6 = Dtype::Other(float6);
+    let q4 = OtherDtype::new(0x8000, "example.q4_0").expect("a number of a vendor");
+    let q4 = Dtype::Other(q4.with_layout(18, 32, 4).expect("128 of 144 bits"));
+    let slice = TensorSlice::new(&[2], &[2], &[4]).expect("a legal slice");
+    let shard = Shard::new(bit_tensor(float6, &[2]), ShardSpec::new(slice)).expect("two elements");
+    let meta = TensorMeta::new(q4, &[2]).expect("36 bytes");
+    let meta = meta.with_flags(TensorFlags::REQUIRES_GRAD);
+    let bytes: Vec<u8> = (0..36).map(noise).collect();
+    dict_of(vec![
+        ("tensor".into(), bit_tensor(float6, &[2, 3]).into()),
+        ("shard".into(), shard.into()),
+        ("empty".into(), bit_tensor(float6, &[0, 3]).into()),
+        ("dtype".into(), Value::Dtype(float6)),
+        ("vendor".into(), Tensor::new(meta, bytes.into(), 0).expect("36 bytes").into()),
+        ("vendor_dtype".into(), Value::Dtype(q4)),
+    ])
+}
+
+fn dtype_limits() -> StateDict {
+    let name = "z0123456789_.abcdefghijklmnopqrs";
+    let large = OtherDtype::new(u16::MAX, name).expect("a name of 32 bytes");
+    let large = large.with_layout(256, 255, 8).expect("2040 of 2048 bits");
+    let small = OtherDtype::new(2, "a").expect("a free number");
+    let small = small.with_layout(1, 8, 1).expect("8 bits").with_class(DtypeClass::Bits);
+    dict_of(vec![
+        ("large".into(), tensor_from_bytes(Dtype::Other(large), &[1], noise).into()),
+        ("small".into(), bit_tensor(Dtype::Other(small), &[]).into()),
+    ])
 }

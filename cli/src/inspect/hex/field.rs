@@ -34,6 +34,9 @@ const KEY_KINDS: [&str; 9] =
 /// Kinds of placements. Spec: section 7.
 const PLACEMENTS: [&str; 3] = ["Replicate", "Shard", "_StridedShard"];
 
+/// Classes of dtypes that a file describes. Spec: section 6.
+const DTYPE_CLASSES: [&str; 7] = ["other", "bool", "int", "uint", "float", "complex", "bits"];
+
 fn kind_name(kind: u64) -> &'static str {
     KINDS.iter().find(|(code, _)| *code == kind).map_or("", |(_, name)| name)
 }
@@ -61,7 +64,7 @@ pub(super) fn heap_kind(record: &Record<'_>, field: &str) -> Option<&'static str
         ("Attr", "value") => {
             Some(kind_name(record.get("kind"))).filter(|kind| matches!(*kind, "str" | "bytes"))
         }
-        ("Attr" | "Shard", "name") => Some("str"),
+        ("Attr" | "Shard" | "Dtype", "name") => Some("str"),
         _ => None,
     }
 }
@@ -111,7 +114,7 @@ pub(super) fn describe_field(record: &Record<'_>, field: &str) -> String {
             (_, 0) => plain(),
             _ => format!("count: {value} children"),
         },
-        ("Node", "key" | "a" | "b") | ("Attr", "name" | "value") | ("Shard", "name") => {
+        ("Node", "key" | "a" | "b") | ("Attr", "name" | "value") | ("Shard" | "Dtype", "name") => {
             describe_value(record, field, value)
         }
 
@@ -137,6 +140,13 @@ pub(super) fn describe_field(record: &Record<'_>, field: &str) -> String {
         },
         ("Storage", "shuffle") if value != 0 => with_name("elements of as many bytes"),
 
+        ("Storage", "subtrees") => {
+            or_none("no entries", format!("{field}: first entry is {value}"))
+        }
+
+        ("Dtype", "number") => format!("{field}: 0x{value:04X}"),
+        ("Dtype", "class") => with_name(name_at(&DTYPE_CLASSES, value)),
+
         ("Slice", "mesh") => or_none("no mesh", format!("{field}: dims offset {value}")),
         ("Slice", "coordinates" | "ranks") => {
             or_none("unknown", format!("{field}: dims offset {value}"))
@@ -146,7 +156,7 @@ pub(super) fn describe_field(record: &Record<'_>, field: &str) -> String {
         ("Placement", "kind") => with_name(name_at(&PLACEMENTS, value)),
 
         ("Shard", "digest") if value == 0 => format!("{field}: none"),
-        ("Shard", "digest") => format!("{field}: root digest of the file"),
+        ("Shard", "digest") => format!("{field}: content digest of the file"),
         ("Shard", "index_crc32") => format!("{field}: of the index of the file"),
         _ => plain(),
     }
@@ -182,7 +192,8 @@ fn describe_value(record: &Record<'_>, field: &str, value: u64) -> String {
 /// Returns the number of a dtype as section 6 of the spec writes it, and its name.
 fn dtype_label(number: u64) -> String {
     let dtype = u16::try_from(number).ok().and_then(Dtype::from_number);
-    format!("0x{number:02X}, {}", dtype.map_or("unknown", Dtype::name))
+    let name = dtype.as_ref().map_or("described in the file", Dtype::name);
+    format!("0x{number:02X}, {name}")
 }
 
 fn flag_names(value: u64) -> Option<String> {

@@ -164,13 +164,13 @@ impl DaemonState {
         Ok(Some((key, leased)))
     }
 
-    /// Waits until at most `at_most` versions of a key are leased for its followers, or for `timeout`.
+    /// Waits until at most `max_unread` versions of a key are leased for its followers, or for `timeout`.
     ///
     /// Returns the number of followers and of versions at that time.
     pub(crate) async fn wait_unread(
         &self,
         key: &Key,
-        at_most: u64,
+        max_unread: u64,
         timeout: Duration,
     ) -> UnreadCounts {
         let count_unread = || {
@@ -184,7 +184,7 @@ impl DaemonState {
             let versions = u64::try_from(versions.len()).unwrap_or(u64::MAX);
             UnreadCounts { followers: count, versions }
         };
-        let at_most_unread = || Some(count_unread()).filter(|unread| unread.versions <= at_most);
+        let at_most_unread = || Some(count_unread()).filter(|unread| unread.versions <= max_unread);
         self.wait_for(timeout, at_most_unread).await.unwrap_or_else(count_unread)
     }
 

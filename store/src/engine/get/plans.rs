@@ -141,7 +141,8 @@ pub(super) fn plan_fingerprint(
     // Tied leaves may begin at the same place and have different strides.
     let add_order = |add: &mut dyn FnMut(&[u64]), meta: &TensorMeta| {
         let is_contiguous = meta.is_contiguous();
-        add(&[u64::from(meta.dtype().number()), u64::from(is_contiguous)]);
+        let dtype = u64::from(meta.dtype().number()) | meta.dtype().itemsize() << 16;
+        add(&[dtype, u64::from(is_contiguous)]);
         if !is_contiguous {
             add(&meta.strides());
         }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use tssd_format::{Error as FormatError, ErrorKind as FormatKind, Region};
 
 use super::bucket::leaves_of;
-use super::{BucketHeader, HEADER_ATTR, channel, exporter_key};
+use super::{BucketHeader, RING_ATTR, channel, exporter_key};
 use crate::control::VersionFollower;
 #[cfg(target_os = "linux")]
 use crate::device::Segment;
@@ -112,7 +112,7 @@ impl Receiver {
                 None => return Err(self.missing_version(partial.as_ref())),
             };
             let header =
-                bucket.attrs.get(HEADER_ATTR).and_then(BucketHeader::parse).ok_or_else(|| {
+                bucket.attrs.get(RING_ATTR).and_then(BucketHeader::parse).ok_or_else(|| {
                     Error::new(ErrorKind::Corrupt, format_args!("`{}`: no bucket", &self.channel))
                 })?;
             if header.part == 0 {

@@ -13,7 +13,7 @@ use tssd_format::{Error as FormatError, ErrorKind as FormatKind, StateDict, Valu
 use super::bucket::BucketBuilder;
 #[cfg(target_os = "linux")]
 use super::exporter_key;
-use super::{BucketHeader, HEADER_ATTR, channel};
+use super::{BucketHeader, RING_ATTR, channel};
 #[cfg(target_os = "linux")]
 use crate::device;
 use crate::engine::context::Context;
@@ -416,7 +416,7 @@ async fn next_version(context: &Context, channel: &Key, options: &PutOptions) ->
         // The number of an incomplete version may be used again.
         Ok(version) => version
             .attrs
-            .get(HEADER_ATTR)
+            .get(RING_ATTR)
             .and_then(BucketHeader::parse)
             .map(|header| header.version.saturating_sub(u64::from(!header.is_last))),
         Err(error) if error.kind() == ErrorKind::NotFound => None,
@@ -457,19 +457,19 @@ async fn wait_for_receivers(
     }
 }
 
-/// Waits until at most `at_most` buckets are unread.
+/// Waits until at most `max_unread` buckets are unread.
 async fn wait_until_read(
     context: &Context,
     channel: &Key,
-    at_most: u64,
+    max_unread: u64,
     timeout: Duration,
 ) -> Result<()> {
     let since = Instant::now();
     let (readers, unread) = loop {
         let left = timeout.saturating_sub(since.elapsed());
         let (readers, unread) =
-            context.controller().wait_until_read(channel, at_most, left).await?;
-        if unread <= at_most {
+            context.controller().wait_until_read(channel, max_unread, left).await?;
+        if unread <= max_unread {
             return Ok(());
         }
         // The daemon limits how long one request waits.

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tssd_format::{
     Archive, AttrValue, Attrs, Container, Error as FormatError, ErrorKind as FormatKind, MapKey,
-    Node, ObjectPath, Step, StorageReference, TensorReference, ZSTD_LEVEL_ATTR, checksum,
+    Node, ObjectPath, STORE_ATTR_PREFIX, Step, StorageReference, TensorReference, ZSTD_LEVEL_ATTR,
+    checksum,
 };
 
 use crate::blob::VerifiedChunks;
@@ -102,7 +103,7 @@ impl Contents {
             layout: label.layout,
             is_divergent: is_divergent(&root),
             root: Arc::new(root),
-            attrs: user_attrs(&manifest),
+            attrs: writer_attrs(&manifest),
             lens: storages.iter().map(|stored| stored.len).collect(),
             chunks: VerifiedChunks::new(storages),
             tensors: Lock::default(),
@@ -228,36 +229,30 @@ impl Label {
             AttrValue::Int(int) => Some(*int),
             _ => None,
         };
-        let AttrValue::Text(id) = attrs.get("tssd.id")? else { return None };
-        let AttrValue::Text(digest) = attrs.get("tssd.digest")? else { return None };
-        let AttrValue::Bytes(layout) = attrs.get("tssd.layout")? else { return None };
+        let AttrValue::Text(id) = attrs.get("tssd.store.id")? else { return None };
+        let AttrValue::Text(digest) = attrs.get("tssd.store.digest")? else { return None };
+        let AttrValue::Bytes(layout) = attrs.get("tssd.store.layout_fingerprint")? else {
+            return None;
+        };
         Some(Self {
             id: id.as_str()?.parse().ok()?,
             digest: digest.as_str()?.parse().ok()?,
-            epoch: u32::try_from(int("tssd.epoch")?).ok()?,
-            number: int("tssd.version")?.cast_unsigned(),
+            epoch: u32::try_from(int("tssd.store.epoch")?).ok()?,
+            number: int("tssd.store.version")?.cast_unsigned(),
             layout: (**layout).try_into().ok()?,
         })
     }
 }
 
-/// Names of the attributes that describe a version in a store, not its state dict.
-pub const VERSION_ATTRS: [&str; 7] = [
-    "tssd.digest",
-    "tssd.divergent",
-    "tssd.epoch",
-    "tssd.id",
-    "tssd.layout",
-    "tssd.version",
-    "tssd.writers",
-];
+/// The attribute of a bucket of a ring that contains its header. Spec: `protocol.md`, P-103.
+pub(crate) const RING_ATTR: &str = "tssd.store.ring";
 
-/// Returns the attributes of a manifest without those that the store and the compression have added.
-fn user_attrs(manifest: &Archive) -> Attrs {
+/// Returns the attributes of a manifest without those that the merge and the compression have added.
+fn writer_attrs(manifest: &Archive) -> Attrs {
     let mut attrs = manifest.attrs();
-    for own in VERSION_ATTRS.into_iter().chain([ZSTD_LEVEL_ATTR]) {
-        attrs.remove(own);
-    }
+    attrs.retain(|name, _| {
+        name == RING_ATTR || !name.starts_with(STORE_ATTR_PREFIX) && name != ZSTD_LEVEL_ATTR
+    });
     attrs
 }
 

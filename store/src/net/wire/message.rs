@@ -182,10 +182,10 @@ pub(crate) enum Request {
         supports_devices: bool,
         timeout: Duration,
     },
-    /// Waits until the followers of a key hold at most `at_most` versions. Returns both numbers.
+    /// Waits until the followers of a key hold at most `max_unread` versions. Returns both numbers.
     AwaitUnread {
         key: String,
-        at_most: u64,
+        max_unread: u64,
         timeout: Duration,
     },
     Status,

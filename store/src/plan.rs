@@ -267,7 +267,6 @@ mod tests {
             (&[0, 0, 2, 4], ErrorKind::Overlap),
             (&[2], ErrorKind::Uncovered),
             (&[0, 2, 2], ErrorKind::Uncovered),
-            (&[4, 4], ErrorKind::Uncovered),
         ] {
             let stored: Vec<_> =
                 offsets.iter().zip(0..).map(|(offset, number)| slice_at(*offset, number)).collect();

@@ -8,7 +8,7 @@
     reader.py --all PATH              prints all violations, not only the first one
     reader.py --vectors DIR           checks that it decodes every valid vector in DIR and rejects the others
     reader.py --serve                 reads archives from stdin and answers each, for fuzzing: see `serve`
-    reader.py --self-test             tests its own parts: BLAKE3, the byte shuffle, frame headers
+    reader.py --self-test             tests its own parts: BLAKE3, the byte shuffle, planes, frame headers
 
 PATH is a file, or the directory of a shard set: `manifest.tssd` and the archives that it names.
 It decodes and prints at most 2^30 bytes, or the number of `--limit BYTES`.
@@ -128,6 +128,7 @@ F-093 FrameCorrupt
 F-094 DigestMismatch
 F-095 ShardContent
 F-096 ContentNotText
+F-097 PlaneLengths
 """.splitlines())
 
 
@@ -265,7 +266,7 @@ nodes      8 B:kind B:key_kind H:flags I:count Q:key Q:a Q:b
 by_key     4 I:node
 tensors    8 I:storage H:dtype B:rank B:flags I:shape I:strides I:slice I:reserved Q:byte_offset
 storages   8 Q:offset Q:stored_len Q:raw_len I:shard I:chunks I:crcs I:crc32 B:codec B:align_log2 \
-             B:chunk_log2 B:shuffle I:subtrees
+             B:chunk_log2 B:width I:subtrees
 chunks     8 Q:offset I:stored_len I:codec
 crcs       4 I:crc32
 slices     4 I:offsets I:global_shape I:mesh I:coordinates I:ranks I:placements I:names B:rank \
@@ -781,12 +782,14 @@ def global_shape(file: Archive, tensor: Record) -> list[int]:
 class Dtype(NamedTuple):
     name: str
     size: int  # bytes of an element
+    bits: int  # of one value
+    values: int  # in an element
     class_: str
 
 
 DTYPES = {
-    dtype["number"]: Dtype(dtype["name"], dtype["size"], dtype["class"])
-    for dtype in json.loads(Path(__file__).with_name("dtypes.json").read_text(encoding="utf-8"))
+    row["number"]: Dtype(row["name"], row["size"], row["bits"], row["values"], row["class"])
+    for row in json.loads(Path(__file__).with_name("dtypes.json").read_text(encoding="utf-8"))
 }
 CLASSES = ("other", "bool", "int", "uint", "float", "complex", "bits")
 WITHOUT_GRAD = ("bool", "int", "uint", "bits")
@@ -799,8 +802,10 @@ MAX_RANK = 64
 OVERFLOW = 1 << 63
 CHUNK_LOG2 = 12, 20  # of the smallest and the largest chunks; compressed storages have the largest
 CHUNK = 1 << CHUNK_LOG2[1]
-RAW, ZSTD = range(2)  # codecs of storages and of chunks
-SHUFFLES = (0, 2, 4, 8, 16)
+RAW, COMPRESSED = range(2)  # codecs of storages
+RAW_CHUNK, ZSTD_CHUNK, PLANES_CHUNK = range(3)  # codecs of chunks
+WIDTHS = (1, 2, 4, 8, 16)  # of elements, in compressed storages
+MAX_PLANES = 8  # maximum width of elements whose planes are stored
 MAX_DECODED_PER_BYTE = 32_768  # maximum decoded bytes for each stored byte of a chunk
 
 
@@ -819,7 +824,8 @@ def check_dtypes(file: Archive) -> None:
             previous = record.number
             # While violations are collected, the record may be wrong.
             class_ = CLASSES[record.class_ % len(CLASSES)]
-            dtype = Dtype(name.decode("latin-1"), max(record.size, 1), class_)
+            sizes = max(record.size, 1), record.bits, record.values
+            dtype = Dtype(name.decode("latin-1"), *sizes, class_)
             file.dtypes_by_number.setdefault(record.number, dtype)
 
 
@@ -922,7 +928,7 @@ def check_storages(file: Archive) -> None:
         check_place(file, storage, start, shard, where)
         shard, end = storage.shard, storage.offset + storage.stored_len
         crcs.claim_once(storage.crcs, chunk_count(storage))
-        if storage.codec == ZSTD and chunks.claim_once(storage.chunks, chunk_count(storage)):
+        if storage.codec == COMPRESSED and chunks.claim_once(storage.chunks, chunk_count(storage)):
             check_chunks(file, storage, where)
     # The index begins at the next aligned offset after the blob. A manifest has no blob.
     require("F-060", file.index_off == (DATA_START if file.shards else align_up(end, 64)), "index")
@@ -950,14 +956,14 @@ def has_subtrees(file: Archive, storage: Record) -> bool:
 
 def check_codec(storage: Record, where: str) -> None:
     smallest, largest = CHUNK_LOG2
-    require("F-063", storage.codec in (RAW, ZSTD), where)
+    require("F-063", storage.codec in (RAW, COMPRESSED), where)
     min_log2 = smallest if storage.codec == RAW else largest
     require("F-063", min_log2 <= storage.chunk_log2 <= largest, where)
     if storage.codec == RAW:
-        require("F-063", storage.shuffle == 0 and storage.chunks == NONE, where)
+        require("F-063", storage.width == 0 and storage.chunks == NONE, where)
         require("F-063", storage.stored_len == storage.raw_len, where)
     else:
-        require("F-063", storage.shuffle in SHUFFLES, where)
+        require("F-063", storage.width in WIDTHS, where)
 
 
 def check_place(file: Archive, storage: Record, start: int, shard: int, where: str) -> None:
@@ -987,19 +993,20 @@ def chunk_len(storage: Record, number: int) -> int:
 
 
 def check_chunks(file: Archive, storage: Record, where: str) -> None:
-    end, codecs = 0, set()
+    end, is_compressed = 0, False
     for number in range(chunk_count(storage)):
         chunk, size = file.chunks[storage.chunks + number], chunk_len(storage, number)
         require("F-065", chunk.offset == end, where)
-        require("F-065", chunk.codec in (RAW, ZSTD), where)
-        if chunk.codec == RAW:
+        require("F-065", chunk.codec in (RAW_CHUNK, ZSTD_CHUNK, PLANES_CHUNK), where)
+        require("F-065", chunk.codec != PLANES_CHUNK or storage.width <= MAX_PLANES, where)
+        if chunk.codec == RAW_CHUNK:
             require("F-065", chunk.stored_len == size, where)
         else:
             min_len = align_up(size, MAX_DECODED_PER_BYTE) // MAX_DECODED_PER_BYTE
             require("F-065", min_len <= chunk.stored_len < size, where)
         end += chunk.stored_len
-        codecs.add(chunk.codec)
-    require("F-065", end == storage.stored_len and ZSTD in codecs, where)
+        is_compressed |= chunk.codec != RAW_CHUNK
+    require("F-065", end == storage.stored_len and is_compressed, where)
 
 
 # ---- 7. Slices, placements, attributes, digests, shards ------------------------------------------
@@ -1211,7 +1218,7 @@ def stored_chunk(file: Archive, storage: Record, number: int) -> tuple[bytes, in
     blob = storage_blob(file, storage)
     assert blob is not None, "who decodes has looked whether there is a blob"
     if storage.codec == RAW:
-        start, codec = storage.offset + (number << storage.chunk_log2), RAW
+        start, codec = storage.offset + (number << storage.chunk_log2), RAW_CHUNK
         return blob[start : start + chunk_len(storage, number)], codec
     chunk = file.chunks[storage.chunks + number]
     start = storage.offset + chunk.offset
@@ -1227,17 +1234,19 @@ MAX_DECODED = 64  # maximum number of cached chunks
 
 
 def decoded_chunk(file: Archive, i: int, number: int) -> bytes:
-    """Returns the decoded bytes of a chunk of a compressed storage i. Checks CRC and frame before."""
+    """Returns the decoded bytes of a chunk of a compressed storage i. Checks CRC, planes and frames before."""
     if (i, number) in file.decoded:
         return file.decoded[i, number]
     storage = file.storages[i]
     content, codec = stored_chunk(file, storage, number)
     check_crc(file, storage, number, content)
-    if codec == ZSTD:
-        size = chunk_len(storage, number)
+    if codec != RAW_CHUNK:
+        size, where = chunk_len(storage, number), f"chunk {number} of storage {i}"
         file.count_output(size)
-        where = f"chunk {number} of storage {i}"
-        content = unshuffle(decode_frame(content, size, where), storage.shuffle)
+        if codec == PLANES_CHUNK:
+            content = decode_planes(content, storage.width, size, where)
+        else:
+            content = unshuffle(decode_frame(content, size, where), storage.width)
     if len(file.decoded) == MAX_DECODED:
         del file.decoded[next(iter(file.decoded))]
     file.decoded[i, number] = content
@@ -1263,13 +1272,56 @@ def unshuffle(shuffled: bytes, width: int) -> bytes:
 
     `width` is the size of an element in bytes.
     """
-    if width < 2:
-        return shuffled
     content = bytearray(shuffled)
     count = len(shuffled) // width
     for place in range(width):
         content[place : count * width : width] = shuffled[place * count : (place + 1) * count]
     return bytes(content)
+
+
+PLANE_IS_RAW = 1 << 31  # in an entry of the table of planes. The other bits are the stored length
+
+
+def split_planes(stored: bytes, width: int, size: int, where: str) -> tuple[list[tuple[bool, bytes]], bytes]:
+    """Returns the stored planes of a chunk of `size` bytes, each with whether it is raw, and the tail."""
+    count, tail_len = divmod(size, width)
+    end = 4 * width
+    if len(stored) < end:
+        raise InvalidArchive("F-097", f"{where}: no table of planes")
+    planes = []
+    for number, entry in enumerate(struct.unpack(f"<{width}I", stored[:end])):
+        is_raw, length = entry >= PLANE_IS_RAW, entry % PLANE_IS_RAW
+        start, end = end, end + length
+        has_valid_length = length == count if is_raw else length < count
+        if not has_valid_length or end > len(stored):
+            raise InvalidArchive("F-097", f"{where}: plane {number} has {length} bytes")
+        planes.append((is_raw, stored[start:end]))
+    if len(stored) - end != tail_len:
+        raise InvalidArchive("F-097", f"{where}: the tail has {len(stored) - end} bytes, not {tail_len}")
+    return planes, stored[end:]
+
+
+def decode_planes(stored: bytes, width: int, size: int, where: str) -> bytes:
+    """Decodes a stored chunk of codec 2 to `size` bytes."""
+    stored_planes, tail = split_planes(stored, width, size, where)
+    count = size // width
+    planes = (
+        plane if is_raw else decode_frame(plane, count, f"plane {number} of {where}")
+        for number, (is_raw, plane) in enumerate(stored_planes)
+    )
+    elements = unshuffle(b"".join(planes), width)
+    return rotate_right(elements, width) + tail
+
+
+def rotate_right(content: bytes, width: int) -> bytes:
+    """Rotates each element of `width` bytes right by one bit. Elements of one byte stay as they are."""
+    if width == 1:
+        return content
+    # In one integer, the lowest bit of each element moves to its highest one, all other bits one down.
+    low_bits = int.from_bytes(b"\1".ljust(width, b"\0") * (len(content) // width), "little")
+    elements = int.from_bytes(content, "little")
+    rotated = (elements & ~low_bits) >> 1 | (elements & low_bits) << 8 * width - 1
+    return rotated.to_bytes(len(content), "little")
 
 
 # Frames of zstd, as in RFC 8878
@@ -1646,7 +1698,7 @@ def storage_description(file: Archive, i: int) -> tuple:
     count = chunk_count(storage)
     chunks = file.chunks[storage.chunks : storage.chunks + count]
     crcs = file.crcs[storage.crcs : storage.crcs + count]
-    fields = "offset stored_len raw_len crc32 codec align_log2 chunk_log2 shuffle"
+    fields = "offset stored_len raw_len crc32 codec align_log2 chunk_log2 width"
     return *select_fields(storage, fields).values(), crcs, chunks
 
 
@@ -1664,9 +1716,9 @@ def verify_deep(file: Archive) -> None:
 
 def decode_storages(file: Archive, verified: Collection[int] = ()) -> None:
     """Verifies the content of storages, except those that are already verified."""
-    check_texts(file, ZSTD)
+    check_texts(file, COMPRESSED)
     for i, storage in enumerate(file.storages):
-        if (storage.codec == ZSTD or file.digests) and i not in verified:
+        if (storage.codec == COMPRESSED or file.digests) and i not in verified:
             with PART:
                 check_raw_bytes(file, i, storage)
 
@@ -1801,7 +1853,8 @@ class Layout:
 
     def encode_dtype(self, number: int) -> bytes:
         dtype = self.file.dtypes_by_number[number]
-        return counted(dtype.name.encode()) + struct.pack("<H", dtype.size)
+        class_ = CLASSES.index(dtype.class_)
+        return counted(dtype.name.encode()) + struct.pack("<HHBB", *dtype[1:4], class_)
 
     def encode_storage(self, i: int) -> bytes:
         is_new = i not in self.numbers
@@ -1919,9 +1972,9 @@ def view_storage(file: Archive, i: int, storage: Record) -> Json:
     members: dict[str, Json] = select_fields(storage, fields)
     if storage.chunk_log2 != CHUNK_LOG2[1]:
         members["chunk_log2"] = storage.chunk_log2
-    if storage.codec == ZSTD:
+    if storage.codec == COMPRESSED:
         chunks = file.chunks[storage.chunks : storage.chunks + chunk_count(storage)]
-        members["zstd"] = {"shuffle": storage.shuffle, "chunks": [list(chunk) for chunk in chunks]}
+        members["compressed"] = {"width": storage.width, "chunks": [list(chunk) for chunk in chunks]}
     if file.digests:
         members["digest"] = file.digests[i].hex()
     return members
@@ -2255,7 +2308,8 @@ DERIVED_KNOWN = {
 
 
 def self_test() -> int:
-    for check in (test_blake3, test_shuffle, test_frames, test_zstd, test_numbers, test_kinds):
+    tests = test_blake3, test_shuffle, test_frames, test_zstd, test_planes, test_numbers, test_kinds
+    for check in tests:
         check()
         print(f"{check.__name__}: ok")
     return 0
@@ -2281,7 +2335,7 @@ def test_blake3() -> None:
 
 def test_shuffle() -> None:
     for width, shuffled, content in (
-        (0, "01 02 03", "01 02 03"),
+        (1, "01 02 03", "01 02 03"),
         (2, "0103 0204 05", "0102 0304 05"),
         (4, "0004 0105 0206 0307 08 09", "00010203 04050607 08 09"),
         (16, "00 01 02", "00 01 02"),
@@ -2315,6 +2369,44 @@ def test_zstd() -> None:
     assert violated_rule(decode_frame, frame, 8, "frame") == "F-093"
     # The content size in the header is one byte too large.
     assert violated_rule(decode_frame, frame[:5] + b"\x0a" + frame[6:], 10, "frame") == "F-093"
+
+
+def test_planes() -> None:
+    # bfloat16: 1.0 and -2.0 are 3F80 and C000. Rotated, they are 7F00 and 8001. The tail is 05.
+    known = bytes.fromhex("02000080 02000080 0001 7f80 05")
+    assert decode_planes(known, 2, 5, "chunk") == bytes.fromhex("803f 00c0 05")
+    for width in WIDTHS[:-1]:
+        for size in (width, 5 * width - 1, 50 * width, 51 * width - 1):
+            equal = b"\xbf" * size
+            # Only the last plane of the elements has equal bytes.
+            mixed = bytes(0xBF if i % width == width - 1 else i * 167 % 127 for i in range(size))
+            for content in (equal, mixed):
+                for coded in range(1 << width):
+                    stored = encode_planes(content, width, coded)
+                    assert decode_planes(stored, width, size, "chunk") == content, f"width {width}, {size} bytes"
+            stored = encode_planes(equal, width, 0)
+            for broken in (b"", stored[: 4 * width - 1], stored[:-1], stored + b"\0"):
+                assert violated_rule(decode_planes, broken, width, size, "chunk") == "F-097"
+            assert violated_rule(decode_planes, stored, width, size + width, "chunk") == "F-097"
+
+
+def encode_planes(content: bytes, width: int, coded: int) -> bytes:
+    """Encodes a chunk by codec 2, bit by bit. Codes plane k if bit k of `coded` is set and its bytes are equal."""
+    count, bits = len(content) // width, 8 * width
+    elements = struct.iter_unpack(f"<{width}s", content[: count * width])
+    numbers = [int.from_bytes(element, "little") for (element,) in elements]
+    if width > 1:
+        numbers = [number << 1 & (1 << bits) - 1 | number >> bits - 1 for number in numbers]
+    table, planes = b"", b""
+    for k in range(width):
+        plane = bytes(number >> 8 * k & 255 for number in numbers)
+        # A block that repeats one byte, in a frame of 13 bytes.
+        block = (count << 3 | RLE_BLOCK << 1 | 1).to_bytes(3, "little") + plane[:1]
+        frame = ZSTD_MAGIC + b"\xa0" + count.to_bytes(4, "little") + block
+        is_coded = coded >> k & 1 and plane.count(plane[0]) == count > len(frame)
+        table += (len(frame) if is_coded else count + PLANE_IS_RAW).to_bytes(4, "little")
+        planes += frame if is_coded else plane
+    return table + planes + content[count * width :]
 
 
 def violated_rule(function: Callable, *arguments: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 mod torch;
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use serde_json::json;
@@ -12,6 +12,7 @@ use tssd_format::{
 };
 
 use self::torch::ConvertedCheckpoint;
+use crate::codec::Codec;
 use crate::console::Console;
 use crate::document::Document;
 use crate::encode;
@@ -29,7 +30,6 @@ use crate::verify;
 /// tssd and torch, of the environment that has this command or that `VIRTUAL_ENV` names; nothing in
 /// them is executed.
 #[derive(Debug, clap::Args)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a flag of the command line")]
 pub(crate) struct Args {
     /// The archive; a directory with a manifest.tssd, which becomes one archive; what torch.save or
     /// torch.distributed.checkpoint has written; `-`: an archive from stdin
@@ -37,28 +37,21 @@ pub(crate) struct Args {
     /// The archive to write; `-`: stdout
     #[arg(short, long, value_name = "OUT.tssd")]
     output: PathBuf,
-    /// Compress all storages, after a byte shuffle; LEVEL is 1 unless it is given (--zstd=3)
+    /// Compress the storages with this codec
+    #[arg(long, value_enum, value_name = "CODEC")]
+    codec: Option<Codec>,
+    /// Use --codec for these leaves, and compress no others: fqns, with * for any text; repeat it for more
+    #[arg(long, value_name = "PATTERN", requires = "codec")]
+    only: Vec<Pattern>,
+    /// Level of zstd, 1 by default. With the codec planes, only bytes and strings have it
     #[arg(
         long,
         value_name = "LEVEL",
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "1",
+        allow_negative_numbers = true,
+        requires = "codec",
         value_parser = clap::value_parser!(i32).range(ZSTD_LEVELS),
     )]
-    zstd: Option<i32>,
-    /// Compress these leaves and no others: fqns, with * for any text; repeat it for more
-    #[arg(long, value_name = "PATTERN")]
-    zstd_only: Vec<Pattern>,
-    /// Shuffle the bytes of what is compressed, which suits floats
-    #[arg(long, conflicts_with = "no_shuffle")]
-    shuffle: bool,
-    /// Do not shuffle the bytes of what is compressed
-    #[arg(long)]
-    no_shuffle: bool,
-    /// Compress nothing
-    #[arg(long, conflicts_with_all = ["zstd", "zstd_only", "shuffle", "no_shuffle"])]
-    raw: bool,
+    zstd_level: Option<i32>,
     /// Write digests: a BLAKE3 for each storage, and one for all
     #[arg(long, conflicts_with = "no_digest")]
     digest: bool,
@@ -161,54 +154,43 @@ impl Args {
         if let Some(chunks) = self.chunks {
             options = options.chunks(chunks);
         }
-        if self.raw {
-            // No storage is compressed, so the level has no meaning.
-            return Ok(options.without_attr(ZSTD_LEVEL_ATTR).compress(Compression::None));
+        let Some(codec) = self.codec else { return Ok(options) };
+        if codec == Codec::None && (!self.only.is_empty() || self.zstd_level.is_some()) {
+            let message =
+                "--codec none compresses nothing, so --only and --zstd-level have no effect";
+            return Err(Failure::new(Exit::Usage, message).help("choose another codec"));
         }
-        if self.zstd.is_some() || !self.zstd_only.is_empty() {
-            options = options.zstd_level(self.zstd.unwrap_or(1));
-        } else if !(self.shuffle || self.no_shuffle) {
-            return Ok(options);
+        // The archive gets the attribute again if the codec has levels.
+        options = options.without_attr(ZSTD_LEVEL_ATTR).zstd_level(self.zstd_level.unwrap_or(1));
+        if self.only.is_empty() {
+            return Ok(options.compress(codec.compression()));
         }
-        let compression_by_leaf = self.compression_by_leaf(archive)?;
+        let selected = self.selected_leaves(archive)?;
         Ok(options.compress_leaves(move |path, _| {
-            compression_by_leaf.get(path).copied().unwrap_or_default()
+            if selected.contains(path) { codec.compression() } else { Compression::None }
         }))
     }
 
-    /// Returns the leaves to compress, with their compression.
-    fn compression_by_leaf(&self, archive: &Archive) -> Result<BTreeMap<ObjectPath, Compression>> {
-        let mut is_used = vec![false; self.zstd_only.len()];
-        let mut compression_by_leaf = BTreeMap::new();
-        for (path, node) in archive.leaves() {
-            let mut compress = self.zstd.is_some() && self.zstd_only.is_empty();
+    /// Returns the leaves that `--only` selects.
+    fn selected_leaves(&self, archive: &Archive) -> Result<BTreeSet<ObjectPath>> {
+        let mut is_used = vec![false; self.only.len()];
+        let mut selected = BTreeSet::new();
+        for (path, _) in archive.leaves() {
             let fqn = path.fqn();
-            for (pattern, is_used) in self.zstd_only.iter().zip(&mut is_used) {
-                let matches = pattern.matches(&fqn);
-                *is_used |= matches;
-                compress |= matches;
-            }
-            if self.zstd.is_none() && self.zstd_only.is_empty() {
-                let mut storages = node.storages().map(|number| archive.storage(number));
-                compress = storages.any(|storage| storage.compressed_layout.is_some());
-            }
-            if compress {
-                let zstd =
-                    if self.no_shuffle { Compression::Zstd } else { Compression::ShuffledZstd };
-                compression_by_leaf.insert(path, zstd);
+            for (pattern, is_used) in self.only.iter().zip(&mut is_used) {
+                if pattern.matches(&fqn) {
+                    *is_used = true;
+                    selected.insert(path.clone());
+                }
             }
         }
-        if let Some(unused) = is_used.iter().position(|is_used| !is_used) {
-            let message = format_args!("`{}` matches no leaf", self.zstd_only[unused]);
-            return Err(
-                Failure::new(Exit::NotFound, message).help("`tssd inspect` lists the leaves")
-            );
+        match is_used.iter().position(|is_used| !is_used) {
+            Some(unused) => {
+                let message = format_args!("`{}` matches no leaf", self.only[unused]);
+                Err(Failure::new(Exit::NotFound, message).help("`tssd inspect` lists the leaves"))
+            }
+            None => Ok(selected),
         }
-        if compression_by_leaf.is_empty() && self.zstd.is_none() {
-            let message = "nothing in the archive is compressed, so nothing is shuffled";
-            return Err(Failure::new(Exit::Usage, message).help("add --zstd"));
-        }
-        Ok(compression_by_leaf)
     }
 }
 

@@ -22,7 +22,8 @@ pub(crate) struct Args {
     /// A file; `-`: stdin; a directory: with a manifest.tssd, it is shown as one archive; else every
     /// archive in it, one line each (with -v: the trees)
     path: PathBuf,
-    /// Print digests: BLAKE3 of all, and of the storage of each leaf
+    /// Print the content digest, and the BLAKE3 of the storage of each leaf, as the index records them; `verify
+    /// --deep` proves them. Without recorded digests, compute the content digest
     #[arg(long, conflicts_with = "hex")]
     digest: bool,
     /// Print every byte but those of tensors, with what it means

@@ -5,6 +5,7 @@
 //! has one file.
 
 // Arguments, output and exit codes.
+mod codec;
 mod console;
 mod exit;
 mod failure;

@@ -13,6 +13,7 @@ use tssd_format::safetensors::FILES_KEY;
 use tssd_format::{ArchiveWriter, Options};
 
 use self::source::Source;
+use crate::codec::Codec;
 use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -32,6 +33,9 @@ pub(crate) struct Args {
     /// The archive to write; `-`: stdout
     #[arg(short, long, value_name = "OUT.tssd")]
     output: PathBuf,
+    /// Compress the storages with this codec
+    #[arg(long, value_enum, value_name = "CODEC", default_value = "none")]
+    codec: Codec,
     /// Follow links to files anywhere, not only within the directory and Hugging Face's cache
     #[arg(long)]
     follow_links: bool,
@@ -56,6 +60,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let Source { attrs, files, other_files, skipped } = source;
     let options =
         attrs.into_iter().fold(Options::new(), |options, (name, value)| options.attr(name, value));
+    let options = options.compress(args.codec.compression());
     let mut writer = ArchiveWriter::new(output, options).map_err(format_failure)?;
     Source::read(files, &mut |name, tensor| writer.insert(name, tensor).map_err(format_failure))?;
     for other in &other_files {

@@ -160,7 +160,7 @@ impl Archive {
     ///
     /// # Errors
     ///
-    /// As [`Archive::storage_bytes`].
+    /// As [`Archive::storage_bytes`]; `StorageCorrupt` if the bytes of a storage do not match its checksum.
     ///
     /// # Examples
     ///
@@ -182,10 +182,18 @@ impl Archive {
     /// ```
     pub fn compute_content_digest(&self) -> Result<Digest> {
         content_digest(&self.index.views(), |number| {
+            let storage = self.storage(number);
             let mut hasher = blake3::Hasher::new();
-            self.for_each_chunk(&self.storage(number), |_, raw| {
+            let mut crc = crc32fast::Hasher::new();
+            self.for_each_chunk(&storage, |_, raw| {
+                crc.update(raw);
                 hasher.update(raw);
             })?;
+            if crc.finalize() != storage.crc32 {
+                return Err(Error::new(ErrorKind::StorageCorrupt)
+                    .with_path(self.storage_fqn(number))
+                    .with_offset(storage.offset));
+            }
             Ok(*hasher.finalize().as_bytes())
         })
     }

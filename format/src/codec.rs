@@ -1,39 +1,38 @@
-//! Codec of one chunk: byte shuffle, then one zstd frame. Spec: section 6 and F-093.
+//! Chunk codec 1: byte shuffle, then one zstd frame. Spec: section 6 and F-093.
 
 use crate::chunk::MAX_CHUNK_BYTES;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Smallest saving of a compressed chunk, in percent of its length. Below it, the chunk stays raw.
-#[cfg(feature = "zstd")]
-const MIN_GAIN_PERCENT: usize = 3;
+pub(crate) const MIN_GAIN_PERCENT: usize = 3;
 
-/// Returns whether the byte shuffle supports elements of this many bytes.
+/// Returns whether the byte shuffle supports elements of this many bytes. One of width 1 changes nothing.
 pub(crate) fn is_shuffle_width(bytes: u8) -> bool {
-    matches!(bytes, 2 | 4 | 8 | 16)
+    matches!(bytes, 1 | 2 | 4 | 8 | 16)
 }
 
-/// Compressor of chunks. Reuses its working memory for every chunk.
+/// Encoder of chunks. Reuses its working memory for every chunk.
 #[cfg(feature = "zstd")]
-pub(crate) struct ChunkEncoder {
+pub(crate) struct ZstdEncoder {
     zstd: zstd::bulk::Compressor<'static>,
     shuffled: Vec<u8>,
 }
 
 #[cfg(feature = "zstd")]
-impl ChunkEncoder {
+impl ZstdEncoder {
     pub(crate) fn new(level: i32) -> Result<Self> {
         Ok(Self { zstd: zstd::bulk::Compressor::new(level)?, shuffled: Vec::new() })
     }
 
     /// Compresses a chunk into a frame; `None` if that saves less than `MIN_GAIN_PERCENT`.
     ///
-    /// `shuffle` is the width of the byte shuffle in bytes, 0 for none.
-    pub(crate) fn encode(&mut self, raw: &[u8], shuffle: u8) -> Result<Option<Vec<u8>>> {
-        let source = if shuffle == 0 {
+    /// `width` is the width of the byte shuffle in bytes.
+    pub(crate) fn encode(&mut self, raw: &[u8], width: u8) -> Result<Option<Vec<u8>>> {
+        let source = if width == 1 {
             raw
         } else {
             self.shuffled.resize(raw.len(), 0);
-            shuffle_bytes(raw, shuffle, &mut self.shuffled);
+            shuffle_bytes(raw, width, &mut self.shuffled);
             &self.shuffled
         };
         let mut frame = self.zstd.compress(source)?;
@@ -45,10 +44,10 @@ impl ChunkEncoder {
 
 /// Placeholder in a build without zstd. It has no values.
 #[cfg(not(feature = "zstd"))]
-pub(crate) enum ChunkEncoder {}
+pub(crate) enum ZstdEncoder {}
 
 #[cfg(not(feature = "zstd"))]
-impl ChunkEncoder {
+impl ZstdEncoder {
     pub(crate) fn new(_: i32) -> Result<Self> {
         Err(Error::new(ErrorKind::FeatureMissing).with_detail("zstd"))
     }
@@ -58,15 +57,15 @@ impl ChunkEncoder {
     }
 }
 
-/// Decompressor of chunks. Reuses its working memory for every chunk.
-pub(crate) struct ChunkDecoder {
+/// Decoder of chunks. Reuses its working memory for every chunk.
+pub(crate) struct ZstdDecoder {
     #[cfg(feature = "zstd")]
     zstd: zstd::bulk::Decompressor<'static>,
     #[cfg(feature = "zstd")]
     shuffled: Vec<u8>,
 }
 
-impl ChunkDecoder {
+impl ZstdDecoder {
     #[cfg(feature = "zstd")]
     pub(crate) fn new() -> Result<Self> {
         Ok(Self { zstd: zstd::bulk::Decompressor::new()?, shuffled: Vec::new() })
@@ -85,19 +84,19 @@ impl ChunkDecoder {
     /// # Errors
     ///
     /// `FrameCorrupt` (F-093); `FeatureMissing` in a build without zstd.
-    pub(crate) fn decode(&mut self, frame: &[u8], shuffle: u8, target: &mut [u8]) -> Result<()> {
+    pub(crate) fn decode(&mut self, frame: &[u8], width: u8, target: &mut [u8]) -> Result<()> {
         check_header(frame, target.len())?;
-        self.decode_frame(frame, shuffle, target)
+        self.decode_frame(frame, width, target)
     }
 
     /// Decodes a frame whose header has been checked.
     #[cfg(feature = "zstd")]
-    fn decode_frame(&mut self, frame: &[u8], shuffle: u8, target: &mut [u8]) -> Result<()> {
+    fn decode_frame(&mut self, frame: &[u8], width: u8, target: &mut [u8]) -> Result<()> {
         let frame_len = zstd::zstd_safe::find_frame_compressed_size(frame);
         if frame_len != Ok(frame.len()) {
             return Err(corrupt("not one whole frame"));
         }
-        let plain = if shuffle == 0 {
+        let plain = if width == 1 {
             &mut *target
         } else {
             self.shuffled.resize(target.len(), 0);
@@ -107,8 +106,8 @@ impl ChunkDecoder {
         if decoded != plain.len() {
             return Err(corrupt(format_args!("{decoded} bytes, not {}", plain.len())));
         }
-        if shuffle != 0 {
-            unshuffle_bytes(&self.shuffled, shuffle, target);
+        if width != 1 {
+            unshuffle_bytes(&self.shuffled, width, target);
         }
         Ok(())
     }
@@ -172,7 +171,7 @@ fn shuffle_bytes(plain: &[u8], width: u8, shuffled: &mut [u8]) {
         4 => split_planes::<4>(plain, shuffled),
         8 => split_planes::<8>(plain, shuffled),
         16 => split_planes::<16>(plain, shuffled),
-        _ => unreachable!("`is_width` knows no other"),
+        _ => unreachable!("`is_shuffle_width` knows no other"),
     }
 }
 
@@ -184,7 +183,7 @@ fn unshuffle_bytes(shuffled: &[u8], width: u8, plain: &mut [u8]) {
         4 => join_planes::<4>(shuffled, plain),
         8 => join_planes::<8>(shuffled, plain),
         16 => join_planes::<16>(shuffled, plain),
-        _ => unreachable!("`is_width` knows no other"),
+        _ => unreachable!("`is_shuffle_width` knows no other"),
     }
 }
 
@@ -252,19 +251,19 @@ mod tests {
 
     #[test]
     fn encoder_leaves_a_chunk_raw_if_it_saves_too_little() {
-        let mut encoder = ChunkEncoder::new(1).unwrap();
+        let mut encoder = ZstdEncoder::new(1).unwrap();
         let noise: Vec<u8> = (0..10_000_u64)
             .scan(1_u64, |state, _| {
                 *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                 Some(state.to_le_bytes()[7])
             })
             .collect();
-        assert_eq!(encoder.encode(&noise, 0).unwrap(), None);
+        assert_eq!(encoder.encode(&noise, 1).unwrap(), None);
         // 2.5 % of zeros save just too little, 4.5 % just enough.
         for (zeros, shrinks) in [(250, false), (450, true)] {
             let mut mixed = noise.clone();
             mixed[..zeros].fill(0);
-            assert_eq!(encoder.encode(&mixed, 0).unwrap().is_some(), shrinks, "{zeros} zeros");
+            assert_eq!(encoder.encode(&mixed, 1).unwrap().is_some(), shrinks, "{zeros} zeros");
         }
     }
 }

@@ -1,12 +1,16 @@
 //! Compression jobs: each compresses some chunks of a storage. Jobs run in any order and on any thread.
 
+use std::sync::{Arc, OnceLock};
+
 use bytes::Bytes;
 
 use crate::checksum::checksum;
 use crate::chunk::ChunkSize;
-use crate::codec::ChunkEncoder;
+use crate::chunk_codec::{ChunkEncoder, StorageCodec};
+use crate::codec_choice::{CodecChooser, sample_ranges};
 use crate::digest::{ChunkHasher, Digest};
 use crate::error::Result;
+use crate::options::RequestedCodec;
 use crate::write_job::RawBytes;
 
 /// Maximum number of chunks of a job.
@@ -20,9 +24,38 @@ pub struct CompressJob {
     storage: usize,
     raw: RawBytes,
     chunks: std::ops::Range<u64>,
-    shuffle: u8,
+    codec: SharedCodec,
     level: i32,
     digest: bool,
+}
+
+/// The codec of a storage, which all of its jobs share.
+#[derive(Clone, Debug)]
+struct SharedCodec {
+    requested: RequestedCodec,
+    /// The codec that the first job to run has chosen.
+    chosen: Arc<OnceLock<StorageCodec>>,
+}
+
+impl SharedCodec {
+    /// Returns the codec, and chooses it from samples if the options ask for that.
+    ///
+    /// Two jobs that start at the same time may both choose: the result depends on the bytes of the storage alone.
+    fn get(&self, raw: &RawBytes, level: i32) -> Result<StorageCodec> {
+        let (shuffle_width, plane_width) = match self.requested {
+            RequestedCodec::Fixed(codec) => return Ok(codec),
+            RequestedCodec::Auto { shuffle_width, plane_width } => (shuffle_width, plane_width),
+        };
+        if let Some(codec) = self.chosen.get() {
+            return Ok(*codec);
+        }
+        let mut chooser = CodecChooser::new(level, shuffle_width, plane_width)?;
+        let mut buffer = Vec::new();
+        for range in sample_ranges(raw.len()) {
+            chooser.add_sample(raw.contiguous(&range, &mut buffer)?)?;
+        }
+        Ok(*self.chosen.get_or_init(|| chooser.choose()))
+    }
 }
 
 /// The stored chunks that a job produced, for [`Draft::into_layout`](crate::Draft::into_layout).
@@ -31,14 +64,15 @@ pub struct CompressJob {
 pub struct CompressedChunks {
     /// The first chunk: index of its storage, and index of the chunk in that storage.
     pub(crate) first_chunk: (usize, u64),
+    pub(crate) codec: StorageCodec,
     pub(crate) chunks: Vec<StoredChunk>,
 }
 
 /// A chunk as it will be stored, with the checksum and the digest of its raw bytes.
 #[derive(Debug)]
 pub(crate) struct StoredChunk {
-    /// The zstd frame; `None` if the chunk stays uncompressed.
-    pub(crate) frame: Option<Bytes>,
+    /// The encoded chunk; `None` if the chunk stays raw.
+    pub(crate) encoded: Option<Bytes>,
     /// CRC-32 of the raw bytes.
     pub(crate) crc: u32,
     /// The chunk's part of the digest of its storage, if the archive gets digests.
@@ -50,16 +84,17 @@ impl CompressJob {
     pub(crate) fn jobs(
         storage: usize,
         raw: &RawBytes,
-        shuffle: u8,
+        codec: RequestedCodec,
         level: i32,
         digest: bool,
     ) -> impl Iterator<Item = Self> {
         let count = ChunkSize::default().count(raw.len());
+        let codec = SharedCodec { requested: codec, chosen: Arc::default() };
         (0..count).step_by(usize::try_from(JOB_CHUNKS).expect("4")).map(move |first| Self {
             storage,
             raw: raw.clone(),
             chunks: first..(first + JOB_CHUNKS).min(count),
-            shuffle,
+            codec: codec.clone(),
             level,
             digest,
         })
@@ -83,7 +118,8 @@ impl CompressJob {
     /// `Io` if zstd fails (only if it cannot allocate memory) or a blob cannot be read; `FeatureMissing` in a build
     /// without zstd.
     pub fn run(&self) -> Result<CompressedChunks> {
-        let mut encoder = ChunkEncoder::new(self.level)?;
+        let codec = self.codec.get(&self.raw, self.level)?;
+        let mut encoder = ChunkEncoder::new(codec.codec, self.level)?;
         let mut buffer = Vec::new();
         let mut chunks = Vec::new();
         for number in self.chunks.clone() {
@@ -96,11 +132,11 @@ impl CompressJob {
                 hasher.finish()
             });
             chunks.push(StoredChunk {
-                frame: encoder.encode(raw, self.shuffle)?.map(Bytes::from),
+                encoded: encoder.encode(raw, codec.width)?.map(Bytes::from),
                 crc: checksum(raw),
                 digest,
             });
         }
-        Ok(CompressedChunks { first_chunk: (self.storage, self.chunks.start), chunks })
+        Ok(CompressedChunks { first_chunk: (self.storage, self.chunks.start), codec, chunks })
     }
 }

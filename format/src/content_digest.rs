@@ -182,6 +182,9 @@ impl<'a> LayoutHasher<'a> {
         self.add_str(dtype.name().as_bytes());
         let size = u16::try_from(dtype.itemsize()).expect("at most 256 bytes");
         self.hasher.update(&size.to_le_bytes());
+        self.hasher.update(&dtype.bits().to_le_bytes());
+        self.add_u8(dtype.values());
+        self.add_u8(dtype.class().number());
     }
 
     fn add_tensor(&mut self, tensor: &record::Tensor) {

@@ -290,6 +290,7 @@ kinds! {
     "F-094" DigestMismatch "bytes of the storage do not match their digest",
     "F-095" ShardContent "archive lacks a storage that its manifest names",
     "F-096" ContentNotText "content of a str leaf in a storage is not generalized UTF-8",
+    "F-097" PlaneLengths "lengths of the planes of a chunk do not fit the chunk",
     // Writers and requests
     "write" UntypedLeaf "object is no typed leaf and cannot be stored",
     "write" ShapeMismatch "shape, strides and bytes do not fit together",

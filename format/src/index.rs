@@ -6,6 +6,7 @@ use bytes::Bytes;
 
 use crate::checksum::checksum;
 use crate::chunk::ChunkSize;
+use crate::chunk_codec::ChunkCodec;
 use crate::convert::{index_to_usize, to_usize};
 use crate::decode::{decode_node, decode_value};
 use crate::digest::Digest;
@@ -115,10 +116,11 @@ impl Index {
             let chunk = |chunk: &record::Chunk| ChunkLocation {
                 offset: chunk.offset.to_native(),
                 len: chunk.stored_len.to_native(),
-                is_zstd: chunk.codec != 0,
+                codec: ChunkCodec::from_number(chunk.codec.to_native())
+                    .expect("proven to be known"),
             };
             let chunks = views.chunks[first..first + count].iter().map(chunk).collect();
-            CompressedLayout { shuffle: storage.shuffle, chunks }
+            CompressedLayout { width: storage.width, chunks }
         });
         StorageReference {
             offset: storage.offset.to_native(),

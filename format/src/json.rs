@@ -86,9 +86,9 @@ fn build_view(archive: &Archive, elements: ElementFilter) -> Result<Json> {
         }
         if let Some(packing) = &storage.compressed_layout {
             let chunk =
-                |chunk: &ChunkLocation| json!([chunk.offset, chunk.len, u8::from(chunk.is_zstd)]);
+                |chunk: &ChunkLocation| json!([chunk.offset, chunk.len, chunk.codec.number()]);
             let chunks: Vec<Json> = packing.chunks.iter().map(chunk).collect();
-            view["zstd"] = json!({ "shuffle": packing.shuffle, "chunks": chunks });
+            view["compressed"] = json!({ "width": packing.width, "chunks": chunks });
         }
         if let Some(digest) = &storage.digest {
             view["digest"] = json!(hex(digest));

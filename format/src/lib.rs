@@ -27,6 +27,7 @@ compile_error!(
 
 // Values.
 mod chunk;
+mod chunk_codec;
 mod content_digest;
 mod convert;
 mod dtype;
@@ -60,11 +61,14 @@ mod table;
 
 // Writers.
 mod codec;
+mod codec_choice;
 mod compress;
 mod digest;
 mod encode;
 mod layout;
 mod options;
+mod plane_blocks;
+mod planes;
 mod storage_allocator;
 mod storage_tables;
 mod write_job;
@@ -96,6 +100,7 @@ pub use archive::Archive;
 pub use blob::Blob;
 pub use checksum::checksum;
 pub use chunk::{ChunkPolicy, ChunkSize, MAX_CHUNK_BYTES};
+pub use chunk_codec::ChunkCodec;
 pub use compress::{CompressJob, CompressedChunks};
 pub use content_digest::STORE_ATTR_PREFIX;
 pub use copy::{copy, copy_and_checksum, copy_chunks, copy_runs};

@@ -72,7 +72,7 @@ record! {
         codec: u8,
         align_log2: u8,
         chunk_log2: u8,
-        shuffle: u8,
+        width: u8,
         subtrees: u32_le,
     }
 }

@@ -38,10 +38,10 @@ pub use header::{Entry, Header};
 pub use index::Index;
 
 /// The attribute that stores the header of a file if the header is not in canonical form.
-pub const HEADER_ATTR: &str = "tssd.safetensors_header";
+pub const HEADER_ATTR: &str = "tssd.file.safetensors_header";
 
 /// The attribute that stores the index of a directory and the non-canonical headers of its files.
-pub const INDEX_ATTR: &str = "tssd.safetensors_index";
+pub const INDEX_ATTR: &str = "tssd.file.safetensors_index";
 
 /// The name of a single tensor file, and the stem of the names of several.
 pub const FILE_NAME: &str = "model.safetensors";

@@ -5,7 +5,7 @@ use std::ops::Range;
 use bytes::Bytes;
 
 use crate::chunk::ChunkSize;
-use crate::codec::ChunkDecoder;
+use crate::chunk_codec::{ChunkCodec, ChunkDecoder};
 use crate::convert::to_usize;
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
@@ -37,10 +37,17 @@ pub struct StorageReference {
 /// The stored chunks of a compressed storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CompressedLayout {
-    /// Width of the byte shuffle, in bytes; 0 for no shuffle.
-    pub shuffle: u8,
+    /// Width of an element in bytes, for the codecs of the chunks.
+    pub width: u8,
     /// The stored chunks in order, without gaps.
     pub chunks: Vec<ChunkLocation>,
+}
+
+impl CompressedLayout {
+    /// Returns whether any chunk has this codec.
+    pub fn has_codec(&self, codec: ChunkCodec) -> bool {
+        self.chunks.iter().any(|chunk| chunk.codec == codec)
+    }
 }
 
 /// One stored chunk of a compressed storage.
@@ -50,8 +57,8 @@ pub struct ChunkLocation {
     pub offset: u64,
     /// Number of stored bytes.
     pub len: u32,
-    /// True if the chunk is a zstd frame; false if it is stored raw.
-    pub is_zstd: bool,
+    /// How the stored bytes encode the chunk.
+    pub codec: ChunkCodec,
 }
 
 impl StorageReference {
@@ -201,25 +208,26 @@ impl<'a> StorageDecoder<'a> {
 
     /// Returns the raw bytes of a chunk, given its stored bytes.
     pub(crate) fn decode<'b>(&'b mut self, number: u64, stored: &'b [u8]) -> Result<&'b [u8]> {
-        let Some(shuffle) = self.shuffle(number) else { return Ok(stored) };
+        let Some((codec, width)) = self.codec(number) else { return Ok(stored) };
         let chunk = self.storage.chunk(number);
         self.chunk.resize(to_usize(chunk.end - chunk.start), 0);
-        self.decoder.decode(stored, shuffle, &mut self.chunk)?;
+        self.decoder.decode(codec, width, stored, &mut self.chunk)?;
         Ok(&self.chunk)
     }
 
     /// Decodes a chunk into `target`, which must have the length of its raw bytes.
     fn read_into(&mut self, number: u64, stored: &[u8], target: &mut [u8]) -> Result<()> {
-        if let Some(shuffle) = self.shuffle(number) {
-            return self.decoder.decode(stored, shuffle, target);
+        if let Some((codec, width)) = self.codec(number) {
+            return self.decoder.decode(codec, width, stored, target);
         }
         target.copy_from_slice(stored);
         Ok(())
     }
 
-    /// Returns the shuffle width of a chunk, if the chunk is a zstd frame.
-    fn shuffle(&self, number: u64) -> Option<u8> {
-        let packing = self.storage.compressed_layout.as_ref()?;
-        packing.chunks[to_usize(number)].is_zstd.then_some(packing.shuffle)
+    /// Returns codec and element width of a chunk, unless it is stored raw.
+    fn codec(&self, number: u64) -> Option<(ChunkCodec, u8)> {
+        let layout = self.storage.compressed_layout.as_ref()?;
+        let codec = layout.chunks[to_usize(number)].codec;
+        (codec != ChunkCodec::Raw).then_some((codec, layout.width))
     }
 }

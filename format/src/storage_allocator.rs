@@ -8,6 +8,7 @@ use bytes::Bytes;
 
 use crate::blob::Blob;
 use crate::chunk::ChunkSize;
+use crate::chunk_codec::{ChunkCodec, StorageCodec};
 use crate::compress::{CompressJob, CompressedChunks, StoredChunk};
 use crate::convert::index_to_usize;
 use crate::digest::{self, Digest};
@@ -15,13 +16,14 @@ use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::key::ObjectPath;
-use crate::options::{Compression, Options, ZSTD_LEVEL_ATTR};
+use crate::options::{Options, RequestedCodec, ZSTD_LEVEL_ATTR};
 use crate::record::NONE;
 use crate::state_dict::Value;
 use crate::storage::{ChunkLocation, CompressedLayout, StorageReference};
 use crate::storage_tables::{StorageTables, combine_crcs};
 use crate::structure::{BorrowedNode, PathCursor, PayloadItem, structure_of, walk};
 use crate::table::record_number;
+use crate::tensor::TensorMeta;
 use crate::write_job::{Body, RawBytes, Segment, Segments, Source, length};
 
 /// Smallest storage that is compressed, in bytes. Below it, the chunk records outweigh the gain.
@@ -34,8 +36,8 @@ pub(crate) struct StorageAllocator {
     cursor: u64,
     /// Storages that have a number but no offset yet.
     pending: Vec<PendingStorage>,
-    /// Whether any storage is a candidate for compression.
-    any_compressed: bool,
+    /// Whether any storage is a candidate for codec 1, which has levels.
+    uses_zstd_level: bool,
     pub(crate) sources: Vec<Source>,
     pub(crate) storages: StorageTables,
 }
@@ -44,8 +46,8 @@ pub(crate) struct StorageAllocator {
 #[derive(Debug)]
 struct PendingStorage {
     raw: RawBytes,
-    /// Width of the byte shuffle in bytes (0: no shuffle); `None` if the storage stays raw.
-    shuffle: Option<u8>,
+    /// The requested codec; `None` if the storage stays raw.
+    codec: Option<RequestedCodec>,
 }
 
 /// The bytes of one leaf: their address range, owner and alignment.
@@ -57,8 +59,8 @@ struct Span<'a> {
     align: u16,
     /// Whether this is the content of a str, bytes or opaque leaf.
     is_content: bool,
-    /// Width of the byte shuffle in bytes (0: no shuffle); `None` if the leaf stays raw.
-    shuffle: Option<u8>,
+    /// The requested codec; `None` if the leaf stays raw.
+    codec: Option<RequestedCodec>,
     /// Number of its component; `NONE` until one is assigned, and always for an empty span.
     component: u32,
 }
@@ -119,7 +121,7 @@ impl StorageAllocator {
         Self {
             cursor: DATA_START,
             pending: Vec::new(),
-            any_compressed: false,
+            uses_zstd_level: false,
             sources: Vec::new(),
             storages: StorageTables::default(),
         }
@@ -166,7 +168,7 @@ impl StorageAllocator {
             };
             if component.storage.is_none() {
                 let storage = self
-                    .add_storage(component, component.spans(&order, &spans), span.shuffle)
+                    .add_storage(component, component.spans(&order, &spans), span.codec)
                     .map_err(|error| error.with_path(item_path(value, path, options, ordinal)))?;
                 component.storage = Some(storage);
             }
@@ -186,29 +188,23 @@ impl StorageAllocator {
         &mut self,
         component: &Component,
         spans: impl Iterator<Item = &'s Span<'s>>,
-        shuffle: Option<u8>,
+        codec: Option<RequestedCodec>,
     ) -> Result<u32> {
         let number = record_number(self.storages.len() + self.pending.len())?;
         let padding = component.leading_zeros.expect("found above").into();
         let raw = RawBytes { padding, segments: component_segments(spans) };
-        let shuffle = shuffle.filter(|_| raw.len() >= COMPRESS_MIN_BYTES);
-        self.any_compressed |= shuffle.is_some();
-        self.pending.push(PendingStorage { raw, shuffle });
+        let codec = codec.filter(|_| raw.len() >= COMPRESS_MIN_BYTES);
+        self.uses_zstd_level |= codec.is_some_and(RequestedCodec::has_levels);
+        self.pending.push(PendingStorage { raw, codec });
         Ok(number)
     }
 
     /// Returns the jobs that compress the pending storages.
     pub(crate) fn compress_jobs(&self, options: &Options) -> Vec<CompressJob> {
         let mut jobs = Vec::new();
-        for (number, PendingStorage { raw, shuffle }) in self.pending.iter().enumerate() {
-            let Some(shuffle) = *shuffle else { continue };
-            jobs.extend(CompressJob::jobs(
-                number,
-                raw,
-                shuffle,
-                options.zstd_level,
-                options.digests,
-            ));
+        for (number, PendingStorage { raw, codec }) in self.pending.iter().enumerate() {
+            let Some(codec) = *codec else { continue };
+            jobs.extend(CompressJob::jobs(number, raw, codec, options.zstd_level, options.digests));
         }
         jobs
     }
@@ -229,13 +225,13 @@ impl StorageAllocator {
         self.sources.reserve(self.pending.len());
         self.storages.reserve(self.pending.len());
         let pending = std::mem::take(&mut self.pending).into_iter();
-        for (number, PendingStorage { raw, shuffle }) in pending.enumerate() {
-            let mut chunks = Vec::new();
+        for (number, PendingStorage { raw, codec }) in pending.enumerate() {
+            let mut storage_results = Vec::new();
             while let Some(result) = results.next_if(|result| result.first_chunk.0 == number) {
-                chunks.extend(result.chunks);
+                storage_results.push(result);
             }
-            match shuffle {
-                Some(shuffle) => self.append_compressed(raw, shuffle, chunks, options)?,
+            match codec {
+                Some(_) => self.append_compressed(raw, storage_results, options)?,
                 None => self.append_raw(raw, options)?,
             }
         }
@@ -260,29 +256,33 @@ impl StorageAllocator {
     fn append_compressed(
         &mut self,
         raw: RawBytes,
-        shuffle: u8,
-        chunks: Vec<StoredChunk>,
+        results: Vec<CompressedChunks>,
         options: &Options,
     ) -> Result<()> {
         let (len, chunk_size) = (raw.len(), ChunkSize::default());
-        if u64::try_from(chunks.len()) != Ok(chunk_size.count(len)) {
+        let codec = results.first().map(|result| result.codec);
+        let chunks: Vec<StoredChunk> =
+            results.into_iter().flat_map(|result| result.chunks).collect();
+        let Some(StorageCodec { codec, width }) =
+            codec.filter(|_| u64::try_from(chunks.len()) == Ok(chunk_size.count(len)))
+        else {
             return Err(Error::new(ErrorKind::Unfilled));
-        }
-        if chunks.iter().all(|chunk| chunk.frame.is_none()) {
+        };
+        if chunks.iter().all(|chunk| chunk.encoded.is_none()) {
             return self.append_raw(raw, options);
         }
         let crc32 = combine_crcs(len, chunk_size, chunks.iter().map(|chunk| chunk.crc));
         let subtrees: Option<Vec<Digest>> = chunks.iter().map(|chunk| chunk.digest).collect();
         let digest = subtrees.as_ref().map(|subtrees| digest::merge(len, chunk_size, subtrees));
-        let mut packing = CompressedLayout { shuffle, chunks: Vec::with_capacity(chunks.len()) };
+        let mut packing = CompressedLayout { width, chunks: Vec::with_capacity(chunks.len()) };
         let mut parts = Vec::with_capacity(chunks.len());
         let mut offset = 0;
         for (number, chunk) in (0..).zip(chunks) {
-            let is_zstd = chunk.frame.is_some();
+            let codec = if chunk.encoded.is_some() { codec } else { ChunkCodec::Raw };
             let raw = || raw.slice(&chunk_size.range(number, len));
-            let part = chunk.frame.map_or_else(raw, RawBytes::from);
+            let part = chunk.encoded.map_or_else(raw, RawBytes::from);
             let len = u32::try_from(part.len()).expect("at most 1 MiB");
-            packing.chunks.push(ChunkLocation { offset, len, is_zstd });
+            packing.chunks.push(ChunkLocation { offset, len, codec });
             offset += u64::from(len);
             parts.push(part);
         }
@@ -318,10 +318,10 @@ impl StorageAllocator {
         self.cursor.checked_next_multiple_of(INDEX_ALIGN).ok_or_else(too_large)
     }
 
-    /// Returns the attributes of the options, and the zstd level if any storage was tried for compression.
+    /// Returns the attributes of the options, and the zstd level if codec 1 was tried for any storage.
     pub(crate) fn attrs(&self, options: &Options) -> Attrs {
         let mut attrs = options.attrs.clone();
-        if self.any_compressed {
+        if self.uses_zstd_level {
             attrs.insert(ZSTD_LEVEL_ATTR.to_owned(), AttrValue::Int(options.zstd_level.into()));
         }
         attrs
@@ -339,14 +339,13 @@ impl<'a> Span<'a> {
         options: &Options,
         addresses: &mut BlobAddresses,
     ) -> Result<Self> {
-        let shuffle = |meta, itemsize| match options.compression(path, meta) {
-            Compression::None => None,
-            compression => Some(compression.shuffle(itemsize)),
+        let codec = |meta: Option<&TensorMeta>| {
+            options.compression(path, meta).codec(meta.map(TensorMeta::dtype))
         };
         Ok(match item {
             PayloadItem::Tensor(tensor) => {
                 let meta = tensor.meta();
-                let shuffle = shuffle(Some(meta), meta.dtype().itemsize());
+                let codec = codec(Some(meta));
                 let storage = tensor.storage();
                 let (base, owner) = match (storage.bytes(), storage.blob()) {
                     (Some(bytes), _) => (address_of(bytes), Owner::Memory(bytes)),
@@ -359,13 +358,13 @@ impl<'a> Span<'a> {
                 let start = base + tensor.byte_offset();
                 let end = start + meta.span_bytes();
                 let align = u16::try_from(meta.dtype().itemsize()).expect("at most 256 bytes");
-                Self { start, end, owner, align, is_content: false, shuffle, component: NONE }
+                Self { start, end, owner, align, is_content: false, codec, component: NONE }
             }
             PayloadItem::Content(bytes) => {
                 let start = address_of(bytes);
-                let (end, shuffle) = (start + length(bytes), shuffle(None, 1));
+                let (end, codec) = (start + length(bytes), codec(None));
                 let owner = Owner::Memory(bytes);
-                Self { start, end, owner, align: 1, is_content: true, shuffle, component: NONE }
+                Self { start, end, owner, align: 1, is_content: true, codec, component: NONE }
             }
         })
     }

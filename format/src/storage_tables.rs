@@ -51,7 +51,7 @@ impl StorageTables {
         let chunk = |chunk: &ChunkLocation| record::Chunk {
             offset: chunk.offset.into(),
             stored_len: chunk.len.into(),
-            codec: u32::from(chunk.is_zstd).into(),
+            codec: chunk.codec.number().into(),
         };
         let chunks = packing.into_iter().flat_map(|packing| &packing.chunks);
         self.chunks.extend(chunks.map(chunk));
@@ -66,7 +66,7 @@ impl StorageTables {
             codec: packing.is_some().into(),
             align_log2: storage.align_log2,
             chunk_log2: storage.chunk_size.log2(),
-            shuffle: packing.map_or(0, |packing| packing.shuffle),
+            width: packing.map_or(0, |packing| packing.width),
             subtrees: first_subtree.into(),
         });
         self.digests.extend(storage.digest);

@@ -38,7 +38,7 @@ impl Archive {
     /// # Errors
     ///
     /// - The errors of [`Archive::verify`].
-    /// - `FrameCorrupt` if a chunk does not decode, `DigestMismatch` if a digest does not match.
+    /// - `FrameCorrupt` or `PlaneLengths` if a chunk does not decode, `DigestMismatch` if a digest does not match.
     /// - `FeatureMissing` for compressed storages in a build without zstd.
     pub fn verify_deep(&self) -> Result<()> {
         self.verify()?;

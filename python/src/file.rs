@@ -84,11 +84,14 @@ fn save_options(
 ) -> Result<Options> {
     let mut options = Options::new().allow_opaque().zstd_level(level);
     options = match compression {
-        None => options,
+        None | Some("none") => options,
+        Some("auto") => options.compress(Compression::Auto),
+        Some("planes") => options.compress(Compression::Planes),
         Some("zstd") => options.compress(Compression::ShuffledZstd),
         Some("zstd-plain") => options.compress(Compression::Zstd),
         Some(other) => {
-            return Err(invalid_choice("compression", other, "None, \"zstd\" or \"zstd-plain\""));
+            let choices = r#"None, "none", "auto", "planes", "zstd" or "zstd-plain""#;
+            return Err(invalid_choice("compression", other, choices));
         }
     };
     options = match digest {
@@ -135,7 +138,8 @@ pub(crate) fn plan_state_dict(
 ///     state_dict: a dict or OrderedDict of tensors, numpy arrays, numbers, strs, and nested containers.
 ///     filename: the path of the file.
 ///     metadata: a dict from strs to JSON values or bytes. `safe_open(...).metadata()` returns it.
-///     compression: None; "zstd": zstd after a byte shuffle; "zstd-plain": zstd without the shuffle.
+///     compression: None or "none"; "planes": byte planes, which suit weights and are fast; "zstd": zstd after a byte
+///         shuffle; "zstd-plain": zstd without the shuffle; "auto": planes, zstd or none for each storage, by samples.
 ///     level: the zstd level, from -131072 to 22.
 ///     digest: None; "blake3": a BLAKE3 digest of each storage, so that the file can be signed.
 ///     fsync: whether the file is flushed to the disk before this function returns.

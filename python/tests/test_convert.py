@@ -87,7 +87,7 @@ def test_options_apply_to_checkpoints(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new.tssd"
     dcp.save({"large": torch.zeros(300, 1000), "other": torch.zeros(100_000)}, checkpoint_id=old)
     summary = json.loads(
-        run_convert(old, "-o", new, "--zstd-only", "large", "--digest", "--align", "4096", "--json")
+        run_convert(old, "-o", new, "--codec", "zstd", "--only", "large", "--digest", "--align", "4096", "--json")
     )
     assert summary["raw_bytes"] == 1_600_000 and summary["file_len"] == new.stat().st_size < 500_000
     assert summary["file_len_before"] == sum(file.stat().st_size for file in old.iterdir())

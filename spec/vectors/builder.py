@@ -44,7 +44,7 @@ TABLES = {
     "storages": (
         "<QQQIIIIBBBBI",
         8,
-        "offset stored_len raw_len shard chunks crcs crc32 codec align_log2 chunk_log2 shuffle"
+        "offset stored_len raw_len shard chunks crcs crc32 codec align_log2 chunk_log2 width"
         " subtrees",
     ),
     "chunks": ("<QII", 8, "offset stored_len codec"),
@@ -220,17 +220,19 @@ class Archive:
         pieces = [content[at : at + size] for at in range(0, len(content), size)]
         return self.place(content, content, pieces, {"chunks": NONE, **fields})
 
-    def compressed(self, content, shuffle=0, frames=None, raw=(), **fields):
-        """Adds a storage of zstd chunks. `raw` has the numbers of raw chunks, `frames` given frames by number."""
+    def compressed(self, content, width=1, given=None, raw=(), planes=(), **fields):
+        """Adds a compressed storage. `given` has stored chunks by number.
+
+        The chunks with the numbers in `raw` have codec 0, those in `planes` codec 2, the others codec 1.
+        """
+        record = {"chunks": len(self.tables["chunks"]), "codec": 1, "width": width, **fields}
         stored = []
         for number, start in enumerate(range(0, len(content), CHUNK)):
-            chunk = content[start : start + CHUNK]
-            kept = chunk if number in raw else frame(apply_shuffle(chunk, shuffle))
-            stored.append((frames or {}).get(number, kept))
-        record = {"chunks": len(self.tables["chunks"]), "codec": 1, "shuffle": shuffle, **fields}
-        for number, piece in enumerate(stored):
-            at = sum(map(len, stored[:number]))
-            self.add("chunks", offset=at, stored_len=len(piece), codec=int(number not in raw))
+            codec = 0 if number in raw else 2 if number in planes else 1
+            piece = encode_chunk(content[start : start + CHUNK], codec, width)
+            piece = (given or {}).get(number, piece)
+            self.add("chunks", offset=sum(map(len, stored)), stored_len=len(piece), codec=codec)
+            stored.append(piece)
         return self.place(content, b"".join(stored), stored, record)
 
     def place(self, content, stored, pieces, fields):
@@ -537,9 +539,15 @@ BYTE_RUN = re.compile(rb"(.)\1{7,}", re.S)
 MAX_BLOCK = 1 << 17
 
 
+def encode_chunk(content, codec, width):
+    if codec == 0:
+        return content
+    return encode_planes(content, width) if codec == 2 else frame(apply_shuffle(content, width))
+
+
 def apply_shuffle(content, width):
     """Shuffles bytes: all first bytes of the elements of `width` bytes, then all second bytes, and so on."""
-    whole = len(content) // width * width if width else 0
+    whole = len(content) // width * width
     planes = (content[place:whole:width] for place in range(width))
     return b"".join(planes) + content[whole:]
 
@@ -583,13 +591,64 @@ def frame_head(size, flags=0, window=None, dictionary=b""):
     return b"\x28\xb5\x2f\xfd" + bytes([descriptor]) + window_field + dictionary + size_field[code]
 
 
+Coded = namedtuple("Coded", "frame")
+
+
+def split_planes(content, width, rotate=True):
+    """Returns the byte planes of the elements of `width` bytes, and the tail."""
+    whole = len(content) // width * width
+    elements = content[:whole]
+    if rotate and width > 1:
+        # In one integer, the highest bit of each element moves to its lowest one, all other bits one up.
+        number = int.from_bytes(elements, "little")
+        high_bits = int.from_bytes(b"\x80".rjust(width, b"\0") * (whole // width), "little")
+        number = (number & ~high_bits) << 1 | (number & high_bits) >> 8 * width - 1
+        elements = number.to_bytes(whole, "little")
+    return [elements[place::width] for place in range(width)], content[whole:]
+
+
+def join_planes(planes, tail=b"", lengths=None):
+    """A stored chunk of codec 2, of raw planes and `Coded` ones. `lengths` has other lengths by number."""
+    table, stored = b"", b""
+    for number, plane in enumerate(planes):
+        is_raw = not isinstance(plane, Coded)
+        piece = plane if is_raw else plane.frame
+        table += struct.pack("<I", is_raw << 31 | (lengths or {}).get(number, len(piece)))
+        stored += piece
+    return table + stored + tail
+
+
+def encode_planes(content, width, rotate=True):
+    """A stored chunk of codec 2. Of the planes, those are coded that get shorter."""
+    planes, tail = split_planes(content, width, rotate)
+    frames = [Coded(frame(plane)) for plane in planes]
+    shorter = [b if len(b.frame) < len(a) else a for a, b in zip(planes, frames)]
+    return join_planes(shorter, tail)
+
+
 FLOATS = struct.pack("<f", 1.5) * 100  # 400 bytes. Shuffled by 4, they are four runs
+# 400 bytes. Of the planes, only the last one gets shorter when it is coded
+WEIGHTS = struct.pack("<100f", *((-1) ** i * (1 + i * 37 % 100 / 100) for i in range(100)))
 
 
-def compressed(shuffle=4, content=FLOATS, **fields):
+def compressed(width=4, content=FLOATS, **fields):
     """A float32 tensor in a compressed storage of one chunk."""
-    archive = runs(1).compressed(content, shuffle, **fields)
+    archive = runs(1).compressed(content, width, **fields)
     return archive.tensor((len(content) // 4,), FLOAT32)
+
+
+def planar(stored=None, content=WEIGHTS, width=4):
+    """A float32 tensor in a storage of one chunk of codec 2, which is `stored` if that is given."""
+    given = None if stored is None else {0: stored}
+    return compressed(width, content, given=given, planes=(0,))
+
+
+def planar_with(number, plane, content=WEIGHTS):
+    """As `planar`, but with another plane of this number."""
+    planes, tail = split_planes(content, 4)
+    planes = [Coded(frame(each)) if i == 3 else each for i, each in enumerate(planes)]
+    planes[number] = plane
+    return planar(join_planes(planes, tail), content)
 
 
 def fine(**fields):
@@ -613,7 +672,7 @@ def two_compressed():
 
 def framed(content):
     """A tensor in a compressed storage of 400 zeros, with a given frame."""
-    return compressed(0, bytes(400), frames={0: content}).only("deep")
+    return compressed(1, bytes(400), given={0: content}).only("deep")
 
 
 # ---- Shard sets ----------------------------------------------------------------------------------

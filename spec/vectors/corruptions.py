@@ -4,7 +4,7 @@ Each violates one rule by one field of one table: its value is just outside the 
 table. `table` and `field` name the field:
 
 - `table` is the name of a table of the index, `head`, `trailer` or `root`. For bytes of the payload it is
-  `blob` or `frame`.
+  `blob`, `frame` or `planes`.
 - `field` is the name of the field. The words of nodes, and keys, have a meaning that depends on the kind. So
   their fields are `KIND-FIELD`, such as `size-count`, and `key-KIND`. An entry of `dims`, `heap` or `by_key`
   has the name of the thing that contains it. `records` is the number of records of a table.
@@ -22,6 +22,7 @@ from builder import (
     Box,
     CHUNK,
     COMPLEX128,
+    Coded,
     DEVICE,
     DICT,
     DIVERGENT,
@@ -58,11 +59,13 @@ from builder import (
     TUPLE,
     U64,
     UINT8,
+    WEIGHTS,
     attrs,
     bigint,
     block,
     compressed,
     divergent,
+    encode_planes,
     fine,
     frame,
     framed,
@@ -76,6 +79,8 @@ from builder import (
     other_dtype,
     packed,
     packed_key,
+    planar,
+    planar_with,
     runs,
     sliced,
     stored,
@@ -548,18 +553,20 @@ def storage_cases():
             "a byte more than its frame",
             first(compressed, raw_len=401).only("deep"),
         ),
+        ("F-097", "raw_len", "a byte more than its planes", first(planar, raw_len=401)),
         ("F-060", "shard", "shard 1 of none", first(shard=1)),
         ("F-063", "chunks", "chunks of codec 0", first(chunks=0)),
         ("F-065", "chunks", "chunks of codec 1 that are NONE", first(compressed, chunks=NONE)),
         ("F-064", "crcs", "CRCs from entry 1 on", first(crcs=1)),
         ("F-091", "crc32", "the CRC of a storage", first(crc32=0)),
         ("F-063", "codec", "codec 0 with chunks", first(compressed, codec=0)),
-        ("F-065", "codec", "codec 1 without chunks", first(codec=1)),
         ("F-061", "align_log2", "an alignment of 32", first(align_log2=5)),
         ("F-060", "align_log2", "an alignment of 2 MiB at 4096", first(align_log2=21)),
         ("F-063", "chunk_log2", "chunks of 2 KiB", first(chunk_log2=11)),
-        ("F-063", "shuffle", "width 5", first(compressed, shuffle=5)),
-        ("F-091", "shuffle", "width 2 in place of 4", first(compressed, shuffle=2).only("deep")),
+        ("F-063", "width", "width 5", first(compressed, width=5)),
+        ("F-065", "width", "width 16 and a chunk of codec 2", first(planar, width=16)),
+        ("F-091", "width", "width 2 in place of 4", first(compressed, width=2).only("deep")),
+        ("F-097", "width", "width 8 in place of 4, for planes", first(planar, width=8)),
         ("F-081", "subtrees", "an entry, and no digests", first(subtrees=0)),
     ):
         yield rule, "storages", field, about, archive
@@ -580,7 +587,9 @@ def chunk_cases():
         ("F-065", "stored_len", "a frame of 2^32 - 1 bytes", chunk(0, stored_len=NONE)),
         ("F-090", "stored_len", "a frame with a byte of the next one", stale),
         ("F-093", "stored_len", "a frame with a byte of the next one, and its CRC", moved),
-        ("F-065", "codec", "codec 2", chunk(2, codec=2)),
+        ("F-065", "codec", "codec 3", chunk(2, codec=3)),
+        ("F-093", "codec", "codec 1 for planes", planar().edit("chunks", 0, codec=1)),
+        ("F-097", "codec", "codec 2 for a frame", compressed().edit("chunks", 0, codec=2)),
     ):
         yield rule, "chunks", field, about, archive
     both = tensors().edit("storages", 0, crc32=0)
@@ -887,6 +896,15 @@ def payload_cases():
         ("checksum", "a checksum that is not there", frame(bytes(400), flags=4)),
     ):
         yield "F-093", "frame", field, f"a frame with {about}", framed(content)
+    good = encode_planes(WEIGHTS, 4)
+    for rule, field, about, archive in (
+        ("F-097", "table", "a table cut short", planar(good[:15])),
+        ("F-097", "raw", "a raw plane of 98 bytes", planar_with(2, bytes(98))),
+        ("F-097", "coded", "a coded plane of 102 bytes", planar_with(2, Coded(bytes(102)))),
+        ("F-097", "tail", "a tail of 2 bytes in place of 3", planar(good + b"in", WEIGHTS + b"ind")),
+        ("F-093", "coded", "a plane with another magic", planar_with(3, Coded(b"\0" + frame(bytes(100))[1:]))),
+    ):
+        yield rule, "planes", field, about, archive
 
 
 SECTIONS = (

@@ -32,12 +32,14 @@ from builder import (
     Box,
     CHUNK,
     COMPLEX128,
+    Coded,
     DEVICE,
     DICT,
     DIVERGENT,
     DTYPE,
     FLOAT,
     FLOAT32,
+    FLOATS,
     HALVES,
     INT,
     INT8,
@@ -68,6 +70,7 @@ from builder import (
     TUPLE,
     U64,
     UINT8,
+    WEIGHTS,
     align_up,
     attrs,
     bigint,
@@ -75,11 +78,13 @@ from builder import (
     blocks,
     compressed,
     divergent,
+    encode_planes,
     fine,
     frame,
     frame_head,
     framed,
     half,
+    join_planes,
     keyed,
     leaf,
     leaves,
@@ -94,9 +99,12 @@ from builder import (
     packed,
     packed_key,
     packed_nested,
+    planar,
+    planar_with,
     runs,
     shard_set,
     sliced,
+    split_planes,
     stored,
     tensors,
     three_chunks,
@@ -668,15 +676,15 @@ def storage_cases():
         ("vendor", "codec 128, without a vendor bit", {"codec": 128}),
         ("chunk-log2", "chunks of 2 MiB", {"chunk_log2": 21}),
         ("chunk-log2-small", "chunks of 2 KiB", {"chunk_log2": 11}),
-        ("shuffle", "a byte shuffle", {"shuffle": 4}),
+        ("width-1", "width 1, and codec 0", {"width": 1}),
         ("chunks", "a first chunk", {"chunks": 0}),
         ("raw-longer", "raw_len above stored_len", {"raw_len": 65}),
     ):
         yield f"063-{name}", about, one_tensor((2,)).edit("storages", 0, **fields)
     for name, about, fields in (
-        ("shuffle-1", "a byte shuffle of width 1", {"shuffle": 1}),
-        ("shuffle-3", "a byte shuffle of width 3", {"shuffle": 3}),
-        ("shuffle-32", "a byte shuffle of width 32", {"shuffle": 32}),
+        ("width-0", "width 0, and codec 1", {"width": 0}),
+        ("width-3", "width 3", {"width": 3}),
+        ("width-32", "width 32", {"width": 32}),
         ("zstd-chunk-log2", "compressed chunks of 64 KiB", {"chunk_log2": 16}),
     ):
         yield f"063-{name}", about, compressed().edit("storages", 0, **fields)
@@ -756,9 +764,9 @@ def chunk_cases():
     def chunk(number, **fields):
         return three_chunks().edit("chunks", number, **fields)
 
-    def frame_of_length(size, length):
-        """A storage of `size` zeros. Its only chunk is described as a frame of `length` bytes."""
-        archive = runs(1).compressed(bytes(size), frames={0: bytes(length)})
+    def frame_of_length(size, length, planes=()):
+        """A storage of `size` zeros. Its only chunk is described as a frame of `length` bytes, or as planes."""
+        archive = runs(1).compressed(bytes(size), given={0: bytes(length)}, planes=planes)
         return archive.tensor((1,))
 
     def record(**fields):
@@ -774,7 +782,7 @@ def chunk_cases():
     short = three_chunks()
     short.set("chunks", short.tables["chunks"][:2])
     for name, about, archive in (
-        ("none", "codec 1, and chunks NONE", one_tensor((2,)).edit("storages", 0, codec=1)),
+        ("none", "codec 1, and chunks NONE", one_tensor((2,)).edit("storages", 0, codec=1, width=1)),
         ("unclaimed", "a chunk record of no storage", tensors().add("chunks", stored_len=100)),
         ("late", "a storage whose chunks begin at record 1", record(chunks=1)),
         ("swapped", "two storages with each other's chunks", swapped),
@@ -787,7 +795,7 @@ def chunk_cases():
         ("overflow", "a chunk at 2^64 - 1", chunk(1, offset=U64)),
         ("end-early", "the last chunk ends before the storage", record(stored_len=183)),
         ("end-late", "the last chunk ends after the storage", record(stored_len=181)),
-        ("codec-2", "a chunk of codec 2", chunk(0, codec=2)),
+        ("codec-3", "a chunk of codec 3", chunk(0, codec=3)),
         ("vendor", "a chunk of codec 2^31, without a vendor bit", chunk(0, codec=1 << 31)),
         ("raw-short", "a raw chunk of 99 bytes for 100", chunk(2, stored_len=99)),
         ("raw-long", "a raw chunk of 101 bytes for 100", chunk(2, stored_len=101)),
@@ -797,6 +805,9 @@ def chunk_cases():
         ("one-byte", "a frame for one byte", frame_of_length(1, 1)),
         ("31-for-mib", "a MiB in a frame of 31 bytes", frame_of_length(CHUNK, 31)),
         ("rounded-up", "32,769 bytes in a frame of one byte", frame_of_length(32_769, 1)),
+        ("planes-width-16", "a chunk of codec 2, and width 16", planar(None, bytes(400), 16)),
+        ("planes-not-shorter", "planes as long as their content", frame_of_length(100, 100, (0,))),
+        ("planes-31-for-mib", "a MiB in planes of 31 bytes", frame_of_length(CHUNK, 31, (0,))),
         (
             "all-raw",
             "codec 1, and all chunks raw",
@@ -986,6 +997,7 @@ def subtree_cases():
 
 def payload_cases():
     yield from frame_cases()
+    yield from planes_cases()
     yield from digest_cases()
     yield "090-first-byte", "the first byte of a storage", tensors().patch(4096, b"\xff")
     # The storage has one chunk, which has the same CRC. Both are changed, so that they agree.
@@ -998,6 +1010,7 @@ def payload_cases():
     yield "090-frame", "a byte of the second frame of a storage", damaged_frame
     damaged_raw_chunk = three_chunks().patch(4096 + 82, b"\xff")
     yield "090-raw-chunk", "a byte of a raw chunk of a compressed storage", damaged_raw_chunk
+    yield "090-planes", "a byte of a raw plane", planar().patch(4096 + 16, b"\xff")
     swapped = three_chunks()
     swapped.set("crcs", swapped.tables["crcs"][::-1])
     yield "090-swapped", "a compressed storage whose chunks have each other's CRCs", swapped
@@ -1009,8 +1022,12 @@ def payload_cases():
     stored_crc = compressed()
     stored_crc.edit("storages", 0, crc32=stored_crc.tables["crcs"][0]).only("deep")
     yield "091-of-stored", "the CRC of the stored bytes of a compressed storage", stored_crc
-    wrong = compressed().edit("storages", 0, shuffle=0).only("deep")
-    yield "091-not-shuffled", "bytes that are shuffled, and shuffle 0", wrong
+    wrong = compressed().edit("storages", 0, width=1).only("deep")
+    yield "091-not-shuffled", "bytes that are shuffled, and width 1", wrong
+    wrong = planar().edit("storages", 0, crc32=1).only("deep")
+    yield "091-planes", "the CRC of a storage of codec 2", wrong
+    wrong = planar(encode_planes(FLOATS, 4, rotate=False), FLOATS).only("deep")
+    yield "091-planes-not-rotated", "planes of elements that are not rotated", wrong
     # Two chunks of zeros and a short one. The CRCs of the chunks are right; the CRC of the storage is not.
     chunks = bytes(1 << 20), bytes(1 << 20), bytes(100)
     large = manifest().edit("storages", 1, stored_len=(2 << 20) + 100, raw_len=(2 << 20) + 100)
@@ -1063,12 +1080,98 @@ def frame_cases():
     ):
         yield f"093-{name}", f"a chunk with {about}", framed(content)
     wrong = three_chunks()
-    frames = {0: frame(bytes(CHUNK)), 1: frame(bytes(CHUNK - 1))}
+    given = {0: frame(bytes(CHUNK)), 1: frame(bytes(CHUNK - 1))}
     content = bytes(CHUNK) + b"\1" * CHUNK + bytes(range(100))
-    wrong = runs(1).compressed(content, frames=frames, raw=(2,)).tensor((4,)).only("deep")
+    wrong = runs(1).compressed(content, given=given, raw=(2,)).tensor((4,)).only("deep")
     yield "093-second-chunk", "the second of three chunks is a byte short", wrong
-    damaged = shard_set(compress=True, frames={0: frame(bytes(99))})
+    damaged = shard_set(compress=True, given={0: frame(bytes(99))})
     yield "093-in-shard/", "a shard set: frames that are a byte short", damaged.only("deep")
+
+
+def planes_cases():
+    """Invalid chunks of codec 2. Their CRCs are right, so only decoding detects them."""
+    planes, _ = split_planes(WEIGHTS, 4)
+    alike, _ = split_planes(FLOATS, 4)
+    exponents = planes[3]
+    assert exponents == alike[3]
+    last = frame(exponents)
+    good = join_planes([*planes[:3], Coded(last)])
+    assert good == encode_planes(WEIGHTS, 4)
+    with_tail = WEIGHTS + b"end"
+    zeros = Coded(frame(bytes(100)))
+    # A frame as long as its content, of a raw block and an RLE block, and one of a byte more.
+    as_long = frame(exponents, block(0, 87, exponents[:87]) + block(1, 13, exponents[:1], True))
+    longer = frame(exponents, block(0, 88, exponents[:88]) + block(1, 12, exponents[:1], True))
+    assert (len(as_long), len(longer)) == (100, 101)
+
+    def last_length(length):
+        """The length of the last plane, a frame of 10 bytes, is given by the table."""
+        return planar(join_planes([*planes[:3], Coded(last)], lengths={3: length}))
+
+    def with_last(plane):
+        """All planes are coded, so the chunk is shorter than its content even if the last plane is not."""
+        return planar(join_planes([*map(Coded, map(frame, alike[:3])), Coded(plane)]), FLOATS)
+
+    second = runs(1).compressed(bytes(CHUNK) + WEIGHTS, 4, {1: good + b"\0"}, planes=(1,)).tensor((4,))
+    one_plane = encode_planes(HALVES[0], 1) + b"\0"
+    for name, about, archive in (
+        ("no-table", "15 bytes, and a table of 16", planar(good[:15])),
+        ("table-alone", "a table, and no planes", planar(good[:16])),
+        ("plane-too-long", "a coded plane of 99 bytes, of which 10 are there", last_length(99)),
+        ("plane-2-gib", "a coded plane of 2^31 - 1 bytes", last_length((1 << 31) - 1)),
+        ("raw-bit", "a coded plane that is marked as raw", last_length(1 << 31 | len(last))),
+        ("raw-bit-missing", "a raw plane that is marked as coded", planar_with(1, Coded(planes[1]))),
+        ("raw-shorter", "a raw plane of 99 bytes for 100 elements", planar_with(1, planes[1][:99])),
+        ("raw-longer", "a raw plane of 101 bytes for 100 elements", planar_with(1, planes[1] + b"\0")),
+        ("not-smaller", "a coded plane of 100 bytes for 100 elements", with_last(as_long)),
+        ("coded-longer", "a coded plane of 101 bytes for 100 elements", with_last(longer)),
+        ("byte-missing", "planes without the last byte", planar(good[:-1])),
+        ("byte-too-many", "a byte after the planes", planar(good + b"\0")),
+        ("no-tail", "no tail, of 3 bytes", planar(good, with_tail)),
+        ("tail-shorter", "a tail of 2 bytes for 3", planar(good + b"en", with_tail)),
+        ("tail-longer", "a tail of 4 bytes for 3", planar(good + b"end!", with_tail)),
+        ("width-1", "a byte after the only plane", planar(one_plane, HALVES[0], 1)),
+        ("second-chunk", "a byte after the planes of the second chunk", second),
+    ):
+        yield f"097-{name}", f"a chunk of codec 2: {about}", archive
+    in_shard = shard_set(compress=True, planes=(0,), given={0: one_plane})
+    yield "097-in-shard/", "a shard set: a byte after the planes of a chunk", in_shard.only("deep")
+
+    skippable = b"\x50\x2a\x4d\x18" + struct.pack("<I", 7) + bytes(7)
+    unsized = frame_head(100, window=80)
+    unsized = unsized[:4] + b"\0" + unsized[5:6] + blocks(exponents)
+    checked = frame_head(100, flags=4) + blocks(exponents) + bytes(4)
+    huge = frame_head(100) + block(2, 50, bytes(range(50)), last=True)
+    for name, about, content in (
+        ("no-frame", "40 bytes of 7", b"\7" * 40),
+        ("empty", "no bytes", b""),
+        ("after-skippable", "a frame after a skippable one", skippable + last),
+        ("two-frames", "the frame twice", last * 2),
+        ("two-halves", "two frames of 50 bytes each", frame(exponents[:50]) * 2),
+        ("trailing", "a byte after the frame", last + b"\0"),
+        ("unsized", "no content size", unsized),
+        ("larger-size", "a content size of 101", frame(exponents, size=101)),
+        ("smaller-size", "a content size of 99", frame(exponents, size=99)),
+        ("of-chunk", "a frame of 400 bytes, as of the whole chunk", frame(exponents * 4)),
+        ("window", "a window of 2^20 + 2^17", frame(exponents, window=0x51)),
+        ("dictionary", "dictionary 1, in one byte", frame(exponents, dictionary=b"\1")),
+        ("reserved", "the reserved bit", frame(exponents, flags=8)),
+        ("cut", "a frame that ends in its only block", last[:-1]),
+        ("short", "blocks of 99 bytes", frame(exponents, blocks(exponents[1:]))),
+        ("long", "blocks of 101 bytes", frame(exponents, blocks(exponents + exponents[:1]))),
+        ("block-type-3", "a block of the reserved type", frame(exponents, block(3, 0, b"", True))),
+        ("checksum", "a checksum that is wrong", checked),
+        ("garbage", "a compressed block that is none", huge),
+    ):
+        yield f"093-plane-{name}", f"a coded plane with {about}", planar_with(3, Coded(content))
+    short = Coded(frame(bytes(99)))
+    for name, about, archive in (
+        ("first", "the first plane, which is the only coded one", join_planes([short, *[bytes(100)] * 3])),
+        ("second-of-four", "the second of four coded ones", join_planes([zeros, short, zeros, zeros])),
+    ):
+        yield f"093-plane-{name}", f"{about}, is a byte short", planar(archive, bytes(400))
+    only = planar(join_planes([Coded(frame(bytes(399)))]), bytes(400), 1)
+    yield "093-plane-width-1", "the only plane is a byte short", only
 
 
 def frame_of_size(size):
@@ -1186,7 +1289,7 @@ def differing_storage_cases():
         ("chunks", "other chunks", manifest_with_storage(chunk_log2=12)),
         ("raw-len", "compressed, with another raw_len", manifest_with_storage(compress=True, raw_len=101)),
         ("crc", "compressed, with another crc32", manifest_with_storage(compress=True, crc32=1)),
-        ("shuffle", "compressed, with another shuffle", manifest_with_storage(compress=True, shuffle=2)),
+        ("width", "compressed, with another width", manifest_with_storage(compress=True, width=2)),
         ("digest", "with the digest of another", swapped),
         ("chunk-records", "compressed, with another end of the first chunk", manifest_with_chunks()),
         ("absent", "with another offset, where the shard has none", manifest_with_padding()),
@@ -1298,7 +1401,7 @@ NOT_TESTABLE = {"F-022", "F-072"}
 # The stage of reader.py that detects a violation of a rule, if it is not `open`.
 STAGES = {
     **dict.fromkeys(("F-090", "F-091", "F-092", "F-095", "F-096"), "verify"),
-    **dict.fromkeys(("F-093", "F-094"), "deep"),
+    **dict.fromkeys(("F-093", "F-094", "F-097"), "deep"),
 }
 
 

@@ -10,7 +10,7 @@ mod set;
 
 use bytes::Bytes;
 use tssd_format::{
-    Archive, ChunkLocation, ChunkSize, CompressedLayout, Compression, Layout, Options,
+    Archive, ChunkCodec, ChunkLocation, ChunkSize, CompressedLayout, Compression, Layout, Options,
     RangeDecoder, StateDict, StorageReference,
 };
 
@@ -97,7 +97,9 @@ pub fn readers(data: &[u8]) {
 /// If decompression changes the bytes, or a range differs from that range of the whole.
 pub fn chunk(data: &[u8]) {
     let Some(([choice, short, long], bytes)) = data.split_first_chunk::<3>() else { return };
-    let shuffle = [0, 2, 4, 8, 16][usize::from(choice % 5)];
+    let width = [1, 2, 4, 8, 16][usize::from(choice % 5)];
+    let is_planes = choice & 8 != 0 && width < 16;
+    let codec = if is_planes { ChunkCodec::Planes } else { ChunkCodec::Zstd };
     let len = u64::from(u16::from_le_bytes([*short, *long])) + 1;
     let storage = StorageReference {
         offset: 0,
@@ -108,11 +110,11 @@ pub fn chunk(data: &[u8]) {
         align_log2: 8,
         shard: 0,
         compressed_layout: Some(CompressedLayout {
-            shuffle,
+            width,
             chunks: vec![ChunkLocation {
                 offset: 0,
                 len: u32::try_from(bytes.len()).unwrap_or(u32::MAX),
-                is_zstd: true,
+                codec,
             }],
         }),
         digest: None,

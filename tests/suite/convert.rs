@@ -50,7 +50,7 @@ fn model() -> StateDict {
 fn storage_options(archive: &Archive) -> Vec<(String, Option<u8>, u8, bool)> {
     let leaves = archive.leaves().into_iter().map(|(path, node)| {
         let storage = archive.storage(node.storages().next().unwrap());
-        let shuffle = storage.compressed_layout.map(|packing| packing.shuffle);
+        let shuffle = storage.compressed_layout.map(|packing| packing.width);
         (path.fqn(), shuffle, storage.align_log2, storage.digest.is_some())
     });
     leaves.collect()
@@ -60,11 +60,13 @@ fn storage_options(archive: &Archive) -> Vec<(String, Option<u8>, u8, bool)> {
 fn convert_flags() -> impl Strategy<Value = String> {
     let zstd = prop_oneof![
         Just(""),
-        Just("--raw"),
-        Just("--zstd"),
-        Just("--zstd=7 --no-shuffle"),
-        Just("--zstd=-3"),
-        Just("--zstd-only *a*"),
+        Just("--codec none"),
+        Just("--codec zstd"),
+        Just("--codec planes"),
+        Just("--codec auto"),
+        Just("--codec zstd-plain --zstd-level 7"),
+        Just("--codec zstd --zstd-level -3"),
+        Just("--codec zstd --only *a*"),
     ];
     let digest = prop_oneof![Just(""), Just("--digest"), Just("--no-digest")];
     let align = prop_oneof![Just(""), Just("--align 64"), Just("--align 8KiB")];
@@ -109,7 +111,7 @@ proptest! {
     ) {
         let sandbox = Sandbox::on_tmpfs();
         let mut dict = dict;
-        // Makes every `--zstd-only` pattern match a leaf, and gives compression something to do.
+        // Makes every `--only` pattern match a leaf, and gives compression something to do.
         dict.insert("a", floats(3000));
         sandbox.write("in.tssd", &encoded(&dict, &options));
         sandbox.run_with_code(0, &format!("convert in.tssd -o out.tssd {flags}"));
@@ -186,24 +188,30 @@ fn convert_changes_only_requested_options() {
         let rows = storage_options(&open(&sandbox, name)).into_iter();
         rows.map(|(_, shuffle, align, digest)| (shuffle, align, digest)).collect()
     };
-    let (raw, shuffled, plain) = (None, Some(4), Some(0));
+    let (raw, shuffled, plain) = (None, Some(4), Some(1));
     for (from, flags, shuffles, align, digests) in [
         ("in", "", [raw, raw, raw, raw, raw], 9, false),
-        ("in", "--zstd", [shuffled, shuffled, shuffled, shuffled, plain], 9, false),
+        ("in", "--codec zstd", [shuffled, shuffled, shuffled, shuffled, plain], 9, false),
         ("out", "--digest", [shuffled, shuffled, shuffled, shuffled, plain], 9, true),
-        ("out", "--no-shuffle", [plain, plain, plain, plain, plain], 9, true),
-        ("out", "--shuffle --align 64", [shuffled, shuffled, shuffled, shuffled, plain], 6, true),
-        ("out", "--zstd-only optimizer", [raw, raw, shuffled, shuffled, raw], 6, true),
-        ("out", "--raw --no-digest", [raw, raw, raw, raw, raw], 6, false),
+        ("out", "--codec zstd-plain", [plain, plain, plain, plain, plain], 9, true),
         (
             "out",
-            "--zstd-only optimizer.*_sq --zstd-only note",
+            "--codec zstd --align 64",
+            [shuffled, shuffled, shuffled, shuffled, plain],
+            6,
+            true,
+        ),
+        ("out", "--codec zstd --only optimizer", [raw, raw, shuffled, shuffled, raw], 6, true),
+        ("out", "--codec none --no-digest", [raw, raw, raw, raw, raw], 6, false),
+        (
+            "out",
+            "--codec zstd --only optimizer.*_sq --only note",
             [raw, raw, raw, shuffled, plain],
             6,
             false,
         ),
         // Tied leaves take the choice made for the first of them.
-        ("in", "--zstd-only tied", [raw, raw, raw, raw, raw], 9, false),
+        ("in", "--codec zstd --only tied", [raw, raw, raw, raw, raw], 9, false),
     ] {
         sandbox.run_with_code(0, &format!("convert {from}.tssd -o out.tssd {flags}"));
         let expected: Vec<_> =
@@ -211,10 +219,10 @@ fn convert_changes_only_requested_options() {
         assert_eq!(rows("out.tssd"), expected, "{flags}");
         assert_eq!(open(&sandbox, "out.tssd").to_state_dict().unwrap(), model());
     }
-    sandbox.run_with_code(0, "convert in.tssd -o level.tssd --zstd=5");
+    sandbox.run_with_code(0, "convert in.tssd -o level.tssd --codec zstd --zstd-level 5");
     let level = open(&sandbox, "level.tssd").attrs().remove("tssd.file.zstd_level");
     assert_eq!(level, Some(AttrValue::Int(5)));
-    sandbox.run_with_code(0, "convert level.tssd -o out.tssd --raw");
+    sandbox.run_with_code(0, "convert level.tssd -o out.tssd --codec none");
     assert_eq!(sandbox.read("out.tssd"), sandbox.read("in.tssd"));
     assert_eq!(sandbox.file_names(), ["in.tssd", "level.tssd", "out.tssd"]);
 }
@@ -223,9 +231,10 @@ fn convert_changes_only_requested_options() {
 fn convert_reports_file_sizes() {
     let sandbox = Sandbox::new();
     sandbox.write_dict("in.tssd", &model());
-    let output = sandbox.run_with_code(0, "convert in.tssd -o out.tssd --zstd");
+    let output = sandbox.run_with_code(0, "convert in.tssd -o out.tssd --codec zstd");
     assert!(output.starts_with("out.tssd: 5 leaves, 45.0 kB raw, file 5"), "{output}");
-    let json = parse_json(&sandbox.run_with_code(0, "convert in.tssd -o out.tssd --zstd --json"));
+    let json =
+        parse_json(&sandbox.run_with_code(0, "convert in.tssd -o out.tssd --codec zstd --json"));
     let len = |name: &str| sandbox.read(name).len();
     assert_eq!(
         json,
@@ -249,14 +258,15 @@ fn convert_rejects_invalid_arguments() {
     std::fs::create_dir(sandbox.path("empty")).unwrap();
     for (code, args, message) in [
         (2, "in.tssd", "--output"),
-        (2, "in.tssd -o out.tssd --raw --zstd", "cannot be used with"),
-        (2, "in.tssd -o out.tssd --shuffle --no-shuffle", "cannot be used with"),
+        (2, "in.tssd -o out.tssd --codec lz4", "invalid value 'lz4'"),
         (2, "in.tssd -o out.tssd --digest --no-digest", "cannot be used with"),
-        (2, "in.tssd -o out.tssd --zstd=40", "40 is not in"),
+        (2, "in.tssd -o out.tssd --codec zstd --zstd-level 40", "40 is not in"),
         (2, "in.tssd -o out.tssd --align 100", "100 is no power of two from 64 to 2097152"),
         (2, "in.tssd -o out.tssd --align 4MiB", "4194304 is no power of two"),
-        (2, "in.tssd -o out.tssd --shuffle", "add --zstd"),
-        (3, "in.tssd -o out.tssd --zstd-only weights", "`weights` matches no leaf"),
+        (2, "in.tssd -o out.tssd --only a", "--codec <CODEC>"),
+        (2, "in.tssd -o out.tssd --codec none --zstd-level 3", "have no effect"),
+        (2, "in.tssd -o out.tssd --zstd-level 3", "--codec <CODEC>"),
+        (3, "in.tssd -o out.tssd --codec zstd --only weights", "`weights` matches no leaf"),
         (3, "missing.tssd -o out.tssd", "check the path"),
         (5, "flat.safetensors -o out.tssd", "`tssd pack` makes an archive of it"),
         (5, "empty -o out.tssd", "empty is a directory"),
@@ -272,7 +282,7 @@ fn convert_rejects_invalid_arguments() {
 fn convert_rejects_damaged_files() {
     let sandbox = Sandbox::new();
     sandbox.write("in.tssd", &encoded(&model(), &Options::new()));
-    sandbox.run_with_code(0, "convert in.tssd -o packed.tssd --zstd");
+    sandbox.run_with_code(0, "convert in.tssd -o packed.tssd --codec zstd");
     for name in ["in.tssd", "packed.tssd"] {
         let mut bytes = sandbox.read(name);
         bytes[4100] ^= 1;
@@ -644,7 +654,7 @@ fn inspect_digest_prints_comparable_lines() {
     let computed = sandbox.run_with_code(0, "inspect --digest none.tssd");
     assert_eq!(computed.lines().collect::<Vec<_>>(), lines[..1]);
     // Codec and alignment do not change the digests.
-    sandbox.run_with_code(0, "convert none.tssd -o packed.tssd --digest --zstd --align 64");
+    sandbox.run_with_code(0, "convert none.tssd -o packed.tssd --digest --codec zstd --align 64");
     let packed = sandbox.run_with_code(0, "inspect --digest packed.tssd");
     assert_eq!(packed.lines().collect::<Vec<_>>(), lines);
 }
@@ -719,7 +729,7 @@ fn inspect_hex_prints_every_byte() {
     let dump = sandbox.run_with_code(0, "inspect --hex packed.tssd");
     for text in [
         "storage 0, chunk 0: zstd frame, ",
-        "shuffle: 4, elements of as many bytes",
+        "width: 4, bytes of an element, for the codecs",
         "codec: 1, zstd",
         "chunks: first record is chunk 3",
         "key: heap offset 0, length 6",
@@ -795,7 +805,7 @@ fn diff_reports_absolute_and_ulp_difference_of_floats() {
 fn diff_ignores_codec_alignment_and_digest() {
     let sandbox = Sandbox::new();
     sandbox.write_dict("a.tssd", &model());
-    sandbox.run_with_code(0, "convert a.tssd -o b.tssd --zstd --digest --align 64");
+    sandbox.run_with_code(0, "convert a.tssd -o b.tssd --codec zstd --digest --align 64");
     let output = sandbox.run_with_code(0, "diff a.tssd b.tssd");
     assert!(output.starts_with("equal in meaning: 5 leaves"), "{output}");
     let stored = "stored otherwise: codec of 5 leaves, alignment of 5 leaves, digest of 5 leaves\n";
@@ -803,7 +813,7 @@ fn diff_ignores_codec_alignment_and_digest() {
     let json = parse_json(&sandbox.run_with_code(0, "diff --json a.tssd b.tssd"));
     assert_eq!(json["equal"], true);
     assert_eq!(json["stored"]["codec"], 5);
-    sandbox.run_with_code(0, "convert b.tssd -o c.tssd --zstd=4");
+    sandbox.run_with_code(0, "convert b.tssd -o c.tssd --codec zstd --zstd-level 4");
     let output = sandbox.run_with_code(0, "diff b.tssd c.tssd");
     assert!(output.ends_with("stored otherwise: zstd level 1 -> 4\n"), "{output}");
 }
@@ -827,7 +837,7 @@ fn diff_compares_ties() {
 fn put_compresses_and_writes_digests() {
     let sandbox = Sandbox::new();
     sandbox.write_dict("in.tssd", &model());
-    sandbox.run_with_code(0, "put --store store key in.tssd --zstd --digest");
+    sandbox.run_with_code(0, "put --store store key in.tssd --codec zstd --digest");
     let version = first_version_path(&sandbox);
     let files = list_files(&sandbox, &version);
     let archive = open(&sandbox, &files[0]);
@@ -849,7 +859,7 @@ fn put_compresses_and_writes_digests() {
 fn convert_writes_same_bytes_as_library() {
     let sandbox = Sandbox::new();
     sandbox.write_dict("in.tssd", &model());
-    sandbox.run_with_code(0, "convert in.tssd -o out.tssd --zstd=2 --digest");
+    sandbox.run_with_code(0, "convert in.tssd -o out.tssd --codec zstd --zstd-level 2 --digest");
     let options = Options::new().compress(Compression::ShuffledZstd).zstd_level(2).digests();
     let mut bytes = Vec::new();
     Layout::plan(&model(), &options).unwrap().write_to(&mut bytes).unwrap();

@@ -67,7 +67,7 @@ fn convert_applies_options_to_pickled_files() {
     let place = create_inputs();
     let before = place.file_names();
     for (input, file_len) in [("zip.pt", 128), ("legacy.pt", 32), ("framed.pt", 32), ("dcp", 30)] {
-        let args = format!("convert {input} -o out.tssd --zstd --digest --align 4096 --json");
+        let args = format!("convert {input} -o out.tssd --codec zstd --digest --align 4096 --json");
         let (code, message) = run(&place, SUCCEED, &args);
         assert_eq!(code, Some(0), "{input}: {message}");
         let report: Json = serde_json::from_str(&message).unwrap();

@@ -431,7 +431,7 @@ fn other_file_is_written_in_pieces() {
     write_files(&place, "model", &small_directory());
     place.write("model/big.bin", &content);
     place.run_with_code(0, "pack model -o a.tssd");
-    place.run_with_code(0, "convert a.tssd -o packed.tssd --zstd --digest");
+    place.run_with_code(0, "convert a.tssd -o packed.tssd --codec zstd --digest");
     let content_of = |file: AuxiliaryFile<'_>| {
         let mut bytes = Vec::new();
         file.write_to(&mut bytes).unwrap();

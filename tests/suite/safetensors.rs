@@ -398,7 +398,7 @@ fn changed_state_dict_gets_new_header() {
     let specs = [("a".to_owned(), Dtype::Float32, vec![2]), ("b".to_owned(), Dtype::Uint8, vec![])];
     let file = restyle(&serialize(&specs, None), &style);
     let (dict, attrs) = import(file.clone()).unwrap();
-    assert_eq!(attrs.keys().collect::<Vec<_>>(), ["tssd.safetensors_header"]);
+    assert_eq!(attrs.keys().collect::<Vec<_>>(), ["tssd.file.safetensors_header"]);
     let rewritten = |dict: &StateDict, attrs: &Attrs| {
         let bytes = exported_bytes(&Export::from_state_dict(dict, attrs).unwrap());
         let header = split(&bytes).0.to_owned();
@@ -732,7 +732,7 @@ fn pipes_carry_only_contents_of_files() {
         }
         assert!(text("inspect --hex -", &archive).starts_with("HEAD\n"));
         let (converted, message) =
-            pipe_successfully(&place, "convert - -o - --zstd --digest", &archive);
+            pipe_successfully(&place, "convert - -o - --codec zstd --digest", &archive);
         assert!(message.starts_with("<stdout>: "), "{message}");
         assert!(text("verify --deep -", &converted).starts_with("ok       <stdin>  "));
         assert!(text("diff a.tssd -", &converted).starts_with("equal in meaning: "));

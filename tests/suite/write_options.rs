@@ -14,7 +14,13 @@ use tssd_format::{
 use tssd_tests::generate;
 
 fn compression() -> impl Strategy<Value = Compression> {
-    prop_oneof![Just(Compression::None), Just(Compression::Zstd), Just(Compression::ShuffledZstd),]
+    prop_oneof![
+        Just(Compression::None),
+        Just(Compression::Zstd),
+        Just(Compression::ShuffledZstd),
+        Just(Compression::Planes),
+        Just(Compression::Auto),
+    ]
 }
 
 fn chunks() -> impl Strategy<Value = ChunkPolicy> {

@@ -1,7 +1,7 @@
 //! Differences in how two files store the same leaves: compression, chunks, alignment and digests.
 
 use serde_json::{Value as Json, json};
-use tssd_format::{Archive, CompressedLayout, StorageReference, ZSTD_LEVEL_ATTR};
+use tssd_format::{Archive, ChunkCodec, CompressedLayout, StorageReference, ZSTD_LEVEL_ATTR};
 
 use crate::size::pluralize;
 use crate::value::attr_repr;
@@ -31,7 +31,9 @@ impl StorageDiff {
     /// Counts the differences of one leaf between its storages in the two files.
     pub(super) fn count(&mut self, a: &StorageReference, b: &StorageReference) {
         let codec = |each: &StorageReference| {
-            each.compressed_layout.as_ref().map(|packing: &CompressedLayout| packing.shuffle)
+            each.compressed_layout.as_ref().map(|layout: &CompressedLayout| {
+                (layout.has_codec(ChunkCodec::Planes), layout.width)
+            })
         };
         self.codec += u64::from(codec(a) != codec(b));
         self.chunks += u64::from(a.chunk_size != b.chunk_size);

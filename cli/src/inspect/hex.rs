@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
-use tssd_format::{Archive, Blob, DATA_START, Dtype, MANIFEST_NAME, StorageReference};
+use tssd_format::{Archive, Blob, ChunkCodec, DATA_START, Dtype, MANIFEST_NAME, StorageReference};
 
 use self::record::{NONE, Record, RecordLayout, decode_le, heap_range};
 use crate::element::ElementDecoder;
@@ -157,7 +157,11 @@ impl<'a> Dump<'a> {
                     for (chunk, entry) in (0..).zip(&packing.chunks) {
                         let range = storage.stored_chunk(chunk);
                         let raw = storage.chunk(chunk);
-                        let codec = if entry.is_zstd { "zstd frame" } else { "raw" };
+                        let codec = match entry.codec {
+                            ChunkCodec::Raw => "raw",
+                            ChunkCodec::Zstd => "zstd frame",
+                            _ => "planes",
+                        };
                         let description = format!(
                             "storage {number}, chunk {chunk}: {codec}, {} bytes of {}",
                             entry.len,

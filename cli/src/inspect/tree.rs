@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use tssd_format::{
-    Archive, Container, ContentKind, MapKey, Node, ObjectPath, ShardSpec, Step, StorageReference,
-    TensorFlags, TensorReference,
+    Archive, ChunkCodec, Container, ContentKind, MapKey, Node, ObjectPath, ShardSpec, Step,
+    StorageReference, TensorFlags, TensorReference,
 };
 
 use crate::document::Document;
@@ -284,11 +284,14 @@ fn describe_slice(place: &ShardSpec) -> String {
 /// Describes the compression of a storage. Returns `None` if it is not compressed.
 fn describe_compression(storage: &StorageReference) -> Option<String> {
     let packing = storage.compressed_layout.as_ref()?;
-    let shuffle = match packing.shuffle {
-        0 => String::new(),
+    let is_planes = packing.has_codec(ChunkCodec::Planes);
+    let width = match packing.width {
+        1 => String::new(),
+        width if is_planes => format!(" width {width}"),
         width => format!(" shuffle {width}"),
     };
-    Some(format!("zstd{shuffle} {}", compression_text(storage.stored_len(), storage.len)))
+    let codec = if is_planes { "planes" } else { "zstd" };
+    Some(format!("{codec}{width} {}", compression_text(storage.stored_len(), storage.len)))
 }
 
 /// Returns the size before and after compression, and the ratio.

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde_json::json;
-use tssd_format::Compression;
 use tssd_store::{Durability, JobId, KeyVersion, PutOptions};
 
 use super::{Address, store_failure};
+use crate::codec::Codec;
 use crate::console::Console;
 use crate::document::Document;
 use crate::exit::Exit;
@@ -17,7 +17,6 @@ use crate::size::{Size, format_throughput};
 
 /// Put a file into a store, as a new version of a key.
 #[derive(Debug, clap::Args)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a flag of the command line")]
 pub(crate) struct Args {
     #[command(flatten)]
     store: Address,
@@ -40,9 +39,9 @@ pub(crate) struct Args {
     /// Take leaves that are opaque objects too
     #[arg(long)]
     allow_opaque: bool,
-    /// Compress all storages, after a byte shuffle: reading takes longer
-    #[arg(long)]
-    zstd: bool,
+    /// Compress the storages with this codec: reading takes longer
+    #[arg(long, value_enum, value_name = "CODEC", default_value = "none")]
+    codec: Codec,
     /// What the version outlives; a store in a directory keeps all on disk, one in a bucket there
     #[arg(long, value_enum, default_value_t = DurabilityArg::Memory)]
     durability: DurabilityArg,
@@ -96,7 +95,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         },
         rewind: args.rewind,
         allow_opaque: args.allow_opaque,
-        compression: if args.zstd { Compression::ShuffledZstd } else { Compression::None },
+        compression: args.codec.compression(),
         digests: args.digest,
         durability: match args.durability {
             DurabilityArg::Memory => Durability::Memory,

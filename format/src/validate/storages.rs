@@ -3,10 +3,12 @@
 use super::claims::Claims;
 use super::{StorageUse, Validator};
 use crate::chunk::{ChunkSize, MAX_CHUNK_BYTES};
+use crate::chunk_codec::ChunkCodec;
 use crate::codec::is_shuffle_width;
 use crate::convert::to_usize;
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::{DATA_START, INDEX_ALIGN};
+use crate::planes::is_plane_width;
 use crate::record::{self, NONE};
 use crate::table_views::TableViews;
 
@@ -105,8 +107,8 @@ impl Validator<'_> {
 
     /// Returns true if the stored chunks of a compressed storage are valid (F-065).
     ///
-    /// They tile the stored bytes, a raw chunk has its raw length, and a frame is shorter than the
-    /// chunk but not shorter than [`MAX_EXPANSION`] allows. At least one chunk is a frame.
+    /// They tile the stored bytes, a raw chunk has its raw length, and any other is shorter than the
+    /// chunk but not shorter than [`MAX_EXPANSION`] allows. At least one chunk is not raw.
     fn are_chunks_valid(&self, storage: &record::Storage, count: u64) -> bool {
         let first = to_usize(u64::from(storage.chunks.to_native()));
         let chunks = &self.views.chunks[first..first + to_usize(count)];
@@ -115,10 +117,12 @@ impl Validator<'_> {
         for chunk in chunks {
             let raw_len = remaining_len.min(MAX_CHUNK_BYTES);
             let stored_len = u64::from(chunk.stored_len.to_native());
-            let is_valid = match chunk.codec.to_native() {
-                0 => stored_len == raw_len,
-                1 => stored_len < raw_len && stored_len >= raw_len.div_ceil(MAX_EXPANSION),
-                _ => false,
+            let is_shorter = stored_len < raw_len && stored_len >= raw_len.div_ceil(MAX_EXPANSION);
+            let is_valid = match ChunkCodec::from_number(chunk.codec.to_native()) {
+                Some(ChunkCodec::Raw) => stored_len == raw_len,
+                Some(ChunkCodec::Zstd) => is_shorter,
+                Some(ChunkCodec::Planes) => is_shorter && is_plane_width(storage.width),
+                None => false,
             };
             if !is_valid || chunk.offset != end {
                 return false;
@@ -126,7 +130,7 @@ impl Validator<'_> {
             end += stored_len;
             remaining_len -= raw_len;
         }
-        end == storage.stored_len.to_native() && chunks.iter().any(|chunk| chunk.codec == 1)
+        end == storage.stored_len.to_native() && chunks.iter().any(|chunk| chunk.codec != 0)
     }
 
     /// Returns the offset of the index of the shard that holds this storage, if the shard exists.
@@ -143,13 +147,8 @@ fn chunk_size(storage: &record::Storage) -> Result<ChunkSize> {
         return Err(storage_error(ErrorKind::Alignment, storage));
     }
     let size = ChunkSize::from_log2(storage.chunk_log2).filter(|size| match storage.codec {
-        0 => {
-            storage.shuffle == 0 && storage.chunks == NONE && storage.stored_len == storage.raw_len
-        }
-        1 => {
-            (storage.shuffle == 0 || is_shuffle_width(storage.shuffle))
-                && *size == ChunkSize::default()
-        }
+        0 => storage.width == 0 && storage.chunks == NONE && storage.stored_len == storage.raw_len,
+        1 => is_shuffle_width(storage.width) && *size == ChunkSize::default(),
         _ => false,
     });
     size.ok_or_else(|| storage_error(ErrorKind::UnknownCodec, storage))

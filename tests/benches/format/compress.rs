@@ -24,10 +24,14 @@ pub(crate) fn compress_bfloat16(bench: &mut Bench) {
     let options = Options::new().compress(Compression::ShuffledZstd);
     let file = TorchStoreStateDict::with_options(&dict, &options).unwrap().as_bytes().clone();
     let archive = Archive::from_bytes(file.clone()).unwrap();
+    let planes_options = Options::new().compress(Compression::Planes);
+    let planes = TorchStoreStateDict::with_options(&dict, &planes_options).unwrap();
+    let planes_archive = Archive::from_bytes(planes.as_bytes().clone()).unwrap();
     let raw = archive.storage_bytes(0).unwrap();
     let len = u64::try_from(raw.len()).unwrap();
     let layout = Layout::plan(&dict, &options).unwrap();
     let mut target = vec![1_u8; usize::try_from(layout.file_len()).unwrap()];
+    let mut planes_target = vec![1_u8; planes.as_bytes().len()];
     let plain = zstd::bulk::compress(&raw, LEVEL).unwrap();
     let memory = RefCell::new(CopyBuffers::new(len));
     let stored_percent = |len: u64| 100.0 * ratio(len, 2 * u64::try_from(ELEMENTS).unwrap());
@@ -37,6 +41,10 @@ pub(crate) fn compress_bfloat16(bench: &mut Bench) {
             (
                 "stored % after a byte shuffle (target 69)",
                 stored_percent(archive.storage(0).stored_len()),
+            ),
+            (
+                "stored % in planes (target 66.8)",
+                stored_percent(planes_archive.storage(0).stored_len()),
             ),
             ("stored % of zstd alone", stored_percent(u64::try_from(plain.len()).unwrap())),
         ],
@@ -55,6 +63,9 @@ pub(crate) fn compress_bfloat16(bench: &mut Bench) {
                 Runner::variant("tssd, verify_deep", || archive.verify_deep().unwrap())
                     .with_target(Target::Rate(1.0)),
             )
+            .with_runner(Runner::variant("tssd, planes", || {
+                black_box(planes_archive.storage_bytes(0).unwrap());
+            }))
             .with_runner(Runner::peer("zstd alone", || {
                 black_box(zstd::bulk::decompress(&plain, raw.len()).unwrap());
             }))
@@ -71,6 +82,13 @@ pub(crate) fn compress_bfloat16(bench: &mut Bench) {
                 let compressed: Vec<_> =
                     draft.jobs().iter().map(|job| CompressJob::run(job).unwrap()).collect();
                 draft.into_layout(compressed).unwrap().write_into(black_box(&mut target)).unwrap();
+            }))
+            .with_runner(Runner::variant("tssd, planes", || {
+                let draft = Draft::new(&dict, &planes_options).unwrap();
+                let compressed: Vec<_> =
+                    draft.jobs().iter().map(|job| CompressJob::run(job).unwrap()).collect();
+                let layout = draft.into_layout(compressed).unwrap();
+                layout.write_into(black_box(&mut planes_target)).unwrap();
             }))
             .with_runner(Runner::peer("zstd alone", || {
                 black_box(zstd::bulk::compress(&raw, LEVEL).unwrap());

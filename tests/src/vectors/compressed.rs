@@ -68,6 +68,18 @@ fn digested() -> Vec<Vector> {
     ]
 }
 
+/// Returns tensors for which different codecs are best.
+fn chosen() -> StateDict {
+    let repeats =
+        tensor_from_bytes(Dtype::Float32, &[4096], |at| noise(at % 1024 / 512 * 512 + at % 512));
+    dict_of(vec![
+        ("weights".into(), weights(Dtype::Bfloat16, 8000).into()),
+        ("repeats".into(), repeats.into()),
+        ("noise".into(), tensor_from_bytes(Dtype::Uint8, &[3000], noise).into()),
+        ("text".into(), "weights ".repeat(1000).into()),
+    ])
+}
+
 fn subtrees() -> StateDict {
     let pattern = |len| tensor_from_bytes(Dtype::Uint8, &[len], |at| (at % 251).to_le_bytes()[0]);
     dict_of(vec![
@@ -86,7 +98,33 @@ fn compressed() -> Vec<Vector> {
         let fqn = path.fqn();
         if fqn.starts_with("moment") { Compression::ShuffledZstd } else { Compression::None }
     });
+    let planes = Options::new().compress(Compression::Planes);
     vec![
+        file_vector(
+            "124-planes-widths",
+            "planes of elements of 1, 2, 4 and 8 bytes, and of complex numbers",
+            encode(&widths(), &planes),
+        ),
+        file_vector(
+            "125-planes-bf16",
+            "planes of bf16 weights, of which the exponents are coded",
+            encode(&single_value(weights(Dtype::Bfloat16, 3000)), &planes),
+        ),
+        file_vector(
+            "126-planes-tail",
+            "planes of a view whose storage is no multiple of the element",
+            encode(&single_value(odd_tail()), &planes),
+        ),
+        file_vector(
+            "127-planes-raw-chunk",
+            "a chunk of planes and a raw chunk",
+            encode(&single_value(half_noise()), &planes),
+        ),
+        file_vector(
+            "128-auto",
+            "weights in planes, repeats in zstd, noise raw",
+            encode(&chosen(), &Options::new().compress(Compression::Auto)),
+        ),
         file_vector(
             "060-zstd-zeros",
             "64 KiB of zeros in one frame",

@@ -1,9 +1,10 @@
 //! Sizes exactly at the limits of spec section 3, where no other vector has them.
 
 use tssd_format::{
-    AttrValue, Attrs, ChunkLocation, ChunkSize, CompressedLayout, Container, DeviceMesh, Dict,
-    Dtype, Int, MapKey, Node, Options, Placement, Shard, ShardFile, ShardSpec, StateDict, Step,
-    Storage, StorageReference, Tensor, TensorMeta, TensorReference, TensorSlice, Value,
+    AttrValue, Attrs, ChunkCodec, ChunkLocation, ChunkSize, CompressedLayout, Container,
+    DeviceMesh, Dict, Dtype, Int, MapKey, Node, Options, Placement, Shard, ShardFile, ShardSpec,
+    StateDict, Step, Storage, StorageReference, Tensor, TensorMeta, TensorReference, TensorSlice,
+    Value,
 };
 
 use super::{Vector, bit_tensor, dict_of, encode, encode_plain, file_vector, single_value};
@@ -133,8 +134,11 @@ fn manifest() -> Vec<u8> {
         }])
     };
     // A frame has at least one byte per 32,768 bytes of content, rounded up.
-    let frames =
-        [(0, 32), (32, 2)].map(|(offset, len)| ChunkLocation { offset, len, is_zstd: true });
+    let frames = [(0, 32), (32, 2)].map(|(offset, len)| ChunkLocation {
+        offset,
+        len,
+        codec: ChunkCodec::Zstd,
+    });
     let packed = StorageReference {
         offset: ALIGNED,
         len: u64::from(CHUNK) + 32_769,
@@ -143,7 +147,7 @@ fn manifest() -> Vec<u8> {
         crcs: vec![2, 3],
         align_log2: 21,
         shard: 1,
-        compressed_layout: Some(CompressedLayout { shuffle: 16, chunks: frames.into() }),
+        compressed_layout: Some(CompressedLayout { width: 16, chunks: frames.into() }),
         digest: None,
     };
     let own = |writer: u32| {

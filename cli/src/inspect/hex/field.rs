@@ -132,13 +132,14 @@ pub(super) fn describe_field(record: &Record<'_>, field: &str) -> String {
         }
         ("Storage", "crcs") => format!("{field}: first entry is {value}"),
         ("Storage", "crc32") => format!("{field}: of the {} bytes", record.get("raw_len")),
-        ("Storage" | "Chunk", "codec") => with_name(name_at(&["raw", "zstd"], value)),
+        ("Storage", "codec") => with_name(name_at(&["raw", "chunks with codecs"], value)),
+        ("Chunk", "codec") => with_name(name_at(&["raw", "zstd", "planes"], value)),
         ("Storage", "align_log2") => with_name(&format!("aligned to {}", power_of_two(value))),
         ("Storage", "chunk_log2") => match power_of_two(value) >> 10 {
             bytes @ 1..1024 => with_name(&format!("chunks of {bytes} KiB")),
             bytes => with_name(&format!("chunks of {} MiB", bytes >> 10)),
         },
-        ("Storage", "shuffle") if value != 0 => with_name("elements of as many bytes"),
+        ("Storage", "width") if value != 0 => with_name("bytes of an element, for the codecs"),
 
         ("Storage", "subtrees") => {
             or_none("no entries", format!("{field}: first entry is {value}"))

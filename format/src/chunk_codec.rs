@@ -1,0 +1,113 @@
+//! Codecs of chunks: raw, shuffled zstd, and byte planes. Spec: section 6.
+
+use crate::codec::ZstdEncoder;
+use crate::error::Result;
+use crate::planes::{PlanesDecoder, PlanesEncoder};
+
+/// How a stored chunk encodes the bytes of the chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum ChunkCodec {
+    /// Codec 0: the bytes as they are.
+    Raw,
+    /// Codec 1: one zstd frame, after a byte shuffle.
+    Zstd,
+    /// Codec 2: byte planes, each raw or one zstd frame.
+    Planes,
+}
+
+impl ChunkCodec {
+    /// Returns the number in a Chunk record.
+    pub const fn number(self) -> u32 {
+        match self {
+            Self::Raw => 0,
+            Self::Zstd => 1,
+            Self::Planes => 2,
+        }
+    }
+
+    /// Returns the codec with this number in a Chunk record, if there is one.
+    pub(crate) const fn from_number(number: u32) -> Option<Self> {
+        match number {
+            0 => Some(Self::Raw),
+            1 => Some(Self::Zstd),
+            2 => Some(Self::Planes),
+            _ => None,
+        }
+    }
+}
+
+/// The codec of the chunks of a storage that are not raw, and the width of an element in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StorageCodec {
+    pub(crate) codec: ChunkCodec,
+    pub(crate) width: u8,
+}
+
+/// Encoder of the chunks of a storage. Reuses its working memory for every chunk.
+pub(crate) enum ChunkEncoder {
+    Raw,
+    Zstd(ZstdEncoder),
+    Planes(PlanesEncoder),
+}
+
+impl ChunkEncoder {
+    /// Creates an encoder; `level` is the level of zstd for codec 1.
+    ///
+    /// # Errors
+    ///
+    /// `Io` if zstd cannot allocate memory; `FeatureMissing` in a build without zstd.
+    pub(crate) fn new(codec: ChunkCodec, level: i32) -> Result<Self> {
+        Ok(match codec {
+            ChunkCodec::Raw => Self::Raw,
+            ChunkCodec::Zstd => Self::Zstd(ZstdEncoder::new(level)?),
+            ChunkCodec::Planes => Self::Planes(PlanesEncoder::new()?),
+        })
+    }
+
+    /// Encodes a chunk of elements of `width` bytes; `None` if the chunk stays raw, because that saves too little.
+    ///
+    /// # Errors
+    ///
+    /// `Io` if zstd cannot allocate memory.
+    pub(crate) fn encode(&mut self, raw: &[u8], width: u8) -> Result<Option<Vec<u8>>> {
+        match self {
+            Self::Raw => Ok(None),
+            Self::Zstd(zstd) => zstd.encode(raw, width),
+            Self::Planes(planes) => planes.encode(raw, width),
+        }
+    }
+}
+
+/// Decoder of chunks of all codecs. Reuses its working memory for every chunk.
+pub(crate) struct ChunkDecoder {
+    planes: PlanesDecoder,
+}
+
+impl ChunkDecoder {
+    pub(crate) fn new() -> Result<Self> {
+        Ok(Self { planes: PlanesDecoder::new()? })
+    }
+
+    /// Decodes a stored chunk into `target`, which must have the length of the chunk.
+    ///
+    /// `width` is the width of an element in bytes. After an error, the bytes of `target` are unspecified.
+    ///
+    /// # Errors
+    ///
+    /// `FrameCorrupt` (F-093); `PlaneLengths` (F-097); `FeatureMissing` in a build without zstd.
+    pub(crate) fn decode(
+        &mut self,
+        codec: ChunkCodec,
+        width: u8,
+        stored: &[u8],
+        target: &mut [u8],
+    ) -> Result<()> {
+        match codec {
+            ChunkCodec::Raw => target.copy_from_slice(stored),
+            ChunkCodec::Zstd => self.planes.frames.decode(stored, width, target)?,
+            ChunkCodec::Planes => self.planes.decode(stored, width, target)?,
+        }
+        Ok(())
+    }
+}

@@ -244,7 +244,7 @@ macro_rules! dtypes {
 
             /// Returns the number in files.
             #[inline]
-            pub const fn number(self) -> u16 {
+            pub const fn number(&self) -> u16 {
                 match self {
                     $(Self::$variant => $number,)*
                     Self::Other(other) => other.number,
@@ -326,9 +326,11 @@ dtypes! {
 }
 
 /// Returns the size of the elements of a listed dtype in bytes, and 0 if the number is not listed.
-#[inline]
+#[expect(clippy::inline_always, reason = "for each tensor; a hint alone is taken by chance")]
+#[inline(always)]
 pub(crate) fn listed_itemsize(number: u16) -> u64 {
-    ITEMSIZES.get(usize::from(number)).copied().unwrap_or_default().into()
+    let number = usize::from(number);
+    if number < NUMBERS { u64::from(ITEMSIZES[number]) } else { 0 }
 }
 
 impl Dtype {

@@ -323,7 +323,12 @@ impl<'a> TableEncoder<'a> {
             Value::Complex(re, im) => (kind::COMPLEX, 0, re.to_bits(), im.to_bits()),
             Value::Str(text) => (kind::STR, 0, self.intern(text.as_bytes())?, 0),
             Value::Bytes(bytes) => (kind::BYTES, 0, self.intern(bytes)?, 0),
-            Value::Dtype(dtype) => (kind::DTYPE, 0, u64::from(self.dtype_number(*dtype)?), 0),
+            Value::Dtype(dtype) => {
+                if let Dtype::Other(other) = dtype {
+                    self.add_dtype(*other)?;
+                }
+                (kind::DTYPE, 0, u64::from(dtype.number()), 0)
+            }
             Value::Size(sizes) if sizes.len() > MAX_RANK => {
                 return Err(Error::new(ErrorKind::RankTooLarge)
                     .with_detail(format_args!("a size of {} entries", sizes.len())));
@@ -355,7 +360,9 @@ impl<'a> TableEncoder<'a> {
     fn encode_tensor(&mut self, tensor: &BorrowedTensor<'a>) -> Result<()> {
         let BorrowedTensor { meta, storage, byte_offset, shard_spec } = *tensor;
         meta.check_flags()?;
-        let dtype = self.dtype_number(meta.dtype())?;
+        if let Some(other) = meta.other_dtype() {
+            self.add_dtype(*other)?;
+        }
         let shape = self.intern_dims(meta.shape())?;
         let strides =
             meta.explicit_strides().map(|strides| self.intern_dims(strides)).transpose()?;
@@ -365,7 +372,7 @@ impl<'a> TableEncoder<'a> {
         });
         self.tables.tensors.push(record::Tensor {
             storage: storage.unwrap_or(NONE).into(),
-            dtype: dtype.into(),
+            dtype: meta.dtype_number().into(),
             rank: rank(meta.shape())?,
             flags: meta.flags().bits(),
             shape: shape.into(),
@@ -485,22 +492,19 @@ impl<'a> TableEncoder<'a> {
         Ok(())
     }
 
-    /// Returns the number of a dtype, and collects the dtypes that the file must describe.
+    /// Collects a dtype that the file must describe.
     ///
     /// # Errors
     ///
-    /// `DtypeTable` if two dtypes have the same number.
-    #[inline]
-    fn dtype_number(&mut self, dtype: Dtype) -> Result<u16> {
-        if let Dtype::Other(other) = dtype
-            && *self.dtypes.entry(other.number()).or_insert(other) != other
-        {
-            return Err(Error::new(ErrorKind::DtypeTable).with_detail(format_args!(
-                "{other:?} and {:?} have the same number",
-                self.dtypes[&other.number()]
-            )));
+    /// `DtypeTable` if another dtype has the same number.
+    #[cold]
+    fn add_dtype(&mut self, other: OtherDtype) -> Result<()> {
+        let described = *self.dtypes.entry(other.number()).or_insert(other);
+        if described == other {
+            return Ok(());
         }
-        Ok(dtype.number())
+        Err(Error::new(ErrorKind::DtypeTable)
+            .with_detail(format_args!("{other:?} and {described:?} have the same number")))
     }
 
     fn encode_dtypes(&mut self) -> Result<()> {

@@ -95,8 +95,13 @@ pub(crate) enum RequestedCodec {
 }
 
 impl Compression {
-    /// Returns the codec for a tensor of this dtype, or for bytes; `None` if the storage stays raw.
-    pub(crate) fn codec(self, dtype: Option<Dtype>) -> Option<RequestedCodec> {
+    /// Returns the codec for a tensor, or for bytes; `None` if the storage stays raw.
+    #[inline]
+    pub(crate) fn codec(self, meta: Option<&TensorMeta>) -> Option<RequestedCodec> {
+        if self == Self::None { None } else { self.codec_of_dtype(meta.map(TensorMeta::dtype)) }
+    }
+
+    fn codec_of_dtype(self, dtype: Option<Dtype>) -> Option<RequestedCodec> {
         let itemsize = u8::try_from(dtype.map_or(1, Dtype::itemsize)).unwrap_or(1);
         let shuffle_width = if is_shuffle_width(itemsize) { itemsize } else { 1 };
         let is_complex = dtype.is_some_and(|dtype| dtype.class() == DtypeClass::Complex);

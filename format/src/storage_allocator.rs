@@ -339,9 +339,7 @@ impl<'a> Span<'a> {
         options: &Options,
         addresses: &mut BlobAddresses,
     ) -> Result<Self> {
-        let codec = |meta: Option<&TensorMeta>| {
-            options.compression(path, meta).codec(meta.map(TensorMeta::dtype))
-        };
+        let codec = |meta: Option<&TensorMeta>| options.compression(path, meta).codec(meta);
         Ok(match item {
             PayloadItem::Tensor(tensor) => {
                 let meta = tensor.meta();
@@ -357,7 +355,7 @@ impl<'a> Span<'a> {
                 };
                 let start = base + tensor.byte_offset();
                 let end = start + meta.span_bytes();
-                let align = u16::try_from(meta.dtype().itemsize()).expect("at most 256 bytes");
+                let align = u16::try_from(meta.itemsize()).expect("at most 256 bytes");
                 Self { start, end, owner, align, is_content: false, codec, component: NONE }
             }
             PayloadItem::Content(bytes) => {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::blob::Blob;
-use crate::dtype::{Dtype, DtypeClass};
+use crate::dtype::{Dtype, DtypeClass, OtherDtype, listed_itemsize};
 use crate::error::{Error, ErrorKind, Result};
 use crate::runs::Runs;
 use crate::shape::{Sizes, are_row_major, check_shape, numel, row_major_strides, span_bytes};
@@ -63,6 +63,30 @@ impl TensorMeta {
         self.dtype
     }
 
+    /// Returns the size of one element in bytes, without a copy of the dtype.
+    #[inline]
+    pub(crate) fn itemsize(&self) -> u64 {
+        match &self.dtype {
+            Dtype::Other(other) => other.itemsize(),
+            listed => listed_itemsize(listed.number()),
+        }
+    }
+
+    /// Returns the dtype if only the file describes it.
+    #[inline]
+    pub(crate) fn other_dtype(&self) -> Option<&OtherDtype> {
+        match &self.dtype {
+            Dtype::Other(other) => Some(other),
+            _ => None,
+        }
+    }
+
+    /// Returns the number of the dtype in files, without a copy of the dtype.
+    #[inline]
+    pub(crate) fn dtype_number(&self) -> u16 {
+        self.dtype.number()
+    }
+
     /// Returns the shape, in elements.
     pub fn shape(&self) -> &[u64] {
         &self.shape
@@ -81,7 +105,8 @@ impl TensorMeta {
     /// Checks that the flags fit dtype and shape (F-056).
     #[inline]
     pub(crate) fn check_flags(&self) -> Result<()> {
-        if self.flags.fit(self.dtype, self.shape.len()) {
+        // Most tensors have no flags.
+        if self.flags.0 == 0 || self.flags.fit(self.dtype, self.shape.len()) {
             Ok(())
         } else {
             Err(Error::new(ErrorKind::TensorFlags).with_detail(format_args!(
@@ -118,7 +143,7 @@ impl TensorMeta {
     /// Returns the number of bytes from the first element to the end of the last element.
     #[inline]
     pub fn span_bytes(&self) -> u64 {
-        span_bytes(self.dtype.itemsize(), &self.shape, self.explicit_strides())
+        span_bytes(self.itemsize(), &self.shape, self.explicit_strides())
             .expect("shape and strides were checked when they were set")
     }
 }

@@ -43,7 +43,8 @@ impl OtherDtypes {
 
 impl Validator<'_> {
     /// Returns the size in bytes of the elements of the dtype with this number (F-050).
-    #[inline]
+    #[expect(clippy::inline_always, reason = "for each tensor; a hint alone is taken by chance")]
+    #[inline(always)]
     pub(super) fn itemsize(&mut self, number: u16) -> Result<u64> {
         match listed_itemsize(number) {
             0 => self.other_itemsize(number),

@@ -23,12 +23,11 @@ use crate::pattern::Pattern;
 use crate::size::{Size, pluralize};
 use crate::verify;
 
-/// Store an archive otherwise: compress it, align it, cut it finer, give it digests, or join a shard set into one.
+/// Convert an archive: compress it, align it, change its chunks, add digests, or join a shard set into one archive.
 ///
-/// What is not asked for stays as it is. An archive is proven first: damage is not copied. Files of
-/// torch.save and directories of torch.distributed.checkpoint are read by Python, with the package
-/// tssd and torch, of the environment that has this command or that `VIRTUAL_ENV` names; nothing in
-/// them is executed.
+/// Without an option for it, a property stays as it is. The archive is verified first, so damage is not copied. Files of
+/// torch.save and directories of torch.distributed.checkpoint are read by Python, with the packages tssd and torch of the
+/// environment that has this command or that `VIRTUAL_ENV` names. Nothing in them is executed.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// The archive; a directory with a manifest.tssd, which becomes one archive; what torch.save or
@@ -40,7 +39,7 @@ pub(crate) struct Args {
     /// Compress the storages with this codec
     #[arg(long, value_enum, value_name = "CODEC")]
     codec: Option<Codec>,
-    /// Use --codec for these leaves, and compress no others: fqns, with * for any text; repeat it for more
+    /// Compress the leaves with this fqn, and no others; * stands for any text. Repeat it for more
     #[arg(long, value_name = "PATTERN", requires = "codec")]
     only: Vec<Pattern>,
     /// Level of zstd, 1 by default. With the codec planes, only bytes and strings have it
@@ -52,7 +51,7 @@ pub(crate) struct Args {
         value_parser = clap::value_parser!(i32).range(ZSTD_LEVELS),
     )]
     zstd_level: Option<i32>,
-    /// Write digests: a BLAKE3 for each storage, and one for all
+    /// Write the BLAKE3 of each storage and of its chunks, which give the content digest
     #[arg(long, conflicts_with = "no_digest")]
     digest: bool,
     /// Write no digests
@@ -61,9 +60,9 @@ pub(crate) struct Args {
     /// Align all storages to this many bytes: a power of two from 64 to 2MiB
     #[arg(long, value_name = "BYTES")]
     align: Option<Size>,
-    /// Chunks, each with a checksum, of storages that are not compressed: of so many bytes, a power of two from 4KiB to
-    /// 1MiB, or `fine` ones, by the length of each storage, so that slices are read from a bucket with little beside
-    /// them. Without it, as the input has them
+    /// Chunk size of storages that are not compressed: a power of two from 4KiB to 1MiB, or `fine`: by the length of
+    /// the storage, so that a reader fetches few other bytes with a slice. Each chunk has a checksum. Without this
+    /// option, the sizes stay as they are
     #[arg(long, value_name = "BYTES", value_parser = parse_chunks)]
     chunks: Option<ChunkPolicy>,
 }

@@ -1,6 +1,6 @@
 //! Text of plain leaves, as Python prints them.
 
-use tssd_format::{AttrValue, Value};
+use tssd_format::{AttrValue, Dtype, Value};
 
 use crate::size::Size;
 
@@ -18,6 +18,7 @@ pub(crate) fn repr(value: &Value) -> (&'static str, String) {
         Value::Complex(re, im) => ("complex", format!("({re}, {im}j)")),
         Value::Str(text) => ("str", truncate(&format!("{text:?}"))),
         Value::Bytes(bytes) => ("bytes", size_text(bytes)),
+        Value::Dtype(Dtype::Other(dtype)) => ("dtype", dtype.name().to_owned()),
         Value::Dtype(dtype) => ("dtype", format!("torch.{dtype}")),
         Value::Size(sizes) => ("size", format!("torch.Size({sizes:?})")),
         Value::Device(name) => ("device", name.to_string()),

@@ -12,7 +12,7 @@ use crate::blob::Blob;
 use crate::checksum::checksum;
 use crate::content_digest::content_digest;
 use crate::convert::index_to_usize;
-use crate::digest::Digest;
+use crate::digest::{self, ChunkHasher, Digest};
 use crate::dtype::OtherDtype;
 use crate::encode::{Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
@@ -183,19 +183,30 @@ impl Archive {
     pub fn compute_content_digest(&self) -> Result<Digest> {
         content_digest(&self.index.views(), |number| {
             let storage = self.storage(number);
-            let mut hasher = blake3::Hasher::new();
-            let mut crc = crc32fast::Hasher::new();
-            self.for_each_chunk(&storage, |_, raw| {
-                crc.update(raw);
-                hasher.update(raw);
+            let chunks = self.hash_chunks(&storage).map_err(|error| {
+                let offset = error.offset().unwrap_or(storage.offset);
+                error.with_path(self.storage_fqn(number)).with_offset(offset)
             })?;
-            if crc.finalize() != storage.crc32 {
-                return Err(Error::new(ErrorKind::StorageCorrupt)
-                    .with_path(self.storage_fqn(number))
-                    .with_offset(storage.offset));
-            }
-            Ok(*hasher.finalize().as_bytes())
+            Ok(digest::merge(storage.len, storage.chunk_size, &chunks))
         })
+    }
+
+    /// Reads all raw bytes of a storage, verifies their CRC-32, and returns the chaining values of the chunks.
+    ///
+    /// # Errors
+    ///
+    /// As [`Archive::storage_bytes`]; `StorageCorrupt` if the CRC-32 differs from the recorded one.
+    pub(crate) fn hash_chunks(&self, storage: &StorageReference) -> Result<Vec<Digest>> {
+        let mut crc = crc32fast::Hasher::new();
+        let mut chunks = Vec::new();
+        self.for_each_chunk(storage, |chunk, raw| {
+            crc.update(raw);
+            let mut hasher = ChunkHasher::new(chunk, storage.len, storage.chunk_size);
+            hasher.update(raw);
+            chunks.push(hasher.finish());
+        })?;
+        storage.verify_crc32(crc.finalize())?;
+        Ok(chunks)
     }
 
     /// Returns the chaining values of the chunks of a storage; none if it has one chunk or no digest.

@@ -4,7 +4,12 @@ use crate::chunk::MAX_CHUNK_BYTES;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Smallest saving of a compressed chunk, in percent of its length. Below it, the chunk stays raw.
-pub(crate) const MIN_GAIN_PERCENT: usize = 3;
+const MIN_GAIN_PERCENT: usize = 3;
+
+/// Returns whether `stored` bytes instead of `raw` save at least [`MIN_GAIN_PERCENT`].
+pub(crate) fn saves_enough(raw: usize, stored: usize) -> bool {
+    stored < raw && (raw - stored) * 100 >= raw * MIN_GAIN_PERCENT
+}
 
 /// Returns whether the byte shuffle supports elements of this many bytes. One of width 1 changes nothing.
 pub(crate) fn is_shuffle_width(bytes: u8) -> bool {
@@ -36,9 +41,8 @@ impl ZstdEncoder {
             &self.shuffled
         };
         let mut frame = self.zstd.compress(source)?;
-        let gain = raw.len().saturating_sub(frame.len());
         frame.shrink_to_fit();
-        Ok((gain * 100 >= raw.len() * MIN_GAIN_PERCENT).then_some(frame))
+        Ok(saves_enough(raw.len(), frame.len()).then_some(frame))
     }
 }
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::chunk_codec::{ChunkCodec, StorageCodec};
-use crate::codec::{MIN_GAIN_PERCENT, ZstdEncoder};
+use crate::codec::{ZstdEncoder, saves_enough};
 use crate::error::Result;
 use crate::planes::PlanesEncoder;
 
@@ -75,9 +75,8 @@ impl CodecChooser {
         } else {
             (ChunkCodec::Zstd, self.shuffle_width, self.zstd_len)
         };
-        let gain = self.raw_len - len;
-        let is_worthwhile = gain > 0 && gain * 100 >= self.raw_len * MIN_GAIN_PERCENT;
-        StorageCodec { codec: if is_worthwhile { codec } else { ChunkCodec::Raw }, width }
+        let codec = if saves_enough(self.raw_len, len) { codec } else { ChunkCodec::Raw };
+        StorageCodec { codec, width }
     }
 }
 

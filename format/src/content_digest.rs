@@ -178,7 +178,7 @@ impl<'a> LayoutHasher<'a> {
     }
 
     fn add_dtype(&mut self, number: u16) {
-        let dtype = self.views.dtype(number).expect("proven to be listed or described");
+        let dtype = self.views.dtype(number).expect("proven to be listed or described").to_dtype();
         self.add_str(dtype.name().as_bytes());
         let size = u16::try_from(dtype.itemsize()).expect("at most 256 bytes");
         self.hasher.update(&size.to_le_bytes());

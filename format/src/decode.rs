@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::convert::index_to_usize;
-use crate::dtype::Dtype;
+use crate::dtype::CompactDtype;
 use crate::error::Result;
 use crate::key::{self, MapKey, Step};
 use crate::mesh::DeviceMesh;
@@ -149,7 +149,8 @@ impl<'a> TableReader<'a> {
             kind::STR => Value::Str(self.text(a)),
             kind::BYTES => Value::Bytes(self.bytes(a)),
             kind::DTYPE => {
-                Value::Dtype(self.dtype(u16::try_from(a).expect("proven to be a dtype")))
+                let number = u16::try_from(a).expect("proven to be a dtype");
+                Value::Dtype(self.dtype(number).to_dtype())
             }
             kind::SIZE => {
                 let start = u32::try_from(a).expect("proven to be in dims");
@@ -201,9 +202,10 @@ impl<'a> TableReader<'a> {
         let views = self.views;
         let rank = usize::from(tensor.rank);
         let shape = views.validated_dims(tensor.shape.to_native(), rank);
-        let meta = TensorMeta::new(self.dtype(tensor.dtype.to_native()), shape)
-            .expect("proven to be in limits")
-            .with_flags(TensorFlags::from_bits(tensor.flags).expect("proven to be known"));
+        let dtype = self.dtype(tensor.dtype.to_native());
+        let flags = TensorFlags::from_bits(tensor.flags).expect("proven to be known");
+        let meta =
+            TensorMeta::with_compact_dtype(dtype, shape, flags).expect("proven to be in limits");
         if tensor.strides == NONE {
             return meta;
         }
@@ -212,7 +214,7 @@ impl<'a> TableReader<'a> {
     }
 
     #[inline]
-    fn dtype(&self, number: u16) -> Dtype {
+    fn dtype(&self, number: u16) -> CompactDtype {
         self.views.dtype(number).expect("proven to be listed or described")
     }
 

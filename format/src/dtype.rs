@@ -328,9 +328,9 @@ dtypes! {
 /// Returns the size of the elements of a listed dtype in bytes, and 0 if the number is not listed.
 #[expect(clippy::inline_always, reason = "for each tensor; a hint alone is taken by chance")]
 #[inline(always)]
-pub(crate) fn listed_itemsize(number: u16) -> u64 {
+pub(crate) fn listed_itemsize(number: u16) -> u8 {
     let number = usize::from(number);
-    if number < NUMBERS { u64::from(ITEMSIZES[number]) } else { 0 }
+    if number < NUMBERS { ITEMSIZES[number] } else { 0 }
 }
 
 impl Dtype {
@@ -355,7 +355,7 @@ impl Dtype {
     pub fn itemsize(self) -> u64 {
         match self {
             Self::Other(other) => other.itemsize(),
-            listed => listed_itemsize(listed.number()),
+            listed => listed_itemsize(listed.number()).into(),
         }
     }
 
@@ -389,6 +389,59 @@ impl Dtype {
     /// Returns the dtype with this name in safetensors, such as `BF16`.
     pub fn from_safetensors(name: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|dtype| dtype.safetensors() == Some(name))
+    }
+}
+
+/// A dtype in 16 bytes, for the metadata of tensors. Few tensors have a dtype that is not listed.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(crate) enum CompactDtype {
+    /// The number of a listed dtype.
+    Listed(u16),
+    Other(Box<OtherDtype>),
+}
+
+impl CompactDtype {
+    /// Returns the number in files.
+    #[inline]
+    pub(crate) fn number(&self) -> u16 {
+        match self {
+            Self::Listed(number) => *number,
+            Self::Other(other) => other.number(),
+        }
+    }
+
+    /// Returns the size of one element in bytes.
+    #[inline]
+    pub(crate) fn itemsize(&self) -> u64 {
+        match self {
+            Self::Listed(number) => u64::from(listed_itemsize(*number)),
+            Self::Other(other) => other.itemsize(),
+        }
+    }
+
+    pub(crate) fn to_dtype(&self) -> Dtype {
+        match self {
+            Self::Listed(number) => {
+                Dtype::from_number(*number).expect("the number of a listed dtype")
+            }
+            Self::Other(other) => Dtype::Other(**other),
+        }
+    }
+}
+
+impl From<Dtype> for CompactDtype {
+    #[inline]
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::Other(other) => Self::Other(other.into()),
+            listed => Self::Listed(listed.number()),
+        }
+    }
+}
+
+impl fmt::Debug for CompactDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.to_dtype().fmt(f)
     }
 }
 

@@ -11,7 +11,7 @@ use rend::u32_le;
 
 use crate::convert::index_to_usize;
 use crate::digest::Digest;
-use crate::dtype::{Dtype, OtherDtype};
+use crate::dtype::{CompactDtype, Dtype, OtherDtype};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{EncodedKey, KeyContent, MapKey, ObjectPath, SortKey};
 use crate::mesh::DeviceMesh;
@@ -360,8 +360,8 @@ impl<'a> TableEncoder<'a> {
     fn encode_tensor(&mut self, tensor: &BorrowedTensor<'a>) -> Result<()> {
         let BorrowedTensor { meta, storage, byte_offset, shard_spec } = *tensor;
         meta.check_flags()?;
-        if let Some(other) = meta.other_dtype() {
-            self.add_dtype(*other)?;
+        if let CompactDtype::Other(other) = meta.compact_dtype() {
+            self.add_dtype(**other)?;
         }
         let shape = self.intern_dims(meta.shape())?;
         let strides =
@@ -372,7 +372,7 @@ impl<'a> TableEncoder<'a> {
         });
         self.tables.tensors.push(record::Tensor {
             storage: storage.unwrap_or(NONE).into(),
-            dtype: meta.dtype_number().into(),
+            dtype: meta.compact_dtype().number().into(),
             rank: rank(meta.shape())?,
             flags: meta.flags().bits(),
             shape: shape.into(),

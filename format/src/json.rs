@@ -84,11 +84,11 @@ fn build_view(archive: &Archive, elements: ElementFilter) -> Result<Json> {
         if storage.chunk_size != ChunkSize::default() {
             view["chunk_log2"] = json!(storage.chunk_size.log2());
         }
-        if let Some(packing) = &storage.compressed_layout {
+        if let Some(layout) = &storage.compressed_layout {
             let chunk =
                 |chunk: &ChunkLocation| json!([chunk.offset, chunk.len, chunk.codec.number()]);
-            let chunks: Vec<Json> = packing.chunks.iter().map(chunk).collect();
-            view["compressed"] = json!({ "width": packing.width, "chunks": chunks });
+            let chunks: Vec<Json> = layout.chunks.iter().map(chunk).collect();
+            view["compressed"] = json!({ "width": layout.width, "chunks": chunks });
         }
         if let Some(digest) = &storage.digest {
             view["digest"] = json!(hex(digest));

@@ -9,9 +9,9 @@ use zstd::bulk::Compressor;
 #[cfg(feature = "zstd")]
 use zstd::zstd_safe::{CParameter, ParamSwitch, compress_bound};
 
-#[cfg(feature = "zstd")]
-use crate::codec::MIN_GAIN_PERCENT;
 use crate::codec::ZstdDecoder;
+#[cfg(feature = "zstd")]
+use crate::codec::saves_enough;
 use crate::error::{Error, ErrorKind, Result};
 #[cfg(feature = "zstd")]
 use crate::plane_blocks::split_planes;
@@ -68,7 +68,7 @@ impl PlanesEncoder {
         Ok(Self { zstd, chunk: Vec::new(), frame: Vec::new() })
     }
 
-    /// Encodes a chunk of elements of `width` bytes; `None` if that saves less than `MIN_GAIN_PERCENT`.
+    /// Encodes a chunk of elements of `width` bytes; `None` if that saves too little.
     ///
     /// # Errors
     ///
@@ -274,12 +274,6 @@ fn grow(memory: &mut Vec<u8>, len: usize) {
     if memory.len() < len {
         memory.resize(len, 0);
     }
-}
-
-/// Returns whether `stored` bytes instead of `raw` save at least `MIN_GAIN_PERCENT`.
-#[cfg(feature = "zstd")]
-fn saves_enough(raw: usize, stored: usize) -> bool {
-    raw.saturating_sub(stored) * 100 >= raw * MIN_GAIN_PERCENT
 }
 
 #[cfg(test)]

@@ -87,10 +87,19 @@ impl StorageReference {
         Err(Error::new(ErrorKind::ChunkCorrupt).with_detail(format_args!("{len} bytes")))
     }
 
+    /// Checks the CRC-32 of the raw bytes against the recorded one.
+    ///
+    /// # Errors
+    ///
+    /// `StorageCorrupt` (F-091) if they differ.
+    pub(crate) fn verify_crc32(&self, crc: u32) -> Result<()> {
+        if crc == self.crc32 { Ok(()) } else { Err(Error::new(ErrorKind::StorageCorrupt)) }
+    }
+
     /// Returns the number of bytes that the storage occupies in its file.
     pub fn stored_len(&self) -> u64 {
-        self.compressed_layout.as_ref().map_or(self.len, |packing| {
-            packing.chunks.last().map_or(0, |chunk| chunk.offset + u64::from(chunk.len))
+        self.compressed_layout.as_ref().map_or(self.len, |layout| {
+            layout.chunks.last().map_or(0, |chunk| chunk.offset + u64::from(chunk.len))
         })
     }
 
@@ -136,8 +145,8 @@ impl StorageReference {
     pub fn stored_chunk(&self, number: u64) -> Range<u64> {
         let range = match &self.compressed_layout {
             None => self.chunk(number),
-            Some(packing) => {
-                let chunk = &packing.chunks[to_usize(number)];
+            Some(layout) => {
+                let chunk = &layout.chunks[to_usize(number)];
                 chunk.offset..chunk.offset + u64::from(chunk.len)
             }
         };
@@ -150,7 +159,7 @@ impl StorageReference {
 /// Decoding allocates exactly the length of the range and at most one chunk of 1 MiB, regardless of
 /// the sizes that a frame claims.
 pub struct RangeDecoder<'a> {
-    reader: StorageDecoder<'a>,
+    decoder: StorageDecoder<'a>,
     range: Range<u64>,
     bytes: Vec<u8>,
     /// Number of bytes decoded so far.
@@ -166,7 +175,7 @@ impl<'a> RangeDecoder<'a> {
     pub fn new(storage: &'a StorageReference, range: Range<u64>) -> Result<Self> {
         let len = usize::try_from(range.end - range.start);
         let bytes = zeroed(len.map_err(|_| Error::new(ErrorKind::TooLarge))?)?;
-        Ok(Self { reader: StorageDecoder::new(storage)?, range, bytes, filled: 0 })
+        Ok(Self { decoder: StorageDecoder::new(storage)?, range, bytes, filled: 0 })
     }
 
     /// Decodes a chunk from its stored bytes. The caller must add all chunks of the range in order.
@@ -175,14 +184,14 @@ impl<'a> RangeDecoder<'a> {
     ///
     /// `FrameCorrupt` if the chunk does not decode; `FeatureMissing` in a build without zstd.
     pub fn add_chunk(&mut self, number: u64, stored: &[u8]) -> Result<()> {
-        let chunk = self.reader.storage.chunk(number);
+        let chunk = self.decoder.storage.chunk(number);
         let part = chunk.start.max(self.range.start)..chunk.end.min(self.range.end);
         let local = to_usize(part.start - chunk.start)..to_usize(part.end - chunk.start);
         let target = &mut self.bytes[self.filled..][..local.len()];
         if part == chunk {
-            self.reader.read_into(number, stored, target)?;
+            self.decoder.decode_into(number, stored, target)?;
         } else {
-            target.copy_from_slice(&self.reader.decode(number, stored)?[local]);
+            target.copy_from_slice(&self.decoder.decode(number, stored)?[local]);
         }
         self.filled += target.len();
         Ok(())
@@ -208,7 +217,10 @@ impl<'a> StorageDecoder<'a> {
 
     /// Returns the raw bytes of a chunk, given its stored bytes.
     pub(crate) fn decode<'b>(&'b mut self, number: u64, stored: &'b [u8]) -> Result<&'b [u8]> {
-        let Some((codec, width)) = self.codec(number) else { return Ok(stored) };
+        let (codec, width) = self.codec(number);
+        if codec == ChunkCodec::Raw {
+            return Ok(stored);
+        }
         let chunk = self.storage.chunk(number);
         self.chunk.resize(to_usize(chunk.end - chunk.start), 0);
         self.decoder.decode(codec, width, stored, &mut self.chunk)?;
@@ -216,18 +228,16 @@ impl<'a> StorageDecoder<'a> {
     }
 
     /// Decodes a chunk into `target`, which must have the length of its raw bytes.
-    fn read_into(&mut self, number: u64, stored: &[u8], target: &mut [u8]) -> Result<()> {
-        if let Some((codec, width)) = self.codec(number) {
-            return self.decoder.decode(codec, width, stored, target);
-        }
-        target.copy_from_slice(stored);
-        Ok(())
+    fn decode_into(&mut self, number: u64, stored: &[u8], target: &mut [u8]) -> Result<()> {
+        let (codec, width) = self.codec(number);
+        self.decoder.decode(codec, width, stored, target)
     }
 
-    /// Returns codec and element width of a chunk, unless it is stored raw.
-    fn codec(&self, number: u64) -> Option<(ChunkCodec, u8)> {
-        let layout = self.storage.compressed_layout.as_ref()?;
-        let codec = layout.chunks[to_usize(number)].codec;
-        (codec != ChunkCodec::Raw).then_some((codec, layout.width))
+    /// Returns codec and element width of a chunk.
+    fn codec(&self, number: u64) -> (ChunkCodec, u8) {
+        let layout = self.storage.compressed_layout.as_ref();
+        layout.map_or((ChunkCodec::Raw, 0), |layout| {
+            (layout.chunks[to_usize(number)].codec, layout.width)
+        })
     }
 }

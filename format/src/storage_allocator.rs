@@ -274,7 +274,7 @@ impl StorageAllocator {
         let crc32 = combine_crcs(len, chunk_size, chunks.iter().map(|chunk| chunk.crc));
         let subtrees: Option<Vec<Digest>> = chunks.iter().map(|chunk| chunk.digest).collect();
         let digest = subtrees.as_ref().map(|subtrees| digest::merge(len, chunk_size, subtrees));
-        let mut packing = CompressedLayout { width, chunks: Vec::with_capacity(chunks.len()) };
+        let mut layout = CompressedLayout { width, chunks: Vec::with_capacity(chunks.len()) };
         let mut parts = Vec::with_capacity(chunks.len());
         let mut offset = 0;
         for (number, chunk) in (0..).zip(chunks) {
@@ -282,7 +282,7 @@ impl StorageAllocator {
             let raw = || raw.slice(&chunk_size.range(number, len));
             let part = chunk.encoded.map_or_else(raw, RawBytes::from);
             let len = u32::try_from(part.len()).expect("at most 1 MiB");
-            packing.chunks.push(ChunkLocation { offset, len, codec });
+            layout.chunks.push(ChunkLocation { offset, len, codec });
             offset += u64::from(len);
             parts.push(part);
         }
@@ -290,7 +290,7 @@ impl StorageAllocator {
             len,
             crc32,
             align_log2: options.align_log2(offset),
-            compressed_layout: Some(packing),
+            compressed_layout: Some(layout),
             digest,
             ..StorageReference::default()
         };

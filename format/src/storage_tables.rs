@@ -47,26 +47,26 @@ impl StorageTables {
         let first_chunk = record_number(self.chunks.len())?;
         self.crcs.resize(self.crcs.len() + chunk_count(storage.len, storage.chunk_size), 0.into());
         let first_subtree = self.push_subtrees(storage, subtrees)?;
-        let packing = storage.compressed_layout.as_ref();
+        let layout = storage.compressed_layout.as_ref();
         let chunk = |chunk: &ChunkLocation| record::Chunk {
             offset: chunk.offset.into(),
             stored_len: chunk.len.into(),
             codec: chunk.codec.number().into(),
         };
-        let chunks = packing.into_iter().flat_map(|packing| &packing.chunks);
+        let chunks = layout.into_iter().flat_map(|layout| &layout.chunks);
         self.chunks.extend(chunks.map(chunk));
         self.storages.push(record::Storage {
             offset: storage.offset.into(),
             stored_len: storage.stored_len().into(),
             raw_len: storage.len.into(),
             shard: storage.shard.into(),
-            chunks: packing.map_or(NONE, |_| first_chunk).into(),
+            chunks: layout.map_or(NONE, |_| first_chunk).into(),
             crcs: crcs.into(),
             crc32: storage.crc32.into(),
-            codec: packing.is_some().into(),
+            codec: layout.is_some().into(),
             align_log2: storage.align_log2,
             chunk_log2: storage.chunk_size.log2(),
-            width: packing.map_or(0, |packing| packing.width),
+            width: layout.map_or(0, |layout| layout.width),
             subtrees: first_subtree.into(),
         });
         self.digests.extend(storage.digest);

@@ -6,7 +6,7 @@ use std::ops::Range;
 use rend::u32_le;
 
 use crate::convert::index_to_usize;
-use crate::dtype::{Dtype, OtherDtype};
+use crate::dtype::{CompactDtype, OtherDtype, listed_itemsize};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{
     self, EncodedKey, ObjectPath, SortKey, Step, equal_python_keys, push_python_form,
@@ -52,12 +52,18 @@ impl<'a> TableViews<'a> {
 
     /// Returns the dtype with this number, listed or described in the file, if there is one.
     #[inline]
-    pub(crate) fn dtype(&self, number: u16) -> Option<Dtype> {
-        Dtype::from_number(number).or_else(|| {
-            let key = |record: &record::Dtype| record.number.to_native();
-            let position = self.dtypes.binary_search_by_key(&number, key).ok()?;
-            self.other_dtype(&self.dtypes[position]).ok().map(Dtype::Other)
-        })
+    pub(crate) fn dtype(&self, number: u16) -> Option<CompactDtype> {
+        match listed_itemsize(number) {
+            0 => self.described_dtype(number),
+            _ => Some(CompactDtype::Listed(number)),
+        }
+    }
+
+    #[cold]
+    fn described_dtype(&self, number: u16) -> Option<CompactDtype> {
+        let key = |record: &record::Dtype| record.number.to_native();
+        let position = self.dtypes.binary_search_by_key(&number, key).ok()?;
+        self.other_dtype(&self.dtypes[position]).ok().map(|other| CompactDtype::Other(other.into()))
     }
 
     /// Returns the key of a node that has one.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::blob::Blob;
-use crate::dtype::{Dtype, DtypeClass, OtherDtype, listed_itemsize};
+use crate::dtype::{CompactDtype, Dtype, DtypeClass};
 use crate::error::{Error, ErrorKind, Result};
 use crate::runs::Runs;
 use crate::shape::{Sizes, are_row_major, check_shape, numel, row_major_strides, span_bytes};
@@ -14,7 +14,7 @@ use crate::shape::{Sizes, are_row_major, check_shape, numel, row_major_strides, 
 /// The metadata of a tensor: dtype, shape, strides and flags.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct TensorMeta {
-    dtype: Dtype,
+    dtype: CompactDtype,
     shape: Sizes,
     strides: Option<Box<[u64]>>,
     flags: TensorFlags,
@@ -28,8 +28,18 @@ impl TensorMeta {
     /// `RankTooLarge` over 64 dimensions, `ShapeOverflow` if the tensor would have 2^63 bytes or more.
     #[inline]
     pub fn new(dtype: Dtype, shape: &[u64]) -> Result<Self> {
+        Self::with_compact_dtype(dtype.into(), shape, TensorFlags::default())
+    }
+
+    /// Creates the metadata of a contiguous tensor, as [`TensorMeta::new`] does.
+    #[inline]
+    pub(crate) fn with_compact_dtype(
+        dtype: CompactDtype,
+        shape: &[u64],
+        flags: TensorFlags,
+    ) -> Result<Self> {
         check_shape(dtype.itemsize(), shape)?;
-        Ok(Self { dtype, shape: shape.into(), strides: None, flags: TensorFlags::default() })
+        Ok(Self { dtype, shape: shape.into(), strides: None, flags })
     }
 
     /// Sets the strides, in elements. Row-major strides are not stored, because they are the default.
@@ -46,7 +56,7 @@ impl TensorMeta {
                 self.shape.len()
             )));
         }
-        span_bytes(self.dtype.itemsize(), &self.shape, Some(strides))?;
+        span_bytes(self.itemsize(), &self.shape, Some(strides))?;
         self.strides = (!are_row_major(&self.shape, strides)).then(|| strides.into());
         Ok(self)
     }
@@ -60,31 +70,18 @@ impl TensorMeta {
 
     /// Returns the type of the elements.
     pub fn dtype(&self) -> Dtype {
-        self.dtype
+        self.dtype.to_dtype()
     }
 
-    /// Returns the size of one element in bytes, without a copy of the dtype.
+    /// Returns the dtype as the metadata holds it.
+    pub(crate) fn compact_dtype(&self) -> &CompactDtype {
+        &self.dtype
+    }
+
+    /// Returns the size of one element in bytes.
     #[inline]
     pub(crate) fn itemsize(&self) -> u64 {
-        match &self.dtype {
-            Dtype::Other(other) => other.itemsize(),
-            listed => listed_itemsize(listed.number()),
-        }
-    }
-
-    /// Returns the dtype if only the file describes it.
-    #[inline]
-    pub(crate) fn other_dtype(&self) -> Option<&OtherDtype> {
-        match &self.dtype {
-            Dtype::Other(other) => Some(other),
-            _ => None,
-        }
-    }
-
-    /// Returns the number of the dtype in files, without a copy of the dtype.
-    #[inline]
-    pub(crate) fn dtype_number(&self) -> u16 {
-        self.dtype.number()
+        self.dtype.itemsize()
     }
 
     /// Returns the shape, in elements.
@@ -105,14 +102,13 @@ impl TensorMeta {
     /// Checks that the flags fit dtype and shape (F-056).
     #[inline]
     pub(crate) fn check_flags(&self) -> Result<()> {
-        // Most tensors have no flags.
-        if self.flags.0 == 0 || self.flags.fit(self.dtype, self.shape.len()) {
+        if self.flags.fit(self.shape.len(), || self.dtype().class()) {
             Ok(())
         } else {
             Err(Error::new(ErrorKind::TensorFlags).with_detail(format_args!(
                 "{:?} of {} with {} dimensions",
                 self.flags,
-                self.dtype,
+                self.dtype(),
                 self.shape.len()
             )))
         }
@@ -137,7 +133,7 @@ impl TensorMeta {
     ///
     /// The span of a tensor with a stride of 0 can be smaller.
     pub fn nbytes(&self) -> u64 {
-        self.numel().saturating_mul(self.dtype.itemsize())
+        self.numel().saturating_mul(self.itemsize())
     }
 
     /// Returns the number of bytes from the first element to the end of the last element.
@@ -178,14 +174,14 @@ impl TensorFlags {
         if matches!(bits, 0..=4 | 8) { Some(Self(bits)) } else { None }
     }
 
-    /// Returns true if a tensor of this dtype and rank can have these flags (F-056).
+    /// Returns true if a tensor of this rank, and of a dtype of this class, can have these flags (F-056).
     #[inline]
-    pub(crate) fn fit(self, dtype: Dtype, rank: usize) -> bool {
+    pub(crate) fn fit(self, rank: usize, class: impl FnOnce() -> DtypeClass) -> bool {
         // Most tensors have no flags.
         self.0 == 0
             || Self::from_bits(self.0).is_some()
                 && (rank == 0 || !self.contains(Self::SCALAR))
-                && (!self.contains(Self::REQUIRES_GRAD) || has_gradients(dtype.class()))
+                && (!self.contains(Self::REQUIRES_GRAD) || has_gradients(class()))
     }
 
     /// Returns the bits.
@@ -329,7 +325,8 @@ impl Tensor {
         if has_elements && end.is_none_or(|end| end > len) {
             return Err(Error::new(ErrorKind::ShapeMismatch).with_detail(format_args!(
                 "{} of shape {:?} at byte {byte_offset} does not fit into {len} bytes",
-                meta.dtype, meta.shape
+                meta.dtype(),
+                meta.shape
             )));
         }
         let byte_offset = if has_elements { byte_offset } else { 0 };
@@ -445,11 +442,11 @@ impl<'a> TensorView<'a> {
     /// - `NotContiguous` if the elements have gaps or another order.
     /// - `Misaligned` if the memory is not aligned for `T`.
     pub fn as_slice<T: Element>(&self) -> Result<&'a [T]> {
-        if self.meta.dtype != T::DTYPE {
+        if self.meta.dtype() != T::DTYPE {
             return Err(Error::new(ErrorKind::WrongType).with_detail(format_args!(
                 "expected {}, found {}",
                 T::DTYPE,
-                self.meta.dtype
+                self.meta.dtype()
             )));
         }
         if self.meta.numel() == 0 {
@@ -488,7 +485,7 @@ impl<'a> TensorView<'a> {
             })?;
         let mut elements = Vec::with_capacity(len);
         let strides = self.meta.strides();
-        Runs::to_row_major(self.meta.dtype.itemsize(), &self.meta.shape, &strides).for_each(
+        Runs::to_row_major(self.meta.itemsize(), &self.meta.shape, &strides).for_each(
             |source, _, run| {
                 // The calls are in row-major order of the target, so appending is correct.
                 elements.extend_from_slice(subslice(self.bytes, source, run));
@@ -515,12 +512,10 @@ impl<'a> TensorView<'a> {
             }
         }
         let mut are_equal = true;
-        Runs::new(self.meta.dtype.itemsize(), &shape, &own, &others).for_each(
-            |left, right, run| {
-                are_equal = are_equal
-                    && subslice(self.bytes, left, run) == subslice(other.bytes, right, run);
-            },
-        );
+        Runs::new(self.meta.itemsize(), &shape, &own, &others).for_each(|left, right, run| {
+            are_equal =
+                are_equal && subslice(self.bytes, left, run) == subslice(other.bytes, right, run);
+        });
         are_equal
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::archive::Archive;
 use crate::blob::Blob;
 use crate::convert::index_to_usize;
-use crate::digest::{self, ChunkHasher, Digest};
+use crate::digest::{self, Digest};
 use crate::encode::ShardFile;
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::DATA_START;
@@ -236,10 +236,11 @@ fn verify_storage(
             let crc = archive.range_crc32(storage.shard, range.clone())?;
             storage.verify_chunk(chunk, crc).map_err(|error| error.with_offset(range.start))
         }
-        Check::Checksum => check_crc(
-            storage,
-            combine_crcs(storage.len, storage.chunk_size, storage.crcs.iter().copied()),
-        ),
+        Check::Checksum => storage.verify_crc32(combine_crcs(
+            storage.len,
+            storage.chunk_size,
+            storage.crcs.iter().copied(),
+        )),
         Check::Subtrees => {
             let subtrees = archive.subtrees(number);
             check_digest(storage, &digest::merge(storage.len, storage.chunk_size, subtrees))
@@ -247,15 +248,7 @@ fn verify_storage(
         Check::Text if is_text(&archive.storage_bytes(number)?) => Ok(()),
         Check::Text => Err(Error::new(ErrorKind::ContentNotText)),
         Check::Decoded => {
-            let mut crc = crc32fast::Hasher::new();
-            let mut digests = Vec::new();
-            archive.for_each_chunk(storage, |chunk, raw| {
-                crc.update(raw);
-                let mut hasher = ChunkHasher::new(chunk, storage.len, storage.chunk_size);
-                hasher.update(raw);
-                digests.push(hasher.finish());
-            })?;
-            check_crc(storage, crc.finalize())?;
+            let digests = archive.hash_chunks(storage)?;
             check_digest(storage, &digest::merge(storage.len, storage.chunk_size, &digests))?;
             let subtrees = archive.subtrees(number);
             if subtrees.is_empty() || subtrees == digests {
@@ -273,10 +266,6 @@ fn check_digest(storage: &StorageReference, digest: &Digest) -> Result<()> {
         Some(recorded) if recorded != digest => Err(Error::new(ErrorKind::DigestMismatch)),
         _ => Ok(()),
     }
-}
-
-fn check_crc(storage: &StorageReference, crc: u32) -> Result<()> {
-    if crc == storage.crc32 { Ok(()) } else { Err(Error::new(ErrorKind::StorageCorrupt)) }
 }
 
 /// Verifies an archive of a shard set: its index, its storages, and the rest of its blob.

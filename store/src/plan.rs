@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 
 use tssd_format::{
-    Container, Error, ErrorKind, Node, Region, Result, Runs, ShardSpec, StorageReference,
+    Container, Dtype, Error, ErrorKind, Node, Region, Result, Runs, ShardSpec, StorageReference,
     TensorMeta, TensorReference,
 };
 
@@ -135,6 +135,13 @@ pub fn region(reference: &TensorReference) -> Cow<'_, Region> {
     }
 }
 
+/// Returns number and itemsize of a dtype in one word, which plans of equal layouts share.
+///
+/// The itemsize matters for dtypes that files describe: two files can describe one number differently.
+pub(crate) fn dtype_word(dtype: Dtype) -> u64 {
+    u64::from(dtype.number()) | dtype.itemsize() << 16
+}
+
 /// Returns the shape of the global tensor of a reference.
 pub fn global_shape(reference: &TensorReference) -> Vec<u64> {
     match &reference.shard_spec {
@@ -200,7 +207,7 @@ impl LayoutHasher {
     fn hash_tensor(&mut self, reference: &TensorReference) {
         let meta = &reference.meta;
         self.hash_words(&[
-            u64::from(meta.dtype().number()) | meta.dtype().itemsize() << 16,
+            dtype_word(meta.dtype()),
             reference.storage.map_or(u64::MAX, u64::from),
             reference.byte_offset,
         ]);
@@ -229,7 +236,7 @@ impl LayoutHasher {
 
 #[cfg(test)]
 mod tests {
-    use tssd_format::{Dtype, MapKey, Step, TensorSlice};
+    use tssd_format::{MapKey, Step, TensorSlice};
 
     use super::*;
 

@@ -50,7 +50,7 @@ fn model() -> StateDict {
 fn storage_options(archive: &Archive) -> Vec<(String, Option<u8>, u8, bool)> {
     let leaves = archive.leaves().into_iter().map(|(path, node)| {
         let storage = archive.storage(node.storages().next().unwrap());
-        let shuffle = storage.compressed_layout.map(|packing| packing.width);
+        let shuffle = storage.compressed_layout.map(|layout| layout.width);
         (path.fqn(), shuffle, storage.align_log2, storage.digest.is_some())
     });
     leaves.collect()
@@ -617,6 +617,19 @@ fn deep_verify_warns_about_invalid_bools() {
     assert!(sandbox.run_with_code(0, "diff in.tssd in.tssd").starts_with("equal: 6 leaves"));
     let json = parse_json(&sandbox.run_with_code(0, "verify --deep --json in.tssd"));
     assert_eq!((&json[0]["ok"], json[0]["warnings"].as_array().unwrap().len()), (&json!(true), 3));
+}
+
+#[test]
+fn inspect_lists_dtypes_that_the_file_describes() {
+    let vector =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../spec/vectors/valid/105-other-dtypes.tssd");
+    let output = Sandbox::new().run_with_code(0, &format!("inspect {vector}"));
+    for line in
+        ["vendor        example.q4_0  [2]     36 B", "vendor_dtype  dtype         example.q4_0"]
+    {
+        assert!(output.contains(line), "{output}");
+    }
+    assert!(!output.contains("torch."), "{output}");
 }
 
 #[test]

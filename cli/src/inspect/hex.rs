@@ -153,8 +153,8 @@ impl<'a> Dump<'a> {
                     let dtype = dtypes.get(&number).copied();
                     self.dump_raw_storage(number, &storage, dtype)?;
                 }
-                Some(packing) => {
-                    for (chunk, entry) in (0..).zip(&packing.chunks) {
+                Some(layout) => {
+                    for (chunk, entry) in (0..).zip(&layout.chunks) {
                         let range = storage.stored_chunk(chunk);
                         let raw = storage.chunk(chunk);
                         let codec = match entry.codec {

@@ -106,7 +106,7 @@ impl TreeBuilder<'_> {
                         self.stored += storage.stored_len();
                         self.raw += storage.len;
                         describe_compression(&storage)
-                            .map_or(size.clone(), |packing| format!("{size}  {packing}"))
+                            .map_or(size.clone(), |compression| format!("{size}  {compression}"))
                     });
                     self.add_row(name, [kind], size);
                 }
@@ -283,9 +283,9 @@ fn describe_slice(place: &ShardSpec) -> String {
 
 /// Describes the compression of a storage. Returns `None` if it is not compressed.
 fn describe_compression(storage: &StorageReference) -> Option<String> {
-    let packing = storage.compressed_layout.as_ref()?;
-    let is_planes = packing.has_codec(ChunkCodec::Planes);
-    let width = match packing.width {
+    let layout = storage.compressed_layout.as_ref()?;
+    let is_planes = layout.has_codec(ChunkCodec::Planes);
+    let width = match layout.width {
         1 => String::new(),
         width if is_planes => format!(" width {width}"),
         width => format!(" shuffle {width}"),

@@ -48,7 +48,7 @@ impl Validator<'_> {
     pub(super) fn itemsize(&mut self, number: u16) -> Result<u64> {
         match listed_itemsize(number) {
             0 => self.other_itemsize(number),
-            itemsize => Ok(itemsize),
+            itemsize => Ok(itemsize.into()),
         }
     }
 

@@ -17,10 +17,15 @@ const MAX_EXPANSION: u64 = 1 << 15;
 
 impl Validator<'_> {
     pub(super) fn validate_storages(&self, index_off: u64) -> Result<()> {
-        let TableViews { storages, crcs, chunks, shards, .. } = self.views;
+        let TableViews { storages, crcs, chunks, digests, shards, subtrees, .. } = self.views;
         let is_manifest = !shards.is_empty();
         let mut crc_claims = Claims::new(crcs.len());
         let mut chunk_claims = Claims::new(chunks.len());
+        if !digests.is_empty() && digests.len() != storages.len() {
+            return Err(Error::new(ErrorKind::DigestTable));
+        }
+        let has_subtrees = !digests.is_empty() && !is_manifest;
+        let mut subtree_claims = Claims::new(subtrees.len());
         let mut end = DATA_START;
         let mut last_shard = 0;
         for (number, storage) in storages.iter().enumerate() {
@@ -55,6 +60,15 @@ impl Validator<'_> {
             {
                 return Err(at(Error::new(ErrorKind::ChunkTable)));
             }
+            let first_subtree = storage.subtrees.to_native();
+            let are_subtrees_valid = if has_subtrees && count > 1 {
+                subtree_claims.claim_once(first_subtree.into(), count)
+            } else {
+                first_subtree == NONE
+            };
+            if !are_subtrees_valid {
+                return Err(at(storage_error(ErrorKind::DigestTable, storage)));
+            }
         }
         let blob_end = if is_manifest { DATA_START } else { end };
         if blob_end.checked_next_multiple_of(INDEX_ALIGN) != Some(index_off) {
@@ -68,41 +82,15 @@ impl Validator<'_> {
         if !chunk_claims.is_complete() {
             return Err(Error::new(ErrorKind::ChunkTable));
         }
-        self.validate_digests()?;
+        if !subtree_claims.is_complete() {
+            return Err(Error::new(ErrorKind::DigestTable));
+        }
         match self.uses.iter().position(|uses| *uses == StorageUse::None) {
             Some(unused) => Err(Error::new(ErrorKind::UnusedStorage)
                 .with_path(format_args!("storage {unused}"))
                 .with_offset(storages[unused].offset.to_native())),
             None => Ok(()),
         }
-    }
-
-    /// Checks that there are digests of all storages or of none, and subtrees to go with them (F-081).
-    fn validate_digests(&self) -> Result<()> {
-        let TableViews { storages, digests, shards, subtrees, .. } = self.views;
-        if !digests.is_empty() && digests.len() != storages.len() {
-            return Err(Error::new(ErrorKind::DigestTable));
-        }
-        let mut claims = Claims::new(subtrees.len());
-        for (number, storage) in storages.iter().enumerate() {
-            let count = match ChunkSize::from_log2(storage.chunk_log2) {
-                Some(size) if !digests.is_empty() && shards.is_empty() => {
-                    size.count(storage.raw_len.to_native())
-                }
-                _ => 0,
-            };
-            let is_valid = if count > 1 {
-                claims.claim_once(storage.subtrees.to_native().into(), count)
-            } else {
-                storage.subtrees == NONE
-            };
-            if !is_valid {
-                return Err(Error::new(ErrorKind::DigestTable)
-                    .with_path(format_args!("storage {number}"))
-                    .with_offset(storage.offset.to_native()));
-            }
-        }
-        if claims.is_complete() { Ok(()) } else { Err(Error::new(ErrorKind::DigestTable)) }
     }
 
     /// Returns true if the stored chunks of a compressed storage are valid (F-065).

@@ -3,6 +3,7 @@
 use super::claims::Claims;
 use super::{StorageUse, Validator};
 use crate::convert::to_u64;
+use crate::dtype::DtypeClass;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
 use crate::prefetch::prefetch_ahead;
@@ -41,13 +42,16 @@ impl<'a> Validator<'a> {
     }
 
     fn validate_tensor(&mut self, tensor: &record::Tensor, slices: &mut Claims) -> Result<()> {
-        let itemsize = self.itemsize(tensor.dtype.to_native())?;
+        let number = tensor.dtype.to_native();
+        let itemsize = self.itemsize(number)?;
         if usize::from(tensor.rank) > MAX_RANK {
             return Err(Error::new(ErrorKind::RankTooLarge).with_detail(tensor.rank));
         }
-        // Most tensors have no flags.
-        let are_flags_valid = tensor.flags == 0 || self.do_flags_fit(tensor);
-        if !are_flags_valid || tensor.reserved != 0 {
+        let class =
+            || self.views.dtype(number).map_or(DtypeClass::Other, |dtype| dtype.to_dtype().class());
+        let flags = TensorFlags::from_bits(tensor.flags);
+        let fit = flags.is_some_and(|flags| flags.fit(tensor.rank.into(), class));
+        if !fit || tensor.reserved != 0 {
             return Err(Error::new(ErrorKind::TensorFlags));
         }
         let rank = u64::from(tensor.rank);
@@ -86,13 +90,6 @@ impl<'a> Validator<'a> {
             return Err(Error::new(ErrorKind::SliceTable).with_detail("slices are out of order"));
         }
         self.validate_slice_bounds(slice, itemsize, shape)
-    }
-
-    /// Returns whether the flags of a tensor fit its dtype and rank (F-056).
-    fn do_flags_fit(&self, tensor: &record::Tensor) -> bool {
-        let flags = TensorFlags::from_bits(tensor.flags);
-        let dtype = self.views.dtype(tensor.dtype.to_native());
-        flags.zip(dtype).is_some_and(|(flags, dtype)| flags.fit(dtype, tensor.rank.into()))
     }
 
     /// Checks that the span of a tensor lies in its storage, and marks the storage as used.

@@ -12,7 +12,7 @@ use super::target::{TargetMemory, check_no_overlap, span};
 use super::{to_u64, to_usize};
 use crate::device::BlobMut;
 use crate::io::sync::Lock;
-use crate::plan::{self, RegionCopy, RegionRequest};
+use crate::plan::{self, RegionCopy, RegionRequest, dtype_word};
 
 /// Plans of recent reads, by layout and requests. A version with a cached layout needs no planning.
 #[derive(Default)]
@@ -141,8 +141,7 @@ pub(super) fn plan_fingerprint(
     // Tied leaves may begin at the same place and have different strides.
     let add_order = |add: &mut dyn FnMut(&[u64]), meta: &TensorMeta| {
         let is_contiguous = meta.is_contiguous();
-        let dtype = u64::from(meta.dtype().number()) | meta.dtype().itemsize() << 16;
-        add(&[dtype, u64::from(is_contiguous)]);
+        add(&[dtype_word(meta.dtype()), u64::from(is_contiguous)]);
         if !is_contiguous {
             add(&meta.strides());
         }

@@ -117,6 +117,8 @@ F-073 UnknownPlacement
 F-074 MixedRun
 F-075 SliceTable
 F-076 DivergentNode
+F-077 ClassTag
+F-078 ClassContent
 F-080 AttrTable
 F-081 DigestTable
 F-082 ShardTable
@@ -491,6 +493,7 @@ class NodeWalk:
         self.runs = Claims("tensors", file.tensors, "F-051")
         self.level = [1] * len(file.nodes)
         self.divergent = [False] * len(file.nodes)  # whether the node is inside a divergent node
+        self.tagged: list[int] = []  # the nodes with class tags
 
     def check_complete(self) -> None:
         self.children.check_complete()
@@ -517,8 +520,10 @@ def check_nodes(file: Archive) -> None:
             if node.kind in KEYS_OF:
                 check_container(walk, i, node)
             else:
-                check_leaf(walk, node, f"node {i}")
+                check_leaf(walk, i, node, f"node {i}")
     walk.check_complete()
+    for i in walk.tagged:
+        check_class(file, i)
 
 
 def check_own_key(file: Archive, node: Record, where: str) -> None:
@@ -538,8 +543,10 @@ def check_container(walk: NodeWalk, i: int, node: Record) -> None:
     require("F-047", node.flags == 0, where)
     if node.kind == NAMEDTUPLE:
         file.claim_name(node.b)
-    else:
+    elif node.kind == DIVERGENT:
         require("F-047", node.b == 0, where)
+    else:
+        check_tag(walk, i, node)
     if not has_children:
         return
     children = file.children(node)
@@ -717,13 +724,16 @@ def is_canonical(bigint: bytes) -> bool:
     return 8 < len(bigint) <= MAX_BIGINT and bigint[-1:] != sign
 
 
-def check_leaf(walk: NodeWalk, node: Record, where: str) -> None:
+def check_leaf(walk: NodeWalk, i: int, node: Record, where: str) -> None:
     file = walk.file
     require("F-047", node.flags <= int(node.kind in STORABLE), where)
     if not require("F-040", node.kind <= OPAQUE, f"{where}, kind {node.kind}"):
         return
     require("F-047", node.count == 0 or node.kind in (SIZE, TENSOR), where)
-    require("F-047", node.b == 0 or node.kind in (COMPLEX, OPAQUE), where)
+    if node.kind == STR:
+        check_tag(walk, i, node)
+    else:
+        require("F-047", node.b == 0 or node.kind in (COMPLEX, OPAQUE), where)
     if node.kind == NONE_LEAF:
         require("F-047", node.a == 0, where)
     elif node.kind == BOOL:
@@ -775,6 +785,176 @@ def check_run(file: Archive, node: Record, where: str) -> None:
 def global_shape(file: Archive, tensor: Record) -> list[int]:
     record = file.tensor_slice(tensor)
     return file.peek_dims(record.global_shape, record.rank)
+
+
+class Class(NamedTuple):
+    """A row of the table of class tags: its name, and the number of its parameters from 0."""
+
+    name: str
+    parameters: int
+
+
+KIND_NAMES = {"str": STR, "dict": DICT, "list": LIST, "tuple": TUPLE}
+# The table of class tags, by number and node kind.
+TAGS = {
+    (row["number"], KIND_NAMES[row["kind"]]): Class(row["name"], row["parameters"])
+    for row in json.loads(Path(__file__).with_name("classes.json").read_text(encoding="utf-8"))
+}
+
+
+def class_of(node: Record) -> Class | None:
+    """Returns the class of a node with a class tag."""
+    return TAGS.get((node.b & 0xFFFF, node.kind))
+
+
+def has_class(node: Record, *names: str) -> bool:
+    found = class_of(node)
+    return found is not None and found.name in names
+
+
+def check_tag(walk: NodeWalk, i: int, node: Record) -> None:
+    if node.b == 0:
+        return
+    found = class_of(node)
+    where = f"node {i}, class tag {node.b:#x}"
+    if require("F-077", i > 0 and found and node.b >> 16 < found.parameters, where):
+        walk.tagged.append(i)
+
+
+def check_class(file: Archive, i: int) -> None:
+    """Checks the content of a node with a class tag. The rules about nodes hold."""
+    node = file.nodes[i]
+    found = class_of(node)
+    assert found
+    children = [file.nodes[child] for child in file.children(node)] if node.kind in KEYS_OF else []
+    require("F-078", CLASS_CHECKS[found.name](file, i, node, children), f"node {i}, {found.name}")
+
+
+def is_set(file: Archive, i: int, node: Record, children: list[Record]) -> bool:
+    order = file.children(node)
+    return all(child.kind == NONE_LEAF for child in children) and all(file.by_key[entry] == entry for entry in order)
+
+
+def has_str_keys(children: list[Record]) -> bool:
+    return all(child.key_kind == K_STR for child in children)
+
+
+def key_names(file: Archive, children: list[Record]) -> list[bytes] | None:
+    """Returns the keys of a dict, if all of them are strs."""
+    return [file.strings[child.key] for child in children] if has_str_keys(children) else None
+
+
+def is_short_name(file: Archive, node: Record) -> bool:
+    """Whether a node is a str without a class tag of 1 to 256 bytes."""
+    return node.kind == STR and node.b == 0 and node.flags == 0 and 1 <= node.a >> 32 <= MAX_NAME
+
+
+def is_wrapper(file: Archive, i: int, node: Record, children: list[Record]) -> bool:
+    if key_names(file, children) != [b"class", b"tensors", b"context", b"size", b"stride"]:
+        return False
+    cls, tensors, _, size, stride = children
+    if not is_short_name(file, cls) or tensors.kind != DICT or tensors.b or not tensors.count:
+        return False
+    inner = [file.nodes[child] for child in file.children(tensors)]
+    return (
+        has_str_keys(inner)
+        and all(child.kind == TENSOR or has_class(child, "wrapper") for child in inner)
+        and (size.kind, stride.kind, size.count) == (SIZE, SIZE, stride.count)
+    )
+
+
+def is_registered(file: Archive, i: int, node: Record, children: list[Record]) -> bool:
+    return key_names(file, children) == [b"class", b"value"] and is_short_name(file, children[0])
+
+
+def is_deque(file: Archive, i: int, node: Record, children: list[Record]) -> bool:
+    parameter = node.b >> 16
+    return parameter == 0 or node.count <= parameter - 1
+
+
+def is_range(file: Archive, i: int, node: Record, children: list[Record]) -> bool:
+    is_ints = [child.kind in (INT, BIGINT) for child in children] == [True] * 3
+    return is_ints and not (children[2].kind == INT and children[2].a == 0)
+
+
+def is_slice(file: Archive, i: int, node: Record, children: list[Record]) -> bool:
+    return [child.kind in (NONE_LEAF, INT, BIGINT) for child in children] == [True] * 3
+
+
+def is_timedelta(children: list[Record]) -> bool:
+    if [child.kind for child in children] != [INT] * 3:
+        return False
+    days, seconds, microseconds = (signed(child.a) for child in children)
+    return abs(days) <= 999_999_999 and 0 <= seconds < 86_400 and 0 <= microseconds < 1_000_000
+
+
+def is_timezone(children: list[Record]) -> bool:
+    if len(children) != 4 or not is_timedelta(children[:3]):
+        return False
+    days, seconds, microseconds = (signed(child.a) for child in children[:3])
+    name = children[3]
+    is_name = name.kind == NONE_LEAF or (name.kind == STR and name.b == 0 and name.flags == 0)
+    return is_name and (days == 0 or (days == -1 and seconds + microseconds > 0))
+
+
+def matches(pattern: str) -> Callable[[bytes], bool]:
+    compiled = re.compile(pattern.encode(), re.ASCII)
+    return lambda content: compiled.fullmatch(content) is not None
+
+
+TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.(?!000000)\d{6})?"
+# An offset of 0 has the sign +. Seconds are left out if they and the microseconds are 0.
+OFFSET = r"(?!-00:00$)[+-](?:[01]\d|2[0-3]):[0-5]\d(?:(?!:00$):[0-5]\d(?:\.(?!000000)\d{6})?)?"
+is_time = matches(f"{TIME}(?:{OFFSET})?")
+is_date_text = matches(r"\d{4}-\d\d-\d\d")
+
+
+def is_date(content: bytes) -> bool:
+    if not is_date_text(content):
+        return False
+    year, month, day = map(int, content.split(b"-"))
+    leap = year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
+    days = (31, 29 if leap else 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
+    return year >= 1 and 1 <= month <= 12 and 1 <= day <= days[month - 1]
+
+
+def is_datetime(content: bytes) -> bool:
+    return is_date(content[:10]) and content[10:11] == b"T" and is_time(content[11:])
+
+
+# A check of a class: the file, the number of the node, the node and its children.
+ClassCheck = Callable[[Archive, int, Record, "list[Record]"], bool]
+
+
+def of_text(check: Callable[[bytes], bool]) -> ClassCheck:
+    """Returns the check of a str leaf, whose content lies in the heap."""
+    return lambda file, i, node, children: node.flags == 0 and check(file.strings[node.a])
+
+
+is_torch_name = matches("[a-z0-9_]{1,64}")
+CLASS_CHECKS: dict[str, ClassCheck] = {
+    "collections.Counter": lambda *_: True,
+    "collections.defaultdict": lambda *_: True,
+    "set": is_set,
+    "frozenset": is_set,
+    "types.SimpleNamespace": lambda file, i, node, children: has_str_keys(children),
+    "wrapper": is_wrapper,
+    "registered": is_registered,
+    "collections.deque": is_deque,
+    "range": is_range,
+    "slice": is_slice,
+    "datetime.timedelta": lambda file, i, node, children: is_timedelta(children),
+    "datetime.timezone": lambda file, i, node, children: is_timezone(children),
+    "pathlib.PurePosixPath": of_text(bool),
+    "pathlib.PosixPath": of_text(bool),
+    "pathlib.PureWindowsPath": of_text(bool),
+    "pathlib.WindowsPath": of_text(bool),
+    "datetime.date": of_text(is_date),
+    "datetime.time": of_text(is_time),
+    "datetime.datetime": of_text(is_datetime),
+    "torch.layout": of_text(is_torch_name),
+    "torch.memory_format": of_text(is_torch_name),
+}
 
 
 # ---- 6. Tensors and storages ---------------------------------------------------------------------
@@ -1813,6 +1993,8 @@ class Layout:
             yield counted(file.strings[attr.name]) + u8(attr.kind) + value
 
     def encode_node(self, node: Record) -> Iterator[bytes]:
+        if class_of(node):
+            yield u8(255) + u64(node.b)
         yield u8(node.kind) + u8(node.key_kind) + self.encode_key(node)
         if node.kind == NAMEDTUPLE:
             yield counted(self.file.strings[node.b])
@@ -2026,7 +2208,18 @@ CONTAINERS[DIVERGENT] = "divergent"
 
 
 def view_node(file: Archive, node: Record) -> Json:
-    """Returns a VALUE. The recursion is as deep as the containers: at most 64 levels, by F-042."""
+    """Returns a VALUE, with its class if it has a class tag.
+
+    The recursion is as deep as the containers: at most 64 levels, by F-042.
+    """
+    value = view_plain(file, node)
+    found = class_of(node)
+    if found:
+        value["class"] = {"name": found.name, "parameter": node.b >> 16}
+    return value
+
+
+def view_plain(file: Archive, node: Record) -> Json:
     if node.kind in KEYS_OF:
         return view_container(file, node)
     if node.kind == OPAQUE or node.flags & 1:

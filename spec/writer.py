@@ -11,7 +11,7 @@ Its output equals that of the reference writer for the same values, byte for byt
 tensors that share a storage, strides and flags of tensors, shards of tensors, namedtuples, complex
 numbers, dtype leaves, dtypes that a file describes, sizes, devices, opaque leaves, attributes,
 compression, digests and manifests. It rejects values of other types, because they could not be restored
-exactly.
+exactly. A `Tagged` value has a class tag; its content is not checked against F-078.
 """
 
 from __future__ import annotations
@@ -37,6 +37,14 @@ class Tensor(NamedTuple):
     data: bytes
 
 
+class Tagged(NamedTuple):
+    """A dict, list, tuple or str with a class tag: the name of the class in classes.json, and its parameter."""
+
+    name: str
+    parameter: int
+    plain: Any
+
+
 NONE = 0xFFFF_FFFF
 DATA_START = 4096
 CHUNK = 1 << 20
@@ -47,9 +55,13 @@ DTYPES = {
     dtype["name"]: dtype
     for dtype in json.loads(Path(__file__).with_name("dtypes.json").read_text(encoding="utf-8"))
 }
+CLASSES = {
+    row["name"]: row for row in json.loads(Path(__file__).with_name("classes.json").read_text(encoding="utf-8"))
+}
 # Kinds of nodes and of keys (5)
 NONE_LEAF, BOOL, INT, BIGINT, FLOAT, STR, BYTES, TENSOR = 0, 1, 2, 3, 4, 6, 7, 11
 CONTAINERS: dict[type, int] = {dict: 32, OrderedDict: 33, list: 34, tuple: 35}
+KINDS = {"str": STR, "dict": 32, "list": 34, "tuple": 35}
 K_INDEX, K_STR, K_INT, K_BIGINT, K_BOOL, K_FLOAT, K_NONE, K_BYTES, K_TUPLE = range(9)
 
 
@@ -173,10 +185,18 @@ class Node:
     flags: int = 0
     children: list[tuple[tuple[int, int | bytes], "Node"]] = field(default_factory=list)
     tensor: tuple[Tensor, int] | None = None
+    tag: int = 0
 
 
 def build_node(value: Any, blob: Blob, level: int = 1) -> Node:
     """Returns the node of a value. Adds its storages to the blob, in the iteration order of the dict."""
+    if type(value) is Tagged:
+        node = build_node(value.plain, blob, level)
+        cls = CLASSES[value.name]
+        if level == 1 or node.kind != KINDS[cls["kind"]] or not 0 <= value.parameter < cls["parameters"]:
+            raise ValueError(f"a tag of {value.name} that this node cannot have (F-077)")
+        node.tag = value.parameter << 16 | cls["number"]
+        return node
     kind = CONTAINERS.get(type(value))
     encoded = atom(value)
     if kind:
@@ -237,7 +257,7 @@ class Index:
         elif node.tensor:
             count, a = 1, len(self.tensors)
             self.tensors.append(node.tensor)
-        fields = node.kind, key[0], node.flags, count, key_word, a, 0
+        fields = node.kind, key[0], node.flags, count, key_word, a, node.tag
         self.nodes.append(struct.pack("<BBHIQQQ", *fields))
 
     def word(self, content: int | bytes) -> int:
@@ -338,6 +358,9 @@ class UnsupportedFeature(Exception):
 
 def value_of(view: dict) -> Any:
     """Returns the value that a JSON view (9) stands for."""
+    if "class" in view:
+        plain = value_of({kind: content for kind, content in view.items() if kind != "class"})
+        return Tagged(view["class"]["name"], view["class"]["parameter"], plain)
     ((kind, content),) = view.items()
     if kind in ("dict", "ordered_dict"):
         make = dict if kind == "dict" else OrderedDict

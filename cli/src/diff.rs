@@ -364,6 +364,7 @@ fn describe(node: &Node) -> String {
                 Container::Tuple => "tuple",
                 Container::NamedTuple(name) => return format!("namedtuple {name}"),
                 Container::Divergent => "divergent",
+                Container::Tagged(tag) => tag.class().name(),
             };
             format!("{kind} of {}", children.len())
         }

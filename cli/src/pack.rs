@@ -9,8 +9,8 @@ use std::path::PathBuf;
 
 use bytes::Bytes;
 use serde_json::json;
-use tssd_format::safetensors::FILES_KEY;
-use tssd_format::{ArchiveWriter, Options};
+use tssd_format::safetensors::{FILES_KEY, PACKED_FILES_ATTR};
+use tssd_format::{ArchiveWriter, AttrValue, Options};
 
 use self::source::Source;
 use crate::codec::Codec;
@@ -60,6 +60,11 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let Source { attrs, files, other_files, skipped } = source;
     let options =
         attrs.into_iter().fold(Options::new(), |options, (name, value)| options.attr(name, value));
+    let options = if other_files.is_empty() {
+        options
+    } else {
+        options.attr(PACKED_FILES_ATTR, AttrValue::Int(1))
+    };
     let options = options.compress(args.codec.compression());
     let mut writer = ArchiveWriter::new(output, options).map_err(format_failure)?;
     Source::read(files, &mut |name, tensor| writer.insert(name, tensor).map_err(format_failure))?;

@@ -23,6 +23,7 @@ pub(crate) fn repr(value: &Value) -> (&'static str, String) {
         Value::Size(sizes) => ("size", format!("torch.Size({sizes:?})")),
         Value::Device(name) => ("device", name.to_string()),
         Value::Opaque { media, bytes } => ("opaque", format!("{media}, {}", size_text(bytes))),
+        Value::Tagged(tag, plain) => (tag.class().name(), repr(plain).1),
         Value::Tensor(tensor) => ("tensor", tensor.meta().dtype().to_string()),
         Value::Shards(shards) => ("shards", shards.len().to_string()),
         _ => ("container", String::new()),

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use rend::u32_le;
 
+use crate::class_tag::class_word;
 use crate::convert::{index_to_usize, to_u64};
 use crate::digest::{self, Digest};
 use crate::error::Result;
@@ -20,6 +21,9 @@ pub const STORE_ATTR_PREFIX: &str = "tssd.store.";
 
 /// Attributes with these prefixes describe a file, or a version in a store. They are no content.
 const EXCLUDED_ATTRS: [&str; 2] = ["tssd.file.", STORE_ATTR_PREFIX];
+
+/// Precedes the class tag of a node. No node has this kind.
+const CLASS_MARK: u8 = 255;
 
 /// Computes the content digest of an archive.
 ///
@@ -112,6 +116,11 @@ impl<'a> LayoutHasher<'a> {
 
     fn add_nodes(&mut self) {
         for node in self.views.nodes {
+            let class = class_word(node);
+            if class != 0 {
+                self.add_u8(CLASS_MARK);
+                self.add_u64(class);
+            }
             self.add_u8(node.kind);
             self.add_key(node);
             self.add_body(node);

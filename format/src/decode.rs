@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use crate::class_tag::ClassTag;
 use crate::convert::index_to_usize;
 use crate::dtype::CompactDtype;
 use crate::error::Result;
@@ -146,7 +147,8 @@ impl<'a> TableReader<'a> {
             ),
             kind::FLOAT => Value::Float(Float::from_bits(a)),
             kind::COMPLEX => Value::Complex(Float::from_bits(a), Float::from_bits(b)),
-            kind::STR => Value::Str(self.text(a)),
+            kind::STR if b == 0 => Value::Str(self.text(a)),
+            kind::STR => Value::Tagged(class_tag(record), Value::Str(self.text(a)).into()),
             kind::BYTES => Value::Bytes(self.bytes(a)),
             kind::DTYPE => {
                 let number = u16::try_from(a).expect("proven to be a dtype");
@@ -164,6 +166,9 @@ impl<'a> TableReader<'a> {
 
     fn container(&self, record: &record::Node) -> Container {
         match record.kind {
+            kind::DICT | kind::LIST | kind::TUPLE if record.b != 0 => {
+                Container::Tagged(class_tag(record))
+            }
             kind::DICT => Container::Dict,
             kind::ORDERED_DICT => Container::OrderedDict,
             kind::LIST => Container::List,
@@ -322,6 +327,11 @@ fn tensor_storage(tensor: &record::Tensor) -> Option<u32> {
 fn content_storage(record: &record::Node) -> Option<u32> {
     let number = || u32::try_from(record.a.to_native()).expect("proven to be in storages");
     (record.flags == STORED_FLAG).then(number)
+}
+
+/// Returns the class tag of a node that has one.
+fn class_tag(record: &record::Node) -> ClassTag {
+    ClassTag::from_word(record.b.to_native(), record.kind).expect("proven to be in the table")
 }
 
 fn placement(record: &record::Placement) -> Placement {

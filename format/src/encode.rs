@@ -9,6 +9,7 @@ use hashbrown::HashTable;
 use indexmap::IndexMap;
 use rend::u32_le;
 
+use crate::class_tag::check_tagged_nodes;
 use crate::convert::index_to_usize;
 use crate::digest::Digest;
 use crate::dtype::{CompactDtype, Dtype, OtherDtype};
@@ -79,6 +80,9 @@ pub(crate) fn encode(
 ) -> Result<Tables> {
     let mut encoder = TableEncoder::default();
     encoder.encode_nodes(root)?;
+    if encoder.has_tags {
+        check_tagged_nodes(&encoder.tables.views())?;
+    }
     let tensors = std::mem::take(&mut encoder.tensors);
     encoder.tables.tensors.reserve(tensors.len());
     for tensor in tensors {
@@ -101,6 +105,8 @@ struct TableEncoder<'a> {
     placements: RecordNumbers<&'a [Placement]>,
     /// The dtypes that the format does not list, by number.
     dtypes: BTreeMap<u16, OtherDtype>,
+    /// Whether a node has a class tag.
+    has_tags: bool,
     /// The tensors of all encoded nodes, in the order of their records.
     tensors: Vec<&'a BorrowedTensor<'a>>,
 }
@@ -187,6 +193,9 @@ impl<'a> TableEncoder<'a> {
     /// Encodes the tables `nodes` and `by_key`, and collects all tensors.
     fn encode_nodes(&mut self, root: &'a BorrowedNode<'a>) -> Result<()> {
         let mut queue = Queue { containers: Vec::new(), node_count: 1 };
+        if let BorrowedNode::Container(Container::Tagged(_), _) = root {
+            return Err(Error::new(ErrorKind::ClassTag).with_detail("the root has one"));
+        }
         let record = self.node_record(root, queue.node_count)?;
         self.tables.nodes.push(record);
         self.tables.by_key.push(0.into());
@@ -293,6 +302,10 @@ impl<'a> TableEncoder<'a> {
                             .with_detail("it has fewer than two children"));
                     }
                     Container::Divergent => (kind::DIVERGENT, 0),
+                    Container::Tagged(tag) => {
+                        self.has_tags = true;
+                        (tag.class().kind(), tag.to_word())
+                    }
                 };
                 (kind, children.len(), to_word(first_child)?, b)
             }
@@ -342,7 +355,13 @@ impl<'a> TableEncoder<'a> {
                 let a = self.intern(bytes)?;
                 (kind::OPAQUE, 0, a, self.intern_name(media.as_bytes())?)
             }
+            Value::Tagged(tag, plain) if matches!(**plain, Value::Str(_)) => {
+                self.has_tags = true;
+                let (kind, count, a, _) = self.leaf_fields(plain)?;
+                (kind, count, a, tag.to_word())
+            }
             Value::Tensor(_)
+            | Value::Tagged(..)
             | Value::Shards(_)
             | Value::Dict(_)
             | Value::OrderedDict(_)

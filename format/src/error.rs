@@ -278,6 +278,8 @@ kinds! {
     "F-074" MixedRun "slices of one tensor disagree on dtype or global shape",
     "F-075" SliceTable "slice does not fit its tensor, or slices are not claimed in order by the tensors",
     "F-076" DivergentNode "divergent node is not allowed here",
+    "F-077" ClassTag "class tag is unknown, or not allowed on this kind of node",
+    "F-078" ClassContent "content does not fit the class tag",
     "F-080" AttrTable "attributes are not sorted, or a value has a kind that is not allowed",
     "F-081" DigestTable "digest table does not match the storages",
     "F-082" ShardTable "shard record is not allowed or names no plain file",

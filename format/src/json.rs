@@ -4,6 +4,7 @@ use serde_json::{Map, Value as Json, json};
 
 use crate::archive::Archive;
 use crate::chunk::ChunkSize;
+use crate::class_tag::ClassTag;
 use crate::dtype::{Dtype, OtherDtype};
 use crate::encode::AttrValue;
 use crate::error::Result;
@@ -174,15 +175,20 @@ fn node_to_json(archive: &Archive, node: &Node, elements: ElementFilter) -> Resu
                 };
                 children.iter().map(pair).collect()
             };
-            match container {
+            let view = match container.to_plain() {
                 Container::Dict => json!({ "dict": pairs(&key_to_json) }),
                 Container::OrderedDict => json!({ "ordered_dict": pairs(&key_to_json) }),
                 Container::Divergent => json!({ "divergent": pairs(&key_to_json) }),
                 Container::List => json!({ "list": pairs(&key_to_json) }),
                 Container::Tuple => json!({ "tuple": pairs(&key_to_json) }),
                 Container::NamedTuple(name) => json!({
-                    "namedtuple": { "name": string_to_json(name), "fields": pairs(&field_to_json) }
+                    "namedtuple": { "name": string_to_json(&name), "fields": pairs(&field_to_json) }
                 }),
+                Container::Tagged(_) => unreachable!("the container of a class is plain"),
+            };
+            match container {
+                Container::Tagged(tag) => with_class(view, *tag),
+                _ => view,
             }
         }
     })
@@ -203,8 +209,15 @@ fn leaf_to_json(value: &Value) -> Json {
         }
         Value::Device(name) => json!({ "device": string_to_json(name) }),
         Value::Opaque { media, bytes } => opaque_to_json(media, bytes),
+        Value::Tagged(tag, plain) => with_class(leaf_to_json(plain), *tag),
         _ => unreachable!("the other values are other nodes"),
     }
+}
+
+/// Adds the class of a value to its view.
+fn with_class(mut view: Json, tag: ClassTag) -> Json {
+    view["class"] = json!({ "name": tag.class().name(), "parameter": tag.parameter() });
+    view
 }
 
 fn key_to_json(key: &MapKey) -> Json {

@@ -28,9 +28,11 @@ compile_error!(
 // Values.
 mod chunk;
 mod chunk_codec;
+mod class_tag;
 mod content_digest;
 mod convert;
 mod dtype;
+mod iso_time;
 mod key;
 mod number;
 mod state_dict;
@@ -101,6 +103,7 @@ pub use blob::Blob;
 pub use checksum::checksum;
 pub use chunk::{ChunkPolicy, ChunkSize, MAX_CHUNK_BYTES};
 pub use chunk_codec::ChunkCodec;
+pub use class_tag::{ClassTag, TaggedClass};
 pub use compress::{CompressJob, CompressedChunks};
 pub use content_digest::STORE_ATTR_PREFIX;
 pub use copy::{copy, copy_and_checksum, copy_chunks, copy_runs};
@@ -118,7 +121,7 @@ pub use mesh::DeviceMesh;
 #[cfg(feature = "mmap")]
 pub use mmap::{Mmap, map_file};
 pub use number::{Float, Int};
-pub use options::{Compression, Options, ZSTD_LEVEL_ATTR};
+pub use options::{Compression, FILES_KEY, Options, PACKED_FILES_ATTR, ZSTD_LEVEL_ATTR};
 pub use placement::Placement;
 pub use region::Region;
 pub use runs::{Loop, Runs};

@@ -22,6 +22,14 @@ use crate::tensor::TensorMeta;
 /// It describes how an archive is compressed, and does not affect its meaning.
 pub const ZSTD_LEVEL_ATTR: &str = "tssd.file.zstd_level";
 
+/// The key of the dict that maps the names of auxiliary files, such as `config.json`, to bytes.
+pub const FILES_KEY: &str = ".files";
+
+/// The attribute of an archive whose [`FILES_KEY`] is what packing a directory added. Its value is the int 1.
+///
+/// Without it, the key is one of the user's.
+pub const PACKED_FILES_ATTR: &str = "tssd.file.packed_files";
+
 /// The compression levels that zstd supports.
 const ZSTD_LEVELS: std::ops::RangeInclusive<i32> = -(1 << 17)..=22;
 

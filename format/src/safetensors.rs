@@ -32,6 +32,7 @@ use crate::encode::Attrs;
 use crate::error::Result;
 use crate::state_dict::StateDict;
 
+pub use crate::options::{FILES_KEY, PACKED_FILES_ATTR};
 pub use auxiliary::{AuxiliaryFile, is_auxiliary_file_name};
 pub use export::{Directory, Export, File};
 pub use header::{Entry, Header};
@@ -48,9 +49,6 @@ pub const FILE_NAME: &str = "model.safetensors";
 
 /// The name of the index of a directory with several files.
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
-
-/// The key of the dict that maps the names of auxiliary files, such as `config.json`, to bytes.
-pub const FILES_KEY: &str = ".files";
 
 /// Reads the state dict and the attributes of a file in memory.
 ///

@@ -7,9 +7,10 @@ use std::sync::OnceLock;
 use bytes::Bytes;
 use hashbrown::HashTable;
 
+use crate::class_tag::{ClassTag, TaggedClass};
 use crate::dtype::Dtype;
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{MapKey, ObjectPath, Step};
+use crate::key::{EncodedKey, MapKey, ObjectPath, Step};
 use crate::number::{Float, Int};
 use crate::shard::Shard;
 use crate::tensor::Tensor;
@@ -67,6 +68,50 @@ pub enum Value {
     NamedTuple(Text, Dict),
     /// The differing values of several writers for one leaf, keyed by writer; only in merged versions.
     Divergent(Dict),
+    /// A value of a class that is stored as a plain `dict`, `list`, `tuple` or `str`, such as a `deque`.
+    ///
+    /// Writers reject a plain value that does not fit the class (F-077, F-078).
+    Tagged(ClassTag, Box<Self>),
+}
+
+impl Value {
+    /// Creates a Python `set` of keys.
+    ///
+    /// # Errors
+    ///
+    /// `KeyKind` for a key that a file cannot hold, such as NaN.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tssd_format::{MapKey, StateDict, Value};
+    /// let mut dict = StateDict::new();
+    /// dict.insert("frozen layers", Value::set([MapKey::from(3_i64), MapKey::from(1_i64)])?);
+    /// assert_eq!(dict.leaf("frozen layers.1")?, &Value::None);
+    /// # Ok::<(), tssd_format::Error>(())
+    /// ```
+    pub fn set(elements: impl IntoIterator<Item = MapKey>) -> Result<Self> {
+        Self::tagged_set(TaggedClass::Set, elements)
+    }
+
+    /// Creates a Python `frozenset` of keys.
+    ///
+    /// # Errors
+    ///
+    /// As [`Value::set`].
+    pub fn frozenset(elements: impl IntoIterator<Item = MapKey>) -> Result<Self> {
+        Self::tagged_set(TaggedClass::FrozenSet, elements)
+    }
+
+    /// Creates a set, whose elements are in the order of their keys in files.
+    fn tagged_set(class: TaggedClass, elements: impl IntoIterator<Item = MapKey>) -> Result<Self> {
+        let elements: Vec<MapKey> = elements.into_iter().collect();
+        let encoded = elements.iter().map(|key| Ok((EncodedKey::encode(key)?, key)));
+        let mut encoded = encoded.collect::<Result<Vec<_>>>()?;
+        encoded.sort_by(|(left, _), (right, _)| left.cmp(right));
+        let entries = encoded.into_iter().map(|(_, key)| (key.clone(), Self::None));
+        Ok(Self::Tagged(ClassTag::new(class, 0)?, Self::Dict(entries.collect()).into()))
+    }
 }
 
 macro_rules! from {
@@ -340,7 +385,7 @@ fn visit_leaves<'a>(
     value: &'a Value,
     leaf: &mut impl FnMut(&ObjectPath, &'a Value),
 ) {
-    match value {
+    match plain(value) {
         Value::Dict(dict)
         | Value::OrderedDict(dict)
         | Value::NamedTuple(_, dict)
@@ -362,8 +407,16 @@ fn visit_leaves<'a>(
     }
 }
 
+/// Returns the plain value of a value with a class tag; any other value as it is.
+fn plain(value: &Value) -> &Value {
+    match value {
+        Value::Tagged(_, plain) => plain,
+        value => value,
+    }
+}
+
 fn child<'a>(value: &'a Value, step: &Step) -> Option<&'a Value> {
-    match (value, step) {
+    match (plain(value), step) {
         (
             Value::Dict(dict)
             | Value::OrderedDict(dict)

@@ -5,9 +5,10 @@
 
 use bytes::Bytes;
 
+use crate::class_tag::ClassTag;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{MapKey, ObjectPath, Step};
-use crate::record::is_inline;
+use crate::record::{is_inline, kind};
 use crate::shard::{Shard, ShardSpec};
 use crate::state_dict::{Dict, MAX_DEPTH, Value};
 use crate::tensor::{Tensor, TensorMeta};
@@ -97,6 +98,8 @@ pub enum Container {
     NamedTuple(Text),
     /// The differing values of several writers for one leaf, keyed by writer.
     Divergent,
+    /// A dict, list or tuple with a class tag.
+    Tagged(ClassTag),
 }
 
 impl Container {
@@ -109,6 +112,20 @@ impl Container {
             Self::Tuple => Value::Tuple(values),
             Self::NamedTuple(name) => Value::NamedTuple(name.clone(), entries),
             Self::Divergent => Value::Divergent(entries),
+            Self::Tagged(tag) => Value::Tagged(*tag, self.to_plain().value(entries, values).into()),
+        }
+    }
+
+    /// Returns the container without its class tag.
+    #[must_use]
+    pub fn to_plain(&self) -> Self {
+        match self {
+            Self::Tagged(tag) => match tag.class().kind() {
+                kind::LIST => Self::List,
+                kind::TUPLE => Self::Tuple,
+                _ => Self::Dict,
+            },
+            plain => plain.clone(),
         }
     }
 }
@@ -159,6 +176,7 @@ impl PathCursor<'_> {
 /// - `TensorRun` and `MixedRun` for shards that are empty or disagree on dtype or global shape.
 /// - `TensorFlags` for flags that the dtype or the shape of a tensor excludes.
 /// - `DivergentNode` for a divergent value, `KeyKind` for a namedtuple field that is no str.
+/// - `ClassTag` for a value of another kind than its class tag allows.
 /// - The errors of `item`.
 pub(crate) fn walk<'a>(
     value: &'a Value,
@@ -217,6 +235,10 @@ pub(crate) fn walk<'a>(
             }
             Ok(())
         }
+        Value::Tagged(tag, plain) => {
+            check_tagged(*tag, plain).map_err(|error| error.with_path(path.to_path()))?;
+            walk(plain, path, allow_opaque, item)
+        }
         Value::List(values) | Value::Tuple(values) => {
             check_depth(path)?;
             for (index, value) in (0..).zip(values) {
@@ -226,6 +248,22 @@ pub(crate) fn walk<'a>(
         }
         _ => Ok(()),
     }
+}
+
+/// Rejects a plain value that its class tag does not allow. The encoder checks the content.
+fn check_tagged(tag: ClassTag, plain: &Value) -> Result<()> {
+    let kind = match plain {
+        Value::Dict(_) => kind::DICT,
+        Value::List(_) => kind::LIST,
+        Value::Tuple(_) => kind::TUPLE,
+        Value::Str(text) if text.non_inline_bytes().is_some() => {
+            return Err(Error::new(ErrorKind::ClassContent)
+                .with_detail(format_args!("{tag}: more than 4096 bytes")));
+        }
+        Value::Str(_) => kind::STR,
+        _ => return Err(Error::new(ErrorKind::ClassTag).with_detail(tag)),
+    };
+    ClassTag::from_word(tag.to_word(), kind).map(drop)
 }
 
 /// Rejects a container at this path if it would exceed [`MAX_DEPTH`] levels.
@@ -368,6 +406,14 @@ pub(crate) fn structure_of<'a>(
         Value::Divergent(dict) => keyed_container(Container::Divergent, dict, locations),
         Value::List(values) => indexed_container(Container::List, values, locations),
         Value::Tuple(values) => indexed_container(Container::Tuple, values, locations),
+        Value::Tagged(tag, plain) if !matches!(**plain, Value::Str(_)) => {
+            match structure_of(plain, locations) {
+                BorrowedNode::Container(_, children) => {
+                    BorrowedNode::Container(Container::Tagged(*tag), children)
+                }
+                other => other,
+            }
+        }
         leaf => BorrowedNode::Leaf(leaf),
     }
 }

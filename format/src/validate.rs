@@ -42,6 +42,7 @@ pub(crate) fn validate(views: &TableViews<'_>, index_off: u64) -> Result<()> {
         dims: Claims::new(views.dims.len()),
         divergent: Vec::new(),
         uses: vec![StorageUse::None; views.storages.len()],
+        has_tags: false,
     };
     validator.validate_nodes()?;
     validator.validate_tensors()?;
@@ -71,6 +72,8 @@ struct Validator<'a> {
     divergent: Vec<std::ops::Range<usize>>,
     /// The use of each storage, by number.
     uses: Vec<StorageUse>,
+    /// Whether a node has a class tag.
+    has_tags: bool,
 }
 
 /// The kind of record that refers to a storage.

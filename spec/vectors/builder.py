@@ -72,6 +72,7 @@ TRAILER = (
 
 Key = namedtuple("Key", "kind content")
 Leaf = namedtuple("Leaf", "kind a b count flags", defaults=(0, 0, 0, 0))
+# `name` is the type name of a namedtuple, or the word `b` of another container.
 Box = namedtuple("Box", "kind items name", defaults=(b"",))
 
 
@@ -199,7 +200,7 @@ class Archive:
                 queue += items if keyed else [(Key(K_INDEX, 0), v) for v in items]
                 children = range(first, len(queue))
                 by_key += sorted(children, key=lambda i: queue[i][0]) if keyed else children
-                fields.update(count=len(children), a=first, b=self.heap_range(value.name))
+                fields.update(count=len(children), a=first, b=self.to_word(value.name))
             elif value.kind == SIZE:
                 fields.update(count=len(value.a), a=self.vector(map(u64, value.a)))
             else:

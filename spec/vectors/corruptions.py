@@ -188,6 +188,7 @@ def without_storages(archive):
 # The kinds of nodes that use the field. In all other kinds it is 0.
 HAS_COUNT = {"size", "tensor", "dict", "ordered_dict", "list", "tuple", "namedtuple", "divergent"}
 HAS_B = {"complex", "opaque", "namedtuple"}
+HAS_TAG = {"str", "dict", "ordered_dict", "list", "tuple"}
 CONTAINERS = ("dict", "ordered_dict", "list", "tuple", "namedtuple")
 LONG = b"text" * 1025
 
@@ -207,7 +208,10 @@ def unused_word_cases():
         yield "F-047", "nodes", f"{kind}-flags", f"flags of {a(kind)}", make().at(name, flags=2)
         if kind not in HAS_COUNT:
             yield "F-047", "nodes", f"{kind}-count", f"count of {a(kind)}", make().at(name, count=1)
-        if kind not in HAS_B:
+        if kind in HAS_TAG:
+            about = f"{a(kind)} with a class tag that is not in the table"
+            yield "F-077", "nodes", f"{kind}-b", about, make().at(name, b=0xFFFF)
+        elif kind not in HAS_B:
             yield "F-047", "nodes", f"{kind}-b", f"b of {a(kind)}", make().at(name, b=1)
     for rule, kind, value in (("F-047", "none", 1), ("F-047", "bool", 2), ("F-050", "dtype", 0)):
         yield rule, "nodes", f"{kind}-a", f"a of a {kind} is {value}", leaves().at(kind, a=value)

@@ -111,6 +111,7 @@ from builder import (
     two_compressed,
     two_meshes,
 )
+from class_tags import class_cases
 from corruptions import corruptions
 from precedence import check_precedence
 from reader import KINDS, blake3, merge_subtrees
@@ -374,6 +375,7 @@ def node_cases():
     yield from child_cases()
     yield from key_cases()
     yield from leaf_cases()
+    yield from class_cases()
 
 
 def child_cases():
@@ -510,10 +512,8 @@ def leaf_cases():
         ("none", "a"),
         ("bool", "b"),
         ("int", "count"),
-        ("str", "b"),
         ("size", "b"),
         ("opaque", "count"),
-        ("dict", "b"),
     ):
         about = f"{field} of a {kind} node is 1"
         yield f"047-{kind}-{field}", about, leaves().at(kind, **{field: 1})

@@ -310,6 +310,14 @@ impl Merger<'_> {
             let merged = entries.iter().map(child).collect::<Result<_, String>>()?;
             return Ok(Node::Container(container.clone(), merged));
         }
+        if matches!(container, Container::Tagged(tag) if tag.is_atomic()) {
+            let is_same = nodes.iter().all(|(_, node)| *node == nodes[0].1);
+            return if is_same {
+                Ok(Node::clone(nodes[0].1))
+            } else {
+                self.merge_divergent(path, nodes)
+            };
+        }
         // Ordered by writer, then by insertion.
         let mut children: IndexMap<&Step, Vec<WriterNode<'_>>> = IndexMap::new();
         for (writer, node) in nodes {
@@ -321,7 +329,11 @@ impl Merger<'_> {
                 children.entry(step).or_default().push((*writer, child));
             }
         }
-        let is_dict = matches!(container, Container::Dict | Container::OrderedDict);
+        let is_dict = match container {
+            Container::Dict | Container::OrderedDict => true,
+            Container::Tagged(tag) => tag.is_open_dict(),
+            _ => false,
+        };
         if !is_dict && children.values().any(|holders| holders.len() < nodes.len()) {
             return Err(disagreement(path, nodes, "different numbers of elements"));
         }

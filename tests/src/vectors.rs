@@ -2,6 +2,7 @@
 //!
 //! They are written by the writer of this project.
 
+mod class_tags;
 mod compressed;
 mod forward_compat;
 mod limits;
@@ -39,6 +40,7 @@ pub enum Content {
 /// Returns all vectors by number.
 pub fn vectors() -> Vec<Vector> {
     let mut vectors = values::vectors();
+    vectors.extend(class_tags::vectors());
     vectors.extend(tensors::vectors());
     vectors.extend(shards::vectors());
     vectors.extend(compressed::vectors());

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
-use tssd_format::{Archive, Dtype, ErrorKind};
+use tssd_format::{Archive, Dtype, ErrorKind, TaggedClass};
 
 fn spec(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec").join(path)
@@ -107,6 +107,31 @@ fn dtype_table_of_document_matches_json() {
     });
     // The first two lines are the header.
     assert_eq!(table.lines().skip(2).collect::<Vec<_>>(), rows.collect::<Vec<_>>());
+}
+
+#[test]
+fn class_tags_match_json_and_document() {
+    let rows = TaggedClass::ALL.iter().map(|class| {
+        serde_json::json!({
+            "number": class.number(), "name": class.name(), "kind": class.kind_name(),
+            "parameters": class.parameter_count(),
+        })
+    });
+    let Json::Array(table) = read_json("classes.json") else { panic!("a list") };
+    assert_eq!(table, rows.collect::<Vec<_>>());
+
+    let text = std::fs::read_to_string(spec("format.md")).unwrap();
+    let (_, table) = text.split_once("<!-- classes: begin -->\n").unwrap();
+    let (table, _) = table.split_once("<!-- classes: end -->").unwrap();
+    let starts: Vec<String> = table
+        .lines()
+        .skip(2)
+        .map(|row| row.split(" | ").take(3).collect::<Vec<_>>().join(" | "))
+        .collect();
+    let rows = TaggedClass::ALL.iter().map(|class| {
+        format!("| 0x{:02X} | {} | {}", class.number(), class.kind_name(), class.name())
+    });
+    assert_eq!(starts, rows.collect::<Vec<_>>());
 }
 
 /// Opens a vector: a file, or the shard set of a directory.

@@ -263,6 +263,7 @@ fn container_kind(node: &Node) -> String {
         Container::Tuple => "tuple",
         Container::NamedTuple(name) => return format!("namedtuple {name}"),
         Container::Divergent => "divergent, by writer",
+        Container::Tagged(tag) => tag.class().name(),
     };
     if children.is_empty() { format!("empty {kind}") } else { kind.to_owned() }
 }

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::claims::Claims;
 use super::{StorageUse, Validator};
+use crate::class_tag::{ClassTag, check_tagged_nodes};
 use crate::convert::{index_to_usize, to_u64, to_usize};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{self, SortKey};
@@ -50,7 +51,7 @@ impl Validator<'_> {
         if !tensor_claims.is_complete() {
             return Err(Error::new(ErrorKind::TensorRun).with_detail("tensors of no leaf"));
         }
-        Ok(())
+        if self.has_tags { check_tagged_nodes(self.views) } else { Ok(()) }
     }
 
     #[inline]
@@ -108,7 +109,13 @@ impl Validator<'_> {
         if node.kind == kind::NAMEDTUPLE {
             self.claim_name(node.b.to_native(), 1..=MAX_NAME_BYTES)?;
         } else if node.b != 0 {
-            return Err(Error::new(ErrorKind::LeafValue).with_detail("b of a container"));
+            if node.kind == kind::DIVERGENT {
+                return Err(Error::new(ErrorKind::LeafValue).with_detail("b of a container"));
+            }
+            if number == 0 {
+                return Err(Error::new(ErrorKind::ClassTag).with_detail("the root has one"));
+            }
+            self.validate_tag(node)?;
         }
         let range = to_usize(first)..to_usize(first + count);
         let is_keyed = kind::is_keyed(node.kind);
@@ -212,7 +219,10 @@ impl Validator<'_> {
             return value_error("count");
         }
         if b != 0 && !matches!(node.kind, kind::COMPLEX | kind::OPAQUE) {
-            return value_error("b");
+            if node.kind != kind::STR {
+                return value_error("b");
+            }
+            self.validate_tag(node)?;
         }
         match node.kind {
             kind::NONE if a != 0 => return value_error("a"),
@@ -250,6 +260,13 @@ impl Validator<'_> {
             _ => {}
         }
         Ok(())
+    }
+
+    /// Validates the class tag of a node (F-077). `validate_nodes` checks the content of the node.
+    #[cold]
+    fn validate_tag(&mut self, node: &record::Node) -> Result<()> {
+        self.has_tags = true;
+        ClassTag::from_word(node.b.to_native(), node.kind).map(drop)
     }
 
     /// Validates the content of a str, bytes or opaque leaf: in the heap or in its own storage (F-049).

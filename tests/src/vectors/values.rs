@@ -1,7 +1,8 @@
 //! Leaves, keys and containers.
 
 use tssd_format::{
-    ArchiveWriter, AttrValue, Dict, Dtype, Float, Int, MapKey, Options, StateDict, Text, Value,
+    ArchiveWriter, AttrValue, Dict, Dtype, FILES_KEY, Float, Int, MapKey, Options,
+    PACKED_FILES_ATTR, StateDict, Text, Value,
 };
 
 use super::{Vector, dict_of, encode, encode_plain, f32_tensor, file_vector, single_value};
@@ -130,7 +131,21 @@ pub(super) fn vectors() -> Vec<Vector> {
             "`{\"a.b\"}`, `{\"a\": {\"b\"}}`, `1` and `\"1\"` in one dict",
             encode_plain(&equal_looking()),
         ),
+        file_vector(
+            "154-packed-files",
+            "a packed model directory: the files without tensors are under the key `.files`",
+            encode(&packed_directory(), &Options::new().attr(PACKED_FILES_ATTR, AttrValue::Int(1))),
+        ),
     ]
+}
+
+fn packed_directory() -> StateDict {
+    let files: [(&str, &[u8]); 3] =
+        [("config.json", b"{}"), ("original/params.json", b""), ("tokenizer.model", &[b't'; 5000])];
+    let entry = |(name, content): (&str, &[u8])| (name, Value::Bytes(content.to_vec().into()));
+    let mut dict = dict_of(vec![("weight".into(), f32_tensor(&[1.0, 2.0], &[2]).into())]);
+    dict.insert(FILES_KEY, files.into_iter().map(entry).collect::<Dict>());
+    dict
 }
 
 fn containers() -> StateDict {

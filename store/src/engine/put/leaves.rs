@@ -20,6 +20,7 @@ fn map_value(value: &Value, leaf: &mut impl FnMut(&Value) -> Result<Value>) -> R
         Value::NamedTuple(name, entries) => Value::NamedTuple(name.clone(), dict(entries)?),
         Value::List(values) => Value::List(list(values, leaf)?),
         Value::Tuple(values) => Value::Tuple(list(values, leaf)?),
+        Value::Tagged(tag, plain) => Value::Tagged(*tag, map_value(plain, leaf)?.into()),
         other => leaf(other)?,
     })
 }

@@ -36,8 +36,8 @@ def from_pretrained(archive: Path) -> PreTrainedModel:
     """
     # This verifies every byte before it returns. With `verify="off"`, it would read only the index.
     weights = tssd.load_file(archive, backend="mmap")
-    files: dict[str, bytes] = weights.pop(".files")
-    fields = json.loads(files["config.json"])
+    with tssd.safe_open(archive, "pt") as file:
+        fields = json.loads(file.files()["config.json"])
     model_class = getattr(transformers, fields["architectures"][0])
     config = model_class.config_class.from_dict(fields)
     model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=config.dtype)

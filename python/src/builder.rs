@@ -12,10 +12,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
 use serde_json::Value as Json;
 use tssd_format::{
-    Archive, AttrValue, Attrs, Container, ContentKind, MapKey, Node, ObjectPath, Placement, Step,
-    TensorFlags, TensorReference, TensorSlice, Text, Value,
+    Archive, AttrValue, Attrs, ClassTag, Container, ContentKind, FILES_KEY, MapKey, Node,
+    ObjectPath, PACKED_FILES_ATTR, Placement, Step, TaggedClass, TensorFlags, TensorReference,
+    TensorSlice, Text, Value,
 };
 
+use crate::classes;
 use crate::dtensor::encode_placement;
 use crate::error::{BindingError, Failure, Result};
 use crate::gc_pause::GcPause;
@@ -201,7 +203,13 @@ impl<'py, 'a> ObjectBuilder<'py, 'a> {
                 self.metadata = metadata;
             }
         }
-        let structure = self.contents.structure();
+        let mut structure = self.contents.structure();
+        if self.contents.attrs().contains_key(PACKED_FILES_ATTR)
+            && let Node::Container(_, children) = Arc::make_mut(&mut structure)
+        {
+            let files = Step::Key(MapKey::from(FILES_KEY));
+            children.retain(|(step, _)| *step != files);
+        }
         let _pause = GcPause::new(self.py)?;
         self.build(&mut Vec::new(), &structure)
     }
@@ -234,7 +242,19 @@ impl<'py, 'a> ObjectBuilder<'py, 'a> {
                 return self.build_leaf(leaf).map_err(|error| error.with_path(&object_path(path)));
             }
         };
+        self.build_container(path, container, children)
+    }
+
+    fn build_container<'n>(
+        &mut self,
+        path: &mut Vec<&'n Step>,
+        container: &Container,
+        children: &'n [(Step, Node)],
+    ) -> Result<Bound<'py, PyAny>> {
         match container {
+            Container::Tagged(tag) => self
+                .build_tagged(path, *tag, children)
+                .map_err(|error| error.with_path(&object_path(path))),
             Container::Dict | Container::Divergent => {
                 let dict = PyDict::new(self.py);
                 for (step, child) in children {
@@ -261,6 +281,26 @@ impl<'py, 'a> ObjectBuilder<'py, 'a> {
                 Ok(class.call1(PyTuple::new(self.py, values)?)?)
             }
         }
+    }
+
+    /// Builds an object of a class that is stored as a plain container.
+    fn build_tagged<'n>(
+        &mut self,
+        path: &mut Vec<&'n Step>,
+        tag: ClassTag,
+        children: &'n [(Step, Node)],
+    ) -> Result<Bound<'py, PyAny>> {
+        let plain = if let TaggedClass::Set | TaggedClass::FrozenSet = tag.class() {
+            let elements = PyList::empty(self.py);
+            for (step, _) in children {
+                let Step::Key(key) = step else { continue };
+                elements.append(self.py_key(key)?)?;
+            }
+            elements.into_any()
+        } else {
+            self.build_container(path, &Container::Tagged(tag).to_plain(), children)?
+        };
+        classes::compose(tag, &plain)
     }
 
     fn ordered_dict<'n>(
@@ -399,6 +439,7 @@ impl<'py, 'a> ObjectBuilder<'py, 'a> {
                 class.call1((self.py_str(device)?,))?
             }
             Value::Opaque { media, bytes } => self.unpickle(media, bytes)?,
+            Value::Tagged(tag, plain) => classes::compose(*tag, &self.build_value(plain)?)?,
             _ => return Err(unsupported_value().into()),
         })
     }

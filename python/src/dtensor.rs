@@ -6,12 +6,14 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use tssd_format::{DeviceMesh, Error, ErrorKind, Placement, ShardSpec, TensorSlice};
 
+use crate::classes::TaggedObject;
 use crate::error::{BindingError, Result};
 
 /// Components of a tensor whose class is neither `torch.Tensor` nor `Parameter`.
 pub(crate) enum TensorSubclass<'py> {
     DTensor(DTensorParts<'py>),
     Chunks(Chunks<'py>),
+    Wrapper(TaggedObject<'py>),
 }
 
 /// A local tensor and its sharding. The fields are those of `_torch.DTensorParts`.
@@ -58,6 +60,7 @@ pub(crate) fn decompose<'py>(tensor: &Bound<'py, PyAny>) -> Result<TensorSubclas
     match parts.get_type().name()?.to_str()? {
         "DTensorParts" => Ok(TensorSubclass::DTensor(parts.extract()?)),
         "Chunks" => Ok(TensorSubclass::Chunks(parts.extract()?)),
+        "Tagged" => Ok(TensorSubclass::Wrapper(parts.extract()?)),
         _ => {
             let (message, advice): (String, String) = parts.extract()?;
             Err(BindingError::untyped_leaf(message, advice).into())

@@ -234,6 +234,7 @@ impl TorchStoreStateDict {
             module_metadata,
             devices,
             omits_tensors,
+            stored_as_base: Vec::new(),
         })
     }
 

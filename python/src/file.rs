@@ -9,15 +9,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyMemoryView, PySlice, PyTuple};
+use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyMemoryView, PySlice, PyTuple};
 use tssd_format::{
-    Archive, Compression, Error, ErrorKind, Layout, MANIFEST_NAME, Mmap, Node, Options,
-    TensorReference, to_json_without_elements,
+    Archive, Compression, ContentKind, Error, ErrorKind, FILES_KEY, Layout, MANIFEST_NAME, MapKey,
+    Mmap, Node, Options, PACKED_FILES_ATTR, Step, TensorReference, Value, to_json_without_elements,
 };
 use tssd_store::{Replacement, file};
 
 use crate::builder::{
-    Framework, MODULE_METADATA_ATTR, ObjectBuilder, StorageSource, storage_spans,
+    Framework, MODULE_METADATA_ATTR, ObjectBuilder, StorageSource, decode_str, storage_spans,
 };
 use crate::error::{BindingError, Failure, Result};
 use crate::importer::{ImportedStateDict, import_state_dict};
@@ -146,6 +146,10 @@ pub(crate) fn plan_state_dict(
 ///     allow_pickle: whether objects that are not typed leaves are pickled, with cloudpickle if it is
 ///         installed. They are loaded only with `allow_pickle=True`.
 ///
+/// Returns:
+///     A SaveReport. Its `stored_as_base` names the values of subclasses of builtin classes, such as an
+///     `IntEnum` or a class derived from `dict`: they are stored as an object of the builtin class.
+///
 /// Raises:
 ///     TssdTypeError: an object is not a typed leaf; `fqn` names the leaf.
 ///     TssdValueError: the state dict violates a rule of the format, such as containers 64 deep.
@@ -154,27 +158,31 @@ pub(crate) fn plan_state_dict(
 #[pyo3(signature = (state_dict, filename, metadata=None, *, compression=None, level=1, digest=None, fsync=true, allow_pickle=false))]
 #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python function")]
 #[expect(clippy::needless_pass_by_value, reason = "what Python gives is owned")]
-pub(crate) fn save_file(
-    state_dict: &Bound<'_, PyAny>,
+pub(crate) fn save_file<'py>(
+    state_dict: &Bound<'py, PyAny>,
     filename: PathBuf,
-    metadata: Option<&Bound<'_, PyDict>>,
+    metadata: Option<&Bound<'py, PyDict>>,
     compression: Option<&str>,
     level: i32,
     digest: Option<&str>,
     fsync: bool,
     allow_pickle: bool,
-) -> Result<()> {
+) -> Result<Bound<'py, PyAny>> {
+    let py = state_dict.py();
     let options = save_options(metadata, compression, level, digest)?;
-    let PlannedStateDict { layout, interrupt, .. } =
+    let PlannedStateDict { layout, interrupt, imported } =
         &plan_state_dict(state_dict, options, allow_pickle)?;
-    state_dict.py().detach(|| {
+    py.detach(|| {
         let write = || {
             let replacement = Replacement::create(&filename, fsync)?;
             file::write(layout, &replacement, || interrupt.check())?;
             Ok(replacement.commit()?)
         };
         write().map_err(|error: Failure| error.with_file(&filename))
-    })
+    })?;
+    let class = py.import("tssd._reports")?.getattr("SaveReport")?;
+    let stored_as_base = imported.stored_as_base.iter().cloned().into_py_dict(py)?;
+    Ok(class.call1((layout.file_len(), stored_as_base))?)
 }
 
 /// Waits for the deferred drops of files and mappings: see [`file::wait_for_deferred_drops`].
@@ -226,9 +234,9 @@ pub(crate) fn save<'py>(
 ///     allow_pickle: whether pickled objects are unpickled, which executes code from the file.
 ///
 /// Returns:
-///     The state dict. Shards of DTensors are returned as `TensorShard`. In an archive that `tssd pack`
-///     made from a model directory, ".files" is a dict from the names of the files without tensors to
-///     their bytes. `state_dict.pop(".files")` leaves a dict that `load_state_dict` accepts.
+///     The state dict. Shards of DTensors are returned as `TensorShard`. The files without tensors that
+///     `tssd pack` adds to the weights of a model directory are not in it: `safe_open(...).files()`
+///     returns them.
 ///
 /// Raises:
 ///     TssdCorruptError: the file is damaged, or is not an archive.
@@ -564,6 +572,44 @@ impl SafeOpen {
     /// Returns the `metadata` that the file was saved with; None if there was none.
     fn metadata<'py>(&self, py: Python<'py>) -> Result<Option<Bound<'py, PyDict>>> {
         metadata::from_attrs(py, &self.open_file()?.archive.attrs())
+    }
+
+    /// Returns the files without tensors that `tssd pack` added from a model directory, such as
+    /// `config.json`: a dict from their names to their bytes. It is empty for any other archive.
+    ///
+    /// Raises:
+    ///     TssdCorruptError: the bytes of a file are damaged.
+    fn files<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
+        let open_file = self.open_file()?;
+        let files = PyDict::new(py);
+        let archive = &open_file.archive;
+        if !archive.attrs().contains_key(PACKED_FILES_ATTR) {
+            return Ok(files);
+        }
+        let interrupt = InterruptCheck::new();
+        for (path, node) in archive.leaves() {
+            let [Step::Key(MapKey::Str(first)), Step::Key(MapKey::Str(name))] = path.steps() else {
+                continue;
+            };
+            if first.as_bytes() != FILES_KEY.as_bytes() {
+                continue;
+            }
+            let read = || match &node {
+                Node::StoredLeaf(ContentKind::Bytes, number) => {
+                    let len = archive.storage(*number).len;
+                    open_file.read(*number, &(0..len), &interrupt)?;
+                    Ok(Some(archive.storage_bytes(*number)?))
+                }
+                Node::Leaf(Value::Bytes(bytes)) => Ok(Some(bytes.clone())),
+                _ => Ok(None),
+            };
+            let bytes =
+                py.detach(read).map_err(|error: Failure| error.with_file(&open_file.filename))?;
+            if let Some(bytes) = bytes {
+                files.set_item(decode_str(py, name.as_bytes())?, PyBytes::new(py, &bytes))?;
+            }
+        }
+        Ok(files)
     }
 
     /// Returns the tensor with this fqn, in separate memory: a write to it changes no other tensor. A

@@ -11,9 +11,11 @@ use pyo3::types::{
 use serde_json::Value as Json;
 use tssd_format::{
     AttrValue, Dict, Dtype, Error, ErrorKind, MAX_DEPTH, MapKey, ObjectPath, Region, Shard,
-    ShardSpec, StateDict, Step, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
+    ShardSpec, StateDict, Step, Storage, TaggedClass, Tensor, TensorFlags, TensorMeta, TensorSlice,
+    Text, Value,
 };
 
+use crate::classes::{self, TaggedObject};
 use crate::device::DeviceRegions;
 use crate::dlpack::{self, ImportedTensor};
 use crate::dtensor::{self, MeshCache, TensorSubclass};
@@ -38,6 +40,8 @@ pub(crate) struct ImportedStateDict {
     pub(crate) devices: DeviceRegions,
     /// Whether tensors were omitted because this rank has no shard of them.
     pub(crate) omits_tensors: bool,
+    /// The values that are stored as an object of their base class: their fqns and their classes.
+    pub(crate) stored_as_base: Vec<(String, String)>,
 }
 
 /// Imports a state dict. The memory of its tensors is shared, not copied.
@@ -51,6 +55,13 @@ pub(crate) fn import_state_dict<'py>(
     let mut importer =
         ValueImporter::new(object.py(), allow_pickle, ImportPurpose::Store(transfer))?;
     let value = importer.import_value(object)?;
+    if let Value::Tagged(tag, plain) = &value
+        && matches!(**plain, Value::Dict(_))
+    {
+        let text = format!("a state dict is a dict, this is a {tag}");
+        let advice = "convert it with `dict`, or put it into a dict";
+        return Err(BindingError::untyped_leaf(text, advice).into());
+    }
     let dict = StateDict::from_value(value).map_err(|_| {
         let class = class_name(&object.get_type());
         BindingError::untyped_leaf(
@@ -63,6 +74,7 @@ pub(crate) fn import_state_dict<'py>(
         module_metadata: importer.metadata,
         devices: importer.devices,
         omits_tensors: importer.omits_tensors,
+        stored_as_base: importer.stored_as_base,
     })
 }
 
@@ -192,6 +204,9 @@ struct ValueImporter<'py> {
     purpose: ImportPurpose<'py>,
     devices: DeviceRegions,
     omits_tensors: bool,
+    stored_as_base: Vec<(String, String)>,
+    /// Whether the value that is imported is inside a tensor wrapper.
+    is_in_wrapper: bool,
 }
 
 impl<'py> ValueImporter<'py> {
@@ -209,6 +224,8 @@ impl<'py> ValueImporter<'py> {
             purpose,
             devices: DeviceRegions::default(),
             omits_tensors: false,
+            stored_as_base: Vec::new(),
+            is_in_wrapper: false,
         })
     }
 
@@ -377,10 +394,45 @@ impl<'py> ValueImporter<'py> {
         if let Ok(shard) = object.cast::<TensorShard>() {
             return self.import_shard(shard.get());
         }
+        if let Some(value) = self.import_as_plain(object)? {
+            return Ok(value);
+        }
         match self.import_dlpack(object)? {
             Some(other) => Ok(Value::Tensor(self.import_foreign(other)?)),
             None => self.import_opaque(object),
         }
+    }
+
+    /// Imports an object with a class tag, or one of a subclass of a builtin class; `None` for any other object.
+    fn import_as_plain(&mut self, object: &Bound<'py, PyAny>) -> Result<Option<Value>> {
+        match classes::decompose(object)? {
+            Some(Ok(tagged)) => return self.import_tagged(&tagged).map(Some),
+            Some(Err(refusal)) if !self.allow_pickle => {
+                return Err(refusal.into_untyped_leaf().into());
+            }
+            // A pickle keeps the class.
+            _ if self.allow_pickle => return Ok(None),
+            _ => {}
+        }
+        let Some(base) = classes::to_base(object)? else { return Ok(None) };
+        self.stored_as_base.push((self.current_path().fqn(), class_name(&object.get_type())));
+        self.import_value(&base).map(Some)
+    }
+
+    /// Imports a plain object that has a class tag.
+    fn import_tagged(&mut self, tagged: &TaggedObject<'py>) -> Result<Value> {
+        let tag = tagged.tag()?;
+        if !matches!(tag.class(), TaggedClass::Set | TaggedClass::FrozenSet) {
+            return Ok(Value::Tagged(tag, self.import_value(&tagged.plain)?.into()));
+        }
+        self.check_depth()?;
+        let elements = tagged.plain.try_iter()?;
+        let elements = elements.map(|element| to_map_key(&element?, MAX_DEPTH));
+        let elements = elements.collect::<Result<Vec<_>>>()?;
+        Ok(match tag.class() {
+            TaggedClass::Set => Value::set(elements)?,
+            _ => Value::frozenset(elements)?,
+        })
     }
 
     /// Imports an array of a third framework through DLPack; `None` for any other object.
@@ -405,6 +457,10 @@ impl<'py> ValueImporter<'py> {
         tensor: &Bound<'py, PyAny>,
         flags: TensorFlags,
     ) -> Result<Tensor> {
+        if self.is_in_wrapper {
+            // A cast of the inner tensors would change the elements of the wrapper.
+            return torch.import_tensor(tensor, flags, &self.devices);
+        }
         self.purpose.import_torch(torch, &self.devices, tensor, flags, || self.current_path().fqn())
     }
 
@@ -458,6 +514,20 @@ impl<'py> ValueImporter<'py> {
                     shards.push(Shard::new(tensor, ShardSpec::new(slice))?);
                 }
                 shards
+            }
+            TensorSubclass::Wrapper(tagged) => {
+                if let ImportPurpose::Fill(_) = self.purpose {
+                    let class = class_name(&object.get_type());
+                    return Err(BindingError::untyped_leaf(
+                        format!("a tensor of class {class} cannot be filled"),
+                        "get it without `into`, and copy it",
+                    )
+                    .into());
+                }
+                let is_in_wrapper = std::mem::replace(&mut self.is_in_wrapper, true);
+                let value = self.import_tagged(&tagged);
+                self.is_in_wrapper = is_in_wrapper;
+                return value;
             }
             TensorSubclass::DTensor(parts) => {
                 let places = parts.places(&self.meshes.get_or_convert(&parts.mesh)?)?;

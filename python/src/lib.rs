@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 
 /// Construction of Python objects from the nodes of an archive.
 mod builder;
+mod classes;
 /// GPU memory that holds the elements of Python tensors.
 mod device;
 /// DLPack: the protocol by which frameworks share tensor memory.

@@ -206,7 +206,7 @@ impl<'py> LocalTensors<'py> {
         match dtensor::decompose(&object) {
             Ok(TensorSubclass::DTensor(parts)) => Ok(Some(Self::DTensor(parts))),
             Ok(TensorSubclass::Chunks(chunks)) => Ok(Some(Self::Chunks(chunks))),
-            Err(_) => Ok(None),
+            Ok(TensorSubclass::Wrapper(_)) | Err(_) => Ok(None),
         }
     }
 

@@ -56,6 +56,7 @@ use crate::store::connection::{Connection, Deadline, VersionRead, parse_seconds}
 use crate::store::fill::{Differences, FillOptions, FillResult, fill_state_dict, fill_tensor};
 use crate::store::loaded_tree::LoadedTree;
 pub(crate) use crate::store::open_version::{OpenVersion, VersionItems, VersionSlice};
+use crate::store::pending_put::ImportDetails;
 pub(crate) use crate::store::pending_put::PyPendingPut;
 use crate::store::publisher::ImportOptions;
 pub(crate) use crate::store::publisher::PyPublisher;
@@ -335,11 +336,12 @@ impl Store {
         if wait {
             let put = connection.store.put_state_dict(&name, &imported.dict, &options);
             let report = connection.block_on(py, None, put).map_err(with_key)?;
-            return put_report(py, &report, copies.snapshot());
+            return put_report(py, &report, copies.snapshot(), &imported.stored_as_base);
         }
         let put = connection.store.put_state_dict_later(&name, &imported.dict, &options);
         let pending = connection.block_on(py, None, put).map_err(with_key)?;
-        Ok(Bound::new(py, PyPendingPut::new(connection, name, pending, copies))?.into_any())
+        let details = ImportDetails { copies, stored_as_base: imported.stored_as_base };
+        Ok(Bound::new(py, PyPendingPut::new(connection, name, pending, details))?.into_any())
     }
 
     /// Gets a version of a state dict: whole, or into the caller's tensors, in any sharding.

@@ -7,6 +7,7 @@
 torch and numpy are imported only when they are needed.
 """
 
+from ._classes import register_context, register_torchao, register_wrapper
 from ._errors import (
     TssdCorruptError,
     TssdConnectionError,
@@ -24,7 +25,7 @@ from ._errors import (
 )
 from ._options import PutOptions
 from ._reference import TensorReference
-from ._reports import DeviceCopies, GetReport, PutReport, ReceiveReport, VersionInfo
+from ._reports import DeviceCopies, GetReport, PutReport, ReceiveReport, SaveReport, VersionInfo
 from ._ring import Ring
 from ._tssd import (
     OpenVersion,
@@ -62,6 +63,7 @@ __all__ = [
     "Receiver",
     "Ring",
     "SafeSlice",
+    "SaveReport",
     "Store",
     "Subscription",
     "TensorReference",
@@ -87,6 +89,9 @@ __all__ = [
     "inspect",
     "load",
     "load_file",
+    "register_context",
+    "register_torchao",
+    "register_wrapper",
     "safe_open",
     "save",
     "save_file",

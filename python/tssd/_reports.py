@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -21,6 +21,20 @@ class DeviceCopies:
     pageable: int
     device: int
     pageable_reason: str | None
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """The report of `save_file`.
+
+    Attributes:
+        bytes: the length of the file, in bytes.
+        stored_as_base: the values whose class is a subclass of a builtin class, such as an `IntEnum`. They are stored
+            as an object of the builtin class. The dict has the name of the class by fqn.
+    """
+
+    bytes: int
+    stored_as_base: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,8 @@ class PutReport:
             bucket, if it must be there.
         seconds: the time of the put, in seconds.
         device_copies: how bytes of devices were copied; None if there were none.
+        stored_as_base: the values whose class is a subclass of a builtin class, such as an `IntEnum`. They are stored
+            as an object of the builtin class. The dict has the name of the class by fqn.
     """
 
     version: int
@@ -60,6 +76,7 @@ class PutReport:
     phases: dict[str, float]
     seconds: float
     device_copies: DeviceCopies | None = None
+    stored_as_base: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

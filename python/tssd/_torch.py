@@ -9,6 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ._classes import Refusal, Tagged, flatten
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,13 +38,6 @@ class Chunks(NamedTuple):
     global_shape: tuple[int, ...]
 
 
-class _Unsupported(NamedTuple):
-    """The reason why a tensor cannot be stored, and advice."""
-
-    message: str
-    advice: str
-
-
 _ADVICE = {
     "FakeTensor": "materialize the model first",
     "FunctionalTensor": "save outside of the traced function",
@@ -61,18 +56,19 @@ def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def decompose(tensor: torch.Tensor) -> DTensorParts | Chunks | _Unsupported:
+def decompose(tensor: torch.Tensor) -> DTensorParts | Chunks | Tagged | Refusal:
     """Decomposes a tensor whose class is neither `torch.Tensor` nor `Parameter`."""
     if isinstance(tensor, DTensor):
         local = wait_for_collective(tensor._local_tensor)
         if hasattr(local, "__create_chunk_list__"):
             return _decompose_chunks(local, tuple(tensor.shape))
         if type(local) not in (torch.Tensor, torch.nn.Parameter):
-            return _unsupported(local, "a DTensor whose local tensor is")
+            advice = "store its local tensor, `.to_local()`, on each rank" if hasattr(local, "__tensor_flatten__") else None
+            return _unsupported(local, "a DTensor whose local tensor is", advice)
         encoded = [_encode_placement(placement, tensor.ndim) for placement in tensor.placements]
         if None in encoded:
             names = ", ".join(map(str, tensor.placements))
-            return _Unsupported(f"a DTensor with placements {names} cannot be stored", "redistribute it")
+            return Refusal(f"a DTensor with placements {names} cannot be stored", "redistribute it")
         coordinates = tensor.device_mesh.get_coordinate()
         return DTensorParts(
             local,
@@ -83,20 +79,19 @@ def decompose(tensor: torch.Tensor) -> DTensorParts | Chunks | _Unsupported:
         )
     if hasattr(tensor, "__create_chunk_list__"):
         return _decompose_chunks(tensor, tuple(tensor.shape))
-    return _unsupported(tensor, "a tensor of class")
+    wrapped = None if type(tensor).__name__ in _ADVICE else flatten(tensor)
+    return wrapped or _unsupported(tensor, "a tensor of class")
 
 
-def _unsupported(tensor: torch.Tensor, prefix: str, advice: str | None = None) -> _Unsupported:
+def _unsupported(tensor: torch.Tensor, prefix: str, advice: str | None = None) -> Refusal:
     cls = type(tensor)
     advice = advice or _ADVICE.get(cls.__name__)
-    if advice is None and cls.__module__.partition(".")[0] == "torchao":
-        advice = "store the tensors that `__tensor_flatten__` names, or `.dequantize()`"
     if advice is None:
         advice = "convert it to a plain tensor, such as with `.as_subclass(torch.Tensor)`"
-    return _Unsupported(f"{prefix} {cls.__module__}.{cls.__qualname__} cannot be stored", advice)
+    return Refusal(f"{prefix} {cls.__module__}.{cls.__qualname__} cannot be stored", advice)
 
 
-def _decompose_chunks(local: Any, global_shape: tuple[int, ...]) -> Chunks | _Unsupported:
+def _decompose_chunks(local: Any, global_shape: tuple[int, ...]) -> Chunks | Refusal:
     chunks = local.__create_chunk_list__()
     advice = "store its local tensors as `tssd.TensorShard`s"
     if hasattr(local, "local_shards"):

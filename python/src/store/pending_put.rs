@@ -21,7 +21,15 @@ pub(crate) struct PyPendingPut {
     put: Mutex<Option<PendingPut>>,
     /// The report; `None` until the put has succeeded.
     report: Mutex<Option<PutReport>>,
-    copies: SharedCopyStats,
+    details: ImportDetails,
+}
+
+/// What the report says about the import of the state dict.
+pub(super) struct ImportDetails {
+    /// The copies from devices.
+    pub(super) copies: SharedCopyStats,
+    /// The values that are stored as an object of their base class: their fqns and their classes.
+    pub(super) stored_as_base: Vec<(String, String)>,
 }
 
 impl PyPendingPut {
@@ -29,9 +37,9 @@ impl PyPendingPut {
         connection: Arc<Connection>,
         key: Key,
         put: PendingPut,
-        copies: SharedCopyStats,
+        details: ImportDetails,
     ) -> Self {
-        Self { connection, key, put: Mutex::new(Some(put)), report: Mutex::default(), copies }
+        Self { connection, key, put: Mutex::new(Some(put)), report: Mutex::default(), details }
     }
 
     /// Waits until the contribution is committed, and returns the report so far.
@@ -114,6 +122,7 @@ impl PyPendingPut {
     ///     As `put_state_dict`; TssdTimeoutError after `timeout` seconds: the call can then be repeated.
     #[pyo3(signature = (timeout=None))]
     fn result<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> Result<Bound<'py, PyAny>> {
-        put_report(py, &self.wait_done(py, timeout)?, self.copies.snapshot())
+        let report = self.wait_done(py, timeout)?;
+        put_report(py, &report, self.details.copies.snapshot(), &self.details.stored_as_base)
     }
 }

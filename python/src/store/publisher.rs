@@ -37,6 +37,8 @@ struct ActivePublish {
     publisher: Publisher,
     /// The device copies of each entry, or of each of its parts.
     copies: Vec<SharedCopyStats>,
+    /// The values that are stored as an object of their base class: their fqns and their classes.
+    stored_as_base: Vec<(String, String)>,
     /// The `_metadata` of ordered dicts, by path.
     modules: serde_json::Map<String, serde_json::Value>,
     /// The ranks of the meshes of all shards. `None` if there are no shards.
@@ -64,7 +66,9 @@ impl PyPublisher {
     ) -> Result<Self> {
         let publisher = connection.store.publish(&key, options, bucket_bytes)?;
         let (copies, modules, ranks) = (Vec::new(), serde_json::Map::new(), None);
-        let active = Mutex::new(Some(ActivePublish { publisher, copies, modules, ranks }));
+        let stored_as_base = Vec::new();
+        let active = ActivePublish { publisher, copies, stored_as_base, modules, ranks };
+        let active = Mutex::new(Some(active));
         Ok(Self { connection, key, import_options, active, report: Mutex::default() })
     }
 
@@ -115,6 +119,7 @@ impl PyPublisher {
             return Ok(());
         };
         active.copies.push(imported.devices.copy_stats().clone());
+        active.stored_as_base.append(&mut imported.stored_as_base);
         if !imported.module_metadata.is_empty() {
             active.modules.append(&mut imported.module_metadata);
             let modules = serde_json::Value::Object(active.modules.clone()).to_string();
@@ -267,9 +272,8 @@ impl PyPublisher {
         }
         // If the caller caught the exception of a put, this raises: there is no version.
         self.with_active(|active| self.check_before_first_write(py, active))?;
-        let Some(ActivePublish { publisher, copies, .. }) = self.lock_active()?.take() else {
-            return Ok(());
-        };
+        let Some(active) = self.lock_active()?.take() else { return Ok(()) };
+        let ActivePublish { publisher, copies, stored_as_base, .. } = active;
         let report = self.connection.block_on(py, None, publisher.finish());
         let report = report.map_err(|error| error.with_key(self.key.as_str(), None))?;
         let mut total = None;
@@ -278,7 +282,7 @@ impl PyPublisher {
                 *total.get_or_insert_with(CopyStats::default) += &copied;
             }
         }
-        let report = put_report(py, &report, total)?.unbind();
+        let report = put_report(py, &report, total, &stored_as_base)?.unbind();
         *self.report.lock().expect("nothing panics that holds it") = Some(report);
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Reports of puts and gets, as the dataclasses of `tssd/_reports.py`.
 
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{IntoPyDict, PyDict};
 use tssd_format::Attrs;
 use tssd_gpu::CopyStats;
 use tssd_store::{GetReport, PutPhases, PutReport, ReceiveReport, VersionInfo};
@@ -26,6 +26,7 @@ pub(super) fn put_report<'py>(
     py: Python<'py>,
     report: &PutReport,
     copied: Option<CopyStats>,
+    stored_as_base: &[(String, String)],
 ) -> Result<Bound<'py, PyAny>> {
     let class = py.import("tssd._reports")?.getattr("PutReport")?;
     let PutPhases { arrange, begin, write, commit, store, .. } = report.phases;
@@ -54,6 +55,7 @@ pub(super) fn put_report<'py>(
     fields.set_item("phases", phases)?;
     fields.set_item("seconds", report.seconds)?;
     fields.set_item("device_copies", device_copies(py, copied)?)?;
+    fields.set_item("stored_as_base", stored_as_base.iter().cloned().into_py_dict(py)?)?;
     Ok(class.call((), Some(&fields))?)
 }
 

@@ -35,6 +35,10 @@ pub(super) fn select(
 /// Removes unselected leaves from dicts. Returns whether any leaf of the node is selected.
 fn prune(node: &mut Node, selection: &mut impl Iterator<Item = bool>) -> bool {
     match node {
+        Node::Container(Container::Tagged(tag), children) if tag.is_open_dict() => {
+            children.retain_mut(|(_, child)| prune(child, selection));
+            !children.is_empty()
+        }
         Node::Container(Container::Dict | Container::OrderedDict, children) => {
             children.retain_mut(|(_, child)| prune(child, selection));
             !children.is_empty()

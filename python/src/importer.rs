@@ -379,7 +379,10 @@ impl<'py> ValueImporter<'py> {
             if numpy.is_array(object) {
                 return Ok(Value::Tensor(self.import_numpy(numpy, object)?));
             }
-            if numpy.is_scalar(object)? {
+            // `numpy.str_` and `numpy.bytes_` are subclasses of builtin classes.
+            let is_text =
+                object.is_instance_of::<PyString>() || object.is_instance_of::<PyBytes>();
+            if !is_text && numpy.is_scalar(object)? {
                 return Ok(Value::Tensor(numpy.import_scalar(object)?));
             }
             if numpy.is_any_array(object)? {

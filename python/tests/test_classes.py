@@ -167,6 +167,7 @@ def test_subclasses_are_stored_as_their_base_and_reported(path: Path) -> None:
         "ordered": Ordered(b=1, a=2),
         "names": [Names(["a"])],
         "pair": Pair((1, 2)),
+        "numpy": np.str_("é"),
         "plain": 1,
     }
     report = tssd.save_file(state, path)
@@ -180,10 +181,11 @@ def test_subclasses_are_stored_as_their_base_and_reported(path: Path) -> None:
         "ordered": "Ordered",
         "names.0": "Names",
         "pair": "Pair",
+        "numpy": "str_",
     }
     loaded = tssd.load_file(path, framework="numpy")
     assert repr(loaded["config"]) == "{'x': -0.0}" and type(loaded["ordered"]) is OrderedDict
-    assert [type(value) for value in loaded.values()] == [int, str, dict, OrderedDict, list, tuple, int]
+    assert [type(value) for value in loaded.values()] == [int, str, dict, OrderedDict, list, tuple, str, int]
     assert type(loaded["names"][0]) is list and loaded["ordered"] == {"b": 1, "a": 2}
 
 

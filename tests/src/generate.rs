@@ -4,8 +4,8 @@ use bytes::Bytes;
 use num_bigint::BigInt;
 use proptest::prelude::*;
 use tssd_format::{
-    DeviceMesh, Dict, Dtype, Float, Int, MapKey, OtherDtype, Placement, Shard, ShardSpec,
-    StateDict, Storage, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
+    ClassTag, DeviceMesh, Dict, Dtype, Float, Int, MapKey, OtherDtype, Placement, Shard, ShardSpec,
+    StateDict, Storage, TaggedClass, Tensor, TensorFlags, TensorMeta, TensorSlice, Text, Value,
 };
 
 /// Generates Python strings: ASCII, other planes, lone surrogates.
@@ -185,11 +185,13 @@ pub fn value() -> impl Strategy<Value = Value> {
             1 => proptest::collection::vec(any::<i64>(), 0..4)
                 .prop_map(|sizes| Value::Size(sizes.into())),
             1 => "(cpu|meta|cuda:[0-9])".prop_map(|name| Value::Device(name.into())),
+            1 => tagged_leaf(),
         ];
         leaf.prop_recursive(4, 32, 5, |value| {
             prop_oneof![
                 dict(value.clone()).prop_map(Value::Dict),
                 dict(value.clone()).prop_map(Value::OrderedDict),
+                tagged_container(value.clone()),
                 proptest::collection::vec(value.clone(), 0..5).prop_map(Value::List),
                 proptest::collection::vec(value.clone(), 0..5).prop_map(Value::Tuple),
                 ("[A-Za-z_]{1,8}", proptest::collection::btree_map("[a-z]{1,4}", value, 0..4))
@@ -199,6 +201,46 @@ pub fn value() -> impl Strategy<Value = Value> {
             ]
         })
     })
+}
+
+/// Generates values with class tags that hold no other values.
+fn tagged_leaf() -> impl Strategy<Value = Value> {
+    let set = |is_frozen: bool, dict: Dict| {
+        let elements = dict.into_iter().map(|(key, _)| key);
+        let set = if is_frozen { Value::frozenset(elements) } else { Value::set(elements) };
+        set.expect("no key is NaN")
+    };
+    prop_oneof![
+        (any::<bool>(), dict(Just(Value::None)))
+            .prop_map(move |(is_frozen, dict)| set(is_frozen, dict)),
+        "[a-z/.]{1,8}".prop_map(|path| tag(TaggedClass::PosixPath, 0, path.as_str().into())),
+        "20[0-9]{2}-0[1-9]-1[0-9]".prop_map(|date| tag(TaggedClass::Date, 0, date.as_str().into())),
+        (int(), int()).prop_map(|(start, stop)| {
+            let bounds = vec![start.into(), stop.into(), 1_i64.into()];
+            tag(TaggedClass::Range, 0, Value::Tuple(bounds))
+        }),
+    ]
+}
+
+/// Generates containers with class tags.
+fn tagged_container(
+    value: impl Strategy<Value = Value> + Clone + 'static,
+) -> impl Strategy<Value = Value> {
+    prop_oneof![
+        dict(value.clone()).prop_map(|dict| tag(TaggedClass::Counter, 0, dict.into())),
+        (0..15_u64, dict(value.clone())).prop_map(|(factory, dict)| tag(
+            TaggedClass::DefaultDict,
+            factory,
+            dict.into()
+        )),
+        (prop_oneof![Just(0), 6..9_u64], proptest::collection::vec(value, 0..5))
+            .prop_map(|(parameter, values)| tag(TaggedClass::Deque, parameter, values.into())),
+    ]
+}
+
+fn tag(class: TaggedClass, parameter: u64, plain: Value) -> Value {
+    let tag = ClassTag::new(class, parameter).expect("the parameter is in the table");
+    Value::Tagged(tag, plain.into())
 }
 
 /// Copies bytes into a storage that is aligned to 64 bytes, as torch does.

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tssd_format::{
-    Blob, Compression, Dict, Dtype, Options, OtherDtype, Shard, ShardSpec, StateDict, Storage,
-    Tensor, TensorMeta, TensorSlice, TorchStoreStateDict, Value,
+    Blob, ClassTag, Compression, Dict, Dtype, Options, OtherDtype, Shard, ShardSpec, StateDict,
+    Storage, TaggedClass, Tensor, TensorMeta, TensorSlice, TorchStoreStateDict, Value,
 };
 
 use super::*;
@@ -202,6 +202,34 @@ fn containers_must_agree_in_kind_and_lists_in_length() {
     let found =
         Archives::new([dict([("x", dict_of("a"))]), dict([("x", dict_of("b"))])]).merge().unwrap();
     assert_eq!(names(&found), ["x.a", "x.b"]);
+}
+
+#[test]
+fn sets_merge_as_a_whole_and_counters_by_entry() {
+    let set = |elements: [&str; 2]| Value::set(elements.map(Into::into)).unwrap();
+    let same = Archives::new([dict([("s", set(["a", "b"]))]), dict([("s", set(["b", "a"]))])]);
+    assert_eq!(same.merge().unwrap().to_state_dict().unwrap(), dict([("s", set(["a", "b"]))]));
+
+    let different = Archives::new([dict([("s", set(["a", "b"]))]), dict([("s", set(["a", "c"]))])]);
+    different.expect_disagreement("s", "different values");
+    let lowest = different.merge_with(DivergencePolicy::Lowest).unwrap();
+    assert_eq!(lowest.to_state_dict().unwrap(), dict([("s", set(["a", "b"]))]));
+    let keep = different.merge_with(DivergencePolicy::Keep).unwrap().to_state_dict().unwrap();
+    let Value::Divergent(values) = keep.at(&ObjectPath::root().key("s")).unwrap() else {
+        panic!("each writer has its set")
+    };
+    assert_eq!(values.get(MapKey::from_writer(3)), Some(&set(["a", "c"])));
+
+    let counter = |entries: Vec<(&str, i64)>| {
+        let tag = ClassTag::new(TaggedClass::Counter, 0).unwrap();
+        Value::Tagged(tag, Value::Dict(entries.into_iter().collect()).into())
+    };
+    let counters = Archives::new([
+        dict([("c", counter(vec![("a", 1)]))]),
+        dict([("c", counter(vec![("b", 2), ("a", 1)]))]),
+    ]);
+    let merged = counters.merge().unwrap().to_state_dict().unwrap();
+    assert_eq!(merged, dict([("c", counter(vec![("a", 1), ("b", 2)]))]));
 }
 
 #[test]

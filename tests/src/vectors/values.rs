@@ -142,9 +142,12 @@ pub(super) fn vectors() -> Vec<Vector> {
 fn packed_directory() -> StateDict {
     let files: [(&str, &[u8]); 3] =
         [("config.json", b"{}"), ("original/params.json", b""), ("tokenizer.model", &[b't'; 5000])];
-    let entry = |(name, content): (&str, &[u8])| (name, Value::Bytes(content.to_vec().into()));
+    let entries: Dict = files
+        .into_iter()
+        .map(|(name, content)| (name, Value::Bytes(content.to_vec().into())))
+        .collect();
     let mut dict = dict_of(vec![("weight".into(), f32_tensor(&[1.0, 2.0], &[2]).into())]);
-    dict.insert(FILES_KEY, files.into_iter().map(entry).collect::<Dict>());
+    dict.insert(FILES_KEY, entries);
     dict
 }
 

@@ -1,6 +1,6 @@
 //! Description of the fields of records.
 
-use tssd_format::Dtype;
+use tssd_format::{Dtype, TaggedClass};
 
 use super::record::{NONE, Record, heap_range};
 
@@ -182,12 +182,21 @@ fn describe_value(record: &Record<'_>, field: &str, value: u64) -> String {
         ("a", "tensor") => labeled(format!("first record is tensor {value}")),
         ("a", "size") => labeled(format!("dims offset {value}")),
         ("a", "dtype") => labeled(dtype_label(value)),
+        ("b", "str" | "dict" | "list" | "tuple") if value != 0 => labeled(class_label(value)),
         ("a" | "value" | "key", "int") => labeled(value.cast_signed().to_string()),
         ("a" | "key", "float") | ("a" | "b", "complex") => {
             labeled(format!("{:?}", f64::from_bits(value)))
         }
         _ => format!("{field} {value}"),
     }
+}
+
+/// Returns the number, the name and the parameter of a class tag.
+fn class_label(word: u64) -> String {
+    let (number, parameter) = (word & 0xFFFF, word >> 16);
+    let class = TaggedClass::ALL.iter().find(|class| u64::from(class.number()) == number);
+    let name = class.map_or("unknown", |class| class.name());
+    format!("class tag 0x{number:02X}, {name}, parameter {parameter}")
 }
 
 /// Returns the number of a dtype as section 6 of the spec writes it, and its name.

@@ -380,8 +380,7 @@ impl<'py> ValueImporter<'py> {
                 return Ok(Value::Tensor(self.import_numpy(numpy, object)?));
             }
             // `numpy.str_` and `numpy.bytes_` are subclasses of builtin classes.
-            let is_text =
-                object.is_instance_of::<PyString>() || object.is_instance_of::<PyBytes>();
+            let is_text = object.is_instance_of::<PyString>() || object.is_instance_of::<PyBytes>();
             if !is_text && numpy.is_scalar(object)? {
                 return Ok(Value::Tensor(numpy.import_scalar(object)?));
             }

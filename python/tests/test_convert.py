@@ -120,9 +120,9 @@ def test_unsupported_class_is_rejected_by_name(tmp_path: Path) -> None:
             assert caught.value.kind == "refused" and not isinstance(caught.value, tssd.TssdCorruptError)
     output = run_convert(old, "-o", new, code=5)
     assert "range is no tensor" in output and "help: load it in a script of your own" in output
-    torch.save({"ok": 1, "value": [{1, 2}]}, old)
+    torch.save({"ok": 1, "value": [{torch.float32}]}, old)
     output = run_convert(old, "-o", new, code=5)
-    assert "set" in output and "`value.0`" in output
+    assert "cannot be a key" in output and "`value.0`" in output
     assert sorted(os.listdir(tmp_path)) == ["old.pt"]
 
 

@@ -436,6 +436,24 @@ def test_torchao_nf4_roundtrips() -> None:
     assert torch.equal(loaded.get_original_weight(), weight.get_original_weight())
 
 
+def test_states_of_schedulers_and_generators_roundtrip() -> None:
+    import random
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 2])
+    optimizer.step()
+    scheduler.step()
+    state = {
+        "scheduler": scheduler.state_dict(),
+        "random": random.getstate(),
+        "numpy": np.random.default_rng(1).bit_generator.state,
+    }
+    loaded = tssd.load(tssd.save(state))
+    assert loaded == state
+    assert type(loaded["scheduler"]["milestones"]) is type(state["scheduler"]["milestones"])
+
+
 def test_layouts_and_memory_formats_roundtrip() -> None:
     kinds = (torch.layout, torch.memory_format)
     state = {name: value for name, value in vars(torch).items() if isinstance(value, kinds)}

@@ -218,11 +218,8 @@ impl Validator<'_> {
         if count != 0 && !matches!(node.kind, kind::SIZE | kind::TENSOR) {
             return value_error("count");
         }
-        if b != 0 && !matches!(node.kind, kind::COMPLEX | kind::OPAQUE) {
-            if node.kind != kind::STR {
-                return value_error("b");
-            }
-            self.validate_tag(node)?;
+        if b != 0 && !matches!(node.kind, kind::STR | kind::COMPLEX | kind::OPAQUE) {
+            return value_error("b");
         }
         match node.kind {
             kind::NONE if a != 0 => return value_error("a"),
@@ -241,6 +238,9 @@ impl Validator<'_> {
                 self.claim_heap_range(a)?;
             }
             kind::STR | kind::BYTES | kind::OPAQUE => {
+                if b != 0 && node.kind == kind::STR {
+                    self.validate_tag(node)?;
+                }
                 self.validate_content(node)?;
                 if node.kind == kind::OPAQUE {
                     self.claim_name(b, 1..=MAX_NAME_BYTES)?;

@@ -4,16 +4,17 @@
     conformance.py [OPTIONS] -- COMMAND {file}
 
 It runs COMMAND for each vector, without a shell, and replaces `{file}` by the path of the vector. The
-path is that of a file. If the vector is a shard set, it is that of a directory with `manifest.tssd` and
-the archives that it names. Requirements for the reader:
+path is that of a file, or of a directory: of a shard set, with `manifest.tssd` and the archives that it
+names, or of a delta, with `delta.tssd` and its base `base.tssd`. Requirements for the reader:
 
 - For a valid vector, it exits with status 0 and prints the JSON view (format.md, section 9) to
   stdout, as UTF-8. The view must equal the `json` of the vector, compared as JSON: 1 is neither
   true nor 1.0; the order of the members of an object and white space do not count.
 - For an invalid vector, it exits with another status, and the first word of the last line of stderr is
   the error kind, such as `HeapRange`. Lines of white space do not count, nor does a `:` at the end of the
-  word. The reader must run every verification: some vectors violate rules of the payload, and only deep
-  verification rejects those whose `at` in the manifest is `deep`.
+  word. The reader must run every verification: some vectors violate rules of the payload. Only deep
+  verification rejects those whose `at` in the manifest is `deep`, and only a comparison with the base those
+  with `base`.
 - It exits within 60 seconds, and no signal ends it.
 
     --verdict-only    checks only that invalid vectors are rejected, not the error kind
@@ -48,7 +49,7 @@ PLACEHOLDER = "{file}"
 
 class Vector(NamedTuple):
     name: str
-    path: Path
+    path: Path  # a directory if the vector is a shard set, or a delta and its base
     rule: str
     kind: str | None  # the expected error kind; None if the vector is valid
     view: Path | None  # the file with the JSON view; None if the vector is invalid
@@ -67,7 +68,7 @@ def read_vectors(folder: Path) -> list[Vector]:
     vectors = []
     for part in ("valid", "invalid"):
         for listed in manifest[part]:
-            path = folder / listed["file"]  # a directory if the vector is a shard set
+            path = folder / listed["file"]
             check_digest(path, listed["sha256"])
             rule, kind = listed.get("rule", VALID), listed.get("kind")
             view = folder / listed["json"] if "json" in listed else None

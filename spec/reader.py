@@ -8,20 +8,21 @@
     reader.py --all PATH              prints all violations, not only the first one
     reader.py --vectors DIR           checks that it decodes every valid vector in DIR and rejects the others
     reader.py --serve                 reads archives from stdin and answers each, for fuzzing: see `serve`
-    reader.py --self-test             tests its own parts: BLAKE3, the byte shuffle, planes, frame headers
+    reader.py --self-test             tests its own parts: BLAKE3, the byte shuffle, planes, deltas, frame headers
 
-PATH is a file, or the directory of a shard set: `manifest.tssd` and the archives that it names.
+PATH is a file, the directory of a shard set: `manifest.tssd` and the archives that it names, or the directory
+of a delta and its base: `delta.tssd` and `base.tssd`. A delta that is a PATH itself is read without its base.
 It decodes and prints at most 2^30 bytes, or the number of `--limit BYTES`.
 
 For a valid archive, the exit status is 0 and stdout has the JSON view. For an invalid one, it is 1 and
 the last line on stderr is `KIND RULE where`, such as `HeapRange F-030 heap, range 0+3`. Status 2 means
-that there is no verdict: the file cannot be read, exceeds the limit, or has zstd chunks that cannot be
-decoded here (Python 3.14 has zstd; earlier versions need the library libzstd).
+that there is no verdict: the file cannot be read, exceeds the limit, has zstd chunks that cannot be decoded
+here (Python 3.14 has zstd; earlier versions need the library libzstd), or is a delta beside another base.
 
 The code follows the sections of format.md, and each check names its rule: read it beside the document.
 If a file violates several rules, it reports the same one as the reference reader, because it runs the
-same checks in the same order. `--all` prints all violations of the first stage that finds any: `open`, `verify`
-or `deep`.
+same checks in the same order. `--all` prints all violations of the first stage that finds any: `open`, `verify`,
+`deep` or `base`.
 
 The reader is slow and keeps the whole file in memory. But its checks take time linear in the size of the file,
 for any content: data that several records share is checked once, and a length is compared with the available
@@ -48,6 +49,7 @@ from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from io import BytesIO
+from itertools import islice
 from math import prod
 from operator import itemgetter
 from pathlib import Path
@@ -110,6 +112,7 @@ F-062 UnusedStorage
 F-063 UnknownCodec
 F-064 CrcTable
 F-065 ChunkTable
+F-066 BaseTable
 F-070 OutsideGlobal
 F-071 MeshMismatch
 F-072 PartialPlacement
@@ -131,7 +134,12 @@ F-094 DigestMismatch
 F-095 ShardContent
 F-096 ContentNotText
 F-097 PlaneLengths
+F-098 DeltaChunk
+F-099 DeltaMismatch
 """.splitlines())
+
+# The errors of rules that bind programs: requests that this reader refuses.
+PROGRAM_ERRORS = {"F-112": "WrongBase", "F-113": "BaseMissing"}
 
 
 class InvalidArchive(Exception):
@@ -147,6 +155,14 @@ class InvalidArchive(Exception):
 
 class NoVerdict(Exception):
     """There is no verdict: this reader cannot decode the file, or a limit forbids it."""
+
+
+class RefusedRequest(NoVerdict):
+    """A rule for programs forbids the request. The file itself may be valid."""
+
+    def __init__(self, rule: str, where: str) -> None:
+        super().__init__(f"{PROGRAM_ERRORS[rule]} {rule} {where}")
+        self.rule = rule
 
 
 # The violations, while all of them are collected. None while the first one ends the checks.
@@ -279,6 +295,8 @@ digests    1 32s:digest
 shards     8 Q:name Q:file_len Q:index_off I:index_crc32 I:writer 32s:digest
 dtypes     8 Q:name H:number H:size H:bits B:values B:class_
 subtrees   1 32s:subtree
+base       1 32s:digest
+base_storages 4 I:storage
 """.splitlines()
 LAYOUTS = [
     (name, int(a), layout(fields)) for name, a, fields in (t.split(maxsplit=2) for t in TABLES)
@@ -374,6 +392,8 @@ class Archive:
         self.shards: list[Record] = tables["shards"]
         self.dtypes: list[Record] = tables["dtypes"]
         self.subtrees: list[bytes] = tables["subtrees"]
+        self.base: list[bytes] = tables["base"]
+        self.base_storages: list[int] = tables["base_storages"]
         self.dtypes_by_number: dict[int, Dtype] = dict(DTYPES)  # `check_dtypes` adds those of the file
         self.heap_end = 0
         self.strings = {0: b""}  # the contents of the claimed heap ranges
@@ -381,6 +401,8 @@ class Archive:
         self.dims_claims = Claims("dims", self.dims, "F-033")
         self.named: list[str | None] = [None] * len(self.storages)  # the table that names each storage
         self.shard_set: list[bytes] | None = None  # the files of the shards, if they are open too
+        self.base_file: Archive | None = None  # the base of a delta, if it is open too
+        self.base_of: dict[int, int] = {}  # by delta storage: its storage in the base, if the base is open
         self.decoded: dict[tuple[int, int], bytes] = {}  # the most recently decoded chunks
         self.limit = limit
 
@@ -980,13 +1002,19 @@ REQUIRES_GRAD, SCALAR = 1, 8
 VALID_FLAGS = (0, 1, 2, 3, 4, SCALAR)  # flags of torch and of numpy exclude each other
 MAX_RANK = 64
 OVERFLOW = 1 << 63
-CHUNK_LOG2 = 12, 20  # of the smallest and the largest chunks; compressed storages have the largest
-CHUNK = 1 << CHUNK_LOG2[1]
-RAW, COMPRESSED = range(2)  # codecs of storages
-RAW_CHUNK, ZSTD_CHUNK, PLANES_CHUNK = range(3)  # codecs of chunks
-WIDTHS = (1, 2, 4, 8, 16)  # of elements, in compressed storages
+CHUNK_LOG2 = 20
+CHUNK = 1 << CHUNK_LOG2
+RAW, COMPRESSED, DELTA = range(3)  # codecs of storages
+RAW_CHUNK, ZSTD_CHUNK, PLANES_CHUNK, DELTA_CHUNK = range(4)  # codecs of chunks
+# Of each codec of storages: the logarithms of chunk sizes, the widths of elements, and the codecs of chunks.
+CHUNK_LOG2S: dict[int, Sequence[int]] = {RAW: range(12, 21), COMPRESSED: (CHUNK_LOG2,), DELTA: (23,)}
+WIDTHS = {RAW: (0,), COMPRESSED: (1, 2, 4, 8, 16), DELTA: (1, 2, 4)}
+CHUNK_CODECS = {
+    COMPRESSED: (RAW_CHUNK, ZSTD_CHUNK, PLANES_CHUNK),
+    DELTA: (RAW_CHUNK, PLANES_CHUNK, DELTA_CHUNK),
+}
 MAX_PLANES = 8  # maximum width of elements whose planes are stored
-MAX_DECODED_PER_BYTE = 32_768  # maximum decoded bytes for each stored byte of a chunk
+MAX_DECODED_PER_BYTE = 32_768  # maximum decoded bytes for each stored byte of a chunk of codec 1 or 2
 
 
 def check_dtypes(file: Archive) -> None:
@@ -1108,13 +1136,14 @@ def check_storages(file: Archive) -> None:
         check_place(file, storage, start, shard, where)
         shard, end = storage.shard, storage.offset + storage.stored_len
         crcs.claim_once(storage.crcs, chunk_count(storage))
-        if storage.codec == COMPRESSED and chunks.claim_once(storage.chunks, chunk_count(storage)):
+        if storage.codec in CHUNK_CODECS and chunks.claim_once(storage.chunks, chunk_count(storage)):
             check_chunks(file, storage, where)
     # The index begins at the next aligned offset after the blob. A manifest has no blob.
     require("F-060", file.index_off == (DATA_START if file.shards else align_up(end, 64)), "index")
     crcs.check_complete()
     chunks.check_complete()
     check_digests(file)
+    check_base(file)
     for i, named in enumerate(file.named):
         require("F-062", named, f"storage {i}")
 
@@ -1131,19 +1160,37 @@ def check_digests(file: Archive) -> None:
 
 
 def has_subtrees(file: Archive, storage: Record) -> bool:
-    return bool(file.digests) and not file.shards and chunk_count(storage) > 1
+    has_none = file.shards or storage.codec == DELTA
+    return bool(file.digests) and not has_none and chunk_count(storage) > 1
+
+
+def check_base(file: Archive) -> None:
+    require("F-066", len(file.base) <= 1, f"base has {len(file.base)} entries")
+    if not file.base:
+        require("F-066", not file.base_storages, "base_storages without a base")
+        is_delta = any(storage.codec == DELTA for storage in file.storages)
+        require("F-066", not is_delta, "a delta storage without a base")
+        return
+    require("F-066", not file.shards, "a base and shards")
+    require("F-066", len(file.digests) == len(file.storages), "a base without digests")
+    count = len(file.base_storages)
+    require("F-066", count == len(file.storages), f"{count} base storages for {len(file.storages)} storages")
+    for i, (storage, base_storage) in enumerate(zip(file.storages, file.base_storages)):
+        has_base = base_storage != NONE
+        require("F-066", has_base == (storage.codec == DELTA), f"base storage {base_storage} of storage {i}")
 
 
 def check_codec(storage: Record, where: str) -> None:
-    smallest, largest = CHUNK_LOG2
-    require("F-063", storage.codec in (RAW, COMPRESSED), where)
-    min_log2 = smallest if storage.codec == RAW else largest
-    require("F-063", min_log2 <= storage.chunk_log2 <= largest, where)
+    if not require("F-063", storage.codec in CHUNK_LOG2S, where):
+        return
+    require("F-063", storage.chunk_log2 in CHUNK_LOG2S[storage.codec], where)
+    if not require("F-063", storage.width in WIDTHS[storage.codec], where):
+        return
     if storage.codec == RAW:
-        require("F-063", storage.width == 0 and storage.chunks == NONE, where)
+        require("F-063", storage.chunks == NONE, where)
         require("F-063", storage.stored_len == storage.raw_len, where)
-    else:
-        require("F-063", storage.width in WIDTHS, where)
+    if storage.codec == DELTA:
+        require("F-063", storage.raw_len % storage.width == 0, where)
 
 
 def check_place(file: Archive, storage: Record, start: int, shard: int, where: str) -> None:
@@ -1177,11 +1224,11 @@ def check_chunks(file: Archive, storage: Record, where: str) -> None:
     for number in range(chunk_count(storage)):
         chunk, size = file.chunks[storage.chunks + number], chunk_len(storage, number)
         require("F-065", chunk.offset == end, where)
-        require("F-065", chunk.codec in (RAW_CHUNK, ZSTD_CHUNK, PLANES_CHUNK), where)
+        require("F-065", chunk.codec in CHUNK_CODECS[storage.codec], where)
         require("F-065", chunk.codec != PLANES_CHUNK or storage.width <= MAX_PLANES, where)
         if chunk.codec == RAW_CHUNK:
             require("F-065", chunk.stored_len == size, where)
-        else:
+        elif chunk.codec != DELTA_CHUNK:
             min_len = align_up(size, MAX_DECODED_PER_BYTE) // MAX_DECODED_PER_BYTE
             require("F-065", min_len <= chunk.stored_len < size, where)
         end += chunk.stored_len
@@ -1193,6 +1240,7 @@ def check_chunks(file: Archive, storage: Record, where: str) -> None:
 
 REPLICATE, SHARD, STRIDED_SHARD = range(3)
 MANIFEST_NAME = "manifest.tssd"
+DELTA_NAME, BASE_NAME = "delta.tssd", "base.tssd"
 SHARD_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 SIGNATURE_END = b".sig"
 
@@ -1350,6 +1398,46 @@ def open_shard_set(folder: str | Path, limit: int = DEFAULT_LIMIT) -> Archive:
     return file
 
 
+def open_delta(folder: str | Path, limit: int = DEFAULT_LIMIT) -> Archive:
+    """Opens a delta and its base, which are in one directory."""
+    dir_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        data, base = (read_file(dir_fd, name) for name in (DELTA_NAME, BASE_NAME))
+    finally:
+        os.close(dir_fd)
+    if data is None:
+        raise NoVerdict(f"there is no regular file {DELTA_NAME}")
+    if base is None:
+        raise RefusedRequest("F-113", f"there is no regular file {BASE_NAME}")
+    return open_with_base(data, base, limit)
+
+
+def open_with_base(data: bytes, base_data: bytes, limit: int = DEFAULT_LIMIT) -> Archive:
+    file = open_archive(data, limit)
+    # While violations are collected, the table `base` may be wrong.
+    if file.base and not collected:
+        use_base(file, open_archive(base_data, limit))
+    return file
+
+
+def use_base(file: Archive, base: Archive) -> None:
+    """Sets the base of a delta, after checking F-112."""
+    if not has_blobs(base):
+        raise RefusedRequest("F-113", "the base is a manifest without its archives")
+    if content_digest(base) != file.base[0]:
+        raise RefusedRequest("F-112", "the base has another content digest")
+    places = storage_order(base)
+    for i, place in enumerate(file.base_storages):
+        if place == NONE:
+            continue
+        if place >= len(places):
+            raise RefusedRequest("F-112", f"the base has no storage {place}")
+        if base.storages[places[place]].raw_len != file.storages[i].raw_len:
+            raise RefusedRequest("F-112", f"storage {place} of the base has another length")
+        file.base_of[i] = places[place]
+    file.base_file = base
+
+
 def read_file(dir_fd: int, name: str) -> bytes | None:
     """Returns the bytes of a regular file in a directory. None if there is no regular file."""
     try:
@@ -1410,11 +1498,20 @@ def check_crc(file: Archive, storage: Record, number: int, stored: bytes) -> Non
     require("F-090", matches, f"chunk {number} at {storage.offset}")
 
 
-MAX_DECODED = 64  # maximum number of cached chunks
+MAX_CACHED = 64 << 20  # maximum bytes of cached chunks, unless one chunk is longer
+
+
+def is_readable(file: Archive, i: int) -> bool:
+    """Returns whether all files are open that the raw bytes of storage i need."""
+    storage = file.storages[i]
+    return storage_blob(file, storage) is not None and (storage.codec != DELTA or file.base_file is not None)
 
 
 def decoded_chunk(file: Archive, i: int, number: int) -> bytes:
-    """Returns the decoded bytes of a chunk of a compressed storage i. Checks CRC, planes and frames before."""
+    """Returns the decoded bytes of a chunk of storage i, which has chunk records.
+
+    Checks CRC, planes, frames and deltas before.
+    """
     if (i, number) in file.decoded:
         return file.decoded[i, number]
     storage = file.storages[i]
@@ -1423,11 +1520,13 @@ def decoded_chunk(file: Archive, i: int, number: int) -> bytes:
     if codec != RAW_CHUNK:
         size, where = chunk_len(storage, number), f"chunk {number} of storage {i}"
         file.count_output(size)
-        if codec == PLANES_CHUNK:
+        if codec == DELTA_CHUNK:
+            content = decode_delta(file, i, number, content, where)
+        elif codec == PLANES_CHUNK:
             content = decode_planes(content, storage.width, size, where)
         else:
             content = unshuffle(decode_frame(content, size, where), storage.width)
-    if len(file.decoded) == MAX_DECODED:
+    while file.decoded and sum(map(len, file.decoded.values())) + len(content) > MAX_CACHED:
         del file.decoded[next(iter(file.decoded))]
     file.decoded[i, number] = content
     return content
@@ -1504,6 +1603,207 @@ def rotate_right(content: bytes, width: int) -> bytes:
     return rotated.to_bytes(len(content), "little")
 
 
+# Deltas
+
+BLOCK = 1 << 16  # elements of a block
+MAX_CLASSES = 4
+DENSE = 0xFFFF  # in place of the first count of a dense block
+COLUMN_IS_FRAME = 1 << 31  # in the length of a column. The other bits are the stored length
+PATTERN_CODES = {1: "B", 2: "H", 4: "I"}  # of `struct`, by the width of elements
+MAX_CODE, MAX_WIDE = 15, 255  # the value goes on in the next column
+
+
+class Changes(NamedTuple):
+    """The listed elements of one class in one block."""
+
+    position_bytes: int  # in the position column
+    ranks: list[int]
+    differences: list[int]
+
+
+class DeltaChunk(NamedTuple):
+    """A chunk of codec 3. A dense block is its bytes in the result, a sparse one has the changes of each class."""
+
+    width: int
+    thresholds: list[int]
+    bitmaps: int
+    checksums: list[int]
+    blocks: list[bytes | list[Changes]]
+
+
+class DeltaParser:
+    """Parses a stored delta chunk of `size` raw bytes, without the base. Checks F-098."""
+
+    def __init__(self, stored: bytes, width: int, size: int, where: str) -> None:
+        self.stored, self.width, self.where = stored, width, where
+        self.at = 0
+        count = size // width
+        self.block_sizes = [min(BLOCK, count - at) for at in range(0, count, BLOCK)]  # in elements
+        self.listed = [0] * len(self.block_sizes)  # the number of listed elements of each block, in all classes
+
+    def parse(self) -> DeltaChunk:
+        self.read_header()
+        self.columns = [self.take(length % COLUMN_IS_FRAME) for length in self.lengths]
+        dense = {
+            number: self.take(size * self.width)
+            for number, size in enumerate(self.block_sizes)
+            if self.counts[number] is None
+        }
+        self.require(self.at == len(self.stored), f"ends at byte {self.at} of {len(self.stored)}")
+        ranks = [self.parse_positions(number) for number in range(self.classes)]
+        codes = [self.parse_codes(number, each) for number, each in enumerate(ranks)]
+        differences = self.parse_differences(codes)
+        blocks: list[bytes | list[Changes]] = []
+        for number, counts in enumerate(self.counts):
+            if counts is None:
+                blocks.append(dense[number])
+                continue
+            parts = zip(counts, (each[number] for each in ranks), differences)
+            blocks.append([Changes(count, own, list(islice(each, len(own)))) for count, own, each in parts])
+        return DeltaChunk(self.width, self.thresholds, self.bitmaps, self.checksums, blocks)
+
+    def read_header(self) -> None:
+        self.classes, self.bitmaps = self.take(2)
+        self.require(1 <= self.classes <= MAX_CLASSES, f"{self.classes} classes")
+        self.require(self.bitmaps >> self.classes == 0, "a bitmap of a missing class")
+        self.thresholds = self.take_numbers(self.width, self.classes - 1)
+        limits = [0, *self.thresholds, 1 << 8 * self.width - 1]
+        self.require(all(lower < upper for lower, upper in zip(limits, limits[1:])), "thresholds")
+        self.checksums = self.take_numbers(4, len(self.block_sizes))
+        self.counts = [self.take_counts() for _ in self.block_sizes]
+        self.lengths = self.take_numbers(4, 2 * self.classes + 2)
+
+    def require(self, holds: object, what: str) -> None:
+        """Raises InvalidArchive if a condition does not hold, also while violations are collected."""
+        if not holds:
+            raise InvalidArchive("F-098", f"{self.where}: {what}")
+
+    def take(self, length: int) -> bytes:
+        start, self.at = self.at, self.at + length
+        self.require(self.at <= len(self.stored), f"cut off at byte {start}")
+        return self.stored[start : self.at]
+
+    def take_numbers(self, width: int, count: int) -> list[int]:
+        return list(struct.unpack(f"<{count}{PATTERN_CODES[width]}", self.take(width * count)))
+
+    def take_counts(self) -> list[int] | None:
+        """Takes the counts of a block. None for a dense block."""
+        first = self.take_numbers(2, 1)
+        return None if first == [DENSE] else first + self.take_numbers(2, self.classes - 1)
+
+    def decode_column(self, number: int, size: int) -> bytes:
+        stored, what = self.columns[number], f"column {number}"
+        if self.lengths[number] >= COLUMN_IS_FRAME:
+            return decode_frame(stored, size, f"{self.where}: {what}", "F-098")
+        self.require(len(stored) == size, f"{what} of {len(stored)} bytes, not {size}")
+        return stored
+
+    def parse_positions(self, number: int) -> list[list[int]]:
+        """Returns the listed ranks of a class in each block. A dense block has none."""
+        counts = [0 if counts is None else counts[number] for counts in self.counts]
+        column = self.decode_column(2 * number, sum(counts))
+        is_bitmap = self.bitmaps >> number & 1
+        end, found = 0, []
+        for block, (count, size) in enumerate(zip(counts, self.block_sizes)):
+            start, end = end, end + count
+            positions = column[start:end]
+            if is_bitmap and self.classes == 1 and self.counts[block] is not None:
+                self.require(count == -(-size // 8), f"a bitmap of {count} bytes for {size} elements")
+            ranks = bitmap_ranks(positions) if is_bitmap else self.gap_ranks(positions)
+            self.require(not ranks or ranks[-1] < size, f"a rank beyond {size} elements")
+            self.listed[block] += len(ranks)
+            self.require(self.listed[block] <= size, f"more listed ranks than {size} elements")
+            found.append(ranks)
+        return found
+
+    def gap_ranks(self, gaps: bytes) -> list[int]:
+        self.require(not gaps.endswith(b"\xff"), "the last gap of a block is 255")
+        rank, ranks = 0, []
+        for gap in gaps:
+            rank += gap
+            if gap < 255:
+                ranks.append(rank)
+                rank += 1
+        return ranks
+
+    def parse_codes(self, number: int, ranks: list[list[int]]) -> list[int]:
+        """Returns the codes of a class."""
+        count = sum(map(len, ranks))
+        column = self.decode_column(2 * number + 1, (count + 1) // 2)
+        codes = [code for byte in column for code in (byte & 15, byte >> 4)]
+        self.require(not any(codes[count:]), "a code after the last one")
+        return codes[:count]
+
+    def parse_differences(self, codes: list[list[int]]) -> list[Iterator[int]]:
+        """Returns the differences of each class, from its codes and the columns that continue them."""
+        wide = self.decode_column(2 * self.classes, sum(each.count(MAX_CODE) for each in codes))
+        exceptions = self.decode_column(2 * self.classes + 1, self.width * wide.count(MAX_WIDE))
+        next_wide = iter(wide)
+        next_exception = struct.iter_unpack("<" + PATTERN_CODES[self.width].lower(), exceptions)
+
+        def difference(code: int) -> int:
+            if code < MAX_CODE:
+                return from_zigzag(code + 1)
+            byte = next(next_wide)
+            return from_zigzag(byte + MAX_CODE + 1) if byte < MAX_WIDE else next(next_exception)[0]
+
+        return [iter([difference(code) for code in of_class]) for of_class in codes]
+
+
+def parse_delta(stored: bytes, width: int, size: int, where: str) -> DeltaChunk:
+    return DeltaParser(stored, width, size, where).parse()
+
+
+def bitmap_ranks(bitmap: bytes) -> list[int]:
+    return [8 * at + bit for at, byte in enumerate(bitmap) if byte for bit in range(8) if byte >> bit & 1]
+
+
+def from_zigzag(number: int) -> int:
+    return -(number + 1) // 2 if number & 1 else number // 2
+
+
+def decode_delta(file: Archive, i: int, number: int, stored: bytes, where: str) -> bytes:
+    """Decodes a stored chunk of codec 3 of storage i, which needs the base."""
+    if file.base_file is None:
+        raise RefusedRequest("F-113", f"storage {i} is a delta storage")
+    storage = file.storages[i]
+    start, size = number << storage.chunk_log2, chunk_len(storage, number)
+    base = raw_bytes(file.base_file, file.base_of[i], start, start + size)
+    return apply_delta(parse_delta(stored, storage.width, size, where), base, where) if stored else base
+
+
+def apply_delta(delta: DeltaChunk, base: bytes, where: str) -> bytes:
+    """Returns the result of a delta chunk on its chunk of the base. Checks F-099."""
+    block_len = BLOCK * delta.width
+    contents = []
+    for number, block in enumerate(delta.blocks):
+        place = f"block {number} of {where}"
+        part = base[number * block_len : (number + 1) * block_len]
+        content = block if isinstance(block, bytes) else apply_changes(delta, block, part, place)
+        if zlib.crc32(content) != delta.checksums[number]:
+            raise InvalidArchive("F-099", f"{place}: checksum")
+        contents.append(content)
+    return b"".join(contents)
+
+
+def apply_changes(delta: DeltaChunk, block: list[Changes], base: bytes, where: str) -> bytes:
+    layout = f"<{len(base) // delta.width}{PATTERN_CODES[delta.width]}"
+    patterns = list(struct.unpack(layout, base))
+    bits = 8 * delta.width
+    members: list[list[int]] = [[] for _ in block]  # the elements of each class
+    for place, pattern in enumerate(patterns):
+        members[bisect(delta.thresholds, pattern & (1 << bits - 1) - 1)].append(place)
+    for number, (changes, places) in enumerate(zip(block, members)):
+        is_bitmap = delta.bitmaps >> number & 1
+        if is_bitmap and changes.position_bytes != -(-len(places) // 8):
+            raise InvalidArchive("F-099", f"{where}: bitmap of class {number}")
+        if changes.ranks and changes.ranks[-1] >= len(places):
+            raise InvalidArchive("F-099", f"{where}: ranks of class {number}")
+        for rank, difference in zip(changes.ranks, changes.differences):
+            patterns[places[rank]] += difference
+    return struct.pack(layout, *(pattern % (1 << bits) for pattern in patterns))
+
+
 # Frames of zstd, as in RFC 8878
 
 
@@ -1558,18 +1858,18 @@ def frame_len(frame: bytes, header: FrameHeader) -> int | None:
     return at + 4 * header.has_checksum
 
 
-def decode_frame(frame: bytes, size: int, where: str) -> bytes:
+def decode_frame(frame: bytes, size: int, where: str, rule: str = "F-093") -> bytes:
     header = parse_frame_header(frame)
     if header is None:
-        raise InvalidArchive("F-093", f"{where}: no frame")
-    require("F-093", header.content_size == size, f"{where}: content size")
-    require("F-093", header.window <= MAX_WINDOW, f"{where}: window")
-    require("F-093", not header.has_dictionary, f"{where}: a dictionary")
-    require("F-093", not header.reserved, f"{where}: a reserved bit")
-    require("F-093", frame_len(frame, header) == len(frame), f"{where}: not one frame")
+        raise InvalidArchive(rule, f"{where}: no frame")
+    require(rule, header.content_size == size, f"{where}: content size")
+    require(rule, header.window <= MAX_WINDOW, f"{where}: window")
+    require(rule, not header.has_dictionary, f"{where}: a dictionary")
+    require(rule, not header.reserved, f"{where}: a reserved bit")
+    require(rule, frame_len(frame, header) == len(frame), f"{where}: not one frame")
     content = zstd_decoder()(frame, size)
     if content is None:
-        raise InvalidArchive("F-093", f"{where}: content")
+        raise InvalidArchive(rule, f"{where}: content")
     return content
 
 
@@ -1739,7 +2039,7 @@ class Blake3:
     It also has the chaining values of the subtrees of 2^`subtree_log2` bytes: at most 1 MiB.
     """
 
-    def __init__(self, mode: Mode = HASH, subtree_log2: int = CHUNK_LOG2[1]) -> None:
+    def __init__(self, mode: Mode = HASH, subtree_log2: int = CHUNK_LOG2) -> None:
         self.mode = mode
         self.levels = subtree_log2 - BLAKE3_CHUNK_LOG2
         self.rows: Rows = [[] for _ in range(8)]  # of the subtrees of all pieces but the last
@@ -1898,13 +2198,41 @@ def decode_storages(file: Archive, verified: Collection[int] = ()) -> None:
     """Verifies the content of storages, except those that are already verified."""
     check_texts(file, COMPRESSED)
     for i, storage in enumerate(file.storages):
-        if (storage.codec == COMPRESSED or file.digests) and i not in verified:
-            with PART:
+        if i in verified:
+            continue
+        with PART:
+            if storage.codec == DELTA:
+                check_chunk_contents(file, i, storage)
+            elif storage.codec == COMPRESSED or file.digests:
                 check_raw_bytes(file, i, storage)
 
 
+def check_chunk_contents(file: Archive, i: int, storage: Record) -> None:
+    """Checks the chunks of a delta storage as far as that is possible without the base."""
+    for number in range(chunk_count(storage)):
+        stored, codec = stored_chunk(file, storage, number)
+        with PART:
+            if codec == PLANES_CHUNK:
+                decoded_chunk(file, i, number)
+            elif codec == DELTA_CHUNK and stored:
+                size = chunk_len(storage, number)
+                file.count_output(size)
+                parse_delta(stored, storage.width, size, f"chunk {number} of storage {i}")
+
+
+def verify_base(file: Archive) -> None:
+    """Verifies the content of delta storages, after `verify_deep`. Does nothing if there is no open base."""
+    if file.base_file is None:
+        return
+    for i, storage in enumerate(file.storages):
+        if storage.codec == DELTA:
+            with PART:
+                check_raw_bytes(file, i, storage)
+    check_texts(file, DELTA)
+
+
 def check_raw_bytes(file: Archive, i: int, storage: Record) -> None:
-    crc, tree = 0, Blake3(subtree_log2=storage.chunk_log2)
+    crc, tree = 0, Blake3(subtree_log2=min(storage.chunk_log2, CHUNK_LOG2))
     for start in range(0, storage.raw_len, CHUNK):
         piece = raw_bytes(file, i, start, min(start + CHUNK, storage.raw_len))
         crc = zlib.crc32(piece, crc)
@@ -1938,6 +2266,14 @@ def content_digest(file: Archive) -> bytes:
     storage_digests = [storage_digest(file, i) for i in layout.numbers]
     storages = blake3(b"".join(storage_digests), derive_key(DIGEST_CONTEXT.format("storages")))
     return blake3(layout_digest + storages, derive_key(DIGEST_CONTEXT.format("content")))
+
+
+def storage_order(file: Archive) -> list[int]:
+    """Returns the storages in the order in which the content digest names them."""
+    layout = Layout(file)
+    for _ in layout.encode():
+        pass
+    return list(layout.numbers)
 
 
 def storage_digest(file: Archive, i: int) -> bytes:
@@ -2127,7 +2463,7 @@ def view(file: Archive) -> Json:
         fields = select_fields(shard, "file_len index_off index_crc32 writer")
         digest = {} if is_zero(shard.digest) else {"digest": shard.digest.hex()}
         shards.append({"name": file.strings[shard.name].decode(), **fields, **digest})
-    storages = [view_storage(file, i, storage) for i, storage in enumerate(file.storages)]
+    storages = [view_storage(file, i) for i in range(len(file.storages))]
     members: dict[str, Json] = {"tssd": 1}
     if has_blobs(file):
         members["content_digest"] = content_digest(file).hex()
@@ -2136,6 +2472,8 @@ def view(file: Archive) -> Json:
         members["dtypes"] = [view_dtype(file, record) for record in file.dtypes]
     if shards:
         members["shards"] = shards
+    if file.base:
+        members["base"] = file.base[0].hex()
     return {**members, "root": view_node(file, file.nodes[0])}
 
 
@@ -2149,14 +2487,16 @@ def view_dtype(file: Archive, record: Record) -> Json:
     return {"number": record.number, **name, **sizes, "class": CLASSES[record.class_]}
 
 
-def view_storage(file: Archive, i: int, storage: Record) -> Json:
+def view_storage(file: Archive, i: int) -> Json:
+    storage = file.storages[i]
     fields = "offset stored_len raw_len align_log2 crc32" + " shard" * bool(file.shards)
     members: dict[str, Json] = select_fields(storage, fields)
-    if storage.chunk_log2 != CHUNK_LOG2[1]:
+    if storage.chunk_log2 != CHUNK_LOG2:
         members["chunk_log2"] = storage.chunk_log2
-    if storage.codec == COMPRESSED:
+    if storage.codec in CHUNK_CODECS:
+        base = {"base": file.base_storages[i]} if storage.codec == DELTA else {}
         chunks = file.chunks[storage.chunks : storage.chunks + chunk_count(storage)]
-        members["compressed"] = {"width": storage.width, "chunks": [list(chunk) for chunk in chunks]}
+        members["compressed"] = {**base, "width": storage.width, "chunks": [list(chunk) for chunk in chunks]}
     if file.digests:
         members["digest"] = file.digests[i].hex()
     return members
@@ -2256,11 +2596,11 @@ def view_container(file: Archive, node: Record) -> Json:
 def view_content(file: Archive, node: Record) -> Json:
     """Returns the view of a leaf in a storage, or of an opaque leaf.
 
-    The content is null if its file is not open.
+    The content is null if its file, or the base of its delta storage, is not open.
     """
     if not node.flags & 1:
         content: bytes | None = file.strings[node.a]
-    elif storage_blob(file, file.storages[node.a]) is None:
+    elif not is_readable(file, node.a):
         content = None
     else:
         content = raw_bytes(file, node.a)
@@ -2293,7 +2633,7 @@ def view_tensor(file: Archive, tensor: Record) -> Json:
         pass
     elif 0 in shape:
         members["data"] = ""
-    elif extent(file, tensor, shape) <= MAX_VIEW_DATA:
+    elif is_readable(file, tensor.storage) and extent(file, tensor, shape) <= MAX_VIEW_DATA:
         members["data"] = elements(file, tensor, shape).hex()
     if tensor.slice != NONE:
         members["slice"] = view_slice(file, file.tensor_slice(tensor))
@@ -2344,21 +2684,20 @@ def view_placement(p: Record) -> str:
 
 # ---- Vectors -------------------------------------------------------------------------------------
 
-STAGES = ("open", "verify", "deep")
+VERIFICATIONS = {"verify": verify, "deep": verify_deep, "base": verify_base}
+STAGES = ("open", *VERIFICATIONS)
 
 
 def prove(file: Archive, stage: str) -> None:
-    """Runs the verifications of a stage on an open archive."""
-    if stage != "open":
-        verify(file)
-    if stage == "deep":
-        verify_deep(file)
+    """Runs the verifications up to a stage on an open archive."""
+    for each in STAGES[1 : STAGES.index(stage) + 1]:
+        VERIFICATIONS[each](file)
 
 
 def open_path(path: Path, limit: int = DEFAULT_LIMIT) -> Archive:
-    if path.is_dir():
-        return open_shard_set(path, limit)
-    return open_archive(path.read_bytes(), limit)
+    if not path.is_dir():
+        return open_archive(path.read_bytes(), limit)
+    return (open_delta if (path / DELTA_NAME).exists() else open_shard_set)(path, limit)
 
 
 def check_path(path: Path) -> tuple[str | None, str, Json]:
@@ -2366,8 +2705,8 @@ def check_path(path: Path) -> tuple[str | None, str, Json]:
     stage = "open"
     try:
         file = open_path(path)
-        for stage in STAGES[1:]:
-            prove(file, stage)
+        for stage, check in VERIFICATIONS.items():
+            check(file)
         return None, stage, view(file)
     except InvalidArchive as error:
         return error.rule, stage, None
@@ -2376,13 +2715,13 @@ def check_path(path: Path) -> tuple[str | None, str, Json]:
 
 
 def find_violations(open_file: Callable[[], Archive]) -> list[InvalidArchive]:
-    """Returns the violations of the first stage that finds any. `open_file` opens an archive or a shard set."""
+    """Returns the violations of the first stage that finds any. `open_file` opens what is checked."""
     global collected
     collected = found = []
     try:
         with PART:
             file = open_file()
-            for check in (verify, verify_deep):
+            for check in VERIFICATIONS.values():
                 if not found:
                     check(file)
     finally:
@@ -2426,24 +2765,35 @@ def check_vectors(folder: Path) -> int:
 # ---- Fuzzing -------------------------------------------------------------------------------------
 
 
+IS_BASE = 1 << 31  # in the length of an archive
+
+
 def serve(stdin: BinaryIO, stdout: BinaryIO, limit: int) -> int:
     """Reads archives from stdin and answers each, until the end of stdin.
 
-    An archive is a length of four bytes, little-endian, and its bytes. The answer is a length and a line of
-    JSON: `{"ok": VIEW}`; `{"error": KIND}`, also for an error that only deep verification finds;
+    An archive is a length of four bytes, little-endian, and its bytes. If bit 31 of the length is set, the
+    archive has no answer: it is the base of the next one. The answer is a length and a line of JSON:
+    `{"ok": VIEW}`; `{"error": KIND}`, also for an error that only deep verification or the base finds;
     `{"failure": WHY}` if there is no verdict; or `{"crash": TRACEBACK}`, which is a bug of this reader.
     """
+    base = None
     while len(head := stdin.read(4)) == 4:
-        line = answer(stdin.read(int.from_bytes(head, "little")), limit)
+        length = int.from_bytes(head, "little")
+        data = stdin.read(length % IS_BASE)
+        if length >= IS_BASE:
+            base = data
+            continue
+        line = answer(data, base, limit)
+        base = None
         stdout.write(len(line).to_bytes(4, "little") + line)
         stdout.flush()
     return 0
 
 
-def answer(data: bytes, limit: int) -> bytes:
+def answer(data: bytes, base: bytes | None, limit: int) -> bytes:
     try:
-        file = open_archive(data, limit)
-        prove(file, "deep")
+        file = open_archive(data, limit) if base is None else open_with_base(data, base, limit)
+        prove(file, STAGES[-1])
         return to_json_line({"ok": view(file)})
     except InvalidArchive as error:
         return to_json_line({"error": KINDS[error.rule]})
@@ -2501,8 +2851,8 @@ DERIVED_KNOWN = {
 
 
 def self_test() -> int:
-    tests = test_blake3, test_shuffle, test_frames, test_zstd, test_planes, test_numbers, test_kinds
-    for check in tests:
+    tests = test_blake3, test_shuffle, test_frames, test_zstd, test_planes, test_delta_chunks, test_bases
+    for check in (*tests, test_numbers, test_kinds):
         check()
         print(f"{check.__name__}: ok")
     return 0
@@ -2568,7 +2918,7 @@ def test_planes() -> None:
     # bfloat16: 1.0 and -2.0 are 3F80 and C000. Rotated, they are 7F00 and 8001. The tail is 05.
     known = bytes.fromhex("02000080 02000080 0001 7f80 05")
     assert decode_planes(known, 2, 5, "chunk") == bytes.fromhex("803f 00c0 05")
-    for width in WIDTHS[:-1]:
+    for width in WIDTHS[COMPRESSED][:-1]:
         for size in (width, 5 * width - 1, 50 * width, 51 * width - 1):
             equal = b"\xbf" * size
             # Only the last plane of the elements has equal bytes.
@@ -2602,6 +2952,87 @@ def encode_planes(content: bytes, width: int, coded: int) -> bytes:
     return table + planes + content[count * width :]
 
 
+def test_delta_chunks() -> None:
+    # bfloat16: 1.0, -2.0, 0.0 and 0.5 become the next number, the one before, the same, and 0.5625.
+    base, result = bytes.fromhex("803f 00c0 0000 003f"), bytes.fromhex("813f ffbf 0000 103f")
+    crc = zlib.crc32(result).to_bytes(4, "little").hex()
+    # Gaps 0, 0 and 1; codes of z = 2, 1 and 32; 32 - 16 in the wide column.
+    gaps = bytes.fromhex(f"01 00 {crc} 0300 03000000 02000000 01000000 00000000 000001 01 0f 10")
+    # From 1.0 on, class 1, which has the first two elements. Its positions are a bitmap, those of class 0 a gap.
+    header = f"02 02 803f {crc} 0100 0100"
+    lengths = "".join(f"{length:02x}000000" for length in (1, 1, 1, 1, 1, 0))
+    classes = bytes.fromhex(f"{header} {lengths} 01 0f 03 01 10")
+    dense = bytes.fromhex(f"01 00 {crc} ffff {'00000000' * 4}") + result
+    # All elements in the exception column, and the third one with the difference 0.
+    lengths = "04000000 02000000 04000000 08000000"
+    longest = bytes.fromhex(f"01 00 {crc} 0400 {lengths} 00000000 ffff ffffffff 0100 ffff 0000 1000")
+    for stored in (gaps, classes, dense, longest):
+        assert apply_delta(parse_delta(stored, 2, 8, "chunk"), base, "chunk") == result
+        for broken in (stored[:-1], stored + b"\0", b"\0" + stored[1:], b"", stored[:1] + b"\4" + stored[2:]):
+            assert violated_rule(parse_delta, broken, 2, 8, "chunk") == "F-098"
+        for other in (bytes(8), bytes.fromhex("803f 00c0 803f 003f")):
+            found = violated_rule(apply_delta, parse_delta(stored, 2, 8, "chunk"), other, "chunk")
+            assert found == (None if stored == dense else "F-099")
+    wrong = parse_delta(dense[:2] + bytes(4) + dense[6:], 2, 8, "chunk")
+    assert violated_rule(apply_delta, wrong, base, "chunk") == "F-099", "the checksum of a dense block"
+    for number in range(512):
+        zigzag = 2 * (number - 256) if number >= 256 else -2 * (number - 256) - 1
+        assert from_zigzag(zigzag) == number - 256
+
+
+def test_bases() -> None:
+    """Checks F-065, F-066, F-112 and F-113 with deltas of writer.py."""
+    import writer
+
+    def tensors(**contents: bytes) -> dict[str, Any]:
+        return {name: writer.Tensor("uint8", (len(each),), each) for name, each in contents.items()}
+
+    before = tensors(a=b"part" * 20, b=b"alike" * 30)
+    after = tensors(new=b"new", a=b"Part" + b"part" * 19, b=b"alike" * 30)
+    delta, base = writer.encode_delta(before, after), writer.encode(before)
+    file = open_with_base(delta, base)
+    prove(file, "base")
+    assert file.base_storages == [NONE, 0, 1]
+    assert view(file)["root"] == view(open_archive(writer.encode(after)))["root"]
+    compressed = [storage.get("compressed") for storage in view(file)["storages"]]
+    assert compressed[::2] == [None, {"base": 1, "width": 1, "chunks": [[0, 0, 3]]}]
+    alone = open_archive(delta)
+    prove(alone, "base")
+    assert view(alone)["content_digest"] == view(file)["content_digest"]
+    assert ["data" in each["tensor"] for _, each in view(alone)["root"]["dict"]] == [True, False, False]
+    assert raw_bytes(alone, 0) == b"new"
+    assert refused_rule(raw_bytes, alone, 1) == "F-113"
+    assert refused_rule(open_with_base, delta, writer.encode(after)) == "F-112", "another content digest"
+    assert refused_rule(open_with_base, delta, delta) == "F-112", "the content digest of the result"
+    for number, about in ((2, "no storage 2"), (0, "another length")):
+        file.base_storages = [NONE, 0, number]
+        assert refused_rule(use_base, file, open_archive(base)) == "F-112", about
+
+    class PlanesBlob(writer.DeltaBlob):
+        """A delta of one storage, which has one chunk of planes."""
+
+        def add(self, raw: bytes, path: tuple, tensor: Any) -> int:
+            self.digests.append(blake3(raw))
+            return self.place_delta(raw, [(PLANES_CHUNK, encode_planes(raw, 1, 1))], 1, 0)
+
+    same = tensors(a=bytes(100))
+    # Without a delta storage, and with one that needs no bytes of its base
+    deltas = writer.encode_delta({}, {}), writer.encode_delta({}, same)
+    deltas += (writer.encode_file(same, PlanesBlob(same)),)
+    for delta, before, after in zip(deltas, ({}, {}, same), ({}, same, same)):
+        file = open_with_base(delta, writer.encode(before))
+        prove(file, "base")
+        assert view(file)["root"] == view(open_archive(writer.encode(after)))["root"]
+
+
+def refused_rule(function: Callable, *arguments: Any) -> str | None:
+    try:
+        function(*arguments)
+    except RefusedRequest as error:
+        return error.rule
+    return None
+
+
 def violated_rule(function: Callable, *arguments: Any) -> str | None:
     try:
         function(*arguments)
@@ -2630,6 +3061,7 @@ def test_kinds() -> None:
     named = {rule: re.findall(r"`([A-Z][A-Za-z]+)`", body) for rule, body in reversed(rules)}
     # The rules from F-101 on are for programs.
     assert {rule: names[-1] for rule, names in named.items() if rule < "F-101"} == KINDS
+    assert {rule: named[rule][-1] for rule in PROGRAM_ERRORS} == PROGRAM_ERRORS
 
 
 # ---- Command line --------------------------------------------------------------------------------
@@ -2656,7 +3088,7 @@ def main(arguments: list[str]) -> int:
         return check_vectors(options.path)
     if options.all:
         return print_violations(options.path, options.limit or DEFAULT_LIMIT)
-    stage = "open" if options.open else "verify" if options.verify and not options.deep else "deep"
+    stage = "open" if options.open else "verify" if options.verify and not options.deep else STAGES[-1]
     return print_view(options.path, stage, options.limit or DEFAULT_LIMIT)
 
 

@@ -2,31 +2,39 @@
 """A writer of TSSD archives with only the standard library: the format as a readable program.
 
     writer.py OUT.tssd       writes a demonstration
-    writer.py --self-test    writes all vectors that it supports, and compares the bytes
+    writer.py --self-test    writes all vectors that it supports and compares the bytes; reads deltas back
 
 `encode` converts a dict to the bytes of an archive. Read the code from the end: `encode` joins the four
-parts, and the functions above it create them. The numbers in parentheses are the sections of format.md.
+parts, and the functions above it create them. `encode_delta` converts a dict to the differences from another
+one. The numbers in parentheses are the sections of format.md.
 
-Its output equals that of the reference writer for the same values, byte for byte. It does not support
-tensors that share a storage, strides and flags of tensors, shards of tensors, namedtuples, complex
+The output of `encode` equals that of the reference writer for the same values, byte for byte. It does not
+support tensors that share a storage, strides and flags of tensors, shards of tensors, namedtuples, complex
 numbers, dtype leaves, dtypes that a file describes, sizes, devices, opaque leaves, attributes,
 compression, digests and manifests. It rejects values of other types, because they could not be restored
-exactly. A `Tagged` value has a class tag; its content is not checked against F-078.
+exactly. A `Tagged` value has a class tag; its content is not checked against F-078. The output of `encode_delta`
+means the same as that of the reference writer, but has other bytes: thresholds, the form of positions and frames are
+choices of a writer. It has digests, which reader.py computes.
 """
 
 from __future__ import annotations
 
 import json
+import random
+import re
 import struct
 import sys
 import zlib
+from bisect import bisect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from math import isnan, prod
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import reader  # only for digests and for the self-test
 
 
 class Tensor(NamedTuple):
@@ -47,7 +55,7 @@ class Tagged(NamedTuple):
 
 NONE = 0xFFFF_FFFF
 DATA_START = 4096
-CHUNK = 1 << 20
+CHUNK_LOG2 = 20
 MAX_LEVELS = 64
 MAX_INLINE = 4096  # maximum bytes of a key, of a big int, and of a str or bytes leaf in the index
 I64_RANGE = range(-(1 << 63), 1 << 63)
@@ -162,18 +170,35 @@ class Blob:
 
     content: bytearray = field(default_factory=bytearray)
     storages: list[bytes] = field(default_factory=list)
+    chunks: list[bytes] = field(default_factory=list)
     crcs: list[int] = field(default_factory=list)
+    # Only in a delta. `digests` and `base_storages` have one entry for each storage.
+    digests: list[bytes] = field(default_factory=list)
+    subtrees: list[bytes] = field(default_factory=list)
+    base: list[bytes] = field(default_factory=list)
+    base_storages: list[int] = field(default_factory=list)
 
-    def add(self, raw: bytes) -> int:
-        """Adds a storage and returns its number."""
+    def add(self, raw: bytes, path: tuple, tensor: Tensor | None) -> int:
+        """Adds the storage of a leaf and returns its number. `tensor` is None unless the leaf is a tensor."""
+        return self.place(raw, split(raw, CHUNK_LOG2))
+
+    def place(self, raw: bytes, pieces: list[bytes], **fields: int) -> int:
+        """Adds a storage that is stored as these pieces, one for each chunk."""
+        stored = b"".join(pieces)
+        record = {"chunks": NONE, "codec": 0, "chunk_log2": CHUNK_LOG2, "width": 0, "subtrees": NONE} | fields
         # Large storages begin at a page, so that they can be mapped.
-        align_log2 = 12 if len(raw) >= 1 << 16 else 8
+        align_log2 = 12 if len(stored) >= 1 << 16 else 8
         offset = align_up(DATA_START + len(self.content), 1 << align_log2)
-        self.content += bytes(offset - DATA_START - len(self.content)) + raw
-        fields = offset, len(raw), len(raw), 0, NONE, len(self.crcs), zlib.crc32(raw)
-        self.storages.append(struct.pack("<QQQIIIIBBBBI", *fields, 0, align_log2, 20, 0, NONE))
-        self.crcs += (zlib.crc32(raw[at : at + CHUNK]) for at in range(0, len(raw), CHUNK))
+        self.content += bytes(offset - DATA_START - len(self.content)) + stored
+        place = offset, len(stored), len(raw), 0, record["chunks"], len(self.crcs), zlib.crc32(raw)
+        coding = record["codec"], align_log2, record["chunk_log2"], record["width"], record["subtrees"]
+        self.storages.append(struct.pack("<QQQIIIIBBBBI", *place, *coding))
+        self.crcs += map(zlib.crc32, pieces)
         return len(self.storages) - 1
+
+
+def split(content: bytes, log2: int) -> list[bytes]:
+    return [content[at : at + (1 << log2)] for at in range(0, len(content), 1 << log2)]
 
 
 @dataclass
@@ -188,32 +213,33 @@ class Node:
     tag: int = 0
 
 
-def build_node(value: Any, blob: Blob, level: int = 1) -> Node:
+def build_node(value: Any, blob: Blob, path: tuple = ()) -> Node:
     """Returns the node of a value. Adds its storages to the blob, in the iteration order of the dict."""
     if type(value) is Tagged:
-        node = build_node(value.plain, blob, level)
+        node = build_node(value.plain, blob, path)
         cls = CLASSES[value.name]
-        if level == 1 or node.kind != KINDS[cls["kind"]] or not 0 <= value.parameter < cls["parameters"]:
+        if not path or node.kind != KINDS[cls["kind"]] or not 0 <= value.parameter < cls["parameters"]:
             raise ValueError(f"a tag of {value.name} that this node cannot have (F-077)")
         node.tag = value.parameter << 16 | cls["number"]
         return node
     kind = CONTAINERS.get(type(value))
     encoded = atom(value)
     if kind:
-        if level > MAX_LEVELS:
+        if len(path) >= MAX_LEVELS:
             raise ValueError("containers nest more than 64 deep (F-042)")
-        is_dict = isinstance(value, dict)
-        items = value.items() if is_dict else ((None, each) for each in value)
-        keyed = ((encode_key(key) if is_dict else (K_INDEX, 0), each) for key, each in items)
-        return Node(kind, children=[(key, build_node(each, blob, level + 1)) for key, each in keyed])
+        children = []
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            key = encode_key(name) if isinstance(value, dict) else (K_INDEX, 0)
+            children.append((key, build_node(each, blob, (*path, name))))
+        return Node(kind, children=children)
     if type(value) is Tensor:
         check_tensor(value)
-        storage = blob.add(value.data) if value.data else NONE
+        storage = blob.add(value.data, path, value) if value.data else NONE
         return Node(TENSOR, tensor=(value, storage))
     if not encoded:
         raise TypeError(f"a {type(value).__name__} cannot be stored")
     if encoded[0] in (STR, BYTES) and len(encoded[1]) > MAX_INLINE:
-        return Node(encoded[0], blob.add(encoded[1]), flags=1)
+        return Node(encoded[0], blob.add(encoded[1], path, None), flags=1)
     return Node(*encoded)
 
 
@@ -290,15 +316,17 @@ class Index:
             (len(self.by_key), 4, pack_numbers("I", self.by_key)),
             (len(self.tensors), 8, b"".join(self.tensor_records)),
             (len(blob.storages), 8, b"".join(blob.storages)),
-            (0, 8, b""),  # chunks
+            (len(blob.chunks), 8, b"".join(blob.chunks)),
             (len(blob.crcs), 4, pack_numbers("I", blob.crcs)),
             (0, 4, b""),  # slices
             (0, 8, b""),  # placements
             (0, 8, b""),  # attrs
-            (0, 1, b""),  # digests
+            (len(blob.digests), 1, b"".join(blob.digests)),
             (0, 8, b""),  # shards
             (0, 8, b""),  # dtypes
-            (0, 1, b""),  # subtrees
+            (len(blob.subtrees), 1, b"".join(blob.subtrees)),
+            (len(blob.base), 1, b"".join(blob.base)),
+            (len(blob.base_storages), 4, pack_numbers("I", blob.base_storages)),
         ]
         index, starts = b"", []
         for _, alignment, records in tables:
@@ -316,14 +344,253 @@ def pack_numbers(code: str, numbers: list[int]) -> bytes:
     return struct.pack(f"<{len(numbers)}{code}", *numbers)
 
 
+# ---- Deltas (6) ----------------------------------------------------------------------------------
+
+DELTA, DELTA_CHUNK_LOG2 = 2, 23
+RAW_CHUNK, DELTA_CHUNK = 0, 3
+BLOCK = 1 << 16  # elements of a block
+DENSE = 0xFFFF
+PATTERN_CODES = {1: "B", 2: "H", 4: "I"}  # of `struct`, by the width of elements
+
+
+class DeltaBlob(Blob):
+    """The storages of a delta.
+
+    A storage is a delta storage if it is that of a tensor, if the base has a tensor of this dtype and shape at the
+    same path, and if a chunk is shorter as a delta.
+    """
+
+    def __init__(self, base: dict) -> None:
+        super().__init__()
+        leaves = LeafRecorder()
+        file = reader.open_archive(encode_file(base, leaves))
+        self.base = [reader.content_digest(file)]
+        places = {number: place for place, number in enumerate(reader.storage_order(file))}
+        self.sources = {
+            path: (tensor, places[number]) for path, (tensor, number) in leaves.recorded.items()
+        }
+
+    def add(self, raw: bytes, path: tuple, tensor: Tensor | None) -> int:
+        self.digests.append(reader.blake3(raw))
+        old, base_storage = self.sources.get(path, (None, NONE))
+        if tensor and old and tensor.dtype == old.dtype and tuple(tensor.shape) == tuple(old.shape):
+            width = delta_width(tensor.dtype)
+            pairs = zip(split(old.data, DELTA_CHUNK_LOG2), split(raw, DELTA_CHUNK_LOG2))
+            chunks = [encode_delta_chunk(*pair, width) for pair in pairs]
+            if any(codec == DELTA_CHUNK for codec, _ in chunks):
+                return self.place_delta(raw, chunks, width, base_storage)
+        self.base_storages.append(NONE)
+        pieces = split(raw, CHUNK_LOG2)
+        if len(pieces) == 1:
+            return self.place(raw, pieces)
+        first, tree = len(self.subtrees), reader.Blake3()
+        for piece in pieces:
+            tree.add(piece)
+        self.subtrees += tree.subtrees()
+        return self.place(raw, pieces, subtrees=first)
+
+    def place_delta(self, raw: bytes, chunks: list[tuple[int, bytes]], width: int, base_storage: int) -> int:
+        """Adds a delta storage, given codec and bytes of each chunk."""
+        first, offset = len(self.chunks), 0
+        for codec, stored in chunks:
+            self.chunks.append(struct.pack("<QII", offset, len(stored), codec))
+            offset += len(stored)
+        self.base_storages.append(base_storage)
+        coding = {"codec": DELTA, "chunk_log2": DELTA_CHUNK_LOG2, "width": width}
+        return self.place(raw, [stored for _, stored in chunks], chunks=first, **coding)
+
+
+class LeafRecorder(Blob):
+    """A blob that records the tensor, if it is one, and the storage of each leaf by its path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: dict[tuple, tuple[Tensor | None, int]] = {}
+
+    def add(self, raw: bytes, path: tuple, tensor: Tensor | None) -> int:
+        number = super().add(raw, path, tensor)
+        self.recorded[path] = tensor, number
+        return number
+
+
+def delta_width(dtype: str) -> int:
+    """Returns the width of elements in a delta: that of a component of a complex dtype, at most 4."""
+    size = DTYPES[dtype]["size"] // (2 if DTYPES[dtype]["class"] == "complex" else 1)
+    return min(size, 4) if size in (1, 2, 4, 8) else 1
+
+
+def encode_delta_chunk(base: bytes, result: bytes, width: int) -> tuple[int, bytes]:
+    """Returns codec and bytes of the shortest form of a chunk that this writer knows."""
+    if base == result:
+        return DELTA_CHUNK, b""
+    magnitudes = sorted(set(map(magnitude(width), patterns(base, width))))
+    quartiles = {magnitudes[len(magnitudes) * part // 4] for part in (1, 2, 3)}
+    deltas = [
+        compare_chunks(base, result, width, thresholds, bitmaps).with_frames().encode()
+        for thresholds in ((), sorted(quartiles - {0}))
+        for bitmaps in (0, (1 << len(thresholds) + 1) - 1)
+    ]
+    shortest = min(deltas, key=len)
+    return (DELTA_CHUNK, shortest) if len(shortest) < len(result) else (RAW_CHUNK, result)
+
+
+def patterns(content: bytes, width: int) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(content) // width}{PATTERN_CODES[width]}", content)
+
+
+def magnitude(width: int) -> Callable[[int], int]:
+    """Returns the function that takes a pattern without its highest bit."""
+    mask = (1 << 8 * width - 1) - 1
+    return lambda pattern: pattern & mask
+
+
+class Frame(bytes):
+    """A column that is stored as a zstd frame."""
+
+
+@dataclass
+class DeltaChunk:
+    """The parts of a delta chunk, in the order in which they are stored."""
+
+    width: int
+    thresholds: list[int]
+    bitmaps: int
+    checksums: list[int] = field(default_factory=list)
+    counts: list[list[int] | None] = field(default_factory=list)  # of each block; None for a dense block
+    columns: list[bytes] = field(default_factory=list)
+    dense: list[bytes] = field(default_factory=list)
+
+    def with_frames(self) -> DeltaChunk:
+        """Replaces each column by its frame if that is shorter."""
+        self.columns = [min(column, Frame(frame(column)), key=len) for column in self.columns]
+        return self
+
+    def encode(self) -> bytes:
+        stored = bytes([len(self.thresholds) + 1, self.bitmaps])
+        stored += pack_numbers(PATTERN_CODES[self.width], self.thresholds) + pack_numbers("I", self.checksums)
+        for counts in self.counts:
+            stored += pack_numbers("H", [DENSE] if counts is None else counts)
+        lengths = [isinstance(column, Frame) << 31 | len(column) for column in self.columns]
+        return stored + pack_numbers("I", lengths) + b"".join(self.columns) + b"".join(self.dense)
+
+
+def compare_chunks(
+    base: bytes, result: bytes, width: int, thresholds: Sequence[int] = (), bitmaps: int = 0
+) -> DeltaChunk:
+    """Returns the delta of a chunk, with these thresholds and forms of positions, and without frames."""
+    delta = DeltaChunk(width, list(thresholds), bitmaps)
+    classes = range(len(thresholds) + 1)
+    positions = [b"" for _ in classes]
+    differences: list[list[int]] = [[] for _ in classes]
+    block_log2 = (BLOCK * width).bit_length() - 1
+    for old, new in zip(split(base, block_log2), split(result, block_log2)):
+        changes = compare_blocks(old, new, width, thresholds)
+        forms = [encode_positions(*changes[number][:2], bitmaps >> number & 1) for number in classes]
+        listed = sum(len(each) for _, _, each in changes)
+        is_sparse = sum(map(len, forms)) + listed // 2 < len(new) and max(map(len, forms)) < DENSE
+        delta.checksums.append(zlib.crc32(new))
+        delta.counts.append(list(map(len, forms)) if is_sparse else None)
+        if not is_sparse:
+            delta.dense.append(new)
+            continue
+        for number in classes:
+            positions[number] += forms[number]
+            differences[number] += changes[number][2]
+    values, wide, exceptions = encode_differences(differences, width)
+    for each in zip(positions, values):
+        delta.columns += each
+    delta.columns += wide, exceptions
+    return delta
+
+
+def compare_blocks(
+    old: bytes, new: bytes, width: int, thresholds: Sequence[int]
+) -> list[tuple[int, list[int], list[int]]]:
+    """Returns of each class the number of its elements, the ranks that differ, and the differences."""
+    sizes = [0] * (len(thresholds) + 1)
+    ranks: list[list[int]] = [[] for _ in sizes]
+    differences: list[list[int]] = [[] for _ in sizes]
+    without_sign, half = magnitude(width), 1 << 8 * width - 1
+    for before, after in zip(patterns(old, width), patterns(new, width)):
+        number = bisect(thresholds, without_sign(before))
+        if before != after:
+            ranks[number].append(sizes[number])
+            # The difference modulo 2^(8 width), as a signed integer
+            differences[number].append((after - before + half) % (2 * half) - half)
+        sizes[number] += 1
+    return list(zip(sizes, ranks, differences))
+
+
+def encode_positions(size: int, ranks: list[int], is_bitmap: int) -> bytes:
+    """Encodes the listed ranks of a class of `size` elements in one block."""
+    if is_bitmap:
+        bitmap = bytearray((size + 7) // 8)
+        for rank in ranks:
+            bitmap[rank // 8] |= 1 << rank % 8
+        return bytes(bitmap)
+    gaps, next_rank = bytearray(), 0
+    for rank in ranks:
+        skips, gap = divmod(rank - next_rank, 255)
+        gaps += b"\xff" * skips + bytes([gap])
+        next_rank = rank + 1
+    return bytes(gaps)
+
+
+def encode_differences(differences: list[list[int]], width: int) -> tuple[list[bytes], bytes, bytes]:
+    """Returns the value column of each class, the wide column and the exception column."""
+    values, wide, exceptions = [], bytearray(), b""
+    for of_class in differences:
+        codes = []
+        for difference in of_class:
+            zigzag = 2 * difference if difference >= 0 else -2 * difference - 1
+            codes.append(min(zigzag - 1, 15))
+            if codes[-1] == 15:
+                wide.append(min(zigzag - 16, 255))
+                if wide[-1] == 255:
+                    exceptions += difference.to_bytes(width, "little", signed=True)
+        codes += [0] * (len(codes) % 2)
+        values.append(bytes(low | high << 4 for low, high in zip(codes[::2], codes[1::2])))
+    return values, bytes(wide), exceptions
+
+
+BYTE_RUN = re.compile(rb"(.)\1{7,}", re.S)
+WINDOW_OF_A_MIB = 0x50
+
+
+def frame(content: bytes) -> bytes:
+    """Returns a zstd frame (RFC 8878) of raw blocks and of blocks that repeat one byte."""
+    pieces: list[tuple[int, int, bytes]] = []  # kind, decoded size and stored bytes of each block
+    end = 0
+    for run in BYTE_RUN.finditer(content):
+        pieces += ((0, len(piece), piece) for piece in split(content[end : run.start()], 17))
+        pieces += ((1, len(piece), run[1]) for piece in split(run[0], 17))
+        end = run.end()
+    pieces += ((0, len(piece), piece) for piece in split(content[end:], 17))
+    pieces = pieces or [(0, 0, b"")]
+    # The descriptor says that the content size has four bytes.
+    stored = struct.pack("<IBBI", 0xFD2FB528, 0x80, WINDOW_OF_A_MIB, len(content))
+    for number, (kind, size, piece) in enumerate(pieces):
+        is_last = number == len(pieces) - 1
+        stored += (size << 3 | kind << 1 | is_last).to_bytes(3, "little") + piece
+    return stored
+
+
 # ---- The file (2) --------------------------------------------------------------------------------
 
 
 def encode(state_dict: dict) -> bytes:
     """Returns the bytes of an archive of a dict. Raises TypeError or ValueError for unsupported values."""
+    return encode_file(state_dict, Blob())
+
+
+def encode_delta(base: dict, result: dict) -> bytes:
+    """Returns the bytes of the delta from one dict to another one. Its base is any archive of `base`."""
+    return encode_file(result, DeltaBlob(base))
+
+
+def encode_file(state_dict: dict, blob: Blob) -> bytes:
     if type(state_dict) not in (dict, OrderedDict):
         raise TypeError("the root is a dict (F-048)")
-    blob = Blob()
     index, root_off = Index(build_node(state_dict, blob)).encode(blob)
     if len(index) > 1 << 30:
         raise ValueError("the index would be larger than 2^30 bytes (F-012)")
@@ -395,7 +662,7 @@ def storage_numbers(view: Any) -> Iterable[int]:
 def encode_view(view: dict) -> bytes:
     tensors = list(storage_numbers(view["root"]))
     is_plain = all(storage.keys() <= PLAIN for storage in view["storages"])
-    has_tables = view["attrs"] or "dtypes" in view or "shards" in view
+    has_tables = view["attrs"] or view.keys() & {"dtypes", "shards", "base"}
     if has_tables or not is_plain or len(set(tensors)) < len(tensors):
         raise UnsupportedFeature("what is beyond one plain dict")
     return encode(value_of(view["root"]))
@@ -415,9 +682,7 @@ def differs_by_choice(view: dict, file: bytes, own: bytes) -> bool:
 
 
 def self_test() -> int:
-    """Compares the output with the vectors, and reads the demonstration with reader.py."""
-    import reader
-
+    """Compares the output with the vectors, and reads the demonstration and deltas with reader.py."""
     compared, skipped, different = 0, 0, []
     for path in sorted(Path(__file__).with_name("vectors").glob("valid/*.json")):
         view = json.loads(path.read_text(encoding="utf-8"))
@@ -436,9 +701,80 @@ def self_test() -> int:
     file = reader.open_archive(encode(DEMONSTRATION))
     reader.prove(file, "deep")
     assert value_of(reader.view(file)["root"]) == DEMONSTRATION
+    test_delta_chunks()
+    test_deltas()
     print(*(f"{name}: other bytes" for name in different), sep="\n", end="\n" * bool(different))
     print(f"{compared - len(different)} vectors are as written here, {len(different)} not, {skipped} left out")
     return 1 if different or not compared else 0
+
+
+def test_delta_chunks() -> None:
+    """Reads chunks of all widths, forms and shares of changed elements."""
+    sizes = (1, 2, 7, 8, 9, 300, 1000, 1000, 1000)
+    for seed in range(300):
+        rng = random.Random(seed)
+        width = rng.choice((1, 2, 4))
+        size = rng.choice(sizes) if seed % 100 else BLOCK + 5
+        base, result = random_pair(rng, size, width)
+        top = (1 << 8 * width - 1) - 1
+        thresholds = sorted(rng.sample(range(1, top + 1), rng.randrange(4)))
+        delta = compare_chunks(base, result, width, thresholds, rng.randrange(2 << len(thresholds)))
+        if rng.random() < 0.5:
+            delta.with_frames()
+        elif rng.random() < 0.3:
+            delta.columns = [Frame(frame(column)) for column in delta.columns]
+        parsed = reader.parse_delta(delta.encode(), width, len(result), f"seed {seed}")
+        assert reader.apply_delta(parsed, base, f"seed {seed}") == result, f"seed {seed}"
+
+
+def random_pair(rng: random.Random, size: int, width: int) -> tuple[bytes, bytes]:
+    """Returns two chunks of `size` elements: random ones, or like weights, with zeros of both signs and NaNs."""
+    bits = 8 * width
+    top = 1 << bits - 1
+    special = (0, top, top - 1, 2 * top - 1, 0x7F << bits - 8, top | 1)
+    share = rng.choice((0, 0.001, 0.05, 0.5, 1))
+    old, new = [], []
+    for _ in range(size):
+        pattern = rng.choice(special) if rng.random() < 0.1 else rng.getrandbits(bits)
+        step = rng.choice((1, -1, 1, -1, rng.randrange(-200, 200), rng.getrandbits(bits)))
+        old.append(pattern)
+        new.append((pattern + step) % (2 * top) if rng.random() < share else pattern)
+    code = PATTERN_CODES[width]
+    return pack_numbers(code, old), pack_numbers(code, new)
+
+
+def test_deltas() -> None:
+    """Reads deltas of archives, each beside its base."""
+    rng = random.Random(0)
+    first_chunk = bytes(1 << DELTA_CHUNK_LOG2)
+    for dtype, size, start in (
+        ("uint8", 400, b""),
+        ("bfloat16", 400, first_chunk),
+        ("float32", BLOCK + 10, b""),
+        ("float64", 200, b""),
+        ("complex128", 200, b""),
+    ):
+        width, itemsize = delta_width(dtype), DTYPES[dtype]["size"]
+        pairs = [random_pair(rng, size * itemsize // width, width) for _ in range(3)]
+        pairs += (pairs[0][0], pairs[0][0]), (start + pairs[1][0], start + pairs[1][1])
+        base, result = (
+            {
+                f"number {side}": side,
+                "tensors": [Tensor(dtype, (len(pair[side]) // itemsize,), pair[side]) for pair in pairs],
+                f"new in {side}": Tensor("uint8", (5,), b"alone"),
+                "longer": Tensor("uint8", (5 + side,), bytes(5 + side)),
+                "reshaped": Tensor("uint8", (2 + side, 3 - side), bytes(6)),
+                "empty": Tensor(dtype, (0,), b""),
+                "text": "é" * (2500 + side),
+            }
+            for side in range(2)
+        )
+        file = reader.open_with_base(encode_delta(base, result), encode(base))
+        reader.prove(file, "base")
+        assert file.base_storages[len(pairs) :] == [NONE] * 4, "only tensors as in the base are deltas"
+        expected = reader.open_archive(encode(result))
+        assert reader.content_digest(file) == reader.content_digest(expected), dtype
+        assert reader.view(file)["root"] == reader.view(expected)["root"], dtype
 
 
 def main(arguments: list[str]) -> int:

@@ -28,6 +28,9 @@ pub(crate) struct Args {
     a: PathBuf,
     /// The other file; `-`: stdin
     b: PathBuf,
+    /// The base of the other file, if that is a delta
+    #[arg(long, value_name = "BASE.tssd")]
+    base: Option<PathBuf>,
     /// Compare dtype, shape and values of each leaf only: not the nesting, the order, strides or flags
     #[arg(long)]
     values: bool,
@@ -35,7 +38,8 @@ pub(crate) struct Args {
 
 /// Prints every difference. The exit code says whether there is one.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let (a, b) = (Document::open(&args.a)?, Document::open(&args.b)?);
+    let a = Document::open(&args.a)?;
+    let b = Document::open_with_base(&args.b, args.base.as_deref())?;
     let Findings { differences, leaves, storage_diff } = compare(&a, &b, args.values, console)?;
     let equal = differences.is_empty();
     if console.json {

@@ -10,6 +10,7 @@ use tssd_format::{
     Storage, Tensor, TensorReference, Value, ZSTD_LEVEL_ATTR,
 };
 
+use crate::delta::with_base;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::{display_input_path, is_shard_set, open, open_archive};
@@ -49,6 +50,21 @@ impl Document {
             Source::Archive(Archive::from_blob(file).map_err(format_failure)?)
         };
         Ok(Self { path: path.to_owned(), source })
+    }
+
+    /// Opens a file, with its base if it is a delta and a base is given.
+    pub(crate) fn open_with_base(path: &Path, base: Option<&Path>) -> Result<Self> {
+        let document = Self::open(path)?;
+        match (base, document.source) {
+            (Some(base), Source::Archive(archive)) => {
+                Ok(Self::from_archive(path, with_base(archive, path, base)?))
+            }
+            (Some(_), Source::Safetensors(..)) => {
+                let message = format_args!("{} is no delta", document.path.display());
+                Err(Failure::new(Exit::Refused, message).help("leave out the base"))
+            }
+            (None, source) => Ok(Self { path: document.path, source }),
+        }
     }
 
     /// Wraps an archive that is already open.

@@ -168,6 +168,25 @@ fn exit_and_help_of_format(kind: ErrorKind) -> (Exit, Option<&'static str>) {
             Exit::Refused,
             Some("this is a manifest: name its directory to read the archives beside it too"),
         ),
+        ErrorKind::BaseMissing => (
+            Exit::Refused,
+            Some(
+                "apply the delta: `tssd delta apply BASE DELTA -o OUT.tssd`; `diff` and `verify --deep` take --base",
+            ),
+        ),
+        ErrorKind::WrongBase => (
+            Exit::Refused,
+            Some(
+                "`tssd inspect` shows which content a delta needs, and `inspect --digest` which content a file has",
+            ),
+        ),
+        ErrorKind::NotFoldable => (
+            Exit::Refused,
+            Some("make the deltas with --classes 1, or apply them one after the other"),
+        ),
+        ErrorKind::DeltaMismatch => {
+            (Exit::Mismatch, Some("the base or the delta is damaged: take another copy of it"))
+        }
         ErrorKind::NotSafetensors => (
             Exit::Mismatch,
             Some("the file is damaged, incomplete or of another format: take another copy of it"),

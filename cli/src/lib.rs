@@ -28,6 +28,7 @@ mod pattern;
 
 // Commands on files.
 mod convert;
+mod delta;
 mod diff;
 mod inspect;
 mod pack;
@@ -100,6 +101,7 @@ enum Command {
     Verify(verify::Args),
     Diff(diff::Args),
     Convert(convert::Args),
+    Delta(delta::Args),
     Roundtrip(roundtrip::Args),
     Put(store::put::Args),
     Get(store::get::Args),
@@ -150,6 +152,7 @@ fn run(cli: &Cli) -> Result<Exit> {
         Command::Verify(args) => verify::run(args, console),
         Command::Diff(args) => diff::run(args, console),
         Command::Convert(args) => convert::run(args, console),
+        Command::Delta(args) => delta::run(args, console),
         Command::Roundtrip(args) => roundtrip::run(args, console),
         Command::Put(args) => store::put::run(args, console),
         Command::Get(args) => store::get::run(args, console),

@@ -30,7 +30,7 @@ const REASONS_MAX: usize = 10;
 /// Read archives into state dicts, write those anew, and compare: nothing is lost.
 ///
 /// Each is `identical` (the same bytes), `equal` (other bytes, such as those of another writer, that
-/// mean the same), or `lossy`. Of a shard set, each archive is read and written by itself, and all of
+/// mean the same), or `lossy`. A delta is `skipped`, because it cannot be read without its base. Of a shard set, each archive is read and written by itself, and all of
 /// them together as one. Safetensors files are packed and unpacked.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
@@ -45,11 +45,16 @@ enum Outcome {
     Identical,
     Equal,
     Lossy,
+    Skipped,
 }
 
 impl Outcome {
-    const ALL: [(Self, &'static str); 3] =
-        [(Self::Identical, "identical"), (Self::Equal, "equal"), (Self::Lossy, "lossy")];
+    const ALL: [(Self, &'static str); 4] = [
+        (Self::Identical, "identical"),
+        (Self::Equal, "equal"),
+        (Self::Lossy, "lossy"),
+        (Self::Skipped, "skipped"),
+    ];
 
     fn name(self) -> &'static str {
         Self::ALL[self as usize].1
@@ -85,7 +90,11 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         };
         print_json(&results.iter().map(json).collect::<Vec<Json>>().into())?;
     } else if !console.quiet {
-        let parts = Outcome::ALL.map(|(outcome, name)| format!("{} {name}", count(outcome)));
+        let counts = Outcome::ALL.map(|(outcome, name)| (outcome, count(outcome), name));
+        let shown = counts
+            .into_iter()
+            .filter(|(outcome, count, _)| *outcome != Outcome::Skipped || *count > 0);
+        let parts: Vec<String> = shown.map(|(_, count, name)| format!("{count} {name}")).collect();
         print(format_args!("{}\n", parts.join(", ")))?;
     }
     Ok(if count(Outcome::Lossy) == 0 { Exit::Ok } else { Exit::Mismatch })
@@ -146,6 +155,10 @@ fn check(path: &Path, console: Console) -> Result<Verdict> {
         Ok(archive) => archive,
         Err(error) => return verdict_from_error(path, &error),
     };
+    if archive.lacks_base() {
+        let reasons = vec!["a delta, which needs its base".to_owned()];
+        return Ok(Verdict { outcome: Outcome::Skipped, reasons });
+    }
     if archive.is_manifest_only() {
         return check_manifest(path, &archive, &*file, console);
     }

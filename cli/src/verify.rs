@@ -10,6 +10,7 @@ use tssd_format::{Archive, Dtype, Error, MANIFEST_NAME, Node, Runs, TensorMeta, 
 
 use crate::archives::{ArchiveListing, is_directory, no_archives_failure};
 use crate::console::{Console, print, print_json};
+use crate::delta::with_base;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::{self, display_input_path, open_shard_set};
@@ -31,10 +32,20 @@ pub(crate) struct Args {
     /// are neither 0 nor 1
     #[arg(long)]
     deep: bool,
+    /// The base of the file, which is a delta: prove what the delta leads to
+    #[arg(long, value_name = "BASE.tssd", requires = "deep")]
+    base: Option<PathBuf>,
 }
 
 /// Verifies all files and prints one line per file. A damaged file does not stop the command.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
+    if args.base.is_some() && args.paths.len() > 1 {
+        return Err(Failure::new(
+            Exit::Usage,
+            "--base belongs to one delta, and several files are named",
+        )
+        .help("verify the deltas one by one"));
+    }
     let mut inputs = Vec::new();
     for path in &args.paths {
         inputs.extend(list_inputs(path)?);
@@ -46,7 +57,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         let path = &*path;
         let mut verdict = Verdict::default();
         if *is_archive {
-            verdict = match verify(path, args.deep, &damaged, console) {
+            verdict = match verify(args, path, &damaged, console) {
                 // The file was deleted after the directory was listed.
                 Err(failure)
                     if *is_from_directory
@@ -203,8 +214,8 @@ impl TryFrom<Error> for Damage {
 
 /// Verifies a file. Damage is part of the verdict, an unreadable file is an error.
 fn verify(
+    args: &Args,
     path: &Path,
-    deep: bool,
     damaged: &BTreeSet<PathBuf>,
     console: Console,
 ) -> Result<Verdict> {
@@ -213,7 +224,11 @@ fn verify(
         Ok(archive) => archive,
         Err(error) => return Ok(Verdict::from_damage(error.try_into().map_err(format_failure)?)),
     };
-    let damage = verify_payload(&archive, deep, console).into_iter().map(Damage::try_from);
+    let archive = match &args.base {
+        Some(base) => with_base(archive, path, base)?,
+        None => archive,
+    };
+    let damage = verify_payload(&archive, args.deep, console).into_iter().map(Damage::try_from);
     let mut damage = damage.collect::<Result<Vec<_>, _>>().map_err(format_failure)?;
     damage.sort_by_key(|each| each.byte);
     let mut summary = Size(archive.file_len()).to_string();
@@ -228,8 +243,11 @@ fn verify(
                 .expect("a String takes any text");
         }
     }
+    if archive.lacks_base() {
+        summary.push_str(", a delta whose base is not looked at");
+    }
     // Damaged files are not searched for warnings.
-    let warnings = if deep && damage.is_empty() {
+    let warnings = if args.deep && damage.is_empty() {
         invalid_bool_warnings(&archive).map_err(format_failure)?
     } else {
         Vec::new()

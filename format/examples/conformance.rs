@@ -30,7 +30,19 @@ fn main() -> ExitCode {
 }
 
 fn json_view(path: &Path) -> Result<String, Error> {
-    let archive = if path.is_dir() { open_shard_set(path)? } else { Archive::open(path)? };
+    let archive = open(path)?;
     archive.verify_deep()?;
     Ok(to_json(&archive)?.to_string())
+}
+
+/// Opens an archive, the directory of a shard set, or a directory with a delta and its base.
+fn open(path: &Path) -> Result<Archive, Error> {
+    let delta = path.join("delta.tssd");
+    if delta.exists() {
+        let base = Archive::open(path.join("base.tssd"))?;
+        let delta = Archive::open(delta)?;
+        delta.verify_deep()?;
+        return delta.with_base(base);
+    }
+    if path.is_dir() { open_shard_set(path) } else { Archive::open(path) }
 }

@@ -10,8 +10,10 @@ use bytes::Bytes;
 
 use crate::blob::Blob;
 use crate::checksum::checksum;
-use crate::content_digest::content_digest;
+use crate::chunk_codec::ChunkCodec;
+use crate::content_digest::{content_digest, content_order};
 use crate::convert::index_to_usize;
+use crate::delta::ChangeCount;
 use crate::digest::{self, ChunkHasher, Digest};
 use crate::dtype::OtherDtype;
 use crate::encode::{Attrs, ShardFile};
@@ -27,7 +29,7 @@ use crate::storage::{RangeDecoder, StorageDecoder, StorageReference};
 use crate::structure::{Node, TensorReference};
 use crate::table_views::TableViews;
 use crate::tensor::Tensor;
-use crate::write_job::length;
+use crate::write_job::{RawBytes, Segment, length};
 
 /// Block size in bytes for reading file ranges that are only checksummed (256 KiB).
 const READ_BLOCK_BYTES: usize = 256 << 10;
@@ -51,6 +53,15 @@ pub struct Archive {
     /// manifest that was opened without them.
     blobs: Arc<[Arc<dyn Blob>]>,
     file_len: u64,
+    /// The base, if this is a delta that was opened with it.
+    base: Option<Arc<Base>>,
+}
+
+/// The base of a delta.
+struct Base {
+    archive: Archive,
+    /// The storages of the base in the order of its content digest.
+    storages: Vec<u32>,
 }
 
 impl Archive {
@@ -93,7 +104,7 @@ impl Archive {
         let (index, file_len) = read_index(&*blob)?;
         let is_manifest = !index.views().shards.is_empty();
         let blobs = if is_manifest { Vec::new() } else { vec![blob] };
-        Ok(Self { index: Arc::new(index), blobs: blobs.into(), file_len })
+        Ok(Self { index: Arc::new(index), blobs: blobs.into(), file_len, base: None })
     }
 
     /// Opens a shard set: a manifest and the archives that it names, read as one archive.
@@ -131,6 +142,167 @@ impl Archive {
     /// The storages of such a manifest cannot be read.
     pub fn is_manifest_only(&self) -> bool {
         self.blobs.is_empty()
+    }
+
+    /// Opens a delta with its base, so that its delta storages can be read.
+    ///
+    /// The content digest of the base is taken from its index, or computed if the index has no digests. Reads verify the
+    /// blocks that change. As with any archive, [`Archive::verify_deep`] verifies everything else.
+    ///
+    /// # Errors
+    ///
+    /// - `NotADelta` if this is no delta.
+    /// - `WrongBase` (F-112) if the archive is not its base.
+    /// - `BlobElsewhere` for a manifest that was opened without its shards, `BaseMissing` for a delta that was opened without
+    ///   its own base.
+    /// - The errors of [`Archive::compute_content_digest`].
+    pub fn with_base(self, base: Self) -> Result<Self> {
+        let digest = base.digest_of_readable()?;
+        self.with_checked_base(base, digest)
+    }
+
+    /// Returns the result of a delta, given its base: the delta with its base, or the base itself if that has the content
+    /// of the result already (F-114).
+    ///
+    /// # Errors
+    ///
+    /// As [`Archive::with_base`].
+    pub fn result_from(self, base: Self) -> Result<Self> {
+        let digest = base.digest_of_readable()?;
+        if self.base_digest().is_some_and(|expected| expected != digest)
+            && self.content_digest() == Some(digest)
+        {
+            return Ok(base);
+        }
+        self.with_checked_base(base, digest)
+    }
+
+    /// Returns the content digest of an archive whose bytes can be read.
+    fn digest_of_readable(&self) -> Result<Digest> {
+        if self.is_manifest_only() {
+            return Err(Error::new(ErrorKind::BlobElsewhere));
+        }
+        if self.lacks_base() {
+            return Err(Error::new(ErrorKind::BaseMissing));
+        }
+        self.content_digest().map_or_else(|| self.compute_content_digest(), Ok)
+    }
+
+    /// Opens a delta with a base of this content digest. The bytes of the base need not be readable.
+    pub(crate) fn with_checked_base(mut self, base: Self, digest: Digest) -> Result<Self> {
+        let wrong_base =
+            |detail: &dyn fmt::Display| Error::new(ErrorKind::WrongBase).with_detail(detail);
+        let expected = self.base_digest().ok_or_else(|| Error::new(ErrorKind::NotADelta))?;
+        if digest != expected {
+            if self.content_digest() == Some(digest) {
+                return Err(wrong_base(&"it has the content of the result already"));
+            }
+            let [digest, expected] = [digest, expected].map(blake3::Hash::from);
+            return Err(wrong_base(&format_args!("its content is {digest}, not {expected}")));
+        }
+        let storages = content_order(&base.index.views());
+        for number in 0..self.storage_count() {
+            let storage = self.storage(number);
+            let Some(position) = storage.base else { continue };
+            let base_storage = storages.get(index_to_usize(position));
+            let len = base_storage.map(|number| base.index.storage_len(*number));
+            if len != Some(storage.len) {
+                let len = len.map_or("no such storage".to_owned(), |len| format!("{len} bytes"));
+                let detail = format_args!("{} bytes, the base storage: {len}", storage.len);
+                return Err(wrong_base(&detail).with_path(self.storage_fqn(number)));
+            }
+        }
+        self.base = Some(Arc::new(Base { archive: base, storages }));
+        Ok(self)
+    }
+
+    /// Reads all raw bytes of a storage and verifies their CRC-32.
+    ///
+    /// # Errors
+    ///
+    /// As [`Archive::storage_bytes`]; `StorageCorrupt` if the CRC-32 differs from the recorded one.
+    pub(crate) fn verify_storage(&self, number: u32) -> Result<()> {
+        let storage = self.storage(number);
+        let mut crc = crc32fast::Hasher::new();
+        self.for_each_chunk(&storage, |_, raw| crc.update(raw))
+            .and_then(|()| storage.verify_crc32(crc.finalize()))
+            .map_err(|error| {
+                let offset = error.offset().unwrap_or(storage.offset);
+                error.with_path(self.storage_fqn(number)).with_offset(offset)
+            })
+    }
+
+    /// Returns the content digest of the base that a delta needs; `None` if the archive is no delta.
+    pub fn base_digest(&self) -> Option<Digest> {
+        self.index.base()
+    }
+
+    /// Returns the base that a delta was opened with.
+    pub fn base(&self) -> Option<&Self> {
+        self.base.as_deref().map(|base| &base.archive)
+    }
+
+    /// Returns whether this is a delta that was opened without its base.
+    ///
+    /// Its delta storages cannot be read.
+    pub fn lacks_base(&self) -> bool {
+        self.base.is_none() && self.base_digest().is_some()
+    }
+
+    /// Returns whether the bytes of a storage can be read.
+    ///
+    /// They cannot if the manifest was opened without the archive that holds them, or the delta without its base.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the number is not below [`Archive::storage_count`].
+    pub fn can_read(&self, storage: u32) -> bool {
+        !self.is_manifest_only() && (self.base.is_some() || !self.index.is_delta_storage(storage))
+    }
+
+    /// Returns the tables of the index.
+    pub(crate) fn index_views(&self) -> TableViews<'_> {
+        self.index.views()
+    }
+
+    /// Returns the raw bytes of a storage. Those of an uncompressed storage that is not in memory are read later.
+    ///
+    /// # Errors
+    ///
+    /// As [`Archive::storage_bytes`].
+    pub(crate) fn raw_storage(&self, number: u32) -> Result<RawBytes> {
+        if let Some((shard, offset)) = self.index.raw_location(number)
+            && let blob = self.shard_blob(shard)?
+            && blob.bytes().is_none()
+        {
+            let range = offset..offset + self.index.storage_len(number);
+            return Ok(Segment::from_blob(blob.clone(), range).into());
+        }
+        self.storage_bytes(number).map(RawBytes::from)
+    }
+
+    /// Returns a stored chunk whose CRC-32 is verified.
+    ///
+    /// # Errors
+    ///
+    /// `ChunkCorrupt` (F-090); `Io` if the file cannot be read.
+    pub(crate) fn stored_chunk(&self, storage: &StorageReference, chunk: u64) -> Result<Bytes> {
+        let range = storage.stored_chunk(chunk);
+        let stored = self.read(storage.shard, range.clone())?;
+        let verified = storage.verify_chunk(chunk, checksum(&stored));
+        verified.map(|()| stored).map_err(|error| error.with_offset(range.start))
+    }
+
+    /// Returns the chunk of the base storage that a delta chunk changes; `None` for any other chunk.
+    fn base_chunk(&self, storage: &StorageReference, chunk: u64) -> Result<Option<Bytes>> {
+        if storage.chunk_codec(chunk).codec != ChunkCodec::Delta {
+            return Ok(None);
+        }
+        let (Some(base), Some(position)) = (&self.base, storage.base) else {
+            return Err(Error::new(ErrorKind::BaseMissing));
+        };
+        let number = base.storages[index_to_usize(position)];
+        base.archive.storage_range(number, storage.chunk(chunk)).map(Some)
     }
 
     /// Returns the blob of a shard. In a file without shards, number 0 is the file itself.
@@ -385,7 +557,8 @@ impl Archive {
     ///
     /// - `BlobElsewhere` for a manifest that was opened without its shards.
     /// - `Io` if the file cannot be read.
-    /// - `ChunkCorrupt`, `FrameCorrupt` or `FeatureMissing` for a compressed storage.
+    /// - `ChunkCorrupt`, `FrameCorrupt`, `PlaneLengths` or `FeatureMissing` for a compressed storage.
+    /// - `DeltaChunk`, `DeltaMismatch` or `BaseMissing` for a delta storage.
     pub fn storage_bytes(&self, number: u32) -> Result<Bytes> {
         self.storage_range(number, 0..self.index.storage_len(number))
     }
@@ -419,8 +592,9 @@ impl Archive {
         let decode = || {
             let mut decoder = RangeDecoder::new(storage, range.clone())?;
             for chunk in storage.chunks(&range) {
+                let base = self.base_chunk(storage, chunk)?;
                 self.with_verified_chunk(storage, chunk, |stored| {
-                    decoder.add_chunk(chunk, stored)
+                    decoder.add_chunk_of(chunk, stored, base.as_deref())
                 })?;
             }
             Ok(decoder.finish())
@@ -442,11 +616,31 @@ impl Archive {
                 on_chunk(chunk, &self.read(storage.shard, storage.stored_chunk(chunk))?);
                 return Ok(());
             }
+            let base = self.base_chunk(storage, chunk)?;
             self.with_verified_chunk(storage, chunk, |stored| {
-                on_chunk(chunk, reader.decode(chunk, stored)?);
+                on_chunk(chunk, reader.decode(chunk, stored, base.as_deref())?);
                 Ok(())
             })
         })
+    }
+
+    /// Checks the chunks of a delta storage without the base, and counts the elements that they change.
+    ///
+    /// Chunks that need no base are decoded.
+    ///
+    /// # Errors
+    ///
+    /// `ChunkCorrupt`, `FrameCorrupt`, `PlaneLengths`, `DeltaChunk` or `FeatureMissing`; `Io` if the file cannot be read.
+    pub fn count_changes(&self, storage: &StorageReference) -> Result<ChangeCount> {
+        let mut total = ChangeCount::default();
+        let mut reader = StorageDecoder::new(storage)?;
+        for chunk in storage.chunks(&(0..storage.len)) {
+            self.with_verified_chunk(storage, chunk, |stored| {
+                total += reader.check(chunk, stored)?;
+                Ok(())
+            })?;
+        }
+        Ok(total)
     }
 
     /// Reads a stored chunk, verifies its CRC-32, and passes its bytes to `decode`.
@@ -456,10 +650,8 @@ impl Archive {
         chunk: u64,
         mut decode: impl FnMut(&[u8]) -> Result<()>,
     ) -> Result<()> {
-        let range = storage.stored_chunk(chunk);
-        let stored = self.read(storage.shard, range.clone())?;
-        let verified = storage.verify_chunk(chunk, checksum(&stored));
-        verified.and_then(|()| decode(&stored)).map_err(|error| error.with_offset(range.start))
+        let stored = self.stored_chunk(storage, chunk)?;
+        decode(&stored).map_err(|error| error.with_offset(storage.stored_chunk(chunk).start))
     }
 
     fn shard_blob(&self, shard: u32) -> Result<&Arc<dyn Blob>> {

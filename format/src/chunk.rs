@@ -7,6 +7,12 @@ use std::ops::Range;
 /// The chunks of raw storages may be smaller: see [`ChunkSize`].
 pub const MAX_CHUNK_BYTES: u64 = 1 << MAX_LOG2;
 
+/// Chunk size of delta storages in raw bytes (8 MiB).
+pub(crate) const DELTA_CHUNK_BYTES: u64 = 1 << DELTA_LOG2;
+
+/// log2 of the chunk size of delta storages in bytes.
+const DELTA_LOG2: u8 = 23;
+
 /// log2 of the smallest chunk size in bytes.
 const MIN_LOG2: u8 = 12;
 
@@ -19,7 +25,7 @@ const MAX_LOG2: u8 = 20;
 /// the reader reads few bytes that do not belong to the slice.
 const FINE_MAX_CHUNKS: u64 = 512;
 
-/// Number of raw bytes in each chunk of a storage but the last: a power of two from 4 KiB to 1 MiB.
+/// Number of raw bytes in each chunk of a storage but the last: a power of two from 4 KiB to 1 MiB, or 8 MiB in deltas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkSize {
     log2: u8,
@@ -33,7 +39,21 @@ impl Default for ChunkSize {
 }
 
 impl ChunkSize {
-    /// Returns the size with this log2, or `None` if it is not from 12 to 20 (F-063).
+    /// The size of the chunks of delta storages: 8 MiB.
+    pub const DELTA: Self = Self { log2: DELTA_LOG2 };
+
+    /// Returns the chunk size in a Storage record, or `None` if it does not fit the codec of the storage (F-063).
+    #[inline]
+    pub(crate) fn from_record(log2: u8, storage_codec: u8) -> Option<Self> {
+        match storage_codec {
+            0 => Self::from_log2(log2),
+            1 => Some(Self::default()).filter(|size| size.log2 == log2),
+            2 => Some(Self::DELTA).filter(|size| size.log2 == log2),
+            _ => None,
+        }
+    }
+
+    /// Returns the size with this log2, or `None` if it is not from 12 to 20.
     pub fn from_log2(log2: u8) -> Option<Self> {
         (MIN_LOG2..=MAX_LOG2).contains(&log2).then_some(Self { log2 })
     }
@@ -77,7 +97,7 @@ impl ChunkSize {
     }
 
     /// Returns the size in bytes.
-    pub fn bytes(self) -> u64 {
+    pub const fn bytes(self) -> u64 {
         1 << self.log2
     }
 

@@ -1,7 +1,8 @@
-//! Codecs of chunks: raw, shuffled zstd, and byte planes. Spec: section 6.
+//! Codecs of chunks: raw, shuffled zstd, byte planes, and delta. Spec: section 6.
 
 use crate::codec::ZstdEncoder;
-use crate::error::Result;
+use crate::delta::{ChangeCount, DeltaDecoder, ElementWidth};
+use crate::error::{Error, ErrorKind, Result};
 use crate::planes::{PlanesDecoder, PlanesEncoder};
 
 /// How a stored chunk encodes the bytes of the chunk.
@@ -14,6 +15,8 @@ pub enum ChunkCodec {
     Zstd,
     /// Codec 2: byte planes, each raw or one zstd frame.
     Planes,
+    /// Codec 3: the difference from the same chunk of the base storage; without bytes, this chunk itself.
+    Delta,
 }
 
 impl ChunkCodec {
@@ -23,6 +26,7 @@ impl ChunkCodec {
             Self::Raw => 0,
             Self::Zstd => 1,
             Self::Planes => 2,
+            Self::Delta => 3,
         }
     }
 
@@ -32,6 +36,7 @@ impl ChunkCodec {
             0 => Some(Self::Raw),
             1 => Some(Self::Zstd),
             2 => Some(Self::Planes),
+            3 => Some(Self::Delta),
             _ => None,
         }
     }
@@ -57,9 +62,14 @@ impl ChunkEncoder {
     /// # Errors
     ///
     /// `Io` if zstd cannot allocate memory; `FeatureMissing` in a build without zstd.
+    ///
+    /// # Panics
+    ///
+    /// Panics for [`ChunkCodec::Delta`], which needs two versions: see [`DeltaEncoder`](crate::DeltaEncoder).
     pub(crate) fn new(codec: ChunkCodec, level: i32) -> Result<Self> {
         Ok(match codec {
             ChunkCodec::Raw => Self::Raw,
+            ChunkCodec::Delta => unreachable!("options ask for no delta"),
             ChunkCodec::Zstd => Self::Zstd(ZstdEncoder::new(level)?),
             ChunkCodec::Planes => Self::Planes(PlanesEncoder::new()?),
         })
@@ -82,32 +92,72 @@ impl ChunkEncoder {
 /// Decoder of chunks of all codecs. Reuses its working memory for every chunk.
 pub(crate) struct ChunkDecoder {
     planes: PlanesDecoder,
+    /// Created for the first delta chunk.
+    delta: Option<DeltaDecoder>,
 }
 
 impl ChunkDecoder {
     pub(crate) fn new() -> Result<Self> {
-        Ok(Self { planes: PlanesDecoder::new()? })
+        Ok(Self { planes: PlanesDecoder::new()?, delta: None })
     }
 
     /// Decodes a stored chunk into `target`, which must have the length of the chunk.
     ///
-    /// `width` is the width of an element in bytes. After an error, the bytes of `target` are unspecified.
+    /// `base` is the same chunk of the base storage, which a delta chunk needs. After an error, the bytes of `target`
+    /// are unspecified.
     ///
     /// # Errors
     ///
-    /// `FrameCorrupt` (F-093); `PlaneLengths` (F-097); `FeatureMissing` in a build without zstd.
+    /// `FrameCorrupt` (F-093); `PlaneLengths` (F-097); `DeltaChunk` (F-098); `DeltaMismatch` (F-099); `BaseMissing`;
+    /// `FeatureMissing` in a build without zstd.
     pub(crate) fn decode(
         &mut self,
-        codec: ChunkCodec,
-        width: u8,
+        StorageCodec { codec, width }: StorageCodec,
         stored: &[u8],
+        base: Option<&[u8]>,
         target: &mut [u8],
     ) -> Result<()> {
         match codec {
             ChunkCodec::Raw => target.copy_from_slice(stored),
             ChunkCodec::Zstd => self.planes.frames.decode(stored, width, target)?,
             ChunkCodec::Planes => self.planes.decode(stored, width, target)?,
+            ChunkCodec::Delta => {
+                let base = base.ok_or_else(|| Error::new(ErrorKind::BaseMissing))?;
+                if stored.is_empty() {
+                    target.copy_from_slice(base);
+                } else {
+                    self.delta()?.apply_to(stored, delta_width(width), base, target)?;
+                }
+            }
         }
         Ok(())
     }
+
+    /// Checks a delta chunk without its base. `len` is the number of raw bytes.
+    ///
+    /// # Errors
+    ///
+    /// `DeltaChunk` (F-098); `FeatureMissing` in a build without zstd.
+    pub(crate) fn count_changes(
+        &mut self,
+        stored: &[u8],
+        width: u8,
+        len: usize,
+    ) -> Result<ChangeCount> {
+        if stored.is_empty() {
+            return Ok(ChangeCount::default());
+        }
+        self.delta()?.count(stored, delta_width(width), len)
+    }
+
+    fn delta(&mut self) -> Result<&mut DeltaDecoder> {
+        match &mut self.delta {
+            Some(delta) => Ok(delta),
+            none => Ok(none.insert(DeltaDecoder::new()?)),
+        }
+    }
+}
+
+fn delta_width(bytes: u8) -> ElementWidth {
+    ElementWidth::from_bytes(bytes).expect("the validator has proven the width of delta storages")
 }

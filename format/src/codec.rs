@@ -1,10 +1,12 @@
 //! Chunk codec 1: byte shuffle, then one zstd frame. Spec: section 6 and F-093.
 
-use crate::chunk::MAX_CHUNK_BYTES;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Smallest saving of a compressed chunk, in percent of its length. Below it, the chunk stays raw.
 const MIN_GAIN_PERCENT: usize = 3;
+
+/// Largest window of a frame in bytes (1 MiB): what a decoder keeps of the decoded bytes (F-093).
+const MAX_WINDOW_BYTES: u64 = 1 << 20;
 
 /// Returns whether `stored` bytes instead of `raw` save at least [`MIN_GAIN_PERCENT`].
 pub(crate) fn saves_enough(raw: usize, stored: usize) -> bool {
@@ -14,6 +16,21 @@ pub(crate) fn saves_enough(raw: usize, stored: usize) -> bool {
 /// Returns whether the byte shuffle supports elements of this many bytes. One of width 1 changes nothing.
 pub(crate) fn is_shuffle_width(bytes: u8) -> bool {
     matches!(bytes, 1 | 2 | 4 | 8 | 16)
+}
+
+/// Creates a compressor for bytes without repeats: it codes them by their frequencies, and searches for no matches.
+#[cfg(feature = "zstd")]
+pub(crate) fn literal_compressor() -> Result<zstd::bulk::Compressor<'static>> {
+    use zstd::zstd_safe::{CParameter, ParamSwitch};
+    let mut zstd = zstd::bulk::Compressor::new(1)?;
+    // A target length of a whole block skips all positions. zstd would leave literals raw at such a length, so their
+    // compression is asked for.
+    zstd.set_parameter(CParameter::HashLog(6))?;
+    zstd.set_parameter(CParameter::MinMatch(7))?;
+    zstd.set_parameter(CParameter::WindowLog(20))?;
+    zstd.set_parameter(CParameter::TargetLength(131_072))?;
+    zstd.set_parameter(CParameter::LiteralCompressionMode(ParamSwitch::Enable))?;
+    Ok(zstd)
 }
 
 /// Encoder of chunks. Reuses its working memory for every chunk.
@@ -145,12 +162,11 @@ fn check_header(frame: &[u8], len: usize) -> Result<()> {
     if descriptor & 0x0B != 0 {
         return Err(corrupt("a dictionary or a reserved bit"));
     }
+    let mut window = 0;
     if !single_segment {
-        let window = take(1)?;
-        let base = 1_u64 << (10 + (window >> 3));
-        if base + base / 8 * (window & 7) > MAX_CHUNK_BYTES {
-            return Err(corrupt("window"));
-        }
+        let descriptor = take(1)?;
+        let base = 1_u64 << (10 + (descriptor >> 3));
+        window = base + base / 8 * (descriptor & 7);
     }
     let content = match descriptor >> 6 {
         0 if single_segment => take(1)?,
@@ -159,6 +175,12 @@ fn check_header(frame: &[u8], len: usize) -> Result<()> {
         2 => take(4)?,
         _ => take(8)?,
     };
+    if single_segment {
+        window = content;
+    }
+    if window > MAX_WINDOW_BYTES {
+        return Err(corrupt(format_args!("a window of {window} bytes")));
+    }
     if usize::try_from(content) != Ok(len) {
         return Err(corrupt(format_args!("a frame of {content} bytes, not {len}")));
     }

@@ -50,6 +50,13 @@ pub(crate) fn content_digest(
     Ok(*content.finalize().as_bytes())
 }
 
+/// Returns the numbers of the storages in the order in which the tree names them: `s_0, s_1, …`.
+pub(crate) fn content_order(views: &TableViews<'_>) -> Vec<u32> {
+    let mut layout = LayoutHasher::new(views);
+    layout.add_nodes();
+    layout.storages
+}
+
 /// Hasher of the layout: the tree, the metadata of its tensors, and their places in storages.
 ///
 /// All numbers are hashed as little-endian integers.

@@ -84,6 +84,11 @@ impl Error {
         self.0.kind
     }
 
+    /// Returns the values that violate the rule, if they are known.
+    pub(crate) fn detail(&self) -> Option<&str> {
+        self.0.note.as_deref()
+    }
+
     /// Returns the fqn or path where the error occurred, if it is known.
     pub fn path(&self) -> Option<&str> {
         self.0.path.as_deref()
@@ -270,6 +275,7 @@ kinds! {
     "F-063" UnknownCodec "storage codec is unknown",
     "F-064" CrcTable "checksum table does not match the storages",
     "F-065" ChunkTable "chunk table does not match the compressed storages",
+    "F-066" BaseTable "base table does not match the delta storages",
     // 7. Slices, placements, attributes, shards
     "F-070" OutsideGlobal "shard lies outside its global shape",
     "F-071" MeshMismatch "mesh, coordinates and placements do not fit together",
@@ -293,11 +299,13 @@ kinds! {
     "F-095" ShardContent "archive lacks a storage that its manifest names",
     "F-096" ContentNotText "content of a str leaf in a storage is not generalized UTF-8",
     "F-097" PlaneLengths "lengths of the planes of a chunk do not fit the chunk",
+    "F-098" DeltaChunk "delta chunk is malformed",
+    "F-099" DeltaMismatch "delta chunk does not fit its base",
     // Writers and requests
     "write" UntypedLeaf "object is no typed leaf and cannot be stored",
     "write" ShapeMismatch "shape, strides and bytes do not fit together",
     "write" SliceMismatch "local shape of the slice is not the shape of the tensor",
-    "write" TargetSize "target memory has another length than the archive",
+    "write" TargetSize "target memory has another length than its content",
     "write" Unfilled "not every job of the layout has run",
     "write" TooLarge "larger than an archive or memory can hold",
     "read" NotFound "there is no such leaf",
@@ -309,6 +317,10 @@ kinds! {
     "read" LimitExceeded "result is larger than the limit that the caller gave",
     "read" FeatureMissing "this build lacks a feature that the file needs",
     "read" BlobElsewhere "bytes of this storage are in another file of the shard set",
+    "delta" BaseMissing "storage is a delta, and its base is not open",
+    "delta" WrongBase "archive is not the base of the delta",
+    "delta" NotADelta "archive is no delta",
+    "delta" NotFoldable "deltas cannot be folded without their base",
     "reshard" Uncovered "region is covered by no stored slice",
     "reshard" Overlap "slices overlap without being equal",
     "reshard" NotABox "shard is not one box of the global tensor",

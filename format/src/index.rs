@@ -14,7 +14,7 @@ use crate::encode::{AttrValue, Attrs, ShardFile};
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::IndexLocation;
 use crate::key::ObjectPath;
-use crate::record::{self, NONE, STORED_FLAG, kind};
+use crate::record::{self, DELTA_STORAGE, NONE, STORED_FLAG, kind};
 use crate::state_dict::Value;
 use crate::storage::{ChunkLocation, CompressedLayout, StorageReference};
 use crate::structure::Node;
@@ -109,7 +109,7 @@ impl Index {
         let storage = &views.storages[index_to_usize(number)];
         let first = index_to_usize(storage.crcs.to_native());
         let len = storage.raw_len.to_native();
-        let chunk_size = ChunkSize::from_log2(storage.chunk_log2).expect("proven to be one");
+        let chunk_size = chunk_size(storage);
         let count = usize::try_from(chunk_size.count(len)).expect("proven to be in crcs");
         let compressed_layout = (storage.codec != 0).then(|| {
             let first = index_to_usize(storage.chunks.to_native());
@@ -122,6 +122,7 @@ impl Index {
             let chunks = views.chunks[first..first + count].iter().map(chunk).collect();
             CompressedLayout { width: storage.width, chunks }
         });
+        let base = views.base_storages.get(index_to_usize(number)).map(|base| base.to_native());
         StorageReference {
             offset: storage.offset.to_native(),
             len,
@@ -131,6 +132,7 @@ impl Index {
             align_log2: storage.align_log2,
             shard: storage.shard.to_native(),
             compressed_layout,
+            base: base.filter(|base| *base != NONE),
             digest: views.digests.get(index_to_usize(number)).copied(),
         }
     }
@@ -143,9 +145,17 @@ impl Index {
             return &[];
         }
         let first = index_to_usize(storage.subtrees.to_native());
-        let size = ChunkSize::from_log2(storage.chunk_log2).expect("proven to be one");
-        let count = size.count(storage.raw_len.to_native());
+        let count = chunk_size(storage).count(storage.raw_len.to_native());
         &views.subtrees[first..first + to_usize(count)]
+    }
+
+    /// Returns the content digest of the base; `None` if the file is no delta.
+    pub(crate) fn base(&self) -> Option<Digest> {
+        self.views().base.first().copied()
+    }
+
+    pub(crate) fn is_delta_storage(&self, number: u32) -> bool {
+        self.storages()[index_to_usize(number)].codec == DELTA_STORAGE
     }
 
     /// Returns the number of raw bytes of a storage.
@@ -194,4 +204,8 @@ impl Index {
         };
         views.shards.iter().map(shard).collect()
     }
+}
+
+fn chunk_size(storage: &record::Storage) -> ChunkSize {
+    ChunkSize::from_record(storage.chunk_log2, storage.codec).expect("proven to be one")
 }

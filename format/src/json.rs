@@ -61,6 +61,7 @@ fn build_view(archive: &Archive, elements: ElementFilter) -> Result<Json> {
     });
     let content = match elements {
         _ if archive.is_manifest_only() => None,
+        _ if archive.lacks_base() => archive.content_digest(),
         ElementFilter::SmallTensors => Some(archive.compute_content_digest()?),
         ElementFilter::None => archive.content_digest(),
     };
@@ -89,7 +90,10 @@ fn build_view(archive: &Archive, elements: ElementFilter) -> Result<Json> {
             let chunk =
                 |chunk: &ChunkLocation| json!([chunk.offset, chunk.len, chunk.codec.number()]);
             let chunks: Vec<Json> = layout.chunks.iter().map(chunk).collect();
-            view["compressed"] = json!({ "width": layout.width, "chunks": chunks });
+            view["compressed"] = match storage.base {
+                Some(base) => json!({ "base": base, "width": layout.width, "chunks": chunks }),
+                None => json!({ "width": layout.width, "chunks": chunks }),
+            };
         }
         if let Some(digest) = &storage.digest {
             view["digest"] = json!(hex(digest));
@@ -117,6 +121,9 @@ fn build_view(archive: &Archive, elements: ElementFilter) -> Result<Json> {
         };
         view["shards"] = shards.iter().map(shard).collect();
     }
+    if let Some(base) = archive.base_digest() {
+        view["base"] = json!(hex(&base));
+    }
     view["root"] = node_to_json(archive, &archive.structure(), elements)?;
     Ok(view)
 }
@@ -137,7 +144,7 @@ fn node_to_json(archive: &Archive, node: &Node, elements: ElementFilter) -> Resu
     Ok(match node {
         Node::Leaf(value) => leaf_to_json(value),
         Node::StoredLeaf(stored, storage) => {
-            if archive.is_manifest_only() {
+            if !archive.can_read(*storage) {
                 return Ok(match stored {
                     ContentKind::Str => json!({ "str": null }),
                     ContentKind::Bytes => json!({ "bytes": null }),
@@ -264,7 +271,7 @@ fn tensor_to_json(
     view.insert("storage".into(), json!(reference.storage));
     view.insert("byte_offset".into(), json!(reference.byte_offset));
     let includes_data = elements == ElementFilter::SmallTensors && meta.nbytes() <= MAX_DATA_BYTES;
-    if includes_data && !archive.is_manifest_only() {
+    if includes_data && reference.storage.is_none_or(|storage| archive.can_read(storage)) {
         let tensor = archive.read_tensor(reference)?;
         view.insert(
             "data".into(),

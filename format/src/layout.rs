@@ -83,12 +83,7 @@ impl Draft {
     ) -> Result<Layout> {
         let Self { mut allocator, tables, options } = self;
         allocator.place_pending(compressed, &options)?;
-        let index_len = allocator.storages.views(&tables).index_len()?;
-        let index_off = allocator.index_off()?;
-        let end = index_off.checked_add(index_len).and_then(|end| end.checked_add(64));
-        end.ok_or_else(|| Error::new(ErrorKind::TooLarge))?;
-        let StorageAllocator { sources, storages, .. } = allocator;
-        Ok(Layout { tables, storages, sources: Arc::new(sources), index_off, index_len })
+        Layout::new(allocator, tables)
     }
 }
 
@@ -118,6 +113,16 @@ pub struct Layout {
 }
 
 impl Layout {
+    /// Creates the layout of storages that have offsets; `tables` are all other tables.
+    pub(crate) fn new(allocator: StorageAllocator, tables: Tables) -> Result<Self> {
+        let index_len = allocator.storages.views(&tables).index_len()?;
+        let index_off = allocator.index_off()?;
+        let end = index_off.checked_add(index_len).and_then(|end| end.checked_add(64));
+        end.ok_or_else(|| Error::new(ErrorKind::TooLarge))?;
+        let StorageAllocator { sources, storages, .. } = allocator;
+        Ok(Self { tables, storages, sources: Arc::new(sources), index_off, index_len })
+    }
+
     /// Plans the archive of a state dict.
     ///
     /// The result depends only on the state dict, the options and, if they ask for compression, the version of zstd.

@@ -65,6 +65,8 @@ mod table;
 mod codec;
 mod codec_choice;
 mod compress;
+mod delta;
+mod delta_draft;
 mod digest;
 mod encode;
 mod layout;
@@ -107,6 +109,11 @@ pub use class_tag::{ClassTag, TaggedClass};
 pub use compress::{CompressJob, CompressedChunks};
 pub use content_digest::STORE_ATTR_PREFIX;
 pub use copy::{copy, copy_and_checksum, copy_chunks, copy_runs};
+pub use delta::{
+    ChangeCount, DeltaClasses, DeltaDecoder, DeltaEncoder, DeltaFolder, DeltaOptions, ElementWidth,
+    EncodedDelta,
+};
+pub use delta_draft::{DeltaChunks, DeltaDraft, DeltaJob};
 pub use digest::Digest;
 pub use dtype::{Dtype, DtypeClass, OtherDtype};
 pub use encode::{AttrValue, Attrs, ShardFile};

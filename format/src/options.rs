@@ -112,9 +112,7 @@ impl Compression {
     fn codec_of_dtype(self, dtype: Option<Dtype>) -> Option<RequestedCodec> {
         let itemsize = u8::try_from(dtype.map_or(1, Dtype::itemsize)).unwrap_or(1);
         let shuffle_width = if is_shuffle_width(itemsize) { itemsize } else { 1 };
-        let is_complex = dtype.is_some_and(|dtype| dtype.class() == DtypeClass::Complex);
-        let component = if is_complex { itemsize / 2 } else { itemsize };
-        let plane_width = if is_plane_width(component) { component } else { 1 };
+        let plane_width = plane_width(dtype);
         let fixed = |codec, width| Some(RequestedCodec::Fixed(StorageCodec { codec, width }));
         match self {
             Self::None => None,
@@ -125,6 +123,14 @@ impl Compression {
             Self::Auto => Some(RequestedCodec::Auto { shuffle_width, plane_width }),
         }
     }
+}
+
+/// Returns the width of the elements of a dtype for byte planes, in bytes. That of a complex dtype is one component.
+pub(crate) fn plane_width(dtype: Option<Dtype>) -> u8 {
+    let itemsize = u8::try_from(dtype.map_or(1, Dtype::itemsize)).unwrap_or(1);
+    let is_complex = dtype.is_some_and(|dtype| dtype.class() == DtypeClass::Complex);
+    let component = if is_complex { itemsize / 2 } else { itemsize };
+    if is_plane_width(component) { component } else { 1 }
 }
 
 impl RequestedCodec {
@@ -189,9 +195,10 @@ impl Options {
         options.chunks = ChunkPolicy::infer(&chunk_sizes);
         let mut choices = std::collections::BTreeMap::new();
         for (path, node) in archive.leaves() {
-            let mut layouts = node
-                .storages()
-                .filter_map(|number| storages[index_to_usize(number)].compressed_layout.as_ref());
+            // A delta does not record how its result is compressed.
+            let own = node.storages().map(|number| &storages[index_to_usize(number)]);
+            let own = own.filter(|storage| storage.base.is_none());
+            let mut layouts = own.filter_map(|storage| storage.compressed_layout.as_ref());
             // Shards of one leaf are in one codec, unless a shard does not compress.
             let choice = match layouts.next() {
                 None => continue,

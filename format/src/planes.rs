@@ -7,11 +7,11 @@
 #[cfg(feature = "zstd")]
 use zstd::bulk::Compressor;
 #[cfg(feature = "zstd")]
-use zstd::zstd_safe::{CParameter, ParamSwitch, compress_bound};
+use zstd::zstd_safe::compress_bound;
 
 use crate::codec::ZstdDecoder;
 #[cfg(feature = "zstd")]
-use crate::codec::saves_enough;
+use crate::codec::{literal_compressor, saves_enough};
 use crate::error::{Error, ErrorKind, Result};
 #[cfg(feature = "zstd")]
 use crate::plane_blocks::split_planes;
@@ -57,14 +57,7 @@ impl PlanesEncoder {
     ///
     /// `Io` if zstd cannot allocate memory.
     pub(crate) fn new() -> Result<Self> {
-        let mut zstd = Compressor::new(1)?;
-        // Without match search: a target length of a whole block skips all positions, and literals are Huffman-coded
-        // although zstd would leave them raw at such a length.
-        zstd.set_parameter(CParameter::HashLog(6))?;
-        zstd.set_parameter(CParameter::MinMatch(7))?;
-        zstd.set_parameter(CParameter::WindowLog(20))?;
-        zstd.set_parameter(CParameter::TargetLength(131_072))?;
-        zstd.set_parameter(CParameter::LiteralCompressionMode(ParamSwitch::Enable))?;
+        let zstd = literal_compressor()?;
         Ok(Self { zstd, chunk: Vec::new(), frame: Vec::new() })
     }
 

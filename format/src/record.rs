@@ -6,6 +6,9 @@
 use bytemuck::{Pod, Zeroable};
 use rend::{u16_le, u32_le, u64_le};
 
+/// Codec of delta storages (spec: section 6).
+pub(crate) const DELTA_STORAGE: u8 = 2;
+
 /// Marks an absent reference.
 pub(crate) const NONE: u32 = u32::MAX;
 

@@ -5,8 +5,9 @@ use std::ops::Range;
 use bytes::Bytes;
 
 use crate::chunk::ChunkSize;
-use crate::chunk_codec::{ChunkCodec, ChunkDecoder};
+use crate::chunk_codec::{ChunkCodec, ChunkDecoder, StorageCodec};
 use crate::convert::to_usize;
+use crate::delta::ChangeCount;
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::zeroed;
@@ -30,6 +31,8 @@ pub struct StorageReference {
     pub shard: u32,
     /// The compressed chunks; `None` if the stored bytes are the raw bytes.
     pub compressed_layout: Option<CompressedLayout>,
+    /// Of a delta storage, the number of its base storage: its place in the order of the content digest of the base.
+    pub base: Option<u32>,
     /// The BLAKE3 of the raw bytes, if the file has digests.
     pub digest: Option<Digest>,
 }
@@ -137,6 +140,15 @@ impl StorageReference {
         if start < end { start..end } else { range.end..range.end }
     }
 
+    /// Returns codec and element width of a chunk.
+    pub(crate) fn chunk_codec(&self, number: u64) -> StorageCodec {
+        let raw = StorageCodec { codec: ChunkCodec::Raw, width: 0 };
+        self.compressed_layout.as_ref().map_or(raw, |layout| {
+            let codec = layout.chunks[to_usize(number)].codec;
+            StorageCodec { codec, width: layout.width }
+        })
+    }
+
     /// Returns the byte range of a stored chunk in the file of the storage.
     ///
     /// # Panics
@@ -156,8 +168,8 @@ impl StorageReference {
 
 /// Decodes a range of raw bytes of a storage from the stored chunks that it touches.
 ///
-/// Decoding allocates exactly the length of the range and at most one chunk of 1 MiB, regardless of
-/// the sizes that a frame claims.
+/// Decoding allocates exactly the length of the range and at most one chunk, regardless of the sizes that a frame
+/// claims.
 pub struct RangeDecoder<'a> {
     decoder: StorageDecoder<'a>,
     range: Range<u64>,
@@ -182,16 +194,27 @@ impl<'a> RangeDecoder<'a> {
     ///
     /// # Errors
     ///
-    /// `FrameCorrupt` if the chunk does not decode; `FeatureMissing` in a build without zstd.
+    /// `FrameCorrupt` or `PlaneLengths` if the chunk does not decode; `BaseMissing` for a delta chunk; `FeatureMissing` in
+    /// a build without zstd.
     pub fn add_chunk(&mut self, number: u64, stored: &[u8]) -> Result<()> {
+        self.add_chunk_of(number, stored, None)
+    }
+
+    /// Decodes a chunk, given the same chunk of the base storage if it is a delta chunk.
+    pub(crate) fn add_chunk_of(
+        &mut self,
+        number: u64,
+        stored: &[u8],
+        base: Option<&[u8]>,
+    ) -> Result<()> {
         let chunk = self.decoder.storage.chunk(number);
         let part = chunk.start.max(self.range.start)..chunk.end.min(self.range.end);
         let local = to_usize(part.start - chunk.start)..to_usize(part.end - chunk.start);
         let target = &mut self.bytes[self.filled..][..local.len()];
         if part == chunk {
-            self.decoder.decode_into(number, stored, target)?;
+            self.decoder.decode_into(number, stored, base, target)?;
         } else {
-            target.copy_from_slice(&self.decoder.decode(number, stored)?[local]);
+            target.copy_from_slice(&self.decoder.decode(number, stored, base)?[local]);
         }
         self.filled += target.len();
         Ok(())
@@ -216,28 +239,48 @@ impl<'a> StorageDecoder<'a> {
     }
 
     /// Returns the raw bytes of a chunk, given its stored bytes.
-    pub(crate) fn decode<'b>(&'b mut self, number: u64, stored: &'b [u8]) -> Result<&'b [u8]> {
-        let (codec, width) = self.codec(number);
-        if codec == ChunkCodec::Raw {
+    ///
+    /// `base` is the same chunk of the base storage, which a delta chunk needs.
+    pub(crate) fn decode<'b>(
+        &'b mut self,
+        number: u64,
+        stored: &'b [u8],
+        base: Option<&[u8]>,
+    ) -> Result<&'b [u8]> {
+        let codec = self.storage.chunk_codec(number);
+        if codec.codec == ChunkCodec::Raw {
             return Ok(stored);
         }
         let chunk = self.storage.chunk(number);
         self.chunk.resize(to_usize(chunk.end - chunk.start), 0);
-        self.decoder.decode(codec, width, stored, &mut self.chunk)?;
+        self.decoder.decode(codec, stored, base, &mut self.chunk)?;
         Ok(&self.chunk)
     }
 
     /// Decodes a chunk into `target`, which must have the length of its raw bytes.
-    fn decode_into(&mut self, number: u64, stored: &[u8], target: &mut [u8]) -> Result<()> {
-        let (codec, width) = self.codec(number);
-        self.decoder.decode(codec, width, stored, target)
+    fn decode_into(
+        &mut self,
+        number: u64,
+        stored: &[u8],
+        base: Option<&[u8]>,
+        target: &mut [u8],
+    ) -> Result<()> {
+        self.decoder.decode(self.storage.chunk_codec(number), stored, base, target)
     }
 
-    /// Returns codec and element width of a chunk.
-    fn codec(&self, number: u64) -> (ChunkCodec, u8) {
-        let layout = self.storage.compressed_layout.as_ref();
-        layout.map_or((ChunkCodec::Raw, 0), |layout| {
-            (layout.chunks[to_usize(number)].codec, layout.width)
-        })
+    /// Checks a chunk without its base, and returns how many elements it changes. Chunks that need no base are decoded.
+    ///
+    /// # Errors
+    ///
+    /// As [`ChunkDecoder::decode`], but for `DeltaMismatch` and `BaseMissing`.
+    pub(crate) fn check(&mut self, number: u64, stored: &[u8]) -> Result<ChangeCount> {
+        let StorageCodec { codec, width } = self.storage.chunk_codec(number);
+        let range = self.storage.chunk(number);
+        let len = range.end - range.start;
+        if codec == ChunkCodec::Delta {
+            return self.decoder.count_changes(stored, width, to_usize(len));
+        }
+        self.decode(number, stored, None)?;
+        Ok(ChangeCount { listed: 0, dense: len / u64::from(width.max(1)) })
     }
 }

@@ -193,10 +193,18 @@ impl StorageAllocator {
         let number = record_number(self.storages.len() + self.pending.len())?;
         let padding = component.leading_zeros.expect("found above").into();
         let raw = RawBytes { padding, segments: component_segments(spans) };
-        let codec = codec.filter(|_| raw.len() >= COMPRESS_MIN_BYTES);
+        let codec = Self::codec(&raw, codec);
         self.uses_zstd_level |= codec.is_some_and(RequestedCodec::has_levels);
         self.pending.push(PendingStorage { raw, codec });
         Ok(number)
+    }
+
+    /// Returns the requested codec of a storage; `None` for one that is too small to compress.
+    pub(crate) fn codec(
+        raw: &RawBytes,
+        requested: Option<RequestedCodec>,
+    ) -> Option<RequestedCodec> {
+        requested.filter(|_| raw.len() >= COMPRESS_MIN_BYTES)
     }
 
     /// Returns the jobs that compress the pending storages.
@@ -230,12 +238,41 @@ impl StorageAllocator {
             while let Some(result) = results.next_if(|result| result.first_chunk.0 == number) {
                 storage_results.push(result);
             }
-            match codec {
-                Some(_) => self.append_compressed(raw, storage_results, options)?,
-                None => self.append_raw(raw, options)?,
-            }
+            self.place(raw, codec, storage_results, options)?;
         }
         Ok(())
+    }
+
+    /// Appends a storage to the blob, given the results of all of its compression jobs.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageAllocator::place_pending`].
+    pub(crate) fn place(
+        &mut self,
+        raw: RawBytes,
+        codec: Option<RequestedCodec>,
+        results: Vec<CompressedChunks>,
+        options: &Options,
+    ) -> Result<()> {
+        match codec {
+            Some(_) => self.append_compressed(raw, results, options),
+            None => self.append_raw(raw, options),
+        }
+    }
+
+    /// Appends a storage whose stored chunks are known.
+    ///
+    /// # Errors
+    ///
+    /// `TooLarge` if offsets or tables overflow.
+    pub(crate) fn append_encoded(
+        &mut self,
+        storage: StorageReference,
+        chunks: Vec<Bytes>,
+    ) -> Result<()> {
+        let parts = chunks.into_iter().map(RawBytes::from).collect();
+        self.append(storage, Body::Compressed(parts), &[])
     }
 
     fn append_raw(&mut self, raw: RawBytes, options: &Options) -> Result<()> {

@@ -7,7 +7,7 @@ use crate::chunk::ChunkSize;
 use crate::convert::index_to_usize;
 use crate::digest::{self, Digest};
 use crate::error::Result;
-use crate::record::{self, NONE};
+use crate::record::{self, DELTA_STORAGE, NONE};
 use crate::storage::{ChunkLocation, StorageReference};
 use crate::table::{TableViews, Tables, record_number};
 use crate::write_job::ChunkChecksum;
@@ -20,6 +20,9 @@ pub(crate) struct StorageTables {
     crcs: Vec<u32_le>,
     digests: Vec<Digest>,
     subtrees: Vec<Digest>,
+    /// The content digest of the base, in a delta.
+    base: Option<Digest>,
+    base_storages: Vec<u32_le>,
 }
 
 impl StorageTables {
@@ -31,6 +34,11 @@ impl StorageTables {
     /// Returns the number of stored chunks of all storages.
     pub(crate) fn crc_count(&self) -> usize {
         self.crcs.len()
+    }
+
+    /// Makes the file a delta. It must have no storages yet.
+    pub(crate) fn set_base(&mut self, content_digest: Digest) {
+        self.base = Some(content_digest);
     }
 
     pub(crate) fn reserve(&mut self, storages: usize) {
@@ -63,13 +71,19 @@ impl StorageTables {
             chunks: layout.map_or(NONE, |_| first_chunk).into(),
             crcs: crcs.into(),
             crc32: storage.crc32.into(),
-            codec: layout.is_some().into(),
+            codec: match storage.base {
+                Some(_) => DELTA_STORAGE,
+                None => layout.is_some().into(),
+            },
             align_log2: storage.align_log2,
             chunk_log2: storage.chunk_size.log2(),
             width: layout.map_or(0, |layout| layout.width),
             subtrees: first_subtree.into(),
         });
         self.digests.extend(storage.digest);
+        if self.base.is_some() {
+            self.base_storages.push(storage.base.unwrap_or(NONE).into());
+        }
         record_number(self.storages.len()).map(drop)
     }
 
@@ -77,7 +91,7 @@ impl StorageTables {
     #[inline]
     fn push_subtrees(&mut self, storage: &StorageReference, subtrees: &[Digest]) -> Result<u32> {
         let count = chunk_count(storage.len, storage.chunk_size);
-        if storage.digest.is_none() || count < 2 {
+        if storage.digest.is_none() || count < 2 || storage.base.is_some() {
             return Ok(NONE);
         }
         let first = record_number(self.subtrees.len())?;
@@ -136,8 +150,18 @@ impl StorageTables {
 
     /// Returns views of these tables and of all other tables of an index.
     pub(crate) fn views<'a>(&'a self, others: &'a Tables) -> TableViews<'a> {
-        let Self { storages, chunks, crcs, digests, subtrees } = self;
-        TableViews { storages, chunks, crcs, digests, subtrees, ..others.views() }
+        let Self { storages, chunks, crcs, digests, subtrees, base, base_storages } = self;
+        let base = base.as_slice();
+        TableViews {
+            storages,
+            chunks,
+            crcs,
+            digests,
+            subtrees,
+            base,
+            base_storages,
+            ..others.views()
+        }
     }
 }
 

@@ -17,7 +17,7 @@ use crate::record::{self, Fields};
 pub(crate) const MAX_INDEX_BYTES: u64 = 1 << 30;
 
 /// The length of the root in this version of the format, in bytes.
-pub(crate) const ROOT_LEN: usize = 120;
+pub(crate) const ROOT_LEN: usize = 136;
 
 const ROOT_ALIGN: usize = 4;
 
@@ -114,6 +114,8 @@ tables! {
     shards: record::Shard,
     dtypes: record::Dtype,
     subtrees: Digest,
+    base: Digest,
+    base_storages: u32_le,
 }
 
 /// Records and their fields, by the names that the spec uses.

@@ -32,13 +32,17 @@ impl Archive {
 
     /// Verifies the payload like [`Archive::verify`], and the decoded bytes and digests of all storages.
     ///
+    /// Of a delta without its base, the chunks of delta storages are checked, but not what they decode to.
+    ///
     /// All compressed chunks must decode to bytes with the recorded checksum, and all digests must
     /// match.
     ///
     /// # Errors
     ///
     /// - The errors of [`Archive::verify`].
-    /// - `FrameCorrupt` or `PlaneLengths` if a chunk does not decode, `DigestMismatch` if a digest does not match.
+    /// - `FrameCorrupt`, `PlaneLengths` or `DeltaChunk` if a chunk does not decode, `DigestMismatch` if a digest does not
+    ///   match.
+    /// - `DeltaMismatch` if a delta chunk does not fit the base.
     /// - `FeatureMissing` for compressed storages in a build without zstd.
     pub fn verify_deep(&self) -> Result<()> {
         self.verify()?;
@@ -92,9 +96,10 @@ impl Archive {
         let decodable = (0..).zip(&storages);
         let decodable =
             decodable.filter(|(_, each)| each.compressed_layout.is_some() || each.digest.is_some());
-        targets.extend(
-            decodable.map(|(number, each)| Target::Storage(number, each.clone(), Check::Decoded)),
-        );
+        targets.extend(decodable.map(|(number, each)| {
+            let check = if self.can_read(number) { Check::Decoded } else { Check::Delta };
+            Target::Storage(number, each.clone(), check)
+        }));
         targets.extend(self.shard_targets(&storages, Depth::Decoded));
         self.jobs(targets)
     }
@@ -114,7 +119,7 @@ impl Archive {
         are_compressed: bool,
     ) -> impl Iterator<Item = Target> {
         let texts = self.str_storages(are_compressed).into_iter();
-        texts.map(|number| {
+        texts.filter(|number| self.can_read(*number)).map(|number| {
             Target::Storage(number, storages[index_to_usize(number)].clone(), Check::Text)
         })
     }
@@ -168,6 +173,8 @@ enum Check {
     Text,
     /// The raw bytes: that the chunks decode, the checksum, the digest and the digests of the chunks.
     Decoded,
+    /// The chunks of a delta storage, as far as that needs no base.
+    Delta,
 }
 
 /// The depth of a verification: of the stored bytes, or of the bytes that they decode to.
@@ -184,7 +191,9 @@ impl VerifyJob<'_> {
             Target::Padding(range) => range.clone(),
             Target::Storage(_, storage, Check::Chunk(chunk)) => storage.stored_chunk(*chunk),
             Target::Storage(_, _, Check::Checksum | Check::Subtrees) => 0..0,
-            Target::Storage(_, storage, Check::Text | Check::Decoded) => storage.stored_range(),
+            Target::Storage(_, storage, Check::Text | Check::Decoded | Check::Delta) => {
+                storage.stored_range()
+            }
             // The job reads the index and little more.
             Target::Shard(_, file, ..) => 0..file.index_len(),
         };
@@ -245,6 +254,7 @@ fn verify_storage(
             let subtrees = archive.subtrees(number);
             check_digest(storage, &digest::merge(storage.len, storage.chunk_size, subtrees))
         }
+        Check::Delta => archive.count_changes(storage).map(drop),
         Check::Text if is_text(&archive.storage_bytes(number)?) => Ok(()),
         Check::Text => Err(Error::new(ErrorKind::ContentNotText)),
         Check::Decoded => {
@@ -296,7 +306,7 @@ fn verify_shard(blob: &Arc<dyn Blob>, named: &[Arc<StorageReference>], depth: De
                     }
                     // A str in the archive need not be a str in the manifest.
                     // Manifests have no digests of chunks.
-                    Check::Text | Check::Checksum | Check::Subtrees => false,
+                    Check::Text | Check::Checksum | Check::Subtrees | Check::Delta => false,
                 }),
             Target::Padding(_) | Target::Shard(..) => false,
         };

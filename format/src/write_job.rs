@@ -665,9 +665,23 @@ impl RawBytes {
     }
 }
 
+impl RawBytes {
+    /// Returns the bytes of these parts, in order.
+    pub(crate) fn from_parts(parts: impl Iterator<Item = Bytes>) -> Self {
+        let segments: Vec<Segment> = parts.map(Segment::from).collect();
+        Self { padding: 0, segments: segments.into() }
+    }
+}
+
+impl From<Segment> for RawBytes {
+    fn from(segment: Segment) -> Self {
+        Self { padding: 0, segments: Segments::One(segment) }
+    }
+}
+
 impl From<Bytes> for RawBytes {
     fn from(bytes: Bytes) -> Self {
-        Self { padding: 0, segments: Segments::One(bytes.into()) }
+        Segment::from(bytes).into()
     }
 }
 

@@ -76,6 +76,21 @@ fn invalid_choice(argument: &str, found: &str, choices: &str) -> Failure {
     PyValueError::new_err(format!("{argument} is {choices}, not {found:?}")).into()
 }
 
+/// Returns the compression that an argument `compression` asks for.
+pub(crate) fn compression(argument: Option<&str>) -> Result<Compression> {
+    match argument {
+        None | Some("none") => Ok(Compression::None),
+        Some("auto") => Ok(Compression::Auto),
+        Some("planes") => Ok(Compression::Planes),
+        Some("zstd") => Ok(Compression::ShuffledZstd),
+        Some("zstd-plain") => Ok(Compression::Zstd),
+        Some(other) => {
+            let choices = r#"None, "none", "auto", "planes", "zstd" or "zstd-plain""#;
+            Err(invalid_choice("compression", other, choices))
+        }
+    }
+}
+
 fn save_options(
     metadata: Option<&Bound<'_, PyDict>>,
     compression: Option<&str>,
@@ -83,17 +98,7 @@ fn save_options(
     digest: Option<&str>,
 ) -> Result<Options> {
     let mut options = Options::new().allow_opaque().zstd_level(level);
-    options = match compression {
-        None | Some("none") => options,
-        Some("auto") => options.compress(Compression::Auto),
-        Some("planes") => options.compress(Compression::Planes),
-        Some("zstd") => options.compress(Compression::ShuffledZstd),
-        Some("zstd-plain") => options.compress(Compression::Zstd),
-        Some(other) => {
-            let choices = r#"None, "none", "auto", "planes", "zstd" or "zstd-plain""#;
-            return Err(invalid_choice("compression", other, choices));
-        }
-    };
+    options = options.compress(self::compression(compression)?);
     options = match digest {
         None => options,
         Some("blake3") => options.digests(),

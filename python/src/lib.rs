@@ -11,6 +11,8 @@ use pyo3::prelude::*;
 /// Construction of Python objects from the nodes of an archive.
 mod builder;
 mod classes;
+/// Deltas between files.
+mod delta;
 /// GPU memory that holds the elements of Python tensors.
 mod device;
 /// DLPack: the protocol by which frameworks share tensor memory.
@@ -50,6 +52,8 @@ mod torch;
 
 #[pymodule]
 mod _tssd {
+    #[pymodule_export]
+    use crate::delta::{_delta_apply, _delta_fold, _delta_make};
     #[pymodule_export]
     use crate::encoded::TorchStoreStateDict;
     #[pymodule_export]

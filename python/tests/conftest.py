@@ -18,6 +18,7 @@ collect_ignore = (
     else [
         "test_convert.py",
         "test_dcp.py",
+        "test_delta.py",
         "test_distributed.py",
         "test_examples.py",
         "test_reference_readers.py",

@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,20 +119,23 @@ def test_plain_values_are_replaced_in_place(store: tssd.Store) -> None:
     text = "x" * 100_000
     stored = {
         "w": np.ones(3), "step": 7, "name": text, "none": None, "scale": np.float32(0.5),
-        "groups": [{"lr": 0.1, "betas": (0.9, 0.95)}], "more": 1, "pickled": {1, 2},
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.95)}], "more": 1, "pickled": Fraction(1, 3),
+        "set": {1, 2},
     }
     store.put_state_dict(stored, "policy", allow_pickle=True)
     weight, groups, inner = np.zeros(3), [{"lr": 1.0, "betas": (0.0, 0.0)}], {"own": "stays"}
     into = {
         "w": weight, "step": 0, "name": "", "none": 3, "scale": 0.0, "groups": groups, "pickled": None, "inner": inner,
+        "set": set(),
     }
     assert store.get_state_dict("policy", into) is into and into["w"] is weight and (weight == 1).all()
     assert (into["step"], into["name"], into["none"], into["scale"]) == (7, text, None, 0.5)
+    assert into["set"] == {1, 2}
     # Values in tuples, pickled values and names that are not stored stay unchanged. No name is added.
     assert into["groups"] is groups and groups == [{"lr": 0.1, "betas": (0.0, 0.0)}]
     assert into["pickled"] is None and into["inner"] == {"own": "stays"} and "more" not in into
     store.get_state_dict("policy", into, allow_pickle=True)
-    assert into["pickled"] == {1, 2}
+    assert into["pickled"] == Fraction(1, 3)
     # Nothing is replaced if one tensor does not match.
     into["step"], into["w"] = 0, np.zeros(4)
     with pytest.raises(ValueError, match="shape"):

@@ -108,7 +108,7 @@ def register_context(cls: _Class) -> _Class:
     Raises:
         TypeError: it is no such class.
     """
-    if not (isinstance(cls, type) and (issubclass(cls, Enum) or dataclasses.is_dataclass(cls))):
+    if not _is_context(cls):
         raise TypeError(f"{cls!r} is neither a subclass of Enum nor a dataclass")
     _contexts[full_name(cls)] = cls
     return cls
@@ -131,9 +131,12 @@ def register_torchao() -> None:
     for cls in wrappers:
         register_wrapper(cls)
         classes += filter(_is_of_torchao, vars(sys.modules[cls.__module__]).values())
-    for cls in classes:
-        if issubclass(cls, Enum) or dataclasses.is_dataclass(cls):
-            register_context(cls)
+    for cls in filter(_is_context, classes):
+        register_context(cls)
+
+
+def _is_context(cls: object) -> bool:
+    return isinstance(cls, type) and (issubclass(cls, Enum) or dataclasses.is_dataclass(cls))
 
 
 def _is_of_torchao(cls: object) -> bool:
@@ -232,19 +235,19 @@ for _name in _PATHS:
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, tuple, str, bytes, int, float, complex)
 
 
-def to_base(value: object) -> Any:
+def to_base(value: Any) -> Any:
     """Returns an object of a subclass of a builtin class as an object of that class. None for other objects."""
     for base in _BASES:
         if isinstance(value, base):
             # The methods of the builtin class: those of the subclass may do something else.
-            if isinstance(value, dict):
-                result = base(base.items(value))
+            if issubclass(base, dict):
+                result: Any = base(base.items(value))
                 if base is OrderedDict and hasattr(value, "_metadata"):
                     result._metadata = value._metadata
                 return result
             if base in (int, float, complex):
                 # Negation returns an object of the builtin class. Twice, it keeps -0.0.
-                return base.__neg__(base.__neg__(value))
+                return base.__neg__(base.__neg__(value))  # pyright: ignore[reportArgumentType]
             return base.__getitem__(value, slice(None))
     return None
 

@@ -108,6 +108,8 @@ _FORMAT_KINDS: dict[str, tuple[type[TssdError], str | None]] = {
     "Misaligned": (TssdValueError, "clone one of the tensors that overlap"),
     "LimitExceeded": (TssdMemoryError, None),
     "BlobElsewhere": (TssdValueError, "it is a shard set: `tssd convert SET -o FILE` joins its archives"),
+    "BaseMissing": (TssdValueError, "it is a delta: `tssd.delta.load(base, delta)` loads what it leads to"),
+    "NotFoldable": (TssdValueError, "make the deltas with classes=1, or apply them one after the other"),
 }
 
 # Error kinds of the store protocol, each with its class and default advice.

@@ -37,6 +37,9 @@ __all__ = [
     "_Cancel",
     "_Items",
     "_check_cancelled",
+    "_delta_apply",
+    "_delta_fold",
+    "_delta_make",
     "__version__",
     "_kinds",
     "inspect",
@@ -87,6 +90,13 @@ def load(
     verify: _Verify = "eager",
     allow_pickle: bool = False,
 ) -> dict[Any, Any]: ...
+def _delta_apply(
+    base: _Path, delta: _Path, filename: _Path | None, compression: str | None, fsync: bool
+) -> bytes | None: ...
+def _delta_fold(deltas: list[_Path], filename: _Path, fsync: bool) -> int: ...
+def _delta_make(
+    base: _Path, result: _Path, filename: _Path, classes: str, fsync: bool
+) -> tuple[int, int, int]: ...
 def verify(filename: _Path) -> None: ...
 def inspect(filename: _Path) -> dict[str, Any]: ...
 def _kinds() -> list[tuple[str, str, str]]: ...

@@ -15,10 +15,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import writer  # noqa: E402
 from reader import Blake3, blake3, content_digest, open_archive  # noqa: E402
 
 NONE = 0xFFFF_FFFF
 CHUNK = 1 << 20
+DELTA_CHUNK = 1 << 23
 U64 = (1 << 64) - 1
 NONE_LEAF, BOOL, INT, BIGINT, FLOAT, COMPLEX, STR, BYTES, DTYPE, SIZE = range(10)
 DEVICE, TENSOR, OPAQUE = range(10, 13)
@@ -60,6 +62,8 @@ TABLES = {
     "shards": ("<QQQII32s", 8, "name file_len index_off index_crc32 writer digest"),
     "dtypes": ("<QHHHBB", 8, "name number size bits values class"),
     "subtrees": ("<32s", 1, None),
+    "base": ("<32s", 1, None),
+    "base_storages": ("<I", 4, None),
 }
 ROOT_LEN = 8 * len(TABLES)
 MIN_TAIL = ROOT_LEN + 64  # the smallest index, and the trailer
@@ -153,6 +157,7 @@ class Archive:
         self.named = {}  # the children of the root, by key
         self.blob = bytearray()
         self.raw_contents = []  # the raw bytes of each storage
+        self.bases = []  # the base storage of each storage, or NONE
         self.head = {}
         self.trailer = {}
         self.root = {}
@@ -236,7 +241,15 @@ class Archive:
             stored.append(piece)
         return self.place(content, b"".join(stored), stored, record)
 
-    def place(self, content, stored, pieces, fields):
+    def delta(self, content, chunks, width=2, base=0, **fields):
+        """Adds a delta storage. `chunks` has codec and stored bytes of each one, `base` is its base storage."""
+        record = {"chunks": len(self.tables["chunks"]), "codec": 2, "width": width, "chunk_log2": 23, **fields}
+        stored = [piece for _, piece in chunks]
+        for number, (codec, piece) in enumerate(chunks):
+            self.add("chunks", offset=sum(map(len, stored[:number])), stored_len=len(piece), codec=codec)
+        return self.place(content, b"".join(stored), stored, record, base)
+
+    def place(self, content, stored, pieces, fields, base=NONE):
         record = {"stored_len": len(stored), "raw_len": len(content), "align_log2": 8}
         record.update(chunk_log2=20, crc32=zlib.crc32(content), crcs=len(self.tables["crcs"]), subtrees=NONE)
         record.update(fields)
@@ -246,12 +259,14 @@ class Archive:
             record["offset"] = start
         self.tables["crcs"] += map(zlib.crc32, pieces)
         self.raw_contents.append(content)
+        self.bases.append(base)
         return self.add("storages", **record)
 
     def digested(self, subtrees=True):
-        """Adds the digest of each storage, and the subtrees. A manifest has no subtrees."""
+        """Adds the digest of each storage, and the subtrees. Manifests and delta storages have no subtrees."""
         for record, content in zip(self.tables["storages"], self.raw_contents):
-            entries = chunk_subtrees(content, record["chunk_log2"]) if subtrees else []
+            has_subtrees = subtrees and record.get("codec") != 2
+            entries = chunk_subtrees(content, record["chunk_log2"]) if has_subtrees else []
             if len(entries) > 1:
                 record["subtrees"] = len(self.tables["subtrees"])
                 self.tables["subtrees"] += entries
@@ -322,8 +337,12 @@ class Archive:
         start, count = self.places()[table]
         return self.override("root", **{table: (start + shift, count + more)})
 
+    def based(self, digest=bytes(32)):
+        """Makes the archive a delta, whose base has this content digest."""
+        return self.set("base", [digest]).set("base_storages", self.bases)
+
     def only(self, stage):
-        """Sets the stage that rejects the archive: `verify`, or `deep` verification."""
+        """Sets the stage that rejects the archive: `verify`, or `deep` verification, or `base`."""
         return self.lay(at_stage=stage)
 
     def patch(self, at, content):
@@ -760,3 +779,136 @@ def shard_set(digests=False, compress=False, more=b"", **packing):
         if isinstance(digests, bytes):
             archive.set("digests", [digests] * len(archive.raw_contents))
     return ShardSet(manifest, {"a.tssd": halves[0], "b.tssd": halves[1]})
+
+
+# ---- Deltas --------------------------------------------------------------------------------------
+
+
+def patterns(*numbers, width=2):
+    return writer.pack_numbers(writer.PATTERN_CODES[width], numbers)
+
+
+def add_to(content, differences, width=2):
+    """Returns a content with these differences added to elements, by their number."""
+    numbers = list(writer.patterns(content, width))
+    for place, difference in differences.items():
+        numbers[place] = (numbers[place] + difference) % (1 << 8 * width)
+    return patterns(*numbers, width=width)
+
+
+# bfloat16 weights. Of the even elements the magnitude is below `THRESHOLD`, of the odd ones it is not.
+COUNT = 203
+THRESHOLD = 0x4000
+OLD = patterns(*((i % 3 == 0) << 15 | (0x4000 if i % 2 else 0x3C00) + i * 7 % 256 for i in range(COUNT)))
+# In a delta, the last two go on in the wide column, and the last one in the exception column.
+NEW = add_to(OLD, {**{i: (-1) ** i for i in range(0, 195, 5)}, 7: 20, 11: -500})
+
+# Two blocks of elements of one byte. The second one has 64 elements.
+OLD_BLOCKS = bytes(writer.BLOCK + 64)
+NEW_BLOCKS = add_to(OLD_BLOCKS, {1: 1, 300: 2, writer.BLOCK + 1: 1, writer.BLOCK + 2: -1}, width=1)
+
+
+def compare(thresholds=(), bitmaps=0, old=OLD, new=NEW, width=2, **fields):
+    """The delta chunk of two contents. `fields` are as in `edit_chunk`."""
+    return edit_chunk(writer.compare_chunks(old, new, width, thresholds, bitmaps), **fields)
+
+
+def compare_blocks(**fields):
+    """A delta chunk of two blocks."""
+    return compare(old=OLD_BLOCKS, new=NEW_BLOCKS, width=1, **fields)
+
+
+def edit_chunk(chunk, columns=None, **fields):
+    """Replaces parts of a delta chunk. `columns` has columns, or functions of the old ones, by their number."""
+    for number, column in (columns or {}).items():
+        chunk.columns[number] = column(chunk.columns[number]) if callable(column) else column
+    for name, value in fields.items():
+        setattr(chunk, name, value)
+    return chunk
+
+
+def listing(*classes, thresholds=(), bitmaps=0):
+    """A delta chunk of one block of width 2 that lists these differences, by class and rank.
+
+    Each class has a number of elements, which determines the length of a bitmap.
+    """
+    parts = [
+        writer.encode_positions(size, list(differences), bitmaps >> number & 1)
+        for number, (size, differences) in enumerate(classes)
+    ]
+    values, wide, exceptions = writer.encode_differences([list(each.values()) for _, each in classes], 2)
+    columns = [column for each in zip(parts, values) for column in each] + [wide, exceptions]
+    return writer.DeltaChunk(2, list(thresholds), bitmaps, [zlib.crc32(NEW)], [list(map(len, parts))], columns)
+
+
+def delta(stored=None, old=OLD, new=NEW, width=2, codec=3):
+    """A tensor in a delta storage of one chunk, which is `stored` if that is given."""
+    stored = compare() if stored is None else stored
+    chunk = stored if isinstance(stored, bytes) else stored.encode()
+    archive = runs(1).delta(new, [(codec, chunk)], width).tensor((len(new),))
+    return archive.digested().based(base_digest(old))
+
+
+def blocks_delta(stored):
+    """As `delta`, of two blocks."""
+    return delta(stored, OLD_BLOCKS, NEW_BLOCKS, 1)
+
+
+def two_chunks(codec=3, second=None, content=NEW):
+    """A delta of two chunks: one without bytes, for 8 MiB, and the given one.
+
+    The digests are zeros, because only the stage `base` compares them with the content.
+    """
+    second = compare().encode() if second is None else second
+    archive = runs(1).delta(bytes(DELTA_CHUNK) + content, [(3, b""), (codec, second)]).tensor((4,))
+    return archive.set("digests", [bytes(32)]).based()
+
+
+def base_of(*contents):
+    """An archive of tensors, each in its own storage. Longer ones are compressed."""
+    archive = runs(*[1] * len(contents))
+    for number, content in enumerate(contents):
+        (archive.storage if len(content) < 4096 else archive.compressed)(content)
+        archive.tensor((len(content),), storage=number)
+    return archive
+
+
+@lru_cache(maxsize=16)
+def base_digest(old):
+    return content_digest(open_archive(base_of(old).build()))
+
+
+class DeltaPair:
+    """The directory of a delta and its base."""
+
+    def __init__(self, archive, base):
+        self.base = base.build()
+        self.delta = archive.based(content_digest(open_archive(self.base)))
+        self.at_stage = None
+
+    def only(self, stage):
+        self.at_stage = stage
+        return self
+
+    def build(self):
+        return {"base.tssd": self.base, "delta.tssd": self.delta.build()}
+
+
+def delta_pair(stored=None, **contents):
+    """The delta of `delta`, and its base."""
+    return DeltaPair(delta(stored, **contents), base_of(contents.get("old", OLD)))
+
+
+def blocks_pair(stored):
+    """The delta of `blocks_delta`, and its base."""
+    return DeltaPair(blocks_delta(stored), base_of(OLD_BLOCKS))
+
+
+def two_deltas(*base_storages):
+    """A delta of two storages, and its base."""
+    old, new = (OLD, add_to(OLD, {0: 7})), (NEW, add_to(OLD, {0: 7, 1: 1}))
+    archive = runs(1, 1)
+    for number, pair in enumerate(zip(old, new)):
+        chunk = compare(old=pair[0], new=pair[1]).encode()
+        archive.delta(pair[1], [(3, chunk)], base=base_storages[number]).tensor((4,), storage=number)
+    return DeltaPair(archive.digested(), base_of(*old))

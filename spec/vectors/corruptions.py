@@ -4,7 +4,7 @@ Each violates one rule by one field of one table: its value is just outside the 
 table. `table` and `field` name the field:
 
 - `table` is the name of a table of the index, `head`, `trailer` or `root`. For bytes of the payload it is
-  `blob`, `frame` or `planes`.
+  `blob`, `frame`, `planes` or `delta`.
 - `field` is the name of the field. The words of nodes, and keys, have a meaning that depends on the kind. So
   their fields are `KIND-FIELD`, such as `size-count`, and `key-KIND`. An entry of `dims`, `heap` or `by_key`
   has the name of the thing that contains it. `records` is the number of records of a table.
@@ -22,6 +22,7 @@ from builder import (
     Box,
     CHUNK,
     COMPLEX128,
+    COUNT,
     Coded,
     DEVICE,
     DICT,
@@ -56,6 +57,7 @@ from builder import (
     STRIDED_SHARD,
     TABLES,
     TENSOR,
+    THRESHOLD,
     TUPLE,
     U64,
     UINT8,
@@ -63,7 +65,9 @@ from builder import (
     attrs,
     bigint,
     block,
+    compare,
     compressed,
+    delta,
     divergent,
     encode_planes,
     fine,
@@ -72,6 +76,7 @@ from builder import (
     keyed,
     leaf,
     leaves,
+    listing,
     manifest,
     meshed,
     one_slice,
@@ -174,6 +179,9 @@ def record_count_cases():
         ("F-050", "dtypes", other_dtype().set("dtypes", ()).set("heap", b"0")),
         ("F-057", "dtypes", one_tensor((4,)).dtype()),
         ("F-081", "subtrees", without_last(fine().digested(), "subtrees")),
+        ("F-066", "base", without_last(delta(), "base")),
+        ("F-066", "base_storages", without_last(delta(), "base_storages")),
+        ("F-066", "digests", delta().set("digests", ())),
     ):
         yield rule, table, "records", f"{len(archive.tables[table])} records of {table}", archive
 
@@ -571,9 +579,15 @@ def storage_cases():
         ("F-065", "width", "width 16 and a chunk of codec 2", first(planar, width=16)),
         ("F-091", "width", "width 2 in place of 4", first(compressed, width=2).only("deep")),
         ("F-097", "width", "width 8 in place of 4, for planes", first(planar, width=8)),
+        ("F-098", "width", "width 1 in place of 2, for a delta chunk", first(delta, width=1)),
+        ("F-098", "raw_len", "seven elements more than the bitmap", first(delta_of_bitmap, raw_len=2 * COUNT + 14)),
         ("F-081", "subtrees", "an entry, and no digests", first(subtrees=0)),
     ):
         yield rule, "storages", field, about, archive
+
+
+def delta_of_bitmap():
+    return delta(compare(bitmaps=1))
 
 
 def chunk_cases():
@@ -591,7 +605,9 @@ def chunk_cases():
         ("F-065", "stored_len", "a frame of 2^32 - 1 bytes", chunk(0, stored_len=NONE)),
         ("F-090", "stored_len", "a frame with a byte of the next one", stale),
         ("F-093", "stored_len", "a frame with a byte of the next one, and its CRC", moved),
-        ("F-065", "codec", "codec 3", chunk(2, codec=3)),
+        ("F-065", "codec", "codec 4", chunk(2, codec=4)),
+        ("F-098", "codec", "codec 3 for planes", delta(encode_planes(bytes(2 * COUNT), 2))),
+        ("F-098", "stored_len", "a delta chunk without its last byte", delta(compare().encode()[:-1])),
         ("F-093", "codec", "codec 1 for planes", planar().edit("chunks", 0, codec=1)),
         ("F-097", "codec", "codec 2 for a frame", compressed().edit("chunks", 0, codec=2)),
     ):
@@ -608,6 +624,8 @@ def chunk_cases():
     digests = tensors().digested()
     digests.set("digests", [bytes(32), digests.tables["digests"][1]])
     yield "F-094", "digests", "digest", "the digest of a storage", digests
+    without_base_storage = delta().set("base_storages", (NONE,))
+    yield "F-066", "base_storages", "storage", "NONE for a delta storage", without_base_storage
     subtrees = fine().digested()
     subtrees.set("subtrees", subtrees.tables["subtrees"][:2] + [bytes(32)])
     yield "F-094", "subtrees", "subtree", "the subtree of a chunk", subtrees.only("verify")
@@ -909,6 +927,32 @@ def payload_cases():
         ("F-093", "coded", "a plane with another magic", planar_with(3, Coded(b"\0" + frame(bytes(100))[1:]))),
     ):
         yield rule, "planes", field, about, archive
+    yield from delta_cases()
+
+
+def delta_cases():
+    """Fields of a delta chunk. Contradictions to the base are in make_invalid.py."""
+
+    def class_of(*differences):
+        return COUNT, dict.fromkeys(differences, 1)
+
+    good = compare().encode()
+    both = class_of(0), class_of(COUNT)
+    beyond = compare(bitmaps=1, columns={0: lambda bitmap: bitmap[:-1] + b"\x08"})
+    for field, about, stored in (
+        ("classes", "no classes", b"\0" + good[1:]),
+        ("bitmaps", "bitmaps of eight classes", compare(bitmaps=255)),
+        ("thresholds", "a threshold of 2^16 - 1", compare([0xFFFF])),
+        ("counts", "a count of 2^16 - 2", compare(counts=[[0xFFFE]])),
+        ("lengths", "the length of a column that is one less", good[:20] + b"\1" + good[21:]),
+        ("gaps", "a gap of 254 in 203 elements", compare(columns={0: lambda gaps: b"\xfe" + gaps[1:]})),
+        ("bitmap", "a bit beyond the last element", beyond),
+        ("ranks", "a rank of class 1 that is the number of elements", listing(*both, thresholds=[THRESHOLD])),
+        ("values", "a code 15 more", compare(columns={1: lambda codes: b"\xff" + codes[1:]})),
+        ("wide", "a byte 255 more", compare(columns={2: b"\xff\xff"})),
+        ("exceptions", "an exception of three bytes", compare(columns={3: lambda exceptions: exceptions + b"\0"})),
+    ):
+        yield "F-098", "delta", field, about, delta(stored)
 
 
 SECTIONS = (

@@ -8,8 +8,10 @@
 Each vector is a valid archive that was changed to violate one rule of format.md, and no other rule that does
 not presuppose it: precedence.py checks this, except with --generated. All checksums are then updated, unless
 the checksum is tested. The name begins with the number of the rule. A name that ends with
-a slash is that of a directory with a manifest and its shards. corruptions.py creates the archives in
-generated/, for each field of each table. builder.py builds the archives.
+a slash is that of a directory: a manifest and its shards, or a delta and its base. Of each rule, the first
+8 archives lie in invalid/, to be read, and the others in generated/. So do the archives that corruptions.py
+creates for each field of each table. builder.py builds the archives, and ../writer.py the stored chunks of
+deltas.
 """
 
 import hashlib
@@ -20,6 +22,7 @@ import struct
 import sys
 import zipfile
 import zlib
+from collections import Counter
 from io import BytesIO
 from pathlib import Path
 
@@ -32,11 +35,13 @@ from builder import (
     Box,
     CHUNK,
     COMPLEX128,
+    COUNT,
     Coded,
     DEVICE,
     DICT,
     DIVERGENT,
     DTYPE,
+    DeltaPair,
     FLOAT,
     FLOAT32,
     FLOATS,
@@ -56,7 +61,10 @@ from builder import (
     MIN_FILE,
     MIN_TAIL,
     NAMEDTUPLE,
+    NEW,
+    NEW_BLOCKS,
     NONE,
+    OLD,
     OPAQUE,
     OTHER,
     REPLICATE,
@@ -67,6 +75,7 @@ from builder import (
     STRIDED_SHARD,
     ShardSet,
     TENSOR,
+    THRESHOLD,
     TUPLE,
     U64,
     UINT8,
@@ -76,8 +85,15 @@ from builder import (
     bigint,
     block,
     blocks,
+    blocks_delta,
+    blocks_pair,
+    compare,
+    compare_blocks,
     compressed,
+    delta,
+    delta_pair,
     divergent,
+    edit_chunk,
     encode_planes,
     fine,
     frame,
@@ -88,6 +104,7 @@ from builder import (
     keyed,
     leaf,
     leaves,
+    listing,
     manifest,
     meshed,
     nested,
@@ -108,13 +125,19 @@ from builder import (
     stored,
     tensors,
     three_chunks,
+    two_chunks,
     two_compressed,
+    two_deltas,
     two_meshes,
 )
 from class_tags import class_cases
 from corruptions import corruptions
 from precedence import check_precedence
 from reader import KINDS, blake3, merge_subtrees
+from writer import BLOCK, Frame
+
+# Archives of each rule in invalid/. The others are not under version control.
+MAX_COMMITTED = 8
 
 HERE = Path(__file__).parent
 
@@ -232,11 +255,11 @@ def root_and_table_cases():
     yield "021-slices-aligned-to-8", "four zeros before the slices", spaced
     elsewhere = leaves().override("root", tensors=(0, 0))
     yield "021-empty-elsewhere", "no tensors, but elsewhere", elsewhere
-    # The subtrees are the last table, so no later table is misplaced.
+    # The base storages are the last table, so no later table is misplaced.
     for name, records in (("into-root", 1), ("beyond-file", NONE)):
         about = f"the last table claims {records} records that it does not have"
-        yield f"021-{name}", about, leaves().override("root", subtrees=(end, records))
-    longer = leaves().lay(after_root=bytes(64)).override("root", subtrees=(end, 1))
+        yield f"021-{name}", about, leaves().override("root", base_storages=(end, records))
+    longer = leaves().lay(after_root=bytes(64)).override("root", base_storages=(end, 1))
     yield "021-longer-root-in-table", f"a root of {ROOT_LEN + 64} bytes begins in the last table", longer
     gap = leaves().lay(gap=b"\x01", after_root=bytes(8))
     yield "021-longer-root-gap", f"a root of {ROOT_LEN + 8} bytes and gaps that are not zero", gap
@@ -672,7 +695,7 @@ def storage_cases():
     yield "061-align-22", "align_log2 is 22, in a shard", far
 
     for name, about, fields in (
-        ("codec-2", "codec 2", {"codec": 2}),
+        ("codec-3", "codec 3", {"codec": 3}),
         ("vendor", "codec 128, without a vendor bit", {"codec": 128}),
         ("chunk-log2", "chunks of 2 MiB", {"chunk_log2": 21}),
         ("chunk-log2-small", "chunks of 2 KiB", {"chunk_log2": 11}),
@@ -688,6 +711,16 @@ def storage_cases():
         ("zstd-chunk-log2", "compressed chunks of 64 KiB", {"chunk_log2": 16}),
     ):
         yield f"063-{name}", about, compressed().edit("storages", 0, **fields)
+    for name, about, fields in (
+        ("width-0", "width 0", {"width": 0}),
+        ("width-3", "width 3", {"width": 3}),
+        ("width-8", "width 8", {"width": 8, "raw_len": 408}),
+        ("chunk-log2-20", "chunks of 1 MiB", {"chunk_log2": 20}),
+        ("chunk-log2-22", "chunks of 4 MiB", {"chunk_log2": 22}),
+        ("chunk-log2-24", "chunks of 16 MiB", {"chunk_log2": 24}),
+        ("raw-len", "half an element more", {"raw_len": 407}),
+    ):
+        yield f"063-delta-{name}", f"a delta storage with {about}", delta().edit("storages", 0, **fields)
 
     def first(**fields):
         return one_tensor((2,)).edit("storages", 0, **fields)
@@ -742,10 +775,12 @@ def storage_cases():
         ("tebibyte", "a storage of 1 TiB with one CRC", large),
         ("fine", "chunks of 4 KiB, and one CRC for more", fine().set("crcs", (1,))),
         ("fine-by-mib", "three CRCs, and chunks of 1 MiB", fine(chunk_log2=20)),
+        ("delta-by-mib", "a CRC for each MiB of a delta storage", two_chunks().set("crcs", range(9))),
     ):
         yield f"064-{name}", about, archive
 
     yield from chunk_cases()
+    yield from delta_storage_cases()
     yield "062-unused", "a storage that nothing names", one_tensor((2,)).storage(b"hidden")
     unused = manifest().edit("tensors", 1, storage=0)
     yield "062-unused-in-shard", "a storage in a shard that nothing names", unused
@@ -795,7 +830,8 @@ def chunk_cases():
         ("overflow", "a chunk at 2^64 - 1", chunk(1, offset=U64)),
         ("end-early", "the last chunk ends before the storage", record(stored_len=183)),
         ("end-late", "the last chunk ends after the storage", record(stored_len=181)),
-        ("codec-3", "a chunk of codec 3", chunk(0, codec=3)),
+        ("codec-3", "a chunk of codec 3 in a storage of codec 1", chunk(0, codec=3)),
+        ("codec-4", "a chunk of codec 4", chunk(0, codec=4)),
         ("vendor", "a chunk of codec 2^31, without a vendor bit", chunk(0, codec=1 << 31)),
         ("raw-short", "a raw chunk of 99 bytes for 100", chunk(2, stored_len=99)),
         ("raw-long", "a raw chunk of 101 bytes for 100", chunk(2, stored_len=101)),
@@ -816,6 +852,58 @@ def chunk_cases():
         ("no-chunks", "codec 1, and no chunks", no_chunks),
     ):
         yield f"065-{name}", about, archive
+
+
+def delta_storage_cases():
+    """Records of delta storages, and of the tables `base` and `base_storages`."""
+    size = len(NEW)
+    one_record = two_chunks()
+    one_record.set("chunks", one_record.tables["chunks"][:1])
+    for name, about, archive in (
+        ("codec-1", "a chunk of codec 1", two_chunks(1, frame(bytes(size)), bytes(size))),
+        ("codec-4", "a chunk of codec 4", delta(codec=4)),
+        ("only-raw", "only a raw chunk", delta(NEW, codec=0)),
+        ("raw-short", "a raw chunk without its last byte", two_chunks(0, NEW[:-1])),
+        ("raw-empty", "a raw chunk without bytes", two_chunks(0, b"")),
+        ("planes-empty", "a chunk of codec 2 without bytes", two_chunks(2, b"")),
+        ("too-few", "one record of two chunks", one_record),
+        ("none", "no first chunk", delta().edit("storages", 0, chunks=NONE)),
+    ):
+        yield f"065-delta-{name}", f"a delta storage with {about}", archive
+
+    def ordinary():
+        return tensors().digested().based()
+
+    def mixed():
+        archive = runs(1, 1).storage(OLD).tensor((4,)).delta(NEW, [(3, compare().encode())])
+        return archive.tensor((4,), storage=1).digested().based()
+
+    digests = [bytes(32)] * 2
+    empty = Archive().tree(Box(DICT, [])).based().set("base_storages", (NONE,))
+    codec_alone = delta().set("base", ()).set("base_storages", ())
+    of_codec_1 = compressed().digested().based().set("base_storages", (0,))
+    for name, about, archive in (
+        ("two-bases", "two entries of base", delta().set("base", digests)),
+        ("no-base", "a delta storage and its base storage, and no base", delta().set("base", ())),
+        ("codec-alone", "a delta storage, and nothing else of a delta", codec_alone),
+        ("numbers-alone", "two base storages, and no base", tensors().set("base_storages", (0, 1))),
+        ("nones-alone", "NONE for both storages, and no base", tensors().set("base_storages", (NONE, NONE))),
+        ("no-entry", "no entry for a delta storage", delta().set("base_storages", ())),
+        ("no-entries", "a base, and no entries for two ordinary storages", ordinary().set("base_storages", ())),
+        ("entry-missing", "an entry for the delta storage alone", mixed().set("base_storages", (0,))),
+        ("entry-too-many", "two entries for one storage", delta().set("base_storages", (0, 0))),
+        ("entry-of-no-storage", "an entry, and no storage", empty),
+        ("none", "NONE for a delta storage", delta().set("base_storages", (NONE,))),
+        ("number", "a number for an ordinary storage", mixed().set("base_storages", (0, 0))),
+        ("number-alone", "a number for an ordinary storage alone", ordinary().set("base_storages", (NONE, 0))),
+        ("number-of-codec-1", "a number for a storage of codec 1", of_codec_1),
+        ("swapped", "two storages with each other's entries", mixed().set("base_storages", (0, NONE))),
+        ("manifest", "a manifest with a base", manifest().set("digests", digests).based()),
+        ("manifest-nones", "a manifest with NONE for each storage", manifest().set("base_storages", (NONE, NONE))),
+        ("no-digests", "a delta storage, and no digests", delta().set("digests", ())),
+        ("no-digests-ordinary", "a base, and neither digests nor delta storages", tensors().based()),
+    ):
+        yield f"066-{name}", about, archive
 
 
 def slice_cases():
@@ -991,6 +1079,7 @@ def subtree_cases():
         ("shared", "two storages with the same subtrees", shared),
         ("in-manifest", "a manifest with subtrees", large),
         ("of-one-chunk", "a subtree of a storage of one chunk", digested(one_tensor((2,)), 1, subtrees=0)),
+        ("of-delta", "two subtrees of a delta storage of two chunks", digested(two_chunks(), 2, subtrees=0)),
     ):
         yield f"081-subtrees-{name}", about, archive
 
@@ -999,6 +1088,10 @@ def payload_cases():
     yield from frame_cases()
     yield from planes_cases()
     yield from digest_cases()
+    yield from delta_cases()
+    yield from delta_position_cases()
+    yield from delta_column_cases()
+    yield from base_cases()
     yield "090-first-byte", "the first byte of a storage", tensors().patch(4096, b"\xff")
     # The storage has one chunk, which has the same CRC. Both are changed, so that they agree.
     wrong = tensors().edit("storages", 0, crc32=1)
@@ -1011,6 +1104,7 @@ def payload_cases():
     damaged_raw_chunk = three_chunks().patch(4096 + 82, b"\xff")
     yield "090-raw-chunk", "a byte of a raw chunk of a compressed storage", damaged_raw_chunk
     yield "090-planes", "a byte of a raw plane", planar().patch(4096 + 16, b"\xff")
+    yield "090-delta", "a byte of a delta chunk", delta().patch(4096 + 30, b"\xff")
     swapped = three_chunks()
     swapped.set("crcs", swapped.tables["crcs"][::-1])
     yield "090-swapped", "a compressed storage whose chunks have each other's CRCs", swapped
@@ -1170,8 +1264,241 @@ def planes_cases():
         ("second-of-four", "the second of four coded ones", join_planes([zeros, short, zeros, zeros])),
     ):
         yield f"093-plane-{name}", f"{about}, is a byte short", planar(archive, bytes(400))
+    size = len(NEW)
+    zeros = two_chunks(2, encode_planes(bytes(size), 2) + b"\0", bytes(size))
+    yield "097-in-delta", "a delta storage: a byte after the planes of a chunk", zeros
+    zeros = two_chunks(2, encode_planes(bytes(size - 2), 2), bytes(size))
+    yield "093-plane-in-delta", "a delta storage: planes that are a byte short", zeros
     only = planar(join_planes([Coded(frame(bytes(399)))]), bytes(400), 1)
     yield "093-plane-width-1", "the only plane is a byte short", only
+
+
+def delta_cases():
+    """Invalid chunks of codec 3: header, lengths, and parts that are cut off. Their CRCs are right."""
+    one_class, two_classes = compare().encode(), compare([THRESHOLD]).encode()
+    # The header ends at byte 24: classes, bitmaps, a checksum, a count, and the lengths of four columns.
+    two_gib = one_class[:8] + struct.pack("<I", (1 << 31) - 1) + one_class[12:]
+    for name, about, stored in (
+        ("no-class", "no class", b"\0" + one_class[1:]),
+        ("classes-5", "five classes", compare([1, 2, 3, 4])),
+        ("classes-255", "255 classes", b"\xff" + one_class[1:]),
+        ("bitmap-of-class-1", "a bitmap of class 1 of one", compare(bitmaps=2)),
+        ("bitmap-of-class-2", "a bitmap of class 2 of two", compare([THRESHOLD], 4)),
+        ("bitmap-of-class-7", "a bitmap of class 7 of one", compare(bitmaps=128)),
+        ("threshold-0", "the threshold 0", compare([0])),
+        ("threshold-sign", "a threshold with its highest bit set", compare([1 << 15])),
+        ("thresholds-equal", "two equal thresholds", compare([THRESHOLD] * 2)),
+        ("thresholds-unsorted", "two thresholds, the larger one first", compare([THRESHOLD, THRESHOLD - 1])),
+        ("one-byte", "one byte", one_class[:1]),
+        ("cut-thresholds", "no byte after half a threshold", two_classes[:3]),
+        ("cut-checksums", "no byte after a part of a checksum", one_class[:5]),
+        ("cut-counts", "no byte after half a count", one_class[:7]),
+        ("cut-count-of-class", "no byte after the count of the first of two classes", two_classes[:10]),
+        ("cut-lengths", "no byte after a part of the last length", one_class[:23]),
+        ("no-columns", "lengths, and no columns", one_class[:24]),
+        ("cut-column", "the last column without its last byte", one_class[:-1]),
+        ("trailing", "a byte after the last column", one_class + b"\0"),
+        ("length-2-gib", "a column of 2^31 - 1 bytes", two_gib),
+        ("marked-dense", "a dense block without bytes", compare(counts=[None])),
+    ):
+        yield f"098-{name}", f"a delta chunk with {about}", delta(stored)
+    dense = with_dense_block().encode()
+    for name, about, stored in (
+        ("cut-dense", "a dense block without its last byte", dense[:-1]),
+        ("no-dense", "a dense block without its bytes", dense[:-64]),
+        ("trailing-dense", "a byte after the last dense block", dense + b"\0"),
+    ):
+        yield f"098-{name}", f"a delta chunk with {about}", blocks_delta(stored)
+    second = two_chunks(3, one_class + b"\0")
+    yield "098-second-chunk", "a delta storage: a byte after the columns of the second chunk", second
+
+
+def with_dense_block():
+    """A delta chunk of two blocks, of which the second one is dense."""
+    chunk = compare_blocks(dense=[NEW_BLOCKS[BLOCK:]])
+    count = chunk.counts[0][0]
+    # The first block has two listed elements, whose codes are one byte.
+    columns = {0: lambda gaps: gaps[:count], 1: lambda values: values[:1]}
+    return edit_chunk(chunk, columns, counts=[chunk.counts[0], None])
+
+
+def delta_position_cases():
+    """Invalid chunks of codec 3: positions and values that contradict each other, or the number of elements."""
+    gaps, bitmap = compare().columns[0], compare(bitmaps=1).columns[0]
+
+    def bitmap_of(column, new=NEW):
+        return compare(new=new, bitmaps=1, columns={0: column}, counts=[[len(column)]])
+
+    def of_two_classes(second, bitmaps=0):
+        return listing((COUNT, {0: 1}), second, thresholds=[THRESHOLD], bitmaps=bitmaps)
+
+    half = {rank: 1 for rank in range(102)}
+    together = listing((COUNT, half), (COUNT, half), thresholds=[THRESHOLD])
+    three = listing((COUNT, {0: 1, 1: 1, 2: 1}))
+    three.columns[1] = three.columns[1][:1] + b"\x11"
+    for name, about, stored in (
+        ("positions-shorter", "a position less than its count", compare(columns={0: gaps[:-1]})),
+        ("positions-longer", "a position more than its count", compare(columns={0: gaps + b"\0"})),
+        ("count-less", "a count below the positions", compare(counts=[[len(gaps) - 1]])),
+        ("count-more", "a count above the positions", compare(counts=[[len(gaps) + 1]])),
+        ("last-gap-255", "gaps that end with 255", compare(columns={0: gaps + b"\xff"}, counts=[[len(gaps) + 1]])),
+        ("only-gap-255", "only the gap 255", compare(new=OLD, columns={0: b"\xff"}, counts=[[1]])),
+        ("bitmap-short", "a bitmap of 25 bytes for 203 elements", bitmap_of(bitmap[:-1])),
+        ("bitmap-long", "a bitmap of 27 bytes for 203 elements", bitmap_of(bitmap + b"\0")),
+        ("bitmap-empty", "an empty bitmap for 203 elements", bitmap_of(b"", OLD)),
+        ("gap-beyond", "gaps that list rank 203 of 203", listing((COUNT, {0: 1, COUNT: 1}))),
+        ("gap-far-beyond", "gaps that list rank 600 of 203", listing((COUNT, {0: 1, 600: 1}))),
+        ("bitmap-beyond", "a bitmap that lists rank 203 of 203", listing((COUNT + 1, {0: 1, COUNT: 1}), bitmaps=1)),
+        ("class-gap-beyond", "gaps of class 1 that list rank 203 of 203", of_two_classes((COUNT, {COUNT: 1}))),
+        (
+            "class-bitmap-beyond",
+            "a bitmap of class 1 that lists rank 203 of 203",
+            of_two_classes((COUNT + 1, {COUNT: 1}), bitmaps=2),
+        ),
+        ("listed-together", "two classes that list 204 of 203 elements", together),
+        ("values-shorter", "two codes less than positions", compare(columns={1: lambda column: column[:-1]})),
+        ("values-longer", "two codes more than positions", compare(columns={1: lambda column: column + b"\0"})),
+        ("values-high-half", "a code after the last of three", three),
+        ("wide-shorter", "a byte of the wide column less", compare(columns={2: lambda column: column[:-1]})),
+        ("wide-longer", "a byte of the wide column more", compare(columns={2: lambda column: column + b"\0"})),
+        ("no-exception", "a byte 255 of the wide column, and no exception", compare(columns={3: b""})),
+        ("two-exceptions", "two wide bytes of 255, and one exception", compare(columns={2: b"\xff\xff"})),
+        ("exceptions-shorter", "half an exception", compare(columns={3: lambda column: column[:1]})),
+        ("exceptions-longer", "an exception more", compare(columns={3: lambda column: column * 2})),
+    ):
+        yield f"098-{name}", f"a delta chunk with {about}", delta(stored)
+    gaps = compare_blocks().columns[0]
+    first, second = gaps[:3], gaps[3:]
+    ends = compare_blocks(columns={0: first + b"\xff" + second}, counts=[[4], [2]])
+    beyond = compare_blocks(columns={0: first + bytes((1, 62))})
+    for name, about, stored in (
+        ("first-block-gap-255", "gaps of the first of two blocks that end with 255", ends),
+        ("last-block-beyond", "gaps of the last block that list rank 64 of 64", beyond),
+    ):
+        yield f"098-{name}", f"a delta chunk with {about}", blocks_delta(stored)
+
+
+def delta_column_cases():
+    """Invalid frames of columns of a delta chunk."""
+    gaps, values, wide, exceptions = compare().columns
+    bitmap = compare(bitmaps=1).columns[0]
+    good = frame(gaps)
+    skippable = b"\x50\x2a\x4d\x18" + struct.pack("<I", 7) + bytes(7)
+    unsized = frame_head(len(gaps), window=80)
+    unsized = unsized[:4] + b"\0" + unsized[5:6] + blocks(gaps)
+    checked = frame_head(len(gaps), flags=4) + blocks(gaps) + bytes(4)
+    huge = frame_head(len(gaps)) + block(2, 20, bytes(range(20)), last=True)
+    for name, about, content in (
+        ("no-frame", "40 bytes of 7 for a frame", b"\7" * 40),
+        ("empty", "no byte of a frame", b""),
+        ("magic", "the magic of another version", b"\x27" + good[1:]),
+        ("after-skippable", "a frame after a skippable one", skippable + good),
+        ("two-frames", "the frame twice", good * 2),
+        ("two-halves", "two frames", frame(gaps[:20]) + frame(gaps[20:])),
+        ("trailing", "a byte after the frame", good + b"\0"),
+        ("unsized", "no content size", unsized),
+        ("larger-size", "a content size of a byte more", frame(gaps, size=len(gaps) + 1)),
+        ("smaller-size", "a content size of a byte less", frame(gaps, size=len(gaps) - 1)),
+        ("longer", "a frame of a byte more", frame(gaps + b"\0")),
+        ("window", "a window of 2^20 + 2^17", frame(gaps, window=0x51)),
+        ("dictionary", "dictionary 1, in one byte", frame(gaps, dictionary=b"\1")),
+        ("reserved", "the reserved bit", frame(gaps, flags=8)),
+        ("cut-header", "a frame that ends in its header", good[:5]),
+        ("cut", "a frame that ends in its last block", good[:-1]),
+        ("short", "blocks of a byte less", frame(gaps, blocks(gaps[1:]))),
+        ("long", "blocks of a byte more", frame(gaps, blocks(gaps + b"\0"))),
+        ("bomb", "blocks of 2 MiB", frame(gaps, blocks(bytes(2 << 20)))),
+        ("block-type-3", "a block of the reserved type", frame(gaps, block(3, 0, b"", True))),
+        ("checksum", "a checksum that is wrong", checked),
+        ("garbage", "a compressed block that is none", huge),
+    ):
+        archive = delta(compare(columns={0: Frame(content)}))
+        yield f"098-frame-{name}", f"the positions of a delta chunk, with {about}", archive
+    for name, about, stored in (
+        ("as-bytes", "a frame that is not marked as one", compare(columns={0: good})),
+        ("as-frame", "positions that are marked as a frame", compare(columns={0: Frame(gaps)})),
+        ("bitmap", "a frame of half a bitmap", compare(bitmaps=1, columns={0: Frame(frame(bitmap[:13]))})),
+        ("values", "a frame of values without the last byte", compare(columns={1: Frame(frame(values[:-1]))})),
+        ("wide", "a frame of a byte more than the wide column", compare(columns={2: Frame(frame(wide + b"\0"))})),
+        ("exceptions", "a frame of half an exception", compare(columns={3: Frame(frame(exceptions[:1]))})),
+        ("no-exceptions", "an empty frame for no exceptions", listing_with_empty_frame()),
+    ):
+        yield f"098-column-{name}", f"a delta chunk with {about}", delta(stored)
+
+
+def listing_with_empty_frame():
+    """A delta chunk whose exception column is empty and marked as a frame."""
+    chunk = listing((COUNT, {0: 1}))
+    chunk.columns[3] = Frame(b"")
+    return chunk
+
+
+def base_cases():
+    """Deltas that contradict their base. Each is a directory with both."""
+    size = COUNT // 2  # of class 1, which has the odd elements; class 0 has one more
+    crc = zlib.crc32(NEW)
+
+    def of_two_classes(second, threshold=THRESHOLD, bitmaps=0):
+        return listing((COUNT - size, {0: 1}), second, thresholds=[threshold], bitmaps=bitmaps)
+
+    def changed(column):
+        return bytes([column[0] ^ 1]) + column[1:]
+
+    for name, about, chunk in (
+        ("checksum", "a checksum", compare(checksums=[crc ^ 1])),
+        ("checksum-of-base", "the checksum of the base", compare(checksums=[zlib.crc32(OLD)])),
+        ("gap", "a gap", compare(columns={0: changed})),
+        ("value", "a code", compare(columns={1: changed})),
+        ("wide", "a byte of the wide column", compare(columns={2: changed})),
+        ("exception", "an exception", compare(columns={3: changed})),
+        ("no-change", "no listed element", compare(new=OLD, checksums=[crc])),
+        ("threshold", "another threshold", edit_chunk(compare([THRESHOLD]), thresholds=[THRESHOLD + 64])),
+        ("classes-swapped", "the differences of each class in the other one", swap_classes()),
+        ("class-gap", "gaps that list rank 101 of 101", of_two_classes((size, {0: 1, size: 1}))),
+        ("class-bitmap", "a bitmap that lists rank 101 of 101", of_two_classes((104, {0: 1, size: 1}), bitmaps=2)),
+        ("class-bitmap-short", "a bitmap of 12 bytes for 101 elements", of_two_classes((96, {0: 1}), bitmaps=2)),
+        ("class-bitmap-long", "a bitmap of 14 bytes for 101 elements", of_two_classes((112, {0: 1}), bitmaps=2)),
+        ("class-bitmap-of-block", "a bitmap for all elements", of_two_classes((COUNT, {0: 1}), bitmaps=2)),
+        ("class-bitmap-empty", "no bitmap for 101 elements", of_two_classes((0, {}), bitmaps=2)),
+        ("no-member", "rank 0 of a class without elements", of_two_classes((1, {0: 1}), (1 << 15) - 1)),
+        ("bitmap-of-no-member", "a bitmap of a class without elements", of_two_classes((8, {}), (1 << 15) - 1, 2)),
+    ):
+        yield f"099-{name}/", f"a delta chunk with {about}", delta_pair(chunk)
+    both = compare_blocks()
+    wrong = [both.checksums[0], both.checksums[1] ^ 1]
+    for name, about, chunk in (
+        ("second-block", "the checksum of the second of two blocks", compare_blocks(checksums=wrong)),
+        ("dense", "the checksum of a dense block", edit_chunk(with_dense_block(), checksums=wrong)),
+    ):
+        yield f"099-{name}/", f"a delta chunk with another CRC than {about}", blocks_pair(chunk)
+    yield "099-base-storages/", "two delta storages with each other's base storages", two_deltas(1, 0)
+
+    crc = delta_pair()
+    crc.delta.edit("storages", 0, crc32=1)
+    digest_of_base = delta_pair()
+    digest_of_base.delta.set("digests", [blake3(OLD)])
+    text = b"text" * 1025
+    bad = DeltaPair(text_delta(text, text[:-1] + b"\xff"), stored(STR, text))
+    for name, about, pair in (
+        ("091-delta", "the CRC of a delta storage", crc),
+        ("091-delta-same", "a chunk without bytes, and another content than that of the base", delta_pair(b"")),
+        ("094-delta", "a delta storage with the digest of the base storage", digest_of_base),
+        ("096-delta", "a str in a delta storage is not UTF-8", bad),
+    ):
+        yield f"{name}/", about, pair.only("base")
+
+
+def swap_classes():
+    """A delta chunk of two classes with each other's columns."""
+    chunk = compare([THRESHOLD])
+    (counts,), columns = chunk.counts, chunk.columns
+    return edit_chunk(chunk, counts=[counts[::-1]], columns=dict(enumerate(columns[2:4] + columns[:2])))
+
+
+def text_delta(old, new):
+    """A str in a delta storage."""
+    chunk = compare(old=old, new=new, width=1).encode()
+    return Archive().tree(Box(DICT, [("long", Leaf(STR, flags=1))])).delta(new, [(3, chunk)], 1).digested()
 
 
 def frame_of_size(size):
@@ -1401,15 +1728,17 @@ NOT_TESTABLE = {"F-022", "F-072"}
 # The stage of reader.py that detects a violation of a rule, if it is not `open`.
 STAGES = {
     **dict.fromkeys(("F-090", "F-091", "F-092", "F-095", "F-096"), "verify"),
-    **dict.fromkeys(("F-093", "F-094", "F-097"), "deep"),
+    **dict.fromkeys(("F-093", "F-094", "F-097", "F-098"), "deep"),
+    "F-099": "base",
 }
 
 
 def make_vectors():
-    """Returns the files by name, and their list for the manifest. The files of a shard set are a dict.
+    """Returns the files by name, and their list for the manifest. The files of a directory are a dict.
 
     In the list, `at` is the stage that rejects the vector, after the stages before it have accepted it:
-    `open`, `verify` (of the stored bytes) or `deep`. A corruption of corruptions.py also has its table and field.
+    `open`, `verify` (of the stored bytes), `deep` or `base`. A corruption of corruptions.py also has its table and
+    field.
     """
     files, listed = {}, []
     for section in SECTIONS:
@@ -1478,7 +1807,7 @@ def write_vector(folder, name, content):
 
 
 def digest(content):
-    """Returns the SHA-256 of a file. For a shard set: of each file by its name, without links."""
+    """Returns the SHA-256 of a file. For a directory: of each file by its name, without links."""
     if isinstance(content, dict):
         parts = {each: digest(part) for each, part in content.items() if not isinstance(part, Link)}
         return dict(sorted(parts.items()))
@@ -1505,27 +1834,35 @@ def valid_entries(listed):
     return entries
 
 
-def invalid_entries(listed, files):
-    """Returns the manifest entries of the invalid vectors. The names of shard sets lose their slash."""
+def invalid_entries(listed, files, generated):
+    """Returns the manifest entries of the invalid vectors. The names of directories lose their slash."""
     entries = []
     for each in listed:
         name = each["name"]
-        folder = "generated" if is_generated(each) else "invalid"
+        folder = "generated" if name in generated else "invalid"
         file = f"{folder}/{name if name.endswith('/') else name + '.tssd'}"
         details = {"file": file, "sha256": digest(files[name]), "verdict": "invalid"}
         entries.append({**each, "name": name.removesuffix("/"), **details})
     return entries
 
 
-def is_generated(entry):
-    return "table" in entry
+def generated_names(listed):
+    """Returns the names of the vectors in generated/: corruptions, and the archives of a rule after its first ones."""
+    names, counts = set(), Counter()
+    for each in listed:
+        is_directory = each["name"].endswith("/")
+        if "table" not in each:
+            counts[each["rule"]] += not is_directory
+        if "table" in each or counts[each["rule"]] > MAX_COMMITTED and not is_directory:
+            names.add(each["name"])
+    return names
 
 
 def main(arguments):
     if arguments not in ([], ["--check"], ["--generated"]):
         sys.exit(__doc__)
     files, listed = make_vectors()
-    generated = {each["name"]: files.pop(each["name"]) for each in listed if is_generated(each)}
+    generated = {name: files.pop(name) for name in generated_names(listed)}
     if arguments != ["--check"]:
         update_generated(generated)
     if arguments == ["--generated"]:
@@ -1533,7 +1870,7 @@ def main(arguments):
     check_precedence(listed, files | generated)
     path = HERE / "manifest.json"
     written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"valid": []}
-    invalid = invalid_entries(listed, files | generated)
+    invalid = invalid_entries(listed, files | generated, generated)
     wanted = {"valid": valid_entries(written["valid"]), "invalid": invalid}
     folder = HERE / "invalid"
     if arguments:

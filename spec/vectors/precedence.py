@@ -74,7 +74,7 @@ def check_precedence(listed, files):
 
 
 def find_violations(content):
-    """Returns the violations of a vector: of an archive, or of the files of a shard set by their names."""
+    """Returns the violations of a vector: of an archive, or of the files of a directory by their names."""
     if isinstance(content, bytes):
         return reader.find_violations(lambda: reader.open_archive(content))
     with TemporaryDirectory() as folder:
@@ -82,4 +82,4 @@ def find_violations(content):
             path = Path(folder, name)
             # The content of a link is the name of its target.
             os.symlink(part, path) if isinstance(part, str) else path.write_bytes(part)
-        return reader.find_violations(lambda: reader.open_shard_set(folder))
+        return reader.find_violations(lambda: reader.open_path(Path(folder)))

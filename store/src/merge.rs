@@ -63,6 +63,9 @@ pub(crate) fn merge(
     divergent: DivergencePolicy,
     label: &VersionAttrs,
 ) -> Result<Vec<u8>, String> {
+    if let Some(delta) = contributions.iter().find(|each| each.archive.base_digest().is_some()) {
+        return Err(format!("the archive of writer {} is a delta", delta.writer));
+    }
     let ids = StorageIds::new(contributions)?;
     let roots: Vec<Node> = (0..contributions.len()).map(|index| ids.tree(index)).collect();
     let nodes: Vec<WriterNode<'_>> =

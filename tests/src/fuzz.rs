@@ -3,6 +3,7 @@
 //! `fuzz/` runs them on new inputs, the suite on the inputs of the corpora.
 
 mod compact;
+mod delta;
 mod dict;
 mod plan;
 mod readers;
@@ -15,6 +16,7 @@ use tssd_format::{
 };
 
 pub use self::compact::{compact, expand};
+pub use self::delta::delta;
 pub use self::readers::{Verdict, assert_readers_agree, python_difference};
 
 /// A fuzz target: its name, which is that of its corpus, and its function.
@@ -27,6 +29,7 @@ pub const TARGETS: &[Target] = &[
     ("roundtrip", roundtrip),
     ("readers", readers),
     ("chunk", chunk),
+    ("delta", delta),
     ("shard_set", shard_set),
     ("reshard_plan", reshard_plan),
 ];
@@ -109,6 +112,7 @@ pub fn chunk(data: &[u8]) {
         crcs: vec![0],
         align_log2: 8,
         shard: 0,
+        base: None,
         compressed_layout: Some(CompressedLayout {
             width,
             chunks: vec![ChunkLocation {

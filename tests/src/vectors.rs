@@ -4,6 +4,7 @@
 
 mod class_tags;
 mod compressed;
+mod deltas;
 mod forward_compat;
 mod limits;
 mod shard_sets;
@@ -15,7 +16,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 use std::sync::LazyLock;
 
-use tssd_format::{Dict, Dtype, Layout, MapKey, Options, StateDict, Tensor, TensorMeta, Value};
+use tssd_format::{
+    Archive, Dict, Dtype, Layout, MapKey, Options, Result, StateDict, Tensor, TensorMeta, Value,
+    open_shard_set,
+};
 
 /// A test vector.
 #[derive(Debug)]
@@ -33,7 +37,7 @@ pub struct Vector {
 pub enum Content {
     /// An archive.
     File(Vec<u8>),
-    /// A shard set: the files of a directory, by name.
+    /// A shard set, or a delta and its base: the files of a directory, by name.
     Set(Vec<(String, Vec<u8>)>),
 }
 
@@ -46,9 +50,23 @@ pub fn vectors() -> Vec<Vector> {
     vectors.extend(compressed::vectors());
     vectors.extend(shard_sets::vectors());
     vectors.extend(forward_compat::vectors());
+    vectors.extend(deltas::vectors());
     vectors.extend(limits::vectors());
     vectors.sort_by_key(|vector| vector.name);
     vectors
+}
+
+/// Opens a vector: an archive, the directory of a shard set, or a directory with `delta.tssd` and `base.tssd`.
+///
+/// # Errors
+///
+/// The errors of opening these files.
+pub fn open(path: &Path) -> Result<Archive> {
+    let delta = path.join("delta.tssd");
+    if delta.exists() {
+        return Archive::open(delta)?.with_base(Archive::open(path.join("base.tssd"))?);
+    }
+    if path.is_dir() { open_shard_set(path) } else { Archive::open(path) }
 }
 
 /// Returns the directory of the invalid vectors that are not under version control.

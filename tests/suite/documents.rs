@@ -14,15 +14,17 @@ use tssd_store::{
     DivergencePolicy, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport,
 };
 
-const DOCUMENTS: [&str; 11] = [
+const DOCUMENTS: [&str; 13] = [
     "README.md",
     "ARCHITECTURE.md",
     "CHANGELOG.md",
     "SECURITY.md",
+    "docs/deltas.md",
     "docs/glossary.md",
     "docs/guarantees.md",
     "docs/internals.md",
     "docs/migration.md",
+    "docs/types.md",
     "spec/format.md",
     "spec/protocol.md",
     "spec/reshard.md",

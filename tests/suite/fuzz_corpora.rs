@@ -81,7 +81,7 @@ fn write_seeds() {
         if bytes.len() < 5000 {
             write("parse", &name, &bytes);
         }
-        if bytes.len() >= 4280
+        if bytes.len() >= 4296
             && let Some(compact) = compact(&bytes)
         {
             write("index", &name, &compact);
@@ -92,8 +92,9 @@ fn write_seeds() {
             write("readers", &format!("{name}.fine"), &compact);
         }
     }
+    write_delta_chunks();
     for (target, seed) in
-        ["roundtrip", "chunk", "shard_set", "reshard_plan"].into_iter().zip(0_u64..)
+        ["roundtrip", "chunk", "shard_set", "reshard_plan", "delta"].into_iter().zip(0_u64..)
     {
         for number in 0..40_u64 {
             let noise = |index: u64| {
@@ -102,6 +103,36 @@ fn write_seeds() {
             };
             let bytes: Vec<u8> = (0..number * 12).map(noise).collect();
             write(target, &format!("noise-{number:02}"), &bytes);
+        }
+    }
+}
+
+/// Writes the delta chunks of the vectors as inputs of the target `delta`.
+fn write_delta_chunks() {
+    let deltas = vectors().into_iter().filter_map(|vector| match vector.content {
+        Content::Set(files) => {
+            let delta = files.into_iter().find(|(name, _)| name == "delta.tssd")?;
+            Some((vector.name, Archive::from_bytes(delta.1).unwrap()))
+        }
+        Content::File(_) => None,
+    });
+    for (name, delta) in deltas {
+        for number in 0..delta.storage_count() {
+            let storage = delta.storage(number);
+            let Some(layout) =
+                storage.compressed_layout.as_ref().filter(|_| storage.base.is_some())
+            else {
+                continue;
+            };
+            let range = storage.stored_chunk(0);
+            let stored =
+                delta.blob(0).bytes().unwrap().slice(range.start as usize..range.end as usize);
+            // As `fuzz::delta` reads it: a choice of the width, and half of the number of elements.
+            let width = u64::from(layout.width);
+            let half = ((storage.len / width / 2) as u16).to_le_bytes();
+            let choice = layout.width.trailing_zeros() as u8;
+            let input = [&[choice, half[0], half[1]], &stored[..]].concat();
+            write("delta", &format!("{name}-{number}"), &input);
         }
     }
 }

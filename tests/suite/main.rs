@@ -24,6 +24,8 @@ mod daemon;
 mod daemon_lifecycle;
 /// Damaged and foreign files: verification detects every change, and no reader panics.
 mod damage;
+/// Deltas between versions: made, applied and folded.
+mod deltas;
 /// The documents: names and links resolve, and statements about stores hold.
 mod documents;
 /// Edge cases found by adversarial testing of the store.

@@ -9,12 +9,16 @@ use proptest::prelude::*;
 use serde_json::{Value as Json, json};
 use tssd_tests::vectors::Content;
 
-/// Reads a file, or a directory as a shard set. Evaluates to its JSON view or the kind of error.
+/// Reads a file, a directory as a shard set, or a delta and its base. Evaluates to its JSON view or the kind of error.
 macro_rules! verdict {
     ($reader:ident, $path:expr) => {{
         let path: &Path = $path;
         let open = || {
-            let archive = if path.is_dir() {
+            let delta = path.join("delta.tssd");
+            let archive = if delta.exists() {
+                let base = $reader::Archive::open(path.join("base.tssd"))?;
+                $reader::Archive::open(delta)?.with_base(base)?
+            } else if path.is_dir() {
                 $reader::open_shard_set(path)?
             } else {
                 $reader::Archive::open(path)?
@@ -26,7 +30,7 @@ macro_rules! verdict {
     }};
 }
 
-/// Returns the paths of all vectors: files and shard sets.
+/// Returns the paths of all vectors: files, shard sets, and deltas with their bases.
 fn vectors() -> Vec<PathBuf> {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../spec/vectors");
     let mut found = Vec::new();

@@ -134,15 +134,11 @@ fn class_tags_match_json_and_document() {
     assert_eq!(starts, rows.collect::<Vec<_>>());
 }
 
-/// Opens a vector: a file, or the shard set of a directory.
+/// Opens a vector: a file, the shard set of a directory, or a delta with its base.
 fn open(file: &str) -> Result<Archive, tssd_format::Error> {
     tssd_tests::vectors::generated_folder();
     let path = spec(&format!("vectors/{file}"));
-    if file.ends_with('/') {
-        return tssd_format::open_shard_set(path);
-    }
-    let bytes = std::fs::read(&path);
-    Archive::from_bytes(bytes.unwrap_or_else(|error| panic!("{}: {error}", path.display())))
+    tssd_tests::vectors::open(&path)
 }
 
 #[test]
@@ -157,7 +153,7 @@ fn valid_vectors_are_accepted() {
         archive.verify_deep().unwrap_or_else(|error| panic!("{name}: {error}"));
         let view = tssd_format::to_json(&archive).unwrap();
         assert_eq!(view, read_json(&format!("vectors/valid/{name}.json")), "{name}");
-        if !archive.is_manifest_only() {
+        if !archive.is_manifest_only() && !archive.lacks_base() {
             archive.to_state_dict().unwrap_or_else(|error| panic!("{name}: {error}"));
         }
     }

@@ -3,8 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value as Json, json};
-use tssd_format::{Archive, open_shard_set};
-use tssd_tests::vectors::{Content, Vector, vectors};
+use tssd_tests::vectors::{Content, Vector, open, vectors};
 
 fn folder() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../spec/vectors")
@@ -67,12 +66,7 @@ fn write_vectors() {
             std::fs::write(path, bytes).unwrap();
         }
         let file = if is_set { name.to_owned() } else { format!("{name}.tssd") };
-        let archive = if is_set {
-            open_shard_set(valid.join(&file))
-        } else {
-            Archive::open(valid.join(&file))
-        };
-        let archive = archive.unwrap_or_else(|error| panic!("{name}: {error}"));
+        let archive = open(&valid.join(&file)).unwrap_or_else(|error| panic!("{name}: {error}"));
         archive.verify_deep().unwrap_or_else(|error| panic!("{name}: {error}"));
         let view = tssd_format::to_json(&archive).unwrap();
         let text = serde_json::to_string_pretty(&view).unwrap() + "\n";

@@ -32,7 +32,7 @@ impl StorageDiff {
     pub(super) fn count(&mut self, a: &StorageReference, b: &StorageReference) {
         let codec = |each: &StorageReference| {
             each.compressed_layout.as_ref().map(|layout: &CompressedLayout| {
-                (layout.has_codec(ChunkCodec::Planes), layout.width)
+                (each.base.is_some(), layout.has_codec(ChunkCodec::Planes), layout.width)
             })
         };
         self.codec += u64::from(codec(a) != codec(b));

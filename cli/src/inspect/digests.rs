@@ -69,7 +69,7 @@ fn escape(name: &str) -> (&'static str, String) {
     ("\\", name.replace('\\', "\\\\").replace('\n', "\\n").replace('\r', "\\r"))
 }
 
-fn to_hex(digest: &[u8]) -> String {
+pub(super) fn to_hex(digest: &[u8]) -> String {
     let mut text = String::new();
     for byte in digest {
         write!(text, "{byte:02x}").expect("a String takes any text");

@@ -160,7 +160,9 @@ impl<'a> Dump<'a> {
                         let codec = match entry.codec {
                             ChunkCodec::Raw => "raw",
                             ChunkCodec::Zstd => "zstd frame",
-                            _ => "planes",
+                            ChunkCodec::Planes => "planes",
+                            ChunkCodec::Delta => "delta",
+                            _ => "unknown codec",
                         };
                         let description = format!(
                             "storage {number}, chunk {chunk}: {codec}, {} bytes of {}",

@@ -8,6 +8,7 @@ use tssd_format::{
     StorageReference, TensorFlags, TensorReference,
 };
 
+use super::digests::to_hex;
 use crate::document::Document;
 use crate::size::{Size, pluralize};
 use crate::value::{attr_repr, repr};
@@ -232,6 +233,9 @@ impl TreeBuilder<'_> {
                 0 => {}
                 files => parts.push(format!("manifest of {}", pluralize(files, "file"))),
             }
+            if let Some(base) = archive.base_digest() {
+                parts.push(format!("delta of base blake3:{}", to_hex(&base)));
+            }
         }
         parts.join(", ")
     }
@@ -285,6 +289,9 @@ fn describe_slice(place: &ShardSpec) -> String {
 /// Describes the compression of a storage. Returns `None` if it is not compressed.
 fn describe_compression(storage: &StorageReference) -> Option<String> {
     let layout = storage.compressed_layout.as_ref()?;
+    if storage.base.is_some() {
+        return Some(format!("delta {}", compression_text(storage.stored_len(), storage.len)));
+    }
     let is_planes = layout.has_codec(ChunkCodec::Planes);
     let width = match layout.width {
         1 => String::new(),
@@ -298,7 +305,10 @@ fn describe_compression(storage: &StorageReference) -> Option<String> {
 /// Returns the size before and after compression, and the ratio.
 #[expect(clippy::cast_precision_loss, reason = "three digits of it are shown")]
 fn compression_text(stored: u64, raw: u64) -> String {
-    let ratio = raw as f64 / stored.max(1) as f64;
+    if stored == 0 {
+        return format!("{} -> {}", Size(raw), Size(stored));
+    }
+    let ratio = raw as f64 / stored as f64;
     let digits = if ratio < 100.0 { 2 } else { 0 };
     format!("{} -> {} (x {ratio:.digits$})", Size(raw), Size(stored))
 }

@@ -2,14 +2,15 @@
 
 use super::claims::Claims;
 use super::{StorageUse, Validator};
-use crate::chunk::{ChunkSize, MAX_CHUNK_BYTES};
+use crate::chunk::ChunkSize;
 use crate::chunk_codec::ChunkCodec;
 use crate::codec::is_shuffle_width;
-use crate::convert::to_usize;
+use crate::convert::{to_u64, to_usize};
+use crate::delta::ElementWidth;
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::planes::is_plane_width;
-use crate::record::{self, NONE};
+use crate::record::{self, DELTA_STORAGE, NONE};
 use crate::table_views::TableViews;
 
 /// The largest number of decoded bytes for each stored byte of a chunk.
@@ -61,7 +62,8 @@ impl Validator<'_> {
                 return Err(at(Error::new(ErrorKind::ChunkTable)));
             }
             let first_subtree = storage.subtrees.to_native();
-            let are_subtrees_valid = if has_subtrees && count > 1 {
+            let are_subtrees_valid = if has_subtrees && count > 1 && storage.codec != DELTA_STORAGE
+            {
                 subtree_claims.claim_once(first_subtree.into(), count)
             } else {
                 first_subtree == NONE
@@ -85,6 +87,7 @@ impl Validator<'_> {
         if !subtree_claims.is_complete() {
             return Err(Error::new(ErrorKind::DigestTable));
         }
+        self.validate_base()?;
         match self.uses.iter().position(|uses| *uses == StorageUse::None) {
             Some(unused) => Err(Error::new(ErrorKind::UnusedStorage)
                 .with_path(format_args!("storage {unused}"))
@@ -93,23 +96,44 @@ impl Validator<'_> {
         }
     }
 
+    /// Checks the tables of a delta, and that no other file has delta storages (F-066).
+    fn validate_base(&self) -> Result<()> {
+        let TableViews { storages, digests, shards, base, base_storages, .. } = self.views;
+        let is_valid = if base.is_empty() {
+            base_storages.is_empty()
+                && storages.iter().all(|storage| storage.codec != DELTA_STORAGE)
+        } else {
+            base.len() == 1
+                && shards.is_empty()
+                && [digests.len(), base_storages.len()] == [storages.len(); 2]
+                && storages
+                    .iter()
+                    .zip(*base_storages)
+                    .all(|(storage, base)| (storage.codec == DELTA_STORAGE) == (*base != NONE))
+        };
+        if is_valid { Ok(()) } else { Err(Error::new(ErrorKind::BaseTable)) }
+    }
+
     /// Returns true if the stored chunks of a compressed storage are valid (F-065).
     ///
-    /// They tile the stored bytes, a raw chunk has its raw length, and any other is shorter than the
-    /// chunk but not shorter than [`MAX_EXPANSION`] allows. At least one chunk is not raw.
+    /// They tile the stored bytes. A raw chunk has its raw length, and a zstd or planes chunk is shorter than the chunk, but
+    /// not shorter than [`MAX_EXPANSION`] allows. At least one chunk is not raw.
     fn are_chunks_valid(&self, storage: &record::Storage, count: u64) -> bool {
         let first = to_usize(u64::from(storage.chunks.to_native()));
         let chunks = &self.views.chunks[first..first + to_usize(count)];
+        let is_delta = storage.codec == DELTA_STORAGE;
+        let chunk_size = if is_delta { ChunkSize::DELTA } else { ChunkSize::default() };
         let mut remaining_len = storage.raw_len.to_native();
         let mut end = 0;
         for chunk in chunks {
-            let raw_len = remaining_len.min(MAX_CHUNK_BYTES);
+            let raw_len = remaining_len.min(chunk_size.bytes());
             let stored_len = u64::from(chunk.stored_len.to_native());
             let is_shorter = stored_len < raw_len && stored_len >= raw_len.div_ceil(MAX_EXPANSION);
             let is_valid = match ChunkCodec::from_number(chunk.codec.to_native()) {
                 Some(ChunkCodec::Raw) => stored_len == raw_len,
-                Some(ChunkCodec::Zstd) => is_shorter,
+                Some(ChunkCodec::Zstd) => is_shorter && !is_delta,
                 Some(ChunkCodec::Planes) => is_shorter && is_plane_width(storage.width),
+                Some(ChunkCodec::Delta) => is_delta,
                 None => false,
             };
             if !is_valid || chunk.offset != end {
@@ -134,10 +158,16 @@ fn chunk_size(storage: &record::Storage) -> Result<ChunkSize> {
     if !matches!(storage.align_log2, 6..=21) {
         return Err(storage_error(ErrorKind::Alignment, storage));
     }
-    let size = ChunkSize::from_log2(storage.chunk_log2).filter(|size| match storage.codec {
+    let size = ChunkSize::from_record(storage.chunk_log2, storage.codec);
+    let size = size.filter(|_| match storage.codec {
         0 => storage.width == 0 && storage.chunks == NONE && storage.stored_len == storage.raw_len,
-        1 => is_shuffle_width(storage.width) && *size == ChunkSize::default(),
-        _ => false,
+        1 => is_shuffle_width(storage.width),
+        _ => {
+            let width = ElementWidth::from_bytes(storage.width);
+            width.is_some_and(|width| {
+                storage.raw_len.to_native().is_multiple_of(to_u64(width.bytes()))
+            })
+        }
     });
     size.ok_or_else(|| storage_error(ErrorKind::UnknownCodec, storage))
 }

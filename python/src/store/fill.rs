@@ -182,8 +182,11 @@ pub(crate) fn fill_state_dict(
     let LeafCollector { tensors, slots, .. } = LeafCollector::collect(&importer, into)?;
     let stored = read.reader.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
     let (leaves, differences) = match_leaves(tensors, &stored, options)?;
+    let mut tagged = BTreeMap::new();
+    collect_tagged(read.reader.structure(), &mut Vec::new(), &mut tagged);
     let plain = slots.iter().filter_map(|slot| {
-        let node = stored.get(&slot.fqn).filter(|node| is_plain(node, options.allow_pickle))?;
+        let node = stored.get(&slot.fqn).or_else(|| tagged.get(&slot.fqn));
+        let node = node.filter(|node| is_plain(node, options.allow_pickle))?;
         Some((Step::Key(MapKey::Str(slot.fqn.as_str().into())), Node::clone(node)))
     });
     let values = read_values(py, read, plain.collect(), options.allow_pickle)?;
@@ -214,7 +217,29 @@ fn read_values<'py>(
     Ok(maker.build_state_dict()?.cast_into()?)
 }
 
-/// Returns whether a stored leaf is not a tensor, and may be read.
+/// Adds the containers with a class tag, such as sets, by their fqns. They are replaced as a whole.
+fn collect_tagged<'a>(
+    node: &'a Node,
+    path: &mut Vec<Step>,
+    tagged: &mut BTreeMap<String, &'a Node>,
+) {
+    match node {
+        Node::Container(Container::Tagged(_), _) => {
+            let path: ObjectPath = path.iter().cloned().collect();
+            tagged.insert(path.fqn(), node);
+        }
+        Node::Container(_, children) => {
+            for (step, child) in children {
+                path.push(step.clone());
+                collect_tagged(child, path, tagged);
+                path.pop();
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Returns whether a stored leaf, or each leaf of a container with a class tag, is not a tensor, and may be read.
 fn is_plain(node: &Node, allow_pickle: bool) -> bool {
     match node {
         Node::Leaf(Value::Opaque { .. }) | Node::StoredLeaf(ContentKind::Opaque(_), _) => {
@@ -222,7 +247,19 @@ fn is_plain(node: &Node, allow_pickle: bool) -> bool {
         }
         Node::Leaf(_) | Node::StoredLeaf(..) => true,
         Node::Tensors(_) => !is_tensor(node),
+        Node::Container(Container::Tagged(_), children) => {
+            children.iter().all(|(_, child)| is_plain_tree(child, allow_pickle))
+        }
         Node::Container(..) => false,
+    }
+}
+
+fn is_plain_tree(node: &Node, allow_pickle: bool) -> bool {
+    match node {
+        Node::Container(_, children) => {
+            children.iter().all(|(_, child)| is_plain_tree(child, allow_pickle))
+        }
+        leaf => is_plain(leaf, allow_pickle),
     }
 }
 

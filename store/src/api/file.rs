@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use tssd_format::{
-    Archive, Blob, CompressJob, Draft, Error, Layout, Options, StateDict, StorageReference,
-    VerifyJob, WriteJob, checksum,
+    Archive, Blob, ChangeCount, CompressJob, DeltaDraft, DeltaJob, Draft, Error, Layout, Options,
+    StateDict, StorageReference, VerifyJob, WriteJob, checksum,
 };
 
 use crate::convert::{to_u64, to_usize};
@@ -39,6 +39,26 @@ pub fn plan<E: From<Error> + Send>(
         Ok::<_, E>(job.run()?)
     })?;
     Ok(draft.into_layout(compressed)?)
+}
+
+/// Encodes a delta. Returns its layout, and how many elements it changes.
+///
+/// # Errors
+///
+/// As [`DeltaDraft::plan`]; the error of `check_interrupt`.
+pub fn plan_delta<E: From<Error> + Send>(
+    draft: DeltaDraft,
+    check_interrupt: impl Fn() -> Result<(), E> + Sync,
+) -> Result<(Layout, ChangeCount), E> {
+    let chunks = parallel::map(draft.jobs().to_vec(), |job: DeltaJob| {
+        check_interrupt()?;
+        Ok::<_, E>(job.run()?)
+    })?;
+    let mut changes = ChangeCount::default();
+    for chunks in &chunks {
+        changes += chunks.changes();
+    }
+    Ok((draft.into_layout(chunks)?, changes))
 }
 
 /// Writes an archive.
@@ -203,7 +223,9 @@ pub fn read_storage<E: From<Error> + Send>(
     target: &mut [u8],
     check_interrupt: impl Fn() -> Result<(), E> + Sync,
 ) -> Result<(), E> {
-    let parts = (start..).step_by(PART_BYTES).zip(target.chunks_mut(PART_BYTES)).collect();
+    // A part decodes whole chunks.
+    let part_bytes = PART_BYTES.max(to_usize(archive.storage(storage).chunk_size.bytes()));
+    let parts = (start..).step_by(part_bytes).zip(target.chunks_mut(part_bytes)).collect();
     parallel::map(parts, |(start, part): (u64, &mut [u8])| {
         check_interrupt()?;
         part.copy_from_slice(&archive.storage_range(storage, start..start + to_u64(part.len()))?);

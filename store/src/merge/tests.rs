@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tssd_format::{
-    Blob, ClassTag, Compression, Dict, Dtype, Options, OtherDtype, Shard, ShardSpec, StateDict,
-    Storage, TaggedClass, Tensor, TensorMeta, TensorSlice, TorchStoreStateDict, Value,
+    Blob, ClassTag, Compression, DeltaClasses, DeltaDraft, Dict, Dtype, Options, OtherDtype, Shard,
+    ShardSpec, StateDict, Storage, TaggedClass, Tensor, TensorMeta, TensorSlice,
+    TorchStoreStateDict, Value,
 };
 
 use super::*;
@@ -333,6 +334,19 @@ fn writers_must_describe_dtypes_alike() {
     let error =
         Archives::new([dict([("a", leaf(8))]), dict([("b", leaf(4))])]).merge().unwrap_err();
     assert!(error.contains("have the same number"), "{error}");
+}
+
+#[test]
+fn archives_that_are_deltas_are_refused() {
+    let version = |last| dict([("x", tensor(&[1, 2, last]).into())]);
+    let mut archives = Archives::new([version(3), version(4)]);
+    let [base, result] = [0, 1].map(|index: usize| archives.contributions[index].archive.clone());
+    let draft = DeltaDraft::between(&base, &result, DeltaClasses::One).unwrap();
+    let mut delta = Vec::new();
+    draft.plan().unwrap().write_to(&mut delta).unwrap();
+    archives.contributions[1].archive = Archive::from_bytes(delta).unwrap();
+    let error = archives.merge().map(drop).unwrap_err();
+    assert_eq!(error, "the archive of writer 3 is a delta");
 }
 
 #[test]

@@ -4,6 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "a bench fails by panicking")]
 
 mod compress;
+mod delta;
 mod encode;
 mod file;
 mod lookup;
@@ -29,6 +30,7 @@ fn main() {
             ("small", small::save_and_load),
             ("lookup", lookup::look_up_tensors),
             ("compress", compress::compress_bfloat16),
+            ("delta", delta::make_and_apply),
             ("fit", file::fits),
         ],
     );

@@ -15,7 +15,9 @@ static SETS: LazyLock<Vec<BTreeMap<String, Vec<u8>>>> = LazyLock::new(|| {
         Content::Set(files) => Some(files.into_iter().collect()),
         Content::File(_) => None,
     };
-    vectors().into_iter().filter_map(set).collect()
+    let sets = vectors().into_iter().filter_map(set);
+    // The others are deltas with their bases.
+    sets.filter(|files: &BTreeMap<_, _>| files.contains_key(tssd_format::MANIFEST_NAME)).collect()
 });
 
 /// Returns the verdict of a reader on a shard set in memory.

@@ -147,6 +147,7 @@ fn manifest() -> Vec<u8> {
         crcs: vec![2, 3],
         align_log2: 21,
         shard: 1,
+        base: None,
         compressed_layout: Some(CompressedLayout { width: 16, chunks: frames.into() }),
         digest: None,
     };
@@ -163,7 +164,7 @@ fn manifest() -> Vec<u8> {
     // From its index on, an archive has at least a root of 120 bytes and the trailer.
     let shard = |name: String, writer, index_off| ShardFile {
         name,
-        file_len: index_off + 120 + 64,
+        file_len: index_off + 136 + 64,
         index_off,
         index_crc32: 4,
         writer,

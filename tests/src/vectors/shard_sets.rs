@@ -77,6 +77,7 @@ fn manifest_alone() -> Vec<u8> {
         crcs: vec![crc32fast::hash(&[0; 8])],
         align_log2: 8,
         shard,
+        base: None,
         compressed_layout: None,
         digest: None,
     };

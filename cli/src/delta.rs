@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 use tssd_format::{
     Archive, ChangeCount, DeltaChunks, DeltaClasses, DeltaDraft, DeltaJob, Layout, Options,
-    VerifyJob, ZSTD_LEVEL_ATTR,
+    VerifyJob,
 };
 
 use crate::codec::Codec;
@@ -190,11 +190,8 @@ fn apply(args: &ApplyArgs, console: Console) -> Result<Exit> {
     if let Some(error) = error {
         return Err(Failure::format(&inputs, &error));
     }
-    let mut options = Options::new().digests().allow_opaque().compress(args.codec.compression());
-    for (name, value) in delta.attrs() {
-        options = options.attr(name, value);
-    }
-    let options = options.without_attr(ZSTD_LEVEL_ATTR).without_store_attrs();
+    let options = Options::new().attrs_of(&delta).digests().allow_opaque();
+    let options = options.compress(args.codec.compression());
     let dict = archive.to_state_dict().map_err(|error| Failure::format(&inputs, &error))?;
     let layout = encode::plan(&dict, &options, console);
     let layout = layout.map_err(|error| Failure::format(path, &error))?;

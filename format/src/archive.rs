@@ -178,14 +178,29 @@ impl Archive {
     }
 
     /// Returns the content digest of an archive whose bytes can be read.
-    fn digest_of_readable(&self) -> Result<Digest> {
+    pub(crate) fn digest_of_readable(&self) -> Result<Digest> {
+        self.require_readable()?;
+        self.content_digest().map_or_else(|| self.compute_content_digest(), Ok)
+    }
+
+    /// Checks that the bytes of all storages can be read.
+    ///
+    /// # Errors
+    ///
+    /// `BlobElsewhere` for a manifest that was opened without its shards, `BaseMissing` for a delta without its base.
+    pub(crate) fn require_readable(&self) -> Result<()> {
         if self.is_manifest_only() {
             return Err(Error::new(ErrorKind::BlobElsewhere));
         }
         if self.lacks_base() {
             return Err(Error::new(ErrorKind::BaseMissing));
         }
-        self.content_digest().map_or_else(|| self.compute_content_digest(), Ok)
+        Ok(())
+    }
+
+    /// Returns the number of raw bytes of a storage.
+    pub(crate) fn storage_len(&self, number: u32) -> u64 {
+        self.index.storage_len(number)
     }
 
     /// Opens a delta with a base of this content digest. The bytes of the base need not be readable.
@@ -226,10 +241,13 @@ impl Archive {
         let mut crc = crc32fast::Hasher::new();
         self.for_each_chunk(&storage, |_, raw| crc.update(raw))
             .and_then(|()| storage.verify_crc32(crc.finalize()))
-            .map_err(|error| {
-                let offset = error.offset().unwrap_or(storage.offset);
-                error.with_path(self.storage_fqn(number)).with_offset(offset)
-            })
+            .map_err(|error| self.at_storage(error, number))
+    }
+
+    /// Adds to an error the first leaf of a storage, and the offset of the storage unless the error has one.
+    pub(crate) fn at_storage(&self, error: Error, number: u32) -> Error {
+        let offset = error.offset().unwrap_or_else(|| self.storage(number).offset);
+        error.with_path(self.storage_fqn(number)).with_offset(offset)
     }
 
     /// Returns the content digest of the base that a delta needs; `None` if the archive is no delta.
@@ -355,10 +373,8 @@ impl Archive {
     pub fn compute_content_digest(&self) -> Result<Digest> {
         content_digest(&self.index.views(), |number| {
             let storage = self.storage(number);
-            let chunks = self.hash_chunks(&storage).map_err(|error| {
-                let offset = error.offset().unwrap_or(storage.offset);
-                error.with_path(self.storage_fqn(number)).with_offset(offset)
-            })?;
+            let chunks = self.hash_chunks(&storage);
+            let chunks = chunks.map_err(|error| self.at_storage(error, number))?;
             Ok(digest::merge(storage.len, storage.chunk_size, &chunks))
         })
     }

@@ -158,6 +158,7 @@ impl ChunkDecoder {
     }
 }
 
-fn delta_width(bytes: u8) -> ElementWidth {
+/// Returns the width of the elements of a delta storage.
+pub(crate) fn delta_width(bytes: u8) -> ElementWidth {
     ElementWidth::from_bytes(bytes).expect("the validator has proven the width of delta storages")
 }

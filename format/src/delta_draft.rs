@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use crc32fast::Hasher;
 
 use crate::archive::Archive;
 use crate::checksum::checksum;
@@ -17,14 +16,15 @@ use crate::delta::{
     ChangeCount, DeltaClasses, DeltaEncoder, DeltaFolder, DeltaOptions, ElementWidth,
 };
 use crate::digest::{self, ChunkHasher, Digest};
-use crate::encode::{Attrs, encode};
+use crate::encode::encode;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
 use crate::layout::Layout;
-use crate::options::{Compression, Options, RequestedCodec, ZSTD_LEVEL_ATTR, plane_width};
+use crate::options::{Compression, Options, RequestedCodec, plane_width};
 use crate::planes::PlanesEncoder;
 use crate::storage::{ChunkLocation, CompressedLayout, StorageDecoder, StorageReference};
 use crate::storage_allocator::StorageAllocator;
+use crate::storage_tables::combine_crcs;
 use crate::structure::{Node, TensorReference};
 use crate::tensor::TensorMeta;
 use crate::write_job::RawBytes;
@@ -61,8 +61,7 @@ const JOB_BYTES: u64 = ChunkSize::DELTA.bytes();
 /// ```
 #[derive(Debug)]
 pub struct DeltaDraft {
-    /// The version that the delta leads to, or the delta that leads to it.
-    result: Archive,
+    sources: Arc<Sources>,
     /// The content digest of the base.
     base: Digest,
     plans: Vec<Plan>,
@@ -163,40 +162,26 @@ impl DeltaDraft {
     /// - The errors of [`Archive::compute_content_digest`], if the base has no digests.
     /// - `BlobElsewhere` or `BaseMissing` if the bytes of an archive are not open; `Io` if they cannot be read.
     pub fn between(base: &Archive, result: &Archive, classes: DeltaClasses) -> Result<Self> {
-        for archive in [base, result] {
-            if archive.is_manifest_only() {
-                return Err(Error::new(ErrorKind::BlobElsewhere));
-            }
-            if archive.lacks_base() {
-                return Err(Error::new(ErrorKind::BaseMissing));
-            }
-        }
-        let digest = base.content_digest().map_or_else(|| base.compute_content_digest(), Ok);
-        let digest = digest.map_err(|error| of_version(error, "base"))?;
+        result.require_readable().map_err(|error| of_version(error, "result"))?;
+        let digest = base.digest_of_readable().map_err(|error| of_version(error, "base"))?;
         let sources = Sources::Versions { base: base.clone(), result: result.clone(), classes };
         let mut positions = vec![0; index_to_usize(base.storage_count())];
         for (position, number) in (0..).zip(content_order(&base.index_views())) {
             positions[index_to_usize(number)] = position;
         }
         let base_leaves: BTreeMap<ObjectPath, Node> = base.leaves().into_iter().collect();
-        let mut draft = Self::new(result, digest);
+        let mut draft = Self::new(sources, digest);
         let mut chunks = Vec::new();
         let mut matches = first_tensors(result);
         for number in 0..result.storage_count() {
-            let reference = matches.remove(&number);
+            let (reference, len) = (matches.remove(&number), result.storage_len(number));
             let matched = reference.as_ref().and_then(|(path, reference)| {
                 let base_number = matching_storage(base_leaves.get(path)?, reference)?;
-                let lens = [base.storage(base_number).len, result.storage(number).len];
-                (lens[0] == lens[1]).then(|| (base_number, delta_width(&reference.meta, lens[0])))
+                let width = delta_width(&reference.meta, len);
+                (base.storage_len(base_number) == len).then_some((base_number, width))
             });
             if let Some((base_number, width)) = matched {
-                let len = result.storage(number).len;
-                chunks.extend((0..ChunkSize::DELTA.count(len)).map(|chunk| ChunkWork {
-                    base: base_number,
-                    result: number,
-                    chunk,
-                    width,
-                }));
+                chunks.extend(ChunkWork::all([base_number, number], width, len));
                 let base = positions[index_to_usize(base_number)];
                 draft.plans.push(Plan::Delta { base, width });
             } else {
@@ -204,7 +189,7 @@ impl DeltaDraft {
                 draft.push_whole(result, meta.as_ref())?;
             }
         }
-        draft.push_jobs(sources, chunks);
+        draft.push_jobs(chunks);
         Ok(draft)
     }
 
@@ -227,7 +212,8 @@ impl DeltaDraft {
         // Its storages can be read that the first delta has whole.
         let applied = second.clone().with_checked_base(first.clone(), continued)?;
         let first_storages = content_order(&first.index_views());
-        let mut draft = Self::new(second, base);
+        let sources = Sources::Deltas { first: first.clone(), second: second.clone() };
+        let mut draft = Self::new(sources, base);
         let mut chunks = Vec::new();
         let mut matches = first_tensors(second);
         for number in 0..second.storage_count() {
@@ -243,28 +229,23 @@ impl DeltaDraft {
                 draft.push_whole(&applied, meta.as_ref())?;
                 continue;
             };
-            let [width, first_width] = [&storage, &first_storage].map(delta_width_of);
+            let [width, first_width] =
+                [&storage, &first_storage].map(StorageReference::delta_width);
             if width != first_width {
                 return Err(Error::new(ErrorKind::NotFoldable)
                     .with_path(second.storage_fqn(number))
                     .with_detail("the deltas have elements of different widths"));
             }
-            chunks.extend((0..ChunkSize::DELTA.count(storage.len)).map(|chunk| ChunkWork {
-                base: first_number,
-                result: number,
-                chunk,
-                width,
-            }));
+            chunks.extend(ChunkWork::all([first_number, number], width, storage.len));
             draft.plans.push(Plan::Delta { base, width });
         }
-        draft.push_jobs(Sources::Deltas { first: first.clone(), second: second.clone() }, chunks);
+        draft.push_jobs(chunks);
         Ok(draft)
     }
 
-    fn new(result: &Archive, base: Digest) -> Self {
-        let mut options = Options::new().digests().without_store_attrs();
-        options.attrs = content_attrs(result.attrs());
-        Self { result: result.clone(), base, plans: Vec::new(), jobs: Vec::new(), options }
+    fn new(sources: Sources, base: Digest) -> Self {
+        let options = Options::new().attrs_of(sources.result()).digests();
+        Self { sources: sources.into(), base, plans: Vec::new(), jobs: Vec::new(), options }
     }
 
     /// Plans the next storage as one that is stored whole; `meta` is that of the first tensor in it.
@@ -285,26 +266,19 @@ impl DeltaDraft {
         Ok(())
     }
 
-    fn push_jobs(&mut self, sources: Sources, chunks: Vec<ChunkWork>) {
-        let sources = Arc::new(sources);
-        let mut job = Vec::new();
-        let mut len = 0;
-        let mut jobs = Vec::new();
-        let mut push = |job: Vec<ChunkWork>, len| {
-            jobs.push(DeltaJob { work: Work::Encode(sources.clone(), job), len });
-        };
-        for chunk in chunks {
-            let range = ChunkSize::DELTA.range(chunk.chunk, self.result.storage(chunk.result).len);
+    fn push_jobs(&mut self, chunks: Vec<ChunkWork>) {
+        let (mut job, mut len) = (Vec::new(), 0);
+        let mut chunks = chunks.into_iter().peekable();
+        while let Some(chunk) = chunks.next() {
+            let storage_len = self.sources.result().storage_len(chunk.result);
+            let range = ChunkSize::DELTA.range(chunk.chunk, storage_len);
             len += range.end - range.start;
             job.push(chunk);
-            if len >= JOB_BYTES {
-                push(std::mem::take(&mut job), std::mem::take(&mut len));
+            if len >= JOB_BYTES || chunks.peek().is_none() {
+                let work = Work::Encode(self.sources.clone(), std::mem::take(&mut job));
+                self.jobs.push(DeltaJob { work, len: std::mem::take(&mut len) });
             }
         }
-        if !job.is_empty() {
-            push(job, len);
-        }
-        self.jobs.extend(jobs);
     }
 
     /// Returns the jobs that encode the storages.
@@ -344,10 +318,7 @@ impl DeltaDraft {
                 }),
             }
         }
-        let checks = self.jobs.iter().find_map(|job| match &job.work {
-            Work::Encode(sources, _) => Some(sources.clone()),
-            Work::Compress(..) | Work::Verify(..) => None,
-        });
+        let result = self.sources.result();
         let mut allocator = StorageAllocator::new();
         allocator.storages.set_base(self.base);
         for (number, plan) in (0..).zip(self.plans) {
@@ -359,14 +330,12 @@ impl DeltaDraft {
                 Plan::Delta { base, width } => {
                     let mut chunks = encoded.remove(&number).unwrap_or_default();
                     chunks.sort_by_key(|chunk| chunk.work.chunk);
-                    let storage = self.result.storage(number);
+                    let storage = result.storage(number);
                     let numbers = chunks.iter().map(|chunk| chunk.work.chunk);
                     if !numbers.eq(0..ChunkSize::DELTA.count(storage.len)) {
                         return Err(Error::new(ErrorKind::Unfilled));
                     }
-                    if let Some(sources) = &checks {
-                        sources.verify(&storage, &chunks)?;
-                    }
+                    self.sources.verify(&storage, &chunks)?;
                     let digest =
                         storage.digest.map_or_else(|| merged_digest(&storage, &chunks), Some);
                     let digest = digest.ok_or_else(|| Error::new(ErrorKind::Unfilled))?;
@@ -383,18 +352,10 @@ impl DeltaDraft {
                 }
             }
         }
-        let root = self.result.structure();
+        let root = result.structure();
         let tables = encode(&root.as_borrowed(), &allocator.attrs(&self.options), &[])?;
         Layout::new(allocator, tables)
     }
-}
-
-/// Returns the attributes of the content, and of the file as it will be after the delta is applied.
-fn content_attrs(mut attrs: Attrs) -> Attrs {
-    attrs.retain(|name, _| {
-        !name.starts_with(crate::content_digest::STORE_ATTR_PREFIX) && name != ZSTD_LEVEL_ATTR
-    });
-    attrs
 }
 
 /// Returns for each storage whose first leaf is a tensor the path and the first reference of this leaf to the storage.
@@ -431,12 +392,6 @@ fn delta_width(meta: &TensorMeta, storage_len: u64) -> ElementWidth {
     if storage_len.is_multiple_of(to_u64(width.bytes())) { width } else { ElementWidth::One }
 }
 
-/// Returns the width of the elements of a delta storage.
-fn delta_width_of(storage: &StorageReference) -> ElementWidth {
-    let width = storage.compressed_layout.as_ref().map_or(0, |layout| layout.width);
-    ElementWidth::from_bytes(width).expect("proven for delta storages")
-}
-
 /// Adds to the message of an error which of the two versions it is about.
 fn of_version(error: Error, version: &str) -> Error {
     let detail = match error.detail() {
@@ -464,10 +419,7 @@ fn delta_storage(
         offset += u64::from(len);
         location
     });
-    let layout = CompressedLayout {
-        width: u8::try_from(width.bytes()).expect("at most 4"),
-        chunks: chunks.collect(),
-    };
+    let layout = CompressedLayout { width: width.to_u8(), chunks: chunks.collect() };
     StorageReference {
         len: result.len,
         crc32: result.crc32,
@@ -477,25 +429,34 @@ fn delta_storage(
     }
 }
 
+impl ChunkWork {
+    /// Returns all chunks of a storage of `len` raw bytes, given its numbers in both archives.
+    fn all([base, result]: [u32; 2], width: ElementWidth, len: u64) -> impl Iterator<Item = Self> {
+        (0..ChunkSize::DELTA.count(len)).map(move |chunk| Self { base, result, chunk, width })
+    }
+}
+
 impl Sources {
+    /// Returns the version that the delta leads to, or the delta that leads to it.
+    fn result(&self) -> &Archive {
+        match self {
+            Self::Versions { result, .. } => result,
+            Self::Deltas { second, .. } => second,
+        }
+    }
+
     /// Checks the CRC-32s of both versions of a storage, as the jobs have computed them.
-    fn verify(&self, result: &StorageReference, chunks: &[EncodedChunk]) -> Result<()> {
-        let Self::Versions { base, result: result_archive, .. } = self else { return Ok(()) };
+    fn verify(&self, storage: &StorageReference, chunks: &[EncodedChunk]) -> Result<()> {
+        let Self::Versions { base, result, .. } = self else { return Ok(()) };
         let Some(first) = chunks.first() else { return Ok(()) };
-        let base_storage = base.storage(first.work.base);
-        let sides =
-            [(base, first.work.base, &base_storage), (result_archive, first.work.result, result)];
-        for (side, (archive, number, storage)) in sides.into_iter().enumerate() {
-            let mut crc = Hasher::new();
-            for chunk in chunks {
-                let range = ChunkSize::DELTA.range(chunk.work.chunk, storage.len);
-                let crcs = chunk.crcs.expect("jobs on versions compute them");
-                crc.combine(&Hasher::new_with_initial_len(crcs[side], range.end - range.start));
-            }
-            storage.verify_crc32(crc.finalize()).map_err(|error| {
-                let error = error.with_path(archive.storage_fqn(number));
-                of_version(error.with_offset(storage.offset), ["base", "result"][side])
-            })?;
+        let sides = [(base, first.work.base, "base"), (result, first.work.result, "result")];
+        for (side, (archive, number, name)) in sides.into_iter().enumerate() {
+            let crcs = chunks.iter().filter_map(|chunk| Some(chunk.crcs?[side]));
+            let crc = combine_crcs(storage.len, ChunkSize::DELTA, crcs);
+            archive
+                .storage(number)
+                .verify_crc32(crc)
+                .map_err(|error| of_version(archive.at_storage(error, number), name))?;
         }
         Ok(())
     }
@@ -563,14 +524,15 @@ impl<'a> VersionEncoder<'a> {
     }
 
     fn encode(&mut self, work: ChunkWork) -> Result<EncodedChunk> {
-        let storage = self.result.storage(work.result);
-        let range = ChunkSize::DELTA.range(work.chunk, storage.len);
+        let len = self.result.storage_len(work.result);
+        let range = ChunkSize::DELTA.range(work.chunk, len);
         let old = self.base.storage_range(work.base, range.clone());
         let old = old.map_err(|error| of_version(error, "base"))?;
         let new = self.result.storage_range(work.result, range);
         let new = new.map_err(|error| of_version(error, "result"))?;
-        let digest = storage.digest.is_none().then(|| {
-            let mut hasher = ChunkHasher::new(work.chunk, storage.len, ChunkSize::DELTA);
+        let has_digests = !self.result.index_views().digests.is_empty();
+        let digest = (!has_digests).then(|| {
+            let mut hasher = ChunkHasher::new(work.chunk, len, ChunkSize::DELTA);
             hasher.update(&new);
             hasher.finish()
         });
@@ -604,7 +566,7 @@ fn smallest(
     if delta.len() < raw.len() / 2 {
         return Ok((ChunkCodec::Delta, Bytes::copy_from_slice(delta)));
     }
-    let planes = planes.encode(raw, u8::try_from(width.bytes()).expect("at most 4"))?;
+    let planes = planes.encode(raw, width.to_u8())?;
     Ok(match planes {
         Some(planes) if planes.len() <= delta.len() => (ChunkCodec::Planes, planes.into()),
         _ if delta.len() < raw.len() => (ChunkCodec::Delta, Bytes::copy_from_slice(delta)),
@@ -674,7 +636,7 @@ impl<'a> FoldEncoder<'a> {
 
     /// Returns the stored form of a chunk that needs no base.
     fn whole_chunk(&mut self, raw: Bytes, width: ElementWidth) -> Result<(ChunkCodec, Bytes)> {
-        let planes = self.planes.encode(&raw, u8::try_from(width.bytes()).expect("at most 4"))?;
+        let planes = self.planes.encode(&raw, width.to_u8())?;
         Ok(planes.map_or((ChunkCodec::Raw, raw), |planes| (ChunkCodec::Planes, planes.into())))
     }
 }

@@ -232,6 +232,13 @@ impl Options {
         self
     }
 
+    /// Takes the attributes of an archive, but not those about a version in a store or about its compression.
+    #[must_use]
+    pub fn attrs_of(mut self, archive: &Archive) -> Self {
+        self.attrs = archive.attrs();
+        self.without_store_attrs().without_attr(ZSTD_LEVEL_ATTR)
+    }
+
     /// Allows opaque leaves ([`Value::Opaque`](crate::Value::Opaque)).
     #[must_use]
     pub fn allow_opaque(mut self) -> Self {

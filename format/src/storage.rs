@@ -5,9 +5,9 @@ use std::ops::Range;
 use bytes::Bytes;
 
 use crate::chunk::ChunkSize;
-use crate::chunk_codec::{ChunkCodec, ChunkDecoder, StorageCodec};
+use crate::chunk_codec::{ChunkCodec, ChunkDecoder, StorageCodec, delta_width};
 use crate::convert::to_usize;
-use crate::delta::ChangeCount;
+use crate::delta::{ChangeCount, ElementWidth};
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::zeroed;
@@ -147,6 +147,11 @@ impl StorageReference {
             let codec = layout.chunks[to_usize(number)].codec;
             StorageCodec { codec, width: layout.width }
         })
+    }
+
+    /// Returns the width of the elements of a delta storage.
+    pub(crate) fn delta_width(&self) -> ElementWidth {
+        delta_width(self.chunk_codec(0).width)
     }
 
     /// Returns the byte range of a stored chunk in the file of the storage.

@@ -214,10 +214,8 @@ impl VerifyJob<'_> {
         match &self.target {
             Target::Padding(range) => verify_padding(self.archive, range),
             Target::Storage(number, storage, check) => {
-                verify_storage(self.archive, *number, storage, *check).map_err(|error| {
-                    let at = error.offset().unwrap_or(storage.offset);
-                    error.with_path(self.archive.storage_fqn(*number)).with_offset(at)
-                })
+                verify_storage(self.archive, *number, storage, *check)
+                    .map_err(|error| self.archive.at_storage(error, *number))
             }
             Target::Shard(number, file, storages, depth) => {
                 verify_shard(self.archive.blob(*number), storages, *depth)

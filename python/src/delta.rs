@@ -5,14 +5,11 @@ use std::path::{Path, PathBuf};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use tssd_format::{
-    Archive, ChangeCount, DeltaClasses, DeltaDraft, Layout, Options, ZSTD_LEVEL_ATTR,
-    open_shard_set,
-};
-use tssd_store::{Replacement, file};
+use tssd_format::{Archive, ChangeCount, DeltaClasses, DeltaDraft, Options, open_shard_set};
+use tssd_store::file;
 
 use crate::error::{Failure, Result};
-use crate::file::compression;
+use crate::file::{compression, write_file};
 use crate::interrupt::InterruptCheck;
 
 /// Opens a file, or the shard set of a directory.
@@ -51,7 +48,7 @@ pub(crate) fn _delta_make(
         let (base, result) = (open(&base)?, open(&result)?);
         let draft = DeltaDraft::between(&base, &result, classes)?;
         let (layout, changes) = file::plan_delta(draft, || interrupt.check())?;
-        write(&layout, &filename, fsync, &interrupt).map_err(|error| error.with_file(&filename))?;
+        write_file(&layout, &filename, fsync, &interrupt)?;
         let ChangeCount { listed, dense } = changes;
         Ok((listed, dense, layout.file_len()))
     })
@@ -93,7 +90,7 @@ pub(crate) fn _delta_fold(
             folded = reopen().map_err(|error| Failure::from(error).with_file(next))?;
         }
         let layout = plan(&folded, last)?;
-        write(&layout, &filename, fsync, &interrupt).map_err(|error| error.with_file(&filename))?;
+        write_file(&layout, &filename, fsync, &interrupt)?;
         Ok(layout.file_len())
     })
 }
@@ -109,15 +106,12 @@ pub(crate) fn _delta_apply<'py>(
     compression: Option<&str>,
     fsync: bool,
 ) -> Result<Option<Bound<'py, PyBytes>>> {
-    let mut options = Options::new().digests().allow_opaque();
-    options = options.compress(self::compression(compression)?);
+    let options = Options::new().digests().allow_opaque();
+    let options = options.compress(self::compression(compression)?);
     let interrupt = InterruptCheck::new();
     let layout = py.detach(|| {
         let opened = open(&delta)?;
-        for (name, value) in opened.attrs() {
-            options = options.clone().attr(name, value);
-        }
-        let options = options.without_attr(ZSTD_LEVEL_ATTR).without_store_attrs();
+        let options = options.attrs_of(&opened);
         let base_archive = open(&base)?;
         let applied = opened.result_from(base_archive);
         let applied = applied.map_err(|error| Failure::from(error).with_file(&base))?;
@@ -136,13 +130,6 @@ pub(crate) fn _delta_apply<'py>(
         });
         return Ok(Some(bytes?));
     };
-    py.detach(|| write(&layout, &filename, fsync, &interrupt))
-        .map_err(|error| error.with_file(&filename))?;
+    py.detach(|| write_file(&layout, &filename, fsync, &interrupt))?;
     Ok(None)
-}
-
-fn write(layout: &Layout, filename: &Path, fsync: bool, interrupt: &InterruptCheck) -> Result<()> {
-    let replacement = Replacement::create(filename, fsync)?;
-    file::write(layout, &replacement, || interrupt.check())?;
-    Ok(replacement.commit()?)
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -177,17 +177,25 @@ pub(crate) fn save_file<'py>(
     let options = save_options(metadata, compression, level, digest)?;
     let PlannedStateDict { layout, interrupt, imported } =
         &plan_state_dict(state_dict, options, allow_pickle)?;
-    py.detach(|| {
-        let write = || {
-            let replacement = Replacement::create(&filename, fsync)?;
-            file::write(layout, &replacement, || interrupt.check())?;
-            Ok(replacement.commit()?)
-        };
-        write().map_err(|error: Failure| error.with_file(&filename))
-    })?;
+    py.detach(|| write_file(layout, &filename, fsync, interrupt))?;
     let class = py.import("tssd._reports")?.getattr("SaveReport")?;
     let stored_as_base = imported.stored_as_base.iter().cloned().into_py_dict(py)?;
     Ok(class.call1((layout.file_len(), stored_as_base))?)
+}
+
+/// Writes an archive to a file, which appears under its name once it is complete.
+pub(crate) fn write_file(
+    layout: &Layout,
+    filename: &Path,
+    fsync: bool,
+    interrupt: &InterruptCheck,
+) -> Result<()> {
+    let write = || {
+        let replacement = Replacement::create(filename, fsync)?;
+        file::write(layout, &replacement, || interrupt.check())?;
+        Ok(replacement.commit()?)
+    };
+    write().map_err(|error: Failure| error.with_file(filename))
 }
 
 /// Waits for the deferred drops of files and mappings: see [`file::wait_for_deferred_drops`].

@@ -5,7 +5,7 @@ use std::ops::{AddAssign, Range};
 use super::add::{AddAtBits, AddAtGaps, AddAtPositions};
 use super::class_map::ClassMaps;
 use super::column::ColumnDecoder;
-use super::element::ElementWidth;
+use super::element::{ElementWidth, with_width};
 use super::error::{invalid, mismatch};
 use super::isa::{Instructions, Isa, Kernel};
 use super::layout::{BLOCK_ELEMENTS, Header, MAX_CLASSES, StoredColumn, chunk_elements, elements};
@@ -100,11 +100,7 @@ impl DeltaDecoder {
         target: &mut [u8],
         done: usize,
     ) -> Result<()> {
-        let decoded = match width {
-            ElementWidth::One => self.change::<1>(chunk, width, target, done),
-            ElementWidth::Two => self.change::<2>(chunk, width, target, done),
-            ElementWidth::Four => self.change::<4>(chunk, width, target, done),
-        }?;
+        let decoded = with_width!(width, W => self.change::<W>(chunk, width, target, done))?;
         verify_blocks(&decoded.header, target, done..decoded.header.blocks.len())
     }
 
@@ -124,11 +120,8 @@ impl DeltaDecoder {
             let detail = format_args!("{} bytes, not {}", target.len(), base.len());
             return Err(Error::new(ErrorKind::TargetSize).with_detail(detail));
         }
-        let decoded = match width {
-            ElementWidth::One => self.copy_and_change::<1>(chunk, width, base, target),
-            ElementWidth::Two => self.copy_and_change::<2>(chunk, width, base, target),
-            ElementWidth::Four => self.copy_and_change::<4>(chunk, width, base, target),
-        }?;
+        let decoded =
+            with_width!(width, W => self.copy_and_change::<W>(chunk, width, base, target))?;
         verify_blocks(&decoded.header, target, 0..decoded.header.blocks.len())
     }
 
@@ -142,11 +135,7 @@ impl DeltaDecoder {
     /// `FeatureMissing` in a build without zstd.
     pub fn count(&mut self, chunk: &[u8], width: ElementWidth, len: usize) -> Result<ChangeCount> {
         let elements = chunk_elements(len, width)?;
-        let decoded = match width {
-            ElementWidth::One => self.decode::<1>(chunk, width, elements),
-            ElementWidth::Two => self.decode::<2>(chunk, width, elements),
-            ElementWidth::Four => self.decode::<4>(chunk, width, elements),
-        }?;
+        let decoded = with_width!(width, W => self.decode::<W>(chunk, width, elements))?;
         let listed: usize = decoded.listed.iter().flatten().sum();
         let dense = decoded.header.dense_len() / width.bytes();
         Ok(ChangeCount { listed: to_u64(listed), dense: to_u64(dense) })

@@ -24,6 +24,11 @@ impl ElementWidth {
 
     /// Returns the width in bytes.
     pub fn bytes(self) -> usize {
+        self.to_u8().into()
+    }
+
+    /// Returns the width in bytes, as storage records have it.
+    pub(crate) fn to_u8(self) -> u8 {
         match self {
             Self::One => 1,
             Self::Two => 2,
@@ -31,6 +36,27 @@ impl ElementWidth {
         }
     }
 }
+
+/// Evaluates an expression with the width of elements in bytes as the constant `$bytes`.
+macro_rules! with_width {
+    ($width:expr, $bytes:ident => $result:expr) => {
+        match $width {
+            ElementWidth::One => {
+                const $bytes: usize = 1;
+                $result
+            }
+            ElementWidth::Two => {
+                const $bytes: usize = 2;
+                $result
+            }
+            ElementWidth::Four => {
+                const $bytes: usize = 4;
+                $result
+            }
+        }
+    };
+}
+pub(super) use with_width;
 
 /// Returns the bit pattern of an element.
 #[inline(always)]

@@ -5,7 +5,7 @@ use super::classes::{ChooseClasses, ClassPlan, DeltaClasses};
 use super::column::ColumnEncoder;
 use super::compare::Comparison;
 use super::decode::ChangeCount;
-use super::element::{ElementWidth, load, magnitude_mask};
+use super::element::{ElementWidth, load, magnitude_mask, with_width};
 use super::isa::{GROUP, Instructions, Isa, Kernel};
 use super::layout::{
     BLOCK_ELEMENTS, Block, Header, MAX_CLASSES, MAX_COUNT, StoredColumn, elements,
@@ -82,36 +82,16 @@ impl DeltaEncoder {
         options: &DeltaOptions<'_>,
         chunk: &mut Vec<u8>,
     ) -> Result<EncodedDelta> {
-        match width {
-            ElementWidth::One => self.encode_typed::<1>(
-                width,
-                elements(base, width)?,
-                elements(result, width)?,
-                options,
-                chunk,
-            ),
-            ElementWidth::Two => self.encode_typed::<2>(
-                width,
-                elements(base, width)?,
-                elements(result, width)?,
-                options,
-                chunk,
-            ),
-            ElementWidth::Four => self.encode_typed::<4>(
-                width,
-                elements(base, width)?,
-                elements(result, width)?,
-                options,
-                chunk,
-            ),
-        }
+        with_width!(width, W => {
+            let versions = [elements::<W>(base, width)?, elements::<W>(result, width)?];
+            self.encode_typed(width, versions, options, chunk)
+        })
     }
 
     fn encode_typed<const W: usize>(
         &mut self,
         width: ElementWidth,
-        old: &[[u8; W]],
-        new: &[[u8; W]],
+        [old, new]: [&[[u8; W]]; 2],
         options: &DeltaOptions<'_>,
         chunk: &mut Vec<u8>,
     ) -> Result<EncodedDelta> {

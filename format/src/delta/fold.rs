@@ -2,7 +2,7 @@
 
 use super::classes::ClassPlan;
 use super::decode::{BlockChanges, ChangeCount, Decoded, DeltaDecoder};
-use super::element::{ElementWidth, load, store};
+use super::element::{ElementWidth, load, store, with_width};
 use super::encode::DeltaEncoder;
 use super::isa::Isa;
 use super::layout::{Block, MAX_CLASSES, MAX_COUNT, NO_THRESHOLDS, chunk_elements};
@@ -54,11 +54,7 @@ impl DeltaFolder {
         chunk: &mut Vec<u8>,
     ) -> Result<ChangeCount> {
         let elements = chunk_elements(len, width)?;
-        match width {
-            ElementWidth::One => self.fold_typed::<1>([first, second], width, elements, chunk),
-            ElementWidth::Two => self.fold_typed::<2>([first, second], width, elements, chunk),
-            ElementWidth::Four => self.fold_typed::<4>([first, second], width, elements, chunk),
-        }
+        with_width!(width, W => self.fold_typed::<W>([first, second], width, elements, chunk))
     }
 
     fn fold_typed<const W: usize>(

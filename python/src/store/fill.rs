@@ -239,7 +239,7 @@ fn collect_tagged<'a>(
     }
 }
 
-/// Returns whether a stored leaf, or each leaf of a container with a class tag, is not a tensor, and may be read.
+/// Returns whether a stored leaf, or each leaf of a container, is not a tensor, and may be read.
 fn is_plain(node: &Node, allow_pickle: bool) -> bool {
     match node {
         Node::Leaf(Value::Opaque { .. }) | Node::StoredLeaf(ContentKind::Opaque(_), _) => {
@@ -247,19 +247,9 @@ fn is_plain(node: &Node, allow_pickle: bool) -> bool {
         }
         Node::Leaf(_) | Node::StoredLeaf(..) => true,
         Node::Tensors(_) => !is_tensor(node),
-        Node::Container(Container::Tagged(_), children) => {
-            children.iter().all(|(_, child)| is_plain_tree(child, allow_pickle))
-        }
-        Node::Container(..) => false,
-    }
-}
-
-fn is_plain_tree(node: &Node, allow_pickle: bool) -> bool {
-    match node {
         Node::Container(_, children) => {
-            children.iter().all(|(_, child)| is_plain_tree(child, allow_pickle))
+            children.iter().all(|(_, child)| is_plain(child, allow_pickle))
         }
-        leaf => is_plain(leaf, allow_pickle),
     }
 }
 

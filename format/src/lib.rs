@@ -39,6 +39,8 @@ mod state_dict;
 mod text;
 
 // Tensors and shards.
+mod held_indices;
+mod held_parts;
 mod mesh;
 mod placement;
 mod region;
@@ -119,6 +121,7 @@ pub use dtype::{Dtype, DtypeClass, OtherDtype};
 pub use encode::{AttrValue, Attrs, ShardFile};
 pub use error::{Error, ErrorKind, Result};
 pub use frame::DATA_START;
+pub use held_parts::{HeldPart, PartRepeat, held_parts, local_shape_of};
 #[cfg(feature = "json")]
 pub use json::{to_json, to_json_without_elements};
 pub use key::{MapKey, ObjectPath, Step};

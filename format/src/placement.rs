@@ -1,9 +1,9 @@
 //! Placements: how a mesh dimension divides a global tensor, and which part of it a rank holds.
 
 use std::fmt;
-use std::ops::Range;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::held_indices::{HeldIndices, check_box_count, not_a_box};
 use crate::mesh::check_coordinates;
 use crate::region::{Region, check_rank};
 
@@ -63,14 +63,8 @@ impl Placement {
         coordinates: &[u64],
         placements: &[Self],
     ) -> Result<Vec<Region>> {
-        check_rank(global_shape)?;
-        check_rank(mesh_shape)?;
+        check_layout(global_shape, mesh_shape, placements)?;
         check_coordinates(mesh_shape, coordinates)?;
-        if placements.len() != mesh_shape.len() {
-            let (dims, count) = (mesh_shape.len(), placements.len());
-            let note = format!("{dims} mesh dimensions, {count} placements");
-            return Err(Error::new(ErrorKind::MeshMismatch).with_detail(note));
-        }
         let mut held: Vec<HeldIndices> =
             global_shape.iter().map(|&size| HeldIndices::all(size)).collect();
         for ((placement, &parts), &part) in placements.iter().zip(mesh_shape).zip(coordinates) {
@@ -144,118 +138,42 @@ impl fmt::Display for Placement {
     }
 }
 
-/// Maximum number of boxes of a rank, and of pieces of a dimension.
-///
-/// A split factor normally is a number of devices. The limit bounds the memory that other values would take.
-const MAX_PIECES: u64 = 1 << 16;
-
-/// The indices of one tensor dimension that a rank holds.
-///
-/// The runs are increasing, not empty and not adjacent.
-struct HeldIndices {
-    size: u64,
-    runs: Vec<Range<u64>>,
-}
-
-impl HeldIndices {
-    fn all(size: u64) -> Self {
-        let runs = std::iter::once(0..size).filter(|run| !run.is_empty());
-        Self { size, runs: runs.collect() }
+/// Checks the ranks of tensor and mesh, and that there is one placement per mesh dimension.
+pub(crate) fn check_layout(
+    global_shape: &[u64],
+    mesh_shape: &[u64],
+    placements: &[Placement],
+) -> Result<()> {
+    check_rank(global_shape)?;
+    check_rank(mesh_shape)?;
+    if placements.len() != mesh_shape.len() {
+        let (dims, count) = (mesh_shape.len(), placements.len());
+        let note = format!("{dims} mesh dimensions, {count} placements");
+        return Err(Error::new(ErrorKind::MeshMismatch).with_detail(note));
     }
-
-    /// Returns the number of indices.
-    fn len(&self) -> u64 {
-        self.runs.iter().map(|run| run.end - run.start).sum()
-    }
-
-    /// Divides the indices into `split_factor` pieces, and keeps one chunk of each piece.
-    ///
-    /// Each piece has `parts` chunks, of which chunk `part` is kept. Pieces and chunks have the sizes that
-    /// `torch.chunk` gives them. With one piece this is `Shard`.
-    fn split(&mut self, split_factor: u64, parts: u64, part: u64) -> Result<()> {
-        let len = self.len();
-        let piece = len.div_ceil(split_factor);
-        // The first chunk of each piece is the whole piece: there is one part, or each piece has one index.
-        // Otherwise no chunk is adjacent to the chunk of the next piece.
-        if piece.div_ceil(parts) == piece {
-            if part > 0 {
-                self.runs.clear();
-            }
-            return Ok(());
-        }
-        let pieces = len.div_ceil(piece);
-        if pieces > MAX_PIECES {
-            return Err(not_a_box(format!("a dimension of {len} in {pieces} pieces")));
-        }
-        let chunks = (0..pieces).map(|index| {
-            let start = index * piece;
-            let piece = piece.min(len - start);
-            let chunk = piece.div_ceil(parts);
-            let from = chunk.saturating_mul(part).min(piece);
-            let to = from.saturating_add(chunk).min(piece);
-            start + from..start + to
-        });
-        self.retain_positions(chunks);
-        Ok(())
-    }
-
-    /// Keeps the indices at `positions`: increasing, non-adjacent ranges below `self.len()`.
-    fn retain_positions(&mut self, positions: impl Iterator<Item = Range<u64>>) {
-        let runs = std::mem::take(&mut self.runs);
-        let mut runs = runs.into_iter();
-        // The current run, the position of its first index, and the position after its last index.
-        let (mut run, mut start_position, mut end_position) = (0..0, 0, 0);
-        for Range { start, end } in positions {
-            loop {
-                let shared = start.max(start_position)..end.min(end_position);
-                if !shared.is_empty() {
-                    self.runs.push(
-                        run.start + (shared.start - start_position)
-                            ..run.start + (shared.end - start_position),
-                    );
-                }
-                if end <= end_position {
-                    break;
-                }
-                let Some(next) = runs.next() else { return };
-                (start_position, run) = (end_position, next);
-                end_position += run.end - run.start;
-            }
-        }
-    }
+    Ok(())
 }
 
 /// Returns the boxes that the runs of all dimensions span.
 fn cartesian_product(dims: &[HeldIndices]) -> Result<Vec<Region>> {
-    if dims.iter().any(|dim| dim.runs.is_empty()) {
+    if dims.iter().any(|dim| dim.runs().is_empty()) {
         // The rank holds no elements: one empty box, whose other sides have the lengths of the local tensor.
-        let start = |dim: &HeldIndices| dim.runs.first().map_or(dim.size, |run| run.start);
+        let start = |dim: &HeldIndices| dim.runs().first().map_or(dim.size(), |run| run.start);
         let offsets: Vec<u64> = dims.iter().map(start).collect();
         let shape: Vec<u64> = dims.iter().map(HeldIndices::len).collect();
         return Ok(vec![Region::new(&offsets, &shape)?]);
     }
-    let count = dims.iter().try_fold(1_u64, |count, dim| {
-        let runs = u64::try_from(dim.runs.len()).ok()?;
-        count.checked_mul(runs).filter(|&count| count <= MAX_PIECES)
-    });
-    if count.is_none() {
-        return Err(not_a_box(format!("more than {MAX_PIECES} boxes")));
-    }
+    check_box_count(dims.iter().map(|dim| dim.runs().len()))?;
     let mut boxes = vec![(Vec::new(), Vec::new())];
     for dim in dims {
         boxes = boxes
             .into_iter()
             .flat_map(|(offsets, shape)| {
-                dim.runs.iter().map(move |run| {
-                    let size = run.end - run.start;
-                    ([&offsets[..], &[run.start]].concat(), [&shape[..], &[size]].concat())
+                dim.runs().iter().map(move |run| {
+                    ([&offsets[..], &[run.start]].concat(), [&shape[..], &[run.len]].concat())
                 })
             })
             .collect();
     }
     boxes.iter().map(|(offsets, shape)| Region::new(offsets, shape)).collect()
-}
-
-fn not_a_box(note: String) -> Error {
-    Error::new(ErrorKind::NotABox).with_detail(note)
 }

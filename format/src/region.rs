@@ -171,7 +171,7 @@ impl Region {
     }
 
     /// Returns the range of the box in one dimension.
-    fn range(&self, dim: usize) -> Range<u64> {
+    pub(crate) fn range(&self, dim: usize) -> Range<u64> {
         self.offsets[dim]..self.offsets[dim] + self.shape[dim]
     }
 

@@ -8,7 +8,7 @@
     reader.py --all PATH              prints all violations, not only the first one
     reader.py --vectors DIR           checks that it decodes every valid vector in DIR and rejects the others
     reader.py --serve                 reads archives from stdin and answers each, for fuzzing: see `serve`
-    reader.py --self-test             tests its own parts: BLAKE3, the byte shuffle, planes, deltas, frame headers
+    reader.py --self-test             tests its own parts: BLAKE3, shuffle, planes, deltas, regions, frame headers
 
 PATH is a file, the directory of a shard set: `manifest.tssd` and the archives that it names, or the directory
 of a delta and its base: `delta.tssd` and `base.tssd`. A delta that is a PATH itself is read without its base.
@@ -26,7 +26,8 @@ same checks in the same order. `--all` prints all violations of the first stage 
 
 The reader is slow and keeps the whole file in memory. But its checks take time linear in the size of the file,
 for any content: data that several records share is checked once, and a length is compared with the available
-bytes before memory is allocated for it. (With `--all`, only for a valid file.)
+bytes before memory is allocated for it. (With `--all`, only for a valid file. With distributed leaves, linear also in the
+places of their meshes.)
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import ctypes.util
 import decimal
 import json
 import os
+import random
 import re
 import stat
 import struct
@@ -45,14 +47,15 @@ import sys
 import traceback
 import zlib
 from bisect import bisect
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from io import BytesIO
-from itertools import islice
+from itertools import accumulate, islice, product
 from math import prod
 from operator import itemgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, NamedTuple
 
 # The default maximum of bytes that are decoded and printed.
@@ -113,6 +116,9 @@ F-063 UnknownCodec
 F-064 CrcTable
 F-065 ChunkTable
 F-066 BaseTable
+F-067 CrcPages
+F-068 DistributedLeaf
+F-069 ShardLayout
 F-070 OutsideGlobal
 F-071 MeshMismatch
 F-072 PartialPlacement
@@ -126,6 +132,7 @@ F-080 AttrTable
 F-081 DigestTable
 F-082 ShardTable
 F-083 ShardMismatch
+F-084 DistributedMismatch
 F-090 ChunkCorrupt
 F-091 StorageCorrupt
 F-092 PaddingNotZero
@@ -287,12 +294,15 @@ storages   8 Q:offset Q:stored_len Q:raw_len I:shard I:chunks I:crcs I:crc32 B:c
              B:chunk_log2 B:width I:subtrees
 chunks     8 Q:offset I:stored_len I:codec
 crcs       4 I:crc32
+crc_pages  4 I:crc32
 slices     4 I:offsets I:global_shape I:mesh I:coordinates I:ranks I:placements I:names B:rank \
              B:mesh_rank H:flags
 placements 8 B:kind 3s:reserved I:dim Q:split_factor
 attrs      8 Q:name Q:value B:kind 7s:reserved
 digests    1 32s:digest
-shards     8 Q:name Q:file_len Q:index_off I:index_crc32 I:writer 32s:digest
+shards     8 Q:name Q:file_len Q:index_off I:index_crc32 I:writer 32s:digest I:crcs_off I:crcs_len \
+             I:pages_crc32 I:others I:other_count I:reserved
+others     8 Q:stored_len I:position I:crcs
 dtypes     8 Q:name H:number H:size H:bits B:values B:class_
 subtrees   1 32s:subtree
 base       1 32s:digest
@@ -306,8 +316,8 @@ MIN_FILE_LEN = DATA_START + ROOT_LEN + 64
 NONE = 0xFFFF_FFFF
 
 
-def read_tables(index: bytes, t: Record) -> dict[str, Any]:
-    """Returns the records of each table. The records of the heap are its bytes."""
+def read_tables(index: bytes, t: Record) -> tuple[dict[str, Any], dict[str, int]]:
+    """Returns the records of each table, and where it begins in the index. The records of the heap are its bytes."""
     placed = t.root_off % 4 == 0 and t.root_off + t.root_len == t.index_len
     require("F-020", placed and t.root_len >= ROOT_LEN, f"root at {t.root_off}")
     places, end = [], 0
@@ -324,10 +334,11 @@ def read_tables(index: bytes, t: Record) -> dict[str, Any]:
         placed = t.root_off == align_up(end, 4) and is_zero(index[end : t.root_off])
         require("F-021", placed, "root")
     contents = (index[start:end] for start, end in places)
-    return {
+    tables = {
         name: content if name == "heap" else read_records(record, content)
         for (name, _, record), content in zip(LAYOUTS, contents)
     }
+    return tables, {name: start for (name, *_), (start, _) in zip(LAYOUTS, places)}
 
 
 class Claims:
@@ -376,7 +387,8 @@ class Archive:
         self.index_off: int = trailer.index_off
         self.index = data[trailer.index_off : -64]
         require("F-013", trailer.index_crc32 == zlib.crc32(self.index), "index")
-        tables = read_tables(self.index, trailer)
+        tables, starts = read_tables(self.index, trailer)
+        self.crcs_off = starts["crcs"]
         self.heap: bytes = tables["heap"]
         self.dims: list[int] = tables["dims"]
         self.nodes: list[Record] = tables["nodes"]
@@ -385,11 +397,13 @@ class Archive:
         self.storages: list[Record] = tables["storages"]
         self.chunks: list[Record] = tables["chunks"]
         self.crcs: list[int] = tables["crcs"]
+        self.crc_pages: list[int] = tables["crc_pages"]
         self.slices: list[Record] = tables["slices"]
         self.placements: list[Record] = tables["placements"]
         self.attrs: list[Record] = tables["attrs"]
         self.digests: list[bytes] = tables["digests"]
         self.shards: list[Record] = tables["shards"]
+        self.others: list[Record] = tables["others"]
         self.dtypes: list[Record] = tables["dtypes"]
         self.subtrees: list[bytes] = tables["subtrees"]
         self.base: list[bytes] = tables["base"]
@@ -400,6 +414,7 @@ class Archive:
         self.texts: set[tuple] = set()  # the ranges that were checked to be text, with the mode of the check
         self.dims_claims = Claims("dims", self.dims, "F-033")
         self.named: list[str | None] = [None] * len(self.storages)  # the table that names each storage
+        self.distributed: dict[int, bool] = {}  # by distributed leaf: whether it is inside a divergent node
         self.shard_set: list[bytes] | None = None  # the files of the shards, if they are open too
         self.base_file: Archive | None = None  # the base of a delta, if it is open too
         self.base_of: dict[int, int] = {}  # by delta storage: its storage in the base, if the base is open
@@ -488,7 +503,7 @@ def is_text(content: bytes, surrogates: str = "surrogatepass") -> bool:
 # ---- 5. Nodes ------------------------------------------------------------------------------------
 
 NONE_LEAF, BOOL, INT, BIGINT, FLOAT, COMPLEX, STR, BYTES, DTYPE, SIZE = range(10)
-DEVICE, TENSOR, OPAQUE = range(10, 13)
+DEVICE, TENSOR, OPAQUE, DISTRIBUTED = range(10, 14)
 DICT, ORDERED_DICT, LIST, TUPLE, NAMEDTUPLE, DIVERGENT = range(32, 38)
 STORABLE = (STR, BYTES, OPAQUE)  # leaves whose content can be in a storage
 
@@ -749,13 +764,13 @@ def is_canonical(bigint: bytes) -> bool:
 def check_leaf(walk: NodeWalk, i: int, node: Record, where: str) -> None:
     file = walk.file
     require("F-047", node.flags <= int(node.kind in STORABLE), where)
-    if not require("F-040", node.kind <= OPAQUE, f"{where}, kind {node.kind}"):
+    if not require("F-040", node.kind <= DISTRIBUTED, f"{where}, kind {node.kind}"):
         return
-    require("F-047", node.count == 0 or node.kind in (SIZE, TENSOR), where)
+    require("F-047", node.count == 0 or node.kind in (SIZE, TENSOR, DISTRIBUTED), where)
     if node.kind == STR:
         check_tag(walk, i, node)
     else:
-        require("F-047", node.b == 0 or node.kind in (COMPLEX, OPAQUE), where)
+        require("F-047", node.b == 0 or node.kind in (COMPLEX, OPAQUE, DISTRIBUTED), where)
     if node.kind == NONE_LEAF:
         require("F-047", node.a == 0, where)
     elif node.kind == BOOL:
@@ -774,6 +789,10 @@ def check_leaf(walk: NodeWalk, i: int, node: Record, where: str) -> None:
         is_run = require("F-051", node.count > 0, where)
         if is_run and walk.runs.claim_once(node.a, node.count):
             check_run(file, node, where)
+    elif node.kind == DISTRIBUTED:
+        is_record = require("F-051", node.count == 1, where)
+        if is_record and walk.runs.claim_once(node.a, 1):
+            file.distributed[i] = walk.divergent[i]
     elif node.kind in STORABLE:
         check_content(file, node, where)
     if node.kind == OPAQUE:
@@ -880,7 +899,7 @@ def is_wrapper(file: Archive, i: int, node: Record, children: list[Record]) -> b
     inner = [file.nodes[child] for child in file.children(tensors)]
     return (
         has_str_keys(inner)
-        and all(child.kind == TENSOR or has_class(child, "wrapper") for child in inner)
+        and all(child.kind in (TENSOR, DISTRIBUTED) or has_class(child, "wrapper") for child in inner)
         and (size.kind, stride.kind, size.count) == (SIZE, SIZE, stride.count)
     )
 
@@ -1004,6 +1023,7 @@ MAX_RANK = 64
 OVERFLOW = 1 << 63
 CHUNK_LOG2 = 20
 CHUNK = 1 << CHUNK_LOG2
+CRC_PAGE = 1024  # entries of `crcs` for each entry of `crc_pages`
 RAW, COMPRESSED, DELTA = range(3)  # codecs of storages
 RAW_CHUNK, ZSTD_CHUNK, PLANES_CHUNK, DELTA_CHUNK = range(4)  # codecs of chunks
 # Of each codec of storages: the logarithms of chunk sizes, the widths of elements, and the codecs of chunks.
@@ -1066,15 +1086,16 @@ def row_major(shape: list[int]) -> list[int]:
 
 def check_tensors(file: Archive) -> None:
     slices = Claims("slices", file.slices, "F-075")
+    distributed = {file.nodes[leaf].a for leaf in file.distributed}
     for i, tensor in enumerate(file.tensors):
         with PART:
-            shape = check_tensor(file, tensor, f"tensor {i}")
+            shape = check_tensor(file, tensor, i in distributed, f"tensor {i}")
             if tensor.slice != NONE and slices.claim(tensor.slice, 1):
                 check_sliced(file, tensor, shape, f"tensor {i}")
     slices.check_complete()
 
 
-def check_tensor(file: Archive, tensor: Record, where: str) -> list[int]:
+def check_tensor(file: Archive, tensor: Record, is_distributed: bool, where: str) -> list[int]:
     is_known = require("F-050", tensor.dtype in file.dtypes_by_number, where)
     require("F-052", tensor.rank <= MAX_RANK, where)
     require("F-056", not is_known or has_valid_flags(file, tensor), where)
@@ -1082,7 +1103,7 @@ def check_tensor(file: Archive, tensor: Record, where: str) -> list[int]:
     if tensor.strides != NONE:
         file.dims_claims.claim(tensor.strides, tensor.rank)
     if is_known:
-        check_elements(file, tensor, shape, where)
+        check_elements(file, tensor, shape, is_distributed, where)
     return shape
 
 
@@ -1093,7 +1114,7 @@ def has_valid_flags(file: Archive, tensor: Record) -> bool:
     return tensor.flags in VALID_FLAGS and fits_dtype and fits_rank and tensor.reserved == 0
 
 
-def check_elements(file: Archive, tensor: Record, shape: list[int], where: str) -> None:
+def check_elements(file: Archive, tensor: Record, shape: list[int], is_distributed: bool, where: str) -> None:
     """Checks strides, and the place of the elements in the storage."""
     strides = effective_strides(file, tensor, shape)
     itemsize = file.dtypes_by_number[tensor.dtype].size
@@ -1101,11 +1122,11 @@ def check_elements(file: Archive, tensor: Record, shape: list[int], where: str) 
     span = 0 if 0 in shape else itemsize * (1 + last)
     require("F-053", max(*shape, *strides, extent(file, tensor, shape), span) < OVERFLOW, where)
     require("F-058", tensor.strides == NONE or strides != row_major(shape), where)
-    if 0 in shape:
+    end = tensor.byte_offset + span
+    require("F-053", 0 in shape or end < OVERFLOW, where)
+    if 0 in shape or is_distributed:
         require("F-054", tensor.storage == NONE and tensor.byte_offset == 0, where)
         return
-    end = tensor.byte_offset + span
-    require("F-053", end < OVERFLOW, where)
     if require("F-054", tensor.storage < len(file.storages), where):
         require("F-054", end <= file.storages[tensor.storage].raw_len, where)
         require("F-049", file.named[tensor.storage] != "nodes", where)
@@ -1141,11 +1162,22 @@ def check_storages(file: Archive) -> None:
     # The index begins at the next aligned offset after the blob. A manifest has no blob.
     require("F-060", file.index_off == (DATA_START if file.shards else align_up(end, 64)), "index")
     crcs.check_complete()
+    check_crc_pages(file)
     chunks.check_complete()
     check_digests(file)
     check_base(file)
     for i, named in enumerate(file.named):
         require("F-062", named, f"storage {i}")
+
+
+def check_crc_pages(file: Archive) -> None:
+    content = pack_crcs(file.crcs)
+    pages = (content[at : at + 4 * CRC_PAGE] for at in range(0, len(content), 4 * CRC_PAGE))
+    require("F-067", file.crc_pages == list(map(zlib.crc32, pages)), "crc_pages")
+
+
+def pack_crcs(crcs: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(crcs)}I", *crcs)
 
 
 def check_digests(file: Archive) -> None:
@@ -1344,6 +1376,8 @@ def check_attrs(file: Archive) -> None:
 def check_shards(file: Archive) -> None:
     # The files are in one directory with the manifest, and its file system may ignore case.
     names = {MANIFEST_NAME.encode()}
+    others = Claims("others", file.others, "F-069")
+    stretches = position_stretches(file.others)
     for i, shard in enumerate(file.shards):
         where = f"shard {i}"
         name = file.claim_bytes(shard.name).lower()
@@ -1353,6 +1387,86 @@ def check_shards(file: Archive) -> None:
         require("F-082", shard.index_off % 64 == 0 and shard.index_off >= DATA_START, where)
         # The smallest index is a root.
         require("F-082", shard.index_off + ROOT_LEN + 64 <= shard.file_len, where)
+        check_layout(shard, others, stretches, where)
+    others.check_complete()
+    # Each record is one of a shard now.
+    require("F-069", all(other.stored_len and other.crcs for other in file.others), "others")
+
+
+def position_stretches(others: list[Record]) -> list[int]:
+    """Returns for each Other record the first one from which on the positions do not decrease up to it.
+
+    So a range of records that many shards share is checked in constant time.
+    """
+    starts: list[int] = []
+    for i, other in enumerate(others):
+        starts.append(starts[-1] if i and others[i - 1].position <= other.position else i)
+    return starts
+
+
+def check_layout(shard: Record, others: Claims, stretches: list[int], where: str) -> None:
+    """Checks what a manifest says about the layout of an archive, as far as this is possible without it."""
+    index_len = shard.file_len - 64 - shard.index_off
+    pages = align_up(shard.crcs_len, CRC_PAGE) // CRC_PAGE
+    require("F-069", shard.crcs_off % 4 == 0, where)
+    require("F-069", shard.crcs_off + 4 * (shard.crcs_len + pages) <= index_len, where)
+    require("F-069", shard.reserved == 0, where)
+    if shard.others == NONE:
+        require("F-069", shard.other_count == 0, where)
+    elif others.claim(shard.others, shard.other_count) and shard.other_count:
+        last = shard.others + shard.other_count - 1
+        require("F-069", stretches[last] <= shard.others, f"{where}, positions")
+
+
+# Distributed leaves
+
+MAX_SPLIT_FACTORS = 65_536  # maximum product of the split factors of a slice
+
+
+def check_distributed_leaves(file: Archive) -> None:
+    """Checks the distributed leaves of a manifest. The rules about all other records hold."""
+    writers = Counter(shard.writer for shard in file.shards)
+    meshes: set[tuple[int, int]] = set()  # the ranges of ranks that are writers of one shard each
+    groups: dict[int, tuple] = {}
+    for i, is_divergent in file.distributed.items():
+        with PART:
+            node, where = file.nodes[i], f"node {i}"
+            require("F-068", file.shards and not is_divergent, where)
+            chunk_log2, group = node.b & 0xFF, node.b >> 32
+            require("F-068", node.b == group << 32 | chunk_log2, where)
+            require("F-068", chunk_log2 in (0, *CHUNK_LOG2S[RAW]), where)
+            tensor = file.tensors[node.a]
+            if not check_distributed_slice(file, tensor, where):
+                continue
+            first, count = mesh_ranks(file, file.tensor_slice(tensor))
+            if (first, count) not in meshes:
+                has_writers = all(writers[rank] == 1 for rank in file.vector(first, count))
+                require("F-068", has_writers, f"{where}, ranks")
+                meshes.add((first, count))
+            member = tensor.dtype, tensor.slice, chunk_log2
+            require("F-068", groups.setdefault(group, member) == member, f"{where}, group {group}")
+    require("F-068", max(groups, default=-1) == len(groups) - 1, "groups")
+
+
+def check_distributed_slice(file: Archive, tensor: Record, where: str) -> bool:
+    """Checks a tensor record and its slice. Returns whether there is a slice."""
+    shape = file.vector(tensor.shape, tensor.rank)
+    require("F-068", 0 not in shape and tensor.strides == NONE, where)
+    if not require("F-068", tensor.slice != NONE, where):
+        return False
+    record = file.tensor_slice(tensor)
+    require("F-068", NONE not in (record.mesh, record.ranks, record.placements), where)
+    require("F-068", record.coordinates == NONE, where)
+    require("F-068", not any(file.vector(record.offsets, record.rank)), where)
+    require("F-068", file.vector(record.global_shape, record.rank) == shape, where)
+    factors = prod(max(placement.split_factor, 1) for placement in file.slice_placements(record))
+    require("F-068", factors <= MAX_SPLIT_FACTORS, f"{where}, split factors")
+    return True
+
+
+def mesh_ranks(file: Archive, record: Record) -> tuple[int, int]:
+    """Returns the range of dims that has the ranks of the mesh of a slice."""
+    return record.ranks, prod(file.vector(record.mesh, record.mesh_rank))
 
 
 CHECKS = (
@@ -1363,6 +1477,7 @@ CHECKS = (
     check_storages,
     check_attrs,
     check_shards,
+    check_distributed_leaves,
     check_dtype_uses,
 )
 
@@ -1395,6 +1510,9 @@ def open_shard_set(folder: str | Path, limit: int = DEFAULT_LIMIT) -> Archive:
                     file.shard_set.append(open_shard(file, shard, dir_fd))
     finally:
         os.close(dir_fd)
+    # While violations are collected, archives may be missing.
+    if file.distributed and not collected:
+        replace_distributed_leaves(file)
     return file
 
 
@@ -1462,13 +1580,373 @@ def open_shard(manifest: Archive, record: Record, dir_fd: int) -> bytes:
     require("F-083", len(data) == record.file_len, f"length of {name}")
     if not is_zero(record.digest):
         shard = open_archive(data)
-        has_digests = require("F-083", len(shard.digests) == len(shard.storages), f"digests of {name}")
+        # The storages of a distributed leaf are in other files, which are not open.
+        has_all = len(shard.digests) == len(shard.storages) and not shard.distributed
+        has_digests = require("F-083", has_all, f"digests of {name}")
         is_same = has_digests and content_digest(shard) == record.digest
         require("F-083", is_same, f"content digest of {name}")
     trailer = check_trailer(data)
     same_index = trailer.index_crc32 == record.index_crc32
     require("F-083", trailer.index_off == record.index_off and same_index, f"index of {name}")
     return data
+
+
+# Regions of distributed leaves: R-006 to R-009 of reshard.md
+
+
+def chunk_range(count: int, parts: int, part: int) -> range:
+    """Returns the positions of a part, of `count` positions (R-006)."""
+    size = align_up(count, parts) // parts
+    return range(min(part * size, count), min((part + 1) * size, count))
+
+
+def strided_ranges(count: int, parts: int, part: int, factor: int) -> list[range]:
+    """Returns the positions of a part of each piece (R-008)."""
+    size = align_up(count, factor) // factor
+    if size == 0:
+        return []
+    whole, kept = count // size, chunk_range(size, parts, part)
+    if len(kept) == size:
+        found = [range(whole * size)]
+    elif kept:
+        found = [range(at + kept.start, at + kept.stop) for at in range(0, whole * size, size)]
+    else:
+        found = []
+    last = chunk_range(count % size, parts, part)
+    return found + [range(whole * size + last.start, whole * size + last.stop)]
+
+
+def select_positions(held: list[range], positions: list[range]) -> list[range]:
+    """Returns the indices of `held` at these positions. Both are increasing, and so is the result: maximal runs."""
+    found: list[range] = []
+    waiting, end = iter(positions), 0
+    wanted = next(waiting, None)
+    for run in held:
+        start, end = end, end + len(run)
+        while wanted is not None and wanted.start < end:
+            part = run[max(wanted.start - start, 0) : wanted.stop - start]
+            if part and found and found[-1].stop == part.start:
+                found[-1] = range(found[-1].start, part.stop)
+            elif part:
+                found.append(part)
+            if wanted.stop > end:
+                break
+            wanted = next(waiting, None)
+    return found
+
+
+def held_runs(shape: list[int], placements: list[Record], mesh: list[int], place: Sequence[int]) -> list[list[range]]:
+    """Returns for each dimension the indices that a place of the mesh holds, as maximal runs (R-007, R-008)."""
+    held = [[range(size)] for size in shape]
+    for placement, parts, part in zip(placements, mesh, place):
+        if placement.kind == REPLICATE:
+            continue
+        count = run_length(held[placement.dim])
+        if placement.kind == SHARD:
+            positions = [chunk_range(count, parts, part)]
+        else:
+            positions = strided_ranges(count, parts, part, placement.split_factor)
+        held[placement.dim] = select_positions(held[placement.dim], positions)
+    return held
+
+
+def run_length(runs: Iterable[range]) -> int:
+    return sum(map(len, runs))
+
+
+class Region(NamedTuple):
+    """A region of a local tensor: its place in the global one, and its elements in the local one."""
+
+    offsets: list[int]
+    shape: list[int]
+    strides: list[int] | None  # None if they are row-major
+    start: int  # elements of the local tensor before its first one
+
+
+def regions(held: list[list[range]]) -> Iterator[Region]:
+    """Yields the regions of a place of the mesh (R-009)."""
+    strides = row_major([run_length(runs) for runs in held])
+    starts = [[0, *accumulate(map(len, runs))] for runs in held]
+    for numbers in product(*(range(len(runs)) for runs in held)):
+        runs = [each[i] for each, i in zip(held, numbers)]
+        shape = [len(run) for run in runs]
+        start = sum(each[i] * stride for each, i, stride in zip(starts, numbers, strides))
+        own_strides = None if strides == row_major(shape) else strides
+        yield Region([run.start for run in runs], shape, own_strides, start)
+
+
+class Place(NamedTuple):
+    """A place of a mesh that stores a tensor."""
+
+    coordinates: tuple[int, ...]
+    size: int  # elements of the local tensor
+    held: Callable[[], list[list[range]]]  # the indices that it holds in each dimension, which can be many runs
+
+
+class DistributedLeaf(NamedTuple):
+    node: int
+    group: int
+    tensor: Record
+    chunk_log2: int  # of its storages; 0 for fine chunks
+    itemsize: int
+    places: dict[int, Place]  # by number of the shard, in the order of the shards
+
+    def local_len(self, shard: int) -> int:
+        """Returns the length of the local tensor, in bytes."""
+        return self.itemsize * self.places[shard].size
+
+    def storage_chunk_log2(self, shard: int) -> int:
+        return self.chunk_log2 or fine_chunk_log2(self.local_len(shard))
+
+
+def fine_chunk_log2(size: int) -> int:
+    """Returns the logarithm of the chunk size of a storage with fine chunks."""
+    return min(max((align_up(size, 512) // 512 - 1).bit_length(), 12), CHUNK_LOG2)
+
+
+def distributed_leaves(file: Archive) -> list[DistributedLeaf]:
+    shards = {shard.writer: number for number, shard in enumerate(file.shards)}
+    by_slice: dict[int, dict[int, Place]] = {}
+    leaves = []
+    for i in file.distributed:
+        node = file.nodes[i]
+        tensor = file.tensors[node.a]
+        if tensor.slice not in by_slice:
+            by_slice[tensor.slice] = storing_places(file, file.tensor_slice(tensor), shards)
+        itemsize = file.dtypes_by_number[tensor.dtype].size
+        leaves.append(DistributedLeaf(i, node.b >> 32, tensor, node.b & 0xFF, itemsize, by_slice[tensor.slice]))
+    return leaves
+
+
+def storing_places(file: Archive, record: Record, shards: dict[int, int]) -> dict[int, Place]:
+    """Returns the places of a mesh that store the tensor, by the number of their shard."""
+    shape = file.vector(record.global_shape, record.rank)
+    mesh = file.vector(record.mesh, record.mesh_rank)
+    placements = file.slice_placements(record)
+    replicated = [dim for dim, placement in enumerate(placements) if placement.kind == REPLICATE]
+    places = {}
+    for rank, coordinates in zip(file.vector(*mesh_ranks(file, record)), product(*map(range, mesh))):
+        if any(coordinates[dim] for dim in replicated):
+            continue
+        held = partial(held_runs, shape, placements, mesh, coordinates)
+        size = prod(map(run_length, held()))
+        if size:
+            places[shards[rank]] = Place(coordinates, size, held)
+    return dict(sorted(places.items()))
+
+
+# Archives beside distributed leaves: F-084
+
+
+def replace_distributed_leaves(file: Archive) -> None:
+    """Checks the archives of a shard set with distributed leaves. Makes each leaf the tensor leaf that it means."""
+    assert file.shard_set is not None
+    leaves = distributed_leaves(file)
+    archives, storages = [], {}
+    children = dict(keyed_children(file))
+    for number, data in enumerate(file.shard_set):
+        with PART:
+            archive = open_archive(data)
+            archives.append(archive)
+            held = [leaf for leaf in leaves if number in leaf.places]
+            check_archive_layout(file, number, archive, held)
+            found = check_archive_leaves(file, number, archive, held, children)
+            storages.update({(number, group): i for group, i in found.items()})
+    if not collected:
+        Expansion(file, archives, storages).replace(leaves)
+
+
+def check_archive_layout(file: Archive, number: int, archive: Archive, held: list[DistributedLeaf]) -> None:
+    """Compares an archive with its Shard and Other records. `held` has the leaves that it stores."""
+    shard, where = file.shards[number], f"shard {number}"
+    crcs = archive.crcs_off, len(archive.crcs), zlib.crc32(pack_crcs(archive.crc_pages))
+    require("F-084", crcs == (shard.crcs_off, shard.crcs_len, shard.pages_crc32), f"{where}, crcs")
+    if shard.others == NONE:
+        return
+    groups = {leaf.group: leaf for leaf in held}
+    others = file.others[shard.others : shard.others + shard.other_count]
+    require("F-084", all(other.position <= len(groups) for other in others), f"{where}, positions")
+    storages = own_storages(archive)
+    require("F-084", len(storages) == len(others) + len(groups), f"{where}, {len(storages)} storages")
+    end = DATA_START
+    for i, (storage, other) in enumerate(zip(storages, storages_in_order(groups, others))):
+        if isinstance(other, int):
+            size = groups[other].local_len(number)
+            expected: tuple = RAW, groups[other].storage_chunk_log2(number)
+            described: tuple = storage.codec, storage.chunk_log2
+        else:
+            size, expected, described = other.stored_len, (other.crcs,), (chunk_count(storage),)
+        start = align_up(end, 4096 if size >= 65_536 else 256)
+        end = start + size
+        same_place = (storage.offset, storage.stored_len) == (start, size)
+        require("F-084", same_place and described == expected, f"{where}, storage {i}")
+
+
+def own_storages(archive: Archive) -> list[Record]:
+    """Returns the storages that lie in an archive. A manifest has none."""
+    return [] if archive.shards else archive.storages
+
+
+def storages_in_order(groups: Iterable[int], others: list[Record]) -> list[int | Record]:
+    """Returns the held groups and the Other records of an archive in the order of its storages."""
+    merged = [(other.position, 0, other) for other in others]
+    merged += [(place, 1, group) for place, group in enumerate(sorted(groups))]
+    return [each for *_, each in sorted(merged, key=itemgetter(0, 1))]
+
+
+# A key in a container: the number of the container, the kind of the key, and its content or its place in a list.
+ChildKey = tuple[int, int, Any]
+
+
+def keyed_children(file: Archive) -> Iterator[tuple[ChildKey, int]]:
+    """Yields each node but the root, with its key in its container."""
+    for i, node in enumerate(file.nodes):
+        for place, child in enumerate(file.children(node) if node.kind in KEYS_OF else ()):
+            record = file.nodes[child]
+            content = place if record.key_kind == K_INDEX else file.key_content(record)
+            yield (i, record.key_kind, content), child
+
+
+def check_archive_leaves(
+    file: Archive, number: int, archive: Archive, held: list[DistributedLeaf], children: dict[ChildKey, int]
+) -> dict[int, int]:
+    """Checks the leaves of an archive that distributed leaves mean. Returns the storage of each group.
+
+    `children` has the nodes of the manifest by their keys.
+    """
+    # A node of the archive has the same path as one of the manifest if the containers have, and the keys are equal.
+    same_path, in_manifest = {0: 0}, {0: 0}
+    for (parent, *key), child in keyed_children(archive):
+        match = children.get((in_manifest.get(parent, -1), *key))
+        if match is not None:
+            same_path[match], in_manifest[child] = child, match
+    storages: dict[int, int] = {}
+    for leaf in held:
+        where = f"node {leaf.node} in shard {number}"
+        node = archive.nodes[same_path.get(leaf.node, 0)]
+        if not require("F-084", node.kind == TENSOR, where):
+            continue
+        found = check_archive_leaf(file, number, archive, leaf, archive.run(node), where)
+        require("F-084", storages.setdefault(leaf.group, found) == found, f"{where}, group {leaf.group}")
+    shard = file.shards[number]
+    if shard.others != NONE:
+        others = file.others[shard.others : shard.others + shard.other_count]
+        in_order = storages_in_order({leaf.group for leaf in held}, others)
+        computed = {group: i for i, group in enumerate(in_order) if isinstance(group, int)}
+        require("F-084", storages == computed, f"storages of groups in shard {number}")
+    used = {storage.offset for storage in file.storages if storage.shard == number}
+    for group, i in storages.items():
+        offset = archive.storages[i].offset
+        require("F-084", offset not in used, f"group {group} in shard {number}")
+        used.add(offset)
+    return storages
+
+
+def check_archive_leaf(
+    file: Archive, number: int, archive: Archive, leaf: DistributedLeaf, run: list[Record], where: str
+) -> int:
+    """Checks the records of a leaf, and their storage. Returns its number."""
+    record, held = file.tensor_slice(leaf.tensor), leaf.places[number].held()
+    dtype = file.dtypes_by_number[leaf.tensor.dtype]
+    whole = file.vector(record.global_shape, record.rank), file.vector(record.mesh, record.mesh_rank)
+    same_run = len(run) == prod(map(len, held))
+    for tensor, region in zip(run if same_run else (), regions(held)):
+        place = leaf.itemsize * region.start, region.strides, region.shape, region.offsets
+        same_run &= describe_record(archive, tensor) == (dtype, leaf.tensor.flags, *place, *whole)
+    require("F-084", same_run, f"{where}, its records")
+    numbers = {tensor.storage for tensor in run}
+    require("F-084", len(numbers) == 1, f"{where}, its storages")
+    (i,) = numbers
+    storage = archive.storages[i]
+    size, log2 = leaf.local_len(number), leaf.storage_chunk_log2(number)
+    require("F-084", not archive.shards and storage.raw_len == size, f"{where}, storage {i}")
+    fits = storage.chunk_log2 == log2 if storage.codec == RAW else storage.codec == COMPRESSED
+    require("F-084", fits, f"{where}, chunks of storage {i}")
+    return i
+
+
+def describe_record(file: Archive, tensor: Record) -> tuple | None:
+    """Returns what a tensor record with a slice says, apart from its storage and from fields that F-084 leaves out."""
+    if tensor.slice == NONE:
+        return None
+    record = file.tensor_slice(tensor)
+    strides = None if tensor.strides == NONE else file.vector(tensor.strides, tensor.rank)
+    region = strides, file.vector(tensor.shape, tensor.rank), file.vector(record.offsets, record.rank)
+    whole = file.vector(record.global_shape, record.rank), file.vector(record.mesh, record.mesh_rank)
+    return file.dtypes_by_number[tensor.dtype], tensor.flags, tensor.byte_offset, *region, *whole
+
+
+class Expansion:
+    """Replaces the distributed leaves of a manifest by tensor leaves.
+
+    The new records are appended to their tables: nothing depends on their order after the checks.
+    """
+
+    def __init__(self, file: Archive, archives: list[Archive], storages: dict[tuple[int, int], int]) -> None:
+        """`storages` has the storage of each shard and group."""
+        self.file = file
+        self.vectors: dict[tuple[int, ...], int] = {}
+        self.slices: dict[tuple, int] = {}
+        # The new number of each storage, by shard and group; of a storage of the manifest, by its old number.
+        self.numbers: dict[Any, int] = {}
+        self.merge_storages(archives, storages)
+
+    def merge_storages(self, archives: list[Archive], storages: dict[tuple[int, int], int]) -> None:
+        file = self.file
+        sources = [(storage.shard, file, i, i) for i, storage in enumerate(file.storages)]
+        sources += [(shard, archives[shard], i, (shard, group)) for (shard, group), i in storages.items()]
+        sources.sort(key=lambda source: (source[0], source[1].storages[source[2]].offset))
+        merged, crcs, chunks, digests = [], [], [], []
+        for number, (shard, source, i, name) in enumerate(sources):
+            storage = source.storages[i]
+            first = NONE if storage.codec == RAW else len(chunks)
+            merged.append(storage._replace(shard=shard, crcs=len(crcs), chunks=first, subtrees=NONE))
+            count = chunk_count(storage)
+            crcs += source.crcs[storage.crcs : storage.crcs + count]
+            chunks += source.chunks[storage.chunks : storage.chunks + count]
+            digests += source.digests[i : i + 1]
+            self.numbers[name] = number
+        file.storages, file.crcs, file.chunks = merged, crcs, chunks
+        file.digests = digests if len(digests) == len(merged) else []
+
+    def replace(self, leaves: list[DistributedLeaf]) -> None:
+        file, numbers = self.file, self.numbers
+        file.tensors = [
+            tensor if tensor.storage == NONE else tensor._replace(storage=numbers[tensor.storage])
+            for tensor in file.tensors
+        ]
+        file.nodes = [node._replace(a=numbers[node.a]) if node.flags & 1 else node for node in file.nodes]
+        for leaf in leaves:
+            first = len(file.tensors)
+            for shard, place in leaf.places.items():
+                storage = numbers[shard, leaf.group]
+                file.tensors += [self.tensor_record(leaf, storage, place, region) for region in regions(place.held())]
+            run = {"a": first, "count": len(file.tensors) - first}
+            file.nodes[leaf.node] = file.nodes[leaf.node]._replace(kind=TENSOR, b=0, **run)
+
+    def tensor_record(self, leaf: DistributedLeaf, storage: int, place: Place, region: Region) -> Record:
+        return leaf.tensor._replace(
+            storage=storage,
+            shape=self.vector(region.shape),
+            strides=NONE if region.strides is None else self.vector(region.strides),
+            slice=self.slice_record(leaf.tensor.slice, place, region),
+            byte_offset=leaf.itemsize * region.start,
+        )
+
+    def slice_record(self, whole: int, place: Place, region: Region) -> int:
+        """Returns the number of a slice. Tied leaves have the same slices."""
+        key = whole, self.vector(region.offsets), self.vector(place.coordinates)
+        if key not in self.slices:
+            self.slices[key] = len(self.file.slices)
+            self.file.slices.append(self.file.slices[whole]._replace(offsets=key[1], coordinates=key[2]))
+        return self.slices[key]
+
+    def vector(self, numbers: Sequence[int]) -> int:
+        """Returns the offset of a vector in dims."""
+        found = self.vectors.setdefault(tuple(numbers), len(self.file.dims))
+        if found == len(self.file.dims):
+            self.file.dims += numbers
+        return found
 
 
 # ---- 8. Payload ----------------------------------------------------------------------------------
@@ -2146,6 +2624,9 @@ def verify_shard(manifest: Archive, number: int, data: bytes) -> None:
     manifest does not name.
     """
     shard = open_archive(data)
+    # With a distributed leaf, opening the shard set has checked this.
+    if not manifest.distributed:
+        check_archive_layout(manifest, number, shard, [])
     equal, missing = compare_storages(manifest, number, shard)
     verify_storages(shard, equal)
     require("F-095", not missing, f"shard {number} has no such storages as {missing[:1]}")
@@ -2460,9 +2941,7 @@ def view(file: Archive) -> Json:
     for attr in file.attrs:
         attrs.append([file.strings[attr.name].decode(), view_atom(attr.kind, attr.value, file)])
     for shard in file.shards:
-        fields = select_fields(shard, "file_len index_off index_crc32 writer")
-        digest = {} if is_zero(shard.digest) else {"digest": shard.digest.hex()}
-        shards.append({"name": file.strings[shard.name].decode(), **fields, **digest})
+        shards.append(view_shard(file, shard))
     storages = [view_storage(file, i) for i in range(len(file.storages))]
     members: dict[str, Json] = {"tssd": 1}
     if has_blobs(file):
@@ -2479,6 +2958,19 @@ def view(file: Archive) -> Json:
 
 def select_fields(record: Record, fields: str) -> dict[str, int]:
     return {field: getattr(record, field) for field in fields.split()}
+
+
+def view_shard(file: Archive, shard: Record) -> Json:
+    members: dict[str, Json] = {"name": file.strings[shard.name].decode()}
+    members.update(select_fields(shard, "file_len index_off index_crc32 writer"))
+    if not is_zero(shard.digest):
+        members["digest"] = shard.digest.hex()
+    members.update(select_fields(shard, "crcs_off crcs_len pages_crc32"))
+    if shard.others != NONE and file.shard_set is None:
+        file.count_output(16 * shard.other_count)
+        others = file.others[shard.others : shard.others + shard.other_count]
+        members["others"] = [[other.position, other.stored_len, other.crcs] for other in others]
+    return members
 
 
 def view_dtype(file: Archive, record: Record) -> Json:
@@ -2575,6 +3067,8 @@ def view_plain(file: Archive, node: Record) -> Json:
     if node.kind == DEVICE:
         return {"device": file.strings[node.a].decode()}
     run = [view_tensor(file, tensor) for tensor in file.run(node)]
+    if node.kind == DISTRIBUTED:
+        return {"distributed": {"group": node.b >> 32, "chunk_log2": node.b & 0xFF or None, "tensor": run[0]}}
     return {"shard": run} if "slice" in run[0] else {"tensor": run[0]}
 
 
@@ -2852,7 +3346,7 @@ DERIVED_KNOWN = {
 
 def self_test() -> int:
     tests = test_blake3, test_shuffle, test_frames, test_zstd, test_planes, test_delta_chunks, test_bases
-    for check in (*tests, test_numbers, test_kinds):
+    for check in (*tests, test_regions, test_distributed_leaves, test_numbers, test_kinds):
         check()
         print(f"{check.__name__}: ok")
     return 0
@@ -3023,6 +3517,96 @@ def test_bases() -> None:
         file = open_with_base(delta, writer.encode(before))
         prove(file, "base")
         assert view(file)["root"] == view(open_archive(writer.encode(after)))["root"]
+
+
+def test_regions() -> None:
+    """Compares regions with lists of indices that are cut as torch.chunk cuts them."""
+    make_placement = next(record[1] for name, _, record in LAYOUTS if name == "placements")
+    for seed in range(1500):
+        rng = random.Random(seed)
+        shape = [rng.choice((0, 1, 2, 3, 5, 8, 13)) for _ in range(rng.randrange(4))]
+        mesh = [rng.randrange(1, 5) for _ in range(rng.randrange(1, 4))]
+        kinds = [rng.choice((REPLICATE, SHARD, STRIDED_SHARD)) if shape else REPLICATE for _ in mesh]
+        dims = [rng.randrange(len(shape)) if kind != REPLICATE else 0 for kind in kinds]
+        factors = [rng.choice((1, 2, 3, 4, 7, 40)) if kind == STRIDED_SHARD else 0 for kind in kinds]
+        placements = [make_placement((kind, bytes(3), *each)) for kind, *each in zip(kinds, dims, factors)]
+        stored: list[tuple[int, ...]] = []
+        for place in product(*map(range, mesh)):
+            indices = list_indices(shape, placements, mesh, place)
+            held = held_runs(shape, placements, mesh, place)
+            assert [[i for run in runs for i in run] for runs in held] == indices, f"seed {seed}, {place}"
+            assert all(a.stop < b.start for runs in held for a, b in zip(runs, runs[1:])), "maximal runs"
+            if all(at == 0 for at, kind in zip(place, kinds) if kind == REPLICATE):
+                stored += product(*indices)
+            local = list(product(*indices))
+            found = list(regions(held))
+            assert [each.offsets for each in found] == sorted(each.offsets for each in found), "row-major order"
+            for region in found:
+                assert region.strides is None or region.strides != row_major(region.shape), "F-058"
+                strides = region.strides or row_major(region.shape)
+                for at in product(*map(range, region.shape)):
+                    number = region.start + sum(i * stride for i, stride in zip(at, strides))
+                    index = tuple(offset + i for offset, i in zip(region.offsets, at))
+                    assert local[number] == index, f"seed {seed}, {place}"
+            assert sum(prod(each.shape) for each in found) == len(local), f"seed {seed}, {place}"
+        assert sorted(stored) == list(product(*map(range, shape))), f"seed {seed}: each element is stored once"
+    for size in (1, 4096, 1 << 21, (1 << 21) + 1, (1 << 22) + 1, 3 << 26, 1 << 29, (1 << 29) + 1, 1 << 40):
+        log2 = next((log2 for log2 in range(12, 20) if 512 << log2 >= size), 20)
+        assert fine_chunk_log2(size) == log2, f"fine chunks of {size} bytes"
+    # As many pieces as a slice can have are not listed if they touch each other.
+    assert len(strided_ranges((1 << 62) + 1, 1, 0, MAX_SPLIT_FACTORS)) == 2
+    assert len(strided_ranges(1 << 62, 3, 2, 1 << 62)) == 1
+
+
+def list_indices(shape: list[int], placements: list[Record], mesh: list[int], place: Sequence[int]) -> list[list[int]]:
+    """Returns for each dimension the indices that a place of the mesh holds."""
+    indices = [list(range(size)) for size in shape]
+    for placement, parts, part in zip(placements, mesh, place):
+        old = indices[placement.dim] if shape else []
+        pieces = chunk_list(old, placement.split_factor) if placement.kind == STRIDED_SHARD else [old]
+        if placement.kind != REPLICATE:
+            indices[placement.dim] = [i for piece in pieces for i in chunk_list(piece, parts)[part]]
+    return indices
+
+
+def chunk_list(indices: list[int], parts: int) -> list[list[int]]:
+    """Returns the chunks of torch.chunk, and empty ones for those that it leaves out."""
+    size = max(align_up(len(indices), parts) // parts, 1)
+    chunks = [indices[at : at + size] for at in range(0, len(indices), size)]
+    return chunks + [[]] * (parts - len(chunks))
+
+
+def test_distributed_leaves() -> None:
+    """Compares shard sets with distributed leaves to those with the tensor leaves that they mean."""
+    sys.path.insert(0, str(Path(__file__).with_name("vectors")))
+    import builder
+
+    def read(files: Any) -> tuple[Json, Json]:
+        """Returns the view of a shard set, and that of its manifest alone."""
+        with TemporaryDirectory() as folder:
+            for name, content in files.build().items():
+                Path(folder, name).write_bytes(content)
+            file = open_shard_set(folder)
+            prove(file, "base")
+            return view(file), view(open_archive(Path(folder, MANIFEST_NAME).read_bytes()))
+
+    explicit, _ = read(builder.explicit_set())
+    for with_others in (True, False):
+        found, alone = read(builder.mixed_set(with_others=with_others))
+        assert json.dumps(found) == json.dumps(explicit)
+        assert all(("others" in shard) == with_others for shard in alone["shards"])
+        kinds = [next(iter(value)) for _, value in alone["root"]["dict"]]
+        assert kinds == ["distributed", "distributed", "tensor", "distributed"]
+    for groups in ((0,), (0, 0), (0, 1)):
+        found, _ = read(builder.rows_set(groups=groups))
+        assert len(found["storages"]) == 2 * len(set(groups))
+    found, _ = read(builder.rows_set(builder.rows(0, compress=True)))
+    assert ["compressed" in storage for storage in found["storages"]] == [True, False]
+    # Digests are those of the archives, if every storage has one.
+    archives = [builder.rows(i).digested() for i in range(2)]
+    for second, has_digests in ((archives[1], True), (builder.rows(1), False)):
+        found, _ = read(builder.rows_set(archives[0], second=second))
+        assert ["digest" in storage for storage in found["storages"]] == [has_digests] * 2
 
 
 def refused_rule(function: Callable, *arguments: Any) -> str | None:

@@ -56,6 +56,7 @@ class Tagged(NamedTuple):
 NONE = 0xFFFF_FFFF
 DATA_START = 4096
 CHUNK_LOG2 = 20
+CRC_PAGE_LOG2 = 12  # a page of `crcs` has 4096 bytes: 1024 entries
 MAX_LEVELS = 64
 MAX_INLINE = 4096  # maximum bytes of a key, of a big int, and of a str or bytes leaf in the index
 I64_RANGE = range(-(1 << 63), 1 << 63)
@@ -309,6 +310,8 @@ class Index:
 
     def encode(self, blob: Blob) -> tuple[bytes, int]:
         """Returns the tables in the order of the root, followed by the root, and the offset of the root."""
+        crcs = pack_numbers("I", blob.crcs)
+        pages = [zlib.crc32(page) for page in split(crcs, CRC_PAGE_LOG2)]
         tables: list[tuple[int, int, bytes]] = [
             (len(self.heap), 1, bytes(self.heap)),
             (len(self.dims), 8, pack_numbers("Q", self.dims)),
@@ -317,12 +320,14 @@ class Index:
             (len(self.tensors), 8, b"".join(self.tensor_records)),
             (len(blob.storages), 8, b"".join(blob.storages)),
             (len(blob.chunks), 8, b"".join(blob.chunks)),
-            (len(blob.crcs), 4, pack_numbers("I", blob.crcs)),
+            (len(blob.crcs), 4, crcs),
+            (len(pages), 4, pack_numbers("I", pages)),
             (0, 4, b""),  # slices
             (0, 8, b""),  # placements
             (0, 8, b""),  # attrs
             (len(blob.digests), 1, b"".join(blob.digests)),
             (0, 8, b""),  # shards
+            (0, 8, b""),  # others
             (0, 8, b""),  # dtypes
             (len(blob.subtrees), 1, b"".join(blob.subtrees)),
             (len(blob.base), 1, b"".join(blob.base)),

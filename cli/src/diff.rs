@@ -360,6 +360,9 @@ fn describe(node: &Node) -> String {
             [only] => format!("{} {:?}", only.meta.dtype(), only.meta.shape()),
             shards => format!("{} shards", shards.len()),
         },
+        Node::Distributed(tensor) => {
+            format!("{} {:?}, distributed", tensor.meta.dtype(), tensor.global_shape())
+        }
         Node::Container(container, children) => {
             let kind = match container {
                 Container::Dict => "dict",

@@ -16,7 +16,7 @@ use crate::convert::index_to_usize;
 use crate::delta::ChangeCount;
 use crate::digest::{self, ChunkHasher, Digest};
 use crate::dtype::OtherDtype;
-use crate::encode::{Attrs, ShardFile};
+use crate::encode::Attrs;
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::{FRAME_LEN, MAGIC, check_len, parse_head, parse_trailer};
 use crate::index::Index;
@@ -24,9 +24,11 @@ use crate::key::ObjectPath;
 use crate::lookup::{find, find_fqn};
 use crate::memory::zeroed;
 use crate::record::kind;
+use crate::reference::TensorReference;
+use crate::shard_file::{CrcTable, ShardFile};
 use crate::state_dict::{StateDict, Value};
 use crate::storage::{RangeDecoder, StorageDecoder, StorageReference};
-use crate::structure::{Node, TensorReference};
+use crate::structure::Node;
 use crate::table_views::TableViews;
 use crate::tensor::Tensor;
 use crate::write_job::{RawBytes, Segment, length};
@@ -107,34 +109,19 @@ impl Archive {
         Ok(Self { index: Arc::new(index), blobs: blobs.into(), file_len, base: None })
     }
 
-    /// Opens a shard set: a manifest and the archives that it names, read as one archive.
-    ///
-    /// `open` opens one of these archives. It must look in the directory of the manifest, and must not
-    /// follow links; [`open_shard_set`](crate::open_shard_set) does so. Each opened archive is then
-    /// checked against its record in the manifest.
-    ///
-    /// A file without shards is opened as by [`Archive::from_blob`].
-    ///
-    /// # Errors
-    ///
-    /// As [`Archive::from_bytes`]; `ShardMismatch` (F-083); the errors of `open`.
-    pub fn from_shard_set<E: From<Error>>(
-        manifest: Arc<dyn Blob>,
-        mut open: impl FnMut(&ShardFile) -> Result<Arc<dyn Blob>, E>,
-    ) -> Result<Self, E> {
-        let mut archive = Self::from_blob(manifest)?;
-        let shards = archive.shards();
-        if shards.is_empty() {
-            return Ok(archive);
-        }
-        let mut blobs = Vec::with_capacity(shards.len());
-        for shard in &shards {
-            let blob = open(shard)?;
-            shard.verify(&blob).map_err(|error| error.with_path(&shard.name))?;
-            blobs.push(blob);
-        }
-        archive.blobs = blobs.into();
-        Ok(archive)
+    /// Sets the blobs of the shards of a manifest.
+    pub(crate) fn with_blobs(self, blobs: Vec<Arc<dyn Blob>>) -> Self {
+        Self { blobs: blobs.into(), ..self }
+    }
+
+    /// Returns this archive with the index of another one.
+    pub(crate) fn with_index_of(&self, other: Self) -> Self {
+        Self { index: other.index, ..self.clone() }
+    }
+
+    /// Whether this is a manifest with distributed leaves that was opened alone.
+    pub fn has_distributed_leaves(&self) -> bool {
+        self.index.views().nodes.iter().any(|node| node.kind == kind::DISTRIBUTED)
     }
 
     /// Returns whether this is a manifest that was opened without the archives that it names.
@@ -334,12 +321,14 @@ impl Archive {
 
     /// Returns the content digest, or `None` if a storage has no digest (spec: section 8).
     ///
+    /// A manifest with distributed leaves that is opened alone has none: the digests are in its archives.
+    ///
     /// It names the content of the archive. Codec, alignment, chunks and the order of storages do not change it. A
     /// detached signature signs this digest. Only the index is read. The result depends on the digests in the index:
     /// [`Archive::verify_deep`] proves them.
     pub fn content_digest(&self) -> Option<Digest> {
         let views = self.index.views();
-        if views.digests.len() != views.storages.len() {
+        if views.digests.len() != views.storages.len() || self.has_distributed_leaves() {
             return None;
         }
         let recorded = |number: u32| Ok(views.digests[index_to_usize(number)]);
@@ -416,6 +405,32 @@ impl Archive {
     /// Returns the CRC-32 of the index. The index holds the layout and all checksums of the archive.
     pub fn index_crc32(&self) -> u32 {
         self.index.location().index_crc32
+    }
+
+    /// Returns location and checksum of the checksum table in the index.
+    pub fn crc_table(&self) -> CrcTable {
+        self.index.crc_table()
+    }
+
+    /// Returns the record of a manifest about this archive.
+    ///
+    /// `name` is the base name of the file. The record has no other storages.
+    pub fn shard_file(&self, name: impl Into<String>, writer: u32) -> ShardFile {
+        ShardFile {
+            name: name.into(),
+            file_len: self.file_len,
+            index_off: self.index_range().start,
+            index_crc32: self.index_crc32(),
+            writer,
+            digest: self.content_digest(),
+            crcs: self.crc_table(),
+            others: None,
+        }
+    }
+
+    /// Decodes the subtree of a node of this index.
+    pub(crate) fn decode_node(&self, number: usize) -> Node {
+        self.index.node(&self.index.views(), number)
     }
 
     /// Returns the bytes of the index.
@@ -726,41 +741,6 @@ impl Archive {
 impl fmt::Debug for Archive {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Archive({} bytes, {} storages)", self.file_len, self.storage_count())
-    }
-}
-
-impl ShardFile {
-    /// Verifies that a blob is the archive that the manifest names.
-    ///
-    /// # Errors
-    ///
-    /// - `ShardMismatch` (F-083).
-    /// - The errors of [`Archive::from_blob`], if the manifest records a content digest.
-    /// - The kind of the rule that its trailer breaks.
-    /// - `Io` if the blob cannot be read.
-    pub fn verify(&self, blob: &Arc<dyn Blob>) -> Result<()> {
-        let mismatch =
-            |note: &dyn fmt::Display| Error::new(ErrorKind::ShardMismatch).with_detail(note);
-        let len = blob.size()?;
-        if len != self.file_len {
-            return Err(mismatch(&format_args!(
-                "{len} bytes, the manifest says {}",
-                self.file_len
-            )));
-        }
-        if self.digest.is_some() {
-            let archive = Archive::from_blob(blob.clone())?;
-            if archive.content_digest() != self.digest {
-                return Err(mismatch(&"another content digest"));
-            }
-        }
-        let mut trailer = [0; FRAME_LEN];
-        blob.read_exact_at(&mut trailer, len - 64)?;
-        let location = parse_trailer(&trailer, len)?;
-        if (location.index_off, location.index_crc32) != (self.index_off, self.index_crc32) {
-            return Err(mismatch(&"another index"));
-        }
-        Ok(())
     }
 }
 

@@ -1,7 +1,9 @@
 //! CRC-32 of bytes in memory, at memory bandwidth.
 
 use crc32fast::Hasher;
+use rend::u32_le;
 
+use crate::chunk::ChunkSize;
 use crate::prefetch::{CacheLine, prefetch, should_prefetch};
 
 /// Lines per checksum step (2 KiB). Shorter steps are slower, because each one ends with a reduction.
@@ -52,6 +54,33 @@ pub(crate) fn extend_checksum(crc: u32, bytes: &[u8]) -> u32 {
     let mut crc = Hasher::new_with_initial(crc);
     crc.update(bytes);
     crc.finalize()
+}
+
+/// Number of entries of `crcs` in one page (4 KiB).
+pub(crate) const CRCS_PER_PAGE: usize = 1024;
+
+/// Returns the CRC-32 of each page of `crcs` (F-067).
+pub(crate) fn checksum_pages(crcs: &[u32_le]) -> Vec<u32_le> {
+    let pages = crcs.chunks(CRCS_PER_PAGE);
+    pages.map(|page| checksum(bytemuck::cast_slice(page)).into()).collect()
+}
+
+/// Combines the CRC-32s of chunks of this size into the CRC-32 of all `len` bytes.
+pub(crate) fn combine_crcs(len: u64, size: ChunkSize, crcs: impl IntoIterator<Item = u32>) -> u32 {
+    let mut crcs = crcs.into_iter();
+    let first_len = len.min(size.bytes());
+    let Some(first) = crcs.next() else { return 0 };
+    if first_len == len {
+        return first;
+    }
+    let mut combined = Hasher::new_with_initial_len(first, first_len);
+    let mut remaining = len - first_len;
+    for crc in crcs {
+        let chunk = remaining.min(size.bytes());
+        combined.combine(&Hasher::new_with_initial_len(crc, chunk));
+        remaining -= chunk;
+    }
+    combined.finalize()
 }
 
 #[cfg(test)]

@@ -322,7 +322,7 @@ impl<'a> TaggedNode<'a> {
         let [class, tensors, _, size, stride] = self.fields()?;
         ensure(self.is_name(*class), "class is no name")?;
         let is_inner = |child: &record::Node| match child.kind {
-            kind::TENSOR => true,
+            kind::TENSOR | kind::DISTRIBUTED => true,
             kind::DICT => ClassTag::from_word(child.b.to_native(), child.kind)
                 .is_ok_and(|tag| tag.class == TaggedClass::Wrapper),
             _ => false,

@@ -7,17 +7,19 @@ use bytes::Bytes;
 
 use crate::class_tag::ClassTag;
 use crate::convert::index_to_usize;
+use crate::distributed::{DistributedTensor, parse_distribution};
 use crate::dtype::CompactDtype;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::key::{self, MapKey, Step};
 use crate::mesh::DeviceMesh;
 use crate::number::{Float, Int};
 use crate::placement::Placement;
 use crate::record::{self, NONE, STORED_FLAG, kind, split_heap_range};
+use crate::reference::TensorReference;
 use crate::shard::{Shard, ShardSpec};
 use crate::slice::TensorSlice;
 use crate::state_dict::{Dict, Value};
-use crate::structure::{Container, ContentKind, Node, TensorReference};
+use crate::structure::{Container, ContentKind, Node};
 use crate::table_views::TableViews;
 use crate::tensor::{Tensor, TensorFlags, TensorMeta};
 use crate::text::Text;
@@ -35,7 +37,8 @@ pub(crate) fn decode_node(views: &TableViews<'_>, heap: Bytes, node: usize) -> N
 ///
 /// # Errors
 ///
-/// The errors of `storage`; `ContentNotText` if the storage of a `str` is not text.
+/// The errors of `storage`; `ContentNotText` if the storage of a `str` is not text; `BlobElsewhere` for a distributed
+/// leaf.
 pub(crate) fn decode_value(
     views: &TableViews<'_>,
     heap: Bytes,
@@ -50,8 +53,8 @@ struct TableReader<'a> {
     views: &'a TableViews<'a>,
     /// Cache by slice number: many tensors share a slice.
     shard_places: BTreeMap<u32, ShardSpec>,
-    /// Cache by start of the mesh in dims: many slices share a mesh.
-    meshes: BTreeMap<u32, Arc<DeviceMesh>>,
+    /// Cache by start of the mesh and of its names in dims: many slices share a mesh.
+    meshes: BTreeMap<(u32, u32), Arc<DeviceMesh>>,
     heap: Bytes,
 }
 
@@ -75,6 +78,7 @@ impl<'a> TableReader<'a> {
             kind::TENSOR => Node::Tensors(
                 self.tensor_run(record).iter().map(|tensor| self.reference(tensor)).collect(),
             ),
+            kind::DISTRIBUTED => Node::Distributed(self.distributed(record)),
             kind if kind::is_container(kind) => {
                 let container = self.container(record);
                 let children = self.views.children(number).enumerate();
@@ -113,6 +117,8 @@ impl<'a> TableReader<'a> {
                         .collect::<Result<_>>()?,
                 ),
             },
+            // The shards of a distributed leaf are in other files.
+            kind::DISTRIBUTED => return Err(Error::new(ErrorKind::BlobElsewhere)),
             kind if kind::is_container(kind) => {
                 let children = self.views.children(number);
                 let mut entries = Vec::new();
@@ -184,6 +190,14 @@ impl<'a> TableReader<'a> {
         &self.views.tensors[first..first + index_to_usize(record.count.to_native())]
     }
 
+    fn distributed(&mut self, node: &record::Node) -> DistributedTensor {
+        let tensor = &self.tensor_run(node)[0];
+        let meta = self.meta(tensor);
+        let shard_spec = self.shard_place(tensor.slice.to_native(), meta.shape());
+        let (group, chunks) = parse_distribution(node.b.to_native()).expect("proven to be one");
+        DistributedTensor { meta, shard_spec, group, chunks }
+    }
+
     fn reference(&mut self, tensor: &record::Tensor) -> TensorReference {
         let meta = self.meta(tensor);
         let shard_spec = (tensor.slice != NONE)
@@ -251,12 +265,7 @@ impl<'a> TableReader<'a> {
             .expect("proven to be inside the mesh");
         let mut place = ShardSpec::new(slice);
         if record.ranks != NONE {
-            let mut mesh = self.mesh(record, mesh_shape);
-            if let Some(names) = dims_range(record.names, mesh_rank) {
-                let names = names.iter().map(|name| self.text(*name).to_string()).collect();
-                let named = DeviceMesh::clone(&mesh).with_dim_names(names);
-                mesh = named.expect("one name per dimension").into();
-            }
+            let mesh = self.mesh(record, mesh_shape);
             place = place.with_mesh(mesh).expect("the same shape");
         }
         if record.placements != NONE {
@@ -270,14 +279,27 @@ impl<'a> TableReader<'a> {
     /// Returns the mesh of a slice with its ranks; all slices on a mesh share one object.
     fn mesh(&mut self, record: &record::Slice, shape: &[u64]) -> Arc<DeviceMesh> {
         let views = self.views;
-        let mesh = self.meshes.entry(record.mesh.to_native()).or_insert_with(|| {
+        let key = (record.mesh.to_native(), record.names.to_native());
+        if let Some(mesh) = self.meshes.get(&key) {
+            return mesh.clone();
+        }
+        let unnamed = self.meshes.entry((key.0, NONE)).or_insert_with(|| {
             let size = usize::try_from(shape.iter().product::<u64>());
             let ranks = views.validated_dims(record.ranks.to_native(), size.expect("below 2^32"));
             let rank = |rank: &u64| u32::try_from(*rank).expect("proven to be below 2^32");
             let ranks: Vec<u32> = ranks.iter().map(rank).collect();
             DeviceMesh::new(shape, &ranks).expect("proven to have one rank per place").into()
         });
-        mesh.clone()
+        let unnamed = unnamed.clone();
+        if record.names == NONE {
+            return unnamed;
+        }
+        let names = views.validated_dims(record.names.to_native(), shape.len());
+        let names = names.iter().map(|name| self.text(*name).to_string()).collect();
+        let named = DeviceMesh::clone(&unnamed).with_dim_names(names);
+        let named: Arc<DeviceMesh> = named.expect("one name per dimension").into();
+        self.meshes.insert(key, named.clone());
+        named
     }
 
     /// Returns a string of the heap without copying it.

@@ -7,6 +7,7 @@ use bytes::Bytes;
 
 use crate::archive::Archive;
 use crate::checksum::checksum;
+use crate::checksum::combine_crcs;
 use crate::chunk::ChunkSize;
 use crate::chunk_codec::ChunkCodec;
 use crate::compress::{CompressJob, CompressedChunks};
@@ -22,10 +23,10 @@ use crate::key::ObjectPath;
 use crate::layout::Layout;
 use crate::options::{Compression, Options, RequestedCodec, plane_width};
 use crate::planes::PlanesEncoder;
+use crate::reference::TensorReference;
 use crate::storage::{ChunkLocation, CompressedLayout, StorageDecoder, StorageReference};
 use crate::storage_allocator::StorageAllocator;
-use crate::storage_tables::combine_crcs;
-use crate::structure::{Node, TensorReference};
+use crate::structure::Node;
 use crate::tensor::TensorMeta;
 use crate::write_job::RawBytes;
 

@@ -11,7 +11,6 @@ use rend::u32_le;
 
 use crate::class_tag::check_tagged_nodes;
 use crate::convert::index_to_usize;
-use crate::digest::Digest;
 use crate::dtype::{CompactDtype, Dtype, OtherDtype};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{EncodedKey, KeyContent, MapKey, ObjectPath, SortKey};
@@ -23,6 +22,7 @@ use crate::record::{
 };
 use crate::shape::MAX_RANK;
 use crate::shard::ShardSpec;
+use crate::shard_file::{OtherStorage, ShardFile};
 use crate::state_dict::Value;
 use crate::structure::{BorrowedNode, BorrowedStep, BorrowedTensor, Container, ContentKind};
 use crate::table::{Tables, record_number};
@@ -42,30 +42,6 @@ pub enum AttrValue {
 
 /// Attributes of an archive by name.
 pub type Attrs = BTreeMap<String, AttrValue>;
-
-/// Record of a manifest about an archive that holds some of its storages.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ShardFile {
-    /// Base name of the file.
-    pub name: String,
-    /// Length of the file in bytes.
-    pub file_len: u64,
-    /// Offset of the index in the file, in bytes.
-    pub index_off: u64,
-    /// CRC-32 of the index of the file.
-    pub index_crc32: u32,
-    /// Number of the writer that wrote the file.
-    pub writer: u32,
-    /// Content digest of the file, if the manifest records one.
-    pub digest: Option<Digest>,
-}
-
-impl ShardFile {
-    /// Returns the length of the index of the file in bytes.
-    pub(crate) fn index_len(&self) -> u64 {
-        self.file_len.saturating_sub(self.index_off + 64)
-    }
-}
 
 /// Encodes a structure into tables.
 ///
@@ -101,6 +77,7 @@ struct TableEncoder<'a> {
     tables: Tables,
     heap: Interner,
     dims: Interner,
+    others: Interner,
     slices: RecordNumbers<&'a ShardSpec>,
     placements: RecordNumbers<&'a [Placement]>,
     /// The dtypes that the format does not list, by number.
@@ -287,6 +264,10 @@ impl<'a> TableEncoder<'a> {
                 let first = self.tensors.len();
                 self.tensors.extend(run);
                 (kind::TENSOR, run.len(), to_word(first)?, 0)
+            }
+            BorrowedNode::Distributed(tensor, leaf) => {
+                self.tensors.push(tensor);
+                (kind::DISTRIBUTED, 1, to_word(self.tensors.len() - 1)?, leaf.to_word())
             }
             BorrowedNode::Container(container, children) => {
                 let (kind, b) = match container {
@@ -499,6 +480,8 @@ impl<'a> TableEncoder<'a> {
     fn encode_shards(&mut self, shards: &'a [ShardFile]) -> Result<()> {
         for shard in shards {
             let name = self.intern(shard.name.as_bytes())?;
+            let others = shard.others.as_deref();
+            let first = others.map(|others| self.intern_others(others)).transpose()?;
             self.tables.shards.push(record::Shard {
                 name: name.into(),
                 file_len: shard.file_len.into(),
@@ -506,9 +489,29 @@ impl<'a> TableEncoder<'a> {
                 index_crc32: shard.index_crc32.into(),
                 writer: shard.writer.into(),
                 digest: shard.digest.unwrap_or_default(),
+                crcs_off: shard.crcs.offset.into(),
+                crcs_len: shard.crcs.len.into(),
+                pages_crc32: shard.crcs.pages_crc32.into(),
+                others: first.unwrap_or(NONE).into(),
+                other_count: record_number(others.map_or(0, <[_]>::len))?.into(),
+                reserved: 0.into(),
             });
         }
         Ok(())
+    }
+
+    /// Interns the other storages of a shard, and returns the number of the first record.
+    fn intern_others(&mut self, others: &[OtherStorage]) -> Result<u32> {
+        let record = |other: &OtherStorage| record::Other {
+            stored_len: other.stored_len.into(),
+            position: other.position.into(),
+            crcs: other.crcs.into(),
+        };
+        let records: Vec<record::Other> = others.iter().map(record).collect();
+        if records.is_empty() {
+            return Ok(0);
+        }
+        self.others.intern(&records, &mut self.tables.others)
     }
 
     /// Collects a dtype that the file must describe.

@@ -276,7 +276,10 @@ kinds! {
     "F-064" CrcTable "checksum table does not match the storages",
     "F-065" ChunkTable "chunk table does not match the compressed storages",
     "F-066" BaseTable "base table does not match the delta storages",
+    "F-067" CrcPages "checksum of a page of the checksum table does not match",
     // 7. Slices, placements, attributes, shards
+    "F-068" DistributedLeaf "distributed leaf is not allowed",
+    "F-069" ShardLayout "shard record does not say where the storages of the file are",
     "F-070" OutsideGlobal "shard lies outside its global shape",
     "F-071" MeshMismatch "mesh, coordinates and placements do not fit together",
     "F-072" PartialPlacement "Partial placement cannot be stored: reduce the tensor first",
@@ -290,6 +293,7 @@ kinds! {
     "F-081" DigestTable "digest table does not match the storages",
     "F-082" ShardTable "shard record is not allowed or names no plain file",
     "F-083" ShardMismatch "file is not the one that its manifest names",
+    "F-084" DistributedMismatch "file does not hold what a distributed leaf of its manifest says",
     // 8. Payload
     "F-090" ChunkCorrupt "stored bytes do not match their checksum",
     "F-091" StorageCorrupt "storage checksum does not match its bytes",

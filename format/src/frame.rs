@@ -223,6 +223,14 @@ pub(crate) fn parse_trailer(bytes: &[u8; FRAME_LEN], file_len: u64) -> Result<In
     Ok(location)
 }
 
+/// Returns log2 of the default alignment of a storage of `len` stored bytes.
+///
+/// Large storages are aligned to pages, so that they can be mapped and read directly. Others get the alignment that
+/// suits GPUs and vector units.
+pub(crate) fn default_align_log2(len: u64) -> u8 {
+    if len >= 64 << 10 { 12 } else { 8 }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

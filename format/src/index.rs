@@ -1,6 +1,7 @@
 //! The index of an archive: validated tables, and access to their contents.
 
-use std::sync::OnceLock;
+use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 
@@ -10,11 +11,12 @@ use crate::chunk_codec::ChunkCodec;
 use crate::convert::{index_to_usize, to_usize};
 use crate::decode::{decode_node, decode_value};
 use crate::digest::Digest;
-use crate::encode::{AttrValue, Attrs, ShardFile};
+use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::IndexLocation;
 use crate::key::ObjectPath;
 use crate::record::{self, DELTA_STORAGE, NONE, STORED_FLAG, kind};
+use crate::shard_file::{CrcTable, OtherStorage, ShardFile};
 use crate::state_dict::Value;
 use crate::storage::{ChunkLocation, CompressedLayout, StorageReference};
 use crate::structure::Node;
@@ -158,6 +160,17 @@ impl Index {
         self.storages()[index_to_usize(number)].codec == DELTA_STORAGE
     }
 
+    /// Returns location and checksum of the checksum table.
+    pub(crate) fn crc_table(&self) -> CrcTable {
+        let offset = self.map.crcs.start;
+        let views = self.views();
+        CrcTable {
+            offset: u32::try_from(offset).expect("an index has at most 2^30 bytes"),
+            len: u32::try_from(views.crcs.len()).expect("an index has at most 2^30 bytes"),
+            pages_crc32: checksum(bytemuck::cast_slice(views.crc_pages)),
+        }
+    }
+
     /// Returns the number of raw bytes of a storage.
     pub(crate) fn storage_len(&self, number: u32) -> u64 {
         self.storages()[index_to_usize(number)].raw_len.to_native()
@@ -194,6 +207,8 @@ impl Index {
 
     pub(crate) fn shards(&self) -> Vec<ShardFile> {
         let views = self.views();
+        // Many shards have the same other storages.
+        let mut others = BTreeMap::new();
         let shard = |shard: &record::Shard| ShardFile {
             name: views.text(shard.name.to_native()).to_string(),
             file_len: shard.file_len.to_native(),
@@ -201,9 +216,29 @@ impl Index {
             index_crc32: shard.index_crc32.to_native(),
             writer: shard.writer.to_native(),
             digest: (shard.digest != [0; 32]).then_some(shard.digest),
+            crcs: CrcTable {
+                offset: shard.crcs_off.to_native(),
+                len: shard.crcs_len.to_native(),
+                pages_crc32: shard.pages_crc32.to_native(),
+            },
+            others: (shard.others != NONE).then(|| {
+                let first = (shard.others.to_native(), shard.other_count.to_native());
+                others.entry(first).or_insert_with(|| other_storages(&views, first)).clone()
+            }),
         };
         views.shards.iter().map(shard).collect()
     }
+}
+
+/// Returns the other storages of a shard, given the first record and the number of records.
+fn other_storages(views: &TableViews<'_>, (first, count): (u32, u32)) -> Arc<[OtherStorage]> {
+    let other = |record: &record::Other| OtherStorage {
+        position: record.position.to_native(),
+        stored_len: record.stored_len.to_native(),
+        crcs: record.crcs.to_native(),
+    };
+    let first = index_to_usize(first);
+    views.others[first..first + index_to_usize(count)].iter().map(other).collect()
 }
 
 fn chunk_size(storage: &record::Storage) -> ChunkSize {

@@ -3,19 +3,22 @@
 use serde_json::{Map, Value as Json, json};
 
 use crate::archive::Archive;
-use crate::chunk::ChunkSize;
+use crate::chunk::{ChunkPolicy, ChunkSize};
 use crate::class_tag::ClassTag;
+use crate::distributed::DistributedTensor;
 use crate::dtype::{Dtype, OtherDtype};
 use crate::encode::AttrValue;
 use crate::error::Result;
 use crate::key::{MapKey, Step};
 use crate::number::Float;
 use crate::placement::Placement;
+use crate::reference::TensorReference;
 use crate::shard::ShardSpec;
+use crate::shard_file::{OtherStorage, ShardFile};
 use crate::state_dict::Value;
 use crate::storage::ChunkLocation;
-use crate::structure::{Container, ContentKind, Node, TensorReference};
-use crate::tensor::{TensorFlags, TensorView};
+use crate::structure::{Container, ContentKind, Node};
+use crate::tensor::{TensorFlags, TensorMeta, TensorView};
 use crate::text::Text;
 
 /// Tensors of more bytes than this (64 KiB) are shown without their elements.
@@ -106,7 +109,7 @@ fn build_view(archive: &Archive, elements: ElementFilter) -> Result<Json> {
         view["dtypes"] = dtypes.into_iter().map(dtype_to_json).collect();
     }
     if !shards.is_empty() {
-        let shard = |shard: &crate::encode::ShardFile| {
+        let shard = |shard: &ShardFile| {
             let mut view = json!({
                 "name": shard.name,
                 "file_len": shard.file_len,
@@ -116,6 +119,14 @@ fn build_view(archive: &Archive, elements: ElementFilter) -> Result<Json> {
             });
             if let Some(digest) = &shard.digest {
                 view["digest"] = json!(hex(digest));
+            }
+            view["crcs_off"] = json!(shard.crcs.offset);
+            view["crcs_len"] = json!(shard.crcs.len);
+            view["pages_crc32"] = json!(shard.crcs.pages_crc32);
+            if let Some(others) = &shard.others {
+                let other =
+                    |other: &OtherStorage| json!([other.position, other.stored_len, other.crcs]);
+                view["others"] = others.iter().map(other).collect();
             }
             view
         };
@@ -170,6 +181,7 @@ fn node_to_json(archive: &Archive, node: &Node, elements: ElementFilter) -> Resu
                 _ => json!({ "shard": views }),
             }
         }
+        Node::Distributed(leaf) => distributed_to_json(leaf),
         Node::Container(container, children) => {
             let children = children
                 .iter()
@@ -199,6 +211,18 @@ fn node_to_json(archive: &Archive, node: &Node, elements: ElementFilter) -> Resu
             }
         }
     })
+}
+
+fn distributed_to_json(leaf: &DistributedTensor) -> Json {
+    let mut tensor = meta_to_json(&leaf.meta);
+    tensor.insert("storage".into(), Json::Null);
+    tensor.insert("byte_offset".into(), json!(0));
+    tensor.insert("slice".into(), slice_to_json(&leaf.shard_spec));
+    let chunk_log2 = match leaf.chunks {
+        ChunkPolicy::Fixed(size) => Some(size.log2()),
+        ChunkPolicy::Fine => None,
+    };
+    json!({ "distributed": { "group": leaf.group, "chunk_log2": chunk_log2, "tensor": tensor } })
 }
 
 fn leaf_to_json(value: &Value) -> Json {
@@ -257,17 +281,7 @@ fn tensor_to_json(
     elements: ElementFilter,
 ) -> Result<Json> {
     let meta = &reference.meta;
-    let mut view = Map::new();
-    view.insert("dtype".into(), json!(meta.dtype().name()));
-    view.insert("shape".into(), json!(meta.shape()));
-    if let Some(strides) = meta.explicit_strides() {
-        view.insert("strides".into(), json!(strides));
-    }
-    let named = TensorFlags::NAMES.iter().filter(|(flag, _)| meta.flags().contains(*flag));
-    let flags: Vec<&str> = named.map(|(_, name)| *name).collect();
-    if !flags.is_empty() {
-        view.insert("flags".into(), json!(flags));
-    }
+    let mut view = meta_to_json(meta);
     view.insert("storage".into(), json!(reference.storage));
     view.insert("byte_offset".into(), json!(reference.byte_offset));
     let includes_data = elements == ElementFilter::SmallTensors && meta.nbytes() <= MAX_DATA_BYTES;
@@ -282,6 +296,21 @@ fn tensor_to_json(
         view.insert("slice".into(), slice_to_json(place));
     }
     Ok(Json::Object(view))
+}
+
+fn meta_to_json(meta: &TensorMeta) -> Map<String, Json> {
+    let mut view = Map::new();
+    view.insert("dtype".into(), json!(meta.dtype().name()));
+    view.insert("shape".into(), json!(meta.shape()));
+    if let Some(strides) = meta.explicit_strides() {
+        view.insert("strides".into(), json!(strides));
+    }
+    let named = TensorFlags::NAMES.iter().filter(|(flag, _)| meta.flags().contains(*flag));
+    let flags: Vec<&str> = named.map(|(_, name)| *name).collect();
+    if !flags.is_empty() {
+        view.insert("flags".into(), json!(flags));
+    }
+    view
 }
 
 fn slice_to_json(place: &ShardSpec) -> Json {

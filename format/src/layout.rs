@@ -7,11 +7,12 @@ use bytes::Bytes;
 
 use crate::blob::Blob;
 use crate::compress::{CompressJob, CompressedChunks};
-use crate::encode::{Attrs, ShardFile, encode};
+use crate::encode::{Attrs, encode};
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::{self, DATA_START, FRAME_LEN, IndexLocation};
 use crate::key::ObjectPath;
 use crate::options::Options;
+use crate::shard_file::ShardFile;
 use crate::state_dict::StateDict;
 use crate::storage::StorageReference;
 use crate::storage_allocator::StorageAllocator;

@@ -60,6 +60,8 @@ mod prefetch;
 // The structure of a file.
 mod frame;
 mod record;
+mod reference;
+mod shard_file;
 mod structure;
 mod table;
 
@@ -70,7 +72,10 @@ mod compress;
 mod delta;
 mod delta_draft;
 mod digest;
+mod distribute;
+mod distributed;
 mod encode;
+mod expand;
 mod layout;
 mod options;
 mod plane_blocks;
@@ -83,6 +88,7 @@ mod writer;
 // Readers.
 mod archive;
 mod blob;
+mod crc_table;
 mod decode;
 mod index;
 #[cfg(feature = "json")]
@@ -117,8 +123,10 @@ pub use delta::{
 };
 pub use delta_draft::{DeltaChunks, DeltaDraft, DeltaJob};
 pub use digest::Digest;
+pub use distribute::ManifestContent;
+pub use distributed::{DistributedGroups, DistributedTensor, HeldStorage, HeldStorages};
 pub use dtype::{Dtype, DtypeClass, OtherDtype};
-pub use encode::{AttrValue, Attrs, ShardFile};
+pub use encode::{AttrValue, Attrs};
 pub use error::{Error, ErrorKind, Result};
 pub use frame::DATA_START;
 pub use held_parts::{HeldPart, PartRepeat, held_parts, local_shape_of};
@@ -133,15 +141,17 @@ pub use mmap::{Mmap, map_file};
 pub use number::{Float, Int};
 pub use options::{Compression, FILES_KEY, Options, PACKED_FILES_ATTR, ZSTD_LEVEL_ATTR};
 pub use placement::Placement;
+pub use reference::TensorReference;
 pub use region::Region;
 pub use runs::{Loop, Runs};
 pub use shape::{MAX_RANK, numel, row_major_strides};
 pub use shard::{Shard, ShardSpec};
+pub use shard_file::{CrcTable, OtherStorage, ShardFile};
 pub use shard_set::{MANIFEST_NAME, open_shard_set};
 pub use slice::TensorSlice;
 pub use state_dict::{Dict, MAX_DEPTH, StateDict, Value};
 pub use storage::{ChunkLocation, CompressedLayout, RangeDecoder, StorageReference};
-pub use structure::{Container, ContentKind, Node, TensorReference};
+pub use structure::{Container, ContentKind, Node};
 pub use tensor::{Element, Storage, Tensor, TensorFlags, TensorMeta, TensorView};
 pub use text::Text;
 pub use torchstore_state_dict::{FlatLeaf, TorchStoreStateDict};

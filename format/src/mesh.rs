@@ -88,13 +88,20 @@ impl DeviceMesh {
 
     /// Returns the coordinates of the global `rank`; `None` if it is not in the mesh.
     pub fn coordinates_of(&self, rank: u32) -> Option<Vec<u64>> {
-        let (mut index, _) = (0_u64..).zip(self.ranks.iter()).find(|&(_, &other)| other == rank)?;
+        let (index, _) = (0_u64..).zip(self.ranks.iter()).find(|&(_, &other)| other == rank)?;
+        Some(self.coordinates_at(index))
+    }
+
+    /// Returns the coordinates of the device with this row-major index.
+    ///
+    /// An index beyond the mesh wraps around.
+    pub fn coordinates_at(&self, mut index: u64) -> Vec<u64> {
         let mut coordinates = vec![0; self.shape.len()];
         for (coordinate, size) in coordinates.iter_mut().zip(&self.shape).rev() {
             *coordinate = index % size;
             index /= size;
         }
-        Some(coordinates)
+        coordinates
     }
 
     /// Returns the global rank at `coordinates`; `None` if they are not in the mesh.

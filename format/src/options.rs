@@ -12,6 +12,7 @@ use crate::convert::index_to_usize;
 use crate::dtype::{Dtype, DtypeClass};
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
+use crate::frame::default_align_log2;
 use crate::key::ObjectPath;
 use crate::planes::is_plane_width;
 use crate::structure::PathCursor;
@@ -330,14 +331,6 @@ impl Options {
     pub(crate) fn align_log2(&self, len: u64) -> u8 {
         self.align_log2.unwrap_or_else(|| default_align_log2(len))
     }
-}
-
-/// Returns log2 of the default alignment of a storage of `len` stored bytes.
-///
-/// Large storages are aligned to pages, so that they can be mapped and read directly. Others get the alignment that
-/// suits GPUs and vector units.
-fn default_align_log2(len: u64) -> u8 {
-    if len >= 64 << 10 { 12 } else { 8 }
 }
 
 impl fmt::Debug for Options {

@@ -127,13 +127,28 @@ record! {
 
 record! {
     /// Another archive that contains storages of this one. Spec: section 7.
-    Shard 64 {
+    Shard 88 {
         name: u64_le,
         file_len: u64_le,
         index_off: u64_le,
         index_crc32: u32_le,
         writer: u32_le,
         digest: [u8; 32],
+        crcs_off: u32_le,
+        crcs_len: u32_le,
+        pages_crc32: u32_le,
+        others: u32_le,
+        other_count: u32_le,
+        reserved: u32_le,
+    }
+}
+
+record! {
+    /// A storage of a shard that no distributed leaf names. Spec: section 7, "Distributed leaves".
+    Other 16 {
+        stored_len: u64_le,
+        position: u32_le,
+        crcs: u32_le,
     }
 }
 
@@ -164,6 +179,7 @@ pub(crate) mod kind {
     pub(crate) const DEVICE: u8 = 10;
     pub(crate) const TENSOR: u8 = 11;
     pub(crate) const OPAQUE: u8 = 12;
+    pub(crate) const DISTRIBUTED: u8 = 13;
     pub(crate) const DICT: u8 = 32;
     pub(crate) const ORDERED_DICT: u8 = 33;
     pub(crate) const LIST: u8 = 34;

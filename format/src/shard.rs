@@ -128,6 +128,16 @@ impl ShardSpec {
     pub fn placements(&self) -> Option<&[Placement]> {
         self.placements.as_deref()
     }
+
+    /// Returns the mesh as the object that specs share.
+    pub(crate) fn shared_mesh(&self) -> Option<&Arc<DeviceMesh>> {
+        self.mesh.as_ref()
+    }
+
+    /// Returns the placements as the object that specs share.
+    pub(crate) fn shared_placements(&self) -> Option<&Arc<[Placement]>> {
+        self.placements.as_ref()
+    }
 }
 
 impl<T> Shard<T> {

@@ -8,6 +8,9 @@ use std::sync::Arc;
 use crate::archive::Archive;
 use crate::blob::Blob;
 use crate::error::{Error, ErrorKind, Result};
+use crate::expand::expand_manifest;
+use crate::frame::{FRAME_LEN, parse_trailer};
+use crate::shard_file::ShardFile;
 
 /// The file name of a manifest in its directory.
 pub const MANIFEST_NAME: &str = "manifest.tssd";
@@ -49,6 +52,102 @@ pub fn open_shard_set(directory: impl AsRef<Path>) -> Result<Archive> {
         }
     });
     set.map_err(|error: Error| error.with_path(path.join(MANIFEST_NAME).display()))
+}
+
+impl Archive {
+    /// Opens a shard set: a manifest and the archives that it names, read as one archive.
+    ///
+    /// `open` opens one of these archives. It must look in the directory of the manifest, and must not
+    /// follow links; [`open_shard_set`] does so. Each opened archive is then
+    /// checked against its record in the manifest.
+    ///
+    /// A file without shards is opened as by [`Archive::from_blob`]. The index of the result has a tensor leaf in the place
+    /// of each distributed leaf, so the memory grows with the number of shards of all leaves.
+    ///
+    /// # Errors
+    ///
+    /// As [`Archive::from_bytes`]; `ShardMismatch` (F-083); `DistributedMismatch` (F-084); the errors of `open`.
+    pub fn from_shard_set<E: From<Error>>(
+        manifest: Arc<dyn Blob>,
+        mut open: impl FnMut(&ShardFile) -> Result<Arc<dyn Blob>, E>,
+    ) -> Result<Self, E> {
+        let mut archive = Self::from_blob(manifest)?;
+        let shards = archive.shards();
+        if shards.is_empty() {
+            return Ok(archive);
+        }
+        let mut blobs = Vec::with_capacity(shards.len());
+        for shard in &shards {
+            let blob = open(shard)?;
+            shard.verify(&blob).map_err(|error| error.with_path(&shard.name))?;
+            blobs.push(blob);
+        }
+        if archive.has_distributed_leaves() {
+            archive = archive.expand(&shards, &blobs)?;
+        }
+        Ok(archive.with_blobs(blobs))
+    }
+
+    /// Replaces the distributed leaves by the tensor leaves that they mean.
+    fn expand(&self, shards: &[ShardFile], blobs: &[Arc<dyn Blob>]) -> Result<Self> {
+        let mut archives = Vec::with_capacity(blobs.len());
+        for (shard, blob) in shards.iter().zip(blobs) {
+            let archive = Self::from_blob(blob.clone());
+            archives.push(archive.map_err(|error| error.with_path(&shard.name))?);
+        }
+        let expanded = Self::from_bytes(expand_manifest(self, &archives)?)?;
+        Ok(self.with_index_of(expanded))
+    }
+}
+
+impl ShardFile {
+    /// Verifies that a blob is the archive that the manifest names.
+    ///
+    /// # Errors
+    ///
+    /// - `ShardMismatch` (F-083).
+    /// - The errors of [`Archive::from_blob`], if the manifest records a content digest.
+    /// - The kind of the rule that its trailer breaks.
+    /// - `Io` if the blob cannot be read.
+    pub fn verify(&self, blob: &Arc<dyn Blob>) -> Result<()> {
+        self.verify_len(&**blob)?;
+        if self.digest.is_some() {
+            let archive = Archive::from_blob(blob.clone())?;
+            if archive.content_digest() != self.digest {
+                return Err(
+                    Error::new(ErrorKind::ShardMismatch).with_detail("another content digest")
+                );
+            }
+        }
+        self.verify_trailer(&**blob)
+    }
+
+    /// Verifies the length and the trailer of an archive, without the content digest.
+    ///
+    /// # Errors
+    ///
+    /// - `ShardMismatch` (F-083).
+    /// - The kind of the rule that its trailer breaks.
+    /// - `Io` if the blob cannot be read.
+    pub fn verify_trailer(&self, blob: &dyn Blob) -> Result<()> {
+        self.verify_len(blob)?;
+        let mut trailer = [0; FRAME_LEN];
+        blob.read_exact_at(&mut trailer, self.file_len - 64)?;
+        let location = parse_trailer(&trailer, self.file_len)?;
+        if (location.index_off, location.index_crc32) != (self.index_off, self.index_crc32) {
+            return Err(Error::new(ErrorKind::ShardMismatch).with_detail("another index"));
+        }
+        Ok(())
+    }
+
+    fn verify_len(&self, blob: &dyn Blob) -> Result<()> {
+        let (len, recorded) = (blob.size()?, self.file_len);
+        if len == recorded {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::ShardMismatch)
+            .with_detail(format_args!("{len} bytes, the manifest says {recorded}")))
+    }
 }
 
 #[cfg(unix)]

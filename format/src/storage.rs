@@ -4,12 +4,14 @@ use std::ops::Range;
 
 use bytes::Bytes;
 
+use crate::checksum::combine_crcs;
 use crate::chunk::ChunkSize;
 use crate::chunk_codec::{ChunkCodec, ChunkDecoder, StorageCodec, delta_width};
 use crate::convert::to_usize;
 use crate::delta::{ChangeCount, ElementWidth};
 use crate::digest::Digest;
 use crate::error::{Error, ErrorKind, Result};
+use crate::frame::default_align_log2;
 use crate::memory::zeroed;
 
 /// One storage: a byte range of the blob, or of another file of the shard set.
@@ -65,6 +67,28 @@ pub struct ChunkLocation {
 }
 
 impl StorageReference {
+    /// Describes a storage that is stored as its raw bytes. `crcs` has the CRC-32 of each chunk.
+    ///
+    /// Offset and length are in bytes.
+    pub fn from_raw(
+        shard: u32,
+        offset: u64,
+        len: u64,
+        chunk_size: ChunkSize,
+        crcs: Vec<u32>,
+    ) -> Self {
+        Self {
+            offset,
+            len,
+            crc32: combine_crcs(len, chunk_size, crcs.iter().copied()),
+            chunk_size,
+            crcs,
+            align_log2: default_align_log2(len),
+            shard,
+            ..Self::default()
+        }
+    }
+
     /// Returns true if both have the same stored form at the same offset of their files.
     ///
     /// Ignores shard numbers, and digests unless both have one.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::blob::Blob;
+use crate::checksum::combine_crcs;
 use crate::chunk::ChunkSize;
 use crate::chunk_codec::{ChunkCodec, StorageCodec};
 use crate::compress::{CompressJob, CompressedChunks, StoredChunk};
@@ -20,7 +21,7 @@ use crate::options::{Options, RequestedCodec, ZSTD_LEVEL_ATTR};
 use crate::record::NONE;
 use crate::state_dict::Value;
 use crate::storage::{ChunkLocation, CompressedLayout, StorageReference};
-use crate::storage_tables::{StorageTables, combine_crcs};
+use crate::storage_tables::StorageTables;
 use crate::structure::{BorrowedNode, PathCursor, PayloadItem, structure_of, walk};
 use crate::table::record_number;
 use crate::tensor::TensorMeta;

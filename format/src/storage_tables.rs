@@ -1,8 +1,8 @@
 //! The tables of storages. A writer adds the checksums after it has written the stored chunks.
 
-use crc32fast::Hasher;
 use rend::u32_le;
 
+use crate::checksum::{CRCS_PER_PAGE, checksum_pages, combine_crcs};
 use crate::chunk::ChunkSize;
 use crate::convert::index_to_usize;
 use crate::digest::{self, Digest};
@@ -18,6 +18,8 @@ pub(crate) struct StorageTables {
     storages: Vec<record::Storage>,
     chunks: Vec<record::Chunk>,
     crcs: Vec<u32_le>,
+    /// The CRC-32 of each page of `crcs`, or zeros if the CRCs are unknown yet.
+    crc_pages: Vec<u32_le>,
     digests: Vec<Digest>,
     subtrees: Vec<Digest>,
     /// The content digest of the base, in a delta.
@@ -54,6 +56,7 @@ impl StorageTables {
         let crcs = record_number(self.crcs.len())?;
         let first_chunk = record_number(self.chunks.len())?;
         self.crcs.resize(self.crcs.len() + chunk_count(storage.len, storage.chunk_size), 0.into());
+        self.crc_pages.resize(self.crcs.len().div_ceil(CRCS_PER_PAGE), 0.into());
         let first_subtree = self.push_subtrees(storage, subtrees)?;
         let layout = storage.compressed_layout.as_ref();
         let chunk = |chunk: &ChunkLocation| record::Chunk {
@@ -110,6 +113,7 @@ impl StorageTables {
                 *entry = (*crc).into();
             }
         }
+        tables.crc_pages = checksum_pages(&tables.crcs);
         // A file has digests of all its storages or of none.
         if tables.digests.len() != tables.storages.len() {
             tables.digests.clear();
@@ -126,6 +130,7 @@ impl StorageTables {
         for (entry, sum) in self.crcs.iter_mut().zip(sums) {
             *entry = sum.crc.into();
         }
+        self.crc_pages = checksum_pages(&self.crcs);
         for (number, storage) in self.storages.iter_mut().enumerate() {
             // Compression has already computed the checksum and digest of the raw bytes.
             if storage.codec != 0 {
@@ -150,12 +155,14 @@ impl StorageTables {
 
     /// Returns views of these tables and of all other tables of an index.
     pub(crate) fn views<'a>(&'a self, others: &'a Tables) -> TableViews<'a> {
-        let Self { storages, chunks, crcs, digests, subtrees, base, base_storages } = self;
+        let Self { storages, chunks, crcs, crc_pages, digests, subtrees, base, base_storages } =
+            self;
         let base = base.as_slice();
         TableViews {
             storages,
             chunks,
             crcs,
+            crc_pages,
             digests,
             subtrees,
             base,
@@ -168,22 +175,4 @@ impl StorageTables {
 /// Returns the number of chunks of a storage whose checksums are in memory.
 fn chunk_count(len: u64, size: ChunkSize) -> usize {
     usize::try_from(size.count(len)).expect("it is in memory")
-}
-
-/// Combines the CRC-32s of chunks of this size into the CRC-32 of all `len` bytes.
-pub(crate) fn combine_crcs(len: u64, size: ChunkSize, crcs: impl IntoIterator<Item = u32>) -> u32 {
-    let mut crcs = crcs.into_iter();
-    let first_len = len.min(size.bytes());
-    let Some(first) = crcs.next() else { return 0 };
-    if first_len == len {
-        return first;
-    }
-    let mut combined = Hasher::new_with_initial_len(first, first_len);
-    let mut remaining = len - first_len;
-    for crc in crcs {
-        let chunk = remaining.min(size.bytes());
-        combined.combine(&Hasher::new_with_initial_len(crc, chunk));
-        remaining -= chunk;
-    }
-    combined.finalize()
 }

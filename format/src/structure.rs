@@ -6,26 +6,15 @@
 use bytes::Bytes;
 
 use crate::class_tag::ClassTag;
+use crate::distributed::DistributedTensor;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{MapKey, ObjectPath, Step};
 use crate::record::{is_inline, kind};
+use crate::reference::TensorReference;
 use crate::shard::{Shard, ShardSpec};
 use crate::state_dict::{Dict, MAX_DEPTH, Value};
 use crate::tensor::{Tensor, TensorMeta};
 use crate::text::Text;
-
-/// One tensor leaf, or one slice of one: its metadata and the location of its bytes.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct TensorReference {
-    /// Dtype, shape, strides and flags.
-    pub meta: TensorMeta,
-    /// The number of the storage; `None` if the tensor has no elements.
-    pub storage: Option<u32>,
-    /// Offset of element 0 in the raw bytes of the storage, in bytes.
-    pub byte_offset: u64,
-    /// The shard spec; `None` for a plain tensor.
-    pub shard_spec: Option<ShardSpec>,
-}
 
 /// A node of the tree.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,6 +25,8 @@ pub enum Node {
     StoredLeaf(ContentKind, u32),
     /// A plain tensor (one reference without shard spec) or the shards of one global tensor.
     Tensors(Vec<TensorReference>),
+    /// The tensor of a manifest whose shards follow from its mesh and placements.
+    Distributed(DistributedTensor),
     /// A container with its children in insertion order.
     Container(Container, Vec<(Step, Node)>),
 }
@@ -49,11 +40,13 @@ impl Node {
     }
 
     /// Returns the numbers of the storages that hold the content or the tensors of a leaf.
+    ///
+    /// A distributed leaf names no storage.
     pub fn storages(&self) -> impl Iterator<Item = u32> {
         let (content, run) = match self {
             Self::StoredLeaf(_, storage) => (Some(*storage), [].as_slice()),
             Self::Tensors(run) => (None, run.as_slice()),
-            Self::Leaf(_) | Self::Container(..) => (None, [].as_slice()),
+            Self::Leaf(_) | Self::Distributed(_) | Self::Container(..) => (None, [].as_slice()),
         };
         content.into_iter().chain(run.iter().filter_map(|each| each.storage))
     }
@@ -285,6 +278,7 @@ pub(crate) enum BorrowedNode<'a> {
     StoredLeaf(ContentKind, u32),
     Tensor(BorrowedTensor<'a>),
     Shards(Vec<BorrowedTensor<'a>>),
+    Distributed(BorrowedTensor<'a>, &'a DistributedTensor),
     Container(Container, Vec<(BorrowedStep<'a>, BorrowedNode<'a>)>),
 }
 
@@ -329,6 +323,12 @@ impl Node {
                     })
                     .collect(),
             ),
+            Self::Distributed(leaf) => {
+                let DistributedTensor { meta, shard_spec, .. } = leaf;
+                let shard_spec = Some(shard_spec);
+                let tensor = BorrowedTensor { meta, storage: None, byte_offset: 0, shard_spec };
+                BorrowedNode::Distributed(tensor, leaf)
+            }
             Self::Container(container, children) => {
                 let children = children.iter();
                 let children =
@@ -355,6 +355,7 @@ impl BorrowedNode<'_> {
             Self::Shards(run) => {
                 Node::Tensors(run.iter().map(|tensor| tensor.to_reference()).collect())
             }
+            Self::Distributed(_, leaf) => Node::Distributed(DistributedTensor::clone(leaf)),
             Self::Container(container, children) => {
                 let child =
                     |(step, child): &(BorrowedStep<'_>, Self)| (step.to_step(), child.to_node());

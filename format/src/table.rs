@@ -17,7 +17,7 @@ use crate::record::{self, Fields};
 pub(crate) const MAX_INDEX_BYTES: u64 = 1 << 30;
 
 /// The length of the root in this version of the format, in bytes.
-pub(crate) const ROOT_LEN: usize = 136;
+pub(crate) const ROOT_LEN: usize = 152;
 
 const ROOT_ALIGN: usize = 4;
 
@@ -107,11 +107,13 @@ tables! {
     storages: record::Storage,
     chunks: record::Chunk,
     crcs: u32_le,
+    crc_pages: u32_le,
     slices: record::Slice,
     placements: record::Placement,
     attrs: record::Attr,
     digests: Digest,
     shards: record::Shard,
+    others: record::Other,
     dtypes: record::Dtype,
     subtrees: Digest,
     base: Digest,
@@ -129,6 +131,7 @@ pub(crate) const RECORDS: &[(&str, Fields)] = &[
     ("Placement", record::Placement::FIELDS),
     ("Attr", record::Attr::FIELDS),
     ("Shard", record::Shard::FIELDS),
+    ("Other", record::Other::FIELDS),
     ("Dtype", record::Dtype::FIELDS),
 ];
 

@@ -8,8 +8,9 @@ use crate::key::ObjectPath;
 use crate::layout::Layout;
 use crate::memory::zeroed;
 use crate::options::Options;
+use crate::reference::TensorReference;
 use crate::state_dict::StateDict;
-use crate::structure::{Node, TensorReference};
+use crate::structure::Node;
 
 /// An encoded state dict: a flattened state dict of references, and the tensor blob that they address.
 ///

@@ -9,6 +9,7 @@
 
 mod attrs_and_shards;
 mod claims;
+mod distributed;
 mod dtypes;
 mod slices;
 mod storages;
@@ -43,6 +44,7 @@ pub(crate) fn validate(views: &TableViews<'_>, index_off: u64) -> Result<()> {
         divergent: Vec::new(),
         uses: vec![StorageUse::None; views.storages.len()],
         has_tags: false,
+        distributed: Vec::new(),
     };
     validator.validate_nodes()?;
     validator.validate_tensors()?;
@@ -50,6 +52,7 @@ pub(crate) fn validate(views: &TableViews<'_>, index_off: u64) -> Result<()> {
     validator.validate_storages(index_off)?;
     validator.validate_attrs()?;
     validator.validate_shards()?;
+    validator.validate_distributed()?;
     validator.validate_dtypes()?;
     if !validator.heap.claims.is_complete() {
         return Err(Error::new(ErrorKind::HeapUnclaimed).with_path("heap"));
@@ -74,6 +77,8 @@ struct Validator<'a> {
     uses: Vec<StorageUse>,
     /// Whether a node has a class tag.
     has_tags: bool,
+    /// The distributed leaves: node, and first tensor record. Both increase.
+    distributed: Vec<(usize, u32)>,
 }
 
 /// The kind of record that refers to a storage.

@@ -6,13 +6,14 @@ use std::sync::Arc;
 
 use crate::archive::Archive;
 use crate::blob::Blob;
+use crate::checksum::combine_crcs;
 use crate::convert::index_to_usize;
 use crate::digest::{self, Digest};
-use crate::encode::ShardFile;
+use crate::distributed::DistributedGroups;
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::DATA_START;
+use crate::shard_file::ShardFile;
 use crate::storage::StorageReference;
-use crate::storage_tables::combine_crcs;
 use crate::text::is_text;
 use crate::write_job::length;
 
@@ -218,7 +219,7 @@ impl VerifyJob<'_> {
                     .map_err(|error| self.archive.at_storage(error, *number))
             }
             Target::Shard(number, file, storages, depth) => {
-                verify_shard(self.archive.blob(*number), storages, *depth)
+                verify_shard(file, self.archive.blob(*number), storages, *depth)
                     .map_err(|error| error.with_path(&file.name))
             }
         }
@@ -280,10 +281,17 @@ fn check_digest(storage: &StorageReference, digest: &Digest) -> Result<()> {
 ///
 /// # Errors
 ///
-/// `ShardContent` (F-095) if the archive lacks a storage that the manifest names; the errors of
-/// opening and of verifying the archive.
-fn verify_shard(blob: &Arc<dyn Blob>, named: &[Arc<StorageReference>], depth: Depth) -> Result<()> {
+/// `ShardContent` (F-095) if the archive lacks a storage that the manifest names; `DistributedMismatch` (F-084) if its
+/// checksum table is not where the manifest says; the errors of opening and of verifying the archive.
+fn verify_shard(
+    file: &ShardFile,
+    blob: &Arc<dyn Blob>,
+    named: &[Arc<StorageReference>],
+    depth: Depth,
+) -> Result<()> {
     let archive = Archive::from_blob(blob.clone())?;
+    // An expanded manifest has been checked with its distributed leaves, and records no other storages.
+    file.verify_index(&archive, &DistributedGroups::default())?;
     let by_offset: BTreeMap<u64, &StorageReference> =
         named.iter().map(|storage| (storage.offset, &**storage)).collect();
     let mut found = 0;

@@ -12,9 +12,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
 use serde_json::Value as Json;
 use tssd_format::{
-    Archive, AttrValue, Attrs, ClassTag, Container, ContentKind, FILES_KEY, MapKey, Node,
-    ObjectPath, PACKED_FILES_ATTR, Placement, Step, TaggedClass, TensorFlags, TensorReference,
-    TensorSlice, Text, Value,
+    Archive, AttrValue, Attrs, ClassTag, Container, ContentKind, Error, ErrorKind, FILES_KEY,
+    MapKey, Node, ObjectPath, PACKED_FILES_ATTR, Placement, Step, TaggedClass, TensorFlags,
+    TensorReference, TensorSlice, Text, Value,
 };
 
 use crate::classes;
@@ -401,6 +401,7 @@ impl<'py, 'a> ObjectBuilder<'py, 'a> {
     pub(crate) fn build_leaf(&mut self, node: &Node) -> Result<Bound<'py, PyAny>> {
         match node {
             Node::Tensors(references) => self.build_tensors(references),
+            Node::Distributed(_) => Err(Error::new(ErrorKind::BlobElsewhere).into()),
             Node::Leaf(value) => self.build_value(value),
             Node::StoredLeaf(stored, storage) => {
                 let bytes = self.contents.storage_bytes(*storage)?;

@@ -698,6 +698,7 @@ impl OpenFile {
     fn references(&self, fqn: &str) -> Result<Vec<TensorReference>> {
         match self.archive.node(fqn)? {
             Node::Tensors(references) => Ok(references),
+            Node::Distributed(_) => Err(Error::new(ErrorKind::BlobElsewhere).with_path(fqn).into()),
             _ => Err(Error::new(ErrorKind::NotATensor).with_path(fqn).into()),
         }
     }

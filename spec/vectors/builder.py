@@ -21,9 +21,10 @@ from reader import Blake3, blake3, content_digest, open_archive  # noqa: E402
 NONE = 0xFFFF_FFFF
 CHUNK = 1 << 20
 DELTA_CHUNK = 1 << 23
+CRC_PAGE = 1024  # entries of `crcs` for each entry of `crc_pages`
 U64 = (1 << 64) - 1
 NONE_LEAF, BOOL, INT, BIGINT, FLOAT, COMPLEX, STR, BYTES, DTYPE, SIZE = range(10)
-DEVICE, TENSOR, OPAQUE = range(10, 13)
+DEVICE, TENSOR, OPAQUE, DISTRIBUTED = range(10, 14)
 DICT, ORDERED_DICT, LIST, TUPLE, NAMEDTUPLE, DIVERGENT = range(32, 38)
 K_INDEX, K_STR, K_INT, K_BIGINT, K_BOOL, K_FLOAT, K_NONE, K_BYTES, K_TUPLE = range(9)
 # Numbers of dtypes
@@ -51,6 +52,7 @@ TABLES = {
     ),
     "chunks": ("<QII", 8, "offset stored_len codec"),
     "crcs": ("<I", 4, None),
+    "crc_pages": ("<I", 4, None),
     "slices": (
         "<IIIIIIIBBH",
         4,
@@ -59,7 +61,13 @@ TABLES = {
     "placements": ("<BBHIQ", 8, "kind reserved reserved2 dim split_factor"),
     "attrs": ("<QQBBHI", 8, "name value kind reserved reserved2 reserved3"),
     "digests": ("<32s", 1, None),
-    "shards": ("<QQQII32s", 8, "name file_len index_off index_crc32 writer digest"),
+    "shards": (
+        "<QQQII32sIIIIII",
+        8,
+        "name file_len index_off index_crc32 writer digest crcs_off crcs_len pages_crc32 others other_count"
+        " reserved",
+    ),
+    "others": ("<QII", 8, "stored_len position crcs"),
     "dtypes": ("<QHHHBB", 8, "name number size bits values class"),
     "subtrees": ("<32s", 1, None),
     "base": ("<32s", 1, None),
@@ -98,6 +106,11 @@ def chunk_subtrees(content, chunk_log2):
     for at in range(0, len(content), CHUNK):
         tree.add(content[at : at + CHUNK])
     return tree.subtrees() if content else []
+
+
+def crc_pages(crcs):
+    content = struct.pack(f"<{len(crcs)}I", *crcs)
+    return [zlib.crc32(content[at : at + 4 * CRC_PAGE]) for at in range(0, len(content), 4 * CRC_PAGE)]
 
 
 def pack(layout, fields, values):
@@ -153,6 +166,7 @@ class Archive:
 
     def __init__(self):
         self.tables = {name: [] for name in TABLES}
+        self.tables["crc_pages"] = None  # derived from `crcs`, unless it is set
         self.heap_ranges = {}  # the heap range of each string
         self.named = {}  # the children of the root, by key
         self.blob = bytearray()
@@ -297,7 +311,7 @@ class Archive:
         return self.add("attrs", name=self.heap_range(name), value=self.to_word(value), kind=kind)
 
     def shard(self, name, **fields):
-        record = {"file_len": 12288, "index_off": 8192, "index_crc32": 0x01020304, "digest": b""}
+        record = {"file_len": 12288, "index_off": 8192, "index_crc32": 0x01020304, "digest": b"", "others": NONE}
         return self.add("shards", name=self.heap_range(name), **{**record, **fields})
 
     def dtype(self, name=b"float6_e3m2", number=OTHER, **fields):
@@ -352,13 +366,18 @@ class Archive:
 
     # Building
 
+    def records(self, name):
+        if self.tables[name] is None:
+            return crc_pages(self.tables["crcs"])
+        return self.tables[name]
+
     def places(self):
         """Returns the offset of each table in the index, and its number of records."""
         places, end = {}, 0
         for name, (layout, alignment, _) in TABLES.items():
             start = align_up(end, self.alignments.get(name, alignment))
-            places[name] = start, len(self.tables[name])
-            end = start + len(self.tables[name]) * struct.calcsize(layout)
+            places[name] = start, len(self.records(name))
+            end = start + len(self.records(name)) * struct.calcsize(layout)
         return places
 
     def build_index(self):
@@ -366,7 +385,7 @@ class Archive:
         places = self.places()
         for name, (layout, _, fields) in TABLES.items():
             index = index.ljust(places[name][0], self.gap)
-            for record in self.tables[name]:
+            for record in self.records(name):
                 index += pack(layout, fields, record) if fields else struct.pack(layout, record)
         index = index.ljust(align_up(len(index), 4), self.gap) + self.before_root
         root_off = len(index)
@@ -709,6 +728,9 @@ class ShardSet:
         for i, (name, archive) in enumerate(files.items()):
             trailer = struct.unpack("<QQIIIHHQQII8s", self.files[name][-64:])
             fields = {"index_off": trailer[0], "index_crc32": trailer[4], "file_len": trailer[8]}
+            pages = archive.records("crc_pages")
+            fields.update(zip(("crcs_off", "crcs_len"), archive.places()["crcs"]))
+            fields.update(pages_crc32=zlib.crc32(struct.pack(f"<{len(pages)}I", *pages)))
             manifest.shard(name.encode(), writer=i, **fields)
             if archive.tables["digests"]:
                 digest = content_digest(open_archive(self.files[name]))
@@ -779,6 +801,161 @@ def shard_set(digests=False, compress=False, more=b"", **packing):
         if isinstance(digests, bytes):
             archive.set("digests", [digests] * len(archive.raw_contents))
     return ShardSet(manifest, {"a.tssd": halves[0], "b.tssd": halves[1]})
+
+
+# ---- Distributed leaves --------------------------------------------------------------------------
+
+FINE = 0  # the `chunk_log2` of a distribution with fine chunks
+SHARDED, STRIDED = {"kind": SHARD}, {"kind": STRIDED_SHARD, "split_factor": 2}
+ON_TWO = {"mesh": (2,), "ranks": (0, 1), "placements": 0}  # the fields of a slice on a mesh of two writers
+
+
+def distribution(group=0, chunk_log2=20):
+    return group << 32 | chunk_log2
+
+
+def distributed(shape=(4,), placed=(SHARDED,), inside=lambda leaf: leaf, tensor=(), **fields):
+    """A manifest of one distributed leaf on a mesh of two writers.
+
+    `placed` has its placements, `tensor` fields of its record, and `fields` are those of its slice.
+    """
+    leaf = Leaf(DISTRIBUTED, 0, distribution(), count=1)
+    archive = Archive().tree(Box(DICT, [("leaf", inside(leaf))]))
+    archive.tensor(shape, **{"storage": NONE, "slice": 0, **dict(tensor)})
+    archive.slice(**{"offsets": (0,) * len(shape), "global_shape": shape, **ON_TWO, **fields})
+    return two_shards(archive, *placed)
+
+
+def two_shards(archive, *placements):
+    for placement in placements:
+        archive.add("placements", **placement)
+    return archive.shard(b"a.tssd").shard(b"b.tssd", writer=1)
+
+
+def distributed_pair(*distributions, slices=(0, 0), **fields):
+    """A manifest of two distributed leaves. `fields` are those of the second record."""
+    items = [(str(i), Leaf(DISTRIBUTED, i, b, count=1)) for i, b in enumerate(distributions)]
+    archive = Archive().tree(Box(DICT, items)).tensor((4,), storage=NONE, slice=slices[0])
+    archive.tensor((4,), **{"storage": NONE, "slice": slices[1], **fields})
+    for _ in sorted(set(slices)):
+        archive.slice((0,), (4,), **ON_TWO)
+    return two_shards(archive, SHARDED)
+
+
+def rows(i, names=("rows",), storages=(0,), box=lambda leaf: leaf, content=None, compress=False, **fields):
+    """The archive of a writer: two of the four rows of a tensor, as a leaf for each name and number of a storage.
+
+    `fields` are those of the records of tensors, storages and slices.
+    """
+    items = [(name, box(Leaf(TENSOR, number, count=1))) for number, name in enumerate(names)]
+    archive = Archive().tree(Box(DICT, items))
+    for _ in sorted(set(storages)):
+        add = archive.compressed if compress else archive.storage
+        add(content or HALVES[i], **fields.get("storage", {}))
+    for number in storages:
+        archive.tensor(**{"shape": (2, 50), "storage": number, "slice": 0, **fields.get("tensor", {})})
+    part = {"offsets": (2 * i, 0), "global_shape": (4, 50), **ON_TWO, "coordinates": (i,), **fields.get("slice", {})}
+    return archive.slice(**part).add("placements", **SHARDED)
+
+
+def rows_set(first=None, groups=(0,), items=(), others=NONE, second=None, third=None):
+    """A shard set with a distributed leaf of four rows for each of the groups.
+
+    `first` and `second` replace the archives of the writers, and `third` is one more. `items` are tensor leaves of the
+    manifest, in a storage of its own. `others` is that of the Shard records.
+    """
+    leaves = [Leaf(DISTRIBUTED, i, distribution(group), count=1) for i, group in enumerate(groups)]
+    manifest = Archive().tree(Box(DICT, [*zip(row_names(groups), leaves), *items]))
+    if items:
+        manifest.storage(HALVES[0], offset=4096)
+    for _ in groups:
+        manifest.tensor((4, 50), storage=NONE, slice=0)
+    for _ in items:
+        manifest.tensor((100,))
+    manifest.slice((0, 0), (4, 50), **ON_TWO).add("placements", **SHARDED)
+    archives = [archive or rows(i, row_names(groups), groups) for i, archive in enumerate((first, second))]
+    archives += [third] if third else []
+    files = ShardSet(manifest, dict(zip(("a.tssd", "b.tssd", "c.tssd"), archives)))
+    return files.record(0, others=others).record(1, others=others)
+
+
+def row_names(groups):
+    return ("rows", "more rows")[: len(groups)]
+
+
+MORE = b"more" * 16
+DISTRIBUTIONS = {"w": distribution(0), "tied": distribution(0), "strided": distribution(1, FINE)}
+
+
+def mixed_leaves(lengths):
+    """The leaves of `mixed_set`, with these numbers of records. The others are distributed."""
+    names, firsts = ("w", "tied", "more", "strided"), [0]
+    items = []
+    for name in names:
+        count = lengths.get(name, 1)
+        is_tensor = name in lengths
+        items.append((name, Leaf(TENSOR if is_tensor else DISTRIBUTED, firsts[-1], 0, count)))
+        firsts.append(firsts[-1] + count)
+    archive = Archive().tree(Box(DICT, items))
+    for name in DISTRIBUTIONS.keys() - lengths.keys():
+        archive.at(name, b=DISTRIBUTIONS[name])
+    return archive
+
+
+def mixed_archive(i, **fields):
+    """The archive of a writer of `mixed_set`. `fields` are those of storages, by the name of their leaf."""
+    archive = mixed_leaves({"w": 1, "tied": 1, "more": 1, "strided": 2})
+    archive.storage(HALVES[i], **fields.get("w", {})).storage(MORE, **fields.get("more", {}))
+    archive.storage(b"%d" % i * 4, **{"chunk_log2": 12, **fields.get("strided", {})})
+    archive.tensor((2, 50), slice=0).tensor((2, 50), slice=0).tensor((64,), storage=1)
+    for piece in range(2):
+        archive.tensor((2,), storage=2, slice=1 + piece, byte_offset=2 * piece)
+    archive.slice((2 * i, 0), (4, 50), **ON_TWO, coordinates=(i,))
+    for piece in range(2):
+        archive.slice((4 * piece + 2 * i,), (8,), **{**ON_TWO, "placements": 1}, coordinates=(i,))
+    return archive.add("placements", **SHARDED).add("placements", **STRIDED)
+
+
+def mixed_set(first=None, with_others=True):
+    """A shard set with two groups: two tied leaves of four rows, and a leaf of which each writer has two regions.
+
+    A tensor leaf has a storage between theirs, of the first writer. `first` replaces the archive of this writer. If
+    `with_others`, the places of storages follow from the manifest.
+    """
+    manifest = mixed_leaves({"more": 1}).storage(MORE, offset=4352)
+    manifest.tensor((4, 50), slice=0, storage=NONE).tensor((4, 50), slice=0, storage=NONE)
+    manifest.tensor((64,)).tensor((8,), slice=1, storage=NONE)
+    manifest.slice((0, 0), (4, 50), **ON_TWO).slice((0,), (8,), **{**ON_TWO, "placements": 1})
+    manifest.add("placements", **SHARDED).add("placements", **STRIDED)
+    files = ShardSet(manifest, {"a.tssd": first or mixed_archive(0), "b.tssd": mixed_archive(1)})
+    if with_others:
+        manifest.add("others", stored_len=len(MORE), position=1, crcs=1)
+        for i in range(2):
+            files.record(i, others=0, other_count=1)
+    return files
+
+
+def explicit_set():
+    """The archives of `mixed_set`, and a manifest without distributed leaves that means the same."""
+    manifest = mixed_leaves({"w": 2, "tied": 2, "more": 1, "strided": 4})
+    for i in range(2):
+        manifest.storage(HALVES[i], offset=4096, shard=i)
+        if i == 0:
+            manifest.storage(MORE, offset=4352)
+        manifest.storage(b"%d" % i * 4, offset=4608, shard=i, chunk_log2=12)
+    for _ in range(2):
+        manifest.tensor((2, 50), slice=0).tensor((2, 50), storage=3, slice=1)
+    manifest.tensor((64,), storage=1)
+    for number in range(4):
+        storage, piece = (2, 4)[number // 2], number % 2
+        manifest.tensor((2,), storage=storage, slice=2 + number, byte_offset=2 * piece)
+    for i in range(2):
+        manifest.slice((2 * i, 0), (4, 50), **ON_TWO, coordinates=(i,))
+    for number in range(4):
+        i, piece = divmod(number, 2)
+        manifest.slice((4 * piece + 2 * i,), (8,), **{**ON_TWO, "placements": 1}, coordinates=(i,))
+    manifest.add("placements", **SHARDED).add("placements", **STRIDED)
+    return ShardSet(manifest, {"a.tssd": mixed_archive(0), "b.tssd": mixed_archive(1)})
 
 
 # ---- Deltas --------------------------------------------------------------------------------------

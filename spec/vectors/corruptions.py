@@ -26,6 +26,7 @@ from builder import (
     Coded,
     DEVICE,
     DICT,
+    DISTRIBUTED,
     DIVERGENT,
     DTYPE,
     FLOAT32,
@@ -46,12 +47,14 @@ from builder import (
     NAMEDTUPLE,
     NONE,
     NONE_LEAF,
+    ON_TWO,
     OPAQUE,
     ORDERED_DICT,
     OTHER,
     REPLICATE,
     ROOT_LEN,
     SHARD,
+    SHARDED,
     SIZE,
     STR,
     STRIDED_SHARD,
@@ -68,6 +71,8 @@ from builder import (
     compare,
     compressed,
     delta,
+    distributed,
+    distribution,
     divergent,
     encode_planes,
     fine,
@@ -91,6 +96,7 @@ from builder import (
     stored,
     tensors,
     three_chunks,
+    two_shards,
 )
 
 Corruption = namedtuple("Corruption", "rule table field about archive")
@@ -170,12 +176,15 @@ def record_count_cases():
         ("F-062", "storages", one_tensor((2,)).storage(b"hidden")),
         ("F-049", "storages", without_storages(stored())),
         ("F-064", "crcs", without_last(tensors(), "crcs")),
+        ("F-067", "crc_pages", tensors().set("crc_pages", ())),
         ("F-065", "chunks", without_last(three_chunks(), "chunks")),
         ("F-075", "slices", meshed().slice((0,), (4,))),
         ("F-073", "placements", sliced().add("placements")),
         ("F-081", "digests", tensors().set("digests", [bytes(32)])),
         ("F-060", "shards", manifest().set("shards", manifest().tables["shards"][:1])),
         ("F-076", "shards", divergent(0, 1).set("shards", ())),
+        ("F-068", "shards", without_last(distributed(), "shards")),
+        ("F-069", "others", with_others(1).add("others", stored_len=100, position=1, crcs=1)),
         ("F-050", "dtypes", other_dtype().set("dtypes", ()).set("heap", b"0")),
         ("F-057", "dtypes", one_tensor((4,)).dtype()),
         ("F-081", "subtrees", without_last(fine().digested(), "subtrees")),
@@ -194,8 +203,8 @@ def without_storages(archive):
 # ---- Nodes ---------------------------------------------------------------------------------------
 
 # The kinds of nodes that use the field. In all other kinds it is 0.
-HAS_COUNT = {"size", "tensor", "dict", "ordered_dict", "list", "tuple", "namedtuple", "divergent"}
-HAS_B = {"complex", "opaque", "namedtuple"}
+HAS_COUNT = {"size", "tensor", "distributed", "dict", "ordered_dict", "list", "tuple", "namedtuple", "divergent"}
+HAS_B = {"complex", "opaque", "distributed", "namedtuple"}
 HAS_TAG = {"str", "dict", "ordered_dict", "list", "tuple"}
 CONTAINERS = ("dict", "ordered_dict", "list", "tuple", "namedtuple")
 LONG = b"text" * 1025
@@ -209,8 +218,8 @@ def a(name):
 def unused_word_cases():
     """Fields of nodes that their kind does not use."""
     kinds = {name: leaves for name in leaves().named}
-    kinds |= {"tensor": lambda: one_tensor((2,)), "divergent": lambda: divergent(0, 1)}
-    place = {"tensor": "0", "divergent": "leaf"}
+    kinds |= {"tensor": lambda: one_tensor((2,)), "distributed": distributed, "divergent": lambda: divergent(0, 1)}
+    place = {"tensor": "0", "distributed": "leaf", "divergent": "leaf"}
     for kind, make in kinds.items():
         name = place.get(kind, kind)
         yield "F-047", "nodes", f"{kind}-flags", f"flags of {a(kind)}", make().at(name, flags=2)
@@ -257,6 +266,10 @@ def reference_cases():
         yield "F-062", "nodes", f"{name}-flags", about, content().at("long", flags=0)
     yield "F-051", "nodes", "tensor-a", "a run from record 1", one_tensor((2,)).at("0", a=1)
     yield "F-051", "nodes", "tensor-count", "an empty run", one_tensor((2,)).at("0", count=0)
+    yield "F-051", "nodes", "distributed-a", "record 1 of 1", distributed().at("leaf", a=1)
+    yield "F-051", "nodes", "distributed-count", "no record", distributed().at("leaf", count=0)
+    about = "a distribution with an undefined bit"
+    yield "F-068", "nodes", "distributed-b", about, distributed().at("leaf", b=distribution() | 1 << 8)
     for kind in CONTAINERS:
         first = leaves().named[kind]["a"]
         about = f"the children of {a(kind)}"
@@ -291,6 +304,7 @@ def kind_cases():
         ("F-033", "a size in place of an int", leaf(INT, 5).at("leaf", kind=SIZE)),
         ("F-041", "a list in place of a str", leaf(STR, b"text").at("leaf", kind=LIST)),
         ("F-076", "a divergent dict", dict_of_ints.at("box", kind=DIVERGENT)),
+        ("F-068", "a distributed leaf in place of a tensor", one_tensor((0,)).at("0", kind=DISTRIBUTED)),
     ):
         yield rule, "nodes", "kind", about, archive
 
@@ -485,6 +499,40 @@ def tensor_cases():
         yield rule, "tensors", field, about, archive
 
 
+def distributed_cases():
+    """Fields of the records of distributed leaves, other than those of nodes."""
+
+    def edited(table, i, **fields):
+        return three_distributed().edit(table, i, **fields)
+
+    # Dims: the shapes 4 and 2, the offset 0, the mesh 2 with its ranks 0 and 1.
+    strided = distributed(placed=({"kind": STRIDED_SHARD, "split_factor": 2},))
+    for table, field, about, archive in (
+        ("tensors", "dtype", "tied leaves of two dtypes", edited("tensors", 2, dtype=INT8)),
+        ("tensors", "shape", "a shape that is not the global one", edited("tensors", 2, shape=1)),
+        ("tensors", "strides", "strides", edited("tensors", 2, strides=1)),
+        ("tensors", "slice", "no slice", edited("tensors", 2, slice=NONE)),
+        ("slices", "global_shape", "a global shape that is not the shape", edited("slices", 1, global_shape=0)),
+        ("slices", "coordinates", "coordinates", edited("slices", 1, coordinates=2)),
+        ("slices", "ranks", "no ranks", edited("slices", 1, ranks=NONE)),
+        ("slices", "placements", "no placements", edited("slices", 1, placements=NONE)),
+        ("placements", "strided-split_factor", "2^64 - 1 pieces", strided.edit("placements", 0, split_factor=U64)),
+        ("shards", "writer", "a writer that is no rank", edited("shards", 0, writer=NONE)),
+    ):
+        yield "F-068", table, field, f"a distributed leaf: {about}", archive
+
+
+def three_distributed():
+    """Three distributed leaves of 4, 2 and 4 elements. The first and the third are tied."""
+    items = [(str(i), Leaf(DISTRIBUTED, i, distribution(i % 2), count=1)) for i in range(3)]
+    archive = Archive().tree(Box(DICT, items))
+    for i, size in enumerate((4, 2, 4)):
+        archive.tensor((size,), storage=NONE, slice=i % 2)
+    for size in (4, 2):
+        archive.slice((0,), (size,), **ON_TWO)
+    return two_shards(archive, SHARDED)
+
+
 def tensor_beyond_storage():
     """Two tensors of 65 elements. The storage of the second has only 64 bytes."""
     archive = (
@@ -612,6 +660,9 @@ def chunk_cases():
         ("F-097", "codec", "codec 2 for a frame", compressed().edit("chunks", 0, codec=2)),
     ):
         yield rule, "chunks", field, about, archive
+    pages = tensors().records("crc_pages")
+    yield "F-067", "crcs", "crc", "the CRC of a chunk", tensors().set("crcs", (0, 0)).set("crc_pages", pages)
+    yield "F-067", "crc_pages", "crc", "the CRC of a page", tensors().set("crc_pages", (pages[0] ^ 1,))
     both = tensors().edit("storages", 0, crc32=0)
     yield "F-090", "crcs", "crc", "the CRCs of a storage and its chunk", both.set(
         "crcs", [0] + both.tables["crcs"][1:]
@@ -772,8 +823,27 @@ def attr_and_shard_cases():
         ("F-082", "file_len", "a byte too short for index and trailer", shard(file_len=8192 + MIN_TAIL - 1)),
         ("F-082", "index_off", "no multiple of 64", shard(index_off=8191)),
         ("F-060", "index_off", "before the end of a storage", shard(index_off=4160)),
+        ("F-069", "crcs_off", "no multiple of 4", shard(crcs_off=2)),
+        ("F-069", "crcs_len", "2^32 - 1 entries", shard(crcs_len=NONE)),
+        ("F-069", "others", "from record 1 of 1 on", with_others(1).edit("shards", 0, others=1)),
+        ("F-069", "other_count", "one record, and others of NONE", shard(other_count=1)),
+        ("F-069", "reserved", "reserved", shard(reserved=1 << 31)),
     ):
         yield rule, "shards", field, about, archive
+    for field, about, archive in (
+        ("stored_len", "a storage without bytes", with_others(1).edit("others", 0, stored_len=0)),
+        ("position", "positions that decrease", with_others(2).edit("others", 0, position=NONE)),
+        ("crcs", "a storage without crcs", with_others(1).edit("others", 0, crcs=0)),
+    ):
+        yield "F-069", "others", field, about, archive
+
+
+def with_others(count):
+    """A manifest whose first shard has this number of Other records."""
+    archive = manifest().edit("shards", 0, others=0, other_count=count)
+    for _ in range(count):
+        archive.add("others", stored_len=100, position=0, crcs=1)
+    return archive
 
 
 # ---- The contents of dims, heap and blob ---------------------------------------------------------
@@ -820,6 +890,7 @@ def dims_cases():
         ("F-071", "mesh", "a mesh of no devices", entry(mesh(2, 9, 1), 9, 0)),
         ("F-033", "mesh", "more devices than ranks", entry(mesh(1, ranks=(9,)), 1, 1 << 20)),
         ("F-071", "ranks", "a rank twice", entry(mesh(2, ranks=(8, 9)), 9, 8)),
+        ("F-068", "ranks", "a rank that is no writer", entry(distributed(), 1, 2**32 - 1)),
         ("F-071", "coordinates", "a coordinate outside", entry(mesh(3, coordinates=(1,)), 1, 3)),
         ("F-030", "names", "a name beyond the heap", edit_dim_name(1 << 32 | 1 << 16)),
         ("F-071", "names", "a name that is there twice", edit_dim_name(None)),
@@ -966,6 +1037,7 @@ SECTIONS = (
     key_cases,
     by_key_cases,
     tensor_cases,
+    distributed_cases,
     dtype_cases,
     storage_cases,
     chunk_cases,

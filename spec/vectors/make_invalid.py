@@ -9,7 +9,7 @@ Each vector is a valid archive that was changed to violate one rule of format.md
 not presuppose it: precedence.py checks this, except with --generated. All checksums are then updated, unless
 the checksum is tested. The name begins with the number of the rule. A name that ends with
 a slash is that of a directory: a manifest and its shards, or a delta and its base. Of each rule, the first
-8 archives lie in invalid/, to be read, and the others in generated/. So do the archives that corruptions.py
+8 vectors lie in invalid/, to be read, and the others in generated/. So do the archives that corruptions.py
 creates for each field of each table. builder.py builds the archives, and ../writer.py the stored chunks of
 deltas.
 """
@@ -92,6 +92,7 @@ from builder import (
     compressed,
     delta,
     delta_pair,
+    distributed,
     divergent,
     edit_chunk,
     encode_planes,
@@ -107,6 +108,7 @@ from builder import (
     listing,
     manifest,
     meshed,
+    mixed_set,
     nested,
     one_mesh,
     one_slice,
@@ -132,11 +134,12 @@ from builder import (
 )
 from class_tags import class_cases
 from corruptions import corruptions
+from distributed import distributed_cases
 from precedence import check_precedence
 from reader import KINDS, blake3, merge_subtrees
 from writer import BLOCK, Frame
 
-# Archives of each rule in invalid/. The others are not under version control.
+# Vectors of each rule in invalid/. The others are not under version control.
 MAX_COMMITTED = 8
 
 HERE = Path(__file__).parent
@@ -250,8 +253,10 @@ def root_and_table_cases():
     lower = leaves().override("root", heap=(1, heap - 1))
     yield "021-first-not-at-0", "the heap begins at 1", lower
     yield "021-unaligned", "nodes follow a misaligned heap", unaligned_tables()
-    # After one CRC, the slices begin at an odd multiple of 4.
-    spaced = one_slice((2,), (0,), (4,)).lay(alignments={"slices": 8})
+    # After one CRC, its page begins at an odd multiple of 4. After two CRCs and their page, the slices do.
+    spaced = one_tensor((2,)).lay(alignments={"crc_pages": 8})
+    yield "021-pages-aligned-to-8", "four zeros before the CRCs of pages", spaced
+    spaced = sliced().lay(alignments={"slices": 8})
     yield "021-slices-aligned-to-8", "four zeros before the slices", spaced
     elsewhere = leaves().override("root", tensors=(0, 0))
     yield "021-empty-elsewhere", "no tensors, but elsewhere", elsewhere
@@ -388,7 +393,7 @@ def named_type(name):
 
 
 def node_cases():
-    for kind in (13, 38):
+    for kind in (14, 38):
         yield f"040-kind-{kind}", f"a node of kind {kind}", leaves().at("none", kind=kind)
     yield "048-no-root", "no nodes at all", Archive()
     yield "048-list", "the root is a list", Archive().tree(Box(LIST, []))
@@ -779,12 +784,41 @@ def storage_cases():
     ):
         yield f"064-{name}", about, archive
 
+    yield from crc_page_cases()
     yield from chunk_cases()
     yield from delta_storage_cases()
     yield "062-unused", "a storage that nothing names", one_tensor((2,)).storage(b"hidden")
     unused = manifest().edit("tensors", 1, storage=0)
     yield "062-unused-in-shard", "a storage in a shard that nothing names", unused
     yield "062-empty", "a storage without bytes, which nothing can name", keyed("a").storage(b"")
+
+
+def crc_page_cases():
+    """Manifests whose table crc_pages breaks F-067."""
+
+    def paged(chunks, change):
+        """A manifest with a storage of this number of chunks and another one of one chunk, and changed crc_pages."""
+        archive, size = manifest(), chunks << 12
+        archive.edit("storages", 1, chunk_log2=12, stored_len=size, raw_len=size)
+        archive.edit("shards", 1, index_off=size + 4096, file_len=size + 8192)
+        archive.set("crcs", archive.tables["crcs"][:1] + list(range(chunks)))
+        return archive.set("crc_pages", change(archive.records("crc_pages")))
+
+    crcs = struct.pack("<2I", *tensors().tables["crcs"])
+    of_each = [zlib.crc32(crcs[:4]), zlib.crc32(crcs[4:])]
+    padded = zlib.crc32(crcs.ljust(4096, b"\0"))
+    for name, about, archive in (
+        ("none", "no entry for two CRCs", tensors().set("crc_pages", ())),
+        ("crc", "another CRC than that of the page", tensors().set("crc_pages", (zlib.crc32(crcs) ^ 1,))),
+        ("of-crcs", "an entry for each CRC", tensors().set("crc_pages", of_each)),
+        ("no-crcs", "an entry, and no CRCs", keyed("a").set("crc_pages", (0,))),
+        ("padded", "the CRC of a page that is filled with zeros", tensors().set("crc_pages", (padded,))),
+        ("too-many", "an entry for an empty page after 1024 CRCs", paged(1023, lambda pages: pages + [0])),
+        ("too-few", "one entry for 1025 CRCs", paged(1024, lambda pages: pages[:1])),
+        ("last", "a wrong CRC of the second page", paged(1024, lambda pages: [pages[0], 0])),
+        ("swapped", "the entries of two pages, swapped", paged(1024, lambda pages: pages[::-1])),
+    ):
+        yield f"067-{name}", about, archive
 
 
 def by_stored_bytes():
@@ -1557,6 +1591,7 @@ def shard_set_cases():
     swapped = shard_set()
     swapped.files = dict(zip(names, reversed(swapped.files.values())))
     later = shard_set().record(0, index_off=lambda at: at + 64)
+    of_distributed = ShardSet(keyed("a"), {names[0]: distributed()}).record(0, digest=b"\1" * 32)
     for name, about, files in (
         (
             "longer",
@@ -1584,6 +1619,7 @@ def shard_set_cases():
             "a content digest of a shard without digests",
             shard_set().record(0, digest=b"\1" * 32),
         ),
+        ("digest-of-distributed", "a content digest of a manifest with a distributed leaf", of_distributed),
         ("missing", "a shard that is not there", shard_set().remove(names[1])),
         ("link", "a link to a shard", shard_set().link(names[1], "c.tssd")),
     ):
@@ -1656,7 +1692,8 @@ def manifest_with_storage(compress=False, **fields):
 def damaged_shard_cases():
     """Shards in which one byte was changed.
 
-    Opening reads their trailers. If the manifest has a digest, it also reads everything but the blob.
+    Opening reads their trailers. If the manifest has a digest or a distributed leaf, it also reads everything but the
+    blob.
     """
     for name, about, stage, files in (
         ("002-in-shard", "the first byte", "verify", damage_shard(0)),
@@ -1666,6 +1703,7 @@ def damaged_shard_cases():
         ("008-in-shard", "a byte of the trailer", "open", damage_shard(-64)),
         ("013-in-shard", "a byte of the index", "verify", damage_shard(-65)),
         ("013-in-shard-digest", "a byte of the index, with a digest", "open", damage_shard(-65, True)),
+        ("013-in-shard-leaf", "a byte of the index, with a distributed leaf", "open", flip_bit(mixed_set(), -65)),
         ("090-in-shard-unnamed", "a storage that the manifest does not name", "verify", damage_unnamed_storage()),
         ("092-in-shard", "the byte before the index", "verify", damage_shard(4223)),
     ):
@@ -1715,6 +1753,7 @@ SECTIONS = (
     slice_cases,
     attr_and_shard_cases,
     shard_set_cases,
+    distributed_cases,
     payload_cases,
     corruption_cases,
 )
@@ -1763,9 +1802,11 @@ class Link(str):
 
 
 def read_folder(folder, suffix=""):
-    """Returns the existing vectors of a folder, in the form of `make_vectors`."""
+    """Returns the existing vectors of a folder, in the form of `make_vectors`. Leaves out those that are being written."""
     found = {}
     for path in folder.iterdir() if folder.exists() else ():
+        if path.name.startswith("."):
+            continue
         if path.is_dir():
             found[f"{path.name}/"] = {each.name: read_file(each) for each in path.iterdir()}
         elif path.name.endswith(suffix):
@@ -1778,32 +1819,50 @@ def read_file(path):
 
 
 def update_generated(files):
-    """Writes the files of generated/ that are missing or outdated, and removes other files.
+    """Writes the files of generated/ that are missing or outdated, and removes others.
 
-    Each file is created by one rename, because concurrent test processes may all do this.
+    Each file and directory is created by one rename, because concurrent test processes may all do this.
     """
     folder = HERE / "generated"
     folder.mkdir(exist_ok=True)
     present = read_folder(folder)
     for name in present.keys() - files.keys():
-        (folder / f"{name}.tssd").unlink(missing_ok=True)
+        remove(path_of(folder, name))
     for name, content in files.items():
         if present.get(name) != content:
-            staged = folder / f".{name}.{os.getpid()}"
-            staged.write_bytes(content)
-            staged.replace(folder / f"{name}.tssd")
+            path = path_of(folder, name)
+            staged = folder / f".{path.name}.{os.getpid()}"
+            write_vector(staged, content)
+            if isinstance(content, dict):
+                remove(path)
+            try:
+                staged.replace(path)
+            except OSError:
+                # Another process has created the directory.
+                remove(staged)
 
 
-def write_vector(folder, name, content):
+def path_of(folder, name):
+    return folder / (name if name.endswith("/") else f"{name}.tssd")
+
+
+def remove(path):
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_vector(path, content):
     if not isinstance(content, dict):
-        (folder / f"{name}.tssd").write_bytes(content)
+        path.write_bytes(content)
         return
-    (folder / name).mkdir()
+    path.mkdir()
     for each, part in content.items():
         if isinstance(part, Link):
-            os.symlink(part, folder / name / each)
+            os.symlink(part, path / each)
         else:
-            (folder / name / each).write_bytes(part)
+            (path / each).write_bytes(part)
 
 
 def digest(content):
@@ -1847,13 +1906,12 @@ def invalid_entries(listed, files, generated):
 
 
 def generated_names(listed):
-    """Returns the names of the vectors in generated/: corruptions, and the archives of a rule after its first ones."""
+    """Returns the names of the vectors in generated/: corruptions, and the vectors of a rule after its first ones."""
     names, counts = set(), Counter()
     for each in listed:
-        is_directory = each["name"].endswith("/")
         if "table" not in each:
-            counts[each["rule"]] += not is_directory
-        if "table" in each or counts[each["rule"]] > MAX_COMMITTED and not is_directory:
+            counts[each["rule"]] += 1
+        if "table" in each or counts[each["rule"]] > MAX_COMMITTED:
             names.add(each["name"])
     return names
 
@@ -1884,7 +1942,7 @@ def main(arguments):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, content in files.items():
-        write_vector(folder, name, content)
+        write_vector(path_of(folder, name), content)
     text = json.dumps(wanted, indent=1, ensure_ascii=False)
     path.write_bytes(text.encode() + b"\n")
     return 0

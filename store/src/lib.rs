@@ -59,6 +59,8 @@ pub use io::disk::Replacement;
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
 pub use ledger::{ArchiveDigest, Durability, JobId, Refusal, VersionId, WriterSet};
 pub use merge::DivergencePolicy;
+#[doc(hidden)]
+pub use merge::set_min_distributed_slices;
 pub use route::Transport;
 pub use status::{DaemonStatus, HostStatus, LeaseStatus, MemoryStatus, PeerStatus, UploadStatus};
 #[cfg(all(target_os = "linux", feature = "shuttle"))]

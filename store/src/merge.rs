@@ -3,13 +3,14 @@
 //! Merging is a pure function. Spec: `spec/reshard.md`, section 2.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use indexmap::IndexMap;
 use serde_json::Value as Json;
 use serde_json::map::Entry;
 use tssd_format::{
-    Archive, AttrValue, Attrs, Container, MapKey, Node, ObjectPath, Region, ShardFile, Step,
-    StorageReference, TensorMeta, TensorReference, TensorSlice, ZSTD_LEVEL_ATTR,
+    Archive, AttrValue, Attrs, Container, ManifestContent, MapKey, Node, ObjectPath, Region,
+    ShardFile, Step, StorageReference, TensorMeta, TensorReference, TensorSlice, ZSTD_LEVEL_ATTR,
 };
 
 use crate::ledger::{ArchiveDigest, WriterSet};
@@ -44,6 +45,33 @@ pub enum DivergencePolicy {
     Keep,
 }
 
+/// How archives are merged.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MergeOptions {
+    pub(crate) divergent: DivergencePolicy,
+    /// Minimum number of slices for distributed leaves: see [`ManifestContent::distribute`].
+    pub(crate) min_distributed_slices: usize,
+}
+
+impl Default for MergeOptions {
+    fn default() -> Self {
+        Self {
+            divergent: DivergencePolicy::default(),
+            min_distributed_slices: MIN_DISTRIBUTED_SLICES.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// Minimum number of slices for distributed leaves.
+///
+/// Fewer slices take less than 1 MiB in the manifest, with their checksums. A reader then reads nothing else.
+static MIN_DISTRIBUTED_SLICES: AtomicUsize = AtomicUsize::new(4096);
+
+/// Sets the minimum number of slices for distributed leaves, for tests with few writers.
+pub fn set_min_distributed_slices(slices: usize) {
+    MIN_DISTRIBUTED_SLICES.store(slices, Ordering::Relaxed);
+}
+
 /// The description of a version in the attributes of its manifest.
 pub(crate) struct VersionAttrs {
     pub(crate) id: u128,
@@ -60,7 +88,7 @@ pub(crate) struct VersionAttrs {
 /// Returns a text with the error and its place: fqn, region, writers.
 pub(crate) fn merge(
     contributions: &[WriterArchive],
-    divergent: DivergencePolicy,
+    options: MergeOptions,
     label: &VersionAttrs,
 ) -> Result<Vec<u8>, String> {
     if let Some(delta) = contributions.iter().find(|each| each.archive.base_digest().is_some()) {
@@ -70,10 +98,15 @@ pub(crate) fn merge(
     let roots: Vec<Node> = (0..contributions.len()).map(|index| ids.tree(index)).collect();
     let nodes: Vec<WriterNode<'_>> =
         contributions.iter().map(|each| each.writer).zip(&roots).collect();
+    let divergent = options.divergent;
     let mut merger = Merger { storages: &ids, divergent, ties: BTreeMap::new() };
     let mut root = merger.merge_node(&ObjectPath::root(), &nodes)?;
     let storages = ids.compact(&mut root);
     let shards: Vec<ShardFile> = contributions.iter().map(WriterArchive::shard_file).collect();
+    let archives: Vec<&Archive> = contributions.iter().map(|each| &each.archive).collect();
+    let mut content = ManifestContent { root, storages, shards };
+    content.distribute(&archives, options.min_distributed_slices);
+    let ManifestContent { root, storages, shards } = content;
     let mut attrs = common_attrs(contributions)?;
     attrs.extend([
         ("tssd.store.digest".to_owned(), AttrValue::Text(label.digest.to_string().into())),
@@ -148,14 +181,7 @@ fn merge_json(one: &mut Json, other: Json) -> Option<()> {
 
 impl WriterArchive {
     fn shard_file(&self) -> ShardFile {
-        ShardFile {
-            name: self.file.clone(),
-            file_len: self.archive.file_len(),
-            index_off: self.archive.index_range().start,
-            index_crc32: self.archive.index_crc32(),
-            writer: self.writer,
-            digest: self.archive.content_digest(),
-        }
+        self.archive.shard_file(&self.file, self.writer)
     }
 }
 
@@ -485,7 +511,7 @@ fn tensor_slice(reference: &TensorReference) -> &TensorSlice {
 /// Calls `visit` for every storage number in a tree.
 fn for_each_storage(node: &mut Node, visit: &mut impl FnMut(&mut u32)) {
     match node {
-        Node::Leaf(_) => {}
+        Node::Leaf(_) | Node::Distributed(_) => {}
         Node::StoredLeaf(_, number) => visit(number),
         Node::Tensors(references) => {
             references.iter_mut().filter_map(|each| each.storage.as_mut()).for_each(visit);

@@ -13,6 +13,7 @@ pub mod command;
 pub mod corpus;
 #[cfg(all(target_os = "linux", feature = "cuda"))]
 pub mod device_context;
+pub mod distributed;
 #[cfg(target_os = "linux")]
 pub mod etcd;
 pub mod fuzz;

@@ -5,6 +5,7 @@
 mod class_tags;
 mod compressed;
 mod deltas;
+mod distributed;
 mod forward_compat;
 mod limits;
 mod shard_sets;
@@ -49,6 +50,7 @@ pub fn vectors() -> Vec<Vector> {
     vectors.extend(shards::vectors());
     vectors.extend(compressed::vectors());
     vectors.extend(shard_sets::vectors());
+    vectors.extend(distributed::vectors());
     vectors.extend(forward_compat::vectors());
     vectors.extend(deltas::vectors());
     vectors.extend(limits::vectors());

@@ -12,6 +12,7 @@ use tssd_format::{
 };
 use tssd_store::blocking::Store;
 use tssd_store::{JobId, Key, PutOptions};
+use tssd_tests::checksums::repair_checksums;
 use tssd_tests::generate;
 
 use super::cli::Sandbox;
@@ -444,20 +445,6 @@ fn field_offset(sandbox: &Sandbox, name: &str, record: &str, field: &str) -> usi
     let (_, rest) = dump.split_once(&format!("\n{record}\n")).expect(record);
     let line = rest.lines().find(|line| line.split("  ").last().unwrap().starts_with(field));
     line.expect(field).split(':').next().unwrap().trim().parse().unwrap()
-}
-
-/// Recomputes the checksums of the index and the trailer of a changed file.
-fn repair_checksums(bytes: &mut [u8]) {
-    let word = |bytes: &[u8], offset: usize| {
-        u64::from_le_bytes(bytes[offset..offset + 8].try_into().unwrap())
-    };
-    let trailer = bytes.len() - 64;
-    let start = word(bytes, trailer) as usize;
-    let crc = crc32fast::hash(&bytes[start..trailer]);
-    bytes[trailer + 24..trailer + 28].copy_from_slice(&crc.to_le_bytes());
-    let parts = [&bytes[trailer..trailer + 52], &bytes[trailer + 56..]].concat();
-    let crc = crc32fast::hash(&parts);
-    bytes[trailer + 52..trailer + 56].copy_from_slice(&crc.to_le_bytes());
 }
 
 /// A file whose two storages are in a different order, as another writer may write it.

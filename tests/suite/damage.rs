@@ -135,14 +135,7 @@ fn digests_omitted_by_manifest_are_verified() {
             let file = Bytes::from(file);
             let archive = Archive::from_bytes(file.clone()).unwrap();
             let storage = StorageReference { digest: None, ..archive.storage(0) };
-            let shard = ShardFile {
-                name: "0.tssd".into(),
-                file_len: archive.file_len(),
-                index_off: archive.index_range().start,
-                index_crc32: archive.index_crc32(),
-                writer: 0,
-                digest: None,
-            };
+            let shard = ShardFile { digest: None, ..archive.shard_file("0.tssd", 0) };
             let manifest = tssd_format::encode_manifest(
                 &archive.structure(),
                 &[storage],

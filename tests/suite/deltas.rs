@@ -299,7 +299,7 @@ fn base_storages_must_exist_and_have_the_right_length() {
         [0, 1].map(|offset| plain(&weights(&step(&elements(500), 20, offset))));
     let mut file = delta_file(&first, &second, DeltaClasses::One).to_vec();
     // The entry of `base_storages` is followed by the root.
-    let entry = file.len() - 64 - 136 - 4;
+    let entry = file.len() - 64 - 152 - 4;
     file[entry] = 7;
     repair_checksums(&mut file);
     let error = Archive::from_bytes(file).unwrap().with_base(first).unwrap_err();

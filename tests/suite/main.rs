@@ -27,6 +27,7 @@ mod damage;
 /// Deltas between versions: made, applied and folded.
 mod deltas;
 /// The documents: names and links resolve, and statements about stores hold.
+mod distributed;
 mod documents;
 /// Edge cases found by adversarial testing of the store.
 mod edge_cases;

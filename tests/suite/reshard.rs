@@ -12,7 +12,7 @@ use tssd_format::{
     ShardSpec, StateDict, TensorMeta, TensorReference, TensorSlice, Value,
 };
 use tssd_store::blocking::Store;
-use tssd_store::plan::{RegionRequest, plan};
+use tssd_store::plan::{RegionRequest, TensorLeaf, plan};
 use tssd_store::{GetOptions, JobId, Key, PutOptions, Target};
 use tssd_tests::command::memory_tempdir;
 use tssd_tests::sharding::{
@@ -95,7 +95,7 @@ proptest! {
                     region: region.clone(),
                     global_shape: shape.clone().into(),
                 };
-                let copies = plan(&stored, &wanted).unwrap();
+                let copies = plan(TensorLeaf::Run(&stored), &wanted).unwrap();
                 let mut target = vec![None; usize::try_from(wanted.meta.span_bytes()).unwrap() / 4];
                 let mut moved = 0;
                 for copy in &copies {
@@ -107,7 +107,7 @@ proptest! {
                             let offset = usize::try_from(offset).unwrap();
                             let slot = &mut target[to + offset];
                             assert!(slot.is_none(), "an element is written twice");
-                            *slot = Some(memories[&copy.storage][from + offset]);
+                            *slot = Some(memories[&copy.storage.own().unwrap()][from + offset]);
                         }
                     });
                 }
@@ -136,7 +136,7 @@ proptest! {
             region: Region::whole(&shape),
             global_shape: shape.into(),
         };
-        let error = plan(&stored, &wanted).unwrap_err();
+        let error = plan(TensorLeaf::Run(&stored), &wanted).unwrap_err();
         prop_assert_eq!(error.kind(), tssd_format::ErrorKind::Uncovered);
         let (offsets, shape) = error.region().unwrap();
         prop_assert!(region.contains(&Region::new(offsets, shape).unwrap()));
@@ -145,6 +145,7 @@ proptest! {
 
 /// Puts a sharded tensor and a step from every rank, on one thread each. Returns the version.
 fn put_all(store: &Store, key: &Key, shape: &[u64], put: &Sharding, seed: u32, job: &str) -> u64 {
+    configure_manifests();
     let report = std::thread::scope(|scope| {
         let ranks: Vec<_> = put
             .mesh
@@ -216,6 +217,44 @@ fn check_get(store: &Store, key: &Key, shape: &[u64], get: &Sharding, seed: u32)
     }
     let whole = store.get(key, "sharded", &GetOptions::default()).unwrap();
     assert_eq!(to_u32s(&whole), global);
+}
+
+/// Environment variable: all tensors of several slices become distributed leaves.
+const DISTRIBUTED: &str = "TSSD_TEST_DISTRIBUTED";
+
+/// Makes manifests with distributed leaves, if the environment says so.
+fn configure_manifests() {
+    if std::env::var_os(DISTRIBUTED).is_some() {
+        tssd_store::set_min_distributed_slices(2);
+    }
+}
+
+/// A manifest has distributed leaves if the environment says so: the test below relies on it.
+#[test]
+fn environment_selects_form_of_manifests() {
+    let folder = memory_tempdir();
+    let store = Store::directory(folder.path()).unwrap();
+    let mesh = DeviceMesh::from_shape(&[2]).unwrap();
+    let rows = Sharding { mesh, placements: vec![Placement::Shard { dim: 0 }] };
+    put_all(&store, &Key::new("policy").unwrap(), &[4], &rows, 1, "job");
+    let key = folder.path().join("policy");
+    let folders = std::fs::read_dir(key).unwrap().map(|entry| entry.unwrap().path());
+    let manifest = folders.map(|folder| folder.join("manifest.tssd")).find(|path| path.exists());
+    let manifest = Archive::open(manifest.unwrap()).unwrap();
+    assert_eq!(manifest.has_distributed_leaves(), std::env::var_os(DISTRIBUTED).is_some());
+}
+
+/// The tests of this file that read what several writers put pass with distributed leaves too.
+///
+/// They run in a process of their own, because the form of manifests is a setting of the process.
+#[test]
+fn distributed_leaves_reshard_like_slices() {
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["reshard::", "--skip", "distributed_leaves_reshard_like_slices"]);
+    let output = command.env(DISTRIBUTED, "1").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}");
+    assert!(!text.contains(" 0 passed"), "{text}");
 }
 
 proptest! {

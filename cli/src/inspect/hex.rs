@@ -21,13 +21,16 @@ use crate::inspect::hex::line_buffer::{LINE_BYTES, LineBuffer};
 use crate::value::quote;
 
 /// Tables without records: name, and the size and alignment of an entry in bytes.
-const PLAIN_TABLES: [(&str, usize, usize); 6] = [
+const PLAIN_TABLES: [(&str, usize, usize); 9] = [
     ("heap", 1, 1),
     ("dims", 8, 8),
     ("by_key", 4, 4),
     ("crcs", 4, 4),
+    ("crc_pages", 4, 4),
     ("digests", 32, 1),
     ("subtrees", 32, 1),
+    ("base", 32, 1),
+    ("base_storages", 4, 4),
 ];
 
 /// Prints the dump of an archive, or of the manifest of a shard set.
@@ -292,6 +295,14 @@ impl<'a> Dump<'a> {
                 "by_key" if entry == 0 => "by_key[0]: always 0".to_owned(),
                 "by_key" => format!("by_key[{entry}]: node {value}"),
                 "crcs" => format!("crcs[{entry}]: {}", uses.describe_crc(entry)),
+                "crc_pages" => {
+                    format!("crc_pages[{entry}]: of entries of crcs from {} on", 1024 * entry)
+                }
+                "base" => "content digest of the base".to_owned(),
+                "base_storages" if value == u64::from(u32::MAX) => {
+                    format!("base_storages[{entry}]: NONE, storage {entry} is no delta storage")
+                }
+                "base_storages" => format!("base_storages[{entry}]: base storage {value}"),
                 name => format!("{name}[{entry}]: of storage {entry}"),
             };
             self.page.add_bytes(start + to_u64(at), bytes, &description)?;

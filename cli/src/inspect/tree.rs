@@ -1,11 +1,12 @@
 //! Text view of the tree of a file.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fmt::Write;
 
 use tssd_format::{
-    Archive, ChunkCodec, Container, ContentKind, MapKey, Node, ObjectPath, ShardSpec, Step,
-    StorageReference, TensorFlags, TensorReference,
+    Archive, ChunkCodec, Container, ContentKind, DistributedTensor, MapKey, Node, ObjectPath,
+    ShardSpec, Step, StorageReference, TensorFlags, TensorReference,
 };
 
 use super::digests::to_hex;
@@ -36,6 +37,8 @@ struct TreeBuilder<'a> {
     rows: Vec<Row>,
     /// First leaf of each storage: its fqn, byte offset and length in bytes.
     first_by_storage: BTreeMap<u32, (String, u64, u64)>,
+    /// The first leaf of each group of distributed leaves.
+    first_by_group: BTreeMap<u32, String>,
     tensors: u64,
     tied: u64,
     bytes: u64,
@@ -54,6 +57,7 @@ impl Tree {
             verbose,
             rows: Vec::new(),
             first_by_storage: BTreeMap::new(),
+            first_by_group: BTreeMap::new(),
             tensors: 0,
             tied: 0,
             bytes: 0,
@@ -89,6 +93,7 @@ impl TreeBuilder<'_> {
                     self.add_children(children, &below, &path);
                 }
                 Node::Tensors(shards) => self.add_shards(shards, name, &below, &path),
+                Node::Distributed(tensor) => self.add_distributed(tensor, name, &path),
                 Node::Leaf(value) => {
                     self.other_leaves += 1;
                     let (kind, text) = repr(value);
@@ -134,6 +139,35 @@ impl TreeBuilder<'_> {
             return;
         };
         self.add_tensor(only, name, path);
+    }
+
+    /// Adds the row of a tensor whose shards follow from mesh and placements.
+    fn add_distributed(&mut self, tensor: &DistributedTensor, name: String, path: &ObjectPath) {
+        let meta = &tensor.meta;
+        self.tensors += 1;
+        let mut distribution = format!("distributed, mesh {:?}", tensor.mesh().shape());
+        for placement in tensor.placements() {
+            write!(distribution, " {placement}").expect("a String takes any text");
+        }
+        let mut notes = vec![distribution];
+        match self.first_by_group.entry(tensor.group) {
+            Entry::Occupied(first) => {
+                notes.push(format!("tied to {}", first.get()));
+                self.tied += 1;
+            }
+            Entry::Vacant(vacant) => {
+                vacant.insert(path.fqn());
+                self.bytes = self.bytes.saturating_add(meta.nbytes());
+            }
+        }
+        let flags = TensorFlags::NAMES.iter().filter(|(flag, _)| meta.flags().contains(*flag));
+        notes.extend(flags.map(|(_, name)| (*name).to_owned()));
+        let cells = [
+            meta.dtype().to_string(),
+            format!("{:?}", meta.shape()),
+            Size(meta.nbytes()).to_string(),
+        ];
+        self.add_row(name, cells, notes.join(", "));
     }
 
     fn add_tensor(&mut self, each: &TensorReference, name: String, path: &ObjectPath) {

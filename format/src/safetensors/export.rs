@@ -13,12 +13,11 @@ use crate::convert::to_u64;
 use crate::encode::{AttrValue, Attrs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;
+use crate::reference::TensorReference;
 use crate::runs::Runs;
 use crate::safetensors::auxiliary::{AuxiliaryEntry, AuxiliaryFile, check_name_conflicts};
 use crate::state_dict::StateDict;
-use crate::structure::{
-    Container, Node, PathCursor, PayloadItem, TensorReference, structure_of, walk,
-};
+use crate::structure::{Container, Node, PathCursor, PayloadItem, structure_of, walk};
 use crate::tensor::TensorMeta;
 
 /// The largest ratio of exported bytes to stored bytes, unless the export is at most 1 GiB.
@@ -436,6 +435,9 @@ fn collect(
                 &"it is a shard of a larger tensor: put all shards into a store and get the whole",
             ),
         },
+        Node::Distributed(_) => not_exportable(
+            &"its shards are in other files: name the directory of the manifest, or get it from the store",
+        ),
         Node::Leaf(_) | Node::StoredLeaf(..) => not_exportable(&"it is no tensor"),
     }
 }

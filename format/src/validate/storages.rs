@@ -2,6 +2,7 @@
 
 use super::claims::Claims;
 use super::{StorageUse, Validator};
+use crate::checksum::checksum_pages;
 use crate::chunk::ChunkSize;
 use crate::chunk_codec::ChunkCodec;
 use crate::codec::is_shuffle_width;
@@ -18,7 +19,8 @@ const MAX_EXPANSION: u64 = 1 << 15;
 
 impl Validator<'_> {
     pub(super) fn validate_storages(&self, index_off: u64) -> Result<()> {
-        let TableViews { storages, crcs, chunks, digests, shards, subtrees, .. } = self.views;
+        let TableViews { storages, crcs, crc_pages, chunks, digests, shards, subtrees, .. } =
+            self.views;
         let is_manifest = !shards.is_empty();
         let mut crc_claims = Claims::new(crcs.len());
         let mut chunk_claims = Claims::new(chunks.len());
@@ -80,6 +82,9 @@ impl Validator<'_> {
         }
         if !crc_claims.is_complete() {
             return Err(Error::new(ErrorKind::CrcTable));
+        }
+        if checksum_pages(crcs) != *crc_pages {
+            return Err(Error::new(ErrorKind::CrcPages));
         }
         if !chunk_claims.is_complete() {
             return Err(Error::new(ErrorKind::ChunkTable));

@@ -32,7 +32,7 @@ impl<'a> Validator<'a> {
             prefetch_ahead(views.tensors, number);
             // Most tensors have their own storage, so tensor and storage numbers advance together.
             prefetch_ahead(views.storages, number);
-            self.validate_tensor(tensor, &mut slices)
+            self.validate_tensor(number, tensor, &mut slices)
                 .map_err(|error| error.with_path(path_of_tensor(views, number)))?;
         }
         if !slices.is_complete() {
@@ -41,14 +41,19 @@ impl<'a> Validator<'a> {
         Ok(())
     }
 
-    fn validate_tensor(&mut self, tensor: &record::Tensor, slices: &mut Claims) -> Result<()> {
-        let number = tensor.dtype.to_native();
-        let itemsize = self.itemsize(number)?;
+    fn validate_tensor(
+        &mut self,
+        number: usize,
+        tensor: &record::Tensor,
+        slices: &mut Claims,
+    ) -> Result<()> {
+        let dtype = tensor.dtype.to_native();
+        let itemsize = self.itemsize(dtype)?;
         if usize::from(tensor.rank) > MAX_RANK {
             return Err(Error::new(ErrorKind::RankTooLarge).with_detail(tensor.rank));
         }
         let class =
-            || self.views.dtype(number).map_or(DtypeClass::Other, |dtype| dtype.to_dtype().class());
+            || self.views.dtype(dtype).map_or(DtypeClass::Other, |dtype| dtype.to_dtype().class());
         let flags = TensorFlags::from_bits(tensor.flags);
         let fit = flags.is_some_and(|flags| flags.fit(tensor.rank.into(), class));
         if !fit || tensor.reserved != 0 {
@@ -74,7 +79,7 @@ impl<'a> Validator<'a> {
         let byte_offset = tensor.byte_offset.to_native();
         let end = byte_offset.checked_add(span).filter(|end| *end < SIZE_LIMIT || span == 0);
         let end = end.ok_or_else(|| Error::new(ErrorKind::ShapeOverflow))?;
-        self.validate_byte_range(tensor, span, end)?;
+        self.validate_byte_range(number, tensor, span, end)?;
         // Most offsets are 0; testing that first avoids a division.
         if byte_offset != 0 && !byte_offset.is_multiple_of(itemsize) {
             return Err(Error::new(ErrorKind::Misaligned).with_detail(byte_offset));
@@ -95,7 +100,13 @@ impl<'a> Validator<'a> {
     /// Checks that the span of a tensor lies in its storage, and marks the storage as used.
     ///
     /// `end` is the byte offset plus the span.
-    fn validate_byte_range(&mut self, tensor: &record::Tensor, span: u64, end: u64) -> Result<()> {
+    fn validate_byte_range(
+        &mut self,
+        tensor_number: usize,
+        tensor: &record::Tensor,
+        span: u64,
+        end: u64,
+    ) -> Result<()> {
         let range_error = |note: &str| Err(Error::new(ErrorKind::TensorRange).with_detail(note));
         let number = tensor.storage.to_native();
         if span == 0 {
@@ -106,8 +117,13 @@ impl<'a> Validator<'a> {
             };
         }
         let number = usize::try_from(number).unwrap_or(usize::MAX);
-        let Some(storage) = self.views.storages.get(number) else {
-            return range_error("there is no such storage");
+        let is_distributed = self.is_distributed(tensor_number);
+        let Some(storage) = self.views.storages.get(number).filter(|_| !is_distributed) else {
+            return if is_distributed && tensor.storage == NONE && tensor.byte_offset == 0 {
+                Ok(())
+            } else {
+                range_error("there is no such storage")
+            };
         };
         if end > storage.raw_len.to_native() {
             return Err(storage_range_error(tensor, end, storage));
@@ -119,6 +135,13 @@ impl<'a> Validator<'a> {
         }
         self.uses[number] = StorageUse::Tensor;
         Ok(())
+    }
+
+    /// Whether a tensor record belongs to a distributed leaf.
+    fn is_distributed(&self, tensor: usize) -> bool {
+        let tensor = u32::try_from(tensor).unwrap_or(NONE);
+        !self.distributed.is_empty()
+            && self.distributed.binary_search_by_key(&tensor, |(_, first)| *first).is_ok()
     }
 
     fn validate_slice_bounds(
@@ -160,8 +183,10 @@ fn storage_range_error(tensor: &record::Tensor, end: u64, storage: &record::Stor
 ///
 /// It is the last tensor leaf whose first record is at or before `tensor`.
 fn path_of_tensor(views: &TableViews<'_>, tensor: usize) -> ObjectPath {
-    let starts_before =
-        |node: &record::Node| node.kind == kind::TENSOR && node.a.to_native() <= to_u64(tensor);
+    let starts_before = |node: &record::Node| {
+        matches!(node.kind, kind::TENSOR | kind::DISTRIBUTED)
+            && node.a.to_native() <= to_u64(tensor)
+    };
     let leaf = views.nodes.iter().rposition(starts_before);
     path_of(views, leaf.unwrap_or_default())
 }

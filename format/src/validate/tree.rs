@@ -66,7 +66,7 @@ impl Validator<'_> {
         if kind::is_container(node.kind) {
             self.validate_container(number, node, children)
         } else {
-            self.validate_leaf(node, tensor_claims)
+            self.validate_leaf(number, node, tensor_claims)
         }
     }
 
@@ -196,7 +196,12 @@ impl Validator<'_> {
     }
 
     #[inline]
-    fn validate_leaf(&mut self, node: &record::Node, tensor_claims: &mut Claims) -> Result<()> {
+    fn validate_leaf(
+        &mut self,
+        number: usize,
+        node: &record::Node,
+        tensor_claims: &mut Claims,
+    ) -> Result<()> {
         let value_error = |what: &str| Err(Error::new(ErrorKind::LeafValue).with_detail(what));
         let (a, b, count) = (node.a.to_native(), node.b.to_native(), node.count.to_native());
         // The fast path for plain tensors, the most frequent leaves.
@@ -212,13 +217,15 @@ impl Validator<'_> {
         if node.flags != 0 && !(is_content && node.flags == STORED_FLAG) {
             return value_error("flags");
         }
-        if node.kind > kind::OPAQUE {
+        if node.kind > kind::DISTRIBUTED {
             return Err(Error::new(ErrorKind::UnknownKind).with_detail(node.kind));
         }
-        if count != 0 && !matches!(node.kind, kind::SIZE | kind::TENSOR) {
+        if count != 0 && !matches!(node.kind, kind::SIZE | kind::TENSOR | kind::DISTRIBUTED) {
             return value_error("count");
         }
-        if b != 0 && !matches!(node.kind, kind::STR | kind::COMPLEX | kind::OPAQUE) {
+        let has_b =
+            matches!(node.kind, kind::STR | kind::COMPLEX | kind::OPAQUE | kind::DISTRIBUTED);
+        if b != 0 && !has_b {
             return value_error("b");
         }
         match node.kind {
@@ -257,6 +264,14 @@ impl Validator<'_> {
                     .with_detail(format_args!("{count} tensors from {a}")));
             }
             kind::TENSOR => self.validate_run(a, count)?,
+            kind::DISTRIBUTED if count != 1 || !tensor_claims.claim_once(a, 1) => {
+                return Err(Error::new(ErrorKind::TensorRun)
+                    .with_detail(format_args!("{count} tensors from {a}")));
+            }
+            kind::DISTRIBUTED => {
+                let first = u32::try_from(a).expect("it is in tensors");
+                self.distributed.push((number, first));
+            }
             _ => {}
         }
         Ok(())

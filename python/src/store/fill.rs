@@ -12,6 +12,7 @@ use tssd_format::{
     TensorFlags, TensorMeta, Value,
 };
 use tssd_gpu::CopyStats;
+use tssd_store::plan::TensorLeaf;
 use tssd_store::{GetOptions, GetReport, ReceiveReport, Receiver, Target, TargetMemory};
 
 use crate::builder::{Framework, ObjectBuilder};
@@ -20,7 +21,7 @@ use crate::error::{BindingError, Failure, Result};
 use crate::importer::{StagingPairs, TargetImporter, namedtuple_fields, to_map_key};
 use crate::leaf_import::is_floating;
 use crate::store::connection::{Connection, VersionRead};
-use crate::store::loaded_tree::{LoadedTree, global_shape};
+use crate::store::loaded_tree::LoadedTree;
 
 /// A batch is filled once its staging tensors have this many bytes.
 const BATCH_STAGED_BYTES: u64 = 512 << 20;
@@ -246,7 +247,7 @@ fn is_plain(node: &Node, allow_pickle: bool) -> bool {
             allow_pickle
         }
         Node::Leaf(_) | Node::StoredLeaf(..) => true,
-        Node::Tensors(_) => !is_tensor(node),
+        Node::Tensors(_) | Node::Distributed(_) => !is_tensor(node),
         Node::Container(_, children) => {
             children.iter().all(|(_, child)| is_plain(child, allow_pickle))
         }
@@ -267,7 +268,7 @@ pub(crate) fn fill_tensor(
         )
     })?;
     let (_, node) = read.reader.leaf(fqn)?;
-    if !matches!(node, Node::Tensors(_)) {
+    if TensorLeaf::of(&node).is_none() {
         return Err(BindingError::new("WrongType", format!("`{fqn}` is no tensor")).into());
     }
     let leaf = Leaf { fqn: fqn.to_owned(), object: into.clone(), dtype, shape };
@@ -283,8 +284,7 @@ pub(crate) fn fill_tensor(
 
 /// Returns whether a leaf is a tensor that can be filled. A scalar of numpy cannot be filled.
 fn is_tensor(node: &Node) -> bool {
-    let Node::Tensors(references) = node else { return false };
-    !references[0].meta.flags().contains(TensorFlags::SCALAR)
+    TensorLeaf::of(node).is_some_and(|leaf| !leaf.flags().contains(TensorFlags::SCALAR))
 }
 
 /// The leaves of `into` that are stored, each with its stored dtype; and the differences.
@@ -306,7 +306,8 @@ fn match_leaves<'py>(
     let mut requested = BTreeSet::new();
     for leaf in &leaves {
         requested.insert(leaf.fqn.as_str());
-        let Some(Node::Tensors(references)) = stored.get(&leaf.fqn) else {
+        let found = stored.get(&leaf.fqn).and_then(|node| TensorLeaf::of(node));
+        let Some(found) = found else {
             differences.missing.push(leaf.fqn.clone());
             let text = format!("`{}` is not stored", leaf.fqn);
             // A tensor of which no rank has any element is not stored.
@@ -315,7 +316,7 @@ fn match_leaves<'py>(
             }
             continue;
         };
-        let (dtype, shape) = (references[0].meta.dtype(), global_shape(references));
+        let (dtype, shape) = (found.dtype(), found.global_shape());
         if shape != leaf.shape {
             let text = format!("`{}` has shape {:?}, stored {shape:?}", leaf.fqn, leaf.shape);
             mismatches.push((&leaf.fqn, "SliceMismatch", text));

@@ -8,7 +8,8 @@ use pyo3::prelude::*;
 use tssd_format::{
     Attrs, Node, ObjectPath, Region, ShardSpec, Step, TensorMeta, TensorReference, TensorSlice,
 };
-use tssd_store::{CowBuffer, GetReport, Target, plan};
+use tssd_store::plan::{self, TensorLeaf};
+use tssd_store::{CowBuffer, GetReport, Target};
 
 use crate::builder::{ArchiveContents, Framework, ObjectBuilder, StorageSource};
 use crate::error::{BindingError, Failure, Result};
@@ -78,20 +79,26 @@ impl ReadPlan {
                     self.storages.extend(*storage);
                     Ok(None)
                 }
-                _ => Ok(Some(Node::Tensors(vec![self.add_tensor(path, references, None)?]))),
+                _ => self.add_sharded(path, TensorLeaf::Run(references)),
             },
+            Node::Distributed(tensor) => self.add_sharded(path, TensorLeaf::Distributed(tensor)),
             Node::Leaf(_) => Ok(None),
         }
+    }
+
+    /// Adds a sharded tensor. Returns the whole tensor that replaces it.
+    fn add_sharded(&mut self, path: &[&Step], leaf: TensorLeaf<'_>) -> Result<Option<Node>> {
+        Ok(Some(Node::Tensors(vec![self.add_tensor(path, leaf, None)?])))
     }
 
     /// Adds a tensor, or a box of it. Returns a reference to its bytes once they are read.
     fn add_tensor(
         &mut self,
         path: &[&Step],
-        references: &[TensorReference],
+        leaf: TensorLeaf<'_>,
         slice: Option<&TensorSlice>,
     ) -> Result<TensorReference> {
-        let global = global_shape(references);
+        let global = leaf.global_shape();
         if let Some(slice) = slice
             && slice.global_shape() != global
         {
@@ -100,13 +107,14 @@ impl ReadPlan {
             return Err(BindingError::new("SliceMismatch", text).with_fqn(&fqn).into());
         }
         let region = &slice.map_or_else(|| Region::whole(global), |slice| slice.region().clone());
-        if let Some(view) = references.iter().find_map(|reference| view_of(reference, region)) {
+        if let TensorLeaf::Run(references) = leaf
+            && let Some(view) = references.iter().find_map(|reference| view_of(reference, region))
+        {
             let view = view?;
             self.storages.extend(view.storage);
             return Ok(view);
         }
-        let meta = TensorMeta::new(references[0].meta.dtype(), region.shape())?;
-        let meta = meta.with_flags(references[0].meta.flags());
+        let meta = TensorMeta::new(leaf.dtype(), region.shape())?.with_flags(leaf.flags());
         let number = u32::MAX - u32::try_from(self.assembled.len()).unwrap_or(u32::MAX);
         let storage = (meta.nbytes() > 0).then_some(number);
         let box_of = |_| TensorSlice::new(region.offsets(), region.shape(), global);
@@ -115,12 +123,6 @@ impl ReadPlan {
         self.assembled.push(AssembledTensor { number, fqn, meta: meta.clone(), part });
         Ok(TensorReference { meta, storage, byte_offset: 0, shard_spec: None })
     }
-}
-
-/// Returns the global shape of a tensor, in elements.
-pub(super) fn global_shape(references: &[TensorReference]) -> &[u64] {
-    let slice = references[0].shard_spec.as_ref().map(ShardSpec::slice);
-    slice.map_or_else(|| references[0].meta.shape(), |slice| slice.global_shape())
 }
 
 fn join_fqn(path: &[&Step]) -> String {
@@ -194,14 +196,14 @@ impl LoadedTree {
         let (path, node) = leaf?;
         let mut path: Vec<&Step> = path.steps().iter().collect();
         let mut plan = ReadPlan::default();
-        let replacement = match (&node, slice) {
-            (Node::Tensors(references), Some(_)) => {
-                Some(Node::Tensors(vec![plan.add_tensor(&path, references, slice)?]))
+        let replacement = match (TensorLeaf::of(&node), slice) {
+            (Some(leaf), Some(_)) => {
+                Some(Node::Tensors(vec![plan.add_tensor(&path, leaf, slice)?]))
             }
-            (_, Some(_)) => {
+            (None, Some(_)) => {
                 return Err(BindingError::new("WrongType", format!("`{fqn}` is no tensor")).into());
             }
-            (node, None) => plan.add_node(&mut path, node)?,
+            (_, None) => plan.add_node(&mut path, &node)?,
         };
         let root = Arc::new(replacement.unwrap_or(node));
         Self::from_plan(py, read, root, plan, false)

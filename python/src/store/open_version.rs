@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex};
 use pyo3::exceptions::{PyStopIteration, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
-use tssd_format::{Dtype, Node, TensorSlice as Slice};
+use tssd_format::{Dtype, TensorSlice as Slice};
+use tssd_store::plan::TensorLeaf;
 use tssd_store::{Key, VersionReader};
 
 use super::outline::build_outline;
@@ -42,7 +43,7 @@ impl OpenVersion {
         let is_selected = |index: usize| selection.as_ref().is_none_or(|flags| flags[index]);
         let leaves = reader.leaves().iter().enumerate();
         let tensors = leaves
-            .filter(|(index, (_, leaf))| matches!(leaf, Node::Tensors(_)) && is_selected(*index));
+            .filter(|(index, (_, node))| TensorLeaf::of(node).is_some() && is_selected(*index));
         let names = tensors.map(|(_, (path, _))| path.fqn()).collect();
         let version = reader.version();
         Ok(Self { connection, key, version, reader: Mutex::new(Some(reader)), names })
@@ -74,7 +75,7 @@ impl OpenVersion {
         let read = || {
             let reader = self.reader()?;
             let (_, leaf) = reader.leaf(name)?;
-            if !matches!(leaf, Node::Tensors(_)) {
+            if TensorLeaf::of(&leaf).is_none() {
                 return Err(not_a_tensor(name).into());
             }
             let deadline = Deadline::new(None)?;
@@ -125,13 +126,10 @@ impl OpenVersion {
     ///     TssdKeyError: the tensor does not exist.
     fn get_slice(slf: &Bound<'_, Self>, name: &str) -> Result<VersionSlice> {
         let this = slf.get();
-        let (_, leaf) = this.reader()?.leaf(name)?;
-        let Node::Tensors(references) = leaf else {
-            return Err(not_a_tensor(name).into());
-        };
-        let whole = references[0].shard_spec.as_ref().map(|place| place.slice().global_shape());
-        let shape = whole.unwrap_or_else(|| references[0].meta.shape()).to_vec();
-        let (version, dtype) = (slf.clone().unbind(), references[0].meta.dtype());
+        let (_, node) = this.reader()?.leaf(name)?;
+        let leaf = TensorLeaf::of(&node).ok_or_else(|| not_a_tensor(name))?;
+        let (version, dtype) = (slf.clone().unbind(), leaf.dtype());
+        let shape = leaf.global_shape().to_vec();
         Ok(VersionSlice { version, name: name.to_owned(), shape, dtype })
     }
 

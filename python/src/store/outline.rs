@@ -6,10 +6,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
-use tssd_format::{
-    Attrs, ContentKind, Node, ShardSpec, TensorFlags, TensorMeta, TensorReference, Value,
-};
+use tssd_format::{Attrs, ContentKind, Node, TensorFlags, TensorMeta, TensorReference, Value};
 use tssd_store::VersionReader;
+use tssd_store::plan::TensorLeaf;
 
 use crate::builder::{ArchiveContents, Framework, ObjectBuilder, StorageSource};
 use crate::error::Result;
@@ -55,23 +54,28 @@ fn strip(node: &mut Node, storages: &mut Vec<u32>) -> Result<()> {
             }
         }
         Node::Leaf(Value::Opaque { bytes, .. }) => *node = Node::Leaf(Value::Bytes(bytes.clone())),
-        Node::Tensors(references) => {
-            let first = &references[0].meta;
-            let flags = [TensorFlags::REQUIRES_GRAD, TensorFlags::PARAMETER]
-                .into_iter()
-                .filter(|flag| first.flags().contains(*flag))
-                .fold(TensorFlags::default(), TensorFlags::union);
-            let meta = match references[0].shard_spec.as_ref().map(ShardSpec::slice) {
-                Some(slice) => TensorMeta::new(first.dtype(), slice.global_shape())?,
-                None => first.clone(),
-            };
-            let meta = meta.with_flags(flags);
-            *references =
-                vec![TensorReference { meta, storage: None, byte_offset: 0, shard_spec: None }];
-        }
+        Node::Tensors(run) => *node = outline_tensor(TensorLeaf::Run(run))?,
+        Node::Distributed(tensor) => *node = outline_tensor(TensorLeaf::Distributed(tensor))?,
         Node::Leaf(_) => {}
     }
     Ok(())
+}
+
+/// Returns the whole tensor of a leaf, without a storage.
+fn outline_tensor(leaf: TensorLeaf<'_>) -> Result<Node> {
+    let flags = [TensorFlags::REQUIRES_GRAD, TensorFlags::PARAMETER]
+        .into_iter()
+        .filter(|flag| leaf.flags().contains(*flag))
+        .fold(TensorFlags::default(), TensorFlags::union);
+    let meta = match leaf {
+        TensorLeaf::Run([reference @ TensorReference { shard_spec: None, .. }]) => {
+            reference.meta.clone()
+        }
+        _ => TensorMeta::new(leaf.dtype(), leaf.global_shape())?,
+    };
+    let meta = meta.with_flags(flags);
+    let reference = TensorReference { meta, storage: None, byte_offset: 0, shard_spec: None };
+    Ok(Node::Tensors(vec![reference]))
 }
 
 impl ArchiveContents for Outline {

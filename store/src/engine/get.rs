@@ -15,11 +15,12 @@ use bytes::Bytes;
 use indexmap::IndexMap;
 use tssd_format::{
     Attrs, Error as FormatError, ErrorKind as FormatKind, Node, ObjectPath, Region, Runs,
-    ShardSpec, StateDict, Tensor, TensorMeta, TensorReference, Value, copy_runs, zeroed,
+    ShardSpec, StateDict, Tensor, TensorMeta, TensorReference, TensorSlice, Value, copy_runs,
+    zeroed,
 };
 
 pub(crate) use self::plans::PlanCache;
-use self::plans::{Coverage, GlobalRegion, LeafSelector, Plan, Request};
+use self::plans::{Coverage, GlobalRegion, LeafSelector, Plan, PlanLayout, Request};
 use self::target::check_size;
 pub use self::target::{Target, TargetMemory};
 use crate::blob::{RangeJob, VerifyMode};
@@ -35,7 +36,7 @@ use crate::io::cow_map::CowBuffer;
 use crate::io::exec::block_in_place;
 use crate::io::parallel;
 use crate::ledger::{ArchiveDigest, VersionId};
-use crate::plan::{self, RegionCopy};
+use crate::plan::{self, RegionCopy, SingleCopy, StorageId, TensorLeaf};
 use crate::route::Transport;
 
 /// How a state dict is read. The default reads the newest version as a whole.
@@ -169,7 +170,7 @@ impl<'a> Read<'a> {
         if !options.slices.is_empty() {
             let mut names = BTreeSet::new();
             for_each_leaf(path, &root, &mut |path, node| {
-                if matches!(node, Node::Tensors(_)) {
+                if TensorLeaf::of(node).is_some() {
                     names.insert(path.path().fqn());
                 }
             });
@@ -240,32 +241,42 @@ impl<'a> Read<'a> {
         region: Option<&Region>,
         writer: Option<u32>,
     ) -> Result<Tensor> {
-        let references = self.version.tensor(fqn, writer)?;
-        let TensorReference { meta, storage, byte_offset, .. } = &references[0];
-        let is_remote =
-            storage.is_some_and(|storage| self.version.remote_archive(storage).is_some());
-        if region.is_none() && plan::is_whole(&references) && !is_remote {
-            let span = *byte_offset..byte_offset + meta.span_bytes();
-            let bytes = storage
-                .map(|storage| self.version.view(storage, span, self.unverified))
-                .transpose()?;
-            self.needed += meta.nbytes();
-            self.transferred += meta.span_bytes();
-            let tensor = Tensor::new(meta.clone(), bytes.unwrap_or_default().into(), 0);
-            return tensor.map_err(|error| self.format_error(error));
+        let node = self.version.tensor(fqn, writer)?;
+        let leaf = tensor_leaf(&node);
+        if region.is_none()
+            && let Some(whole) = leaf.whole()
+            && let Some(tensor) = self.view_tensor(whole)?
+        {
+            return Ok(tensor);
         }
-        let global_shape = plan::global_shape(&references[0]);
-        let whole = Region::whole(&global_shape);
+        let global_shape = leaf.global_shape();
+        let whole = Region::whole(global_shape);
         let region = region.unwrap_or(&whole);
         let (offsets, shape) = (region.offsets(), region.shape());
-        let meta = self.meta(&references[0], shape)?;
+        let meta = self.meta(leaf, shape)?;
         let mut memory = allocate(meta.nbytes())?;
         self.needed += meta.nbytes();
-        let region = Some(GlobalRegion { offsets, shape, global_shape: &global_shape });
+        let region = Some(GlobalRegion { offsets, shape, global_shape });
         let request = Request { leaf: LeafSelector::Fqn(fqn), region, meta: &meta };
         let memories = vec![(&mut memory).into()];
-        self.fill(&[request], Coverage::Whole, memories, |_| Ok(references.clone()))?;
+        self.fill(&[request], Coverage::Whole, memories)?;
         Tensor::new(meta, memory.into(), 0).map_err(|error| self.format_error(error))
+    }
+
+    /// Returns a view of a tensor; `None` if its archive is remote.
+    fn view_tensor(&mut self, reference: &TensorReference) -> Result<Option<Tensor>> {
+        let TensorReference { meta, storage, byte_offset, .. } = reference;
+        let storage = storage.map(StorageId::Own);
+        if storage.is_some_and(|storage| self.version.remote_archive(storage).is_some()) {
+            return Ok(None);
+        }
+        let span = *byte_offset..byte_offset + meta.span_bytes();
+        let bytes = storage.map(|storage| self.version.view(storage, span, self.unverified));
+        let bytes = bytes.transpose()?.unwrap_or_default();
+        self.needed += meta.nbytes();
+        self.transferred += meta.span_bytes();
+        let tensor = Tensor::new(meta.clone(), bytes.into(), 0);
+        tensor.map(Some).map_err(|error| self.format_error(error))
     }
 
     /// Returns the archives that contain leaves, or the requested parts of leaves.
@@ -275,31 +286,28 @@ impl<'a> Read<'a> {
         writer: Option<u32>,
     ) -> Result<BTreeSet<String>> {
         let leaf = |(fqn, _): &(String, _)| self.version.tensor(fqn, writer);
-        let leaves: Vec<Arc<[TensorReference]>> = wanted.iter().map(leaf).collect::<Result<_>>()?;
+        let leaves: Vec<Arc<Node>> = wanted.iter().map(leaf).collect::<Result<_>>()?;
         let mut metas = Vec::with_capacity(wanted.len());
-        for ((_, place), references) in wanted.iter().zip(&leaves) {
-            let global_shape = plan::global_shape(&references[0]);
-            let shape = place.as_ref().map_or(&*global_shape, |place| place.slice().local_shape());
-            metas.push(self.meta(&references[0], shape)?);
+        for ((_, place), node) in wanted.iter().zip(&leaves) {
+            let leaf = tensor_leaf(node);
+            let place = place.as_ref().map(ShardSpec::slice);
+            let shape = place.map_or(leaf.global_shape(), TensorSlice::local_shape);
+            metas.push(self.meta(leaf, shape)?);
         }
         let mut requests = Vec::with_capacity(wanted.len());
-        for ((fqn, place), meta) in wanted.iter().zip(&metas) {
+        for (((fqn, place), node), meta) in wanted.iter().zip(&leaves).zip(&metas) {
             requests.push(Request {
-                leaf: LeafSelector::Fqn(fqn),
+                leaf: LeafSelector::Leaf(fqn, tensor_leaf(node)),
                 region: place.as_ref().map(GlobalRegion::from),
                 meta,
             });
         }
-        let plan = self.plan(&requests, Coverage::Whole, |at| Ok(leaves[at].clone()))?;
+        let plan = self.plan(&requests, Coverage::Whole)?;
         Ok(self.version.archives_of(plan.copies().map(|copy| copy.storage)))
     }
 
     /// Fills the caller's tensors. Allocates no memory of their size.
-    pub(crate) fn fill_targets(
-        &mut self,
-        targets: &mut [Target<'_>],
-        writer: Option<u32>,
-    ) -> Result<()> {
+    pub(crate) fn fill_targets(&mut self, targets: &mut [Target<'_>]) -> Result<()> {
         let mut requests = Vec::with_capacity(targets.len());
         let mut memories = Vec::with_capacity(targets.len());
         for target in targets {
@@ -312,10 +320,7 @@ impl<'a> Read<'a> {
                 TargetMemory::Device(blob) => TargetMemory::Device(*blob),
             });
         }
-        let version = self.version;
-        self.fill(&requests, Coverage::Whole, memories, |at| {
-            version.tensor(requests[at].leaf.fqn(), writer)
-        })?;
+        self.fill(&requests, Coverage::Whole, memories)?;
         // The elements of a target do not overlap, so the sum is at most the bytes of the memory.
         self.needed += requests.iter().map(|request| request.meta.nbytes()).sum::<u64>();
         Ok(())
@@ -346,7 +351,7 @@ impl<'a> Read<'a> {
                 plan::region(reference).intersect(&wanted).map(|region| (at, region))
             }));
             requests.push(Request {
-                leaf: LeafSelector::References(fqn, references),
+                leaf: LeafSelector::Leaf(fqn, TensorLeaf::Run(references)),
                 region,
                 meta,
             });
@@ -356,11 +361,7 @@ impl<'a> Read<'a> {
             });
         }
         let before = self.transferred;
-        let references = |at: usize| match requests[at].leaf {
-            LeafSelector::References(_, references) => Ok(references.into()),
-            LeafSelector::Fqn(_) => unreachable!("each has its own"),
-        };
-        self.fill(&requests, Coverage::Part, memories, references)?;
+        self.fill(&requests, Coverage::Part, memories)?;
         self.needed += self.transferred - before;
         Ok(filled)
     }
@@ -369,11 +370,11 @@ impl<'a> Read<'a> {
     fn load_views(&mut self, storages: BTreeSet<u32>) -> Result<BTreeMap<u32, Bytes>> {
         let load = |storage: u32| -> Result<_> {
             let len = self.version.storage_len(storage);
-            Ok((storage, self.version.view(storage, 0..len, self.unverified)?))
+            Ok((storage, self.version.view(storage.into(), 0..len, self.unverified)?))
         };
         let (remote, local): (Vec<u32>, Vec<u32>) = storages
             .into_iter()
-            .partition(|storage| self.version.remote_archive(*storage).is_some());
+            .partition(|storage| self.version.remote_archive((*storage).into()).is_some());
         // To pass a small storage to another thread takes longer than to verify it.
         let (small, large): (Vec<u32>, Vec<u32>) = local
             .into_iter()
@@ -390,10 +391,11 @@ impl<'a> Read<'a> {
     /// Reads whole remote storages into new memory.
     fn read_remote(&self, storages: Vec<u32>) -> Result<Vec<(u32, Bytes)>> {
         let whole = |storage: u32| RegionCopy {
-            storage,
+            storage: storage.into(),
             source_offset: 0,
             target_offset: 0,
             runs: Runs::contiguous(self.version.storage_len(storage)),
+            repeats: Vec::new(),
         };
         let copies: Vec<RegionCopy> = storages.iter().map(|storage| whole(*storage)).collect();
         let memories = storages.iter().map(|storage| allocate(self.version.storage_len(*storage)));
@@ -407,45 +409,42 @@ impl<'a> Read<'a> {
     fn assemble(&mut self, tensors: &IndexMap<TensorRequest<'_>, String>) -> Result<Vec<Tensor>> {
         let mut metas = Vec::with_capacity(tensors.len());
         let mut memories = Vec::with_capacity(tensors.len());
-        for (references, place) in tensors.keys() {
-            let global_shape = plan::global_shape(&references[0]);
-            let shape = place.map_or(&*global_shape, |place| place.slice().local_shape());
-            let meta = self.meta(&references[0], shape)?;
+        for (leaf, place) in tensors.keys() {
+            let shape = place.map_or(leaf.global_shape(), |place| place.slice().local_shape());
+            let meta = self.meta(*leaf, shape)?;
             memories.push(allocate(meta.nbytes())?);
             metas.push(meta);
         }
         let mut requests = Vec::with_capacity(tensors.len());
-        for (((references, place), fqn), meta) in tensors.iter().zip(&metas) {
+        for (((leaf, place), fqn), meta) in tensors.iter().zip(&metas) {
             requests.push(Request {
-                leaf: LeafSelector::References(fqn, references),
+                leaf: LeafSelector::Leaf(fqn, *leaf),
                 region: place.map(GlobalRegion::from),
                 meta,
             });
         }
         let targets = memories.iter_mut().map(TargetMemory::from).collect();
-        let references = |at| Ok(tensors.get_index(at).expect("one for each").0.0.into());
-        self.fill(&requests, Coverage::Whole, targets, references)?;
+        self.fill(&requests, Coverage::Whole, targets)?;
         let tensor = |(meta, memory): (TensorMeta, Vec<u8>)| Tensor::new(meta, memory.into(), 0);
         let assembled = metas.into_iter().zip(memories).map(tensor);
         assembled.collect::<tssd_format::Result<_>>().map_err(|error| self.format_error(error))
     }
 
     /// Plans all requests before any byte is copied, then copies on all cores.
-    ///
-    /// `references` returns the slices of the leaf of a request. It is called if no plan is cached.
     fn fill(
         &mut self,
         requests: &[Request<'_>],
         coverage: Coverage,
         targets: Vec<TargetMemory<'_>>,
-        references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
     ) -> Result<()> {
-        let plan = self.plan(requests, coverage, references)?;
+        let plan = self.plan(requests, coverage)?;
+        self.version.load_held(plan.copies().map(|copy| copy.storage))?;
         self.transferred += plan.bytes;
         let (mut parts, device_parts) = plan.split_targets(targets);
-        let is_local = |copy: &&RegionCopy| self.version.remote_archive(copy.storage).is_none();
+        let is_local = |copy: &SingleCopy<'_>| self.version.remote_archive(copy.storage).is_none();
         let fill = |(copies, target): &mut (&[RegionCopy], &mut [u8])| {
-            copies.iter().filter(is_local).try_for_each(|copy| self.copy(copy, target))
+            let mut local = copies.iter().flat_map(RegionCopy::each).filter(is_local);
+            local.try_for_each(|copy| self.copy(copy, target))
         };
         let started = Instant::now();
         let copied =
@@ -464,7 +463,7 @@ impl<'a> Read<'a> {
         let mut jobs = Vec::new();
         for (copies, target) in parts {
             let mut range_copies = Vec::new();
-            for copy in copies {
+            for copy in copies.iter().flat_map(RegionCopy::each) {
                 if let Some(remote) = self.version.remote_archive(copy.storage) {
                     self.version.add_range_copies(remote, copy, self.unverified, &mut range_copies);
                 }
@@ -485,18 +484,15 @@ impl<'a> Read<'a> {
         Ok(())
     }
 
-    fn plan(
-        &mut self,
-        requests: &[Request<'_>],
-        coverage: Coverage,
-        references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
-    ) -> Result<Arc<Plan>> {
+    fn plan(&mut self, requests: &[Request<'_>], coverage: Coverage) -> Result<Arc<Plan>> {
         let started = Instant::now();
-        let name = plans::plan_fingerprint(&self.version.layout, self.writer, requests, coverage);
+        let layout =
+            PlanLayout { manifest: self.version.layout, groups: self.version.group_fingerprint() };
+        let name = plans::plan_fingerprint(&layout, self.writer, requests, coverage);
         // The manifest itself names its layout. A false name must not lead to a read beyond the end of a storage.
         let cached =
             self.context.plans.get(&name).filter(|plan| plan.fits(self.version.storage_lens()));
-        let plan = cached.map_or_else(|| self.new_plan(name, requests, coverage, references), Ok);
+        let plan = cached.map_or_else(|| self.new_plan(name, requests, coverage), Ok);
         self.plan_time += started.elapsed();
         plan
     }
@@ -506,11 +502,16 @@ impl<'a> Read<'a> {
         name: [u8; 32],
         requests: &[Request<'_>],
         coverage: Coverage,
-        references: impl Fn(usize) -> Result<Arc<[TensorReference]>>,
     ) -> Result<Arc<Plan>> {
         let mut plan = Plan::default();
-        for (at, request) in requests.iter().enumerate() {
-            let added = plan.add(request, &references(at)?, coverage);
+        for request in requests {
+            let added = match request.leaf {
+                LeafSelector::Leaf(_, leaf) => plan.add(request, leaf, coverage),
+                LeafSelector::Fqn(fqn) => {
+                    let node = self.version.tensor(fqn, self.writer)?;
+                    plan.add(request, tensor_leaf(&node), coverage)
+                }
+            };
             added.map_err(|error| self.format_error(error))?;
         }
         let plan = Arc::new(plan);
@@ -518,7 +519,7 @@ impl<'a> Read<'a> {
         Ok(plan)
     }
 
-    fn copy(&self, copy: &RegionCopy, target: &mut [u8]) -> Result<()> {
+    fn copy(&self, copy: SingleCopy<'_>, target: &mut [u8]) -> Result<()> {
         let span = copy.runs.source_span();
         let range = copy.source_offset..copy.source_offset + span;
         let target = &mut target[to_usize(copy.target_offset)..];
@@ -528,13 +529,13 @@ impl<'a> Read<'a> {
         }
         let mut window = self.version.window(copy.storage, range, self.unverified)?;
         let bytes = window.bytes.clone();
-        copy_runs(&copy.runs, &bytes, target, |run| window.verify(&run))
+        copy_runs(copy.runs, &bytes, target, |run| window.verify(&run))
     }
 
     /// Returns the metadata of a contiguous tensor with the dtype of a leaf.
-    fn meta(&self, reference: &TensorReference, shape: &[u64]) -> Result<TensorMeta> {
-        TensorMeta::new(reference.meta.dtype(), shape)
-            .map(|meta| meta.with_flags(reference.meta.flags()))
+    fn meta(&self, leaf: TensorLeaf<'_>, shape: &[u64]) -> Result<TensorMeta> {
+        TensorMeta::new(leaf.dtype(), shape)
+            .map(|meta| meta.with_flags(leaf.flags()))
             .map_err(|error| self.format_error(error))
     }
 
@@ -557,10 +558,15 @@ pub(crate) fn fill(
     let mut fill = || {
         let mut read = Read::new(version, context, options);
         read.cancel_check = cancel_check;
-        read.fill_targets(targets, options.writer)?;
+        read.fill_targets(targets)?;
         Ok(read.report())
     };
     if version.range_reader().is_some() { block_in_place(fill) } else { fill() }
+}
+
+/// Returns the leaf of a node that is a tensor.
+fn tensor_leaf(node: &Node) -> TensorLeaf<'_> {
+    TensorLeaf::of(node).expect("it is a tensor")
 }
 
 /// Splits parts of targets into slices, one for each thread.

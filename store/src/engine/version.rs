@@ -1,6 +1,7 @@
 //! One visible version, open for reading.
 
 mod contents;
+mod held;
 
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -19,7 +20,8 @@ use crate::convert::{to_u64, to_usize};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::cow_map::{CowBuffer, LeasedCowMap};
 use crate::io::local_archive::LocalArchive;
-use crate::plan::RegionCopy;
+use crate::io::parallel;
+use crate::plan::{SingleCopy, StorageId};
 use crate::route::Route;
 
 pub(crate) use self::contents::{Contents, RING_ATTR, ReadCounters};
@@ -33,6 +35,8 @@ pub(crate) struct OpenVersion {
     contents: Arc<Contents>,
     /// The archives, in the order of the manifest.
     archives: Arc<[OpenArchive]>,
+    /// Whether an archive is remote.
+    has_remote_archives: bool,
     /// The bytes of each archive in memory, with the lease. Views are slices of them.
     leased: Arc<[OnceLock<Option<Bytes>>]>,
     lease: Arc<dyn Any + Send + Sync>,
@@ -59,7 +63,8 @@ impl OpenVersion {
                     format_args!("{}: `{name}` is gone", contents.name()),
                 )
             })?;
-            if !is_known {
+            // An archive that only distributed leaves are in is verified when a storage in it is read for the first time.
+            if !is_known && contents.is_verified_at_open(archives.len()) {
                 shard
                     .verify(&archive.to_blob())
                     .map_err(|error| Error::from_format(contents.name(), error))?;
@@ -70,6 +75,7 @@ impl OpenVersion {
         Ok(Self {
             contents,
             leased: archives.iter().map(|_| OnceLock::new()).collect(),
+            has_remote_archives: archives.iter().any(|archive| archive.remote().is_some()),
             archives: archives.into(),
             lease: located.lease,
             route: located.route,
@@ -97,6 +103,22 @@ impl OpenVersion {
         self.archives.iter().find_map(|archive| archive.remote().map(|remote| &remote.reader))
     }
 
+    /// Describes the storages of distributed leaves among these, before they are read.
+    ///
+    /// Reads their checksums, or the index of their archive if only that has their places.
+    pub(crate) fn load_held(&self, storages: impl Iterator<Item = StorageId>) -> Result<()> {
+        if self.held.is_empty() {
+            return Ok(());
+        }
+        let missing: Vec<_> = self.held.missing(storages).into_iter().collect();
+        parallel::map(missing, |(shard, storages)| {
+            let blob = self.archives[to_usize(u64::from(shard))].to_blob();
+            self.held.load(shard, &blob, &storages)
+        })
+        .map(drop)
+        .map_err(|error| Error::from_format(self.name(), error))
+    }
+
     fn archive(&self, reference: &StorageReference) -> &OpenArchive {
         &self.archives[to_usize(u64::from(reference.shard))]
     }
@@ -104,15 +126,20 @@ impl OpenVersion {
     /// Returns the archive with the raw bytes of a storage, and the offset where they begin.
     ///
     /// Returns `None` if the storage is compressed.
-    pub(crate) fn raw_archive(&self, storage: u32) -> Option<(&dyn Blob, u64)> {
-        let reference = self.storage(storage);
+    pub(crate) fn raw_archive(&self, storage: StorageId) -> Option<(&dyn Blob, u64)> {
+        let chunks = self.chunks(storage);
+        let reference = chunks.reference();
         let is_raw = reference.compressed_layout.is_none();
         is_raw.then(|| (self.archive(reference).blob(), reference.offset))
     }
 
     /// Returns the remote archive of a storage if the storage is raw. Then ranges of it can be requested.
-    pub(crate) fn remote_archive(&self, storage: u32) -> Option<&RemoteArchive> {
-        let reference = self.storage(storage);
+    pub(crate) fn remote_archive(&self, storage: StorageId) -> Option<&RemoteArchive> {
+        if !self.has_remote_archives {
+            return None;
+        }
+        let chunks = self.chunks(storage);
+        let reference = chunks.reference();
         self.archive(reference).remote().filter(|_| reference.compressed_layout.is_none())
     }
 
@@ -122,11 +149,12 @@ impl OpenVersion {
     pub(crate) fn add_range_copies(
         &self,
         remote: &RemoteArchive,
-        copy: &RegionCopy,
+        copy: SingleCopy<'_>,
         unverified: bool,
         range_copies: &mut Vec<RangeCopy>,
     ) {
-        let reference = self.storage(copy.storage);
+        let chunks = self.chunks(copy.storage);
+        let reference = chunks.reference();
         let range_copy = |source: u64, target: u64, runs: Runs, mode: VerifyMode| RangeCopy {
             blob: remote.blob.clone(),
             source: reference.offset + source,
@@ -160,15 +188,28 @@ impl OpenVersion {
     }
 
     /// Returns the archives that contain storages, by their names in the manifest.
-    pub(crate) fn archives_of(&self, storages: impl Iterator<Item = u32>) -> BTreeSet<String> {
-        let shards: BTreeSet<u32> = storages.map(|storage| self.storage(storage).shard).collect();
+    pub(crate) fn archives_of(
+        &self,
+        storages: impl Iterator<Item = StorageId>,
+    ) -> BTreeSet<String> {
+        let shard = |storage| match storage {
+            StorageId::Own(_) => self.chunks(storage).reference().shard,
+            StorageId::Held { group, device } => self.held.shard(group, device),
+        };
+        let shards: BTreeSet<u32> = storages.map(shard).collect();
         let files = self.manifest.shards();
         shards.into_iter().map(|shard| files[to_usize(u64::from(shard))].name.clone()).collect()
     }
 
     /// As [`OpenVersion::bytes`], but the bytes hold the lease of the version.
-    pub(crate) fn view(&self, storage: u32, range: Range<u64>, unverified: bool) -> Result<Bytes> {
-        let reference = self.storage(storage);
+    pub(crate) fn view(
+        &self,
+        storage: StorageId,
+        range: Range<u64>,
+        unverified: bool,
+    ) -> Result<Bytes> {
+        let chunks = self.chunks(storage);
+        let reference = chunks.reference();
         let leased =
             self.leased_archive(reference).filter(|_| reference.compressed_layout.is_none());
         let Some(leased) = leased else {
@@ -201,7 +242,8 @@ impl OpenVersion {
         let mut maps: BTreeMap<u32, Option<(Arc<LeasedCowMap>, u64)>> = BTreeMap::new();
         let mut private = Vec::with_capacity(storages.len());
         for storage in storages {
-            let reference = self.storage(*storage);
+            let chunks = self.chunks(StorageId::Own(*storage));
+            let reference = chunks.reference();
             let map = match maps.entry(reference.shard) {
                 btree_map::Entry::Occupied(existing) => existing.into_mut(),
                 btree_map::Entry::Vacant(vacant) => vacant.insert(self.cow_map(reference.shard)?),
@@ -236,8 +278,14 @@ impl OpenVersion {
     /// Returns raw bytes of a storage, verified unless `unverified`.
     ///
     /// The bytes are a view if the archive is in memory and the storage is raw.
-    pub(crate) fn bytes(&self, storage: u32, range: Range<u64>, unverified: bool) -> Result<Bytes> {
-        let reference = self.storage(storage);
+    pub(crate) fn bytes(
+        &self,
+        storage: StorageId,
+        range: Range<u64>,
+        unverified: bool,
+    ) -> Result<Bytes> {
+        let chunks = self.chunks(storage);
+        let reference = chunks.reference();
         let blob = self.archive(reference).blob();
         let chunks = reference.chunks(&range);
         let failed = |error: FormatError| Error::from_format(self.name(), error);
@@ -246,8 +294,7 @@ impl OpenVersion {
             for chunk in chunks {
                 let stored = self.verified_chunk(storage, chunk)?;
                 let added = decoder.add_chunk(chunk, &stored);
-                added
-                    .map_err(|error| failed(error.with_path(self.manifest.storage_fqn(storage))))?;
+                added.map_err(|error| failed(error.with_path(self.storage_fqn(storage))))?;
             }
             return Ok(decoder.finish());
         }
@@ -276,11 +323,12 @@ impl OpenVersion {
     /// Returns raw bytes of a storage from which runs are copied.
     pub(crate) fn window(
         &self,
-        storage: u32,
+        storage: StorageId,
         range: Range<u64>,
         unverified: bool,
     ) -> Result<Window<'_>> {
-        let reference = self.storage(storage);
+        let chunks = self.chunks(storage);
+        let reference = chunks.reference();
         let start = range.start;
         let mapped = self.archive(reference).blob().bytes();
         let in_place = reference.compressed_layout.is_none() && mapped.is_some();
@@ -296,12 +344,13 @@ impl OpenVersion {
     /// unverified bytes after an error.
     pub(crate) fn copy(
         &self,
-        storage: u32,
+        storage: StorageId,
         range: Range<u64>,
         target: &mut [u8],
         unverified: bool,
     ) -> Result<()> {
-        let reference = self.storage(storage);
+        let all_chunks = self.chunks(storage);
+        let reference = all_chunks.reference();
         let blob = self.archive(reference).blob();
         let mapped = blob.bytes().filter(|_| reference.compressed_layout.is_none());
         let Some(mapped) = mapped else {
@@ -319,7 +368,7 @@ impl OpenVersion {
         let is_inline = |chunk: u64| {
             let place = reference.chunk(chunk);
             let is_whole = whole.start <= place.start && place.end <= whole.end;
-            is_whole && !self.is_verified(storage, chunk)
+            is_whole && !all_chunks.is_verified(chunk)
         };
         let (mut rest, mut next) = (target, chunks.start);
         while next < chunks.end {
@@ -341,25 +390,26 @@ impl OpenVersion {
             verifier.copy_and_update(source, target);
             self.count(ReadCounters { verified: end - start, received: 0 });
             verifier.finish().map_err(|chunk| self.corrupt(storage, chunk))?;
-            self.record_verified(storage, first..next);
+            all_chunks.record_verified(first..next);
         }
         Ok(())
     }
 
-    fn verify_chunks(&self, storage: u32, mut chunks: Range<u64>) -> Result<()> {
+    fn verify_chunks(&self, storage: StorageId, mut chunks: Range<u64>) -> Result<()> {
         chunks.try_for_each(|chunk| self.verified_chunk(storage, chunk).map(drop))
     }
 
     /// Returns the stored bytes of a chunk. Chunks in memory are verified once.
-    fn verified_chunk(&self, storage: u32, chunk: u64) -> Result<Bytes> {
-        let reference = self.storage(storage);
+    fn verified_chunk(&self, storage: StorageId, chunk: u64) -> Result<Bytes> {
+        let chunks = self.chunks(storage);
+        let reference = chunks.reference();
         let blob = self.archive(reference).blob();
         let place = reference.stored_chunk(chunk);
         if let Some(mapped) = blob.bytes() {
             let stored = mapped.slice(to_usize(place.start)..to_usize(place.end));
-            if !self.is_verified(storage, chunk) {
+            if !chunks.is_verified(chunk) {
                 self.verify_chunk(storage, chunk, &stored)?;
-                self.record_verified(storage, chunk..chunk + 1);
+                chunks.record_verified(chunk..chunk + 1);
             }
             return Ok(stored);
         }
@@ -378,7 +428,7 @@ impl OpenVersion {
 /// A chunk is verified before the first run from it is copied: then it is in the CPU cache.
 pub(crate) struct Window<'a> {
     version: &'a OpenVersion,
-    storage: u32,
+    storage: StorageId,
     /// Offset of the bytes in the storage.
     start: u64,
     pub(crate) bytes: Bytes,
@@ -393,7 +443,8 @@ impl Window<'_> {
         if wanted.start >= self.verified.start && wanted.end <= self.verified.end {
             return Ok(());
         }
-        let reference = self.version.storage(self.storage);
+        let all_chunks = self.version.chunks(self.storage);
+        let reference = all_chunks.reference();
         let chunks = reference.chunks(&wanted);
         self.version.verify_chunks(self.storage, chunks.clone())?;
         if !chunks.is_empty() {

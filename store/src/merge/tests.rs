@@ -6,7 +6,7 @@ use bytes::Bytes;
 use tssd_format::{
     Blob, ClassTag, Compression, DeltaClasses, DeltaDraft, Dict, Dtype, Options, OtherDtype, Shard,
     ShardSpec, StateDict, Storage, TaggedClass, Tensor, TensorMeta, TensorSlice,
-    TorchStoreStateDict, Value,
+    TorchStoreStateDict, Value, to_json,
 };
 
 use super::*;
@@ -54,13 +54,20 @@ impl Archives {
             writers: self.contributions.iter().map(|each| each.writer).collect(),
             digest: ArchiveDigest([5; 16]),
         };
-        let manifest = merge(&self.contributions, divergent, &label)?;
         let open = |file: &ShardFile| -> tssd_format::Result<Arc<dyn Blob>> {
             let index = self.contributions.iter().position(|each| each.file == file.name);
             Ok(Arc::new(self.files[index.unwrap()].clone()))
         };
-        let archive = Archive::from_shard_set(Arc::new(Bytes::from(manifest)), open).unwrap();
-        archive.verify_deep().unwrap();
+        let merge = |min_distributed_slices| {
+            let options = MergeOptions { divergent, min_distributed_slices };
+            let manifest = Bytes::from(merge(&self.contributions, options, &label)?);
+            let archive = Archive::from_shard_set(Arc::new(manifest), open).unwrap();
+            archive.verify_deep().unwrap();
+            Ok::<_, String>(archive)
+        };
+        let archive = merge(usize::MAX)?;
+        // Distributed leaves mean the same as the slices that they stand for.
+        assert_eq!(content_view(&merge(0)?), content_view(&archive));
         Ok(archive)
     }
 
@@ -113,6 +120,14 @@ fn numbers(archive: &Archive) -> Vec<u32> {
 
 fn names(archive: &Archive) -> Vec<String> {
     storages(archive).into_iter().map(|(name, _)| name).collect()
+}
+
+/// Returns the JSON view of an archive without the fingerprint of the layout of its manifest.
+fn content_view(archive: &Archive) -> Json {
+    let mut view = to_json(archive).unwrap();
+    let attrs = view["attrs"].as_array_mut().unwrap();
+    attrs.retain(|attr| attr[0] != "tssd.store.layout_fingerprint");
+    view
 }
 
 #[test]

@@ -9,6 +9,7 @@ mod copies;
 mod directory;
 mod fits;
 mod hostile;
+mod manifest;
 mod plans;
 mod pull;
 mod reshard;
@@ -37,6 +38,7 @@ fn main() {
             #[cfg(feature = "object")]
             ("bucket", bucket::upload_and_download),
             ("plan", plans::many_ranks),
+            ("manifest", manifest::of_many_writers),
             ("hostile", hostile::requests_under_attack),
             ("fit", fits::all),
             #[cfg(feature = "object")]

@@ -117,7 +117,8 @@ fn shard_spec(ranks: u64, rank: u32, dim: u32) -> ShardSpec {
     let mesh = DeviceMesh::from_shape(&[ranks]).unwrap();
     let slice =
         TensorSlice::from_placements(&SMALL_SHAPE, &mesh, rank, &[Placement::Shard { dim }]);
-    ShardSpec::new(slice.unwrap().remove(0)).with_mesh(mesh).unwrap()
+    let spec = ShardSpec::new(slice.unwrap().remove(0)).with_mesh(mesh).unwrap();
+    spec.with_placements([Placement::Shard { dim }]).unwrap()
 }
 
 /// Returns the value of all bytes of a row in a version.

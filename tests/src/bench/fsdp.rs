@@ -1,5 +1,5 @@
 use tssd_format::{DeviceMesh, Placement, ShardSpec, TensorMeta, TensorReference, TensorSlice};
-use tssd_store::plan::{RegionCopy, RegionRequest, plan};
+use tssd_store::plan::{RegionCopy, RegionRequest, TensorLeaf, plan};
 
 use crate::sharding::local_meta;
 
@@ -52,7 +52,7 @@ impl Fsdp {
                 global_shape: meta.shape().into(),
                 meta: local_meta(meta.dtype(), &place),
             };
-            copies.extend(plan(stored, &wanted).unwrap());
+            copies.extend(plan(TensorLeaf::Run(stored), &wanted).unwrap());
         }
         copies
     }
@@ -71,7 +71,8 @@ impl Fsdp {
     pub fn assert_complete(&self, reader: u32, copies: &[RegionCopy]) {
         let mut found = vec![0; self.tensors()];
         for copy in copies {
-            let number = usize::try_from(copy.storage).unwrap() % self.tensors();
+            let storage = copy.storage.own().unwrap();
+            let number = usize::try_from(storage).unwrap() % self.tensors();
             found[number] += copy.runs.total_bytes();
         }
         for (number, (meta, dim)) in self.tensors.iter().zip(&self.dims).enumerate() {

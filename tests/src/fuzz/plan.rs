@@ -4,7 +4,7 @@ use arbitrary::Unstructured;
 use tssd_format::{
     Dtype, ErrorKind, Region, ShardSpec, TensorMeta, TensorReference, TensorSlice, numel,
 };
-use tssd_store::plan::{RegionRequest, plan};
+use tssd_store::plan::{RegionRequest, TensorLeaf, plan};
 
 /// Checks a plan that the input describes.
 ///
@@ -154,7 +154,7 @@ fn compare(
     });
     let request =
         RegionRequest { region: wanted.clone(), global_shape: shape.into(), meta: target.clone() };
-    let copies = match plan(stored, &request) {
+    let copies = match plan(TensorLeaf::Run(stored), &request) {
         Ok(copies) => copies,
         Err(error) => {
             assert_eq!(error.kind(), ErrorKind::Uncovered);
@@ -166,7 +166,8 @@ fn compare(
     let mut filled = zeroed_memory(target);
     let mut moved = 0;
     for copy in copies {
-        let storage_index = usize::try_from(copy.storage).expect("a few");
+        let storage = copy.storage.own().expect("the leaf is a run");
+        let storage_index = usize::try_from(storage).expect("a few");
         let start = copy.source_offset - stored[storage_index].byte_offset;
         copy.runs.for_each(|from, to, bytes| {
             let words = |byte: u64| usize::try_from(byte / 4).expect("it is small");

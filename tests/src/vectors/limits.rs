@@ -1,7 +1,7 @@
 //! Sizes exactly at the limits of spec section 3, where no other vector has them.
 
 use tssd_format::{
-    AttrValue, Attrs, ChunkCodec, ChunkLocation, ChunkSize, CompressedLayout, Container,
+    AttrValue, Attrs, ChunkCodec, ChunkLocation, ChunkSize, CompressedLayout, Container, CrcTable,
     DeviceMesh, Dict, Dtype, Int, MapKey, Node, Options, Placement, Shard, ShardFile, ShardSpec,
     StateDict, Step, Storage, StorageReference, Tensor, TensorMeta, TensorReference, TensorSlice,
     Value,
@@ -161,14 +161,16 @@ fn manifest() -> Vec<u8> {
             Node::Container(Container::Divergent, vec![own(0), own(u32::MAX)]),
         ),
     ];
-    // From its index on, an archive has at least a root of 120 bytes and the trailer.
+    // From its index on, an archive has at least a root of 152 bytes and the trailer.
     let shard = |name: String, writer, index_off| ShardFile {
         name,
-        file_len: index_off + 136 + 64,
+        file_len: index_off + 152 + 64,
         index_off,
         index_crc32: 4,
         writer,
         digest: None,
+        crcs: CrcTable::default(),
+        others: None,
     };
     let shards = [shard("0".to_owned(), 0, 4096), shard("_".repeat(255), u32::MAX, ALIGNED + 64)];
     let root = Node::Container(Container::Dict, children);

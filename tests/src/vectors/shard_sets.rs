@@ -1,8 +1,8 @@
 //! Manifests, alone and with the archives that they name.
 
 use tssd_format::{
-    Archive, Attrs, ChunkPolicy, ChunkSize, Compression, Container, Dtype, MapKey, Node, Options,
-    ShardFile, ShardSpec, StateDict, Step, StorageReference, TensorMeta, TensorReference,
+    Archive, Attrs, ChunkPolicy, ChunkSize, Compression, Container, CrcTable, Dtype, MapKey, Node,
+    Options, ShardFile, ShardSpec, StateDict, Step, StorageReference, TensorMeta, TensorReference,
     TensorSlice, Value,
 };
 
@@ -58,6 +58,8 @@ fn shard_file(writer: u32) -> ShardFile {
         index_crc32: 7,
         writer,
         digest: None,
+        crcs: CrcTable::default(),
+        others: None,
     }
 }
 
@@ -142,7 +144,7 @@ fn set(name: &'static str, description: &'static str, options: &Options, writers
                     each.storage = each.storage.map(|storage| storage + first);
                 }),
                 Node::StoredLeaf(_, storage) => *storage += first,
-                Node::Leaf(_) | Node::Container(..) => {}
+                Node::Leaf(_) | Node::Distributed(_) | Node::Container(..) => {}
             }
             match node {
                 Node::Tensors(run) if run[0].shard_spec.is_some() => matrix.extend(run),
@@ -150,14 +152,7 @@ fn set(name: &'static str, description: &'static str, options: &Options, writers
             }
         }
         let file = format!("{writer}.tssd");
-        shards.push(ShardFile {
-            name: file.clone(),
-            file_len: archive.file_len(),
-            index_off: archive.index_range().start,
-            index_crc32: archive.index_crc32(),
-            writer: shard,
-            digest: archive.content_digest(),
-        });
+        shards.push(archive.shard_file(&file, shard));
         files.push((file, bytes));
     }
     children.insert(0, (Step::Key("matrix".into()), Node::Tensors(matrix)));

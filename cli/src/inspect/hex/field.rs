@@ -5,7 +5,7 @@ use tssd_format::{Dtype, TaggedClass};
 use super::record::{NONE, Record, heap_range};
 
 /// Kinds of nodes and of attributes. Spec: section 5.
-const KINDS: [(u64, &str); 19] = [
+const KINDS: [(u64, &str); 20] = [
     (0, "none"),
     (1, "bool"),
     (2, "int"),
@@ -19,6 +19,7 @@ const KINDS: [(u64, &str); 19] = [
     (10, "device"),
     (11, "tensor"),
     (12, "opaque"),
+    (13, "distributed"),
     (32, "dict"),
     (33, "ordered_dict"),
     (34, "list"),
@@ -106,7 +107,7 @@ pub(super) fn describe_field(record: &Record<'_>, field: &str) -> String {
         ("Node", "key_kind") => with_name(name_at(&KEY_KINDS, value)),
         ("Node", "flags") if value == 1 => with_name("the content is a storage"),
         ("Node", "count") => match (kind_name(record.get("kind")), value) {
-            ("tensor", 1) => "count: 1 record".into(),
+            ("tensor" | "distributed", 1) => "count: 1 record".into(),
             ("tensor", _) => format!("count: {value} records"),
             ("size", 1) => "count: 1 entry".into(),
             ("size", _) => format!("count: {value} entries"),
@@ -118,7 +119,7 @@ pub(super) fn describe_field(record: &Record<'_>, field: &str) -> String {
             describe_value(record, field, value)
         }
 
-        ("Tensor", "storage") => or_none("it has no elements", plain()),
+        ("Tensor", "storage") => or_none("no elements, or distributed", plain()),
         ("Tensor", "dtype") => format!("{field}: {}", dtype_label(value)),
         ("Tensor", "flags") => flag_names(value).map_or_else(plain, |flags| with_name(&flags)),
         ("Tensor", "shape") | ("Slice", "offsets" | "global_shape") => {
@@ -132,8 +133,8 @@ pub(super) fn describe_field(record: &Record<'_>, field: &str) -> String {
         }
         ("Storage", "crcs") => format!("{field}: first entry is {value}"),
         ("Storage", "crc32") => format!("{field}: of the {} bytes", record.get("raw_len")),
-        ("Storage", "codec") => with_name(name_at(&["raw", "chunks with codecs"], value)),
-        ("Chunk", "codec") => with_name(name_at(&["raw", "zstd", "planes"], value)),
+        ("Storage", "codec") => with_name(name_at(&["raw", "chunks with codecs", "delta"], value)),
+        ("Chunk", "codec") => with_name(name_at(&["raw", "zstd", "planes", "delta"], value)),
         ("Storage", "align_log2") => with_name(&format!("aligned to {}", power_of_two(value))),
         ("Storage", "chunk_log2") => match power_of_two(value) >> 10 {
             bytes @ 1..1024 => with_name(&format!("chunks of {bytes} KiB")),
@@ -159,6 +160,11 @@ pub(super) fn describe_field(record: &Record<'_>, field: &str) -> String {
         ("Shard", "digest") if value == 0 => format!("{field}: none"),
         ("Shard", "digest") => format!("{field}: content digest of the file"),
         ("Shard", "index_crc32") => format!("{field}: of the index of the file"),
+        ("Shard", "pages_crc32") => format!("{field}: of crc_pages of the file"),
+        ("Shard", "others") if value == NONE => {
+            format!("{field}: NONE, places are in the index of the file")
+        }
+        ("Shard", "others") => format!("{field}: first is {value}"),
         _ => plain(),
     }
 }
@@ -180,6 +186,8 @@ fn describe_value(record: &Record<'_>, field: &str, value: u64) -> String {
             labeled(format!("first child is node {value}"))
         }
         ("a", "tensor") => labeled(format!("first record is tensor {value}")),
+        ("a", "distributed") => labeled(format!("record is tensor {value}")),
+        ("b", "distributed") => labeled(distribution_label(value)),
         ("a", "size") => labeled(format!("dims offset {value}")),
         ("a", "dtype") => labeled(dtype_label(value)),
         ("b", "str" | "dict" | "list" | "tuple") if value != 0 => labeled(class_label(value)),
@@ -188,6 +196,14 @@ fn describe_value(record: &Record<'_>, field: &str, value: u64) -> String {
             labeled(format!("{:?}", f64::from_bits(value)))
         }
         _ => format!("{field} {value}"),
+    }
+}
+
+/// Returns the group and the chunks of a distributed leaf.
+fn distribution_label(word: u64) -> String {
+    match word & 0xFF {
+        0 => format!("group {}, fine chunks", word >> 32),
+        log2 => format!("group {}, chunk_log2 {log2}", word >> 32),
     }
 }
 

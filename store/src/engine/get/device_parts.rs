@@ -12,7 +12,7 @@ use crate::device::{BlobCopy, CopyBatch};
 use crate::error::{Error, Result};
 use crate::io::parallel;
 use crate::io::sync::Lock;
-use crate::plan::RegionCopy;
+use crate::plan::{RegionCopy, SingleCopy};
 
 /// Approximate bytes that are staged at once.
 const STAGED_BYTES: usize = 64 << 20;
@@ -25,14 +25,14 @@ impl Read<'_> {
         parts: Vec<DevicePart<'_, '_>>,
     ) -> Result<()> {
         let parts = self.copy_from_archives(requests, parts)?;
-        let is_direct = |copy: &RegionCopy| {
+        let is_direct = |copy: SingleCopy<'_>| {
             self.version.remote_archive(copy.storage).is_none() && copy.runs.loops().is_empty()
         };
         let (direct, mut staged): (Vec<_>, Vec<_>) =
-            parts.into_iter().partition(|part| part.copies.iter().all(is_direct));
+            parts.into_iter().partition(|part| part.single_copies().all(is_direct));
         let failed = |part: &DevicePart<'_, '_>, error| failed(requests, part.target_index, error);
         parallel::map(direct, |part| {
-            part.copies.iter().try_for_each(|copy| {
+            part.single_copies().try_for_each(|copy| {
                 let range = copy.source_offset..copy.source_offset + copy.runs.run_bytes();
                 let bytes = self.version.bytes(copy.storage, range, self.unverified)?;
                 let written = part.blob.write_all_at(&bytes, part.start + copy.target_offset);
@@ -58,6 +58,7 @@ impl Read<'_> {
             let copy_local = |copies: &[RegionCopy], target: &mut [u8]| {
                 let mut local = copies
                     .iter()
+                    .flat_map(RegionCopy::each)
                     .filter(|copy| self.version.remote_archive(copy.storage).is_none());
                 local.try_for_each(|copy| self.copy(copy, target))
             };
@@ -66,7 +67,7 @@ impl Read<'_> {
             })?;
             self.pull(jobs)?;
             parallel::map(batch.iter().zip(&memories).collect(), |(part, memory)| {
-                let filled: u64 = part.copies.iter().map(|copy| copy.runs.total_bytes()).sum();
+                let filled: u64 = part.copies.iter().map(RegionCopy::total_bytes).sum();
                 // If the copies leave no gap, all bytes are written at once, in any order of the elements.
                 let written = if filled == to_u64(part.len) {
                     part.blob.write_all_at(memory, part.start)
@@ -109,19 +110,19 @@ impl Read<'_> {
         batch: &Lock<CopyBatch<'a>>,
     ) -> Result<bool> {
         let mut sources: Vec<(&dyn Blob, Vec<BlobCopy<'_>>)> = Vec::new();
-        for copy in part.copies {
+        for copy in part.single_copies() {
             let Some((blob, offset)) = self.version.raw_archive(copy.storage) else {
                 return Ok(false);
             };
             let (source, target) = (offset + copy.source_offset, part.start + copy.target_offset);
-            let copy = BlobCopy { source, target, runs: &copy.runs };
+            let copy = BlobCopy { source, target, runs: copy.runs };
             match sources.iter_mut().find(|(source, _)| std::ptr::addr_eq(*source, blob)) {
                 Some((_, copies)) => copies.push(copy),
                 None if part.blob.can_copy_from(blob) => sources.push((blob, vec![copy])),
                 None => return Ok(false),
             }
         }
-        part.copies.iter().try_for_each(|copy| self.verify_source(copy))?;
+        part.single_copies().try_for_each(|copy| self.verify_source(copy))?;
         let mut batch = batch.lock();
         let mut sources = sources.into_iter();
         let result =
@@ -130,7 +131,7 @@ impl Read<'_> {
     }
 
     /// Verifies the bytes that a copy reads if they are in memory. The device does not verify them.
-    fn verify_source(&self, copy: &RegionCopy) -> Result<()> {
+    fn verify_source(&self, copy: SingleCopy<'_>) -> Result<()> {
         let is_mapped = |(blob, _): (&dyn Blob, u64)| blob.bytes().is_some();
         if self.unverified || !self.version.raw_archive(copy.storage).is_some_and(is_mapped) {
             return Ok(());
@@ -138,7 +139,7 @@ impl Read<'_> {
         let range = copy.source_offset..copy.source_offset + copy.runs.source_span();
         let mut window = self.version.window(copy.storage, range, false)?;
         let mut verified = Ok(());
-        Runs::for_each(&copy.runs, |source, _, len| {
+        Runs::for_each(copy.runs, |source, _, len| {
             if verified.is_ok() {
                 verified = window.verify(&(source..source + len));
             }
@@ -155,7 +156,7 @@ fn failed(requests: &[Request<'_>], number: usize, error: io::Error) -> Error {
 /// Writes the bytes that copies have filled, and no gap between them.
 fn write_runs(part: &DevicePart<'_, '_>, memory: &[u8]) -> io::Result<()> {
     let mut written = Ok(());
-    for copy in part.copies {
+    for copy in part.single_copies() {
         let each = |_, target: u64, len: u64| {
             if written.is_ok() {
                 let start = copy.target_offset + target;
@@ -163,7 +164,7 @@ fn write_runs(part: &DevicePart<'_, '_>, memory: &[u8]) -> io::Result<()> {
                 written = part.blob.write_all_at(bytes, part.start + start);
             }
         };
-        Runs::for_each(&copy.runs, each);
+        Runs::for_each(copy.runs, each);
     }
     written
 }

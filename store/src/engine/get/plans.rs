@@ -5,14 +5,13 @@ use std::sync::Arc;
 
 use tssd_format::{
     Error as FormatError, ErrorKind as FormatKind, Region, Result, ShardSpec, TensorMeta,
-    TensorReference,
 };
 
 use super::target::{TargetMemory, check_no_overlap, span};
 use super::{to_u64, to_usize};
 use crate::device::BlobMut;
 use crate::io::sync::Lock;
-use crate::plan::{self, RegionCopy, RegionRequest, dtype_word};
+use crate::plan::{self, RegionCopy, RegionRequest, SingleCopy, StorageId, TensorLeaf, dtype_word};
 
 /// Plans of recent reads, by layout and requests. A version with a cached layout needs no planning.
 #[derive(Default)]
@@ -36,13 +35,13 @@ pub(super) struct Request<'a> {
 pub(super) enum LeafSelector<'a> {
     /// The only leaf with this fqn.
     Fqn(&'a str),
-    /// The leaf with these references. Other leaves may have the same fqn.
-    References(&'a str, &'a [TensorReference]),
+    /// This leaf. Other leaves may have the same fqn.
+    Leaf(&'a str, TensorLeaf<'a>),
 }
 
 impl<'a> LeafSelector<'a> {
     pub(super) fn fqn(self) -> &'a str {
-        let (Self::Fqn(fqn) | Self::References(fqn, _)) = self;
+        let (Self::Fqn(fqn) | Self::Leaf(fqn, _)) = self;
         fqn
     }
 }
@@ -72,12 +71,20 @@ pub(super) enum Coverage {
     Part,
 }
 
+/// The layout that a plan depends on.
+pub(super) struct PlanLayout {
+    /// The fingerprint that the manifest records.
+    pub(super) manifest: [u8; 16],
+    /// The fingerprint of the groups of distributed leaves.
+    pub(super) groups: [u8; 16],
+}
+
 /// The copies that fill each target.
 #[derive(Default)]
 pub(super) struct Plan {
     /// The parts of each target, in order.
     targets: Vec<Vec<TargetPart>>,
-    /// Ends of the ranges that are read, with their storages. Contiguous, because each read compares them.
+    /// Ends of the ranges that are read from storages of the manifest. Contiguous, because each read compares them.
     ends: Vec<(u32, u64)>,
     /// Bytes that are copied.
     pub(super) bytes: u64,
@@ -106,6 +113,13 @@ pub(super) struct DevicePart<'p, 't> {
     pub(super) copies: &'p [RegionCopy],
 }
 
+impl<'p> DevicePart<'p, '_> {
+    /// Returns each single copy.
+    pub(super) fn single_copies(&self) -> impl Iterator<Item = SingleCopy<'p>> + use<'p> {
+        self.copies.iter().flat_map(RegionCopy::each)
+    }
+}
+
 impl PlanCache {
     /// Returns the cached plan with this fingerprint.
     pub(super) fn get(&self, name: &[u8; 32]) -> Option<Arc<Plan>> {
@@ -124,13 +138,14 @@ impl PlanCache {
 ///
 /// It covers the layout of the version (the place of each leaf), the writer, and all requests.
 pub(super) fn plan_fingerprint(
-    layout: &[u8; 16],
+    layout: &PlanLayout,
     writer: Option<u32>,
     requests: &[Request<'_>],
     coverage: Coverage,
 ) -> [u8; 32] {
     let mut bytes = Vec::with_capacity(128 * requests.len());
-    bytes.extend(layout);
+    bytes.extend(layout.manifest);
+    bytes.extend(layout.groups);
     bytes.push(u8::from(coverage == Coverage::Part));
     bytes.extend(writer.map_or(u64::MAX, u64::from).to_le_bytes());
     let mut add = |words: &[u64]| {
@@ -149,10 +164,13 @@ pub(super) fn plan_fingerprint(
     for Request { leaf, region, meta } in requests {
         match leaf {
             LeafSelector::Fqn(fqn) => add(&[0, to_u64(fqn.len())]),
-            LeafSelector::References(_, references) => {
-                let global_shape = plan::global_shape(&references[0]);
+            LeafSelector::Leaf(_, TensorLeaf::Distributed(tensor)) => {
+                add(&[2, u64::from(tensor.group)]);
+            }
+            LeafSelector::Leaf(_, TensorLeaf::Run(references)) => {
+                let global_shape = TensorLeaf::Run(references).global_shape();
                 add(&[1, to_u64(references.len()), to_u64(global_shape.len())]);
-                add(&global_shape);
+                add(global_shape);
                 for reference in *references {
                     let storage = reference.storage.map_or(u64::MAX, u64::from);
                     let region = plan::region(reference);
@@ -185,19 +203,19 @@ impl Plan {
     pub(super) fn add(
         &mut self,
         request: &Request<'_>,
-        references: &[TensorReference],
+        stored: TensorLeaf<'_>,
         cover: Coverage,
     ) -> Result<()> {
         let Request { leaf, region, meta } = request;
         let fqn = leaf.fqn();
         check_no_overlap(fqn, meta)?;
-        let global_shape = plan::global_shape(&references[0]);
+        let global_shape = stored.global_shape();
         let (region, global_shape) = match region {
             Some(part) => {
                 let region = Region::new(part.offsets, part.shape);
                 (region.map_err(|error| error.with_path(fqn))?, part.global_shape.to_vec())
             }
-            None => (Region::whole(&global_shape), global_shape),
+            None => (Region::whole(global_shape), global_shape.to_vec()),
         };
         if region.shape() != meta.shape() {
             return Err(FormatError::new(FormatKind::SliceMismatch).with_path(fqn).with_detail(
@@ -208,8 +226,8 @@ impl Plan {
             RegionRequest { region, global_shape: global_shape.into(), meta: (*meta).clone() };
         let part = |wanted: RegionRequest| {
             let copies = match cover {
-                Coverage::Whole => plan::plan(references, &wanted),
-                Coverage::Part => plan::plan_partial(references, &wanted),
+                Coverage::Whole => plan::plan(stored, &wanted),
+                Coverage::Part => plan::plan_partial(stored, &wanted),
             };
             let copies = copies.map_err(|error| error.with_path(fqn))?;
             Ok(TargetPart { len: to_usize(span(&wanted.meta)), copies })
@@ -223,22 +241,25 @@ impl Plan {
     /// Adds the parts of the next target.
     fn push(&mut self, parts: Vec<TargetPart>) {
         for copy in parts.iter().flat_map(|part| &part.copies) {
-            self.bytes += copy.runs.total_bytes();
+            self.bytes += copy.total_bytes();
+            let StorageId::Own(own) = copy.storage else { continue };
             let end = copy.source_offset.saturating_add(copy.runs.source_span());
             match self.ends.last_mut() {
-                Some((storage, last)) if *storage == copy.storage => *last = end.max(*last),
-                _ => self.ends.push((copy.storage, end)),
+                Some((storage, last)) if *storage == own => *last = end.max(*last),
+                _ => self.ends.push((own, end)),
             }
         }
         self.targets.push(parts);
     }
 
-    /// Returns all copies.
-    pub(super) fn copies(&self) -> impl Iterator<Item = &RegionCopy> {
-        self.targets.iter().flatten().flat_map(|part| &part.copies)
+    /// Returns each single copy.
+    pub(super) fn copies(&self) -> impl Iterator<Item = SingleCopy<'_>> {
+        self.targets.iter().flatten().flat_map(|part| &part.copies).flat_map(RegionCopy::each)
     }
 
-    /// Returns whether storages of these lengths contain all ranges that are read.
+    /// Returns whether storages of the manifest with these lengths contain all ranges that are read from them.
+    ///
+    /// The storages of groups contain them if their groups have the fingerprint of the plan.
     pub(super) fn fits(&self, lens: impl Fn(u32) -> Option<u64>) -> bool {
         self.ends.iter().all(|(storage, end)| lens(*storage).is_some_and(|len| *end <= len))
     }
@@ -302,7 +323,10 @@ fn split_rows(wanted: RegionRequest) -> Vec<RegionRequest> {
 
 #[cfg(test)]
 mod tests {
-    use tssd_format::{Dtype, Runs, TensorSlice};
+    use tssd_format::{
+        ChunkPolicy, DeviceMesh, DistributedTensor, Dtype, Placement, Runs, TensorReference,
+        TensorSlice,
+    };
 
     use super::*;
 
@@ -311,7 +335,13 @@ mod tests {
     }
 
     fn copy(storage: u32, source: u64, len: u64) -> RegionCopy {
-        RegionCopy { storage, source_offset: source, target_offset: 0, runs: Runs::contiguous(len) }
+        RegionCopy {
+            storage: storage.into(),
+            source_offset: source,
+            target_offset: 0,
+            runs: Runs::contiguous(len),
+            repeats: Vec::new(),
+        }
     }
 
     #[test]
@@ -363,7 +393,7 @@ mod tests {
     impl TestRequest {
         fn as_request(&self) -> Request<'_> {
             let leaf = match &self.references {
-                Some(references) => LeafSelector::References(self.fqn, references),
+                Some(references) => LeafSelector::Leaf(self.fqn, TensorLeaf::Run(references)),
                 None => LeafSelector::Fqn(self.fqn),
             };
             let region = self.part.as_ref().map(|[offsets, shape, global_shape]| GlobalRegion {
@@ -373,6 +403,13 @@ mod tests {
             });
             Request { leaf, region, meta: &self.meta }
         }
+    }
+
+    /// Returns a tensor whose rows two devices hold.
+    fn distributed_rows(group: u32) -> DistributedTensor {
+        let mesh = Arc::new(DeviceMesh::from_shape(&[2]).unwrap());
+        let rows = [Placement::Shard { dim: 0 }].into();
+        DistributedTensor::new(meta(&[2, 3]), mesh, rows, group, ChunkPolicy::default()).unwrap()
     }
 
     /// Requests that differ in one property each. All have different fingerprints.
@@ -445,16 +482,25 @@ mod tests {
                 ..reference.clone()
             })],
         ];
+        let distributed = [distributed_rows(0), distributed_rows(1)];
+        let whole = meta(&[2, 3]);
+        let of_group = |tensor| {
+            let leaf = LeafSelector::Leaf("weight", TensorLeaf::Distributed(tensor));
+            vec![Request { leaf, region: None, meta: &whole }]
+        };
         let mut fingerprints = Vec::new();
-        for requests in &cases {
-            let requests: Vec<Request<'_>> = requests.iter().map(TestRequest::as_request).collect();
-            for (layout, writer, cover) in [
-                ([1; 16], None, Coverage::Whole),
-                ([2; 16], None, Coverage::Whole),
-                ([1; 16], Some(0), Coverage::Whole),
-                ([1; 16], Some(1), Coverage::Whole),
-                ([1; 16], None, Coverage::Part),
+        let runs =
+            cases.iter().map(|requests| requests.iter().map(TestRequest::as_request).collect());
+        for requests in runs.chain(distributed.iter().map(of_group)) {
+            for (manifest, groups, writer, cover) in [
+                ([1; 16], [7; 16], None, Coverage::Whole),
+                ([2; 16], [7; 16], None, Coverage::Whole),
+                ([1; 16], [8; 16], None, Coverage::Whole),
+                ([1; 16], [7; 16], Some(0), Coverage::Whole),
+                ([1; 16], [7; 16], Some(1), Coverage::Whole),
+                ([1; 16], [7; 16], None, Coverage::Part),
             ] {
+                let layout = PlanLayout { manifest, groups };
                 let fingerprint = plan_fingerprint(&layout, writer, &requests, cover);
                 assert_eq!(fingerprint, plan_fingerprint(&layout, writer, &requests, cover));
                 fingerprints.push(fingerprint);
@@ -516,7 +562,7 @@ mod tests {
             shard_spec: None,
         }];
         let add = |plan: &mut Plan, request: &TestRequest| {
-            plan.add(&request.as_request(), &references, Coverage::Whole)
+            plan.add(&request.as_request(), TensorLeaf::Run(&references), Coverage::Whole)
         };
         let request = |meta| TestRequest { fqn: "weight", references: None, part: None, meta };
         let mut plan = Plan::default();

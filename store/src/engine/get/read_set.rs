@@ -6,10 +6,10 @@ use indexmap::IndexMap;
 use tssd_format::{Node, ShardSpec, TensorReference, numel};
 
 use crate::engine::get::lazy_path::LazyPath;
-use crate::plan::{self, is_whole};
+use crate::plan::TensorLeaf;
 
 /// A tensor to assemble: a whole leaf, or one slice of it. Tied leaves share one.
-pub(super) type TensorRequest<'a> = (&'a [TensorReference], Option<&'a ShardSpec>);
+pub(super) type TensorRequest<'a> = (TensorLeaf<'a>, Option<&'a ShardSpec>);
 
 /// The storages to view, and the tensors to assemble.
 #[derive(Default)]
@@ -29,20 +29,18 @@ impl<'a> ReadSet<'a> {
         node: &'a Node,
         slices: &'a BTreeMap<String, Vec<ShardSpec>>,
     ) {
-        match node {
-            Node::StoredLeaf(_, storage) => drop(self.viewed_storages.insert(*storage)),
-            Node::Tensors(run) => {
-                let fqn = || path.path().fqn();
-                let places = if slices.is_empty() { None } else { slices.get(&fqn()) };
-                match places {
-                    Some(places) => places.iter().for_each(|place| {
-                        self.tensor_requests.entry((run, Some(place))).or_insert_with(fqn);
-                    }),
-                    None if is_whole(run) => self.add_view(&run[0]),
-                    None => drop(self.tensor_requests.entry((run, None)).or_insert_with(fqn)),
-                }
-            }
-            Node::Leaf(_) | Node::Container(..) => {}
+        if let Node::StoredLeaf(_, storage) = node {
+            self.viewed_storages.insert(*storage);
+        }
+        let Some(leaf) = TensorLeaf::of(node) else { return };
+        let fqn = || path.path().fqn();
+        let places = if slices.is_empty() { None } else { slices.get(&fqn()) };
+        match (places, leaf.whole()) {
+            (Some(places), _) => places.iter().for_each(|place| {
+                self.tensor_requests.entry((leaf, Some(place))).or_insert_with(fqn);
+            }),
+            (None, Some(whole)) => self.add_view(whole),
+            (None, None) => drop(self.tensor_requests.entry((leaf, None)).or_insert_with(fqn)),
         }
     }
 
@@ -65,13 +63,9 @@ impl<'a> ReadSet<'a> {
                 }
             }
         }
-        let assembled = self.tensor_requests.keys().map(|(run, place)| {
-            let itemsize = run[0].meta.dtype().itemsize();
-            let elements = match place {
-                Some(place) => numel(place.slice().local_shape()),
-                None => numel(&plan::global_shape(&run[0])),
-            };
-            elements.saturating_mul(itemsize)
+        let assembled = self.tensor_requests.keys().map(|(leaf, place)| {
+            let shape = place.map_or(leaf.global_shape(), |place| place.slice().local_shape());
+            numel(shape).saturating_mul(leaf.dtype().itemsize())
         });
         // A slice outside of its tensor may have any size. It is refused later.
         assembled.fold(bytes, u64::saturating_add)

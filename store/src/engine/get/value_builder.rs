@@ -4,13 +4,11 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use indexmap::IndexMap;
-use tssd_format::{
-    ContentKind, Dict, Node, Shard, ShardSpec, Step, Storage, Tensor, TensorReference, Text, Value,
-};
+use tssd_format::{ContentKind, Dict, Node, Shard, ShardSpec, Step, Storage, Tensor, Text, Value};
 
 use crate::engine::get::lazy_path::LazyPath;
 use crate::engine::get::read_set::TensorRequest;
-use crate::plan::is_whole;
+use crate::plan::TensorLeaf;
 
 /// The storages and tensors of the values of a tree.
 pub(super) struct ValueBuilder<'a> {
@@ -31,7 +29,8 @@ impl ValueBuilder<'_> {
                     ContentKind::Opaque(media) => Value::Opaque { media: media.clone(), bytes },
                 }
             }
-            Node::Tensors(run) => self.tensors(path, run)?,
+            Node::Tensors(run) => self.tensor(path, TensorLeaf::Run(run))?,
+            Node::Distributed(tensor) => self.tensor(path, TensorLeaf::Distributed(tensor))?,
             Node::Container(container, children) => {
                 let mut dict = Dict::new();
                 let mut values = Vec::new();
@@ -47,23 +46,22 @@ impl ValueBuilder<'_> {
         })
     }
 
-    fn tensors(&self, path: LazyPath<'_>, run: &[TensorReference]) -> tssd_format::Result<Value> {
+    fn tensor(&self, path: LazyPath<'_>, leaf: TensorLeaf<'_>) -> tssd_format::Result<Value> {
         if !self.slices.is_empty()
             && let Some(places) = self.slices.get(&path.path().fqn())
         {
             let shard = |place: &ShardSpec| {
-                Shard::new(self.assembled[&(run, Some(place))].clone(), place.clone())
+                Shard::new(self.assembled[&(leaf, Some(place))].clone(), place.clone())
             };
             return Ok(Value::Shards(
                 places.iter().map(shard).collect::<tssd_format::Result<_>>()?,
             ));
         }
-        let [first, ..] = run else { unreachable!("a leaf has a reference at least") };
-        if !is_whole(run) {
-            return Ok(Value::Tensor(self.assembled[&(run, None)].clone()));
-        }
-        let bytes = first.storage.map(|storage| self.views[&storage].clone());
+        let Some(whole) = leaf.whole() else {
+            return Ok(Value::Tensor(self.assembled[&(leaf, None)].clone()));
+        };
+        let bytes = whole.storage.map(|storage| self.views[&storage].clone());
         let storage = Storage::from(bytes.unwrap_or_default());
-        Tensor::new(first.meta.clone(), storage, first.byte_offset).map(Value::Tensor)
+        Tensor::new(whole.meta.clone(), storage, whole.byte_offset).map(Value::Tensor)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use tssd_format::{Archive, Node, ObjectPath, TensorReference};
+use tssd_format::{Archive, DistributedTensor, Node, ObjectPath, ShardFile, TensorReference};
 
 use crate::blob::Volume;
 use crate::error::{Error, Result};
@@ -33,6 +33,14 @@ pub(super) fn list_lost_leaves(
                 let tensors = tensors.iter().filter(|tensor| tensor.storage.is_some_and(is_lost));
                 leaves.extend(tensors.map(|tensor| describe(&path, tensor)));
             }
+            Node::Distributed(tensor) => {
+                for device in lost_devices(&tensor, &shards, lost) {
+                    let references = tensor.local_references(device);
+                    let references =
+                        references.map_err(|error| Error::from_format(manifest, error))?;
+                    leaves.extend(references.iter().map(|reference| describe(&path, reference)));
+                }
+            }
             Node::StoredLeaf(_, storage) if is_lost(storage) => leaves.push(path.fqn()),
             _ => {}
         }
@@ -41,6 +49,18 @@ pub(super) fn list_lost_leaves(
     leaves.truncate(MAX_LISTED_LEAVES);
     let named = leaves.join(", ");
     Ok(Some(if more == 0 { named } else { format!("{named} and {more} more") }))
+}
+
+/// Returns the devices of a tensor whose archives are lost, as row-major indices.
+fn lost_devices(
+    tensor: &DistributedTensor,
+    shards: &[ShardFile],
+    lost: &BTreeSet<String>,
+) -> Vec<u64> {
+    let lost = shards.iter().filter(|shard| lost.contains(&shard.name));
+    let writers: BTreeSet<u32> = lost.map(|shard| shard.writer).collect();
+    let devices = (0..).zip(tensor.mesh().ranks());
+    devices.filter(|(_, rank)| writers.contains(rank)).map(|(device, _)| device).collect()
 }
 
 fn describe(path: &ObjectPath, tensor: &TensorReference) -> String {

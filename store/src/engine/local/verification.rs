@@ -6,7 +6,9 @@ use crate::blob::Volume;
 use crate::error::{Error, Result};
 use crate::io::local_archive::LocalArchive;
 use crate::ledger::{ArchiveDigest, Version};
-use crate::merge::{DIVERGENT_ATTR, DivergencePolicy, VersionAttrs, WriterArchive, merge};
+use crate::merge::{
+    DIVERGENT_ATTR, DivergencePolicy, MergeOptions, VersionAttrs, WriterArchive, merge,
+};
 
 /// Merges the archives that the writers of a version have committed, and returns the manifest.
 ///
@@ -53,7 +55,8 @@ pub(super) fn merge_archives(
         writers: version.writers.clone(),
         digest: version_digest(version),
     };
-    Ok(merge(&contributions, divergent, &label))
+    let options = MergeOptions { divergent, ..MergeOptions::default() };
+    Ok(merge(&contributions, options, &label))
 }
 
 /// Returns the digest of the contents of a version.

@@ -10,7 +10,7 @@ use tssd_format::{
 use crate::engine::put::split_tensor;
 use crate::engine::version::OpenVersion;
 use crate::error::{Error, ErrorKind, Result};
-use crate::plan::global_shape;
+use crate::plan::TensorLeaf;
 
 /// The entries of the dict that describes a piece of a tensor.
 const PIECE_ENTRIES: [&str; 3] = ["tensor", "offsets", "global_shape"];
@@ -156,7 +156,10 @@ pub(super) fn leaves_of(bucket: &OpenVersion) -> Result<BTreeMap<String, Vec<Ten
 
 /// Returns whether there is at least one reference, and all are pieces of one tensor.
 fn are_of_one_tensor(references: &[TensorReference]) -> bool {
-    let identity = |reference: &TensorReference| (reference.meta.dtype(), global_shape(reference));
+    let identity = |reference| {
+        let leaf = TensorLeaf::Run(std::slice::from_ref(reference));
+        (leaf.dtype(), leaf.global_shape())
+    };
     let first = references.first().map(identity);
     first.is_some() && references.iter().all(|reference| Some(identity(reference)) == first)
 }

@@ -22,7 +22,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::io::local_archive::LocalArchive;
 use crate::ledger::WriterSet;
-use crate::merge::{DivergencePolicy, VersionAttrs, WriterArchive, merge};
+use crate::merge::{MergeOptions, VersionAttrs, WriterArchive, merge};
 use crate::route::{Route, Transport};
 
 /// The table of exported tensors, as the state dict of a bucket.
@@ -186,7 +186,7 @@ pub(super) fn open(
     };
     let contribution =
         WriterArchive { writer, file: file.clone(), archive: index, is_readable: false };
-    let manifest = merge(&[contribution], DivergencePolicy::default(), &label);
+    let manifest = merge(&[contribution], MergeOptions::default(), &label);
     let manifest = Bytes::from(manifest.map_err(|why| corrupt(&why))?);
     let index_off = file_len.saturating_sub(to_u64(host_part.len()) - HEAD_BYTES);
     let segment = device::driver()?.open_export(device, &export, index_off)?;

@@ -1,23 +1,23 @@
 //! The index of a version, without its bytes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tssd_format::{
     Archive, AttrValue, Attrs, Container, Error as FormatError, ErrorKind as FormatKind, MapKey,
-    Node, ObjectPath, STORE_ATTR_PREFIX, Step, StorageReference, TensorReference, ZSTD_LEVEL_ATTR,
-    checksum,
+    Node, ObjectPath, STORE_ATTR_PREFIX, Step, StorageReference, ZSTD_LEVEL_ATTR, checksum,
 };
 
 use crate::blob::VerifiedChunks;
 use crate::control::LocatedVersion;
 use crate::convert::{to_u64, to_usize};
+use crate::engine::version::held::{HeldStorages, StorageChunks};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::sync::Lock;
 use crate::ledger::{ArchiveDigest, VersionId};
+use crate::plan::StorageId;
 
 /// The index of a version, and the state of its verification.
 ///
@@ -30,6 +30,10 @@ pub(crate) struct Contents {
     pub(crate) number: u64,
     /// Fingerprint of the layout. Plans are cached by it.
     pub(crate) layout: [u8; 16],
+    /// The storages of distributed leaves.
+    pub(super) held: HeldStorages,
+    /// The archives with storages that the manifest describes.
+    own_shards: BTreeSet<usize>,
     root: Arc<Node>,
     /// Whether the tree has divergent nodes, which contain a value for each writer.
     is_divergent: bool,
@@ -70,7 +74,7 @@ type TensorsByFqn = BTreeMap<String, Entry>;
 /// The leaf or leaves of an fqn.
 enum Entry {
     /// A tensor leaf.
-    Tensor(Arc<[TensorReference]>),
+    Tensor(Arc<Node>),
     /// Several leaves.
     Ambiguous,
     /// A divergent leaf, with a value of each of these writers.
@@ -101,6 +105,9 @@ impl Contents {
             epoch: label.epoch,
             number: label.number,
             layout: label.layout,
+            held: HeldStorages::new(&root, manifest.shards())
+                .map_err(|error| Error::from_format("manifest", error))?,
+            own_shards: storages.iter().map(|storage| to_usize(storage.shard.into())).collect(),
             is_divergent: is_divergent(&root),
             root: Arc::new(root),
             attrs: writer_attrs(&manifest),
@@ -123,13 +130,13 @@ impl Contents {
         Ok(Arc::new(root))
     }
 
-    /// Returns the references of the tensor leaf with an fqn.
+    /// Returns the tensor leaf with an fqn.
     ///
     /// `writer` selects the value of a divergent leaf.
-    pub(crate) fn tensor(&self, fqn: &str, writer: Option<u32>) -> Result<Arc<[TensorReference]>> {
+    pub(crate) fn tensor(&self, fqn: &str, writer: Option<u32>) -> Result<Arc<Node>> {
         let tensors = self.tensors_of(writer);
         let kind = match tensors.get(fqn) {
-            Some(Entry::Tensor(references)) => return Ok(references.clone()),
+            Some(Entry::Tensor(node)) => return Ok(node.clone()),
             Some(Entry::Divergent(writers)) => return Err(writer_required(fqn, writers)),
             Some(Entry::Ambiguous) => FormatKind::AmbiguousFqn,
             None => FormatKind::NotFound,
@@ -152,26 +159,36 @@ impl Contents {
         cached.entry(writer).or_insert_with(by_fqn).clone()
     }
 
-    pub(super) fn storage(&self, storage: u32) -> &Arc<StorageReference> {
-        &self.chunks.storages()[to_usize(u64::from(storage))]
+    /// Returns the chunks of a storage and the index of the storage among them.
+    ///
+    /// Storages of groups have been loaded by [`OpenVersion::load_held`](super::OpenVersion::load_held).
+    pub(super) fn chunks(&self, storage: StorageId) -> StorageChunks<'_> {
+        match storage {
+            StorageId::Own(number) => StorageChunks::Own(&self.chunks, to_usize(u64::from(number))),
+            StorageId::Held { group, device } => {
+                StorageChunks::Held(self.held.get(group, device).expect("it has been loaded"))
+            }
+        }
     }
 
-    /// Returns whether a chunk of a storage is verified.
-    pub(super) fn is_verified(&self, storage: u32, chunk: u64) -> bool {
-        self.chunks.contains(to_usize(u64::from(storage)), chunk)
+    /// Whether an archive is verified when the version is opened.
+    ///
+    /// It is unless all its storages belong to distributed leaves.
+    pub(super) fn is_verified_at_open(&self, shard: usize) -> bool {
+        self.held.is_empty() || self.own_shards.contains(&shard)
     }
 
-    /// Records that chunks of a storage are verified.
-    pub(super) fn record_verified(&self, storage: u32, chunks: Range<u64>) {
-        self.chunks.insert(to_usize(u64::from(storage)), chunks);
+    /// Returns the fingerprint of the groups of distributed leaves.
+    pub(crate) fn group_fingerprint(&self) -> [u8; 16] {
+        self.held.fingerprint()
     }
 
-    /// Returns the length of a storage in bytes.
+    /// Returns the length of a storage of the manifest in bytes.
     pub(crate) fn storage_len(&self, storage: u32) -> u64 {
-        self.storage(storage).len
+        self.lens[to_usize(u64::from(storage))]
     }
 
-    /// Returns a function from storages to their lengths in bytes, or `None` for an unknown storage.
+    /// Returns a function from storages of the manifest to their lengths in bytes, or `None` for an unknown storage.
     pub(crate) fn storage_lens(&self) -> impl Fn(u32) -> Option<u64> {
         |storage| self.lens.get(to_usize(u64::from(storage))).copied()
     }
@@ -191,15 +208,24 @@ impl Contents {
     }
 
     /// Verifies the checksum of the stored bytes of a chunk.
-    pub(super) fn verify_chunk(&self, storage: u32, chunk: u64, bytes: &[u8]) -> Result<()> {
+    pub(super) fn verify_chunk(&self, storage: StorageId, chunk: u64, bytes: &[u8]) -> Result<()> {
         self.verified.fetch_add(to_u64(bytes.len()), Ordering::Relaxed);
-        let verified = self.storage(storage).verify_chunk(chunk, checksum(bytes));
+        let verified = self.chunks(storage).reference().verify_chunk(chunk, checksum(bytes));
         verified.map_err(|_| self.corrupt(storage, chunk))
     }
 
+    /// Returns the fqn of the first leaf that lies in a storage.
+    pub(super) fn storage_fqn(&self, storage: StorageId) -> String {
+        match storage {
+            StorageId::Own(number) => self.manifest.storage_fqn(number),
+            StorageId::Held { group, .. } => self.held.path(group).fqn(),
+        }
+    }
+
     /// Returns the error for a chunk with a wrong checksum.
-    pub(super) fn corrupt(&self, storage: u32, chunk: u64) -> Error {
-        let reference = self.storage(storage);
+    pub(super) fn corrupt(&self, storage: StorageId, chunk: u64) -> Error {
+        let chunks = self.chunks(storage);
+        let reference = chunks.reference();
         let place = reference.stored_chunk(chunk);
         let error = FormatError::new(FormatKind::ChunkCorrupt)
             .with_offset(place.start)
@@ -208,7 +234,7 @@ impl Contents {
                 place.end - place.start,
                 reference.shard
             ))
-            .with_path(self.manifest.storage_fqn(storage));
+            .with_path(self.storage_fqn(storage));
         Error::from_format(self.name(), error)
     }
 }
@@ -282,11 +308,11 @@ fn is_divergent(node: &Node) -> bool {
 /// Collects the tensor leaves of a tree, with the values of one writer in the place of divergent nodes.
 fn collect(path: &ObjectPath, node: &Node, writer: Option<u32>, tensors: &mut TensorsByFqn) {
     match node {
-        Node::Tensors(references) => {
+        Node::Tensors(_) | Node::Distributed(_) => {
             let entry = tensors.entry(path.fqn());
             entry
                 .and_modify(|existing| *existing = Entry::Ambiguous)
-                .or_insert_with(|| Entry::Tensor(references.as_slice().into()));
+                .or_insert_with(|| Entry::Tensor(node.clone().into()));
         }
         Node::Container(Container::Divergent, children) => {
             let key = writer.map(|writer| Step::Key(MapKey::from_writer(writer)));

@@ -319,10 +319,11 @@ impl<'py> ValueImporter<'py> {
         let mut dict = Dict::new();
         for item in items.iter() {
             let (key, value) = (item.get_item(0)?, item.get_item(1)?);
-            let key = to_map_key(&key, MAX_DEPTH)
-                .map_err(|error| error.with_path(&self.current_path()))?;
-            if let Some(value) = self.import_child(Step::Key(key.clone()), &value)? {
-                dict.insert(key, value);
+            let key = self.import_key(&key)?;
+            if let Some(value) = self.import_child(Step::Key(key.clone()), &value)?
+                && dict.insert(key.clone(), value).is_some()
+            {
+                return Err(self.collision(&key).into());
             }
         }
         Ok(dict)
@@ -421,6 +422,27 @@ impl<'py> ValueImporter<'py> {
         self.import_value(&base).map(Some)
     }
 
+    /// Imports a key of a dict or an element of a set in the current container.
+    ///
+    /// A key has no place for a pickle, so a key of a subclass is stored as its base in any case.
+    fn import_key(&mut self, object: &Bound<'py, PyAny>) -> Result<MapKey> {
+        let key =
+            to_map_key(object, MAX_DEPTH).map_err(|error| error.with_path(&self.current_path()))?;
+        if let Some(class) = subclass_in_key(object) {
+            let path = self.current_path().key(key.clone());
+            self.stored_as_base.push((format!("{} (key)", path.fqn()), class));
+        }
+        Ok(key)
+    }
+
+    /// Returns the error for two keys that are different in Python and have one base.
+    fn collision(&self, key: &MapKey) -> Error {
+        let path = self.current_path().key(key.clone());
+        Error::new(ErrorKind::KeysCollide)
+            .with_path(path)
+            .with_detail("two keys of subclasses are equal as their base")
+    }
+
     /// Imports a plain object that has a class tag.
     fn import_tagged(&mut self, tagged: &TaggedObject<'py>) -> Result<Value> {
         let tag = tagged.tag()?;
@@ -428,9 +450,14 @@ impl<'py> ValueImporter<'py> {
             return Ok(Value::Tagged(tag, self.import_value(&tagged.plain)?.into()));
         }
         self.check_depth()?;
-        let elements = tagged.plain.try_iter()?;
-        let elements = elements.map(|element| to_map_key(&element?, MAX_DEPTH));
-        let elements = elements.collect::<Result<Vec<_>>>()?;
+        let mut elements = Dict::new();
+        for element in tagged.plain.try_iter()? {
+            let element = self.import_key(&element?)?;
+            if elements.insert(element.clone(), Value::None).is_some() {
+                return Err(self.collision(&element).into());
+            }
+        }
+        let elements = elements.iter().map(|(element, _)| element.clone());
         Ok(match tag.class() {
             TaggedClass::Set => Value::set(elements)?,
             _ => Value::frozenset(elements)?,
@@ -623,6 +650,8 @@ impl<'py> ValueImporter<'py> {
 }
 
 /// Converts a key whose tuples are nested at most `depth` deep. The format has a limit of its own.
+///
+/// A key of a subclass of a builtin class becomes one of that class.
 pub(crate) fn to_map_key(object: &Bound<'_, PyAny>, depth: usize) -> Result<MapKey> {
     Ok(if object.is_exact_instance_of::<PyString>() {
         MapKey::Str(to_text(object)?)
@@ -641,6 +670,8 @@ pub(crate) fn to_map_key(object: &Bound<'_, PyAny>, depth: usize) -> Result<MapK
             .checked_sub(1)
             .ok_or_else(|| Error::new(ErrorKind::KeyKind).with_detail("tuples nest too deep"))?;
         MapKey::Tuple(value.iter().map(|key| to_map_key(&key, depth)).collect::<Result<_>>()?)
+    } else if let Some(base) = classes::to_base(object)? {
+        to_map_key(&base, depth)?
     } else {
         let class = class_name(&object.get_type());
         return Err(BindingError::untyped_leaf(
@@ -649,6 +680,20 @@ pub(crate) fn to_map_key(object: &Bound<'_, PyAny>, depth: usize) -> Result<MapK
         )
         .into());
     })
+}
+
+/// Returns the class of a key, or of an element of a tuple in it, that is a subclass of a builtin class.
+fn subclass_in_key(key: &Bound<'_, PyAny>) -> Option<String> {
+    if let Ok(elements) = key.cast_exact::<PyTuple>() {
+        return elements.iter().find_map(|element| subclass_in_key(&element));
+    }
+    let is_builtin = key.is_exact_instance_of::<PyString>()
+        || key.is_exact_instance_of::<PyInt>()
+        || key.is_exact_instance_of::<PyBool>()
+        || key.is_exact_instance_of::<PyFloat>()
+        || key.is_exact_instance_of::<PyBytes>()
+        || key.is_none();
+    (!is_builtin).then(|| class_name(&key.get_type()))
 }
 
 /// Returns the field names of a namedtuple; `None` for any other object.

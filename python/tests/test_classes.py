@@ -189,6 +189,39 @@ def test_subclasses_are_stored_as_their_base_and_reported(path: Path) -> None:
     assert type(loaded["names"][0]) is list and loaded["ordered"] == {"b": 1, "a": 2}
 
 
+def test_keys_of_subclasses_are_stored_as_their_base_and_reported(path: Path) -> None:
+    state = {Mode.FAST: {Colour.RED: 1, 2: 3}, "set": {Mode.FAST, "slow"}, "pair": {(Mode.FAST, Number(0.5)): 4}}
+    report = tssd.save_file(state, path)
+    own = {name: cls.split(".")[-1] for name, cls in report.stored_as_base.items()}
+    red = int(Colour.RED)
+    assert own == {
+        "fast (key)": "Mode",
+        f"fast.{red} (key)": "Colour",
+        "set.fast (key)": "Mode",
+        'pair.("fast", 0.5) (key)': "Mode",
+    }
+    loaded = tssd.load_file(path, framework="numpy")
+    assert loaded == {"fast": {red: 1, 2: 3}, "set": {"fast", "slow"}, "pair": {("fast", 0.5): 4}}
+    assert {type(key) for key in loaded} == {str} and type(next(iter(loaded["fast"]))) is int
+    pickled = tssd.load(tssd.save(state, allow_pickle=True), framework="numpy", allow_pickle=True)
+    assert pickled == loaded
+
+
+def test_keys_that_are_equal_as_their_base_are_refused() -> None:
+    class Own(str):
+        __hash__ = object.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    for value in ({Own("a"): 1, Own("a"): 2}, {Own("a"), Own("a")}):
+        assert len(value) == 2
+        with pytest.raises(tssd.TssdError, match="equal as their base"):
+            tssd.save({"v": value})
+    with pytest.raises(TypeError, match="cannot be a key"):
+        tssd.save({"v": {object(): 1}})
+
+
 def test_plain_state_dict_reports_nothing(path: Path) -> None:
     assert tssd.save_file({"a": {1, 2}}, path).stored_as_base == {}
 

@@ -215,7 +215,7 @@ def test_save_rejects_untyped_leaf_with_its_path(path: Path, bad: Any, name: str
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("key", [frozenset(), (1, object()), np.int64(1), Colour.RED])
+@pytest.mark.parametrize("key", [frozenset(), (1, object()), np.int64(1), object()])
 def test_save_rejects_unsupported_keys(key: Any) -> None:
     with pytest.raises(TypeError, match="key") as caught:
         tssd.save({"a": {key: 1}})

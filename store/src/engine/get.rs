@@ -1,7 +1,6 @@
 //! Gets: a version, or parts of it, as values or in the caller's memory.
 
 mod device_parts;
-mod lazy_path;
 mod plans;
 mod read_set;
 mod target;
@@ -26,9 +25,9 @@ pub use self::target::{Target, TargetMemory};
 use crate::blob::{RangeJob, VerifyMode};
 use crate::control::{Controller, ReadStats};
 use crate::convert::{to_u64, to_usize};
-use crate::engine::get::lazy_path::{LazyPath, for_each_leaf};
 use crate::engine::get::read_set::{ReadSet, TensorRequest};
 use crate::engine::get::value_builder::ValueBuilder;
+use crate::engine::lazy_path::{LazyPath, for_each_leaf};
 use crate::engine::version::{OpenVersion, ReadCounters};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::cancel::{CancelCheck, CancelToken};

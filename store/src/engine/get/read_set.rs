@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use indexmap::IndexMap;
 use tssd_format::{Node, ShardSpec, TensorReference, numel};
 
-use crate::engine::get::lazy_path::LazyPath;
+use crate::engine::lazy_path::LazyPath;
 use crate::plan::TensorLeaf;
 
 /// A tensor to assemble: a whole leaf, or one slice of it. Tied leaves share one.

@@ -6,8 +6,8 @@ use bytes::Bytes;
 use indexmap::IndexMap;
 use tssd_format::{ContentKind, Dict, Node, Shard, ShardSpec, Step, Storage, Tensor, Text, Value};
 
-use crate::engine::get::lazy_path::LazyPath;
 use crate::engine::get::read_set::TensorRequest;
+use crate::engine::lazy_path::LazyPath;
 use crate::plan::TensorLeaf;
 
 /// The storages and tensors of the values of a tree.

@@ -10,6 +10,7 @@ use tssd_format::{
 
 use crate::blob::VerifiedChunks;
 use crate::convert::to_usize;
+use crate::engine::lazy_path::{LazyPath, for_each_leaf};
 use crate::io::sync::Lock;
 use crate::plan::{StorageId, group_fingerprint};
 
@@ -33,9 +34,11 @@ impl HeldStorages {
     pub(super) fn new(root: &Node, shards: Vec<ShardFile>) -> Result<Self> {
         let mut leaves: BTreeMap<u32, (ObjectPath, &DistributedTensor)> = BTreeMap::new();
         let mut all = Vec::new();
-        collect(root, &ObjectPath::root(), &mut |path, leaf| {
-            leaves.entry(leaf.group).or_insert_with(|| (path.clone(), leaf));
-            all.push(leaf);
+        for_each_leaf(LazyPath::Full(&ObjectPath::root()), root, &mut |path, node| {
+            if let Node::Distributed(leaf) = node {
+                leaves.entry(leaf.group).or_insert_with(|| (path.path(), leaf));
+                all.push(leaf);
+            }
         });
         let groups = DistributedGroups::new(all)?;
         Ok(Self {
@@ -168,26 +171,6 @@ impl HeldStorages {
             Ok(StorageReference { shard, ..archive.storage(number) })
         };
         storages.iter().map(describe).collect()
-    }
-}
-
-/// Calls `visit` with each distributed leaf and its path.
-fn collect<'n>(
-    node: &'n Node,
-    path: &ObjectPath,
-    visit: &mut impl FnMut(&ObjectPath, &'n DistributedTensor),
-) {
-    match node {
-        Node::Distributed(leaf) => visit(path, leaf),
-        Node::Container(_, children) => {
-            // Most leaves need no path.
-            let has_leaves =
-                |child: &Node| matches!(child, Node::Container(..) | Node::Distributed(_));
-            for (step, child) in children.iter().filter(|(_, child)| has_leaves(child)) {
-                collect(child, &path.clone().step(step.clone()), visit);
-            }
-        }
-        Node::Leaf(_) | Node::StoredLeaf(..) | Node::Tensors(_) => {}
     }
 }
 

@@ -4,13 +4,13 @@ use tssd_format::{Node, ObjectPath, Step};
 
 /// The path of a node. Most nodes need none, so it is built on demand.
 #[derive(Clone, Copy)]
-pub(super) enum LazyPath<'a> {
+pub(crate) enum LazyPath<'a> {
     Full(&'a ObjectPath),
     Child(&'a Self, &'a Step),
 }
 
 impl LazyPath<'_> {
-    pub(super) fn path(&self) -> ObjectPath {
+    pub(crate) fn path(&self) -> ObjectPath {
         match self {
             Self::Full(path) => (*path).clone(),
             Self::Child(path, step) => path.path().step((*step).clone()),
@@ -19,7 +19,7 @@ impl LazyPath<'_> {
 }
 
 /// Calls `each` with every node that is not a container, in insertion order.
-pub(super) fn for_each_leaf<'n>(
+pub(crate) fn for_each_leaf<'n>(
     path: LazyPath<'_>,
     node: &'n Node,
     each: &mut impl FnMut(LazyPath<'_>, &'n Node),

@@ -191,7 +191,13 @@ fn replica_is_evicted_unless_it_is_last_copy() {
     for (fill, name) in [(1, "a"), (2, "b"), (3, "c"), (4, "d"), (5, "own")] {
         assert_eq!(get(name).unwrap(), large(fill));
     }
-    assert_eq!(get("d").unwrap(), large(4));
+    // The memory now has `own` and the replica of `d`, and no place for another one. A replica that is
+    // still being completed is not evicted, so a single get may not be enough.
+    wait_until("the replica of `d` is complete", || {
+        let before = reading.metric(r#"tssd_leased_bytes_total{source="here"}"#);
+        assert_eq!(get("d").unwrap(), large(4));
+        reading.metric(r#"tssd_leased_bytes_total{source="here"}"#) - before >= (16 * MIB) as f64
+    });
     std::thread::sleep(Duration::from_secs(2));
     drop(training);
     // This host now has the last copy of `d`, so another put waits for memory.

@@ -8,7 +8,7 @@
     reader.py --all PATH              prints all violations, not only the first one
     reader.py --vectors DIR           checks that it decodes every valid vector in DIR and rejects the others
     reader.py --serve                 reads archives from stdin and answers each, for fuzzing: see `serve`
-    reader.py --self-test             tests its own parts: BLAKE3, shuffle, planes, deltas, regions, frame headers
+    reader.py --self-test             tests its own parts: BLAKE3, shuffle, planes, tiers, deltas, regions, frames
 
 PATH is a file, the directory of a shard set: `manifest.tssd` and the archives that it names, or the directory
 of a delta and its base: `delta.tssd` and `base.tssd`. A delta that is a PATH itself is read without its base.
@@ -143,6 +143,7 @@ F-096 ContentNotText
 F-097 PlaneLengths
 F-098 DeltaChunk
 F-099 DeltaMismatch
+F-100 TiersChunk
 """.splitlines())
 
 # The errors of rules that bind programs: requests that this reader refuses.
@@ -1025,16 +1026,17 @@ CHUNK_LOG2 = 20
 CHUNK = 1 << CHUNK_LOG2
 CRC_PAGE = 1024  # entries of `crcs` for each entry of `crc_pages`
 RAW, COMPRESSED, DELTA = range(3)  # codecs of storages
-RAW_CHUNK, ZSTD_CHUNK, PLANES_CHUNK, DELTA_CHUNK = range(4)  # codecs of chunks
+RAW_CHUNK, ZSTD_CHUNK, PLANES_CHUNK, DELTA_CHUNK, TIERS_CHUNK = range(5)  # codecs of chunks
 # Of each codec of storages: the logarithms of chunk sizes, the widths of elements, and the codecs of chunks.
 CHUNK_LOG2S: dict[int, Sequence[int]] = {RAW: range(12, 21), COMPRESSED: (CHUNK_LOG2,), DELTA: (23,)}
 WIDTHS = {RAW: (0,), COMPRESSED: (1, 2, 4, 8, 16), DELTA: (1, 2, 4)}
 CHUNK_CODECS = {
-    COMPRESSED: (RAW_CHUNK, ZSTD_CHUNK, PLANES_CHUNK),
-    DELTA: (RAW_CHUNK, PLANES_CHUNK, DELTA_CHUNK),
+    COMPRESSED: (RAW_CHUNK, ZSTD_CHUNK, PLANES_CHUNK, TIERS_CHUNK),
+    DELTA: (RAW_CHUNK, PLANES_CHUNK, DELTA_CHUNK, TIERS_CHUNK),
 }
+CODECS_OF_PLANES = PLANES_CHUNK, TIERS_CHUNK
 MAX_PLANES = 8  # maximum width of elements whose planes are stored
-MAX_DECODED_PER_BYTE = 32_768  # maximum decoded bytes for each stored byte of a chunk of codec 1 or 2
+MAX_DECODED_PER_BYTE = 32_768  # maximum decoded bytes for each stored byte of a chunk of codec 1, 2 or 4
 
 
 def check_dtypes(file: Archive) -> None:
@@ -1257,7 +1259,7 @@ def check_chunks(file: Archive, storage: Record, where: str) -> None:
         chunk, size = file.chunks[storage.chunks + number], chunk_len(storage, number)
         require("F-065", chunk.offset == end, where)
         require("F-065", chunk.codec in CHUNK_CODECS[storage.codec], where)
-        require("F-065", chunk.codec != PLANES_CHUNK or storage.width <= MAX_PLANES, where)
+        require("F-065", chunk.codec not in CODECS_OF_PLANES or storage.width <= MAX_PLANES, where)
         if chunk.codec == RAW_CHUNK:
             require("F-065", chunk.stored_len == size, where)
         elif chunk.codec != DELTA_CHUNK:
@@ -1988,7 +1990,7 @@ def is_readable(file: Archive, i: int) -> bool:
 def decoded_chunk(file: Archive, i: int, number: int) -> bytes:
     """Returns the decoded bytes of a chunk of storage i, which has chunk records.
 
-    Checks CRC, planes, frames and deltas before.
+    Checks CRC, planes, tiers, frames and deltas before.
     """
     if (i, number) in file.decoded:
         return file.decoded[i, number]
@@ -2002,6 +2004,8 @@ def decoded_chunk(file: Archive, i: int, number: int) -> bytes:
             content = decode_delta(file, i, number, content, where)
         elif codec == PLANES_CHUNK:
             content = decode_planes(content, storage.width, size, where)
+        elif codec == TIERS_CHUNK:
+            content = decode_tiers(content, storage.width, size, where)
         else:
             content = unshuffle(decode_frame(content, size, where), storage.width)
     while file.decoded and sum(map(len, file.decoded.values())) + len(content) > MAX_CACHED:
@@ -2079,6 +2083,86 @@ def rotate_right(content: bytes, width: int) -> bytes:
     elements = int.from_bytes(content, "little")
     rotated = (elements & ~low_bits) >> 1 | (elements & low_bits) << 8 * width - 1
     return rotated.to_bytes(len(content), "little")
+
+
+# Tiers
+
+TIERS_BLOCK = 1 << 15  # bytes of a block of a plane in tiers
+CODE_BITS = 2, 2, 4  # bits of a code of tiers 1 to 3
+ESCAPES = 3, 3, 15  # the highest code of tiers 1 to 3, and the number of their symbols
+GROUP = 32  # bytes of a group of codes
+
+
+class TiersBlock(NamedTuple):
+    """A stored block of a plane in tiers."""
+
+    counts: list[int]  # the codes of tiers 1 to 3, and the bytes of tier 4
+    tiers: list[bytes]
+
+
+def split_tiers(stored: bytes, width: int, size: int, where: str) -> tuple[bytes, bytes, list[TiersBlock], bytes]:
+    """Returns the parts of a stored chunk of `size` bytes: raw planes, symbols, blocks and tail.
+
+    Checks the lengths of F-100. Decodes nothing.
+    """
+    at = 0
+
+    def take(length: int, part: str) -> bytes:
+        nonlocal at
+        start, at = at, at + length
+        if at > len(stored):
+            raise InvalidArchive("F-100", f"{where}: {part} cut off")
+        return stored[start:at]
+
+    count, tail_len = divmod(size, width)
+    planes = take((width - 1) * count, "planes")
+    symbols = take(sum(ESCAPES), "symbols")
+    blocks = []
+    for start in range(0, count, TIERS_BLOCK):
+        counts = [min(TIERS_BLOCK, count - start), *struct.unpack("<3H", take(6, "counts"))]
+        lengths = [align_up(bits * n, 8 * GROUP) // 8 for bits, n in zip(CODE_BITS, counts)]
+        tiers = [take(length, f"tier {number + 1}") for number, length in enumerate([*lengths, counts[-1]])]
+        blocks.append(TiersBlock(counts, tiers))
+    tail = take(tail_len, "tail")
+    if at != len(stored):
+        raise InvalidArchive("F-100", f"{where}: ends at byte {at} of {len(stored)}")
+    return planes, symbols, blocks, tail
+
+
+def decode_tiers(stored: bytes, width: int, size: int, where: str) -> bytes:
+    """Decodes a stored chunk of codec 4 to `size` bytes."""
+    planes, symbols, blocks, tail = split_tiers(stored, width, size, where)
+    last_plane = (decode_block(block, symbols, f"block {number} of {where}") for number, block in enumerate(blocks))
+    elements = unshuffle(planes + b"".join(last_plane), width)
+    return rotate_right(elements, width) + tail
+
+
+def decode_block(block: TiersBlock, symbols: bytes, where: str) -> bytes:
+    """Decodes a block from its last tier to its first one."""
+    *coded, content = block.tiers
+    end = len(symbols)
+    for number in reversed(range(len(coded))):
+        count, escape = block.counts[number], ESCAPES[number]
+        codes = unpack_codes(coded[number], CODE_BITS[number])
+        if not is_zero(codes[count:]):
+            raise InvalidArchive("F-100", f"{where}: a code after the last one of tier {number + 1}")
+        codes = codes[:count]
+        escape_count, next_count = codes.count(escape), block.counts[number + 1]
+        if escape_count != next_count:
+            what = f"{escape_count} escapes of tier {number + 1}, and {next_count} codes of the next tier"
+            raise InvalidArchive("F-100", f"{where}: {what}")
+        end, own = end - escape, symbols[end - escape : end]
+        escaped = iter(content)
+        content = bytes(next(escaped) if code == escape else own[code] for code in codes)
+    return content
+
+
+def unpack_codes(groups: bytes, bits: int) -> bytes:
+    """Returns the codes of whole groups, one byte for each."""
+    mask = (1 << bits) - 1
+    # The codes from bit `shift` on of all bytes. Of a group, they are `GROUP` codes in a row.
+    rows = [groups.translate(bytes(byte >> shift & mask for byte in range(256))) for shift in range(0, 8, bits)]
+    return b"".join(row[at : at + GROUP] for at in range(0, len(groups), GROUP) for row in rows)
 
 
 # Deltas
@@ -2693,7 +2777,7 @@ def check_chunk_contents(file: Archive, i: int, storage: Record) -> None:
     for number in range(chunk_count(storage)):
         stored, codec = stored_chunk(file, storage, number)
         with PART:
-            if codec == PLANES_CHUNK:
+            if codec in CODECS_OF_PLANES:
                 decoded_chunk(file, i, number)
             elif codec == DELTA_CHUNK and stored:
                 size = chunk_len(storage, number)
@@ -3345,8 +3429,8 @@ DERIVED_KNOWN = {
 
 
 def self_test() -> int:
-    tests = test_blake3, test_shuffle, test_frames, test_zstd, test_planes, test_delta_chunks, test_bases
-    for check in (*tests, test_regions, test_distributed_leaves, test_numbers, test_kinds):
+    tests = test_blake3, test_shuffle, test_frames, test_zstd, test_planes, test_tiers, test_delta_chunks
+    for check in (*tests, test_bases, test_regions, test_distributed_leaves, test_numbers, test_kinds):
         check()
         print(f"{check.__name__}: ok")
     return 0
@@ -3446,6 +3530,131 @@ def encode_planes(content: bytes, width: int, coded: int) -> bytes:
     return table + planes + content[count * width :]
 
 
+def test_tiers() -> None:
+    # The example of section 6. Tier 1 has the codes 0, 1, 0, 3, 3, tier 2 has 0, 3, and tier 3 has 15.
+    example = bytes.fromhex("7e7d00 050000") + bytes(15) + bytes.fromhex("0200 0100 0100")
+    example += b"".join(bytes.fromhex(codes).ljust(32, b"\0") for codes in ("0001000303", "0003", "0f")) + b"\x09"
+    # The last tier may have a byte that is a symbol.
+    for stored in (example, example[:6] + b"\x09" + example[7:]):
+        assert decode_tiers(stored, 1, 5, "chunk") == bytes.fromhex("7e7d7e0509")
+    # Codes of one byte lie 32 codes apart.
+    assert [i for i, code in enumerate(unpack_codes(b"\xff" + bytes(63), 2)) if code] == [0, 32, 64, 96]
+    assert [i for i, code in enumerate(unpack_codes(bytes(63) + b"\xff", 4)) if code] == [95, 127]
+    rng = random.Random(0)
+    symbols = bytes(rng.sample(range(256), sum(ESCAPES)))
+    alike = symbols[:1] * len(symbols)
+    for width in WIDTHS[COMPRESSED][:-1]:
+        for count in (1, 127, 128, 129, 1000, TIERS_BLOCK - 1, TIERS_BLOCK, TIERS_BLOCK + 1, 2 * TIERS_BLOCK):
+            plane = bytes(rng.choice((*alike, *symbols, rng.randrange(256))) for _ in range(count))
+            size = count * width + rng.randrange(width)
+            content = join_plane(plane, width, rng) + rng.randbytes(size % width)
+            for table in (symbols, alike, bytes(range(21))):
+                stored = encode_tiers(content, width, table)
+                assert decode_tiers(stored, width, size, "chunk") == content, f"width {width}, {size} bytes"
+            for broken in (b"", stored[:-1], stored + b"\0", stored[: (width - 1) * count], bytes(6) + stored):
+                assert violated_rule(decode_tiers, broken, width, size, "chunk") == "F-100"
+    test_broken_tiers()
+
+
+def test_broken_tiers() -> None:
+    """Breaks each condition of F-100 in the second of two blocks, or in the parts around the blocks."""
+    symbols = bytes(range(21))
+    # 76 codes in tier 2, 25 in tier 3 and 5 in tier 4. The last code of each tier is 0.
+    escaped = bytes(3 + i % 3 for i in range(50)) + bytes(range(6, 26)) + b"\6" * 5
+    second = bytes(i % 3 for i in range(100)) + escaped + b"\3\0"
+    tiers = tier_codes(second, symbols)
+    counts = [76, 25, 5]
+    assert list(map(len, tiers[1:])) == counts and [tier[-1] for tier in tiers[:3]] == [0, 0, 0]
+    first = pack_block(tier_codes(bytes(TIERS_BLOCK), symbols), [0, 0, 0])
+    size, tail = 2 * (TIERS_BLOCK + len(second)) + 1, b"\xaa"
+    planes = bytes(i % 251 for i in range(size // 2))
+
+    def rule(block: bytes, around: Sequence[bytes] = (planes, symbols, first, tail)) -> str | None:
+        return violated_rule(decode_tiers, b"".join(around[:-1]) + block + around[-1], 2, size, "chunk")
+
+    good = pack_block(tiers, counts)
+    assert rule(good) is None
+    around = planes, symbols, first, tail
+    for number, part in enumerate(around):
+        for other in (part[:-1], part + b"\0"):
+            changed = *around[:number], other, *around[number + 1 :]
+            assert rule(good, changed) == "F-100", f"part {number}"
+            assert rule(b"", changed[: number + 1]) == "F-100", f"ends with part {number}"
+    for end in range(len(good)):
+        assert rule(good[:end]) == "F-100", f"block cut off at byte {end}"
+    for number in range(3):
+        for step in (-1, 1):
+            other_counts = [count + step * (i == number) for i, count in enumerate(counts)]
+            other_tiers = tiers[:3] + [(tiers[3] + [0])[: other_counts[2]]]
+            block = pack_block(other_tiers, other_counts)
+            assert len(block) == len(good) + step * (number == 2), "the lengths are right"
+            assert rule(block) == "F-100", f"count {number}, {step}"
+            assert rule(good[: 2 * number] + u16(other_counts[number]) + good[2 * number + 2 :]) == "F-100"
+        # The first unused code, and the last one.
+        per_group = 8 * GROUP // CODE_BITS[number]
+        for zeros in (0, -len(tiers[number]) % per_group - 1):
+            for code in range(1, ESCAPES[number] + 1):
+                padded = [*tiers[:number], tiers[number] + [0] * zeros + [code], *tiers[number + 1 :]]
+                block = pack_block(padded, counts)
+                assert len(block) == len(good) and rule(block) == "F-100", f"tier {number + 1}, code {code}"
+        # A code that becomes an escape, and an escape that becomes another code.
+        for old, new in ((0, ESCAPES[number]), (ESCAPES[number], 0)):
+            changed_codes = list(tiers[number])
+            changed_codes[changed_codes.index(old)] = new
+            block = pack_block([*tiers[:number], changed_codes, *tiers[number + 1 :]], counts)
+            assert rule(block) == "F-100", f"tier {number + 1}: {new} for {old}"
+
+
+def u16(number: int) -> bytes:
+    return struct.pack("<H", number)
+
+
+def join_plane(last: bytes, width: int, rng: random.Random) -> bytes:
+    """Returns elements whose last plane is `last`. The other planes are random."""
+    bits, elements = 8 * width, []
+    for byte in last:
+        rotated = byte << bits - 8 | rng.getrandbits(bits) >> 8
+        number = rotated if width == 1 else rotated >> 1 | (rotated & 1) << bits - 1
+        elements.append(number.to_bytes(width, "little"))
+    return b"".join(elements)
+
+
+def encode_tiers(content: bytes, width: int, symbols: bytes) -> bytes:
+    """Encodes a chunk by codec 4, with these symbols."""
+    count = len(content) // width
+    # A table of raw planes comes first.
+    planes = encode_planes(content, width, 0)[4 * width :][: width * count]
+    last = planes[(width - 1) * count :]
+    stored = planes[: (width - 1) * count] + symbols
+    for start in range(0, count, TIERS_BLOCK):
+        tiers = tier_codes(last[start : start + TIERS_BLOCK], symbols)
+        stored += pack_block(tiers, [len(tier) for tier in tiers[1:]])
+    return stored + content[count * width :]
+
+
+def tier_codes(part: bytes, symbols: bytes) -> list[list[int]]:
+    """Returns the codes of tiers 1 to 3 of the bytes of a block, and the bytes of tier 4."""
+    tiers, waiting = [], list(part)
+    for own in (symbols[:3], symbols[3:6], symbols[6:]):
+        codes = [own.find(byte) for byte in waiting]
+        tiers.append([len(own) if code < 0 else code for code in codes])
+        waiting = [byte for byte, code in zip(waiting, codes) if code < 0]
+    return [*tiers, waiting]
+
+
+def pack_block(tiers: list[list[int]], counts: list[int]) -> bytes:
+    """Encodes a block of these codes code by code. Its counts are `counts`, even if they are wrong."""
+    stored = b"".join(map(u16, counts))
+    for codes, bits in zip(tiers, (2, 2, 4)):
+        per_group = 256 // bits
+        groups = bytearray(32 * -(-len(codes) // per_group))
+        for i, code in enumerate(codes):
+            group, place = divmod(i, per_group)
+            groups[32 * group + place % 32] |= code << bits * (place // 32)
+        stored += groups
+    return stored + bytes(tiers[3])
+
+
 def test_delta_chunks() -> None:
     # bfloat16: 1.0, -2.0, 0.0 and 0.5 become the next number, the one before, the same, and 0.5625.
     base, result = bytes.fromhex("803f 00c0 0000 003f"), bytes.fromhex("813f ffbf 0000 103f")
@@ -3502,18 +3711,25 @@ def test_bases() -> None:
         file.base_storages = [NONE, 0, number]
         assert refused_rule(use_base, file, open_archive(base)) == "F-112", about
 
-    class PlanesBlob(writer.DeltaBlob):
-        """A delta of one storage, which has one chunk of planes."""
+    class OneChunkBlob(writer.DeltaBlob):
+        """A delta of one storage, which has one chunk of this codec."""
+
+        def __init__(self, base: dict, codec: int, stored: bytes) -> None:
+            super().__init__(base)
+            self.chunk = codec, stored
 
         def add(self, raw: bytes, path: tuple, tensor: Any) -> int:
             self.digests.append(blake3(raw))
-            return self.place_delta(raw, [(PLANES_CHUNK, encode_planes(raw, 1, 1))], 1, 0)
+            return self.place_delta(raw, [self.chunk], 1, 0)
 
-    same = tensors(a=bytes(100))
+    raw = bytes(100)
+    same = tensors(a=raw)
+    planes = OneChunkBlob(same, PLANES_CHUNK, encode_planes(raw, 1, 1))
+    tiers = OneChunkBlob(same, TIERS_CHUNK, encode_tiers(raw, 1, bytes(21)))
     # Without a delta storage, and with one that needs no bytes of its base
-    deltas = writer.encode_delta({}, {}), writer.encode_delta({}, same)
-    deltas += (writer.encode_file(same, PlanesBlob(same)),)
-    for delta, before, after in zip(deltas, ({}, {}, same), ({}, same, same)):
+    deltas = [writer.encode_delta({}, {}), writer.encode_delta({}, same)]
+    deltas += (writer.encode_file(same, blob) for blob in (planes, tiers))
+    for delta, before, after in zip(deltas, ({}, {}, same, same), ({}, same, same, same)):
         file = open_with_base(delta, writer.encode(before))
         prove(file, "base")
         assert view(file)["root"] == view(open_archive(writer.encode(after)))["root"]

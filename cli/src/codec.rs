@@ -9,6 +9,8 @@ pub(crate) enum Codec {
     None,
     /// Byte planes of the elements: for weights; at least twice as fast as zstd
     Planes,
+    /// Byte planes in codes of fixed widths: decoded about as fast as memory is copied, a little larger than planes
+    Tiers,
     /// zstd after a byte shuffle: for values with repeats
     Zstd,
     /// zstd without the shuffle
@@ -23,6 +25,7 @@ impl Codec {
         match self {
             Self::None => Compression::None,
             Self::Planes => Compression::Planes,
+            Self::Tiers => Compression::Tiers,
             Self::Zstd => Compression::ShuffledZstd,
             Self::ZstdPlain => Compression::Zstd,
             Self::Auto => Compression::Auto,

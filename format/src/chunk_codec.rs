@@ -1,9 +1,11 @@
-//! Codecs of chunks: raw, shuffled zstd, byte planes, and delta. Spec: section 6.
+//! Codecs of chunks: raw, shuffled zstd, byte planes, delta, and tiers. Spec: section 6.
 
 use crate::codec::ZstdEncoder;
-use crate::delta::{ChangeCount, DeltaDecoder, ElementWidth};
+use crate::delta::{ChangeCount, DeltaDecoder};
+use crate::element::ElementWidth;
 use crate::error::{Error, ErrorKind, Result};
 use crate::planes::{PlanesDecoder, PlanesEncoder};
+use crate::tiers::{TiersDecoder, TiersEncoder};
 
 /// How a stored chunk encodes the bytes of the chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -17,6 +19,8 @@ pub enum ChunkCodec {
     Planes,
     /// Codec 3: the difference from the same chunk of the base storage; without bytes, this chunk itself.
     Delta,
+    /// Codec 4: byte planes, the last one in codes of fixed widths.
+    Tiers,
 }
 
 impl ChunkCodec {
@@ -27,6 +31,7 @@ impl ChunkCodec {
             Self::Zstd => 1,
             Self::Planes => 2,
             Self::Delta => 3,
+            Self::Tiers => 4,
         }
     }
 
@@ -37,6 +42,7 @@ impl ChunkCodec {
             1 => Some(Self::Zstd),
             2 => Some(Self::Planes),
             3 => Some(Self::Delta),
+            4 => Some(Self::Tiers),
             _ => None,
         }
     }
@@ -54,6 +60,7 @@ pub(crate) enum ChunkEncoder {
     Raw,
     Zstd(ZstdEncoder),
     Planes(PlanesEncoder),
+    Tiers(TiersEncoder),
 }
 
 impl ChunkEncoder {
@@ -72,6 +79,7 @@ impl ChunkEncoder {
             ChunkCodec::Delta => unreachable!("options ask for no delta"),
             ChunkCodec::Zstd => Self::Zstd(ZstdEncoder::new(level)?),
             ChunkCodec::Planes => Self::Planes(PlanesEncoder::new()?),
+            ChunkCodec::Tiers => Self::Tiers(TiersEncoder::new()),
         })
     }
 
@@ -85,6 +93,7 @@ impl ChunkEncoder {
             Self::Raw => Ok(None),
             Self::Zstd(zstd) => zstd.encode(raw, width),
             Self::Planes(planes) => planes.encode(raw, width),
+            Self::Tiers(tiers) => Ok(tiers.encode(raw, width)),
         }
     }
 }
@@ -92,13 +101,15 @@ impl ChunkEncoder {
 /// Decoder of chunks of all codecs. Reuses its working memory for every chunk.
 pub(crate) struct ChunkDecoder {
     planes: PlanesDecoder,
+    /// Created for the first chunk of codec 4.
+    tiers: Option<TiersDecoder>,
     /// Created for the first delta chunk.
     delta: Option<DeltaDecoder>,
 }
 
 impl ChunkDecoder {
     pub(crate) fn new() -> Result<Self> {
-        Ok(Self { planes: PlanesDecoder::new()?, delta: None })
+        Ok(Self { planes: PlanesDecoder::new()?, tiers: None, delta: None })
     }
 
     /// Decodes a stored chunk into `target`, which must have the length of the chunk.
@@ -108,8 +119,8 @@ impl ChunkDecoder {
     ///
     /// # Errors
     ///
-    /// `FrameCorrupt` (F-093); `PlaneLengths` (F-097); `DeltaChunk` (F-098); `DeltaMismatch` (F-099); `BaseMissing`;
-    /// `FeatureMissing` in a build without zstd.
+    /// `FrameCorrupt` (F-093); `PlaneLengths` (F-097); `DeltaChunk` (F-098); `DeltaMismatch` (F-099); `TiersChunk`
+    /// (F-100); `BaseMissing`; `FeatureMissing` in a build without zstd.
     pub(crate) fn decode(
         &mut self,
         StorageCodec { codec, width }: StorageCodec,
@@ -121,6 +132,10 @@ impl ChunkDecoder {
             ChunkCodec::Raw => target.copy_from_slice(stored),
             ChunkCodec::Zstd => self.planes.frames.decode(stored, width, target)?,
             ChunkCodec::Planes => self.planes.decode(stored, width, target)?,
+            ChunkCodec::Tiers => {
+                let tiers = self.tiers.get_or_insert_with(TiersDecoder::new);
+                tiers.decode(stored, width, target)?;
+            }
             ChunkCodec::Delta => {
                 let base = base.ok_or_else(|| Error::new(ErrorKind::BaseMissing))?;
                 if stored.is_empty() {

@@ -28,11 +28,9 @@ mod classes;
 mod column;
 mod compare;
 mod decode;
-mod element;
 mod encode;
 mod error;
 mod fold;
-mod isa;
 mod layout;
 mod positions;
 mod resolve;
@@ -42,6 +40,6 @@ mod values;
 
 pub use self::classes::DeltaClasses;
 pub use self::decode::{ChangeCount, DeltaDecoder};
-pub use self::element::ElementWidth;
+
 pub use self::encode::{DeltaEncoder, DeltaOptions, EncodedDelta};
 pub use self::fold::DeltaFolder;

@@ -13,10 +13,9 @@ use crate::chunk_codec::ChunkCodec;
 use crate::compress::{CompressJob, CompressedChunks};
 use crate::content_digest::content_order;
 use crate::convert::{index_to_usize, to_u64, to_usize};
-use crate::delta::{
-    ChangeCount, DeltaClasses, DeltaEncoder, DeltaFolder, DeltaOptions, ElementWidth,
-};
+use crate::delta::{ChangeCount, DeltaClasses, DeltaEncoder, DeltaFolder, DeltaOptions};
 use crate::digest::{self, ChunkHasher, Digest};
+use crate::element::ElementWidth;
 use crate::encode::encode;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ObjectPath;

@@ -305,6 +305,7 @@ kinds! {
     "F-097" PlaneLengths "lengths of the planes of a chunk do not fit the chunk",
     "F-098" DeltaChunk "delta chunk is malformed",
     "F-099" DeltaMismatch "delta chunk does not fit its base",
+    "F-100" TiersChunk "chunk in tiers is malformed",
     // Writers and requests
     "write" UntypedLeaf "object is no typed leaf and cannot be stored",
     "write" ShapeMismatch "shape, strides and bytes do not fit together",

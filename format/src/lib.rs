@@ -54,6 +54,8 @@ mod tensor;
 // Memory: allocation, copies, checksums.
 mod checksum;
 mod copy;
+mod element;
+mod isa;
 mod memory;
 mod prefetch;
 
@@ -82,6 +84,7 @@ mod plane_blocks;
 mod planes;
 mod storage_allocator;
 mod storage_tables;
+mod tiers;
 mod write_job;
 mod writer;
 
@@ -118,14 +121,14 @@ pub use compress::{CompressJob, CompressedChunks};
 pub use content_digest::STORE_ATTR_PREFIX;
 pub use copy::{copy, copy_and_checksum, copy_chunks, copy_runs};
 pub use delta::{
-    ChangeCount, DeltaClasses, DeltaDecoder, DeltaEncoder, DeltaFolder, DeltaOptions, ElementWidth,
-    EncodedDelta,
+    ChangeCount, DeltaClasses, DeltaDecoder, DeltaEncoder, DeltaFolder, DeltaOptions, EncodedDelta,
 };
 pub use delta_draft::{DeltaChunks, DeltaDraft, DeltaJob};
 pub use digest::Digest;
 pub use distribute::ManifestContent;
 pub use distributed::{DistributedGroups, DistributedTensor, HeldStorage, HeldStorages};
 pub use dtype::{Dtype, DtypeClass, OtherDtype};
+pub use element::ElementWidth;
 pub use encode::{AttrValue, Attrs};
 pub use error::{Error, ErrorKind, Result};
 pub use frame::DATA_START;

@@ -8,8 +8,9 @@ use crate::checksum::combine_crcs;
 use crate::chunk::ChunkSize;
 use crate::chunk_codec::{ChunkCodec, ChunkDecoder, StorageCodec, delta_width};
 use crate::convert::to_usize;
-use crate::delta::{ChangeCount, ElementWidth};
+use crate::delta::ChangeCount;
 use crate::digest::Digest;
+use crate::element::ElementWidth;
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::default_align_log2;
 use crate::memory::zeroed;
@@ -49,9 +50,10 @@ pub struct CompressedLayout {
 }
 
 impl CompressedLayout {
-    /// Returns whether any chunk has this codec.
-    pub fn has_codec(&self, codec: ChunkCodec) -> bool {
-        self.chunks.iter().any(|chunk| chunk.codec == codec)
+    /// Returns the codec of the first chunk that is not raw. At least one is not (F-065).
+    pub fn codec(&self) -> ChunkCodec {
+        let mut codecs = self.chunks.iter().map(|chunk| chunk.codec);
+        codecs.find(|codec| *codec != ChunkCodec::Raw).unwrap_or(ChunkCodec::Raw)
     }
 }
 

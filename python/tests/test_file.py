@@ -139,7 +139,7 @@ def test_loaded_arrays_survive_replacement_of_file(path: Path) -> None:
     assert load(path)["a"].all()
 
 
-@pytest.mark.parametrize("compression", ["auto", "planes", "zstd", "zstd-plain"])
+@pytest.mark.parametrize("compression", ["auto", "planes", "tiers", "zstd", "zstd-plain"])
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
 def test_compressed_files_roundtrip(path: Path, compression: str, backend: str) -> None:
     array = np.arange(1_000_000, dtype=np.float32)

@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 _Framework = Literal["pt", "torch", "pytorch", "np", "numpy"]
 _Backend = Literal["mmap", "pread"]
 _Verify = Literal["eager", "lazy", "off"]
-_Compression = Literal["none", "auto", "planes", "zstd", "zstd-plain"]
+_Compression = Literal["none", "auto", "planes", "tiers", "zstd", "zstd-plain"]
 
 __all__ = [
     "OpenVersion",

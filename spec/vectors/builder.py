@@ -9,7 +9,7 @@ import re
 import struct
 import sys
 import zlib
-from collections import namedtuple
+from collections import Counter, namedtuple
 from functools import lru_cache
 from pathlib import Path
 
@@ -240,15 +240,16 @@ class Archive:
         pieces = [content[at : at + size] for at in range(0, len(content), size)]
         return self.place(content, content, pieces, {"chunks": NONE, **fields})
 
-    def compressed(self, content, width=1, given=None, raw=(), planes=(), **fields):
+    def compressed(self, content, width=1, given=None, raw=(), planes=(), tiers=(), **fields):
         """Adds a compressed storage. `given` has stored chunks by number.
 
-        The chunks with the numbers in `raw` have codec 0, those in `planes` codec 2, the others codec 1.
+        The chunks with the numbers in `raw` have codec 0, those in `planes` codec 2, those in `tiers` codec 4, the
+        others codec 1.
         """
         record = {"chunks": len(self.tables["chunks"]), "codec": 1, "width": width, **fields}
         stored = []
         for number, start in enumerate(range(0, len(content), CHUNK)):
-            codec = 0 if number in raw else 2 if number in planes else 1
+            codec = 0 if number in raw else 2 if number in planes else 4 if number in tiers else 1
             piece = encode_chunk(content[start : start + CHUNK], codec, width)
             piece = (given or {}).get(number, piece)
             self.add("chunks", offset=sum(map(len, stored)), stored_len=len(piece), codec=codec)
@@ -581,6 +582,8 @@ MAX_BLOCK = 1 << 17
 def encode_chunk(content, codec, width):
     if codec == 0:
         return content
+    if codec == 4:
+        return encode_tiers(content, width)
     return encode_planes(content, width) if codec == 2 else frame(apply_shuffle(content, width))
 
 
@@ -665,6 +668,70 @@ def encode_planes(content, width, rotate=True):
     return join_planes(shorter, tail)
 
 
+TIERS_BLOCK = 1 << 15  # bytes of a block of a plane in tiers
+CODE_BITS = 2, 2, 4  # bits of a code of tiers 1 to 3
+SYMBOLS = 3, 3, 15  # the number of symbols of tiers 1 to 3, which is the escape too
+TIER_GROUP = 32  # bytes of a group of codes
+
+
+class TiersBlock:
+    """A block in tiers: the counts, the codes of tiers 1 to 3, and the bytes of tier 4."""
+
+    def __init__(self, content, symbols):
+        self.tiers, start = [], 0
+        for size in SYMBOLS:
+            own = symbols[start : start + size]
+            start += size
+            codes = bytes(own.index(byte) if byte in own else size for byte in content)
+            content = bytes(byte for byte, code in zip(content, codes) if code == size)
+            self.tiers.append(codes)
+        self.tiers.append(content)
+        self.counts = list(map(len, self.tiers[1:]))
+
+    def encode(self):
+        groups = (pack_codes(codes, bits) for codes, bits in zip(self.tiers, CODE_BITS))
+        return struct.pack("<3H", *self.counts) + b"".join(groups) + self.tiers[3]
+
+
+def pack_codes(codes, bits):
+    """Returns the groups of codes. The rest of the last group is 0."""
+    size = TIER_GROUP * 8 // bits
+    packed = b""
+    for start in range(0, len(codes), size):
+        group = codes[start : start + size]
+        rows = (group[at : at + TIER_GROUP] for at in range(0, len(group), TIER_GROUP))
+        # In one integer, each row of 32 codes moves up by the bits of the codes below it.
+        number = sum(int.from_bytes(row, "little") << bits * place for place, row in enumerate(rows))
+        packed += number.to_bytes(TIER_GROUP, "little")
+    return packed
+
+
+class Tiers:
+    """The parts of a stored chunk of codec 4. Vectors change them."""
+
+    def __init__(self, content, width, symbols=None, rotate=True):
+        *planes, last = split_planes(content, width, rotate)[0]
+        self.planes = b"".join(planes)
+        self.symbols = frequent_bytes(last) if symbols is None else symbols
+        parts = (last[at : at + TIERS_BLOCK] for at in range(0, len(last), TIERS_BLOCK))
+        self.blocks = [TiersBlock(part, self.symbols) for part in parts]
+        self.tail = content[len(content) // width * width :]
+
+    def encode(self):
+        return self.planes + self.symbols + b"".join(block.encode() for block in self.blocks) + self.tail
+
+
+def frequent_bytes(content):
+    """Returns symbols: the most frequent bytes, the most frequent one first, and zeros if there are fewer."""
+    counts = Counter(content).most_common(sum(SYMBOLS))
+    return bytes(byte for byte, _ in counts).ljust(sum(SYMBOLS), b"\0")
+
+
+def encode_tiers(content, width, **fields):
+    """A stored chunk of codec 4."""
+    return Tiers(content, width, **fields).encode()
+
+
 FLOATS = struct.pack("<f", 1.5) * 100  # 400 bytes. Shuffled by 4, they are four runs
 # 400 bytes. Of the planes, only the last one gets shorter when it is coded
 WEIGHTS = struct.pack("<100f", *((-1) ** i * (1 + i * 37 % 100 / 100) for i in range(100)))
@@ -688,6 +755,34 @@ def planar_with(number, plane, content=WEIGHTS):
     planes = [Coded(frame(each)) if i == 3 else each for i, each in enumerate(planes)]
     planes[number] = plane
     return planar(join_planes(planes, tail), content)
+
+
+def exponent_rank(i):
+    """The place of exponent i of `EXPONENTS` in the order of frequency."""
+    return 2 * (i // 25) + 6 if i % 25 == 0 else 3 + i // 5 % 3 if i % 5 == 0 else i % 3
+
+
+# 250 bfloat16 elements. Of the exponents, 50 have a code in tier 2, of these 10 in tier 3, and of these 2 in tier 4.
+# The last codes of tiers 2 and 3 are 0.
+EXPONENTS = bytes(126 - exponent_rank((i + 16) % 250) for i in range(250))
+SPREAD = struct.pack("<250H", *((i % 2) << 15 | each << 7 | i * 37 % 128 for i, each in enumerate(EXPONENTS)))
+SPREAD_SYMBOLS = bytes(range(126, 105, -1))
+
+
+def tiered(stored=None, content=SPREAD, width=2):
+    """A tensor in a storage of one chunk of codec 4, which is `stored` if that is given."""
+    stored = encode_tiers(SPREAD, 2, symbols=SPREAD_SYMBOLS) if stored is None else stored
+    return runs(1).compressed(content, width, {0: stored}, tiers=(0,)).tensor((len(content),))
+
+
+def tiered_with(counts=None, tiers=None):
+    """As `tiered`, but with these counts. `tiers` has tiers, or functions of the old ones, by their number."""
+    chunk = Tiers(SPREAD, 2, SPREAD_SYMBOLS)
+    (only,) = chunk.blocks
+    only.counts = counts or only.counts
+    for number, tier in (tiers or {}).items():
+        only.tiers[number - 1] = tier(only.tiers[number - 1]) if callable(tier) else tier
+    return tiered(chunk.encode())
 
 
 def fine(**fields):

@@ -4,7 +4,7 @@ Each violates one rule by one field of one table: its value is just outside the 
 table. `table` and `field` name the field:
 
 - `table` is the name of a table of the index, `head`, `trailer` or `root`. For bytes of the payload it is
-  `blob`, `frame`, `planes` or `delta`.
+  `blob`, `frame`, `planes`, `tiers` or `delta`.
 - `field` is the name of the field. The words of nodes, and keys, have a meaning that depends on the kind. So
   their fields are `KIND-FIELD`, such as `size-count`, and `key-KIND`. An entry of `dims`, `heap` or `by_key`
   has the name of the thing that contains it. `records` is the number of records of a table.
@@ -56,6 +56,7 @@ from builder import (
     SHARD,
     SHARDED,
     SIZE,
+    SPREAD,
     STR,
     STRIDED_SHARD,
     TABLES,
@@ -75,6 +76,7 @@ from builder import (
     distribution,
     divergent,
     encode_planes,
+    encode_tiers,
     fine,
     frame,
     framed,
@@ -96,6 +98,8 @@ from builder import (
     stored,
     tensors,
     three_chunks,
+    tiered,
+    tiered_with,
     two_shards,
 )
 
@@ -627,6 +631,8 @@ def storage_cases():
         ("F-065", "width", "width 16 and a chunk of codec 2", first(planar, width=16)),
         ("F-091", "width", "width 2 in place of 4", first(compressed, width=2).only("deep")),
         ("F-097", "width", "width 8 in place of 4, for planes", first(planar, width=8)),
+        ("F-100", "width", "width 4 in place of 2, for tiers", first(tiered, width=4)),
+        ("F-100", "raw_len", "a byte more than its tiers", first(tiered, raw_len=501)),
         ("F-098", "width", "width 1 in place of 2, for a delta chunk", first(delta, width=1)),
         ("F-098", "raw_len", "seven elements more than the bitmap", first(delta_of_bitmap, raw_len=2 * COUNT + 14)),
         ("F-081", "subtrees", "an entry, and no digests", first(subtrees=0)),
@@ -653,11 +659,13 @@ def chunk_cases():
         ("F-065", "stored_len", "a frame of 2^32 - 1 bytes", chunk(0, stored_len=NONE)),
         ("F-090", "stored_len", "a frame with a byte of the next one", stale),
         ("F-093", "stored_len", "a frame with a byte of the next one, and its CRC", moved),
-        ("F-065", "codec", "codec 4", chunk(2, codec=4)),
+        ("F-065", "codec", "codec 5", chunk(2, codec=5)),
         ("F-098", "codec", "codec 3 for planes", delta(encode_planes(bytes(2 * COUNT), 2))),
         ("F-098", "stored_len", "a delta chunk without its last byte", delta(compare().encode()[:-1])),
         ("F-093", "codec", "codec 1 for planes", planar().edit("chunks", 0, codec=1)),
         ("F-097", "codec", "codec 2 for a frame", compressed().edit("chunks", 0, codec=2)),
+        ("F-100", "codec", "codec 4 for planes", planar().edit("chunks", 0, codec=4)),
+        ("F-100", "stored_len", "tiers without their last byte", tiered(tiered().blob[:-1])),
     ):
         yield rule, "chunks", field, about, archive
     pages = tensors().records("crc_pages")
@@ -998,7 +1006,28 @@ def payload_cases():
         ("F-093", "coded", "a plane with another magic", planar_with(3, Coded(b"\0" + frame(bytes(100))[1:]))),
     ):
         yield rule, "planes", field, about, archive
+    yield from tiers_cases()
     yield from delta_cases()
+
+
+def tiers_cases():
+    """Fields of a chunk of codec 4. Its counts are 50, 10 and 2."""
+    good = bytes(tiered().blob)
+    short_tail = encode_tiers(SPREAD * 2, 4) + b"in"
+    for field, about, archive in (
+        ("planes", "a raw plane of 249 bytes", tiered(good[1:])),
+        ("symbols", "22 symbols", tiered(good[:271] + b"\0" + good[271:])),
+        ("count-2", "a count of 0 codes in tier 2", tiered_with([0, 10, 2])),
+        ("count-3", "a count of 9 codes in tier 3", tiered_with([50, 9, 2])),
+        ("count-4", "a count of 255 bytes in tier 4", tiered_with([50, 10, 255])),
+        ("tier-1", "an escape more in tier 1", tiered_with(tiers={1: lambda codes: b"\3" + codes[1:]})),
+        ("tier-2", "only escapes in tier 2", tiered_with(tiers={2: b"\3" * 50})),
+        ("tier-3", "no escape in tier 3", tiered_with(tiers={3: bytes(10)})),
+        ("tier-4", "a byte more in tier 4", tiered_with(tiers={4: lambda content: content + b"\0"})),
+        ("rest", "a code after the last one of tier 3", tiered_with(tiers={3: lambda codes: codes + b"\x0e"})),
+        ("tail", "a tail of 2 bytes in place of 3", tiered(short_tail, SPREAD * 2 + b"ind", 4)),
+    ):
+        yield "F-100", "tiers", field, about, archive
 
 
 def delta_cases():

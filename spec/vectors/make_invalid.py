@@ -71,12 +71,16 @@ from builder import (
     ROOT_LEN,
     SHARD,
     SIZE,
+    SPREAD,
+    SPREAD_SYMBOLS,
     STR,
     STRIDED_SHARD,
     ShardSet,
     TENSOR,
     THRESHOLD,
+    TIERS_BLOCK,
     TUPLE,
+    Tiers,
     U64,
     UINT8,
     WEIGHTS,
@@ -96,6 +100,7 @@ from builder import (
     divergent,
     edit_chunk,
     encode_planes,
+    encode_tiers,
     fine,
     frame,
     frame_head,
@@ -127,6 +132,8 @@ from builder import (
     stored,
     tensors,
     three_chunks,
+    tiered,
+    tiered_with,
     two_chunks,
     two_compressed,
     two_deltas,
@@ -833,9 +840,9 @@ def chunk_cases():
     def chunk(number, **fields):
         return three_chunks().edit("chunks", number, **fields)
 
-    def frame_of_length(size, length, planes=()):
-        """A storage of `size` zeros. Its only chunk is described as a frame of `length` bytes, or as planes."""
-        archive = runs(1).compressed(bytes(size), given={0: bytes(length)}, planes=planes)
+    def frame_of_length(size, length, **codec):
+        """A storage of `size` zeros. Its only chunk is described as a frame, planes or tiers of `length` bytes."""
+        archive = runs(1).compressed(bytes(size), given={0: bytes(length)}, **codec)
         return archive.tensor((1,))
 
     def record(**fields):
@@ -848,6 +855,7 @@ def chunk_cases():
     shared.edit("storages", 1, stored_len=stored)
     # A tensor cannot be in a storage without bytes.
     no_chunks = keyed("a").compressed(b"")
+    wide_tiers = tiered(encode_tiers(bytes(4096), 16), bytes(4096), 16)
     short = three_chunks()
     short.set("chunks", short.tables["chunks"][:2])
     for name, about, archive in (
@@ -865,7 +873,7 @@ def chunk_cases():
         ("end-early", "the last chunk ends before the storage", record(stored_len=183)),
         ("end-late", "the last chunk ends after the storage", record(stored_len=181)),
         ("codec-3", "a chunk of codec 3 in a storage of codec 1", chunk(0, codec=3)),
-        ("codec-4", "a chunk of codec 4", chunk(0, codec=4)),
+        ("codec-5", "a chunk of codec 5", chunk(0, codec=5)),
         ("vendor", "a chunk of codec 2^31, without a vendor bit", chunk(0, codec=1 << 31)),
         ("raw-short", "a raw chunk of 99 bytes for 100", chunk(2, stored_len=99)),
         ("raw-long", "a raw chunk of 101 bytes for 100", chunk(2, stored_len=101)),
@@ -876,8 +884,12 @@ def chunk_cases():
         ("31-for-mib", "a MiB in a frame of 31 bytes", frame_of_length(CHUNK, 31)),
         ("rounded-up", "32,769 bytes in a frame of one byte", frame_of_length(32_769, 1)),
         ("planes-width-16", "a chunk of codec 2, and width 16", planar(None, bytes(400), 16)),
-        ("planes-not-shorter", "planes as long as their content", frame_of_length(100, 100, (0,))),
-        ("planes-31-for-mib", "a MiB in planes of 31 bytes", frame_of_length(CHUNK, 31, (0,))),
+        ("planes-not-shorter", "planes as long as their content", frame_of_length(100, 100, planes=(0,))),
+        ("planes-31-for-mib", "a MiB in planes of 31 bytes", frame_of_length(CHUNK, 31, planes=(0,))),
+        ("tiers-width-16", "a chunk of codec 4, and width 16", wide_tiers),
+        ("tiers-not-shorter", "tiers as long as their content", frame_of_length(100, 100, tiers=(0,))),
+        ("tiers-longer", "tiers longer than their content", frame_of_length(100, 101, tiers=(0,))),
+        ("tiers-31-for-mib", "a MiB in tiers of 31 bytes", frame_of_length(CHUNK, 31, tiers=(0,))),
         (
             "all-raw",
             "codec 1, and all chunks raw",
@@ -895,11 +907,13 @@ def delta_storage_cases():
     one_record.set("chunks", one_record.tables["chunks"][:1])
     for name, about, archive in (
         ("codec-1", "a chunk of codec 1", two_chunks(1, frame(bytes(size)), bytes(size))),
-        ("codec-4", "a chunk of codec 4", delta(codec=4)),
+        ("codec-5", "a chunk of codec 5", delta(codec=5)),
         ("only-raw", "only a raw chunk", delta(NEW, codec=0)),
         ("raw-short", "a raw chunk without its last byte", two_chunks(0, NEW[:-1])),
         ("raw-empty", "a raw chunk without bytes", two_chunks(0, b"")),
         ("planes-empty", "a chunk of codec 2 without bytes", two_chunks(2, b"")),
+        ("tiers-empty", "a chunk of codec 4 without bytes", two_chunks(4, b"")),
+        ("tiers-not-shorter", "tiers as long as their content", two_chunks(4, bytes(size))),
         ("too-few", "one record of two chunks", one_record),
         ("none", "no first chunk", delta().edit("storages", 0, chunks=NONE)),
     ):
@@ -1121,6 +1135,8 @@ def subtree_cases():
 def payload_cases():
     yield from frame_cases()
     yield from planes_cases()
+    yield from tiers_cases()
+    yield from tier_code_cases()
     yield from digest_cases()
     yield from delta_cases()
     yield from delta_position_cases()
@@ -1138,6 +1154,7 @@ def payload_cases():
     damaged_raw_chunk = three_chunks().patch(4096 + 82, b"\xff")
     yield "090-raw-chunk", "a byte of a raw chunk of a compressed storage", damaged_raw_chunk
     yield "090-planes", "a byte of a raw plane", planar().patch(4096 + 16, b"\xff")
+    yield "090-tiers", "a byte of tier 1", tiered().patch(4096 + 250 + 27, b"\xff")
     yield "090-delta", "a byte of a delta chunk", delta().patch(4096 + 30, b"\xff")
     swapped = three_chunks()
     swapped.set("crcs", swapped.tables["crcs"][::-1])
@@ -1156,6 +1173,13 @@ def payload_cases():
     yield "091-planes", "the CRC of a storage of codec 2", wrong
     wrong = planar(encode_planes(FLOATS, 4, rotate=False), FLOATS).only("deep")
     yield "091-planes-not-rotated", "planes of elements that are not rotated", wrong
+    wrong = tiered().edit("storages", 0, crc32=1).only("deep")
+    yield "091-tiers", "the CRC of a storage of codec 4", wrong
+    wrong = tiered(encode_tiers(SPREAD, 2, rotate=False)).only("deep")
+    yield "091-tiers-not-rotated", "tiers of elements that are not rotated", wrong
+    swapped = Tiers(SPREAD, 2, SPREAD_SYMBOLS)
+    swapped.symbols = SPREAD_SYMBOLS[::-1]
+    yield "091-tiers-symbols", "symbols in reverse order", tiered(swapped.encode()).only("deep")
     # Two chunks of zeros and a short one. The CRCs of the chunks are right; the CRC of the storage is not.
     chunks = bytes(1 << 20), bytes(1 << 20), bytes(100)
     large = manifest().edit("storages", 1, stored_len=(2 << 20) + 100, raw_len=(2 << 20) + 100)
@@ -1305,6 +1329,143 @@ def planes_cases():
     yield "093-plane-in-delta", "a delta storage: planes that are a byte short", zeros
     only = planar(join_planes([Coded(frame(bytes(399)))]), bytes(400), 1)
     yield "093-plane-width-1", "the only plane is a byte short", only
+
+
+def tiers_cases():
+    """Invalid chunks of codec 4. Their CRCs are right, so only decoding detects them."""
+    good = encode_tiers(SPREAD, 2, symbols=SPREAD_SYMBOLS)
+    # Of the stored bytes, 250 are those of a raw plane, 21 symbols, 6 counts, and 64, 32, 32 and 2 those of the tiers.
+    counts, tier_1 = 250 + 21, 250 + 21 + 6
+    tier_2 = tier_1 + 64
+    assert len(good) == tier_2 + 32 + 32 + 2
+    with_tail = SPREAD * 2 + b"end"
+    of_four, of_eight = encode_tiers(SPREAD * 2, 4), encode_tiers(SPREAD * 4, 8)
+    one_plane = encode_tiers(SPREAD[1::2], 1)
+    for name, about, archive in (
+        ("planes-cut", "249 bytes, and a raw plane of 250", tiered(good[:249])),
+        ("counts-cut", "no byte after a part of the counts", tiered(good[: tier_1 - 1])),
+        ("tier-1-cut", "no byte after half of tier 1", tiered(good[: tier_1 + 32])),
+        ("byte-too-many", "a byte after the tiers", tiered(good + b"\0")),
+        ("tail-shorter", "a tail of 2 bytes for 3", tiered(of_four + b"en", with_tail, 4)),
+        ("count-a-high", "a count of 51 codes in tier 2, and 50 escapes", tiered_with([51, 10, 2])),
+        ("count-c-low", "1 byte in tier 4, and 2 escapes", tiered_with([50, 10, 1], {4: lambda tier: tier[:1]})),
+        ("rest", "unused codes of tier 1 that are not 0", tiered_with(tiers={1: lambda codes: codes + b"\1" * 6})),
+        ("no-tiers", "raw planes, and nothing else", tiered(good[:250])),
+        ("symbols-cut", "20 symbols of 21", tiered(good[: counts - 1])),
+        ("no-blocks", "symbols, and no counts", tiered(good[:counts])),
+        ("no-tier-1", "counts, and no codes", tiered(good[:tier_1])),
+        ("tier-2-cut", "tier 2 without its last byte", tiered(good[: tier_2 + 31])),
+        ("tier-3-cut", "tier 3 without its last byte", tiered(good[: tier_2 + 63])),
+        ("tier-4-cut", "tier 4 without its last byte", tiered(good[:-1])),
+        ("no-tier-4", "no byte of tier 4", tiered(good[:-2])),
+        ("group-missing", "one group of tier 1 for 250 codes", tiered(good[:tier_1] + good[tier_1 + 32 :])),
+        ("group-too-many", "three groups of tier 1 for 250 codes", tiered(good[:tier_2] + bytes(32) + good[tier_2:])),
+        ("no-tail", "no tail, of 3 bytes", tiered(of_four, with_tail, 4)),
+        ("tail-longer", "a tail of 4 bytes for 3", tiered(of_four + b"end!", with_tail, 4)),
+        ("tail-of-7", "a tail of 6 bytes for 7", tiered(of_eight + b"a tail", SPREAD * 4 + b"a tail!", 8)),
+        ("width-1", "a byte after the only plane", tiered(one_plane + b"\0", SPREAD[1::2], 1)),
+    ):
+        yield f"100-{name}", f"a chunk of codec 4: {about}", archive
+    yield from tiers_block_cases()
+    second = runs(1).compressed(bytes(CHUNK) + SPREAD, 2, {1: good + b"\0"}, tiers=(1,)).tensor((4,))
+    yield "100-second-chunk", "a chunk of codec 4: a byte after the tiers of the second chunk", second
+    in_shard = shard_set(compress=True, tiers=(0,), given={0: encode_tiers(HALVES[0], 1) + b"\0"})
+    yield "100-in-shard/", "a shard set: a byte after the tiers of a chunk", in_shard.only("deep")
+    size = len(NEW)
+    zeros = two_chunks(4, encode_tiers(bytes(size), 2) + b"\0", bytes(size))
+    yield "100-in-delta", "a delta storage: a byte after the tiers of a chunk", zeros
+
+
+def tiers_block_cases():
+    """Invalid chunks of codec 4 with blocks of 32,768 bytes."""
+    zeros = bytes(TIERS_BLOCK)
+    longer = zeros + bytes(100)
+    good = encode_tiers(longer, 1)
+    first_end = 21 + 6 + TIERS_BLOCK // 4
+    assert len(good) == first_end + 6 + 32
+    # All codes are 0. Tier 1 has a group more than that of a whole block.
+    one_block = bytes(first_end + 32)
+    for name, about, stored, content in (
+        ("no-second-block", "one block, and no second one for 100 bytes", good[:first_end], longer),
+        ("second-counts-cut", "the second of two blocks ends in its counts", good[: first_end + 5], longer),
+        ("second-tier-cut", "the second of two blocks ends in its tier 1", good[:-1], longer),
+        ("one-block", "32,868 bytes in one block", one_block, longer),
+        ("empty-block", "a block without bytes after a block of 32,768", encode_tiers(zeros, 1) + bytes(6), zeros),
+    ):
+        yield f"100-{name}", f"a chunk of codec 4: {about}", tiered(stored, content, 1)
+    # Two escapes in the first block, and one in the second one.
+    content = b"\3\3" + longer[:-1] + b"\3"
+    symbols = bytes(range(21))
+
+    def of_two(*counts, rest=b""):
+        chunk = Tiers(content, 1, symbols)
+        for block, count in zip(chunk.blocks, counts):
+            block.counts[0] = count
+        chunk.blocks[0].tiers[1] += rest
+        return tiered(chunk.encode(), content, 1)
+
+    reverse = Tiers(content, 1, symbols)
+    reverse.blocks.reverse()
+    most = Tiers(zeros, 1)
+    most.blocks[0].counts[0] = 0xFFFF
+    most.blocks[0].tiers[1] = bytes(0xFFFF)
+    for name, about, archive in (
+        ("count-a-max", "65,535 codes in tier 2, and no escape", tiered(most.encode(), zeros, 1)),
+        ("short-block", "a block of 100 bytes before a block of 32,768", tiered(reverse.encode(), content, 1)),
+        ("counts-swapped", "two blocks with each other's counts", of_two(1, 2)),
+        ("second-count", "a code of tier 2 too many in the second of two blocks", of_two(2, 2)),
+        ("first-rest", "a code after the last one of tier 2 in the first of two blocks", of_two(2, 1, rest=b"\1")),
+    ):
+        yield f"100-{name}", f"a chunk of codec 4: {about}", archive
+
+
+def tier_code_cases():
+    """Invalid chunks of codec 4: counts and codes that contradict each other."""
+
+    def more(count, code=0):
+        return lambda codes: codes + bytes(count) + bytes([code])
+
+    def replace(old, new):
+        return lambda codes: codes.replace(bytes([old]), bytes([new]), 1)
+
+    # All lengths are as the counts say.
+    for name, about, counts, tiers in (
+        ("a-low", "49 codes in tier 2, and 50 escapes", [49, 10, 2], {}),
+        ("b-high", "11 codes in tier 3, and 10 escapes", [50, 11, 2], {}),
+        ("b-low", "9 codes in tier 3, and 10 escapes", [50, 9, 2], {}),
+        ("c-high", "3 bytes in tier 4, and 2 escapes", [50, 10, 3], {4: more(0)}),
+        ("a-0", "no codes in tier 2, and 50 escapes", [0, 10, 2], {2: b""}),
+        ("b-0", "no codes in tier 3, and 10 escapes", [50, 0, 2], {3: b""}),
+        ("c-0", "no bytes in tier 4, and 2 escapes", [50, 10, 0], {4: b""}),
+        ("all-0", "only tier 1, and 50 escapes", [0, 0, 0], {2: b"", 3: b"", 4: b""}),
+        ("a-129", "129 codes in tier 2, and 50 escapes", [129, 10, 2], {2: more(78)}),
+        ("b-65", "65 codes in tier 3, and 10 escapes", [50, 65, 2], {3: more(54)}),
+    ):
+        yield f"100-count-{name}", f"a chunk of codec 4: {about}", tiered_with(counts, tiers)
+    for name, about, counts in (
+        ("max", "three counts of 65,535", [0xFFFF] * 3),
+        ("c-cut", "a count of 3 bytes in tier 4, which has 2", [50, 10, 3]),
+        ("c-trailing", "a count of 1 byte in tier 4, which has 2", [50, 10, 1]),
+    ):
+        yield f"100-count-{name}", f"a chunk of codec 4: {about}", tiered_with(counts)
+    for number, escape, zeros in ((1, 3, 2 * 128 - 251), (2, 3, 128 - 51), (3, 15, 64 - 11)):
+        high_bit = (escape + 1) // 2
+        for name, about, change in (
+            ("escape-more", "an escape more in", replace(0, escape)),
+            ("escape-less", "an escape less in", replace(escape, 0)),
+            ("rest-first", "the lowest bit of the first unused code in", more(0, 1)),
+            ("rest-last", "the highest bit of the last unused code in", more(zeros, high_bit)),
+            ("rest-escape", "an unused code that is an escape in", more(zeros, escape)),
+        ):
+            archive = tiered_with(tiers={number: change})
+            yield f"100-{name}-{number}", f"a chunk of codec 4: {about} tier {number}", archive
+    for name, about, counts, tiers in (
+        ("1", "tier 1, and a code for it in tier 2", [51, 10, 2], {1: more(0, 3), 2: more(0)}),
+        ("2", "tier 2, and a code for it in tier 3", [50, 11, 2], {2: more(0, 3), 3: more(0)}),
+        ("3", "tier 3, and a byte for it in tier 4", [50, 10, 3], {3: more(0, 15), 4: more(0)}),
+    ):
+        about = f"a chunk of codec 4: an unused code that is an escape in {about}"
+        yield f"100-rest-counted-{name}", about, tiered_with(counts, tiers)
 
 
 def delta_cases():
@@ -1767,7 +1928,7 @@ NOT_TESTABLE = {"F-022", "F-072"}
 # The stage of reader.py that detects a violation of a rule, if it is not `open`.
 STAGES = {
     **dict.fromkeys(("F-090", "F-091", "F-092", "F-095", "F-096"), "verify"),
-    **dict.fromkeys(("F-093", "F-094", "F-097", "F-098"), "deep"),
+    **dict.fromkeys(("F-093", "F-094", "F-097", "F-098", "F-100"), "deep"),
     "F-099": "base",
 }
 

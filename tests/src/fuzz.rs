@@ -101,8 +101,11 @@ pub fn readers(data: &[u8]) {
 pub fn chunk(data: &[u8]) {
     let Some(([choice, short, long], bytes)) = data.split_first_chunk::<3>() else { return };
     let width = [1, 2, 4, 8, 16][usize::from(choice % 5)];
-    let is_planes = choice & 8 != 0 && width < 16;
-    let codec = if is_planes { ChunkCodec::Planes } else { ChunkCodec::Zstd };
+    let codec = match (choice >> 3) % 4 {
+        1 if width < 16 => ChunkCodec::Planes,
+        3 if width < 16 => ChunkCodec::Tiers,
+        _ => ChunkCodec::Zstd,
+    };
     let len = u64::from(u16::from_le_bytes([*short, *long])) + 1;
     let storage = StorageReference {
         offset: 0,

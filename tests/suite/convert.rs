@@ -64,6 +64,7 @@ fn convert_flags() -> impl Strategy<Value = String> {
         Just("--codec none"),
         Just("--codec zstd"),
         Just("--codec planes"),
+        Just("--codec tiers"),
         Just("--codec auto"),
         Just("--codec zstd-plain --zstd-level 7"),
         Just("--codec zstd --zstd-level -3"),

@@ -98,7 +98,8 @@ fn classes() -> impl Strategy<Value = DeltaClasses> {
 }
 
 fn options() -> impl Strategy<Value = Options> {
-    let compressions = vec![Compression::None, Compression::ShuffledZstd, Compression::Planes];
+    use Compression::{None, Planes, ShuffledZstd, Tiers};
+    let compressions = vec![None, ShuffledZstd, Planes, Tiers];
     (prop::sample::select(compressions), any::<bool>()).prop_map(|(compression, digests)| {
         let options = Options::new().allow_opaque().compress(compression);
         if digests { options.digests() } else { options }

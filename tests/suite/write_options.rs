@@ -19,6 +19,7 @@ fn compression() -> impl Strategy<Value = Compression> {
         Just(Compression::Zstd),
         Just(Compression::ShuffledZstd),
         Just(Compression::Planes),
+        Just(Compression::Tiers),
         Just(Compression::Auto),
     ]
 }

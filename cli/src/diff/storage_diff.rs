@@ -1,7 +1,7 @@
 //! Differences in how two files store the same leaves: compression, chunks, alignment and digests.
 
 use serde_json::{Value as Json, json};
-use tssd_format::{Archive, ChunkCodec, CompressedLayout, StorageReference, ZSTD_LEVEL_ATTR};
+use tssd_format::{Archive, CompressedLayout, StorageReference, ZSTD_LEVEL_ATTR};
 
 use crate::size::pluralize;
 use crate::value::attr_repr;
@@ -32,7 +32,7 @@ impl StorageDiff {
     pub(super) fn count(&mut self, a: &StorageReference, b: &StorageReference) {
         let codec = |each: &StorageReference| {
             each.compressed_layout.as_ref().map(|layout: &CompressedLayout| {
-                (each.base.is_some(), layout.has_codec(ChunkCodec::Planes), layout.width)
+                (each.base.is_some(), layout.codec(), layout.width)
             })
         };
         self.codec += u64::from(codec(a) != codec(b));

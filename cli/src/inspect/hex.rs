@@ -165,6 +165,7 @@ impl<'a> Dump<'a> {
                             ChunkCodec::Zstd => "zstd frame",
                             ChunkCodec::Planes => "planes",
                             ChunkCodec::Delta => "delta",
+                            ChunkCodec::Tiers => "tiers",
                             _ => "unknown codec",
                         };
                         let description = format!(

@@ -326,13 +326,15 @@ fn describe_compression(storage: &StorageReference) -> Option<String> {
     if storage.base.is_some() {
         return Some(format!("delta {}", compression_text(storage.stored_len(), storage.len)));
     }
-    let is_planes = layout.has_codec(ChunkCodec::Planes);
+    let (codec, width_name) = match layout.codec() {
+        ChunkCodec::Planes => ("planes", "width"),
+        ChunkCodec::Tiers => ("tiers", "width"),
+        _ => ("zstd", "shuffle"),
+    };
     let width = match layout.width {
         1 => String::new(),
-        width if is_planes => format!(" width {width}"),
-        width => format!(" shuffle {width}"),
+        width => format!(" {width_name} {width}"),
     };
-    let codec = if is_planes { "planes" } else { "zstd" };
     Some(format!("{codec}{width} {}", compression_text(storage.stored_len(), storage.len)))
 }
 

@@ -1,9 +1,9 @@
 //! Adds differences to the elements of a block.
 
-use super::element::{load, store};
-use super::isa::{GROUP, Instructions, Kernel};
 use super::layout::BLOCK_ELEMENTS;
 use super::positions::{ESCAPE, for_each_word, has_escape, step};
+use crate::element::{load, store};
+use crate::isa::{GROUP, Instructions, Kernel};
 
 /// Adds differences to the elements at positions.
 pub(super) struct AddAtPositions<'a, const W: usize> {

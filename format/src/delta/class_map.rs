@@ -2,9 +2,9 @@
 
 use std::hint::select_unpredictable;
 
-use super::element::magnitude_mask;
-use super::isa::{GROUP, Instructions, elements_at_least};
 use super::layout::{BLOCK_ELEMENTS, MAX_CLASSES};
+use crate::element::magnitude_mask;
+use crate::isa::{GROUP, Instructions, elements_at_least};
 
 /// Groups of a block.
 const GROUPS: usize = BLOCK_ELEMENTS / GROUP;

@@ -1,8 +1,8 @@
 //! Choice of the classes: how many, their thresholds, and whether their positions are bitmaps.
 
-use super::element::{load, magnitude_mask};
-use super::isa::{GROUP, Instructions, Kernel};
 use super::layout::{MAX_CLASSES, NO_THRESHOLDS};
+use crate::element::{load, magnitude_mask};
+use crate::isa::{GROUP, Instructions, Kernel};
 
 /// Number of classes of a delta chunk.
 ///

@@ -2,8 +2,8 @@
 
 use super::class_map::ClassMaps;
 use super::classes::ClassPlan;
-use super::isa::{GROUP, Instructions, Isa, Kernel, changed_elements};
 use super::layout::MAX_CLASSES;
+use crate::isa::{GROUP, Instructions, Isa, Kernel, changed_elements};
 
 /// Bytes of a version that are compared and checksummed at a time.
 const STEP_BYTES: usize = 8 << 10;

@@ -5,16 +5,16 @@ use std::ops::{AddAssign, Range};
 use super::add::{AddAtBits, AddAtGaps, AddAtPositions};
 use super::class_map::ClassMaps;
 use super::column::ColumnDecoder;
-use super::element::{ElementWidth, with_width};
 use super::error::{invalid, mismatch};
-use super::isa::{Instructions, Isa, Kernel};
 use super::layout::{BLOCK_ELEMENTS, Header, MAX_CLASSES, StoredColumn, chunk_elements, elements};
 use super::positions::{GapStats, bitmap_stats};
 use super::resolve::{ClassDecoder, ReadPositions, ResolveRanks, check_bitmap_len};
 use super::values::{WideReader, count_exceptions, count_wide};
 use crate::checksum::checksum;
 use crate::convert::to_u64;
+use crate::element::{ElementWidth, with_width};
 use crate::error::{Error, ErrorKind, Result};
+use crate::isa::{Instructions, Isa, Kernel};
 
 /// Decoder of delta chunks. Reuses its working memory for every chunk.
 pub struct DeltaDecoder {

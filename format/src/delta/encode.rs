@@ -5,15 +5,15 @@ use super::classes::{ChooseClasses, ClassPlan, DeltaClasses};
 use super::column::ColumnEncoder;
 use super::compare::Comparison;
 use super::decode::ChangeCount;
-use super::element::{ElementWidth, load, magnitude_mask, with_width};
-use super::isa::{GROUP, Instructions, Isa, Kernel};
 use super::layout::{
     BLOCK_ELEMENTS, Block, Header, MAX_CLASSES, MAX_COUNT, StoredColumn, elements,
 };
 use super::positions::{POSITION_SLACK, RankBits, max_gap_bytes, push_gaps, push_positions};
 use super::values::{Values, max_value_bytes, wide_bytes};
 use crate::convert::to_u64;
+use crate::element::{ElementWidth, load, magnitude_mask, with_width};
 use crate::error::{Error, ErrorKind, Result};
+use crate::isa::{GROUP, Instructions, Isa, Kernel};
 
 /// Options of [`DeltaEncoder::encode`].
 #[derive(Clone, Copy, Debug, Default)]

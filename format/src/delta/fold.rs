@@ -2,12 +2,12 @@
 
 use super::classes::ClassPlan;
 use super::decode::{BlockChanges, ChangeCount, Decoded, DeltaDecoder};
-use super::element::{ElementWidth, load, store, with_width};
 use super::encode::DeltaEncoder;
-use super::isa::Isa;
 use super::layout::{Block, MAX_CLASSES, MAX_COUNT, NO_THRESHOLDS, chunk_elements};
 use super::positions::max_gap_bytes;
+use crate::element::{ElementWidth, load, store, with_width};
 use crate::error::{Error, ErrorKind, Result};
+use crate::isa::Isa;
 
 /// Folds delta chunks. Reuses its working memory for every chunk.
 pub struct DeltaFolder {

@@ -1,9 +1,9 @@
 //! Header of a delta chunk.
 
-use super::element::{ElementWidth, load, magnitude_mask};
 use super::error::invalid;
 use crate::chunk::DELTA_CHUNK_BYTES;
 use crate::convert::{index_to_usize, to_u64};
+use crate::element::{ElementWidth, load, magnitude_mask};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Elements of each block but the last. A block is the unit of checksums.

@@ -4,12 +4,12 @@ use std::ops::Range;
 
 use super::class_map::ClassMaps;
 use super::error::mismatch;
-use super::isa::{GROUP, Instructions, Kernel};
 use super::layout::{Header, MAX_CLASSES};
 use super::positions::{
     GapStats, POSITION_SLACK, RankBits, bitmap_stats, for_each_word, push_positions, read_gaps,
 };
 use crate::error::Result;
+use crate::isa::{GROUP, Instructions, Kernel};
 
 /// Decoded columns of one class, and data derived from them.
 #[derive(Default)]

@@ -8,10 +8,11 @@
 mod damage;
 
 use super::column::ColumnEncoder;
-use super::isa::Isa;
 use super::layout::{BLOCK_ELEMENTS, Header};
 use super::*;
+use crate::element::ElementWidth;
 use crate::error::{ErrorKind, Result};
+use crate::isa::Isa;
 
 const WIDTHS: [ElementWidth; 3] = [ElementWidth::One, ElementWidth::Two, ElementWidth::Four];
 const CLASSES: [DeltaClasses; 4] =

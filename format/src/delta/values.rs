@@ -3,8 +3,8 @@
 //! The zigzag code of a difference is at least 1. Codes 1 to 15 are stored in 4 bits, 16 to 270 in 8 more, and all
 //! others as a difference of `W` bytes.
 
-use super::element::{store, unzigzag, zigzag};
 use super::positions::{POSITION_SLACK, for_each_word, push_positions};
+use crate::element::{store, unzigzag, zigzag};
 
 /// 4-bit code of a value in the wide column.
 pub(super) const WIDE: u8 = 15;

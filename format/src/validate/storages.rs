@@ -7,7 +7,7 @@ use crate::chunk::ChunkSize;
 use crate::chunk_codec::ChunkCodec;
 use crate::codec::is_shuffle_width;
 use crate::convert::{to_u64, to_usize};
-use crate::delta::ElementWidth;
+use crate::element::ElementWidth;
 use crate::error::{Error, ErrorKind, Result};
 use crate::frame::{DATA_START, INDEX_ALIGN};
 use crate::planes::is_plane_width;
@@ -121,8 +121,8 @@ impl Validator<'_> {
 
     /// Returns true if the stored chunks of a compressed storage are valid (F-065).
     ///
-    /// They tile the stored bytes. A raw chunk has its raw length, and a zstd or planes chunk is shorter than the chunk, but
-    /// not shorter than [`MAX_EXPANSION`] allows. At least one chunk is not raw.
+    /// They tile the stored bytes. A raw chunk has its raw length, and a chunk of zstd, planes or tiers is
+    /// shorter than the chunk, but not shorter than [`MAX_EXPANSION`] allows. At least one chunk is not raw.
     fn are_chunks_valid(&self, storage: &record::Storage, count: u64) -> bool {
         let first = to_usize(u64::from(storage.chunks.to_native()));
         let chunks = &self.views.chunks[first..first + to_usize(count)];
@@ -137,7 +137,9 @@ impl Validator<'_> {
             let is_valid = match ChunkCodec::from_number(chunk.codec.to_native()) {
                 Some(ChunkCodec::Raw) => stored_len == raw_len,
                 Some(ChunkCodec::Zstd) => is_shorter && !is_delta,
-                Some(ChunkCodec::Planes) => is_shorter && is_plane_width(storage.width),
+                Some(ChunkCodec::Planes | ChunkCodec::Tiers) => {
+                    is_shorter && is_plane_width(storage.width)
+                }
                 Some(ChunkCodec::Delta) => is_delta,
                 None => false,
             };

@@ -27,6 +27,10 @@ pub(crate) fn compress_bfloat16(bench: &mut Bench) {
     let planes_options = Options::new().compress(Compression::Planes);
     let planes = TorchStoreStateDict::with_options(&dict, &planes_options).unwrap();
     let planes_archive = Archive::from_bytes(planes.as_bytes().clone()).unwrap();
+    let tiers_options = Options::new().compress(Compression::Tiers);
+    let tiers = TorchStoreStateDict::with_options(&dict, &tiers_options).unwrap();
+    let tiers_archive = Archive::from_bytes(tiers.as_bytes().clone()).unwrap();
+    let mut tiers_target = vec![1_u8; tiers.as_bytes().len()];
     let raw = archive.storage_bytes(0).unwrap();
     let len = u64::try_from(raw.len()).unwrap();
     let layout = Layout::plan(&dict, &options).unwrap();
@@ -46,6 +50,7 @@ pub(crate) fn compress_bfloat16(bench: &mut Bench) {
                 "stored % in planes (target 66.8)",
                 stored_percent(planes_archive.storage(0).stored_len()),
             ),
+            ("stored % in tiers", stored_percent(tiers_archive.storage(0).stored_len())),
             ("stored % of zstd alone", stored_percent(u64::try_from(plain.len()).unwrap())),
         ],
     );
@@ -66,6 +71,9 @@ pub(crate) fn compress_bfloat16(bench: &mut Bench) {
             .with_runner(Runner::variant("tssd, planes", || {
                 black_box(planes_archive.storage_bytes(0).unwrap());
             }))
+            .with_runner(Runner::variant("tssd, tiers", || {
+                black_box(tiers_archive.storage_bytes(0).unwrap());
+            }))
             .with_runner(Runner::peer("zstd alone", || {
                 black_box(zstd::bulk::decompress(&plain, raw.len()).unwrap());
             }))
@@ -77,18 +85,12 @@ pub(crate) fn compress_bfloat16(bench: &mut Bench) {
     bench.race(
         Race::new("pack zstd", "64 MiB of bfloat16, 1 thread", 5)
             .with_bytes(len)
-            .with_runner(Runner::ours("tssd", || {
-                let draft = Draft::new(&dict, &options).unwrap();
-                let compressed: Vec<_> =
-                    draft.jobs().iter().map(|job| CompressJob::run(job).unwrap()).collect();
-                draft.into_layout(compressed).unwrap().write_into(black_box(&mut target)).unwrap();
-            }))
+            .with_runner(Runner::ours("tssd", || pack(&dict, &options, &mut target)))
             .with_runner(Runner::variant("tssd, planes", || {
-                let draft = Draft::new(&dict, &planes_options).unwrap();
-                let compressed: Vec<_> =
-                    draft.jobs().iter().map(|job| CompressJob::run(job).unwrap()).collect();
-                let layout = draft.into_layout(compressed).unwrap();
-                layout.write_into(black_box(&mut planes_target)).unwrap();
+                pack(&dict, &planes_options, &mut planes_target);
+            }))
+            .with_runner(Runner::variant("tssd, tiers", || {
+                pack(&dict, &tiers_options, &mut tiers_target);
             }))
             .with_runner(Runner::peer("zstd alone", || {
                 black_box(zstd::bulk::compress(&raw, LEVEL).unwrap());
@@ -97,6 +99,14 @@ pub(crate) fn compress_bfloat16(bench: &mut Bench) {
     );
     let loaded = Archive::from_bytes(target).unwrap().to_state_dict().unwrap();
     assert_eq!(loaded.leaves(), dict.leaves());
+}
+
+/// Compresses a state dict into memory, on one thread.
+fn pack(dict: &StateDict, options: &Options, target: &mut [u8]) {
+    let draft = Draft::new(dict, options).unwrap();
+    let compressed: Vec<_> =
+        draft.jobs().iter().map(|job| CompressJob::run(job).unwrap()).collect();
+    draft.into_layout(compressed).unwrap().write_into(black_box(target)).unwrap();
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a ratio is rounded anyway")]

@@ -11,7 +11,33 @@ use super::{
 };
 
 pub(super) fn vectors() -> Vec<Vector> {
-    compressed().into_iter().chain(chunk_sizes()).chain(digested()).collect()
+    compressed().into_iter().chain(tiers()).chain(chunk_sizes()).chain(digested()).collect()
+}
+
+fn tiers() -> Vec<Vector> {
+    let tiers = Options::new().compress(Compression::Tiers);
+    vec![
+        file_vector(
+            "191-tiers-widths",
+            "elements of 1, 2, 4 and 8 bytes, and complex numbers, in tiers",
+            encode(&widths(), &tiers),
+        ),
+        file_vector(
+            "192-tiers-blocks",
+            "bf16 weights of which the exponents fill a block and a part of one, with codes in all tiers",
+            encode(&single_value(weights(Dtype::Bfloat16, 40_000)), &tiers),
+        ),
+        file_vector(
+            "193-tiers-tail",
+            "tiers of a view whose storage is no multiple of the element",
+            encode(&single_value(odd_tail()), &tiers),
+        ),
+        file_vector(
+            "194-tiers-raw-chunk",
+            "a chunk in tiers and a raw chunk",
+            encode(&single_value(half_noise()), &tiers),
+        ),
+    ]
 }
 
 /// Returns a vector for each chunk size.

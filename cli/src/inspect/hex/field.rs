@@ -134,7 +134,9 @@ pub(super) fn describe_field(record: &Record<'_>, field: &str) -> String {
         ("Storage", "crcs") => format!("{field}: first entry is {value}"),
         ("Storage", "crc32") => format!("{field}: of the {} bytes", record.get("raw_len")),
         ("Storage", "codec") => with_name(name_at(&["raw", "chunks with codecs", "delta"], value)),
-        ("Chunk", "codec") => with_name(name_at(&["raw", "zstd", "planes", "delta"], value)),
+        ("Chunk", "codec") => {
+            with_name(name_at(&["raw", "zstd", "planes", "delta", "tiers"], value))
+        }
         ("Storage", "align_log2") => with_name(&format!("aligned to {}", power_of_two(value))),
         ("Storage", "chunk_log2") => match power_of_two(value) >> 10 {
             bytes @ 1..1024 => with_name(&format!("chunks of {bytes} KiB")),

@@ -3,6 +3,7 @@
 use super::super::layout::{Block, Header, MAX_CLASSES, NO_THRESHOLDS, StoredColumn};
 use super::super::*;
 use super::{bytes16, options};
+use crate::element::ElementWidth;
 use crate::error::{ErrorKind, Result};
 
 /// A chunk of 100 elements of 2 bytes that is put together by hand.

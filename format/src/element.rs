@@ -1,4 +1,6 @@
 //! Bit patterns of elements of 1, 2 or 4 bytes.
+// Kernels must be inlined into the function that enables their instructions.
+#![allow(clippy::inline_always)]
 
 /// Width of an element in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -56,11 +58,11 @@ macro_rules! with_width {
         }
     };
 }
-pub(super) use with_width;
+pub(crate) use with_width;
 
 /// Returns the bit pattern of an element.
 #[inline(always)]
-pub(super) fn load<const W: usize>(element: &[u8; W]) -> u32 {
+pub(crate) fn load<const W: usize>(element: &[u8; W]) -> u32 {
     let mut wide = [0; 4];
     wide[..W].copy_from_slice(element);
     u32::from_le_bytes(wide)
@@ -68,7 +70,7 @@ pub(super) fn load<const W: usize>(element: &[u8; W]) -> u32 {
 
 /// Returns the element with the lowest `8 * W` bits of `pattern`.
 #[inline(always)]
-pub(super) fn store<const W: usize>(pattern: u32) -> [u8; W] {
+pub(crate) fn store<const W: usize>(pattern: u32) -> [u8; W] {
     let wide = pattern.to_le_bytes();
     let mut element = [0; W];
     element.copy_from_slice(&wide[..W]);
@@ -76,13 +78,13 @@ pub(super) fn store<const W: usize>(pattern: u32) -> [u8; W] {
 }
 
 /// Returns the bits of a pattern without the sign bit.
-pub(super) const fn magnitude_mask<const W: usize>() -> u32 {
+pub(crate) const fn magnitude_mask<const W: usize>() -> u32 {
     u32::MAX >> (33 - 8 * W)
 }
 
 /// Returns the zigzag code of `new - old` modulo `2^(8 * W)`: 0, -1, 1, -2, ... become 0, 1, 2, 3, ...
 #[inline(always)]
-pub(super) fn zigzag<const W: usize>(difference: u32) -> u32 {
+pub(crate) fn zigzag<const W: usize>(difference: u32) -> u32 {
     let shift = 32 - 8 * W;
     let signed = (difference << shift).cast_signed() >> shift;
     let code = (signed << 1) ^ (signed >> 31);
@@ -91,6 +93,6 @@ pub(super) fn zigzag<const W: usize>(difference: u32) -> u32 {
 
 /// Inverts [`zigzag`]. Only the lowest `8 * W` bits of the result count.
 #[inline(always)]
-pub(super) const fn unzigzag(code: u32) -> u32 {
+pub(crate) const fn unzigzag(code: u32) -> u32 {
     (code >> 1) ^ (code & 1).wrapping_neg()
 }

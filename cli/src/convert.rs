@@ -18,7 +18,7 @@ use crate::document::Document;
 use crate::encode;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::output::{Output, display_output_path};
+use crate::output::{Force, Output, display_output_path};
 use crate::pattern::Pattern;
 use crate::size::{Size, pluralize};
 use crate::verify;
@@ -36,6 +36,8 @@ pub(crate) struct Args {
     /// The archive to write; `-`: stdout
     #[arg(short, long, value_name = "OUT.tssd")]
     output: PathBuf,
+    #[command(flatten)]
+    force: Force,
     /// Compress the storages with this codec
     #[arg(long, value_enum, value_name = "CODEC")]
     codec: Option<Codec>,
@@ -85,6 +87,7 @@ const ZSTD_LEVELS: std::ops::RangeInclusive<i64> = -50..=22;
 /// is first converted to an archive in a scratch directory next to the output.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let console = console.for_output(&args.output);
+    args.force.check(&args.output)?;
     let checkpoint = torch::convert_checkpoint(&args.input, &args.output, console)?;
     let (document, file_len_before, _scratch) =
         if let Some(ConvertedCheckpoint { document, file_len, scratch }) = checkpoint {
@@ -101,7 +104,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     reject_divergent(archive)?;
     let options = args.options(archive)?;
     let bar = console.bytes_bar("writing", 0);
-    let mut output = Output::create(&args.output, bar.clone())?;
+    let mut output = Output::create(&args.output, args.force, bar.clone())?;
 
     // Verify first: new checksums would hide damage.
     let damage = verify::verify_payload(archive, true, console);

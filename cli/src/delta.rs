@@ -14,7 +14,7 @@ use crate::encode;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::{display_input_path, open_archive};
-use crate::output::{Output, display_output_path};
+use crate::output::{Force, Output, display_output_path};
 use crate::parallel;
 use crate::size::{Size, pluralize};
 
@@ -47,6 +47,8 @@ struct MakeArgs {
     /// The delta to write; `-`: stdout
     #[arg(short, long, value_name = "OUT.tssd")]
     output: PathBuf,
+    #[command(flatten)]
+    force: Force,
     /// Number of classes of elements. More classes make the delta smaller, and make it slower to make and to apply. Only
     /// deltas of one class can be folded
     #[arg(long, value_enum, value_name = "CLASSES", default_value = "1")]
@@ -65,6 +67,8 @@ struct ApplyArgs {
     /// The archive to write; `-`: stdout
     #[arg(short, long, value_name = "OUT.tssd")]
     output: PathBuf,
+    #[command(flatten)]
+    force: Force,
     /// Compress the storages with this codec
     #[arg(long, value_enum, value_name = "CODEC", default_value = "none")]
     codec: Codec,
@@ -81,6 +85,8 @@ struct FoldArgs {
     /// The delta to write; `-`: stdout
     #[arg(short, long, value_name = "OUT.tssd")]
     output: PathBuf,
+    #[command(flatten)]
+    force: Force,
 }
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
@@ -140,6 +146,7 @@ fn both(one: &Path, other: &Path) -> PathBuf {
 
 fn make(args: &MakeArgs, console: Console) -> Result<Exit> {
     let console = console.for_output(&args.output);
+    args.force.check(&args.output)?;
     let path = display_output_path(&args.output);
     let (base, result) = (open_archive(&args.base)?, open_archive(&args.result)?);
     for (archive, input) in [(&base, &args.base), (&result, &args.result)] {
@@ -152,7 +159,7 @@ fn make(args: &MakeArgs, console: Console) -> Result<Exit> {
     let format_failure = |error| Failure::format(&inputs, &error);
     let draft = DeltaDraft::between(&base, &result, args.classes.into()).map_err(format_failure)?;
     let (layout, changes) = encode_draft(draft, console).map_err(format_failure)?;
-    let file_len = write_layout(&layout, &args.output, console)?;
+    let file_len = write_layout(&layout, &args.output, args.force, console)?;
     let raw_len = (0..result.storage_count()).map(|number| result.storage(number).len).sum();
     let ChangeCount { listed, dense } = changes;
     let line = format!(
@@ -173,6 +180,7 @@ fn make(args: &MakeArgs, console: Console) -> Result<Exit> {
 
 fn apply(args: &ApplyArgs, console: Console) -> Result<Exit> {
     let console = console.for_output(&args.output);
+    args.force.check(&args.output)?;
     let path = display_output_path(&args.output);
     let delta = open_archive(&args.delta)?;
     require_delta(&delta, &args.delta, "the base comes first, then the delta")?;
@@ -195,7 +203,7 @@ fn apply(args: &ApplyArgs, console: Console) -> Result<Exit> {
     let dict = archive.to_state_dict().map_err(|error| Failure::format(&inputs, &error))?;
     let layout = encode::plan(&dict, &options, console);
     let layout = layout.map_err(|error| Failure::format(path, &error))?;
-    let file_len = write_layout(&layout, &args.output, console)?;
+    let file_len = write_layout(&layout, &args.output, args.force, console)?;
     let leaves = archive.leaves().len();
     let note = if is_result { ", a copy: the base was the result already" } else { "" };
     let line =
@@ -209,6 +217,7 @@ fn apply(args: &ApplyArgs, console: Console) -> Result<Exit> {
 
 fn fold(args: &FoldArgs, console: Console) -> Result<Exit> {
     let console = console.for_output(&args.output);
+    args.force.check(&args.output)?;
     let path = display_output_path(&args.output);
     let mut deltas = args.deltas.iter();
     let mut last = deltas.next().expect("clap requires two");
@@ -226,7 +235,7 @@ fn fold(args: &FoldArgs, console: Console) -> Result<Exit> {
         last = next;
     }
     let layout = layout.expect("clap requires two");
-    let file_len = write_layout(&layout, &args.output, console)?;
+    let file_len = write_layout(&layout, &args.output, args.force, console)?;
     let line = format!(
         "{}: {} folded, file {}",
         path.display(),
@@ -266,9 +275,9 @@ fn encode_draft(
     Ok((draft.into_layout(chunks)?, changes))
 }
 
-fn write_layout(layout: &Layout, path: &Path, console: Console) -> Result<u64> {
+fn write_layout(layout: &Layout, path: &Path, force: Force, console: Console) -> Result<u64> {
     let bar = console.bytes_bar("writing", layout.file_len());
-    let mut output = Output::create(path, bar)?;
+    let mut output = Output::create(path, force, bar)?;
     layout
         .write_to(&mut output)
         .map_err(|error| Failure::format(display_output_path(path), &error))?;

@@ -17,10 +17,34 @@ use crate::interrupt::CleanupGuard;
 pub(crate) use directory::{OutputDirectory, OutputFile};
 pub(crate) use scratch::Scratch;
 
+/// The option `--force` of commands that write a file or a directory.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub(crate) struct Force {
+    /// Replace an output that exists, in one step, once the new one is complete
+    #[arg(long)]
+    force: bool,
+}
+
+impl Force {
+    /// Checks that an output file does not exist, or may be replaced.
+    ///
+    /// Commands that work for long before they create the output check it first.
+    pub(crate) fn check(self, target: &Path) -> Result<()> {
+        if !self.force && !is_stream(target) && target.symlink_metadata().is_ok() {
+            return Err(exists_failure(target));
+        }
+        Ok(())
+    }
+}
+
+fn exists_failure(target: &Path) -> Failure {
+    Failure::new(Exit::Refused, format_args!("{} exists", target.display()))
+        .help("name another output, or replace it with --force")
+}
+
 /// A file that appears under its name once it is complete and on the disk.
 ///
-/// Until then, it has a temporary name in the same directory. A file that had the name before stays
-/// until then, and stays after an error or an interrupt. Output to stdout is not atomic.
+/// A file that has the name stays until then, and stays after an error or an interrupt. Output to stdout is not atomic.
 #[derive(Debug)]
 pub(crate) struct Output {
     sink: Sink,
@@ -48,19 +72,27 @@ pub(crate) fn display_output_path(target: &Path) -> &Path {
 }
 
 impl Output {
-    /// Creates a file that [`commit`](Self::commit) moves to `target`. `bar` advances with each write.
-    pub(crate) fn create(target: &Path, bar: ProgressBar) -> Result<Self> {
+    /// Creates a file that appears as `target` in [`commit`](Self::commit). `bar` advances with each write.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `target` exists and `force` does not permit to replace it, or if it is not a regular file.
+    pub(crate) fn create(target: &Path, force: Force, bar: ProgressBar) -> Result<Self> {
         if is_stream(target) {
             return Ok(Self { sink: Sink::stdout()?, written: 0, bar });
         }
-        let io_failure = |error| Failure::io("write", target, error);
+        force.check(target)?;
         if target.metadata().is_ok_and(|old| !old.is_file()) {
             let message = format_args!("{} is no regular file", target.display());
             return Err(Failure::new(Exit::Refused, message)
                 .help("name a file, which is replaced once the new one is complete"));
         }
-        let create = || Replacement::create(target, true);
-        let (cleanup, file) = CleanupGuard::create(create).map_err(io_failure)?;
+        let create = || {
+            let create = if force.force { Replacement::create } else { Replacement::create_new };
+            create(target, true)
+        };
+        let (cleanup, file) =
+            CleanupGuard::create(create).map_err(|error| output_failure(target, error))?;
         let stream = BufWriter::with_capacity(BUFFER_BYTES, file);
         Ok(Self {
             sink: Sink::File { target: target.to_owned(), stream, cleanup },
@@ -73,9 +105,9 @@ impl Output {
     pub(crate) fn commit(self) -> Result<u64> {
         match self.sink {
             Sink::File { target, stream, cleanup } => {
-                let io_failure = |error| Failure::io("write", &target, error);
-                let file = stream.into_inner().map_err(|error| io_failure(error.into_error()))?;
-                file.commit().map_err(io_failure)?;
+                let failure = |error| output_failure(&target, error);
+                let file = stream.into_inner().map_err(|error| failure(error.into_error()))?;
+                file.commit().map_err(failure)?;
                 drop(cleanup);
             }
             Sink::Stdout(mut stream) => stream
@@ -84,6 +116,15 @@ impl Output {
         }
         self.bar.finish_and_clear();
         Ok(self.written)
+    }
+}
+
+/// Another process may create the output meanwhile.
+fn output_failure(target: &Path, error: io::Error) -> Failure {
+    if error.kind() == io::ErrorKind::AlreadyExists {
+        exists_failure(target)
+    } else {
+        Failure::io("write", target, error)
     }
 }
 

@@ -18,7 +18,7 @@ use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::is_stream;
-use crate::output::{Output, display_output_path};
+use crate::output::{Force, Output, display_output_path};
 use crate::size::{Size, join_names, pluralize};
 
 /// Pack a safetensors file, or the directory of a Hugging Face model, into an archive.
@@ -33,6 +33,8 @@ pub(crate) struct Args {
     /// The archive to write; `-`: stdout
     #[arg(short, long, value_name = "OUT.tssd")]
     output: PathBuf,
+    #[command(flatten)]
+    force: Force,
     /// Compress the storages with this codec
     #[arg(long, value_enum, value_name = "CODEC", default_value = "none")]
     codec: Codec,
@@ -53,7 +55,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let (tensors, bytes) = (source.tensor_count(), source.tensor_bytes());
     let other_bytes = source.other_files.iter().map(|other| other.len).fold(0, u64::saturating_add);
     let bar = console.bytes_bar("packing", bytes.saturating_add(other_bytes));
-    let output = Output::create(&args.output, bar)?;
+    let output = Output::create(&args.output, args.force, bar)?;
 
     let target = display_output_path(&args.output);
     let format_failure = |error| Failure::format(target, &error);

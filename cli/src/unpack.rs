@@ -11,7 +11,7 @@ use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::input::{display_input_path, is_stream, open_archive};
-use crate::output::{Output, OutputDirectory, OutputFile, display_output_path};
+use crate::output::{Force, Output, OutputDirectory, OutputFile, display_output_path};
 use crate::size::{Size, join_names, pluralize};
 
 /// Unpack an archive of tensors into a safetensors file, or into a directory as Hugging Face has it.
@@ -25,6 +25,8 @@ pub(crate) struct Args {
     /// The safetensors file to write, `-`: stdout; or a new or empty directory
     #[arg(short, long, value_name = "OUT.safetensors|DIR/")]
     output: PathBuf,
+    #[command(flatten)]
+    force: Force,
     /// Write a directory anew, with files of this many bytes of tensors at most, and an index
     #[arg(long, value_name = "SIZE")]
     shard_size: Option<Size>,
@@ -51,7 +53,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
             None => export.directory(),
         };
         let bar = console.bytes_bar("unpacking", export.nbytes().saturating_add(other_bytes));
-        let mut output = OutputDirectory::create(&args.output, bar)?;
+        let mut output = OutputDirectory::create(&args.output, args.force, bar)?;
         let (names, len) = write_files(args, &directory.map_err(format_failure)?, &mut output)?;
         output.commit()?;
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
@@ -59,7 +61,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     } else {
         let file = export.file().map_err(format_failure)?;
         let bar = console.bytes_bar("unpacking", export.nbytes());
-        let mut output = Output::create(&args.output, bar)?;
+        let mut output = Output::create(&args.output, args.force, bar)?;
         file.write_to(&mut output).map_err(|error| unpack_failure(args, &args.output, &error))?;
         report(args, console, &export, &[], output.commit()?)?;
     }

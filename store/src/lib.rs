@@ -55,7 +55,7 @@ pub use engine::put::{
 pub use engine::ring::{ReceiveReport, Receiver};
 pub use error::{Error, ErrorKind, Result};
 pub use io::cow_map::CowBuffer;
-pub use io::disk::Replacement;
+pub use io::disk::{Replacement, ReplacementFolder};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
 pub use ledger::{ArchiveDigest, Durability, JobId, Refusal, VersionId, WriterSet};
 pub use merge::DivergencePolicy;

@@ -405,7 +405,7 @@ fn store_commands_put_list_get_and_remove_versions() {
     sandbox.run_with_code(0, "verify store");
 
     sandbox.run_with_code(0, &format!("rm {store} team/policy@1"));
-    sandbox.run_with_code(3, &format!("get {store} team/policy@1 -o one.tssd"));
+    sandbox.run_with_code(3, &format!("get {store} team/policy@1 -o one.tssd --force"));
     sandbox.run_with_code(0, "diff a.tssd one.tssd");
     sandbox.run_with_code(0, &format!("rm {store} team/policy"));
     assert_eq!(sandbox.run_with_code(0, &format!("ls {store}")), "");
@@ -442,6 +442,62 @@ fn closed_stdout_pipe_is_not_an_error() {
     assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
 }
 
+#[test]
+fn commands_replace_an_output_only_with_force() {
+    let sandbox = Sandbox::new();
+    sandbox.write_dict("a.tssd", &dict());
+    sandbox.write_dict("b.tssd", &dict());
+    sandbox.run_with_code(0, "unpack a.tssd -o a.safetensors");
+    sandbox.run_with_code(0, "delta make a.tssd b.tssd -o ab.tssd");
+    sandbox.run_with_code(0, "put --store store key a.tssd");
+    let before = sandbox.file_names();
+    for command in [
+        "pack a.safetensors",
+        "convert a.tssd",
+        "unpack a.tssd",
+        "delta make a.tssd b.tssd",
+        "delta apply a.tssd ab.tssd",
+        "delta fold ab.tssd ab.tssd",
+        "get --store store key",
+    ] {
+        sandbox.write("out", b"old");
+        let output = sandbox.run_with_code(5, &format!("{command} -o out"));
+        assert!(output.contains("out exists\nhelp: "), "{command}: {output}");
+        assert!(output.contains("--force"), "{command}: {output}");
+        assert_eq!(sandbox.read("out"), b"old");
+        sandbox.run_with_code(0, &format!("{command} -o out --force"));
+        assert!(sandbox.read("out").len() > 100, "{command}");
+        std::fs::remove_file(sandbox.path("out")).unwrap();
+        sandbox.run_with_code(0, &format!("{command} -o out"));
+        std::fs::remove_file(sandbox.path("out")).unwrap();
+        assert_eq!(sandbox.file_names(), before, "{command}");
+    }
+}
+
+#[test]
+fn unpack_replaces_only_directories_of_safetensors_files() {
+    let sandbox = Sandbox::new();
+    sandbox.write_dict("a.tssd", &dict());
+    sandbox.run_with_code(0, "unpack a.tssd -o out/");
+    sandbox.write("out/notes", b"of the user");
+    let output = sandbox.run_with_code(5, "unpack a.tssd -o out/");
+    assert!(output.contains("out is not empty") && output.contains("--force"), "{output}");
+    assert_eq!(sandbox.read("out/notes"), b"of the user");
+    sandbox.run_with_code(0, "unpack a.tssd -o out/ --force");
+    let names = || -> Vec<_> {
+        let entries = std::fs::read_dir(sandbox.path("out")).unwrap();
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    };
+    assert_eq!(names(), ["model.safetensors"]);
+    // A directory without weights is not one that the command has written.
+    std::fs::remove_file(sandbox.path("out/model.safetensors")).unwrap();
+    sandbox.write("out/notes", b"of the user");
+    let output = sandbox.run_with_code(5, "unpack a.tssd -o out/ --force");
+    assert!(output.contains("has no safetensors files"), "{output}");
+    assert_eq!(names(), ["notes"]);
+    assert_eq!(sandbox.file_names(), ["a.tssd", "out"]);
+}
+
 /// A file size limit (`ulimit -f`) makes writes fail as they do on a full disk.
 #[cfg(unix)]
 #[test]
@@ -450,8 +506,8 @@ fn full_disk_leaves_old_output_file() {
     sandbox.write_dict("a.tssd", &dict());
     sandbox.run_with_code(0, "unpack a.tssd -o a.safetensors");
     for (args, file) in [
-        ("pack a.safetensors -o out.tssd", "out.tssd"),
-        ("unpack a.tssd -o out.safetensors", "out.safetensors"),
+        ("pack a.safetensors --force -o out.tssd", "out.tssd"),
+        ("unpack a.tssd --force -o out.safetensors", "out.safetensors"),
     ] {
         sandbox.write(file, b"old");
         let script = format!("trap '' XFSZ; ulimit -f 100; exec \"$TSSD\" {args}");

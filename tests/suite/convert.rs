@@ -215,7 +215,7 @@ fn convert_changes_only_requested_options() {
         // Tied leaves take the choice made for the first of them.
         ("in", "--codec zstd --only tied", [raw, raw, raw, raw, raw], 9, false),
     ] {
-        sandbox.run_with_code(0, &format!("convert {from}.tssd -o out.tssd {flags}"));
+        sandbox.run_with_code(0, &format!("convert {from}.tssd -o out.tssd --force {flags}"));
         let expected: Vec<_> =
             shuffles.into_iter().map(|shuffle| (shuffle, align, digests)).collect();
         assert_eq!(rows("out.tssd"), expected, "{flags}");
@@ -224,7 +224,7 @@ fn convert_changes_only_requested_options() {
     sandbox.run_with_code(0, "convert in.tssd -o level.tssd --codec zstd --zstd-level 5");
     let level = open(&sandbox, "level.tssd").attrs().remove("tssd.file.zstd_level");
     assert_eq!(level, Some(AttrValue::Int(5)));
-    sandbox.run_with_code(0, "convert level.tssd -o out.tssd --codec none");
+    sandbox.run_with_code(0, "convert level.tssd -o out.tssd --force --codec none");
     assert_eq!(sandbox.read("out.tssd"), sandbox.read("in.tssd"));
     assert_eq!(sandbox.file_names(), ["in.tssd", "level.tssd", "out.tssd"]);
 }
@@ -236,7 +236,7 @@ fn convert_reports_file_sizes() {
     let output = sandbox.run_with_code(0, "convert in.tssd -o out.tssd --codec zstd");
     assert!(output.starts_with("out.tssd: 5 leaves, 45.0 kB raw, file 5"), "{output}");
     let json =
-        parse_json(&sandbox.run_with_code(0, "convert in.tssd -o out.tssd --codec zstd --json"));
+        parse_json(&sandbox.run_with_code(0, "convert in.tssd -o out.tssd --force --codec zstd --json"));
     let len = |name: &str| sandbox.read(name).len();
     assert_eq!(
         json,
@@ -273,7 +273,7 @@ fn convert_rejects_invalid_arguments() {
         (5, "flat.safetensors -o out.tssd", "`tssd pack` makes an archive of it"),
         (5, "empty -o out.tssd", "empty is a directory"),
     ] {
-        let output = sandbox.run_with_code(code, &format!("convert {args}"));
+        let output = sandbox.run_with_code(code, &format!("convert --force {args}"));
         assert!(output.contains(message), "convert {args}: {output}");
         assert_eq!(sandbox.read("out.tssd"), b"old");
     }

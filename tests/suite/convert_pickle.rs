@@ -114,7 +114,7 @@ fn convert_reports_failures_of_python() {
         (":".into(), 3, &["cannot read"]),
         (r#"printf short > "$new""#.into(), 1, &["TooShort"]),
     ] {
-        let (found, message) = run(&place, &as_python, "convert zip.pt -o out.tssd");
+        let (found, message) = run(&place, &as_python, "convert zip.pt --force -o out.tssd");
         assert_eq!(found, Some(code), "{as_python}: {message}");
         for part in parts {
             assert!(message.contains(part), "{as_python}: {message}");
@@ -124,7 +124,7 @@ fn convert_reports_failures_of_python() {
             (expected_names.clone(), b"old".to_vec())
         );
     }
-    let as_json = run(&place, &format!("echo '{refused}'"), "convert zip.pt -o out.tssd --json").1;
+    let as_json = run(&place, &format!("echo '{refused}'"), "convert zip.pt --force -o out.tssd --json").1;
     assert_eq!(serde_json::from_str::<Json>(&as_json).unwrap()["help"], "do it by hand");
 }
 
@@ -163,7 +163,7 @@ fn convert_prefers_python_next_to_its_executable() {
     std::os::unix::fs::symlink(place.path("bin/tssd"), &linked).unwrap();
     for path in [place.path("bin/tssd"), linked] {
         let mut command = Command::new(path);
-        command.args(["convert", "dcp", "-o", "out.tssd"]).current_dir(place.path(""));
+        command.args(["convert", "dcp", "-o", "out.tssd", "--force"]).current_dir(place.path(""));
         command.env("AS_PYTHON", SUCCEED).env("VIRTUAL_ENV", "/nowhere");
         let (code, message) = code_and_text(command.output().unwrap());
         assert_eq!(code, Some(0), "{message}");

@@ -567,7 +567,7 @@ fn command_makes_applies_and_folds_deltas() {
     let copied = sandbox.run_with_code(0, "delta apply 2.tssd 02.tssd -o copy.tssd");
     assert!(copied.contains("the base was the result already"), "{copied}");
     sandbox.run_with_code(0, "diff --values 2.tssd copy.tssd");
-    let copied = sandbox.run_with_code(0, "delta apply again.tssd 02.tssd -o copy.tssd");
+    let copied = sandbox.run_with_code(0, "delta apply again.tssd 02.tssd -o copy.tssd --force");
     assert!(copied.contains("the base was the result already"), "{copied}");
     assert_eq!(sandbox.read("copy.tssd"), sandbox.read("again.tssd"));
 }

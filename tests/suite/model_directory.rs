@@ -140,7 +140,7 @@ fn directory_roundtrips_byte_for_byte() {
         // A single safetensors file has the tensors only. The command names the files that it leaves out.
         let message = place.run_with_code(0, "unpack a.tssd -o one.safetensors");
         assert!(message.contains("left alone: 19 other files ( , --json, "), "{message}");
-        let json = place.run_with_code(0, "unpack a.tssd -o one.safetensors --json");
+        let json = place.run_with_code(0, "unpack a.tssd -o one.safetensors --force --json");
         let json: Json = serde_json::from_str(&json).unwrap();
         assert_eq!(json["left_alone"], json!(names));
         let (dict, _) = import(place.read("one.safetensors")).unwrap();
@@ -176,7 +176,7 @@ fn pack_skips_hidden_folders_links_and_special_files() {
     // The archive leaves itself out.
     place.run_with_code(0, "pack model -o model/all.tssd");
     let first = place.read("model/all.tssd");
-    let json = place.run_with_code(0, "pack model -o model/all.tssd --json");
+    let json = place.run_with_code(0, "pack model -o model/all.tssd --force --json");
     let json: Json = serde_json::from_str(&json).unwrap();
     assert!(place.read("model/all.tssd") == first);
     let left_alone = [
@@ -220,7 +220,7 @@ fn pack_follows_links_only_inside_directory_and_cache() {
     }
     symlink("hub/snapshots/rev", place.path("named")).unwrap();
     for name in ["hub/snapshots/rev", "named"] {
-        place.run_with_code(0, &format!("pack {name} -o a.tssd"));
+        place.run_with_code(0, &format!("pack {name} -o a.tssd --force"));
         std::fs::create_dir(place.path("out")).unwrap();
         place.run_with_code(0, "unpack a.tssd -o out");
         assert_same(&read_files(&place.path("out")), &files);

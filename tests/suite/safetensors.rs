@@ -708,7 +708,7 @@ fn pipes_carry_only_contents_of_files() {
     assert!(!Header::read(&Bytes::from(out_of_order.clone())).unwrap().is_in_order());
     for file_vector in [in_order, out_of_order] {
         place.write("a.safetensors", &file_vector);
-        place.run_with_code(0, "pack a.safetensors -o a.tssd");
+        place.run_with_code(0, "pack a.safetensors -o a.tssd --force");
         let archive = place.read("a.tssd");
         let (packed, message) = pipe_successfully(&place, "pack - -o -", &file_vector);
         assert_eq!(packed, archive);

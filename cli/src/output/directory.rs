@@ -6,77 +6,81 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use tempfile::TempDir;
+use tssd_store::ReplacementFolder;
 
-use super::{BUFFER_BYTES, parent_directory, resolve, sync_directory};
+use super::{BUFFER_BYTES, Force, parent_directory, resolve, sync_directory};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::interrupt::CleanupGuard;
 
 /// A directory that appears under its name once its files are complete and on the disk.
 ///
-/// Until then, the files are in a temporary directory: next to a new directory, or inside an existing
-/// empty one.
+/// Until then, the files are in a temporary directory: inside an existing empty one, else next to the target.
 #[derive(Debug)]
 pub(crate) struct OutputDirectory {
     target: PathBuf,
-    is_new: bool,
+    old: OldDirectory,
     /// Files and folders at the top level, in the order of their creation.
     names: Vec<String>,
     /// Folders at any depth.
     folders: BTreeSet<String>,
-    temp_dir: TempDir,
+    temporary: ReplacementFolder,
     // Dropped after the directory, so that the path is registered for as long as the directory exists.
     cleanup: CleanupGuard,
     bar: ProgressBar,
+}
+
+/// What has the name of an output directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum OldDirectory {
+    Absent,
+    Empty,
+    /// A directory with safetensors files, which is replaced.
+    Model,
 }
 
 impl OutputDirectory {
     /// Creates a directory that [`commit`](Self::commit) moves to `target`.
     ///
     /// `bar` advances with each write to a file.
-    pub(crate) fn create(target: &Path, bar: ProgressBar) -> Result<Self> {
+    ///
+    /// # Errors
+    ///
+    /// Fails if `target` is a file, or a directory that is not empty, unless `force` permits to replace it and it has
+    /// safetensors files.
+    pub(crate) fn create(target: &Path, force: Force, bar: ProgressBar) -> Result<Self> {
         let io_failure = |error| Failure::io("write", target, error);
         let target = resolve(target).map_err(io_failure)?;
-        let is_new = match target.metadata() {
+        let old = match target.metadata() {
             Ok(old) if !old.is_dir() => {
                 let message = format_args!("{} is no directory", target.display());
                 return Err(Failure::new(Exit::Refused, message)
                     .help("name a new or empty directory: several files are to be written"));
             }
-            Ok(_) => {
-                if target.read_dir().map_err(io_failure)?.next().is_some() {
-                    let message = format_args!("{} is not empty", target.display());
-                    return Err(Failure::new(Exit::Refused, message)
-                        .help("name a new or empty directory: what is there is left alone"));
-                }
-                false
-            }
-            Err(_) => true,
+            Ok(_) => find_old(&target, force)?,
+            Err(_) => OldDirectory::Absent,
         };
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(".tssd-").suffix(".tmp");
-        // Use the default mode of new directories, not the private mode of temporary ones.
-        #[cfg(unix)]
-        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
-        let parent = if is_new { parent_directory(&target) } else { &target };
-        let (cleanup, temp_dir) =
-            CleanupGuard::create(|| builder.tempdir_in(parent)).map_err(io_failure)?;
+        let parent = match old {
+            OldDirectory::Empty => &target,
+            OldDirectory::Absent | OldDirectory::Model => parent_directory(&target),
+        };
+        let create = || ReplacementFolder::create_in(parent);
+        let (cleanup, temporary) = CleanupGuard::create(create).map_err(io_failure)?;
         let (names, folders) = (Vec::new(), BTreeSet::new());
-        Ok(Self { target, is_new, names, folders, temp_dir, cleanup, bar })
+        Ok(Self { target, old, names, folders, temporary, cleanup, bar })
     }
 
     /// Creates a file, and the folders in its name. The caller validates the name.
     pub(crate) fn file(&mut self, name: &str) -> io::Result<OutputFile> {
         for (end, _) in name.match_indices('/') {
             if !self.folders.contains(&name[..end]) {
-                std::fs::create_dir(self.temp_dir.path().join(&name[..end]))?;
+                std::fs::create_dir(self.temporary.path().join(&name[..end]))?;
                 self.record_name(&name[..end]);
                 self.folders.insert(name[..end].to_owned());
             }
         }
         // If the file exists, this file system treats two different names as the same.
-        let file = File::create_new(self.temp_dir.path().join(name))?;
+        let file = File::create_new(self.temporary.path().join(name))?;
         self.record_name(name);
         let bar = self.bar.clone();
         Ok(OutputFile { stream: BufWriter::with_capacity(BUFFER_BYTES, file), bar, written: 0 })
@@ -93,28 +97,55 @@ impl OutputDirectory {
     ///
     /// In an existing directory, the files appear one by one, in the order of their creation.
     pub(crate) fn commit(self) -> Result<()> {
-        let Self { target, is_new, names, folders, temp_dir, cleanup, bar } = self;
+        let Self { target, old, names, folders, temporary, cleanup, bar } = self;
         let io_failure = |error| Failure::io("write", &target, error);
-        let from = temp_dir.path();
+        let from = temporary.path();
         for folder in &folders {
             sync_directory(&from.join(folder)).map_err(io_failure)?;
         }
-        if is_new {
-            sync_directory(from).map_err(io_failure)?;
-            std::fs::rename(from, &target).map_err(io_failure)?;
-            // The directory has been renamed, so there is nothing left to remove.
-            let _old_path = temp_dir.keep();
-            sync_directory(parent_directory(&target)).map_err(io_failure)?;
-        } else {
+        if old == OldDirectory::Empty {
             for name in names {
                 std::fs::rename(from.join(&name), target.join(&name)).map_err(io_failure)?;
             }
-            temp_dir.close().map_err(io_failure)?;
+            drop(temporary);
             sync_directory(&target).map_err(io_failure)?;
+        } else {
+            sync_directory(from).map_err(io_failure)?;
+            if old == OldDirectory::Model {
+                temporary.replace(&target).map_err(io_failure)?;
+            } else {
+                temporary.rename_to(&target).map_err(io_failure)?;
+            }
+            sync_directory(parent_directory(&target)).map_err(io_failure)?;
         }
         drop(cleanup);
         bar.finish_and_clear();
         Ok(())
+    }
+}
+
+/// Finds out whether an existing directory is empty, or may be replaced.
+fn find_old(target: &Path, force: Force) -> Result<OldDirectory> {
+    let io_failure = |error| Failure::io("read", target, error);
+    let (mut is_empty, mut is_model) = (true, false);
+    for entry in target.read_dir().map_err(io_failure)? {
+        is_empty = false;
+        let name = entry.map_err(io_failure)?.file_name();
+        is_model |= Path::new(&name).extension().is_some_and(|it| it == "safetensors");
+    }
+    let refuse = |message, help| Err(Failure::new(Exit::Refused, message).help(help));
+    match (is_empty, is_model) {
+        (true, _) => Ok(OldDirectory::Empty),
+        (false, _) if !force.force => refuse(
+            format!("{} is not empty", target.display()),
+            "name a new or empty directory, or replace this one with --force",
+        ),
+        (false, true) => Ok(OldDirectory::Model),
+        // A name that was mistyped must not cost a home directory.
+        (false, false) => refuse(
+            format!("{} is not empty and has no safetensors files", target.display()),
+            "name another directory: --force replaces only directories with safetensors files",
+        ),
     }
 }
 

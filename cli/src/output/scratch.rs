@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use tempfile::TempDir;
+use tssd_store::ReplacementFolder;
 
 use super::{parent_directory, resolve};
 use crate::failure::{Failure, Result};
@@ -14,7 +14,7 @@ use crate::interrupt::CleanupGuard;
 /// It is on the file system of the output, which needs the free space anyway.
 #[derive(Debug)]
 pub(crate) struct Scratch {
-    directory: TempDir,
+    directory: ReplacementFolder,
     // Dropped after the directory, so that the path is registered for as long as the directory exists.
     _cleanup: CleanupGuard,
 }
@@ -28,10 +28,15 @@ impl Scratch {
         } else {
             parent_directory(&resolve(target).map_err(io_failure)?).to_owned()
         };
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(".tssd-").suffix(".tmp");
-        let (cleanup, directory) =
-            CleanupGuard::create(|| builder.tempdir_in(&parent)).map_err(io_failure)?;
+        let create = || ReplacementFolder::create_in(&parent);
+        let (cleanup, directory) = CleanupGuard::create(create).map_err(io_failure)?;
+        // The directory may be in a folder of all users.
+        #[cfg(unix)]
+        std::fs::set_permissions(
+            directory.path(),
+            std::os::unix::fs::PermissionsExt::from_mode(0o700),
+        )
+        .map_err(io_failure)?;
         Ok(Self { directory, _cleanup: cleanup })
     }
 

@@ -10,7 +10,7 @@ use super::{Address, store_failure};
 use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::output::{Output, display_output_path};
+use crate::output::{Force, Output, display_output_path};
 use crate::size::{Size, format_throughput};
 
 /// Get a version of a key from a store, whole, as an archive.
@@ -23,6 +23,8 @@ pub(crate) struct Args {
     /// The archive to write; `-`: stdout
     #[arg(short, long, value_name = "OUT.tssd")]
     output: PathBuf,
+    #[command(flatten)]
+    force: Force,
     /// Whose values to take where writers hold different ones
     #[arg(long, value_name = "RANK")]
     writer: Option<u32>,
@@ -38,7 +40,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
     // Open the output first, so that its errors are reported before the read.
     let bar = console.bytes_bar("writing", 0);
-    let mut output = Output::create(&args.output, bar.clone())?;
+    let mut output = Output::create(&args.output, args.force, bar.clone())?;
     let KeyVersion { key, version } = &args.key;
     let spinner = console.spinner(&format!("getting {key}"));
     let options = GetOptions { version: *version, writer: args.writer, ..GetOptions::default() };

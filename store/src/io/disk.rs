@@ -6,7 +6,9 @@
 
 mod files;
 mod lock;
+mod replacement;
 mod system;
+mod temporary;
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -18,6 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) use files::{FileSystem, FolderId, LocalFileSystem, OutputFile};
 pub(crate) use lock::FileLock;
+pub use replacement::{Replacement, ReplacementFolder};
 
 use self::system::Access;
 use crate::io::local_archive::LocalArchive;
@@ -59,7 +62,7 @@ impl Disk {
     /// Creates a temporary file that will have the name `target`, and the folders above it.
     pub(crate) fn create_temporary(&self, target: &Path) -> io::Result<NewFile> {
         self.make_folders(parent(target)?)?;
-        NewFile::create_beside(self.clone(), target, TEMPORARY_PREFIX, true)
+        NewFile::create_beside(self.clone(), target)
     }
 
     /// Creates a file with these bytes, durably. Returns false if the name is taken.
@@ -240,31 +243,25 @@ const WRITEBACK_BYTES: u64 = 4 << 20;
 pub(crate) struct NewFile {
     disk: Disk,
     output: Box<dyn OutputFile>,
-    is_durable: bool,
     temporary: PathBuf,
     is_removed: bool,
     target: PathBuf,
 }
 
 impl NewFile {
-    /// Creates a temporary file next to `target`. Its name starts with `prefix`.
-    fn create_beside(
-        disk: Disk,
-        target: &Path,
-        prefix: &str,
-        is_durable: bool,
-    ) -> io::Result<Self> {
+    /// Creates a temporary file next to `target`.
+    fn create_beside(disk: Disk, target: &Path) -> io::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let folder = parent(target)?;
         loop {
             let number = NEXT.fetch_add(1, Ordering::Relaxed);
-            let name = format!("{prefix}{}-{number}", std::process::id());
+            let name = format!("{TEMPORARY_PREFIX}{}-{number}", std::process::id());
             let temporary = folder.join(name);
             match disk.files.create(&temporary) {
                 Ok(output) => {
                     let target = target.to_owned();
                     let is_removed = false;
-                    return Ok(Self { disk, output, is_durable, temporary, is_removed, target });
+                    return Ok(Self { disk, output, temporary, is_removed, target });
                 }
                 // A killed process with the same ID left this file behind.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
@@ -280,11 +277,7 @@ impl NewFile {
 
     /// Returns a writer at an offset. Several writers may write at different offsets at once.
     pub(crate) fn at(&self, offset: u64) -> impl Write + Send + use<'_> {
-        PositionedWriter { output: &*self.output, progress: self.progress(offset) }
-    }
-
-    fn progress(&self, offset: u64) -> Progress {
-        Progress { offset, writeback_start: self.is_durable.then_some(offset) }
+        PositionedWriter { output: &*self.output, progress: Progress::new(offset, true) }
     }
 
     /// Gives the file its final name, durably.
@@ -321,90 +314,6 @@ impl Drop for NewFile {
     }
 }
 
-/// A file of the user that replaces the one of its name when it is [committed](Self::commit).
-///
-/// Until then it has a temporary name in the same folder. If it is dropped, the old file stays.
-#[derive(Debug)]
-pub struct Replacement {
-    new: NewFile,
-    progress: Progress,
-}
-
-impl Replacement {
-    /// Creates a temporary file that will replace `target`.
-    ///
-    /// If `is_durable` is set, the file is on the disk after the commit. If `target` is a symbolic link, the file that
-    /// it points to is replaced. The new file gets the permissions of the old one.
-    ///
-    /// # Errors
-    ///
-    /// Errors of the system; `InvalidInput` if `target` exists and is not a regular file.
-    pub fn create(target: &Path, is_durable: bool) -> io::Result<Self> {
-        let target = match target.canonicalize() {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => target.to_owned(),
-            resolved => resolved?,
-        };
-        let old = optional(target.metadata())?;
-        if old.as_ref().is_some_and(|old| !old.is_file()) {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
-        }
-        let disk = Disk::at(parent(&target)?.to_owned());
-        let new = Self::create_on(disk, &target, is_durable)?;
-        if let Some(old) = old {
-            fs::set_permissions(&new.new.temporary, old.permissions())?;
-        }
-        Ok(new)
-    }
-
-    pub(crate) fn create_on(disk: Disk, target: &Path, is_durable: bool) -> io::Result<Self> {
-        let new = NewFile::create_beside(disk, target, ".tssd-", is_durable)?;
-        Ok(Self { progress: new.progress(0), new })
-    }
-
-    /// Preallocates `len` bytes.
-    pub fn preallocate(&self, len: u64) {
-        self.new.preallocate(len);
-    }
-
-    /// Returns a writer at an offset. Several writers may write at different offsets at once.
-    pub fn at(&self, offset: u64) -> impl Write + Send + use<'_> {
-        self.new.at(offset)
-    }
-
-    /// Replaces the file of this name. A durable file is on the disk when the call returns.
-    ///
-    /// # Errors
-    ///
-    /// Errors of the system.
-    pub fn commit(mut self) -> io::Result<()> {
-        let new = &mut self.new;
-        if new.is_durable {
-            new.output.sync()?;
-        }
-        new.disk.files.rename(&new.temporary, &new.target)?;
-        new.is_removed = true;
-        if new.is_durable { new.disk.files.sync_folder(parent(&new.target)?) } else { Ok(()) }
-    }
-}
-
-/// The path of the temporary file.
-impl AsRef<Path> for Replacement {
-    fn as_ref(&self) -> &Path {
-        &self.new.temporary
-    }
-}
-
-/// Writes one byte after the other, from the beginning of the file.
-impl Write for Replacement {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.progress.write(&*self.new.output, bytes)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
 /// State of a sequential write.
 #[derive(Debug)]
 struct Progress {
@@ -414,6 +323,10 @@ struct Progress {
 }
 
 impl Progress {
+    fn new(offset: u64, is_durable: bool) -> Self {
+        Self { offset, writeback_start: is_durable.then_some(offset) }
+    }
+
     fn write(&mut self, output: &dyn OutputFile, bytes: &[u8]) -> io::Result<usize> {
         let written = output.write_at(bytes, self.offset)?;
         self.offset += u64::try_from(written).map_err(io::Error::other)?;

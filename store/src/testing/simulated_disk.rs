@@ -56,8 +56,6 @@ pub(crate) enum Change {
     AddName { folder: Inode, name: String, inode: Inode, is_folder: bool },
     /// A name is removed from a folder.
     RemoveName { folder: Inode, name: String },
-    /// A file or folder is renamed within its folder.
-    Rename { folder: Inode, from: String, to: String },
 }
 
 /// The part of a change that has become durable.
@@ -85,9 +83,7 @@ impl Change {
     fn inode(&self) -> Inode {
         match self {
             Self::Write { file, .. } | Self::Extend { file, .. } => *file,
-            Self::AddName { folder, .. }
-            | Self::RemoveName { folder, .. }
-            | Self::Rename { folder, .. } => *folder,
+            Self::AddName { folder, .. } | Self::RemoveName { folder, .. } => *folder,
         }
     }
 
@@ -138,12 +134,6 @@ impl Tree {
                 self.0.entry(*inode).or_insert_with(node);
             }
             Change::RemoveName { folder, name } => drop(self.names(*folder).remove(name)),
-            Change::Rename { folder, from, to } => {
-                let names = self.names(*folder);
-                if let Some(inode) = names.remove(from) {
-                    names.insert(to.clone(), inode);
-                }
-            }
         }
     }
 
@@ -308,16 +298,6 @@ impl FileSystem for SimulatedFiles {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
         state.change(Change::AddName { folder, name, inode, is_folder: false });
-        Ok(())
-    }
-
-    fn rename(&self, path: &Path, name: &Path) -> io::Result<()> {
-        let mut state = self.state();
-        state.tree.find(path)?;
-        let ((folder, from), (other, to)) =
-            (state.tree.parent_and_name(path)?, state.tree.parent_and_name(name)?);
-        assert_eq!(folder, other, "nothing is moved from folder to folder");
-        state.change(Change::Rename { folder, from, to });
         Ok(())
     }
 

@@ -28,9 +28,6 @@ pub(crate) trait FileSystem: Debug + Send + Sync {
     /// Adds a name to a file. Fails if the name is taken.
     fn link(&self, path: &Path, name: &Path) -> io::Result<()>;
 
-    /// Renames a file, and replaces the file that has the new name.
-    fn rename(&self, path: &Path, name: &Path) -> io::Result<()>;
-
     /// Removes a name of a file.
     fn remove(&self, path: &Path) -> io::Result<()>;
 
@@ -98,10 +95,6 @@ impl FileSystem for LocalFileSystem {
 
     fn link(&self, path: &Path, name: &Path) -> io::Result<()> {
         fs::hard_link(path, name)
-    }
-
-    fn rename(&self, path: &Path, name: &Path) -> io::Result<()> {
-        fs::rename(path, name)
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {

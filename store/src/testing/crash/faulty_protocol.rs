@@ -114,10 +114,6 @@ impl FileSystem for FaultyFiles {
         if is_omitted { Ok(()) } else { self.inner.sync_folder(path) }
     }
 
-    fn rename(&self, path: &Path, name: &Path) -> io::Result<()> {
-        self.inner.rename(path, name)
-    }
-
     fn remove(&self, path: &Path) -> io::Result<()> {
         self.inner.remove(path)
     }

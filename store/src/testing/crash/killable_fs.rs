@@ -47,11 +47,6 @@ impl FileSystem for KillableFs {
         self.inner.link(path, name)
     }
 
-    fn rename(&self, path: &Path, name: &Path) -> io::Result<()> {
-        self.budget.count_call()?;
-        self.inner.rename(path, name)
-    }
-
     fn remove(&self, path: &Path) -> io::Result<()> {
         self.budget.count_call()?;
         self.inner.remove(path)

@@ -105,7 +105,7 @@ pub(crate) fn defer_removal(path: &Path) -> Option<DeferredDrop<File>> {
 
 /// Does nothing: on other systems the blocks are freed at once.
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn defer_removal(_path: &Path) -> Option<Parting<File>> {
+pub(crate) fn defer_removal(_path: &Path) -> Option<DeferredDrop<File>> {
     None
 }
 
@@ -135,6 +135,117 @@ pub(crate) fn start_writeback(file: &File, range: Range<u64>) {
 /// Does nothing: on other systems the sync starts the writeback.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn start_writeback(_file: &File, _range: Range<u64>) {}
+
+/// Returns the ID of the boot of this machine, which no other machine and no other boot has.
+#[cfg(target_os = "linux")]
+pub(crate) fn boot_id() -> Option<String> {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()
+}
+
+/// Returns `None`: other systems have no such ID.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn boot_id() -> Option<String> {
+    None
+}
+
+/// Creates a file without a name in a folder. Returns `None` if the file system cannot, or if the file could not be
+/// named later.
+#[cfg(target_os = "linux")]
+pub(crate) fn create_unnamed(folder: &Path) -> io::Result<Option<File>> {
+    let flags = OFlags::WRONLY | OFlags::TMPFILE | OFlags::CLOEXEC;
+    match rustix::fs::open(folder, flags, Mode::from_raw_mode(0o666)) {
+        // A process without `/proc` cannot name the file.
+        Ok(file) => Ok(Some(File::from(file)).filter(|file| descriptor_path(file).exists())),
+        // These are the errors of file systems and of kernels that do not know the flag.
+        Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::NOENT | Errno::INVAL) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Returns `None`: other systems have no files without names.
+#[cfg(not(target_os = "linux"))]
+#[expect(clippy::unnecessary_wraps, reason = "Linux reports errors")]
+pub(crate) fn create_unnamed(_folder: &Path) -> io::Result<Option<File>> {
+    Ok(None)
+}
+
+/// Gives a file of [`create_unnamed`] a name. Fails if the name is taken.
+#[cfg(target_os = "linux")]
+pub(crate) fn link_unnamed(file: &File, name: &Path) -> io::Result<()> {
+    use rustix::fs::{AtFlags, CWD};
+    Ok(rustix::fs::linkat(CWD, descriptor_path(file), CWD, name, AtFlags::SYMLINK_FOLLOW)?)
+}
+
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn link_unnamed(_file: &File, _name: &Path) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+#[cfg(target_os = "linux")]
+fn descriptor_path(file: &File) -> std::path::PathBuf {
+    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
+}
+
+/// Exchanges two names in one step. Returns false if the file system cannot.
+#[cfg(target_os = "linux")]
+pub(crate) fn exchange(one: &Path, other: &Path) -> io::Result<bool> {
+    use rustix::fs::{CWD, RenameFlags};
+    match rustix::fs::renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE) {
+        Ok(()) => Ok(true),
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+#[expect(clippy::unnecessary_wraps, reason = "Linux reports errors")]
+pub(crate) fn exchange(_one: &Path, _other: &Path) -> io::Result<bool> {
+    Ok(false)
+}
+
+/// Opens a folder, to lock it.
+pub(crate) fn open_folder(path: &Path) -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(File::from(rustix::fs::open(path, flags, Mode::empty())?))
+}
+
+/// Opens a regular file or a folder of this user, to lock it.
+pub(crate) fn open_own(path: &Path) -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    let metadata = file.metadata()?;
+    let is_own = metadata.uid() == rustix::process::geteuid().as_raw();
+    if is_own && (metadata.is_file() || metadata.is_dir()) {
+        Ok(file)
+    } else {
+        Err(io::ErrorKind::PermissionDenied.into())
+    }
+}
+
+/// Gives a new file the mode, the owner and the group of an old one, as far as the system permits.
+///
+/// If the group cannot be the old one, it gets no permission that others do not have.
+pub(crate) fn copy_attributes(old: &Metadata, new: &File) -> io::Result<()> {
+    use std::os::unix::fs::{PermissionsExt, fchown};
+    let created = new.metadata()?;
+    if created.uid() != old.uid() {
+        let _forbidden = fchown(new, Some(old.uid()), None);
+    }
+    if created.gid() != old.gid() {
+        let _forbidden = fchown(new, None, Some(old.gid()));
+    }
+    let mut mode = old.mode() & 0o7777;
+    if new.metadata()?.gid() != old.gid() {
+        let others = mode & 0o007;
+        mode = (mode & 0o707) | (mode & others << 3);
+    }
+    new.set_permissions(std::fs::Permissions::from_mode(mode))
+}
+
+/// Returns the error of the system for a folder in place of a file.
+pub(crate) fn is_a_directory() -> io::Error {
+    Errno::ISDIR.into()
+}
 
 #[cfg(test)]
 mod tests {

@@ -27,6 +27,11 @@ use crate::numpy::Numpy;
 use crate::slice::{TensorShard, box_index, local_offsets};
 use crate::torch::Torch;
 
+/// DTensors whose local tensor is a wrapper.
+mod sharded_wrapper;
+
+use self::sharded_wrapper::is_sharded_wrapper;
+
 /// Attribute with the `_metadata` of ordered dicts: a JSON object whose keys are their paths.
 pub(crate) const MODULE_METADATA_ATTR: &str = "tssd.module_metadata";
 
@@ -290,6 +295,9 @@ impl<'py, 'a> ObjectBuilder<'py, 'a> {
         tag: ClassTag,
         children: &'n [(Step, Node)],
     ) -> Result<Bound<'py, PyAny>> {
+        if is_sharded_wrapper(tag, children) {
+            return self.build_sharded_wrapper(path, tag, children);
+        }
         let plain = if let TaggedClass::Set | TaggedClass::FrozenSet = tag.class() {
             let elements = PyList::empty(self.py);
             for (step, _) in children {
@@ -503,7 +511,11 @@ impl<'py, 'a> ObjectBuilder<'py, 'a> {
             let mesh_shape = PyTuple::new(self.py, place.slice().mesh_shape())?;
             let coordinates =
                 place.slice().coordinates().map(|at| PyTuple::new(self.py, at)).transpose()?;
-            helper.call_method1("check_mesh", (mesh, mesh_shape, coordinates))?;
+            let mismatch =
+                helper.call_method1("find_mesh_mismatch", (mesh, mesh_shape, coordinates))?;
+            if let Some(message) = mismatch.extract::<Option<String>>()? {
+                return Err(BindingError::new("MeshMismatch", message).into());
+            }
             if covers_rank(place.slice(), placements, &slices) {
                 let placements: Vec<_> = placements.iter().map(encode_placement).collect();
                 let global_shape = PyTuple::new(self.py, place.slice().global_shape())?;

@@ -36,6 +36,11 @@ impl Refusal {
     pub(crate) fn into_untyped_leaf(self) -> BindingError {
         BindingError::untyped_leaf(self.message, self.advice)
     }
+
+    /// Returns the error of a load.
+    pub(crate) fn into_feature_missing(self) -> BindingError {
+        BindingError::new("FeatureMissing", self.message).advice(self.advice)
+    }
 }
 
 /// Decomposes an object into a plain object with a class tag; `None` for objects of other classes.
@@ -50,6 +55,18 @@ pub(crate) fn decompose<'py>(
     }
     let tagged = found.hasattr(intern!(py, "plain"))?;
     Ok(Some(if tagged { Ok(found.extract()?) } else { Err(found.extract()?) }))
+}
+
+/// Returns the decomposed wrapper of a `StackedWrapper`; `None` for any other object.
+pub(crate) fn stacked_wrapper<'py>(
+    object: &Bound<'py, PyAny>,
+) -> Result<Option<TaggedObject<'py>>> {
+    let py = object.py();
+    let class = py.import(intern!(py, "tssd._classes"))?.getattr(intern!(py, "StackedWrapper"))?;
+    if !object.is_instance(&class)? {
+        return Ok(None);
+    }
+    Ok(Some(object.getattr(intern!(py, "tagged"))?.extract()?))
 }
 
 /// Returns an object of a subclass of a builtin class as an object of that class; `None` for any other object.
@@ -70,10 +87,19 @@ pub(crate) fn compose<'py>(tag: ClassTag, plain: &Bound<'py, PyAny>) -> Result<B
     let classes = py.import(intern!(py, "tssd._classes"))?;
     let arguments = (tag.class().name(), tag.parameter(), plain);
     let object = classes.call_method1(intern!(py, "compose"), arguments)?;
-    if object.is_instance(&classes.getattr(intern!(py, "Refusal"))?)? {
-        let refusal: Refusal = object.extract()?;
-        let error = BindingError::new("FeatureMissing", refusal.message).advice(refusal.advice);
-        return Err(error.into());
+    reject_refusal(object)
+}
+
+/// Returns an object that Python made from stored values.
+///
+/// # Errors
+///
+/// `FeatureMissing` if the object is a `Refusal`.
+pub(crate) fn reject_refusal(object: Bound<'_, PyAny>) -> Result<Bound<'_, PyAny>> {
+    let py = object.py();
+    let class = py.import(intern!(py, "tssd._classes"))?.getattr(intern!(py, "Refusal"))?;
+    if object.is_instance(&class)? {
+        return Err(object.extract::<Refusal>()?.into_feature_missing().into());
     }
     Ok(object)
 }

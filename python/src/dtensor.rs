@@ -52,6 +52,25 @@ pub(crate) fn declares_chunks(tensor: &Bound<'_, PyAny>) -> Result<bool> {
     Ok(local.hasattr(intern!(py, "__create_chunk_list__"))?)
 }
 
+/// Decomposes a tensor that wraps tensors, or a DTensor of one; `None` for other tensors.
+///
+/// The tensor is neither a `torch.Tensor` nor a `Parameter`.
+pub(crate) fn decompose_wrapper<'py>(
+    tensor: &Bound<'py, PyAny>,
+) -> Result<Option<TaggedObject<'py>>> {
+    let py = tensor.py();
+    let helper = py.import(intern!(py, "tssd._torch"))?;
+    let parts = helper.call_method1(intern!(py, "decompose_wrapper"), (tensor,))?;
+    if parts.is_none() {
+        return Ok(None);
+    }
+    if parts.get_type().name()? == "Tagged" {
+        return Ok(Some(parts.extract()?));
+    }
+    let (message, advice): (String, String) = parts.extract()?;
+    Err(BindingError::untyped_leaf(message, advice).into())
+}
+
 /// Decomposes a tensor whose class is neither `torch.Tensor` nor `Parameter`.
 pub(crate) fn decompose<'py>(tensor: &Bound<'py, PyAny>) -> Result<TensorSubclass<'py>> {
     let py = tensor.py();
@@ -112,7 +131,7 @@ impl DTensorParts<'_> {
     }
 }
 
-fn parse_placement((name, dim, split_factor): &PlacementTuple) -> Placement {
+pub(crate) fn parse_placement((name, dim, split_factor): &PlacementTuple) -> Placement {
     match name.as_str() {
         "Replicate" => Placement::Replicate,
         "Shard" => Placement::Shard { dim: *dim },

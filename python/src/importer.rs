@@ -164,6 +164,19 @@ impl<'py> TargetImporter<'py> {
         Ok(Some((Some(format_dtype), shape)))
     }
 
+    /// Decomposes a tensor that wraps tensors, or a DTensor of one; `None` for any other object.
+    pub(crate) fn decompose_wrapper(
+        &self,
+        object: &Bound<'py, PyAny>,
+    ) -> Result<Option<TaggedObject<'py>>> {
+        match &self.0.torch {
+            Some(torch) if torch.is_tensor(object)? && !torch.is_builtin_class(object)? => {
+                dtensor::decompose_wrapper(&dtensor::wait_for_collective(object)?)
+            }
+            _ => Ok(None),
+        }
+    }
+
     /// Returns the tensors of an object, to be filled with elements of the stored dtype.
     ///
     /// A tensor that cannot be filled directly is replaced by staging memory.

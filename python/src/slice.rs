@@ -57,10 +57,16 @@ impl TensorSlice {
     ///         DTensor is Partial.
     #[classmethod]
     fn from_dtensor(_class: &Bound<'_, PyType>, t: &Bound<'_, PyAny>) -> Result<Self> {
-        let TensorSubclass::DTensor(parts) = dtensor::decompose(t)? else {
-            return Err(Error::new(ErrorKind::NotABox)
-                .with_detail("its local tensors name their own offsets")
-                .into());
+        let parts = match dtensor::decompose(t)? {
+            TensorSubclass::DTensor(parts) => parts,
+            TensorSubclass::Chunks(_) => {
+                let detail = "its local tensors name their own offsets";
+                return Err(Error::new(ErrorKind::NotABox).with_detail(detail).into());
+            }
+            TensorSubclass::Wrapper(_) => {
+                let detail = "it wraps tensors, which have slices of their own";
+                return Err(Error::new(ErrorKind::NotABox).with_detail(detail).into());
+            }
         };
         let mesh = MeshCache::default().get_or_convert(&parts.mesh)?;
         let (_, mut slices) = parts.slices(&mesh)?;

@@ -351,6 +351,8 @@ impl Store {
     ///     into: tensors to fill in place: a nested dict of tensors, views, DTensors of any mesh and placement,
     ///         TensorShards or writable arrays, matched by the fqns of the leaves. Other leaves in its dicts and
     ///         lists are replaced by the stored leaf of that fqn; by a pickled one only with `allow_pickle`.
+    ///         Of a tensor that wraps tensors, the inner tensors are filled: it must agree with the stored one in all but
+    ///         their elements, and a DTensor of such tensors must have the stored sharding.
     ///         None: whole tensors. A tensor is a view of the stored bytes if one stored slice contains all of it.
     ///         A view is copy-on-write: a write to it changes the data of no other reader. It retains the version
     ///         as long as it is alive. Views that are arrays of numpy are read-only. A forked process has the views
@@ -377,6 +379,7 @@ impl Store {
     ///     TssdKeyError: the key, version or leaf does not exist.
     ///     TssdKeyError, TssdTypeError, TssdValueError: names, dtypes or shapes differ. Nothing was written. The
     ///         message lists the differences: the first 10, and the number of the others.
+    ///     TssdValueError: without `into`, a DTensor of tensors that wrap tensors is stored in several parts.
     ///     TssdCorruptError: bytes are damaged.
     #[pyo3(signature = (key, into=None, *, version=None, writer=None, names=None, strict=true, cast=false, copy=false, verify=true, require_transport=None, return_report=false, allow_pickle=false, timeout=None))]
     #[expect(
@@ -525,7 +528,7 @@ impl Store {
     ///
     /// Args:
     ///     key: the name.
-    ///     into: a tensor to fill in place.
+    ///     into: a tensor to fill in place, which can wrap tensors.
     ///     fqn: the leaf of the state dict. None: the value that was put with `put`.
     ///     tensor_slice: the part of the tensor. None: the whole tensor, or the part that `into` describes.
     ///     version, writer, verify, require_transport, timeout: as for `get_state_dict`.

@@ -26,6 +26,7 @@ collect_ignore = (
         "test_store_torch.py",
         "test_torch.py",
         "test_torchstore.py",
+        "test_wrappers.py",
     ]
 ) + ([] if HAS_MOTO else ["test_bucket.py"])
 

@@ -38,6 +38,13 @@ class Tagged(NamedTuple):
     plain: Any
 
 
+class StackedWrapper:
+    """A wrapper that is the local tensor of a DTensor, decomposed. Its inner tensors are stacked over the mesh."""
+
+    def __init__(self, tagged: Tagged) -> None:
+        self.tagged = tagged
+
+
 # The factories of `defaultdict`, by their number in the format.
 _FACTORIES: tuple[Callable[[], Any] | None, ...] = (
     None,
@@ -62,6 +69,10 @@ _contexts: dict[str, type] = {}
 _wrappers: dict[str, type[torch.Tensor]] = {}
 
 _REQUIRES_GRAD, _PARAMETER = 1, 2
+
+# The class name in the node of a DTensor whose local tensor is a wrapper, and the name of its one inner tensor: section 5
+# of the specification.
+DTENSOR, LOCAL_TENSOR = "torch.distributed.tensor.DTensor", "_local_tensor"
 
 
 # ---- Registries ----------------------------------------------------------------------------------
@@ -227,6 +238,7 @@ _DECOMPOSE: dict[type, Callable[[Any], Tagged | Refusal]] = {
     datetime.date: lambda value: Tagged("datetime.date", 0, value.isoformat()),
     datetime.time: _time,
     datetime.datetime: _time,
+    StackedWrapper: lambda value: value.tagged,
 }
 _PATHS = ("PurePosixPath", "PosixPath", "PureWindowsPath", "WindowsPath")
 for _name in _PATHS:
@@ -267,17 +279,73 @@ def flatten(tensor: Any) -> Tagged | Refusal | None:
     names, context = tensor.__tensor_flatten__()
     if not names:
         return Refusal(f"a tensor of class {name} cannot be stored: it has no inner tensors", "store what it is made of")
-    torch = sys.modules["torch"]
+    return make_wrapper(tensor, name, {inner: getattr(tensor, inner) for inner in names}, context)
+
+
+def make_wrapper(tensor: torch.Tensor, name: str, tensors: dict[str, Any], context: object) -> Tagged:
+    """Returns the plain value of a wrapper: its inner tensors and its context, and the properties of `tensor`."""
+    import torch
+
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     flags = _REQUIRES_GRAD * tensor.requires_grad + _PARAMETER * is_parameter
     plain = {
         "class": name,
-        "tensors": {inner: getattr(tensor, inner) for inner in names},
+        "tensors": tensors,
         "context": context,
         "size": torch.Size(tensor.shape),
         "stride": torch.Size(tensor.stride()),
     }
     return Tagged("wrapper", flags, plain)
+
+
+def find_difference(
+    own: dict[str, Any], stored: dict[str, Any], allow_pickle: bool
+) -> tuple[str, str, str] | None:
+    """Compares a wrapper that is to be filled with the stored one.
+
+    Args:
+        own: the plain value of the wrapper that is to be filled.
+        stored: the plain value of the stored wrapper, with the names of the inner tensors in place of the tensors.
+        allow_pickle: whether the context may contain objects that are pickled.
+
+    Returns:
+        None if all of them agree: class, context, size, stride and names of the inner tensors. Otherwise the kind of
+        the error, its message and the advice.
+    """
+    from ._tssd import save
+
+    def differs(field: str) -> bool:
+        own_bytes, stored_bytes = (save({field: each[field]}, allow_pickle=allow_pickle) for each in (own, stored))
+        return own_bytes != stored_bytes
+
+    own_class, stored_class = own["class"], stored["class"]
+    if DTENSOR in (own_class, stored_class) and (own_class != stored_class or differs("context")):
+        message = f"it is stored as {_sharding(stored)}, and `into` has {_sharding(own)}"
+        return "MeshMismatch", message, "give the stored sharding: a tensor that wraps tensors is not resharded"
+    if own_class != stored_class:
+        message = f"it is stored as a tensor of class {stored_class}, and `into` has one of class {own_class}"
+        return "WrongType", message, "give a tensor of the stored class"
+    if set(own["tensors"]) != set(stored["tensors"]):
+        message = f"it is stored with the inner tensors {stored['tensors']}, and `into` has {list(own['tensors'])}"
+        return "WrongType", message, "give a tensor that is quantized in the same way"
+    if differs("context"):
+        message = f"it is stored with the context {stored['context']}, and `into` has {own['context']}"
+        return "WrongType", message, "give a tensor that is quantized in the same way"
+    for field in ("size", "stride"):
+        if differs(field):
+            message = f"it is stored with the {field} {list(stored[field])}, and `into` has {list(own[field])}"
+            return "SliceMismatch", message, "give a tensor of the stored shape and strides"
+    return None
+
+
+def _sharding(wrapper: dict[str, Any]) -> str:
+    if wrapper["class"] != DTENSOR:
+        return "a tensor that is not sharded"
+    parts = [
+        f"{name}({dim}) in {count}" if factor == 1 else f"{name}({dim}, {factor}) in {count}"
+        for name, dim, factor, count in wrapper["context"]
+    ]
+    return f"a DTensor with {' and '.join(parts)} parts" if parts else "a DTensor that each rank has whole"
 
 
 # ---- Loading -------------------------------------------------------------------------------------
@@ -286,21 +354,27 @@ def flatten(tensor: Any) -> Tagged | Refusal | None:
 def compose(name: str, parameter: int, plain: Any) -> Any:
     """Returns the object of a plain value with a class tag, or a `Refusal`."""
     if name == "wrapper":
-        return _unflatten(parameter, plain)
+        return unflatten(parameter, plain)
     if name == "registered":
         return _registered(plain)
     return _COMPOSE[name](parameter, plain)
 
 
-def _unflatten(flags: int, plain: dict[str, Any]) -> Any:
-    import torch
-
+def unflatten(flags: int, plain: dict[str, Any]) -> torch.Tensor | Refusal:
+    """Returns the wrapper of its plain value."""
     name = plain["class"]
     cls = _wrappers.get(name)
     if cls is None:
         call = "tssd.register_torchao()" if name.startswith("torchao.") else "tssd.register_wrapper"
         return Refusal(f"a tensor of class {name} cannot be loaded: the class is not registered", f"call {call} first")
     tensor = cls.__tensor_unflatten__(plain["tensors"], plain["context"], plain["size"], tuple(plain["stride"]))  # type: ignore[attr-defined]
+    return with_flags(tensor, flags)
+
+
+def with_flags(tensor: torch.Tensor, flags: int) -> torch.Tensor:
+    """Returns a tensor as a parameter or one that requires a gradient, as the flags of a wrapper say."""
+    import torch
+
     requires_grad = bool(flags & _REQUIRES_GRAD)
     if flags & _PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad)

@@ -10,7 +10,8 @@ use serde_json::Value as Json;
 use serde_json::map::Entry;
 use tssd_format::{
     Archive, AttrValue, Attrs, Container, ManifestContent, MapKey, Node, ObjectPath, Region,
-    ShardFile, Step, StorageReference, TensorMeta, TensorReference, TensorSlice, ZSTD_LEVEL_ATTR,
+    ShardFile, Step, StorageReference, TaggedClass, TensorMeta, TensorReference, TensorSlice,
+    ZSTD_LEVEL_ATTR,
 };
 
 use crate::ledger::{ArchiveDigest, WriterSet};
@@ -99,7 +100,8 @@ pub(crate) fn merge(
     let nodes: Vec<WriterNode<'_>> =
         contributions.iter().map(|each| each.writer).zip(&roots).collect();
     let divergent = options.divergent;
-    let mut merger = Merger { storages: &ids, divergent, ties: BTreeMap::new() };
+    let mut merger =
+        Merger { storages: &ids, divergent, is_in_wrapper: false, ties: BTreeMap::new() };
     let mut root = merger.merge_node(&ObjectPath::root(), &nodes)?;
     let storages = ids.compact(&mut root);
     let shards: Vec<ShardFile> = contributions.iter().map(WriterArchive::shard_file).collect();
@@ -305,6 +307,8 @@ fn has_overlapping_elements(meta: &TensorMeta) -> bool {
 struct Merger<'a> {
     storages: &'a StorageIds<'a>,
     divergent: DivergencePolicy,
+    /// Whether the nodes are inside a tensor wrapper, which is merged as a whole.
+    is_in_wrapper: bool,
     /// For each storage of a merged plain tensor, the storages of its leaves in all writers that hold them.
     ties: BTreeMap<u32, Vec<StorageByWriter>>,
 }
@@ -347,6 +351,39 @@ impl Merger<'_> {
                 self.merge_divergent(path, nodes)
             };
         }
+        if nodes.iter().all(|(_, node)| is_wrapper(node)) {
+            return self.merge_wrapper(path, container, nodes);
+        }
+        self.merge_entries(path, container, nodes)
+    }
+
+    /// Merges a tensor wrapper. All writers must have the same one, apart from the slices that they hold.
+    ///
+    /// Different wrappers without slices are a divergent leaf.
+    fn merge_wrapper(
+        &mut self,
+        path: &ObjectPath,
+        container: &Container,
+        nodes: &[WriterNode<'_>],
+    ) -> Result<Node, String> {
+        let is_inner = std::mem::replace(&mut self.is_in_wrapper, true);
+        let merged = self.merge_entries(path, container, nodes);
+        self.is_in_wrapper = is_inner;
+        match merged {
+            Err(_) if !is_inner && !nodes.iter().any(|(_, node)| has_slices(node)) => {
+                self.merge_divergent(path, nodes)
+            }
+            merged => merged,
+        }
+    }
+
+    /// Merges the entries of containers of one kind.
+    fn merge_entries(
+        &mut self,
+        path: &ObjectPath,
+        container: &Container,
+        nodes: &[WriterNode<'_>],
+    ) -> Result<Node, String> {
         // Ordered by writer, then by insertion.
         let mut children: IndexMap<&Step, Vec<WriterNode<'_>>> = IndexMap::new();
         for (writer, node) in nodes {
@@ -363,7 +400,8 @@ impl Merger<'_> {
             Container::Tagged(tag) => tag.is_open_dict(),
             _ => false,
         };
-        if !is_dict && children.values().any(|holders| holders.len() < nodes.len()) {
+        let is_open = is_dict && !self.is_in_wrapper;
+        if !is_open && children.values().any(|holders| holders.len() < nodes.len()) {
             return Err(disagreement(path, nodes, "different numbers of elements"));
         }
         let mut merged = Vec::with_capacity(children.len());
@@ -486,6 +524,14 @@ impl Merger<'_> {
     }
 
     fn merge_divergent(&self, path: &ObjectPath, nodes: &[WriterNode<'_>]) -> Result<Node, String> {
+        if self.is_in_wrapper {
+            // One writer's value would not belong to the slices of another writer.
+            return Err(disagreement(
+                path,
+                nodes,
+                "different values in a tensor that wraps tensors",
+            ));
+        }
         match self.divergent {
             DivergencePolicy::Error => Err(disagreement(
                 path,
@@ -506,6 +552,22 @@ impl Merger<'_> {
 /// Returns the slice of a global tensor that a reference holds.
 fn tensor_slice(reference: &TensorReference) -> &TensorSlice {
     reference.shard_spec.as_ref().expect("the reference is a slice").slice()
+}
+
+/// Returns whether a node is a tensor wrapper.
+fn is_wrapper(node: &Node) -> bool {
+    let Node::Container(Container::Tagged(tag), _) = node else { return false };
+    tag.class() == TaggedClass::Wrapper
+}
+
+/// Returns whether a tree has a slice of a global tensor.
+fn has_slices(node: &Node) -> bool {
+    match node {
+        Node::Container(_, children) => children.iter().any(|(_, child)| has_slices(child)),
+        Node::Tensors(references) => references.iter().any(|each| each.shard_spec.is_some()),
+        Node::Distributed(_) => true,
+        Node::Leaf(_) | Node::StoredLeaf(..) => false,
+    }
 }
 
 /// Calls `visit` for every storage number in a tree.

@@ -16,12 +16,18 @@ use tssd_store::plan::TensorLeaf;
 use tssd_store::{GetOptions, GetReport, ReceiveReport, Receiver, Target, TargetMemory};
 
 use crate::builder::{Framework, ObjectBuilder};
+use crate::classes;
 use crate::device::{DeviceRegions, DeviceTarget};
 use crate::error::{BindingError, Failure, Result};
 use crate::importer::{StagingPairs, TargetImporter, namedtuple_fields, to_map_key};
 use crate::leaf_import::is_floating;
 use crate::store::connection::{Connection, VersionRead};
 use crate::store::loaded_tree::LoadedTree;
+
+/// Comparison of wrappers in `into` with the stored ones.
+mod wrapper;
+
+use self::wrapper::{TENSORS_KEY, WrapperTarget};
 
 /// A batch is filled once its staging tensors have this many bytes.
 const BATCH_STAGED_BYTES: u64 = 512 << 20;
@@ -63,6 +69,8 @@ struct Leaf<'py> {
     dtype: Option<Dtype>,
     /// The global shape, in elements.
     shape: Vec<u64>,
+    /// Whether a wrapper has it: it is not cast.
+    is_in_wrapper: bool,
 }
 
 /// The position in `into` of a leaf that is not a tensor.
@@ -78,7 +86,9 @@ struct LeafCollector<'a, 'py> {
     importer: &'a TargetImporter<'py>,
     path: Vec<Step>,
     tensors: Vec<Leaf<'py>>,
+    wrappers: Vec<WrapperTarget<'py>>,
     slots: Vec<Slot<'py>>,
+    is_in_wrapper: bool,
 }
 
 /// The container of an object, if its items can be replaced, and the key or index of the object in it.
@@ -86,10 +96,14 @@ type Parent<'a, 'py> = Option<(&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>)>;
 
 impl<'a, 'py> LeafCollector<'a, 'py> {
     fn collect(importer: &'a TargetImporter<'py>, into: &Bound<'py, PyAny>) -> Result<Self> {
-        let mut leaves =
-            Self { importer, path: Vec::new(), tensors: Vec::new(), slots: Vec::new() };
+        let mut leaves = Self::new(importer);
         leaves.visit(into, None)?;
         Ok(leaves)
+    }
+
+    fn new(importer: &'a TargetImporter<'py>) -> Self {
+        let (path, tensors, wrappers, slots) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { importer, path, tensors, wrappers, slots, is_in_wrapper: false }
     }
 
     fn visit(&mut self, object: &Bound<'py, PyAny>, parent: Parent<'_, 'py>) -> Result<()> {
@@ -133,10 +147,14 @@ impl<'a, 'py> LeafCollector<'a, 'py> {
     }
 
     fn visit_leaf(&mut self, object: &Bound<'py, PyAny>, parent: Parent<'_, 'py>) -> Result<()> {
+        if let Some(parts) = self.importer.decompose_wrapper(object)? {
+            return self.visit_wrapper(object, parts.plain);
+        }
         let (found, fqn) = (self.importer.dtype_and_shape(object)?, || self.current_path().fqn());
         match (found, parent) {
             (Some((dtype, shape)), _) => {
-                let leaf = Leaf { fqn: fqn(), object: object.clone(), dtype, shape };
+                let (object, is_in_wrapper) = (object.clone(), self.is_in_wrapper);
+                let leaf = Leaf { fqn: fqn(), object, dtype, shape, is_in_wrapper };
                 self.tensors.push(leaf);
             }
             (None, Some((container, key))) => {
@@ -146,6 +164,34 @@ impl<'a, 'py> LeafCollector<'a, 'py> {
             }
             (None, None) => {}
         }
+        Ok(())
+    }
+
+    /// Visits the inner tensors of a wrapper.
+    fn visit_wrapper(
+        &mut self,
+        object: &Bound<'py, PyAny>,
+        plain: Bound<'py, PyAny>,
+    ) -> Result<()> {
+        let tensors = plain.get_item(TENSORS_KEY)?;
+        let wrapper =
+            WrapperTarget { fqn: self.current_path().fqn(), object: object.clone(), plain };
+        self.wrappers.push(wrapper);
+        let is_in_wrapper = std::mem::replace(&mut self.is_in_wrapper, true);
+        self.path.push(Step::Key(MapKey::from(TENSORS_KEY)));
+        for item in tensors.cast::<PyDict>()?.items().iter() {
+            let (name, inner) = (item.get_item(0)?, item.get_item(1)?);
+            let step = Step::Key(to_map_key(&name, MAX_DEPTH)?);
+            if let Some(parts) = classes::stacked_wrapper(&inner)? {
+                self.path.push(step);
+                self.visit_wrapper(object, parts.plain)?;
+                self.path.pop();
+            } else {
+                self.visit_child(step, &inner, None)?;
+            }
+        }
+        self.path.pop();
+        self.is_in_wrapper = is_in_wrapper;
         Ok(())
     }
 
@@ -180,8 +226,10 @@ pub(crate) fn fill_state_dict(
 ) -> Result<(FillResult, Differences)> {
     let py = into.py();
     let mut importer = TargetImporter::new(py)?;
-    let LeafCollector { tensors, slots, .. } = LeafCollector::collect(&importer, into)?;
-    let stored = read.reader.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
+    let LeafCollector { tensors, wrappers, slots, .. } = LeafCollector::collect(&importer, into)?;
+    let mut stored: BTreeMap<String, &Node> =
+        read.reader.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
+    wrapper::check_wrappers(read, &wrappers, &tensors, &mut stored, options.allow_pickle)?;
     let (leaves, differences) = match_leaves(tensors, &stored, options)?;
     let mut tagged = BTreeMap::new();
     collect_tagged(read.reader.structure(), &mut Vec::new(), &mut tagged);
@@ -190,21 +238,24 @@ pub(crate) fn fill_state_dict(
         let node = node.filter(|node| is_plain(node, options.allow_pickle))?;
         Some((Step::Key(MapKey::Str(slot.fqn.as_str().into())), Node::clone(node)))
     });
-    let values = read_values(py, read, plain.collect(), options.allow_pickle)?;
+    // None of the leaves is a tensor of torch. Values such as `torch.dtype` are made by torch regardless.
+    let values = read_values(py, read, plain.collect(), Framework::Numpy, options.allow_pickle)?;
     let filled = fill_leaves(py, read, &mut importer, leaves)?;
     for Slot { fqn, container, key } in slots {
         if let Some(value) = values.get_item(fqn)? {
             container.set_item(key, value)?;
         }
     }
+    increment_versions(py, wrappers.into_iter().map(|wrapper| wrapper.object).collect())?;
     Ok((filled, differences))
 }
 
-/// Reads leaves that are not tensors. Returns a dict of fqns to values.
+/// Reads leaves and containers. Returns a dict of fqns to values.
 fn read_values<'py>(
     py: Python<'py>,
     read: &VersionRead<'_>,
     leaves: Vec<(Step, Node)>,
+    framework: Framework,
     allow_pickle: bool,
 ) -> Result<Bound<'py, PyDict>> {
     if leaves.is_empty() {
@@ -212,9 +263,7 @@ fn read_values<'py>(
     }
     let root = Arc::new(Node::Container(Container::Dict, leaves));
     let version = LoadedTree::read(py, read, root, false)?;
-    // None of the leaves is a tensor of torch. Values such as `torch.dtype` are made by torch regardless.
-    let maker =
-        ObjectBuilder::new(py, &version, &version, Framework::Numpy).allow_pickle(allow_pickle);
+    let maker = ObjectBuilder::new(py, &version, &version, framework).allow_pickle(allow_pickle);
     Ok(maker.build_state_dict()?.cast_into()?)
 }
 
@@ -261,6 +310,13 @@ pub(crate) fn fill_tensor(
     fqn: &str,
 ) -> Result<()> {
     let mut importer = TargetImporter::new(into.py())?;
+    if let Some(parts) = importer.decompose_wrapper(into)? {
+        let mut leaves = LeafCollector::new(&importer);
+        leaves.path.push(Step::Key(MapKey::from(fqn)));
+        leaves.visit_wrapper(into, parts.plain)?;
+        let LeafCollector { tensors, wrappers, .. } = leaves;
+        return fill_wrapper(read, &mut importer, fqn, tensors, wrappers);
+    }
     let (dtype, shape) = importer.dtype_and_shape(into)?.ok_or_else(|| {
         BindingError::untyped_leaf(
             "`into` is no tensor",
@@ -271,7 +327,8 @@ pub(crate) fn fill_tensor(
     if TensorLeaf::of(&node).is_none() {
         return Err(BindingError::new("WrongType", format!("`{fqn}` is no tensor")).into());
     }
-    let leaf = Leaf { fqn: fqn.to_owned(), object: into.clone(), dtype, shape };
+    let leaf =
+        Leaf { fqn: fqn.to_owned(), object: into.clone(), dtype, shape, is_in_wrapper: false };
     let stored = BTreeMap::from([(fqn.to_owned(), &node)]);
     let (leaves, _) = match_leaves(
         vec![leaf],
@@ -280,6 +337,30 @@ pub(crate) fn fill_tensor(
     )?;
     fill_leaves(into.py(), read, &mut importer, leaves)?;
     Ok(())
+}
+
+/// Fills the inner tensors of one wrapper, and of those in it, with the stored ones of an fqn.
+fn fill_wrapper<'py>(
+    read: &VersionRead<'_>,
+    importer: &mut TargetImporter<'py>,
+    fqn: &str,
+    tensors: Vec<Leaf<'py>>,
+    wrappers: Vec<WrapperTarget<'py>>,
+) -> Result<()> {
+    let prefix = format!("{fqn}.{TENSORS_KEY}.");
+    let leaves = read.reader.leaves().iter().map(|(path, node)| (path.fqn(), node));
+    let mut stored: BTreeMap<String, &Node> =
+        leaves.filter(|(name, _)| name == fqn || name.starts_with(&prefix)).collect();
+    if stored.is_empty() {
+        // Reports that there is no such leaf.
+        read.reader.leaf(fqn)?;
+    }
+    wrapper::check_wrappers(read, &wrappers, &tensors, &mut stored, false)?;
+    let options = FillOptions { strict: true, cast: false, allow_pickle: false };
+    let (leaves, _) = match_leaves(tensors, &stored, options)?;
+    let py = wrappers[0].object.py();
+    fill_leaves(py, read, importer, leaves)?;
+    increment_versions(py, wrappers.into_iter().map(|wrapper| wrapper.object).collect())
 }
 
 /// Returns whether a leaf is a tensor that can be filled. A scalar of numpy cannot be filled.
@@ -324,7 +405,8 @@ fn match_leaves<'py>(
             && own != dtype
         {
             differences.cast.push(leaf.fqn.clone());
-            if !(options.cast && is_floating(dtype) && is_floating(own)) {
+            let is_cast = options.cast && !leaf.is_in_wrapper;
+            if !(is_cast && is_floating(dtype) && is_floating(own)) {
                 let text = format!("`{}` is {own}, stored {dtype}", leaf.fqn);
                 mismatches.push((&leaf.fqn, "WrongType", text));
             }
@@ -473,7 +555,14 @@ fn finish_fill<'py>(
             copy.call((object, staged), Some(&options))?;
         }
     }
-    py.import("tssd._autograd")?.call_method1("increment_versions", (objects,))?;
+    increment_versions(py, objects)
+}
+
+/// Reports filled tensors to torch's autograd.
+fn increment_versions<'py>(py: Python<'py>, objects: Vec<Bound<'py, PyAny>>) -> Result<()> {
+    if !objects.is_empty() {
+        py.import("tssd._autograd")?.call_method1("increment_versions", (objects,))?;
+    }
     Ok(())
 }
 
@@ -483,6 +572,14 @@ fn collect_batch<'py>(
     importer: &mut TargetImporter<'py>,
 ) -> Result<Batch<'py>> {
     let leaves = LeafCollector::collect(importer, into)?;
+    if let Some(wrapper) = leaves.wrappers.first() {
+        return Err(BindingError::untyped_leaf(
+            "a receiver cannot fill a tensor that wraps tensors",
+            "get it with get_state_dict, or receive into its inner tensors",
+        )
+        .with_fqn(&wrapper.fqn)
+        .into());
+    }
     let mut batch = Batch::default();
     for leaf in leaves.tensors {
         if let Some(dtype) = leaf.dtype {

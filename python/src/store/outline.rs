@@ -68,7 +68,8 @@ fn outline_tensor(leaf: TensorLeaf<'_>) -> Result<Node> {
         .filter(|flag| leaf.flags().contains(*flag))
         .fold(TensorFlags::default(), TensorFlags::union);
     let meta = match leaf {
-        TensorLeaf::Run([reference @ TensorReference { shard_spec: None, .. }]) => {
+        // One slice can be the whole tensor.
+        TensorLeaf::Run([reference]) if reference.meta.shape() == leaf.global_shape() => {
             reference.meta.clone()
         }
         _ => TensorMeta::new(leaf.dtype(), leaf.global_shape())?,

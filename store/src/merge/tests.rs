@@ -248,6 +248,59 @@ fn sets_merge_as_a_whole_and_counters_by_entry() {
     assert_eq!(merged, dict([("c", counter(vec![("a", 1), ("b", 2)]))]));
 }
 
+/// Returns a wrapper with two inner tensors.
+fn wrapper(data: Value, scale: Value, context: Value) -> Value {
+    let tensors: Dict = [("data", data), ("scale", scale)].into_iter().collect();
+    let fields = [
+        ("class", "module.Class".into()),
+        ("tensors", Value::Dict(tensors)),
+        ("context", context),
+        ("size", Value::Size([2].into())),
+        ("stride", Value::Size([1].into())),
+    ];
+    let tag = ClassTag::new(TaggedClass::Wrapper, 0).unwrap();
+    Value::Tagged(tag, Value::Dict(fields.into_iter().collect()).into())
+}
+
+#[test]
+fn wrappers_are_merged_as_a_whole() {
+    let plain = |scale: u32, context: i64| {
+        wrapper(tensor(&[1, 2]).into(), tensor(&[scale]).into(), context.into())
+    };
+    let merge = |one: Value, other: Value, divergent| {
+        let archives = Archives::new([dict([("w", one)]), dict([("w", other)])]);
+        archives.merge_with(divergent).map(|found| found.to_state_dict().unwrap())
+    };
+    let same = merge(plain(1, 2), plain(1, 2), DivergencePolicy::Error).unwrap();
+    assert_eq!(same, dict([("w", plain(1, 2))]));
+    for other in [plain(1, 3), plain(2, 2)] {
+        let message = merge(plain(1, 2), other.clone(), DivergencePolicy::Error).unwrap_err();
+        assert!(message.contains("disagree on `w`: different values"), "{message}");
+        let lowest = merge(plain(1, 2), other.clone(), DivergencePolicy::Lowest).unwrap();
+        assert_eq!(lowest, dict([("w", plain(1, 2))]));
+        let keep = merge(plain(1, 2), other.clone(), DivergencePolicy::Keep).unwrap();
+        let Value::Divergent(values) = keep.at(&ObjectPath::root().key("w")).unwrap() else {
+            panic!("each writer has its wrapper")
+        };
+        assert_eq!(values.get(MapKey::from_writer(3)), Some(&other));
+    }
+
+    let half =
+        |start: u64, context: Value| wrapper(slice(start, &[7], 2), slice(start, &[9], 2), context);
+    let merged = merge(half(0, 5.into()), half(1, 5.into()), DivergencePolicy::Error).unwrap();
+    let path = ObjectPath::root().key("w").key("tensors").key("data");
+    let Value::Shards(shards) = merged.at(&path).unwrap() else { panic!("it has slices") };
+    assert_eq!(shards.len(), 2);
+    // A context of another writer does not belong to the slices, so no option allows it.
+    let context = |name: &str| Value::Dict([(name, Value::from(5))].into_iter().collect());
+    for divergent in [DivergencePolicy::Error, DivergencePolicy::Lowest, DivergencePolicy::Keep] {
+        let message = merge(half(0, 5.into()), half(1, 6.into()), divergent).unwrap_err();
+        let expected = "disagree on `w.context`: different values in a tensor that wraps tensors";
+        assert!(message.ends_with(expected), "{message}");
+        merge(half(0, context("a")), half(1, context("b")), divergent).unwrap_err();
+    }
+}
+
 #[test]
 fn slices_must_tile_their_tensor() {
     let dict_of = |value| dict([("x", value)]);

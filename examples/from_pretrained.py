@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -23,7 +24,9 @@ PROMPT = torch.arange(16).reshape(1, 16)
 
 def pack(directory: Path, archive: Path) -> None:
     """Packs the directory of a model: its weights, in any number of shards, and all other files."""
-    command = os.environ.get("TSSD_BIN", "tssd")
+    # The command is installed next to Python, which need not be on PATH.
+    folders = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    command = os.environ.get("TSSD_BIN") or shutil.which("tssd", path=folders) or "tssd"
     subprocess.run([command, "--quiet", "pack", directory, "-o", archive], check=True)
 
 

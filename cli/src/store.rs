@@ -80,7 +80,11 @@ pub(crate) fn store_failure(error: &Error) -> Failure {
         ErrorKind::Io => (Exit::Refused, "what was visible before is untouched"),
         _ => (Exit::Refused, ""),
     };
-    let mut failure = Failure::new(exit, error);
+    let help = error.help().unwrap_or(help);
+    let text = error.to_string();
+    // The failure prints the help, which is also the last line of the text.
+    let text = text.strip_suffix(&format!("\nhelp: {help}")).unwrap_or(&text);
+    let mut failure = Failure::new(exit, text);
     if let Some(format) = error.format_error() {
         failure = failure.code(Failure::error_code(format.kind()));
     }

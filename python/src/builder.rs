@@ -12,9 +12,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
 use serde_json::Value as Json;
 use tssd_format::{
-    Archive, AttrValue, Attrs, ClassTag, Container, ContentKind, Error, ErrorKind, FILES_KEY,
-    MapKey, Node, ObjectPath, PACKED_FILES_ATTR, Placement, Step, TaggedClass, TensorFlags,
-    TensorReference, TensorSlice, Text, Value,
+    Archive, AttrValue, Attrs, ClassTag, Container, ContentKind, Dtype, Error, ErrorKind,
+    FILES_KEY, MapKey, Node, ObjectPath, PACKED_FILES_ATTR, Placement, Step, TaggedClass,
+    TensorFlags, TensorReference, TensorSlice, Text, Value,
 };
 
 use crate::classes;
@@ -60,6 +60,21 @@ impl Framework {
                 let message = format!("framework is \"torch\" or \"numpy\", not {other:?}");
                 Err(PyValueError::new_err(message).into())
             }
+        }
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Torch => "torch",
+            Self::Numpy => "numpy",
+        }
+    }
+
+    /// Returns the dtype object of the framework.
+    pub(crate) fn py_dtype(self, py: Python<'_>, dtype: Dtype) -> Result<Bound<'_, PyAny>> {
+        match self {
+            Self::Torch => Ok(Torch::import(py)?.torch_dtype(dtype)?.clone()),
+            Self::Numpy => Numpy::import(py)?.numpy_dtype(dtype),
         }
     }
 }

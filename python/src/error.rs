@@ -229,7 +229,8 @@ fn store_error(
         Some(format) => ExceptionArgs::new(format.kind().name(), format.kind().rule(), message),
         None => ExceptionArgs::new(error.kind().name(), "", message),
     };
-    new_exception(py, ExceptionArgs { fqn, key, version, ..args })
+    let advice = error.help().map(ToOwned::to_owned);
+    new_exception(py, ExceptionArgs { fqn, advice, key, version, ..args })
 }
 
 /// Arguments of `_errors.new_exception`.

@@ -9,7 +9,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyMemoryView, PySlice, PyTuple};
+use pyo3::types::{
+    IntoPyDict, PyBytes, PyDict, PyIterator, PyList, PyMemoryView, PySlice, PyTuple,
+};
 use tssd_format::{
     Archive, Compression, ContentKind, Error, ErrorKind, FILES_KEY, Layout, MANIFEST_NAME, MapKey,
     Mmap, Node, Options, PACKED_FILES_ATTR, Step, TensorReference, Value, to_json_without_elements,
@@ -59,6 +61,13 @@ impl Backend {
             other => Err(invalid_choice("backend", other, "\"mmap\" or \"pread\"")),
         }
     }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Mmap => "mmap",
+            Self::Pread => "pread",
+        }
+    }
 }
 
 impl VerifyMode {
@@ -68,6 +77,14 @@ impl VerifyMode {
             "lazy" => Ok(Self::Lazy),
             "off" => Ok(Self::Off),
             other => Err(invalid_choice("verify", other, "\"eager\", \"lazy\" or \"off\"")),
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Eager => "eager",
+            Self::Lazy => "lazy",
+            Self::Off => "off",
         }
     }
 }
@@ -489,7 +506,11 @@ fn decompress_range(
 
 /// Opens a file to read some of its tensors.
 ///
-/// Opening reads only the index. The object is a context manager; tensors stay valid after it exits.
+/// Opening reads only the index. The object is a context manager; tensors stay valid after it exits. It is a
+/// `Mapping` from fqns to tensors. A tensor is read when it is asked for.
+///
+/// The object can be pickled, as for the workers of a data loader. Unpickling opens the file at the same path with the
+/// same options. It raises a TssdValueError if the path leads to another file by then.
 ///
 /// Args:
 ///     filename: the path of the file.
@@ -514,7 +535,12 @@ struct OpenFile {
     archive: Archive,
     file: Arc<File>,
     filename: PathBuf,
+    /// The path for other processes, whose current directory may be another.
+    absolute_path: PathBuf,
     backend: Backend,
+    /// The mode that the caller chose.
+    requested_mode: VerifyMode,
+    /// The mode of reads: `Off` if all bytes were verified on opening.
     verify_mode: VerifyMode,
     /// Chunks that were verified: storage number and chunk number.
     verified_chunks: Mutex<BTreeSet<(u32, u64)>>,
@@ -535,7 +561,7 @@ impl SafeOpen {
         backend: &str,
         verify: &str,
     ) -> Result<Self> {
-        let (backend, verify_mode) = (Backend::parse(backend)?, VerifyMode::parse(verify)?);
+        let (backend, requested_mode) = (Backend::parse(backend)?, VerifyMode::parse(verify)?);
         let framework = Framework::parse(py, Some(framework))?;
         let interrupt = InterruptCheck::new();
         let open = || {
@@ -544,17 +570,29 @@ impl SafeOpen {
             if archive.is_manifest_only() {
                 return Err(Error::new(ErrorKind::BlobElsewhere).into());
             }
-            if verify_mode == VerifyMode::Eager {
+            if requested_mode == VerifyMode::Eager {
                 file::verify(archive.verify_jobs(), || interrupt.check())?;
             }
             Ok((archive, file))
         };
         let (archive, file) =
             py.detach(|| open().map_err(|error: Failure| error.with_file(&filename)))?;
-        let verify_mode =
-            if verify_mode == VerifyMode::Eager { VerifyMode::Off } else { verify_mode };
+        let verify_mode = match requested_mode {
+            VerifyMode::Eager => VerifyMode::Off,
+            mode => mode,
+        };
         let verified_chunks = Mutex::default();
-        let open_file = OpenFile { archive, file, filename, backend, verify_mode, verified_chunks };
+        let absolute_path = std::path::absolute(&filename)?;
+        let open_file = OpenFile {
+            archive,
+            file,
+            filename,
+            absolute_path,
+            backend,
+            requested_mode,
+            verify_mode,
+            verified_chunks,
+        };
         Ok(Self { open_file: Mutex::new(Some(Arc::new(open_file))), framework, device })
     }
 
@@ -571,6 +609,66 @@ impl SafeOpen {
     fn keys(&self) -> Result<Vec<String>> {
         let open_file = self.open_file()?;
         Ok(tensor_references(&open_file.archive).into_iter().map(|(fqn, _)| fqn).collect())
+    }
+
+    /// Returns a view of all fqns and tensors. A tensor is read when an iterator over the view reaches it.
+    fn items<'py>(slf: &Bound<'py, Self>) -> Result<Bound<'py, PyAny>> {
+        Ok(slf.py().import("collections.abc")?.call_method1("ItemsView", (slf,))?)
+    }
+
+    /// Returns a view of all tensors. A tensor is read when an iterator over the view reaches it.
+    fn values<'py>(slf: &Bound<'py, Self>) -> Result<Bound<'py, PyAny>> {
+        Ok(slf.py().import("collections.abc")?.call_method1("ValuesView", (slf,))?)
+    }
+
+    fn __len__(&self) -> Result<usize> {
+        Ok(tensor_references(&self.open_file()?.archive).len())
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyIterator>> {
+        Ok(PyList::new(py, self.keys()?)?.try_iter()?)
+    }
+
+    fn __contains__(&self, name: &Bound<'_, PyAny>) -> Result<bool> {
+        let open_file = self.open_file()?;
+        Ok(name.extract::<String>().is_ok_and(|name| match open_file.archive.node(&name) {
+            Ok(node) => matches!(node, Node::Tensors(_)),
+            // `keys` lists it, and reading it is an error.
+            Err(error) => error.kind() == ErrorKind::AmbiguousFqn,
+        }))
+    }
+
+    /// Returns a tensor as `get_tensor`. A `KeyError` for an object that is not the fqn of a tensor.
+    fn __getitem__<'py>(&self, name: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+        if let Some(tensor) = self.get(name, None)? {
+            return Ok(tensor);
+        }
+        let text = format!("`{}` is not the fqn of a tensor", name.str()?);
+        Err(BindingError::new("NotFound", text).into())
+    }
+
+    /// Returns a tensor as `get_tensor`. `default` for an object that is not the fqn of a tensor.
+    #[pyo3(signature = (name, default=None))]
+    fn get<'py>(
+        &self,
+        name: &Bound<'py, PyAny>,
+        default: Option<Bound<'py, PyAny>>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        if !self.__contains__(name)? {
+            return Ok(default);
+        }
+        self.get_tensor(name.py(), &name.extract::<String>()?).map(Some)
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> Result<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
+        let arguments =
+            self.open_file()?.reopen_arguments(py, self.framework, self.device.as_ref());
+        Ok((py.import("tssd._handles")?.getattr("reopen")?, arguments?))
+    }
+
+    /// Returns bytes that differ between files of different content.
+    fn _fingerprint<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        self.open_file()?.fingerprint(py)
     }
 
     /// Returns the fqns of all tensors, in the order of their bytes in the file.
@@ -643,6 +741,19 @@ impl SafeOpen {
             .map_err(|error| error.with_file(&open_file.filename))
     }
 
+    /// Returns all tensors: a dict from their fqns, in the order of their bytes in the file. Each is as from
+    /// `get_tensor`.
+    ///
+    /// Raises:
+    ///     TssdCorruptError: the bytes of a tensor are damaged.
+    fn get_tensors<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
+        let tensors = PyDict::new(py);
+        for name in self.offset_keys()? {
+            tensors.set_item(&name, self.get_tensor(py, &name)?)?;
+        }
+        Ok(tensors)
+    }
+
     /// Returns a handle that reads parts of the tensor with this fqn: `get_slice(name)[0:2, 5]`.
     ///
     /// Raises:
@@ -654,6 +765,7 @@ impl SafeOpen {
         match references.as_slice() {
             [reference] if reference.shard_spec.is_none() => Ok(SafeSlice {
                 open_file: open_file.clone(),
+                name: name.to_owned(),
                 reference: reference.clone(),
                 framework: self.framework,
                 device: self
@@ -703,6 +815,27 @@ impl OpenFile {
             Node::Distributed(_) => Err(Error::new(ErrorKind::BlobElsewhere).with_path(fqn).into()),
             _ => Err(Error::new(ErrorKind::NotATensor).with_path(fqn).into()),
         }
+    }
+
+    /// Returns the arguments of `_handles.reopen`.
+    fn reopen_arguments<'py>(
+        &self,
+        py: Python<'py>,
+        framework: Framework,
+        device: Option<&Py<PyAny>>,
+    ) -> Result<Bound<'py, PyTuple>> {
+        let (backend, verify) = (self.backend.name(), self.requested_mode.name());
+        let fingerprint = self.fingerprint(py)?;
+        let path = self.absolute_path.as_os_str();
+        let arguments = (path, framework.name(), device, backend, verify, fingerprint);
+        Ok(arguments.into_pyobject(py)?)
+    }
+
+    /// Returns a digest of the index, which has a checksum of all other bytes.
+    fn fingerprint<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        let index = PyBytes::new(py, self.archive.index_bytes());
+        let digest = py.import("hashlib")?.call_method1("blake2b", (index,))?;
+        Ok(digest.call_method0("digest")?)
     }
 
     fn span_source<'py, 'a>(
@@ -793,10 +926,11 @@ impl StorageSource for SpanSource<'_, '_> {
     }
 }
 
-/// A tensor of a file that can be read in parts.
+/// A tensor of a file that can be read in parts. It can be pickled, like `safe_open`.
 #[pyclass(frozen, module = "tssd")]
 pub(crate) struct SafeSlice {
     open_file: Arc<OpenFile>,
+    name: String,
     reference: TensorReference,
     framework: Framework,
     device: Option<Py<PyAny>>,
@@ -814,17 +948,48 @@ impl SafeSlice {
         self.reference.meta.dtype().to_string()
     }
 
-    /// Reads the part of the tensor that ints, slices and `...` select. Reads only the bytes from the
-    /// first selected element to the last one.
+    /// The shape of the whole tensor, in elements.
+    #[getter(shape)]
+    fn shape_tuple<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyTuple>> {
+        Ok(PyTuple::new(py, self.reference.meta.shape())?)
+    }
+
+    /// The dtype, as the framework has it: `torch.bfloat16`.
+    #[getter(dtype)]
+    fn dtype_object<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        self.framework.py_dtype(py, self.reference.meta.dtype())
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> Result<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
+        let arguments =
+            self.open_file.reopen_arguments(py, self.framework, self.device.as_ref())?;
+        let arguments = (&self.name,).into_pyobject(py)?.add(arguments)?.cast_into()?;
+        Ok((py.import("tssd._handles")?.getattr("reopen_slice")?, arguments))
+    }
+
+    /// Reads a part of the tensor. An index is all that the framework takes for the whole tensor: ints, slices, `...`,
+    /// None, bools, lists, and arrays or tensors of ints or bools.
+    ///
+    /// Reads only the bytes from the first selected element to the last one. A mask reads all of its dimensions.
     ///
     /// Raises:
     ///     IndexError: an index is out of range.
-    ///     TypeError: an index is an array or a tensor.
+    ///     TypeError: a part of the index is no index.
     ///     TssdCorruptError: the bytes are damaged.
     fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let py = index.py();
+        let (basic, rest) = BasicIndex::split(index, self.reference.meta.shape())?;
+        let part = self.read(py, &basic)?;
+        Ok(match rest {
+            Some(rest) => part.get_item(rest)?,
+            None => part,
+        })
+    }
+}
+
+impl SafeSlice {
+    fn read<'py>(&self, py: Python<'py>, index: &BasicIndex<'py>) -> Result<Bound<'py, PyAny>> {
         let meta = &self.reference.meta;
-        let index = BasicIndex::parse(index)?;
         let (shape, strides, first) = match self.framework {
             Framework::Torch => Torch::import(py)?.apply_index(meta, index.as_tuple())?,
             Framework::Numpy => Numpy::import(py)?.apply_index(meta, index.as_tuple())?,

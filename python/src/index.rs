@@ -1,12 +1,11 @@
-//! Basic indices of Python: ints, slices and `...`.
+//! Indices of Python, and their part that is read: ints, slices and `...`.
 
-use pyo3::exceptions::{PyIndexError, PyTypeError};
+use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyEllipsis, PyInt, PySlice, PyTuple};
 use tssd_format::Region;
 
 use crate::error::Result;
-use crate::importer::class_name;
 
 /// An index of ints, slices and `...`.
 ///
@@ -14,21 +13,33 @@ use crate::importer::class_name;
 pub(crate) struct BasicIndex<'py>(Bound<'py, PyTuple>);
 
 impl<'py> BasicIndex<'py> {
-    pub(crate) fn parse(index: &Bound<'py, PyAny>) -> Result<Self> {
+    /// Splits an index into a basic index to read, and the index that is applied to what was read.
+    ///
+    /// The second is `None` if the first is the whole index. `shape` is the shape of the tensor, in elements. See
+    /// `_index.split`.
+    ///
+    /// # Errors
+    ///
+    /// `IndexError` and `TypeError` of Python.
+    pub(crate) fn split(
+        index: &Bound<'py, PyAny>,
+        shape: &[u64],
+    ) -> Result<(Self, Option<Bound<'py, PyAny>>)> {
         let py = index.py();
-        let mut parts: Vec<Bound<'py, PyAny>> = match index.cast::<PyTuple>() {
+        let parts: Vec<Bound<'py, PyAny>> = match index.cast::<PyTuple>() {
             Ok(tuple) => tuple.iter().collect(),
             Err(_) => vec![index.clone()],
         };
-        for part in &parts {
-            let is_int = part.is_instance_of::<PyInt>() && !part.is_instance_of::<PyBool>();
-            if !(is_int || part.is_instance_of::<PySlice>() || is_ellipsis(part)) {
-                let class = class_name(&part.get_type());
-                let message =
-                    format!("a {class} is no int, slice or ...: get the tensor, and index that");
-                return Err(PyTypeError::new_err(message).into());
-            }
+        if parts.iter().all(is_basic) {
+            return Ok((Self::new(py, parts)?, None));
         }
+        let arguments = (index, PyTuple::new(py, shape)?);
+        let split = py.import("tssd._index")?.call_method1("split", arguments)?;
+        let (parts, rest): (Vec<Bound<'py, PyAny>>, _) = split.extract()?;
+        Ok((Self::new(py, parts)?, rest))
+    }
+
+    fn new(py: Python<'py>, mut parts: Vec<Bound<'py, PyAny>>) -> Result<Self> {
         if !parts.iter().any(is_ellipsis) {
             parts.push(PyEllipsis::get(py).to_owned().into_any());
         }
@@ -86,6 +97,11 @@ impl<'py> BasicIndex<'py> {
         }
         Ok((Region::new(&offsets, &sizes)?, PyTuple::new(py, relative)?))
     }
+}
+
+fn is_basic(part: &Bound<'_, PyAny>) -> bool {
+    let is_int = part.is_instance_of::<PyInt>() && !part.is_instance_of::<PyBool>();
+    is_int || part.is_instance_of::<PySlice>() || is_ellipsis(part)
 }
 
 fn is_ellipsis(part: &Bound<'_, PyAny>) -> bool {

@@ -78,6 +78,9 @@ mod _tssd {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         tssd_gpu::register();
+        let mapping = module.py().import("collections.abc")?.getattr("Mapping")?;
+        mapping.call_method1("register", (module.py().get_type::<SafeOpen>(),))?;
+        mapping.call_method1("register", (module.py().get_type::<OpenVersion>(),))?;
         #[cfg(unix)]
         {
             // A forked child would inherit the files and mappings whose drop is deferred, and keep them open.

@@ -168,14 +168,16 @@ impl ReadRequest<'_, '_> {
 impl Store {
     /// Returns the connection to the store. Connects if there is none, or if it is unusable.
     fn connect(&self, py: Python<'_>) -> Result<Arc<Connection>> {
+        let usable = |slot: &Option<Arc<Connection>>| {
+            slot.clone().filter(|connection| connection.is_usable())
+        };
+        if let Some(connection) = py.detach(|| usable(&self.lock_connection())) {
+            return Ok(connection);
+        }
+        let mut options = ConnectOptions::from_environment();
+        options.command_search =
+            py.import("tssd._command")?.call_method0("search_paths")?.extract()?;
         py.detach(|| {
-            let usable = |slot: &Option<Arc<Connection>>| {
-                slot.clone().filter(|connection| connection.is_usable())
-            };
-            if let Some(connection) = usable(&self.lock_connection()) {
-                return Ok(connection);
-            }
-            let mut options = ConnectOptions::from_environment();
             options.timeout = parse_seconds(self.connect_timeout)?;
             if let Some((ca, cert, key)) = &self.credentials {
                 let (ca, cert, key) = (ca.into(), cert.into(), key.into());

@@ -34,6 +34,11 @@ def test_values_roundtrip() -> None:
             async with store.open("policy", names=["w"]) as opened:
                 assert [name async for name, _ in opened.items()] == ["w"]
                 assert np.array_equal(np.asarray(await opened.get_slice("w")[2:4]), [2, 3])
+                part = opened.get_slice("w")
+                assert np.array_equal(np.asarray(await part[[5, 1]]), [5, 1])
+                assert (part.shape, part.get_dtype()) == ((6,), str(part.dtype).removeprefix("torch."))
+                assert list(opened) == ["w"] and "w" in opened and "b" not in opened
+                assert [len(each) async for each in opened.values()] == [6]
                 assert (opened.metadata(), len(opened), opened.keys()) == ({"step": 1}, 1, ["w"])
             async with store.publish("policy") as publisher:
                 await publisher.put("w", np.arange(3))

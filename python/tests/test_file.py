@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -426,8 +429,8 @@ def test_safe_open_reads_tensors_and_slices(path: Path, backend: str) -> None:
         for bad in (100, (0, 0, 0), -101):
             with pytest.raises(IndexError):
                 part[bad]
-        for bad in ([1, 2], np.array([1]), True, "a", None):
-            with pytest.raises(TypeError):
+        for bad in ("a", 1.0, np.array([1.0]), {1}, (slice(0, 1), b"x"), np.float64(1)):
+            with pytest.raises(TypeError, match="is no index"):
                 part[bad]
         with pytest.raises(KeyError) as missing:
             file.get_tensor("a.c")
@@ -439,6 +442,119 @@ def test_safe_open_reads_tensors_and_slices(path: Path, backend: str) -> None:
         file.keys()
     path.unlink()
     assert same(tensor, big)
+
+
+# Indices of an array of shape (6, 5, 4) that are more than ints, slices and `...`.
+ARRAY_INDICES = [
+    np.int64(2), np.uint8(250 % 6), np.array(-1), (np.int32(1), slice(np.int64(1), np.int64(4))), None,
+    (None, 0, ..., None), (2, None, slice(None, None, -2)), True, False, (slice(1, 3), True), np.True_,
+    [], [3, 1, 3], [-1, 0], ([2, 4], 1), (1, slice(None), [0, 3]), (slice(1, 5), [0, 4], 2), ([1, 2], [3, 4], [0, -1]),
+    (..., [1, 1]), ([0, 5], ..., [2, 3]), range(2, 5), (range(0), slice(2)), ((0, 1), slice(2)),
+    np.array([5, 0]), np.array([[1, 2], [3, -6]]), np.array([], np.int64), np.array([1, 2], np.uint8),
+    ([0], None, 2), [True, False] * 3, np.arange(6) % 2 == 0, (slice(2, 4), np.arange(5) > 2),
+    np.arange(120).reshape(6, 5, 4) % 7 == 0, (0, np.arange(20).reshape(5, 4) > 11), [[0, 1], [2, 3]],
+    ([[1], [2]], [0, 4]), (slice(1, 4), [np.int64(1), 2]), np.array([3, 3], ">i4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("index", ARRAY_INDICES, ids=repr)
+def test_slice_takes_indices_of_numpy(path: Path, backend: str, index: Any) -> None:
+    array = np.arange(120, dtype=np.int16).reshape(6, 5, 4)
+    tssd.save_file({"a": array}, path)
+    with tssd.safe_open(path, "np", backend=backend) as file:
+        assert same(file.get_slice("a")[index], array[index])
+    with tssd.Store("memory:") as store:
+        store.put("a", array)
+        with store.open("a") as version:
+            assert np.array_equal(np.asarray(version.get_slice("")[index]), array[index])
+
+
+@pytest.mark.parametrize(
+    "index",
+    [[6], [0, -7], np.array([1, 6]), (0, 0, 0, 0, None), (..., ..., None), np.ones(5, bool), ([1, 2], [0, 1, 2])],
+)
+def test_slice_refuses_indices_out_of_range(path: Path, index: Any) -> None:
+    tssd.save_file({"a": np.zeros((6, 5, 4))}, path)
+    with tssd.safe_open(path, "np") as file, pytest.raises(IndexError):
+        file.get_slice("a")[index]
+
+
+def test_slice_of_list_reads_only_its_range(path: Path) -> None:
+    array = np.arange(4 << 20, dtype=np.uint8).reshape(4, 1 << 20)
+    tssd.save_file({"a": array}, path)
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2 + (1 << 20))
+        file.write(b"damaged")
+    with tssd.safe_open(path, "np") as opened:
+        part = opened.get_slice("a")
+        assert np.array_equal(part[[1, 0], :3], array[[1, 0], :3])
+        with pytest.raises(tssd.TssdCorruptError):
+            part[[0, 3]]
+
+
+def test_slice_has_shape_and_dtype(path: Path) -> None:
+    tssd.save_file({"a": np.zeros((2, 3), np.float16), "s": np.array(1)}, path)
+    with tssd.safe_open(path, "np") as file:
+        part = file.get_slice("a")
+        assert (part.shape, part.dtype) == ((2, 3), np.dtype(np.float16))
+        assert (file.get_slice("s").shape, file.get_slice("s")[()], file.get_slice("s")[None]) == ((), 1, [1])
+
+
+def test_safe_open_is_a_mapping(path: Path) -> None:
+    state = {"z": np.arange(3), "a": {"b": np.zeros(2)}, "n": 1}
+    tssd.save_file(state, path)
+    with tssd.safe_open(path, "np") as file:
+        assert isinstance(file, Mapping) and len(file) == 2 and list(file) == file.keys() == ["z", "a.b"]
+        assert "z" in file and "a.b" in file and not any(name in file for name in ("n", "a", "x", 1, None))
+        assert same(file["z"], state["z"]) and same(file.get("a.b"), np.zeros(2))
+        assert file.get("n") is None and file.get(1, "default") == "default"
+        for name in ("n", "x", 1):
+            with pytest.raises(KeyError):
+                file[name]
+        assert same(dict(file), {"z": state["z"], "a.b": np.zeros(2)}) and same({**file}, dict(file))
+        assert same(dict(file.items()), dict(file)) and len(list(file.values())) == len(file.items()) == 2
+        tensors = file.get_tensors()
+        assert list(tensors) == file.offset_keys() and all(same(tensors[name], file[name]) for name in file)
+    for access in (len, list, lambda closed: "z" in closed, lambda closed: closed["z"], pickle.dumps):
+        with pytest.raises(ValueError, match="closed"):
+            access(file)
+
+
+def read_in_worker(handles: dict[str, Any], names: list[str]) -> list[Any]:
+    return [handles["file"][name] for name in names] + [handles["slice"][1:, [0]]]
+
+
+def test_handle_is_pickled_for_spawned_workers(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": np.arange(6).reshape(3, 2), "b": np.ones(2)}
+    tssd.save_file(state, path)
+    monkeypatch.chdir(path.parent)
+    with tssd.safe_open(path.name, "np", backend="pread", verify="eager") as file:
+        handles = {"file": file, "slice": file.get_slice("a")}
+        # The workers have another current folder.
+        monkeypatch.chdir("/")
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            results = pool.apply(read_in_worker, (handles, ["a", "b"]))
+            assert same(results, [*state.values(), state["a"][1:, [0]]])
+            # A file of the same content may be another file.
+            tssd.save_file(state, path)
+            assert same(pool.apply(read_in_worker, (handles, ["b"]))[0], state["b"])
+
+
+@pytest.mark.parametrize("name", ["file", "slice"])
+def test_unpickled_handle_refuses_another_file(path: Path, name: str) -> None:
+    tssd.save_file({"a": np.zeros(3)}, path)
+    file = tssd.safe_open(path, "np")
+    pickled = pickle.dumps(file if name == "file" else file.get_slice("a"))
+    # Only one element differs.
+    tssd.save_file({"a": np.array([0.0, 1.0, 0.0])}, path)
+    with pytest.raises(tssd.TssdValueError, match="it is another file") as caught:
+        pickle.loads(pickled)
+    assert str(path) in str(caught.value) and caught.value.kind == "FileReplaced"
+    assert same(file["a"], np.zeros(3))
+    path.unlink()
+    with pytest.raises(tssd.TssdFileNotFoundError):
+        pickle.loads(pickled)
 
 
 def test_tensor_of_unknown_dtype_is_listed_and_not_converted() -> None:

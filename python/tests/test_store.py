@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -335,7 +335,8 @@ def test_megatron_replicas_are_stored_once(store: tssd.Store) -> None:
 
 def test_error_names_pending_version_and_writers(store: tssd.Store) -> None:
     store.put_state_dict({"a": 1}, "policy", version=3, writer=0, writers=[0, 2, 3], job="run")
-    with pytest.raises(KeyError, match="no version is visible, and version 3 waits for writers 2-3"):
+    waiting = "no version is visible, and version 3 is only partially committed: it waits for writers 2-3"
+    with pytest.raises(KeyError, match=waiting):
         store.get_state_dict("policy")
 
 
@@ -616,10 +617,29 @@ def test_open_version_returns_slices(store: tssd.Store) -> None:
         for index in [3, (0, 0, 0, 0), (..., ...)]:
             with pytest.raises(IndexError):
                 part[index]
+        assert (part.shape, str(part.dtype)) == ((3, 4, 5), "int32") and opened.get_slice("w").dtype == part.dtype
         with pytest.raises(KeyError):
             opened.get_slice("x")
         with pytest.raises(TypeError):
             opened.get_slice("n")
+        with pytest.raises(TypeError, match="is no index"):
+            part[0, "x"]
+
+
+def test_open_version_is_a_mapping(store: tssd.Store) -> None:
+    store.put_state_dict({"w": np.arange(3), "a": {"b": np.ones(2)}, "n": 1, "x": np.zeros(1)}, "policy")
+    with store.open("policy", names=["w", "a.b", "n"]) as opened:
+        assert isinstance(opened, Mapping) and list(opened) == opened.keys() == ["w", "a.b"] and len(opened) == 2
+        assert "w" in opened and not any(name in opened for name in ("x", "n", "a", 1))
+        assert same(np.asarray(opened["w"]), np.arange(3)) and same(np.asarray(opened.get("a.b")), np.ones(2))
+        assert opened.get("x") is None and opened.get(1, "default") == "default"
+        assert same([*map(np.asarray, opened.values())], [np.arange(3), np.ones(2)])
+        assert dict(opened).keys() == dict(opened.items()).keys() == {**opened}.keys()
+        for name in ("x", "n", 1):
+            with pytest.raises(KeyError):
+                opened[name]
+    with pytest.raises(ValueError, match="closed"):
+        opened["w"]
 
 
 def test_encoded_state_dict_is_stored_decoded(store: tssd.Store) -> None:

@@ -185,10 +185,10 @@ def check_in_child(rank: int, url: str) -> None:
     from torchstore.logging import init_logging
     from torchstore.spmd import SPMDEnv
     from torchstore.strategy import LocalRankStrategy
-    from torchstore.transport import TransportType
+    from torchstore.transport import TransportType, pipe
     from torchstore.transport.types import Request, TensorSlice
 
-    assert torchstore is ts and TensorSlice is tssd.TensorSlice and api.put is torchstore.put
+    assert torchstore is ts and pipe.TensorSlice is TensorSlice is tssd.TensorSlice and api.put is torchstore.put
     assert state_dict_utils.DELIM == "/" and SPMDEnv is torchstore.spmd.SPMDEnv
     assert LocalRankStrategy(TransportType.Gloo).default_transport_type is TransportType.Gloo
     part = Request.from_any("", None, TensorSlice((1,), None, torch.Size([2]), (1,), None)).tensor_slice
@@ -251,6 +251,60 @@ def test_allow_pickle_applies_to_whole_store() -> None:
             await ts.shutdown("pickles")
 
     asyncio.run(scenario())
+
+
+def test_errors_have_the_words_of_torchstore() -> None:
+    class NoVolume(ts.TorchStoreStrategy):
+        pass
+
+    part = tssd.TensorSlice((0,), None, (2,), (1,), None)
+
+    async def scenario() -> None:
+        with pytest.raises(AssertionError, match=r"Please call torchstore\.initialize before attempting to use store"):
+            await ts.get("x", store_name="words")
+        await ts.initialize(store_name="words")
+        try:
+            await ts.put("object", "text", "words")
+            await ts.put_state_dict({"a": ONES, "b": 1}, "policy", "words")
+            await ts.delete("policy/a", store_name="words")
+            half = tssd.TensorShard(ONES[:1], part)
+            with tssd.Store("unix:words") as store:
+                for key, name in (("half", ""), ("halves", "w")):
+                    store.put_state_dict({name: half}, key, writers=2, writer=0, job="words", wait=False)
+            client = await ts.client("words")
+            located = "Unable to locate {} in any storage volumes"
+            for call, error, words in [
+                (client.get("x"), KeyError, located.format("x")),
+                (client.get("x/y"), KeyError, located.format("x/y")),
+                (client.get_batch(["object", "x"]), KeyError, located.format("x")),
+                (client.delete("x"), KeyError, located.format("x")),
+                (client.get("half"), KeyError, "DTensor 'half' is only partially committed"),
+                (client.get("halves/w"), KeyError, "DTensor 'halves/w' is only partially committed"),
+                (client.delete("half"), KeyError, "partially committed"),
+                (client.get_state_dict("halves"), RuntimeError, "partially committed"),
+                (client.get("policy/a"), KeyError, located.format("policy/a")),
+                (client.get_state_dict("policy"), KeyError, located.format("policy/a")),
+                (client.get_state_dict("x"), RuntimeError, "Mapping is missing from the store"),
+                (client.get("object", ONES), TypeError, "specified but the value stored is an object"),
+                (client.get("object", tensor_slice_spec=part), TypeError, "the value stored is an object"),
+                (client.get("object", [1]), TypeError, "Must be None, torch.Tensor, or DTensor"),
+                (client.get("object", ONES, part), ValueError, "does not match in-place tensor shape"),
+                (client.put_state_dict(None, "x", True), AssertionError, "state_dict is required on first"),
+                (client.get_state_dict("x", direct_rdma=True), AssertionError, "user_state_dict is required for"),
+                (ts.initialize(store_name="words"), RuntimeError, "TorchStore is already initialized"),
+            ]:  # fmt: skip
+                with pytest.raises(error) as caught:  # type: ignore[arg-type, var-annotated]
+                    await call  # type: ignore[misc]
+                assert words in str(caught.value), (words, caught.value)
+                assert not isinstance(caught.value, tssd.TssdKeyError) or caught.value.kind == "not_found"
+                # A program that looks for a missing key finds no key that is there in part.
+                assert "partially" not in str(caught.value) or "Unable to locate" not in str(caught.value)
+        finally:
+            await ts.shutdown("words")
+
+    asyncio.run(scenario())
+    with pytest.raises(NotImplementedError, match="NoVolume must implement 'get_volume_id'"):
+        NoVolume.get_client_id()
 
 
 def test_spmd_errors_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,15 @@ async def error_name(call: Awaitable[Any]) -> str:
     return "nothing"
 
 
+async def error_contains(words: str, call: Awaitable[Any]) -> bool:
+    """Returns whether the text of the error that a call raises contains these words."""
+    try:
+        await call
+    except Exception as error:
+        return words in str(error)
+    return False
+
+
 @case
 async def dtypes_roundtrip(ts: Any, key: str) -> Any:
     names = ["float32", "bfloat16", "float16", "float64", "int8", "int64", "bool", "uint8", "complex64"]
@@ -509,7 +518,11 @@ async def get_shards(ts: Any, key: str, rank: int, mesh: Any, placements: str, s
 
 async def get_with_slice_and_dtensor(ts: Any, key: str, rank: int) -> Any:
     into = shard_tensor(torch.zeros(8, 8), (1,), "S0")
-    return await error_name(ts.get(key, into, make_slice(ts, (0, 0), (8, 8), (1, 1))))
+    whole = make_slice(ts, (0, 0), (8, 8), (8, 8))
+    return (
+        await error_name(ts.get(key, into, make_slice(ts, (0, 0), (8, 8), (1, 1)))),
+        await error_contains("Cannot specify a tensor slice when fetching a DTensor", ts.get(key, into, whole)),
+    )
 
 
 async def put_own_expert(ts: Any, key: str, rank: int) -> Any:
@@ -566,6 +579,34 @@ async def get_slice_outside_tensor(ts: Any, key: str) -> Any:
 async def missing_shard(ts: Any, key: str) -> Any:
     await run_in_actors(ts, key, 2, "put_shards", skip=1)
     return await ts.exists(key), await error_name(ts.get(key)), await error_name(ts.delete(key)) != "nothing"
+
+
+@case
+async def words_of_errors(ts: Any, key: str) -> Any:
+    """The words by which programs tell errors apart."""
+    await run_in_actors(ts, f"{key}.part", 2, "put_shards", skip=1)
+    await run_in_actors(ts, f"{key}.whole", 2, "put_shards")
+    await ts.put(f"{key}.object", "text")
+    outside, small = (make_slice(ts, (0, 0), (size, size), (2, 2)) for size in (9, 8))
+    located = f"Unable to locate {key}.x in any storage volumes"
+    calls: list[tuple[str, Awaitable[Any]]] = [
+        (located, ts.get(f"{key}.x")),
+        (located, ts.delete(f"{key}.x")),
+        ("Unable to locate", ts.get(f"{key}.x/y")),
+        ("Unable to locate", ts.get(f"{key}.part")),
+        ("is only partially committed", ts.get(f"{key}.part")),
+        ("is only partially committed", ts.get(f"{key}.part", torch.zeros(8, 8))),
+        ("Mapping is missing from the store", ts.get_state_dict(f"{key}.x")),
+        ("no matching 'push' call for this key", ts.get_state_dict(f"{key}.x")),
+        (f"key='{key}.x'", ts.get_state_dict(f"{key}.x")),
+        ("Must be None, torch.Tensor, or DTensor", ts.get(f"{key}.whole", [1])),
+        ("is specified but the value stored is an object", ts.get(f"{key}.object", tensor_slice_spec=small)),
+        ("does not match in-place tensor shape", ts.get(f"{key}.whole", torch.zeros(3, 3), small)),
+        (f"No tensor slices found for key '{key}.whole'", ts.get(f"{key}.whole", tensor_slice_spec=outside)),
+        ("intersect with the requested slice", ts.get(f"{key}.whole", tensor_slice_spec=outside)),
+        ("Must specify controller strategy", ts.initialize(num_storage_volumes=2)),
+    ]
+    return [await error_contains(words, call) for words, call in calls]
 
 
 @case

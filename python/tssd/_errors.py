@@ -173,7 +173,8 @@ def new_exception(
             advice = _DAMAGED_ADVICE
         file_prefix = f"{file}: " if file is not None else ""
         fqn_suffix = f" (in `{fqn}`)" if fqn is not None and f"`{fqn}`" not in message else ""
-        advice_suffix = f"; {advice}" if advice is not None else ""
+        # The text of an error of a store ends with its help line.
+        advice_suffix = f"; {advice}" if advice is not None and not message.endswith(advice) else ""
         error = cls(f"{file_prefix}{message}{fqn_suffix}{advice_suffix}")
     error.kind, error.fqn, error.advice = kind, fqn, advice
     error.key, error.version = key, version

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from . import _tssd
@@ -153,6 +153,16 @@ class VersionSlice(_Wrapper[_tssd.VersionSlice]):
         """Returns the dtype by its name in torch, such as "bfloat16"."""
         return self._wrapped.get_dtype()
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor, in elements."""
+        return self._wrapped.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of what is read, as torch or numpy has it."""
+        return self._wrapped.dtype
+
     __getitem__ = _awaitable(_tssd.VersionSlice.__getitem__)
 
 
@@ -189,6 +199,17 @@ class OpenVersion(_Wrapper[_tssd.OpenVersion]):
         """Iterates over the tensors, each with its fqn. Each tensor is read when the iterator reaches it."""
         for name in self.keys():
             yield name, await self.get_tensor(name)
+
+    async def values(self) -> AsyncIterator[Any]:
+        """Iterates over the tensors. Each tensor is read when the iterator reaches it."""
+        for name in self.keys():
+            yield await self.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wrapped)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._wrapped
 
     def __int__(self) -> int:
         return self.version

@@ -17,6 +17,7 @@ pub struct Error(Box<Inner>);
 struct Inner {
     kind: ErrorKind,
     text: String,
+    help: Option<String>,
     target_modified: bool,
     source: Option<Box<dyn std::error::Error + Send + Sync>>,
 }
@@ -70,7 +71,8 @@ impl ErrorKind {
 impl Error {
     /// Creates an error. The text says what failed, on which object, and why.
     pub fn new(kind: ErrorKind, text: impl fmt::Display) -> Self {
-        Self(Box::new(Inner { kind, text: text.to_string(), target_modified: false, source: None }))
+        let (text, help) = (text.to_string(), None);
+        Self(Box::new(Inner { kind, text, help, target_modified: false, source: None }))
     }
 
     /// Creates an I/O error. The text names the operation or the object.
@@ -138,6 +140,12 @@ impl Error {
         self
     }
 
+    /// Sets the help line, which says what to do.
+    pub(crate) fn with_help(mut self, help: impl fmt::Display) -> Self {
+        self.0.help = Some(help.to_string());
+        self
+    }
+
     /// Returns the text of the error without its source.
     pub(crate) fn message(&self) -> &str {
         &self.0.text
@@ -152,6 +160,11 @@ impl Error {
     /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
+    }
+
+    /// Returns what to do, if it depends on more than the kind. It is also the last line of the error's text.
+    pub fn help(&self) -> Option<&str> {
+        self.0.help.as_deref()
     }
 
     /// Returns the refusal of the ledger, if it is the source.
@@ -173,8 +186,11 @@ impl Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0.text)?;
-        match &self.0.source {
-            Some(source) => write!(f, ": {source}"),
+        if let Some(source) = &self.0.source {
+            write!(f, ": {source}")?;
+        }
+        match &self.0.help {
+            Some(help) => write!(f, "\nhelp: {help}"),
             None => Ok(()),
         }
     }

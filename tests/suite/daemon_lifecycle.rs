@@ -126,9 +126,37 @@ fn client_reports_why_daemon_did_not_start() {
     }
     let output = runtime.command(Path::new("/nowhere/tssd"), &["ls"]).output().unwrap();
     assert_eq!(output.status.code(), Some(4));
-    assert!(text(&output.stderr).contains("TSSD_BIN"), "{}", text(&output.stderr));
+    let error = text(&output.stderr);
+    let expected = "error: cannot start the daemon \"shared\": command \"/nowhere/tssd\" of TSSD_BIN not found\n\
+                    help: set TSSD_BIN to the command, or start \"tssd serve --socket shared\"\n";
+    assert_eq!(error, expected);
     // The failed starts do not block a program that works.
     assert!(runtime.run(&["ls"]).status.success());
+}
+
+#[test]
+fn client_starts_command_next_to_its_executable() {
+    let runtime = RuntimeDir::new();
+    let folder = runtime.0.path().join("bin");
+    std::fs::create_dir(&folder).unwrap();
+    let program = folder.join("client");
+    std::fs::copy(binary(), &program).unwrap();
+    let run = || {
+        let mut command = Command::new(&program);
+        command
+            .arg("ls")
+            .env_remove("TSSD_BIN")
+            .env("PATH", "/nowhere")
+            .env("XDG_RUNTIME_DIR", runtime.0.path())
+            .env("TSSD_STORE", "unix:shared");
+        command.output().unwrap()
+    };
+    let error = text(&run().stderr);
+    let place = format!("command \"tssd\" not found next to {} nor on PATH", program.display());
+    assert!(error.contains(&place), "{error}");
+    std::fs::copy(binary(), folder.join("tssd")).unwrap();
+    let output = run();
+    assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
 #[test]

@@ -164,7 +164,11 @@ fn thousands_of_small_tensors_are_read_over_tcp() {
 }
 
 fn connect(url: &str, credentials: Option<Credentials>) -> Result<Store, tssd_store::Error> {
-    let options = ConnectOptions { credentials, timeout: Duration::from_secs(5) };
+    let options = ConnectOptions {
+        credentials,
+        timeout: Duration::from_secs(5),
+        ..ConnectOptions::default()
+    };
     Store::connect_with(url, &options)
 }
 

@@ -1,23 +1,25 @@
 //! An open version, leased while it is read.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use pyo3::exceptions::{PyStopIteration, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString, PyTuple};
-use tssd_format::{Dtype, TensorSlice as Slice};
+use pyo3::types::{PyDict, PyIterator, PyList, PyString, PyTuple};
+use tssd_format::{Dtype, TensorFlags, TensorSlice as Slice};
 use tssd_store::plan::TensorLeaf;
 use tssd_store::{Key, VersionReader};
 
 use super::outline::build_outline;
 use super::select::match_names;
-use crate::error::{BindingError, Result};
+use crate::builder::Framework;
+use crate::error::{BindingError, Failure, Result};
 use crate::index::BasicIndex;
 use crate::slice::TensorSlice;
 use crate::store::connection::{Connection, Deadline, VersionRead};
 use crate::store::loaded_tree::LoadedTree;
 
-/// An open version, which is read tensor by tensor: see `Store.open`.
+/// An open version, which is read tensor by tensor: see `Store.open`. It is a `Mapping` from fqns to tensors.
 ///
 /// Later puts do not remove the version while this is open, or while a tensor of it is alive.
 #[pyclass(frozen, module = "tssd")]
@@ -27,8 +29,9 @@ pub(crate) struct OpenVersion {
     version: u64,
     /// `None` once the version is closed.
     reader: Mutex<Option<Arc<VersionReader>>>,
-    /// The fqns of the selected tensors.
+    /// The fqns of the selected tensors, in the order of the state dict.
     names: Vec<String>,
+    name_set: BTreeSet<String>,
 }
 
 impl OpenVersion {
@@ -44,9 +47,9 @@ impl OpenVersion {
         let leaves = reader.leaves().iter().enumerate();
         let tensors = leaves
             .filter(|(index, (_, node))| TensorLeaf::of(node).is_some() && is_selected(*index));
-        let names = tensors.map(|(_, (path, _))| path.fqn()).collect();
-        let version = reader.version();
-        Ok(Self { connection, key, version, reader: Mutex::new(Some(reader)), names })
+        let names: Vec<String> = tensors.map(|(_, (path, _))| path.fqn()).collect();
+        let (version, name_set) = (reader.version(), names.iter().cloned().collect());
+        Ok(Self { connection, key, version, reader: Mutex::new(Some(reader)), names, name_set })
     }
 
     /// Returns the reader of the version. An error once the version is closed.
@@ -128,9 +131,9 @@ impl OpenVersion {
         let this = slf.get();
         let (_, node) = this.reader()?.leaf(name)?;
         let leaf = TensorLeaf::of(&node).ok_or_else(|| not_a_tensor(name))?;
-        let (version, dtype) = (slf.clone().unbind(), leaf.dtype());
+        let (version, dtype, flags) = (slf.clone().unbind(), leaf.dtype(), leaf.flags());
         let shape = leaf.global_shape().to_vec();
-        Ok(VersionSlice { version, name: name.to_owned(), shape, dtype })
+        Ok(VersionSlice { version, name: name.to_owned(), shape, dtype, flags })
     }
 
     /// Iterates over the tensors, each with its fqn. Each tensor is read when the iterator reaches it.
@@ -169,6 +172,39 @@ impl OpenVersion {
 
     fn __len__(&self) -> usize {
         self.names.len()
+    }
+
+    fn __contains__(&self, name: &Bound<'_, PyAny>) -> bool {
+        name.extract::<String>().is_ok_and(|name| self.name_set.contains(&name))
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyIterator>> {
+        Ok(PyList::new(py, &self.names)?.try_iter()?)
+    }
+
+    /// Reads one tensor. A `KeyError` if it does not exist, or was not selected.
+    fn __getitem__<'py>(&self, name: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+        if !self.__contains__(name) {
+            let text = format!("`{}` is not the fqn of a selected tensor", name.str()?);
+            let error = Failure::from(BindingError::new("not_found", text));
+            return Err(error.with_key(self.key.as_str(), Some(self.version)));
+        }
+        self.read(name.py(), &name.extract::<String>()?, None)
+    }
+
+    /// Reads one tensor. `default` if it does not exist, or was not selected.
+    #[pyo3(signature = (name, default=None))]
+    fn get<'py>(
+        &self,
+        name: &Bound<'py, PyAny>,
+        default: Option<Bound<'py, PyAny>>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        if self.__contains__(name) { self.__getitem__(name).map(Some) } else { Ok(default) }
+    }
+
+    /// Returns a view of the tensors. Each tensor is read when an iterator over the view reaches it.
+    fn values<'py>(slf: &Bound<'py, Self>) -> Result<Bound<'py, PyAny>> {
+        Ok(slf.py().import("collections.abc")?.call_method1("ValuesView", (slf,))?)
     }
 
     /// Closes the version. Tensors that were read stay valid.
@@ -218,6 +254,7 @@ pub(crate) struct VersionSlice {
     name: String,
     shape: Vec<u64>,
     dtype: Dtype,
+    flags: TensorFlags,
 }
 
 #[pymethods]
@@ -232,19 +269,40 @@ impl VersionSlice {
         self.dtype.to_string()
     }
 
-    /// Reads a part of the tensor, given by ints, slices and `...`.
+    /// The shape of the whole tensor, in elements.
+    #[getter(shape)]
+    fn shape_tuple<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyTuple>> {
+        Ok(PyTuple::new(py, &self.shape)?)
+    }
+
+    /// The dtype of what is read, as torch or numpy has it.
+    #[getter(dtype)]
+    fn dtype_object<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        let is_array = [TensorFlags::NDARRAY, TensorFlags::SCALAR]
+            .into_iter()
+            .any(|flag| self.flags.contains(flag));
+        let framework = if is_array { Framework::Numpy } else { Framework::parse(py, None)? };
+        framework.py_dtype(py, self.dtype)
+    }
+
+    /// Reads a part of the tensor. An index is all that numpy or torch takes for the whole tensor.
     ///
-    /// Only the smallest box that contains the part is read.
+    /// Only the smallest box that contains the part is read. A mask reads all of its dimensions.
     ///
     /// Raises:
     ///     IndexError: an index is out of range.
-    ///     TypeError: an index is an array or a tensor.
+    ///     TypeError: a part of the index is no index.
     fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let py = index.py();
-        let (region, rest) = BasicIndex::parse(index)?.bounding_region(&self.shape)?;
+        let (basic, rest) = BasicIndex::split(index, &self.shape)?;
+        let (region, relative) = basic.bounding_region(&self.shape)?;
         let slice = Slice::new(region.offsets(), region.shape(), &self.shape)?;
-        let part = self.version.bind(py).get().read(py, &self.name, Some(&slice))?;
-        Ok(part.get_item(rest)?)
+        let read = self.version.bind(py).get().read(py, &self.name, Some(&slice))?;
+        let part = read.get_item(relative)?;
+        Ok(match rest {
+            Some(rest) => part.get_item(rest)?,
+            None => part,
+        })
     }
 }
 

@@ -80,6 +80,8 @@ _MODULES: dict[str, dict[str, Any]] = {
     },
     "strategy": {name: getattr(_strategy, name) for name in _strategy.__all__},
     "transport": {name: getattr(_transport, name) for name in _transport.__all__},
+    # The name of `transport.types` in torchstore 0.1.2.
+    "transport.pipe": {"Request": Request, "TensorSlice": TensorSlice},
     "transport.types": {"Request": Request, "TensorSlice": TensorSlice},
     "utils": {"spawn_actors": _actors.spawn_actors},
 }

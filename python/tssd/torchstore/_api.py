@@ -130,7 +130,7 @@ async def client(store_name: str = DEFAULT_TORCHSTORE_NAME) -> LocalClient:
             if store_name not in _clients:
                 store = open_store(store_name)
                 settings = _read_settings(store)
-                text = f"TorchStore {store_name!r} is not initialized: call initialize first"
+                text = f"Please call torchstore.initialize before attempting to use store {store_name!r}"
                 assert settings is not None, text
                 _clients[store_name] = LocalClient(store, settings["allow_pickle"])
             return _clients[store_name]

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from .._errors import TssdError, TssdKeyError
+from .._errors import TssdError, TssdKeyError, new_exception
 from .._options import PutOptions
 from .._reports import PutReport
 from .._tssd import OpenVersion, Store, TensorShard, TensorSlice, _check_cancelled
@@ -42,6 +42,10 @@ _DELETED_FROM, _STATE_DICT_MARK = "torchstore.deleted", "torchstore.state_dict"
 
 # torchstore accepts leaves whose values differ between ranks. The value of the lowest rank is stored.
 _PUT_OPTIONS = PutOptions(on_divergence="lowest")
+
+# The words in which an error of a store says that ranks have not put their parts. Programs that were written for
+# torchstore find them, and other words of its errors, in ours.
+_PARTIALLY_COMMITTED = "partially committed"
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +162,7 @@ class LocalClient:
             if state_dict is not None:
                 self._published[key] = state_dict, transfer_dtype
             published = self._published.get(key)
-            assert published is not None, "the first put_state_dict of a key requires a state_dict"
+            assert published is not None, "state_dict is required on first put_state_dict call with direct_rdma=True"
             state_dict, transfer_dtype = published
         if not isinstance(state_dict, dict):
             raise TypeError(f"a state dict is a dict, not {type(state_dict)}")
@@ -172,14 +176,15 @@ class LocalClient:
         direct_rdma: bool = False,
     ) -> dict[str, Any]:
         """Gets a state dict. If another one is given, fills its tensors."""
-        assert not direct_rdma or user_state_dict is not None, "direct_rdma requires a user_state_dict"
+        assert not direct_rdma or user_state_dict is not None, "user_state_dict is required for direct_rdma mode"
         started = time.perf_counter()
         try:
             result = await _run_in_thread(lambda: self._get_state_dict(key, user_state_dict, strict, direct_rdma))
         except TssdKeyError as error:
             if direct_rdma:
                 raise
-            raise RuntimeError(f"no state dict is stored under {key!r}: {error}") from error
+            text = f"Mapping is missing from the store: there is no matching 'push' call for this key: {key=}; {error}"
+            raise RuntimeError(text) from error
         logger.info("get_state_dict[%s] took %.4fs", key, time.perf_counter() - started)
         return result
 
@@ -264,7 +269,7 @@ class LocalClient:
     def _fill(self, version: OpenVersion, into: dict[str, Any]) -> None:
         missing = sorted(into.keys() - set(version.keys()))
         if missing:
-            raise TypeError(f"`{missing[0]}` of key `{version.key}` is no tensor, so none can be filled with it")
+            raise TypeError(_not_a_tensor(f"`{missing[0]}` of key `{version.key}`"))
         self._store.get_state_dict(version.key, into, version=version, strict=False, cast=True)
 
     def _leaves(self, version: OpenVersion, names: list[str]) -> dict[str, Any]:
@@ -297,7 +302,8 @@ class LocalClient:
             if MAPPING in deleted:
                 raise TssdKeyError(f"`{MAPPING}` of key `{key}` is deleted")
             if deleted:
-                raise KeyError(f"{deleted} of key `{key}` are deleted")
+                entries = ", ".join(f"{key}{DELIM}{name}" for name in deleted)
+                raise KeyError(f"{_missing(entries)}: deleted")
             if user_state_dict is None:
                 return self._state_dict(version)
             stored, mapping = flatten_state_dict(version.to_meta())
@@ -402,12 +408,16 @@ class _KeyResolver:
         try:
             return self._resolve_value(name)
         except TssdKeyError as error:
-            if not any(_possible_splits(name)):
-                raise
+            reasons = [str(error)]
+        if any(_possible_splits(name)):
             try:
                 return self.resolve_entry(name)
-            except TssdKeyError as entry_error:
-                raise TssdKeyError("; ".join(dict.fromkeys((str(error), str(entry_error))))) from None
+            except TssdKeyError as error:
+                reasons.append(str(error))
+        text = "; ".join(dict.fromkeys(reasons))
+        is_partial = _PARTIALLY_COMMITTED in text
+        fault = f"DTensor '{name}' is only {_PARTIALLY_COMMITTED}" if is_partial else _missing(name)
+        raise new_exception("not_found", "", f"{fault}: {text}", None, None, None, None, key=name)
 
     def _resolve_value(self, name: str) -> tuple[OpenVersion, str]:
         if self._is_key_list_loaded and name not in self._key_set and any(_possible_splits(name)):
@@ -530,12 +540,22 @@ def _check_stored_tensor(
     key: str, version: OpenVersion, name: str, target: Any, tensor_slice: TensorSlice | None
 ) -> None:
     if name not in version.keys():
-        raise TypeError(f"key `{key}` is no tensor, so none can be filled with it, and it has no slices")
-    shape = tuple(version.get_slice(name).get_shape())
+        raise TypeError(_not_a_tensor(f"key `{key}`"))
+    shape = version.get_slice(name).shape
     if tensor_slice is not None and tensor_slice.global_shape != shape:
-        raise RuntimeError(f"key `{key}` has shape {shape}, not {tensor_slice.global_shape} as the slice says")
+        reason = f"its global shape is {tensor_slice.global_shape}, the tensor has shape {shape}"
+        text = f"No tensor slices found for key '{key}' that intersect with the requested slice: {reason}"
+        raise RuntimeError(text)
     if tensor_slice is None and tuple(target.shape) != shape:
         raise ValueError(f"key `{key}` has shape {shape}, the tensor {tuple(target.shape)}")
+
+
+def _missing(key: str) -> str:
+    return f"Unable to locate {key} in any storage volumes"
+
+
+def _not_a_tensor(place: str) -> str:
+    return f"inplace_tensor or tensor_slice_spec is specified but the value stored is an object: {place}"
 
 
 def _normalize(value: Any, ranks: set[int]) -> Any:

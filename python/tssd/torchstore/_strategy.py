@@ -26,7 +26,7 @@ class TorchStoreStrategy:
     @classmethod
     def get_volume_id(cls) -> str:
         """Returns the ID that torchstore would give the volume of this process."""
-        raise NotImplementedError(f"{cls.__name__} has no get_volume_id")
+        raise NotImplementedError(f"{cls.__name__} must implement 'get_volume_id'")
 
     @classmethod
     def get_client_id(cls) -> str:

@@ -42,14 +42,16 @@ def check_target(value: object, tensor_slice: TensorSlice | None) -> None:
         TypeError: the target is neither a tensor nor None.
     """
     if value is not None and not isinstance(value, torch.Tensor):
-        raise TypeError(f"a tensor, a DTensor or None is wanted, not {type(value)}")
+        text = f"Invalid type for inplace_tensor: {type(value)}. Must be None, torch.Tensor, or DTensor"
+        raise TypeError(text)
     if value is None or tensor_slice is None:
         return
     if isinstance(value, DTensor):
-        raise ValueError("a DTensor says itself which slice it is")
+        raise ValueError("Cannot specify a tensor slice when fetching a DTensor: it has a slice of its own")
     if tensor_slice.local_shape != value.shape:
-        shapes = f"{tuple(value.shape)}, its slice {tensor_slice.local_shape}"
-        raise ValueError(f"the tensor has shape {shapes}")
+        shape = tensor_slice.local_shape
+        text = f"Requested tensor slice shape {shape} does not match in-place tensor shape {tuple(value.shape)}"
+        raise ValueError(text)
 
 
 @dataclasses.dataclass

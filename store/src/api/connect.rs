@@ -37,11 +37,15 @@ pub struct ConnectOptions {
     pub credentials: Option<Credentials>,
     /// Timeout of a response.
     pub timeout: Duration,
+    /// Where to look for the command `tssd` before the `PATH`, in order: next to a file, or in a
+    /// directory. By default next to the executable of this process.
+    pub command_search: Vec<PathBuf>,
 }
 
 impl Default for ConnectOptions {
     fn default() -> Self {
-        Self { credentials: None, timeout: Duration::from_secs(30) }
+        let command_search = std::env::current_exe().into_iter().collect();
+        Self { credentials: None, timeout: Duration::from_secs(30), command_search }
     }
 }
 
@@ -106,8 +110,9 @@ impl Store {
     /// - `PATH` or `file:PATH`: an existing directory, or the daemon that serves it.
     /// - `unix:PATH`: the daemon that listens at this socket.
     /// - `unix:NAME`: the user's daemon with this name. If it does not run, `tssd serve` is
-    ///   started: the program in `TSSD_BIN`, or the one on the `PATH`. It exits a minute after its
-    ///   last client has disconnected, unless it holds a version.
+    ///   started: the program in `TSSD_BIN`, the one next to this executable
+    ///   ([`ConnectOptions::command_search`]), or the one on the `PATH`. It exits a minute after
+    ///   its last client has disconnected, unless it holds a version.
     /// - `tls://HOST:PORT`: the daemon of another host that listens there (`tssd serve --listen`),
     ///   with the credentials in the files that `TSSD_CA`, `TSSD_CERT` and `TSSD_KEY` name.
     /// - `tcp://HOST:PORT`: a daemon of this host, without encryption.
@@ -135,10 +140,10 @@ impl Store {
         match Address::parse(url)? {
             Address::Memory => Ok(Self::memory()),
             Address::Directory(path) => match daemon_address(path)? {
-                Some(socket) => Self::connect_daemon(Path::new(&socket)).await,
+                Some(socket) => Self::connect_daemon(Path::new(&socket), options).await,
                 None => Self::open_directory(path),
             },
-            Address::Socket(path) => Self::connect_daemon(path).await,
+            Address::Socket(path) => Self::connect_daemon(path, options).await,
             Address::Host(url) => Self::connect_host(url, options).await,
             Address::Bucket(url) => Ok(Self::from_parts(open_bucket(url, options.timeout)?)),
         }
@@ -208,10 +213,12 @@ impl Store {
     }
 
     #[cfg(target_os = "linux")]
-    async fn connect_daemon(socket: &Path) -> Result<Self> {
+    async fn connect_daemon(socket: &Path, options: &ConnectOptions) -> Result<Self> {
         // A name has no slash.
         let controller = match socket.to_str().filter(|name| !name.contains('/')) {
-            Some(name) => crate::net::client::connect_or_start(name).await?,
+            Some(name) => {
+                crate::net::client::connect_or_start(name, &options.command_search).await?
+            }
             None => RemoteController::connect(socket).await?,
         };
         Ok(Self::new(controller))
@@ -223,7 +230,7 @@ impl Store {
     }
 
     #[cfg(not(target_os = "linux"))]
-    async fn connect_daemon(socket: &Path) -> Result<Self> {
+    async fn connect_daemon(socket: &Path, _options: &ConnectOptions) -> Result<Self> {
         Err(daemon_unsupported(&format!("unix:{}", socket.display())))
     }
 

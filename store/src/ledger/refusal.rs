@@ -320,7 +320,11 @@ impl Refusal {
                 }
                 match newest_open {
                     Some(PendingVersion { number, missing }) if !missing.is_empty() => {
-                        write!(f, ", and version {number} waits for writers {missing}")
+                        write!(
+                            f,
+                            ", and version {number} is only partially committed: it waits for \
+                             writers {missing}"
+                        )
                     }
                     _ => Ok(()),
                 }

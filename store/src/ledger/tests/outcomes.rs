@@ -168,7 +168,10 @@ fn refusals_name_their_subject() {
         (another, "version 5 takes contributions of job a, not of no job"),
         (unknown(Selector::Number(3), Some(5)), "no visible version is number 3: the newest is 5"),
         (unknown(Selector::Newest, None), "no version is visible"),
-        (waiting("1-2"), "no version is visible, and version 3 waits for writers 1-2"),
+        (
+            waiting("1-2"),
+            "no version is visible, and version 3 is only partially committed: it waits for writers 1-2",
+        ),
         (waiting(""), "no version is visible"),
         (abandoned("1-2"), "version 5 was abandoned: writers 1-2 did not commit in time"),
         (abandoned(""), "version 5 was abandoned: no process verified it in time"),

@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use rustix::fs::Access;
 use tokio::net::UnixStream;
 use tokio::time::{sleep, timeout};
 
 use super::{RemoteController, unreachable};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::io::disk::{self, FileLock};
 use crate::net::socket::{sibling_path, socket_path};
 
@@ -32,10 +33,21 @@ const LINGER_SECONDS: u32 = 60;
 /// Maximum length in bytes of the log text in an error.
 const MAX_LOG_BYTES: usize = 2000;
 
+/// Name of the command that serves a store.
+const COMMAND: &str = "tssd";
+
+/// Environment variable that names the command.
+const COMMAND_VARIABLE: &str = "TSSD_BIN";
+
 /// Connects to the user's daemon with this name. Starts it if it does not run.
-pub(crate) async fn connect_or_start(name: &str) -> Result<RemoteController> {
-    let socket = socket_path(name)?;
-    let mut launcher = Launcher { name, socket: &socket, lock: None, child: None, failures: 0 };
+///
+/// `command_search` is [`ConnectOptions::command_search`](crate::ConnectOptions::command_search).
+pub(crate) async fn connect_or_start(
+    name: &str,
+    command_search: &[PathBuf],
+) -> Result<RemoteController> {
+    let (socket, lock, child) = (socket_path(name)?, None, None);
+    let mut launcher = Launcher { name, socket: &socket, command_search, lock, child, failures: 0 };
     let connected = timeout(START_TIMEOUT, launcher.connect()).await;
     connected.unwrap_or_else(|_| {
         let text =
@@ -48,6 +60,7 @@ pub(crate) async fn connect_or_start(name: &str) -> Result<RemoteController> {
 struct Launcher<'a> {
     name: &'a str,
     socket: &'a Path,
+    command_search: &'a [PathBuf],
     lock: Option<FileLock>,
     child: Option<Child>,
     /// Number of started daemons that have failed.
@@ -104,7 +117,7 @@ impl Launcher<'_> {
     fn spawn_daemon(&self) -> Result<Child> {
         let path = sibling_path(self.socket, "log");
         let log = File::create(&path).map_err(|error| Error::io(path.display(), error))?;
-        let program = daemon_command();
+        let program = find_command(self.command_search);
         let mut command = Command::new(&program);
         command
             .arg("serve")
@@ -115,13 +128,30 @@ impl Launcher<'_> {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log);
-        command.spawn().map_err(|error| {
-            let text = format_args!(
-                "`{}` cannot be started: {error}; put tssd on the PATH, or name it in TSSD_BIN",
-                program.display()
-            );
-            unreachable(self.socket, &text)
-        })
+        command.spawn().map_err(|error| self.spawn_error(&program, &error))
+    }
+
+    /// Returns the error for a command that could not be executed: where it was looked for, or why it failed.
+    fn spawn_error(&self, program: &Path, error: &io::Error) -> Error {
+        let (name, command) = (self.name, program.display());
+        let cause = match error.kind() {
+            io::ErrorKind::NotFound if program == Path::new(COMMAND) => {
+                let places: Vec<String> =
+                    self.command_search.iter().map(|place| describe_place(place)).collect();
+                let places = places.join(", ");
+                format!("not found {places}{}on PATH", if places.is_empty() { "" } else { " nor " })
+            }
+            io::ErrorKind::NotFound if !program.exists() => {
+                format!("of {COMMAND_VARIABLE} not found")
+            }
+            _ => format!("failed: {error}"),
+        };
+        let text =
+            format_args!("cannot start the daemon \"{name}\": command \"{command}\" {cause}");
+        let help = format_args!(
+            "set {COMMAND_VARIABLE} to the command, or start \"{COMMAND} serve --socket {name}\""
+        );
+        Error::new(ErrorKind::Unreachable, text).with_help(help)
     }
 
     /// Returns the end of the log of the daemon that was started, as text for an error.
@@ -149,12 +179,23 @@ impl Drop for Launcher<'_> {
     }
 }
 
-/// Returns the command `tssd`: that in `TSSD_BIN`, this executable, or the one on the `PATH`.
-fn daemon_command() -> PathBuf {
-    if let Some(program) = std::env::var_os("TSSD_BIN").filter(|program| !program.is_empty()) {
+/// Returns the command: that in `TSSD_BIN`, the first at one of the places, or its name, which the `PATH` resolves.
+fn find_command(places: &[PathBuf]) -> PathBuf {
+    let variable = std::env::var_os(COMMAND_VARIABLE).filter(|program| !program.is_empty());
+    if let Some(program) = variable {
         return program.into();
     }
-    let executable = std::env::current_exe().ok();
-    let executable = executable.filter(|path| path.file_name().is_some_and(|name| name == "tssd"));
-    executable.unwrap_or_else(|| "tssd".into())
+    let mut candidates = places.iter().map(|place| {
+        if place.is_file() { place.with_file_name(COMMAND) } else { place.join(COMMAND) }
+    });
+    candidates.find(|path| is_executable(path)).unwrap_or_else(|| COMMAND.into())
+}
+
+fn is_executable(path: &Path) -> bool {
+    path.is_file() && rustix::fs::access(path, Access::EXEC_OK).is_ok()
+}
+
+fn describe_place(place: &Path) -> String {
+    let relation = if place.is_file() { "next to" } else { "in" };
+    format!("{relation} {}", place.display())
 }

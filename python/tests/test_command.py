@@ -104,6 +104,7 @@ def test_search_covers_python_and_scripts_and_package(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sysconfig, "get_path", lambda _name, scheme=None: schemes[scheme])
     monkeypatch.setattr(sys, "executable", "/opt/venv/bin/python")
     monkeypatch.setattr(_command, "__file__", "/srv/app/tssd/_command.py")
+    monkeypatch.setattr(_command, "_FOLDERS", _command._folders())
     package = ["/home/user/.local/bin", "/srv/app/bin", "/srv/app/tssd"]
     # The scripts folder is the folder of Python: it is named once.
     assert _command.search_paths() == ["/opt/venv/bin/python", *package]

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Mapping
 from pathlib import Path
@@ -289,7 +290,7 @@ def test_file_errors_are_os_errors(path: Path, tmp_path: Path) -> None:
     assert missing.value.filename == str(path)
     with pytest.raises(FileNotFoundError):
         tssd.save_file({}, tmp_path / "no" / "x.tssd")
-    with pytest.raises(OSError, match="regular file"):
+    with pytest.raises(OSError, match="directory"):
         tssd.save_file({}, tmp_path)
     for read in (load, tssd.verify, tssd.inspect, lambda p: tssd.safe_open(p, "np")):
         with pytest.raises(OSError, match="directory"):
@@ -630,9 +631,11 @@ INTERRUPT_SCRIPT = """
 import os, signal, sys, threading, time
 import numpy as np, tssd
 state = {str(i): np.zeros(1 << 24) for i in range(10)}  # zero pages use no memory, and the write takes long
-names = set(os.listdir(sys.argv[1]))
+def is_open(name):
+    try: return os.readlink("/proc/self/fd/" + name).startswith(sys.argv[1])
+    except OSError: return False
 def interrupt():
-    while set(os.listdir(sys.argv[1])) == names: time.sleep(0.001)
+    while not any(map(is_open, os.listdir("/proc/self/fd"))): time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt).start()
 try:
@@ -650,6 +653,36 @@ def test_ctrl_c_interrupts_save_and_leaves_no_partial_file(path: Path) -> None:
     assert result.stdout == "interrupted\n", result.stderr
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     assert path.read_bytes() == b"old"
+
+
+KILL_SCRIPT = """
+import resource, signal, sys
+import numpy as np, tssd
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+if sys.argv[2] == "SIGXFSZ":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+state = {str(i): np.zeros(1 << 24) for i in range(10)}
+print("saving", flush=True)
+tssd.save_file(state, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGXFSZ"])
+def test_killed_save_leaves_no_file(path: Path, name: str) -> None:
+    path.write_bytes(b"old")
+    for delay in (0.02, 0.1):
+        command = [sys.executable, "-c", KILL_SCRIPT, str(path), name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"saving\n"
+            time.sleep(delay)
+            if name != "SIGXFSZ":
+                process.send_signal(signal.Signals[name])
+            assert process.wait(timeout=60) == -signal.Signals[name]
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+        assert path.read_bytes() == b"old"
+    tssd.save_file({"a": np.zeros(3)}, path)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import sysconfig
+
+
+def _folders() -> list[str]:
+    package = os.path.dirname(os.path.abspath(__file__))
+    folders = [sysconfig.get_path("scripts")]
+    # `pip install --user`. A system without home folders has no such scheme.
+    with contextlib.suppress(AttributeError, KeyError):
+        folders.append(sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user")))
+    # `pip install --target`
+    return [*folders, os.path.join(os.path.dirname(package), "bin"), package]
+
+
+# Found on import, because `sysconfig` initializes itself wrongly if several threads use it first at the same time.
+_FOLDERS = _folders()
 
 
 def search_paths() -> list[str]:
@@ -13,18 +28,9 @@ def search_paths() -> list[str]:
     An installer puts the command into the scripts folder, which need not be on PATH: a kernel of Jupyter, a systemd
     unit or a launcher runs Python by its full path.
     """
-    package = os.path.dirname(os.path.abspath(__file__))
-    folders = [
-        sysconfig.get_path("scripts"),
-        # `pip install --user`
-        sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user")),
-        # `pip install --target`
-        os.path.join(os.path.dirname(package), "bin"),
-        package,
-    ]
     paths = [sys.executable] if sys.executable else []
     seen = {os.path.dirname(path) for path in paths}
-    for folder in folders:
+    for folder in _FOLDERS:
         if folder not in seen:
             seen.add(folder)
             paths.append(folder)

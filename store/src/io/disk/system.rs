@@ -16,7 +16,9 @@ pub(crate) use unix::{
 };
 #[cfg(windows)]
 pub(crate) use windows::{
-    expect, identity, kept, list, names, open, remove, send, sync_folder, write_at,
+    boot_id, copy_attributes, create_unnamed, defer_removal, exchange, identity, is_a_directory,
+    link_count, link_unnamed, list, open, open_folder, open_own, preallocate, remove,
+    start_writeback, sync_folder, write_at,
 };
 
 /// The purpose of an open.

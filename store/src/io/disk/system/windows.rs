@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Access, irregular, link_at};
-use crate::io::deferred_drop::Parting;
-use crate::io::disk::TEMPORARY;
+use super::{Access, link_error, not_a_regular_file};
+use crate::io::deferred_drop::DeferredDrop;
+use crate::io::disk::TEMPORARY_PREFIX;
 
 /// `FILE_FLAG_BACKUP_SEMANTICS`: also opens folders.
 const OPEN_FOLDERS: u32 = 0x0200_0000;
@@ -36,13 +36,13 @@ pub(crate) fn open(path: &Path, access: Access) -> io::Result<File> {
     let file = match options.open(path) {
         Ok(file) => file,
         // A folder cannot be opened for writing.
-        Err(_) if path.is_dir() => return Err(irregular(path)),
+        Err(_) if path.is_dir() => return Err(not_a_regular_file(path)),
         Err(error) => return Err(error),
     };
     let metadata = file.metadata()?;
     match metadata.file_type() {
-        kind if kind.is_symlink() => Err(link_at(path)),
-        kind if !kind.is_file() => Err(irregular(path)),
+        kind if kind.is_symlink() => Err(link_error(path)),
+        kind if !kind.is_file() => Err(not_a_regular_file(path)),
         // Not a link: without the flag, the system reads the bytes from where they are stored.
         _ if metadata.file_attributes() & REPARSE_POINT != 0 => {
             options.custom_flags(OPEN_FOLDERS).open(path)
@@ -101,7 +101,7 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
     });
     match fs::remove_file(path) {
         Err(error) if error.kind() != ErrorKind::NotFound && path.is_file() => {
-            let is_temporary = |name: &str| name.starts_with(TEMPORARY);
+            let is_temporary = |name: &str| name.starts_with(TEMPORARY_PREFIX);
             if path.file_name().and_then(|name| name.to_str()).is_some_and(is_temporary) {
                 // The file has its temporary name already, from this process or an earlier one.
                 if !mapped.iter().any(|other| other == path) {
@@ -110,7 +110,7 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
                 return Ok(());
             }
             let number = NEXT.fetch_add(1, Ordering::Relaxed);
-            let name = format!("{TEMPORARY}{}-removed-{number}", std::process::id());
+            let name = format!("{TEMPORARY_PREFIX}{}-removed-{number}", std::process::id());
             let renamed = path.with_file_name(name);
             fs::rename(path, &renamed).map_err(|_| error)?;
             mapped.push(renamed);
@@ -131,7 +131,7 @@ pub(crate) fn write_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<usi
 }
 
 /// Does nothing: the blocks are freed at once.
-pub(crate) fn defer_removal(_path: &Path) -> Option<Parting<File>> {
+pub(crate) fn defer_removal(_path: &Path) -> Option<DeferredDrop<File>> {
     None
 }
 
@@ -142,3 +142,42 @@ pub(crate) fn preallocate(_file: &File, _len: u64) -> io::Result<()> {
 
 /// Does nothing: the sync starts the writeback.
 pub(crate) fn start_writeback(_file: &File, _range: Range<u64>) {}
+
+/// Returns `None`: Windows has no ID of a boot.
+pub(crate) fn boot_id() -> Option<String> {
+    None
+}
+
+/// Returns `None`: Windows has no files without names.
+pub(crate) fn create_unnamed(_folder: &Path) -> io::Result<Option<File>> {
+    Ok(None)
+}
+
+pub(crate) fn link_unnamed(_file: &File, _name: &Path) -> io::Result<()> {
+    Err(ErrorKind::Unsupported.into())
+}
+
+/// Returns false: Windows does not exchange names.
+pub(crate) fn exchange(_one: &Path, _other: &Path) -> io::Result<bool> {
+    Ok(false)
+}
+
+/// Opens a folder, to lock it.
+pub(crate) fn open_folder(path: &Path) -> io::Result<File> {
+    File::options().read(true).custom_flags(OPEN_FOLDERS).open(path)
+}
+
+/// Fails: without an ID of the boot, no file is known to be abandoned.
+pub(crate) fn open_own(_path: &Path) -> io::Result<File> {
+    Err(ErrorKind::Unsupported.into())
+}
+
+/// Makes a new file read-only if the old one is.
+pub(crate) fn copy_attributes(old: &Metadata, new: &File) -> io::Result<()> {
+    new.set_permissions(old.permissions())
+}
+
+/// Returns the error for a folder in place of a file.
+pub(crate) fn is_a_directory() -> io::Error {
+    ErrorKind::IsADirectory.into()
+}

@@ -235,8 +235,9 @@ fn convert_reports_file_sizes() {
     sandbox.write_dict("in.tssd", &model());
     let output = sandbox.run_with_code(0, "convert in.tssd -o out.tssd --codec zstd");
     assert!(output.starts_with("out.tssd: 5 leaves, 45.0 kB raw, file 5"), "{output}");
-    let json =
-        parse_json(&sandbox.run_with_code(0, "convert in.tssd -o out.tssd --force --codec zstd --json"));
+    let json = parse_json(
+        &sandbox.run_with_code(0, "convert in.tssd -o out.tssd --force --codec zstd --json"),
+    );
     let len = |name: &str| sandbox.read(name).len();
     assert_eq!(
         json,

@@ -124,7 +124,8 @@ fn convert_reports_failures_of_python() {
             (expected_names.clone(), b"old".to_vec())
         );
     }
-    let as_json = run(&place, &format!("echo '{refused}'"), "convert zip.pt --force -o out.tssd --json").1;
+    let as_json =
+        run(&place, &format!("echo '{refused}'"), "convert zip.pt --force -o out.tssd --json").1;
     assert_eq!(serde_json::from_str::<Json>(&as_json).unwrap()["help"], "do it by hand");
 }
 

@@ -71,12 +71,11 @@ impl Replacement {
     fn create_at(target: PathBuf, is_durable: bool, old: OldFile) -> io::Result<Self> {
         let folder = parent(&target)?;
         temporary::remove_abandoned(folder);
-        let (file, temporary, is_named) = match system::create_unnamed(folder)? {
-            Some(file) => (file, temporary::next_name(folder), false),
-            None => {
-                let (file, path) = temporary::create_locked(folder, |path| File::create_new(path))?;
-                (file, path, true)
-            }
+        let (file, temporary, is_named) = if let Some(file) = system::create_unnamed(folder)? {
+            (file, temporary::next_name(folder), false)
+        } else {
+            let (file, path) = temporary::create_locked(folder, |path| File::create_new(path))?;
+            (file, path, true)
         };
         let progress = Progress::new(0, is_durable);
         Ok(Self { file, progress, is_durable, target, temporary, is_named, old })

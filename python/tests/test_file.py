@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 import multiprocessing
 import os
 import pickle
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -289,11 +290,19 @@ def test_file_errors_are_os_errors(path: Path, tmp_path: Path) -> None:
     assert missing.value.filename == str(path)
     with pytest.raises(FileNotFoundError):
         tssd.save_file({}, tmp_path / "no" / "x.tssd")
-    with pytest.raises(OSError, match="regular file"):
+    with pytest.raises(IsADirectoryError) as folder:
         tssd.save_file({}, tmp_path)
+    assert (folder.value.errno, folder.value.filename) == (errno.EISDIR, str(tmp_path))
+    with pytest.raises(OSError, match="not a regular file") as device:
+        tssd.save_file({}, "/dev/null")
+    assert (device.value.errno, device.value.filename) == (errno.EINVAL, "/dev/null")
     for read in (load, tssd.verify, tssd.inspect, lambda p: tssd.safe_open(p, "np")):
-        with pytest.raises(OSError, match="directory"):
+        with pytest.raises(IsADirectoryError, match="directory"):
             read(tmp_path)
+    path.write_bytes(b"")
+    with pytest.raises(NotADirectoryError) as below:
+        load(path / "x.tssd")
+    assert isinstance(below.value, tssd.TssdOSError) and below.value.filename == str(path / "x.tssd")
     with pytest.raises(TypeError):
         tssd.save_file({}, 3)  # type: ignore[arg-type]
 
@@ -703,6 +712,32 @@ def test_stored_files_are_not_listed_as_tensors(path: Path) -> None:
         assert file.keys() == ["a"] == list(file.offset_keys())
         with pytest.raises(tssd.TssdTypeError):
             file.get_tensor(".files.config.json")
+
+
+def test_full_disk_is_an_os_error(path: Path, limit_file_size: Callable[[int], None]) -> None:
+    tssd.save_file({"a": 1}, path)
+    limit_file_size(1 << 20)
+    with pytest.raises(tssd.TssdOSError) as full:
+        tssd.save_file({"a": np.zeros(2 << 20, np.uint8)}, path)
+    assert (full.value.errno, full.value.filename) == (errno.EFBIG, str(path))
+    assert full.value.strerror == os.strerror(errno.EFBIG)
+    assert load(path) == {"a": 1}
+
+
+def test_every_system_error_has_its_class() -> None:
+    from tssd import _errors
+
+    for number in errno.errorcode:
+        expected = type(OSError(number, ""))
+        for kind, base in (("Io", tssd.TssdOSError), ("io", tssd.TssdOSError), ("unreachable", ConnectionError)):
+            error = _errors.new_exception(kind, "", "wrong", None, None, "name", number)
+            assert isinstance(error, OSError) and isinstance(error, base) and isinstance(error, expected)
+            same_error = pickle.loads(pickle.dumps(error))
+            assert type(same_error) is type(error) and str(same_error) == str(error)
+            for found in (error, same_error):
+                details = (found.errno, found.strerror, found.filename)
+                assert details == (number, os.strerror(number), "name")
+    assert issubclass(tssd.TssdIsADirectoryError, IsADirectoryError)
 
 
 def test_every_error_kind_has_a_class() -> None:

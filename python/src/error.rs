@@ -7,8 +7,9 @@ use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use tssd_format::{Dtype, Error, ErrorKind, ObjectPath};
+use tssd_format::{Dtype, Error, ErrorKind, ObjectPath, abridge};
 
 /// Result of the fallible functions of this crate.
 pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
@@ -39,6 +40,16 @@ pub(crate) struct BindingError {
     version: Option<u64>,
 }
 
+/// Creates a `ValueError`. Long names in its message are abridged.
+pub(crate) fn value_error(message: impl Into<String>) -> PyErr {
+    PyValueError::new_err(abridge(message))
+}
+
+/// Creates a `TypeError`. Long names in its message are abridged.
+pub(crate) fn type_error(message: impl Into<String>) -> PyErr {
+    PyTypeError::new_err(abridge(message))
+}
+
 /// Checks that this version of the package knows a dtype.
 ///
 /// # Errors
@@ -58,11 +69,11 @@ impl BindingError {
 
     pub(crate) fn new(kind: &'static str, message: impl Into<String>) -> Self {
         let (advice, fqn, key, version) = (None, None, None, None);
-        Self { kind, message: message.into(), advice, fqn, key, version }
+        Self { kind, message: abridge(message), advice, fqn, key, version }
     }
 
     pub(crate) fn advice(mut self, advice: impl Into<String>) -> Self {
-        self.advice = Some(advice.into());
+        self.advice = Some(abridge(advice));
         self
     }
 

@@ -724,6 +724,62 @@ def test_full_disk_is_an_os_error(path: Path, limit_file_size: Callable[[int], N
     assert load(path) == {"a": 1}
 
 
+NAME = "n" * 100_000
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda path: tssd.save_file({NAME: object()}, path),
+        lambda path: tssd.save_file({"a": {NAME: object()}}, path),
+        lambda path: tssd.save_file({" n" * 50_000: object()}, path),
+        lambda path: tssd.save_file({NAME: 1}, path),
+        lambda path: tssd.save_file({b"n" * 100_000: 1}, path),
+        lambda path: tssd.save_file({NAME: np.zeros(3, object)}, path),
+        lambda path: tssd.save_file({"a": type(NAME, (), {})()}, path),
+        lambda path: tssd.save_file({"a": {type(NAME, (), {})(): 1}}, path),
+        lambda path: tssd.save_file({"a": np.zeros(2, [(NAME, "i4")])}, path),
+        lambda path: tssd.save_file({"a": 1}, path, metadata={NAME: object()}),
+        lambda path: tssd.save_file({"a": 1}, path, metadata={f"tssd.{NAME}": 1}),
+        lambda path: tssd.save_file({"a": 1}, path, compression=NAME),
+        lambda path: tssd.save_file({"a": 1}, path.parent / NAME),
+        lambda path: load(path.parent / NAME),
+        lambda path: load(path, device=NAME),
+        lambda path: load(path, verify=NAME),
+        lambda path: tssd.load_file(path, framework=NAME),
+        lambda path: tssd.load(type(NAME, (), {})()),  # type: ignore[arg-type]
+        lambda path: tssd.safe_open(path, "np").get_tensor(NAME),
+        lambda path: tssd.safe_open(path, "np")[NAME],
+        lambda path: tssd.safe_open(path, "np").get_slice(NAME),
+        lambda path: tssd.safe_open(path, "np").get_slice("a")[NAME],
+        lambda path: tssd.safe_open(path, "np").get_slice("a")[type(NAME, (), {})()],
+        lambda path: tssd.Store(f"http://{NAME}"),
+        lambda path: tssd.Store(f"tls://{NAME}"),
+        lambda path: tssd.Store(f"unix:{NAME}"),
+        lambda path: tssd.Store(str(path.parent / NAME)),
+    ],
+)
+def test_long_names_are_abridged_in_messages(path: Path, fail: Callable[[Path], object]) -> None:
+    tssd.save_file({"a": np.zeros(3)}, path)
+    with pytest.raises((tssd.TssdError, TypeError, ValueError, LookupError, OSError)) as caught:
+        fail(path)
+    message = str(caught.value)
+    assert len(message) <= 2000 and "n" * 201 not in message
+    # The attributes are whole.
+    fqn = getattr(caught.value, "fqn", None)
+    assert fqn is None or len(fqn) < 10 or len(fqn) >= 100_000
+    assert "characters)" in message or "n" * 20 not in message
+
+
+def test_messages_abridge_as_the_extension_module_does() -> None:
+    from tssd import _errors
+
+    assert _errors.abridge(f"a `{'n' * 200}`") == f"a `{'n' * 200}`"
+    end = "n" * 90
+    assert _errors.abridge(f"a `{'n' * 201}`: 'b'") == f"a `{end}…{end} (201 characters)`: 'b'"
+    assert len(_errors.abridge("a b" * 100_000)) < 2000
+
+
 def test_every_system_error_has_its_class() -> None:
     from tssd import _errors
 

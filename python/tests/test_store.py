@@ -267,6 +267,33 @@ def test_unreachable_stores_are_os_errors(tmp_path: Path) -> None:
         assert unreachable.value.filename == (filename and str(filename))
 
 
+def test_long_names_are_abridged_in_messages(store: tssd.Store) -> None:
+    name = "n" * 100_000
+    store.put_state_dict({"a": np.zeros(3)}, "policy")
+    version = store.open("policy")
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: store.put_state_dict({"a": 1}, name),
+        lambda: store.get_state_dict(name),
+        lambda: store.get_state_dict("n" * 1000),
+        lambda: store.get_state_dict(b"n" * 100_000),  # type: ignore[arg-type]
+        lambda: store.put_state_dict({name: object()}, "policy"),
+        lambda: store.put_state_dict({name: 1}, "policy"),
+        lambda: store.put_state_dict({"a": 1}, "policy", durability=name),
+        lambda: store.put_state_dict({"a": 1}, "policy", options=tssd.PutOptions(on_divergence=name)),
+        lambda: store.put_state_dict({"a": 1}, "policy", options=tssd.PutOptions(residency=name)),
+        lambda: store.get_state_dict("policy", {name: np.zeros(4)}),
+        lambda: store.get_state_dict("policy", require_transport=name),
+        lambda: version.get_tensor(name),
+        lambda: version.get_slice(name),
+        lambda: version[name],
+    )
+    for number, call in enumerate(calls):
+        with pytest.raises((tssd.TssdError, TypeError, ValueError)) as caught:
+            call()
+        message = str(caught.value)
+        assert len(message) <= 2000 and "n" * 201 not in message, number
+
+
 def test_put_options_are_values() -> None:
     options = tssd.PutOptions(keep_dtype=("norm",), rewind=True)
     assert repr(options) == (

@@ -3,6 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
+
+
+_MAX_NAME_CHARS, _MAX_MESSAGE_CHARS = 200, 2000
+
+
+def abridge(message: str) -> str:
+    """Abridges the long names in a message, and the message itself if it is still long.
+
+    A name has at most 200 characters in the result and a message at most 2000. From a longer one, the middle is cut
+    out, and its length is added. A name ends at white space and at a quote. The extension module has the same function.
+    """
+    if len(message) <= _MAX_NAME_CHARS:
+        return message
+    short = re.sub(r"[^\s`\"']{%d,}" % (_MAX_NAME_CHARS + 1), lambda match: abridge_name(match[0]), message)
+    return _cut_middle(short, 1400, 500) if len(short) > _MAX_MESSAGE_CHARS else short
+
+
+def abridge_name(name: str) -> str:
+    """Abridges a name of more than 200 characters, as `abridge` does. White space does not end the name."""
+    return _cut_middle(name, 90, 90) if len(name) > _MAX_NAME_CHARS else name
+
+
+def _cut_middle(text: str, head: int, tail: int) -> str:
+    return f"{text[:head]}…{text[-tail:]} ({len(text)} characters)"
 
 
 class TssdError(Exception):
@@ -74,7 +99,7 @@ class TssdOSError(TssdError, OSError):
     """
 
     def __str__(self) -> str:
-        return OSError.__str__(self) if self._text is None else self._text
+        return abridge(OSError.__str__(self)) if self._text is None else self._text
 
 
 class TssdFileNotFoundError(TssdOSError, FileNotFoundError):
@@ -213,20 +238,21 @@ def new_exception(
     if errno is not None and issubclass(cls, OSError):
         error = _os_error_class(cls, errno)(errno, strerror or os.strerror(errno), file)
         if kind != "Io":
-            error._text = message
+            error._text = abridge(message)
     elif kind == "Io":
         error = TssdOSError(None, message, file)
-        error._text = message if file is None else f"{file}: {message}"
+        error._text = abridge(message if file is None else f"{file}: {message}")
     else:
         if advice is None:
             _, advice = _FORMAT_KINDS.get(kind) or _STORE_KINDS.get(kind) or (None, None)
         if advice is None and cls is TssdCorruptError:
             advice = _DAMAGED_ADVICE
         file_prefix = f"{file}: " if file is not None else ""
-        fqn_suffix = f" (in `{fqn}`)" if fqn is not None and f"`{fqn}`" not in message else ""
+        name = abridge_name(fqn) if fqn is not None else ""
+        fqn_suffix = f" (in `{name}`)" if fqn is not None and f"`{name}`" not in message else ""
         # The text of an error of a store ends with its help line.
         advice_suffix = f"; {advice}" if advice is not None and not message.endswith(advice) else ""
-        error = cls(f"{file_prefix}{message}{fqn_suffix}{advice_suffix}")
+        error = cls(abridge(f"{file_prefix}{message}{fqn_suffix}{advice_suffix}"))
     error.kind, error.fqn, error.advice = kind, fqn, advice
     error.key, error.version = key, version
     return error

@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use tssd_format::abridge;
 
 use crate::ledger::{Reason, Refusal};
 
@@ -12,6 +13,8 @@ use crate::ledger::{Reason, Refusal};
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of the store. Its kind says what the caller can do; its text says what failed and why.
+///
+/// Long names in the text are abridged: see [`tssd_format::abridge`].
 #[derive(Debug)]
 pub struct Error(Box<Inner>);
 
@@ -78,7 +81,7 @@ impl Error {
     pub fn new(kind: ErrorKind, text: impl fmt::Display) -> Self {
         Self(Box::new(Inner {
             kind,
-            text: text.to_string(),
+            text: abridge(text.to_string()),
             help: None,
             target_modified: false,
             source: None,
@@ -184,7 +187,7 @@ impl Error {
 
     /// Sets the help line, which says what to do.
     pub(crate) fn with_help(mut self, help: impl fmt::Display) -> Self {
-        self.0.help = Some(help.to_string());
+        self.0.help = Some(abridge(help.to_string()));
         self
     }
 

@@ -10,7 +10,8 @@ use std::path::PathBuf;
 use indicatif::ProgressBar;
 use serde_json::{Value as Json, json};
 use tssd_format::{
-    AttrValue, Container, ContentKind, MapKey, Node, ObjectPath, Step, TensorReference,
+    AttrValue, Container, ContentKind, MapKey, Node, ObjectPath, Step, TensorReference, abridge,
+    abridge_name,
 };
 
 use crate::console::{Console, print, print_json};
@@ -50,7 +51,11 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         });
         print_json(&json)?;
     } else if !console.quiet {
-        let width = differences.iter().map(|each| each.path.chars().count()).max().unwrap_or(0);
+        let width = differences
+            .iter()
+            .map(|each| abridge_name(&each.path).chars().count())
+            .max()
+            .unwrap_or(0);
         for each in &differences {
             print(format_args!("{}\n", each.line(width)))?;
         }
@@ -131,7 +136,8 @@ pub(crate) struct Difference {
 impl Difference {
     /// Returns the difference as one line. `width` is the width of the path column in characters.
     pub(crate) fn line(&self, width: usize) -> String {
-        format!("{:9}  {:width$}  {}", self.kind, self.path, self.detail)
+        let detail = abridge(self.detail.as_str());
+        format!("{:9}  {:width$}  {detail}", self.kind, abridge_name(&self.path))
     }
 
     fn json(&self) -> Json {

@@ -9,7 +9,7 @@ use std::path::Path;
 use anstream::AutoStream;
 use anstyle::{AnsiColor, Style};
 use serde_json::json;
-use tssd_format::ErrorKind;
+use tssd_format::{ErrorKind, abridge};
 
 use crate::exit::Exit;
 
@@ -36,7 +36,7 @@ impl Failure {
     pub(crate) fn new(exit: Exit, message: impl fmt::Display) -> Self {
         Self(Box::new(Inner {
             exit,
-            message: message.to_string(),
+            message: abridge(message.to_string()),
             code: None,
             help: None,
             source: None,
@@ -74,7 +74,7 @@ impl Failure {
     /// Sets the help line.
     #[must_use]
     pub(crate) fn help(mut self, help: impl fmt::Display) -> Self {
-        self.0.help = Some(help.to_string());
+        self.0.help = Some(abridge(help.to_string()));
         self
     }
 

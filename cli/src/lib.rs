@@ -46,6 +46,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use tracing_subscriber::filter::LevelFilter;
+use tssd_format::abridge;
 
 use crate::console::{Console, Stream};
 use crate::exit::Exit;
@@ -121,7 +122,7 @@ enum Command {
 
 /// Parses the arguments of this process, runs the command, and returns its exit code.
 pub fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = Cli::try_parse().unwrap_or_else(|error| exit_with_usage_error(&error));
     if let Some(level) = cli.log {
         let log = tracing_subscriber::fmt().with_max_level(level).with_target(false);
         // No ANSI colors: a program may read the log.
@@ -135,6 +136,17 @@ pub fn main() -> ExitCode {
             exit.into()
         }
     }
+}
+
+/// Prints an error of the arguments, without the middle of long ones, and ends the process.
+fn exit_with_usage_error(error: &clap::Error) -> ! {
+    let text = error.render().to_string();
+    let short = abridge(text.as_str());
+    if error.use_stderr() && short != text {
+        eprint!("{short}");
+        std::process::exit(error.exit_code());
+    }
+    error.exit()
 }
 
 fn run(cli: &Cli) -> Result<Exit> {

@@ -27,9 +27,10 @@ impl Table {
         }
     }
 
-    /// Appends a row. Missing cells at its end are empty.
+    /// Appends a row. Missing cells at its end are empty, and long ones are abridged.
     pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = String>) {
-        self.rows.push(cells.into_iter().collect());
+        let abridged = |cell: String| tssd_format::abridge_name(&cell).into_owned();
+        self.rows.push(cells.into_iter().map(abridged).collect());
     }
 
     fn width(&self, column: usize) -> usize {

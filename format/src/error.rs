@@ -2,6 +2,8 @@
 
 use std::fmt::{self, Write};
 
+use crate::abridge::{abridge, abridge_name};
+
 /// Result of the fallible functions of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -50,7 +52,7 @@ impl Error {
     /// Sets the values that violate the rule, such as `expected 3, found 4`.
     #[must_use]
     pub fn with_detail(mut self, note: impl fmt::Display) -> Self {
-        self.0.note = Some(note.to_string());
+        self.0.note = Some(abridge(note.to_string()));
         self
     }
 
@@ -123,7 +125,7 @@ impl fmt::Display for Error {
             fmt::Result::Ok(())
         };
         if let Some(path) = path {
-            write_location(f, format_args!("in `{}`", Escaped(path)))?;
+            write_location(f, format_args!("in `{}`", Escaped(&abridge_name(path))))?;
         }
         if let Some(offset) = offset {
             write_location(f, format_args!("at byte {offset}"))?;

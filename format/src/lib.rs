@@ -109,8 +109,10 @@ mod verify;
 #[cfg(feature = "safetensors")]
 pub mod safetensors;
 
+mod abridge;
 mod error;
 
+pub use abridge::{abridge, abridge_name};
 pub use archive::Archive;
 pub use blob::Blob;
 pub use checksum::checksum;

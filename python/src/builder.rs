@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use pyo3::exceptions::{PyImportError, PyValueError};
+use pyo3::exceptions::PyImportError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
@@ -19,7 +19,7 @@ use tssd_format::{
 
 use crate::classes;
 use crate::dtensor::encode_placement;
-use crate::error::{BindingError, Failure, Result};
+use crate::error::{BindingError, Failure, Result, value_error};
 use crate::gc_pause::GcPause;
 use crate::importer::PICKLE;
 use crate::memory::MemoryBlock;
@@ -58,7 +58,7 @@ impl Framework {
             },
             Some(other) => {
                 let message = format!("framework is \"torch\" or \"numpy\", not {other:?}");
-                Err(PyValueError::new_err(message).into())
+                Err(value_error(message).into())
             }
         }
     }
@@ -198,7 +198,7 @@ impl<'py, 'a> ObjectBuilder<'py, 'a> {
         }
         if self.framework == Framework::Numpy {
             let message = format!("numpy has no device {device}: load it with torch");
-            return Err(PyValueError::new_err(message).into());
+            return Err(value_error(message).into());
         }
         self.device = Some(device);
         Ok(self)

@@ -8,7 +8,7 @@ use pyo3::types::PyBytes;
 use tssd_format::{Archive, ChangeCount, DeltaClasses, DeltaDraft, Options, open_shard_set};
 use tssd_store::file;
 
-use crate::error::{Failure, Result};
+use crate::error::{Failure, Result, value_error};
 use crate::file::{compression, write_file};
 use crate::interrupt::InterruptCheck;
 
@@ -26,7 +26,7 @@ fn classes(text: &str) -> Result<DeltaClasses> {
         "auto" => Ok(DeltaClasses::Auto),
         other => {
             let message = format!("classes is 1, 2, 4 or \"auto\", not {other}");
-            Err(PyValueError::new_err(message).into())
+            Err(value_error(message).into())
         }
     }
 }

@@ -3,11 +3,13 @@
 //! A table in `tssd/_errors.py` maps each kind of error to its Python exception class and its advice.
 
 use std::error::Error as _;
+use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use tssd_format::{Dtype, Error, ErrorKind, ObjectPath};
+use tssd_format::{Dtype, Error, ErrorKind, ObjectPath, abridge};
 
 /// Result of the fallible functions of this crate.
 pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
@@ -38,6 +40,16 @@ pub(crate) struct BindingError {
     version: Option<u64>,
 }
 
+/// Creates a `ValueError`. Long names in its message are abridged.
+pub(crate) fn value_error(message: impl Into<String>) -> PyErr {
+    PyValueError::new_err(abridge(message))
+}
+
+/// Creates a `TypeError`. Long names in its message are abridged.
+pub(crate) fn type_error(message: impl Into<String>) -> PyErr {
+    PyTypeError::new_err(abridge(message))
+}
+
 /// Checks that this version of the package knows a dtype.
 ///
 /// # Errors
@@ -57,11 +69,11 @@ impl BindingError {
 
     pub(crate) fn new(kind: &'static str, message: impl Into<String>) -> Self {
         let (advice, fqn, key, version) = (None, None, None, None);
-        Self { kind, message: message.into(), advice, fqn, key, version }
+        Self { kind, message: abridge(message), advice, fqn, key, version }
     }
 
     pub(crate) fn advice(mut self, advice: impl Into<String>) -> Self {
-        self.advice = Some(advice.into());
+        self.advice = Some(abridge(advice));
         self
     }
 
@@ -199,18 +211,14 @@ impl From<Failure> for PyErr {
 }
 
 fn format_error(py: Python<'_>, error: &Error, file: Option<&Path>) -> PyErr {
-    let errno = error
-        .source()
-        .and_then(|source| source.downcast_ref::<io::Error>())
-        .and_then(io::Error::raw_os_error);
-    let file = file.map(|file| file.display().to_string());
+    let source = error.source().and_then(|source| source.downcast_ref::<io::Error>());
     let (kind, fqn) = (error.kind(), error.path().map(ToOwned::to_owned));
     new_exception(
         py,
         ExceptionArgs {
             fqn,
-            file,
-            errno,
+            file: file.map(Into::into),
+            system: source.and_then(SystemError::from_io),
             ..ExceptionArgs::new(kind.name(), kind.rule(), error.to_string())
         },
     )
@@ -230,7 +238,26 @@ fn store_error(
         None => ExceptionArgs::new(error.kind().name(), "", message),
     };
     let advice = error.help().map(ToOwned::to_owned);
-    new_exception(py, ExceptionArgs { fqn, advice, key, version, ..args })
+    let system = error.io_error().and_then(SystemError::from_io);
+    // The message names the file: only an error of the system needs it once more, as `filename`.
+    let file = error.file().filter(|_| system.is_some()).map(Into::into);
+    new_exception(py, ExceptionArgs { fqn, advice, file, system, key, version, ..args })
+}
+
+/// `errno` and `strerror` of an `OSError`.
+struct SystemError {
+    errno: i32,
+    strerror: Option<String>,
+}
+
+impl SystemError {
+    /// Returns none if the error has no `errno`.
+    fn from_io(error: &io::Error) -> Option<Self> {
+        let errno = tssd_store::errno(error)?;
+        // Python has the text of a number.
+        let strerror = error.raw_os_error().is_none().then(|| error.to_string());
+        Some(Self { errno, strerror })
+    }
 }
 
 /// Arguments of `_errors.new_exception`.
@@ -240,22 +267,24 @@ struct ExceptionArgs {
     message: String,
     fqn: Option<String>,
     advice: Option<String>,
-    file: Option<String>,
-    errno: Option<i32>,
+    file: Option<OsString>,
+    system: Option<SystemError>,
     key: Option<String>,
     version: Option<u64>,
 }
 
 impl ExceptionArgs {
     fn new(kind: &'static str, rule: &'static str, message: String) -> Self {
-        let (fqn, advice, file, errno, key, version) = (None, None, None, None, None, None);
-        Self { kind, rule, message, fqn, advice, file, errno, key, version }
+        let (fqn, advice, file, system, key, version) = (None, None, None, None, None, None);
+        Self { kind, rule, message, fqn, advice, file, system, key, version }
     }
 }
 
 fn new_exception(py: Python<'_>, args: ExceptionArgs) -> PyErr {
-    let ExceptionArgs { kind, rule, message, fqn, advice, file, errno, key, version } = args;
-    let arguments = (kind, rule, message, fqn, advice, file, errno, key, version);
+    let ExceptionArgs { kind, rule, message, fqn, advice, file, system, key, version } = args;
+    let (errno, strerror) =
+        system.map_or((None, None), |system| (Some(system.errno), system.strerror));
+    let arguments = (kind, rule, message, fqn, advice, file, errno, key, version, strerror);
     let call = || py.import("tssd._errors")?.getattr("new_exception")?.call1(arguments);
     call().map_or_else(|error| error, PyErr::from_value)
 }

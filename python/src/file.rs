@@ -21,7 +21,7 @@ use tssd_store::{Replacement, file};
 use crate::builder::{
     Framework, MODULE_METADATA_ATTR, ObjectBuilder, StorageSource, decode_str, storage_spans,
 };
-use crate::error::{BindingError, Failure, Result};
+use crate::error::{BindingError, Failure, Result, type_error, value_error};
 use crate::importer::{ImportedStateDict, import_state_dict};
 use crate::index::BasicIndex;
 use crate::interrupt::InterruptCheck;
@@ -90,7 +90,7 @@ impl VerifyMode {
 }
 
 fn invalid_choice(argument: &str, found: &str, choices: &str) -> Failure {
-    PyValueError::new_err(format!("{argument} is {choices}, not {found:?}")).into()
+    value_error(format!("{argument} is {choices}, not {found:?}")).into()
 }
 
 /// Returns the compression that an argument `compression` asks for.
@@ -361,7 +361,7 @@ pub(crate) fn copy_buffer(
     let class = data.get_type();
     let buffer_error = |error: PyErr| {
         let message = format!("data is bytes, or another object with a buffer, not {class}");
-        if error.is_instance_of::<PyTypeError>(py) { PyTypeError::new_err(message) } else { error }
+        if error.is_instance_of::<PyTypeError>(py) { type_error(message) } else { error }
     };
     let view = PyMemoryView::from(data).map_err(buffer_error)?;
     let Ok(view) = view.call_method1("cast", ("B",)) else {

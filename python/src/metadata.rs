@@ -1,12 +1,11 @@
 //! Metadata of a state dict: a dict in Python, attributes in the format.
 
-use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyInt, PyString};
 use tssd_format::{AttrValue, Attrs};
 
 use crate::builder::decode_str;
-use crate::error::Result;
+use crate::error::{Result, type_error, value_error};
 use crate::importer::to_text;
 
 /// Attribute with the values that have no attribute type: a JSON object.
@@ -27,7 +26,7 @@ pub(crate) fn to_attrs(metadata: Option<&Bound<'_, PyDict>>) -> Result<Attrs> {
         if known.starts_with(RESERVED) {
             let message =
                 format!("metadata {known:?}: names that begin with `{RESERVED}` are reserved");
-            return Err(PyValueError::new_err(message).into());
+            return Err(value_error(message).into());
         }
         let int = value.is_exact_instance_of::<PyInt>().then(|| value.extract::<i64>());
         if let Some(Ok(int)) = int {
@@ -84,5 +83,5 @@ pub(crate) fn from_attrs<'py>(
 
 fn invalid_metadata(what: &str) -> PyErr {
     let text = "metadata is a dict of strs to what JSON has: strs, numbers, bools, None, lists and dicts; or bytes";
-    PyTypeError::new_err(format!("{text} ({what})"))
+    type_error(format!("{text} ({what})"))
 }

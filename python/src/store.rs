@@ -49,7 +49,7 @@ use self::select::select;
 pub(crate) use self::subscription::PySubscription;
 use crate::builder::{Framework, ObjectBuilder};
 use crate::encoded::TorchStoreStateDict;
-use crate::error::{BindingError, Failure, Result};
+use crate::error::{BindingError, Failure, Result, type_error};
 use crate::leaf_import::CastRule;
 use crate::slice::{TensorShard, TensorSlice};
 use crate::store::connection::{Connection, Deadline, VersionRead, parse_seconds};
@@ -90,7 +90,7 @@ pub(crate) struct Store {
 fn extract_key(key: &Bound<'_, PyAny>) -> Result<Key> {
     let key: String = key.extract().map_err(|_| {
         let class = key.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string());
-        PyTypeError::new_err(format!(
+        type_error(format!(
             "a key is a str, this is a {class}: the order is put_state_dict(state_dict, key) and \
              put(key, value)"
         ))

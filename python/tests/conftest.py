@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +34,16 @@ collect_ignore = (
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "x.tssd"
+
+
+@pytest.fixture
+def limit_file_size() -> Iterator[Callable[[int], None]]:
+    """Returns a function that limits the size of files in bytes. A write beyond it fails, as on a full disk."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

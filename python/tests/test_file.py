@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 import multiprocessing
 import os
 import pickle
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -290,11 +291,19 @@ def test_file_errors_are_os_errors(path: Path, tmp_path: Path) -> None:
     assert missing.value.filename == str(path)
     with pytest.raises(FileNotFoundError):
         tssd.save_file({}, tmp_path / "no" / "x.tssd")
-    with pytest.raises(OSError, match="directory"):
+    with pytest.raises(IsADirectoryError) as folder:
         tssd.save_file({}, tmp_path)
+    assert (folder.value.errno, folder.value.filename) == (errno.EISDIR, str(tmp_path))
+    with pytest.raises(OSError, match="not a regular file") as device:
+        tssd.save_file({}, "/dev/null")
+    assert (device.value.errno, device.value.filename) == (errno.EINVAL, "/dev/null")
     for read in (load, tssd.verify, tssd.inspect, lambda p: tssd.safe_open(p, "np")):
-        with pytest.raises(OSError, match="directory"):
+        with pytest.raises(IsADirectoryError, match="directory"):
             read(tmp_path)
+    path.write_bytes(b"")
+    with pytest.raises(NotADirectoryError) as below:
+        load(path / "x.tssd")
+    assert isinstance(below.value, tssd.TssdOSError) and below.value.filename == str(path / "x.tssd")
     with pytest.raises(TypeError):
         tssd.save_file({}, 3)  # type: ignore[arg-type]
 
@@ -736,6 +745,88 @@ def test_stored_files_are_not_listed_as_tensors(path: Path) -> None:
         assert file.keys() == ["a"] == list(file.offset_keys())
         with pytest.raises(tssd.TssdTypeError):
             file.get_tensor(".files.config.json")
+
+
+def test_full_disk_is_an_os_error(path: Path, limit_file_size: Callable[[int], None]) -> None:
+    tssd.save_file({"a": 1}, path)
+    limit_file_size(1 << 20)
+    with pytest.raises(tssd.TssdOSError) as full:
+        tssd.save_file({"a": np.zeros(2 << 20, np.uint8)}, path)
+    assert (full.value.errno, full.value.filename) == (errno.EFBIG, str(path))
+    assert full.value.strerror == os.strerror(errno.EFBIG)
+    assert load(path) == {"a": 1}
+
+
+NAME = "n" * 100_000
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda path: tssd.save_file({NAME: object()}, path),
+        lambda path: tssd.save_file({"a": {NAME: object()}}, path),
+        lambda path: tssd.save_file({" n" * 50_000: object()}, path),
+        lambda path: tssd.save_file({NAME: 1}, path),
+        lambda path: tssd.save_file({b"n" * 100_000: 1}, path),
+        lambda path: tssd.save_file({NAME: np.zeros(3, object)}, path),
+        lambda path: tssd.save_file({"a": type(NAME, (), {})()}, path),
+        lambda path: tssd.save_file({"a": {type(NAME, (), {})(): 1}}, path),
+        lambda path: tssd.save_file({"a": np.zeros(2, [(NAME, "i4")])}, path),
+        lambda path: tssd.save_file({"a": 1}, path, metadata={NAME: object()}),
+        lambda path: tssd.save_file({"a": 1}, path, metadata={f"tssd.{NAME}": 1}),
+        lambda path: tssd.save_file({"a": 1}, path, compression=NAME),
+        lambda path: tssd.save_file({"a": 1}, path.parent / NAME),
+        lambda path: load(path.parent / NAME),
+        lambda path: load(path, device=NAME),
+        lambda path: load(path, verify=NAME),
+        lambda path: tssd.load_file(path, framework=NAME),
+        lambda path: tssd.load(type(NAME, (), {})()),  # type: ignore[arg-type]
+        lambda path: tssd.safe_open(path, "np").get_tensor(NAME),
+        lambda path: tssd.safe_open(path, "np")[NAME],
+        lambda path: tssd.safe_open(path, "np").get_slice(NAME),
+        lambda path: tssd.safe_open(path, "np").get_slice("a")[NAME],
+        lambda path: tssd.safe_open(path, "np").get_slice("a")[type(NAME, (), {})()],
+        lambda path: tssd.Store(f"http://{NAME}"),
+        lambda path: tssd.Store(f"tls://{NAME}"),
+        lambda path: tssd.Store(f"unix:{NAME}"),
+        lambda path: tssd.Store(str(path.parent / NAME)),
+    ],
+)
+def test_long_names_are_abridged_in_messages(path: Path, fail: Callable[[Path], object]) -> None:
+    tssd.save_file({"a": np.zeros(3)}, path)
+    with pytest.raises((tssd.TssdError, TypeError, ValueError, LookupError, OSError)) as caught:
+        fail(path)
+    message = str(caught.value)
+    assert len(message) <= 2000 and "n" * 201 not in message
+    # The attributes are whole.
+    fqn = getattr(caught.value, "fqn", None)
+    assert fqn is None or len(fqn) < 10 or len(fqn) >= 100_000
+    assert "characters)" in message or "n" * 20 not in message
+
+
+def test_messages_abridge_as_the_extension_module_does() -> None:
+    from tssd import _errors
+
+    assert _errors.abridge(f"a `{'n' * 200}`") == f"a `{'n' * 200}`"
+    end = "n" * 90
+    assert _errors.abridge(f"a `{'n' * 201}`: 'b'") == f"a `{end}…{end} (201 characters)`: 'b'"
+    assert len(_errors.abridge("a b" * 100_000)) < 2000
+
+
+def test_every_system_error_has_its_class() -> None:
+    from tssd import _errors
+
+    for number in errno.errorcode:
+        expected = type(OSError(number, ""))
+        for kind, base in (("Io", tssd.TssdOSError), ("io", tssd.TssdOSError), ("unreachable", ConnectionError)):
+            error = _errors.new_exception(kind, "", "wrong", None, None, "name", number)
+            assert isinstance(error, OSError) and isinstance(error, base) and isinstance(error, expected)
+            same_error = pickle.loads(pickle.dumps(error))
+            assert type(same_error) is type(error) and str(same_error) == str(error)
+            for found in (error, same_error):
+                details = (found.errno, found.strerror, found.filename)
+                assert details == (number, os.strerror(number), "name")
+    assert issubclass(tssd.TssdIsADirectoryError, IsADirectoryError)
 
 
 def test_every_error_kind_has_a_class() -> None:

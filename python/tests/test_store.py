@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import pickle
 import re
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -216,6 +217,81 @@ def test_errors_have_classes_and_advice(store: tssd.Store) -> None:
         tssd.Store("tcp://127.0.0.1:9")
     with pytest.raises(ValueError, match="together"):
         tssd.Store("memory:", ca="ca.pem")
+
+
+def test_full_disk_is_an_os_error(tmp_path: Path, limit_file_size: Callable[[int], None]) -> None:
+    store = tssd.Store(str(tmp_path / "store"))
+    limit_file_size(1 << 20)
+    with pytest.raises(tssd.TssdOSError) as full:
+        store.put_state_dict({"a": np.zeros(2 << 20, np.uint8)}, "policy")
+    assert (full.value.errno, full.value.strerror) == (errno.EFBIG, os.strerror(errno.EFBIG))
+    file = Path(full.value.filename)
+    assert file.parts[: len(tmp_path.parts) + 2] == (*tmp_path.parts, "store", "policy")
+    assert file.suffix == ".tssd" and str(file) in str(full.value)
+    assert (full.value.kind, full.value.key) == ("io", "policy")
+
+
+def test_system_error_of_a_daemon_is_an_os_error(
+    tmp_path: Path, limit_file_size: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A write beyond the limit also raises a signal, which Python ignores only in its own process.
+    command = tmp_path / "command"
+    command.write_text(f"#!/bin/sh\ntrap '' XFSZ\nexec {os.environ.get('TSSD_BIN', 'tssd')} \"$@\"\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("TSSD_BIN", str(command))
+    limit_file_size(16 << 10)
+    with Daemon(tmp_path / "socket", "--root", str(tmp_path / "store")) as url:
+        store = tssd.Store(url)
+        with pytest.raises(tssd.TssdOSError) as full:
+            store.put_state_dict({"a": np.zeros(32 << 10, np.uint8)}, "policy")
+    # The file is memory of the daemon and has no name.
+    assert (full.value.errno, full.value.filename) == (errno.EFBIG, None)
+    assert full.value.strerror == os.strerror(errno.EFBIG)
+
+
+def test_unreachable_stores_are_os_errors(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    missing = tmp_path / "missing"
+    cases: tuple[tuple[str, type[OSError], Path | None], ...] = (
+        (str(file / "store"), NotADirectoryError, file / "store"),
+        (str(file), NotADirectoryError, file),
+        (f"unix:{missing}", FileNotFoundError, missing),
+        ("tcp://127.0.0.1:9", ConnectionRefusedError, None),
+    )
+    for url, builtin, filename in cases:
+        with pytest.raises(builtin) as unreachable:
+            tssd.Store(url)
+        assert isinstance(unreachable.value, tssd.TssdConnectionError), url
+        assert unreachable.value.errno and unreachable.value.strerror
+        assert unreachable.value.filename == (filename and str(filename))
+
+
+def test_long_names_are_abridged_in_messages(store: tssd.Store) -> None:
+    name = "n" * 100_000
+    store.put_state_dict({"a": np.zeros(3)}, "policy")
+    version = store.open("policy")
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: store.put_state_dict({"a": 1}, name),
+        lambda: store.get_state_dict(name),
+        lambda: store.get_state_dict("n" * 1000),
+        lambda: store.get_state_dict(b"n" * 100_000),  # type: ignore[arg-type]
+        lambda: store.put_state_dict({name: object()}, "policy"),
+        lambda: store.put_state_dict({name: 1}, "policy"),
+        lambda: store.put_state_dict({"a": 1}, "policy", durability=name),
+        lambda: store.put_state_dict({"a": 1}, "policy", options=tssd.PutOptions(on_divergence=name)),
+        lambda: store.put_state_dict({"a": 1}, "policy", options=tssd.PutOptions(residency=name)),
+        lambda: store.get_state_dict("policy", {name: np.zeros(4)}),
+        lambda: store.get_state_dict("policy", require_transport=name),
+        lambda: version.get_tensor(name),
+        lambda: version.get_slice(name),
+        lambda: version[name],
+    )
+    for number, call in enumerate(calls):
+        with pytest.raises((tssd.TssdError, TypeError, ValueError)) as caught:
+            call()
+        message = str(caught.value)
+        assert len(message) <= 2000 and "n" * 201 not in message, number
 
 
 def test_put_options_are_values() -> None:

@@ -17,6 +17,8 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ._errors import abridge
+
 if TYPE_CHECKING:
     import torch
 
@@ -99,7 +101,7 @@ def register_wrapper(cls: _Class) -> _Class:
         TypeError: it is no such class.
     """
     if not (isinstance(cls, type) and hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")):
-        raise TypeError(f"{cls!r} is no class with __tensor_flatten__ and __tensor_unflatten__")
+        raise TypeError(abridge(f"{cls!r} is no class with __tensor_flatten__ and __tensor_unflatten__"))
     _wrappers[full_name(cls)] = cls
     return cls
 
@@ -120,7 +122,7 @@ def register_context(cls: _Class) -> _Class:
         TypeError: it is no such class.
     """
     if not _is_context(cls):
-        raise TypeError(f"{cls!r} is neither a subclass of Enum nor a dataclass")
+        raise TypeError(abridge(f"{cls!r} is neither a subclass of Enum nor a dataclass"))
     _contexts[full_name(cls)] = cls
     return cls
 

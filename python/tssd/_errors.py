@@ -3,6 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
+
+
+_MAX_NAME_CHARS, _MAX_MESSAGE_CHARS = 200, 2000
+
+
+def abridge(message: str) -> str:
+    """Abridges the long names in a message, and the message itself if it is still long.
+
+    A name has at most 200 characters in the result and a message at most 2000. From a longer one, the middle is cut
+    out, and its length is added. A name ends at white space and at a quote. The extension module has the same function.
+    """
+    if len(message) <= _MAX_NAME_CHARS:
+        return message
+    short = re.sub(r"[^\s`\"']{%d,}" % (_MAX_NAME_CHARS + 1), lambda match: abridge_name(match[0]), message)
+    return _cut_middle(short, 1400, 500) if len(short) > _MAX_MESSAGE_CHARS else short
+
+
+def abridge_name(name: str) -> str:
+    """Abridges a name of more than 200 characters, as `abridge` does. White space does not end the name."""
+    return _cut_middle(name, 90, 90) if len(name) > _MAX_NAME_CHARS else name
+
+
+def _cut_middle(text: str, head: int, tail: int) -> str:
+    return f"{text[:head]}…{text[-tail:]} ({len(text)} characters)"
 
 
 class TssdError(Exception):
@@ -21,8 +46,12 @@ class TssdError(Exception):
     key: str | None = None
     version: int | None = None
     advice: str | None = None
+    # The text of an error of the operating system, if it is not that of `OSError`.
+    _text: str | None = None
 
     def __str__(self) -> str:
+        if self._text is not None:
+            return self._text
         # `KeyError.__str__` returns the repr of the message.
         return str(self.args[0]) if self.args else ""
 
@@ -48,7 +77,11 @@ class TssdTimeoutError(TssdError, TimeoutError):
 
 
 class TssdConnectionError(TssdError, ConnectionError):
-    """The store cannot be reached."""
+    """The store cannot be reached.
+
+    If the operating system reported an error, `errno`, `strerror` and `filename` give details, and the exception is
+    also of the class of Python for that number, such as `ConnectionRefusedError`.
+    """
 
 
 class TssdUnsupportedError(TssdError, RuntimeError):
@@ -60,10 +93,13 @@ class TssdMemoryError(TssdError, MemoryError):
 
 
 class TssdOSError(TssdError, OSError):
-    """The operating system reported an error. `errno` and `filename` give details."""
+    """The operating system reported an error. `errno`, `strerror` and `filename` give details.
+
+    The exception is also of the class of Python for that number, such as `NotADirectoryError`.
+    """
 
     def __str__(self) -> str:
-        return OSError.__str__(self)
+        return abridge(OSError.__str__(self)) if self._text is None else self._text
 
 
 class TssdFileNotFoundError(TssdOSError, FileNotFoundError):
@@ -72,6 +108,14 @@ class TssdFileNotFoundError(TssdOSError, FileNotFoundError):
 
 class TssdFileExistsError(TssdOSError, FileExistsError):
     """The file already exists."""
+
+
+class TssdIsADirectoryError(TssdOSError, IsADirectoryError):
+    """The path is a directory and not a file."""
+
+
+class TssdNotADirectoryError(TssdOSError, NotADirectoryError):
+    """A part of the path is a file and not a directory."""
 
 
 class TssdPermissionError(TssdOSError, PermissionError):
@@ -127,11 +171,38 @@ _STORE_KINDS: dict[str, tuple[type[TssdError], str | None]] = {
     "io": (TssdOSError, None),
 }
 
-_OS_ERRORS: tuple[type[TssdOSError], ...] = (
-    TssdFileNotFoundError,
-    TssdFileExistsError,
-    TssdPermissionError,
-)
+# Classes of system errors, each with the class of this package and the class of Python that it inherits from.
+_OS_ERRORS: dict[tuple[type[TssdError], type[OSError]], type[TssdError]] = {
+    (TssdOSError, FileExistsError): TssdFileExistsError,
+    (TssdOSError, FileNotFoundError): TssdFileNotFoundError,
+    (TssdOSError, IsADirectoryError): TssdIsADirectoryError,
+    (TssdOSError, NotADirectoryError): TssdNotADirectoryError,
+    (TssdOSError, PermissionError): TssdPermissionError,
+}
+
+
+def _add_os_errors() -> None:
+    """Adds the classes that have no definition. They are attributes of this module, so that pickle finds them."""
+    pending: list[type[OSError]] = [OSError]
+    while pending:
+        builtin = pending.pop()
+        # `OSError` has subclasses elsewhere, such as `socket.gaierror`, that no number belongs to.
+        pending += (cls for cls in builtin.__subclasses__() if cls.__module__ == "builtins")
+        for base in (TssdOSError, TssdConnectionError):
+            if issubclass(base, builtin) or (base, builtin) in _OS_ERRORS:
+                continue
+            stem = base.__name__.removesuffix("Error")
+            name = stem + builtin.__name__.removeprefix(stem.removeprefix("Tssd"))
+            content = {"__module__": __name__, "__doc__": f"A `{base.__name__}` that is a `{builtin.__name__}`."}
+            globals()[name] = _OS_ERRORS[base, builtin] = type(name, (base, builtin), content)
+
+
+_add_os_errors()
+
+
+def _os_error_class(base: type[TssdError], errno: int) -> type[TssdError]:
+    """Returns the subclass of a class for the number of a system error, or the class itself."""
+    return _OS_ERRORS.get((base, type(OSError(errno, ""))), base)
 
 
 def exception_class(kind: str, rule: str) -> type[TssdError]:
@@ -156,26 +227,32 @@ def new_exception(
     errno: int | None,
     key: str | None = None,
     version: int | None = None,
+    strerror: str | None = None,
 ) -> TssdError:
-    """Creates the exception for an error of the extension module, or of a module of this package."""
+    """Creates the exception for an error of the extension module, or of a module of this package.
+
+    `strerror` is the text of a system error; None for that of its number.
+    """
     error: TssdError
-    if kind == "Io" and errno is not None:
-        builtin = type(OSError(errno, ""))
-        matching = (cls for cls in _OS_ERRORS if issubclass(cls, builtin) and builtin is not OSError)
-        error = next(matching, TssdOSError)(errno, os.strerror(errno), file)
+    cls = TssdOSError if kind == "Io" else exception_class(kind, rule)
+    if errno is not None and issubclass(cls, OSError):
+        error = _os_error_class(cls, errno)(errno, strerror or os.strerror(errno), file)
+        if kind != "Io":
+            error._text = abridge(message)
     elif kind == "Io":
-        error = TssdOSError(message)
+        error = TssdOSError(None, message, file)
+        error._text = abridge(message if file is None else f"{file}: {message}")
     else:
-        cls = exception_class(kind, rule)
         if advice is None:
             _, advice = _FORMAT_KINDS.get(kind) or _STORE_KINDS.get(kind) or (None, None)
         if advice is None and cls is TssdCorruptError:
             advice = _DAMAGED_ADVICE
         file_prefix = f"{file}: " if file is not None else ""
-        fqn_suffix = f" (in `{fqn}`)" if fqn is not None and f"`{fqn}`" not in message else ""
+        name = abridge_name(fqn) if fqn is not None else ""
+        fqn_suffix = f" (in `{name}`)" if fqn is not None and f"`{name}`" not in message else ""
         # The text of an error of a store ends with its help line.
         advice_suffix = f"; {advice}" if advice is not None and not message.endswith(advice) else ""
-        error = cls(f"{file_prefix}{message}{fqn_suffix}{advice_suffix}")
+        error = cls(abridge(f"{file_prefix}{message}{fqn_suffix}{advice_suffix}"))
     error.kind, error.fqn, error.advice = kind, fqn, advice
     error.key, error.version = key, version
     return error

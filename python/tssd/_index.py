@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import EllipsisType
 from typing import Any
 
+from ._errors import abridge
+
 
 def split(index: Any, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], Any]:
     """Splits an index into the basic index that selects what is read, and the index that is applied to it.
@@ -57,7 +59,8 @@ def _normalize(part: Any) -> Any:
     if hasattr(part, "__index__") and getattr(part, "ndim", 0) == 0 and not _is_mask_scalar(part):
         return part.__index__()
     if _kind(part) is None:
-        raise TypeError(f"a {type(part).__name__} is no index: take ints, slices, ..., None, bools, lists or arrays")
+        text = f"a {type(part).__name__} is no index: take ints, slices, ..., None, bools, lists or arrays"
+        raise TypeError(abridge(text))
     return part
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._errors import TssdKeyError, new_exception
+from ._errors import TssdKeyError, abridge, new_exception
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], Any]:
@@ -30,7 +30,7 @@ def match_names(fqns: list[str], names: Sequence[str]) -> list[bool]:
     names = [names] if isinstance(names, str) else list(names)
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"a name is a str, not {name!r}")
+            raise TypeError(abridge(f"a name is a str, not {name!r}"))
     fqn_set = set(fqns)
     exact = fqn_set.intersection(names)
     prefixes: list[str] = []

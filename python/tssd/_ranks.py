@@ -9,7 +9,7 @@ import uuid
 import weakref
 from typing import Any
 
-from ._errors import new_exception
+from ._errors import abridge, new_exception
 from ._tssd import Store, TensorShard
 
 
@@ -115,7 +115,7 @@ def _global_ranks(argument: Any) -> list[int]:
     if distributed is not None and isinstance(argument, distributed.ProcessGroup):
         return list(distributed.get_process_group_ranks(argument))
     if isinstance(argument, (str, bytes)):
-        raise TypeError(f"writers is a number, a list of global ranks or a ProcessGroup, not {argument!r}")
+        raise TypeError(abridge(f"writers is a number, a list of global ranks or a ProcessGroup, not {argument!r}"))
     ranks = [operator.index(rank) for rank in argument]
     if any(not 0 <= rank < 1 << 32 for rank in ranks):
         message = f"writers={argument!r}: a rank is an int from 0 to {(1 << 32) - 1}"

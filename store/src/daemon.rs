@@ -192,7 +192,7 @@ impl Daemon {
     /// As [`Self::bind`], with a bucket that is open.
     async fn bind_with_bucket(options: DaemonOptions, bucket: Option<Bucket>) -> Result<Self> {
         let socket = &options.socket;
-        let io_error = |error| Error::io(socket.display(), error);
+        let io_error = |error| Error::io_at(socket, error);
         let lock_path = sibling_path(socket, "lock");
         let Some(lock) = disk::lock(&lock_path).map_err(io_error)? else {
             let pid = std::fs::read_to_string(&lock_path).unwrap_or_default();
@@ -386,7 +386,7 @@ async fn listen_remote(address: SocketAddr, identity: &Identity) -> Result<TcpLi
 
 /// Locks a directory for this daemon and writes the path of the socket into the lock file.
 fn lock_root(root: &Path, socket: &Path) -> Result<FileLock> {
-    let io_error = |error| Error::io(root.display(), error);
+    let io_error = |error| Error::io_at(root, error);
     let lock = disk::lock(&root.join(DAEMON_LOCK)).map_err(io_error)?;
     let lock = lock.ok_or_else(|| {
         Error::new(

@@ -1,8 +1,11 @@
 //! The errors of the store, classified by what the caller can do.
 
 use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use tssd_format::abridge;
 
 use crate::ledger::{Reason, Refusal};
 
@@ -10,6 +13,8 @@ use crate::ledger::{Reason, Refusal};
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of the store. Its kind says what the caller can do; its text says what failed and why.
+///
+/// Long names in the text are abridged: see [`tssd_format::abridge`].
 #[derive(Debug)]
 pub struct Error(Box<Inner>);
 
@@ -20,6 +25,9 @@ struct Inner {
     help: Option<String>,
     target_modified: bool,
     source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    /// Whether the text contains that of the source.
+    has_source_text: bool,
+    file: Option<PathBuf>,
 }
 
 /// The kind of an [`Error`]: what the caller can do.
@@ -71,14 +79,21 @@ impl ErrorKind {
 impl Error {
     /// Creates an error. The text says what failed, on which object, and why.
     pub fn new(kind: ErrorKind, text: impl fmt::Display) -> Self {
-        let (text, help) = (text.to_string(), None);
-        Self(Box::new(Inner { kind, text, help, target_modified: false, source: None }))
+        Self(Box::new(Inner {
+            kind,
+            text: abridge(text.to_string()),
+            help: None,
+            target_modified: false,
+            source: None,
+            has_source_text: false,
+            file: None,
+        }))
     }
 
     /// Creates an I/O error. The text names the operation or the object.
     ///
     /// If `source` wraps an error of the store, that error is returned unchanged.
-    pub fn io(context: impl fmt::Display, source: std::io::Error) -> Self {
+    pub fn io(context: impl fmt::Display, source: io::Error) -> Self {
         let source = match source.downcast::<Self>() {
             Ok(error) => return error,
             Err(source) => source,
@@ -88,11 +103,20 @@ impl Error {
         error
     }
 
+    /// Creates an I/O error on a file or a folder.
+    ///
+    /// If `source` wraps an error of the store, that error is returned unchanged.
+    pub fn io_at(file: impl AsRef<Path>, source: io::Error) -> Self {
+        let file = file.as_ref();
+        Self::io(file.display(), source).with_file(file)
+    }
+
     /// Converts an error of the format crate in the object `name`.
     pub(crate) fn from_format(name: impl fmt::Display, source: tssd_format::Error) -> Self {
         use tssd_format::ErrorKind as Format;
         if let Some(own) = store_error(&source) {
-            return Self::new(own.kind(), format_args!("{name}: {own}"));
+            let error = Self::new(own.kind(), format_args!("{name}: {own}"));
+            return error.with_system_error(own.errno(), own.file());
         }
         let kind = match source.kind() {
             Format::Io => ErrorKind::Io,
@@ -103,6 +127,11 @@ impl Error {
         let mut error = Self::new(kind, name);
         error.0.source = Some(Box::new(source));
         error
+    }
+
+    /// Converts an error of the format crate in a file.
+    pub(crate) fn from_file(file: &Path, source: tssd_format::Error) -> Self {
+        Self::from_format(file.display(), source).with_file(file)
     }
 
     /// Converts an error of the format crate in the caller's state dict or request `name`.
@@ -140,9 +169,25 @@ impl Error {
         self
     }
 
+    /// Sets the file or folder of an I/O error, unless the error has one.
+    pub(crate) fn with_file(mut self, file: &Path) -> Self {
+        self.0.file.get_or_insert_with(|| file.to_owned());
+        self
+    }
+
+    /// Sets the system error that the text already contains, and its file.
+    pub(crate) fn with_system_error(mut self, errno: Option<i32>, file: Option<&Path>) -> Self {
+        if let Some(errno) = errno {
+            self.0.source = Some(Box::new(io::Error::from_raw_os_error(errno)));
+            self.0.has_source_text = true;
+        }
+        self.0.file = file.map(Path::to_owned);
+        self
+    }
+
     /// Sets the help line, which says what to do.
     pub(crate) fn with_help(mut self, help: impl fmt::Display) -> Self {
-        self.0.help = Some(help.to_string());
+        self.0.help = Some(abridge(help.to_string()));
         self
     }
 
@@ -177,6 +222,23 @@ impl Error {
         self.0.source.as_ref()?.downcast_ref()
     }
 
+    /// Returns the error of the system that caused this one, if there is one.
+    pub fn io_error(&self) -> Option<&io::Error> {
+        let first: &(dyn std::error::Error + 'static) = self;
+        let mut sources = std::iter::successors(first.source(), |error| error.source());
+        sources.find_map(|error| error.downcast_ref())
+    }
+
+    /// Returns the `errno` of the system error that caused this one: see [`errno`].
+    pub fn errno(&self) -> Option<i32> {
+        self.io_error().and_then(errno)
+    }
+
+    /// Returns the file or the folder on which the system reported the error, if it is known.
+    pub fn file(&self) -> Option<&Path> {
+        self.0.file.as_deref()
+    }
+
     /// Whether a get wrote to the caller's memory before it failed. Its targets then hold no complete version.
     pub fn is_target_modified(&self) -> bool {
         self.0.target_modified
@@ -186,7 +248,7 @@ impl Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0.text)?;
-        if let Some(source) = &self.0.source {
+        if let Some(source) = self.0.source.as_ref().filter(|_| !self.0.has_source_text) {
             write!(f, ": {source}")?;
         }
         match &self.0.help {
@@ -203,9 +265,31 @@ impl std::error::Error for Error {
     }
 }
 
+/// Returns the `errno` of a system error. An error without one gets that of its [`io::ErrorKind`], if it has one.
+///
+/// Only numbers that are the same on all systems are derived from a kind.
+pub fn errno(error: &io::Error) -> Option<i32> {
+    // On Windows, the number of the system is no `errno`.
+    if let Some(errno) = error.raw_os_error().filter(|_| cfg!(unix)) {
+        return Some(errno);
+    }
+    match error.kind() {
+        io::ErrorKind::NotFound => Some(2),
+        io::ErrorKind::OutOfMemory => Some(12),
+        io::ErrorKind::PermissionDenied => Some(13),
+        io::ErrorKind::AlreadyExists => Some(17),
+        io::ErrorKind::NotADirectory => Some(20),
+        io::ErrorKind::IsADirectory => Some(21),
+        io::ErrorKind::InvalidInput => Some(22),
+        io::ErrorKind::StorageFull => Some(28),
+        io::ErrorKind::ReadOnlyFilesystem => Some(30),
+        _ => None,
+    }
+}
+
 /// Returns the error of the store inside an error of the format crate, if reading from the store failed.
 fn store_error(error: &tssd_format::Error) -> Option<&Error> {
-    let source = std::error::Error::source(error)?.downcast_ref::<std::io::Error>()?;
+    let source = std::error::Error::source(error)?.downcast_ref::<io::Error>()?;
     source.get_ref()?.downcast_ref()
 }
 

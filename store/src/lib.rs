@@ -53,7 +53,7 @@ pub use engine::put::{
     PendingPut, PutOptions, PutPhases, PutReport, Replicas, Residency, Ring, pieces,
 };
 pub use engine::ring::{ReceiveReport, Receiver};
-pub use error::{Error, ErrorKind, Result};
+pub use error::{Error, ErrorKind, Result, errno};
 pub use io::cow_map::CowBuffer;
 pub use io::disk::{Replacement, ReplacementFolder};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};

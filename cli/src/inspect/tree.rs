@@ -6,7 +6,7 @@ use std::fmt::Write;
 
 use tssd_format::{
     Archive, ChunkCodec, Container, ContentKind, DistributedTensor, MapKey, Node, ObjectPath,
-    ShardSpec, Step, StorageReference, TensorFlags, TensorReference,
+    ShardSpec, Step, StorageReference, TensorFlags, TensorReference, abridge, abridge_name,
 };
 
 use super::digests::to_hex;
@@ -73,6 +73,7 @@ impl Tree {
         builder.render(&mut lines);
         let mut attributes = String::new();
         for (name, value) in document.attrs() {
+            let name = abridge_name(&name);
             writeln!(attributes, "{name}: {}", attr_repr(&value)).expect("a String takes any text");
         }
         Self { lines, summary: builder.summary(document), attributes }
@@ -85,7 +86,7 @@ impl TreeBuilder<'_> {
             let is_last = index + 1 == children.len();
             let (branch, below) = if is_last { ("└─ ", "   ") } else { ("├─ ", "│  ") };
             let path = path.clone().step(step.clone());
-            let name = format!("{indent}{branch}{}", step_name(step));
+            let name = format!("{indent}{branch}{}", abridge_name(&step_name(step)));
             let below = format!("{indent}{below}");
             match child {
                 Node::Container(_, children) => {
@@ -212,7 +213,8 @@ impl TreeBuilder<'_> {
     }
 
     fn add_row(&mut self, name: String, cells: impl IntoIterator<Item = String>, note: String) {
-        self.rows.push(Row { name, cells: cells.into_iter().collect(), note });
+        let cells = cells.into_iter().map(|cell| abridge_name(&cell).into_owned()).collect();
+        self.rows.push(Row { name, cells, note: abridge(note) });
     }
 
     /// Appends the rows to `lines`. A column is as wide as its widest cell. Sizes are right-aligned.

@@ -1,10 +1,10 @@
 //! Extraction of version numbers, writer ranks and transports from Python arguments.
 
-use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use tssd_store::Transport;
 
-use crate::error::{BindingError, Failure, Result};
+use crate::error::{BindingError, Failure, Result, type_error};
 
 /// Extracts a version number, or None.
 pub(super) fn extract_optional_version(given: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
@@ -27,7 +27,7 @@ fn argument_error(given: &Bound<'_, PyAny>, name: &str, max: u64, error: &PyErr)
         let text = format!("{name} is an int from 0 to {max}, not {given}");
         return Failure::from(BindingError::new("invalid", text)).into();
     }
-    PyTypeError::new_err(format!("{name} is an int, not {given:?}"))
+    type_error(format!("{name} is an int, not {given:?}"))
 }
 
 /// Converts the value of `require_transport` to a transport.

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::num::NonZeroU32;
 
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tssd_format::{AttrValue, Attrs, Value};
@@ -14,7 +14,7 @@ use tssd_store::{
 
 use crate::builder::MODULE_METADATA_ATTR;
 use crate::encoded::TorchStoreStateDict;
-use crate::error::Result;
+use crate::error::{Result, type_error};
 use crate::importer::{ImportedStateDict, import_state_dict};
 use crate::leaf_import::CastRule;
 use crate::metadata;
@@ -34,7 +34,7 @@ pub(super) fn import_for_put<'py>(
         Ok(encoded) if transfer.is_none() => encoded.get().to_imported(),
         Ok(_) => {
             let text = "a TorchStoreStateDict is stored as it is: cast before you encode it";
-            Err(PyTypeError::new_err(text).into())
+            Err(type_error(text).into())
         }
         Err(_) => import_state_dict(object, allow_pickle, transfer),
     }
@@ -176,7 +176,7 @@ impl<'py> PyPutOptions<'py> {
             let given = options.get_type().name()?.to_string();
             let article = if given.starts_with(['a', 'e', 'i', 'o', 'u']) { "an" } else { "a" };
             let text = format!("options must be a tssd.PutOptions, not {article} {given}");
-            return Err(PyTypeError::new_err(text + "; help: PutOptions(rewind=True)").into());
+            return Err(type_error(text + "; help: PutOptions(rewind=True)").into());
         }
         let on_divergence: String = extract_field(options, "on_divergence", "a str")?;
         let replicas: String = extract_field(options, "replicas", "a str")?;
@@ -217,7 +217,7 @@ fn extract_field<'py, T: FromPyObjectOwned<'py>>(
     let value = options.getattr(field)?;
     value
         .extract::<T>()
-        .map_err(|_| PyTypeError::new_err(format!("{field} is {expected}, not {value:?}")).into())
+        .map_err(|_| type_error(format!("{field} is {expected}, not {value:?}")).into())
 }
 
 /// Extracts the residency of a put: a `str`, or a `tssd.Ring`.
@@ -235,7 +235,7 @@ fn extract_residency(residency: &Bound<'_, PyAny>) -> Result<Residency> {
     let class = residency.py().import("tssd._ring")?.getattr("Ring")?;
     if !residency.is_instance(&class)? {
         let text = format!("residency is {choices}, not {residency:?}");
-        return Err(PyTypeError::new_err(text).into());
+        return Err(type_error(text).into());
     }
     let buckets: u32 = residency.getattr("buckets")?.extract()?;
     let bucket_bytes: u64 = residency.getattr("bucket_bytes")?.extract()?;

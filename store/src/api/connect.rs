@@ -83,7 +83,7 @@ impl Store {
         };
         let root = path.canonicalize().and_then(|root| check_directory(&root).map(|()| root));
         root.map(|root| Self::from_parts(open_directory(root)))
-            .map_err(|error| unreachable_at(path, &error))
+            .map_err(|error| unreachable_at(path, error))
     }
 
     /// Opens a store in a directory. Creates the directory if it does not exist.
@@ -98,7 +98,7 @@ impl Store {
         let path = path.as_ref();
         let root = Disk::at(path.to_owned()).make_root().and_then(|()| path.canonicalize());
         root.map(|root| Self::from_parts(open_directory(root)))
-            .map_err(|error| unreachable_at(path, &error))
+            .map_err(|error| unreachable_at(path, error))
     }
 
     fn from_parts((ledgers, volume): StoreBackend) -> Self {

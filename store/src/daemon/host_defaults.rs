@@ -18,11 +18,11 @@ const BACKLOG: u32 = 1024;
 ///
 /// `Invalid` if the group cannot enter the folder of the socket; `Io` if a system call fails.
 pub(crate) fn listen(socket: &Path, group: Option<u32>, mode: u32) -> Result<UnixListener> {
-    let io_error = |error| Error::io(socket.display(), error);
+    let io_error = |error| Error::io_at(socket, error);
     if let Some(group) = group {
         let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty());
         let folder = folder.unwrap_or(Path::new("."));
-        let metadata = folder.metadata().map_err(|error| Error::io(folder.display(), error))?;
+        let metadata = folder.metadata().map_err(|error| Error::io_at(folder, error))?;
         let execute_bits = if metadata.gid() == group { 0o011 } else { 0o001 };
         if metadata.mode() & execute_bits == 0 {
             return Err(Error::new(
@@ -40,6 +40,7 @@ pub(crate) fn listen(socket: &Path, group: Option<u32>, mode: u32) -> Result<Uni
     if let Some(group) = group {
         std::os::unix::fs::chown(socket, None, Some(group)).map_err(|error| {
             Error::io(format_args!("`{}` cannot be group {group}'s", socket.display()), error)
+                .with_file(socket)
         })?;
     }
     // The mode is set before `listen`, so no process can connect with the wrong mode.
@@ -56,7 +57,7 @@ pub(crate) fn listen(socket: &Path, group: Option<u32>, mode: u32) -> Result<Uni
 /// `Io` if the size of the memory cannot be read.
 pub fn default_memory_limit() -> Result<u64> {
     let path = "/proc/meminfo";
-    let failed = |error| Error::io(path, error);
+    let failed = |error| Error::io_at(path, error);
     let text = std::fs::read_to_string(path).map_err(failed)?;
     let total = text.lines().find_map(|line| {
         let kilobytes = line.strip_prefix("MemTotal:")?.trim().strip_suffix("kB")?;

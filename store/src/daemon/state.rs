@@ -144,7 +144,7 @@ impl DaemonState {
         let mut ledgers = OwnedLedgers::with_keep(options.keep);
         let mut directory = None;
         if let Some(root) = &options.root {
-            let root = root.canonicalize().map_err(|error| Error::io(root.display(), error))?;
+            let root = root.canonicalize().map_err(|error| Error::io_at(root, error))?;
             let disk = Disk::at(root);
             ledgers = ledgers.recover(Arc::new(DirectoryMeta::new(disk.clone()))).await?;
             directory = Some(DirectoryVolume::new(disk));

@@ -64,7 +64,7 @@ impl<'a> Address<'a> {
 
 /// Returns the address of the daemon that serves a directory, if there is one.
 pub(crate) fn daemon_address(path: &Path) -> Result<Option<String>> {
-    disk::daemon_socket(path).map_err(|error| unreachable_at(path, &error))
+    disk::daemon_socket(path).map_err(|error| unreachable_at(path, error))
 }
 
 /// The ledgers and the volume of a store.
@@ -103,7 +103,7 @@ pub(crate) fn open_shared_store(url: &str, timeout: Duration) -> Result<StoreBac
     match Address::parse(url)? {
         Address::Bucket(url) => open_bucket(url, timeout),
         Address::Directory(path) if url.starts_with("file:") => {
-            let root = path.canonicalize().map_err(|error| unreachable_at(path, &error))?;
+            let root = path.canonicalize().map_err(|error| unreachable_at(path, error))?;
             Ok(open_directory(root))
         }
         _ => {
@@ -115,7 +115,7 @@ pub(crate) fn open_shared_store(url: &str, timeout: Duration) -> Result<StoreBac
     }
 }
 
-pub(crate) fn unreachable_at(path: &Path, error: &std::io::Error) -> Error {
-    let path = path.display();
-    Error::new(ErrorKind::Unreachable, format_args!("no store at `{path}`: {error}"))
+pub(crate) fn unreachable_at(path: &Path, error: std::io::Error) -> Error {
+    let text = format_args!("no store at `{}`", path.display());
+    Error::new(ErrorKind::Unreachable, text).with_source(error).with_file(path)
 }

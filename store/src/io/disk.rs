@@ -199,7 +199,13 @@ impl Disk {
         let created = if found.is_none() { self.files.make_folder(path) } else { Ok(()) };
         let Some(folder) = self.files.folder_id(path) else {
             // `AlreadyExists` is no error as long as the folder exists, because another process may have created it.
-            return Err(created.err().unwrap_or_else(|| io::ErrorKind::NotFound.into()));
+            return Err(match created {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    io::ErrorKind::NotADirectory.into()
+                }
+                Err(error) => error,
+                Ok(()) => io::ErrorKind::NotFound.into(),
+            });
         };
         self.files.sync_folder(above)?;
         let mut durable = self.durable();

@@ -73,7 +73,7 @@ impl RemoteController {
     /// Connects to the daemon that listens at a socket.
     pub(crate) async fn connect(socket: &Path) -> Result<Self> {
         let connected = UnixStream::connect(socket).await;
-        Self::from_stream(connected.map_err(|error| unreachable(socket, &error))?, socket).await
+        Self::from_stream(connected.map_err(|error| connect_error(socket, error))?, socket).await
     }
 
     /// Connects to the daemon of another host.
@@ -495,8 +495,14 @@ fn unreachable(socket: &Path, error: &dyn std::fmt::Display) -> Error {
     Error::new(ErrorKind::Unreachable, format_args!("no daemon at `{socket}`: {error}"))
 }
 
+/// Returns the error for a socket that the system cannot connect.
+fn connect_error(socket: &Path, error: std::io::Error) -> Error {
+    let text = format_args!("no daemon at `{}`", socket.display());
+    Error::new(ErrorKind::Unreachable, text).with_source(error).with_file(socket)
+}
+
 fn connect_blocking(socket: &Path) -> Result<Box<dyn Duplex>> {
-    let io_error = |error| unreachable(socket, &error);
+    let io_error = |error| connect_error(socket, error);
     let stream = BlockingStream::connect(socket).map_err(io_error)?;
     stream.set_read_timeout(Some(IO_TIMEOUT)).map_err(io_error)?;
     stream.set_write_timeout(Some(IO_TIMEOUT)).map_err(io_error)?;

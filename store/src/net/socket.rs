@@ -25,7 +25,7 @@ pub(crate) fn socket_path(name: &str) -> Result<PathBuf> {
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     let directory = runtime_directory();
-    ensure_private_directory(&directory).map_err(|error| Error::io(directory.display(), error))?;
+    ensure_private_directory(&directory).map_err(|error| Error::io_at(&directory, error))?;
     Ok(directory.join(format!("{name}.sock")))
 }
 

@@ -141,7 +141,7 @@ impl Endpoint {
         timeout: Duration,
     ) -> Result<Box<dyn Duplex>> {
         let stream = self.connect_tcp(timeout)?;
-        let unreachable = |error| self.unreachable(&error);
+        let unreachable = |error| self.connect_error(error);
         stream.set_read_timeout(Some(IO_TIMEOUT)).map_err(unreachable)?;
         stream.set_write_timeout(Some(IO_TIMEOUT)).map_err(unreachable)?;
         if !self.is_tls {
@@ -165,7 +165,7 @@ impl Endpoint {
     ) -> Result<TcpConnection> {
         let endpoint = self.clone();
         let stream = run_blocking(move || endpoint.connect_tcp(timeout)).await?;
-        let unreachable = |error| self.unreachable(&error);
+        let unreachable = |error| self.connect_error(error);
         let socket = stream.try_clone().map_err(unreachable)?;
         stream.set_nonblocking(true).map_err(unreachable)?;
         let stream = tokio::net::TcpStream::from_std(stream).map_err(unreachable)?;
@@ -183,7 +183,7 @@ impl Endpoint {
 
     /// Connects to the first address of the host that accepts.
     fn connect_tcp(&self, timeout: Duration) -> Result<TcpStream> {
-        let unreachable = |error| self.unreachable(&error);
+        let unreachable = |error| self.connect_error(error);
         let addresses = (self.host.as_str(), self.port).to_socket_addrs().map_err(unreachable)?;
         let addresses: Vec<SocketAddr> = addresses.collect();
         if !self.is_tls && !addresses.iter().all(|address| address.ip().is_loopback()) {
@@ -202,7 +202,7 @@ impl Endpoint {
                 Err(error) => last_error = error,
             }
         }
-        Err(self.unreachable(&last_error))
+        Err(self.connect_error(last_error))
     }
 
     fn server_name(&self) -> Result<ServerName<'static>> {
@@ -217,6 +217,12 @@ impl Endpoint {
     pub(crate) fn route(&self) -> Route {
         let transport = if self.is_tls { Transport::Tls } else { Transport::Tcp };
         Route::new(transport, format!("the daemon is at {self}"))
+    }
+
+    /// Returns the error for an endpoint that the system cannot connect.
+    fn connect_error(&self, error: io::Error) -> Error {
+        let text = format_args!("no daemon at `{self}`");
+        Error::new(ErrorKind::Unreachable, text).with_source(error)
     }
 
     pub(crate) fn unreachable(&self, error: &dyn fmt::Display) -> Error {

@@ -47,7 +47,7 @@ impl DirectoryVolume {
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let path = self.path(name);
-        work(&path).map_err(|error| Error::io(path.display(), error))
+        work(&path).map_err(|error| Error::io_at(path, error))
     }
 }
 
@@ -71,8 +71,7 @@ impl Volume for DirectoryVolume {
     ) -> Result<Box<dyn Reservation>> {
         let file = self.with_path(name, |path| self.disk.create_temporary(path))?;
         file.preallocate(len);
-        let display_path = self.path(name).display().to_string();
-        Ok(Box::new(FileReservation { file, name: display_path }))
+        Ok(Box::new(FileReservation { file, path: self.path(name) }))
     }
 
     fn open(&self, name: &str) -> Result<Option<LocalArchive>> {
@@ -98,7 +97,7 @@ impl Volume for DirectoryVolume {
 
 struct FileReservation {
     file: NewFile,
-    name: String,
+    path: PathBuf,
 }
 
 impl Reservation for FileReservation {
@@ -113,8 +112,8 @@ impl Reservation for FileReservation {
     }
 
     fn seal(self: Box<Self>) -> Result<bool> {
-        let Self { file, name } = *self;
-        file.link().map_err(|error| Error::io(name, error))
+        let Self { file, path } = *self;
+        file.link().map_err(|error| Error::io_at(path, error))
     }
 }
 
@@ -134,11 +133,11 @@ impl Part for FilePart<'_> {
             writer.flush()?;
             Ok(checksums)
         };
-        run().map_err(|error| Error::from_format(&self.reservation.name, error))
+        run().map_err(|error| Error::from_file(&self.reservation.path, error))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
         let written = self.reservation.file.at(self.offset).write_all(bytes);
-        written.map_err(|error| Error::io(&self.reservation.name, error))
+        written.map_err(|error| Error::io_at(&self.reservation.path, error))
     }
 }

@@ -56,12 +56,12 @@ impl DirectoryMeta {
         work: impl FnOnce(&Disk, &Path) -> std::io::Result<T> + Send + 'static,
     ) -> Result<T> {
         let path = self.disk.root().join(name);
-        let shown = path.display().to_string();
+        let shown = path.clone();
         let disk = self.disk.clone();
         let done = tokio::task::spawn_blocking(move || work(&disk, &path)).await;
         done.map_err(std::io::Error::other)
             .and_then(|result| result)
-            .map_err(|error| Error::io(shown, error))
+            .map_err(|error| Error::io_at(shown, error))
     }
 }
 

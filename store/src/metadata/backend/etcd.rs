@@ -204,6 +204,7 @@ fn read_tls_options() -> Result<Option<TlsOptions>> {
             let read = std::fs::read(&path);
             read.map(Some).map_err(|error| {
                 Error::io(format_args!("{variable}, {}", path.to_string_lossy()), error)
+                    .with_file(std::path::Path::new(&path))
             })
         }
     };

@@ -10,7 +10,7 @@ use rustix::fs::Access;
 use tokio::net::UnixStream;
 use tokio::time::{sleep, timeout};
 
-use super::{RemoteController, unreachable};
+use super::{RemoteController, connect_error, unreachable};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::disk::{self, FileLock};
 use crate::net::socket::{sibling_path, socket_path};
@@ -78,7 +78,7 @@ impl Launcher<'_> {
                 },
                 Err(error) => match error.kind() {
                     io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {}
-                    _ => return Err(unreachable(self.socket, &error)),
+                    _ => return Err(connect_error(self.socket, error)),
                 },
             }
             self.step().await?;
@@ -87,7 +87,7 @@ impl Launcher<'_> {
 
     /// Takes the next step towards a running daemon: takes the lock, starts it, or waits.
     async fn step(&mut self) -> Result<()> {
-        let io_error = |error| Error::io(self.socket.display(), error);
+        let io_error = |error| Error::io_at(self.socket, error);
         match (&self.lock, &mut self.child) {
             (None, _) => {
                 self.lock = disk::lock(&sibling_path(self.socket, "start")).map_err(io_error)?;
@@ -116,7 +116,7 @@ impl Launcher<'_> {
     /// Starts a daemon, which inherits only the environment.
     fn spawn_daemon(&self) -> Result<Child> {
         let path = sibling_path(self.socket, "log");
-        let log = File::create(&path).map_err(|error| Error::io(path.display(), error))?;
+        let log = File::create(&path).map_err(|error| Error::io_at(path, error))?;
         let program = find_command(self.command_search);
         let mut command = Command::new(&program);
         command

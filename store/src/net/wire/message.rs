@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
+use std::path::Path;
 use std::time::Duration;
 
 use serde::de::IntoDeserializer;
@@ -432,6 +433,12 @@ pub(crate) struct Failure {
     pub(crate) reason: String,
     #[serde(default, deserialize_with = "refusal")]
     pub(crate) refusal: Option<Refusal>,
+    /// Number of the system error that is the cause, as the daemon's system numbers it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) errno: Option<i32>,
+    /// File or folder of that error.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) file: Option<String>,
 }
 
 /// Reads a kind. An unknown kind of a later version becomes `Refused`: the text says what to do.
@@ -450,23 +457,24 @@ fn refusal<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Refusal>
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        let kind = error.kind();
-        match error.refusal().cloned() {
-            Some(refusal) => {
-                let (text, reason) = (error.message().to_owned(), refusal.to_string());
-                Self { kind, text, reason, refusal: Some(refusal) }
-            }
-            None => Self { kind, text: error.to_string(), reason: String::new(), refusal: None },
-        }
+        let (kind, errno) = (error.kind(), error.errno());
+        let file = error.file().map(|file| file.display().to_string());
+        let (text, reason, refusal) = match error.refusal().cloned() {
+            Some(refusal) => (error.message().to_owned(), refusal.to_string(), Some(refusal)),
+            None => (error.to_string(), String::new(), None),
+        };
+        Self { kind, text, reason, refusal, errno, file }
     }
 }
 
 impl From<Failure> for Error {
     fn from(failure: Failure) -> Self {
-        let Failure { kind, text, reason, refusal } = failure;
+        let Failure { kind, text, reason, refusal, errno, file } = failure;
         match refusal {
             Some(refusal) => Self::new(kind, text).with_source(refusal),
-            None if reason.is_empty() => Self::new(kind, text),
+            None if reason.is_empty() => {
+                Self::new(kind, text).with_system_error(errno, file.as_deref().map(Path::new))
+            }
             None => Self::new(kind, format_args!("{text}: {reason}")),
         }
     }
@@ -495,6 +503,20 @@ mod tests {
             (kind, text, refusal)
         );
         assert!(sent.contains(r#""refusal":{"data_deleted":{"number":7}}"#), "{sent}");
+    }
+
+    #[test]
+    fn number_and_file_of_a_system_error_round_trip() {
+        let full = std::io::Error::from_raw_os_error(28);
+        let full = Error::from_format("archive", tssd_format::Error::io(full));
+        let sent = full.with_file(Path::new("/data/k/0.tssd"));
+        let text = sent.to_string();
+        let sent = serde_json::to_string(&Reply::Failed(sent.into())).unwrap();
+        let received = error_from_json(&sent);
+        assert_eq!(received.to_string(), text);
+        assert_eq!(received.errno(), Some(28));
+        assert_eq!(received.io_error().unwrap().kind(), std::io::ErrorKind::StorageFull);
+        assert_eq!(received.file(), Some(Path::new("/data/k/0.tssd")));
     }
 
     #[test]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-
+from typing import cast
 
 _MAX_NAME_CHARS, _MAX_MESSAGE_CHARS = 200, 2000
 
@@ -182,7 +182,7 @@ _OS_ERRORS: dict[tuple[type[TssdError], type[OSError]], type[TssdError]] = {
 
 
 def _add_os_errors() -> None:
-    """Adds the classes that have no definition. They are attributes of this module, so that pickle finds them."""
+    """Adds the classes that have no definition."""
     pending: list[type[OSError]] = [OSError]
     while pending:
         builtin = pending.pop()
@@ -194,10 +194,18 @@ def _add_os_errors() -> None:
             stem = base.__name__.removesuffix("Error")
             name = stem + builtin.__name__.removeprefix(stem.removeprefix("Tssd"))
             content = {"__module__": __name__, "__doc__": f"A `{base.__name__}` that is a `{builtin.__name__}`."}
-            globals()[name] = _OS_ERRORS[base, builtin] = type(name, (base, builtin), content)
+            _OS_ERRORS[base, builtin] = cast("type[TssdError]", type(name, (base, builtin), content))
 
 
 _add_os_errors()
+
+
+def __getattr__(name: str) -> type[TssdError]:
+    # So pickle finds the classes that have no definition.
+    for cls in _OS_ERRORS.values():
+        if cls.__name__ == name:
+            return cls
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _os_error_class(base: type[TssdError], errno: int) -> type[TssdError]:

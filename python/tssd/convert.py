@@ -3,8 +3,9 @@
     state_dict = load_torch("checkpoint.pt")  # a file of torch.save
     state_dict = load_dcp("checkpoint/")  # a directory of torch.distributed.checkpoint
 
-Only tensors, containers and plain values are unpickled: `torch.load(weights_only=True)` reads the files, and a
-table lists the classes that DCP's `.metadata` may name.
+Only tensors, containers, plain values, and arrays, scalars and random generators of numpy are unpickled:
+`torch.load(weights_only=True)` reads the files, and a table lists the classes that DCP's `.metadata` may name. A
+generator becomes the dict of its state.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from . import _torch_pickle
 from ._errors import TssdCorruptError, TssdError, new_exception
 from ._tssd import save_file
 
@@ -166,9 +168,11 @@ def _unpickle(
 ) -> Any:
     """Returns the object that torch.save wrote, if it contains only tensors, containers and plain values."""
     try:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
+        return _torch_pickle.load(source, is_mapped=is_mapped)
     except OSError as error:
         raise _os_error(error, path) from error
+    except _torch_pickle.UnsupportedObject as error:
+        raise new_exception("refused", "", str(error), fqn, _ADVICE, str(path), None) from error
     except pickle.UnpicklingError as error:
         # torch's message is a page long, and its advice would execute code in the file.
         match = re.search(r"[Uu]nsupported (?:global: GLOBAL|GLOBAL|class) (\S+)", str(error))

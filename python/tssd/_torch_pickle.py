@@ -1,0 +1,306 @@
+"""Loads files of torch.save that hold more than torch's restricted unpickler knows.
+
+torch's unpickler calls only functions that it was told of. For classes of numpy and of `collections` it is told of
+stand-ins, so no code of numpy runs on bytes of the file. A stand-in checks what it is given. After the load, `_resolve`
+puts the objects in the places of their stand-ins.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import pickle
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, Any
+
+import torch
+
+# Dtypes as numpy pickles them: bools, ints, floats, complex numbers, bytes and strs.
+_DTYPE_CODE = re.compile(r"b1|[iu][1248]|f[248]|c8|c16|[SU]\d{1,9}")
+
+_BIT_GENERATORS = {
+    "MT19937": "_mt19937",
+    "PCG64": "_pcg64",
+    "PCG64DXSM": "_pcg64",
+    "Philox": "_philox",
+    "SFC64": "_sfc64",
+}
+
+# Classes of Python that may be the factory of a defaultdict.
+_FACTORIES: tuple[type, ...] = (bool, bytes, dict, float, int, list, set, str, tuple)
+
+
+# Before torch 2.6, a stand-in cannot have the name of another function.
+_HAS_STAND_INS = hasattr(torch.serialization, "safe_globals") and "uple" in str(
+    torch.serialization.add_safe_globals.__annotations__
+)
+
+
+class UnsupportedObject(Exception):
+    """The file holds an object of a known class with a value that is not supported."""
+
+
+class _Thread(threading.local):
+    """State of the load that a thread runs."""
+
+    is_loading = False
+
+    def __init__(self) -> None:
+        # The lists and dicts that stand for other containers, by `id`, each with the function that makes the container.
+        self.containers: dict[int, tuple[Any, Callable[[Any], Any]]] = {}
+
+
+_thread = _Thread()
+
+
+def load(source: str | IO[bytes], *, is_mapped: bool = False) -> Any:
+    """Returns the object that torch.save wrote.
+
+    Generators of numpy become the dicts that their `state` is, or that of their bit generator.
+
+    Raises:
+        UnsupportedObject: the file holds an array, scalar or dtype of numpy that is not supported.
+        pickle.UnpicklingError: the file names a class that neither torch nor this module knows.
+        Exception: as torch.load.
+    """
+    if not _HAS_STAND_INS:
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
+    known = {name for entry in torch.serialization.get_safe_globals() for name in _names(entry)}
+    added = [(stand_in, name) for name, stand_in in _stand_ins() if name not in known]
+    _thread.is_loading = True
+    try:
+        with torch.serialization.safe_globals(added):  # type: ignore[arg-type]
+            loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
+        return _resolve(loaded, {})
+    finally:
+        _thread.is_loading = False
+        _thread.containers.clear()
+
+
+def _names(entry: Any) -> Iterator[str]:
+    if isinstance(entry, tuple):
+        yield entry[1]
+    else:
+        yield f"{entry.__module__}.{entry.__qualname__}"
+
+
+def _require_load() -> None:
+    # torch's table is that of the process. A load of another thread must not get stand-ins.
+    if not _thread.is_loading:
+        raise pickle.UnpicklingError("the class is known to tssd.convert only")
+
+
+class _StandIn:
+    """An object of a class of numpy, as the file describes it."""
+
+    def __init__(self, *_arguments: Any) -> None:
+        _require_load()
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def result(self) -> Any:
+        raise UnsupportedObject(f"{type(self).__name__.strip('_').lower()} of numpy without a value")
+
+
+class _Dtype(_StandIn):
+    state: Any = (3, "|", None, None, None)
+
+    def __init__(self, code: str, _align: bool = False, _copy: bool = True) -> None:
+        _require_load()
+        self.code = code
+
+    def result(self) -> Any:
+        import numpy as np
+
+        code = getattr(self, "code", None)
+        state: tuple[Any, ...] = self.state if isinstance(self.state, tuple) else ()
+        byte_order, *structure = state[1:5] or (None,)
+        is_plain = structure == [None, None, None] and byte_order in ("<", ">", "|")
+        if not is_plain or not isinstance(code, str) or not _DTYPE_CODE.fullmatch(code):
+            raise UnsupportedObject(f"dtype {code!r} of numpy is not supported")
+        return np.dtype(f"{byte_order}{code}")
+
+
+def _dtype_of(stand_in: Any) -> Any:
+    if not isinstance(stand_in, _Dtype):
+        raise UnsupportedObject("array or scalar of numpy without a dtype")
+    return stand_in.result()
+
+
+class _Array(_StandIn):
+    def result(self) -> Any:
+        import numpy as np
+
+        state = getattr(self, "state", None)
+        if not isinstance(state, tuple) or len(state) != 5:
+            return super().result()
+        _, shape, dtype, is_fortran, content = state
+        dtype = _dtype_of(dtype)
+        sizes = shape if isinstance(shape, tuple) else (-1,)
+        is_shape = all(type(size) is int and size >= 0 for size in sizes) and len(sizes) <= 32
+        if not is_shape or not isinstance(content, bytes) or math.prod(sizes) * dtype.itemsize != len(content):
+            raise UnsupportedObject(f"array of numpy of shape {shape!r} does not have the bytes of its elements")
+        array = np.frombuffer(content, dtype).reshape(sizes, order="F" if is_fortran else "C")
+        return array.copy(order="K")
+
+
+class _Scalar(_StandIn):
+    def __init__(self, dtype: Any, content: Any = None) -> None:
+        _require_load()
+        self.dtype, self.content = dtype, content
+
+    def result(self) -> Any:
+        import numpy as np
+
+        dtype, content = _dtype_of(getattr(self, "dtype", None)), self.content
+        if not isinstance(content, bytes) or len(content) != dtype.itemsize:
+            raise UnsupportedObject(f"scalar of numpy of dtype {dtype} does not have the bytes of an element")
+        return np.frombuffer(content, dtype)[0]
+
+
+class _SeedSequence(_StandIn):
+    """What a bit generator was seeded with. Its state does not need it."""
+
+    def result(self) -> Any:
+        return None
+
+
+class _BitGenerator(_StandIn):
+    def result(self) -> Any:
+        state = getattr(self, "state", None)
+        # From numpy 1.25 on, the seed sequence comes with the state.
+        state = state[0] if isinstance(state, tuple) and state else state
+        return state if isinstance(state, dict) else super().result()
+
+
+class _Generator(_StandIn):
+    """A `Generator` or a `RandomState`."""
+
+    def __init__(self, bit_generator: Any = None, _constructor: Any = None) -> None:
+        _require_load()
+        self.state = bit_generator
+
+    def result(self) -> Any:
+        state = getattr(self, "state", None)
+        if isinstance(state, _BitGenerator):
+            return state.result()
+        return state if isinstance(state, dict) else super().result()
+
+
+def _reconstruct(_class: Any = None, _shape: Any = None, _code: Any = None) -> _Array:
+    return _Array()
+
+
+def _scalar(dtype: Any, content: Any = None) -> _Scalar:
+    return _Scalar(dtype, content)
+
+
+def _bit_generator(_class: Any = None) -> _BitGenerator:
+    return _BitGenerator()
+
+
+def _generator(bit_generator: Any = None, _constructor: Any = None) -> _Generator:
+    return _Generator(bit_generator)
+
+
+def _seed_sequence(*_arguments: Any) -> _SeedSequence:
+    return _SeedSequence()
+
+
+class _Name:
+    """A class that the file only names: to be created, or as the factory of a defaultdict."""
+
+    def __init__(self, factory: Callable[[], Any] | None = None) -> None:
+        self.factory = factory
+
+    def __call__(self, *arguments: Any) -> bytes:
+        # Protocol 2 has no other form of an empty bytes object.
+        if self.factory is not bytes or arguments:
+            raise UnsupportedObject("the file calls a class that it may only name")
+        return b""
+
+
+def _deque(items: Iterable[Any] = (), maxlen: int | None = None) -> list[Any]:
+    _require_load()
+    # torch's unpickler extends only lists.
+    content = list(items)
+    _thread.containers[id(content)] = content, lambda items: collections.deque(items, maxlen)
+    return content
+
+
+def _defaultdict(factory: Any = None, *arguments: Any) -> dict[Any, Any]:
+    _require_load()
+    if isinstance(factory, _Name):
+        factory = factory.factory
+    if factory not in (None, *_FACTORIES, collections.OrderedDict, collections.Counter):
+        raise UnsupportedObject("factory of a defaultdict is not supported")
+    # torch's unpickler adds items only to dicts.
+    content = dict(*arguments)
+    _thread.containers[id(content)] = content, lambda items: collections.defaultdict(factory, items)
+    return content
+
+
+# torch knows `set`.
+_BUILTIN_NAMES = {f"builtins.{cls.__name__}": _Name(cls) for cls in _FACTORIES if cls is not set}
+_CLASS = _Name()
+
+
+def _stand_ins() -> Iterator[tuple[str, Any]]:
+    """Yields each name that a file may have, and what stands for it."""
+    yield from _BUILTIN_NAMES.items()
+    yield "collections.defaultdict", _defaultdict
+    yield "collections.deque", _deque
+    yield "numpy.ndarray", _CLASS
+    yield "numpy.dtype", _Dtype
+    # numpy 2 has other modules than numpy 1.
+    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+        yield f"{module}._reconstruct", _reconstruct
+        yield f"{module}.scalar", _scalar
+    for name, module in _BIT_GENERATORS.items():
+        yield f"numpy.random.{module}.{name}", _CLASS
+    for name, stand_in in (
+        ("_pickle.__bit_generator_ctor", _bit_generator),
+        ("_pickle.__generator_ctor", _generator),
+        ("_pickle.__randomstate_ctor", _generator),
+        ("bit_generator.SeedSequence", _CLASS),
+        ("bit_generator.__pyx_unpickle_SeedSequence", _seed_sequence),
+    ):
+        yield f"numpy.random.{name}", stand_in
+    # torch calls `__setstate__` only of classes that it was told of.
+    for cls in (_Array, _BitGenerator, _Generator, _SeedSequence):
+        yield f"{__name__}.{cls.__name__}", cls
+
+
+def _resolve(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
+    """Returns a value with objects in place of their stand-ins. Lists and dicts are changed in place.
+
+    `seen` has for each `id` the value, which keeps the `id` from being used again, and its result.
+    """
+    if id(value) in seen:
+        return seen[id(value)][1]
+    if isinstance(value, _StandIn):
+        result = _resolve(value.result(), seen)
+    elif isinstance(value, torch.Size):
+        return value
+    elif isinstance(value, (tuple, set, frozenset)):
+        items = [_resolve(item, seen) for item in value]
+        is_same = all(new is old for new, old in zip(items, value, strict=True))
+        result = value if is_same else type(value)(items)
+    elif isinstance(value, (dict, list)):
+        # A container may contain itself.
+        seen[id(value)] = value, value
+        if isinstance(value, list):
+            value[:] = [_resolve(item, seen) for item in value]
+        else:
+            entries = [(_resolve(key, seen), _resolve(item, seen)) for key, item in value.items()]
+            value.clear()
+            value.update(dict(entries))
+        _, make = _thread.containers.get(id(value), (None, None))
+        result = value if make is None else make(value)
+    else:
+        return value
+    seen[id(value)] = value, result
+    return result

@@ -9,7 +9,7 @@ pub(crate) enum Codec {
     None,
     /// Byte planes of the elements: for weights; at least twice as fast as zstd
     Planes,
-    /// Byte planes in codes of fixed widths: decoded about as fast as memory is copied, a little larger than planes
+    /// Byte planes in codes of fixed widths: decoded at half the speed of a copy in memory, a little larger than planes
     Tiers,
     /// zstd after a byte shuffle: for values with repeats
     Zstd,

@@ -102,6 +102,16 @@ impl CleanupGuard {
     }
 }
 
+impl CleanupGuard {
+    /// Runs the step that gives the file or directory its final name. An interrupt waits for it.
+    pub(crate) fn finish<T>(self, step: impl FnOnce() -> T) -> T {
+        let mut paths = lock_cleanup_paths();
+        let result = step();
+        paths.retain(|path| *path != self.0);
+        result
+    }
+}
+
 impl Drop for CleanupGuard {
     fn drop(&mut self) {
         lock_cleanup_paths().retain(|path| *path != self.0);

@@ -17,10 +17,10 @@ use crate::interrupt::CleanupGuard;
 pub(crate) use directory::{OutputDirectory, OutputFile};
 pub(crate) use scratch::Scratch;
 
-/// The option `--force` of commands that write a file or a directory.
+/// The option `--force` of commands that write a file.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub(crate) struct Force {
-    /// Replace an output that exists, in one step, once the new one is complete
+    /// Replace an output file that exists, in one step, once the new one is complete
     #[arg(long)]
     force: bool,
 }

@@ -87,8 +87,8 @@ pub enum Compression {
     /// Byte planes of the elements, of which those with exponents are coded. It suits weights, and is two to three
     /// times as fast as zstd. Bytes and strings are compressed as with [`Compression::Zstd`].
     Planes,
-    /// Byte planes of the elements, of which the last one is in codes of fixed widths. It decodes about as fast as memory
-    /// is copied, and is a little larger than [`Compression::Planes`]: it suits links that are faster than other codecs.
+    /// Byte planes of the elements, of which the last one is in codes of fixed widths. It decodes at half the speed of a
+    /// copy in memory, and is a little larger than [`Compression::Planes`]: it suits links that are faster than other codecs.
     /// Bytes and strings are compressed as with [`Compression::Zstd`].
     Tiers,
     /// [`Compression::Planes`], [`Compression::ShuffledZstd`] or none, by what makes samples of the storage smallest.

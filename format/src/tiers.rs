@@ -1,7 +1,7 @@
 //! Chunk codec 4, "tiers": byte planes, the last one in codes of fixed widths. Spec: section 6, "Tiers", and F-100.
 //!
 //! The exponents of weights have few values: most of them are one of three. A processor with vector instructions decodes
-//! such codes about as fast as it copies the elements.
+//! such codes at half the speed of a copy or more.
 // Kernels must be inlined into the function that enables their instructions.
 #![allow(clippy::inline_always)]
 

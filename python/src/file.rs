@@ -162,7 +162,7 @@ pub(crate) fn plan_state_dict(
 ///     filename: the path of the file.
 ///     metadata: a dict from strs to JSON values or bytes. `safe_open(...).metadata()` returns it.
 ///     compression: None or "none"; "planes": byte planes, which suit weights and are fast; "tiers": byte planes that
-///         decode about as fast as memory is copied, a little larger than "planes"; "zstd": zstd after a byte shuffle;
+///         decode at half the speed of a copy in memory, a little larger than "planes"; "zstd": zstd after a byte shuffle;
 ///         "zstd-plain": zstd without the shuffle; "auto": planes, zstd or none for each storage, by samples.
 ///     level: the zstd level, from -131072 to 22.
 ///     digest: None; "blake3": a BLAKE3 digest of each storage, so that the file can be signed.

@@ -25,6 +25,7 @@ collect_ignore = (
         "test_store_ranks.py",
         "test_store_torch.py",
         "test_torch.py",
+        "test_torch_pickle.py",
         "test_torchstore.py",
         "test_wrappers.py",
     ]

@@ -6,9 +6,11 @@ import io
 import pickle
 import pickletools
 import re
+import sys
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,8 @@ def test_arrays_and_their_dtypes(tmp_path: Path, array: np.ndarray[Any, Any], mo
 def test_containers_of_the_standard_library(tmp_path: Path) -> None:
     ring: list[Any] = [1]
     ring.append(ring)
+    own: defaultdict[str, Any] = defaultdict(int)
+    own["own"] = own
     value = {
         "counter": Counter("abca"),
         "default": defaultdict(list, a=[np.float32(1)]),
@@ -139,8 +143,13 @@ def test_containers_of_the_standard_library(tmp_path: Path) -> None:
     assert [type(item) for item in loaded.values()] == [type(item) for item in value.values()]
     assert loaded["deque"].maxlen == 3 and loaded["default"].default_factory is list
     assert [type(key) for key in loaded["keys"]] == [np.int64]
-    found = load_value(tmp_path / "ring.pt", {"ring": ring, "one": deque([1]), "same": None})["ring"]
-    assert found[1] is found
+    found = load_value(tmp_path / "ring.pt", {"ring": ring, "own": own, "one": deque([1])})
+    assert found["ring"][1] is found["ring"]
+    assert type(found["own"]) is defaultdict and found["own"]["own"] is found["own"]
+    factories = [deque, defaultdict, Counter, OrderedDict, int, str]
+    loaded = load_value(tmp_path / "factories.pt", [defaultdict(factory) for factory in factories])
+    assert [value.default_factory for value in loaded] == factories
+    assert load_value(tmp_path / "empty.pt", [np.str_(""), np.bytes_(b"")]) == ["", b""]
 
 
 def test_checkpoint_of_dcp_with_numpy(tmp_path: Path) -> None:
@@ -158,12 +167,16 @@ def test_checkpoint_of_dcp_with_numpy(tmp_path: Path) -> None:
         np.array(["2020-01-01"], "datetime64[D]"),
         np.dtype([("a", "<f4")]),
         np.datetime64("2020-01-01"),
-        defaultdict(deque),
+        np.zeros(2, "S0") if np.zeros(2, "S0").dtype.itemsize == 0 else np.zeros(2, "M8[D]"),
+        int,
+        np.ndarray,
+        np.dtype,
+        deque,
     ],
     ids=str,
 )
 def test_other_objects_are_refused(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(tssd.TssdValueError, match="is not supported"):
+    with pytest.raises(tssd.TssdValueError, match="is not supported|a class or a function"):
         load_value(tmp_path / "old.pt", value)
 
 
@@ -221,6 +234,35 @@ def test_load_of_another_caller_gets_no_stand_ins(tmp_path: Path) -> None:
             torch.load(path, weights_only=True)
         with pytest.raises(pickle.UnpicklingError):
             torch.load(path, weights_only=True)
+
+
+def test_threads_load_at_the_same_time(tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    torch.save({"value": [np.arange(3), deque([1])]}, path)
+    before = torch.serialization.get_safe_globals()
+    with ThreadPoolExecutor(6) as pool:
+        loaded = list(pool.map(lambda _: load_torch(path)["value"], range(60)))
+    assert all(array.tolist() == [0, 1, 2] and ring == deque([1]) for array, ring in loaded)
+    assert set(torch.serialization.get_safe_globals()) == set(before)
+
+
+def test_too_deep_nesting_is_refused(tmp_path: Path) -> None:
+    value: list[Any] = [np.float32(1)]
+    for _ in range(1500):
+        value = [value]
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000)
+    torch.save({"value": value}, tmp_path / "old.pt")
+    sys.setrecursionlimit(limit)
+    with pytest.raises(tssd.TssdValueError, match="too deep"):
+        load_torch(tmp_path / "old.pt")
+
+
+@pytest.mark.parametrize("trusted", [[np.dtype], [RECONSTRUCT, np.ndarray, np.dtype, type(np.dtype("u4"))]])
+def test_functions_that_the_caller_trusts_do_not_disturb(tmp_path: Path, trusted: list[Any]) -> None:
+    with torch.serialization.safe_globals(trusted):
+        assert load_value(tmp_path / "old.pt", np.array([1.5])).tolist() == [1.5]
+        assert set(trusted) <= set(torch.serialization.get_safe_globals())
 
 
 def test_functions_that_the_caller_trusts_stay(tmp_path: Path) -> None:

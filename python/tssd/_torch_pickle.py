@@ -8,6 +8,7 @@ puts the objects in the places of their stand-ins.
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import pickle
 import re
@@ -30,6 +31,7 @@ _BIT_GENERATORS = {
 
 # Classes of Python that may be the factory of a defaultdict.
 _FACTORIES: tuple[type, ...] = (bool, bytes, dict, float, int, list, set, str, tuple)
+_COLLECTIONS = (collections.Counter, collections.OrderedDict, collections.defaultdict, collections.deque)
 
 
 # Before torch 2.6, a stand-in cannot have the name of another function.
@@ -48,11 +50,14 @@ class _Thread(threading.local):
     is_loading = False
 
     def __init__(self) -> None:
-        # The lists and dicts that stand for other containers, by `id`, each with the function that makes the container.
-        self.containers: dict[int, tuple[Any, Callable[[Any], Any]]] = {}
+        # The lists and dicts that stand for other containers, by `id`, each with the container, still empty.
+        self.containers: dict[int, tuple[Any, Any]] = {}
 
 
 _thread = _Thread()
+
+# torch's table of functions is that of the process, so one thread at a time changes it.
+_table_lock = threading.Lock()
 
 
 def load(source: str | IO[bytes], *, is_mapped: bool = False) -> Any:
@@ -61,29 +66,53 @@ def load(source: str | IO[bytes], *, is_mapped: bool = False) -> Any:
     Generators of numpy become the dicts that their `state` is, or that of their bit generator.
 
     Raises:
-        UnsupportedObject: the file holds an array, scalar or dtype of numpy that is not supported.
+        UnsupportedObject: the file holds an array, scalar, dtype or class that is not supported.
         pickle.UnpicklingError: the file names a class that neither torch nor this module knows.
         Exception: as torch.load.
     """
-    if not _HAS_STAND_INS:
+
+    def load_known() -> Any:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
-    known = {name for entry in torch.serialization.get_safe_globals() for name in _names(entry)}
-    added = [(stand_in, name) for name, stand_in in _stand_ins() if name not in known]
-    _thread.is_loading = True
+
     try:
-        with torch.serialization.safe_globals(added):  # type: ignore[arg-type]
-            loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
-        return _resolve(loaded, {})
+        # What torch and the functions that the caller trusts can load needs no stand-ins.
+        return load_known()
+    except pickle.UnpicklingError:
+        if not _HAS_STAND_INS:
+            raise
+    if not isinstance(source, str):
+        source.seek(0)
+    with _table_lock, _only_stand_ins():
+        _thread.is_loading = True
+        try:
+            return _resolve(load_known(), {})
+        except RecursionError as error:
+            raise UnsupportedObject("its containers are nested too deep") from error
+        finally:
+            _thread.is_loading = False
+            _thread.containers.clear()
+
+
+@contextlib.contextmanager
+def _only_stand_ins() -> Iterator[None]:
+    """Tells torch of the stand-ins, in place of functions of the same names."""
+    stand_ins = [(stand_in, name) for name, stand_in in _stand_ins()]
+    names = {name for _, name in stand_ins}
+    trusted = torch.serialization.get_safe_globals()
+    others = [entry for entry in trusted if _name(entry) not in names]
+    try:
+        if len(others) < len(trusted):
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(others)
+        with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
+            yield
     finally:
-        _thread.is_loading = False
-        _thread.containers.clear()
+        if len(others) < len(trusted):
+            torch.serialization.add_safe_globals(trusted)
 
 
-def _names(entry: Any) -> Iterator[str]:
-    if isinstance(entry, tuple):
-        yield entry[1]
-    else:
-        yield f"{entry.__module__}.{entry.__qualname__}"
+def _name(entry: Any) -> str:
+    return str(entry[1]) if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
 def _require_load() -> None:
@@ -143,6 +172,8 @@ class _Array(_StandIn):
         is_shape = all(type(size) is int and size >= 0 for size in sizes) and len(sizes) <= 32
         if not is_shape or not isinstance(content, bytes) or math.prod(sizes) * dtype.itemsize != len(content):
             raise UnsupportedObject(f"array of numpy of shape {shape!r} does not have the bytes of its elements")
+        if dtype.itemsize == 0:
+            raise UnsupportedObject("array of numpy of empty strings is not supported")
         array = np.frombuffer(content, dtype).reshape(sizes, order="F" if is_fortran else "C")
         return array.copy(order="K")
 
@@ -158,7 +189,7 @@ class _Scalar(_StandIn):
         dtype, content = _dtype_of(getattr(self, "dtype", None)), self.content
         if not isinstance(content, bytes) or len(content) != dtype.itemsize:
             raise UnsupportedObject(f"scalar of numpy of dtype {dtype} does not have the bytes of an element")
-        return np.frombuffer(content, dtype)[0]
+        return np.frombuffer(content, dtype)[0] if content else dtype.type()
 
 
 class _SeedSequence(_StandIn):
@@ -227,7 +258,7 @@ def _deque(items: Iterable[Any] = (), maxlen: int | None = None) -> list[Any]:
     _require_load()
     # torch's unpickler extends only lists.
     content = list(items)
-    _thread.containers[id(content)] = content, lambda items: collections.deque(items, maxlen)
+    _thread.containers[id(content)] = content, collections.deque(maxlen=maxlen)
     return content
 
 
@@ -235,11 +266,13 @@ def _defaultdict(factory: Any = None, *arguments: Any) -> dict[Any, Any]:
     _require_load()
     if isinstance(factory, _Name):
         factory = factory.factory
-    if factory not in (None, *_FACTORIES, collections.OrderedDict, collections.Counter):
+    elif factory is _deque or factory is _defaultdict:
+        factory = collections.deque if factory is _deque else collections.defaultdict
+    if factory not in (None, *_FACTORIES, *_COLLECTIONS):
         raise UnsupportedObject("factory of a defaultdict is not supported")
     # torch's unpickler adds items only to dicts.
     content = dict(*arguments)
-    _thread.containers[id(content)] = content, lambda items: collections.defaultdict(factory, items)
+    _thread.containers[id(content)] = content, collections.defaultdict(factory)
     return content
 
 
@@ -290,16 +323,19 @@ def _resolve(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
         is_same = all(new is old for new, old in zip(items, value, strict=True))
         result = value if is_same else type(value)(items)
     elif isinstance(value, (dict, list)):
+        _, result = _thread.containers.get(id(value), (value, value))
         # A container may contain itself.
-        seen[id(value)] = value, value
+        seen[id(value)] = value, result
         if isinstance(value, list):
-            value[:] = [_resolve(item, seen) for item in value]
+            items = [_resolve(item, seen) for item in value]
+            value.clear()
+            result.extend(items)
         else:
             entries = [(_resolve(key, seen), _resolve(item, seen)) for key, item in value.items()]
             value.clear()
-            value.update(dict(entries))
-        _, make = _thread.containers.get(id(value), (None, None))
-        result = value if make is None else make(value)
+            result.update(dict(entries))
+    elif isinstance(value, _Name) or (callable(value) and any(value is stand_in for _, stand_in in _stand_ins())):
+        raise UnsupportedObject("it holds a class or a function, no object of one")
     else:
         return value
     seen[id(value)] = value, result

@@ -642,7 +642,8 @@ fn io_error_includes_reason_of_system() {
     std::fs::write(folder.path().join("policy%2Factor"), "").unwrap();
     let error = put(&store, &dict(vec![]), &PutOptions::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Io);
-    assert!(error.to_string().contains("os error"), "{error}");
+    assert!(error.to_string().contains("not a directory"), "{error}");
+    assert_eq!(error.errno(), Some(20));
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use indicatif::ProgressBar;
 use tssd_store::ReplacementFolder;
 
-use super::{BUFFER_BYTES, Force, parent_directory, resolve, sync_directory};
+use super::{BUFFER_BYTES, parent_directory, resolve, sync_directory};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::interrupt::CleanupGuard;
@@ -19,7 +19,7 @@ use crate::interrupt::CleanupGuard;
 #[derive(Debug)]
 pub(crate) struct OutputDirectory {
     target: PathBuf,
-    old: OldDirectory,
+    is_new: bool,
     /// Files and folders at the top level, in the order of their creation.
     names: Vec<String>,
     /// Folders at any depth.
@@ -30,15 +30,6 @@ pub(crate) struct OutputDirectory {
     bar: ProgressBar,
 }
 
-/// What has the name of an output directory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum OldDirectory {
-    Absent,
-    Empty,
-    /// A directory with safetensors files, which is replaced.
-    Model,
-}
-
 impl OutputDirectory {
     /// Creates a directory that [`commit`](Self::commit) moves to `target`.
     ///
@@ -46,28 +37,32 @@ impl OutputDirectory {
     ///
     /// # Errors
     ///
-    /// Fails if `target` is a file, or a directory that is not empty, unless `force` permits to replace it and it has
-    /// safetensors files.
-    pub(crate) fn create(target: &Path, force: Force, bar: ProgressBar) -> Result<Self> {
+    /// Fails if `target` is a file, or a directory that is not empty.
+    pub(crate) fn create(target: &Path, bar: ProgressBar) -> Result<Self> {
         let io_failure = |error| Failure::io("write", target, error);
         let target = resolve(target).map_err(io_failure)?;
-        let old = match target.metadata() {
+        let is_new = match target.metadata() {
             Ok(old) if !old.is_dir() => {
                 let message = format_args!("{} is no directory", target.display());
                 return Err(Failure::new(Exit::Refused, message)
                     .help("name a new or empty directory: several files are to be written"));
             }
-            Ok(_) => find_old(&target, force)?,
-            Err(_) => OldDirectory::Absent,
+            Ok(_) => {
+                if target.read_dir().map_err(io_failure)?.next().is_some() {
+                    // A name that was mistyped must not cost a directory of the user.
+                    let message = format_args!("{} is not empty", target.display());
+                    return Err(Failure::new(Exit::Refused, message)
+                        .help("name a new or empty directory: --force replaces only files"));
+                }
+                false
+            }
+            Err(_) => true,
         };
-        let parent = match old {
-            OldDirectory::Empty => &target,
-            OldDirectory::Absent | OldDirectory::Model => parent_directory(&target),
-        };
+        let parent = if is_new { parent_directory(&target) } else { &target };
         let create = || ReplacementFolder::create_in(parent);
         let (cleanup, temporary) = CleanupGuard::create(create).map_err(io_failure)?;
         let (names, folders) = (Vec::new(), BTreeSet::new());
-        Ok(Self { target, old, names, folders, temporary, cleanup, bar })
+        Ok(Self { target, is_new, names, folders, temporary, cleanup, bar })
     }
 
     /// Creates a file, and the folders in its name. The caller validates the name.
@@ -97,55 +92,26 @@ impl OutputDirectory {
     ///
     /// In an existing directory, the files appear one by one, in the order of their creation.
     pub(crate) fn commit(self) -> Result<()> {
-        let Self { target, old, names, folders, temporary, cleanup, bar } = self;
+        let Self { target, is_new, names, folders, temporary, cleanup, bar } = self;
         let io_failure = |error| Failure::io("write", &target, error);
         let from = temporary.path();
         for folder in &folders {
             sync_directory(&from.join(folder)).map_err(io_failure)?;
         }
-        if old == OldDirectory::Empty {
-            for name in names {
-                std::fs::rename(from.join(&name), target.join(&name)).map_err(io_failure)?;
+        sync_directory(from).map_err(io_failure)?;
+        // An interrupt waits for the renames, so that it does not remove what has its final name.
+        let rename = || {
+            if is_new {
+                return temporary.rename_to(&target);
             }
-            drop(temporary);
-            sync_directory(&target).map_err(io_failure)?;
-        } else {
-            sync_directory(from).map_err(io_failure)?;
-            if old == OldDirectory::Model {
-                temporary.replace(&target).map_err(io_failure)?;
-            } else {
-                temporary.rename_to(&target).map_err(io_failure)?;
-            }
-            sync_directory(parent_directory(&target)).map_err(io_failure)?;
-        }
-        drop(cleanup);
+            let from = temporary.path();
+            names.iter().try_for_each(|name| std::fs::rename(from.join(name), target.join(name)))
+        };
+        cleanup.finish(rename).map_err(io_failure)?;
+        let folder = if is_new { parent_directory(&target) } else { &target };
+        sync_directory(folder).map_err(io_failure)?;
         bar.finish_and_clear();
         Ok(())
-    }
-}
-
-/// Finds out whether an existing directory is empty, or may be replaced.
-fn find_old(target: &Path, force: Force) -> Result<OldDirectory> {
-    let io_failure = |error| Failure::io("read", target, error);
-    let (mut is_empty, mut is_model) = (true, false);
-    for entry in target.read_dir().map_err(io_failure)? {
-        is_empty = false;
-        let name = entry.map_err(io_failure)?.file_name();
-        is_model |= Path::new(&name).extension().is_some_and(|it| it == "safetensors");
-    }
-    let refuse = |message, help| Err(Failure::new(Exit::Refused, message).help(help));
-    match (is_empty, is_model) {
-        (true, _) => Ok(OldDirectory::Empty),
-        (false, _) if !force.force => refuse(
-            format!("{} is not empty", target.display()),
-            "name a new or empty directory, or replace this one with --force",
-        ),
-        (false, true) => Ok(OldDirectory::Model),
-        // A name that was mistyped must not cost a home directory.
-        (false, false) => refuse(
-            format!("{} is not empty and has no safetensors files", target.display()),
-            "name another directory: --force replaces only directories with safetensors files",
-        ),
     }
 }
 

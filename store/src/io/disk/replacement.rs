@@ -207,7 +207,12 @@ impl ReplacementFolder {
         temporary::remove_abandoned(parent);
         let create = |path: &Path| {
             fs::create_dir(path)?;
-            system::open_folder(path)
+            // Another process may remove the folder before it is locked. The next name is tried then.
+            let taken = |error: io::Error| match error.kind() {
+                io::ErrorKind::NotFound => io::ErrorKind::AlreadyExists.into(),
+                _ => error,
+            };
+            system::open_folder(path).map_err(taken)
         };
         let (folder, path) = temporary::create_locked(parent, create)?;
         Ok(Self { path, _folder: folder, is_kept: false })
@@ -227,23 +232,6 @@ impl ReplacementFolder {
         fs::rename(&self.path, target)?;
         self.is_kept = true;
         Ok(())
-    }
-
-    /// Exchanges the folder with another one in one step, and removes the other one.
-    ///
-    /// On a system or a file system that cannot exchange names, the other one is renamed first.
-    ///
-    /// # Errors
-    ///
-    /// Errors of the system.
-    pub fn replace(self, target: &Path) -> io::Result<()> {
-        if system::exchange(&self.path, target)? {
-            return Ok(());
-        }
-        let old = temporary::next_name(parent(&self.path)?);
-        fs::rename(target, &old)?;
-        self.rename_to(target)?;
-        fs::remove_dir_all(old)
     }
 }
 
@@ -265,7 +253,11 @@ impl AsRef<Path> for ReplacementFolder {
 /// Resolves a link, so that the file that it points to is replaced.
 fn resolve(target: &Path) -> io::Result<PathBuf> {
     match target.canonicalize() {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(target.to_owned()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => match fs::read_link(target) {
+            // The link stays, and the file that it names is created.
+            Ok(name) => Ok(parent(target)?.join(name)),
+            Err(_) => Ok(target.to_owned()),
+        },
         resolved => resolved,
     }
 }
@@ -389,6 +381,9 @@ mod tests {
             create(Replacement::create(&folder.join("link"), true)).unwrap().commit().unwrap();
             assert!(folder.join("link").is_symlink());
             assert_eq!(fs::read_to_string(folder.join("file")).unwrap(), "");
+            fs::remove_file(folder.join("file")).unwrap();
+            create(Replacement::create(&folder.join("link"), true)).unwrap().commit().unwrap();
+            assert!(folder.join("link").is_symlink() && folder.join("file").is_file());
         });
     }
 
@@ -407,18 +402,19 @@ mod tests {
     }
 
     #[test]
-    fn folder_is_replaced_with_all_that_it_contains() {
+    fn folder_appears_when_it_is_complete_and_replaces_none() {
         let parent = tempfile::tempdir().unwrap();
         let target = parent.path().join("folder");
-        for content in ["first", "second"] {
-            let new = ReplacementFolder::create_in(parent.path()).unwrap();
-            fs::write(new.path().join(content), content).unwrap();
-            let replaced =
-                if target.exists() { new.replace(&target) } else { new.rename_to(&target) };
-            replaced.unwrap();
-            assert_eq!(names(&target), [content]);
-            assert_eq!(names(parent.path()), ["folder"]);
-        }
+        let new = ReplacementFolder::create_in(parent.path()).unwrap();
+        fs::write(new.path().join("part"), "whole").unwrap();
+        new.rename_to(&target).unwrap();
+        assert_eq!(names(&target), ["part"]);
+        let other = ReplacementFolder::create_in(parent.path()).unwrap();
+        other.rename_to(&target).unwrap_err();
+        assert_eq!(
+            (names(&target), names(parent.path())),
+            (vec!["part".into()], vec!["folder".into()])
+        );
         let dropped = ReplacementFolder::create_in(parent.path()).unwrap();
         fs::write(dropped.path().join("part"), "half").unwrap();
         drop(dropped);

@@ -186,23 +186,6 @@ fn descriptor_path(file: &File) -> std::path::PathBuf {
     format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }
 
-/// Exchanges two names in one step. Returns false if the file system cannot.
-#[cfg(target_os = "linux")]
-pub(crate) fn exchange(one: &Path, other: &Path) -> io::Result<bool> {
-    use rustix::fs::{CWD, RenameFlags};
-    match rustix::fs::renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE) {
-        Ok(()) => Ok(true),
-        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Ok(false),
-        Err(error) => Err(error.into()),
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-#[expect(clippy::unnecessary_wraps, reason = "Linux reports errors")]
-pub(crate) fn exchange(_one: &Path, _other: &Path) -> io::Result<bool> {
-    Ok(false)
-}
-
 /// Opens a folder, to lock it.
 pub(crate) fn open_folder(path: &Path) -> io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;

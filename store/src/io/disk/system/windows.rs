@@ -157,11 +157,6 @@ pub(crate) fn link_unnamed(_file: &File, _name: &Path) -> io::Result<()> {
     Err(ErrorKind::Unsupported.into())
 }
 
-/// Returns false: Windows does not exchange names.
-pub(crate) fn exchange(_one: &Path, _other: &Path) -> io::Result<bool> {
-    Ok(false)
-}
-
 /// Opens a folder, to lock it.
 pub(crate) fn open_folder(path: &Path) -> io::Result<File> {
     File::options().read(true).custom_flags(OPEN_FOLDERS).open(path)

@@ -252,6 +252,7 @@ fn join_planes<const W: usize>(shuffled: &[u8], plain: &mut [u8]) {
 #[cfg(all(test, feature = "zstd"))]
 mod tests {
     use super::*;
+    use crate::test_bytes::noise;
 
     #[test]
     fn shuffle_matches_its_definition_and_is_inverted() {
@@ -278,12 +279,7 @@ mod tests {
     #[test]
     fn encoder_leaves_a_chunk_raw_if_it_saves_too_little() {
         let mut encoder = ZstdEncoder::new(1).unwrap();
-        let noise: Vec<u8> = (0..10_000_u64)
-            .scan(1_u64, |state, _| {
-                *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                Some(state.to_le_bytes()[7])
-            })
-            .collect();
+        let noise = noise(10_000);
         assert_eq!(encoder.encode(&noise, 1).unwrap(), None);
         // 2.5 % of zeros save just too little, 4.5 % just enough.
         for (zeros, shrinks) in [(250, false), (450, true)] {

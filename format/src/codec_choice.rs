@@ -84,6 +84,7 @@ impl CodecChooser {
 #[cfg(feature = "zstd")]
 mod tests {
     use super::*;
+    use crate::test_bytes::noise;
 
     #[test]
     fn sample_ranges_are_within_the_storage_and_aligned() {
@@ -100,12 +101,7 @@ mod tests {
 
     #[test]
     fn chooser_prefers_what_is_smallest() {
-        let noise: Vec<u8> = (0..1_u64 << 17)
-            .scan(1_u64, |state, _| {
-                *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                Some(state.to_le_bytes()[7])
-            })
-            .collect();
+        let noise = noise(1 << 17);
         let mut weights = noise.clone();
         weights.chunks_mut(2).for_each(|element| element[1] = 0x3C | element[1] & 3);
         let repeats: Vec<u8> = noise.chunks(512).flat_map(|row| row.repeat(2)).collect();

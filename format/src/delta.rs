@@ -40,6 +40,5 @@ mod values;
 
 pub use self::classes::DeltaClasses;
 pub use self::decode::{ChangeCount, DeltaDecoder};
-
 pub use self::encode::{DeltaEncoder, DeltaOptions, EncodedDelta};
 pub use self::fold::DeltaFolder;

@@ -38,9 +38,10 @@ impl Isa {
     /// Asks the processor to load bytes, without waiting for them.
     #[inline]
     pub(crate) fn prefetch(self, bytes: &[u8]) {
-        #[cfg(target_arch = "x86_64")]
-        if let Self::Avx2(_) = self {
-            bytes.chunks(64).for_each(|line| x86_64::prefetch(&line[0]));
+        match self {
+            Self::Portable(isa) => isa.prefetch(bytes),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(isa) => isa.prefetch(bytes),
         }
     }
 
@@ -100,8 +101,8 @@ pub(crate) trait Instructions: Copy {
         escaped: &mut [u8],
     ) -> usize;
 
-    /// Asks the processor to load the cache line of a byte, without waiting for it.
-    fn prefetch(self, bytes: &[u8], at: usize);
+    /// Asks the processor to load bytes, without waiting for them.
+    fn prefetch(self, bytes: &[u8]);
 }
 
 /// Bytes of a group of codes. Spec: section 6, "Tiers".
@@ -183,7 +184,7 @@ impl Instructions for Portable {
     }
 
     #[inline(always)]
-    fn prefetch(self, _: &[u8], _: usize) {}
+    fn prefetch(self, _: &[u8]) {}
 }
 
 /// Returns a mask of the elements that differ, of at most 64.

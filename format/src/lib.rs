@@ -84,6 +84,8 @@ mod plane_blocks;
 mod planes;
 mod storage_allocator;
 mod storage_tables;
+#[cfg(test)]
+mod test_bytes;
 mod tiers;
 mod write_job;
 mod writer;

@@ -11,6 +11,34 @@
 /// Measured: with loops of this length, which is known at compile time, the compiler emits the best vector code.
 pub(crate) const BLOCK_ELEMENTS: usize = 64;
 
+/// Evaluates an expression with the width of elements in bytes as the constant `$bytes`.
+///
+/// The width must be one of [`is_plane_width`](crate::planes::is_plane_width).
+macro_rules! with_plane_width {
+    ($width:expr, $bytes:ident => $result:expr) => {
+        match $width {
+            1 => {
+                const $bytes: usize = 1;
+                $result
+            }
+            2 => {
+                const $bytes: usize = 2;
+                $result
+            }
+            4 => {
+                const $bytes: usize = 4;
+                $result
+            }
+            8 => {
+                const $bytes: usize = 8;
+                $result
+            }
+            _ => unreachable!("`is_plane_width` knows no other"),
+        }
+    };
+}
+pub(crate) use with_plane_width;
+
 /// Where the merge finds a plane.
 #[derive(Clone, Copy)]
 pub(crate) enum PlaneSource<'a> {

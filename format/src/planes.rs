@@ -15,7 +15,9 @@ use crate::codec::{literal_compressor, saves_enough};
 use crate::error::{Error, ErrorKind, Result};
 #[cfg(feature = "zstd")]
 use crate::plane_blocks::split_planes;
-use crate::plane_blocks::{BLOCK_ELEMENTS, Block, PlaneSource, add_plane, merge_planes};
+use crate::plane_blocks::{
+    BLOCK_ELEMENTS, Block, PlaneSource, add_plane, merge_planes, with_plane_width,
+};
 
 /// Bytes of each entry of the plane table.
 const ENTRY_BYTES: usize = 4;
@@ -67,13 +69,7 @@ impl PlanesEncoder {
     ///
     /// `Io` if zstd cannot allocate memory.
     pub(crate) fn encode(&mut self, raw: &[u8], width: u8) -> Result<Option<Vec<u8>>> {
-        match width {
-            1 => self.encode_planes::<1>(raw),
-            2 => self.encode_planes::<2>(raw),
-            4 => self.encode_planes::<4>(raw),
-            8 => self.encode_planes::<8>(raw),
-            _ => unreachable!("`is_plane_width` knows no other"),
-        }
+        with_plane_width!(width, W => self.encode_planes::<W>(raw))
     }
 
     fn encode_planes<const W: usize>(&mut self, raw: &[u8]) -> Result<Option<Vec<u8>>>
@@ -155,13 +151,7 @@ impl PlanesDecoder {
     ///
     /// `PlaneLengths` (F-097) before any byte is decoded; `FrameCorrupt` (F-093).
     pub(crate) fn decode(&mut self, stored: &[u8], width: u8, target: &mut [u8]) -> Result<()> {
-        match width {
-            1 => self.decode_planes::<1>(stored, target),
-            2 => self.decode_planes::<2>(stored, target),
-            4 => self.decode_planes::<4>(stored, target),
-            8 => self.decode_planes::<8>(stored, target),
-            _ => unreachable!("`is_plane_width` knows no other"),
-        }
+        with_plane_width!(width, W => self.decode_planes::<W>(stored, target))
     }
 
     fn decode_planes<const W: usize>(&mut self, stored: &[u8], target: &mut [u8]) -> Result<()>
@@ -273,6 +263,7 @@ fn grow(memory: &mut Vec<u8>, len: usize) {
 #[cfg(feature = "zstd")]
 mod tests {
     use super::*;
+    use crate::test_bytes::{join_planes, noise, special_floats};
 
     const WIDTHS: [u8; 4] = [1, 2, 4, 8];
 
@@ -292,14 +283,7 @@ mod tests {
             });
             assert_eq!(planes[plane].len(), count);
         }
-        let mut raw = vec![0; count * width];
-        for element in 0..count {
-            for bit in 0..8 * width {
-                let is_set = planes[bit / 8][element] >> (bit % 8) & 1;
-                let to = if width == 1 { bit } else { (bit + 8 * width - 1) % (8 * width) };
-                raw[element * width + to / 8] |= is_set << (to % 8);
-            }
-        }
+        let mut raw = join_planes(&planes);
         raw.extend_from_slice(&stored[at..]);
         raw
     }
@@ -312,16 +296,6 @@ mod tests {
         PlanesDecoder::new().unwrap().decode(&stored, width, &mut target).unwrap();
         assert_eq!(target, raw);
         Some(stored)
-    }
-
-    /// Bytes without any regularity.
-    fn noise(len: usize) -> Vec<u8> {
-        let mut state = 1_u64;
-        let next = || {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            state.to_le_bytes()[7]
-        };
-        std::iter::repeat_with(next).take(len).collect()
     }
 
     /// Elements of `width` bytes: noise, but the exponent of each has only 4 values.
@@ -341,11 +315,7 @@ mod tests {
 
     #[test]
     fn roundtrip_of_special_floats() {
-        let specials =
-            [-0.0, 0.0, f32::INFINITY, f32::MIN_POSITIVE / 2.0, f32::from_bits(0x7FA0_0001)];
-        let floats: Vec<f32> = specials.iter().copied().cycle().take(1999).collect();
-        let wide: Vec<u8> = floats.iter().flat_map(|float| float.to_le_bytes()).collect();
-        let half: Vec<u8> = wide.as_chunks::<4>().0.iter().flat_map(|f| [f[2], f[3]]).collect();
+        let [wide, half] = special_floats();
         for width in WIDTHS {
             for tail in 0..8 {
                 check_roundtrip(&[&wide[..], &vec![7; tail]].concat(), width);

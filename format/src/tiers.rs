@@ -12,12 +12,12 @@ mod tests;
 
 use std::array;
 
-use self::block::{BLOCK, EscapedBytes, GROUP, TierBlock};
+use self::block::{BLOCK, EscapedBytes, GROUP, TierBlock, invalid, split_at};
 use self::symbols::Symbols;
 use crate::codec::saves_enough;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::isa::{Instructions, Isa, Kernel};
-use crate::plane_blocks::{BLOCK_ELEMENTS, Block, PlaneBlock};
+use crate::plane_blocks::{BLOCK_ELEMENTS, Block, PlaneBlock, with_plane_width};
 
 /// Distance in bytes from the bytes in use to those that the decoder asks for in advance.
 ///
@@ -44,13 +44,7 @@ impl TiersEncoder {
 
     /// Encodes a chunk of elements of `width` bytes; `None` if that saves too little.
     pub(crate) fn encode(&mut self, raw: &[u8], width: u8) -> Option<Vec<u8>> {
-        match width {
-            1 => self.encode_elements::<1>(raw),
-            2 => self.encode_elements::<2>(raw),
-            4 => self.encode_elements::<4>(raw),
-            8 => self.encode_elements::<8>(raw),
-            _ => unreachable!("`is_plane_width` knows no other"),
-        }
+        with_plane_width!(width, W => self.encode_elements::<W>(raw))
     }
 
     fn encode_elements<const W: usize>(&mut self, raw: &[u8]) -> Option<Vec<u8>>
@@ -118,9 +112,7 @@ fn split<I: Instructions, const W: usize>(
         }
     };
     for (start, block) in (0..).step_by(BLOCK_ELEMENTS).zip(blocks) {
-        for line in (0..W * BLOCK_ELEMENTS).step_by(64) {
-            isa.prefetch(elements.as_flattened(), start * W + PREFETCH_DISTANCE + line);
-        }
+        prefetch(isa, elements.as_flattened(), start * W, W * BLOCK_ELEMENTS);
         write(start, block.split(), BLOCK_ELEMENTS);
     }
     let mut block = [[0; W]; BLOCK_ELEMENTS];
@@ -147,13 +139,7 @@ impl TiersDecoder {
     ///
     /// `TiersChunk` (F-100). Wrong lengths are found before any byte is decoded.
     pub(crate) fn decode(&mut self, stored: &[u8], width: u8, target: &mut [u8]) -> Result<()> {
-        match width {
-            1 => self.decode_elements::<1>(stored, target),
-            2 => self.decode_elements::<2>(stored, target),
-            4 => self.decode_elements::<4>(stored, target),
-            8 => self.decode_elements::<8>(stored, target),
-            _ => unreachable!("`is_plane_width` knows no other"),
-        }
+        with_plane_width!(width, W => self.decode_elements::<W>(stored, target))
     }
 
     fn decode_elements<const W: usize>(&mut self, stored: &[u8], target: &mut [u8]) -> Result<()>
@@ -162,12 +148,9 @@ impl TiersDecoder {
     {
         let (elements, tail) = target.as_chunks_mut::<W>();
         let (planes, rest) = split_at(stored, elements.len() * (W - 1), "planes")?;
-        let (symbols, mut tiers) = Symbols::read(rest)?;
-        let blocks = || elements.chunks(BLOCK).map(<[_]>::len);
-        let mut rest = tiers;
-        for len in blocks() {
-            TierBlock::read(&mut rest, len)?;
-        }
+        let (symbols, mut rest) = Symbols::read(rest)?;
+        let blocks = elements.chunks(BLOCK).map(|block| TierBlock::read(&mut rest, block.len()));
+        let blocks = blocks.collect::<Result<Vec<_>>>()?;
         if rest.len() != tail.len() {
             return Err(invalid(format_args!(
                 "a tail of {} bytes, not {}",
@@ -177,8 +160,8 @@ impl TiersDecoder {
         }
         tail.copy_from_slice(rest);
         let count = elements.len();
-        for (start, elements) in (0..).step_by(BLOCK).zip(elements.chunks_mut(BLOCK)) {
-            let block = TierBlock::read(&mut tiers, elements.len())?;
+        let starts = (0..).step_by(BLOCK);
+        for ((start, elements), block) in starts.zip(elements.chunks_mut(BLOCK)).zip(blocks) {
             let planes = array::from_fn(|plane| planes.get(plane * count + start..).unwrap_or(&[]));
             let escaped = &mut self.escaped;
             self.isa.run(DecodeBlock { symbols: &symbols, planes, block, escaped, elements })?;
@@ -209,8 +192,7 @@ where
         let mut group = [[0; BLOCK_ELEMENTS]; GROUP / BLOCK_ELEMENTS];
         for (start, elements) in (0..).step_by(GROUP).zip(elements.chunks_mut(GROUP)) {
             for plane in &planes[..W - 1] {
-                isa.prefetch(plane, start + PREFETCH_DISTANCE);
-                isa.prefetch(plane, start + PREFETCH_DISTANCE + 64);
+                prefetch(isa, plane, start, GROUP);
             }
             last.next_group(isa, group.as_flattened_mut());
             let starts = (start..).step_by(BLOCK_ELEMENTS);
@@ -253,14 +235,11 @@ fn merge<const W: usize>(
     elements.copy_from_slice(&merged[..elements.len()]);
 }
 
-/// Splits stored bytes after `len` of them.
-fn split_at<'a>(stored: &'a [u8], len: usize, part: &str) -> Result<(&'a [u8], &'a [u8])> {
-    let cut_off =
-        || invalid(format_args!("{part} of {len} bytes, of which {} are there", stored.len()));
-    stored.split_at_checked(len).ok_or_else(cut_off)
-}
-
-#[cold]
-fn invalid(note: impl std::fmt::Display) -> Error {
-    Error::new(ErrorKind::TiersChunk).with_detail(note)
+/// Asks the processor to load `len` bytes that are needed after those at `start`.
+#[inline(always)]
+fn prefetch<I: Instructions>(isa: I, bytes: &[u8], start: usize, len: usize) {
+    let start = start + PREFETCH_DISTANCE;
+    if let Some(ahead) = bytes.get(start..start + len) {
+        isa.prefetch(ahead);
+    }
 }

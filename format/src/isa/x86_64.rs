@@ -15,13 +15,6 @@ use std::arch::x86_64::{
 use super::{CODE_BYTES, GROUP, Instructions, Kernel};
 use crate::element::{magnitude_mask, store};
 
-#[inline]
-pub(crate) fn prefetch(byte: &u8) {
-    // SAFETY: `_mm_prefetch` is a hint: it changes no memory that the program can observe, and accepts any address.
-    // It needs SSE, which every x86_64 processor has.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(byte).cast()) }
-}
-
 /// Proof that the processor has AVX2, BMI1, BMI2, LZCNT and POPCNT.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx2(());
@@ -94,9 +87,11 @@ impl Instructions for Avx2 {
     }
 
     #[inline(always)]
-    fn prefetch(self, bytes: &[u8], at: usize) {
-        if let Some(byte) = bytes.get(at) {
-            prefetch(byte);
+    fn prefetch(self, bytes: &[u8]) {
+        for line in bytes.chunks(64) {
+            // SAFETY: `_mm_prefetch` is a hint: it changes no memory that the program can observe, and accepts any
+            // address. It needs SSE, which every x86_64 processor has.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
         }
     }
 }

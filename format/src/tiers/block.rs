@@ -1,7 +1,6 @@
 //! Blocks of a plane in tiers: their stored form, and the working memory for one.
 
-use super::{invalid, split_at};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::isa::{CODE_BYTES, PADDING};
 
 /// Bytes of the plane in a block.
@@ -14,7 +13,7 @@ pub(super) const GROUP: usize = 4 * CODE_BYTES;
 const TIER_BITS: [usize; 3] = [2, 2, 4];
 
 /// Bytes of the counts of a block.
-const COUNTS_BYTES: usize = 6;
+pub(super) const COUNTS_BYTES: usize = 6;
 
 /// Bytes that the tiers of a block escape, from tier 1 on. Each list has room for a group of codes more.
 pub(super) struct EscapedBytes(pub(super) [Vec<u8>; 3]);
@@ -78,4 +77,20 @@ fn are_unused_zero(groups: CodeGroups<'_>, count: usize, bits: usize) -> bool {
     let used = count - (groups.len() - 1) * per_group;
     let mask = (1 << bits) - 1;
     (used..per_group).all(|code| group[code % CODE_BYTES] >> (code / CODE_BYTES * bits) & mask == 0)
+}
+
+/// Splits stored bytes after `len` of them.
+pub(super) fn split_at<'a>(
+    stored: &'a [u8],
+    len: usize,
+    part: &str,
+) -> Result<(&'a [u8], &'a [u8])> {
+    let cut_off =
+        || invalid(format_args!("{part} of {len} bytes, of which {} are there", stored.len()));
+    stored.split_at_checked(len).ok_or_else(cut_off)
+}
+
+#[cold]
+pub(super) fn invalid(note: impl std::fmt::Display) -> Error {
+    Error::new(ErrorKind::TiersChunk).with_detail(note)
 }

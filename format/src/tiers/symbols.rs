@@ -1,7 +1,8 @@
 //! Symbols of the tiers, and the conversion of blocks of a plane with them.
 
-use super::block::{BLOCK, CodeGroups, EscapedBytes, GROUP, TierBlock};
-use super::{invalid, split_at};
+use super::block::{
+    BLOCK, COUNTS_BYTES, CodeGroups, EscapedBytes, GROUP, TierBlock, invalid, split_at,
+};
 use crate::error::Result;
 use crate::isa::{CODE_BYTES, Instructions};
 use crate::plane_blocks::{BLOCK_ELEMENTS, Block};
@@ -74,7 +75,7 @@ impl Symbols {
         stored: &mut Vec<u8>,
     ) {
         let start = stored.len();
-        stored.extend_from_slice(&[0; 6]);
+        stored.extend_from_slice(&[0; COUNTS_BYTES]);
         let second_count = encode_tier(isa, plane, self.of_tier(0), first, stored);
         let first = &first[..second_count];
         let third_count = encode_tier(isa, first, self.of_tier(1), second, stored);

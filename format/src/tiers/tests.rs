@@ -1,4 +1,6 @@
 use super::*;
+use crate::error::{Error, ErrorKind};
+use crate::test_bytes::{join_planes, noise, special_floats};
 
 const WIDTHS: [u8; 4] = [1, 2, 4, 8];
 
@@ -48,28 +50,21 @@ fn decode_naively(mut stored: &[u8], width: usize, len: usize) -> Vec<u8> {
         let mut third = read_codes(&mut stored, b, 4).into_iter();
         let mut bytes = take(&mut stored, c).into_iter();
         for code in first {
-            last.push(match (code, code == 3) {
-                (code, false) => symbols[code],
-                _ => match second.next().unwrap() {
+            last.push(match code {
+                3 => match second.next().unwrap() {
                     3 => match third.next().unwrap() {
                         15 => bytes.next().unwrap(),
                         code => symbols[6 + code],
                     },
                     code => symbols[3 + code],
                 },
+                code => symbols[code],
             });
         }
         assert_eq!((second.next(), third.next(), bytes.next()), (None, None, None));
     }
     planes.push(last);
-    let mut raw = vec![0; count * width];
-    for element in 0..count {
-        for bit in 0..8 * width {
-            let is_set = planes[bit / 8][element] >> (bit % 8) & 1;
-            let to = if width == 1 { bit } else { (bit + 8 * width - 1) % (8 * width) };
-            raw[element * width + to / 8] |= is_set << (to % 8);
-        }
-    }
+    let mut raw = join_planes(&planes);
     assert_eq!(stored.len(), len % width);
     raw.extend_from_slice(stored);
     raw
@@ -94,16 +89,6 @@ fn check_roundtrip(raw: &[u8], width: u8) -> Option<Vec<u8>> {
     assert_eq!(decode_naively(&stored, width.into(), raw.len()), raw);
     assert_eq!(decode(&stored, width, raw.len()).unwrap(), raw);
     Some(stored)
-}
-
-/// Bytes without any regularity.
-fn noise(len: usize) -> Vec<u8> {
-    let mut state = 1_u64;
-    let next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        state.to_le_bytes()[7]
-    };
-    std::iter::repeat_with(next).take(len).collect()
 }
 
 /// Elements of `width` bytes: noise, but exponents are the more frequent the higher they are. All tiers have some.
@@ -164,10 +149,7 @@ fn noise_stays_raw() {
 
 #[test]
 fn special_floats_are_restored_bit_by_bit() {
-    let specials = [-0.0, 0.0, f32::INFINITY, f32::MIN_POSITIVE / 2.0, f32::from_bits(0x7FA0_0001)];
-    let floats: Vec<f32> = specials.iter().copied().cycle().take(1999).collect();
-    let wide: Vec<u8> = floats.iter().flat_map(|float| float.to_le_bytes()).collect();
-    let half: Vec<u8> = wide.as_chunks::<4>().0.iter().flat_map(|f| [f[2], f[3]]).collect();
+    let [wide, half] = special_floats();
     assert!(check_roundtrip(&wide, 4).is_some());
     assert!(check_roundtrip(&half, 2).is_some());
 }

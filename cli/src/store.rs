@@ -81,10 +81,8 @@ pub(crate) fn store_failure(error: &Error) -> Failure {
         _ => (Exit::Refused, ""),
     };
     let help = error.help().unwrap_or(help);
-    let text = error.to_string();
-    // The failure prints the help, which is also the last line of the text.
-    let text = text.strip_suffix(&format!("\nhelp: {help}")).unwrap_or(&text);
-    let mut failure = Failure::new(exit, text);
+    // The failure prints the help.
+    let mut failure = Failure::new(exit, error.without_help());
     if let Some(format) = error.format_error() {
         failure = failure.code(Failure::error_code(format.kind()));
     }

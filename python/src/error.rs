@@ -40,6 +40,18 @@ pub(crate) struct BindingError {
     version: Option<u64>,
 }
 
+/// Abridges a message for a Python module: see [`tssd_format::abridge`].
+#[pyfunction]
+pub(crate) fn _abridge(message: String) -> String {
+    abridge(message)
+}
+
+/// Abridges a name for a Python module: see [`tssd_format::abridge_name`].
+#[pyfunction]
+pub(crate) fn _abridge_name(name: &str) -> String {
+    tssd_format::abridge_name(name).into_owned()
+}
+
 /// Creates a `ValueError`. Long names in its message are abridged.
 pub(crate) fn value_error(message: impl Into<String>) -> PyErr {
     PyValueError::new_err(abridge(message))

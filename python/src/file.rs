@@ -538,9 +538,6 @@ struct OpenFile {
     /// The path for other processes, whose current directory may be another.
     absolute_path: PathBuf,
     backend: Backend,
-    /// The mode that the caller chose.
-    requested_mode: VerifyMode,
-    /// The mode of reads: `Off` if all bytes were verified on opening.
     verify_mode: VerifyMode,
     /// Chunks that were verified: storage number and chunk number.
     verified_chunks: Mutex<BTreeSet<(u32, u64)>>,
@@ -561,7 +558,7 @@ impl SafeOpen {
         backend: &str,
         verify: &str,
     ) -> Result<Self> {
-        let (backend, requested_mode) = (Backend::parse(backend)?, VerifyMode::parse(verify)?);
+        let (backend, verify_mode) = (Backend::parse(backend)?, VerifyMode::parse(verify)?);
         let framework = Framework::parse(py, Some(framework))?;
         let interrupt = InterruptCheck::new();
         let open = || {
@@ -570,17 +567,13 @@ impl SafeOpen {
             if archive.is_manifest_only() {
                 return Err(Error::new(ErrorKind::BlobElsewhere).into());
             }
-            if requested_mode == VerifyMode::Eager {
+            if verify_mode == VerifyMode::Eager {
                 file::verify(archive.verify_jobs(), || interrupt.check())?;
             }
             Ok((archive, file))
         };
         let (archive, file) =
             py.detach(|| open().map_err(|error: Failure| error.with_file(&filename)))?;
-        let verify_mode = match requested_mode {
-            VerifyMode::Eager => VerifyMode::Off,
-            mode => mode,
-        };
         let verified_chunks = Mutex::default();
         let absolute_path = std::path::absolute(&filename)?;
         let open_file = OpenFile {
@@ -589,7 +582,6 @@ impl SafeOpen {
             filename,
             absolute_path,
             backend,
-            requested_mode,
             verify_mode,
             verified_chunks,
         };
@@ -824,7 +816,7 @@ impl OpenFile {
         framework: Framework,
         device: Option<&Py<PyAny>>,
     ) -> Result<Bound<'py, PyTuple>> {
-        let (backend, verify) = (self.backend.name(), self.requested_mode.name());
+        let (backend, verify) = (self.backend.name(), self.verify_mode.name());
         let fingerprint = self.fingerprint(py)?;
         let path = self.absolute_path.as_os_str();
         let arguments = (path, framework.name(), device, backend, verify, fingerprint);
@@ -871,7 +863,8 @@ impl OpenFile {
             let is_unverified = |chunk: &u64| !verified_chunks.contains(&(number, *chunk));
             chunks
                 .clone()
-                .filter(|_| self.verify_mode != VerifyMode::Off)
+                // `Eager` has verified all on opening.
+                .filter(|_| self.verify_mode == VerifyMode::Lazy)
                 .filter(is_unverified)
                 .collect()
         };

@@ -57,7 +57,7 @@ mod _tssd {
     #[pymodule_export]
     use crate::encoded::TorchStoreStateDict;
     #[pymodule_export]
-    use crate::error::kinds;
+    use crate::error::{_abridge, _abridge_name, kinds};
     #[pymodule_export]
     use crate::file::{SafeOpen, SafeSlice, inspect, load, load_file, save, save_file, verify};
     #[pymodule_export]

@@ -17,7 +17,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ._errors import abridge
+from ._tssd import _abridge as abridge
 
 if TYPE_CHECKING:
     import torch

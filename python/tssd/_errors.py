@@ -3,31 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import cast
 
-_MAX_NAME_CHARS, _MAX_MESSAGE_CHARS = 200, 2000
-
-
-def abridge(message: str) -> str:
-    """Abridges the long names in a message, and the message itself if it is still long.
-
-    A name has at most 200 characters in the result and a message at most 2000. From a longer one, the middle is cut
-    out, and its length is added. A name ends at white space and at a quote. The extension module has the same function.
-    """
-    if len(message) <= _MAX_NAME_CHARS:
-        return message
-    short = re.sub(r"[^\s`\"']{%d,}" % (_MAX_NAME_CHARS + 1), lambda match: abridge_name(match[0]), message)
-    return _cut_middle(short, 1400, 500) if len(short) > _MAX_MESSAGE_CHARS else short
-
-
-def abridge_name(name: str) -> str:
-    """Abridges a name of more than 200 characters, as `abridge` does. White space does not end the name."""
-    return _cut_middle(name, 90, 90) if len(name) > _MAX_NAME_CHARS else name
-
-
-def _cut_middle(text: str, head: int, tail: int) -> str:
-    return f"{text[:head]}…{text[-tail:]} ({len(text)} characters)"
+from ._tssd import _abridge as abridge
+from ._tssd import _abridge_name as abridge_name
 
 
 class TssdError(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import EllipsisType
 from typing import Any
 
-from ._errors import abridge
+from ._tssd import _abridge as abridge
 
 
 def split(index: Any, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], Any]:

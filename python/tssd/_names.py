@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._errors import TssdKeyError, abridge, new_exception
+from ._errors import TssdKeyError, new_exception
+from ._tssd import _abridge as abridge
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], Any]:

@@ -9,7 +9,8 @@ import uuid
 import weakref
 from typing import Any
 
-from ._errors import abridge, new_exception
+from ._errors import new_exception
+from ._tssd import _abridge as abridge
 from ._tssd import Store, TensorShard
 
 

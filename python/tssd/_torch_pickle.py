@@ -71,12 +71,16 @@ def load(source: str | IO[bytes], *, is_mapped: bool = False) -> Any:
         Exception: as torch.load.
     """
 
-    def load_known() -> Any:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
+    def load_once() -> Any:
+        loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
+        try:
+            return _resolve(loaded, {})
+        except RecursionError as error:
+            raise UnsupportedObject("its containers are nested too deep") from error
 
     try:
-        # What torch and the functions that the caller trusts can load needs no stand-ins.
-        return load_known()
+        # Most files need no stand-ins. Those of a load in another thread are refused.
+        return load_once()
     except pickle.UnpicklingError:
         if not _HAS_STAND_INS:
             raise
@@ -85,9 +89,7 @@ def load(source: str | IO[bytes], *, is_mapped: bool = False) -> Any:
     with _table_lock, _only_stand_ins():
         _thread.is_loading = True
         try:
-            return _resolve(load_known(), {})
-        except RecursionError as error:
-            raise UnsupportedObject("its containers are nested too deep") from error
+            return load_once()
         finally:
             _thread.is_loading = False
             _thread.containers.clear()
@@ -96,15 +98,14 @@ def load(source: str | IO[bytes], *, is_mapped: bool = False) -> Any:
 @contextlib.contextmanager
 def _only_stand_ins() -> Iterator[None]:
     """Tells torch of the stand-ins, in place of functions of the same names."""
-    stand_ins = [(stand_in, name) for name, stand_in in _stand_ins()]
-    names = {name for _, name in stand_ins}
     trusted = torch.serialization.get_safe_globals()
-    others = [entry for entry in trusted if _name(entry) not in names]
+    others = [entry for entry in trusted if _name(entry) not in _STAND_INS]
     try:
         if len(others) < len(trusted):
             torch.serialization.clear_safe_globals()
             torch.serialization.add_safe_globals(others)
-        with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
+        added: Any = [(stand_in, name) for name, stand_in in _STAND_INS.items()]
+        with torch.serialization.safe_globals(added):
             yield
     finally:
         if len(others) < len(trusted):
@@ -281,30 +282,28 @@ _BUILTIN_NAMES = {f"builtins.{cls.__name__}": _Name(cls) for cls in _FACTORIES i
 _CLASS = _Name()
 
 
-def _stand_ins() -> Iterator[tuple[str, Any]]:
-    """Yields each name that a file may have, and what stands for it."""
-    yield from _BUILTIN_NAMES.items()
-    yield "collections.defaultdict", _defaultdict
-    yield "collections.deque", _deque
-    yield "numpy.ndarray", _CLASS
-    yield "numpy.dtype", _Dtype
+# What stands for each name that a file may have.
+_STAND_INS: dict[str, Any] = {
+    **_BUILTIN_NAMES,
+    "collections.defaultdict": _defaultdict,
+    "collections.deque": _deque,
+    "numpy.ndarray": _CLASS,
+    "numpy.dtype": _Dtype,
     # numpy 2 has other modules than numpy 1.
-    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        yield f"{module}._reconstruct", _reconstruct
-        yield f"{module}.scalar", _scalar
-    for name, module in _BIT_GENERATORS.items():
-        yield f"numpy.random.{module}.{name}", _CLASS
-    for name, stand_in in (
-        ("_pickle.__bit_generator_ctor", _bit_generator),
-        ("_pickle.__generator_ctor", _generator),
-        ("_pickle.__randomstate_ctor", _generator),
-        ("bit_generator.SeedSequence", _CLASS),
-        ("bit_generator.__pyx_unpickle_SeedSequence", _seed_sequence),
-    ):
-        yield f"numpy.random.{name}", stand_in
+    "numpy.core.multiarray._reconstruct": _reconstruct,
+    "numpy._core.multiarray._reconstruct": _reconstruct,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
+    **{f"numpy.random.{module}.{name}": _CLASS for name, module in _BIT_GENERATORS.items()},
+    "numpy.random._pickle.__bit_generator_ctor": _bit_generator,
+    "numpy.random._pickle.__generator_ctor": _generator,
+    "numpy.random._pickle.__randomstate_ctor": _generator,
+    "numpy.random.bit_generator.SeedSequence": _CLASS,
+    "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _seed_sequence,
     # torch calls `__setstate__` only of classes that it was told of.
-    for cls in (_Array, _BitGenerator, _Generator, _SeedSequence):
-        yield f"{__name__}.{cls.__name__}", cls
+    **{f"{__name__}.{cls.__name__}": cls for cls in (_Array, _BitGenerator, _Generator, _SeedSequence)},
+}
+_FUNCTIONS = [stand_in for stand_in in _STAND_INS.values() if not isinstance(stand_in, _Name)]
 
 
 def _resolve(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
@@ -334,7 +333,7 @@ def _resolve(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
             entries = [(_resolve(key, seen), _resolve(item, seen)) for key, item in value.items()]
             value.clear()
             result.update(dict(entries))
-    elif isinstance(value, _Name) or (callable(value) and any(value is stand_in for _, stand_in in _stand_ins())):
+    elif isinstance(value, _Name) or any(value is stand_in for stand_in in _FUNCTIONS):
         raise UnsupportedObject("it holds a class or a function, no object of one")
     else:
         return value

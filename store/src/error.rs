@@ -207,6 +207,17 @@ impl Error {
         self.0.kind
     }
 
+    /// Returns the text of the error and its source, without the help line.
+    pub fn without_help(&self) -> impl fmt::Display + '_ {
+        fmt::from_fn(|f| {
+            f.write_str(&self.0.text)?;
+            match self.0.source.as_ref().filter(|_| !self.0.has_source_text) {
+                Some(source) => write!(f, ": {source}"),
+                None => Ok(()),
+            }
+        })
+    }
+
     /// Returns what to do, if it depends on more than the kind. It is also the last line of the error's text.
     pub fn help(&self) -> Option<&str> {
         self.0.help.as_deref()
@@ -247,10 +258,7 @@ impl Error {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0.text)?;
-        if let Some(source) = self.0.source.as_ref().filter(|_| !self.0.has_source_text) {
-            write!(f, ": {source}")?;
-        }
+        write!(f, "{}", self.without_help())?;
         match &self.0.help {
             Some(help) => write!(f, "\nhelp: {help}"),
             None => Ok(()),

@@ -229,12 +229,15 @@ pub(crate) fn fill_state_dict(
     let LeafCollector { tensors, wrappers, slots, .. } = LeafCollector::collect(&importer, into)?;
     let mut stored: BTreeMap<String, &Node> =
         read.reader.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
-    wrapper::check_wrappers(read, &wrappers, &tensors, &mut stored, options.allow_pickle)?;
-    let (leaves, differences) = match_leaves(tensors, &stored, options)?;
-    let mut tagged = BTreeMap::new();
+    let mut tagged = TaggedContainers::new();
     collect_tagged(read.reader.structure(), &mut Vec::new(), &mut tagged);
+    let stored_wrappers = wrapper::find_wrappers(&tagged);
+    wrapper::check_classes(&stored_wrappers, &wrappers, &tensors, &stored)?;
+    wrapper::check_fields(read, &stored_wrappers, &wrappers, &mut stored, options.allow_pickle)?;
+    let (leaves, differences) = match_leaves(tensors, &stored, options)?;
     let plain = slots.iter().filter_map(|slot| {
-        let node = stored.get(&slot.fqn).or_else(|| tagged.get(&slot.fqn));
+        let tagged = || tagged.get(&slot.fqn).map(|(_, node)| node);
+        let node = stored.get(&slot.fqn).or_else(tagged);
         let node = node.filter(|node| is_plain(node, options.allow_pickle))?;
         Some((Step::Key(MapKey::Str(slot.fqn.as_str().into())), Node::clone(node)))
     });
@@ -267,16 +270,15 @@ fn read_values<'py>(
     Ok(maker.build_state_dict()?.cast_into()?)
 }
 
-/// Adds the containers with a class tag, such as sets, by their fqns. They are replaced as a whole.
-fn collect_tagged<'a>(
-    node: &'a Node,
-    path: &mut Vec<Step>,
-    tagged: &mut BTreeMap<String, &'a Node>,
-) {
+/// Containers with a class tag, such as sets, that are in no other one, by their fqns. Each has its path.
+type TaggedContainers<'a> = BTreeMap<String, (Vec<Step>, &'a Node)>;
+
+/// Adds the containers with a class tag. They are replaced as a whole.
+fn collect_tagged<'a>(node: &'a Node, path: &mut Vec<Step>, tagged: &mut TaggedContainers<'a>) {
     match node {
         Node::Container(Container::Tagged(_), _) => {
-            let path: ObjectPath = path.iter().cloned().collect();
-            tagged.insert(path.fqn(), node);
+            let fqn = path.iter().cloned().collect::<ObjectPath>().fqn();
+            tagged.insert(fqn, (path.clone(), node));
         }
         Node::Container(_, children) => {
             for (step, child) in children {
@@ -355,7 +357,11 @@ fn fill_wrapper<'py>(
         // Reports that there is no such leaf.
         read.reader.leaf(fqn)?;
     }
-    wrapper::check_wrappers(read, &wrappers, &tensors, &mut stored, false)?;
+    let mut tagged = TaggedContainers::new();
+    collect_tagged(read.reader.structure(), &mut Vec::new(), &mut tagged);
+    let stored_wrappers = wrapper::find_wrappers(&tagged);
+    wrapper::check_classes(&stored_wrappers, &wrappers, &tensors, &stored)?;
+    wrapper::check_fields(read, &stored_wrappers, &wrappers, &mut stored, false)?;
     let options = FillOptions { strict: true, cast: false, allow_pickle: false };
     let (leaves, _) = match_leaves(tensors, &stored, options)?;
     let py = wrappers[0].object.py();

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tssd_format::{Container, MapKey, Node, ObjectPath, Step, TaggedClass};
 
-use super::{Leaf, is_plain, read_values};
+use super::{Leaf, TaggedContainers, is_plain, read_values};
 use crate::builder::Framework;
 use crate::error::{BindingError, Failure, Result};
 use crate::store::connection::VersionRead;
@@ -28,56 +28,73 @@ pub(super) struct WrapperTarget<'py> {
 /// The fields of a stored wrapper, by their names.
 type StoredWrapper<'a> = BTreeMap<String, &'a Node>;
 
+/// Stored wrappers by their fqns, also those in other wrappers.
+pub(super) type StoredWrappers<'a> = BTreeMap<String, StoredWrapper<'a>>;
+
+/// Returns the wrappers in tagged containers: a wrapper is one.
+pub(super) fn find_wrappers<'a>(tagged: &TaggedContainers<'a>) -> StoredWrappers<'a> {
+    let mut wrappers = BTreeMap::new();
+    for (path, node) in tagged.values() {
+        collect_wrappers(node, &mut path.clone(), &mut wrappers);
+    }
+    wrappers
+}
+
+/// Checks that a tensor in `into` is a wrapper exactly if the stored one is.
+///
+/// # Errors
+///
+/// `WrongType`, with the fqn.
+pub(super) fn check_classes(
+    stored_wrappers: &StoredWrappers<'_>,
+    wrappers: &[WrapperTarget<'_>],
+    tensors: &[Leaf<'_>],
+    stored: &BTreeMap<String, &Node>,
+) -> Result<()> {
+    if let Some(leaf) = tensors.iter().find(|leaf| stored_wrappers.contains_key(&leaf.fqn)) {
+        let text = "it is stored as a tensor that wraps tensors, and `into` has one that does not";
+        return Err(wrong_class(text, &leaf.fqn));
+    }
+    // The inner tensors of a wrapper that is not stored are reported as missing.
+    let is_plain = |wrapper: &&WrapperTarget<'_>| {
+        !stored_wrappers.contains_key(&wrapper.fqn) && stored.contains_key(&wrapper.fqn)
+    };
+    if let Some(wrapper) = wrappers.iter().find(is_plain) {
+        let text =
+            "it is stored as a tensor that wraps none, and `into` has one that wraps tensors";
+        return Err(wrong_class(text, &wrapper.fqn));
+    }
+    Ok(())
+}
+
 /// Checks that each wrapper in `into` agrees with the stored one in all but the elements of the inner tensors.
 ///
 /// Removes from `stored` the tensors in the contexts of these wrappers, which are compared and not filled.
 ///
 /// # Errors
 ///
-/// `MeshMismatch` for another sharding; `SliceMismatch` for another size or stride; `WrongType` for any other difference,
-/// and if only one of both is a wrapper.
-pub(super) fn check_wrappers(
+/// `MeshMismatch` for another sharding; `SliceMismatch` for another size or stride; `WrongType` for any other difference.
+pub(super) fn check_fields(
     read: &VersionRead<'_>,
+    stored_wrappers: &StoredWrappers<'_>,
     wrappers: &[WrapperTarget<'_>],
-    tensors: &[Leaf<'_>],
     stored: &mut BTreeMap<String, &Node>,
     allow_pickle: bool,
 ) -> Result<()> {
-    let mut stored_wrappers = BTreeMap::new();
-    collect_wrappers(read.reader.structure(), &mut Vec::new(), &mut stored_wrappers);
-    for leaf in tensors {
-        if stored_wrappers.contains_key(&leaf.fqn) {
-            let text =
-                "it is stored as a tensor that wraps tensors, and `into` has one that does not";
-            return Err(wrong_class(text, &leaf.fqn));
-        }
-    }
-    let mut fields = Vec::new();
-    for wrapper in wrappers {
-        match stored_wrappers.get(&wrapper.fqn) {
-            Some(found) => {
-                let plain = found.iter().filter(|(name, _)| *name != TENSORS_KEY);
-                let plain = plain.map(|(name, node)| (key_step(name), Node::clone(node)));
-                let node = Node::Container(Container::Dict, plain.collect());
-                fields.push((key_step(&wrapper.fqn), node));
-            }
-            None if stored.contains_key(&wrapper.fqn) => {
-                let text = "it is stored as a tensor that wraps none, and `into` has one that wraps tensors";
-                return Err(wrong_class(text, &wrapper.fqn));
-            }
-            // The inner tensors are reported as missing.
-            None => {}
-        }
-    }
-    let Some(first) = wrappers.first() else { return Ok(()) };
+    let pairs = wrappers
+        .iter()
+        .filter_map(|wrapper| stored_wrappers.get(&wrapper.fqn).map(|found| (wrapper, found)));
+    let pairs: Vec<_> = pairs.collect();
+    let Some((first, _)) = pairs.first() else { return Ok(()) };
+    let fields = pairs.iter().map(|(wrapper, found)| {
+        let plain = found.iter().filter(|(name, _)| *name != TENSORS_KEY);
+        let plain = plain.map(|(name, node)| (key_step(name), Node::clone(node)));
+        (key_step(&wrapper.fqn), Node::Container(Container::Dict, plain.collect()))
+    });
     let py = first.object.py();
-    let fields = read_values(py, read, fields, Framework::Torch, allow_pickle)?;
-    for wrapper in wrappers {
-        let (Some(found), Some(plain)) =
-            (stored_wrappers.get(&wrapper.fqn), fields.get_item(&wrapper.fqn)?)
-        else {
-            continue;
-        };
+    let fields = read_values(py, read, fields.collect(), Framework::Torch, allow_pickle)?;
+    for (wrapper, found) in pairs {
+        let Some(plain) = fields.get_item(&wrapper.fqn)? else { continue };
         let plain = plain.cast_into::<PyDict>()?;
         plain.set_item(TENSORS_KEY, inner_names(found))?;
         check_wrapper(wrapper, &plain, allow_pickle)
@@ -131,11 +148,7 @@ fn inner_names(wrapper: &StoredWrapper<'_>) -> Vec<String> {
 }
 
 /// Adds the wrappers in a tree by their fqns, also those in other wrappers.
-fn collect_wrappers<'a>(
-    node: &'a Node,
-    path: &mut Vec<Step>,
-    wrappers: &mut BTreeMap<String, StoredWrapper<'a>>,
-) {
+fn collect_wrappers<'a>(node: &'a Node, path: &mut Vec<Step>, wrappers: &mut StoredWrappers<'a>) {
     let Node::Container(container, children) = node else { return };
     if matches!(container, Container::Tagged(tag) if tag.class() == TaggedClass::Wrapper) {
         let fields = children.iter();

@@ -22,6 +22,7 @@ pub(crate) use files::{FileSystem, FolderId, LocalFileSystem, OutputFile};
 pub(crate) use lock::FileLock;
 pub use replacement::{Replacement, ReplacementFolder};
 
+use self::files::{PositionedWriter, Progress};
 use self::system::Access;
 use crate::io::local_archive::LocalArchive;
 use crate::io::sync::{Lock, MutexGuard};
@@ -239,11 +240,6 @@ impl Disk {
 /// pages are mapped faster.
 pub(crate) const BUFFER_BYTES: usize = 1 << 20;
 
-/// Bytes after which the writeback of a durable file starts, while the next bytes are written.
-///
-/// Without it, the system would keep the bytes in memory until the sync, and the disk would be idle until then.
-const WRITEBACK_BYTES: u64 = 4 << 20;
-
 /// A file being written. Dropping it removes it.
 #[derive(Debug)]
 pub(crate) struct NewFile {
@@ -317,47 +313,6 @@ impl NewFile {
 impl Drop for NewFile {
     fn drop(&mut self) {
         self.remove();
-    }
-}
-
-/// State of a sequential write.
-#[derive(Debug)]
-struct Progress {
-    offset: u64,
-    /// Offset at which the next writeback starts. None if the file need not be durable.
-    writeback_start: Option<u64>,
-}
-
-impl Progress {
-    fn new(offset: u64, is_durable: bool) -> Self {
-        Self { offset, writeback_start: is_durable.then_some(offset) }
-    }
-
-    fn write(&mut self, output: &dyn OutputFile, bytes: &[u8]) -> io::Result<usize> {
-        let written = output.write_at(bytes, self.offset)?;
-        self.offset += u64::try_from(written).map_err(io::Error::other)?;
-        if let Some(start) = &mut self.writeback_start
-            && self.offset - *start >= WRITEBACK_BYTES
-        {
-            output.start_writeback(*start..self.offset);
-            *start = self.offset;
-        }
-        Ok(written)
-    }
-}
-
-struct PositionedWriter<'a> {
-    output: &'a dyn OutputFile,
-    progress: Progress,
-}
-
-impl Write for PositionedWriter<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.progress.write(self.output, bytes)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
     }
 }
 

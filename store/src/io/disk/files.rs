@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt::Debug;
 use std::fs::{self, File, Metadata};
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -74,6 +74,53 @@ pub(crate) trait OutputFile: Debug + Send + Sync {
 
     /// Syncs the bytes of the file.
     fn sync(&self) -> io::Result<()>;
+}
+
+/// Bytes after which the writeback of a durable file starts, while the next bytes are written.
+///
+/// Without it, the system would keep the bytes in memory until the sync, and the disk would be idle until then.
+const WRITEBACK_BYTES: u64 = 4 << 20;
+
+/// State of a sequential write.
+#[derive(Debug)]
+pub(super) struct Progress {
+    offset: u64,
+    /// Offset at which the next writeback starts. None if the file need not be durable.
+    writeback_start: Option<u64>,
+}
+
+impl Progress {
+    pub(super) fn new(offset: u64, is_durable: bool) -> Self {
+        Self { offset, writeback_start: is_durable.then_some(offset) }
+    }
+
+    pub(super) fn write(&mut self, output: &dyn OutputFile, bytes: &[u8]) -> io::Result<usize> {
+        let written = output.write_at(bytes, self.offset)?;
+        self.offset += u64::try_from(written).map_err(io::Error::other)?;
+        if let Some(start) = &mut self.writeback_start
+            && self.offset - *start >= WRITEBACK_BYTES
+        {
+            output.start_writeback(*start..self.offset);
+            *start = self.offset;
+        }
+        Ok(written)
+    }
+}
+
+/// Writer of a part of a file, from an offset on.
+pub(super) struct PositionedWriter<'a> {
+    pub(super) output: &'a dyn OutputFile,
+    pub(super) progress: Progress,
+}
+
+impl Write for PositionedWriter<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.progress.write(self.output, bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Identity of a folder, which a later folder of the same name does not have.

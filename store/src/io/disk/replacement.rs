@@ -4,7 +4,8 @@ use std::fs::{self, File, Metadata};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use super::{OutputFile, PositionedWriter, Progress, optional, parent, system, temporary};
+use super::files::{OutputFile, PositionedWriter, Progress};
+use super::{optional, parent, system, temporary};
 
 /// A file of the user that appears under its name when it is [committed](Self::commit).
 ///

@@ -36,6 +36,8 @@ __all__ = [
     "_Buffer",
     "_Cancel",
     "_Items",
+    "_abridge",
+    "_abridge_name",
     "_check_cancelled",
     "_delta_apply",
     "_delta_fold",

@@ -168,8 +168,10 @@ fn check_convert(mounted: &TempMount, counts: &mut Counts) {
         |version| TorchStoreStateDict::from_state_dict(&dict(version)).unwrap().as_bytes().to_vec();
     fs::write(&input, encode(2)).unwrap();
     let out = mounted.root().join("out.tssd");
-    let convert =
-        || Command::new(binary()).arg("convert").arg(&input).arg("-o").arg(&out).output().unwrap();
+    let convert = || {
+        let mut command = Command::new(binary());
+        command.args(["convert", "--force"]).arg(&input).arg("-o").arg(&out).output().unwrap()
+    };
     for level in 0..FREE_LEVELS {
         fs::write(&out, encode(1)).unwrap();
         let old = fs::read(&out).unwrap();

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyIterator, PyString, PyTuple};
 use tssd_format::{MapKey, Node, Step};
 use tssd_store::{
-    ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Residency, VersionReader,
+    ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Residency, VersionInfo, VersionReader,
 };
 
 /// Extraction of version numbers, writer ranks and transports from Python arguments.
@@ -42,6 +42,7 @@ mod select;
 /// An iterator over the versions of a key as they become visible.
 mod subscription;
 
+use self::arguments::After;
 pub(crate) use self::pin::PyPin;
 pub(crate) use self::receiver::PyReceiver;
 use self::report::{get_report, put_report, version_info};
@@ -782,25 +783,45 @@ impl Store {
 
     /// Waits until a version whose number is `version` or higher is visible, and opens the newest version.
     ///
+    /// The store may still have versions of an earlier run of the writers. With `after`, they do not count.
+    ///
+    /// Args:
+    ///     key: the key.
+    ///     version: the lowest number. 0: any version.
+    ///     timeout: how many seconds to wait. None: without limit.
+    ///     after: a version that the caller has seen, and which all that count must follow: a VersionInfo, a PutReport,
+    ///         or a pair of epoch and number. "now": the newest version at the time of the call. Take it before the
+    ///         writers start: `after=store.head(key)`. None: every version counts.
+    ///
     /// Returns:
     ///     An OpenVersion, as `open` returns it: later puts do not remove the version while it is open. It
     ///     converts to an int, the version number, and every get accepts it as `version=`.
     ///
     /// Raises:
     ///     TssdTimeoutError: no such version is visible after `timeout` seconds.
-    #[pyo3(signature = (key, version, timeout=None))]
+    #[pyo3(signature = (key, version=0, timeout=None, *, after=None))]
     fn wait_for_version(
         &self,
         key: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = arguments::extract_version)] version: u64,
         timeout: Option<f64>,
+        after: Option<&Bound<'_, PyAny>>,
     ) -> Result<OpenVersion> {
         let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
         let forever = Duration::from_secs(u64::from(u32::MAX));
         let timeout = timeout.map_or(Ok(forever), parse_seconds)?;
+        let after = after.map(arguments::extract_after).transpose()?.flatten();
         let result = connection.block_on(py, None, async {
+            let after = match after {
+                Some(After::Now) => {
+                    connection.store.head(&name).await?.as_ref().map(VersionInfo::position)
+                }
+                Some(After::Position(position)) => Some(position),
+                None => None,
+            };
             loop {
-                let info = connection.store.wait_for_version(&name, version, timeout).await;
+                let info =
+                    connection.store.wait_for_version_after(&name, version, after, timeout).await;
                 if let Err(error) = &info
                     && error.kind() == ErrorKind::NotFound
                 {

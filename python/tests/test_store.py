@@ -604,7 +604,7 @@ def test_lease_retains_its_version(store: tssd.Store) -> None:
     with store.wait_for_version("policy", 2) as lease:
         assert (int(lease), lease.version, lease.key) == (2, 2, "policy")
         assert repr(lease) == "OpenVersion('policy', version 2)"
-        with pytest.raises(TimeoutError, match="`policy`: version 3 has not come for 100ms; the newest is 2"):
+        with pytest.raises(TimeoutError, match="`policy`: no version from 3 on was put within 100ms; the newest is 2"):
             store.wait_for_version("policy", 3, timeout=0.1)
         store.put_state_dict(make_state(3), "policy")
         assert not store.exists("policy", lease)

@@ -157,6 +157,7 @@ class VersionInfo:
         id: the identity of the version, 32 hex digits.
         bytes: the total length of its archives, in bytes.
         writers: the global ranks that wrote it.
+        run: the run that put it: its `job`, or a text that is drawn when the store is opened. None: not known.
         metadata: the `metadata` of the put. Only `head` sets it; otherwise it is None.
     """
 
@@ -165,6 +166,7 @@ class VersionInfo:
     id: str
     bytes: int
     writers: list[int]
+    run: str | None = None
     metadata: dict[str, Any] | None = None
 
     def __int__(self) -> int:

@@ -3,6 +3,7 @@
 mod archive_placement;
 mod committed_contribution;
 pub(crate) mod layout;
+mod peers;
 mod replica_locator;
 
 use std::any::Any;
@@ -21,15 +22,16 @@ use crate::blob::{OpenArchive, Part};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
-    ArchiveDigest, Durability, JobId, Selection, Selector, Status, Timestamp, Version, VersionId,
-    WriterSet,
+    ArchiveDigest, Durability, JobId, RunId, RunProcess, RunStatus, Selection, Selector, Status,
+    Timestamp, Version, VersionId, VersionPosition, WriterSet,
 };
 use crate::route::{Route, Transport};
 use crate::status::DaemonStatus;
 
 pub(crate) use archive_placement::ArchivePlacement;
 pub(crate) use committed_contribution::CommittedContribution;
-pub(crate) use replica_locator::{ReplicaLocator, ResolvedReplicas, SingleHost};
+pub(crate) use peers::{Peers, RunDirectory};
+pub(crate) use replica_locator::{ReplicaLocator, ResolvedReplicas};
 
 /// The versions of all keys, with their retention and their pins.
 #[async_trait]
@@ -127,6 +129,11 @@ pub(crate) trait Controller: Catalog {
         false
     }
 
+    /// Returns whether a process of a run is connected to the daemon.
+    async fn run_status(&self, _run: &RunId) -> Result<RunStatus> {
+        Ok(RunStatus::Unknown)
+    }
+
     /// Records the statistics of a read.
     fn record_read(&self, _got: ReadStats) {}
 
@@ -201,6 +208,9 @@ pub(crate) struct Proposal {
     pub(crate) number: Option<u64>,
     #[serde(default)]
     pub(crate) rewind: bool,
+    /// The process that puts, and its run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) process: Option<RunProcess>,
     #[serde(default)]
     pub(crate) durability: Durability,
     /// Length of the archive in bytes, or of the first archive.
@@ -224,6 +234,7 @@ impl Proposal {
             sequence: None,
             number: Some(number),
             rewind: false,
+            process: None,
             durability,
             file_len: 1,
             device: None,
@@ -331,9 +342,17 @@ pub struct VersionInfo {
     pub writers: WriterSet,
     /// When the version became visible.
     pub since: Timestamp,
+    /// The process that put it, and its run, if they are known. Of several writers, it is the first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub process: Option<RunProcess>,
 }
 
 impl VersionInfo {
+    /// Returns epoch and number, which order the versions of a key.
+    pub fn position(&self) -> VersionPosition {
+        VersionPosition { epoch: self.epoch, number: self.number }
+    }
+
     pub(crate) fn of(version: &Version) -> Self {
         let archives =
             version.contributions.values().flat_map(crate::ledger::Contribution::archives);
@@ -349,6 +368,7 @@ impl VersionInfo {
             bytes: lens.fold(0, u64::saturating_add),
             writers: version.writers.clone(),
             since,
+            process: version.process.clone(),
         }
     }
 }

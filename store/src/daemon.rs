@@ -2,6 +2,7 @@
 
 mod bucket_sync;
 mod chunk_verifier;
+mod connected_runs;
 mod control_plane;
 mod counters;
 mod host_defaults;

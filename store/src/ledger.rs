@@ -21,6 +21,7 @@ mod leases;
 mod numbering;
 mod refusal;
 mod retention;
+mod runs;
 mod selector;
 mod state;
 #[cfg(test)]
@@ -31,13 +32,15 @@ mod writers;
 pub use command::{Begin, Command, Commit, Effect, Outcome};
 pub use durability::Durability;
 pub use identity::{
-    ArchiveDigest, InvalidHexadecimal, JobId, LeaseId, SessionId, Timestamp, VersionId,
+    ArchiveDigest, InvalidHexadecimal, JobId, LeaseId, RunId, RunProcess, RunStatus, SessionId,
+    Timestamp, VersionId,
 };
-pub use refusal::{PendingVersion, Reason, Refusal};
+pub use refusal::{EarlierRun, Obstacle, PendingVersion, Reason, Refusal};
 pub use selector::{Selection, Selector};
 pub use state::{Lease, State};
 pub use version::{
     ArchiveReference, Contribution, ManifestReference, Status, Version, VersionOutcome,
+    VersionPosition,
 };
 pub use writers::{InvalidWriterSet, WriterSet};
 

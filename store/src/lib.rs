@@ -57,7 +57,10 @@ pub use error::{Error, ErrorKind, Result, errno};
 pub use io::cow_map::CowBuffer;
 pub use io::disk::{Replacement, ReplacementFolder};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
-pub use ledger::{ArchiveDigest, Durability, JobId, Refusal, VersionId, WriterSet};
+pub use ledger::{
+    ArchiveDigest, Durability, JobId, Refusal, RunId, RunProcess, VersionId, VersionPosition,
+    WriterSet,
+};
 pub use merge::DivergencePolicy;
 #[doc(hidden)]
 pub use merge::set_min_distributed_slices;

@@ -11,8 +11,9 @@ use proptest::prelude::*;
 use tssd_store::ledger::{
     ArchiveDigest, ArchiveReference, Begin, Command, Commit, Contribution, Durability, Effect,
     JobId, LeaseId, MAX_OPEN, MAX_PENDING_DELETIONS, MAX_TOMBSTONES, ManifestReference,
-    OPEN_TIMEOUT, Outcome, Reason, Refusal, Selection, Selector, SessionId, State, Status, Step,
-    Timestamp, Version, VersionId, VersionOutcome, WriterSet, pending, step,
+    OPEN_TIMEOUT, Outcome, Reason, Refusal, RunId, RunProcess, RunStatus, Selection, Selector,
+    SessionId, State, Status, Step, Timestamp, Version, VersionId, VersionOutcome, WriterSet,
+    pending, step,
 };
 
 proptest! {
@@ -110,8 +111,9 @@ fn any_begin() -> impl Strategy<Value = Begin> {
     ];
     let flags = (prop::bool::weighted(0.3), prop::bool::weighted(0.2), durability);
     let session = prop::option::weighted(0.5, any_session());
-    (party, name, job, digest, flags, session).prop_map(
-        |(party, name, job, digest, flags, session)| {
+    let run = (prop::option::weighted(0.7, any_process()), any_run_statuses());
+    (party, name, job, digest, flags, session, run).prop_map(
+        |(party, name, job, digest, flags, session, (process, run_statuses))| {
             let (writers, writer) = party;
             let ((number, sequence), (rewind, writers_defaulted, durability)) = (name, flags);
             let (id, now) = (VersionId(0), Timestamp(0));
@@ -128,10 +130,36 @@ fn any_begin() -> impl Strategy<Value = Begin> {
                 session,
                 id,
                 epoch: None,
+                process,
+                run_statuses,
                 now,
             }
         },
     )
+}
+
+fn any_process() -> impl Strategy<Value = RunProcess> {
+    (0..3_u32).prop_map(|pid| RunProcess {
+        run: RunId(pid.to_string()),
+        host: "host".to_owned(),
+        pid,
+    })
+}
+
+/// Returns statuses of all runs, or of some, so that the ledger asks for the others.
+fn any_run_statuses() -> impl Strategy<Value = BTreeMap<RunId, RunStatus>> {
+    let status = prop_oneof![
+        4 => Just(RunStatus::Disconnected),
+        2 => any_process().prop_map(RunStatus::Connected),
+        1 => Just(RunStatus::Unknown),
+    ];
+    let statuses = prop::collection::vec(prop::option::weighted(0.9, status), 3);
+    statuses.prop_map(|statuses| {
+        let of_run = |(run, status): (usize, Option<RunStatus>)| {
+            status.map(|status| (RunId(run.to_string()), status))
+        };
+        statuses.into_iter().enumerate().filter_map(of_run).collect()
+    })
 }
 
 fn any_session() -> impl Strategy<Value = SessionId> {
@@ -335,6 +363,8 @@ impl LedgerModel {
                 session: None,
                 id: VersionId(u128::MAX - self.begin_count),
                 epoch: None,
+                process: None,
+                run_statuses: BTreeMap::new(),
                 now: Timestamp(self.now),
             };
             self.begin_count += 1;
@@ -705,9 +735,17 @@ impl LedgerModel {
             let new =
                 self.state.visible().filter(|it| before.version(Selector::Id(it.id)).is_none());
             let new: Vec<_> = new.collect();
+            // A later run replaces neither durable nor pinned versions by itself.
+            let is_kept = |version: &Version| {
+                let is_pinned = before.pins().any(|(_, id)| id == version.id);
+                version.durability != Durability::Memory || is_pinned
+            };
             let is_rewound = |version: &&Version| {
-                let from = new.first().and_then(|it| it.rewind_from.map(|from| (it.epoch, from)));
-                from.is_some_and(|(epoch, from)| version.epoch < epoch && version.number >= from)
+                new.first().is_some_and(|new| {
+                    version.epoch < new.epoch
+                        && new.rewind_from.is_some_and(|from| version.number >= from)
+                        && !(new.replaces_ended_runs && is_kept(version))
+                })
             };
             let is_lost = |version: &&Version| {
                 let mut replicas =

@@ -63,6 +63,9 @@ mod reshard;
 mod ring;
 /// Round trips of state dicts through bytes.
 mod roundtrip;
+/// Several runs of the same program: which versions a later run replaces.
+#[cfg(target_os = "linux")]
+mod runs;
 /// Round trips of safetensors files and directories, in memory and through the command.
 mod safetensors;
 /// The spec against the code: byte tables, rules, dtypes, vectors.

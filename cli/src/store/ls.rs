@@ -85,6 +85,9 @@ pub(super) fn version_json(key: &Key, info: &VersionInfo) -> Json {
         "bytes": info.bytes,
         "writers": info.writers.iter().collect::<Vec<_>>(),
         "since_unix_ms": info.since.0,
+        "run": info.process.as_ref().map(|process| &process.run),
+        "host": info.process.as_ref().map(|process| &process.host),
+        "pid": info.process.as_ref().map(|process| process.pid),
     })
 }
 

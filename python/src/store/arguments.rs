@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
-use tssd_store::Transport;
+use tssd_store::{Transport, VersionPosition};
 
 use crate::error::{BindingError, Failure, Result, type_error};
 
@@ -14,6 +14,35 @@ pub(super) fn extract_optional_version(given: &Bound<'_, PyAny>) -> PyResult<Opt
 /// Extracts a version number.
 pub(super) fn extract_version(given: &Bound<'_, PyAny>) -> PyResult<u64> {
     given.extract().map_err(|error| argument_error(given, "version", u64::MAX, &error))
+}
+
+/// The value of `after`: what a version must follow.
+pub(super) enum After {
+    /// The newest version at the time of the call.
+    Now,
+    /// A version that the caller has seen.
+    Position(VersionPosition),
+}
+
+/// Extracts `after`, or None.
+pub(super) fn extract_after(given: &Bound<'_, PyAny>) -> Result<Option<After>> {
+    if given.is_none() {
+        return Ok(None);
+    }
+    if let Ok(name) = given.extract::<&str>() {
+        return match name {
+            "now" => Ok(Some(After::Now)),
+            _ => Err(invalid_choice("after", "\"now\" or a version", name).into()),
+        };
+    }
+    let pair = given.extract::<(u32, u64)>().or_else(|_| -> PyResult<_> {
+        Ok((given.getattr("epoch")?.extract()?, given.getattr("version")?.extract()?))
+    });
+    let (epoch, number) = pair.map_err(|_| {
+        let text = "after is \"now\", a VersionInfo, a PutReport, or a pair of epoch and number";
+        type_error(format!("{text}, not {given:?}"))
+    })?;
+    Ok(Some(After::Position(VersionPosition { epoch, number })))
 }
 
 /// Extracts the rank of a writer, or None.

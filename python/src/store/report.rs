@@ -118,6 +118,7 @@ pub(super) fn version_info<'py>(py: Python<'py>, info: &VersionInfo) -> Result<B
         info.id.to_string(),
         info.bytes,
         info.writers.iter().collect::<Vec<u32>>(),
+        info.process.as_ref().map(|process| process.run.0.as_str()),
     ))?)
 }
 

@@ -18,6 +18,7 @@ use crate::engine::ring::ReceiveReport;
 use crate::error::{Error, Result};
 use crate::io::exec::block_on;
 use crate::key::Key;
+use crate::ledger::VersionPosition;
 use crate::status::DaemonStatus;
 
 /// A blocking [`crate::Store`]. Several threads may call it at the same time.
@@ -148,6 +149,12 @@ blocking_methods! {
     delete(key: &Key, version: Option<u64>) -> u64;
     retain(key: &Key, keep: NonZeroU32) -> ();
     wait_for_version(key: &Key, version: u64, timeout: Duration) -> VersionInfo;
+    wait_for_version_after(
+        key: &Key,
+        version: u64,
+        after: Option<VersionPosition>,
+        timeout: Duration
+    ) -> VersionInfo;
     prefetch(key: &Key, wanted: &[(String, Option<ShardSpec>)], options: &GetOptions) -> PrefetchReport;
     pin(key: &Key, version: Option<u64>, label: &str) -> u64;
     unpin(key: &Key, label: &str) -> ();

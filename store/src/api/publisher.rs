@@ -15,7 +15,6 @@ use crate::ledger::JobId;
 /// Dropping it before [`Publisher::finish`] withdraws the version.
 #[must_use = "a version is invisible before it is finished"]
 pub struct Publisher {
-    context: Arc<Context>,
     key: Key,
     /// Names of the entries so far.
     names: BTreeSet<String>,
@@ -47,7 +46,7 @@ impl Publisher {
                 Sink::Version(Box::new(BucketWriter::new(context, key, options, bucket_bytes)?))
             }
         };
-        Ok(Self { context: context.clone(), key: key.clone(), names: BTreeSet::new(), sink })
+        Ok(Self { key: key.clone(), names: BTreeSet::new(), sink })
     }
 
     /// Adds an entry of the state dict. Writes the bucket if it is full.
@@ -145,7 +144,7 @@ impl Publisher {
                 let options = version.options_mut();
                 options.job = job;
                 options.writer = options.writer.or(writer);
-                version.renumber(self.context.put_sequences())
+                version.renumber()
             }
             // A ring has one writer.
             Sink::Ring(_) => Ok(()),
@@ -257,8 +256,8 @@ struct BucketWriter {
 impl BucketWriter {
     fn new(context: &Context, key: &Key, options: &PutOptions, bucket_bytes: u64) -> Result<Self> {
         let span = tracing::debug_span!("publish", %key, version = tracing::field::Empty);
-        let (controller, sequences) = (context.controller(), context.put_sequences());
-        let version = VersionWriter::new(controller, sequences, key, options, span)?;
+        let (controller, process) = (context.controller(), context.writer_process());
+        let version = VersionWriter::new(controller, process, key, options, span)?;
         Ok(Self { version, bucket_bytes, pending: StateDict::new(), pending_bytes: 0 })
     }
 

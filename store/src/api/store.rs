@@ -19,7 +19,7 @@ use crate::engine::ring::{self, Receiver};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::key::Key;
-use crate::ledger::{Selection, Selector, VersionId};
+use crate::ledger::{Selection, Selector, VersionId, VersionPosition};
 use crate::status::DaemonStatus;
 
 /// A store of state dicts: in this process's memory, in a directory or bucket, or in a daemon.
@@ -351,10 +351,13 @@ impl Store {
     /// Without this call, the next put of this writer would contribute to the skipped version.
     pub fn skip_put(&self, key: &Key, options: &PutOptions) {
         // Options without a sequence number need no count.
-        let _ = self.0.put_sequences().next(key, options);
+        let _ = self.0.writer_process().next_sequence(key, options);
     }
 
     /// Waits until a version whose number is at least `version` is visible, and returns the newest.
+    ///
+    /// That may be a version of an earlier run of the writers, if the store still has one. A reader
+    /// that must not get it uses [`Store::wait_for_version_after`].
     ///
     /// # Errors
     ///
@@ -365,6 +368,46 @@ impl Store {
         version: u64,
         timeout: Duration,
     ) -> Result<VersionInfo> {
+        self.wait_for_version_after(key, version, None, timeout).await
+    }
+
+    /// As [`Store::wait_for_version`], for versions that follow a position which the caller has seen.
+    ///
+    /// Take [`VersionInfo::position`] of the newest version ([`Store::head`]) before the writers
+    /// start. Without a position, every version counts.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::wait_for_version`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::time::Duration;
+    ///
+    /// use tssd_format::StateDict;
+    /// use tssd_store::{Key, PutOptions, Store, VersionInfo};
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+    /// let (store, key) = (Store::memory(), Key::new("policy")?);
+    /// # let stale = PutOptions { version: Some(5), ..PutOptions::default() };
+    /// # store.put_state_dict(&key, &StateDict::new(), &stale).await?;
+    /// let seen = store.head(&key).await?.as_ref().map(VersionInfo::position);
+    /// let first = PutOptions { version: Some(1), rewind: true, ..PutOptions::default() };
+    /// store.put_state_dict(&key, &StateDict::new(), &first).await?;
+    /// let timeout = Duration::from_secs(60);
+    /// let newest = store.wait_for_version_after(&key, 1, seen, timeout).await?;
+    /// assert_eq!((newest.epoch, newest.number), (1, 1));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # })?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub async fn wait_for_version_after(
+        &self,
+        key: &Key,
+        version: u64,
+        after: Option<VersionPosition>,
+        timeout: Duration,
+    ) -> Result<VersionInfo> {
         let deadline = Instant::now().checked_add(timeout);
         let mut seen: Option<VersionInfo> = None;
         loop {
@@ -373,7 +416,12 @@ impl Store {
             });
             let id = seen.as_ref().map(|info| info.id);
             match self.0.controller().wait_for_newer(key, id, remaining.min(POLL_TIMEOUT)).await? {
-                Some(info) if info.number >= version => return Ok(info),
+                Some(info)
+                    if info.number >= version
+                        && after.is_none_or(|after| info.position() > after) =>
+                {
+                    return Ok(info);
+                }
                 Some(info) => seen = Some(info),
                 None if remaining > POLL_TIMEOUT => {}
                 None => {
@@ -381,10 +429,14 @@ impl Store {
                         Some(info) => format!("the newest is {}", info.number),
                         None => "there is none".to_owned(),
                     };
+                    let after =
+                        after.map_or_else(String::new, |VersionPosition { epoch, number }| {
+                            format!(" after version {number} of epoch {epoch}")
+                        });
                     return Err(Error::new(
                         ErrorKind::NotFound,
                         format_args!(
-                            "key `{key}`: version {version} has not come for {timeout:?}; {newest}"
+                            "key `{key}`: no version from {version} on{after} was put within {timeout:?}; {newest}"
                         ),
                     ));
                 }

@@ -2,7 +2,7 @@
 
 use crate::control::layout::folder_of;
 use crate::key::Key;
-use crate::ledger::{Durability, JobId, VersionId};
+use crate::ledger::{Durability, JobId, RunProcess, VersionId};
 
 /// The placement of a writer's archives: their version and their names.
 #[derive(Clone, Debug)]
@@ -13,6 +13,8 @@ pub(crate) struct ArchivePlacement {
     pub(crate) number: u64,
     pub(crate) writer: u32,
     pub(crate) job: Option<JobId>,
+    /// The process that puts, and its run.
+    pub(crate) process: Option<RunProcess>,
     pub(crate) durability: Durability,
     /// File name of the archives, without number and extension.
     ///

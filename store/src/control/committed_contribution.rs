@@ -28,6 +28,7 @@ impl CommittedContribution {
                 number: version.number,
                 writer: *writer,
                 job: version.job.clone(),
+                process: version.process.clone(),
                 durability: version.durability,
                 stem: archives.first()?.name.strip_suffix(".tssd")?.to_owned(),
                 is_copy: version.is_copy,

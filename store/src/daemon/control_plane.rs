@@ -11,7 +11,9 @@ use crate::control::{ArchivePlacement, Catalog, Progress, Proposal, ResolvedRepl
 use crate::engine::local::LocalController;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{ArchiveDigest, Durability, LeaseId, Refusal, Selector, Version, VersionId};
+use crate::ledger::{
+    ArchiveDigest, Durability, LeaseId, Refusal, RunId, Selector, Version, VersionId,
+};
 use crate::net::tls::Endpoint;
 use crate::shm::PeerId;
 use crate::status::HostStatus;
@@ -70,6 +72,9 @@ pub(crate) trait ControlPlane: Catalog {
     ///
     /// Daemons that share its ledgers then need not wait until the session expires.
     async fn end_session(&self);
+
+    /// Records that no process of these runs is connected to this daemon any more.
+    async fn runs_disconnected(&self, _runs: Vec<RunId>) {}
 
     /// Returns the daemons that share the ledgers, this one included, or this daemon and its controller.
     async fn peers(&self) -> Result<Vec<HostStatus>>;

@@ -55,7 +55,7 @@ pub(crate) fn encode_session_record(address: &Endpoint) -> Vec<u8> {
 /// # Errors
 ///
 /// `Unsupported` if another release wrote the record.
-fn decode_session_record(session: SessionId, record: &[u8]) -> Result<String> {
+pub(crate) fn decode_session_record(session: SessionId, record: &[u8]) -> Result<String> {
     let decoded: serde_json::Result<SessionRecord> = serde_json::from_slice(record);
     let supported = decoded.ok().filter(|record| record.record_version == RECORD_VERSION);
     supported.map(|record| record.address).ok_or_else(|| {

@@ -2,22 +2,24 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 
 use crate::control::{ArchivePlacement, Catalog, Progress, Proposal, VersionInfo};
+use crate::daemon::connected_runs::ConnectedRuns;
 use crate::daemon::control_plane::{ControlPlane, LeasedVersion};
 use crate::daemon::remote_blobs::{ReplicaKind, ReplicaLocation};
 use crate::daemon::tiered::TieredVolume;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::sync::{Lock, MutexGuard};
 use crate::key::Key;
-use crate::ledger::{ArchiveDigest, Durability, LeaseId, Selection, Selector, VersionId};
+use crate::ledger::{ArchiveDigest, Durability, LeaseId, RunId, Selection, Selector, VersionId};
 use crate::net::client::{ReleaseOnDrop, RemoteController, Response, unexpected_reply};
 use crate::net::tls::{Endpoint, Identity};
-use crate::net::wire::{Begin, LeaseReply, Location, Reply, Request};
+use crate::net::wire::{Begin, LeaseReply, Location, Notice, Reply, Request};
 use crate::shm::PeerId;
 use crate::status::HostStatus;
 
@@ -43,6 +45,8 @@ pub(crate) struct ControllerProxy {
     /// The address of this daemon.
     own: Endpoint,
     tiers: TieredVolume,
+    /// The runs whose processes are connected to this daemon.
+    connected_runs: Arc<ConnectedRuns>,
     connection: tokio::sync::Mutex<Connection>,
     /// The instance of the other daemon, or 0 before the first connection.
     instance: AtomicU64,
@@ -90,12 +94,14 @@ impl ControllerProxy {
         identity: Identity,
         own: Endpoint,
         tiers: TieredVolume,
+        connected_runs: Arc<ConnectedRuns>,
     ) -> Result<Self> {
         let proxy = Self {
             endpoint,
             identity,
             own,
             tiers,
+            connected_runs,
             connection: tokio::sync::Mutex::default(),
             instance: AtomicU64::new(0),
             inner: Lock::default(),
@@ -144,6 +150,9 @@ impl ControllerProxy {
     ///
     /// If the other daemon has restarted, it does not know the archives of this host, so all of them are deleted.
     async fn resume(&self, new: &RemoteController) {
+        for processes in self.connected_runs.processes().chunks(NAMES_PER_REQUEST) {
+            new.notify(&Notice::RunsConnected { processes: processes.to_vec() });
+        }
         let earlier = self.instance.swap(new.instance(), Ordering::Relaxed);
         if earlier != 0 && earlier != new.instance() {
             *self.inner() = Inner::default();
@@ -204,8 +213,8 @@ impl ControlPlane for ControllerProxy {
     ) -> Result<(ArchivePlacement, Option<ArchiveDigest>)> {
         let (timeout, proposal) = (proposal.timeout, proposal.clone());
         let replica_address = Some(self.own.to_string());
-        let (writer, job, durability) =
-            (proposal.writer, proposal.job.clone(), proposal.durability);
+        let (writer, durability) = (proposal.writer, proposal.durability);
+        let (job, process) = (proposal.job.clone(), proposal.process.clone());
         let begin =
             Request::Begin(Begin { key: key.to_string(), proposal, replica_address, digest: None });
         let controller = self.controller().await?;
@@ -228,6 +237,7 @@ impl ControlPlane for ControllerProxy {
             number: begun.number,
             writer,
             job,
+            process,
             durability,
             stem: begun.stem,
             is_copy: false,
@@ -341,6 +351,15 @@ impl ControlPlane for ControllerProxy {
 
     async fn has_volatile_versions(&self) -> Result<bool> {
         Ok(self.tiers.pool.names("").iter().any(|name| !self.tiers.replicas.is_replica(name)))
+    }
+
+    async fn runs_disconnected(&self, runs: Vec<RunId>) {
+        // A connection that is lost has ended its runs there.
+        if let Some(open) = &self.connection.lock().await.open {
+            for runs in runs.chunks(NAMES_PER_REQUEST) {
+                open.notify(&Notice::RunsDisconnected { runs: runs.to_vec() });
+            }
+        }
     }
 
     async fn end_session(&self) {}

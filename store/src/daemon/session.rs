@@ -253,6 +253,16 @@ impl Session {
                     Ok(Notice::Unfollow { follower }) => {
                         self.state.unfollow(self.peer, follower).await;
                     }
+                    Ok(Notice::RunsConnected { processes }) => {
+                        for process in processes {
+                            self.state.connected_runs.add(self.peer, process);
+                        }
+                    }
+                    Ok(Notice::RunsDisconnected { runs }) => {
+                        for run in runs {
+                            self.state.connected_runs.remove(self.peer, &run);
+                        }
+                    }
                     Ok(Notice::Cancel { request }) => self.requests.cancel(request),
                     Ok(Notice::Goodbye) => return true,
                     // A notice of a later minor version of the protocol.
@@ -385,6 +395,7 @@ impl Session {
                     .await
                     .map_or(Reply::Done, Reply::UnreadCounts)
             }
+            Request::RunStatus { run } => Reply::RunStatus(self.state.connected_runs.find(&run)),
             Request::Status => Reply::Status(self.status().await),
             request @ (Request::Versions { .. }
             | Request::Keys { .. }
@@ -771,6 +782,8 @@ mod tests {
             ("max_waiting_requests", count(in_flight::MAX_WAITING_REQUESTS)),
             ("max_followed_keys", count(crate::daemon::state::MAX_FOLLOWED_KEYS)),
             ("max_queued_versions", count(crate::daemon::state::MAX_QUEUED_VERSIONS)),
+            ("max_host_len", count(contributions::MAX_HOST_LEN)),
+            ("max_runs_per_connection", count(crate::daemon::connected_runs::MAX_RUNS_PER_PEER)),
             ("max_connections", count(super::super::MAX_CONNECTIONS)),
         ];
         for (name, value) in limits {

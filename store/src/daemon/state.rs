@@ -23,8 +23,10 @@ use super::counters::{Counters, ReaderPosition};
 use super::replicas;
 use crate::blob::Volume;
 use crate::blob::backend::DirectoryVolume;
+use crate::control::Peers;
 use crate::daemon::bucket_sync::{Bucket, BucketReplicator};
 use crate::daemon::chunk_verifier::ChunkVerifier;
+use crate::daemon::connected_runs::{ConnectedRuns, SharedRuns};
 use crate::daemon::control_plane::{ControlPlane, LeasedVersion};
 use crate::daemon::peers::{self, PeerDirectory};
 use crate::daemon::process_watcher::ProcessWatcher;
@@ -62,6 +64,8 @@ pub(crate) struct DaemonState {
     pub(crate) control_plane: Arc<dyn ControlPlane>,
     pub(crate) pool: Arc<Pool>,
     pub(crate) volume: TieredVolume,
+    /// The runs whose processes put through the connections of this daemon.
+    pub(crate) connected_runs: Arc<ConnectedRuns>,
     /// Copies versions to and from the bucket, if there is one.
     pub(crate) replicator: Option<Arc<BucketReplicator>>,
     pub(crate) counters: Counters,
@@ -151,6 +155,7 @@ impl DaemonState {
         }
         let tiers = TieredVolume::new(pool, directory, RemoteBlobIndex::new(identity.clone()));
         let mut background = JoinSet::new();
+        let connected_runs = Arc::new(ConnectedRuns::default());
         let environment = || Arc::new(SystemEnvironment);
         let new_replicator = |own: &LocalController, bucket: Option<Bucket>| {
             let (store, shown) = bucket.map(|bucket| (bucket.controller(), bucket.url))?;
@@ -161,8 +166,14 @@ impl DaemonState {
             match (&options.controller, &options.meta, own) {
                 (Some(controller), _, Some(own)) => {
                     let controller = controller.parse()?;
-                    let delegate =
-                        ControllerProxy::connect(controller, identity, own, tiers.clone()).await?;
+                    let delegate = ControllerProxy::connect(
+                        controller,
+                        identity,
+                        own,
+                        tiers.clone(),
+                        connected_runs.clone(),
+                    )
+                    .await?;
                     (Arc::new(delegate), None)
                 }
                 (None, Some(url), Some(own)) => {
@@ -177,10 +188,15 @@ impl DaemonState {
                         tiers.remote_blobs.clone(),
                         tiers.pool.clone(),
                     );
-                    let controller = LocalController::with_replica_locator(
+                    let runs = SharedRuns {
+                        own: connected_runs.clone(),
+                        ledgers: ledgers.clone(),
+                        remote_blobs: tiers.remote_blobs.clone(),
+                    };
+                    let controller = LocalController::with_peers(
                         Arc::new(ledgers),
                         Arc::new(tiers.clone()),
-                        Arc::new(hosts),
+                        Peers { replica_locator: Arc::new(hosts), runs: Arc::new(runs) },
                         environment(),
                     );
                     controller.begin_session().await?;
@@ -195,9 +211,11 @@ impl DaemonState {
                         bucket.controller().abandon_all_open().await?;
                         ledgers = ledgers.restore(bucket.ledgers.clone()).await?;
                     }
-                    let controller = LocalController::new(
+                    let peers = Peers { runs: connected_runs.clone(), ..Peers::default() };
+                    let controller = LocalController::with_peers(
                         Arc::new(ledgers),
                         Arc::new(tiers.clone()),
+                        peers,
                         environment(),
                     );
                     controller.recover().await?;
@@ -206,7 +224,8 @@ impl DaemonState {
                 }
             };
         background.spawn(boxed(replicas::maintain(tiers.replicas.clone(), control_plane.clone())));
-        Ok(Self { replicator, _background: background, ..Self::new(control_plane, tiers) })
+        let state = Self::new(control_plane, tiers);
+        Ok(Self { connected_runs, replicator, _background: background, ..state })
     }
 
     /// Creates the state of a daemon with a volume and the control plane of its versions.
@@ -217,6 +236,7 @@ impl DaemonState {
             control_plane,
             pool: tiers.pool.clone(),
             volume: tiers,
+            connected_runs: Arc::default(),
             replicator: None,
             counters: Counters::default(),
             chunk_verifier: ChunkVerifier::default(),

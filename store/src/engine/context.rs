@@ -6,7 +6,7 @@ use tracing::Instrument;
 use tssd_format::StateDict;
 
 use super::get::{GetContext, GetOptions, PlanCache};
-use super::put::{self, PendingPut, PutOptions, PutReport, PutSequences};
+use super::put::{self, PendingPut, PutOptions, PutReport, WriterProcess};
 use super::version::{Contents, OpenVersion};
 use crate::control::{Controller, LocatedVersion, VersionFollower};
 use crate::error::Result;
@@ -23,7 +23,7 @@ pub(crate) struct Context {
     get: GetContext,
     /// Contents of the version of each key that was read last: its index and its verified chunks.
     known_contents: Lock<BTreeMap<Key, Arc<Contents>>>,
-    put_sequences: PutSequences,
+    writer_process: Arc<WriterProcess>,
 }
 
 impl Context {
@@ -31,7 +31,7 @@ impl Context {
         Self {
             get: GetContext { controller: Arc::new(controller), plans: PlanCache::default() },
             known_contents: Lock::default(),
-            put_sequences: PutSequences::default(),
+            writer_process: Arc::new(WriterProcess::new()),
         }
     }
 
@@ -44,8 +44,8 @@ impl Context {
         &self.get
     }
 
-    pub(crate) fn put_sequences(&self) -> &PutSequences {
-        &self.put_sequences
+    pub(crate) fn writer_process(&self) -> &Arc<WriterProcess> {
+        &self.writer_process
     }
 
     /// Puts a state dict as one archive.
@@ -55,7 +55,7 @@ impl Context {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PutReport> {
-        put::put(self.controller(), &self.put_sequences, key, dict, options).await
+        put::put(self.controller(), &self.writer_process, key, dict, options).await
     }
 
     /// As [`Context::put`], but returns as soon as the memory of the state dict is no longer read.
@@ -65,7 +65,7 @@ impl Context {
         dict: &StateDict,
         options: &PutOptions,
     ) -> Result<PendingPut> {
-        put::put_later(self.controller(), &self.put_sequences, key, dict, options).await
+        put::put_later(self.controller(), &self.writer_process, key, dict, options).await
     }
 
     /// Opens a version.

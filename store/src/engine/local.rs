@@ -24,8 +24,7 @@ use tssd_format::MANIFEST_NAME;
 use self::sessions::Session;
 use crate::blob::Volume;
 use crate::control::layout::{archives, folder};
-use crate::control::{ArchivePlacement, BeginResult, Controller, LocatedVersion, Proposal};
-use crate::control::{ReplicaLocator, SingleHost};
+use crate::control::{ArchivePlacement, BeginResult, Controller, LocatedVersion, Peers, Proposal};
 use crate::engine::local::version_folder::locate;
 use crate::engine::local::write_transaction::WriteTransaction;
 use crate::error::{Error, ErrorKind, Result};
@@ -53,7 +52,7 @@ pub(crate) struct LocalController(Arc<Inner>);
 struct Inner {
     ledgers: Arc<dyn Ledgers>,
     volume: Arc<dyn Volume>,
-    replica_locator: Arc<dyn ReplicaLocator>,
+    peers: Peers,
     environment: Arc<dyn Environment>,
     located_cache: Lock<LocatedCache>,
     /// Versions that this process is verifying. No other task of the process takes them over.
@@ -80,20 +79,20 @@ impl LocalController {
         volume: Arc<dyn Volume>,
         environment: Arc<dyn Environment>,
     ) -> Self {
-        Self::with_replica_locator(ledgers, volume, Arc::new(SingleHost), environment)
+        Self::with_peers(ledgers, volume, Peers::default(), environment)
     }
 
-    /// Creates the controller of one process of several, each of which holds what is put to it.
-    pub(crate) fn with_replica_locator(
+    /// Creates a controller that knows other processes.
+    pub(crate) fn with_peers(
         ledgers: Arc<dyn Ledgers>,
         volume: Arc<dyn Volume>,
-        replica_locator: Arc<dyn ReplicaLocator>,
+        peers: Peers,
         environment: Arc<dyn Environment>,
     ) -> Self {
         Self(Arc::new(Inner {
             ledgers,
             volume,
-            replica_locator,
+            peers,
             environment,
             located_cache: Lock::default(),
             running_verifications: Lock::default(),

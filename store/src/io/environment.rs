@@ -16,6 +16,17 @@ pub(crate) trait Environment: Send + Sync {
 /// The clock and the randomness of the system.
 pub(crate) struct SystemEnvironment;
 
+impl SystemEnvironment {
+    /// Returns the name of this host, or an empty string if it has none.
+    #[expect(clippy::unused_self, reason = "it is a property of the system, as the clock is")]
+    pub(crate) fn host_name(&self) -> String {
+        #[cfg(unix)]
+        return rustix::system::uname().nodename().to_string_lossy().into_owned();
+        #[cfg(not(unix))]
+        return std::env::var("COMPUTERNAME").unwrap_or_default();
+    }
+}
+
 impl Environment for SystemEnvironment {
     fn now(&self) -> Timestamp {
         let elapsed = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();

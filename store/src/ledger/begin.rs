@@ -4,20 +4,32 @@ use super::MAX_FENCED_JOBS;
 use super::command::{Begin, Outcome};
 use super::identity::{JobId, VersionId};
 use super::refusal::{Reason, Refusal};
+use super::runs::EarlierRuns;
 use super::state::{Job, LastSequence, State};
-use super::version::{Contribution, NumberInEpoch, Version};
-use crate::ledger::numbering::VersionPosition;
+use super::version::{Contribution, Version, VersionPosition};
+use crate::ledger::numbering::NewPosition;
 
 impl State {
-    pub(super) fn begin(&mut self, begin: Begin) -> Result<Outcome, Refusal> {
+    pub(super) fn begin(&mut self, mut begin: Begin) -> Result<Outcome, Refusal> {
         begin.refuse_incomplete()?;
         self.refuse_fenced(begin.job.as_ref())?;
+        let earlier_runs = self.earlier_runs(&begin);
+        if let EarlierRuns::Unchecked(runs) = earlier_runs {
+            return Ok(Outcome::CheckRuns { runs });
+        }
         if let Some(job) = &begin.job {
             self.fence_previous_job(job);
         }
-        match self.matching_version(&begin)? {
+        let replaces_ended_runs = matches!(earlier_runs, EarlierRuns::Ended);
+        let id = match self.version_of_id(&begin)? {
+            None if replaces_ended_runs => None,
+            None => self.matching_version(&begin)?,
+            id => id,
+        };
+        begin.rewind |= replaces_ended_runs;
+        match id {
             Some(id) => self.join(id, &begin),
-            None => self.open_version(begin),
+            None => self.open_version(begin, replaces_ended_runs),
         }
     }
 
@@ -52,18 +64,20 @@ impl State {
         }
     }
 
-    /// Returns the existing version that a contribution belongs to.
-    fn matching_version(&self, begin: &Begin) -> Result<Option<VersionId>, Refusal> {
+    /// Returns the version that an earlier attempt of this begin has opened.
+    fn version_of_id(&self, begin: &Begin) -> Result<Option<VersionId>, Refusal> {
         if let Some(ended) = self.tombstone(begin.id) {
             return Err(ended.refusal());
         }
-        if let Some(version) = self.version_by_id(begin.id) {
-            return if version.may_be_opened_by(begin) {
-                Ok(Some(version.id))
-            } else {
-                Err(Refusal::IdTaken { id: begin.id })
-            };
+        match self.version_by_id(begin.id) {
+            Some(version) if version.may_be_opened_by(begin) => Ok(Some(version.id)),
+            Some(_) => Err(Refusal::IdTaken { id: begin.id }),
+            None => Ok(None),
         }
+    }
+
+    /// Returns the existing version that a contribution belongs to by its number or sequence number.
+    fn matching_version(&self, begin: &Begin) -> Result<Option<VersionId>, Refusal> {
         match (begin.number, &begin.job, begin.sequence) {
             // A copy never joins a version with another id.
             _ if begin.epoch.is_some() => Ok(None),
@@ -130,6 +144,7 @@ impl State {
         version.refuse_other_durability(begin.durability)?;
         let Version { id, epoch, number, .. } = *version;
         let writer = begin.writer;
+        let process = version.process.clone();
         let Some(digest) = version.digest_of(writer) else {
             version.contributions.insert(writer, Contribution::Begun);
             version.sessions.remove(&writer);
@@ -137,23 +152,29 @@ impl State {
             return Ok(Outcome::Begun { id, epoch, number });
         };
         if begin.digest.is_some_and(|offered| offered != digest) {
-            return Err(Refusal::ContributionDiffers { number, writer, committed: digest });
+            let committed = digest;
+            return Err(Refusal::ContributionDiffers { number, writer, committed, process });
         }
         Ok(Outcome::Retry { id, epoch, number, digest })
     }
 
     /// Opens a version. The job of `begin`, if any, must be the newest job of the key.
-    fn open_version(&mut self, begin: Begin) -> Result<Outcome, Refusal> {
+    fn open_version(
+        &mut self,
+        begin: Begin,
+        replaces_ended_runs: bool,
+    ) -> Result<Outcome, Refusal> {
         self.refuse_changed_default(&begin)?;
-        let position = self.position_of(&begin)?;
+        let mut position = self.position_of(&begin)?;
+        position.replaces_ended_runs |= replaces_ended_runs;
         let on = self.blocking_versions(&position);
         if !on.is_empty() {
             return Ok(Outcome::Wait { blocking: on });
         }
-        let VersionPosition { epoch, number, .. } = position;
+        let NewPosition { epoch, number, .. } = position;
         let Begin { id, .. } = begin;
         self.record_opened(&begin, number);
-        let opened = NumberInEpoch { epoch, number };
+        let opened = VersionPosition { epoch, number };
         let index = self.versions.partition_point(|version| version.position() < opened);
         self.versions.insert(index, position.into_version(begin).into());
         Ok(Outcome::Begun { id, epoch, number })

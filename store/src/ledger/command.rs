@@ -1,11 +1,13 @@
 //! The commands, outcomes and effects of the ledger.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::durability::Durability;
-use super::identity::{ArchiveDigest, JobId, LeaseId, SessionId, Timestamp, VersionId};
+use super::identity::{
+    ArchiveDigest, JobId, LeaseId, RunId, RunProcess, RunStatus, SessionId, Timestamp, VersionId,
+};
 use super::selector::{Selection, Selector};
 use super::version::{ArchiveReference, ManifestReference};
 use super::writers::WriterSet;
@@ -182,6 +184,10 @@ pub struct Begin {
     pub id: VersionId,
     /// Epoch of the version, if it is a copy of a version of another store. `number` is given too then.
     pub epoch: Option<u32>,
+    /// The process that puts, and its run.
+    pub process: Option<RunProcess>,
+    /// The answers to an earlier [`Outcome::CheckRuns`].
+    pub run_statuses: BTreeMap<RunId, RunStatus>,
     /// The current time.
     pub now: Timestamp,
 }
@@ -238,6 +244,11 @@ pub enum Outcome {
     Wait {
         /// The open versions, or the versions whose deletion is pending.
         blocking: Vec<VersionId>,
+    },
+    /// Nothing has changed. Begin again, and say for each of these runs whether a process of it is connected.
+    CheckRuns {
+        /// Earlier runs, whose numbers the put would take again.
+        runs: BTreeSet<RunId>,
     },
     /// The contribution is committed.
     Committed {

@@ -8,7 +8,7 @@ use super::durability::Durability;
 use super::identity::{SessionId, Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::state::State;
-use super::version::{Contribution, ManifestReference, NumberInEpoch, Status, Version};
+use super::version::{Contribution, ManifestReference, Status, Version, VersionPosition};
 use super::writers::WriterSet;
 
 impl State {
@@ -19,10 +19,12 @@ impl State {
         version.refuse_dropped()?;
         version.refuse_other_job(job.as_ref())?;
         let number = version.number;
+        let process = version.process.clone();
         match version.contributions.get_mut(&writer) {
             None => return Err(Refusal::NotBegun { number, writer }),
             Some(Contribution::Committed { digest: committed, .. }) if *committed != digest => {
-                return Err(Refusal::ContributionDiffers { number, writer, committed: *committed });
+                let committed = *committed;
+                return Err(Refusal::ContributionDiffers { number, writer, committed, process });
             }
             Some(Contribution::Committed { .. }) => {}
             Some(begun) => {
@@ -156,17 +158,22 @@ impl State {
         };
         let (position, rewinds) = (version.position(), version.rewind_from);
         let (is_durable, is_copy) = (version.is_durable(), version.is_copy);
-        let NumberInEpoch { epoch, number } = position;
+        let (process, replaces_ended_runs) = (version.process.clone(), version.replaces_ended_runs);
+        let VersionPosition { epoch, number } = position;
         self.update_versions(
             |version| version.is_open() && version.position() < position,
             |version| version.mark_dropped(Reason::Superseded { number }),
         );
-        self.update_versions(
-            |version| version.epoch < epoch && rewinds.is_some_and(|from| version.number >= from),
-            Version::retire,
-        );
+        let is_retired = |version: &&Version| {
+            version.epoch < epoch
+                && rewinds.is_some_and(|from| version.number >= from)
+                && !(replaces_ended_runs && self.obstacle(version).is_some())
+        };
+        let retired: Vec<_> = self.visible().filter(is_retired).map(|it| it.id).collect();
+        self.update_versions(|version| retired.contains(&version.id), Version::retire);
         self.epoch = epoch;
         self.highest = Some(number);
+        self.newest_process = process;
         if is_durable {
             self.newest_durable = Some(position);
         }

@@ -113,6 +113,53 @@ impl fmt::Display for JobId {
     }
 }
 
+/// The identity of a run: the job of its writers, or a random text that a process draws when it opens the store.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct RunId(pub String);
+
+impl fmt::Display for RunId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl From<&JobId> for RunId {
+    fn from(job: &JobId) -> Self {
+        Self(job.0.clone())
+    }
+}
+
+/// A process of a run that puts.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct RunProcess {
+    /// The run.
+    pub run: RunId,
+    /// The name of its host.
+    pub host: String,
+    /// Its process id on that host.
+    pub pid: u32,
+}
+
+impl fmt::Display for RunProcess {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { run, host, pid } = self;
+        write!(f, "run {run} (process {pid} on host {host})")
+    }
+}
+
+/// Whether a process of a run is connected to the store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RunStatus {
+    /// This process is connected.
+    Connected(RunProcess),
+    /// All its processes have disconnected.
+    Disconnected,
+    /// Processes do not connect to this store, so it is not known.
+    Unknown,
+}
+
 /// A point in time, in milliseconds since the Unix epoch.
 ///
 /// Commands carry it, because the ledger has no clock. If the caller's clock jumps back, timeouts take longer; it has

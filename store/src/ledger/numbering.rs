@@ -7,7 +7,7 @@ use super::command::{Begin, Effect};
 use super::identity::{JobId, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::state::State;
-use super::version::{Contribution, NumberInEpoch, Status, Tombstone, Version};
+use super::version::{Contribution, Status, Tombstone, Version, VersionPosition};
 use super::{MAX_OPEN, MAX_PENDING_DELETIONS};
 
 /// An epoch in which versions may open.
@@ -17,6 +17,7 @@ pub(super) struct Timeline {
     highest: Option<u64>,
     /// The number at which the epoch begins, if none of its versions is visible yet.
     rewind_from: Option<u64>,
+    replaces_ended_runs: bool,
 }
 
 impl Timeline {
@@ -26,27 +27,30 @@ impl Timeline {
     }
 
     /// Returns the epoch and number of a copy, which are those of its source. No visible version may be newer.
-    fn position_of_copy(&self, epoch: u32, number: u64) -> Result<VersionPosition, Refusal> {
+    fn position_of_copy(&self, epoch: u32, number: u64) -> Result<NewPosition, Refusal> {
         let is_same = epoch == self.epoch;
         if epoch > self.epoch || is_same && self.is_newer(number) {
             let rewinds = if is_same { self.rewind_from } else { Some(number) };
-            return Ok(VersionPosition { epoch, number, rewind_from: rewinds });
+            let replaces_ended_runs = is_same && self.replaces_ended_runs;
+            return Ok(NewPosition { epoch, number, rewind_from: rewinds, replaces_ended_runs });
         }
-        Err(Refusal::VersionNotNewer { number, highest: self.highest.unwrap_or_default() })
+        let highest = self.highest.unwrap_or_default();
+        Err(Refusal::VersionNotNewer { number, highest, earlier: None })
     }
 }
 
 /// Epoch and number at which a version opens.
-pub(super) struct VersionPosition {
+pub(super) struct NewPosition {
     pub(super) epoch: u32,
     pub(super) number: u64,
     rewind_from: Option<u64>,
+    pub(super) replaces_ended_runs: bool,
 }
 
-impl VersionPosition {
+impl NewPosition {
     pub(super) fn into_version(self, begin: Begin) -> Version {
-        let Self { epoch, number, rewind_from } = self;
-        let Begin { writer, writers, job, durability, session, id, now, .. } = begin;
+        let Self { epoch, number, rewind_from, replaces_ended_runs } = self;
+        let Begin { writer, writers, job, durability, session, id, process, now, .. } = begin;
         let sequence = begin.sequence.filter(|_| begin.number.is_none() && job.is_some());
         let contributions = BTreeMap::from([(writer, Contribution::Begun)]);
         let sessions = session.map(|session| (writer, session)).into_iter().collect();
@@ -56,6 +60,7 @@ impl VersionPosition {
             epoch,
             number,
             rewind_from,
+            replaces_ended_runs,
             job,
             sequence,
             writers,
@@ -63,6 +68,7 @@ impl VersionPosition {
             sessions,
             durability,
             uploaded: false,
+            process,
             is_copy: copy,
             status,
         }
@@ -71,7 +77,7 @@ impl VersionPosition {
 
 impl State {
     /// Returns the epoch and number at which the version of `begin` opens.
-    pub(super) fn position_of(&self, begin: &Begin) -> Result<VersionPosition, Refusal> {
+    pub(super) fn position_of(&self, begin: &Begin) -> Result<NewPosition, Refusal> {
         let timeline = self.timeline();
         if let (Some(epoch), Some(number)) = (begin.epoch, begin.number) {
             return timeline.position_of_copy(epoch, number);
@@ -82,22 +88,26 @@ impl State {
             Some(number) if begin.rewind => return self.position_of_rewind(number),
             Some(number) => return Err(self.not_newer_refusal(number, timeline.highest, begin)),
         };
-        let Timeline { epoch, rewind_from, .. } = timeline;
-        Ok(VersionPosition { epoch, number, rewind_from })
+        let Timeline { epoch, rewind_from, replaces_ended_runs, .. } = timeline;
+        Ok(NewPosition { epoch, number, rewind_from, replaces_ended_runs })
     }
 
     /// Returns the position of a rewind. Every rewind opens a new epoch, also one that is retried.
-    fn position_of_rewind(&self, number: u64) -> Result<VersionPosition, Refusal> {
+    fn position_of_rewind(&self, number: u64) -> Result<NewPosition, Refusal> {
         let newest = self.versions.last().map_or(self.epoch, |it| it.epoch.max(self.epoch));
         let epoch = newest.checked_add(1).ok_or(Refusal::NumbersExhausted)?;
-        Ok(VersionPosition { epoch, number, rewind_from: Some(number) })
+        let (rewind_from, replaces_ended_runs) = (Some(number), false);
+        Ok(NewPosition { epoch, number, rewind_from, replaces_ended_runs })
     }
 
     /// Returns the refusal of a number that is not above the highest one.
     fn not_newer_refusal(&self, number: u64, highest: Option<u64>, begin: &Begin) -> Refusal {
         let highest = highest.unwrap_or_default();
         let superseded = begin.job.as_ref().and_then(|job| self.superseded_refusal(number, job));
-        superseded.unwrap_or(Refusal::VersionNotNewer { number, highest })
+        superseded.unwrap_or_else(|| {
+            let earlier = self.earlier_run(number, begin);
+            Refusal::VersionNotNewer { number, highest, earlier }
+        })
     }
 
     /// Returns the refusal for a slow writer of a superseded version. It says more than `VersionNotNewer`.
@@ -128,16 +138,23 @@ impl State {
     /// So the versions after a rewind may begin before the rewind is visible.
     pub(super) fn timeline(&self) -> Timeline {
         match self.open().next_back().filter(|version| version.epoch > self.epoch) {
-            Some(Version { epoch, rewind_from, .. }) => {
-                let highest = rewind_from.and_then(|number| number.checked_sub(1));
-                Timeline { epoch: *epoch, highest, rewind_from: *rewind_from }
-            }
-            None => Timeline { epoch: self.epoch, highest: self.highest, rewind_from: None },
+            Some(Version { epoch, rewind_from, replaces_ended_runs, .. }) => Timeline {
+                epoch: *epoch,
+                highest: rewind_from.and_then(|number| number.checked_sub(1)),
+                rewind_from: *rewind_from,
+                replaces_ended_runs: *replaces_ended_runs,
+            },
+            None => Timeline {
+                epoch: self.epoch,
+                highest: self.highest,
+                rewind_from: None,
+                replaces_ended_runs: false,
+            },
         }
     }
 
     /// Returns the versions that block a new version: it must wait until they have become visible or are deleted.
-    pub(super) fn blocking_versions(&self, position: &VersionPosition) -> Vec<VersionId> {
+    pub(super) fn blocking_versions(&self, position: &NewPosition) -> Vec<VersionId> {
         if let Some(version) = self.version_at(position.epoch, position.number) {
             return vec![version.id];
         }
@@ -155,7 +172,7 @@ impl State {
     fn version_at(&self, epoch: u32, number: u64) -> Option<&Version> {
         let index = self
             .versions
-            .binary_search_by_key(&NumberInEpoch { epoch, number }, |version| version.position())
+            .binary_search_by_key(&VersionPosition { epoch, number }, |version| version.position())
             .ok()?;
         self.versions.get(index).map(Arc::as_ref)
     }

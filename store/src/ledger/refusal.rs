@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::durability::Durability;
-use super::identity::{ArchiveDigest, JobId, LeaseId, VersionId};
+use super::identity::{ArchiveDigest, JobId, LeaseId, RunProcess, VersionId};
 use super::selector::Selector;
 use super::writers::WriterSet;
 
@@ -99,6 +99,41 @@ pub struct PendingVersion {
     pub missing: WriterSet,
 }
 
+/// An earlier run for whose sake a number is refused.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EarlierRun {
+    /// A process of the run.
+    pub process: RunProcess,
+    /// The number of a version that the run has put.
+    pub version: u64,
+    /// Why the number is not free.
+    pub obstacle: Obstacle,
+}
+
+/// The reason for which a put does not take the numbers of an earlier run again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Obstacle {
+    /// The process is connected.
+    Connected,
+    /// The version is kept on disk or in a bucket.
+    Durable,
+    /// A label pins the version.
+    Pinned,
+}
+
+impl fmt::Display for EarlierRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { process, version, obstacle } = self;
+        match obstacle {
+            Obstacle::Connected => write!(f, "{process} has put it and is still connected"),
+            Obstacle::Durable => write!(f, "{process} has put version {version}, which is durable"),
+            Obstacle::Pinned => write!(f, "{process} has put version {version}, which is pinned"),
+        }
+    }
+}
+
 /// The reason for which a command is refused. A refused command changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -158,6 +193,9 @@ pub enum Refusal {
         number: u64,
         /// The highest number that ever became visible. While a rewind is open, the number before the rewind.
         highest: u64,
+        /// The earlier run for whose sake the number is refused, if the put is of another run.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        earlier: Option<EarlierRun>,
     },
     /// A later put of the job has opened a version, so this put can no longer open one.
     StaleSequence {
@@ -205,6 +243,9 @@ pub enum Refusal {
         writer: u32,
         /// The digest that it has committed.
         committed: ArchiveDigest,
+        /// The process that opened the version, if it is known.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        process: Option<RunProcess>,
     },
     /// The version is not fully committed, so it can be neither verified nor rejected.
     NotFullyCommitted {
@@ -281,8 +322,9 @@ impl Refusal {
             Self::DurabilityDisagrees { number, declared, expected } => {
                 write!(f, "version {number} is to be kept in {expected}, not in {declared}")
             }
-            Self::VersionNotNewer { number, highest } => {
-                write!(f, "version {number} is not newer than {highest}")
+            Self::VersionNotNewer { number, highest, earlier } => {
+                write!(f, "version {number} is not newer than {highest}")?;
+                earlier.as_ref().map_or(Ok(()), |earlier| write!(f, ": {earlier}"))
             }
             Self::StaleSequence { sequence, number } => {
                 write!(
@@ -300,8 +342,9 @@ impl Refusal {
             Self::NotBegun { number, writer } => {
                 write!(f, "writer {writer} has not begun version {number}")
             }
-            Self::ContributionDiffers { number, writer, committed } => {
-                write!(f, "writer {writer} has committed {committed} to version {number} already")
+            Self::ContributionDiffers { number, writer, committed, process } => {
+                write!(f, "writer {writer} has committed {committed} to version {number} already")?;
+                process.as_ref().map_or(Ok(()), |process| write!(f, ": {process} has put it"))
             }
             Self::NotFullyCommitted { number, missing } => {
                 write!(f, "writers {missing} have not committed to version {number}")
@@ -343,8 +386,12 @@ impl Refusal {
             Self::JobsDisagree { .. } => "wait until that version has ended, or use another number",
             Self::WritersDisagree { .. } => "say the same writers= in all, also if the set changed",
             Self::DurabilityDisagrees { .. } => "say the same durability= in all",
+            Self::VersionNotNewer {
+                earlier: Some(EarlierRun { obstacle: Obstacle::Connected, .. }),
+                ..
+            } => "end that process, use a higher number, or rewind",
             Self::VersionNotNewer { .. } | Self::ContributionDiffers { .. } => {
-                "use a higher number, or rewind"
+                "use a higher number or none, or rewind, which retires the newer versions"
             }
             Self::StaleSequence { .. } => "put again",
             Self::NumbersExhausted => "rewind to a lower number, or use another key",

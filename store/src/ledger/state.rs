@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 use super::MAX_TOMBSTONES;
 use super::command::Effect;
 use super::durability::Durability;
-use super::identity::{JobId, LeaseId, SessionId, Timestamp, VersionId};
+use super::identity::{JobId, LeaseId, RunProcess, SessionId, Timestamp, VersionId};
 use super::refusal::Refusal;
 use super::selector::Selector;
-use super::version::{Contribution, NumberInEpoch, Status, Tombstone, Version, VersionOutcome};
+use super::version::{Contribution, Status, Tombstone, Version, VersionOutcome, VersionPosition};
 use super::writers::WriterSet;
 
 /// The state of the ledger of one key. The default is the state of a key that was never written.
@@ -23,8 +23,11 @@ pub struct State {
     pub(super) epoch: u32,
     /// The highest number that ever became visible in the epoch. Deletion does not change it.
     pub(super) highest: Option<u64>,
+    /// The process that put the version with that number, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) newest_process: Option<RunProcess>,
     /// The newest version that became visible and durable.
-    pub(super) newest_durable: Option<NumberInEpoch>,
+    pub(super) newest_durable: Option<VersionPosition>,
     pub(super) keep: NonZeroU32,
     pub(super) ttl: Option<Duration>,
     /// The newest job that contributed to the key.
@@ -78,6 +81,7 @@ impl Default for State {
         Self {
             epoch: 0,
             highest: None,
+            newest_process: None,
             newest_durable: None,
             keep: NonZeroU32::MIN,
             ttl: None,
@@ -126,6 +130,7 @@ impl State {
         Self {
             epoch: self.newest_durable.map_or(0, |newest| newest.epoch),
             highest: self.newest_durable.map(|newest| newest.number),
+            newest_process: self.newest_process.clone(),
             newest_durable: self.newest_durable,
             keep: self.keep,
             ttl: self.ttl,
@@ -148,7 +153,7 @@ impl State {
             Arc::new(Version { durability, sessions, uploaded: true, ..version.clone() })
         });
         let versions = visible.collect();
-        let durable = self.highest.map(|number| NumberInEpoch { epoch: self.epoch, number });
+        let durable = self.highest.map(|number| VersionPosition { epoch: self.epoch, number });
         Self { newest_durable: durable, versions, ..self.clone() }.durable_state()
     }
 
@@ -161,7 +166,8 @@ impl State {
     pub fn version(&self, selector: Selector) -> Option<&Version> {
         match selector {
             Selector::Newest => self.head(),
-            Selector::Number(number) => self.visible().find(|version| version.number == number),
+            // After a rewind, a version of an older epoch may have the same number.
+            Selector::Number(number) => self.visible().rfind(|version| version.number == number),
             Selector::Id(id) => self.visible().find(|version| version.id == id),
         }
     }

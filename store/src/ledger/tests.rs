@@ -4,6 +4,7 @@ mod jobs;
 mod numbers;
 mod outcomes;
 mod retention;
+mod runs;
 mod uploads;
 
 use std::collections::BTreeMap;
@@ -22,6 +23,8 @@ struct TestLedger {
     last_id: u128,
     /// The session that holds the archives that are committed.
     replica_session: Option<SessionId>,
+    /// What each begin says about runs.
+    run_statuses: BTreeMap<RunId, RunStatus>,
 }
 
 impl TestLedger {
@@ -68,6 +71,8 @@ impl TestLedger {
             digest: announced_contents.map(|contents| ArchiveDigest([contents; 16])),
             session: session.map(SessionId),
             id: VersionId(self.last_id),
+            process: put.run.map(run_process),
+            run_statuses: self.run_statuses.clone(),
             now: Timestamp(self.now),
         }))
     }
@@ -148,6 +153,8 @@ struct Put<'a> {
     session: Option<u128>,
     /// The epoch of the version, if it is a copy.
     epoch: Option<u32>,
+    /// The run of the process that puts.
+    run: Option<&'a str>,
 }
 
 /// Returns a put of one writer without a job.
@@ -164,6 +171,7 @@ fn single_put(number: Option<u64>) -> Put<'static> {
         announced_contents: None,
         session: None,
         epoch: None,
+        run: None,
     }
 }
 
@@ -179,6 +187,11 @@ fn implicit_put(job: &str, writer: u32, sequence: u64) -> Put<'_> {
 
 fn job_id(job: &str) -> JobId {
     JobId(job.to_owned())
+}
+
+/// Returns a process of a run.
+fn run_process(run: &str) -> RunProcess {
+    RunProcess { run: RunId(run.to_owned()), host: "gpu-7".to_owned(), pid: 812 }
 }
 
 fn writers(text: &str) -> WriterSet {

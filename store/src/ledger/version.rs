@@ -5,15 +5,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use super::durability::Durability;
-use super::identity::{ArchiveDigest, JobId, SessionId, Timestamp, VersionId};
+use super::identity::{ArchiveDigest, JobId, RunProcess, SessionId, Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::writers::WriterSet;
 
 /// The number of a version, and its epoch. Versions of a key are ordered by epoch, then number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub(super) struct NumberInEpoch {
-    pub(super) epoch: u32,
-    pub(super) number: u64,
+pub struct VersionPosition {
+    /// The epoch: the number of rewinds of the key before the version opened.
+    pub epoch: u32,
+    /// The number within the epoch.
+    pub number: u64,
 }
 
 /// A set of archives, from all declared writers, that becomes visible in one step or never.
@@ -30,6 +32,11 @@ pub struct Version {
     ///
     /// When this version becomes visible, versions of older epochs with this number or a higher one are retired.
     pub rewind_from: Option<u64>,
+    /// Whether its epoch begins because the processes of earlier runs have disconnected, and not by request.
+    ///
+    /// Then neither durable nor pinned versions are retired.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub replaces_ended_runs: bool,
     /// The job whose contributions it accepts.
     pub job: Option<JobId>,
     /// Sequence number of the put within its job, if the number of the version is implicit.
@@ -47,6 +54,9 @@ pub struct Version {
     /// Whether the version is uploaded to the bucket.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub uploaded: bool,
+    /// The process that opened the version, and its run, if they are known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub process: Option<RunProcess>,
     /// Whether it is a copy of a version of another store. That store abandons it; it has no time limit.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_copy: bool,
@@ -254,8 +264,8 @@ impl Version {
     }
 
     /// Returns number and epoch, which order the versions of the key.
-    pub(super) fn position(&self) -> NumberInEpoch {
-        NumberInEpoch { epoch: self.epoch, number: self.number }
+    pub(super) fn position(&self) -> VersionPosition {
+        VersionPosition { epoch: self.epoch, number: self.number }
     }
 
     /// Refuses with the reason if the version was dropped.

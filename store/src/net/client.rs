@@ -30,7 +30,7 @@ use crate::control::{
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::key::Key;
-use crate::ledger::{ArchiveDigest, Selection, Selector, VersionId};
+use crate::ledger::{ArchiveDigest, RunId, RunStatus, Selection, Selector, VersionId};
 pub(crate) use crate::net::client::connection_pool::ConnectionPool;
 use crate::net::client::connection_pool::Connector;
 use crate::net::client::contribution::RemoteContribution;
@@ -153,6 +153,11 @@ impl RemoteController {
         timeout: Duration,
     ) -> Result<Response> {
         self.0.calls.call(request, Bytes::new(), timeout.saturating_add(RESPONSE_TIMEOUT)).await
+    }
+
+    /// Sends a notice, which has no reply.
+    pub(crate) fn notify(&self, notice: &Notice) {
+        self.0.calls.notify(notice);
     }
 
     /// Returns the number that identifies this start of the daemon.
@@ -397,6 +402,13 @@ impl Controller for RemoteController {
 
     fn supports_device_memory(&self) -> bool {
         self.0.supports_devices
+    }
+
+    async fn run_status(&self, run: &RunId) -> Result<RunStatus> {
+        match self.call(Request::RunStatus { run: run.clone() }).await? {
+            Reply::RunStatus(status) => Ok(status),
+            other => Err(unexpected_reply(&other)),
+        }
     }
 
     fn record_read(&self, got: ReadStats) {

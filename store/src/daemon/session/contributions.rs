@@ -32,6 +32,9 @@ const MAX_UPLOADS: usize = 1024;
 /// Maximum length in bytes of the UUID of a GPU.
 const MAX_UUID_LEN: usize = 64;
 
+/// Maximum length in bytes of the name of a host.
+pub(super) const MAX_HOST_LEN: usize = 255;
+
 /// Maximum size in bytes of an archive in the memory of a GPU.
 const MAX_DEVICE_BYTES: u64 = 1 << 46;
 
@@ -119,6 +122,13 @@ impl Session {
         self.state.check_durability(proposal.durability)?;
         let remote =
             replica_address.map(|url| self.remote_endpoint(&url, &proposal)).transpose()?;
+        if let Some(process) = &proposal.process {
+            if process.host.len() > MAX_HOST_LEN {
+                let text = format_args!("the name of a host has at most {MAX_HOST_LEN} bytes");
+                return Err(Error::new(ErrorKind::Invalid, text));
+            }
+            self.state.connected_runs.add(self.peer, process.clone());
+        }
         let inline_archive =
             digest.filter(|_| file_len <= MAX_INLINE_BYTES.into()).map(|digest| (digest, data));
         let inline_archive = Lock::new(inline_archive);

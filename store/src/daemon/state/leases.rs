@@ -217,6 +217,10 @@ impl DaemonState {
         for (_, held) in lost {
             self.drop_lease(held).await;
         }
+        let ended = self.connected_runs.remove_peer(peer);
+        if !ended.is_empty() {
+            self.control_plane.runs_disconnected(ended).await;
+        }
         self.followers_changed.notify_waiters();
     }
 

@@ -1,5 +1,6 @@
 //! The operations of writers: begin or join a version, commit to it, or withdraw.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::LocalController;
@@ -33,6 +34,7 @@ impl LocalController {
             number: 0,
             writer: proposal.writer,
             job: proposal.job.clone(),
+            process: proposal.process.clone(),
             durability: proposal.durability,
             stem: format!("{}-{:032x}", proposal.writer, self.random()),
             is_copy: false,
@@ -50,6 +52,8 @@ impl LocalController {
             session: self.session().await?,
             id: place.id,
             epoch: None,
+            process: place.process.clone(),
+            run_statuses: BTreeMap::new(),
             now: self.now(),
         };
         self.open_at(place, begin, proposal.timeout, is_wanted).await
@@ -76,6 +80,8 @@ impl LocalController {
             session: self.session().await?,
             id: place.id,
             epoch: Some(place.epoch),
+            process: place.process.clone(),
+            run_statuses: BTreeMap::new(),
             now: self.now(),
         };
         self.open_at(place, begin, timeout, || true).await
@@ -85,7 +91,7 @@ impl LocalController {
     async fn open_at(
         &self,
         place: ArchivePlacement,
-        begin: Begin,
+        mut begin: Begin,
         timeout: Duration,
         is_wanted: impl Fn() -> bool + Sync,
     ) -> Result<(ArchivePlacement, Option<ArchiveDigest>)> {
@@ -99,13 +105,20 @@ impl LocalController {
         }
         let mut is_cleared = false;
         loop {
-            let begin = Begin { now: self.now(), ..begin.clone() };
-            let blocking = match self.apply(key, Command::Begin(begin)).await? {
+            begin.now = self.now();
+            let blocking = match self.apply(key, Command::Begin(begin.clone())).await? {
                 Outcome::Begun { id, epoch, number } => {
                     return Ok((ArchivePlacement { id, epoch, number, ..place }, None));
                 }
                 Outcome::Retry { id, epoch, number, digest } => {
                     return Ok((ArchivePlacement { id, epoch, number, ..place }, Some(digest)));
+                }
+                Outcome::CheckRuns { runs } => {
+                    for run in runs {
+                        let status = self.0.peers.runs.status(&run).await?;
+                        begin.run_statuses.insert(run, status);
+                    }
+                    continue;
                 }
                 Outcome::Wait { blocking } => blocking,
                 other => unreachable!("begin does not lead to {other:?}"),

@@ -139,13 +139,13 @@ impl LocalController {
 
     /// Returns whether several processes share the ledgers, each of which holds what is put to it.
     pub(crate) fn is_multi_host(&self) -> bool {
-        self.0.replica_locator.is_multi_host()
+        self.0.peers.replica_locator.is_multi_host()
     }
 
     /// Returns all daemons that share the ledgers, this one included. Returns none on a single host.
     pub(crate) async fn hosts(&self) -> Result<Vec<HostStatus>> {
         let own = self.replica_holder().await?;
-        let all = self.0.replica_locator.hosts().await?.into_iter();
+        let all = self.0.peers.replica_locator.hosts().await?.into_iter();
         Ok(all.map(|(id, address)| HostStatus { address, is_self: Some(id) == own }).collect())
     }
 
@@ -161,7 +161,9 @@ impl LocalController {
         version: &Version,
     ) -> Result<ResolvedReplicas> {
         match self.replica_holder().await? {
-            Some(own) => self.0.replica_locator.resolve(&folder(key, version), version, own).await,
+            Some(own) => {
+                self.0.peers.replica_locator.resolve(&folder(key, version), version, own).await
+            }
             None => Ok(ResolvedReplicas::default()),
         }
     }

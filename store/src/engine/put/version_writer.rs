@@ -5,7 +5,7 @@ use tracing::{Instrument, Span};
 use tssd_format::{Layout, StateDict};
 
 use super::report::{PutPhases, PutReport};
-use super::{PutOptions, PutSequences, Role, archive, residency};
+use super::{PutOptions, Role, WriterProcess, archive, residency};
 use crate::control::{
     BeginResult, CommitResult, Contribution, Controller, DeviceMemoryRequest, InlinePut, Progress,
     Proposal,
@@ -23,6 +23,7 @@ pub(crate) struct VersionWriter {
     controller: Arc<dyn Controller>,
     key: Key,
     options: PutOptions,
+    process: Arc<WriterProcess>,
     /// Sequence number of this put within its job.
     sequence: Option<u64>,
     /// The route to host memory.
@@ -76,25 +77,26 @@ impl Planned {
 }
 
 impl VersionWriter {
-    /// Creates a writer. `sequences` counts the put, even if it fails.
+    /// Creates a writer. `process` counts the put, even if it fails.
     ///
     /// # Errors
     ///
     /// `Invalid` for options that contradict each other; `Unsupported` if the required transport is impossible.
     pub(crate) fn new(
         controller: &Arc<dyn Controller>,
-        sequences: &PutSequences,
+        process: &Arc<WriterProcess>,
         key: &Key,
         options: &PutOptions,
         span: Span,
     ) -> Result<Self> {
         let started = Instant::now();
-        let sequence = sequences.next(key, options)?;
+        let sequence = process.next_sequence(key, options)?;
         let host_route = residency::admit(&**controller, options)?;
         Ok(Self {
             controller: controller.clone(),
             key: key.clone(),
             options: options.clone(),
+            process: process.clone(),
             sequence,
             route: host_route.clone(),
             host_route,
@@ -116,8 +118,8 @@ impl VersionWriter {
     }
 
     /// Replaces the sequence number after job and writer have changed.
-    pub(crate) fn renumber(&mut self, sequences: &PutSequences) -> Result<()> {
-        self.sequence = sequences.next(&self.key, &self.options)?;
+    pub(crate) fn renumber(&mut self) -> Result<()> {
+        self.sequence = self.process.next_sequence(&self.key, &self.options)?;
         Ok(())
     }
 
@@ -245,6 +247,7 @@ impl VersionWriter {
             sequence: self.sequence,
             number: options.version,
             rewind: options.rewind,
+            process: Some(self.process.run_process(options.job.as_ref())),
             durability: options.durability,
             file_len,
             device,

@@ -2,17 +2,34 @@ use std::collections::BTreeMap;
 
 use super::PutOptions;
 use crate::error::{Error, ErrorKind, Result};
+use crate::io::environment::{Environment, SystemEnvironment};
 use crate::io::sync::Lock;
 use crate::key::Key;
-use crate::ledger::JobId;
+use crate::ledger::{JobId, RunId, RunProcess};
 
-/// Counts the puts of each writer of each job.
-///
-/// The counts match contributions to versions without a number.
-#[derive(Default)]
-pub(crate) struct PutSequences(Lock<BTreeMap<(Key, JobId, u32), u64>>);
+/// This process as a writer of a store: its run, and the counts of its puts.
+pub(crate) struct WriterProcess {
+    /// The run of puts without a job. Each store that is opened has a new one.
+    own_run: RunId,
+    host: String,
+    /// Counts the puts of each writer of each job. They match contributions to versions without a number.
+    sequences: Lock<BTreeMap<(Key, JobId, u32), u64>>,
+}
 
-impl PutSequences {
+impl WriterProcess {
+    pub(crate) fn new() -> Self {
+        // 64 bits are unique among the runs that a ledger remembers.
+        let id = u64::try_from(SystemEnvironment.random_id() >> 64).unwrap_or_default();
+        let (own_run, host) = (RunId(format!("{id:016x}")), SystemEnvironment.host_name());
+        Self { own_run, host, sequences: Lock::default() }
+    }
+
+    /// Returns this process, with the run of a put.
+    pub(crate) fn run_process(&self, job: Option<&JobId>) -> RunProcess {
+        let run = job.map_or_else(|| self.own_run.clone(), RunId::from);
+        RunProcess { run, host: self.host.clone(), pid: std::process::id() }
+    }
+
     /// Returns the sequence number of a put, from 1 on, if contributions are matched by it.
     ///
     /// A put that fails counts too.
@@ -20,10 +37,10 @@ impl PutSequences {
     /// # Errors
     ///
     /// `Invalid` if a put of a job has neither a number nor a writer.
-    pub(crate) fn next(&self, key: &Key, options: &PutOptions) -> Result<Option<u64>> {
+    pub(crate) fn next_sequence(&self, key: &Key, options: &PutOptions) -> Result<Option<u64>> {
         match (&options.job, options.writer, options.version) {
             (Some(job), Some(writer), _) => {
-                let mut counts = self.0.lock();
+                let mut counts = self.sequences.lock();
                 let count = counts.entry((key.clone(), job.clone(), writer)).or_default();
                 *count += 1;
                 Ok(Some(*count))

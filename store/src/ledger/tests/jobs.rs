@@ -73,7 +73,7 @@ fn refused_job_does_not_fence_others() {
         ledger.put(numbered_put("a", writer, 5)).unwrap();
     }
     ledger.run_effects();
-    let refusal = Refusal::VersionNotNewer { number: 5, highest: 5 };
+    let refusal = Refusal::VersionNotNewer { number: 5, highest: 5, earlier: None };
     assert_eq!(ledger.put(numbered_put("b", 0, 5)), Err(refusal));
     assert_eq!(ledger.state.job(), Some(&job_id("a")));
     ledger.put(numbered_put("a", 0, 6)).unwrap();

@@ -27,9 +27,9 @@ fn identical_retry_succeeds_and_other_contents_are_refused() {
     let success = Outcome::Committed { visible: true, missing };
     assert_eq!(ledger.commit(id, single_put(None), 7), Ok(success));
     let (number, committed) = (5, ArchiveDigest([7; 16]));
-    let refusal = Refusal::ContributionDiffers { number, writer: 0, committed };
+    let refusal = Refusal::ContributionDiffers { number, writer: 0, committed, process: None };
     assert_eq!(ledger.commit(id, single_put(None), 8), Err(refusal));
-    let refusal = Refusal::VersionNotNewer { number: 4, highest: 5 };
+    let refusal = Refusal::VersionNotNewer { number: 4, highest: 5, earlier: None };
     assert_eq!(ledger.begin(single_put(Some(4))), Err(refusal));
 }
 
@@ -40,12 +40,12 @@ fn announced_digest_is_compared_at_begin() {
     let announce = |contents| Put { announced_contents: Some(contents), ..numbered_put("a", 0, 5) };
     assert_eq!(ledger.begin(announce(7)), Ok(open));
     let (number, committed) = (5, ArchiveDigest([7; 16]));
-    let refusal = Refusal::ContributionDiffers { number, writer: 0, committed };
+    let refusal = Refusal::ContributionDiffers { number, writer: 0, committed, process: None };
     assert_eq!(ledger.begin(announce(8)), Err(refusal));
     ledger.put(numbered_put("a", 1, 5)).unwrap();
     ledger.run_effects();
     assert_eq!(ledger.begin(announce(7)), Ok(open));
-    let refusal = Refusal::VersionNotNewer { number: 5, highest: 5 };
+    let refusal = Refusal::VersionNotNewer { number: 5, highest: 5, earlier: None };
     assert_eq!(ledger.begin(announce(8)), Err(refusal));
 }
 
@@ -156,7 +156,7 @@ fn rewound_version_is_not_retried() {
         ledger.put(Put { rewind: number == 15, ..single_put(Some(number)) }).unwrap();
         ledger.run_effects();
     }
-    let refusal = Refusal::VersionNotNewer { number: 20, highest: 25 };
+    let refusal = Refusal::VersionNotNewer { number: 20, highest: 25, earlier: None };
     assert_eq!(ledger.begin(single_put(Some(20))), Err(refusal));
 }
 

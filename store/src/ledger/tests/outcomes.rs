@@ -67,7 +67,7 @@ fn superseded_reason_is_reported_only_to_writers_of_that_version() {
         let superseded = Refusal::Dropped { number: 5, reason: Reason::Superseded { number: 6 } };
         assert_eq!(ledger.begin(numbered_put("a", 1, 5)), Err(superseded));
         for (job, number) in [("a", 3), ("a", 4), ("b", 5)] {
-            let refusal = Refusal::VersionNotNewer { number, highest: 6 };
+            let refusal = Refusal::VersionNotNewer { number, highest: 6, earlier: None };
             assert_eq!(ledger.begin(numbered_put(job, 1, number)), Err(refusal), "{job} {number}");
         }
     }

@@ -93,7 +93,7 @@ fn copy_has_epoch_and_number_of_its_source() {
     ledger.run_effects();
     assert_eq!((ledger.state.epoch(), ledger.visible_numbers()), (3, vec![4, 5]));
     for (number, epoch) in [(5, 3), (9, 2)] {
-        let refusal = Refusal::VersionNotNewer { number, highest: 5 };
+        let refusal = Refusal::VersionNotNewer { number, highest: 5, earlier: None };
         assert_eq!(ledger.begin(copy(number, epoch)), Err(refusal));
     }
     // A copy waits for another open version with its number and does not join it.

@@ -19,6 +19,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::io::cancel::CancelToken;
 use crate::io::parallel::{self, cores};
 use crate::io::sync::{Lock, MutexGuard};
+use crate::ledger::{RunId, RunStatus};
 use crate::net::tls::{Duplex, IO_TIMEOUT};
 use crate::net::wire::{
     FrameKind, HEADER_BYTES, Header, Limits, MAX_READ_BYTES, Piece, ProtocolVersion, Range,
@@ -151,6 +152,17 @@ impl ConnectionPool {
         self.with_connection(&CancelToken::default(), |connection| {
             match connection.call(&request, &CancelToken::default())? {
                 (Reply::Done, _) => Ok(()),
+                (other, _) => Err(unexpected_reply(&other)),
+            }
+        })
+    }
+
+    /// Returns whether a process of a run is connected to the daemon.
+    pub(crate) fn run_status(&self, run: &RunId) -> Result<RunStatus> {
+        let request = Request::RunStatus { run: run.clone() };
+        self.with_connection(&CancelToken::default(), |connection| {
+            match connection.call(&request, &CancelToken::default())? {
+                (Reply::RunStatus(status), _) => Ok(status),
                 (other, _) => Err(unexpected_reply(&other)),
             }
         })

@@ -13,7 +13,9 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::control::{DeviceMemoryRequest, Progress, Proposal, ReadStats, VersionInfo};
 use crate::error::{Error, ErrorKind};
-use crate::ledger::{ArchiveDigest, LeaseId, Refusal, Selection, Selector, VersionId};
+use crate::ledger::{
+    ArchiveDigest, LeaseId, Refusal, RunId, RunProcess, RunStatus, Selection, Selector, VersionId,
+};
 use crate::net::wire::Range;
 use crate::shm::{DeviceSpan, SegmentId, Span};
 use crate::status::DaemonStatus;
@@ -189,6 +191,10 @@ pub(crate) enum Request {
         max_unread: u64,
         timeout: Duration,
     },
+    /// Returns whether a process of a run is connected to this daemon.
+    RunStatus {
+        run: RunId,
+    },
     Status,
 }
 
@@ -226,6 +232,7 @@ impl Request {
             Self::Follow { .. } => "follow",
             Self::Next { .. } => "next",
             Self::AwaitUnread { .. } => "await_unread",
+            Self::RunStatus { .. } => "run_status",
             Self::Status => "status",
         }
     }
@@ -258,6 +265,10 @@ pub(crate) enum Notice {
     Unfollow { follower: u64 },
     /// The client no longer waits for the reply to this request.
     Cancel { request: u64 },
+    /// From a daemon to its controller: processes of these runs are connected to it.
+    RunsConnected { processes: Vec<RunProcess> },
+    /// From a daemon to its controller: no process of these runs is connected to it any more.
+    RunsDisconnected { runs: Vec<RunId> },
     /// The client disconnects and has nothing mapped.
     Goodbye,
 }
@@ -292,6 +303,7 @@ pub(crate) enum Reply {
     /// Number of the follower on this connection.
     Follower(u64),
     UnreadCounts(UnreadCounts),
+    RunStatus(RunStatus),
     Status(DaemonStatus),
     /// More archives of the reply that follows.
     Archives(Archives),

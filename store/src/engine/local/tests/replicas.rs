@@ -5,6 +5,12 @@ use super::*;
 /// One of several processes. Each random number is its session id.
 struct MultiHost(u128);
 
+impl MultiHost {
+    fn peers(own: u128) -> Peers {
+        Peers { replica_locator: Arc::new(Self(own)), ..Peers::default() }
+    }
+}
+
 #[async_trait]
 impl ReplicaLocator for MultiHost {
     fn is_multi_host(&self) -> bool {
@@ -39,12 +45,8 @@ impl Environment for MultiHost {
 async fn session_is_visible_from_begin_to_end() {
     let ledgers = SharedLedgers::new(Arc::new(MemoryMeta::default()));
     let (shared, volume) = (Arc::new(ledgers.clone()), Arc::new(MemoryVolume::default()));
-    let controller = LocalController::with_replica_locator(
-        shared,
-        volume,
-        Arc::new(MultiHost(7)),
-        Arc::new(MultiHost(7)),
-    );
+    let controller =
+        LocalController::with_peers(shared, volume, MultiHost::peers(7), Arc::new(MultiHost(7)));
     let own = SessionId(7);
     assert!(ledgers.has_ended(own).await.unwrap());
     controller.begin_session().await.unwrap();
@@ -72,10 +74,10 @@ async fn replicas_are_recorded_and_released() {
         (SharedLedgers::new(Arc::new(MemoryMeta::default())), MemoryVolume::default());
     let among = |own| {
         let (ledgers, volume) = (Arc::new(ledgers.clone()), Arc::new(volume.clone()));
-        LocalController::with_replica_locator(
+        LocalController::with_peers(
             ledgers,
             volume,
-            Arc::new(MultiHost(own)),
+            MultiHost::peers(own),
             Arc::new(MultiHost(own)),
         )
     };
@@ -122,10 +124,10 @@ async fn contributions_of_ended_process_are_withdrawn() {
     let volume = MemoryVolume::default();
     let among = |own| {
         let (ledgers, volume) = (Arc::new(ledgers.clone()), Arc::new(volume.clone()));
-        LocalController::with_replica_locator(
+        LocalController::with_peers(
             ledgers,
             volume,
-            Arc::new(MultiHost(own)),
+            MultiHost::peers(own),
             Arc::new(MultiHost(own)),
         )
     };

@@ -15,7 +15,7 @@ use crate::cli::{Sandbox, safetensors_file};
 use crate::safetensors::{Files, small_directory};
 
 /// Writes files into a directory and its subdirectories.
-fn write_files(place: &Sandbox, directory: &str, files: &Files) {
+pub(crate) fn write_files(place: &Sandbox, directory: &str, files: &Files) {
     for (name, bytes) in files {
         let path = place.path(directory).join(name);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -24,7 +24,7 @@ fn write_files(place: &Sandbox, directory: &str, files: &Files) {
 }
 
 /// Reads all files of a directory and its subdirectories. Panics on a link or a special file.
-fn read_files(directory: &Path) -> Files {
+pub(crate) fn read_files(directory: &Path) -> Files {
     let mut files = Files::new();
     let mut folders = vec![directory.to_owned()];
     while let Some(folder) = folders.pop() {
@@ -44,7 +44,7 @@ fn read_files(directory: &Path) -> Files {
 
 /// Asserts that both sets of files are equal. Prints only the names of files that differ.
 #[track_caller]
-fn assert_same(found: &Files, expected: &Files) {
+pub(crate) fn assert_same(found: &Files, expected: &Files) {
     let names = found.keys().chain(expected.keys());
     let different: Vec<&String> =
         names.filter(|name| found.get(*name) != expected.get(*name)).collect();
@@ -81,7 +81,7 @@ fn other_files() -> Files {
     .collect()
 }
 
-fn merge(mut files: Files, more: Files) -> Files {
+pub(crate) fn merge(mut files: Files, more: Files) -> Files {
     files.extend(more);
     files
 }

@@ -1,13 +1,15 @@
-//! Search for archives in directories.
+//! Search for archives and models in directories.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::exit::Exit;
-use crate::failure::{Failure, Result};
-use crate::input::{is_stream, object_url};
+use tssd_format::safetensors::{FILE_NAME, INDEX_NAME};
 
-/// Returns the path itself if it is a file or stdin, else all archives in and below the directory.
+use crate::failure::{Failure, Result};
+use crate::input::{directory_failure, is_directory};
+use crate::model::is_model_directory;
+
+/// Returns the path itself if it is a file or stdin, else the model of the directory and all archives in and below it.
 ///
 /// The archives are sorted by path.
 pub(crate) fn list_archives(path: &Path) -> Result<Vec<PathBuf>> {
@@ -24,25 +26,16 @@ pub(crate) fn list_archives(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(archives)
 }
 
-/// Returns whether a path is a directory. Stdin and objects in buckets are not directories.
-pub(crate) fn is_directory(path: &Path) -> Result<bool> {
-    if is_stream(path) || object_url(path).is_some() {
-        return Ok(false);
-    }
-    let metadata = path.metadata().map_err(|error| Failure::io("read", path, error))?;
-    Ok(metadata.is_dir())
-}
-
-/// Creates the failure for a directory without archives.
+/// Creates the failure for a directory without archives and without a model.
 pub(crate) fn no_archives_failure(directory: &Path) -> Failure {
-    let message = format_args!("there is no .tssd file in {}", directory.display());
-    Failure::new(Exit::NotFound, message).help("check the path")
+    let help = format!("check the path: a model is {INDEX_NAME} with its files, or {FILE_NAME}");
+    directory_failure(directory, "no .tssd file and no model", &help)
 }
 
-/// Archives in and below a directory.
+/// Archives in and below a directory, and the directory itself if it has a model.
 #[derive(Default)]
 pub(crate) struct ArchiveListing {
-    /// The archives, sorted by path.
+    /// The archives, sorted by path. The directory comes first.
     pub(crate) archives: Vec<PathBuf>,
     /// Directories that could not be listed completely, with the reason.
     pub(crate) unreadable: Vec<(PathBuf, Failure)>,
@@ -51,6 +44,9 @@ pub(crate) struct ArchiveListing {
 impl ArchiveListing {
     pub(crate) fn scan(directory: &Path) -> Self {
         let mut found = Self::default();
+        if is_model_directory(directory) {
+            found.archives.push(directory.to_owned());
+        }
         found.add_directory(directory);
         found.archives.sort();
         found

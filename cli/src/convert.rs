@@ -7,17 +7,17 @@ use std::path::PathBuf;
 
 use serde_json::json;
 use tssd_format::{
-    Archive, ChunkPolicy, ChunkSize, Compression, Container, Node, ObjectPath, Options,
-    ZSTD_LEVEL_ATTR,
+    ChunkPolicy, ChunkSize, Compression, Container, Node, ObjectPath, Options, ZSTD_LEVEL_ATTR,
 };
 
 use self::torch::ConvertedCheckpoint;
 use crate::codec::Codec;
 use crate::console::Console;
-use crate::document::Document;
+use crate::document::{Document, Source};
 use crate::encode;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
+use crate::model::{Links, with_attrs};
 use crate::output::{Force, Output, display_output_path};
 use crate::pattern::Pattern;
 use crate::size::{Size, pluralize};
@@ -25,13 +25,14 @@ use crate::verify;
 
 /// Convert an archive: compress it, align it, change its chunks, add digests, or join a shard set into one archive.
 ///
-/// Without an option for it, a property stays as it is. The archive is verified first, so damage is not copied. Files of
+/// Without an option for it, a property stays as it is. The archive is verified first, so damage is not copied. A
+/// safetensors file and the directory of a Hugging Face model become an archive as by `tssd pack`. Files of
 /// torch.save and directories of torch.distributed.checkpoint are read by Python, with the packages tssd and torch of the
 /// environment that has this command or that `VIRTUAL_ENV` names. Nothing in them is executed.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The archive; a directory with a manifest.tssd, which becomes one archive; what torch.save or
-    /// torch.distributed.checkpoint has written; `-`: an archive from stdin
+    /// The archive; a directory with a manifest.tssd, which becomes one archive; a safetensors file; a directory with a
+    /// model; what torch.save or torch.distributed.checkpoint has written; `-`: an archive or safetensors from stdin
     input: PathBuf,
     /// The archive to write; `-`: stdout
     #[arg(short, long, value_name = "OUT.tssd")]
@@ -67,6 +68,8 @@ pub(crate) struct Args {
     /// option, the sizes stay as they are
     #[arg(long, value_name = "BYTES", value_parser = parse_chunks)]
     chunks: Option<ChunkPolicy>,
+    #[command(flatten)]
+    links: Links,
 }
 
 fn parse_chunks(text: &str) -> std::result::Result<ChunkPolicy, String> {
@@ -93,22 +96,19 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         if let Some(ConvertedCheckpoint { document, file_len, scratch }) = checkpoint {
             (document, file_len, Some(scratch))
         } else {
-            let document = Document::open(&args.input)?;
+            let document = Document::open_with(&args.input, args.links, Some(&args.output))?;
             let file_len = document.file_len();
             (document, file_len, None)
         };
-    let Some(archive) = document.archive() else {
-        let message = format_args!("{} is a safetensors file", document.path().display());
-        return Err(Failure::new(Exit::Refused, message).help("`tssd pack` makes an archive of it"));
-    };
-    reject_divergent(archive)?;
-    let options = args.options(archive)?;
+    let structure = document.structure();
+    reject_divergent(&structure)?;
+    let options = args.options(&document, &structure)?;
     let bar = console.bytes_bar("writing", 0);
     let mut output = Output::create(&args.output, args.force, bar.clone())?;
 
-    // Verify first: new checksums would hide damage.
-    let damage = verify::verify_payload(archive, true, console);
-    if let Some(error) = damage.into_iter().min_by_key(tssd_format::Error::offset) {
+    // Verify first: new checksums would hide damage. Safetensors files have none.
+    let damage = document.archive().map(|archive| verify::verify_payload(archive, true, console));
+    if let Some(error) = damage.into_iter().flatten().min_by_key(tssd_format::Error::offset) {
         return Err(Failure::format(document.path(), &error));
     }
     let dict = document.to_state_dict()?;
@@ -118,8 +118,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     layout.write_to(&mut output).map_err(format_failure)?;
     let file_len = output.commit()?;
 
-    let raw = (0..archive.storage_count()).map(|number| archive.storage(number).len).sum();
-    let leaves = archive.leaves().len();
+    let raw = document.raw_len();
+    let leaves = structure.into_leaves().len();
     let line = format!(
         "{}: {}, {} raw, file {} -> {}",
         display_output_path(&args.output).display(),
@@ -137,10 +137,13 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
 }
 
 impl Args {
-    /// Returns the options that the archive records, overridden by the arguments.
-    fn options(&self, archive: &Archive) -> Result<Options> {
-        let mut options = Options::from_archive(archive);
-        if !archive.shards().is_empty() {
+    /// Returns the options that the document records, overridden by the arguments.
+    fn options(&self, document: &Document, structure: &Node) -> Result<Options> {
+        let mut options = match document.source() {
+            Source::Archive(archive, _) => Options::from_archive(archive),
+            Source::Model(model) => with_attrs(Options::new(), &model.attrs),
+        };
+        if document.is_shard_set() {
             options = options.without_store_attrs();
         }
         if self.digest {
@@ -167,17 +170,17 @@ impl Args {
         if self.only.is_empty() {
             return Ok(options.compress(codec.compression()));
         }
-        let selected = self.selected_leaves(archive)?;
+        let selected = self.selected_leaves(structure.clone())?;
         Ok(options.compress_leaves(move |path, _| {
             if selected.contains(path) { codec.compression() } else { Compression::None }
         }))
     }
 
     /// Returns the leaves that `--only` selects.
-    fn selected_leaves(&self, archive: &Archive) -> Result<BTreeSet<ObjectPath>> {
+    fn selected_leaves(&self, structure: Node) -> Result<BTreeSet<ObjectPath>> {
         let mut is_used = vec![false; self.only.len()];
         let mut selected = BTreeSet::new();
-        for (path, _) in archive.leaves() {
+        for (path, _) in structure.into_leaves() {
             let fqn = path.fqn();
             for (pattern, is_used) in self.only.iter().zip(&mut is_used) {
                 if pattern.matches(&fqn) {
@@ -197,7 +200,7 @@ impl Args {
 }
 
 /// Rejects an archive whose writers hold different values, because only a manifest can store them.
-fn reject_divergent(archive: &Archive) -> Result<()> {
+fn reject_divergent(structure: &Node) -> Result<()> {
     fn find(node: &Node, path: &ObjectPath) -> Option<ObjectPath> {
         let Node::Container(container, children) = node else { return None };
         if *container == Container::Divergent {
@@ -205,7 +208,7 @@ fn reject_divergent(archive: &Archive) -> Result<()> {
         }
         children.iter().find_map(|(step, child)| find(child, &path.clone().step(step.clone())))
     }
-    let Some(path) = find(&archive.structure(), &ObjectPath::root()) else { return Ok(()) };
+    let Some(path) = find(structure, &ObjectPath::root()) else { return Ok(()) };
     let message = format_args!("the writers hold each their own value of {path}");
     Err(Failure::new(Exit::Refused, message)
         .help("`tssd get --writer RANK` makes an archive with the values of one of them"))

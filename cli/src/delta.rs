@@ -10,10 +10,12 @@ use tssd_format::{
 
 use crate::codec::Codec;
 use crate::console::Console;
+use crate::document::{Document, DocumentArchive};
 use crate::encode;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::{display_input_path, open_archive};
+use crate::input::display_input_path;
+use crate::model::Links;
 use crate::output::{Force, Output, display_output_path};
 use crate::parallel;
 use crate::size::{Size, pluralize};
@@ -34,15 +36,16 @@ enum Command {
     Fold(FoldArgs),
 }
 
-/// Write the difference between two archives.
+/// Write the difference between two archives, safetensors files or models.
 ///
 /// Tensors with the same path, dtype, shape and slice become differences. All other leaves are stored whole. Memory holds
-/// the delta, and the decoded bytes of leaves that are compressed in the new version and stored whole in the delta.
+/// the delta, and the decoded bytes of leaves that are compressed in the new version and stored whole in the delta. Models
+/// are packed first, into scratch directories next to the output.
 #[derive(Debug, clap::Args)]
 struct MakeArgs {
-    /// The old version: an archive, or a directory with a manifest.tssd
+    /// The old version: an archive, a safetensors file, or a directory with a manifest.tssd or a model; `-`: stdin
     base: PathBuf,
-    /// The new version
+    /// The new version, as one of the same
     result: PathBuf,
     /// The delta to write; `-`: stdout
     #[arg(short, long, value_name = "OUT.tssd")]
@@ -53,6 +56,8 @@ struct MakeArgs {
     /// deltas of one class can be folded
     #[arg(long, value_enum, value_name = "CLASSES", default_value = "1")]
     classes: Classes,
+    #[command(flatten)]
+    links: Links,
 }
 
 /// Write the new version, given the old one and the delta.
@@ -60,7 +65,7 @@ struct MakeArgs {
 /// Each byte is verified against the checksums and digests of the delta. Memory holds the whole state dict.
 #[derive(Debug, clap::Args)]
 struct ApplyArgs {
-    /// The old version: an archive, or a directory with a manifest.tssd
+    /// The old version: an archive, a safetensors file, or a directory with a manifest.tssd or a model; `-`: stdin
     base: PathBuf,
     /// The delta
     delta: PathBuf,
@@ -72,6 +77,8 @@ struct ApplyArgs {
     /// Compress the storages with this codec
     #[arg(long, value_enum, value_name = "CODEC", default_value = "none")]
     codec: Codec,
+    #[command(flatten)]
+    links: Links,
 }
 
 /// Write one delta with the effect of several, each of which continues the one before it.
@@ -119,25 +126,6 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     }
 }
 
-/// Opens a delta with its base.
-///
-/// # Errors
-///
-/// Refuses a file that is no delta, and an archive that is not its base.
-pub(crate) fn with_base(delta: Archive, path: &Path, base: &Path) -> Result<Archive> {
-    require_delta(&delta, path, "leave out the base")?;
-    let format_failure = |error| Failure::format(display_input_path(base), &error);
-    delta.with_base(open_archive(base)?).map_err(format_failure)
-}
-
-fn require_delta(archive: &Archive, path: &Path, help: &str) -> Result<()> {
-    if archive.base_digest().is_some() {
-        return Ok(());
-    }
-    let message = format_args!("{} is no delta", display_input_path(path).display());
-    Err(Failure::new(Exit::Refused, message).help(help))
-}
-
 /// Returns the names of two inputs, for errors that may be about either.
 fn both(one: &Path, other: &Path) -> PathBuf {
     let [one, other] = [one, other].map(|path| display_input_path(path).display().to_string());
@@ -148,16 +136,20 @@ fn make(args: &MakeArgs, console: Console) -> Result<Exit> {
     let console = console.for_output(&args.output);
     args.force.check(&args.output)?;
     let path = display_output_path(&args.output);
-    let (base, result) = (open_archive(&args.base)?, open_archive(&args.result)?);
-    for (archive, input) in [(&base, &args.base), (&result, &args.result)] {
-        if archive.lacks_base() {
-            let message = format_args!("{} is a delta", display_input_path(input).display());
+    let open = |path: &Path| {
+        let document = Document::open_with(path, args.links, Some(&args.output))?;
+        if document.archive().is_some_and(Archive::lacks_base) {
+            let message = format_args!("{} is a delta", document.path().display());
             return Err(Failure::new(Exit::Refused, message).help("apply it to its base first"));
         }
-    }
+        document.to_archive(Some(&args.output), console)
+    };
+    let base = open(&args.base)?;
+    let result = open(&args.result)?;
+    let (base, result) = (&base.archive, &result.archive);
     let inputs = both(&args.base, &args.result);
     let format_failure = |error| Failure::format(&inputs, &error);
-    let draft = DeltaDraft::between(&base, &result, args.classes.into()).map_err(format_failure)?;
+    let draft = DeltaDraft::between(base, result, args.classes.into()).map_err(format_failure)?;
     let (layout, changes) = encode_draft(draft, console).map_err(format_failure)?;
     let file_len = write_layout(&layout, &args.output, args.force, console)?;
     let raw_len = (0..result.storage_count()).map(|number| result.storage(number).len).sum();
@@ -182,12 +174,13 @@ fn apply(args: &ApplyArgs, console: Console) -> Result<Exit> {
     let console = console.for_output(&args.output);
     args.force.check(&args.output)?;
     let path = display_output_path(&args.output);
-    let delta = open_archive(&args.delta)?;
-    require_delta(&delta, &args.delta, "the base comes first, then the delta")?;
-    let base = open_archive(&args.base)?;
+    let delta = Document::open(&args.delta)?;
+    let delta = delta.delta("the base comes first, then the delta")?;
+    let base = Document::open_with(&args.base, args.links, Some(&args.output))?;
+    let DocumentArchive { archive: base, .. } = &base.to_archive(Some(&args.output), console)?;
     let base_failure = |error| Failure::format(display_input_path(&args.base), &error);
     // A base that is the result already needs no delta.
-    let archive = delta.clone().result_from(base).map_err(base_failure)?;
+    let archive = delta.clone().result_from(base.clone()).map_err(base_failure)?;
     let is_result = archive.base().is_none();
     let inputs = if is_result { args.base.clone() } else { both(&args.base, &args.delta) };
     let jobs = archive.verify_jobs();
@@ -198,7 +191,7 @@ fn apply(args: &ApplyArgs, console: Console) -> Result<Exit> {
     if let Some(error) = error {
         return Err(Failure::format(&inputs, &error));
     }
-    let options = Options::new().attrs_of(&delta).digests().allow_opaque();
+    let options = Options::new().attrs_of(delta).digests().allow_opaque();
     let options = options.compress(args.codec.compression());
     let dict = archive.to_state_dict().map_err(|error| Failure::format(&inputs, &error))?;
     let layout = encode::plan(&dict, &options, console);
@@ -250,9 +243,7 @@ fn fold(args: &FoldArgs, console: Console) -> Result<Exit> {
 }
 
 fn open_delta(path: &Path) -> Result<Archive> {
-    let delta = open_archive(path)?;
-    require_delta(&delta, path, "name deltas, the oldest first")?;
-    Ok(delta)
+    Document::open(path)?.delta("name deltas, the oldest first").cloned()
 }
 
 fn to_archive(layout: &Layout) -> std::result::Result<Archive, tssd_format::Error> {

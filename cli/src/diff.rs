@@ -1,11 +1,11 @@
-//! `tssd diff`: compares two files.
+//! `tssd diff`: compares two state dicts.
 
 mod elements;
 mod storage_diff;
 mod ties;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
 use serde_json::{Value as Json, json};
@@ -19,28 +19,37 @@ use crate::diff::storage_diff::StorageDiff;
 use crate::document::Document;
 use crate::exit::Exit;
 use crate::failure::Result;
+use crate::model::Links;
 use crate::size::{Size, pluralize};
 use crate::value::{self, repr};
 
-/// Compare two files (.tssd or .safetensors) or shard sets: structure, dtypes, shapes and values.
+/// Compare two files (.tssd or .safetensors), shard sets or directories of models: structure, dtypes, shapes and values.
+///
+/// The directory of a Hugging Face model equals the archive that `tssd pack` makes of it.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The one file; `-`: stdin
+    /// The one file; a directory with a manifest.tssd or a model; `-`: stdin
     a: PathBuf,
-    /// The other file; `-`: stdin
+    /// The other file or directory; `-`: stdin
     b: PathBuf,
     /// The base of the other file, if that is a delta
-    #[arg(long, value_name = "BASE.tssd")]
+    #[arg(long, value_name = "BASE")]
     base: Option<PathBuf>,
     /// Compare dtype, shape and values of each leaf only: not the nesting, the order, strides or flags
     #[arg(long)]
     values: bool,
+    #[command(flatten)]
+    links: Links,
 }
 
 /// Prints every difference. The exit code says whether there is one.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let a = Document::open(&args.a)?;
-    let b = Document::open_with_base(&args.b, args.base.as_deref())?;
+    let open = |path: &Path| Document::open_with(path, args.links, None);
+    let (a, b) = (open(&args.a)?, open(&args.b)?);
+    let b = match &args.base {
+        Some(base) => b.with_base(&open(base)?, console)?,
+        None => b,
+    };
     let Findings { differences, leaves, storage_diff } = compare(&a, &b, args.values, console)?;
     let equal = differences.is_empty();
     if console.json {

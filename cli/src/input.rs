@@ -1,8 +1,10 @@
 //! Input of the commands: files, shard sets, objects in buckets, and stdin (`-`).
+//!
+//! `document` opens them as state dicts.
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Read, StdinLock};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,6 +14,58 @@ use tssd_store::ErrorKind as StoreErrorKind;
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
+
+/// Error of opening an input.
+pub(crate) enum OpenError {
+    /// The input cannot be read, or is refused.
+    Failure(Failure),
+    /// Defects of the input, at least one. `verify` reports all, and other commands the first one.
+    Defects(Vec<Defect>),
+}
+
+/// A defect of a file.
+pub(crate) struct Defect {
+    pub(crate) path: PathBuf,
+    pub(crate) error: Error,
+}
+
+impl Defect {
+    /// Returns the message. It names the file if that is not the input itself, but a file in its directory.
+    pub(crate) fn message(&self, input: &Path) -> String {
+        match self.path.strip_prefix(input) {
+            Ok(name) if name != Path::new("") => format!("{}: {}", name.display(), self.error),
+            _ => self.error.to_string(),
+        }
+    }
+}
+
+impl OpenError {
+    /// Creates an error from a format error on a file.
+    pub(crate) fn defect(path: &Path, error: Error) -> Self {
+        if error.kind() == ErrorKind::Io {
+            return Self::Failure(Failure::format(path, &error));
+        }
+        Self::Defects(vec![Defect { path: path.to_owned(), error }])
+    }
+}
+
+impl From<Failure> for OpenError {
+    fn from(failure: Failure) -> Self {
+        Self::Failure(failure)
+    }
+}
+
+impl From<OpenError> for Failure {
+    fn from(error: OpenError) -> Self {
+        match error {
+            OpenError::Failure(failure) => failure,
+            OpenError::Defects(defects) => {
+                let Defect { path, error } = defects.first().expect("there is at least one");
+                Self::format(path, error)
+            }
+        }
+    }
+}
 
 /// Returns whether a path is `-`, which stands for stdin or stdout.
 pub(crate) fn is_stream(path: &Path) -> bool {
@@ -51,7 +105,7 @@ pub(crate) fn open(path: &Path) -> Result<Arc<dyn Blob>> {
     let metadata = path.metadata().map_err(io_failure)?;
     if metadata.is_dir() {
         return Err(Failure::new(Exit::Refused, format_args!("{} is a directory", path.display()))
-            .help("name a file, or a directory with a manifest.tssd"));
+            .help("name a file"));
     }
     if !metadata.is_file() {
         let message = format_args!("{} is no regular file", path.display());
@@ -66,33 +120,43 @@ pub(crate) fn object_url(path: &Path) -> Option<&str> {
     path.to_str().filter(|url| tssd_store::file::is_object_url(url))
 }
 
+/// Returns whether a path is a directory. Stdin and objects in buckets are not directories.
+pub(crate) fn is_directory(path: &Path) -> Result<bool> {
+    if is_stream(path) || object_url(path).is_some() {
+        return Ok(false);
+    }
+    let metadata = path.metadata().map_err(|error| Failure::io("read", path, error))?;
+    Ok(metadata.is_dir())
+}
+
+/// Returns whether a directory is a checkpoint of torch.distributed.checkpoint.
+pub(crate) fn is_torch_checkpoint(directory: &Path) -> bool {
+    directory.join(".metadata").is_file()
+}
+
+/// Creates the failure for a directory without a file that the command reads. `lacking` completes "DIR has …".
+pub(crate) fn directory_failure(directory: &Path, lacking: &str, help: &str) -> Failure {
+    let path = directory.display();
+    if is_torch_checkpoint(directory) {
+        let message = format_args!("{path} is a directory of torch.distributed.checkpoint");
+        return Failure::new(Exit::Refused, message)
+            .help("`tssd convert DIR -o OUT.tssd` makes an archive of it");
+    }
+    Failure::new(Exit::NotFound, format_args!("{path} has {lacking}")).help(help)
+}
+
 /// Returns whether a path is a directory with a manifest.
 pub(crate) fn is_shard_set(path: &Path) -> bool {
     !is_stream(path) && path.is_dir() && path.join(MANIFEST_NAME).symlink_metadata().is_ok()
 }
 
 /// Opens the shard set of a directory as one archive.
-///
-/// # Errors
-///
-/// The outer error is an I/O failure. The inner error is a defect of the set, which the caller judges.
-pub(crate) fn open_shard_set(directory: &Path) -> Result<Result<Archive, Error>> {
-    match tssd_format::open_shard_set(directory) {
-        Err(error) if error.kind() == ErrorKind::Io => {
-            // Name the file of the set that failed, not the directory.
-            Err(Failure::format(error.path().map_or(directory, Path::new), &error))
-        }
-        opened => Ok(opened),
-    }
-}
-
-/// Opens a file, or the shard set of a directory, as one archive.
-pub(crate) fn open_archive(path: &Path) -> Result<Archive> {
-    if is_shard_set(path) {
-        return open_shard_set(path)?.map_err(|error| Failure::format(path, &error));
-    }
-    Archive::from_blob(open(path)?)
-        .map_err(|error| Failure::format(display_input_path(path), &error))
+pub(crate) fn open_shard_set(directory: &Path) -> Result<Archive, OpenError> {
+    tssd_format::open_shard_set(directory).map_err(|error| {
+        // Name the file of the set that cannot be read, not the directory.
+        let file = error.path().filter(|_| error.kind() == ErrorKind::Io).map(PathBuf::from);
+        OpenError::defect(file.as_deref().unwrap_or(directory), error)
+    })
 }
 
 /// Locks stdin.

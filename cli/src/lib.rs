@@ -17,12 +17,13 @@ mod size;
 mod table;
 mod value;
 
-// Input and output files.
+// Inputs and output files.
 mod archives;
 mod document;
 mod element;
 mod encode;
 mod input;
+mod model;
 mod output;
 mod pattern;
 

@@ -1,7 +1,7 @@
 //! `tssd roundtrip`: checks that reading and rewriting a file loses nothing.
 
 mod compare_writer;
-mod safetensors;
+mod model;
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -16,11 +16,12 @@ use tssd_format::{
 use crate::archives::list_archives;
 use crate::console::{Console, print, print_json};
 use crate::diff;
-use crate::document::{Document, looks_like_safetensors};
+use crate::document::{Document, Source};
 use crate::encode;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::{display_input_path, open, open_shard_set};
+use crate::input::{Defect, OpenError, display_input_path, open_shard_set};
+use crate::model::Links;
 use crate::roundtrip::compare_writer::CompareWriter;
 use crate::verify;
 
@@ -30,13 +31,16 @@ const REASONS_MAX: usize = 10;
 /// Read archives into state dicts, write those anew, and compare: nothing is lost.
 ///
 /// Each is `identical` (the same bytes), `equal` (other bytes, such as those of another writer, that
-/// mean the same), or `lossy`. A delta is `skipped`, because it cannot be read without its base. Of a shard set, each archive is read and written by itself, and all of
-/// them together as one. Safetensors files are packed and unpacked.
+/// mean the same), or `lossy`. A delta is `skipped`, because it cannot be read without its base. Of a shard set, each
+/// archive is read and written by itself, and all of them together as one. Safetensors files and directories of Hugging
+/// Face models are packed and unpacked in memory, and compared byte for byte.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Archives, directories with archives in them, or safetensors files; `-`: stdin
+    /// Archives, safetensors files, directories of models, or directories with archives in them; `-`: stdin
     #[arg(required = true)]
     paths: Vec<PathBuf>,
+    #[command(flatten)]
+    links: Links,
 }
 
 /// Result of rewriting a file.
@@ -75,7 +79,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     }
     let mut results = Vec::new();
     for path in &files {
-        let verdict = check(path, console)?;
+        let verdict = check(path, args.links, console)?;
         if !(console.json || console.quiet && verdict.outcome != Outcome::Lossy) {
             print(verdict.lines(path))?;
         }
@@ -145,28 +149,40 @@ fn verdict_from_error(path: &Path, error: &Error) -> Result<Verdict> {
     Ok(Verdict::lossy([format!("{rule}  {error}")]))
 }
 
-fn check(path: &Path, console: Console) -> Result<Verdict> {
-    let file = open(path)?;
+/// Converts the defects that an input could not be opened for.
+fn verdict_from_defects(input: &Path, defects: &[Defect]) -> Verdict {
+    let reason = |defect: &Defect| {
+        let rule = defect.error.kind().rule();
+        format!("{rule}  {}", defect.message(input))
+    };
+    Verdict::lossy(defects.iter().map(reason))
+}
+
+/// Reads and rewrites one input.
+fn check(path: &Path, links: Links, console: Console) -> Result<Verdict> {
+    let document = match Document::open_with(path, links, None) {
+        Err(OpenError::Defects(defects)) => return Ok(verdict_from_defects(path, &defects)),
+        document => document?,
+    };
     let path = display_input_path(path);
-    if looks_like_safetensors(&*file) {
-        return safetensors::check(path, &*file, console);
-    }
-    let archive = match Archive::from_blob(file.clone()) {
-        Ok(archive) => archive,
-        Err(error) => return verdict_from_error(path, &error),
+    let (archive, file) = match document.source() {
+        Source::Model(model) => return model::check(model, console),
+        Source::Archive(archive, Some(file)) => (archive.clone(), file),
+        // A shard set: its manifest is checked with its archives.
+        Source::Archive(_, None) => return check(&path.join(MANIFEST_NAME), links, console),
     };
     if archive.lacks_base() {
         let reasons = vec!["a delta, which needs its base".to_owned()];
         return Ok(Verdict { outcome: Outcome::Skipped, reasons });
     }
     if archive.is_manifest_only() {
-        return check_manifest(path, &archive, &*file, console);
+        return check_manifest(path, &archive, &**file, console);
     }
     let layout = match reencode(&archive, console) {
         Ok(layout) => layout,
         Err(error) => return verdict_from_error(path, &error),
     };
-    let mut comparer = CompareWriter::new(&*file);
+    let mut comparer = CompareWriter::new(&**file);
     match layout.write_to(&mut comparer) {
         Ok(()) if comparer.is_complete() => return Ok(Verdict::identical()),
         Err(error) if comparer.first_difference().is_none() => {
@@ -269,9 +285,9 @@ fn check_manifest(
         return Ok(index.with_note("the index alone, not what it names"));
     }
     let directory = if directory == Path::new("") { Path::new(".") } else { directory };
-    let set = match open_shard_set(directory)? {
-        Ok(set) => set,
-        Err(error) => return verdict_from_error(path, &error),
+    let set = match open_shard_set(directory) {
+        Err(OpenError::Defects(defects)) => return Ok(verdict_from_defects(directory, &defects)),
+        set => set?,
     };
     match reencode(&set, console) {
         Ok(layout) => {

@@ -8,28 +8,35 @@ use tssd_format::safetensors::{Directory, Export, INDEX_NAME};
 use tssd_format::{Error, ErrorKind};
 
 use crate::console::Console;
+use crate::document::{Document, DocumentArchive};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::{display_input_path, is_stream, open_archive};
+use crate::input::{display_input_path, is_stream};
+use crate::model::Links;
 use crate::output::{Force, Output, OutputDirectory, OutputFile, display_output_path};
 use crate::size::{Size, join_names, pluralize};
 
 /// Unpack an archive of tensors into a safetensors file, or into a directory as Hugging Face has it.
 ///
 /// What was packed comes back byte for byte. The output is a directory if its path ends in `/`, if it
-/// is an empty directory, or with --shard-size; it gets the other files that were packed too.
+/// is an empty directory, or with --shard-size; it gets the other files that were packed too. A safetensors
+/// file or the directory of a model is packed first, into a scratch directory next to the output: so
+/// --shard-size splits a model anew.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The archive, or a directory with a manifest.tssd; `-`: stdin
+    /// The archive; a directory with a manifest.tssd or a model; a safetensors file; `-`: stdin
     input: PathBuf,
     /// The safetensors file to write, `-`: stdout; or a new or empty directory
     #[arg(short, long, value_name = "OUT.safetensors|DIR/")]
     output: PathBuf,
     #[command(flatten)]
     force: Force,
-    /// Write a directory anew, with files of this many bytes of tensors at most, and an index
+    /// Write a directory anew, with files of this many bytes of tensors at most, and an index. It keeps the metadata of
+    /// the index that was packed, such as `total_parameters`
     #[arg(long, value_name = "SIZE")]
     shard_size: Option<Size>,
+    #[command(flatten)]
+    links: Links,
 }
 
 /// Unpacks storage by storage. Memory holds one storage at a time.
@@ -42,9 +49,18 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         return Err(Failure::new(Exit::Usage, "--shard-size writes a directory, `-` is none")
             .help("name a new or empty directory, or leave out --shard-size"));
     }
-    let archive = open_archive(&args.input)?;
+    let document = Document::open_with(&args.input, args.links, Some(&args.output))?;
+    // Packing takes long, so an output that exists is refused before.
+    if document.model().is_some() {
+        if is_directory_output(args) {
+            OutputDirectory::check(&args.output)?;
+        } else {
+            args.force.check(&args.output)?;
+        }
+    }
+    let DocumentArchive { archive, .. } = &document.to_archive(Some(&args.output), console)?;
     let format_failure = |error| Failure::format(display_input_path(&args.input), &error);
-    let export = Export::from_archive(&archive).map_err(format_failure)?;
+    let export = Export::from_archive(archive).map_err(format_failure)?;
     let other_bytes = export.auxiliary_files().map(|other| other.file_len());
     let other_bytes = other_bytes.fold(0, u64::saturating_add);
     if is_directory_output(args) {
@@ -84,7 +100,7 @@ fn write_files(
     output: &mut OutputDirectory,
 ) -> Result<(Vec<String>, u64)> {
     let (mut names, mut len) = (Vec::new(), 0);
-    let mut write_file = |name: &str, write_content: WriteContent<'_>| {
+    let mut write_file = |name: &str, write_content: WriteContent<'_>| -> Result<()> {
         let path = args.output.join(name);
         let io_failure = |error| Failure::io("write", &path, error);
         let mut stream = output.file(name).map_err(io_failure)?;

@@ -1,4 +1,6 @@
-//! `tssd verify`: verifies every byte of archives.
+//! `tssd verify`: verifies every byte of archives, and of safetensors files what can be verified.
+
+mod model;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error as _;
@@ -6,14 +8,18 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value as Json, json};
-use tssd_format::{Archive, Dtype, Error, MANIFEST_NAME, Node, Runs, TensorMeta, VerifyJob};
+use tssd_format::{
+    Archive, Dtype, Error, ErrorKind, MANIFEST_NAME, Node, Runs, TensorMeta, TensorReference,
+    VerifyJob,
+};
 
-use crate::archives::{ArchiveListing, is_directory, no_archives_failure};
+use crate::archives::{ArchiveListing, no_archives_failure};
 use crate::console::{Console, print, print_json};
-use crate::delta::with_base;
+use crate::document::{Document, Source};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::{self, display_input_path, open_shard_set};
+use crate::input::{Defect, OpenError, display_input_path, is_directory};
+use crate::model::Links;
 use crate::parallel;
 use crate::size::{Size, pluralize};
 use crate::store::store_failure;
@@ -23,9 +29,13 @@ const DEFECTS_MAX: usize = 10;
 
 /// Prove archives: the index by opening them, the payload by reading every byte. Of the directory of a store its
 /// ledgers too: which files are lost, or others.
+///
+/// Safetensors files have no checksums. Of them and of the directory of a Hugging Face model, the command reads every
+/// byte, and proves the headers, the byte ranges of the tensors, and that model.safetensors.index.json names each tensor
+/// once, in the file that has it. Changed bytes of tensors are not found.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Archives, or directories with archives in them; `-`: stdin
+    /// Archives, safetensors files, directories of models, or directories with archives in them; `-`: stdin
     #[arg(required = true)]
     paths: Vec<PathBuf>,
     /// Prove what the bytes mean too: decode what is compressed, check all digests; warn of bools that
@@ -33,8 +43,10 @@ pub(crate) struct Args {
     #[arg(long)]
     deep: bool,
     /// The base of the file, which is a delta: prove what the delta leads to
-    #[arg(long, value_name = "BASE.tssd", requires = "deep")]
+    #[arg(long, value_name = "BASE", requires = "deep")]
     base: Option<PathBuf>,
+    #[command(flatten)]
+    links: Links,
 }
 
 /// Verifies all files and prints one line per file. A damaged file does not stop the command.
@@ -53,10 +65,10 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let mut exit = Exit::Ok;
     let mut results = Vec::new();
     let mut damaged = BTreeSet::new();
-    for Input { path, is_from_directory, known_damage, is_archive } in &mut inputs {
+    for Input { path, is_from_directory, known_damage, is_document } in &mut inputs {
         let path = &*path;
-        let mut verdict = Verdict::default();
-        if *is_archive {
+        let mut verdict = Verdict { has_checksums: true, ..Verdict::default() };
+        if *is_document {
             verdict = match verify(args, path, &damaged, console) {
                 // The file was deleted after the directory was listed.
                 Err(failure)
@@ -88,6 +100,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         let damage: Vec<Json> = verdict.damage.iter().map(Damage::json).collect();
         results.push(json!({
             "path": path, "ok": is_whole, "damage": damage, "warnings": verdict.warnings,
+            "checksums": verdict.has_checksums,
         }));
     }
     if console.json {
@@ -101,26 +114,27 @@ struct Input {
     path: PathBuf,
     /// Whether the file was found in a directory, not named on the command line.
     is_from_directory: bool,
-    /// Whether the path is an archive, not a file of a ledger or a folder.
-    is_archive: bool,
+    /// Whether the path is an archive or a model, not a file of a ledger or an unreadable folder.
+    is_document: bool,
     /// Damage that is known before the file is opened.
     known_damage: Vec<Damage>,
 }
 
-/// Lists the inputs of a path: the file itself, or all archives in and below a directory.
+/// Lists the inputs of a path: the file itself, or the model of a directory and all archives in and below it.
 ///
 /// In the directory of a store, the files with defects that the ledgers reveal are listed too.
 fn list_inputs(path: &Path) -> Result<Vec<Input>> {
     if !is_directory(path)? {
         let (path, known_damage) = (path.to_owned(), Vec::new());
-        return Ok(vec![Input { path, is_from_directory: false, is_archive: true, known_damage }]);
+        return Ok(vec![Input { path, is_from_directory: false, is_document: true, known_damage }]);
     }
     let ArchiveListing { archives, unreadable } = ArchiveListing::scan(path);
     let mut inputs: BTreeMap<PathBuf, Input> = BTreeMap::new();
-    let input = |path: &Path, is_archive| Input {
-        path: path.to_owned(),
-        is_from_directory: true,
-        is_archive,
+    // The model of the directory itself is named by the caller, who learns why it cannot be read.
+    let input = |at: &Path, is_document| Input {
+        path: at.to_owned(),
+        is_from_directory: at != path,
+        is_document,
         known_damage: Vec::new(),
     };
     for archive in archives {
@@ -149,6 +163,8 @@ struct Verdict {
     summary: String,
     damage: Vec<Damage>,
     warnings: Vec<String>,
+    /// Whether the file has checksums, so that changed bytes are damage. `false` for safetensors.
+    has_checksums: bool,
 }
 
 /// One defect of a file.
@@ -161,7 +177,20 @@ struct Damage {
 
 impl Verdict {
     fn from_damage(damage: Damage) -> Self {
-        Self { damage: vec![damage], ..Self::default() }
+        Self { damage: vec![damage], has_checksums: true, ..Self::default() }
+    }
+
+    /// Converts the defects that an input could not be opened for. `path` is the input.
+    fn from_defects(path: &Path, defects: Vec<Defect>) -> Result<Self> {
+        let mut verdict = Self::default();
+        for defect in defects {
+            verdict.has_checksums = defect.error.kind().rule() != SAFETENSORS_RULE;
+            let message = defect.message(path);
+            let damage = Damage::try_from(defect.error)
+                .map_err(|error| Failure::format(display_input_path(&defect.path), &error))?;
+            verdict.damage.push(Damage { message, ..damage });
+        }
+        Ok(verdict)
     }
 
     fn lines(&self, path: &Path) -> String {
@@ -198,13 +227,17 @@ impl Damage {
     }
 }
 
-/// A broken rule of the format is damage. Other errors are returned unchanged.
+/// The rule of errors in safetensors files.
+const SAFETENSORS_RULE: &str = ErrorKind::NotSafetensors.rule();
+
+/// A broken rule of the format or of safetensors is damage. Other errors are returned unchanged.
 impl TryFrom<Error> for Damage {
     type Error = Error;
 
     fn try_from(error: Error) -> Result<Self, Error> {
         let rule = error.kind().rule();
-        if !rule.starts_with("F-") {
+        let is_damage = matches!(error.kind(), ErrorKind::NotSafetensors | ErrorKind::WeightMap);
+        if !is_damage && !rule.starts_with("F-") {
             return Err(error);
         }
         let (message, leaf) = (error.to_string(), error.path().map(ToOwned::to_owned));
@@ -212,24 +245,38 @@ impl TryFrom<Error> for Damage {
     }
 }
 
-/// Verifies a file. Damage is part of the verdict, an unreadable file is an error.
+/// Verifies an input. Damage is part of the verdict, an unreadable file is an error.
 fn verify(
     args: &Args,
     path: &Path,
     damaged: &BTreeSet<PathBuf>,
     console: Console,
 ) -> Result<Verdict> {
-    let format_failure = |error| Failure::format(display_input_path(path), &error);
-    let archive = match open(path, damaged)? {
-        Ok(archive) => archive,
-        Err(error) => return Ok(Verdict::from_damage(error.try_into().map_err(format_failure)?)),
+    let document = match open(path, args.links, damaged) {
+        Err(OpenError::Defects(defects)) => return Verdict::from_defects(path, defects),
+        document => document?,
     };
-    let archive = match &args.base {
-        Some(base) => with_base(archive, path, base)?,
-        None => archive,
+    let document = match &args.base {
+        Some(base) => document.with_base(&Document::open_with(base, args.links, None)?, console)?,
+        None => document,
     };
-    let damage = verify_payload(&archive, args.deep, console).into_iter().map(Damage::try_from);
-    let mut damage = damage.collect::<Result<Vec<_>, _>>().map_err(format_failure)?;
+    let mut verdict = match document.source() {
+        Source::Archive(archive, _) => {
+            verify_archive(archive, document.path(), args.deep, console)?
+        }
+        Source::Model(model) => model::verify(model, console)?,
+    };
+    // Damaged files are not searched for warnings.
+    if args.deep && verdict.damage.is_empty() {
+        verdict.warnings.extend(invalid_bool_warnings(&document)?);
+    }
+    Ok(verdict)
+}
+
+fn verify_archive(archive: &Archive, path: &Path, deep: bool, console: Console) -> Result<Verdict> {
+    let damage = verify_payload(archive, deep, console).into_iter().map(Damage::try_from);
+    let damage = damage.collect::<Result<Vec<_>, _>>();
+    let mut damage = damage.map_err(|error| Failure::format(path, &error))?;
     damage.sort_by_key(|each| each.byte);
     let mut summary = Size(archive.file_len()).to_string();
     match archive.shards().len() {
@@ -246,31 +293,25 @@ fn verify(
     if archive.lacks_base() {
         summary.push_str(", a delta whose base is not looked at");
     }
-    // Damaged files are not searched for warnings.
-    let warnings = if args.deep && damage.is_empty() {
-        invalid_bool_warnings(&archive).map_err(format_failure)?
-    } else {
-        Vec::new()
-    };
-    Ok(Verdict { summary, damage, warnings })
+    Ok(Verdict { summary, damage, warnings: Vec::new(), has_checksums: true })
 }
 
-/// Opens a file. A file with the name of a manifest is opened with the archives that it names.
+/// Opens an input. A file with the name of a manifest is opened with the archives that it names.
 ///
 /// The manifest is opened alone if one of its archives is known to be damaged, so that the damage is
 /// reported once.
-fn open(path: &Path, damaged: &BTreeSet<PathBuf>) -> Result<Result<Archive, Error>> {
-    let archive_alone = Archive::from_blob(input::open(path)?);
-    let Ok(archive) = &archive_alone else { return Ok(archive_alone) };
+fn open(path: &Path, links: Links, damaged: &BTreeSet<PathBuf>) -> Result<Document, OpenError> {
+    let document = Document::open_with(path, links, None)?;
     let is_damaged = |name: String| damaged.contains(&path.with_file_name(name));
-    let names = archive.shards().into_iter().map(|shard| shard.name);
+    let Some(archive) = document.archive() else { return Ok(document) };
+    let shards = archive.shards();
     if path.file_name().is_none_or(|name| name != MANIFEST_NAME)
-        || names.into_iter().any(is_damaged)
+        || shards.into_iter().any(|shard| is_damaged(shard.name))
     {
-        return Ok(archive_alone);
+        return Ok(document);
     }
     let directory = path.parent().filter(|parent| *parent != Path::new(""));
-    open_shard_set(directory.unwrap_or(Path::new(".")))
+    Document::open_shard_set(directory.unwrap_or(Path::new(".")))
 }
 
 /// Returns all defects in the payload of an archive, in any order.
@@ -286,16 +327,18 @@ pub(crate) fn verify_payload(archive: &Archive, deep: bool, console: Console) ->
 /// Returns a warning for each leaf with bools other than 0 and 1.
 ///
 /// Such bytes are not damage, but readers may disagree on their value.
-fn invalid_bool_warnings(archive: &Archive) -> Result<Vec<String>, Error> {
+fn invalid_bool_warnings(document: &Document) -> Result<Vec<String>> {
     let mut warnings = Vec::new();
-    if archive.is_manifest_only() {
-        return Ok(warnings);
-    }
-    for (path, node) in archive.leaves() {
+    // A manifest that is opened alone has no bytes, and a delta without its base only some.
+    let can_read = |number| document.archive().is_none_or(|archive| archive.can_read(number));
+    for (path, node) in document.structure().into_leaves() {
         let Node::Tensors(shards) = node else { continue };
         let mut invalid_count = 0;
-        for reference in shards.iter().filter(|each| each.meta.dtype() == Dtype::Bool) {
-            let tensor = archive.read_tensor(reference)?;
+        let is_bool = |each: &&TensorReference| {
+            each.meta.dtype() == Dtype::Bool && each.storage.is_none_or(can_read)
+        };
+        for reference in shards.iter().filter(is_bool) {
+            let tensor = document.tensor(reference)?;
             let bytes = tensor.view().span();
             let is_invalid = |byte: &&u8| **byte > 1;
             let Some(elements) = distinct_elements(&reference.meta) else {

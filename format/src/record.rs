@@ -201,8 +201,8 @@ pub(crate) mod kind {
 /// Node flag: the content of a `str`, `bytes` or opaque leaf is in a storage.
 pub(crate) const STORED_FLAG: u16 = 1;
 
-/// Maximum length in bytes of content in the index. Longer content is in a storage.
-pub(crate) const INLINE_MAX_BYTES: u64 = 4096;
+/// Maximum length in bytes of the content of a leaf in the index. Longer content is in a storage.
+pub const INLINE_MAX_BYTES: u64 = 4096;
 
 /// Maximum length in bytes of a device, a media tag, a type name and the name of a mesh dimension (F-034).
 pub(crate) const MAX_NAME_BYTES: usize = 256;

@@ -366,7 +366,7 @@ fn exit_codes_match_help_table() {
         (4, "ls --store no-such-store"),
         (4, "get --store no-such-store key -o out.tssd"),
         (5, "unpack a.tssd -o ."),
-        (5, "put --store store key@3 ."),
+        (3, "put --store store key@3 ."),
     ] {
         let output = sandbox.run_with_code(code, args);
         assert!(!output.contains("panicked"), "tssd {args}\n{output}");

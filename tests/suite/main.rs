@@ -44,6 +44,8 @@ mod inspect_snapshots;
 mod ledger;
 /// Directories of models, whose files other than tensors are packed too.
 mod model_directory;
+/// The commands on files, each with every input that `pack` takes.
+mod model_inputs;
 /// Imports between the modules of each crate.
 mod modules;
 /// A daemon, writers and readers as processes under load: killed, stopped, attacked.

@@ -15,7 +15,7 @@ use crate::cli::{Sandbox, safetensors_file};
 use crate::safetensors::{Files, small_directory};
 
 /// Writes files into a directory and its subdirectories.
-fn write_files(place: &Sandbox, directory: &str, files: &Files) {
+pub(crate) fn write_files(place: &Sandbox, directory: &str, files: &Files) {
     for (name, bytes) in files {
         let path = place.path(directory).join(name);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -24,7 +24,7 @@ fn write_files(place: &Sandbox, directory: &str, files: &Files) {
 }
 
 /// Reads all files of a directory and its subdirectories. Panics on a link or a special file.
-fn read_files(directory: &Path) -> Files {
+pub(crate) fn read_files(directory: &Path) -> Files {
     let mut files = Files::new();
     let mut folders = vec![directory.to_owned()];
     while let Some(folder) = folders.pop() {
@@ -44,7 +44,7 @@ fn read_files(directory: &Path) -> Files {
 
 /// Asserts that both sets of files are equal. Prints only the names of files that differ.
 #[track_caller]
-fn assert_same(found: &Files, expected: &Files) {
+pub(crate) fn assert_same(found: &Files, expected: &Files) {
     let names = found.keys().chain(expected.keys());
     let different: Vec<&String> =
         names.filter(|name| found.get(*name) != expected.get(*name)).collect();
@@ -81,7 +81,7 @@ fn other_files() -> Files {
     .collect()
 }
 
-fn merge(mut files: Files, more: Files) -> Files {
+pub(crate) fn merge(mut files: Files, more: Files) -> Files {
     files.extend(more);
     files
 }
@@ -400,7 +400,7 @@ fn unpack_rejects_other_file_with_name_of_tensor_file() {
     assert!(message.contains("a file with tensors has this name"), "{message}");
     assert!(message.contains("model-00001-of-00002.safetensors"), "{message}");
     place.run_with_code(0, "unpack a.tssd -o whole --shard-size 5GB");
-    assert_eq!(read_files(&place.path("whole")).len(), 2);
+    assert_eq!(read_files(&place.path("whole")).len(), 3);
     assert_eq!(place.file_names(), ["a.tssd", "model", "out", "whole"]);
 }
 

@@ -6,12 +6,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use serde_json::Value as Json;
+use tssd_format::Archive;
 
 use crate::console::Console;
 use crate::document::{Document, looks_like_torch};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::{is_shard_set, is_stream, open, open_archive};
+use crate::input::{is_shard_set, is_stream, is_torch_checkpoint, open};
 use crate::output::Scratch;
 
 /// A checkpoint of torch, converted to an archive in a scratch directory.
@@ -37,7 +38,8 @@ pub(super) fn convert_checkpoint(
     let spinner = console.spinner("reading, with Python");
     run_python(&python, input, &archive)?;
     spinner.finish_and_clear();
-    let document = Document::from_archive(input, open_archive(&archive)?);
+    let archive = Archive::open(&archive).map_err(|error| Failure::format(&archive, &error))?;
+    let document = Document::from_archive(input, archive);
     Ok(Some(ConvertedCheckpoint { document, file_len, scratch }))
 }
 
@@ -51,7 +53,7 @@ fn checkpoint_len(input: &Path) -> Result<Option<u64>> {
         let io_failure = |error| Failure::io("read", input, error);
         return looks_like_torch(&*file).then(|| file.size().map_err(io_failure)).transpose();
     }
-    if !input.join(".metadata").is_file() {
+    if !is_torch_checkpoint(input) {
         return Ok(None);
     }
     let io_failure = |error| Failure::io("read", input, error);

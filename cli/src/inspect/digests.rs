@@ -7,19 +7,17 @@ use serde_json::json;
 use tssd_format::{Archive, Node};
 
 use crate::console::{Console, print, print_json};
-use crate::document::Document;
+use crate::document::{Document, DocumentArchive};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
+use crate::model::Links;
 
 /// Prints the content digest, then one line for each leaf in a storage, in the format of `b3sum`.
 ///
 /// If the archive has no digests, the content digest is computed from the bytes, and no leaves are listed.
-pub(super) fn run(path: &Path, console: Console) -> Result<Exit> {
-    let document = Document::open(path)?;
-    let archive = document.archive().ok_or_else(|| {
-        let message = format_args!("{} has no digests", document.path().display());
-        Failure::new(Exit::Refused, message).help("`tssd pack` makes an archive of it")
-    })?;
+pub(super) fn run(path: &Path, links: Links, console: Console) -> Result<Exit> {
+    let document = Document::open_with(path, links, None)?;
+    let DocumentArchive { archive, .. } = &document.to_archive(None, console)?;
     let content = match archive.content_digest() {
         Some(digest) => digest,
         None => archive

@@ -13,11 +13,13 @@ use std::path::Path;
 use tssd_format::{Archive, Blob, ChunkCodec, DATA_START, Dtype, MANIFEST_NAME, StorageReference};
 
 use self::record::{NONE, Record, RecordLayout, decode_le, heap_range};
+use crate::document::{Document, Source};
 use crate::element::ElementDecoder;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
-use crate::input::{display_input_path, is_shard_set, open};
+use crate::input::is_shard_set;
 use crate::inspect::hex::line_buffer::{LINE_BYTES, LineBuffer};
+use crate::model::Links;
 use crate::value::quote;
 
 /// Tables without records: name, and the size and alignment of an entry in bytes.
@@ -34,13 +36,15 @@ const PLAIN_TABLES: [(&str, usize, usize); 9] = [
 ];
 
 /// Prints the dump of an archive, or of the manifest of a shard set.
-pub(super) fn run(path: &Path) -> Result<Exit> {
+pub(super) fn run(path: &Path, links: Links) -> Result<Exit> {
     let path = if is_shard_set(path) { path.join(MANIFEST_NAME) } else { path.to_owned() };
-    let file = open(&path)?;
-    let path = display_input_path(&path);
-    let archive =
-        Archive::from_blob(file.clone()).map_err(|error| Failure::format(path, &error))?;
-    let mut dump = Dump::new(path, &*file, &archive)?;
+    let document = Document::open_with(&path, links, None)?;
+    let path = document.path();
+    let Source::Archive(archive, Some(file)) = document.source() else {
+        let message = format_args!("{} is no archive, and --hex explains archives", path.display());
+        return Err(Failure::new(Exit::Refused, message).help("`tssd pack` makes an archive of it"));
+    };
+    let mut dump = Dump::new(path, &**file, archive)?;
     dump.dump_frame("HEAD", "Head", 0)?;
     let head_len = RecordLayout::for_record("Head").size();
     dump.dump_padding(to_u64(head_len), DATA_START, "up to data_start")?;

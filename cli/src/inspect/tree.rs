@@ -5,13 +5,14 @@ use std::collections::btree_map::Entry;
 use std::fmt::Write;
 
 use tssd_format::{
-    Archive, ChunkCodec, Container, ContentKind, DistributedTensor, MapKey, Node, ObjectPath,
-    ShardSpec, Step, StorageReference, TensorFlags, TensorReference, abridge, abridge_name,
+    ChunkCodec, Container, ContentKind, DistributedTensor, MapKey, Node, ObjectPath, ShardSpec,
+    Step, StorageReference, TensorFlags, TensorReference, abridge, abridge_name,
 };
 
 use super::digests::to_hex;
 use crate::document::Document;
-use crate::size::{Size, pluralize};
+use crate::model::Model;
+use crate::size::{Size, join_names, pluralize};
 use crate::value::{attr_repr, repr};
 
 /// Text view of a file.
@@ -32,7 +33,7 @@ struct Row {
 }
 
 struct TreeBuilder<'a> {
-    archive: Option<&'a Archive>,
+    document: &'a Document,
     verbose: bool,
     rows: Vec<Row>,
     /// First leaf of each storage: its fqn, byte offset and length in bytes.
@@ -53,7 +54,7 @@ impl Tree {
     /// Creates the text view of a document. The verbose view includes storages.
     pub(super) fn new(document: &Document, verbose: bool) -> Self {
         let mut builder = TreeBuilder {
-            archive: document.archive(),
+            document,
             verbose,
             rows: Vec::new(),
             first_by_storage: BTreeMap::new(),
@@ -76,7 +77,7 @@ impl Tree {
             let name = abridge_name(&name);
             writeln!(attributes, "{name}: {}", attr_repr(&value)).expect("a String takes any text");
         }
-        Self { lines, summary: builder.summary(document), attributes }
+        Self { lines, summary: builder.summary(), attributes }
     }
 }
 
@@ -107,15 +108,16 @@ impl TreeBuilder<'_> {
                         ContentKind::Bytes => "bytes".to_owned(),
                         ContentKind::Opaque(media) => format!("opaque {media}"),
                     };
-                    let storage = self.archive.map(|archive| archive.storage(*storage));
-                    let size = storage.map_or_else(String::new, |storage| {
-                        let size = Size(storage.len).to_string();
+                    let mut note = Size(self.document.storage_len(*storage)).to_string();
+                    if let Some(archive) = self.document.archive() {
+                        let storage = archive.storage(*storage);
                         self.stored += storage.stored_len();
                         self.raw += storage.len;
-                        describe_compression(&storage)
-                            .map_or(size.clone(), |compression| format!("{size}  {compression}"))
-                    });
-                    self.add_row(name, [kind], size);
+                        if let Some(compression) = describe_compression(&storage) {
+                            note = format!("{note}  {compression}");
+                        }
+                    }
+                    self.add_row(name, [kind], note);
                 }
             }
         }
@@ -184,7 +186,12 @@ impl TreeBuilder<'_> {
         let flags = TensorFlags::NAMES.iter().filter(|(flag, _)| meta.flags().contains(*flag));
         notes.extend(flags.map(|(_, name)| (*name).to_owned()));
         let mut counted_bytes = meta.nbytes();
-        if let (Some(number), Some(archive)) = (each.storage, self.archive) {
+        if let (Some(number), Some(model), true) =
+            (each.storage, self.document.model(), self.verbose)
+        {
+            notes.extend(model.shard_name(number).map(|file| format!("in {file}")));
+        }
+        if let (Some(number), Some(archive)) = (each.storage, self.document.archive()) {
             let storage = archive.storage(number);
             align = format!("align {}", alignment_text(1 << storage.align_log2));
             let location = (path.fqn(), each.byte_offset, meta.span_bytes());
@@ -232,6 +239,9 @@ impl TreeBuilder<'_> {
             let mut line = format!("{:names$}", row.name);
             for (column, text) in row.cells.iter().enumerate() {
                 let width = widths[column];
+                if width == 0 && text.is_empty() {
+                    continue;
+                }
                 let gap = if column == 0 || row.cells.len() > 2 { "  " } else { " " };
                 let cell = match column {
                     2 | 3 => format!("{text:>width$}"),
@@ -246,7 +256,7 @@ impl TreeBuilder<'_> {
         }
     }
 
-    fn summary(&self, document: &Document) -> String {
+    fn summary(&self) -> String {
         let mut parts = Vec::new();
         let tied = if self.tied > 0 { format!(" ({} tied)", self.tied) } else { String::new() };
         parts.push(format!("{}{tied}", pluralize(self.tensors, "tensor")));
@@ -254,8 +264,15 @@ impl TreeBuilder<'_> {
         if self.other_leaves > 0 {
             parts.push(pluralize(self.other_leaves, "other leaf"));
         }
-        parts.push(format!("file {}", Size(document.file_len())));
-        if let Some(archive) = self.archive {
+        let file_len = Size(self.document.file_len());
+        match self.document.model().filter(|model| model.directory.is_some()) {
+            Some(model) => {
+                let files = pluralize(model.files.len(), "safetensors file");
+                parts.push(format!("{files}, directory {file_len}"));
+            }
+            None => parts.push(format!("file {file_len}")),
+        }
+        if let Some(archive) = self.document.archive() {
             let index = archive.index_range();
             parts.push(pluralize(archive.storage_count(), "storage"));
             if self.stored < self.raw {
@@ -273,7 +290,12 @@ impl TreeBuilder<'_> {
                 parts.push(format!("delta of base blake3:{}", to_hex(&base)));
             }
         }
-        parts.join(", ")
+        let skipped = self.document.model().map_or(&[][..], Model::skipped);
+        if skipped.is_empty() {
+            parts.join(", ")
+        } else {
+            format!("{}\nleft alone: {}", parts.join(", "), join_names(skipped))
+        }
     }
 }
 

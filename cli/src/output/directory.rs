@@ -31,14 +31,14 @@ pub(crate) struct OutputDirectory {
 }
 
 impl OutputDirectory {
-    /// Creates a directory that [`commit`](Self::commit) moves to `target`.
+    /// Checks that a directory can be created, and returns its path without links, and whether it is new.
     ///
-    /// `bar` advances with each write to a file.
+    /// Commands that work for long before they create the output check it first.
     ///
     /// # Errors
     ///
     /// Fails if `target` is a file, or a directory that is not empty.
-    pub(crate) fn create(target: &Path, bar: ProgressBar) -> Result<Self> {
+    pub(crate) fn check(target: &Path) -> Result<(PathBuf, bool)> {
         let io_failure = |error| Failure::io("write", target, error);
         let target = resolve(target).map_err(io_failure)?;
         let is_new = match target.metadata() {
@@ -58,6 +58,19 @@ impl OutputDirectory {
             }
             Err(_) => true,
         };
+        Ok((target, is_new))
+    }
+
+    /// Creates a directory that [`commit`](Self::commit) moves to `target`.
+    ///
+    /// `bar` advances with each write to a file.
+    ///
+    /// # Errors
+    ///
+    /// As [`check`](Self::check).
+    pub(crate) fn create(target: &Path, bar: ProgressBar) -> Result<Self> {
+        let (target, is_new) = Self::check(target)?;
+        let io_failure = |error| Failure::io("write", &target, error);
         let parent = if is_new { parent_directory(&target) } else { &target };
         let create = || ReplacementFolder::create_in(parent);
         let (cleanup, temporary) = CleanupGuard::create(create).map_err(io_failure)?;

@@ -1,99 +1,113 @@
-//! Input of `tssd pack`: the tensors of a file or of stdin, or the files of a directory.
+//! Input of `tssd pack`: a model, or a stream that is packed while it is read.
 
-use std::io::{Read, StdinLock};
-use std::path::{Path, PathBuf};
+use std::io::{Read, StdinLock, Write};
+use std::path::Path;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use tssd_format::safetensors::Header;
-use tssd_format::{Attrs, Blob, Error, Tensor};
+use tssd_format::{ArchiveWriter, Attrs, Blob, Options};
 
-use super::folder::Entry;
 use crate::failure::{Failure, Result};
-use crate::input::{display_input_path, is_stream, open, stdin};
+use crate::input::{OpenError, display_input_path, is_directory, is_stream, open, stdin};
+use crate::model::{Links, Model, with_attrs};
 
 /// The opened input, with verified headers.
-pub(super) struct Source {
-    /// Attributes of the archive.
-    pub(super) attrs: Attrs,
-    pub(super) files: Vec<File>,
-    /// Files of the directory that are packed unchanged.
-    pub(super) other_files: Vec<Entry>,
-    /// Names of the entries that are not packed.
-    pub(super) skipped: Vec<String>,
+pub(super) enum Source {
+    Model(Model),
+    Stream(Stream),
 }
 
-/// A file with tensors.
-pub(super) struct File {
-    pub(super) path: PathBuf,
-    pub(super) header: Header,
-    pub(super) data: Data,
-}
-
-/// Source of the tensors of a file.
-pub(super) enum Data {
-    Blob(Arc<dyn Blob>),
-    /// A stream with the tensors in the order of the header.
-    Stream(StdinLock<'static>),
+/// Stdin with the tensors in the order of the header. It is not read into memory first.
+pub(super) struct Stream {
+    header: Header,
+    attrs: Attrs,
+    stdin: StdinLock<'static>,
 }
 
 impl Source {
-    /// Opens a file, or stdin.
-    pub(super) fn open(path: &Path) -> Result<Self> {
-        let format_failure = |error| Failure::format(display_input_path(path), &error);
-        let (header, data) = if is_stream(path) {
-            open_stream(stdin()?).map_err(format_failure)?
+    /// Opens a file, stdin, or the directory of a model. The file `output` is not part of the model.
+    pub(super) fn open(path: &Path, links: Links, output: &Path) -> Result<Self, OpenError> {
+        if is_stream(path) {
+            return open_stream(display_input_path(path));
+        }
+        let model = if is_directory(path)? {
+            Model::open_directory(path, links, Some(output))?
         } else {
-            let file = open(path)?;
-            (Header::read(&*file).map_err(format_failure)?, Data::Blob(file))
+            Model::from_blob(path, open(path)?)?
         };
-        let attrs = header.attrs().map_err(format_failure)?;
-        let file = File { path: display_input_path(path).to_owned(), header, data };
-        Ok(Self { attrs, files: vec![file], other_files: Vec::new(), skipped: Vec::new() })
+        Ok(Self::Model(model))
     }
 
     /// Returns the number of tensors.
     pub(super) fn tensor_count(&self) -> usize {
-        self.files.iter().map(|file| file.header.tensors().len()).sum()
+        match self {
+            Self::Model(model) => model.tensor_count(),
+            Self::Stream(stream) => stream.header.tensors().len(),
+        }
     }
 
     /// Returns the size of all tensors in bytes.
     pub(super) fn tensor_bytes(&self) -> u64 {
-        let entries = self.files.iter().flat_map(|file| file.header.tensors());
-        entries.map(|entry| entry.meta().nbytes()).sum()
-    }
-
-    /// Reads each tensor, in the order of the headers, and passes it to `insert`.
-    pub(super) fn read(
-        files: Vec<File>,
-        insert: &mut impl FnMut(&str, Tensor) -> Result<()>,
-    ) -> Result<()> {
-        for File { path, header, mut data } in files {
-            let format_failure = |error| Failure::format(&path, &error);
-            for entry in header.tensors() {
-                let tensor = match &mut data {
-                    Data::Blob(blob) => entry.tensor(&**blob),
-                    Data::Stream(stream) => entry.read_from(stream),
-                };
-                insert(entry.name(), tensor.map_err(format_failure)?)?;
-            }
-            if let Data::Stream(stream) = &mut data {
-                Header::expect_end(stream).map_err(format_failure)?;
+        match self {
+            Self::Model(model) => model.tensor_bytes(),
+            Self::Stream(stream) => {
+                let bytes = stream.header.tensors().iter().map(|entry| entry.meta().nbytes());
+                bytes.fold(0, u64::saturating_add)
             }
         }
-        Ok(())
+    }
+
+    /// Returns the model, or `None` for a stream.
+    pub(super) fn model(&self) -> Option<&Model> {
+        match self {
+            Self::Model(model) => Some(model),
+            Self::Stream(_) => None,
+        }
+    }
+
+    /// Writes an archive. `target` names it in messages.
+    pub(super) fn write_archive<W: Write>(
+        &mut self,
+        output: W,
+        options: Options,
+        target: &Path,
+    ) -> Result<W> {
+        match self {
+            Self::Model(model) => model.write_archive(output, options, target),
+            Self::Stream(stream) => stream.write_archive(output, options, target),
+        }
     }
 }
 
-/// Opens a stream. It is read into memory if its tensors are not in the order of the header.
-fn open_stream(mut stream: StdinLock<'static>) -> Result<(Header, Data), Error> {
-    let header = Header::read_from(&mut stream)?;
-    if header.is_in_order() {
-        return Ok((header, Data::Stream(stream)));
+impl Stream {
+    fn write_archive<W: Write>(&mut self, output: W, options: Options, target: &Path) -> Result<W> {
+        let format_failure = |error| Failure::format(target, &error);
+        let read_failure = |error| Failure::format(display_input_path(Path::new("-")), &error);
+        let options = with_attrs(options, &self.attrs);
+        let mut writer = ArchiveWriter::new(output, options).map_err(format_failure)?;
+        for entry in self.header.tensors() {
+            let tensor = entry.read_from(&mut self.stdin).map_err(read_failure)?;
+            writer.insert(entry.name(), tensor).map_err(format_failure)?;
+        }
+        Header::expect_end(&mut self.stdin).map_err(read_failure)?;
+        writer.finish().map_err(format_failure)
     }
-    let len = u64::try_from(header.text().len()).map_err(std::io::Error::other)?;
+}
+
+/// Opens stdin. It is read into memory if its tensors are not in the order of the header.
+fn open_stream(path: &Path) -> Result<Source, OpenError> {
+    let mut stdin = stdin()?;
+    let defect = |error| OpenError::defect(path, error);
+    let header = Header::read_from(&mut stdin).map_err(defect)?;
+    if header.is_in_order() {
+        let attrs = header.attrs().map_err(defect)?;
+        return Ok(Source::Stream(Stream { header, attrs, stdin }));
+    }
+    let len = u64::try_from(header.text().len()).expect("a header has at most 100 MB");
     let mut bytes = [&len.to_le_bytes(), header.text().as_bytes()].concat();
-    stream.read_to_end(&mut bytes)?;
+    let read = stdin.read_to_end(&mut bytes);
+    read.map_err(|error| Failure::io("read", path, error))?;
     let blob: Arc<dyn Blob> = Arc::new(Bytes::from(bytes));
-    Ok((Header::read(&*blob)?, Data::Blob(blob)))
+    Ok(Source::Model(Model::from_blob(path, blob)?))
 }

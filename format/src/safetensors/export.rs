@@ -166,7 +166,8 @@ impl Export {
     /// Plans a directory with all tensors.
     ///
     /// If the state dict was imported from a directory, and its tensors and attributes still match
-    /// that directory, the result has the same files. Otherwise it has one file with tensors.
+    /// that directory, the result has the same files. Otherwise it has one file with tensors, as
+    /// [`Export::sharded_directory`] plans it.
     ///
     /// # Errors
     ///
@@ -174,13 +175,15 @@ impl Export {
     pub fn directory(&self) -> Result<Directory<'_>> {
         match self.origin_directory() {
             Some((files, index)) => self.with_others(files, Some(index)),
-            None => self.with_others(vec![self.file()?], None),
+            None => self.sharded_directory(u64::MAX),
         }
     }
 
     /// Plans a directory of files with at most `max` bytes of tensors each, in order, and an index.
     ///
-    /// A larger tensor gets its own file. A single file needs no index.
+    /// A larger tensor gets its own file. If the state dict was imported from a directory and has the same tensors, the
+    /// index keeps all metadata of that directory's index, except `total_size`, which is computed. A single file needs
+    /// no index, so it gets one only for such metadata.
     ///
     /// # Errors
     ///
@@ -205,19 +208,31 @@ impl Export {
         if !part.is_empty() {
             parts.push(part);
         }
-        if parts.len() <= 1 {
-            return self.with_others(vec![self.file()?], None);
+        let origin = self.origin_index();
+        let files = if parts.len() <= 1 {
+            vec![self.file()?]
+        } else {
+            let count = parts.len();
+            let stem = FILE_NAME.trim_end_matches(".safetensors");
+            let name = |number| format!("{stem}-{number:05}-of-{count:05}.safetensors");
+            let files = (1..).zip(&parts).map(|(number, part)| self.new_file(name(number), part));
+            files.collect::<Result<Vec<_>>>()?
+        };
+        if files.len() == 1 && !origin.as_ref().is_some_and(Index::has_own_metadata) {
+            return self.with_others(files, None);
         }
-        let count = parts.len();
-        let stem = FILE_NAME.trim_end_matches(".safetensors");
-        let name = |number| format!("{stem}-{number:05}-of-{count:05}.safetensors");
-        let files = (1..).zip(&parts).map(|(number, part)| self.new_file(name(number), part));
-        let files = files.collect::<Result<Vec<_>>>()?;
         let tensor_files = |file: &File<'_>| -> Vec<_> {
             file.leaves.iter().map(|leaf| (leaf.name.clone(), file.name.clone())).collect()
         };
         let weight_map: BTreeMap<String, String> = files.iter().flat_map(tensor_files).collect();
-        self.with_others(files, Some(Index::write(&weight_map, self.nbytes())))
+        let index = Index::write(&weight_map, self.nbytes(), origin.as_ref());
+        self.with_others(files, Some(index))
+    }
+
+    /// Returns the index of the directory that the state dict was imported from, if it names the same tensors.
+    fn origin_index(&self) -> Option<Index> {
+        let (index, _) = parse_index_attr(self.origin_text(INDEX_ATTR)?)?;
+        index.names_exactly(self.leaves.iter().map(|leaf| &*leaf.name)).then_some(index)
     }
 
     fn with_others<'a>(

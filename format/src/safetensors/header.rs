@@ -25,9 +25,6 @@ use crate::tensor::{Tensor, TensorMeta};
 /// The name of the header member that holds the metadata; all other members are tensors.
 pub(super) const METADATA: &str = "__metadata__";
 
-/// The longest header that the `safetensors` crate reads, in bytes.
-const HEADER_MAX: u64 = 100_000_000;
-
 /// The metadata of a file: text by name. Missing metadata and empty metadata are equivalent.
 pub(super) type MetadataMap = BTreeMap<String, String>;
 
@@ -49,6 +46,9 @@ pub struct Entry {
 }
 
 impl Header {
+    /// The longest header that the `safetensors` crate reads, in bytes.
+    pub const MAX_BYTES: u64 = 100_000_000;
+
     /// Reads and validates the header of a file, and checks the file length against the header.
     ///
     /// # Errors
@@ -331,10 +331,11 @@ pub(super) fn canonical_header(
     let mut text = Json::Object(header).to_string();
     let padding = text.len().next_multiple_of(8) - text.len();
     text.extend(std::iter::repeat_n(' ', padding));
-    if to_u64(text.len()) > HEADER_MAX {
+    if to_u64(text.len()) > Header::MAX_BYTES {
         return Err(Error::new(ErrorKind::NotExportable).with_detail(format_args!(
-            "the header would take {} bytes, {HEADER_MAX} are allowed: write several files",
-            text.len()
+            "the header would take {} bytes, {} are allowed: write several files",
+            text.len(),
+            Header::MAX_BYTES
         )));
     }
     Ok((text, order))
@@ -344,8 +345,9 @@ fn check_len(len: u64) -> Result<()> {
     if len.to_le_bytes() == MAGIC {
         return Err(not_safetensors("it is a TSSD archive"));
     }
-    if len > HEADER_MAX {
-        let note = format_args!("its header would take {len} bytes, {HEADER_MAX} are allowed");
+    if len > Header::MAX_BYTES {
+        let max = Header::MAX_BYTES;
+        let note = format_args!("its header would take {len} bytes, {max} are allowed");
         return Err(not_safetensors(note));
     }
     Ok(())

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use serde_json::{Value as Json, json};
+use serde_json::{Map, Value as Json, json};
 
 use super::header::{Header, METADATA, Members, MetadataMap, attrs_of};
 use super::{INDEX_ATTR, INDEX_NAME};
@@ -17,7 +17,18 @@ pub struct Index {
     text: String,
     /// The file of each tensor.
     weight_map: BTreeMap<String, String>,
+    /// The member `metadata` of the text. Empty if the text has none, or one that is no object.
+    metadata: Map<String, Json>,
 }
+
+/// The member of the index with the file of each tensor.
+const WEIGHT_MAP: &str = "weight_map";
+
+/// The member of the index with what its writer says of the model.
+const INDEX_METADATA: &str = "metadata";
+
+/// The member of the metadata with the size of all tensors in bytes.
+const TOTAL_SIZE: &str = "total_size";
 
 impl Index {
     /// The longest text of an index, in bytes; the same limit as for a header.
@@ -31,7 +42,7 @@ impl Index {
     ///
     /// `WeightMap` if the text is no valid index or contains another kind of file name.
     pub fn parse(text: String) -> Result<Self> {
-        let ParsedIndex { weight_map: Members(map) } =
+        let ParsedIndex { weight_map: Members(map), metadata } =
             serde_json::from_str(&text).map_err(weight_map_error)?;
         let mut weight_map = BTreeMap::new();
         for (tensor, file) in map {
@@ -52,12 +63,39 @@ impl Index {
             }
             weight_map.insert(tensor, file);
         }
-        Ok(Self { text, weight_map })
+        let metadata = match metadata {
+            Json::Object(metadata) => metadata,
+            _ => Map::new(),
+        };
+        Ok(Self { text, weight_map, metadata })
     }
 
     /// Returns the JSON text.
     pub fn text(&self) -> &str {
         &self.text
+    }
+
+    /// Returns the size of all tensors in bytes, as the index records it. `None` if it records no whole number.
+    ///
+    /// No reader depends on it, and indexes with another number than that of their files are common.
+    pub fn total_size(&self) -> Option<u64> {
+        let recorded = self.metadata.get(TOTAL_SIZE)?;
+        // Some programs write a whole number as a float, whose text has no fraction.
+        recorded.as_u64().or_else(|| recorded.as_f64()?.to_string().parse().ok())
+    }
+
+    /// Returns true if the index has metadata that cannot be computed from the tensors.
+    pub(super) fn has_own_metadata(&self) -> bool {
+        self.metadata.keys().any(|name| name != TOTAL_SIZE)
+    }
+
+    /// Returns true if the index names exactly these tensors.
+    pub(super) fn names_exactly<'a>(
+        &self,
+        tensors: impl ExactSizeIterator<Item = &'a str>,
+    ) -> bool {
+        tensors.len() == self.weight_map.len()
+            && tensors.into_iter().all(|name| self.weight_map.contains_key(name))
     }
 
     /// Returns the names of the tensors of each file, sorted by file.
@@ -122,7 +160,7 @@ impl Index {
         self.check_headers(headers)?;
         let metadata = common_metadata(headers.values().map(|header| header.metadata()));
         let mut attrs = attrs_of(&metadata)?;
-        let mut headers_by_file = serde_json::Map::new();
+        let mut headers_by_file = Map::new();
         for (file, header) in headers {
             header.check_names()?;
             if !header.is_canonical(&metadata)? {
@@ -136,10 +174,26 @@ impl Index {
 
     /// Returns the text of an index as Hugging Face libraries write it, sorted by tensor name.
     ///
-    /// `total_size` is the size of all tensors in bytes.
-    pub(super) fn write(weight_map: &BTreeMap<String, String>, total_size: u64) -> String {
-        let index = json!({ "metadata": { "total_size": total_size }, "weight_map": weight_map });
-        format!("{index:#}\n")
+    /// `total_size` is the size of all tensors in bytes. All other members are those of `origin`, the index of the same
+    /// tensors in other files, in the same order.
+    pub(super) fn write(
+        weight_map: &BTreeMap<String, String>,
+        total_size: u64,
+        origin: Option<&Self>,
+    ) -> String {
+        let parsed = origin.map(|origin| serde_json::from_str(&origin.text));
+        let mut index = match parsed {
+            Some(Ok(Json::Object(members))) => members,
+            _ => Map::new(),
+        };
+        let mut metadata = origin.map(|origin| origin.metadata.clone()).unwrap_or_default();
+        metadata.insert(TOTAL_SIZE.into(), total_size.into());
+        match index.get_mut(INDEX_METADATA) {
+            Some(member) => *member = metadata.into(),
+            None => drop(index.shift_insert(0, INDEX_METADATA.into(), metadata.into())),
+        }
+        index.insert(WEIGHT_MAP.into(), json!(weight_map));
+        format!("{:#}\n", Json::Object(index))
     }
 }
 
@@ -173,4 +227,6 @@ fn weight_map_error(note: impl fmt::Display) -> Error {
 #[derive(serde::Deserialize)]
 struct ParsedIndex {
     weight_map: Members,
+    #[serde(default)]
+    metadata: Json,
 }

@@ -6,11 +6,20 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use tssd_format::Blob;
+use bytes::Bytes;
 use tssd_format::safetensors::is_auxiliary_file_name;
+use tssd_format::{Blob, INLINE_MAX_BYTES};
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
+
+/// The option `--follow-links` of commands that read model directories.
+#[derive(Clone, Copy, Debug, Default, clap::Args)]
+pub(crate) struct Links {
+    /// Of a model directory, follow links to files anywhere, not only within it and Hugging Face's cache
+    #[arg(long)]
+    follow_links: bool,
+}
 
 /// A directory from an untrusted source, in which a link could lead to any file of the user.
 ///
@@ -24,29 +33,60 @@ pub(super) struct Folder {
 
 /// The other files of a directory, sorted by name. Names are relative, with `/`.
 pub(super) struct FolderListing {
-    pub(super) files: Vec<Entry>,
+    pub(super) files: Vec<OtherFile>,
     /// Hidden folders, links to folders, special files, `.git` files, and the output archive.
     pub(super) skipped: Vec<String>,
 }
 
-/// A file of a folder. It is opened when it is read.
-pub(super) struct Entry {
+/// A file of a model directory that holds no tensors.
+pub(crate) struct OtherFile {
     folder: Rc<Folder>,
-    pub(super) name: String,
-    pub(super) len: u64,
+    name: String,
+    len: u64,
+    /// The content, if an archive has it in the index. Any other content is read on demand.
+    inline: Option<Bytes>,
 }
 
-impl Entry {
+impl OtherFile {
+    fn new(folder: &Rc<Folder>, name: String, len: u64) -> Result<Self> {
+        let inline =
+            if len <= INLINE_MAX_BYTES { Some(folder.read(&name, u64::MAX)?.into()) } else { None };
+        Ok(Self { folder: Rc::clone(folder), name, len, inline })
+    }
+
+    /// Returns the name: a relative path with `/`.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the length in bytes.
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Returns the content, if an archive has it in the index.
+    pub(crate) fn inline_content(&self) -> Option<&Bytes> {
+        self.inline.as_ref()
+    }
+
     /// Reads the whole file.
-    pub(super) fn read(&self) -> Result<Vec<u8>> {
-        self.folder.read(&self.name, u64::MAX)
+    pub(crate) fn read(&self) -> Result<Bytes> {
+        match &self.inline {
+            Some(bytes) => Ok(bytes.clone()),
+            None => Ok(self.folder.read(&self.name, u64::MAX)?.into()),
+        }
+    }
+
+    /// Opens the file for reads at any offset.
+    pub(crate) fn open(&self) -> Result<File> {
+        self.folder.open(&self.name)
     }
 }
 
 impl Folder {
-    pub(super) fn new(path: &Path, follow_links: bool) -> Result<Self> {
+    pub(super) fn new(path: &Path, links: Links) -> Result<Self> {
         let path = path.to_owned();
-        if follow_links {
+        if links.follow_links {
             return Ok(Self { path, allowed: None });
         }
         let canonical = path.canonicalize().map_err(|error| Failure::io("read", &path, error))?;
@@ -69,9 +109,9 @@ impl Folder {
     pub(super) fn list_other_files(
         self: &Rc<Self>,
         known: impl Fn(&str) -> bool,
-        output: &Path,
+        output: Option<&Path>,
     ) -> Result<FolderListing> {
-        let output = output.canonicalize().ok();
+        let output = output.and_then(|output| output.canonicalize().ok());
         let mut found = FolderListing { files: Vec::new(), skipped: Vec::new() };
         let mut folders = vec![String::new()];
         while let Some(folder) = folders.pop() {
@@ -93,8 +133,7 @@ impl Folder {
                     folders.push(format!("{}/", self.check_name(&own_name, name)?));
                 } else if metadata.is_file() && own_name != ".git" && !is_output {
                     let name = self.check_name(&own_name, name)?;
-                    let folder = Rc::clone(self);
-                    found.files.push(Entry { folder, name, len: metadata.len() });
+                    found.files.push(OtherFile::new(self, name, metadata.len())?);
                 } else {
                     // The name is printed on terminals.
                     found.skipped.push(name.replace(char::is_control, "\u{fffd}"));
@@ -133,7 +172,7 @@ impl Folder {
             let contains_target = |folder: &PathBuf| target.starts_with(folder);
             if self.allowed.as_ref().is_some_and(|allowed| !allowed.iter().any(contains_target)) {
                 return Err(refusal("a link that leads out of the directory").help(
-                    "pack a copy of it, as `cp -rL` makes, or follow it with --follow-links",
+                    "name a copy of the directory, as `cp -rL` makes, or follow it with --follow-links",
                 ));
             }
         }

@@ -7,12 +7,13 @@ pub(crate) mod pin;
 pub(crate) mod prefetch;
 pub(crate) mod put;
 pub(crate) mod rm;
+pub(crate) mod rollback;
 pub(crate) mod status;
 
 use std::path::PathBuf;
 
 use tssd_store::blocking::Store;
-use tssd_store::{ConnectOptions, Credentials, Error, ErrorKind};
+use tssd_store::{ConnectOptions, Credentials, Error, ErrorKind, Key, KeyVersion, Label, Selector};
 
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -53,6 +54,31 @@ impl Address {
             options.credentials = Some(Credentials { ca, cert, key });
         }
         options
+    }
+}
+
+/// A version of a key: the same for all commands on one version.
+#[derive(Debug, clap::Args)]
+pub(crate) struct VersionName {
+    /// The key, and optionally the number of the version: KEY (the newest) or KEY@VERSION
+    key: KeyVersion,
+    /// The version that this label pins
+    #[arg(long, value_name = "LABEL")]
+    label: Option<Label>,
+}
+
+impl VersionName {
+    /// Returns the key and the version.
+    pub(crate) fn parts(&self) -> Result<(&Key, Selector)> {
+        let KeyVersion { key, version } = &self.key;
+        match (&self.label, version) {
+            (Some(label), None) => Ok((key, Selector::Label(label.clone()))),
+            (None, version) => Ok((key, Selector::from(*version))),
+            (Some(_), Some(number)) => {
+                let text = format_args!("{key}@{number} and --label name two versions");
+                Err(Failure::new(Exit::Usage, text).help("name one of them"))
+            }
+        }
     }
 }
 

@@ -10,7 +10,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyIterator, PyString, PyTuple};
 use tssd_format::{MapKey, Node, Step};
 use tssd_store::{
-    ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Residency, VersionInfo, VersionReader,
+    ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Residency, Selection, Selector,
+    VersionInfo, VersionReader,
 };
 
 /// Extraction of version numbers, writer ranks and transports from Python arguments.
@@ -109,19 +110,18 @@ fn iter_keys<'py>(keys: &Bound<'py, PyAny>) -> Result<Bound<'py, PyIterator>> {
 
 /// The version of a key that a call refers to.
 enum VersionSelector<'py> {
-    Newest,
     /// A version that the caller has open.
     Lease(Bound<'py, OpenVersion>),
-    Number(u64),
+    Stored(Selector),
 }
 
 impl<'py> VersionSelector<'py> {
     fn extract(version: Option<&Bound<'py, PyAny>>) -> Result<Self> {
-        let Some(version) = version else { return Ok(Self::Newest) };
+        let Some(version) = version else { return Ok(Self::Stored(Selector::Newest)) };
         if let Ok(lease) = version.cast::<OpenVersion>() {
             return Ok(Self::Lease(lease.clone()));
         }
-        Ok(Self::Number(arguments::extract_version(version)?))
+        Ok(Self::Stored(arguments::extract_selector(version)?))
     }
 }
 
@@ -137,9 +137,9 @@ struct ReadRequest<'py, 'a> {
 impl ReadRequest<'_, '_> {
     /// Returns the version number, if the caller gave one.
     fn number(&self) -> Option<u64> {
-        match self.version {
-            VersionSelector::Number(number) => Some(number),
-            _ => None,
+        match &self.version {
+            VersionSelector::Stored(selector) => arguments::selected_number(selector),
+            VersionSelector::Lease(_) => None,
         }
     }
 
@@ -149,8 +149,12 @@ impl ReadRequest<'_, '_> {
         connection: &Connection,
         key: &Key,
     ) -> Result<Arc<VersionReader>> {
+        let version = match &self.version {
+            VersionSelector::Stored(selector) => selector.clone(),
+            VersionSelector::Lease(_) => Selector::Newest,
+        };
         let options = GetOptions {
-            version: self.number(),
+            version,
             writer: self.writer,
             unverified: !self.verify,
             require_transport: self
@@ -360,7 +364,8 @@ impl Store {
     ///         A view is copy-on-write: a write to it changes the data of no other reader. It retains the version
     ///         as long as it is alive. Views that are arrays of numpy are read-only. A forked process has the views
     ///         of its parent only as long as the parent has them.
-    ///     version: the version number, or the result of `open` or `wait_for_version`. None: the newest version.
+    ///     version: the version number, a label that pins it, or the result of `open` or `wait_for_version`. None: the
+    ///         newest version.
     ///     writer: the writer whose values to read where writers have different ones.
     ///     names: without `into`: the leaves to read: their fqns, the fqns of containers, or patterns such as
     ///         "model.layers.*.bias". Lists and tuples are read whole if anything in them is selected.
@@ -721,12 +726,9 @@ impl Store {
 
     /// Returns whether a version of a key is visible. Without `version`, whether any version is.
     #[pyo3(signature = (key, version=None))]
-    fn exists(
-        &self,
-        key: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = arguments::extract_optional_version)] version: Option<u64>,
-    ) -> Result<bool> {
+    fn exists(&self, key: &Bound<'_, PyAny>, version: Option<&Bound<'_, PyAny>>) -> Result<bool> {
         let (connection, name) = self.connect_for_key(key)?;
+        let version = version.map_or(Ok(Selector::Newest), arguments::extract_selector)?;
         connection.block_on(key.py(), None, connection.store.exists(&name, version))
     }
 
@@ -766,13 +768,15 @@ impl Store {
     ///
     /// A reader that has a version open can still read it.
     #[pyo3(signature = (key, version=None))]
-    fn delete(
-        &self,
-        key: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = arguments::extract_optional_version)] version: Option<u64>,
-    ) -> Result<u64> {
+    fn delete(&self, key: &Bound<'_, PyAny>, version: Option<&Bound<'_, PyAny>>) -> Result<u64> {
         let (connection, name) = self.connect_for_key(key)?;
-        connection.block_on(key.py(), None, connection.store.delete(&name, version))
+        let versions = match version.map(arguments::extract_selector).transpose()? {
+            None | Some(Selector::Newest) => Selection::All,
+            Some(Selector::Number(number)) => Selection::Number(number),
+            Some(Selector::Id(id)) => Selection::Id(id),
+            Some(Selector::Label(label)) => Selection::Label(label),
+        };
+        connection.block_on(key.py(), None, connection.store.delete(&name, versions))
     }
 
     /// Sets how many of the newest versions of a key are retained from now on. The default is 1.
@@ -844,7 +848,8 @@ impl Store {
     /// Pins a version under a label. Without `version`, the newest is pinned.
     ///
     /// Later puts do not remove a pinned version. A label pins one version of a key at a time: it no longer pins
-    /// the version that it pinned before.
+    /// the version that it pinned before. It is accepted wherever a version is, and has at least one character that is
+    /// no digit.
     ///
     /// Returns:
     ///     A Pin, which converts to an int, the version number. As a context manager, it unpins the version when
@@ -854,13 +859,46 @@ impl Store {
         &self,
         key: &Bound<'_, PyAny>,
         label: &str,
-        #[pyo3(from_py_with = arguments::extract_optional_version)] version: Option<u64>,
+        version: Option<&Bound<'_, PyAny>>,
     ) -> Result<PyPin> {
         let (connection, name) = self.connect_for_key(key)?;
+        let selector = version.map_or(Ok(Selector::Newest), arguments::extract_selector)?;
+        let number = arguments::selected_number(&selector);
         let pinned =
-            connection.block_on(key.py(), None, connection.store.pin(&name, version, label));
-        let version = pinned.map_err(|error| error.with_key(name.as_str(), version))?;
+            connection.block_on(key.py(), None, connection.store.pin(&name, selector, label));
+        let version = pinned.map_err(|error| error.with_key(name.as_str(), number))?;
         Ok(PyPin::new(connection, name, label.to_owned(), version))
+    }
+
+    /// Makes an old version the newest one: it gets the next number, in a new epoch.
+    ///
+    /// No bytes move. The version no longer has its old number. Waiters and subscribers get it as a new version. If it
+    /// is the newest one already, nothing changes.
+    ///
+    /// Args:
+    ///     key: the key.
+    ///     to: the version: its number, a label that pins it, a VersionInfo or an OpenVersion.
+    ///
+    /// Returns:
+    ///     A VersionInfo of the version, with its new number.
+    ///
+    /// Raises:
+    ///     TssdKeyError: there is no such version.
+    #[pyo3(signature = (key, to))]
+    fn rollback<'py>(
+        &self,
+        key: &Bound<'py, PyAny>,
+        to: &Bound<'py, PyAny>,
+    ) -> Result<Bound<'py, PyAny>> {
+        let (connection, name) = self.connect_for_key(key)?;
+        if to.is_none() {
+            return Err(type_error("to is an int or a label, not None".to_owned()).into());
+        }
+        let to = arguments::extract_selector(to)?;
+        let number = arguments::selected_number(&to);
+        let newest = connection.block_on(key.py(), None, connection.store.rollback(&name, to));
+        let newest = newest.map_err(|error| error.with_key(name.as_str(), number))?;
+        version_info(key.py(), &newest)
     }
 
     /// Removes a label, so that it no longer pins its version.
@@ -883,14 +921,16 @@ impl Store {
     fn prefetch(
         &self,
         key: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = arguments::extract_optional_version)] version: Option<u64>,
+        version: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
     ) -> Result<u64> {
         let (connection, name) = self.connect_for_key(key)?;
+        let version = version.map_or(Ok(Selector::Newest), arguments::extract_selector)?;
+        let number = arguments::selected_number(&version);
         let options = GetOptions { version, ..GetOptions::default() };
         let fetched =
             connection.block_on(key.py(), timeout, connection.store.prefetch(&name, &[], &options));
-        Ok(fetched.map_err(|error| error.with_key(name.as_str(), version))?.version)
+        Ok(fetched.map_err(|error| error.with_key(name.as_str(), number))?.version)
     }
 
     /// Closes the connection. State dicts that were read stay valid; the next call connects again.

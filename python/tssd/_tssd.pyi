@@ -335,7 +335,7 @@ class Store:
         key: str,
         into: None = None,
         *,
-        version: int | VersionInfo | OpenVersion | None = None,
+        version: int | str | VersionInfo | OpenVersion | None = None,
         writer: int | None = None,
         names: str | Sequence[str] | None = None,
         strict: bool = True,
@@ -353,7 +353,7 @@ class Store:
         key: str,
         into: None = None,
         *,
-        version: int | VersionInfo | OpenVersion | None = None,
+        version: int | str | VersionInfo | OpenVersion | None = None,
         writer: int | None = None,
         names: str | Sequence[str] | None = None,
         strict: bool = True,
@@ -371,7 +371,7 @@ class Store:
         key: str,
         into: None = None,
         *,
-        version: int | VersionInfo | OpenVersion | None = None,
+        version: int | str | VersionInfo | OpenVersion | None = None,
         writer: int | None = None,
         names: str | Sequence[str] | None = None,
         strict: bool = True,
@@ -389,7 +389,7 @@ class Store:
         key: str,
         into: _IntoDict,
         *,
-        version: int | VersionInfo | OpenVersion | None = None,
+        version: int | str | VersionInfo | OpenVersion | None = None,
         writer: int | None = None,
         names: None = None,
         strict: bool = True,
@@ -407,7 +407,7 @@ class Store:
         key: str,
         into: _IntoDict,
         *,
-        version: int | VersionInfo | OpenVersion | None = None,
+        version: int | str | VersionInfo | OpenVersion | None = None,
         writer: int | None = None,
         names: None = None,
         strict: bool = True,
@@ -425,7 +425,7 @@ class Store:
         key: str,
         into: _IntoDict,
         *,
-        version: int | VersionInfo | OpenVersion | None = None,
+        version: int | str | VersionInfo | OpenVersion | None = None,
         writer: int | None = None,
         names: None = None,
         strict: bool = True,
@@ -468,7 +468,7 @@ class Store:
         *,
         fqn: str | None = None,
         tensor_slice: TensorSlice | None = None,
-        version: int | VersionInfo | OpenVersion | None = None,
+        version: int | str | VersionInfo | OpenVersion | None = None,
         writer: int | None = None,
         verify: bool = True,
         require_transport: _Transport | None = None,
@@ -483,7 +483,7 @@ class Store:
         *,
         fqn: str | None = None,
         tensor_slice: TensorSlice | None = None,
-        version: int | VersionInfo | OpenVersion | None = None,
+        version: int | str | VersionInfo | OpenVersion | None = None,
         writer: int | None = None,
         verify: bool = True,
         require_transport: _Transport | None = None,
@@ -497,7 +497,7 @@ class Store:
         *,
         fqn: str | None = None,
         tensor_slice: TensorSlice | None = None,
-        version: int | VersionInfo | OpenVersion | None = None,
+        version: int | str | VersionInfo | OpenVersion | None = None,
         writer: int | None = None,
         verify: bool = True,
         require_transport: _Transport | None = None,
@@ -523,7 +523,7 @@ class Store:
         self,
         key: str,
         *,
-        version: int | VersionInfo | OpenVersion | None = None,
+        version: int | str | VersionInfo | OpenVersion | None = None,
         names: str | Sequence[str] | None = None,
         writer: int | None = None,
         verify: bool = True,
@@ -540,10 +540,10 @@ class Store:
         require_transport: _Transport | None = None,
     ) -> Receiver: ...
     def keys(self, prefix: str = "") -> list[str]: ...
-    def exists(self, key: str, version: int | VersionInfo | OpenVersion | None = None) -> bool: ...
+    def exists(self, key: str, version: int | str | VersionInfo | OpenVersion | None = None) -> bool: ...
     def versions(self, key: str) -> list[VersionInfo]: ...
     def head(self, key: str) -> VersionInfo | None: ...
-    def delete(self, key: str, version: int | VersionInfo | OpenVersion | None = None) -> int: ...
+    def delete(self, key: str, version: int | str | VersionInfo | OpenVersion | None = None) -> int: ...
     def retain(self, key: str, keep: int) -> None: ...
     def wait_for_version(
         self,
@@ -553,14 +553,15 @@ class Store:
         *,
         after: Literal["now"] | VersionInfo | PutReport | tuple[int, int] | None = None,
     ) -> OpenVersion: ...
-    def pin(self, key: str, label: str, version: int | VersionInfo | OpenVersion | None = None) -> Pin: ...
+    def pin(self, key: str, label: str, version: int | str | VersionInfo | OpenVersion | None = None) -> Pin: ...
+    def rollback(self, key: str, to: int | str | VersionInfo | OpenVersion) -> VersionInfo: ...
     def unpin(self, key: str, label: str) -> None: ...
     def pins(self, key: str) -> dict[str, int]: ...
     def prefetch(
         self,
         key: str,
         *,
-        version: int | VersionInfo | OpenVersion | None = None,
+        version: int | str | VersionInfo | OpenVersion | None = None,
         timeout: float | None = None,
     ) -> int: ...
     def close(self) -> None: ...

@@ -500,6 +500,7 @@ class Store(_Wrapper[_tssd.Store]):
     delete = _awaitable(_tssd.Store.delete)
     delete_batch = _awaitable(_tssd.Store.delete_batch)
     retain = _awaitable(_tssd.Store.retain)
+    rollback = _awaitable(_tssd.Store.rollback)
     unpin = _awaitable(_tssd.Store.unpin)
     pins = _awaitable(_tssd.Store.pins)
     prefetch = _awaitable(_tssd.Store.prefetch)

@@ -22,7 +22,7 @@ use crate::blob::{OpenArchive, Part};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{
-    ArchiveDigest, Durability, JobId, RunId, RunProcess, RunStatus, Selection, Selector, Status,
+    ArchiveDigest, Durability, JobId, Label, RunId, RunProcess, RunStatus, Selection, Selector,
     Timestamp, Version, VersionId, VersionPosition, WriterSet,
 };
 use crate::route::{Route, Transport};
@@ -41,11 +41,11 @@ pub(crate) trait Catalog: Send + Sync {
 
     /// Waits until a visible version other than `seen` is the newest one, and returns it.
     ///
-    /// Returns `None` after `timeout`.
+    /// A version that has another position after a rollback is another one. Returns `None` after `timeout`.
     async fn wait_for_newer(
         &self,
         key: &Key,
-        seen: Option<VersionId>,
+        seen: Option<SeenVersion>,
         timeout: Duration,
     ) -> Result<Option<VersionInfo>>;
 
@@ -61,13 +61,38 @@ pub(crate) trait Catalog: Send + Sync {
     async fn retain(&self, key: &Key, keep: NonZeroU32, ttl: Option<Duration>) -> Result<()>;
 
     /// Pins a version under a label, and returns its number. The label unpins its previous version.
-    async fn pin(&self, key: &Key, selector: Selector, label: &str) -> Result<u64>;
+    async fn pin(&self, key: &Key, selector: Selector, label: &Label) -> Result<u64>;
+
+    /// Makes a version the newest one, under the next number in a new epoch.
+    async fn rollback(&self, key: &Key, selector: Selector) -> Result<VersionInfo>;
 
     /// Removes a label, and unpins its version.
     async fn unpin(&self, key: &Key, label: &str) -> Result<()>;
 
     /// Returns the labels of a key, each with the number of the version that it pins.
     async fn pins(&self, key: &Key) -> Result<BTreeMap<String, u64>>;
+}
+
+/// A version that a waiter has seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SeenVersion {
+    pub(crate) id: VersionId,
+    /// Its position at that time, if it is known.
+    pub(crate) position: Option<VersionPosition>,
+}
+
+impl SeenVersion {
+    /// Returns whether this is a version in its current position.
+    pub(crate) fn is(&self, version: &Version) -> bool {
+        let is_moved = self.position.is_some_and(|seen| seen != version.position());
+        self.id == version.id && !is_moved
+    }
+}
+
+impl From<&VersionInfo> for SeenVersion {
+    fn from(info: &VersionInfo) -> Self {
+        Self { id: info.id, position: Some(info.position()) }
+    }
 }
 
 /// The control plane of a store.
@@ -318,6 +343,7 @@ pub(crate) struct Progress {
 #[derive(Clone)]
 pub(crate) struct LocatedVersion {
     pub(crate) id: VersionId,
+    pub(crate) position: VersionPosition,
     pub(crate) route: Route,
     pub(crate) manifest: Arc<dyn Blob>,
     /// The archives by their names in the manifest.
@@ -345,6 +371,9 @@ pub struct VersionInfo {
     /// The process that put it, and its run, if they are known. Of several writers, it is the first.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<RunProcess>,
+    /// The position under which it is stored, if a rollback has given it another one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stored_at: Option<VersionPosition>,
 }
 
 impl VersionInfo {
@@ -353,22 +382,24 @@ impl VersionInfo {
         VersionPosition { epoch: self.epoch, number: self.number }
     }
 
+    /// Returns the position under which the archives are stored.
+    pub(crate) fn stored_position(&self) -> VersionPosition {
+        self.stored_at.unwrap_or_else(|| self.position())
+    }
+
     pub(crate) fn of(version: &Version) -> Self {
         let archives =
             version.contributions.values().flat_map(crate::ledger::Contribution::archives);
         let lens = archives.map(|archive| archive.file_len);
-        let since = match version.status {
-            Status::Visible { since, .. } => since,
-            _ => Timestamp(0),
-        };
         Self {
             number: version.number,
             epoch: version.epoch,
             id: version.id,
             bytes: lens.fold(0, u64::saturating_add),
             writers: version.writers.clone(),
-            since,
+            since: version.visible_since(),
             process: version.process.clone(),
+            stored_at: version.stored_at,
         }
     }
 }

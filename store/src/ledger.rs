@@ -21,6 +21,7 @@ mod leases;
 mod numbering;
 mod refusal;
 mod retention;
+mod rollback;
 mod runs;
 mod selector;
 mod state;
@@ -36,7 +37,7 @@ pub use identity::{
     Timestamp, VersionId,
 };
 pub use refusal::{EarlierRun, Obstacle, PendingVersion, Reason, Refusal};
-pub use selector::{Selection, Selector};
+pub use selector::{InvalidLabel, Label, MAX_LABEL_BYTES, Selection, Selector};
 pub use state::{Lease, State};
 pub use version::{
     ArchiveReference, Contribution, ManifestReference, Status, Version, VersionOutcome,
@@ -115,13 +116,16 @@ impl State {
             Command::Abandon { id } => Ok(self.abandon(id)),
             Command::Expire { now } => Ok(self.expire(now)),
             Command::Lease { selector, lease, holder, ttl, now } => {
-                self.lease_version(selector, lease, holder, now.saturating_add(ttl))
+                self.lease_version(&selector, lease, holder, now.saturating_add(ttl))
             }
             Command::Release { lease } => Ok(self.release(lease)),
-            Command::Pin { selector, label } => self.pin(selector, label),
+            Command::Pin { selector, label } => self.pin(&selector, label),
             Command::Unpin { label } => Ok(self.unpin(&label)),
+            Command::Rollback { selector, position, now } => {
+                self.roll_back(&selector, position, now)
+            }
             Command::Retain { keep, ttl } => Ok(self.retain(keep, ttl)),
-            Command::Delete { selection } => Ok(self.delete(selection)),
+            Command::Delete { selection } => Ok(self.delete(&selection)),
             Command::Reclaimed { id } => self.reclaimed(id),
         }
     }

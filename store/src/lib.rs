@@ -58,8 +58,8 @@ pub use io::cow_map::CowBuffer;
 pub use io::disk::{Replacement, ReplacementFolder};
 pub use key::{Key, KeyVersion, MAX_KEY_BYTES};
 pub use ledger::{
-    ArchiveDigest, Durability, JobId, Refusal, RunId, RunProcess, VersionId, VersionPosition,
-    WriterSet,
+    ArchiveDigest, Durability, JobId, Label, Refusal, RunId, RunProcess, Selection, Selector,
+    VersionId, VersionPosition, WriterSet,
 };
 pub use merge::DivergencePolicy;
 #[doc(hidden)]

@@ -265,7 +265,7 @@ fn read(url: &str, folder: &Path, role: &str) {
 
 fn get(store: &Store, key: &Key) -> Result<Option<(VersionInfo, StateDict)>> {
     let Some(info) = store.head(key)? else { return Ok(None) };
-    let options = GetOptions { version: Some(info.number), ..GetOptions::default() };
+    let options = GetOptions { version: info.number.into(), ..GetOptions::default() };
     let (dict, _) = store.get_state_dict(key, &options)?;
     Ok(Some((info, dict)))
 }

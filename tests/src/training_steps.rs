@@ -86,7 +86,7 @@ pub fn publish_with_durability(
 ///
 /// Those of the store.
 pub fn read_step(store: &Store, version: Option<u64>, writers: u32) -> Result<u64, Error> {
-    let options = GetOptions { version, ..GetOptions::default() };
+    let options = GetOptions { version: version.into(), ..GetOptions::default() };
     let (dict, _) = store.get_state_dict(&key(), &options)?;
     let Value::Int(step) = dict.leaf("step").unwrap() else { panic!("a step: {dict:?}") };
     let step: u64 = step.to_string().parse().unwrap();

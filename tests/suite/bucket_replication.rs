@@ -350,7 +350,7 @@ fn memory_of_durable_versions_is_evicted_on_demand() {
         }
         assert_eq!(versions(&store), [(0, 1), (0, 4)]);
         let weight = |step: u8| {
-            let options = GetOptions { version: Some(step.into()), ..GetOptions::default() };
+            let options = GetOptions { version: u64::from(step).into(), ..GetOptions::default() };
             store.get(&key(), "weight", &options).unwrap()
         };
         for step in [4, 1] {

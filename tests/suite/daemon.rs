@@ -776,16 +776,17 @@ fn response_above_frame_limit_is_an_error() {
     let daemon = TestDaemon::new(1 << 30);
     let mut raw = RawConnection::connect_with_hello(&daemon.socket());
     put(&daemon.connect(), 1, 1);
-    let label = "l".repeat(60 << 10);
-    for number in 2..20 {
+    // Each quote has two bytes in JSON.
+    let label = r#"\""#.repeat(240);
+    for number in 2..2400 {
         let label = format!("{number}{label}");
         let pin = format!(r#"{{"op":"pin","key":"policy","selector":"newest","label":"{label}"}}"#);
         assert_eq!(raw.request(number, &pin)["pinned"], 1);
     }
-    let failed = &raw.request(20, r#"{"op":"pins","key":"policy"}"#)["failed"];
+    let failed = &raw.request(2400, r#"{"op":"pins","key":"policy"}"#)["failed"];
     assert_eq!(failed["kind"], "invalid", "{failed}");
     assert!(
-        raw.request(21, r#"{"op":"status"}"#)["status"].is_object(),
+        raw.request(2401, r#"{"op":"status"}"#)["status"].is_object(),
         "the connection stays open"
     );
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use tssd_store::ledger::{
     ArchiveDigest, ArchiveReference, Begin, Command, Commit, Contribution, Durability, Effect,
-    JobId, LeaseId, MAX_OPEN, MAX_PENDING_DELETIONS, MAX_TOMBSTONES, ManifestReference,
+    JobId, Label, LeaseId, MAX_OPEN, MAX_PENDING_DELETIONS, MAX_TOMBSTONES, ManifestReference,
     OPEN_TIMEOUT, Outcome, Reason, Refusal, RunId, RunProcess, RunStatus, Selection, Selector,
     SessionId, State, Status, Step, Timestamp, Version, VersionId, VersionOutcome, WriterSet,
     pending, step,
@@ -172,6 +172,8 @@ fn any_job() -> impl Strategy<Value = JobId> {
     name.prop_map(|name| JobId(name.to_owned()))
 }
 
+const LABELS: [&str; 3] = ["good", "best", "last"];
+
 const NEWEST: &str = "newest";
 const NEWER: &str = "newer";
 const OLDER: &str = "older";
@@ -201,8 +203,12 @@ fn any_version_action() -> impl Strategy<Value = VersionAction> {
 }
 
 fn any_command() -> impl Strategy<Value = Command> {
-    let selector = prop_oneof![Just(Selector::Newest), (0..6_u64).prop_map(Selector::Number)];
-    let label = || (0..3_u8).prop_map(|label| label.to_string());
+    let label = || prop::sample::select(&LABELS[..]).prop_map(|label| Label::new(label).unwrap());
+    let selector = prop_oneof![
+        2 => Just(Selector::Newest),
+        2 => (0..6_u64).prop_map(Selector::Number),
+        1 => label().prop_map(Selector::Label),
+    ];
     let lease = |(selector, lease, holder): (_, _, u8)| Command::Lease {
         selector,
         lease: LeaseId(lease),
@@ -212,18 +218,30 @@ fn any_command() -> impl Strategy<Value = Command> {
     };
     let keep = (1..4_u32).prop_map(|keep| NonZeroU32::new(keep).unwrap());
     let ttl = prop::option::weighted(0.3, Just(Duration::from_mins(30)));
-    let selection =
-        prop_oneof![1 => Just(Selection::All), 4 => (0..6_u64).prop_map(Selection::Number)];
+    let selection = prop_oneof![
+        1 => Just(Selection::All),
+        4 => (0..6_u64).prop_map(Selection::Number),
+        1 => label().prop_map(Selection::Label),
+    ];
+    let rollback = |selector| Command::Rollback { selector, position: None, now: Timestamp(0) };
     prop_oneof![
         3 => (0..480_000_u64).prop_map(|now| Command::Expire { now: Timestamp(now) }),
         4 => (selector.clone(), 0..4_u128, 0..2_u8).prop_map(lease),
         2 => (0..4_u128).prop_map(|lease| Command::Release { lease: LeaseId(lease) }),
         2 => any_session().prop_map(session_ended),
-        2 => (selector, label()).prop_map(|(selector, label)| Command::Pin { selector, label }),
-        2 => label().prop_map(|label| Command::Unpin { label }),
+        2 => (selector.clone(), label())
+            .prop_map(|(selector, label)| Command::Pin { selector, label }),
+        2 => label().prop_map(|label| Command::Unpin { label: label.into() }),
+        2 => selector.prop_map(rollback),
         2 => (keep, ttl).prop_map(|(keep, ttl)| Command::Retain { keep, ttl }),
         1 => selection.prop_map(|selection| Command::Delete { selection }),
     ]
+}
+
+/// Returns whether a visible version was not visible before, or had another position.
+fn is_new_position(before: &State, version: &Version) -> bool {
+    let earlier = before.visible().find(|earlier| earlier.id == version.id);
+    earlier.is_none_or(|earlier| earlier.position() != version.position())
 }
 
 fn session_ended(session: SessionId) -> Command {
@@ -310,12 +328,13 @@ impl LedgerModel {
                 self.now += now.0;
                 now.0 = self.now;
             }
-            Command::Lease { now, .. } => now.0 = self.now,
+            Command::Lease { now, .. } | Command::Rollback { now, .. } => now.0 = self.now,
             _ => {}
         }
         match &mut command {
             Command::Lease { selector: Selector::Number(number), .. }
             | Command::Pin { selector: Selector::Number(number), .. }
+            | Command::Rollback { selector: Selector::Number(number), .. }
             | Command::Delete { selection: Selection::Number(number) } => *number += lowest,
             _ => {}
         }
@@ -444,7 +463,7 @@ impl LedgerModel {
         for lease in 0..4 {
             self.apply(&Command::Release { lease: LeaseId(lease) }).unwrap();
         }
-        for label in ["0", "1", "2"] {
+        for label in LABELS {
             self.apply(&Command::Unpin { label: label.to_owned() }).unwrap();
         }
         for id in self.begun.clone() {
@@ -561,7 +580,7 @@ impl LedgerModel {
                 assert_eq!(reason, Some(lost_writers.into_iter().collect()), "{command:?}");
                 assert!(!self.state.is_held(now.id));
                 let number = now.number;
-                let refusal = self.state.select(Selector::Id(now.id)).err();
+                let refusal = self.state.select(&Selector::Id(now.id)).err();
                 let is_lost = |refusal: &Refusal| matches!(refusal, Refusal::Dropped { number: of, reason: Reason::Lost { .. } } if *of == number);
                 assert!(refusal.as_ref().is_some_and(is_lost), "{refusal:?}");
                 self.outcomes.insert(now.id, now.outcome());
@@ -663,6 +682,14 @@ impl LedgerModel {
         let mut names = BTreeSet::new();
         for version in self.state.versions() {
             let opened = self.opened.entry(version.id).or_insert_with(|| version.clone());
+            if matches!(command, Command::Rollback { .. })
+                && opened.position() != version.position()
+            {
+                assert_eq!(opened.stored_position(), version.stored_position());
+                assert_eq!(version.position(), self.state.head().unwrap().position());
+                (opened.epoch, opened.number) = (version.epoch, version.number);
+                (opened.stored_at, opened.rewind_from) = (version.stored_at, None);
+            }
             let identity = |it: &Version| (it.epoch, it.number, it.sequence, it.rewind_from);
             assert_eq!(identity(opened), identity(version));
             assert_eq!((&opened.job, &opened.writers), (&version.job, &version.writers));
@@ -711,8 +738,7 @@ impl LedgerModel {
         let name = |version: &Version| (version.epoch, version.number);
         assert!(highest(before) <= highest(&self.state));
         for version in self.state.visible() {
-            let is_new = before.version(Selector::Id(version.id)).is_none();
-            if is_new {
+            if is_new_position(before, version) {
                 let (epoch, number) = name(version);
                 assert!((epoch, Some(number)) > highest(before));
                 assert_eq!((epoch, Some(number)), highest(&self.state));
@@ -732,9 +758,9 @@ impl LedgerModel {
     fn check_retention(&self, before: &State, command: &Command) {
         let visible = |state: &State| state.visible().map(|it| it.id).collect::<Vec<_>>();
         if !matches!(command, Command::Delete { .. } | Command::Expire { .. }) {
-            let new =
-                self.state.visible().filter(|it| before.version(Selector::Id(it.id)).is_none());
+            let new = self.state.visible().filter(|it| is_new_position(before, it));
             let new: Vec<_> = new.collect();
+            let is_moved = |version: &&Version| new.iter().any(|new| new.id == version.id);
             // A later run replaces neither durable nor pinned versions by itself.
             let is_kept = |version: &Version| {
                 let is_pinned = before.pins().any(|(_, id)| id == version.id);
@@ -758,7 +784,8 @@ impl LedgerModel {
                     _ => false,
                 }
             };
-            let expected = before.visible().filter(|it| !is_rewound(it) && !is_lost(it));
+            let expected =
+                before.visible().filter(|it| !is_rewound(it) && !is_lost(it) && !is_moved(it));
             let expected = expected.chain(new.iter().copied());
             let mut expected: Vec<_> = expected.map(|version| version.id).collect();
             let now = |id: &VersionId| self.state.versions().find(|version| version.id == *id);

@@ -63,6 +63,8 @@ mod replicas;
 mod reshard;
 #[cfg(target_os = "linux")]
 mod ring;
+/// Rollbacks, and labels that select versions.
+mod rollback;
 /// Round trips of state dicts through bytes.
 mod roundtrip;
 /// Several runs of the same program: which versions a later run replaces.

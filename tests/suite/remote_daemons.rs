@@ -527,7 +527,7 @@ fn two_daemons_serve_one_version() {
     let hosts: Vec<_> = hosts.iter().map(|host| (&*host.address, host.is_self)).collect();
     assert_eq!(hosts, [(proxy_daemon.address(), true), (controller.address(), false)]);
     let remote = controller.connect_tcp();
-    let first = GetOptions { version: Some(1), ..GetOptions::default() };
+    let first = GetOptions { version: 1.into(), ..GetOptions::default() };
     let mut views = Vec::new();
     for step in 1..=4_u64 {
         std::thread::scope(|scope| {
@@ -618,7 +618,7 @@ fn prefetched_version_is_read_locally() {
     );
     // The prefetched version stays readable after further puts.
     put(&trainer, &model(2, 4), &PutOptions::default());
-    let first = GetOptions { version: Some(1), ..GetOptions::default() };
+    let first = GetOptions { version: 1.into(), ..GetOptions::default() };
     let sent_bytes = || controller.metric("tssd_read_bytes_total");
     let before = sent_bytes();
     let (view, _) = generator.get_state_dict(&key(), &first).unwrap();
@@ -778,7 +778,7 @@ impl RelayState {
 }
 
 fn version_options(version: u64) -> GetOptions {
-    GetOptions { version: Some(version), ..GetOptions::default() }
+    GetOptions { version: version.into(), ..GetOptions::default() }
 }
 
 #[test]

@@ -146,10 +146,10 @@ fn retention_keeps_newest_versions() {
         for step in 1..=5_i64 {
             put(&store, &dict(vec![("step", step.into())]), &PutOptions::default()).unwrap();
         }
-        let options = GetOptions { version: Some(4), ..GetOptions::default() };
+        let options = GetOptions { version: 4.into(), ..GetOptions::default() };
         let (older, _) = store.get_state_dict(&key(), &options).unwrap();
         assert_eq!(older.leaf("step").unwrap(), &Value::from(4_i64));
-        let options = GetOptions { version: Some(3), ..GetOptions::default() };
+        let options = GetOptions { version: 3.into(), ..GetOptions::default() };
         let error = store.get_state_dict(&key(), &options).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);
         assert!(error.to_string().contains("the newest is 5"), "{error}");

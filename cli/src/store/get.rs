@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use serde_json::json;
 use tssd_format::{Layout, Options};
-use tssd_store::{GetOptions, KeyVersion};
+use tssd_store::GetOptions;
 
-use super::{Address, store_failure};
+use super::{Address, VersionName, store_failure};
 use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -18,8 +18,8 @@ use crate::size::{Size, format_throughput};
 pub(crate) struct Args {
     #[command(flatten)]
     store: Address,
-    /// The key, and optionally the number of the version: KEY (the newest) or KEY@VERSION
-    key: KeyVersion,
+    #[command(flatten)]
+    version: VersionName,
     /// The archive to write; `-`: stdout
     #[arg(short, long, value_name = "OUT.tssd")]
     output: PathBuf,
@@ -36,14 +36,14 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         return Err(Failure::new(Exit::Usage, "get writes archives")
             .help("name the output .tssd, then `tssd unpack` it"));
     }
+    let (key, version) = args.version.parts()?;
     let console = console.for_output(&args.output);
     let store = args.store.connect()?;
     // Open the output first, so that its errors are reported before the read.
     let bar = console.bytes_bar("writing", 0);
     let mut output = Output::create(&args.output, args.force, bar.clone())?;
-    let KeyVersion { key, version } = &args.key;
     let spinner = console.spinner(&format!("getting {key}"));
-    let options = GetOptions { version: *version, writer: args.writer, ..GetOptions::default() };
+    let options = GetOptions { version, writer: args.writer, ..GetOptions::default() };
     let (dict, report) =
         store.get_state_dict(key, &options).map_err(|error| store_failure(&error))?;
     spinner.finish_and_clear();

@@ -1,7 +1,7 @@
 //! `tssd pin`, `tssd unpin` and `tssd pins`: labels that retain versions.
 
 use serde_json::json;
-use tssd_store::{Key, KeyVersion};
+use tssd_store::{Key, KeyVersion, Label};
 
 use super::{Address, store_failure};
 use crate::console::{Console, print, print_json};
@@ -16,8 +16,8 @@ pub(crate) struct Args {
     store: Address,
     /// The key, and optionally the number of the version: KEY or KEY@VERSION
     key: KeyVersion,
-    /// The label; one that is there moves
-    label: String,
+    /// The label: not only digits; one that is there moves
+    label: Label,
 }
 
 /// Let a label hold its version no longer.
@@ -43,9 +43,10 @@ pub(crate) struct PinsArgs {
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
     let KeyVersion { key, version } = &args.key;
-    let number = store.pin(key, *version, &args.label).map_err(|error| store_failure(&error))?;
-    let line = format!("`{}` holds {key}@{number}", args.label);
-    console.report(line, &json!({"key": key.as_str(), "label": args.label, "version": number}))?;
+    let number =
+        store.pin(key, *version, args.label.as_str()).map_err(|error| store_failure(&error))?;
+    let (line, label) = (format!("`{}` holds {key}@{number}", args.label), args.label.as_str());
+    console.report(line, &json!({"key": key.as_str(), "label": label, "version": number}))?;
     Ok(Exit::Ok)
 }
 

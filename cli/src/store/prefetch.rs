@@ -1,9 +1,9 @@
 //! `tssd prefetch`: copies a version to this host before it is read.
 
 use serde_json::json;
-use tssd_store::{GetOptions, KeyVersion};
+use tssd_store::GetOptions;
 
-use super::{Address, store_failure};
+use super::{Address, VersionName, store_failure};
 use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::Result;
@@ -14,15 +14,15 @@ use crate::size::{Size, format_throughput};
 pub(crate) struct Args {
     #[command(flatten)]
     store: Address,
-    /// The key, and optionally the number of the version: KEY (the newest) or KEY@VERSION
-    key: KeyVersion,
+    #[command(flatten)]
+    version: VersionName,
 }
 
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
+    let (key, version) = args.version.parts()?;
     let store = args.store.connect()?;
-    let KeyVersion { key, version } = &args.key;
     let spinner = console.spinner(&format!("fetching {key}"));
-    let options = GetOptions { version: *version, ..GetOptions::default() };
+    let options = GetOptions { version, ..GetOptions::default() };
     let report = store.prefetch(key, &[], &options).map_err(|error| store_failure(&error))?;
     spinner.finish_and_clear();
     let line = format!(

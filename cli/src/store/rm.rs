@@ -1,7 +1,7 @@
 //! `tssd rm`: deletes versions of a key.
 
 use serde_json::json;
-use tssd_store::KeyVersion;
+use tssd_store::{KeyVersion, Label, Selection};
 
 use super::{Address, store_failure};
 use crate::console::Console;
@@ -17,15 +17,30 @@ pub(crate) struct Args {
     store: Address,
     /// KEY (all versions) or KEY@VERSION
     key: KeyVersion,
+    /// The version that this label pins: readers no longer find it by its number
+    #[arg(long, value_name = "LABEL")]
+    label: Option<Label>,
 }
 
 /// Deletes versions and reports their number. If there are none, that is an error.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let store = args.store.connect()?;
     let KeyVersion { key, version } = &args.key;
-    let deleted = store.delete(key, *version).map_err(|error| store_failure(&error))?;
+    let versions = match (&args.label, version) {
+        (None, version) => Selection::from(*version),
+        (Some(label), None) => Selection::Label(label.clone()),
+        (Some(_), Some(number)) => {
+            let text = format_args!("{key}@{number} and --label name two versions");
+            return Err(Failure::new(Exit::Usage, text).help("name one of them"));
+        }
+    };
+    let store = args.store.connect()?;
+    let deleted = store.delete(key, versions).map_err(|error| store_failure(&error))?;
     if deleted == 0 {
-        let at = version.map(|version| format!("@{version}")).unwrap_or_default();
+        let at = match (&args.label, version) {
+            (Some(label), _) => format!(" labelled `{label}`"),
+            (None, Some(version)) => format!("@{version}"),
+            (None, None) => String::new(),
+        };
         return Err(Failure::new(Exit::NotFound, format_args!("there is no {key}{at}"))
             .help("`tssd ls` lists the keys, `tssd ls KEY` its versions"));
     }

@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
-use tssd_store::{Transport, VersionPosition};
+use tssd_store::{Label, Selector, Transport, VersionPosition};
 
 use crate::error::{BindingError, Failure, Result, type_error};
 
@@ -14,6 +14,29 @@ pub(super) fn extract_optional_version(given: &Bound<'_, PyAny>) -> PyResult<Opt
 /// Extracts a version number.
 pub(super) fn extract_version(given: &Bound<'_, PyAny>) -> PyResult<u64> {
     given.extract().map_err(|error| argument_error(given, "version", u64::MAX, &error))
+}
+
+/// Extracts a version: its number, or a label. None: the newest.
+pub(super) fn extract_selector(given: &Bound<'_, PyAny>) -> PyResult<Selector> {
+    if given.is_none() {
+        return Ok(Selector::Newest);
+    }
+    let Ok(label) = given.extract::<&str>() else {
+        return extract_version(given).map(Selector::Number);
+    };
+    let label = Label::new(label).map_err(|error| {
+        let text = format!("version is an int or a label, not {label:?}: {error}");
+        PyErr::from(Failure::from(BindingError::new("invalid", text)))
+    })?;
+    Ok(Selector::Label(label))
+}
+
+/// Returns the number that a selector selects by, for errors.
+pub(super) fn selected_number(selector: &Selector) -> Option<u64> {
+    match selector {
+        Selector::Number(number) => Some(*number),
+        _ => None,
+    }
 }
 
 /// The value of `after`: what a version must follow.

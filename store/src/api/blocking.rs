@@ -18,7 +18,7 @@ use crate::engine::ring::ReceiveReport;
 use crate::error::{Error, Result};
 use crate::io::exec::block_on;
 use crate::key::Key;
-use crate::ledger::VersionPosition;
+use crate::ledger::{Selection, Selector, VersionPosition};
 use crate::status::DaemonStatus;
 
 /// A blocking [`crate::Store`]. Several threads may call it at the same time.
@@ -145,8 +145,8 @@ blocking_methods! {
     versions(key: &Key) -> Vec<VersionInfo>;
     head(key: &Key) -> Option<VersionInfo>;
     keys(prefix: Option<&str>) -> Vec<Key>;
-    exists(key: &Key, version: Option<u64>) -> bool;
-    delete(key: &Key, version: Option<u64>) -> u64;
+    exists(key: &Key, version: impl Into<Selector>) -> bool;
+    delete(key: &Key, versions: impl Into<Selection>) -> u64;
     retain(key: &Key, keep: NonZeroU32) -> ();
     wait_for_version(key: &Key, version: u64, timeout: Duration) -> VersionInfo;
     wait_for_version_after(
@@ -156,7 +156,8 @@ blocking_methods! {
         timeout: Duration
     ) -> VersionInfo;
     prefetch(key: &Key, wanted: &[(String, Option<ShardSpec>)], options: &GetOptions) -> PrefetchReport;
-    pin(key: &Key, version: Option<u64>, label: &str) -> u64;
+    pin(key: &Key, version: impl Into<Selector>, label: &str) -> u64;
+    rollback(key: &Key, to: impl Into<Selector>) -> VersionInfo;
     unpin(key: &Key, label: &str) -> ();
     pins(key: &Key) -> BTreeMap<String, u64>;
     status() -> DaemonStatus;

@@ -11,7 +11,7 @@ use super::follower::Follower;
 use super::publisher::Publisher;
 use super::reader::VersionReader;
 use super::subscription::{POLL_TIMEOUT, Subscription};
-use crate::control::{Controller, VersionInfo};
+use crate::control::{Controller, SeenVersion, VersionInfo};
 use crate::engine::context::Context;
 use crate::engine::get::{GetOptions, GetReport, Read, Target, fill};
 use crate::engine::put::{PendingPut, PutOptions, PutReport};
@@ -19,7 +19,7 @@ use crate::engine::ring::{self, Receiver};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::key::Key;
-use crate::ledger::{Selection, Selector, VersionId, VersionPosition};
+use crate::ledger::{Label, Selection, Selector, VersionId, VersionPosition};
 use crate::status::DaemonStatus;
 
 /// A store of state dicts: in this process's memory, in a directory or bucket, or in a daemon.
@@ -186,7 +186,7 @@ impl Store {
         // Its lease keeps the version available until it is copied.
         let mut opened = None;
         let (selector, archives) = if wanted.is_empty() {
-            (selector(options.version), None)
+            (options.version.clone(), None)
         } else {
             let version = &*opened.insert(self.0.open(key, options).await?);
             let mut read = Read::new(version, self.0.get(), options);
@@ -312,17 +312,24 @@ impl Store {
         self.0.controller().keys(prefix.unwrap_or_default()).await
     }
 
-    /// Returns whether a version of a key is visible. Without `version`, whether any is.
+    /// Returns whether a version of a key is visible, or pinned by a label that selects it.
     ///
     /// # Errors
     ///
     /// `Io` or `Corrupt` if the ledger cannot be read.
-    pub async fn exists(&self, key: &Key, version: Option<u64>) -> Result<bool> {
+    pub async fn exists(&self, key: &Key, version: impl Into<Selector>) -> Result<bool> {
         let versions = self.versions(key).await?;
-        Ok(versions.iter().any(|each| version.is_none_or(|number| each.number == number)))
+        Ok(match version.into() {
+            Selector::Newest => !versions.is_empty(),
+            Selector::Number(number) => versions.iter().any(|each| each.number == number),
+            Selector::Id(id) => versions.iter().any(|each| each.id == id),
+            Selector::Label(label) => self.pins(key).await?.contains_key(label.as_str()),
+        })
     }
 
     /// Deletes one version of a key, or all, and returns how many were deleted.
+    ///
+    /// `None` selects all. A pinned version is no longer visible, but its label still selects it.
     ///
     /// Versions that are not visible yet are deleted too. Readers keep the versions that they have
     /// open. Numbers are not reused, unless the ledger is lost with its versions, as in the memory
@@ -331,9 +338,8 @@ impl Store {
     /// # Errors
     ///
     /// `Io` if the store cannot be written.
-    pub async fn delete(&self, key: &Key, version: Option<u64>) -> Result<u64> {
-        let selection = version.map_or(Selection::All, Selection::Number);
-        self.0.controller().delete(key, selection).await
+    pub async fn delete(&self, key: &Key, versions: impl Into<Selection>) -> Result<u64> {
+        self.0.controller().delete(key, versions.into()).await
     }
 
     /// Sets how many of the newest versions of a key are retained. The default is 1.
@@ -414,8 +420,9 @@ impl Store {
             let remaining = deadline.map_or(Duration::MAX, |deadline| {
                 deadline.saturating_duration_since(Instant::now())
             });
-            let id = seen.as_ref().map(|info| info.id);
-            match self.0.controller().wait_for_newer(key, id, remaining.min(POLL_TIMEOUT)).await? {
+            let last = seen.as_ref().map(SeenVersion::from);
+            match self.0.controller().wait_for_newer(key, last, remaining.min(POLL_TIMEOUT)).await?
+            {
                 Some(info)
                     if info.number >= version
                         && after.is_none_or(|after| info.position() > after) =>
@@ -477,13 +484,55 @@ impl Store {
     /// Pins a version with a label: the newest if none is given. Returns its number.
     ///
     /// Retention keeps a pinned version. A label pins one version: the version that it pinned
-    /// before is released.
+    /// before is released. A label is accepted wherever a version is selected.
     ///
     /// # Errors
     ///
-    /// `NotFound` if the version does not exist; `Io` if the store cannot be written.
-    pub async fn pin(&self, key: &Key, version: Option<u64>, label: &str) -> Result<u64> {
-        self.0.controller().pin(key, selector(version), label).await
+    /// `NotFound` if the version does not exist; `Invalid` if the text is no [`Label`]; `Io` if the
+    /// store cannot be written.
+    pub async fn pin(&self, key: &Key, version: impl Into<Selector>, label: &str) -> Result<u64> {
+        let label = Label::new(label).map_err(|error| {
+            Error::new(ErrorKind::Invalid, format_args!("label `{label}`: {error}"))
+        })?;
+        self.0.controller().pin(key, version.into(), &label).await
+    }
+
+    /// Makes an old version the newest one: it gets the next number, in a new epoch.
+    ///
+    /// No bytes move. The version no longer has its old number. Waiters, subscribers and followers
+    /// get it as a new version. Retention applies as after a put, and versions that are open are
+    /// dropped. If the version is the newest one already, nothing changes.
+    ///
+    /// # Errors
+    ///
+    /// `NotFound` if the version does not exist; `Refused` while it is being uploaded to a bucket;
+    /// `Io` if the store cannot be written.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::num::NonZeroU32;
+    ///
+    /// use tssd_format::StateDict;
+    /// use tssd_store::{GetOptions, Key, PutOptions, Store};
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+    /// let (store, key) = (Store::memory(), Key::new("policy")?);
+    /// store.retain(&key, NonZeroU32::new(3).unwrap()).await?;
+    /// for step in 1..=3_i64 {
+    ///     let mut dict = StateDict::new();
+    ///     dict.insert("step", step);
+    ///     store.put_state_dict(&key, &dict, &PutOptions::default()).await?;
+    /// }
+    /// let newest = store.rollback(&key, 1).await?;
+    /// assert_eq!((newest.epoch, newest.number), (1, 4));
+    /// let (dict, report) = store.get_state_dict(&key, &GetOptions::default()).await?;
+    /// assert_eq!((dict["step"].as_i64(), report.version), (Some(1), 4));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # })?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub async fn rollback(&self, key: &Key, to: impl Into<Selector>) -> Result<VersionInfo> {
+        self.0.controller().rollback(key, to.into()).await
     }
 
     /// Removes a label, and with it the pin of its version.
@@ -539,8 +588,4 @@ impl std::fmt::Debug for Store {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Store")
     }
-}
-
-fn selector(version: Option<u64>) -> Selector {
-    version.map_or(Selector::Newest, Selector::Number)
 }

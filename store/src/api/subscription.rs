@@ -1,11 +1,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::control::VersionInfo;
+use crate::control::{SeenVersion, VersionInfo};
 use crate::engine::context::Context;
 use crate::error::Result;
 use crate::key::Key;
-use crate::ledger::VersionId;
 
 /// How long one request waits for a newer version.
 ///
@@ -17,7 +16,7 @@ pub(super) const POLL_TIMEOUT: Duration = Duration::from_secs(1);
 pub struct Subscription {
     context: Arc<Context>,
     key: Key,
-    seen: Option<VersionId>,
+    seen: Option<SeenVersion>,
 }
 
 impl Subscription {
@@ -38,7 +37,7 @@ impl Subscription {
             if let Some(info) =
                 controller.wait_for_newer(&self.key, self.seen, POLL_TIMEOUT).await?
             {
-                self.seen = Some(info.id);
+                self.seen = Some(SeenVersion::from(&info));
                 return Ok(info);
             }
         }

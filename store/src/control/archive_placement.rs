@@ -2,13 +2,14 @@
 
 use crate::control::layout::folder_of;
 use crate::key::Key;
-use crate::ledger::{Durability, JobId, RunProcess, VersionId};
+use crate::ledger::{Durability, JobId, RunProcess, VersionId, VersionPosition};
 
 /// The placement of a writer's archives: their version and their names.
 #[derive(Clone, Debug)]
 pub(crate) struct ArchivePlacement {
     pub(crate) key: Key,
     pub(crate) id: VersionId,
+    /// The position under which the version is stored.
     pub(crate) epoch: u32,
     pub(crate) number: u64,
     pub(crate) writer: u32,
@@ -27,7 +28,8 @@ pub(crate) struct ArchivePlacement {
 impl ArchivePlacement {
     /// Returns the folder of the version in the volume.
     pub(crate) fn folder(&self) -> String {
-        folder_of(&self.key, self.epoch, self.number, self.id)
+        let position = VersionPosition { epoch: self.epoch, number: self.number };
+        folder_of(&self.key, position, self.id)
     }
 
     /// Returns the file name of an archive, by its number.

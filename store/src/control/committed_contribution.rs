@@ -21,11 +21,12 @@ impl CommittedContribution {
             let Contribution::Committed { digest, archives, .. } = contribution else {
                 return None;
             };
+            let stored = version.stored_position();
             let place = ArchivePlacement {
                 key: key.clone(),
                 id: version.id,
-                epoch: version.epoch,
-                number: version.number,
+                epoch: stored.epoch,
+                number: stored.number,
                 writer: *writer,
                 job: version.job.clone(),
                 process: version.process.clone(),

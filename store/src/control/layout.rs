@@ -1,20 +1,21 @@
 //! Names in a volume: the folder of each version, and the archives in it. Spec: `spec/reshard.md`, section 3.
 
 use crate::key::Key;
-use crate::ledger::{Contribution, Version, VersionId};
+use crate::ledger::{Contribution, Version, VersionId, VersionPosition};
 
 /// Hexadecimal digits of the identity in the folder name of a version.
 const ID_DIGITS: usize = 16;
 
 /// Returns the folder of a version.
 pub(crate) fn folder(key: &Key, version: &Version) -> String {
-    folder_of(key, version.epoch, version.number, version.id)
+    folder_of(key, version.stored_position(), version.id)
 }
 
 /// As [`folder`], for a version that has just begun.
 ///
 /// No two versions share a folder, not even two versions of one number. So a late deletion affects no other version.
-pub(crate) fn folder_of(key: &Key, epoch: u32, number: u64, id: VersionId) -> String {
+pub(crate) fn folder_of(key: &Key, position: VersionPosition, id: VersionId) -> String {
+    let VersionPosition { epoch, number } = position;
     let id = &id.to_string()[..ID_DIGITS];
     format!("{}/{epoch}-{number}-{id}", key.to_path())
 }

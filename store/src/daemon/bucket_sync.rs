@@ -427,7 +427,7 @@ impl BucketReplicator {
     async fn missing_error(&self, key: &Key, id: VersionId) -> Result<Error> {
         let shown = &self.bucket_url;
         let remote = self.bucket.state(key).await?;
-        if remote.version(Selector::Id(id)).is_some() {
+        if remote.version(&Selector::Id(id)).is_some() {
             let text = format_args!("`{shown}` lacks archives of version {id} of `{key}`");
             return Ok(Error::new(ErrorKind::Corrupt, text));
         }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 
-use crate::control::{ArchivePlacement, Catalog, Progress, Proposal, VersionInfo};
+use crate::control::{ArchivePlacement, Catalog, Progress, Proposal, SeenVersion, VersionInfo};
 use crate::daemon::connected_runs::ConnectedRuns;
 use crate::daemon::control_plane::{ControlPlane, LeasedVersion};
 use crate::daemon::remote_blobs::{ReplicaKind, ReplicaLocation};
@@ -16,7 +16,9 @@ use crate::daemon::tiered::TieredVolume;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::sync::{Lock, MutexGuard};
 use crate::key::Key;
-use crate::ledger::{ArchiveDigest, Durability, LeaseId, RunId, Selection, Selector, VersionId};
+use crate::ledger::{
+    ArchiveDigest, Durability, Label, LeaseId, RunId, Selection, Selector, VersionId,
+};
 use crate::net::client::{ReleaseOnDrop, RemoteController, Response, unexpected_reply};
 use crate::net::tls::{Endpoint, Identity};
 use crate::net::wire::{Begin, LeaseReply, Location, Notice, Reply, Request};
@@ -426,7 +428,7 @@ impl Catalog for ControllerProxy {
     async fn wait_for_newer(
         &self,
         key: &Key,
-        seen: Option<VersionId>,
+        seen: Option<SeenVersion>,
         timeout: Duration,
     ) -> Result<Option<VersionInfo>> {
         self.controller().await?.wait_for_newer(key, seen, timeout).await
@@ -444,8 +446,12 @@ impl Catalog for ControllerProxy {
         self.controller().await?.retain(key, keep, ttl).await
     }
 
-    async fn pin(&self, key: &Key, selector: Selector, label: &str) -> Result<u64> {
+    async fn pin(&self, key: &Key, selector: Selector, label: &Label) -> Result<u64> {
         self.controller().await?.pin(key, selector, label).await
+    }
+
+    async fn rollback(&self, key: &Key, selector: Selector) -> Result<VersionInfo> {
+        self.controller().await?.rollback(key, selector).await
     }
 
     async fn unpin(&self, key: &Key, label: &str) -> Result<()> {

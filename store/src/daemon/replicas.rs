@@ -422,7 +422,7 @@ impl Replicas {
         }
         // Without an answer, the versions may still be visible.
         let Ok(versions) = control_plane.versions(key).await else { return };
-        let visible = versions.iter().map(|it| folder_of(key, it.epoch, it.number, it.id));
+        let visible = versions.iter().map(|it| folder_of(key, it.stored_position(), it.id));
         let visible: BTreeSet<String> = visible.collect();
         for name in names {
             if version_folder(&name).is_some_and(|folder| !visible.contains(folder)) {

@@ -15,6 +15,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
 
 use super::DaemonOptions;
+use crate::control::SeenVersion;
 use crate::daemon::bucket_sync::UploadReceiver;
 use crate::daemon::chunk_verifier::{copied_bytes, gather, total_bytes};
 pub(crate) use crate::daemon::session::connection::IncomingConnection;
@@ -375,8 +376,9 @@ impl Session {
                 let fetched = self.prefetch(in_flight, &key, selector, archives.as_deref());
                 Reply::Prefetched(fetched.await?)
             }
-            Request::AwaitNewer { key, seen, timeout } => {
+            Request::AwaitNewer { key, seen, seen_position: position, timeout } => {
                 let key = Key::new(key)?;
+                let seen = seen.map(|id| SeenVersion { id, position });
                 let newer = controller.wait_for_newer(&key, seen, timeout.min(MAX_WAIT));
                 Reply::Newest(self.unless_abandoned(in_flight, newer).await.transpose()?.flatten())
             }
@@ -402,6 +404,7 @@ impl Session {
             | Request::Delete { .. }
             | Request::Retain { .. }
             | Request::Pin { .. }
+            | Request::Rollback { .. }
             | Request::Unpin { .. }
             | Request::Pins { .. }) => self.handle_catalog(request).await?,
         };
@@ -432,6 +435,16 @@ impl Session {
                 let key = Key::new(key)?;
                 let pinned = controller.pin(&key, selector, &label);
                 Reply::Pinned(self.state.with_bucket_sync(&key, pinned).await?)
+            }
+            Request::Rollback { key, selector } => {
+                let key = Key::new(key)?;
+                // Followers get it as a version that becomes visible.
+                let followers_guard = self.state.lock_commits(&key).await;
+                let rollback = controller.rollback(&key, selector);
+                let info = self.state.with_bucket_sync(&key, rollback).await?;
+                self.state.notify_followers(&key, info.id, info.epoch, info.number).await;
+                drop(followers_guard);
+                Reply::RolledBack(info)
             }
             Request::Unpin { key, label } => {
                 let key = Key::new(key)?;

@@ -13,7 +13,6 @@ use crate::error::Result;
 use crate::io::exec::run_blocking;
 use crate::io::sync::Lock;
 use crate::key::Key;
-use crate::ledger::Selector;
 
 /// Number of keys whose last contents are kept.
 const MAX_KNOWN_CONTENTS: usize = 16;
@@ -72,8 +71,7 @@ impl Context {
     pub(crate) async fn open(&self, key: &Key, options: &GetOptions) -> Result<OpenVersion> {
         let span = tracing::debug_span!("get", %key, version = tracing::field::Empty);
         let started = Instant::now();
-        let selector = options.version.map_or(Selector::Newest, Selector::Number);
-        let locate = self.controller().locate(key, selector);
+        let locate = self.controller().locate(key, options.version.clone());
         let located = locate.instrument(span.clone()).await?;
         located.route.check_required(options.require_transport)?;
         let locate_seconds = started.elapsed().as_secs_f64();

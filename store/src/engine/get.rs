@@ -34,15 +34,15 @@ use crate::io::cancel::{CancelCheck, CancelToken};
 use crate::io::cow_map::CowBuffer;
 use crate::io::exec::block_in_place;
 use crate::io::parallel;
-use crate::ledger::{ArchiveDigest, VersionId};
+use crate::ledger::{ArchiveDigest, Selector, VersionId};
 use crate::plan::{self, RegionCopy, SingleCopy, StorageId, TensorLeaf};
 use crate::route::Transport;
 
 /// How a state dict is read. The default reads the newest version as a whole.
 #[derive(Clone, Debug, Default)]
 pub struct GetOptions {
-    /// The number of the version. None is the newest.
-    pub version: Option<u64>,
+    /// The version: the newest by default, or one by number, id or label.
+    pub version: Selector,
     /// The writer whose values are read where writers hold different ones.
     ///
     /// Such versions are put with [`Divergent::Keep`](crate::DivergencePolicy::Keep).

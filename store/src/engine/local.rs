@@ -206,13 +206,14 @@ impl Controller for LocalController {
         for _ in 0..MAX_OPEN_ATTEMPTS {
             let deletions = self.located_cache().deletions.get(key).copied();
             let state = self.state(key).await?;
-            let found = state.select(selector);
+            let found = state.select(&selector);
             let version = found.map_err(|refusal| Error::from_refusal(key, refusal))?;
-            let (folder, names, id) = (folder(key, version), archives(version), version.id);
+            let (folder, names) = (folder(key, version), archives(version));
+            let (id, position) = (version.id, version.position());
             {
                 let mut opened = self.located_cache();
                 if let Some(located) = opened.located.get(key).filter(|located| located.id == id) {
-                    return Ok(located.clone());
+                    return Ok(LocatedVersion { position, ..located.clone() });
                 }
                 // The replaced version is dropped before its successor is opened.
                 opened.located.remove(key);
@@ -223,8 +224,9 @@ impl Controller for LocalController {
                     format_args!("key `{key}`: version {} lacks files", version.number),
                 ));
             }
-            let located =
-                self.run_on_volume(move |volume| locate(volume, &folder, names, id)).await?;
+            let located = self
+                .run_on_volume(move |volume| locate(volume, &folder, names, id, position))
+                .await?;
             if let Some(located) = located {
                 let mut opened = self.located_cache();
                 if opened.deletions.get(key).copied() == deletions {

@@ -48,7 +48,11 @@ pub(crate) struct OpenVersion {
 impl OpenVersion {
     /// Opens a located version. `known` is reused if it has the contents of the same version.
     pub(crate) fn open(located: LocatedVersion, known: Option<Arc<Contents>>) -> Result<Self> {
-        let known = known.filter(|known| known.id == located.id);
+        // A rollback gives a version another position.
+        let position = located.position;
+        let known = known.filter(|known| {
+            (known.id, known.epoch, known.number) == (located.id, position.epoch, position.number)
+        });
         let is_known = known.is_some();
         let contents = match known {
             Some(known) => known,

@@ -8,8 +8,8 @@ use super::durability::Durability;
 use super::identity::{
     ArchiveDigest, JobId, LeaseId, RunId, RunProcess, RunStatus, SessionId, Timestamp, VersionId,
 };
-use super::selector::{Selection, Selector};
-use super::version::{ArchiveReference, ManifestReference};
+use super::selector::{Label, Selection, Selector};
+use super::version::{ArchiveReference, ManifestReference, VersionPosition};
 use super::writers::WriterSet;
 
 /// A command to the ledger of one key.
@@ -129,12 +129,23 @@ pub enum Command {
         /// The version.
         selector: Selector,
         /// The label.
-        label: String,
+        label: Label,
     },
     /// A label is removed, and its version is no longer pinned by it.
     Unpin {
         /// The label.
         label: String,
+    },
+    /// An old version becomes the newest one, under the next number in a new epoch. Its data stays where it is.
+    ///
+    /// It retires and drops versions as a version that becomes visible does.
+    Rollback {
+        /// The version.
+        selector: Selector,
+        /// The position that it gets, if it is a copy of a version of another store.
+        position: Option<VersionPosition>,
+        /// The current time.
+        now: Timestamp,
     },
     /// Sets the retention of the key.
     Retain {
@@ -274,6 +285,11 @@ pub enum Outcome {
         id: VersionId,
         /// The version's number.
         number: u64,
+    },
+    /// The version is the newest one.
+    RolledBack {
+        /// The version's identity.
+        id: VersionId,
     },
     /// These versions are retired or dropped. The list is empty if the selection matched no open or visible version.
     Deleted {

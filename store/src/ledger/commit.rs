@@ -149,10 +149,10 @@ impl State {
         }
     }
 
-    /// Makes a version that became visible the newest version of its key.
+    /// Makes a visible version the newest version of its key.
     ///
     /// In the same step, drops older open versions and retires the versions that a rewind takes back.
-    fn make_newest(&mut self, id: VersionId) {
+    pub(super) fn make_newest(&mut self, id: VersionId) {
         let Some(version) = self.version_by_id(id) else {
             return;
         };

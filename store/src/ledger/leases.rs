@@ -3,14 +3,14 @@
 use super::command::Outcome;
 use super::identity::{LeaseId, Timestamp};
 use super::refusal::{PendingVersion, Reason, Refusal};
-use super::selector::Selector;
+use super::selector::{Label, Selector};
 use super::state::{Lease, State};
 use super::version::{Status, Version};
 
 impl State {
     pub(super) fn lease_version(
         &mut self,
-        selector: Selector,
+        selector: &Selector,
         lease: LeaseId,
         holder: String,
         until: Timestamp,
@@ -35,9 +35,9 @@ impl State {
         Outcome::Done
     }
 
-    pub(super) fn pin(&mut self, selector: Selector, label: String) -> Result<Outcome, Refusal> {
+    pub(super) fn pin(&mut self, selector: &Selector, label: Label) -> Result<Outcome, Refusal> {
         let Version { id, number, .. } = *self.select(selector)?;
-        self.pins.insert(label, id);
+        self.pins.insert(label.into(), id);
         self.retire_surplus();
         Ok(Outcome::Pinned { id, number })
     }
@@ -48,15 +48,15 @@ impl State {
         Outcome::Done
     }
 
-    /// Returns the visible version that a selector selects.
+    /// Returns the version that a selector selects. It is visible, unless a label selects it.
     ///
     /// # Errors
     ///
     /// [`Refusal::NotFound`] with the newest visible and open versions, or [`Refusal::Dropped`] if the version is lost.
-    pub fn select(&self, selector: Selector) -> Result<&Version, Refusal> {
+    pub fn select(&self, selector: &Selector) -> Result<&Version, Refusal> {
         self.version(selector).ok_or_else(|| {
             self.lost_refusal(selector).unwrap_or_else(|| Refusal::NotFound {
-                selector,
+                selector: selector.clone(),
                 newest: self.head().map(|version| version.number),
                 newest_open: self
                     .open()
@@ -67,7 +67,7 @@ impl State {
     }
 
     /// Returns the refusal for a version that was lost with its hosts: readers may have seen it before.
-    fn lost_refusal(&self, selector: Selector) -> Option<Refusal> {
+    fn lost_refusal(&self, selector: &Selector) -> Option<Refusal> {
         let known = self.versions().rev().filter_map(|version| match &version.status {
             Status::Dropped { reason } => Some((version.id, version.number, reason)),
             _ => None,
@@ -78,8 +78,10 @@ impl State {
         let mut lost = known.chain(ended).filter(|(id, number, reason)| {
             let is_selected = match selector {
                 Selector::Newest => Some(*number) == self.highest,
-                Selector::Number(wanted) => *number == wanted,
-                Selector::Id(wanted) => *id == wanted,
+                Selector::Number(wanted) => number == wanted,
+                Selector::Id(wanted) => id == wanted,
+                // The pin ends with the version.
+                Selector::Label(_) => false,
             };
             is_selected && matches!(reason, Reason::Lost { .. })
         });

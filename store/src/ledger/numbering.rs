@@ -59,6 +59,7 @@ impl NewPosition {
             id,
             epoch,
             number,
+            stored_at: None,
             rewind_from,
             replaces_ended_runs,
             job,

@@ -278,6 +278,11 @@ pub enum Refusal {
         /// The newest open version.
         newest_open: Option<PendingVersion>,
     },
+    /// The upload of the version is pending, so its position must not change.
+    UploadPending {
+        /// The version's number.
+        number: u64,
+    },
     /// The lease has expired, so it cannot be renewed.
     LeaseExpired {
         /// The lease.
@@ -372,6 +377,9 @@ impl Refusal {
                     _ => Ok(()),
                 }
             }
+            Self::UploadPending { number } => {
+                write!(f, "version {number} is being uploaded to the bucket")
+            }
             Self::LeaseExpired { lease } => write!(f, "lease {lease} has expired"),
         }
     }
@@ -405,6 +413,7 @@ impl Refusal {
             Self::AlreadyVisible { .. } => "it never changes: it can only be deleted",
             Self::InUse { .. } => "delete its data when that is owed",
             Self::NotFound { .. } => "wait for it, or read another",
+            Self::UploadPending { .. } => "wait until it is there",
             Self::LeaseExpired { .. } => "release it and take another",
         }
     }

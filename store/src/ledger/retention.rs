@@ -63,8 +63,13 @@ impl State {
         Outcome::Done
     }
 
-    pub(super) fn delete(&mut self, selection: Selection) -> Outcome {
+    pub(super) fn delete(&mut self, selection: &Selection) -> Outcome {
         let mut ids = Vec::new();
+        let labelled = match selection {
+            Selection::Label(label) => self.pins.get(label.as_str()).copied(),
+            _ => None,
+        };
+        let selection = labelled.map_or(selection.clone(), Selection::Id);
         self.update_versions(
             |version| selection.includes(version) && (version.is_open() || version.is_visible()),
             |version| {
@@ -114,11 +119,13 @@ impl Version {
 }
 
 impl Selection {
-    fn includes(self, version: &Version) -> bool {
+    fn includes(&self, version: &Version) -> bool {
         match self {
             Self::All => true,
-            Self::Number(number) => version.number == number,
-            Self::Id(id) => version.id == id,
+            Self::Number(number) => version.number == *number,
+            Self::Id(id) => version.id == *id,
+            // The caller has looked up the version that it pins: there is none.
+            Self::Label(_) => false,
         }
     }
 }

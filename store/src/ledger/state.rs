@@ -19,7 +19,7 @@ use super::writers::WriterSet;
 /// The state of the ledger of one key. The default is the state of a key that was never written.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {
-    /// Number of rewinds of the key that became visible.
+    /// Number of rewinds of the key that became visible, and of rollbacks.
     pub(super) epoch: u32,
     /// The highest number that ever became visible in the epoch. Deletion does not change it.
     pub(super) highest: Option<u64>,
@@ -162,13 +162,17 @@ impl State {
         self.visible().next_back()
     }
 
-    /// Returns the visible version that a selector selects.
-    pub fn version(&self, selector: Selector) -> Option<&Version> {
+    /// Returns the version that a selector selects. It is visible, unless a label selects it.
+    pub fn version(&self, selector: &Selector) -> Option<&Version> {
         match selector {
             Selector::Newest => self.head(),
             // After a rewind, a version of an older epoch may have the same number.
-            Selector::Number(number) => self.visible().rfind(|version| version.number == number),
-            Selector::Id(id) => self.visible().find(|version| version.id == id),
+            Selector::Number(number) => self.visible().rfind(|version| version.number == *number),
+            Selector::Id(id) => self.visible().find(|version| version.id == *id),
+            Selector::Label(label) => {
+                let id = self.pins.get(label.as_str())?;
+                self.version_by_id(*id).filter(|version| version.manifest().is_some())
+            }
         }
     }
 
@@ -200,7 +204,7 @@ impl State {
         self.highest
     }
 
-    /// Returns the number of rewinds of the key that became visible.
+    /// Returns the number of rewinds of the key that became visible, and of rollbacks.
     pub fn epoch(&self) -> u32 {
         self.epoch
     }

@@ -4,6 +4,7 @@ mod jobs;
 mod numbers;
 mod outcomes;
 mod retention;
+mod rollback;
 mod runs;
 mod uploads;
 
@@ -187,6 +188,10 @@ fn implicit_put(job: &str, writer: u32, sequence: u64) -> Put<'_> {
 
 fn job_id(job: &str) -> JobId {
     JobId(job.to_owned())
+}
+
+fn label(text: &str) -> Label {
+    Label::new(text).unwrap()
 }
 
 /// Returns a process of a run.

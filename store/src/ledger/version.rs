@@ -12,7 +12,7 @@ use super::writers::WriterSet;
 /// The number of a version, and its epoch. Versions of a key are ordered by epoch, then number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct VersionPosition {
-    /// The epoch: the number of rewinds of the key before the version opened.
+    /// The epoch: the number of rewinds and rollbacks of the key before.
     pub epoch: u32,
     /// The number within the epoch.
     pub number: u64,
@@ -24,10 +24,13 @@ pub struct VersionPosition {
 pub struct Version {
     /// Its identity.
     pub id: VersionId,
-    /// Number of rewinds of the key when the version opened.
+    /// Number of rewinds and rollbacks of the key when the version opened, or when it was rolled back to.
     pub epoch: u32,
     /// Its number. The pair of epoch and number is unique among the versions that have data.
     pub number: u64,
+    /// The position under which its data is stored, if a rollback has given it another one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stored_at: Option<VersionPosition>,
     /// The number at which its epoch begins, if no version of that epoch was visible when it opened.
     ///
     /// When this version becomes visible, versions of older epochs with this number or a higher one are retired.
@@ -239,6 +242,14 @@ impl Version {
         }
     }
 
+    /// Returns when the version became visible, if it is.
+    pub(crate) fn visible_since(&self) -> Timestamp {
+        match self.status {
+            Status::Visible { since, .. } => since,
+            _ => Timestamp(0),
+        }
+    }
+
     /// Returns the declared writers that have not committed.
     pub fn missing(&self) -> WriterSet {
         self.writers.without(&self.committed())
@@ -264,8 +275,13 @@ impl Version {
     }
 
     /// Returns number and epoch, which order the versions of the key.
-    pub(super) fn position(&self) -> VersionPosition {
+    pub fn position(&self) -> VersionPosition {
         VersionPosition { epoch: self.epoch, number: self.number }
+    }
+
+    /// Returns the position under which its data is stored, which never changes.
+    pub fn stored_position(&self) -> VersionPosition {
+        self.stored_at.unwrap_or_else(|| self.position())
     }
 
     /// Refuses with the reason if the version was dropped.

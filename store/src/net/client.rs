@@ -24,13 +24,15 @@ pub(crate) use self::calls::{ReleaseOnDrop, Response};
 use self::maps::SegmentMaps;
 use crate::blob::{OpenArchive, RemoteArchive};
 use crate::control::{
-    self, Catalog, Controller, InlinePut, LocatedVersion, Proposal, ReadStats, VersionFollower,
-    VersionInfo,
+    self, Catalog, Controller, InlinePut, LocatedVersion, Proposal, ReadStats, SeenVersion,
+    VersionFollower, VersionInfo,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::key::Key;
-use crate::ledger::{ArchiveDigest, RunId, RunStatus, Selection, Selector, VersionId};
+use crate::ledger::{
+    ArchiveDigest, Label, RunId, RunStatus, Selection, Selector, VersionId, VersionPosition,
+};
 pub(crate) use crate::net::client::connection_pool::ConnectionPool;
 use crate::net::client::connection_pool::Connector;
 use crate::net::client::contribution::RemoteContribution;
@@ -278,10 +280,12 @@ impl Catalog for RemoteController {
     async fn wait_for_newer(
         &self,
         key: &Key,
-        seen: Option<VersionId>,
+        seen: Option<SeenVersion>,
         timeout: Duration,
     ) -> Result<Option<VersionInfo>> {
-        let request = Request::AwaitNewer { key: key.to_string(), seen, timeout };
+        let (key, seen_position) = (key.to_string(), seen.and_then(|seen| seen.position));
+        let seen = seen.map(|seen| seen.id);
+        let request = Request::AwaitNewer { key, seen, seen_position, timeout };
         let response_timeout = timeout.saturating_add(RESPONSE_TIMEOUT);
         match self.0.calls.call(&request, Bytes::new(), response_timeout).await?.reply {
             Reply::Newest(version) => Ok(version),
@@ -317,10 +321,17 @@ impl Catalog for RemoteController {
         expect_done(self.call(Request::Retain { key: key.to_string(), keep, ttl }).await?)
     }
 
-    async fn pin(&self, key: &Key, selector: Selector, label: &str) -> Result<u64> {
-        let (key, label) = (key.to_string(), label.to_owned());
+    async fn pin(&self, key: &Key, selector: Selector, label: &Label) -> Result<u64> {
+        let (key, label) = (key.to_string(), label.clone());
         match self.call(Request::Pin { key, selector, label }).await? {
             Reply::Pinned(number) => Ok(number),
+            other => Err(unexpected_reply(&other)),
+        }
+    }
+
+    async fn rollback(&self, key: &Key, selector: Selector) -> Result<VersionInfo> {
+        match self.call(Request::Rollback { key: key.to_string(), selector }).await? {
+            Reply::RolledBack(info) => Ok(info),
             other => Err(unexpected_reply(&other)),
         }
     }
@@ -466,7 +477,15 @@ async fn open_leased(
     };
     // A segment is mapped with all its pages, which takes long.
     let (manifest, archives) = if is_mapped { open()? } else { run_blocking(open).await? };
-    Ok(LocatedVersion { id: leased.id, route, manifest, archives, lease: Arc::new(release) })
+    let position = VersionPosition { epoch: leased.epoch, number: leased.number };
+    Ok(LocatedVersion {
+        id: leased.id,
+        position,
+        route,
+        manifest,
+        archives,
+        lease: Arc::new(release),
+    })
 }
 
 /// A follower of a key in a daemon.

@@ -108,7 +108,7 @@ async fn clock_jumps_delete_no_retained_version() {
                 "at {now}"
             );
             for number in &kept {
-                let options = GetOptions { version: Some(*number), ..GetOptions::default() };
+                let options = GetOptions { version: (*number).into(), ..GetOptions::default() };
                 let (dict, _) = store.get_state_dict(&key, &options).await.unwrap();
                 let expected = tssd_format::Value::from(i64::try_from(*number).unwrap());
                 assert_eq!(dict.leaf("number").unwrap(), &expected);

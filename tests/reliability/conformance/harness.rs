@@ -596,7 +596,7 @@ impl Harness {
             Ok((expected_arrays(&dict, read)?, Some(id)))
         });
         let (store, at) = (self.clients[client].clone(), self.key(key));
-        let options = GetOptions { version: number, ..GetOptions::default() };
+        let options = GetOptions { version: number.into(), ..GetOptions::default() };
         let outcome = runtime().block_on(self::read(&store, &at, &options, read, &dict));
         let version = outcome.as_ref().ok().and_then(|(_, id)| *id);
         let actual = store_outcome(outcome.map(|(arrays, _)| arrays));
@@ -626,7 +626,7 @@ impl Harness {
             Ok((version.number(), Some(version.id)))
         });
         let (store, at) = (self.clients[client].clone(), self.key(key));
-        let options = GetOptions { version: number, ..GetOptions::default() };
+        let options = GetOptions { version: number.into(), ..GetOptions::default() };
         let opened = runtime().block_on(store.open(&at, &options));
         let actual = store_outcome(opened.as_ref().map(VersionReader::version));
         let version = opened.as_ref().ok().map(VersionReader::id);

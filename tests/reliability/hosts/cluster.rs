@@ -170,7 +170,7 @@ impl Cluster {
                 "versions {lost:?} of {name} were acknowledged, and host {host} has {numbers:?}"
             );
             for info in versions {
-                let options = GetOptions { version: Some(info.number), ..GetOptions::default() };
+                let options = GetOptions { version: info.number.into(), ..GetOptions::default() };
                 let outcome = retry_unreachable(|| match store.get_state_dict(&key, &options) {
                     // A newer version has replaced it, or the only host that had it was lost.
                     Err(error) if is_replaced(error.kind()) => Ok(None),

@@ -51,7 +51,7 @@ impl KeyFixture {
 
     /// Gets a version, or the newest one, and checks its contents. Returns its number.
     pub(super) fn get(&self, store: &Store, version: Option<u64>) -> Result<u64, Error> {
-        let options = GetOptions { version, ..GetOptions::default() };
+        let options = GetOptions { version: version.into(), ..GetOptions::default() };
         let (dict, report) = store.get_state_dict(&self.key(), &options)?;
         assert!(version.is_none_or(|version| version == report.version), "{self:?}");
         self.contents(report.version).assert_matches(&dict);

@@ -272,7 +272,7 @@ fn try_put_part(
 
 /// Gets a version, or the newest one.
 pub(crate) fn get(store: &Store, key: u8, version: Option<u64>) -> Option<Response> {
-    let options = GetOptions { version, ..GetOptions::default() };
+    let options = GetOptions { version: version.into(), ..GetOptions::default() };
     to_response(store.get_state_dict(&store_key(key), &options).map(|(dict, report)| {
         let place = position(report.epoch, report.version);
         let put = identify_put(key, writers(key), &dict);

@@ -261,7 +261,7 @@ impl ProcessCluster {
     fn check_contents(&self, name: &str) {
         let key = key(name);
         for info in self.store().versions(&key).unwrap() {
-            let options = GetOptions { version: Some(info.number), ..GetOptions::default() };
+            let options = GetOptions { version: info.number.into(), ..GetOptions::default() };
             match self.store().get_state_dict(&key, &options) {
                 Ok((dict, _)) => drop(check_version(&key, &info, &dict)),
                 // A newer version has replaced it.

@@ -205,7 +205,7 @@ impl StepRunner {
         let (store, key) = (self.store().await?, key());
         let versions = store.versions(&key).await?;
         for info in &versions {
-            let options = GetOptions { version: Some(info.number), ..GetOptions::default() };
+            let options = GetOptions { version: info.number.into(), ..GetOptions::default() };
             let writers = u32::try_from(info.writers.len()).unwrap();
             let contents = contents(info.number, writers);
             let (dict, _) = store.get_state_dict(&key, &options).await?;

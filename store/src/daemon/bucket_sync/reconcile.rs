@@ -1,17 +1,28 @@
 //! Reconciliation of the ledger of a bucket with the ledger of the original versions: a pure function.
 
-use crate::ledger::{Command, Selection, Selector, State, VersionId, VersionOutcome};
+use crate::ledger::{Command, Label, Selection, Selector, State, VersionId, VersionOutcome};
 
 /// Returns the commands that apply pins, retention and deletions of `own` to the bucket.
 pub(crate) fn reconcile(own: &State, bucket: &State) -> Vec<Command> {
     let mut commands = Vec::new();
+    // In the order of their positions, because a rollback to an older position than the newest one is refused.
+    for version in own.visible().filter(|version| version.stored_at.is_some()) {
+        let selector = Selector::Id(version.id);
+        let (position, now) = (Some(version.position()), version.visible_since());
+        if bucket.version(&selector).is_some_and(|it| it.position() != version.position()) {
+            commands.push(Command::Rollback { selector, position, now });
+        }
+    }
     let is_in_bucket = |id: VersionId| bucket.visible().any(|version| version.id == id);
     let is_pinned = |state: &State, label: &str, id| {
         state.pins().any(|(pinned, to)| pinned == label && to == id)
     };
     for (label, id) in own.pins().filter(|(_, id)| is_in_bucket(*id)) {
         if !is_pinned(bucket, label, id) {
-            commands.push(Command::Pin { selector: Selector::Id(id), label: label.to_owned() });
+            // A label that an older release has accepted may be none of this one.
+            if let Ok(label) = Label::new(label) {
+                commands.push(Command::Pin { selector: Selector::Id(id), label });
+            }
         }
     }
     // Versions that `own` has never contained belong to another store.

@@ -55,11 +55,11 @@ impl DaemonState {
     ) -> Result<LocatedVersion> {
         let mut is_retry = false;
         loop {
-            let grant = match self.lease_prefetched(peer, key, selector, |_| false) {
+            let grant = match self.lease_prefetched(peer, key, &selector, |_| false) {
                 Some(grant) => grant,
-                None => match self.control_plane.lease(peer, key, selector).await {
+                None => match self.control_plane.lease(peer, key, selector.clone()).await {
                     Ok(grant) => self.record_lease(peer, key, grant),
-                    Err(error) => self.fallback_to_prefetched(peer, key, selector, error).await?,
+                    Err(error) => self.fallback_to_prefetched(peer, key, &selector, error).await?,
                 },
             };
             match self.locate(peer, key, grant).await {
@@ -97,7 +97,7 @@ impl DaemonState {
         &self,
         peer: PeerId,
         key: &Key,
-        selector: Selector,
+        selector: &Selector,
         error: Error,
     ) -> Result<LeasedVersion> {
         let epoch = match error.kind() {
@@ -157,15 +157,15 @@ impl DaemonState {
         &self,
         peer: PeerId,
         key: &Key,
-        selector: Selector,
+        selector: &Selector,
         accepts: impl Fn(&LeasedVersion) -> bool,
     ) -> Option<LeasedVersion> {
         let mut inner = self.inner();
         let grant = inner.prefetched.get(key)?;
         let is_selected = match selector {
-            Selector::Newest => false,
-            Selector::Number(number) => grant.number == number && accepts(grant),
-            Selector::Id(id) => grant.id == id,
+            Selector::Newest | Selector::Label(_) => false,
+            Selector::Number(number) => grant.number == *number && accepts(grant),
+            Selector::Id(id) => grant.id == *id,
         };
         if !is_selected || grant.instance != self.control_plane.instance() {
             return None;

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 
 use super::LocalController;
-use crate::control::{Catalog, VersionInfo};
+use crate::control::{Catalog, SeenVersion, VersionInfo};
 use crate::engine::local::effects::VERIFICATION_TIMEOUT;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::key::Key;
-use crate::ledger::{Command, Outcome, Selection, Selector, VersionId};
+use crate::ledger::{Command, Label, Outcome, Selection, Selector};
 
 #[async_trait]
 impl Catalog for LocalController {
@@ -22,13 +22,14 @@ impl Catalog for LocalController {
     async fn wait_for_newer(
         &self,
         key: &Key,
-        seen: Option<VersionId>,
+        seen: Option<SeenVersion>,
         timeout: Duration,
     ) -> Result<Option<VersionInfo>> {
         let deadline = Instant::now().checked_add(timeout);
         loop {
             let state = self.state(key).await?;
-            if let Some(head) = state.head().filter(|head| Some(head.id) != seen) {
+            if let Some(head) = state.head().filter(|head| !seen.is_some_and(|seen| seen.is(head)))
+            {
                 return Ok(Some(VersionInfo::of(head)));
             }
             let left = deadline.map_or(Duration::MAX, |deadline| {
@@ -77,14 +78,27 @@ impl Catalog for LocalController {
         self.run_pending_deletions(key).await
     }
 
-    async fn pin(&self, key: &Key, selector: Selector, label: &str) -> Result<u64> {
-        let command = Command::Pin { selector, label: label.to_owned() };
+    async fn pin(&self, key: &Key, selector: Selector, label: &Label) -> Result<u64> {
+        let command = Command::Pin { selector, label: label.clone() };
         let outcome = self.apply(key, command).await?;
         self.run_pending_deletions(key).await?;
         match outcome {
             Outcome::Pinned { number, .. } => Ok(number),
             other => unreachable!("pin does not lead to {other:?}"),
         }
+    }
+
+    async fn rollback(&self, key: &Key, selector: Selector) -> Result<VersionInfo> {
+        let command = Command::Rollback { selector, position: None, now: self.now() };
+        let outcome = self.apply(key, command).await?;
+        let Outcome::RolledBack { id } = outcome else {
+            unreachable!("a rollback does not lead to {outcome:?}")
+        };
+        self.run_pending_deletions(key).await?;
+        let state = self.state(key).await?;
+        // Another process may have deleted it meanwhile.
+        let version = state.select(&Selector::Id(id));
+        version.map(VersionInfo::of).map_err(|refusal| Error::from_refusal(key, refusal))
     }
 
     async fn unpin(&self, key: &Key, label: &str) -> Result<()> {

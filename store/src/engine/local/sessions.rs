@@ -182,6 +182,7 @@ impl LocalController {
         loop {
             let (lease, now) = (LeaseId(self.random()), self.now());
             let holder = holder.clone();
+            let selector = selector.clone();
             let command = Command::Lease { selector, lease, holder, ttl, now };
             let leased = self.apply(key, command).await?;
             let Outcome::Leased { id, .. } = leased else {

@@ -23,7 +23,7 @@ use crate::io::local_archive::LocalArchive;
 use crate::ledger::{ArchiveDigest, Durability, JobId, Reason, Refusal, Selection, SessionId};
 use crate::metadata::backend::{DirectoryMeta, MemoryMeta};
 use crate::metadata::{LedgerGuard, OwnedLedgers, SharedLedgers};
-use crate::{PutOptions, Store};
+use crate::{PutOptions, PutReport, Store, VersionPosition};
 
 type Hook = Box<dyn FnOnce() -> Result<()> + Send>;
 
@@ -133,4 +133,9 @@ async fn put(
     write(volume, &place.path(0), bytes, Durability::Memory)?;
     let lens = [u64::try_from(bytes.len()).unwrap()];
     controller.commit(&place, ArchiveDigest::compute(bytes), &lens).await.map(|_| place)
+}
+
+/// Returns the position of a version that was put.
+fn position(put: &PutReport) -> VersionPosition {
+    VersionPosition { epoch: put.epoch, number: put.version }
 }

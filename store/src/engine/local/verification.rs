@@ -48,10 +48,12 @@ pub(super) fn merge_archives(
         Ok(divergent) => divergent,
         Err(reason) => return Ok(Err(reason)),
     };
+    // A manifest that is merged again after a rollback has the digest of the first one.
+    let stored = version.stored_position();
     let label = VersionAttrs {
         id: version.id.0,
-        epoch: version.epoch,
-        number: version.number,
+        epoch: stored.epoch,
+        number: stored.number,
         writers: version.writers.clone(),
         digest: version_digest(version),
     };

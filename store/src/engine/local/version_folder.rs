@@ -11,7 +11,7 @@ use crate::control::layout::is_archive;
 use crate::convert::to_u64;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::disk::TEMPORARY_PREFIX;
-use crate::ledger::{Durability, VersionId};
+use crate::ledger::{Durability, VersionId, VersionPosition};
 
 /// Opens all files of a version. Returns `None` if one is missing, because the version is deleted then.
 pub(super) fn locate(
@@ -19,6 +19,7 @@ pub(super) fn locate(
     folder: &str,
     names: Vec<String>,
     id: VersionId,
+    position: VersionPosition,
 ) -> Result<Option<LocatedVersion>> {
     // The manifest comes first: it is deleted before the archives.
     let paths = [MANIFEST_NAME].into_iter().chain(names.iter().map(String::as_str));
@@ -28,7 +29,7 @@ pub(super) fn locate(
     let archives: BTreeMap<String, OpenArchive> = names.into_iter().zip(files).collect();
     // Open files stay readable after a deletion, so no lease is needed.
     let route = volume.route();
-    Ok(Some(LocatedVersion { id, route, manifest, archives, lease: Arc::new(()) }))
+    Ok(Some(LocatedVersion { id, position, route, manifest, archives, lease: Arc::new(()) }))
 }
 
 /// Deletes the manifest and the archives of a version, and all other files of ours in its folder.

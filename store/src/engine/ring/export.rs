@@ -21,7 +21,7 @@ use crate::engine::version::OpenVersion;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::io::local_archive::LocalArchive;
-use crate::ledger::WriterSet;
+use crate::ledger::{VersionPosition, WriterSet};
 use crate::merge::{MergeOptions, VersionAttrs, WriterArchive, merge};
 use crate::route::{Route, Transport};
 
@@ -194,6 +194,7 @@ pub(super) fn open(
     let archive = LocalArchive::without_checksums(archive(Some(segment.clone()))?);
     let located = LocatedVersion {
         id: bucket.id,
+        position: VersionPosition { epoch: bucket.epoch, number: bucket.number },
         route: Route::new(Transport::CudaIpc, why),
         manifest: Arc::new(manifest),
         archives: BTreeMap::from([(file, OpenArchive::Local(archive))]),

@@ -86,11 +86,11 @@ impl Contents {
         let corrupt = |text: &dyn fmt::Display| Error::new(ErrorKind::Corrupt, text);
         let manifest = Archive::from_blob(located.manifest.clone())
             .map_err(|error| Error::from_format("manifest", error))?;
-        let Some(label) = Label::of(&manifest) else {
+        let Some(attrs) = ManifestAttrs::of(&manifest) else {
             return Err(corrupt(&"the manifest names no version"));
         };
-        if label.id != located.id {
-            let (found, wanted) = (label.id, located.id);
+        if attrs.id != located.id {
+            let (found, wanted) = (attrs.id, located.id);
             return Err(corrupt(&format_args!(
                 "the manifest is that of version {found}, not {wanted}"
             )));
@@ -100,11 +100,11 @@ impl Contents {
         let storages: Vec<Arc<StorageReference>> = storages.collect();
         let root = manifest.structure();
         Ok(Self {
-            id: label.id,
-            digest: label.digest,
-            epoch: label.epoch,
-            number: label.number,
-            layout: label.layout,
+            id: attrs.id,
+            digest: attrs.digest,
+            epoch: located.position.epoch,
+            number: located.position.number,
+            layout: attrs.layout,
             held: HeldStorages::new(&root, manifest.shards())
                 .map_err(|error| Error::from_format("manifest", error))?,
             own_shards: storages.iter().map(|storage| to_usize(storage.shard.into())).collect(),
@@ -240,15 +240,13 @@ impl Contents {
 }
 
 /// The attributes of a manifest that describe its version.
-struct Label {
+struct ManifestAttrs {
     id: VersionId,
     digest: ArchiveDigest,
-    epoch: u32,
-    number: u64,
     layout: [u8; 16],
 }
 
-impl Label {
+impl ManifestAttrs {
     fn of(manifest: &Archive) -> Option<Self> {
         let attrs = manifest.attrs();
         let int = |name: &str| match attrs.get(name)? {
@@ -260,11 +258,12 @@ impl Label {
         let AttrValue::Bytes(layout) = attrs.get("tssd.store.layout_fingerprint")? else {
             return None;
         };
+        // The position at which the version was put. After a rollback it has another one.
+        u32::try_from(int("tssd.store.epoch")?).ok()?;
+        int("tssd.store.version")?;
         Some(Self {
             id: id.as_str()?.parse().ok()?,
             digest: digest.as_str()?.parse().ok()?,
-            epoch: u32::try_from(int("tssd.store.epoch")?).ok()?,
-            number: int("tssd.store.version")?.cast_unsigned(),
             layout: (**layout).try_into().ok()?,
         })
     }

@@ -194,7 +194,7 @@ fn version_is_lost_with_last_replica() {
     commit_from(&mut ledger, id, numbered_put("a", 0, 5), 1);
     commit_from(&mut ledger, id, numbered_put("a", 1, 5), 2);
     ledger.verify(id).unwrap();
-    ledger.apply(Command::Pin { selector: Selector::Newest, label: "best".to_owned() }).unwrap();
+    ledger.apply(Command::Pin { selector: Selector::Newest, label: label("best") }).unwrap();
     // Session 3 holds another replica.
     let add_replica = Command::PublishReplicas { id, writers: writers("1"), session: SessionId(3) };
     let release = |session| Command::ReleaseReplica { id, writer: 1, session: SessionId(session) };
@@ -213,10 +213,10 @@ fn version_is_lost_with_last_replica() {
     assert_eq!(pending(&ledger.state), [Effect::Delete { id, epoch: 0, number: 5 }]);
     let lost = Refusal::Dropped { number: 5, reason };
     for selector in [Selector::Newest, Selector::Number(5), Selector::Id(id)] {
-        assert_eq!(ledger.state.select(selector).err().as_ref(), Some(&lost));
+        assert_eq!(ledger.state.select(&selector).err().as_ref(), Some(&lost));
     }
     ledger.run_effects();
-    assert_eq!(ledger.state.select(Selector::Number(5)).err(), Some(lost));
+    assert_eq!(ledger.state.select(&Selector::Number(5)).err(), Some(lost));
 }
 
 #[test]

@@ -14,7 +14,7 @@ fn lease_holds_data_until_release_even_after_expiry() {
     assert_eq!((ledger.visible_numbers(), ledger.state.versions().count()), (vec![2], 2));
     let selector = Selector::Number(1);
     let refusal = Refusal::NotFound { selector, newest: Some(2), newest_open: None };
-    assert_eq!(ledger.lease(3, selector), Err(refusal));
+    assert_eq!(ledger.lease(3, Selector::Number(1)), Err(refusal));
     ledger.lease(1, Selector::Newest).unwrap();
 
     ledger.now = MINUTE;
@@ -33,7 +33,7 @@ fn lease_holds_data_until_release_even_after_expiry() {
 #[test]
 fn retention_keeps_newest_and_pinned_versions() {
     let mut ledger = TestLedger::with_keep(2);
-    let label = || "best".to_owned();
+    let label = || label("best");
     for number in 1..=5 {
         ledger.put(single_put(Some(number))).unwrap();
         ledger.run_effects();
@@ -58,7 +58,7 @@ fn retention_keeps_newest_and_pinned_versions() {
     assert_eq!(ledger.visible_numbers(), [4]);
     ledger.apply(Command::Delete { selection: Selection::Number(4) }).unwrap();
     assert_eq!((ledger.visible_numbers(), pending(&ledger.state)), (vec![], vec![]));
-    ledger.apply(Command::Unpin { label: label() }).unwrap();
+    ledger.apply(Command::Unpin { label: label().into() }).unwrap();
     assert_eq!(pending(&ledger.state).len(), 1);
 }
 
@@ -132,7 +132,7 @@ fn restart_keeps_disk_versions_and_settings_of_key() {
     ledger.run_effects();
     for (label, number) in [("disk", 1), ("memory", 2)] {
         let selector = Selector::Number(number);
-        ledger.apply(Command::Pin { selector, label: label.to_owned() }).unwrap();
+        ledger.apply(Command::Pin { selector, label: self::label(label) }).unwrap();
     }
     ledger.lease(1, Selector::Number(1)).unwrap();
     ledger.begin(put(2, Durability::Disk)).unwrap();
@@ -159,7 +159,7 @@ fn call_after_restart_does_not_depend_on_deletion_time() {
         let first = ledger.put(put(1)).unwrap();
         ledger.run_effects();
         if is_pinned {
-            let (selector, label) = (Selector::Newest, "best".to_owned());
+            let (selector, label) = (Selector::Newest, label("best"));
             ledger.apply(Command::Pin { selector, label }).unwrap();
         }
         let second = ledger.put(put(2)).unwrap();
@@ -199,6 +199,6 @@ fn lease_only_changes_are_detected() {
     ledger.lease(1, Selector::Newest).unwrap();
     assert!(before.differs_only_in_leases(&ledger.state));
     assert!(ledger.state.differs_only_in_leases(&before));
-    ledger.apply(Command::Pin { selector: Selector::Newest, label: "best".to_owned() }).unwrap();
+    ledger.apply(Command::Pin { selector: Selector::Newest, label: label("best") }).unwrap();
     assert!(!before.differs_only_in_leases(&ledger.state));
 }

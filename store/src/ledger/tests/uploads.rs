@@ -114,7 +114,7 @@ fn restored_state_has_visible_versions_of_bucket() {
         ledger.put(single_put(Some(number))).unwrap();
         ledger.run_effects();
     }
-    ledger.apply(Command::Pin { selector: Selector::Newest, label: "best".to_owned() }).unwrap();
+    ledger.apply(Command::Pin { selector: Selector::Newest, label: label("best") }).unwrap();
     ledger.begin(Put { session: Some(8), ..single_put(Some(4)) }).unwrap();
     let restored = ledger.state.restored_state();
     assert_eq!(restored.highest(), Some(3));

@@ -14,7 +14,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 use crate::control::{DeviceMemoryRequest, Progress, Proposal, ReadStats, VersionInfo};
 use crate::error::{Error, ErrorKind};
 use crate::ledger::{
-    ArchiveDigest, LeaseId, Refusal, RunId, RunProcess, RunStatus, Selection, Selector, VersionId,
+    ArchiveDigest, Label, LeaseId, Refusal, RunId, RunProcess, RunStatus, Selection, Selector,
+    VersionId, VersionPosition,
 };
 use crate::net::wire::Range;
 use crate::shm::{DeviceSpan, SegmentId, Span};
@@ -142,6 +143,9 @@ pub(crate) enum Request {
         key: String,
         #[serde(default)]
         seen: Option<VersionId>,
+        /// The position of that version when the client saw it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        seen_position: Option<VersionPosition>,
         timeout: Duration,
     },
     Keys {
@@ -163,7 +167,12 @@ pub(crate) enum Request {
     Pin {
         key: String,
         selector: Selector,
-        label: String,
+        label: Label,
+    },
+    /// Makes a version the newest one, under the next number in a new epoch.
+    Rollback {
+        key: String,
+        selector: Selector,
     },
     Unpin {
         key: String,
@@ -227,6 +236,7 @@ impl Request {
             Self::Delete { .. } => "delete",
             Self::Retain { .. } => "retain",
             Self::Pin { .. } => "pin",
+            Self::Rollback { .. } => "rollback",
             Self::Unpin { .. } => "unpin",
             Self::Pins { .. } => "pins",
             Self::Follow { .. } => "follow",
@@ -299,6 +309,8 @@ pub(crate) enum Reply {
     Keys(KeyPage),
     Deleted(u64),
     Pinned(u64),
+    /// The version that is the newest one.
+    RolledBack(VersionInfo),
     Pins(BTreeMap<String, u64>),
     /// Number of the follower on this connection.
     Follower(u64),

@@ -83,7 +83,7 @@ pub(super) fn contents(value: i64, writer: Option<u64>) -> StateDict {
 ///
 /// A description, if the version cannot be read or its elements differ.
 pub(super) async fn value_of(store: &Store, number: u64) -> Result<i64, String> {
-    let options = GetOptions { version: Some(number), ..GetOptions::default() };
+    let options = GetOptions { version: number.into(), ..GetOptions::default() };
     let got = store.get_state_dict(&key(), &options).await;
     let (dict, _) = got.map_err(|error| format!("version {number}: {error}"))?;
     let (Ok(Value::Tensor(rows)), Ok(Value::Int(value))) = (dict.leaf("rows"), dict.leaf("value"))

@@ -194,7 +194,7 @@ impl Fixture {
     async fn lease(&self, peer: PeerId) -> Result<(Option<LeaseId>, u64, String)> {
         if self.bug == Some(Bug::NoLease) {
             let state = self.controller.state(&key()).await?;
-            let head = state.select(Selector::Newest);
+            let head = state.select(&Selector::Newest);
             let head = head.map_err(|refusal| Error::from_refusal(key(), refusal))?;
             let name = archives(head).remove(0);
             return Ok((None, head.number, format!("{}/{name}", folder(&key(), head))));

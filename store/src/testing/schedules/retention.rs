@@ -22,7 +22,8 @@ use crate::io::local_archive::LocalArchive;
 use crate::io::sync::spawn;
 use crate::key::Key;
 use crate::ledger::{
-    Command, Durability, LeaseId, Outcome, Selection, Selector, VersionId, WriterSet, pending,
+    Command, Durability, Label, LeaseId, Outcome, Selection, Selector, VersionId, WriterSet,
+    pending,
 };
 use crate::metadata::backend::MemoryMeta;
 use crate::metadata::{Ledgers, OwnedLedgers, SharedLedgers};
@@ -171,20 +172,20 @@ async fn get(fixture: Arc<Fixture>) {
 
 /// Pins the newest version, and moves the pin. A pinned version must keep its data.
 async fn pin(fixture: Arc<Fixture>) {
-    for label in ["one", "other"] {
-        let pinned = fixture.controller.pin(&key(), Selector::Newest, label).await;
+    for label in ["one", "other"].map(|label| Label::new(label).unwrap()) {
+        let pinned = fixture.controller.pin(&key(), Selector::Newest, &label).await;
         let Some(number) = fixture.unless_deleted(pinned) else { continue };
         yield_randomly().await;
         fixture.check(number, "pinned").await;
         if one_in(2) {
             // A label that moves to another version no longer pins the first one.
-            let moved = fixture.controller.pin(&key(), Selector::Newest, label).await;
+            let moved = fixture.controller.pin(&key(), Selector::Newest, &label).await;
             if let Some(number) = fixture.unless_deleted(moved) {
                 yield_randomly().await;
                 fixture.check(number, "pinned").await;
             }
         }
-        fixture.controller.unpin(&key(), label).await.unwrap();
+        fixture.controller.unpin(&key(), label.as_str()).await.unwrap();
     }
 }
 
@@ -264,7 +265,7 @@ impl Fixture {
     async fn lease(&self) -> Result<(Option<LeaseId>, u64)> {
         if self.bug == Some(Bug::NoLease) {
             let state = self.controller.state(&key()).await?;
-            let head = state.select(Selector::Newest);
+            let head = state.select(&Selector::Newest);
             return head
                 .map(|head| (None, head.number))
                 .map_err(|refusal| Error::from_refusal(key(), refusal));

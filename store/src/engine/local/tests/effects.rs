@@ -24,7 +24,7 @@ async fn foreign_files_and_folders_are_kept() {
     for folder in &foreign {
         assert!(folder.exists(), "{}", folder.display());
     }
-    let folder = path.join(folder_of(&key, put.epoch, put.version, put.id));
+    let folder = path.join(folder_of(&key, position(&put), put.id));
     let left = [format!("0-{name}.tssd"), format!("0-{name}-1.tssd"), ".tmp-1-1".to_owned()];
     let foreign = ["notes.tssd", "0.tssd", "0-0123.tssd"].map(str::to_owned).into_iter();
     let foreign: Vec<_> = foreign
@@ -54,7 +54,7 @@ async fn durable_archives_exclude_newest_version() {
         let options = PutOptions { durability, ..PutOptions::default() };
         let dict = tssd_format::StateDict::new();
         let put = store.put_state_dict(&key, &dict, &options).await.unwrap();
-        folders.push(folder_of(&key, put.epoch, put.version, put.id));
+        folders.push(folder_of(&key, position(&put), put.id));
     }
     let durable = controller.durable_archives(&key).await.unwrap();
     let of: Vec<_> = durable.iter().map(|name| name.rsplit_once('/').unwrap().0).collect();

@@ -41,7 +41,7 @@ async fn failed_deletion_stays_pending() {
     let store = Store::new(controller.clone());
     let (dict, options) = (tssd_format::StateDict::new(), PutOptions::default());
     let put = store.put_state_dict(&key, &dict, &options).await.unwrap();
-    let folder = folder_of(&key, put.epoch, put.version, put.id);
+    let folder = folder_of(&key, position(&put), put.id);
     let left = format!("{folder}/0-{:032x}.tssd", 7);
     let left = volume.0.reserve(&left, 0, Durability::Memory);
     assert!(left.unwrap().seal().unwrap());

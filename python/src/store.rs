@@ -10,8 +10,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyIterator, PyString, PyTuple};
 use tssd_format::{MapKey, Node, Step};
 use tssd_store::{
-    ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Residency, Selection, Selector,
-    VersionInfo, VersionReader,
+    ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Residency, RunId, Selection, Selector,
+    VersionInfo, VersionReader, WaitOptions,
 };
 
 /// Extraction of version numbers, writer ranks and transports from Python arguments.
@@ -787,7 +787,7 @@ impl Store {
 
     /// Waits until a version whose number is `version` or higher is visible, and opens the newest version.
     ///
-    /// The store may still have versions of an earlier run of the writers. With `after`, they do not count.
+    /// The store may still have versions of an earlier run of the writers. With `after` or `run`, they do not count.
     ///
     /// Args:
     ///     key: the key.
@@ -796,6 +796,7 @@ impl Store {
     ///     after: a version that the caller has seen, and which all that count must follow: a VersionInfo, a PutReport,
     ///         or a pair of epoch and number. "now": the newest version at the time of the call. Take it before the
     ///         writers start: `after=store.head(key)`. None: every version counts.
+    ///     run: the run that must have put the version: the `job` of its writers. None: any.
     ///
     /// Returns:
     ///     An OpenVersion, as `open` returns it: later puts do not remove the version while it is open. It
@@ -803,13 +804,14 @@ impl Store {
     ///
     /// Raises:
     ///     TssdTimeoutError: no such version is visible after `timeout` seconds.
-    #[pyo3(signature = (key, version=0, timeout=None, *, after=None))]
+    #[pyo3(signature = (key, version=0, timeout=None, *, after=None, run=None))]
     fn wait_for_version(
         &self,
         key: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = arguments::extract_version)] version: u64,
         timeout: Option<f64>,
         after: Option<&Bound<'_, PyAny>>,
+        run: Option<String>,
     ) -> Result<OpenVersion> {
         let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
         let forever = Duration::from_secs(u64::from(u32::MAX));
@@ -823,9 +825,9 @@ impl Store {
                 Some(After::Position(position)) => Some(position),
                 None => None,
             };
+            let options = WaitOptions { version, after, run: run.map(RunId), timeout };
             loop {
-                let info =
-                    connection.store.wait_for_version_after(&name, version, after, timeout).await;
+                let info = connection.store.wait_for_version_with(&name, &options).await;
                 if let Err(error) = &info
                     && error.kind() == ErrorKind::NotFound
                 {

@@ -9,6 +9,7 @@ mod reader;
 mod scrub;
 mod store;
 mod subscription;
+mod wait;
 
 pub use self::connect::ConnectOptions;
 pub use self::follower::Follower;
@@ -17,3 +18,4 @@ pub use self::reader::VersionReader;
 pub use self::scrub::{Defect, scrub};
 pub use self::store::{PrefetchReport, Store};
 pub use self::subscription::Subscription;
+pub use self::wait::WaitOptions;

@@ -42,7 +42,7 @@ mod testing;
 
 pub use api::{
     ConnectOptions, Defect, Follower, Parts, PrefetchReport, Publisher, Store, Subscription,
-    VersionReader, blocking, file, scrub,
+    VersionReader, WaitOptions, blocking, file, scrub,
 };
 pub use control::VersionInfo;
 pub use credentials::Credentials;

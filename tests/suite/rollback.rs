@@ -8,6 +8,7 @@ use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::Store;
 use tssd_store::{
     Durability, ErrorKind, GetOptions, Key, Label, PutOptions, Selection, Selector, VersionInfo,
+    WaitOptions,
 };
 
 fn key() -> Key {
@@ -178,7 +179,8 @@ mod daemons {
         assert_eq!(subscription.next().unwrap().unwrap().number, 4);
         let waiting = daemon.connect();
         let waiter = thread::spawn(move || {
-            waiting.wait_for_version_after(&key(), 0, seen, Duration::from_mins(1)).unwrap()
+            let options = WaitOptions { after: seen, ..WaitOptions::default() };
+            waiting.wait_for_version_with(&key(), &options).unwrap()
         });
         writer.rollback(&key(), 3).unwrap();
         assert_eq!(waiter.join().unwrap().number, 5);

@@ -7,6 +7,7 @@ use tssd_store::blocking::Store;
 use tssd_store::ledger::{EarlierRun, Obstacle, Refusal};
 use tssd_store::{
     Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, VersionInfo,
+    WaitOptions,
 };
 use tssd_tests::test_daemon::TestDaemon;
 use tssd_tests::training_steps::wait_until;
@@ -67,9 +68,13 @@ fn second_run_replaces_versions_of_first_run() {
     }
     let seen = reader.head(&key()).unwrap().unwrap();
     assert_eq!(reader.wait_for_version(&key(), 1, Duration::ZERO).unwrap(), seen, "it is stale");
-    let after = Some(seen.position());
-    let error =
-        reader.wait_for_version_after(&key(), 1, after, Duration::from_millis(10)).unwrap_err();
+    let wait = WaitOptions {
+        version: 1,
+        after: Some(seen.position()),
+        timeout: Duration::from_millis(10),
+        ..WaitOptions::default()
+    };
+    let error = reader.wait_for_version_with(&key(), &wait).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound);
     assert!(error.to_string().contains("after version 5 of epoch 0"), "{error}");
 
@@ -90,9 +95,21 @@ fn second_run_replaces_versions_of_first_run() {
     let report = put_when_disconnected(&second, 1, 2);
     assert_eq!((report.epoch, report.version), (1, 1));
     assert_eq!(read(&reader), (dict(2), 1, 1));
-    let newest = reader.wait_for_version_after(&key(), 1, after, Duration::ZERO).unwrap();
+    let newest = reader.wait_for_version_with(&key(), &wait).unwrap();
     assert_eq!((newest.epoch, newest.number), (1, 1));
     assert_ne!(newest.process, seen.process);
+    // A reader that knows the run waits for that.
+    let of_run = |info: &VersionInfo| WaitOptions {
+        run: info.process.as_ref().map(|process| process.run.clone()),
+        timeout: Duration::from_millis(10),
+        ..WaitOptions::default()
+    };
+    assert_eq!(reader.wait_for_version_with(&key(), &of_run(&newest)).unwrap(), newest);
+    let error = reader.wait_for_version_with(&key(), &of_run(&seen)).unwrap_err();
+    assert!(
+        error.to_string().contains(&format!("of run {}", seen.process.unwrap().run)),
+        "{error}"
+    );
     // The second run goes on, and a third one with equal contents is a new version too.
     put(&second, 2, 2).unwrap();
     drop(second);
@@ -211,6 +228,7 @@ fn daemons_of_several_hosts_know_connected_runs() {
     drop(first);
     assert_eq!(put_when_disconnected(&second, 1, 2).epoch, 1);
     let reader = hosts[0].connect();
-    let newest = reader.wait_for_version_after(&key(), 1, after, Duration::from_mins(1)).unwrap();
+    let wait = WaitOptions { version: 1, after, ..WaitOptions::default() };
+    let newest = reader.wait_for_version_with(&key(), &wait).unwrap();
     assert_eq!((newest.epoch, newest.number), (1, 1));
 }

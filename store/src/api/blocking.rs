@@ -11,6 +11,7 @@ use tssd_format::{ObjectPath, Region, Shard, ShardSpec, StateDict, Tensor, Value
 
 use crate::api::connect::ConnectOptions;
 use crate::api::store::PrefetchReport;
+use crate::api::wait::WaitOptions;
 use crate::control::VersionInfo;
 use crate::engine::get::{GetOptions, GetReport, Target};
 use crate::engine::put::{PutOptions, PutReport};
@@ -18,7 +19,7 @@ use crate::engine::ring::ReceiveReport;
 use crate::error::{Error, Result};
 use crate::io::exec::block_on;
 use crate::key::Key;
-use crate::ledger::{Selection, Selector, VersionPosition};
+use crate::ledger::{Selection, Selector};
 use crate::status::DaemonStatus;
 
 /// A blocking [`crate::Store`]. Several threads may call it at the same time.
@@ -149,12 +150,7 @@ blocking_methods! {
     delete(key: &Key, versions: impl Into<Selection>) -> u64;
     retain(key: &Key, keep: NonZeroU32) -> ();
     wait_for_version(key: &Key, version: u64, timeout: Duration) -> VersionInfo;
-    wait_for_version_after(
-        key: &Key,
-        version: u64,
-        after: Option<VersionPosition>,
-        timeout: Duration
-    ) -> VersionInfo;
+    wait_for_version_with(key: &Key, options: &WaitOptions) -> VersionInfo;
     prefetch(key: &Key, wanted: &[(String, Option<ShardSpec>)], options: &GetOptions) -> PrefetchReport;
     pin(key: &Key, version: impl Into<Selector>, label: &str) -> u64;
     rollback(key: &Key, to: impl Into<Selector>) -> VersionInfo;

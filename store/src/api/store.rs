@@ -3,15 +3,15 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tssd_format::{Region, ShardSpec, StateDict, Tensor};
 
 use super::follower::Follower;
 use super::publisher::Publisher;
 use super::reader::VersionReader;
-use super::subscription::{POLL_TIMEOUT, Subscription};
-use crate::control::{Controller, SeenVersion, VersionInfo};
+use super::subscription::Subscription;
+use crate::control::{Controller, VersionInfo};
 use crate::engine::context::Context;
 use crate::engine::get::{GetOptions, GetReport, Read, Target, fill};
 use crate::engine::put::{PendingPut, PutOptions, PutReport};
@@ -19,7 +19,7 @@ use crate::engine::ring::{self, Receiver};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::key::Key;
-use crate::ledger::{Label, Selection, Selector, VersionId, VersionPosition};
+use crate::ledger::{Label, Selection, Selector, VersionId};
 use crate::status::DaemonStatus;
 
 /// A store of state dicts: in this process's memory, in a directory or bucket, or in a daemon.
@@ -358,97 +358,6 @@ impl Store {
     pub fn skip_put(&self, key: &Key, options: &PutOptions) {
         // Options without a sequence number need no count.
         let _ = self.0.writer_process().next_sequence(key, options);
-    }
-
-    /// Waits until a version whose number is at least `version` is visible, and returns the newest.
-    ///
-    /// That may be a version of an earlier run of the writers, if the store still has one. A reader
-    /// that must not get it uses [`Store::wait_for_version_after`].
-    ///
-    /// # Errors
-    ///
-    /// `NotFound` if there is none after `timeout`; as [`Store::versions`].
-    pub async fn wait_for_version(
-        &self,
-        key: &Key,
-        version: u64,
-        timeout: Duration,
-    ) -> Result<VersionInfo> {
-        self.wait_for_version_after(key, version, None, timeout).await
-    }
-
-    /// As [`Store::wait_for_version`], for versions that follow a position which the caller has seen.
-    ///
-    /// Take [`VersionInfo::position`] of the newest version ([`Store::head`]) before the writers
-    /// start. Without a position, every version counts.
-    ///
-    /// # Errors
-    ///
-    /// As [`Store::wait_for_version`].
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use std::time::Duration;
-    ///
-    /// use tssd_format::StateDict;
-    /// use tssd_store::{Key, PutOptions, Store, VersionInfo};
-    /// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
-    /// let (store, key) = (Store::memory(), Key::new("policy")?);
-    /// # let stale = PutOptions { version: Some(5), ..PutOptions::default() };
-    /// # store.put_state_dict(&key, &StateDict::new(), &stale).await?;
-    /// let seen = store.head(&key).await?.as_ref().map(VersionInfo::position);
-    /// let first = PutOptions { version: Some(1), rewind: true, ..PutOptions::default() };
-    /// store.put_state_dict(&key, &StateDict::new(), &first).await?;
-    /// let timeout = Duration::from_secs(60);
-    /// let newest = store.wait_for_version_after(&key, 1, seen, timeout).await?;
-    /// assert_eq!((newest.epoch, newest.number), (1, 1));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// # })?;
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub async fn wait_for_version_after(
-        &self,
-        key: &Key,
-        version: u64,
-        after: Option<VersionPosition>,
-        timeout: Duration,
-    ) -> Result<VersionInfo> {
-        let deadline = Instant::now().checked_add(timeout);
-        let mut seen: Option<VersionInfo> = None;
-        loop {
-            let remaining = deadline.map_or(Duration::MAX, |deadline| {
-                deadline.saturating_duration_since(Instant::now())
-            });
-            let last = seen.as_ref().map(SeenVersion::from);
-            match self.0.controller().wait_for_newer(key, last, remaining.min(POLL_TIMEOUT)).await?
-            {
-                Some(info)
-                    if info.number >= version
-                        && after.is_none_or(|after| info.position() > after) =>
-                {
-                    return Ok(info);
-                }
-                Some(info) => seen = Some(info),
-                None if remaining > POLL_TIMEOUT => {}
-                None => {
-                    let newest = match seen {
-                        Some(info) => format!("the newest is {}", info.number),
-                        None => "there is none".to_owned(),
-                    };
-                    let after =
-                        after.map_or_else(String::new, |VersionPosition { epoch, number }| {
-                            format!(" after version {number} of epoch {epoch}")
-                        });
-                    return Err(Error::new(
-                        ErrorKind::NotFound,
-                        format_args!(
-                            "key `{key}`: no version from {version} on{after} was put within {timeout:?}; {newest}"
-                        ),
-                    ));
-                }
-            }
-        }
     }
 
     /// Subscribes to the versions of a key, from the newest one on.

@@ -1,6 +1,6 @@
 """Trainers gather their model tensor by tensor and publish each one. No process has the whole model.
 
-    export TSSD_STORE=unix:sender-$$
+    export TSSD_STORE=unix:sender
     torchrun --standalone --nproc-per-node 2 examples/bucketed_sender.py
 
 `gather_tensors` has the interface of Megatron-Bridge's `export_hf_weights` and of a loop over DeepSpeed's
@@ -81,6 +81,8 @@ def main() -> None:
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # to compare with
     fully_shard(model)
     with tssd.Store() as store:
+        seen = store.head("policy")  # an earlier run may have left a version
+        dist.barrier()
         for version, send in enumerate((publish, publish_from_first), start=1):
             with torch.no_grad():
                 for tensor in [*model.parameters(), *whole.values()]:
@@ -89,7 +91,7 @@ def main() -> None:
             send(store, gather_tensors(model, alive), version)
             # A bucket, and the tensors that are gathered in the meantime.
             assert alive.peak <= BUCKET_BYTES + 2 * TENSOR_BYTES, alive.peak
-            with store.wait_for_version("policy", version, timeout=60) as lease:
+            with store.wait_for_version("policy", version, timeout=60, after=seen) as lease:
                 assert sorted(lease.keys()) == sorted(whole)
                 assert all(torch.equal(tensor, whole[name]) for name, tensor in lease.items())
             dist.barrier()

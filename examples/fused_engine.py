@@ -1,6 +1,6 @@
 """An engine with fused parameters and another sharding than the trainer, filled in place by the store.
 
-    export TSSD_STORE=unix:fused-$$  # any name: the first process starts a daemon
+    export TSSD_STORE=unix:fused  # any name: the first process starts a daemon
     torchrun --standalone --nproc-per-node 2 examples/fused_engine.py
 
 The trainer's model has q, k, v, gate and up projections. The engine has `qkv_proj`, one matrix with the heads of its
@@ -81,12 +81,14 @@ def main() -> None:
     rank, engine = dist.get_rank(), FusedBlock(dist.get_world_size())
     targets = engine.targets()  # once: the parameters stay where they are
     with tssd.Store() as store:
+        seen = store.head("policy")  # an earlier run may have left a version
+        dist.barrier()
         for step in (1, 2):
             torch.manual_seed(step)
             trained = Block()
             if rank == 0:  # the other ranks only compare with it
                 store.put_state_dict(trained.state_dict(), "policy", version=step, writers=1)
-            with store.wait_for_version("policy", step, timeout=60) as lease:
+            with store.wait_for_version("policy", step, timeout=60, after=seen) as lease:
                 _, report = store.get_state_dict("policy", into=targets, version=lease, return_report=True)
             # Bytes of other ranks were not transferred.
             assert report.bytes_transferred == sum(part.local.nbytes for part in targets.values())

@@ -1,6 +1,7 @@
 """An engine answers requests, and loads newly published weights between two requests.
 
-    export TSSD_STORE=unix:receiver-$$  # the only thing that both share; the first process starts a daemon
+    export TSSD_STORE=unix:receiver  # the first process starts a daemon
+    export RUN=$(date +%s)  # so that the engine waits for this trainer, and not for what an earlier run has left
     python examples/receiver.py train &
     python examples/receiver.py serve
 
@@ -10,6 +11,7 @@ of that name, and returns the names. To follow a store, an engine needs `update`
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -17,13 +19,13 @@ import torch
 import tssd
 from torch import Tensor, nn
 
-KEY, STEPS = "policy", 5
+KEY, STEPS, RUN = "policy", 5, os.environ["RUN"]
 
 
 class Engine:
     def __init__(self) -> None:
         self.model = make_model()
-        self.version = 0
+        self.version, self.loaded = 0, ""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         mine = self.model.state_dict()
@@ -41,12 +43,12 @@ class Engine:
 def update(engine: Engine, store: tssd.Store) -> None:
     """Loads the newest version if the engine has another one. It skips versions that were replaced before."""
     newest = store.head(KEY)
-    if newest is None or newest.version == engine.version:
+    if newest is None or newest.id == engine.loaded:
         return
     # The version is not removed while it is open. Its tensors are read one by one, as views of shared memory.
     with store.open(KEY) as version:
         loaded = engine.load_weights(version.items())
-        engine.version = int(version)
+        engine.version, engine.loaded = int(version), newest.id
     missing = engine.model.state_dict().keys() - loaded
     if missing:
         raise KeyError(f"version {engine.version} does not have what the engine needs: {missing}")
@@ -64,7 +66,7 @@ def requests() -> Iterator[Tensor]:
 def serve(store: tssd.Store) -> None:
     engine, reported, answered = Engine(), 0, 0
     # The first answer needs weights.
-    store.wait_for_version(KEY, 1, timeout=120).close()
+    store.wait_for_version(KEY, 1, timeout=120, run=RUN).close()
     for request in requests():
         # Between two requests, so that no request uses weights of two versions.
         update(engine, store)
@@ -81,12 +83,13 @@ def serve(store: tssd.Store) -> None:
 def train(store: tssd.Store) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    answered = store.head("answers")  # the engine answers after the first version of this run
     for step in range(1, STEPS + 1):
         model(torch.randn(8, 64, dtype=torch.bfloat16)).square().mean().backward()
         optimizer.step()
-        store.put_state_dict(model.state_dict(), KEY, version=step)
+        store.put_state_dict(model.state_dict(), KEY, version=step, job=RUN, writer=0)
 
-        with store.wait_for_version("answers", step, timeout=120) as lease, torch.no_grad():
+        with store.wait_for_version("answers", step, timeout=120, after=answered) as lease, torch.no_grad():
             seen = store.get_state_dict("answers", version=lease)
             assert int(lease) == step and torch.equal(seen["answer"], model(seen["request"]))
     for key in store.keys():

@@ -1,6 +1,7 @@
 """Trainers publish weights after every step; generators with another sharding pull them.
 
-    export TSSD_STORE=unix:weight-sync-$$  # the only thing that both jobs share; the first process starts a daemon
+    export TSSD_STORE=unix:weight-sync  # the first process starts a daemon
+    export RUN=$(date +%s)  # so that the generators wait for these trainers, and not for what an earlier run has left
     torchrun --standalone --nproc-per-node 4 examples/weight_sync.py train &
     torchrun --standalone --nproc-per-node 2 examples/weight_sync.py generate
 
@@ -10,6 +11,7 @@ the logits of a prompt back, and the trainers compare them with their own.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -21,6 +23,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+RUN = os.environ["RUN"]
 STEPS, BATCH, LENGTH, VOCABULARY = 3, 4, 16, 256
 PROMPT = torch.arange(LENGTH).reshape(1, LENGTH)
 
@@ -49,6 +52,7 @@ def train(store: tssd.Store, rank: int, ranks: int) -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(rank)
+    seen = store.head("logits")  # the generators put theirs after the first version of this run
     for step in range(1, STEPS + 1):
         tokens = torch.randint(VOCABULARY, (BATCH, LENGTH))
         optimizer.zero_grad()
@@ -57,11 +61,11 @@ def train(store: tssd.Store, rank: int, ranks: int) -> None:
         optimizer.step()
 
         # Every rank puts its shards. The version becomes visible when all ranks have put theirs.
-        store.put_state_dict(model.state_dict(), "policy", version=step)
+        store.put_state_dict(model.state_dict(), "policy", version=step, job=RUN)
 
         with torch.no_grad():
             mine = model(PROMPT).logits
-        with store.wait_for_version("logits", step, timeout=120) as answer:
+        with store.wait_for_version("logits", step, timeout=120, after=seen) as answer:
             theirs = store.get("logits", version=answer)
         torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-5)
         if rank == 0:
@@ -89,7 +93,7 @@ def generate(store: tssd.Store, rank: int, ranks: int) -> None:
     weights = model.state_dict()
     for step in range(1, STEPS + 1):
         # The lease retains the version while it is read, even if the trainers publish newer ones.
-        with store.wait_for_version("policy", step, timeout=120) as lease:
+        with store.wait_for_version("policy", step, timeout=120, run=RUN) as lease:
             store.get_state_dict("policy", into=weights, version=lease)
         with torch.no_grad():
             logits = model(PROMPT).logits

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tssd
 from processes import Daemon, retry_on_gloo_failure
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,11 +36,18 @@ def start_torchrun(ranks: int, url: str, example: str, *arguments: str) -> subpr
 def start_example(launcher: list[str], url: str, example: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*launcher, str(EXAMPLES / example), *arguments],
-        env={**ENVIRONMENT, "TSSD_STORE": url},
+        env={**ENVIRONMENT, "TSSD_STORE": url, "RUN": url},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def leave_versions_of_earlier_run(url: str) -> None:
+    """Puts versions that no example may take for its own."""
+    with tssd.Store(url) as store:
+        for key in ("policy", "logits", "answers"):
+            store.put_state_dict({"stale": [1]}, key, version=9)
 
 
 def wait_for_outputs(*jobs: subprocess.Popen[str]) -> list[str]:
@@ -66,6 +74,7 @@ requires_transformers = pytest.mark.skipif(
 @retry_on_gloo_failure
 def test_generators_compute_same_logits_as_trainers(tmp_path: Path) -> None:
     with Daemon(tmp_path / "socket") as url:
+        leave_versions_of_earlier_run(url)
         trainers = start_torchrun(4, url, "weight_sync.py", "train")
         generators = start_torchrun(2, url, "weight_sync.py", "generate")
         output, _ = wait_for_outputs(trainers, generators)
@@ -74,6 +83,7 @@ def test_generators_compute_same_logits_as_trainers(tmp_path: Path) -> None:
 
 def test_engine_receives_every_version_between_requests(tmp_path: Path) -> None:
     with Daemon(tmp_path / "socket") as url:
+        leave_versions_of_earlier_run(url)
         trainer, engine = (start_example([sys.executable], url, "receiver.py", role) for role in ("train", "serve"))
         _, output = wait_for_outputs(trainer, engine)
         assert "requests answered, with 5 versions" in output, output
@@ -82,6 +92,7 @@ def test_engine_receives_every_version_between_requests(tmp_path: Path) -> None:
 @retry_on_gloo_failure
 def test_fused_parameters_are_filled_in_place(tmp_path: Path) -> None:
     with Daemon(tmp_path / "socket") as url:
+        leave_versions_of_earlier_run(url)
         (output,) = wait_for_outputs(start_torchrun(2, url, "fused_engine.py"))
         assert "equal at both steps" in output, output
 
@@ -89,6 +100,7 @@ def test_fused_parameters_are_filled_in_place(tmp_path: Path) -> None:
 @retry_on_gloo_failure
 def test_model_is_published_while_it_is_gathered(tmp_path: Path) -> None:
     with Daemon(tmp_path / "socket") as url:
+        leave_versions_of_earlier_run(url)
         (output,) = wait_for_outputs(start_torchrun(2, url, "bucketed_sender.py"))
         assert output.count("MiB at a time") == 2, output
 

@@ -70,13 +70,20 @@ impl State {
             let process = version.process.as_ref().filter(is_other)?.clone();
             Some(EarlierRun { process, version: version.number, obstacle })
         });
+        let statuses = begin.run_statuses.values();
+        let connected = statuses.clone().find_map(|status| match status {
+            RunStatus::Connected(process) => Some((process.clone(), Obstacle::Connected)),
+            RunStatus::Disconnected | RunStatus::Unknown => None,
+        });
+        // Processes do not connect to a directory or a bucket, and all that is put there is durable.
+        let is_unknown = statuses.into_iter().any(|status| *status == RunStatus::Unknown);
+        let newest = || {
+            let newest = self.head().filter(|_| is_unknown)?.process.as_ref().filter(is_other)?;
+            Some((newest.clone(), Obstacle::Durable))
+        };
         kept.last().or_else(|| {
-            let connected = begin.run_statuses.values().find_map(|status| match status {
-                RunStatus::Connected(process) => Some(process.clone()),
-                RunStatus::Disconnected | RunStatus::Unknown => None,
-            });
-            let version = self.highest().unwrap_or_default();
-            Some(EarlierRun { process: connected?, version, obstacle: Obstacle::Connected })
+            let (process, obstacle) = connected.or_else(newest)?;
+            Some(EarlierRun { process, version: self.highest().unwrap_or_default(), obstacle })
         })
     }
 

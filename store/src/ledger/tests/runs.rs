@@ -67,15 +67,12 @@ fn same_number_of_later_run_is_new_version() {
 #[test]
 fn numbers_of_connected_run_are_refused() {
     for (status, obstacle) in [
-        (RunStatus::Connected(run_process("a")), Some(Obstacle::Connected)),
-        (RunStatus::Unknown, None),
+        (RunStatus::Connected(run_process("a")), Obstacle::Connected),
+        (RunStatus::Unknown, Obstacle::Durable),
     ] {
         let mut ledger = ledger_of_earlier_run(1, Durability::Memory);
         set_status(&mut ledger, "a", status);
-        let refusal = obstacle.map_or(
-            Refusal::VersionNotNewer { number: 1, highest: 3, earlier: None },
-            |obstacle| not_newer(1, 3, 3, obstacle),
-        );
+        let refusal = not_newer(1, 3, 3, obstacle);
         assert_eq!(ledger.begin(run_put("b", 1)), Err(refusal));
         // The same contents of the same number are a retry, as within one run.
         ledger.put(run_put("b", 3)).unwrap();

@@ -1,6 +1,7 @@
 //! Output files, which are written atomically, and stdout (`-`).
 
 mod directory;
+mod replaced;
 mod scratch;
 
 use std::io::{self, BufWriter, IsTerminal, StdoutLock, Write};
@@ -17,10 +18,11 @@ use crate::interrupt::CleanupGuard;
 pub(crate) use directory::{OutputDirectory, OutputFile};
 pub(crate) use scratch::Scratch;
 
-/// The option `--force` of commands that write a file.
+/// The option `--force` of commands that write a file or a directory.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub(crate) struct Force {
-    /// Replace an output file that exists, in one step, once the new one is complete
+    /// Replace an output that exists, in one step, once the new one is complete. A directory must have no files that the
+    /// new one does not have
     #[arg(long)]
     force: bool,
 }

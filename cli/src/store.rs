@@ -70,14 +70,21 @@ pub(crate) struct VersionName {
 impl VersionName {
     /// Returns the key and the version.
     pub(crate) fn parts(&self) -> Result<(&Key, Selector)> {
-        let KeyVersion { key, version } = &self.key;
-        match (&self.label, version) {
-            (Some(label), None) => Ok((key, Selector::Label(label.clone()))),
-            (None, version) => Ok((key, Selector::from(*version))),
-            (Some(_), Some(number)) => {
-                let text = format_args!("{key}@{number} and --label name two versions");
-                Err(Failure::new(Exit::Usage, text).help("name one of them"))
-            }
+        select_version(&self.key, self.label.as_ref())
+    }
+}
+
+/// Returns a key, and the version that a number or a label selects.
+pub(crate) fn select_version<'a>(
+    KeyVersion { key, version }: &'a KeyVersion,
+    label: Option<&Label>,
+) -> Result<(&'a Key, Selector)> {
+    match (label, version) {
+        (Some(label), None) => Ok((key, Selector::Label(label.clone()))),
+        (None, version) => Ok((key, Selector::from(*version))),
+        (Some(_), Some(number)) => {
+            let text = format_args!("{key}@{number} and --label name two versions");
+            Err(Failure::new(Exit::Usage, text).help("name one of them"))
         }
     }
 }

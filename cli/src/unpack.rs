@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     // Packing takes long, so an output that exists is refused before.
     if document.model().is_some() {
         if is_directory_output(args) {
-            OutputDirectory::check(&args.output)?;
+            OutputDirectory::check(&args.output, args.force)?;
         } else {
             args.force.check(&args.output)?;
         }
@@ -69,7 +69,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
             None => export.directory(),
         };
         let bar = console.bytes_bar("unpacking", export.nbytes().saturating_add(other_bytes));
-        let mut output = OutputDirectory::create(&args.output, bar)?;
+        let mut output = OutputDirectory::create(&args.output, args.force, bar)?;
         let (names, len) = write_files(args, &directory.map_err(format_failure)?, &mut output)?;
         output.commit()?;
         let names: Vec<&str> = names.iter().map(String::as_str).collect();

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -121,7 +121,7 @@ impl<'py> VersionSelector<'py> {
         if let Ok(lease) = version.cast::<OpenVersion>() {
             return Ok(Self::Lease(lease.clone()));
         }
-        Ok(Self::Stored(arguments::extract_selector(version)?))
+        Ok(Self::Stored(arguments::extract_selector(version, "version")?))
     }
 }
 
@@ -724,11 +724,13 @@ impl Store {
         Ok(keys.iter().map(ToString::to_string).collect())
     }
 
-    /// Returns whether a version of a key is visible. Without `version`, whether any version is.
+    /// Returns whether a version of a key is visible, or whether it has a label. Without `version`, whether any version
+    /// is visible.
     #[pyo3(signature = (key, version=None))]
     fn exists(&self, key: &Bound<'_, PyAny>, version: Option<&Bound<'_, PyAny>>) -> Result<bool> {
         let (connection, name) = self.connect_for_key(key)?;
-        let version = version.map_or(Ok(Selector::Newest), arguments::extract_selector)?;
+        let version = version
+            .map_or(Ok(Selector::Newest), |it| arguments::extract_selector(it, "version"))?;
         connection.block_on(key.py(), None, connection.store.exists(&name, version))
     }
 
@@ -766,16 +768,18 @@ impl Store {
 
     /// Deletes a version of a key, or all versions, and returns the number of versions deleted.
     ///
-    /// A reader that has a version open can still read it.
+    /// A reader that has a version open can still read it. The labels of a version keep its data until `unpin`, and still
+    /// select it.
     #[pyo3(signature = (key, version=None))]
     fn delete(&self, key: &Bound<'_, PyAny>, version: Option<&Bound<'_, PyAny>>) -> Result<u64> {
         let (connection, name) = self.connect_for_key(key)?;
-        let versions = match version.map(arguments::extract_selector).transpose()? {
-            None | Some(Selector::Newest) => Selection::All,
-            Some(Selector::Number(number)) => Selection::Number(number),
-            Some(Selector::Id(id)) => Selection::Id(id),
-            Some(Selector::Label(label)) => Selection::Label(label),
-        };
+        let versions =
+            match version.map(|it| arguments::extract_selector(it, "version")).transpose()? {
+                None | Some(Selector::Newest) => Selection::All,
+                Some(Selector::Number(number)) => Selection::Number(number),
+                Some(Selector::Id(id)) => Selection::Id(id),
+                Some(Selector::Label(label)) => Selection::Label(label),
+            };
         connection.block_on(key.py(), None, connection.store.delete(&name, versions))
     }
 
@@ -793,9 +797,10 @@ impl Store {
     ///     key: the key.
     ///     version: the lowest number. 0: any version.
     ///     timeout: how many seconds to wait. None: without limit.
-    ///     after: a version that the caller has seen, and which all that count must follow: a VersionInfo, a PutReport,
-    ///         or a pair of epoch and number. "now": the newest version at the time of the call. Take it before the
-    ///         writers start: `after=store.head(key)`. None: every version counts.
+    ///     after: a version that the caller has seen, and which all that count must follow: an OpenVersion, a VersionInfo,
+    ///         a PutReport, or a pair of epoch and number. "now": the newest version at the time of the call. Take it before the
+    ///         writers start: `after=store.head(key)`. None: every version counts. A daemon in whose memory the versions
+    ///         were and that has started anew counts from the beginning: take it again then.
     ///     run: the run that must have put the version: the `job` of its writers. None: any.
     ///
     /// Returns:
@@ -825,19 +830,23 @@ impl Store {
                 Some(After::Position(position)) => Some(position),
                 None => None,
             };
-            let options = WaitOptions { version, after, run: run.map(RunId), timeout };
+            let deadline = Instant::now().checked_add(timeout);
             loop {
-                let info = connection.store.wait_for_version_with(&name, &options).await;
-                if let Err(error) = &info
-                    && error.kind() == ErrorKind::NotFound
-                {
-                    return Ok(Err(BindingError::new("timeout", error.to_string())));
-                }
-                info?;
-                // In the meantime the version may have been deleted, or the key rewound.
-                match connection.store.open(&name, &GetOptions::default()).await {
+                let timeout = deadline
+                    .map_or(timeout, |deadline| deadline.saturating_duration_since(Instant::now()));
+                let run = run.clone().map(RunId);
+                let options = WaitOptions { version, after, run, timeout };
+                let info = match connection.store.wait_for_version_with(&name, &options).await {
+                    Err(error) if error.kind() == ErrorKind::NotFound => {
+                        return Ok(Err(BindingError::new("timeout", error.to_string())));
+                    }
+                    info => info?,
+                };
+                let options =
+                    GetOptions { version: Selector::Id(info.id), ..GetOptions::default() };
+                match connection.store.open(&name, &options).await {
+                    // In the meantime a newer version has replaced it, or it was deleted.
                     Err(error) if error.kind() == ErrorKind::NotFound => {}
-                    Ok(reader) if reader.version() < version => {}
                     result => return result.map(Ok),
                 }
             }
@@ -864,7 +873,8 @@ impl Store {
         version: Option<&Bound<'_, PyAny>>,
     ) -> Result<PyPin> {
         let (connection, name) = self.connect_for_key(key)?;
-        let selector = version.map_or(Ok(Selector::Newest), arguments::extract_selector)?;
+        let selector = version
+            .map_or(Ok(Selector::Newest), |it| arguments::extract_selector(it, "version"))?;
         let number = arguments::selected_number(&selector);
         let pinned =
             connection.block_on(key.py(), None, connection.store.pin(&name, selector, label));
@@ -874,8 +884,9 @@ impl Store {
 
     /// Makes an old version the newest one: it gets the next number, in a new epoch.
     ///
-    /// No bytes move. The version no longer has its old number. Waiters and subscribers get it as a new version. If it
-    /// is the newest one already, nothing changes.
+    /// No bytes move. The version no longer has its old number, and the next put must have a number above the new one.
+    /// Waiters and subscribers get it as a new version. Retention applies as after a put: if it keeps one version, the one
+    /// that was the newest is deleted. If the version is the newest one already, nothing changes.
     ///
     /// Args:
     ///     key: the key.
@@ -886,6 +897,7 @@ impl Store {
     ///
     /// Raises:
     ///     TssdKeyError: there is no such version.
+    ///     TssdValueError: a version of the key is being uploaded to a bucket.
     #[pyo3(signature = (key, to))]
     fn rollback<'py>(
         &self,
@@ -896,7 +908,7 @@ impl Store {
         if to.is_none() {
             return Err(type_error("to is an int or a label, not None".to_owned()).into());
         }
-        let to = arguments::extract_selector(to)?;
+        let to = arguments::extract_selector(to, "to")?;
         let number = arguments::selected_number(&to);
         let newest = connection.block_on(key.py(), None, connection.store.rollback(&name, to));
         let newest = newest.map_err(|error| error.with_key(name.as_str(), number))?;
@@ -927,7 +939,8 @@ impl Store {
         timeout: Option<f64>,
     ) -> Result<u64> {
         let (connection, name) = self.connect_for_key(key)?;
-        let version = version.map_or(Ok(Selector::Newest), arguments::extract_selector)?;
+        let version = version
+            .map_or(Ok(Selector::Newest), |it| arguments::extract_selector(it, "version"))?;
         let number = arguments::selected_number(&version);
         let options = GetOptions { version, ..GetOptions::default() };
         let fetched =

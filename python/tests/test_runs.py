@@ -6,7 +6,9 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -91,20 +93,74 @@ def test_wrong_after_is_refused(url: str) -> None:
 
 
 def test_connected_run_keeps_its_numbers(url: str) -> None:
-    with tssd.Store(url) as first, tssd.Store(url) as second:
+    with tssd.Store(url) as first:
         for step in range(1, 4):
             first.put_state_dict(state(step), "policy", version=step)
-        with pytest.raises(tssd.TssdValueError, match=rf"process {os.getpid()} on host .* is still connected"):
-            second.put_state_dict(state(9), "policy", version=1)
-        first.close()
-        # The daemon sees the end of the connection a moment later.
-        for _ in range(1000):
-            try:
-                report = second.put_state_dict(state(9), "policy", version=1)
-            except tssd.TssdValueError:
-                continue
-            break
-        assert (report.epoch, report.version) == (1, 1)
+        pattern = rf"process {os.getpid()} on host .* has put version 3 and is still connected; end that process"
+        with tssd.Store(url) as second, pytest.raises(tssd.TssdValueError, match=pattern):
+            second.put_state_dict(state(9), "policy", version=1, job="run-2")
+    train(url, 10)
+    with tssd.Store(url) as store:
+        newest = store.head("policy")
+        assert newest is not None and (newest.epoch, newest.version) == (1, 3)
+
+
+def test_process_continues_its_run_after_close(url: str) -> None:
+    for step in range(1, 4):
+        with tssd.Store(url) as store:
+            store.retain("policy", 9)
+            store.put_state_dict(state(step), "policy", version=step)
+    with tssd.Store(url) as store:
+        store.put_state_dict(state(2), "policy", version=2)  # the same contents again
+        with pytest.raises(tssd.TssdValueError, match="to version 2 already"):
+            store.put_state_dict(state(9), "policy", version=2)
+        assert [info.version for info in store.versions("policy")] == [1, 2, 3]
+
+
+STREAMER = """
+import sys
+import numpy as np
+import tssd
+
+with tssd.Store(sys.argv[1]) as store:
+    for step in (1, 2):
+        state = {"w": np.full(4, step, dtype=np.float32)}
+        store.put_state_dict(state, "policy", version=step, options=tssd.PutOptions(residency="ring"))
+"""
+
+
+def test_ring_takes_numbers_of_an_earlier_run(url: str) -> None:
+    into = {"w": np.zeros(4, dtype=np.float32)}
+    with tssd.Store(url) as store, store.receiver("policy", into) as receiver:
+        for _ in range(2):
+            with subprocess.Popen([sys.executable, "-c", STREAMER, url]) as streamer:
+                for step in (1, 2):
+                    assert receiver.receive(timeout=60).version == step
+                    assert into["w"][0] == step
+            assert streamer.returncode == 0
+
+
+def test_waits_for_a_run_open_no_version_of_another(url: str) -> None:
+    def put_forever(job: str) -> None:
+        with tssd.Store(url) as store:
+            while not done.is_set():
+                store.put_state_dict({"job": job}, "policy", job=job, writer=0, writers=1)
+
+    done = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        writer = pool.submit(put_forever, "a")
+        try:
+            with tssd.Store(url) as store:
+                for _ in range(200):
+                    with store.wait_for_version("policy", run="a", timeout=30) as opened:
+                        assert opened.id and opened.epoch == 0
+                        assert store.get_state_dict("policy", version=opened)["job"] == "a"
+                        seen = opened
+                    with store.wait_for_version("policy", after=seen, timeout=30) as opened:
+                        assert int(opened) > int(seen)
+        finally:
+            done.set()
+        writer.result()
 
 
 def test_directory_names_run_that_is_there(tmp_path: os.PathLike[str]) -> None:
@@ -114,7 +170,7 @@ def test_directory_names_run_that_is_there(tmp_path: os.PathLike[str]) -> None:
         with pytest.raises(tssd.TssdValueError, match=rf"process {os.getpid()} on host .* has put it"):
             store.put_state_dict(state(2), "policy", version=3)
         with pytest.raises(tssd.TssdValueError, match="has put version 3, which is durable"):
-            store.put_state_dict(state(2), "policy", version=1)
+            store.put_state_dict(state(2), "policy", version=1, job="run-2")
         store.put_state_dict(state(1), "policy", version=3)  # the same contents
         assert store.put_state_dict(state(2), "policy").version == 4
 
@@ -150,9 +206,9 @@ def test_labels_are_accepted_wherever_versions_are(kind: str, url: str, tmp_path
         assert store.delete("policy", "best") == 1
         assert not store.exists("policy", 6)
         assert value(store, version="good") == 2, "the label still finds it"
-        with pytest.raises(KeyError, match="labelled `bad`"):
+        with pytest.raises(KeyError, match="no version has the label `bad`"):
             store.get_state_dict("policy", version="bad")
-        for wrong in ["", "17", "a\nb"]:
+        for wrong in ["", "17", "a\nb", " good"]:
             with pytest.raises(ValueError, match="not only digits"):
                 store.get_state_dict("policy", version=wrong)
             with pytest.raises(ValueError, match="not only digits"):

@@ -179,6 +179,16 @@ class OpenVersion(_Wrapper[_tssd.OpenVersion]):
         """The version number. It stays available after `close`."""
         return self._wrapped.version
 
+    @property
+    def epoch(self) -> int:
+        """The number of rewinds and rollbacks of the key before the version. It stays available after `close`."""
+        return self._wrapped.epoch
+
+    @property
+    def id(self) -> str:
+        """The identity of the version, 32 hex digits. It stays available after `close`."""
+        return self._wrapped.id
+
     def keys(self) -> list[str]:
         """Returns the fqns of the tensors, in the order of the state dict."""
         return self._wrapped.keys()

@@ -233,6 +233,9 @@ pub(crate) struct Proposal {
     pub(crate) number: Option<u64>,
     #[serde(default)]
     pub(crate) rewind: bool,
+    /// Whether the number of another run is refused even if that run has ended.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) keeps_earlier_runs: bool,
     /// The process that puts, and its run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) process: Option<RunProcess>,
@@ -259,6 +262,7 @@ impl Proposal {
             sequence: None,
             number: Some(number),
             rewind: false,
+            keeps_earlier_runs: false,
             process: None,
             durability,
             file_len: 1,

@@ -475,20 +475,54 @@ fn commands_replace_an_output_only_with_force() {
 }
 
 #[test]
-fn unpack_replaces_no_directory() {
+fn unpack_replaces_only_files_of_its_own() {
     let sandbox = Sandbox::new();
     sandbox.write_dict("a.tssd", &dict());
     sandbox.run_with_code(0, "unpack a.tssd -o out/");
-    sandbox.write("out/notes", b"of the user");
-    for force in ["", "--force"] {
-        let output = sandbox.run_with_code(5, &format!("unpack a.tssd -o out/ {force}"));
+    let output = sandbox.run_with_code(5, "unpack a.tssd -o out/");
+    assert!(output.contains("out is not empty\nhelp: name a new or empty directory"), "{output}");
+    // Shards of the same model take the place of its only file.
+    sandbox.run_with_code(0, "unpack a.tssd -o out --shard-size 8 --force");
+    let names = || {
+        let entries = std::fs::read_dir(sandbox.path("out")).unwrap();
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<_> = names.collect();
+        names.sort();
+        names
+    };
+    let shards = names();
+    assert!(shards.len() > 2 && !shards.contains(&"model.safetensors".to_owned()), "{shards:?}");
+    assert_eq!(sandbox.file_names(), ["a.tssd", "out"]);
+    for (file, named) in [("out/notes", "notes"), ("out/.git/HEAD", ".git/HEAD")] {
+        let folder = sandbox.path(file).parent().unwrap().to_owned();
+        std::fs::create_dir_all(&folder).unwrap();
+        sandbox.write(file, b"of the user");
+        let output = sandbox.run_with_code(5, "unpack a.tssd -o out/ --force");
         assert!(
-            output.contains("out is not empty\nhelp: name a new or empty directory"),
+            output.contains(&format!("does not have: {named}\nhelp: move them away")),
             "{output}"
         );
+        assert_eq!(sandbox.read(file), b"of the user");
+        std::fs::remove_file(sandbox.path(file)).unwrap();
     }
-    assert_eq!(sandbox.read("out/notes"), b"of the user");
-    assert!(!sandbox.read("out/model.safetensors").is_empty());
+    // The archive itself is a file that the output does not have.
+    std::fs::copy(sandbox.path("a.tssd"), sandbox.path("out/a.tssd")).unwrap();
+    let output = sandbox.run_with_code(5, "unpack out/a.tssd -o out/ --force");
+    assert!(output.contains("does not have: a.tssd"), "{output}");
+    std::fs::remove_file(sandbox.path("out/a.tssd")).unwrap();
+    std::os::unix::fs::symlink("a.tssd", sandbox.path("out/link")).unwrap();
+    let output = sandbox.run_with_code(5, "unpack a.tssd -o out/ --force");
+    assert!(output.contains("does not have: link"), "{output}");
+    std::fs::remove_file(sandbox.path("out/link")).unwrap();
+    assert!(names().iter().filter(|name| *name != ".git").eq(&shards), "nothing has changed");
+    // A model is split anew into its own folder. An empty folder goes, and the mode of the directory stays.
+    use std::os::unix::fs::PermissionsExt;
+    let mode = std::fs::Permissions::from_mode(0o750);
+    std::fs::set_permissions(sandbox.path("out"), mode).unwrap();
+    sandbox.run_with_code(0, "unpack out -o out/ --shard-size 1GB --force");
+    assert_eq!(names(), ["model.safetensors"]);
+    let metadata = std::fs::metadata(sandbox.path("out")).unwrap();
+    assert_eq!(metadata.permissions().mode() & 0o777, 0o750);
     assert_eq!(sandbox.file_names(), ["a.tssd", "out"]);
 }
 

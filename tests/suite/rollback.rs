@@ -88,7 +88,7 @@ fn check_rollbacks(store: &Store, durability: Durability) {
     assert_eq!(store.delete(&key(), 8).unwrap(), 1);
     let error = store.rollback(&key(), good()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
-    assert!(error.to_string().contains("no version is visible"), "{error}");
+    assert!(error.to_string().contains("no version has the label `good`"), "{error}");
 }
 
 #[test]

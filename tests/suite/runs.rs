@@ -22,18 +22,24 @@ fn dict(value: u32) -> StateDict {
     dict
 }
 
+/// Puts as a process of the run `run-VALUE`. All puts of this process without a job would be of one run.
 fn put(store: &Store, number: u64, value: u32) -> Result<PutReport, Error> {
-    put_with(store, number, value, Durability::Memory)
+    put_with(store, number, value, PutOptions::default())
 }
 
 fn put_with(
     store: &Store,
     number: u64,
     value: u32,
-    durability: Durability,
+    options: PutOptions,
 ) -> Result<PutReport, Error> {
-    let options = PutOptions { version: Some(number), durability, ..PutOptions::default() };
+    let job = Some(JobId(format!("run-{value}")));
+    let options = PutOptions { version: Some(number), job, ..options };
     store.put_state_dict(&key(), &dict(value), &options)
+}
+
+fn durable() -> PutOptions {
+    PutOptions { durability: Durability::Disk, ..PutOptions::default() }
 }
 
 fn read(store: &Store) -> (StateDict, u32, u64) {
@@ -82,14 +88,12 @@ fn second_run_replaces_versions_of_first_run() {
     let second = daemon.connect();
     for number in [1, 5] {
         let error = put(&second, number, 2).unwrap_err();
-        if number == 1 {
-            let earlier = earlier_run(&error);
-            assert_eq!(earlier.obstacle, Obstacle::Connected);
-            assert_eq!(earlier.process.pid, std::process::id());
-            let text = error.to_string();
-            assert!(text.contains(&format!("(process {}", std::process::id())), "{text}");
-            assert!(text.contains("end that process, use a higher number, or rewind"), "{text}");
-        }
+        let earlier = earlier_run(&error);
+        assert_eq!(earlier.obstacle, Obstacle::Connected);
+        assert_eq!(earlier.process.pid, std::process::id());
+        let text = error.to_string();
+        assert!(text.contains(&format!("run run-1 (process {}", std::process::id())), "{text}");
+        assert!(text.contains("end that process, use a higher number or none"), "{text}");
     }
     drop(first);
     let report = put_when_disconnected(&second, 1, 2);
@@ -110,11 +114,41 @@ fn second_run_replaces_versions_of_first_run() {
         error.to_string().contains(&format!("of run {}", seen.process.unwrap().run)),
         "{error}"
     );
-    // The second run goes on, and a third one with equal contents is a new version too.
+    // The second run goes on, and a third one with the same number too.
     put(&second, 2, 2).unwrap();
     drop(second);
-    let report = put_when_disconnected(&daemon.connect(), 2, 2);
+    let report = put_when_disconnected(&daemon.connect(), 2, 3);
     assert_eq!((report.epoch, report.version), (2, 2));
+}
+
+#[test]
+fn process_that_connects_again_continues_its_run() {
+    let daemon = TestDaemon::new(1 << 30);
+    let put = |number, value| {
+        let options = PutOptions { version: Some(number), ..PutOptions::default() };
+        daemon.connect().put_state_dict(&key(), &dict(value), &options)
+    };
+    daemon.connect().retain(&key(), 9.try_into().unwrap()).unwrap();
+    for number in 1..=5 {
+        put(number, 1).unwrap();
+    }
+    // A repeated put changes nothing, and a late one is refused: it does not retire newer versions.
+    assert_eq!((put(3, 1).unwrap().epoch, put(3, 1).unwrap().version), (0, 3));
+    assert!(matches!(put(3, 2).unwrap_err().refusal(), Some(Refusal::ContributionDiffers { .. })));
+    assert_eq!(daemon.connect().versions(&key()).unwrap().len(), 5);
+}
+
+#[test]
+fn earlier_run_is_kept_if_the_caller_asks_for_it() {
+    let daemon = TestDaemon::new(1 << 30);
+    for number in 1..=3 {
+        put(&daemon.connect(), number, 1).unwrap();
+    }
+    let options = || PutOptions { keeps_earlier_runs: true, ..PutOptions::default() };
+    let error = put_with(&daemon.connect(), 1, 2, options()).unwrap_err();
+    assert!(matches!(error.refusal(), Some(Refusal::VersionNotNewer { .. })), "{error}");
+    assert_eq!(put_with(&daemon.connect(), 4, 2, options()).unwrap().epoch, 0);
+    assert_eq!(put_when_disconnected(&daemon.connect(), 1, 3).epoch, 1);
 }
 
 #[test]
@@ -154,7 +188,7 @@ fn durable_versions_are_kept_until_the_caller_rewinds() {
     let folder = tempfile::tempdir().unwrap();
     let daemon = TestDaemon::with_root(folder.path());
     let first = daemon.connect();
-    put_with(&first, 3, 1, Durability::Disk).unwrap();
+    put_with(&first, 3, 1, durable()).unwrap();
     drop(first);
     let check_refusals = |store: &Store| {
         let mut error = put(store, 1, 2).unwrap_err();
@@ -167,11 +201,10 @@ fn durable_versions_are_kept_until_the_caller_rewinds() {
             text.contains("has put version 3, which is durable; use a higher number"),
             "{text}"
         );
-        let error = put_with(store, 3, 2, Durability::Disk).unwrap_err();
-        let text = error.to_string();
-        assert!(text.contains(&format!("process {}", std::process::id())), "{text}");
+        let error = put_with(store, 3, 2, durable()).unwrap_err();
+        assert_eq!(earlier_run(&error).process.pid, std::process::id());
         // The same contents again are no error: the checkpoint is there.
-        assert_eq!(put_with(store, 3, 1, Durability::Disk).unwrap().epoch, 0);
+        assert_eq!(put_with(store, 3, 1, durable()).unwrap().epoch, 0);
     };
     check_refusals(&daemon.connect());
     drop(daemon);

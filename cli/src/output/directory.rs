@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use indicatif::ProgressBar;
 use tssd_store::ReplacementFolder;
 
-use super::{BUFFER_BYTES, parent_directory, resolve, sync_directory};
+use super::replaced::replace;
+use super::{BUFFER_BYTES, Force, parent_directory, resolve, sync_directory};
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
 use crate::interrupt::CleanupGuard;
@@ -19,9 +20,11 @@ use crate::interrupt::CleanupGuard;
 #[derive(Debug)]
 pub(crate) struct OutputDirectory {
     target: PathBuf,
-    is_new: bool,
+    old: Old,
     /// Files and folders at the top level, in the order of their creation.
     names: Vec<String>,
+    /// Files at any depth.
+    files: BTreeSet<String>,
     /// Folders at any depth.
     folders: BTreeSet<String>,
     temporary: ReplacementFolder,
@@ -30,35 +33,46 @@ pub(crate) struct OutputDirectory {
     bar: ProgressBar,
 }
 
+/// What has the name of an output directory before the command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Old {
+    Nothing,
+    EmptyDirectory,
+    /// A directory with files, which `--force` replaces.
+    Files,
+}
+
 impl OutputDirectory {
-    /// Checks that a directory can be created, and returns its path without links, and whether it is new.
+    /// Checks that a directory can be created, and returns its path without links, and what is there.
     ///
     /// Commands that work for long before they create the output check it first.
     ///
     /// # Errors
     ///
-    /// Fails if `target` is a file, or a directory that is not empty.
-    pub(crate) fn check(target: &Path) -> Result<(PathBuf, bool)> {
+    /// Fails if `target` is a file, or a directory that is not empty and that `force` does not permit to replace.
+    pub(crate) fn check(target: &Path, force: Force) -> Result<(PathBuf, Old)> {
         let io_failure = |error| Failure::io("write", target, error);
         let target = resolve(target).map_err(io_failure)?;
-        let is_new = match target.metadata() {
+        let old = match target.metadata() {
             Ok(old) if !old.is_dir() => {
                 let message = format_args!("{} is no directory", target.display());
                 return Err(Failure::new(Exit::Refused, message)
                     .help("name a new or empty directory: several files are to be written"));
             }
             Ok(_) => {
-                if target.read_dir().map_err(io_failure)?.next().is_some() {
-                    // A name that was mistyped must not cost a directory of the user.
+                if target.read_dir().map_err(io_failure)?.next().is_none() {
+                    Old::EmptyDirectory
+                } else if force.force {
+                    Old::Files
+                } else {
                     let message = format_args!("{} is not empty", target.display());
                     return Err(Failure::new(Exit::Refused, message)
-                        .help("name a new or empty directory: --force replaces only files"));
+                        .help("name a new or empty directory, or replace this one with --force"));
                 }
-                false
             }
-            Err(_) => true,
+            Err(_) => Old::Nothing,
         };
-        Ok((target, is_new))
+        Ok((target, old))
     }
 
     /// Creates a directory that [`commit`](Self::commit) moves to `target`.
@@ -68,14 +82,15 @@ impl OutputDirectory {
     /// # Errors
     ///
     /// As [`check`](Self::check).
-    pub(crate) fn create(target: &Path, bar: ProgressBar) -> Result<Self> {
-        let (target, is_new) = Self::check(target)?;
+    pub(crate) fn create(target: &Path, force: Force, bar: ProgressBar) -> Result<Self> {
+        let (target, old) = Self::check(target, force)?;
         let io_failure = |error| Failure::io("write", &target, error);
-        let parent = if is_new { parent_directory(&target) } else { &target };
+        let is_inside = old == Old::EmptyDirectory;
+        let parent = if is_inside { &target } else { parent_directory(&target) };
         let create = || ReplacementFolder::create_in(parent);
         let (cleanup, temporary) = CleanupGuard::create(create).map_err(io_failure)?;
-        let (names, folders) = (Vec::new(), BTreeSet::new());
-        Ok(Self { target, is_new, names, folders, temporary, cleanup, bar })
+        let (names, files, folders) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
+        Ok(Self { target, old, names, files, folders, temporary, cleanup, bar })
     }
 
     /// Creates a file, and the folders in its name. The caller validates the name.
@@ -90,6 +105,7 @@ impl OutputDirectory {
         // If the file exists, this file system treats two different names as the same.
         let file = File::create_new(self.temporary.path().join(name))?;
         self.record_name(name);
+        self.files.insert(name.to_owned());
         let bar = self.bar.clone();
         Ok(OutputFile { stream: BufWriter::with_capacity(BUFFER_BYTES, file), bar, written: 0 })
     }
@@ -103,9 +119,10 @@ impl OutputDirectory {
 
     /// Makes the directory appear under its name.
     ///
-    /// In an existing directory, the files appear one by one, in the order of their creation.
+    /// In an existing empty directory, the files appear one by one, in the order of their creation. A directory with
+    /// files is replaced in one step, if it has only files that the new one has, or other shards of the same model.
     pub(crate) fn commit(self) -> Result<()> {
-        let Self { target, is_new, names, folders, temporary, cleanup, bar } = self;
+        let Self { target, old, names, files, folders, temporary, cleanup, bar } = self;
         let io_failure = |error| Failure::io("write", &target, error);
         let from = temporary.path();
         for folder in &folders {
@@ -113,15 +130,20 @@ impl OutputDirectory {
         }
         sync_directory(from).map_err(io_failure)?;
         // An interrupt waits for the renames, so that it does not remove what has its final name.
-        let rename = || {
-            if is_new {
-                return temporary.rename_to(&target);
+        match old {
+            Old::Files => cleanup.finish(|| replace(temporary, &target, &files))?,
+            Old::Nothing => cleanup.finish(|| temporary.rename_to(&target)).map_err(io_failure)?,
+            Old::EmptyDirectory => {
+                let rename = || {
+                    let from = temporary.path();
+                    let mut names = names.iter();
+                    names.try_for_each(|name| std::fs::rename(from.join(name), target.join(name)))
+                };
+                cleanup.finish(rename).map_err(io_failure)?;
             }
-            let from = temporary.path();
-            names.iter().try_for_each(|name| std::fs::rename(from.join(name), target.join(name)))
-        };
-        cleanup.finish(rename).map_err(io_failure)?;
-        let folder = if is_new { parent_directory(&target) } else { &target };
+        }
+        let is_inside = old == Old::EmptyDirectory;
+        let folder = if is_inside { &target } else { parent_directory(&target) };
         sync_directory(folder).map_err(io_failure)?;
         bar.finish_and_clear();
         Ok(())

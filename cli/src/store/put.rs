@@ -13,6 +13,7 @@ use crate::console::Console;
 use crate::document::Document;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
+use crate::model::Links;
 use crate::size::{Size, format_throughput};
 
 /// Put a file into a store, as a new version of a key.
@@ -22,8 +23,10 @@ pub(crate) struct Args {
     store: Address,
     /// The key, and optionally the number of the version: KEY or KEY@VERSION
     key: KeyVersion,
-    /// The state dict (.tssd or .safetensors), or a directory with a manifest.tssd; `-`: stdin
+    /// The state dict (.tssd or .safetensors), or a directory with a manifest.tssd or a model; `-`: stdin
     file: PathBuf,
+    #[command(flatten)]
+    links: Links,
     /// The global rank that the shards in the file belong to, if they do not say it themselves
     #[arg(long, value_name = "RANK")]
     writer: Option<u32>,
@@ -79,7 +82,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let store = args.store.create()?;
     let key = &args.key.key;
     let spinner = console.spinner(&format!("putting {key}"));
-    let document = Document::open(&args.file)?;
+    let document = Document::open_with(&args.file, args.links, None)?;
     let dict = document.to_state_dict()?;
     if let Some(keep) = args.keep {
         store.retain(key, keep).map_err(|error| store_failure(&error))?;
@@ -94,6 +97,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
             document.attrs()
         },
         rewind: args.rewind,
+        // Each command is a run of its own, so an old number may be a mistake.
+        keeps_earlier_runs: true,
         allow_opaque: args.allow_opaque,
         compression: args.codec.compression(),
         digests: args.digest,

@@ -1,9 +1,9 @@
 //! `tssd rm`: deletes versions of a key.
 
 use serde_json::json;
-use tssd_store::{KeyVersion, Label, Selection};
+use tssd_store::{KeyVersion, Label, Selection, Selector};
 
-use super::{Address, store_failure};
+use super::{Address, select_version, store_failure};
 use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -17,21 +17,18 @@ pub(crate) struct Args {
     store: Address,
     /// KEY (all versions) or KEY@VERSION
     key: KeyVersion,
-    /// The version that this label pins: readers no longer find it by its number
+    /// The version that this label pins. Readers no longer find it by its number; the label keeps its data until
+    /// `tssd unpin`
     #[arg(long, value_name = "LABEL")]
     label: Option<Label>,
 }
 
 /// Deletes versions and reports their number. If there are none, that is an error.
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let KeyVersion { key, version } = &args.key;
-    let versions = match (&args.label, version) {
-        (None, version) => Selection::from(*version),
-        (Some(label), None) => Selection::Label(label.clone()),
-        (Some(_), Some(number)) => {
-            let text = format_args!("{key}@{number} and --label name two versions");
-            return Err(Failure::new(Exit::Usage, text).help("name one of them"));
-        }
+    let version = args.key.version;
+    let (key, versions) = match select_version(&args.key, args.label.as_ref())? {
+        (key, Selector::Label(label)) => (key, Selection::Label(label)),
+        (key, _) => (key, Selection::from(version)),
     };
     let store = args.store.connect()?;
     let deleted = store.delete(key, versions).map_err(|error| store_failure(&error))?;

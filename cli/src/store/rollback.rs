@@ -1,7 +1,9 @@
 //! `tssd rollback`: makes an old version the newest one.
 
+use tssd_store::{KeyVersion, Label, Selector};
+
 use super::ls::version_json;
-use super::{Address, VersionName, store_failure};
+use super::{Address, select_version, store_failure};
 use crate::console::Console;
 use crate::exit::Exit;
 use crate::failure::{Failure, Result};
@@ -12,13 +14,16 @@ use crate::failure::{Failure, Result};
 pub(crate) struct Args {
     #[command(flatten)]
     store: Address,
-    #[command(flatten)]
-    version: VersionName,
+    /// The key and the number of the version: KEY@VERSION, or KEY with --label
+    key: KeyVersion,
+    /// The version that this label pins
+    #[arg(long, value_name = "LABEL")]
+    label: Option<Label>,
 }
 
 pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
-    let (key, to) = args.version.parts()?;
-    if to == tssd_store::Selector::Newest {
+    let (key, to) = select_version(&args.key, args.label.as_ref())?;
+    if to == Selector::Newest {
         return Err(Failure::new(Exit::Usage, "rollback needs the version to return to")
             .help("name it: KEY@VERSION, or KEY --label LABEL; `tssd ls KEY` lists the versions"));
     }

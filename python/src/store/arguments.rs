@@ -17,15 +17,19 @@ pub(super) fn extract_version(given: &Bound<'_, PyAny>) -> PyResult<u64> {
 }
 
 /// Extracts a version: its number, or a label. None: the newest.
-pub(super) fn extract_selector(given: &Bound<'_, PyAny>) -> PyResult<Selector> {
+pub(super) fn extract_selector(given: &Bound<'_, PyAny>, name: &str) -> PyResult<Selector> {
     if given.is_none() {
         return Ok(Selector::Newest);
     }
     let Ok(label) = given.extract::<&str>() else {
-        return extract_version(given).map(Selector::Number);
+        let number = given.extract().map(Selector::Number);
+        return number.map_err(|error| match given.hasattr("__index__") {
+            Ok(true) => argument_error(given, name, u64::MAX, &error),
+            _ => type_error(format!("{name} is an int or a label, not {given:?}")),
+        });
     };
     let label = Label::new(label).map_err(|error| {
-        let text = format!("version is an int or a label, not {label:?}: {error}");
+        let text = format!("{name} is an int or a label, not {label:?}: {error}");
         PyErr::from(Failure::from(BindingError::new("invalid", text)))
     })?;
     Ok(Selector::Label(label))
@@ -62,7 +66,7 @@ pub(super) fn extract_after(given: &Bound<'_, PyAny>) -> Result<Option<After>> {
         Ok((given.getattr("epoch")?.extract()?, given.getattr("version")?.extract()?))
     });
     let (epoch, number) = pair.map_err(|_| {
-        let text = "after is \"now\", a VersionInfo, a PutReport, or a pair of epoch and number";
+        let text = "after is \"now\", an OpenVersion, a VersionInfo, a PutReport, or a pair of epoch and number";
         type_error(format!("{text}, not {given:?}"))
     })?;
     Ok(Some(After::Position(VersionPosition { epoch, number })))

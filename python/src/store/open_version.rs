@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyIterator, PyList, PyString, PyTuple};
 use tssd_format::{Dtype, TensorFlags, TensorSlice as Slice};
 use tssd_store::plan::TensorLeaf;
-use tssd_store::{Key, VersionReader};
+use tssd_store::{Key, VersionId, VersionReader};
 
 use super::outline::build_outline;
 use super::select::match_names;
@@ -27,6 +27,8 @@ pub(crate) struct OpenVersion {
     connection: Arc<Connection>,
     key: Key,
     version: u64,
+    epoch: u32,
+    id: VersionId,
     /// `None` once the version is closed.
     reader: Mutex<Option<Arc<VersionReader>>>,
     /// The fqns of the selected tensors, in the order of the state dict.
@@ -48,8 +50,10 @@ impl OpenVersion {
         let tensors = leaves
             .filter(|(index, (_, node))| TensorLeaf::of(node).is_some() && is_selected(*index));
         let names: Vec<String> = tensors.map(|(_, (path, _))| path.fqn()).collect();
-        let (version, name_set) = (reader.version(), names.iter().cloned().collect());
-        Ok(Self { connection, key, version, reader: Mutex::new(Some(reader)), names, name_set })
+        let name_set = names.iter().cloned().collect();
+        let (version, epoch, id) = (reader.version(), reader.epoch(), reader.id());
+        let reader = Mutex::new(Some(reader));
+        Ok(Self { connection, key, version, epoch, id, reader, names, name_set })
     }
 
     /// Returns the reader of the version. An error once the version is closed.
@@ -102,6 +106,18 @@ impl OpenVersion {
     #[getter]
     fn version(&self) -> u64 {
         self.version
+    }
+
+    /// The number of rewinds and rollbacks of the key before the version. It stays available after `close`.
+    #[getter]
+    fn epoch(&self) -> u32 {
+        self.epoch
+    }
+
+    /// The identity of the version, 32 hex digits. It stays available after `close`.
+    #[getter]
+    fn id(&self) -> String {
+        self.id.to_string()
     }
 
     /// Returns the fqns of the tensors, in the order of the state dict.

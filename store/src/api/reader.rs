@@ -62,6 +62,11 @@ impl VersionReader {
         self.version.number
     }
 
+    /// Returns the epoch of the version.
+    pub fn epoch(&self) -> u32 {
+        self.version.epoch
+    }
+
     /// Returns the id of the version.
     pub fn id(&self) -> VersionId {
         self.version.id

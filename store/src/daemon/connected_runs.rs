@@ -1,15 +1,15 @@
 //! The runs whose processes are connected to this daemon, or to a daemon that shares its ledgers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 
 use crate::control::RunDirectory;
 use crate::daemon::peers;
 use crate::daemon::remote_blobs::RemoteBlobIndex;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::io::sync::{Lock, timeout};
 use crate::ledger::{RunId, RunProcess, RunStatus};
@@ -20,15 +20,38 @@ use crate::shm::PeerId;
 /// Maximum number of runs that are remembered for a connection.
 pub(crate) const MAX_RUNS_PER_PEER: usize = 1024;
 
+/// Time after the loss of the connection of a proxy daemon in which its runs count as connected perhaps.
+///
+/// A proxy daemon whose clients have runs connects again within [`RECONNECT_INTERVAL`].
+const LOST_RUN_TTL: Duration = Duration::from_secs(15);
+
+/// Interval at which a proxy daemon whose clients have runs ensures that its controller knows them.
+pub(crate) const RECONNECT_INTERVAL: Duration = Duration::from_secs(3);
+
 /// The runs that have put through connections which are open.
 #[derive(Default)]
-pub(crate) struct ConnectedRuns(Lock<BTreeMap<PeerId, BTreeMap<RunId, RunProcess>>>);
+pub(crate) struct ConnectedRuns(Lock<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    peers: BTreeMap<PeerId, BTreeMap<RunId, RunProcess>>,
+    /// The peers that are proxy daemons.
+    proxies: BTreeSet<PeerId>,
+    /// The runs of proxy daemons whose connection was lost, and when.
+    lost: BTreeMap<RunId, Instant>,
+}
 
 impl ConnectedRuns {
+    /// Records that a peer is a proxy daemon: its connection is not that of the processes.
+    pub(crate) fn mark_proxy(&self, peer: PeerId) {
+        self.0.lock().proxies.insert(peer);
+    }
+
     /// Records that a process puts through the connection of a peer.
     pub(crate) fn add(&self, peer: PeerId, process: RunProcess) {
-        let mut peers = self.0.lock();
-        let runs = peers.entry(peer).or_default();
+        let inner = &mut *self.0.lock();
+        inner.lost.remove(&process.run);
+        let runs = inner.peers.entry(peer).or_default();
         if runs.len() >= MAX_RUNS_PER_PEER && !runs.contains_key(&process.run) {
             runs.pop_first();
         }
@@ -37,27 +60,41 @@ impl ConnectedRuns {
 
     /// Records that the processes of a run have disconnected from a peer, which is a daemon.
     pub(crate) fn remove(&self, peer: PeerId, run: &RunId) {
-        if let Some(runs) = self.0.lock().get_mut(&peer) {
+        if let Some(runs) = self.0.lock().peers.get_mut(&peer) {
             runs.remove(run);
         }
     }
 
     /// Removes the connection of a peer. Returns the runs that have no other connection.
     pub(crate) fn remove_peer(&self, peer: PeerId) -> Vec<RunId> {
-        let mut peers = self.0.lock();
-        let runs = peers.remove(&peer).unwrap_or_default().into_keys();
-        runs.filter(|run| peers.values().all(|runs| !runs.contains_key(run))).collect()
+        let inner = &mut *self.0.lock();
+        let runs = inner.peers.remove(&peer).unwrap_or_default().into_keys();
+        let is_ended = |run: &RunId| inner.peers.values().all(|runs| !runs.contains_key(run));
+        let ended: Vec<RunId> = runs.filter(is_ended).collect();
+        if inner.proxies.remove(&peer) {
+            let now = Instant::now();
+            inner.lost.retain(|_, since| since.elapsed() < LOST_RUN_TTL);
+            inner.lost.extend(ended.iter().map(|run| (run.clone(), now)));
+        }
+        ended
     }
 
     /// Returns the connected processes, one for each connection and run.
     pub(crate) fn processes(&self) -> Vec<RunProcess> {
-        self.0.lock().values().flat_map(BTreeMap::values).cloned().collect()
+        self.0.lock().peers.values().flat_map(BTreeMap::values).cloned().collect()
     }
 
     /// Returns whether a process of a run is connected.
     pub(crate) fn find(&self, run: &RunId) -> RunStatus {
-        let process = self.0.lock().values().find_map(|runs| runs.get(run).cloned());
+        let inner = self.0.lock();
+        let process = inner.peers.values().find_map(|runs| runs.get(run).cloned());
         process.map_or(RunStatus::Disconnected, RunStatus::Connected)
+    }
+
+    /// Returns whether the connection of a proxy daemon with this run was lost a short time ago.
+    fn is_lost(&self, run: &RunId) -> bool {
+        let inner = self.0.lock();
+        inner.lost.get(run).is_some_and(|since| since.elapsed() < LOST_RUN_TTL)
     }
 }
 
@@ -65,6 +102,12 @@ impl ConnectedRuns {
 #[async_trait]
 impl RunDirectory for ConnectedRuns {
     async fn status(&self, run: &RunId) -> Result<RunStatus> {
+        if self.is_lost(run) {
+            let text = format_args!(
+                "cannot find out whether run {run} still has a process: the connection to its daemon is lost"
+            );
+            return Err(Error::new(ErrorKind::Unreachable, text));
+        }
         Ok(self.find(run))
     }
 }
@@ -97,15 +140,18 @@ impl RunDirectory for SharedRuns {
         }
         for (session, endpoint, asked) in answers {
             let no_answer = |_| {
-                let text = format_args!("it has not answered for {ANSWER_TIMEOUT:?}");
-                Err(endpoint.unreachable(&text))
+                let text = format_args!("no answer within {ANSWER_TIMEOUT:?}");
+                Err(Error::new(ErrorKind::Unreachable, text))
             };
             match asked.await.expect("a request does not panic").unwrap_or_else(no_answer) {
                 Ok(RunStatus::Connected(process)) => return Ok(RunStatus::Connected(process)),
                 Ok(RunStatus::Disconnected | RunStatus::Unknown) => {}
                 // A daemon that has ended has no connections.
                 Err(error) if self.ledgers.session_record(session).await?.is_some() => {
-                    return Err(error);
+                    let text = format_args!(
+                        "cannot find out whether run {run} still has a process at daemon {endpoint}: {error}"
+                    );
+                    return Err(Error::new(ErrorKind::Unreachable, text));
                 }
                 Err(_) => {}
             }
@@ -139,9 +185,16 @@ mod tests {
         runs.add(3, process("c", 12));
         assert_eq!(runs.remove_peer(2), [RunId("b".to_owned())]);
         assert_eq!(runs.remove_peer(2), []);
+        assert!(!runs.is_lost(&a), "its client has disconnected");
+        runs.mark_proxy(4);
+        runs.add(4, process("a", 10));
+        assert_eq!(runs.remove_peer(4), [RunId("a".to_owned())]);
+        assert!(runs.is_lost(&a), "its daemon has disconnected");
+        runs.add(5, process("a", 10));
+        assert!(!runs.is_lost(&a));
         for number in 0..=MAX_RUNS_PER_PEER {
             runs.add(3, process(&format!("d{number}"), 12));
         }
-        assert_eq!(runs.processes().len(), MAX_RUNS_PER_PEER);
+        assert_eq!(runs.processes().len(), MAX_RUNS_PER_PEER + 1);
     }
 }

@@ -355,6 +355,13 @@ impl ControlPlane for ControllerProxy {
         Ok(self.tiers.pool.names("").iter().any(|name| !self.tiers.replicas.is_replica(name)))
     }
 
+    async fn ensure_runs_known(&self) {
+        if !self.connected_runs.processes().is_empty() {
+            // A new connection names the runs. An attempt that fails is repeated.
+            let _ = self.controller().await;
+        }
+    }
+
     async fn runs_disconnected(&self, runs: Vec<RunId>) {
         // A connection that is lost has ended its runs there.
         if let Some(open) = &self.connection.lock().await.open {

@@ -255,6 +255,7 @@ impl Session {
                         self.state.unfollow(self.peer, follower).await;
                     }
                     Ok(Notice::RunsConnected { processes }) => {
+                        self.state.connected_runs.mark_proxy(self.peer);
                         for process in processes {
                             self.state.connected_runs.add(self.peer, process);
                         }
@@ -438,13 +439,7 @@ impl Session {
             }
             Request::Rollback { key, selector } => {
                 let key = Key::new(key)?;
-                // Followers get it as a version that becomes visible.
-                let followers_guard = self.state.lock_commits(&key).await;
-                let rollback = controller.rollback(&key, selector);
-                let info = self.state.with_bucket_sync(&key, rollback).await?;
-                self.state.notify_followers(&key, info.id, info.epoch, info.number).await;
-                drop(followers_guard);
-                Reply::RolledBack(info)
+                Reply::RolledBack(self.state.rollback(&key, selector).await?)
             }
             Request::Unpin { key, label } => {
                 let key = Key::new(key)?;

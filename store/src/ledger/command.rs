@@ -195,6 +195,8 @@ pub struct Begin {
     pub id: VersionId,
     /// Epoch of the version, if it is a copy of a version of another store. `number` is given too then.
     pub epoch: Option<u32>,
+    /// Whether the number of another run is refused even if that run has ended.
+    pub keeps_earlier_runs: bool,
     /// The process that puts, and its run.
     pub process: Option<RunProcess>,
     /// The answers to an earlier [`Outcome::CheckRuns`].

@@ -113,7 +113,7 @@ impl fmt::Display for JobId {
     }
 }
 
-/// The identity of a run: the job of its writers, or a random text that a process draws when it opens the store.
+/// The identity of a run: the job of its writers, or a random text that a process draws once.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct RunId(pub String);

@@ -127,7 +127,9 @@ impl fmt::Display for EarlierRun {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { process, version, obstacle } = self;
         match obstacle {
-            Obstacle::Connected => write!(f, "{process} has put it and is still connected"),
+            Obstacle::Connected => {
+                write!(f, "{process} has put version {version} and is still connected")
+            }
             Obstacle::Durable => write!(f, "{process} has put version {version}, which is durable"),
             Obstacle::Pinned => write!(f, "{process} has put version {version}, which is pinned"),
         }
@@ -360,11 +362,12 @@ impl Refusal {
             Self::AlreadyVisible { number } => write!(f, "version {number} is visible"),
             Self::InUse { number } => write!(f, "version {number} is in use"),
             Self::NotFound { selector, newest, newest_open } => {
-                match newest {
-                    Some(newest) => {
+                match (selector, newest) {
+                    (Selector::Label(label), _) => write!(f, "no version has the label `{label}`")?,
+                    (_, Some(newest)) => {
                         write!(f, "no visible version is {selector}: the newest is {newest}")?;
                     }
-                    None => f.write_str("no version is visible")?,
+                    (_, None) => f.write_str("no version is visible")?,
                 }
                 match newest_open {
                     Some(PendingVersion { number, missing }) if !missing.is_empty() => {
@@ -397,7 +400,11 @@ impl Refusal {
             Self::VersionNotNewer {
                 earlier: Some(EarlierRun { obstacle: Obstacle::Connected, .. }),
                 ..
-            } => "end that process, use a higher number, or rewind",
+            } => "end that process, use a higher number or none, or rewind",
+            Self::VersionNotNewer {
+                earlier: Some(EarlierRun { obstacle: Obstacle::Pinned, .. }),
+                ..
+            } => "unpin it, use a higher number or none, or rewind",
             Self::VersionNotNewer { .. } | Self::ContributionDiffers { .. } => {
                 "use a higher number or none, or rewind, which retires the newer versions"
             }

@@ -25,8 +25,10 @@ impl State {
         if position.map_or(is_newest, |position| position == old) {
             return Ok(Outcome::RolledBack { id });
         }
-        if version.is_upload_pending() {
-            return Err(Refusal::UploadPending { number: version.number });
+        // A bucket refuses a copy of an older epoch, so the upload of any version would fail.
+        let uploading = self.visible().chain([version]).find(|it| it.is_upload_pending());
+        if let Some(Version { number, .. }) = uploading {
+            return Err(Refusal::UploadPending { number: *number });
         }
         let new = match position {
             Some(position) => self.refuse_older_position(position)?,
@@ -46,6 +48,10 @@ impl State {
         let index = self.versions.partition_point(|version| version.position() < new);
         self.versions.insert(index, Arc::new(moved));
         self.make_newest(id);
+        // That leaves older versions to a copy, which this version may have been.
+        if position.is_none() {
+            self.retire_surplus();
+        }
         Ok(Outcome::RolledBack { id })
     }
 

@@ -29,7 +29,8 @@ impl State {
         };
         let is_joined =
             self.open().any(|version| version.number == number && version.job == begin.job);
-        if begin.rewind || begin.epoch.is_some() || is_joined || self.timeline().is_newer(number) {
+        let is_ordinary = begin.rewind || begin.epoch.is_some() || begin.keeps_earlier_runs;
+        if is_ordinary || is_joined || self.timeline().is_newer(number) {
             return EarlierRuns::Irrelevant;
         }
         let blocking: Vec<&Version> = self.newer_versions(number).collect();

@@ -11,8 +11,8 @@ pub const MAX_LABEL_BYTES: usize = 255;
 
 /// A label, which pins a version and names it.
 ///
-/// It has at least 1 and at most [`MAX_LABEL_BYTES`] bytes, no control character, and not only digits: it is never
-/// mistaken for a version number.
+/// It has at least 1 and at most [`MAX_LABEL_BYTES`] bytes, no control character, no white space at its ends, and not
+/// only digits: it is never mistaken for a version number.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Label(Arc<str>);
@@ -25,7 +25,8 @@ impl Label {
     /// [`InvalidLabel`] if the text is no label.
     pub fn new(text: &str) -> Result<Self, InvalidLabel> {
         let is_number = text.bytes().all(|byte| byte.is_ascii_digit());
-        if is_number || text.len() > MAX_LABEL_BYTES || text.chars().any(char::is_control) {
+        let is_bare = text.trim() == text && !text.chars().any(char::is_control);
+        if is_number || text.len() > MAX_LABEL_BYTES || !is_bare {
             return Err(InvalidLabel);
         }
         Ok(Self(text.into()))
@@ -73,7 +74,8 @@ impl fmt::Display for InvalidLabel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "a label has 1 to {MAX_LABEL_BYTES} bytes, no control characters, and not only digits"
+            "a label has 1 to {MAX_LABEL_BYTES} bytes, no control characters, no white space at its ends, and \
+             not only digits"
         )
     }
 }

@@ -72,6 +72,7 @@ impl TestLedger {
             digest: announced_contents.map(|contents| ArchiveDigest([contents; 16])),
             session: session.map(SessionId),
             id: VersionId(self.last_id),
+            keeps_earlier_runs: false,
             process: put.run.map(run_process),
             run_statuses: self.run_statuses.clone(),
             now: Timestamp(self.now),

@@ -127,6 +127,9 @@ impl Session {
                 let text = format_args!("the name of a host has at most {MAX_HOST_LEN} bytes");
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
+            if remote.is_some() {
+                self.state.connected_runs.mark_proxy(self.peer);
+            }
             self.state.connected_runs.add(self.peer, process.clone());
         }
         let inline_archive =

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::DaemonState;
 use super::leases::LocatedVersion;
+use crate::control::VersionInfo;
 use crate::daemon::control_plane::LeasedVersion;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
@@ -124,6 +125,31 @@ impl DaemonState {
             }
         }
         self.followers_changed.notify_waiters();
+    }
+
+    /// Makes a version the newest one. Followers get it as a version that becomes visible, and the bucket follows.
+    ///
+    /// # Errors
+    ///
+    /// If the bucket does not follow, the rollback is in effect, and the error says so.
+    pub(crate) async fn rollback(&self, key: &Key, selector: Selector) -> Result<VersionInfo> {
+        let commit_guard = self.lock_commits(key).await;
+        let info = self.control_plane.rollback(key, selector).await?;
+        self.notify_followers(key, info.id, info.epoch, info.number).await;
+        drop(commit_guard);
+        if let Some(grant) = self.inner().prefetched.get_mut(key).filter(|it| it.id == info.id) {
+            (grant.epoch, grant.number) = (info.epoch, info.number);
+        }
+        let synced = self.with_bucket_sync(key, async { Ok(()) }).await;
+        synced.map_err(|error| {
+            let text = format_args!(
+                "key `{key}`: the version is the newest one, with number {}, and the bucket does not have that yet: \
+                 {error}",
+                info.number
+            );
+            Error::new(error.kind(), text)
+        })?;
+        Ok(info)
     }
 
     /// Forgets a lease that was released.

@@ -1,20 +1,24 @@
 //! The operations of writers: begin or join a version, commit to it, or withdraw.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use super::LocalController;
 use crate::blob::Volume;
 use crate::control::{ArchivePlacement, Progress, Proposal};
 use crate::error::{Error, ErrorKind, Result};
+use crate::io::sync::sleep;
 use crate::key::Key;
 use crate::ledger::{
     ArchiveDigest, ArchiveReference, Begin, Command, Commit, Durability, Outcome, Reason, Refusal,
-    Version, VersionId, VersionOutcome, WriterSet,
+    RunId, RunStatus, Version, VersionId, VersionOutcome, WriterSet,
 };
 
 /// Interval at which a waiting writer checks the versions that block it.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Interval at which a daemon that does not answer is asked again whether a run is connected.
+const RUN_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 impl LocalController {
     /// Opens a version for a writer, or joins an open one.
@@ -52,6 +56,7 @@ impl LocalController {
             session: self.session().await?,
             id: place.id,
             epoch: None,
+            keeps_earlier_runs: proposal.keeps_earlier_runs,
             process: place.process.clone(),
             run_statuses: BTreeMap::new(),
             now: self.now(),
@@ -80,6 +85,7 @@ impl LocalController {
             session: self.session().await?,
             id: place.id,
             epoch: Some(place.epoch),
+            keeps_earlier_runs: false,
             process: place.process.clone(),
             run_statuses: BTreeMap::new(),
             now: self.now(),
@@ -114,17 +120,17 @@ impl LocalController {
                     return Ok((ArchivePlacement { id, epoch, number, ..place }, Some(digest)));
                 }
                 Outcome::CheckRuns { runs } => {
-                    for run in runs {
-                        let status = self.0.peers.runs.status(&run).await?;
-                        begin.run_statuses.insert(run, status);
-                    }
+                    let is_over = || is_past(deadline) || !is_wanted();
+                    begin.run_statuses = self.run_statuses(runs, is_over).await?;
                     continue;
                 }
                 Outcome::Wait { blocking } => blocking,
                 other => unreachable!("begin does not lead to {other:?}"),
             };
+            // A process may connect while the put waits.
+            begin.run_statuses.clear();
             let now = Instant::now();
-            let is_late = deadline.is_some_and(|deadline| now >= deadline) || !is_wanted();
+            let is_late = is_past(deadline) || !is_wanted();
             // A put without time to wait still succeeds if only ended processes block it.
             if is_late && is_cleared {
                 let blocking: Vec<String> = blocking.iter().map(ToString::to_string).collect();
@@ -148,6 +154,32 @@ impl LocalController {
                 self.0.ledgers.changed(key, &seen, left.min(POLL_INTERVAL)).await;
             }
         }
+    }
+
+    /// Returns whether processes of these runs are connected.
+    ///
+    /// A daemon that does not answer is asked again until `is_over`: it may have ended, which is known later.
+    async fn run_statuses(
+        &self,
+        runs: BTreeSet<RunId>,
+        is_over: impl Fn() -> bool,
+    ) -> Result<BTreeMap<RunId, RunStatus>> {
+        let mut statuses = BTreeMap::new();
+        for run in runs {
+            let status = loop {
+                match self.0.peers.runs.status(&run).await {
+                    Err(error) if error.kind() == ErrorKind::Unreachable && !is_over() => {
+                        sleep(RUN_POLL_INTERVAL).await;
+                    }
+                    status => break status?,
+                }
+            };
+            if status == RunStatus::Disconnected {
+                tracing::info!(%run, "another run takes the version numbers of a run that has ended");
+            }
+            statuses.insert(run, status);
+        }
+        Ok(statuses)
     }
 
     /// Commits the contribution, whose archives have these lengths in bytes.
@@ -285,6 +317,10 @@ impl LocalController {
         let folder = place.folder();
         self.run_on_volume(move |volume| volume.remove_folder(&folder)).await
     }
+}
+
+fn is_past(deadline: Option<Instant>) -> bool {
+    deadline.is_some_and(|deadline| Instant::now() >= deadline)
 }
 
 /// Returns whether `reason` is this error in the ledger, which keeps only the beginning of the text.

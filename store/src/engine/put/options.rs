@@ -30,6 +30,10 @@ pub struct PutOptions {
     pub replicas: Replicas,
     /// Whether a version whose number is not above the highest opens a new epoch.
     pub rewind: bool,
+    /// Whether a number that is not above the highest is refused even if another run has put that, which has ended.
+    ///
+    /// By default such a put opens a new epoch and retires the versions of that run (spec/reshard.md, R-086).
+    pub keeps_earlier_runs: bool,
     /// Whether leaves without a type of the format are accepted ([`tssd_format::Value::Opaque`]).
     pub allow_opaque: bool,
     /// How storages are compressed. None by default, so that a read is one copy.
@@ -59,6 +63,7 @@ impl Default for PutOptions {
             on_divergence: DivergencePolicy::default(),
             replicas: Replicas::default(),
             rewind: false,
+            keeps_earlier_runs: false,
             allow_opaque: false,
             compression: Compression::None,
             digests: false,

@@ -247,6 +247,7 @@ impl VersionWriter {
             sequence: self.sequence,
             number: options.version,
             rewind: options.rewind,
+            keeps_earlier_runs: options.keeps_earlier_runs,
             process: Some(self.process.run_process(options.job.as_ref())),
             durability: options.durability,
             file_len,

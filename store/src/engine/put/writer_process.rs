@@ -1,4 +1,5 @@
 use std::collections::BTreeMap;
+use std::sync::LazyLock;
 
 use super::PutOptions;
 use crate::error::{Error, ErrorKind, Result};
@@ -7,10 +8,16 @@ use crate::io::sync::Lock;
 use crate::key::Key;
 use crate::ledger::{JobId, RunId, RunProcess};
 
+/// The run of puts without a job. A store that is opened again after a lost connection continues it, and so does a
+/// process that was forked.
+static OWN_RUN: LazyLock<RunId> = LazyLock::new(|| {
+    // 64 bits are unique among the runs that a ledger remembers.
+    let id = u64::try_from(SystemEnvironment.random_id() >> 64).unwrap_or_default();
+    RunId(format!("{id:016x}"))
+});
+
 /// This process as a writer of a store: its run, and the counts of its puts.
 pub(crate) struct WriterProcess {
-    /// The run of puts without a job. Each store that is opened has a new one.
-    own_run: RunId,
     host: String,
     /// Counts the puts of each writer of each job. They match contributions to versions without a number.
     sequences: Lock<BTreeMap<(Key, JobId, u32), u64>>,
@@ -18,15 +25,12 @@ pub(crate) struct WriterProcess {
 
 impl WriterProcess {
     pub(crate) fn new() -> Self {
-        // 64 bits are unique among the runs that a ledger remembers.
-        let id = u64::try_from(SystemEnvironment.random_id() >> 64).unwrap_or_default();
-        let (own_run, host) = (RunId(format!("{id:016x}")), SystemEnvironment.host_name());
-        Self { own_run, host, sequences: Lock::default() }
+        Self { host: SystemEnvironment.host_name(), sequences: Lock::default() }
     }
 
     /// Returns this process, with the run of a put.
     pub(crate) fn run_process(&self, job: Option<&JobId>) -> RunProcess {
-        let run = job.map_or_else(|| self.own_run.clone(), RunId::from);
+        let run = job.map_or_else(|| OWN_RUN.clone(), RunId::from);
         RunProcess { run, host: self.host.clone(), pid: std::process::id() }
     }
 

@@ -23,7 +23,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::io::environment::{Environment, SystemEnvironment};
 use crate::io::sync::boxed;
 use crate::key::Key;
-use crate::ledger::{ArchiveDigest, Durability, Refusal, RunStatus, WriterSet};
+use crate::ledger::{
+    ArchiveDigest, Durability, EarlierRun, Obstacle, Refusal, RunStatus, WriterSet,
+};
 #[cfg(target_os = "linux")]
 use crate::route::Transport;
 
@@ -424,35 +426,38 @@ async fn next_version(context: &Context, channel: &Key, options: &PutOptions) ->
     };
     let next = last.map_or(1, |last| last.saturating_add(1));
     match (options.version, last) {
-        (Some(number), Some(highest))
-            if number <= highest
-                && !options.rewind
-                && !has_earlier_run_ended(context, channel, options).await? =>
-        {
-            Err(Error::from_refusal(
-                channel,
-                Refusal::VersionNotNewer { number, highest, earlier: None },
-            ))
+        (Some(number), Some(highest)) if number <= highest && !options.rewind => {
+            let earlier = match earlier_run(context, channel, options).await? {
+                Some(RunStatus::Disconnected) => return Ok(number),
+                Some(RunStatus::Connected(process)) => {
+                    let obstacle = Obstacle::Connected;
+                    Some(EarlierRun { process, version: highest, obstacle })
+                }
+                Some(RunStatus::Unknown) | None => None,
+            };
+            let refusal = Refusal::VersionNotNewer { number, highest, earlier };
+            Err(Error::from_refusal(channel, refusal))
         }
         (Some(number), _) => Ok(number),
         (None, _) => Ok(next),
     }
 }
 
-/// Returns whether another run has put the last version of a channel, and none of its processes is connected.
-async fn has_earlier_run_ended(
+/// Returns the status of the run that has put the last version of a channel, if that is another run.
+async fn earlier_run(
     context: &Context,
     channel: &Key,
     options: &PutOptions,
-) -> Result<bool> {
+) -> Result<Option<RunStatus>> {
+    if options.keeps_earlier_runs {
+        return Ok(None);
+    }
     let last = context.controller().versions(channel).await?.pop();
-    let own = context.writer_process().run_process(options.job.as_ref()).run;
+    // Buckets are put without a job.
+    let own = context.writer_process().run_process(None).run;
     match last.and_then(|last| last.process).filter(|process| process.run != own) {
-        Some(process) => {
-            let status = context.controller().run_status(&process.run).await?;
-            Ok(status == RunStatus::Disconnected)
-        }
-        None => Ok(false),
+        Some(process) => context.controller().run_status(&process.run).await.map(Some),
+        None => Ok(None),
     }
 }
 

@@ -194,7 +194,7 @@ impl Write for Replacement {
 pub struct ReplacementFolder {
     path: PathBuf,
     /// Locked.
-    _folder: File,
+    folder: File,
     is_kept: bool,
 }
 
@@ -216,12 +216,40 @@ impl ReplacementFolder {
             system::open_folder(path).map_err(taken)
         };
         let (folder, path) = temporary::create_locked(parent, create)?;
-        Ok(Self { path, _folder: folder, is_kept: false })
+        Ok(Self { path, folder, is_kept: false })
     }
 
     /// Returns the path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Exchanges the folder with `target`, a folder, in one step. Returns the path of the old folder.
+    ///
+    /// The new folder has the mode, the owner and the group of the old one, as far as the system permits. No process
+    /// removes the old folder as an abandoned one.
+    ///
+    /// # Errors
+    ///
+    /// Errors of the system; `Unsupported` or `InvalidInput` if it cannot exchange folders. The old folder is unchanged
+    /// then.
+    pub fn exchange_with(mut self, target: &Path) -> io::Result<PathBuf> {
+        system::copy_attributes(&fs::metadata(target)?, &self.folder)?;
+        let aside = self.visible_name(target)?;
+        fs::rename(&self.path, &aside)?;
+        self.path.clone_from(&aside);
+        system::exchange(&aside, target)?;
+        self.is_kept = true;
+        Ok(aside)
+    }
+
+    /// Returns a name next to `target` that begins with the name of `target`.
+    fn visible_name(&self, target: &Path) -> io::Result<PathBuf> {
+        let name = target.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+        let suffix = self.path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+        let mut visible = name.to_owned();
+        visible.push(suffix);
+        Ok(target.with_file_name(visible))
     }
 
     /// Renames the folder to `target`, which must be free or an empty folder.

@@ -10,15 +10,15 @@ use std::path::Path;
 
 #[cfg(unix)]
 pub(crate) use unix::{
-    boot_id, copy_attributes, create_unnamed, defer_removal, identity, is_a_directory, link_count,
-    link_unnamed, list, open, open_folder, open_own, preallocate, remove, start_writeback,
-    sync_folder, write_at,
+    boot_id, copy_attributes, create_unnamed, defer_removal, exchange, identity, is_a_directory,
+    link_count, link_unnamed, list, open, open_folder, open_own, preallocate, remove,
+    start_writeback, sync_folder, write_at,
 };
 #[cfg(windows)]
 pub(crate) use windows::{
-    boot_id, copy_attributes, create_unnamed, defer_removal, identity, is_a_directory, link_count,
-    link_unnamed, list, open, open_folder, open_own, preallocate, remove, start_writeback,
-    sync_folder, write_at,
+    boot_id, copy_attributes, create_unnamed, defer_removal, exchange, identity, is_a_directory,
+    link_count, link_unnamed, list, open, open_folder, open_own, preallocate, remove,
+    start_writeback, sync_folder, write_at,
 };
 
 /// The purpose of an open.

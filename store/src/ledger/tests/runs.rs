@@ -181,8 +181,8 @@ fn refusals_name_run_process_and_remedy() {
     let text = |obstacle| not_newer(1, 3, 3, obstacle).to_string();
     assert_eq!(
         text(Obstacle::Connected),
-        "version 1 is not newer than 3: run a (process 812 on host gpu-7) has put it and is still connected; \
-         end that process, use a higher number, or rewind"
+        "version 1 is not newer than 3: run a (process 812 on host gpu-7) has put version 3 and is still \
+         connected; end that process, use a higher number or none, or rewind"
     );
     assert_eq!(
         text(Obstacle::Durable),

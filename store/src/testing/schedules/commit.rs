@@ -130,6 +130,7 @@ async fn contribute(fixture: &Fixture, writer: u32, job: Job) -> Result<(), Erro
         sequence: None,
         number: Some(job.number),
         rewind: false,
+        keeps_earlier_runs: false,
         process: None,
         durability: Durability::Memory,
         file_len: len,

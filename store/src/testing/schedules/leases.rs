@@ -149,6 +149,7 @@ impl Fixture {
             sequence: None,
             number: None,
             rewind: false,
+            keeps_earlier_runs: false,
             process: None,
             durability: Durability::Memory,
             file_len: len,

@@ -236,6 +236,7 @@ impl Fixture {
             sequence: None,
             number: None,
             rewind: false,
+            keeps_earlier_runs: false,
             process: None,
             durability: Durability::Memory,
             file_len: len,

@@ -225,6 +225,18 @@ pub(crate) fn copy_attributes(old: &Metadata, new: &File) -> io::Result<()> {
     new.set_permissions(std::fs::Permissions::from_mode(mode))
 }
 
+/// Exchanges two files or folders in one step.
+#[cfg(target_os = "linux")]
+pub(crate) fn exchange(one: &Path, other: &Path) -> io::Result<()> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    Ok(renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE)?)
+}
+
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn exchange(_one: &Path, _other: &Path) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
 /// Returns the error of the system for a folder in place of a file.
 pub(crate) fn is_a_directory() -> io::Error {
     Errno::ISDIR.into()

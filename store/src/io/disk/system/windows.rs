@@ -172,6 +172,11 @@ pub(crate) fn copy_attributes(old: &Metadata, new: &File) -> io::Result<()> {
     new.set_permissions(old.permissions())
 }
 
+/// Fails: the system does not exchange folders.
+pub(crate) fn exchange(_one: &Path, _other: &Path) -> io::Result<()> {
+    Err(ErrorKind::Unsupported.into())
+}
+
 /// Returns the error for a folder in place of a file.
 pub(crate) fn is_a_directory() -> io::Error {
     ErrorKind::IsADirectory.into()

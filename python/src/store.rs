@@ -816,7 +816,7 @@ impl Store {
         #[pyo3(from_py_with = arguments::extract_version)] version: u64,
         timeout: Option<f64>,
         after: Option<&Bound<'_, PyAny>>,
-        run: Option<String>,
+        run: Option<&str>,
     ) -> Result<OpenVersion> {
         let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
         let forever = Duration::from_secs(u64::from(u32::MAX));
@@ -834,7 +834,7 @@ impl Store {
             loop {
                 let timeout = deadline
                     .map_or(timeout, |deadline| deadline.saturating_duration_since(Instant::now()));
-                let run = run.clone().map(RunId);
+                let run = run.map(|run| RunId(run.to_owned()));
                 let options = WaitOptions { version, after, run, timeout };
                 let info = match connection.store.wait_for_version_with(&name, &options).await {
                     Err(error) if error.kind() == ErrorKind::NotFound => {

@@ -50,7 +50,7 @@ pub use credentials::Credentials;
 pub use daemon::{Daemon, DaemonOptions, default_memory_limit};
 pub use engine::get::{GetOptions, GetReport, Target, TargetMemory};
 pub use engine::put::{
-    PendingPut, PutOptions, PutPhases, PutReport, Replicas, Residency, Ring, pieces,
+    PendingPut, PutOptions, PutPhases, PutReport, Replicas, Residency, Rewind, Ring, pieces,
 };
 pub use engine::ring::{ReceiveReport, Receiver};
 pub use error::{Error, ErrorKind, Result, errno};

@@ -10,8 +10,8 @@ use tssd_format::{AttrValue, Dtype, StateDict, Tensor, TensorMeta, Value};
 use tssd_gpu::{Device, DeviceMemory};
 use tssd_store::blocking::{Receiver, Store};
 use tssd_store::{
-    ErrorKind, GetOptions, Key, PutOptions, PutReport, ReceiveReport, Residency, Ring, Target,
-    TargetMemory, Transport,
+    ErrorKind, GetOptions, Key, PutOptions, PutReport, ReceiveReport, Residency, Rewind, Ring,
+    Target, TargetMemory, Transport,
 };
 use tssd_tests::device_context::{Allocation, DeviceContext, devices};
 use tssd_tests::test_daemon::TestDaemon;
@@ -192,7 +192,8 @@ fn publisher_sends_through_ring_at_each_flush() {
                 });
                 let caller = DeviceContext::new(ordinal);
                 let model = Model::new(&caller);
-                let options = PutOptions { version: Some(7), rewind: true, ..options(residency) };
+                let options =
+                    PutOptions { version: Some(7), rewind: Rewind::Always, ..options(residency) };
                 let mut publisher = writer.publish(&key(), &options, 1 << 20).unwrap();
                 let dict = model.write(7);
                 for (at, (name, _, allocation)) in model.tensors.iter().enumerate() {

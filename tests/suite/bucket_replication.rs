@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::Store;
-use tssd_store::{Durability, ErrorKind, GetOptions, PutOptions};
+use tssd_store::{Durability, ErrorKind, GetOptions, PutOptions, Rewind};
 use tssd_tests::command::DaemonProcess;
 use tssd_tests::test_daemon::TestDaemon;
 use tssd_tests::training_steps::{
@@ -112,7 +112,7 @@ fn bucket_follows_retention_pins_and_deletions() {
     store.retain(&key(), 1.try_into().unwrap()).unwrap();
     assert_eq!(versions(&bucket_store), [(0, 4)]);
     // Rewinds to a number that the bucket has stored before.
-    let rewound = PutOptions { version: Some(3), rewind: true, ..object_options(3) };
+    let rewound = PutOptions { version: Some(3), rewind: Rewind::Always, ..object_options(3) };
     store
         .put_state_dict(
             &key(),

@@ -476,6 +476,8 @@ fn commands_replace_an_output_only_with_force() {
 
 #[test]
 fn unpack_replaces_only_files_of_its_own() {
+    use std::os::unix::fs::PermissionsExt;
+
     let sandbox = Sandbox::new();
     sandbox.write_dict("a.tssd", &dict());
     sandbox.run_with_code(0, "unpack a.tssd -o out/");
@@ -516,7 +518,6 @@ fn unpack_replaces_only_files_of_its_own() {
     std::fs::remove_file(sandbox.path("out/link")).unwrap();
     assert!(names().iter().filter(|name| *name != ".git").eq(&shards), "nothing has changed");
     // A model is split anew into its own folder. An empty folder goes, and the mode of the directory stays.
-    use std::os::unix::fs::PermissionsExt;
     let mode = std::fs::Permissions::from_mode(0o750);
     std::fs::set_permissions(sandbox.path("out"), mode).unwrap();
     sandbox.run_with_code(0, "unpack out -o out/ --shard-size 1GB --force");

@@ -10,8 +10,8 @@ use tssd_format::{
 use tssd_store::blocking::Store;
 use tssd_store::ledger::Reason;
 use tssd_store::{
-    DivergencePolicy, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Target, TargetMemory,
-    WriterSet,
+    DivergencePolicy, ErrorKind, GetOptions, JobId, Key, PutOptions, Refusal, Rewind, Target,
+    TargetMemory, WriterSet,
 };
 
 fn key() -> Key {
@@ -115,7 +115,7 @@ fn rewind_to_head_version_opens_new_epoch() {
     let store = Store::memory().unwrap();
     put(&store, &uniform_dict(5), &version_options(5)).unwrap();
     for (epoch, value) in [(1, 50), (2, 51), (3, 51)] {
-        let rewind = PutOptions { rewind: true, ..version_options(5) };
+        let rewind = PutOptions { rewind: Rewind::Always, ..version_options(5) };
         let report = store.put_state_dict(&key(), &uniform_dict(value), &rewind).unwrap();
         assert_eq!((report.epoch, report.version, report.visible), (epoch, 5, true));
         let (got, _) = store.get_state_dict(&key(), &GetOptions::default()).unwrap();

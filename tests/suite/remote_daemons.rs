@@ -17,7 +17,7 @@ use tssd_format::{
 use tssd_store::blocking::Store;
 use tssd_store::{
     ConnectOptions, Credentials, DaemonOptions, ErrorKind, GetOptions, JobId, Key, PutOptions,
-    Target,
+    Rewind, Target,
 };
 use tssd_tests::certificates::CertificateAuthority;
 use tssd_tests::raw_connection::{HELLO, frame};
@@ -827,7 +827,7 @@ fn prefetched_version_is_not_served_after_rewind() {
     put(&trainer, &model(1, 1), &PutOptions { version: Some(1), ..PutOptions::default() });
     generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
     put(&trainer, &model(2, 1), &PutOptions { version: Some(2), ..PutOptions::default() });
-    let rewind = PutOptions { version: Some(1), rewind: true, ..PutOptions::default() };
+    let rewind = PutOptions { version: Some(1), rewind: Rewind::Always, ..PutOptions::default() };
     put(&trainer, &model(7, 1), &rewind);
     assert!(trainer.get_state_dict(&key(), &version_options(1)).unwrap().0 == model(7, 1));
     let (got, report) = generator.get_state_dict(&key(), &version_options(1)).unwrap();

@@ -6,8 +6,8 @@ use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::Store;
 use tssd_store::ledger::{EarlierRun, Obstacle, Refusal};
 use tssd_store::{
-    Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, VersionInfo,
-    WaitOptions,
+    Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, Rewind,
+    VersionInfo, WaitOptions,
 };
 use tssd_tests::test_daemon::TestDaemon;
 use tssd_tests::training_steps::wait_until;
@@ -144,7 +144,7 @@ fn earlier_run_is_kept_if_the_caller_asks_for_it() {
     for number in 1..=3 {
         put(&daemon.connect(), number, 1).unwrap();
     }
-    let options = || PutOptions { keeps_earlier_runs: true, ..PutOptions::default() };
+    let options = || PutOptions { rewind: Rewind::Never, ..PutOptions::default() };
     let error = put_with(&daemon.connect(), 1, 2, options()).unwrap_err();
     assert!(matches!(error.refusal(), Some(Refusal::VersionNotNewer { .. })), "{error}");
     assert_eq!(put_with(&daemon.connect(), 4, 2, options()).unwrap().epoch, 0);
@@ -215,7 +215,7 @@ fn durable_versions_are_kept_until_the_caller_rewinds() {
     let store = Store::directory(folder.path()).unwrap();
     let error = put(&store, 1, 2).unwrap_err();
     assert_eq!(earlier_run(&error).obstacle, Obstacle::Durable);
-    let rewind = PutOptions { version: Some(1), rewind: true, ..PutOptions::default() };
+    let rewind = PutOptions { version: Some(1), rewind: Rewind::Always, ..PutOptions::default() };
     assert_eq!(store.put_state_dict(&key(), &dict(2), &rewind).unwrap().epoch, 1);
 }
 

@@ -13,7 +13,7 @@ use tssd_format::{
 use tssd_store::blocking::{PendingPut, Store};
 use tssd_store::{
     DivergencePolicy, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, Refusal,
-    Replicas, Target, WriterSet,
+    Replicas, Rewind, Target, WriterSet,
 };
 use tssd_tests::test_daemon::TestDaemon;
 
@@ -668,7 +668,7 @@ fn put_reports_refusals_of_ledger() {
             matches!(error.refusal(), Some(Refusal::VersionNotNewer { highest: 7, .. })),
             "{error}"
         );
-        let rewind = PutOptions { rewind: true, ..numbered(3) };
+        let rewind = PutOptions { rewind: Rewind::Always, ..numbered(3) };
         assert_eq!(put(&store, &some, &rewind).unwrap().epoch, 1);
         assert_eq!(store.head(&key()).unwrap().unwrap().number, 3);
 

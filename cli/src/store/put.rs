@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde_json::json;
-use tssd_store::{Durability, JobId, KeyVersion, PutOptions};
+use tssd_store::{Durability, JobId, KeyVersion, PutOptions, Rewind};
 
 use super::{Address, store_failure};
 use crate::codec::Codec;
@@ -96,9 +96,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         } else {
             document.attrs()
         },
-        rewind: args.rewind,
         // Each command is a run of its own, so an old number may be a mistake.
-        keeps_earlier_runs: true,
+        rewind: if args.rewind { Rewind::Always } else { Rewind::Never },
         allow_opaque: args.allow_opaque,
         compression: args.codec.compression(),
         digests: args.digest,

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tssd_format::{AttrValue, Attrs, Value};
 use tssd_store::{
-    DivergencePolicy, Durability, JobId, PutOptions, Replicas, Residency, Ring, Transport,
+    DivergencePolicy, Durability, JobId, PutOptions, Replicas, Residency, Rewind, Ring, Transport,
     WriterSet,
 };
 
@@ -105,7 +105,7 @@ impl PutArguments<'_> {
                 }
             },
             residency: options.residency,
-            rewind: options.rewind,
+            rewind: if options.rewind { Rewind::Always } else { Rewind::IfRunsEnded },
             allow_opaque: true,
             require_transport: options.require_transport,
             ..PutOptions::default()

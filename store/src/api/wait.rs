@@ -86,13 +86,13 @@ impl Store {
     ///
     /// ```
     /// use tssd_format::StateDict;
-    /// use tssd_store::{Key, PutOptions, Store, VersionInfo, WaitOptions};
+    /// use tssd_store::{Key, PutOptions, Rewind, Store, VersionInfo, WaitOptions};
     /// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
     /// let (store, key) = (Store::memory(), Key::new("policy")?);
     /// # let stale = PutOptions { version: Some(5), ..PutOptions::default() };
     /// # store.put_state_dict(&key, &StateDict::new(), &stale).await?;
     /// let after = store.head(&key).await?.as_ref().map(VersionInfo::position);
-    /// let first = PutOptions { version: Some(1), rewind: true, ..PutOptions::default() };
+    /// let first = PutOptions { version: Some(1), rewind: Rewind::Always, ..PutOptions::default() };
     /// store.put_state_dict(&key, &StateDict::new(), &first).await?;
     /// let options = WaitOptions { version: 1, after, ..WaitOptions::default() };
     /// let newest = store.wait_for_version_with(&key, &options).await?;

@@ -145,15 +145,14 @@ impl RunDirectory for SharedRuns {
             };
             match asked.await.expect("a request does not panic").unwrap_or_else(no_answer) {
                 Ok(RunStatus::Connected(process)) => return Ok(RunStatus::Connected(process)),
-                Ok(RunStatus::Disconnected | RunStatus::Unknown) => {}
-                // A daemon that has ended has no connections.
                 Err(error) if self.ledgers.session_record(session).await?.is_some() => {
                     let text = format_args!(
                         "cannot find out whether run {run} still has a process at daemon {endpoint}: {error}"
                     );
                     return Err(Error::new(ErrorKind::Unreachable, text));
                 }
-                Err(_) => {}
+                // A daemon that has ended has no connections.
+                Ok(RunStatus::Disconnected | RunStatus::Unknown) | Err(_) => {}
             }
         }
         Ok(RunStatus::Disconnected)

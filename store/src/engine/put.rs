@@ -17,7 +17,7 @@ use std::sync::Arc;
 use tracing::Instrument;
 use tssd_format::StateDict;
 
-pub use self::options::{PutOptions, Replicas, Residency, Ring};
+pub use self::options::{PutOptions, Replicas, Residency, Rewind, Ring};
 pub use self::pending::PendingPut;
 pub use self::report::{PutPhases, PutReport};
 #[cfg(target_os = "linux")]

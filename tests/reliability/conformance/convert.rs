@@ -10,7 +10,7 @@ use tssd_format::{
 use tssd_store::ledger::Reason;
 use tssd_store::{
     DivergencePolicy, Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport,
-    Refusal, Store, Target, VersionId, WriterSet,
+    Refusal, Rewind, Store, Target, VersionId, WriterSet,
 };
 
 use super::operations::{ArrayBox, COLUMNS, LEAVES, PutSpec, ROWS, Read};
@@ -130,7 +130,7 @@ pub(crate) fn put_options(wish: &PutSpec, is_busy: bool) -> PutOptions {
         } else {
             DivergencePolicy::Error
         },
-        rewind: wish.rewind,
+        rewind: if wish.rewind { Rewind::Always } else { Rewind::Never },
         durability: if wish.durable { Durability::Disk } else { Durability::Memory },
         timeout: if is_busy { Duration::ZERO } else { Duration::from_secs(20) },
         ..PutOptions::default()

@@ -11,7 +11,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tssd_store::blocking::Store;
 use tssd_store::{
-    Error, ErrorKind, GetOptions, JobId, PutOptions, Refusal, VersionInfo, WriterSet,
+    Error, ErrorKind, GetOptions, JobId, PutOptions, Refusal, Rewind, VersionInfo, WriterSet,
 };
 use tssd_tests::rng::SeededRng;
 
@@ -219,7 +219,7 @@ pub(crate) fn try_put(
 ) -> Option<Response> {
     let options = PutOptions {
         version,
-        rewind,
+        rewind: if rewind { Rewind::Always } else { Rewind::Never },
         writer: Some(put),
         writers: Some(WriterSet::from_iter([put])),
         durability: home.durability(key),

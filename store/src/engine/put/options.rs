@@ -28,12 +28,8 @@ pub struct PutOptions {
     pub on_divergence: DivergencePolicy,
     /// Which replicas of a shard are stored.
     pub replicas: Replicas,
-    /// Whether a version whose number is not above the highest opens a new epoch.
-    pub rewind: bool,
-    /// Whether a number that is not above the highest is refused even if another run has put that, which has ended.
-    ///
-    /// By default such a put opens a new epoch and retires the versions of that run (spec/reshard.md, R-086).
-    pub keeps_earlier_runs: bool,
+    /// When a version whose number is not above the highest opens a new epoch.
+    pub rewind: Rewind,
     /// Whether leaves without a type of the format are accepted ([`tssd_format::Value::Opaque`]).
     pub allow_opaque: bool,
     /// How storages are compressed. None by default, so that a read is one copy.
@@ -62,8 +58,7 @@ impl Default for PutOptions {
             attrs: Attrs::new(),
             on_divergence: DivergencePolicy::default(),
             replicas: Replicas::default(),
-            rewind: false,
-            keeps_earlier_runs: false,
+            rewind: Rewind::default(),
             allow_opaque: false,
             compression: Compression::None,
             digests: false,
@@ -73,6 +68,20 @@ impl Default for PutOptions {
             timeout: Duration::from_mins(1),
         }
     }
+}
+
+/// When a put whose number is not above the highest one opens a new epoch and retires the newer versions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Rewind {
+    /// If the newer versions are of other runs which have ended, and are neither durable nor pinned.
+    ///
+    /// So a program can run any number of times. Spec: `spec/reshard.md`, R-086.
+    #[default]
+    IfRunsEnded,
+    /// Never: the put is refused.
+    Never,
+    /// Always.
+    Always,
 }
 
 /// Which replicas of a shard are stored.

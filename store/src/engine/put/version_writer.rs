@@ -5,7 +5,7 @@ use tracing::{Instrument, Span};
 use tssd_format::{Layout, StateDict};
 
 use super::report::{PutPhases, PutReport};
-use super::{PutOptions, Role, WriterProcess, archive, residency};
+use super::{PutOptions, Rewind, Role, WriterProcess, archive, residency};
 use crate::control::{
     BeginResult, CommitResult, Contribution, Controller, DeviceMemoryRequest, InlinePut, Progress,
     Proposal,
@@ -246,8 +246,8 @@ impl VersionWriter {
             job: options.job.clone(),
             sequence: self.sequence,
             number: options.version,
-            rewind: options.rewind,
-            keeps_earlier_runs: options.keeps_earlier_runs,
+            rewind: options.rewind == Rewind::Always,
+            keeps_earlier_runs: options.rewind == Rewind::Never,
             process: Some(self.process.run_process(options.job.as_ref())),
             durability: options.durability,
             file_len,

@@ -18,7 +18,7 @@ use super::{BucketHeader, RING_ATTR, channel};
 use crate::device;
 use crate::engine::context::Context;
 use crate::engine::get::GetOptions;
-use crate::engine::put::{PutOptions, PutReport, Residency, Ring, Role};
+use crate::engine::put::{PutOptions, PutReport, Residency, Rewind, Ring, Role};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::environment::{Environment, SystemEnvironment};
 use crate::io::sync::boxed;
@@ -235,7 +235,7 @@ impl Sender {
             writers: Some(WriterSet::one(self.writer)),
             job: None,
             attrs,
-            rewind: false,
+            rewind: Rewind::Never,
             ..self.options.clone()
         }
     }
@@ -426,7 +426,7 @@ async fn next_version(context: &Context, channel: &Key, options: &PutOptions) ->
     };
     let next = last.map_or(1, |last| last.saturating_add(1));
     match (options.version, last) {
-        (Some(number), Some(highest)) if number <= highest && !options.rewind => {
+        (Some(number), Some(highest)) if number <= highest && options.rewind != Rewind::Always => {
             let earlier = match earlier_run(context, channel, options).await? {
                 Some(RunStatus::Disconnected) => return Ok(number),
                 Some(RunStatus::Connected(process)) => {
@@ -449,7 +449,7 @@ async fn earlier_run(
     channel: &Key,
     options: &PutOptions,
 ) -> Result<Option<RunStatus>> {
-    if options.keeps_earlier_runs {
+    if options.rewind == Rewind::Never {
         return Ok(None);
     }
     let last = context.controller().versions(channel).await?.pop();

@@ -20,7 +20,7 @@ use crate::testing::crash::faulty_protocol::{FaultyFiles, ProtocolFault};
 use crate::testing::crash::killable_fs::{CallBudget, KillableFs};
 use crate::testing::crash::rng::SeededRng;
 use crate::testing::simulated_disk::{Event, SimulatedFiles};
-use crate::{ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, Store};
+use crate::{ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, Rewind, Store};
 
 /// How processes access the directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -279,7 +279,8 @@ impl Simulation {
                 let value = self.promise.next_value();
                 self.promise.rewind = Some(number);
                 self.record();
-                let options = PutOptions { version: Some(number), rewind: true, ..options(value) };
+                let options =
+                    PutOptions { version: Some(number), rewind: Rewind::Always, ..options(value) };
                 let dict = contents(value, None);
                 let put = self.stores[0].put_state_dict(&key(), &dict, &options).await;
                 let put = report_unless_busy(put);

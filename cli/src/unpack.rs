@@ -26,7 +26,7 @@ use crate::size::{Size, join_names, pluralize};
 pub(crate) struct Args {
     /// The archive; a directory with a manifest.tssd or a model; a safetensors file; `-`: stdin
     input: PathBuf,
-    /// The safetensors file to write, `-`: stdout; or a new or empty directory
+    /// The safetensors file to write, `-`: stdout; or a directory, new or empty unless --force replaces it
     #[arg(short, long, value_name = "OUT.safetensors|DIR/")]
     output: PathBuf,
     #[command(flatten)]

@@ -10,8 +10,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyIterator, PyString, PyTuple};
 use tssd_format::{MapKey, Node, Step};
 use tssd_store::{
-    ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Residency, RunId, Selection, Selector,
-    VersionInfo, VersionReader, WaitOptions,
+    ConnectOptions, Credentials, ErrorKind, GetOptions, Key, Residency, RunId, SeenVersion,
+    Selection, Selector, VersionReader, WaitOptions,
 };
 
 /// Extraction of version numbers, writer ranks and transports from Python arguments.
@@ -799,8 +799,7 @@ impl Store {
     ///     timeout: how many seconds to wait. None: without limit.
     ///     after: a version that the caller has seen, and which all that count must follow: an OpenVersion, a VersionInfo,
     ///         a PutReport, or a pair of epoch and number. "now": the newest version at the time of the call. Take it before the
-    ///         writers start: `after=store.head(key)`. None: every version counts. A daemon in whose memory the versions
-    ///         were and that has started anew counts from the beginning: take it again then.
+    ///         writers start: `after=store.head(key)`. None: every version counts.
     ///     run: the run that must have put the version: the `job` of its writers. None: any.
     ///
     /// Returns:
@@ -825,30 +824,30 @@ impl Store {
         let result = connection.block_on(py, None, async {
             let after = match after {
                 Some(After::Now) => {
-                    connection.store.head(&name).await?.as_ref().map(VersionInfo::position)
+                    connection.store.head(&name).await?.as_ref().map(SeenVersion::from)
                 }
-                Some(After::Position(position)) => Some(position),
+                Some(After::Seen(seen)) => Some(seen),
                 None => None,
             };
             let deadline = Instant::now().checked_add(timeout);
+            let run = run.map(|run| RunId(run.to_owned()));
+            let mut options = WaitOptions { version, after, run, timeout };
             loop {
-                let timeout = deadline
-                    .map_or(timeout, |deadline| deadline.saturating_duration_since(Instant::now()));
-                let run = run.map(|run| RunId(run.to_owned()));
-                let options = WaitOptions { version, after, run, timeout };
                 let info = match connection.store.wait_for_version_with(&name, &options).await {
                     Err(error) if error.kind() == ErrorKind::NotFound => {
                         return Ok(Err(BindingError::new("timeout", error.to_string())));
                     }
                     info => info?,
                 };
-                let options =
-                    GetOptions { version: Selector::Id(info.id), ..GetOptions::default() };
-                match connection.store.open(&name, &options).await {
+                let version = Selector::Id(info.id);
+                let opened = GetOptions { version, ..GetOptions::default() };
+                match connection.store.open(&name, &opened).await {
                     // In the meantime a newer version has replaced it, or it was deleted.
                     Err(error) if error.kind() == ErrorKind::NotFound => {}
                     result => return result.map(Ok),
                 }
+                options.timeout = deadline
+                    .map_or(timeout, |deadline| deadline.saturating_duration_since(Instant::now()));
             }
         });
         let result = result.and_then(|reader| reader.map_err(Failure::from));

@@ -72,12 +72,15 @@ def test_error_lists_where_command_was_sought(tmp_path: Path, runtime_dir: Path)
     python = make_python(tmp_path / "venv/bin")
     # A file without the right to execute it is no command.
     (tmp_path / "venv/bin/tssd").touch()
-    result = connect(python, runtime_dir)
+    # An installed wheel has the command next to the package; a copy of the package has none.
+    package = tmp_path / "site/tssd"
+    shutil.copytree(Path(tssd.__file__).parent, package)
+    paths = [str(package.parent), *(entry for entry in sys.path if entry)]
+    result = connect(python, runtime_dir, PYTHONPATH=os.pathsep.join(paths))
     error, help_line = result.stderr.splitlines()[-2:]
     assert f'cannot start the daemon "default": command "tssd" not found next to {python}' in error
     assert error.startswith("tssd._errors.TssdConnectionError: ") and error.endswith(" nor on PATH")
     # A folder is named whether it exists or not.
-    package = Path(tssd.__file__).parent
     assert f", in {package.parent / 'bin'}, in {package} nor" in error
     assert help_line == 'help: set TSSD_BIN to the command, or start "tssd serve --socket default"'
 

@@ -9,11 +9,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tssd
 import tssd.aio
+from processes import Daemon
 
 
 def state(value: float) -> dict[str, np.ndarray]:
@@ -82,6 +84,24 @@ def test_stale_versions_do_not_count(url: str) -> None:
         report = reader.put_state_dict(state(1), "other")
         with pytest.raises(tssd.TssdTimeoutError):
             reader.wait_for_version("other", timeout=0, after=report)
+
+
+def test_wait_ends_after_restart_of_daemon(tmp_path: Path) -> None:
+    socket = tmp_path / "socket"
+    with Daemon(socket) as url, tssd.Store(url) as store:
+        for step in range(1, 4):
+            store.put_state_dict(state(step), "policy")
+        store.put_state_dict(state(1), "policy", options=tssd.PutOptions(rewind=True), version=1)
+        seen = store.head("policy")
+        assert seen is not None and (seen.epoch, seen.version) == (1, 1)
+        with pytest.raises(tssd.TssdTimeoutError):
+            store.wait_for_version("policy", timeout=0, after=seen)
+    with Daemon(socket) as url, tssd.Store(url) as store:
+        store.put_state_dict(state(7), "policy")
+        with store.wait_for_version("policy", timeout=30, after=seen) as opened:
+            assert (opened.epoch, opened.version) == (0, 1)
+            with pytest.raises(tssd.TssdTimeoutError):
+                store.wait_for_version("policy", timeout=0, after=opened)
 
 
 def test_wrong_after_is_refused(url: str) -> None:
@@ -163,7 +183,7 @@ def test_waits_for_a_run_open_no_version_of_another(url: str) -> None:
         writer.result()
 
 
-def test_directory_names_run_that_is_there(tmp_path: os.PathLike[str]) -> None:
+def test_directory_names_run_that_is_there(tmp_path: Path) -> None:
     with tssd.Store(str(tmp_path)) as store:
         store.put_state_dict(state(1), "policy", version=3)
     with tssd.Store(str(tmp_path)) as store:
@@ -176,7 +196,7 @@ def test_directory_names_run_that_is_there(tmp_path: os.PathLike[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "directory", "daemon"])
-def test_labels_are_accepted_wherever_versions_are(kind: str, url: str, tmp_path: os.PathLike[str]) -> None:
+def test_labels_are_accepted_wherever_versions_are(kind: str, url: str, tmp_path: Path) -> None:
     address = {"memory": "memory:", "directory": str(tmp_path), "daemon": url}[kind]
     with tssd.Store(address) as store:
         store.retain("policy", 9)

@@ -157,6 +157,7 @@ class VersionInfo:
         id: the identity of the version, 32 hex digits.
         bytes: the total length of its archives, in bytes.
         writers: the global ranks that wrote it.
+        since: when it became visible, in seconds since 1970.
         run: the run that put it: its `job`, or a text that is drawn when the store is opened. None: not known.
         metadata: the `metadata` of the put. Only `head` sets it; otherwise it is None.
     """
@@ -166,6 +167,7 @@ class VersionInfo:
     id: str
     bytes: int
     writers: list[int]
+    since: float
     run: str | None = None
     metadata: dict[str, Any] | None = None
 

@@ -18,4 +18,4 @@ pub use self::reader::VersionReader;
 pub use self::scrub::{Defect, scrub};
 pub use self::store::{PrefetchReport, Store};
 pub use self::subscription::Subscription;
-pub use self::wait::WaitOptions;
+pub use self::wait::{SeenVersion, WaitOptions};

@@ -41,8 +41,8 @@ mod status;
 mod testing;
 
 pub use api::{
-    ConnectOptions, Defect, Follower, Parts, PrefetchReport, Publisher, Store, Subscription,
-    VersionReader, WaitOptions, blocking, file, scrub,
+    ConnectOptions, Defect, Follower, Parts, PrefetchReport, Publisher, SeenVersion, Store,
+    Subscription, VersionReader, WaitOptions, blocking, file, scrub,
 };
 pub use control::VersionInfo;
 pub use credentials::Credentials;

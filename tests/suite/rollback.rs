@@ -7,7 +7,7 @@ use std::time::Duration;
 use tssd_format::{StateDict, Tensor};
 use tssd_store::blocking::Store;
 use tssd_store::{
-    Durability, ErrorKind, GetOptions, Key, Label, PutOptions, Selection, Selector, VersionInfo,
+    Durability, ErrorKind, GetOptions, Key, Label, PutOptions, SeenVersion, Selection, Selector,
     WaitOptions,
 };
 
@@ -173,7 +173,7 @@ mod daemons {
         let daemon = TestDaemon::new(1 << 30);
         let (writer, reader) = (daemon.connect(), daemon.connect());
         put_four(&writer, Durability::Memory);
-        let seen = reader.head(&key()).unwrap().as_ref().map(VersionInfo::position);
+        let seen = reader.head(&key()).unwrap().as_ref().map(SeenVersion::from);
         let mut follower = reader.follow(&key()).unwrap();
         let mut subscription = reader.subscribe(&key());
         assert_eq!(subscription.next().unwrap().unwrap().number, 4);

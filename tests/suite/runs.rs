@@ -7,7 +7,7 @@ use tssd_store::blocking::Store;
 use tssd_store::ledger::{EarlierRun, Obstacle, Refusal};
 use tssd_store::{
     Durability, Error, ErrorKind, GetOptions, JobId, Key, PutOptions, PutReport, Rewind,
-    VersionInfo, WaitOptions,
+    SeenVersion, VersionInfo, WaitOptions,
 };
 use tssd_tests::test_daemon::TestDaemon;
 use tssd_tests::training_steps::wait_until;
@@ -76,7 +76,7 @@ fn second_run_replaces_versions_of_first_run() {
     assert_eq!(reader.wait_for_version(&key(), 1, Duration::ZERO).unwrap(), seen, "it is stale");
     let wait = WaitOptions {
         version: 1,
-        after: Some(seen.position()),
+        after: Some(SeenVersion::from(&seen)),
         timeout: Duration::from_millis(10),
         ..WaitOptions::default()
     };
@@ -119,6 +119,29 @@ fn second_run_replaces_versions_of_first_run() {
     drop(second);
     let report = put_when_disconnected(&daemon.connect(), 2, 3);
     assert_eq!((report.epoch, report.version), (2, 2));
+}
+
+#[test]
+fn wait_ends_after_versions_in_memory_are_lost() {
+    let daemon = TestDaemon::new(1 << 30);
+    for number in 1..=3 {
+        put(&daemon.connect(), number, 1).unwrap();
+    }
+    let seen = daemon.connect().head(&key()).unwrap().unwrap();
+    drop(daemon);
+    // A daemon that has started anew counts from the beginning.
+    let daemon = TestDaemon::new(1 << 30);
+    put(&daemon.connect(), 1, 2).unwrap();
+    let wait_after = |after: SeenVersion| {
+        let timeout = Duration::from_millis(10);
+        let options = WaitOptions { after: Some(after), timeout, ..WaitOptions::default() };
+        daemon.connect().wait_for_version_with(&key(), &options)
+    };
+    let newest = wait_after(SeenVersion::from(&seen)).unwrap();
+    assert_eq!(newest.number, 1);
+    for after in [SeenVersion::from(&newest), SeenVersion::from(seen.position())] {
+        assert_eq!(wait_after(after).unwrap_err().kind(), ErrorKind::NotFound);
+    }
 }
 
 #[test]
@@ -255,7 +278,7 @@ fn daemons_of_several_hosts_know_connected_runs() {
     for number in 1..=3 {
         put(&first, number, 1).unwrap();
     }
-    let after = second.head(&key()).unwrap().as_ref().map(VersionInfo::position);
+    let after = second.head(&key()).unwrap().as_ref().map(SeenVersion::from);
     let error = put(&second, 1, 2).unwrap_err();
     assert_eq!(earlier_run(&error).obstacle, Obstacle::Connected);
     drop(first);

@@ -1,8 +1,11 @@
 //! Extraction of version numbers, writer ranks and transports from Python arguments.
 
+use std::time::Duration;
+
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
-use tssd_store::{Label, Selector, Transport, VersionPosition};
+use tssd_store::ledger::Timestamp;
+use tssd_store::{Label, SeenVersion, Selector, Transport, VersionPosition};
 
 use crate::error::{BindingError, Failure, Result, type_error};
 
@@ -48,7 +51,7 @@ pub(super) enum After {
     /// The newest version at the time of the call.
     Now,
     /// A version that the caller has seen.
-    Position(VersionPosition),
+    Seen(SeenVersion),
 }
 
 /// Extracts `after`, or None.
@@ -69,7 +72,11 @@ pub(super) fn extract_after(given: &Bound<'_, PyAny>) -> Result<Option<After>> {
         let text = "after is \"now\", an OpenVersion, a VersionInfo, a PutReport, or a pair of epoch and number";
         type_error(format!("{text}, not {given:?}"))
     })?;
-    Ok(Some(After::Position(VersionPosition { epoch, number })))
+    // Unix time in seconds, if the object has it. The nearest millisecond is that of the version.
+    let seconds = given.getattr("since").and_then(|since| since.extract::<f64>()).ok();
+    let since = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds + 0.0005).ok());
+    let since = since.map(|since| Timestamp(0).saturating_add(since));
+    Ok(Some(After::Seen(SeenVersion { position: VersionPosition { epoch, number }, since })))
 }
 
 /// Extracts the rank of a writer, or None.

@@ -1,5 +1,7 @@
 //! Reports of puts and gets, as the dataclasses of `tssd/_reports.py`.
 
+use std::time::Duration;
+
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
 use tssd_format::Attrs;
@@ -118,6 +120,7 @@ pub(super) fn version_info<'py>(py: Python<'py>, info: &VersionInfo) -> Result<B
         info.id.to_string(),
         info.bytes,
         info.writers.iter().collect::<Vec<u32>>(),
+        Duration::from_millis(info.since.0).as_secs_f64(),
         info.process.as_ref().map(|process| process.run.0.as_str()),
     ))?)
 }

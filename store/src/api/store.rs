@@ -422,7 +422,7 @@ impl Store {
     /// ```
     /// use std::num::NonZeroU32;
     ///
-    /// use tssd_format::StateDict;
+    /// use tssd_format::{StateDict, Value};
     /// use tssd_store::{GetOptions, Key, PutOptions, Store};
     /// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
     /// let (store, key) = (Store::memory(), Key::new("policy")?);
@@ -435,7 +435,7 @@ impl Store {
     /// let newest = store.rollback(&key, 1).await?;
     /// assert_eq!((newest.epoch, newest.number), (1, 4));
     /// let (dict, report) = store.get_state_dict(&key, &GetOptions::default()).await?;
-    /// assert_eq!((dict["step"].as_i64(), report.version), (Some(1), 4));
+    /// assert_eq!((dict.get("step"), report.version), (Some(&Value::from(1_i64)), 4));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// # })?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())

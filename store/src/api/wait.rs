@@ -2,10 +2,10 @@ use std::time::{Duration, Instant};
 
 use super::store::Store;
 use super::subscription::POLL_TIMEOUT;
-use crate::control::{SeenVersion, VersionInfo};
+use crate::control::{self, VersionInfo};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
-use crate::ledger::{RunId, VersionPosition};
+use crate::ledger::{RunId, Timestamp, VersionPosition};
 
 /// Which version [`Store::wait_for_version_with`] waits for. By default it is any, for a minute.
 ///
@@ -15,15 +15,44 @@ use crate::ledger::{RunId, VersionPosition};
 pub struct WaitOptions {
     /// The lowest number.
     pub version: u64,
-    /// The position of a version that the caller has seen, and which the version must follow.
+    /// A version that the caller has seen, and which the version must follow.
     ///
-    /// Take [`VersionInfo::position`] of the newest version ([`Store::head`]) before the writers
-    /// start.
-    pub after: Option<VersionPosition>,
+    /// Take the newest version ([`Store::head`]) before the writers start.
+    pub after: Option<SeenVersion>,
     /// The run that must have put the version: the job of its writers.
     pub run: Option<RunId>,
     /// How long to wait.
     pub timeout: Duration,
+}
+
+/// A version that a reader has seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SeenVersion {
+    /// Its position.
+    pub position: VersionPosition,
+    /// When it became visible. `None`: not known.
+    ///
+    /// A daemon that had the versions in memory and has started anew counts positions from the
+    /// beginning. By the time, its versions follow those of before.
+    pub since: Option<Timestamp>,
+}
+
+impl From<&VersionInfo> for SeenVersion {
+    fn from(info: &VersionInfo) -> Self {
+        Self { position: info.position(), since: Some(info.since) }
+    }
+}
+
+impl From<VersionPosition> for SeenVersion {
+    fn from(position: VersionPosition) -> Self {
+        Self { position, since: None }
+    }
+}
+
+impl SeenVersion {
+    fn is_before(&self, info: &VersionInfo) -> bool {
+        info.position() > self.position || self.since.is_some_and(|since| info.since > since)
+    }
 }
 
 impl Default for WaitOptions {
@@ -36,15 +65,15 @@ impl WaitOptions {
     fn accepts(&self, info: &VersionInfo) -> bool {
         let run = info.process.as_ref().map(|process| &process.run);
         info.number >= self.version
-            && self.after.is_none_or(|after| info.position() > after)
+            && self.after.is_none_or(|seen| seen.is_before(info))
             && self.run.as_ref().is_none_or(|wanted| run == Some(wanted))
     }
 
     /// Returns the error for the end of the timeout. `newest` is the newest version that was seen.
     fn timeout_error(&self, key: &Key, newest: Option<&VersionInfo>) -> Error {
         let Self { version, after, run, timeout } = self;
-        let after = after.map_or_else(String::new, |VersionPosition { epoch, number }| {
-            format!(" after version {number} of epoch {epoch}")
+        let after = after.map_or_else(String::new, |SeenVersion { position, .. }| {
+            format!(" after version {} of epoch {}", position.number, position.epoch)
         });
         let run = run.as_ref().map_or_else(String::new, |run| format!(" of run {run}"));
         let newest = match newest {
@@ -86,12 +115,12 @@ impl Store {
     ///
     /// ```
     /// use tssd_format::StateDict;
-    /// use tssd_store::{Key, PutOptions, Rewind, Store, VersionInfo, WaitOptions};
+    /// use tssd_store::{Key, PutOptions, Rewind, SeenVersion, Store, WaitOptions};
     /// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
     /// let (store, key) = (Store::memory(), Key::new("policy")?);
     /// # let stale = PutOptions { version: Some(5), ..PutOptions::default() };
     /// # store.put_state_dict(&key, &StateDict::new(), &stale).await?;
-    /// let after = store.head(&key).await?.as_ref().map(VersionInfo::position);
+    /// let after = store.head(&key).await?.as_ref().map(SeenVersion::from);
     /// let first = PutOptions { version: Some(1), rewind: Rewind::Always, ..PutOptions::default() };
     /// store.put_state_dict(&key, &StateDict::new(), &first).await?;
     /// let options = WaitOptions { version: 1, after, ..WaitOptions::default() };
@@ -112,7 +141,7 @@ impl Store {
             let remaining = deadline.map_or(Duration::MAX, |deadline| {
                 deadline.saturating_duration_since(Instant::now())
             });
-            let last = seen.as_ref().map(SeenVersion::from);
+            let last = seen.as_ref().map(control::SeenVersion::from);
             let timeout = remaining.min(POLL_TIMEOUT);
             match self.0.controller().wait_for_newer(key, last, timeout).await? {
                 Some(info) if options.accepts(&info) => return Ok(info),

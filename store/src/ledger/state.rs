@@ -123,6 +123,8 @@ impl State {
             Arc::new(Version { sequence: None, ..Version::clone(version) })
         });
         let versions: Vec<Arc<Version>> = kept.collect();
+        let newest = versions.iter().find(|it| Some(it.position()) == self.newest_durable);
+        let newest_process = newest.and_then(|version| version.process.clone());
         let has_data = |id: &VersionId| versions.iter().any(|version| version.id == *id);
         let pins = self.pins.iter().filter(|(_, id)| has_data(id));
         let job =
@@ -130,7 +132,7 @@ impl State {
         Self {
             epoch: self.newest_durable.map_or(0, |newest| newest.epoch),
             highest: self.newest_durable.map(|newest| newest.number),
-            newest_process: self.newest_process.clone(),
+            newest_process,
             newest_durable: self.newest_durable,
             keep: self.keep,
             ttl: self.ttl,

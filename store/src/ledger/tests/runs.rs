@@ -176,6 +176,16 @@ fn put_without_number_or_process_asks_for_no_run() {
     assert_eq!((ledger.state.epoch(), ledger.visible_numbers()), (1, vec![1]));
 }
 
+/// The durable state is written to disk whenever it changes.
+#[test]
+fn put_in_memory_does_not_change_durable_state() {
+    let mut ledger = ledger_of_earlier_run(2, Durability::Disk);
+    let before = ledger.state.durable_state();
+    ledger.put(run_put("b", 4)).unwrap();
+    ledger.run_effects();
+    assert_eq!(ledger.state.durable_state(), before);
+}
+
 #[test]
 fn refusals_name_run_process_and_remedy() {
     let text = |obstacle| not_newer(1, 3, 3, obstacle).to_string();

@@ -33,12 +33,12 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let store = args.store.connect()?;
     let deleted = store.delete(key, versions).map_err(|error| store_failure(&error))?;
     if deleted == 0 {
-        let at = match (&args.label, version) {
-            (Some(label), _) => format!(" labelled `{label}`"),
-            (None, Some(version)) => format!("@{version}"),
-            (None, None) => String::new(),
+        let missing = match (&args.label, version) {
+            (Some(label), _) => format!("no visible version of {key} has the label `{label}`"),
+            (None, Some(version)) => format!("there is no {key}@{version}"),
+            (None, None) => format!("there is no {key}"),
         };
-        return Err(Failure::new(Exit::NotFound, format_args!("there is no {key}{at}"))
+        return Err(Failure::new(Exit::NotFound, missing)
             .help("`tssd ls` lists the keys, `tssd ls KEY` its versions"));
     }
     let line = format!("{key}: {} deleted", pluralize(deleted, "version"));

@@ -118,6 +118,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The runs of all daemons that share their ledgers.
 pub(crate) struct SharedRuns {
     pub(crate) own: Arc<ConnectedRuns>,
+    /// The address of this daemon, which it may be unable to reach itself.
+    pub(crate) own_address: Endpoint,
     pub(crate) ledgers: SharedLedgers,
     pub(crate) remote_blobs: Arc<RemoteBlobIndex>,
 }
@@ -133,6 +135,9 @@ impl RunDirectory for SharedRuns {
         let mut answers = Vec::new();
         for (session, record) in self.ledgers.session_records().await? {
             let endpoint: Endpoint = peers::decode_session_record(session, &record)?.parse()?;
+            if endpoint == self.own_address {
+                continue;
+            }
             let (connections, run) = (self.remote_blobs.connections(&endpoint), run.clone());
             let ask = run_blocking(move || connections.run_status(&run));
             let asked = tokio::spawn(timeout(ANSWER_TIMEOUT, ask));

@@ -190,6 +190,7 @@ impl DaemonState {
                     );
                     let runs = SharedRuns {
                         own: connected_runs.clone(),
+                        own_address: own,
                         ledgers: ledgers.clone(),
                         remote_blobs: tiers.remote_blobs.clone(),
                     };

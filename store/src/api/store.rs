@@ -435,7 +435,7 @@ impl Store {
     /// let newest = store.rollback(&key, 1).await?;
     /// assert_eq!((newest.epoch, newest.number), (1, 4));
     /// let (dict, report) = store.get_state_dict(&key, &GetOptions::default()).await?;
-    /// assert_eq!((dict.get("step"), report.version), (Some(&Value::from(1_i64)), 4));
+    /// assert_eq!((dict.entries().get("step"), report.version), (Some(&Value::from(1_i64)), 4));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// # })?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -187,11 +187,13 @@ impl Client<'_> {
                     }
                     Call::Pin(number, label) => to_response(
                         store
-                            .pin(&store_key(key), Some(number), &label.to_string())
+                            .pin(&store_key(key), Some(number), &format!("label-{label}"))
                             .map(|_| Response::Done),
                     ),
                     Call::Unpin(label) => to_response(
-                        store.unpin(&store_key(key), &label.to_string()).map(|()| Response::Done),
+                        store
+                            .unpin(&store_key(key), &format!("label-{label}"))
+                            .map(|()| Response::Done),
                     ),
                 };
                 is_lost = answer.is_none();

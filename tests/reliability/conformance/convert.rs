@@ -80,7 +80,7 @@ fn to_model_error(error: &Error) -> Option<ModelError> {
         return match error.kind() {
             ErrorKind::Invalid => Some(ModelError::Invalid),
             ErrorKind::Busy => Some(ModelError::Busy),
-            ErrorKind::NotFound if error.to_string().contains("has not come") => {
+            ErrorKind::NotFound if error.to_string().contains("was put within") => {
                 Some(ModelError::WaitTimedOut)
             }
             ErrorKind::NotFound => Some(ModelError::LeafNotFound),

@@ -334,7 +334,7 @@ impl Harness {
                 self.compare(*key, expected, store_outcome(actual))?
             }
             Operation::Pin { client, key, number, label } => {
-                let label = label.to_string();
+                let label = format!("label-{label}");
                 let forgets = self.deviation == Some(PlantedBug::IgnoresPins);
                 let expected = self.query_models(*key, |model| {
                     let pinned = model.pin(*number, &label);
@@ -346,7 +346,7 @@ impl Harness {
                 self.compare(*key, expected, store_outcome(actual))?
             }
             Operation::Unpin { client, key, label } => {
-                let label = label.to_string();
+                let label = format!("label-{label}");
                 let expected = self.query_models(*key, |model| {
                     model.pins.remove(&label);
                     model.apply_retention();

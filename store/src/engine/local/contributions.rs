@@ -121,7 +121,8 @@ impl LocalController {
                 }
                 Outcome::CheckRuns { runs } => {
                     let is_over = || is_past(deadline) || !is_wanted();
-                    begin.run_statuses = self.run_statuses(runs, is_over).await?;
+                    // Answers are kept: with the ledger, the runs in question may change.
+                    begin.run_statuses.extend(self.run_statuses(runs, is_over).await?);
                     continue;
                 }
                 Outcome::Wait { blocking } => blocking,
@@ -175,7 +176,7 @@ impl LocalController {
                 }
             };
             if status == RunStatus::Disconnected {
-                tracing::info!(%run, "another run takes the version numbers of a run that has ended");
+                tracing::info!(%run, "no process of an earlier run is connected");
             }
             statuses.insert(run, status);
         }

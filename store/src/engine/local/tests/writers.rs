@@ -1,8 +1,11 @@
 //! Writers that begin, commit, withdraw, or come late.
 
 use std::any::Any;
+use std::collections::VecDeque;
 
 use super::*;
+use crate::control::{Peers, RunDirectory};
+use crate::ledger::{RunId, RunProcess, RunStatus};
 
 #[tokio::test]
 async fn late_withdrawal_does_not_affect_next_version_of_same_number() {
@@ -272,4 +275,54 @@ async fn contribution_may_have_several_archives() {
     for name in ["one", "other"] {
         assert_eq!(dict.leaf(name).unwrap(), &tssd_format::Value::from(1_i64));
     }
+}
+
+fn put_of_run(run: &str, number: u64) -> Proposal {
+    let process = RunProcess { run: RunId(run.to_owned()), host: "host".to_owned(), pid: 1 };
+    Proposal { process: Some(process), ..Proposal::single_writer(number, Durability::Memory) }
+}
+
+/// No run is connected. Before each answer, the next of these puts begins.
+struct RunsOfBusyKey {
+    writer: LocalController,
+    puts: Lock<VecDeque<Proposal>>,
+    asked: Lock<Vec<String>>,
+}
+
+#[async_trait]
+impl RunDirectory for RunsOfBusyKey {
+    async fn status(&self, run: &RunId) -> Result<RunStatus> {
+        let count = {
+            let mut asked = self.asked.lock();
+            asked.push(run.0.clone());
+            asked.len()
+        };
+        assert!(count < 10, "runs are asked for again and again: {:?}", self.asked.lock());
+        let put = self.puts.lock().pop_front();
+        if let Some(put) = put {
+            self.writer.open(&Key::new("policy").unwrap(), &put, || true).await?;
+        }
+        Ok(RunStatus::Disconnected)
+    }
+}
+
+#[tokio::test]
+async fn run_is_asked_for_once_though_another_begins_meanwhile() {
+    let (volume, ledgers) = (HookedVolume::default(), Arc::new(OwnedLedgers::default()));
+    let environment = || Arc::new(SystemEnvironment);
+    let writer = LocalController::new(ledgers.clone(), Arc::new(volume.clone()), environment());
+    let key = Key::new("policy").unwrap();
+    let (place, _) = writer.open(&key, &put_of_run("a", 5), || true).await.unwrap();
+    let (digest, len) = write_archive(&volume, &place);
+    assert!(writer.commit(&place, digest, &[len]).await.unwrap().visible);
+    let runs = Arc::new(RunsOfBusyKey {
+        writer,
+        puts: Lock::new(VecDeque::from([put_of_run("b", 6)])),
+        asked: Lock::default(),
+    });
+    let peers = Peers { runs: runs.clone(), ..Peers::default() };
+    let controller = LocalController::with_peers(ledgers, Arc::new(volume), peers, environment());
+    let (place, _) = controller.open(&key, &put_of_run("c", 3), || true).await.unwrap();
+    assert_eq!((place.epoch, place.number), (1, 3));
+    assert_eq!(*runs.asked.lock(), ["a", "b"]);
 }

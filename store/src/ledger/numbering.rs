@@ -95,10 +95,14 @@ impl State {
 
     /// Returns the position of a rewind. Every rewind opens a new epoch, also one that is retried.
     fn position_of_rewind(&self, number: u64) -> Result<NewPosition, Refusal> {
+        let (epoch, rewind_from) = (self.next_epoch()?, Some(number));
+        Ok(NewPosition { epoch, number, rewind_from, replaces_ended_runs: false })
+    }
+
+    /// Returns the epoch after all that are visible or open.
+    pub(super) fn next_epoch(&self) -> Result<u32, Refusal> {
         let newest = self.versions.last().map_or(self.epoch, |it| it.epoch.max(self.epoch));
-        let epoch = newest.checked_add(1).ok_or(Refusal::NumbersExhausted)?;
-        let (rewind_from, replaces_ended_runs) = (Some(number), false);
-        Ok(NewPosition { epoch, number, rewind_from, replaces_ended_runs })
+        newest.checked_add(1).ok_or(Refusal::NumbersExhausted)
     }
 
     /// Returns the refusal of a number that is not above the highest one.

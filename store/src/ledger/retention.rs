@@ -65,13 +65,18 @@ impl State {
 
     pub(super) fn delete(&mut self, selection: &Selection) -> Outcome {
         let mut ids = Vec::new();
-        let labelled = match selection {
+        let pinned = match selection {
             Selection::Label(label) => self.pins.get(label.as_str()).copied(),
             _ => None,
         };
-        let selection = labelled.map_or(selection.clone(), Selection::Id);
+        let is_selected = |version: &Version| match selection {
+            Selection::All => true,
+            Selection::Number(number) => version.number == *number,
+            Selection::Id(id) => version.id == *id,
+            Selection::Label(_) => pinned == Some(version.id),
+        };
         self.update_versions(
-            |version| selection.includes(version) && (version.is_open() || version.is_visible()),
+            |version| is_selected(version) && (version.is_open() || version.is_visible()),
             |version| {
                 ids.push(version.id);
                 if version.is_open() {
@@ -115,17 +120,5 @@ impl Version {
 
     fn is_past_ttl(&self, ttl: Duration, now: Timestamp) -> bool {
         matches!(self.status, Status::Visible { since, .. } if since.saturating_add(ttl) <= now)
-    }
-}
-
-impl Selection {
-    fn includes(&self, version: &Version) -> bool {
-        match self {
-            Self::All => true,
-            Self::Number(number) => version.number == *number,
-            Self::Id(id) => version.id == *id,
-            // The caller has looked up the version that it pins: there is none.
-            Self::Label(_) => false,
-        }
     }
 }

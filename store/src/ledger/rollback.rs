@@ -32,7 +32,7 @@ impl State {
         }
         let new = match position {
             Some(position) => self.refuse_older_position(position)?,
-            None => self.next_epoch()?,
+            None => self.position_after_highest()?,
         };
         let manifest = version.manifest().cloned().ok_or(Refusal::UnknownVersion { id })?;
         let moved = Version {
@@ -41,6 +41,8 @@ impl State {
             stored_at: Some(version.stored_position()),
             rewind_from: None,
             replaces_ended_runs: false,
+            // At a position of its own, it is no copy, and retires older versions as any version of this store.
+            is_copy: version.is_copy && position.is_some(),
             status: Status::Visible { since: now, manifest },
             ..version.clone()
         };
@@ -48,19 +50,13 @@ impl State {
         let index = self.versions.partition_point(|version| version.position() < new);
         self.versions.insert(index, Arc::new(moved));
         self.make_newest(id);
-        // That leaves older versions to a copy, which this version may have been.
-        if position.is_none() {
-            self.retire_surplus();
-        }
         Ok(Outcome::RolledBack { id })
     }
 
-    /// Returns the next number, in an epoch after all that are open.
-    fn next_epoch(&self) -> Result<VersionPosition, Refusal> {
-        let newest = self.versions.last().map_or(self.epoch, |it| it.epoch.max(self.epoch));
-        let epoch = newest.checked_add(1).ok_or(Refusal::NumbersExhausted)?;
+    /// Returns the position after the highest number, in a new epoch.
+    fn position_after_highest(&self) -> Result<VersionPosition, Refusal> {
         let number = self.highest.unwrap_or(0).checked_add(1).ok_or(Refusal::NumbersExhausted)?;
-        Ok(VersionPosition { epoch, number })
+        Ok(VersionPosition { epoch: self.next_epoch()?, number })
     }
 
     fn refuse_older_position(&self, position: VersionPosition) -> Result<VersionPosition, Refusal> {

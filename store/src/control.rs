@@ -45,7 +45,7 @@ pub(crate) trait Catalog: Send + Sync {
     async fn wait_for_newer(
         &self,
         key: &Key,
-        seen: Option<SeenVersion>,
+        seen: Option<KnownVersion>,
         timeout: Duration,
     ) -> Result<Option<VersionInfo>>;
 
@@ -75,13 +75,13 @@ pub(crate) trait Catalog: Send + Sync {
 
 /// A version that a waiter has seen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct SeenVersion {
+pub(crate) struct KnownVersion {
     pub(crate) id: VersionId,
     /// Its position at that time, if it is known.
     pub(crate) position: Option<VersionPosition>,
 }
 
-impl SeenVersion {
+impl KnownVersion {
     /// Returns whether this is a version in its current position.
     pub(crate) fn is(&self, version: &Version) -> bool {
         let is_moved = self.position.is_some_and(|seen| seen != version.position());
@@ -89,7 +89,7 @@ impl SeenVersion {
     }
 }
 
-impl From<&VersionInfo> for SeenVersion {
+impl From<&VersionInfo> for KnownVersion {
     fn from(info: &VersionInfo) -> Self {
         Self { id: info.id, position: Some(info.position()) }
     }

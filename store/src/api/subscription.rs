@@ -1,7 +1,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::control::{SeenVersion, VersionInfo};
+use crate::control::{KnownVersion, VersionInfo};
 use crate::engine::context::Context;
 use crate::error::Result;
 use crate::key::Key;
@@ -16,7 +16,7 @@ pub(super) const POLL_TIMEOUT: Duration = Duration::from_secs(1);
 pub struct Subscription {
     context: Arc<Context>,
     key: Key,
-    seen: Option<SeenVersion>,
+    seen: Option<KnownVersion>,
 }
 
 impl Subscription {
@@ -37,7 +37,7 @@ impl Subscription {
             if let Some(info) =
                 controller.wait_for_newer(&self.key, self.seen, POLL_TIMEOUT).await?
             {
-                self.seen = Some(SeenVersion::from(&info));
+                self.seen = Some(KnownVersion::from(&info));
                 return Ok(info);
             }
         }

@@ -2,7 +2,7 @@ use std::time::{Duration, Instant};
 
 use super::store::Store;
 use super::subscription::POLL_TIMEOUT;
-use crate::control::{self, VersionInfo};
+use crate::control::{KnownVersion, VersionInfo};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Key;
 use crate::ledger::{RunId, Timestamp, VersionPosition};
@@ -141,7 +141,7 @@ impl Store {
             let remaining = deadline.map_or(Duration::MAX, |deadline| {
                 deadline.saturating_duration_since(Instant::now())
             });
-            let last = seen.as_ref().map(control::SeenVersion::from);
+            let last = seen.as_ref().map(KnownVersion::from);
             let timeout = remaining.min(POLL_TIMEOUT);
             match self.0.controller().wait_for_newer(key, last, timeout).await? {
                 Some(info) if options.accepts(&info) => return Ok(info),

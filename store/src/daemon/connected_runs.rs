@@ -28,6 +28,9 @@ const LOST_RUN_TTL: Duration = Duration::from_secs(15);
 /// Interval at which a proxy daemon whose clients have runs ensures that its controller knows them.
 pub(crate) const RECONNECT_INTERVAL: Duration = Duration::from_secs(3);
 
+/// Timeout of the answer of another daemon.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// The runs that have put through connections which are open.
 #[derive(Default)]
 pub(crate) struct ConnectedRuns(Lock<Inner>);
@@ -79,6 +82,11 @@ impl ConnectedRuns {
         ended
     }
 
+    /// Returns whether no process that puts is connected.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.lock().peers.values().all(BTreeMap::is_empty)
+    }
+
     /// Returns the connected processes, one for each connection and run.
     pub(crate) fn processes(&self) -> Vec<RunProcess> {
         self.0.lock().peers.values().flat_map(BTreeMap::values).cloned().collect()
@@ -111,9 +119,6 @@ impl RunDirectory for ConnectedRuns {
         Ok(self.find(run))
     }
 }
-
-/// Timeout of the answer of another daemon.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The runs of all daemons that share their ledgers.
 pub(crate) struct SharedRuns {

@@ -73,9 +73,6 @@ pub(crate) trait ControlPlane: Catalog {
     /// Daemons that share its ledgers then need not wait until the session expires.
     async fn end_session(&self);
 
-    /// Ensures that the controller knows the runs whose processes are connected to this daemon.
-    async fn ensure_runs_known(&self) {}
-
     /// Records that no process of these runs is connected to this daemon any more.
     async fn runs_disconnected(&self, _runs: Vec<RunId>) {}
 

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 
-use crate::control::{ArchivePlacement, Catalog, Progress, Proposal, SeenVersion, VersionInfo};
-use crate::daemon::connected_runs::ConnectedRuns;
+use crate::control::{ArchivePlacement, Catalog, KnownVersion, Progress, Proposal, VersionInfo};
+use crate::daemon::connected_runs::{ConnectedRuns, RECONNECT_INTERVAL};
 use crate::daemon::control_plane::{ControlPlane, LeasedVersion};
 use crate::daemon::remote_blobs::{ReplicaKind, ReplicaLocation};
 use crate::daemon::tiered::TieredVolume;
@@ -144,6 +144,17 @@ impl ControllerProxy {
             Err(error) => {
                 connection.failed = Some((Instant::now(), error.to_string()));
                 Err(error)
+            }
+        }
+    }
+
+    /// Connects again when the connection is lost, so that the other daemon knows the connected runs. Never returns.
+    pub(crate) async fn keep_runs_known(&self) {
+        loop {
+            tokio::time::sleep(RECONNECT_INTERVAL).await;
+            if !self.connected_runs.is_empty() {
+                // A new connection names the runs. An attempt that fails is repeated.
+                let _ = self.controller().await;
             }
         }
     }
@@ -355,13 +366,6 @@ impl ControlPlane for ControllerProxy {
         Ok(self.tiers.pool.names("").iter().any(|name| !self.tiers.replicas.is_replica(name)))
     }
 
-    async fn ensure_runs_known(&self) {
-        if !self.connected_runs.processes().is_empty() {
-            // A new connection names the runs. An attempt that fails is repeated.
-            let _ = self.controller().await;
-        }
-    }
-
     async fn runs_disconnected(&self, runs: Vec<RunId>) {
         // A connection that is lost has ended its runs there.
         if let Some(open) = &self.connection.lock().await.open {
@@ -435,7 +439,7 @@ impl Catalog for ControllerProxy {
     async fn wait_for_newer(
         &self,
         key: &Key,
-        seen: Option<SeenVersion>,
+        seen: Option<KnownVersion>,
         timeout: Duration,
     ) -> Result<Option<VersionInfo>> {
         self.controller().await?.wait_for_newer(key, seen, timeout).await

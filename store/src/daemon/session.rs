@@ -15,7 +15,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
 
 use super::DaemonOptions;
-use crate::control::SeenVersion;
+use crate::control::KnownVersion;
 use crate::daemon::bucket_sync::UploadReceiver;
 use crate::daemon::chunk_verifier::{copied_bytes, gather, total_bytes};
 pub(crate) use crate::daemon::session::connection::IncomingConnection;
@@ -379,7 +379,7 @@ impl Session {
             }
             Request::AwaitNewer { key, seen, seen_position: position, timeout } => {
                 let key = Key::new(key)?;
-                let seen = seen.map(|id| SeenVersion { id, position });
+                let seen = seen.map(|id| KnownVersion { id, position });
                 let newer = controller.wait_for_newer(&key, seen, timeout.min(MAX_WAIT));
                 Reply::Newest(self.unless_abandoned(in_flight, newer).await.transpose()?.flatten())
             }

@@ -26,7 +26,7 @@ use crate::blob::backend::DirectoryVolume;
 use crate::control::Peers;
 use crate::daemon::bucket_sync::{Bucket, BucketReplicator};
 use crate::daemon::chunk_verifier::ChunkVerifier;
-use crate::daemon::connected_runs::{ConnectedRuns, RECONNECT_INTERVAL, SharedRuns};
+use crate::daemon::connected_runs::{ConnectedRuns, SharedRuns};
 use crate::daemon::control_plane::{ControlPlane, LeasedVersion};
 use crate::daemon::peers::{self, PeerDirectory};
 use crate::daemon::process_watcher::ProcessWatcher;
@@ -166,7 +166,7 @@ impl DaemonState {
             match (&options.controller, &options.meta, own) {
                 (Some(controller), _, Some(own)) => {
                     let controller = controller.parse()?;
-                    let delegate = ControllerProxy::connect(
+                    let proxy = ControllerProxy::connect(
                         controller,
                         identity,
                         own,
@@ -174,7 +174,10 @@ impl DaemonState {
                         connected_runs.clone(),
                     )
                     .await?;
-                    (Arc::new(delegate), None)
+                    let proxy = Arc::new(proxy);
+                    let reconnecting = proxy.clone();
+                    background.spawn(boxed(async move { reconnecting.keep_runs_known().await }));
+                    (proxy, None)
                 }
                 (None, Some(url), Some(own)) => {
                     let record = peers::encode_session_record(&own);
@@ -224,13 +227,6 @@ impl DaemonState {
                     (Arc::new(controller), replicator)
                 }
             };
-        let controller = control_plane.clone();
-        background.spawn(boxed(async move {
-            loop {
-                tokio::time::sleep(RECONNECT_INTERVAL).await;
-                controller.ensure_runs_known().await;
-            }
-        }));
         background.spawn(boxed(replicas::maintain(tiers.replicas.clone(), control_plane.clone())));
         let state = Self::new(control_plane, tiers);
         Ok(Self { connected_runs, replicator, _background: background, ..state })

@@ -24,7 +24,7 @@ pub(crate) use self::calls::{ReleaseOnDrop, Response};
 use self::maps::SegmentMaps;
 use crate::blob::{OpenArchive, RemoteArchive};
 use crate::control::{
-    self, Catalog, Controller, InlinePut, LocatedVersion, Proposal, ReadStats, SeenVersion,
+    self, Catalog, Controller, InlinePut, KnownVersion, LocatedVersion, Proposal, ReadStats,
     VersionFollower, VersionInfo,
 };
 use crate::error::{Error, ErrorKind, Result};
@@ -280,7 +280,7 @@ impl Catalog for RemoteController {
     async fn wait_for_newer(
         &self,
         key: &Key,
-        seen: Option<SeenVersion>,
+        seen: Option<KnownVersion>,
         timeout: Duration,
     ) -> Result<Option<VersionInfo>> {
         let (key, seen_position) = (key.to_string(), seen.and_then(|seen| seen.position));

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 
 use super::LocalController;
-use crate::control::{Catalog, SeenVersion, VersionInfo};
+use crate::control::{Catalog, KnownVersion, VersionInfo};
 use crate::engine::local::effects::VERIFICATION_TIMEOUT;
 use crate::error::{Error, Result};
 use crate::key::Key;
@@ -22,7 +22,7 @@ impl Catalog for LocalController {
     async fn wait_for_newer(
         &self,
         key: &Key,
-        seen: Option<SeenVersion>,
+        seen: Option<KnownVersion>,
         timeout: Duration,
     ) -> Result<Option<VersionInfo>> {
         let deadline = Instant::now().checked_add(timeout);

@@ -318,11 +318,12 @@ impl Store {
     ///
     /// `Io` or `Corrupt` if the ledger cannot be read.
     pub async fn exists(&self, key: &Key, version: impl Into<Selector>) -> Result<bool> {
-        let versions = self.versions(key).await?;
         Ok(match version.into() {
-            Selector::Newest => !versions.is_empty(),
-            Selector::Number(number) => versions.iter().any(|each| each.number == number),
-            Selector::Id(id) => versions.iter().any(|each| each.id == id),
+            Selector::Newest => !self.versions(key).await?.is_empty(),
+            Selector::Number(number) => {
+                self.versions(key).await?.iter().any(|each| each.number == number)
+            }
+            Selector::Id(id) => self.versions(key).await?.iter().any(|each| each.id == id),
             Selector::Label(label) => self.pins(key).await?.contains_key(label.as_str()),
         })
     }

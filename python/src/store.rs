@@ -117,11 +117,10 @@ enum VersionSelector<'py> {
 
 impl<'py> VersionSelector<'py> {
     fn extract(version: Option<&Bound<'py, PyAny>>) -> Result<Self> {
-        let Some(version) = version else { return Ok(Self::Stored(Selector::Newest)) };
-        if let Ok(lease) = version.cast::<OpenVersion>() {
+        if let Some(Ok(lease)) = version.map(|version| version.cast::<OpenVersion>()) {
             return Ok(Self::Lease(lease.clone()));
         }
-        Ok(Self::Stored(arguments::extract_selector(version, "version")?))
+        Ok(Self::Stored(arguments::extract_optional_selector(version)?))
     }
 }
 
@@ -729,8 +728,7 @@ impl Store {
     #[pyo3(signature = (key, version=None))]
     fn exists(&self, key: &Bound<'_, PyAny>, version: Option<&Bound<'_, PyAny>>) -> Result<bool> {
         let (connection, name) = self.connect_for_key(key)?;
-        let version = version
-            .map_or(Ok(Selector::Newest), |it| arguments::extract_selector(it, "version"))?;
+        let version = arguments::extract_optional_selector(version)?;
         connection.block_on(key.py(), None, connection.store.exists(&name, version))
     }
 
@@ -773,13 +771,12 @@ impl Store {
     #[pyo3(signature = (key, version=None))]
     fn delete(&self, key: &Bound<'_, PyAny>, version: Option<&Bound<'_, PyAny>>) -> Result<u64> {
         let (connection, name) = self.connect_for_key(key)?;
-        let versions =
-            match version.map(|it| arguments::extract_selector(it, "version")).transpose()? {
-                None | Some(Selector::Newest) => Selection::All,
-                Some(Selector::Number(number)) => Selection::Number(number),
-                Some(Selector::Id(id)) => Selection::Id(id),
-                Some(Selector::Label(label)) => Selection::Label(label),
-            };
+        let versions = match arguments::extract_optional_selector(version)? {
+            Selector::Newest => Selection::All,
+            Selector::Number(number) => Selection::Number(number),
+            Selector::Id(id) => Selection::Id(id),
+            Selector::Label(label) => Selection::Label(label),
+        };
         connection.block_on(key.py(), None, connection.store.delete(&name, versions))
     }
 
@@ -872,8 +869,7 @@ impl Store {
         version: Option<&Bound<'_, PyAny>>,
     ) -> Result<PyPin> {
         let (connection, name) = self.connect_for_key(key)?;
-        let selector = version
-            .map_or(Ok(Selector::Newest), |it| arguments::extract_selector(it, "version"))?;
+        let selector = arguments::extract_optional_selector(version)?;
         let number = arguments::selected_number(&selector);
         let pinned =
             connection.block_on(key.py(), None, connection.store.pin(&name, selector, label));
@@ -938,8 +934,7 @@ impl Store {
         timeout: Option<f64>,
     ) -> Result<u64> {
         let (connection, name) = self.connect_for_key(key)?;
-        let version = version
-            .map_or(Ok(Selector::Newest), |it| arguments::extract_selector(it, "version"))?;
+        let version = arguments::extract_optional_selector(version)?;
         let number = arguments::selected_number(&version);
         let options = GetOptions { version, ..GetOptions::default() };
         let fetched =

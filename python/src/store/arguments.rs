@@ -38,6 +38,11 @@ pub(super) fn extract_selector(given: &Bound<'_, PyAny>, name: &str) -> PyResult
     Ok(Selector::Label(label))
 }
 
+/// Extracts the argument `version`, as [`extract_selector`] does. Without it, the newest.
+pub(super) fn extract_optional_selector(given: Option<&Bound<'_, PyAny>>) -> PyResult<Selector> {
+    given.map_or(Ok(Selector::Newest), |given| extract_selector(given, "version"))
+}
+
 /// Returns the number that a selector selects by, for errors.
 pub(super) fn selected_number(selector: &Selector) -> Option<u64> {
     match selector {

@@ -229,11 +229,8 @@ pub(crate) fn fill_state_dict(
     let LeafCollector { tensors, wrappers, slots, .. } = LeafCollector::collect(&importer, into)?;
     let mut stored: BTreeMap<String, &Node> =
         read.reader.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
-    let mut tagged = TaggedContainers::new();
-    collect_tagged(read.reader.structure(), &mut Vec::new(), &mut tagged);
-    let stored_wrappers = wrapper::find_wrappers(&tagged);
-    wrapper::check_classes(&stored_wrappers, &wrappers, &tensors, &stored)?;
-    wrapper::check_fields(read, &stored_wrappers, &wrappers, &mut stored, options.allow_pickle)?;
+    let tagged = find_tagged(read.reader.structure());
+    wrapper::check_wrappers(read, &tagged, &wrappers, &tensors, &mut stored, options.allow_pickle)?;
     let (leaves, differences) = match_leaves(tensors, &stored, options)?;
     let plain = slots.iter().filter_map(|slot| {
         let tagged = || tagged.get(&slot.fqn).map(|(_, node)| node);
@@ -272,6 +269,13 @@ fn read_values<'py>(
 
 /// Containers with a class tag, such as sets, that are in no other one, by their fqns. Each has its path.
 type TaggedContainers<'a> = BTreeMap<String, (Vec<Step>, &'a Node)>;
+
+/// Returns the containers with a class tag.
+fn find_tagged(structure: &Node) -> TaggedContainers<'_> {
+    let mut tagged = TaggedContainers::new();
+    collect_tagged(structure, &mut Vec::new(), &mut tagged);
+    tagged
+}
 
 /// Adds the containers with a class tag. They are replaced as a whole.
 fn collect_tagged<'a>(node: &'a Node, path: &mut Vec<Step>, tagged: &mut TaggedContainers<'a>) {
@@ -357,11 +361,8 @@ fn fill_wrapper<'py>(
         // Reports that there is no such leaf.
         read.reader.leaf(fqn)?;
     }
-    let mut tagged = TaggedContainers::new();
-    collect_tagged(read.reader.structure(), &mut Vec::new(), &mut tagged);
-    let stored_wrappers = wrapper::find_wrappers(&tagged);
-    wrapper::check_classes(&stored_wrappers, &wrappers, &tensors, &stored)?;
-    wrapper::check_fields(read, &stored_wrappers, &wrappers, &mut stored, false)?;
+    let tagged = find_tagged(read.reader.structure());
+    wrapper::check_wrappers(read, &tagged, &wrappers, &tensors, &mut stored, false)?;
     let options = FillOptions { strict: true, cast: false, allow_pickle: false };
     let (leaves, _) = match_leaves(tensors, &stored, options)?;
     let py = wrappers[0].object.py();

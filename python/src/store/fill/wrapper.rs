@@ -29,10 +29,28 @@ pub(super) struct WrapperTarget<'py> {
 type StoredWrapper<'a> = BTreeMap<String, &'a Node>;
 
 /// Stored wrappers by their fqns, also those in other wrappers.
-pub(super) type StoredWrappers<'a> = BTreeMap<String, StoredWrapper<'a>>;
+type StoredWrappers<'a> = BTreeMap<String, StoredWrapper<'a>>;
+
+/// Checks that the wrappers in `into` are those that are stored, and agree with them in all but the elements.
+///
+/// # Errors
+///
+/// As [`check_classes`], then as [`check_fields`].
+pub(super) fn check_wrappers(
+    read: &VersionRead<'_>,
+    tagged: &TaggedContainers<'_>,
+    wrappers: &[WrapperTarget<'_>],
+    tensors: &[Leaf<'_>],
+    stored: &mut BTreeMap<String, &Node>,
+    allow_pickle: bool,
+) -> Result<()> {
+    let stored_wrappers = find_wrappers(tagged);
+    check_classes(&stored_wrappers, wrappers, tensors, stored)?;
+    check_fields(read, &stored_wrappers, wrappers, stored, allow_pickle)
+}
 
 /// Returns the wrappers in tagged containers: a wrapper is one.
-pub(super) fn find_wrappers<'a>(tagged: &TaggedContainers<'a>) -> StoredWrappers<'a> {
+fn find_wrappers<'a>(tagged: &TaggedContainers<'a>) -> StoredWrappers<'a> {
     let mut wrappers = BTreeMap::new();
     for (path, node) in tagged.values() {
         collect_wrappers(node, &mut path.clone(), &mut wrappers);
@@ -45,7 +63,7 @@ pub(super) fn find_wrappers<'a>(tagged: &TaggedContainers<'a>) -> StoredWrappers
 /// # Errors
 ///
 /// `WrongType`, with the fqn.
-pub(super) fn check_classes(
+fn check_classes(
     stored_wrappers: &StoredWrappers<'_>,
     wrappers: &[WrapperTarget<'_>],
     tensors: &[Leaf<'_>],
@@ -74,7 +92,7 @@ pub(super) fn check_classes(
 /// # Errors
 ///
 /// `MeshMismatch` for another sharding; `SliceMismatch` for another size or stride; `WrongType` for any other difference.
-pub(super) fn check_fields(
+fn check_fields(
     read: &VersionRead<'_>,
     stored_wrappers: &StoredWrappers<'_>,
     wrappers: &[WrapperTarget<'_>],

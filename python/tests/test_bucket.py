@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -163,8 +164,14 @@ def test_errors_have_kind_and_name_bucket(server: Server, monkeypatch: pytest.Mo
         tssd.Store(server.new_url()).get_state_dict("policy")
     assert raised.value.kind == "not_found"
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    with pytest.raises(tssd.TssdConnectionError, match=BUCKET):
+    with pytest.raises(ConnectionRefusedError, match=BUCKET) as refused:
         tssd.Store(f"s3://{BUCKET}/x", connect_timeout=1.0).keys()
+    assert isinstance(refused.value, tssd.TssdConnectionError)
+    assert (refused.value.errno, refused.value.strerror) == (
+        errno.ECONNREFUSED,
+        os.strerror(errno.ECONNREFUSED),
+    )
+    assert refused.value.filename.startswith(f"s3://{BUCKET}/x")
 
 
 class BucketDaemon:

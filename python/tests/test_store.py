@@ -253,18 +253,18 @@ def test_unreachable_stores_are_os_errors(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"")
     missing = tmp_path / "missing"
-    cases: tuple[tuple[str, type[OSError], Path | None], ...] = (
-        (str(file / "store"), NotADirectoryError, file / "store"),
-        (str(file), NotADirectoryError, file),
-        (f"unix:{missing}", FileNotFoundError, missing),
-        ("tcp://127.0.0.1:9", ConnectionRefusedError, None),
+    cases: tuple[tuple[str, type[OSError], str], ...] = (
+        (str(file / "store"), NotADirectoryError, str(file / "store")),
+        (str(file), NotADirectoryError, str(file)),
+        (f"unix:{missing}", FileNotFoundError, str(missing)),
+        ("tcp://127.0.0.1:9", ConnectionRefusedError, "tcp://127.0.0.1:9"),
     )
     for url, builtin, filename in cases:
         with pytest.raises(builtin) as unreachable:
             tssd.Store(url)
         assert isinstance(unreachable.value, tssd.TssdConnectionError), url
         assert unreachable.value.errno and unreachable.value.strerror
-        assert unreachable.value.filename == (filename and str(filename))
+        assert unreachable.value.filename == filename
 
 
 def test_long_names_are_abridged_in_messages(store: tssd.Store) -> None:

@@ -59,7 +59,8 @@ class TssdConnectionError(TssdError, ConnectionError):
     """The store cannot be reached.
 
     If the operating system reported an error, `errno`, `strerror` and `filename` give details, and the exception is
-    also of the class of Python for that number, such as `ConnectionRefusedError`.
+    also of the class of Python for that number, such as `ConnectionRefusedError`. `filename` is a URL for a bucket,
+    etcd or a daemon over TCP.
     """
 
 

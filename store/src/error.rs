@@ -175,6 +175,20 @@ impl Error {
         self
     }
 
+    /// Creates an error about the object at a URL. The text contains the texts of a chain of errors.
+    ///
+    /// If the system reported one of them, such as a refused connection, the error has its `errno`.
+    #[cfg(any(feature = "etcd", feature = "object"))]
+    pub(crate) fn at_url(
+        kind: ErrorKind,
+        url: &str,
+        error: &(dyn std::error::Error + 'static),
+    ) -> Self {
+        let text = append_causes(error.to_string(), error.source());
+        Self::new(kind, format_args!("`{url}`: {text}"))
+            .with_system_error(system_errno(error), Some(Path::new(url)))
+    }
+
     /// Sets the system error that the text already contains, and its file.
     pub(crate) fn with_system_error(mut self, errno: Option<i32>, file: Option<&Path>) -> Self {
         if let Some(errno) = errno {
@@ -235,9 +249,7 @@ impl Error {
 
     /// Returns the error of the system that caused this one, if there is one.
     pub fn io_error(&self) -> Option<&io::Error> {
-        let first: &(dyn std::error::Error + 'static) = self;
-        let mut sources = std::iter::successors(first.source(), |error| error.source());
-        sources.find_map(|error| error.downcast_ref())
+        std::error::Error::source(self).and_then(io_error)
     }
 
     /// Returns the `errno` of the system error that caused this one: see [`errno`].
@@ -245,7 +257,7 @@ impl Error {
         self.io_error().and_then(errno)
     }
 
-    /// Returns the file or the folder on which the system reported the error, if it is known.
+    /// Returns the file, the folder or the URL on which the system reported the error, if it is known.
     pub fn file(&self) -> Option<&Path> {
         self.0.file.as_deref()
     }
@@ -281,6 +293,9 @@ pub fn errno(error: &io::Error) -> Option<i32> {
     if let Some(errno) = error.raw_os_error().filter(|_| cfg!(unix)) {
         return Some(errno);
     }
+    if let Some(inner) = error.get_ref().and_then(|inner| io_error(inner)) {
+        return errno(inner);
+    }
     match error.kind() {
         io::ErrorKind::NotFound => Some(2),
         io::ErrorKind::OutOfMemory => Some(12),
@@ -295,16 +310,22 @@ pub fn errno(error: &io::Error) -> Option<i32> {
     }
 }
 
+/// Returns the first error of the system in a chain of errors.
+fn io_error<'e>(error: &'e (dyn std::error::Error + 'static)) -> Option<&'e io::Error> {
+    std::iter::successors(Some(error), |error| error.source())
+        .find_map(|error| error.downcast_ref())
+}
+
 /// Returns the error of the store inside an error of the format crate, if reading from the store failed.
 fn store_error(error: &tssd_format::Error) -> Option<&Error> {
     let source = std::error::Error::source(error)?.downcast_ref::<io::Error>()?;
     source.get_ref()?.downcast_ref()
 }
 
-/// Returns the text of an error followed by the texts of its sources.
+/// Returns the `errno` of the first system error in a chain of errors.
 #[cfg(any(feature = "etcd", feature = "object"))]
-pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
-    append_causes(error.to_string(), error.source())
+pub(crate) fn system_errno(error: &(dyn std::error::Error + 'static)) -> Option<i32> {
+    io_error(error).and_then(errno)
 }
 
 /// Appends the texts of a chain of errors to a text. A text that is already contained is skipped.

@@ -13,7 +13,7 @@ use object_store::{ClientConfigKey, ObjectStore, RetryConfig};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::error::{Error, ErrorKind, Result, error_chain};
+use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::backoff;
 use crate::io::sync::boxed;
 
@@ -68,9 +68,7 @@ impl Bucket {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let retry = RetryConfig { retry_timeout: retry_limit, ..RetryConfig::default() };
         let timeout = ClientConfigKey::Timeout;
-        let failed = |error| {
-            Error::new(ErrorKind::Invalid, format_args!("`{url}`: {}", error_chain(&error)))
-        };
+        let failed = |error| Error::at_url(ErrorKind::Invalid, url, &error);
         match scheme {
             "s3" | "s3a" => {
                 let builder = AmazonS3Builder::from_env().with_url(url).with_retry(retry);
@@ -196,7 +194,7 @@ impl Bucket {
             | Failed::UnknownConfigurationKey { .. } => ErrorKind::Invalid,
             _ => ErrorKind::Unreachable,
         };
-        Error::new(kind, format_args!("`{}`: {}", self.display_name(name), error_chain(error)))
+        Error::at_url(kind, &self.display_name(name), error)
     }
 
     /// Lists the names directly below `name`, sorted.

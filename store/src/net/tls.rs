@@ -221,8 +221,10 @@ impl Endpoint {
 
     /// Returns the error for an endpoint that the system cannot connect.
     fn connect_error(&self, error: io::Error) -> Error {
-        let text = format_args!("no daemon at `{self}`");
-        Error::new(ErrorKind::Unreachable, text).with_source(error)
+        let url = self.to_string();
+        Error::new(ErrorKind::Unreachable, format_args!("no daemon at `{url}`"))
+            .with_source(error)
+            .with_file(Path::new(&url))
     }
 
     pub(crate) fn unreachable(&self, error: &dyn fmt::Display) -> Error {

@@ -1,7 +1,9 @@
 //! A meta store of keys in etcd.
 
 use std::any::Any;
+use std::error::Error as _;
 use std::future::Future;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -13,7 +15,7 @@ use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
 use super::{MetaStore, NameLocks, Watch};
-use crate::error::{Error, ErrorKind, Result, append_causes, error_chain};
+use crate::error::{Error, ErrorKind, Result, append_causes, system_errno};
 use crate::io::environment::{Environment, SystemEnvironment};
 use crate::io::exec::backoff;
 use crate::io::sync::boxed;
@@ -180,7 +182,7 @@ impl EtcdMeta {
         });
         is_own.or((requests == 1).then_some(false)).ok_or_else(|| {
             // Either the record was created and then deleted as superseded, or it was never created.
-            let text = format_args!("`{}`: nobody knows whether `{name}` was ours", self.url);
+            let text = format_args!("`{}`: unknown whether the request created `{name}`", self.url);
             Error::new(ErrorKind::Unreachable, text)
         })
     }
@@ -204,7 +206,7 @@ fn read_tls_options() -> Result<Option<TlsOptions>> {
             let read = std::fs::read(&path);
             read.map(Some).map_err(|error| {
                 Error::io(format_args!("{variable}, {}", path.to_string_lossy()), error)
-                    .with_file(std::path::Path::new(&path))
+                    .with_file(Path::new(&path))
             })
         }
     };
@@ -228,16 +230,22 @@ fn read_tls_options() -> Result<Option<TlsOptions>> {
 }
 
 /// Converts an error of the etcd client.
-fn convert_error(shown: &str, error: &etcd_client::Error) -> Error {
+fn convert_error(url: &str, error: &etcd_client::Error) -> Error {
     use etcd_client::Error as EtcdError;
     let (code, text) = match error {
         EtcdError::GRpcStatus(status) => {
-            let text =
-                append_causes(status.message().to_owned(), std::error::Error::source(status));
-            (Some(i32::from(status.code())), text)
+            (Some(i32::from(status.code())), status.message().to_owned())
         }
-        error => (None, error_chain(error)),
+        error => (None, error.to_string()),
     };
+    // The client's error type does not implement `source`.
+    let cause: Option<&(dyn std::error::Error + 'static)> = match error {
+        EtcdError::GRpcStatus(status) => status.source(),
+        EtcdError::TransportError(error) => Some(error),
+        EtcdError::IoError(error) => Some(error),
+        _ => None,
+    };
+    let text = append_causes(text, cause);
     let kind = match (error, code) {
         (EtcdError::InvalidArgs(_) | EtcdError::InvalidUri(_), _) => ErrorKind::Invalid,
         // gRPC codes: 3 is an invalid argument, 7 permission denied, 16 unauthenticated.
@@ -248,7 +256,8 @@ fn convert_error(shown: &str, error: &etcd_client::Error) -> Error {
         (_, Some(8)) => ErrorKind::Busy,
         _ => ErrorKind::Unreachable,
     };
-    Error::new(kind, format_args!("`{shown}`: {text}"))
+    Error::new(kind, format_args!("`{url}`: {text}"))
+        .with_system_error(cause.and_then(system_errno), Some(Path::new(url)))
 }
 
 #[async_trait]
@@ -504,4 +513,19 @@ fn prefix_end(prefix: &str) -> Vec<u8> {
     end.pop();
     end.push(b'/' + 1);
     end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn refused_connection_has_errno_and_url() {
+        let mut client = Client::connect(["127.0.0.1:1"], None).await.unwrap();
+        let error = client.get("key", None).await.unwrap_err();
+        let error = convert_error("etcd://127.0.0.1:1", &error);
+        assert_eq!(error.kind(), ErrorKind::Unreachable);
+        assert_eq!(error.errno(), Some(111), "{error}");
+        assert_eq!(error.file(), Some(Path::new("etcd://127.0.0.1:1")));
+    }
 }

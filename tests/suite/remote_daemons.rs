@@ -17,7 +17,7 @@ use tssd_format::{
 use tssd_store::blocking::Store;
 use tssd_store::{
     ConnectOptions, Credentials, DaemonOptions, ErrorKind, GetOptions, JobId, Key, PutOptions,
-    Rewind, Target,
+    Rewind, Selector, Target,
 };
 use tssd_tests::certificates::CertificateAuthority;
 use tssd_tests::raw_connection::{HELLO, frame};
@@ -779,6 +779,26 @@ impl RelayState {
 
 fn version_options(version: u64) -> GetOptions {
     GetOptions { version: version.into(), ..GetOptions::default() }
+}
+
+#[test]
+fn deletion_releases_prefetched_version() {
+    let daemon = TestDaemon::new(1 << 30);
+    let store = daemon.connect();
+    for is_label in [false, true] {
+        put(&store, &model(1, 4), &PutOptions::default());
+        put(&store, &model(2, 4), &PutOptions::default());
+        store.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+        if is_label {
+            store.pin(&key(), Selector::Newest, "good").unwrap();
+        }
+        store.delete(&key(), None).unwrap();
+        if is_label {
+            store.unpin(&key(), "good").unwrap();
+        }
+        let memory = store.status().unwrap().memory;
+        assert_eq!(memory.used_bytes, memory.free_bytes, "{memory:?}");
+    }
 }
 
 #[test]

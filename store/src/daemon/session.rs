@@ -425,7 +425,9 @@ impl Session {
             Request::Delete { key, selection } => {
                 let key = Key::new(key)?;
                 let deleted = controller.delete(&key, selection);
-                Reply::Deleted(self.state.with_bucket_sync(&key, deleted).await?)
+                let deleted = self.state.with_bucket_sync(&key, deleted).await?;
+                self.state.release_retired(&key).await;
+                Reply::Deleted(deleted)
             }
             Request::Retain { key, keep, ttl } => {
                 let key = Key::new(key)?;

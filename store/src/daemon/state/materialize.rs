@@ -24,8 +24,15 @@ const DAEMON_PEER: PeerId = 0;
 impl DaemonState {
     /// Releases the version of a key that was restored from the bucket if it is no longer visible.
     pub(crate) async fn release_replaced(&self, key: &Key) {
+        if self.replicator.is_some() {
+            self.release_retired(key).await;
+        }
+    }
+
+    /// Releases the version of a key that was prefetched or restored if it is no longer visible.
+    pub(crate) async fn release_retired(&self, key: &Key) {
         let fetched = self.inner().prefetched.get(key).map(|grant| (grant.id, grant.lease));
-        let Some((id, lease)) = fetched.filter(|_| self.replicator.is_some()) else { return };
+        let Some((id, lease)) = fetched else { return };
         let Ok(versions) = self.control_plane.versions(key).await else { return };
         if versions.iter().all(|version| version.id != id) {
             {
@@ -216,7 +223,8 @@ impl DaemonState {
         Ok((grant, remote))
     }
 
-    /// Completes a prefetch: the version stays in memory until another version of its key is prefetched.
+    /// Completes a prefetch: the version stays in memory until another version of its key is prefetched, or until a
+    /// client of this daemon deletes it.
     ///
     /// If all its blobs are local copies, the lease on the originals in the control plane is released.
     pub(crate) async fn finish_prefetch(&self, key: &Key, grant: LeasedVersion) {

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 examples/fused_engine.py
 
 The trainer's model has q, k, v, gate and up projections. The engine has `qkv_proj`, one matrix with the heads of its
-rank, and `gate_up_proj`, with alternating rows of gate and up. For each stored tensor, a rank passes a view of its part
-in the fused tensor, and the store writes there. Nothing is gathered, concatenated or copied twice.
+rank, and `gate_up_proj`. A mapping says which stored tensors these consist of, and the store writes each part to its
+place. Nothing is gathered, concatenated or copied twice.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import tssd
 from torch import Tensor, nn
 from torch.nn import functional as F
+from tssd.mapping import Expression, Mapping, fuse, shard
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER = 64, 8, 4, 16, 128
 PROMPT = torch.randn(2, 10, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -43,13 +44,6 @@ class Block(nn.Module):
         return torch.add(x, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
-def shard(part: Tensor, dim: int) -> tssd.TensorShard[Tensor]:
-    """Returns the shard of this rank, for a stored tensor that is sharded along a dimension."""
-    offsets, whole = [0, 0], list(part.shape)
-    offsets[dim], whole[dim] = dist.get_rank() * part.shape[dim], dist.get_world_size() * part.shape[dim]
-    return tssd.TensorShard(part, tssd.TensorSlice(offsets, None, whole, list(part.shape), []))
-
-
 class FusedBlock:
     """The part of the engine's block on one rank."""
 
@@ -60,18 +54,32 @@ class FusedBlock:
         self.gate_up_proj = torch.empty(2 * inner, HIDDEN)
         self.down_proj = torch.empty(HIDDEN, inner)
 
-    def targets(self) -> dict[str, tssd.TensorShard[Tensor]]:
-        q, k, v = torch.split(self.qkv_proj, [self.q, self.kv, self.kv])
-        gate, up = self.gate_up_proj[0::2], self.gate_up_proj[1::2]
-        parts = {"q": (q, 0), "k": (k, 0), "v": (v, 0), "gate": (gate, 0), "up": (up, 0)}
-        parts |= {"o": (self.o_proj, 1), "down": (self.down_proj, 1)}
-        return {f"{name}_proj.weight": shard(part, dim) for name, (part, dim) in parts.items()}
+    def parameters(self) -> dict[str, Tensor]:
+        names = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+        return {f"{name}.weight": getattr(self, name) for name in names}
+
+    @staticmethod
+    def mapping(rank: int, ranks: int) -> Mapping:
+        def rows(*names: str) -> list[Expression]:
+            return [shard(f"{name}_proj.weight", 0, rank, ranks) for name in names]
+
+        def columns(name: str) -> Expression:
+            return shard(f"{name}_proj.weight", 1, rank, ranks)
+
+        return Mapping(
+            {
+                "qkv_proj.weight": fuse(*rows("q", "k", "v")),
+                "gate_up_proj.weight": fuse(*rows("gate", "up")),
+                "o_proj.weight": columns("o"),
+                "down_proj.weight": columns("down"),
+            }
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = torch.split(F.linear(x, self.qkv_proj), [self.q, self.kv, self.kv], dim=-1)
         dist.all_reduce(attention := F.linear(attend(q, k, v), self.o_proj))
-        gate_up = F.linear(x := x + attention, self.gate_up_proj)
-        dist.all_reduce(mlp := F.linear(F.silu(gate_up[..., 0::2]) * gate_up[..., 1::2], self.down_proj))
+        gate, up = F.linear(x := x + attention, self.gate_up_proj).chunk(2, dim=-1)
+        dist.all_reduce(mlp := F.linear(F.silu(gate) * up, self.down_proj))
         return x + mlp
 
 
@@ -79,7 +87,7 @@ class FusedBlock:
 def main() -> None:
     dist.init_process_group("gloo")
     rank, engine = dist.get_rank(), FusedBlock(dist.get_world_size())
-    targets = engine.targets()  # once: the parameters stay where they are
+    parameters, mapping = engine.parameters(), engine.mapping(rank, dist.get_world_size())
     with tssd.Store() as store:
         seen = store.head("policy")  # an earlier run may have left a version
         dist.barrier()
@@ -89,9 +97,11 @@ def main() -> None:
             if rank == 0:  # the other ranks only compare with it
                 store.put_state_dict(trained.state_dict(), "policy", version=step, writers=1)
             with store.wait_for_version("policy", step, timeout=60, after=seen) as lease:
-                _, report = store.get_state_dict("policy", into=targets, version=lease, return_report=True)
+                _, report = store.get_state_dict(
+                    "policy", into=parameters, mapping=mapping, version=lease, return_report=True
+                )
             # Bytes of other ranks were not transferred.
-            assert report.bytes_transferred == sum(part.local.nbytes for part in targets.values())
+            assert report.bytes_transferred == sum(parameter.nbytes for parameter in parameters.values())
             torch.testing.assert_close(engine.forward(PROMPT), trained(PROMPT))
         dist.barrier()
         if rank == 0:

@@ -37,6 +37,8 @@ mod index;
 mod interrupt;
 /// Import of plain tensors and arrays, to be stored or to be filled.
 mod leaf_import;
+/// Mappings between the tensors of a process and the stored ones.
+mod mapping;
 /// Private memory that holds the elements of Python tensors.
 mod memory;
 /// Metadata of a state dict.

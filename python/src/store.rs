@@ -53,6 +53,7 @@ use crate::builder::{Framework, ObjectBuilder};
 use crate::encoded::TorchStoreStateDict;
 use crate::error::{BindingError, Failure, Result, type_error};
 use crate::leaf_import::CastRule;
+use crate::mapping::Mapping;
 use crate::slice::{TensorShard, TensorSlice};
 use crate::store::connection::{Connection, Deadline, VersionRead, parse_seconds};
 use crate::store::fill::{Differences, FillOptions, FillResult, fill_state_dict, fill_tensor};
@@ -288,6 +289,8 @@ impl Store {
     ///     allow_pickle: as for `save_file`.
     ///     timeout: how many seconds to wait for other processes and for memory. None: 60.
     ///     options: a PutOptions, with the options that few puts need. None: the defaults of PutOptions.
+    ///     mapping: a `tssd.mapping.Mapping`: the stored tensors that tensors of `state_dict` consist of. They are stored
+    ///         under their own names, as entries of the state dict itself. None: all names are kept.
     ///
     /// Returns:
     ///     A PutReport: the version, whether it is visible, and if not, the writers whose contributions are missing.
@@ -297,7 +300,7 @@ impl Store {
     ///     TssdTypeError, TssdValueError: as `save_file`; or the store does not allow the put, or the contributions
     ///         are inconsistent.
     ///     TssdTimeoutError: another process blocked the put, or memory was not free in time.
-    #[pyo3(signature = (state_dict, key, *, version=None, writers=None, writer=None, job=None, durability="memory", wait=true, metadata=None, transfer_dtype=None, allow_pickle=false, timeout=None, options=None))]
+    #[pyo3(signature = (state_dict, key, *, version=None, writers=None, writer=None, job=None, durability="memory", wait=true, metadata=None, transfer_dtype=None, allow_pickle=false, timeout=None, options=None, mapping=None))]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python method")]
     fn put_state_dict<'py>(
         &self,
@@ -314,9 +317,11 @@ impl Store {
         allow_pickle: bool,
         timeout: Option<f64>,
         options: Option<&Bound<'py, PyAny>>,
+        mapping: Option<&Bound<'py, PyAny>>,
     ) -> Result<Bound<'py, PyAny>> {
         let py = state_dict.py();
         let name = extract_key(key)?;
+        let mapping = mapping.map(Mapping::extract).transpose()?;
         let put = PutArguments { version, writers, writer, job, durability, timeout };
         let connection = self.connect(py)?;
         let with_key = |error: Failure| error.with_key(name.as_str(), version);
@@ -324,8 +329,11 @@ impl Store {
             let put_options = PyPutOptions::extract(options)?;
             let keep_dtype = put_options.keep_dtype.as_ref();
             let transfer = transfer_dtype.map(|dtype| CastRule::new(dtype, keep_dtype));
-            let imported = import_for_put(state_dict, allow_pickle, transfer.transpose()?)?;
+            let mut imported = import_for_put(state_dict, allow_pickle, transfer.transpose()?)?;
             let options = put.options(py, &put_options, metadata, Some(&imported))?;
+            if let Some(mapping) = &mapping {
+                imported.dict = mapping.apply(imported.dict)?;
+            }
             Ok::<_, Failure>((imported, options))
         };
         let (imported, options) = match prepare() {
@@ -355,7 +363,7 @@ impl Store {
     /// Args:
     ///     key: the name.
     ///     into: tensors to fill in place: a nested dict of tensors, views, DTensors of any mesh and placement,
-    ///         TensorShards or writable arrays, matched by the fqns of the leaves. Other leaves in its dicts and
+    ///         TensorShards or writable arrays, matched by the fqns of the leaves; or `Targets`, which name them. Other leaves in its dicts and
     ///         lists are replaced by the stored leaf of that fqn; by a pickled one only with `allow_pickle`.
     ///         Of a tensor that wraps tensors, the inner tensors are filled: it must agree with the stored one in all but
     ///         their elements, and a DTensor of such tensors must have the stored sharding.
@@ -378,6 +386,8 @@ impl Store {
     ///     return_report: whether a GetReport is returned as well.
     ///     allow_pickle: as for `load_file`.
     ///     timeout: how many seconds to wait for the store's answer, and for bytes that are not on this host.
+    ///     mapping: with `into`: a `tssd.mapping.Mapping`: the stored tensors that tensors of `into` consist of, such as
+    ///         the q, k and v of a fused parameter. None: each tensor is the stored one of the same name.
     ///
     /// Returns:
     ///     The state dict, or `into`. With `return_report`, a pair of that and the report.
@@ -388,7 +398,7 @@ impl Store {
     ///         message lists the differences: the first 10, and the number of the others.
     ///     TssdValueError: without `into`, a DTensor of tensors that wrap tensors is stored in several parts.
     ///     TssdCorruptError: bytes are damaged.
-    #[pyo3(signature = (key, into=None, *, version=None, writer=None, names=None, strict=true, cast=false, copy=false, verify=true, require_transport=None, return_report=false, allow_pickle=false, timeout=None))]
+    #[pyo3(signature = (key, into=None, *, version=None, writer=None, names=None, strict=true, cast=false, copy=false, verify=true, require_transport=None, return_report=false, allow_pickle=false, timeout=None, mapping=None))]
     #[expect(
         clippy::too_many_arguments,
         clippy::fn_params_excessive_bools,
@@ -409,8 +419,15 @@ impl Store {
         return_report: bool,
         allow_pickle: bool,
         timeout: Option<f64>,
+        mapping: Option<&Bound<'py, PyAny>>,
     ) -> Result<Bound<'py, PyAny>> {
         let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
+        let mapping = mapping.map(Mapping::extract).transpose()?;
+        if mapping.is_some() && into.is_none() {
+            return Err(
+                PyValueError::new_err("`mapping` says what tensors of `into` consist of").into()
+            );
+        }
         let version = VersionSelector::extract(version)?;
         let request = ReadRequest { version, writer, verify, require_transport, timeout };
         let (number, deadline) = (request.number(), Deadline::new(timeout)?);
@@ -424,7 +441,8 @@ impl Store {
                         PyValueError::new_err("`into` says itself which names it has").into()
                     );
                 }
-                let options = FillOptions { strict, cast, allow_pickle };
+                let mapping = mapping.as_ref();
+                let options = FillOptions { mapping, strict, cast, allow_pickle };
                 let (filled, differences) = fill_state_dict(&read, into, options)?;
                 let FillResult { report, copy_stats } = filled;
                 let report = || get_report(py, &report, 0, &differences, copy_stats);

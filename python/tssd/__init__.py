@@ -29,6 +29,7 @@ from ._options import PutOptions
 from ._reference import TensorReference
 from ._reports import DeviceCopies, GetReport, PutReport, ReceiveReport, SaveReport, VersionInfo
 from ._ring import Ring
+from ._targets import Targets
 from ._tssd import (
     OpenVersion,
     PendingPut,
@@ -68,6 +69,7 @@ __all__ = [
     "SaveReport",
     "Store",
     "Subscription",
+    "Targets",
     "TensorReference",
     "TensorShard",
     "TensorSlice",

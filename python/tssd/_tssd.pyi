@@ -12,6 +12,8 @@ from typing_extensions import Buffer, Unpack
 from ._options import PutOptions
 from ._reference import TensorReference
 from ._reports import GetReport, PutReport, ReceiveReport, SaveReport, VersionInfo
+from ._targets import Targets
+from .mapping import Mapping
 
 _Path = str | PathLike[str]
 _Result = TypeVar("_Result")
@@ -238,7 +240,7 @@ _Durability = Literal["memory", "disk", "object"]
 _Transport = Literal["cuda_ipc", "file", "memory", "object", "shared_memory", "tcp", "tls"]
 _Metadata = dict[str, Any]
 _Into = TypeVar("_Into")
-_IntoDict = TypeVar("_IntoDict", bound=dict[Any, Any])
+_IntoDict = TypeVar("_IntoDict", bound=dict[Any, Any] | Targets)
 
 # The keywords of `Store.put_state_dict`, except `wait`.
 @type_check_only
@@ -253,6 +255,7 @@ class _PutKeywords(TypedDict, total=False):
     allow_pickle: bool
     timeout: float | None
     options: PutOptions | None
+    mapping: Mapping | None
 
 @final
 class Store:
@@ -292,6 +295,7 @@ class Store:
         allow_pickle: bool = False,
         timeout: float | None = None,
         options: PutOptions | None = None,
+        mapping: Mapping | None = None,
     ) -> PutReport: ...
     @overload
     def put_state_dict(
@@ -310,6 +314,7 @@ class Store:
         allow_pickle: bool = False,
         timeout: float | None = None,
         options: PutOptions | None = None,
+        mapping: Mapping | None = None,
     ) -> PendingPut: ...
     @overload
     def put_state_dict(
@@ -328,6 +333,7 @@ class Store:
         allow_pickle: bool = False,
         timeout: float | None = None,
         options: PutOptions | None = None,
+        mapping: Mapping | None = None,
     ) -> PutReport | PendingPut: ...
     @overload
     def get_state_dict(
@@ -346,6 +352,7 @@ class Store:
         return_report: Literal[False] = False,
         allow_pickle: bool = False,
         timeout: float | None = None,
+        mapping: None = None,
     ) -> dict[Any, Any]: ...
     @overload
     def get_state_dict(
@@ -364,6 +371,7 @@ class Store:
         return_report: Literal[True],
         allow_pickle: bool = False,
         timeout: float | None = None,
+        mapping: None = None,
     ) -> tuple[dict[Any, Any], GetReport]: ...
     @overload
     def get_state_dict(
@@ -382,6 +390,7 @@ class Store:
         return_report: bool,
         allow_pickle: bool = False,
         timeout: float | None = None,
+        mapping: None = None,
     ) -> dict[Any, Any] | tuple[dict[Any, Any], GetReport]: ...
     @overload
     def get_state_dict(
@@ -400,6 +409,7 @@ class Store:
         return_report: Literal[False] = False,
         allow_pickle: bool = False,
         timeout: float | None = None,
+        mapping: Mapping | None = None,
     ) -> _IntoDict: ...
     @overload
     def get_state_dict(
@@ -418,6 +428,7 @@ class Store:
         return_report: Literal[True],
         allow_pickle: bool = False,
         timeout: float | None = None,
+        mapping: Mapping | None = None,
     ) -> tuple[_IntoDict, GetReport]: ...
     @overload
     def get_state_dict(
@@ -436,6 +447,7 @@ class Store:
         return_report: bool,
         allow_pickle: bool = False,
         timeout: float | None = None,
+        mapping: Mapping | None = None,
     ) -> _IntoDict | tuple[_IntoDict, GetReport]: ...
     @overload
     def put(

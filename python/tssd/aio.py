@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec,
 
 from . import _tssd
 from ._reports import GetReport, PutReport, VersionInfo
+from ._targets import Targets
 
 if TYPE_CHECKING:
     from typing import TypedDict
 
     from typing_extensions import Unpack
+
+    from .mapping import Mapping
 
 __all__ = ["OpenVersion", "PendingPut", "Pin", "Publisher", "Receiver", "Store", "Subscription", "VersionSlice"]
 
@@ -33,7 +36,7 @@ _R = TypeVar("_R")
 _Wrapped = TypeVar("_Wrapped")
 _Opened = TypeVar("_Opened")
 _Into = TypeVar("_Into")
-_IntoDict = TypeVar("_IntoDict", bound=dict[Any, Any])
+_IntoDict = TypeVar("_IntoDict", bound=dict[Any, Any] | Targets)
 
 
 async def _run_in_thread(call: Callable[[], _R]) -> _R:
@@ -351,6 +354,7 @@ if TYPE_CHECKING:
         cast: bool
         copy: bool
         allow_pickle: bool
+        mapping: Mapping | None
 
 
 class Store(_Wrapper[_tssd.Store]):

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 use tssd_format::{
@@ -21,6 +22,7 @@ use crate::device::{DeviceRegions, DeviceTarget};
 use crate::error::{BindingError, Failure, Result};
 use crate::importer::{StagingPairs, TargetImporter, namedtuple_fields, to_map_key};
 use crate::leaf_import::is_floating;
+use crate::mapping::{Mapping, Piece, Problem, problem_kind, split_tensor};
 use crate::store::connection::{Connection, VersionRead};
 use crate::store::loaded_tree::LoadedTree;
 
@@ -33,8 +35,10 @@ use self::wrapper::{TENSORS_KEY, WrapperTarget};
 const BATCH_STAGED_BYTES: u64 = 512 << 20;
 
 /// Options of a read into the caller's tensors.
-#[derive(Clone, Copy)]
-pub(crate) struct FillOptions {
+#[derive(Clone, Copy, Default)]
+pub(crate) struct FillOptions<'a, 'py> {
+    /// The stored tensors that tensors of `into` consist of. `None`: each is the stored one of its fqn.
+    pub(crate) mapping: Option<&'a Mapping<'py>>,
     /// Whether `into` must have exactly the tensors of the version.
     pub(crate) strict: bool,
     /// Whether floating dtypes may differ.
@@ -71,6 +75,21 @@ struct Leaf<'py> {
     shape: Vec<u64>,
     /// Whether a wrapper has it: it is not cast.
     is_in_wrapper: bool,
+    /// The stored tensors that it consists of. `None`: the stored tensor of its fqn.
+    pieces: Option<Vec<Piece>>,
+    /// The reason why it does not fit its rule of the mapping.
+    problem: Option<Problem>,
+}
+
+impl<'py> Leaf<'py> {
+    fn new(
+        fqn: String,
+        object: Bound<'py, PyAny>,
+        (dtype, shape): (Option<Dtype>, Vec<u64>),
+        is_in_wrapper: bool,
+    ) -> Self {
+        Self { fqn, object, dtype, shape, is_in_wrapper, pieces: None, problem: None }
+    }
 }
 
 /// The position in `into` of a leaf that is not a tensor.
@@ -97,8 +116,25 @@ type Parent<'a, 'py> = Option<(&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>)>;
 impl<'a, 'py> LeafCollector<'a, 'py> {
     fn collect(importer: &'a TargetImporter<'py>, into: &Bound<'py, PyAny>) -> Result<Self> {
         let mut leaves = Self::new(importer);
-        leaves.visit(into, None)?;
+        let targets = into.py().import(intern!(into.py(), "tssd._targets"))?.getattr("Targets")?;
+        if into.is_instance(&targets)? {
+            leaves.add_targets(into)?;
+        } else {
+            leaves.visit(into, None)?;
+        }
         Ok(leaves)
+    }
+
+    /// Adds the tensors of a `tssd.Targets`.
+    fn add_targets(&mut self, targets: &Bound<'py, PyAny>) -> Result<()> {
+        for entry in targets.getattr(intern!(targets.py(), "entries"))?.try_iter()? {
+            let (fqn, object): (String, Bound<'py, PyAny>) = entry?.extract()?;
+            let found = self.importer.dtype_and_shape(&object);
+            let found =
+                found.map_err(|error| error.with_fqn(&fqn))?.ok_or_else(|| no_tensor(&fqn))?;
+            self.tensors.push(Leaf::new(fqn, object, found, false));
+        }
+        Ok(())
     }
 
     fn new(importer: &'a TargetImporter<'py>) -> Self {
@@ -152,10 +188,8 @@ impl<'a, 'py> LeafCollector<'a, 'py> {
         }
         let (found, fqn) = (self.importer.dtype_and_shape(object)?, || self.current_path().fqn());
         match (found, parent) {
-            (Some((dtype, shape)), _) => {
-                let (object, is_in_wrapper) = (object.clone(), self.is_in_wrapper);
-                let leaf = Leaf { fqn: fqn(), object, dtype, shape, is_in_wrapper };
-                self.tensors.push(leaf);
+            (Some(found), _) => {
+                self.tensors.push(Leaf::new(fqn(), object.clone(), found, self.is_in_wrapper));
             }
             (None, Some((container, key))) => {
                 let (container, key) = (container.clone(), key.clone());
@@ -222,15 +256,19 @@ impl<'a, 'py> LeafCollector<'a, 'py> {
 pub(crate) fn fill_state_dict(
     read: &VersionRead<'_>,
     into: &Bound<'_, PyAny>,
-    options: FillOptions,
+    options: FillOptions<'_, '_>,
 ) -> Result<(FillResult, Differences)> {
     let py = into.py();
     let mut importer = TargetImporter::new(py)?;
-    let LeafCollector { tensors, wrappers, slots, .. } = LeafCollector::collect(&importer, into)?;
+    let LeafCollector { mut tensors, wrappers, slots, .. } =
+        LeafCollector::collect(&importer, into)?;
     let mut stored: BTreeMap<String, &Node> =
         read.reader.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
     let tagged = find_tagged(read.reader.structure());
     wrapper::check_wrappers(read, &tagged, &wrappers, &tensors, &mut stored, options.allow_pickle)?;
+    if let Some(mapping) = options.mapping {
+        apply_mapping(mapping, &mut tensors, &stored)?;
+    }
     let (leaves, differences) = match_leaves(tensors, &stored, options)?;
     let plain = slots.iter().filter_map(|slot| {
         let tagged = || tagged.get(&slot.fqn).map(|(_, node)| node);
@@ -248,6 +286,27 @@ pub(crate) fn fill_state_dict(
     }
     increment_versions(py, wrappers.into_iter().map(|wrapper| wrapper.object).collect())?;
     Ok((filled, differences))
+}
+
+/// Sets the pieces of the tensors that have a rule in the mapping.
+fn apply_mapping(
+    mapping: &Mapping<'_>,
+    tensors: &mut [Leaf<'_>],
+    stored: &BTreeMap<String, &Node>,
+) -> Result<()> {
+    let wanted = tensors.iter().map(|leaf| (leaf.fqn.as_str(), leaf.shape.as_slice())).collect();
+    let stored = stored
+        .iter()
+        .filter_map(|(fqn, node)| Some((fqn.as_str(), TensorLeaf::of(node)?.global_shape())))
+        .collect();
+    let (mut plans, problems) = mapping.plan_get(&wanted, &stored)?;
+    let mut problems: BTreeMap<String, Problem> =
+        problems.into_iter().map(|problem| (problem.0.clone(), problem)).collect();
+    for leaf in tensors {
+        leaf.pieces = plans.remove(&leaf.fqn);
+        leaf.problem = problems.remove(&leaf.fqn);
+    }
+    Ok(())
 }
 
 /// Reads leaves and containers. Returns a dict of fqns to values.
@@ -323,24 +382,14 @@ pub(crate) fn fill_tensor(
         let LeafCollector { tensors, wrappers, .. } = leaves;
         return fill_wrapper(read, &mut importer, fqn, tensors, wrappers);
     }
-    let (dtype, shape) = importer.dtype_and_shape(into)?.ok_or_else(|| {
-        BindingError::untyped_leaf(
-            "`into` is no tensor",
-            "give a tensor, a TensorShard or an array",
-        )
-    })?;
+    let found = importer.dtype_and_shape(into)?.ok_or_else(|| no_tensor(fqn))?;
     let (_, node) = read.reader.leaf(fqn)?;
     if TensorLeaf::of(&node).is_none() {
         return Err(BindingError::new("WrongType", format!("`{fqn}` is no tensor")).into());
     }
-    let leaf =
-        Leaf { fqn: fqn.to_owned(), object: into.clone(), dtype, shape, is_in_wrapper: false };
+    let leaf = Leaf::new(fqn.to_owned(), into.clone(), found, false);
     let stored = BTreeMap::from([(fqn.to_owned(), &node)]);
-    let (leaves, _) = match_leaves(
-        vec![leaf],
-        &stored,
-        FillOptions { strict: false, cast: false, allow_pickle: false },
-    )?;
+    let (leaves, _) = match_leaves(vec![leaf], &stored, FillOptions::default())?;
     fill_leaves(into.py(), read, &mut importer, leaves)?;
     Ok(())
 }
@@ -363,11 +412,16 @@ fn fill_wrapper<'py>(
     }
     let tagged = find_tagged(read.reader.structure());
     wrapper::check_wrappers(read, &tagged, &wrappers, &tensors, &mut stored, false)?;
-    let options = FillOptions { strict: true, cast: false, allow_pickle: false };
+    let options = FillOptions { strict: true, ..FillOptions::default() };
     let (leaves, _) = match_leaves(tensors, &stored, options)?;
     let py = wrappers[0].object.py();
     fill_leaves(py, read, importer, leaves)?;
     increment_versions(py, wrappers.into_iter().map(|wrapper| wrapper.object).collect())
+}
+
+fn no_tensor(fqn: &str) -> BindingError {
+    BindingError::untyped_leaf("`into` is no tensor", "give a tensor, a TensorShard or an array")
+        .with_fqn(fqn)
 }
 
 /// Returns whether a leaf is a tensor that can be filled. A scalar of numpy cannot be filled.
@@ -386,31 +440,55 @@ type MatchedLeaves<'py> = (Vec<(Leaf<'py>, Dtype)>, Differences);
 fn match_leaves<'py>(
     leaves: Vec<Leaf<'py>>,
     stored: &BTreeMap<String, &Node>,
-    options: FillOptions,
+    options: FillOptions<'_, '_>,
 ) -> Result<MatchedLeaves<'py>> {
     let mut differences = Differences::default();
     let mut mismatches: Vec<(&str, &'static str, String)> = Vec::new();
     let mut stored_dtypes = Vec::with_capacity(leaves.len());
     let mut requested = BTreeSet::new();
     for leaf in &leaves {
-        requested.insert(leaf.fqn.as_str());
-        let found = stored.get(&leaf.fqn).and_then(|node| TensorLeaf::of(node));
-        let Some(found) = found else {
-            differences.missing.push(leaf.fqn.clone());
-            let text = format!("`{}` is not stored", leaf.fqn);
+        let names: Vec<&str> = match &leaf.pieces {
+            Some(pieces) => pieces.iter().map(|piece| piece.stored.as_str()).collect(),
+            None => vec![&leaf.fqn],
+        };
+        requested.extend(names.iter().copied());
+        let tensor = |name: &&str| stored.get(*name).and_then(|node| TensorLeaf::of(node));
+        let found: Vec<TensorLeaf<'_>> = names.iter().filter_map(tensor).collect();
+        let problem = match &leaf.problem {
+            Some(Problem(_, kind, text)) => Some((problem_kind(kind), text.clone())),
+            None if leaf.pieces.is_none() && found.is_empty() => {
+                Some(("NotFound", format!("`{}` is not stored", leaf.fqn)))
+            }
+            None => None,
+        };
+        stored_dtypes.push(found.first().map(|part| part.dtype()).filter(|_| problem.is_none()));
+        if let Some((kind, text)) = problem {
+            let is_missing = kind == "NotFound";
+            if is_missing {
+                differences.missing.push(leaf.fqn.clone());
+            }
             // A tensor of which no rank has any element is not stored.
-            if options.strict && leaf.dtype.is_some() {
-                mismatches.push((&leaf.fqn, "NotFound", text));
+            if !is_missing || (options.strict && leaf.dtype.is_some()) {
+                mismatches.push((&leaf.fqn, kind, text));
             }
             continue;
-        };
-        let (dtype, shape) = (found.dtype(), found.global_shape());
-        if shape != leaf.shape {
-            let text = format!("`{}` has shape {:?}, stored {shape:?}", leaf.fqn, leaf.shape);
+        }
+        // A tensor without elements has no pieces.
+        let Some(first) = found.first() else { continue };
+        if leaf.pieces.is_none() && first.global_shape() != leaf.shape {
+            let (shape, own) = (first.global_shape(), &leaf.shape);
+            let text = format!("`{}` has shape {own:?}, stored {shape:?}", leaf.fqn);
             mismatches.push((&leaf.fqn, "SliceMismatch", text));
-        } else if let Some(own) = leaf.dtype
-            && own != dtype
+        } else if let Some((part, other)) =
+            names.iter().zip(&found).find(|(_, part)| part.dtype() != first.dtype())
         {
+            let (own, dtype, other) = (names[0], first.dtype(), other.dtype());
+            let text = format!("`{}`: `{own}` is stored as {dtype}, `{part}` as {other}", leaf.fqn);
+            mismatches.push((&leaf.fqn, "WrongType", text));
+        } else if let Some(own) = leaf.dtype
+            && own != first.dtype()
+        {
+            let dtype = first.dtype();
             differences.cast.push(leaf.fqn.clone());
             let is_cast = options.cast && !leaf.is_in_wrapper;
             if !(is_cast && is_floating(dtype) && is_floating(own)) {
@@ -418,7 +496,6 @@ fn match_leaves<'py>(
                 mismatches.push((&leaf.fqn, "WrongType", text));
             }
         }
-        stored_dtypes.push(dtype);
     }
     for (fqn, node) in stored {
         if is_tensor(node) && !requested.contains(fqn.as_str()) {
@@ -431,11 +508,8 @@ fn match_leaves<'py>(
     if let Some(first) = mismatches.first() {
         return Err(mismatch_error(first.0, &mismatches, options).into());
     }
-    let missing = std::mem::take(&mut differences.missing);
-    let absent: BTreeSet<&str> = missing.iter().map(String::as_str).collect();
-    let is_stored = |leaf: &Leaf<'_>| !absent.contains(leaf.fqn.as_str());
-    let leaves = leaves.into_iter().filter(is_stored).zip(stored_dtypes).collect();
-    Ok((leaves, Differences { missing, ..differences }))
+    let leaves = leaves.into_iter().zip(stored_dtypes);
+    Ok((leaves.filter_map(|(leaf, dtype)| Some((leaf, dtype?))).collect(), differences))
 }
 
 /// The largest number of differences that an error lists.
@@ -444,7 +518,7 @@ const MAX_SHOWN: usize = 10;
 fn mismatch_error(
     fqn: &str,
     mismatches: &[(&str, &'static str, String)],
-    options: FillOptions,
+    options: FillOptions<'_, '_>,
 ) -> BindingError {
     let mut shown: Vec<&str> =
         mismatches.iter().take(MAX_SHOWN).map(|(.., text)| text.as_str()).collect();
@@ -499,8 +573,16 @@ impl<'py> Batch<'py> {
         self.staged.extend(staged);
         self.objects.push(leaf.object);
         let devices = importer.devices();
-        let target = |(tensor, part)| FillTarget::new(leaf.fqn.clone(), devices, tensor, part);
-        self.targets.extend(imported.into_iter().map(target));
+        for (tensor, part) in imported {
+            let Some(pieces) = &leaf.pieces else {
+                self.targets.push(FillTarget::new(leaf.fqn.clone(), devices, tensor, part));
+                continue;
+            };
+            for part in split_tensor(&tensor, part.as_ref(), pieces)? {
+                let spec = Some(part.spec);
+                self.targets.push(FillTarget::new(part.stored, devices, part.tensor, spec));
+            }
+        }
         Ok(())
     }
 }

@@ -1,0 +1,533 @@
+"""Mappings between the tensors of a process and the stored ones: other names, fused and stacked parameters.
+
+    from tssd.mapping import Mapping, fuse, shard
+
+    layer = "model.layers.{n}."
+    mapping = Mapping({
+        layer + "qkv_proj.weight": fuse(*(layer + f"self_attn.{x}_proj.weight" for x in "qkv")),
+        "lm_head.weight": "model.embed_tokens.weight",
+    })
+    store.get_state_dict("policy", into=engine.state_dict(), mapping=mapping)
+
+A rule has the name of a tensor of the process, and an expression of stored tensors that has its elements. With
+`get_state_dict` the store copies the stored parts into the tensor, without a temporary tensor. With `put_state_dict` the
+parts of the tensor are stored under their own names. Tensors without a rule have the same name on both sides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping as _Dict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ._errors import TssdError, new_exception
+
+__all__ = ["Expression", "Mapping", "fuse", "narrow", "shard", "stack", "transpose"]
+
+_Shape = tuple[int, ...]
+
+
+class _Piece(NamedTuple):
+    """A box of a stored tensor, and its place in a tensor of the process.
+
+    Dimension k of the box is dimension `dims[k]` of the tensor. In the other dimensions of the tensor, the piece has the
+    size 1. All numbers are in elements.
+    """
+
+    stored: str
+    stored_shape: _Shape
+    stored_offsets: _Shape
+    sizes: _Shape
+    offsets: _Shape
+    dims: _Shape
+
+
+class _Value(NamedTuple):
+    """The value of an expression: a shape, and the pieces that cover it."""
+
+    shape: _Shape
+    pieces: list[_Piece]
+
+
+class _Problem(Exception):
+    """A tensor does not fit its rule. `kind` is an error kind."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class _Bindings(NamedTuple):
+    """The values of the placeholders of a rule."""
+
+    values: _Dict[str, str]
+
+    def name(self, template: str) -> str:
+        return _PLACEHOLDER.sub(lambda match: self.values[match[1]], template)
+
+    def bind(self, placeholder: str, index: int) -> _Bindings:
+        return _Bindings({**self.values, placeholder: str(index)})
+
+
+_PLACEHOLDER = re.compile(r"\{(\w+)(?::(\w+))?\}")
+# Regular expressions of placeholders, by their converters.
+_CONVERTERS = {None: r"[^.]+", "int": r"[0-9]+", "path": r".+"}
+
+
+class Expression:
+    """Stored tensors, or parts of them, that together are one tensor: see `fuse`, `stack`, `narrow`, `shard`."""
+
+    def _value(self, bindings: _Bindings, stored: _Dict[str, _Shape]) -> _Value:
+        """Evaluates the expression, given the shapes of the stored tensors."""
+        raise NotImplementedError
+
+    def _infer(self, bindings: _Bindings, shape: _Shape, stored: dict[str, _Shape]) -> None:
+        """Adds the shapes of the stored tensors, given the shape of the value."""
+        raise NotImplementedError
+
+    def _children(self) -> tuple[Expression, ...]:
+        return ()
+
+    def _placeholders(self) -> set[str]:
+        """Returns the placeholders that the rule must bind."""
+        return set().union(*(child._placeholders() for child in self._children()))
+
+    def _templates(self) -> list[str]:
+        """Returns the names of the stored tensors, with placeholders."""
+        return [template for child in self._children() for template in child._templates()]
+
+
+@dataclass(frozen=True)
+class _Stored(Expression):
+    """A whole stored tensor."""
+
+    template: str
+
+    def _value(self, bindings: _Bindings, stored: _Dict[str, _Shape]) -> _Value:
+        name = bindings.name(self.template)
+        shape = stored.get(name)
+        if shape is None:
+            raise _Problem("NotFound", f"`{name}` is not stored")
+        zeros = (0,) * len(shape)
+        return _Value(shape, [_Piece(name, shape, zeros, shape, zeros, tuple(range(len(shape))))])
+
+    def _infer(self, bindings: _Bindings, shape: _Shape, stored: dict[str, _Shape]) -> None:
+        name = bindings.name(self.template)
+        known = stored.setdefault(name, shape)
+        if known != shape:
+            raise _Problem("SliceMismatch", f"`{name}` would have the shapes {list(known)} and {list(shape)}")
+
+    def _placeholders(self) -> set[str]:
+        return {match[1] for match in _PLACEHOLDER.finditer(self.template)}
+
+    def _templates(self) -> list[str]:
+        return [self.template]
+
+
+@dataclass(frozen=True)
+class _Fuse(Expression):
+    parts: tuple[Expression, ...]
+    dim: int
+    sizes: tuple[int, ...] | None
+
+    def _value(self, bindings: _Bindings, stored: _Dict[str, _Shape]) -> _Value:
+        values = [part._value(bindings, stored) for part in self.parts]
+        first = values[0].shape
+        dim = _normalize(self.dim, len(first))
+        pieces, length = [], 0
+        for value in values:
+            if len(value.shape) != len(first) or _without(value.shape, dim) != _without(first, dim):
+                shapes = ", ".join(str(list(value.shape)) for value in values)
+                raise _Problem("SliceMismatch", f"parts of shapes {shapes} do not fit together in dimension {dim}")
+            pieces += [piece._replace(offsets=_add(piece.offsets, dim, length)) for piece in value.pieces]
+            length += value.shape[dim]
+        return _Value(_with(first, dim, length), pieces)
+
+    def _infer(self, bindings: _Bindings, shape: _Shape, stored: dict[str, _Shape]) -> None:
+        dim = _normalize(self.dim, len(shape))
+        sizes = self.sizes or (1,) * len(self.parts)
+        unit, rest = divmod(shape[dim], sum(sizes))
+        if rest:
+            text = f"dimension {dim} of {list(shape)} cannot be split in the proportions {list(sizes)}"
+            raise _Problem("SliceMismatch", text)
+        for part, size in zip(self.parts, sizes):
+            part._infer(bindings, _with(shape, dim, unit * size), stored)
+
+    def _children(self) -> tuple[Expression, ...]:
+        return self.parts
+
+
+@dataclass(frozen=True)
+class _Stack(Expression):
+    parts: tuple[Expression, ...]
+    dim: int
+
+    def _value(self, bindings: _Bindings, stored: _Dict[str, _Shape]) -> _Value:
+        return _stack([part._value(bindings, stored) for part in self.parts], self.dim)
+
+    def _infer(self, bindings: _Bindings, shape: _Shape, stored: dict[str, _Shape]) -> None:
+        dim = _normalize(self.dim, len(shape))
+        if shape[dim] != len(self.parts):
+            text = f"dimension {dim} of {list(shape)} has {shape[dim]} parts, the rule has {len(self.parts)}"
+            raise _Problem("SliceMismatch", text)
+        for part in self.parts:
+            part._infer(bindings, _without(shape, dim), stored)
+
+    def _children(self) -> tuple[Expression, ...]:
+        return self.parts
+
+
+@dataclass(frozen=True)
+class _StackOver(Expression):
+    """A stack with one part for each index."""
+
+    part: Expression
+    over: str
+    indices: tuple[int, ...] | None
+    dim: int
+
+    def _value(self, bindings: _Bindings, stored: _Dict[str, _Shape]) -> _Value:
+        indices = self.indices
+        if indices is None:
+            # The stored names say how many parts there are. With no part, the error names the first.
+            count = 0
+            while any(bindings.bind(self.over, count).name(name) in stored for name in self.part._templates()):
+                count += 1
+            indices = tuple(range(max(count, 1)))
+        return _stack([self.part._value(bindings.bind(self.over, index), stored) for index in indices], self.dim)
+
+    def _infer(self, bindings: _Bindings, shape: _Shape, stored: dict[str, _Shape]) -> None:
+        dim = _normalize(self.dim, len(shape))
+        indices = range(shape[dim]) if self.indices is None else self.indices
+        if shape[dim] != len(indices):
+            text = f"dimension {dim} of {list(shape)} has {shape[dim]} parts, the rule has {len(indices)}"
+            raise _Problem("SliceMismatch", text)
+        for index in indices:
+            self.part._infer(bindings.bind(self.over, index), _without(shape, dim), stored)
+
+    def _children(self) -> tuple[Expression, ...]:
+        return (self.part,)
+
+    def _placeholders(self) -> set[str]:
+        return self.part._placeholders() - {self.over}
+
+
+@dataclass(frozen=True)
+class _Narrow(Expression):
+    part: Expression
+    dim: int
+    start: int
+    length: int
+
+    def _value(self, bindings: _Bindings, stored: _Dict[str, _Shape]) -> _Value:
+        value = self.part._value(bindings, stored)
+        dim = _normalize(self.dim, len(value.shape))
+        if self.start + self.length > value.shape[dim]:
+            text = f"dimension {dim} of {list(value.shape)} has no elements {self.start}..{self.start + self.length}"
+            raise _Problem("SliceMismatch", text)
+        return _narrow(value, dim, self.start, self.length)
+
+    def _infer(self, bindings: _Bindings, shape: _Shape, stored: dict[str, _Shape]) -> None:
+        names = ", ".join(f"`{bindings.name(name)}`" for name in self.part._templates())
+        raise _Problem("invalid", f"a rule with narrow cannot put: the size of {names} is not known")
+
+    def _children(self) -> tuple[Expression, ...]:
+        return (self.part,)
+
+
+@dataclass(frozen=True)
+class _Shard(Expression):
+    part: Expression
+    dim: int
+    index: int
+    count: int
+
+    def _value(self, bindings: _Bindings, stored: _Dict[str, _Shape]) -> _Value:
+        value = self.part._value(bindings, stored)
+        dim = _normalize(self.dim, len(value.shape))
+        length, rest = divmod(value.shape[dim], self.count)
+        if rest:
+            text = f"dimension {dim} of {list(value.shape)} cannot be split into {self.count} equal shards"
+            raise _Problem("SliceMismatch", text)
+        return _narrow(value, dim, self.index * length, length)
+
+    def _infer(self, bindings: _Bindings, shape: _Shape, stored: dict[str, _Shape]) -> None:
+        dim = _normalize(self.dim, len(shape))
+        self.part._infer(bindings, _with(shape, dim, shape[dim] * self.count), stored)
+
+    def _children(self) -> tuple[Expression, ...]:
+        return (self.part,)
+
+
+@dataclass(frozen=True)
+class _Transpose(Expression):
+    part: Expression
+    dim0: int
+    dim1: int
+
+    def _value(self, bindings: _Bindings, stored: _Dict[str, _Shape]) -> _Value:
+        value = self.part._value(bindings, stored)
+        order = self._order(len(value.shape))
+        pieces = [
+            piece._replace(offsets=_permute(piece.offsets, order), dims=tuple(order[dim] for dim in piece.dims))
+            for piece in value.pieces
+        ]
+        return _Value(_permute(value.shape, order), pieces)
+
+    def _infer(self, bindings: _Bindings, shape: _Shape, stored: dict[str, _Shape]) -> None:
+        self.part._infer(bindings, _permute(shape, self._order(len(shape))), stored)
+
+    def _order(self, rank: int) -> list[int]:
+        """Returns the permutation of the dimensions, which is its own inverse."""
+        dim0, dim1 = _normalize(self.dim0, rank), _normalize(self.dim1, rank)
+        order = list(range(rank))
+        order[dim0], order[dim1] = dim1, dim0
+        return order
+
+    def _children(self) -> tuple[Expression, ...]:
+        return (self.part,)
+
+
+def fuse(*parts: str | Expression, dim: int = 0, sizes: Iterable[int] | None = None) -> Expression:
+    """Concatenates tensors, as `torch.cat`.
+
+    Args:
+        parts: names of stored tensors, or expressions.
+        dim: the dimension in which the parts follow each other. Negative: counted from the last one.
+        sizes: the proportions of the parts in `dim`, for puts, such as the numbers of heads of q, k and v. A get does
+            not need them. None: all parts have the same size.
+    """
+    expressions = _expressions("fuse", parts)
+    proportions = None if sizes is None else tuple(sizes)
+    if proportions is not None and (len(proportions) != len(expressions) or min(proportions) < 1):
+        raise _invalid(f"`sizes` has {len(proportions)} numbers for {len(expressions)} parts: give a positive one for each")
+    return _Fuse(expressions, dim, proportions)
+
+
+def stack(
+    *parts: str | Expression, dim: int = 0, over: str | None = None, indices: Iterable[int] | None = None
+) -> Expression:
+    """Stacks tensors of one shape in a new dimension, as `torch.stack`.
+
+    Args:
+        parts: names of stored tensors, or expressions. With `over`, one part.
+        dim: the new dimension. Negative: counted from the last one.
+        over: the placeholder that numbers the parts: `stack("experts.{e}.w1", over="e")`.
+        indices: the numbers of `over`, such as `range(8, 16)` for the experts of one rank. None: 0, 1 and so on, as many as
+            are stored, or as the tensor that is put has.
+    """
+    expressions = _expressions("stack", parts)
+    if over is None:
+        if indices is not None:
+            raise _invalid("`indices` are those of `over`: say over which placeholder")
+        return _Stack(expressions, dim)
+    if len(expressions) != 1:
+        raise _invalid(f"stack with `over` has one part, not {len(expressions)}")
+    if over not in expressions[0]._placeholders():
+        raise _invalid(f"the part of stack does not have the placeholder `{{{over}}}`")
+    numbers = None if indices is None else tuple(indices)
+    if numbers == ():
+        raise _invalid("`indices` is empty")
+    return _StackOver(expressions[0], over, numbers, dim)
+
+
+def narrow(part: str | Expression, dim: int, start: int, length: int) -> Expression:
+    """Takes a part of a tensor, as `torch.narrow`. Only for gets.
+
+    Args:
+        part: the name of a stored tensor, or an expression.
+        dim: the dimension. Negative: counted from the last one.
+        start: the first element in that dimension.
+        length: the number of elements in that dimension.
+    """
+    if start < 0 or length < 0:
+        raise _invalid(f"`start` and `length` are at least 0, not {start} and {length}")
+    return _Narrow(_expression(part), dim, start, length)
+
+
+def shard(part: str | Expression, dim: int, index: int, count: int) -> Expression:
+    """Takes one of `count` equal shards of a tensor, such as that of a tensor-parallel rank.
+
+    Args:
+        part: the name of a stored tensor, or an expression.
+        dim: the dimension in which the tensor is sharded. Negative: counted from the last one.
+        index: the number of the shard: the rank.
+        count: the number of shards.
+    """
+    if not 0 <= index < count:
+        raise _invalid(f"shard {index} of {count} does not exist")
+    return _Shard(_expression(part), dim, index, count)
+
+
+def transpose(part: str | Expression, dim0: int, dim1: int) -> Expression:
+    """Exchanges two dimensions of a tensor, as `torch.transpose`."""
+    return _Transpose(_expression(part), dim0, dim1)
+
+
+class _Rule(NamedTuple):
+    pattern: re.Pattern[str]
+    expression: Expression
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Rules that say which stored tensors the tensors of a process consist of.
+
+    Args:
+        rules: names of tensors of the process, each with the name of a stored tensor, or an expression: `fuse`, `stack`,
+            `narrow`, `shard`, `transpose`. The first rule whose name fits is used. A name can have placeholders, as
+            routes of web frameworks do: `{name}` is a part of the name without a dot, `{name:int}` a number, and
+            `{name:path}` any text. The stored names repeat them: `{name}`.
+
+    Raises:
+        TssdValueError: a rule is invalid.
+
+    Example:
+        `Mapping({"{name:path}": "model.{name}"})` adds a prefix to all names.
+    """
+
+    rules: _Dict[str, str | Expression]
+    _compiled: list[_Rule] = field(init=False, repr=False, compare=False)
+    # The rule of each name so far, so that later calls need no regular expressions.
+    _found: dict[str, tuple[Expression, _Bindings] | None] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        rules = [_compile(name, expression) for name, expression in self.rules.items()]
+        object.__setattr__(self, "_compiled", rules)
+
+    def _find(self, name: str) -> tuple[Expression, _Bindings] | None:
+        if name not in self._found:
+            matches = ((rule, rule.pattern.fullmatch(name)) for rule in self._compiled)
+            found = ((rule.expression, _Bindings(match.groupdict())) for rule, match in matches if match)
+            self._found[name] = next(found, None)
+        return self._found[name]
+
+    def _plan(
+        self,
+        shapes: _Dict[str, _Shape],
+        evaluate: Callable[[Expression, _Bindings, _Shape], _Value],
+    ) -> tuple[dict[str, list[_Piece]], list[tuple[str, str, str]]]:
+        plans, problems = {}, []
+        for name, shape in shapes.items():
+            found = self._find(name)
+            if found is None:
+                continue
+            try:
+                value = evaluate(*found, shape)
+                if value.shape != shape:
+                    text = f"it has shape {list(shape)}, its stored parts {list(value.shape)}"
+                    raise _Problem("SliceMismatch", text)
+                plans[name] = value.pieces
+            except _Problem as problem:
+                problems.append((name, problem.kind, f"`{name}`: {problem}"))
+        return plans, problems
+
+    def _plan_get(
+        self, shapes: _Dict[str, _Shape], stored: _Dict[str, _Shape]
+    ) -> tuple[dict[str, list[_Piece]], list[tuple[str, str, str]]]:
+        """Returns the pieces of each tensor that has a rule, and the tensors that do not fit: name, error kind, text."""
+        return self._plan(shapes, lambda expression, bindings, _: expression._value(bindings, stored))
+
+    def _plan_put(self, shapes: _Dict[str, _Shape]) -> tuple[dict[str, list[_Piece]], list[tuple[str, str, str]]]:
+        """As `_plan_get`, with the shapes of the stored tensors inferred."""
+
+        def evaluate(expression: Expression, bindings: _Bindings, shape: _Shape) -> _Value:
+            stored: dict[str, _Shape] = {}
+            expression._infer(bindings, shape, stored)
+            return expression._value(bindings, stored)
+
+        return self._plan(shapes, evaluate)
+
+
+def _compile(name: str, expression: str | Expression) -> _Rule:
+    pattern, end = "", 0
+    bound = set()
+    for match in _PLACEHOLDER.finditer(name):
+        placeholder, converter = match.groups()
+        if converter not in _CONVERTERS:
+            raise _invalid(f"`{name}`: the kinds of placeholders are `{{x}}`, `{{x:int}}` and `{{x:path}}`, not `{match[0]}`")
+        if placeholder in bound:
+            raise _invalid(f"`{name}` has the placeholder `{{{placeholder}}}` twice")
+        bound.add(placeholder)
+        pattern += f"{re.escape(name[end : match.start()])}(?P<{placeholder}>{_CONVERTERS[converter]})"
+        end = match.end()
+    pattern += re.escape(name[end:])
+    compiled = _expression(expression)
+    unbound = compiled._placeholders() - bound
+    if unbound:
+        names = ", ".join(f"`{{{placeholder}}}`" for placeholder in sorted(unbound))
+        raise _invalid(f"`{name}` does not have the placeholder {names} of its stored tensors")
+    return _Rule(re.compile(pattern), compiled)
+
+
+def _expression(part: str | Expression) -> Expression:
+    if isinstance(part, Expression):
+        return part
+    if isinstance(part, str):
+        return _Stored(part)
+    raise TypeError(f"a rule has the name of a stored tensor or an expression, not a {type(part).__name__}")
+
+
+def _expressions(function: str, parts: tuple[str | Expression, ...]) -> tuple[Expression, ...]:
+    if not parts:
+        raise _invalid(f"{function} needs at least one part")
+    return tuple(map(_expression, parts))
+
+
+def _stack(values: list[_Value], dim: int) -> _Value:
+    first = values[0].shape
+    dim = _normalize(dim, len(first) + 1)
+    pieces = []
+    for index, value in enumerate(values):
+        if value.shape != first:
+            raise _Problem("SliceMismatch", f"parts of shapes {list(first)} and {list(value.shape)} cannot be stacked")
+        for piece in value.pieces:
+            offsets = (*piece.offsets[:dim], index, *piece.offsets[dim:])
+            pieces.append(piece._replace(offsets=offsets, dims=tuple(each + (each >= dim) for each in piece.dims)))
+    return _Value((*first[:dim], len(values), *first[dim:]), pieces)
+
+
+def _narrow(value: _Value, dim: int, start: int, length: int) -> _Value:
+    pieces = []
+    for piece in value.pieces:
+        axis = piece.dims.index(dim) if dim in piece.dims else None
+        size = 1 if axis is None else piece.sizes[axis]
+        first, last = max(start, piece.offsets[dim]), min(start + length, piece.offsets[dim] + size)
+        if first >= last:
+            continue
+        skipped = first - piece.offsets[dim]
+        piece = piece._replace(offsets=_with(piece.offsets, dim, first - start))
+        if axis is not None:
+            stored_offsets = _add(piece.stored_offsets, axis, skipped)
+            piece = piece._replace(stored_offsets=stored_offsets, sizes=_with(piece.sizes, axis, last - first))
+        pieces.append(piece)
+    return _Value(_with(value.shape, dim, length), pieces)
+
+
+def _normalize(dim: int, rank: int) -> int:
+    if not -rank <= dim < rank:
+        raise _Problem("SliceMismatch", f"a tensor of {rank} dimensions has no dimension {dim}")
+    return dim % rank
+
+
+def _with(values: _Shape, index: int, value: int) -> _Shape:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _without(values: _Shape, index: int) -> _Shape:
+    return values[:index] + values[index + 1 :]
+
+
+def _add(values: _Shape, index: int, amount: int) -> _Shape:
+    return _with(values, index, values[index] + amount)
+
+
+def _permute(values: _Shape, order: list[int]) -> _Shape:
+    return tuple(values[dim] for dim in order)
+
+
+def _invalid(text: str) -> TssdError:
+    return new_exception("invalid", "", text, None, None, None, None)

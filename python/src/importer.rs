@@ -179,13 +179,14 @@ impl<'py> TargetImporter<'py> {
 
     /// Returns the tensors of an object, to be filled with elements of the stored dtype.
     ///
-    /// A tensor that cannot be filled directly is replaced by staging memory.
+    /// A tensor that cannot be filled directly is replaced by staging memory. If `is_buffered`, each tensor is.
     pub(crate) fn import_targets(
         &mut self,
         object: &Bound<'py, PyAny>,
         stored: Dtype,
+        is_buffered: bool,
     ) -> Result<(Vec<FillTarget>, StagingPairs<'py>)> {
-        self.0.purpose = ImportPurpose::Fill(FillState::new(stored));
+        self.0.purpose = ImportPurpose::Fill(FillState::new(stored, is_buffered));
         let targets = self.0.import_targets(object)?.ok_or_else(|| {
             BindingError::untyped_leaf(
                 "`into` is no tensor",

@@ -260,13 +260,15 @@ pub(crate) fn is_floating(dtype: Dtype) -> bool {
 pub(crate) struct FillState<'py> {
     /// Dtype in which the tensors are stored.
     stored_dtype: Dtype,
+    /// Whether staging memory of the host is filled in any case.
+    is_buffered: bool,
     /// Objects that cannot be filled directly, each with the staging memory that is filled instead.
     pub(crate) staging: RefCell<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>>,
 }
 
 impl<'py> FillState<'py> {
-    pub(crate) fn new(stored_dtype: Dtype) -> Self {
-        Self { stored_dtype, staging: RefCell::default() }
+    pub(crate) fn new(stored_dtype: Dtype, is_buffered: bool) -> Self {
+        Self { stored_dtype, is_buffered, staging: RefCell::default() }
     }
 
     /// Allocates staging memory of this dtype, which is filled instead of the object.
@@ -319,13 +321,19 @@ impl<'py> ImportPurpose<'py> {
                 let dtype = torch.to_dtype(&tensor.getattr(intern!(py, "dtype"))?);
                 Torch::check_fillable(tensor)?;
                 let options = PyDict::new(py);
-                match torch.try_share(tensor, flags, devices)? {
-                    Ok(shared) if dtype == Some(filling.stored_dtype) => return Ok(shared),
-                    // The cast runs on the device of the tensor.
-                    Ok(_) => options.set_item("device", tensor.getattr("device")?)?,
-                    Err(reason) => {
-                        devices.record_pageable_copy(tensor.getattr("nbytes")?.extract()?, &reason);
-                        options.set_item("device", "cpu")?;
+                if filling.is_buffered {
+                    options.set_item("device", "cpu")?;
+                    options.set_item("pin_memory", tensor.getattr("is_cuda")?)?;
+                } else {
+                    match torch.try_share(tensor, flags, devices)? {
+                        Ok(shared) if dtype == Some(filling.stored_dtype) => return Ok(shared),
+                        // The cast runs on the device of the tensor.
+                        Ok(_) => options.set_item("device", tensor.getattr("device")?)?,
+                        Err(reason) => {
+                            let bytes = tensor.getattr("nbytes")?.extract()?;
+                            devices.record_pageable_copy(bytes, &reason);
+                            options.set_item("device", "cpu")?;
+                        }
                     }
                 }
                 let dtype = torch.torch_dtype(filling.stored_dtype)?;
@@ -360,6 +368,9 @@ impl<'py> ImportPurpose<'py> {
                 }
                 if dtype != filling.stored_dtype {
                     return refuse("what is cast is a tensor of torch or an array of numpy");
+                }
+                if filling.is_buffered {
+                    return refuse("what is staged is a tensor of torch or an array of numpy");
                 }
             }
         }
@@ -399,7 +410,7 @@ impl<'py> ImportPurpose<'py> {
             Self::Fill(filling) => {
                 let dtype = numpy.to_dtype(&array.getattr("dtype")?)?;
                 Numpy::check_fillable(array)?;
-                if dtype == filling.stored_dtype {
+                if dtype == filling.stored_dtype && !filling.is_buffered {
                     return numpy.import_array(array, flags);
                 }
                 let dtype = numpy.numpy_dtype(filling.stored_dtype)?;

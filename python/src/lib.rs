@@ -70,8 +70,8 @@ mod _tssd {
     use crate::slice::{TensorShard, TensorSlice};
     #[pymodule_export]
     use crate::store::{
-        OpenVersion, PyPendingPut, PyPin, PyPublisher, PyReceiver, PySubscription, Store,
-        VersionItems, VersionSlice,
+        OpenVersion, PyPendingPut, PyPin, PyPublisher, PyReceiver, PySubscription, StagedVersion,
+        Store, VersionItems, VersionSlice,
     };
     use pyo3::prelude::*;
     #[cfg(unix)]

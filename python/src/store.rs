@@ -40,6 +40,8 @@ mod receiver;
 mod report;
 /// Selection of leaves by name.
 mod select;
+/// A version whose bytes are on this host, and not yet in the caller's tensors.
+mod staged_version;
 /// An iterator over the versions of a key as they become visible.
 mod subscription;
 
@@ -48,6 +50,7 @@ pub(crate) use self::pin::PyPin;
 pub(crate) use self::receiver::PyReceiver;
 use self::report::{get_report, put_report, version_info};
 use self::select::select;
+pub(crate) use self::staged_version::StagedVersion;
 pub(crate) use self::subscription::PySubscription;
 use crate::builder::{Framework, ObjectBuilder};
 use crate::encoded::TorchStoreStateDict;
@@ -467,6 +470,56 @@ impl Store {
             Some(report) => PyTuple::new(py, [value, report])?.into_any(),
             None => value,
         })
+    }
+
+    /// Brings the bytes of a version into the memory of this host, verified, for tensors that are filled later.
+    ///
+    /// The tensors are written by `StagedVersion.commit`, which needs no other process: until then, they can be in use. Of a
+    /// version that is on another host, in a bucket or compressed, exactly the bytes that the tensors need are fetched to
+    /// staging memory. A version in the memory of this host is verified in place.
+    ///
+    /// Args:
+    ///     key, into, version, writer, strict, cast, verify, require_transport, allow_pickle, timeout, mapping: as for
+    ///         `get_state_dict`.
+    ///
+    /// Returns:
+    ///     A StagedVersion: `commit()`, `report`, `close()`, and a context manager. It leases the version.
+    ///
+    /// Raises:
+    ///     As `get_state_dict`. No tensor is written.
+    #[pyo3(signature = (key, into, *, version=None, writer=None, strict=true, cast=false, verify=true, require_transport=None, allow_pickle=false, timeout=None, mapping=None))]
+    #[expect(
+        clippy::too_many_arguments,
+        clippy::fn_params_excessive_bools,
+        reason = "they are the arguments of the Python method"
+    )]
+    fn stage(
+        &self,
+        key: &Bound<'_, PyAny>,
+        into: &Bound<'_, PyAny>,
+        version: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = arguments::extract_optional_writer)] writer: Option<u32>,
+        strict: bool,
+        cast: bool,
+        verify: bool,
+        require_transport: Option<&str>,
+        allow_pickle: bool,
+        timeout: Option<f64>,
+        mapping: Option<&Bound<'_, PyAny>>,
+    ) -> Result<StagedVersion> {
+        let (py, (connection, name)) = (key.py(), self.connect_for_key(key)?);
+        let mapping = mapping.map(Mapping::extract).transpose()?;
+        let version = VersionSelector::extract(version)?;
+        let request = ReadRequest { version, writer, verify, require_transport, timeout };
+        let (number, deadline) = (request.number(), Deadline::new(timeout)?);
+        let stage = || {
+            let reader = request.open(py, &connection, &name)?;
+            let read =
+                VersionRead { connection: &connection, reader: &reader, deadline: &deadline };
+            let options = FillOptions { mapping: mapping.as_ref(), strict, cast, allow_pickle };
+            StagedVersion::new(&read, connection.clone(), name.clone(), into, options)
+        };
+        stage().map_err(|error| error.with_key(name.as_str(), number))
     }
 
     /// Puts one value, as a state dict that contains nothing else.

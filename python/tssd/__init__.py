@@ -27,7 +27,7 @@ from ._errors import (
 )
 from ._options import PutOptions
 from ._reference import TensorReference
-from ._reports import DeviceCopies, GetReport, PutReport, ReceiveReport, SaveReport, VersionInfo
+from ._reports import CommitReport, DeviceCopies, GetReport, PutReport, ReceiveReport, SaveReport, VersionInfo
 from ._ring import Ring
 from ._targets import Targets
 from ._tssd import (
@@ -37,6 +37,7 @@ from ._tssd import (
     Publisher,
     Receiver,
     SafeSlice,
+    StagedVersion,
     Store,
     Subscription,
     TensorShard,
@@ -54,6 +55,7 @@ from ._tssd import (
 )
 
 __all__ = [
+    "CommitReport",
     "DeviceCopies",
     "GetReport",
     "OpenVersion",
@@ -67,6 +69,7 @@ __all__ = [
     "Ring",
     "SafeSlice",
     "SaveReport",
+    "StagedVersion",
     "Store",
     "Subscription",
     "Targets",

@@ -125,6 +125,21 @@ class GetReport:
 
 
 @dataclass(frozen=True)
+class CommitReport:
+    """The report of `StagedVersion.commit`.
+
+    Attributes:
+        version: the version number.
+        bytes: the number of bytes that were copied to the tensors.
+        seconds: the time of the copies, in seconds.
+    """
+
+    version: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class ReceiveReport:
     """The report of a version that was received through a ring.
 

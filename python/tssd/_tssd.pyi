@@ -11,7 +11,7 @@ from typing_extensions import Buffer, Unpack
 
 from ._options import PutOptions
 from ._reference import TensorReference
-from ._reports import GetReport, PutReport, ReceiveReport, SaveReport, VersionInfo
+from ._reports import CommitReport, GetReport, PutReport, ReceiveReport, SaveReport, VersionInfo
 from ._targets import Targets
 from .mapping import Mapping
 
@@ -29,6 +29,7 @@ __all__ = [
     "Publisher",
     "Receiver",
     "SafeSlice",
+    "StagedVersion",
     "Store",
     "Subscription",
     "TensorShard",
@@ -258,6 +259,25 @@ class _PutKeywords(TypedDict, total=False):
     mapping: Mapping | None
 
 @final
+class StagedVersion:
+    @property
+    def key(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def id(self) -> str: ...
+    @property
+    def report(self) -> GetReport: ...
+    def commit(self, timeout: float | None = None) -> CommitReport: ...
+    def close(self) -> None: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __enter__(self) -> StagedVersion: ...
+    def __exit__(self, *_error: object) -> None: ...
+
+@final
 class Store:
     def __new__(
         cls,
@@ -449,6 +469,21 @@ class Store:
         timeout: float | None = None,
         mapping: Mapping | None = None,
     ) -> _IntoDict | tuple[_IntoDict, GetReport]: ...
+    def stage(
+        self,
+        key: str,
+        into: dict[Any, Any] | Targets,
+        *,
+        version: int | str | VersionInfo | OpenVersion | None = None,
+        writer: int | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        verify: bool = True,
+        require_transport: _Transport | None = None,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+        mapping: Mapping | None = None,
+    ) -> StagedVersion: ...
     @overload
     def put(
         self, /, key: str, value: object, *, wait: Literal[True] = True, **keywords: Unpack[_PutKeywords]

@@ -29,7 +29,17 @@ if TYPE_CHECKING:
 
     from .mapping import Mapping
 
-__all__ = ["OpenVersion", "PendingPut", "Pin", "Publisher", "Receiver", "Store", "Subscription", "VersionSlice"]
+__all__ = [
+    "OpenVersion",
+    "PendingPut",
+    "Pin",
+    "Publisher",
+    "Receiver",
+    "StagedVersion",
+    "Store",
+    "Subscription",
+    "VersionSlice",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -234,6 +244,50 @@ class OpenVersion(_Wrapper[_tssd.OpenVersion]):
         return len(self._wrapped)
 
     async def __aenter__(self) -> OpenVersion:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
+
+class StagedVersion(_Wrapper[_tssd.StagedVersion]):
+    """A version that is staged, ready to be copied: see `tssd.StagedVersion`."""
+
+    @property
+    def key(self) -> str:
+        """The key."""
+        return self._wrapped.key
+
+    @property
+    def version(self) -> int:
+        """The version number. It stays available after `close`."""
+        return self._wrapped.version
+
+    @property
+    def epoch(self) -> int:
+        """The number of rewinds and rollbacks of the key before the version. It stays available after `close`."""
+        return self._wrapped.epoch
+
+    @property
+    def id(self) -> str:
+        """The identity of the version, 32 hex digits. It stays available after `close`."""
+        return self._wrapped.id
+
+    @property
+    def report(self) -> GetReport:
+        """The GetReport of the staging."""
+        return self._wrapped.report
+
+    commit = _awaitable(_tssd.StagedVersion.commit)
+    close = _awaitable(_tssd.StagedVersion.close)
+
+    def __int__(self) -> int:
+        return self.version
+
+    def __index__(self) -> int:
+        return self.version
+
+    async def __aenter__(self) -> StagedVersion:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
@@ -523,6 +577,7 @@ class Store(_Wrapper[_tssd.Store]):
     # Await these, or use them as async context managers: `async with store.open(key) as opened`.
     publish = _awaitable_open(_tssd.Store.publish, Publisher)
     open = _awaitable_open(_tssd.Store.open, OpenVersion)
+    stage = _awaitable_open(_tssd.Store.stage, StagedVersion)
     wait_for_version = _awaitable_open(_tssd.Store.wait_for_version, OpenVersion)
     pin = _awaitable_open(_tssd.Store.pin, Pin)
     receiver = _awaitable_open(_tssd.Store.receiver, Receiver)

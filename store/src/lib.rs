@@ -48,7 +48,7 @@ pub use control::VersionInfo;
 pub use credentials::Credentials;
 #[cfg(target_os = "linux")]
 pub use daemon::{Daemon, DaemonOptions, default_memory_limit};
-pub use engine::get::{GetOptions, GetReport, Target, TargetMemory};
+pub use engine::get::{GetOptions, GetReport, LeafPart, Target, TargetMemory};
 pub use engine::put::{
     PendingPut, PutOptions, PutPhases, PutReport, Replicas, Residency, Rewind, Ring, pieces,
 };

@@ -16,8 +16,8 @@ use tssd_format::{
 };
 use tssd_store::blocking::Store;
 use tssd_store::{
-    ConnectOptions, Credentials, DaemonOptions, ErrorKind, GetOptions, JobId, Key, PutOptions,
-    Rewind, Selector, Target,
+    ConnectOptions, Credentials, DaemonOptions, ErrorKind, GetOptions, JobId, Key, LeafPart,
+    PutOptions, Rewind, Selector, Target,
 };
 use tssd_tests::certificates::CertificateAuthority;
 use tssd_tests::raw_connection::{HELLO, frame};
@@ -647,7 +647,7 @@ fn prefetched_version_is_read_locally() {
     }
     let rows = |from: u64| {
         let slice = TensorSlice::new(&[from, 0], &[100, 3079], &[1400, 3079]).unwrap();
-        [("weight".to_owned(), Some(ShardSpec::new(slice)))]
+        [LeafPart { fqn: "weight".to_owned(), shard_spec: Some(ShardSpec::new(slice)) }]
     };
     assert_eq!(generator.prefetch(&key(), &rows(900), &none).unwrap().bytes, 0);
     let fetched = generator.prefetch(&key(), &rows(100), &none).unwrap();
@@ -829,7 +829,7 @@ fn partially_prefetched_version_stays_readable_while_open() {
     };
     put_step(9);
     let slice = TensorSlice::new(&[100, 0], &[100, 3079], &[1400, 3079]).unwrap();
-    let rows = [("weight".to_owned(), Some(ShardSpec::new(slice)))];
+    let rows = [LeafPart { fqn: "weight".to_owned(), shard_spec: Some(ShardSpec::new(slice)) }];
     generator.prefetch(&key(), &rows, &GetOptions::default()).unwrap();
     let opened = generator.open(&key(), &version_options(9)).unwrap();
     put_step(10);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tokio::runtime::{Builder, Runtime};
-use tssd_store::{ConnectOptions, GetReport, Store, Target, VersionReader};
+use tssd_store::{ConnectOptions, GetReport, LeafPart, Store, Target, VersionReader};
 
 use crate::error::{BindingError, Failure, Result};
 use crate::interrupt::{InterruptCheck, SIGNAL_CHECK_INTERVAL};
@@ -136,6 +136,14 @@ impl VersionRead<'_> {
         T: Send,
     {
         self.connection.block_on_until(py, self.deadline, work)
+    }
+
+    /// Verifies the parts that are in the memory of this host. Returns for each part whether it is.
+    pub(super) fn verify_in_memory(&self, py: Python<'_>, parts: &[LeafPart]) -> Result<Vec<bool>> {
+        py.detach(|| {
+            let _guard = self.connection.runtime.enter();
+            Ok(self.reader.verify_in_memory(parts)?)
+        })
     }
 
     /// Fills `targets`.

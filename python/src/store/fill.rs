@@ -19,16 +19,19 @@ use tssd_store::{GetOptions, GetReport, ReceiveReport, Receiver, Target, TargetM
 use crate::builder::{Framework, ObjectBuilder};
 use crate::classes;
 use crate::device::{DeviceRegions, DeviceTarget};
-use crate::error::{BindingError, Failure, Result};
+use crate::error::{BindingError, Result};
 use crate::importer::{StagingPairs, TargetImporter, namedtuple_fields, to_map_key};
 use crate::leaf_import::is_floating;
 use crate::mapping::{Mapping, Piece, Problem, problem_kind, split_tensor};
 use crate::store::connection::{Connection, VersionRead};
 use crate::store::loaded_tree::LoadedTree;
 
+/// Staging: everything about a fill but the copy to the caller's tensors.
+mod stage;
 /// Comparison of wrappers in `into` with the stored ones.
 mod wrapper;
 
+pub(crate) use self::stage::StagedTargets;
 use self::wrapper::{TENSORS_KEY, WrapperTarget};
 
 /// A batch is filled once its staging tensors have this many bytes.
@@ -246,22 +249,34 @@ impl<'a, 'py> LeafCollector<'a, 'py> {
     }
 }
 
-/// Fills the tensors in a nested object, by their fqns.
-///
-/// The other leaves in its dicts and lists are replaced by the stored leaves.
+/// The leaves of `into`, matched with the stored ones.
+struct MatchedTree<'py> {
+    /// The tensors that are stored, each with its stored dtype.
+    leaves: Vec<(Leaf<'py>, Dtype)>,
+    differences: Differences,
+    /// The other stored leaves that replace those of `into`.
+    values: Vec<Replacement<'py>>,
+    /// The tensors that wrap tensors.
+    wrappers: Vec<Bound<'py, PyAny>>,
+}
+
+/// A leaf that replaces another: the dict or list that contains it, its key or index, and the value.
+type Replacement<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
+
+/// Matches the leaves in a nested object with the stored ones, by their fqns. Reads the leaves that are no tensors.
 ///
 /// # Errors
 ///
-/// All differences that `options` does not allow, in one error, before the first byte of a tensor is written.
-pub(crate) fn fill_state_dict(
+/// All differences that `options` does not allow, in one error.
+fn match_tree<'py>(
     read: &VersionRead<'_>,
-    into: &Bound<'_, PyAny>,
+    importer: &TargetImporter<'py>,
+    into: &Bound<'py, PyAny>,
     options: FillOptions<'_, '_>,
-) -> Result<(FillResult, Differences)> {
+) -> Result<MatchedTree<'py>> {
     let py = into.py();
-    let mut importer = TargetImporter::new(py)?;
     let LeafCollector { mut tensors, wrappers, slots, .. } =
-        LeafCollector::collect(&importer, into)?;
+        LeafCollector::collect(importer, into)?;
     let mut stored: BTreeMap<String, &Node> =
         read.reader.leaves().iter().map(|(path, node)| (path.fqn(), node)).collect();
     let tagged = find_tagged(read.reader.structure());
@@ -277,14 +292,36 @@ pub(crate) fn fill_state_dict(
         Some((Step::Key(MapKey::Str(slot.fqn.as_str().into())), Node::clone(node)))
     });
     // None of the leaves is a tensor of torch. Values such as `torch.dtype` are made by torch regardless.
-    let values = read_values(py, read, plain.collect(), Framework::Numpy, options.allow_pickle)?;
-    let filled = fill_leaves(py, read, &mut importer, leaves)?;
+    let found = read_values(py, read, plain.collect(), Framework::Numpy, options.allow_pickle)?;
+    let mut values = Vec::new();
     for Slot { fqn, container, key } in slots {
-        if let Some(value) = values.get_item(fqn)? {
-            container.set_item(key, value)?;
-        }
+        values.extend(found.get_item(fqn)?.map(|value| (container, key, value)));
     }
-    increment_versions(py, wrappers.into_iter().map(|wrapper| wrapper.object).collect())?;
+    let wrappers = wrappers.into_iter().map(|wrapper| wrapper.object).collect();
+    Ok(MatchedTree { leaves, differences, values, wrappers })
+}
+
+/// Fills the tensors in a nested object, by their fqns.
+///
+/// The other leaves in its dicts and lists are replaced by the stored leaves.
+///
+/// # Errors
+///
+/// As [`match_tree`], before the first byte of a tensor is written.
+pub(crate) fn fill_state_dict(
+    read: &VersionRead<'_>,
+    into: &Bound<'_, PyAny>,
+    options: FillOptions<'_, '_>,
+) -> Result<(FillResult, Differences)> {
+    let py = into.py();
+    let mut importer = TargetImporter::new(py)?;
+    let MatchedTree { leaves, differences, values, wrappers } =
+        match_tree(read, &importer, into, options)?;
+    let filled = fill_leaves(py, read, &mut importer, leaves)?;
+    for (container, key, value) in values {
+        container.set_item(key, value)?;
+    }
+    increment_versions(py, wrappers)?;
     Ok((filled, differences))
 }
 
@@ -557,21 +594,22 @@ struct Batch<'py> {
 }
 
 impl<'py> Batch<'py> {
-    /// Adds a leaf, to be filled with elements of the stored dtype.
+    /// Adds a leaf, to be filled with elements of the stored dtype. If `is_buffered`, staging tensors are filled.
     fn add(
         &mut self,
         importer: &mut TargetImporter<'py>,
-        leaf: Leaf<'py>,
+        leaf: &Leaf<'py>,
         stored: Dtype,
+        is_buffered: bool,
     ) -> Result<()> {
-        let imported = importer.import_targets(&leaf.object, stored);
+        let imported = importer.import_targets(&leaf.object, stored, is_buffered);
         let (imported, staged) = imported.map_err(|error| error.with_fqn(&leaf.fqn))?;
         if !staged.is_empty() {
             let bytes = imported.iter().map(|(tensor, _)| tensor.meta().nbytes());
             self.staged_bytes += bytes.sum::<u64>();
         }
         self.staged.extend(staged);
-        self.objects.push(leaf.object);
+        self.objects.push(leaf.object.clone());
         let devices = importer.devices();
         for (tensor, part) in imported {
             let Some(pieces) = &leaf.pieces else {
@@ -597,7 +635,7 @@ fn fill_leaves<'py>(
     let mut report = read.reader.report();
     let mut batch = Batch::default();
     for (leaf, stored) in leaves {
-        batch.add(importer, leaf, stored)?;
+        batch.add(importer, &leaf, stored, false)?;
         if batch.staged_bytes >= BATCH_STAGED_BYTES {
             std::mem::take(&mut batch).fill(py, read, &mut report)?;
             importer.devices().release();
@@ -613,19 +651,28 @@ fn fill_leaves<'py>(
 impl Batch<'_> {
     /// Fills all targets, and adds to the counts of `report`.
     fn fill(self, py: Python<'_>, read: &VersionRead<'_>, report: &mut GetReport) -> Result<()> {
-        let rounds = split_into_rounds(self.targets);
-        py.detach(|| {
-            for round in &rounds {
-                let mut targets: Vec<Target<'_>> = round.iter().map(store_target).collect();
-                let round_report = read.fill(&mut targets)?;
-                report.bytes_needed += round_report.bytes_needed;
-                report.bytes_transferred += round_report.bytes_transferred;
-                report.plan_seconds += round_report.plan_seconds;
-            }
-            Ok::<_, Failure>(())
-        })?;
+        fill_rounds(py, read, &split_into_rounds(self.targets), report)?;
         finish_fill(py, &self.staged, self.objects)
     }
+}
+
+/// Fills targets round by round, and adds to the counts of `report`.
+fn fill_rounds(
+    py: Python<'_>,
+    read: &VersionRead<'_>,
+    rounds: &[Vec<FillTarget>],
+    report: &mut GetReport,
+) -> Result<()> {
+    py.detach(|| {
+        for round in rounds {
+            let mut targets: Vec<Target<'_>> = round.iter().map(store_target).collect();
+            let round_report = read.fill(&mut targets)?;
+            report.bytes_needed += round_report.bytes_needed;
+            report.bytes_transferred += round_report.bytes_transferred;
+            report.plan_seconds += round_report.plan_seconds;
+        }
+        Ok(())
+    })
 }
 
 /// Copies staging tensors to the caller's tensors, and reports all filled tensors to torch's autograd.
@@ -672,7 +719,7 @@ fn collect_batch<'py>(
     let mut batch = Batch::default();
     for leaf in leaves.tensors {
         if let Some(dtype) = leaf.dtype {
-            batch.add(importer, leaf, dtype)?;
+            batch.add(importer, &leaf, dtype, false)?;
         }
     }
     Ok(batch)

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
-use tssd_format::{ObjectPath, Region, Shard, ShardSpec, StateDict, Tensor, Value};
+use tssd_format::{ObjectPath, Region, Shard, StateDict, Tensor, Value};
 
 use crate::api::connect::ConnectOptions;
 use crate::api::store::PrefetchReport;
 use crate::api::wait::WaitOptions;
 use crate::control::VersionInfo;
-use crate::engine::get::{GetOptions, GetReport, Target};
+use crate::engine::get::{GetOptions, GetReport, LeafPart, Target};
 use crate::engine::put::{PutOptions, PutReport};
 use crate::engine::ring::ReceiveReport;
 use crate::error::{Error, Result};
@@ -151,7 +151,7 @@ blocking_methods! {
     retain(key: &Key, keep: NonZeroU32) -> ();
     wait_for_version(key: &Key, version: u64, timeout: Duration) -> VersionInfo;
     wait_for_version_with(key: &Key, options: &WaitOptions) -> VersionInfo;
-    prefetch(key: &Key, wanted: &[(String, Option<ShardSpec>)], options: &GetOptions) -> PrefetchReport;
+    prefetch(key: &Key, wanted: &[LeafPart], options: &GetOptions) -> PrefetchReport;
     pin(key: &Key, version: impl Into<Selector>, label: &str) -> u64;
     rollback(key: &Key, to: impl Into<Selector>) -> VersionInfo;
     unpin(key: &Key, label: &str) -> ();

@@ -10,11 +10,11 @@ use tssd_format::{
 };
 
 use crate::engine::context::Context;
-use crate::engine::get::{GetOptions, GetReport, Read, Target, fill};
+use crate::engine::get::{GetOptions, GetReport, LeafPart, Read, Target, fill};
 use crate::engine::version::{OpenVersion, ReadCounters};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::cow_map::CowBuffer;
-use crate::io::exec::run_blocking;
+use crate::io::exec::{block_in_place, run_blocking};
 use crate::io::sync::Lock;
 use crate::ledger::VersionId;
 
@@ -116,6 +116,11 @@ impl VersionReader {
     /// `Invalid` if each writer has its own leaves, and `writer` does not select a writer.
     pub fn with_options(&self, options: &GetOptions) -> Result<Self> {
         Self::new(self.context.clone(), self.version.clone(), options)
+    }
+
+    /// Returns the options.
+    pub fn options(&self) -> &GetOptions {
+        &self.options
     }
 
     /// Returns the attributes of the whole state dict.
@@ -220,6 +225,20 @@ impl VersionReader {
             Some(error) => Err(error),
             None => Ok(filled?),
         }
+    }
+
+    /// Verifies the parts of leaves that are in the memory of this host, without a copy.
+    ///
+    /// A later read with [`GetOptions::unverified`] then copies verified bytes. Returns for each part whether all its bytes
+    /// are in memory, uncompressed. Other parts are not read: read them into memory of your own.
+    ///
+    /// # Errors
+    ///
+    /// `NotFound` if there is no such leaf; `Invalid` if a part is outside of its leaf; `Corrupt` if bytes are damaged.
+    pub fn verify_in_memory(&self, parts: &[LeafPart]) -> Result<Vec<bool>> {
+        let verify =
+            || Read::new(&self.version, self.context.get(), &self.options).verify_in_memory(parts);
+        if self.version.range_reader().is_some() { block_in_place(verify) } else { verify() }
     }
 
     /// Returns the number of leaves that [`VersionReader::next`] has not returned yet.

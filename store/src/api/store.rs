@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Instant;
 
-use tssd_format::{Region, ShardSpec, StateDict, Tensor};
+use tssd_format::{Region, StateDict, Tensor};
 
 use super::follower::Follower;
 use super::publisher::Publisher;
@@ -13,7 +13,7 @@ use super::reader::VersionReader;
 use super::subscription::Subscription;
 use crate::control::{Controller, VersionInfo};
 use crate::engine::context::Context;
-use crate::engine::get::{GetOptions, GetReport, Read, Target, fill};
+use crate::engine::get::{GetOptions, GetReport, LeafPart, Read, Target, fill};
 use crate::engine::put::{PendingPut, PutOptions, PutReport};
 use crate::engine::ring::{self, Receiver};
 use crate::error::{Error, ErrorKind, Result};
@@ -179,7 +179,7 @@ impl Store {
     pub async fn prefetch(
         &self,
         key: &Key,
-        wanted: &[(String, Option<ShardSpec>)],
+        wanted: &[LeafPart],
         options: &GetOptions,
     ) -> Result<PrefetchReport> {
         let started = Instant::now();
@@ -190,7 +190,7 @@ impl Store {
         } else {
             let version = &*opened.insert(self.0.open(key, options).await?);
             let mut read = Read::new(version, self.0.get(), options);
-            let archives = read.archives_of(wanted, options.writer)?;
+            let archives = read.archives_of(wanted)?;
             (Selector::Id(version.id), Some(archives.into_iter().collect()))
         };
         let (version, id, bytes) = self.0.controller().prefetch(key, selector, archives).await?;

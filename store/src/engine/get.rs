@@ -1,6 +1,7 @@
 //! Gets: a version, or parts of it, as values or in the caller's memory.
 
 mod device_parts;
+mod in_memory;
 mod plans;
 mod read_set;
 mod target;
@@ -21,7 +22,7 @@ use tssd_format::{
 pub(crate) use self::plans::PlanCache;
 use self::plans::{Coverage, GlobalRegion, LeafSelector, Plan, PlanLayout, Request};
 use self::target::check_size;
-pub use self::target::{Target, TargetMemory};
+pub use self::target::{LeafPart, Target, TargetMemory};
 use crate::blob::{RangeJob, VerifyMode};
 use crate::control::{Controller, ReadStats};
 use crate::convert::{to_u64, to_usize};
@@ -278,31 +279,32 @@ impl<'a> Read<'a> {
         tensor.map(Some).map_err(|error| self.format_error(error))
     }
 
-    /// Returns the archives that contain leaves, or the requested parts of leaves.
-    pub(crate) fn archives_of(
-        &mut self,
-        wanted: &[(String, Option<ShardSpec>)],
-        writer: Option<u32>,
-    ) -> Result<BTreeSet<String>> {
-        let leaf = |(fqn, _): &(String, _)| self.version.tensor(fqn, writer);
-        let leaves: Vec<Arc<Node>> = wanted.iter().map(leaf).collect::<Result<_>>()?;
-        let mut metas = Vec::with_capacity(wanted.len());
-        for ((_, place), node) in wanted.iter().zip(&leaves) {
+    /// Returns the archives that contain parts of leaves.
+    pub(crate) fn archives_of(&mut self, parts: &[LeafPart]) -> Result<BTreeSet<String>> {
+        let plan = self.plan_parts(parts)?;
+        Ok(self.version.archives_of(plan.copies().map(|copy| copy.storage)))
+    }
+
+    /// Plans the copies of parts of leaves to contiguous memory.
+    fn plan_parts(&mut self, parts: &[LeafPart]) -> Result<Arc<Plan>> {
+        let leaf = |part: &LeafPart| self.version.tensor(&part.fqn, self.writer);
+        let leaves: Vec<Arc<Node>> = parts.iter().map(leaf).collect::<Result<_>>()?;
+        let mut metas = Vec::with_capacity(parts.len());
+        for (part, node) in parts.iter().zip(&leaves) {
             let leaf = tensor_leaf(node);
-            let place = place.as_ref().map(ShardSpec::slice);
-            let shape = place.map_or(leaf.global_shape(), TensorSlice::local_shape);
+            let slice = part.shard_spec.as_ref().map(ShardSpec::slice);
+            let shape = slice.map_or(leaf.global_shape(), TensorSlice::local_shape);
             metas.push(self.meta(leaf, shape)?);
         }
-        let mut requests = Vec::with_capacity(wanted.len());
-        for (((fqn, place), node), meta) in wanted.iter().zip(&leaves).zip(&metas) {
+        let mut requests = Vec::with_capacity(parts.len());
+        for ((part, node), meta) in parts.iter().zip(&leaves).zip(&metas) {
             requests.push(Request {
-                leaf: LeafSelector::Leaf(fqn, tensor_leaf(node)),
-                region: place.as_ref().map(GlobalRegion::from),
+                leaf: LeafSelector::Leaf(&part.fqn, tensor_leaf(node)),
+                region: part.shard_spec.as_ref().map(GlobalRegion::from),
                 meta,
             });
         }
-        let plan = self.plan(&requests, Coverage::Whole)?;
-        Ok(self.version.archives_of(plan.copies().map(|copy| copy.storage)))
+        self.plan(&requests, Coverage::Whole)
     }
 
     /// Fills the caller's tensors. Allocates no memory of their size.

@@ -147,6 +147,11 @@ impl OpenVersion {
         self.archive(reference).remote().filter(|_| reference.compressed_layout.is_none())
     }
 
+    /// Returns whether the raw bytes of a storage are in the memory of this process.
+    pub(crate) fn is_in_memory(&self, storage: StorageId) -> bool {
+        self.raw_archive(storage).is_some_and(|(blob, _)| blob.bytes().is_some())
+    }
+
     /// Adds the range copies that fill a copy from a remote storage.
     ///
     /// This process verifies whole chunks. The remote reader verifies parts of chunks.

@@ -257,6 +257,13 @@ impl Plan {
         self.targets.iter().flatten().flat_map(|part| &part.copies).flat_map(RegionCopy::each)
     }
 
+    /// Returns the single copies that fill each target, in order.
+    pub(super) fn copies_by_target(&self) -> impl Iterator<Item = Vec<SingleCopy<'_>>> {
+        self.targets.iter().map(|parts| {
+            parts.iter().flat_map(|part| &part.copies).flat_map(RegionCopy::each).collect()
+        })
+    }
+
     /// Returns whether storages of the manifest with these lengths contain all ranges that are read from them.
     ///
     /// The storages of groups contain them if their groups have the fingerprint of the plan.

@@ -18,6 +18,15 @@ pub struct Target<'a> {
     pub memory: TargetMemory<'a>,
 }
 
+/// A tensor leaf, or a part of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeafPart {
+    /// The fqn of the leaf.
+    pub fqn: String,
+    /// The part of the leaf. None is the whole leaf.
+    pub shard_spec: Option<ShardSpec>,
+}
+
 /// Memory that a get fills.
 #[derive(Debug)]
 pub enum TargetMemory<'a> {

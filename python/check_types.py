@@ -12,7 +12,7 @@ PYTHON = sys.executable
 
 CHECKS = [
     [PYTHON, "-m", "mypy", "--config-file", HERE / "pyproject.toml", "-p", "tssd"],
-    [PYTHON, "-m", "mypy.stubtest", "tssd", "--allowlist", HERE / "stubtest.txt"],
+    [PYTHON, "-m", "mypy.stubtest", "tssd", "--mypy-config-file", HERE / "pyproject.toml", "--allowlist", HERE / "stubtest.txt"],
     [PYTHON, "-m", "pyright", "--pythonpath", PYTHON, "--project", HERE / "pyproject.toml"],
 ]
 

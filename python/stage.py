@@ -4,11 +4,23 @@ Usage: stage.py package LIBRARY FOLDER    copies the package to FOLDER, with the
        stage.py command BINARY            copies BINARY as the command `tssd` of a wheel
 """
 
+import re
 import shutil
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
+
+
+def write_metadata(folder: Path) -> None:
+    """Writes the metadata by which other packages find the plug-ins of this one, as an installation does."""
+    metadata = folder / "tssd-0.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tssd\nVersion: 0\n")
+    project = (HERE / "pyproject.toml").read_text()
+    groups = re.findall(r'^\[project\.entry-points\."(.+)"\]\n((?:\w.*\n)+)', project, re.MULTILINE)
+    lines = [f"[{group}]\n" + entries.replace('"', "") for group, entries in groups]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
 
 
 def main() -> int:
@@ -20,6 +32,7 @@ def main() -> int:
             # The file name that Python expects: on Windows, an extension module is a `.pyd`.
             name = "_tssd.pyd" if library.endswith(".dll") else "_tssd.abi3.so"
             shutil.copy(library, package / name)
+            write_metadata(Path(folder))
         case ["command", binary]:
             scripts = HERE / "tssd.data" / "scripts"
             # The command of another system has another name, and would remain.

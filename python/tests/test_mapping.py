@@ -249,7 +249,11 @@ def test_tensors_without_stored_parts_are_reported_as_missing(store: tssd.Store)
     store.put_state_dict(STORED, "policy")
     into = {"x": np.zeros((2, 2), np.int32)}
     _, report = store.get_state_dict(
-        "policy", into=into, mapping=Mapping({"x": fuse("absent", "model.embed.weight")}), strict=False, return_report=True
+        "policy",
+        into=into,
+        mapping=Mapping({"x": fuse("absent", "model.embed.weight")}),
+        strict=False,
+        return_report=True,
     )
     assert report.missing_keys == ["x"]
     assert len(report.unexpected_keys) == len(STORED)
@@ -265,9 +269,7 @@ def test_put_names_the_tensor_that_does_not_fit(store: tssd.Store) -> None:
     ]
     for rule, text in cases:
         with pytest.raises(tssd.TssdValueError, match=text):
-            store.put_state_dict(
-                {"x": numbers(4, 3), "kept": numbers(1)}, "policy", mapping=Mapping({"x": rule})
-            )
+            store.put_state_dict({"x": numbers(4, 3), "kept": numbers(1)}, "policy", mapping=Mapping({"x": rule}))
     with pytest.raises(tssd.TssdValueError, match="in a list or a tuple"):
         store.put_state_dict({"list": [numbers(2)]}, "policy", mapping=Mapping({"list.0": "a"}))
     assert store.keys() == []

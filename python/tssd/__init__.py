@@ -29,6 +29,7 @@ from ._options import PutOptions
 from ._reference import TensorReference
 from ._reports import CommitReport, DeviceCopies, GetReport, PutReport, ReceiveReport, SaveReport, VersionInfo
 from ._ring import Ring
+from ._sync import SyncRecord, on_sync
 from ._targets import Targets
 from ._tssd import (
     OpenVersion,
@@ -72,6 +73,7 @@ __all__ = [
     "StagedVersion",
     "Store",
     "Subscription",
+    "SyncRecord",
     "Targets",
     "TensorReference",
     "TensorShard",
@@ -98,6 +100,7 @@ __all__ = [
     "inspect",
     "load",
     "load_file",
+    "on_sync",
     "register_context",
     "register_torchao",
     "register_wrapper",

@@ -10,14 +10,15 @@
     store.get_state_dict("policy", into=engine.state_dict(), mapping=mapping)
 
 A rule has the name of a tensor of the process, and an expression of stored tensors that has its elements. With
-`get_state_dict` the store copies the stored parts into the tensor, without a temporary tensor. With `put_state_dict` the
-parts of the tensor are stored under their own names. Tensors without a rule have the same name on both sides.
+`get_state_dict` the store copies the stored parts into the tensor, without a temporary tensor. With `put_state_dict`
+the parts of the tensor are stored under their own names. Tensors without a rule have the same name on both sides.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping as _Dict
+from collections.abc import Callable, Iterable
+from collections.abc import Mapping as _Dict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,8 +32,8 @@ _Shape = tuple[int, ...]
 class _Piece(NamedTuple):
     """A box of a stored tensor, and its place in a tensor of the process.
 
-    Dimension k of the box is dimension `dims[k]` of the tensor. In the other dimensions of the tensor, the piece has the
-    size 1. All numbers are in elements.
+    Dimension k of the box is dimension `dims[k]` of the tensor. In the other dimensions of the tensor, the piece has
+    the size 1. All numbers are in elements.
     """
 
     stored: str
@@ -301,7 +302,9 @@ def fuse(*parts: str | Expression, dim: int = 0, sizes: Iterable[int] | None = N
     expressions = _expressions("fuse", parts)
     proportions = None if sizes is None else tuple(sizes)
     if proportions is not None and (len(proportions) != len(expressions) or min(proportions) < 1):
-        raise _invalid(f"`sizes` has {len(proportions)} numbers for {len(expressions)} parts: give a positive one for each")
+        raise _invalid(
+            f"`sizes` has {len(proportions)} numbers for {len(expressions)} parts: give a positive one for each"
+        )
     return _Fuse(expressions, dim, proportions)
 
 
@@ -314,8 +317,8 @@ def stack(
         parts: names of stored tensors, or expressions. With `over`, one part.
         dim: the new dimension. Negative: counted from the last one.
         over: the placeholder that numbers the parts: `stack("experts.{e}.w1", over="e")`.
-        indices: the numbers of `over`, such as `range(8, 16)` for the experts of one rank. None: 0, 1 and so on, as many as
-            are stored, or as the tensor that is put has.
+        indices: the numbers of `over`, such as `range(8, 16)` for the experts of one rank. None: 0, 1 and so on, as
+            many as are stored, or as the tensor that is put has.
     """
     expressions = _expressions("stack", parts)
     if over is None:
@@ -375,9 +378,9 @@ class Mapping:
     """Rules that say which stored tensors the tensors of a process consist of.
 
     Args:
-        rules: names of tensors of the process, each with the name of a stored tensor, or an expression: `fuse`, `stack`,
-            `narrow`, `shard`, `transpose`. The first rule whose name fits is used. A name can have placeholders, as
-            routes of web frameworks do: `{name}` is a part of the name without a dot, `{name:int}` a number, and
+        rules: names of tensors of the process, each with the name of a stored tensor, or an expression: `fuse`,
+            `stack`, `narrow`, `shard`, `transpose`. The first rule whose name fits is used. A name can have
+            placeholders, as routes of web frameworks do: `{name}` is a part of the name without a dot, `{name:int}` a number, and
             `{name:path}` any text. The stored names repeat them: `{name}`.
 
     Raises:
@@ -428,7 +431,7 @@ class Mapping:
     def _plan_get(
         self, shapes: _Dict[str, _Shape], stored: _Dict[str, _Shape]
     ) -> tuple[dict[str, list[_Piece]], list[tuple[str, str, str]]]:
-        """Returns the pieces of each tensor that has a rule, and the tensors that do not fit: name, error kind, text."""
+        """Returns the pieces of each tensor with a rule, and the tensors that do not fit: name, error kind, text."""
         return self._plan(shapes, lambda expression, bindings, _: expression._value(bindings, stored))
 
     def _plan_put(self, shapes: _Dict[str, _Shape]) -> tuple[dict[str, list[_Piece]], list[tuple[str, str, str]]]:
@@ -448,7 +451,9 @@ def _compile(name: str, expression: str | Expression) -> _Rule:
     for match in _PLACEHOLDER.finditer(name):
         placeholder, converter = match.groups()
         if converter not in _CONVERTERS:
-            raise _invalid(f"`{name}`: the kinds of placeholders are `{{x}}`, `{{x:int}}` and `{{x:path}}`, not `{match[0]}`")
+            raise _invalid(
+                f"`{name}`: the kinds of placeholders are `{{x}}`, `{{x:int}}` and `{{x:path}}`, not `{match[0]}`"
+            )
         if placeholder in bound:
             raise _invalid(f"`{name}` has the placeholder `{{{placeholder}}}` twice")
         bound.add(placeholder)

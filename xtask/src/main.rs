@@ -44,6 +44,8 @@ mod torch;
 mod vectors;
 /// Python virtual environments.
 mod virtual_environment;
+/// Tests of the plug-in for vLLM.
+mod vllm;
 /// Paths of the checkout.
 mod workspace;
 

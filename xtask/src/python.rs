@@ -14,6 +14,9 @@ const TESTS: &str = "-m pytest -p no:cacheprovider -c python/pyproject.toml pyth
 /// Name of the step that creates the environment without torch.
 pub(crate) const ENVIRONMENT: &str = "environment without torch";
 
+/// Name of the step that installs the wheel.
+pub(crate) const INSTALL: &str = "install wheel";
+
 /// Name of the step that comes after the build and the environment without torch.
 pub(crate) const STAGE: &str = "stage Python package";
 
@@ -119,7 +122,7 @@ pub(crate) fn bench_command(workspace: &Workspace) -> io::Result<Command> {
 fn install_wheel(workspace: &Workspace, python: &Path, folder: &Path) -> Step {
     let install =
         "-m pip install --no-input --disable-pip-version-check --quiet --no-deps --no-index";
-    Step::program("install wheel", python, install)
+    Step::program(INSTALL, python, install)
         .arguments(["--upgrade", "--target"])
         .argument(folder)
         .argument("--find-links")
@@ -133,7 +136,8 @@ pub(crate) fn wheels(workspace: &Workspace) -> PathBuf {
     workspace.target.join("wheels")
 }
 
-fn installation(workspace: &Workspace) -> PathBuf {
+/// Returns the folder in which the wheel is installed.
+pub(crate) fn installation(workspace: &Workspace) -> PathBuf {
     workspace.target.join("wheel-installed")
 }
 

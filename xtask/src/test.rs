@@ -9,6 +9,7 @@ use crate::report::SkippedStep;
 use crate::runner;
 use crate::step::{Chain, Step, StepKind};
 use crate::torch;
+use crate::vllm;
 use crate::workspace::Workspace;
 
 /// New advisories need network access: their database is not on crates.io.
@@ -67,7 +68,11 @@ fn more_chains(workspace: &Workspace) -> io::Result<Vec<Chain>> {
     if cfg!(target_os = "linux") {
         packages.extend(gpu_bundle::checks(workspace, &environment.python()));
     }
-    Ok(vec![packages, dependencies::checks(), vec![instructions()]])
+    let mut chains = vec![packages, dependencies::checks(), vec![instructions()]];
+    if cfg!(all(target_os = "linux", target_arch = "x86_64")) {
+        chains.push(vllm::checks(workspace)?);
+    }
+    Ok(chains)
 }
 
 /// Checks the instruction counts of the hot paths, which do not depend on the speed of the machine.

@@ -1,0 +1,80 @@
+"""Records of weight updates, for logs and dashboards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+_logger = logging.getLogger("tssd.sync")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncRecord:
+    """One part of a weight update, as one process saw it.
+
+    A trainer rank reports its put, a worker of an engine its stage and its commit, and the process that drives the
+    engine the pause. All times are in seconds; None: this process does not know it.
+
+    Attributes:
+        key: the key of the weights.
+        version: the version number.
+        role: the process: "trainer", "vllm worker" or "vllm engine".
+        source: the address of the store.
+        bytes_needed: the bytes of the tensors that the process puts or needs.
+        bytes_received: the bytes that came over a connection.
+        put_seconds: the time of the put.
+        stage_seconds: the time until the bytes were on the host, verified. The engine serves meanwhile.
+        commit_seconds: the time to install the version, `process_seconds` included.
+        process_seconds: the time of the engine's own post-processing.
+        pause_seconds: the time for which the engine did not serve.
+    """
+
+    key: str
+    version: int
+    role: str
+    source: str
+    bytes_needed: int | None = None
+    bytes_received: int | None = None
+    put_seconds: float | None = None
+    stage_seconds: float | None = None
+    commit_seconds: float | None = None
+    process_seconds: float | None = None
+    pause_seconds: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the numbers of the record by name, for a dashboard: "tssd/stage_seconds" and so on."""
+        numbers = asdict(self)
+        return {f"tssd/{name}": value for name, value in numbers.items() if isinstance(value, (int, float))}
+
+
+_callbacks: list[Callable[[SyncRecord], None]] = []
+
+
+def on_sync(callback: Callable[[SyncRecord], None]) -> Callable[[], None]:
+    """Calls a function with each SyncRecord of this process, on the thread that made it.
+
+    An exception of the function is logged, and does not disturb the update.
+
+    Returns:
+        A function that removes the callback.
+
+    Example:
+        `on_sync(lambda record: wandb.log(record.metrics()))`
+    """
+    _callbacks.append(callback)
+    return lambda: _callbacks.remove(callback) if callback in _callbacks else None
+
+
+def report_sync(record: SyncRecord) -> None:
+    """Logs a record to the logger "tssd.sync", and passes it to the callbacks."""
+    known = {name: value for name, value in asdict(record).items() if value is not None}
+    text = " ".join(
+        f"{name}={value:.4f}" if isinstance(value, float) else f"{name}={value}" for name, value in known.items()
+    )
+    _logger.info(text, extra={"tssd": known})
+    for callback in list(_callbacks):
+        try:
+            callback(record)
+        except Exception:
+            _logger.exception("a callback of on_sync failed")

@@ -1,0 +1,307 @@
+"""The worker side of the weight-transfer backend "tssd"."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+
+import tssd
+
+from .._sync import SyncRecord, report_sync
+from ._installer import CommitTimes, Installer, Staged
+
+logger = init_logger(__name__)
+
+# A commit that fails is repeated from the memory of the host, this many times in all.
+COMMIT_ATTEMPTS = 2
+
+
+def acknowledgement_key(key: str, token: str) -> str:
+    """Returns the key under which the workers of one engine report what they have staged."""
+    return f"{key}.staged.{token}"
+
+
+def acknowledgement(staged: Staged | None, error: BaseException | None) -> dict[str, Any]:
+    """Returns what a worker reports to the trainer: the numbers of a staging, or its error."""
+    if staged is None:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {
+        "bytes_needed": staged.bytes_needed,
+        "bytes_received": staged.bytes_received,
+        "stage_seconds": staged.stage_seconds,
+        "whole_names": len(staged.whole),
+    }
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What a worker needs to reach the weights.
+
+    Attributes:
+        store: the address of the store, as for `tssd.Store`.
+        key: the key of the weights.
+        token: the name under which the workers report to the trainer what they have staged. Empty: they do not.
+        timeout: how many seconds a worker waits for a version, and for its bytes.
+    """
+
+    store: str
+    key: str
+    token: str = ""
+    timeout: float = 300.0
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One step of an update.
+
+    Attributes:
+        version: the version number. None: the newest version.
+        stage_only: whether to bring the bytes to this host in the background, and leave the model as it is. The call
+            returns at once.
+    """
+
+    version: int | None = None
+    stage_only: bool = False
+
+
+class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Pulls exactly the shard of its worker from a store.
+
+    An update can have two steps, each in a session of its own: with `stage_only`, while the engine serves, and then
+    without it, in a pause. If the first is left out, the second does both.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    # What the draft model takes is not recorded.
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._installer = Installer(model, self.model_config, device)
+        self._store: tssd.Store | None = None
+        self._info: InitInfo | None = None
+        self._staging: _Staging | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Connects to the store. If the key has a version, records what the model takes from it."""
+        self._run_on_all_workers(lambda: self._connect(init_info))
+
+    def _connect(self, init_info: InitInfo) -> None:
+        self.shutdown()
+        self._store = tssd.Store(init_info.store, connect_timeout=min(init_info.timeout, 30.0))
+        self._info = init_info
+        if self._store.exists(init_info.key):
+            with self._store.open(init_info.key, timeout=init_info.timeout) as version:
+                self._installer.prepare(version)
+
+    def start_weight_update(self) -> None:
+        """Does nothing: the parameters are written at once."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Stages a version, or installs it."""
+        if update_info.stage_only:
+            self._run_on_all_workers(lambda: self._begin_staging(update_info.version))
+        else:
+            self._run_on_all_workers(lambda: self._install(update_info.version))
+
+    def finish_weight_update(self) -> None:
+        """Does nothing: the parameters are complete."""
+
+    def shutdown(self) -> None:
+        """Releases the staged version, and disconnects."""
+        self._discard()
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+
+    def _run_on_all_workers(self, step: Callable[[], None]) -> None:
+        """Runs a step. If it fails on any worker, the update has failed, and the last worker raises the errors of all.
+
+        The executor of vLLM 0.32 and 0.33 reads the replies of the workers in order, and stops at the first failure.
+        The replies of the later workers would then be taken for those of the next call. So only the last worker raises.
+        """
+        failure: BaseException | None = None
+        try:
+            step()
+        except Exception as error:
+            failure = error
+        # With data parallelism, each replica has an executor of its own, and the world has all replicas.
+        group = get_world_group() if self.parallel_config.data_parallel_size == 1 else get_tp_group()
+        if group.world_size == 1:
+            if failure is not None:
+                raise failure
+            return
+        errors: list[str | None] = [None] * group.world_size
+        text = None if failure is None else f"{type(failure).__name__}: {failure}"
+        torch.distributed.all_gather_object(errors, text, group=group.cpu_group)
+        failed = [f"worker {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
+        if not failed:
+            return
+        if failure is not None:
+            logger.error("weight update failed: %s", text)
+        if group.rank_in_group == group.world_size - 1:
+            raise RuntimeError("; ".join(failed)) from failure
+        _end_session(self)
+
+    def _connected(self) -> tuple[tssd.Store, InitInfo]:
+        if self._store is None or self._info is None:
+            raise RuntimeError("call init_weight_transfer_engine first: the engine does not know the store")
+        return self._store, self._info
+
+    def _discard(self) -> None:
+        if self._staging is not None:
+            self._staging.discard()
+        self._staging = None
+
+    def _open(self, number: int | None) -> tssd.OpenVersion:
+        store, info = self._connected()
+        if number is None:
+            return store.open(info.key, timeout=info.timeout)
+        # It may not be visible yet, if another trainer rank has not committed its part.
+        version = store.wait_for_version(info.key, number, timeout=info.timeout)
+        if version.version == number:
+            return version
+        version.close()
+        return store.open(info.key, version=number, timeout=info.timeout)
+
+    def _begin_staging(self, number: int | None) -> None:
+        store, info = self._connected()
+        self._discard()
+        version = self._open(number)
+        # The worker runs one call at a time, so the model does not run now. Later, it may.
+        self._installer.prepare(version)
+        self._staging = _Staging(self._installer, store, version, self._acknowledge if info.token else None)
+
+    def _acknowledge(self, version: int, staged: Staged | None, error: BaseException | None) -> None:
+        """Tells the trainer that the worker has staged a version, or why not."""
+        store, info = self._connected()
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        workers = parallel.data_parallel_size * parallel.world_size
+        store.put_state_dict(
+            {f"worker {rank}": acknowledgement(staged, error)},
+            acknowledgement_key(info.key, info.token),
+            version=version,
+            writers=workers,
+            writer=rank,
+            job=info.token,
+            timeout=info.timeout,
+        )
+
+    def _install(self, number: int | None) -> None:
+        _, info = self._connected()
+        if self._staging is None or (number is not None and self._staging.version.version != number):
+            self._begin_staging(number)
+        assert self._staging is not None
+        staged = self._staging.result(info.timeout)
+        started = time.monotonic()
+        for attempt in range(1, COMMIT_ATTEMPTS + 1):
+            try:
+                times = self._installer.commit(staged)
+                break
+            except Exception:
+                # The parameters are partly those of the new version. The staged bytes are still there.
+                if attempt == COMMIT_ATTEMPTS:
+                    raise
+                logger.exception("The commit of version %d failed, and is repeated", staged.version.version)
+        self._report(staged, times, time.monotonic() - started)
+        self._discard()
+
+    def _report(self, staged: Staged, times: CommitTimes, seconds: float) -> None:
+        report_sync(
+            SyncRecord(
+                key=staged.version.key,
+                version=staged.version.version,
+                role="vllm worker",
+                source=self._connected()[0].url,
+                bytes_needed=staged.bytes_needed,
+                bytes_received=staged.bytes_received,
+                stage_seconds=staged.stage_seconds,
+                commit_seconds=seconds,
+                process_seconds=times.process,
+            )
+        )
+
+
+def _end_session(engine: TransferEngine) -> None:
+    """Ends the update session of the worker that has called the engine, as an exception would."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        worker: Any = frame.f_locals.get("self")
+        if worker is not engine and getattr(worker, "weight_transfer_engine", None) is engine:
+            worker._weight_update_active = False
+        frame = frame.f_back
+    engine.reset_weight_update_target()
+
+
+class _Staging:
+    """The staging of a version, on a thread of its own.
+
+    `acknowledge` is called at its end, with the version number, and the result or the error.
+    """
+
+    def __init__(
+        self,
+        installer: Installer,
+        store: tssd.Store,
+        version: tssd.OpenVersion,
+        acknowledge: Callable[[int, Staged | None, BaseException | None], None] | None,
+    ) -> None:
+        self.version = version
+        self._installer, self._store, self._acknowledge = installer, store, acknowledge
+        self._staged: Staged | None = None
+        self._error: BaseException | None = None
+        self._is_discarded = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="tssd-stage", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        staged = None
+        try:
+            staged = self._installer.stage(self._store, self.version)
+        except BaseException as error:
+            self._error = error
+        with self._lock:
+            if self._is_discarded:
+                (staged or self.version).close()
+                return
+            self._staged = staged
+        if self._acknowledge is not None:
+            try:
+                self._acknowledge(self.version.version, staged, self._error)
+            except Exception:
+                logger.exception("The trainer was not told whether version %d is staged", self.version.version)
+
+    def result(self, timeout: float) -> Staged:
+        """Waits for the staging."""
+        self._thread.join(timeout)
+        if self._error is not None:
+            raise self._error
+        if self._staged is None:
+            raise TimeoutError(f"version {self.version.version} was not staged within {timeout} seconds")
+        return self._staged
+
+    def discard(self) -> None:
+        """Releases the version. A thread that still stages it releases it when it ends."""
+        with self._lock:
+            self._is_discarded = True
+            staged, self._staged = self._staged, None
+            has_failed = self._error is not None
+        if staged is not None or has_failed:
+            (staged or self.version).close()

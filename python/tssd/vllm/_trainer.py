@@ -1,0 +1,192 @@
+"""The trainer side of the weight-transfer backend "tssd"."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    ModuleSource,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+)
+
+import tssd
+
+from .._sync import SyncRecord, report_sync
+from ..mapping import Mapping
+from ._engine import acknowledgement_key
+
+
+@dataclass
+class TrainerInit(TrainerInitInfo):
+    """What a trainer rank needs to send weights.
+
+    Attributes:
+        store: the address of the store, as for `tssd.Store`. The engine reaches the store at the same address, or at
+            `engine_store`.
+        key: the key of the weights.
+        rank: the rank of this process. Rank 0 drives the update of the engine.
+        engine_store: the address of the store for the workers of the engine. None: `store`.
+        mapping: the checkpoint tensors that the parameters of the trainer consist of, as for `Store.put_state_dict`.
+            The engine takes the names of checkpoints. transformers 5 stacks the experts of a model, for example.
+        transfer_dtype: the dtype in which floating tensors are stored, as for `Store.put_state_dict`.
+        timeout: how many seconds to wait for other ranks, and for the engine.
+    """
+
+    backend: ClassVar[str] = "tssd"
+
+    store: str
+    key: str
+    engine_store: str | None = None
+    mapping: Mapping | None = None
+    transfer_dtype: Any = None
+    timeout: float = 300.0
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
+    """Puts the weights of a trainer into a store, and has an engine pull them.
+
+    Each rank puts its own shards: nothing is gathered. Every rank calls each method; only rank 0 talks to the engine.
+    `send_weights` is `put`, `stage` and `commit`. To serve on while bytes move, call these instead, and pause the
+    engine for the commit only.
+    """
+
+    init_info_cls = TrainerInit
+
+    def __init__(self, *, client: Any, source: Any, init_info: TrainerInit) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self.rank = init_info.rank
+        self._info = init_info
+        self._store = tssd.Store(init_info.store)
+        self._version = 0
+
+    @classmethod
+    def trainer_init(cls, init_info: TrainerInit, *, client: Any, source: Any = None) -> TrainerTransfer:
+        """Connects to the store. Rank 0 has the workers of the engine connect to it too."""
+        if source is None:
+            raise ValueError('the backend "tssd" needs a source: ModuleSource(model)')
+        trainer = cls(client=client, source=source, init_info=init_info)
+        if trainer.is_sender:
+            client.init_weight_transfer_engine(
+                {
+                    "store": init_info.engine_store or init_info.store,
+                    "key": init_info.key,
+                    "token": init_info.token,
+                    "timeout": init_info.timeout,
+                }
+            )
+        return trainer
+
+    @property
+    def version(self) -> int:
+        """The version number of the last put. 0: there was none."""
+        return self._version
+
+    def put(self, version: int | None = None) -> tssd.PutReport:
+        """Puts the weights of this rank as a part of a new version.
+
+        Args:
+            version: the version number, the same on all ranks. None: one more than the highest one.
+        """
+        report = self._store.put_state_dict(
+            self._local_state(),
+            self._info.key,
+            version=version,
+            mapping=self._info.mapping,
+            transfer_dtype=self._info.transfer_dtype,
+            timeout=self._info.timeout,
+        )
+        self._version = report.version
+        report_sync(
+            SyncRecord(
+                key=self._info.key,
+                version=report.version,
+                role="trainer",
+                source=self._store.url,
+                bytes_needed=report.bytes,
+                put_seconds=report.seconds,
+            )
+        )
+        return report
+
+    def stage(self) -> dict[str, dict[str, Any]]:
+        """Has the engine fetch the last version, while it serves. Returns when all its workers have it.
+
+        Returns:
+            What each worker reports, on rank 0: "bytes_needed", "bytes_received", "stage_seconds", and "whole_names":
+            the number of tensors that it fetched whole, because the model computes with them while it loads them.
+
+        Raises:
+            RuntimeError: a worker could not stage it. The engine goes on with the weights that it has.
+            TssdTimeoutError: a worker did not report in time.
+        """
+        if not self.is_sender:
+            return {}
+        self.client.start_weight_update()
+        self.client.update_weights({"version": self._version, "stage_only": True})
+        self.client.finish_weight_update()
+        key = acknowledgement_key(self._info.key, self._info.token)
+        with self._store.wait_for_version(
+            key, self._version, timeout=self._info.timeout, run=self._info.token
+        ) as acknowledged:
+            reports: dict[str, dict[str, Any]] = self._store.get_state_dict(key, version=acknowledged)
+        failed = [f"{worker}: {report['error']}" for worker, report in reports.items() if "error" in report]
+        if failed:
+            raise RuntimeError(f"version {self._version} is not staged. {'; '.join(failed)}")
+        for worker, report in reports.items():
+            record = SyncRecord(
+                key=self._info.key,
+                version=self._version,
+                role=f"vllm {worker}",
+                source=self._store.url,
+                bytes_needed=report["bytes_needed"],
+                bytes_received=report["bytes_received"],
+                stage_seconds=report["stage_seconds"],
+            )
+            report_sync(record)
+        return reports
+
+    def commit(self) -> None:
+        """Has the engine install the last version. It should not serve meanwhile."""
+        if not self.is_sender:
+            return
+        started = time.monotonic()
+        self.client.start_weight_update()
+        self.client.update_weights({"version": self._version})
+        self.client.finish_weight_update(weight_version=str(self._version))
+        report_sync(
+            SyncRecord(
+                key=self._info.key,
+                version=self._version,
+                role="vllm engine",
+                source=self._store.url,
+                pause_seconds=time.monotonic() - started,
+            )
+        )
+
+    def send_weights(self) -> None:
+        """Puts the weights, and has the engine install them."""
+        self.put()
+        self.stage()
+        self.commit()
+
+    def shutdown(self) -> None:
+        """Deletes the reports of the workers, and disconnects."""
+        if self.is_sender:
+            self._store.delete(acknowledgement_key(self._info.key, self._info.token))
+        self._store.close()
+
+    def _local_state(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors of this rank: shards stay shards."""
+        if isinstance(self.source, ModuleSource):
+            return {name: parameter.detach() for name, parameter in self.source._module.named_parameters()}
+        # A source of another kind yields whole tensors. Its iteration is a collective of all ranks.
+        # vLLM 0.32 iterates over the source itself, 0.33 over `iter_full()`.
+        pairs = self.source.iter_full() if hasattr(self.source, "iter_full") else self.source
+        state = {name: tensor for name, tensor in pairs if tensor is not None}
+        return state if self.is_sender else {}

@@ -1,0 +1,272 @@
+"""`tssd.vllm` in a real engine on CPU: vLLM's tokens are those of transformers after each update."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tssd
+from models import MIXTRAL_CHECKPOINT, PROMPT, greedy, log_probability, make_config, make_model
+from tssd.vllm import TrainerInit, TrainerTransfer
+
+HERE = Path(__file__).parent
+TOKENS = 8
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# Without it, each worker wants a NUMA node of its own.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+class Daemon:
+    """A daemon of the command that is under test, over a socket and over TCP."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [os.environ.get("TSSD_BIN", "tssd"), "serve", "--memory-limit", "1GB", "--listen", "127.0.0.1:0"]
+        self.url = f"unix:{folder}/socket"
+        self.process = subprocess.Popen(
+            [*command, "--socket", str(folder / "socket")], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.tcp_url = self.process.stdout.readline().split()[-1]
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(timeout=20)
+
+
+class Engine:
+    """An engine of vLLM, which is also the client of a trainer."""
+
+    def __init__(self, folder: Path, kind: str, **options: Any) -> None:
+        from vllm import LLM
+
+        self.config = make_config(kind)
+        self.config.save_pretrained(folder)
+        self.llm = LLM(
+            str(folder),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=128,
+            max_num_seqs=2,
+            weight_transfer_config={"backend": "tssd"},
+            **options,
+        )
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": info})
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        self.llm.update_weights({"update_info": info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.llm.finish_weight_update(weight_version)
+
+    def generate(self) -> tuple[list[int], float]:
+        """Returns the tokens after the prompt, and the log-probability of the first one."""
+        from vllm import SamplingParams
+
+        options = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
+        (result,) = self.llm.generate([{"prompt_token_ids": PROMPT}], options, use_tqdm=False)
+        completion = result.outputs[0]
+        tokens = list(completion.token_ids)
+        return tokens, completion.logprobs[0][tokens[0]].logprob
+
+    def assert_has(self, model: Any, version: int | None) -> None:
+        tokens, probability = self.generate()
+        assert tokens == greedy(model, TOKENS)
+        assert probability == pytest.approx(log_probability(model, tokens), abs=1e-3)
+        if version is not None:
+            assert self.llm.get_weight_version() == str(version)
+
+    def stop(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    daemon = Daemon(tmp_path_factory.mktemp("daemon"))
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = Engine(tmp_path_factory.mktemp("llama"), "llama", tensor_parallel_size=2, load_format="dummy")
+    yield engine
+    engine.stop()
+
+
+def connect(engine: Engine, daemon: Daemon, model: Any, **options: Any) -> TrainerTransfer:
+    """Returns a trainer with one rank. The engine reaches the store over TCP."""
+    from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+
+    options = {"engine_store": daemon.tcp_url, "timeout": 60.0, **options}
+    info = TrainerInit(daemon.url, "policy", rank=0, **options)
+    trainer = WeightTransferTrainerFactory.trainer_init(info, client=engine, source=ModuleSource(model))
+    assert isinstance(trainer, TrainerTransfer)
+    return trainer
+
+
+def load_weights(model: Any, seed: int) -> None:
+    model.load_state_dict(make_model(model.config, seed).state_dict())
+
+
+def shard_bytes(model: Any, ranks: int) -> int:
+    """Returns the bytes that a tensor-parallel rank needs: norms and biases after the reduction are replicated."""
+    replicated = ("norm.weight", "layernorm.weight", "o_proj.bias", "down_proj.bias", ".gate.weight")
+    parameters = dict(model.named_parameters()).items()
+    return sum(parameter.nbytes // (1 if name.endswith(replicated) else ranks) for name, parameter in parameters)
+
+
+def test_each_rank_receives_exactly_its_shard(llama: Engine, daemon: Daemon) -> None:
+    model = make_model(llama.config, seed=0)
+    trainer = connect(llama, daemon, model)
+    for step in (1, 2, 3):
+        load_weights(model, seed=step)
+        trainer.put()
+        reports = trainer.stage()
+        assert sorted(reports) == ["worker 0", "worker 1"]
+        for report in reports.values():
+            assert report["bytes_needed"] == report["bytes_received"] == shard_bytes(model, 2)
+            assert report["whole_names"] == 0
+        trainer.commit()
+        llama.assert_has(model, trainer.version)
+    trainer.shutdown()
+
+
+def test_engine_serves_its_weights_until_the_commit(llama: Engine, daemon: Daemon) -> None:
+    model = make_model(llama.config, seed=4)
+    trainer = connect(llama, daemon, model)
+    trainer.send_weights()
+    old = make_model(llama.config, seed=4)
+    llama.assert_has(old, trainer.version)
+    before = trainer.version
+
+    load_weights(model, seed=5)
+    trainer.put()
+    trainer.stage()
+    llama.assert_has(old, before)
+    # The staged version is leased: neither a newer version nor a deletion disturbs it.
+    store = tssd.Store(daemon.url)
+    store.delete("policy")
+    trainer.commit()
+    llama.assert_has(model, trainer.version)
+    trainer.shutdown()
+
+
+def test_sharded_trainer_gathers_nothing(llama: Engine, daemon: Daemon, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    subprocess.run([*command, str(HERE / "fsdp_ranks.py"), "llama", daemon.url, "70"], check=True, cwd=HERE)
+    llama.init_weight_transfer_engine({"store": daemon.url, "key": "policy", "timeout": 60.0})
+    llama.start_weight_update()
+    llama.update_weights({"version": 70})
+    llama.finish_weight_update("70")
+    llama.assert_has(make_model(llama.config, seed=70), 70)
+    tssd.Store(daemon.url).delete("policy")
+
+
+def bad_states(model: Any) -> dict[str, tuple[dict[str, torch.Tensor], str]]:
+    """Returns state dicts that the engine cannot take, each with the text of the error."""
+    state = dict(model.named_parameters())
+    name = "model.layers.1.self_attn.k_proj.weight"
+    lacking = {other: tensor for other, tensor in state.items() if "layers.1.mlp.down_proj" not in other}
+    return {
+        "shape": ({**state, name: torch.zeros(7, 128)}, name),
+        "missing": (lacking, "the version has nothing for the parameters `model.layers.1.mlp.down_proj.weight`"),
+        "unknown": ({**state, "model.layers.1.mlp.router.weight": torch.zeros(3)}, "model.layers.1.mlp.router.weight"),
+        "dtype": ({**state, name: torch.zeros(64, 128, dtype=torch.int32)}, name),
+    }
+
+
+def test_bad_versions_leave_the_engine_as_it_is(llama: Engine, daemon: Daemon) -> None:
+    model = make_model(llama.config, seed=6)
+    trainer = connect(llama, daemon, model)
+    trainer.send_weights()
+    store = tssd.Store(daemon.url)
+    for kind, (state, text) in bad_states(model).items():
+        report = store.put_state_dict(state, "policy")
+        with pytest.raises(Exception) as raised:
+            llama.start_weight_update()
+            llama.update_weights({"version": report.version})
+        assert text in error_text(raised.value), kind
+        llama.assert_has(model, trainer.version)
+    store.delete("policy")
+    trainer.shutdown()
+
+
+def error_text(error: BaseException) -> str:
+    """Returns the text of an error and of its causes: the engine passes on what a worker raised."""
+    texts = []
+    current: BaseException | None = error
+    while current is not None:
+        texts.append(str(current))
+        current = current.__cause__ or current.__context__
+    return json.dumps(texts)
+
+
+def test_version_that_never_comes_times_out(llama: Engine, daemon: Daemon) -> None:
+    model = make_model(llama.config, seed=7)
+    trainer = connect(llama, daemon, model, timeout=2.0)
+    trainer.send_weights()
+    with pytest.raises(Exception) as raised:
+        llama.start_weight_update()
+        llama.update_weights({"version": 10_000})
+    assert "10000" in error_text(raised.value)
+    llama.assert_has(model, trainer.version)
+    tssd.Store(daemon.url).delete("policy")
+    trainer.shutdown()
+
+
+def test_daemon_that_dies_leaves_the_engine_as_it_is(llama: Engine, tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path)
+    model = make_model(llama.config, seed=8)
+    trainer = connect(llama, daemon, model, timeout=5.0)
+    trainer.send_weights()
+    load_weights(model, seed=9)
+    trainer.put()
+    daemon.process.send_signal(signal.SIGKILL)
+    daemon.process.wait()
+    with pytest.raises(Exception) as raised:
+        trainer.stage()
+    assert "no daemon at" in error_text(raised.value) or "daemon is gone" in error_text(raised.value)
+    llama.assert_has(make_model(llama.config, seed=8), None)
+
+
+def test_engine_starts_from_the_store_and_updates_experts(
+    daemon: Daemon, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = make_config("mixtral")
+    model = make_model(config, seed=1)
+    store = tssd.Store(daemon.url)
+    store.put_state_dict(dict(model.named_parameters()), "policy", mapping=MIXTRAL_CHECKPOINT)
+    engine = Engine(
+        tmp_path_factory.mktemp("mixtral"),
+        "mixtral",
+        load_format="tssd",
+        model_loader_extra_config={"store": daemon.url, "key": "policy"},
+    )
+    try:
+        engine.assert_has(model, None)
+        trainer = connect(engine, daemon, model, mapping=MIXTRAL_CHECKPOINT, engine_store=None)
+        for step in (2, 3):
+            load_weights(model, seed=step)
+            trainer.send_weights()
+            engine.assert_has(model, trainer.version)
+        # vLLM's own reload takes the weights from the same version.
+        trainer.shutdown()
+    finally:
+        engine.stop()
+        store.delete("policy")

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
+from tssd.mapping import Mapping, fuse, stack
 
 FOLDER, RANKS, RANK = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 
@@ -46,6 +47,7 @@ def main() -> None:
     check_trainers_to_generators(store, meshes)
     check_shards_without_dtensors(store)
     check_pipeline_stages(store)
+    check_mapped_shards(store, meshes)
     check_publish_tensor_by_tensor(store, meshes)
     check_tables_on_some_ranks(store)
     check_leaves_on_all_ranks(store)
@@ -215,6 +217,51 @@ def check_pipeline_stages(store: tssd.Store) -> None:
         got = store.get_state_dict("pipeline", version=version)
         assert sorted(got) == [*expected, "step"] and got["step"] == 7
         assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+        dist.barrier()
+
+
+def check_mapped_shards(store: tssd.Store, meshes: Meshes) -> None:
+    """Fused and stacked parameters are sharded, and stored as the tensors that they consist of."""
+    mapping = Mapping(
+        {
+            "{n}.qkv": fuse("{n}.q", "{n}.k", "{n}.v", sizes=(3, 2, 1)),
+            "{n}.experts": stack(fuse("{n}.{e}.gate", "{n}.{e}.up"), over="e"),
+        }
+    )
+    fused = make_whole((12, 5), 1)
+    experts = torch.arange(5 * 6 * 3, dtype=torch.float32).reshape(5, 6, 3)
+    expected = dict(zip(["0.q", "0.k", "0.v"], fused.split([6, 4, 2])))
+    for number, expert in enumerate(experts):
+        expected |= dict(zip([f"0.{number}.gate", f"0.{number}.up"], expert.chunk(2)))
+
+    shardings: list[Sharding] = [("4", (Shard(0),)), ("4", (Shard(1),)), ("2", (Replicate(),))]
+    shardings += [("2x4", (_StridedShard(0, split_factor=4), Shard(0))), ("2x4", (Replicate(), Shard(1)))]
+    own_shardings = [(meshes[name], placements) for name, placements in shardings if is_member(meshes[name])]
+
+    def sharded(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> dict[str, DTensor]:
+        wholes = {"0.qkv": fused, "0.experts": experts}
+        return {name: distribute(whole, mesh, placements) for name, whole in wholes.items()}
+
+    for version, (name, placements) in enumerate(shardings, 1):
+        mesh = meshes[name]
+        if is_member(mesh):
+            writers = mesh.mesh.flatten().tolist()
+            state = sharded(mesh, placements)
+            store.put_state_dict(state, "mapped", version=version, writers=writers, mapping=mapping)
+        dist.barrier()
+        store.wait_for_version("mapped", version, timeout=60).close()
+        stored = store.get_state_dict("mapped")
+        assert stored.keys() == expected.keys(), stored.keys()
+        assert all(torch.equal(stored[key], tensor) for key, tensor in expected.items()), placements
+        for own_mesh, own_placements in own_shardings:
+            into = sharded(own_mesh, own_placements)
+            locals_before = {key: tensor.to_local().clone() for key, tensor in into.items()}
+            for tensor in into.values():
+                tensor.to_local().zero_()
+            with store.stage("mapped", into, mapping=mapping, version=version) as staged:
+                staged.commit()
+            for key, tensor in into.items():
+                assert torch.equal(tensor.to_local(), locals_before[key]), (placements, own_placements, key)
         dist.barrier()
 
 

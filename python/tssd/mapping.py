@@ -380,8 +380,8 @@ class Mapping:
     Args:
         rules: names of tensors of the process, each with the name of a stored tensor, or an expression: `fuse`,
             `stack`, `narrow`, `shard`, `transpose`. The first rule whose name fits is used. A name can have
-            placeholders, as routes of web frameworks do: `{name}` is a part of the name without a dot, `{name:int}` a number, and
-            `{name:path}` any text. The stored names repeat them: `{name}`.
+            placeholders, as routes of web frameworks do: `{name}` is a part of the name without a dot, `{name:int}` a
+            number, and `{name:path}` any text. The stored names repeat them: `{name}`.
 
     Raises:
         TssdValueError: a rule is invalid.

@@ -13,7 +13,7 @@ use tssd_format::{
 use crate::error::{BindingError, Failure, Result, type_error};
 
 /// A box of a stored tensor, and its place in a tensor of the process: a `_Piece` of `tssd/mapping.py`.
-#[derive(FromPyObject)]
+#[derive(Clone, FromPyObject)]
 pub(crate) struct Piece {
     /// The fqn of the stored tensor.
     pub(crate) stored: String,
@@ -173,13 +173,13 @@ impl Splitter<'_> {
         match value {
             Value::Tensor(tensor) => {
                 for part in split_tensor(&tensor, None, pieces)? {
-                    self.add(part)?;
+                    self.add(part, true)?;
                 }
             }
             Value::Shards(shards) => {
                 for shard in shards {
                     for part in split_tensor(shard.tensor(), Some(shard.spec()), pieces)? {
-                        self.add(part)?;
+                        self.add(part, false)?;
                     }
                 }
             }
@@ -188,10 +188,11 @@ impl Splitter<'_> {
         Ok(())
     }
 
-    fn add(&mut self, part: MappedPart) -> Result<()> {
+    /// Adds a part of a tensor. A part of a shard stays a shard, as those of other writers are, even if it is all.
+    fn add(&mut self, part: MappedPart, is_of_whole_tensor: bool) -> Result<()> {
         let MappedPart { stored, tensor, spec } = part;
         let slice = spec.slice();
-        if spec.mesh().is_none() && slice.local_shape() == slice.global_shape() {
+        if is_of_whole_tensor && slice.local_shape() == slice.global_shape() {
             return match self.parts.insert(stored.clone(), Part::Whole(tensor)) {
                 None => Ok(()),
                 Some(_) => Err(collision(&stored)),

@@ -33,6 +33,12 @@ STORED: Arrays = {
     "model.layers.0.mlp.experts.1.w3": numbers(6, 4, start=600),
     "model.embed.weight": numbers(10, 4, start=700),
 }
+MODEL = dict(STORED)
+STORED |= {
+    "model.layers.0.shared": numbers(1, 4, start=800),
+    "model.layers.0.mlp.experts.0.0": numbers(2, start=900),
+    "model.layers.0.mlp.experts.1.0": numbers(2, start=910),
+}
 Q, K, V = (STORED[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv")
 W1 = [STORED[f"model.layers.0.mlp.experts.{expert}.w1"] for expert in range(2)]
 W3 = [STORED[f"model.layers.0.mlp.experts.{expert}.w3"] for expert in range(2)]
@@ -57,6 +63,14 @@ RULES: dict[str, tuple[str | Expression, np.ndarray[Any, Any]]] = {
     "experts": (
         stack(fuse(EXPERT + "w1", EXPERT + "w3"), over="e"),
         np.stack([np.concatenate(pair) for pair in zip(W1, W3)]),
+    ),
+    "stack of stacks": (
+        stack(stack("model.layers.{n}.mlp.experts.{e}.{w}", over="e"), over="w", indices=[0]),
+        np.stack([np.stack([numbers(2, start=900), numbers(2, start=910)])]),
+    ),
+    "stack with a shared part": (
+        stack(fuse(EXPERT + "w1", "model.layers.{n}.shared"), over="e"),
+        np.stack([np.concatenate([w1, numbers(1, 4, start=800)]) for w1 in W1]),
     ),
     "one expert": (stack(EXPERT + "w1", over="e", indices=[1]), W1[1][None]),
     "shard of the experts": (shard(stack(EXPERT + "w1", over="e"), 0, 1, 2), W1[1][None]),
@@ -158,15 +172,15 @@ MAPPING = Mapping(
 
 
 def test_put_stores_the_parts_under_their_names(store: tssd.Store) -> None:
-    store.put_state_dict(STORED, "stored")
+    store.put_state_dict(MODEL, "stored")
     into = {name: make() for name, make in INTO.items()}
     store.get_state_dict("stored", into=into, mapping=MAPPING)
 
     store.put_state_dict({**into, "step": 3}, "again", mapping=MAPPING)
     again = store.get_state_dict("again")
     assert again.pop("step") == 3
-    assert again.keys() == STORED.keys()
-    for name, value in STORED.items():
+    assert again.keys() == MODEL.keys()
+    for name, value in MODEL.items():
         np.testing.assert_array_equal(again[name], value)
 
 
@@ -203,6 +217,15 @@ def test_shards_of_several_writers_make_the_stored_tensors(store: tssd.Store) ->
     assert stored.keys() == whole.keys()
     for name, tensor in whole.items():
         np.testing.assert_array_equal(stored[name], tensor)
+
+
+def test_shard_that_is_the_whole_stays_a_shard(store: tssd.Store) -> None:
+    whole = numbers(4, 2)
+    for rank, rows in enumerate([4, 0]):
+        part = tssd.TensorSlice([4 * rank, 0], None, [4, 2], [rows, 2], None)
+        shards = {"x": tssd.TensorShard(whole[:rows], part)}
+        store.put_state_dict(shards, "policy", mapping=Mapping({"x": "a"}), version=1, writers=2, writer=rank, job="j")
+    np.testing.assert_array_equal(store.get_state_dict("policy")["a"], whole)
 
 
 def test_targets_may_name_a_stored_tensor_several_times(store: tssd.Store) -> None:
@@ -281,6 +304,7 @@ def test_invalid_rules_are_refused() -> None:
         (lambda: Mapping({"{n}.{n}": "a"}), tssd.TssdValueError, "twice"),
         (lambda: Mapping({"{n:float}": "a"}), tssd.TssdValueError, "{n:float}"),
         (lambda: Mapping({"a": 3}), TypeError, "not a int"),  # type: ignore[dict-item]
+        (lambda: Mapping({"{0}.a": "{0}.b"}), tssd.TssdValueError, "placeholder"),
         (lambda: fuse(), tssd.TssdValueError, "at least one part"),
         (lambda: fuse("a", "b", sizes=(1,)), tssd.TssdValueError, "1 numbers for 2 parts"),
         (lambda: fuse("a", sizes=(0,)), tssd.TssdValueError, "positive"),

@@ -154,6 +154,21 @@ def test_differences_are_errors_of_the_staging(store: tssd.Store) -> None:
         store.stage("policy", into, mapping={})  # type: ignore[arg-type]
 
 
+def test_commit_finds_tensors_that_have_other_memory(store: tssd.Store) -> None:
+    store.put_state_dict({"a": np.arange(300_000.0)}, "policy")
+    array = np.zeros(300_000)
+    with store.stage("policy", {"a": array}) as staged:
+        array.resize(10, refcheck=False)
+        with pytest.raises((tssd.TssdError, ValueError)):
+            staged.commit()
+        array.resize(300_000, refcheck=False)
+        staged.commit()
+        np.testing.assert_array_equal(array, np.arange(300_000.0))
+        array.flags.writeable = False
+        with pytest.raises((tssd.TssdError, ValueError)):
+            staged.commit()
+
+
 def test_staging_is_awaitable() -> None:
     async def stage() -> dict[str, Any]:
         into = make_into()

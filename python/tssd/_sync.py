@@ -19,7 +19,7 @@ class SyncRecord:
     Attributes:
         key: the key of the weights.
         version: the version number.
-        role: the process: "trainer", "vllm worker" or "vllm engine".
+        role: the process: "trainer", "vllm worker", "vllm engine", or "vllm worker 0" and so on as the trainer sees it.
         source: the address of the store.
         bytes_needed: the bytes of the tensors that the process puts or needs.
         bytes_received: the bytes that came over a connection.

@@ -65,13 +65,14 @@ class _Bindings(NamedTuple):
     values: _Dict[str, str]
 
     def name(self, template: str) -> str:
-        return _PLACEHOLDER.sub(lambda match: self.values[match[1]], template)
+        """Returns the name for a template. A placeholder without a value stays as it is."""
+        return _PLACEHOLDER.sub(lambda match: self.values.get(match[1], match[0]), template)
 
     def bind(self, placeholder: str, index: int) -> _Bindings:
         return _Bindings({**self.values, placeholder: str(index)})
 
 
-_PLACEHOLDER = re.compile(r"\{(\w+)(?::(\w+))?\}")
+_PLACEHOLDER = re.compile(r"\{([^\W\d]\w*)(?::(\w+))?\}")
 # Regular expressions of placeholders, by their converters.
 _CONVERTERS = {None: r"[^.]+", "int": r"[0-9]+", "path": r".+"}
 
@@ -193,10 +194,22 @@ class _StackOver(Expression):
         if indices is None:
             # The stored names say how many parts there are. With no part, the error names the first.
             count = 0
-            while any(bindings.bind(self.over, count).name(name) in stored for name in self.part._templates()):
+            while self._is_stored(bindings.bind(self.over, count), stored):
                 count += 1
             indices = tuple(range(max(count, 1)))
-        return _stack([self.part._value(bindings.bind(self.over, index), stored) for index in indices], self.dim)
+        values = [self.part._value(bindings.bind(self.over, index), stored) for index in indices]
+        return _stack(values, self.dim)
+
+    def _is_stored(self, bindings: _Bindings, stored: _Dict[str, _Shape]) -> bool:
+        """Returns whether a tensor of the part with an index is stored. Inner stacks begin at index 0."""
+        for template in self.part._templates():
+            placeholders = {match[1] for match in _PLACEHOLDER.finditer(template)}
+            if self.over not in placeholders:
+                continue
+            inner = {name: "0" for name in placeholders - bindings.values.keys()}
+            if _Bindings({**inner, **bindings.values}).name(template) in stored:
+                return True
+        return False
 
     def _infer(self, bindings: _Bindings, shape: _Shape, stored: dict[str, _Shape]) -> None:
         dim = _normalize(self.dim, len(shape))
@@ -204,6 +217,8 @@ class _StackOver(Expression):
         if shape[dim] != len(indices):
             text = f"dimension {dim} of {list(shape)} has {shape[dim]} parts, the rule has {len(indices)}"
             raise _Problem("SliceMismatch", text)
+        if not indices:
+            raise _Problem("invalid", f"dimension {dim} of {list(shape)} has no parts to store")
         for index in indices:
             self.part._infer(bindings.bind(self.over, index), _without(shape, dim), stored)
 
@@ -387,7 +402,7 @@ class Mapping:
         TssdValueError: a rule is invalid.
 
     Example:
-        `Mapping({"{name:path}": "model.{name}"})` adds a prefix to all names.
+        `Mapping({"{name:path}": "model.{name}"})` adds a prefix to the names of all tensors.
     """
 
     rules: _Dict[str, str | Expression]
@@ -446,6 +461,7 @@ class Mapping:
 
 
 def _compile(name: str, expression: str | Expression) -> _Rule:
+    _check_braces(name)
     pattern, end = "", 0
     bound = set()
     for match in _PLACEHOLDER.finditer(name):
@@ -472,8 +488,16 @@ def _expression(part: str | Expression) -> Expression:
     if isinstance(part, Expression):
         return part
     if isinstance(part, str):
+        _check_braces(part)
         return _Stored(part)
     raise TypeError(f"a rule has the name of a stored tensor or an expression, not a {type(part).__name__}")
+
+
+def _check_braces(name: str) -> None:
+    """Checks that a name has no braces that are no placeholder."""
+    rest = _PLACEHOLDER.sub("", name)
+    if "{" in rest or "}" in rest:
+        raise _invalid(f"`{name}`: a placeholder is an identifier in braces, such as `{{n}}`")
 
 
 def _expressions(function: str, parts: tuple[str | Expression, ...]) -> tuple[Expression, ...]:

@@ -14,7 +14,7 @@ use tssd_format::{
 };
 use tssd_gpu::CopyStats;
 use tssd_store::plan::TensorLeaf;
-use tssd_store::{GetOptions, GetReport, ReceiveReport, Receiver, Target, TargetMemory};
+use tssd_store::{GetOptions, GetReport, LeafPart, ReceiveReport, Receiver, Target, TargetMemory};
 
 use crate::builder::{Framework, ObjectBuilder};
 use crate::classes;
@@ -796,6 +796,11 @@ impl FillTarget {
         };
         let len = usize::try_from(meta.span_bytes()).expect(in_memory);
         Self { fqn, part, meta, start, len, window, _tensor: tensor }
+    }
+
+    /// Returns the part of a leaf that it is filled with.
+    fn into_part(self) -> LeafPart {
+        LeafPart { fqn: self.fqn, shard_spec: self.part }
     }
 
     /// Returns whether both are the same memory under the same fqn.

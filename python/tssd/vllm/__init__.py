@@ -10,6 +10,7 @@ and a trainer by `WeightTransferTrainerFactory.trainer_init(tssd.vllm.TrainerIni
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,20 +20,25 @@ if TYPE_CHECKING:
 __all__ = ["TrainerInit", "TrainerTransfer", "register", "register_trainer"]
 
 _BACKEND = "tssd"
+_logger = logging.getLogger("vllm.tssd")
 
 
 def register() -> None:
     """Registers the backend and the load format. vLLM calls it in each of its processes, possibly several times."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    from vllm.model_executor.model_loader import register_model_loader
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+        from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
 
-    if _BACKEND in WeightTransferEngineFactory._registry:
-        return
-    WeightTransferEngineFactory.register_engine(_BACKEND, "tssd.vllm._engine", "TransferEngine")
-    register_trainer()
-    from ._loader import ModelLoader
+        if _BACKEND not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(_BACKEND, "tssd.vllm._engine", "TransferEngine")
+        register_trainer()
+        if _BACKEND not in _LOAD_FORMAT_TO_MODEL_LOADER:
+            from ._loader import ModelLoader
 
-    register_model_loader(_BACKEND)(ModelLoader)
+            register_model_loader(_BACKEND)(ModelLoader)
+    except ImportError as error:
+        # An engine that does not use the plug-in must start with any version of vLLM.
+        _logger.warning("tssd does not support this version of vLLM: %s", error)
 
 
 def register_trainer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 import time
@@ -72,10 +73,12 @@ class UpdateInfo(WeightTransferUpdateInfo):
         version: the version number. None: the newest version.
         stage_only: whether to bring the bytes to this host in the background, and leave the model as it is. The call
             returns at once.
+        attempt: the number of the report to the trainer, a new one for each call with `stage_only`.
     """
 
     version: int | None = None
     stage_only: bool = False
+    attempt: int = 0
 
 
 class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -102,6 +105,9 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._run_on_all_workers(lambda: self._connect(init_info))
 
     def _connect(self, init_info: InitInfo) -> None:
+        if getattr(self.parallel_config, "enable_eplb", False):
+            # The recording has the place of each expert.
+            raise ValueError('the backend "tssd" does not support EPLB, which moves experts: set enable_eplb=False')
         self.shutdown()
         self._store = tssd.Store(init_info.store, connect_timeout=min(init_info.timeout, 30.0))
         self._info = init_info
@@ -114,10 +120,15 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Stages a version, or installs it."""
+        number = update_info.version
+        if number is None:
+            number = self._newest_version()
         if update_info.stage_only:
-            self._run_on_all_workers(lambda: self._begin_staging(update_info.version))
-        else:
-            self._run_on_all_workers(lambda: self._install(update_info.version))
+            self._run_on_all_workers(lambda: self._begin_staging(number, update_info.attempt))
+        # No worker commits before all have staged: the engine must not have two versions.
+        elif self._run_on_all_workers(lambda: self._stage(number)):
+            self._run_on_all_workers(self._commit)
+            self._discard()
 
     def finish_weight_update(self) -> None:
         """Does nothing: the parameters are complete."""
@@ -129,8 +140,27 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._store.close()
         self._store = None
 
-    def _run_on_all_workers(self, step: Callable[[], None]) -> None:
+    def _group(self) -> Any:
+        """Returns the group of the workers of this engine."""
+        # With data parallelism, each replica has an executor of its own, and the world has all replicas.
+        return get_world_group() if self.parallel_config.data_parallel_size == 1 else get_tp_group()
+
+    def _newest_version(self) -> int:
+        """Returns the number of the newest version, the same on all workers. 0 if there is none."""
+        store, info = self._connected()
+        group = self._group()
+        newest = [0]
+        if group.rank_in_group == 0:
+            head = store.head(info.key)
+            newest = [0 if head is None else head.version]
+        if group.world_size > 1:
+            torch.distributed.broadcast_object_list(newest, src=group.ranks[0], group=group.cpu_group)
+        return newest[0]
+
+    def _run_on_all_workers(self, step: Callable[[], None]) -> bool:
         """Runs a step. If it fails on any worker, the update has failed, and the last worker raises the errors of all.
+
+        Returns whether it has succeeded on all workers.
 
         The executor of vLLM 0.32 and 0.33 reads the replies of the workers in order, and stops at the first failure.
         The replies of the later workers would then be taken for those of the next call. So only the last worker raises.
@@ -140,23 +170,23 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             step()
         except Exception as error:
             failure = error
-        # With data parallelism, each replica has an executor of its own, and the world has all replicas.
-        group = get_world_group() if self.parallel_config.data_parallel_size == 1 else get_tp_group()
+        group = self._group()
         if group.world_size == 1:
             if failure is not None:
                 raise failure
-            return
+            return True
         errors: list[str | None] = [None] * group.world_size
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
         torch.distributed.all_gather_object(errors, text, group=group.cpu_group)
         failed = [f"worker {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
         if not failed:
-            return
+            return True
         if failure is not None:
             logger.error("weight update failed: %s", text)
         if group.rank_in_group == group.world_size - 1:
             raise RuntimeError("; ".join(failed)) from failure
         _end_session(self)
+        return False
 
     def _connected(self) -> tuple[tssd.Store, InitInfo]:
         if self._store is None or self._info is None:
@@ -168,10 +198,8 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._staging.discard()
         self._staging = None
 
-    def _open(self, number: int | None) -> tssd.OpenVersion:
+    def _open(self, number: int) -> tssd.OpenVersion:
         store, info = self._connected()
-        if number is None:
-            return store.open(info.key, timeout=info.timeout)
         # It may not be visible yet, if another trainer rank has not committed its part.
         version = store.wait_for_version(info.key, number, timeout=info.timeout)
         if version.version == number:
@@ -179,15 +207,16 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         version.close()
         return store.open(info.key, version=number, timeout=info.timeout)
 
-    def _begin_staging(self, number: int | None) -> None:
+    def _begin_staging(self, number: int, attempt: int) -> None:
         store, info = self._connected()
         self._discard()
         version = self._open(number)
         # The worker runs one call at a time, so the model does not run now. Later, it may.
         self._installer.prepare(version)
-        self._staging = _Staging(self._installer, store, version, self._acknowledge if info.token else None)
+        acknowledge = functools.partial(self._acknowledge, attempt) if info.token and attempt else None
+        self._staging = _Staging(self._installer, store, version, info.timeout, acknowledge)
 
-    def _acknowledge(self, version: int, staged: Staged | None, error: BaseException | None) -> None:
+    def _acknowledge(self, attempt: int, staged: Staged | None, error: BaseException | None) -> None:
         """Tells the trainer that the worker has staged a version, or why not."""
         store, info = self._connected()
         parallel = self.parallel_config
@@ -196,17 +225,29 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         store.put_state_dict(
             {f"worker {rank}": acknowledgement(staged, error)},
             acknowledgement_key(info.key, info.token),
-            version=version,
+            version=attempt,
             writers=workers,
             writer=rank,
             job=info.token,
             timeout=info.timeout,
         )
 
-    def _install(self, number: int | None) -> None:
+    def _stage(self, number: int) -> None:
+        """Waits until a version is staged. Begins to stage it, unless that was done before."""
         _, info = self._connected()
-        if self._staging is None or (number is not None and self._staging.version.version != number):
-            self._begin_staging(number)
+        if self._staging is None or self._staging.version.version != number:
+            self._begin_staging(number, attempt=0)
+        assert self._staging is not None
+        try:
+            self._staging.result(info.timeout)
+        except BaseException:
+            # The next call begins again.
+            self._discard()
+            raise
+
+    def _commit(self) -> None:
+        """Installs the version that is staged."""
+        _, info = self._connected()
         assert self._staging is not None
         staged = self._staging.result(info.timeout)
         started = time.monotonic()
@@ -220,7 +261,6 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     raise
                 logger.exception("The commit of version %d failed, and is repeated", staged.version.version)
         self._report(staged, times, time.monotonic() - started)
-        self._discard()
 
     def _report(self, staged: Staged, times: CommitTimes, seconds: float) -> None:
         report_sync(
@@ -252,7 +292,7 @@ def _end_session(engine: TransferEngine) -> None:
 class _Staging:
     """The staging of a version, on a thread of its own.
 
-    `acknowledge` is called at its end, with the version number, and the result or the error.
+    `acknowledge` is called at its end, with the result or the error.
     """
 
     def __init__(
@@ -260,9 +300,11 @@ class _Staging:
         installer: Installer,
         store: tssd.Store,
         version: tssd.OpenVersion,
-        acknowledge: Callable[[int, Staged | None, BaseException | None], None] | None,
+        timeout: float,
+        acknowledge: Callable[[Staged | None, BaseException | None], None] | None,
     ) -> None:
         self.version = version
+        self._timeout = timeout
         self._installer, self._store, self._acknowledge = installer, store, acknowledge
         self._staged: Staged | None = None
         self._error: BaseException | None = None
@@ -274,7 +316,7 @@ class _Staging:
     def _run(self) -> None:
         staged = None
         try:
-            staged = self._installer.stage(self._store, self.version)
+            staged = self._installer.stage(self._store, self.version, self._timeout)
         except BaseException as error:
             self._error = error
         with self._lock:
@@ -284,7 +326,7 @@ class _Staging:
             self._staged = staged
         if self._acknowledge is not None:
             try:
-                self._acknowledge(self.version.version, staged, self._error)
+                self._acknowledge(staged, self._error)
             except Exception:
                 logger.exception("The trainer was not told whether version %d is staged", self.version.version)
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import (
     _layerwise_process,
+    _place_kernel_tensors,
     finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
@@ -105,8 +107,13 @@ class Installer:
         for prefix, module in self.model.named_modules():
             # After post-processing, a module may have no parameter any more.
             before, _ = get_layerwise_info(module).restore_metadata
-            for name in before.keys() | dict(module.named_parameters(recurse=False)).keys():
-                is_tied = id(getattr(module, name, None)) in filled_parameters
+            # A bias is not in the metadata. Post-processing may add other parameters.
+            names_of_module = before.keys() | ({"bias"} if getattr(module, "bias", None) is not None else set())
+            for name in names_of_module:
+                tensor = getattr(module, name, None)
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                is_tied = id(tensor) in filled_parameters
                 if (id(module), name) not in filled and not is_tied and name not in SKIP_LOAD_TENSORS:
                     names.append(f"{prefix}.{name}")
         if names:
@@ -114,7 +121,7 @@ class Installer:
             more = f" and {len(names) - 10} more" if len(names) > 10 else ""
             raise ValueError(f"the version has nothing for the parameters {shown}{more} of the model")
 
-    def stage(self, store: tssd.Store, version: tssd.OpenVersion) -> Staged:
+    def stage(self, store: tssd.Store, version: tssd.OpenVersion, timeout: float) -> Staged:
         """Brings exactly the bytes that the model needs to this host, verified. The model may run meanwhile."""
         started = time.monotonic()
         in_place, buffered = [], []
@@ -130,11 +137,19 @@ class Installer:
         needed = received = 0
         staged = None
         if in_place:
-            staged = store.stage(version.key, tssd.Targets(in_place), version=version, strict=False, cast=True)
+            staged = store.stage(
+                version.key, tssd.Targets(in_place), version=version, strict=False, cast=True, timeout=timeout
+            )
             needed, received = staged.report.bytes_needed, staged.report.bytes_received
         if buffered:
             _, report = store.get_state_dict(
-                version.key, tssd.Targets(buffered), version=version, strict=False, cast=True, return_report=True
+                version.key,
+                tssd.Targets(buffered),
+                version=version,
+                strict=False,
+                cast=True,
+                return_report=True,
+                timeout=timeout,
             )
             needed, received = needed + report.bytes_needed, received + report.bytes_received
         whole = [(name, version.get_tensor(name)) for name in self._recording.whole_names]
@@ -168,6 +183,8 @@ class Installer:
         self._process_tied(staged)
         if staged.whole:
             self._load_whole(staged.whole)
+        else:
+            self._process_attention()
         times.process = time.monotonic() - started - times.copy
         return times
 
@@ -186,7 +203,8 @@ class Installer:
             if source is None:
                 # No checkpoint tensor fills it.
                 source = kernel_tensors[name]
-            tensor = source.detach().to(self.device)
+            # A copy: post-processing may change it, and a commit can be repeated.
+            tensor = source.detach().to(self.device, copy=True)
             tensor.__class__ = meta.__class__
             tensor.__dict__ = meta.__dict__.copy()
             setattr(module, name, tensor)
@@ -194,8 +212,13 @@ class Installer:
         if self.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
             # The kernel packs the experts only when it is made. No graph holds the old one.
             method.moe_kernel = None
-        with torch.device(self.device):
-            _layerwise_process(module, info)
+        try:
+            with torch.device(self.device):
+                _layerwise_process(module, info)
+        except BaseException:
+            _place_kernel_tensors(module, info)
+            info.reset()
+            raise
 
     def _process_tied(self, staged: Staged) -> None:
         """Repeats the post-processing of modules that share a parameter with an updated module."""
@@ -209,6 +232,12 @@ class Installer:
                 if hasattr(module, _ALREADY_PROCESSED):
                     delattr(module, _ALREADY_PROCESSED)
                 method.process_weights_after_loading(module)
+
+    def _process_attention(self) -> None:
+        """Repeats the post-processing of attention layers, which derive tensors from those of other modules."""
+        for module in self.model.modules():
+            if is_deferred_attention_layer(module):
+                module.process_weights_after_loading(self.model_config.dtype)  # type: ignore[operator]
 
     def _load_whole(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Loads checkpoint tensors through the model, layer by layer."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.distributed.weight_transfer.sharded_rdt_engine import ShardedRDTWeightTransferEngine
 from vllm.distributed.weight_transfer.sharded_rdt_fake import BakeSink, FakeRDTTensor
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_layerwise_reload
@@ -36,78 +37,96 @@ class Copy(NamedTuple):
 
 @dataclass
 class Recording:
-    """The copies of a model, and the checkpoint tensors whose loading could not be recorded."""
+    """The copies of a model. If its loading could not be recorded, the names of all checkpoint tensors."""
 
     copies: list[Copy] = field(default_factory=list)
     # These are loaded whole, by the model's `load_weights`.
     whole_names: list[str] = field(default_factory=list)
 
 
+class _TransformDetector(TorchDispatchMode):
+    """Notices whether a loader changes a parameter otherwise than by a recorded copy.
+
+    Zeros for padding do not count.
+    """
+
+    def __init__(self, sink: BakeSink) -> None:
+        super().__init__()
+        self.sink = sink
+        self.is_recording = False
+        self.has_found = False
+        accept = sink.accept_copy
+
+        def accept_copy(destination: torch.Tensor, source: Any) -> torch.Tensor:
+            self.is_recording = True
+            try:
+                result: torch.Tensor = accept(destination, source)
+                return result
+            finally:
+                self.is_recording = False
+
+        sink.accept_copy = accept_copy
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_change = function._schema.is_mutable and function not in _ZEROING
+        if is_change and self.sink.current is not None and not self.is_recording:
+            self.has_found = True
+        return function(*args, **(kwargs or {}))
+
+
+_ZEROING = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
+
+
 def record(model: torch.nn.Module, device: torch.device, tensors: Mapping[str, TensorSpec]) -> Recording:
     """Records what the model takes from checkpoint tensors. No bytes move, and the model is as before.
+
+    If a loader computes with a tensor, nothing is known about the rest of its module: all tensors are loaded whole.
 
     Raises:
         ValueError: the model does not know one of the tensors.
     """
-    unsupported: list[str] = []
-    while True:
-        sink = BakeSink()
-        names = [name for name in tensors if name not in unsupported]
-        last: list[str] = []
+    sink = BakeSink()
+    detector = _TransformDetector(sink)
+    last = "?"
 
-        def placeholders() -> Iterator[tuple[str, torch.Tensor]]:
-            for name in names:
-                last[:] = [name]
-                spec = tensors[name]
-                yield name, FakeRDTTensor(name, torch.Size(spec.shape), spec.dtype, device, sink=sink)
+    def placeholders() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal last
+        for name, spec in tensors.items():
+            last = name
+            yield name, FakeRDTTensor(name, torch.Size(spec.shape), spec.dtype, device, sink=sink)
 
-        try:
-            with torch.device(device), torch.no_grad():
-                initialize_layerwise_reload(model)
-                # Both functions do not use `self`.
-                ShardedRDTWeightTransferEngine._install_recording_stamps(None, model, sink)
-                load: Any = model.load_weights
+    try:
+        with torch.device(device), torch.no_grad():
+            initialize_layerwise_reload(model)
+            # Both functions do not use `self`.
+            ShardedRDTWeightTransferEngine._install_recording_stamps(None, model, sink)
+            load: Any = model.load_weights
+            with detector:
                 load(placeholders())
-        except NotImplementedError:
-            # The loader computes with the tensor that it got last.
-            if not last:
-                raise
-            unsupported += last
-            continue
-        except Exception as error:
-            name = last[0] if last else "?"
-            text = f"the model cannot load `{name}` of shape {list(tensors[name].shape)}: {error}"
-            raise ValueError(text) from error
-        finally:
-            ShardedRDTWeightTransferEngine._restore_after_dry_run(None, model)
-        return _resolve(sink, tensors, unsupported)
+    except NotImplementedError:
+        return Recording(whole_names=list(tensors))
+    except Exception as error:
+        shape = list(tensors[last].shape) if last in tensors else "?"
+        raise ValueError(f"the model cannot load `{last}` of shape {shape}: {error}") from error
+    finally:
+        ShardedRDTWeightTransferEngine._restore_after_dry_run(None, model)
+    if detector.has_found:
+        return Recording(whole_names=list(tensors))
+    return _resolve(sink, tensors)
 
 
-def _resolve(sink: BakeSink, tensors: Mapping[str, TensorSpec], unsupported: list[str]) -> Recording:
-    recording = Recording(whole_names=list(unsupported))
-    whole = set(unsupported)
+def _resolve(sink: BakeSink, tensors: Mapping[str, TensorSpec]) -> Recording:
+    recording = Recording()
     for scatters in sink.copies_by_layer.values():
         for scatter in scatters:
             name = scatter.src[0]
             boxes = _boxes_of(scatter, tensors[name])
             if boxes is None:
-                whole.add(name)
-                continue
+                return Recording(whole_names=list(tensors))
             for box in boxes:
-                recording.copies.append(
-                    Copy(name, tensors[name].shape, box, scatter.layer, scatter.param_name, scatter.offset + box.start)
-                )
-    # A module is loaded in one way: if one of its tensors is loaded whole, all of them are.
-    modules = {id(copy.module) for copy in recording.copies if copy.name in whole}
-    while True:
-        shared = {copy.name for copy in recording.copies if id(copy.module) in modules}
-        more = {id(copy.module) for copy in recording.copies if copy.name in shared}
-        if more <= modules:
-            break
-        modules |= more
-    whole |= shared
-    recording.copies = [copy for copy in recording.copies if copy.name not in whole]
-    recording.whole_names = [name for name in tensors if name in whole]
+                start = scatter.offset + box.start
+                copy = Copy(name, tensors[name].shape, box, scatter.layer, scatter.param_name, start)
+                recording.copies.append(copy)
     return recording
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -64,6 +65,7 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
         self._info = init_info
         self._store = tssd.Store(init_info.store)
         self._version = 0
+        self._attempt = 0
 
     @classmethod
     def trainer_init(cls, init_info: TrainerInit, *, client: Any, source: Any = None) -> TrainerTransfer:
@@ -128,11 +130,12 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
         if not self.is_sender:
             return {}
         self.client.start_weight_update()
-        self.client.update_weights({"version": self._version, "stage_only": True})
+        self._attempt += 1
+        self.client.update_weights({"version": self._version, "stage_only": True, "attempt": self._attempt})
         self.client.finish_weight_update()
         key = acknowledgement_key(self._info.key, self._info.token)
         with self._store.wait_for_version(
-            key, self._version, timeout=self._info.timeout, run=self._info.token
+            key, self._attempt, timeout=self._info.timeout, run=self._info.token
         ) as acknowledged:
             reports: dict[str, dict[str, Any]] = self._store.get_state_dict(key, version=acknowledged)
         failed = [f"{worker}: {report['error']}" for worker, report in reports.items() if "error" in report]
@@ -186,7 +189,14 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
         if isinstance(self.source, ModuleSource):
             return {name: parameter.detach() for name, parameter in self.source._module.named_parameters()}
         # A source of another kind yields whole tensors. Its iteration is a collective of all ranks.
-        # vLLM 0.32 iterates over the source itself, 0.33 over `iter_full()`.
-        pairs = self.source.iter_full() if hasattr(self.source, "iter_full") else self.source
-        state = {name: tensor for name, tensor in pairs if tensor is not None}
-        return state if self.is_sender else {}
+        if not hasattr(self.source, "iter_full"):
+            # vLLM 0.32.
+            if self.source.held_names() is not None:
+                raise NotImplementedError("tssd does not support sources of which each rank holds a part, in vLLM 0.32")
+            return self._kept(self.source, lambda name: 0)
+        owners = {meta.name: meta.owners for meta in self.source.metadata}
+        return self._kept(self.source.iter_full(), lambda name: min(owners[name] or (0,)))
+
+    def _kept(self, pairs: Any, owner: Callable[[str], int]) -> dict[str, torch.Tensor]:
+        """Returns the tensors that this rank puts: each is put by one of its owners."""
+        return {name: tensor for name, tensor in pairs if owner(name) == self.rank}

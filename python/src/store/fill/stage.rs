@@ -2,22 +2,25 @@
 //! tensors.
 
 use pyo3::prelude::*;
+use tssd_format::{Dtype, ShardSpec, TensorSlice};
 use tssd_store::{GetReport, LeafPart};
 
 use super::{
-    Batch, Differences, FillOptions, FillTarget, MatchedTree, fill_rounds, finish_fill,
-    increment_versions, match_tree, split_into_rounds,
+    Batch, Differences, FillOptions, FillTarget, Leaf, MatchedTree, fill_leaves, fill_rounds,
+    finish_fill, increment_versions, match_tree, split_into_rounds,
 };
 use crate::error::Result;
 use crate::importer::TargetImporter;
+use crate::mapping::Piece;
 use crate::store::connection::VersionRead;
 
 /// The tensors of `into`, and the bytes for them.
 pub(crate) struct StagedTargets {
     /// Tensors whose bytes are in memory of the store. They are copied from there.
-    direct: StagedBatch,
-    /// Tensors whose bytes are in staging tensors.
-    buffered: StagedBatch,
+    direct: Vec<(UnboundLeaf, Dtype)>,
+    /// Tensors whose bytes are in staging tensors, each with its staging tensor.
+    buffered: Vec<(Py<PyAny>, Py<PyAny>)>,
+    buffered_objects: Vec<Py<PyAny>>,
     /// Leaves that are no tensors: the container, the key and the value.
     values: Vec<(Py<PyAny>, Py<PyAny>, Py<PyAny>)>,
     wrappers: Vec<Py<PyAny>>,
@@ -25,34 +28,27 @@ pub(crate) struct StagedTargets {
     buffered_bytes: u64,
 }
 
-/// A batch without a reference to the interpreter.
-struct StagedBatch {
-    rounds: Vec<Vec<FillTarget>>,
-    objects: Vec<Py<PyAny>>,
-    staged: Vec<(Py<PyAny>, Py<PyAny>)>,
+/// A [`Leaf`] without a reference to the interpreter.
+struct UnboundLeaf {
+    fqn: String,
+    object: Py<PyAny>,
+    dtype: Option<Dtype>,
+    shape: Vec<u64>,
+    is_in_wrapper: bool,
+    pieces: Option<Vec<Piece>>,
 }
 
-impl StagedBatch {
-    fn new(batch: Batch<'_>) -> Self {
-        Self {
-            rounds: split_into_rounds(batch.targets),
-            objects: batch.objects.into_iter().map(Bound::unbind).collect(),
-            staged: batch
-                .staged
-                .into_iter()
-                .map(|(object, staged)| (object.unbind(), staged.unbind()))
-                .collect(),
-        }
+impl UnboundLeaf {
+    fn new(leaf: Leaf<'_>) -> Self {
+        let Leaf { fqn, object, dtype, shape, is_in_wrapper, pieces, .. } = leaf;
+        Self { fqn, object: object.unbind(), dtype, shape, is_in_wrapper, pieces }
     }
 
-    /// Copies staging tensors to the tensors that they stand for.
-    fn finish(&self, py: Python<'_>) -> Result<()> {
-        let pairs: Vec<_> = self
-            .staged
-            .iter()
-            .map(|(object, staged)| (object.bind(py).clone(), staged.bind(py).clone()))
-            .collect();
-        finish_fill(py, &pairs, bind(py, &self.objects))
+    fn bind<'py>(&self, py: Python<'py>) -> Leaf<'py> {
+        let object = self.object.bind(py).clone();
+        let found = (self.dtype, self.shape.clone());
+        let leaf = Leaf::new(self.fqn.clone(), object, found, self.is_in_wrapper);
+        Leaf { pieces: self.pieces.clone(), ..leaf }
     }
 }
 
@@ -75,38 +71,42 @@ impl StagedTargets {
         let mut importer = TargetImporter::new(py)?;
         let MatchedTree { leaves, differences, values, wrappers } =
             match_tree(read, &importer, into, options)?;
-        let mut batches = Vec::with_capacity(leaves.len());
+        let mut parts = Vec::new();
+        let mut counts = Vec::with_capacity(leaves.len());
+        let mut direct_bytes = 0;
         for (leaf, stored) in &leaves {
             let mut batch = Batch::default();
-            batch.add(&mut importer, leaf, *stored, false)?;
-            batches.push(batch);
+            // With its own dtype, a tensor needs no staging memory.
+            batch.add(&mut importer, leaf, leaf.dtype.unwrap_or(*stored), false)?;
+            counts.push(batch.targets.len());
+            parts.extend(batch.targets.into_iter().map(FillTarget::into_part));
         }
-        let parts: Vec<LeafPart> = batches
-            .iter()
-            .flat_map(|batch| &batch.targets)
-            .map(|target| LeafPart { fqn: target.fqn.clone(), shard_spec: target.part.clone() })
-            .collect();
         let in_memory = read.verify_in_memory(py, &parts)?;
-        let (mut direct, mut buffered) = (Batch::default(), Batch::default());
-        let mut rest = in_memory.as_slice();
-        for ((leaf, stored), batch) in leaves.iter().zip(batches) {
-            let (own, others) = rest.split_at(batch.targets.len());
-            rest = others;
+        let (mut direct, mut buffered) = (Vec::new(), Batch::default());
+        let (mut rest, mut parts) = (in_memory.as_slice(), parts.as_slice());
+        for ((leaf, stored), count) in leaves.into_iter().zip(counts) {
+            let (own, others) = rest.split_at(count);
+            let (own_parts, other_parts) = parts.split_at(count);
+            (rest, parts) = (others, other_parts);
             if own.iter().all(|is_in_memory| *is_in_memory) {
-                direct.targets.extend(batch.targets);
-                direct.objects.extend(batch.objects);
-                direct.staged.extend(batch.staged);
+                let itemsize = stored.itemsize();
+                direct_bytes +=
+                    own_parts.iter().map(|part| numel(part, &leaf) * itemsize).sum::<u64>();
+                direct.push((UnboundLeaf::new(leaf), stored));
             } else {
-                buffered.add(&mut importer, leaf, *stored, true)?;
+                buffered.add(&mut importer, &leaf, stored, true)?;
             }
         }
-        let bytes_of = |batch: &Batch<'_>| -> u64 {
-            batch.targets.iter().map(|target| target.meta.nbytes()).sum()
-        };
-        let (direct_bytes, buffered_bytes) = (bytes_of(&direct), bytes_of(&buffered));
+        let buffered_bytes = buffered.targets.iter().map(|target| target.meta.nbytes()).sum();
+        let rounds = split_into_rounds(buffered.targets);
         let staged = Self {
-            direct: StagedBatch::new(direct),
-            buffered: StagedBatch::new(buffered),
+            direct,
+            buffered: buffered
+                .staged
+                .into_iter()
+                .map(|(object, staged)| (object.unbind(), staged.unbind()))
+                .collect(),
+            buffered_objects: buffered.objects.into_iter().map(Bound::unbind).collect(),
             values: values
                 .into_iter()
                 .map(|(container, key, value)| (container.unbind(), key.unbind(), value.unbind()))
@@ -115,7 +115,7 @@ impl StagedTargets {
             buffered_bytes,
         };
         let mut report = read.reader.report();
-        fill_rounds(py, read, &staged.buffered.rounds, &mut report)?;
+        fill_rounds(py, read, &rounds, &mut report)?;
         let last = read.reader.report();
         (report.bytes_received, report.bytes_verified) = (last.bytes_received, last.bytes_verified);
         report.bytes_needed += direct_bytes;
@@ -125,16 +125,28 @@ impl StagedTargets {
 
     /// Copies the bytes to the tensors of `into`. Returns the number of bytes. It can be repeated.
     ///
-    /// `read` does not verify: the bytes are verified already.
+    /// `read` does not verify: the bytes are verified already. The memory of the tensors is looked up now, because they may
+    /// have been given other memory since they were staged.
     pub(crate) fn commit(&self, py: Python<'_>, read: &VersionRead<'_>) -> Result<u64> {
-        let mut report = read.reader.report();
-        fill_rounds(py, read, &self.direct.rounds, &mut report)?;
-        self.direct.finish(py)?;
-        self.buffered.finish(py)?;
+        let mut importer = TargetImporter::new(py)?;
+        let direct = self.direct.iter().map(|(leaf, stored)| (leaf.bind(py), *stored)).collect();
+        let filled = fill_leaves(py, read, &mut importer, direct)?;
+        let pairs: Vec<_> = self
+            .buffered
+            .iter()
+            .map(|(object, staged)| (object.bind(py).clone(), staged.bind(py).clone()))
+            .collect();
+        finish_fill(py, &pairs, bind(py, &self.buffered_objects))?;
         for (container, key, value) in &self.values {
             container.bind(py).set_item(key, value)?;
         }
         increment_versions(py, bind(py, &self.wrappers))?;
-        Ok(report.bytes_transferred + self.buffered_bytes)
+        Ok(filled.report.bytes_transferred + self.buffered_bytes)
     }
+}
+
+/// Returns the number of elements of a part of a leaf.
+fn numel(part: &LeafPart, leaf: &Leaf<'_>) -> u64 {
+    let slice = part.shard_spec.as_ref().map(ShardSpec::slice);
+    slice.map_or(leaf.shape.as_slice(), TensorSlice::local_shape).iter().product()
 }

@@ -33,6 +33,9 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
     yield name
     with tssd.Store(name) as store:
         for key in store.keys():
+            # A label keeps the data of a version that is deleted, and the daemon then does not exit.
+            for label in store.pins(key):
+                store.unpin(key, label)
             store.delete(key)
 
 

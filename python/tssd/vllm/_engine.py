@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 import tssd
 
 from .._sync import SyncRecord, report_sync
-from ._installer import CommitTimes, Installer, Staged
+from ._installer import Installer, Staged
 
 logger = init_logger(__name__)
 
@@ -120,14 +120,14 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Stages a version, or installs it."""
-        number = update_info.version
+        number = self._newest_version() if update_info.version is None else update_info.version
         if number is None:
-            number = self._newest_version()
+            return
         if update_info.stage_only:
             self._run_on_all_workers(lambda: self._begin_staging(number, update_info.attempt))
-        # No worker commits before all have staged: the engine must not have two versions.
-        elif self._run_on_all_workers(lambda: self._stage(number)):
-            self._run_on_all_workers(self._commit)
+        # No worker commits before all have staged, and none releases the version before all have committed: the engine
+        # must not have two versions.
+        elif self._run_on_all_workers(lambda: self._stage(number)) and self._run_on_all_workers(self._commit):
             self._discard()
 
     def finish_weight_update(self) -> None:
@@ -145,14 +145,21 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         # With data parallelism, each replica has an executor of its own, and the world has all replicas.
         return get_world_group() if self.parallel_config.data_parallel_size == 1 else get_tp_group()
 
-    def _newest_version(self) -> int:
-        """Returns the number of the newest version, the same on all workers. 0 if there is none."""
-        store, info = self._connected()
+    def _newest_version(self) -> int | None:
+        """Returns the number of the newest version, the same on all workers. None: the first worker does not find it."""
         group = self._group()
-        newest = [0]
-        if group.rank_in_group == 0:
-            head = store.head(info.key)
-            newest = [0 if head is None else head.version]
+        newest: list[int | None] = [None]
+
+        def find() -> None:
+            store, info = self._connected()
+            if group.rank_in_group == 0:
+                head = store.head(info.key)
+                if head is None:
+                    raise LookupError(f"key `{info.key}` has no version")
+                newest[0] = head.version
+
+        if not self._run_on_all_workers(find):
+            return None
         if group.world_size > 1:
             torch.distributed.broadcast_object_list(newest, src=group.ranks[0], group=group.cpu_group)
         return newest[0]
@@ -247,33 +254,30 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _commit(self) -> None:
         """Installs the version that is staged."""
-        _, info = self._connected()
+        store, info = self._connected()
         assert self._staging is not None
         staged = self._staging.result(info.timeout)
         started = time.monotonic()
         for attempt in range(1, COMMIT_ATTEMPTS + 1):
             try:
-                times = self._installer.commit(staged)
+                process_seconds = self._installer.commit(staged)
                 break
             except Exception:
                 # The parameters are partly those of the new version. The staged bytes are still there.
                 if attempt == COMMIT_ATTEMPTS:
                     raise
                 logger.exception("The commit of version %d failed, and is repeated", staged.version.version)
-        self._report(staged, times, time.monotonic() - started)
-
-    def _report(self, staged: Staged, times: CommitTimes, seconds: float) -> None:
         report_sync(
             SyncRecord(
-                key=staged.version.key,
+                key=info.key,
                 version=staged.version.version,
                 role="vllm worker",
-                source=self._connected()[0].url,
+                source=store.url,
                 bytes_needed=staged.bytes_needed,
                 bytes_received=staged.bytes_received,
                 stage_seconds=staged.stage_seconds,
-                commit_seconds=seconds,
-                process_seconds=times.process,
+                commit_seconds=time.monotonic() - started,
+                process_seconds=process_seconds,
             )
         )
 

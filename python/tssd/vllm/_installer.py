@@ -67,14 +67,6 @@ class Staged:
 
 
 @dataclass
-class CommitTimes:
-    """The time of a commit, in seconds: copies to parameters, and post-processing by the engine."""
-
-    copy: float = 0.0
-    process: float = 0.0
-
-
-@dataclass
 class Installer:
     """Installs versions of one key in one model.
 
@@ -135,12 +127,6 @@ class Installer:
                 tensors[copy.tensor_name] = self._allocate(copy.module, copy.tensor_name)
             buffered.append(target(copy, tensors[copy.tensor_name]))
         needed = received = 0
-        staged = None
-        if in_place:
-            staged = store.stage(
-                version.key, tssd.Targets(in_place), version=version, strict=False, cast=True, timeout=timeout
-            )
-            needed, received = staged.report.bytes_needed, staged.report.bytes_received
         if buffered:
             _, report = store.get_state_dict(
                 version.key,
@@ -151,17 +137,23 @@ class Installer:
                 return_report=True,
                 timeout=timeout,
             )
-            needed, received = needed + report.bytes_needed, received + report.bytes_received
+            needed, received = report.bytes_needed, report.bytes_received
         whole = [(name, version.get_tensor(name)) for name in self._recording.whole_names]
         needed += sum(tensor.nbytes for _, tensor in whole)
+        # The last step that can fail: what it stages is released with the result.
+        staged = None
+        if in_place:
+            staged = store.stage(
+                version.key, tssd.Targets(in_place), version=version, strict=False, cast=True, timeout=timeout
+            )
+            needed, received = needed + staged.report.bytes_needed, received + staged.report.bytes_received
         seconds = time.monotonic() - started
         return Staged(version, staged, before_processing, whole, needed, received, seconds)
 
     def _allocate(self, module: torch.nn.Module, tensor_name: str) -> torch.Tensor:
         """Allocates a tensor of a module in the layout before post-processing, in the memory of the host.
 
-        It is new each time: kernels may use it as it is, after post-processing. Elements that no checkpoint tensor has,
-        such as the padding of a vocabulary, are zero.
+        Elements that no checkpoint tensor has, such as the padding of a vocabulary, are zero.
         """
         parameters, buffers = get_layerwise_info(module).restore_metadata
         meta = parameters.get(tensor_name, buffers.get(tensor_name))
@@ -171,13 +163,14 @@ class Installer:
         return flat.as_strided(meta.shape, meta.stride())
 
     @torch.no_grad()
-    def commit(self, staged: Staged) -> CommitTimes:
-        """Installs a staged version, from the memory of this host. It can be repeated. The model must not run."""
-        times = CommitTimes()
-        started = time.monotonic()
+    def commit(self, staged: Staged) -> float:
+        """Installs a staged version, from the memory of this host. It can be repeated. The model must not run.
+
+        Returns the time of the engine's own post-processing, in seconds.
+        """
         if staged.in_place is not None:
             staged.in_place.commit()
-        times.copy = time.monotonic() - started
+        copied = time.monotonic()
         for module, tensors in staged.before_processing.items():
             self._process(module, tensors)
         self._process_tied(staged)
@@ -185,8 +178,7 @@ class Installer:
             self._load_whole(staged.whole)
         else:
             self._process_attention()
-        times.process = time.monotonic() - started - times.copy
-        return times
+        return time.monotonic() - copied
 
     def _process(self, module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
         """Runs the post-processing of a module on new tensors, and copies the result to the memory that kernels use."""

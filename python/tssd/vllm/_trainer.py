@@ -104,16 +104,7 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
             timeout=self._info.timeout,
         )
         self._version = report.version
-        report_sync(
-            SyncRecord(
-                key=self._info.key,
-                version=report.version,
-                role="trainer",
-                source=self._store.url,
-                bytes_needed=report.bytes,
-                put_seconds=report.seconds,
-            )
-        )
+        self._report("trainer", bytes_needed=report.bytes, put_seconds=report.seconds)
         return report
 
     def stage(self) -> dict[str, dict[str, Any]]:
@@ -142,16 +133,8 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
         if failed:
             raise RuntimeError(f"version {self._version} is not staged. {'; '.join(failed)}")
         for worker, report in reports.items():
-            record = SyncRecord(
-                key=self._info.key,
-                version=self._version,
-                role=f"vllm {worker}",
-                source=self._store.url,
-                bytes_needed=report["bytes_needed"],
-                bytes_received=report["bytes_received"],
-                stage_seconds=report["stage_seconds"],
-            )
-            report_sync(record)
+            numbers = {name: report[name] for name in ("bytes_needed", "bytes_received", "stage_seconds")}
+            self._report(f"vllm {worker}", **numbers)
         return reports
 
     def commit(self) -> None:
@@ -162,15 +145,7 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
         self.client.start_weight_update()
         self.client.update_weights({"version": self._version})
         self.client.finish_weight_update(weight_version=str(self._version))
-        report_sync(
-            SyncRecord(
-                key=self._info.key,
-                version=self._version,
-                role="vllm engine",
-                source=self._store.url,
-                pause_seconds=time.monotonic() - started,
-            )
-        )
+        self._report("vllm engine", pause_seconds=time.monotonic() - started)
 
     def send_weights(self) -> None:
         """Puts the weights, and has the engine install them."""
@@ -183,6 +158,12 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
         if self.is_sender:
             self._store.delete(acknowledgement_key(self._info.key, self._info.token))
         self._store.close()
+
+    def _report(self, role: str, **numbers: Any) -> None:
+        """Reports a part of the update to the last version."""
+        report_sync(
+            SyncRecord(key=self._info.key, version=self._version, role=role, source=self._store.url, **numbers)
+        )
 
     def _local_state(self) -> dict[str, torch.Tensor]:
         """Returns the tensors of this rank: shards stay shards."""

@@ -210,24 +210,21 @@ impl Splitter<'_> {
 
     /// Rejects a container with a tensor that has a rule: its elements cannot be taken out.
     fn reject_rules_in(&self, value: &Value) -> Result<()> {
-        let inner = match value {
-            Value::List(values) | Value::Tuple(values) => values.len(),
-            Value::NamedTuple(_, fields) => fields.len(),
-            _ => 0,
-        };
-        if inner == 0 || self.plans.is_empty() {
+        let is_container = matches!(
+            value,
+            Value::List(_) | Value::Tuple(_) | Value::NamedTuple(..) | Value::Tagged(..)
+        );
+        if !is_container {
             return Ok(());
         }
         let prefix = format!("{}.", self.fqn());
         match self.plans.range(prefix.clone()..).next().filter(|(fqn, _)| fqn.starts_with(&prefix))
         {
             None => Ok(()),
-            Some((fqn, _)) => {
-                Err(BindingError::new("invalid", format!("`{fqn}` is in a list or a tuple"))
-                    .advice("a mapping renames tensors in dicts")
-                    .with_fqn(fqn)
-                    .into())
-            }
+            Some((fqn, _)) => Err(BindingError::new("invalid", format!("`{fqn}` is in no dict"))
+                .advice("a mapping renames tensors in dicts")
+                .with_fqn(fqn)
+                .into()),
         }
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -293,8 +294,9 @@ def test_put_names_the_tensor_that_does_not_fit(store: tssd.Store) -> None:
     for rule, text in cases:
         with pytest.raises(tssd.TssdValueError, match=text):
             store.put_state_dict({"x": numbers(4, 3), "kept": numbers(1)}, "policy", mapping=Mapping({"x": rule}))
-    with pytest.raises(tssd.TssdValueError, match="in a list or a tuple"):
-        store.put_state_dict({"list": [numbers(2)]}, "policy", mapping=Mapping({"list.0": "a"}))
+    for container, name in (([numbers(2)], "x.0"), ((numbers(2),), "x.0"), (SimpleNamespace(a=numbers(2)), "x.a")):
+        with pytest.raises(tssd.TssdValueError, match=f"`{name}` is in no dict"):
+            store.put_state_dict({"x": container}, "policy", mapping=Mapping({name: "a"}))
     assert store.keys() == []
 
 

@@ -25,7 +25,7 @@ from ._targets import Targets
 if TYPE_CHECKING:
     from typing import TypedDict
 
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
     from .mapping import Mapping
 
@@ -45,6 +45,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Wrapped = TypeVar("_Wrapped")
 _Opened = TypeVar("_Opened")
+_Leased = TypeVar("_Leased", _tssd.OpenVersion, _tssd.StagedVersion)
 _Into = TypeVar("_Into")
 _IntoDict = TypeVar("_IntoDict", bound=dict[Any, Any] | Targets)
 
@@ -179,8 +180,8 @@ class VersionSlice(_Wrapper[_tssd.VersionSlice]):
     __getitem__ = _awaitable(_tssd.VersionSlice.__getitem__)
 
 
-class OpenVersion(_Wrapper[_tssd.OpenVersion]):
-    """An open version, which is read tensor by tensor: see `tssd.OpenVersion`."""
+class _LeasedVersion(_Wrapper[_Leased]):
+    """A version that is leased until it is closed."""
 
     @property
     def key(self) -> str:
@@ -202,6 +203,26 @@ class OpenVersion(_Wrapper[_tssd.OpenVersion]):
         """The identity of the version, 32 hex digits. It stays available after `close`."""
         return self._wrapped.id
 
+    async def close(self) -> None:
+        """Releases the version. Tensors that were read stay valid."""
+        await _run_in_thread(self._wrapped.close)
+
+    def __int__(self) -> int:
+        return self.version
+
+    def __index__(self) -> int:
+        return self.version
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
+
+class OpenVersion(_LeasedVersion[_tssd.OpenVersion]):
+    """An open version, which is read tensor by tensor: see `tssd.OpenVersion`."""
+
     def keys(self) -> list[str]:
         """Returns the fqns of the tensors, in the order of the state dict."""
         return self._wrapped.keys()
@@ -212,7 +233,6 @@ class OpenVersion(_Wrapper[_tssd.OpenVersion]):
 
     get_tensor = _awaitable(_tssd.OpenVersion.get_tensor)
     to_meta = _awaitable(_tssd.OpenVersion.to_meta)
-    close = _awaitable(_tssd.OpenVersion.close)
 
     def get_slice(self, name: str) -> VersionSlice:
         """Returns a handle that reads parts of one tensor: `await opened.get_slice(name)[0:2, 5]`."""
@@ -234,44 +254,12 @@ class OpenVersion(_Wrapper[_tssd.OpenVersion]):
     def __contains__(self, name: object) -> bool:
         return name in self._wrapped
 
-    def __int__(self) -> int:
-        return self.version
-
-    def __index__(self) -> int:
-        return self.version
-
     def __len__(self) -> int:
         return len(self._wrapped)
 
-    async def __aenter__(self) -> OpenVersion:
-        return self
 
-    async def __aexit__(self, *_error: object) -> None:
-        await self.close()
-
-
-class StagedVersion(_Wrapper[_tssd.StagedVersion]):
+class StagedVersion(_LeasedVersion[_tssd.StagedVersion]):
     """A version that is staged, ready to be copied: see `tssd.StagedVersion`."""
-
-    @property
-    def key(self) -> str:
-        """The key."""
-        return self._wrapped.key
-
-    @property
-    def version(self) -> int:
-        """The version number. It stays available after `close`."""
-        return self._wrapped.version
-
-    @property
-    def epoch(self) -> int:
-        """The number of rewinds and rollbacks of the key before the version. It stays available after `close`."""
-        return self._wrapped.epoch
-
-    @property
-    def id(self) -> str:
-        """The identity of the version, 32 hex digits. It stays available after `close`."""
-        return self._wrapped.id
 
     @property
     def report(self) -> GetReport:
@@ -279,19 +267,6 @@ class StagedVersion(_Wrapper[_tssd.StagedVersion]):
         return self._wrapped.report
 
     commit = _awaitable(_tssd.StagedVersion.commit)
-    close = _awaitable(_tssd.StagedVersion.close)
-
-    def __int__(self) -> int:
-        return self.version
-
-    def __index__(self) -> int:
-        return self.version
-
-    async def __aenter__(self) -> StagedVersion:
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        await self.close()
 
 
 class Pin(_Wrapper[_tssd.Pin]):

@@ -181,10 +181,19 @@ class _Stack(Expression):
 
 
 @dataclass(frozen=True)
-class _StackOver(Expression):
-    """A stack with one part for each index."""
+class _OfOne(Expression):
+    """An expression of one part."""
 
     part: Expression
+
+    def _children(self) -> tuple[Expression, ...]:
+        return (self.part,)
+
+
+@dataclass(frozen=True)
+class _StackOver(_OfOne):
+    """A stack with one part for each index."""
+
     over: str
     indices: tuple[int, ...] | None
     dim: int
@@ -222,16 +231,12 @@ class _StackOver(Expression):
         for index in indices:
             self.part._infer(bindings.bind(self.over, index), _without(shape, dim), stored)
 
-    def _children(self) -> tuple[Expression, ...]:
-        return (self.part,)
-
     def _placeholders(self) -> set[str]:
         return self.part._placeholders() - {self.over}
 
 
 @dataclass(frozen=True)
-class _Narrow(Expression):
-    part: Expression
+class _Narrow(_OfOne):
     dim: int
     start: int
     length: int
@@ -248,13 +253,9 @@ class _Narrow(Expression):
         names = ", ".join(f"`{bindings.name(name)}`" for name in self.part._templates())
         raise _Problem("invalid", f"a rule with narrow cannot put: the size of {names} is not known")
 
-    def _children(self) -> tuple[Expression, ...]:
-        return (self.part,)
-
 
 @dataclass(frozen=True)
-class _Shard(Expression):
-    part: Expression
+class _Shard(_OfOne):
     dim: int
     index: int
     count: int
@@ -272,13 +273,9 @@ class _Shard(Expression):
         dim = _normalize(self.dim, len(shape))
         self.part._infer(bindings, _with(shape, dim, shape[dim] * self.count), stored)
 
-    def _children(self) -> tuple[Expression, ...]:
-        return (self.part,)
-
 
 @dataclass(frozen=True)
-class _Transpose(Expression):
-    part: Expression
+class _Transpose(_OfOne):
     dim0: int
     dim1: int
 
@@ -300,9 +297,6 @@ class _Transpose(Expression):
         order = list(range(rank))
         order[dim0], order[dim1] = dim1, dim0
         return order
-
-    def _children(self) -> tuple[Expression, ...]:
-        return (self.part,)
 
 
 def fuse(*parts: str | Expression, dim: int = 0, sizes: Iterable[int] | None = None) -> Expression:

@@ -1,6 +1,5 @@
 //! Verification of parts of leaves in the memory of this host, ahead of a copy.
 
-use super::plans::Plan;
 use super::{LeafPart, MIN_BYTES_PER_THREAD, Read, to_u64};
 use crate::error::Result;
 use crate::io::parallel;
@@ -14,10 +13,16 @@ impl Read<'_> {
         let plan = self.plan_parts(parts)?;
         self.version.load_held(plan.copies().map(|copy| copy.storage))?;
         let is_in_memory = |copy: &SingleCopy<'_>| self.version.is_in_memory(copy.storage);
-        let found: Vec<bool> =
-            plan.copies_by_target().map(|copies| copies.iter().all(is_in_memory)).collect();
+        let (mut found, mut in_memory) = (Vec::with_capacity(parts.len()), Vec::new());
+        for copies in plan.copies_by_target() {
+            let is_found = copies.iter().all(is_in_memory);
+            found.push(is_found);
+            if is_found {
+                in_memory.extend(copies);
+            }
+        }
         if !self.unverified {
-            parallel::map(shares(&plan, &found), |share| {
+            parallel::map(shares(in_memory), |share| {
                 share.into_iter().try_for_each(|copy| self.verify(copy))
             })?;
         }
@@ -38,12 +43,11 @@ impl Read<'_> {
     }
 }
 
-/// Splits the copies of the targets in memory into shares, one for each thread.
-fn shares<'p>(plan: &'p Plan, is_in_memory: &[bool]) -> Vec<Vec<SingleCopy<'p>>> {
-    let targets = plan.copies_by_target().zip(is_in_memory).filter(|(_, found)| **found);
+/// Splits copies into shares, one for each thread.
+fn shares(copies: Vec<SingleCopy<'_>>) -> Vec<Vec<SingleCopy<'_>>> {
     let mut shares = vec![Vec::new()];
     let mut bytes = 0;
-    for copy in targets.flat_map(|(copies, _)| copies) {
+    for copy in copies {
         if bytes >= to_u64(MIN_BYTES_PER_THREAD) {
             shares.push(Vec::new());
             bytes = 0;

@@ -283,10 +283,12 @@ impl WriteJob {
             match (part, builder) {
                 (SegmentSlice::Memory(bytes), Some(builder)) => builder.copy(bytes, target),
                 (SegmentSlice::Memory(bytes), None) => target.copy_from_slice(bytes),
-                (SegmentSlice::Blob(blob, offset, _), builder) => {
-                    read_blob(blob, offset, target)?;
-                    if let Some(builder) = builder {
-                        builder.update(target);
+                (SegmentSlice::Blob(blob, offset, _), None) => read_blob(blob, offset, target)?,
+                (SegmentSlice::Blob(blob, mut offset, _), Some(builder)) => {
+                    for block in target.chunks_mut(BLOCK) {
+                        read_blob(blob, offset, block)?;
+                        builder.update(block);
+                        offset += length(block);
                     }
                 }
             }

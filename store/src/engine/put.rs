@@ -1,6 +1,7 @@
 //! Puts: one writer's contribution to a version.
 
 mod archive;
+mod finite;
 mod leaves;
 mod options;
 mod pending;

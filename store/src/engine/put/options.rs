@@ -30,6 +30,10 @@ pub struct PutOptions {
     pub replicas: Replicas,
     /// When a version whose number is not above the highest opens a new epoch.
     pub rewind: Rewind,
+    /// Whether the put fails if an element of a tensor is NaN or infinite. It reads all elements once more.
+    ///
+    /// What counts is the dtype in which an element is stored.
+    pub check_finite: bool,
     /// Whether leaves without a type of the format are accepted ([`tssd_format::Value::Opaque`]).
     pub allow_opaque: bool,
     /// How storages are compressed. None by default, so that a read is one copy.
@@ -59,6 +63,7 @@ impl Default for PutOptions {
             on_divergence: DivergencePolicy::default(),
             replicas: Replicas::default(),
             rewind: Rewind::default(),
+            check_finite: false,
             allow_opaque: false,
             compression: Compression::None,
             digests: false,

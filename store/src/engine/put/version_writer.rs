@@ -5,7 +5,7 @@ use tracing::{Instrument, Span};
 use tssd_format::{Layout, StateDict};
 
 use super::report::{PutPhases, PutReport};
-use super::{PutOptions, Rewind, Role, WriterProcess, archive, residency};
+use super::{PutOptions, Rewind, Role, WriterProcess, archive, finite, residency};
 use crate::control::{
     BeginResult, CommitResult, Contribution, Controller, DeviceMemoryRequest, InlinePut, Progress,
     Proposal,
@@ -214,6 +214,9 @@ impl VersionWriter {
     /// Lays out an archive, and finds the device that keeps it.
     async fn plan(&mut self, dict: &StateDict, is_only: bool) -> Result<Planned> {
         let started = Instant::now();
+        if self.options.check_finite {
+            finite::check(dict).await?;
+        }
         let (role, is_alone) = if let Some(open) = &self.open {
             (None, open.is_alone)
         } else {
